@@ -1,0 +1,55 @@
+"""The tables of tuned kernel configurations: one TOML file per framework and target.
+
+A file holds, for each kernel, rows such as ::
+
+    [[flash_fwd]]
+    dtype_bits = 16     # 16 for float16 and bfloat16, 32 for float32
+    head_dim = 128      # the padded head size that the row is for
+    block_q = 128
+    block_kv = 64
+    num_warps = 8
+    num_stages = 3
+
+Kernels read the table; nothing is tuned at run time.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from interop.contract.spec import AttentionSpec
+
+
+@dataclass(frozen=True)
+class KernelConfig:
+    """Tile sizes in rows of q and of k/v, warps a program, and depth of the load pipeline."""
+
+    block_q: int
+    block_kv: int
+    num_warps: int
+    num_stages: int
+
+
+def padded_head_dim(head_dim: int) -> int:
+    """The power of two that a tile's head dimension is padded to, at least 16."""
+    return max(16, 1 << (head_dim - 1).bit_length())
+
+
+def config_key(spec: AttentionSpec) -> tuple[int, int]:
+    """The part of a problem that chooses a row: dtype bits and padded head size."""
+    bits = 32 if spec.dtype == "float32" else 16
+    return bits, padded_head_dim(max(spec.head_dim, spec.head_dim_v))
+
+
+@cache
+def load_table(path: Path) -> dict[str, dict[tuple[int, int], KernelConfig]]:
+    """Read one table: kernel name, then (dtype bits, padded head size), to configuration."""
+    table: dict[str, dict[tuple[int, int], KernelConfig]] = {}
+    for kernel, rows in tomllib.loads(path.read_text()).items():
+        table[kernel] = {
+            (row.pop("dtype_bits"), row.pop("head_dim")): KernelConfig(**row) for row in rows
+        }
+    return table

@@ -1,0 +1,35 @@
+"""What `explain` of both sides returns: which implementation a call would run, where and why."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from interop.contract.config import KernelConfig
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """The choice that a call's arguments lead to.
+
+    Attributes:
+        implementation: "triton", "mosaic" or "reference".
+        execution: "compiled" (GPU kernels), "interpreter" (the kernels on a CPU) or
+            "framework" (the reference, in plain torch or jax operations).
+        device: the device's name, such as "cpu" or "NVIDIA H200".
+        target: "sm80" or "sm90" for compiled kernels, else None.
+        reason: one sentence on why.
+        configs: the configuration of each kernel that would run.
+    """
+
+    implementation: str
+    execution: str
+    device: str
+    target: str | None
+    reason: str
+    configs: dict[str, KernelConfig] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        where = self.device if self.target is None else f"{self.target} code on {self.device}"
+        lines = [f"{self.implementation} ({self.execution}, {where}): {self.reason}"]
+        lines += [f"  {kernel}: {config}" for kernel, config in self.configs.items()]
+        return "\n".join(lines)

@@ -1,0 +1,139 @@
+"""The error budget: the one place that says how wrong a result may be.
+
+`ref` is the float64 oracle on the already-rounded inputs, `lp` the same formula run plainly in
+the inputs' dtype (see `reference`). A result may be a small multiple worse than `lp`, in its
+largest error and in its root mean square; nothing may be NaN or infinite where `ref` is not.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from array_api_compat import array_namespace
+
+Array = Any
+
+# Largest error, in multiples of lp's; and root mean square, likewise.
+MAX_ERROR_FACTOR = {"output": 2.0, "gradient": 3.0}
+RMSE_FACTOR = {"output": 1.25, "gradient": 1.5}
+MAX_ERROR_ULPS = 2
+LSE_TOLERANCE = 1e-5
+# Accumulation is float32 whatever the inputs are, so an error of this class (relative to the
+# largest value, absolute under 1) is never a defect. It is the whole budget where lp happens to
+# be exact, as in a row with one key whose gradient cancels to 0, and of float32 itself.
+FLOAT32_CLASS = 2e-6
+
+MANTISSA_BITS = {"float16": 10, "bfloat16": 7, "float32": 23}
+MIN_EXPONENT = {"float16": -14, "bfloat16": -126, "float32": -126}
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """How far a result is from what it is compared with, and how far it may be.
+
+    Attributes:
+        max_error, max_budget: largest absolute error.
+        rmse, rmse_budget: root mean square error.
+        finite: False when NaN or an unexpected infinity was found.
+    """
+
+    max_error: float
+    max_budget: float
+    rmse: float
+    rmse_budget: float
+    finite: bool = True
+
+    @property
+    def ratio(self) -> float:
+        """Error over budget, the worse of the two measures; above 1 the comparison fails."""
+        if not self.finite:
+            return math.inf
+        return max(
+            _over(self.max_error, self.max_budget),
+            _over(self.rmse, self.rmse_budget),
+        )
+
+    @property
+    def ok(self) -> bool:
+        return self.ratio <= 1.0
+
+
+def ulp(value: float, dtype: str) -> float:
+    """Distance between neighbouring numbers of `dtype` at `value`."""
+    exponent = math.frexp(abs(value))[1] - 1 if value else MIN_EXPONENT[dtype]
+    return 2.0 ** (max(exponent, MIN_EXPONENT[dtype]) - MANTISSA_BITS[dtype])
+
+
+def compare_to_reference(got: Array, ref: Array, lp: Array, dtype: str, kind: str) -> Agreement:
+    """Hold an output or gradient to its budget.
+
+    Args:
+        got: the result, in any floating dtype.
+        ref: float64 oracle, same shape.
+        lp: the oracle's formula in the inputs' dtype, same shape.
+        dtype: the inputs' dtype name.
+        kind: "output" or "gradient".
+    """
+    largest = _max_abs(ref)
+    floor = FLOAT32_CLASS * max(1.0, largest)
+    lp_max, lp_rmse, lp_finite = _errors(lp, ref)
+    budget = MAX_ERROR_ULPS * ulp(largest, dtype)
+    rmse_budget = ulp(largest, dtype)
+    if lp_finite:
+        budget += MAX_ERROR_FACTOR[kind] * lp_max
+        rmse_budget = RMSE_FACTOR[kind] * lp_rmse
+    error, rmse, finite = _errors(got, ref)
+    return Agreement(error, max(budget, floor), rmse, max(rmse_budget, floor), finite)
+
+
+def compare_lse(got: Array, ref: Array) -> Agreement:
+    """Hold a log-sum-exp to `LSE_TOLERANCE`, relative where |lse| > 1; -inf must be met exactly."""
+    xp = array_namespace(ref)
+    got, ref = xp.astype(got, xp.float64), xp.astype(ref, xp.float64)
+    empty = xp.isinf(ref)
+    same = bool(xp.all(xp.isinf(got) == empty)) and not bool(xp.any(xp.isnan(got)))
+    zero = xp.zeros_like(ref)
+    got, ref = xp.where(empty, zero, got), xp.where(empty, zero, ref)
+    error = _max_abs((got - ref) / xp.where(xp.abs(ref) > 1, xp.abs(ref), xp.ones_like(ref)))
+    return Agreement(error, LSE_TOLERANCE, error, LSE_TOLERANCE, same)
+
+
+def compare_twins(a: Array, b: Array, budget_a: Agreement, budget_b: Agreement) -> Agreement:
+    """Hold two implementations to the sum of their budgets."""
+    error, rmse, finite = _errors(a, b)
+    return Agreement(
+        error,
+        budget_a.max_budget + budget_b.max_budget,
+        rmse,
+        budget_a.rmse_budget + budget_b.rmse_budget,
+        finite,
+    )
+
+
+def _errors(got: Array, want: Array) -> tuple[float, float, bool]:
+    """Largest absolute error, root mean square error, and whether infinities agree with no NaN."""
+    xp = array_namespace(got, want)
+    if math.prod(want.shape) == 0:
+        return 0.0, 0.0, True
+    got, want = xp.astype(got, xp.float64), xp.astype(want, xp.float64)
+    if not bool(xp.all(xp.isfinite(got) == xp.isfinite(want))) or bool(xp.any(xp.isnan(got))):
+        return math.inf, math.inf, False
+    difference = xp.where(xp.isfinite(want), got - want, xp.zeros_like(want))
+    return (
+        float(xp.max(xp.abs(difference))),
+        math.sqrt(float(xp.mean(difference * difference))),
+        True,
+    )
+
+
+def _max_abs(x: Array) -> float:
+    xp = array_namespace(x)
+    return float(xp.max(xp.abs(x))) if math.prod(x.shape) else 0.0
+
+
+def _over(error: float, budget: float) -> float:
+    if budget > 0:
+        return error / budget
+    return 0.0 if error == 0 else math.inf
