@@ -1,0 +1,178 @@
+"""Run a Triton kernel on CPU tensors, in the process that compiles it for CUDA tensors.
+
+Triton's own switch, ``TRITON_INTERPRET=1``, is read when a kernel is defined and turns compiling
+off for the whole process. `interpreted` chooses for each launch instead: inside a launch
+`triton.language` is patched to work on NumPy arrays, and put back afterwards.
+
+This is the one place of `torch_attn` that uses private Triton API, namely
+``triton.runtime.interpreter``. Checked with Triton 3.6 and 3.9; what is used and why:
+
+- `_patch_lang` installs a builder in `triton.language` and returns the scope that undoes it;
+  it is called once a launch for the whole language. (Triton calls it at every call of a helper
+  too, which takes milliseconds and is never undone.)
+- `FunctionRewriter` turns a kernel's source into a plain Python function, and `_implicit_cvt`
+  turns a launch's arguments into the interpreter's tensors.
+- `InterpreterBuilder` and `_get_np_dtype` hold bfloat16 as uint16 and compute on its bits, which
+  gives wrong numbers without an error. `_Builder` holds it as `ml_dtypes.bfloat16`.
+- ``tensor.__index__`` calls ``int`` on an array of one element, which NumPy 2.4 refuses, so that
+  Triton 3.6 cannot run a loop whose bounds are known only at run time.
+
+``tests/torch_attn/test_interpreter.py`` guards all of it, and says what to do when Triton changes.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache, update_wrapper
+from types import FunctionType, SimpleNamespace
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import triton.language as tl
+from triton.language.semantic import TritonSemantic
+from triton.runtime import interpreter
+from triton.runtime.interpreter import FunctionRewriter, InterpreterBuilder, TensorHandle
+from triton.runtime.jit import JITFunction
+
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+_lock = threading.Lock()
+_triton_np_dtype = interpreter._get_np_dtype
+
+
+def interpreted(kernel: JITFunction) -> Interpreted:
+    """A `@triton.jit` kernel that runs on CPU tensors, NumPy doing the arithmetic.
+
+    ``interpreted(kernel)[grid](*args, **kwargs)`` launches as ``kernel[grid](...)`` does. Launch
+    options, such as `num_warps`, have no meaning here and are ignored. Launches run one at a
+    time; while one runs, no other thread can compile a Triton kernel.
+
+    Raises:
+        RuntimeError: the process runs under ``TRITON_INTERPRET=1``.
+    """
+    if not isinstance(kernel, JITFunction):
+        raise RuntimeError("unset TRITON_INTERPRET: CPU tensors run in the interpreter without it")
+    return Interpreted(kernel)
+
+
+class Interpreted:
+    """A kernel waiting for its grid; see `interpreted`."""
+
+    def __init__(self, kernel: JITFunction) -> None:
+        self.kernel = kernel
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        def launch(*args: Any, **kwargs: Any) -> None:
+            signature = self.kernel.signature
+            kwargs = {name: x for name, x in kwargs.items() if name in signature.parameters}
+            bound = signature.bind(*args, **kwargs)
+            bound.apply_defaults()
+            with _lock, _patched_language(), np.errstate(all="ignore"):
+                arguments = {
+                    param.name: x if param.is_constexpr else _as_argument(x)
+                    for param, x in zip(self.kernel.params, bound.arguments.values(), strict=True)
+                }
+                function = _python_function(self.kernel.fn)
+                shape = (*grid, *(1,) * (3 - len(grid)))
+                _builder.set_grid_dim(*shape)
+                for index in np.ndindex(shape):
+                    _builder.set_grid_idx(*index)
+                    function(**arguments)
+
+        return launch
+
+
+class _Builder(InterpreterBuilder):
+    """Triton's interpreter, with bfloat16 arrays that know that they are bfloat16."""
+
+    def get_bf16(self, value: float) -> TensorHandle:
+        return TensorHandle(np.array([value], dtype=BFLOAT16), tl.bfloat16)
+
+    def create_masked_load(self, ptrs, mask, other, *hints) -> TensorHandle:
+        if ptrs.get_element_ty() != tl.bfloat16:
+            return super().create_masked_load(ptrs, mask, other, *hints)
+        ptrs = TensorHandle(ptrs.data, tl.pointer_type(tl.uint16))
+        other = None if other is None else _bits(other)
+        bits = super().create_masked_load(ptrs, mask, other, *hints)
+        return TensorHandle(bits.data.view(BFLOAT16), tl.bfloat16)
+
+    def create_masked_store(self, ptrs, value, mask, *hints) -> None:
+        value = _bits(value) if value.data.dtype == BFLOAT16 else value
+        super().create_masked_store(ptrs, value, mask, *hints)
+
+    def cast_impl(self, src: TensorHandle, dst_type: tl.dtype) -> TensorHandle:
+        if tl.bfloat16 in (src.dtype.scalar, dst_type.scalar):
+            return TensorHandle(src.data.astype(_np_dtype(dst_type)), dst_type.scalar)
+        return super().cast_impl(src, dst_type)
+
+    def create_fp_to_fp(self, src: TensorHandle, dst_type: tl.dtype, rounding: Any) -> TensorHandle:
+        if tl.bfloat16 in (src.dtype.scalar, dst_type.scalar):
+            return self.cast_impl(src, dst_type)
+        return super().create_fp_to_fp(src, dst_type, rounding)
+
+    def create_dot(self, a, b, d, input_precision, max_num_imprecise_acc) -> TensorHandle:
+        a, b = (self.cast_impl(x, tl.float32) if x.data.dtype == BFLOAT16 else x for x in (a, b))
+        return super().create_dot(a, b, d, input_precision, max_num_imprecise_acc)
+
+
+_builder = _Builder()
+_semantic = TritonSemantic(_builder)
+
+
+def _bits(value: TensorHandle) -> TensorHandle:
+    """A bfloat16 array as uint16, which is what the interpreter's loads and stores can move."""
+    return TensorHandle(value.data.view(np.uint16), tl.uint16)
+
+
+@cache
+def _np_dtype(dtype: tl.dtype) -> np.dtype:
+    return BFLOAT16 if dtype.scalar == tl.bfloat16 else _triton_np_dtype(dtype)
+
+
+@contextmanager
+def _patched_language() -> Iterator[None]:
+    """Make `triton.language` compute on NumPy arrays inside the block."""
+    modules = SimpleNamespace(__globals__={"tl": tl, "core": tl.core})
+    patches = interpreter._LangPatchScope()
+    patches.set_attr(interpreter, "interpreter_builder", _builder)
+    patches.set_attr(interpreter, "interpreter_semantic", _semantic)
+    patches.set_attr(interpreter, "_get_np_dtype", _np_dtype)
+    patches.set_attr(JITFunction, "__call__", _call_helper)
+    language = interpreter._patch_lang(modules)
+    language.set_attr(tl.tensor, "__index__", lambda self: self.handle.data.item())
+    try:
+        yield
+    finally:
+        language.restore()
+        patches.restore()
+
+
+def _call_helper(helper: JITFunction, *args: Any, **kwargs: Any) -> Any:
+    return _python_function(helper.fn)(*args, **kwargs)
+
+
+def _as_argument(value: Any) -> Any:
+    """A runtime argument as a kernel sees it; a float is float32 there."""
+    if isinstance(value, float):
+        return tl.tensor(TensorHandle(np.array([value], dtype=np.float32), tl.float32), tl.float32)
+    return interpreter._implicit_cvt(value)
+
+
+@cache
+def _python_function(original: FunctionType) -> Callable[..., Any]:
+    """A kernel's source as a Python function over the interpreter's tensors.
+
+    The rewriter adds names to the function's globals, so it gets a copy of the module's.
+    """
+    copy = FunctionType(
+        original.__code__,
+        {**original.__globals__, "interpreter_semantic": _semantic},
+        original.__name__,
+        original.__defaults__,
+        original.__closure__,
+    )
+    update_wrapper(copy, original)
+    del copy.__wrapped__
+    return FunctionRewriter(copy).rewrite_ast()
