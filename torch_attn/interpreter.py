@@ -127,12 +127,7 @@ def _bits(value: TensorHandle) -> TensorHandle:
 
 
 def _np_dtype(dtype: tl.dtype) -> np.dtype:
-    return _scalar_np_dtype(dtype.scalar)
-
-
-@cache
-def _scalar_np_dtype(dtype: tl.dtype) -> np.dtype:
-    return BFLOAT16 if dtype == tl.bfloat16 else _triton_np_dtype(dtype)
+    return BFLOAT16 if dtype.scalar == tl.bfloat16 else _triton_np_dtype(dtype)
 
 
 @contextmanager
