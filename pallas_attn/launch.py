@@ -1,0 +1,111 @@
+"""How a kernel is called: with which configuration, over which blocks, compiled or interpreted."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax import Array
+from jax.experimental import pallas as pl
+
+from interop.contract.config import KernelConfig, padded_head_dim
+from interop.contract.spec import AttentionSpec
+from pallas_attn.dispatch import configs_for
+from pallas_attn.lowering import compiler_params
+
+
+def problem_arguments(spec: AttentionSpec) -> dict[str, Any]:
+    """The arguments that describe a problem, as every attention kernel takes them."""
+    scale_first = spec.softcap is not None or spec.scale <= 0
+    reach = spec.seq_q + spec.seq_kv
+    left, right = spec.window.left, spec.window.right
+    return {
+        "seq_q": spec.seq_q,
+        "seq_kv": spec.seq_kv,
+        "scale": spec.scale,
+        "exp2_scale": math.log2(math.e) * (1.0 if scale_first else spec.scale),
+        "softcap": spec.softcap,
+        "window_left": None if left is None else min(left, reach),
+        "window_right": None if right is None else min(right, reach),
+        "head_dim": spec.head_dim,
+        "head_dim_v": spec.head_dim_v,
+        "block_d": padded_head_dim(spec.head_dim),
+        "block_dv": padded_head_dim(spec.head_dim_v),
+        "scale_first": scale_first,
+    }
+
+
+def of_head(x: Any, group_size: int = 1) -> pl.BlockSpec:
+    """What a program reads of `x`: one head's rows.
+
+    Args:
+        x: [B, S, H, D] gives [S, D], the last dimension padded to a power of two; [B, H, S] gives [S].
+        group_size: programs of that many heads of the grid share one head of `x`.
+    """
+    if len(x.shape) == 3:
+        return pl.BlockSpec((None, None, x.shape[2]), lambda tile, head, batch: (batch, head, 0))
+    block = (None, x.shape[1], None, padded_head_dim(x.shape[3]))
+    return pl.BlockSpec(block, lambda tile, head, batch: (batch, 0, head // group_size, 0))
+
+
+def of_group(x: Any, group_size: int) -> pl.BlockSpec:
+    """What a program reads of `x`: the rows of all heads that share the grid's kv head.
+
+    Args:
+        x: [B, S, H, D] gives [S, group_size, D]; [B, H, S] gives [group_size, S].
+        group_size: query heads of a kv head.
+    """
+    if len(x.shape) == 3:
+        block = (None, group_size, x.shape[2])
+        return pl.BlockSpec(block, lambda tile, head, batch: (batch, head, 0))
+    block = (None, x.shape[1], group_size, padded_head_dim(x.shape[3]))
+    return pl.BlockSpec(block, lambda tile, head, batch: (batch, 0, head, 0))
+
+
+def launch(
+    name: str,
+    kernel: Callable[..., None],
+    grid: Callable[[KernelConfig], tuple[int, int, int]],
+    operands: Sequence[Array],
+    in_specs: Sequence[pl.BlockSpec],
+    out_shape: Sequence[jax.ShapeDtypeStruct],
+    out_specs: Sequence[pl.BlockSpec],
+    problem: dict[str, Any],
+    spec: AttentionSpec,
+    backend: str,
+) -> Any:
+    """Call a kernel.
+
+    Args:
+        name: the kernel's name in the configuration tables.
+        kernel: the function over references.
+        grid: (tiles, heads, batch) to launch, from the configuration.
+        operands, in_specs: inputs and what a program sees of each.
+        out_shape, out_specs: the same for the outputs.
+        problem: the kernel's keyword arguments but the tile sizes.
+        spec: the problem, which chooses the configuration.
+        backend: "interpret", or the target to compile for.
+
+    Returns:
+        The outputs.
+    """
+    interpret = backend == "interpret"
+    target = "sm80" if interpret else backend
+    config = configs_for(spec, target)[name]
+    tiles = {"block_q": config.block_q, "block_kv": config.block_kv}
+    takes = inspect.signature(kernel).parameters
+    arguments = problem | {key: tiles[key] for key in tiles if key in takes}
+    return pl.pallas_call(
+        functools.partial(kernel, **arguments),
+        grid=grid(config),
+        in_specs=in_specs,
+        out_shape=out_shape,
+        out_specs=out_specs,
+        compiler_params=None if interpret else compiler_params(target, config),
+        interpret=interpret,
+        name=name,
+    )(*operands)

@@ -1,0 +1,138 @@
+"""Flash attention, forward.
+
+``out = softmax(mask(softcap(scale · q kᵀ))) v`` and ``lse = log Σ exp``, one pass over the keys.
+Dao 2023, FlashAttention-2, algorithm 1.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from interop.contract.spec import AttentionSpec
+from torch_attn.kernels.primitives import (
+    LN2,
+    attention_mask,
+    attention_scores,
+    load_tile,
+    online_softmax_update,
+    phase_range,
+    store_tile,
+    visible_tiles,
+)
+from torch_attn.launch import UNSPECIALIZED, launch, problem_arguments
+
+
+@triton.jit(do_not_specialize=UNSPECIALIZED)
+def flash_fwd_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    out_ptr,
+    lse_ptr,
+    q_batch,
+    q_row,
+    q_head,
+    k_batch,
+    k_row,
+    k_head,
+    v_batch,
+    v_row,
+    v_head,
+    seq_q,
+    seq_kv,
+    heads_q,
+    scale,
+    exp2_scale,
+    softcap,
+    window_left,
+    window_right,
+    GROUP_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    SCALE_FIRST: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_LEFT: tl.constexpr,
+    HAS_RIGHT: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_KV: tl.constexpr,
+):
+    """One program computes BLOCK_Q rows of one query head.
+
+    Operands: q [B, Sq, Hq, D], k [B, Skv, Hkv, D], v [B, Skv, Hkv, Dv] with the given strides and
+    a contiguous last dimension; out [B, Sq, Hq, Dv] and lse [B, Hq, Sq] (float32, natural log)
+    contiguous. Grid: (query tiles, heads, batch) in one axis, query tiles fastest, last tile
+    first, since under a causal mask it is the longest. Loop invariant: `online_softmax_update`.
+    Accumulation: float32, exponents in base 2, p cast to v's dtype for p·v. A row that sees no
+    key gives 0 and -inf. BLOCK_Q and BLOCK_KV are powers of two, at least 16.
+    """
+    # Locate the tile of queries.
+    num_tiles = tl.cdiv(seq_q, BLOCK_Q)
+    tile = num_tiles - 1 - tl.program_id(0) % num_tiles
+    head = tl.program_id(0) // num_tiles % heads_q
+    batch = (tl.program_id(0) // num_tiles // heads_q).to(tl.int64)
+    start_q = tile * BLOCK_Q
+    head_kv = head // GROUP_SIZE
+    k_base = k_ptr + batch * k_batch + head_kv.to(tl.int64) * k_head
+    v_base = v_ptr + batch * v_batch + head_kv.to(tl.int64) * v_head
+
+    # Load the queries; they stay.
+    q_base = q_ptr + batch * q_batch + head.to(tl.int64) * q_head
+    q = load_tile(q_base, start_q, seq_q, q_row, BLOCK_Q, HEAD_DIM, BLOCK_D, True)
+    rows = start_q + tl.arange(0, BLOCK_Q)
+    position = rows + seq_kv - seq_q
+    m_i = tl.full([BLOCK_Q], float("-inf"), tl.float32)
+    l_i = tl.zeros([BLOCK_Q], tl.float32)
+    acc = tl.zeros([BLOCK_Q, BLOCK_DV], tl.float32)
+
+    # Visit the tiles of keys that these queries see; only tiles at the edges are masked.
+    begin, full_begin, full_end, end = visible_tiles(
+        start_q, seq_q, seq_kv, window_left, window_right, BLOCK_Q, BLOCK_KV, HAS_LEFT, HAS_RIGHT
+    )
+    for phase in tl.static_range(0 if HAS_LEFT else 1, 3):
+        MASKED: tl.constexpr = phase != 1
+        lo, hi = phase_range(phase, begin, full_begin, full_end, end)
+        for start_kv in tl.range(lo, hi, BLOCK_KV):
+            # s = scale · q kᵀ
+            k = load_tile(k_base, start_kv, seq_kv, k_row, BLOCK_KV, HEAD_DIM, BLOCK_D, MASKED)
+            s = attention_scores(q, k, scale, softcap, SCALE_FIRST, HAS_SOFTCAP)
+            if MASKED:
+                key = start_kv + tl.arange(0, BLOCK_KV)
+                s = attention_mask(
+                    s, position[:, None], key[None, :], seq_kv, window_left, window_right,
+                    HAS_LEFT, HAS_RIGHT,
+                )  # fmt: skip
+            # p = exp(s - max), and rescale what was accumulated
+            p, m_i, l_i, acc = online_softmax_update(s, m_i, l_i, acc, exp2_scale)
+            # acc += p v
+            v = load_tile(v_base, start_kv, seq_kv, v_row, BLOCK_KV, HEAD_DIM_V, BLOCK_DV, MASKED)
+            acc = tl.dot(p.to(v.dtype), v, acc, input_precision="ieee")
+
+    # Normalise and store.
+    l_safe = tl.where(l_i == 0.0, 1.0, l_i)
+    lse = m_i * LN2 + tl.log(l_safe)
+    out_row = heads_q * HEAD_DIM_V
+    out_base = out_ptr + batch * seq_q * out_row + head * HEAD_DIM_V
+    store_tile(out_base, acc / l_safe[:, None], start_q, seq_q, out_row, BLOCK_Q, HEAD_DIM_V, BLOCK_DV)  # fmt: skip
+    tl.store(lse_ptr + (batch * heads_q + head) * seq_q + rows, lse, mask=rows < seq_q)
+
+
+def flash_fwd(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
+    """Launch `flash_fwd_kernel`.
+
+    Returns:
+        out [B, Sq, Hq, Dv] in q's dtype and lse [B, Hq, Sq] float32, both contiguous.
+    """
+    out = torch.empty((*q.shape[:3], v.shape[3]), dtype=q.dtype, device=q.device)
+    lse = torch.empty((spec.batch, spec.heads_q, spec.seq_q), dtype=torch.float32, device=q.device)
+    launch(
+        "flash_fwd",
+        flash_fwd_kernel,
+        lambda config: (triton.cdiv(spec.seq_q, config.block_q) * spec.heads_q * spec.batch,),
+        (q, k, v, out, lse, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3]),
+        problem_arguments(spec),
+        spec,
+    )
+    return out, lse

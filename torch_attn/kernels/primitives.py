@@ -1,0 +1,183 @@
+"""In-kernel building blocks, named as in the Pallas twin.
+
+Scores live in the exponent's base-2 domain: ``exp(x) = exp2(x * log2(e))``, so that one hardware
+instruction gives p. `exp2_scale` takes a score there; it is ``scale * log2(e)`` when the scale is
+positive and no softcap stands between (the product folds into the exponent's subtraction), else
+``log2(e)`` after the score was scaled by itself.
+"""
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def visible_tiles(
+    start,
+    size,
+    size_other,
+    before,
+    after,
+    BLOCK: tl.constexpr,
+    BLOCK_OTHER: tl.constexpr,
+    HAS_BEFORE: tl.constexpr,
+    HAS_AFTER: tl.constexpr,
+):
+    """Which tiles of the other axis the rows start .. start + BLOCK see.
+
+    Row i stands at position ``p = i + size_other - size`` and sees ``p - before .. p + after``.
+    Queries see keys with (before, after) = (left, right), keys see queries with (right, left).
+
+    Returns (begin, full_begin, full_end, end): tiles from `begin` to `end` have something to
+    see, and those from `full_begin` to `full_end` need no mask. `end` alone is not a multiple of
+    BLOCK_OTHER.
+    """
+    first = start + size_other - size
+    last = tl.minimum(start + BLOCK, size) - 1 + size_other - size
+    begin = 0
+    full_begin = 0
+    end = size_other
+    full_end = size_other // BLOCK_OTHER * BLOCK_OTHER
+    if HAS_BEFORE:
+        begin = tl.maximum(first - before, 0) // BLOCK_OTHER * BLOCK_OTHER
+        full_begin = tl.cdiv(tl.maximum(last - before, 0), BLOCK_OTHER) * BLOCK_OTHER
+    if HAS_AFTER:
+        end = tl.minimum(tl.maximum(last + after + 1, 0), size_other)
+        full_end = tl.minimum(
+            full_end, tl.maximum(first + after + 1, 0) // BLOCK_OTHER * BLOCK_OTHER
+        )
+    return begin, full_begin, full_end, end
+
+
+@triton.jit
+def phase_range(phase: tl.constexpr, begin, full_begin, full_end, end):
+    """Tiles of one phase: 0, masked ones before the full tiles; 1, full tiles; 2, masked ones after."""
+    if phase == 0:
+        lo, hi = begin, tl.minimum(full_begin, end)
+    elif phase == 1:
+        lo, hi = full_begin, full_end
+    else:
+        lo, hi = tl.maximum(full_begin, full_end), end
+    return lo, hi
+
+
+@triton.jit
+def load_tile(
+    base,
+    start,
+    num_rows,
+    stride,
+    BLOCK_ROWS: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    MASK_ROWS: tl.constexpr,
+):
+    """Rows start .. start + BLOCK_ROWS of a [num_rows, SIZE] matrix, zero-padded to BLOCK_SIZE columns.
+
+    `stride` is the distance of rows in elements. MASK_ROWS: rows past `num_rows` give 0.
+    """
+    rows = tl.arange(0, BLOCK_ROWS)[:, None]
+    cols = tl.arange(0, BLOCK_SIZE)[None, :]
+    pointers = base + tl.cast(start, tl.int64) * stride + rows * stride + cols
+    if MASK_ROWS:
+        x = tl.load(pointers, mask=(rows < num_rows - start) & (cols < SIZE), other=0.0)
+    elif BLOCK_SIZE != SIZE:
+        x = tl.load(pointers, mask=cols < SIZE, other=0.0)
+    else:
+        x = tl.load(pointers)
+    return x
+
+
+@triton.jit
+def store_tile(
+    base,
+    x,
+    start,
+    num_rows,
+    stride,
+    BLOCK_ROWS: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+):
+    """The inverse of `load_tile`; rows past `num_rows` and columns past SIZE are not written."""
+    rows = tl.arange(0, BLOCK_ROWS)[:, None]
+    cols = tl.arange(0, BLOCK_SIZE)[None, :]
+    pointers = base + tl.cast(start, tl.int64) * stride + rows * stride + cols
+    tl.store(
+        pointers, x.to(base.dtype.element_ty), mask=(rows < num_rows - start) & (cols < SIZE)
+    )
+
+
+@triton.jit
+def attention_scores(a, b, scale, softcap, SCALE_FIRST: tl.constexpr, HAS_SOFTCAP: tl.constexpr):
+    """a · bᵀ in float32, scaled where the exponent cannot do it (SCALE_FIRST), then capped."""
+    s = tl.dot(a, tl.trans(b), input_precision="ieee")
+    if SCALE_FIRST:
+        s = s * scale
+    if HAS_SOFTCAP:
+        s = softcap * tanh(s / softcap)
+    return s
+
+
+@triton.jit
+def softcap_derivative(s, softcap):
+    """d capped / d score, from the capped score: ``1 - tanh²``."""
+    t = s / softcap
+    return 1.0 - t * t
+
+
+@triton.jit
+def tanh(x):
+    """Hyperbolic tangent to a few float32 ulps; by series near 0, where ``1 - exp`` cancels."""
+    e = tl.exp2(tl.abs(x) * (-2.0 * LOG2E))
+    ratio = (1.0 - e) / (1.0 + e)
+    x2 = x * x
+    series = x * (1.0 + x2 * (-1.0 / 3.0 + x2 * (2.0 / 15.0 - x2 * (17.0 / 315.0))))
+    return tl.where(tl.abs(x) < 0.15, series, tl.where(x < 0, -ratio, ratio))
+
+
+@triton.jit
+def attention_mask(
+    s,
+    position,
+    key,
+    seq_kv,
+    window_left,
+    window_right,
+    HAS_LEFT: tl.constexpr,
+    HAS_RIGHT: tl.constexpr,
+):
+    """Scores of the keys that a query at `position` does not see, or that do not exist, become -inf."""
+    seen = key < seq_kv
+    if HAS_LEFT:
+        seen = seen & (key >= position - window_left)
+    if HAS_RIGHT:
+        seen = seen & (key <= position + window_right)
+    return tl.where(seen, s, float("-inf"))
+
+
+@triton.jit
+def online_softmax_update(s, m_i, l_i, acc, exp2_scale):
+    """One step of the running softmax (Milakov and Gimelshein 2018; FlashAttention-2, algorithm 1).
+
+    Invariant: m_i is the row maximum so far (base 2), l_i the sum and acc the p·v product of
+    ``exp2(s * exp2_scale - m_i)``. A row without a key so far keeps m_i = -inf and l_i = 0.
+    Returns p of this tile and the three, rescaled to the new maximum (acc without this tile's p·v).
+    """
+    m_new = tl.maximum(m_i, tl.max(s, 1) * exp2_scale)
+    m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
+    p = tl.exp2(s * exp2_scale - m_safe[:, None])
+    alpha = tl.exp2(m_i - m_safe)
+    l_i = l_i * alpha + tl.sum(p, 1)
+    acc = acc * alpha[:, None]
+    return p, m_new, l_i, acc
+
+
+@triton.jit
+def load_lse(base, start, num_rows, BLOCK_ROWS: tl.constexpr):
+    """Row log-sum-exps in base 2; +inf where a row saw no key or does not exist, so that p is 0."""
+    rows = start + tl.arange(0, BLOCK_ROWS)
+    lse = tl.load(base + rows, mask=rows < num_rows, other=float("inf"))
+    return tl.where(lse == float("-inf"), float("inf"), lse) * LOG2E

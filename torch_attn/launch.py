@@ -1,0 +1,127 @@
+"""How a kernel is launched: for which target, with which configuration, compiled or interpreted."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from interop.contract.config import (
+    KernelConfig,
+    config_key,
+    load_table,
+    padded_head_dim,
+)
+from interop.contract.spec import AttentionSpec
+from interop.contract.target import SHARED_MEMORY_LIMIT, resolve_target
+
+_CONFIGS = Path(__file__).parent / "configs"
+
+# Arguments that change from call to call: one compiled kernel serves all of their values.
+UNSPECIALIZED = ["seq_q", "seq_kv", "window_left", "window_right"]
+
+_recorded: tuple[str, list[tuple[str, KernelConfig, Any]]] | None = None
+
+
+def target_of(device: torch.device) -> str:
+    """The target whose code runs on this CUDA device (see `interop.contract.target`)."""
+    if _recorded is not None:
+        return _recorded[0]
+    return resolve_target(torch.cuda.get_device_capability(device))
+
+
+def configs_for(spec: AttentionSpec, target: str) -> dict[str, KernelConfig]:
+    """The shipped configuration of each kernel for a problem."""
+    table = load_table(_CONFIGS / f"{target}.toml")
+    return {kernel: rows[config_key(spec)] for kernel, rows in table.items()}
+
+
+def problem_arguments(spec: AttentionSpec) -> dict[str, Any]:
+    """The arguments that describe a problem, as every attention kernel takes them."""
+    scale_first = spec.softcap is not None or spec.scale <= 0
+    reach = spec.seq_q + spec.seq_kv
+    left, right = spec.window.left, spec.window.right
+    return {
+        "seq_q": spec.seq_q,
+        "seq_kv": spec.seq_kv,
+        "heads_q": spec.heads_q,
+        "scale": spec.scale,
+        "exp2_scale": math.log2(math.e) * (1.0 if scale_first else spec.scale),
+        "softcap": 0.0 if spec.softcap is None else spec.softcap,
+        "window_left": 0 if left is None else min(left, reach),
+        "window_right": 0 if right is None else min(right, reach),
+        "GROUP_SIZE": spec.group_size,
+        "HEAD_DIM": spec.head_dim,
+        "HEAD_DIM_V": spec.head_dim_v,
+        "BLOCK_D": padded_head_dim(spec.head_dim),
+        "BLOCK_DV": padded_head_dim(spec.head_dim_v),
+        "SCALE_FIRST": scale_first,
+        "HAS_SOFTCAP": spec.softcap is not None,
+        "HAS_LEFT": left is not None,
+        "HAS_RIGHT": right is not None,
+    }
+
+
+def launch(
+    name: str,
+    kernel: Any,
+    grid: Callable[[KernelConfig], tuple[int, ...]],
+    operands: tuple[Any, ...],
+    problem: dict[str, Any],
+    spec: AttentionSpec,
+) -> None:
+    """Launch a kernel on its first operand's device; a CPU tensor goes to Triton's interpreter.
+
+    Args:
+        name: the kernel's name in the configuration tables.
+        kernel: the `triton.jit` function.
+        grid: programs to launch, from the configuration.
+        operands: leading arguments: pointers, then strides.
+        problem: the other arguments but the tile sizes.
+        spec: the problem, which chooses the configuration.
+    """
+    device = operands[0].device
+    target = "sm80" if device.type == "cpu" else target_of(device)
+    config = configs_for(spec, target)[name]
+    tiles = {"BLOCK_Q": config.block_q, "BLOCK_KV": config.block_kv}
+    arguments = problem | {key: tiles[key] for key in tiles if key in kernel.arg_names}
+    if device.type == "cpu":
+        from torch_attn.interpreter import interpreted
+
+        interpreted(kernel)[grid(config)](*operands, **arguments)
+        return
+    options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+    if _recorded is not None:
+        compiled = kernel.warmup(*operands, grid=grid(config), **arguments, **options)
+        _recorded[1].append((name, config, compiled))
+        return
+    if target == "sm80":
+        options["arch"] = "sm80"
+    with _current(device):
+        compiled = kernel[grid(config)](*operands, **arguments, **options)
+    assert compiled.metadata.shared <= SHARED_MEMORY_LIMIT[target], (name, config, target)
+
+
+@contextmanager
+def recording(target: str) -> Iterator[list[tuple[str, KernelConfig, Any]]]:
+    """Compile for `target` instead of launching; yields a list of (kernel, configuration, compiled).
+
+    Needs a Triton driver that reports that target; operands may be on the "meta" device.
+    """
+    global _recorded
+    before, _recorded = _recorded, (target, [])
+    try:
+        yield _recorded[1]
+    finally:
+        _recorded = before
+
+
+def _current(device: torch.device):
+    """Make `device` current: Triton launches on the current one. Costs nothing if it is already."""
+    if torch.cuda.current_device() == device.index:
+        return nullcontext()
+    return torch.cuda.device(device)
