@@ -163,11 +163,17 @@ def _as_argument(value: Any) -> Any:
 def _python_function(original: FunctionType) -> Callable[..., Any]:
     """A kernel's source as a Python function over the interpreter's tensors.
 
-    The rewriter adds names to the function's globals, so it gets a copy of the module's.
+    The rewriter adds names to the function's globals, so it gets a copy of the module's. There
+    constants lose their `constexpr`, which does not give way to a tensor: in Triton 3.9
+    ``constant * tensor`` is a constexpr that no operation takes.
     """
+    names = {
+        name: x.value if isinstance(x, tl.constexpr) else x
+        for name, x in original.__globals__.items()
+    }
     copy = FunctionType(
         original.__code__,
-        {**original.__globals__, "interpreter_semantic": _semantic},
+        {**names, "interpreter_semantic": _semantic},
         original.__name__,
         original.__defaults__,
         original.__closure__,
