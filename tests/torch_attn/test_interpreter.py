@@ -1,0 +1,200 @@
+"""Kernels on CPU tensors: `torch_attn.interpreter` computes what a GPU does.
+
+These tests guard the private Triton API that `torch_attn/interpreter.py` uses. When one fails
+after an update of Triton, compare ``triton/runtime/interpreter.py`` with the list in that file's
+docstring: adapt what moved, and delete a repair that Triton no longer needs. Nothing else in
+`torch_attn` depends on these internals.
+"""
+
+import threading
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from triton.runtime.interpreter import InterpretedFunction
+from triton.runtime.jit import JITFunction
+
+from torch_attn.interpreter import interpreted
+
+SCALE = tl.constexpr(0.5)
+
+
+@triton.jit
+def axpy(a, x, y):
+    return a.to(x.dtype) * x + y
+
+
+@triton.jit
+def axpy_kernel(x_ptr, y_ptr, a, size, BLOCK: tl.constexpr):
+    offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + offsets, mask=offsets < size, other=0.0)
+    y = tl.load(y_ptr + offsets, mask=offsets < size, other=0.0)
+    tl.store(y_ptr + offsets, axpy(a, x, y).to(y_ptr.dtype.element_ty), mask=offsets < size)
+
+
+@triton.jit
+def matmul_kernel(a_ptr, b_ptr, c_ptr, size, BLOCK: tl.constexpr):
+    rows = tl.arange(0, BLOCK)[:, None]
+    cols = tl.arange(0, BLOCK)[None, :]
+    acc = tl.zeros([BLOCK, BLOCK], tl.float32)
+    for start in tl.range(0, size, BLOCK, num_stages=2):
+        a = tl.load(a_ptr + rows * size + start + cols)
+        b = tl.load(b_ptr + (start + rows) * BLOCK + cols)
+        acc = tl.dot(a, b, acc, input_precision="ieee")
+    tl.store(c_ptr + rows * BLOCK + cols, acc.to(c_ptr.dtype.element_ty))
+
+
+@triton.jit
+def arithmetic_kernel(x_ptr, y_ptr, out_ptr, BLOCK: tl.constexpr):
+    offsets = tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + offsets)
+    y = tl.load(y_ptr + offsets)
+    tl.store(out_ptr + offsets, tl.where(x > y, x + y, x * y - 3.0))
+    tl.store(out_ptr + BLOCK, tl.sum(x.to(tl.float32), 0).to(x.dtype))
+    tl.store(out_ptr + BLOCK + 1, tl.max(x, 0).to(x.dtype))
+    tl.store(out_ptr + BLOCK + 2, tl.full([], -1.0078125, x.dtype))
+
+
+@triton.jit
+def phases_kernel(out_ptr):
+    total = tl.zeros([1], tl.float32)
+    for phase in tl.static_range(0, 3):
+        if phase != 1:
+            total += SCALE * tl.abs(total + phase) + 1.0
+    tl.store(out_ptr + tl.arange(0, 1), total)
+
+
+@triton.jit
+def grid_kernel(out_ptr):
+    x, y, z = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    index = (x * tl.num_programs(1) + y) * tl.num_programs(2) + z
+    tl.store(out_ptr + index, x * 100 + y * 10 + z)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_matmul_with_a_bound_known_at_run_time(dtype):
+    a, b = torch.randn(32, 96).to(dtype), torch.randn(96, 32).to(dtype)
+    c = torch.empty(32, 32, dtype=torch.float32)
+    interpreted(matmul_kernel)[(1,)](a, b, c, 96, BLOCK=32)
+    torch.testing.assert_close(c, a.float() @ b.float(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_stores_round_to_nearest(dtype):
+    a, b = torch.randn(32, 32).to(dtype), torch.eye(32).to(dtype)
+    c = torch.empty(32, 32, dtype=torch.bfloat16)
+    interpreted(matmul_kernel)[(1,)](a, b, c, 32, BLOCK=32)
+    assert torch.equal(c, a.to(torch.bfloat16))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_arithmetic_is_that_of_the_dtype(dtype):
+    x, y = torch.randn(64).to(dtype), torch.randn(64).to(dtype)
+    out = torch.empty(67, dtype=dtype)
+    interpreted(arithmetic_kernel)[(1,)](x, y, out, BLOCK=64)
+    assert torch.equal(out[:64], torch.where(x > y, x + y, x * y - 3.0))
+    torch.testing.assert_close(out[64], x.float().sum().to(dtype))
+    assert out[65] == x.max()
+    assert out[66] == -1.0078125
+
+
+def test_helpers_masks_and_float_arguments():
+    x, y = torch.randn(100), torch.randn(128)
+    want = torch.cat([0.1 * x + y[:100], y[100:]])
+    interpreted(axpy_kernel)[(4,)](x, y, 0.1, 100, BLOCK=32)
+    torch.testing.assert_close(y, want)
+
+
+def test_launch_options_are_ignored():
+    x, y = torch.ones(32), torch.zeros(32)
+    options = {"num_warps": 4, "num_stages": 2, "arch": "sm80"}
+    interpreted(axpy_kernel)[(1,)](x, y, 2.0, 32, BLOCK=32, **options)
+    assert torch.equal(y, 2 * x)
+
+
+def test_static_range_and_module_constants():
+    out = torch.empty(1)
+    interpreted(phases_kernel)[(1,)](out)
+    assert out.item() == 1.0 + (0.5 * 3.0 + 1.0)
+
+
+def test_grid_has_up_to_three_axes():
+    out = torch.full((2, 3, 4), -1, dtype=torch.int32)
+    interpreted(grid_kernel)[(2, 3, 4)](out)
+    x, y, z = torch.meshgrid(*map(torch.arange, out.shape), indexing="ij")
+    assert torch.equal(out, (x * 100 + y * 10 + z).int())
+    interpreted(grid_kernel)[(0,)](None)
+
+
+def test_wrong_arguments_are_refused():
+    with pytest.raises(TypeError, match="size"):
+        interpreted(axpy_kernel)[(1,)](torch.ones(4), torch.ones(4), 1.0, BLOCK=4)
+
+
+def language() -> dict:
+    """Everything in Triton that a launch patches."""
+    owners = (
+        tl,
+        tl.core,
+        tl.math,
+        tl.tensor,
+        tl.dtype,
+        tl.core.tensor_descriptor_base,
+        JITFunction,
+    )
+    # Python shows an inherited method and its explicit copy alike, which is all that matters.
+    return {(owner, name): getattr(owner, name) for owner in owners for name in dir(owner)}
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_language_is_put_back(fails):
+    before = language()
+    if fails:
+        with pytest.raises(ValueError, match="Unsupported ptr type"):
+            interpreted(axpy_kernel)[(1,)](1, 2, 3.0, 4, BLOCK=4)
+    else:
+        interpreted(axpy_kernel)[(1,)](torch.ones(4), torch.ones(4), 1.0, 4, BLOCK=4)
+    after = language()
+    assert before.keys() == after.keys()
+    assert [key for key in before if before[key] != after[key]] == []
+    assert "interpreter_semantic" not in globals()
+
+
+def test_launches_from_threads():
+    xs = [torch.randn(64) for _ in range(8)]
+    ys = [torch.zeros(64) for _ in xs]
+
+    def run(x, y):
+        interpreted(axpy_kernel)[(2,)](x, y, 3.0, 64, BLOCK=32)
+
+    threads = [threading.Thread(target=run, args=pair) for pair in zip(xs, ys, strict=True)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for x, y in zip(xs, ys, strict=True):
+        torch.testing.assert_close(y, 3.0 * x)
+
+
+def test_the_kernel_still_compiles_after_an_interpreted_launch():
+    """The compiler sees the kernel as written, on a machine without a GPU as well."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    interpreted(axpy_kernel)[(1,)](torch.ones(4), torch.ones(4), 1.0, 4, BLOCK=4)
+    signature = {
+        "x_ptr": "*fp32",
+        "y_ptr": "*fp32",
+        "a": "fp32",
+        "size": "i32",
+        "BLOCK": "constexpr",
+    }
+    source = ASTSource(fn=axpy_kernel, signature=signature, constexprs={"BLOCK": 128})
+    compiled = triton.compile(source, target=GPUTarget("cuda", 80, 32))
+    assert "ld.global" in compiled.asm["ptx"]
+
+
+def test_tritons_own_switch_is_refused():
+    with pytest.raises(RuntimeError, match="unset TRITON_INTERPRET"):
+        interpreted(InterpretedFunction(axpy_kernel.fn))
