@@ -1,0 +1,50 @@
+# The Python to make the environment from, and where the environment is.
+PYTHON ?= python3
+VENV ?= .venv
+# More extras of pyproject.toml, such as cuda13; arguments of the two main commands.
+EXTRAS ?=
+PYTEST_ARGS ?=
+PARITY_ARGS ?=
+
+PY := $(VENV)/bin/python
+SETUP = @$(PYTHON) tools/setup_env.py --venv $(VENV) $(EXTRAS)
+
+# Both frameworks share one card in one process; XLA would otherwise take most of its memory.
+export XLA_PYTHON_CLIENT_PREALLOCATE := false
+WORKERS = $(shell $(PY) -c 'import xdist' 2>/dev/null && printf -- '-n auto --maxprocesses 8 --dist worksteal')
+
+.PHONY: help parity test sm80 lint types imports check clean
+
+help: ## this list
+	@grep -E '^[a-z0-9]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9]+):[^#]*## /\1|/' | awk -F'|' '{ printf "  make %-9s %s\n", $$1, $$2 }'
+
+parity: ## compare both sides with the oracle and with each other; PARITY_ARGS="--suite full"
+	$(SETUP) parity
+	$(PY) -m interop.parity $(PARITY_ARGS)
+
+test: ## run the test suite; PYTEST_ARGS="-k softcap"
+	$(SETUP) test
+	$(PY) -m pytest $(WORKERS) $(PYTEST_ARGS)
+
+sm80: ## compile every kernel for SM80, no GPU needed, and check the resources it takes
+	$(SETUP) bench
+	$(PY) -m bench static --target sm80
+
+lint: ## ruff: style and format
+	$(SETUP) dev
+	$(PY) -m ruff check
+	$(PY) -m ruff format --check
+
+types: ## pyright
+	$(SETUP) dev
+	$(PY) -m pyright
+
+imports: ## import-linter: who may import whom
+	$(SETUP) dev
+	$(PY) -c 'import importlinter.cli as cli; cli.lint_imports_command()'
+
+check: lint types imports test parity sm80 ## everything above
+
+clean: ## remove the environment, caches and reports
+	rm -rf $(VENV) build dist reports .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,161 @@
+"""Make the environment that the Makefile runs in: `python3 tools/setup_env.py parity`.
+
+Where this Python already holds jax, torch and triton (as on a GPU machine), the environment
+shows those and adds only the small packages that are missing: no second copy of a framework,
+and no network when nothing is missing. Anywhere else it installs the pinned versions of
+`tools/constraints-*.txt`. A stamp makes later calls free until the interpreter, the
+requirements or the constraints change.
+
+Standard library only: it runs before anything is installed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import re
+import site
+import subprocess
+import sys
+import sysconfig
+import tomllib
+import venv
+from importlib import metadata
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+FRAMEWORKS = ("jax", "torch", "triton")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Make the environment that the Makefile runs in.")
+    parser.add_argument("extras", nargs="+", help="extras of pyproject.toml to provide")
+    parser.add_argument("--venv", type=Path, default=ROOT / ".venv", help="the environment")
+    arguments = parser.parse_args()
+    if sys.version_info < (3, 11):  # noqa: UP036 (this is what tells a user so)
+        sys.exit(f"Python: expected 3.11 or newer, got {sys.version.split()[0]} ({sys.executable})")
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    minor = min(sys.version_info.minor, 12)
+    constraints = ROOT / "tools" / f"constraints-py3{minor}.txt"
+    stamp = arguments.venv / "twin-attention.json"
+    key = environment_key(project, constraints)
+    state = json.loads(stamp.read_text()) if stamp.exists() else {}
+    provided = set(state["extras"]) if state.get("key") == key else set()
+    missing_extras = sorted(set(arguments.extras) - provided)
+    if not missing_extras:
+        return
+
+    overlay = all(
+        satisfied(framework)
+        for side in ("jax", "torch")
+        for framework in project["optional-dependencies"][side]
+    )
+    if not provided:
+        create(arguments.venv, overlay)
+    if overlay:
+        add_missing(arguments.venv, requirements(project, missing_extras))
+    else:
+        install_pinned(arguments.venv, constraints, missing_extras)
+    stamp.write_text(json.dumps({"key": key, "extras": sorted(provided | set(missing_extras))}))
+
+
+def environment_key(project: dict, constraints: Path) -> str:
+    """Changes when an environment made earlier is no longer the right one."""
+    inputs = [
+        sys.executable,
+        sys.version,
+        {name: installed_version(name) for name in FRAMEWORKS},
+        project["dependencies"],
+        project["optional-dependencies"],
+        constraints.read_text(),
+    ]
+    return hashlib.sha256(json.dumps(inputs).encode()).hexdigest()
+
+
+def requirements(project: dict, extras: list[str]) -> list[str]:
+    """The requirements of the project with `extras`, its references to itself followed."""
+    found = list(project["dependencies"])
+    for extra in extras:
+        for requirement in project["optional-dependencies"][extra]:
+            inner = re.fullmatch(rf"{project['name']}\[(.*)\]", requirement)
+            found += requirements(project, inner[1].split(",")) if inner else [requirement]
+    return list(dict.fromkeys(found))
+
+
+def installed_version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def satisfied(requirement: str) -> bool:
+    """Whether this Python holds a package, at the requirement's lower bound or above."""
+    name, _, rest = requirement.partition(";")[0].partition(">=")
+    version = installed_version(name.partition("[")[0].strip())
+    return version is not None and release(version) >= release(rest or "0")
+
+
+def release(version: str) -> list[int]:
+    """The leading numbers of a version: "2.11.0+cu130" gives [2, 11, 0]."""
+    return [int(number) for number in re.findall(r"\d+", version.partition("+")[0])[:3]]
+
+
+def create(directory: Path, overlay: bool) -> None:
+    """Make an empty virtual environment; an overlay shows this Python's own packages."""
+    if overlay:
+        frameworks = ", ".join(f"{name} {installed_version(name)}" for name in FRAMEWORKS)
+        say(f"{directory.name}: using what {sys.executable} holds ({frameworks})")
+    else:
+        say(f"{directory.name}: Python {sys.version.split()[0]}, the frameworks pinned in tools/")
+    venv.create(directory, clear=True, symlinks=True, with_pip=not overlay)
+    if overlay:
+        # Not venv's system_site_packages: from a venv, that shows only the base Python's packages.
+        shown = site.getsitepackages()
+        if site.ENABLE_USER_SITE:
+            shown.append(site.getusersitepackages())
+        lines = [f"import site; site.addsitedir({path!r})\n" for path in shown]
+        (site_packages(directory) / "parent.pth").write_text("".join(lines))
+
+
+def site_packages(directory: Path) -> Path:
+    """Where a virtual environment of this Python's version keeps its packages."""
+    return Path(sysconfig.get_path("purelib", "venv", {"base": str(directory)}))
+
+
+def add_missing(directory: Path, needed: list[str]) -> None:
+    """Install into an overlay only what this Python lacks."""
+    missing = [requirement for requirement in needed if not satisfied(requirement)]
+    if not missing:
+        say("nothing is missing, nothing is installed")
+        return
+    say("installing " + ", ".join(missing))
+    python = str(directory / "bin" / "python")
+    pip = [sys.executable, "-m", "pip", "--python", python, "--disable-pip-version-check"]
+    if subprocess.run([*pip, "install", "--quiet", "--retries", "1", *missing]).returncode:
+        sys.exit(
+            "setup: these packages are missing and could not be installed: "
+            + ", ".join(missing)
+            + f"\nInstall them for {sys.executable}; or, without a network, put their wheels into"
+            " a folder and\nset PIP_NO_INDEX=1 and PIP_FIND_LINKS to it."
+        )
+
+
+def install_pinned(directory: Path, constraints: Path, extras: list[str]) -> None:
+    """Install the project with `extras` at the pinned versions."""
+    say(f"installing extras {', '.join(extras)} with {constraints.relative_to(ROOT)} (1-2 minutes)")
+    pip = [str(directory / "bin" / "python"), "-m", "pip", "--disable-pip-version-check"]
+    project = f"{ROOT}[{','.join(extras)}]"
+    command = [*pip, "install", "--quiet", "-c", str(constraints), "--editable", project]
+    if status := subprocess.run(command).returncode:
+        sys.exit(status)
+
+
+def say(message: str) -> None:
+    print(f"setup: {message}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
