@@ -1,0 +1,168 @@
+"""How a Pallas kernel becomes code for a target, its device's own or not.
+
+XLA compiles a kernel for the device that it runs on. SM80 code on a Hopper card, and code for any
+target on a machine without a GPU, take another way: JAX's Triton lowering gives the kernel as a
+Triton module, the Python `triton` package compiles that (`pallas_attn.ttir`), and jaxlib launches
+the result.
+
+This is the one place that uses private API of JAX: the registry of Pallas lowering rules, the
+Triton lowering itself, and jaxlib's ``triton_kernel_call_ffi``. Checked with JAX 0.10.2 and
+0.11.2; ``tests/pallas_attn_lowering/test_private_api.py`` guards it, and says what to do when it
+changes.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import jax
+from jax._src.lib import gpu_triton
+from jax._src.pallas import core as pallas_core
+from jax._src.pallas.triton import lowering as triton_lowering
+from jax.experimental.pallas import triton as plt
+
+from interop.contract.config import KernelConfig
+from interop.contract.target import SHARED_MEMORY_LIMIT
+from interop.contract.validate import fail
+
+_recorded: ContextVar[list[tuple[str, KernelConfig, Any]] | None] = ContextVar(
+    "recorded", default=None
+)
+
+
+@dataclass(frozen=True)
+class CrossCompilerParams:
+    """Compiler parameters of a `pallas_call` that XLA does not compile.
+
+    Attributes:
+        config: gives the warps and the pipeline's depth.
+        target: instruction set to use, "sm80" or "sm90".
+        capability: device to assemble for, such as 90.
+    """
+
+    config: KernelConfig
+    target: str
+    capability: int
+
+
+def compiler_params(target: str, config: KernelConfig) -> plt.CompilerParams | CrossCompilerParams:
+    """What to pass to `pallas_call` so that the kernel becomes code for `target`.
+
+    Example::
+
+        pl.pallas_call(kernel, ..., compiler_params=compiler_params("sm80", config))
+    """
+    if _recorded.get() is not None:
+        return CrossCompilerParams(config, target, int(target.removeprefix("sm")))
+    if target == "sm80" and _is_hopper():
+        return CrossCompilerParams(config, target, 90)
+    return plt.CompilerParams(num_warps=config.num_warps, num_stages=config.num_stages)
+
+
+@contextmanager
+def recording() -> Iterator[list[tuple[str, KernelConfig, Any]]]:
+    """Compile the kernels that are traced and lowered in the block, without a GPU.
+
+    Yields a list that fills with (kernel, configuration, Triton's compiled kernel). All of them,
+    SM90 code too, come from the Python `triton` package: for SM90 that stands in for XLA's own
+    Triton, which needs a GPU or a description of one. What is lowered cannot be run.
+
+    Example::
+
+        with recording() as compiled:
+            jax.jit(f).trace(q).lower(lowering_platforms=("cuda",))
+    """
+    token = _recorded.set([])
+    try:
+        yield _recorded.get()
+    finally:
+        _recorded.reset(token)
+
+
+def _is_hopper() -> bool:
+    try:
+        device = jax.local_devices(backend="cuda")[0]
+    except RuntimeError:  # this process has no CUDA backend
+        return False
+    return device.compute_capability.startswith("9.")
+
+
+def _lower(
+    ctx,
+    *operands,
+    jaxpr,
+    grid_mapping,
+    compiler_params: CrossCompilerParams,
+    input_output_aliases,
+    mesh,
+    metadata,
+    name,
+    **_,
+):
+    """The lowering rule of a `pallas_call` with `CrossCompilerParams`."""
+    for argument, value in (
+        ("input_output_aliases", input_output_aliases),
+        ("mesh", mesh),
+        ("metadata", metadata),
+    ):
+        if value:
+            fail(NotImplementedError, argument, "nothing with CrossCompilerParams", value)
+    config, target = compiler_params.config, compiler_params.target
+    capability = compiler_params.capability
+    lowered = triton_lowering.lower_jaxpr_to_triton_module(
+        jaxpr, grid_mapping, "cuda", int(target.removeprefix("sm")), ctx.module_context
+    )
+    module = lowered.module.operation
+    compiled = _ttir().compile_text(
+        module.attributes["sym_name"].value,
+        module.get_asm(enable_debug_info=False),
+        config,
+        target,
+        capability,
+    )
+    call = jax.ffi.ffi_lowering("triton_kernel_call_ffi", api_version=4)
+    recorded = _recorded.get()
+    if recorded is not None:
+        recorded.append((name, config, compiled))
+        return call(ctx, *operands, opaque=b"")
+    shared, limit = compiled.metadata.shared, SHARED_MEMORY_LIMIT[target]
+    if shared > limit:
+        expected = f"at most {limit} bytes of shared memory on {target}"
+        fail(NotImplementedError, name, expected, f"{shared} with {config}")
+    kernel = gpu_triton.TritonKernel(
+        compiled.metadata.name,
+        config.num_warps,
+        1,
+        shared,
+        compiled.asm["ptx"],
+        compiled.asm["ttir"],
+        capability,
+    )
+    pointers = [gpu_triton.create_array_parameter(0, 16)] * (len(ctx.avals_in) + len(ctx.avals_out))
+    launch = gpu_triton.TritonKernelCall(kernel, *_grid_of_three(lowered.grid), pointers)
+    return call(ctx, *operands, opaque=zlib.compress(launch.to_proto(name, b"")))
+
+
+pallas_core.register_lowering_rule(CrossCompilerParams, _lower, "gpu")
+
+
+def _grid_of_three(grid: tuple[int, ...]) -> tuple[int, ...]:
+    return (*grid, *(1,) * (3 - len(grid)))
+
+
+def _ttir() -> ModuleType:
+    try:
+        from pallas_attn import ttir
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            "SM80 code on a Hopper card is compiled by the `triton` package, which is not "
+            "installed: pip install 'triton>=3.6'",
+            name=error.name,
+        ) from error
+    return ttir

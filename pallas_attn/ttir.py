@@ -1,0 +1,68 @@
+"""Compile a Triton module, given as text, with the Python `triton` package.
+
+The one place of `pallas_attn` that imports `triton`, and that only when code for another target
+than the device's own is asked for. Of Triton's private API it uses ``triton._C.libtriton.ir``, to
+parse the text, and `ASTSource`'s methods. Checked with Triton 3.6 and 3.9;
+``tests/pallas_attn_lowering/test_private_api.py`` guards it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import tempfile
+from typing import Any
+
+import triton
+from triton._C.libtriton import ir
+from triton.backends.compiler import GPUTarget, Language
+from triton.compiler import ASTSource, CompiledKernel
+
+from interop.contract.config import KernelConfig
+
+
+class _TextSource(ASTSource):
+    """A module in Triton's language as text.
+
+    ``triton.compile("file.ttir")`` takes one too, but then leaves out the passes over Triton IR,
+    which fold ``acc + dot(a, b)`` into one operation among other things.
+    """
+
+    def __init__(self, name: str, text: str) -> None:
+        self.name = name
+        self.text = text
+        self.ext = "ttir"
+        self.language = Language.TRITON
+        self.signature: dict[str, str] = {}
+
+    def hash(self) -> str:
+        return hashlib.sha256(self.text.encode()).hexdigest()
+
+    def make_ir(self, target: Any, options: Any, codegen_fns: Any, module_map: Any, context: Any):
+        with tempfile.NamedTemporaryFile("w", suffix=".ttir") as file:
+            file.write(self.text)
+            file.flush()
+            module = ir.parse_mlir_module(file.name, context)
+        module.context = context
+        return module
+
+
+def compile_text(
+    name: str, text: str, config: KernelConfig, target: str, capability: int
+) -> CompiledKernel:
+    """Compile the module `text`, whose function is `name`.
+
+    Args:
+        config: gives the warps and the pipeline's depth.
+        target: instruction set to use, "sm80" or "sm90".
+        capability: device to assemble for, such as 80 or 90; not below the target's.
+    """
+    return triton.compile(
+        _TextSource(name, text),
+        target=GPUTarget("cuda", capability, 32),
+        options={
+            "num_warps": config.num_warps,
+            "num_stages": config.num_stages,
+            "enable_fp_fusion": True,
+            "arch": target,
+        },
+    )
