@@ -1,0 +1,1 @@
+"""Benchmarks and static checks of the kernels; run ``python -m bench --help``."""

@@ -1,0 +1,21 @@
+"""``python -m bench COMMAND``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from bench.static import command as static
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    static.add_parser(commands)
+    arguments = parser.parse_args(argv)
+    return arguments.run(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

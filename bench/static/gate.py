@@ -1,0 +1,132 @@
+"""The gate: every shipped configuration compiles into code that is fit to ship.
+
+A kernel fails when it spills registers, takes more shared memory than the target has, or, on
+16-bit inputs, has lost its tensor-core instructions or its asynchronous copies. float32 multiplies
+in IEEE precision, without tensor cores.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from importlib import import_module
+from pathlib import Path
+
+from bench.static.resources import Resources, measure
+from interop.contract.config import KernelConfig, config_key, load_table
+from interop.contract.spec import AttentionSpec, Window
+from interop.contract.target import SHARED_MEMORY_LIMIT
+
+FRAMEWORKS = {"torch": "torch_attn", "jax": "pallas_attn"}
+FEATURES = ("plain", "causal", "window-softcap", "odd-head-size")
+
+_AOT = {"torch": "bench.static.triton_aot", "jax": "bench.static.pallas_aot"}
+_ROOT = Path(__file__).parents[2]
+_WITHOUT_PRODUCTS = {"flash_bwd_delta"}
+_WGMMA_ROWS = 64  # a wgmma instruction multiplies this many rows
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A row of the configuration tables, with a feature of the kernels that reach it.
+
+    Attributes:
+        framework: one of `FRAMEWORKS`.
+        target: "sm80" or "sm90".
+        dtype: "bfloat16" or "float32".
+        head_dim: the padded head size of the row.
+        feature: one of `FEATURES`.
+    """
+
+    framework: str
+    target: str
+    dtype: str
+    head_dim: int
+    feature: str
+
+    @property
+    def spec(self) -> AttentionSpec:
+        """An attention problem that reaches the row and has the feature."""
+        head_dim = self.head_dim - 8 if self.feature == "odd-head-size" else self.head_dim
+        window = {
+            "plain": Window(),
+            "causal": Window(right=0),
+            "window-softcap": Window(left=256, right=128),
+            "odd-head-size": Window(right=0),
+        }[self.feature]
+        return AttentionSpec(
+            batch=2,
+            seq_q=1024,
+            seq_kv=1024,
+            heads_q=4,
+            heads_kv=2,
+            head_dim=head_dim,
+            head_dim_v=head_dim,
+            dtype=self.dtype,
+            scale=1 / math.sqrt(head_dim),
+            window=window,
+            softcap=30.0 if self.feature == "window-softcap" else None,
+        )
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One compiled kernel: what it takes, and what is wrong with it."""
+
+    problem: Problem
+    kernel: str
+    config: KernelConfig
+    resources: Resources
+    failures: tuple[str, ...]
+
+
+def problems(framework: str, target: str) -> Iterator[Problem]:
+    """Every problem that the gate compiles for one framework and target."""
+    table = load_table(_ROOT / FRAMEWORKS[framework] / "configs" / f"{target}.toml")
+    for bits, head_dim in sorted({key for rows in table.values() for key in rows}):
+        dtype = {16: "bfloat16", 32: "float32"}[bits]
+        for feature in FEATURES:
+            problem = Problem(framework, target, dtype, head_dim, feature)
+            if config_key(problem.spec) == (bits, head_dim):
+                yield problem
+
+
+def check(problem: Problem, changes: Mapping[str, Mapping[str, int]] = {}) -> list[Verdict]:
+    """Compile the kernels of one problem and judge them.
+
+    Args:
+        changes: fields of the shipped configurations to change first, by kernel.
+    """
+    aot = import_module(_AOT[problem.framework])
+    configs = {
+        kernel: replace(config, **changes.get(kernel, {}))
+        for kernel, config in aot.launch.configs_for(problem.spec, problem.target).items()
+    }
+    compiled = aot.compile_kernels(problem.spec, problem.target, configs)
+    verdicts = []
+    for kernel, config, binary in compiled:
+        resources = measure(binary, problem.target)
+        failures = tuple(_failures(problem, kernel, config, resources))
+        verdicts.append(Verdict(problem, kernel, config, resources, failures))
+    return verdicts
+
+
+def _failures(
+    problem: Problem, kernel: str, config: KernelConfig, resources: Resources
+) -> Iterator[str]:
+    target = problem.target
+    if resources.spill_stores or resources.spill_loads:
+        yield f"spills {resources.spill_stores} B of stores, {resources.spill_loads} B of loads"
+    if resources.shared > SHARED_MEMORY_LIMIT[target]:
+        yield f"{resources.shared} B of shared memory, of {SHARED_MEMORY_LIMIT[target]}"
+    if problem.dtype == "float32" or kernel in _WITHOUT_PRODUCTS:
+        return
+    rows = config.block_kv if kernel == "flash_bwd_dkdv" else config.block_q
+    if target == "sm90" and rows >= _WGMMA_ROWS:
+        if not resources.wgmma:
+            yield "no wgmma"
+    elif not resources.mma:
+        yield "no mma.sync"
+    if target == "sm80" and not resources.cp_async:
+        yield "no cp.async"

@@ -1,0 +1,100 @@
+"""What a compiled kernel takes of a multiprocessor, read from its machine code."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from dataclasses import dataclass
+
+from triton import knobs
+from triton.compiler import CompiledKernel
+
+# Of one multiprocessor: compute capability 8.0 and 9.0, CUDA C++ Programming Guide, table
+# "Technical Specifications per Compute Capability".
+SHARED_MEMORY = {"sm80": 164 * 1024, "sm90": 228 * 1024}
+RESERVED_SHARED_MEMORY = 1024  # of each block
+REGISTERS, WARPS, BLOCKS = 64 * 1024, 64, 32
+REGISTER_UNIT = 256  # registers are given out to a warp in multiples of this
+
+_INSTRUCTIONS = {"mma": "HMMA", "wgmma": "HGMMA", "cp_async": "LDGSTS", "ldmatrix": "LDSM"}
+_BITS = {"U8": 8, "S8": 8, "U16": 16, "S16": 16, "64": 64, "128": 128}
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What one kernel takes.
+
+    Attributes:
+        registers: 32-bit registers a thread.
+        spill_stores, spill_loads: bytes that a thread's spill instructions move, each counted once
+            (as ``ptxas -v`` counts them).
+        stack: bytes of a thread's stack frame.
+        shared: bytes of shared memory a block.
+        warps: warps a block.
+        occupancy: blocks that a multiprocessor holds at once.
+        mma, wgmma, cp_async, ldmatrix: instructions in the code (HMMA, HGMMA, LDGSTS, LDSM).
+    """
+
+    registers: int
+    spill_stores: int
+    spill_loads: int
+    stack: int
+    shared: int
+    warps: int
+    occupancy: int
+    mma: int
+    wgmma: int
+    cp_async: int
+    ldmatrix: int
+
+
+def measure(compiled: CompiledKernel, target: str) -> Resources:
+    """Read a kernel that Triton compiled for `target`."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        text = subprocess.run(
+            [knobs.nvidia.cuobjdump.path, "-res-usage", "-sass", file.name],
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+    usage = re.search(r"REG:(\d+) STACK:(\d+)", text)
+    assert usage is not None, text[:500]
+    registers, stack = map(int, usage.groups())
+    shared, warps = compiled.metadata.shared, compiled.metadata.num_warps
+    return Resources(
+        registers=registers,
+        spill_stores=_bytes_moved("STL", text),
+        spill_loads=_bytes_moved("LDL", text),
+        stack=stack,
+        shared=shared,
+        warps=warps,
+        occupancy=occupancy(target, registers, shared, warps),
+        **{name: len(_find(opcode, text)) for name, opcode in _INSTRUCTIONS.items()},
+    )
+
+
+def occupancy(target: str, registers: int, shared: int, warps: int) -> int:
+    """Blocks of `warps` warps that one multiprocessor holds at once; 0 if not even one fits."""
+    warp_registers = -(-registers * 32 // REGISTER_UNIT) * REGISTER_UNIT
+    return min(
+        BLOCKS,
+        WARPS // warps,
+        REGISTERS // warp_registers // warps,
+        SHARED_MEMORY[target] // (shared + RESERVED_SHARED_MEMORY),
+    )
+
+
+def _find(opcode: str, sass: str) -> list[str]:
+    """The modifiers, such as ".64", of each instruction with this opcode."""
+    return re.findall(rf"\b{opcode}((?:\.\w+)*) ", sass)
+
+
+def _bytes_moved(opcode: str, sass: str) -> int:
+    widths = (
+        next((_BITS[part] for part in modifiers.split(".") if part in _BITS), 32)
+        for modifiers in _find(opcode, sass)
+    )
+    return sum(widths) // 8
