@@ -7,7 +7,7 @@ the result.
 
 This is the one place that uses private API of JAX: the registry of Pallas lowering rules, the
 Triton lowering itself, and jaxlib's ``triton_kernel_call_ffi``. Checked with JAX 0.10.2 and
-0.11.2; ``tests/pallas_attn_lowering/test_private_api.py`` guards it, and says what to do when it
+0.11.2; ``tests/pallas_attn_lowering/test_lowering.py`` guards it, and says what to do when it
 changes.
 """
 

@@ -3,7 +3,7 @@
 The one place of `pallas_attn` that imports `triton`, and that only when code for another target
 than the device's own is asked for. Of Triton's private API it uses ``triton._C.libtriton.ir``, to
 parse the text, and `ASTSource`'s methods. Checked with Triton 3.6 and 3.9;
-``tests/pallas_attn_lowering/test_private_api.py`` guards it.
+``tests/pallas_attn_lowering/test_lowering.py`` guards it.
 """
 
 from __future__ import annotations

@@ -1,0 +1,167 @@
+"""Pallas kernels compiled for a target that is not the device's own.
+
+These tests guard the private API that `pallas_attn/lowering.py` (JAX, jaxlib) and
+`pallas_attn/ttir.py` (Triton) use. When one fails after an update:
+
+- of JAX: compare ``jax/_src/pallas/triton/pallas_call_registration.py``, whose lowering rule ours
+  follows, and adapt `_lower`. If JAX has dropped its Triton lowering, as it has announced, SM80
+  code on a Hopper card has no other way: refuse the target there, and keep the native one.
+- of jaxlib: compare ``jaxlib/gpu/triton_kernels.cc``, which launches what `_lower` describes.
+- of Triton: compare ``triton/compiler/compiler.py`` (`ASTSource`, `compile`) and adapt `ttir.py`.
+"""
+
+import re
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax._src.lib import gpu_triton
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+
+from interop.contract.config import KernelConfig
+from pallas_attn import lowering
+from pallas_attn.lowering import CrossCompilerParams, compiler_params, recording
+
+CONFIG = KernelConfig(block_q=64, block_kv=64, num_warps=4, num_stages=2)
+SIZE = 256
+A = jax.ShapeDtypeStruct((SIZE, SIZE), jnp.bfloat16)
+needs_plugin = pytest.mark.skipif(
+    not hasattr(gpu_triton, "TritonKernel"), reason="jaxlib's CUDA plugin is not installed"
+)
+
+
+def matmul_kernel(a_ref, b_ref, c_ref):
+    def step(index, acc):
+        k = pl.ds(index * CONFIG.block_kv, CONFIG.block_kv)
+        a, b = plt.load(a_ref.at[:, k]), plt.load(b_ref.at[k, :])
+        return acc + jnp.dot(a, b, preferred_element_type=jnp.float32)
+
+    zeros = jnp.zeros(c_ref.shape, jnp.float32)
+    c_ref[...] = lax.fori_loop(0, SIZE // CONFIG.block_kv, step, zeros)
+
+
+def matmul(a, b, target, config=CONFIG, **options):
+    """a [256, 256] · b [256, 256] in float32, compiled for `target`."""
+    block = config.block_q
+    return pl.pallas_call(
+        matmul_kernel,
+        grid=(SIZE // block, SIZE // block),
+        in_specs=[
+            pl.BlockSpec((block, SIZE), lambda i, j: (i, 0)),
+            pl.BlockSpec((SIZE, block), lambda i, j: (0, j)),
+        ],
+        out_specs=pl.BlockSpec((block, block), lambda i, j: (i, j)),
+        out_shape=jax.ShapeDtypeStruct((SIZE, SIZE), jnp.float32),
+        compiler_params=compiler_params(target, config),
+        name="matmul",
+        **options,
+    )(a, b)
+
+
+def lower(target, config=CONFIG, **options):
+    def run(a, b):
+        return matmul(a, b, target, config, **options)
+
+    return jax.jit(run).trace(A, A).lower(lowering_platforms=("cuda",))
+
+
+@pytest.fixture
+def on_hopper(monkeypatch):
+    monkeypatch.setattr(lowering, "_is_hopper", lambda: True)
+
+
+@pytest.mark.parametrize(("target", "instruction"), [("sm80", "mma.sync"), ("sm90", "wgmma")])
+def test_recording_compiles_for_the_target(target, instruction):
+    with recording() as kernels:
+        lower(target)
+    [(name, config, compiled)] = kernels
+    assert (name, config) == ("matmul", CONFIG)
+    assert f".target sm_{target[2:]}" in compiled.asm["ptx"]
+    assert instruction in compiled.asm["ptx"]
+
+
+def test_sm80_code_has_asynchronous_copies_and_no_wgmma():
+    with recording() as kernels:
+        lower("sm80")
+    ptx = kernels[0][2].asm["ptx"]
+    assert "cp.async" in ptx
+    assert "wgmma" not in ptx
+
+
+def test_triton_folds_a_sum_into_the_product():
+    """Without the passes over Triton IR, each product is added to its accumulator by itself."""
+    with recording() as kernels:
+        lower("sm80")
+    assert "arith.addf" not in kernels[0][2].asm["ttir"]
+
+
+def test_kernel_takes_its_operands_and_the_two_pointers_that_jaxlib_adds():
+    """jaxlib's launcher appends null pointers for Triton's global scratch and its profiler."""
+    with recording() as kernels:
+        lower("sm80")
+    signature = re.search(r"\.entry \w+\((.*?)\)", kernels[0][2].asm["ptx"], re.DOTALL)
+    assert signature[1].count(".param") == 3 + 2
+
+
+def test_xla_compiles_for_the_device_itself(monkeypatch):
+    native = plt.CompilerParams(num_warps=4, num_stages=2)
+    monkeypatch.setattr(lowering, "_is_hopper", lambda: False)
+    assert compiler_params("sm80", CONFIG) == native
+    monkeypatch.setattr(lowering, "_is_hopper", lambda: True)
+    assert compiler_params("sm90", CONFIG) == native
+    assert compiler_params("sm80", CONFIG) == CrossCompilerParams(CONFIG, "sm80", capability=90)
+
+
+@needs_plugin
+def test_sm80_code_is_assembled_for_hopper_and_launched_by_jaxlib(on_hopper, monkeypatch):
+    launched = []
+
+    def kernel(*description):
+        launched.append(description)
+        return make_kernel(*description)
+
+    make_kernel = gpu_triton.TritonKernel
+    monkeypatch.setattr(gpu_triton, "TritonKernel", kernel)
+    text = lower("sm80").as_text()
+    assert "@triton_kernel_call_ffi" in text
+    assert "__gpu$xla.gpu.triton" not in text
+    [(name, num_warps, num_ctas, shared, ptx, _, capability)] = launched
+    assert (num_warps, num_ctas, capability) == (CONFIG.num_warps, 1, 90)
+    assert shared > 0
+    assert f".entry {name}(" in ptx
+    assert ".target sm_90a" in ptx
+    assert "mma.sync" in ptx
+    assert "wgmma" not in ptx
+
+
+def test_too_much_shared_memory_is_refused(on_hopper):
+    hungry = KernelConfig(block_q=128, block_kv=64, num_warps=8, num_stages=8)
+    with pytest.raises(NotImplementedError, match=r"matmul: expected at most 166912 bytes .*sm80"):
+        lower("sm80", hungry)
+
+
+def test_what_the_launch_cannot_carry_is_refused(on_hopper):
+    with pytest.raises(NotImplementedError, match="metadata"):
+        lower("sm80", metadata={"note": "for the profiler"})
+
+
+def test_missing_triton_is_named(on_hopper, monkeypatch):
+    monkeypatch.delitem(sys.modules, "pallas_attn.ttir", raising=False)
+    monkeypatch.delattr("pallas_attn.ttir", raising=False)
+    monkeypatch.setitem(sys.modules, "triton", None)
+    with pytest.raises(ModuleNotFoundError, match="pip install 'triton"):
+        lower("sm80")
+
+
+@pytest.mark.skipif(not lowering._is_hopper(), reason="runs SM80 code on a Hopper GPU")
+@pytest.mark.parametrize("target", ["sm80", "sm90"])
+def test_result_on_a_hopper_gpu(target):
+    a, b = jax.random.normal(jax.random.key(0), (2, *A.shape), A.dtype)
+    run = jax.jit(lambda a, b: matmul(a, b, target)).lower(a, b).compile()
+    assert ("triton_kernel_call_ffi" in run.as_text()) == (target == "sm80")
+    expected = np.asarray(a, np.float64) @ np.asarray(b, np.float64)
+    np.testing.assert_allclose(run(a, b), expected, rtol=0, atol=1e-4)
