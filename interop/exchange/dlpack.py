@@ -1,0 +1,199 @@
+"""Hand a tensor from one framework to the other through DLPack.
+
+Nothing here copies unless it was asked to: what cannot be shared is refused, with the way out
+in the message. The checks come first because the frameworks on their own narrow 64-bit types,
+drop a negation bit, or copy unaligned memory without a word.
+
+Source: the DLPack protocol, https://dmlc.github.io/dlpack/latest/python_spec.html
+"""
+
+from __future__ import annotations
+
+import jax
+import torch
+from jax.core import Tracer
+
+from interop.contract.validate import fail
+from interop.exchange.lifetime import release_after_jax, release_after_torch
+
+DTYPES = {
+    "bool",
+    "int8",
+    "int16",
+    "int32",
+    "int64",
+    "uint8",
+    "uint16",
+    "uint32",
+    "uint64",
+    "float8_e4m3fn",
+    "float8_e4m3fnuz",
+    "float8_e5m2",
+    "float8_e5m2fnuz",
+    "float8_e8m0fnu",
+    "float16",
+    "bfloat16",
+    "float32",
+    "float64",
+    "complex64",
+    "complex128",
+}
+
+# What XLA assumes of a buffer that it did not allocate, in bytes. On a CPU JAX would copy
+# silently; on a GPU the first computation would fail.
+ALIGNMENT = {"cpu": 64, "cuda": 16}
+
+
+def to_jax(tensor: torch.Tensor, *, copy: bool | None = None) -> jax.Array:
+    """Give a torch tensor to JAX, sharing its memory.
+
+    Args:
+        tensor: a dense tensor of any shape in CPU or CUDA memory, of a dtype in `DTYPES`. Its
+            elements must fill one block of memory, in any order of the dimensions.
+        copy: True returns an array with memory of its own, and takes any strides and alignment.
+            None and False share memory or raise.
+
+    Returns:
+        An array of the same shape and dtype on the same device. It keeps the memory alive.
+        Later in-place writes to `tensor` show in it unless it is a copy.
+
+    Raises:
+        TypeError: not a plain dense tensor with memory of its own, or a 64-bit dtype while
+            `jax_enable_x64` is off (with `copy=True` as well: JAX would narrow it).
+        ValueError: a tensor that requires grad, or that only a copy could hand over.
+        NotImplementedError: a dtype that the other side does not have.
+
+    Example:
+        >>> import torch
+        >>> from interop.exchange import to_jax
+        >>> to_jax(torch.arange(3, dtype=torch.int32))
+        Array([0, 1, 2], dtype=int32)
+    """
+    _check_copy(copy)
+    _check_tensor(tensor)
+    if copy:
+        tensor = tensor.clone(memory_format=torch.contiguous_format)
+    else:
+        _check_shareable(tensor)
+    if not tensor.is_cuda:
+        return jax.dlpack.from_dlpack(tensor, copy=False)
+    with torch.cuda.device(tensor.device):
+        array = jax.dlpack.from_dlpack(tensor, copy=False)
+    release_after_jax(tensor, array)
+    return array
+
+
+def to_torch(array: jax.Array, *, copy: bool | None = None) -> torch.Tensor:
+    """Give a JAX array to torch, sharing its memory.
+
+    Args:
+        array: an array of any shape on one CPU or CUDA device, of a dtype in `DTYPES`.
+        copy: True returns a tensor with memory of its own. None and False share memory.
+
+    Returns:
+        A tensor of the same shape and dtype on the same device. It keeps the memory alive.
+        Writing to it in place changes `array` unless it is a copy.
+
+    Raises:
+        TypeError: not a JAX array, or a tracer.
+        ValueError: an array that is deleted, or spread over several devices.
+        NotImplementedError: a dtype that the other side does not have.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from interop.exchange import to_torch
+        >>> to_torch(jnp.arange(3))
+        tensor([0, 1, 2], dtype=torch.int32)
+    """
+    _check_copy(copy)
+    _check_array(array)
+    tensor = torch.from_dlpack(array)
+    if tensor.is_cuda:
+        tensor = release_after_torch(tensor, array)
+    return tensor.clone(memory_format=torch.contiguous_format) if copy else tensor
+
+
+def _check_copy(copy: object) -> None:
+    if copy is not None and not isinstance(copy, bool):
+        fail(TypeError, "copy", "None or a bool", type(copy).__name__)
+
+
+def _check_tensor(tensor: torch.Tensor) -> None:
+    """Refuse what no copy makes acceptable."""
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+        fail(TypeError, "tensor", "a plain torch.Tensor", type(tensor).__name__)
+    if tensor.is_nested:
+        fail(TypeError, "tensor", "a dense tensor", "a nested tensor")
+    if tensor.is_quantized:
+        fail(TypeError, "tensor", "a dense tensor", f"quantized {tensor.dtype}")
+    if tensor.layout != torch.strided:
+        fail(TypeError, "tensor", "a dense tensor", f"layout {tensor.layout}")
+    if tensor.device.type not in ALIGNMENT:
+        fail(TypeError, "tensor", "a tensor in CPU or CUDA memory", f"device {tensor.device}")
+    if not _has_memory(tensor):
+        expected = "a tensor with memory of its own (call to_jax outside torch.func and tracing)"
+        fail(TypeError, "tensor", expected, "a wrapper of a torch transformation")
+    if tensor.requires_grad:
+        expected = "a tensor that does not require grad (use .detach(): JAX sees no graph)"
+        fail(ValueError, "tensor", expected, "requires_grad=True")
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    _check_dtype("tensor", dtype)
+    if jax.dtypes.canonicalize_dtype(dtype).name != dtype:
+        expected = "a dtype that JAX does not narrow (set jax_enable_x64, or cast it first)"
+        fail(TypeError, "tensor", expected, dtype)
+
+
+def _check_shareable(tensor: torch.Tensor) -> None:
+    """Refuse what only a copy can hand over."""
+    if tensor.is_conj() or tensor.is_neg():
+        bit = "conjugate" if tensor.is_conj() else "negative"
+        expected = "a tensor whose memory holds its values (copy=True makes a copy)"
+        fail(ValueError, "tensor", expected, f"one with the {bit} bit set")
+    if tensor.numel() == 0:
+        return
+    if not _is_compact(tensor):
+        expected = "elements that fill one block of memory (copy=True makes a copy)"
+        got = f"shape {tuple(tensor.shape)} with strides {tensor.stride()}"
+        fail(ValueError, "tensor", expected, got)
+    alignment = ALIGNMENT[tensor.device.type]
+    if offset := tensor.data_ptr() % alignment:
+        expected = f"memory aligned to {alignment} bytes (copy=True makes a copy)"
+        fail(ValueError, "tensor", expected, f"an address {offset} bytes past that")
+
+
+def _check_array(array: jax.Array) -> None:
+    if isinstance(array, Tracer):
+        expected = "a concrete jax.Array (call to_torch outside jit, grad and vmap)"
+        fail(TypeError, "array", expected, type(array).__name__)
+    if not isinstance(array, jax.Array):
+        fail(TypeError, "array", "a jax.Array", type(array).__name__)
+    if array.is_deleted():
+        fail(ValueError, "array", "an array with memory", "a deleted or donated array")
+    if (count := len(array.sharding.device_set)) != 1 or not array.is_fully_addressable:
+        expected = "an array on one device (take one with .addressable_shards[i].data)"
+        fail(ValueError, "array", expected, f"a sharding over {count} devices")
+    _check_dtype("array", array.dtype.name)
+
+
+def _check_dtype(name: str, dtype: str) -> None:
+    if dtype not in DTYPES:
+        fail(NotImplementedError, name, "a dtype that torch, JAX and DLPack share", dtype)
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    try:
+        return tensor.numel() == 0 or tensor.data_ptr() != 0
+    except RuntimeError:
+        return False
+
+
+def _is_compact(tensor: torch.Tensor) -> bool:
+    """True when some order of the dimensions walks the memory without gaps or repetition."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size == 1:
+            continue
+        if stride != expected:
+            return False
+        expected *= size
+    return True
