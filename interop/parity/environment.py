@@ -1,0 +1,78 @@
+"""Where a report's numbers come from: devices, versions, commit."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import jax
+import torch
+
+from interop.contract.target import requested_target, resolve_target, use_target
+
+
+def choose_device() -> str:
+    """The torch device of the inputs: the GPU when both frameworks see it, else the CPU."""
+    return "cuda" if torch.cuda.is_available() and jax.default_backend() == "gpu" else "cpu"
+
+
+def choose_targets(device: str, target: str | None) -> tuple[str | None, ...]:
+    """The targets to run: the one asked for, or all that the device runs; (None,) on a CPU.
+
+    Raises:
+        ValueError: a target was asked for on a CPU.
+        NotImplementedError: the device cannot run the target.
+    """
+    if device == "cpu":
+        if target is not None:
+            raise ValueError(f"target: expected None without a GPU, got {target!r}")
+        return (None,)
+    target = target or requested_target()
+    capability = torch.cuda.get_device_capability()
+    if target is None and capability[0] == 9:
+        return ("sm90", "sm80")
+    with use_target(target):
+        return (resolve_target(capability),)
+
+
+def facts(device: str) -> dict[str, str]:
+    """Device, versions, commit and time, in the order that a report shows them."""
+    versions = {name: _version(name) for name in ("torch", "jax", "triton", "numpy")}
+    return {
+        "device": _device_name(device),
+        "python": platform.python_version(),
+        **versions,
+        "commit": _commit(),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+
+
+def _device_name(device: str) -> str:
+    if device == "cpu":
+        return f"CPU ({platform.machine()}, {os.cpu_count()} cores)"
+    major, minor = torch.cuda.get_device_capability()
+    return f"{torch.cuda.get_device_name()} (compute capability {major}.{minor})"
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def _commit() -> str:
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(Path(__file__).parent), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        commit = git("rev-parse", "--short=12", "HEAD")
+        changed = git("status", "--porcelain", "--untracked-files=no")
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return f"{commit} with local changes" if changed else commit

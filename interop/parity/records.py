@@ -1,0 +1,261 @@
+"""What the harness found out: plain records, and their form in ``parity.json``."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from interop.contract.tolerances import Agreement
+
+SCHEMA_VERSION = 1
+ORACLE = "float64"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One result of one implementation, held to the oracle or to a twin.
+
+    Attributes:
+        subject: the implementation's label, such as "pallas_attn triton sm80".
+        against: `ORACLE`, or the label of the other framework's implementation.
+        output: "out", "lse", "dq", "dk" or "dv".
+        agreement: the error and its budget.
+    """
+
+    subject: str
+    against: str
+    output: str
+    agreement: Agreement
+
+    @property
+    def title(self) -> str:
+        return title(self.subject, self.against)
+
+    @property
+    def ok(self) -> bool:
+        return self.agreement.ok
+
+    @property
+    def status(self) -> str:
+        return _status(self.ok)
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """One implementation on one case: how it ran, or the error that stopped it.
+
+    Attributes:
+        subject: the implementation's label.
+        seconds: wall-clock time, compilation included; None when it raised.
+        ran: what `explain` says of the call; None when it raised.
+        error: the exception, or None.
+    """
+
+    subject: str
+    seconds: float | None = None
+    ran: str | None = None
+    error: str | None = None
+
+
+@dataclass(frozen=True)
+class CaseResult:
+    """Everything found out about one case.
+
+    Attributes:
+        name: the case's name.
+        problem: the case's fields.
+        seconds: wall-clock time of runs, oracle and comparisons.
+        runs: one record per implementation.
+        comparisons: every output of every run, against the oracle and between twins.
+        error: the exception that stopped the case outside an implementation, or None.
+    """
+
+    name: str
+    problem: dict[str, Any]
+    seconds: float
+    runs: list[RunRecord] = field(default_factory=list)
+    comparisons: list[Comparison] = field(default_factory=list)
+    error: str | None = None
+
+    @property
+    def errors(self) -> list[str]:
+        """Every exception, with the implementation that raised it."""
+        found = [] if self.error is None else [self.error]
+        return found + [f"{run.subject}: {run.error}" for run in self.runs if run.error]
+
+    @property
+    def ok(self) -> bool:
+        return not self.errors and all(comparison.ok for comparison in self.comparisons)
+
+    @property
+    def status(self) -> str:
+        return _status(self.ok)
+
+
+@dataclass(frozen=True)
+class Report:
+    """A run of the harness.
+
+    Attributes:
+        facts: versions, device, commit, command; what a reader needs to place the numbers.
+        planned: how many cases were chosen; more than `cases` when the run was interrupted.
+        cases: results, in the order they ran.
+    """
+
+    facts: dict[str, str]
+    planned: int
+    cases: list[CaseResult]
+
+    @property
+    def failed(self) -> list[CaseResult]:
+        return [case for case in self.cases if not case.ok]
+
+    @property
+    def complete(self) -> bool:
+        return len(self.cases) == self.planned
+
+    @property
+    def ok(self) -> bool:
+        return not self.failed
+
+    @property
+    def status(self) -> str:
+        return _status(self.ok)
+
+    @property
+    def summary(self) -> str:
+        """The counts, in one line."""
+        done = f"{len(self.cases) - len(self.failed)} passed, {len(self.failed)} failed"
+        left = self.planned - len(self.cases)
+        return f"{done}, {left} not run (interrupted)" if left else done
+
+    @property
+    def titles(self) -> list[str]:
+        """Lanes of all comparisons: the implementations in order, then the twins."""
+        comparisons = [c for case in self.cases for c in case.comparisons]
+        return list(dict.fromkeys(c.title for c in sorted(comparisons, key=_is_twin)))
+
+    def to_json(self) -> str:
+        """The report as JSON; a number that is not finite is written as null."""
+        document = {
+            "schema_version": SCHEMA_VERSION,
+            "status": self.status,
+            "complete": self.complete,
+            "planned": self.planned,
+            "facts": self.facts,
+            "cases": [_case_to_json(case) for case in self.cases],
+        }
+        return json.dumps(document, indent=1, allow_nan=False)
+
+    @classmethod
+    def from_json(cls, text: str) -> Report:
+        """Read what `to_json` wrote.
+
+        Raises:
+            ValueError: another schema version.
+        """
+        document = json.loads(text)
+        if document["schema_version"] != SCHEMA_VERSION:
+            raise ValueError(
+                f"schema_version: expected {SCHEMA_VERSION}, got {document['schema_version']}"
+            )
+        cases = [_case_from_json(case) for case in document["cases"]]
+        return cls(document["facts"], document["planned"], cases)
+
+
+def title(subject: str, against: str) -> str:
+    """The lane of tables and plots that a comparison belongs to."""
+    if against == ORACLE:
+        return subject
+    (_, *ours), (_, *theirs) = subject.split(), against.split()
+    return " ".join(("twins", *ours)) if ours == theirs else f"{subject} ~ {against}"
+
+
+def problem_text(problem: dict[str, Any]) -> str:
+    """A case's fields in one line, defaults left out."""
+    sizes = "B{batch} Sq{seq_q} Skv{seq_kv} Hq{heads_q} Hkv{heads_kv} D{head_dim}"
+    words = [sizes.format(**problem)]
+    if problem["head_dim_v"] is not None:
+        words.append(f"Dv{problem['head_dim_v']}")
+    words.append(problem["dtype"])
+    if problem["causal"]:
+        words.append("causal")
+    for name in ("scale", "window_size", "softcap"):
+        if problem[name] is not None:
+            words.append(f"{name}={problem[name]}")
+    if problem["layout"] != "contiguous":
+        words.append(problem["layout"])
+    if not problem["gradients"]:
+        words.append("forward only")
+    return " ".join(words)
+
+
+def worst(case: CaseResult, title: str) -> Comparison | None:
+    """The comparison of one lane with the largest ratio; None when the lane has none."""
+    lane = [c for c in case.comparisons if c.title == title]
+    return max(lane, key=lambda c: c.agreement.ratio, default=None)
+
+
+def worst_of_all(cases: Iterable[CaseResult], title: str) -> tuple[CaseResult, Comparison] | None:
+    """The case whose comparison in one lane has the largest ratio, and that comparison."""
+    found = [(case, c) for case in cases if (c := worst(case, title)) is not None]
+    return max(found, key=lambda pair: pair[1].agreement.ratio, default=None)
+
+
+def _status(ok: bool) -> str:
+    return "passed" if ok else "failed"
+
+
+_ERRORS = ("max_error", "max_budget", "rmse", "rmse_budget")
+
+
+def _is_twin(comparison: Comparison) -> bool:
+    return comparison.against != ORACLE
+
+
+def _case_to_json(case: CaseResult) -> dict[str, Any]:
+    document = asdict(case)
+    document["status"] = case.status
+    document["comparisons"] = [
+        {
+            "subject": c.subject,
+            "against": c.against,
+            "output": c.output,
+            "status": c.status,
+            "ratio": _finite(c.agreement.ratio),
+            **{name: _finite(getattr(c.agreement, name)) for name in _ERRORS},
+            "finite": c.agreement.finite,
+        }
+        for c in case.comparisons
+    ]
+    return document
+
+
+def _case_from_json(document: dict[str, Any]) -> CaseResult:
+    comparisons = [
+        Comparison(
+            c["subject"],
+            c["against"],
+            c["output"],
+            Agreement(
+                **{name: math.inf if c[name] is None else c[name] for name in _ERRORS},
+                finite=c["finite"],
+            ),
+        )
+        for c in document["comparisons"]
+    ]
+    return CaseResult(
+        document["name"],
+        document["problem"],
+        document["seconds"],
+        [RunRecord(**run) for run in document["runs"]],
+        comparisons,
+        document["error"],
+    )
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None

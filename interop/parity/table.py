@@ -1,0 +1,131 @@
+"""The terminal: header, progress with a row per case, summary."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.text import Text
+
+from interop.parity.records import CaseResult, Comparison, Report, worst, worst_of_all
+
+# The widest cells: "pallas_attn", and a ratio with its output, such as "9.9e+10 lse".
+COLUMN = 13
+STYLES = {"passed": "green", "failed": "bold red"}
+
+
+class CaseTable(Progress):
+    """A table that grows by a row per case, above a progress bar where there is a terminal.
+
+    Args:
+        console: where to print.
+        titles: one column for each implementation and each pair of twins.
+        names: the cases to come.
+    """
+
+    def __init__(self, console: Console, titles: Sequence[str], names: Sequence[str]):
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("elapsed,"),
+            TimeRemainingColumn(),
+            TextColumn("left"),
+        )
+        super().__init__(*columns, console=console, transient=True, disable=not console.is_terminal)
+        self._titles = titles
+        self._width = max(map(len, ["case", *names]))
+        self._task = self.add_task("", total=len(names))
+
+    def print_titles(self) -> None:
+        """Print the column titles, a word a line."""
+        words = [title.split() for title in self._titles]
+        height = max(map(len, words))
+        for line in range(height):
+            last = line == height - 1
+            cells = [dict(enumerate(column)).get(line, "") for column in words]
+            cells = [f"{cell:>{COLUMN}}" for cell in cells] + [f"{'seconds' * last:>{COLUMN}}"]
+            name = "case" if last else ""
+            self._print(Text(f"{name:{self._width}}" + "".join(cells), style="bold"))
+
+    def begin(self, name: str) -> None:
+        """Show which case runs now."""
+        self.update(self._task, description=name)
+
+    def finish(self, result: CaseResult) -> None:
+        """Print the row of a case and, under it, what failed."""
+        row = Text(f"{result.name:{self._width}}")
+        for title in self._titles:
+            row.append(_cell(worst(result, title)))
+        row.append(f"{result.seconds:{COLUMN}.1f}  ")
+        row.append(result.status, STYLES[result.status])
+        self._print(row)
+        for line in failures(result):
+            self._print(Text(f"    {line}", style="red"))
+        self.advance(self._task)
+
+    def _print(self, line: Text) -> None:
+        self.console.print(line, soft_wrap=True)
+
+
+def failures(result: CaseResult) -> list[str]:
+    """A line for each exception and for each comparison over its budget."""
+    lines = list(result.errors)
+    for c in result.comparisons:
+        if not c.ok:
+            a = c.agreement
+            lines.append(
+                f"{c.title}: {c.output} against {c.against}: "
+                f"max error {a.max_error:.3g} (budget {a.max_budget:.3g}), "
+                f"rmse {a.rmse:.3g} (budget {a.rmse_budget:.3g})"
+                + ("" if a.finite else ", NaN or an unexpected infinity")
+            )
+    return lines
+
+
+def print_header(console: Console, facts: dict[str, str]) -> None:
+    """Print what places the numbers: which implementations run, where, of which versions."""
+    width = max(map(len, facts))
+    for name, value in facts.items():
+        line = Text(f"{name:{width}}  ", style="bold")
+        console.print(line + Text(value, style="not bold"), soft_wrap=True)
+    console.print()
+
+
+def print_summary(console: Console, report: Report, written: Sequence[Path]) -> None:
+    """Print counts, the worst ratio of each column and where it is, and the files written."""
+    console.print()
+    console.print(Text("Worst error / budget", style="bold"))
+    width = max(map(len, ["", *report.titles]))
+    for title in report.titles:
+        if (found := worst_of_all(report.cases, title)) is not None:
+            case, comparison = found
+            line = Text(f"{title:{width}}") + _cell(comparison) + f" of {case.name}"
+            console.print(line, soft_wrap=True)
+    console.print()
+    for path in written:
+        console.print(Text(f"wrote {path}"), soft_wrap=True)
+    console.print(Text(report.summary, style=STYLES[report.status]))
+
+
+def ratio_text(ratio: float) -> str:
+    """A ratio in at most seven characters."""
+    return f"{ratio:.2f}" if ratio < 100 or ratio == float("inf") else f"{ratio:.1e}"
+
+
+def _cell(comparison: Comparison | None) -> Text:
+    if comparison is None:
+        return Text(f"{'-':>{COLUMN}}", style="dim")
+    ratio = comparison.agreement.ratio
+    style = "red" if ratio > 1 else "yellow" if ratio > 0.8 else "green"
+    return Text(f"{ratio_text(ratio) + ' ' + comparison.output:>{COLUMN}}", style=style)
