@@ -1,0 +1,121 @@
+"""Which code a call runs: implementation, target and tuned configurations.
+
+The choice is made while tracing, when the device is often not known yet, so it names a backend
+for CUDA and one for every other platform. JAX takes one of the two when it lowers the code for a
+platform, which is right under `jit`, `jit(backend=...)` and ahead-of-time lowering alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+
+from interop.contract.config import KernelConfig, config_key, load_table
+from interop.contract.explain import Explanation
+from interop.contract.spec import AttentionSpec
+from interop.contract.target import requested_target, resolve_target
+from interop.contract.validate import check_choice, fail
+
+IMPLEMENTATIONS = ("mosaic", "triton", "reference")
+INTERPRET, REFERENCE = "interpret", "reference"
+_CONFIGS = Path(__file__).parent / "configs"
+
+
+class Backends(NamedTuple):
+    """What runs where: a target to compile the kernels for, `INTERPRET` or `REFERENCE`.
+
+    Hashable, so that every cache of traced code is keyed by it.
+    """
+
+    cuda: str
+    elsewhere: str
+
+
+def choose_backends(implementation: str | None, device: jax.Device | None) -> Backends:
+    """The backends of a call.
+
+    Args:
+        implementation: what the caller asked for, or None for the best of each platform.
+        device: where the operands are, None while that is not known. It decides the target;
+            without it, this process's first CUDA device does, and without one of those the
+            target asked for (`interop.contract.target`), or "sm80".
+
+    Raises:
+        ValueError: no such implementation.
+        NotImplementedError: "mosaic", or a CUDA device that the kernels cannot be compiled for.
+    """
+    check_choice("implementation", implementation, IMPLEMENTATIONS)
+    if implementation == "mosaic":
+        fail(NotImplementedError, "implementation", "'triton' or 'reference'", "'mosaic'")
+    if implementation == "reference":
+        return Backends(REFERENCE, REFERENCE)
+    return Backends(_target(device), REFERENCE if implementation is None else INTERPRET)
+
+
+def run_on_platform(backends: Backends, run: Callable[..., Any], *args: Any) -> Any:
+    """``run(*args, backend=...)`` with the backend of the platform that this is lowered for.
+
+    Call it under `jit`: outside, JAX goes by the default device and not by the operands'.
+    """
+    if backends.cuda == backends.elsewhere:
+        return run(*args, backend=backends.cuda)
+    return jax.lax.platform_dependent(
+        *args,
+        cuda=partial(run, backend=backends.cuda),
+        default=partial(run, backend=backends.elsewhere),
+    )
+
+
+def configs_for(spec: AttentionSpec, target: str) -> dict[str, KernelConfig]:
+    """The shipped configuration of each kernel for a problem."""
+    table = load_table(_CONFIGS / f"{target}.toml")
+    return {kernel: rows[config_key(spec)] for kernel, rows in table.items()}
+
+
+def explain_choice(
+    implementation: str | None, device: jax.Device | None, spec: AttentionSpec
+) -> Explanation:
+    """Describe what `choose_backends` leads to on `device`, or on the default one."""
+    backends = choose_backends(implementation, device)
+    on = jax.devices()[0] if device is None else device
+    on_cuda = on in _cuda_devices()
+    backend = backends.cuda if on_cuda else backends.elsewhere
+    compiled = backend not in (INTERPRET, REFERENCE)
+    runs_kernels = backend != REFERENCE and not spec.is_empty
+    if spec.is_empty:
+        reason = "an empty problem runs no kernel"
+    elif implementation is not None:
+        reason = f"implementation={implementation!r} was asked for"
+    elif on_cuda:
+        reason = "the kernels are the best choice on a CUDA device"
+    else:
+        reason = "the kernels compile for CUDA devices only"
+    if device is None:
+        reason += ", and the default device stands for the operands' own, not known while tracing"
+    return Explanation(
+        implementation="reference" if backend == REFERENCE else "triton",
+        execution=("compiled" if compiled else "interpreter") if runs_kernels else "framework",
+        device=on.device_kind,
+        target=backend if compiled and runs_kernels else None,
+        reason=reason,
+        configs=configs_for(spec, backend if compiled else "sm80") if runs_kernels else {},
+    )
+
+
+def _target(device: jax.Device | None) -> str:
+    cuda = _cuda_devices()
+    if not cuda:
+        return requested_target() or "sm80"
+    major, minor = (device if device in cuda else cuda[0]).compute_capability.split(".")
+    return resolve_target((int(major), int(minor)))
+
+
+def _cuda_devices() -> Sequence[jax.Device]:
+    try:
+        return jax.local_devices(backend="cuda")
+    except RuntimeError:  # this process has no CUDA backend
+        return ()
