@@ -10,7 +10,8 @@ PAGES = {
     page.relative_to(ROOT).as_posix(): page
     for page in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/*.md")))
 }
-EXAMPLE = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+# Blocks of ">>>" are sessions: a doctest of the page's own runs them.
+EXAMPLE = re.compile(r"^```python\n(?!>>> )(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 
 def examples(page: Path) -> list[str]:

@@ -148,7 +148,9 @@ def install_pinned(directory: Path, constraints: Path, extras: list[str]) -> Non
     say(f"installing extras {', '.join(extras)} with {constraints.relative_to(ROOT)} (1-2 minutes)")
     pip = [str(directory / "bin" / "python"), "-m", "pip", "--disable-pip-version-check"]
     project = f"{ROOT}[{','.join(extras)}]"
-    command = [*pip, "install", "--quiet", "-c", str(constraints), "--editable", project]
+    # Compiling every module of the frameworks would take longer than the rest of the installation.
+    options = ["--quiet", "--no-compile"]
+    command = [*pip, "install", *options, "-c", str(constraints), "--editable", project]
     if status := subprocess.run(command).returncode:
         sys.exit(status)
 
