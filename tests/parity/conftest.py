@@ -1,0 +1,35 @@
+"""A pair of implementations that give the oracle's answer, spoiled where a test asks for it."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from interop.contract.cases import FlashCase
+from interop.contract.explain import Explanation
+from interop.parity import environment, harness
+from interop.parity.inputs import Tensors
+from interop.parity.oracle import evaluate
+from interop.parity.run import Run, Runner
+
+Spoil = Callable[[Runner, FlashCase, Tensors], None]
+EXPLANATION = Explanation("triton", "interpreter", "a fake device", None, "a test asked for it")
+
+
+@pytest.fixture
+def fake_twins(monkeypatch: pytest.MonkeyPatch) -> Callable[[Spoil], None]:
+    """Replace both packages; `fake_twins(spoil)` lets `spoil` change results, or raise."""
+    spoilers: list[Spoil] = []
+
+    def run(runner: Runner, case: FlashCase, inputs: Tensors) -> Run:
+        results = evaluate(inputs, case.spec, case.gradients, torch.float64)
+        dtypes = {"lse": torch.float32}
+        results = {name: x.to(dtypes.get(name, inputs["q"].dtype)) for name, x in results.items()}
+        for spoil in spoilers:
+            spoil(runner, case, results)
+        return Run(results, 0.125, EXPLANATION)
+
+    monkeypatch.setattr(harness, "run", run)
+    monkeypatch.setattr(harness, "explain", lambda runner, case, inputs: EXPLANATION)
+    monkeypatch.setattr(environment, "choose_device", lambda: "cpu")
+    return spoilers.append

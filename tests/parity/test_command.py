@@ -1,0 +1,154 @@
+"""`python -m interop.parity`: exit codes, and what a failure leaves behind."""
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+
+from interop.contract.cases import flash_cases
+from interop.parity import __main__ as command
+from interop.parity.records import ORACLE
+
+OUTPUTS = ("out", "lse", "dq", "dk", "dv")
+
+
+def parity(folder: Path, *arguments: str) -> int:
+    return command.main([*arguments, "--output", str(folder)])
+
+
+def verdicts(folder: Path) -> dict[str, dict]:
+    document = json.loads((folder / "parity.json").read_text())
+    return {case["name"]: case for case in document["cases"]}
+
+
+def failed(case: dict) -> set[tuple[str, str, str]]:
+    return {
+        (c["subject"], c["against"], c["output"])
+        for c in case["comparisons"]
+        if c["status"] == "failed"
+    }
+
+
+def test_right_results_pass(fake_twins, tmp_path, capsys):
+    assert parity(tmp_path, "--filter", "e-") == 0
+    cases = verdicts(tmp_path)
+    assert list(cases) == [case.name for case in flash_cases("quick", "e-")]
+    assert {case["status"] for case in cases.values()} == {"passed"}
+    printed = capsys.readouterr().out
+    assert "triton (interpreter, a fake device): a test asked for it" in printed
+    assert f"{len(cases)} passed, 0 failed" in printed
+
+
+@pytest.mark.parametrize("output", OUTPUTS)
+def test_a_wrong_element_fails_and_is_named(fake_twins, tmp_path, capsys, output):
+    def spoil(runner, case, results):
+        if case.name == "more-queries" and runner.package == "pallas_attn":
+            results[output].view(-1)[-1] += 1.0
+
+    fake_twins(spoil)
+    assert parity(tmp_path, "--filter", "e-") == 1
+    cases = verdicts(tmp_path)
+    assert {name for name, case in cases.items() if case["status"] == "failed"} == {"more-queries"}
+    us, them = "pallas_attn triton", "torch_attn triton"
+    assert failed(cases["more-queries"]) == {(us, ORACLE, output), (them, us, output)}
+    printed = capsys.readouterr().out
+    assert f"{us}: {output} against {ORACLE}: max error" in printed
+    assert "1 failed" in printed
+    page = (tmp_path / "parity.html").read_text()
+    assert "<h2>Failures (1)</h2>" in page
+    assert f"{us}: {output} against {ORACLE}" in page
+
+
+def test_a_nan_fails(fake_twins, tmp_path):
+    fake_twins(lambda runner, case, results: results["dk"].view(-1)[:1].fill_(float("nan")))
+    assert parity(tmp_path, "--filter", "prime-cross") == 1
+    nan = [c for c in verdicts(tmp_path)["prime-cross"]["comparisons"] if c["output"] == "dk"]
+    assert len(nan) == 3
+    assert all(c["status"] == "failed" and not c["finite"] for c in nan)
+
+
+def test_an_exception_fails_its_case_alone(fake_twins, tmp_path, capsys):
+    def spoil(runner, case, results):
+        if case.name == "gqa" and runner.package == "torch_attn":
+            raise RuntimeError("out of\nregisters <and> luck")
+
+    fake_twins(spoil)
+    assert parity(tmp_path, "--filter", "q") == 1
+    cases = verdicts(tmp_path)
+    assert {name: case["status"] for name, case in cases.items()} == {
+        "gqa": "failed",
+        "mqa-d128": "passed",
+        "more-queries": "passed",
+    }
+    errors = {run["subject"]: run["error"] for run in cases["gqa"]["runs"]}
+    message = "RuntimeError: out of registers <and> luck"
+    assert errors == {"torch_attn triton": message, "pallas_attn triton": None}
+    assert {c["subject"] for c in cases["gqa"]["comparisons"]} == {"pallas_attn triton"}
+    assert f"torch_attn triton: {message}" in capsys.readouterr().out
+    assert "registers &lt;and&gt; luck" in (tmp_path / "parity.html").read_text()
+
+
+def test_an_interrupt_reports_what_is_done(fake_twins, tmp_path, capsys):
+    def spoil(runner, case, results):
+        if case.name == "mqa-d128":
+            raise KeyboardInterrupt
+
+    fake_twins(spoil)
+    assert parity(tmp_path, "--filter", "q") == 130
+    document = json.loads((tmp_path / "parity.json").read_text())
+    assert [case["name"] for case in document["cases"]] == ["gqa"]
+    assert (document["planned"], document["complete"]) == (3, False)
+    assert "1 passed, 0 failed, 2 not run (interrupted)" in capsys.readouterr().out
+
+
+def test_no_line_of_a_log_is_written_twice(fake_twins, tmp_path, capsys):
+    parity(tmp_path, "--filter", "no-")
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("no-")]
+    assert [line.split()[0] for line in lines] == ["no-keys", "no-batch"]
+
+
+def test_list_names_the_chosen_cases_and_runs_nothing(tmp_path, capsys):
+    assert parity(tmp_path, "--list", "--suite", "all", "--filter", "causal") == 0
+    names = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
+    expected = [c.name for suite in ("full", "large") for c in flash_cases(suite, "causal")]
+    assert names == expected
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--filter", "nothing like it"], "--filter: expected part of a case's name"),
+        (["--suite", "huge"], "invalid choice: 'huge'"),
+        (["--target", "sm80"], "target: expected None without a GPU"),
+        (["--implementations", "cudnn"], "invalid choice: 'cudnn'"),
+    ],
+)
+def test_bad_arguments(fake_twins, tmp_path, capsys, arguments, message):
+    with pytest.raises(SystemExit) as stop:
+        parity(tmp_path, *arguments)
+    assert stop.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_missing_package_names_the_extra(tmp_path, capsys, monkeypatch):
+    real = importlib.util.find_spec
+    absent = {"rich", "matplotlib"}
+    monkeypatch.setattr(command, "find_spec", lambda name: None if name in absent else real(name))
+    with pytest.raises(SystemExit) as stop:
+        parity(tmp_path)
+    assert stop.value.code == 2
+    error = capsys.readouterr().err
+    assert "matplotlib, rich missing: pip install 'twin-attention[parity]'" in error
+
+
+@pytest.mark.parametrize("name", ["strided", "more-queries", "no-keys"])
+def test_the_reference_of_both_packages_passes(tmp_path, name):
+    arguments = ("--implementations", "reference", "--filter", name)
+    assert parity(tmp_path, *arguments) == 0
+    case = verdicts(tmp_path)[name]
+    titles = {(c["subject"], c["against"]) for c in case["comparisons"]}
+    assert len(titles) == 3
+    assert len(case["comparisons"]) == 3 * len(OUTPUTS)
+    assert all("reference (framework" in run["ran"] for run in case["runs"])

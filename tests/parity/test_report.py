@@ -1,0 +1,120 @@
+"""The files of a report."""
+
+import json
+import math
+import re
+from dataclasses import asdict, replace
+
+import pytest
+
+from interop.contract.cases import FlashCase
+from interop.contract.tolerances import Agreement
+from interop.parity.records import (
+    ORACLE,
+    CaseResult,
+    Comparison,
+    Report,
+    RunRecord,
+    problem_text,
+    title,
+)
+from interop.parity.report import to_html
+
+GOOD = Agreement(0.25, 0.5, 0.125, 1.0)
+BAD = Agreement(0.75, 0.5, 0.125, 1.0)
+NAN = Agreement(math.inf, 0.5, math.inf, 1.0, finite=False)
+
+
+def result(name: str, agreement: Agreement, **more) -> CaseResult:
+    comparisons = [
+        Comparison("torch_attn triton", ORACLE, "out", agreement),
+        Comparison("torch_attn triton", "pallas_attn triton", "out", GOOD),
+    ]
+    runs = [RunRecord("torch_attn triton", 1.5, "triton (interpreter, cpu): asked for")]
+    return CaseResult(name, asdict(FlashCase(name)), 2.0, runs, comparisons, **more)
+
+
+def report(*cases: CaseResult) -> Report:
+    return Report({"device": "a <card>"}, len(cases), list(cases))
+
+
+MIXED = report(result("good", GOOD), result("bad", BAD), result("nan", NAN))
+
+
+def test_json_round_trip():
+    cases = (*MIXED.cases, result("broken", GOOD, error="ValueError: no"))
+    before = Report({"device": "cpu"}, 5, list(cases))
+    assert Report.from_json(before.to_json()) == before
+
+
+def test_json_is_strict_and_says_what_failed():
+    def refuse(constant):
+        raise AssertionError(f"{constant} is no JSON")
+
+    document = json.loads(MIXED.to_json(), parse_constant=refuse)
+    assert document["schema_version"] == 1
+    assert document["status"] == "failed"
+    assert [case["status"] for case in document["cases"]] == ["passed", "failed", "failed"]
+    bad = document["cases"][1]["comparisons"][0]
+    assert (bad["max_error"], bad["max_budget"], bad["ratio"]) == (0.75, 0.5, 1.5)
+    assert document["cases"][2]["comparisons"][0]["ratio"] is None
+
+
+def test_another_schema_version_is_refused():
+    text = json.dumps({**json.loads(MIXED.to_json()), "schema_version": 0})
+    with pytest.raises(ValueError, match="schema_version: expected 1, got 0"):
+        Report.from_json(text)
+
+
+def test_the_page_needs_nothing_from_elsewhere():
+    page = to_html(MIXED)
+    assert "<svg" in page
+    links = re.findall(r"""(?:src|href|xlink:href)\s*=\s*["']?([^"'\s>]+)""", page)
+    assert links, "the plot's markers are links inside the page"
+    assert all(link.startswith("#") for link in links)
+    assert all(target.startswith("#") for target in re.findall(r"url\(([^)]*)\)", page))
+    assert not re.search(r"@import|<link|<iframe|<img|fetch\(", page)
+
+
+def test_the_page_lists_failures_first():
+    page = to_html(MIXED)
+    table = page[page.index('id="all"') :]
+    rows = re.findall(r'<tr class="\w+"><td>(\w+)<td>out<td>(.*?)<td>float64', table)
+    assert [name for name, _ in rows] == ["nan", "bad", "good"]
+    cases = page[page.index("<h2>Cases") : page.index("<h2>Every comparison")]
+    assert re.findall(r'<tr class="(\w+)"', cases) == ["failed", "failed", "passed"]
+    assert page.index("<h2>Failures (2)</h2>") < page.index("<svg")
+
+
+def test_the_page_escapes_text():
+    assert "a &lt;card&gt;" in to_html(MIXED)
+
+
+def test_a_page_without_results():
+    nothing = Report({}, 3, [])
+    assert "3 not run (interrupted)" in to_html(nothing)
+
+
+@pytest.mark.parametrize(
+    ("change", "ok"),
+    [
+        ({}, True),
+        ({"error": "ValueError: no"}, False),
+        ({"runs": [RunRecord("x", error="no")]}, False),
+    ],
+)
+def test_an_error_anywhere_fails_the_case(change, ok):
+    assert replace(result("good", GOOD), **change).ok is ok
+
+
+def test_titles_of_twins():
+    assert title("torch_attn triton sm80", ORACLE) == "torch_attn triton sm80"
+    assert title("torch_attn triton sm80", "pallas_attn triton sm80") == "twins triton sm80"
+    mixed = title("torch_attn triton", "pallas_attn reference")
+    assert mixed == "torch_attn triton ~ pallas_attn reference"
+
+
+def test_a_problem_in_one_line():
+    case = FlashCase("x", head_dim_v=32, causal=True, softcap=3.0, gradients=False)
+    expected = "B2 Sq128 Skv128 Hq2 Hkv2 D64 Dv32 bfloat16 causal softcap=3.0 forward only"
+    assert problem_text(asdict(case)) == expected

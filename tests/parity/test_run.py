@@ -1,0 +1,79 @@
+"""One implementation on one case, and which implementations run."""
+
+import pytest
+import torch
+
+import torch_attn
+from interop.contract.cases import FlashCase
+from interop.contract.target import requested_target
+from interop.parity.inputs import make_inputs
+from interop.parity.run import Runner, plan, run, twins
+
+CASE = FlashCase("run", seq_q=5, seq_kv=7, heads_q=2, heads_kv=1, head_dim=16, causal=True)
+
+
+def test_each_target_is_a_group_and_the_reference_runs_once():
+    groups = plan(("triton", "reference"), ("sm90", "sm80"))
+    assert [[runner.label for runner in group] for group in groups] == [
+        [
+            "torch_attn triton sm90",
+            "pallas_attn triton sm90",
+            "torch_attn reference",
+            "pallas_attn reference",
+        ],
+        ["torch_attn triton sm80", "pallas_attn triton sm80"],
+    ]
+
+
+def test_twins_are_all_pairs_across_the_packages():
+    (group,) = plan(("triton", "reference"), (None,))
+    pairs = {(a.label, b.label) for a, b in twins(group)}
+    assert pairs == {
+        (f"torch_attn {a}", f"pallas_attn {b}")
+        for a in ("triton", "reference")
+        for b in ("triton", "reference")
+    }
+
+
+@pytest.mark.parametrize("package", ["torch_attn", "pallas_attn"])
+def test_results_are_torch_tensors_shaped_as_promised(package, torch_device):
+    inputs = make_inputs(CASE, torch_device)
+    done = run(Runner(package, "reference"), CASE, inputs)
+    like = {"out": "dout", "lse": "dlse", "dq": "q", "dk": "k", "dv": "v"}
+    assert list(done.results) == list(like)
+    for name, x in done.results.items():
+        want = inputs[like[name]]
+        assert (x.shape, x.dtype, x.device) == (want.shape, want.dtype, want.device)
+    assert done.explanation.implementation == "reference"
+    assert done.seconds > 0
+
+
+def test_the_runner_sets_the_target(monkeypatch, torch_device):
+    seen = []
+    real = torch_attn.flash_attention
+
+    def attend(*args, **kwargs):
+        seen.append(requested_target())
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(torch_attn, "flash_attention", attend)
+    run(Runner("torch_attn", "reference", "sm80"), CASE, make_inputs(CASE, torch_device))
+    assert seen == ["sm80"]
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda out, lse: (out[:, :1], lse),
+        lambda out, lse: (out.float(), lse),
+        lambda out, lse: (out, lse.to(torch.bfloat16)),
+    ],
+)
+def test_a_wrong_shape_or_dtype_is_an_error(spoil, monkeypatch, torch_device):
+    real = torch_attn.flash_attention
+    monkeypatch.setattr(
+        torch_attn, "flash_attention", lambda *args, **kwargs: spoil(*real(*args, **kwargs))
+    )
+    case = FlashCase("run", seq_q=5, seq_kv=7, head_dim=16, gradients=False)
+    with pytest.raises(ValueError, match=r"run: (out|lse): expected"):
+        run(Runner("torch_attn", "reference"), case, make_inputs(case, torch_device))
