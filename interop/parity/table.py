@@ -42,7 +42,13 @@ class CaseTable(Progress):
             TimeRemainingColumn(),
             TextColumn("left"),
         )
-        super().__init__(*columns, console=console, transient=True, disable=not console.is_terminal)
+        super().__init__(
+            *columns,
+            console=console,
+            transient=True,
+            disable=not console.is_terminal,
+            speed_estimate_period=600,  # seconds; one large case outlasts the default of 30
+        )
         self._titles = titles
         self._width = max(map(len, ["case", *names]))
         self._task = self.add_task("", total=len(names))
