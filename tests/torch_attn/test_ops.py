@@ -1,0 +1,345 @@
+"""`torch_attn.flash_attention` as a torch operator: every way in which PyTorch may call it.
+
+These tests guard the private torch API that `torch_attn/ops.py` uses. When those of `torch.func`
+or of forward mode fail after an update of torch, compare `_Differentiable.call` with
+``torch.autograd.Function.apply`` and ``torch/_functorch/autograd_function.py``.
+"""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.autograd import forward_ad
+from torch.func import grad, jvp, vjp, vmap
+from torch.library import opcheck
+
+from torch_attn import explain, flash_attention
+from torch_attn.ops import flash_bwd, flash_fwd
+
+BATCH, SEQ, HEADS, DIM = 2, 21, 2, 16
+OPTIONS = (0.25, 5, 0, 3.0, "reference")
+FORWARD_MODE = "flash_attention: forward mode is not supported"
+SECOND_DERIVATIVE = "flash_attention: a second derivative is not supported"
+
+
+@pytest.fixture
+def qkv(torch_device):
+    torch.manual_seed(0)
+    shape = (BATCH, SEQ, HEADS, DIM)
+    return tuple(torch.randn(shape, device=torch_device, requires_grad=True) for _ in range(3))
+
+
+def loss(q, k, v, **options):
+    out, lse = flash_attention(
+        q, k, v, causal=True, return_lse=True, implementation="reference", **options
+    )
+    return out.square().sum() + lse.sin().sum()
+
+
+def plain_loss(q, k, v):
+    """The same in plain torch operations."""
+    s = torch.einsum("bqhd,bkhd->bhqk", q, k) * DIM**-0.5
+    seen = torch.ones(SEQ, SEQ, dtype=torch.bool, device=q.device).tril()
+    s = s.masked_fill(~seen, float("-inf"))
+    out = torch.einsum("bhqk,bkhd->bqhd", s.softmax(-1), v)
+    return out.square().sum() + s.logsumexp(-1).sin().sum()
+
+
+def assert_same(got, want):
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+# torch.library and torch.compile
+
+
+def backward_arguments(qkv, with_dlse=True):
+    q, k, v = (x.detach() for x in qkv)
+    out, lse = flash_fwd(q, k, v, *OPTIONS)
+    dlse = torch.randn_like(lse) if with_dlse else None
+    return torch.randn_like(out), dlse, q, k, v, out, lse, *OPTIONS
+
+
+def test_opcheck_forward(qkv):
+    opcheck(flash_fwd, (*qkv, *OPTIONS))
+
+
+def test_opcheck_forward_of_strided_views(torch_device):
+    packed = torch.randn(BATCH, SEQ, HEADS, 3 * DIM, device=torch_device)
+    opcheck(flash_fwd, (*packed.split(DIM, dim=-1), *OPTIONS))
+
+
+@pytest.mark.parametrize("with_dlse", [True, False])
+def test_opcheck_backward(qkv, with_dlse):
+    opcheck(flash_bwd, backward_arguments(qkv, with_dlse))
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compile_forward_and_backward(torch_device, dynamic):
+    torch._dynamo.reset()
+    traces = CompileCounterWithBackend("aot_eager")
+
+    @torch.compile(fullgraph=True, backend=traces, dynamic=dynamic)
+    def compiled(q, k, v):
+        return loss(q, k, v, softcap=4.0, window_size=(9, None))
+
+    for batch, seq in ((3, 21), (4, 34)):
+        shape = (batch, seq, HEADS, DIM)
+        eager = [torch.randn(shape, device=torch_device, requires_grad=True) for _ in range(3)]
+        inputs = [x.detach().clone().requires_grad_() for x in eager]
+        got, want = compiled(*inputs), loss(*eager, softcap=4.0, window_size=(9, None))
+        got.backward()
+        want.backward()
+        assert_same([got, *(x.grad for x in inputs)], [want, *(x.grad for x in eager)])
+    assert traces.frame_count == (1 if dynamic else 2)
+
+
+def test_compile_refuses_bad_input_while_tracing(qkv):
+    q, k, v = qkv
+    compiled = torch.compile(flash_attention, fullgraph=True, backend="aot_eager")
+    with pytest.raises(Exception, match="v: expected k's length 21, got 20"):
+        compiled(q, k, v[:, 1:])
+
+
+@pytest.mark.parametrize("implementation", ["triton", "reference"])
+def test_fake_outputs_are_laid_out_as_real_ones(torch_device, implementation):
+    q = torch.randn(2, 4, 8, 24, device=torch_device).transpose(1, 2)
+    k = torch.randn(2, 2, 5, 24, device=torch_device).transpose(1, 2)
+    v = torch.randn(2, 5, 2, 16, device=torch_device)
+    options = (*OPTIONS[:-1], implementation)
+    meta = [x.to("meta") for x in (q, k, v)]
+    real, fake = flash_fwd(q, k, v, *options), flash_fwd(*meta, *options)
+    real += flash_bwd(real[0], real[1], q, k, v, *real, *options)
+    fake += flash_bwd(fake[0], fake[1], *meta, *fake, *options)
+    for x, y in zip(real, fake, strict=True):
+        assert x.shape == y.shape
+        assert x.dtype == y.dtype
+        assert x.stride() == y.stride()
+
+
+# autograd
+
+
+def test_gradients_of_out_and_lse(qkv):
+    want = torch.autograd.grad(plain_loss(*qkv), qkv)
+    assert_same(torch.autograd.grad(loss(*qkv), qkv), want)
+
+
+@pytest.mark.parametrize("implementation", ["triton", "reference"])
+@pytest.mark.parametrize("used", [0, 1], ids=["out", "lse"])
+def test_gradients_of_one_output(qkv, used, implementation):
+    """The other has none, and this one's is an expanded scalar with strides of 0."""
+    outputs = flash_attention(*qkv, return_lse=True, implementation=implementation)
+    gradients = torch.autograd.grad(outputs[used].sum(), qkv)
+    zeros = torch.zeros_like(outputs[1 - used])
+    materialized = [torch.ones_like(outputs[used]), zeros]
+    outputs = flash_attention(*qkv, return_lse=True, implementation=implementation)
+    want = torch.autograd.grad((outputs[used], outputs[1 - used]), qkv, materialized)
+    assert_same(gradients, want)
+    assert any(g.abs().max() > 0 for g in gradients)
+
+
+def test_gradients_of_some_inputs(qkv):
+    q, k, v = qkv
+    want = torch.autograd.grad(loss(q, k, v), k)
+    assert_same(torch.autograd.grad(loss(q.detach(), k, v.detach()), k), want)
+
+
+def test_second_derivative_is_refused(qkv):
+    q = qkv[0]
+    (dq,) = torch.autograd.grad(loss(*qkv), q, create_graph=True)
+    with pytest.raises(NotImplementedError, match=SECOND_DERIVATIVE):
+        dq.sum().backward()
+
+
+def test_forward_mode_is_refused(qkv):
+    q, k, v = (x.detach() for x in qkv)
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(k, k)
+        with pytest.raises(NotImplementedError, match=FORWARD_MODE):
+            flash_attention(q, dual, v)
+        with pytest.raises(NotImplementedError, match=FORWARD_MODE):
+            torch.compile(flash_attention, backend="aot_eager")(q, dual, v)
+
+
+# torch.func
+
+
+def test_grad(qkv):
+    want = torch.autograd.grad(plain_loss(*qkv), qkv)
+    assert_same(grad(loss, argnums=(0, 1, 2))(*qkv), want)
+
+
+def test_vjp_of_lse(qkv):
+    q, k, v = qkv
+    _, pullback = vjp(lambda q: flash_attention(q, k, v, return_lse=True)[1], q)
+    want = torch.autograd.grad(flash_attention(*qkv, return_lse=True)[1].sum(), q)
+    assert_same(pullback(torch.ones(BATCH, HEADS, SEQ, device=q.device)), want)
+
+
+def test_vmap(qkv):
+    q, k, v = (x.detach() for x in qkv)
+    qs = torch.stack([q, 2 * q, -q], dim=2)
+    got = vmap(flash_attention, in_dims=(2, None, None), out_dims=1)(qs, k, v)
+    want = torch.stack([flash_attention(x, k, v) for x in (q, 2 * q, -q)], dim=1)
+    assert_same(got, want)
+
+
+def test_vmap_of_grad(qkv):
+    q, k, v = qkv
+    qs = torch.stack([q, 2 * q])
+    got = vmap(grad(loss, argnums=(0, 1)), in_dims=(0, None, None))(qs, k, v)
+    each = [torch.autograd.grad(loss(x, k, v), (x, k)) for x in (q, 2 * q)]
+    assert_same(got, tuple(map(torch.stack, zip(*each, strict=True))))
+
+
+def test_grad_of_vmap(qkv):
+    q, k, v = qkv
+    got = grad(lambda k: vmap(loss, in_dims=(0, None, None))(torch.stack([q, 2 * q]), k, v).sum())
+    (want,) = torch.autograd.grad(loss(q, k, v) + loss(2 * q, k, v), k)
+    assert_same(got(k), want)
+
+
+def test_batched_gradients(qkv):
+    q, k, v = qkv
+    douts = torch.randn(3, *q.shape, device=q.device)
+    out = flash_attention(q, k, v)
+    each = [torch.autograd.grad(out, q, dout, retain_graph=True)[0] for dout in douts]
+    (got,) = torch.autograd.grad(out, q, douts, is_grads_batched=True)
+    assert_same(got, torch.stack(each))
+
+
+def test_compile_of_grad_and_vmap(qkv):
+    qkv = [x.detach() for x in qkv]
+    compiled = torch.compile(grad(loss), fullgraph=True, backend="aot_eager")
+    assert_same(compiled(*qkv), grad(loss)(*qkv))
+    many = [torch.stack([x, 2 * x]) for x in qkv]
+    compiled = torch.compile(vmap(flash_attention), fullgraph=True, backend="aot_eager")
+    assert_same(compiled(*many), vmap(flash_attention)(*many))
+
+
+def test_jvp_and_nested_grad_are_refused(qkv):
+    q, k, v = qkv
+    with pytest.raises(NotImplementedError, match=FORWARD_MODE):
+        jvp(lambda q: flash_attention(q, k, v), (q,), (q,))
+    with pytest.raises(NotImplementedError, match=SECOND_DERIVATIVE):
+        grad(lambda q: grad(loss)(q, k, v).sum())(q)
+
+
+# autocast
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("implementation", ["triton", "reference"])
+def test_autocast_casts_as_for_sdpa(qkv, dtype, implementation):
+    q, k, v = qkv
+    mixed = q, k.half(), v.bfloat16()
+    options = {"return_lse": True, "implementation": implementation}
+    want = flash_attention(*(x.to(dtype) for x in mixed), **options)
+    with torch.autocast(q.device.type, dtype):
+        got = flash_attention(*mixed, **options)
+        sdpa = torch.nn.functional.scaled_dot_product_attention(*mixed)
+    assert got[0].dtype == sdpa.dtype == dtype
+    assert got[1].dtype == torch.float32
+    assert all(torch.equal(x, y) for x, y in zip(got, want, strict=True))
+    (dq,) = torch.autograd.grad(got[0].sum(), q)
+    assert dq.dtype == torch.float32
+
+
+def test_reference_computes_in_float32_under_autocast(qkv):
+    q, k, v = (x.detach().bfloat16() for x in qkv)
+    want = flash_attention(q, k, v, return_lse=True, implementation="reference")
+    with torch.autocast(q.device.type, torch.bfloat16):
+        got = flash_attention(q, k, v, return_lse=True, implementation="reference")
+    assert all(torch.equal(x, y) for x, y in zip(got, want, strict=True))
+
+
+def test_autocast_inside_compile(qkv):
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def compiled(q, k, v):
+        with torch.autocast(q.device.type, torch.bfloat16):
+            return flash_attention(q, k, v, return_lse=True)
+
+    out, lse = compiled(*qkv)
+    assert (out.dtype, lse.dtype) == (torch.bfloat16, torch.float32)
+
+
+# launches
+
+
+@pytest.mark.parametrize("implementation", ["triton", "reference"])
+@pytest.mark.parametrize("shape", [(0, 3, 3, 2), (1, 0, 3, 2), (1, 3, 0, 2), (1, 3, 3, 0)], ids=str)
+def test_empty_problems_run_no_kernel(torch_device, monkeypatch, implementation, shape):
+    batch, seq_q, seq_kv, heads = shape
+    q = torch.randn(batch, seq_q, heads, 16, device=torch_device, requires_grad=True)
+    k = torch.randn(batch, seq_kv, heads, 16, device=torch_device, requires_grad=True)
+    v = torch.randn(batch, seq_kv, heads, 24, device=torch_device, requires_grad=True)
+    if implementation == "triton":
+        monkeypatch.setitem(sys.modules, "torch_attn.kernels.flash_fwd", None)
+        monkeypatch.setitem(sys.modules, "torch_attn.kernels.flash_bwd", None)
+    out, lse = flash_attention(q, k, v, return_lse=True, implementation=implementation)
+    assert torch.equal(out, torch.zeros(batch, seq_q, heads, 24, device=torch_device))
+    assert torch.equal(lse, torch.full((batch, heads, seq_q), -torch.inf, device=torch_device))
+    for x, dx in zip((q, k, v), torch.autograd.grad(out.sum(), (q, k, v)), strict=True):
+        assert torch.equal(dx, torch.zeros_like(x))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
+def test_capture_in_a_cuda_graph():
+    q, k, v = torch.randn(3, 2, 65, 2, 64, device="cuda", dtype=torch.bfloat16).unbind()
+    inputs = [x.clone().requires_grad_() for x in (q, k, v)]
+
+    def step():
+        out = flash_attention(*inputs, causal=True)
+        return out, *torch.autograd.grad(out.sum(), inputs)
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        step()  # compiles the kernels
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    with torch.no_grad():
+        for x in inputs:
+            x.mul_(0.5)
+    graph.replay()
+    for got, want in zip(captured, step(), strict=True):
+        assert torch.equal(got, want)
+
+
+# explain and imports
+
+
+def test_explain_a_cpu():
+    q, k, v = torch.randn(3, 1, 8, 2, 64).unbind()
+    default = explain(q, k, v)
+    assert (default.implementation, default.execution) == ("reference", "framework")
+    assert default.configs == {}
+    asked = explain(q, k, v, causal=True, implementation="triton")
+    assert (asked.implementation, asked.execution) == ("triton", "interpreter")
+    assert (asked.device, asked.target) == ("cpu", None)
+    assert {"flash_fwd", "flash_bwd_dq", "flash_bwd_dkdv"} <= asked.configs.keys()
+    empty = explain(q[:0], k[:0], v[:0], implementation="triton")
+    assert (empty.execution, empty.configs) == ("framework", {})
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="compiled kernels need a GPU")
+def test_explain_a_gpu():
+    q, k, v = torch.randn(3, 1, 8, 2, 64, device="cuda").unbind()
+    choice = explain(q, k, v)
+    assert (choice.implementation, choice.execution) == ("triton", "compiled")
+    assert choice.device == torch.cuda.get_device_name()
+    assert choice.target in ("sm80", "sm90")
+
+
+def test_importing_is_light():
+    script = (
+        "import sys, torch_attn; print([m for m in ('jax', 'triton', 'torch._dynamo')"
+        " if m in sys.modules])"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
+    assert result.stdout.strip() == "[]"
