@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+from jax.core import Tracer
 
 from interop.contract.explain import Explanation
 from interop.contract.validate import Operand, check_flash_attention, not_a_tensor
 from pallas_attn.autograd import attention
-from pallas_attn.dispatch import choose_backends, explain_choice
+from pallas_attn.dispatch import Device, choose_backends, explain_choice
 
 
 def flash_attention(
@@ -120,14 +121,14 @@ def _operand(name: str, x: Any) -> Operand:
     return Operand(name, x.shape, x.dtype.name, None if device is None else _name(device))
 
 
-def _device(x: jax.Array) -> jax.Device | None:
+def _device(x: jax.Array) -> Device | None:
     """The one device that holds `x`, or None: a tracer, or an array over several devices."""
-    if isinstance(x, jax.core.Tracer) or len(x.devices()) != 1:
+    if isinstance(x, Tracer) or len(x.devices()) != 1:
         return None
     return next(iter(x.devices()))
 
 
-def _name(device: jax.Device) -> str:
+def _name(device: Device) -> str:
     """As torch names it: "cpu", "cuda:0"."""
     platform = "cuda" if device.platform == "gpu" else device.platform
     return platform if (platform, device.id) == ("cpu", 0) else f"{platform}:{device.id}"

@@ -21,6 +21,7 @@ from interop.contract.target import requested_target, resolve_target
 from interop.contract.validate import check_choice, fail
 
 IMPLEMENTATIONS = ("mosaic", "triton", "reference")
+Device = Any  # a jax.Device, which type checkers take for a variable
 INTERPRET, REFERENCE = "interpret", "reference"
 _CONFIGS = Path(__file__).parent / "configs"
 
@@ -35,7 +36,7 @@ class Backends(NamedTuple):
     elsewhere: str
 
 
-def choose_backends(implementation: str | None, device: jax.Device | None) -> Backends:
+def choose_backends(implementation: str | None, device: Device | None) -> Backends:
     """The backends of a call.
 
     Args:
@@ -77,7 +78,7 @@ def configs_for(spec: AttentionSpec, target: str) -> dict[str, KernelConfig]:
 
 
 def explain_choice(
-    implementation: str | None, device: jax.Device | None, spec: AttentionSpec
+    implementation: str | None, device: Device | None, spec: AttentionSpec
 ) -> Explanation:
     """Describe what `choose_backends` leads to on `device`, or on the default one."""
     backends = choose_backends(implementation, device)
@@ -106,15 +107,17 @@ def explain_choice(
     )
 
 
-def _target(device: jax.Device | None) -> str:
+def _target(device: Device | None) -> str:
     cuda = _cuda_devices()
     if not cuda:
         return requested_target() or "sm80"
-    major, minor = (device if device in cuda else cuda[0]).compute_capability.split(".")
+    if device is None or device not in cuda:
+        device = cuda[0]
+    major, minor = device.compute_capability.split(".")
     return resolve_target((int(major), int(minor)))
 
 
-def _cuda_devices() -> Sequence[jax.Device]:
+def _cuda_devices() -> Sequence[Device]:
     try:
         return jax.local_devices(backend="cuda")
     except RuntimeError:  # this process has no CUDA backend
