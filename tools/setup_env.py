@@ -134,7 +134,7 @@ def add_missing(directory: Path, needed: list[str]) -> None:
     say("installing " + ", ".join(missing))
     python = str(directory / "bin" / "python")
     pip = [sys.executable, "-m", "pip", "--python", python, "--disable-pip-version-check"]
-    if subprocess.run([*pip, "install", "--quiet", "--retries", "1", *missing]).returncode:
+    if subprocess.run([*pip, "install", "-qq", "--retries", "1", *missing]).returncode:
         sys.exit(
             "setup: these packages are missing and could not be installed: "
             + ", ".join(missing)
@@ -149,7 +149,7 @@ def install_pinned(directory: Path, constraints: Path, extras: list[str]) -> Non
     pip = [str(directory / "bin" / "python"), "-m", "pip", "--disable-pip-version-check"]
     project = f"{ROOT}[{','.join(extras)}]"
     # Compiling every module of the frameworks would take longer than the rest of the installation.
-    options = ["--quiet", "--no-compile"]
+    options = ["-qq", "--no-compile"]
     command = [*pip, "install", *options, "-c", str(constraints), "--editable", project]
     if status := subprocess.run(command).returncode:
         sys.exit(status)
