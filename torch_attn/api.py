@@ -138,21 +138,17 @@ def explain(
 
 
 def _tensors(*qkv: Any) -> tuple[Tensor, ...]:
-    """q, k and v as they will be used: under autocast, in its dtype."""
-    for name, x in zip(("q", "k", "v"), qkv, strict=True):
+    """q, k and v as they will be used: cast as autocast does for `scaled_dot_product_attention`."""
+    for name, x in zip("qkv", qkv, strict=True):
         if not isinstance(x, Tensor):
             not_a_tensor(name, x)
-    return tuple(_autocast(x) for x in qkv)
-
-
-def _autocast(x: Tensor) -> Tensor:
-    """What autocast does to an argument of `scaled_dot_product_attention`."""
-    device = x.device.type
+    device = qkv[0].device.type
     if device not in ("cpu", "cuda") or not torch.is_autocast_enabled(device):
-        return x
-    if not x.is_floating_point() or x.dtype == torch.float64:
-        return x
-    return x.to(torch.get_autocast_dtype(device))
+        return qkv
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(
+        x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in qkv
+    )
 
 
 def _choose(implementation: str | None, q: Tensor) -> str:
