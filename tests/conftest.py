@@ -1,0 +1,47 @@
+"""Fixtures shared by all tests: the device, the two sides, how hard hypothesis tries."""
+
+import os
+
+# Read when a framework starts, so set before any test imports one: the two share a card's
+# memory, and cuBLAS is deterministic only with a workspace of fixed size.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+import pytest
+import torch
+from hypothesis import settings
+
+from tests.sides import SIDES, Side
+
+ON_GPU = torch.cuda.is_available()
+
+settings.register_profile("cpu", deadline=None, derandomize=True, max_examples=20)
+settings.register_profile("gpu", deadline=None, derandomize=True, max_examples=100)
+settings.load_profile("gpu" if ON_GPU else "cpu")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--suite",
+        choices=("quick", "full"),
+        default="full" if ON_GPU else "quick",
+        help="cases that kernels run in tests/semantics (default: full on a GPU, else quick)",
+    )
+
+
+@pytest.fixture(scope="session")
+def torch_device() -> str:
+    """Where torch tensors live: "cuda" where there is a GPU, else "cpu"."""
+    return "cuda" if ON_GPU else "cpu"
+
+
+@pytest.fixture(scope="session", params=SIDES)
+def side(request: pytest.FixtureRequest, torch_device: str) -> Side:
+    """Each of the two sides in turn."""
+    return SIDES[request.param](torch_device)
+
+
+@pytest.fixture(scope="session", params=["reference", "triton"])
+def implementation(request: pytest.FixtureRequest) -> str:
+    """Each implementation that both sides have; on a CPU "triton" is interpreted."""
+    return request.param

@@ -1,0 +1,149 @@
+"""The error budget: each formula, and everything that must fail whatever the budget."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from interop.contract.tolerances import (
+    Agreement,
+    compare_lse,
+    compare_to_reference,
+    compare_twins,
+    ulp,
+)
+
+INF, NAN = math.inf, math.nan
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("value", [1.0, 0.75, 1.5, 2.0, -3.0, 1000.0, 2.0**-14, 1e-3])
+def test_ulp_is_the_distance_to_the_next_number(dtype, value):
+    at = torch.tensor(abs(value)).to(getattr(torch, dtype))
+    above = torch.nextafter(at, torch.tensor(INF, dtype=at.dtype))
+    assert ulp(float(at), dtype) == ulp(-float(at), dtype) == float(above) - float(at)
+
+
+def test_ulp_of_numbers_below_the_normal_ones():
+    assert ulp(0.0, "float16") == ulp(2.0**-20, "float16") == 2.0**-24
+    assert ulp(0.0, "bfloat16") == 2.0**-133
+    assert ulp(0.0, "float32") == 2.0**-149
+
+
+@pytest.mark.parametrize(
+    ("kind", "max_factor", "rmse_factor"), [("output", 2.0, 1.25), ("gradient", 3.0, 1.5)]
+)
+def test_the_budget_is_a_multiple_of_the_plain_runs_error(kind, max_factor, rmse_factor):
+    ref = np.array([1.0, -1.5, 0.25, 0.0])
+    lp = ref + np.array([0.1, -0.2, 0.0, 0.0])
+    agreement = compare_to_reference(ref + 0.05, ref, lp, "float16", kind)
+    assert agreement.max_error == pytest.approx(0.05)
+    assert agreement.rmse == pytest.approx(0.05)
+    assert agreement.max_budget == pytest.approx(max_factor * 0.2 + 2 * 2.0**-10)
+    assert agreement.rmse_budget == pytest.approx(rmse_factor * math.sqrt((0.01 + 0.04) / 4))
+
+
+def test_a_plain_run_without_error_leaves_ulps():
+    ref = np.array([3.0, 0.0])
+    agreement = compare_to_reference(ref, ref, ref, "bfloat16", "output")
+    assert agreement.max_budget == 2 * 2.0**-6
+    assert agreement.rmse_budget == 2e-6 * 3.0
+
+
+def test_float32_class_is_the_floor():
+    small, large = np.array([0.01]), np.array([5.0])
+    for ref, floor in ((small, 2e-6), (large, 1e-5)):
+        agreement = compare_to_reference(ref, ref, ref, "float32", "output")
+        assert agreement.max_budget == agreement.rmse_budget == pytest.approx(floor)
+
+
+def test_a_plain_run_that_overflows_leaves_ulps():
+    ref, lp = np.array([1.0, 2.0]), np.array([INF, NAN])
+    agreement = compare_to_reference(ref, ref, lp, "float16", "gradient")
+    assert agreement.max_budget == 2 * 2.0**-9
+    assert agreement.rmse_budget == 2.0**-9
+
+
+def test_the_error_is_the_largest_and_the_mean_counts_too():
+    """Each of the two measures fails alone."""
+    ref = np.zeros(100)
+    lp = ref.copy()
+    lp[0] = 1.0
+    outlier = ref.copy()
+    outlier[0] = 2.1
+    everywhere = np.full(100, 0.2)
+    by_max = compare_to_reference(outlier, ref, lp, "float32", "output")
+    assert not by_max.ok
+    assert by_max.ratio == max(2.1 / by_max.max_budget, 0.21 / by_max.rmse_budget)
+    by_rmse = compare_to_reference(everywhere, ref, lp, "float32", "output")
+    assert by_rmse.max_error < by_rmse.max_budget
+    assert not by_rmse.ok
+    assert by_rmse.ratio == by_rmse.rmse / by_rmse.rmse_budget
+
+
+@pytest.mark.parametrize("wrong", [NAN, INF, -INF])
+def test_nothing_unexpected_may_be_infinite_or_nan(wrong):
+    ref = np.array([1.0, 2.0])
+    lp = np.array([0.0, 1e9])
+    agreement = compare_to_reference(np.array([1.0, wrong]), ref, lp, "bfloat16", "output")
+    assert not agreement.ok
+    assert agreement.ratio == INF
+
+
+def test_the_result_may_have_any_dtype_and_namespace():
+    ref = torch.tensor([1.0, 2.0], dtype=torch.float64)
+    got = torch.tensor([1.0, 2.015625], dtype=torch.bfloat16)
+    agreement = compare_to_reference(got, ref, ref, "bfloat16", "output")
+    assert agreement.max_error == 2.0**-6
+
+
+@pytest.mark.parametrize("shape", [(0,), (2, 0, 3)])
+def test_nothing_agrees_with_nothing(shape):
+    nothing = np.zeros(shape)
+    assert compare_to_reference(nothing, nothing, nothing, "float32", "output").ratio == 0.0
+    assert compare_lse(nothing, nothing).ratio == 0.0
+
+
+def test_the_edge_of_the_budget_passes():
+    assert Agreement(1.0, 1.0, 0.5, 0.5).ok
+    assert not Agreement(math.nextafter(1.0, 2), 1.0, 0.0, 0.5).ok
+    assert Agreement(0.0, 0.0, 0.0, 0.0).ratio == 0.0
+    assert Agreement(1e-30, 0.0, 0.0, 0.0).ratio == INF
+    assert Agreement(0.0, 1.0, 0.0, 1.0, finite=False).ratio == INF
+
+
+def test_lse_is_absolute_below_one_and_relative_above():
+    ref = np.array([0.5, -200.0, -INF])
+    assert compare_lse(ref + np.array([9e-6, 0, 0]), ref).ok
+    assert not compare_lse(ref + np.array([1.1e-5, 0, 0]), ref).ok
+    assert compare_lse(ref + np.array([0, 1.9e-3, 0]), ref).ok
+    assert not compare_lse(ref - np.array([0, 2.1e-3, 0]), ref).ok
+
+
+@pytest.mark.parametrize(
+    ("got", "ref"), [(0.0, -INF), (-INF, 0.0), (INF, -INF), (NAN, -INF), (NAN, 0.0), (-1e30, -INF)]
+)
+def test_lse_of_an_empty_row_must_be_met_exactly(got, ref):
+    assert not compare_lse(np.array([1.0, got]), np.array([1.0, ref])).ok
+
+
+def test_twins_share_the_sum_of_their_budgets():
+    a, b = np.array([1.0, 2.0]), np.array([1.0, 2.3])
+    budget_a, budget_b = Agreement(0, 0.1, 0, 0.2), Agreement(0, 0.3, 0, 0.05)
+    agreement = compare_twins(a, b, budget_a, budget_b)
+    assert agreement.max_error == pytest.approx(0.3)
+    assert agreement.rmse == pytest.approx(0.3 / math.sqrt(2))
+    assert agreement.max_budget == pytest.approx(0.4)
+    assert agreement.rmse_budget == pytest.approx(0.25)
+
+
+@pytest.mark.parametrize(("a", "b"), [(NAN, NAN), (INF, 1.0), (1.0, -INF), (INF, -INF)])
+def test_twins_do_not_agree_on_what_is_not_finite(a, b):
+    budget = Agreement(0, INF, 0, INF)
+    assert not compare_twins(np.array([a]), np.array([b]), budget, budget).ok
+
+
+def test_twins_agree_on_the_same_infinity():
+    budget = Agreement(0, 1.0, 0, 1.0)
+    assert compare_twins(np.array([-INF]), np.array([-INF]), budget, budget).ratio == 0.0

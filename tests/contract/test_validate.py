@@ -1,0 +1,199 @@
+"""Every message that `validate` writes, word for word."""
+
+import re
+from dataclasses import replace
+from fractions import Fraction
+
+import numpy as np
+import pytest
+
+from interop.contract.spec import Window
+from interop.contract.validate import (
+    Operand,
+    check_choice,
+    check_flash_attention,
+    not_a_tensor,
+    not_differentiable,
+)
+
+GOOD = {
+    "q": Operand("q", (2, 5, 4, 32), "bfloat16", "cpu"),
+    "k": Operand("k", (2, 7, 2, 32), "bfloat16", "cpu"),
+    "v": Operand("v", (2, 7, 2, 48), "bfloat16", "cpu"),
+}
+NO_OPTIONS = {"causal": False, "scale": None, "window_size": None, "softcap": None}
+
+WINDOW = "window_size: expected None or a pair (left, right) of non-negative integers or None, got "
+SOFTCAP = "softcap: expected a finite positive number or None, got "
+SCALE = "scale: expected a finite number or None, got "
+SIZE = "expected a head size from 16 to 256 in steps of 8, got "
+
+
+def check(changes=None, **options):
+    """Check good arguments with some operands' fields or options changed."""
+    operands = {name: replace(GOOD[name], **(changes or {}).get(name, {})) for name in GOOD}
+    return check_flash_attention(**operands, **(NO_OPTIONS | options))
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "changes"),
+    [
+        (
+            ValueError,
+            "q: expected 4 dimensions [B, Sq, Hq, D], got shape (5, 4, 32)",
+            {"q": {"shape": (5, 4, 32)}},
+        ),
+        (
+            ValueError,
+            "k: expected 4 dimensions [B, Skv, Hkv, D], got shape (2, 7, 2, 32, 1)",
+            {"k": {"shape": (2, 7, 2, 32, 1)}},
+        ),
+        (
+            ValueError,
+            "v: expected 4 dimensions [B, Skv, Hkv, Dv], got shape ()",
+            {"v": {"shape": ()}},
+        ),
+        (TypeError, "q: expected a floating-point dtype, got int32", {"q": {"dtype": "int32"}}),
+        (TypeError, "v: expected a floating-point dtype, got bool", {"v": {"dtype": "bool"}}),
+        (
+            NotImplementedError,
+            "k: expected dtype float16, bfloat16, float32, got float64",
+            {"k": {"dtype": "float64"}},
+        ),
+        (
+            NotImplementedError,
+            "q: expected dtype float16, bfloat16, float32, got float8_e4m3fn",
+            {"q": {"dtype": "float8_e4m3fn"}},
+        ),
+        (TypeError, "k: expected q's dtype bfloat16, got float32", {"k": {"dtype": "float32"}}),
+        (TypeError, "v: expected q's dtype bfloat16, got float16", {"v": {"dtype": "float16"}}),
+        (ValueError, "k: expected q's device cpu, got cuda:0", {"k": {"device": "cuda:0"}}),
+        (ValueError, "v: expected q's device cpu, got cuda:1", {"v": {"device": "cuda:1"}}),
+        (ValueError, "k: expected q's batch size 2, got 3", {"k": {"shape": (3, 7, 2, 32)}}),
+        (ValueError, "v: expected q's batch size 2, got 1", {"v": {"shape": (1, 7, 2, 48)}}),
+        (ValueError, "v: expected k's length 7, got 6", {"v": {"shape": (2, 6, 2, 48)}}),
+        (ValueError, "v: expected k's 2 heads, got 4", {"v": {"shape": (2, 7, 4, 48)}}),
+        (ValueError, "k: expected q's head size 32, got 40", {"k": {"shape": (2, 7, 2, 40)}}),
+        (
+            ValueError,
+            "q: expected a number of heads divisible by k's 2, got 5",
+            {"q": {"shape": (2, 5, 5, 32)}},
+        ),
+        (
+            ValueError,
+            "q: expected a number of heads divisible by k's 0, got 4",
+            {"k": {"shape": (2, 7, 0, 32)}, "v": {"shape": (2, 7, 0, 48)}},
+        ),
+        *(
+            (
+                NotImplementedError,
+                f"q: {SIZE}{size}",
+                {"q": {"shape": (2, 5, 4, size)}, "k": {"shape": (2, 7, 2, size)}},
+            )
+            for size in (0, 8, 20, 264)
+        ),
+        (NotImplementedError, f"v: {SIZE}12", {"v": {"shape": (2, 7, 2, 12)}}),
+        *(
+            (
+                ValueError,
+                f"{name}: expected a contiguous last dimension, got a stride other than 1",
+                {name: {"contiguous_rows": False}},
+            )
+            for name in "qkv"
+        ),
+    ],
+)
+def test_wrong_tensors(error, message, changes):
+    with pytest.raises(error, match=f"^{re.escape(message)}$"):
+        check(changes)
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "options"),
+    [
+        (TypeError, "causal: expected a bool, got int", {"causal": 1}),
+        (TypeError, "causal: expected a bool, got NoneType", {"causal": None}),
+        (ValueError, SCALE + "nan", {"scale": float("nan")}),
+        (ValueError, SCALE + "-inf", {"scale": float("-inf")}),
+        (TypeError, SCALE + "str", {"scale": "0.1"}),
+        (TypeError, SCALE + "bool", {"scale": True}),
+        (ValueError, SOFTCAP + "0.0", {"softcap": 0.0}),
+        (ValueError, SOFTCAP + "-1", {"softcap": -1}),
+        (ValueError, SOFTCAP + "inf", {"softcap": float("inf")}),
+        (ValueError, SOFTCAP + "nan", {"softcap": float("nan")}),
+        (TypeError, SOFTCAP + "complex", {"softcap": 1j}),
+        (TypeError, WINDOW + "5", {"window_size": 5}),
+        (TypeError, WINDOW + "(1, 2, 3)", {"window_size": (1, 2, 3)}),
+        (TypeError, WINDOW + "(1.0, 2)", {"window_size": (1.0, 2)}),
+        (TypeError, WINDOW + "(True, 2)", {"window_size": (True, 2)}),
+        (ValueError, WINDOW + "(-1, 0)", {"window_size": (-1, 0)}),
+        (ValueError, WINDOW + "(None, -1)", {"window_size": [None, -1]}),
+    ],
+)
+def test_wrong_options(error, message, options):
+    with pytest.raises(error, match=f"^{re.escape(message)}$"):
+        check(**options)
+
+
+def test_a_right_call_is_described_with_its_defaults_resolved():
+    spec = check()
+    assert (spec.batch, spec.seq_q, spec.seq_kv) == (2, 5, 7)
+    assert (spec.heads_q, spec.heads_kv) == (4, 2)
+    assert (spec.head_dim, spec.head_dim_v) == (32, 48)
+    assert spec.dtype == "bfloat16"
+    assert spec.scale == 32**-0.5
+    assert spec.window == Window(None, None)
+    assert spec.softcap is None
+
+
+def test_options_become_plain_python_numbers():
+    spec = check(
+        causal=True, scale=Fraction(1, 4), window_size=[np.int64(3), None], softcap=np.float32(2)
+    )
+    assert (spec.scale, spec.softcap, spec.window) == (0.25, 2.0, Window(3, 0))
+    assert {type(spec.scale), type(spec.softcap), type(spec.window.left)} == {float, int}
+
+
+@pytest.mark.parametrize("scale", [0, -0.5])
+def test_any_finite_scale_is_right(scale):
+    assert check(scale=scale).scale == scale
+
+
+def test_a_device_that_is_not_known_agrees_with_any():
+    check({"q": {"device": None}})
+    check({"k": {"device": None}, "v": {"device": None}})
+
+
+@pytest.mark.parametrize("name", ["batch", "seq_q", "seq_kv", "heads_q", "all heads"])
+def test_zero_sizes_are_right(name):
+    q, k, v = (2, 5, 4, 32), (2, 7, 2, 32), (2, 7, 2, 48)
+    q, k, v = {
+        "batch": ((0, *q[1:]), (0, *k[1:]), (0, *v[1:])),
+        "seq_q": ((2, 0, 4, 32), k, v),
+        "seq_kv": (q, (2, 0, 2, 32), (2, 0, 2, 48)),
+        "heads_q": ((2, 5, 0, 32), k, v),
+        "all heads": ((2, 5, 0, 32), (2, 7, 0, 32), (2, 7, 0, 48)),
+    }[name]
+    assert check({"q": {"shape": q}, "k": {"shape": k}, "v": {"shape": v}}).is_empty
+
+
+def test_check_choice():
+    check_choice("implementation", None, ("triton", "reference"))
+    check_choice("implementation", "triton", ("triton", "reference"))
+    message = "implementation: expected None or one of 'triton', 'reference', got 'cudnn'"
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        check_choice("implementation", "cudnn", ("triton", "reference"))
+
+
+def test_not_a_tensor():
+    message = "k: expected a tensor of the calling framework, got list"
+    with pytest.raises(TypeError, match=f"^{message}$"):
+        not_a_tensor("k", [])
+
+
+def test_not_differentiable():
+    message = (
+        "flash_attention: forward mode is not supported; reverse mode, once, is. Use the reference."
+    )
+    with pytest.raises(NotImplementedError, match=f"^{re.escape(message)}$"):
+        not_differentiable("forward mode", "Use the reference.")

@@ -1,0 +1,161 @@
+"""The same mistake raises the same error on both sides, before anything runs."""
+
+import pytest
+import torch
+
+Q, K, V = (2, 5, 4, 32), (2, 7, 2, 32), (2, 7, 2, 48)
+SIZE = "expected a head size from 16 to 256 in steps of 8, got "
+WINDOW = "window_size: expected None or a pair (left, right) of non-negative integers or None, got "
+
+# name: (exception, message, changed shapes, changed dtypes, options)
+MISTAKES = {
+    "rank of q": (
+        ValueError, "q: expected 4 dimensions [B, Sq, Hq, D], got shape (5, 4, 32)",
+        {"q": (5, 4, 32)}, {}, {},
+    ),
+    "rank of k": (
+        ValueError, "k: expected 4 dimensions [B, Skv, Hkv, D], got shape (7, 2, 32)",
+        {"k": (7, 2, 32)}, {}, {},
+    ),
+    "rank of v": (
+        ValueError, "v: expected 4 dimensions [B, Skv, Hkv, Dv], got shape (1, 2, 7, 2, 48)",
+        {"v": (1, 2, 7, 2, 48)}, {}, {},
+    ),
+    "batch of k": (ValueError, "k: expected q's batch size 2, got 1", {"k": (1, 7, 2, 32)}, {}, {}),
+    "batch of v": (ValueError, "v: expected q's batch size 2, got 3", {"v": (3, 7, 2, 48)}, {}, {}),
+    "length of v": (ValueError, "v: expected k's length 7, got 8", {"v": (2, 8, 2, 48)}, {}, {}),
+    "heads of v": (ValueError, "v: expected k's 2 heads, got 1", {"v": (2, 7, 1, 48)}, {}, {}),
+    "head size of k": (
+        ValueError, "k: expected q's head size 32, got 64", {"k": (2, 7, 2, 64)}, {}, {},
+    ),
+    "heads of q": (
+        ValueError, "q: expected a number of heads divisible by k's 2, got 3",
+        {"q": (2, 5, 3, 32)}, {}, {},
+    ),
+    "no kv heads": (
+        ValueError, "q: expected a number of heads divisible by k's 0, got 4",
+        {"k": (2, 7, 0, 32), "v": (2, 7, 0, 48)}, {}, {},
+    ),
+    "head size too small": (
+        NotImplementedError, f"q: {SIZE}8", {"q": (2, 5, 4, 8), "k": (2, 7, 2, 8)}, {}, {},
+    ),
+    "head size too large": (
+        NotImplementedError, f"q: {SIZE}264", {"q": (2, 5, 4, 264), "k": (2, 7, 2, 264)}, {}, {},
+    ),
+    "head size between steps": (NotImplementedError, f"v: {SIZE}20", {"v": (2, 7, 2, 20)}, {}, {}),
+    "dtype of k": (
+        TypeError, "k: expected q's dtype bfloat16, got float16", {}, {"k": "float16"}, {},
+    ),
+    "dtype of v": (
+        TypeError, "v: expected q's dtype bfloat16, got float32", {}, {"v": "float32"}, {},
+    ),
+    "integers": (
+        TypeError, "q: expected a floating-point dtype, got int32",
+        {}, {"q": "int32", "k": "int32", "v": "int32"}, {},
+    ),
+    "float64": (
+        NotImplementedError, "q: expected dtype float16, bfloat16, float32, got float64",
+        {}, {"q": "float64", "k": "float64", "v": "float64"}, {},
+    ),
+    "float8": (
+        NotImplementedError, "k: expected dtype float16, bfloat16, float32, got float8_e4m3fn",
+        {}, {"k": "float8_e4m3fn"}, {},
+    ),
+    "softcap of zero": (
+        ValueError, "softcap: expected a finite positive number or None, got 0.0",
+        {}, {}, {"softcap": 0.0},
+    ),
+    "negative softcap": (
+        ValueError, "softcap: expected a finite positive number or None, got -5.0",
+        {}, {}, {"softcap": -5.0},
+    ),
+    "infinite softcap": (
+        ValueError, "softcap: expected a finite positive number or None, got inf",
+        {}, {}, {"softcap": float("inf")},
+    ),
+    "softcap of NaN": (
+        ValueError, "softcap: expected a finite positive number or None, got nan",
+        {}, {}, {"softcap": float("nan")},
+    ),
+    "softcap of text": (
+        TypeError, "softcap: expected a finite positive number or None, got str",
+        {}, {}, {"softcap": "30"},
+    ),
+    "infinite scale": (
+        ValueError, "scale: expected a finite number or None, got -inf",
+        {}, {}, {"scale": float("-inf")},
+    ),
+    "scale of NaN": (
+        ValueError, "scale: expected a finite number or None, got nan",
+        {}, {}, {"scale": float("nan")},
+    ),
+    "negative window": (ValueError, f"{WINDOW}(-1, 0)", {}, {}, {"window_size": (-1, 0)}),
+    "window of one number": (TypeError, f"{WINDOW}4", {}, {}, {"window_size": 4}),
+    "window of fractions": (TypeError, f"{WINDOW}(1.5, 0)", {}, {}, {"window_size": (1.5, 0)}),
+    "causal of a number": (TypeError, "causal: expected a bool, got int", {}, {}, {"causal": 1}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_one_mistake_one_message(side, implementation, mistake):
+    error, message, shapes, dtypes, options = MISTAKES[mistake]
+    q, k, v = (
+        side.zeros(shapes.get(name, shape), dtypes.get(name, "bfloat16"))
+        for name, shape in {"q": Q, "k": K, "v": V}.items()
+    )
+    for call in (side.flash_attention, side.trace):
+        with pytest.raises(error) as raised:
+            call(q, k, v, implementation=implementation, **options)
+        assert (raised.type, str(raised.value)) == (error, message)
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+def test_what_is_no_tensor(side, name):
+    """A list, and an array of another library, numpy's among them."""
+    import numpy as np
+
+    operands = {"q": side.zeros(Q, "float32"), "k": side.zeros(K, "float32")}
+    operands["v"] = side.zeros(V, "float32")
+    for wrong in ([1.0], np.zeros(operands[name].shape, np.float32)):
+        message = f"{name}: expected a tensor of the calling framework, got {type(wrong).__name__}"
+        with pytest.raises(TypeError) as raised:
+            side.flash_attention(**operands | {name: wrong})
+        assert str(raised.value) == message
+
+
+def test_an_unknown_implementation(side):
+    q, k, v = (side.zeros(shape, "float32") for shape in (Q, K, V))
+    message = r"^implementation: expected None or one of '.*', got 'cudnn'"
+    with pytest.raises(ValueError, match=message):
+        side.flash_attention(q, k, v, implementation="cudnn")
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+def test_a_last_dimension_that_is_not_contiguous(implementation, torch_device, name):
+    """torch alone: JAX arrays have no strides."""
+    import torch_attn
+
+    operands = {
+        n: torch.zeros(shape, device=torch_device)
+        for n, shape in zip("qkv", (Q, K, V), strict=True)
+    }
+    operands[name] = operands[name].mT.contiguous().mT
+    message = f"{name}: expected a contiguous last dimension, got a stride other than 1"
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        torch_attn.flash_attention(**operands, implementation=implementation)
+
+
+@pytest.mark.parametrize("name", ["k", "v"])
+def test_a_cpu_tensor_with_a_gpu_one(side, implementation, torch_device, name):
+    if torch_device == "cpu":
+        pytest.skip("needs two devices: run on a machine with a GPU")
+    operands = {n: side.zeros(s, "float16") for n, s in zip("qkv", (Q, K, V), strict=True)}
+    operands[name] = side.on_cpu(operands[name])
+    with pytest.raises(ValueError, match=f"^{name}: expected q's device cuda:0, got cpu"):
+        side.flash_attention(**operands, implementation=implementation)
+
+
+def test_arguments_after_the_tensors_are_named(side):
+    q, k, v = (side.zeros(shape, "float32") for shape in (Q, K, V))
+    with pytest.raises(TypeError, match="positional"):
+        side.flash_attention(q, k, v, True)

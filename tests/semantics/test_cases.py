@@ -1,0 +1,19 @@
+"""Every named case, on both sides, within the error budget of the float64 oracle."""
+
+import pytest
+
+from interop.contract.cases import flash_cases
+from tests.oracle import assert_within_budget, inputs_of
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """The plain reference runs the quick suite, the kernels the suite that was chosen."""
+    suites = {"reference": "quick", "triton": metafunc.config.getoption("--suite")}
+    runs = [(name, case) for name, suite in suites.items() for case in flash_cases(suite)]
+    metafunc.parametrize(("by", "case"), runs, ids=[f"{name}-{case.name}" for name, case in runs])
+
+
+def test_forward_and_gradients(side, by, case, torch_device):
+    inputs = inputs_of(case, torch_device)
+    got = side.gradients(inputs, implementation=by, **case.options)
+    assert_within_budget(got, inputs, case.spec)

@@ -1,0 +1,64 @@
+"""Rows without keys, and sizes of zero: exact results, never NaN."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from interop.contract.cases import FlashCase
+from tests.oracle import inputs_of
+
+CASE = FlashCase("edge", seq_q=70, seq_kv=50, heads_q=4, heads_kv=2, head_dim=32, dtype="bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("options", "seq_q", "seq_kv", "empty"),
+    [
+        ({"causal": True}, 70, 50, slice(0, 20)),
+        ({"window_size": (5, 0)}, 150, 3, slice(0, 147)),
+        ({"window_size": (None, 3), "softcap": 5.0}, 70, 50, slice(0, 17)),
+    ],
+)
+def test_rows_without_keys(side, implementation, torch_device, options, seq_q, seq_kv, empty):
+    case = replace(CASE, seq_q=seq_q, seq_kv=seq_kv)
+    inputs = inputs_of(case, torch_device)
+    got = side.gradients(inputs, implementation=implementation, **options)
+    assert all(torch.isfinite(x).all() for x in (got.out, got.dq, got.dk, got.dv))
+    assert (got.out[:, empty] == 0).all()
+    assert (got.lse[..., empty] == -torch.inf).all()
+    assert (got.dq[:, empty] == 0).all()
+    assert torch.isfinite(got.lse[..., empty.stop :]).all()
+    assert (got.dq[:, empty.stop + 1 :] != 0).any(dim=-1).all()
+
+    dout, dlse = inputs.dout.clone(), inputs.dlse.clone()
+    dout[:, empty], dlse[..., empty] = 1e4, -1e4
+    other = side.gradients(
+        inputs._replace(dout=dout, dlse=dlse), implementation=implementation, **options
+    )
+    assert torch.equal(got.dk, other.dk), "rows without keys reached dk"
+    assert torch.equal(got.dv, other.dv), "rows without keys reached dv"
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"batch": 0},
+        {"seq_q": 0},
+        {"seq_kv": 0},
+        {"seq_q": 0, "seq_kv": 0},
+        {"heads_q": 0},
+        {"heads_q": 0, "heads_kv": 0},
+    ],
+    ids=str,
+)
+def test_sizes_of_zero(side, implementation, torch_device, sizes):
+    inputs = inputs_of(replace(CASE, **sizes), torch_device)
+    got = side.gradients(inputs, implementation=implementation, causal=True, softcap=3.0)
+    assert got.out.shape == inputs.dout.shape
+    assert got.lse.shape == inputs.dlse.shape
+    assert got.lse.dtype == torch.float32
+    assert (got.out == 0).all()
+    assert (got.lse == -torch.inf).all()
+    for gradient, x in zip(got[2:], inputs[:3], strict=True):
+        assert (gradient.shape, gradient.dtype) == (x.shape, x.dtype)
+        assert (gradient == 0).all()

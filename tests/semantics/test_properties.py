@@ -1,0 +1,154 @@
+"""What must hold whatever the numbers are: random problems, and laws between two calls."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from interop.contract.cases import FlashCase
+from tests.oracle import Inputs, assert_twins, assert_within_budget, inputs_of
+
+# Lengths that fill no tile, so that every phase of a kernel has work. The laws share one problem
+# where they can, because JAX compiles each distinct one.
+CASE = FlashCase(
+    "law", batch=1, seq_q=70, seq_kv=90, heads_q=4, heads_kv=2, head_dim=32, head_dim_v=16,
+    dtype="float32",
+)  # fmt: skip
+CAUSAL = replace(CASE, causal=True)
+
+sides_of_window = st.sampled_from([None, 0, 5, 40])
+any_case = st.builds(
+    FlashCase,
+    name=st.just("any"),
+    batch=st.integers(1, 2),
+    seq_q=st.integers(1, 150),
+    seq_kv=st.integers(1, 150),
+    heads_q=st.sampled_from([2, 4]),
+    heads_kv=st.sampled_from([1, 2]),
+    head_dim=st.sampled_from([16, 40, 64, 72]),
+    head_dim_v=st.sampled_from([16, 24, 64]),
+    dtype=st.sampled_from(["float16", "bfloat16", "float32"]),
+    causal=st.booleans(),
+    scale=st.sampled_from([None, 0.0, -0.2, 0.7]),
+    window_size=st.none() | st.tuples(sides_of_window, sides_of_window),
+    softcap=st.sampled_from([None, 2.0, 25.0]),
+)
+
+
+def equal(a, b) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+@settings(max_examples=settings.default.max_examples // 4)
+@given(case=any_case, seed=st.integers(0, 1000))
+def test_any_problem_is_within_budget(side, implementation, torch_device, case, seed):
+    inputs = inputs_of(case, torch_device, seed)
+    got = side.gradients(inputs, implementation=implementation, **case.options)
+    assert_within_budget(got, inputs, case.spec)
+
+
+@settings(max_examples=settings.default.max_examples // 4)
+@given(first=st.integers(1, CASE.seq_kv - 1))
+def test_keys_that_a_query_does_not_see_do_not_matter(side, implementation, torch_device, first):
+    """Changing keys from `first` on changes nothing before the first query that sees them."""
+    inputs = inputs_of(CAUSAL, torch_device)
+    k, v = inputs.k.clone(), inputs.v.clone()
+    k[:, first:], v[:, first:] = 50, -50
+    options = {"implementation": implementation, "causal": True}
+    out, lse = side.forward(*inputs[:3], **options)
+    other_out, other_lse = side.forward(inputs.q, k, v, **options)
+    rows = max(0, first - CASE.spec.diagonal)
+    assert torch.equal(out[:, :rows], other_out[:, :rows])
+    assert torch.equal(lse[..., :rows], other_lse[..., :rows])
+    assert (out[:, rows:] != other_out[:, rows:]).any(dim=-1).all()
+
+
+def test_grouped_heads_equal_repeated_ones(side, implementation, torch_device):
+    inputs = inputs_of(CAUSAL, torch_device)
+    group = CAUSAL.spec.group_size
+    repeated = inputs._replace(
+        k=inputs.k.repeat_interleave(group, dim=2), v=inputs.v.repeat_interleave(group, dim=2)
+    )
+    options = CAUSAL.options | {"implementation": implementation}
+    a, b = side.gradients(inputs, **options), side.gradients(repeated, **options)
+    dk, dv = (x.unflatten(2, (-1, group)).sum(3) for x in (b.dk, b.dv))
+    assert_twins(a, b._replace(dk=dk, dv=dv), inputs, CAUSAL.spec)
+
+
+def test_sequences_of_a_batch_do_not_meet(side, torch_device):
+    """Bit for bit, in the kernels; the reference's matrix products may choose their order."""
+    case = replace(CASE, batch=3, heads_q=2, heads_kv=1, window_size=(20, 10))
+    inputs = inputs_of(case, torch_device)
+    options = case.options | {"implementation": "triton"}
+    order = [2, 0, 1]
+    a = side.gradients(inputs, **options)
+    b = side.gradients(Inputs(*(x[order] for x in inputs)), **options)
+    assert equal([x[order] for x in a], b)
+
+
+@pytest.mark.parametrize("window", [None, (9, 30)])
+def test_causal_closes_the_right_of_the_window(side, implementation, torch_device, window):
+    inputs = inputs_of(CASE, torch_device)
+    left = None if window is None else window[0]
+    a = side.gradients(inputs, implementation=implementation, causal=True, window_size=window)
+    b = side.gradients(inputs, implementation=implementation, window_size=(left, 0))
+    assert equal(a, b)
+
+
+def test_a_window_may_be_wider_than_32_bits(side, implementation, torch_device):
+    inputs = inputs_of(CASE, torch_device)
+    got = side.gradients(inputs, implementation=implementation, window_size=(2**31, 2**40))
+    assert_within_budget(got, inputs, CASE.spec)
+
+
+def test_scale_is_a_factor_of_q(side, implementation, torch_device):
+    inputs = inputs_of(CASE, torch_device)
+    scaled = inputs._replace(q=inputs.q * 0.25)
+    a = side.gradients(inputs, implementation=implementation, scale=0.25)
+    b = side.gradients(scaled, implementation=implementation, scale=1.0)
+    assert_twins(a, b._replace(dq=b.dq * 0.25), inputs, replace(CASE, scale=0.25).spec)
+
+
+def test_a_cap_far_above_the_scores_changes_nothing(side, implementation, torch_device):
+    inputs = inputs_of(CASE, torch_device)
+    got = side.gradients(inputs, implementation=implementation, softcap=1e5)
+    assert_within_budget(got, inputs, CASE.spec)
+
+
+def test_an_out_without_its_lse_has_the_gradients_of_a_zero_dlse(
+    side, implementation, torch_device
+):
+    inputs = inputs_of(CASE, torch_device)
+    inputs = inputs._replace(dlse=torch.zeros_like(inputs.dlse))
+    a = side.gradients(inputs, implementation=implementation)
+    assert equal(a[2:], side.gradients_of_out(inputs, implementation=implementation))
+
+
+def test_the_lse_alone_is_differentiable(side, implementation, torch_device):
+    """Its gradient in q is the scaled mean of the keys; the values have no part in it."""
+    inputs = inputs_of(CAUSAL, torch_device)
+    inputs = inputs._replace(dout=torch.zeros_like(inputs.dout))
+    got = side.gradients(inputs, implementation=implementation, **CAUSAL.options)
+    assert_within_budget(got, inputs, CAUSAL.spec)
+    assert (got.dv == 0).all()
+    assert (got.dq != 0).any(dim=-1).all()
+
+
+def test_the_backward_is_deterministic(side, torch_device):
+    """Many tiles on a GPU, where programs race; the interpreters run them in order."""
+    length = 2048 if torch_device == "cuda" else CASE.seq_q
+    case = replace(CAUSAL, heads_q=8, heads_kv=1, seq_q=length, seq_kv=length)
+    inputs = inputs_of(case, torch_device)
+    options = case.options | {"implementation": "triton"}
+    assert equal(side.gradients(inputs, **options), side.gradients(inputs, **options))
+
+
+def test_large_scores_do_not_overflow(side, implementation, torch_device):
+    """Scores of a thousand: their exponential is infinite, that of their distances is not."""
+    case = replace(CASE, dtype="float16", scale=100.0)
+    inputs = inputs_of(case, torch_device)
+    got = side.gradients(inputs, implementation=implementation, **case.options)
+    assert float(got.lse.min()) > 100
+    assert_within_budget(got, inputs, case.spec)
