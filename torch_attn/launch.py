@@ -66,6 +66,19 @@ def problem_arguments(spec: AttentionSpec) -> dict[str, Any]:
     }
 
 
+def stride_arguments(**tensors: torch.Tensor) -> dict[str, int]:
+    """The strides of [B, S, H, D] tensors, as a kernel that calls them by these names takes them.
+
+    The distance of rows is a compile-time constant: a tile's addresses are then one register and
+    constant offsets. At D 128 that takes the dk, dv kernel from REGS_BEFORE to REGS_AFTER.
+    """
+    arguments = {}
+    for name, x in tensors.items():
+        arguments |= {f"{name}_batch": x.stride(0), f"{name}_head": x.stride(2)}
+        arguments[f"{name.upper()}_ROW"] = x.stride(1)
+    return arguments
+
+
 def launch(
     name: str,
     kernel: Any,
@@ -80,8 +93,8 @@ def launch(
         name: the kernel's name in the configuration tables.
         kernel: the `triton.jit` function.
         grid: programs to launch, from the configuration.
-        operands: leading arguments: pointers, then strides.
-        problem: the other arguments but the tile sizes.
+        operands: leading arguments, tensors.
+        problem: the other arguments but the tile sizes, by name.
         spec: the problem, which chooses the configuration.
     """
     device = operands[0].device
@@ -94,13 +107,13 @@ def launch(
 
         interpreted(kernel)[grid(config)](*operands, **arguments)
         return
-    options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+    options: dict[str, Any] = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+    if target == "sm80":
+        options["arch"] = "sm80"
     if _recorded is not None:
         compiled = kernel.warmup(*operands, grid=grid(config), **arguments, **options)
         _recorded[1].append((name, config, compiled))
         return
-    if target == "sm80":
-        options["arch"] = "sm80"
     with _current(device):
         compiled = kernel[grid(config)](*operands, **arguments, **options)
     assert compiled.metadata.shared <= SHARED_MEMORY_LIMIT[target], (name, config, target)

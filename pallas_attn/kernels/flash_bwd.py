@@ -16,15 +16,15 @@ from pallas_attn.kernels.primitives import (
     arange,
     attention_mask,
     attention_scores,
+    count_tiles,
     dot,
-    for_each_tile,
     load_lse,
     load_rows,
     load_tile,
-    phase_range,
     softcap_derivative,
     store_rows,
     store_tile,
+    tile_start,
     tiles,
     visible_tiles,
 )
@@ -92,14 +92,13 @@ def flash_bwd_dq_kernel(
     dq = jnp.zeros((block_q, block_d), jnp.float32)
 
     # Visit the tiles of keys that these queries see; only tiles at the edges are masked.
-    begin, full_begin, full_end, end = visible_tiles(
+    begin, before, full, after = visible_tiles(
         start_q, seq_q, seq_kv, window_left, window_right, block_q, block_kv
     )
-    for phase in range(1 if window_left is None else 0, 3):
-        masked = phase != 1
-        lo, hi = phase_range(phase, begin, full_begin, full_end, end)
+    for masked in (False, True):
 
-        def visit(start_kv, dq, masked=masked):
+        def visit(index, dq, masked=masked):
+            start_kv = tile_start(index, begin, before, full, block_kv, masked)
             # s = scale · q kᵀ
             k = load_tile(k_ref, start_kv, seq_kv, block_kv, head_dim, block_d, masked)
             s = attention_scores(q, k, scale, softcap, scale_first)
@@ -122,7 +121,7 @@ def flash_bwd_dq_kernel(
             # dq += ds k
             return dq + dot(ds.astype(k.dtype), k)
 
-        dq = for_each_tile(lo, hi, block_kv, visit, dq)
+        dq = lax.fori_loop(0, count_tiles(before, full, after, masked), visit, dq)
 
     # Scale and store.
     store_tile(dq_ref, dq * scale, start_q, seq_q, block_q, head_dim, block_d)
@@ -175,18 +174,17 @@ def flash_bwd_dkdv_kernel(
     dv = jnp.zeros((block_kv, block_dv), jnp.float32)
 
     # Visit the tiles of queries that see these keys; only tiles at the edges are masked.
-    begin, full_begin, full_end, end = visible_tiles(
+    begin, before, full, after = visible_tiles(
         start_kv, seq_kv, seq_q, window_right, window_left, block_kv, block_q
     )
 
     def add_head(member, carry):
         q_head, dout_head = q_ref.at[:, member, :], dout_ref.at[:, member, :]
         lse_head, delta_head = lse_ref.at[member, :], delta_ref.at[member, :]
-        for phase in range(1 if window_right is None else 0, 3):
-            masked = phase != 1
-            lo, hi = phase_range(phase, begin, full_begin, full_end, end)
+        for masked in (False, True):
 
-            def visit(start_q, carry, masked=masked):
+            def visit(index, carry, masked=masked):
+                start_q = tile_start(index, begin, before, full, block_q, masked)
                 dk, dv = carry
                 # sᵀ = scale · k qᵀ
                 q = load_tile(q_head, start_q, seq_q, block_q, head_dim, block_d, masked)
@@ -216,7 +214,7 @@ def flash_bwd_dkdv_kernel(
                 dk = dk + dot(ds.astype(q.dtype), q)
                 return dk, dv
 
-            carry = for_each_tile(lo, hi, block_q, visit, carry)
+            carry = lax.fori_loop(0, count_tiles(before, full, after, masked), visit, carry)
         return carry
 
     if group_size == 1:

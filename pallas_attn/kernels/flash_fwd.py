@@ -6,7 +6,7 @@ Dao 2023, FlashAttention-2, algorithm 1.
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from interop.contract.spec import AttentionSpec
@@ -15,13 +15,13 @@ from pallas_attn.kernels.primitives import (
     arange,
     attention_mask,
     attention_scores,
+    count_tiles,
     dot,
-    for_each_tile,
     load_tile,
     online_softmax_update,
-    phase_range,
     store_rows,
     store_tile,
+    tile_start,
     tiles,
     visible_tiles,
 )
@@ -71,14 +71,13 @@ def flash_fwd_kernel(
     acc = jnp.zeros((block_q, block_dv), jnp.float32)
 
     # Visit the tiles of keys that these queries see; only tiles at the edges are masked.
-    begin, full_begin, full_end, end = visible_tiles(
+    begin, before, full, after = visible_tiles(
         start_q, seq_q, seq_kv, window_left, window_right, block_q, block_kv
     )
-    for phase in range(1 if window_left is None else 0, 3):
-        masked = phase != 1
-        lo, hi = phase_range(phase, begin, full_begin, full_end, end)
+    for masked in (False, True):
 
-        def visit(start_kv, carry, masked=masked):
+        def visit(index, carry, masked=masked):
+            start_kv = tile_start(index, begin, before, full, block_kv, masked)
             m_i, l_i, acc = carry
             # s = scale · q kᵀ
             k = load_tile(k_ref, start_kv, seq_kv, block_kv, head_dim, block_d, masked)
@@ -95,7 +94,8 @@ def flash_fwd_kernel(
             acc = acc + dot(p.astype(v.dtype), v)
             return m_i, l_i, acc
 
-        m_i, l_i, acc = for_each_tile(lo, hi, block_kv, visit, (m_i, l_i, acc))
+        count = count_tiles(before, full, after, masked)
+        m_i, l_i, acc = lax.fori_loop(0, count, visit, (m_i, l_i, acc))
 
     # Normalise and store.
     l_safe = jnp.where(l_i == 0.0, 1.0, l_i)

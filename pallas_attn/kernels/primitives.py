@@ -18,61 +18,68 @@ LOG2E = 1.4426950408889634
 LN2 = 0.6931471805599453
 
 
-def visible_tiles(start, size, size_other, before, after, block, block_other):
+def visible_tiles(start, size, size_other, left, right, block, block_other):
     """Which tiles of the other axis the rows start .. start + block see.
 
-    Row i stands at position ``p = i + size_other - size`` and sees ``p - before .. p + after``
-    (None is unlimited). Queries see keys with (before, after) = (left, right), keys see queries
-    with (right, left).
+    Row i stands at position ``p = i + size_other - size`` and sees ``p - left .. p + right`` (None
+    is unlimited). Queries see keys with the window's (left, right), keys see queries with
+    (right, left).
 
-    Returns (begin, full_begin, full_end, end): tiles from `begin` to `end` have something to
-    see, and those from `full_begin` to `full_end` need no mask. `end` alone is not a multiple of
-    block_other.
+    Returns (begin, before, full, after): the first tile that has something to see starts at
+    `begin`; from there `before` tiles need a mask, then `full` tiles need none, then `after`
+    tiles need one. Every other tile is skipped.
     """
     first = start + size_other - size
     last = jnp.minimum(start + block, size) - 1 + size_other - size
     begin = 0
     full_begin = 0
     end = size_other
-    full_end = size_other // block_other * block_other
-    if before is not None:
-        begin = lax.div(jnp.maximum(first - before, 0), block_other) * block_other
-        full_begin = tiles(jnp.maximum(last - before, 0), block_other) * block_other
-    if after is not None:
-        end = jnp.minimum(jnp.maximum(last + after + 1, 0), size_other)
-        full_end = jnp.minimum(
-            full_end, lax.div(jnp.maximum(first + after + 1, 0), block_other) * block_other
-        )
-    return begin, full_begin, full_end, end
+    full_end = size_other
+    if left is not None:
+        begin = lax.div(jnp.maximum(first - left, 0), block_other) * block_other
+        full_begin = jnp.maximum(last - left, 0)
+    if right is not None:
+        end = minimum(jnp.maximum(last + right + 1, 0), size_other)
+        full_end = minimum(jnp.maximum(first + right + 1, 0), size_other)
+    visible = tiles(maximum(end - begin, 0), block_other)
+    before = minimum(tiles(full_begin - begin, block_other), visible)
+    full = whole_tiles(maximum(full_end - begin, 0), block_other) - before
+    full = minimum(maximum(full, 0), visible - before)
+    return begin, before, full, visible - before - full
 
 
-def phase_range(phase, begin, full_begin, full_end, end):
-    """Tiles of one phase: 0, masked ones before the full tiles; 1, full tiles; 2, masked ones after."""
-    if phase == 0:
-        return begin, jnp.minimum(full_begin, end)
-    if phase == 1:
-        return full_begin, full_end
-    if isinstance(full_begin, int) and isinstance(full_end, int):
-        return max(full_begin, full_end), end
-    return jnp.maximum(full_begin, full_end), end
+def count_tiles(before, full, after, masked):
+    """How many tiles there are of one kind: those at the edges, or the full ones between."""
+    return before + after if masked else full
 
 
-def for_each_tile(lo, hi, block, body, carry):
-    """``carry = body(start, carry)`` for start in range(lo, hi, block); lo is a multiple of block."""
-
-    def step(index, carry):
-        return body(lax.convert_element_type(index, jnp.int32) * block, carry)
-
-    if isinstance(lo, int) and isinstance(hi, int) and lo >= hi:
-        return carry
-    return lax.fori_loop(tiles(lo, block), tiles(hi, block), step, carry)
+def tile_start(index, begin, before, full, block, masked):
+    """First row of tile `index` of one kind."""
+    if masked:
+        tile = jnp.where(index < before, index, index + full)
+    else:
+        tile = index + before
+    return begin + lax.convert_element_type(tile, jnp.int32) * block
 
 
 def tiles(size, block):
     """How many tiles of `block` rows hold `size` >= 0 rows, the last one perhaps in part."""
-    if isinstance(size, int):
-        return pl.cdiv(size, block)
-    return lax.div(size + (block - 1), block)
+    return whole_tiles(size + (block - 1), block)
+
+
+def whole_tiles(size, block):
+    """How many whole tiles of `block` rows `size` >= 0 rows hold."""
+    return size // block if isinstance(size, int) else lax.div(size, block)
+
+
+def minimum(a, b):
+    """Like `jnp.minimum`, but static where both sides are."""
+    return min(a, b) if isinstance(a, int) and isinstance(b, int) else jnp.minimum(a, b)
+
+
+def maximum(a, b):
+    """Like `jnp.maximum`, but static where both sides are."""
+    return max(a, b) if isinstance(a, int) and isinstance(b, int) else jnp.maximum(a, b)
 
 
 def load_tile(ref, start, num_rows, block_rows, size, block_size, mask_rows):

@@ -15,14 +15,15 @@ from interop.contract.spec import AttentionSpec
 from torch_attn.kernels.primitives import (
     attention_mask,
     attention_scores,
+    count_tiles,
     load_lse,
     load_tile,
-    phase_range,
     softcap_derivative,
     store_tile,
+    tile_start,
     visible_tiles,
 )
-from torch_attn.launch import UNSPECIALIZED, launch, problem_arguments
+from torch_attn.launch import UNSPECIALIZED, launch, problem_arguments, stride_arguments
 
 
 @triton.jit(do_not_specialize=["seq_q"])
@@ -32,10 +33,10 @@ def flash_bwd_delta_kernel(
     dlse_ptr,
     delta_ptr,
     dout_batch,
-    dout_row,
     dout_head,
     seq_q,
     heads_q,
+    DOUT_ROW: tl.constexpr,
     HAS_DLSE: tl.constexpr,
     HEAD_DIM_V: tl.constexpr,
     BLOCK_DV: tl.constexpr,
@@ -53,7 +54,7 @@ def flash_bwd_delta_kernel(
     dout_base = dout_ptr + batch * dout_batch + head.to(tl.int64) * dout_head
     out_row = heads_q * HEAD_DIM_V
     out_base = out_ptr + batch * seq_q * out_row + head * HEAD_DIM_V
-    do = load_tile(dout_base, start_q, seq_q, dout_row, BLOCK_Q, HEAD_DIM_V, BLOCK_DV, True)
+    do = load_tile(dout_base, start_q, seq_q, DOUT_ROW, BLOCK_Q, HEAD_DIM_V, BLOCK_DV, True)
     out = load_tile(out_base, start_q, seq_q, out_row, BLOCK_Q, HEAD_DIM_V, BLOCK_DV, True)
     delta = tl.sum(do.to(tl.float32) * out.to(tl.float32), 1)
     rows = start_q + tl.arange(0, BLOCK_Q)
@@ -73,16 +74,12 @@ def flash_bwd_dq_kernel(
     delta_ptr,
     dq_ptr,
     q_batch,
-    q_row,
     q_head,
     k_batch,
-    k_row,
     k_head,
     v_batch,
-    v_row,
     v_head,
     dout_batch,
-    dout_row,
     dout_head,
     seq_q,
     seq_kv,
@@ -92,6 +89,10 @@ def flash_bwd_dq_kernel(
     softcap,
     window_left,
     window_right,
+    Q_ROW: tl.constexpr,
+    K_ROW: tl.constexpr,
+    V_ROW: tl.constexpr,
+    DOUT_ROW: tl.constexpr,
     GROUP_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_V: tl.constexpr,
@@ -124,8 +125,8 @@ def flash_bwd_dq_kernel(
     # Load the queries and what belongs to their rows; they stay.
     q_base = q_ptr + batch * q_batch + head.to(tl.int64) * q_head
     dout_base = dout_ptr + batch * dout_batch + head.to(tl.int64) * dout_head
-    q = load_tile(q_base, start_q, seq_q, q_row, BLOCK_Q, HEAD_DIM, BLOCK_D, True)
-    do = load_tile(dout_base, start_q, seq_q, dout_row, BLOCK_Q, HEAD_DIM_V, BLOCK_DV, True)
+    q = load_tile(q_base, start_q, seq_q, Q_ROW, BLOCK_Q, HEAD_DIM, BLOCK_D, True)
+    do = load_tile(dout_base, start_q, seq_q, DOUT_ROW, BLOCK_Q, HEAD_DIM_V, BLOCK_DV, True)
     rows = start_q + tl.arange(0, BLOCK_Q)
     position = rows + seq_kv - seq_q
     offset = (batch * heads_q + head) * seq_q
@@ -134,19 +135,18 @@ def flash_bwd_dq_kernel(
     dq = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
 
     # Visit the tiles of keys that these queries see; only tiles at the edges are masked.
-    begin, full_begin, full_end, end = visible_tiles(
+    begin, before, full, after = visible_tiles(
         start_q, seq_q, seq_kv, window_left, window_right, BLOCK_Q, BLOCK_KV, HAS_LEFT, HAS_RIGHT
     )
-    for phase in tl.static_range(0 if HAS_LEFT else 1, 3):
-        MASKED: tl.constexpr = phase != 1
-        lo, hi = phase_range(phase, begin, full_begin, full_end, end)
-        for start_kv in tl.range(lo, hi, BLOCK_KV):
+    for masked in tl.static_range(2):
+        for index in tl.range(0, count_tiles(before, full, after, masked)):
+            start_kv = tile_start(index, begin, before, full, BLOCK_KV, masked)
             # s = scale · q kᵀ
-            k = load_tile(k_base, start_kv, seq_kv, k_row, BLOCK_KV, HEAD_DIM, BLOCK_D, MASKED)
+            k = load_tile(k_base, start_kv, seq_kv, K_ROW, BLOCK_KV, HEAD_DIM, BLOCK_D, masked)
             s = attention_scores(q, k, scale, softcap, SCALE_FIRST, HAS_SOFTCAP)
             if HAS_SOFTCAP:
                 dcap = softcap_derivative(s, softcap)
-            if MASKED:
+            if masked:
                 key = start_kv + tl.arange(0, BLOCK_KV)
                 s = attention_mask(
                     s, position[:, None], key[None, :], seq_kv, window_left, window_right,
@@ -155,7 +155,7 @@ def flash_bwd_dq_kernel(
             # p = exp(s - lse)
             p = tl.exp2(s * exp2_scale - lse[:, None])
             # dp = dout vᵀ
-            v = load_tile(v_base, start_kv, seq_kv, v_row, BLOCK_KV, HEAD_DIM_V, BLOCK_DV, MASKED)
+            v = load_tile(v_base, start_kv, seq_kv, V_ROW, BLOCK_KV, HEAD_DIM_V, BLOCK_DV, masked)
             dp = tl.dot(do, tl.trans(v), input_precision="ieee")
             # ds = p ∘ (dp - delta)
             ds = p * (dp - delta[:, None])
@@ -181,16 +181,12 @@ def flash_bwd_dkdv_kernel(
     dk_ptr,
     dv_ptr,
     q_batch,
-    q_row,
     q_head,
     k_batch,
-    k_row,
     k_head,
     v_batch,
-    v_row,
     v_head,
     dout_batch,
-    dout_row,
     dout_head,
     seq_q,
     seq_kv,
@@ -200,6 +196,10 @@ def flash_bwd_dkdv_kernel(
     softcap,
     window_left,
     window_right,
+    Q_ROW: tl.constexpr,
+    K_ROW: tl.constexpr,
+    V_ROW: tl.constexpr,
+    DOUT_ROW: tl.constexpr,
     GROUP_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_V: tl.constexpr,
@@ -231,14 +231,14 @@ def flash_bwd_dkdv_kernel(
     # Load the keys and values; they stay.
     k_base = k_ptr + batch * k_batch + head_kv.to(tl.int64) * k_head
     v_base = v_ptr + batch * v_batch + head_kv.to(tl.int64) * v_head
-    k = load_tile(k_base, start_kv, seq_kv, k_row, BLOCK_KV, HEAD_DIM, BLOCK_D, True)
-    v = load_tile(v_base, start_kv, seq_kv, v_row, BLOCK_KV, HEAD_DIM_V, BLOCK_DV, True)
+    k = load_tile(k_base, start_kv, seq_kv, K_ROW, BLOCK_KV, HEAD_DIM, BLOCK_D, True)
+    v = load_tile(v_base, start_kv, seq_kv, V_ROW, BLOCK_KV, HEAD_DIM_V, BLOCK_DV, True)
     key = start_kv + tl.arange(0, BLOCK_KV)
     dk = tl.zeros([BLOCK_KV, BLOCK_D], tl.float32)
     dv = tl.zeros([BLOCK_KV, BLOCK_DV], tl.float32)
 
     # Visit the tiles of queries that see these keys; only tiles at the edges are masked.
-    begin, full_begin, full_end, end = visible_tiles(
+    begin, before, full, after = visible_tiles(
         start_kv, seq_kv, seq_q, window_right, window_left, BLOCK_KV, BLOCK_Q, HAS_RIGHT, HAS_LEFT
     )
     for member in range(GROUP_SIZE):
@@ -246,17 +246,16 @@ def flash_bwd_dkdv_kernel(
         q_base = q_ptr + batch * q_batch + head.to(tl.int64) * q_head
         dout_base = dout_ptr + batch * dout_batch + head.to(tl.int64) * dout_head
         offset = (batch * heads_q + head) * seq_q
-        for phase in tl.static_range(0 if HAS_RIGHT else 1, 3):
-            MASKED: tl.constexpr = phase != 1
-            lo, hi = phase_range(phase, begin, full_begin, full_end, end)
-            for start_q in tl.range(lo, hi, BLOCK_Q):
+        for masked in tl.static_range(2):
+            for index in tl.range(0, count_tiles(before, full, after, masked)):
+                start_q = tile_start(index, begin, before, full, BLOCK_Q, masked)
                 # sᵀ = scale · k qᵀ
-                q = load_tile(q_base, start_q, seq_q, q_row, BLOCK_Q, HEAD_DIM, BLOCK_D, MASKED)
+                q = load_tile(q_base, start_q, seq_q, Q_ROW, BLOCK_Q, HEAD_DIM, BLOCK_D, masked)
                 s = attention_scores(k, q, scale, softcap, SCALE_FIRST, HAS_SOFTCAP)
                 if HAS_SOFTCAP:
                     dcap = softcap_derivative(s, softcap)
                 rows = start_q + tl.arange(0, BLOCK_Q)
-                if MASKED:
+                if masked:
                     position = rows + seq_kv - seq_q
                     s = attention_mask(
                         s, position[None, :], key[:, None], seq_kv, window_left, window_right,
@@ -267,7 +266,7 @@ def flash_bwd_dkdv_kernel(
                 p = tl.exp2(s * exp2_scale - lse[None, :])
                 # dv += pᵀ dout
                 do = load_tile(
-                    dout_base, start_q, seq_q, dout_row, BLOCK_Q, HEAD_DIM_V, BLOCK_DV, MASKED
+                    dout_base, start_q, seq_q, DOUT_ROW, BLOCK_Q, HEAD_DIM_V, BLOCK_DV, masked
                 )
                 dv = tl.dot(p.to(do.dtype), do, dv, input_precision="ieee")
                 # dpᵀ = v doutᵀ
@@ -311,8 +310,7 @@ def flash_bwd(
     """
     delta = torch.empty_like(lse)
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-    problem = problem_arguments(spec)
-    strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *dout.stride()[:3])
+    problem = problem_arguments(spec) | stride_arguments(q=q, k=k, v=v, dout=dout)
 
     def query_tiles(config):
         return (triton.cdiv(spec.seq_q, config.block_q) * spec.heads_q * spec.batch,)
@@ -324,8 +322,9 @@ def flash_bwd(
         "flash_bwd_delta",
         flash_bwd_delta_kernel,
         query_tiles,
-        (dout, out, dlse, delta, *dout.stride()[:3]),
-        {
+        (dout, out, dlse, delta),
+        stride_arguments(dout=dout)
+        | {
             "seq_q": spec.seq_q,
             "heads_q": spec.heads_q,
             "HAS_DLSE": dlse is not None,
@@ -335,6 +334,6 @@ def flash_bwd(
         spec,
     )
     operands = (q, k, v, dout, lse, delta)
-    launch("flash_bwd_dq", flash_bwd_dq_kernel, query_tiles, (*operands, dq, *strides), problem, spec)  # fmt: skip
-    launch("flash_bwd_dkdv", flash_bwd_dkdv_kernel, key_tiles, (*operands, dk, dv, *strides), problem, spec)  # fmt: skip
+    launch("flash_bwd_dq", flash_bwd_dq_kernel, query_tiles, (*operands, dq), problem, spec)  # fmt: skip
+    launch("flash_bwd_dkdv", flash_bwd_dkdv_kernel, key_tiles, (*operands, dk, dv), problem, spec)  # fmt: skip
     return dq, dk, dv

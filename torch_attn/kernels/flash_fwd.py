@@ -14,13 +14,14 @@ from torch_attn.kernels.primitives import (
     LN2,
     attention_mask,
     attention_scores,
+    count_tiles,
     load_tile,
     online_softmax_update,
-    phase_range,
     store_tile,
+    tile_start,
     visible_tiles,
 )
-from torch_attn.launch import UNSPECIALIZED, launch, problem_arguments
+from torch_attn.launch import UNSPECIALIZED, launch, problem_arguments, stride_arguments
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
@@ -31,13 +32,10 @@ def flash_fwd_kernel(
     out_ptr,
     lse_ptr,
     q_batch,
-    q_row,
     q_head,
     k_batch,
-    k_row,
     k_head,
     v_batch,
-    v_row,
     v_head,
     seq_q,
     seq_kv,
@@ -47,6 +45,9 @@ def flash_fwd_kernel(
     softcap,
     window_left,
     window_right,
+    Q_ROW: tl.constexpr,
+    K_ROW: tl.constexpr,
+    V_ROW: tl.constexpr,
     GROUP_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_V: tl.constexpr,
@@ -80,7 +81,7 @@ def flash_fwd_kernel(
 
     # Load the queries; they stay.
     q_base = q_ptr + batch * q_batch + head.to(tl.int64) * q_head
-    q = load_tile(q_base, start_q, seq_q, q_row, BLOCK_Q, HEAD_DIM, BLOCK_D, True)
+    q = load_tile(q_base, start_q, seq_q, Q_ROW, BLOCK_Q, HEAD_DIM, BLOCK_D, True)
     rows = start_q + tl.arange(0, BLOCK_Q)
     position = rows + seq_kv - seq_q
     m_i = tl.full([BLOCK_Q], float("-inf"), tl.float32)
@@ -88,17 +89,16 @@ def flash_fwd_kernel(
     acc = tl.zeros([BLOCK_Q, BLOCK_DV], tl.float32)
 
     # Visit the tiles of keys that these queries see; only tiles at the edges are masked.
-    begin, full_begin, full_end, end = visible_tiles(
+    begin, before, full, after = visible_tiles(
         start_q, seq_q, seq_kv, window_left, window_right, BLOCK_Q, BLOCK_KV, HAS_LEFT, HAS_RIGHT
     )
-    for phase in tl.static_range(0 if HAS_LEFT else 1, 3):
-        MASKED: tl.constexpr = phase != 1
-        lo, hi = phase_range(phase, begin, full_begin, full_end, end)
-        for start_kv in tl.range(lo, hi, BLOCK_KV):
+    for masked in tl.static_range(2):
+        for index in tl.range(0, count_tiles(before, full, after, masked)):
+            start_kv = tile_start(index, begin, before, full, BLOCK_KV, masked)
             # s = scale · q kᵀ
-            k = load_tile(k_base, start_kv, seq_kv, k_row, BLOCK_KV, HEAD_DIM, BLOCK_D, MASKED)
+            k = load_tile(k_base, start_kv, seq_kv, K_ROW, BLOCK_KV, HEAD_DIM, BLOCK_D, masked)
             s = attention_scores(q, k, scale, softcap, SCALE_FIRST, HAS_SOFTCAP)
-            if MASKED:
+            if masked:
                 key = start_kv + tl.arange(0, BLOCK_KV)
                 s = attention_mask(
                     s, position[:, None], key[None, :], seq_kv, window_left, window_right,
@@ -107,7 +107,7 @@ def flash_fwd_kernel(
             # p = exp(s - max), and rescale what was accumulated
             p, m_i, l_i, acc = online_softmax_update(s, m_i, l_i, acc, exp2_scale)
             # acc += p v
-            v = load_tile(v_base, start_kv, seq_kv, v_row, BLOCK_KV, HEAD_DIM_V, BLOCK_DV, MASKED)
+            v = load_tile(v_base, start_kv, seq_kv, V_ROW, BLOCK_KV, HEAD_DIM_V, BLOCK_DV, masked)
             acc = tl.dot(p.to(v.dtype), v, acc, input_precision="ieee")
 
     # Normalise and store.
@@ -131,8 +131,8 @@ def flash_fwd(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Ten
         "flash_fwd",
         flash_fwd_kernel,
         lambda config: (triton.cdiv(spec.seq_q, config.block_q) * spec.heads_q * spec.batch,),
-        (q, k, v, out, lse, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3]),
-        problem_arguments(spec),
+        (q, k, v, out, lse),
+        problem_arguments(spec) | stride_arguments(q=q, k=k, v=v),
         spec,
     )
     return out, lse

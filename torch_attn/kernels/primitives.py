@@ -18,49 +18,58 @@ def visible_tiles(
     start,
     size,
     size_other,
-    before,
-    after,
+    left,
+    right,
     BLOCK: tl.constexpr,
     BLOCK_OTHER: tl.constexpr,
-    HAS_BEFORE: tl.constexpr,
-    HAS_AFTER: tl.constexpr,
+    HAS_LEFT: tl.constexpr,
+    HAS_RIGHT: tl.constexpr,
 ):
     """Which tiles of the other axis the rows start .. start + BLOCK see.
 
-    Row i stands at position ``p = i + size_other - size`` and sees ``p - before .. p + after``.
-    Queries see keys with (before, after) = (left, right), keys see queries with (right, left).
+    Row i stands at position ``p = i + size_other - size`` and sees ``p - left .. p + right``.
+    Queries see keys with the window's (left, right), keys see queries with (right, left).
 
-    Returns (begin, full_begin, full_end, end): tiles from `begin` to `end` have something to
-    see, and those from `full_begin` to `full_end` need no mask. `end` alone is not a multiple of
-    BLOCK_OTHER.
+    Returns (begin, before, full, after): the first tile that has something to see starts at
+    `begin`; from there `before` tiles need a mask, then `full` tiles need none, then `after`
+    tiles need one. Every other tile is skipped.
     """
     first = start + size_other - size
     last = tl.minimum(start + BLOCK, size) - 1 + size_other - size
     begin = 0
     full_begin = 0
     end = size_other
-    full_end = size_other // BLOCK_OTHER * BLOCK_OTHER
-    if HAS_BEFORE:
-        begin = tl.maximum(first - before, 0) // BLOCK_OTHER * BLOCK_OTHER
-        full_begin = tl.cdiv(tl.maximum(last - before, 0), BLOCK_OTHER) * BLOCK_OTHER
-    if HAS_AFTER:
-        end = tl.minimum(tl.maximum(last + after + 1, 0), size_other)
-        full_end = tl.minimum(
-            full_end, tl.maximum(first + after + 1, 0) // BLOCK_OTHER * BLOCK_OTHER
-        )
-    return begin, full_begin, full_end, end
+    full_end = size_other
+    if HAS_LEFT:
+        begin = tl.maximum(first - left, 0) // BLOCK_OTHER * BLOCK_OTHER
+        full_begin = tl.maximum(last - left, 0)
+    if HAS_RIGHT:
+        end = tl.minimum(tl.maximum(last + right + 1, 0), size_other)
+        full_end = tl.minimum(tl.maximum(first + right + 1, 0), size_other)
+    visible = tl.cdiv(tl.maximum(end - begin, 0), BLOCK_OTHER)
+    before = tl.minimum(tl.cdiv(full_begin - begin, BLOCK_OTHER), visible)
+    full = tl.maximum(full_end - begin, 0) // BLOCK_OTHER - before
+    full = tl.minimum(tl.maximum(full, 0), visible - before)
+    return begin, before, full, visible - before - full
 
 
 @triton.jit
-def phase_range(phase: tl.constexpr, begin, full_begin, full_end, end):
-    """Tiles of one phase: 0, masked ones before the full tiles; 1, full tiles; 2, masked ones after."""
-    if phase == 0:
-        lo, hi = begin, tl.minimum(full_begin, end)
-    elif phase == 1:
-        lo, hi = full_begin, full_end
+def count_tiles(before, full, after, MASKED: tl.constexpr):
+    """How many tiles there are of one kind: those at the edges, or the full ones between."""
+    count = full
+    if MASKED:
+        count = before + after
+    return count
+
+
+@triton.jit
+def tile_start(index, begin, before, full, BLOCK: tl.constexpr, MASKED: tl.constexpr):
+    """First row of tile `index` of one kind."""
+    if MASKED:
+        tile = tl.where(index < before, index, index + full)
     else:
-        lo, hi = tl.maximum(full_begin, full_end), end
-    return lo, hi
+        tile = index + before
+    return begin + tile * BLOCK
 
 
 @triton.jit
