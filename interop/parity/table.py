@@ -46,7 +46,6 @@ class CaseTable(Progress):
             *columns,
             console=console,
             transient=True,
-            disable=not console.is_terminal,
             speed_estimate_period=600,  # seconds; one large case outlasts the default of 30
         )
         self._titles = titles

@@ -102,10 +102,12 @@ def test_an_interrupt_reports_what_is_done(fake_twins, tmp_path, capsys):
     assert "1 passed, 0 failed, 2 not run (interrupted)" in capsys.readouterr().out
 
 
-def test_no_line_of_a_log_is_written_twice(fake_twins, tmp_path, capsys):
+def test_a_log_has_one_line_a_case_and_no_progress_bar(fake_twins, tmp_path, capsys):
     parity(tmp_path, "--filter", "no-")
-    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("no-")]
+    printed = capsys.readouterr().out
+    lines = [line for line in printed.splitlines() if line.startswith("no-")]
     assert [line.split()[0] for line in lines] == ["no-keys", "no-batch"]
+    assert "elapsed" not in printed
 
 
 def test_list_names_the_chosen_cases_and_runs_nothing(tmp_path, capsys):
