@@ -98,7 +98,7 @@ def _table(verdicts: Sequence[Verdict], target: str) -> Table:
         "framework", "kernel", "dtype", "D", "feature", "q×kv", "warps", "stages",
         title=f"What each shipped configuration takes on {target}",
         caption="D: padded head size. Blocks: resident on a multiprocessor. "
-        "Instructions: in the machine code.",
+        "Instructions: in the PTX.",
     )  # fmt: skip
     for heading in ("registers", "spilled B", "stack B", "shared B", "blocks"):
         table.add_column(heading, justify="right")

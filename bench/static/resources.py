@@ -1,4 +1,4 @@
-"""What a compiled kernel takes of a multiprocessor, read from its machine code."""
+"""What a compiled kernel takes of a multiprocessor, read from its machine code and its PTX."""
 
 from __future__ import annotations
 
@@ -17,7 +17,12 @@ RESERVED_SHARED_MEMORY = 1024  # of each block
 REGISTERS, WARPS, BLOCKS = 64 * 1024, 64, 32
 REGISTER_UNIT = 256  # registers are given out to a warp in multiples of this
 
-_INSTRUCTIONS = {"mma": "HMMA", "wgmma": "HGMMA", "cp_async": "LDGSTS", "ldmatrix": "LDSM"}
+_INSTRUCTIONS = {
+    "mma": r"\bmma\.sync",
+    "wgmma": r"\bwgmma\.mma_async",
+    "cp_async": r"\bcp\.async\.c[ag]\.",
+    "ldmatrix": r"\bldmatrix\.",
+}
 _BITS = {"U8": 8, "S8": 8, "U16": 16, "S16": 16, "64": 64, "128": 128}
 
 
@@ -33,7 +38,7 @@ class Resources:
         shared: bytes of shared memory a block.
         warps: warps a block.
         occupancy: blocks that a multiprocessor holds at once.
-        mma, wgmma, cp_async, ldmatrix: instructions in the code (HMMA, HGMMA, LDGSTS, LDSM).
+        mma, wgmma, cp_async, ldmatrix: instructions in the PTX.
     """
 
     registers: int
@@ -51,28 +56,21 @@ class Resources:
 
 def measure(compiled: CompiledKernel, target: str) -> Resources:
     """Read a kernel that Triton compiled for `target`."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(compiled.asm["cubin"])
-        file.flush()
-        text = subprocess.run(
-            [knobs.nvidia.cuobjdump.path, "-res-usage", "-sass", file.name],
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout
-    usage = re.search(r"REG:(\d+) STACK:(\d+)", text)
-    assert usage is not None, text[:500]
+    cubin = compiled.asm["cubin"]
+    usage = re.search(r"REG:(\d+) STACK:(\d+)", _cuobjdump(cubin, "-res-usage"))
+    assert usage is not None
     registers, stack = map(int, usage.groups())
+    sass = _cuobjdump(cubin, "-sass") if stack else ""  # takes seconds; no stack means no spills
     shared, warps = compiled.metadata.shared, compiled.metadata.num_warps
     return Resources(
         registers=registers,
-        spill_stores=_bytes_moved("STL", text),
-        spill_loads=_bytes_moved("LDL", text),
+        spill_stores=_bytes_moved("STL", sass),
+        spill_loads=_bytes_moved("LDL", sass),
         stack=stack,
         shared=shared,
         warps=warps,
         occupancy=occupancy(target, registers, shared, warps),
-        **{name: len(_find(opcode, text)) for name, opcode in _INSTRUCTIONS.items()},
+        **{name: len(re.findall(p, compiled.asm["ptx"])) for name, p in _INSTRUCTIONS.items()},
     )
 
 
@@ -87,14 +85,18 @@ def occupancy(target: str, registers: int, shared: int, warps: int) -> int:
     )
 
 
-def _find(opcode: str, sass: str) -> list[str]:
-    """The modifiers, such as ".64", of each instruction with this opcode."""
-    return re.findall(rf"\b{opcode}((?:\.\w+)*) ", sass)
-
-
 def _bytes_moved(opcode: str, sass: str) -> int:
+    """Bytes of all instructions with this opcode, whose modifiers give their width (".64")."""
     widths = (
         next((_BITS[part] for part in modifiers.split(".") if part in _BITS), 32)
-        for modifiers in _find(opcode, sass)
+        for modifiers in re.findall(rf"\b{opcode}((?:\.\w+)*) ", sass)
     )
     return sum(widths) // 8
+
+
+def _cuobjdump(cubin: bytes, option: str) -> str:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [knobs.nvidia.cuobjdump.path, option, file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
