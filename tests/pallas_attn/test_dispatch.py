@@ -1,0 +1,149 @@
+"""Which code a call runs, decided while tracing and again when it is lowered for a platform."""
+
+import re
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import pallas_attn.autograd
+from interop.contract.target import use_target
+from pallas_attn import explain, flash_attention
+from pallas_attn.dispatch import Backends, choose_backends
+from pallas_attn.lowering import recording
+
+ON_GPU = jax.default_backend() == "gpu"
+CPU = jax.devices("cpu")[0]
+
+
+@pytest.fixture
+def qkv():
+    q, k, v = jax.random.normal(jax.random.key(0), (3, 1, 40, 2, 32))
+    return q, k, v
+
+
+@pytest.fixture
+def fresh_caches():
+    """No traced code survives from before the test, nor the test's own after it."""
+    jax.clear_caches()
+    yield
+    jax.clear_caches()
+
+
+def operations(function, qkv, platform):
+    """Names of the StableHLO operations that `function` becomes on a platform."""
+    lowered = jax.jit(function).trace(*qkv).lower(lowering_platforms=(platform,))
+    return set(re.findall(r"stablehlo\.(\w+)", lowered.as_text()))
+
+
+@pytest.mark.parametrize("implementation", [None, "triton"])
+def test_lowered_for_cuda_only_the_kernels_are_left(qkv, implementation, fresh_caches):
+    def gradients(q, k, v):
+        out, pullback = jax.vjp(partial(flash_attention, implementation=implementation), q, k, v)
+        return pullback(out)
+
+    with recording() as kernels:
+        found = operations(gradients, qkv, "cuda")
+    assert [name for name, *_ in kernels] == [
+        "flash_fwd", "flash_bwd_delta", "flash_bwd_dq", "flash_bwd_dkdv",
+    ]  # fmt: skip
+    # The case is over a constant: what JAX leaves of the choice of platform.
+    assert found == {"custom_call", "case", "constant", "return"}
+
+
+def test_lowered_for_the_cpu_the_interpreter_runs_only_when_asked_for(qkv):
+    # The interpreter is a loop over the grid; the reference has none.
+    assert "while" in operations(partial(flash_attention, implementation="triton"), qkv, "cpu")
+    assert "while" not in operations(flash_attention, qkv, "cpu")
+    assert "while" not in operations(
+        partial(flash_attention, implementation="reference"), qkv, "cpu"
+    )
+
+
+def test_operands_on_the_cpu_run_there_whatever_the_default_device(qkv):
+    qkv = [jax.device_put(x, CPU) for x in qkv]
+    want = flash_attention(*qkv, implementation="reference")
+    for function in (flash_attention, jax.jit(flash_attention)):
+        out = function(*qkv)
+        assert out.devices() == {CPU}
+        assert jnp.array_equal(out, want)
+
+
+def test_a_change_of_target_traces_anew(qkv, monkeypatch, fresh_caches):
+    traced = []
+
+    def flash_fwd(q, k, v, spec, *, backend):
+        traced.append(backend)
+        return q, jnp.zeros((spec.batch, spec.heads_q, spec.seq_q), jnp.float32)
+
+    monkeypatch.setattr(pallas_attn.autograd, "flash_fwd", flash_fwd)
+    monkeypatch.setattr("pallas_attn.dispatch._cuda_devices", lambda: ())
+    for target in ("sm80", "sm90", "sm80"):
+        with use_target(target):
+            flash_attention(*qkv)
+    assert traced == ["sm80", "sm90"]
+
+
+class Gpu:
+    def __init__(self, compute_capability):
+        self.compute_capability = compute_capability
+
+
+def test_the_target_is_the_devices_own_or_the_one_asked_for(monkeypatch):
+    hopper, ampere, ada, turing = map(Gpu, ("9.0", "8.0", "8.9", "7.5"))
+    devices = (hopper, ampere, ada, turing)
+    monkeypatch.setattr("pallas_attn.dispatch._cuda_devices", lambda: devices)
+    assert choose_backends(None, None) == Backends("sm90", "reference")
+    assert choose_backends(None, CPU) == Backends("sm90", "reference")
+    assert choose_backends(None, ampere) == Backends("sm80", "reference")
+    assert choose_backends("triton", ada) == Backends("sm80", "interpret")
+    assert choose_backends("reference", turing) == Backends("reference", "reference")
+    with use_target("sm80"):
+        assert choose_backends("triton", hopper) == Backends("sm80", "interpret")
+    with pytest.raises(NotImplementedError, match=r"^device: expected compute capability"):
+        choose_backends(None, turing)
+
+
+def test_mosaic_is_not_here_yet(qkv):
+    for function in (flash_attention, explain):
+        with pytest.raises(NotImplementedError, match=r"^implementation: .*, got 'mosaic'"):
+            function(*qkv, implementation="mosaic")
+
+
+def test_explain_the_best_choice(qkv):
+    explanation = explain(*qkv)
+    if ON_GPU:
+        assert (explanation.implementation, explanation.execution) == ("triton", "compiled")
+        assert explanation.target in ("sm80", "sm90")
+        assert "flash_fwd" in explanation.configs
+    else:
+        assert (explanation.implementation, explanation.execution) == ("reference", "framework")
+        assert (explanation.target, explanation.configs) == (None, {})
+        assert explanation.reason == "the kernels compile for CUDA devices only"
+    assert explanation.device == jax.devices()[0].device_kind
+
+
+def test_explain_a_request(qkv):
+    qkv = [jax.device_put(x, CPU) for x in qkv]
+    explanation = explain(*qkv, implementation="triton")
+    assert (explanation.implementation, explanation.execution) == ("triton", "interpreter")
+    assert (explanation.device, explanation.target) == ("cpu", None)
+    assert set(explanation.configs) == {
+        "flash_fwd", "flash_bwd_delta", "flash_bwd_dq", "flash_bwd_dkdv",
+    }  # fmt: skip
+    assert explanation.reason == "implementation='triton' was asked for"
+
+
+def test_explain_an_empty_problem(qkv):
+    explanation = explain(*(x[:0] for x in qkv), implementation="triton")
+    assert (explanation.execution, explanation.configs) == ("framework", {})
+    assert explanation.reason == "an empty problem runs no kernel"
+
+
+def test_explain_while_tracing_says_what_it_assumes(qkv):
+    explanations = []
+    jax.eval_shape(lambda *qkv: explanations.append(explain(*qkv)), *qkv)
+    (explanation,) = explanations
+    assert explanation.device == jax.devices()[0].device_kind
+    assert explanation.reason.endswith("not known while tracing")

@@ -1,0 +1,177 @@
+"""What `flash_attention` gives under JAX's transformations, and what it refuses."""
+
+import os
+import subprocess
+import sys
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+
+from interop.contract.cases import FlashCase
+from pallas_attn import flash_attention
+from tests.oracle import Inputs, Results, assert_within_budget, inputs_of
+
+CASE = FlashCase(
+    "transformations", batch=1, seq_q=24, seq_kv=40, heads_q=4, heads_kv=2, head_dim=16,
+    dtype="float32", causal=True,
+)  # fmt: skip
+
+
+@pytest.fixture
+def attention(implementation):
+    return partial(flash_attention, **CASE.options, return_lse=True, implementation=implementation)
+
+
+@pytest.fixture(scope="module")
+def problems() -> list[Inputs]:
+    """Two problems that share k."""
+    first, second = (inputs_of(CASE, "cpu", seed) for seed in (0, 1))
+    return [first, second._replace(k=first.k)]
+
+
+def to_jax(problem):
+    return [jnp.asarray(x.numpy()) for x in problem]
+
+
+def stacked(problems):
+    return [jnp.stack(xs) for xs in zip(*map(to_jax, problems), strict=True)]
+
+
+def assert_right(got, problem):
+    results = Results(*(torch.from_numpy(np.array(x)) for x in got))
+    assert_within_budget(results, problem, CASE.spec)
+
+
+def results_and_gradients(attention, q, k, v, dout, dlse):
+    results, pullback = jax.vjp(attention, q, k, v)
+    return *results, *pullback((dout, dlse))
+
+
+def recomputed(attention):
+    """Keeps nothing for the backward, under `jit`."""
+    return jax.jit(jax.checkpoint(attention))
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, recomputed], ids=["eager", "jit", "remat"])
+def test_gradients(attention, problems, wrap):
+    got = results_and_gradients(wrap(attention), *to_jax(problems[0]))
+    assert_right(got, problems[0])
+
+
+def test_gradients_of_the_output_alone(implementation, problems):
+    problem = problems[0]._replace(dlse=torch.zeros_like(problems[0].dlse))
+    q, k, v, dout, _ = to_jax(problem)
+    attention = partial(flash_attention, **CASE.options, implementation=implementation)
+    loss, gradients = jax.value_and_grad(
+        lambda *qkv: jnp.sum(attention(*qkv) * dout), argnums=(0, 1, 2)
+    )(q, k, v)
+    out, lse = attention(q, k, v, return_lse=True)
+    assert loss == jnp.sum(out * dout)
+    assert_right((out, lse, *gradients), problem)
+
+
+def test_gradients_with_64_bit_types_enabled(attention, problems):
+    with jax.enable_x64(True):
+        got = results_and_gradients(attention, *to_jax(problems[0]))
+    assert_right(got, problems[0])
+
+
+def test_vmap_of_the_gradients(attention, problems):
+    q, k, v, dout, dlse = stacked(problems)
+    mapped = jax.vmap(partial(results_and_gradients, attention), in_axes=(0, None, 0, 0, 0))
+    got = jax.jit(mapped)(q, k[0], v, dout, dlse)
+    for i, problem in enumerate(problems):
+        assert_right([x[i] for x in got], problem)
+
+
+def test_gradients_of_a_vmap(attention, problems):
+    q, k, v, dout, dlse = stacked(problems)
+    mapped = jax.jit(jax.vmap(attention, in_axes=(2, 0, 1)))
+    moved = jnp.moveaxis(q, 0, 2), k, jnp.moveaxis(v, 0, 1)
+    out, lse, dq, dk, dv = results_and_gradients(mapped, *moved, dout, dlse)
+    dq, dv = jnp.moveaxis(dq, 2, 0), jnp.moveaxis(dv, 1, 0)
+    for i, problem in enumerate(problems):
+        assert_right([x[i] for x in (out, lse, dq, dk, dv)], problem)
+
+
+def test_gradients_through_a_scan(attention, problems):
+    q, k, v, dout, dlse = stacked(problems)
+
+    def scanned(q, k, v):
+        return jax.lax.scan(lambda _, qkv: (None, attention(*qkv)), None, (q, k, v))[1]
+
+    got = jax.jit(partial(results_and_gradients, scanned))(q, k, v, dout, dlse)
+    for i, problem in enumerate(problems):
+        assert_right([x[i] for x in got], problem)
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_forward_mode_is_refused_by_jax(problems, wrap):
+    q, k, v, *_ = to_jax(problems[0])
+    with pytest.raises(TypeError, match=r"forward-mode autodiff .* custom_vjp"):
+        jax.jvp(wrap(flash_attention), (q, k, v), (q, k, v))
+
+
+def second_derivatives():
+    def of_an_input(loss, q):
+        return jax.grad(lambda q: jnp.sum(jax.grad(loss)(q)))(q)
+
+    def of_the_output_gradient(loss, q):
+        _, pullback = jax.vjp(loss, q)
+        return jax.grad(lambda dloss: jnp.sum(pullback(dloss)[0]))(1.0)
+
+    def of_forward_over_reverse(loss, q):
+        return jax.jvp(jax.grad(loss), (q,), (q,))
+
+    return of_an_input, of_the_output_gradient, of_forward_over_reverse
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+@pytest.mark.parametrize("differentiate", second_derivatives(), ids=lambda f: f.__name__)
+def test_second_derivatives_are_refused(problems, differentiate, wrap):
+    q, k, v, *_ = to_jax(problems[0])
+    loss = wrap(lambda q: jnp.sum(flash_attention(q, k, v)))
+    with pytest.raises(NotImplementedError, match=r"^flash_attention: a second derivative is not"):
+        differentiate(loss, q)
+
+
+SHARDED = """
+import jax, jax.numpy as jnp, numpy as np, torch
+from functools import partial
+from jax.sharding import AxisType, PartitionSpec
+from interop.contract.cases import FlashCase
+from pallas_attn import flash_attention
+from tests.oracle import Results, assert_within_budget, inputs_of
+
+case = FlashCase("sharded", seq_q=24, seq_kv=40, heads_q=4, head_dim=16, dtype="float32")
+attention = partial(flash_attention, return_lse=True, implementation="triton")
+inputs = inputs_of(case, "cpu")
+q, k, v, dout, dlse = (jnp.asarray(x.numpy()) for x in inputs)
+mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,))
+over_batch = PartitionSpec("x"), PartitionSpec("x")
+over_heads = PartitionSpec(None, None, "x"), PartitionSpec(None, "x")
+for rows, lse in (over_batch, over_heads):
+    sharded = jax.shard_map(
+        attention, mesh=mesh, in_specs=rows, out_specs=(rows, lse), check_vma=False
+    )
+    results, pullback = jax.vjp(jax.jit(sharded), q, k, v)
+    got = *results, *pullback((dout, dlse))
+    assert all(len(x.devices()) == 2 for x in got)
+    assert_within_budget(Results(*(torch.from_numpy(np.array(x)) for x in got)), inputs, case.spec)
+"""
+
+
+def test_shard_map_over_batch_and_over_heads():
+    # A fresh process: the number of CPU devices is fixed when JAX starts.
+    env = os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
+    }
+    run = subprocess.run(
+        [sys.executable, "-c", SHARDED], env=env, capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 0, run.stderr
