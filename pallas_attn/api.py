@@ -102,7 +102,11 @@ def explain(
 
     Example::
 
-        print(pallas_attn.explain(q, k, v, causal=True))
+        import jax
+        from pallas_attn import explain
+
+        q, k, v = jax.random.normal(jax.random.key(0), (3, 1, 128, 4, 64))
+        print(explain(q, k, v, causal=True))
     """
     del return_lse
     spec = _check(q, k, v, causal=causal, scale=scale, window_size=window_size, softcap=softcap)

@@ -111,9 +111,8 @@ def _target(device: Device | None) -> str:
     cuda = _cuda_devices()
     if not cuda:
         return requested_target() or "sm80"
-    if device is None or device not in cuda:
-        device = cuda[0]
-    major, minor = device.compute_capability.split(".")
+    gpu: Device = device if device in cuda else cuda[0]
+    major, minor = gpu.compute_capability.split(".")
     return resolve_target((int(major), int(minor)))
 
 
