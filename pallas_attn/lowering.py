@@ -22,10 +22,11 @@ from types import ModuleType
 from typing import Any
 
 import jax
-from jax._src.lib import gpu_triton
+from jax._src.interpreters import mlir
 from jax._src.pallas import core as pallas_core
 from jax._src.pallas.triton import lowering as triton_lowering
 from jax.experimental.pallas import triton as plt
+from jaxlib import gpu_triton
 
 from interop.contract.config import KernelConfig
 from interop.contract.target import SHARED_MEMORY_LIMIT
@@ -78,9 +79,10 @@ def recording() -> Iterator[list[tuple[str, KernelConfig, Any]]]:
         with recording() as compiled:
             jax.jit(f).trace(q).lower(lowering_platforms=("cuda",))
     """
-    token = _recorded.set([])
+    compiled: list[tuple[str, KernelConfig, Any]] = []
+    token = _recorded.set(compiled)
     try:
-        yield _recorded.get()
+        yield compiled
     finally:
         _recorded.reset(token)
 
@@ -120,7 +122,7 @@ def _lower(
     )
     module = lowered.module.operation
     compiled = _ttir().compile_text(
-        module.attributes["sym_name"].value,
+        mlir.sanitize_name(jaxpr.debug_info.func_name),
         module.get_asm(enable_debug_info=False),
         config,
         target,

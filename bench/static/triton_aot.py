@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import torch
@@ -70,7 +70,7 @@ def _driver(target: str) -> Iterator[None]:
     Restores the private ``driver._active``: the public `reset_active` asks for a GPU.
     """
     before = driver._active
-    driver.set_active(_Driver(target))
+    driver.set_active(cast(Any, _Driver(target)))
     try:
         yield
     finally:

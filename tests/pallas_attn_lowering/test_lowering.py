@@ -18,9 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax._src.lib import gpu_triton
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
+from jaxlib import gpu_triton
 
 from interop.contract.config import KernelConfig
 from pallas_attn import lowering
