@@ -113,6 +113,7 @@ class _Builder(InterpreterBuilder):
         return super().create_fp_to_fp(src, dst_type, rounding)
 
     def create_dot(self, a, b, d, input_precision, max_num_imprecise_acc) -> TensorHandle:
+        # Only for speed: cast inside the product, bfloat16 takes four times as long.
         a, b = (self.cast_impl(x, tl.float32) if x.data.dtype == BFLOAT16 else x for x in (a, b))
         return super().create_dot(a, b, d, input_precision, max_num_imprecise_acc)
 

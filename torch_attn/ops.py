@@ -154,7 +154,8 @@ class _Differentiable(torch.autograd.Function):
         """Run the operator so that a backward will find its way."""
         if not torch._C._are_functorch_transforms_active():
             # Function.apply binds the signature on every call, which takes longer than a launch.
-            return super(torch.autograd.Function, cls).apply(*args)
+            bound = super(torch.autograd.Function, cls)
+            return bound.apply(*args)  # pyright: ignore[reportAttributeAccessIssue]
         # torch.func calls this below its own dispatch key, but a Function has to start above it.
         included = torch._C._dispatch_tls_local_include_set() | _TORCH_FUNC
         excluded = torch._C._dispatch_tls_local_exclude_set() - _TORCH_FUNC
@@ -183,11 +184,9 @@ class _Forward(_Differentiable):
     @staticmethod
     def backward(ctx, dout, dlse):
         q, k, v, out, lse = ctx.saved_tensors
-        no_options = (None,) * len(ctx.options)
-        if dout is None and dlse is None:
-            return None, None, None, *no_options
         dout = torch.zeros_like(out) if dout is None else dout
-        return *flash_bwd(dout, dlse, q, k, v, out, lse, *ctx.options), *no_options
+        gradients = flash_bwd(dout, dlse, q, k, v, out, lse, *ctx.options)
+        return *gradients, *(None for _ in ctx.options)
 
 
 class _Backward(_Differentiable):
