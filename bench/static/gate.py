@@ -23,7 +23,7 @@ FEATURES = ("causal", "window-softcap", "odd-head-size")
 
 _AOT = {"torch": "bench.static.triton_aot", "jax": "bench.static.pallas_aot"}
 _ROOT = Path(__file__).parents[2]
-_WITHOUT_PRODUCTS = {"flash_bwd_delta"}
+_WITHOUT_PRODUCTS = {"flash_bwd_preprocess"}
 _WGMMA_ROWS = 64  # a wgmma instruction multiplies this many rows
 
 

@@ -1,4 +1,4 @@
-"""Flash attention, backward: delta, then dq, then dk and dv.
+"""Flash attention, backward: a preprocess of rows, then dq, then dk and dv.
 
 With p recomputed from lse, ``dp = dout vᵀ`` and ``delta = rowsum(dout ∘ out) - dlse``:
 ``ds = p ∘ (dp - delta)``, ``dq = scale · ds k``, ``dk = scale · dsᵀ q``, ``dv = pᵀ dout``.
@@ -13,38 +13,43 @@ from jax.experimental import pallas as pl
 
 from interop.contract.spec import AttentionSpec
 from pallas_attn.kernels.primitives import (
+    LOG2E,
+    ROW_PADDING,
     arange,
     attention_mask,
     attention_scores,
     count_tiles,
     dot,
-    load_lse,
     load_rows,
     load_tile,
     softcap_derivative,
     store_rows,
     store_tile,
     tile_start,
-    tiles,
     visible_tiles,
 )
 from pallas_attn.launch import launch, of_group, of_head, problem_arguments
 
 
-def flash_bwd_delta_kernel(*refs, seq_q, head_dim_v, block_dv, block_q):
-    """delta = rowsum(dout ∘ out) - dlse, in float32; one program has block_q rows of a head.
+def flash_bwd_preprocess_kernel(*refs, seq_q, head_dim_v, block_dv, block_q):
+    """What the other kernels need of each row; one program has block_q rows of a head.
 
-    Operands, of this program's batch and head: dout and out [Sq, Dv], dlse [Sq] (float32; left
-    out for zero), delta [Sq] (float32). Grid: (query tiles, heads, batch).
+    ``delta = rowsum(dout ∘ out) - dlse``, and lse2 is lse in base 2, or +inf where a row saw no
+    key or does not exist, so that ``exp2(s - lse2)`` is 0 there. Operands, of this program's batch
+    and head: dout and out [Sq, Dv], lse and dlse [Sq] (dlse is left out for zero); lse2 and delta
+    [Sq rounded up to ROW_PADDING], all float32. Grid: (query tiles, heads, batch).
     """
-    dout_ref, out_ref, *dlse_ref, delta_ref = refs
+    dout_ref, out_ref, lse_ref, *dlse_ref, lse2_ref, delta_ref = refs
     start_q = pl.program_id(0) * block_q
     do = load_tile(dout_ref, start_q, seq_q, block_q, head_dim_v, block_dv, True)
     out = load_tile(out_ref, start_q, seq_q, block_q, head_dim_v, block_dv, True)
     delta = jnp.sum(do.astype(jnp.float32) * out.astype(jnp.float32), 1)
+    lse = load_rows(lse_ref, start_q, seq_q, block_q, float("inf"))
+    lse2 = jnp.where(lse == float("-inf"), float("inf"), lse) * LOG2E
     if dlse_ref:
         delta = delta - load_rows(dlse_ref[0], start_q, seq_q, block_q, 0.0)
-    store_rows(delta_ref, delta, start_q, seq_q, block_q)
+    lse2_ref[pl.ds(start_q, block_q)] = lse2
+    delta_ref[pl.ds(start_q, block_q)] = delta
 
 
 def flash_bwd_dq_kernel(
@@ -52,7 +57,7 @@ def flash_bwd_dq_kernel(
     k_ref,
     v_ref,
     dout_ref,
-    lse_ref,
+    lse2_ref,
     delta_ref,
     dq_ref,
     *,
@@ -74,12 +79,12 @@ def flash_bwd_dq_kernel(
     """One program computes block_q rows of dq of one query head.
 
     Operands, of this program's batch and head: q and dq [Sq, D], k [Skv, D], v [Skv, Dv],
-    dout [Sq, Dv], lse and delta [Sq] (float32). Grid: as in `flash_fwd_kernel`. Loop invariant:
+    dout [Sq, Dv], lse2 and delta of `flash_bwd_preprocess_kernel`. Grid: as in `flash_fwd_kernel`. Loop invariant:
     dq is Σ ds k over the keys so far. Accumulation: float32, exponents in base 2, ds cast to k's
     dtype for ds·k. A row that sees no key gives 0.
     """
     # Locate the tile of queries.
-    num_tiles = tiles(seq_q, block_q)
+    num_tiles = pl.cdiv(seq_q, block_q)
     start_q = (num_tiles - 1 - pl.program_id(0)) * block_q
 
     # Load the queries and what belongs to their rows; they stay.
@@ -87,8 +92,8 @@ def flash_bwd_dq_kernel(
     do = load_tile(dout_ref, start_q, seq_q, block_q, head_dim_v, block_dv, True)
     rows = start_q + arange(block_q)
     position = rows + seq_kv - seq_q
-    lse = load_lse(lse_ref, start_q, seq_q, block_q)
-    delta = load_rows(delta_ref, start_q, seq_q, block_q, 0.0)
+    lse2 = lse2_ref[pl.ds(start_q, block_q)]
+    delta = delta_ref[pl.ds(start_q, block_q)]
     dq = jnp.zeros((block_q, block_d), jnp.float32)
 
     # Visit the tiles of keys that these queries see; only tiles at the edges are masked.
@@ -110,7 +115,7 @@ def flash_bwd_dq_kernel(
                     s, position[:, None], key[None, :], seq_kv, window_left, window_right
                 )
             # p = exp(s - lse)
-            p = jnp.exp2(s * exp2_scale - lse[:, None])
+            p = jnp.exp2(s * exp2_scale - lse2[:, None])
             # dp = dout vᵀ
             v = load_tile(v_ref, start_kv, seq_kv, block_kv, head_dim_v, block_dv, masked)
             dp = dot(do, v.T)
@@ -132,7 +137,7 @@ def flash_bwd_dkdv_kernel(
     k_ref,
     v_ref,
     dout_ref,
-    lse_ref,
+    lse2_ref,
     delta_ref,
     dk_ref,
     dv_ref,
@@ -156,7 +161,7 @@ def flash_bwd_dkdv_kernel(
     """One program computes block_kv rows of dk and dv of one kv head, summed over its query heads.
 
     Operands, of this program's batch and kv head: q [Sq, group, D], k and dk [Skv, D], v and dv
-    [Skv, Dv], dout [Sq, group, Dv], lse and delta [group, Sq] (float32). Grid: (key tiles, kv
+    [Skv, Dv], dout [Sq, group, Dv], lse2 and delta [group, padded Sq]. Grid: (key tiles, kv
     heads, batch), first tile first, since under a causal mask it is the longest. Tiles of s, p,
     dp, ds are transposed (keys down, queries across), so that they are left operands as they are.
     Loop invariant: dk is Σ dsᵀ q and dv is Σ pᵀ dout over the query heads and queries so far.
@@ -179,15 +184,14 @@ def flash_bwd_dkdv_kernel(
     )
 
     def add_head(member, carry):
-        q_head, dout_head = q_ref.at[:, member, :], dout_ref.at[:, member, :]
-        lse_head, delta_head = lse_ref.at[member, :], delta_ref.at[member, :]
+        member = lax.convert_element_type(member, jnp.int32)
         for masked in (False, True):
 
             def visit(index, carry, masked=masked):
                 start_q = tile_start(index, begin, before, full, block_q, masked)
                 dk, dv = carry
                 # sᵀ = scale · k qᵀ
-                q = load_tile(q_head, start_q, seq_q, block_q, head_dim, block_d, masked)
+                q = load_tile(q_ref, start_q, seq_q, block_q, head_dim, block_d, masked, member)
                 s = attention_scores(k, q, scale, softcap, scale_first)
                 if softcap is not None:
                     dcap = softcap_derivative(s, softcap)
@@ -198,15 +202,17 @@ def flash_bwd_dkdv_kernel(
                         s, position[None, :], key[:, None], seq_kv, window_left, window_right
                     )
                 # pᵀ = exp(sᵀ - lse)
-                lse = load_lse(lse_head, start_q, seq_q, block_q)
-                p = jnp.exp2(s * exp2_scale - lse[None, :])
+                lse2 = lse2_ref[member, pl.ds(start_q, block_q)]
+                p = jnp.exp2(s * exp2_scale - lse2[None, :])
                 # dv += pᵀ dout
-                do = load_tile(dout_head, start_q, seq_q, block_q, head_dim_v, block_dv, masked)
+                do = load_tile(
+                    dout_ref, start_q, seq_q, block_q, head_dim_v, block_dv, masked, member
+                )
                 dv = dv + dot(p.astype(do.dtype), do)
                 # dpᵀ = v doutᵀ
                 dp = dot(v, do.T)
                 # dsᵀ = pᵀ ∘ (dpᵀ - delta)
-                delta = load_rows(delta_head, start_q, seq_q, block_q, 0.0)
+                delta = delta_ref[member, pl.ds(start_q, block_q)]
                 ds = p * (dp - delta[None, :])
                 if softcap is not None:
                     ds = ds * dcap
@@ -217,10 +223,7 @@ def flash_bwd_dkdv_kernel(
             carry = lax.fori_loop(0, count_tiles(before, full, after, masked), visit, carry)
         return carry
 
-    if group_size == 1:
-        dk, dv = add_head(0, (dk, dv))
-    else:
-        dk, dv = lax.fori_loop(0, group_size, add_head, (dk, dv))
+    dk, dv = lax.fori_loop(0, group_size, add_head, (dk, dv))
 
     # Scale and store.
     store_tile(dk_ref, dk * scale, start_kv, seq_kv, block_kv, head_dim, block_d)
@@ -251,35 +254,36 @@ def flash_bwd(
         dq, dk, dv, shaped as q, k, v, in their dtype.
     """
     problem, group = problem_arguments(spec), spec.group_size
-    rows = jax.ShapeDtypeStruct(lse.shape, jnp.float32)
+    padded = pl.cdiv(spec.seq_q, ROW_PADDING) * ROW_PADDING
+    rows = jax.ShapeDtypeStruct((*lse.shape[:2], padded), jnp.float32)
     dq, dk, dv = (jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q, k, v))
 
     def query_tiles(config):
-        return tiles(spec.seq_q, config.block_q), spec.heads_q, spec.batch
+        return pl.cdiv(spec.seq_q, config.block_q), spec.heads_q, spec.batch
 
     def key_tiles(config):
-        return tiles(spec.seq_kv, config.block_kv), spec.heads_kv, spec.batch
+        return pl.cdiv(spec.seq_kv, config.block_kv), spec.heads_kv, spec.batch
 
-    delta_operands = (dout, out) if dlse is None else (dout, out, dlse)
-    (delta,) = launch(
-        "flash_bwd_delta",
-        flash_bwd_delta_kernel,
-        query_tiles,
-        delta_operands,
-        tuple(of_head(x) for x in delta_operands),
-        (rows,),
-        (of_head(rows),),
+    row_operands = (dout, out, lse) if dlse is None else (dout, out, lse, dlse)
+    lse2, delta = launch(
+        "flash_bwd_preprocess",
+        flash_bwd_preprocess_kernel,
+        lambda config: (padded // config.block_q, spec.heads_q, spec.batch),
+        row_operands,
+        tuple(of_head(x) for x in row_operands),
+        (rows, rows),
+        (of_head(rows), of_head(rows)),
         {key: problem[key] for key in ("seq_q", "head_dim_v", "block_dv")},
         spec,
         backend,
     )
-    operands = (q, k, v, dout, lse, delta)
+    operands = (q, k, v, dout, lse2, delta)
     (dq,) = launch(
         "flash_bwd_dq",
         flash_bwd_dq_kernel,
         query_tiles,
         operands,
-        (of_head(q), of_head(k, group), of_head(v, group), *map(of_head, (dout, lse, delta))),
+        (of_head(q), of_head(k, group), of_head(v, group), *map(of_head, (dout, lse2, delta))),
         (dq,),
         (of_head(dq),),
         problem,
@@ -295,7 +299,7 @@ def flash_bwd(
             of_group(q, group),
             of_head(k),
             of_head(v),
-            *(of_group(x, group) for x in (dout, lse, delta)),
+            *(of_group(x, group) for x in (dout, lse2, delta)),
         ),
         (dk, dv),
         (of_head(dk), of_head(dv)),

@@ -22,7 +22,6 @@ from pallas_attn.kernels.primitives import (
     store_rows,
     store_tile,
     tile_start,
-    tiles,
     visible_tiles,
 )
 from pallas_attn.launch import launch, of_head, problem_arguments
@@ -59,7 +58,7 @@ def flash_fwd_kernel(
     -inf. block_q and block_kv are powers of two, at least 16.
     """
     # Locate the tile of queries.
-    num_tiles = tiles(seq_q, block_q)
+    num_tiles = pl.cdiv(seq_q, block_q)
     start_q = (num_tiles - 1 - pl.program_id(0)) * block_q
 
     # Load the queries; they stay.
@@ -120,7 +119,7 @@ def flash_fwd(
     return launch(
         "flash_fwd",
         flash_fwd_kernel,
-        lambda config: (tiles(spec.seq_q, config.block_q), spec.heads_q, spec.batch),
+        lambda config: (pl.cdiv(spec.seq_q, config.block_q), spec.heads_q, spec.batch),
         (q, k, v),
         (of_head(q), of_head(k, spec.group_size), of_head(v, spec.group_size)),
         (out, lse),

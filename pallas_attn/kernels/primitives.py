@@ -10,10 +10,14 @@ may be None, and loops over no tile at all are not traced.
 """
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
+# Row vectors that the backward's kernels share are padded to a multiple of this many rows, so that
+# a tile of them is loaded without a mask. block_q of the backward divides it.
+ROW_PADDING = 128
 LOG2E = 1.4426950408889634
 LN2 = 0.6931471805599453
 
@@ -36,14 +40,14 @@ def visible_tiles(start, size, size_other, left, right, block, block_other):
     end = size_other
     full_end = size_other
     if left is not None:
-        begin = lax.div(jnp.maximum(first - left, 0), block_other) * block_other
+        begin = jnp.maximum(first - left, 0) // block_other * block_other
         full_begin = jnp.maximum(last - left, 0)
     if right is not None:
         end = minimum(jnp.maximum(last + right + 1, 0), size_other)
         full_end = minimum(jnp.maximum(first + right + 1, 0), size_other)
-    visible = tiles(maximum(end - begin, 0), block_other)
-    before = minimum(tiles(full_begin - begin, block_other), visible)
-    full = whole_tiles(maximum(full_end - begin, 0), block_other) - before
+    visible = cdiv(maximum(end - begin, 0), block_other)
+    before = minimum(cdiv(full_begin - begin, block_other), visible)
+    full = maximum(full_end - begin, 0) // block_other - before
     full = minimum(maximum(full, 0), visible - before)
     return begin, before, full, visible - before - full
 
@@ -62,14 +66,9 @@ def tile_start(index, begin, before, full, block, masked):
     return begin + lax.convert_element_type(tile, jnp.int32) * block
 
 
-def tiles(size, block):
-    """How many tiles of `block` rows hold `size` >= 0 rows, the last one perhaps in part."""
-    return whole_tiles(size + (block - 1), block)
-
-
-def whole_tiles(size, block):
-    """How many whole tiles of `block` rows `size` >= 0 rows hold."""
-    return size // block if isinstance(size, int) else lax.div(size, block)
+def cdiv(a, b):
+    """a / b rounded up, for a >= 0; unlike `pl.cdiv` it takes a traced int32 under jax_enable_x64."""
+    return (a + (b - 1)) // b
 
 
 def minimum(a, b):
@@ -82,14 +81,14 @@ def maximum(a, b):
     return max(a, b) if isinstance(a, int) and isinstance(b, int) else jnp.maximum(a, b)
 
 
-def load_tile(ref, start, num_rows, block_rows, size, block_size, mask_rows):
+def load_tile(ref, start, num_rows, block_rows, size, block_size, mask_rows, head=None):
     """Rows start .. start + block_rows of a [num_rows, size] matrix, zero-padded to block_size columns.
 
-    mask_rows: rows past `num_rows` give 0.
+    mask_rows: rows past `num_rows` give 0. head: the matrix is ``ref[:, head, :]``.
     """
     rows = arange(block_rows)[:, None]
     cols = arange(block_size)[None, :]
-    tile = ref.at[pl.ds(start, block_rows), :]
+    tile = tile_of(ref, start, block_rows, block_size, head)
     if mask_rows:
         return plt.load(tile, mask=(rows < num_rows - start) & (cols < size), other=0.0)
     if block_size != size:
@@ -102,8 +101,14 @@ def store_tile(ref, x, start, num_rows, block_rows, size, block_size):
     """The inverse of `load_tile`; rows past `num_rows` and columns past `size` are not written."""
     rows = arange(block_rows)[:, None]
     cols = arange(block_size)[None, :]
-    tile = ref.at[pl.ds(start, block_rows), :]
+    tile = tile_of(ref, start, block_rows, block_size)
     plt.store(tile, x.astype(ref.dtype), mask=(rows < num_rows - start) & (cols < size))
+
+
+def tile_of(ref, start, block_rows, block_size, head=None):
+    """A view of rows start .. start + block_rows; int32 indices, whatever jax_enable_x64 says."""
+    rows, cols = pl.ds(start, block_rows), pl.ds(np.int32(0), block_size)
+    return ref.at[rows, cols] if head is None else ref.at[rows, head, cols]
 
 
 def load_rows(ref, start, num_rows, block_rows, other):
@@ -167,12 +172,6 @@ def online_softmax_update(s, m_i, l_i, acc, exp2_scale):
     l_i = l_i * alpha + jnp.sum(p, 1)
     acc = acc * alpha[:, None]
     return p, m_new, l_i, acc
-
-
-def load_lse(ref, start, num_rows, block_rows):
-    """Row log-sum-exps in base 2; +inf where a row saw no key or does not exist, so that p is 0."""
-    lse = load_rows(ref, start, num_rows, block_rows, float("inf"))
-    return jnp.where(lse == float("-inf"), float("inf"), lse) * LOG2E
 
 
 def dot(a, b):

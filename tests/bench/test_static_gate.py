@@ -33,7 +33,7 @@ def name(problem: Problem) -> str:
 def test_shipped_configuration_is_fit_for_sm80(problem):
     verdicts = check(problem)
     assert {verdict.kernel for verdict in verdicts} == {
-        "flash_fwd", "flash_bwd_delta", "flash_bwd_dq", "flash_bwd_dkdv",
+        "flash_fwd", "flash_bwd_preprocess", "flash_bwd_dq", "flash_bwd_dkdv",
     }  # fmt: skip
     assert not {v.kernel: v.failures for v in verdicts if v.failures}
 
@@ -92,7 +92,7 @@ def test_what_needs_no_tensor_cores():
         float32 = Problem("jax", target, "float32", 64, "causal")
         assert failures(float32, "flash_fwd", config, without) == ()
         bfloat16 = replace(float32, dtype="bfloat16")
-        assert failures(bfloat16, "flash_bwd_delta", config, without) == ()
+        assert failures(bfloat16, "flash_bwd_preprocess", config, without) == ()
         assert failures(bfloat16, "flash_bwd_dq", config, without) != ()
 
 

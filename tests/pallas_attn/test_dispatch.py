@@ -46,7 +46,7 @@ def test_lowered_for_cuda_only_the_kernels_are_left(qkv, implementation, fresh_c
     with recording() as kernels:
         found = operations(gradients, qkv, "cuda")
     assert [name for name, *_ in kernels] == [
-        "flash_fwd", "flash_bwd_delta", "flash_bwd_dq", "flash_bwd_dkdv",
+        "flash_fwd", "flash_bwd_preprocess", "flash_bwd_dq", "flash_bwd_dkdv",
     ]  # fmt: skip
     # The case is over a constant: what JAX leaves of the choice of platform.
     assert found == {"custom_call", "case", "constant", "return"}
@@ -130,7 +130,7 @@ def test_explain_a_request(qkv):
     assert (explanation.implementation, explanation.execution) == ("triton", "interpreter")
     assert (explanation.device, explanation.target) == ("cpu", None)
     assert set(explanation.configs) == {
-        "flash_fwd", "flash_bwd_delta", "flash_bwd_dq", "flash_bwd_dkdv",
+        "flash_fwd", "flash_bwd_preprocess", "flash_bwd_dq", "flash_bwd_dkdv",
     }  # fmt: skip
     assert explanation.reason == "implementation='triton' was asked for"
 

@@ -1,4 +1,4 @@
-"""Flash attention, backward: delta, then dq, then dk and dv.
+"""Flash attention, backward: a preprocess of rows, then dq, then dk and dv.
 
 With p recomputed from lse, ``dp = dout vᵀ`` and ``delta = rowsum(dout ∘ out) - dlse``:
 ``ds = p ∘ (dp - delta)``, ``dq = scale · ds k``, ``dk = scale · dsᵀ q``, ``dv = pᵀ dout``.
@@ -13,10 +13,12 @@ from torch import Tensor
 
 from interop.contract.spec import AttentionSpec
 from torch_attn.kernels.primitives import (
+    LOG2E,
+    ROW_PADDING,
     attention_mask,
     attention_scores,
     count_tiles,
-    load_lse,
+    head_base,
     load_tile,
     softcap_derivative,
     store_tile,
@@ -27,31 +29,38 @@ from torch_attn.launch import UNSPECIALIZED, launch, problem_arguments, stride_a
 
 
 @triton.jit(do_not_specialize=["seq_q"])
-def flash_bwd_delta_kernel(
+def flash_bwd_preprocess_kernel(
     dout_ptr,
     out_ptr,
+    lse_ptr,
     dlse_ptr,
+    lse2_ptr,
     delta_ptr,
     dout_batch,
     dout_head,
     seq_q,
     heads_q,
     DOUT_ROW: tl.constexpr,
+    ALIGN: tl.constexpr,
     HAS_DLSE: tl.constexpr,
     HEAD_DIM_V: tl.constexpr,
     BLOCK_DV: tl.constexpr,
     BLOCK_Q: tl.constexpr,
 ):
-    """delta [B, Hq, Sq] = rowsum(dout ∘ out) - dlse, in float32; one program has BLOCK_Q rows of a head.
+    """What the other kernels need of each row; one program has BLOCK_Q rows of a head.
 
-    Operands: dout [B, Sq, Hq, Dv] with the given strides, out [B, Sq, Hq, Dv], dlse and delta
-    [B, Hq, Sq] (float32) contiguous. Grid: (query tiles, heads, batch) in one axis.
+    ``delta = rowsum(dout ∘ out) - dlse``, and lse2 is lse in base 2, or +inf where a row saw no
+    key or does not exist, so that ``exp2(s - lse2)`` is 0 there. Operands: dout [B, Sq, Hq, Dv]
+    with the given strides, out [B, Sq, Hq, Dv], lse and dlse [B, Hq, Sq] contiguous; lse2 and
+    delta [B, Hq, Sq rounded up to ROW_PADDING], all float32. Grid: (query tiles, heads, batch) in
+    one axis.
     """
-    num_tiles = tl.cdiv(seq_q, BLOCK_Q)
+    num_rows = tl.cdiv(seq_q, ROW_PADDING) * ROW_PADDING
+    num_tiles = num_rows // BLOCK_Q
     start_q = tl.program_id(0) % num_tiles * BLOCK_Q
     head = tl.program_id(0) // num_tiles % heads_q
     batch = (tl.program_id(0) // num_tiles // heads_q).to(tl.int64)
-    dout_base = dout_ptr + batch * dout_batch + head.to(tl.int64) * dout_head
+    dout_base = head_base(dout_ptr, batch, head, dout_batch, dout_head, ALIGN)
     out_row = heads_q * HEAD_DIM_V
     out_base = out_ptr + batch * seq_q * out_row + head * HEAD_DIM_V
     do = load_tile(dout_base, start_q, seq_q, DOUT_ROW, BLOCK_Q, HEAD_DIM_V, BLOCK_DV, True)
@@ -59,9 +68,13 @@ def flash_bwd_delta_kernel(
     delta = tl.sum(do.to(tl.float32) * out.to(tl.float32), 1)
     rows = start_q + tl.arange(0, BLOCK_Q)
     offset = (batch * heads_q + head) * seq_q
+    lse = tl.load(lse_ptr + offset + rows, mask=rows < seq_q, other=float("inf"))
+    lse2 = tl.where(lse == float("-inf"), float("inf"), lse) * LOG2E
     if HAS_DLSE:
         delta -= tl.load(dlse_ptr + offset + rows, mask=rows < seq_q, other=0.0)
-    tl.store(delta_ptr + offset + rows, delta, mask=rows < seq_q)
+    padded_offset = (batch * heads_q + head) * num_rows
+    tl.store(lse2_ptr + padded_offset + rows, lse2)
+    tl.store(delta_ptr + padded_offset + rows, delta)
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
@@ -70,7 +83,7 @@ def flash_bwd_dq_kernel(
     k_ptr,
     v_ptr,
     dout_ptr,
-    lse_ptr,
+    lse2_ptr,
     delta_ptr,
     dq_ptr,
     q_batch,
@@ -93,6 +106,7 @@ def flash_bwd_dq_kernel(
     K_ROW: tl.constexpr,
     V_ROW: tl.constexpr,
     DOUT_ROW: tl.constexpr,
+    ALIGN: tl.constexpr,
     GROUP_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_V: tl.constexpr,
@@ -107,8 +121,8 @@ def flash_bwd_dq_kernel(
 ):
     """One program computes BLOCK_Q rows of dq of one query head.
 
-    Operands: q, k, v, dout with the given strides and a contiguous last dimension; lse and delta
-    [B, Hq, Sq] (float32) and dq [B, Sq, Hq, D] contiguous. Grid: as in `flash_fwd_kernel`.
+    Operands: q, k, v, dout with the given strides and a contiguous last dimension; lse2 and
+    delta of `flash_bwd_preprocess_kernel` and dq [B, Sq, Hq, D] contiguous. Grid: as in `flash_fwd_kernel`.
     Loop invariant: dq is Σ ds k over the keys so far. Accumulation: float32, exponents in base 2,
     ds cast to k's dtype for ds·k. A row that sees no key gives 0.
     """
@@ -119,19 +133,19 @@ def flash_bwd_dq_kernel(
     batch = (tl.program_id(0) // num_tiles // heads_q).to(tl.int64)
     start_q = tile * BLOCK_Q
     head_kv = head // GROUP_SIZE
-    k_base = k_ptr + batch * k_batch + head_kv.to(tl.int64) * k_head
-    v_base = v_ptr + batch * v_batch + head_kv.to(tl.int64) * v_head
+    k_base = head_base(k_ptr, batch, head_kv, k_batch, k_head, ALIGN)
+    v_base = head_base(v_ptr, batch, head_kv, v_batch, v_head, ALIGN)
 
     # Load the queries and what belongs to their rows; they stay.
-    q_base = q_ptr + batch * q_batch + head.to(tl.int64) * q_head
-    dout_base = dout_ptr + batch * dout_batch + head.to(tl.int64) * dout_head
+    q_base = head_base(q_ptr, batch, head, q_batch, q_head, ALIGN)
+    dout_base = head_base(dout_ptr, batch, head, dout_batch, dout_head, ALIGN)
     q = load_tile(q_base, start_q, seq_q, Q_ROW, BLOCK_Q, HEAD_DIM, BLOCK_D, True)
     do = load_tile(dout_base, start_q, seq_q, DOUT_ROW, BLOCK_Q, HEAD_DIM_V, BLOCK_DV, True)
     rows = start_q + tl.arange(0, BLOCK_Q)
     position = rows + seq_kv - seq_q
-    offset = (batch * heads_q + head) * seq_q
-    lse = load_lse(lse_ptr + offset, start_q, seq_q, BLOCK_Q)
-    delta = tl.load(delta_ptr + offset + rows, mask=rows < seq_q, other=0.0)
+    offset = (batch * heads_q + head) * tl.cdiv(seq_q, ROW_PADDING) * ROW_PADDING
+    lse2 = tl.load(lse2_ptr + offset + rows)
+    delta = tl.load(delta_ptr + offset + rows)
     dq = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
 
     # Visit the tiles of keys that these queries see; only tiles at the edges are masked.
@@ -153,7 +167,7 @@ def flash_bwd_dq_kernel(
                     HAS_LEFT, HAS_RIGHT,
                 )  # fmt: skip
             # p = exp(s - lse)
-            p = tl.exp2(s * exp2_scale - lse[:, None])
+            p = tl.exp2(s * exp2_scale - lse2[:, None])
             # dp = dout vᵀ
             v = load_tile(v_base, start_kv, seq_kv, V_ROW, BLOCK_KV, HEAD_DIM_V, BLOCK_DV, masked)
             dp = tl.dot(do, tl.trans(v), input_precision="ieee")
@@ -176,7 +190,7 @@ def flash_bwd_dkdv_kernel(
     k_ptr,
     v_ptr,
     dout_ptr,
-    lse_ptr,
+    lse2_ptr,
     delta_ptr,
     dk_ptr,
     dv_ptr,
@@ -200,6 +214,7 @@ def flash_bwd_dkdv_kernel(
     K_ROW: tl.constexpr,
     V_ROW: tl.constexpr,
     DOUT_ROW: tl.constexpr,
+    ALIGN: tl.constexpr,
     GROUP_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_V: tl.constexpr,
@@ -229,8 +244,8 @@ def flash_bwd_dkdv_kernel(
     batch = (tl.program_id(0) // num_tiles // heads_kv).to(tl.int64)
 
     # Load the keys and values; they stay.
-    k_base = k_ptr + batch * k_batch + head_kv.to(tl.int64) * k_head
-    v_base = v_ptr + batch * v_batch + head_kv.to(tl.int64) * v_head
+    k_base = head_base(k_ptr, batch, head_kv, k_batch, k_head, ALIGN)
+    v_base = head_base(v_ptr, batch, head_kv, v_batch, v_head, ALIGN)
     k = load_tile(k_base, start_kv, seq_kv, K_ROW, BLOCK_KV, HEAD_DIM, BLOCK_D, True)
     v = load_tile(v_base, start_kv, seq_kv, V_ROW, BLOCK_KV, HEAD_DIM_V, BLOCK_DV, True)
     key = start_kv + tl.arange(0, BLOCK_KV)
@@ -243,9 +258,9 @@ def flash_bwd_dkdv_kernel(
     )
     for member in range(GROUP_SIZE):
         head = head_kv * GROUP_SIZE + member
-        q_base = q_ptr + batch * q_batch + head.to(tl.int64) * q_head
-        dout_base = dout_ptr + batch * dout_batch + head.to(tl.int64) * dout_head
-        offset = (batch * heads_q + head) * seq_q
+        q_base = head_base(q_ptr, batch, head, q_batch, q_head, ALIGN)
+        dout_base = head_base(dout_ptr, batch, head, dout_batch, dout_head, ALIGN)
+        offset = (batch * heads_q + head) * tl.cdiv(seq_q, ROW_PADDING) * ROW_PADDING
         for masked in tl.static_range(2):
             for index in tl.range(0, count_tiles(before, full, after, masked)):
                 start_q = tile_start(index, begin, before, full, BLOCK_Q, masked)
@@ -262,8 +277,8 @@ def flash_bwd_dkdv_kernel(
                         HAS_LEFT, HAS_RIGHT,
                     )  # fmt: skip
                 # pᵀ = exp(sᵀ - lse)
-                lse = load_lse(lse_ptr + offset, start_q, seq_q, BLOCK_Q)
-                p = tl.exp2(s * exp2_scale - lse[None, :])
+                lse2 = tl.load(lse2_ptr + offset + rows)
+                p = tl.exp2(s * exp2_scale - lse2[None, :])
                 # dv += pᵀ dout
                 do = load_tile(
                     dout_base, start_q, seq_q, DOUT_ROW, BLOCK_Q, HEAD_DIM_V, BLOCK_DV, masked
@@ -272,7 +287,7 @@ def flash_bwd_dkdv_kernel(
                 # dpᵀ = v doutᵀ
                 dp = tl.dot(v, tl.trans(do), input_precision="ieee")
                 # dsᵀ = pᵀ ∘ (dpᵀ - delta)
-                delta = tl.load(delta_ptr + offset + rows, mask=rows < seq_q, other=0.0)
+                delta = tl.load(delta_ptr + offset + rows)
                 ds = p * (dp - delta[None, :])
                 if HAS_SOFTCAP:
                     ds = ds * dcap
@@ -308,7 +323,8 @@ def flash_bwd(
     Returns:
         dq, dk, dv, shaped as q, k, v, in their dtype, contiguous.
     """
-    delta = torch.empty_like(lse)
+    padded = triton.cdiv(spec.seq_q, ROW_PADDING.value) * ROW_PADDING.value
+    lse2, delta = (lse.new_empty((*lse.shape[:2], padded)) for _ in range(2))
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     problem = problem_arguments(spec) | stride_arguments(q=q, k=k, v=v, dout=dout)
 
@@ -319,10 +335,10 @@ def flash_bwd(
         return (triton.cdiv(spec.seq_kv, config.block_kv) * spec.heads_kv * spec.batch,)
 
     launch(
-        "flash_bwd_delta",
-        flash_bwd_delta_kernel,
-        query_tiles,
-        (dout, out, dlse, delta),
+        "flash_bwd_preprocess",
+        flash_bwd_preprocess_kernel,
+        lambda config: (padded // config.block_q * spec.heads_q * spec.batch,),
+        (dout, out, lse, dlse, lse2, delta),
         stride_arguments(dout=dout)
         | {
             "seq_q": spec.seq_q,
@@ -333,7 +349,7 @@ def flash_bwd(
         },
         spec,
     )
-    operands = (q, k, v, dout, lse, delta)
+    operands = (q, k, v, dout, lse2, delta)
     launch("flash_bwd_dq", flash_bwd_dq_kernel, query_tiles, (*operands, dq), problem, spec)  # fmt: skip
     launch("flash_bwd_dkdv", flash_bwd_dkdv_kernel, key_tiles, (*operands, dk, dv), problem, spec)  # fmt: skip
     return dq, dk, dv

@@ -15,6 +15,7 @@ from torch_attn.kernels.primitives import (
     attention_mask,
     attention_scores,
     count_tiles,
+    head_base,
     load_tile,
     online_softmax_update,
     store_tile,
@@ -48,6 +49,7 @@ def flash_fwd_kernel(
     Q_ROW: tl.constexpr,
     K_ROW: tl.constexpr,
     V_ROW: tl.constexpr,
+    ALIGN: tl.constexpr,
     GROUP_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_V: tl.constexpr,
@@ -76,11 +78,11 @@ def flash_fwd_kernel(
     batch = (tl.program_id(0) // num_tiles // heads_q).to(tl.int64)
     start_q = tile * BLOCK_Q
     head_kv = head // GROUP_SIZE
-    k_base = k_ptr + batch * k_batch + head_kv.to(tl.int64) * k_head
-    v_base = v_ptr + batch * v_batch + head_kv.to(tl.int64) * v_head
+    k_base = head_base(k_ptr, batch, head_kv, k_batch, k_head, ALIGN)
+    v_base = head_base(v_ptr, batch, head_kv, v_batch, v_head, ALIGN)
 
     # Load the queries; they stay.
-    q_base = q_ptr + batch * q_batch + head.to(tl.int64) * q_head
+    q_base = head_base(q_ptr, batch, head, q_batch, q_head, ALIGN)
     q = load_tile(q_base, start_q, seq_q, Q_ROW, BLOCK_Q, HEAD_DIM, BLOCK_D, True)
     rows = start_q + tl.arange(0, BLOCK_Q)
     position = rows + seq_kv - seq_q

@@ -9,6 +9,9 @@ positive and no softcap stands between (the product folds into the exponent's su
 import triton
 import triton.language as tl
 
+# Row vectors that the backward's kernels share are padded to a multiple of this many rows, so that
+# a tile of them is loaded without a mask. block_q of the backward divides it.
+ROW_PADDING = tl.constexpr(128)
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 
@@ -73,6 +76,13 @@ def tile_start(index, begin, before, full, BLOCK: tl.constexpr, MASKED: tl.const
 
 
 @triton.jit
+def head_base(pointer, batch, head, batch_stride, head_stride, ALIGN: tl.constexpr):
+    """Where one head of a [B, S, H, D] tensor begins; ALIGN divides both strides."""
+    offset = batch * batch_stride + head.to(tl.int64) * head_stride
+    return pointer + tl.multiple_of(offset, ALIGN)
+
+
+@triton.jit
 def load_tile(
     base,
     start,
@@ -114,9 +124,7 @@ def store_tile(
     rows = tl.arange(0, BLOCK_ROWS)[:, None]
     cols = tl.arange(0, BLOCK_SIZE)[None, :]
     pointers = base + tl.cast(start, tl.int64) * stride + rows * stride + cols
-    tl.store(
-        pointers, x.to(base.dtype.element_ty), mask=(rows < num_rows - start) & (cols < SIZE)
-    )
+    tl.store(pointers, x.to(base.dtype.element_ty), mask=(rows < num_rows - start) & (cols < SIZE))
 
 
 @triton.jit
@@ -182,11 +190,3 @@ def online_softmax_update(s, m_i, l_i, acc, exp2_scale):
     l_i = l_i * alpha + tl.sum(p, 1)
     acc = acc * alpha[:, None]
     return p, m_new, l_i, acc
-
-
-@triton.jit
-def load_lse(base, start, num_rows, BLOCK_ROWS: tl.constexpr):
-    """Row log-sum-exps in base 2; +inf where a row saw no key or does not exist, so that p is 0."""
-    rows = start + tl.arange(0, BLOCK_ROWS)
-    lse = tl.load(base + rows, mask=rows < num_rows, other=float("inf"))
-    return tl.where(lse == float("-inf"), float("inf"), lse) * LOG2E
