@@ -98,7 +98,10 @@ def attention_backward(
 
 def visibility(xp: Any, spec: AttentionSpec, on: Any) -> Array | None:
     """Boolean mask [Sq, Skv] of the keys each query sees, on device `on`; None when it sees all."""
-    left, right = spec.window.left, spec.window.right
+    reach = spec.seq_q + spec.seq_kv  # wider windows see no more, and may not fit an index dtype
+    left, right = (
+        None if side is None else min(side, reach) for side in (spec.window.left, spec.window.right)
+    )
     if left is None and right is None:
         return None
     position = xp.arange(spec.seq_q, device=on)[:, None] + spec.diagonal
@@ -140,7 +143,8 @@ def _scores(xp: Any, q: Array, k: Array, spec: AttentionSpec) -> tuple[Array, Ar
         s, dcap = t * spec.softcap, 1 - t * t
     seen = visibility(xp, spec, device(s))
     if seen is not None:
-        seen = xp.concat([seen] * spec.group_size, axis=0)
+        group = (spec.group_size, *seen.shape)
+        seen = xp.reshape(xp.broadcast_to(seen, group), s.shape[-2:])
         s = xp.where(seen, s, xp.full_like(s, float("-inf")))
     return s, dcap
 
