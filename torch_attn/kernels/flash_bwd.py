@@ -38,9 +38,12 @@ def flash_bwd_preprocess_kernel(
     delta_ptr,
     dout_batch,
     dout_head,
+    out_batch,
+    out_head,
     seq_q,
     heads_q,
     DOUT_ROW: tl.constexpr,
+    OUT_ROW: tl.constexpr,
     ALIGN: tl.constexpr,
     HAS_DLSE: tl.constexpr,
     HEAD_DIM_V: tl.constexpr,
@@ -50,8 +53,8 @@ def flash_bwd_preprocess_kernel(
     """What the other kernels need of each row; one program has BLOCK_Q rows of a head.
 
     ``delta = rowsum(dout ∘ out) - dlse``, and lse2 is lse in base 2, or +inf where a row saw no
-    key or does not exist, so that ``exp2(s - lse2)`` is 0 there. Operands: dout [B, Sq, Hq, Dv]
-    with the given strides, out [B, Sq, Hq, Dv], lse and dlse [B, Hq, Sq] contiguous; lse2 and
+    key or does not exist, so that ``exp2(s - lse2)`` is 0 there. Operands: dout and out
+    [B, Sq, Hq, Dv] with the given strides; lse and dlse [B, Hq, Sq] contiguous; lse2 and
     delta [B, Hq, Sq rounded up to ROW_PADDING], all float32. Grid: (query tiles, heads, batch) in
     one axis.
     """
@@ -61,10 +64,9 @@ def flash_bwd_preprocess_kernel(
     head = tl.program_id(0) // num_tiles % heads_q
     batch = (tl.program_id(0) // num_tiles // heads_q).to(tl.int64)
     dout_base = head_base(dout_ptr, batch, head, dout_batch, dout_head, ALIGN)
-    out_row = heads_q * HEAD_DIM_V
-    out_base = out_ptr + batch * seq_q * out_row + head * HEAD_DIM_V
+    out_base = head_base(out_ptr, batch, head, out_batch, out_head, ALIGN)
     do = load_tile(dout_base, start_q, seq_q, DOUT_ROW, BLOCK_Q, HEAD_DIM_V, BLOCK_DV, True)
-    out = load_tile(out_base, start_q, seq_q, out_row, BLOCK_Q, HEAD_DIM_V, BLOCK_DV, True)
+    out = load_tile(out_base, start_q, seq_q, OUT_ROW, BLOCK_Q, HEAD_DIM_V, BLOCK_DV, True)
     delta = tl.sum(do.to(tl.float32) * out.to(tl.float32), 1)
     rows = start_q + tl.arange(0, BLOCK_Q)
     offset = (batch * heads_q + head) * seq_q
@@ -339,7 +341,7 @@ def flash_bwd(
         flash_bwd_preprocess_kernel,
         lambda config: (padded // config.block_q * spec.heads_q * spec.batch,),
         (dout, out, lse, dlse, lse2, delta),
-        stride_arguments(dout=dout)
+        stride_arguments(dout=dout, out=out)
         | {
             "seq_q": spec.seq_q,
             "heads_q": spec.heads_q,

@@ -87,7 +87,7 @@ def load_tile(
     base,
     start,
     num_rows,
-    stride,
+    STRIDE: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     SIZE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -95,11 +95,13 @@ def load_tile(
 ):
     """Rows start .. start + BLOCK_ROWS of a [num_rows, SIZE] matrix, zero-padded to BLOCK_SIZE columns.
 
-    `stride` is the distance of rows in elements. MASK_ROWS: rows past `num_rows` give 0.
+    STRIDE is the distance of rows in elements. MASK_ROWS: rows past `num_rows` give 0.
     """
     rows = tl.arange(0, BLOCK_ROWS)[:, None]
     cols = tl.arange(0, BLOCK_SIZE)[None, :]
-    pointers = base + tl.cast(start, tl.int64) * stride + rows * stride + cols
+    if STRIDE * BLOCK_ROWS >= 2**31:
+        rows = rows.to(tl.int64)
+    pointers = base + tl.cast(start, tl.int64) * STRIDE + rows * STRIDE + cols
     if MASK_ROWS:
         x = tl.load(pointers, mask=(rows < num_rows - start) & (cols < SIZE), other=0.0)
     elif BLOCK_SIZE != SIZE:
@@ -123,7 +125,7 @@ def store_tile(
     """The inverse of `load_tile`; rows past `num_rows` and columns past SIZE are not written."""
     rows = tl.arange(0, BLOCK_ROWS)[:, None]
     cols = tl.arange(0, BLOCK_SIZE)[None, :]
-    pointers = base + tl.cast(start, tl.int64) * stride + rows * stride + cols
+    pointers = base + (start + rows).to(tl.int64) * stride + cols
     tl.store(pointers, x.to(base.dtype.element_ty), mask=(rows < num_rows - start) & (cols < SIZE))
 
 
