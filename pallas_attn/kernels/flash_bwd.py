@@ -23,7 +23,7 @@ from pallas_attn.kernels.primitives import (
     load_rows,
     load_tile,
     softcap_derivative,
-    store_rows,
+    split_step,
     store_tile,
     tile_start,
     visible_tiles,
@@ -174,7 +174,7 @@ def flash_bwd_dkdv_kernel(
     # Load the keys and values; they stay.
     k = load_tile(k_ref, start_kv, seq_kv, block_kv, head_dim, block_d, True)
     v = load_tile(v_ref, start_kv, seq_kv, block_kv, head_dim_v, block_dv, True)
-    key = start_kv + arange(block_kv)
+    key = start_kv + arange(block_kv) - (seq_kv - seq_q)  # counted as queries are
     dk = jnp.zeros((block_kv, block_d), jnp.float32)
     dv = jnp.zeros((block_kv, block_dv), jnp.float32)
 
@@ -182,48 +182,39 @@ def flash_bwd_dkdv_kernel(
     begin, before, full, after = visible_tiles(
         start_kv, seq_kv, seq_q, window_right, window_left, block_kv, block_q
     )
+    for masked in (False, True):
+        count = count_tiles(before, full, after, masked)
 
-    def add_head(member, carry):
-        member = lax.convert_element_type(member, jnp.int32)
-        for masked in (False, True):
+        def visit(step, carry, masked=masked, count=count):
+            dk, dv = carry
+            member, index = split_step(step, count, group_size)
+            start_q = tile_start(index, begin, before, full, block_q, masked)
+            # sᵀ = scale · k qᵀ
+            q = load_tile(q_ref, start_q, seq_q, block_q, head_dim, block_d, masked, member)
+            s = attention_scores(k, q, scale, softcap, scale_first)
+            if softcap is not None:
+                dcap = softcap_derivative(s, softcap)
+            rows = start_q + arange(block_q)
+            if masked:
+                s = attention_mask(s, rows[None, :], key[:, None], None, window_left, window_right)
+            # pᵀ = exp(sᵀ - lse)
+            lse2 = lse2_ref[member, pl.ds(start_q, block_q)]
+            p = jnp.exp2(s * exp2_scale - lse2[None, :])
+            # dv += pᵀ dout
+            do = load_tile(dout_ref, start_q, seq_q, block_q, head_dim_v, block_dv, masked, member)
+            dv = dv + dot(p.astype(do.dtype), do)
+            # dpᵀ = v doutᵀ
+            dp = dot(v, do.T)
+            # dsᵀ = pᵀ ∘ (dpᵀ - delta)
+            delta = delta_ref[member, pl.ds(start_q, block_q)]
+            ds = p * (dp - delta[None, :])
+            if softcap is not None:
+                ds = ds * dcap
+            # dk += dsᵀ q
+            dk = dk + dot(ds.astype(q.dtype), q)
+            return dk, dv
 
-            def visit(index, carry, masked=masked):
-                start_q = tile_start(index, begin, before, full, block_q, masked)
-                dk, dv = carry
-                # sᵀ = scale · k qᵀ
-                q = load_tile(q_ref, start_q, seq_q, block_q, head_dim, block_d, masked, member)
-                s = attention_scores(k, q, scale, softcap, scale_first)
-                if softcap is not None:
-                    dcap = softcap_derivative(s, softcap)
-                rows = start_q + arange(block_q)
-                if masked:
-                    position = rows + seq_kv - seq_q
-                    s = attention_mask(
-                        s, position[None, :], key[:, None], seq_kv, window_left, window_right
-                    )
-                # pᵀ = exp(sᵀ - lse)
-                lse2 = lse2_ref[member, pl.ds(start_q, block_q)]
-                p = jnp.exp2(s * exp2_scale - lse2[None, :])
-                # dv += pᵀ dout
-                do = load_tile(
-                    dout_ref, start_q, seq_q, block_q, head_dim_v, block_dv, masked, member
-                )
-                dv = dv + dot(p.astype(do.dtype), do)
-                # dpᵀ = v doutᵀ
-                dp = dot(v, do.T)
-                # dsᵀ = pᵀ ∘ (dpᵀ - delta)
-                delta = delta_ref[member, pl.ds(start_q, block_q)]
-                ds = p * (dp - delta[None, :])
-                if softcap is not None:
-                    ds = ds * dcap
-                # dk += dsᵀ q
-                dk = dk + dot(ds.astype(q.dtype), q)
-                return dk, dv
-
-            carry = lax.fori_loop(0, count_tiles(before, full, after, masked), visit, carry)
-        return carry
-
-    dk, dv = lax.fori_loop(0, group_size, add_head, (dk, dv))
+        dk, dv = lax.fori_loop(0, count * group_size, visit, (dk, dv))
 
     # Scale and store.
     store_tile(dk_ref, dk * scale, start_kv, seq_kv, block_kv, head_dim, block_d)

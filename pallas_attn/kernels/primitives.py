@@ -81,6 +81,14 @@ def maximum(a, b):
     return max(a, b) if isinstance(a, int) and isinstance(b, int) else jnp.maximum(a, b)
 
 
+def split_step(step, count, group_size):
+    """Head of the group and index of the tile, at one step of a walk over `count` tiles a head."""
+    if group_size == 1:
+        return np.int32(0), step
+    step = lax.convert_element_type(step, jnp.int32)
+    return step // count, step % count
+
+
 def load_tile(ref, start, num_rows, block_rows, size, block_size, mask_rows, head=None):
     """Rows start .. start + block_rows of a [num_rows, size] matrix, zero-padded to block_size columns.
 
@@ -148,14 +156,19 @@ def tanh(x):
     return jnp.where(jnp.abs(x) < 0.15, series, jnp.where(x < 0, -ratio, ratio))
 
 
-def attention_mask(s, position, key, seq_kv, window_left, window_right):
-    """Scores of the keys that a query at `position` does not see, or that do not exist, become -inf."""
-    seen = key < seq_kv
+def attention_mask(s, position, key, end, window_left, window_right):
+    """Scores of keys that a query at `position` does not see become -inf.
+
+    So do those of keys from `end` on, which do not exist (None: all do, or their rows are not
+    stored). Positions and keys may be counted from any one origin.
+    """
+    if end is not None:
+        s = jnp.where(key < end, s, float("-inf"))
     if window_left is not None:
-        seen = seen & (key >= position - window_left)
+        s = jnp.where(key >= position - window_left, s, float("-inf"))
     if window_right is not None:
-        seen = seen & (key <= position + window_right)
-    return jnp.where(seen, s, float("-inf"))
+        s = jnp.where(key <= position + window_right, s, float("-inf"))
+    return s
 
 
 def online_softmax_update(s, m_i, l_i, acc, exp2_scale):

@@ -21,6 +21,7 @@ from torch_attn.kernels.primitives import (
     head_base,
     load_tile,
     softcap_derivative,
+    split_step,
     store_tile,
     tile_start,
     visible_tiles,
@@ -250,7 +251,7 @@ def flash_bwd_dkdv_kernel(
     v_base = head_base(v_ptr, batch, head_kv, v_batch, v_head, ALIGN)
     k = load_tile(k_base, start_kv, seq_kv, K_ROW, BLOCK_KV, HEAD_DIM, BLOCK_D, True)
     v = load_tile(v_base, start_kv, seq_kv, V_ROW, BLOCK_KV, HEAD_DIM_V, BLOCK_DV, True)
-    key = start_kv + tl.arange(0, BLOCK_KV)
+    key = start_kv + tl.arange(0, BLOCK_KV) - (seq_kv - seq_q)  # counted as queries are
     dk = tl.zeros([BLOCK_KV, BLOCK_D], tl.float32)
     dv = tl.zeros([BLOCK_KV, BLOCK_DV], tl.float32)
 
@@ -258,43 +259,43 @@ def flash_bwd_dkdv_kernel(
     begin, before, full, after = visible_tiles(
         start_kv, seq_kv, seq_q, window_right, window_left, BLOCK_KV, BLOCK_Q, HAS_RIGHT, HAS_LEFT
     )
-    for member in range(GROUP_SIZE):
-        head = head_kv * GROUP_SIZE + member
-        q_base = head_base(q_ptr, batch, head, q_batch, q_head, ALIGN)
-        dout_base = head_base(dout_ptr, batch, head, dout_batch, dout_head, ALIGN)
-        offset = (batch * heads_q + head) * tl.cdiv(seq_q, ROW_PADDING) * ROW_PADDING
-        for masked in tl.static_range(2):
-            for index in tl.range(0, count_tiles(before, full, after, masked)):
-                start_q = tile_start(index, begin, before, full, BLOCK_Q, masked)
-                # sᵀ = scale · k qᵀ
-                q = load_tile(q_base, start_q, seq_q, Q_ROW, BLOCK_Q, HEAD_DIM, BLOCK_D, masked)
-                s = attention_scores(k, q, scale, softcap, SCALE_FIRST, HAS_SOFTCAP)
-                if HAS_SOFTCAP:
-                    dcap = softcap_derivative(s, softcap)
-                rows = start_q + tl.arange(0, BLOCK_Q)
-                if masked:
-                    position = rows + seq_kv - seq_q
-                    s = attention_mask(
-                        s, position[None, :], key[:, None], seq_kv, window_left, window_right,
-                        HAS_LEFT, HAS_RIGHT,
-                    )  # fmt: skip
-                # pᵀ = exp(sᵀ - lse)
-                lse2 = tl.load(lse2_ptr + offset + rows)
-                p = tl.exp2(s * exp2_scale - lse2[None, :])
-                # dv += pᵀ dout
-                do = load_tile(
-                    dout_base, start_q, seq_q, DOUT_ROW, BLOCK_Q, HEAD_DIM_V, BLOCK_DV, masked
-                )
-                dv = tl.dot(p.to(do.dtype), do, dv, input_precision="ieee")
-                # dpᵀ = v doutᵀ
-                dp = tl.dot(v, tl.trans(do), input_precision="ieee")
-                # dsᵀ = pᵀ ∘ (dpᵀ - delta)
-                delta = tl.load(delta_ptr + offset + rows)
-                ds = p * (dp - delta[None, :])
-                if HAS_SOFTCAP:
-                    ds = ds * dcap
-                # dk += dsᵀ q
-                dk = tl.dot(ds.to(q.dtype), q, dk, input_precision="ieee")
+    for masked in tl.static_range(2):
+        count = count_tiles(before, full, after, masked)
+        for step in tl.range(0, count * GROUP_SIZE):
+            member, index = split_step(step, count, GROUP_SIZE)
+            start_q = tile_start(index, begin, before, full, BLOCK_Q, masked)
+            head = head_kv * GROUP_SIZE + member
+            q_base = head_base(q_ptr, batch, head, q_batch, q_head, ALIGN)
+            dout_base = head_base(dout_ptr, batch, head, dout_batch, dout_head, ALIGN)
+            offset = (batch * heads_q + head) * tl.cdiv(seq_q, ROW_PADDING) * ROW_PADDING
+            # sᵀ = scale · k qᵀ
+            q = load_tile(q_base, start_q, seq_q, Q_ROW, BLOCK_Q, HEAD_DIM, BLOCK_D, masked)
+            s = attention_scores(k, q, scale, softcap, SCALE_FIRST, HAS_SOFTCAP)
+            if HAS_SOFTCAP:
+                dcap = softcap_derivative(s, softcap)
+            rows = start_q + tl.arange(0, BLOCK_Q)
+            if masked:
+                s = attention_mask(
+                    s, rows[None, :], key[:, None], None, window_left, window_right,
+                    HAS_LEFT, HAS_RIGHT,
+                )  # fmt: skip
+            # pᵀ = exp(sᵀ - lse)
+            lse2 = tl.load(lse2_ptr + offset + rows)
+            p = tl.exp2(s * exp2_scale - lse2[None, :])
+            # dv += pᵀ dout
+            do = load_tile(
+                dout_base, start_q, seq_q, DOUT_ROW, BLOCK_Q, HEAD_DIM_V, BLOCK_DV, masked
+            )
+            dv = tl.dot(p.to(do.dtype), do, dv, input_precision="ieee")
+            # dpᵀ = v doutᵀ
+            dp = tl.dot(v, tl.trans(do), input_precision="ieee")
+            # dsᵀ = pᵀ ∘ (dpᵀ - delta)
+            delta = tl.load(delta_ptr + offset + rows)
+            ds = p * (dp - delta[None, :])
+            if HAS_SOFTCAP:
+                ds = ds * dcap
+            # dk += dsᵀ q
+            dk = tl.dot(ds.to(q.dtype), q, dk, input_precision="ieee")
 
     # Scale and store.
     dk_row = heads_kv * HEAD_DIM

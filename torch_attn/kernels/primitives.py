@@ -76,6 +76,16 @@ def tile_start(index, begin, before, full, BLOCK: tl.constexpr, MASKED: tl.const
 
 
 @triton.jit
+def split_step(step, count, GROUP_SIZE: tl.constexpr):
+    """Head of the group and index of the tile, at one step of a walk over `count` tiles a head."""
+    if GROUP_SIZE == 1:
+        member, index = 0, step
+    else:
+        member, index = step // count, step % count
+    return member, index
+
+
+@triton.jit
 def head_base(pointer, batch, head, batch_stride, head_stride, ALIGN: tl.constexpr):
     """Where one head of a [B, S, H, D] tensor begins; ALIGN divides both strides."""
     offset = batch * batch_stride + head.to(tl.int64) * head_stride
@@ -162,19 +172,24 @@ def attention_mask(
     s,
     position,
     key,
-    seq_kv,
+    end,
     window_left,
     window_right,
     HAS_LEFT: tl.constexpr,
     HAS_RIGHT: tl.constexpr,
 ):
-    """Scores of the keys that a query at `position` does not see, or that do not exist, become -inf."""
-    seen = key < seq_kv
+    """Scores of keys that a query at `position` does not see become -inf.
+
+    So do those of keys from `end` on, which do not exist (None: all do, or their rows are not
+    stored). Positions and keys may be counted from any one origin.
+    """
+    if end is not None:
+        s = tl.where(key < end, s, float("-inf"))
     if HAS_LEFT:
-        seen = seen & (key >= position - window_left)
+        s = tl.where(key >= position - window_left, s, float("-inf"))
     if HAS_RIGHT:
-        seen = seen & (key <= position + window_right)
-    return tl.where(seen, s, float("-inf"))
+        s = tl.where(key <= position + window_right, s, float("-inf"))
+    return s
 
 
 @triton.jit
