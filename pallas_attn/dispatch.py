@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from interop.contract.config import KernelConfig, config_key, load_table
+from interop.contract.config import KernelConfig, find_configs
 from interop.contract.explain import Explanation
 from interop.contract.spec import AttentionSpec
 from interop.contract.target import requested_target, resolve_target
@@ -73,8 +73,7 @@ def run_on_platform(backends: Backends, run: Callable[..., Any], *args: Any) -> 
 
 def configs_for(spec: AttentionSpec, target: str) -> dict[str, KernelConfig]:
     """The shipped configuration of each kernel for a problem."""
-    table = load_table(_CONFIGS / f"{target}.toml")
-    return {kernel: rows[config_key(spec)] for kernel, rows in table.items()}
+    return find_configs(_CONFIGS / f"{target}.toml", spec)
 
 
 def explain_choice(

@@ -12,8 +12,7 @@ import torch
 
 from interop.contract.config import (
     KernelConfig,
-    config_key,
-    load_table,
+    find_configs,
     padded_head_dim,
 )
 from interop.contract.spec import AttentionSpec
@@ -36,8 +35,7 @@ def target_of(device: torch.device) -> str:
 
 def configs_for(spec: AttentionSpec, target: str) -> dict[str, KernelConfig]:
     """The shipped configuration of each kernel for a problem."""
-    table = load_table(_CONFIGS / f"{target}.toml")
-    return {kernel: rows[config_key(spec)] for kernel, rows in table.items()}
+    return find_configs(_CONFIGS / f"{target}.toml", spec)
 
 
 def problem_arguments(spec: AttentionSpec) -> dict[str, Any]:

@@ -14,12 +14,12 @@ from importlib import import_module
 from pathlib import Path
 
 from bench.static.resources import Resources, measure
-from interop.contract.config import KernelConfig, config_key, load_table
+from interop.contract.config import KernelConfig, load_table, padded_head_dim
 from interop.contract.spec import AttentionSpec, Window
 from interop.contract.target import SHARED_MEMORY_LIMIT
 
 FRAMEWORKS = {"torch": "torch_attn", "jax": "pallas_attn"}
-FEATURES = ("causal", "window-softcap", "odd-head-size")
+FEATURES = ("full", "causal", "window-softcap", "odd-head-size")
 
 _AOT = {"torch": "bench.static.triton_aot", "jax": "bench.static.pallas_aot"}
 _ROOT = Path(__file__).parents[2]
@@ -50,6 +50,7 @@ class Problem:
         """An attention problem that reaches the row and has the feature."""
         head_dim = self.head_dim - 8 if self.feature == "odd-head-size" else self.head_dim
         capped = self.feature == "window-softcap"
+        window = Window() if self.feature == "full" else Window(right=0)
         return AttentionSpec(
             batch=2,
             seq_q=1024,
@@ -60,7 +61,7 @@ class Problem:
             head_dim_v=head_dim,
             dtype=self.dtype,
             scale=1 / math.sqrt(head_dim),
-            window=Window(left=256, right=128) if capped else Window(right=0),
+            window=Window(left=256, right=128) if capped else window,
             softcap=30.0 if capped else None,
         )
 
@@ -79,11 +80,11 @@ class Verdict:
 def problems(framework: str, target: str) -> Iterator[Problem]:
     """Every problem that the gate compiles for one framework and target."""
     table = load_table(_ROOT / FRAMEWORKS[framework] / "configs" / f"{target}.toml")
-    for bits, head_dim in sorted({key for rows in table.values() for key in rows}):
+    for bits, head_dim in sorted({key[:2] for rows in table.values() for key in rows}):
         dtype = {16: "bfloat16", 32: "float32"}[bits]
         for feature in FEATURES:
             problem = Problem(framework, target, dtype, head_dim, feature)
-            if config_key(problem.spec) == (bits, head_dim):
+            if padded_head_dim(problem.spec.head_dim) == head_dim:
                 yield problem
 
 

@@ -10,7 +10,8 @@ A file holds, for each kernel, rows such as ::
     num_warps = 8
     num_stages = 3
 
-Kernels read the table; nothing is tuned at run time.
+A row with ``softcap = true`` is for capped scores only, which need more registers, and stands in
+for the plain row there. Kernels read the table; nothing is tuned at run time.
 """
 
 from __future__ import annotations
@@ -38,18 +39,26 @@ def padded_head_dim(head_dim: int) -> int:
     return max(16, 1 << (head_dim - 1).bit_length())
 
 
-def config_key(spec: AttentionSpec) -> tuple[int, int]:
-    """The part of a problem that chooses a row: dtype bits and padded head size."""
+def find_configs(path: Path, spec: AttentionSpec) -> dict[str, KernelConfig]:
+    """The configuration of each kernel of one table for a problem."""
     bits = 32 if spec.dtype == "float32" else 16
-    return bits, padded_head_dim(max(spec.head_dim, spec.head_dim_v))
+    head_dim = padded_head_dim(max(spec.head_dim, spec.head_dim_v))
+    capped = spec.softcap is not None
+    return {
+        kernel: rows.get((bits, head_dim, capped)) or rows[bits, head_dim, False]
+        for kernel, rows in load_table(path).items()
+    }
 
 
 @cache
-def load_table(path: Path) -> dict[str, dict[tuple[int, int], KernelConfig]]:
-    """Read one table: kernel name, then (dtype bits, padded head size), to configuration."""
-    table: dict[str, dict[tuple[int, int], KernelConfig]] = {}
+def load_table(path: Path) -> dict[str, dict[tuple[int, int, bool], KernelConfig]]:
+    """Read one table: kernel, then (dtype bits, padded head size, softcap), to configuration."""
+    table: dict[str, dict[tuple[int, int, bool], KernelConfig]] = {}
     for kernel, rows in tomllib.loads(path.read_text()).items():
         table[kernel] = {
-            (row.pop("dtype_bits"), row.pop("head_dim")): KernelConfig(**row) for row in rows
+            (row.pop("dtype_bits"), row.pop("head_dim"), row.pop("softcap", False)): KernelConfig(
+                **row
+            )
+            for row in rows
         }
     return table

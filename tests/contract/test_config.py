@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from interop.contract.config import KernelConfig, config_key, load_table, padded_head_dim
+from interop.contract.config import KernelConfig, find_configs, load_table, padded_head_dim
 from interop.contract.spec import AttentionSpec
 
 TABLE = """
@@ -39,11 +39,11 @@ def test_a_table_maps_kernel_and_key_to_configuration(tmp_path):
     path.write_text(TABLE)
     assert load_table(path) == {
         "flash_fwd": {
-            (16, 64): KernelConfig(block_q=128, block_kv=64, num_warps=4, num_stages=3),
-            (32, 64): KernelConfig(block_q=64, block_kv=32, num_warps=8, num_stages=2),
+            (16, 64, False): KernelConfig(block_q=128, block_kv=64, num_warps=4, num_stages=3),
+            (32, 64, False): KernelConfig(block_q=64, block_kv=32, num_warps=8, num_stages=2),
         },
         "flash_bwd_dq": {
-            (16, 16): KernelConfig(block_q=32, block_kv=16, num_warps=2, num_stages=1)
+            (16, 16, False): KernelConfig(block_q=32, block_kv=16, num_warps=2, num_stages=1)
         },
     }
 
@@ -81,11 +81,38 @@ def test_padded_head_dim(head_dim, padded):
     assert padded_head_dim(head_dim) == padded
 
 
-def test_config_key():
-    spec = AttentionSpec(
-        batch=1, seq_q=1, seq_kv=1, heads_q=1, heads_kv=1, head_dim=80, head_dim_v=24,
-        dtype="bfloat16", scale=1.0,
-    )  # fmt: skip
-    assert config_key(spec) == (16, 128)
-    assert config_key(replace(spec, dtype="float16", head_dim=24, head_dim_v=80)) == (16, 128)
-    assert config_key(replace(spec, dtype="float32", head_dim=16)) == (32, 32)
+SPEC = AttentionSpec(
+    batch=1, seq_q=1, seq_kv=1, heads_q=1, heads_kv=1, head_dim=64, head_dim_v=24,
+    dtype="bfloat16", scale=1.0,
+)  # fmt: skip
+KERNEL = """
+[[flash_fwd]]
+dtype_bits = {bits}
+head_dim = {head_dim}
+{extra}
+block_q = {block_q}
+block_kv = 16
+num_warps = 4
+num_stages = 1
+"""
+
+
+def test_the_row_of_a_problem(tmp_path):
+    path = tmp_path / "sm80.toml"
+    rows = [(16, 64, "", 1), (16, 128, "", 2), (32, 64, "", 3), (16, 64, "softcap = true", 4)]
+    path.write_text(
+        "".join(
+            KERNEL.format(bits=bits, head_dim=head_dim, extra=extra, block_q=block_q)
+            for bits, head_dim, extra, block_q in rows
+        )
+    )
+
+    def block_q(**changes):
+        return find_configs(path, replace(SPEC, **changes))["flash_fwd"].block_q
+
+    assert block_q() == 1
+    assert block_q(dtype="float16", head_dim=40, head_dim_v=64) == 1
+    assert block_q(head_dim_v=80) == 2
+    assert block_q(head_dim_v=80, softcap=1.0) == 2
+    assert block_q(dtype="float32") == 3
+    assert block_q(softcap=1.0) == 4
