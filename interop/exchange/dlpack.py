@@ -39,6 +39,9 @@ DTYPES = {
     "complex128",
 }
 
+# Without jax_enable_x64 JAX turns these into types of half the width. Asking it takes 10 us.
+WIDE_DTYPES = {"int64", "uint64", "float64", "complex128"}
+
 # What XLA assumes of a buffer that it did not allocate, in bytes. On a CPU JAX would copy
 # silently; on a GPU the first computation would fail.
 ALIGNMENT = {"cpu": 64, "cuda": 16}
@@ -138,7 +141,7 @@ def _check_tensor(tensor: torch.Tensor) -> None:
         fail(ValueError, "tensor", expected, "requires_grad=True")
     dtype = str(tensor.dtype).removeprefix("torch.")
     _check_dtype("tensor", dtype)
-    if jax.dtypes.canonicalize_dtype(dtype).name != dtype:
+    if dtype in WIDE_DTYPES and jax.dtypes.canonicalize_dtype(dtype).name != dtype:
         expected = "a dtype that JAX does not narrow (set jax_enable_x64, or cast it first)"
         fail(TypeError, "tensor", expected, dtype)
 
@@ -151,7 +154,7 @@ def _check_shareable(tensor: torch.Tensor) -> None:
         fail(ValueError, "tensor", expected, f"one with the {bit} bit set")
     if tensor.numel() == 0:
         return
-    if not _is_compact(tensor):
+    if not (tensor.is_contiguous() or _is_compact(tensor)):
         expected = "elements that fill one block of memory (copy=True makes a copy)"
         got = f"shape {tuple(tensor.shape)} with strides {tensor.stride()}"
         fail(ValueError, "tensor", expected, got)
