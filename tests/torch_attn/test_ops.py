@@ -5,6 +5,7 @@ or of forward mode fail after an update of torch, compare `_Differentiable.call`
 ``torch.autograd.Function.apply`` and ``torch/_functorch/autograd_function.py``.
 """
 
+import gc
 import subprocess
 import sys
 
@@ -299,7 +300,10 @@ def test_capture_in_a_cuda_graph():
         step()  # compiles the kernels
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    # The default mode, "global", forbids some calls of CUDA to every thread of the process, also
+    # to those of JAX, if an earlier test started it; garbage of JAX's would call from this one.
+    gc.collect()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         captured = step()
     with torch.no_grad():
         for x in inputs:
