@@ -200,11 +200,11 @@ def flash_bwd_dkdv_kernel(
             # pᵀ = exp(sᵀ - lse)
             lse2 = lse2_ref[member, pl.ds(start_q, block_q)]
             p = jnp.exp2(s * exp2_scale - lse2[None, :])
-            # dv += pᵀ dout
-            do = load_tile(dout_ref, start_q, seq_q, block_q, head_dim_v, block_dv, masked, member)
-            dv = dv + dot(p.astype(do.dtype), do)
             # dpᵀ = v doutᵀ
+            do = load_tile(dout_ref, start_q, seq_q, block_q, head_dim_v, block_dv, masked, member)
             dp = dot(v, do.T)
+            # dv += pᵀ dout
+            dv = dv + dot(p.astype(do.dtype), do)
             # dsᵀ = pᵀ ∘ (dpᵀ - delta)
             delta = delta_ref[member, pl.ds(start_q, block_q)]
             ds = p * (dp - delta[None, :])

@@ -282,13 +282,13 @@ def flash_bwd_dkdv_kernel(
             # pᵀ = exp(sᵀ - lse)
             lse2 = tl.load(lse2_ptr + offset + rows)
             p = tl.exp2(s * exp2_scale - lse2[None, :])
-            # dv += pᵀ dout
+            # dpᵀ = v doutᵀ
             do = load_tile(
                 dout_base, start_q, seq_q, DOUT_ROW, BLOCK_Q, HEAD_DIM_V, BLOCK_DV, masked
             )
-            dv = tl.dot(p.to(do.dtype), do, dv, input_precision="ieee")
-            # dpᵀ = v doutᵀ
             dp = tl.dot(v, tl.trans(do), input_precision="ieee")
+            # dv += pᵀ dout
+            dv = tl.dot(p.to(do.dtype), do, dv, input_precision="ieee")
             # dsᵀ = pᵀ ∘ (dpᵀ - delta)
             delta = tl.load(delta_ptr + offset + rows)
             ds = p * (dp - delta[None, :])
