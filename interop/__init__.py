@@ -1,1 +1,1 @@
-"""What the two halves of twin-attention share: the contract, the exchange of tensors, the parity harness."""
+"""What the two halves of twin-attention share: contract, exchange of tensors, parity harness."""

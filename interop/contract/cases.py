@@ -24,7 +24,8 @@ class FlashCase:
 
     Attributes:
         name: unique, and what `--filter` matches.
-        batch ... dtype: shapes and dtype of q [B, Sq, Hq, D], k [B, Skv, Hkv, D], v [B, Skv, Hkv, Dv].
+        batch ... dtype: shapes and dtype of q [B, Sq, Hq, D], k [B, Skv, Hkv, D] and
+            v [B, Skv, Hkv, Dv].
         causal, scale, window_size, softcap: the call's options.
         gradients: run the backward as well.
         layout: "contiguous", or "strided" for q, k, v that are views of one packed torch tensor
@@ -138,7 +139,12 @@ def _full() -> Iterator[FlashCase]:
             name = f"full-{prefix}-window-{window[0]}-{window[1]}"
             yield replace(base, name=name, dtype=dtype, window_size=window, seq_q=401)
             yield replace(
-                base, name=name + "-causal", dtype=dtype, window_size=window, causal=True, seq_kv=450
+                base,
+                name=name + "-causal",
+                dtype=dtype,
+                window_size=window,
+                causal=True,
+                seq_kv=450,
             )
         for softcap in (1.0, 30.0):
             name = f"full-{prefix}-softcap{softcap:g}"

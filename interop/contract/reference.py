@@ -62,7 +62,8 @@ def attention_backward(
     """Gradients of `attention_forward`.
 
     With ``dp = dout · vᵀ`` and ``delta = rowsum(dout ∘ out) - dlse``:
-    ``ds = p ∘ (dp - delta)``, ``dq = scale · ds · k``, ``dk = scale · dsᵀ · q``, ``dv = pᵀ · dout``.
+    ``ds = p ∘ (dp - delta)``, ``dq = scale · ds · k``, ``dk = scale · dsᵀ · q``,
+    ``dv = pᵀ · dout``.
 
     Args:
         dout: gradient of out, [B, Sq, Hq, Dv].
@@ -115,7 +116,7 @@ def visibility(xp: Any, spec: AttentionSpec, on: Any) -> Array | None:
 
 
 def _by_kv_head(xp: Any, qkv: tuple[Array, ...], spec: AttentionSpec, dtype: Any):
-    """q as [B, Hkv, group · Sq, D] (no key is copied for a query head); k, v as [B, Hkv, Skv, D]."""
+    """q as [B, Hkv, group · Sq, D], so that no key is copied; k, v as [B, Hkv, Skv, D]."""
     q, k, v = qkv
     k, v = (xp.permute_dims(xp.astype(x, dtype), (0, 2, 1, 3)) for x in (k, v))
     return _rows(xp, q, spec, dtype), k, v

@@ -131,7 +131,9 @@ def _check_operands(q: Operand, k: Operand, v: Operand) -> None:
     for x in (q, v):
         size = x.shape[3]
         if size % HEAD_DIM_STEP or not HEAD_DIM_MIN <= size <= HEAD_DIM_MAX:
-            supported = f"a head size from {HEAD_DIM_MIN} to {HEAD_DIM_MAX} in steps of {HEAD_DIM_STEP}"
+            supported = (
+                f"a head size from {HEAD_DIM_MIN} to {HEAD_DIM_MAX} in steps of {HEAD_DIM_STEP}"
+            )
             fail(NotImplementedError, x.name, supported, size)
     for x in (q, k, v):
         if not x.contiguous_rows:
