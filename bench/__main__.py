@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
+from bench import flash
 from bench.static import command as static
 
 
@@ -13,6 +14,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     static.add_parser(commands)
+    flash.add_parser(commands)
     arguments = parser.parse_args(argv)
     return arguments.run(arguments)
 

@@ -43,7 +43,7 @@ def of_head(x: Any, group_size: int = 1) -> pl.BlockSpec:
     """What a program reads of `x`: one head's rows.
 
     Args:
-        x: [B, S, H, D] gives [S, D], the last dimension padded to a power of two; [B, H, S] gives [S].
+        x: [B, S, H, D] gives [S, D], D padded to a power of two; [B, H, S] gives [S].
         group_size: programs of that many heads of the grid share one head of `x`.
     """
     if len(x.shape) == 3:

@@ -121,7 +121,9 @@ def launch(
 
 @contextmanager
 def recording(target: str) -> Iterator[list[tuple[str, KernelConfig, Any]]]:
-    """Compile for `target` instead of launching; yields a list of (kernel, configuration, compiled).
+    """Compile for `target` instead of launching.
+
+    Yields a list that grows by (kernel, configuration, compiled).
 
     Needs a Triton driver that reports that target; operands may be on the "meta" device.
     """

@@ -79,9 +79,9 @@ def flash_bwd_dq_kernel(
     """One program computes block_q rows of dq of one query head.
 
     Operands, of this program's batch and head: q and dq [Sq, D], k [Skv, D], v [Skv, Dv],
-    dout [Sq, Dv], lse2 and delta of `flash_bwd_preprocess_kernel`. Grid: as in `flash_fwd_kernel`. Loop invariant:
-    dq is Σ ds k over the keys so far. Accumulation: float32, exponents in base 2, ds cast to k's
-    dtype for ds·k. A row that sees no key gives 0.
+    dout [Sq, Dv], lse2 and delta of `flash_bwd_preprocess_kernel`. Grid: as in
+    `flash_fwd_kernel`. Loop invariant: dq is Σ ds k over the keys so far. Accumulation: float32,
+    exponents in base 2, ds cast to k's dtype for ds·k. A row that sees no key gives 0.
     """
     # Locate the tile of queries.
     num_tiles = pl.cdiv(seq_q, block_q)
@@ -274,7 +274,7 @@ def flash_bwd(
         flash_bwd_dq_kernel,
         query_tiles,
         operands,
-        (of_head(q), of_head(k, group), of_head(v, group), *map(of_head, (dout, lse2, delta))),
+        (of_head(q), of_head(k, group), of_head(v, group), *map(of_head, operands[3:])),
         (dq,),
         (of_head(dq),),
         problem,

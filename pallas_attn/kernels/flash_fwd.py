@@ -99,7 +99,8 @@ def flash_fwd_kernel(
     # Normalise and store.
     l_safe = jnp.where(l_i == 0.0, 1.0, l_i)
     lse = m_i * LN2 + jnp.log(l_safe)
-    store_tile(out_ref, acc / l_safe[:, None], start_q, seq_q, block_q, head_dim_v, block_dv)
+    out = acc / l_safe[:, None]
+    store_tile(out_ref, out, start_q, seq_q, block_q, head_dim_v, block_dv)
     store_rows(lse_ref, lse, start_q, seq_q, block_q)
 
 

@@ -67,7 +67,7 @@ def tile_start(index, begin, before, full, block, masked):
 
 
 def cdiv(a, b):
-    """a / b rounded up, for a >= 0; unlike `pl.cdiv` it takes a traced int32 under jax_enable_x64."""
+    """a / b rounded up, for a >= 0; unlike `pl.cdiv` it takes a traced int32 in 64-bit mode."""
     return (a + (b - 1)) // b
 
 
@@ -90,9 +90,9 @@ def split_step(step, count, group_size):
 
 
 def load_tile(ref, start, num_rows, block_rows, size, block_size, mask_rows, head=None):
-    """Rows start .. start + block_rows of a [num_rows, size] matrix, zero-padded to block_size columns.
+    """Rows start .. start + block_rows of a [num_rows, size] matrix.
 
-    mask_rows: rows past `num_rows` give 0. head: the matrix is ``ref[:, head, :]``.
+    Columns are padded with zeros to block_size. mask_rows: rows past `num_rows` give 0. head: the matrix is ``ref[:, head, :]``.
     """
     rows = arange(block_rows)[:, None]
     cols = arange(block_size)[None, :]

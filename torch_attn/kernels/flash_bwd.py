@@ -125,7 +125,8 @@ def flash_bwd_dq_kernel(
     """One program computes BLOCK_Q rows of dq of one query head.
 
     Operands: q, k, v, dout with the given strides and a contiguous last dimension; lse2 and
-    delta of `flash_bwd_preprocess_kernel` and dq [B, Sq, Hq, D] contiguous. Grid: as in `flash_fwd_kernel`.
+    delta of `flash_bwd_preprocess_kernel` and dq [B, Sq, Hq, D] contiguous. Grid: as in
+    `flash_fwd_kernel`.
     Loop invariant: dq is Σ ds k over the keys so far. Accumulation: float32, exponents in base 2,
     ds cast to k's dtype for ds·k. A row that sees no key gives 0.
     """
@@ -353,6 +354,20 @@ def flash_bwd(
         spec,
     )
     operands = (q, k, v, dout, lse2, delta)
-    launch("flash_bwd_dq", flash_bwd_dq_kernel, query_tiles, (*operands, dq), problem, spec)  # fmt: skip
-    launch("flash_bwd_dkdv", flash_bwd_dkdv_kernel, key_tiles, (*operands, dk, dv), problem, spec)  # fmt: skip
+    launch(
+        "flash_bwd_dq",
+        flash_bwd_dq_kernel,
+        query_tiles,
+        (*operands, dq),
+        problem,
+        spec,
+    )
+    launch(
+        "flash_bwd_dkdv",
+        flash_bwd_dkdv_kernel,
+        key_tiles,
+        (*operands, dk, dv),
+        problem,
+        spec,
+    )
     return dq, dk, dv

@@ -117,7 +117,8 @@ def flash_fwd_kernel(
     lse = m_i * LN2 + tl.log(l_safe)
     out_row = heads_q * HEAD_DIM_V
     out_base = out_ptr + batch * seq_q * out_row + head * HEAD_DIM_V
-    store_tile(out_base, acc / l_safe[:, None], start_q, seq_q, out_row, BLOCK_Q, HEAD_DIM_V, BLOCK_DV)  # fmt: skip
+    out = acc / l_safe[:, None]
+    store_tile(out_base, out, start_q, seq_q, out_row, BLOCK_Q, HEAD_DIM_V, BLOCK_DV)
     tl.store(lse_ptr + (batch * heads_q + head) * seq_q + rows, lse, mask=rows < seq_q)
 
 

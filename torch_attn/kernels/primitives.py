@@ -103,9 +103,9 @@ def load_tile(
     BLOCK_SIZE: tl.constexpr,
     MASK_ROWS: tl.constexpr,
 ):
-    """Rows start .. start + BLOCK_ROWS of a [num_rows, SIZE] matrix, zero-padded to BLOCK_SIZE columns.
+    """Rows start .. start + BLOCK_ROWS of a [num_rows, SIZE] matrix.
 
-    STRIDE is the distance of rows in elements. MASK_ROWS: rows past `num_rows` give 0.
+    Columns are padded with zeros to BLOCK_SIZE. STRIDE is the distance of rows in elements. MASK_ROWS: rows past `num_rows` give 0.
     """
     rows = tl.arange(0, BLOCK_ROWS)[:, None]
     cols = tl.arange(0, BLOCK_SIZE)[None, :]
