@@ -26,7 +26,9 @@ Calls = dict[str, Callable[[], object]]
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
     """Add the command to ``python -m bench``."""
-    parser = commands.add_parser("flash", help=__doc__.split(":")[1], description=__doc__)
+    parser = commands.add_parser(
+        "flash", help="time both twins beside peers, on a GPU", description=__doc__
+    )
     parser.add_argument("--filter", default="", help="part of a case's name")
     parser.add_argument("--json", type=Path, metavar="FILE", help="append records as JSON lines")
     parser.set_defaults(run=run)
@@ -128,7 +130,9 @@ def _jax_calls(case: FlashCase, direction: str, q, k, v, dout) -> Iterator[tuple
         with use_target(target):
             forward = jax.jit(lambda q, k, v, t=target: flash_fwd(q, k, v, case.spec, backend=t))
             backward = jax.jit(
-                lambda *a, t=target: flash_bwd(a[0], None, *a[1:], case.spec, backend=t)
+                lambda dout, q, k, v, out, lse, t=target: flash_bwd(
+                    dout, None, q, k, v, out, lse, case.spec, backend=t
+                )
             )
             out, lse = forward(q, k, v)
             if direction == "backward":

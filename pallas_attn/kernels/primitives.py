@@ -92,7 +92,8 @@ def split_step(step, count, group_size):
 def load_tile(ref, start, num_rows, block_rows, size, block_size, mask_rows, head=None):
     """Rows start .. start + block_rows of a [num_rows, size] matrix.
 
-    Columns are padded with zeros to block_size. mask_rows: rows past `num_rows` give 0. head: the matrix is ``ref[:, head, :]``.
+    Columns are padded with zeros to block_size. mask_rows: rows past `num_rows` give 0. head: the
+    matrix is ``ref[:, head, :]``.
     """
     rows = arange(block_rows)[:, None]
     cols = arange(block_size)[None, :]

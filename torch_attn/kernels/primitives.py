@@ -105,7 +105,8 @@ def load_tile(
 ):
     """Rows start .. start + BLOCK_ROWS of a [num_rows, SIZE] matrix.
 
-    Columns are padded with zeros to BLOCK_SIZE. STRIDE is the distance of rows in elements. MASK_ROWS: rows past `num_rows` give 0.
+    Columns are padded with zeros to BLOCK_SIZE. STRIDE is the distance of rows in elements.
+    MASK_ROWS: rows past `num_rows` give 0.
     """
     rows = tl.arange(0, BLOCK_ROWS)[:, None]
     cols = tl.arange(0, BLOCK_SIZE)[None, :]
