@@ -90,9 +90,7 @@ def _backward(dout, dlse, q, k, v, out, lse, spec, backends):
         if backend != REFERENCE:
             return flash_bwd(dout, dlse, q, k, v, out, lse, spec, backend=backend)
         with jax.default_matmul_precision("highest"):
-            gradients = reference.attention_backward(
-                dout, dlse, q, k, v, out, lse, spec, jnp.float32
-            )
+            gradients = reference.attention_backward(dout, dlse, q, k, v, spec, jnp.float32)
         return tuple(dx.astype(x.dtype) for dx, x in zip(gradients, (q, k, v), strict=True))
 
     return run_on_platform(backends, run, dout, dlse, q, k, v, out, lse)

@@ -87,7 +87,7 @@ def _run_backward(
         dlse = None if dlse is None else dlse.contiguous()
         return flash_bwd(dout, dlse, q, k, v, out, lse, spec)
     with torch.autocast(q.device.type, enabled=False):
-        gradients = reference.attention_backward(dout, dlse, q, k, v, out, lse, spec, torch.float32)
+        gradients = reference.attention_backward(dout, dlse, q, k, v, spec, torch.float32)
     return tuple(dx.to(q.dtype).contiguous() for dx in gradients)
 
 

@@ -39,12 +39,8 @@ def attention_forward(
     """
     xp = array_namespace(q, k, v)
     q, k, v = _by_kv_head(xp, (q, k, v), spec, dtype)
-    s, _ = _scores(xp, q, k, spec)
-    m = _row_max(xp, s)
-    p = xp.exp(s - m)
-    normalizer = xp.sum(p, axis=-1, keepdims=True)
-    out = xp.matmul(p, v) / xp.where(normalizer == 0, xp.ones_like(normalizer), normalizer)
-    lse = xp.log(normalizer) + m
+    p, lse, _ = _softmax(xp, q, k, spec)
+    out = xp.matmul(p, v)
     return _to_heads(xp, out, spec), xp.reshape(lse, (spec.batch, spec.heads_q, spec.seq_q))
 
 
@@ -54,36 +50,30 @@ def attention_backward(
     q: Array,
     k: Array,
     v: Array,
-    out: Array,
-    lse: Array,
     spec: AttentionSpec,
     dtype: Any,
 ) -> tuple[Array, Array, Array]:
     """Gradients of `attention_forward`.
 
-    With ``dp = dout · vᵀ`` and ``delta = rowsum(dout ∘ out) - dlse``:
-    ``ds = p ∘ (dp - delta)``, ``dq = scale · ds · k``, ``dk = scale · dsᵀ · q``,
-    ``dv = pᵀ · dout``.
+    With ``dp = dout · vᵀ`` and ``delta = rowsum(p ∘ dp) - dlse``:
+    ``ds = p ∘ (dp - delta)``, ``dq = scale · ds k``, ``dk = scale · dsᵀ q``, ``dv = pᵀ dout``.
 
     Args:
         dout: gradient of out, [B, Sq, Hq, Dv].
         dlse: gradient of lse, [B, Hq, Sq], or None for zero.
-        q, k, v, out, lse: inputs and outputs of the forward.
-        spec, dtype: as in the forward.
+        q, k, v, spec, dtype: as in the forward.
 
     Returns:
         dq, dk, dv, shaped as q, k, v, in `dtype`.
     """
     xp = array_namespace(q, k, v)
     q, k, v = _by_kv_head(xp, (q, k, v), spec, dtype)
-    dout, out = _rows(xp, dout, spec, dtype), _rows(xp, out, spec, dtype)
-    lse = xp.reshape(xp.astype(lse, dtype), (*q.shape[:-1], 1))
-    s, dcap = _scores(xp, q, k, spec)
-    p = xp.exp(s - xp.where(xp.isinf(lse), xp.zeros_like(lse), lse))
-    delta = xp.sum(dout * out, axis=-1, keepdims=True)
+    dout = _rows(xp, dout, spec, dtype)
+    p, _, dcap = _softmax(xp, q, k, spec)
+    dp = xp.matmul(dout, xp.matrix_transpose(v))
+    delta = xp.sum(p * dp, axis=-1, keepdims=True)
     if dlse is not None:
         delta = delta - xp.reshape(xp.astype(dlse, dtype), delta.shape)
-    dp = xp.matmul(dout, xp.matrix_transpose(v))
     ds = p * (dp - delta)
     if dcap is not None:
         ds = ds * dcap
@@ -148,6 +138,17 @@ def _scores(xp: Any, q: Array, k: Array, spec: AttentionSpec) -> tuple[Array, Ar
         seen = xp.reshape(xp.broadcast_to(seen, group), s.shape[-2:])
         s = xp.where(seen, s, xp.full_like(s, float("-inf")))
     return s, dcap
+
+
+def _softmax(xp: Any, q: Array, k: Array, spec: AttentionSpec) -> tuple[Array, Array, Array | None]:
+    """p, log-sum-exp, and the derivative of the softcap; a row that sees no key has p = 0."""
+    s, dcap = _scores(xp, q, k, spec)
+    m = _row_max(xp, s)
+    p = xp.exp(s - m)
+    normalizer = xp.sum(p, axis=-1, keepdims=True)
+    lse = xp.log(normalizer) + m
+    p = p / xp.where(normalizer == 0, xp.ones_like(normalizer), normalizer)
+    return p, lse, dcap
 
 
 def _row_max(xp: Any, s: Array) -> Array:

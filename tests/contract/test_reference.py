@@ -89,19 +89,16 @@ def test_forward_and_backward_equal_the_definition(spec):
     got_out, got_lse = attention_forward(*arrays, spec, np.float64)
     close(got_out, out.detach())
     close(got_lse, lse.detach())
-    gradients = attention_backward(
-        dout.numpy(), dlse.numpy(), *arrays, got_out, got_lse, spec, np.float64
-    )
+    gradients = attention_backward(dout.numpy(), dlse.numpy(), *arrays, spec, np.float64)
     for got, want in zip(gradients, wanted, strict=True):
         close(got, want)
 
 
 def test_no_gradient_of_the_lse_means_zero():
     q, k, v, dout, dlse = (x.numpy() for x in inputs_of(SPEC))
-    out, lse = attention_forward(q, k, v, SPEC, np.float64)
-    without = attention_backward(dout, None, q, k, v, out, lse, SPEC, np.float64)
-    zero = attention_backward(dout, 0 * dlse, q, k, v, out, lse, SPEC, np.float64)
-    other = attention_backward(dout, dlse, q, k, v, out, lse, SPEC, np.float64)
+    without = attention_backward(dout, None, q, k, v, SPEC, np.float64)
+    zero = attention_backward(dout, 0 * dlse, q, k, v, SPEC, np.float64)
+    other = attention_backward(dout, dlse, q, k, v, SPEC, np.float64)
     assert all(np.array_equal(a, b) for a, b in zip(without, zero, strict=True))
     assert not np.allclose(without[0], other[0])
 
@@ -113,12 +110,12 @@ def test_a_row_without_keys_gives_nothing_and_takes_nothing():
     assert (out[:, :3] == 0).all()
     assert (lse[:, :, :3] == -np.inf).all()
     assert np.isfinite(lse[:, :, 3:]).all()
-    dq, dk, dv = attention_backward(dout, dlse, q, k, v, out, lse, spec, np.float64)
+    dq, dk, dv = attention_backward(dout, dlse, q, k, v, spec, np.float64)
     assert (dq[:, :3] == 0).all()
     assert all(np.isfinite(x).all() for x in (dq, dk, dv))
     poisoned = dout.copy()
     poisoned[:, :3] = 1e6
-    again = attention_backward(poisoned, dlse, q, k, v, out, lse, spec, np.float64)
+    again = attention_backward(poisoned, dlse, q, k, v, spec, np.float64)
     assert all(np.array_equal(a, b) for a, b in zip((dq, dk, dv), again, strict=True))
 
 
@@ -142,7 +139,7 @@ def test_empty_problems_keep_their_shapes(sizes, window):
     assert lse.shape == dlse.shape
     assert (out == 0).all()
     assert (lse == -np.inf).all()
-    gradients = attention_backward(dout, dlse, q, k, v, out, lse, spec, np.float64)
+    gradients = attention_backward(dout, dlse, q, k, v, spec, np.float64)
     for got, x in zip(gradients, (q, k, v), strict=True):
         assert got.shape == x.shape
         assert (got == 0).all()
@@ -178,7 +175,7 @@ def test_namespaces_agree():
     def run(convert, dtype):
         x = [convert(x) for x in (q, k, v)]
         out, lse = attention_forward(*x, spec, dtype)
-        gradients = attention_backward(convert(dout), convert(dlse), *x, out, lse, spec, dtype)
+        gradients = attention_backward(convert(dout), convert(dlse), *x, spec, dtype)
         return [np.asarray(a) for a in (out, lse, *gradients)]
 
     by_numpy = run(np.asarray, np.float32)

@@ -20,7 +20,7 @@ CASE = FlashCase(
 def in_one_go(inputs, spec, dtype):
     qkv = inputs["q"], inputs["k"], inputs["v"]
     out, lse = attention_forward(*qkv, spec, dtype)
-    dq, dk, dv = attention_backward(inputs["dout"], inputs["dlse"], *qkv, out, lse, spec, dtype)
+    dq, dk, dv = attention_backward(inputs["dout"], inputs["dlse"], *qkv, spec, dtype)
     return {"out": out, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
 
 
