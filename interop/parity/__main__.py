@@ -9,13 +9,17 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from contextlib import closing
 from dataclasses import asdict
+from functools import partial
 from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
 
 from interop.contract.cases import SUITES, FlashCase, flash_cases
 from interop.contract.target import TARGETS
-from interop.parity.records import ORACLE, Report, problem_text, title
+from interop.parity.records import ORACLE, CaseResult, Report, problem_text, title
+from interop.parity.workers import run_cases
 
 IMPLEMENTATIONS = ("triton", "reference")
 NEEDED = ("jax", "matplotlib", "rich", "torch", "triton")
@@ -25,15 +29,15 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the command line and return its exit code."""
     parser = _parser()
     options = parser.parse_args(arguments)
-    suites = ("full", "large") if options.suite == "all" else (options.suite,)
-    cases = [case for suite in suites for case in flash_cases(suite, options.filter)]
-    if not cases:
+    names = ("full", "large") if options.suite == "all" else (options.suite,)
+    suites = {name: cases for name in names if (cases := flash_cases(name, options.filter))}
+    if not suites:
         parser.error(
             f"--filter: expected part of a case's name in suite {options.suite!r}, "
             f"got {options.filter!r}"
         )
     if options.list:
-        for case in cases:
+        for case in chain(*suites.values()):
             print(f"{case.name:36} {problem_text(asdict(case))}")
         return 0
     if missing := [name for name in NEEDED if find_spec(name) is None]:
@@ -60,7 +64,7 @@ def _run(
     from rich.console import Console
 
     from interop.parity.environment import facts
-    from interop.parity.harness import run_case, what_runs
+    from interop.parity.harness import run_cases, what_runs
     from interop.parity.report import write
     from interop.parity.run import plan, twins
     from interop.parity.table import CaseTable, print_header, print_summary
@@ -71,28 +75,49 @@ def _run(
     chosen = f"{options.suite}, {len(cases)} cases" + (
         f" with {options.filter!r} in the name" if options.filter else ""
     )
-    header = {"suite": chosen, **what_runs(cases[0], runners, device), **facts(device)}
+    jobs = options.jobs or _default_jobs(device, cases)
+    header = {
+        "suite": chosen,
+        **what_runs(_first_that_launches(cases), runners, device),
+        **facts(device),
+        "processes": str(jobs),
+    }
     print_header(console, header)
     titles = [title(runner.label, ORACLE) for runner in runners]
     titles += [title(a.label, b.label) for group in groups for a, b in twins(group)]
-    results = []
-    table = CaseTable(console, titles, [case.name for case in cases])
+    names = [case.name for case in cases]
+    results: list[CaseResult] = []
+    table = CaseTable(console, titles, names)
     table.print_titles()
+    run = partial(run_case, groups=groups, device=device)
     interrupted = False
     with table:
         try:
-            for case in cases:
-                table.begin(case.name)
-                result = run_case(case, groups, device)
-                results.append(result)
-                table.finish(result)
+            for suite, chosen in suites.items():
+                with closing(run_cases(chosen, run, jobs[suite], table.begin)) as finished:
+                    for result in finished:
+                        results.append(result)
+                        table.finish(result)
         except KeyboardInterrupt:
             interrupted = True
+    results.sort(key=lambda result: names.index(result.name))
     report = Report(header, len(cases), results)
     print_summary(console, report, write(report, options.output))
     if not report.ok:
         return 1
     return 130 if interrupted else 0
+
+
+def _default_jobs(device: str, cases: list[FlashCase]) -> int:
+    """Enough processes to compile in parallel; one for an interpreter, or cases that fill a card."""
+    if device == "cpu" or any(case.name.startswith("large") for case in cases):
+        return 1
+    return max(1, min((os.cpu_count() or 1) - 2, 14, len(cases)))
+
+
+def _first_that_launches(cases: list[FlashCase]) -> FlashCase:
+    """The case whose choices the header shows: the first that is not empty, if there is one."""
+    return next((case for case in cases if not case.spec.is_empty), cases[0])
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -121,6 +146,20 @@ def _parser() -> argparse.ArgumentParser:
         help="compile for this target only (default: all that the GPU runs)",
     )
     parser.add_argument(
+        "--jobs",
+        type=_positive,
+        help="processes (default: on a GPU as many as compile well side by side, but 1 for "
+        "suite large; 1 without a GPU)",
+    )
+    parser.add_argument(
+        "--jobs",
+        type=_count,
+        metavar="N",
+        help="processes that the cases are spread over, each with its own frameworks (default: "
+        "one per core and two cases, at most 14 on a GPU, 2 on a CPU; 1 for suite large, a case "
+        "of which may take most of a card's memory)",
+    )
+    parser.add_argument(
         "--output",
         type=Path,
         default=Path("reports"),
@@ -128,6 +167,20 @@ def _parser() -> argparse.ArgumentParser:
         help="where parity.json and parity.html go (default: reports)",
     )
     return parser
+
+
+def _count(text: str) -> int:
+    count = int(text)
+    if count < 1:
+        raise argparse.ArgumentTypeError(f"expected 1 or more, got {count}")
+    return count
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"expected a positive number, got {text}")
+    return number
 
 
 if __name__ == "__main__":

@@ -14,6 +14,8 @@ import torch
 
 from interop.contract.target import requested_target, resolve_target, use_target
 
+MOST_JOBS = {"cuda": 14, "cpu": 2}
+
 
 def choose_device() -> str:
     """The torch device of the inputs: the GPU when both frameworks see it, else the CPU."""
@@ -37,6 +39,18 @@ def choose_targets(device: str, target: str | None) -> tuple[str | None, ...]:
         return ("sm90", "sm80")
     with use_target(target):
         return (resolve_target(capability),)
+
+
+def choose_jobs(device: str, suite: str, cases: int) -> int:
+    """How many processes to spread the cases of a suite over.
+
+    Most of a case's time is compilation on a GPU and interpretation on a CPU, one core's work.
+    A process takes seconds to start, which a single case would not repay. A case of suite "large"
+    may take most of a card's memory: these run one after the other.
+    """
+    if suite == "large":
+        return 1
+    return max(1, min(MOST_JOBS[device], os.cpu_count() or 1, cases // 2))
 
 
 def facts(device: str) -> dict[str, str]:

@@ -1,0 +1,52 @@
+"""Cases spread over several processes."""
+
+import os
+from dataclasses import dataclass
+
+import pytest
+
+from interop.contract.cases import FlashCase
+from interop.parity.harness import run_cases
+from interop.parity.run import Runner
+
+GROUPS = [[Runner("torch_attn", "reference"), Runner("pallas_attn", "reference")]]
+CASES = [FlashCase(f"small-{n}", batch=1, seq_q=n, seq_kv=n, head_dim=16) for n in (3, 5)]
+
+
+@dataclass(frozen=True)
+class Deadly(FlashCase):
+    """A case that takes its process down, as a crash in native code does."""
+
+    @property
+    def options(self):
+        os._exit(3)
+
+
+def test_results_do_not_depend_on_the_number_of_processes():
+    started = []
+    alone = list(run_cases(CASES, GROUPS, "cpu", 1, started.append))
+    spread = list(run_cases(CASES, GROUPS, "cpu", 2, started.append))
+    assert started == ["small-3", "small-5", "2 cases at a time"]
+    assert [result.name for result in alone] == ["small-3", "small-5"]
+    by_name = {result.name: result for result in spread}
+    for result in alone:
+        assert result.comparisons
+        assert by_name[result.name].comparisons == result.comparisons
+
+
+def test_a_process_that_dies_is_a_failed_case():
+    deadly = Deadly("deadly", batch=1, seq_q=3, seq_kv=3, head_dim=16)
+    (result,) = run_cases([deadly], GROUPS, "cpu", 2, lambda name: None)
+    assert result.name == "deadly"
+    assert result.status == "failed"
+    assert "terminated abruptly" in result.errors[0]
+
+
+@pytest.mark.parametrize("jobs", ["0", "-1", "many"])
+def test_a_number_of_processes_is_positive(jobs, capsys):
+    from interop.parity.__main__ import main
+
+    with pytest.raises(SystemExit) as exit:
+        main(["--jobs", jobs])
+    assert exit.value.code == 2
+    assert "--jobs" in capsys.readouterr().err
