@@ -51,11 +51,11 @@ def main(arguments: list[str] | None = None) -> int:
         targets = choose_targets(device, options.target)
     except (ValueError, NotImplementedError) as error:
         parser.error(str(error))
-    return _run(cases, tuple(dict.fromkeys(options.implementations)), targets, device, options)
+    return _run(suites, tuple(dict.fromkeys(options.implementations)), targets, device, options)
 
 
 def _run(
-    cases: list[FlashCase],
+    suites: dict[str, list[FlashCase]],
     implementations: tuple[str, ...],
     targets: tuple[str | None, ...],
     device: str,
@@ -63,24 +63,28 @@ def _run(
 ) -> int:
     from rich.console import Console
 
-    from interop.parity.environment import facts
-    from interop.parity.harness import run_cases, what_runs
+    from interop.parity.environment import choose_jobs, facts
+    from interop.parity.harness import run_case, what_runs
     from interop.parity.report import write
     from interop.parity.run import plan, twins
     from interop.parity.table import CaseTable, print_header, print_summary
 
     console = Console()
+    cases = list(chain(*suites.values()))
     groups = plan(implementations, targets)
     runners = [runner for group in groups for runner in group]
     chosen = f"{options.suite}, {len(cases)} cases" + (
         f" with {options.filter!r} in the name" if options.filter else ""
     )
-    jobs = options.jobs or _default_jobs(device, cases)
+    jobs = {
+        suite: options.jobs or choose_jobs(device, suite, len(members))
+        for suite, members in suites.items()
+    }
     header = {
         "suite": chosen,
         **what_runs(_first_that_launches(cases), runners, device),
         **facts(device),
-        "processes": str(jobs),
+        "processes": ", ".join(f"{count} ({suite})" for suite, count in jobs.items()),
     }
     print_header(console, header)
     titles = [title(runner.label, ORACLE) for runner in runners]
@@ -93,8 +97,8 @@ def _run(
     interrupted = False
     with table:
         try:
-            for suite, chosen in suites.items():
-                with closing(run_cases(chosen, run, jobs[suite], table.begin)) as finished:
+            for suite, members in suites.items():
+                with closing(run_cases(members, run, jobs[suite], table.begin)) as finished:
                     for result in finished:
                         results.append(result)
                         table.finish(result)
@@ -106,13 +110,6 @@ def _run(
     if not report.ok:
         return 1
     return 130 if interrupted else 0
-
-
-def _default_jobs(device: str, cases: list[FlashCase]) -> int:
-    """Enough processes to compile in parallel; one for an interpreter, or cases that fill a card."""
-    if device == "cpu" or any(case.name.startswith("large") for case in cases):
-        return 1
-    return max(1, min((os.cpu_count() or 1) - 2, 14, len(cases)))
 
 
 def _first_that_launches(cases: list[FlashCase]) -> FlashCase:
@@ -147,12 +144,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--jobs",
-        type=_positive,
-        help="processes (default: on a GPU as many as compile well side by side, but 1 for "
-        "suite large; 1 without a GPU)",
-    )
-    parser.add_argument(
-        "--jobs",
         type=_count,
         metavar="N",
         help="processes that the cases are spread over, each with its own frameworks (default: "
@@ -174,13 +165,6 @@ def _count(text: str) -> int:
     if count < 1:
         raise argparse.ArgumentTypeError(f"expected 1 or more, got {count}")
     return count
-
-
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"expected a positive number, got {text}")
-    return number
 
 
 if __name__ == "__main__":

@@ -1,12 +1,9 @@
-"""Cases, in this process or spread over several: inputs, oracle, implementations, comparisons."""
+"""One case: inputs, oracle, every implementation, comparisons."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict
-from multiprocessing import get_context
 
 import torch
 
@@ -16,40 +13,6 @@ from interop.parity.inputs import Tensors, make_inputs
 from interop.parity.oracle import Expectation, expectations
 from interop.parity.records import CaseResult, Comparison, RunRecord
 from interop.parity.run import Runner, explain, run
-
-
-def run_cases(
-    cases: list[FlashCase],
-    groups: list[list[Runner]],
-    device: str,
-    jobs: int,
-    begin: Callable[[str], None],
-) -> Iterator[CaseResult]:
-    """Run every case and yield its result as soon as it is there.
-
-    Args:
-        cases, groups, device: as in `run_case`.
-        jobs: processes. With more than one, cases finish in any order; one that takes its
-            process down becomes a failed result, and so do those that the pool then lost.
-        begin: told the name of a case that starts, or that several do.
-    """
-    if jobs == 1:
-        for case in cases:
-            begin(case.name)
-            yield run_case(case, groups, device)
-        return
-    begin(f"{jobs} cases at a time")
-    pool = ProcessPoolExecutor(jobs, mp_context=get_context("spawn"))
-    try:
-        futures = {pool.submit(run_case, case, groups, device): case for case in cases}
-        for future in as_completed(futures):
-            try:
-                yield future.result()
-            except Exception as failure:
-                case = futures[future]
-                yield CaseResult(case.name, asdict(case), 0.0, error=describe(failure))
-    finally:
-        pool.shutdown(cancel_futures=True)
 
 
 def run_case(case: FlashCase, groups: list[list[Runner]], device: str) -> CaseResult:

@@ -2,14 +2,17 @@
 
 import os
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 
 from interop.contract.cases import FlashCase
-from interop.parity.harness import run_cases
+from interop.parity.harness import run_case
 from interop.parity.run import Runner
+from interop.parity.workers import run_cases
 
 GROUPS = [[Runner("torch_attn", "reference"), Runner("pallas_attn", "reference")]]
+RUN = partial(run_case, groups=GROUPS, device="cpu")
 CASES = [FlashCase(f"small-{n}", batch=1, seq_q=n, seq_kv=n, head_dim=16) for n in (3, 5)]
 
 
@@ -24,9 +27,9 @@ class Deadly(FlashCase):
 
 def test_results_do_not_depend_on_the_number_of_processes():
     started = []
-    alone = list(run_cases(CASES, GROUPS, "cpu", 1, started.append))
-    spread = list(run_cases(CASES, GROUPS, "cpu", 2, started.append))
-    assert started == ["small-3", "small-5", "2 cases at a time"]
+    alone = list(run_cases(CASES, RUN, 1, started.append))
+    spread = list(run_cases(CASES, RUN, 2, started.append))
+    assert started == ["small-3", "small-5", "small-3", "small-5"]
     assert [result.name for result in alone] == ["small-3", "small-5"]
     by_name = {result.name: result for result in spread}
     for result in alone:
@@ -36,10 +39,12 @@ def test_results_do_not_depend_on_the_number_of_processes():
 
 def test_a_process_that_dies_is_a_failed_case():
     deadly = Deadly("deadly", batch=1, seq_q=3, seq_kv=3, head_dim=16)
-    (result,) = run_cases([deadly], GROUPS, "cpu", 2, lambda name: None)
-    assert result.name == "deadly"
-    assert result.status == "failed"
-    assert "terminated abruptly" in result.errors[0]
+    results = {
+        result.name: result for result in run_cases([deadly, *CASES], RUN, 2, lambda name: None)
+    }
+    assert results["deadly"].status == "failed"
+    assert results["deadly"].errors == ["worker process died: exit code 3"]
+    assert [results[case.name].status for case in CASES] == ["passed", "passed"]
 
 
 @pytest.mark.parametrize("jobs", ["0", "-1", "many"])
