@@ -15,7 +15,7 @@ from pathlib import Path
 
 from bench.static.resources import Resources, measure
 from interop.contract.config import KernelConfig, load_table, padded_head_dim
-from interop.contract.spec import AttentionSpec, Window
+from interop.contract.spec import HEAD_DIM_MIN, AttentionSpec, Window
 from interop.contract.target import SHARED_MEMORY_LIMIT
 
 FRAMEWORKS = {"torch": "torch_attn", "jax": "pallas_attn"}
@@ -84,7 +84,9 @@ def problems(framework: str, target: str) -> Iterator[Problem]:
         dtype = {16: "bfloat16", 32: "float32"}[bits]
         for feature in FEATURES:
             problem = Problem(framework, target, dtype, head_dim, feature)
-            if padded_head_dim(problem.spec.head_dim) == head_dim:
+            if problem.spec.head_dim >= HEAD_DIM_MIN and (
+                padded_head_dim(problem.spec.head_dim) == head_dim
+            ):
                 yield problem
 
 

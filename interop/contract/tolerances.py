@@ -22,8 +22,10 @@ MAX_ERROR_ULPS = 2
 LSE_TOLERANCE = 1e-5
 # Accumulation is float32 whatever the inputs are, so an error of this class (relative to the
 # largest value, absolute under 1) is never a defect. It is the whole budget where lp happens to
-# be exact, as in a row with one key whose gradient cancels to 0, and of float32 itself.
-FLOAT32_CLASS = 2e-6
+# be exact, as in a row with one key, whose p is 1 and whose ds cancels to 0: there the kernels
+# recompute p from an lse that is rounded to float32, by half an ulp (2.4e-7 for lse from 4 to 8),
+# and again in base 2, and ds inherits that times dp, which is several units large.
+FLOAT32_CLASS = 4e-6
 
 MANTISSA_BITS = {"float16": 10, "bfloat16": 7, "float32": 23}
 MIN_EXPONENT = {"float16": -14, "bfloat16": -126, "float32": -126}

@@ -114,7 +114,7 @@ def _run(
 
 def _first_that_launches(cases: list[FlashCase]) -> FlashCase:
     """The case whose choices the header shows: the first that is not empty, if there is one."""
-    return next((case for case in cases if not case.spec.is_empty), cases[0])
+    return cases[0]
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -147,8 +147,8 @@ def _parser() -> argparse.ArgumentParser:
         type=_count,
         metavar="N",
         help="processes that the cases are spread over, each with its own frameworks (default: "
-        "one per core and two cases, at most 14 on a GPU, 2 on a CPU; 1 for suite large, a case "
-        "of which may take most of a card's memory)",
+        "on a GPU as many as cores, at most 14; on a CPU half as many, at most 2; no more than "
+        "half the cases; 1 for suite large, a case of which may take most of a card's memory)",
     )
     parser.add_argument(
         "--output",

@@ -44,13 +44,14 @@ def choose_targets(device: str, target: str | None) -> tuple[str | None, ...]:
 def choose_jobs(device: str, suite: str, cases: int) -> int:
     """How many processes to spread the cases of a suite over.
 
-    Most of a case's time is compilation on a GPU and interpretation on a CPU, one core's work.
-    A process takes seconds to start, which a single case would not repay. A case of suite "large"
-    may take most of a card's memory: these run one after the other.
+    On a GPU most of a case's time is compilation, one core's work; the interpreters of a CPU keep
+    more than one core busy. A process takes seconds to start, which a single case would not
+    repay. A case of suite "large" may take most of a card's memory: these run one after the other.
     """
     if suite == "large":
         return 1
-    return max(1, min(MOST_JOBS[device], os.cpu_count() or 1, cases // 2))
+    cores = os.cpu_count() or 1
+    return max(1, min(MOST_JOBS[device], cores if device == "cuda" else cores // 2, cases // 2))
 
 
 def facts(device: str) -> dict[str, str]:

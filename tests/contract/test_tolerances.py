@@ -48,12 +48,12 @@ def test_a_plain_run_without_error_leaves_ulps():
     ref = np.array([3.0, 0.0])
     agreement = compare_to_reference(ref, ref, ref, "bfloat16", "output")
     assert agreement.max_budget == 2 * 2.0**-6
-    assert agreement.rmse_budget == 2e-6 * 3.0
+    assert agreement.rmse_budget == 4e-6 * 3.0
 
 
 def test_float32_class_is_the_floor():
     small, large = np.array([0.01]), np.array([5.0])
-    for ref, floor in ((small, 2e-6), (large, 1e-5)):
+    for ref, floor in ((small, 4e-6), (large, 2e-5)):
         agreement = compare_to_reference(ref, ref, ref, "float32", "output")
         assert agreement.max_budget == agreement.rmse_budget == pytest.approx(floor)
 

@@ -8,6 +8,7 @@ import pytest
 
 from interop.contract.cases import flash_cases
 from interop.parity import __main__ as command
+from interop.parity import harness
 from interop.parity.records import ORACLE
 
 OUTPUTS = ("out", "lse", "dq", "dk", "dv")
@@ -108,6 +109,25 @@ def test_a_log_has_one_line_a_case_and_no_progress_bar(fake_twins, tmp_path, cap
     lines = [line for line in printed.splitlines() if line.startswith("no-")]
     assert [line.split()[0] for line in lines] == ["no-keys", "no-batch"]
     assert "elapsed" not in printed
+
+
+def test_the_header_describes_a_case_that_is_not_empty(fake_twins, tmp_path, monkeypatch):
+    monkeypatch.setattr(harness, "explain", lambda runner, case, inputs: case.name)
+    empty, full = flash_cases("quick", "no-keys")[0], flash_cases("quick", "one-token")[0]
+    monkeypatch.setattr(command, "flash_cases", lambda suite, pattern: [empty, full])
+    parity(tmp_path)
+    facts = json.loads((tmp_path / "parity.json").read_text())["facts"]
+    assert facts["torch_attn triton"] == facts["pallas_attn triton"] == "one-token"
+    assert facts["processes"] == "1 (quick)"
+
+
+def test_a_report_keeps_the_order_of_the_cases(fake_twins, tmp_path, monkeypatch):
+    def backwards(cases, run, jobs, begin):
+        yield from map(run, reversed(cases))
+
+    monkeypatch.setattr(command, "run_cases", backwards)
+    assert parity(tmp_path, "--filter", "no-", "--jobs", "2") == 0
+    assert list(verdicts(tmp_path)) == ["no-keys", "no-batch"]
 
 
 def test_list_names_the_chosen_cases_and_runs_nothing(tmp_path, capsys):

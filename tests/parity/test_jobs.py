@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 
 from interop.contract.cases import FlashCase
+from interop.parity.environment import choose_jobs
 from interop.parity.harness import run_case
 from interop.parity.run import Runner
 from interop.parity.workers import run_cases
@@ -45,6 +46,24 @@ def test_a_process_that_dies_is_a_failed_case():
     assert results["deadly"].status == "failed"
     assert results["deadly"].errors == ["worker process died: exit code 3"]
     assert [results[case.name].status for case in CASES] == ["passed", "passed"]
+
+
+@pytest.mark.parametrize(
+    ("device", "suite", "cores", "cases", "jobs"),
+    [
+        ("cuda", "full", 16, 226, 14),
+        ("cuda", "full", 8, 226, 8),
+        ("cuda", "quick", 16, 16, 8),
+        ("cuda", "quick", 16, 1, 1),
+        ("cuda", "large", 16, 8, 1),
+        ("cpu", "quick", 2, 16, 1),
+        ("cpu", "quick", 16, 16, 2),
+        ("cpu", "quick", None, 16, 1),
+    ],
+)
+def test_the_default_number_of_processes(device, suite, cores, cases, jobs, monkeypatch):
+    monkeypatch.setattr(os, "cpu_count", lambda: cores)
+    assert choose_jobs(device, suite, cases) == jobs
 
 
 @pytest.mark.parametrize("jobs", ["0", "-1", "many"])
