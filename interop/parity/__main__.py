@@ -114,7 +114,7 @@ def _run(
 
 def _first_that_launches(cases: list[FlashCase]) -> FlashCase:
     """The case whose choices the header shows: the first that is not empty, if there is one."""
-    return cases[0]
+    return next((case for case in cases if not case.spec.is_empty), cases[0])
 
 
 def _parser() -> argparse.ArgumentParser:
