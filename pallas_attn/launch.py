@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 from interop.contract.config import KernelConfig, padded_head_dim
 from interop.contract.spec import AttentionSpec
 from pallas_attn.dispatch import configs_for
-from pallas_attn.lowering import compiler_params
+from pallas_attn.lowering import TritonCompilerParams
 
 
 def problem_arguments(spec: AttentionSpec) -> dict[str, Any]:
@@ -105,7 +105,7 @@ def launch(
         in_specs=in_specs,
         out_shape=out_shape,
         out_specs=out_specs,
-        compiler_params=None if interpret else compiler_params(target, config),
+        compiler_params=None if interpret else TritonCompilerParams(config, target),
         interpret=interpret,
         name=name,
     )(*operands)

@@ -1,9 +1,10 @@
-"""How a Pallas kernel becomes code for a target, its device's own or not.
+"""How a Pallas kernel becomes code for a target: by the same compiler as its Triton twin.
 
-XLA compiles a kernel for the device that it runs on. SM80 code on a Hopper card, and code for any
-target on a machine without a GPU, take another way: JAX's Triton lowering gives the kernel as a
-Triton module, the Python `triton` package compiles that (`pallas_attn.ttir`), and jaxlib launches
-the result.
+JAX's Triton lowering gives the kernel as a Triton module, the Python `triton` package compiles
+that (`pallas_attn.ttir`), and jaxlib launches the result. XLA has a Triton of its own, which
+compiles only for the device it runs on. Going around it has three reasons: a Hopper card can run
+SM80 code, what a machine without a GPU compiles and checks is what a GPU runs, and the twins differ
+by their sources alone.
 
 This is the one place that uses private API of JAX: the registry of Pallas lowering rules, the
 Triton lowering itself, and jaxlib's ``triton_kernel_call_ffi``. Checked with JAX 0.10.2 and
@@ -25,7 +26,6 @@ import jax
 from jax._src.interpreters import mlir
 from jax._src.pallas import core as pallas_core
 from jax._src.pallas.triton import lowering as triton_lowering
-from jax.experimental.pallas import triton as plt
 from jaxlib import gpu_triton
 
 from interop.contract.config import KernelConfig
@@ -38,41 +38,28 @@ _recorded: ContextVar[list[tuple[str, KernelConfig, Any]] | None] = ContextVar(
 
 
 @dataclass(frozen=True)
-class CrossCompilerParams:
-    """Compiler parameters of a `pallas_call` that XLA does not compile.
+class TritonCompilerParams:
+    """Compiler parameters of a `pallas_call` that the `triton` package compiles.
 
     Attributes:
         config: gives the warps and the pipeline's depth.
         target: instruction set to use, "sm80" or "sm90".
-        capability: device to assemble for, such as 90.
+
+    Example::
+
+        pl.pallas_call(kernel, ..., compiler_params=TritonCompilerParams(config, "sm80"))
     """
 
     config: KernelConfig
     target: str
-    capability: int
-
-
-def compiler_params(target: str, config: KernelConfig) -> plt.CompilerParams | CrossCompilerParams:
-    """What to pass to `pallas_call` so that the kernel becomes code for `target`.
-
-    Example::
-
-        pl.pallas_call(kernel, ..., compiler_params=compiler_params("sm80", config))
-    """
-    if _recorded.get() is not None:
-        return CrossCompilerParams(config, target, int(target.removeprefix("sm")))
-    if target == "sm80" and _is_hopper():
-        return CrossCompilerParams(config, target, 90)
-    return plt.CompilerParams(num_warps=config.num_warps, num_stages=config.num_stages)
 
 
 @contextmanager
 def recording() -> Iterator[list[tuple[str, KernelConfig, Any]]]:
     """Compile the kernels that are traced and lowered in the block, without a GPU.
 
-    Yields a list that fills with (kernel, configuration, Triton's compiled kernel). All of them,
-    SM90 code too, come from the Python `triton` package: for SM90 that stands in for XLA's own
-    Triton, which needs a GPU or a description of one. What is lowered cannot be run.
+    Yields a list that fills with (kernel, configuration, Triton's compiled kernel). They are
+    assembled for their target, whatever this machine has. What is lowered cannot be run.
 
     Example::
 
@@ -87,36 +74,29 @@ def recording() -> Iterator[list[tuple[str, KernelConfig, Any]]]:
         _recorded.reset(token)
 
 
-def _is_hopper() -> bool:
-    try:
-        device = jax.local_devices(backend="cuda")[0]
-    except RuntimeError:  # this process has no CUDA backend
-        return False
-    return device.compute_capability.startswith("9.")
-
-
 def _lower(
     ctx,
     *operands,
     jaxpr,
     grid_mapping,
-    compiler_params: CrossCompilerParams,
+    compiler_params: TritonCompilerParams,
     input_output_aliases,
     mesh,
     metadata,
     name,
     **_,
 ):
-    """The lowering rule of a `pallas_call` with `CrossCompilerParams`."""
+    """The lowering rule of a `pallas_call` with `TritonCompilerParams`."""
     for argument, value in (
         ("input_output_aliases", input_output_aliases),
         ("mesh", mesh),
         ("metadata", metadata),
     ):
         if value:
-            fail(NotImplementedError, argument, "nothing with CrossCompilerParams", value)
+            fail(NotImplementedError, argument, "nothing with TritonCompilerParams", value)
     config, target = compiler_params.config, compiler_params.target
-    capability = compiler_params.capability
+    recorded = _recorded.get()
+    capability = _capability(target, None if recorded is not None else _device())
     lowered = triton_lowering.lower_jaxpr_to_triton_module(
         jaxpr, grid_mapping, "cuda", int(target.removeprefix("sm")), ctx.module_context
     )
@@ -129,7 +109,6 @@ def _lower(
         capability,
     )
     call = jax.ffi.ffi_lowering("triton_kernel_call_ffi", api_version=4)
-    recorded = _recorded.get()
     if recorded is not None:
         recorded.append((name, config, compiled))
         return call(ctx, *operands, opaque=b"")
@@ -137,6 +116,9 @@ def _lower(
     if shared > limit:
         expected = f"at most {limit} bytes of shared memory on {target}"
         fail(NotImplementedError, name, expected, f"{shared} with {config}")
+    if not hasattr(gpu_triton, "TritonKernel"):
+        plugin = "jaxlib's CUDA plugin (pip install 'jax[cuda13]' or 'jax[cuda12]')"
+        fail(NotImplementedError, name, plugin, "none")
     kernel = gpu_triton.TritonKernel(
         compiled.metadata.name,
         config.num_warps,
@@ -151,7 +133,20 @@ def _lower(
     return call(ctx, *operands, opaque=zlib.compress(launch.to_proto(name, b"")))
 
 
-pallas_core.register_lowering_rule(CrossCompilerParams, _lower, "gpu")
+pallas_core.register_lowering_rule(TritonCompilerParams, _lower, "gpu")
+
+
+def _device() -> Any:
+    try:
+        return jax.local_devices(backend="cuda")[0]
+    except RuntimeError:  # this process has no CUDA backend
+        return None
+
+
+def _capability(target: str, device: Any) -> int:
+    """What to assemble for: the device's compute capability, such as 90, or else the target's."""
+    name = target.removeprefix("sm") if device is None else device.compute_capability
+    return int(name.replace(".", ""))
 
 
 def _grid_of_three(grid: tuple[int, ...]) -> tuple[int, ...]:
@@ -163,7 +158,7 @@ def _ttir() -> ModuleType:
         from pallas_attn import ttir
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
-            "SM80 code on a Hopper card is compiled by the `triton` package, which is not "
+            "Pallas kernels are compiled for a GPU by the `triton` package, which is not "
             "installed: pip install 'triton>=3.6'",
             name=error.name,
         ) from error

@@ -1,9 +1,8 @@
 """Compile a Triton module, given as text, with the Python `triton` package.
 
-The one place of `pallas_attn` that imports `triton`, and that only when code for another target
-than the device's own is asked for. Of Triton's private API it uses ``triton._C.libtriton.ir``, to
-parse the text, and `ASTSource`'s methods. Checked with Triton 3.6 and 3.9;
-``tests/pallas_attn_lowering/test_lowering.py`` guards it.
+The one place of `pallas_attn` that imports `triton`, and that only when a kernel is compiled. Of
+Triton's private API it uses ``triton._C.libtriton.ir``, to parse the text, and `ASTSource`'s
+methods. Checked with Triton 3.6 and 3.9; ``tests/pallas_attn_lowering/test_lowering.py`` guards it.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from multiprocessing.connection import Connection, wait
@@ -20,11 +20,11 @@ SPAWN = multiprocessing.get_context("spawn")
 
 def run_cases(
     cases: Sequence[FlashCase], run: RunCase, jobs: int, begin: Callable[[str], None]
-) -> Iterator[CaseResult]:
+) -> Generator[CaseResult]:
     """Run cases in `jobs` processes, or in this one if `jobs` is 1; yield results as they come.
 
     A process that dies fails its case. One whose case raised an exception is replaced, since
-    after an illegal memory access nothing else runs in a CUDA context. Closing the iterator
+    after an illegal memory access nothing else runs in a CUDA context. Closing the generator
     ends all processes.
 
     Args:
@@ -51,7 +51,8 @@ def run_cases(
         for case in cases[:jobs]:
             start(_Worker(run), case)
         while busy:
-            for pipe in wait(list(busy)):
+            ready = wait(list(busy))
+            for pipe in [pipe for pipe in busy if pipe in ready]:
                 worker = busy[pipe]
                 result = worker.result()
                 case = next(waiting, None)

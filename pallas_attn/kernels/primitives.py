@@ -82,10 +82,14 @@ def maximum(a, b):
 
 
 def split_step(step, count, group_size):
-    """Head of the group and index of the tile, at one step of a walk over `count` tiles a head."""
+    """Head of the group and index of the tile, at one step of a walk over `count` tiles a head.
+
+    A compiler may compute this ahead of a loop that then makes no step, so `count` may be 0 here.
+    """
     if group_size == 1:
         return np.int32(0), step
     step = lax.convert_element_type(step, jnp.int32)
+    count = maximum(count, 1)
     return step // count, step % count
 
 

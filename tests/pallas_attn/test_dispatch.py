@@ -94,6 +94,7 @@ def test_the_target_is_the_devices_own_or_the_one_asked_for(monkeypatch):
     hopper, ampere, ada, turing = map(Gpu, ("9.0", "8.0", "8.9", "7.5"))
     devices = (hopper, ampere, ada, turing)
     monkeypatch.setattr("pallas_attn.dispatch._cuda_devices", lambda: devices)
+    monkeypatch.delenv("TWIN_ATTENTION_TARGET", raising=False)
     assert choose_backends(None, None) == Backends("sm90", "reference")
     assert choose_backends(None, CPU) == Backends("sm90", "reference")
     assert choose_backends(None, ampere) == Backends("sm80", "reference")

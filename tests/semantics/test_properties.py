@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from interop.contract.cases import FlashCase
@@ -35,6 +35,11 @@ any_case = st.builds(
     window_size=st.none() | st.tuples(sides_of_window, sides_of_window),
     softcap=st.sampled_from([None, 2.0, 25.0]),
 )
+# Query heads share a kv head, and some tile of keys has no full tile of queries to visit.
+no_full_tiles = FlashCase(
+    "any", batch=1, seq_q=35, seq_kv=82, heads_q=4, heads_kv=2, head_dim=32, head_dim_v=32,
+    dtype="float16", causal=True, scale=0.7, softcap=25.0,
+)  # fmt: skip
 
 
 def equal(a, b) -> bool:
@@ -43,6 +48,7 @@ def equal(a, b) -> bool:
 
 @settings(max_examples=settings.default.max_examples // 4)
 @given(case=any_case, seed=st.integers(0, 1000))
+@example(case=no_full_tiles, seed=440)
 def test_any_problem_is_within_budget(side, implementation, torch_device, case, seed):
     inputs = inputs_of(case, torch_device, seed)
     got = side.gradients(inputs, implementation=implementation, **case.options)

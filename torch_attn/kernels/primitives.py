@@ -77,10 +77,14 @@ def tile_start(index, begin, before, full, BLOCK: tl.constexpr, MASKED: tl.const
 
 @triton.jit
 def split_step(step, count, GROUP_SIZE: tl.constexpr):
-    """Head of the group and index of the tile, at one step of a walk over `count` tiles a head."""
+    """Head of the group and index of the tile, at one step of a walk over `count` tiles a head.
+
+    A compiler may compute this ahead of a loop that then makes no step, so `count` may be 0 here.
+    """
     if GROUP_SIZE == 1:
         member, index = 0, step
     else:
+        count = tl.maximum(count, 1)
         member, index = step // count, step % count
     return member, index
 
