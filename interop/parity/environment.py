@@ -81,6 +81,8 @@ def _version(package: str) -> str:
 
 
 def _commit() -> str:
+    """From git, or from TWIN_ATTENTION_COMMIT where this is a copy without its history."""
+
     def git(*arguments: str) -> str:
         command = ["git", "-C", str(Path(__file__).parent), *arguments]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
@@ -89,5 +91,5 @@ def _commit() -> str:
         commit = git("rev-parse", "--short=12", "HEAD")
         changed = git("status", "--porcelain", "--untracked-files=no")
     except (OSError, subprocess.CalledProcessError):
-        return "unknown"
+        return os.environ.get("TWIN_ATTENTION_COMMIT", "unknown")
     return f"{commit} with local changes" if changed else commit
