@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from interop.contract.spec import AttentionSpec, Window
+from interop.contract.spec import AttentionSpec, DecodeSpec, PagedCache, Window
 
 SUITES = ("quick", "full", "large")
 
@@ -86,9 +86,84 @@ class FlashCase:
         )
 
 
+@dataclass(frozen=True)
+class DecodeCase:
+    """One call of `paged_decode`.
+
+    Attributes:
+        name: unique, and what `--filter` matches.
+        lengths: keys of each sequence, the new tokens counted in.
+        tokens: new tokens T of each; None for a q without that dimension.
+        heads_q, heads_kv, head_dim, head_dim_v, dtype: of q [B, T, Hq, D] and of the pools.
+        page_size, max_pages: of the pools and tables.
+        kv_dtype: of the pools; None is q's.
+        scale_shape: of the scales of a quantised cache, () or (heads_kv,).
+        sinks: give one logit a head.
+        scale, window_size, softcap, num_splits: the call's options.
+    """
+
+    name: str
+    lengths: tuple[int, ...] = (100,)
+    tokens: int | None = None
+    heads_q: int = 4
+    heads_kv: int = 2
+    head_dim: int = 64
+    head_dim_v: int | None = None
+    dtype: str = "bfloat16"
+    page_size: int = 16
+    max_pages: int = 8
+    kv_dtype: str | None = None
+    scale_shape: tuple[int, ...] = ()
+    sinks: bool = False
+    scale: float | None = None
+    window_size: tuple[int | None, int | None] | None = None
+    softcap: float | None = None
+    num_splits: int | None = None
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Keyword arguments of the call that are no tensors."""
+        return {
+            "scale": self.scale,
+            "window_size": self.window_size,
+            "softcap": self.softcap,
+            "num_splits": self.num_splits,
+        }
+
+    @property
+    def spec(self) -> DecodeSpec:
+        """The problem with its defaults resolved; its pool has some pages that no sequence uses."""
+        head_dim_v = self.head_dim if self.head_dim_v is None else self.head_dim_v
+        num_pages = len(self.lengths) * self.max_pages + 3
+        return DecodeSpec(
+            batch=len(self.lengths),
+            tokens=self.tokens or 1,
+            heads_q=self.heads_q,
+            cache=PagedCache(
+                num_pages, self.page_size, self.max_pages, self.heads_kv, self.head_dim,
+                head_dim_v, self.kv_dtype or self.dtype,
+            ),
+            dtype=self.dtype,
+            scale=self.head_dim**-0.5 if self.scale is None else self.scale,
+            window_left=None if self.window_size is None else self.window_size[0],
+            softcap=self.softcap,
+            num_splits=self.num_splits,
+        )  # fmt: skip
+
+
 def flash_cases(suite: str = "quick", pattern: str = "") -> list[FlashCase]:
     """The cases of a suite whose names contain `pattern`."""
     groups = {"quick": [_quick()], "full": [_quick(), _full()], "large": [_large()]}[suite]
+    return [case for group in groups for case in group if pattern in case.name]
+
+
+def decode_cases(suite: str = "quick", pattern: str = "") -> list[DecodeCase]:
+    """The cases of a suite whose names contain `pattern`."""
+    groups = {
+        "quick": [_quick_decode()],
+        "full": [_quick_decode(), _full_decode()],
+        "large": [_large_decode()],
+    }[suite]
     return [case for group in groups for case in group if pattern in case.name]
 
 
@@ -185,3 +260,76 @@ def _large() -> Iterator[FlashCase]:
         base, name="large-2g-elements-rows", batch=1, seq_q=1 << 20, seq_kv=1 << 20, heads_q=33,
         heads_kv=33, **window,
     )  # fmt: skip
+
+
+def _quick_decode() -> Iterator[DecodeCase]:
+    # Lengths around a page's end, none at all, and the table's capacity.
+    base = DecodeCase("", lengths=(0, 1, 15, 16, 17, 128))
+    yield replace(base, name="decode-bf16")
+    yield replace(base, name="decode-fp16-one-split", dtype="float16", num_splits=1)
+    yield replace(base, name="decode-tokens", tokens=4, num_splits=3)
+    yield replace(base, name="decode-mha-d128", heads_q=2, head_dim=128)
+    yield replace(base, name="decode-d80-dv72", head_dim=80, head_dim_v=72, heads_kv=1)
+    yield replace(base, name="decode-page-7", page_size=7, max_pages=19, lengths=(0, 6, 7, 8, 133))
+    yield replace(base, name="decode-int8", kv_dtype="int8", dtype="float16")
+    yield replace(base, name="decode-fp8", kv_dtype="float8_e4m3fn", scale_shape=(2,))
+    yield replace(
+        base, name="decode-all-options", tokens=5, sinks=True, window_size=(40, 0), softcap=25.0,
+        scale=0.2, num_splits=4,
+    )  # fmt: skip
+    yield replace(base, name="decode-no-sequence", lengths=())
+
+
+def _full_decode() -> Iterator[DecodeCase]:
+    base = DecodeCase("", lengths=(0, 1, 63, 64, 65, 511, 700), page_size=64, max_pages=11)
+    for dtype, prefix in (("bfloat16", "bf16"), ("float16", "fp16")):
+        for head_dim in (64, 72, 96, 128, 192, 256):
+            yield replace(
+                base, name=f"decode-full-{prefix}-d{head_dim}", dtype=dtype, head_dim=head_dim
+            )
+        for page_size in (1, 3, 16, 48, 128, 256):
+            yield replace(
+                base, name=f"decode-full-{prefix}-page{page_size}", dtype=dtype,
+                page_size=page_size, max_pages=-(-701 // page_size),
+            )  # fmt: skip
+        for tokens in (1, 2, 3, 8, 16):
+            yield replace(
+                base, name=f"decode-full-{prefix}-tokens{tokens}", dtype=dtype, tokens=tokens
+            )
+        for heads_q, heads_kv in ((1, 1), (8, 8), (8, 1), (6, 2), (32, 2)):
+            yield replace(
+                base, name=f"decode-full-{prefix}-heads{heads_q}-{heads_kv}", dtype=dtype,
+                heads_q=heads_q, heads_kv=heads_kv, tokens=3,
+            )  # fmt: skip
+        for splits in (1, 2, 7, 64):
+            yield replace(
+                base, name=f"decode-full-{prefix}-splits{splits}", dtype=dtype, num_splits=splits
+            )
+        for left in (0, 1, 63, 200, 5000):
+            yield replace(
+                base, name=f"decode-full-{prefix}-window{left}", dtype=dtype,
+                window_size=(left, 0), tokens=3,
+            )  # fmt: skip
+        for kv_dtype in ("int8", "float8_e4m3fn"):
+            for scale_shape in ((), (2,)):
+                kind = "heads" if scale_shape else "tensor"
+                name = f"decode-full-{prefix}-{kv_dtype}-{kind}"
+                yield replace(
+                    base, name=name, dtype=dtype, kv_dtype=kv_dtype, scale_shape=scale_shape
+                )
+                yield replace(
+                    base, name=name + "-all-options", dtype=dtype, kv_dtype=kv_dtype,
+                    scale_shape=scale_shape, tokens=4, sinks=True, window_size=(300, None),
+                    softcap=20.0, head_dim=128,
+                )  # fmt: skip
+        yield replace(base, name=f"decode-full-{prefix}-sinks", dtype=dtype, sinks=True)
+        yield replace(base, name=f"decode-full-{prefix}-softcap", dtype=dtype, softcap=5.0)
+        yield replace(base, name=f"decode-full-{prefix}-no-pages", dtype=dtype, max_pages=0)
+
+
+def _large_decode() -> Iterator[DecodeCase]:
+    base = DecodeCase("", heads_q=32, heads_kv=8, head_dim=128, max_pages=512)
+    yield replace(base, name="large-decode-batch", lengths=(8192,) * 32)
+    yield replace(base, name="large-decode-ragged", lengths=tuple(range(1, 8192, 257)))
+    # 2^31 elements of a pool are passed by page id times page size.
+    yield replace(base, name="large-decode-2g-elements", lengths=(8192,) * 260, heads_kv=8)

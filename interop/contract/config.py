@@ -3,7 +3,8 @@
 A file holds, for each kernel, rows such as ::
 
     [[flash_fwd]]
-    dtype_bits = 16     # 16 for float16 and bfloat16, 32 for float32
+    dtype_bits = 16     # of k and v: 16 for float16 and bfloat16, 32 for float32, 8 for a
+                        # quantised cache
     head_dim = 128      # the padded head size that the row is for
     block_q = 128
     block_kv = 64
@@ -21,7 +22,9 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from interop.contract.spec import AttentionSpec
+from interop.contract.spec import AttentionSpec, DecodeSpec, MergeSpec, PagedCache
+
+Spec = AttentionSpec | DecodeSpec | MergeSpec | PagedCache
 
 
 @dataclass(frozen=True)
@@ -39,14 +42,15 @@ def padded_head_dim(head_dim: int) -> int:
     return max(16, 1 << (head_dim - 1).bit_length())
 
 
-def find_configs(path: Path, spec: AttentionSpec) -> dict[str, KernelConfig]:
-    """The configuration of each kernel of one table for a problem."""
-    bits = 32 if spec.dtype == "float32" else 16
+def find_configs(path: Path, spec: Spec) -> dict[str, KernelConfig]:
+    """The configuration of each of the problem's kernels in one table."""
+    bits = spec.dtype_bits
     head_dim = padded_head_dim(max(spec.head_dim, spec.head_dim_v))
     capped = spec.softcap is not None
     return {
         kernel: rows.get((bits, head_dim, capped)) or rows[bits, head_dim, False]
         for kernel, rows in load_table(path).items()
+        if kernel in spec.kernels
     }
 
 

@@ -16,9 +16,11 @@ from typing import Any
 
 from array_api_compat import array_namespace, device
 
-from interop.contract.spec import AttentionSpec
+from interop.contract.spec import AttentionSpec, DecodeSpec, PagedCache
 
 Array = Any
+
+FLOAT8_MAX = 448.0  # the largest float8_e4m3fn
 
 
 def attention_forward(
@@ -157,3 +159,141 @@ def _row_max(xp: Any, s: Array) -> Array:
         return xp.zeros_like(xp.sum(s, axis=-1, keepdims=True))
     m = xp.max(s, axis=-1, keepdims=True)
     return xp.where(xp.isinf(m), xp.zeros_like(m), m)
+
+
+def paged_forward(
+    q: Array,
+    k_pages: Array,
+    v_pages: Array,
+    block_tables: Array,
+    seq_lens: Array,
+    sinks: Array | None,
+    k_scale: Array | None,
+    v_scale: Array | None,
+    spec: DecodeSpec,
+    dtype: Any,
+) -> tuple[Array, Array]:
+    """Attention of new tokens over a paged cache, and log-sum-exp.
+
+    Args:
+        q: [B, T, Hq, D].
+        k_pages, v_pages: [P, page_size, Hkv, D] and [P, page_size, Hkv, Dv].
+        block_tables: [B, max_pages] int32; entries past a sequence's last page hold anything.
+        seq_lens: [B] int32, the new tokens counted in.
+        sinks: [Hq] float32, one logit a head in the denominator, or None.
+        k_scale, v_scale: [] or [Hkv] float32, factors of what the pool holds, or None.
+        spec: semantics; its shapes are those of the operands.
+        dtype: dtype of every operation.
+
+    Returns:
+        out [B, T, Hq, Dv] and lse [B, Hq, T] (natural log), both in `dtype`. A token that sees no
+        key gives 0, and -inf or its head's sink.
+    """
+    xp = array_namespace(q, k_pages, v_pages)
+    cache, group = spec.cache, spec.group_size
+    length = xp.clip(seq_lens, 0, cache.capacity)[:, None]
+    key = xp.arange(cache.capacity, dtype=length.dtype, device=device(q))[None, :]
+    exists = key < length  # [B, keys]
+    k = _gather(xp, k_pages, block_tables, exists, k_scale, cache, dtype)
+    v = _gather(xp, v_pages, block_tables, exists, v_scale, cache, dtype)
+    rows = (spec.batch, spec.heads_kv, group * spec.tokens)
+    q = xp.reshape(xp.permute_dims(xp.astype(q, dtype), (0, 2, 1, 3)), (*rows, spec.head_dim))
+
+    s = xp.matmul(q, xp.matrix_transpose(k)) * spec.scale
+    if spec.softcap is not None:
+        s = spec.softcap * xp.tanh(s / spec.softcap)
+    token = xp.arange(spec.tokens, dtype=length.dtype, device=device(q))[None, :]
+    position = (length - spec.tokens + token)[:, :, None]
+    seen = exists[:, None, :] & (key[:, None, :] <= position)  # [B, T, keys]
+    if spec.window_left is not None:
+        seen = seen & (key[:, None, :] >= position - min(spec.window_left, cache.capacity))
+    shape = (spec.batch, spec.heads_kv, group, spec.tokens, cache.capacity)
+    seen = xp.reshape(xp.broadcast_to(seen[:, None, None], shape), s.shape)
+    s = xp.where(seen, s, xp.full_like(s, float("-inf")))
+
+    m = _row_max(xp, s)
+    sink = None
+    if sinks is not None:
+        shape = (1, spec.heads_kv, group, 1)
+        sink = xp.broadcast_to(
+            xp.reshape(xp.astype(sinks, dtype), shape), (*rows[:2], group, spec.tokens)
+        )
+        sink = xp.reshape(sink, (*rows, 1))
+        m = xp.maximum(m, sink)
+    p = xp.exp(s - m)
+    normalizer = xp.sum(p, axis=-1, keepdims=True)
+    if sink is not None:
+        normalizer = normalizer + xp.exp(sink - m)
+    lse = xp.log(normalizer) + m
+    p = p / xp.where(normalizer == 0, xp.ones_like(normalizer), normalizer)
+    heads = (spec.batch, spec.heads_q, spec.tokens)
+    out = xp.reshape(xp.matmul(p, v), (*heads, spec.head_dim_v))
+    return xp.permute_dims(out, (0, 2, 1, 3)), xp.reshape(lse, heads)
+
+
+def merge(outs: Array, lses: Array, dtype: Any) -> tuple[Array, Array]:
+    """Attention over the union of disjoint sets of keys, from the attention over each.
+
+    Args:
+        outs: [N, B, S, H, Dv].
+        lses: [N, B, H, S], natural log.
+        dtype: dtype of every operation.
+
+    Returns:
+        out [B, S, H, Dv] and lse [B, H, S], both in `dtype`. A row that saw no key in any part
+        gives 0 and -inf.
+    """
+    xp = array_namespace(outs, lses)
+    outs, lses = xp.astype(outs, dtype), xp.astype(lses, dtype)
+    m = xp.max(lses, axis=0)
+    m = xp.where(xp.isinf(m), xp.zeros_like(m), m)
+    weight = xp.exp(lses - m[None])
+    normalizer = xp.sum(weight, axis=0)
+    lse = xp.log(normalizer) + m
+    weight = weight / xp.where(normalizer == 0, xp.ones_like(normalizer), normalizer)[None]
+    weight = xp.permute_dims(weight, (0, 1, 3, 2))[..., None]
+    # A part that saw nothing has weight 0 and may hold anything.
+    outs = xp.where(weight > 0, outs, xp.zeros_like(outs))
+    return xp.sum(weight * outs, axis=0), lse
+
+
+def quantize(x: Array, scale: Array, cache: PagedCache, dtype: Any) -> Array:
+    """What a quantised cache stores of `x` [B, T, Hkv, D]: ``x / scale``, rounded and clamped.
+
+    Args:
+        scale: [] or [Hkv] float32.
+        dtype: the cache's dtype, in the library of `x`.
+    """
+    xp = array_namespace(x)
+    x = xp.astype(x, xp.float32) / _of_heads(xp, scale)
+    if cache.dtype == "int8":
+        return xp.astype(xp.clip(xp.round(x), -127, 127), dtype)
+    return xp.astype(xp.clip(x, -FLOAT8_MAX, FLOAT8_MAX), dtype)
+
+
+def _of_heads(xp: Any, scale: Array) -> Array:
+    """A scale as a factor of [..., Hkv, D]."""
+    return xp.reshape(scale, (*scale.shape, 1)) if scale.shape else scale
+
+
+def _gather(
+    xp: Any,
+    pages: Array,
+    block_tables: Array,
+    exists: Array,
+    scale: Array | None,
+    cache: PagedCache,
+    dtype: Any,
+) -> Array:
+    """The keys of each sequence, [B, Hkv, capacity, D]; 0 where there is none."""
+    batch = block_tables.shape[0]
+    first = xp.reshape(exists, (batch, cache.max_pages, cache.page_size))[:, :, 0]
+    ids = xp.where(first, block_tables, xp.zeros_like(block_tables))
+    ids = xp.clip(ids, 0, cache.num_pages - 1)
+    x = xp.take(pages, xp.reshape(ids, (-1,)), axis=0)
+    x = xp.reshape(x, (batch, cache.capacity, cache.heads, x.shape[-1]))
+    x = xp.astype(x, dtype)
+    x = xp.where(exists[:, :, None, None], x, xp.zeros_like(x))
+    if scale is not None:
+        x = x * xp.astype(_of_heads(xp, scale), dtype)
+    return xp.permute_dims(x, (0, 2, 1, 3))

@@ -8,9 +8,14 @@ Causal attention is the rule ``right <= 0``, so a window is all that a kernel ne
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 DTYPES = ("float16", "bfloat16", "float32")
 HEAD_DIM_MIN, HEAD_DIM_MAX, HEAD_DIM_STEP = 16, 256, 8
+DECODE_DTYPES = ("float16", "bfloat16")
+QUANTIZED_DTYPES = ("int8", "float8_e4m3fn")
+PAGE_SIZE_MAX, TOKENS_MAX, SPLITS_MAX = 256, 16, 256
+_BITS = {"float32": 32, "float16": 16, "bfloat16": 16, "int8": 8, "float8_e4m3fn": 8}
 
 
 @dataclass(frozen=True)
@@ -43,6 +48,8 @@ class AttentionSpec:
         softcap: scores become ``softcap * tanh(score / softcap)``; None leaves them.
     """
 
+    kernels: ClassVar = ("flash_fwd", "flash_bwd_preprocess", "flash_bwd_dq", "flash_bwd_dkdv")
+
     batch: int
     seq_q: int
     seq_kv: int
@@ -59,6 +66,11 @@ class AttentionSpec:
     def group_size(self) -> int:
         """Query heads that share one kv head (GQA): query head h reads kv head h // group_size."""
         return self.heads_q // self.heads_kv if self.heads_kv else 1
+
+    @property
+    def dtype_bits(self) -> int:
+        """Bits of an element of k and v, one of the keys of the configuration tables."""
+        return _BITS[self.dtype]
 
     @property
     def diagonal(self) -> int:
@@ -79,3 +91,137 @@ class AttentionSpec:
         if self.window.right is not None:
             end = min(end, position + self.window.right + 1)
         return range(begin, max(begin, end))
+
+
+@dataclass(frozen=True)
+class PagedCache:
+    """A pool of pages and the tables that give each sequence its pages.
+
+    Key ``j`` of sequence ``b`` lies in slot ``j % page_size`` of page
+    ``block_tables[b, j // page_size]``.
+
+    Attributes:
+        num_pages: pages in the pool, shared by all sequences.
+        page_size: keys in a page.
+        max_pages: width of the tables.
+        heads: kv heads.
+        head_dim, head_dim_v: sizes of a key and of a value.
+        dtype: of the pool, one of `DECODE_DTYPES` or `QUANTIZED_DTYPES`.
+    """
+
+    kernels: ClassVar = ("append_kv",)
+    softcap: ClassVar = None
+
+    num_pages: int
+    page_size: int
+    max_pages: int
+    heads: int
+    head_dim: int
+    head_dim_v: int
+    dtype: str
+
+    @property
+    def capacity(self) -> int:
+        """The most keys that a sequence can have."""
+        return self.max_pages * self.page_size
+
+    @property
+    def is_quantized(self) -> bool:
+        """True when keys and values are stored divided by a scale, in 8 bits."""
+        return self.dtype in QUANTIZED_DTYPES
+
+    @property
+    def dtype_bits(self) -> int:
+        """Bits of an element, one of the keys of the configuration tables."""
+        return _BITS[self.dtype]
+
+
+@dataclass(frozen=True)
+class DecodeSpec:
+    """One paged decode: shapes, dtypes and semantics, with every default resolved.
+
+    Token ``t`` of a sequence of length ``n`` stands at position ``p = n - tokens + t`` and sees
+    keys ``p - window_left .. p``.
+
+    Attributes:
+        batch, tokens, heads_q: counts; `tokens` are the new ones of each sequence.
+        cache: where keys and values are.
+        dtype: of queries and output.
+        scale: factor of the scores q·k.
+        window_left: keys seen to the left of the position; None is unlimited.
+        softcap: scores become ``softcap * tanh(score / softcap)``; None leaves them.
+        num_splits: parts that each sequence's keys are worked on in; None leaves it to the side.
+    """
+
+    kernels: ClassVar = ("paged_decode",)
+
+    batch: int
+    tokens: int
+    heads_q: int
+    cache: PagedCache
+    dtype: str
+    scale: float
+    window_left: int | None = None
+    softcap: float | None = None
+    num_splits: int | None = None
+
+    @property
+    def heads_kv(self) -> int:
+        return self.cache.heads
+
+    @property
+    def head_dim(self) -> int:
+        return self.cache.head_dim
+
+    @property
+    def head_dim_v(self) -> int:
+        return self.cache.head_dim_v
+
+    @property
+    def dtype_bits(self) -> int:
+        """Bits of an element of the cache, one of the keys of the configuration tables."""
+        return self.cache.dtype_bits
+
+    @property
+    def group_size(self) -> int:
+        """Query heads that share one kv head (GQA): query head h reads kv head h // group_size."""
+        return self.heads_q // self.heads_kv if self.heads_kv else 1
+
+    @property
+    def is_empty(self) -> bool:
+        """True when there is nothing to write, or no key to read in any sequence."""
+        return 0 in (self.batch, self.tokens, self.heads_q, self.cache.capacity) or (
+            self.cache.num_pages == 0
+        )
+
+
+@dataclass(frozen=True)
+class MergeSpec:
+    """A merge of partial results over disjoint keys.
+
+    Attributes:
+        num_states: how many there are.
+        batch, tokens, heads: rows of each.
+        head_dim_v: size of a row of the output.
+        dtype: of the merged output.
+    """
+
+    kernels: ClassVar = ("combine",)
+    softcap: ClassVar = None
+    dtype_bits: ClassVar = 32
+
+    num_states: int
+    batch: int
+    tokens: int
+    heads: int
+    head_dim_v: int
+    dtype: str
+
+    @property
+    def head_dim(self) -> int:
+        return self.head_dim_v
+
+    @property
+    def is_empty(self) -> bool:
+        """True when there is nothing to write, or nothing to merge."""
+        return 0 in (self.num_states, self.batch, self.tokens, self.heads)
