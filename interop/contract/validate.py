@@ -66,6 +66,14 @@ def not_differentiable(what: str, instead: str) -> NoReturn:
     )
 
 
+def no_gradient(function: str) -> NoReturn:
+    """Refuse any derivative of a function that is for inference only."""
+    raise NotImplementedError(
+        f"{function}: a gradient is not supported; give it operands that need none "
+        "(torch.no_grad, jax.lax.stop_gradient), or use flash_attention"
+    )
+
+
 def check_flash_attention(
     q: Operand,
     k: Operand,
