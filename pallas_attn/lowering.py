@@ -87,11 +87,7 @@ def _lower(
     **_,
 ):
     """The lowering rule of a `pallas_call` with `TritonCompilerParams`."""
-    for argument, value in (
-        ("input_output_aliases", input_output_aliases),
-        ("mesh", mesh),
-        ("metadata", metadata),
-    ):
+    for argument, value in (("mesh", mesh), ("metadata", metadata)):
         if value:
             fail(NotImplementedError, argument, "nothing with TritonCompilerParams", value)
     config, target = compiler_params.config, compiler_params.target
@@ -108,7 +104,11 @@ def _lower(
         target,
         capability,
     )
-    call = jax.ffi.ffi_lowering("triton_kernel_call_ffi", api_version=4)
+    call = jax.ffi.ffi_lowering(
+        "triton_kernel_call_ffi",
+        api_version=4,
+        operand_output_aliases=dict(input_output_aliases),
+    )
     if recorded is not None:
         recorded.append((name, config, compiled))
         return call(ctx, *operands, opaque=b"")

@@ -151,6 +151,31 @@ def test_what_the_launch_cannot_carry_is_refused(on_hopper):
         lower("sm80", metadata={"note": "for the profiler"})
 
 
+def increment_kernel(x_ref, y_ref):
+    y_ref[...] = x_ref[...] + 1
+
+
+def increment(x, target):
+    """x [256] float32 plus one, in the memory of `x`."""
+    return pl.pallas_call(
+        increment_kernel,
+        out_shape=x,
+        input_output_aliases={0: 0},
+        compiler_params=TritonCompilerParams(CONFIG, target),
+        name="increment",
+    )(x)
+
+
+def test_an_operand_and_the_output_that_shares_its_memory_are_named_to_xla():
+    x = jax.ShapeDtypeStruct((SIZE,), jnp.float32)
+    run = jax.jit(lambda x: increment(x, "sm80"), donate_argnums=0)
+    with recording() as kernels:
+        text = run.trace(x).lower(lowering_platforms=("cuda",)).as_text()
+    assert [name for name, *_ in kernels] == ["increment"]
+    assert "output_operand_alias<output_tuple_indices = [], operand_index = 0" in text
+    assert "tf.aliasing_output = 0" in text
+
+
 def test_missing_triton_is_named(on_hopper, monkeypatch):
     monkeypatch.delitem(sys.modules, "pallas_attn.ttir", raising=False)
     monkeypatch.delattr("pallas_attn.ttir", raising=False)
@@ -172,3 +197,16 @@ def test_result_on_a_hopper_gpu(target):
     assert "triton_kernel_call_ffi" in run.as_text()
     expected = np.asarray(a, np.float64) @ np.asarray(b, np.float64)
     np.testing.assert_allclose(run(a, b), expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.skipif(not is_hopper(), reason="runs SM80 and SM90 code on a Hopper GPU")
+@pytest.mark.parametrize("target", ["sm80", "sm90"])
+def test_a_donated_operand_is_written_in_place_on_a_hopper_gpu(target):
+    x = jnp.arange(SIZE, dtype=jnp.float32)
+    kept = np.asarray(increment(x, target) - x)
+    where = x.unsafe_buffer_pointer()
+    y = jax.jit(lambda x: increment(x, target), donate_argnums=0)(x)
+    assert y.unsafe_buffer_pointer() == where
+    assert x.is_deleted()
+    np.testing.assert_array_equal(kept, np.ones(SIZE, np.float32))
+    np.testing.assert_array_equal(y, np.arange(1, SIZE + 1))
