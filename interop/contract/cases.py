@@ -151,6 +151,9 @@ class DecodeCase:
         )  # fmt: skip
 
 
+Case = FlashCase | DecodeCase
+
+
 def flash_cases(suite: str = "quick", pattern: str = "") -> list[FlashCase]:
     """The cases of a suite whose names contain `pattern`."""
     groups = {"quick": [_quick()], "full": [_quick(), _full()], "large": [_large()]}[suite]
