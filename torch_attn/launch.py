@@ -10,13 +10,9 @@ from typing import Any
 
 import torch
 
-from interop.contract.config import (
-    KernelConfig,
-    find_configs,
-    padded_head_dim,
-)
-from interop.contract.spec import AttentionSpec
-from interop.contract.target import SHARED_MEMORY_LIMIT, resolve_target
+from interop.contract.config import KernelConfig, Spec, find_configs, padded_head_dim
+from interop.contract.spec import AttentionSpec, DecodeSpec, PagedCache
+from interop.contract.target import MULTIPROCESSORS, SHARED_MEMORY_LIMIT, resolve_target
 
 _CONFIGS = Path(__file__).parent / "configs"
 
@@ -33,7 +29,7 @@ def target_of(device: torch.device) -> str:
     return resolve_target(torch.cuda.get_device_capability(device))
 
 
-def configs_for(spec: AttentionSpec, target: str) -> dict[str, KernelConfig]:
+def configs_for(spec: Spec, target: str) -> dict[str, KernelConfig]:
     """The shipped configuration of each kernel for a problem."""
     return find_configs(_CONFIGS / f"{target}.toml", spec)
 
@@ -78,13 +74,95 @@ def stride_arguments(**tensors: torch.Tensor) -> dict[str, int]:
     return arguments | {"ALIGN": math.gcd(16, *arguments.values())}
 
 
+def decode_arguments(
+    spec: DecodeSpec,
+    q: torch.Tensor,
+    k_pages: torch.Tensor,
+    v_pages: torch.Tensor,
+    block_tables: torch.Tensor,
+    k_scale: torch.Tensor | None,
+    v_scale: torch.Tensor | None,
+) -> dict[str, Any]:
+    """The arguments that describe a paged decode, but for its splits."""
+    scale_first = spec.softcap is not None or spec.scale <= 0 or spec.cache.is_quantized
+    left = spec.window_left
+    batch, token, head, _ = q.stride()
+    cache = cache_arguments(spec.cache, k_pages, v_pages, block_tables, k_scale, v_scale)
+    return cache | {
+        "q_batch": batch,
+        "q_token": token,
+        "q_head": head,
+        "batch_size": spec.batch,
+        "scale": spec.scale,
+        "exp2_scale": math.log2(math.e) * (1.0 if scale_first else spec.scale),
+        "softcap": 0.0 if spec.softcap is None else spec.softcap,
+        "window_left": 0 if left is None else min(left, spec.cache.capacity),
+        "TOKENS": spec.tokens,
+        "GROUP_SIZE": spec.group_size,
+        "SCALE_FIRST": scale_first,
+        "HAS_SOFTCAP": spec.softcap is not None,
+        "HAS_LEFT": left is not None,
+    }
+
+
+def cache_arguments(
+    cache: PagedCache,
+    k_pages: torch.Tensor,
+    v_pages: torch.Tensor,
+    block_tables: torch.Tensor,
+    k_scale: torch.Tensor | None,
+    v_scale: torch.Tensor | None,
+) -> dict[str, Any]:
+    """The arguments that describe a paged cache."""
+    arguments: dict[str, Any] = {
+        "tables_batch": block_tables.stride(0),
+        "heads_kv": cache.heads,
+        "num_pages": cache.num_pages,
+        "max_pages": cache.max_pages,
+        "PAGE_SIZE": cache.page_size,
+        "HEAD_DIM": cache.head_dim,
+        "HEAD_DIM_V": cache.head_dim_v,
+        "BLOCK_D": padded_head_dim(cache.head_dim),
+        "BLOCK_DV": padded_head_dim(cache.head_dim_v),
+        "QUANTIZED": cache.is_quantized,
+    }
+    for name, pages, scale in (("k", k_pages, k_scale), ("v", v_pages, v_scale)):
+        page, slot, head, _ = pages.stride()
+        per_head = scale is not None and scale.ndim == 1
+        arguments |= {
+            f"{name}_page": page,
+            f"{name.upper()}_SLOT": slot,
+            f"{name}_head": head,
+            f"{name}_scale_head": scale.stride(0) if per_head else 0,
+        }
+    return arguments
+
+
+def as_bits(pages: torch.Tensor) -> torch.Tensor:
+    """A pool of float8 as its bits, which kernels convert themselves: SM80 has no float8."""
+    return pages.view(torch.uint8) if pages.dtype == torch.float8_e4m3fn else pages
+
+
+def multiprocessors(device: torch.device, target: str) -> int:
+    """How many multiprocessors the device has; without a device, the target's usual number."""
+    if device.type != "cuda":
+        return MULTIPROCESSORS[target]
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def config_for(name: str, spec: Spec, device: torch.device) -> tuple[str, KernelConfig]:
+    """Target and configuration of a kernel on a device; a CPU has the SM80 configurations."""
+    target = "sm80" if device.type == "cpu" else target_of(device)
+    return target, configs_for(spec, target)[name]
+
+
 def launch(
     name: str,
     kernel: Any,
     grid: Callable[[KernelConfig], tuple[int, ...]],
     operands: tuple[Any, ...],
     problem: dict[str, Any],
-    spec: AttentionSpec,
+    spec: Spec,
 ) -> None:
     """Launch a kernel on its first operand's device; a CPU tensor goes to Triton's interpreter.
 
@@ -92,13 +170,12 @@ def launch(
         name: the kernel's name in the configuration tables.
         kernel: the `triton.jit` function.
         grid: programs to launch, from the configuration.
-        operands: leading arguments, tensors.
+        operands: leading arguments, tensors or None.
         problem: the other arguments but the tile sizes, by name.
         spec: the problem, which chooses the configuration.
     """
     device = operands[0].device
-    target = "sm80" if device.type == "cpu" else target_of(device)
-    config = configs_for(spec, target)[name]
+    target, config = config_for(name, spec, device)
     tiles = {"BLOCK_Q": config.block_q, "BLOCK_KV": config.block_kv}
     arguments = problem | {key: tiles[key] for key in tiles if key in kernel.arg_names}
     if device.type == "cpu":

@@ -22,7 +22,16 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from interop.contract.spec import AttentionSpec, DecodeSpec, MergeSpec, PagedCache
+from interop.contract.spec import (
+    SPLITS_MAX,
+    AttentionSpec,
+    DecodeSpec,
+    MergeSpec,
+    PagedCache,
+)
+
+# Enough to hide the latency of memory, and to even out sequences of different lengths.
+PROGRAMS_PER_MULTIPROCESSOR = 4
 
 Spec = AttentionSpec | DecodeSpec | MergeSpec | PagedCache
 
@@ -40,6 +49,32 @@ class KernelConfig:
 def padded_head_dim(head_dim: int) -> int:
     """The power of two that a tile's head dimension is padded to, at least 16."""
     return max(16, 1 << (head_dim - 1).bit_length())
+
+
+def block_rows(spec: DecodeSpec, config: KernelConfig) -> int:
+    """Rows of a program of `paged_decode`: a power of two from 16 to the configured block_q."""
+    rows = spec.tokens * spec.group_size
+    return min(config.block_q, max(16, 1 << (rows - 1).bit_length()))
+
+
+def choose_splits(spec: DecodeSpec, config: KernelConfig, multiprocessors: int) -> int:
+    """In how many parts `paged_decode` works on a sequence's keys: what was asked for, or enough
+    that all multiprocessors have work.
+
+    It follows from shapes alone. Each part takes its share of a sequence's real length, so more
+    parts than a short sequence needs cost little; a table too small for two tiles a part has
+    fewer.
+    """
+    if spec.num_splits is not None:
+        return spec.num_splits
+    tiles = -(-spec.tokens * spec.group_size // block_rows(spec, config))
+    programs = spec.batch * spec.heads_kv * tiles
+    reach = spec.cache.capacity
+    if spec.window_left is not None:
+        reach = min(reach, spec.window_left + spec.tokens)
+    useful = -(-reach // (2 * config.block_kv))
+    wanted = -(-PROGRAMS_PER_MULTIPROCESSOR * multiprocessors // programs)
+    return max(1, min(useful, wanted, SPLITS_MAX))
 
 
 def find_configs(path: Path, spec: Spec) -> dict[str, KernelConfig]:

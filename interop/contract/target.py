@@ -23,6 +23,7 @@ from interop.contract.validate import check_choice, fail
 
 TARGETS = ("sm80", "sm90")
 SHARED_MEMORY_LIMIT = {"sm80": 163 * 1024, "sm90": 227 * 1024}
+MULTIPROCESSORS = {"sm80": 108, "sm90": 132}  # of an A100 and of an H100 or H200
 _VARIABLE = "TWIN_ATTENTION_TARGET"
 _override: str | None = None
 

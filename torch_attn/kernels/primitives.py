@@ -14,6 +14,8 @@ import triton.language as tl
 ROW_PADDING = tl.constexpr(128)
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
+FLOAT8_MAX = tl.constexpr(448.0)  # the largest float8_e4m3fn
+ROUND_TO_INTEGER = tl.constexpr(12582912.0)  # 1.5 * 2^23: adding it rounds away the fraction
 
 
 @triton.jit
@@ -212,3 +214,122 @@ def online_softmax_update(s, m_i, l_i, acc, exp2_scale):
     l_i = l_i * alpha + tl.sum(p, 1)
     acc = acc * alpha[:, None]
     return p, m_new, l_i, acc
+
+
+@triton.jit
+def share_of_tiles(begin, end, split, num_splits, BLOCK: tl.constexpr):
+    """The tiles of keys begin .. end that are one split's: (the first, how many).
+
+    Splits get equal shares, the last ones less or none.
+    """
+    first = begin // BLOCK
+    tiles = tl.cdiv(end, BLOCK) - first
+    share = tl.cdiv(tiles, num_splits)
+    count = tl.minimum(tl.maximum(tiles - split * share, 0), share)
+    return first + split * share, count
+
+
+@triton.jit
+def locate_keys(
+    table_ptr, start, length, num_pages, PAGE_SIZE: tl.constexpr, BLOCK_KV: tl.constexpr
+):
+    """Page (int64) and slot of keys start .. start + BLOCK_KV of a sequence.
+
+    Table entries past the sequence's last page are not read. A page id out of range, which is
+    the caller's mistake, becomes one within the pool.
+    """
+    offset = tl.arange(0, BLOCK_KV)
+    if PAGE_SIZE % BLOCK_KV == 0:
+        page = tl.load(table_ptr + start // PAGE_SIZE)
+        slot = start % PAGE_SIZE + offset
+    else:
+        key = start + offset
+        page = tl.load(table_ptr + key // PAGE_SIZE, mask=key < length, other=0)
+        slot = key % PAGE_SIZE
+    return tl.minimum(tl.maximum(page, 0), num_pages - 1).to(tl.int64), slot
+
+
+@triton.jit
+def load_keys(
+    base,
+    page,
+    slot,
+    exists,
+    page_stride,
+    SLOT: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+):
+    """Rows of one head at the given pages and slots, padded with zeros to BLOCK_SIZE columns.
+
+    SLOT is the distance of slots in elements. A row that does not exist is 0, whatever its slot
+    holds.
+    """
+    cols = tl.arange(0, BLOCK_SIZE)[None, :]
+    pointers = base + (page * page_stride + slot * SLOT)[:, None] + cols
+    return tl.load(pointers, mask=exists[:, None] & (cols < SIZE), other=0)
+
+
+@triton.jit
+def dequantize(x, dtype: tl.constexpr):
+    """What a cache holds, in `dtype`, not yet times its scale; uint8 is float8_e4m3fn's bits.
+
+    The bits of a float8 below its sign, moved to float16's, are the number times 2^-8.
+    """
+    if x.dtype == tl.uint8:
+        magnitude = (x & 0x7F).to(tl.uint16)
+        bits = ((x & 0x80).to(tl.uint16) << 8) | (magnitude << 7)
+        y = bits.to(tl.float16, bitcast=True) * 256.0
+        x = tl.where(magnitude == 0x7F, float("nan"), y).to(tl.float16)
+    return x.to(dtype)
+
+
+@triton.jit
+def add_sink(sink, m_i, l_i, acc):
+    """Count one more logit, without a value, into a running softmax (Xiao et al. 2023)."""
+    sink = sink * LOG2E
+    m_new = tl.maximum(m_i, sink)
+    m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
+    alpha = tl.exp2(m_i - m_safe)
+    l_i = l_i * alpha + tl.exp2(sink - m_safe)
+    return m_new, l_i, acc * alpha[:, None]
+
+
+@triton.jit
+def store_key(
+    source,
+    destination,
+    scale_ptr,
+    writes,
+    SIZE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    QUANTIZED: tl.constexpr,
+):
+    """Copy rows at the pointers `source` to the pointers `destination` of a cache."""
+    cols = tl.arange(0, BLOCK_SIZE)[None, :]
+    mask = writes[:, None] & (cols < SIZE)
+    x = tl.load(source[:, None] + cols, mask=mask, other=0.0)
+    dtype: tl.constexpr = destination.dtype.element_ty
+    if QUANTIZED:
+        scale = tl.load(scale_ptr, mask=writes, other=1.0)
+        x = quantize(x.to(tl.float32) / scale[:, None], dtype)
+    tl.store(destination[:, None] + cols, x.to(dtype), mask=mask)
+
+
+@triton.jit
+def quantize(x, dtype: tl.constexpr):
+    """float32 as int8, or as the bits of a float8_e4m3fn (uint8); to nearest, ties to even."""
+    if dtype == tl.int8:
+        x = tl.minimum(tl.maximum(x, -127.0), 127.0)
+        y = ((x + ROUND_TO_INTEGER) - ROUND_TO_INTEGER).to(tl.int8)
+    else:
+        sign = (x < 0).to(tl.int32) << 7
+        magnitude = tl.minimum(tl.abs(x), FLOAT8_MAX)
+        bits = magnitude.to(tl.int32, bitcast=True)
+        # A normal number: round off 20 of 23 bits, then move the exponent's bias from 127 to 7.
+        normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - ((127 - 7) << 3)
+        # Below 2^-6, a multiple of 2^-9.
+        tiny = ((magnitude * 512.0 + ROUND_TO_INTEGER) - ROUND_TO_INTEGER).to(tl.int32)
+        y = sign | tl.where(magnitude < 0.015625, tiny, normal)
+        y = tl.where(x == x, y, 0x7F).to(tl.uint8)
+    return y

@@ -1,0 +1,134 @@
+"""Merge attention over disjoint sets of keys into attention over their union.
+
+``lse = log Σ exp lse_n`` and ``out = Σ exp(lse_n - lse) out_n``. Flash-Decoding's second step.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from interop.contract.config import padded_head_dim
+from interop.contract.spec import MergeSpec
+from torch_attn.kernels.primitives import LN2, LOG2E
+from torch_attn.launch import launch
+
+
+@triton.jit
+def combine_kernel(
+    outs_ptr,
+    lses_ptr,
+    sinks_ptr,
+    out_ptr,
+    lse_ptr,
+    outs_state,
+    outs_batch,
+    outs_token,
+    outs_head,
+    lses_state,
+    lses_batch,
+    lses_head,
+    lses_token,
+    tokens,
+    heads,
+    num_states,
+    HEAD_DIM_V: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    BLOCK_STATES: tl.constexpr,
+    BLOCK_KV: tl.constexpr,
+):
+    """One program merges one row.
+
+    Operands: outs [N, B, S, H, Dv] with the given strides and a contiguous last dimension, lses
+    [N, B, H, S] (float32, natural log) with the given strides; sinks [H] float32; out
+    [B, S, H, Dv] and lse [B, H, S] contiguous. Grid: (heads, tokens, batch) in one axis, heads
+    fastest. A part whose lse is -inf has no keys: its output is not read, and may hold anything.
+    Accumulation: float32, exponents in base 2. BLOCK_STATES, a power of two, is at least N;
+    BLOCK_KV parts are accumulated at a time.
+    """
+    # Locate the row.
+    head = tl.program_id(0) % heads
+    token = tl.program_id(0) // heads % tokens
+    batch = (tl.program_id(0) // heads // tokens).to(tl.int64)
+    lses_ptr += batch * lses_batch + head * lses_head + token * lses_token
+    outs_ptr += batch * outs_batch + token * outs_token + head * outs_head
+
+    # Merge the log-sum-exps.
+    state = tl.arange(0, BLOCK_STATES).to(tl.int64)
+    is_state = state < num_states
+    lses = tl.load(lses_ptr + state * lses_state, mask=is_state, other=float("-inf")) * LOG2E
+    m = tl.max(lses, 0)
+    if HAS_SINKS:
+        sink = tl.load(sinks_ptr + head) * LOG2E
+        m = tl.maximum(m, sink)
+    m_safe = tl.where(m == float("-inf"), 0.0, m)
+    total = tl.sum(tl.exp2(lses - m_safe), 0)
+    if HAS_SINKS:
+        total += tl.exp2(sink - m_safe)
+    total_safe = tl.where(total == 0.0, 1.0, total)
+
+    # Sum the outputs by their weights.
+    cols = tl.arange(0, BLOCK_DV)
+    acc = tl.zeros([BLOCK_DV], tl.float32)
+    for start in tl.range(0, num_states, BLOCK_KV):
+        part = start + tl.arange(0, BLOCK_KV).to(tl.int64)
+        is_part = part < num_states
+        lse = tl.load(lses_ptr + part * lses_state, mask=is_part, other=float("-inf")) * LOG2E
+        has_keys = lse > float("-inf")
+        mask = has_keys[:, None] & (cols < HEAD_DIM_V)[None, :]
+        x = tl.load(outs_ptr + part[:, None] * outs_state + cols[None, :], mask=mask, other=0.0)
+        weight = tl.exp2(lse - m_safe) / total_safe
+        acc += tl.sum(weight[:, None] * x.to(tl.float32), 0)
+
+    # Store.
+    row = (batch * tokens + token) * heads + head
+    out = acc.to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + row * HEAD_DIM_V + cols, out, mask=cols < HEAD_DIM_V)
+    lse = m * LN2 + tl.log(total_safe)
+    tl.store(lse_ptr + (batch * heads + head) * tokens + token, lse)
+
+
+def combine(
+    outs: Tensor, lses: Tensor, spec: MergeSpec, sinks: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Launch `combine_kernel`.
+
+    Args:
+        sinks: [H] float32, one more logit a head in the denominator, or None.
+
+    Returns:
+        out [B, S, H, Dv] in spec's dtype and lse [B, H, S] float32, both contiguous.
+    """
+    shape = (spec.batch, spec.tokens, spec.heads, spec.head_dim_v)
+    out = torch.empty(shape, dtype=getattr(torch, spec.dtype), device=outs.device)
+    lse_shape = (spec.batch, spec.heads, spec.tokens)
+    lse = torch.empty(lse_shape, dtype=torch.float32, device=outs.device)
+    state, batch, token, head, _ = outs.stride()
+    lses_state, lses_batch, lses_head, lses_token = lses.stride()
+    arguments = {
+        "outs_state": state,
+        "outs_batch": batch,
+        "outs_token": token,
+        "outs_head": head,
+        "lses_state": lses_state,
+        "lses_batch": lses_batch,
+        "lses_head": lses_head,
+        "lses_token": lses_token,
+        "tokens": spec.tokens,
+        "heads": spec.heads,
+        "num_states": spec.num_states,
+        "HEAD_DIM_V": spec.head_dim_v,
+        "BLOCK_DV": padded_head_dim(spec.head_dim_v),
+        "HAS_SINKS": sinks is not None,
+        "BLOCK_STATES": triton.next_power_of_2(spec.num_states),
+    }
+    launch(
+        "combine",
+        combine_kernel,
+        lambda config: (spec.batch * spec.tokens * spec.heads,),
+        (outs, lses, sinks, out, lse),
+        arguments,
+        spec,
+    )
+    return out, lse

@@ -1,0 +1,213 @@
+"""Paged decode: attention of a few new tokens over a cache in pages, split over the keys.
+
+Each split of a sequence's keys gives a partial output and its log-sum-exp; `combine` merges them.
+Flash-Decoding (Dao et al. 2023) over the pages of PagedAttention (Kwon et al. 2023).
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from interop.contract.config import block_rows, choose_splits
+from interop.contract.spec import DecodeSpec, MergeSpec
+from torch_attn.kernels.combine import combine
+from torch_attn.kernels.primitives import (
+    LN2,
+    add_sink,
+    attention_mask,
+    attention_scores,
+    dequantize,
+    load_keys,
+    locate_keys,
+    online_softmax_update,
+    share_of_tiles,
+)
+from torch_attn.launch import (
+    as_bits,
+    config_for,
+    decode_arguments,
+    launch,
+    multiprocessors,
+)
+
+
+@triton.jit(do_not_specialize=["num_pages", "max_pages", "window_left", "num_splits"])
+def paged_decode_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    tables_ptr,
+    lens_ptr,
+    sinks_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
+    out_ptr,
+    lse_ptr,
+    q_batch,
+    q_token,
+    q_head,
+    k_page,
+    k_head,
+    v_page,
+    v_head,
+    k_scale_head,
+    v_scale_head,
+    tables_batch,
+    batch_size,
+    heads_kv,
+    num_pages,
+    max_pages,
+    num_splits,
+    scale,
+    exp2_scale,
+    softcap,
+    window_left,
+    K_SLOT: tl.constexpr,
+    V_SLOT: tl.constexpr,
+    TOKENS: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    SCALE_FIRST: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_LEFT: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    QUANTIZED: tl.constexpr,
+    ONE_SPLIT: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_KV: tl.constexpr,
+):
+    """One program computes BLOCK_ROWS rows of one kv head over one split of the keys.
+
+    Row r is token ``r // GROUP_SIZE`` of query head ``r % GROUP_SIZE`` of the group, so that the
+    keys and values are read once for all of them. Operands: q [B, T, Hq, D], pools k
+    [P, page_size, Hkv, D] and v [P, page_size, Hkv, Dv] with the given strides and a contiguous
+    last dimension; tables [B, max_pages] and lens [B], int32; sinks [Hq] and scales [] or [Hkv],
+    float32; out [splits, B, T, Hq, Dv] and lse [splits, B, Hq, T] (float32, natural log),
+    contiguous. Grid: (row tiles, kv heads, splits, batch) in one axis, row tiles fastest. Loop
+    invariant: `online_softmax_update`. Accumulation: float32, exponents in base 2, p cast to q's
+    dtype for p·v. A row that sees no key in this split has lse -inf, and an output only where the
+    split has keys. A single split writes the result itself: ONE_SPLIT, and HAS_SINKS to count the
+    sink. BLOCK_ROWS and BLOCK_KV are powers of two, at least 16.
+    """
+    # Locate the rows and the split's share of the keys.
+    num_tiles: tl.constexpr = (TOKENS * GROUP_SIZE + BLOCK_ROWS - 1) // BLOCK_ROWS
+    tile = tl.program_id(0) % num_tiles
+    head_kv = tl.program_id(0) // num_tiles % heads_kv
+    split = tl.program_id(0) // num_tiles // heads_kv % num_splits
+    batch = (tl.program_id(0) // num_tiles // heads_kv // num_splits).to(tl.int64)
+    length = tl.load(lens_ptr + batch)
+    length = tl.minimum(tl.maximum(length, 0), max_pages * PAGE_SIZE)
+    begin = 0
+    if HAS_LEFT:
+        begin = tl.maximum(length - TOKENS - window_left, 0)
+    first, count = share_of_tiles(begin, length, split, num_splits, BLOCK_KV)
+    table_ptr = tables_ptr + batch * tables_batch
+    k_base = k_ptr + head_kv.to(tl.int64) * k_head
+    v_base = v_ptr + head_kv.to(tl.int64) * v_head
+    if QUANTIZED:
+        scale *= tl.load(k_scale_ptr + head_kv * k_scale_head)
+
+    # Load the queries; they stay.
+    row = tile * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    token = row // GROUP_SIZE
+    head = head_kv * GROUP_SIZE + row % GROUP_SIZE
+    is_row = token < TOKENS
+    cols = tl.arange(0, BLOCK_D)
+    q_rows = q_ptr + batch * q_batch + token * q_token + head * q_head
+    q_mask = is_row[:, None] & (cols < HEAD_DIM)[None, :]
+    q = tl.load(q_rows[:, None] + cols[None, :], mask=q_mask, other=0.0)
+    position = length - TOKENS + token
+    m_i = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
+    l_i = tl.zeros([BLOCK_ROWS], tl.float32)
+    acc = tl.zeros([BLOCK_ROWS, BLOCK_DV], tl.float32)
+
+    # Visit the split's tiles of keys.
+    for index in tl.range(0, count):
+        start = (first + index) * BLOCK_KV
+        key = start + tl.arange(0, BLOCK_KV)
+        exists = key < length
+        page, slot = locate_keys(table_ptr, start, length, num_pages, PAGE_SIZE, BLOCK_KV)
+        # s = scale · q kᵀ
+        k = load_keys(k_base, page, slot, exists, k_page, K_SLOT, HEAD_DIM, BLOCK_D)
+        k = dequantize(k, q.dtype)
+        s = attention_scores(q, k, scale, softcap, SCALE_FIRST, HAS_SOFTCAP)
+        s = attention_mask(
+            s, position[:, None], key[None, :], length, window_left, 0, HAS_LEFT, TOKENS > 1
+        )
+        # p = exp(s - max), and rescale what was accumulated
+        p, m_i, l_i, acc = online_softmax_update(s, m_i, l_i, acc, exp2_scale)
+        # acc += p v
+        v = load_keys(v_base, page, slot, exists, v_page, V_SLOT, HEAD_DIM_V, BLOCK_DV)
+        acc = tl.dot(p.to(q.dtype), dequantize(v, q.dtype), acc, input_precision="ieee")
+
+    # Normalise and store.
+    if HAS_SINKS:
+        sink = tl.load(sinks_ptr + head, mask=is_row, other=float("-inf"))
+        m_i, l_i, acc = add_sink(sink, m_i, l_i, acc)
+    l_safe = tl.where(l_i == 0.0, 1.0, l_i)
+    lse = m_i * LN2 + tl.log(l_safe)
+    out = acc / l_safe[:, None]
+    if QUANTIZED:
+        out *= tl.load(v_scale_ptr + head_kv * v_scale_head)
+    heads_q = heads_kv * GROUP_SIZE
+    part = split * batch_size + batch
+    tl.store(lse_ptr + (part * heads_q + head) * TOKENS + token, lse, mask=is_row)
+    cols = tl.arange(0, BLOCK_DV)
+    out_rows = out_ptr + ((part * TOKENS + token) * heads_q + head) * HEAD_DIM_V
+    writes = is_row
+    if not ONE_SPLIT:
+        writes = token < tl.where(count > 0, TOKENS, 0)
+    mask = writes[:, None] & (cols < HEAD_DIM_V)[None, :]
+    tl.store(out_rows[:, None] + cols[None, :], out.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def paged_decode(
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    sinks: Tensor | None,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+    spec: DecodeSpec,
+) -> tuple[Tensor, Tensor]:
+    """Launch `paged_decode_kernel`, and `combine` where there is more than one split.
+
+    Returns:
+        out [B, T, Hq, Dv] in q's dtype and lse [B, Hq, T] float32, both contiguous.
+    """
+    target, config = config_for("paged_decode", spec, q.device)
+    if target == "sm80":
+        k_pages, v_pages = as_bits(k_pages), as_bits(v_pages)
+    rows = block_rows(spec, config)
+    splits = choose_splits(spec, config, multiprocessors(q.device, target))
+    tiles = triton.cdiv(spec.tokens * spec.group_size, rows)
+    out_dtype = q.dtype if splits == 1 else torch.float32
+    shape = (splits, spec.batch, spec.tokens, spec.heads_q, spec.head_dim_v)
+    out = torch.empty(shape, dtype=out_dtype, device=q.device)
+    lse_shape = (splits, spec.batch, spec.heads_q, spec.tokens)
+    lse = torch.empty(lse_shape, dtype=torch.float32, device=q.device)
+    launch(
+        "paged_decode",
+        paged_decode_kernel,
+        lambda config: (tiles * spec.heads_kv * splits * spec.batch,),
+        (q, k_pages, v_pages, block_tables, seq_lens, sinks, k_scale, v_scale, out, lse),
+        decode_arguments(spec, q, k_pages, v_pages, block_tables, k_scale, v_scale)
+        | {
+            "num_splits": splits,
+            "ONE_SPLIT": splits == 1,
+            "HAS_SINKS": sinks is not None and splits == 1,
+            "BLOCK_ROWS": rows,
+        },
+        spec,
+    )
+    if splits == 1:
+        return out[0], lse[0]
+    merge = MergeSpec(splits, spec.batch, spec.tokens, spec.heads_q, spec.head_dim_v, spec.dtype)
+    return combine(out, lse, merge, sinks)
