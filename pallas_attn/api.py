@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import jax
-from jax.core import Tracer
 
 from interop.contract.explain import Explanation
-from interop.contract.validate import Operand, check_flash_attention, not_a_tensor
+from interop.contract.validate import check_flash_attention
 from pallas_attn.autograd import attention
-from pallas_attn.dispatch import Device, choose_backends, explain_choice
+from pallas_attn.dispatch import choose_backends, explain_choice
+from pallas_attn.operands import device_of, operand
 
 
 def flash_attention(
@@ -73,7 +73,7 @@ def flash_attention(
         out, lse = attention(q, k, v)
     """
     spec = _check(q, k, v, causal=causal, scale=scale, window_size=window_size, softcap=softcap)
-    backends = choose_backends(implementation, _device(q))
+    backends = choose_backends(implementation, device_of(q))
     return attention(q, k, v, spec, backends, bool(return_lse))
 
 
@@ -110,29 +110,9 @@ def explain(
     """
     del return_lse
     spec = _check(q, k, v, causal=causal, scale=scale, window_size=window_size, softcap=softcap)
-    return explain_choice(implementation, _device(q), spec)
+    return explain_choice(implementation, device_of(q), spec)
 
 
 def _check(q: Any, k: Any, v: Any, **options: Any):
-    operands = (_operand(name, x) for name, x in (("q", q), ("k", k), ("v", v)))
+    operands = (operand(name, x) for name, x in (("q", q), ("k", k), ("v", v)))
     return check_flash_attention(*operands, **options)
-
-
-def _operand(name: str, x: Any) -> Operand:
-    if not isinstance(x, jax.Array):
-        not_a_tensor(name, x)
-    device = _device(x)
-    return Operand(name, x.shape, x.dtype.name, None if device is None else _name(device))
-
-
-def _device(x: jax.Array) -> Device | None:
-    """The one device that holds `x`, or None: a tracer, or an array over several devices."""
-    if isinstance(x, Tracer) or len(x.devices()) != 1:
-        return None
-    return next(iter(x.devices()))
-
-
-def _name(device: Device) -> str:
-    """As torch names it: "cpu", "cuda:0"."""
-    platform = "cuda" if device.platform == "gpu" else device.platform
-    return platform if (platform, device.id) == ("cpu", 0) else f"{platform}:{device.id}"

@@ -1,0 +1,36 @@
+"""What the argument checks and the choice of code need to know of a `jax.Array`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+from jax.core import Tracer
+
+from interop.contract.validate import Operand, not_a_tensor
+from pallas_attn.dispatch import Device
+
+
+def operand(name: str, x: Any) -> Operand:
+    """What a check needs to know of an argument.
+
+    Raises:
+        TypeError: it is not a `jax.Array`.
+    """
+    if not isinstance(x, jax.Array):
+        not_a_tensor(name, x)
+    device = device_of(x)
+    return Operand(name, x.shape, x.dtype.name, None if device is None else _name(device))
+
+
+def device_of(x: jax.Array) -> Device | None:
+    """The one device that holds `x`, or None: a tracer, or an array over several devices."""
+    if isinstance(x, Tracer) or len(x.devices()) != 1:
+        return None
+    return next(iter(x.devices()))
+
+
+def _name(device: Device) -> str:
+    """As torch names it: "cpu", "cuda:0"."""
+    platform = "cuda" if device.platform == "gpu" else device.platform
+    return platform if (platform, device.id) == ("cpu", 0) else f"{platform}:{device.id}"
