@@ -9,10 +9,9 @@ from torch import Tensor
 
 from interop.contract.explain import Explanation
 from interop.contract.spec import Window
-from interop.contract.validate import check_choice, not_a_tensor
+from interop.contract.validate import not_a_tensor
+from torch_attn.dispatch import choose, explain_choice
 from torch_attn.ops import check, flash_fwd
-
-IMPLEMENTATIONS = ("triton", "reference")
 
 
 def flash_attention(
@@ -74,7 +73,7 @@ def flash_attention(
         out.sum().backward()
     """
     q, k, v = _tensors(q, k, v)
-    implementation = _choose(implementation, q)
+    implementation = choose(implementation, q.device)
     if torch.compiler.is_compiling():
         # Dynamo cannot follow the checks, so the operator's fake kernel makes them.
         scale = q.shape[-1] ** -0.5 if scale is None else scale
@@ -113,28 +112,7 @@ def explain(
     del return_lse
     q, k, v = _tensors(q, k, v)
     spec = check(q, k, v, causal=causal, scale=scale, window_size=window_size, softcap=softcap)
-    from torch_attn.launch import configs_for, target_of
-
-    chosen = _choose(implementation, q)
-    on_cuda = q.device.type == "cuda"
-    runs_kernels = chosen == "triton" and not spec.is_empty
-    target = target_of(q.device) if runs_kernels and on_cuda else None
-    if spec.is_empty:
-        reason = "an empty problem runs no kernel"
-    elif implementation is not None:
-        reason = f"implementation={implementation!r} was asked for"
-    elif on_cuda:
-        reason = "the kernels are the best choice on a CUDA device"
-    else:
-        reason = "the kernels compile for CUDA devices only"
-    return Explanation(
-        implementation=chosen,
-        execution=("compiled" if on_cuda else "interpreter") if runs_kernels else "framework",
-        device=torch.cuda.get_device_name(q.device) if on_cuda else q.device.type,
-        target=target,
-        reason=reason,
-        configs=configs_for(spec, target or "sm80") if runs_kernels else {},
-    )
+    return explain_choice(implementation, q.device, spec)
 
 
 def _tensors(*qkv: Any) -> tuple[Tensor, ...]:
@@ -149,8 +127,3 @@ def _tensors(*qkv: Any) -> tuple[Tensor, ...]:
     return tuple(
         x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in qkv
     )
-
-
-def _choose(implementation: str | None, q: Tensor) -> str:
-    check_choice("implementation", implementation, IMPLEMENTATIONS)
-    return implementation or ("reference" if q.device.type == "cpu" else "triton")

@@ -8,7 +8,8 @@ Autograd key rather than `torch.library.register_autograd`, which gives zero tan
 mode without an error and fails under `torch.func.grad`.
 
 This is the one place that uses private torch API: the dispatch guards of ``torch._C`` in
-`_Differentiable` (checked with torch 2.11 and 2.13; ``tests/torch_attn/test_ops.py`` guards it).
+`without_gradient` and `_Differentiable` (checked with torch 2.11 and 2.13;
+``tests/torch_attn/test_ops.py`` and ``test_decode_ops.py`` guard it).
 """
 
 from __future__ import annotations
@@ -18,23 +19,30 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from interop.contract import reference
 from interop.contract.spec import AttentionSpec, Window
-from interop.contract.validate import Operand, check_flash_attention, not_differentiable
+from interop.contract.validate import (
+    Operand,
+    check_flash_attention,
+    no_gradient,
+    not_a_tensor,
+    not_differentiable,
+)
 
 _library = torch.library.Library("torch_attn", "DEF")
 _OPTIONS = "float scale, int? window_left, int? window_right, float? softcap, str implementation"
 # The kernels read strides: the compiler must hand over tensors as the program laid them out.
-_TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
+TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
 _library.define(
     f"flash_fwd(Tensor q, Tensor k, Tensor v, {_OPTIONS}) -> (Tensor out, Tensor lse)",
-    tags=_TAGS,
+    tags=TAGS,
 )
 _library.define(
     "flash_bwd(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
     f"{_OPTIONS}) -> (Tensor dq, Tensor dk, Tensor dv)",
-    tags=_TAGS,
+    tags=TAGS,
 )
 flash_fwd = torch.ops.torch_attn.flash_fwd.default
 flash_bwd = torch.ops.torch_attn.flash_bwd.default
@@ -44,19 +52,43 @@ _TORCH_FUNC = torch._C.DispatchKeySet(
 ) | torch._C.DispatchKeySet(torch._C.DispatchKey.PythonTLSSnapshot)
 
 
+def operand(name: str, x: Tensor) -> Operand:
+    """What a check needs to know of a tensor.
+
+    Raises:
+        TypeError: `x` is not a `torch.Tensor`.
+    """
+    if not isinstance(x, Tensor):
+        not_a_tensor(name, x)
+    return Operand(
+        name,
+        tuple(x.shape),
+        str(x.dtype).removeprefix("torch."),
+        str(x.device),
+        x.ndim == 0 or x.stride(-1) == 1 or x.numel() == 0,
+    )
+
+
 def check(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> AttentionSpec:
     """`check_flash_attention` on tensors: its options, result and errors."""
-    operands = (
-        Operand(
-            name,
-            tuple(x.shape),
-            str(x.dtype).removeprefix("torch."),
-            str(x.device),
-            x.ndim == 0 or x.stride(-1) == 1 or x.numel() == 0,
-        )
-        for name, x in (("q", q), ("k", k), ("v", v))
-    )
+    operands = (operand(name, x) for name, x in (("q", q), ("k", k), ("v", v)))
     return check_flash_attention(*operands, **options)
+
+
+def without_gradient(op: torch._ops.OpOverload, *args: Any) -> Any:
+    """Run an operator that has no derivative: its kernel for the Autograd key.
+
+    Raises:
+        NotImplementedError: autograd would record the call, or it has tangents.
+    """
+    for x in args:
+        if not isinstance(x, Tensor):
+            continue
+        recorded = x.requires_grad and torch.is_grad_enabled()
+        if recorded or forward_ad.unpack_dual(x).tangent is not None:
+            no_gradient(op.name().removeprefix("torch_attn::"))
+    with torch._C._AutoDispatchBelowAutograd():
+        return op(*args)
 
 
 def _run_forward(q, k, v, scale, window_left, window_right, softcap, implementation):

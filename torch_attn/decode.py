@@ -1,0 +1,314 @@
+"""The public functions of decoding: attention over a paged cache, writing it, merging results."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from interop.contract.explain import Explanation
+from torch_attn import decode_ops
+from torch_attn.dispatch import choose, explain_choice
+from torch_attn.ops import operand
+
+
+def paged_decode(
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    *,
+    scale: float | None = None,
+    window_size: tuple[int | None, int | None] | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    num_splits: int | None = None,
+    return_lse: bool = False,
+    implementation: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Exact attention of new tokens over keys and values kept in pages.
+
+    Key j of sequence b lies in slot ``j % page_size`` of page ``block_tables[b, j // page_size]``.
+    The new tokens' own keys are in the cache already (`append_kv`): token t of a sequence of
+    length n stands at position ``p = n - T + t`` and sees keys up to p. Query head h reads kv head
+    ``h // (Hq // Hkv)``. A token that sees no key gives 0, and log-sum-exp -inf or its head's sink.
+
+    Lengths and page tables are read on the device: nothing waits for it and nothing is planned
+    beforehand, so that a CUDA graph may be replayed with others. A length past the table's
+    capacity counts as the capacity, one below 0 as 0; a page id out of range is moved into it, so
+    that nothing outside the pool is read. `check_pages` finds both. Table entries past a sequence's
+    last page and slots past its length may hold anything.
+
+    Works under `torch.compile` (`fullgraph`, static and dynamic shapes). It has no derivative.
+
+    Args:
+        q: [B, Hq, D], or [B, T, Hq, D] with T from 1 to 16, float16 or bfloat16. D is 16 to 256 in
+            steps of 8. Any strides with a contiguous last dimension, as for all operands.
+        k_pages: [P, page_size, Hkv, D], q's dtype, int8 or float8_e4m3fn: one pool for all
+            sequences. page_size is 1 to 256; Hq is a multiple of Hkv.
+        v_pages: [P, page_size, Hkv, Dv], k_pages' dtype. Dv has D's limits and need not be D.
+        block_tables: [B, max_pages] int32, ids of pages.
+        seq_lens: [B] int32, keys of each sequence, the new tokens counted in.
+        scale: factor of the scores; None is ``D ** -0.5``.
+        window_size: (left, right): a token sees keys from p - left on. None, for the pair or left,
+            is unlimited; right changes nothing.
+        softcap: scores become ``softcap * tanh(score / softcap)``, before the masks.
+        sinks: [Hq] float32, a logit of each head that counts in the softmax's denominator and in
+            the log-sum-exp, and has no value. None is no such logit.
+        k_scale, v_scale: [] or [Hkv] float32, for an 8-bit cache only: keys and values are what
+            the pool holds times this.
+        num_splits: parts, 1 to 256, that each sequence's keys are worked on in; with it given, a
+            sequence's result is bitwise the same whatever else is in the batch. None chooses by
+            the shapes.
+        return_lse: return the log-sum-exp of the scores as well.
+        implementation: "triton" (Triton kernels; on a CPU in Triton's interpreter), "reference"
+            (plain torch in float32, which copies the keys out of their pages), or None: the
+            kernels on a CUDA device, the reference on a CPU.
+
+    Returns:
+        out, q's shape with Dv last, in q's dtype; with `return_lse` the pair (out, lse), lse
+        [B, Hq] or [B, Hq, T] in float32, natural logarithm.
+
+    Raises:
+        TypeError: an argument is not a `torch.Tensor` or has the wrong type or dtype.
+        ValueError: shapes, devices, strides or values that contradict each other.
+        NotImplementedError: a dtype, head size, page size, number of tokens or device without
+            kernels; an operand that requires grad while gradients are recorded.
+
+    Source: Kwon et al. 2023 (PagedAttention); Dao et al. 2023 (Flash-Decoding); for the sinks
+    Agarwal et al. 2025 (gpt-oss).
+
+    Example::
+
+        import torch
+        from torch_attn import paged_decode
+
+        k_pages, v_pages = torch.randn(2, 8, 16, 2, 64, dtype=torch.bfloat16)
+        block_tables = torch.tensor([[3, 0], [5, 6]], dtype=torch.int32)
+        seq_lens = torch.tensor([9, 32], dtype=torch.int32)
+        q = torch.randn(2, 4, 64, dtype=torch.bfloat16)
+        out, lse = paged_decode(q, k_pages, v_pages, block_tables, seq_lens, return_lse=True)
+    """
+    operands = (k_pages, v_pages, block_tables, seq_lens, sinks, k_scale, v_scale)
+    if torch.compiler.is_compiling():
+        # Dynamo cannot follow the checks, so the operator's fake kernel makes them.
+        scale = q.shape[-1] ** -0.5 if scale is None else scale
+        window_left = None if window_size is None else window_size[0]
+    else:
+        spec = decode_ops.check_decode(
+            q, *operands,
+            scale=scale, window_size=window_size, softcap=softcap, num_splits=num_splits,
+        )  # fmt: skip
+        scale, window_left, softcap = spec.scale, spec.window_left, spec.softcap
+        num_splits = spec.num_splits
+    implementation = choose(implementation, q.device)
+    single = q.ndim == 3
+    out, lse = decode_ops.paged_decode(
+        q.unsqueeze(1) if single else q, *operands,
+        scale, window_left, softcap, num_splits, implementation,
+    )  # fmt: skip
+    if single:
+        out, lse = out.squeeze(1), lse.squeeze(2)
+    return (out, lse) if return_lse else out
+
+
+def append_kv(
+    k_new: Tensor,
+    v_new: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    *,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    implementation: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Write new tokens' keys and values into their pages, in place.
+
+    Token t goes to position ``seq_lens[b] - T + t``. What has no place is not written: a position
+    below 0 or past the table's capacity, or a page id out of range. An 8-bit cache stores
+    ``x / scale``, rounded to nearest even; int8 is clamped to ±127, float8_e4m3fn to ±448. Of two
+    tokens that go to one slot, either may stay.
+
+    Works under `torch.compile`. The kernels wait for nothing, so that a CUDA graph may be replayed
+    with other lengths and tables; the reference waits for the device. It has no derivative.
+
+    Args:
+        k_new: [B, Hkv, D], or [B, T, Hkv, D] with T up to 16, float16 or bfloat16. Any strides
+            with a contiguous last dimension, as for all operands.
+        v_new: [B, Hkv, Dv] or [B, T, Hkv, Dv], k_new's dtype.
+        k_pages: [P, page_size, Hkv, D], k_new's dtype, int8 or float8_e4m3fn. page_size is 1 to
+            256, D is 16 to 256 in steps of 8.
+        v_pages: [P, page_size, Hkv, Dv], k_pages' dtype. Dv has D's limits and need not be D.
+        block_tables: [B, max_pages] int32, ids of pages.
+        seq_lens: [B] int32, keys of each sequence, the new tokens counted in.
+        k_scale, v_scale: [] or [Hkv] float32, for an 8-bit cache only.
+        implementation: "triton" (a Triton kernel; on a CPU in Triton's interpreter), "reference"
+            (plain torch), or None: the kernel on a CUDA device, the reference on a CPU.
+
+    Returns:
+        k_pages and v_pages, the tensors that were given.
+
+    Raises:
+        TypeError: an argument is not a `torch.Tensor` or has the wrong type or dtype.
+        ValueError: shapes, devices, strides or values that contradict each other.
+        NotImplementedError: a dtype, head size, page size, number of tokens or device without
+            kernels; an operand that requires grad while gradients are recorded.
+
+    Source: Kwon et al. 2023 (PagedAttention).
+
+    Example::
+
+        import torch
+        from torch_attn import append_kv
+
+        k_pages, v_pages = torch.zeros(2, 8, 16, 2, 64, dtype=torch.bfloat16)
+        block_tables = torch.tensor([[3, 0], [5, 6]], dtype=torch.int32)
+        seq_lens = torch.tensor([9, 31], dtype=torch.int32)
+        k_new, v_new = torch.randn(2, 2, 2, 64, dtype=torch.bfloat16)
+        append_kv(k_new, v_new, k_pages, v_pages, block_tables, seq_lens + 1)
+        assert torch.equal(k_pages[3, 9], k_new[0])
+    """
+    operands = (k_pages, v_pages, block_tables, seq_lens, k_scale, v_scale)
+    if not torch.compiler.is_compiling():
+        decode_ops.check_append(k_new, v_new, *operands)
+    implementation = choose(implementation, k_new.device)
+    if k_new.ndim == 3:
+        k_new, v_new = k_new.unsqueeze(1), v_new.unsqueeze(1)
+    decode_ops.append_kv(k_new, v_new, *operands, implementation)
+    return k_pages, v_pages
+
+
+def merge_states(
+    outs: Tensor, lses: Tensor, *, implementation: str | None = None
+) -> tuple[Tensor, Tensor]:
+    """Attention over the union of disjoint sets of keys, from the attention over each.
+
+    ``lse = log(sum(exp(lses)))`` and ``out = sum(exp(lses - lse) · outs)``, in float32. A part
+    whose lse is -inf saw no key and may hold anything; a row that saw none in any part gives 0 and
+    -inf. A sink belongs into one part only.
+
+    Works under `torch.compile` (`fullgraph`, static and dynamic shapes) and in CUDA graphs. It has
+    no derivative.
+
+    Args:
+        outs: [N, B, H, Dv] or [N, B, S, H, Dv], N partial results, float16, bfloat16 or float32.
+            Dv is 16 to 256 in steps of 8. Any strides with a contiguous last dimension.
+        lses: [N, B, H] or [N, B, H, S] float32, their log-sum-exp, natural logarithm.
+        implementation: "triton" (a Triton kernel; on a CPU in Triton's interpreter), "reference"
+            (plain torch), or None: the kernel on a CUDA device, the reference on a CPU.
+
+    Returns:
+        out [B, H, Dv] or [B, S, H, Dv] in the dtype of `outs`, and lse [B, H] or [B, H, S] in
+        float32, natural logarithm.
+
+    Raises:
+        TypeError: an argument is not a `torch.Tensor` or has the wrong type or dtype.
+        ValueError: shapes, devices or strides that contradict each other.
+        NotImplementedError: a dtype, head size or device without kernels; an operand that requires
+            grad while gradients are recorded.
+
+    Source: Dao et al. 2022 (FlashAttention), section 3.1; Ye et al. 2025 (FlashInfer), section 2.2.
+
+    Example::
+
+        import torch
+        from torch_attn import flash_attention, merge_states
+
+        q, k, v = torch.randn(3, 1, 128, 4, 64)
+        halves = [
+            flash_attention(q, k[:, keys], v[:, keys], return_lse=True)
+            for keys in (slice(0, 64), slice(64, 128))
+        ]
+        outs, lses = map(torch.stack, zip(*halves))
+        out, lse = merge_states(outs, lses)
+        torch.testing.assert_close(out, flash_attention(q, k, v))
+    """
+    if not torch.compiler.is_compiling():
+        decode_ops.check_merge(outs, lses)
+    implementation = choose(implementation, outs.device)
+    single = outs.ndim == 4
+    if single:
+        outs, lses = outs.unsqueeze(2), lses.unsqueeze(3)
+    out, lse = decode_ops.merge_states(outs, lses, implementation)
+    return (out.squeeze(1), lse.squeeze(2)) if single else (out, lse)
+
+
+def check_pages(k_pages: Tensor, block_tables: Tensor, seq_lens: Tensor) -> None:
+    """Look for lengths and page ids that `paged_decode` and `append_kv` take as data, unchecked.
+
+    Waits for the device, so it is for debugging and not for a CUDA graph.
+
+    Args:
+        k_pages: [P, page_size, Hkv, D], the pool of keys.
+        block_tables: [B, max_pages] int32.
+        seq_lens: [B] int32.
+
+    Raises:
+        TypeError: an argument is not a `torch.Tensor`.
+        ValueError: names the first sequence whose length is negative or exceeds the capacity
+            ``max_pages * page_size``, or one of whose used table entries is no page of the pool.
+
+    Example::
+
+        import torch
+        from torch_attn import check_pages
+
+        k_pages = torch.zeros(8, 16, 2, 64)
+        block_tables = torch.tensor([[3, 0], [5, -1]], dtype=torch.int32)
+        check_pages(k_pages, block_tables, torch.tensor([32, 16], dtype=torch.int32))
+    """
+    from interop.contract.validate import check_page_ids
+
+    num_pages, page_size = operand("k_pages", k_pages).shape[:2]
+    for name, x in (("block_tables", block_tables), ("seq_lens", seq_lens)):
+        operand(name, x)
+    check_page_ids(block_tables.numpy(force=True), seq_lens.numpy(force=True), num_pages, page_size)
+
+
+def explain_decode(
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    *,
+    scale: float | None = None,
+    window_size: tuple[int | None, int | None] | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    num_splits: int | None = None,
+    return_lse: bool = False,
+    implementation: str | None = None,
+) -> Explanation:
+    """Say what `paged_decode` would run for the same arguments, and why; runs nothing.
+
+    Args:
+        q, k_pages, v_pages, block_tables, seq_lens and options: those of `paged_decode`;
+            `return_lse` changes nothing.
+
+    Raises:
+        What `paged_decode` raises for its arguments.
+
+    Example::
+
+        import torch
+        from torch_attn import explain_decode
+
+        q = torch.zeros(1, 4, 64, dtype=torch.bfloat16)
+        k_pages = v_pages = torch.zeros(8, 16, 2, 64, dtype=torch.bfloat16)
+        block_tables = torch.zeros(1, 3, dtype=torch.int32)
+        seq_lens = torch.tensor([33], dtype=torch.int32)
+        print(explain_decode(q, k_pages, v_pages, block_tables, seq_lens))
+    """
+    del return_lse
+    spec = decode_ops.check_decode(
+        q, k_pages, v_pages, block_tables, seq_lens, sinks, k_scale, v_scale,
+        scale=scale, window_size=window_size, softcap=softcap, num_splits=num_splits,
+    )  # fmt: skip
+    return explain_choice(implementation, q.device, spec)

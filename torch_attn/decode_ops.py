@@ -1,0 +1,225 @@
+"""The torch operators of decoding: `torch_attn::paged_decode`, `::append_kv`, `::merge_states`.
+
+Each has kernels for CPU and CUDA and a fake kernel for tracing; none has a derivative. They are
+registered as those of `torch_attn.ops` are, which says why. None waits for the device: lengths and
+page tables are read there, so a CUDA graph may be replayed with others. The exception is the
+reference of append_kv.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from interop.contract import reference
+from interop.contract.spec import DecodeSpec, MergeSpec, PagedCache
+from interop.contract.validate import (
+    Operand,
+    check_append_kv,
+    check_merge_states,
+    check_paged_decode,
+)
+from torch_attn.ops import TAGS, operand, without_gradient
+
+_library = torch.library.Library("torch_attn", "FRAGMENT")
+_library.define(
+    "paged_decode(Tensor q, Tensor k_pages, Tensor v_pages, Tensor block_tables, Tensor seq_lens, "
+    "Tensor? sinks, Tensor? k_scale, Tensor? v_scale, float scale, int? window_left, "
+    "float? softcap, int? num_splits, str implementation) -> (Tensor out, Tensor lse)",
+    tags=TAGS,
+)
+_library.define(
+    "append_kv(Tensor k_new, Tensor v_new, Tensor(a!) k_pages, Tensor(b!) v_pages, "
+    "Tensor block_tables, Tensor seq_lens, Tensor? k_scale, Tensor? v_scale, "
+    "str implementation) -> ()",
+    tags=TAGS,
+)
+_library.define(
+    "merge_states(Tensor outs, Tensor lses, str implementation) -> (Tensor out, Tensor lse)",
+    tags=TAGS,
+)
+paged_decode = torch.ops.torch_attn.paged_decode.default
+append_kv = torch.ops.torch_attn.append_kv.default
+merge_states = torch.ops.torch_attn.merge_states.default
+
+
+def check_decode(
+    q, k_pages, v_pages, block_tables, seq_lens, sinks, k_scale, v_scale, **options: Any
+) -> DecodeSpec:
+    """`check_paged_decode` on tensors: its options, result and errors."""
+    return check_paged_decode(
+        operand("q", q),
+        *_cache_operands(k_pages, v_pages, block_tables, seq_lens),
+        _optional("sinks", sinks),
+        _optional("k_scale", k_scale),
+        _optional("v_scale", v_scale),
+        **options,
+    )
+
+
+def check_append(
+    k_new, v_new, k_pages, v_pages, block_tables, seq_lens, k_scale, v_scale
+) -> PagedCache:
+    """`check_append_kv` on tensors: its result and errors."""
+    return check_append_kv(
+        operand("k_new", k_new),
+        operand("v_new", v_new),
+        *_cache_operands(k_pages, v_pages, block_tables, seq_lens),
+        _optional("k_scale", k_scale),
+        _optional("v_scale", v_scale),
+    )
+
+
+def check_merge(outs, lses) -> MergeSpec:
+    """`check_merge_states` on tensors: its result and errors."""
+    return check_merge_states(operand("outs", outs), operand("lses", lses))
+
+
+def _cache_operands(k_pages, v_pages, block_tables, seq_lens) -> tuple[Operand, ...]:
+    return (
+        operand("k_pages", k_pages),
+        operand("v_pages", v_pages),
+        operand("block_tables", block_tables),
+        operand("seq_lens", seq_lens),
+    )
+
+
+def _optional(name: str, x: Tensor | None) -> Operand | None:
+    return None if x is None else operand(name, x)
+
+
+def _run_decode(
+    q, k_pages, v_pages, block_tables, seq_lens, sinks, k_scale, v_scale,
+    scale, window_left, softcap, num_splits, implementation,
+):  # fmt: skip
+    batch, tokens, heads_q, _ = q.shape
+    cache = _cache(k_pages, v_pages, block_tables)
+    dtype = _name(q.dtype)
+    spec = DecodeSpec(batch, tokens, heads_q, cache, dtype, scale, window_left, softcap, num_splits)
+    if spec.is_empty:
+        out, lse = _allocate_outputs(q, v_pages)
+        return out.zero_(), lse.fill_(-torch.inf) if sinks is None else lse.copy_(sinks[:, None])
+    operands = (q, k_pages, v_pages, block_tables, seq_lens, sinks, k_scale, v_scale)
+    if implementation == "triton":
+        from torch_attn.kernels.paged_decode import paged_decode
+
+        return paged_decode(*operands, spec)
+    with torch.autocast(q.device.type, enabled=False):
+        out, lse = reference.paged_forward(*operands, spec, torch.float32)
+    return out.to(q.dtype).contiguous(), lse
+
+
+def _fake_decode(
+    q, k_pages, v_pages, block_tables, seq_lens, sinks, k_scale, v_scale,
+    scale, window_left, softcap, num_splits, implementation,
+):  # fmt: skip
+    check_decode(
+        q, k_pages, v_pages, block_tables, seq_lens, sinks, k_scale, v_scale,
+        scale=scale, window_size=(window_left, None), softcap=softcap, num_splits=num_splits,
+    )  # fmt: skip
+    return _allocate_outputs(q, v_pages)
+
+
+def _allocate_outputs(q: Tensor, v_pages: Tensor) -> tuple[Tensor, Tensor]:
+    batch, tokens, heads_q, _ = q.shape
+    out = q.new_empty((batch, tokens, heads_q, v_pages.shape[3]))
+    return out, q.new_empty((batch, heads_q, tokens), dtype=torch.float32)
+
+
+def _run_append(
+    k_new, v_new, k_pages, v_pages, block_tables, seq_lens, k_scale, v_scale, implementation
+):
+    cache = _cache(k_pages, v_pages, block_tables)
+    if 0 in (k_new.numel(), cache.capacity, cache.num_pages):
+        return
+    if implementation == "triton":
+        from torch_attn.kernels.append_kv import append_kv
+
+        append_kv(k_new, v_new, k_pages, v_pages, block_tables, seq_lens, k_scale, v_scale, cache)
+        torch.autograd.graph.increment_version((k_pages, v_pages))
+        return
+    with torch.autocast(k_new.device.type, enabled=False):
+        _write(k_new, k_pages, block_tables, seq_lens, k_scale, cache)
+        _write(v_new, v_pages, block_tables, seq_lens, v_scale, cache)
+
+
+def _write(
+    new: Tensor,
+    pages: Tensor,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    scale: Tensor | None,
+    cache: PagedCache,
+) -> None:
+    """The reference of `append_kv`, for keys or values. It waits for the device."""
+    tokens = new.shape[1]
+    position = seq_lens.long()[:, None] + torch.arange(-tokens, 0, device=new.device)
+    within = (position >= 0) & (position < cache.capacity)
+    page = position.clamp(0, cache.capacity - 1) // cache.page_size
+    page = block_tables.long().gather(1, page)
+    within &= (page >= 0) & (page < cache.num_pages)
+    if scale is not None:
+        new = reference.quantize(new, scale, cache, pages.dtype)
+    pages[page[within], position[within] % cache.page_size] = new[within]
+
+
+def _fake_append(
+    k_new, v_new, k_pages, v_pages, block_tables, seq_lens, k_scale, v_scale, implementation
+):
+    check_append(k_new, v_new, k_pages, v_pages, block_tables, seq_lens, k_scale, v_scale)
+
+
+def _run_merge(outs, lses, implementation):
+    spec = MergeSpec(*outs.shape, dtype=_name(outs.dtype))
+    if spec.is_empty:
+        out, lse = _allocate_merged(outs, lses)
+        return out.zero_(), lse.fill_(-torch.inf)
+    if implementation == "triton":
+        from torch_attn.kernels.combine import combine
+
+        return combine(outs, lses, spec)
+    with torch.autocast(outs.device.type, enabled=False):
+        out, lse = reference.merge(outs, lses, torch.float32)
+    return out.to(outs.dtype).contiguous(), lse.contiguous()
+
+
+def _fake_merge(outs, lses, implementation):
+    check_merge(outs, lses)
+    return _allocate_merged(outs, lses)
+
+
+def _allocate_merged(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
+    return outs.new_empty(outs.shape[1:]), lses.new_empty(lses.shape[1:])
+
+
+def _cache(k_pages: Tensor, v_pages: Tensor, block_tables: Tensor) -> PagedCache:
+    num_pages, page_size, heads, head_dim = k_pages.shape
+    return PagedCache(
+        num_pages,
+        page_size,
+        block_tables.shape[1],
+        heads,
+        head_dim,
+        v_pages.shape[3],
+        _name(k_pages.dtype),
+    )
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _register(op: torch._ops.OpOverload, run, fake) -> None:
+    name = op.name()
+    _library.impl(name, run, "CPU")
+    _library.impl(name, run, "CUDA")
+    _library.impl(name, partial(without_gradient, op), "Autograd")
+    torch.library.register_fake(name, fake, lib=_library)
+
+
+_register(paged_decode, _run_decode, _fake_decode)
+_register(append_kv, _run_append, _fake_append)
+_register(merge_states, _run_merge, _fake_merge)

@@ -1,0 +1,49 @@
+"""Which code a call runs: the implementation, and what `explain` says of it."""
+
+from __future__ import annotations
+
+import torch
+
+from interop.contract.explain import Explanation
+from interop.contract.spec import AttentionSpec, DecodeSpec
+from interop.contract.validate import check_choice
+
+IMPLEMENTATIONS = ("triton", "reference")
+
+
+def choose(implementation: str | None, device: torch.device) -> str:
+    """The implementation asked for, or with None the best for the device.
+
+    Raises:
+        ValueError: no such implementation.
+    """
+    check_choice("implementation", implementation, IMPLEMENTATIONS)
+    return implementation or ("reference" if device.type == "cpu" else "triton")
+
+
+def explain_choice(
+    implementation: str | None, device: torch.device, spec: AttentionSpec | DecodeSpec
+) -> Explanation:
+    """Describe what `choose` leads to for a problem."""
+    from torch_attn.launch import configs_for, target_of
+
+    chosen = choose(implementation, device)
+    on_cuda = device.type == "cuda"
+    runs_kernels = chosen == "triton" and not spec.is_empty
+    target = target_of(device) if runs_kernels and on_cuda else None
+    if spec.is_empty:
+        reason = "an empty problem runs no kernel"
+    elif implementation is not None:
+        reason = f"implementation={implementation!r} was asked for"
+    elif on_cuda:
+        reason = "the kernels are the best choice on a CUDA device"
+    else:
+        reason = "the kernels compile for CUDA devices only"
+    return Explanation(
+        implementation=chosen,
+        execution=("compiled" if on_cuda else "interpreter") if runs_kernels else "framework",
+        device=torch.cuda.get_device_name(device) if on_cuda else device.type,
+        target=target,
+        reason=reason,
+        configs=configs_for(spec, target or "sm80") if runs_kernels else {},
+    )
