@@ -1,8 +1,13 @@
-"""What a problem costs: pairs attended, floating-point operations, bytes of device memory."""
+"""What a problem costs: pairs attended, floating-point operations, bytes of device memory.
+
+A decode's cost depends on its sequences' lengths, which are no part of its description.
+"""
 
 from __future__ import annotations
 
-from interop.contract.spec import AttentionSpec
+from collections.abc import Sequence
+
+from interop.contract.spec import AttentionSpec, DecodeSpec
 
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4}
 
@@ -42,6 +47,41 @@ def backward_bytes(spec: AttentionSpec) -> int:
     dout = rows * spec.head_dim_v * ITEMSIZE[spec.dtype]
     out = dout
     return 2 * _operand_bytes(spec) - out + dout + 4 * rows
+
+
+def decode_flops(spec: DecodeSpec, lengths: Sequence[int]) -> int:
+    """Operations of the two matrix products of a decode of sequences of these lengths."""
+    pairs = sum(
+        len(spec.visible_keys(token, length)) for length in lengths for token in range(spec.tokens)
+    )
+    return 2 * (spec.head_dim + spec.head_dim_v) * spec.heads_q * pairs
+
+
+def cache_bytes(spec: DecodeSpec, lengths: Sequence[int]) -> int:
+    """Bytes of the keys and values that a decode of sequences of these lengths sees."""
+    keys = sum(len(_keys_seen(spec, length)) for length in lengths)
+    return keys * spec.heads_kv * (spec.head_dim + spec.head_dim_v) * spec.dtype_bits // 8
+
+
+def decode_bytes(spec: DecodeSpec, lengths: Sequence[int]) -> int:
+    """Least traffic of a decode: q, the keys and values seen, their table entries and the lengths
+    read once, out and lse written once.
+    """
+    row = (spec.head_dim + spec.head_dim_v) * ITEMSIZE[spec.dtype] + 4
+    size = spec.cache.page_size
+    seen = [keys for length in lengths if (keys := _keys_seen(spec, length))]
+    entries = sum((keys[-1] // size) - (keys[0] // size) + 1 for keys in seen)
+    return (
+        spec.batch * spec.tokens * spec.heads_q * row
+        + cache_bytes(spec, lengths)
+        + 4 * (spec.batch + entries)
+    )
+
+
+def _keys_seen(spec: DecodeSpec, length: int) -> range:
+    """The keys that some new token of a sequence sees: windows of neighbours overlap."""
+    seen = [keys for token in range(spec.tokens) if (keys := spec.visible_keys(token, length))]
+    return range(seen[0].start, seen[-1].stop) if seen else range(0)
 
 
 def _operand_bytes(spec: AttentionSpec) -> int:

@@ -145,19 +145,29 @@ def _scores(xp: Any, q: Array, k: Array, spec: AttentionSpec) -> tuple[Array, Ar
 def _softmax(xp: Any, q: Array, k: Array, spec: AttentionSpec) -> tuple[Array, Array, Array | None]:
     """p, log-sum-exp, and the derivative of the softcap; a row that sees no key has p = 0."""
     s, dcap = _scores(xp, q, k, spec)
-    m = _row_max(xp, s)
-    p = xp.exp(s - m)
-    normalizer = xp.sum(p, axis=-1, keepdims=True)
-    lse = xp.log(normalizer) + m
-    p = p / xp.where(normalizer == 0, xp.ones_like(normalizer), normalizer)
+    p, lse = _normalize(xp, s)
     return p, lse, dcap
 
 
-def _row_max(xp: Any, s: Array) -> Array:
-    """Row maximum, 0 where a row sees no key."""
+def _normalize(xp: Any, s: Array, sink: Array | None = None) -> tuple[Array, Array]:
+    """p and log-sum-exp of rows of scores, with a score per row that has no p of its own."""
+    m = _row_max(xp, s, sink)
+    p = xp.exp(s - m)
+    normalizer = xp.sum(p, axis=-1, keepdims=True)
+    if sink is not None:
+        normalizer = normalizer + xp.exp(sink - m)
+    lse = xp.log(normalizer) + m
+    return p / xp.where(normalizer == 0, xp.ones_like(normalizer), normalizer), lse
+
+
+def _row_max(xp: Any, s: Array, sink: Array | None) -> Array:
+    """Row maximum, 0 where a row has no finite score."""
     if s.shape[-1] == 0:
-        return xp.zeros_like(xp.sum(s, axis=-1, keepdims=True))
-    m = xp.max(s, axis=-1, keepdims=True)
+        m = xp.full_like(xp.sum(s, axis=-1, keepdims=True), float("-inf"))
+    else:
+        m = xp.max(s, axis=-1, keepdims=True)
+    if sink is not None:
+        m = xp.maximum(m, sink)
     return xp.where(xp.isinf(m), xp.zeros_like(m), m)
 
 
@@ -191,7 +201,7 @@ def paged_forward(
     """
     xp = array_namespace(q, k_pages, v_pages)
     cache, group = spec.cache, spec.group_size
-    length = xp.clip(seq_lens, 0, cache.capacity)[:, None]
+    length = xp.clip(seq_lens, 0, cache.capacity if cache.num_pages else 0)[:, None]
     key = xp.arange(cache.capacity, dtype=length.dtype, device=device(q))[None, :]
     exists = key < length  # [B, keys]
     k = _gather(xp, k_pages, block_tables, exists, k_scale, cache, dtype)
@@ -211,21 +221,12 @@ def paged_forward(
     seen = xp.reshape(xp.broadcast_to(seen[:, None, None], shape), s.shape)
     s = xp.where(seen, s, xp.full_like(s, float("-inf")))
 
-    m = _row_max(xp, s)
     sink = None
     if sinks is not None:
-        shape = (1, spec.heads_kv, group, 1)
-        sink = xp.broadcast_to(
-            xp.reshape(xp.astype(sinks, dtype), shape), (*rows[:2], group, spec.tokens)
-        )
+        sink = xp.reshape(xp.astype(sinks, dtype), (1, spec.heads_kv, group, 1))
+        sink = xp.broadcast_to(sink, (*rows[:2], group, spec.tokens))
         sink = xp.reshape(sink, (*rows, 1))
-        m = xp.maximum(m, sink)
-    p = xp.exp(s - m)
-    normalizer = xp.sum(p, axis=-1, keepdims=True)
-    if sink is not None:
-        normalizer = normalizer + xp.exp(sink - m)
-    lse = xp.log(normalizer) + m
-    p = p / xp.where(normalizer == 0, xp.ones_like(normalizer), normalizer)
+    p, lse = _normalize(xp, s, sink)
     heads = (spec.batch, spec.heads_q, spec.tokens)
     out = xp.reshape(xp.matmul(p, v), (*heads, spec.head_dim_v))
     return xp.permute_dims(out, (0, 2, 1, 3)), xp.reshape(lse, heads)
@@ -245,16 +246,11 @@ def merge(outs: Array, lses: Array, dtype: Any) -> tuple[Array, Array]:
     """
     xp = array_namespace(outs, lses)
     outs, lses = xp.astype(outs, dtype), xp.astype(lses, dtype)
-    m = xp.max(lses, axis=0)
-    m = xp.where(xp.isinf(m), xp.zeros_like(m), m)
-    weight = xp.exp(lses - m[None])
-    normalizer = xp.sum(weight, axis=0)
-    lse = xp.log(normalizer) + m
-    weight = weight / xp.where(normalizer == 0, xp.ones_like(normalizer), normalizer)[None]
-    weight = xp.permute_dims(weight, (0, 1, 3, 2))[..., None]
+    weight, lse = _normalize(xp, xp.permute_dims(lses, (1, 2, 3, 0)))
+    weight = xp.permute_dims(weight, (3, 0, 2, 1))[..., None]
     # A part that saw nothing has weight 0 and may hold anything.
     outs = xp.where(weight > 0, outs, xp.zeros_like(outs))
-    return xp.sum(weight * outs, axis=0), lse
+    return xp.sum(weight * outs, axis=0), lse[..., 0]
 
 
 def quantize(x: Array, scale: Array, cache: PagedCache, dtype: Any) -> Array:
@@ -286,12 +282,15 @@ def _gather(
     dtype: Any,
 ) -> Array:
     """The keys of each sequence, [B, Hkv, capacity, D]; 0 where there is none."""
-    batch = block_tables.shape[0]
+    batch, size = block_tables.shape[0], pages.shape[-1]
+    if cache.num_pages == 0:
+        shape = (batch, cache.heads, cache.capacity, size)
+        return xp.zeros(shape, dtype=dtype, device=device(pages))
     first = xp.reshape(exists, (batch, cache.max_pages, cache.page_size))[:, :, 0]
     ids = xp.where(first, block_tables, xp.zeros_like(block_tables))
     ids = xp.clip(ids, 0, cache.num_pages - 1)
     x = xp.take(pages, xp.reshape(ids, (-1,)), axis=0)
-    x = xp.reshape(x, (batch, cache.capacity, cache.heads, x.shape[-1]))
+    x = xp.reshape(x, (batch, cache.capacity, cache.heads, size))
     x = xp.astype(x, dtype)
     x = xp.where(exists[:, :, None, None], x, xp.zeros_like(x))
     if scale is not None:

@@ -194,6 +194,12 @@ class DecodeSpec:
             self.cache.num_pages == 0
         )
 
+    def visible_keys(self, token: int, length: int) -> range:
+        """The keys that one new token of a sequence of `length` keys sees."""
+        position = min(max(length, 0), self.cache.capacity) - self.tokens + token
+        begin = 0 if self.window_left is None else max(0, position - self.window_left)
+        return range(begin, max(begin, position + 1))
+
 
 @dataclass(frozen=True)
 class MergeSpec:

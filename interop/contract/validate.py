@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any, NoReturn
 
+import numpy as np
+
 from interop.contract.spec import (
     DECODE_DTYPES,
     DTYPES,
@@ -214,6 +216,30 @@ def check_merge_states(outs: Operand, lses: Operand) -> MergeSpec:
         fail(ValueError, "lses", f"shape {(states, batch, heads, *tokens)}", lses.shape)
     _check_device(lses, outs)
     return MergeSpec(states, batch, tokens[0] if tokens else 1, heads, head_dim_v, outs.dtype)
+
+
+def check_page_ids(tables: np.ndarray, lengths: np.ndarray, num_pages: int, page_size: int) -> None:
+    """Check the data that tells where a decode reads: lengths, and the page ids that they use.
+
+    Args:
+        tables: [B, max_pages] integers.
+        lengths: [B] integers.
+        num_pages, page_size: of the pool.
+
+    Raises:
+        ValueError: a length out of the tables' capacity, or a page id that is not in the pool;
+            of the first sequence where this is so.
+    """
+    capacity = tables.shape[1] * page_size
+    used = np.arange(tables.shape[1]) * page_size < lengths[:, None]
+    missing = used & ((tables < 0) | (tables >= num_pages))
+    impossible = (lengths < 0) | (lengths > capacity)
+    for b in np.flatnonzero(impossible | missing.any(axis=1))[:1]:
+        if impossible[b]:
+            fail(ValueError, f"seq_lens[{b}]", f"a length from 0 to {capacity}", lengths[b])
+        i = np.flatnonzero(missing[b])[0]
+        expected = f"one of the pool's {num_pages} pages"
+        fail(ValueError, f"block_tables[{b}, {i}]", expected, tables[b, i])
 
 
 def _check_cache(
