@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 
 import jax
 
-from interop.contract.config import KernelConfig, find_configs
+from interop.contract.config import KernelConfig, Spec, find_configs
 from interop.contract.explain import Explanation
-from interop.contract.spec import AttentionSpec
+from interop.contract.spec import AttentionSpec, DecodeSpec
 from interop.contract.target import requested_target, resolve_target
 from interop.contract.validate import check_choice, fail
 
@@ -71,13 +71,13 @@ def run_on_platform(backends: Backends, run: Callable[..., Any], *args: Any) -> 
     )
 
 
-def configs_for(spec: AttentionSpec, target: str) -> dict[str, KernelConfig]:
+def configs_for(spec: Spec, target: str) -> dict[str, KernelConfig]:
     """The shipped configuration of each kernel for a problem."""
     return find_configs(_CONFIGS / f"{target}.toml", spec)
 
 
 def explain_choice(
-    implementation: str | None, device: Device | None, spec: AttentionSpec
+    implementation: str | None, device: Device | None, spec: AttentionSpec | DecodeSpec
 ) -> Explanation:
     """Describe what `choose_backends` leads to on `device`, or on the default one."""
     backends = choose_backends(implementation, device)

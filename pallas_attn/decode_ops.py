@@ -1,0 +1,173 @@
+"""Paged decode, cache writes and merges on checked operands: what JAX's transformations see.
+
+From the outside in, each is a custom_jvp, whose only rule refuses a gradient, around a jitted
+function, so that a call outside `jit` compiles once. In it, `run_on_platform` takes the kernel or
+the reference.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+from interop.contract import reference
+from interop.contract.spec import DecodeSpec, MergeSpec, PagedCache
+from interop.contract.validate import no_gradient
+from pallas_attn.dispatch import REFERENCE, Backends, run_on_platform
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(8, 9))
+@partial(jax.jit, static_argnums=(8, 9))
+def decode(
+    q: jax.Array,
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    block_tables: jax.Array,
+    seq_lens: jax.Array,
+    sinks: jax.Array | None,
+    k_scale: jax.Array | None,
+    v_scale: jax.Array | None,
+    spec: DecodeSpec,
+    backends: Backends,
+) -> tuple[jax.Array, jax.Array]:
+    """Attention of new tokens over a paged cache.
+
+    Args:
+        q to v_scale: as `pallas_attn.paged_decode` takes them.
+        spec: the problem; its shapes and dtypes are those of the operands.
+        backends: what to run where.
+
+    Returns:
+        out [B, Hq, Dv] or [B, T, Hq, Dv] in q's dtype, and lse [B, Hq] or [B, Hq, T], float32.
+    """
+
+    def run(q, *cache_and_scales, backend):
+        if backend != REFERENCE:
+            from pallas_attn.kernels.paged_decode import paged_decode
+
+            return paged_decode(q, *cache_and_scales, spec, backend=backend)
+        with jax.default_matmul_precision("highest"):
+            out, lse = reference.paged_forward(q, *cache_and_scales, spec, jnp.float32)
+        return out.astype(q.dtype), lse
+
+    rows = (spec.batch, spec.tokens, spec.heads_q)
+    if spec.is_empty:
+        out = jnp.zeros((*rows, spec.head_dim_v), q.dtype)
+        lse = jnp.float32(-jnp.inf) if sinks is None else sinks[:, None]
+        lse = jnp.broadcast_to(lse, (spec.batch, spec.heads_q, spec.tokens))
+    else:
+        operands = (k_pages, v_pages, block_tables, seq_lens, sinks, k_scale, v_scale)
+        q_rows = q.reshape(*rows, spec.head_dim)
+        out, lse = run_on_platform(backends, run, q_rows, *operands)
+    return (
+        out.reshape(*q.shape[:-1], spec.head_dim_v),
+        lse.reshape(spec.batch, spec.heads_q, *q.shape[1:-2]),
+    )
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(8, 9))
+@partial(jax.jit, static_argnums=(8, 9))
+def append(
+    k_new: jax.Array,
+    v_new: jax.Array,
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    block_tables: jax.Array,
+    seq_lens: jax.Array,
+    k_scale: jax.Array | None,
+    v_scale: jax.Array | None,
+    cache: PagedCache,
+    backends: Backends,
+) -> tuple[jax.Array, jax.Array]:
+    """The pools with new tokens written.
+
+    Args:
+        k_new to v_scale: as `pallas_attn.append_kv` takes them.
+        cache: describes the pools and tables.
+        backends: what to run where.
+
+    Returns:
+        k_pages and v_pages, in the memory of those given where XLA may write there.
+    """
+    if 0 in (k_new.size, k_pages.size, block_tables.size):
+        return k_pages, v_pages
+
+    def run(k_new, v_new, k_pages, v_pages, block_tables, seq_lens, k_scale, v_scale, *, backend):
+        if backend != REFERENCE:
+            from pallas_attn.kernels.append_kv import append_kv
+
+            return append_kv(
+                k_new, v_new, k_pages, v_pages, block_tables, seq_lens, k_scale, v_scale, cache,
+                backend=backend,
+            )  # fmt: skip
+        where = _slots(block_tables, seq_lens, k_new.shape[1], cache)
+        return (
+            _write(k_pages, k_new, where, k_scale, cache),
+            _write(v_pages, v_new, where, v_scale, cache),
+        )
+
+    if k_new.ndim == 3:
+        k_new, v_new = k_new[:, None], v_new[:, None]
+    operands = (k_new, v_new, k_pages, v_pages, block_tables, seq_lens, k_scale, v_scale)
+    return run_on_platform(backends, run, *operands)
+
+
+def _slots(block_tables, seq_lens, tokens, cache):
+    """Page and slot of each new token, [B, T] each; the page is out of range where there is none.
+
+    Negative ids would count from the end of the pool, so they become ids past it.
+    """
+    position = seq_lens[:, None] - tokens + jnp.arange(tokens, dtype=seq_lens.dtype)
+    column, slot = position // cache.page_size, position % cache.page_size
+    page = jnp.take_along_axis(block_tables, column, axis=1, mode="fill", fill_value=-1)
+    return jnp.where((position >= 0) & (page >= 0), page, cache.num_pages), slot
+
+
+def _write(pages, new, where, scale, cache):
+    if scale is not None:
+        new = reference.quantize(new, scale, cache, pages.dtype)
+    return pages.at[where].set(new, mode="drop")
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(2, 3))
+@partial(jax.jit, static_argnums=(2, 3))
+def merge(
+    outs: jax.Array, lses: jax.Array, spec: MergeSpec, backends: Backends
+) -> tuple[jax.Array, jax.Array]:
+    """Attention over the union of disjoint sets of keys.
+
+    Args:
+        outs, lses: as `pallas_attn.merge_states` takes them.
+        spec: the problem; its shapes and dtype are those of the operands.
+        backends: what to run where.
+
+    Returns:
+        out and lse, shaped as one of those given, in outs' dtype and float32.
+    """
+
+    def run(outs, lses, *, backend):
+        if backend != REFERENCE:
+            from pallas_attn.kernels.combine import combine
+
+            return combine(outs, lses, spec, backend=backend)
+        out, lse = reference.merge(outs, lses, jnp.float32)
+        return out.astype(outs.dtype), lse
+
+    if spec.is_empty:
+        out = jnp.zeros(outs.shape[1:], outs.dtype)
+        return out, jnp.full(lses.shape[1:], -jnp.inf, jnp.float32)
+    states, batch, tokens, heads = spec.num_states, spec.batch, spec.tokens, spec.heads
+    out, lse = run_on_platform(
+        backends,
+        run,
+        outs.reshape(states, batch, tokens, heads, spec.head_dim_v),
+        lses.reshape(states, batch, heads, tokens),
+    )
+    return out.reshape(outs.shape[1:]), lse.reshape(lses.shape[1:])
+
+
+decode.defjvp(lambda *_: no_gradient("paged_decode"))
+append.defjvp(lambda *_: no_gradient("append_kv"))
+merge.defjvp(lambda *_: no_gradient("merge_states"))
