@@ -1,0 +1,349 @@
+"""The public functions of decoding: attention over a paged cache, writing it, merging results."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+
+from interop.contract.explain import Explanation
+from interop.contract.spec import DecodeSpec
+from interop.contract.validate import (
+    Operand,
+    check_append_kv,
+    check_merge_states,
+    check_page_ids,
+    check_paged_decode,
+)
+from pallas_attn.decode_ops import append, decode, merge
+from pallas_attn.dispatch import choose_backends, explain_choice
+from pallas_attn.operands import device_of, operand
+
+
+def paged_decode(
+    q: jax.Array,
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    block_tables: jax.Array,
+    seq_lens: jax.Array,
+    *,
+    scale: float | None = None,
+    window_size: tuple[int | None, int | None] | None = None,
+    softcap: float | None = None,
+    sinks: jax.Array | None = None,
+    k_scale: jax.Array | None = None,
+    v_scale: jax.Array | None = None,
+    num_splits: int | None = None,
+    return_lse: bool = False,
+    implementation: str | None = None,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """Exact attention of new tokens over keys and values kept in pages.
+
+    Key j of sequence b lies in slot ``j % page_size`` of page ``block_tables[b, j // page_size]``.
+    The new tokens' own keys are in the cache already (`append_kv`): token t of a sequence of
+    length n stands at position ``p = n - T + t`` and sees keys up to p. Query head h reads kv head
+    ``h // (Hq // Hkv)``. A token that sees no key gives 0, and log-sum-exp -inf or its head's sink.
+
+    Lengths and page tables are read on the device: nothing waits for it and nothing is planned
+    beforehand, so that a jitted function runs with others without being traced anew. A length past
+    the table's capacity counts as the capacity, one below 0 as 0; a page id out of range is moved
+    into it, so that nothing outside the pool is read. `check_pages` finds both. Table entries past
+    a sequence's last page and slots past its length may hold anything.
+
+    Works under `jit`, `vmap`, `lax.scan`, and `shard_map` over batch or heads with
+    ``check_vma=False``. It has no derivative. The target of the kernel (see
+    `interop.contract.target`) is fixed while tracing.
+
+    Args:
+        q: [B, Hq, D], or [B, T, Hq, D] with T from 1 to 16, float16 or bfloat16. D is 16 to 256 in
+            steps of 8.
+        k_pages: [P, page_size, Hkv, D], q's dtype, int8 or float8_e4m3fn: one pool for all
+            sequences. page_size is 1 to 256; Hq is a multiple of Hkv.
+        v_pages: [P, page_size, Hkv, Dv], k_pages' dtype. Dv has D's limits and need not be D.
+        block_tables: [B, max_pages] int32, ids of pages.
+        seq_lens: [B] int32, keys of each sequence, the new tokens counted in.
+        scale: factor of the scores; None is ``D ** -0.5``.
+        window_size: (left, right): a token sees keys from p - left on. None, for the pair or left,
+            is unlimited; right changes nothing.
+        softcap: scores become ``softcap * tanh(score / softcap)``, before the masks.
+        sinks: [Hq] float32, a logit of each head that counts in the softmax's denominator and in
+            the log-sum-exp, and has no value. None is no such logit.
+        k_scale, v_scale: [] or [Hkv] float32, for an 8-bit cache only: keys and values are what
+            the pool holds times this.
+        num_splits: parts, 1 to 256, that each sequence's keys are worked on in; with it given, a
+            sequence's result is bitwise the same whatever else is in the batch. None chooses by
+            the shapes.
+        return_lse: return the log-sum-exp of the scores as well.
+        implementation: "triton" (Pallas kernels in the Triton lowering; on a CPU in the Pallas
+            interpreter), "reference" (plain JAX in float32, which copies the keys out of their
+            pages), or None: the kernels on a CUDA device, the reference elsewhere. "mosaic" is not
+            available yet.
+
+    Returns:
+        out, q's shape with Dv last, in q's dtype; with `return_lse` the pair (out, lse), lse
+        [B, Hq] or [B, Hq, T] in float32, natural logarithm.
+
+    Raises:
+        TypeError: an argument is not a `jax.Array` or has the wrong type or dtype.
+        ValueError: shapes, devices or values that contradict each other.
+        NotImplementedError: a dtype, head size, page size, number of tokens, implementation or
+            device without kernels; a derivative.
+
+    Source: Kwon et al. 2023 (PagedAttention); Dao et al. 2023 (Flash-Decoding); for the sinks
+    Agarwal et al. 2025 (gpt-oss).
+
+    Example::
+
+        import jax
+        import jax.numpy as jnp
+        from pallas_attn import paged_decode
+
+        keys = jax.random.split(jax.random.key(0), 2)
+        k_pages, v_pages = jax.random.normal(keys[0], (2, 8, 16, 2, 64), jnp.bfloat16)
+        block_tables = jnp.array([[3, 0], [5, 6]], jnp.int32)
+        seq_lens = jnp.array([9, 32], jnp.int32)
+        q = jax.random.normal(keys[1], (2, 4, 64), jnp.bfloat16)
+        attention = jax.jit(lambda *operands: paged_decode(*operands, return_lse=True))
+        out, lse = attention(q, k_pages, v_pages, block_tables, seq_lens)
+    """
+    operands = (q, k_pages, v_pages, block_tables, seq_lens, sinks, k_scale, v_scale)
+    spec = _check_decode(
+        *operands, scale=scale, window_size=window_size, softcap=softcap, num_splits=num_splits
+    )
+    backends = choose_backends(implementation, device_of(q))
+    out, lse = decode(*operands, spec, backends)
+    return (out, lse) if return_lse else out
+
+
+def append_kv(
+    k_new: jax.Array,
+    v_new: jax.Array,
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    block_tables: jax.Array,
+    seq_lens: jax.Array,
+    *,
+    k_scale: jax.Array | None = None,
+    v_scale: jax.Array | None = None,
+    implementation: str | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """The cache with new tokens' keys and values written into their pages.
+
+    Token t goes to position ``seq_lens[b] - T + t``. What has no place is not written: a position
+    below 0 or past the table's capacity, or a page id out of range. An 8-bit cache stores
+    ``x / scale``, rounded to nearest even; int8 is clamped to ±127, float8_e4m3fn to ±448. Of two
+    tokens that go to one slot, either may stay.
+
+    The results are new arrays. Pools that a jitted function owns, because they are donated to it
+    or carried through its loop, are written in place; others are copied first, as in every call
+    outside `jit`.
+
+    Works under `jit`, `vmap`, `lax.scan`, and `shard_map` over heads with ``check_vma=False``. It
+    has no derivative.
+
+    Args:
+        k_new: [B, Hkv, D], or [B, T, Hkv, D] with T up to 16, float16 or bfloat16.
+        v_new: [B, Hkv, Dv] or [B, T, Hkv, Dv], k_new's dtype.
+        k_pages: [P, page_size, Hkv, D], k_new's dtype, int8 or float8_e4m3fn. page_size is 1 to
+            256, D is 16 to 256 in steps of 8.
+        v_pages: [P, page_size, Hkv, Dv], k_pages' dtype. Dv has D's limits and need not be D.
+        block_tables: [B, max_pages] int32, ids of pages.
+        seq_lens: [B] int32, keys of each sequence, the new tokens counted in.
+        k_scale, v_scale: [] or [Hkv] float32, for an 8-bit cache only.
+        implementation: "triton" (a Pallas kernel in the Triton lowering; on a CPU in the Pallas
+            interpreter), "reference" (plain JAX), or None: the kernel on a CUDA device, the
+            reference elsewhere. "mosaic" is not available yet.
+
+    Returns:
+        k_pages and v_pages with the new tokens, shaped and typed as those given.
+
+    Raises:
+        TypeError: an argument is not a `jax.Array` or has the wrong type or dtype.
+        ValueError: shapes, devices or values that contradict each other.
+        NotImplementedError: a dtype, head size, page size, number of tokens, implementation or
+            device without kernels; a derivative.
+
+    Source: Kwon et al. 2023 (PagedAttention).
+
+    Example::
+
+        import jax
+        import jax.numpy as jnp
+        from pallas_attn import append_kv
+
+        k_pages, v_pages = jnp.zeros((2, 8, 16, 2, 64), jnp.bfloat16)
+        block_tables = jnp.array([[3, 0], [5, 6]], jnp.int32)
+        seq_lens = jnp.array([9, 31], jnp.int32)
+        k_new, v_new = jax.random.normal(jax.random.key(0), (2, 2, 2, 64), jnp.bfloat16)
+        append = jax.jit(append_kv, donate_argnames=("k_pages", "v_pages"))
+        k_pages, v_pages = append(k_new, v_new, k_pages, v_pages, block_tables, seq_lens + 1)
+        assert jnp.array_equal(k_pages[3, 9], k_new[0])
+    """
+    operands = (k_new, v_new, k_pages, v_pages, block_tables, seq_lens, k_scale, v_scale)
+    cache = check_append_kv(
+        *_operands(
+            k_new=k_new, v_new=v_new, k_pages=k_pages, v_pages=v_pages,
+            block_tables=block_tables, seq_lens=seq_lens,
+        ),
+        *_optional(k_scale=k_scale, v_scale=v_scale),
+    )  # fmt: skip
+    backends = choose_backends(implementation, device_of(k_new))
+    return append(*operands, cache, backends)
+
+
+def merge_states(
+    outs: jax.Array, lses: jax.Array, *, implementation: str | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """Attention over the union of disjoint sets of keys, from the attention over each.
+
+    ``lse = log(sum(exp(lses)))`` and ``out = sum(exp(lses - lse) · outs)``, in float32. A part
+    whose lse is -inf saw no key and may hold anything; a row that saw none in any part gives 0 and
+    -inf. A sink belongs into one part only.
+
+    Works under `jit`, `vmap`, `lax.scan`, and `shard_map` over batch or heads with
+    ``check_vma=False``. It has no derivative.
+
+    Args:
+        outs: [N, B, H, Dv] or [N, B, S, H, Dv], N partial results, float16, bfloat16 or float32.
+            Dv is 16 to 256 in steps of 8.
+        lses: [N, B, H] or [N, B, H, S] float32, their log-sum-exp, natural logarithm.
+        implementation: "triton" (a Pallas kernel in the Triton lowering; on a CPU in the Pallas
+            interpreter), "reference" (plain JAX), or None: the kernel on a CUDA device, the
+            reference elsewhere. "mosaic" is not available yet.
+
+    Returns:
+        out [B, H, Dv] or [B, S, H, Dv] in the dtype of `outs`, and lse [B, H] or [B, H, S] in
+        float32, natural logarithm.
+
+    Raises:
+        TypeError: an argument is not a `jax.Array` or has the wrong type or dtype.
+        ValueError: shapes or devices that contradict each other.
+        NotImplementedError: a dtype, head size, implementation or device without kernels; a
+            derivative.
+
+    Source: Dao et al. 2022 (FlashAttention), section 3.1; Ye et al. 2025 (FlashInfer), section 2.2.
+
+    Example::
+
+        import jax
+        import jax.numpy as jnp
+        from pallas_attn import flash_attention, merge_states
+
+        q, k, v = jax.random.normal(jax.random.key(0), (3, 1, 128, 4, 64))
+        halves = [
+            flash_attention(q, k[:, keys], v[:, keys], return_lse=True)
+            for keys in (slice(0, 64), slice(64, 128))
+        ]
+        outs, lses = map(jnp.stack, zip(*halves))
+        out, lse = merge_states(outs, lses)
+        assert jnp.allclose(out, flash_attention(q, k, v), atol=1e-5)
+    """
+    spec = check_merge_states(*_operands(outs=outs, lses=lses))
+    backends = choose_backends(implementation, device_of(outs))
+    return merge(outs, lses, spec, backends)
+
+
+def check_pages(k_pages: jax.Array, block_tables: jax.Array, seq_lens: jax.Array) -> None:
+    """Look for lengths and page ids that `paged_decode` and `append_kv` take as data, unchecked.
+
+    Waits for the device and reads values, so it is for debugging and not for traced code.
+
+    Args:
+        k_pages: [P, page_size, Hkv, D], the pool of keys.
+        block_tables: [B, max_pages] int32.
+        seq_lens: [B] int32.
+
+    Raises:
+        TypeError: an argument is not a `jax.Array`, or has no values because it is traced
+            (`jax.errors.TracerArrayConversionError`).
+        ValueError: names the first sequence whose length is negative or exceeds the capacity
+            ``max_pages * page_size``, or one of whose used table entries is no page of the pool.
+
+    Example::
+
+        import jax.numpy as jnp
+        from pallas_attn import check_pages
+
+        k_pages = jnp.zeros((8, 16, 2, 64))
+        block_tables = jnp.array([[3, 0], [5, -1]], jnp.int32)
+        check_pages(k_pages, block_tables, jnp.array([32, 16], jnp.int32))
+    """
+    pool, *_ = _operands(k_pages=k_pages, block_tables=block_tables, seq_lens=seq_lens)
+    num_pages, page_size = pool.shape[:2]
+    check_page_ids(np.asarray(block_tables), np.asarray(seq_lens), num_pages, page_size)
+
+
+def explain_decode(
+    q: jax.Array,
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    block_tables: jax.Array,
+    seq_lens: jax.Array,
+    *,
+    scale: float | None = None,
+    window_size: tuple[int | None, int | None] | None = None,
+    softcap: float | None = None,
+    sinks: jax.Array | None = None,
+    k_scale: jax.Array | None = None,
+    v_scale: jax.Array | None = None,
+    num_splits: int | None = None,
+    return_lse: bool = False,
+    implementation: str | None = None,
+) -> Explanation:
+    """Say what `paged_decode` would run for the same arguments, and why; runs nothing.
+
+    The lowering platform decides in the end: under `jit` the operands' device is not known yet,
+    and the answer is for the default device.
+
+    Args:
+        q, k_pages, v_pages, block_tables, seq_lens and options: those of `paged_decode`;
+            `return_lse` changes nothing.
+
+    Raises:
+        What `paged_decode` raises for its arguments.
+
+    Example::
+
+        import jax.numpy as jnp
+        from pallas_attn import explain_decode
+
+        pages = jnp.zeros((8, 16, 2, 64), jnp.bfloat16)
+        block_tables = jnp.zeros((1, 4), jnp.int32)
+        seq_lens = jnp.zeros(1, jnp.int32)
+        print(explain_decode(pages[:1, 0], pages, pages, block_tables, seq_lens))
+    """
+    del return_lse
+    spec = _check_decode(
+        q, k_pages, v_pages, block_tables, seq_lens, sinks, k_scale, v_scale,
+        scale=scale, window_size=window_size, softcap=softcap, num_splits=num_splits,
+    )  # fmt: skip
+    return explain_choice(implementation, device_of(q), spec)
+
+
+def _check_decode(
+    q: Any,
+    k_pages: Any,
+    v_pages: Any,
+    block_tables: Any,
+    seq_lens: Any,
+    sinks: Any,
+    k_scale: Any,
+    v_scale: Any,
+    **options: Any,
+) -> DecodeSpec:
+    return check_paged_decode(
+        *_operands(
+            q=q, k_pages=k_pages, v_pages=v_pages, block_tables=block_tables, seq_lens=seq_lens
+        ),
+        *_optional(sinks=sinks, k_scale=k_scale, v_scale=v_scale),
+        **options,
+    )
+
+
+def _operands(**arguments: Any) -> list[Operand]:
+    return [operand(name, x) for name, x in arguments.items()]
+
+
+def _optional(**arguments: Any) -> list[Operand | None]:
+    return [None if x is None else operand(name, x) for name, x in arguments.items()]
