@@ -16,7 +16,7 @@ from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
 
-from interop.contract.cases import SUITES, FlashCase, flash_cases
+from interop.contract.cases import SUITES, Case, decode_cases, flash_cases
 from interop.contract.target import TARGETS
 from interop.parity.records import ORACLE, CaseResult, Report, problem_text, title
 from interop.parity.workers import run_cases
@@ -30,7 +30,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = _parser()
     options = parser.parse_args(arguments)
     names = ("full", "large") if options.suite == "all" else (options.suite,)
-    suites = {name: cases for name in names if (cases := flash_cases(name, options.filter))}
+    suites = {name: cases for name in names if (cases := _choose(name, options.filter))}
     if not suites:
         parser.error(
             f"--filter: expected part of a case's name in suite {options.suite!r}, "
@@ -55,7 +55,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _run(
-    suites: dict[str, list[FlashCase]],
+    suites: dict[str, list[Case]],
     implementations: tuple[str, ...],
     targets: tuple[str | None, ...],
     device: str,
@@ -112,7 +112,11 @@ def _run(
     return 130 if interrupted else 0
 
 
-def _first_that_launches(cases: list[FlashCase]) -> FlashCase:
+def _choose(suite: str, pattern: str) -> list[Case]:
+    return [*flash_cases(suite, pattern), *decode_cases(suite, pattern)]
+
+
+def _first_that_launches(cases: list[Case]) -> Case:
     """The case whose choices the header shows: the first that is not empty, if there is one."""
     return next((case for case in cases if not case.spec.is_empty), cases[0])
 

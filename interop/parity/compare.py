@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 
-from interop.contract.spec import AttentionSpec
 from interop.contract.tolerances import (
     Agreement,
     compare_lse,
@@ -18,19 +17,20 @@ from interop.parity.run import Runner, twins
 
 
 def compare(
-    results: dict[Runner, Tensors], expected: list[Expectation], spec: AttentionSpec
+    results: dict[Runner, Tensors], expected: list[Expectation], dtype: str
 ) -> list[Comparison]:
     """Hold every result to its budget, and each torch_attn to each pallas_attn result.
 
     Args:
-        results: what each runner gave for the problem `spec`.
-        expected: what it should have given, on one block or on samples.
+        results: what each runner gave.
+        expected: what it should have given, everything at once or on samples.
+        dtype: the name of the inputs' dtype.
 
     Returns:
         One comparison for each runner and output and for each pair of twins and output; of
         samples, the worst one.
     """
-    found = [c for expectation in expected for c in _on_block(results, expectation, spec)]
+    found = [c for expectation in expected for c in _on_part(results, expectation, dtype)]
     if len(expected) > 1:
         found += _nan_outside_samples(results)
     worst: dict[tuple[str, str], Comparison] = {}
@@ -41,15 +41,10 @@ def compare(
     return list(worst.values())
 
 
-def _on_block(
-    results: dict[Runner, Tensors], expected: Expectation, spec: AttentionSpec
-) -> list[Comparison]:
-    got = {
-        runner: expected.block.crop_inner(expected.block.crop(tensors, spec))
-        for runner, tensors in results.items()
-    }
+def _on_part(results: dict[Runner, Tensors], expected: Expectation, dtype: str) -> list[Comparison]:
+    got = {runner: expected.crop(tensors) for runner, tensors in results.items()}
     agreements = {
-        runner: {name: _agreement(name, x, expected, spec.dtype) for name, x in tensors.items()}
+        runner: {name: _agreement(name, x, expected, dtype) for name, x in tensors.items()}
         for runner, tensors in got.items()
     }
     found = [

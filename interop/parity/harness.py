@@ -7,7 +7,7 @@ from dataclasses import asdict
 
 import torch
 
-from interop.contract.cases import FlashCase
+from interop.contract.cases import Case
 from interop.parity.compare import compare
 from interop.parity.inputs import Tensors, make_inputs
 from interop.parity.oracle import Expectation, expectations
@@ -15,7 +15,7 @@ from interop.parity.records import CaseResult, Comparison, RunRecord
 from interop.parity.run import Runner, explain, run
 
 
-def run_case(case: FlashCase, groups: list[list[Runner]], device: str) -> CaseResult:
+def run_case(case: Case, groups: list[list[Runner]], device: str) -> CaseResult:
     """Run one case on every implementation and compare; an exception becomes part of the result.
 
     Args:
@@ -30,7 +30,7 @@ def run_case(case: FlashCase, groups: list[list[Runner]], device: str) -> CaseRe
     error = None
     try:
         inputs = make_inputs(case, device)
-        expected = expectations(inputs, case.spec, case.gradients)
+        expected = expectations(inputs, case.spec)
         for group in groups:
             records, found = _run_group(case, group, inputs, expected)
             runs += records
@@ -41,7 +41,7 @@ def run_case(case: FlashCase, groups: list[list[Runner]], device: str) -> CaseRe
     return CaseResult(case.name, asdict(case), seconds, runs, comparisons, error)
 
 
-def what_runs(case: FlashCase, runners: list[Runner], device: str) -> dict[str, str]:
+def what_runs(case: Case, runners: list[Runner], device: str) -> dict[str, str]:
     """By runner: which implementation its package says it runs for a case, where and why."""
     inputs = make_inputs(case, device)
     said = {}
@@ -60,7 +60,7 @@ def describe(failure: Exception) -> str:
 
 
 def _run_group(
-    case: FlashCase, group: list[Runner], inputs: Tensors, expected: list[Expectation]
+    case: Case, group: list[Runner], inputs: Tensors, expected: list[Expectation]
 ) -> tuple[list[RunRecord], list[Comparison]]:
     records, results = [], {}
     for runner in group:
@@ -74,4 +74,4 @@ def _run_group(
         if torch.cuda.is_initialized():
             # JAX allocates from the same card: return what torch keeps for itself.
             torch.cuda.empty_cache()
-    return records, compare(results, expected, case.spec)
+    return records, compare(results, expected, case.dtype)

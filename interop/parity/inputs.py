@@ -2,26 +2,39 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from zlib import crc32
 
 import torch
 
-from interop.contract.cases import FlashCase
+from interop.contract.cases import Case, DecodeCase, FlashCase
+from interop.contract.reference import quantize
 from interop.contract.validate import fail
 
 Tensors = dict[str, torch.Tensor]
+Normal = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
+
+# Table entries past a sequence's last page: no page of any pool, on either side of it.
+NO_PAGES = (-1, 2**31 - 1)
+# In a pool of 8 bits this byte is the NaN of float8_e4m3fn, and the largest number of int8.
+POISON_BYTE = 0x7F
+# The smallest scale of a quantised cache: 3 standard deviations are its largest number.
+SMALLEST_SCALE = {"int8": 3.0 / 127, "float8_e4m3fn": 3.0 / 448}
 
 
-def make_inputs(case: FlashCase, device: str) -> Tensors:
-    """Operands and output gradients of a case, normally distributed and seeded by its name.
+def make_inputs(case: Case, device: str) -> Tensors:
+    """Arguments of a case's call and output gradients, seeded by its name.
 
     Args:
         case: the problem.
         device: a torch device, such as "cpu" or "cuda".
 
     Returns:
-        q, k, v and dout in the case's dtype, dlse [B, Hq, Sq] in float32. Of a "strided" case,
-        q, k and v are views of one packed tensor [B, S, Hq + 2 Hkv, D].
+        The tensors of the call by argument name, normally distributed. Of a "strided" flash case,
+        q, k and v are views of one packed tensor [B, S, Hq + 2 Hkv, D]. A flash case with
+        gradients also has dout in its dtype and dlse [B, Hq, Sq] in float32. A decode case has
+        its pages in random order; what no sequence uses is poisoned: pages, slots past the
+        lengths, table entries.
 
     Raises:
         ValueError: a "strided" case whose q, k and v do not fit one packed tensor.
@@ -31,6 +44,14 @@ def make_inputs(case: FlashCase, device: str) -> Tensors:
     def normal(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return torch.randn(shape, generator=generator, dtype=dtype, device=device)
 
+    if isinstance(case, DecodeCase):
+        num_pages = case.spec.cache.num_pages
+        order = torch.randperm(num_pages, generator=generator, device=device)
+        return _decode_inputs(case, normal, order)
+    return _flash_inputs(case, normal)
+
+
+def _flash_inputs(case: FlashCase, normal: Normal) -> Tensors:
     dtype = getattr(torch, case.dtype)
     spec = case.spec
     if case.layout == "strided":
@@ -41,6 +62,48 @@ def make_inputs(case: FlashCase, device: str) -> Tensors:
         q, k, v = packed.split(heads, dim=2)
     else:
         q, k, v = (normal(shape, dtype) for shape in case.shapes)
-    dout = normal((spec.batch, spec.seq_q, spec.heads_q, spec.head_dim_v), dtype)
-    dlse = normal((spec.batch, spec.heads_q, spec.seq_q), torch.float32)
-    return {"q": q, "k": k, "v": v, "dout": dout, "dlse": dlse}
+    inputs = {"q": q, "k": k, "v": v}
+    if case.gradients:
+        dout_shape = (spec.batch, spec.seq_q, spec.heads_q, spec.head_dim_v)
+        inputs["dout"] = normal(dout_shape, dtype)
+        inputs["dlse"] = normal((spec.batch, spec.heads_q, spec.seq_q), torch.float32)
+    return inputs
+
+
+def _decode_inputs(case: DecodeCase, normal: Normal, order: torch.Tensor) -> Tensors:
+    """The inputs of a decode case, whose sequences take the pool's pages in `order`."""
+    spec, cache = case.spec, case.spec.cache
+    dtype, device = getattr(torch, case.dtype), order.device
+    tokens = () if case.tokens is None else (case.tokens,)
+    inputs = {"q": normal((spec.batch, *tokens, spec.heads_q, spec.head_dim), dtype)}
+
+    lengths = torch.tensor(case.lengths, dtype=torch.int32, device=device)
+    pages = order[: spec.batch * cache.max_pages].view(spec.batch, cache.max_pages)
+    key = torch.arange(cache.capacity, device=device).view(cache.max_pages, cache.page_size)
+    exists = key < lengths[:, None, None]  # [B, max_pages, page_size]
+    used = torch.zeros(cache.num_pages, cache.page_size, dtype=torch.bool, device=device)
+    used[pages] = exists
+
+    for x, head_dim in (("k", spec.head_dim), ("v", spec.head_dim_v)):
+        pool = normal((cache.num_pages, cache.page_size, cache.heads, head_dim), dtype)
+        if cache.is_quantized:
+            factor = 1 + torch.sigmoid(normal(case.scale_shape, torch.float32))
+            scale = inputs[f"{x}_scale"] = factor * SMALLEST_SCALE[cache.dtype]
+            pool = quantize(pool, scale, cache, getattr(torch, cache.dtype))
+        inputs[f"{x}_pages"] = _poison(pool, ~used)
+
+    no_pages = torch.tensor(NO_PAGES, device=device)[torch.arange(cache.max_pages) % 2]
+    inputs["block_tables"] = torch.where(exists[:, :, 0], pages, no_pages).int()
+    inputs["seq_lens"] = lengths
+    if case.sinks:
+        inputs["sinks"] = normal((spec.heads_q,), torch.float32)
+    return inputs
+
+
+def _poison(pool: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    """Spoil the `slots` [P, page_size] of a pool in place."""
+    if pool.itemsize == 1:
+        pool.view(torch.uint8).masked_fill_(slots[:, :, None, None], POISON_BYTE)
+    else:
+        pool.masked_fill_(slots[:, :, None, None], float("nan"))
+    return pool

@@ -1,18 +1,20 @@
 """The float64 oracle and its low-precision run, in pieces that fit in memory.
 
-A case is evaluated one kv head of one sequence at a time, so that memory stays O(Sq · Skv). A
-case too large for that is evaluated on a few samples, at the start, around element 2^31 and at
-the end of its tensors.
+Flash attention is evaluated one kv head of one sequence at a time, so that memory stays
+O(Sq · Skv). A case too large for that is evaluated on a few samples, at the start, around element
+2^31 and at the end of its tensors. Decoding is evaluated one sequence at a time.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
-from interop.contract.reference import attention_backward, attention_forward
-from interop.contract.spec import AttentionSpec
+from interop.contract.reference import attention_backward, attention_forward, paged_forward
+from interop.contract.spec import AttentionSpec, DecodeSpec
 from interop.parity.inputs import Tensors
 
 # Above this many elements of q, 8 GiB in float64, only samples are evaluated.
@@ -23,7 +25,7 @@ STRETCH = 4096
 
 @dataclass(frozen=True)
 class Block:
-    """A part of a problem that can be evaluated on its own.
+    """A part of a flash attention problem that can be evaluated on its own.
 
     Attributes:
         batch, heads_kv, queries, keys: the part, as slices with explicit ends; query heads
@@ -73,6 +75,10 @@ class Block:
                 views[name] = x[self.batch, self.queries, heads_q]
         return views
 
+    def crop_results(self, results: Tensors, spec: AttentionSpec) -> Tensors:
+        """The inner queries and keys of the block in the results of the problem `spec`."""
+        return self.crop_inner(self.crop(results, spec))
+
     def crop_inner(self, tensors: Tensors) -> Tensors:
         """The inner queries and keys of results that the block's own evaluation gave."""
         return {
@@ -83,40 +89,51 @@ class Block:
 
 @dataclass(frozen=True)
 class Expectation:
-    """What the results should be on one block: the oracle's, and the low-precision run's."""
+    """What the results should be, all of them or a sample.
 
-    block: Block
+    Attributes:
+        ref, lp: the oracle's results, and the low-precision run's.
+        crop: gives of all results the part that `ref` and `lp` are.
+    """
+
     ref: Tensors
     lp: Tensors
+    crop: Callable[[Tensors], Tensors]
 
 
-def expectations(inputs: Tensors, spec: AttentionSpec, gradients: bool) -> list[Expectation]:
-    """What the results of a case should be, on one block that is everything or on samples.
+def expectations(inputs: Tensors, spec: AttentionSpec | DecodeSpec) -> list[Expectation]:
+    """What the results of a case should be, everything at once or on samples.
 
     Args:
-        inputs: q, k, v, dout, dlse, as `make_inputs` gives them.
+        inputs: as `make_inputs` gives them.
         spec: the problem.
-        gradients: dq, dk and dv too, besides out and lse.
     """
-    low_precision = getattr(torch, spec.dtype)
+    dtypes = (torch.float64, getattr(torch, spec.dtype))
+    if isinstance(spec, DecodeSpec):
+        ref, lp = (evaluate(inputs, spec, dtype) for dtype in dtypes)
+        return [Expectation(ref, lp, crop=lambda results: results)]
     found = []
     for block in blocks(spec):
         part, part_spec = block.crop(inputs, spec), block.spec(spec)
-        ref, lp = (
-            block.crop_inner(evaluate(part, part_spec, gradients, dtype))
-            for dtype in (torch.float64, low_precision)
-        )
-        found.append(Expectation(block, ref, lp))
+        ref, lp = (block.crop_inner(evaluate(part, part_spec, dtype)) for dtype in dtypes)
+        found.append(Expectation(ref, lp, partial(block.crop_results, spec=spec)))
     return found
 
 
-def evaluate(inputs: Tensors, spec: AttentionSpec, gradients: bool, dtype: torch.dtype) -> Tensors:
-    """Results of the contract's plain formula in `dtype`, one kv head of one sequence at a time.
+def evaluate(inputs: Tensors, spec: AttentionSpec | DecodeSpec, dtype: torch.dtype) -> Tensors:
+    """Results of the contract's plain formula in `dtype`.
 
     Returns:
-        out and lse, with `gradients` also dq, dk and dv; shaped as the results of the twins.
+        out and lse, with dout and dlse among the inputs also dq, dk and dv; shaped as the results
+        of the twins.
     """
-    q = inputs["q"]
+    if isinstance(spec, DecodeSpec):
+        return _evaluate_decode(inputs, spec, dtype)
+    return _evaluate_flash(inputs, spec, dtype)
+
+
+def _evaluate_flash(inputs: Tensors, spec: AttentionSpec, dtype: torch.dtype) -> Tensors:
+    q, gradients = inputs["q"], "dout" in inputs
     results = {
         "out": q.new_empty((*q.shape[:3], spec.head_dim_v), dtype=dtype),
         "lse": q.new_empty((spec.batch, spec.heads_q, spec.seq_q), dtype=dtype),
@@ -136,6 +153,24 @@ def evaluate(inputs: Tensors, spec: AttentionSpec, gradients: bool, dtype: torch
             for target, value in zip(piece.crop(results, spec).values(), values, strict=True):
                 target.copy_(value)
     return results
+
+
+def _evaluate_decode(inputs: Tensors, spec: DecodeSpec, dtype: torch.dtype) -> Tensors:
+    q = inputs["q"].view(spec.batch, spec.tokens, spec.heads_q, spec.head_dim)
+    pools = inputs["k_pages"], inputs["v_pages"]
+    factors = [inputs.get(name) for name in ("sinks", "k_scale", "v_scale")]
+    out = q.new_empty((*q.shape[:3], spec.head_dim_v), dtype=dtype)
+    lse = q.new_empty((spec.batch, spec.heads_q, spec.tokens), dtype=dtype)
+    one_spec = replace(spec, batch=1)
+    for b in range(spec.batch):
+        one = slice(b, b + 1)
+        tables, lengths = inputs["block_tables"][one], inputs["seq_lens"][one]
+        out[one], lse[one] = paged_forward(
+            q[one], *pools, tables, lengths, *factors, one_spec, dtype
+        )
+    if inputs["q"].ndim == 3:
+        out, lse = out.squeeze(1), lse.squeeze(2)
+    return {"out": out, "lse": lse}
 
 
 def blocks(spec: AttentionSpec) -> list[Block]:

@@ -176,19 +176,25 @@ def title(subject: str, against: str) -> str:
 
 def problem_text(problem: dict[str, Any]) -> str:
     """A case's fields in one line, defaults left out."""
-    sizes = "B{batch} Sq{seq_q} Skv{seq_kv} Hq{heads_q} Hkv{heads_kv} D{head_dim}"
-    words = [sizes.format(**problem)]
+    if "lengths" in problem:
+        lengths = problem["lengths"]
+        counts = f"B{len(lengths)} T{problem['tokens'] or 1} Skv{max(lengths, default=0)}"
+        words = [counts, "pages {max_pages}x{page_size}".format(**problem)]
+    else:
+        words = ["B{batch} Sq{seq_q} Skv{seq_kv}".format(**problem)]
+    words.append("Hq{heads_q} Hkv{heads_kv} D{head_dim}".format(**problem))
     if problem["head_dim_v"] is not None:
         words.append(f"Dv{problem['head_dim_v']}")
     words.append(problem["dtype"])
-    if problem["causal"]:
-        words.append("causal")
-    for name in ("scale", "window_size", "softcap"):
-        if problem[name] is not None:
+    words += [name for name in ("causal", "sinks") if problem.get(name)]
+    for name in ("kv_dtype", "scale", "window_size", "softcap", "num_splits"):
+        if problem.get(name) is not None:
             words.append(f"{name}={problem[name]}")
-    if problem["layout"] != "contiguous":
-        words.append(problem["layout"])
-    if not problem["gradients"]:
+    if problem.get("scale_shape"):
+        words.append("scales of heads")
+    if problem.get("layout") == "strided":
+        words.append("strided")
+    if problem.get("gradients") is False:
         words.append("forward only")
     return " ".join(words)
 

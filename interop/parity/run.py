@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
+from typing import Any
 
 import jax
 import torch
 
 import pallas_attn
 import torch_attn
-from interop.contract.cases import FlashCase
+from interop.contract.cases import Case, DecodeCase
 from interop.contract.explain import Explanation
 from interop.contract.target import use_target
 from interop.contract.validate import fail
@@ -19,6 +22,8 @@ from interop.exchange import to_jax, to_torch
 from interop.parity.inputs import Tensors
 
 IMPLEMENTATIONS = ("triton", "reference")
+OUTPUTS = ("out", "lse")
+GRADIENTS = ("dout", "dlse")
 
 
 @dataclass(frozen=True)
@@ -55,30 +60,36 @@ class Run:
     explanation: Explanation
 
 
-def run(runner: Runner, case: FlashCase, inputs: Tensors) -> Run:
+def run(runner: Runner, case: Case, inputs: Tensors) -> Run:
     """Run one implementation on the tensors of a case.
 
     Raises:
         ValueError: the results are not shaped and typed as the contract says; besides, whatever
             the implementation raises.
     """
-    attend = _run_torch if runner.package == "torch_attn" else _run_jax
+    run_package = _run_torch if runner.package == "torch_attn" else _run_jax
+    name, _ = _functions(case)
     with use_target(runner.target):
         start = time.perf_counter()
-        results = attend(runner.implementation, case, inputs)
+        results = run_package(_call(runner, case, name), inputs)
         seconds = time.perf_counter() - start
     _check(results, case, inputs)
     return Run(results, seconds, explain(runner, case, inputs))
 
 
-def explain(runner: Runner, case: FlashCase, inputs: Tensors) -> Explanation:
+def explain(runner: Runner, case: Case, inputs: Tensors) -> Explanation:
     """What the package says that it runs for this case."""
-    qkv = [inputs[name] for name in "qkv"]
+    _, name = _functions(case)
+    operands, _ = _split(inputs)
+    if runner.package == "pallas_attn":
+        operands = share(operands)
     with use_target(runner.target):
-        if runner.package == "torch_attn":
-            return torch_attn.explain(*qkv, **case.options, implementation=runner.implementation)
-        arrays = [_to_jax(x, case) for x in qkv]
-        return pallas_attn.explain(*arrays, **case.options, implementation=runner.implementation)
+        return _call(runner, case, name)(**operands)
+
+
+def share(tensors: Tensors) -> dict[str, jax.Array]:
+    """Tensors of a case for JAX: their own memory, but for views with strides, which JAX copies."""
+    return {name: to_jax(x, copy=not x.is_contiguous()) for name, x in tensors.items()}
 
 
 def plan(implementations: tuple[str, ...], targets: tuple[str | None, ...]) -> list[list[Runner]]:
@@ -100,49 +111,69 @@ def twins(group: list[Runner]) -> list[tuple[Runner, Runner]]:
     return [(a, b) for a, b in pairs if (a.package, b.package) == ("torch_attn", "pallas_attn")]
 
 
-def _run_torch(implementation: str, case: FlashCase, inputs: Tensors) -> Tensors:
-    qkv = [inputs[name].detach().requires_grad_(case.gradients) for name in "qkv"]
-    out, lse = torch_attn.flash_attention(
-        *qkv, **case.options, return_lse=True, implementation=implementation
-    )
-    results = {"out": out.detach(), "lse": lse.detach()}
-    if case.gradients:
-        grads = torch.autograd.grad((out, lse), qkv, (inputs["dout"], inputs["dlse"]))
-        results |= dict(zip(("dq", "dk", "dv"), grads, strict=True))
-    if out.is_cuda:
+def _functions(case: Case) -> tuple[str, str]:
+    """What a case is a call of, and what explains it: names of functions in both packages."""
+    if isinstance(case, DecodeCase):
+        return "paged_decode", "explain_decode"
+    return "flash_attention", "explain"
+
+
+def _call(runner: Runner, case: Case, name: str) -> Callable[..., Any]:
+    """A function of the runner's package, with all arguments of the case but its tensors."""
+    package = torch_attn if runner.package == "torch_attn" else pallas_attn
+    function = getattr(package, name)
+    return partial(function, **case.options, implementation=runner.implementation)
+
+
+def _split(inputs: Tensors) -> tuple[Tensors, Tensors]:
+    """The operands of a case's call, and the gradients of its outputs if it has a backward."""
+    operands = {name: x for name, x in inputs.items() if name not in GRADIENTS}
+    return operands, {name: inputs[name] for name in GRADIENTS if name in inputs}
+
+
+def _run_torch(call: Callable[..., Any], inputs: Tensors) -> Tensors:
+    operands, gradients = _split(inputs)
+    if gradients:
+        operands = {name: x.detach().requires_grad_() for name, x in operands.items()}
+    outputs = call(**operands, return_lse=True)
+    results = {name: x.detach() for name, x in zip(OUTPUTS, outputs, strict=True)}
+    if gradients:
+        found = torch.autograd.grad(outputs, operands.values(), gradients.values())
+        results |= {f"d{name}": x for name, x in zip(operands, found, strict=True)}
+    if torch.cuda.is_initialized():
         torch.cuda.synchronize()
     return results
 
 
-def _run_jax(implementation: str, case: FlashCase, inputs: Tensors) -> Tensors:
-    def attend(q, k, v):
-        return pallas_attn.flash_attention(
-            q, k, v, **case.options, return_lse=True, implementation=implementation
-        )
-
+def _run_jax(call: Callable[..., Any], inputs: Tensors) -> Tensors:
     # A new function for each run, so that it is traced again under this run's target.
     @jax.jit
-    def results_of(q, k, v, dout, dlse):
-        if not case.gradients:
-            return attend(q, k, v)
-        outputs, pull_back = jax.vjp(attend, q, k, v)
-        return *outputs, *pull_back((dout, dlse))
+    def results_of(operands, gradients):
+        def forward(operands):
+            return call(**operands, return_lse=True)
 
-    arrays = {name: _to_jax(x, case) for name, x in inputs.items()}
-    results = jax.block_until_ready(results_of(**arrays))
-    names = ("out", "lse", "dq", "dk", "dv")
-    return {name: to_torch(x) for name, x in zip(names, results, strict=False)}
+        if not gradients:
+            return forward(operands), {}
+        outputs, pull_back = jax.vjp(forward, operands)
+        return outputs, *pull_back(tuple(gradients[name] for name in GRADIENTS))
+
+    operands, gradients = map(share, _split(inputs))
+    outputs, found = jax.block_until_ready(results_of(operands, gradients))
+    results = dict(zip(OUTPUTS, outputs, strict=True))
+    results |= {f"d{name}": found[name] for name in operands if name in found}
+    return {name: to_torch(x) for name, x in results.items()}
 
 
-def _to_jax(x: torch.Tensor, case: FlashCase) -> jax.Array:
-    # JAX arrays have no strides: a strided case is copied, every other shares its memory.
-    return to_jax(x, copy=case.layout == "strided")
-
-
-def _check(results: Tensors, case: FlashCase, inputs: Tensors) -> None:
-    like = {"out": "dout", "lse": "dlse", "dq": "q", "dk": "k", "dv": "v"}
+def _check(results: Tensors, case: Case, inputs: Tensors) -> None:
+    q = inputs["q"]
+    shapes = {
+        "out": (*q.shape[:-1], case.spec.head_dim_v),
+        "lse": tuple(q[..., 0].movedim(-1, 1).shape),
+    }
     for name, got in results.items():
-        want = inputs[like[name]]
-        if (got.shape, got.dtype, got.device) != (want.shape, want.dtype, want.device):
-            expected, actual = (f"{tuple(x.shape)} {x.dtype} on {x.device}" for x in (want, got))
+        shape = shapes[name] if name in OUTPUTS else tuple(inputs[name[1:]].shape)
+        dtype = torch.float32 if name == "lse" else q.dtype
+        if (tuple(got.shape), got.dtype, got.device) != (shape, dtype, q.device):
+            expected = f"{shape} {dtype} on {q.device}"
+            actual = f"{tuple(got.shape)} {got.dtype} on {got.device}"
             fail(ValueError, f"{case.name}: {name}", expected, actual)

@@ -10,16 +10,16 @@ from contextlib import suppress
 from dataclasses import asdict
 from multiprocessing.connection import Connection, wait
 
-from interop.contract.cases import FlashCase
+from interop.contract.cases import Case
 from interop.parity.records import CaseResult
 
-RunCase = Callable[[FlashCase], CaseResult]
+RunCase = Callable[[Case], CaseResult]
 # A forked process could not use the GPU that its parent uses.
 SPAWN = multiprocessing.get_context("spawn")
 
 
 def run_cases(
-    cases: Sequence[FlashCase], run: RunCase, jobs: int, begin: Callable[[str], None]
+    cases: Sequence[Case], run: RunCase, jobs: int, begin: Callable[[str], None]
 ) -> Generator[CaseResult]:
     """Run cases in `jobs` processes, or in this one if `jobs` is 1; yield results as they come.
 
@@ -41,7 +41,7 @@ def run_cases(
 
     busy: dict[Connection, _Worker] = {}
 
-    def start(worker: _Worker, case: FlashCase) -> None:
+    def start(worker: _Worker, case: Case) -> None:
         busy[worker.pipe] = worker
         worker.start(case)
         begin(case.name)
@@ -77,7 +77,7 @@ class _Worker:
         theirs.close()  # so that the pipe ends when the process does
         self._send(run)
 
-    def start(self, case: FlashCase) -> None:
+    def start(self, case: Case) -> None:
         self._case, self._started = case, time.perf_counter()
         self._send(case)
 
@@ -96,7 +96,7 @@ class _Worker:
         self._process.join()
         self.pipe.close()
 
-    def _send(self, message: RunCase | FlashCase) -> None:
+    def _send(self, message: RunCase | Case) -> None:
         with suppress(ConnectionError):  # a dead process is found out by `result`
             self.pipe.send(message)
 

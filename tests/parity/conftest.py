@@ -5,14 +5,14 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from interop.contract.cases import FlashCase
+from interop.contract.cases import Case
 from interop.contract.explain import Explanation
 from interop.parity import environment, harness
 from interop.parity.inputs import Tensors
 from interop.parity.oracle import evaluate
 from interop.parity.run import Run, Runner
 
-Spoil = Callable[[Runner, FlashCase, Tensors], None]
+Spoil = Callable[[Runner, Case, Tensors], None]
 EXPLANATION = Explanation("triton", "interpreter", "a fake device", None, "a test asked for it")
 
 
@@ -21,8 +21,8 @@ def fake_twins(monkeypatch: pytest.MonkeyPatch) -> Callable[[Spoil], None]:
     """Replace both packages; `fake_twins(spoil)` lets `spoil` change results, or raise."""
     spoilers: list[Spoil] = []
 
-    def run(runner: Runner, case: FlashCase, inputs: Tensors) -> Run:
-        results = evaluate(inputs, case.spec, case.gradients, torch.float64)
+    def run(runner: Runner, case: Case, inputs: Tensors) -> Run:
+        results = evaluate(inputs, case.spec, torch.float64)
         dtypes = {"lse": torch.float32}
         results = {name: x.to(dtypes.get(name, inputs["q"].dtype)) for name, x in results.items()}
         for spoil in spoilers:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from interop.contract.cases import flash_cases
+from interop.contract.cases import decode_cases, flash_cases
 from interop.parity import __main__ as command
 from interop.parity import harness
 from interop.parity.records import ORACLE
@@ -34,7 +34,8 @@ def failed(case: dict) -> set[tuple[str, str, str]]:
 def test_right_results_pass(fake_twins, tmp_path, capsys):
     assert parity(tmp_path, "--filter", "e-") == 0
     cases = verdicts(tmp_path)
-    assert list(cases) == [case.name for case in flash_cases("quick", "e-")]
+    chosen = [*flash_cases("quick", "e-"), *decode_cases("quick", "e-")]
+    assert list(cases) == [case.name for case in chosen]
     assert {case["status"] for case in cases.values()} == {"passed"}
     printed = capsys.readouterr().out
     assert "triton (interpreter, a fake device): a test asked for it" in printed
@@ -61,6 +62,21 @@ def test_a_wrong_element_fails_and_is_named(fake_twins, tmp_path, capsys, output
     assert f"{us}: {output} against {ORACLE}" in page
 
 
+@pytest.mark.parametrize("output", ["out", "lse"])
+def test_a_wrong_element_of_a_decode_fails(fake_twins, tmp_path, output):
+    def spoil(runner, case, results):
+        if case.name == "decode-fp8" and runner.package == "torch_attn":
+            results[output].view(-1)[-1] += 1.0
+
+    fake_twins(spoil)
+    assert parity(tmp_path, "--filter", "decode-f") == 1
+    cases = verdicts(tmp_path)
+    assert list(cases) == ["decode-fp16-one-split", "decode-fp8"]
+    us, them = "torch_attn triton", "pallas_attn triton"
+    assert failed(cases["decode-fp8"]) == {(us, ORACLE, output), (us, them, output)}
+    assert not failed(cases["decode-fp16-one-split"])
+
+
 def test_a_nan_fails(fake_twins, tmp_path):
     fake_twins(lambda runner, case, results: results["dk"].view(-1)[:1].fill_(float("nan")))
     assert parity(tmp_path, "--filter", "prime-cross") == 1
@@ -81,6 +97,7 @@ def test_an_exception_fails_its_case_alone(fake_twins, tmp_path, capsys):
         "gqa": "failed",
         "mqa-d128": "passed",
         "more-queries": "passed",
+        "decode-no-sequence": "passed",
     }
     errors = {run["subject"]: run["error"] for run in cases["gqa"]["runs"]}
     message = "RuntimeError: out of registers <and> luck"
@@ -99,15 +116,16 @@ def test_an_interrupt_reports_what_is_done(fake_twins, tmp_path, capsys):
     assert parity(tmp_path, "--filter", "q") == 130
     document = json.loads((tmp_path / "parity.json").read_text())
     assert [case["name"] for case in document["cases"]] == ["gqa"]
-    assert (document["planned"], document["complete"]) == (3, False)
-    assert "1 passed, 0 failed, 2 not run (interrupted)" in capsys.readouterr().out
+    assert (document["planned"], document["complete"]) == (4, False)
+    assert "1 passed, 0 failed, 3 not run (interrupted)" in capsys.readouterr().out
 
 
 def test_a_log_has_one_line_a_case_and_no_progress_bar(fake_twins, tmp_path, capsys):
     parity(tmp_path, "--filter", "no-")
     printed = capsys.readouterr().out
-    lines = [line for line in printed.splitlines() if line.startswith("no-")]
-    assert [line.split()[0] for line in lines] == ["no-keys", "no-batch"]
+    lines = [line for line in printed.splitlines() if line.endswith("passed")]
+    names = [line.split()[0] for line in lines]
+    assert names == ["no-keys", "no-batch", "decode-no-sequence"]
     assert "elapsed" not in printed
 
 
@@ -115,6 +133,7 @@ def test_the_header_describes_a_case_that_is_not_empty(fake_twins, tmp_path, mon
     monkeypatch.setattr(harness, "explain", lambda runner, case, inputs: case.name)
     empty, full = flash_cases("quick", "no-keys")[0], flash_cases("quick", "one-token")[0]
     monkeypatch.setattr(command, "flash_cases", lambda suite, pattern: [empty, full])
+    monkeypatch.setattr(command, "decode_cases", lambda suite, pattern: [])
     parity(tmp_path)
     facts = json.loads((tmp_path / "parity.json").read_text())["facts"]
     assert facts["torch_attn triton"] == facts["pallas_attn triton"] == "one-token"
@@ -127,13 +146,18 @@ def test_a_report_keeps_the_order_of_the_cases(fake_twins, tmp_path, monkeypatch
 
     monkeypatch.setattr(command, "run_cases", backwards)
     assert parity(tmp_path, "--filter", "no-", "--jobs", "2") == 0
-    assert list(verdicts(tmp_path)) == ["no-keys", "no-batch"]
+    assert list(verdicts(tmp_path)) == ["no-keys", "no-batch", "decode-no-sequence"]
 
 
 def test_list_names_the_chosen_cases_and_runs_nothing(tmp_path, capsys):
-    assert parity(tmp_path, "--list", "--suite", "all", "--filter", "causal") == 0
+    assert parity(tmp_path, "--list", "--suite", "all", "--filter", "d128") == 0
     names = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
-    expected = [c.name for suite in ("full", "large") for c in flash_cases(suite, "causal")]
+    expected = [
+        case.name
+        for suite in ("full", "large")
+        for kind in (flash_cases, decode_cases)
+        for case in kind(suite, "d128")
+    ]
     assert names == expected
     assert not list(tmp_path.iterdir())
 
@@ -165,12 +189,24 @@ def test_a_missing_package_names_the_extra(tmp_path, capsys, monkeypatch):
     assert "matplotlib, rich missing: pip install 'twin-attention[parity]'" in error
 
 
-@pytest.mark.parametrize("name", ["strided", "more-queries", "no-keys"])
-def test_the_reference_of_both_packages_passes(tmp_path, name):
+@pytest.mark.parametrize(
+    ("name", "outputs"),
+    [
+        ("strided", 5),
+        ("more-queries", 5),
+        ("no-keys", 5),
+        ("decode-bf16", 2),
+        ("decode-int8", 2),
+        ("decode-fp8", 2),
+        ("decode-all-options", 2),
+        ("decode-no-sequence", 2),
+    ],
+)
+def test_the_reference_of_both_packages_passes(tmp_path, name, outputs):
     arguments = ("--implementations", "reference", "--filter", name)
     assert parity(tmp_path, *arguments) == 0
     case = verdicts(tmp_path)[name]
     titles = {(c["subject"], c["against"]) for c in case["comparisons"]}
     assert len(titles) == 3
-    assert len(case["comparisons"]) == 3 * len(OUTPUTS)
+    assert len(case["comparisons"]) == 3 * outputs
     assert all("reference (framework" in run["ran"] for run in case["runs"])

@@ -19,10 +19,10 @@ TORCH, PALLAS = Runner("torch_attn", "triton"), Runner("pallas_attn", "triton")
 def ratios(token: int, value: float, device: str) -> dict[tuple[str, str], float]:
     """Ratios when `value` is added to torch_attn's out at a token."""
     inputs = make_inputs(CASE, device)
-    right = evaluate(inputs, CASE.spec, True, torch.float64)
+    right = evaluate(inputs, CASE.spec, torch.float64)
     results = {runner: {n: x.float() for n, x in right.items()} for runner in (TORCH, PALLAS)}
     results[TORCH]["out"][0, token] += value
-    found = compare(results, expectations(inputs, CASE.spec, True), CASE.spec)
+    found = compare(results, expectations(inputs, CASE.spec), CASE.dtype)
     assert len(found) == 15
     return {(c.title, c.output): c.agreement.ratio for c in found}
 

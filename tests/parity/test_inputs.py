@@ -5,10 +5,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from interop.contract.cases import FlashCase
-from interop.parity.inputs import make_inputs
+from interop.contract.cases import DecodeCase, FlashCase, decode_cases
+from interop.parity.inputs import POISON_BYTE, make_inputs
 
 CASE = FlashCase("inputs", seq_q=9, seq_kv=9, heads_q=4, heads_kv=2, head_dim=16)
+DECODE = DecodeCase("pages", lengths=(0, 1, 15, 16, 17, 128), head_dim=16)
 
 
 def test_strided_operands_are_views_of_one_tensor(torch_device):
@@ -30,14 +31,84 @@ def test_strided_operands_must_fit_one_tensor(change, torch_device):
         make_inputs(replace(CASE, layout="strided", **change), torch_device)
 
 
-def test_the_name_is_the_seed(torch_device):
-    first, again = make_inputs(CASE, torch_device), make_inputs(CASE, torch_device)
-    other = make_inputs(replace(CASE, name="other"), torch_device)
-    for name in first:
-        assert torch.equal(first[name], again[name])
-        assert not torch.equal(first[name], other[name])
+@pytest.mark.parametrize("case", [CASE, replace(DECODE, kv_dtype="int8")])
+def test_the_name_is_the_seed(case, torch_device):
+    first, again = make_inputs(case, torch_device), make_inputs(case, torch_device)
+    other = make_inputs(replace(case, name="other"), torch_device)
+    for name in first.keys() - {"seq_lens"}:
+        assert torch.equal(first[name], again[name]), name
+        assert not torch.equal(first[name], other[name]), name
 
 
 def test_dtypes(torch_device):
     inputs = make_inputs(replace(CASE, dtype="float16"), torch_device)
     assert [x.dtype for x in inputs.values()] == [torch.float16] * 4 + [torch.float32]
+
+
+def test_only_a_case_with_gradients_has_output_gradients(torch_device):
+    assert make_inputs(CASE, torch_device).keys() == {"q", "k", "v", "dout", "dlse"}
+    forward_only = replace(CASE, gradients=False)
+    assert make_inputs(forward_only, torch_device).keys() == {"q", "k", "v"}
+
+
+def used_slots(case: DecodeCase, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Which slots [P, page_size] hold a key, found a key at a time."""
+    used = torch.zeros(inputs["k_pages"].shape[:2], dtype=torch.bool)
+    for table, length in zip(inputs["block_tables"].tolist(), case.lengths, strict=True):
+        for key in range(length):
+            page, slot = divmod(key, case.page_size)
+            assert not used[table[page], slot], "no slot belongs to two keys"
+            used[table[page], slot] = True
+    return used
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp16", "page-7", "int8", "fp8", "no-sequence"])
+def test_slots_that_hold_no_key_are_poisoned(name, torch_device):
+    (case,) = decode_cases("quick", f"decode-{name}")
+    inputs = {name: x.cpu() for name, x in make_inputs(case, torch_device).items()}
+    used = used_slots(case, inputs)
+    assert used.sum() == sum(case.lengths)
+    for pool in (inputs["k_pages"], inputs["v_pages"]):
+        assert pool[used].float().isfinite().all()
+        unused = pool[~used]
+        if pool.dtype == torch.int8:
+            assert (unused == POISON_BYTE).all()
+        else:
+            assert unused.float().isnan().all()
+
+
+def test_pages_are_in_no_order_and_unused_table_entries_are_no_pages(torch_device):
+    inputs = make_inputs(DECODE, torch_device)
+    num_pages = inputs["k_pages"].shape[0]
+    tables = inputs["block_tables"].tolist()
+    pages = [-(-length // DECODE.page_size) for length in DECODE.lengths]
+    used = [table[:count] for table, count in zip(tables, pages, strict=True)]
+    unused = [table[count:] for table, count in zip(tables, pages, strict=True)]
+    assert sorted(used[-1]) != used[-1]
+    assert all(0 <= page < num_pages for row in used for page in row)
+    assert {page for row in unused for page in row} == {-1, 2**31 - 1}
+
+
+@pytest.mark.parametrize("kv_dtype", ["int8", "float8_e4m3fn"])
+@pytest.mark.parametrize("shape", [(), (2,)])
+def test_a_quantized_pool_holds_normal_numbers_over_its_scales(kv_dtype, shape, torch_device):
+    case = replace(DECODE, kv_dtype=kv_dtype, scale_shape=shape)
+    inputs = {name: x.cpu() for name, x in make_inputs(case, torch_device).items()}
+    used = used_slots(case, inputs)
+    for x in ("k", "v"):
+        pool, scale = inputs[f"{x}_pages"], inputs[f"{x}_scale"]
+        assert (str(pool.dtype), scale.shape) == (f"torch.{kv_dtype}", shape)
+        values = pool[used].float() * scale.reshape(-1, 1)
+        torch.testing.assert_close(values.std(), torch.tensor(1.0), rtol=0.1, atol=0)
+        assert values.abs().max() > 2
+    assert not torch.equal(inputs["k_scale"], inputs["v_scale"])
+
+
+def test_a_decode_has_what_its_call_takes(torch_device):
+    always = {"q", "k_pages", "v_pages", "block_tables", "seq_lens"}
+    assert make_inputs(DECODE, torch_device).keys() == always
+    assert make_inputs(DECODE, torch_device)["q"].shape == (6, 4, 16)
+    more = replace(DECODE, tokens=1, sinks=True, kv_dtype="int8")
+    inputs = make_inputs(more, torch_device)
+    assert inputs.keys() == always | {"sinks", "k_scale", "v_scale"}
+    assert inputs["q"].shape == (6, 1, 4, 16)

@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 
-from interop.contract.cases import FlashCase
+from interop.contract.cases import DecodeCase, FlashCase
 from interop.parity.environment import choose_jobs
 from interop.parity.harness import run_case
 from interop.parity.run import Runner
@@ -14,7 +14,10 @@ from interop.parity.workers import run_cases
 
 GROUPS = [[Runner("torch_attn", "reference"), Runner("pallas_attn", "reference")]]
 RUN = partial(run_case, groups=GROUPS, device="cpu")
-CASES = [FlashCase(f"small-{n}", batch=1, seq_q=n, seq_kv=n, head_dim=16) for n in (3, 5)]
+CASES = [
+    FlashCase("small-3", batch=1, seq_q=3, seq_kv=3, head_dim=16),
+    DecodeCase("small-5", lengths=(5,), head_dim=16),
+]
 
 
 @dataclass(frozen=True)

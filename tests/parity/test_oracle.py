@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from interop.contract.cases import FlashCase, flash_cases
-from interop.contract.reference import attention_backward, attention_forward
+from interop.contract.cases import DecodeCase, FlashCase, decode_cases, flash_cases
+from interop.contract.reference import attention_backward, attention_forward, paged_forward
 from interop.parity import oracle
 from interop.parity.inputs import make_inputs
 from interop.parity.oracle import blocks, evaluate, expectations
@@ -35,19 +35,21 @@ def assert_same(got, want):
 )
 def test_slicing_agrees_with_unsliced(case, torch_device):
     inputs = make_inputs(case, torch_device)
-    got = evaluate(inputs, case.spec, True, torch.float64)
+    got = evaluate(inputs, case.spec, torch.float64)
     assert_same(got, in_one_go(inputs, case.spec, torch.float64))
 
 
 def test_without_gradients(torch_device):
-    inputs = make_inputs(CASE, torch_device)
-    assert list(evaluate(inputs, CASE.spec, False, torch.float64)) == ["out", "lse"]
+    inputs = make_inputs(replace(CASE, gradients=False), torch_device)
+    assert list(evaluate(inputs, CASE.spec, torch.float64)) == ["out", "lse"]
 
 
 def test_a_small_case_is_one_block_in_both_dtypes(torch_device):
     inputs = make_inputs(CASE, torch_device)
-    (everything,) = expectations(inputs, CASE.spec, True)
-    assert everything.block.crop(inputs, CASE.spec)["q"].shape == inputs["q"].shape
+    (everything,) = expectations(inputs, CASE.spec)
+    assert {name: x.shape for name, x in everything.crop(everything.ref).items()} == {
+        name: x.shape for name, x in everything.ref.items()
+    }
     assert {x.dtype for x in everything.ref.values()} == {torch.float64}
     assert {x.dtype for x in everything.lp.values()} == {torch.float32}
 
@@ -64,13 +66,31 @@ def test_a_stretch_agrees_with_the_whole_sequence(window, monkeypatch, torch_dev
     monkeypatch.setattr(oracle, "blocks", lambda spec: [*blocks(spec), middle])
     inputs = make_inputs(case, torch_device)
     whole = in_one_go(inputs, case.spec, torch.float64)
-    found = expectations(inputs, case.spec, True)
-    assert [e.block.queries for e in found] == [slice(0, 32), slice(68, 100), slice(34, 66)]
-    for expectation in found:
+    stretches = [block.queries for block in oracle.blocks(case.spec)]
+    assert stretches == [slice(0, 32), slice(68, 100), slice(34, 66)]
+    for expectation in expectations(inputs, case.spec):
         assert expectation.ref["dk"].shape[:3:2] == (1, 1)
         assert expectation.ref["dk"].shape[1] >= 32 - 2 * sum(window)
-        block = expectation.block
-        assert_same(expectation.ref, block.crop_inner(block.crop(whole, case.spec)))
+        assert_same(expectation.ref, expectation.crop(whole))
+
+
+@pytest.mark.parametrize(
+    "case", [*decode_cases("quick"), DecodeCase("no-pages", lengths=(0, 9), tokens=2, max_pages=0)],
+    ids=lambda case: case.name,
+)  # fmt: skip
+def test_a_decode_sequence_by_sequence_agrees_with_all_at_once(case, torch_device):
+    inputs = make_inputs(case, torch_device)
+    (everything,) = expectations(inputs, case.spec)
+    named = dict.fromkeys(("sinks", "k_scale", "v_scale")) | inputs
+    if case.tokens is None:
+        named["q"] = named["q"][:, None]
+    out, lse = paged_forward(**named, spec=case.spec, dtype=torch.float64)
+    if case.tokens is None:
+        out, lse = out[:, 0], lse[:, :, 0]
+    assert_same(everything.ref, {"out": out, "lse": lse})
+    assert everything.crop(inputs) is inputs
+    assert {x.dtype for x in everything.lp.values()} == {getattr(torch, case.dtype)}
+    assert everything.lp["out"].isfinite().all()
 
 
 def test_samples_hold_the_elements_around_2_to_31():

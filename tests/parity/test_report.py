@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from interop.contract.cases import FlashCase
+from interop.contract.cases import DecodeCase, FlashCase
 from interop.contract.tolerances import Agreement
 from interop.parity.records import (
     ORACLE,
@@ -118,3 +118,12 @@ def test_a_problem_in_one_line():
     case = FlashCase("x", head_dim_v=32, causal=True, softcap=3.0, gradients=False)
     expected = "B2 Sq128 Skv128 Hq2 Hkv2 D64 Dv32 bfloat16 causal softcap=3.0 forward only"
     assert problem_text(asdict(case)) == expected
+
+
+def test_a_decode_problem_in_one_line():
+    case = DecodeCase("x", lengths=(3, 70), tokens=2, kv_dtype="int8", sinks=True, num_splits=4)
+    expected = "B2 T2 Skv70 pages 8x16 Hq4 Hkv2 D64 bfloat16 sinks kv_dtype=int8 num_splits=4"
+    assert problem_text(asdict(case)) == expected
+    heads = DecodeCase("x", lengths=(), head_dim_v=72, kv_dtype="int8", scale_shape=(2,))
+    expected = "B0 T1 Skv0 pages 8x16 Hq4 Hkv2 D64 Dv72 bfloat16 kv_dtype=int8 scales of heads"
+    assert problem_text(asdict(heads)) == expected

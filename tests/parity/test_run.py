@@ -4,10 +4,10 @@ import pytest
 import torch
 
 import torch_attn
-from interop.contract.cases import FlashCase
+from interop.contract.cases import DecodeCase, FlashCase, decode_cases
 from interop.contract.target import requested_target
 from interop.parity.inputs import make_inputs
-from interop.parity.run import Runner, plan, run, twins
+from interop.parity.run import Runner, plan, run, share, twins
 
 CASE = FlashCase("run", seq_q=5, seq_kv=7, heads_q=2, heads_kv=1, head_dim=16, causal=True)
 
@@ -46,6 +46,28 @@ def test_results_are_torch_tensors_shaped_as_promised(package, torch_device):
         assert (x.shape, x.dtype, x.device) == (want.shape, want.dtype, want.device)
     assert done.explanation.implementation == "reference"
     assert done.seconds > 0
+
+
+@pytest.mark.parametrize("package", ["torch_attn", "pallas_attn"])
+@pytest.mark.parametrize(
+    ("tokens", "out", "lse"), [(None, (2, 4, 72), (2, 4)), (3, (2, 3, 4, 72), (2, 4, 3))]
+)
+def test_results_of_a_decode(package, tokens, out, lse, torch_device):
+    case = DecodeCase("decode", lengths=(20, 0), tokens=tokens, head_dim_v=72)
+    done = run(Runner(package, "reference"), case, make_inputs(case, torch_device))
+    got = {name: (tuple(x.shape), x.dtype) for name, x in done.results.items()}
+    assert got == {"out": (out, torch.bfloat16), "lse": (lse, torch.float32)}
+    assert done.explanation.implementation == "reference"
+
+
+@pytest.mark.parametrize("name", ["decode-bf16", "decode-int8", "decode-fp8"])
+def test_jax_gets_the_memory_of_the_pool(name, torch_device):
+    (case,) = decode_cases("quick", name)
+    inputs = make_inputs(case, torch_device)
+    arrays = share(inputs)
+    assert arrays.keys() == inputs.keys()
+    for argument, x in inputs.items():
+        assert arrays[argument].unsafe_buffer_pointer() == x.data_ptr(), argument
 
 
 def test_the_runner_sets_the_target(monkeypatch, torch_device):
