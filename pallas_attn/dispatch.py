@@ -82,7 +82,7 @@ def explain_choice(
     """Describe what `choose_backends` leads to on `device`, or on the default one."""
     backends = choose_backends(implementation, device)
     on = jax.devices()[0] if device is None else device
-    on_cuda = on in _cuda_devices()
+    on_cuda = on in cuda_devices()
     backend = backends.cuda if on_cuda else backends.elsewhere
     compiled = backend not in (INTERPRET, REFERENCE)
     runs_kernels = backend != REFERENCE and not spec.is_empty
@@ -107,7 +107,7 @@ def explain_choice(
 
 
 def _target(device: Device | None) -> str:
-    cuda = _cuda_devices()
+    cuda = cuda_devices()
     if not cuda:
         return requested_target() or "sm80"
     gpu: Device = device if device in cuda else cuda[0]
@@ -115,7 +115,8 @@ def _target(device: Device | None) -> str:
     return resolve_target((int(major), int(minor)))
 
 
-def _cuda_devices() -> Sequence[Device]:
+def cuda_devices() -> Sequence[Device]:
+    """This process's CUDA devices; none where JAX has no CUDA backend."""
     try:
         return jax.local_devices(backend="cuda")
     except RuntimeError:  # this process has no CUDA backend

@@ -12,9 +12,10 @@ import jax
 from jax import Array
 from jax.experimental import pallas as pl
 
-from interop.contract.config import KernelConfig, padded_head_dim
-from interop.contract.spec import AttentionSpec
-from pallas_attn.dispatch import configs_for
+from interop.contract.config import KernelConfig, Spec, padded_head_dim
+from interop.contract.spec import AttentionSpec, DecodeSpec, PagedCache
+from interop.contract.target import MULTIPROCESSORS
+from pallas_attn.dispatch import INTERPRET, configs_for, cuda_devices
 from pallas_attn.lowering import TritonCompilerParams
 
 
@@ -66,36 +67,114 @@ def of_group(x: Any, group_size: int) -> pl.BlockSpec:
     return pl.BlockSpec(block, lambda tile, head, batch: (batch, 0, head, 0))
 
 
+def decode_arguments(spec: DecodeSpec) -> dict[str, Any]:
+    """The arguments that describe a paged decode, but for its splits."""
+    scale_first = spec.softcap is not None or spec.scale <= 0 or spec.cache.is_quantized
+    left = spec.window_left
+    return cache_arguments(spec.cache) | {
+        "scale": spec.scale,
+        "exp2_scale": math.log2(math.e) * (1.0 if scale_first else spec.scale),
+        "softcap": spec.softcap,
+        "window_left": None if left is None else min(left, spec.cache.capacity),
+        "tokens": spec.tokens,
+        "group_size": spec.group_size,
+        "scale_first": scale_first,
+    }
+
+
+def cache_arguments(cache: PagedCache) -> dict[str, Any]:
+    """The arguments that describe a paged cache."""
+    return {
+        "num_pages": cache.num_pages,
+        "max_pages": cache.max_pages,
+        "page_size": cache.page_size,
+        "head_dim": cache.head_dim,
+        "head_dim_v": cache.head_dim_v,
+        "block_d": padded_head_dim(cache.head_dim),
+        "block_dv": padded_head_dim(cache.head_dim_v),
+        "quantized": cache.is_quantized,
+    }
+
+
+# What a program of a decode reads and writes; its grid is (row tiles, kv heads, splits, batch).
+
+
+def of_tokens(x: Any, group_size: int) -> pl.BlockSpec:
+    """[B, T, Hq, D] gives the query heads of a kv head, [T, group_size, D]."""
+    block = (None, x.shape[1], group_size, padded_head_dim(x.shape[3]))
+    return pl.BlockSpec(block, lambda tile, head, split, batch: (batch, 0, head, 0))
+
+
+def of_pool(x: Any) -> pl.BlockSpec:
+    """[P, page_size, Hkv, D] gives a head of every page, [P, page_size, D]."""
+    block = (*x.shape[:2], None, padded_head_dim(x.shape[3]))
+    return pl.BlockSpec(block, lambda tile, head, split, batch: (0, 0, head, 0))
+
+
+def of_sequence(x: Any) -> pl.BlockSpec:
+    """[B, ...] gives a sequence's part."""
+    rest = (0,) * (x.ndim - 1)
+    return pl.BlockSpec((None, *x.shape[1:]), lambda tile, head, split, batch: (batch, *rest))
+
+
+def of_scale(x: Any) -> pl.BlockSpec:
+    """[] or [Hkv] gives the kv head's scale, []."""
+    return pl.BlockSpec((None,) * x.ndim, lambda tile, head, split, batch: (head,) * x.ndim)
+
+
+def of_split(x: Any, group_size: int) -> pl.BlockSpec:
+    """[N, B, T, Hq, Dv] or [N, B, Hq, T] gives a split's [T, group_size, Dv] or [group_size, T]."""
+    if len(x.shape) == 4:
+        block = (None, None, group_size, x.shape[3])
+        return pl.BlockSpec(block, lambda tile, head, split, batch: (split, batch, head, 0))
+    block = (None, None, x.shape[2], group_size, padded_head_dim(x.shape[4]))
+    return pl.BlockSpec(block, lambda tile, head, split, batch: (split, batch, 0, head, 0))
+
+
+def multiprocessors(backend: str) -> int:
+    """How many multiprocessors the device has; without a device, the target's usual number."""
+    devices = cuda_devices()
+    if backend == INTERPRET or not devices:
+        return MULTIPROCESSORS["sm80" if backend == INTERPRET else backend]
+    return devices[0].core_count
+
+
+def config_for(name: str, spec: Spec, backend: str) -> KernelConfig:
+    """Configuration of a kernel; the interpreter has the SM80 configurations."""
+    return configs_for(spec, "sm80" if backend == INTERPRET else backend)[name]
+
+
 def launch(
     name: str,
     kernel: Callable[..., None],
-    grid: Callable[[KernelConfig], tuple[int, int, int]],
+    grid: Callable[[KernelConfig], tuple[int, ...]],
     operands: Sequence[Array],
     in_specs: Sequence[pl.BlockSpec],
     out_shape: Sequence[jax.ShapeDtypeStruct],
     out_specs: Sequence[pl.BlockSpec],
     problem: dict[str, Any],
-    spec: AttentionSpec,
+    spec: Spec,
     backend: str,
+    aliases: dict[int, int] | None = None,
 ) -> Any:
     """Call a kernel.
 
     Args:
         name: the kernel's name in the configuration tables.
         kernel: the function over references.
-        grid: (tiles, heads, batch) to launch, from the configuration.
+        grid: programs to launch, from the configuration.
         operands, in_specs: inputs and what a program sees of each.
         out_shape, out_specs: the same for the outputs.
         problem: the kernel's keyword arguments but the tile sizes.
         spec: the problem, which chooses the configuration.
         backend: "interpret", or the target to compile for.
+        aliases: inputs, by position, whose memory the outputs at the given positions take.
 
     Returns:
         The outputs.
     """
-    interpret = backend == "interpret"
-    target = "sm80" if interpret else backend
-    config = configs_for(spec, target)[name]
+    interpret = backend == INTERPRET
+    config = config_for(name, spec, backend)
     tiles = {"block_q": config.block_q, "block_kv": config.block_kv}
     takes = inspect.signature(kernel).parameters
     arguments = problem | {key: tiles[key] for key in tiles if key in takes}
@@ -105,7 +184,8 @@ def launch(
         in_specs=in_specs,
         out_shape=out_shape,
         out_specs=out_specs,
-        compiler_params=None if interpret else TritonCompilerParams(config, target),
+        compiler_params=None if interpret else TritonCompilerParams(config, backend),
+        input_output_aliases=aliases or {},
         interpret=interpret,
         name=name,
     )(*operands)

@@ -20,6 +20,8 @@ from jax.experimental.pallas import triton as plt
 ROW_PADDING = 128
 LOG2E = 1.4426950408889634
 LN2 = 0.6931471805599453
+FLOAT8_MAX = 448.0  # the largest float8_e4m3fn
+ROUND_TO_INTEGER = 12582912.0  # 1.5 * 2^23: adding it rounds away the fraction
 
 
 def visible_tiles(start, size, size_other, left, right, block, block_other):
@@ -201,3 +203,102 @@ def dot(a, b):
 def arange(size):
     """0 .. size - 1 as int32, whatever jax_enable_x64 says."""
     return jnp.arange(size, dtype=jnp.int32)
+
+
+def share_of_tiles(begin, end, split, num_splits, block):
+    """The tiles of keys begin .. end that are one split's: (the first, how many).
+
+    Splits get equal shares, the last ones less or none.
+    """
+    first = begin // block
+    tiles = cdiv(end, block) - first
+    share = cdiv(tiles, num_splits)
+    count = jnp.minimum(jnp.maximum(tiles - split * share, 0), share)
+    return first + split * share, count
+
+
+def locate_keys(table_ref, start, length, num_pages, page_size, block_kv):
+    """Page and slot of keys start .. start + block_kv of a sequence.
+
+    Table entries past the sequence's last page are not read. A page id out of range, which is
+    the caller's mistake, becomes one within the pool.
+    """
+    offset = arange(block_kv)
+    if page_size % block_kv == 0:
+        page = plt.load(table_ref.at[start // page_size])
+        slot = start % page_size + offset
+    else:
+        key = start + offset
+        page = plt.load(table_ref.at[key // page_size], mask=key < length, other=0)
+        slot = key % page_size
+    page = jnp.broadcast_to(jnp.minimum(jnp.maximum(page, 0), num_pages - 1), (block_kv,))
+    return page, slot
+
+
+def load_rows_at(ref, index, is_row, size, block_size):
+    """Rows ``ref[*index]`` of a reference, padded with zeros; a row that is none gives 0."""
+    tile, mask = rows_at(ref, index, is_row, size, block_size)
+    return plt.load(tile, mask=mask, other=0)
+
+
+def store_rows_at(ref, x, index, is_row, size, block_size):
+    """The inverse of `load_rows_at`; a row that is none is not written."""
+    tile, mask = rows_at(ref, index, is_row, size, block_size)
+    plt.store(tile, x.astype(ref.dtype), mask=mask)
+
+
+def rows_at(ref, index, is_row, size, block_size):
+    """A view of rows ``ref[*index]``, one vector of indices a dimension, and which elements are."""
+    shape = (*is_row.shape, block_size)
+    cols = jnp.broadcast_to(arange(block_size)[None, :], shape)
+    index = (jnp.broadcast_to(x, is_row.shape) for x in index)
+    index = (jnp.broadcast_to(x[:, None], shape) for x in index)
+    return ref.at[(*index, cols)], is_row[:, None] & (cols < size)
+
+
+def dequantize(x, dtype):
+    """What a cache holds, in `dtype`, not yet times its scale.
+
+    float8_e4m3fn, which SM80 does not have, is taken apart: the bits below its sign, moved to
+    float16's, are the number times 2^-8.
+    """
+    if x.dtype == jnp.float8_e4m3fn:
+        bits = lax.bitcast_convert_type(x, jnp.uint8).astype(jnp.uint16)
+        magnitude = bits & jnp.uint16(0x7F)
+        bits = ((bits & jnp.uint16(0x80)) << jnp.uint16(8)) | (magnitude << jnp.uint16(7))
+        y = lax.bitcast_convert_type(bits, jnp.float16) * jnp.float16(256)
+        x = jnp.where(magnitude == 0x7F, jnp.float16(float("nan")), y)
+    return x.astype(dtype)
+
+
+def add_sink(sink, m_i, l_i, acc):
+    """Count one more logit, without a value, into a running softmax (Xiao et al. 2023)."""
+    sink = sink * LOG2E
+    m_new = jnp.maximum(m_i, sink)
+    m_safe = jnp.where(m_new == float("-inf"), 0.0, m_new)
+    alpha = jnp.exp2(m_i - m_safe)
+    l_i = l_i * alpha + jnp.exp2(sink - m_safe)
+    return m_new, l_i, acc * alpha[:, None]
+
+
+def store_key(ref, x, index, writes, scale, size, block_size):
+    """Store rows in a cache, quantised by `scale`, one number a row; None where it is not."""
+    if scale is not None:
+        x = quantize(x.astype(jnp.float32) / scale[:, None], ref.dtype)
+    store_rows_at(ref, x, index, writes, size, block_size)
+
+
+def quantize(x, dtype):
+    """float32 as int8 or float8_e4m3fn; to nearest, ties to even."""
+    if dtype == jnp.int8:
+        x = jnp.minimum(jnp.maximum(x, -127.0), 127.0)
+        return ((x + ROUND_TO_INTEGER) - ROUND_TO_INTEGER).astype(jnp.int8)
+    sign = (x < 0).astype(jnp.int32) << 7
+    magnitude = jnp.minimum(jnp.abs(x), FLOAT8_MAX)
+    bits = lax.bitcast_convert_type(magnitude, jnp.int32)
+    # A normal number: round off 20 of 23 bits, then move the exponent's bias from 127 to 7.
+    normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - ((127 - 7) << 3)
+    # Below 2^-6, a multiple of 2^-9.
+    tiny = ((magnitude * 512.0 + ROUND_TO_INTEGER) - ROUND_TO_INTEGER).astype(jnp.int32)
+    y = sign | jnp.where(magnitude < 0.015625, tiny, normal)
+    return lax.bitcast_convert_type(jnp.where(x == x, y, 0x7F).astype(jnp.uint8), dtype)

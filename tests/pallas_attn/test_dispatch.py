@@ -78,7 +78,7 @@ def test_a_change_of_target_traces_anew(qkv, monkeypatch, fresh_caches):
         return q, jnp.zeros((spec.batch, spec.heads_q, spec.seq_q), jnp.float32)
 
     monkeypatch.setattr(pallas_attn.autograd, "flash_fwd", flash_fwd)
-    monkeypatch.setattr("pallas_attn.dispatch._cuda_devices", lambda: ())
+    monkeypatch.setattr("pallas_attn.dispatch.cuda_devices", lambda: ())
     for target in ("sm80", "sm90", "sm80"):
         with use_target(target):
             flash_attention(*qkv)
@@ -93,7 +93,7 @@ class Gpu:
 def test_the_target_is_the_devices_own_or_the_one_asked_for(monkeypatch):
     hopper, ampere, ada, turing = map(Gpu, ("9.0", "8.0", "8.9", "7.5"))
     devices = (hopper, ampere, ada, turing)
-    monkeypatch.setattr("pallas_attn.dispatch._cuda_devices", lambda: devices)
+    monkeypatch.setattr("pallas_attn.dispatch.cuda_devices", lambda: devices)
     monkeypatch.delenv("TWIN_ATTENTION_TARGET", raising=False)
     assert choose_backends(None, None) == Backends("sm90", "reference")
     assert choose_backends(None, CPU) == Backends("sm90", "reference")

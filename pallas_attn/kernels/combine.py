@@ -1,0 +1,112 @@
+"""Merge attention over disjoint sets of keys into attention over their union.
+
+``lse = log Σ exp lse_n`` and ``out = Σ exp(lse_n - lse) out_n``. Flash-Decoding's second step.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+
+from interop.contract.config import padded_head_dim
+from interop.contract.spec import MergeSpec
+from pallas_attn.kernels.primitives import LN2, LOG2E, arange, load_rows, load_rows_at
+from pallas_attn.launch import launch
+
+
+def combine_kernel(*refs, num_states, head_dim_v, block_dv, block_states, block_kv):
+    """One program merges one row.
+
+    Operands, of this program's row: outs [N, Dv], lses [N] (float32, natural log), the head's
+    sink [] if there are sinks (float32); out [Dv] and lse []. Grid: (heads, tokens, batch). A part
+    whose lse is -inf has no keys: its output is not read, and may hold anything. Accumulation:
+    float32, exponents in base 2. block_states, a power of two, is at least N; block_kv parts are
+    accumulated at a time.
+    """
+    # Locate the row.
+    outs_ref, lses_ref, *sink_ref, out_ref, lse_ref = refs
+
+    # Merge the log-sum-exps.
+    lses = load_rows(lses_ref, 0, num_states, block_states, float("-inf")) * LOG2E
+    m = jnp.max(lses, 0)
+    if sink_ref:
+        sink = sink_ref[0][...] * LOG2E
+        m = jnp.maximum(m, sink)
+    m_safe = jnp.where(m == float("-inf"), 0.0, m)
+    total = jnp.sum(jnp.exp2(lses - m_safe), 0)
+    if sink_ref:
+        total = total + jnp.exp2(sink - m_safe)
+    total_safe = jnp.where(total == 0.0, 1.0, total)
+
+    # Sum the outputs by their weights.
+    def visit(index, acc):
+        start = lax.convert_element_type(index, jnp.int32) * block_kv
+        part = start + arange(block_kv)
+        lse = load_rows(lses_ref, start, num_states, block_kv, float("-inf")) * LOG2E
+        has_keys = lse > float("-inf")
+        x = load_rows_at(outs_ref, (part,), has_keys, head_dim_v, block_dv)
+        weight = jnp.exp2(lse - m_safe) / total_safe
+        return acc + jnp.sum(weight[:, None] * x.astype(jnp.float32), 0)
+
+    zeros = jnp.zeros((block_dv,), jnp.float32)
+    acc = lax.fori_loop(0, pl.cdiv(num_states, block_kv), visit, zeros)
+
+    # Store.
+    cols = arange(block_dv)
+    plt.store(out_ref.at[cols], acc.astype(out_ref.dtype), mask=cols < head_dim_v)
+    lse_ref[...] = m * LN2 + jnp.log(total_safe)
+
+
+def combine(
+    outs: Array, lses: Array, spec: MergeSpec, sinks: Array | None = None, *, backend: str
+) -> tuple[Array, Array]:
+    """Call `combine_kernel`.
+
+    Args:
+        sinks: [H] float32, one more logit a head in the denominator, or None.
+        backend: "interpret", or the target to compile for, "sm80" or "sm90".
+
+    Returns:
+        out [B, S, H, Dv] in spec's dtype and lse [B, H, S] float32.
+    """
+    rows = (spec.batch, spec.tokens, spec.heads)
+    out = jax.ShapeDtypeStruct((*rows, spec.head_dim_v), jnp.dtype(spec.dtype))
+    lse = jax.ShapeDtypeStruct((spec.batch, spec.heads, spec.tokens), jnp.float32)
+    block_dv = padded_head_dim(spec.head_dim_v)
+
+    def of_row(head, token, batch):
+        return batch, token, head, 0
+
+    def of_lse(head, token, batch):
+        return batch, head, token
+
+    operands, in_specs = (
+        [outs, lses],
+        [
+            pl.BlockSpec(
+                (spec.num_states, None, None, None, block_dv), lambda *i: (0, *of_row(*i))
+            ),
+            pl.BlockSpec((spec.num_states, None, None, None), lambda *i: (0, *of_lse(*i))),
+        ],
+    )
+    if sinks is not None:
+        operands.append(sinks)
+        in_specs.append(pl.BlockSpec((None,), lambda head, token, batch: (head,)))
+    return launch(
+        "combine",
+        combine_kernel,
+        lambda config: (spec.heads, spec.tokens, spec.batch),
+        operands,
+        in_specs,
+        (out, lse),
+        (pl.BlockSpec((None, None, None, block_dv), of_row), pl.BlockSpec((None,) * 3, of_lse)),
+        {
+            "num_states": spec.num_states,
+            "head_dim_v": spec.head_dim_v,
+            "block_dv": block_dv,
+            "block_states": pl.next_power_of_2(spec.num_states),
+        },
+        spec,
+        backend,
+    )
