@@ -10,8 +10,10 @@ from torch import Tensor
 
 from interop.contract.cases import FlashCase
 from interop.contract.reference import attention_backward, attention_forward
-from interop.contract.spec import AttentionSpec
+from interop.contract.spec import AttentionSpec, DecodeSpec
 from interop.contract.tolerances import compare_lse, compare_to_reference, compare_twins
+from interop.parity.inputs import Tensors
+from interop.parity.oracle import evaluate
 
 KINDS = {"out": "output", "dq": "gradient", "dk": "gradient", "dv": "gradient"}
 
@@ -93,3 +95,16 @@ def assert_twins(a: Results, b: Results, inputs: Inputs, spec: AttentionSpec) ->
         agreement = compare_twins(x, y, budget, budget)
         assert agreement.ok, (name, agreement)
     assert compare_lse(a.lse, b.lse.double()).ok
+
+
+def assert_decode_within_budget(got: tuple[Tensor, ...], inputs: Tensors, spec: DecodeSpec) -> None:
+    """Hold shapes, dtypes and values of a `paged_decode` to the contract."""
+    dtype = inputs["q"].dtype
+    ref, lp = evaluate(inputs, spec, torch.float64), evaluate(inputs, spec, dtype)
+    out, lse = got
+    assert (out.shape, out.dtype) == (ref["out"].shape, dtype)
+    assert (lse.shape, lse.dtype) == (ref["lse"].shape, torch.float32)
+    agreement = compare_to_reference(out, ref["out"], lp["out"], spec.dtype, "output")
+    assert agreement.ok, agreement
+    agreement = compare_lse(lse, ref["lse"])
+    assert agreement.ok, agreement

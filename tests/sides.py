@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
+from types import ModuleType
 from typing import Any, Protocol
 
 import numpy as np
@@ -17,10 +18,14 @@ from torch import Tensor
 
 from tests.oracle import Inputs, Results
 
+# dtypes that numpy has not by itself, and integers of their size
+BITS = {torch.bfloat16: torch.int16, torch.float8_e4m3fn: torch.uint8}
+
 
 class Side(Protocol):
     """One of the two implementations of the contract."""
 
+    api: ModuleType
     flash_attention: Callable[..., Any]
 
     def zeros(self, shape: tuple[int, ...], dtype: str) -> Any:
@@ -31,8 +36,12 @@ class Side(Protocol):
         """A copy of the side's array in the CPU's memory."""
         ...
 
-    def trace(self, q: Any, k: Any, v: Any, **options: Any) -> None:
-        """Call `flash_attention` without values, so that no kernel can be launched."""
+    def trace(self, function: Callable[..., Any], **arguments: Any) -> None:
+        """Call a function of the side without values, so that no kernel can be launched."""
+        ...
+
+    def call(self, name: str, operands: dict[str, Tensor], **options: Any) -> tuple[Tensor, ...]:
+        """What a function of the side returns; of `append_kv`, new pools."""
         ...
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
@@ -55,6 +64,7 @@ class TorchSide:
         import torch_attn
 
         self.device = device
+        self.api = torch_attn
         self.flash_attention = torch_attn.flash_attention
 
     def zeros(self, shape: tuple[int, ...], dtype: str) -> Tensor:
@@ -63,11 +73,19 @@ class TorchSide:
     def on_cpu(self, x: Tensor) -> Tensor:
         return x.cpu()
 
-    def trace(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> None:
+    def trace(self, function: Callable[..., Any], **arguments: Any) -> None:
         from torch._subclasses.fake_tensor import FakeTensorMode
 
         with FakeTensorMode() as mode:
-            self.flash_attention(*map(mode.from_tensor, (q, k, v)), **options)
+            tensors = {n: mode.from_tensor(x) for n, x in arguments.items() if torch.is_tensor(x)}
+            function(**arguments | tensors)
+
+    def call(self, name: str, operands: dict[str, Tensor], **options: Any) -> tuple[Tensor, ...]:
+        if name == "append_kv":
+            pools = {pool: operands[pool].clone() for pool in ("k_pages", "v_pages")}
+            operands = operands | pools
+        with poisoned_memory():
+            return getattr(self.api, name)(**operands, **options)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
         with poisoned_memory():
@@ -96,6 +114,7 @@ class PallasSide:
         import pallas_attn
 
         self.device = device
+        self.api = pallas_attn
         self.flash_attention = pallas_attn.flash_attention
         self._jax = jax
 
@@ -107,8 +126,14 @@ class PallasSide:
     def on_cpu(self, x: Any) -> Any:
         return self._jax.device_put(x, self._jax.devices("cpu")[0])
 
-    def trace(self, q: Any, k: Any, v: Any, **options: Any) -> None:
-        self._jax.eval_shape(partial(self.flash_attention, **options), q, k, v)
+    def trace(self, function: Callable[..., Any], **arguments: Any) -> None:
+        arrays = {n: x for n, x in arguments.items() if isinstance(x, self._jax.Array)}
+        self._jax.eval_shape(lambda arrays: function(**arguments | arrays), arrays)
+
+    def call(self, name: str, operands: dict[str, Tensor], **options: Any) -> tuple[Tensor, ...]:
+        run = self._compiled(name, tuple(sorted(options.items())))
+        arrays = {name: self._to_jax(x) for name, x in operands.items()}
+        return tuple(map(self._to_torch, run(**arrays)))
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
         run = self._compiled("forward", tuple(sorted(options.items())))
@@ -141,20 +166,16 @@ class PallasSide:
         functions = {
             "forward": with_lse, "gradients": gradients, "gradients_of_out": gradients_of_out,
         }  # fmt: skip
-        return jax.jit(functions[what])
+        return jax.jit(functions.get(what) or partial(getattr(self.api, what), **dict(options)))
 
     def _to_jax(self, x: Tensor) -> Any:
-        x = x.detach().contiguous().cpu()
-        if x.dtype == torch.bfloat16:
-            bits = x.view(torch.int16).numpy()
-            return self._jax.numpy.asarray(bits.view(self._jax.numpy.bfloat16))
-        return self._jax.numpy.asarray(x.numpy())
+        array = x.detach().contiguous().cpu().view(BITS.get(x.dtype, x.dtype)).numpy()
+        return self._jax.numpy.asarray(array.view(str(x.dtype).removeprefix("torch.")))
 
     def _to_torch(self, x: Any) -> Tensor:
-        array = np.array(x)
-        if array.dtype == self._jax.numpy.bfloat16:
-            return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16).to(self.device)
-        return torch.from_numpy(array).to(self.device)
+        dtype = getattr(torch, x.dtype.name)
+        bits = str(BITS.get(dtype, dtype)).removeprefix("torch.")
+        return torch.from_numpy(np.array(x).view(bits)).view(dtype).to(self.device)
 
 
 SIDES = {"torch_attn": TorchSide, "pallas_attn": PallasSide}

@@ -1,5 +1,7 @@
 """The same mistake raises the same error on both sides, before anything runs."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -99,13 +101,13 @@ MISTAKES = {
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_one_mistake_one_message(side, implementation, mistake):
     error, message, shapes, dtypes, options = MISTAKES[mistake]
-    q, k, v = (
-        side.zeros(shapes.get(name, shape), dtypes.get(name, "bfloat16"))
+    operands = {
+        name: side.zeros(shapes.get(name, shape), dtypes.get(name, "bfloat16"))
         for name, shape in {"q": Q, "k": K, "v": V}.items()
-    )
-    for call in (side.flash_attention, side.trace):
+    }
+    for call in (side.flash_attention, partial(side.trace, side.flash_attention)):
         with pytest.raises(error) as raised:
-            call(q, k, v, implementation=implementation, **options)
+            call(**operands, implementation=implementation, **options)
         assert (raised.type, str(raised.value)) == (error, message)
 
 

@@ -1,0 +1,21 @@
+"""Every named decode, on both sides, within the error budget of the float64 oracle."""
+
+import pytest
+
+from interop.contract.cases import decode_cases
+from interop.parity.inputs import make_inputs
+from tests.oracle import assert_decode_within_budget
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """The plain reference runs the quick suite, the kernels the suite that was chosen."""
+    suites = {"reference": "quick", "triton": metafunc.config.getoption("--suite")}
+    runs = [(name, case) for name, suite in suites.items() for case in decode_cases(suite)]
+    metafunc.parametrize(("by", "case"), runs, ids=[f"{name}-{case.name}" for name, case in runs])
+
+
+def test_decode(side, by, case, torch_device):
+    """Pages lie in random order; what no sequence uses is NaN, or no page at all."""
+    inputs = make_inputs(case, torch_device)
+    got = side.call("paged_decode", inputs, return_lse=True, implementation=by, **case.options)
+    assert_decode_within_budget(got, inputs, case.spec)
