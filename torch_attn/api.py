@@ -107,7 +107,11 @@ def explain(
 
     Example::
 
-        print(torch_attn.explain(q, k, v, causal=True))
+        import torch
+        from torch_attn import explain
+
+        q, k, v = torch.randn(3, 1, 128, 4, 64)
+        print(explain(q, k, v, causal=True))
     """
     del return_lse
     q, k, v = _tensors(q, k, v)

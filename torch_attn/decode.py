@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from interop.contract.explain import Explanation
+from interop.contract.validate import check_page_ids
 from torch_attn import decode_ops
 from torch_attn.dispatch import choose, explain_choice
 from torch_attn.ops import operand
@@ -261,8 +262,6 @@ def check_pages(k_pages: Tensor, block_tables: Tensor, seq_lens: Tensor) -> None
         block_tables = torch.tensor([[3, 0], [5, -1]], dtype=torch.int32)
         check_pages(k_pages, block_tables, torch.tensor([32, 16], dtype=torch.int32))
     """
-    from interop.contract.validate import check_page_ids
-
     num_pages, page_size = operand("k_pages", k_pages).shape[:2]
     for name, x in (("block_tables", block_tables), ("seq_lens", seq_lens)):
         operand(name, x)

@@ -1,0 +1,423 @@
+"""Decoding in `torch_attn` as torch operators: every way in which PyTorch may call them."""
+
+import gc
+import inspect
+import sys
+from textwrap import dedent
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.autograd import forward_ad
+from torch.func import grad, jvp
+from torch.library import opcheck
+
+import torch_attn
+from interop.contract import reference
+from interop.contract.spec import PagedCache
+from torch_attn import append_kv, check_pages, explain_decode, merge_states, paged_decode
+from torch_attn import decode_ops as ops
+
+PAGE_SIZE, MAX_PAGES, HEADS_Q, HEADS_KV, DIM, DIM_V = 4, 3, 4, 2, 32, 16
+LENGTHS = (0, 1, 5, 12, 7)
+NO_GRADIENT = "{}: a gradient is not supported; give it operands that need none"
+ALL = pytest.mark.parametrize("function", ["paged_decode", "append_kv", "merge_states"])
+
+
+class Problem(NamedTuple):
+    """Operands of the three functions, on one cache; the ids in the tables are shuffled."""
+
+    q: Tensor
+    k_new: Tensor
+    v_new: Tensor
+    k_pages: Tensor
+    v_pages: Tensor
+    block_tables: Tensor
+    seq_lens: Tensor
+    sinks: Tensor
+    scale: Tensor | None
+
+    @property
+    def cache(self) -> tuple[Tensor, ...]:
+        return self.k_pages, self.v_pages, self.block_tables, self.seq_lens
+
+    def decode_arguments(self, implementation: str, num_splits: int | None = 2) -> tuple:
+        options = (0.25, 6, 9.0, num_splits, implementation)
+        return self.q, *self.cache, self.sinks, self.scale, self.scale, *options
+
+    def append_arguments(self, implementation: str) -> tuple:
+        return self.k_new, self.v_new, *self.cache, self.scale, self.scale, implementation
+
+    def merge_arguments(self, implementation: str) -> tuple:
+        outs = torch.stack([self.q, -self.q, 2 * self.q])
+        lses = outs[..., 0].float()
+        return outs, lses.transpose(2, 3) if lses.ndim == 4 else lses, implementation
+
+
+def problem(
+    device: str, lengths: tuple[int, ...] = LENGTHS, tokens: int = 3, kv_dtype: str = "bfloat16"
+) -> Problem:
+    generator = torch.Generator().manual_seed(0)
+    batch, num_pages = len(lengths), len(lengths) * MAX_PAGES + 2
+
+    def normal(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        return torch.randn(shape, generator=generator).to(device, dtype)
+
+    pools = (
+        normal(num_pages, PAGE_SIZE, HEADS_KV, dim, dtype=torch.float32) for dim in (DIM, DIM_V)
+    )
+    if kv_dtype == "int8":
+        pools = (x.mul(30).clamp(-127, 127) for x in pools)
+    tables = torch.randperm(num_pages, generator=generator)[: batch * MAX_PAGES]
+    return Problem(
+        normal(batch, tokens, HEADS_Q, DIM),
+        normal(batch, tokens, HEADS_KV, DIM),
+        normal(batch, tokens, HEADS_KV, DIM_V),
+        *(x.to(getattr(torch, kv_dtype)) for x in pools),
+        tables.reshape(batch, MAX_PAGES).to(device, torch.int32),
+        torch.tensor(lengths, dtype=torch.int32, device=device),
+        normal(HEADS_Q, dtype=torch.float32),
+        None if kv_dtype == "bfloat16" else torch.full((HEADS_KV,), 0.05, device=device),
+    )
+
+
+def call(function: str, p: Problem, **options):
+    """One of the public functions on the problem's operands."""
+    scales = {"k_scale": p.scale, "v_scale": p.scale}
+    if function == "paged_decode":
+        return paged_decode(p.q, *p.cache, sinks=p.sinks, return_lse=True, **scales, **options)
+    if function == "append_kv":
+        return append_kv(p.k_new, p.v_new, *p.cache, **scales, **options)
+    return merge_states(*p.merge_arguments("")[:2], **options)
+
+
+def clone(p: Problem) -> Problem:
+    return Problem(*(None if x is None else x.clone() for x in p))
+
+
+def assert_equal(got, want):
+    torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
+
+
+# torch.library and torch.compile
+
+
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", "int8"])  # opcheck cannot compare float8
+def test_opcheck(torch_device, implementation, kv_dtype):
+    p = problem(torch_device, kv_dtype=kv_dtype)
+    opcheck(ops.paged_decode, p.decode_arguments(implementation))
+    opcheck(ops.append_kv, p.append_arguments(implementation))
+
+
+def test_opcheck_merge(torch_device, implementation):
+    opcheck(ops.merge_states, problem(torch_device).merge_arguments(implementation))
+
+
+def step(p: Problem, tokens: bool) -> tuple[Tensor, ...]:
+    """What a decoding loop does: write the new tokens, look at the cache in two parts, merge."""
+    q, k_new, v_new = (x if tokens else x[:, 0] for x in (p.q, p.k_new, p.v_new))
+    append_kv(k_new, v_new, *p.cache)
+    near = paged_decode(q, *p.cache, window_size=(5, 0), return_lse=True)
+    far = paged_decode(q, *p.cache, softcap=8.0, scale=0.3, sinks=p.sinks, return_lse=True)
+    outs, lses = (torch.stack(parts) for parts in zip(near, far, strict=True))
+    return merge_states(outs, lses)
+
+
+@pytest.mark.parametrize(
+    ("backend", "dynamic", "tokens"),
+    [
+        ("aot_eager", False, True),
+        ("aot_eager", True, False),
+        ("aot_eager", True, True),
+        ("inductor", True, True),
+    ],
+)
+def test_compile(torch_device, backend, dynamic, tokens):
+    torch._dynamo.reset()
+    traces = CompileCounterWithBackend(backend)
+    compiled = torch.compile(step, fullgraph=True, backend=traces, dynamic=dynamic)
+    for lengths in (LENGTHS, (3, 7, 9, 1, 0, 12)):
+        p = problem(torch_device, lengths)
+        eager = clone(p)
+        assert_equal(compiled(p, tokens), step(eager, tokens))
+        assert_equal((p.k_pages, p.v_pages), (eager.k_pages, eager.v_pages))
+    assert traces.frame_count == (1 if dynamic else 2)
+
+
+def test_compile_does_not_trace_again_for_other_lengths(torch_device):
+    torch._dynamo.reset()
+    traces = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(step, fullgraph=True, backend=traces)
+    for lengths in (LENGTHS, (12, 7, 5, 1, 0)):
+        p = problem(torch_device, lengths)
+        eager = clone(p)
+        assert_equal(compiled(p, True), step(eager, True))
+    assert traces.frame_count == 1
+
+
+@pytest.mark.parametrize(
+    ("function", "wrong", "message"),
+    [
+        ("paged_decode", {"seq_lens": torch.zeros(5)}, "seq_lens: expected dtype int32"),
+        ("append_kv", {"v_new": torch.zeros(5, 3, 2, 8).bfloat16()}, "v_new: expected shape"),
+        ("merge_states", {"q": torch.zeros(1, 1, 1, 20)}, "outs: expected a head size from"),
+    ],
+)
+def test_compile_refuses_bad_input_while_tracing(torch_device, function, wrong, message):
+    p = problem(torch_device)._replace(**{k: x.to(torch_device) for k, x in wrong.items()})
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    with pytest.raises(Exception, match=message):
+        compiled(function, p)
+
+
+def test_fake_outputs_are_laid_out_as_real_ones(torch_device, implementation):
+    p = problem(torch_device)
+    p = p._replace(q=p.q.transpose(1, 2).contiguous().transpose(1, 2))
+    for op, arguments in (
+        (ops.paged_decode, p.decode_arguments(implementation)),
+        (ops.paged_decode, p.decode_arguments(implementation, num_splits=1)),
+        (ops.merge_states, p.merge_arguments(implementation)),
+    ):
+        meta = [x.to("meta") if isinstance(x, Tensor) else x for x in arguments]
+        for x, y in zip(op(*arguments), op(*meta), strict=True):
+            assert (x.shape, x.dtype, x.stride()) == (y.shape, y.dtype, y.stride())
+
+
+# one new token without a dimension
+
+
+def test_a_single_token_needs_no_dimension(torch_device, implementation):
+    p = problem(torch_device, tokens=1)
+    flat = p._replace(q=p.q[:, 0], k_new=p.k_new[:, 0], v_new=p.v_new[:, 0])
+    out, lse = call("paged_decode", p, implementation=implementation)
+    assert_equal(
+        call("paged_decode", flat, implementation=implementation), (out[:, 0], lse[:, :, 0])
+    )
+    out, lse = call("merge_states", p, implementation=implementation)
+    assert_equal(
+        call("merge_states", flat, implementation=implementation), (out[:, 0], lse[:, :, 0])
+    )
+    pools = call("append_kv", clone(p), implementation=implementation)
+    assert_equal(call("append_kv", flat, implementation=implementation), pools)
+
+
+# writing in place
+
+
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", "int8", "float8_e4m3fn"])
+def test_append_writes_each_token_to_its_slot(torch_device, implementation, kv_dtype):
+    p = problem(torch_device, kv_dtype=kv_dtype)
+    cache = PagedCache(1, PAGE_SIZE, MAX_PAGES, HEADS_KV, DIM, DIM_V, kv_dtype)
+    want = [p.k_pages.clone(), p.v_pages.clone()]
+    for pages, new in zip(want, (p.k_new, p.v_new), strict=True):
+        if p.scale is not None:
+            new = reference.quantize(new, p.scale, cache, pages.dtype)
+        for b, length in enumerate(LENGTHS):
+            for t, position in enumerate(range(length - 3, length)):
+                if position >= 0:
+                    page = p.block_tables[b, position // PAGE_SIZE]
+                    pages[page, position % PAGE_SIZE] = new[b, t]
+    got = call("append_kv", p, implementation=implementation)
+    assert got[0] is p.k_pages
+    assert got[1] is p.v_pages
+    assert_equal([x.float() for x in got], [x.float() for x in want])
+
+
+def test_append_drops_what_has_no_place(torch_device, implementation):
+    """Below 0, past the capacity, a page that is not in the pool: nothing is written."""
+    p = problem(torch_device, lengths=(-2, 0, PAGE_SIZE * MAX_PAGES + 3, 6, 6, 2**31 - 1))
+    p.block_tables[3, 1] = len(p.k_pages)
+    p.block_tables[4, 1] = -1
+    p.block_tables[3:5, 0] = len(p.k_pages)
+    before = clone(p)
+    call("append_kv", p, implementation=implementation)
+    assert_equal((p.k_pages, p.v_pages), (before.k_pages, before.v_pages))
+
+
+def test_append_writes_into_strided_pools(torch_device, implementation):
+    p = problem(torch_device)
+    both = torch.cat([p.k_pages, p.v_pages], dim=-1)
+    views = p._replace(k_pages=both[..., :DIM], v_pages=both[..., DIM:])
+    call("append_kv", p, implementation=implementation)
+    call("append_kv", views, implementation=implementation)
+    assert_equal(both, torch.cat([p.k_pages, p.v_pages], dim=-1))
+
+
+def test_autograd_sees_that_append_changed_the_pools(torch_device, implementation):
+    p = problem(torch_device)
+    x = torch.ones_like(p.k_pages, requires_grad=True)
+    product = (x * p.k_pages).sum()
+    call("append_kv", p, implementation=implementation)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.backward()
+
+
+# derivatives and autocast
+
+
+def losses(function: str, p: Problem):
+    """The function of its first operand, and that operand."""
+    if function == "append_kv":
+        return lambda x: append_kv(x, p.v_new, *p.cache)[0].sum(), p.k_new
+    if function == "paged_decode":
+        return lambda x: paged_decode(x, *p.cache).sum(), p.q
+    outs, lses, _ = p.merge_arguments("")
+    return lambda x: merge_states(outs, x)[0].sum(), lses
+
+
+@ALL
+def test_a_gradient_is_refused(torch_device, function):
+    loss, x = losses(function, problem(torch_device))
+    message = "^" + NO_GRADIENT.format(function)
+    with pytest.raises(NotImplementedError, match=message):
+        loss(x.clone().requires_grad_())
+    with pytest.raises(NotImplementedError, match=message):
+        grad(loss)(x)
+    with pytest.raises(NotImplementedError, match=message):
+        jvp(loss, (x,), (x,))
+    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match=message):
+        loss(forward_ad.make_dual(x, x))
+    with pytest.raises(Exception, match=message.removeprefix("^")):
+        torch.compile(loss, backend="aot_eager")(x.clone().requires_grad_())
+
+
+@ALL
+def test_no_gradient_is_asked_for(torch_device, function):
+    """Operands that require grad are taken where gradients are off, or not those of these."""
+    loss, x = losses(function, problem(torch_device))
+    want = loss(x)
+    weights = x.clone().requires_grad_()
+    with torch.no_grad():
+        assert_equal(loss(weights), want)
+    with torch.inference_mode():
+        assert_equal(loss(weights), want)
+    assert_equal(loss(weights.detach()), want)
+    other = torch.ones((), device=torch_device)
+    assert_equal(grad(lambda w: w * loss(x).float())(other), want.float())
+
+
+@ALL
+def test_reference_computes_in_float32_under_autocast(torch_device, function):
+    p = problem(torch_device)
+    want = call(function, clone(p), implementation="reference")
+    with torch.autocast(torch_device, torch.bfloat16):
+        assert_equal(call(function, p, implementation="reference"), want)
+
+
+# launches
+
+
+@pytest.mark.parametrize(
+    "empty", ["batch", "tokens", "heads", "tables", "pool"], ids="no-{}".format
+)
+@pytest.mark.parametrize("with_sinks", [False, True])
+def test_empty_problems_run_no_kernel(torch_device, monkeypatch, implementation, empty, with_sinks):
+    for kernel in ("paged_decode", "append_kv", "combine"):
+        monkeypatch.setitem(sys.modules, f"torch_attn.kernels.{kernel}", None)
+    p = problem(torch_device)
+    changes = {
+        "batch": {name: getattr(p, name)[:0] for name in
+                  ("q", "k_new", "v_new", "block_tables", "seq_lens")},
+        "tokens": {name: getattr(p, name)[:, :0] for name in ("q", "k_new", "v_new")},
+        "heads": {name: getattr(p, name)[:, :, :0] for name in
+                  ("q", "k_new", "v_new", "k_pages", "v_pages")} | {"sinks": p.sinks[:0]},
+        "tables": {"block_tables": p.block_tables[:, :0]},
+        "pool": {name: getattr(p, name)[:0] for name in ("k_pages", "v_pages")},
+    }  # fmt: skip
+    p = p._replace(**changes[empty])
+    if not with_sinks:
+        p = p._replace(sinks=None)
+    out, lse = call("paged_decode", p, implementation=implementation)
+    assert_equal(out, torch.zeros((*p.q.shape[:3], DIM_V), dtype=p.q.dtype, device=p.q.device))
+    nothing = torch.tensor(-torch.inf, device=p.q.device) if p.sinks is None else p.sinks[:, None]
+    batch, tokens, heads, _ = p.q.shape
+    assert_equal(lse, nothing.expand(batch, heads, tokens))
+    before = clone(p)
+    call("append_kv", p, implementation=implementation)
+    assert_equal((p.k_pages, p.v_pages), (before.k_pages, before.v_pages))
+
+
+def test_merging_nothing_runs_no_kernel(torch_device, monkeypatch, implementation):
+    monkeypatch.setitem(sys.modules, "torch_attn.kernels.combine", None)
+    outs, lses, _ = problem(torch_device).merge_arguments("")
+    out, lse = merge_states(outs[:0], lses[:0], implementation=implementation)
+    assert_equal(out, torch.zeros_like(outs[0]))
+    assert_equal(lse, torch.full_like(lses[0], -torch.inf))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
+def test_replay_a_cuda_graph_with_other_lengths():
+    p = problem("cuda")
+    start = clone(p)
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        step(p, True)  # compiles the kernels
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    # As in test_ops.py: the default mode would forbid some calls to JAX's threads as well.
+    gc.collect()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        captured = step(p, True)
+    for lengths in ((12, 11, 4, 0, 5), (3, 0, 9, 7, 12)):
+        other = problem("cuda", lengths)
+        other.block_tables.copy_(other.block_tables.flip(0))
+        for x, y in zip(p, start._replace(seq_lens=other.seq_lens), strict=True):
+            if x is not None:
+                x.copy_(y)
+        p.block_tables.copy_(other.block_tables)
+        eager = clone(p)
+        graph.replay()
+        assert_equal(captured, step(eager, True))
+        assert_equal((p.k_pages, p.v_pages), (eager.k_pages, eager.v_pages))
+
+
+# check_pages, explain and the examples
+
+
+def test_check_pages(torch_device):
+    p = problem(torch_device)
+    pool = p.k_pages
+    tables, lengths = p.block_tables, p.seq_lens
+    tables[0] = -1  # of a sequence of length 0: not used
+    tables[2, 2] = len(pool)
+    check_pages(pool, tables, lengths)
+    with pytest.raises(ValueError, match="block_tables"):
+        check_pages(pool[: int(tables[3].max())], tables, lengths)
+    for length in (-1, PAGE_SIZE * MAX_PAGES + 1):
+        with pytest.raises(ValueError, match="seq_lens"):
+            check_pages(pool, tables, torch.full_like(lengths, length))
+    with pytest.raises(TypeError, match="block_tables: expected a tensor"):
+        check_pages(pool, tables.tolist(), lengths)
+
+
+def test_explain_a_cpu():
+    p = problem("cpu")
+    default = explain_decode(p.q, *p.cache)
+    assert (default.implementation, default.execution) == ("reference", "framework")
+    assert default.configs == {}
+    asked = explain_decode(p.q, *p.cache, window_size=(9, 0), implementation="triton")
+    assert (asked.implementation, asked.execution) == ("triton", "interpreter")
+    assert (asked.device, asked.target) == ("cpu", None)
+    assert "paged_decode" in asked.configs
+    tables = p.block_tables[:, :0]
+    empty = explain_decode(p.q, p.k_pages, p.v_pages, tables, p.seq_lens, implementation="triton")
+    assert (empty.execution, empty.configs) == ("framework", {})
+    with pytest.raises(ValueError, match="num_splits: expected None or an integer from 1 to 256"):
+        explain_decode(p.q, *p.cache, num_splits=0)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="compiled kernels need a GPU")
+def test_explain_a_gpu():
+    p = problem("cuda")
+    choice = explain_decode(p.q, *p.cache)
+    assert (choice.implementation, choice.execution) == ("triton", "compiled")
+    assert choice.device == torch.cuda.get_device_name()
+    assert choice.target in ("sm80", "sm90")
+
+
+@pytest.mark.parametrize("name", torch_attn.__all__)
+def test_the_example_of_a_docstring_runs(name):
+    _, example = inspect.getdoc(getattr(torch_attn, name)).split("Example::\n")
+    exec(compile(dedent(example), name, "exec"), {})
