@@ -1,0 +1,307 @@
+"""What the functions of decoding give under JAX's transformations, and what they refuse."""
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+
+from interop.contract.cases import DecodeCase
+from interop.contract.reference import merge as merge_oracle
+from interop.contract.reference import paged_forward
+from interop.contract.tolerances import compare_lse, compare_to_reference
+from interop.parity.inputs import make_inputs
+from pallas_attn import append_kv, check_pages, explain_decode, merge_states, paged_decode
+
+CPU = jax.devices("cpu")[0]
+POOLS = ("k_pages", "v_pages")
+CASE = DecodeCase(
+    "transformations", lengths=(0, 5, 16, 23), tokens=3, head_dim=16, head_dim_v=32,
+    dtype="float16", page_size=8, max_pages=3, window_size=(18, 0), softcap=8.0,
+)  # fmt: skip
+LATER = replace(CASE, lengths=(8, 24, 1, 9))
+
+
+def operands(case):
+    """Arguments of `paged_decode` by name; slots and pages that no sequence uses hold NaN."""
+    return {name: jnp.asarray(x.numpy()) for name, x in make_inputs(case, "cpu").items()}
+
+
+def assert_right(got, operands, spec):
+    tensors = {name: torch.from_numpy(np.array(x)) for name, x in operands.items()}
+    tensors["q"] = tensors["q"].reshape(spec.batch, spec.tokens, spec.heads_q, spec.head_dim)
+    tensors |= dict.fromkeys(("sinks", "k_scale", "v_scale"))
+    ref, ref_lse = paged_forward(**tensors, spec=spec, dtype=torch.float64)
+    lp, _ = paged_forward(**tensors, spec=spec, dtype=torch.float16)
+    out, lse = (torch.from_numpy(np.array(x)) for x in got)
+    assert (out.dtype, lse.dtype) == (torch.float16, torch.float32)
+    if operands["q"].ndim == 3:
+        assert (out.ndim, lse.ndim) == (3, 2)
+        out, lse = out[:, None], lse[:, :, None]
+    assert (out.shape, lse.shape) == (ref.shape, ref_lse.shape)
+    assert compare_to_reference(out, ref, lp, spec.dtype, "output").ok
+    assert compare_lse(lse, ref_lse).ok
+
+
+def assert_same(got, want):
+    for x, y in zip(got, want, strict=True):
+        np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
+
+
+@pytest.fixture
+def decode(implementation):
+    return partial(paged_decode, **CASE.options, return_lse=True, implementation=implementation)
+
+
+@pytest.mark.parametrize("tokens", [None, 3])
+def test_lengths_and_tables_change_without_tracing_anew(decode, tokens):
+    traced = []
+
+    @jax.jit
+    def run(operands):
+        traced.append(True)
+        return decode(**operands)
+
+    for case in (replace(CASE, tokens=tokens), replace(LATER, tokens=tokens)):
+        inputs = operands(case)
+        assert_right(run(inputs), inputs, case.spec)
+    assert len(traced) == 1
+
+
+@pytest.mark.parametrize("x64", [False, True])
+def test_outside_jit(decode, x64):
+    inputs = operands(CASE)
+    with jax.enable_x64(x64):
+        assert_right(decode(**inputs), inputs, CASE.spec)
+
+
+def test_vmap_over_sequences_of_one_pool(decode):
+    inputs = operands(CASE)
+    axes = {name: None if name in POOLS else 0 for name in inputs}
+    halves = {
+        name: x if name in POOLS else x.reshape(2, -1, *x.shape[1:]) for name, x in inputs.items()
+    }
+    mapped = jax.jit(jax.vmap(lambda operands: decode(**operands), in_axes=(axes,)))
+    out, lse = (x.reshape(-1, *x.shape[2:]) for x in mapped(halves))
+    assert_right((out, lse), inputs, CASE.spec)
+
+
+def test_vmap_over_pools(decode):
+    both = operands(CASE), operands(LATER)
+    stacked = jax.tree.map(lambda *xs: jnp.stack(xs, axis=1), *both)
+    outs, lses = jax.jit(jax.vmap(lambda operands: decode(**operands), in_axes=1))(stacked)
+    for inputs, out, lse in zip(both, outs, lses, strict=True):
+        assert_right((out, lse), inputs, CASE.spec)
+
+
+def new_tokens(seed=0):
+    """k_new and v_new for the pools of `CASE`."""
+    spec = CASE.spec
+    keys = jax.random.split(jax.random.key(seed))
+    rows = spec.batch, spec.tokens, spec.heads_kv
+    return [
+        jax.random.normal(key, (*rows, size), jnp.float16)
+        for key, size in zip(keys, (spec.head_dim, spec.head_dim_v), strict=True)
+    ]
+
+
+def written(new, k_pages, v_pages, block_tables, seq_lens):
+    """The pools as a loop over tokens writes them."""
+    pools = np.array(k_pages), np.array(v_pages)
+    num_pages, page_size = k_pages.shape[:2]
+    tables, lengths = np.asarray(block_tables), np.asarray(seq_lens)
+    batch, tokens = new[0].shape[:2]
+    for b, t in np.ndindex(batch, tokens):
+        position = int(lengths[b]) - tokens + t
+        if not 0 <= position < tables.shape[1] * page_size:
+            continue
+        page = tables[b, position // page_size]
+        if 0 <= page < num_pages:
+            for pool, x in zip(pools, new, strict=True):
+                pool[page, position % page_size] = x[b, t]
+    return pools
+
+
+@pytest.fixture
+def cache():
+    """Pools, tables and lengths; some new tokens have no place in them."""
+    tables = np.array([[4, 1, 5], [0, 2, -1], [-1, 6, 3], [2**31 - 1, 7, 8]], np.int32)
+    lengths = np.array([8, 17, 2, 26], np.int32)
+    pools = (operands(CASE)[name] for name in POOLS)
+    return [*pools, jnp.asarray(tables), jnp.asarray(lengths)]
+
+
+@pytest.mark.parametrize("lengths", [(8, 17, 2, 26), (0, 27, -(2**31), 2**31 - 1)])
+def test_append_outside_jit_gives_new_pools(implementation, cache, lengths):
+    *pools_and_tables, _ = cache
+    arguments = [*pools_and_tables, jnp.array(lengths, jnp.int32)]
+    new, before = new_tokens(), jax.tree.map(np.array, arguments)
+    got = append_kv(*new, *arguments, implementation=implementation)
+    assert_same(got, written(new, *arguments))
+    assert_same(arguments, before)
+
+
+def test_append_writes_donated_pools_in_place(implementation, cache):
+    new, want = new_tokens(), written(new_tokens(), *cache)
+    pools = cache[:2]
+    memory = [pool.unsafe_buffer_pointer() for pool in pools]
+    append = jax.jit(partial(append_kv, implementation=implementation), donate_argnames=POOLS)
+    got = append(*new, *cache)
+    assert [pool.unsafe_buffer_pointer() for pool in got] == memory
+    assert all(pool.is_deleted() for pool in pools)
+    assert_same(got, want)
+
+
+def test_vmap_of_append_gives_each_its_own_pool(implementation, cache):
+    new = [jnp.stack(x) for x in zip(new_tokens(0), new_tokens(1), strict=True)]
+    append = partial(append_kv, implementation=implementation)
+    mapped = jax.jit(jax.vmap(append, in_axes=(0, 0, *[None] * 4)))
+    for i, got in enumerate(zip(*mapped(*new, *cache), strict=True)):
+        assert_same(got, written([x[i] for x in new], *cache))
+
+
+def test_a_loop_of_append_and_decode(decode):
+    """Tokens one at a time, the pools carried by a scan, give what all of them at once do."""
+    append = partial(append_kv, implementation=decode.keywords["implementation"])
+    inputs, new = operands(CASE), new_tokens()
+    pools = tuple(jnp.nan_to_num(inputs[name]) for name in POOLS)
+    tables = jnp.arange(12, dtype=jnp.int32).reshape(4, 3)
+    start = jnp.array([0, 5, 15, 21], jnp.int32)
+
+    def step(carry, tokens):
+        pools, lengths = carry
+        q, k, v = tokens
+        lengths = lengths + 1
+        pools = append(k, v, *pools, tables, lengths)
+        return (pools, lengths), decode(q, *pools, tables, lengths)
+
+    tokens = [jnp.moveaxis(x, 1, 0) for x in (inputs["q"], *new)]
+    loop = jax.jit(partial(jax.lax.scan, step))
+    (got, lengths), (outs, lses) = loop((pools, start), tokens)
+    assert_same(got, written(new, *pools, tables, lengths))
+    at_the_end = dict(zip(inputs, (inputs["q"], *got, tables, lengths), strict=True))
+    results = jnp.moveaxis(outs, 0, 1), jnp.moveaxis(lses, 0, 2)
+    assert_right(results, at_the_end, CASE.spec)
+
+
+def test_vmap_of_merge(implementation):
+    keys = jax.random.split(jax.random.key(0))
+    outs = jax.random.normal(keys[0], (2, 3, 4, 5, 6, 16), jnp.float16)
+    lses = jax.random.normal(keys[1], (2, 3, 4, 6, 5)).at[:, 1].set(-jnp.inf)
+    merge = partial(merge_states, implementation=implementation)
+    got = jax.jit(jax.vmap(merge))(outs, lses)
+    for i, (out, lse) in enumerate(zip(*got, strict=True)):
+        operands = torch.from_numpy(np.array(outs[i])), torch.from_numpy(np.array(lses[i]))
+        (ref, ref_lse), (lp, _) = (merge_oracle(*operands, x) for x in (torch.float64, torch.half))
+        out, lse = torch.from_numpy(np.array(out)), torch.from_numpy(np.array(lse))
+        assert compare_to_reference(out, ref, lp, "float16", "output").ok
+        assert compare_lse(lse, ref_lse).ok
+
+
+def decode_of(name):
+    return lambda x: paged_decode(**(operands(CASE) | {name: x}), implementation="reference")
+
+
+def append_of(k_new):
+    inputs = operands(CASE)
+    arguments = [inputs[name] for name in (*POOLS, "block_tables", "seq_lens")]
+    return append_kv(k_new, new_tokens()[1], *arguments, implementation="reference")
+
+
+def merge_of(outs):
+    return merge_states(outs, jnp.zeros((2, 3, 4)), implementation="reference")
+
+
+DERIVATIVES = {
+    "paged_decode-q": (decode_of("q"), lambda: operands(CASE)["q"]),
+    "paged_decode-k_pages": (decode_of("k_pages"), lambda: operands(CASE)["k_pages"]),
+    "append_kv": (append_of, lambda: new_tokens()[0]),
+    "merge_states": (merge_of, lambda: jnp.zeros((2, 3, 4, 16))),
+}
+
+
+@pytest.mark.parametrize("mode", [jax.jacrev, jax.jacfwd], ids=["reverse", "forward"])
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+@pytest.mark.parametrize("name", DERIVATIVES)
+def test_a_gradient_is_refused(name, wrap, mode):
+    function, operand = DERIVATIVES[name]
+    message = rf"^{name.split('-')[0]}: a gradient is not supported"
+    with pytest.raises(NotImplementedError, match=message):
+        mode(wrap(function))(operand())
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_operands_that_need_no_gradient_are_taken_under_grad(decode, wrap):
+    inputs = operands(CASE)
+
+    @wrap
+    def loss(x):
+        stopped = jax.lax.stop_gradient(x) * inputs["q"]
+        return x * jnp.sum(decode(**(inputs | {"q": stopped}))[0])
+
+    want = jnp.sum(decode(**inputs)[0])
+    assert jax.grad(loss)(jnp.float16(1)) == want
+
+
+def test_check_pages_needs_values():
+    inputs = operands(CASE)
+    arguments = inputs["k_pages"], inputs["block_tables"], inputs["seq_lens"]
+    assert check_pages(*arguments) is None
+    with pytest.raises(ValueError, match=r"^seq_lens\[3\]: expected a length from 0 to 24, got 25"):
+        check_pages(*arguments[:2], inputs["seq_lens"].at[3].set(25))
+    with pytest.raises(jax.errors.TracerArrayConversionError):
+        jax.jit(check_pages)(*arguments)
+
+
+def test_explain_decode():
+    inputs = {name: jax.device_put(x, CPU) for name, x in operands(CASE).items()}
+    best = explain_decode(**inputs)
+    assert (best.implementation, best.execution) == ("reference", "framework")
+    assert best.reason == "the kernels compile for CUDA devices only"
+    asked = explain_decode(**inputs, implementation="triton")
+    assert (asked.implementation, asked.execution, asked.device) == ("triton", "interpreter", "cpu")
+    assert set(asked.configs) == set(CASE.spec.kernels)
+
+
+SHARDED = """
+import jax, jax.numpy as jnp
+from functools import partial
+from jax.sharding import AxisType, PartitionSpec as P
+from pallas_attn import append_kv, merge_states, paged_decode
+from tests.pallas_attn.test_decode import CASE, POOLS, assert_right, assert_same, new_tokens
+from tests.pallas_attn.test_decode import operands, written
+
+inputs, new = operands(CASE), new_tokens()
+cache = [inputs[name] for name in (*POOLS, "block_tables", "seq_lens")]
+mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,))
+shard = partial(jax.shard_map, mesh=mesh, check_vma=False)
+decode = partial(paged_decode, **CASE.options, return_lse=True, implementation="triton")
+heads = P(None, None, "x")
+over_batch = (P("x"), P(), P(), P("x"), P("x")), (P("x"), P("x"))
+over_heads = (heads, heads, heads, P(), P()), (heads, P(None, "x"))
+for in_specs, out_specs in (over_batch, over_heads):
+    got = jax.jit(shard(decode, in_specs=in_specs, out_specs=out_specs))(inputs["q"], *cache)
+    assert all(len(x.devices()) == 2 for x in got)
+    assert_right(got, inputs, CASE.spec)
+append = partial(append_kv, implementation="triton")
+append = shard(append, in_specs=(*[heads] * 4, P(), P()), out_specs=heads)
+assert_same(jax.jit(append)(*new, *cache), written(new, *cache))
+"""
+
+
+def test_shard_map_over_batch_and_over_heads():
+    # A fresh process: the number of CPU devices is fixed when JAX starts.
+    env = os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
+    }
+    run = subprocess.run(
+        [sys.executable, "-c", SHARDED], env=env, capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 0, run.stderr
