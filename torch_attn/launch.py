@@ -139,7 +139,7 @@ def cache_arguments(
 
 
 def as_bits(pages: torch.Tensor) -> torch.Tensor:
-    """A pool of float8 as its bits, which kernels convert themselves: SM80 has no float8."""
+    """A pool of float8 as its bits, which the kernels take apart: Triton has no float8 on SM80."""
     return pages.view(torch.uint8) if pages.dtype == torch.float8_e4m3fn else pages
 
 

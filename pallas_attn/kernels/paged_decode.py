@@ -131,7 +131,7 @@ def paged_decode_kernel(
     plt.store(lse_ref.at[member, token], lse, mask=is_row)
     writes = is_row
     if num_splits > 1:
-        writes = token < jnp.where(count > 0, tokens, 0)
+        writes = token < jnp.minimum(count, 1) * tokens
     store_rows_at(out_ref, out, (token, member), writes, head_dim_v, block_dv)
 
 

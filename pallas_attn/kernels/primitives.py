@@ -238,7 +238,14 @@ def locate_keys(table_ref, start, length, num_pages, page_size, block_kv):
 def load_rows_at(ref, index, is_row, size, block_size):
     """Rows ``ref[*index]`` of a reference, padded with zeros; a row that is none gives 0."""
     tile, mask = rows_at(ref, index, is_row, size, block_size)
-    return plt.load(tile, mask=mask, other=0)
+    return plt.load(tile, mask=mask, other=zeros(mask, ref.dtype))
+
+
+def zeros(mask, dtype):
+    """The `other` of a masked load; the lowering has no constants in float8."""
+    if dtype == jnp.float8_e4m3fn:
+        return lax.bitcast_convert_type(jnp.where(mask, np.uint8(0), np.uint8(0)), dtype)
+    return jnp.zeros((), dtype)
 
 
 def store_rows_at(ref, x, index, is_row, size, block_size):

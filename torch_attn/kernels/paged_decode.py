@@ -161,7 +161,7 @@ def paged_decode_kernel(
     out_rows = out_ptr + ((part * TOKENS + token) * heads_q + head) * HEAD_DIM_V
     writes = is_row
     if not ONE_SPLIT:
-        writes = token < tl.where(count > 0, TOKENS, 0)
+        writes = token < tl.minimum(count, 1) * TOKENS
     mask = writes[:, None] & (cols < HEAD_DIM_V)[None, :]
     tl.store(out_rows[:, None] + cols[None, :], out.to(out_ptr.dtype.element_ty), mask=mask)
 
@@ -183,8 +183,7 @@ def paged_decode(
         out [B, T, Hq, Dv] in q's dtype and lse [B, Hq, T] float32, both contiguous.
     """
     target, config = config_for("paged_decode", spec, q.device)
-    if target == "sm80":
-        k_pages, v_pages = as_bits(k_pages), as_bits(v_pages)
+    k_pages, v_pages = as_bits(k_pages), as_bits(v_pages)
     rows = block_rows(spec, config)
     splits = choose_splits(spec, config, multiprocessors(q.device, target))
     tiles = triton.cdiv(spec.tokens * spec.group_size, rows)

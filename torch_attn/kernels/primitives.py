@@ -300,6 +300,7 @@ def store_key(
     source,
     destination,
     scale_ptr,
+    scale_offset,
     writes,
     SIZE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -311,7 +312,7 @@ def store_key(
     x = tl.load(source[:, None] + cols, mask=mask, other=0.0)
     dtype: tl.constexpr = destination.dtype.element_ty
     if QUANTIZED:
-        scale = tl.load(scale_ptr, mask=writes, other=1.0)
+        scale = tl.load(scale_ptr + scale_offset, mask=writes, other=1.0)
         x = quantize(x.to(tl.float32) / scale[:, None], dtype)
     tl.store(destination[:, None] + cols, x.to(dtype), mask=mask)
 
