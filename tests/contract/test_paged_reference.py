@@ -1,0 +1,324 @@
+"""The oracle of paged decoding, held to attention written as loops over tokens and keys."""
+
+import math
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from interop.contract.cases import DecodeCase, decode_cases
+from interop.contract.reference import attention_forward, merge, paged_forward, quantize
+from interop.contract.spec import AttentionSpec, DecodeSpec, PagedCache, Window
+
+CASE = DecodeCase(
+    "loops", lengths=(0, 1, 4, 5, 9, 12), tokens=3, page_size=4, max_pages=3, head_dim=16,
+    head_dim_v=24, dtype="float16",
+)  # fmt: skip
+INT8, FLOAT8 = (PagedCache(1, 4, 1, 2, 16, 16, dtype) for dtype in ("int8", "float8_e4m3fn"))
+
+
+def decode_by_loops(q, k_pages, v_pages, block_tables, seq_lens, sinks, k_scale, v_scale, spec):
+    """The definition: each token of each head by itself, one key after the other, in float64."""
+    out = np.zeros((spec.batch, spec.tokens, spec.heads_q, spec.head_dim_v))
+    lse = np.full((spec.batch, spec.heads_q, spec.tokens), -np.inf)
+    page_size = spec.cache.page_size
+    for b, t, h in np.ndindex(spec.batch, spec.tokens, spec.heads_q):
+        head = h // (spec.heads_q // spec.heads_kv)
+        position = seq_lens[b] - spec.tokens + t
+        scores, values = [], []
+        for j in range(position + 1):
+            if spec.window_left is not None and j < position - spec.window_left:
+                continue
+            page, slot = block_tables[b, j // page_size], j % page_size
+            key, value = (x[page, slot, head].astype(float) for x in (k_pages, v_pages))
+            if k_scale is not None:
+                key, value = key * factor(k_scale, head), value * factor(v_scale, head)
+            s = spec.scale * (q[b, t, h].astype(float) @ key)
+            scores.append(s if spec.softcap is None else spec.softcap * math.tanh(s / spec.softcap))
+            values.append(value)
+        logits = scores if sinks is None else [*scores, float(sinks[h])]
+        if not logits:
+            continue
+        largest = max(logits)
+        lse[b, h, t] = largest + math.log(math.fsum(math.exp(s - largest) for s in logits))
+        for s, value in zip(scores, values, strict=True):
+            out[b, t, h] += math.exp(s - lse[b, h, t]) * value
+    return out, lse
+
+
+def factor(scale, head):
+    return float(scale[head] if scale.shape else scale)
+
+
+def inputs_of(case, seed=0):
+    """Operands in numpy. What no sequence uses is NaN, or an id of no page."""
+    rng = np.random.default_rng(seed)
+    spec, cache = case.spec, case.spec.cache
+    q = rng.standard_normal((spec.batch, spec.tokens, spec.heads_q, spec.head_dim))
+    tables = np.full((spec.batch, cache.max_pages), -7, np.int32)
+    free = iter(rng.permutation(cache.num_pages))
+    used = np.zeros((cache.num_pages, cache.page_size), bool)
+    for b, j in ((b, j) for b, length in enumerate(case.lengths) for j in range(length)):
+        page, slot = divmod(j, cache.page_size)
+        if slot == 0:
+            tables[b, page] = next(free)
+        used[tables[b, page], slot] = True
+    pools, scales = [], []
+    for size in (spec.head_dim, spec.head_dim_v):
+        pool = rng.standard_normal((cache.num_pages, cache.page_size, cache.heads, size))
+        if cache.is_quantized:
+            scales.append(rng.uniform(0.01, 0.03, case.scale_shape).astype(np.float32))
+            pool = np.clip(np.round(pool * 40), -127, 127)
+        if cache.dtype != "int8":
+            pool[~used] = np.nan
+        pools.append(pool.astype(cache.dtype))
+    sinks = rng.standard_normal(spec.heads_q).astype(np.float32) if case.sinks else None
+    lengths = np.array(case.lengths, np.int32)
+    return q.astype(case.dtype), *pools, tables, lengths, sinks, *(scales or (None, None))
+
+
+def to_torch(x):
+    bits = {"bfloat16": np.int16, "float8_e4m3fn": np.uint8}.get(x.dtype.name, x.dtype)
+    return torch.from_numpy(np.array(x).view(bits)).view(getattr(torch, x.dtype.name))
+
+
+NAMESPACES = {
+    "numpy": (lambda x: x, np.float64),
+    "torch": (to_torch, torch.float64),
+    "jax": (jnp.asarray, jnp.float64),
+}
+
+
+def run(namespace, inputs, spec):
+    convert, dtype = NAMESPACES[namespace]
+    with np.errstate(divide="ignore"), jax.enable_x64(True):
+        arrays = [None if x is None else convert(x) for x in inputs]
+        return [np.asarray(x) for x in paged_forward(*arrays, spec, dtype)]
+
+
+def close(got, want):
+    for a, b in zip(got, want, strict=True):
+        assert (a.shape, a.dtype) == (b.shape, np.float64)
+        np.testing.assert_allclose(a, b, rtol=1e-11, atol=1e-11)
+
+
+cases = st.builds(
+    replace,
+    st.just(CASE),
+    lengths=st.lists(st.integers(0, 12), max_size=3).map(tuple),
+    tokens=st.integers(1, 6),
+    heads_q=st.sampled_from([2, 4]),
+    heads_kv=st.sampled_from([1, 2]),
+    page_size=st.sampled_from([1, 3, 4, 12]),
+    max_pages=st.just(12),
+    scale=st.sampled_from([None, 0.0, -0.5]),
+    window_size=st.none() | st.tuples(st.none() | st.integers(0, 9), st.sampled_from([None, 0, 3])),
+    softcap=st.none() | st.sampled_from([0.5, 5.0]),
+    sinks=st.booleans(),
+    dtype=st.sampled_from(["float16", "bfloat16"]),
+    kv_dtype=st.sampled_from([None, "int8", "float8_e4m3fn"]),
+)
+
+
+@given(cases, st.integers(0, 100))
+def test_any_decode_equals_the_definition(case, seed):
+    inputs = inputs_of(case, seed)
+    close(run("numpy", inputs, case.spec), decode_by_loops(*inputs, case.spec))
+
+
+@pytest.mark.parametrize("namespace", NAMESPACES)
+@pytest.mark.parametrize(
+    ("kv_dtype", "scale_shape"), [(None, ()), ("int8", ()), ("float8_e4m3fn", (2,))]
+)
+def test_namespaces_agree(namespace, kv_dtype, scale_shape):
+    case = replace(
+        CASE, dtype="bfloat16", kv_dtype=kv_dtype, scale_shape=scale_shape, sinks=True,
+        window_size=(5, 0), softcap=2.0,
+    )  # fmt: skip
+    inputs = inputs_of(case)
+    close(run(namespace, inputs, case.spec), decode_by_loops(*inputs, case.spec))
+
+
+def test_a_decode_is_causal_attention_over_the_sequences_keys():
+    """Token t stands where query t of as many stands in `flash_attention`."""
+    q, k_pages, v_pages, tables, lengths, *_ = inputs = inputs_of(CASE)
+    outs, lses = run("numpy", inputs, CASE.spec)
+    for b, length in enumerate(lengths):
+        k, v = (x[tables[b]].reshape(1, -1, *x.shape[2:])[:, :length] for x in (k_pages, v_pages))
+        spec = AttentionSpec(
+            1, CASE.tokens, int(length), CASE.heads_q, CASE.heads_kv, CASE.head_dim,
+            CASE.head_dim_v, CASE.dtype, CASE.spec.scale, Window(None, 0),
+        )  # fmt: skip
+        with np.errstate(divide="ignore"):
+            out, lse = attention_forward(q[b : b + 1], k, v, spec, np.float64)
+        close((outs[b : b + 1], lses[b : b + 1]), (out, lse))
+
+
+@pytest.mark.parametrize("sink", [-800.0, -300.0, 0.0, 700.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_token_without_keys_has_its_sink_as_lse(sink, dtype):
+    """However far the sink is from 0: its exponential may be 0 or infinite."""
+    inputs = list(map(to_torch, inputs_of(replace(CASE, lengths=(0,), sinks=True))[:6]))
+    inputs[5] = torch.full((4,), sink)
+    spec = replace(CASE, lengths=(0,)).spec
+    out, lse = paged_forward(*inputs, None, None, spec, dtype)
+    assert (out == 0).all()
+    assert (lse == sink).all()
+
+
+@pytest.mark.parametrize("namespace", NAMESPACES)
+def test_a_length_that_no_sequence_can_have_is_the_nearest_that_one_can(namespace):
+    case = replace(CASE, lengths=(12, 12, 0, 0))
+    q, k_pages, v_pages, tables, lengths, *rest = inputs_of(case)
+    impossible = np.array([13, 2**31 - 1, -1, -(2**31)], np.int32)
+    want = run(namespace, (q, k_pages, v_pages, tables, lengths, *rest), case.spec)
+    got = run(namespace, (q, k_pages, v_pages, tables, impossible, *rest), case.spec)
+    assert all(np.array_equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize("namespace", NAMESPACES)
+def test_page_ids_out_of_range_read_nothing_outside_the_pool(namespace):
+    case = replace(CASE, lengths=(12,), kv_dtype="int8")
+    inputs = list(inputs_of(case))
+    inputs[3] = np.array([[-1, case.spec.cache.num_pages, 2**31 - 1]], np.int32)
+    assert all(np.isfinite(x).all() for x in run(namespace, inputs, case.spec))
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"batch": 0},
+        {"tokens": 0},
+        {"heads_q": 0},
+        {"heads_q": 0, "heads": 0},
+        {"max_pages": 0},
+        {"num_pages": 0},
+    ],
+    ids=str,
+)
+def test_empty_problems_keep_their_shapes(sinks, sizes):
+    some = {"batch": 2, "tokens": 3, "heads_q": 4, "heads": 2, "max_pages": 3, "num_pages": 5}
+    batch, tokens, heads_q, heads, max_pages, num_pages = (some | sizes).values()
+    cache = PagedCache(num_pages, 4, max_pages, heads, 16, 24, "float16")
+    spec = DecodeSpec(batch, tokens, heads_q, cache, "float16", 1.0)
+    assert spec.is_empty
+    inputs = (
+        np.ones((batch, tokens, heads_q, 16)),
+        np.ones((num_pages, 4, heads, 16)),
+        np.ones((num_pages, 4, heads, 24)),
+        np.zeros((batch, max_pages), np.int32),
+        np.full(batch, 7, np.int32),
+        np.arange(heads_q, dtype=np.float32) if sinks else None,
+        None,
+        None,
+    )
+    out, lse = run("numpy", inputs, spec)
+    assert out.shape == (batch, tokens, heads_q, 24)
+    assert lse.shape == (batch, heads_q, tokens)
+    assert (out == 0).all()
+    assert (lse == (np.arange(heads_q)[:, None] if sinks else -np.inf)).all()
+
+
+def test_the_dtype_of_every_operation_is_the_callers():
+    """bfloat16 in, computed in bfloat16: visibly worse than the same numbers in float32."""
+    case = replace(CASE, dtype="bfloat16", sinks=True, kv_dtype="int8")
+    inputs = [None if x is None else to_torch(x) for x in inputs_of(case)]
+    exact, _ = paged_forward(*inputs, case.spec, torch.float64)
+    errors = {}
+    for dtype in (torch.bfloat16, torch.float32):
+        out, lse = paged_forward(*inputs, case.spec, dtype)
+        assert out.dtype == lse.dtype == dtype
+        errors[dtype] = float((out.double() - exact).abs().max())
+    assert errors[torch.float32] < 1e-5 < 1e-3 < errors[torch.bfloat16]
+
+
+@pytest.mark.parametrize("case", decode_cases(), ids=lambda case: case.name)
+def test_the_oracle_of_a_named_case_is_finite(case):
+    """The inputs that this file makes of it hold NaN where no sequence looks."""
+    out, lse = run("numpy", inputs_of(case), case.spec)
+    assert np.isfinite(out).all()
+    assert not np.isnan(lse).any()
+
+
+# Merging
+
+
+def states_of(num_states, seed=0):
+    """Partial results [N, 2, 3, 2, 16]. Some saw nothing, and hold NaN; one row saw nothing."""
+    rng = np.random.default_rng(seed)
+    outs = rng.standard_normal((num_states, 2, 3, 2, 16))
+    lses = 3 * rng.standard_normal((num_states, 2, 2, 3))
+    lses[rng.random(lses.shape) < 0.3] = -np.inf
+    lses[:, 1, 0, 2] = -np.inf
+    outs[np.isinf(lses.swapaxes(2, 3))] = np.nan
+    return outs, lses
+
+
+def run_merge(namespace, outs, lses):
+    convert, dtype = NAMESPACES[namespace]
+    with np.errstate(divide="ignore"), jax.enable_x64(True):
+        return [np.asarray(x) for x in merge(convert(outs), convert(lses), dtype)]
+
+
+@pytest.mark.parametrize("namespace", NAMESPACES)
+@pytest.mark.parametrize("num_states", [0, 1, 2, 5])
+def test_merge_equals_the_definition(namespace, num_states):
+    outs, lses = states_of(num_states)
+    want, want_lse = np.zeros((2, 3, 2, 16)), np.full((2, 2, 3), -np.inf)
+    for b, s, h in np.ndindex(2, 3, 2):
+        weights = np.exp(lses[:, b, h, s])
+        for weight, out in zip(weights, outs[:, b, s, h], strict=True):
+            if weight > 0:
+                want[b, s, h] += weight / weights.sum() * out
+        if weights.sum() > 0:
+            want_lse[b, h, s] = math.log(weights.sum())
+    close(run_merge(namespace, outs, lses), (want, want_lse))
+
+
+def test_merge_of_lses_that_overflow_exp():
+    outs, lses = states_of(3)
+    for shift in (-2000.0, 2000.0):
+        shifted = run_merge("numpy", outs, lses + shift)
+        want, want_lse = run_merge("numpy", outs, lses)
+        close(shifted, (want, want_lse + shift))
+
+
+# Quantised caches
+
+
+def codes(cache):
+    """Every finite number that a cache of this dtype can hold and `quantize` gives, in order."""
+    if cache.dtype == "int8":
+        return np.arange(-127, 128)
+    every = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+    return np.unique(every[np.isfinite(every)])
+
+
+@pytest.mark.parametrize("namespace", NAMESPACES)
+@pytest.mark.parametrize("cache", [INT8, FLOAT8], ids=lambda cache: cache.dtype)
+@pytest.mark.parametrize("scale", [np.float32(1), np.float32([0.25, 3.0])], ids=["one", "heads"])
+def test_quantize_gives_the_nearest_number_that_the_cache_holds(namespace, cache, scale):
+    """Ties go to the even one, and what is too large to the largest."""
+    convert, _ = NAMESPACES[namespace]
+    numbers = codes(cache)
+    ties = (numbers[1:] + numbers[:-1]) / 2
+    near = [np.nextafter(np.float32(ties), np.float32(to)) for to in (-np.inf, np.inf)]
+    beyond = [2 * numbers[0], 2 * numbers[-1], 1e30, -1e30]
+    x = np.concatenate([numbers, ties, *near, beyond]).astype(np.float32)
+    x = np.resize(x, (1, -(-x.size // 32), 2, 16))
+    dtype = getattr(torch, cache.dtype) if namespace == "torch" else np.dtype(cache.dtype)
+    scaled = convert(x * np.reshape(scale, (-1, 1)))
+    got = quantize(scaled, convert(np.asarray(scale)), cache, dtype)
+    got = np.asarray(got.float() if namespace == "torch" else got).astype(np.float32)
+    index = np.searchsorted(numbers, x).clip(1, numbers.size - 1)
+    below, above = numbers[index - 1], numbers[index]
+    below_is_even = (index - 1 - numbers.size // 2) % 2 == 0  # numbered from 0, as their bits are
+    nearer_below = (x - below < above - x) | ((x - below == above - x) & below_is_even)
+    np.testing.assert_array_equal(got, np.where(nearer_below, below, above))
