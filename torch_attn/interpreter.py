@@ -14,6 +14,7 @@ This is the one place of `torch_attn` that uses private Triton API, namely
   turns a launch's arguments into the interpreter's tensors.
 - `InterpreterBuilder` and `_get_np_dtype` hold bfloat16 as uint16 and compute on its bits, which
   gives wrong numbers without an error. `_Builder` holds it as `ml_dtypes.bfloat16`.
+- `create_splat` takes a comparison of scalars for int32 in Triton 3.9, which no mask may be.
 - ``tensor.__index__`` calls ``int`` on an array of one element, which NumPy 2.4 refuses, so that
   Triton 3.6 cannot run a loop whose bounds are known only at run time.
 
@@ -85,10 +86,14 @@ class Interpreted:
 
 
 class _Builder(InterpreterBuilder):
-    """Triton's interpreter, with bfloat16 arrays that know that they are bfloat16."""
+    """Triton's interpreter, with bfloat16 and bool arrays that keep their dtype."""
 
     def get_bf16(self, value: float) -> TensorHandle:
         return TensorHandle(np.array([value], dtype=BFLOAT16), tl.bfloat16)
+
+    def create_splat(self, ret_ty: tl.block_type, arg: TensorHandle) -> TensorHandle:
+        data = np.full(ret_ty.shape, np.ravel(arg.data)[0], dtype=arg.data.dtype)
+        return TensorHandle(data, arg.dtype.scalar)
 
     def create_masked_load(self, ptrs, mask, other, *hints) -> TensorHandle:
         if ptrs.get_element_ty() != tl.bfloat16:

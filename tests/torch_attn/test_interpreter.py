@@ -90,6 +90,14 @@ def grid_kernel(out_ptr):
     tl.store(out_ptr + index, x * 100 + y * 10 + z)
 
 
+@triton.jit
+def gate_kernel(x_ptr, out_ptr, low, high, BLOCK: tl.constexpr):
+    offsets = tl.arange(0, BLOCK)
+    number = tl.load(x_ptr)
+    mask = ((number > low) & (number < high)) & (offsets < 3)
+    tl.store(out_ptr + offsets, offsets, mask=mask)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_matmul_with_a_bound_known_at_run_time(dtype):
     a, b = torch.randn(32, 96).to(dtype), torch.randn(96, 32).to(dtype)
@@ -122,6 +130,13 @@ def test_helpers_masks_and_float_arguments():
     want = torch.cat([0.1 * x + y[:100], y[100:]])
     interpreted(axpy_kernel)[(4,)](x, y, 0.1, 100, BLOCK=32)
     torch.testing.assert_close(y, want)
+
+
+@pytest.mark.parametrize(("number", "written"), [(4, 0), (5, 3), (9, 0)])
+def test_a_condition_on_scalars_masks_a_tile(number, written):
+    out = torch.full((8,), -1)
+    interpreted(gate_kernel)[(1,)](torch.tensor([number]), out, 4, 9, BLOCK=8)
+    assert out.tolist() == [*range(written), *(-1 for _ in range(8 - written))]
 
 
 def test_launch_options_are_ignored():
