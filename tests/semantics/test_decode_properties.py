@@ -1,0 +1,219 @@
+"""Laws of paged decoding between two calls, and random problems.
+
+Most laws share one problem and change its data alone, because JAX compiles each distinct one.
+"""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from interop.contract.cases import DecodeCase
+from interop.parity.inputs import make_inputs
+from tests.oracle import assert_decode_within_budget
+
+# Pages that fill no tile and straddle two, and a sequence that every split has a part of.
+CASE = DecodeCase(
+    "law", lengths=(70, 0, 33, 150), tokens=2, heads_q=4, heads_kv=2, head_dim=32, head_dim_v=16,
+    dtype="float16", page_size=5, max_pages=30, num_splits=3,
+)  # fmt: skip
+
+any_case = st.builds(
+    DecodeCase,
+    name=st.just("any"),
+    lengths=st.lists(st.integers(0, 120), min_size=1, max_size=3).map(tuple),
+    tokens=st.sampled_from([None, 1, 2, 7, 16]),
+    heads_q=st.sampled_from([2, 6]),
+    heads_kv=st.sampled_from([1, 2]),
+    head_dim=st.sampled_from([16, 40, 64, 72]),
+    head_dim_v=st.sampled_from([16, 24, 64]),
+    dtype=st.sampled_from(["float16", "bfloat16"]),
+    page_size=st.sampled_from([1, 4, 17, 32, 100]),
+    max_pages=st.just(120),
+    kv_dtype=st.sampled_from([None, "int8", "float8_e4m3fn"]),
+    scale_shape=st.just(()),
+    sinks=st.booleans(),
+    scale=st.sampled_from([None, 0.0, -0.2, 0.7]),
+    window_size=st.none()
+    | st.tuples(st.sampled_from([None, 0, 5, 40]), st.sampled_from([None, 2])),
+    softcap=st.sampled_from([None, 2.0, 25.0]),
+    num_splits=st.sampled_from([None, 1, 2, 5]),
+)
+
+
+def decode(side, implementation, inputs, case=CASE, **options):
+    options = case.options | {"implementation": implementation} | options
+    return side.call("paged_decode", inputs, return_lse=True, **options)
+
+
+def equal(a, b) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def used_slots(inputs):
+    """[P, page_size]: True where a sequence has a key."""
+    pages, size = inputs["k_pages"].shape[:2]
+    used = torch.zeros(pages, size, dtype=torch.bool, device=inputs["q"].device)
+    for table, length in zip(inputs["block_tables"], inputs["seq_lens"].tolist(), strict=True):
+        position = torch.arange(length, device=table.device)
+        used[table[position // size].long(), position % size] = True
+    return used
+
+
+@settings(max_examples=settings.default.max_examples // 5)
+@given(case=any_case)
+def test_any_problem_is_within_budget(side, implementation, torch_device, case):
+    inputs = make_inputs(case, torch_device)
+    got = decode(side, implementation, inputs, case)
+    assert_decode_within_budget(got, inputs, case.spec)
+
+
+@settings(max_examples=settings.default.max_examples // 5)
+@given(seed=st.integers(0, 1000))
+def test_where_pages_lie_does_not_matter(side, implementation, torch_device, seed):
+    """Bit for bit: a page may be anywhere in the pool."""
+    inputs = make_inputs(CASE, torch_device)
+    tables, num_pages = inputs["block_tables"], CASE.spec.cache.num_pages
+    order = torch.randperm(num_pages, generator=torch.Generator().manual_seed(seed))
+    order = order.to(torch_device)
+    used = (tables >= 0) & (tables < num_pages)
+    moved = torch.where(used, order[tables.clamp(0, num_pages - 1).long()].int(), tables)
+    pools = {}
+    for name in ("k_pages", "v_pages"):
+        pools[name] = torch.empty_like(inputs[name])
+        pools[name][order] = inputs[name]
+    other = inputs | pools | {"block_tables": moved}
+    assert not torch.equal(tables, moved)
+    assert equal(decode(side, implementation, inputs), decode(side, implementation, other))
+
+
+def test_two_sequences_may_share_pages(side, implementation, torch_device):
+    """A common beginning is stored once: its pages are in both tables."""
+    case = replace(CASE, lengths=(70, 0, 50, 150))
+    inputs = make_inputs(case, torch_device)
+    inputs["block_tables"][0, :10] = inputs["block_tables"][2, :10]
+    got = decode(side, implementation, inputs)
+    assert_decode_within_budget(got, inputs, case.spec)
+
+
+@pytest.mark.parametrize("garbage", [0.0, 1e4, -torch.inf])
+def test_what_no_sequence_uses_does_not_matter(side, implementation, torch_device, garbage):
+    """Slots past the lengths, unused pages, and unused entries of the tables."""
+    inputs = make_inputs(CASE, torch_device)
+    tables, unused = inputs["block_tables"], ~used_slots(inputs)
+    other = {name: inputs[name].clone() for name in ("k_pages", "v_pages")}
+    for pool in other.values():
+        assert pool[unused].isnan().all()
+        pool[unused] = garbage
+    past = (tables < 0) | (tables >= CASE.spec.cache.num_pages)
+    assert past.any()
+    other["block_tables"] = torch.where(past, 3, tables)
+    got = decode(side, implementation, inputs)
+    assert equal(got, decode(side, implementation, inputs | other))
+
+
+def test_sequences_of_a_batch_do_not_meet(side, torch_device):
+    """Bit for bit, in the kernels, with a fixed number of splits: the company does not matter,
+    nor its order, nor how wide the tables are.
+    """
+    inputs = make_inputs(CASE, torch_device)
+    out, lse = decode(side, "triton", inputs)
+    order = [2, 3, 0, 1]
+    rows = {name: inputs[name][order] for name in ("q", "block_tables", "seq_lens")}
+    assert equal((out[order], lse[order]), decode(side, "triton", inputs | rows))
+
+    alone = {name: inputs[name][:1] for name in ("q", "block_tables", "seq_lens")}
+    wide = torch.full((1, 1000), -1, dtype=torch.int32, device=torch_device)
+    wide[:, : CASE.max_pages] = alone["block_tables"]
+    alone["block_tables"] = wide
+    assert equal((out[:1], lse[:1]), decode(side, "triton", inputs | alone))
+
+
+@pytest.mark.parametrize("num_splits", [1, 2, 64])
+def test_the_number_of_splits_changes_rounding_alone(
+    side, implementation, torch_device, num_splits
+):
+    inputs = make_inputs(CASE, torch_device)
+    got = decode(side, implementation, inputs, num_splits=num_splits)
+    assert_decode_within_budget(got, inputs, CASE.spec)
+
+
+def test_new_tokens_are_causal_among_themselves(side, implementation, torch_device):
+    """The last token's own key and value reach the last token alone."""
+    inputs = make_inputs(CASE, torch_device)
+    size, other = CASE.page_size, {}
+    for name in ("k_pages", "v_pages"):
+        other[name] = pool = inputs[name].clone()
+        for table, length in zip(inputs["block_tables"], CASE.lengths, strict=True):
+            if length:
+                pool[int(table[(length - 1) // size]), (length - 1) % size] = 4.0
+    out, lse = decode(side, implementation, inputs)
+    other_out, other_lse = decode(side, implementation, inputs | other)
+    assert equal((out[:, 0], lse[..., 0]), (other_out[:, 0], other_lse[..., 0]))
+    longer = [length > 0 for length in CASE.lengths]
+    assert (out[:, 1] != other_out[:, 1]).any(dim=-1)[longer].all()
+
+
+def test_new_tokens_may_come_one_by_one(side, implementation, torch_device):
+    """Token t of T is the one new token of a sequence that ends with it."""
+    inputs = make_inputs(CASE, torch_device)
+    tokens = CASE.tokens
+    back = torch.arange(tokens - 1, -1, -1, dtype=torch.int32, device=torch_device)
+    single = {
+        "q": inputs["q"].flatten(0, 1),
+        "block_tables": inputs["block_tables"].repeat_interleave(tokens, dim=0),
+        "seq_lens": (inputs["seq_lens"][:, None] - back).clamp(min=0).flatten(),
+    }
+    out, lse = decode(side, implementation, inputs | single)
+    got = out.unflatten(0, (-1, tokens)), lse.unflatten(0, (-1, tokens)).mT
+    assert_decode_within_budget(got, inputs, CASE.spec)
+
+
+def test_keys_before_the_window_do_not_matter(side, implementation, torch_device):
+    case = replace(CASE, window_size=(37, None))
+    inputs = make_inputs(case, torch_device)
+    size, other = CASE.page_size, {}
+    for name in ("k_pages", "v_pages"):
+        other[name] = pool = inputs[name].clone()
+        for table, length in zip(inputs["block_tables"], case.lengths, strict=True):
+            for j in range(length - case.tokens - 37):
+                pool[int(table[j // size]), j % size] = 30.0
+    a, b = (decode(side, implementation, x, case) for x in (inputs, inputs | other))
+    assert not torch.equal(inputs["k_pages"].nan_to_num(), other["k_pages"].nan_to_num())
+    assert equal(a, b)
+
+
+def test_a_window_may_be_wider_than_32_bits(side, implementation, torch_device):
+    inputs = make_inputs(CASE, torch_device)
+    got = decode(side, implementation, inputs, window_size=(2**40, 2**31))
+    assert_decode_within_budget(got, inputs, CASE.spec)
+
+
+def test_sinks_of_any_size(side, implementation, torch_device):
+    """Sinks that are nothing, next to nothing, and everything; of sequences without keys too."""
+    inputs = make_inputs(replace(CASE, sinks=True), torch_device)
+    sinks = torch.tensor([-torch.inf, -300.0, 0.5, 300.0], device=torch_device)
+    out, lse = got = decode(side, implementation, inputs | {"sinks": sinks})
+    assert_decode_within_budget(got, inputs | {"sinks": sinks}, CASE.spec)
+    without_keys = CASE.lengths.index(0)
+    assert (out[without_keys] == 0).all()
+    assert torch.equal(lse[without_keys], sinks[:, None].expand_as(lse[without_keys]))
+
+
+def test_large_scores_do_not_overflow(side, implementation, torch_device):
+    """Scores of a thousand: their exponential is infinite, that of their distances is not."""
+    case = replace(CASE, scale=100.0)
+    inputs = make_inputs(case, torch_device)
+    got = decode(side, implementation, inputs, case)
+    assert float(got[1].max()) > 1000
+    assert_decode_within_budget(got, inputs, case.spec)
+
+
+def test_a_decode_is_deterministic(side, torch_device):
+    """Many splits on a GPU, where programs race; the interpreters run them in order."""
+    length = 8192 if torch_device == "cuda" else 150
+    case = replace(CASE, lengths=(length,) * 4, max_pages=-(-length // CASE.page_size))
+    inputs = make_inputs(case, torch_device)
+    assert equal(decode(side, "triton", inputs), decode(side, "triton", inputs))
