@@ -78,7 +78,9 @@ def check_merge(outs, lses) -> MergeSpec:
     return check_merge_states(operand("outs", outs), operand("lses", lses))
 
 
-def _cache_operands(k_pages, v_pages, block_tables, seq_lens) -> tuple[Operand, ...]:
+def _cache_operands(
+    k_pages, v_pages, block_tables, seq_lens
+) -> tuple[Operand, Operand, Operand, Operand]:
     return (
         operand("k_pages", k_pages),
         operand("v_pages", v_pages),

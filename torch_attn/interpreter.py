@@ -91,7 +91,7 @@ class _Builder(InterpreterBuilder):
     def get_bf16(self, value: float) -> TensorHandle:
         return TensorHandle(np.array([value], dtype=BFLOAT16), tl.bfloat16)
 
-    def create_splat(self, ret_ty: tl.block_type, arg: TensorHandle) -> TensorHandle:
+    def create_splat(self, ret_ty, arg) -> TensorHandle:
         data = np.full(ret_ty.shape, np.ravel(arg.data)[0], dtype=arg.data.dtype)
         return TensorHandle(data, arg.dtype.scalar)
 
