@@ -1,0 +1,63 @@
+"""Both frameworks continue the same sequences, whose keys and values are in one pool of pages.
+
+``python -m examples.shared_pool``: torch writes the prompts to a pool, JAX reads them from the
+same memory, and both decode from there. They sample the same tokens.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+# The frameworks share a GPU's memory, most of which JAX would otherwise take.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
+import jax
+import numpy as np
+import torch
+
+from examples import jax_decoding, torch_decoding, toy_model
+from interop.exchange import to_jax
+
+
+def decode_in_both(device: str, implementation: str | None = None) -> tuple[np.ndarray, np.ndarray]:
+    """The tokens that torch and JAX sample from one pool, each [B, NEW_TOKENS].
+
+    Args:
+        device: of the pool, such as "cpu" or "cuda"; JAX's default device.
+        implementation: as `paged_decode` takes it.
+    """
+    rng = np.random.default_rng(0)
+
+    def tensor(x: np.ndarray) -> torch.Tensor:
+        return torch.tensor(x, device=device)
+
+    weights = {name: tensor(x) for name, x in toy_model.make_weights(rng).items()}
+    prompts = tensor(toy_model.make_prompts(rng)).int()
+    block_tables = tensor(toy_model.make_block_tables(rng))
+    noise = tensor(toy_model.make_noise(rng))
+    seq_lens = torch.tensor(toy_model.PROMPT_LENGTHS, dtype=torch.int32, device=device)
+    pool = tuple(
+        torch.empty(toy_model.POOL_SHAPE, dtype=torch.float16, device=device) for _ in "kv"
+    )
+
+    torch_decoding.prefill(weights, prompts[:, :-1], pool, block_tables, seq_lens, implementation)
+    last_tokens = prompts[:, -1].contiguous()
+    arguments = (weights, last_tokens, pool, block_tables, seq_lens, noise)
+    shared = jax.tree.map(to_jax, arguments)
+    # JAX first, and to its end: what torch writes to the pool would show in JAX's arrays.
+    in_jax = np.asarray(jax_decoding.generate(*shared, implementation))
+    in_torch = torch_decoding.generate(*arguments, implementation)
+    return in_torch.cpu().numpy(), in_jax
+
+
+def main() -> int:
+    in_torch, in_jax = decode_in_both("cuda" if torch.cuda.is_available() else "cpu")
+    for ours, theirs in zip(in_torch, in_jax, strict=True):
+        print("torch", *ours)
+        print("jax  ", *theirs)
+    return 0 if np.array_equal(in_torch, in_jax) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,64 @@
+"""The decoding loops of both frameworks over one pool."""
+
+import jax
+import numpy as np
+import pytest
+import torch
+
+from examples import jax_decoding, shared_pool, torch_decoding, toy_model
+from torch_attn import flash_attention
+
+
+def without_a_cache(device: str) -> np.ndarray:
+    """The tokens sampled when every step attends anew to all tokens so far."""
+    rng = np.random.default_rng(0)
+    weights = {name: torch.tensor(x).to(device) for name, x in toy_model.make_weights(rng).items()}
+    prompts = toy_model.make_prompts(rng)
+    toy_model.make_block_tables(rng)
+    noise = torch.tensor(toy_model.make_noise(rng)).to(device)
+    sequences = []
+    for b, length in enumerate(toy_model.PROMPT_LENGTHS):
+        tokens = torch.tensor(prompts[b, -length - 1 :]).to(device)
+        for gumbel in noise[:, b]:
+            x, q, k, v = torch_decoding.project(weights, tokens[None])
+            out = flash_attention(q, k, v, causal=True, implementation="reference")
+            x = x[0, -1] + torch.einsum("hd,hdo->o", out[0, -1].float(), weights["out"])
+            tokens = torch.cat([tokens, (x @ weights["logits"] + gumbel).argmax()[None]])
+        sequences.append(tokens[length + 1 :].cpu().numpy())
+    return np.stack(sequences)
+
+
+def test_both_frameworks_sample_what_attention_without_a_cache_does(implementation, torch_device):
+    in_torch, in_jax = shared_pool.decode_in_both(torch_device, implementation)
+    expected = without_a_cache(torch_device)
+    assert expected.shape == (len(toy_model.PROMPT_LENGTHS), toy_model.NEW_TOKENS)
+    np.testing.assert_array_equal(in_torch, expected)
+    np.testing.assert_array_equal(in_jax, expected)
+
+
+def test_jax_reads_the_memory_that_torch_wrote(monkeypatch, torch_device):
+    seen = {}
+
+    def prefill(weights, prompts, pool, *arguments):
+        seen["torch"] = [x.data_ptr() for x in pool]
+
+    def generate(weights, tokens, pool, *arguments):
+        seen["jax"] = [x.unsafe_buffer_pointer() for x in pool]
+        return jax.numpy.zeros(())
+
+    monkeypatch.setattr(torch_decoding, "prefill", prefill)
+    monkeypatch.setattr(jax_decoding, "generate", generate)
+    shared_pool.decode_in_both(torch_device)
+    assert seen["jax"] == seen["torch"]
+
+
+@pytest.mark.parametrize(("other", "code"), [(0, 0), (1, 1)])
+def test_the_command_prints_the_tokens_and_says_whether_they_agree(
+    other, code, monkeypatch, capsys
+):
+    tokens = np.array([[3, 4], [5, 6]])
+    monkeypatch.setattr(shared_pool, "decode_in_both", lambda device: (tokens, tokens + other))
+    assert shared_pool.main() == code
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[:2] == ["torch 3 4", f"jax   {3 + other} {4 + other}"]
+    assert len(printed) == 4
