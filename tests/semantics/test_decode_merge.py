@@ -1,0 +1,113 @@
+"""Merging partial results: within the budget of the oracle, and the laws of a monoid."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from interop.contract.cases import DecodeCase
+from interop.contract.reference import merge
+from interop.contract.tolerances import compare_lse, compare_to_reference
+from interop.parity.inputs import make_inputs
+from tests.oracle import assert_decode_within_budget
+
+
+def states_of(num_states, device, dtype=torch.float16):
+    """Outputs [N, 2, 3, 4, 24] and lses [N, 2, 4, 3]; a part that saw no key holds NaN.
+
+    Every part of one row saw none.
+    """
+    make = torch.Generator().manual_seed(num_states)
+    outs = torch.randn(num_states, 2, 3, 4, 24, generator=make).to(dtype)
+    lses = 3 * torch.randn(num_states, 2, 4, 3, generator=make)
+    lses[torch.rand(lses.shape, generator=make) < 0.2] = -torch.inf
+    lses[:, 1, 2, 0] = -torch.inf
+    outs[lses.mT == -torch.inf] = torch.nan
+    return outs.to(device), lses.to(device)
+
+
+def run(side, implementation, outs, lses):
+    return side.call("merge_states", {"outs": outs, "lses": lses}, implementation=implementation)
+
+
+def assert_merged(got, outs, lses):
+    """Hold a merge of these states to the oracle."""
+    out, lse = got
+    ref, ref_lse = merge(outs, lses, torch.float64)
+    lp, _ = merge(outs, lses, outs.dtype)
+    assert (out.shape, out.dtype) == (ref.shape, outs.dtype)
+    assert (lse.shape, lse.dtype) == (ref_lse.shape, torch.float32)
+    name = str(outs.dtype).removeprefix("torch.")
+    agreement = compare_to_reference(out, ref, lp, name, "output")
+    assert agreement.ok, agreement
+    agreement = compare_lse(lse, ref_lse)
+    assert agreement.ok, agreement
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("num_states", [2, 33])
+def test_merging_is_within_budget(side, implementation, torch_device, num_states, dtype):
+    states = states_of(num_states, torch_device, dtype)
+    assert_merged(run(side, implementation, *states), *states)
+
+
+def test_results_of_one_token_need_no_dimension_for_it(side, implementation, torch_device):
+    outs, lses = states_of(3, torch_device)
+    outs, lses = outs[:, :, :1], lses[..., :1]
+    out, lse = run(side, implementation, outs.squeeze(2), lses.squeeze(3))
+    assert_merged((out.unsqueeze(1), lse.unsqueeze(2)), outs, lses)
+
+
+def test_one_state_is_its_own_merge(side, implementation, torch_device):
+    outs, lses = states_of(1, torch_device)
+    out, lse = run(side, implementation, outs, lses)
+    assert torch.equal(out, outs[0].nan_to_num())
+    assert compare_lse(lse, lses[0].double()).ok
+
+
+def test_a_state_that_saw_nothing_changes_nothing(side, implementation, torch_device):
+    outs, lses = states_of(3, torch_device)
+    nothing = torch.full_like(outs[:1], torch.nan), torch.full_like(lses[:1], -torch.inf)
+    with_nothing = (torch.cat(x) for x in zip((outs, lses), nothing, strict=True))
+    assert_merged(run(side, implementation, *with_nothing), outs, lses)
+
+
+def test_merging_is_associative(side, implementation, torch_device):
+    """In float32, so that what is merged again is rounded to nothing less."""
+    outs, lses = states_of(5, torch_device, torch.float32)
+    first = run(side, implementation, outs[:2], lses[:2])
+    rest = run(side, implementation, outs[2:], lses[2:])
+    both = (torch.stack(x) for x in zip(first, rest, strict=True))
+    assert_merged(run(side, implementation, *both), outs, lses)
+
+
+def test_lses_that_overflow_exp(side, implementation, torch_device):
+    outs, lses = states_of(3, torch_device)
+    for shift in (-1000.0, 1000.0):
+        assert_merged(run(side, implementation, outs, lses + shift), outs, lses + shift)
+
+
+def test_no_state_and_no_row(side, implementation, torch_device):
+    outs, lses = states_of(2, torch_device)
+    out, lse = run(side, implementation, outs[:0], lses[:0])
+    assert (out.shape, lse.shape) == (outs.shape[1:], lses.shape[1:])
+    assert (out == 0).all()
+    assert (lse == -torch.inf).all()
+    out, lse = run(side, implementation, outs[:, :0], lses[:, :0])
+    assert (out.shape, lse.shape) == ((0, *outs.shape[2:]), (0, *lses.shape[2:]))
+
+
+def test_decodes_over_parts_of_the_tables_merge_to_the_whole(side, implementation, torch_device):
+    case = DecodeCase("parts", lengths=(0, 9, 40, 75), page_size=5, max_pages=15, head_dim=32)
+    inputs = make_inputs(case, torch_device)
+    parts = []
+    for pages in (slice(0, 5), slice(5, 10), slice(10, 15)):
+        before = pages.start * case.page_size
+        lengths = (inputs["seq_lens"] - before).clamp(0, 5 * case.page_size)
+        tables = inputs["block_tables"][:, pages].contiguous()
+        part = inputs | {"block_tables": tables, "seq_lens": lengths}
+        options = {"return_lse": True, "implementation": implementation}
+        parts.append(side.call("paged_decode", part, **options))
+    got = run(side, implementation, *(torch.stack(x) for x in zip(*parts, strict=True)))
+    # Each part's output is rounded to bfloat16 before the merge, which is what lp does once more.
+    assert_decode_within_budget(got, inputs, case.spec)
