@@ -27,23 +27,16 @@ def decode_in_both(device: str, implementation: str | None = None) -> tuple[np.n
         device: of the pool, such as "cpu" or "cuda"; JAX's default device.
         implementation: as `paged_decode` takes it.
     """
-    rng = np.random.default_rng(0)
-
-    def tensor(x: np.ndarray) -> torch.Tensor:
-        return torch.tensor(x, device=device)
-
-    weights = {name: tensor(x) for name, x in toy_model.make_weights(rng).items()}
-    prompts = tensor(toy_model.make_prompts(rng)).int()
-    block_tables = tensor(toy_model.make_block_tables(rng))
-    noise = tensor(toy_model.make_noise(rng))
-    seq_lens = torch.tensor(toy_model.PROMPT_LENGTHS, dtype=torch.int32, device=device)
+    toy = jax.tree.map(lambda x: torch.tensor(x, device=device), toy_model.make_toy())
+    # What is in a slot before a token is appended does not matter.
     pool = tuple(
         torch.empty(toy_model.POOL_SHAPE, dtype=torch.float16, device=device) for _ in "kv"
     )
 
-    torch_decoding.prefill(weights, prompts[:, :-1], pool, block_tables, seq_lens, implementation)
-    last_tokens = prompts[:, -1].contiguous()
-    arguments = (weights, last_tokens, pool, block_tables, seq_lens, noise)
+    torch_decoding.prefill(
+        toy.weights, toy.prompts, pool, toy.block_tables, toy.seq_lens, implementation
+    )
+    arguments = (toy.weights, toy.last_tokens, pool, toy.block_tables, toy.seq_lens, toy.noise)
     shared = jax.tree.map(to_jax, arguments)
     # JAX first, and to its end: what torch writes to the pool would show in JAX's arrays.
     in_jax = np.asarray(jax_decoding.generate(*shared, implementation))

@@ -11,19 +11,16 @@ from torch_attn import flash_attention
 
 def without_a_cache(device: str) -> np.ndarray:
     """The tokens sampled when every step attends anew to all tokens so far."""
-    rng = np.random.default_rng(0)
-    weights = {name: torch.tensor(x).to(device) for name, x in toy_model.make_weights(rng).items()}
-    prompts = toy_model.make_prompts(rng)
-    toy_model.make_block_tables(rng)
-    noise = torch.tensor(toy_model.make_noise(rng)).to(device)
+    toy = jax.tree.map(lambda x: torch.tensor(x, device=device), toy_model.make_toy())
     sequences = []
-    for b, length in enumerate(toy_model.PROMPT_LENGTHS):
-        tokens = torch.tensor(prompts[b, -length - 1 :]).to(device)
-        for gumbel in noise[:, b]:
-            x, q, k, v = torch_decoding.project(weights, tokens[None])
+    for b, length in enumerate(toy.seq_lens.tolist()):
+        start = toy.prompts.shape[1] - length
+        tokens = torch.cat([toy.prompts[b, start:], toy.last_tokens[b : b + 1]])
+        for gumbel in toy.noise[:, b]:
+            x, q, k, v = torch_decoding.project(toy.weights, tokens[None])
             out = flash_attention(q, k, v, causal=True, implementation="reference")
-            x = x[0, -1] + torch.einsum("hd,hdo->o", out[0, -1].float(), weights["out"])
-            tokens = torch.cat([tokens, (x @ weights["logits"] + gumbel).argmax()[None]])
+            x = x[0, -1] + torch.einsum("hd,hdo->o", out[0, -1].float(), toy.weights["out"])
+            tokens = torch.cat([tokens, (x @ toy.weights["logits"] + gumbel).argmax()[None]])
         sequences.append(tokens[length + 1 :].cpu().numpy())
     return np.stack(sequences)
 
@@ -31,7 +28,7 @@ def without_a_cache(device: str) -> np.ndarray:
 def test_both_frameworks_sample_what_attention_without_a_cache_does(implementation, torch_device):
     in_torch, in_jax = shared_pool.decode_in_both(torch_device, implementation)
     expected = without_a_cache(torch_device)
-    assert expected.shape == (len(toy_model.PROMPT_LENGTHS), toy_model.NEW_TOKENS)
+    assert expected.shape == (3, toy_model.NEW_TOKENS)
     np.testing.assert_array_equal(in_torch, expected)
     np.testing.assert_array_equal(in_jax, expected)
 
