@@ -32,6 +32,10 @@ class Side(Protocol):
         """Zeros as an array of the side's own framework."""
         ...
 
+    def from_torch(self, x: Tensor) -> Any:
+        """The tensor as an array of the side's own framework."""
+        ...
+
     def on_cpu(self, x: Any) -> Any:
         """A copy of the side's array in the CPU's memory."""
         ...
@@ -69,6 +73,9 @@ class TorchSide:
 
     def zeros(self, shape: tuple[int, ...], dtype: str) -> Tensor:
         return torch.zeros(shape, dtype=getattr(torch, dtype), device=self.device)
+
+    def from_torch(self, x: Tensor) -> Tensor:
+        return x.to(self.device)
 
     def on_cpu(self, x: Tensor) -> Tensor:
         return x.cpu()
@@ -132,21 +139,21 @@ class PallasSide:
 
     def call(self, name: str, operands: dict[str, Tensor], **options: Any) -> tuple[Tensor, ...]:
         run = self._compiled(name, tuple(sorted(options.items())))
-        arrays = {name: self._to_jax(x) for name, x in operands.items()}
+        arrays = {name: self.from_torch(x) for name, x in operands.items()}
         return tuple(map(self._to_torch, run(**arrays)))
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
         run = self._compiled("forward", tuple(sorted(options.items())))
-        out, lse = run(*map(self._to_jax, (q, k, v)))
+        out, lse = run(*map(self.from_torch, (q, k, v)))
         return self._to_torch(out), self._to_torch(lse)
 
     def gradients(self, inputs: Inputs, **options: Any) -> Results:
         run = self._compiled("gradients", tuple(sorted(options.items())))
-        return Results(*map(self._to_torch, run(*map(self._to_jax, inputs))))
+        return Results(*map(self._to_torch, run(*map(self.from_torch, inputs))))
 
     def gradients_of_out(self, inputs: Inputs, **options: Any) -> tuple[Tensor, ...]:
         run = self._compiled("gradients_of_out", tuple(sorted(options.items())))
-        return tuple(map(self._to_torch, run(*map(self._to_jax, inputs[:4]))))
+        return tuple(map(self._to_torch, run(*map(self.from_torch, inputs[:4]))))
 
     @cache  # noqa: B019 - one side lives as long as the session
     def _compiled(self, what: str, options: tuple[tuple[str, Any], ...]) -> Callable[..., Any]:
@@ -168,7 +175,7 @@ class PallasSide:
         }  # fmt: skip
         return jax.jit(functions.get(what) or partial(getattr(self.api, what), **dict(options)))
 
-    def _to_jax(self, x: Tensor) -> Any:
+    def from_torch(self, x: Tensor) -> Any:
         array = x.detach().contiguous().cpu().view(BITS.get(x.dtype, x.dtype)).numpy()
         return self._jax.numpy.asarray(array.view(str(x.dtype).removeprefix("torch.")))
 

@@ -1,7 +1,5 @@
 """Merging partial results: within the budget of the oracle, and the laws of a monoid."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
