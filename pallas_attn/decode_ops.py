@@ -16,6 +16,9 @@ from interop.contract import reference
 from interop.contract.spec import DecodeSpec, MergeSpec, PagedCache
 from interop.contract.validate import no_gradient
 from pallas_attn.dispatch import REFERENCE, Backends, run_on_platform
+from pallas_attn.kernels.append_kv import append_kv
+from pallas_attn.kernels.combine import combine
+from pallas_attn.kernels.paged_decode import paged_decode
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(8, 9))
@@ -43,13 +46,12 @@ def decode(
         out [B, Hq, Dv] or [B, T, Hq, Dv] in q's dtype, and lse [B, Hq] or [B, Hq, T], float32.
     """
 
-    def run(q, *cache_and_scales, backend):
+    def run(q, k_pages, v_pages, block_tables, seq_lens, sinks, k_scale, v_scale, *, backend):
+        operands = (q, k_pages, v_pages, block_tables, seq_lens, sinks, k_scale, v_scale)
         if backend != REFERENCE:
-            from pallas_attn.kernels.paged_decode import paged_decode
-
-            return paged_decode(q, *cache_and_scales, spec, backend=backend)
+            return paged_decode(*operands, spec, backend=backend)
         with jax.default_matmul_precision("highest"):
-            out, lse = reference.paged_forward(q, *cache_and_scales, spec, jnp.float32)
+            out, lse = reference.paged_forward(*operands, spec, jnp.float32)
         return out.astype(q.dtype), lse
 
     rows = (spec.batch, spec.tokens, spec.heads_q)
@@ -58,9 +60,9 @@ def decode(
         lse = jnp.float32(-jnp.inf) if sinks is None else sinks[:, None]
         lse = jnp.broadcast_to(lse, (spec.batch, spec.heads_q, spec.tokens))
     else:
-        operands = (k_pages, v_pages, block_tables, seq_lens, sinks, k_scale, v_scale)
+        cache = (k_pages, v_pages, block_tables, seq_lens)
         q_rows = q.reshape(*rows, spec.head_dim)
-        out, lse = run_on_platform(backends, run, q_rows, *operands)
+        out, lse = run_on_platform(backends, run, q_rows, *cache, sinks, k_scale, v_scale)
     return (
         out.reshape(*q.shape[:-1], spec.head_dim_v),
         lse.reshape(spec.batch, spec.heads_q, *q.shape[1:-2]),
@@ -96,8 +98,6 @@ def append(
 
     def run(k_new, v_new, k_pages, v_pages, block_tables, seq_lens, k_scale, v_scale, *, backend):
         if backend != REFERENCE:
-            from pallas_attn.kernels.append_kv import append_kv
-
             return append_kv(
                 k_new, v_new, k_pages, v_pages, block_tables, seq_lens, k_scale, v_scale, cache,
                 backend=backend,
@@ -149,8 +149,6 @@ def merge(
 
     def run(outs, lses, *, backend):
         if backend != REFERENCE:
-            from pallas_attn.kernels.combine import combine
-
             return combine(outs, lses, spec, backend=backend)
         out, lse = reference.merge(outs, lses, jnp.float32)
         return out.astype(outs.dtype), lse

@@ -18,6 +18,7 @@ from interop.contract.reference import paged_forward
 from interop.contract.tolerances import compare_lse, compare_to_reference
 from interop.parity.inputs import make_inputs
 from pallas_attn import append_kv, check_pages, explain_decode, merge_states, paged_decode
+from pallas_attn.lowering import recording
 
 CPU = jax.devices("cpu")[0]
 POOLS = ("k_pages", "v_pages")
@@ -61,6 +62,8 @@ def decode(implementation):
 
 @pytest.mark.parametrize("tokens", [None, 3])
 def test_lengths_and_tables_change_without_tracing_anew(decode, tokens):
+    # JAX 0.11 loads more of Pallas in a process's first call, after which it traces once again.
+    decode(**operands(CASE))
     traced = []
 
     @jax.jit
@@ -158,6 +161,29 @@ def test_append_writes_donated_pools_in_place(implementation, cache):
     assert_same(got, want)
 
 
+def test_append_copies_no_donated_pool(implementation):
+    # Of 8 bits: XLA's scatter on a CPU, before JAX 0.11, widens 16-bit pools and back.
+    pool = jax.ShapeDtypeStruct((1000, 16, 2, 64), jnp.int8)
+    new = jax.ShapeDtypeStruct((4, 2, 64), jnp.float16)
+    tables, lengths = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((4, 10), (4,)))
+    scale = jax.ShapeDtypeStruct((), jnp.float32)
+    append = jax.jit(partial(append_kv, implementation=implementation), donate_argnames=POOLS)
+    lowered = append.lower(new, new, pool, pool, tables, lengths, k_scale=scale, v_scale=scale)
+    assert lowered.compile().memory_analysis().temp_size_in_bytes < pool.size / 8
+
+
+def test_lowered_for_cuda_append_shares_the_memory_of_donated_pools(cache):
+    append = jax.jit(append_kv, donate_argnames=POOLS)
+    with recording() as kernels:
+        lowered = append.trace(*new_tokens(), *cache).lower(lowering_platforms=("cuda",))
+    text = lowered.as_text()
+    assert [name for name, *_ in kernels] == ["append_kv"]
+    for output, operand in ((0, 4), (1, 5)):
+        shared = f"output_tuple_indices = [{output}], operand_index = {operand}"
+        assert f"output_operand_alias<{shared}" in text
+        assert f"tf.aliasing_output = {output}" in text
+
+
 def test_vmap_of_append_gives_each_its_own_pool(implementation, cache):
     new = [jnp.stack(x) for x in zip(new_tokens(0), new_tokens(1), strict=True)]
     append = partial(append_kv, implementation=implementation)
@@ -243,10 +269,10 @@ def test_operands_that_need_no_gradient_are_taken_under_grad(decode, wrap):
     @wrap
     def loss(x):
         stopped = jax.lax.stop_gradient(x) * inputs["q"]
-        return x * jnp.sum(decode(**(inputs | {"q": stopped}))[0])
+        out, _ = decode(**(inputs | {"q": stopped}))
+        return x * jnp.any(out != 0)
 
-    want = jnp.sum(decode(**inputs)[0])
-    assert jax.grad(loss)(jnp.float16(1)) == want
+    assert jax.grad(loss)(jnp.float16(2)) == 1
 
 
 def test_check_pages_needs_values():
