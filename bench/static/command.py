@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from bench.static.gate import FEATURES, FRAMEWORKS, Problem, Verdict, check, problems
+from bench.static.gate import DTYPES, FEATURES, FRAMEWORKS, Problem, Verdict, check, problems
 from interop.contract.target import TARGETS
 
 
@@ -27,7 +27,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     parser.add_argument("--target", choices=TARGETS, default="sm80")
     parser.add_argument("--framework", choices=FRAMEWORKS, action="append", help="default: both")
     parser.add_argument("--feature", choices=FEATURES, action="append", help="default: all")
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"), help="default: both")
+    parser.add_argument("--dtype", choices=sum(DTYPES.values(), ()), help="default: all")
     parser.add_argument("--head-dim", type=int, help="padded head size; default: all")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there as well")
     parser.add_argument("--jobs", type=int, default=None, help="processes; default: one a core")

@@ -12,18 +12,29 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
+from unittest import mock
 
 from bench.static.resources import Resources, measure
-from interop.contract.config import KernelConfig, load_table, padded_head_dim
-from interop.contract.spec import HEAD_DIM_MIN, AttentionSpec, Window
+from interop.contract.config import KernelConfig, Spec, load_table, padded_head_dim
+from interop.contract.spec import (
+    HEAD_DIM_MIN,
+    QUANTIZED_DTYPES,
+    AttentionSpec,
+    DecodeSpec,
+    PagedCache,
+    Window,
+)
 from interop.contract.target import SHARED_MEMORY_LIMIT
 
 FRAMEWORKS = {"torch": "torch_attn", "jax": "pallas_attn"}
-FEATURES = ("full", "causal", "window-softcap", "odd-head-size")
+FLASH_FEATURES = ("full", "causal", "window-softcap", "odd-head-size")
+DECODE_FEATURES = ("decode", "decode-all-options")
+FEATURES = (*FLASH_FEATURES, *DECODE_FEATURES)
+DTYPES = {16: ("bfloat16",), 32: ("float32",), 8: QUANTIZED_DTYPES}
 
 _AOT = {"torch": "bench.static.triton_aot", "jax": "bench.static.pallas_aot"}
 _ROOT = Path(__file__).parents[2]
-_WITHOUT_PRODUCTS = {"flash_bwd_preprocess"}
+_WITHOUT_PRODUCTS = {"flash_bwd_preprocess", "combine", "append_kv"}
 _WGMMA_ROWS = 64  # a wgmma instruction multiplies this many rows
 
 
@@ -34,7 +45,7 @@ class Problem:
     Attributes:
         framework: one of `FRAMEWORKS`.
         target: "sm80" or "sm90".
-        dtype: "bfloat16" or "float32".
+        dtype: of k and v, one of those of `DTYPES`.
         head_dim: the padded head size of the row.
         feature: one of `FEATURES`.
     """
@@ -46,8 +57,11 @@ class Problem:
     feature: str
 
     @property
-    def spec(self) -> AttentionSpec:
-        """An attention problem that reaches the row and has the feature."""
+    def spec(self) -> AttentionSpec | DecodeSpec:
+        """A problem that reaches the row and has the feature."""
+        return self._decode() if self.feature in DECODE_FEATURES else self._flash()
+
+    def _flash(self) -> AttentionSpec:
         head_dim = self.head_dim - 8 if self.feature == "odd-head-size" else self.head_dim
         capped = self.feature == "window-softcap"
         window = Window() if self.feature == "full" else Window(right=0)
@@ -65,6 +79,30 @@ class Problem:
             softcap=30.0 if capped else None,
         )
 
+    def _decode(self) -> DecodeSpec:
+        """Plainly: one token, small pages, split. With all options: four tokens, one split."""
+        plain = self.feature == "decode"
+        page_size = 16 if plain else 256
+        return DecodeSpec(
+            batch=4,
+            tokens=1 if plain else 4,
+            heads_q=16,
+            cache=PagedCache(
+                num_pages=4096 // page_size,
+                page_size=page_size,
+                max_pages=1024 // page_size,
+                heads=4,
+                head_dim=self.head_dim,
+                head_dim_v=self.head_dim,
+                dtype=self.dtype,
+            ),
+            dtype="float16" if self.dtype in QUANTIZED_DTYPES else self.dtype,
+            scale=1 / math.sqrt(self.head_dim),
+            window_left=None if plain else 600,
+            softcap=None if plain else 30.0,
+            num_splits=4 if plain else 1,
+        )
+
 
 @dataclass(frozen=True)
 class Verdict:
@@ -80,14 +118,16 @@ class Verdict:
 def problems(framework: str, target: str) -> Iterator[Problem]:
     """Every problem that the gate compiles for one framework and target."""
     table = load_table(_ROOT / FRAMEWORKS[framework] / "configs" / f"{target}.toml")
-    for bits, head_dim in sorted({key[:2] for rows in table.values() for key in rows}):
-        dtype = {16: "bfloat16", 32: "float32"}[bits]
-        for feature in FEATURES:
-            problem = Problem(framework, target, dtype, head_dim, feature)
-            if problem.spec.head_dim >= HEAD_DIM_MIN and (
-                padded_head_dim(problem.spec.head_dim) == head_dim
-            ):
-                yield problem
+    rows = {(kernel, *key[:2]) for kernel, keys in table.items() for key in keys}
+    for kernel, features in (("flash_fwd", FLASH_FEATURES), ("paged_decode", DECODE_FEATURES)):
+        for _, bits, head_dim in sorted(row for row in rows if row[0] == kernel):
+            for dtype in DTYPES[bits]:
+                for feature in features:
+                    problem = Problem(framework, target, dtype, head_dim, feature)
+                    if problem.spec.head_dim >= HEAD_DIM_MIN and (
+                        padded_head_dim(problem.spec.head_dim) == head_dim
+                    ):
+                        yield problem
 
 
 def check(problem: Problem, changes: Mapping[str, Mapping[str, int]] = {}) -> list[Verdict]:
@@ -97,11 +137,17 @@ def check(problem: Problem, changes: Mapping[str, Mapping[str, int]] = {}) -> li
         changes: fields of the shipped configurations to change first, by kernel.
     """
     aot = import_module(_AOT[problem.framework])
-    configs = {
-        kernel: replace(config, **changes.get(kernel, {}))
-        for kernel, config in aot.launch.configs_for(problem.spec, problem.target).items()
-    }
-    compiled = aot.compile_kernels(problem.spec, problem.target, configs)
+    launch = import_module(f"{FRAMEWORKS[problem.framework]}.launch")
+
+    def configs_for(spec: Spec, target: str) -> dict[str, KernelConfig]:
+        return {
+            kernel: replace(config, **changes.get(kernel, {}))
+            for kernel, config in shipped(spec, target).items()
+        }
+
+    shipped = launch.configs_for
+    with mock.patch.object(launch, "configs_for", configs_for):
+        compiled = aot.compile_kernels(problem.spec, problem.target)
     verdicts = []
     for kernel, config, binary in compiled:
         resources = measure(binary, problem.target)
@@ -125,7 +171,10 @@ def failures(
     if problem.dtype == "float32" or kernel in _WITHOUT_PRODUCTS:
         return tuple(found)
     rows = config.block_kv if kernel == "flash_bwd_dkdv" else config.block_q
-    if target == "sm90" and rows >= _WGMMA_ROWS:
+    if kernel == "paged_decode":
+        if not resources.mma + resources.wgmma:
+            found.append("no mma.sync or wgmma")
+    elif target == "sm90" and rows >= _WGMMA_ROWS:
         if not resources.wgmma:
             found.append("no wgmma")
     elif not resources.mma:

@@ -2,45 +2,70 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
 
 from interop.contract.config import KernelConfig
-from interop.contract.spec import AttentionSpec
-from pallas_attn import launch, lowering
+from interop.contract.spec import AttentionSpec, DecodeSpec
+from pallas_attn import lowering
+from pallas_attn.kernels.append_kv import append_kv
 from pallas_attn.kernels.flash_bwd import flash_bwd
 from pallas_attn.kernels.flash_fwd import flash_fwd
+from pallas_attn.kernels.paged_decode import paged_decode
 
 
 def compile_kernels(
-    spec: AttentionSpec, target: str, configs: Mapping[str, KernelConfig]
+    spec: AttentionSpec | DecodeSpec, target: str
 ) -> list[tuple[str, KernelConfig, Any]]:
-    """Compile forward and backward as `pallas_attn` calls them.
-
-    Args:
-        configs: the configuration of each kernel, in place of the shipped one.
+    """Compile a problem's kernels as `pallas_attn` calls them.
 
     Returns:
         Each kernel's name, its configuration and what Triton compiled.
     """
+    if isinstance(spec, AttentionSpec):
+        function, operands = _flash(spec, target)
+    else:
+        function, operands = _decode(spec, target)
+    with lowering.recording() as compiled:
+        jax.jit(function).trace(*operands).lower(lowering_platforms=("cuda",))
+    return compiled
 
+
+def _flash(spec: AttentionSpec, target: str):
     def forward_and_backward(q, k, v):
         out, lse = flash_fwd(q, k, v, spec, backend=target)
         return flash_bwd(out, lse, q, k, v, out, lse, spec, backend=target)
 
-    def array(*shape: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, jnp.dtype(spec.dtype))
+    return forward_and_backward, (
+        _empty(spec.dtype, spec.batch, spec.seq_q, spec.heads_q, spec.head_dim),
+        _empty(spec.dtype, spec.batch, spec.seq_kv, spec.heads_kv, spec.head_dim),
+        _empty(spec.dtype, spec.batch, spec.seq_kv, spec.heads_kv, spec.head_dim_v),
+    )
 
-    q = array(spec.batch, spec.seq_q, spec.heads_q, spec.head_dim)
-    k = array(spec.batch, spec.seq_kv, spec.heads_kv, spec.head_dim)
-    v = array(spec.batch, spec.seq_kv, spec.heads_kv, spec.head_dim_v)
-    with (
-        mock.patch.object(launch, "configs_for", return_value=configs),
-        lowering.recording() as compiled,
-    ):
-        jax.jit(forward_and_backward).trace(q, k, v).lower(lowering_platforms=("cuda",))
-    return compiled
+
+def _decode(spec: DecodeSpec, target: str):
+    cache = spec.cache
+
+    def decode_and_append(q, k_new, v_new, k_pages, v_pages, tables, lengths, sinks, *scales):
+        scales = scales or (None, None)
+        pages = (k_pages, v_pages, tables, lengths)
+        pools = append_kv(k_new, v_new, *pages, *scales, cache, backend=target)
+        return pools, paged_decode(q, *pages, sinks, *scales, spec, backend=target)
+
+    pages = (cache.num_pages, cache.page_size, cache.heads)
+    new = (spec.dtype, spec.batch, spec.tokens, cache.heads)
+    return decode_and_append, (
+        _empty(spec.dtype, spec.batch, spec.tokens, spec.heads_q, spec.head_dim),
+        *(_empty(*new, size) for size in (cache.head_dim, cache.head_dim_v)),
+        *(_empty(cache.dtype, *pages, size) for size in (cache.head_dim, cache.head_dim_v)),
+        _empty("int32", spec.batch, cache.max_pages),
+        _empty("int32", spec.batch),
+        _empty("float32", spec.heads_q),
+        *([_empty("float32", cache.heads)] * 2 if cache.is_quantized else []),
+    )
+
+
+def _empty(dtype: str, *shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))

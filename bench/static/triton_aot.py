@@ -2,49 +2,64 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, cast
-from unittest import mock
 
 import torch
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
 from interop.contract.config import KernelConfig
-from interop.contract.spec import AttentionSpec
+from interop.contract.spec import AttentionSpec, DecodeSpec
 from torch_attn import launch
+from torch_attn.kernels.append_kv import append_kv
 from torch_attn.kernels.flash_bwd import flash_bwd
 from torch_attn.kernels.flash_fwd import flash_fwd
+from torch_attn.kernels.paged_decode import paged_decode
 
 
 def compile_kernels(
-    spec: AttentionSpec, target: str, configs: Mapping[str, KernelConfig]
+    spec: AttentionSpec | DecodeSpec, target: str
 ) -> list[tuple[str, KernelConfig, Any]]:
-    """Compile forward and backward as `torch_attn` launches them.
-
-    Args:
-        configs: the configuration of each kernel, in place of the shipped one.
+    """Compile a problem's kernels as `torch_attn` launches them.
 
     Returns:
         Each kernel's name, its configuration and what Triton compiled.
     """
-    dtype = getattr(torch, spec.dtype)
-
-    def empty(*shape: int) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device="meta")
-
-    q = empty(spec.batch, spec.seq_q, spec.heads_q, spec.head_dim)
-    k = empty(spec.batch, spec.seq_kv, spec.heads_kv, spec.head_dim)
-    v = empty(spec.batch, spec.seq_kv, spec.heads_kv, spec.head_dim_v)
-    with (
-        _driver(target),
-        mock.patch.object(launch, "configs_for", return_value=configs),
-        launch.recording(target) as compiled,
-    ):
-        out, lse = flash_fwd(q, k, v, spec)
-        flash_bwd(out, lse, q, k, v, out, lse, spec)
+    with _driver(target), launch.recording(target) as compiled:
+        if isinstance(spec, AttentionSpec):
+            _flash(spec)
+        else:
+            _decode(spec)
     return compiled
+
+
+def _flash(spec: AttentionSpec) -> None:
+    q = _empty(spec.dtype, spec.batch, spec.seq_q, spec.heads_q, spec.head_dim)
+    k = _empty(spec.dtype, spec.batch, spec.seq_kv, spec.heads_kv, spec.head_dim)
+    v = _empty(spec.dtype, spec.batch, spec.seq_kv, spec.heads_kv, spec.head_dim_v)
+    out, lse = flash_fwd(q, k, v, spec)
+    flash_bwd(out, lse, q, k, v, out, lse, spec)
+
+
+def _decode(spec: DecodeSpec) -> None:
+    cache = spec.cache
+    pages = (cache.num_pages, cache.page_size, cache.heads)
+    new = (spec.dtype, spec.batch, spec.tokens, cache.heads)
+    pools = [_empty(cache.dtype, *pages, size) for size in (cache.head_dim, cache.head_dim_v)]
+    tables = _empty("int32", spec.batch, cache.max_pages)
+    lengths = _empty("int32", spec.batch)
+    scales = [_empty("float32", cache.heads) if cache.is_quantized else None] * 2
+    q = _empty(spec.dtype, spec.batch, spec.tokens, spec.heads_q, spec.head_dim)
+    sinks = _empty("float32", spec.heads_q)
+    paged_decode(q, *pools, tables, lengths, sinks, *scales, spec)
+    k_new, v_new = (_empty(*new, size) for size in (cache.head_dim, cache.head_dim_v))
+    append_kv(k_new, v_new, *pools, tables, lengths, *scales, cache)
+
+
+def _empty(dtype: str, *shape: int) -> torch.Tensor:
+    return torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
 
 
 class _Driver:

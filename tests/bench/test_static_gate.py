@@ -1,14 +1,14 @@
 """The gate on shipped configurations: no spills, shared memory that fits, tensor cores in use.
 
 ``make sm80`` compiles every configuration with every feature. Here each configuration is compiled
-with a causal mask, and those of the two most common head sizes with the other features.
+with one, and those of the two most common head sizes with the other features of a 16-bit dtype.
 """
 
 from dataclasses import asdict, replace
 
 import pytest
 
-from bench.static.gate import FRAMEWORKS, Problem, check, failures, problems
+from bench.static.gate import DECODE_FEATURES, FRAMEWORKS, Problem, check, failures, problems
 from bench.static.resources import Resources
 from interop.contract.config import KernelConfig
 from interop.contract.target import TARGETS
@@ -18,7 +18,7 @@ def chosen(framework: str, target: str) -> list[Problem]:
     return [
         problem
         for problem in problems(framework, target)
-        if problem.feature == "causal"
+        if problem.feature in ("causal", "decode")
         or (problem.dtype == "bfloat16" and problem.head_dim in (64, 128))
     ]
 
@@ -32,9 +32,11 @@ def name(problem: Problem) -> str:
 )
 def test_shipped_configuration_is_fit_for_sm80(problem):
     verdicts = check(problem)
-    assert {verdict.kernel for verdict in verdicts} == {
-        "flash_fwd", "flash_bwd_preprocess", "flash_bwd_dq", "flash_bwd_dkdv",
-    }  # fmt: skip
+    kernels = {"flash_fwd", "flash_bwd_preprocess", "flash_bwd_dq", "flash_bwd_dkdv"}
+    if problem.feature in DECODE_FEATURES:
+        kernels = {"paged_decode", "append_kv"}
+        kernels |= {"combine"} if problem.spec.num_splits > 1 else set()
+    assert {verdict.kernel for verdict in verdicts} == kernels
     assert not {v.kernel: v.failures for v in verdicts if v.failures}
 
 
@@ -104,3 +106,14 @@ def test_what_the_tiles_do_not_allow():
     unpipelined = replace(small, num_stages=1)
     on_sm80 = replace(problem, target="sm80")
     assert failures(on_sm80, "flash_bwd_dq", unpipelined, replace(FIT, cp_async=0)) == ()
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_decode_needs_tensor_cores_of_either_kind(target):
+    config = KernelConfig(block_q=64, block_kv=64, num_warps=4, num_stages=3)
+    problem = Problem("torch", target, "int8", 64, "decode")
+    assert failures(problem, "paged_decode", config, replace(FIT, wgmma=0)) == ()
+    assert failures(problem, "paged_decode", config, replace(FIT, mma=0, wgmma=0)) == (
+        "no mma.sync or wgmma",
+    )
+    assert failures(problem, "combine", config, replace(FIT, mma=0, wgmma=0, cp_async=0)) == ()
