@@ -4,34 +4,38 @@ from collections import Counter
 
 import pytest
 
-from interop.contract.cases import SUITES, FlashCase, flash_cases
-from interop.contract.spec import DTYPES
-from interop.contract.validate import Operand, check_flash_attention
+from interop.contract.cases import SUITES, DecodeCase, FlashCase, decode_cases, flash_cases
+from interop.contract.spec import DECODE_DTYPES, DTYPES, QUANTIZED_DTYPES, SPLITS_MAX, TOKENS_MAX
+from interop.contract.validate import Operand, check_flash_attention, check_paged_decode
 
 EVERY = {case.name: case for suite in SUITES for case in flash_cases(suite)}
+EVERY_DECODE = {case.name: case for suite in SUITES for case in decode_cases(suite)}
+
+of_both_kinds = pytest.mark.parametrize("cases", [flash_cases, decode_cases])
 
 
 @pytest.mark.parametrize("suite", SUITES)
 def test_names_are_unique(suite):
-    repeated = [
-        name for name, n in Counter(case.name for case in flash_cases(suite)).items() if n > 1
-    ]
-    assert not repeated
+    names = Counter(case.name for case in [*flash_cases(suite), *decode_cases(suite)])
+    assert not [name for name, n in names.items() if n > 1]
 
 
-def test_full_contains_quick():
-    assert set(flash_cases("quick")) < set(flash_cases("full"))
+@of_both_kinds
+def test_full_contains_quick(cases):
+    assert set(cases("quick")) < set(cases("full"))
 
 
-def test_an_unknown_suite_is_an_error():
+@of_both_kinds
+def test_an_unknown_suite_is_an_error(cases):
     with pytest.raises(KeyError, match="huge"):
-        flash_cases("huge")
+        cases("huge")
 
 
-def test_a_pattern_selects_by_name():
-    chosen = flash_cases("full", "softcap")
+@of_both_kinds
+def test_a_pattern_selects_by_name(cases):
+    chosen = cases("full", "softcap")
     assert chosen
-    assert chosen == [case for case in flash_cases("full") if "softcap" in case.name]
+    assert chosen == [case for case in cases("full") if "softcap" in case.name]
 
 
 @pytest.mark.parametrize("case", EVERY.values(), ids=EVERY)
@@ -72,3 +76,62 @@ def test_a_strided_case_has_tensors_that_can_be_packed():
     assert strided
     for case in strided:
         assert len({(b, s, d) for b, s, _, d in case.shapes}) == 1
+
+
+@pytest.mark.parametrize("case", EVERY_DECODE.values(), ids=EVERY_DECODE)
+def test_a_decode_case_describes_the_call_that_validation_accepts(case: DecodeCase):
+    spec, cache = case.spec, case.spec.cache
+    tokens = () if case.tokens is None else (case.tokens,)
+    pool = (cache.num_pages, cache.page_size, cache.heads)
+    operands = [
+        Operand("q", (spec.batch, *tokens, spec.heads_q, spec.head_dim), case.dtype),
+        Operand("k_pages", (*pool, cache.head_dim), cache.dtype),
+        Operand("v_pages", (*pool, cache.head_dim_v), cache.dtype),
+        Operand("block_tables", (spec.batch, cache.max_pages), "int32"),
+        Operand("seq_lens", (spec.batch,), "int32"),
+        Operand("sinks", (spec.heads_q,), "float32") if case.sinks else None,
+        Operand("k_scale", case.scale_shape, "float32") if cache.is_quantized else None,
+        Operand("v_scale", case.scale_shape, "float32") if cache.is_quantized else None,
+    ]
+    assert check_paged_decode(*operands, **case.options) == spec
+
+
+@pytest.mark.parametrize("case", EVERY_DECODE.values(), ids=EVERY_DECODE)
+def test_a_decode_case_has_room_for_its_sequences(case: DecodeCase):
+    cache = case.spec.cache
+    assert max(case.lengths, default=0) <= cache.capacity or case.spec.is_empty
+    assert cache.num_pages > len(case.lengths) * cache.max_pages
+
+
+@pytest.mark.parametrize("suite", ["quick", "full"])
+def test_suites_cover_every_option_of_a_decode(suite):
+    cases = decode_cases(suite)
+    assert {case.dtype for case in cases} == set(DECODE_DTYPES)
+    assert {case.kv_dtype for case in cases} == {None, *QUANTIZED_DTYPES}
+    assert {len(case.scale_shape) for case in cases if case.kv_dtype} == {0, 1}
+    assert {case.tokens is None for case in cases} == {False, True}
+    assert {None, 1} < {case.num_splits for case in cases}
+    assert any(case.page_size & (case.page_size - 1) for case in cases)
+    assert any(case.spec.group_size == 1 for case in cases)
+    assert any(case.head_dim != case.spec.head_dim_v for case in cases)
+    assert any(case.sinks and case.softcap and case.window_size and case.scale for case in cases)
+    assert any(case.spec.is_empty for case in cases)
+
+
+def test_a_decode_has_lengths_around_a_pages_end():
+    size = EVERY_DECODE["decode-bf16"].page_size
+    capacity = EVERY_DECODE["decode-bf16"].spec.cache.capacity
+    lengths = {0, 1, size - 1, size, size + 1, capacity}
+    assert lengths == set(EVERY_DECODE["decode-bf16"].lengths)
+
+
+def test_the_full_suite_reaches_the_limits_of_a_decode():
+    cases = decode_cases("full")
+    assert {case.tokens for case in cases} >= {1, TOKENS_MAX}
+    assert {case.page_size for case in cases} >= {1, 256}
+    assert max(case.num_splits or 1 for case in cases) <= SPLITS_MAX
+
+
+def test_a_large_decode_passes_two_to_the_31_elements():
+    caches = [case.spec.cache for case in decode_cases("large")]
+    assert max(c.num_pages * c.page_size * c.heads * c.head_dim for c in caches) > 2**31

@@ -8,16 +8,25 @@ from hypothesis import strategies as st
 from interop.contract.cost import (
     backward_bytes,
     backward_flops,
+    cache_bytes,
+    decode_bytes,
+    decode_flops,
     forward_bytes,
     forward_flops,
     visible_pairs,
 )
-from interop.contract.spec import AttentionSpec, Window
+from interop.contract.spec import AttentionSpec, DecodeSpec, PagedCache, Window
 
 SPEC = AttentionSpec(
     batch=2, seq_q=3, seq_kv=5, heads_q=4, heads_kv=2, head_dim=16, head_dim_v=24,
     dtype="float16", scale=1.0,
 )  # fmt: skip
+
+DECODE = DecodeSpec(
+    batch=3, tokens=2, heads_q=4, cache=PagedCache(9, 5, 4, 2, 16, 24, "float16"),
+    dtype="float16", scale=1.0,
+)  # fmt: skip
+LENGTHS = (0, 7, 20)
 
 sides = st.none() | st.integers(0, 15)
 
@@ -60,3 +69,47 @@ def test_float32_doubles_all_but_the_lse():
     wide = replace(SPEC, dtype="float32")
     for count in (forward_bytes, backward_bytes):
         assert count(wide) - lse == 2 * (count(SPEC) - lse)
+
+
+def test_flops_of_a_decode():
+    """The last of two tokens sees every key, the one before it all but one."""
+    pairs = 4 * ((6 + 7) + (19 + 20))
+    assert decode_flops(DECODE, LENGTHS) == 2 * (16 + 24) * pairs
+
+
+def test_bytes_of_a_decode():
+    q, out, lse = 2 * 3 * 2 * 4 * 16, 2 * 3 * 2 * 4 * 24, 4 * 3 * 4 * 2
+    keys = 2 * (7 + 20) * 2 * (16 + 24)
+    tables, lengths = 4 * (2 + 4), 4 * 3
+    assert cache_bytes(DECODE, LENGTHS) == keys
+    assert decode_bytes(DECODE, LENGTHS) == q + keys + tables + lengths + out + lse
+
+
+def test_keys_before_the_window_are_not_read():
+    """Tokens at 18 and 19 see 15 .. 18 and 16 .. 19: the last page alone."""
+    spec = replace(DECODE, batch=1, window_left=3)
+    assert decode_flops(spec, (20,)) == 2 * (16 + 24) * 4 * (4 + 4)
+    assert cache_bytes(spec, (20,)) == 2 * 5 * 2 * (16 + 24)
+    all_keys, all_pages = 2 * 15 * 2 * (16 + 24), 4 * 3
+    assert decode_bytes(replace(DECODE, batch=1), (20,)) - decode_bytes(spec, (20,)) == (
+        all_keys + all_pages
+    )
+
+
+def test_an_8_bit_cache_halves_the_keys_alone():
+    spec = replace(DECODE, cache=replace(DECODE.cache, dtype="int8"))
+    keys = cache_bytes(DECODE, LENGTHS)
+    assert 2 * cache_bytes(spec, LENGTHS) == keys
+    assert decode_bytes(DECODE, LENGTHS) - decode_bytes(spec, LENGTHS) == keys // 2
+
+
+@given(st.integers(-2, 22), st.integers(0, 4), sides)
+def test_a_key_is_read_once_however_many_tokens_see_it(length, tokens, left):
+    spec = replace(DECODE, batch=1, tokens=tokens, window_left=left)
+    seen = {key for token in range(tokens) for key in spec.visible_keys(token, length)}
+    assert cache_bytes(spec, (length,)) == 2 * len(seen) * 2 * (16 + 24)
+    pages = {key // 5 for key in seen}
+    rows = tokens * 4 * (2 * (16 + 24) + 4)
+    assert decode_bytes(spec, (length,)) == cache_bytes(spec, (length,)) + rows + 4 * (
+        len(pages) + 1
+    )

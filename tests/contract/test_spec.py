@@ -1,12 +1,18 @@
 """The semantic rules: how causal and window fold into one, and which keys a query sees."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from interop.contract.spec import AttentionSpec, Window
+from interop.contract.spec import AttentionSpec, DecodeSpec, MergeSpec, PagedCache, Window
 
 SEES_ALL = Window()
+CACHE = PagedCache(
+    num_pages=9, page_size=4, max_pages=3, heads=2, head_dim=16, head_dim_v=24, dtype="float16"
+)
+DECODE = DecodeSpec(batch=1, tokens=2, heads_q=8, cache=CACHE, dtype="float16", scale=1.0)
 
 
 def spec_of(seq_q: int, seq_kv: int, window: Window = SEES_ALL, **changes) -> AttentionSpec:
@@ -68,3 +74,49 @@ def test_is_empty_when_any_size_that_is_read_or_written_is_zero():
     assert spec_of(1, 0).is_empty
     assert spec_of(1, 1, batch=0).is_empty
     assert spec_of(1, 1, heads_q=0, heads_kv=1).is_empty
+
+
+@given(st.integers(-3, 15), st.integers(1, 6), sides)
+def test_a_new_token_sees_what_the_last_queries_of_causal_attention_see(length, tokens, left):
+    spec = replace(DECODE, tokens=tokens, window_left=left)
+    seq_kv = min(max(length, 0), CACHE.capacity)
+    same = spec_of(tokens, seq_kv, Window(left, 0))
+    for token in range(tokens):
+        assert list(spec.visible_keys(token, length)) == list(same.visible_keys(token))
+
+
+def test_a_cache_and_its_decode():
+    assert CACHE.capacity == 12
+    assert (DECODE.heads_kv, DECODE.group_size) == (2, 4)
+    assert (DECODE.head_dim, DECODE.head_dim_v) == (16, 24)
+    assert replace(DECODE, heads_q=0, cache=replace(CACHE, heads=0)).group_size == 1
+
+
+@pytest.mark.parametrize(
+    ("dtype", "bits", "quantized"),
+    [
+        ("float16", 16, False),
+        ("bfloat16", 16, False),
+        ("int8", 8, True),
+        ("float8_e4m3fn", 8, True),
+    ],
+)
+def test_dtypes_of_a_cache(dtype, bits, quantized):
+    cache = replace(CACHE, dtype=dtype)
+    assert cache.is_quantized == quantized
+    assert cache.dtype_bits == replace(DECODE, cache=cache).dtype_bits == bits
+
+
+def test_a_decode_is_empty_when_any_size_that_is_read_or_written_is_zero():
+    assert not DECODE.is_empty
+    for name in ("batch", "tokens", "heads_q"):
+        assert replace(DECODE, **{name: 0}).is_empty
+    for name in ("num_pages", "max_pages"):
+        assert replace(DECODE, cache=replace(CACHE, **{name: 0})).is_empty
+
+
+def test_a_merge_is_empty_without_states_or_rows():
+    spec = MergeSpec(num_states=2, batch=1, tokens=1, heads=1, head_dim_v=16, dtype="float16")
+    assert not spec.is_empty
+    for name in ("num_states", "batch", "tokens", "heads"):
+        assert replace(spec, **{name: 0}).is_empty

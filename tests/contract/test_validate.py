@@ -12,6 +12,7 @@ from interop.contract.validate import (
     Operand,
     check_choice,
     check_flash_attention,
+    check_page_ids,
     not_a_tensor,
     not_differentiable,
 )
@@ -197,3 +198,35 @@ def test_not_differentiable():
     )
     with pytest.raises(NotImplementedError, match=f"^{re.escape(message)}$"):
         not_differentiable("forward mode", "Use the reference.")
+
+
+TABLES = np.array([[0, 4, 2], [-1, 5, 99], [3, 1, -1]], np.int32)
+LENGTH = "expected a length from 0 to 12, got "
+PAGE = "expected one of the pool's 5 pages, got "
+
+
+def test_what_tables_and_lengths_may_hold():
+    check_page_ids(TABLES, np.array([12, 0, 8], np.int32), 5, 4)
+    check_page_ids(np.empty((2, 0), np.int32), np.zeros(2, np.int32), 0, 4)
+    check_page_ids(np.empty((0, 3), np.int32), np.empty(0, np.int32), 5, 4)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "message"),
+    [
+        ([13, 0, 0], f"seq_lens[0]: {LENGTH}13"),
+        ([0, -1, 99], f"seq_lens[1]: {LENGTH}-1"),
+        ([0, 0, 2**31 - 1], f"seq_lens[2]: {LENGTH}{2**31 - 1}"),
+        ([12, 1, 99], f"block_tables[1, 0]: {PAGE}-1"),
+        ([12, 0, 9], f"block_tables[2, 2]: {PAGE}-1"),
+    ],
+)
+def test_the_first_sequence_that_leaves_the_pool_is_named(lengths, message):
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        check_page_ids(TABLES, np.array(lengths, np.int32), 5, 4)
+
+
+def test_a_pool_without_pages_has_no_key():
+    message = "block_tables[0, 0]: expected one of the pool's 0 pages, got 0"
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        check_page_ids(np.zeros((1, 2), np.int32), np.array([1], np.int32), 0, 4)
