@@ -67,11 +67,13 @@ DECODE_MISTAKES = [
         {"v_pages": ((9, 8, 2, 48), "int8")}, {},
     ),
     (
-        ValueError, "v_pages: expected k_pages' pages, page size and heads (9, 8, 2), got (9, 4, 2)",
+        ValueError,
+        "v_pages: expected k_pages' pages, page size and heads (9, 8, 2), got (9, 4, 2)",
         {"v_pages": ((9, 4, 2, 48), "bfloat16")}, {},
     ),
     (
-        ValueError, "v_pages: expected k_pages' pages, page size and heads (9, 8, 2), got (8, 8, 2)",
+        ValueError,
+        "v_pages: expected k_pages' pages, page size and heads (9, 8, 2), got (8, 8, 2)",
         {"v_pages": ((8, 8, 2, 48), "bfloat16")}, {},
     ),
     (

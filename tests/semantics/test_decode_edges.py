@@ -1,0 +1,82 @@
+"""Sizes of zero, and data that points outside the pool: exact results, never a read elsewhere."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from interop.contract.cases import DecodeCase
+from interop.parity.inputs import make_inputs
+
+CASE = DecodeCase(
+    "edge", lengths=(7, 12, 20), tokens=2, heads_q=4, heads_kv=2, head_dim=32, head_dim_v=16,
+    page_size=5, max_pages=4,
+)  # fmt: skip
+
+
+def decode(side, implementation, inputs):
+    return side.call("paged_decode", inputs, return_lse=True, implementation=implementation)
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"batch": 0},
+        {"tokens": 0},
+        {"heads_q": 0},
+        {"heads_q": 0, "heads_kv": 0},
+        {"max_pages": 0},
+        {"num_pages": 0},
+        {"batch": 0, "num_pages": 0},
+    ],
+    ids=str,
+)
+def test_sizes_of_zero(side, implementation, torch_device, sizes, sinks):
+    some = {"batch": 2, "tokens": 3, "heads_q": 4, "heads_kv": 2, "max_pages": 3, "num_pages": 5}
+    batch, tokens, heads_q, heads_kv, max_pages, num_pages = (some | sizes).values()
+    inputs = {
+        "q": torch.ones(batch, tokens, heads_q, 32, dtype=torch.bfloat16),
+        "k_pages": torch.ones(num_pages, 4, heads_kv, 32, dtype=torch.bfloat16),
+        "v_pages": torch.ones(num_pages, 4, heads_kv, 16, dtype=torch.bfloat16),
+        "block_tables": torch.zeros(batch, max_pages, dtype=torch.int32),
+        "seq_lens": torch.full((batch,), 7, dtype=torch.int32),
+    }
+    if sinks:
+        inputs["sinks"] = torch.arange(heads_q, dtype=torch.float32)
+    inputs = {name: x.to(torch_device) for name, x in inputs.items()}
+    out, lse = decode(side, implementation, inputs)
+    assert (out.shape, out.dtype) == ((batch, tokens, heads_q, 16), torch.bfloat16)
+    assert (lse.shape, lse.dtype) == ((batch, heads_q, tokens), torch.float32)
+    assert (out == 0).all()
+    assert (lse == (inputs["sinks"][:, None] if sinks else -torch.inf)).all()
+
+
+def test_no_sequence_has_a_key(side, implementation, torch_device):
+    inputs = make_inputs(replace(CASE, lengths=(0, 0, 0)), torch_device)
+    out, lse = decode(side, implementation, inputs)
+    assert (out == 0).all()
+    assert (lse == -torch.inf).all()
+
+
+def test_lengths_that_no_sequence_can_have(side, implementation, torch_device):
+    """Past the capacity they are the capacity, below 0 they are 0."""
+    inputs = make_inputs(replace(CASE, lengths=(20, 20, 0)), torch_device)
+    lengths = torch.tensor([21, 2**31 - 1, -(2**31)], dtype=torch.int32, device=torch_device)
+    want = decode(side, implementation, inputs)
+    got = decode(side, implementation, inputs | {"seq_lens": lengths})
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+def test_page_ids_out_of_range(side, implementation, torch_device):
+    """They give what some page of the pool holds, and do not disturb the other sequences."""
+    inputs = make_inputs(CASE, torch_device)
+    for name in ("k_pages", "v_pages"):
+        inputs[name] = inputs[name].nan_to_num(1.0)
+    tables = inputs["block_tables"].clone()
+    tables[1, :3] = torch.tensor([-1, len(inputs["k_pages"]), 2**31 - 1])
+    want = decode(side, implementation, inputs)
+    got = decode(side, implementation, inputs | {"block_tables": tables})
+    for a, b in zip(got, want, strict=True):
+        assert a.isfinite().all()
+        assert torch.equal(a[[0, 2]], b[[0, 2]])

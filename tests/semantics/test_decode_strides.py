@@ -1,0 +1,149 @@
+"""Views mean what contiguous tensors mean, and nothing outside them is read or written.
+
+torch alone: JAX arrays have no strides. The kernels give the same bits; the reference's matrix
+products may choose their order.
+"""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import torch_attn
+from interop.contract.cases import DecodeCase
+from interop.parity.inputs import make_inputs
+from tests.oracle import assert_decode_within_budget
+from tests.sides import TorchSide
+
+CASE = DecodeCase(
+    "strides", lengths=(7, 0, 63), tokens=2, head_dim=24, head_dim_v=24, page_size=5, max_pages=13,
+    num_splits=2,
+)  # fmt: skip
+NAN = float("nan")
+
+
+@pytest.fixture(scope="module")
+def torch_side(torch_device):
+    return TorchSide(torch_device)
+
+
+def in_a_poisoned_box(x):
+    """`x` as the inside of a larger tensor; its first element is aligned to nothing."""
+    poison = NAN if x.is_floating_point() else 1 << 30
+    box = torch.full([n + 2 for n in x.shape], poison, dtype=x.dtype, device=x.device)
+    inside = box[tuple(slice(1, n + 1) for n in x.shape)]
+    inside[...] = x
+    return inside
+
+
+def one_pool(k_pages, v_pages):
+    """[P, 2, page_size, H, D], the keys and values of a page side by side."""
+    pool = torch.stack([k_pages, v_pages], dim=1)
+    return pool[:, 0], pool[:, 1]
+
+
+def heads_first(k_pages, v_pages):
+    """[P, H, page_size, D]."""
+    return tuple(x.transpose(1, 2).contiguous().transpose(1, 2) for x in (k_pages, v_pages))
+
+
+def boxed(k_pages, v_pages):
+    return in_a_poisoned_box(k_pages), in_a_poisoned_box(v_pages)
+
+
+LAYOUTS = [one_pool, heads_first, boxed]
+
+
+def decode(side, implementation, inputs, **options):
+    options = CASE.options | {"implementation": implementation} | options
+    return side.call("paged_decode", inputs, return_lse=True, **options)
+
+
+def assert_layout_does_not_matter(side, implementation, inputs, strided):
+    got = decode(side, implementation, inputs | strided)
+    assert_decode_within_budget(got, inputs, CASE.spec)
+    if implementation == "triton":
+        for a, b in zip(got, decode(side, implementation, inputs), strict=True):
+            assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_any_layout_of_the_pools(torch_side, implementation, torch_device, layout):
+    inputs = make_inputs(CASE, torch_device)
+    k_pages, v_pages = layout(inputs["k_pages"], inputs["v_pages"])
+    assert not k_pages.is_contiguous()
+    strided = {"k_pages": k_pages, "v_pages": v_pages}
+    assert_layout_does_not_matter(torch_side, implementation, inputs, strided)
+
+
+def test_any_layout_of_the_rest(torch_side, implementation, torch_device):
+    inputs = make_inputs(CASE, torch_device)
+    strided = {name: in_a_poisoned_box(inputs[name]) for name in ("q", "block_tables", "seq_lens")}
+    assert_layout_does_not_matter(torch_side, implementation, inputs, strided)
+
+
+def test_one_table_for_many_sequences(torch_side, implementation, torch_device):
+    """A stride of 0."""
+    inputs = make_inputs(CASE, torch_device)
+    table = inputs["block_tables"][2:].expand(3, -1)
+    inputs["block_tables"] = table.contiguous()
+    strided = {"block_tables": table}
+    assert_layout_does_not_matter(torch_side, implementation, inputs, strided)
+
+
+def test_nothing_is_read_outside_the_pool(torch_side, implementation, torch_device):
+    """Ids out of range and lengths past the capacity, where all around is NaN or no page's id."""
+    inputs = make_inputs(replace(CASE, lengths=(63, 64, 65)), torch_device)
+    for name in ("k_pages", "v_pages"):
+        inputs[name] = in_a_poisoned_box(inputs[name].nan_to_num(1.0))
+    pages = len(inputs["k_pages"])
+    inputs["block_tables"][0, :4] = torch.tensor([-1, pages, 2**31 - 1, -(2**31)])
+    inputs["block_tables"] = in_a_poisoned_box(inputs["block_tables"])
+    inputs["seq_lens"] = torch.tensor([63, 66, 2**31 - 1], dtype=torch.int32, device=torch_device)
+    for x in decode(torch_side, implementation, inputs):
+        assert x.isfinite().all()
+
+
+def append(implementation, inputs, pools):
+    """Write numbers into pools in place."""
+    k_new, v_new = inputs["q"][:, :, :2], inputs["q"][:, :, 2:]
+    torch_attn.append_kv(
+        k_new, in_a_poisoned_box(v_new), *pools, inputs["block_tables"], inputs["seq_lens"],
+        implementation=implementation,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_writing_into_any_layout(implementation, torch_device, layout):
+    inputs = make_inputs(CASE, torch_device)
+    pools = [inputs[name].nan_to_num(7.0) for name in ("k_pages", "v_pages")]
+    strided = layout(*pools)
+    around = [x._base.isnan() for x in strided]
+    append(implementation, inputs, strided)
+    append(implementation, inputs, pools)
+    for got, want, outside in zip(strided, pools, around, strict=True):
+        assert torch.equal(got, want)
+        assert torch.equal(got._base.isnan(), outside)
+
+
+def test_offsets_past_32_bits(torch_side, torch_device):
+    """The last page lies 2^31 elements away. Untouched memory takes none."""
+    inputs = make_inputs(CASE, torch_device)
+    tables, last = inputs["block_tables"], len(inputs["k_pages"]) - 1
+    page = int(tables[2, 12])  # it holds the longest sequence's new tokens, and goes to the end
+    inputs["block_tables"] = tables.where(tables != last, page).where(tables != page, last)
+    far = {}
+    for name in ("k_pages", "v_pages"):
+        pool = inputs[name]
+        pool[[page, last]] = pool[[last, page]]
+        strides = 2**31 // last + 8, *pool.stride()[1:]
+        memory = torch.empty(
+            last * strides[0] + pool[0].numel(), dtype=pool.dtype, device=torch_device
+        )
+        far[name] = memory.as_strided(pool.shape, strides).copy_(pool)
+    assert_layout_does_not_matter(torch_side, "triton", inputs, far)
+    pools = [inputs[name] for name in far]
+    append("triton", inputs, pools)
+    append("triton", inputs, list(far.values()))
+    for got, want in zip(far.values(), pools, strict=True):
+        assert torch.equal(got.nan_to_num(), want.nan_to_num())
