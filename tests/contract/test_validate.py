@@ -13,6 +13,7 @@ from interop.contract.validate import (
     check_choice,
     check_flash_attention,
     check_page_ids,
+    no_gradient,
     not_a_tensor,
     not_differentiable,
 )
@@ -198,6 +199,15 @@ def test_not_differentiable():
     )
     with pytest.raises(NotImplementedError, match=f"^{re.escape(message)}$"):
         not_differentiable("forward mode", "Use the reference.")
+
+
+def test_no_gradient():
+    message = (
+        "append_kv: a gradient is not supported; give it operands that need none "
+        "(torch.no_grad, jax.lax.stop_gradient), or use flash_attention"
+    )
+    with pytest.raises(NotImplementedError, match=f"^{re.escape(message)}$"):
+        no_gradient("append_kv")
 
 
 TABLES = np.array([[0, 4, 2], [-1, 5, 99], [3, 1, -1]], np.int32)
