@@ -47,10 +47,12 @@ def generate(
     """
 
     def step(carry, gumbel):
-        tokens, pool, seq_lens = carry
+        tokens, (k_pages, v_pages), seq_lens = carry
         seq_lens = seq_lens + 1
         x, q, k, v = project(weights, tokens)
-        pool = append_kv(k, v, *pool, block_tables, seq_lens, implementation=implementation)
+        pool = append_kv(
+            k, v, k_pages, v_pages, block_tables, seq_lens, implementation=implementation
+        )
         attended = paged_decode(q, *pool, block_tables, seq_lens, implementation=implementation)
         x = x + jnp.einsum("bhd,hdo->bo", attended.astype(jnp.float32), weights["out"])
         tokens = (x @ weights["logits"] + gumbel).argmax(-1)

@@ -29,9 +29,8 @@ def decode_in_both(device: str, implementation: str | None = None) -> tuple[np.n
     """
     toy = jax.tree.map(lambda x: torch.tensor(x, device=device), toy_model.make_toy())
     # What is in a slot before a token is appended does not matter.
-    pool = tuple(
-        torch.empty(toy_model.POOL_SHAPE, dtype=torch.float16, device=device) for _ in "kv"
-    )
+    k_pages, v_pages = torch.empty(2, *toy_model.POOL_SHAPE, dtype=torch.float16, device=device)
+    pool = k_pages, v_pages
 
     torch_decoding.prefill(
         toy.weights, toy.prompts, pool, toy.block_tables, toy.seq_lens, implementation

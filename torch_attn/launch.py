@@ -128,12 +128,11 @@ def cache_arguments(
     }
     for name, pages, scale in (("k", k_pages, k_scale), ("v", v_pages, v_scale)):
         page, slot, head, _ = pages.stride()
-        per_head = scale is not None and scale.ndim == 1
         arguments |= {
             f"{name}_page": page,
             f"{name.upper()}_SLOT": slot,
             f"{name}_head": head,
-            f"{name}_scale_head": scale.stride(0) if per_head else 0,
+            f"{name}_scale_head": 0 if scale is None or scale.ndim == 0 else scale.stride(0),
         }
     return arguments
 

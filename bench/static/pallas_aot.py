@@ -48,22 +48,27 @@ def _flash(spec: AttentionSpec, target: str):
 def _decode(spec: DecodeSpec, target: str):
     cache = spec.cache
 
-    def decode_and_append(q, k_new, v_new, k_pages, v_pages, tables, lengths, sinks, *scales):
-        scales = scales or (None, None)
-        pages = (k_pages, v_pages, tables, lengths)
-        pools = append_kv(k_new, v_new, *pages, *scales, cache, backend=target)
-        return pools, paged_decode(q, *pages, sinks, *scales, spec, backend=target)
+    def decode_and_append(q, k_new, v_new, k_pages, v_pages, tables, lengths, sinks, scale):
+        pools = append_kv(
+            k_new, v_new, k_pages, v_pages, tables, lengths, scale, scale, cache, backend=target
+        )
+        results = paged_decode(
+            q, k_pages, v_pages, tables, lengths, sinks, scale, scale, spec, backend=target
+        )
+        return pools, results
 
     pages = (cache.num_pages, cache.page_size, cache.heads)
     new = (spec.dtype, spec.batch, spec.tokens, cache.heads)
     return decode_and_append, (
         _empty(spec.dtype, spec.batch, spec.tokens, spec.heads_q, spec.head_dim),
-        *(_empty(*new, size) for size in (cache.head_dim, cache.head_dim_v)),
-        *(_empty(cache.dtype, *pages, size) for size in (cache.head_dim, cache.head_dim_v)),
+        _empty(*new, cache.head_dim),
+        _empty(*new, cache.head_dim_v),
+        _empty(cache.dtype, *pages, cache.head_dim),
+        _empty(cache.dtype, *pages, cache.head_dim_v),
         _empty("int32", spec.batch, cache.max_pages),
         _empty("int32", spec.batch),
         _empty("float32", spec.heads_q),
-        *([_empty("float32", cache.heads)] * 2 if cache.is_quantized else []),
+        _empty("float32", cache.heads) if cache.is_quantized else None,
     )
 
 

@@ -47,15 +47,16 @@ def _decode(spec: DecodeSpec) -> None:
     cache = spec.cache
     pages = (cache.num_pages, cache.page_size, cache.heads)
     new = (spec.dtype, spec.batch, spec.tokens, cache.heads)
-    pools = [_empty(cache.dtype, *pages, size) for size in (cache.head_dim, cache.head_dim_v)]
+    k_pages = _empty(cache.dtype, *pages, cache.head_dim)
+    v_pages = _empty(cache.dtype, *pages, cache.head_dim_v)
     tables = _empty("int32", spec.batch, cache.max_pages)
     lengths = _empty("int32", spec.batch)
-    scales = [_empty("float32", cache.heads) if cache.is_quantized else None] * 2
+    scale = _empty("float32", cache.heads) if cache.is_quantized else None
     q = _empty(spec.dtype, spec.batch, spec.tokens, spec.heads_q, spec.head_dim)
     sinks = _empty("float32", spec.heads_q)
-    paged_decode(q, *pools, tables, lengths, sinks, *scales, spec)
-    k_new, v_new = (_empty(*new, size) for size in (cache.head_dim, cache.head_dim_v))
-    append_kv(k_new, v_new, *pools, tables, lengths, *scales, cache)
+    paged_decode(q, k_pages, v_pages, tables, lengths, sinks, scale, scale, spec)
+    k_new, v_new = _empty(*new, cache.head_dim), _empty(*new, cache.head_dim_v)
+    append_kv(k_new, v_new, k_pages, v_pages, tables, lengths, scale, scale, cache)
 
 
 def _empty(dtype: str, *shape: int) -> torch.Tensor:

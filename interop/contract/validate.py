@@ -305,9 +305,10 @@ def _resolve_splits(num_splits: Any) -> int | None:
     expected = f"None or an integer from 1 to {SPLITS_MAX}"
     if isinstance(num_splits, bool) or not isinstance(num_splits, Integral):
         fail(TypeError, "num_splits", expected, repr(num_splits))
-    if not 1 <= num_splits <= SPLITS_MAX:
-        fail(ValueError, "num_splits", expected, num_splits)
-    return int(num_splits)
+    splits = int(num_splits)
+    if not 1 <= splits <= SPLITS_MAX:
+        fail(ValueError, "num_splits", expected, splits)
+    return splits
 
 
 def check_choice(name: str, value: Any, choices: Sequence[str]) -> None:

@@ -157,17 +157,14 @@ def _evaluate_flash(inputs: Tensors, spec: AttentionSpec, dtype: torch.dtype) ->
 
 def _evaluate_decode(inputs: Tensors, spec: DecodeSpec, dtype: torch.dtype) -> Tensors:
     q = inputs["q"].view(spec.batch, spec.tokens, spec.heads_q, spec.head_dim)
-    pools = inputs["k_pages"], inputs["v_pages"]
-    factors = [inputs.get(name) for name in ("sinks", "k_scale", "v_scale")]
+    operands = dict.fromkeys(("sinks", "k_scale", "v_scale")) | inputs
     out = q.new_empty((*q.shape[:3], spec.head_dim_v), dtype=dtype)
     lse = q.new_empty((spec.batch, spec.heads_q, spec.tokens), dtype=dtype)
-    one_spec = replace(spec, batch=1)
     for b in range(spec.batch):
         one = slice(b, b + 1)
-        tables, lengths = inputs["block_tables"][one], inputs["seq_lens"][one]
-        out[one], lse[one] = paged_forward(
-            q[one], *pools, tables, lengths, *factors, one_spec, dtype
-        )
+        rows = {name: inputs[name][one] for name in ("block_tables", "seq_lens")}
+        operands |= rows | {"q": q[one]}
+        out[one], lse[one] = paged_forward(**operands, spec=replace(spec, batch=1), dtype=dtype)
     if inputs["q"].ndim == 3:
         out, lse = out.squeeze(1), lse.squeeze(2)
     return {"out": out, "lse": lse}

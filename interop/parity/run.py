@@ -138,7 +138,7 @@ def _run_torch(call: Callable[..., Any], inputs: Tensors) -> Tensors:
     outputs = call(**operands, return_lse=True)
     results = {name: x.detach() for name, x in zip(OUTPUTS, outputs, strict=True)}
     if gradients:
-        found = torch.autograd.grad(outputs, operands.values(), gradients.values())
+        found = torch.autograd.grad(outputs, tuple(operands.values()), tuple(gradients.values()))
         results |= {f"d{name}": x for name, x in zip(operands, found, strict=True)}
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
