@@ -1,10 +1,12 @@
 """What the functions of decoding give under JAX's transformations, and what they refuse."""
 
+import inspect
 import os
 import subprocess
 import sys
 from dataclasses import replace
 from functools import partial
+from textwrap import dedent
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+import pallas_attn
 from interop.contract.cases import DecodeCase
 from interop.contract.reference import merge as merge_oracle
 from interop.contract.reference import paged_forward
@@ -302,6 +305,15 @@ def test_explain_decode():
     asked = explain_decode(**inputs, implementation="triton")
     assert (asked.implementation, asked.execution, asked.device) == ("triton", "interpreter", "cpu")
     assert set(asked.configs) == set(CASE.spec.kernels)
+    nothing = inputs | {"block_tables": inputs["block_tables"][:, :0]}
+    empty = explain_decode(**nothing, implementation="triton")
+    assert (empty.execution, empty.configs) == ("framework", {})
+
+
+@pytest.mark.parametrize("name", pallas_attn.__all__)
+def test_the_example_of_a_docstring_runs(name):
+    _, example = inspect.getdoc(getattr(pallas_attn, name)).split("Example::\n")
+    exec(compile(dedent(example), name, "exec"), {})
 
 
 SHARDED = """
