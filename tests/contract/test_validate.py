@@ -7,12 +7,15 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from interop.contract.spec import Window
+from interop.contract.spec import MergeSpec, PagedCache, Window
 from interop.contract.validate import (
     Operand,
+    check_append_kv,
     check_choice,
     check_flash_attention,
+    check_merge_states,
     check_page_ids,
+    check_paged_decode,
     no_gradient,
     not_a_tensor,
     not_differentiable,
@@ -208,6 +211,93 @@ def test_no_gradient():
     )
     with pytest.raises(NotImplementedError, match=f"^{re.escape(message)}$"):
         no_gradient("append_kv")
+
+
+# Decoding. Which mistake gives which message is in tests/semantics/test_decode_bad_input.py,
+# where both sides are held to the same list; here is what those sides cannot show on a CPU.
+
+DECODE = {
+    "q": Operand("q", (2, 3, 4, 32), "float16", "cpu"),
+    "k_pages": Operand("k_pages", (9, 8, 2, 32), "int8", "cpu"),
+    "v_pages": Operand("v_pages", (9, 8, 2, 48), "int8", "cpu"),
+    "block_tables": Operand("block_tables", (2, 5), "int32", "cpu"),
+    "seq_lens": Operand("seq_lens", (2,), "int32", "cpu"),
+    "sinks": Operand("sinks", (4,), "float32", "cpu"),
+    "k_scale": Operand("k_scale", (), "float32", "cpu"),
+    "v_scale": Operand("v_scale", (2,), "float32", "cpu"),
+}
+APPEND = {
+    "k_new": Operand("k_new", (2, 3, 2, 32), "float16", "cpu"),
+    "v_new": Operand("v_new", (2, 3, 2, 48), "float16", "cpu"),
+} | {name: x for name, x in DECODE.items() if name not in ("q", "sinks")}
+MERGE = {
+    "outs": Operand("outs", (5, 2, 3, 4, 48), "float32", "cpu"),
+    "lses": Operand("lses", (5, 2, 4, 3), "float32", "cpu"),
+}
+NO_DECODE_OPTIONS = {"scale": None, "window_size": None, "softcap": None, "num_splits": None}
+CACHE = PagedCache(9, 8, 5, 2, 32, 48, "int8")
+
+
+def check_decode(operands=DECODE, **options):
+    return check_paged_decode(**operands, **(NO_DECODE_OPTIONS | options))
+
+
+def test_a_right_decode_is_described_with_its_defaults_resolved():
+    spec = check_decode()
+    assert (spec.batch, spec.tokens, spec.heads_q, spec.dtype) == (2, 3, 4, "float16")
+    assert spec.cache == CACHE
+    assert spec.scale == 32**-0.5
+    assert (spec.window_left, spec.softcap, spec.num_splits) == (None, None, None)
+    single = DECODE | {"q": Operand("q", (2, 4, 32), "float16")}
+    assert check_decode(single) == replace(spec, tokens=1)
+
+
+def test_options_of_a_decode_become_plain_python_numbers():
+    spec = check_decode(
+        scale=Fraction(1, 4),
+        window_size=[np.int64(3), 7],
+        softcap=np.float32(2),
+        num_splits=np.int8(5),
+    )
+    assert (spec.scale, spec.window_left, spec.softcap, spec.num_splits) == (0.25, 3, 2.0, 5)
+    types = {type(x) for x in (spec.scale, spec.window_left, spec.softcap, spec.num_splits)}
+    assert types == {float, int}
+
+
+def test_the_right_side_of_a_decodes_window_changes_nothing():
+    assert check_decode(window_size=(3, 0)) == check_decode(window_size=(3, None))
+    assert check_decode(window_size=(None, 5)) == check_decode()
+
+
+def test_right_writes_and_merges_are_described():
+    assert check_append_kv(**APPEND) == CACHE
+    single = {"k_new": Operand("k_new", (2, 2, 32), "float16")}
+    single["v_new"] = Operand("v_new", (2, 2, 48), "float16")
+    assert check_append_kv(**APPEND | single) == CACHE
+    assert check_merge_states(**MERGE) == MergeSpec(5, 2, 3, 4, 48, "float32")
+    outs, lses = Operand("outs", (5, 2, 4, 48), "float32"), Operand("lses", (5, 2, 4), "float32")
+    assert check_merge_states(outs, lses) == MergeSpec(5, 2, 1, 4, 48, "float32")
+
+
+OF_DECODING = [
+    (check, operands, name)
+    for check, operands in (
+        (check_decode, DECODE),
+        (lambda operands: check_append_kv(**operands), APPEND),
+        (lambda operands: check_merge_states(**operands), MERGE),
+    )
+    for name in list(operands)[1:]
+]
+
+
+@pytest.mark.parametrize(
+    ("check", "operands", "name"), OF_DECODING, ids=[name for _, _, name in OF_DECODING]
+)
+def test_operands_of_decoding_are_on_one_device(check, operands, name):
+    check(operands | {name: replace(operands[name], device=None)})
+    message = f"{name}: expected {next(iter(operands))}'s device cpu, got cuda:1"
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        check(operands | {name: replace(operands[name], device="cuda:1")})
 
 
 TABLES = np.array([[0, 4, 2], [-1, 5, 99], [3, 1, -1]], np.int32)
