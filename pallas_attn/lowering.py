@@ -90,6 +90,11 @@ def _lower(
     for argument, value in (("mesh", mesh), ("metadata", metadata)):
         if value:
             fail(NotImplementedError, argument, "nothing with TritonCompilerParams", value)
+    for x in (*ctx.avals_in, *ctx.avals_out):
+        # The lowering's offsets have 32 bits, and a sign, up to 2^32 bytes.
+        if 2**31 < x.size * x.dtype.itemsize <= 2**32 and x.dtype.itemsize == 1:
+            expected = "arrays in 8 bits to have at most 2^31 or more than 2^32 elements"
+            fail(NotImplementedError, name, expected, f"shape {x.shape}")
     config, target = compiler_params.config, compiler_params.target
     recorded = _recorded.get()
     capability = _capability(target, None if recorded is not None else _device())

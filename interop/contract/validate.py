@@ -276,6 +276,9 @@ def _check_cache(
     for x in (new, k_pages, v_pages, block_tables, seq_lens):
         _check_rows(x)
     max_pages = block_tables.shape[1]
+    capacity = max_pages * page_size
+    if capacity >= 2**31:
+        fail(NotImplementedError, "block_tables", "a capacity of less than 2^31 keys", capacity)
     return PagedCache(
         num_pages, page_size, max_pages, heads, head_dim, v_pages.shape[3], k_pages.dtype
     )

@@ -269,6 +269,15 @@ def test_the_right_side_of_a_decodes_window_changes_nothing():
     assert check_decode(window_size=(None, 5)) == check_decode()
 
 
+def test_positions_fit_in_32_bits():
+    most = Operand("block_tables", (2, 2**28 - 1), "int32")
+    assert check_decode(DECODE | {"block_tables": most}).cache.capacity == 2**31 - 8
+    more = Operand("block_tables", (2, 2**28), "int32")
+    message = r"^block_tables: expected a capacity of less than 2\^31 keys, got 2147483648$"
+    with pytest.raises(NotImplementedError, match=message):
+        check_decode(DECODE | {"block_tables": more})
+
+
 def test_right_writes_and_merges_are_described():
     assert check_append_kv(**APPEND) == CACHE
     single = {"k_new": Operand("k_new", (2, 2, 32), "float16")}

@@ -176,6 +176,29 @@ def test_an_operand_and_the_output_that_shares_its_memory_are_named_to_xla():
     assert "tf.aliasing_output = 0" in text
 
 
+@pytest.mark.parametrize("size", [2**31, 2**32 + SIZE, 2**31 + SIZE, 2**32])
+def test_offsets_in_8_bits_that_the_lowering_would_get_wrong_are_refused(size):
+    """When this fails because JAX counts such offsets right, drop the refusal."""
+    x = jax.ShapeDtypeStruct((size,), jnp.int8)
+    call = pl.pallas_call(
+        increment_kernel,
+        out_shape=x,
+        grid=(2,),
+        in_specs=[pl.BlockSpec((SIZE,), lambda i: (i,))],
+        out_specs=pl.BlockSpec((SIZE,), lambda i: (i,)),
+        compiler_params=TritonCompilerParams(CONFIG, "sm80"),
+        name="increment",
+    )
+    with recording() as kernels:
+        trace = jax.jit(call).trace(x)
+        if size in (2**31, 2**32 + SIZE):
+            trace.lower(lowering_platforms=("cuda",))
+            assert ("i64" in kernels[0][2].asm["ttir"]) == (size > 2**32)
+        else:
+            with pytest.raises(NotImplementedError, match=r"increment: expected arrays in 8 bits"):
+                trace.lower(lowering_platforms=("cuda",))
+
+
 def test_missing_triton_is_named(on_hopper, monkeypatch):
     monkeypatch.delitem(sys.modules, "pallas_attn.ttir", raising=False)
     monkeypatch.delattr("pallas_attn.ttir", raising=False)
