@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -97,9 +98,12 @@ NAMESPACES = {
 
 def run(namespace, inputs, spec):
     convert, dtype = NAMESPACES[namespace]
+    forward = partial(paged_forward, spec=spec, dtype=dtype)
+    if namespace == "jax":
+        forward = jax.jit(forward)
     with np.errstate(divide="ignore"), jax.enable_x64(True):
         arrays = [None if x is None else convert(x) for x in inputs]
-        return [np.asarray(x) for x in paged_forward(*arrays, spec, dtype)]
+        return [np.asarray(x) for x in forward(*arrays)]
 
 
 def close(got, want):

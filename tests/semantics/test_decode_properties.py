@@ -31,7 +31,6 @@ any_case = st.builds(
     head_dim_v=st.sampled_from([16, 24, 64]),
     dtype=st.sampled_from(["float16", "bfloat16"]),
     page_size=st.sampled_from([1, 4, 17, 32, 100]),
-    max_pages=st.just(120),
     kv_dtype=st.sampled_from([None, "int8", "float8_e4m3fn"]),
     scale_shape=st.just(()),
     sinks=st.booleans(),
@@ -40,7 +39,7 @@ any_case = st.builds(
     | st.tuples(st.sampled_from([None, 0, 5, 40]), st.sampled_from([None, 2])),
     softcap=st.sampled_from([None, 2.0, 25.0]),
     num_splits=st.sampled_from([None, 1, 2, 5]),
-)
+).map(lambda case: replace(case, max_pages=-(-120 // case.page_size)))
 
 
 def decode(side, implementation, inputs, case=CASE, **options):
@@ -70,14 +69,11 @@ def test_any_problem_is_within_budget(side, implementation, torch_device, case):
     assert_decode_within_budget(got, inputs, case.spec)
 
 
-@settings(max_examples=settings.default.max_examples // 5)
-@given(seed=st.integers(0, 1000))
-def test_where_pages_lie_does_not_matter(side, implementation, torch_device, seed):
+def test_where_pages_lie_does_not_matter(side, implementation, torch_device):
     """Bit for bit: a page may be anywhere in the pool."""
     inputs = make_inputs(CASE, torch_device)
     tables, num_pages = inputs["block_tables"], CASE.spec.cache.num_pages
-    order = torch.randperm(num_pages, generator=torch.Generator().manual_seed(seed))
-    order = order.to(torch_device)
+    order = torch.randperm(num_pages, generator=torch.Generator().manual_seed(0)).to(torch_device)
     used = (tables >= 0) & (tables < num_pages)
     moved = torch.where(used, order[tables.clamp(0, num_pages - 1).long()].int(), tables)
     pools = {}
@@ -131,7 +127,7 @@ def test_sequences_of_a_batch_do_not_meet(side, torch_device):
     assert equal((out[:1], lse[:1]), decode(side, "triton", inputs | alone))
 
 
-@pytest.mark.parametrize("num_splits", [1, 2, 64])
+@pytest.mark.parametrize("num_splits", [1, 9])
 def test_the_number_of_splits_changes_rounding_alone(
     side, implementation, torch_device, num_splits
 ):
@@ -213,7 +209,8 @@ def test_large_scores_do_not_overflow(side, implementation, torch_device):
 
 def test_a_decode_is_deterministic(side, torch_device):
     """Many splits on a GPU, where programs race; the interpreters run them in order."""
-    length = 8192 if torch_device == "cuda" else 150
-    case = replace(CASE, lengths=(length,) * 4, max_pages=-(-length // CASE.page_size))
+    case = CASE
+    if torch_device == "cuda":
+        case = replace(CASE, lengths=(8192,) * 4, max_pages=1700, num_splits=64)
     inputs = make_inputs(case, torch_device)
-    assert equal(decode(side, "triton", inputs), decode(side, "triton", inputs))
+    assert equal(decode(side, "triton", inputs, case), decode(side, "triton", inputs, case))
