@@ -277,7 +277,7 @@ def _quick_decode() -> Iterator[DecodeCase]:
     yield replace(base, name="decode-int8", kv_dtype="int8", dtype="float16")
     yield replace(base, name="decode-fp8", kv_dtype="float8_e4m3fn", scale_shape=(2,))
     yield replace(
-        base, name="decode-all-options", tokens=5, sinks=True, window_size=(40, 0), softcap=25.0,
+        base, name="decode-all-options", tokens=5, sinks=True, window_size=(60, 0), softcap=25.0,
         scale=0.2, num_splits=4,
     )  # fmt: skip
     yield replace(base, name="decode-no-sequence", lengths=())
