@@ -1,4 +1,4 @@
-"""``python -m bench static``: the table of what every shipped configuration takes."""
+"""``python -m bench static``: what every shipped configuration takes, and what bounds it."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ import argparse
 import json
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
 from functools import partial
+from itertools import groupby
 from multiprocessing import get_context
 from pathlib import Path
 
+from rich import box
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -20,11 +22,13 @@ from rich.table import Table
 from bench.static.gate import DTYPES, FEATURES, FRAMEWORKS, Problem, Verdict, check, problems
 from interop.contract.target import TARGETS
 
+_WIDTH = 160  # of the tables, where a log has none
+
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
     """Add the command to ``python -m bench``."""
     parser = commands.add_parser("static", help=__doc__, description=__doc__)
-    parser.add_argument("--target", choices=TARGETS, default="sm80")
+    parser.add_argument("--target", choices=TARGETS, action="append", help="default: both")
     parser.add_argument("--framework", choices=FRAMEWORKS, action="append", help="default: both")
     parser.add_argument("--feature", choices=FEATURES, action="append", help="default: all")
     parser.add_argument("--dtype", choices=sum(DTYPES.values(), ()), help="default: all")
@@ -44,23 +48,35 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Compile, print the table; returns 1 when a kernel fails."""
+    """Compile, print the tables; returns 1 when a kernel fails."""
+    targets = arguments.target or TARGETS
     selected = [
         problem
+        for target in targets
         for framework in arguments.framework or FRAMEWORKS
-        for problem in problems(framework, arguments.target)
+        for problem in problems(framework, target)
         if problem.feature in (arguments.feature or FEATURES)
         and arguments.dtype in (None, problem.dtype)
         and arguments.head_dim in (None, problem.head_dim)
     ]
     console = Console()
+    if not console.is_terminal:
+        console.width = _WIDTH
     begin = time.perf_counter()
     verdicts = _check_all(selected, dict(arguments.changes), arguments.jobs, console)
     seconds = time.perf_counter() - begin
-    console.print(_table(verdicts, arguments.target))
+    for (target, framework), group in groupby(
+        verdicts, lambda verdict: (verdict.problem.target, verdict.problem.framework)
+    ):
+        group = list(group)
+        console.print(resource_table(group, f"{framework} on {target}: what a kernel takes"))
+        console.print(bound_table(group, f"{framework} on {target}: what bounds a tile"))
     failed = [verdict for verdict in verdicts if verdict.failures]
+    for verdict in failed:
+        name = " ".join(map(str, (verdict.kernel, *asdict(verdict.problem).values())))
+        console.print(f"{name}: {'; '.join(verdict.failures)}", style="red", soft_wrap=True)
     console.print(
-        f"{len(verdicts)} kernels compiled for {arguments.target} in {seconds:.0f} s, "
+        f"{len(verdicts)} kernels compiled for {' and '.join(targets)} in {seconds:.0f} s, "
         f"{len(failed)} failed"
     )
     if arguments.json:
@@ -93,32 +109,77 @@ def _change(text: str) -> tuple[str, dict[str, int]]:
     }
 
 
-def _table(verdicts: Sequence[Verdict], target: str) -> Table:
-    table = Table(
-        "framework", "kernel", "dtype", "D", "feature", "q×kv", "warps", "stages",
-        title=f"What each shipped configuration takes on {target}",
-        caption="D: padded head size. Blocks: resident on a multiprocessor. "
-        "Instructions: in the PTX.",
-    )  # fmt: skip
-    for heading in ("registers", "spilled B", "stack B", "shared B", "blocks"):
-        table.add_column(heading, justify="right")
-    for heading in ("mma", "wgmma", "cp.async", "ldmatrix"):
+def resource_table(verdicts: Iterable[Verdict], title: str) -> Table:
+    """The resources of each kernel, a row each."""
+    table = _table(
+        title,
+        caption="D: padded head size. Spilled: by stores and loads; fails on sm80, only reported "
+        "on sm90. Blocks: resident on a multiprocessor. mma to ex2: instructions in the PTX.",
+    )
+    for heading in (
+        "warps×\nstages", "regis-\nters", "spilled\nbytes", "shared\nbytes", "blocks",
+        "mma", "wgmma", "cp.\nasync", "ld-\nmatrix", "ex2",
+    ):  # fmt: skip
         table.add_column(heading, justify="right")
     table.add_column("verdict")
     for verdict in verdicts:
-        problem, config, taken = verdict.problem, verdict.config, verdict.resources
+        config, taken = verdict.config, verdict.resources
         table.add_row(
-            problem.framework,
-            verdict.kernel,
-            problem.dtype,
-            str(problem.head_dim),
-            problem.feature,
-            f"{config.block_q}×{config.block_kv}",
-            *map(str, (config.num_warps, config.num_stages, taken.registers)),
+            *_label(verdict),
+            f"{config.num_warps}×{config.num_stages}",
+            str(taken.registers),
             f"{taken.spill_stores}/{taken.spill_loads}",
-            *map(str, (taken.stack, taken.shared, taken.occupancy)),
-            *map(str, (taken.mma, taken.wgmma, taken.cp_async, taken.ldmatrix)),
-            "; ".join(verdict.failures) or "ok",
+            *map(str, (taken.shared, taken.occupancy)),
+            *map(str, (taken.mma, taken.wgmma, taken.cp_async, taken.ldmatrix, taken.ex2)),
+            "fails" if verdict.failures else "ok",
             style="red" if verdict.failures else "",
         )
     return table
+
+
+def bound_table(verdicts: Iterable[Verdict], title: str) -> Table:
+    """The bound of each kernel's tile; features that leave both as they are share a row."""
+    table = _table(
+        title,
+        caption="Of one step of the inner loop, or of one program where there is no loop. Cycles: "
+        "of one multiprocessor, for each resource alone (bench/static/bound.py). Peak: the most "
+        "that the bound leaves of the multiplying units' rate. A feature that changes nothing has "
+        "no row.",
+    )
+    for heading in (
+        "bytes", "kFLOP", "FLOP/B", "multiply\ncycles", "special\ncycles", "load\ncycles",
+    ):  # fmt: skip
+        table.add_column(heading, justify="right")
+    table.add_column("bound")
+    table.add_column("peak", justify="right")
+    shown = set()
+    for verdict in verdicts:
+        problem, limits = verdict.problem, verdict.bound
+        row = (verdict.kernel, problem.dtype, problem.head_dim, verdict.config, limits.tile)
+        if row in shown:
+            continue
+        shown.add(row)
+        multiply, special, load = limits.cycles.values()
+        table.add_row(
+            *_label(verdict),
+            str(limits.tile.bytes),
+            f"{limits.tile.flops / 1000:.0f}",
+            f"{limits.intensity:.1f}",
+            *(f"{cycles:.0f}" for cycles in (multiply, special, load)),
+            limits.limit,
+            f"{multiply / limits.cycles[limits.limit]:.0%}",
+        )
+    return table
+
+
+def _table(title: str, caption: str) -> Table:
+    return Table(
+        "kernel", "dtype", "D", "feature", "q×kv",
+        title=title, caption=caption, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False,
+    )  # fmt: skip
+
+
+def _label(verdict: Verdict) -> tuple[str, ...]:
+    problem, config = verdict.problem, verdict.config
+    tile = f"{config.block_q}×{config.block_kv}"
+    return verdict.kernel, problem.dtype, str(problem.head_dim), problem.feature, tile

@@ -1,8 +1,10 @@
 """The gate: every shipped configuration compiles into code that is fit to ship.
 
-A kernel fails when it spills registers, takes more shared memory than the target has, or, on
-16-bit inputs, has lost its tensor-core instructions or, on SM80, the asynchronous copies of a load
-pipeline (more than one stage). float32 multiplies in IEEE precision, without tensor cores.
+A kernel fails when it takes more shared memory than the target has or, on 16-bit inputs, has lost
+its tensor-core instructions. On SM80 it also fails when it spills registers, or has lost the
+asynchronous copies of a load pipeline (more than one stage). On SM90 the times that a
+configuration was chosen by include its spills. float32 multiplies in IEEE precision, without
+tensor cores.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from importlib import import_module
 from pathlib import Path
 from unittest import mock
 
+from bench.static.bound import PRODUCTS, Bound, bound
 from bench.static.resources import Resources, measure
 from interop.contract.config import KernelConfig, Spec, load_table, padded_head_dim
 from interop.contract.spec import (
@@ -34,7 +37,6 @@ DTYPES = {16: ("bfloat16",), 32: ("float32",), 8: QUANTIZED_DTYPES}
 
 _AOT = {"torch": "bench.static.triton_aot", "jax": "bench.static.pallas_aot"}
 _ROOT = Path(__file__).parents[2]
-_WITHOUT_PRODUCTS = {"flash_bwd_preprocess", "combine", "append_kv"}
 _WGMMA_ROWS = 64  # a wgmma instruction multiplies this many rows
 
 
@@ -106,12 +108,13 @@ class Problem:
 
 @dataclass(frozen=True)
 class Verdict:
-    """One compiled kernel: what it takes, and what is wrong with it."""
+    """One compiled kernel: what it takes, what bounds it, and what is wrong with it."""
 
     problem: Problem
     kernel: str
     config: KernelConfig
     resources: Resources
+    bound: Bound
     failures: tuple[str, ...]
 
 
@@ -151,8 +154,9 @@ def check(problem: Problem, changes: Mapping[str, Mapping[str, int]] = {}) -> li
     verdicts = []
     for kernel, config, binary in compiled:
         resources = measure(binary, problem.target)
+        limits = bound(kernel, problem.spec, config, problem.target)
         found = failures(problem, kernel, config, resources)
-        verdicts.append(Verdict(problem, kernel, config, resources, found))
+        verdicts.append(Verdict(problem, kernel, config, resources, limits, found))
     return verdicts
 
 
@@ -162,13 +166,13 @@ def failures(
     """What is wrong with one compiled kernel; empty when it is fit to ship."""
     target = problem.target
     found = []
-    if resources.spill_stores or resources.spill_loads:
+    if target == "sm80" and (resources.spill_stores or resources.spill_loads):
         found.append(
             f"spills {resources.spill_stores} B of stores, {resources.spill_loads} B of loads"
         )
     if resources.shared > SHARED_MEMORY_LIMIT[target]:
         found.append(f"{resources.shared} B of shared memory, of {SHARED_MEMORY_LIMIT[target]}")
-    if problem.dtype == "float32" or kernel in _WITHOUT_PRODUCTS:
+    if problem.dtype == "float32" or kernel not in PRODUCTS:
         return tuple(found)
     rows = config.block_kv if kernel == "flash_bwd_dkdv" else config.block_q
     if kernel == "paged_decode":

@@ -22,6 +22,7 @@ _INSTRUCTIONS = {
     "wgmma": r"\bwgmma\.mma_async",
     "cp_async": r"\bcp\.async\.c[ag]\.",
     "ldmatrix": r"\bldmatrix\.",
+    "ex2": r"\bex2\.approx",
 }
 _BITS = {"U8": 8, "S8": 8, "U16": 16, "S16": 16, "64": 64, "128": 128}
 
@@ -38,7 +39,7 @@ class Resources:
         shared: bytes of shared memory a block.
         warps: warps a block.
         occupancy: blocks that a multiprocessor holds at once.
-        mma, wgmma, cp_async, ldmatrix: instructions in the PTX.
+        mma, wgmma, cp_async, ldmatrix, ex2: instructions in the PTX.
     """
 
     registers: int
@@ -52,6 +53,7 @@ class Resources:
     wgmma: int
     cp_async: int
     ldmatrix: int
+    ex2: int
 
 
 def measure(compiled: CompiledKernel, target: str) -> Resources:

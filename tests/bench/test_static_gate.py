@@ -51,6 +51,18 @@ def test_gate_judges_a_changed_configuration(framework):
     assert shared == f"{forward.resources.shared} B of shared memory, of {163 * 1024}"
 
 
+def test_compiled_kernels_take_the_exponentials_that_the_bound_counts():
+    verdicts = check(Problem("torch", "sm80", "bfloat16", 64, "causal"))
+    counted = [verdict for verdict in verdicts if verdict.bound.tile.special]
+    assert len(counted) == 3
+    for verdict in counted:
+        threads = 32 * verdict.config.num_warps
+        loops = 2  # over the tiles with a mask and over those without
+        scores = loops * verdict.bound.tile.special
+        # The forward's rescaling takes a few more.
+        assert scores <= verdict.resources.ex2 * threads < 1.05 * scores
+
+
 FIT = Resources(
     registers=128,
     spill_stores=0,
@@ -63,6 +75,7 @@ FIT = Resources(
     wgmma=64,
     cp_async=16,
     ldmatrix=16,
+    ex2=64,
 )
 
 
@@ -75,7 +88,9 @@ FIT = Resources(
         ("sm80", {"mma": 0}, "no mma.sync"),
         ("sm80", {"cp_async": 0}, "no cp.async"),
         ("sm80", {"wgmma": 0}, None),
+        ("sm90", {"spill_loads": 4}, None),
         ("sm90", {"shared": 200 * 1024}, None),
+        ("sm90", {"shared": 227 * 1024 + 1}, "232449 B of shared memory, of 232448"),
         ("sm90", {"mma": 0, "cp_async": 0}, None),
         ("sm90", {"wgmma": 0}, "no wgmma"),
     ],
