@@ -22,6 +22,7 @@ LOG2E = 1.4426950408889634
 LN2 = 0.6931471805599453
 FLOAT8_MAX = 448.0  # the largest float8_e4m3fn
 ROUND_TO_INTEGER = 12582912.0  # 1.5 * 2^23: adding it rounds away the fraction
+ROUND_TO_INTEGER_BITS = 0x4B400000
 
 
 def visible_tiles(start, size, size_other, left, right, block, block_other):
@@ -295,17 +296,26 @@ def store_key(ref, x, index, writes, scale, size, block_size):
     store_rows_at(ref, x, index, writes, size, block_size)
 
 
+def round_to_integer(x):
+    """float32 below 2^22 as int32, to nearest, ties to even.
+
+    The sum's last bits are the integer. Subtracting the constant again would do, but XLA folds it.
+    """
+    bits = lax.bitcast_convert_type(x + ROUND_TO_INTEGER, jnp.int32)
+    return bits - ROUND_TO_INTEGER_BITS
+
+
 def quantize(x, dtype):
     """float32 as int8 or float8_e4m3fn; to nearest, ties to even."""
     if dtype == jnp.int8:
         x = jnp.minimum(jnp.maximum(x, -127.0), 127.0)
-        return ((x + ROUND_TO_INTEGER) - ROUND_TO_INTEGER).astype(jnp.int8)
+        return round_to_integer(x).astype(jnp.int8)
     sign = (x < 0).astype(jnp.int32) << 7
     magnitude = jnp.minimum(jnp.abs(x), FLOAT8_MAX)
     bits = lax.bitcast_convert_type(magnitude, jnp.int32)
     # A normal number: round off 20 of 23 bits, then move the exponent's bias from 127 to 7.
     normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - ((127 - 7) << 3)
     # Below 2^-6, a multiple of 2^-9.
-    tiny = ((magnitude * 512.0 + ROUND_TO_INTEGER) - ROUND_TO_INTEGER).astype(jnp.int32)
+    tiny = round_to_integer(magnitude * 512.0)
     y = sign | jnp.where(magnitude < 0.015625, tiny, normal)
     return lax.bitcast_convert_type(jnp.where(x == x, y, 0x7F).astype(jnp.uint8), dtype)

@@ -16,6 +16,7 @@ LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 FLOAT8_MAX = tl.constexpr(448.0)  # the largest float8_e4m3fn
 ROUND_TO_INTEGER = tl.constexpr(12582912.0)  # 1.5 * 2^23: adding it rounds away the fraction
+ROUND_TO_INTEGER_BITS = tl.constexpr(0x4B400000)
 
 
 @triton.jit
@@ -318,11 +319,17 @@ def store_key(
 
 
 @triton.jit
+def round_to_integer(x):
+    """float32 below 2^22 as int32, to nearest, ties to even."""
+    return (x + ROUND_TO_INTEGER).to(tl.int32, bitcast=True) - ROUND_TO_INTEGER_BITS
+
+
+@triton.jit
 def quantize(x, dtype: tl.constexpr):
     """float32 as int8, or as the bits of a float8_e4m3fn (uint8); to nearest, ties to even."""
     if dtype == tl.int8:
         x = tl.minimum(tl.maximum(x, -127.0), 127.0)
-        y = ((x + ROUND_TO_INTEGER) - ROUND_TO_INTEGER).to(tl.int8)
+        y = round_to_integer(x).to(tl.int8)
     else:
         sign = (x < 0).to(tl.int32) << 7
         magnitude = tl.minimum(tl.abs(x), FLOAT8_MAX)
@@ -330,7 +337,7 @@ def quantize(x, dtype: tl.constexpr):
         # A normal number: round off 20 of 23 bits, then move the exponent's bias from 127 to 7.
         normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - ((127 - 7) << 3)
         # Below 2^-6, a multiple of 2^-9.
-        tiny = ((magnitude * 512.0 + ROUND_TO_INTEGER) - ROUND_TO_INTEGER).to(tl.int32)
+        tiny = round_to_integer(magnitude * 512.0)
         y = sign | tl.where(magnitude < 0.015625, tiny, normal)
         y = tl.where(x == x, y, 0x7F).to(tl.uint8)
     return y
