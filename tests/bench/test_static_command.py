@@ -84,6 +84,8 @@ def test_what_is_said_of_failures(failures, monkeypatch, capsys):
     monkeypatch.setattr(command, "_check_all", lambda *_: [fit, judged])
     assert main(["static", "--target", "sm80"]) == len(failures)
     out = capsys.readouterr().out
+    rows = [line.split() for line in out.splitlines() if "causal" in line and "8×3" in line]
+    assert [row[-1] for row in rows] == ["ok", "fails" if failures else "ok"]
     for failure in failures:
         assert f"flash_fwd torch sm80 bfloat16 64 causal: {failure}" in out
     assert f"2 kernels compiled for sm80 in 0 s, {len(failures)} failed" in out
