@@ -65,7 +65,7 @@ def ratio_plot(report: Report) -> str:
         for title, colour in colours.items()
     ]
     figure.legend(handles=handles, loc="outside upper left", ncols=3, frameon=False)
-    return _svg(figure)
+    return to_svg(figure)
 
 
 def _lanes(report: Report) -> dict[tuple[str, str], list[tuple[str, float, float]]]:
@@ -101,7 +101,7 @@ def _position(ratio: float, right_edge: float) -> float:
     return math.log(ratio / LEFT_EDGE) / math.log(right_edge / LEFT_EDGE)
 
 
-def _svg(figure: Figure) -> str:
+def to_svg(figure: Figure) -> str:
     """The figure's svg element, text kept as text and no metadata."""
     buffer = io.StringIO()
     nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))

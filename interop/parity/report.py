@@ -31,8 +31,10 @@ def write(report: Report, folder: Path) -> list[Path]:
 
 def to_html(report: Report) -> str:
     """One page with the facts, the failures, a picture of errors against budgets, every number."""
-    template = Template(files("interop.parity").joinpath("report.html").read_text(encoding="utf-8"))
-    return template.substitute(
+    page = files("interop.parity")
+    return Template(page.joinpath("report.html").read_text(encoding="utf-8")).substitute(
+        style=page.joinpath("page.css").read_text(encoding="utf-8"),
+        script=page.joinpath("page.js").read_text(encoding="utf-8"),
         summary=escape(report.summary),
         status=report.status,
         facts="\n".join(
