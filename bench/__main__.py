@@ -1,4 +1,7 @@
-"""``python -m bench COMMAND``."""
+"""``python -m bench COMMAND``.
+
+Exit codes: 0 done, 1 a check failed, 2 bad arguments or no GPU, 130 interrupted.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import argparse
 import sys
 
 from bench import flash
+from bench.report import command as report
 from bench.static import command as static
 
 
@@ -15,6 +19,7 @@ def main(argv: list[str] | None = None) -> int:
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     static.add_parser(commands)
     flash.add_parser(commands)
+    report.add_parser(commands)
     arguments = parser.parse_args(argv)
     return arguments.run(arguments)
 

@@ -8,20 +8,20 @@ the device's own.
 from __future__ import annotations
 
 import argparse
-import json
-from collections.abc import Callable, Iterator
+from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
+from bench.records import origin
+from bench.runner import Call, Job, Subject, add_arguments, prepare, run_suite
 from interop.contract.cases import FlashCase, flash_cases
-from interop.contract.cost import backward_flops, forward_flops
+from interop.contract.cost import backward_bytes, backward_flops, forward_bytes, forward_flops
 
-TARGETS = ("sm90", "sm80")
-Calls = dict[str, Callable[[], object]]
+COST = {"forward": (forward_flops, forward_bytes), "backward": (backward_flops, backward_bytes)}
+PEERS = {"FA2": "FLASH_ATTENTION", "cuDNN": "CUDNN_ATTENTION"}  # SDPA's names of them
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
@@ -29,95 +29,84 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     parser = commands.add_parser(
         "flash", help="time both twins beside peers, on a GPU", description=__doc__
     )
-    parser.add_argument("--filter", default="", help="part of a case's name")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="append records as JSON lines")
+    add_arguments(parser)
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Time every case, print the table; returns 1 without a GPU."""
-    import torch
+    """Time every case, print the table; returns 130 when interrupted."""
+    prepare(arguments)
+    import jax
+
+    from bench.timing import time_calls
+    from interop.parity.environment import choose_targets, facts
 
     console = Console()
-    if not torch.cuda.is_available():
-        console.print("python -m bench flash: expected a CUDA GPU, found none")
-        return 1
-    from bench.timing import time_calls
-    from interop.parity.environment import facts
-
-    origin = facts("cuda")
-    console.print(*(f"{name} {value}" for name, value in origin.items()), sep=", ")
-    table = Table("case", "pass", "implementation", "ms", "spread", "TFLOP/s", "of FA2", "of cuDNN")
-    for case in flash_cases("large", arguments.filter):
-        if "2g-elements" in case.name:
-            continue
-        for direction, flops in (
-            ("forward", forward_flops(case.spec)),
-            ("backward", backward_flops(case.spec)),
-        ):
-            calls, wait = _calls(case, direction)
-            timings = time_calls(calls, wait)
-            for name, timing in timings.items():
-                spread = (timing.slowest - timing.fastest) / timing.milliseconds
-                ratios = [
-                    timings[peer].milliseconds / timing.milliseconds if peer in timings else None
-                    for peer in ("FA2", "cuDNN")
-                ]
-                table.add_row(
-                    case.name, direction, name, f"{timing.milliseconds:.3f}", f"{spread:.1%}",
-                    f"{flops / timing.milliseconds / 1e9:.0f}",
-                    *("" if ratio is None else f"{ratio:.2f}" for ratio in ratios),
-                )  # fmt: skip
-                if arguments.json:
-                    record = origin | asdict(case) | {"pass": direction, "implementation": name}
-                    record |= asdict(timing) | {"tflops": flops / timing.milliseconds / 1e9}
-                    with arguments.json.open("a") as file:
-                        file.write(json.dumps(record) + "\n")
-        table.add_section()
-    console.print(table)
-    return 0
+    found = facts("cuda")
+    console.print(*(f"{name} {value}" for name, value in found.items()), sep=", ")
+    targets = [target for target in choose_targets("cuda", None) if target is not None]
+    chosen = jobs(targets, arguments.filter)
+    if not chosen:
+        arguments.refuse(f"--filter: expected part of a case's name, got {arguments.filter!r}")
+    return run_suite(
+        chosen, origin(found), time_calls, jax.block_until_ready, console, arguments.json,
+        arguments.resume,
+    )  # fmt: skip
 
 
-def _calls(case: FlashCase, direction: str) -> tuple[Calls, Callable[[object], object]]:
-    """Every implementation's call on the same tensors, and how to wait for a result."""
-    import jax
+def jobs(targets: Sequence[str], pattern: str = "") -> list[Job]:
+    """Forward and backward of every case whose name contains `pattern`."""
+    chosen = [case for case in flash_cases("large", pattern) if "2g-elements" not in case.name]
+    return [_job(case, operation, targets) for case in chosen for operation in COST]
+
+
+def _job(case: FlashCase, operation: str, targets: Sequence[str]) -> Job:
+    flops, traffic = (count(case.spec) for count in COST[operation])
+    makers = {
+        **{Subject("Triton", t): partial(_triton, case, operation, t) for t in targets},
+        **{Subject("Pallas", t): partial(_pallas, case, operation, t) for t in targets},
+        **{Subject(peer): partial(_sdpa, case, operation, peer) for peer in PEERS},
+    }
+    return Job(asdict(case), operation, flops, traffic, partial(_inputs, case), makers)
+
+
+def _inputs(case: FlashCase) -> list[Any]:
+    """q, k, v and dout, random normal torch tensors."""
     import torch
 
     generator = torch.Generator("cuda").manual_seed(0)
-    dtype = getattr(torch, case.dtype)
-    q, k, v = (
-        torch.randn(shape, generator=generator, device="cuda").to(dtype) for shape in case.shapes
-    )
-    dout = torch.randn((*q.shape[:3], v.shape[3]), generator=generator, device="cuda").to(dtype)
-    calls: Calls = {}
-    for make in (_torch_calls, _jax_calls, _sdpa_calls):
-        calls |= dict(make(case, direction, q, k, v, dout))
-    return calls, lambda result: jax.block_until_ready(result)
+    q, _, v = case.shapes
+    return [
+        torch.randn(shape, generator=generator, device="cuda").to(getattr(torch, case.dtype))
+        for shape in (*case.shapes, (*q[:3], v[3]))
+    ]
 
 
-def _torch_calls(case: FlashCase, direction: str, q, k, v, dout) -> Iterator[tuple[str, Any]]:
+def _triton(case: FlashCase, operation: str, target: str, tensors: list[Any]) -> Call:
     import torch
 
     from interop.contract.target import use_target
     from torch_attn import flash_attention
 
-    for target in TARGETS:
-        inputs = [x.detach().requires_grad_(direction == "backward") for x in (q, k, v)]
+    *qkv, dout = tensors
+    inputs = [x.detach().requires_grad_(operation == "backward") for x in qkv]
 
-        def forward(inputs=inputs, target=target):
-            with use_target(target):
-                return flash_attention(*inputs, **case.options, implementation="triton")
+    def forward():
+        with use_target(target):
+            return flash_attention(*inputs, **case.options, implementation="triton")
 
-        out = forward()
+    if operation == "forward":
+        return forward
+    out = forward()
 
-        def backward(inputs=inputs, target=target, out=out):
-            with use_target(target):
-                return torch.autograd.grad(out, inputs, dout, retain_graph=True)
+    def backward():
+        with use_target(target):
+            return torch.autograd.grad(out, inputs, dout, retain_graph=True)
 
-        yield f"Triton {target}", forward if direction == "forward" else backward
+    return backward
 
 
-def _jax_calls(case: FlashCase, direction: str, q, k, v, dout) -> Iterator[tuple[str, Any]]:
+def _pallas(case: FlashCase, operation: str, target: str, tensors: list[Any]) -> Call:
     import jax
 
     from interop.contract.target import use_target
@@ -125,50 +114,35 @@ def _jax_calls(case: FlashCase, direction: str, q, k, v, dout) -> Iterator[tuple
     from pallas_attn.kernels.flash_bwd import flash_bwd
     from pallas_attn.kernels.flash_fwd import flash_fwd
 
-    q, k, v, dout = map(to_jax, (q, k, v, dout))
-    for target in TARGETS:
-        with use_target(target):
-            forward = jax.jit(lambda q, k, v, t=target: flash_fwd(q, k, v, case.spec, backend=t))
-            backward = jax.jit(
-                lambda dout, q, k, v, out, lse, t=target: flash_bwd(
-                    dout, None, q, k, v, out, lse, case.spec, backend=t
-                )
-            )
-            out, lse = forward(q, k, v)
-            if direction == "backward":
-                jax.block_until_ready(backward(dout, q, k, v, out, lse))
-        if direction == "forward":
-            yield f"Pallas {target}", lambda f=forward: f(q, k, v)
-        else:
-            yield f"Pallas {target}", lambda f=backward, o=out, s=lse: f(dout, q, k, v, o, s)
+    q, k, v, dout = map(to_jax, tensors)
+    with use_target(target):
+        forward = jax.jit(partial(flash_fwd, spec=case.spec, backend=target))
+        out, lse = forward(q, k, v)
+        if operation == "forward":
+            return lambda: forward(q, k, v)
+        backward = jax.jit(
+            lambda dout, *saved: flash_bwd(dout, None, *saved, spec=case.spec, backend=target)
+        )
+        jax.block_until_ready(backward(dout, q, k, v, out, lse))
+    return lambda: backward(dout, q, k, v, out, lse)
 
 
-def _sdpa_calls(case: FlashCase, direction: str, q, k, v, dout) -> Iterator[tuple[str, Any]]:
+def _sdpa(case: FlashCase, operation: str, peer: str, tensors: list[Any]) -> Call:
     import torch
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.nn.functional import scaled_dot_product_attention
 
-    gradient = dout.transpose(1, 2)
-    for name, backend in (
-        ("FA2", SDPBackend.FLASH_ATTENTION),
-        ("cuDNN", SDPBackend.CUDNN_ATTENTION),
-    ):
-        inputs = [x.transpose(1, 2).detach() for x in (q, k, v)]
-        for x in inputs:
-            x.requires_grad_(direction == "backward")
+    *inputs, gradient = (x.transpose(1, 2).detach() for x in tensors)
+    for x in inputs:
+        x.requires_grad_(operation == "backward")
 
-        def forward(inputs=inputs, backend=backend):
-            with sdpa_kernel(backend):
-                return scaled_dot_product_attention(
-                    *inputs, is_causal=case.causal, enable_gqa=case.heads_q != case.heads_kv
-                )
+    def forward():
+        with sdpa_kernel(getattr(SDPBackend, PEERS[peer])):
+            return scaled_dot_product_attention(
+                *inputs, is_causal=case.causal, enable_gqa=case.heads_q != case.heads_kv
+            )
 
-        try:
-            out = forward()
-        except RuntimeError:
-            continue  # a peer that does not take the case has no row
-
-        def backward(inputs=inputs, out=out):
-            return torch.autograd.grad(out, inputs, gradient, retain_graph=True)
-
-        yield name, forward if direction == "forward" else backward
+    if operation == "forward":
+        return forward
+    out = forward()
+    return lambda: torch.autograd.grad(out, inputs, gradient, retain_graph=True)

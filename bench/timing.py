@@ -7,38 +7,38 @@ time is the sum of its kernels', so that copies and casts that a framework adds 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from statistics import median
+from typing import TypeVar
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from bench.statistics import Times, summarize
+
 _FLUSH_BYTES = 256 * 2**20  # several times the L2 of any GPU of today
+Name = TypeVar("Name", bound=Hashable)
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Device times of one implementation on one case.
+    """One implementation on one case.
 
     Attributes:
-        milliseconds: median over calls, then median over rounds.
-        fastest, slowest: medians of the fastest and of the slowest round.
+        times: device time of a call.
         kernels: names of the kernels of one call, in order.
     """
 
-    milliseconds: float
-    fastest: float
-    slowest: float
+    times: Times
     kernels: tuple[str, ...]
 
 
 def time_calls(
-    calls: dict[str, Callable[[], object]],
+    calls: dict[Name, Callable[[], object]],
     wait: Callable[[object], object],
     rounds: int = 3,
     repeats: int = 10,
-) -> dict[str, Timing]:
+) -> dict[Name, Timing]:
     """Time several calls, in an order that turns around every round.
 
     Args:
@@ -47,18 +47,15 @@ def time_calls(
     """
     for call in calls.values():
         wait(call())
-    samples: dict[str, list[float]] = {name: [] for name in calls}
-    kernels: dict[str, tuple[str, ...]] = {}
+    samples: dict[Name, list[list[float]]] = {name: [] for name in calls}
+    kernels: dict[Name, tuple[str, ...]] = {}
     for turn in range(rounds):
         names = list(calls) if turn % 2 == 0 else list(reversed(calls))
         for name in names:
             traced = _trace(calls[name], wait, repeats)
-            samples[name].append(median(sum(ms for _, ms in call) for call in traced))
+            samples[name].append([sum(ms for _, ms in call) for call in traced])
             kernels[name] = tuple(kernel for kernel, _ in traced[0])
-    return {
-        name: Timing(median(times), min(times), max(times), kernels[name])
-        for name, times in samples.items()
-    }
+    return {name: Timing(summarize(samples[name]), kernels[name]) for name in calls}
 
 
 def _trace(

@@ -1,0 +1,109 @@
+"""What the benchmark found out: one record for each implementation on each case, as JSON lines."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from bench.statistics import Times
+
+Status = Literal["planned", "ok", "failed", "out of memory", "refused by parity"]
+
+
+@dataclass(frozen=True)
+class Record:
+    """One implementation on one case.
+
+    Attributes:
+        case: the case's fields, its "name" among them.
+        operation: what one call does, such as "forward" or "backward".
+        implementation: such as "Triton", or a peer's name.
+        target: what our own kernels were compiled for; None for a peer.
+        device, versions, commit, date: where, with what and when it ran.
+        status: "planned" until it is measured, which no file holds; "refused by parity" when the
+            implementation's result is wrong, so that its time says nothing.
+        message: the error behind a status that is not "ok".
+        times: device time of a call; None unless the status is "ok", as the rest.
+        kernels: names of the kernels of one call, in order.
+        tflops: 10^12 operations a second, of the pairs that the mask keeps.
+        bytes_per_second: least traffic over time.
+        clocks: megahertz by name; None where they were not sampled.
+    """
+
+    case: dict[str, Any]
+    operation: str
+    implementation: str
+    target: str | None
+    device: str
+    versions: dict[str, str]
+    commit: str
+    date: str
+    status: Status = "planned"
+    message: str | None = None
+    times: Times | None = None
+    kernels: tuple[str, ...] = ()
+    tflops: float | None = None
+    bytes_per_second: float | None = None
+    clocks: dict[str, float] | None = None
+
+    def __post_init__(self) -> None:
+        if self.status not in get_args(Status):
+            raise ValueError(f"status: expected one of {get_args(Status)}, got {self.status!r}")
+        if (self.times is not None) != (self.status == "ok"):
+            raise ValueError(f"times: expected with status 'ok' alone, got {self.status!r}")
+
+    @property
+    def label(self) -> str:
+        """The implementation with its target: a column of tables, a line of plots."""
+        return " ".join(filter(None, (self.implementation, self.target)))
+
+    @property
+    def is_peer(self) -> bool:
+        return self.target is None
+
+    @property
+    def run(self) -> str:
+        """What records must share to be compared: device, versions and commit."""
+        return json.dumps([self.device, self.versions, self.commit], sort_keys=True)
+
+    @property
+    def key(self) -> str:
+        """Equal for two records of the same measurement, whatever they found."""
+        measured = [self.case, self.operation, self.implementation, self.target]
+        return json.dumps([measured, self.run], sort_keys=True)
+
+
+def origin(facts: dict[str, str]) -> dict[str, Any]:
+    """The fields of a record that say where its numbers come from, from a report's facts."""
+    apart = ("device", "commit", "date")
+    versions = {name: value for name, value in facts.items() if name not in apart}
+    return {name: facts[name] for name in apart} | {"versions": versions}
+
+
+def append(path: Path, records: Iterable[Record]) -> None:
+    """Add a line for each record."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", encoding="utf-8") as file:
+        for record in records:
+            file.write(json.dumps(asdict(record)) + "\n")
+
+
+def load(path: Path) -> list[Record]:
+    """Read what `append` wrote.
+
+    Raises:
+        ValueError: a line is no record; the message gives file and line.
+    """
+    records = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        try:
+            fields = json.loads(line)
+            times = None if fields["times"] is None else Times(**fields["times"])
+            kernels = tuple(fields["kernels"])
+            records.append(Record(**fields | {"times": times, "kernels": kernels}))
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{path}:{number}: expected a record, got {error!r}") from error
+    return records

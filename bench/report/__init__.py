@@ -1,0 +1,1 @@
+"""From records: tables, plots, and a page that holds both."""

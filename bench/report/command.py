@@ -1,0 +1,54 @@
+"""``python -m bench report``: tables, plots and a page of what was measured; needs no GPU."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from bench.records import load
+
+
+def add_parser(commands: argparse._SubParsersAction) -> None:
+    """Add the command to ``python -m bench``."""
+    parser = commands.add_parser(
+        "report", help="tables, plots and a page of what was measured", description=__doc__
+    )
+    parser.add_argument("records", type=Path, nargs="+", metavar="RECORDS", help="JSON lines")
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=Path("reports"),
+        metavar="FOLDER",
+        help="where NAME.md, NAME.html and NAME.csv go, named as the first RECORDS are "
+        "(default: reports)",
+    )
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Write the report; returns 2 when a file cannot be read or holds no record."""
+    from bench.report.markdown import to_markdown
+    from bench.report.page import to_html
+    from bench.report.tables import to_csv
+
+    try:
+        records = [record for path in arguments.records for record in load(path)]
+    except (OSError, ValueError) as error:
+        print(f"python -m bench report: {error}", file=sys.stderr)
+        return 2
+    if not records:
+        print("python -m bench report: expected a record or more, got none", file=sys.stderr)
+        return 2
+    name = arguments.records[0].stem
+    title = f"Benchmark {name}"
+    arguments.output.mkdir(parents=True, exist_ok=True)
+    for suffix, text in (
+        ("md", to_markdown(title, records)),
+        ("html", to_html(title, records)),
+        ("csv", to_csv(records)),
+    ):
+        path = arguments.output / f"{name}.{suffix}"
+        path.write_text(text, encoding="utf-8")
+        print(f"wrote {path}")
+    return 0

@@ -1,0 +1,38 @@
+"""Records to report, and a timer that needs no GPU."""
+
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+import pytest
+
+from bench.records import Record
+from bench.statistics import Times
+from interop.contract.cases import FlashCase
+
+ORIGIN = {
+    "device": "Fake GPU (compute capability 9.0)",
+    "versions": {"torch": "2.0"},
+    "commit": "0123456789ab",
+    "date": "2026-11-21T06:59:31+00:00",
+}
+
+
+@pytest.fixture
+def origin() -> dict[str, Any]:
+    """Where the records of these tests come from."""
+    return ORIGIN
+
+
+@pytest.fixture
+def record() -> Callable[..., Record]:
+    """Make a record of a case with that many keys: 2 ms and 100 TFLOP/s unless a field differs."""
+
+    def make(keys: int = 1024, **fields: Any) -> Record:
+        case = asdict(FlashCase(f"keys-{keys}", seq_q=keys, seq_kv=keys, window_size=(48, 16)))
+        defaults = {"operation": "forward", "implementation": "Triton", "target": "sm90"}
+        if fields.get("status", "ok") == "ok":
+            defaults |= {"status": "ok", "times": Times(2.0, 1.9, 2.1), "tflops": 100.0}
+        return Record(case, **ORIGIN | defaults | fields)
+
+    return make

@@ -1,0 +1,87 @@
+"""Records: their file, and what makes two of them the same measurement."""
+
+from dataclasses import replace
+
+import pytest
+
+from bench.records import append, load, origin
+from bench.statistics import Times
+
+
+def test_a_file_gives_back_what_was_appended(tmp_path, record):
+    path = tmp_path / "new" / "records.jsonl"
+    measured = record(
+        times=Times(2.0, 1.9, 2.1, 1.8, 2.2), kernels=("copy", "flash_fwd"), clocks={"sm": 1980.0}
+    )
+    failed = record(status="failed", message="RuntimeError: no kernel")
+    append(path, [measured])
+    append(path, [failed])
+    back = load(path)
+    case = measured.case | {"window_size": [48, 16]}  # JSON has no tuples
+    assert back == [replace(measured, case=case), replace(failed, case=case)]
+    assert [r.key for r in back] == [measured.key, failed.key]
+
+
+def test_the_key_is_of_the_measurement_and_not_of_what_it_found(record):
+    other = record(status="failed", message="no", date="2027-01-01T00:00:00+00:00")
+    assert record().key == other.key
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"keys": 2048},
+        {"operation": "backward"},
+        {"implementation": "Pallas"},
+        {"target": "sm80"},
+        {"device": "another"},
+        {"versions": {"torch": "3.0"}},
+        {"commit": "ba9876543210"},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_the_key_differs_with(change, record):
+    assert record(**change).key != record().key
+
+
+@pytest.mark.parametrize(
+    ("line", "error"),
+    [
+        ("{", "JSONDecodeError"),
+        ("[]", "TypeError"),
+        ("{}", "KeyError"),
+        ('{"times": null, "kernels": [], "speed": 1}', "speed"),
+    ],
+)
+def test_a_line_that_is_no_record_is_named(tmp_path, record, line, error):
+    path = tmp_path / "records.jsonl"
+    append(path, [record()])
+    with path.open("a") as file:
+        file.write(line + "\n")
+    with pytest.raises(ValueError, match=rf"records\.jsonl:2: expected a record, got .*{error}"):
+        load(path)
+
+
+@pytest.mark.parametrize("fields", [{"times": None}, {"status": "failed", "times": Times(1, 1, 1)}])
+def test_a_time_and_the_status_ok_go_together(record, fields):
+    with pytest.raises(ValueError, match="times: expected with status 'ok' alone"):
+        record(**fields)
+
+
+def test_a_status_is_one_of_the_known(record):
+    with pytest.raises(ValueError, match=r"status: expected one of .*, got 'fine'"):
+        record(status="fine")
+
+
+def test_labels_name_the_target_of_our_own_code_only(record):
+    peer = record(implementation="FA2", target=None)
+    assert (record().label, record().is_peer) == ("Triton sm90", False)
+    assert (peer.label, peer.is_peer) == ("FA2", True)
+
+
+def test_origin_keeps_versions_together():
+    facts = {"device": "GPU", "python": "3.12", "torch": "2.0", "commit": "abc", "date": "today"}
+    versions = {"python": "3.12", "torch": "2.0"}
+    assert origin(facts) == {
+        "device": "GPU", "versions": versions, "commit": "abc", "date": "today",
+    }  # fmt: skip
