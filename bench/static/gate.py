@@ -2,9 +2,8 @@
 
 A kernel fails when it takes more shared memory than the target has or, on 16-bit inputs, has lost
 its tensor-core instructions. On SM80 it also fails when it spills registers, or has lost the
-asynchronous copies of a load pipeline (more than one stage). On SM90 the times that a
-configuration was chosen by include its spills. float32 multiplies in IEEE precision, without
-tensor cores.
+asynchronous copies of a load pipeline (more than one stage); SM90's configurations are chosen by
+times, which show what a spill costs. float32 multiplies in IEEE precision, without tensor cores.
 """
 
 from __future__ import annotations
