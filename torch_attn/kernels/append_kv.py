@@ -72,9 +72,7 @@ def append_kv_kernel(
     v_new = v_new_ptr + batch * v_new_batch + token * v_new_token + head * v_new_head
     k_slot = k_ptr + page * k_page + slot * K_SLOT + head * k_head
     v_slot = v_ptr + page * v_page + slot * V_SLOT + head * v_head
-    store_key(
-        k_new, k_slot, k_scale_ptr, head * k_scale_head, writes, HEAD_DIM, BLOCK_D, QUANTIZED
-    )
+    store_key(k_new, k_slot, k_scale_ptr, head * k_scale_head, writes, HEAD_DIM, BLOCK_D, QUANTIZED)
     store_key(
         v_new, v_slot, v_scale_ptr, head * v_scale_head, writes, HEAD_DIM_V, BLOCK_DV, QUANTIZED
     )
