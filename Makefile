@@ -11,7 +11,8 @@ SETUP = @$(PYTHON) tools/setup_env.py --venv $(VENV) $(EXTRAS)
 
 # Both frameworks share one card in one process; XLA would otherwise take most of its memory.
 export XLA_PYTHON_CLIENT_PREALLOCATE := false
-WORKERS = $(shell $(PY) -c 'import xdist' 2>/dev/null && printf -- '-n auto --maxprocesses 8 --dist worksteal')
+# Asked by the shell, once the environment is there.
+WORKERS = $$($(PY) -c 'import xdist' 2>/dev/null && printf -- '-n auto --maxprocesses 8 --dist worksteal')
 
 .PHONY: help parity test sm80 lint types imports check clean
 
