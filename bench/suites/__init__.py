@@ -1,0 +1,1 @@
+"""What is measured: each suite's jobs, and the table that its numbers go into."""
