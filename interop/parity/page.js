@@ -5,7 +5,9 @@ for (const heading of document.querySelectorAll("th")) {
     const number = heading.classList.contains("number");
     const value = row => {
       const text = row.cells[column].textContent;
-      return number ? (text === "inf" ? Infinity : text === "" ? -1 : parseFloat(text)) : text;
+      if (!number) return text;
+      const found = text === "inf" ? Infinity : parseFloat(text);
+      return Number.isNaN(found) ? -Infinity : found;
     };
     const sign = heading.dataset.sign = -(heading.dataset.sign || (number ? 1 : -1));
     const rows = [...body.rows].sort((a, b) => {
@@ -15,10 +17,12 @@ for (const heading of document.querySelectorAll("th")) {
     body.append(...rows);
   });
 }
-document.querySelector("input").addEventListener("input", event => {
-  const words = event.target.value.toLowerCase().split(/\s+/);
-  for (const row of document.querySelector("#all").tBodies[0].rows) {
-    const text = row.textContent.toLowerCase();
-    row.hidden = !words.every(word => text.includes(word));
-  }
-});
+for (const input of document.querySelectorAll("input[type=search]")) {
+  input.addEventListener("input", () => {
+    const words = input.value.toLowerCase().split(/\s+/);
+    for (const row of input.nextElementSibling.querySelector("tbody").rows) {
+      const text = row.textContent.toLowerCase();
+      row.hidden = !words.every(word => text.includes(word));
+    }
+  });
+}

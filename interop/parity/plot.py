@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+import re
 from collections import defaultdict
 
 import matplotlib
@@ -16,9 +17,19 @@ from interop.parity.records import Report
 # Okabe and Ito's colours, told apart without red and green.
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#8A7F00", "#555555")
 BUDGET_COLOUR = "#d62728"
+RULE_COLOUR = "#eeeeee"
+MUTED_COLOUR = "#6b6b70"
 OUTPUTS = ("out", "lse", "dq", "dk", "dv")
 LEFT_EDGE = 1e-3
 LANE_HEIGHT = 0.8
+# By a picture's own colours, those of page.css, which follow the reader's light or dark mode.
+_PAGE_COLOURS = {
+    "#000000": "currentColor",
+    RULE_COLOUR: "var(--faint)",
+    MUTED_COLOUR: "var(--muted)",
+    BUDGET_COLOUR: "var(--budget)",
+    **{colour.lower(): f"var(--series-{i})" for i, colour in enumerate(COLOURS, 1)},
+}
 
 
 def ratio_plot(report: Report) -> str:
@@ -48,7 +59,7 @@ def ratio_plot(report: Report) -> str:
     middles = [i * step + (len(titles) - 1) / 2 for i in range(len(outputs))]
     axes.set_yticks(middles, outputs, fontsize=11, fontweight="bold")
     axes.tick_params(axis="y", length=0)
-    axes.grid(axis="x", color="#eeeeee", linewidth=0.6)
+    axes.grid(axis="x", color=RULE_COLOUR, linewidth=0.6)
     axes.set_axisbelow(True)
     axes.spines[["top", "right", "left"]].set_visible(False)
 
@@ -82,7 +93,7 @@ def _draw_lane(
     axes: Axes, y: float, spots: list[tuple[float, float, float, str]], colour: str
 ) -> None:
     """Dots and crosses of one lane, the name of its worst case beside it."""
-    axes.axhline(y, color="#e8e8e8", linewidth=0.6, zorder=0)
+    axes.axhline(y, color=RULE_COLOUR, linewidth=0.6, zorder=0)
     dots = [spot for spot in spots if math.isfinite(spot[2])]
     crosses = [spot for spot in spots if not math.isfinite(spot[2])]
     style = {"color": colour, "alpha": 0.75, "clip_on": False}
@@ -92,7 +103,7 @@ def _draw_lane(
     side, offset = ("left", 5) if x <= 1 else ("right", -5)
     axes.annotate(
         name, (x, height), (offset, 0), textcoords="offset points",
-        fontsize=7, color="#444444", ha=side, va="center",
+        fontsize=7, color=MUTED_COLOUR, ha=side, va="center",
     )  # fmt: skip
 
 
@@ -102,10 +113,11 @@ def _position(ratio: float, right_edge: float) -> float:
 
 
 def to_svg(figure: Figure) -> str:
-    """The figure's svg element, text kept as text and no metadata."""
+    """The figure's svg element: text kept as text, no metadata, the colours those of the page."""
     buffer = io.StringIO()
     nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "parity"}):
-        figure.savefig(buffer, format="svg", metadata=nothing)
+        figure.savefig(buffer, format="svg", metadata=nothing, transparent=True)
     text = buffer.getvalue()
+    text = re.sub("#[0-9a-f]{6}", lambda found: _PAGE_COLOURS.get(found[0], found[0]), text)
     return text[text.index("<svg") :]

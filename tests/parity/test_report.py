@@ -76,6 +76,18 @@ def test_the_page_needs_nothing_from_elsewhere():
     assert not re.search(r"@import|<link|<iframe|<img|fetch\(", page)
 
 
+def test_every_colour_of_the_picture_is_one_of_the_page():
+    page = to_html(MIXED)
+    style, picture = (
+        page[page.index(f"<{tag}") : page.index(f"</{tag}>")] for tag in ("style", "svg")
+    )
+    assert "prefers-color-scheme: dark" in style
+    assert not re.search("(fill|stroke): #", picture)
+    named = set(re.findall(r"var\(--([\w-]+)\)", picture))
+    assert named >= {"series-1", "budget", "faint", "muted"}
+    assert all(style.count(f"--{name}: ") == 2 for name in named), "light and dark"
+
+
 def test_the_page_lists_failures_first():
     page = to_html(MIXED)
     table = page[page.index('id="all"') :]
