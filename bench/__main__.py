@@ -8,9 +8,9 @@ from __future__ import annotations
 import argparse
 import sys
 
-from bench import flash
 from bench.report import command as report
 from bench.static import command as static
+from bench.suites import command as suites
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -18,7 +18,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     static.add_parser(commands)
-    flash.add_parser(commands)
+    suites.add_parsers(commands)
     report.add_parser(commands)
     arguments = parser.parse_args(argv)
     return arguments.run(arguments)

@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 
 from bench.statistics import Times
 
-Status = Literal["planned", "ok", "failed", "out of memory", "refused by parity"]
+Status = Literal["planned", "ok", "failed", "absent", "out of memory", "refused by parity"]
 
 
 @dataclass(frozen=True)
@@ -18,21 +18,33 @@ class Record:
     """One implementation on one case.
 
     Attributes:
+        suite: the suite that it was measured for.
         case: the case's fields, its "name" among them.
-        operation: what one call does, such as "forward" or "backward".
+        operation: what one call does: "forward", "backward", "both" or "decode"; "ceiling" is what
+            the device gave in the same run (see `bench.ceilings`).
         implementation: such as "Triton", or a peer's name.
         target: what our own kernels were compiled for; None for a peer.
         device, versions, commit, date: where, with what and when it ran.
-        status: "planned" until it is measured, which no file holds; "refused by parity" when the
-            implementation's result is wrong, so that its time says nothing.
+        status: "planned" until it is measured, which no file holds; "absent" when the peer is not
+            installed or does not do the case; "refused by parity" when the result is wrong, so that
+            its time says nothing.
         message: the error behind a status that is not "ok".
-        times: device time of a call; None unless the status is "ok", as the rest.
+        times: the device is busy that long with a call: the sum of its kernels. None unless the
+            status is "ok", as the rest.
+        span: from the start of a call's first kernel to the end of its last one.
+        host: until a call returns on the host, without a profiler.
+        events: milliseconds of a call between two CUDA events, a cross-check of `span`.
         kernels: names of the kernels of one call, in order.
-        tflops: 10^12 operations a second, of the pairs that the mask keeps.
-        bytes_per_second: least traffic over time.
-        clocks: megahertz by name; None where they were not sampled.
+        tflops: 10^12 operations a second of `times`, of the pairs that the mask keeps.
+        bytes_per_second: least traffic over `times`.
+        reads, writes: bytes of that traffic, by direction.
+        error: the worst error over its budget, as the gate found it.
+        memory: bytes that a call adds at its peak.
+        gpu: clocks, power, temperature and throttle reasons while it was timed (see
+            `bench.sampling`).
     """
 
+    suite: str
     case: dict[str, Any]
     operation: str
     implementation: str
@@ -44,10 +56,17 @@ class Record:
     status: Status = "planned"
     message: str | None = None
     times: Times | None = None
+    span: Times | None = None
+    host: Times | None = None
+    events: float | None = None
     kernels: tuple[str, ...] = ()
     tflops: float | None = None
     bytes_per_second: float | None = None
-    clocks: dict[str, float] | None = None
+    reads: int | None = None
+    writes: int | None = None
+    error: float | None = None
+    memory: int | None = None
+    gpu: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
         if self.status not in get_args(Status):
@@ -72,15 +91,15 @@ class Record:
     @property
     def key(self) -> str:
         """Equal for two records of the same measurement, whatever they found."""
-        measured = [self.case, self.operation, self.implementation, self.target]
+        measured = [self.suite, self.case, self.operation, self.implementation, self.target]
         return json.dumps([measured, self.run], sort_keys=True)
 
 
-def origin(facts: dict[str, str]) -> dict[str, Any]:
-    """The fields of a record that say where its numbers come from, from a report's facts."""
+def origin(suite: str, facts: dict[str, str]) -> dict[str, Any]:
+    """The fields that all records of a suite's run share, from a report's facts."""
     apart = ("device", "commit", "date")
     versions = {name: value for name, value in facts.items() if name not in apart}
-    return {name: facts[name] for name in apart} | {"versions": versions}
+    return {"suite": suite, "versions": versions} | {name: facts[name] for name in apart}
 
 
 def append(path: Path, records: Iterable[Record]) -> None:
@@ -101,9 +120,9 @@ def load(path: Path) -> list[Record]:
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         try:
             fields = json.loads(line)
-            times = None if fields["times"] is None else Times(**fields["times"])
-            kernels = tuple(fields["kernels"])
-            records.append(Record(**fields | {"times": times, "kernels": kernels}))
+            for name in ("times", "span", "host"):
+                fields[name] = None if fields[name] is None else Times(**fields[name])
+            records.append(Record(**fields | {"kernels": tuple(fields["kernels"])}))
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{path}:{number}: expected a record, got {error!r}") from error
     return records

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
-import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -21,8 +19,10 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from bench.job import Absent, Call, Check, Job, Subject
 from bench.records import Record, append, load
-from bench.report.tables import terminal_table
+from bench.sampling import Sampler
+from bench.terminal import terminal_table
 
 if TYPE_CHECKING:
     from bench.timing import Timing
@@ -30,93 +30,47 @@ if TYPE_CHECKING:
 INTERRUPTED = 130  # the exit code
 _OUT_OF_MEMORY = re.compile("out of memory|failed to allocate", re.IGNORECASE)
 
-Call = Callable[[], object]
-Wait = Callable[[object], object]
+Run = Callable[[], Any]
 
 
-class Subject(NamedTuple):
-    """An implementation, and the target that it is compiled for; None for a peer."""
-
-    implementation: str
-    target: str | None = None
-
-
-Timer = Callable[[dict[Subject, Call], Wait], "dict[Subject, Timing]"]
-
-
-@dataclass(frozen=True)
-class Job:
-    """What is timed together: several implementations on the same tensors.
+class Instruments(NamedTuple):
+    """What a run needs of the device.
 
     Attributes:
-        case: the case's fields, its "name" among them.
-        operation: what one call does.
-        flops, bytes: operations and least traffic of one call.
-        inputs: makes the tensors.
-        makers: from those tensors, each implementation's call.
+        time: times several calls against each other.
+        wait: blocks until a call's result is there.
+        sample: makes what samples clocks and power while it is entered.
+        release: gives back memory that nothing refers to.
     """
 
-    case: dict[str, Any]
-    operation: str
-    flops: int
-    bytes: int
-    inputs: Callable[[], Any]
-    makers: Mapping[Subject, Callable[[Any], Call]]
-
-    def plan(self, origin: dict[str, Any]) -> dict[Subject, Record]:
-        """The records that measuring would fill."""
-        return {
-            subject: Record(self.case, self.operation, *subject, **origin)
-            for subject in self.makers
-        }
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments that every suite takes."""
-    parser.add_argument("--filter", default="", help="part of a case's name")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="append records as JSON lines")
-    parser.add_argument(
-        "--resume",
-        action="store_true",
-        help="measure only what FILE lacks for this device, these versions and this commit",
-    )
-    parser.set_defaults(refuse=parser.error)
-
-
-def prepare(arguments: argparse.Namespace) -> None:
-    """Make the frameworks share the card; exit with code 2 where nothing can be timed."""
-    if arguments.resume and arguments.json is None:
-        arguments.refuse("--resume: expected --json FILE beside it, got none")
-    # torch and JAX share the card: JAX must not reserve most of it.
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    from interop.parity.environment import choose_device
-
-    if choose_device() == "cpu":
-        arguments.refuse("expected a CUDA GPU that torch and JAX both see, found none")
+    time: Callable[[Mapping[Subject, Run]], "Mapping[Subject, Timing]"]
+    wait: Callable[[Any], object]
+    sample: Callable[[], Sampler]
+    release: Callable[[], object]
 
 
 def run_suite(
     jobs: Sequence[Job],
     origin: dict[str, Any],
-    timer: Timer,
-    wait: Wait,
+    instruments: Instruments,
     console: Console,
     path: Path | None = None,
     resume: bool = False,
+    log: Path | None = None,
 ) -> int:
     """Measure every job and print the table; returns the exit code.
 
     Args:
         jobs: in the order to run them.
         origin: the fields that all records share.
-        timer: times several calls against each other.
-        wait: blocks until a call's result is there.
+        instruments: of the device.
         path: file that records are appended to.
-        resume: take from `path` what is measured already.
+        resume: take from `path` what is measured already; what failed there is tried again.
+        log: file that samples of clocks and power are appended to, as CSV.
     """
     records = {}
     if resume and path is not None and path.exists():
-        records = {record.key: record for record in load(path)}
+        records = {r.key: r for r in load(path) if r.status != "failed"}
     planned = [record.key for job in jobs for record in job.plan(origin).values()]
     code = INTERRUPTED
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
@@ -126,17 +80,22 @@ def run_suite(
     with suppress(KeyboardInterrupt), progress:
         task = progress.add_task("", total=len(jobs))
         for job in jobs:
-            progress.update(task, description=f"{job.case['name']} {job.operation}")
+            title = f"{job.case['name']} {job.operation}"
+            progress.update(task, description=title)
             todo = {s: r for s, r in job.plan(origin).items() if r.key not in records}
-            measured = list(measure(job, todo, timer, wait))
+            sampler = instruments.sample()
+            measured = measure(job, todo, instruments, sampler)
+            instruments.release()
             if path is not None:
                 append(path, measured)
+            if log is not None:
+                sampler.write(log, title)
             for record in measured:
                 records[record.key] = record
                 if record.message is not None:
                     progress.console.print(
-                        f"{record.case['name']} {record.operation}, {record.label}: "
-                        f"{record.status}: {record.message}", style="red", markup=False,
+                        f"{title}, {record.label}: {record.status}: {record.message}",
+                        style="dim" if record.status == "absent" else "red", markup=False,
                     )  # fmt: skip
             progress.advance(task)
         code = 0
@@ -146,38 +105,108 @@ def run_suite(
     return code
 
 
-def measure(job: Job, planned: dict[Subject, Record], timer: Timer, wait: Wait) -> Iterator[Record]:
-    """Fill the planned records of one job; an error becomes the status of what it stopped."""
+def measure(
+    job: Job, planned: Mapping[Subject, Record], instruments: Instruments, sampler: Sampler
+) -> list[Record]:
+    """Fill the planned records of one job; an error becomes the status of what it stopped.
+
+    Implementations are timed together as far as they fit in memory together: one that runs out of
+    it waits until those before it are timed and gone.
+    """
     if not planned:
-        return
+        return []
     try:
         inputs = job.inputs()
+        check = None if job.check is None else job.check(inputs)
     except Exception as error:
-        yield from (_failed(record, error) for record in planned.values())
-        return
-    calls: dict[Subject, Call] = {}
-    for subject, record in planned.items():
-        try:
-            call = job.makers[subject](inputs)
-            wait(call())
-            calls[subject] = call
-        except Exception as error:
-            yield _failed(record, error)
+        return [_failed(record, error) for record in planned.values()]
+    done: list[Record] = []
+    waiting = list(planned)
+    while waiting:
+        ready: dict[Subject, tuple[Record, Run]] = {}
+        for subject in list(waiting):
+            record, call = _prepare(
+                planned[subject], job.makers[subject], inputs, check, instruments.wait
+            )
+            if record.status != "planned":
+                instruments.release()
+            if record.status == "out of memory" and ready:
+                break
+            waiting.remove(subject)
+            if call is None:
+                done.append(record)
+            else:
+                ready[subject] = record, call
+        done += _time(job, ready, instruments, sampler)
+        ready.clear()
+        call = None
+        instruments.release()
+    return done
+
+
+def _prepare(
+    record: Record,
+    make: Callable[[Any], Call],
+    inputs: Any,
+    check: Check | None,
+    wait: Callable[[Any], object],
+) -> tuple[Record, Run | None]:
+    """Make a call and hold its result to its budget; no call where the record says why."""
     try:
-        timings = timer(calls, wait)
+        call = make(inputs)
+        result = call.run()
+        wait(result)
+        if check is None or call.result is None:
+            return record, call.run
+        error = check(call.result(result))
+    except Absent as absent:
+        return replace(record, status="absent", message=str(absent)), None
     except Exception as error:
-        yield from (_failed(planned[subject], error) for subject in calls)
-        return
-    for subject, timing in timings.items():
-        seconds = timing.times.median / 1e3
-        yield replace(
-            planned[subject],
-            status="ok",
-            times=timing.times,
-            kernels=timing.kernels,
-            tflops=job.flops / seconds / 1e12,
-            bytes_per_second=job.bytes / seconds,
-        )
+        return _failed(record, error), None
+    record = replace(record, error=error)
+    if error <= 1:
+        return record, call.run
+    message = f"its error is {error:.3g} times the budget"
+    return replace(record, status="refused by parity", message=message), None
+
+
+def _time(
+    job: Job,
+    ready: Mapping[Subject, tuple[Record, Run]],
+    instruments: Instruments,
+    sampler: Sampler,
+) -> list[Record]:
+    """Time calls against each other; where that fails, each by itself, to see which it is."""
+    if not ready:
+        return []
+    try:
+        with sampler:
+            timings = instruments.time({subject: call for subject, (_, call) in ready.items()})
+        gpu = sampler.summary()
+    except Exception as error:
+        if len(ready) == 1:
+            return [_failed(record, error) for record, _ in ready.values()]
+    else:
+        return [_filled(record, job, timings[s], gpu) for s, (record, _) in ready.items()]
+    alone = [_time(job, {s: ready[s]}, instruments, sampler) for s in ready]
+    return [record for records in alone for record in records]
+
+
+def _filled(record: Record, job: Job, timing: Timing, gpu: dict[str, Any] | None) -> Record:
+    seconds = timing.busy.median / 1e3
+    return replace(
+        record,
+        status="ok",
+        times=timing.busy,
+        span=timing.span,
+        host=timing.host,
+        events=timing.events,
+        kernels=timing.kernels,
+        tflops=job.flops / seconds / 1e12 if job.flops else None,
+        bytes_per_second=job.bytes / seconds,
+        memory=timing.memory,
+        gpu=gpu,
+    )
 
 
 def _failed(record: Record, error: Exception) -> Record:

@@ -1,1 +1,39 @@
-"""What is measured: each suite's jobs, and the table that its numbers go into."""
+"""The suites by their command's name, and what each is for.
+
+Suite "a-b" is the module `bench.suites.a_b`, imported when its command runs. It offers:
+
+- ``TITLE``, ``NOTE``: of its tables; the note says how the method is better than what it follows;
+- ``jobs(targets, pattern) -> list[Job]``: what to measure: our own kernels compiled for each of
+  `targets`, cases whose name contains `pattern`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Protocol, cast
+
+from bench.job import Job
+
+SUITES = {
+    "flash": "flash attention over lengths and head sizes, beside every peer",
+    "kvcache": "paged decode of one sequence and of batches, over KV lengths",
+    "fa2": "FlashAttention-2's shapes in fp16, with clocks and power",
+    "flash-vs-eager": "one head, short to long, against eager attention",
+    "eager-attention": "eager attention itself, with the memory it takes",
+}
+ALL = ("flash", "kvcache", "fa2", "flash-vs-eager")  # `python -m bench all`
+
+
+class Suite(Protocol):
+    """What the module of a suite offers."""
+
+    TITLE: str
+    NOTE: str
+
+    def jobs(self, targets: Sequence[str], pattern: str = "") -> list[Job]: ...
+
+
+def load(name: str) -> Suite:
+    """Import a suite's module."""
+    return cast(Suite, import_module(f"bench.suites.{name.replace('-', '_')}"))

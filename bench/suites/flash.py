@@ -1,57 +1,24 @@
 """``python -m bench flash``: both twins beside FlashAttention-2 and cuDNN, on a GPU.
 
-Forward and backward are timed apart, each with the L2 cache flushed. FLOPs are those of the pairs
-that the mask keeps. FlashAttention-2 is SM80 code and the bar for SM80 code, cuDNN is the bar for
-the device's own.
+Forward and backward are timed apart. FLOPs are those of the pairs that the mask keeps.
+FlashAttention-2 is SM80 code and the bar for SM80 code, cuDNN is the bar for the device's own.
 """
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import Any
 
-from rich.console import Console
-
-from bench.records import origin
-from bench.runner import Call, Job, Subject, add_arguments, prepare, run_suite
+from bench.job import Call, Job, Subject
 from interop.contract.cases import FlashCase, flash_cases
 from interop.contract.cost import backward_bytes, backward_flops, forward_bytes, forward_flops
 
+TITLE = "Flash attention"
+NOTE = ""
 COST = {"forward": (forward_flops, forward_bytes), "backward": (backward_flops, backward_bytes)}
 PEERS = {"FA2": "FLASH_ATTENTION", "cuDNN": "CUDNN_ATTENTION"}  # SDPA's names of them
-
-
-def add_parser(commands: argparse._SubParsersAction) -> None:
-    """Add the command to ``python -m bench``."""
-    parser = commands.add_parser(
-        "flash", help="time both twins beside peers, on a GPU", description=__doc__
-    )
-    add_arguments(parser)
-    parser.set_defaults(run=run)
-
-
-def run(arguments: argparse.Namespace) -> int:
-    """Time every case, print the table; returns 130 when interrupted."""
-    prepare(arguments)
-    import jax
-
-    from bench.timing import time_calls
-    from interop.parity.environment import choose_targets, facts
-
-    console = Console()
-    found = facts("cuda")
-    console.print(*(f"{name} {value}" for name, value in found.items()), sep=", ")
-    targets = [target for target in choose_targets("cuda", None) if target is not None]
-    chosen = jobs(targets, arguments.filter)
-    if not chosen:
-        arguments.refuse(f"--filter: expected part of a case's name, got {arguments.filter!r}")
-    return run_suite(
-        chosen, origin(found), time_calls, jax.block_until_ready, console, arguments.json,
-        arguments.resume,
-    )  # fmt: skip
 
 
 def jobs(targets: Sequence[str], pattern: str = "") -> list[Job]:
@@ -96,14 +63,14 @@ def _triton(case: FlashCase, operation: str, target: str, tensors: list[Any]) ->
             return flash_attention(*inputs, **case.options, implementation="triton")
 
     if operation == "forward":
-        return forward
+        return Call(forward, lambda out: (out,))
     out = forward()
 
     def backward():
         with use_target(target):
             return torch.autograd.grad(out, inputs, dout, retain_graph=True)
 
-    return backward
+    return Call(backward, tuple)
 
 
 def _pallas(case: FlashCase, operation: str, target: str, tensors: list[Any]) -> Call:
@@ -119,12 +86,12 @@ def _pallas(case: FlashCase, operation: str, target: str, tensors: list[Any]) ->
         forward = jax.jit(partial(flash_fwd, spec=case.spec, backend=target))
         out, lse = forward(q, k, v)
         if operation == "forward":
-            return lambda: forward(q, k, v)
+            return Call(lambda: forward(q, k, v), lambda result: result[:1])
         backward = jax.jit(
             lambda dout, *saved: flash_bwd(dout, None, *saved, spec=case.spec, backend=target)
         )
         jax.block_until_ready(backward(dout, q, k, v, out, lse))
-    return lambda: backward(dout, q, k, v, out, lse)
+    return Call(lambda: backward(dout, q, k, v, out, lse), tuple)
 
 
 def _sdpa(case: FlashCase, operation: str, peer: str, tensors: list[Any]) -> Call:
@@ -143,6 +110,9 @@ def _sdpa(case: FlashCase, operation: str, peer: str, tensors: list[Any]) -> Cal
             )
 
     if operation == "forward":
-        return forward
+        return Call(forward, lambda out: (out.transpose(1, 2),))
     out = forward()
-    return lambda: torch.autograd.grad(out, inputs, gradient, retain_graph=True)
+    return Call(
+        lambda: torch.autograd.grad(out, inputs, gradient, retain_graph=True),
+        lambda gradients: [x.transpose(1, 2) for x in gradients],
+    )

@@ -1,0 +1,142 @@
+"""Clocks, power and temperature of the GPU while something runs, from NVML."""
+
+from __future__ import annotations
+
+import csv
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from threading import Event, Thread
+from typing import Any, NamedTuple
+
+# Bits of NVML's clocks event (throttle) reasons that hold a busy GPU back.
+THROTTLE_REASONS = {
+    0x04: "power cap",
+    0x08: "hardware slowdown",
+    0x10: "sync boost",
+    0x20: "thermal slowdown",
+    0x40: "hardware thermal slowdown",
+    0x80: "hardware power brake",
+}
+
+
+class Sample(NamedTuple):
+    """One look at the GPU.
+
+    Attributes:
+        time: seconds since the epoch.
+        sm_mhz, memory_mhz: clocks.
+        watts: power.
+        celsius: temperature.
+        throttle: bits of the reasons for a lower clock.
+    """
+
+    time: float
+    sm_mhz: float
+    memory_mhz: float
+    watts: float
+    celsius: float
+    throttle: int
+
+
+class Sampler:
+    """Sample in a thread while entered; may be entered again, and then adds to its samples.
+
+    >>> with Sampler(lambda: Sample(0.0, 1980.0, 3201.0, 500.0, 60.0, 0x04)) as sampler:
+    ...     pass
+    >>> sampler.summary()["throttle"]
+    ['power cap']
+    """
+
+    def __init__(self, read: Callable[[], Sample] | None, interval: float = 0.05) -> None:
+        """
+        Args:
+            read: takes a sample; None where there is nothing to read.
+            interval: seconds between samples.
+        """
+        self.samples: list[Sample] = []
+        self._read = read
+        self._interval = interval
+        self._stop = Event()
+        self._thread: Thread | None = None
+
+    def __enter__(self) -> Sampler:
+        if self._read is not None:
+            self._stop.clear()
+            self._thread = Thread(target=self._run, args=(self._read,), daemon=True)
+            self._thread.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._thread is not None:
+            self._stop.set()
+            self._thread.join()
+            self._thread = None
+
+    def _run(self, read: Callable[[], Sample]) -> None:
+        while True:
+            self.samples.append(read())
+            if self._stop.wait(self._interval):
+                return
+
+    def summary(self) -> dict[str, Any] | None:
+        """Medians, extremes and throttle reasons of the samples; None without a sample."""
+        if not self.samples:
+            return None
+        sm, memory, watts, celsius = (
+            [getattr(sample, name) for sample in self.samples]
+            for name in ("sm_mhz", "memory_mhz", "watts", "celsius")
+        )
+        return {
+            "sm_mhz": median(sm),
+            "sm_mhz_lowest": min(sm),
+            "memory_mhz": median(memory),
+            "watts": median(watts),
+            "watts_highest": max(watts),
+            "celsius": max(celsius),
+            "throttle": [
+                reason
+                for bit, reason in THROTTLE_REASONS.items()
+                if any(sample.throttle & bit for sample in self.samples)
+            ],
+        }
+
+    def write(self, path: Path, title: str) -> None:
+        """Append the samples to a CSV file, each with a title."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        new = not path.exists()
+        with path.open("a", encoding="utf-8", newline="") as file:
+            writer = csv.writer(file, lineterminator="\n")
+            if new:
+                writer.writerow(["job", *Sample._fields])
+            writer.writerows([title, f"{sample.time:.3f}", *sample[1:]] for sample in self.samples)
+
+
+def nvml_reader() -> Callable[[], Sample] | None:
+    """What samples torch's current GPU; None where nvidia-ml-py or NVML is missing."""
+    try:
+        import pynvml as nvml
+    except ImportError:
+        return None
+    import torch
+
+    try:
+        nvml.nvmlInit()
+        uuid = torch.cuda.get_device_properties(torch.cuda.current_device()).uuid
+        gpu = nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
+
+        def read() -> Sample:
+            return Sample(
+                time.time(),
+                nvml.nvmlDeviceGetClockInfo(gpu, nvml.NVML_CLOCK_SM),
+                nvml.nvmlDeviceGetClockInfo(gpu, nvml.NVML_CLOCK_MEM),
+                nvml.nvmlDeviceGetPowerUsage(gpu) / 1e3,
+                nvml.nvmlDeviceGetTemperature(gpu, nvml.NVML_TEMPERATURE_GPU),
+                nvml.nvmlDeviceGetCurrentClocksThrottleReasons(gpu),
+            )
+
+        read()
+    except nvml.NVMLError:
+        return None
+    return read

@@ -1,0 +1,146 @@
+"""``python -m bench SUITE``: time a suite on a GPU; ``python -m bench all``: the main ones."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import time
+from functools import partial
+from pathlib import Path
+
+from rich.console import Console
+
+from bench.records import origin
+from bench.report import command as report
+from bench.runner import INTERRUPTED, Instruments, run_suite
+from bench.sampling import Sampler, nvml_reader
+from bench.suites import ALL, SUITES, load
+
+GIB = 2**30
+
+
+def add_parsers(commands: argparse._SubParsersAction) -> None:
+    """Add a command for each suite, and "all", to ``python -m bench``."""
+    for name, text in SUITES.items():
+        parser = commands.add_parser(name, help=f"time {text}", description=f"Time {text}.")
+        _add_arguments(parser)
+        parser.add_argument("--json", type=Path, metavar="FILE", help="append records")
+        parser.add_argument(
+            "--gpu-log", type=Path, metavar="FILE", help="append clocks and power, as CSV"
+        )
+        parser.set_defaults(run=partial(_run_one, name))
+    text = f"the suites {', '.join(ALL)}, then their report"
+    parser = commands.add_parser("all", help=text, description=f"Run {text}.")
+    _add_arguments(parser)
+    parser.add_argument(
+        "--json",
+        type=Path,
+        metavar="FILE",
+        default=Path("reports/bench.jsonl"),
+        help="append records; the report and the clocks and power during fa2 go beside it "
+        "(default: %(default)s)",
+    )
+    parser.set_defaults(run=_run_all)
+
+
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--filter", default="", help="part of a case's name")
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="measure only what FILE lacks for this device, these versions and this commit",
+    )
+    parser.add_argument(
+        "--memory-cap",
+        type=float,
+        metavar="GIB",
+        help="memory of the GPU that each framework may take; what needs more is out of memory",
+    )
+    parser.set_defaults(refuse=parser.error)
+
+
+def _run_one(name: str, arguments: argparse.Namespace) -> int:
+    if arguments.resume and arguments.json is None:
+        arguments.refuse("--resume: expected --json FILE beside it, got none")
+    _prepare(arguments)
+    found, code = _measure(name, arguments, arguments.gpu_log)
+    if not found:
+        arguments.refuse(f"--filter: expected part of a case's name, got {arguments.filter!r}")
+    return code
+
+
+def _run_all(arguments: argparse.Namespace) -> int:
+    """Run the suites and report what there is; 130 when interrupted."""
+    _prepare(arguments)
+    records: Path = arguments.json
+    code = 0
+    for name in ALL:
+        log = records.with_name(f"{records.stem}-{name}-gpu.csv") if name == "fa2" else None
+        _, code = _measure(name, arguments, log)
+        if code == INTERRUPTED:
+            break
+    parser = argparse.ArgumentParser()
+    report.add_parser(parser.add_subparsers())
+    reporting = parser.parse_args(["report", str(records), "--output", str(records.parent)])
+    return reporting.run(reporting) or code
+
+
+def _prepare(arguments: argparse.Namespace) -> None:
+    """Make the frameworks share the card; exit with code 2 where nothing can be timed."""
+    # torch and JAX share the card: JAX must not reserve most of it. Read when JAX starts.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    if arguments.memory_cap is not None:
+        _cap_memory(arguments)
+    from interop.parity.environment import choose_device
+
+    if choose_device() == "cpu":
+        arguments.refuse("expected a CUDA GPU that torch and JAX both see, found none")
+
+
+def _cap_memory(arguments: argparse.Namespace) -> None:
+    import torch
+
+    if not torch.cuda.is_available():
+        return
+    total = torch.cuda.get_device_properties(0).total_memory / GIB
+    if not 0 < arguments.memory_cap <= total:
+        arguments.refuse(
+            f"--memory-cap: expected up to the GPU's {total:.0f} GiB, got {arguments.memory_cap:g}"
+        )
+    fraction = arguments.memory_cap / total
+    torch.cuda.set_per_process_memory_fraction(fraction)
+    os.environ["XLA_CLIENT_MEM_FRACTION"] = str(fraction)
+
+
+def _measure(name: str, arguments: argparse.Namespace, log: Path | None) -> tuple[bool, int]:
+    """Run one suite; returns whether the filter leaves any of it, and the exit code."""
+    import torch
+
+    from bench.ceilings import ceiling_jobs
+    from bench.timing import time_calls, wait_for
+    from interop.parity.environment import choose_targets, facts
+
+    suite = load(name)
+    targets = [target for target in choose_targets("cuda", None) if target is not None]
+    jobs = suite.jobs(targets, arguments.filter)
+    if not jobs:
+        return False, 0
+    console = Console()
+    found = facts("cuda")
+    console.rule(suite.TITLE)
+    console.print(*(f"{name} {value}" for name, value in found.items()), sep=", ")
+    read = nvml_reader()
+
+    def release() -> None:
+        gc.collect()
+        torch.cuda.empty_cache()
+
+    instruments = Instruments(time_calls, wait_for, lambda: Sampler(read), release)
+    start = time.monotonic()
+    code = run_suite(
+        [*ceiling_jobs(), *jobs], origin(name, found), instruments, console, arguments.json,
+        arguments.resume, log,
+    )  # fmt: skip
+    console.print(f"{name}: {(time.monotonic() - start) / 60:.1f} minutes")
+    return True, code
