@@ -1,0 +1,112 @@
+"""The twins' calls, through their public functions, for each target.
+
+"Triton compiled" is the torch twin under `torch.compile`; the JAX twin is always jitted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+from bench.calls import compiled, jax_call, torch_call
+from bench.job import Call, Subject
+from interop.contract.cases import DecodeCase, FlashCase
+
+if TYPE_CHECKING:
+    from bench.suites.decode_inputs import DecodeTensors
+
+Maker = Callable[..., Call]
+
+
+def flash_makers(targets: Sequence[str], compiling: bool = True) -> dict[Subject, Maker]:
+    """Makers, which take (case, operation, tensors) as peers' do.
+
+    Args:
+        targets: what to compile for.
+        compiling: "Triton compiled" as well.
+    """
+    makers = {"Triton": triton_flash, "Pallas": pallas_flash}
+    if compiling:
+        makers["Triton compiled"] = partial(triton_flash, wrap=partial(compiled, fullgraph=True))
+    return _for_targets(makers, targets)
+
+
+def decode_makers(targets: Sequence[str]) -> dict[Subject, Maker]:
+    """Makers, which take (case, tensors) as peers' do."""
+    return _for_targets({"Triton": triton_decode, "Pallas": pallas_decode}, targets)
+
+
+def _for_targets(makers: dict[str, Maker], targets: Sequence[str]) -> dict[Subject, Maker]:
+    return {
+        Subject(name, target): partial(maker, target)
+        for name, maker in makers.items()
+        for target in targets
+    }
+
+
+def triton_flash(
+    target: str, case: FlashCase, operation: str, tensors, wrap: Callable | None = None
+) -> Call:
+    """A call of `torch_attn.flash_attention`; `wrap` is applied to it beforehand."""
+    from interop.contract.target import use_target
+    from torch_attn import flash_attention
+
+    attend = partial(flash_attention, **case.options, implementation="triton")
+    with use_target(target):
+        call = torch_call(attend if wrap is None else wrap(attend), operation, tensors)
+    return _for_target(call, target)
+
+
+def pallas_flash(target: str, case: FlashCase, operation: str, tensors) -> Call:
+    """A jitted call of `pallas_attn.flash_attention`."""
+    from interop.contract.target import use_target
+    from pallas_attn import flash_attention
+
+    attend = partial(flash_attention, **case.options, implementation="triton")
+    with use_target(target):
+        call = jax_call(attend, operation, tensors)
+        call.run()  # traces, for the target
+    return call
+
+
+def triton_decode(target: str, case: DecodeCase, tensors: DecodeTensors) -> Call:
+    """A call of `torch_attn.paged_decode`."""
+    from torch_attn import paged_decode
+
+    arguments = tensors.arguments | case.options | {"implementation": "triton"}
+    return _for_target(Call(partial(paged_decode, **arguments), partial(_rows, case)), target)
+
+
+def pallas_decode(target: str, case: DecodeCase, tensors: DecodeTensors) -> Call:
+    """A jitted call of `pallas_attn.paged_decode`, on torch's memory."""
+    import jax
+
+    from interop.contract.target import use_target
+    from interop.exchange import to_jax
+    from pallas_attn import paged_decode
+
+    arguments = {name: to_jax(x) for name, x in tensors.arguments.items()}
+    run = partial(
+        jax.jit(partial(paged_decode, **case.options, implementation="triton")), **arguments
+    )
+    with use_target(target):
+        run()  # traces, for the target
+    return Call(run, partial(_rows, case))
+
+
+def _for_target(call: Call, target: str) -> Call:
+    """The call, with kernels of the target whenever it runs."""
+    from interop.contract.target import use_target
+
+    def run():
+        with use_target(target):
+            return call.run()
+
+    return Call(run, call.result)
+
+
+def _rows(case: DecodeCase, out):
+    """A decode's output as [B, T, Hq, Dv]."""
+    spec = case.spec
+    return (out.reshape(spec.batch, spec.tokens, spec.heads_q, spec.head_dim_v),)

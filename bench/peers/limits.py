@@ -1,0 +1,65 @@
+"""What a peer does not do: said with `Absent` before it is called."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from types import ModuleType
+
+from bench.job import Absent
+from interop.contract.cases import DecodeCase, FlashCase
+
+HALF = ("float16", "bfloat16")
+
+
+def load(module: str) -> ModuleType:
+    """Import a peer.
+
+    Raises:
+        Absent: it cannot be imported.
+    """
+    try:
+        return import_module(module)
+    except ImportError as error:
+        raise Absent(f"{module} cannot be imported: {error}") from error
+
+
+def check_flash(
+    case: FlashCase,
+    *,
+    dtypes: tuple[str, ...] = HALF,
+    rectangles: bool = False,
+    groups: bool = True,
+) -> None:
+    """Refuse what an adapter does not pass on to its peer.
+
+    Args:
+        case: the problem.
+        dtypes: those that the peer takes.
+        rectangles: its causal mask is aligned to the last query and key, as ours is.
+        groups: query heads may share a kv head.
+
+    Raises:
+        Absent: the peer does not do the case; the text says why.
+    """
+    if case.window_size is not None or case.softcap is not None:
+        raise Absent("this adapter has neither windows nor capped scores")
+    if case.dtype not in dtypes:
+        raise Absent(f"takes {' and '.join(dtypes)}, not {case.dtype}")
+    if case.causal and case.seq_q != case.seq_kv and not rectangles:
+        raise Absent("its causal mask is aligned to the first query and key")
+    if case.heads_q != case.heads_kv and not groups:
+        raise Absent("no query heads that share a kv head")
+
+
+def check_dense(case: DecodeCase) -> None:
+    """Refuse what a plain attention over a dense copy of the cache does not do.
+
+    Raises:
+        Absent: a window, capped scores, sinks, a quantised cache or lengths that differ.
+    """
+    if case.window_size is not None or case.softcap is not None or case.sinks:
+        raise Absent("this adapter has neither windows, capped scores nor sinks")
+    if case.spec.cache.is_quantized:
+        raise Absent("no 8-bit cache")
+    if len(set(case.lengths)) > 1:
+        raise Absent("a dense cache has one length for all sequences")
