@@ -4,7 +4,10 @@ Suite "a-b" is the module `bench.suites.a_b`, imported when its command runs. It
 
 - ``TITLE``, ``NOTE``: of its tables; the note says how the method is better than what it follows;
 - ``jobs(targets, pattern) -> list[Job]``: what to measure: our own kernels compiled for each of
-  `targets`, cases whose name contains `pattern`.
+  `targets`, cases whose name contains `pattern`;
+- ``columns(record)``: the record's own cells of the suite's table, by title. A record without a
+  time is asked as well. The report adds what every table has, as far as its title is not taken:
+  implementation, milliseconds, spread, limits, ratio to the best peer, status.
 """
 
 from __future__ import annotations
@@ -14,6 +17,9 @@ from importlib import import_module
 from typing import Protocol, cast
 
 from bench.job import Job
+from bench.records import Record
+
+Cells = dict[str, str | float | None]
 
 SUITES = {
     "flash": "flash attention over lengths and head sizes, beside every peer",
@@ -32,6 +38,8 @@ class Suite(Protocol):
     NOTE: str
 
     def jobs(self, targets: Sequence[str], pattern: str = "") -> list[Job]: ...
+
+    def columns(self, record: Record) -> Cells: ...
 
 
 def load(name: str) -> Suite:
