@@ -21,8 +21,8 @@ from rich.progress import (
 
 from bench.job import Absent, Call, Check, Job, Subject
 from bench.records import Record, append, load
+from bench.report.terminal import terminal_table
 from bench.sampling import Sampler
-from bench.terminal import terminal_table
 
 if TYPE_CHECKING:
     from bench.timing import Timing
@@ -43,7 +43,7 @@ class Instruments(NamedTuple):
         release: gives back memory that nothing refers to.
     """
 
-    time: Callable[[Mapping[Subject, Run]], "Mapping[Subject, Timing]"]
+    time: Callable[[Mapping[Subject, Run]], Mapping[Subject, Timing]]
     wait: Callable[[Any], object]
     sample: Callable[[], Sampler]
     release: Callable[[], object]
