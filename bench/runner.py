@@ -21,8 +21,8 @@ from rich.progress import (
 
 from bench.job import Absent, Call, Check, Job, Subject
 from bench.records import Record, append, load
-from bench.report.terminal import terminal_table
 from bench.sampling import Sampler
+from bench.terminal import terminal_table
 
 if TYPE_CHECKING:
     from bench.timing import Timing
