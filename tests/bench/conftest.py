@@ -11,6 +11,7 @@ from bench.statistics import Times
 from interop.contract.cases import FlashCase
 
 ORIGIN = {
+    "suite": "flash",
     "device": "Fake GPU (compute capability 9.0)",
     "versions": {"torch": "2.0"},
     "commit": "0123456789ab",
@@ -33,6 +34,6 @@ def record() -> Callable[..., Record]:
         defaults = {"operation": "forward", "implementation": "Triton", "target": "sm90"}
         if fields.get("status", "ok") == "ok":
             defaults |= {"status": "ok", "times": Times(2.0, 1.9, 2.1), "tflops": 100.0}
-        return Record(case, **ORIGIN | defaults | fields)
+        return Record(case=case, **ORIGIN | defaults | fields)
 
     return make

@@ -11,7 +11,11 @@ from bench.statistics import Times
 def test_a_file_gives_back_what_was_appended(tmp_path, record):
     path = tmp_path / "new" / "records.jsonl"
     measured = record(
-        times=Times(2.0, 1.9, 2.1, 1.8, 2.2), kernels=("copy", "flash_fwd"), clocks={"sm": 1980.0}
+        times=Times(2.0, 1.9, 2.1, 1.8, 2.2),
+        span=Times(2.5, 2.4, 2.6),
+        host=Times(0.1, 0.1, 0.2),
+        kernels=("copy", "flash_fwd"),
+        gpu={"sm_mhz": 1980.0, "throttle": ["power cap"]},
     )
     failed = record(status="failed", message="RuntimeError: no kernel")
     append(path, [measured])
@@ -30,6 +34,7 @@ def test_the_key_is_of_the_measurement_and_not_of_what_it_found(record):
 @pytest.mark.parametrize(
     "change",
     [
+        {"suite": "fa2"},
         {"keys": 2048},
         {"operation": "backward"},
         {"implementation": "Pallas"},
@@ -50,7 +55,7 @@ def test_the_key_differs_with(change, record):
         ("{", "JSONDecodeError"),
         ("[]", "TypeError"),
         ("{}", "KeyError"),
-        ('{"times": null, "kernels": [], "speed": 1}', "speed"),
+        ('{"times": null, "span": null, "host": null, "kernels": [], "speed": 1}', "speed"),
     ],
 )
 def test_a_line_that_is_no_record_is_named(tmp_path, record, line, error):
@@ -82,6 +87,6 @@ def test_labels_name_the_target_of_our_own_code_only(record):
 def test_origin_keeps_versions_together():
     facts = {"device": "GPU", "python": "3.12", "torch": "2.0", "commit": "abc", "date": "today"}
     versions = {"python": "3.12", "torch": "2.0"}
-    assert origin(facts) == {
-        "device": "GPU", "versions": versions, "commit": "abc", "date": "today",
+    assert origin("fa2", facts) == {
+        "suite": "fa2", "device": "GPU", "versions": versions, "commit": "abc", "date": "today",
     }  # fmt: skip

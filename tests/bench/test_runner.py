@@ -1,22 +1,29 @@
-"""Running a suite with a timer that needs no GPU: resume, failures, Ctrl-C."""
+"""Running a suite with instruments that need no GPU: gate, resume, failures, memory, Ctrl-C."""
 
 import io
+import weakref
 from dataclasses import replace
 
 import pytest
 from rich.console import Console
 
+from bench.job import Absent, Call, Job, Subject
 from bench.records import load
-from bench.runner import Job, Subject, run_suite
+from bench.runner import Instruments, run_suite
+from bench.sampling import Sample, Sampler
 from bench.statistics import Times
 from bench.timing import Timing
 
 OURS, PEER = Subject("Triton", "sm90"), Subject("FA2")
+TIMING = Timing(
+    busy=Times(2.0, 1.9, 2.1), span=Times(2.5, 2.4, 2.6), host=Times(0.1, 0.1, 0.1), kernels=("k",),
+    events=2.6, memory=1024,
+)  # fmt: skip
 
 
-def fake_timer(calls, wait):
+def fake_timer(calls):
     """2 ms for whatever is asked."""
-    return {name: Timing(Times(2.0, 1.9, 2.1), (wait(call()),)) for name, call in calls.items()}
+    return {subject: replace(TIMING, kernels=(call(),)) for subject, call in calls.items()}
 
 
 def raises(error):
@@ -28,16 +35,24 @@ def raises(error):
     return call
 
 
+def maker(name, result=lambda result: (result,)):
+    return lambda tensors: Call(lambda: f"{name} of {tensors}", result)
+
+
 def job(name, **changes):
     made = Job(
-        case={"name": name},
+        case={"name": name, "batch": 1},
         operation="forward",
         flops=4 * 10**9,
         bytes=6 * 10**6,
         inputs=lambda: "tensors",
-        makers={s: lambda tensors, s=s: lambda: f"{s[0]} of {tensors}" for s in (OURS, PEER)},
+        makers={subject: maker(subject[0]) for subject in (OURS, PEER)},
     )
     return replace(made, **changes)
+
+
+def read():
+    return Sample(0.0, 1980.0, 3201.0, 500.0, 60.0, 0)
 
 
 @pytest.fixture
@@ -45,9 +60,11 @@ def run(tmp_path, origin):
     """Run jobs; gives the exit code, the records in the file and what was printed."""
     path = tmp_path / "records.jsonl"
 
-    def run(*jobs, timer=fake_timer, origin=origin, path=path, resume=False):
+    def run(*jobs, timer=fake_timer, origin=origin, path=path, resume=False, log=None, **changes):
         console = Console(file=io.StringIO(), width=200)
-        code = run_suite(jobs, origin, timer, lambda x: x, console, path, resume)
+        instruments = Instruments(timer, lambda x: x, lambda: Sampler(read), lambda: None)
+        instruments = instruments._replace(**changes)
+        code = run_suite(jobs, origin, instruments, console, path, resume, log)
         records = load(path) if path is not None and path.exists() else []
         return code, records, console.file.getvalue()
 
@@ -55,27 +72,74 @@ def run(tmp_path, origin):
 
 
 def test_a_record_holds_what_was_measured(run, origin):
-    code, records, printed = run(job("a"))
+    code, records, printed = run(job("a", reads=4, writes=2))
     assert code == 0
     assert [(r.case["name"], r.label, r.status) for r in records] == [
         ("a", "Triton sm90", "ok"),
         ("a", "FA2", "ok"),
     ]
     ours = records[0]
-    assert ours.times == Times(2.0, 1.9, 2.1)
+    assert (ours.times, ours.span, ours.host) == (TIMING.busy, TIMING.span, TIMING.host)
+    assert (ours.events, ours.memory) == (2.6, 1024)
     assert ours.kernels == ("Triton of tensors",)
     assert (ours.tflops, ours.bytes_per_second) == (2.0, 3e9)
-    assert (ours.device, ours.commit) == (origin["device"], origin["commit"])
-    assert "2.000" in printed
+    assert (ours.reads, ours.writes, ours.error) == (4, 2, None)
+    assert ours.gpu["sm_mhz"] == 1980.0
+    assert {name: getattr(ours, name) for name in origin} == origin
+    assert "2.00" in printed
+
+
+def test_an_operation_without_flops_has_no_tflops(run):
+    assert [r.tflops for r in run(job("a", flops=0))[1]] == [None, None]
+
+
+def test_samples_go_into_the_log_that_is_asked_for(run, tmp_path):
+    log = tmp_path / "gpu.csv"
+    run(job("a"), job("b"), log=log)
+    head, *lines = log.read_text().splitlines()
+    assert head == "job,time,sm_mhz,memory_mhz,watts,celsius,throttle"
+    assert {line.split(",")[0] for line in lines} == {"a forward", "b forward"}
+
+
+@pytest.mark.parametrize(("error", "status"), [(0.5, "ok"), (1.0, "ok"), (1.1, "refused by parity"),
+                                               (float("nan"), "refused by parity")])  # fmt: skip
+def test_only_what_is_right_is_timed(run, error, status):
+    made = []
+
+    def check(tensors):
+        made.append(tensors)
+        return lambda arrays: error if arrays == ("Triton of tensors",) else 0.1
+
+    timed = []
+
+    def timer(calls):
+        timed.extend(calls)
+        return fake_timer(calls)
+
+    _, records, printed = run(job("a", check=check), timer=timer)
+    ours, peer = sorted(records, key=lambda r: r.is_peer)
+    assert (ours.status, peer.status, peer.error) == (status, "ok", 0.1)
+    assert ours.error == pytest.approx(error, nan_ok=True)
+    assert timed == ([OURS, PEER] if status == "ok" else [PEER])
+    assert made == ["tensors"]  # the oracle runs once a job
+    if status != "ok":
+        assert f"Triton sm90: refused by parity: its error is {error:.3g} times" in printed
+
+
+def test_an_ablation_is_not_checked(run):
+    makers = {OURS: maker("no softmax", result=None)}
+    check = lambda tensors: raises(AssertionError("checked"))  # noqa: E731
+    _, records, _ = run(job("a", makers=makers, check=check))
+    assert [(r.status, r.error) for r in records] == [("ok", None)]
 
 
 def test_what_is_measured_is_not_measured_again(run):
     run(job("a"))
     timed = []
 
-    def timer(calls, wait):
+    def timer(calls):
         timed.append(list(calls))
-        return fake_timer(calls, wait)
+        return fake_timer(calls)
 
     code, records, printed = run(job("a"), job("b"), timer=timer, resume=True)
     assert code == 0
@@ -90,6 +154,18 @@ def test_resume_adds_the_implementation_that_is_missing(run):
     _, records, printed = run(job("a"), resume=True)
     assert [r.label for r in records] == ["Triton sm90", "FA2"]
     assert printed.count("1.00") == 2  # and compares it with what was there
+
+
+@pytest.mark.parametrize(
+    ("error", "again"),
+    [(RuntimeError("the card fell off"), 1), (MemoryError("out of memory"), 0), (Absent("no"), 0)],
+)
+def test_resume_tries_again_what_failed_and_nothing_else(run, error, again):
+    makers = job("a").makers | {OURS: raises(error)}
+    run(job("a", makers=makers))
+    _, records, _ = run(job("a"), resume=True)
+    assert len(records) == 2 + again
+    assert [r.status for r in records[2:]] == ["ok"] * again
 
 
 def test_another_commit_is_measured_again(run, origin):
@@ -127,22 +203,99 @@ def test_an_implementation_that_fails_is_a_row_and_the_run_goes_on(run, error, s
     assert f"Triton sm90: {status}: {failed.message}" in printed
 
 
-def test_a_call_that_fails_is_a_row(run):
-    makers = job("a").makers | {PEER: lambda tensors: raises(RuntimeError("later"))}
-    _, records, _ = run(job("a", makers=makers))
-    assert {r.label: r.status for r in records} == {"FA2": "failed", "Triton sm90": "ok"}
+def test_a_peer_that_is_absent_says_why(run):
+    makers = job("a").makers | {PEER: raises(Absent("no such package"))}
+    code, records, _ = run(job("a", makers=makers))
+    assert code == 0
+    found = {r.label: (r.status, r.message) for r in records}
+    assert found == {"Triton sm90": ("ok", None), "FA2": ("absent", "no such package")}
 
 
-@pytest.mark.parametrize("stage", ["inputs", "timer"])
+@pytest.mark.parametrize("stage", ["run", "result", "check"])
+def test_a_call_that_fails_is_a_row(run, stage):
+    error = raises(RuntimeError("later"))
+    call = Call(error if stage == "run" else str, error if stage == "result" else lambda x: (x,))
+    check = error if stage == "check" else lambda arrays: 0.5
+    broken = job("a", check=lambda tensors: check, makers={PEER: lambda tensors: call})
+    _, records, _ = run(broken, job("b"))
+    assert [(r.label, r.status) for r in records] == [
+        ("FA2", "failed"), ("Triton sm90", "ok"), ("FA2", "ok"),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("stage", ["inputs", "check", "timer"])
 def test_a_case_that_fails_is_a_row_of_each_implementation(run, stage):
     error = raises(MemoryError("out of memory"))
-    broken = job("a", inputs=error) if stage == "inputs" else job("a")
+    broken = job("a") if stage == "timer" else job("a", **{stage: error})
     code, records, _ = run(broken, timer=error)
     assert code == 0
     assert [(r.label, r.status) for r in records] == [
         ("Triton sm90", "out of memory"),
         ("FA2", "out of memory"),
     ]
+
+
+def test_what_cannot_be_timed_does_not_take_the_others_with_it(run):
+    def timer(calls):
+        if PEER in calls:
+            raise RuntimeError("a trace without kernels")
+        return fake_timer(calls)
+
+    _, records, _ = run(job("a"), timer=timer)
+    assert {r.label: r.status for r in records} == {"Triton sm90": "ok", "FA2": "failed"}
+
+
+class Memory:
+    """Stands for what takes memory; counts what something still refers to."""
+
+    def __init__(self):
+        self.held = []
+
+    def take(self):
+        taken = Memory()
+        self.held.append(weakref.ref(taken))
+        return taken
+
+    @property
+    def in_use(self):
+        return sum(reference() is not None for reference in self.held)
+
+
+def test_what_does_not_fit_beside_the_others_is_timed_after_them(run):
+    memory, timed = Memory(), []
+
+    def heavy(tensors):
+        if memory.in_use:
+            raise MemoryError("out of memory")
+        return maker("heavy")(tensors)
+
+    def light(tensors):
+        graph = memory.take()
+        return Call(lambda: graph and "done", lambda result: (result,))
+
+    def timer(calls):
+        timed.append([subject.implementation for subject in calls])
+        return fake_timer(calls)
+
+    makers = {Subject("light"): light, Subject("heavy"): heavy, Subject("other"): maker("other")}
+    _, records, _ = run(job("a", makers=makers), timer=timer)
+    assert timed == [["light"], ["heavy", "other"]]
+    assert [r.status for r in records] == ["ok"] * 3
+
+
+def test_memory_is_released_once_nothing_refers_to_it(run):
+    memory, in_use = Memory(), []
+
+    def fails(tensors):
+        raise RuntimeError("no kernel")
+
+    def works(tensors):
+        graph = memory.take()
+        return Call(lambda: graph and "done", lambda result: (result,))
+
+    broken = job("a", inputs=memory.take, makers={OURS: works, PEER: fails})
+    run(broken, release=lambda: in_use.append(memory.in_use))
+    assert in_use == [2, 1, 0]  # after the failure, after timing, after the job
 
 
 @pytest.mark.parametrize("stage", ["inputs", "maker", "timer"])
@@ -154,19 +307,19 @@ def test_ctrl_c_keeps_what_is_measured(run, stage):
         "timer": job("b"),
     }[stage]
 
-    def timer(calls, wait):
-        times = fake_timer(calls, wait)
+    def timer(calls):
+        times = fake_timer(calls)
         return interrupt() if stage == "timer" and timer.calls.pop() == "b" else times
 
     timer.calls = ["b", "a"]
     code, records, printed = run(job("a"), second, job("c"), timer=timer)
     assert code == 130
     assert [r.case["name"] for r in records] == ["a", "a"]
-    assert "2.000" in printed
+    assert "2.00" in printed
     assert "Interrupted; what was measured is kept." in printed
 
 
 def test_records_need_no_file(run):
     code, _, printed = run(job("a"), path=None)
     assert code == 0
-    assert "2.000" in printed
+    assert "2.00" in printed
