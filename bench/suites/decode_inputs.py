@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, partial
 
-import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
