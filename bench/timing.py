@@ -72,7 +72,7 @@ def time_calls(
     calls: Mapping[Name, Run],
     wait: Wait = wait_for,
     rounds: int = 3,
-    round_ms: float = 30.0,
+    round_ms: float = 20.0,
 ) -> dict[Name, Timing]:
     """Time several calls, in an order that turns around every round (A B B A).
 
@@ -95,7 +95,7 @@ def time_calls(
         turns = split(trace, [repeats[name] for name in names])
         for name, traced in zip(names, turns, strict=True):
             traces[name].append(traced)
-            host[name].append(_host_latencies(calls[name], wait, min(repeats[name], 10)))
+            host[name].append(_host_latencies(calls[name], wait, _FEWEST))
     found = {}
     for name, call in calls.items():
         busy, span = device_times(traces[name])
@@ -207,4 +207,4 @@ def _peak_memory(call: Run) -> int:
 def _by_events(call: Run) -> float:
     from triton.testing import do_bench
 
-    return float(do_bench(call, warmup=10, rep=50, return_mode="median"))
+    return float(do_bench(call, warmup=5, rep=30, return_mode="median"))

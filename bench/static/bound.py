@@ -19,14 +19,14 @@ Rates, of one multiprocessor in one cycle:
   compute capabilities 8.0 and 9.0).
 - L2: 5120 bytes in one cycle of the whole A100 (the same paper); the number for an H200, which
   NVIDIA does not give, is taken to be the same.
-- Device memory: 2039 GB/s at 1.41 GHz (A100 80 GB SXM datasheet) and 4.8 TB/s at 1.83 GHz (H200 SXM
-  datasheet; the clock follows from its 989 TFLOP/s).
+- Device memory: of an A100 80 GB SXM and an H200 SXM, as `bench.datasheets` has them.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from bench.datasheets import A100, H200
 from interop.contract.config import KernelConfig, block_rows, padded_head_dim
 from interop.contract.cost import ITEMSIZE
 from interop.contract.spec import AttentionSpec, DecodeSpec
@@ -41,7 +41,10 @@ _MULTIPLY_ADDS = {
 _SPECIAL_FUNCTIONS = 16
 _BYTES = {
     "L2": {"sm80": 5120, "sm90": 5120},  # of all multiprocessors
-    "device memory": {"sm80": 2039 / 1.41, "sm90": 4800 / 1.83},
+    "device memory": {
+        target: sheet.gigabytes_per_second / sheet.gigahertz
+        for target, sheet in (("sm80", A100), ("sm90", H200))
+    },
 }
 
 

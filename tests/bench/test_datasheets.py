@@ -1,0 +1,40 @@
+"""The vendor's figures: found by the device's name, and consistent with each other."""
+
+import doctest
+
+import pytest
+
+from bench import datasheets
+from bench.datasheets import A100, H200, datasheet
+from interop.contract.target import MULTIPROCESSORS
+
+
+@pytest.mark.parametrize(
+    ("device", "tflops", "gigabytes_per_second"),
+    [
+        ("NVIDIA H200 (compute capability 9.0)", 989, 4800),
+        ("NVIDIA H100 80GB HBM3", 989, 3350),
+        ("NVIDIA H100 PCIe", 756, 2039),
+        ("NVIDIA A100-SXM4-80GB", 312, 2039),
+        ("NVIDIA A100-SXM4-40GB", 312, 1555),
+    ],
+)
+def test_a_device_is_found_by_its_name(device, tflops, gigabytes_per_second):
+    found = datasheet(device)
+    assert (found.tflops, found.gigabytes_per_second) == (tflops, gigabytes_per_second)
+
+
+def test_a_device_that_is_not_known():
+    assert datasheet("Fake GPU (compute capability 9.0)") is None
+
+
+@pytest.mark.parametrize(
+    ("sheet", "target", "multiply_adds"), [(A100, "sm80", 1024), (H200, "sm90", 2048)]
+)
+def test_the_clock_follows_from_the_rate(sheet, target, multiply_adds):
+    operations = 2 * multiply_adds * MULTIPROCESSORS[target]  # of all, in one cycle
+    assert sheet.gigahertz == pytest.approx(sheet.tflops * 1e3 / operations, rel=2e-3)
+
+
+def test_the_example_runs():
+    assert doctest.testmod(datasheets) == doctest.TestResults(failed=0, attempted=1)

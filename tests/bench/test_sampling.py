@@ -1,0 +1,91 @@
+"""Sampling clocks and power with a reader that needs no GPU."""
+
+import doctest
+import sys
+from itertools import count
+
+import pytest
+
+from bench import sampling
+from bench.sampling import Sample, Sampler, nvml_reader
+
+SAMPLES = [
+    Sample(0.00, 1980.0, 3201.0, 300.0, 50.0, 0x01),  # idle is no throttling
+    Sample(0.05, 1500.0, 3201.0, 690.0, 62.0, 0x04),
+    Sample(0.10, 1700.0, 3201.0, 650.0, 61.0, 0x24),
+]
+
+
+def sampled(samples):
+    sampler = Sampler(None)
+    sampler.samples += samples
+    return sampler
+
+
+def test_a_summary_has_what_held_the_card_back():
+    assert sampled(SAMPLES).summary() == {
+        "sm_mhz": 1700.0,
+        "sm_mhz_lowest": 1500.0,
+        "memory_mhz": 3201.0,
+        "watts": 650.0,
+        "watts_highest": 690.0,
+        "celsius": 62.0,
+        "throttle": ["power cap", "thermal slowdown"],
+    }
+
+
+def test_it_samples_until_it_is_left_and_goes_on_when_it_is_entered_again():
+    numbers = count()
+    sampler = Sampler(lambda: SAMPLES[0]._replace(time=float(next(numbers))), interval=0.001)
+    lengths = []
+    for _ in range(2):
+        with sampler:
+            before = len(sampler.samples)
+            while len(sampler.samples) < before + 3:
+                pass
+        lengths.append(len(sampler.samples))
+    assert lengths[1] >= lengths[0] + 3
+    assert [sample.time for sample in sampler.samples] == list(range(lengths[1]))
+
+
+def test_a_short_stay_is_sampled_once():
+    with Sampler(lambda: SAMPLES[0], interval=60.0) as sampler:
+        pass
+    assert sampler.samples == SAMPLES[:1]
+
+
+def test_without_a_reader_there_is_no_summary():
+    with Sampler(None) as sampler:
+        pass
+    assert sampler.summary() is None
+
+
+def test_the_log_grows_under_one_head(tmp_path):
+    path = tmp_path / "new" / "gpu.csv"
+    sampled(SAMPLES[:1]).write(path, "a forward")
+    sampled(SAMPLES[1:2]).write(path, "b, forward")
+    assert path.read_text().splitlines() == [
+        "job,time,sm_mhz,memory_mhz,watts,celsius,throttle",
+        "a forward,0.000,1980.0,3201.0,300.0,50.0,1",
+        '"b, forward",0.050,1500.0,3201.0,690.0,62.0,4',
+    ]
+
+
+@pytest.mark.parametrize("missing", ["package", "driver"])
+def test_without_nvml_nothing_is_read(monkeypatch, missing):
+    class NVMLError(Exception):
+        pass
+
+    def init():
+        raise NVMLError("no driver")
+
+    class Module:
+        nvmlInit = staticmethod(init)
+
+    Module.NVMLError = NVMLError
+    monkeypatch.setitem(sys.modules, "pynvml", None if missing == "package" else Module)
+    assert nvml_reader() is None
+
+
+def test_the_example_runs():
+    assert doctest.testmod(sampling) == doctest.TestResults(failed=0, attempted=2)

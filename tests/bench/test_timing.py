@@ -1,0 +1,131 @@
+"""From a trace to times, and in which order calls are made; a fake device makes the traces."""
+
+from types import SimpleNamespace
+
+import jax.numpy as jnp
+import pytest
+import torch
+
+from bench import timing
+from bench.timing import Kernel, device_times, split, time_calls
+
+FLUSH = "vectorized_elementwise_kernel<4, FillFunctor<signed char>, array>"
+
+
+def trace(*calls):
+    """Kernels of calls, each given as (name, start, end) after its fill."""
+    kernels = []
+    for i, call in enumerate(calls):
+        kernels.append(Kernel(FLUSH, 1000 * i, 1000 * i + 100))
+        kernels += [Kernel(name, 1000 * i + start, 1000 * i + end) for name, start, end in call]
+    return kernels
+
+
+COPY_AND_KERNEL = [("copy", 200, 240), ("flash", 250, 310)]
+
+
+def test_a_trace_is_split_at_the_fills():
+    first, second = [("a", 200, 210)], [("b", 200, 210), ("c", 220, 230)]
+    turns = split(reversed(trace(first, second, second)), [1, 2])
+    names = [[[kernel.name for kernel in call] for call in calls] for calls in turns]
+    assert names == [[["a"]], [["b", "c"], ["b", "c"]]]
+
+
+def test_what_runs_before_the_first_fill_is_no_call():
+    stray = Kernel("stray", -10, -5)
+    assert split([stray, *trace([("a", 200, 210)])], [1])[0][0][0].name == "a"
+
+
+@pytest.mark.parametrize("calls", [[COPY_AND_KERNEL], [COPY_AND_KERNEL, []]])
+def test_a_trace_that_lacks_something_is_refused(calls):
+    with pytest.raises(RuntimeError, match="trace: expected kernels of 2 calls, got"):
+        split(trace(*calls), [2])
+
+
+def test_busy_leaves_gaps_out_and_span_counts_them():
+    (calls,) = split(trace(COPY_AND_KERNEL, COPY_AND_KERNEL), [2])
+    busy, span = device_times([calls, calls])
+    assert busy.median == pytest.approx(0.100)
+    assert span.median == pytest.approx(0.110)
+
+
+def test_kernels_side_by_side_are_both_busy():
+    (calls,) = split(trace([("a", 200, 300), ("b", 250, 280)]), [1])
+    busy, span = device_times([calls])
+    assert (busy.median, span.median) == (pytest.approx(0.130), pytest.approx(0.100))
+
+
+@pytest.fixture
+def device(monkeypatch):
+    """A device on which a call takes the microseconds of its name; notes what is asked of it."""
+    asked = SimpleNamespace(turns=[], queued={}, evented=[])
+    microseconds = {"short": 40, "long": 600, "jax": 600}
+
+    def call(name):
+        return lambda: jnp.zeros(1) if name == "jax" else SimpleNamespace(name=name)
+
+    calls = {name: call(name) for name in microseconds}
+    names = {id(call): name for name, call in calls.items()}
+
+    def traced(turns, wait):
+        kernels = []
+        for call, repeats, queued in turns:
+            name = names[id(call)]
+            asked.turns.append(name)
+            asked.queued[name] = queued
+            kernels += [[(f"{name}_kernel", 200, 200 + microseconds[name])]] * repeats
+        return trace(*kernels)
+
+    def by_events(call):
+        asked.evented.append(names[id(call)])
+        return 0.7
+
+    monkeypatch.setattr(timing, "_trace", traced)
+    monkeypatch.setattr(timing, "_peak_memory", lambda call: 4096)
+    monkeypatch.setattr(timing, "_by_events", by_events)
+    asked.calls = calls
+    return asked
+
+
+def test_calls_are_interleaved_and_the_order_turns_around(device):
+    found = time_calls(device.calls, lambda result: None, rounds=3)
+    order = ["short", "long", "jax"]
+    assert device.turns == [*order, *reversed(order), *order]
+    assert {name: t.busy.median for name, t in found.items()} == pytest.approx(
+        {"short": 0.04, "long": 0.6, "jax": 0.6}
+    )
+    assert {name: t.kernels for name, t in found.items()} == {
+        name: (f"{name}_kernel",) for name in order
+    }
+    assert all(0 < t.host.median < 100 for t in found.values())
+
+
+def test_torch_is_queued_and_jax_waits_for_the_fill(device):
+    time_calls(device.calls, lambda result: None)
+    assert device.queued == {"short": True, "long": True, "jax": False}
+
+
+def test_events_and_memory_are_of_torch_and_events_of_long_calls_alone(device):
+    found = time_calls(device.calls, lambda result: None)
+    assert {name: t.events for name, t in found.items()} == {
+        "short": None, "long": 0.7, "jax": None,
+    }  # fmt: skip
+    assert {name: t.memory for name, t in found.items()} == {
+        "short": 4096, "long": 4096, "jax": None,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(("milliseconds", "repeats"), [(100.0, 3), (3.0, 10), (0.01, 20)])
+def test_repeats_fill_a_round(monkeypatch, milliseconds, repeats):
+    clock = iter([1.0, 1.0 + milliseconds / 1e3])
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: next(clock))
+    assert timing._repeats(lambda: None, lambda result: None, round_ms=30.0) == repeats
+
+
+def test_an_error_shows_up_while_waiting():
+    class Broken:
+        def block_until_ready(self):
+            raise RuntimeError("illegal memory access")
+
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        timing.wait_for([torch.zeros(1), Broken()])
