@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -83,7 +84,7 @@ def run_suite(
             title = f"{job.case['name']} {job.operation}"
             progress.update(task, description=title)
             todo = {s: r for s, r in job.plan(origin).items() if r.key not in records}
-            sampler = instruments.sample()
+            sampler, start = instruments.sample(), time.monotonic()
             measured = measure(job, todo, instruments, sampler)
             instruments.release()
             if path is not None:
@@ -98,6 +99,8 @@ def run_suite(
                         style="dim" if record.status == "absent" else "red", markup=False,
                     )  # fmt: skip
             progress.advance(task)
+            if not console.is_terminal:  # which shows no bar
+                console.print(f"{title}: {time.monotonic() - start:.1f} s", markup=False)
         code = 0
     console.print(terminal_table([records[key] for key in planned if key in records]))
     if code == INTERRUPTED:

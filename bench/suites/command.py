@@ -5,8 +5,11 @@ from __future__ import annotations
 import argparse
 import gc
 import os
+import sys
 import time
+from contextlib import suppress
 from functools import partial
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from rich.console import Console
@@ -18,6 +21,7 @@ from bench.sampling import Sampler, nvml_reader
 from bench.suites import ALL, SUITES, load
 
 GIB = 2**30
+PEER_PACKAGES = ("flashinfer-python", "tokamax")
 
 
 def add_parsers(commands: argparse._SubParsersAction) -> None:
@@ -64,9 +68,9 @@ def _run_one(name: str, arguments: argparse.Namespace) -> int:
     if arguments.resume and arguments.json is None:
         arguments.refuse("--resume: expected --json FILE beside it, got none")
     _prepare(arguments)
-    found, code = _measure(name, arguments, arguments.gpu_log)
+    found, code = _measure(name, arguments, _facts(), arguments.gpu_log)
     if not found:
-        arguments.refuse(f"--filter: expected part of a case's name, got {arguments.filter!r}")
+        _refuse_filter(arguments)
     return code
 
 
@@ -74,16 +78,24 @@ def _run_all(arguments: argparse.Namespace) -> int:
     """Run the suites and report what there is; 130 when interrupted."""
     _prepare(arguments)
     records: Path = arguments.json
-    code = 0
+    facts = _facts()  # once: a file of records under version control changes while it is written
+    any_found, code = False, 0
     for name in ALL:
         log = records.with_name(f"{records.stem}-{name}-gpu.csv") if name == "fa2" else None
-        _, code = _measure(name, arguments, log)
+        found, code = _measure(name, arguments, facts, log)
+        any_found |= found
         if code == INTERRUPTED:
             break
+    if not any_found:
+        _refuse_filter(arguments)
     parser = argparse.ArgumentParser()
     report.add_parser(parser.add_subparsers())
     reporting = parser.parse_args(["report", str(records), "--output", str(records.parent)])
     return reporting.run(reporting) or code
+
+
+def _refuse_filter(arguments: argparse.Namespace) -> None:
+    arguments.refuse(f"--filter: expected part of a case's name, got {arguments.filter!r}")
 
 
 def _prepare(arguments: argparse.Namespace) -> None:
@@ -110,26 +122,28 @@ def _cap_memory(arguments: argparse.Namespace) -> None:
         )
     fraction = arguments.memory_cap / total
     torch.cuda.set_per_process_memory_fraction(fraction)
+    os.environ.pop("XLA_PYTHON_CLIENT_MEM_FRACTION", None)  # JAX refuses both
     os.environ["XLA_CLIENT_MEM_FRACTION"] = str(fraction)
 
 
-def _measure(name: str, arguments: argparse.Namespace, log: Path | None) -> tuple[bool, int]:
+def _measure(
+    name: str, arguments: argparse.Namespace, facts: dict[str, str], log: Path | None
+) -> tuple[bool, int]:
     """Run one suite; returns whether the filter leaves any of it, and the exit code."""
     import torch
 
     from bench.ceilings import ceiling_jobs
     from bench.timing import time_calls, wait_for
-    from interop.parity.environment import choose_targets, facts
+    from interop.parity.environment import choose_targets
 
     suite = load(name)
     targets = [target for target in choose_targets("cuda", None) if target is not None]
     jobs = suite.jobs(targets, arguments.filter)
     if not jobs:
         return False, 0
-    console = Console()
-    found = facts("cuda")
+    console = Console(width=None if sys.stdout.isatty() else 160)
     console.rule(suite.TITLE)
-    console.print(*(f"{name} {value}" for name, value in found.items()), sep=", ")
+    console.print(*(f"{name} {value}" for name, value in facts.items()), sep=", ")
     read = nvml_reader()
 
     def release() -> None:
@@ -139,8 +153,21 @@ def _measure(name: str, arguments: argparse.Namespace, log: Path | None) -> tupl
     instruments = Instruments(time_calls, wait_for, lambda: Sampler(read), release)
     start = time.monotonic()
     code = run_suite(
-        [*ceiling_jobs(), *jobs], origin(name, found), instruments, console, arguments.json,
+        [*ceiling_jobs(), *jobs], origin(name, facts), instruments, console, arguments.json,
         arguments.resume, log,
     )  # fmt: skip
     console.print(f"{name}: {(time.monotonic() - start) / 60:.1f} minutes")
     return True, code
+
+
+def _facts() -> dict[str, str]:
+    """Where the numbers come from, the peers' versions among it."""
+    import torch
+
+    from interop.parity.environment import facts
+
+    found = {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()}
+    for package in PEER_PACKAGES:
+        with suppress(PackageNotFoundError):
+            found[package] = version(package)
+    return {name: str(value) for name, value in found.items()} | facts("cuda")

@@ -1,0 +1,139 @@
+"""The suites' commands: what they refuse, what they run, and that one bad suite breaks no other."""
+
+import os
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from bench import __main__ as command
+from bench.ceilings import ceiling_jobs
+from bench.records import append
+from bench.suites import ALL, SUITES
+from bench.suites import command as suites
+from interop.parity import environment
+
+FACTS = {"device": "GPU", "commit": "abc", "date": "2026-11-21T06:59:31+00:00", "torch": "2.0"}
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """As if there were a GPU; suites have no jobs unless a test gives them some."""
+    monkeypatch.setattr(environment, "choose_device", lambda: "cuda")
+    monkeypatch.setattr(environment, "choose_targets", lambda device, target: ("sm90", "sm80"))
+    monkeypatch.setattr(suites, "_facts", lambda: FACTS)
+    monkeypatch.setattr(suites, "nvml_reader", lambda: None)
+    monkeypatch.setattr(suites, "load", lambda name: suite(name, jobs=[]))
+
+
+def suite(name, jobs):
+    return SimpleNamespace(TITLE=name, NOTE="", jobs=lambda targets, pattern: jobs)
+
+
+@pytest.mark.parametrize("name", [*SUITES, "all"])
+def test_without_a_gpu_it_says_so(monkeypatch, capsys, name):
+    monkeypatch.setattr(environment, "choose_device", lambda: "cpu")
+    with pytest.raises(SystemExit) as exit:
+        command.main([name])
+    assert exit.value.code == 2
+    message = "expected a CUDA GPU that torch and JAX both see, found none"
+    assert capsys.readouterr().err.endswith(f"python -m bench {name}: error: {message}\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["flash", "--resume"], "--resume: expected --json FILE beside it, got none"),
+        (["flash", "--filter", "x"], "--filter: expected part of a case's name, got 'x'"),
+        (["all", "--filter", "x"], "--filter: expected part of a case's name, got 'x'"),
+        (["fa2", "--memory-cap", "81"], "--memory-cap: expected up to the GPU's 80 GiB, got 81"),
+        (["fa2", "--memory-cap", "0"], "--memory-cap: expected up to the GPU's 80 GiB, got 0"),
+    ],
+)
+def test_what_it_cannot_do_it_refuses(gpu, monkeypatch, capsys, arguments, message):
+    _card(monkeypatch)
+    with pytest.raises(SystemExit) as exit:
+        command.main(arguments)
+    assert exit.value.code == 2
+    assert capsys.readouterr().err.endswith(f"error: {message}\n")
+
+
+def _card(monkeypatch):
+    """A card of 80 GiB; returns what torch is told to take of it."""
+    taken = []
+    properties = SimpleNamespace(total_memory=80 * 2**30)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", taken.append)
+    return taken
+
+
+def test_a_memory_cap_holds_both_frameworks(gpu, monkeypatch):
+    taken = _card(monkeypatch)
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9")
+    monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", "0.8")  # so that it is put back
+    with pytest.raises(SystemExit):
+        command.main(["flash", "--memory-cap", "20"])
+    assert taken == [0.25]
+    assert os.environ["XLA_CLIENT_MEM_FRACTION"] == "0.25"
+    assert "XLA_PYTHON_CLIENT_MEM_FRACTION" not in os.environ
+
+
+def test_a_suite_runs_after_the_ceilings_of_the_device(gpu, monkeypatch, tmp_path, capsys):
+    called = []
+
+    def run_suite(jobs, origin, instruments, console, path, resume, log):
+        called.append((jobs, origin, path, resume, log))
+        return 130
+
+    monkeypatch.setattr(suites, "load", lambda name: suite("The title", [name]))
+    monkeypatch.setattr(suites, "run_suite", run_suite)
+    path, log = tmp_path / "records.jsonl", tmp_path / "gpu.csv"
+    options = ["--json", str(path), "--resume", "--gpu-log", str(log)]
+    assert command.main(["flash-vs-eager", *options]) == 130
+    ((jobs, origin, *rest),) = called
+    assert [job.case["name"] for job in jobs[:-1]] == ["matmul", "read", "copy"]
+    assert jobs[-1] == "flash-vs-eager"
+    assert origin["suite"] == "flash-vs-eager"
+    assert rest == [path, True, log]
+    assert "The title" in capsys.readouterr().out
+
+
+@pytest.fixture
+def measured(monkeypatch, record):
+    """Suites that write a record at once; gives their names, and the codes that they return."""
+    done = SimpleNamespace(names=[], logs={}, codes={})
+
+    def measure(name, arguments, facts, log):
+        append(arguments.json, [record()])
+        done.names.append(name)
+        done.logs[name] = log
+        return True, done.codes.get(name, 0)
+
+    monkeypatch.setattr(suites, "_measure", measure)
+    return done
+
+
+def test_all_runs_the_main_suites_and_reports(gpu, measured, tmp_path):
+    path = tmp_path / "bench.jsonl"
+    assert command.main(["all", "--json", str(path)]) == 0
+    assert measured.names == ["flash", "kvcache", "fa2", "flash-vs-eager"]
+    assert set(measured.names) == set(ALL)
+    logs = {name: log for name, log in measured.logs.items() if log is not None}
+    assert logs == {"fa2": tmp_path / "bench-fa2-gpu.csv"}
+    assert {"bench.md", "bench.html", "bench.csv"} <= {file.name for file in tmp_path.iterdir()}
+
+
+def test_ctrl_c_ends_all_and_what_is_measured_is_reported(gpu, measured, tmp_path):
+    measured.codes["kvcache"] = 130
+    assert command.main(["all", "--json", str(tmp_path / "bench.jsonl")]) == 130
+    assert measured.names == ["flash", "kvcache"]
+    assert (tmp_path / "bench.md").exists()
+
+
+def test_ceilings_count_what_they_move():
+    matmul, read, copy = ceiling_jobs()
+    assert {job.operation for job in (matmul, read, copy)} == {"ceiling"}
+    assert matmul.flops == 2 * 8192**3
+    assert (read.reads, read.writes, read.bytes) == (2**30, 0, 2**30)
+    assert (copy.reads, copy.writes, copy.bytes) == (2**30, 2**30, 2**31)
