@@ -1,0 +1,198 @@
+"""Decoding from a paged cache: seed 000's sweep over the cache's length, and batches of sequences.
+
+The sweep runs twice, with page tables as wide as the sequence needs and with tables for 2^20 keys:
+a decode whose time follows from the table's width is slow in the second.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from bench import ours
+from bench.job import Call, Check, Job, Subject
+from bench.peers import DECODE
+from bench.records import Record
+from bench.statistics import Times
+from bench.suites import Cells
+from interop.contract.cases import DecodeCase
+from interop.contract.cost import ITEMSIZE, decode_bytes, decode_flops
+
+if TYPE_CHECKING:
+    from bench.suites.decode_inputs import DecodeTensors
+
+TITLE = "Paged decode"
+NOTE = (
+    "One call decodes T new tokens of each sequence from a paged cache. GPU time is the sum of a "
+    "call's kernels, CPU time what a call takes on the host; noise is half the distance between "
+    "the 20th and the 80th percentile, over the median. Reads are q, the keys and values seen, "
+    "their table entries and the lengths; writes are the output and its log-sum-exp; elements are "
+    "those of the keys and values. 'Triton graph' is the torch operator replayed as a CUDA graph, "
+    "as servers call it. Dense peers read a copy of the cache without pages. Mended of seed 000's "
+    "method: the pages lie in random order and hold random normal numbers (there the table is the "
+    "identity and the cache uninitialised), what no sequence uses holds NaN, results are held to "
+    "a float64 oracle before they are timed, and the sweep runs once more with a table for 2^20 "
+    "keys (there the work is split by the table's width, not by the sequence's length)."
+)
+
+SWEEP = tuple(1 << n for n in range(5, 16))
+SWEEP_ON_ALL_TARGETS = (128, 1024, 8192, 32768)  # elsewhere the device's own target alone
+WIDE_TABLE = 1 << 20  # keys
+BATCHES = (  # sequences, keys of each, query heads, kv heads
+    (1, 32768, 32, 8),
+    (64, 1024, 32, 8),
+    (64, 8192, 32, 8),
+    (256, 2048, 64, 8),
+    (128, 4096, 32, 32),
+)
+QUANTIZED = BATCHES[2:]  # in float16 these have more than 1 GiB of keys and values
+
+_Makers = Mapping[Subject, Callable[[DecodeCase, "DecodeTensors"], Call]]
+
+
+def jobs(targets: Sequence[str], pattern: str = "") -> list[Job]:
+    """A decode of every case whose name contains `pattern`.
+
+    Args:
+        targets: what our kernels are compiled for, the device's own first.
+    """
+    native = _ours(targets[:1])
+    peers = {Subject(peer): maker for peer, maker in DECODE.items()}
+    everything = native | ours.decode_makers(targets[1:]) | peers
+    planned: list[tuple[DecodeCase, _Makers]] = []
+    for case in map(_sweep, SWEEP):
+        on_all = case.lengths[0] in SWEEP_ON_ALL_TARGETS
+        planned.append((case, everything if on_all else native | peers))
+    for case in map(_sweep, SWEEP):
+        max_pages = WIDE_TABLE // case.page_size
+        planned.append((replace(case, name=f"{case.name}-wide", max_pages=max_pages), native))
+    planned += [(_batch(*shape), everything) for shape in BATCHES]
+    planned += [(_batch(*shape, tokens=4), native | peers) for shape in BATCHES]
+    planned += [
+        (_batch(*shape, kv_dtype=kv_dtype), native | peers)
+        for shape in QUANTIZED
+        for kv_dtype in ("int8", "float8_e4m3fn")
+    ]
+    return [_job(case, makers) for case, makers in planned if pattern in case.name]
+
+
+def columns(record: Record) -> Cells:
+    """nvbench's columns, behind what tells the cases apart; the report adds the bandwidth."""
+    case, gpu = record.case, record.times
+    elements = 2 * sum(case["lengths"]) * case["heads_kv"] * case["head_dim"]
+    return {
+        "sequences": len(case["lengths"]),
+        "KV length": case["lengths"][0],
+        "T": case["tokens"],
+        "heads": f"{case['heads_q']}/{case['heads_kv']}",
+        "cache": case["kv_dtype"] or case["dtype"],
+        "page": case["page_size"],
+        "table, keys": case["max_pages"] * case["page_size"],
+        "reads, MB": None if record.reads is None else record.reads / 1e6,
+        "writes, MB": None if record.writes is None else record.writes / 1e6,
+        **_time("CPU", record.host),
+        **_time("GPU", gpu),
+        "Gelem/s": elements / gpu.median / 1e6 if gpu else None,
+        "ms": None,  # the GPU and CPU time above
+        "host, us": None,
+    }
+
+
+def _time(processor: str, times: Times | None) -> Cells:
+    """A time in microseconds and its noise."""
+    median = noise = None
+    if times is not None:
+        median = times.median * 1e3
+        if times.p20 is not None and times.p80 is not None:
+            noise = f"{(times.p80 - times.p20) / 2 / times.median:.1%}"
+    return {f"{processor} time, us": median, f"{processor} noise": noise}
+
+
+def _sweep(length: int) -> DecodeCase:
+    return DecodeCase(
+        f"sweep-{length}", (length,), tokens=1, heads_q=32, heads_kv=32, head_dim=128,
+        dtype="float16", page_size=256, max_pages=-(-length // 256),
+    )  # fmt: skip
+
+
+def _batch(
+    batch: int,
+    length: int,
+    heads_q: int,
+    heads_kv: int,
+    tokens: int = 1,
+    kv_dtype: str | None = None,
+) -> DecodeCase:
+    variant = "" if tokens == 1 else f"-{tokens}-tokens"
+    variant += f"-{kv_dtype}" if kv_dtype else ""
+    return DecodeCase(
+        f"{batch}x{length}-heads-{heads_q}-{heads_kv}{variant}", (length,) * batch, tokens,
+        heads_q, heads_kv, head_dim=128, dtype="float16", page_size=16, max_pages=length // 16,
+        kv_dtype=kv_dtype,
+    )  # fmt: skip
+
+
+def _ours(targets: Sequence[str]) -> _Makers:
+    """Both twins, and a graph of the torch one."""
+    makers = ours.decode_makers(targets)
+    graphs = {
+        Subject("Triton graph", target): partial(_graph, makers[Subject("Triton", target)])
+        for target in targets
+    }
+    return makers | graphs
+
+
+def _graph(
+    maker: Callable[[DecodeCase, DecodeTensors], Call], case: DecodeCase, tensors: DecodeTensors
+) -> Call:
+    """A call that replays another one's CUDA graph."""
+    import torch
+
+    call = maker(case, tensors)
+    call.run()  # compiles
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    # JAX's threads may allocate meanwhile, which is forbidden to the capturing thread alone.
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        results = call.run()
+
+    def run() -> Any:
+        graph.replay()
+        return results
+
+    return Call(run, call.result)
+
+
+def _job(case: DecodeCase, makers: _Makers) -> Job:
+    spec, total = case.spec, decode_bytes(case.spec, case.lengths)
+    row = spec.head_dim_v * ITEMSIZE[spec.dtype] + 4  # and its log-sum-exp
+    writes = spec.batch * spec.tokens * spec.heads_q * row
+    return Job(
+        case=asdict(case),
+        operation="decode",
+        flops=decode_flops(spec, case.lengths),
+        bytes=total,
+        inputs=partial(_inputs, case),
+        makers={subject: partial(maker, case) for subject, maker in makers.items()},
+        check=partial(_check, case),
+        reads=total - writes,
+        writes=writes,
+    )
+
+
+def _inputs(case: DecodeCase) -> DecodeTensors:
+    from bench.suites.decode_inputs import decode_tensors
+
+    return decode_tensors(case)
+
+
+def _check(case: DecodeCase, tensors: DecodeTensors) -> Check:
+    """Held to the oracle with narrow tables: it copies all keys that a table has room for."""
+    from bench.gate import check_decode
+    from bench.suites.decode_inputs import fitted
+
+    needed = fitted(case)
+    tables = tensors.block_tables[:, : needed.max_pages]
+    return check_decode(needed, replace(tensors, block_tables=tables))
