@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 from bench.calls import jax_call
 from bench.job import Call
 from bench.peers.limits import HALF, check_flash
@@ -11,15 +9,14 @@ from interop.contract.cases import FlashCase
 
 
 def flash(implementation: str, case: FlashCase, operation: str, tensors) -> Call:
-    """A call of the implementation, "xla" or "cudnn"."""
-    dtypes = (*HALF, "float32") if implementation == "xla" else HALF
-    check_flash(case, dtypes=dtypes)
-    from jax.nn import dot_product_attention
+    """A call of the implementation, "xla" or "cudnn"; float32 is not rounded to TF32."""
+    check_flash(case, dtypes=(*HALF, "float32") if implementation == "xla" else HALF)
+    import jax
 
-    attend = partial(
-        dot_product_attention,
-        scale=case.scale,
-        is_causal=case.causal,
-        implementation=implementation,
-    )
+    def attend(q, k, v):
+        with jax.default_matmul_precision("highest" if case.dtype == "float32" else "default"):
+            return jax.nn.dot_product_attention(
+                q, k, v, scale=case.scale, is_causal=case.causal, implementation=implementation
+            )
+
     return jax_call(attend, operation, tensors)
