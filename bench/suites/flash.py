@@ -1,118 +1,96 @@
-"""``python -m bench flash``: both twins beside FlashAttention-2 and cuDNN, on a GPU.
-
-Forward and backward are timed apart. FLOPs are those of the pairs that the mask keeps.
-FlashAttention-2 is SM80 code and the bar for SM80 code, cuDNN is the bar for the device's own.
-"""
+"""Flash attention over lengths and head sizes, 16384 tokens of 2048 channels each."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
 from functools import partial
-from typing import Any
+from itertools import product
+from typing import Any, NoReturn
 
-from bench.job import Call, Job, Subject
-from interop.contract.cases import FlashCase, flash_cases
-from interop.contract.cost import backward_bytes, backward_flops, forward_bytes, forward_flops
+from bench import ours
+from bench.job import Absent, Job, Subject
+from bench.peers import FLASH
+from bench.records import Record
+from bench.suites.flash_job import FlashMaker, flash_job
+from interop.contract.cases import FlashCase
 
 TITLE = "Flash attention"
-NOTE = ""
-COST = {"forward": (forward_flops, forward_bytes), "backward": (backward_flops, backward_bytes)}
-PEERS = {"FA2": "FLASH_ATTENTION", "cuDNN": "CUDNN_ATTENTION"}  # SDPA's names of them
+NOTE = (
+    "bfloat16; batch and heads follow from 16384 tokens and 2048 channels. FLOPs are those of the "
+    "pairs that the mask keeps, 2.5 times as many backward. A backward is timed by itself, on a "
+    "graph that is there; torch gets tensors whose heads are where it wants them, without a copy. "
+    "FA2 and cuDNN run through torch's scaled_dot_product_attention. FA2 is SM80 code, and the bar "
+    "for our SM80 code; cuDNN is the bar for Hopper code. Peers run as they come, not tuned for "
+    "the shape. Those that take long to compile are timed where the message beside them says."
+)
+
+TOKENS, CHANNELS = 16384, 2048
+LENGTHS, HEAD_DIMS = (512, 4096, 16384), (64, 128, 256)
+# Every shape is compiled anew, in seconds: the whole suite is to take minutes.
+AT_LENGTH, AT_HEAD_DIM = 4096, 128
+ONE_LENGTH = ("eager", "jax.nn XLA", "jax.nn cuDNN", "tokamax Mosaic")
+ONE_SHAPE = ("Triton compiled", "FlexAttention", "jax Pallas mha", "tokamax Triton")
 
 
 def jobs(targets: Sequence[str], pattern: str = "") -> list[Job]:
-    """Forward and backward of every case whose name contains `pattern`."""
-    chosen = [case for case in flash_cases("large", pattern) if "2g-elements" not in case.name]
-    return [_job(case, operation, targets) for case in chosen for operation in COST]
+    """Forward and backward of every case whose name contains `pattern`.
 
-
-def _job(case: FlashCase, operation: str, targets: Sequence[str]) -> Job:
-    flops, traffic = (count(case.spec) for count in COST[operation])
-    makers = {
-        **{Subject("Triton", t): partial(_triton, case, operation, t) for t in targets},
-        **{Subject("Pallas", t): partial(_pallas, case, operation, t) for t in targets},
-        **{Subject(peer): partial(_sdpa, case, operation, peer) for peer in PEERS},
-    }
-    return Job(asdict(case), operation, flops, traffic, partial(_inputs, case), makers)
-
-
-def _inputs(case: FlashCase) -> list[Any]:
-    """q, k, v and dout, random normal torch tensors."""
-    import torch
-
-    generator = torch.Generator("cuda").manual_seed(0)
-    q, _, v = case.shapes
+    Args:
+        targets: what our kernels are compiled for, the device's own first.
+        pattern: part of a case's name.
+    """
     return [
-        torch.randn(shape, generator=generator, device="cuda").to(getattr(torch, case.dtype))
-        for shape in (*case.shapes, (*q[:3], v[3]))
+        flash_job(case, operation, _makers(case, targets))
+        for case in cases()
+        if pattern in case.name
+        for operation in ("forward", "backward")
     ]
 
 
-def _triton(case: FlashCase, operation: str, target: str, tensors: list[Any]) -> Call:
-    import torch
-
-    from interop.contract.target import use_target
-    from torch_attn import flash_attention
-
-    *qkv, dout = tensors
-    inputs = [x.detach().requires_grad_(operation == "backward") for x in qkv]
-
-    def forward():
-        with use_target(target):
-            return flash_attention(*inputs, **case.options, implementation="triton")
-
-    if operation == "forward":
-        return Call(forward, lambda out: (out,))
-    out = forward()
-
-    def backward():
-        with use_target(target):
-            return torch.autograd.grad(out, inputs, dout, retain_graph=True)
-
-    return Call(backward, tuple)
+def cases() -> list[FlashCase]:
+    """Every length and head size, without and with a causal mask."""
+    found = []
+    for head_dim, length, causal in product(HEAD_DIMS, LENGTHS, (False, True)):
+        batch, heads = TOKENS // length, CHANNELS // head_dim
+        name = f"{batch}x{length}x{heads}x{head_dim}" + ("-causal" if causal else "")
+        found.append(FlashCase(name, batch, length, length, heads, heads, head_dim, causal=causal))
+    return found
 
 
-def _pallas(case: FlashCase, operation: str, target: str, tensors: list[Any]) -> Call:
-    import jax
-
-    from interop.contract.target import use_target
-    from interop.exchange import to_jax
-    from pallas_attn.kernels.flash_bwd import flash_bwd
-    from pallas_attn.kernels.flash_fwd import flash_fwd
-
-    q, k, v, dout = map(to_jax, tensors)
-    with use_target(target):
-        forward = jax.jit(partial(flash_fwd, spec=case.spec, backend=target))
-        out, lse = forward(q, k, v)
-        if operation == "forward":
-            return Call(lambda: forward(q, k, v), lambda result: result[:1])
-        backward = jax.jit(
-            lambda dout, *saved: flash_bwd(dout, None, *saved, spec=case.spec, backend=target)
-        )
-        jax.block_until_ready(backward(dout, q, k, v, out, lse))
-    return Call(lambda: backward(dout, q, k, v, out, lse), tuple)
+def columns(record: Record) -> dict[str, str | float | None]:
+    """Shape, pass and rates; the host's latency beside the device's time."""
+    case, host = record.case, record.host
+    return {
+        "B": case["batch"],
+        "S": case["seq_q"],
+        "H": case["heads_q"],
+        "D": case["head_dim"],
+        "causal": "yes" if case["causal"] else "no",
+        "pass": record.operation,
+        "TFLOP/s": record.tflops,
+        "host, us": None if host is None else host.median * 1e3,
+    }
 
 
-def _sdpa(case: FlashCase, operation: str, peer: str, tensors: list[Any]) -> Call:
-    import torch
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-    from torch.nn.functional import scaled_dot_product_attention
+def _makers(case: FlashCase, targets: Sequence[str]) -> dict[Subject, FlashMaker]:
+    peers = {Subject(name): maker for name, maker in FLASH.items()}
+    makers = ours.flash_makers(targets) | peers
+    for subject in makers:
+        if reason := _left_out(subject, case, targets):
+            makers[subject] = partial(_absent, reason)
+    return makers
 
-    *inputs, gradient = (x.transpose(1, 2).detach() for x in tensors)
-    for x in inputs:
-        x.requires_grad_(operation == "backward")
 
-    def forward():
-        with sdpa_kernel(getattr(SDPBackend, PEERS[peer])):
-            return scaled_dot_product_attention(
-                *inputs, is_causal=case.causal, enable_gqa=case.heads_q != case.heads_kv
-            )
+def _left_out(subject: Subject, case: FlashCase, targets: Sequence[str]) -> str | None:
+    """Why a subject is not timed on a case."""
+    name, target = subject
+    if name in ONE_SHAPE and (case.seq_kv, case.head_dim) != (AT_LENGTH, AT_HEAD_DIM):
+        return f"timed at {AT_LENGTH} keys and head size {AT_HEAD_DIM} only"
+    one_length = name in ONE_LENGTH or (name == "Pallas" and target != targets[0])
+    if one_length and case.seq_kv != AT_LENGTH:
+        return f"timed at {AT_LENGTH} keys only"
+    return None
 
-    if operation == "forward":
-        return Call(forward, lambda out: (out.transpose(1, 2),))
-    out = forward()
-    return Call(
-        lambda: torch.autograd.grad(out, inputs, gradient, retain_graph=True),
-        lambda gradients: [x.transpose(1, 2) for x in gradients],
-    )
+
+def _absent(reason: str, *_: Any) -> NoReturn:
+    raise Absent(reason)

@@ -1,0 +1,56 @@
+"""The Triton forward without its softmax: what the matrix products and the loads alone take.
+
+Only the benchmark has this build. It is the shipped kernel's source, compiled anew with another
+function in the place of its `online_softmax_update`; nothing of what users run knows of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache, update_wrapper
+from types import FunctionType
+from typing import Any, TypeVar
+
+import triton
+import triton.language as tl
+
+from torch_attn.kernels import flash_fwd as shipped
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+@triton.jit
+def no_softmax_update(s, m_i, l_i, exp2_scale):
+    """The scores themselves as p; nothing is summed and nothing rescaled."""
+    return s, tl.full(m_i.shape, 1.0, tl.float32), m_i, l_i
+
+
+@cache
+def flash_fwd_without_softmax() -> Callable[..., Any]:
+    """`torch_attn.kernels.flash_fwd.flash_fwd` that gives ``(q · kᵀ) · v``, unscaled.
+
+    Of the visible keys alone it has no meaning: hidden scores are -inf. Its second result, the
+    log-sum-exp, is -inf.
+    """
+    kernel = shipped.flash_fwd_kernel
+    built = triton.jit(do_not_specialize=kernel.do_not_specialize)(
+        _with_names(kernel.fn, online_softmax_update=no_softmax_update)
+    )
+    return _with_names(shipped.flash_fwd, flash_fwd_kernel=built)
+
+
+def _with_names(function: Function, **names: Any) -> Function:
+    """A copy of a function that sees other objects under these global names."""
+    missing = set(names) - set(function.__code__.co_names)
+    if missing:
+        raise ValueError(f"names: expected globals of {function.__name__}, got {sorted(missing)}")
+    copy = FunctionType(
+        function.__code__,
+        function.__globals__ | names,
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
+    )
+    update_wrapper(copy, function)
+    del copy.__wrapped__
+    return copy

@@ -1,0 +1,102 @@
+"""FlashAttention-2's forward at seed 002's shapes, and what it would take without its softmax."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import product
+from typing import TYPE_CHECKING
+
+from bench import ours
+from bench.job import Call, Job, Subject
+from bench.peers import FLASH
+from bench.records import Record
+from bench.suites.flash_job import FlashMaker, flash_job
+from interop.contract.cases import FlashCase
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+TITLE = "FlashAttention-2's shapes"
+NOTE = (
+    "float16, 32 query heads, head size 128, forward. Mended against seed 002: the FLOPs of a "
+    "causal rectangle are those of the pairs that its mask keeps, and not half of all (its two "
+    "rows with 1024 queries and 4096 keys, 98 and 100 TFLOP/s, are really 171 and 175); its causal "
+    "mask is aligned to the last query and key; times are medians over rounds in which the "
+    "implementations take turns, with the L2 cache flushed; results are held to the float64 oracle "
+    "before they are timed. 'Triton without softmax' is the shipped kernel compiled with p = s: "
+    "the loads and the two matrix products alone, whose result is wrong on purpose. Clocks and "
+    "power are in the log beside the records."
+)
+
+HEADS_Q, HEAD_DIM = 32, 128
+SHAPES = ((16, 1024, 1024), (4, 1024, 4096), (1, 4096, 4096))  # batch, queries, keys
+HEADS_KV = (32, 8)
+PEERS = ("FA2", "cuDNN")
+ABLATION = "Triton without softmax"
+
+
+def jobs(targets: Sequence[str], pattern: str = "") -> list[Job]:
+    """A forward of every case whose name contains `pattern`; the ablation has no causal mask."""
+    found = []
+    for case in cases():
+        if pattern not in case.name:
+            continue
+        makers = ours.flash_makers(targets, compiling=False)
+        makers |= {Subject(name): FLASH[name] for name in PEERS}
+        if not case.causal:
+            makers |= {Subject(ABLATION, t): _without_softmax(t) for t in targets}
+        found.append(flash_job(case, "forward", makers))
+    return found
+
+
+def cases() -> list[FlashCase]:
+    """Every shape and number of kv heads, without and with a causal mask."""
+    found = []
+    for causal, heads_kv, (batch, seq_q, seq_kv) in product((False, True), HEADS_KV, SHAPES):
+        name = f"{batch}x{seq_q}x{seq_kv}-kv{heads_kv}" + ("-causal" if causal else "")
+        found.append(
+            FlashCase(
+                name,
+                batch,
+                seq_q,
+                seq_kv,
+                HEADS_Q,
+                heads_kv,
+                HEAD_DIM,
+                dtype="float16",
+                causal=causal,
+            )  # fmt: skip
+        )
+    return found
+
+
+def columns(record: Record) -> dict[str, str | float | None]:
+    """Seed 002's columns, and the clock and power that it logs."""
+    case, gpu = record.case, record.gpu or {}
+    return {
+        "bs": case["batch"],
+        "Sq": case["seq_q"],
+        "Skv": case["seq_kv"],
+        "heads kv": case["heads_kv"],
+        "causal": "yes" if case["causal"] else "no",
+        "TFLOP/s": record.tflops,
+        "SM clock, MHz": gpu.get("sm_mhz"),
+        "power, W": gpu.get("watts"),
+    }
+
+
+def _without_softmax(target: str) -> FlashMaker:
+    def make(case: FlashCase, operation: str, tensors: list[Tensor]) -> Call:
+        from bench.ablation import flash_fwd_without_softmax
+        from interop.contract.target import use_target
+
+        q, k, v, _ = tensors
+        forward = flash_fwd_without_softmax()
+
+        def run():
+            with use_target(target):
+                return forward(q, k, v, case.spec)
+
+        return Call(run, result=None)
+
+    return make
