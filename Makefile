@@ -1,10 +1,11 @@
 # The Python to make the environment from, and where the environment is.
 PYTHON ?= python3
 VENV ?= .venv
-# More extras of pyproject.toml, such as cuda13; arguments of the two main commands.
+# More extras of pyproject.toml, such as cuda13; arguments of the main commands.
 EXTRAS ?=
 PYTEST_ARGS ?=
 PARITY_ARGS ?=
+BENCH_ARGS ?=
 
 PY := $(VENV)/bin/python
 SETUP = @$(PYTHON) tools/setup_env.py --venv $(VENV) $(EXTRAS)
@@ -14,7 +15,7 @@ export XLA_PYTHON_CLIENT_PREALLOCATE := false
 # Asked by the shell, once the environment is there.
 WORKERS = $$($(PY) -c 'import xdist' 2>/dev/null && printf -- '-n auto --maxprocesses 8 --dist worksteal')
 
-.PHONY: help parity test sm80 lint types imports check clean
+.PHONY: help parity test bench sm80 lint types imports check clean
 
 help: ## this list
 	@grep -E '^[a-z0-9]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9]+):[^#]*## /\1|/' | awk -F'|' '{ printf "  make %-9s %s\n", $$1, $$2 }'
@@ -26,6 +27,10 @@ parity: ## compare both sides with the oracle and with each other; PARITY_ARGS="
 test: ## run the test suite; PYTEST_ARGS="-k softcap"
 	$(SETUP) test
 	$(PY) -m pytest $(WORKERS) $(PYTEST_ARGS)
+
+bench: ## time both sides beside their peers, on a GPU; BENCH_ARGS="--resume"
+	$(SETUP) bench
+	$(PY) -m bench all $(BENCH_ARGS)
 
 sm80: ## compile every kernel for SM80, no GPU needed, and check the resources it takes
 	$(SETUP) bench
@@ -44,7 +49,7 @@ imports: ## import-linter: who may import whom
 	$(SETUP) dev
 	$(PY) -c 'import importlinter.cli as cli; cli.lint_imports_command()'
 
-check: lint types imports test parity sm80 ## everything above
+check: lint types imports test parity sm80 ## all of the above that needs no GPU
 
 clean: ## remove the environment, caches and reports
 	rm -rf $(VENV) build dist reports .pytest_cache .ruff_cache .hypothesis .import_linter_cache
