@@ -12,6 +12,7 @@ import jax
 from jax import Array
 from jax.experimental import pallas as pl
 
+from interop.contract import ptx
 from interop.contract.config import KernelConfig, Spec, padded_head_dim
 from interop.contract.spec import AttentionSpec, DecodeSpec, PagedCache
 from interop.contract.target import MULTIPROCESSORS
@@ -67,11 +68,13 @@ def of_group(x: Any, group_size: int) -> pl.BlockSpec:
     return pl.BlockSpec(block, lambda tile, head, batch: (batch, 0, head, 0))
 
 
-def decode_arguments(spec: DecodeSpec) -> dict[str, Any]:
+def decode_arguments(spec: DecodeSpec, k_pages: Any, v_pages: Any, backend: str) -> dict[str, Any]:
     """The arguments that describe a paged decode, but for its splits."""
-    scale_first = spec.softcap is not None or spec.scale <= 0 or spec.cache.is_quantized
+    quantized = spec.cache.is_quantized
+    compiles = backend != INTERPRET
+    scale_first = spec.softcap is not None or spec.scale <= 0 or quantized
     left = spec.window_left
-    return cache_arguments(spec.cache) | {
+    return cache_arguments(spec.cache, k_pages, v_pages) | {
         "scale": spec.scale,
         "exp2_scale": math.log2(math.e) * (1.0 if scale_first else spec.scale),
         "softcap": spec.softcap,
@@ -79,19 +82,21 @@ def decode_arguments(spec: DecodeSpec) -> dict[str, Any]:
         "tokens": spec.tokens,
         "group_size": spec.group_size,
         "scale_first": scale_first,
+        "float8": spec.cache.dtype == "float8_e4m3fn",
+        "widen": ptx.widenings(spec.cache.dtype, spec.dtype) if compiles and quantized else None,
     }
 
 
-def cache_arguments(cache: PagedCache) -> dict[str, Any]:
+def cache_arguments(cache: PagedCache, k_pages: Any, v_pages: Any) -> dict[str, Any]:
     """The arguments that describe a paged cache."""
     return {
         "num_pages": cache.num_pages,
         "max_pages": cache.max_pages,
         "page_size": cache.page_size,
-        "head_dim": cache.head_dim,
-        "head_dim_v": cache.head_dim_v,
-        "block_d": padded_head_dim(cache.head_dim),
-        "block_dv": padded_head_dim(cache.head_dim_v),
+        "head_dim": k_pages.shape[3],
+        "head_dim_v": v_pages.shape[3],
+        "block_d": padded_head_dim(k_pages.shape[3]),
+        "block_dv": padded_head_dim(v_pages.shape[3]),
         "quantized": cache.is_quantized,
     }
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from interop.contract import ptx
 from interop.contract.config import KernelConfig, Spec, find_configs, padded_head_dim
 from interop.contract.spec import AttentionSpec, DecodeSpec, PagedCache
 from interop.contract.target import MULTIPROCESSORS, SHARED_MEMORY_LIMIT, resolve_target
@@ -84,7 +85,11 @@ def decode_arguments(
     v_scale: torch.Tensor | None,
 ) -> dict[str, Any]:
     """The arguments that describe a paged decode, but for its splits."""
-    scale_first = spec.softcap is not None or spec.scale <= 0 or spec.cache.is_quantized
+    quantized = spec.cache.is_quantized
+    widenings: tuple[str | None, str | None] = (None, None)
+    if quantized and q.device.type != "cpu":
+        widenings = ptx.widenings(spec.cache.dtype, spec.dtype)
+    scale_first = spec.softcap is not None or spec.scale <= 0 or quantized
     left = spec.window_left
     batch, token, head, _ = q.stride()
     cache = cache_arguments(spec.cache, k_pages, v_pages, block_tables, k_scale, v_scale)
@@ -102,6 +107,10 @@ def decode_arguments(
         "SCALE_FIRST": scale_first,
         "HAS_SOFTCAP": spec.softcap is not None,
         "HAS_LEFT": left is not None,
+        "FLOAT8": spec.cache.dtype == "float8_e4m3fn",
+        "PAST_2G": max(x.shape[0] * x.stride(0) for x in (k_pages, v_pages)) >= 2**31,
+        "WIDEN_LOW": widenings[0],
+        "WIDEN_HIGH": widenings[1],
     }
 
 
@@ -120,10 +129,10 @@ def cache_arguments(
         "num_pages": cache.num_pages,
         "max_pages": cache.max_pages,
         "PAGE_SIZE": cache.page_size,
-        "HEAD_DIM": cache.head_dim,
-        "HEAD_DIM_V": cache.head_dim_v,
-        "BLOCK_D": padded_head_dim(cache.head_dim),
-        "BLOCK_DV": padded_head_dim(cache.head_dim_v),
+        "HEAD_DIM": k_pages.shape[3],
+        "HEAD_DIM_V": v_pages.shape[3],
+        "BLOCK_D": padded_head_dim(k_pages.shape[3]),
+        "BLOCK_DV": padded_head_dim(v_pages.shape[3]),
         "QUANTIZED": cache.is_quantized,
     }
     for name, pages, scale in (("k", k_pages, k_scale), ("v", v_pages, v_scale)):
@@ -138,8 +147,13 @@ def cache_arguments(
 
 
 def as_bits(pages: torch.Tensor) -> torch.Tensor:
-    """A pool of float8 as its bits, which the kernels take apart: Triton has no float8 on SM80."""
+    """A pool of float8 as its bits: Triton has no float8 on SM80."""
     return pages.view(torch.uint8) if pages.dtype == torch.float8_e4m3fn else pages
+
+
+def as_words(pages: torch.Tensor) -> torch.Tensor:
+    """A pool of 8-bit numbers as words of two columns."""
+    return pages.view(torch.int16)
 
 
 def multiprocessors(device: torch.device, target: str) -> int:
@@ -162,6 +176,7 @@ def launch(
     operands: tuple[Any, ...],
     problem: dict[str, Any],
     spec: Spec,
+    **launch_options: Any,
 ) -> None:
     """Launch a kernel on its first operand's device; a CPU tensor goes to Triton's interpreter.
 
@@ -172,6 +187,7 @@ def launch(
         operands: leading arguments, tensors or None.
         problem: the other arguments but the tile sizes, by name.
         spec: the problem, which chooses the configuration.
+        launch_options: further options of Triton's, for a CUDA device.
     """
     device = operands[0].device
     target, config = config_for(name, spec, device)
@@ -182,7 +198,7 @@ def launch(
 
         interpreted(kernel)[grid(config)](*operands, **arguments)
         return
-    options: dict[str, Any] = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+    options = {"num_warps": config.num_warps, "num_stages": config.num_stages} | launch_options
     options["enable_fp_fusion"] = True  # Triton 3.10 turns it off unless asked
     if target == "sm80":
         options["arch"] = "sm80"

@@ -30,8 +30,10 @@ from interop.contract.spec import (
     PagedCache,
 )
 
-# Enough to hide the latency of memory, and to even out sequences of different lengths.
-PROGRAMS_PER_MULTIPROCESSOR = 4
+# Enough to hide the latency of memory; all of them run at a time.
+PROGRAMS_PER_MULTIPROCESSOR = 3
+# No more keys than these are read faster by one program than split and merged by a second launch.
+KEYS_OF_ONE_SPLIT = 256
 
 Spec = AttentionSpec | DecodeSpec | MergeSpec | PagedCache
 
@@ -72,6 +74,8 @@ def choose_splits(spec: DecodeSpec, config: KernelConfig, multiprocessors: int) 
     reach = spec.cache.capacity
     if spec.window_left is not None:
         reach = min(reach, spec.window_left + spec.tokens)
+    if reach <= KEYS_OF_ONE_SPLIT:
+        return 1
     useful = -(-reach // (2 * config.block_kv))
     wanted = -(-PROGRAMS_PER_MULTIPROCESSOR * multiprocessors // programs)
     return max(1, min(useful, wanted, SPLITS_MAX))

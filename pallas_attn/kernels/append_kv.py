@@ -8,7 +8,9 @@ from jax.experimental.pallas import triton as plt
 
 from interop.contract.config import padded_head_dim
 from interop.contract.spec import PagedCache
-from pallas_attn.kernels.primitives import arange, load_rows_at, store_key
+from pallas_attn.dispatch import INTERPRET
+from pallas_attn.kernels.primitives import arange, load_rows_at, store_rows_at
+from pallas_attn.kernels.quantized import divide, quantize
 from pallas_attn.launch import cache_arguments, launch
 
 
@@ -24,6 +26,7 @@ def append_kv_kernel(
     block_d,
     block_dv,
     quantized,
+    compiled,
     block_q,
 ):
     """One program writes one token of one sequence, block_q heads of it.
@@ -50,8 +53,9 @@ def append_kv_kernel(
     k_scale, v_scale = (
         (load_scale(x, head, writes) for x in scale_refs) if quantized else (None,) * 2
     )
-    store_key(k_ref, k_new, (page, slot, head), writes, k_scale, head_dim, block_d)
-    store_key(v_ref, v_new, (page, slot, head), writes, v_scale, head_dim_v, block_dv)
+    where = (page, slot, head)
+    store_key(k_ref, k_new, where, writes, k_scale, head_dim, block_d, compiled)
+    store_key(v_ref, v_new, where, writes, v_scale, head_dim_v, block_dv, compiled)
 
 
 def load_scale(ref, head, writes):
@@ -59,6 +63,14 @@ def load_scale(ref, head, writes):
     if not ref.shape:
         return jnp.broadcast_to(ref[...], head.shape)
     return plt.load(ref.at[head], mask=writes, other=1.0)
+
+
+def store_key(ref, x, index, writes, scale, size, block_size, compiled):
+    """Store rows in a cache, quantised by `scale`, one number a row; None where it is not."""
+    if scale is not None:
+        x = divide(x.astype(jnp.float32), jnp.broadcast_to(scale[:, None], x.shape), compiled)
+        x = quantize(x, ref.dtype)
+    store_rows_at(ref, x, index, writes, size, block_size)
 
 
 def append_kv(
@@ -111,7 +123,8 @@ def append_kv(
         ),
         pools,
         tuple(map(whole, pools)),
-        cache_arguments(cache) | {"tokens": tokens, "heads_kv": heads},
+        cache_arguments(cache, k_pages, v_pages)
+        | {"tokens": tokens, "heads_kv": heads, "compiled": backend != INTERPRET},
         cache,
         backend,
         aliases={len(operands) - 2: 0, len(operands) - 1: 1},

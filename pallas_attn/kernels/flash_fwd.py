@@ -87,7 +87,8 @@ def flash_fwd_kernel(
                     s, position[:, None], key[None, :], seq_kv, window_left, window_right
                 )
             # p = exp(s - max), and rescale what was accumulated
-            p, m_i, l_i, acc = online_softmax_update(s, m_i, l_i, acc, exp2_scale)
+            p, alpha, m_i, l_i = online_softmax_update(s, m_i, l_i, exp2_scale)
+            acc = acc * alpha[:, None]
             # acc += p v
             v = load_tile(v_ref, start_kv, seq_kv, block_kv, head_dim_v, block_dv, masked)
             acc = acc + dot(p.astype(v.dtype), v)

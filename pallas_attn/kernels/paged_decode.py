@@ -19,7 +19,6 @@ from pallas_attn.kernels.primitives import (
     arange,
     attention_mask,
     attention_scores,
-    dequantize,
     dot,
     load_rows_at,
     locate_keys,
@@ -27,6 +26,7 @@ from pallas_attn.kernels.primitives import (
     share_of_tiles,
     store_rows_at,
 )
+from pallas_attn.kernels.quantized import as_words, unpack
 from pallas_attn.launch import (
     config_for,
     decode_arguments,
@@ -59,6 +59,8 @@ def paged_decode_kernel(
     scale_first,
     has_sinks,
     quantized,
+    float8,
+    widen,
     block_rows,
     block_kv,
 ):
@@ -90,11 +92,16 @@ def paged_decode_kernel(
     row = tile * block_rows + arange(block_rows)
     token, member = row // group_size, row % group_size
     is_row = token < tokens
-    q = load_rows_at(q_ref, (token, member), is_row, head_dim, block_d)
+    parts = range(2 if quantized else 1)
+    q = [
+        load_rows_at(q_ref, (token, member), is_row, head_dim, block_d, part, len(parts))
+        for part in parts
+    ]
+    dtype = q_ref.dtype
     position = length - tokens + token
     m_i = jnp.full((block_rows,), float("-inf"), jnp.float32)
     l_i = jnp.zeros((block_rows,), jnp.float32)
-    acc = jnp.zeros((block_rows, block_dv), jnp.float32)
+    acc = [jnp.zeros((block_rows, block_dv), jnp.float32) for _ in parts]
 
     # Visit the split's tiles of keys.
     def visit(index, carry):
@@ -104,35 +111,43 @@ def paged_decode_kernel(
         exists = key < length
         page, slot = locate_keys(table_ref, start, length, num_pages, page_size, block_kv)
         # s = scale · q kᵀ
-        k = load_rows_at(k_ref, (page, slot), exists, head_dim, block_d)
-        k = dequantize(k, q.dtype)
-        s = attention_scores(q, k, scale, softcap, scale_first)
+        k = [load_rows_at(k_ref, (page, slot), exists, head_dim, block_d)]
+        more = None
+        if quantized:
+            k = unpack(*k, dtype, float8, widen)
+            more = dot(q[1], k[1].T)
+        s = attention_scores(q[0], k[0], scale, softcap, scale_first, more)
         s = attention_mask(
             s, position[:, None], key[None, :], length, window_left, 0 if tokens > 1 else None
         )
         # p = exp(s - max), and rescale what was accumulated
-        p, m_i, l_i, acc = online_softmax_update(s, m_i, l_i, acc, exp2_scale)
+        p, alpha, m_i, l_i = online_softmax_update(s, m_i, l_i, exp2_scale)
+        p = p.astype(dtype)
         # acc += p v
-        v = load_rows_at(v_ref, (page, slot), exists, head_dim_v, block_dv)
-        acc = acc + dot(p.astype(q.dtype), dequantize(v, q.dtype))
+        v = [load_rows_at(v_ref, (page, slot), exists, head_dim_v, block_dv)]
+        if quantized:
+            v = unpack(*v, dtype, float8, widen)
+        acc = [acc[part] * alpha[:, None] + dot(p, v[part]) for part in parts]
         return m_i, l_i, acc
 
     m_i, l_i, acc = lax.fori_loop(0, count, visit, (m_i, l_i, acc))
 
     # Normalise and store.
+    alpha = jnp.ones_like(l_i)
     if has_sinks:
         (sinks_ref,) = optional
-        m_i, l_i, acc = add_sink(sinks_ref[member], m_i, l_i, acc)
+        alpha, m_i, l_i = add_sink(sinks_ref[member], m_i, l_i)
     l_safe = jnp.where(l_i == 0.0, 1.0, l_i)
     lse = m_i * LN2 + jnp.log(l_safe)
-    out = acc / l_safe[:, None]
-    if quantized:
-        out = out * v_scale_ref[...]
     plt.store(lse_ref.at[member, token], lse, mask=is_row)
     writes = is_row
     if num_splits > 1:
         writes = token < jnp.minimum(count, 1) * tokens
-    store_rows_at(out_ref, out, (token, member), writes, head_dim_v, block_dv)
+    for part in parts:
+        out = acc[part] * alpha[:, None] / l_safe[:, None]
+        if quantized:
+            out = out * v_scale_ref[...]
+        store_rows_at(out_ref, out, (token, member), writes, head_dim_v, block_dv, part, len(parts))
 
 
 def paged_decode(
@@ -161,6 +176,8 @@ def paged_decode(
     splits = choose_splits(spec, config, multiprocessors(backend))
     tiles = pl.cdiv(spec.tokens * spec.group_size, rows)
     has_sinks = sinks is not None and splits == 1
+    if spec.cache.is_quantized:
+        k_pages, v_pages = as_words(k_pages), as_words(v_pages)
     operands = [q, k_pages, v_pages, block_tables, seq_lens]
     in_specs = [
         of_tokens(q, spec.group_size),
@@ -187,7 +204,8 @@ def paged_decode(
         in_specs,
         (out, lse),
         (of_split(out, spec.group_size), of_split(lse, spec.group_size)),
-        decode_arguments(spec) | {"num_splits": splits, "has_sinks": has_sinks, "block_rows": rows},
+        decode_arguments(spec, k_pages, v_pages, backend)
+        | {"num_splits": splits, "has_sinks": has_sinks, "block_rows": rows},
         spec,
         backend,
     )

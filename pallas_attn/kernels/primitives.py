@@ -20,9 +20,6 @@ from jax.experimental.pallas import triton as plt
 ROW_PADDING = 128
 LOG2E = 1.4426950408889634
 LN2 = 0.6931471805599453
-FLOAT8_MAX = 448.0  # the largest float8_e4m3fn
-ROUND_TO_INTEGER = 12582912.0  # 1.5 * 2^23: adding it rounds away the fraction
-ROUND_TO_INTEGER_BITS = 0x4B400000
 
 
 def visible_tiles(start, size, size_other, left, right, block, block_other):
@@ -139,9 +136,14 @@ def store_rows(ref, x, start, num_rows, block_rows):
     plt.store(ref.at[pl.ds(start, block_rows)], x, mask=rows < num_rows)
 
 
-def attention_scores(a, b, scale, softcap, scale_first):
-    """a · bᵀ in float32, scaled where the exponent cannot do it (scale_first), then capped."""
+def attention_scores(a, b, scale, softcap, scale_first, more=None):
+    """a · bᵀ in float32, scaled where the exponent cannot do it (scale_first), then capped.
+
+    `more` is added to the product: that of further columns.
+    """
     s = dot(a, b.T)
+    if more is not None:
+        s = more + s
     if scale_first:
         s = s * scale
     if softcap is not None:
@@ -179,20 +181,19 @@ def attention_mask(s, position, key, end, window_left, window_right):
     return s
 
 
-def online_softmax_update(s, m_i, l_i, acc, exp2_scale):
+def online_softmax_update(s, m_i, l_i, exp2_scale):
     """One step of the running softmax (Milakov and Gimelshein 2018; FlashAttention-2, algorithm 1).
 
-    Invariant: m_i is the row maximum so far (base 2), l_i the sum and acc the p·v product of
-    ``exp2(s * exp2_scale - m_i)``. A row without a key so far keeps m_i = -inf and l_i = 0.
-    Returns p of this tile and the three, rescaled to the new maximum (acc without this tile's p·v).
+    Invariant: m_i is the row maximum so far (base 2), l_i the sum of ``exp2(s * exp2_scale - m_i)``
+    and the caller's acc the product of that with v. A row without a key so far keeps m_i = -inf and
+    l_i = 0. Returns p of this tile, what rescales acc to the new maximum, and the new m_i and l_i.
     """
     m_new = jnp.maximum(m_i, jnp.max(s, 1) * exp2_scale)
     m_safe = jnp.where(m_new == float("-inf"), 0.0, m_new)
     p = jnp.exp2(s * exp2_scale - m_safe[:, None])
     alpha = jnp.exp2(m_i - m_safe)
     l_i = l_i * alpha + jnp.sum(p, 1)
-    acc = acc * alpha[:, None]
-    return p, m_new, l_i, acc
+    return p, alpha, m_new, l_i
 
 
 def dot(a, b):
@@ -236,86 +237,38 @@ def locate_keys(table_ref, start, length, num_pages, page_size, block_kv):
     return page, slot
 
 
-def load_rows_at(ref, index, is_row, size, block_size):
-    """Rows ``ref[*index]`` of a reference, padded with zeros; a row that is none gives 0."""
-    tile, mask = rows_at(ref, index, is_row, size, block_size)
-    return plt.load(tile, mask=mask, other=zeros(mask, ref.dtype))
+def load_rows_at(ref, index, is_row, size, block_size, first=0, step=1):
+    """Rows ``ref[*index]`` of a reference; a row that is none gives 0.
+
+    `size` columns, `first`, ``first + step``, ..., padded with zeros to block_size.
+    """
+    tile, mask = rows_at(ref, index, is_row, size, block_size, first, step)
+    return plt.load(tile, mask=mask, other=0)
 
 
-def zeros(mask, dtype):
-    """The `other` of a masked load; the lowering has no constants in float8."""
-    if dtype == jnp.float8_e4m3fn:
-        return lax.bitcast_convert_type(jnp.where(mask, np.uint8(0), np.uint8(0)), dtype)
-    return jnp.zeros((), dtype)
-
-
-def store_rows_at(ref, x, index, is_row, size, block_size):
+def store_rows_at(ref, x, index, is_row, size, block_size, first=0, step=1):
     """The inverse of `load_rows_at`; a row that is none is not written."""
-    tile, mask = rows_at(ref, index, is_row, size, block_size)
+    tile, mask = rows_at(ref, index, is_row, size, block_size, first, step)
     plt.store(tile, x.astype(ref.dtype), mask=mask)
 
 
-def rows_at(ref, index, is_row, size, block_size):
+def rows_at(ref, index, is_row, size, block_size, first, step):
     """A view of rows ``ref[*index]``, one vector of indices a dimension, and which elements are."""
     shape = (*is_row.shape, block_size)
     cols = jnp.broadcast_to(arange(block_size)[None, :], shape)
     index = (jnp.broadcast_to(x, is_row.shape) for x in index)
     index = (jnp.broadcast_to(x[:, None], shape) for x in index)
-    return ref.at[(*index, cols)], is_row[:, None] & (cols < size)
+    return ref.at[(*index, first + step * cols)], is_row[:, None] & (cols < size)
 
 
-def dequantize(x, dtype):
-    """What a cache holds, in `dtype`, not yet times its scale.
+def add_sink(sink, m_i, l_i):
+    """Count one more logit, without a value, into a running softmax (Xiao et al. 2023).
 
-    float8_e4m3fn, which SM80 does not have, is taken apart: the bits below its sign, moved to
-    float16's, are the number times 2^-8.
+    Returns what rescales acc to the new maximum, and the new m_i and l_i.
     """
-    if x.dtype == jnp.float8_e4m3fn:
-        bits = lax.bitcast_convert_type(x, jnp.uint8).astype(jnp.uint16)
-        magnitude = bits & jnp.uint16(0x7F)
-        bits = ((bits & jnp.uint16(0x80)) << jnp.uint16(8)) | (magnitude << jnp.uint16(7))
-        y = lax.bitcast_convert_type(bits, jnp.float16) * jnp.float16(256)
-        x = jnp.where(magnitude == 0x7F, jnp.float16(float("nan")), y)
-    return x.astype(dtype)
-
-
-def add_sink(sink, m_i, l_i, acc):
-    """Count one more logit, without a value, into a running softmax (Xiao et al. 2023)."""
     sink = sink * LOG2E
     m_new = jnp.maximum(m_i, sink)
     m_safe = jnp.where(m_new == float("-inf"), 0.0, m_new)
     alpha = jnp.exp2(m_i - m_safe)
     l_i = l_i * alpha + jnp.exp2(sink - m_safe)
-    return m_new, l_i, acc * alpha[:, None]
-
-
-def store_key(ref, x, index, writes, scale, size, block_size):
-    """Store rows in a cache, quantised by `scale`, one number a row; None where it is not."""
-    if scale is not None:
-        x = quantize(x.astype(jnp.float32) / scale[:, None], ref.dtype)
-    store_rows_at(ref, x, index, writes, size, block_size)
-
-
-def round_to_integer(x):
-    """float32 below 2^22 as int32, to nearest, ties to even.
-
-    The sum's last bits are the integer. Subtracting the constant again would do, but XLA folds it.
-    """
-    bits = lax.bitcast_convert_type(x + ROUND_TO_INTEGER, jnp.int32)
-    return bits - ROUND_TO_INTEGER_BITS
-
-
-def quantize(x, dtype):
-    """float32 as int8 or float8_e4m3fn; to nearest, ties to even."""
-    if dtype == jnp.int8:
-        x = jnp.minimum(jnp.maximum(x, -127.0), 127.0)
-        return round_to_integer(x).astype(jnp.int8)
-    sign = (x < 0).astype(jnp.int32) << 7
-    magnitude = jnp.minimum(jnp.abs(x), FLOAT8_MAX)
-    bits = lax.bitcast_convert_type(magnitude, jnp.int32)
-    # A normal number: round off 20 of 23 bits, then move the exponent's bias from 127 to 7.
-    normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - ((127 - 7) << 3)
-    # Below 2^-6, a multiple of 2^-9.
-    tiny = round_to_integer(magnitude * 512.0)
-    y = sign | jnp.where(magnitude < 0.015625, tiny, normal)
-    return lax.bitcast_convert_type(jnp.where(x == x, y, 0x7F).astype(jnp.uint8), dtype)
+    return alpha, m_new, l_i

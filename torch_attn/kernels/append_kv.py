@@ -5,7 +5,7 @@ import triton.language as tl
 from torch import Tensor
 
 from interop.contract.spec import PagedCache
-from torch_attn.kernels.primitives import store_key
+from torch_attn.kernels.quantized import quantize
 from torch_attn.launch import as_bits, cache_arguments, launch
 
 
@@ -76,6 +76,28 @@ def append_kv_kernel(
     store_key(
         v_new, v_slot, v_scale_ptr, head * v_scale_head, writes, HEAD_DIM_V, BLOCK_DV, QUANTIZED
     )
+
+
+@triton.jit
+def store_key(
+    source,
+    destination,
+    scale_ptr,
+    scale_offset,
+    writes,
+    SIZE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    QUANTIZED: tl.constexpr,
+):
+    """Copy rows at the pointers `source` to the pointers `destination` of a cache."""
+    cols = tl.arange(0, BLOCK_SIZE)[None, :]
+    mask = writes[:, None] & (cols < SIZE)
+    x = tl.load(source[:, None] + cols, mask=mask, other=0.0)
+    dtype: tl.constexpr = destination.dtype.element_ty
+    if QUANTIZED:
+        scale = tl.load(scale_ptr + scale_offset, mask=writes, other=1.0)
+        x = quantize(tl.div_rn(x.to(tl.float32), scale[:, None]), dtype)
+    tl.store(destination[:, None] + cols, x.to(dtype), mask=mask)
 
 
 def append_kv(

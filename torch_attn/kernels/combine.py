@@ -7,6 +7,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_wait
 
 from interop.contract.config import padded_head_dim
 from interop.contract.spec import MergeSpec
@@ -35,6 +36,7 @@ def combine_kernel(
     HEAD_DIM_V: tl.constexpr,
     BLOCK_DV: tl.constexpr,
     HAS_SINKS: tl.constexpr,
+    PDL: tl.constexpr,
     BLOCK_STATES: tl.constexpr,
     BLOCK_KV: tl.constexpr,
 ):
@@ -45,8 +47,11 @@ def combine_kernel(
     [B, S, H, Dv] and lse [B, H, S] contiguous. Grid: (heads, tokens, batch) in one axis, heads
     fastest. A part whose lse is -inf has no keys: its output is not read, and may hold anything.
     Accumulation: float32, exponents in base 2. BLOCK_STATES, a power of two, is at least N;
-    BLOCK_KV parts are accumulated at a time.
+    BLOCK_KV parts are accumulated at a time. PDL: the launch overlaps the kernel before (CUDA's
+    programmatic dependent launch), whose results are waited for.
     """
+    if PDL:
+        gdc_wait()
     # Locate the row.
     head = tl.program_id(0) % heads
     token = tl.program_id(0) // heads % tokens
@@ -90,12 +95,17 @@ def combine_kernel(
 
 
 def combine(
-    outs: Tensor, lses: Tensor, spec: MergeSpec, sinks: Tensor | None = None
+    outs: Tensor,
+    lses: Tensor,
+    spec: MergeSpec,
+    sinks: Tensor | None = None,
+    overlap: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Launch `combine_kernel`.
 
     Args:
         sinks: [H] float32, one more logit a head in the denominator, or None.
+        overlap: start while the kernel before, which must expect it, still runs (SM90).
 
     Returns:
         out [B, S, H, Dv] in spec's dtype and lse [B, H, S] float32, both contiguous.
@@ -121,6 +131,7 @@ def combine(
         "HEAD_DIM_V": spec.head_dim_v,
         "BLOCK_DV": padded_head_dim(spec.head_dim_v),
         "HAS_SINKS": sinks is not None,
+        "PDL": overlap,
         "BLOCK_STATES": triton.next_power_of_2(spec.num_states),
     }
     launch(
@@ -130,5 +141,6 @@ def combine(
         (outs, lses, sinks, out, lse),
         arguments,
         spec,
+        launch_pdl=overlap,
     )
     return out, lse

@@ -107,7 +107,8 @@ def flash_fwd_kernel(
                     HAS_LEFT, HAS_RIGHT,
                 )  # fmt: skip
             # p = exp(s - max), and rescale what was accumulated
-            p, m_i, l_i, acc = online_softmax_update(s, m_i, l_i, acc, exp2_scale)
+            p, alpha, m_i, l_i = online_softmax_update(s, m_i, l_i, exp2_scale)
+            acc = acc * alpha[:, None]
             # acc += p v
             v = load_tile(v_base, start_kv, seq_kv, V_ROW, BLOCK_KV, HEAD_DIM_V, BLOCK_DV, masked)
             acc = tl.dot(p.to(v.dtype), v, acc, input_precision="ieee")

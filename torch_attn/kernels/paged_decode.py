@@ -8,6 +8,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from interop.contract.config import block_rows, choose_splits
 from interop.contract.spec import DecodeSpec, MergeSpec
@@ -17,14 +18,16 @@ from torch_attn.kernels.primitives import (
     add_sink,
     attention_mask,
     attention_scores,
-    dequantize,
+    load_columns,
     load_keys,
     locate_keys,
     online_softmax_update,
     share_of_tiles,
+    store_columns,
 )
+from torch_attn.kernels.quantized import unpack
 from torch_attn.launch import (
-    as_bits,
+    as_words,
     config_for,
     decode_arguments,
     launch,
@@ -77,7 +80,12 @@ def paged_decode_kernel(
     HAS_LEFT: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     QUANTIZED: tl.constexpr,
+    FLOAT8: tl.constexpr,
+    WIDEN_LOW: tl.constexpr,
+    WIDEN_HIGH: tl.constexpr,
+    PAST_2G: tl.constexpr,
     ONE_SPLIT: tl.constexpr,
+    PDL: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_KV: tl.constexpr,
 ):
@@ -92,8 +100,13 @@ def paged_decode_kernel(
     invariant: `online_softmax_update`. Accumulation: float32, exponents in base 2, p cast to q's
     dtype for p·v. A row that sees no key in this split has lse -inf, and an output only where the
     split has keys. A single split writes the result itself: ONE_SPLIT, and HAS_SINKS to count the
-    sink. BLOCK_ROWS and BLOCK_KV are powers of two, at least 16.
+    sink. An 8-bit pool is given as int16 words of two columns: HEAD_DIM and HEAD_DIM_V count words,
+    and even and odd columns are tiles of their own. PDL: a dependent launch follows (CUDA's
+    programmatic dependent launch), which may begin to start. BLOCK_ROWS and BLOCK_KV are powers of
+    two, at least 16.
     """
+    if PDL:
+        gdc_launch_dependents()
     # Locate the rows and the split's share of the keys.
     num_tiles: tl.constexpr = (TOKENS * GROUP_SIZE + BLOCK_ROWS - 1) // BLOCK_ROWS
     tile = tl.program_id(0) % num_tiles
@@ -117,10 +130,13 @@ def paged_decode_kernel(
     token = row // GROUP_SIZE
     head = head_kv * GROUP_SIZE + row % GROUP_SIZE
     is_row = token < TOKENS
-    cols = tl.arange(0, BLOCK_D)
     q_rows = q_ptr + batch * q_batch + token * q_token + head * q_head
-    q_mask = is_row[:, None] & (cols < HEAD_DIM)[None, :]
-    q = tl.load(q_rows[:, None] + cols[None, :], mask=q_mask, other=0.0)
+    if QUANTIZED:
+        q = load_columns(q_rows, is_row, 0, 2, HEAD_DIM, BLOCK_D)
+        q_odd = load_columns(q_rows, is_row, 1, 2, HEAD_DIM, BLOCK_D)
+        acc_odd = tl.zeros([BLOCK_ROWS, BLOCK_DV], tl.float32)
+    else:
+        q = load_columns(q_rows, is_row, 0, 1, HEAD_DIM, BLOCK_D)
     position = length - TOKENS + token
     m_i = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
     l_i = tl.zeros([BLOCK_ROWS], tl.float32)
@@ -133,37 +149,54 @@ def paged_decode_kernel(
         exists = key < length
         page, slot = locate_keys(table_ptr, start, length, num_pages, PAGE_SIZE, BLOCK_KV)
         # s = scale · q kᵀ
-        k = load_keys(k_base, page, slot, exists, k_page, K_SLOT, HEAD_DIM, BLOCK_D)
-        k = dequantize(k, q.dtype)
-        s = attention_scores(q, k, scale, softcap, SCALE_FIRST, HAS_SOFTCAP)
+        k = load_keys(k_base, page, slot, exists, k_page, K_SLOT, HEAD_DIM, BLOCK_D, PAST_2G)
+        if QUANTIZED:
+            k, k_odd = unpack(k, q.dtype, FLOAT8, WIDEN_LOW, WIDEN_HIGH)
+            s = tl.dot(q_odd, tl.trans(k_odd))
+            s = attention_scores(q, k, scale, softcap, SCALE_FIRST, HAS_SOFTCAP, s)
+        else:
+            s = attention_scores(q, k, scale, softcap, SCALE_FIRST, HAS_SOFTCAP)
         s = attention_mask(
             s, position[:, None], key[None, :], length, window_left, 0, HAS_LEFT, TOKENS > 1
         )
         # p = exp(s - max), and rescale what was accumulated
-        p, m_i, l_i, acc = online_softmax_update(s, m_i, l_i, acc, exp2_scale)
+        p, alpha, m_i, l_i = online_softmax_update(s, m_i, l_i, exp2_scale)
+        acc = acc * alpha[:, None]
+        p = p.to(q.dtype)
         # acc += p v
-        v = load_keys(v_base, page, slot, exists, v_page, V_SLOT, HEAD_DIM_V, BLOCK_DV)
-        acc = tl.dot(p.to(q.dtype), dequantize(v, q.dtype), acc, input_precision="ieee")
+        v = load_keys(v_base, page, slot, exists, v_page, V_SLOT, HEAD_DIM_V, BLOCK_DV, PAST_2G)
+        if QUANTIZED:
+            v, v_odd = unpack(v, q.dtype, FLOAT8, WIDEN_LOW, WIDEN_HIGH)
+            acc_odd = tl.dot(p, v_odd, acc_odd * alpha[:, None])
+        acc = tl.dot(p, v, acc)
 
     # Normalise and store.
     if HAS_SINKS:
         sink = tl.load(sinks_ptr + head, mask=is_row, other=float("-inf"))
-        m_i, l_i, acc = add_sink(sink, m_i, l_i, acc)
+        alpha, m_i, l_i = add_sink(sink, m_i, l_i)
+        acc = acc * alpha[:, None]
+        if QUANTIZED:
+            acc_odd = acc_odd * alpha[:, None]
     l_safe = tl.where(l_i == 0.0, 1.0, l_i)
     lse = m_i * LN2 + tl.log(l_safe)
-    out = acc / l_safe[:, None]
-    if QUANTIZED:
-        out *= tl.load(v_scale_ptr + head_kv * v_scale_head)
     heads_q = heads_kv * GROUP_SIZE
     part = split * batch_size + batch
     tl.store(lse_ptr + (part * heads_q + head) * TOKENS + token, lse, mask=is_row)
-    cols = tl.arange(0, BLOCK_DV)
-    out_rows = out_ptr + ((part * TOKENS + token) * heads_q + head) * HEAD_DIM_V
     writes = is_row
     if not ONE_SPLIT:
         writes = token < tl.minimum(count, 1) * TOKENS
-    mask = writes[:, None] & (cols < HEAD_DIM_V)[None, :]
-    tl.store(out_rows[:, None] + cols[None, :], out.to(out_ptr.dtype.element_ty), mask=mask)
+    out_row = (part * TOKENS + token) * heads_q + head
+    if QUANTIZED:
+        v_scale = tl.load(v_scale_ptr + head_kv * v_scale_head)
+        out_rows = out_ptr + out_row * (2 * HEAD_DIM_V)
+        out = acc / l_safe[:, None] * v_scale
+        store_columns(out_rows, out, writes, 0, 2, HEAD_DIM_V, BLOCK_DV)
+        out = acc_odd / l_safe[:, None] * v_scale
+        store_columns(out_rows, out, writes, 1, 2, HEAD_DIM_V, BLOCK_DV)
+    else:
+        out_rows = out_ptr + out_row * HEAD_DIM_V
+        out = acc / l_safe[:, None]
+        store_columns(out_rows, out, writes, 0, 1, HEAD_DIM_V, BLOCK_DV)
 
 
 def paged_decode(
@@ -183,10 +216,12 @@ def paged_decode(
         out [B, T, Hq, Dv] in q's dtype and lse [B, Hq, T] float32, both contiguous.
     """
     target, config = config_for("paged_decode", spec, q.device)
-    k_pages, v_pages = as_bits(k_pages), as_bits(v_pages)
+    if spec.cache.is_quantized:
+        k_pages, v_pages = as_words(k_pages), as_words(v_pages)
     rows = block_rows(spec, config)
     splits = choose_splits(spec, config, multiprocessors(q.device, target))
     tiles = triton.cdiv(spec.tokens * spec.group_size, rows)
+    overlap = splits > 1 and target == "sm90"
     out_dtype = q.dtype if splits == 1 else torch.float32
     shape = (splits, spec.batch, spec.tokens, spec.heads_q, spec.head_dim_v)
     out = torch.empty(shape, dtype=out_dtype, device=q.device)
@@ -201,6 +236,7 @@ def paged_decode(
         | {
             "num_splits": splits,
             "ONE_SPLIT": splits == 1,
+            "PDL": overlap,
             "HAS_SINKS": sinks is not None and splits == 1,
             "BLOCK_ROWS": rows,
         },
@@ -209,4 +245,4 @@ def paged_decode(
     if splits == 1:
         return out[0], lse[0]
     merge = MergeSpec(splits, spec.batch, spec.tokens, spec.heads_q, spec.head_dim_v, spec.dtype)
-    return combine(out, lse, merge, sinks)
+    return combine(out, lse, merge, sinks, overlap)

@@ -14,9 +14,6 @@ import triton.language as tl
 ROW_PADDING = tl.constexpr(128)
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
-FLOAT8_MAX = tl.constexpr(448.0)  # the largest float8_e4m3fn
-ROUND_TO_INTEGER = tl.constexpr(12582912.0)  # 1.5 * 2^23: adding it rounds away the fraction
-ROUND_TO_INTEGER_BITS = tl.constexpr(0x4B400000)
 
 
 @triton.jit
@@ -148,9 +145,14 @@ def store_tile(
 
 
 @triton.jit
-def attention_scores(a, b, scale, softcap, SCALE_FIRST: tl.constexpr, HAS_SOFTCAP: tl.constexpr):
-    """a · bᵀ in float32, scaled where the exponent cannot do it (SCALE_FIRST), then capped."""
-    s = tl.dot(a, tl.trans(b), input_precision="ieee")
+def attention_scores(
+    a, b, scale, softcap, SCALE_FIRST: tl.constexpr, HAS_SOFTCAP: tl.constexpr, more=None
+):
+    """a · bᵀ in float32, scaled where the exponent cannot do it (SCALE_FIRST), then capped.
+
+    `more` is added to the product: that of further columns.
+    """
+    s = tl.dot(a, tl.trans(b), more, input_precision="ieee")
     if SCALE_FIRST:
         s = s * scale
     if HAS_SOFTCAP:
@@ -201,20 +203,19 @@ def attention_mask(
 
 
 @triton.jit
-def online_softmax_update(s, m_i, l_i, acc, exp2_scale):
+def online_softmax_update(s, m_i, l_i, exp2_scale):
     """One step of the running softmax (Milakov and Gimelshein 2018; FlashAttention-2, algorithm 1).
 
-    Invariant: m_i is the row maximum so far (base 2), l_i the sum and acc the p·v product of
-    ``exp2(s * exp2_scale - m_i)``. A row without a key so far keeps m_i = -inf and l_i = 0.
-    Returns p of this tile and the three, rescaled to the new maximum (acc without this tile's p·v).
+    Invariant: m_i is the row maximum so far (base 2), l_i the sum of ``exp2(s * exp2_scale - m_i)``
+    and the caller's acc the product of that with v. A row without a key so far keeps m_i = -inf and
+    l_i = 0. Returns p of this tile, what rescales acc to the new maximum, and the new m_i and l_i.
     """
     m_new = tl.maximum(m_i, tl.max(s, 1) * exp2_scale)
     m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
     p = tl.exp2(s * exp2_scale - m_safe[:, None])
     alpha = tl.exp2(m_i - m_safe)
     l_i = l_i * alpha + tl.sum(p, 1)
-    acc = acc * alpha[:, None]
-    return p, m_new, l_i, acc
+    return p, alpha, m_new, l_i
 
 
 @triton.jit
@@ -234,7 +235,7 @@ def share_of_tiles(begin, end, split, num_splits, BLOCK: tl.constexpr):
 def locate_keys(
     table_ptr, start, length, num_pages, PAGE_SIZE: tl.constexpr, BLOCK_KV: tl.constexpr
 ):
-    """Page (int64) and slot of keys start .. start + BLOCK_KV of a sequence.
+    """Page and slot of keys start .. start + BLOCK_KV of a sequence.
 
     Table entries past the sequence's last page are not read. A page id out of range, which is
     the caller's mistake, becomes one within the pool.
@@ -247,7 +248,42 @@ def locate_keys(
         key = start + offset
         page = tl.load(table_ptr + key // PAGE_SIZE, mask=key < length, other=0)
         slot = key % PAGE_SIZE
-    return tl.minimum(tl.maximum(page, 0), num_pages - 1).to(tl.int64), slot
+    return tl.minimum(tl.maximum(page, 0), num_pages - 1), slot
+
+
+@triton.jit
+def load_columns(
+    rows,
+    is_row,
+    FIRST: tl.constexpr,
+    STEP: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+):
+    """Columns FIRST, FIRST + STEP, ... of the rows at the pointers `rows`, SIZE of them.
+
+    Padded with zeros to BLOCK_SIZE; a row that is none gives 0.
+    """
+    cols = tl.arange(0, BLOCK_SIZE)[None, :]
+    pointers = rows[:, None] + FIRST + STEP * cols
+    return tl.load(pointers, mask=is_row[:, None] & (cols < SIZE), other=0.0)
+
+
+@triton.jit
+def store_columns(
+    rows,
+    x,
+    is_row,
+    FIRST: tl.constexpr,
+    STEP: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+):
+    """The inverse of `load_columns`."""
+    cols = tl.arange(0, BLOCK_SIZE)[None, :]
+    pointers = rows[:, None] + FIRST + STEP * cols
+    mask = is_row[:, None] & (cols < SIZE)
+    tl.store(pointers, x.to(rows.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -260,84 +296,29 @@ def load_keys(
     SLOT: tl.constexpr,
     SIZE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    PAST_2G: tl.constexpr,
 ):
     """Rows of one head at the given pages and slots, padded with zeros to BLOCK_SIZE columns.
 
     SLOT is the distance of slots in elements. A row that does not exist is 0, whatever its slot
-    holds.
+    holds. PAST_2G: an offset may take more than 31 bits.
     """
+    if PAST_2G:
+        page = page.to(tl.int64)
     cols = tl.arange(0, BLOCK_SIZE)[None, :]
     pointers = base + (page * page_stride + slot * SLOT)[:, None] + cols
     return tl.load(pointers, mask=exists[:, None] & (cols < SIZE), other=0)
 
 
 @triton.jit
-def dequantize(x, dtype: tl.constexpr):
-    """What a cache holds, in `dtype`, not yet times its scale; uint8 is float8_e4m3fn's bits.
+def add_sink(sink, m_i, l_i):
+    """Count one more logit, without a value, into a running softmax (Xiao et al. 2023).
 
-    The bits of a float8 below its sign, moved to float16's, are the number times 2^-8.
+    Returns what rescales acc to the new maximum, and the new m_i and l_i.
     """
-    if x.dtype == tl.uint8:
-        magnitude = (x & 0x7F).to(tl.uint16)
-        bits = ((x & 0x80).to(tl.uint16) << 8) | (magnitude << 7)
-        y = bits.to(tl.float16, bitcast=True) * 256.0
-        x = tl.where(magnitude == 0x7F, float("nan"), y).to(tl.float16)
-    return x.to(dtype)
-
-
-@triton.jit
-def add_sink(sink, m_i, l_i, acc):
-    """Count one more logit, without a value, into a running softmax (Xiao et al. 2023)."""
     sink = sink * LOG2E
     m_new = tl.maximum(m_i, sink)
     m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
     alpha = tl.exp2(m_i - m_safe)
     l_i = l_i * alpha + tl.exp2(sink - m_safe)
-    return m_new, l_i, acc * alpha[:, None]
-
-
-@triton.jit
-def store_key(
-    source,
-    destination,
-    scale_ptr,
-    scale_offset,
-    writes,
-    SIZE: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    QUANTIZED: tl.constexpr,
-):
-    """Copy rows at the pointers `source` to the pointers `destination` of a cache."""
-    cols = tl.arange(0, BLOCK_SIZE)[None, :]
-    mask = writes[:, None] & (cols < SIZE)
-    x = tl.load(source[:, None] + cols, mask=mask, other=0.0)
-    dtype: tl.constexpr = destination.dtype.element_ty
-    if QUANTIZED:
-        scale = tl.load(scale_ptr + scale_offset, mask=writes, other=1.0)
-        x = quantize(x.to(tl.float32) / scale[:, None], dtype)
-    tl.store(destination[:, None] + cols, x.to(dtype), mask=mask)
-
-
-@triton.jit
-def round_to_integer(x):
-    """float32 below 2^22 as int32, to nearest, ties to even."""
-    return (x + ROUND_TO_INTEGER).to(tl.int32, bitcast=True) - ROUND_TO_INTEGER_BITS
-
-
-@triton.jit
-def quantize(x, dtype: tl.constexpr):
-    """float32 as int8, or as the bits of a float8_e4m3fn (uint8); to nearest, ties to even."""
-    if dtype == tl.int8:
-        x = tl.minimum(tl.maximum(x, -127.0), 127.0)
-        y = round_to_integer(x).to(tl.int8)
-    else:
-        sign = (x < 0).to(tl.int32) << 7
-        magnitude = tl.minimum(tl.abs(x), FLOAT8_MAX)
-        bits = magnitude.to(tl.int32, bitcast=True)
-        # A normal number: round off 20 of 23 bits, then move the exponent's bias from 127 to 7.
-        normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - ((127 - 7) << 3)
-        # Below 2^-6, a multiple of 2^-9.
-        tiny = round_to_integer(magnitude * 512.0)
-        y = sign | tl.where(magnitude < 0.015625, tiny, normal)
-        y = tl.where(x == x, y, 0x7F).to(tl.uint8)
-    return y
+    return alpha, m_new, l_i
