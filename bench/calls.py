@@ -40,8 +40,10 @@ def torch_call(
     for x in inputs:
         x.requires_grad_()
     if operation == "backward":
+        before = torch.cuda.memory_allocated()
         out = attend(*inputs)
-        return Call(lambda: torch.autograd.grad(out, inputs, dout, retain_graph=True), views)
+        held = torch.cuda.memory_allocated() - before
+        return Call(lambda: torch.autograd.grad(out, inputs, dout, retain_graph=True), views, held)
 
     def both() -> tuple[Tensor, ...]:
         out = attend(*inputs)

@@ -35,10 +35,13 @@ class Call(NamedTuple):
             is wrong on purpose, as an ablation's.
             Of a forward (out,), a backward (dq, dk, dv), both (out, dq, dk, dv), a decode (out,);
             each [B, S, H, D].
+        held: bytes that a backward finds: its forward's output and what that saved; None where
+            they are not known.
     """
 
     run: Callable[[], Any]
     result: Callable[[Any], Sequence[Any]] | None
+    held: int | None = None
 
 
 @dataclass(frozen=True)

@@ -103,7 +103,7 @@ def _for_target(call: Call, target: str) -> Call:
         with use_target(target):
             return call.run()
 
-    return Call(run, call.result)
+    return call._replace(run=run)
 
 
 def _rows(case: DecodeCase, out):

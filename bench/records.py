@@ -40,6 +40,7 @@ class Record:
         reads, writes: bytes of that traffic, by direction.
         error: the worst error over its budget, as the gate found it.
         memory: bytes that a call adds at its peak.
+        held: bytes that a backward finds: its forward's output and what that saved.
         gpu: clocks, power, temperature and throttle reasons while it was timed (see
             `bench.sampling`).
     """
@@ -66,6 +67,7 @@ class Record:
     writes: int | None = None
     error: float | None = None
     memory: int | None = None
+    held: int | None = None
     gpu: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:

@@ -159,6 +159,7 @@ def _prepare(
         call = make(inputs)
         result = call.run()
         wait(result)
+        record = replace(record, held=call.held)
         if check is None or call.result is None:
             return record, call.run
         error = check(call.result(result))
