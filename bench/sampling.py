@@ -113,6 +113,19 @@ class Sampler:
             writer.writerows([title, f"{sample.time:.3f}", *sample[1:]] for sample in self.samples)
 
 
+def log_path(records: Path, suite: str) -> Path:
+    """Where `python -m bench all` keeps a suite's samples, and the report looks for them."""
+    return records.with_name(f"{records.stem}-{suite}-gpu.csv")
+
+
+def read_log(path: Path) -> list[Sample]:
+    """The samples of a file that `Sampler.write` wrote."""
+    with path.open(encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file))
+    numbers = ([float(row[name]) for name in Sample._fields[:-1]] for row in rows)
+    return [Sample(*n, int(row["throttle"])) for n, row in zip(numbers, rows, strict=True)]
+
+
 def nvml_reader() -> Callable[[], Sample] | None:
     """What samples torch's current GPU; None where nvidia-ml-py or NVML is missing."""
     try:

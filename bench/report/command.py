@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
-from bench.records import load
+from bench.records import Record, load
+from bench.sampling import Sample, log_path, read_log
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
@@ -34,6 +36,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     try:
         records = [record for path in arguments.records for record in load(path)]
+        logs = _logs(arguments.records, records)
     except (OSError, ValueError) as error:
         print(f"python -m bench report: {error}", file=sys.stderr)
         return 2
@@ -45,10 +48,20 @@ def run(arguments: argparse.Namespace) -> int:
     arguments.output.mkdir(parents=True, exist_ok=True)
     for suffix, text in (
         ("md", to_markdown(title, records)),
-        ("html", to_html(title, records)),
+        ("html", to_html(title, records, logs)),
         ("csv", to_csv(records)),
     ):
         path = arguments.output / f"{name}.{suffix}"
         path.write_text(text, encoding="utf-8")
         print(f"wrote {path}")
     return 0
+
+
+def _logs(paths: Sequence[Path], records: Sequence[Record]) -> dict[str, list[Sample]]:
+    """By suite, the log of clocks and power that `python -m bench all` put beside its records."""
+    suites = dict.fromkeys(record.suite for record in records)
+    beside = {suite: [log_path(path, suite) for path in paths] for suite in suites}
+    return {
+        suite: [sample for log in logs if log.exists() for sample in read_log(log)]
+        for suite, logs in beside.items()
+    }

@@ -2,77 +2,140 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from importlib.resources import files
 from string import Template
+from typing import NamedTuple
 
-from bench.records import Record
-from bench.report.markdown import notes, provenance, tables
-from bench.report.plots import figures
-from bench.report.tables import Grid, number, numeric, runs
+from bench.records import Record, Status
+from bench.report.plots import Picture, of_run, of_suite
+from bench.report.sections import Section, ceilings, facts, notes, sections
+from bench.report.tables import Grid, numeric, runs
+from bench.sampling import Sample
 from interop.parity.plot import to_svg
-from interop.parity.records import problem_text
+
+# How a row or a cell of a status looks: what failed is loud, what was to be expected is not.
+_LOOKS: dict[Status, str] = {
+    "ok": "passed",
+    "failed": "failed",
+    "refused by parity": "failed",
+    "out of memory": "lost",
+    "absent": "absent",
+}
 
 
-def to_html(title: str, records: Sequence[Record]) -> str:
-    """Every run with its plots and tables, then all records in a table to sort and filter."""
-    shared, own = files("interop.parity"), files("bench.report")
+class Chapter(NamedTuple):
+    """A part of the page that the navigation leads to."""
+
+    title: str
+    html: str
+
+
+def to_html(
+    title: str, records: Sequence[Record], logs: Mapping[str, Sequence[Sample]] | None = None
+) -> str:
+    """Every run with its facts and limits, and a section for each of its suites.
+
+    Args:
+        title: of the page.
+        records: of one run or more.
+        logs: by suite, clocks and power over its run.
+    """
+    own, shared = files("bench.report"), files("interop.parity")
     compared = runs(records)
-    rows = [record for run in compared for record in run]
-    lost = sum(record.status != "ok" for record in rows)
+    rows = [record for run in compared for record in run if record.operation != "ceiling"]
+    chapters = [chapter for run in compared for chapter in _chapters(run, logs or {})]
     return Template(own.joinpath("page.html").read_text(encoding="utf-8")).substitute(
-        style=shared.joinpath("page.css").read_text(encoding="utf-8"),
+        style="".join(
+            folder.joinpath("page.css").read_text(encoding="utf-8") for folder in (shared, own)
+        ),
         script=shared.joinpath("page.js").read_text(encoding="utf-8"),
         title=escape(title),
-        badge="failed" if lost else "passed",
-        summary=f"{len(rows) - lost} measured" + (f", {lost} without a time" if lost else ""),
-        runs="\n".join(part for run in compared for part in _run(run)),
-        records="\n".join(map(_record, rows)),
+        badge="failed" if any(_LOOKS[r.status] == "failed" for r in rows) else "passed",
+        summary=_summary(rows),
+        navigation="\n".join(
+            f'<a href="#part-{i}">{escape(chapter.title)}</a>' for i, chapter in enumerate(chapters)
+        ),
+        chapters="\n".join(
+            f'<section id="part-{i}">\n<h2>{escape(chapter.title)}</h2>\n{chapter.html}\n</section>'
+            for i, chapter in enumerate(chapters)
+        ),
     )
 
 
-def _run(run: Sequence[Record]) -> Iterator[str]:
-    yield f"<h2>{escape(run[0].device)}</h2>"
-    yield f"<p>{escape(provenance(run))}</p>"
+def _summary(rows: Sequence[Record]) -> str:
+    """How many records have which status."""
+    counts = {status: sum(record.status == status for record in rows) for status in _LOOKS}
+    others = (f", {n} {status}" for status, n in counts.items() if n and status != "ok")
+    return f"{counts['ok']} measured{''.join(others)}"
+
+
+def _chapters(run: Sequence[Record], logs: Mapping[str, Sequence[Sample]]) -> Iterator[Chapter]:
+    yield Chapter(f"Run of {run[0].date[:10]}", "\n".join(_overview(run)))
+    for section in sections(run):
+        log = logs.get(section.records[0].suite, ())
+        yield Chapter(section.title, "\n".join(_suite(section, log)))
+
+
+def _overview(run: Sequence[Record]) -> Iterator[str]:
+    terms = (f"<dt>{escape(name)}<dd>{escape(text)}" for name, text in facts(run).items())
+    yield f'<dl class="facts">\n{chr(10).join(terms)}\n</dl>'
     yield from (f"<p><b>{escape(note)}</b></p>" for note in notes(run))
-    for heading, figure in figures(run).items():
-        yield f"<h3>{escape(heading)}</h3>\n<figure>\n{to_svg(figure)}</figure>"
-    for heading, grid in tables(run):
+    if len(grid := ceilings(run)) > 1:
+        yield f"<h3>Ceilings</h3>\n{_table(grid)}"
+    yield from map(_picture, of_run(run))
+
+
+def _suite(section: Section, log: Sequence[Sample]) -> Iterator[str]:
+    if section.note:
+        yield f'<p class="note">{escape(section.note)}</p>'
+    yield from map(_picture, of_suite(section.records, section.bounds, log))
+    for heading, grid in section.tables.items():
         yield f"<h3>{escape(heading)}</h3>\n{_table(grid)}"
+    yield (
+        "<h3>Every row</h3>\n"
+        '<input type="search" placeholder="Filter: case, operation, implementation ..." '
+        f'aria-label="Filter">\n{_table(section.every, section.records)}'
+    )
 
 
-def _table(grid: Grid) -> str:
-    styles = [' class="number"' if number else "" for number in numeric(grid)]
+def _picture(picture: Picture) -> str:
+    return (
+        f"<h3>{escape(picture.title)}</h3>\n<figure>\n{to_svg(picture.figure)}"
+        f"<figcaption>{escape(picture.caption)}</figcaption></figure>"
+    )
 
-    def row(tag: str, texts: Sequence[str]) -> str:
-        cells = (f"<{tag}{style}>{escape(t)}" for style, t in zip(styles, texts, strict=True))
-        return f"<tr>{''.join(cells)}</tr>"
 
+def _table(grid: Grid, records: Sequence[Record] = ()) -> str:
+    """A table to sort; where its rows are records, they look like their status and name kernels."""
     head, *body = grid
+    numbers = numeric(grid)
+    titles = "".join(
+        f'<th class="number">{escape(title)}' if number else f"<th>{escape(title)}"
+        for title, number in zip(head, numbers, strict=True)
+    )
+    rows = []
+    for i, texts in enumerate(body):
+        look = f' class="{_LOOKS[records[i].status]}"' if records else ""
+        cells = (
+            _kernels(records[i], text) if records and title == "kernels" else _cell(text, number)
+            for title, text, number in zip(head, texts, numbers, strict=True)
+        )
+        rows.append(f"<tr{look}>{''.join(cells)}</tr>")
     return (
-        f'<div class="scroll"><table>\n<thead>{row("th", head)}</thead>\n'
-        f"<tbody>\n{chr(10).join(row('td', texts) for texts in body)}\n</tbody></table></div>"
+        f'<div class="scroll"><table>\n<thead><tr>{titles}</tr></thead>\n'
+        f"<tbody>\n{chr(10).join(rows)}\n</tbody></table></div>"
     )
 
 
-def _record(record: Record) -> str:
-    numbers = [""] * 6
-    if (times := record.times) is not None:
-        numbers = [_number(value) for value in (times.median, times.p20, times.p80)]
-        numbers += [f"{times.spread:.1%}", _number(record.tflops)]
-        numbers.append(_number(record.bytes_per_second and record.bytes_per_second / 1e9))
-    texts = [record.case["name"], problem_text(record.case), record.operation, record.label]
-    kernels = "".join(f"<li>{escape(name)}" for name in record.kernels)
-    opened = f"<details><summary>{len(record.kernels)}</summary><ol>{kernels}</ol></details>"
-    status = record.status if record.message is None else f"{record.status}: {record.message}"
-    return (
-        f'<tr class="{"passed" if record.status == "ok" else "failed"}">'
-        + "".join(f"<td>{escape(text)}" for text in texts)
-        + "".join(f'<td class="number">{text}' for text in numbers)
-        + f"<td>{escape(status)}<td>{opened if kernels else ''}<td>{escape(record.commit)}</tr>"
-    )
+def _cell(text: str, number: bool) -> str:
+    looks = ["number"] * number + [f"status-{look}" for look in [_LOOKS.get(text)] if look]  # type: ignore[call-overload]
+    return f'<td class="{" ".join(looks)}">{escape(text)}' if looks else f"<td>{escape(text)}"
 
 
-def _number(value: float | None) -> str:
-    return "" if value is None else number(value)
+def _kernels(record: Record, text: str) -> str:
+    """How many kernels a call has, which opens to their names."""
+    names = "".join(f"<li>{escape(name)}" for name in record.kernels)
+    opened = f"<details><summary>{text}</summary><ol>{names}</ol></details>" if names else text
+    return f'<td class="number">{opened}'

@@ -1,15 +1,17 @@
-"""Tables of records: in the terminal, in markdown, as CSV."""
+"""Tables of records as cells of text, and as markdown and CSV."""
 
 from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Iterable, Sequence
-from itertools import groupby
-
-from rich.table import Table
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict
+from typing import Any
 
 from bench.records import Record
+from bench.report.limits import Limit, Limits
+from bench.suites import Cells
 from interop.parity.records import problem_text
 
 Grid = list[list[str]]  # a table's cells, titles first
@@ -18,26 +20,23 @@ Grid = list[list[str]]  # a table's cells, titles first
 def runs(records: Iterable[Record]) -> list[list[Record]]:
     """Records that may be compared, together; of the same measurement the last one counts."""
     latest = {record.key: record for record in records}
-    groups: dict[str, list[Record]] = {}
-    for record in latest.values():
-        groups.setdefault(record.run, []).append(record)
-    return list(groups.values())
+    return list(_groups(latest.values(), lambda record: record.run).values())
 
 
-def by_operation(run: Sequence[Record]) -> dict[str, list[Record]]:
+def by_suite(run: Iterable[Record]) -> dict[str, list[Record]]:
+    """The records of each suite but for the ceilings, suites in the order of their appearance."""
+    return _groups((r for r in run if r.operation != "ceiling"), lambda record: record.suite)
+
+
+def by_operation(records: Iterable[Record]) -> dict[str, list[Record]]:
     """The records of each operation, operations in the order in which they first appear."""
-    groups: dict[str, list[Record]] = {}
-    for record in run:
-        groups.setdefault(record.operation, []).append(record)
-    return groups
+    return _groups(records, lambda record: record.operation)
 
 
-def by_case(records: Sequence[Record]) -> dict[str, dict[str, Record]]:
+def by_case(records: Iterable[Record]) -> dict[str, dict[str, Record]]:
     """For each case's name, the records of one operation by label."""
-    rows: dict[str, dict[str, Record]] = {}
-    for record in records:
-        rows.setdefault(record.case["name"], {})[record.label] = record
-    return rows
+    groups = _groups(records, lambda record: record.case["name"])
+    return {name: {record.label: record for record in group} for name, group in groups.items()}
 
 
 def labels(records: Iterable[Record], peers: bool | None = None) -> list[str]:
@@ -54,73 +53,93 @@ def ratio(row: dict[str, Record], label: str, peer: str) -> float | None:
     return pair[1].median / pair[0].median
 
 
+def best_peer(row: dict[str, Record]) -> str | None:
+    """The label of the fastest peer of a case; None where none has a time."""
+    times = {label: r.times.median for label, r in row.items() if r.is_peer and r.times}
+    return min(times, key=lambda label: times[label], default=None)
+
+
+def problem(case: dict[str, Any]) -> str:
+    """A case in one line: its problem, or its name where it has none."""
+    return problem_text(case) if "head_dim" in case else case["name"]
+
+
 def number(value: float) -> str:
     """Three digits, or all those before the point."""
     return f"{value:.0f}" if abs(value) >= 100 else f"{value:#.3g}"
 
 
-def throughput(records: Sequence[Record]) -> Grid:
-    """TFLOP/s of one operation: cases down, implementations across."""
-    return _pivot(records, lambda r: number(r.tflops) if r.tflops is not None else r.status)
+def percent(value: float) -> str:
+    """A fraction as a percentage, one digit after the point."""
+    return f"{value:.1%}"
+
+
+def rates(records: Sequence[Record], limit: Limit) -> Grid:
+    """Rates of one operation: cases down, implementations across."""
+
+    def cell(record: Record) -> str:
+        rate = limit.rate(record)
+        return record.status if record.times is None else _text(rate)
+
+    return _pivot(records, cell)
 
 
 def milliseconds(records: Sequence[Record]) -> Grid:
     """Times of one operation and, in brackets, how far the rounds lie apart."""
     return _pivot(
         records,
-        lambda r: f"{number(r.times.median)} ({r.times.spread:.1%})" if r.times else r.status,
+        lambda r: f"{number(r.times.median)} ({percent(r.times.spread)})" if r.times else r.status,
     )
 
 
-def speeds(run: Sequence[Record]) -> Grid:
+def speeds(records: Sequence[Record]) -> Grid:
     """Peer's time over ours, least to most over the cases; a column for each peer."""
-    peers = labels(run, peers=True)
-    rows = [["operation", "implementation", *peers]]
-    for operation, records in by_operation(run).items():
-        cases = by_case(records).values()
-        for label in labels(records, peers=False):
-            cells = []
-            for peer in peers:
-                found = [r for row in cases if (r := ratio(row, label, peer)) is not None]
-                cells.append(f"{min(found):.2f} to {max(found):.2f}" if found else "")
-            rows.append([operation, label, *cells])
+    peers = labels((r for r in records if r.times), peers=True)
+    rows = [["operation", "implementation", "best peer", *peers]]
+    for operation, group in by_operation(records).items():
+        cases = by_case(group).values()
+        for label in labels((r for r in group if r.times), peers=False):
+            best = [ratio(row, label, peer) for row in cases if (peer := best_peer(row))]
+            columns = [best] + [[ratio(row, label, peer) for row in cases] for peer in peers]
+            rows.append([operation, label, *map(_range, columns)])
     return rows
 
 
-def unmeasured(run: Sequence[Record]) -> Grid:
-    """What has no time, and why."""
-    rows = [
-        [r.case["name"], r.operation, r.label, r.status, r.message or ""]
-        for r in run
-        if r.times is None
-    ]
-    return [["case", "operation", "implementation", "status", "message"], *rows]
+def every(records: Sequence[Record], columns: Callable[[Record], Cells], bounds: Limits) -> Grid:
+    """A row for each record: the suite's own columns, then those that every suite has."""
+    cases = {name: by_case(group) for name, group in by_operation(records).items()}
+    rows = []
+    for record in records:
+        own = columns(record)
+        shared = _shared(record, cases[record.operation][record.case["name"]], bounds.of(record))
+        several = {"pass": record.operation} if len(cases) > 1 else {}
+        first = several | {"implementation": record.label}
+        rows.append(first | own | {name: c for name, c in shared.items() if name not in own})
+    titles = dict.fromkeys(title for row in rows for title in row)
+    used = [title for title in titles if any(row.get(title) not in (None, "") for row in rows)]
+    return [used, *([_text(row.get(title)) for title in used] for row in rows)]
 
 
-def terminal_table(records: Sequence[Record]) -> Table:
-    """A row for each record, with its ratio to every peer."""
-    peers = labels(records, peers=True)
-    table = Table("case", "operation", "implementation")
-    for title in ("ms", "spread", "TFLOP/s", *(f"of {peer}" for peer in peers)):
-        table.add_column(title, justify="right")
-    for (name, operation), group in groupby(records, lambda r: (r.case["name"], r.operation)):
-        row = {record.label: record for record in group}
-        for label, record in row.items():
-            cells = [record.status]
-            if record.times is not None:
-                cells = [f"{record.times.median:.3f}", f"{record.times.spread:.1%}"]
-                cells.append("" if record.tflops is None else number(record.tflops))
-                ratios = [ratio(row, label, peer) for peer in peers]
-                cells += ["" if value is None else f"{value:.2f}" for value in ratios]
-            style = "" if record.status == "ok" else "red"
-            table.add_row(name, operation, label, *cells, style=style)
-        table.add_section()
-    return table
+def unmeasured(records: Sequence[Record]) -> Grid:
+    """What has no time, and why; the same of several cases in one row."""
+    groups = _groups(
+        (record for record in records if record.times is None),
+        lambda r: (r.operation, r.label, r.status, r.message or ""),
+    )
+    rows = []
+    for (operation, label, status, message), group in groups.items():
+        names = [record.case["name"] for record in group]
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        rows.append([operation, label, status, message, ", ".join(names[:3]) + more])
+    return [["operation", "implementation", "status", "message", "cases"], *rows]
 
 
 def numeric(grid: Grid) -> list[bool]:
     """For each column, whether it holds numbers."""
-    return [any(cell[:1].isdigit() for cell in column[1:]) for column in zip(*grid, strict=True)]
+    return [
+        any(re.match(r"[-+]?[\d.]+(%|\s|$)", cell) for cell in column[1:])
+        for column in zip(*grid, strict=True)
+    ]
 
 
 def markdown_table(grid: Grid) -> str:
@@ -131,19 +150,8 @@ def markdown_table(grid: Grid) -> str:
 
 
 def to_csv(records: Iterable[Record]) -> str:
-    """A row for each record, a column for each field, the case's own fields among them."""
-    rows = [
-        {f"case_{name}": value for name, value in record.case.items()}
-        | {"operation": record.operation, "implementation": record.implementation}
-        | {"target": record.target, "status": record.status, "message": record.message}
-        | {f"{name}_ms": getattr(record.times, name, None) for name in _MILLISECONDS}
-        | {"tflops": record.tflops, "bytes_per_second": record.bytes_per_second}
-        | {"kernels": len(record.kernels), "device": record.device}
-        | {f"clock_{name}": value for name, value in (record.clocks or {}).items()}
-        | record.versions
-        | {"commit": record.commit, "date": record.date}
-        for record in records
-    ]
+    """A row for each record and a column for each field, those of nested fields among them."""
+    rows = [_flat(asdict(record)) for record in records]
     buffer = io.StringIO()
     fields = list(dict.fromkeys(name for row in rows for name in row))
     writer = csv.DictWriter(buffer, fields, lineterminator="\n")
@@ -152,13 +160,71 @@ def to_csv(records: Iterable[Record]) -> str:
     return buffer.getvalue()
 
 
-_MILLISECONDS = ("median", "fastest", "slowest", "p20", "p80")
+def _flat(fields: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested dictionaries as columns "outer_inner", sequences of names as one cell."""
+    flat: dict[str, Any] = {}
+    for name, value in fields.items():
+        if isinstance(value, dict):
+            flat |= _flat(value, f"{prefix}{name}_")
+        elif isinstance(value, list | tuple) and all(isinstance(item, str) for item in value):
+            flat[prefix + name] = "; ".join(value)
+        else:
+            flat[prefix + name] = value
+    return flat
 
 
-def _pivot(records: Sequence[Record], cell) -> Grid:
-    titles = labels(records)
+def _shared(record: Record, row: dict[str, Record], limit: Limit) -> Cells:
+    """The cells that every suite has, from a record and those beside it."""
+    times, span, host, gpu = record.times, record.span, record.host, record.gpu or {}
+    peer = best_peer(row)
+    best = None if peer is None else ratio(row, record.label, peer)
+    against = None if span is None or record.events is None else record.events / span.median - 1
+    return {
+        "ms": None if times is None else times.median,
+        "spread": None if times is None else percent(times.spread),
+        limit.unit: limit.rate(record),
+        f"of measured {limit.name}": _percent(limit.share(record, limit.measured)),
+        "of datasheet": _percent(limit.share(record, limit.datasheet)),
+        "best peer / this": None if best is None else f"{best:.2f} ({peer})",
+        "span, ms": None if span is None else span.median,
+        "events - span": _percent(against),
+        "host, us": None if host is None else 1e3 * host.median,
+        "kernels": None if times is None else str(len(record.kernels)),
+        "memory, MB": None if record.memory is None else record.memory / 1e6,
+        "error / budget": record.error,
+        "SM clock, MHz": gpu.get("sm_mhz"),
+        "power, W": gpu.get("watts"),
+        "status": record.status,
+    }
+
+
+def _percent(value: float | None) -> str | None:
+    return None if value is None else percent(value)
+
+
+def _pivot(records: Sequence[Record], cell: Callable[[Record], str]) -> Grid:
+    """Cases down, implementations across; those that are absent everywhere are left out."""
+    titles = labels(record for record in records if record.status != "absent")
     rows = [["case", *titles]]
     for row in by_case(records).values():
         case = next(iter(row.values())).case
-        rows.append([problem_text(case), *(cell(row[t]) if t in row else "" for t in titles)])
+        rows.append([problem(case), *(cell(row[t]) if t in row else "" for t in titles)])
     return rows
+
+
+def _range(found: Iterable[float | None]) -> str:
+    known = [value for value in found if value is not None]
+    return f"{min(known):.2f} to {max(known):.2f}" if known else ""
+
+
+def _text(value: str | float | None) -> str:
+    if value is None:
+        return ""
+    return number(value) if isinstance(value, float) else str(value)
+
+
+def _groups(records: Iterable[Record], key: Callable[[Record], Any]) -> dict[Any, list[Record]]:
+    groups: dict[Any, list[Record]] = {}
+    for record in records:
+        groups.setdefault(key(record), []).append(record)
+    return groups

@@ -17,7 +17,7 @@ from rich.console import Console
 from bench.records import origin
 from bench.report import command as report
 from bench.runner import INTERRUPTED, Instruments, run_suite
-from bench.sampling import Sampler, nvml_reader
+from bench.sampling import Sampler, log_path, nvml_reader
 from bench.suites import ALL, SUITES, load
 
 GIB = 2**30
@@ -81,7 +81,7 @@ def _run_all(arguments: argparse.Namespace) -> int:
     facts = _facts()  # once: a file of records under version control changes while it is written
     any_found, code = False, 0
     for name in ALL:
-        log = records.with_name(f"{records.stem}-{name}-gpu.csv") if name == "fa2" else None
+        log = log_path(records, name) if name == "fa2" else None
         found, code = _measure(name, arguments, facts, log)
         any_found |= found
         if code == INTERRUPTED:
@@ -150,6 +150,7 @@ def _measure(
         gc.collect()
         torch.cuda.empty_cache()
 
+    gc.freeze()  # what the frameworks' import made stays, and need not be searched each time
     instruments = Instruments(time_calls, wait_for, lambda: Sampler(read), release)
     start = time.monotonic()
     code = run_suite(

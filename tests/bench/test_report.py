@@ -9,11 +9,14 @@ import pytest
 
 from bench import __main__ as command
 from bench.records import append, load
+from bench.report.limits import limits
 from bench.report.markdown import to_markdown
 from bench.report.page import to_html
-from bench.report.plots import figures
-from bench.report.tables import number, ratio, runs
+from bench.report.sections import ceilings, facts, sections
+from bench.report.tables import best_peer, number, numeric, ratio, runs, to_csv
+from bench.sampling import Sample, Sampler, log_path
 from bench.statistics import Times
+from tests.bench.synthetic import campaign
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "bench" / "results"
@@ -48,13 +51,13 @@ def test_markdown_shows_numbers_and_statuses(records):
         [problem.format(2048), "out of memory", "3.00 (10.0%)"],
     ]
     assert table(text, "Peer's time / ours, least to most over the cases") == [
-        ["operation", "implementation", "FA2"],
-        ["forward", "Triton sm90", "1.50 to 1.50"],
+        ["operation", "implementation", "best peer", "FA2"],
+        ["forward", "Triton sm90", "1.50 to 1.50", "1.50 to 1.50"],
     ]
     assert table(text, "Without a time")[1] == [
-        "keys-2048", "forward", "Triton sm90", "out of memory", "MemoryError: <b> \\| too large",
+        "forward", "Triton sm90", "out of memory", "MemoryError: <b> \\| too large", "keys-2048",
     ]  # fmt: skip
-    assert "torch 2.0; commit 0123456789ab; 2026-11-21." in text
+    assert "- versions: torch 2.0\n- commit: 0123456789ab\n- date: 2026-11-21\n" in text
 
 
 def test_sm80_code_elsewhere_is_called_what_it_is(record):
@@ -92,34 +95,135 @@ def test_number(value, text):
     assert number(value) == text
 
 
-def test_cases_of_several_lengths_are_lines_and_others_bars(records, record):
-    assert list(figures(records)) == ["TFLOP/s over length", "Peer's time / ours"]
-    assert list(figures([record()])) == ["TFLOP/s by case"]
-    other = replace(record(), case=record().case | {"name": "alone", "head_dim": 128})
-    drawn = figures([record(), record(keys=2048), other])
-    assert list(drawn) == ["TFLOP/s over length", "TFLOP/s by case"]
-    (line,) = drawn["TFLOP/s over length"].axes[0].lines
-    assert [list(axis) for axis in line.get_data()] == [[1024, 2048], [100, 100]]
-    assert [bar.get_width() for bar in drawn["TFLOP/s by case"].axes[0].patches] == [100]
+@pytest.fixture(scope="module")
+def run():
+    """What a run on a GPU could leave."""
+    (run,) = runs(campaign())
+    return run
 
 
-def test_heat_map_holds_the_ratios(records):
-    image = figures(records)["Peer's time / ours"].axes[0].images[0].get_array()
-    assert image[0, 0] == 1.5
-    assert image.shape == (2, 1)
-    assert [text.get_text() for text in figures(records)["Peer's time / ours"].axes[0].texts] == [
-        "1.50"
-    ]
+def column(section, title: str, **wanted: str) -> list[str]:
+    """The cells of a column of a section's rows, of those rows that have the wanted cells."""
+    head, *rows = section.every
+    named = [dict(zip(head, row, strict=True)) for row in rows]
+    return [row[title] for row in named if wanted.items() <= row.items()]
+
+
+def test_every_row_has_its_share_of_the_limits_of_its_own_suite(record):
+    ceiling = record(operation="ceiling", target=None, tflops=800.0)
+    matmul = replace(ceiling, case={"name": "matmul"})
+    other = replace(matmul, suite="fa2", tflops=400.0)
+    h200 = [replace(r, device="NVIDIA H200") for r in (matmul, other, record())]
+    (section,) = sections(h200)
+    assert column(section, "of measured bf16 matmul") == ["12.5%"]  # 100 of 800
+    assert column(section, "of datasheet") == ["10.1%"]  # 100 of 989
+    (unknown,) = sections([record()])
+    assert not {"of measured bf16 matmul", "of datasheet"} & set(unknown.every[0])
+
+
+def test_a_decode_is_held_to_the_read_bandwidth(run):
+    bounds = limits(run)
+    decode = next(r for r in run if r.operation == "decode")
+    assert bounds.of(decode).measured == pytest.approx(4180, rel=1e-3)
+    assert bounds.of(decode).datasheet == 4800
+    assert bounds.of(decode).rate(decode) == decode.bytes_per_second / 1e9
+    section = next(s for s in sections(run) if s.title == "Paged decode")
+    share = column(section, "of measured read")[0]
+    assert share == f"{decode.bytes_per_second / 4.18e12:.1%}"
+
+
+def test_rows_are_in_the_order_of_the_records(run):
+    for section in sections(run):
+        assert column(section, "implementation") == [r.label for r in section.records]
+        assert column(section, "status") == [r.status for r in section.records]
+
+
+def test_a_row_has_what_was_measured_beside_its_time(record):
+    times = Times(0.5, 0.5, 0.5)
+    full = record(
+        span=Times(2.5, 2.5, 2.5), events=2.55, host=Times(0.03, 0.03, 0.03), kernels=("a", "b"),
+        memory=3_000_000, error=0.25, gpu={"sm_mhz": 1700.0, "watts": 600.0},
+    )  # fmt: skip
+    best = record(implementation="cuDNN", target=None, times=times)
+    section = sections([full, best])[0]
+    cells = dict(zip(section.every[0], section.every[1], strict=True))
+    assert cells | {
+        "ms": "2.00", "spread": "10.0%", "best peer / this": "0.25 (cuDNN)", "span, ms": "2.50",
+        "events - span": "2.0%", "host, us": "30.0", "kernels": "2", "memory, MB": "3.00",
+        "error / budget": "0.250", "SM clock, MHz": "1700", "power, W": "600", "status": "ok",
+    } == cells  # fmt: skip
+
+
+def test_the_best_peer_is_the_fastest_with_a_time(record):
+    def peer(name, ms):
+        return record(implementation=name, target=None, times=Times(ms, ms, ms))
+
+    row = {r.label: r for r in (record(), peer("FA2", 3.0), peer("cuDNN", 2.5))}
+    assert best_peer(row) == "cuDNN"
+    assert best_peer({"ours": record()}) is None
+
+
+def test_facts_sum_up_the_clocks_the_spread_and_the_cross_check(record):
+    gpu = {"sm_mhz": 1900.0, "sm_mhz_lowest": 1500.0, "memory_mhz": 3201.0, "watts": 600.0,
+           "watts_highest": 700.0, "celsius": 70.0, "throttle": ["power cap"]}  # fmt: skip
+    span = Times(2.0, 2.0, 2.0)
+    near = record(gpu=gpu, span=span, events=2.02)
+    far = record(keys=2048, gpu=gpu | {"sm_mhz_lowest": 1400.0}, span=span, events=1.9)
+    found = facts([near, far])
+    assert found["clocks"] == "SM 1900 MHz, at its lowest 1400; memory 3201 MHz"
+    assert found["power"] == "up to 700 W, 70 °C; held back by power cap"
+    assert "3.0% from CUPTI" in found["cross-check"]
+    assert "at most by 5.0% (Triton sm90, forward, keys-2048)" in found["cross-check"]
+    assert found["spread"].startswith("10.0% between rounds")
+    assert not {"clocks", "power", "cross-check"} & set(facts([record()]))
+
+
+def test_ceilings_stand_beside_the_datasheet(run):
+    grid = ceilings(run)
+    assert grid[0][:3] == ["ceiling", "datasheet", "beside flash"]
+    assert grid[1][:3] == ["matmul, TFLOP/s", "989", "787 (79.6%)"]
+    assert not any("matmul" in table for s in sections(run) for table in s.tables.values())
+
+
+def test_a_peer_that_is_absent_everywhere_has_no_column(run):
+    flash = sections(run)[0]
+    assert "tokamax Triton" in flash.tables["Forward, TFLOP/s"][0]
+    assert "tokamax Triton" not in flash.tables["Backward, TFLOP/s"][0]
+    rows = {tuple(row[:3]): row[3:] for row in flash.tables["Without a time"]}
+    message, cases = rows["backward", "tokamax Triton", "absent"]
+    assert message == "it has no backward <here> | at all"
+    assert cases == "32x512-d64, 32x512-d64-causal, 4x4096-d64 and 15 more"
+
+
+def test_columns_of_numbers_may_hold_statuses_and_names_may_begin_with_digits():
+    grid = [["case", "ms", "best", "heads"], ["4x8", "out of memory", "", "8/2"],
+            ["1x2", "1.10 (0.3%)", "0.79 (cuDNN)", "8/8"]]  # fmt: skip
+    assert numeric(grid) == [False, True, True, False]
+
+
+def test_csv_has_every_field(run):
+    rows = list(csv.DictReader(to_csv(run).splitlines()))
+    assert len(rows) == len(run)
+    row = next(row for row in rows if row["case_name"] == "sweep-32")
+    assert (row["suite"], row["case_page_size"], row["versions_jax"]) == (
+        "kvcache",
+        "256",
+        "0.11.2",
+    )
+    assert float(row["span_median"]) > 0
+    assert float(row["host_p80"]) > 0
+    assert row["kernels"] == "flash_fwd_kernel"
+    assert {"power cap", ""} == {row["gpu_throttle"] for row in rows}
 
 
 @pytest.mark.filterwarnings("error")  # such as a layout that does not fit its figure
 def test_the_page_needs_nothing_else_and_escapes(records):
     page = to_html("A <title>", records)
     assert "<title>A &lt;title&gt;</title>" in page
-    assert "3 measured, 1 without a time" in page
-    assert page.count("&lt;b&gt; | too large") == 2  # in the run's table and in that of all records
+    assert "3 measured, 1 out of memory" in page
+    assert "&lt;b&gt; | too large" in page
     assert "<b> | too large" not in page
-    assert page.count("<svg") == 2
+    assert page.count("<svg") == 2  # rates and ratios
     assert not re.search(r'(src|href)="(?!#|data:)', page)
 
 
@@ -131,12 +235,38 @@ def test_command_writes_all_forms(tmp_path, records, capsys):
     written = {path.name: path.read_text() for path in (tmp_path / "out").iterdir()}
     assert set(written) == {"first.md", "first.html", "first.csv"}
     rows = list(csv.DictReader(written["first.csv"].splitlines()))
-    assert [(r["case_name"], r["target"], r["median_ms"], r["status"]) for r in rows] == [
+    assert [(r["case_name"], r["target"], r["times_median"], r["status"]) for r in rows] == [
         ("keys-1024", "sm90", "2.0", "ok"),
         ("keys-1024", "", "3.0", "ok"),
         ("keys-2048", "sm90", "", "out of memory"),
         ("keys-2048", "", "3.0", "ok"),
     ]
+
+
+@pytest.mark.filterwarnings("error")
+def test_the_page_leads_to_its_parts_and_shows_statuses(run):
+    log = [Sample(seconds, 1980.0, 3201.0, 600.0, 60.0, 0x04) for seconds in (0.0, 9.0)]
+    page = to_html("Run", run, {"kvcache": log})
+    links = re.findall(r'<a href="#([^"]*)">([^<]*)', page)
+    assert links[0][1] == "Run of 2026-11-21"
+    assert len(links) == 4
+    assert all(page.count(f'<section id="{id}">') == 1 for id, _ in links)
+    assert '<span class="badge failed">631 measured, 6 failed, 6 refused by parity' in page
+    for look, status in {"failed": "refused by parity", "lost": "out of memory"}.items():
+        assert f'status-{look}">{status}' in page
+    assert page.count('<tr class="absent">') == 18
+    assert page.count("Sampled while the suite was timed") == 1
+    assert "<details><summary>1</summary><ol><li>flash_fwd_kernel" in page
+
+
+def test_command_finds_the_log_beside_the_records(tmp_path, records):
+    path = tmp_path / "records.jsonl"
+    append(path, records)
+    with Sampler(lambda: Sample(0.0, 1980.0, 3201.0, 500.0, 60.0, 0x04)) as sampler:
+        pass
+    sampler.write(log_path(path, "flash"), "job")
+    assert command.main(["report", str(path), "--output", str(tmp_path)]) == 0
+    assert "Sampled while the suite was timed" in (tmp_path / "records.html").read_text()
 
 
 @pytest.mark.parametrize("content", [None, "", "{}\n"])

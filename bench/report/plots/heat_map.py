@@ -1,0 +1,63 @@
+"""Ratios to the peers: a panel for each of our implementations, cases down, peers across."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from matplotlib import colormaps
+from matplotlib.axes import Axes
+from matplotlib.colors import LinearSegmentedColormap, LogNorm
+from matplotlib.figure import Figure
+
+from bench.records import Record
+from bench.report.plots.style import name_width
+from bench.report.tables import by_case, labels, problem, ratio
+
+_CELL = 0.44, 0.24  # inches
+_WIDTH = 13
+_COLOURS = LinearSegmentedColormap.from_list("", colormaps["RdBu"](np.linspace(0.12, 0.88, 255)))
+_DARK, _LIGHT = "#111111", "#fefefe"
+
+
+def ratios(records: Sequence[Record]) -> Figure:
+    """Of one operation: a peer's time over ours, blue where ours is faster, red where slower."""
+    ours, peers = labels(records, peers=False), labels(records, peers=True)
+    cases = {
+        name: row
+        for name, row in by_case(records).items()
+        if any(record.is_peer for record in row.values())
+    }
+    names = [problem(next(iter(row.values())).case) for row in cases.values()]
+    panel = _CELL[0] * len(peers) + 0.2
+    columns = max(1, min(len(ours), int((_WIDTH - name_width(names)) / panel)))
+    rows = -(-len(ours) // columns)
+    size = (name_width(names) + panel * columns, (_CELL[1] * len(names) + 1.2) * rows)
+    figure = Figure(figsize=size, layout="constrained")
+    panels = figure.subplots(rows, columns, squeeze=False, sharey=True)
+    for axes, label in zip(panels.ravel(), ours, strict=False):
+        found = [[ratio(row, label, peer) for peer in peers] for row in cases.values()]
+        _panel(axes, np.array(found, float))
+        axes.set_title(label, fontsize=9.5, loc="left")
+        axes.set_yticks(np.arange(len(names)) + 0.5, names)
+        axes.set_xticks(np.arange(len(peers)) + 0.5, peers, rotation=40, ha="right",
+                        rotation_mode="anchor")  # fmt: skip
+        axes.tick_params(length=0, labelsize=8)
+    for axes in panels.ravel()[len(ours) :]:
+        axes.set_visible(False)
+    return figure
+
+
+def _panel(axes: Axes, values: np.ndarray) -> None:
+    norm = LogNorm(0.4, 2.5)
+    axes.pcolormesh(np.ma.masked_invalid(values), norm=norm, cmap=_COLOURS, edgecolors="none")
+    for (y, x), value in np.ndenumerate(values):
+        if np.isfinite(value):
+            axes.text(x + 0.5, y + 0.5, _digits(value), ha="center", va="center", fontsize=7.5,
+                      color=_DARK if 0.1 < norm(value) < 0.9 else _LIGHT)  # fmt: skip
+    axes.set_ylim(len(values), 0)
+    axes.spines[:].set_visible(False)
+
+
+def _digits(value: float) -> str:
+    return f"{value:.2f}" if value < 9.95 else f"{value:.0f}"

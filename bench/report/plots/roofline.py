@@ -1,0 +1,60 @@
+"""The roofline: rate over arithmetic intensity, under the measured roof and the datasheet's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from bench.records import Record
+from bench.report.limits import Limits
+from bench.report.plots.style import Style, legend, quiet
+from bench.report.tables import labels
+from interop.parity.plot import MUTED_COLOUR
+
+_PEERS = {"color": MUTED_COLOUR, "marker": ".", "markersize": 3.5, "alpha": 0.45}
+
+
+def roofline(records: Sequence[Record], bounds: Limits, looks: dict[str, Style]) -> Figure:
+    """Every record, which has a rate and a traffic; peers in grey."""
+    figure = Figure(figsize=(13, 5.2), layout="constrained")
+    axes = figure.subplots()
+    axes.set(xscale="log", yscale="log")
+    peers = [record for record in records if record.is_peer]
+    axes.plot(*_points(peers), label="peers", linestyle="", **_PEERS)
+    for label in labels(records, peers=False):
+        own = [record for record in records if record.label == label]
+        look = looks[label] | {"linestyle": "", "markersize": 4.5, "markeredgewidth": 0.9}
+        axes.plot(*_points(own), label=label, alpha=0.8, **look)
+    intensities, rates = _points(records)
+    left, right = min(intensities) / 2, max(intensities) * 2
+    texts = []
+    for name, dash in (("measured", "-"), ("datasheet", "--")):
+        tflops, bandwidth = getattr(bounds.matmul, name), getattr(bounds.read, name)
+        if tflops and bandwidth:
+            _roof(axes, (left, right), tflops, bandwidth, dash)
+            line = "solid" if dash == "-" else "dashed"
+            texts.append(f"{line}: {name}, {tflops:.0f} TFLOP/s and {bandwidth / 1e3:.2f} TB/s")
+    axes.set_title("     ".join(texts), fontsize=8, loc="right", color=MUTED_COLOUR)
+    axes.set_xlim(left, right)
+    axes.set_ylim(max(min(rates) / 2, max(rates) / 1e4))
+    axes.set_xlabel("floating-point operations a byte of least traffic", fontsize=8)
+    axes.set_ylabel("TFLOP/s", fontsize=8)
+    quiet(axes, "both")
+    legend(figure, axes)
+    return figure
+
+
+def _points(records: Sequence[Record]) -> tuple[list[float], list[float]]:
+    return [1e12 * r.tflops / r.bytes_per_second for r in records], [r.tflops for r in records]
+
+
+def _roof(
+    axes: Axes, ends: tuple[float, float], tflops: float, gigabytes: float, dash: str
+) -> None:
+    ridge = 1e3 * tflops / gigabytes
+    x = np.array(sorted({ends[0], min(max(ridge, ends[0]), ends[1]), ends[1]}))
+    y = np.minimum(tflops, x * gigabytes / 1e3)
+    axes.plot(x, y, color=MUTED_COLOUR, linewidth=1.2, linestyle=dash, zorder=1)
