@@ -54,19 +54,10 @@ def cases() -> list[FlashCase]:
     found = []
     for causal, heads_kv, (batch, seq_q, seq_kv) in product((False, True), HEADS_KV, SHAPES):
         name = f"{batch}x{seq_q}x{seq_kv}-kv{heads_kv}" + ("-causal" if causal else "")
-        found.append(
-            FlashCase(
-                name,
-                batch,
-                seq_q,
-                seq_kv,
-                HEADS_Q,
-                heads_kv,
-                HEAD_DIM,
-                dtype="float16",
-                causal=causal,
-            )  # fmt: skip
+        case = FlashCase(
+            name, batch, seq_q, seq_kv, HEADS_Q, heads_kv, HEAD_DIM, dtype="float16", causal=causal
         )
+        found.append(case)
     return found
 
 

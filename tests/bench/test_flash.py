@@ -1,40 +1,87 @@
-"""What `python -m bench flash` would time, and what it says without a GPU."""
+"""What `python -m bench flash` measures, and where it leaves something out."""
+
+from dataclasses import replace
 
 import pytest
 
-from bench import __main__ as command
-from bench.flash import jobs
-from interop.parity import environment
+from bench.job import Absent, Subject
+from bench.peers import FLASH
+from bench.statistics import Times
+from bench.suites import flash
+from bench.suites.flash import cases, columns, jobs
+
+TARGETS = ["sm90", "sm80"]
+
+
+def test_the_grid():
+    assert [case.name for case in cases() if not case.causal] == [
+        "32x512x32x64", "4x4096x32x64", "1x16384x32x64",
+        "32x512x16x128", "4x4096x16x128", "1x16384x16x128",
+        "32x512x8x256", "4x4096x8x256", "1x16384x8x256",
+    ]  # fmt: skip
+    assert len(cases()) == 18
+    for case in cases():
+        batch, seq, heads, dim = map(int, case.name.removesuffix("-causal").split("x"))
+        assert case.shapes == ((batch, seq, heads, dim),) * 3
+        assert case.causal == case.name.endswith("-causal")
+
+
+def test_forward_and_backward_of_every_case_with_every_subject():
+    found = jobs(TARGETS)
+    assert [job.case["name"] for job in found[::2]] == [case.name for case in cases()]
+    assert [job.operation for job in found] == ["forward", "backward"] * 18
+    ours = {
+        Subject(name, target)
+        for name in ("Triton", "Pallas", "Triton compiled")
+        for target in TARGETS
+    }
+    for job in found:
+        assert set(job.makers) == ours | {Subject(name) for name in FLASH}
+
+
+def test_the_filter_is_part_of_a_name():
+    assert [job.case["name"] for job in jobs(TARGETS, "512x16x128-causal")] == [
+        "32x512x16x128-causal"
+    ] * 2
+
+
+SLOW = {"Triton compiled sm90", "Triton compiled sm80", "FlexAttention", "jax Pallas mha",
+        "tokamax Triton"}  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("device", "arguments", "message"),
+    ("name", "absent"),
     [
-        ("cpu", [], "expected a CUDA GPU that torch and JAX both see, found none"),
-        ("cuda", ["--resume"], "--resume: expected --json FILE beside it, got none"),
+        ("4x4096x16x128", set()),
+        ("4x4096x32x64", SLOW),
+        (
+            "1x16384x16x128",
+            SLOW | {"eager", "jax.nn XLA", "jax.nn cuDNN", "tokamax Mosaic", "Pallas sm80"},
+        ),
     ],
 )
-def test_what_it_cannot_do_it_refuses(monkeypatch, capsys, device, arguments, message):
-    monkeypatch.setattr(environment, "choose_device", lambda: device)
-    with pytest.raises(SystemExit) as exit:
-        command.main(["flash", *arguments])
-    assert exit.value.code == 2
-    assert capsys.readouterr().err.endswith(f"python -m bench flash: error: {message}\n")
+def test_who_is_left_out_and_where(name, absent):
+    for job in jobs(TARGETS, name):
+        left_out = {subject: m for subject, m in job.makers.items() if m.func is flash._absent}
+        assert {" ".join(filter(None, subject)) for subject in left_out} == absent
+        for make in left_out.values():
+            with pytest.raises(Absent, match="timed at 4096 keys"):
+                make([])
 
 
-def test_forward_and_backward_of_every_case_and_implementation():
-    found = jobs(["sm90", "sm80"])
-    assert len({job.case["name"] for job in found}) == 6
-    assert [job.operation for job in found] == ["forward", "backward"] * 6
-    labels = ["Triton sm90", "Triton sm80", "Pallas sm90", "Pallas sm80", "FA2", "cuDNN"]
-    for job in found:
-        assert [" ".join(filter(None, subject)) for subject in job.makers] == labels
-
-
-def test_the_cost_is_of_the_operation():
-    forward, backward = jobs(["sm80"], "large-d128-causal")
+def test_flops_are_those_of_the_pairs_that_the_mask_keeps():
+    forward, backward = jobs(["sm90"], "4x4096x16x128-causal")
     pairs = 4 * 16 * 4096 * 4097 // 2
     assert (forward.flops, backward.flops) == (4 * 128 * pairs, 10 * 128 * pairs)
-    tensor = 4 * 4096 * 16 * 128 * 2
-    lse = 4 * 4 * 16 * 4096
-    assert (forward.bytes, backward.bytes) == (4 * tensor + lse, 8 * tensor + lse)
+
+
+def test_columns_of_a_record_with_and_without_a_time(record):
+    case = jobs(TARGETS, "4x4096x16x128-causal")[0].case
+    timed = replace(record(), case=case, host=Times(0.02, 0.02, 0.02))
+    assert columns(timed) == {
+        "B": 4, "S": 4096, "H": 16, "D": 128, "causal": "yes", "pass": "forward",
+        "TFLOP/s": 100.0, "host, us": 20.0,
+    }  # fmt: skip
+    cells = columns(replace(record(status="absent", operation="backward"), case=case))
+    assert cells["pass"] == "backward"
+    assert cells["TFLOP/s"] is cells["host, us"] is None

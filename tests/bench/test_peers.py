@@ -90,16 +90,16 @@ def test_a_peer_is_absent_where_its_adapter_would_drop_an_option(peer, options):
 
 
 @pytest.mark.parametrize(
-    ("makers", "peer", "module"),
-    [(FLASH, "tokamax Mosaic", "tokamax"), (DECODE, "FlashInfer", "flashinfer")],
+    ("module", "make"),
+    [
+        ("tokamax", lambda: FLASH["tokamax Mosaic"](SQUARE, "forward", tensors_of(SQUARE))),
+        ("flashinfer", lambda: DECODE["FlashInfer"](PAGED, decode_tensors(PAGED, "cpu"))),
+    ],
 )
-def test_a_peer_that_is_not_installed_is_absent(monkeypatch, makers, peer, module):
+def test_a_peer_that_is_not_installed_is_absent(monkeypatch, module, make):
     monkeypatch.setitem(sys.modules, module, None)  # so that importing it fails
     with pytest.raises(Absent, match=f"{module} cannot be imported"):
-        if makers is FLASH:
-            FLASH[peer](SQUARE, "forward", tensors_of(SQUARE))
-        else:
-            DECODE[peer](PAGED, decode_tensors(PAGED, "cpu"))
+        make()
 
 
 def test_tokamax_is_absent_where_it_says_that_it_is_not_implemented(monkeypatch):

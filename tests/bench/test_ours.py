@@ -1,0 +1,109 @@
+"""The twins' calls in the interpreters, for the target that was asked for."""
+
+from dataclasses import replace
+
+import pytest
+
+from bench import calls, gate, ours
+from bench.job import Subject
+from bench.suites.decode_inputs import decode_tensors
+from interop.contract.cases import DecodeCase, FlashCase
+from interop.contract.target import requested_target
+from interop.parity.inputs import make_inputs
+
+CASE = FlashCase(
+    "ours", batch=1, seq_q=32, seq_kv=48, heads_q=2, heads_kv=1, head_dim=16, causal=True
+)
+PAGED = DecodeCase("ours", lengths=(5, 33), tokens=2, heads_kv=2, head_dim=16, page_size=8)
+
+
+def tensors_of(case):
+    inputs = make_inputs(case, "cpu")
+    return [inputs[name] for name in ("q", "k", "v", "dout")]
+
+
+def test_every_implementation_for_every_target():
+    makers = ours.flash_makers(["sm90", "sm80"])
+    names = ("Triton", "Pallas", "Triton compiled")
+    assert list(makers) == [Subject(name, t) for name in names for t in ("sm90", "sm80")]
+    native = ours.flash_makers(["sm90"], compiling=False)
+    assert list(native) == [Subject("Triton", "sm90"), Subject("Pallas", "sm90")]
+    assert list(ours.decode_makers(["sm80"])) == [
+        Subject("Triton", "sm80"), Subject("Pallas", "sm80"),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("implementation", "operation"),
+    [
+        ("Triton", "forward"),
+        ("Triton", "backward"),
+        ("Triton", "both"),
+        ("Triton compiled", "both"),
+        ("Pallas", "both"),
+    ],
+)
+def test_a_call_of_flash_attention_is_right_every_time(monkeypatch, implementation, operation):
+    monkeypatch.setattr(ours, "compiled", lambda f, **kw: calls.compiled(f, backend="eager", **kw))
+    tensors = tensors_of(CASE)
+    check = getattr(gate, f"check_{operation}")(CASE, tensors)
+    call = ours.flash_makers(["sm80"])[implementation, "sm80"](CASE, operation, tensors)
+    for _ in range(2):
+        assert check(call.result(call.run())) <= 1
+
+
+@pytest.mark.parametrize(
+    ("implementation", "options"),
+    [("Triton", {}), ("Triton", {"tokens": None}), ("Pallas", {"kv_dtype": "int8"})],
+)
+def test_a_call_of_paged_decode_is_right_every_time(implementation, options):
+    case = replace(PAGED, **options)
+    tensors = decode_tensors(case, "cpu")
+    call = ours.decode_makers(["sm80"])[implementation, "sm80"](case, tensors)
+    for _ in range(2):
+        arrays = call.result(call.run())
+        assert arrays[0].shape == (2, case.tokens or 1, 4, 16)
+        assert gate.check_decode(case, tensors)(arrays) <= 1
+
+
+@pytest.mark.parametrize("operation", ["forward", "backward", "both"])
+def test_kernels_are_launched_for_the_target(monkeypatch, operation):
+    from torch_attn.kernels import flash_bwd, flash_fwd
+
+    seen = []
+
+    def spy(module, name):
+        original = getattr(module, name)
+
+        def function(*args):
+            seen.append((name, requested_target()))
+            return original(*args)
+
+        monkeypatch.setattr(module, name, function)
+
+    spy(flash_fwd, "flash_fwd")
+    spy(flash_bwd, "flash_bwd")
+    call = ours.triton_flash("sm80", CASE, operation, tensors_of(CASE))
+    seen.clear()
+    call.run()
+    expected = {
+        "forward": ["flash_fwd"], "backward": ["flash_bwd"], "both": ["flash_fwd", "flash_bwd"],
+    }  # fmt: skip
+    assert seen == [(name, "sm80") for name in expected[operation]]
+    assert requested_target() is None
+
+
+def test_pallas_is_traced_for_the_target(monkeypatch):
+    import pallas_attn
+
+    seen = []
+    original = pallas_attn.flash_attention
+
+    def spy(*args, **options):
+        seen.append(requested_target())
+        return original(*args, **options)
+
+    monkeypatch.setattr(pallas_attn, "flash_attention", spy)
+    call = ours.pallas_flash("sm90", CASE, "forward", tensors_of(CASE))
+    call.run()
+    assert seen == ["sm90"]
