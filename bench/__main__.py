@@ -11,6 +11,7 @@ import sys
 from bench.report import command as report
 from bench.static import command as static
 from bench.suites import command as suites
+from bench.tune import command as tune
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -20,6 +21,7 @@ def main(argv: list[str] | None = None) -> int:
     static.add_parser(commands)
     suites.add_parsers(commands)
     report.add_parser(commands)
+    tune.add_parser(commands)
     arguments = parser.parse_args(argv)
     return arguments.run(arguments)
 

@@ -9,15 +9,15 @@ times, which show what a spill costs. float32 multiplies in IEEE precision, with
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from importlib import import_module
-from pathlib import Path
-from unittest import mock
+from typing import Any
 
+from bench.configs import changed, table_path
 from bench.static.bound import PRODUCTS, Bound, bound
 from bench.static.resources import Resources, measure
-from interop.contract.config import KernelConfig, Spec, load_table, padded_head_dim
+from interop.contract.config import KernelConfig, load_table, padded_head_dim
 from interop.contract.spec import (
     HEAD_DIM_MIN,
     QUANTIZED_DTYPES,
@@ -35,7 +35,6 @@ FEATURES = (*FLASH_FEATURES, *DECODE_FEATURES)
 DTYPES = {16: ("bfloat16",), 32: ("float32",), 8: QUANTIZED_DTYPES}
 
 _AOT = {"torch": "bench.static.triton_aot", "jax": "bench.static.pallas_aot"}
-_ROOT = Path(__file__).parents[2]
 _WGMMA_ROWS = 64  # a wgmma instruction multiplies this many rows
 
 
@@ -119,7 +118,7 @@ class Verdict:
 
 def problems(framework: str, target: str) -> Iterator[Problem]:
     """Every problem that the gate compiles for one framework and target."""
-    table = load_table(_ROOT / FRAMEWORKS[framework] / "configs" / f"{target}.toml")
+    table = load_table(table_path(FRAMEWORKS[framework], target))
     rows = {(kernel, *key[:2]) for kernel, keys in table.items() for key in keys}
     for kernel, features in (("flash_fwd", FLASH_FEATURES), ("paged_decode", DECODE_FEATURES)):
         for _, bits, head_dim in sorted(row for row in rows if row[0] == kernel):
@@ -132,24 +131,19 @@ def problems(framework: str, target: str) -> Iterator[Problem]:
                         yield problem
 
 
+def compiler(framework: str) -> Callable[..., list[tuple[str, KernelConfig, Any]]]:
+    """What compiles the kernels of a problem for a target: a framework's `compile_kernels`."""
+    return import_module(_AOT[framework]).compile_kernels
+
+
 def check(problem: Problem, changes: Mapping[str, Mapping[str, int]] = {}) -> list[Verdict]:
     """Compile the kernels of one problem and judge them.
 
     Args:
         changes: fields of the shipped configurations to change first, by kernel.
     """
-    aot = import_module(_AOT[problem.framework])
-    launch = import_module(f"{FRAMEWORKS[problem.framework]}.launch")
-
-    def configs_for(spec: Spec, target: str) -> dict[str, KernelConfig]:
-        return {
-            kernel: replace(config, **changes.get(kernel, {}))
-            for kernel, config in shipped(spec, target).items()
-        }
-
-    shipped = launch.configs_for
-    with mock.patch.object(launch, "configs_for", configs_for):
-        compiled = aot.compile_kernels(problem.spec, problem.target)
+    with changed(FRAMEWORKS[problem.framework], changes):
+        compiled = compiler(problem.framework)(problem.spec, problem.target)
     verdicts = []
     for kernel, config, binary in compiled:
         resources = measure(binary, problem.target)

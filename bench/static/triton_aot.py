@@ -20,14 +20,18 @@ from torch_attn.kernels.paged_decode import paged_decode
 
 
 def compile_kernels(
-    spec: AttentionSpec | DecodeSpec, target: str
+    spec: AttentionSpec | DecodeSpec, target: str, device: str | None = None
 ) -> list[tuple[str, KernelConfig, Any]]:
     """Compile a problem's kernels as `torch_attn` launches them.
+
+    Args:
+        target: instruction set to use, "sm80" or "sm90".
+        device: what to assemble for, the target's own devices unless given.
 
     Returns:
         Each kernel's name, its configuration and what Triton compiled.
     """
-    with _driver(target), launch.recording(target) as compiled:
+    with _driver(device or target), launch.recording(target) as compiled:
         if isinstance(spec, AttentionSpec):
             _flash(spec)
         else:
@@ -66,27 +70,27 @@ def _empty(dtype: str, *shape: int) -> torch.Tensor:
 class _Driver:
     """As much of a Triton driver as compiling takes."""
 
-    def __init__(self, target: str) -> None:
-        self.target = target
+    def __init__(self, device: str) -> None:
+        self.device = device
 
     def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", int(self.target.removeprefix("sm")), 32)
+        return GPUTarget("cuda", int(self.device.removeprefix("sm")), 32)
 
     def get_current_device(self) -> str:
-        return self.target  # a key of the kernels' caches, which never is a real device's
+        return self.device  # a key of the kernels' caches, which never is a real device's
 
     def get_current_stream(self, device: str) -> int:
         return 0
 
 
 @contextmanager
-def _driver(target: str) -> Iterator[None]:
-    """Make Triton compile for `target`, whatever the machine has.
+def _driver(device: str) -> Iterator[None]:
+    """Make Triton compile for `device`, whatever the machine has.
 
     Restores the private ``driver._active``: the public `reset_active` asks for a GPU.
     """
     before = driver._active
-    driver.set_active(cast(Any, _Driver(target)))
+    driver.set_active(cast(Any, _Driver(device)))
     try:
         yield
     finally:
