@@ -94,7 +94,7 @@ def sample(choices: Sequence[Any]) -> list[Any]:
 
 def _check_flash(case: FlashCase, tensors: Sequence[torch.Tensor], names: Sequence[str]) -> Check:
     spec = case.spec
-    inputs = dict(zip(("q", "k", "v", "dout"), tensors, strict=True))
+    inputs: dict[str, Any] = dict(zip(("q", "k", "v", "dout"), tensors, strict=True))
     heads = sample([(b, h) for b in range(spec.batch) for h in range(spec.heads_kv)])
     expected = {}
     for b, h in heads:

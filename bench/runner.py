@@ -131,10 +131,10 @@ def measure(
             record, call = _prepare(
                 planned[subject], job.makers[subject], inputs, check, instruments.wait
             )
-            if record.status != "planned":
+            if record.status == "out of memory":
                 instruments.release()
-            if record.status == "out of memory" and ready:
-                break
+                if ready:
+                    break
             waiting.remove(subject)
             if call is None:
                 done.append(record)
@@ -143,7 +143,8 @@ def measure(
         done += _time(job, ready, instruments, sampler)
         ready.clear()
         call = None
-        instruments.release()
+        if waiting:
+            instruments.release()
     return done
 
 

@@ -23,7 +23,7 @@ CHECKS = {"forward": check_forward, "backward": check_backward, "both": check_bo
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
-    monkeypatch.setattr(gate, "_SCORES", 200)
+    monkeypatch.setattr(gate, "_SCORES", 500)
 
 
 def flash(case: FlashCase) -> list[torch.Tensor]:

@@ -286,16 +286,19 @@ def test_what_does_not_fit_beside_the_others_is_timed_after_them(run):
 def test_memory_is_released_once_nothing_refers_to_it(run):
     memory, in_use = Memory(), []
 
-    def fails(tensors):
-        raise RuntimeError("no kernel")
-
     def works(tensors):
         graph = memory.take()
         return Call(lambda: graph and "done", lambda result: (result,))
 
-    broken = job("a", inputs=memory.take, makers={OURS: works, PEER: fails})
+    def too_large(tensors):
+        taken = memory.take()
+        raise MemoryError(f"out of memory {taken}")
+
+    broken = job("a", inputs=memory.take, makers={OURS: works, PEER: too_large})
     run(broken, release=lambda: in_use.append(memory.in_use))
-    assert in_use == [2, 1, 0]  # after the failure, after timing, after the job
+    inputs, graph = 1, 1
+    # PEER fails, OURS is timed, PEER fails again, the job is done.
+    assert in_use == [inputs + graph, inputs, inputs, 0]
 
 
 @pytest.mark.parametrize("stage", ["inputs", "maker", "timer"])
