@@ -150,13 +150,16 @@ def _measure(
         gc.collect()
         torch.cuda.empty_cache()
 
-    gc.freeze()  # what the frameworks' import made stays, and need not be searched each time
     instruments = Instruments(time_calls, wait_for, lambda: Sampler(read), release)
     start = time.monotonic()
-    code = run_suite(
-        [*ceiling_jobs(), *jobs], origin(name, facts), instruments, console, arguments.json,
-        arguments.resume, log,
-    )  # fmt: skip
+    gc.freeze()  # what importing the frameworks made need not be searched after each job
+    try:
+        code = run_suite(
+            [*ceiling_jobs(), *jobs], origin(name, facts), instruments, console, arguments.json,
+            arguments.resume, log,
+        )  # fmt: skip
+    finally:
+        gc.unfreeze()
     console.print(f"{name}: {(time.monotonic() - start) / 60:.1f} minutes")
     return True, code
 
