@@ -13,10 +13,11 @@ FLUSH = "vectorized_elementwise_kernel<4, FillFunctor<signed char>, array>"
 
 
 def trace(*calls):
-    """Kernels of calls, each given as (name, start, end) after its fill."""
+    """Kernels of calls, each given as (name, start, end) after two fills."""
     kernels = []
     for i, call in enumerate(calls):
-        kernels.append(Kernel(FLUSH, 1000 * i, 1000 * i + 100))
+        kernels.append(Kernel(FLUSH, 1000 * i, 1000 * i + 50))
+        kernels.append(Kernel(FLUSH, 1000 * i + 50, 1000 * i + 100))
         kernels += [Kernel(name, 1000 * i + start, 1000 * i + end) for name, start, end in call]
     return kernels
 
@@ -36,9 +37,9 @@ def test_what_runs_before_the_first_fill_is_no_call():
     assert split([stray, *trace([("a", 200, 210)])], [1])[0][0][0].name == "a"
 
 
-@pytest.mark.parametrize("calls", [[COPY_AND_KERNEL], [COPY_AND_KERNEL, []]])
+@pytest.mark.parametrize("calls", [[COPY_AND_KERNEL], [COPY_AND_KERNEL, []], [[], COPY_AND_KERNEL]])
 def test_a_trace_that_lacks_something_is_refused(calls):
-    with pytest.raises(RuntimeError, match="trace: expected kernels of 2 calls, got"):
+    with pytest.raises(RuntimeError, match="trace: expected kernels of 2 calls, got 1"):
         split(trace(*calls), [2])
 
 
