@@ -178,6 +178,7 @@ def _shared(record: Record, row: dict[str, Record], limit: Limit) -> Cells:
     times, span, host, gpu = record.times, record.span, record.host, record.gpu or {}
     peer = best_peer(row)
     best = None if peer is None else ratio(row, record.label, peer)
+    eager = ratio(row, record.label, "eager")
     against = None if span is None or record.events is None else record.events / span.median - 1
     return {
         "ms": None if times is None else times.median,
@@ -186,6 +187,7 @@ def _shared(record: Record, row: dict[str, Record], limit: Limit) -> Cells:
         f"of measured {limit.name}": _percent(limit.share(record, limit.measured)),
         "of datasheet": _percent(limit.share(record, limit.datasheet)),
         "best peer / this": None if best is None else f"{best:.2f} ({peer})",
+        "eager / this": None if eager is None else f"{eager:.2f}",
         "span, ms": None if span is None else span.median,
         "events - span": _percent(against),
         "host, us": None if host is None else 1e3 * host.median,

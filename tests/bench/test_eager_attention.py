@@ -63,7 +63,7 @@ def test_columns(record):
     )
     found = columns(measured)
     assert found == {
-        "d": 16, "length": 256, "pass": "backward", "held before, MB": 3.0, "memory, MB": 5.0,
+        "d": 16, "length": 256, "held before, MB": 3.0, "memory, MB": 5.0,
     }  # fmt: skip
     failed = columns(replace(record(status="out of memory"), case=job.case))
     assert failed.keys() == found.keys()

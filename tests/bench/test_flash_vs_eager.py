@@ -3,6 +3,9 @@
 from dataclasses import replace
 
 from bench.job import Subject
+from bench.report.limits import limits
+from bench.report.tables import every
+from bench.statistics import Times
 from bench.suites import flash_vs_eager
 from bench.suites.flash_job import flash_tensors
 from bench.suites.flash_vs_eager import columns, jobs
@@ -46,6 +49,15 @@ def test_every_implementation_passes_its_gate(monkeypatch):
     for subject, make in job.makers.items():
         call = make(tensors)
         assert check(call.result(call.run())) < 1, subject
+
+
+def test_the_table_shows_speed_ups(record):
+    case = jobs(["sm90"], "bf16-d64-128")[0].case
+    fast = replace(record(), case=case)
+    eager = replace(fast, implementation="eager", target=None, times=Times(5.0, 4.9, 5.1))
+    failed = replace(fast, implementation="SDPA", target=None, status="failed", times=None)
+    titles, *rows = every([fast, eager, failed], columns, limits([fast]))
+    assert [row[titles.index("eager / this")] for row in rows] == ["2.50", "1.00", ""]
 
 
 def test_columns(record):

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from bench import ours
+from bench import gate, ours
 from bench.job import Call, Subject
 from bench.peers import DECODE
 from bench.statistics import Times
@@ -73,6 +73,17 @@ def test_the_gate_takes_what_the_twins_give():
         (out,) = call.result(call.run())
         assert check([out]) < 1, twin
         assert check([out + 1]) > 1, twin
+
+
+def test_the_gate_gets_tables_as_wide_as_needed(monkeypatch):
+    seen = []
+    monkeypatch.setattr(gate, "check_decode", lambda *arguments: seen.append(arguments))
+    case = DecodeCase("wide", (20, 33), tokens=1, dtype="float16", max_pages=64)
+    tensors = decode_tensors(case, "cpu")
+    kvcache._check(case, tensors)
+    ((narrow, given),) = seen
+    assert narrow.max_pages == 3
+    assert torch.equal(given.block_tables, tensors.block_tables[:, :3])
 
 
 def test_a_graph_is_captured_once_and_replayed(monkeypatch):
