@@ -6,7 +6,7 @@ a decode whose time follows from the table's width is slow in the second.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -49,7 +49,7 @@ BATCHES = (  # sequences, keys of each, query heads, kv heads
 )
 QUANTIZED = BATCHES[2:]  # in float16 these have more than 1 GiB of keys and values
 
-_Makers = Mapping[Subject, Callable[[DecodeCase, "DecodeTensors"], Call]]
+_Makers = dict[Subject, ours.Maker]  # from a case and its tensors
 
 
 def jobs(targets: Sequence[str], pattern: str = "") -> list[Job]:
@@ -59,7 +59,7 @@ def jobs(targets: Sequence[str], pattern: str = "") -> list[Job]:
         targets: what our kernels are compiled for, the device's own first.
     """
     native = _ours(targets[:1])
-    peers = {Subject(peer): maker for peer, maker in DECODE.items()}
+    peers: _Makers = {Subject(peer): maker for peer, maker in DECODE.items()}
     everything = native | ours.decode_makers(targets[1:]) | peers
     planned: list[tuple[DecodeCase, _Makers]] = []
     for case in map(_sweep, SWEEP):
@@ -144,9 +144,7 @@ def _ours(targets: Sequence[str]) -> _Makers:
     return makers | graphs
 
 
-def _graph(
-    maker: Callable[[DecodeCase, DecodeTensors], Call], case: DecodeCase, tensors: DecodeTensors
-) -> Call:
+def _graph(maker: ours.Maker, case: DecodeCase, tensors: DecodeTensors) -> Call:
     """A call that replays another one's CUDA graph."""
     import torch
 
