@@ -30,6 +30,8 @@ _PAGE_COLOURS = {
     BUDGET_COLOUR: "var(--budget)",
     **{colour.lower(): f"var(--series-{i})" for i, colour in enumerate(COLOURS, 1)},
 }
+# Most of the bytes of a picture with much text: the font, which is the page's, and a turn by 0.
+_SUPERFLUOUS = re.compile(r"""font-family: [^;"]*; | transform="rotate\(-0 [^"]*\"""")
 
 
 def ratio_plot(report: Report) -> str:
@@ -113,11 +115,12 @@ def _position(ratio: float, right_edge: float) -> float:
 
 
 def to_svg(figure: Figure) -> str:
-    """The figure's svg element: text kept as text, no metadata, the colours those of the page."""
+    """The figure's svg element: text kept as text, no metadata, fonts and colours the page's."""
     buffer = io.StringIO()
     nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "parity"}):
         figure.savefig(buffer, format="svg", metadata=nothing, transparent=True)
     text = buffer.getvalue()
     text = re.sub("#[0-9a-f]{6}", lambda found: _PAGE_COLOURS.get(found[0], found[0]), text)
+    text = _SUPERFLUOUS.sub("", text)
     return text[text.index("<svg") :]

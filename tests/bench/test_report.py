@@ -2,6 +2,7 @@
 
 import csv
 import re
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -245,16 +246,19 @@ def test_command_writes_all_forms(tmp_path, records, capsys):
 
 @pytest.mark.filterwarnings("error")
 def test_the_page_leads_to_its_parts_and_shows_statuses(run):
+    wanted = re.compile("d256|^sweep-(32|64)$|^1024-d64|^2048-d64|matmul|read")  # all takes long
+    few = [record for record in run if wanted.search(record.case["name"])]
     log = [Sample(seconds, 1980.0, 3201.0, 600.0, 60.0, 0x04) for seconds in (0.0, 9.0)]
-    page = to_html("Run", run, {"kvcache": log})
+    page = to_html("Run", few, {"kvcache": log})
     links = re.findall(r'<a href="#([^"]*)">([^<]*)', page)
     assert links[0][1] == "Run of 2026-11-21"
     assert len(links) == 4
     assert all(page.count(f'<section id="{id}">') == 1 for id, _ in links)
-    assert '<span class="badge failed">631 measured, 6 failed, 6 refused by parity' in page
+    count = Counter(r.status for r in few if r.operation != "ceiling")
+    assert f'<span class="badge failed">{count["ok"]} measured, {count["failed"]} failed, ' in page
     for look, status in {"failed": "refused by parity", "lost": "out of memory"}.items():
         assert f'status-{look}">{status}' in page
-    assert page.count('<tr class="absent">') == 18
+    assert page.count('<tr class="absent">') == count["absent"] > 0
     assert page.count("Sampled while the suite was timed") == 1
     assert "<details><summary>1</summary><ol><li>flash_fwd_kernel" in page
 
@@ -262,9 +266,10 @@ def test_the_page_leads_to_its_parts_and_shows_statuses(run):
 def test_command_finds_the_log_beside_the_records(tmp_path, records):
     path = tmp_path / "records.jsonl"
     append(path, records)
-    with Sampler(lambda: Sample(0.0, 1980.0, 3201.0, 500.0, 60.0, 0x04)) as sampler:
-        pass
-    sampler.write(log_path(path, "flash"), "job")
+    for seconds in (0.0, 0.05):
+        with Sampler(lambda s=seconds: Sample(s, 1980.0, 3201.0, 500.0, 60.0, 0x04)) as sampler:
+            pass
+        sampler.write(log_path(path, "flash"), "job")
     assert command.main(["report", str(path), "--output", str(tmp_path)]) == 0
     assert "Sampled while the suite was timed" in (tmp_path / "records.html").read_text()
 

@@ -66,10 +66,10 @@ def of_suite(
         if labels(timed, peers=True) and labels(timed, peers=False):
             caption = "Blue: ours is faster. Red: the peer is faster. Empty: one has no time."
             yield Picture(f"{name}: peer's time / ours", caption, ratios(timed))
-    if log:
+    if len(log) > 1:
         caption = "Sampled while the suite was timed; shaded where the card held its clock back."
         yield Picture("Clock and power", caption, over_time(log))
-    elif sum(record.gpu is not None for record in records) > 1:
+    elif len({(r.case["name"], r.operation) for r in records if r.gpu}) > 1:
         caption = (
             "A dot is a job's median, its line reaches to the lowest clock and the highest power; "
             "shaded where the card held its clock back."

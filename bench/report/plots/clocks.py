@@ -65,7 +65,8 @@ def _range(
 def _shade(axes: Axes, x: Sequence[float], held: Sequence[bool]) -> None:
     """Half a step to either side of each place where the clock is held back."""
     middles = [(a + b) / 2 for a, b in pairwise(x)]
-    edges = [x[0], *(edge for middle in middles for edge in (middle, middle)), x[-1]]
+    ends = [2 * x[0] - middles[0], 2 * x[-1] - middles[-1]]
+    edges = [ends[0], *(edge for middle in middles for edge in (middle, middle)), ends[1]]
     where = [flag for flag in held for _ in range(2)]
     axes.fill_between(edges, 0, 1, where=where, transform=axes.get_xaxis_transform(),
                       color=MUTED_COLOUR, alpha=0.18, linewidth=0)  # fmt: skip

@@ -29,7 +29,7 @@ def ratios(records: Sequence[Record]) -> Figure:
         if any(record.is_peer for record in row.values())
     }
     names = [problem(next(iter(row.values())).case) for row in cases.values()]
-    panel = _CELL[0] * len(peers) + 0.2
+    panel = max(_CELL[0] * len(peers), 0.085 * max(map(len, ours))) + 0.2
     columns = max(1, min(len(ours), int((_WIDTH - name_width(names)) / panel)))
     rows = -(-len(ours) // columns)
     size = (name_width(names) + panel * columns, (_CELL[1] * len(names) + 1.2) * rows)
@@ -53,8 +53,10 @@ def _panel(axes: Axes, values: np.ndarray) -> None:
     axes.pcolormesh(np.ma.masked_invalid(values), norm=norm, cmap=_COLOURS, edgecolors="none")
     for (y, x), value in np.ndenumerate(values):
         if np.isfinite(value):
-            axes.text(x + 0.5, y + 0.5, _digits(value), ha="center", va="center", fontsize=7.5,
-                      color=_DARK if 0.1 < norm(value) < 0.9 else _LIGHT)  # fmt: skip
+            colour = _DARK if 0.1 < norm(value) < 0.9 else _LIGHT
+            text = axes.text(x + 0.5, y + 0.5, _digits(value), ha="center", va="center",
+                             fontsize=7.5, color=colour)  # fmt: skip
+            text.set_in_layout(False)  # it is inside its cell; measuring so many takes long
     axes.set_ylim(len(values), 0)
     axes.spines[:].set_visible(False)
 

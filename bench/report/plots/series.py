@@ -40,15 +40,20 @@ def over_length(
     size = (13, PANEL_HEIGHT * rows + 0.6 * rows + 0.3)
     figure = Figure(figsize=size, layout="constrained")
     panels = figure.subplots(rows, _COLUMNS, squeeze=False).ravel()
+    rates = [rate for records in series for record in records if (rate := limit.rate(record))]
+    # Rates of single heads span orders; a bandwidth is read against its limit.
+    logarithmic = limit.unit == "TFLOP/s" and max(rates) > 100 * min(rates)
     for axes, records in zip(panels, series, strict=False):
-        _panel(axes, records, limit, looks)
+        _panel(axes, records, limit, looks, logarithmic)
     for axes in panels[len(series) :]:
         axes.set_visible(False)
     figure.get_layout_engine().set(w_pad=0.15, h_pad=0.1)
     return figure
 
 
-def _panel(axes: Axes, records: Sequence[Record], limit: Limit, looks: dict[str, Style]) -> None:
+def _panel(
+    axes: Axes, records: Sequence[Record], limit: Limit, looks: dict[str, Style], logarithmic: bool
+) -> None:
     ends, highest = [], 0.0
     for label in labels(records):
         points = sorted((length(r), limit.rate(r)) for r in records if r.label == label)
@@ -63,18 +68,15 @@ def _panel(axes: Axes, records: Sequence[Record], limit: Limit, looks: dict[str,
     axes.set_title(_title(records[0]), fontsize=9.5, loc="left")
     axes.set_xlabel("keys", fontsize=8)
     axes.set_ylabel(limit.unit, fontsize=8)
-    lowest = min(limit.rate(r) for r in records)
     bounds = {f"measured {limit.name}": limit.measured, "datasheet": limit.datasheet}
-    if highest > 100 * lowest and limit.unit == "TFLOP/s":
+    near = {name: rate for name, rate in bounds.items() if rate and rate < 2 * highest}
+    if logarithmic:
+        near.pop("datasheet", None)  # too near the measured one on this scale
         axes.set_yscale("log")
-        axes.set_ylim(lowest / 1.5, 2 * highest)
-        bounds.pop("datasheet")  # too near on this scale
     else:
-        near = [rate for rate in bounds.values() if rate and rate < 2 * highest]
-        axes.set_ylim(0, 1.08 * max([highest, *near]))
-    for name, rate in bounds.items():
-        if rate and rate < axes.get_ylim()[1]:
-            rule(axes, rate, name, dashed=name == "datasheet")
+        axes.set_ylim(0, 1.08 * max([highest, *near.values()]))
+    for name, rate in near.items():
+        rule(axes, rate, name, dashed=name == "datasheet", below=logarithmic)
     quiet(axes, "y")
     label_ends(axes, ends, looks)
 
@@ -109,9 +111,9 @@ def _is_series(group: Sequence[Record]) -> bool:
 
 
 def _order(group: Sequence[Record]) -> tuple:
-    """Panels of the same heads beside each other, causal on the right."""
+    """Panels that differ in one thing beside each other, such as in the mask."""
     case = group[0].case
-    return case["dtype"], case["head_dim"], -case["heads_q"], -case["heads_kv"], _family(group[0])
+    return case["head_dim"], -case["heads_q"], -case["heads_kv"], case["dtype"], _family(group[0])
 
 
 def _title(record: Record) -> str:

@@ -108,12 +108,13 @@ def spread(places: Sequence[float], gap: float) -> list[float]:
     return [first + i * gap for first, count in blocks for i in range(count)]
 
 
-def rule(axes: Axes, value: float, text: str, dashed: bool = False) -> None:
-    """A horizontal line for a limit, named above its left end."""
+def rule(axes: Axes, value: float, text: str, dashed: bool = False, below: bool = False) -> None:
+    """A horizontal line for a limit, named above or below its left end."""
     axes.axhline(value, color=MUTED_COLOUR, linewidth=0.9, linestyle="--" if dashed else "-",
                  zorder=1)  # fmt: skip
-    axes.annotate(text, (0.01, value), (0, 2), xycoords=axes.get_yaxis_transform(),
-                  textcoords="offset points", fontsize=7, color=MUTED_COLOUR)  # fmt: skip
+    axes.annotate(text, (0.01, value), (0, -3 if below else 2), fontsize=7, color=MUTED_COLOUR,
+                  xycoords=axes.get_yaxis_transform(), textcoords="offset points",
+                  va="top" if below else "bottom")  # fmt: skip
 
 
 def legend(figure: Figure, axes: Axes) -> None:
