@@ -55,8 +55,8 @@ def torch_call(
 def compiled(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
     """`torch.compile` for fixed shapes, of as many problems as a suite has.
 
-    Past dynamo's limit of graphs a function would silently run uncompiled. A compiled backward
-    frees what the forward saved, so that it runs once, unless it was compiled without donations.
+    Past dynamo's limit of graphs a function would silently run uncompiled. A backward that was
+    compiled to run once takes over the buffers that its forward saved, and refuses to run again.
     """
     import torch
     import torch._dynamo

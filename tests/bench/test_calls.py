@@ -75,3 +75,14 @@ def test_more_problems_than_dynamos_limit_of_graphs_stay_compiled():
         "torch ran a function uncompiled: look for what became of "
         "torch._dynamo.config.recompile_limit, which bench.calls.compiled sets"
     )
+
+
+def test_a_compiled_backward_may_run_again_though_it_first_ran_once(tensors):
+    function = compiled(lambda *qkv: in_torch(*qkv), backend="aot_eager")  # compiled here alone
+    torch_call(function, "both", tensors).run()
+    call = torch_call(function, "backward", tensors)
+    first, second = call.run(), call.run()
+    assert all(map(torch.equal, first, second)), (
+        "look for what became of torch._functorch.config.donated_buffer, which "
+        "bench.calls.compiled sets"
+    )
