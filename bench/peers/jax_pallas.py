@@ -10,23 +10,17 @@ from bench.job import Call
 from bench.peers.limits import HALF, check_flash, load
 from interop.contract.cases import FlashCase
 
-BLOCK = 128  # its default, of queries and of keys
-BLOCK_WIDE = 64  # past a head size of 128, where its default does not fit shared memory
-BLOCK_BACKWARD = 32  # its default
-
 
 def flash(case: FlashCase, operation: str, tensors) -> Call:
-    """A call with the block sizes that it comes with, smaller ones where those do not fit."""
+    """A call with the block sizes that it comes with."""
     check_flash(case, dtypes=(*HALF, "float32"), groups=False)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # in favour of tokamax, a peer as well
         module = load("jax.experimental.pallas.ops.gpu.attention")
-    block = BLOCK if case.head_dim <= 128 else BLOCK_WIDE
     attend = partial(
         module.mha,
         segment_ids=None,
         sm_scale=case.spec.scale,
         causal=case.causal,
-        block_sizes=module.BlockSizes(block, block, *(BLOCK_BACKWARD,) * 4),
     )
     return jax_call(attend, operation, tensors)

@@ -10,6 +10,7 @@ from bench import ours
 from bench.job import Call, Job, Subject
 from bench.peers import FLASH
 from bench.records import Record
+from bench.suites import Cells
 from bench.suites.flash_job import FlashMaker, flash_job
 from interop.contract.cases import FlashCase
 
@@ -61,7 +62,7 @@ def cases() -> list[FlashCase]:
     return found
 
 
-def columns(record: Record) -> dict[str, str | float | None]:
+def columns(record: Record) -> Cells:
     """Seed 002's columns, and the clock and power that it logs."""
     case, gpu = record.case, record.gpu or {}
     return {

@@ -11,6 +11,7 @@ from bench import ours
 from bench.job import Absent, Job, Subject
 from bench.peers import FLASH
 from bench.records import Record
+from bench.suites import Cells
 from bench.suites.flash_job import FlashMaker, flash_job
 from interop.contract.cases import FlashCase
 
@@ -57,7 +58,7 @@ def cases() -> list[FlashCase]:
     return found
 
 
-def columns(record: Record) -> dict[str, str | float | None]:
+def columns(record: Record) -> Cells:
     """Shape, pass and rates; the host's latency beside the device's time."""
     case, host = record.case, record.host
     return {
