@@ -121,9 +121,8 @@ def log_path(records: Path, suite: str) -> Path:
 def read_log(path: Path) -> list[Sample]:
     """The samples of a file that `Sampler.write` wrote."""
     with path.open(encoding="utf-8", newline="") as file:
-        rows = list(csv.DictReader(file))
-    numbers = ([float(row[name]) for name in Sample._fields[:-1]] for row in rows)
-    return [Sample(*n, int(row["throttle"])) for n, row in zip(numbers, rows, strict=True)]
+        _, *rows = csv.reader(file)
+    return [Sample._make([*map(float, row[1:-1]), int(row[-1])]) for row in rows]
 
 
 def nvml_reader() -> Callable[[], Sample] | None:

@@ -32,6 +32,12 @@ class Limit:
             return record.tflops
         return None if record.bytes_per_second is None else record.bytes_per_second / 1e9
 
+    def known_rate(self, record: Record) -> float:
+        """The rate of a record that has one."""
+        rate = self.rate(record)
+        assert rate is not None, f"{record.label} has no rate on {record.case['name']}"
+        return rate
+
     def share(self, record: Record, of: float | None) -> float | None:
         """The record's rate over a rate, such as `measured`; None where either is not known."""
         rate = self.rate(record)

@@ -25,12 +25,12 @@ def by_case(records: Sequence[Record], limit: Limit, looks: dict[str, Style]) ->
     for label in labels(records):
         own = [record for record in records if record.label == label]
         axes.plot(
-            [limit.rate(record) for record in own],
+            [limit.known_rate(record) for record in own],
             [places[record.case["name"]] for record in own],
             label=label,
             **looks[label] | {"linestyle": "", "markersize": looks[label]["markersize"] + 1.5},
         )
-    highest = max(limit.rate(record) for record in records)
+    highest = max(limit.known_rate(record) for record in records)
     if limit.measured and limit.measured < 2 * highest:
         axes.axvline(limit.measured, color=MUTED_COLOUR, linewidth=0.9, zorder=1)
         axes.annotate(f"measured {limit.name}", (limit.measured, 1), (-3, -3), va="top", ha="right",

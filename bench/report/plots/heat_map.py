@@ -50,7 +50,9 @@ def ratios(records: Sequence[Record]) -> Figure:
 
 def _panel(axes: Axes, values: np.ndarray) -> None:
     norm = LogNorm(0.4, 2.5)
-    axes.pcolormesh(np.ma.masked_invalid(values), norm=norm, cmap=_COLOURS, edgecolors="none")
+    axes.pcolormesh(
+        np.ma.masked_invalid(values), norm=norm, cmap=_COLOURS, edgecolors="face", linewidth=0.3
+    )
     for (y, x), value in np.ndenumerate(values):
         if np.isfinite(value):
             colour = _DARK if 0.1 < norm(value) < 0.9 else _LIGHT

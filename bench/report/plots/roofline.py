@@ -48,7 +48,14 @@ def roofline(records: Sequence[Record], bounds: Limits, looks: dict[str, Style])
 
 
 def _points(records: Sequence[Record]) -> tuple[list[float], list[float]]:
-    return [1e12 * r.tflops / r.bytes_per_second for r in records], [r.tflops for r in records]
+    """Operations a byte, and TFLOP/s."""
+    intensities, rates = [], []
+    for record in records:
+        assert record.tflops is not None
+        assert record.bytes_per_second is not None
+        intensities.append(1e12 * record.tflops / record.bytes_per_second)
+        rates.append(record.tflops)
+    return intensities, rates
 
 
 def _roof(

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import NullLocator
 
 from bench.records import Record
@@ -38,29 +39,29 @@ def over_length(
     """A panel for each family of one operation, in two columns; lines are named at their ends."""
     rows = -(-len(series) // _COLUMNS)
     size = (13, PANEL_HEIGHT * rows + 0.6 * rows + 0.3)
-    figure = Figure(figsize=size, layout="constrained")
+    layout = ConstrainedLayoutEngine(w_pad=0.15, h_pad=0.1)  # inches
+    figure = Figure(figsize=size, layout=layout)
     panels = figure.subplots(rows, _COLUMNS, squeeze=False).ravel()
-    rates = [rate for records in series for record in records if (rate := limit.rate(record))]
+    rates = [limit.known_rate(record) for records in series for record in records]
     # Rates of single heads span orders; a bandwidth is read against its limit.
     logarithmic = limit.unit == "TFLOP/s" and max(rates) > 100 * min(rates)
     for axes, records in zip(panels, series, strict=False):
         _panel(axes, records, limit, looks, logarithmic)
     for axes in panels[len(series) :]:
         axes.set_visible(False)
-    figure.get_layout_engine().set(w_pad=0.15, h_pad=0.1)
     return figure
 
 
 def _panel(
     axes: Axes, records: Sequence[Record], limit: Limit, looks: dict[str, Style], logarithmic: bool
 ) -> None:
-    ends, highest = [], 0.0
+    ends = []
+    highest = max(map(limit.known_rate, records))
     for label in labels(records):
-        points = sorted((length(r), limit.rate(r)) for r in records if r.label == label)
+        points = sorted((length(r), limit.known_rate(r)) for r in records if r.label == label)
         axes.plot(*zip(*points, strict=True), zorder=3 if looks[label]["linewidth"] > 2 else 2,
                   **looks[label])  # fmt: skip
         ends.append((label, *points[-1]))
-        highest = max(highest, *(rate for _, rate in points))
     lengths = sorted(set(map(length, records)))
     axes.set_xscale("log", base=2)
     axes.set_xticks(lengths, map(short, lengths))
@@ -73,6 +74,7 @@ def _panel(
     if logarithmic:
         near.pop("datasheet", None)  # too near the measured one on this scale
         axes.set_yscale("log")
+        axes.autoscale_view()
     else:
         axes.set_ylim(0, 1.08 * max([highest, *near.values()]))
     for name, rate in near.items():
