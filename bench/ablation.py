@@ -9,14 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache, update_wrapper
 from types import FunctionType
-from typing import Any, TypeVar
+from typing import Any
 
 import triton
 import triton.language as tl
 
 from torch_attn.kernels import flash_fwd as shipped
-
-Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 @triton.jit
@@ -29,7 +27,7 @@ def no_softmax_update(s, m_i, l_i, exp2_scale):
 def flash_fwd_without_softmax() -> Callable[..., Any]:
     """`torch_attn.kernels.flash_fwd.flash_fwd` that gives ``(q · kᵀ) · v``, unscaled.
 
-    Of the visible keys alone it has no meaning: hidden scores are -inf. Its second result, the
+    It is for problems without a mask, since hidden scores are -inf. Its second result, the
     log-sum-exp, is -inf.
     """
     kernel = shipped.flash_fwd_kernel
@@ -39,7 +37,7 @@ def flash_fwd_without_softmax() -> Callable[..., Any]:
     return _with_names(shipped.flash_fwd, flash_fwd_kernel=built)
 
 
-def _with_names(function: Function, **names: Any) -> Function:
+def _with_names(function: FunctionType, **names: Any) -> FunctionType:
     """A copy of a function that sees other objects under these global names."""
     missing = set(names) - set(function.__code__.co_names)
     if missing:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from bench.calls import jax_call
 from bench.job import Call
 from bench.peers.limits import HALF, check_flash
 from interop.contract.cases import FlashCase
 
 
-def flash(implementation: str, case: FlashCase, operation: str, tensors) -> Call:
+def flash(
+    implementation: Literal["xla", "cudnn"], case: FlashCase, operation: str, tensors
+) -> Call:
     """A call of the implementation, "xla" or "cudnn"; float32 is not rounded to TF32."""
     check_flash(case, dtypes=(*HALF, "float32") if implementation == "xla" else HALF)
     import jax

@@ -7,13 +7,13 @@ from functools import partial
 
 from bench.calls import jax_call
 from bench.job import Call
-from bench.peers.limits import HALF, check_flash, load
+from bench.peers.limits import check_flash, load
 from interop.contract.cases import FlashCase
 
 
 def flash(case: FlashCase, operation: str, tensors) -> Call:
     """A call with the block sizes that it comes with."""
-    check_flash(case, dtypes=(*HALF, "float32"), groups=False)
+    check_flash(case, groups=False)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # in favour of tokamax, a peer as well
         module = load("jax.experimental.pallas.ops.gpu.attention")
