@@ -29,8 +29,7 @@ SPACE: dict[str, dict[str, tuple[int, ...]]] = {
     },
     "combine": {"block_kv": (8, 16, 32, 64), "num_warps": (1, 2, 4, 8), "num_stages": (1, 2, 3)},
 }
-_REGISTERS = 255  # of a thread
-_SCORES = 16 * 8  # of one mma instruction
+_REGISTERS = 192  # of a thread's 255; operands and addresses take the rest
 
 
 def candidates(
@@ -60,8 +59,8 @@ def may_fit(
     """Whether what a program needs at the very least fits, before anything is compiled.
 
     Registers hold the accumulators and one tile of scores, in float32. Shared memory holds the
-    tiles that are loaded ahead, one less than the stages. Each warp has an instruction's share of
-    the scores, since without one it would repeat another's work.
+    tiles that are loaded ahead, one less than the stages. Each warp has at least an instruction's
+    share of the scores, 16×8 on tensor cores, since without one it would repeat another's work.
     """
     if kernel == "combine":
         return True
@@ -76,11 +75,12 @@ def may_fit(
         "paged_decode": (rows * dv, keys),
     }[kernel]
     scores = rows * keys
+    least = 32 if spec.dtype_bits == 32 else 16 * 8
     ahead = (config.num_stages - 1) * loaded * (d + dv) * spec.dtype_bits // 8
     return (
         accumulators + scores <= _REGISTERS * 32 * config.num_warps
         and ahead <= SHARED_MEMORY_LIMIT[target]
-        and scores >= _SCORES * config.num_warps
+        and scores >= least * config.num_warps
     )
 
 

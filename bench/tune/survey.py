@@ -104,7 +104,7 @@ def survey(
     """
     if package == "pallas_attn" and device != target:
         device = None  # what it records is compiled for the target's own devices alone
-    reading = tuple(_problems(table, package, target, row))
+    reading = tuple(_problems(table, package, target, row))[::-1]  # plain ones rule out little
     if not reading:
         raise LookupError(f"{row}: expected a problem of bench/static/gate.py that reads it")
     plan = Plan(package, target, row.kernel, reading, case.spec, device)

@@ -374,6 +374,7 @@ def test_every_shipped_row_has_a_case_and_a_problem_of_the_gate(package, target)
     assert found
     for row in found:
         case = rows.case_of(table, row)
+        assert may_fit(row.kernel, case.spec, row.config, target)
         assert case.spec.dtype_bits == dict(row.key)["dtype_bits"] or row.kernel == "combine"
         assert next(survey._problems(table, package, target, row), None) is not None
 
