@@ -29,8 +29,10 @@ TOKENS, CHANNELS = 16384, 2048
 LENGTHS, HEAD_DIMS = (512, 4096, 16384), (64, 128, 256)
 # Every shape is compiled anew, in seconds: the whole suite is to take minutes.
 AT_LENGTH, AT_HEAD_DIM = 4096, 128
-ONE_LENGTH = ("eager", "jax.nn XLA", "jax.nn cuDNN", "tokamax Mosaic")
-ONE_SHAPE = ("Triton compiled", "FlexAttention", "jax Pallas mha", "tokamax Triton")
+ONE_LENGTH = ("eager", "jax.nn cuDNN", "tokamax Mosaic")
+ONE_SHAPE = (
+    "Triton compiled", "FlexAttention", "jax.nn XLA", "jax Pallas mha", "tokamax Triton",
+)  # fmt: skip
 
 
 def jobs(targets: Sequence[str], pattern: str = "") -> list[Job]:
