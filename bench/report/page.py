@@ -72,7 +72,9 @@ def _summary(rows: Sequence[Record]) -> str:
 
 
 def _chapters(run: Sequence[Record], logs: Mapping[str, Sequence[Sample]]) -> Iterator[Chapter]:
-    yield Chapter(f"Run of {run[0].date[:10]}", "\n".join(_overview(run)))
+    yield Chapter(
+        f"Run of {run[0].date[:10]}, commit {run[0].commit[:12]}", "\n".join(_overview(run))
+    )
     for section in sections(run):
         log = logs.get(section.records[0].suite, ())
         yield Chapter(section.title, "\n".join(_suite(section, log)))

@@ -251,7 +251,7 @@ def test_the_page_leads_to_its_parts_and_shows_statuses(run):
     log = [Sample(seconds, 1980.0, 3201.0, 600.0, 60.0, 0x04) for seconds in (0.0, 9.0)]
     page = to_html("Run", few, {"kvcache": log})
     links = re.findall(r'<a href="#([^"]*)">([^<]*)', page)
-    assert links[0][1] == "Run of 2026-11-21"
+    assert links[0][1] == "Run of 2026-11-21, commit 0123456789ab"
     assert len(links) == 4
     assert all(page.count(f'<section id="{id}">') == 1 for id, _ in links)
     count = Counter(r.status for r in few if r.operation != "ceiling")
