@@ -83,7 +83,7 @@ def decode_arguments(spec: DecodeSpec, k_pages: Any, v_pages: Any, backend: str)
         "group_size": spec.group_size,
         "scale_first": scale_first,
         "float8": spec.cache.dtype == "float8_e4m3fn",
-        "widen": ptx.widenings(spec.cache.dtype, spec.dtype) if compiles and quantized else None,
+        "widenings": ptx.widenings(spec.cache.dtype, backend) if compiles and quantized else None,
     }
 
 

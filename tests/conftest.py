@@ -27,21 +27,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default="full" if ON_GPU else "quick",
         help="cases that kernels run in tests/semantics (default: full on a GPU, else quick)",
     )
-    parser.addoption(
-        "--decode-on-gpu", action="store_true", help="run the tests of decoding on a GPU as well"
-    )
-
-
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave decoding out on a GPU, where its kernels have not run yet."""
-    if not ON_GPU or config.getoption("--decode-on-gpu"):
-        return
-    reason = "paged decode has not run on a GPU yet; --decode-on-gpu tries it"
-    for item in items:
-        where = f"{item.path.parent.name} {item.path.stem} {item.name}"
-        runs_kernels = item.path.parent.name not in ("bench", "contract")
-        if runs_kernels and any(word in where for word in ("decod", "examples", "donated")):
-            item.add_marker(pytest.mark.skip(reason))
 
 
 @pytest.fixture(scope="session")

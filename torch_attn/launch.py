@@ -88,7 +88,7 @@ def decode_arguments(
     quantized = spec.cache.is_quantized
     widenings: tuple[str | None, str | None] = (None, None)
     if quantized and q.device.type != "cpu":
-        widenings = ptx.widenings(spec.cache.dtype, spec.dtype)
+        widenings = ptx.widenings(spec.cache.dtype, target_of(q.device))
     scale_first = spec.softcap is not None or spec.scale <= 0 or quantized
     left = spec.window_left
     batch, token, head, _ = q.stride()
@@ -108,6 +108,7 @@ def decode_arguments(
         "HAS_SOFTCAP": spec.softcap is not None,
         "HAS_LEFT": left is not None,
         "FLOAT8": spec.cache.dtype == "float8_e4m3fn",
+        "ALIGN": math.gcd(16, *k_pages.stride()[:3], *v_pages.stride()[:3]),
         "PAST_2G": max(x.shape[0] * x.stride(0) for x in (k_pages, v_pages)) >= 2**31,
         "WIDEN_LOW": widenings[0],
         "WIDEN_HIGH": widenings[1],

@@ -66,6 +66,7 @@ def operand(name: str, x: Tensor) -> Operand:
         str(x.dtype).removeprefix("torch."),
         str(x.device),
         x.ndim == 0 or x.stride(-1) == 1 or x.numel() == 0,
+        x.itemsize > 1 or not any(n % 2 for n in (x.storage_offset(), *x.stride()[:-1])),
     )
 
 

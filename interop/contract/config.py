@@ -30,7 +30,8 @@ from interop.contract.spec import (
     PagedCache,
 )
 
-# Enough to hide the latency of memory; all of them run at a time.
+# Programs of `paged_decode` that keep enough of memory's bytes on their way, at a head size of 128;
+# a program of a smaller one asks for less at a time. All of them run at once.
 PROGRAMS_PER_MULTIPROCESSOR = 3
 # No more keys than these are read faster by one program than split and merged by a second launch.
 KEYS_OF_ONE_SPLIT = 256
@@ -77,7 +78,9 @@ def choose_splits(spec: DecodeSpec, config: KernelConfig, multiprocessors: int) 
     if reach <= KEYS_OF_ONE_SPLIT:
         return 1
     useful = -(-reach // (2 * config.block_kv))
-    wanted = -(-PROGRAMS_PER_MULTIPROCESSOR * multiprocessors // programs)
+    size = padded_head_dim(max(spec.head_dim, spec.head_dim_v))
+    resident = PROGRAMS_PER_MULTIPROCESSOR * max(1, 128 // size) * multiprocessors
+    wanted = -(-resident // programs)
     return max(1, min(useful, wanted, SPLITS_MAX))
 
 

@@ -42,6 +42,7 @@ class Operand:
         dtype: the framework's dtype name without a prefix, such as "bfloat16".
         device: a comparable name such as "cpu" or "cuda:0"; None when it is not known (a tracer).
         contiguous_rows: False when the last dimension has a stride other than 1.
+        even_rows: False when a row begins at an odd offset or distance from others, in elements.
     """
 
     name: str
@@ -49,6 +50,7 @@ class Operand:
     dtype: str
     device: str | None = None
     contiguous_rows: bool = True
+    even_rows: bool = True
 
 
 def fail(error: type[Exception], name: str, expected: str, got: object) -> NoReturn:
@@ -275,6 +277,10 @@ def _check_cache(
         _check_device(x, new)
     for x in (new, k_pages, v_pages, block_tables, seq_lens):
         _check_rows(x)
+    for x in (k_pages, v_pages):
+        # The kernels read them two columns at a time.
+        if x.dtype in QUANTIZED_DTYPES and not x.even_rows:
+            fail(ValueError, x.name, "rows at even offsets in an 8-bit cache", "an odd one")
     max_pages = block_tables.shape[1]
     capacity = max_pages * page_size
     if capacity >= 2**31:

@@ -16,7 +16,7 @@ from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
 
-from interop.contract.cases import SUITES, Case, FlashCase, decode_cases, flash_cases
+from interop.contract.cases import SUITES, Case, decode_cases, flash_cases
 from interop.contract.target import TARGETS
 from interop.parity.records import ORACLE, CaseResult, Report, problem_text, title
 from interop.parity.workers import run_cases
@@ -47,9 +47,6 @@ def main(arguments: list[str] | None = None) -> int:
     from interop.parity.environment import choose_device, choose_targets
 
     device = choose_device()
-    if device == "cuda" and "decode" not in options.filter:
-        # Their kernels have not run on a GPU yet; --filter decode tries them.
-        suites = {name: _without_decoding(cases) or cases for name, cases in suites.items()}
     try:
         targets = choose_targets(device, options.target)
     except (ValueError, NotImplementedError) as error:
@@ -113,10 +110,6 @@ def _run(
     if not report.ok:
         return 1
     return 130 if interrupted else 0
-
-
-def _without_decoding(cases: list[Case]) -> list[Case]:
-    return [case for case in cases if isinstance(case, FlashCase)]
 
 
 def _choose(suite: str, pattern: str) -> list[Case]:

@@ -26,7 +26,7 @@ from pallas_attn.kernels.primitives import (
     share_of_tiles,
     store_rows_at,
 )
-from pallas_attn.kernels.quantized import as_words, unpack
+from pallas_attn.kernels.quantized import as_words, to_float16, unpack
 from pallas_attn.launch import (
     config_for,
     decode_arguments,
@@ -60,7 +60,7 @@ def paged_decode_kernel(
     has_sinks,
     quantized,
     float8,
-    widen,
+    widenings,
     block_rows,
     block_kv,
 ):
@@ -97,7 +97,9 @@ def paged_decode_kernel(
         load_rows_at(q_ref, (token, member), is_row, head_dim, block_d, part, len(parts))
         for part in parts
     ]
-    dtype = q_ref.dtype
+    if quantized:
+        *q, factor = to_float16(*q)
+        scale = scale * factor[:, None]
     position = length - tokens + token
     m_i = jnp.full((block_rows,), float("-inf"), jnp.float32)
     l_i = jnp.zeros((block_rows,), jnp.float32)
@@ -114,7 +116,7 @@ def paged_decode_kernel(
         k = [load_rows_at(k_ref, (page, slot), exists, head_dim, block_d)]
         more = None
         if quantized:
-            k = unpack(*k, dtype, float8, widen)
+            k = unpack(*k, float8, widenings)
             more = dot(q[1], k[1].T)
         s = attention_scores(q[0], k[0], scale, softcap, scale_first, more)
         s = attention_mask(
@@ -122,11 +124,11 @@ def paged_decode_kernel(
         )
         # p = exp(s - max), and rescale what was accumulated
         p, alpha, m_i, l_i = online_softmax_update(s, m_i, l_i, exp2_scale)
-        p = p.astype(dtype)
+        p = p.astype(q[0].dtype)
         # acc += p v
         v = [load_rows_at(v_ref, (page, slot), exists, head_dim_v, block_dv)]
         if quantized:
-            v = unpack(*v, dtype, float8, widen)
+            v = unpack(*v, float8, widenings)
         acc = [acc[part] * alpha[:, None] + dot(p, v[part]) for part in parts]
         return m_i, l_i, acc
 

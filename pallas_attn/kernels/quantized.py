@@ -18,22 +18,23 @@ def as_words(pages):
     return lax.bitcast_convert_type(pages.reshape(*rows, size // 2, 2), jnp.int16)
 
 
-def unpack(words, dtype, float8, widen):
-    """The numbers in the low and in the high bytes of int16 words, in `dtype`, exactly.
+def unpack(words, float8, codes):
+    """The numbers in the low and in the high bytes of int16 words, as float16, exactly.
 
-    widen: what `interop.contract.ptx.widenings` gives, or None to do without, as the
-    interpreter must.
+    They are not yet times the cache's scale. codes: what `interop.contract.ptx.widenings` gives, or
+    None to do without, as the interpreter must.
     """
-    if widen is None:
-        low = dequantize(words.astype(jnp.int8), dtype, float8)
-        return low, dequantize((words >> 8).astype(jnp.int8), dtype, float8)
-    return tuple(
-        elementwise(code, ptx.WIDEN_CONSTRAINTS, ptx.WIDEN_PACK, dtype, words) for code in widen
-    )
+    if codes is None:
+        low, high = words.astype(jnp.int8), (words >> 8).astype(jnp.int8)
+        return widen(low, float8), widen(high, float8)
+    return [
+        elementwise(code, ptx.WIDEN_CONSTRAINTS, ptx.WIDEN_PACK, jnp.float16, words)
+        for code in codes
+    ]
 
 
-def dequantize(x, dtype, float8):
-    """int8, or the bits of a float8_e4m3fn, in `dtype`; not yet times the cache's scale.
+def widen(x, float8):
+    """int8, or the bits of a float8_e4m3fn, as float16.
 
     The bits of a float8 below its sign, moved to float16's, are the number times 2^-8.
     """
@@ -42,7 +43,25 @@ def dequantize(x, dtype, float8):
         bits = (x.astype(jnp.int16) & 0x80) << 8 | magnitude << 7
         y = lax.bitcast_convert_type(bits, jnp.float16) * jnp.float16(256)
         x = jnp.where(magnitude == 0x7F, jnp.float16(float("nan")), y)
-    return x.astype(dtype)
+    return x.astype(jnp.float16)
+
+
+def to_float16(x, y):
+    """Two tiles of the same rows as float16, and what a row's elements are to be multiplied by.
+
+    A row of bfloat16 may be past float16's range. It is multiplied by the power of two that brings
+    its largest element to 2^13 .. 2^14: exact but for elements below 2^-31 of that one.
+    """
+    factor = jnp.ones(x.shape[0], jnp.float32)
+    if x.dtype == jnp.bfloat16:
+        x, y = x.astype(jnp.float32), y.astype(jnp.float32)
+        largest = jnp.maximum(jnp.max(jnp.abs(x), 1), jnp.max(jnp.abs(y), 1))
+        exponent = lax.bitcast_convert_type(largest, jnp.int32) >> 23
+        exponent = jnp.minimum(jnp.maximum(exponent, 14), 253)
+        factor = lax.bitcast_convert_type((exponent - 13) << 23, jnp.float32)
+        inverse = lax.bitcast_convert_type((267 - exponent) << 23, jnp.float32)[:, None]
+        x, y = x * inverse, y * inverse
+    return x.astype(jnp.float16), y.astype(jnp.float16), factor
 
 
 def divide(x, y, compiled):

@@ -7,17 +7,29 @@ import pytest
 import torch
 
 from interop.contract.ptx import widenings
+from interop.contract.target import TARGETS
 
 
-def _halves(register, dtype):
-    """The two numbers of 16 bits in a register, exactly."""
+def _halves(register):
+    """The two float16 in a register, exactly."""
     bits = torch.tensor([register & 0xFFFF, register >> 16], dtype=torch.uint16)
-    return bits.view(dtype).double()
+    return bits.view(torch.float16).double()
 
 
-def _of_halves(values, dtype):
-    low, high = values.to(dtype).view(torch.uint16).tolist()
+def _of_halves(values):
+    low, high = values.to(torch.float16).view(torch.uint16).tolist()
     return low | high << 16
+
+
+def _permute(a, b, selector):
+    eight = a | b << 32
+    picked = [eight >> 8 * (selector >> 4 * place & 7) & 0xFF for place in range(4)]
+    return sum(byte << 8 * place for place, byte in enumerate(picked))
+
+
+def _convert(pair):
+    bits = torch.tensor([pair & 0xFF, pair >> 8], dtype=torch.uint8)
+    return _of_halves(bits.view(torch.float8_e4m3fn))
 
 
 def _lop3(a, b, c, table):
@@ -29,7 +41,6 @@ def _lop3(a, b, c, table):
     return result
 
 
-_HALF = {"f16x2": torch.float16, "bf16x2": torch.bfloat16}
 _INTEGER = {
     "shl.b32": lambda a, b: a << b,
     "shr.u32": lambda a, b: a >> b,
@@ -37,14 +48,14 @@ _INTEGER = {
     "or.b32": lambda a, b: a | b,
     "xor.b32": lambda a, b: a ^ b,
     "add.u32": lambda a, b: a + b,
-    "mad.lo.u32": lambda a, b, c: a * b + c,
     "mov.b32": lambda a: a,
     "lop3.b32": _lop3,
+    "prmt.b32": _permute,
+    "cvt.rn.f16x2.e4m3x2": _convert,
 }
 _FLOAT = {
-    "mul.rn": lambda a, b: a * b,
-    "sub.rn": lambda a, b: a - b,
-    "fma.rn": lambda a, b, c: a * b + c,
+    "mul.rn.f16x2": lambda a, b: a * b,
+    "sub.rn.f16x2": lambda a, b: a - b,
 }
 
 
@@ -54,20 +65,20 @@ def _run(code, word):
     for line in re.findall(r"^([a-z][^;\n]*);", code, re.MULTILINE):
         name, rest = line.split(maxsplit=1)
         out, *operands = rest.split(", ")
-        values = [registers[x] if x in registers else int(x, 0) for x in operands]
-        if name in _INTEGER:
+        values = [registers[x] if x in registers else int(x, 0) for x in operands if x != "high}"]
+        if out == "{low":
+            registers |= {"low": values[-1] & 0xFFFF, "high": values[-1] >> 16}
+        elif name in _INTEGER:
             registers[out] = _INTEGER[name](*values) & 0xFFFFFFFF
         else:
-            operation, kind = name.rsplit(".", 1)
-            halves = [_halves(value, _HALF[kind]) for value in values]
-            registers[out] = _of_halves(_FLOAT[operation](*halves), _HALF[kind])
+            registers[out] = _of_halves(_FLOAT[name](*map(_halves, values)))
     return registers
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("cache_dtype", ["int8", "float8_e4m3fn"])
-def test_widenings_keep_every_byte_in_every_place(cache_dtype, dtype):
-    codes = widenings(cache_dtype, dtype)
+def test_widenings_keep_every_byte_in_every_place(cache_dtype, target):
+    codes = widenings(cache_dtype, target)
     for byte in range(256):
         # A different neighbour in every place, so that what leaks shows.
         for b in np.roll([byte, 0xFF, 0x80, 0x7F], byte % 4), (byte,) * 4:
@@ -75,7 +86,7 @@ def test_widenings_keep_every_byte_in_every_place(cache_dtype, dtype):
             word = b[0] | b[1] << 8 | b[2] << 16 | b[3] << 24
             stored = torch.tensor(b, dtype=torch.uint8).view(getattr(torch, cache_dtype))
             for code, places in zip(codes, ([0, 2], [1, 3]), strict=True):
-                got = _halves(_run(code, word)["$0"], getattr(torch, dtype))
+                got = _halves(_run(code, word)["$0"])
                 torch.testing.assert_close(
                     got, stored.double()[places], rtol=0, atol=0, equal_nan=True
                 )

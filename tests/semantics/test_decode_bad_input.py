@@ -291,6 +291,27 @@ def test_a_last_dimension_that_is_not_contiguous(implementation, torch_device, n
         getattr(torch_attn, name)(**operands, implementation=implementation)
 
 
+@pytest.mark.parametrize("name", ["k_pages", "v_pages"])
+@pytest.mark.parametrize("odd", ["offset", "stride"])
+def test_rows_of_an_8_bit_cache_at_odd_offsets(implementation, torch_device, name, odd):
+    """torch alone: JAX arrays have no strides."""
+    import torch_attn
+
+    described = (DECODE | INT8).items()
+    operands = {
+        n: torch.zeros(shape, dtype=getattr(torch, dtype), device=torch_device)
+        for n, (shape, dtype) in described
+    }
+    pool = operands[name]
+    if odd == "offset":
+        operands[name] = pool.new_zeros(pool.numel() + 1)[1:].view(pool.shape)
+    else:
+        operands[name] = pool.new_zeros(*pool.shape[:3], pool.shape[3] + 1)[..., :-1]
+    message = f"{name}: expected rows at even offsets in an 8-bit cache, got an odd one"
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        torch_attn.paged_decode(**operands, implementation=implementation)
+
+
 def test_a_cpu_tensor_with_a_gpu_one(side, implementation, torch_device):
     if torch_device == "cpu":
         pytest.skip("needs two devices: run on a machine with a GPU")

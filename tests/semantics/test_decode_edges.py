@@ -80,3 +80,29 @@ def test_page_ids_out_of_range(side, implementation, torch_device):
     for a, b in zip(got, want, strict=True):
         assert a.isfinite().all()
         assert torch.equal(a[[0, 2]], b[[0, 2]])
+
+
+@pytest.mark.parametrize("power", [100, -100])
+@pytest.mark.parametrize("kv_dtype", ["int8", "float8_e4m3fn"])
+def test_bfloat16_queries_of_any_size_with_an_8_bit_cache(
+    side, implementation, torch_device, kv_dtype, power
+):
+    """Tensor cores take such a cache as float16, whose range is smaller."""
+    inputs = make_inputs(replace(CASE, kv_dtype=kv_dtype), torch_device)
+    large = inputs | {"q": inputs["q"] * 2.0**power, "k_scale": inputs["k_scale"] * 2.0**-power}
+    want, got = (decode(side, implementation, x) for x in (inputs, large))
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize("column", [4, 5])
+def test_a_nan_in_a_float8_cache(side, implementation, torch_device, column):
+    inputs = make_inputs(replace(CASE, kv_dtype="float8_e4m3fn"), torch_device)
+    want, _ = decode(side, implementation, inputs)
+    key = 8  # of sequence 1, which both of its tokens see
+    page = inputs["block_tables"][1, key // CASE.page_size]
+    inputs["v_pages"].view(torch.uint8)[page, key % CASE.page_size, 1, column] = 0xFF
+    got, _ = decode(side, implementation, inputs)
+    reached = torch.zeros_like(got, dtype=torch.bool)
+    reached[1, :, 2:, column] = True
+    assert torch.equal(got.isnan(), reached)
+    assert torch.equal(got.where(~reached, 0), want.where(~reached, 0))

@@ -25,7 +25,7 @@ from torch_attn.kernels.primitives import (
     share_of_tiles,
     store_columns,
 )
-from torch_attn.kernels.quantized import unpack
+from torch_attn.kernels.quantized import to_float16, unpack
 from torch_attn.launch import (
     as_words,
     config_for,
@@ -68,6 +68,7 @@ def paged_decode_kernel(
     window_left,
     K_SLOT: tl.constexpr,
     V_SLOT: tl.constexpr,
+    ALIGN: tl.constexpr,
     TOKENS: tl.constexpr,
     GROUP_SIZE: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
@@ -101,7 +102,7 @@ def paged_decode_kernel(
     dtype for p·v. A row that sees no key in this split has lse -inf, and an output only where the
     split has keys. A single split writes the result itself: ONE_SPLIT, and HAS_SINKS to count the
     sink. An 8-bit pool is given as int16 words of two columns: HEAD_DIM and HEAD_DIM_V count words,
-    and even and odd columns are tiles of their own. PDL: a dependent launch follows (CUDA's
+    and even and odd columns are tiles of their own. ALIGN divides the pools' strides. PDL: a dependent launch follows (CUDA's
     programmatic dependent launch), which may begin to start. BLOCK_ROWS and BLOCK_KV are powers of
     two, at least 16.
     """
@@ -120,8 +121,10 @@ def paged_decode_kernel(
         begin = tl.maximum(length - TOKENS - window_left, 0)
     first, count = share_of_tiles(begin, length, split, num_splits, BLOCK_KV)
     table_ptr = tables_ptr + batch * tables_batch
-    k_base = k_ptr + head_kv.to(tl.int64) * k_head
-    v_base = v_ptr + head_kv.to(tl.int64) * v_head
+    k_base = k_ptr + tl.multiple_of(head_kv.to(tl.int64) * k_head, ALIGN)
+    v_base = v_ptr + tl.multiple_of(head_kv.to(tl.int64) * v_head, ALIGN)
+    k_page = tl.multiple_of(k_page, ALIGN)
+    v_page = tl.multiple_of(v_page, ALIGN)
     if QUANTIZED:
         scale *= tl.load(k_scale_ptr + head_kv * k_scale_head)
 
@@ -134,6 +137,8 @@ def paged_decode_kernel(
     if QUANTIZED:
         q = load_columns(q_rows, is_row, 0, 2, HEAD_DIM, BLOCK_D)
         q_odd = load_columns(q_rows, is_row, 1, 2, HEAD_DIM, BLOCK_D)
+        q, q_odd, factor = to_float16(q, q_odd)
+        scale *= factor[:, None]
         acc_odd = tl.zeros([BLOCK_ROWS, BLOCK_DV], tl.float32)
     else:
         q = load_columns(q_rows, is_row, 0, 1, HEAD_DIM, BLOCK_D)
@@ -151,7 +156,7 @@ def paged_decode_kernel(
         # s = scale · q kᵀ
         k = load_keys(k_base, page, slot, exists, k_page, K_SLOT, HEAD_DIM, BLOCK_D, PAST_2G)
         if QUANTIZED:
-            k, k_odd = unpack(k, q.dtype, FLOAT8, WIDEN_LOW, WIDEN_HIGH)
+            k, k_odd = unpack(k, FLOAT8, WIDEN_LOW, WIDEN_HIGH)
             s = tl.dot(q_odd, tl.trans(k_odd))
             s = attention_scores(q, k, scale, softcap, SCALE_FIRST, HAS_SOFTCAP, s)
         else:
@@ -166,7 +171,7 @@ def paged_decode_kernel(
         # acc += p v
         v = load_keys(v_base, page, slot, exists, v_page, V_SLOT, HEAD_DIM_V, BLOCK_DV, PAST_2G)
         if QUANTIZED:
-            v, v_odd = unpack(v, q.dtype, FLOAT8, WIDEN_LOW, WIDEN_HIGH)
+            v, v_odd = unpack(v, FLOAT8, WIDEN_LOW, WIDEN_HIGH)
             acc_odd = tl.dot(p, v_odd, acc_odd * alpha[:, None])
         acc = tl.dot(p, v, acc)
 

@@ -13,34 +13,27 @@ WIDEN_PACK = tl.constexpr(ptx.WIDEN_PACK)
 
 
 @triton.jit
-def unpack(
-    words,
-    dtype: tl.constexpr,
-    FLOAT8: tl.constexpr,
-    WIDEN_LOW: tl.constexpr,
-    WIDEN_HIGH: tl.constexpr,
-):
-    """The numbers in the low and in the high bytes of int16 words, in `dtype`, exactly.
+def unpack(words, FLOAT8: tl.constexpr, WIDEN_LOW: tl.constexpr, WIDEN_HIGH: tl.constexpr):
+    """The numbers in the low and in the high bytes of int16 words, as float16, exactly.
 
-    The codes are what `interop.contract.ptx.widenings` gives, or None to do without, as the
-    interpreter must.
+    They are not yet times the cache's scale. The codes are what `interop.contract.ptx.widenings`
+    gives, or None to do without, as the interpreter must.
     """
     if WIDEN_LOW is None:
-        low = dequantize(words.to(tl.int8), dtype, FLOAT8)
-        high = dequantize((words >> 8).to(tl.int8), dtype, FLOAT8)
+        low, high = widen(words.to(tl.int8), FLOAT8), widen((words >> 8).to(tl.int8), FLOAT8)
     else:
         low = tl.inline_asm_elementwise(
-            WIDEN_LOW, WIDEN_CONSTRAINTS, [words], dtype.value, is_pure=True, pack=WIDEN_PACK
+            WIDEN_LOW, WIDEN_CONSTRAINTS, [words], tl.float16, is_pure=True, pack=WIDEN_PACK
         )
         high = tl.inline_asm_elementwise(
-            WIDEN_HIGH, WIDEN_CONSTRAINTS, [words], dtype.value, is_pure=True, pack=WIDEN_PACK
+            WIDEN_HIGH, WIDEN_CONSTRAINTS, [words], tl.float16, is_pure=True, pack=WIDEN_PACK
         )
     return low, high
 
 
 @triton.jit
-def dequantize(x, dtype: tl.constexpr, FLOAT8: tl.constexpr):
-    """int8, or the bits of a float8_e4m3fn, in `dtype`; not yet times the cache's scale.
+def widen(x, FLOAT8: tl.constexpr):
+    """int8, or the bits of a float8_e4m3fn, as float16.
 
     The bits of a float8 below its sign, moved to float16's, are the number times 2^-8.
     """
@@ -48,8 +41,27 @@ def dequantize(x, dtype: tl.constexpr, FLOAT8: tl.constexpr):
         magnitude = x.to(tl.int16) & 0x7F
         bits = (x.to(tl.int16) & 0x80) << 8 | magnitude << 7
         y = bits.to(tl.float16, bitcast=True) * 256.0
-        x = tl.where(magnitude == 0x7F, float("nan"), y).to(tl.float16)
-    return x.to(dtype)
+        x = tl.where(magnitude == 0x7F, float("nan"), y)
+    return x.to(tl.float16)
+
+
+@triton.jit
+def to_float16(x, y):
+    """Two tiles of the same rows as float16, and what a row's elements are to be multiplied by.
+
+    A row of bfloat16 may be past float16's range. It is multiplied by the power of two that brings
+    its largest element to 2^13 .. 2^14: exact but for elements below 2^-31 of that one.
+    """
+    factor = tl.full([x.shape[0]], 1.0, tl.float32)
+    if x.dtype == tl.bfloat16:
+        x, y = x.to(tl.float32), y.to(tl.float32)
+        largest = tl.maximum(tl.max(tl.abs(x), 1), tl.max(tl.abs(y), 1))
+        exponent = largest.to(tl.int32, bitcast=True) >> 23
+        exponent = tl.minimum(tl.maximum(exponent, 14), 253)
+        factor = ((exponent - 13) << 23).to(tl.float32, bitcast=True)
+        inverse = ((267 - exponent) << 23).to(tl.float32, bitcast=True)[:, None]
+        x, y = x * inverse, y * inverse
+    return x.to(tl.float16), y.to(tl.float16), factor
 
 
 @triton.jit
