@@ -66,8 +66,7 @@ def pallas_flash(target: str, case: FlashCase, operation: str, tensors) -> Call:
     attend = partial(flash_attention, **case.options, implementation="triton")
     with use_target(target):
         call = jax_call(attend, operation, tensors)
-        call.run()  # traces, for the target
-    return call
+    return _for_target(call, target)
 
 
 def triton_decode(target: str, case: DecodeCase, tensors: DecodeTensors) -> Call:
@@ -82,7 +81,6 @@ def pallas_decode(target: str, case: DecodeCase, tensors: DecodeTensors) -> Call
     """A jitted call of `pallas_attn.paged_decode`, on torch's memory."""
     import jax
 
-    from interop.contract.target import use_target
     from interop.exchange import to_jax
     from pallas_attn import paged_decode
 
@@ -90,13 +88,14 @@ def pallas_decode(target: str, case: DecodeCase, tensors: DecodeTensors) -> Call
     run = partial(
         jax.jit(partial(paged_decode, **case.options, implementation="triton")), **arguments
     )
-    with use_target(target):
-        run()  # traces, for the target
-    return Call(run, partial(_rows, case))
+    return _for_target(Call(run, partial(_rows, case)), target)
 
 
 def _for_target(call: Call, target: str) -> Call:
-    """The call, with kernels of the target whenever it runs."""
+    """The call, with kernels of the target whenever it runs.
+
+    JAX too may compile at any call: once more after a peer's import has changed its settings.
+    """
     from interop.contract.target import use_target
 
     def run():
