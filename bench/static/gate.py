@@ -30,7 +30,7 @@ from interop.contract.target import SHARED_MEMORY_LIMIT
 
 FRAMEWORKS = {"torch": "torch_attn", "jax": "pallas_attn"}
 FLASH_FEATURES = ("full", "causal", "window-softcap", "odd-head-size")
-DECODE_FEATURES = ("decode", "decode-all-options")
+DECODE_FEATURES = ("decode", "decode-16-tokens", "decode-all-options")
 FEATURES = (*FLASH_FEATURES, *DECODE_FEATURES)
 DTYPES = {16: ("bfloat16",), 32: ("float32",), 8: QUANTIZED_DTYPES}
 
@@ -80,12 +80,13 @@ class Problem:
         )
 
     def _decode(self) -> DecodeSpec:
-        """Plainly: one token, small pages, split. With all options: four tokens, one split."""
-        plain = self.feature == "decode"
+        """Plainly: one token or 16, small pages, split. With all options: 4 tokens, one split."""
+        plain = self.feature != "decode-all-options"
+        tokens = {"decode": 1, "decode-16-tokens": 16, "decode-all-options": 4}[self.feature]
         page_size = 16 if plain else 256
         return DecodeSpec(
             batch=4,
-            tokens=1 if plain else 4,
+            tokens=tokens,
             heads_q=16,
             cache=PagedCache(
                 num_pages=4096 // page_size,

@@ -55,22 +55,24 @@ def _flash_cases(gradients: bool) -> Iterator[FlashCase]:
 
 def _decode_cases(kernel: str) -> Iterator[DecodeCase]:
     """Many sequences for `paged_decode`; for `combine` a single long one, in many splits."""
-    lengths, name = ((32768,), "long") if kernel == "combine" else ((4096,) * 32, "batch")
+    lengths, kind = ((32768,), "long") if kernel == "combine" else ((4096,) * 32, "batch")
     base = DecodeCase(
         "", lengths, tokens=1, heads_q=32, heads_kv=8, page_size=16,
         max_pages=lengths[0] // 16, sinks=True,
     )  # fmt: skip
     for dtype in ("bfloat16", "int8"):
+        cache = {} if dtype == base.dtype else {"kv_dtype": dtype, "scale_shape": (base.heads_kv,)}
         for head_dim in HEAD_DIMS:
             for softcap in SOFTCAPS:
-                found = replace(
-                    base, name=_name(name, dtype, head_dim, softcap), head_dim=head_dim,
-                    softcap=softcap,
-                )  # fmt: skip
-                yield (
-                    found
-                    if dtype == base.dtype
-                    else replace(found, kv_dtype=dtype, scale_shape=(base.heads_kv,))
+                name = _name(kind, dtype, head_dim, softcap)
+                case = replace(base, name=name, head_dim=head_dim, softcap=softcap, **cache)
+                yield case
+            if kernel == "paged_decode":
+                yield replace(
+                    case,
+                    name=_name(kind, dtype, head_dim, None) + "-16-tokens",
+                    softcap=None,
+                    tokens=16,
                 )
 
 

@@ -11,7 +11,8 @@ A file holds, for each kernel, rows such as ::
     num_warps = 8
     num_stages = 3
 
-A row with ``softcap = true`` is for capped scores only, which need more registers, and stands in
+A row with ``softcap = true`` is for capped scores only, which need more registers; one with
+``wide = true`` is for a `paged_decode` of more than 32 query rows a kv head. Each stands in
 for the plain row there. Kernels read the table; nothing is tuned at run time.
 """
 
@@ -21,6 +22,7 @@ import tomllib
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from interop.contract.spec import (
     SPLITS_MAX,
@@ -88,23 +90,28 @@ def find_configs(path: Path, spec: Spec) -> dict[str, KernelConfig]:
     """The configuration of each of the problem's kernels in one table."""
     bits = spec.dtype_bits
     head_dim = padded_head_dim(max(spec.head_dim, spec.head_dim_v))
-    capped = spec.softcap is not None
     return {
-        kernel: rows.get((bits, head_dim, capped)) or rows[bits, head_dim, False]
+        kernel: rows.get((bits, head_dim, spec.variant)) or rows[bits, head_dim, ""]
         for kernel, rows in load_table(path).items()
         if kernel in spec.kernels
     }
 
 
 @cache
-def load_table(path: Path) -> dict[str, dict[tuple[int, int, bool], KernelConfig]]:
-    """Read one table: kernel, then (dtype bits, padded head size, softcap), to configuration."""
-    table: dict[str, dict[tuple[int, int, bool], KernelConfig]] = {}
+def load_table(path: Path) -> dict[str, dict[tuple[int, int, str], KernelConfig]]:
+    """Read one table: kernel, then (dtype bits, padded head size, variant), to configuration.
+
+    The variant is "softcap", "wide" or "".
+    """
+    table: dict[str, dict[tuple[int, int, str], KernelConfig]] = {}
     for kernel, rows in tomllib.loads(path.read_text()).items():
         table[kernel] = {
-            (row.pop("dtype_bits"), row.pop("head_dim"), row.pop("softcap", False)): KernelConfig(
-                **row
-            )
+            (row.pop("dtype_bits"), row.pop("head_dim"), _variant(row)): KernelConfig(**row)
             for row in rows
         }
     return table
+
+
+def _variant(row: dict[str, Any]) -> str:
+    """Take what a row is for out of it."""
+    return next((name for name in ("softcap", "wide") if row.pop(name, False)), "")

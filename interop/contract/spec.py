@@ -78,6 +78,11 @@ class AttentionSpec:
         return self.seq_kv - self.seq_q
 
     @property
+    def variant(self) -> str:
+        """The kind of row that it looks for in the configuration tables."""
+        return "" if self.softcap is None else "softcap"
+
+    @property
     def is_empty(self) -> bool:
         """True when there is nothing to read or nothing to write."""
         return 0 in (self.batch, self.seq_q, self.seq_kv, self.heads_q)
@@ -110,7 +115,7 @@ class PagedCache:
     """
 
     kernels: ClassVar = ("append_kv",)
-    softcap: ClassVar = None
+    variant: ClassVar = ""
 
     num_pages: int
     page_size: int
@@ -188,6 +193,13 @@ class DecodeSpec:
         return self.heads_q // self.heads_kv if self.heads_kv else 1
 
     @property
+    def variant(self) -> str:
+        """The kind of row that it looks for in the configuration tables."""
+        if self.tokens * self.group_size > 32:
+            return "wide"
+        return "" if self.softcap is None else "softcap"
+
+    @property
     def is_empty(self) -> bool:
         """True when there is nothing to write, or no key to read in any sequence."""
         return 0 in (self.batch, self.tokens, self.heads_q, self.cache.capacity) or (
@@ -213,7 +225,7 @@ class MergeSpec:
     """
 
     kernels: ClassVar = ("combine",)
-    softcap: ClassVar = None
+    variant: ClassVar = ""
     dtype_bits: ClassVar = 32
 
     num_states: int

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from interop.contract.cases import DecodeCase
 from interop.contract.config import KernelConfig, find_configs, load_table, padded_head_dim
 from interop.contract.spec import AttentionSpec
 
@@ -39,11 +40,11 @@ def test_a_table_maps_kernel_and_key_to_configuration(tmp_path):
     path.write_text(TABLE)
     assert load_table(path) == {
         "flash_fwd": {
-            (16, 64, False): KernelConfig(block_q=128, block_kv=64, num_warps=4, num_stages=3),
-            (32, 64, False): KernelConfig(block_q=64, block_kv=32, num_warps=8, num_stages=2),
+            (16, 64, ""): KernelConfig(block_q=128, block_kv=64, num_warps=4, num_stages=3),
+            (32, 64, ""): KernelConfig(block_q=64, block_kv=32, num_warps=8, num_stages=2),
         },
         "flash_bwd_dq": {
-            (16, 16, False): KernelConfig(block_q=32, block_kv=16, num_warps=2, num_stages=1)
+            (16, 16, ""): KernelConfig(block_q=32, block_kv=16, num_warps=2, num_stages=1)
         },
     }
 
@@ -116,3 +117,25 @@ def test_the_row_of_a_problem(tmp_path):
     assert block_q(head_dim_v=80, softcap=1.0) == 2
     assert block_q(dtype="float32") == 3
     assert block_q(softcap=1.0) == 4
+
+
+def test_the_row_of_many_query_rows(tmp_path):
+    path = tmp_path / "sm80.toml"
+    rows = [(16, 64, "", 16), (16, 128, "", 32), (16, 64, "wide = true", 64)]
+    path.write_text(
+        "".join(
+            KERNEL.replace("flash_fwd", "paged_decode").format(
+                bits=bits, head_dim=head_dim, extra=extra, block_q=block_q
+            )
+            for bits, head_dim, extra, block_q in rows
+        )
+    )
+
+    def block_q(**changes):
+        case = replace(DecodeCase("rows", heads_q=8, heads_kv=1, head_dim=64), **changes)
+        return find_configs(path, case.spec)["paged_decode"].block_q
+
+    assert block_q(tokens=4) == 16
+    assert block_q(tokens=5) == 64
+    assert block_q(tokens=5, softcap=1.0) == 64
+    assert block_q(tokens=5, head_dim=128) == 32
