@@ -48,7 +48,8 @@ def paged_decode(
         q: [B, Hq, D], or [B, T, Hq, D] with T from 1 to 16, float16 or bfloat16. D is 16 to 256 in
             steps of 8. Any strides with a contiguous last dimension, as for all operands.
         k_pages: [P, page_size, Hkv, D], q's dtype, int8 or float8_e4m3fn: one pool for all
-            sequences. page_size is 1 to 256; Hq is a multiple of Hkv.
+            sequences. page_size is 1 to 256; Hq is a multiple of Hkv. The rows of an 8-bit pool
+            begin at even offsets.
         v_pages: [P, page_size, Hkv, Dv], k_pages' dtype. Dv has D's limits and need not be D.
         block_tables: [B, max_pages] int32, ids of pages.
         seq_lens: [B] int32, keys of each sequence, the new tokens counted in.
