@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 
 import jax
 
-from interop.contract.config import KernelConfig, Spec, find_configs
+from interop.contract.config import KernelConfig, Spec, choose_splits, find_configs
 from interop.contract.explain import Explanation
 from interop.contract.spec import AttentionSpec, DecodeSpec
-from interop.contract.target import requested_target, resolve_target
+from interop.contract.target import MULTIPROCESSORS, requested_target, resolve_target
 from interop.contract.validate import check_choice, fail
 
 IMPLEMENTATIONS = ("mosaic", "triton", "reference")
@@ -86,6 +86,13 @@ def explain_choice(
     backend = backends.cuda if on_cuda else backends.elsewhere
     compiled = backend not in (INTERPRET, REFERENCE)
     runs_kernels = backend != REFERENCE and not spec.is_empty
+    target = backend if compiled else "sm80"
+    configs = configs_for(spec, target) if runs_kernels else {}
+    splits = None
+    if runs_kernels and isinstance(spec, DecodeSpec):
+        splits = choose_splits(spec, configs["paged_decode"], multiprocessors(backend))
+        if splits > 1:
+            configs |= configs_for(spec.merge(splits), target)
     if spec.is_empty:
         reason = "an empty problem runs no kernel"
     elif implementation is not None:
@@ -102,7 +109,8 @@ def explain_choice(
         device=on.device_kind,
         target=backend if compiled and runs_kernels else None,
         reason=reason,
-        configs=configs_for(spec, backend if compiled else "sm80") if runs_kernels else {},
+        configs=configs,
+        num_splits=splits,
     )
 
 
@@ -121,3 +129,11 @@ def cuda_devices() -> Sequence[Device]:
         return jax.local_devices(backend="cuda")
     except RuntimeError:  # this process has no CUDA backend
         return ()
+
+
+def multiprocessors(backend: str) -> int:
+    """How many multiprocessors the device has; without a device, the target's usual number."""
+    devices = cuda_devices()
+    if backend == INTERPRET or not devices:
+        return MULTIPROCESSORS["sm80" if backend == INTERPRET else backend]
+    return devices[0].core_count

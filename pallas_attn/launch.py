@@ -15,8 +15,7 @@ from jax.experimental import pallas as pl
 from interop.contract import ptx
 from interop.contract.config import KernelConfig, Spec, padded_head_dim
 from interop.contract.spec import AttentionSpec, DecodeSpec, PagedCache
-from interop.contract.target import MULTIPROCESSORS
-from pallas_attn.dispatch import INTERPRET, configs_for, cuda_devices
+from pallas_attn.dispatch import INTERPRET, configs_for
 from pallas_attn.lowering import TritonCompilerParams
 
 
@@ -134,14 +133,6 @@ def of_split(x: Any, group_size: int) -> pl.BlockSpec:
         return pl.BlockSpec(block, lambda tile, head, split, batch: (split, batch, head, 0))
     block = (None, None, x.shape[2], group_size, padded_head_dim(x.shape[4]))
     return pl.BlockSpec(block, lambda tile, head, split, batch: (split, batch, 0, head, 0))
-
-
-def multiprocessors(backend: str) -> int:
-    """How many multiprocessors the device has; without a device, the target's usual number."""
-    devices = cuda_devices()
-    if backend == INTERPRET or not devices:
-        return MULTIPROCESSORS["sm80" if backend == INTERPRET else backend]
-    return devices[0].core_count
 
 
 def config_for(name: str, spec: Spec, backend: str) -> KernelConfig:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from interop.contract.config import choose_splits
 from interop.contract.explain import Explanation
 from interop.contract.spec import AttentionSpec, DecodeSpec
 from interop.contract.validate import check_choice
@@ -25,12 +26,19 @@ def explain_choice(
     implementation: str | None, device: torch.device, spec: AttentionSpec | DecodeSpec
 ) -> Explanation:
     """Describe what `choose` leads to for a problem."""
-    from torch_attn.launch import configs_for, target_of
+    from torch_attn.launch import configs_for, multiprocessors, target_of
 
     chosen = choose(implementation, device)
     on_cuda = device.type == "cuda"
     runs_kernels = chosen == "triton" and not spec.is_empty
     target = target_of(device) if runs_kernels and on_cuda else None
+    configs = configs_for(spec, target or "sm80") if runs_kernels else {}
+    splits = None
+    if runs_kernels and isinstance(spec, DecodeSpec):
+        multiprocessor_count = multiprocessors(device, target or "sm80")
+        splits = choose_splits(spec, configs["paged_decode"], multiprocessor_count)
+        if splits > 1:
+            configs |= configs_for(spec.merge(splits), target or "sm80")
     if spec.is_empty:
         reason = "an empty problem runs no kernel"
     elif implementation is not None:
@@ -45,5 +53,6 @@ def explain_choice(
         device=torch.cuda.get_device_name(device) if on_cuda else device.type,
         target=target,
         reason=reason,
-        configs=configs_for(spec, target or "sm80") if runs_kernels else {},
+        configs=configs,
+        num_splits=splits,
     )

@@ -19,6 +19,7 @@ class Explanation:
         target: "sm80" or "sm90" for compiled kernels, else None.
         reason: one sentence on why.
         configs: the configuration of each kernel that would run.
+        num_splits: parts that a paged decode's sequences are worked on in; None elsewhere.
     """
 
     implementation: str
@@ -27,9 +28,12 @@ class Explanation:
     target: str | None
     reason: str
     configs: dict[str, KernelConfig] = field(default_factory=dict)
+    num_splits: int | None = None
 
     def __str__(self) -> str:
         where = self.device if self.target is None else f"{self.target} code on {self.device}"
         lines = [f"{self.implementation} ({self.execution}, {where}): {self.reason}"]
         lines += [f"  {kernel}: {config}" for kernel, config in self.configs.items()]
+        if self.num_splits is not None:
+            lines.append(f"  splits of each sequence: {self.num_splits}")
         return "\n".join(lines)

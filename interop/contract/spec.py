@@ -206,6 +206,12 @@ class DecodeSpec:
             self.cache.num_pages == 0
         )
 
+    def merge(self, num_splits: int) -> MergeSpec:
+        """The problem of merging the results of its splits."""
+        return MergeSpec(
+            num_splits, self.batch, self.tokens, self.heads_q, self.head_dim_v, self.dtype
+        )
+
     def visible_keys(self, token: int, length: int) -> range:
         """The keys that one new token of a sequence of `length` keys sees."""
         position = min(max(length, 0), self.cache.capacity) - self.tokens + token

@@ -11,7 +11,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from interop.contract.config import block_rows, choose_splits
-from interop.contract.spec import DecodeSpec, MergeSpec
+from interop.contract.spec import DecodeSpec
+from pallas_attn.dispatch import multiprocessors
 from pallas_attn.kernels.combine import combine
 from pallas_attn.kernels.primitives import (
     LN2,
@@ -31,7 +32,6 @@ from pallas_attn.launch import (
     config_for,
     decode_arguments,
     launch,
-    multiprocessors,
     of_pool,
     of_scale,
     of_sequence,
@@ -72,9 +72,12 @@ def paged_decode_kernel(
     [], int32; sinks [group] if has_sinks, scales [] if quantized, float32; of its split, out
     [T, group, Dv] and lse [group, T] (float32, natural log). Grid: (row tiles, kv heads, splits,
     batch). Loop invariant: `online_softmax_update`. Accumulation: float32, exponents in base 2, p
-    cast to q's dtype for p·v. A row that sees no key in this split has lse -inf, and an output
+    cast to the products' dtype. A row that sees no key in this split has lse -inf, and an output
     only where the split has keys. A single split writes the result itself, and counts the sink.
     block_rows and block_kv are powers of two, at least 16.
+
+    quantized: the products are in float16, and the pools are given as int16 words of two columns.
+    head_dim and head_dim_v count words; even and odd columns are tiles of their own.
     """
     # Locate the rows and the split's share of the keys.
     q_ref, k_ref, v_ref, table_ref, len_ref, *optional, out_ref, lse_ref = refs
@@ -213,5 +216,4 @@ def paged_decode(
     )
     if splits == 1:
         return out[0], lse[0]
-    merge = MergeSpec(splits, spec.batch, spec.tokens, spec.heads_q, spec.head_dim_v, spec.dtype)
-    return combine(out, lse, merge, sinks, backend=backend)
+    return combine(out, lse, spec.merge(splits), sinks, backend=backend)

@@ -304,10 +304,13 @@ def test_explain_decode():
     assert best.reason == "the kernels compile for CUDA devices only"
     asked = explain_decode(**inputs, implementation="triton")
     assert (asked.implementation, asked.execution, asked.device) == ("triton", "interpreter", "cpu")
-    assert set(asked.configs) == set(CASE.spec.kernels)
+    assert (set(asked.configs), asked.num_splits) == ({"paged_decode"}, 1)
+    split = explain_decode(**inputs, implementation="triton", num_splits=3)
+    assert (set(split.configs), split.num_splits) == ({"paged_decode", "combine"}, 3)
+    assert str(split).endswith("splits of each sequence: 3")
     nothing = inputs | {"block_tables": inputs["block_tables"][:, :0]}
     empty = explain_decode(**nothing, implementation="triton")
-    assert (empty.execution, empty.configs) == ("framework", {})
+    assert (empty.execution, empty.configs, empty.num_splits) == ("framework", {}, None)
 
 
 @pytest.mark.parametrize("name", pallas_attn.__all__)

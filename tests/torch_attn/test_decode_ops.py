@@ -399,10 +399,13 @@ def test_explain_a_cpu():
     asked = explain_decode(p.q, *p.cache, window_size=(9, 0), implementation="triton")
     assert (asked.implementation, asked.execution) == ("triton", "interpreter")
     assert (asked.device, asked.target) == ("cpu", None)
-    assert "paged_decode" in asked.configs
+    assert (set(asked.configs), asked.num_splits) == ({"paged_decode"}, 1)
+    split = explain_decode(p.q, *p.cache, implementation="triton", num_splits=3)
+    assert (set(split.configs), split.num_splits) == ({"paged_decode", "combine"}, 3)
+    assert str(split).endswith("splits of each sequence: 3")
     tables = p.block_tables[:, :0]
     empty = explain_decode(p.q, p.k_pages, p.v_pages, tables, p.seq_lens, implementation="triton")
-    assert (empty.execution, empty.configs) == ("framework", {})
+    assert (empty.execution, empty.configs, empty.num_splits) == ("framework", {}, None)
     with pytest.raises(ValueError, match="num_splits: expected None or an integer from 1 to 256"):
         explain_decode(p.q, *p.cache, num_splits=0)
 

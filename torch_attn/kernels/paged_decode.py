@@ -11,7 +11,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from interop.contract.config import block_rows, choose_splits
-from interop.contract.spec import DecodeSpec, MergeSpec
+from interop.contract.spec import DecodeSpec
 from torch_attn.kernels.combine import combine
 from torch_attn.kernels.primitives import (
     LN2,
@@ -98,13 +98,17 @@ def paged_decode_kernel(
     last dimension; tables [B, max_pages] and lens [B], int32; sinks [Hq] and scales [] or [Hkv],
     float32; out [splits, B, T, Hq, Dv] and lse [splits, B, Hq, T] (float32, natural log),
     contiguous. Grid: (row tiles, kv heads, splits, batch) in one axis, row tiles fastest. Loop
-    invariant: `online_softmax_update`. Accumulation: float32, exponents in base 2, p cast to q's
-    dtype for p·v. A row that sees no key in this split has lse -inf, and an output only where the
-    split has keys. A single split writes the result itself: ONE_SPLIT, and HAS_SINKS to count the
-    sink. An 8-bit pool is given as int16 words of two columns: HEAD_DIM and HEAD_DIM_V count words,
-    and even and odd columns are tiles of their own. ALIGN divides the pools' strides. PDL: a dependent launch follows (CUDA's
-    programmatic dependent launch), which may begin to start. BLOCK_ROWS and BLOCK_KV are powers of
-    two, at least 16.
+    invariant: `online_softmax_update`. Accumulation: float32, exponents in base 2, p cast to the
+    products' dtype. A row that sees no key in this split has lse -inf, and an output only where
+    the split has keys. A single split writes the result itself: ONE_SPLIT, and HAS_SINKS to count
+    the sink. PAST_2G: the pools reach past 2^31 elements. ALIGN divides their strides. BLOCK_ROWS
+    and BLOCK_KV are powers of two, at least 16.
+
+    QUANTIZED: the products are in float16, and the pools are given as int16 words of two columns.
+    HEAD_DIM and HEAD_DIM_V count words; even and odd columns are tiles of their own.
+
+    PDL: a launch that depends on this one may begin to start (CUDA's programmatic dependent
+    launch).
     """
     if PDL:
         gdc_launch_dependents()
@@ -249,5 +253,4 @@ def paged_decode(
     )
     if splits == 1:
         return out[0], lse[0]
-    merge = MergeSpec(splits, spec.batch, spec.tokens, spec.heads_q, spec.head_dim_v, spec.dtype)
-    return combine(out, lse, merge, sinks, overlap)
+    return combine(out, lse, spec.merge(splits), sinks, overlap)
