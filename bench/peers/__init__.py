@@ -24,8 +24,7 @@ FLASH: Mapping[str, Callable[..., Call]] = {
     "tokamax Triton": partial(tokamax.flash, "triton"),
 }
 DECODE: Mapping[str, Callable[..., Call]] = {
-    "FlashInfer": partial(flashinfer.decode, False),
-    "FlashInfer tensor cores": partial(flashinfer.decode, True),
+    "FlashInfer": flashinfer.decode,
     "FA2 dense": partial(sdpa.decode, "FLASH_ATTENTION"),
     "cuDNN dense": partial(sdpa.decode, "CUDNN_ATTENTION"),
 }

@@ -37,7 +37,7 @@ FLASH = {
 }  # fmt: skip
 DECODE = {
     ("Triton", "sm90"): 0.95, ("Pallas", "sm90"): 0.94, ("Triton graph", "sm90"): 0.96,
-    ("FlashInfer", None): 0.85, ("FlashInfer tensor cores", None): 0.8,
+    ("FlashInfer", None): 0.85,
     ("FA2 dense", None): 0.83, ("cuDNN dense", None): 0.93,
 }  # fmt: skip
 MATMUL, READ = 787e12, 4.18e12

@@ -13,6 +13,7 @@ import torch
 from bench import gate
 from bench.job import Absent
 from bench.peers import DECODE, FLASH, flashinfer, flex
+from bench.suites import kvcache
 from bench.suites.decode_inputs import decode_tensors
 from interop.contract.cases import DecodeCase, FlashCase
 from interop.contract.reference import attention_forward
@@ -149,10 +150,9 @@ def test_fa2_decodes_from_a_dense_copy(tokens):
         ("FA2 dense", {"window_size": (8, 0)}),
         ("FA2 dense", {"kv_dtype": "int8"}),
         ("cuDNN dense", {"tokens": 3}),
-        ("FlashInfer", {"tokens": 3}),
-        ("FlashInfer tensor cores", {"kv_dtype": "int8"}),
-        ("FlashInfer tensor cores", {"kv_dtype": "float8_e4m3fn", "scale_shape": (2,)}),
-        ("FlashInfer tensor cores", {"head_dim_v": 32}),
+        ("FlashInfer", {"kv_dtype": "int8"}),
+        ("FlashInfer", {"kv_dtype": "float8_e4m3fn", "scale_shape": (2,)}),
+        ("FlashInfer", {"head_dim_v": 32}),
     ],
 )
 def test_a_decode_that_a_peer_does_not_do_is_absent(peer, options):
@@ -161,15 +161,19 @@ def test_a_decode_that_a_peer_does_not_do_is_absent(peer, options):
         DECODE[peer](case, decode_tensors(case, "cpu"))
 
 
+DECODE_WRAPPER = "BatchDecodeWithPagedKVCacheWrapper"
+PREFILL_WRAPPER = "BatchPrefillWithPagedKVCacheWrapper"
+DTYPES = "dtype", "kv_dtype"  # fields of a case
+
+
 class Wrapper:
     """FlashInfer's wrappers as their documentation describes them, in plain torch."""
 
     planned = 0
 
-    def __init__(self, workspace, layout, **options):
+    def __init__(self, workspace, layout):
         assert layout == "NHD"
         assert not workspace.any()
-        self.options = options
 
     def plan(self, *args, causal=False, sm_scale, window_left, logits_soft_cap, **dtypes):
         *rows, self.indptr, self.indices, self.last_page_len, hq, hkv, dim, page_size = args
@@ -197,34 +201,48 @@ class Wrapper:
 
 
 @pytest.mark.parametrize(
-    ("peer", "options", "wrapper"),
+    ("options", "wrapper"),
     [
-        ("FlashInfer", {}, "BatchDecodeWithPagedKVCacheWrapper"),
-        ("FlashInfer tensor cores", {}, "BatchDecodeWithPagedKVCacheWrapper"),
-        ("FlashInfer tensor cores", {"tokens": 4}, "BatchPrefillWithPagedKVCacheWrapper"),
-        ("FlashInfer", {"kv_dtype": "float8_e4m3fn"}, "BatchDecodeWithPagedKVCacheWrapper"),
-        (
-            "FlashInfer",
-            {"window_size": (9, 0), "softcap": 5.0, "scale": 0.3},
-            "BatchDecodeWithPagedKVCacheWrapper",
-        ),
+        ({}, DECODE_WRAPPER),
+        ({"tokens": 4}, PREFILL_WRAPPER),
+        ({"kv_dtype": "float8_e4m3fn"}, DECODE_WRAPPER),
+        ({"window_size": (9, 0), "softcap": 5.0, "scale": 0.3}, DECODE_WRAPPER),
     ],
 )
-def test_flashinfer_gets_the_pages_and_plans_once(monkeypatch, peer, options, wrapper):
-    made = []
-
-    def make(*args, **kwargs):
-        made.append(Wrapper(*args, **kwargs))
-        return made[-1]
-
-    monkeypatch.setitem(sys.modules, "flashinfer", SimpleNamespace(**{wrapper: make}))
+def test_flashinfer_gets_the_pages_and_plans_once(monkeypatch, options, wrapper):
+    monkeypatch.setitem(sys.modules, "flashinfer", SimpleNamespace(**{wrapper: Wrapper}))
     monkeypatch.setattr(flashinfer, "WORKSPACE_BYTES", 64)
+    monkeypatch.setattr(flashinfer, "_compile_ahead", lambda device: None)
     monkeypatch.setattr(Wrapper, "planned", 0)
     case = replace(PAGED, **options)
     tensors = decode_tensors(case, "cpu")
-    call = DECODE[peer](case, tensors)
+    call = DECODE["FlashInfer"](case, tensors)
     for _ in range(2):
         assert gate.check_decode(case, tensors)(call.result(call.run())) <= 1
     assert Wrapper.planned == 1
-    if case.tokens == 1:
-        assert made[0].options == {"use_tensor_cores": peer == "FlashInfer tensor cores"}
+
+
+def test_flashinfer_compiles_once_ahead_what_the_decode_suite_needs(monkeypatch):
+    planned = []
+
+    class Recorder(Wrapper):
+        def plan(self, *args, **options):
+            super().plan(*args, **options)
+            planned.append((self.spec.seq_q, self.spec.head_dim, *self.dtypes.values()))
+            if len(planned) == 1:
+                raise RuntimeError("cannot be compiled")  # which stops nothing else
+
+    wrappers = {DECODE_WRAPPER: Recorder, PREFILL_WRAPPER: Recorder}
+    monkeypatch.setitem(sys.modules, "flashinfer", SimpleNamespace(**wrappers))
+    monkeypatch.setattr(flashinfer, "WORKSPACE_BYTES", 64)
+    flashinfer._compile_ahead.cache_clear()
+    for _ in range(2):
+        flashinfer._compile_ahead("cpu")
+    flashinfer._compile_ahead.cache_clear()
+    cases = [job.case for job in kvcache.jobs(["sm90"]) if job.case["kv_dtype"] != "int8"]
+    needed = {
+        (c["tokens"], c["head_dim"], *(getattr(torch, c[x] or c["dtype"]) for x in DTYPES))
+        for c in cases
+    }
+    assert set(planned) == needed
+    assert len(planned) == len(needed)
