@@ -6,6 +6,10 @@ L2 cache is flushed by filling a buffer; that fill also separates the calls in t
 Calls of torch are queued behind the fill, which hides what the host takes to launch them: their
 span is the device's own. JAX launches on a stream of its own, which would overtake the fill, so
 that its calls wait for it and their span counts gaps that the host leaves.
+
+A card that is held to its power slows down within tens of milliseconds of work, so that a turn
+first makes as many calls without counting them as `triton.testing.do_bench` does. Every round also
+asks that function, as a cross-check.
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -27,10 +32,12 @@ Run = Callable[[], Any]
 Wait = Callable[[Any], object]
 
 _FLUSH_BYTES = 256 * 2**20  # several times the L2 of any GPU of today
-_FILLS = 4  # of a queued call: 0.3 ms on an H200, so that the host has launched all of the call
+_FILLS = 4  # of a short call of torch: 0.3 ms on an H200, while the host launches all of the call
+_LONG = 0.3  # milliseconds that the device works on after a call returned; such need one fill
 _FLUSH_KERNEL = "FillFunctor<signed char>"
 _FEWEST, _MOST = 3, 20  # calls of a round
-_EVENTS_ABOVE = 0.5  # milliseconds; below, events measure their own overhead as well
+_EVENTS = 0.5, 20.0  # milliseconds; below, events measure their own overhead, above it takes long
+_ESTIMATING, _WARMUP_MS = 6, 5  # calls of do_bench for an estimate, and how long it then warms up
 
 
 @dataclass(frozen=True)
@@ -42,8 +49,8 @@ class Timing:
         span: from the start of its first kernel to the end of its last one.
         host: until it returns on the host, without the profiler.
         kernels: names of its kernels, in order.
-        events: milliseconds by CUDA events, as `triton.testing.do_bench` takes them; None for a
-            call of JAX or a short one.
+        events: milliseconds by CUDA events, from `triton.testing.do_bench`, the median over
+            rounds; None for a call of JAX, and for one that is very short or very long.
         memory: bytes that it adds at its peak; None for a call of JAX.
     """
 
@@ -53,6 +60,22 @@ class Timing:
     kernels: tuple[str, ...]
     events: float | None = None
     memory: int | None = None
+
+
+class Plan(NamedTuple):
+    """How a call is timed.
+
+    Attributes:
+        warmup: calls of a turn that are not counted.
+        repeats: calls of a turn that are.
+        fills: before each call.
+        queued: behind the fills, without waiting for them.
+    """
+
+    warmup: int
+    repeats: int
+    fills: int
+    queued: bool
 
 
 class Kernel(NamedTuple):
@@ -81,32 +104,33 @@ def time_calls(
         calls: by name; each is called a few times to warm up.
         wait: blocks until a call's result is there.
         rounds: how often each call has its turn.
-        round_ms: how long a turn lasts, about; it is 3 to 20 calls.
+        round_ms: how long a turn's counted calls last, about; they are 3 to 20.
 
     Raises:
         RuntimeError: the trace does not show the calls, or no kernel of one.
     """
-    queued = {name: _is_torch(_warm(call, wait)) for name, call in calls.items()}
-    repeats = {name: _repeats(call, wait, round_ms) for name, call in calls.items()}
+    plans = {name: _plan(call, wait, round_ms) for name, call in calls.items()}
     host: dict[Name, list[list[float]]] = {name: [] for name in calls}
+    events: dict[Name, list[float]] = {name: [] for name in calls}
     traces: dict[Name, list[list[list[Kernel]]]] = {name: [] for name in calls}
     for turn in range(rounds):
         names = list(calls) if turn % 2 == 0 else list(calls)[::-1]
-        trace = _trace([(calls[name], repeats[name], queued[name]) for name in names], wait)
-        turns = split(trace, [repeats[name] for name in names])
+        trace = _trace([(calls[name], plans[name]) for name in names], wait)
+        turns = split(trace, [plans[name].warmup + plans[name].repeats for name in names])
         for name, traced in zip(names, turns, strict=True):
-            traces[name].append(traced)
+            counted = traced[plans[name].warmup :]
+            traces[name].append(counted)
             host[name].append(_host_latencies(calls[name], wait, _FEWEST))
+            busy, _ = device_times([counted])
+            if plans[name].queued and _EVENTS[0] < busy.median < _EVENTS[1]:
+                events[name].append(_by_events(calls[name], round_ms))
     found = {}
     for name, call in calls.items():
         busy, span = device_times(traces[name])
         kernels = tuple(kernel.name for kernel in traces[name][0][0])
-        events = memory = None
-        if queued[name]:
-            memory = _peak_memory(call)
-            if busy.median > _EVENTS_ABOVE:
-                events = _by_events(call)
-        found[name] = Timing(busy, span, summarize(host[name]), kernels, events, memory)
+        memory = _peak_memory(call) if plans[name].queued else None
+        checked = median(events[name]) if len(events[name]) == rounds else None
+        found[name] = Timing(busy, span, summarize(host[name]), kernels, checked, memory)
     return found
 
 
@@ -144,33 +168,38 @@ def device_times(rounds: Sequence[Sequence[Sequence[Kernel]]]) -> tuple[Times, T
     return summarize(busy), summarize(span)
 
 
-def _warm(call: Run, wait: Wait) -> Any:
-    result = call()
-    wait(result)
-    return result
-
-
 def _is_torch(result: Any) -> bool:
     return not any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(result))
 
 
-def _repeats(call: Run, wait: Wait, round_ms: float) -> int:
-    """Calls that take `round_ms`, by the host's clock."""
+def _plan(call: Run, wait: Wait, round_ms: float) -> Plan:
+    """As many calls as take `round_ms`, by the host's clock, after one to warm up."""
+    result = call()
+    queued = _is_torch(result)
+    wait(result)
     start = time.perf_counter()
-    wait(call())
-    milliseconds = (time.perf_counter() - start) * 1e3
-    return min(max(round(round_ms / milliseconds), _FEWEST), _MOST)
+    result = call()
+    returned = time.perf_counter()
+    wait(result)
+    end = time.perf_counter()
+    milliseconds = (end - start) * 1e3
+    warmup = 1
+    if milliseconds < _EVENTS[1]:
+        warmup = min(_ESTIMATING + max(1, round(_WARMUP_MS / milliseconds)), _MOST)
+    repeats = min(max(round(round_ms / milliseconds), _FEWEST), _MOST)
+    short = queued and (end - returned) * 1e3 < _LONG
+    return Plan(warmup, repeats, _FILLS if short else 1, queued)
 
 
-def _trace(turns: Iterable[tuple[Run, int, bool]], wait: Wait) -> list[Kernel]:
-    """What the device does in these turns: a call, how often, and whether it may be queued."""
+def _trace(turns: Iterable[tuple[Run, Plan]], wait: Wait) -> list[Kernel]:
+    """What the device does in these turns, the calls that warm up among it."""
     flush = torch.empty(_FLUSH_BYTES, dtype=torch.int8, device="cuda")
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        for call, repeats, queued in turns:
-            for _ in range(repeats):
-                for _ in range(_FILLS if queued else 1):
+        for call, plan in turns:
+            for _ in range(plan.warmup + plan.repeats):
+                for _ in range(plan.fills):
                     flush.fill_(1)
-                if queued:
+                if plan.queued:
                     call()
                 else:
                     torch.cuda.synchronize()
@@ -204,8 +233,8 @@ def _peak_memory(call: Run) -> int:
     return torch.cuda.max_memory_allocated() - before
 
 
-def _by_events(call: Run) -> float:
+def _by_events(call: Run, round_ms: float) -> float:
     from triton.testing import do_bench
 
-    times: Any = do_bench(call, warmup=5, rep=30, return_mode="all")
-    return float(np.median(times))
+    times: Any = do_bench(call, warmup=_WARMUP_MS, rep=round(round_ms), return_mode="median")
+    return times

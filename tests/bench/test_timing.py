@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from bench import timing
-from bench.timing import Kernel, device_times, split, time_calls
+from bench.timing import Kernel, Plan, device_times, split, time_calls
 
 FLUSH = "vectorized_elementwise_kernel<4, FillFunctor<signed char>, array>"
 
@@ -59,8 +59,9 @@ def test_kernels_side_by_side_are_both_busy():
 @pytest.fixture
 def device(monkeypatch):
     """A device on which a call takes the microseconds of its name; notes what is asked of it."""
-    asked = SimpleNamespace(turns=[], queued={}, evented=[])
-    microseconds = {"short": 40, "long": 600, "jax": 600}
+    asked = SimpleNamespace(turns=[], plans={})
+    microseconds = {"short": 40, "long": 600, "longest": 30_000, "jax": 600}
+    events = {"long": iter([0.8, 0.61, 0.6])}
 
     def call(name):
         return lambda: jnp.zeros(1) if name == "jax" else SimpleNamespace(name=name)
@@ -70,16 +71,16 @@ def device(monkeypatch):
 
     def traced(turns, wait):
         kernels = []
-        for call, repeats, queued in turns:
+        for call, plan in turns:
             name = names[id(call)]
             asked.turns.append(name)
-            asked.queued[name] = queued
-            kernels += [[(f"{name}_kernel", 200, 200 + microseconds[name])]] * repeats
+            asked.plans[name] = plan
+            kernels += [[("cold_kernel", 200, 999)]] * plan.warmup
+            kernels += [[(f"{name}_kernel", 200, 200 + microseconds[name])]] * plan.repeats
         return trace(*kernels)
 
-    def by_events(call):
-        asked.evented.append(names[id(call)])
-        return 0.7
+    def by_events(call, round_ms):
+        return next(events[names[id(call)]])
 
     monkeypatch.setattr(timing, "_trace", traced)
     monkeypatch.setattr(timing, "_peak_memory", lambda call: 4096)
@@ -90,10 +91,10 @@ def device(monkeypatch):
 
 def test_calls_are_interleaved_and_the_order_turns_around(device):
     found = time_calls(device.calls, lambda result: None, rounds=3)
-    order = ["short", "long", "jax"]
+    order = ["short", "long", "longest", "jax"]
     assert device.turns == [*order, *reversed(order), *order]
     assert {name: t.busy.median for name, t in found.items()} == pytest.approx(
-        {"short": 0.04, "long": 0.6, "jax": 0.6}
+        {"short": 0.04, "long": 0.6, "longest": 30.0, "jax": 0.6}
     )
     assert {name: t.kernels for name, t in found.items()} == {
         name: (f"{name}_kernel",) for name in order
@@ -103,24 +104,38 @@ def test_calls_are_interleaved_and_the_order_turns_around(device):
 
 def test_torch_is_queued_and_jax_waits_for_the_fill(device):
     time_calls(device.calls, lambda result: None)
-    assert device.queued == {"short": True, "long": True, "jax": False}
+    queued = {name: plan.queued for name, plan in device.plans.items()}
+    assert queued == {"short": True, "long": True, "longest": True, "jax": False}
 
 
-def test_events_and_memory_are_of_torch_and_events_of_long_calls_alone(device):
+def test_events_and_memory_are_of_torch_and_events_of_calls_that_are_neither_short_nor_long(device):
     found = time_calls(device.calls, lambda result: None)
     assert {name: t.events for name, t in found.items()} == {
-        "short": None, "long": 0.7, "jax": None,
+        "short": None, "long": 0.61, "longest": None, "jax": None,
     }  # fmt: skip
     assert {name: t.memory for name, t in found.items()} == {
-        "short": 4096, "long": 4096, "jax": None,
+        "short": 4096, "long": 4096, "longest": 4096, "jax": None,
     }  # fmt: skip
 
 
-@pytest.mark.parametrize(("milliseconds", "repeats"), [(100.0, 3), (3.0, 10), (0.01, 20)])
-def test_repeats_fill_a_round(monkeypatch, milliseconds, repeats):
-    clock = iter([1.0, 1.0 + milliseconds / 1e3])
+@pytest.mark.parametrize(
+    ("host", "total", "plan"),
+    [  # milliseconds until a call returns, and until it is done
+        (0.1, 100.0, Plan(warmup=1, repeats=3, fills=1, queued=True)),
+        (0.1, 2.5, Plan(warmup=8, repeats=12, fills=1, queued=True)),
+        (1.0, 1.2, Plan(warmup=10, repeats=20, fills=4, queued=True)),
+        (0.005, 0.01, Plan(warmup=20, repeats=20, fills=4, queued=True)),
+    ],
+)
+def test_a_plan_fills_a_round_and_hides_launches(monkeypatch, host, total, plan):
+    clock = iter([1.0, 1.0 + host / 1e3, 1.0 + total / 1e3])
     monkeypatch.setattr(timing.time, "perf_counter", lambda: next(clock))
-    assert timing._repeats(lambda: None, lambda result: None, round_ms=30.0) == repeats
+    assert timing._plan(lambda: None, lambda result: None, round_ms=30.0) == plan
+
+
+def test_a_call_of_jax_waits_for_one_fill():
+    plan = timing._plan(lambda: jnp.zeros(1), lambda result: None, round_ms=30.0)
+    assert (plan.fills, plan.queued) == (1, False)
 
 
 def test_an_error_shows_up_while_waiting():
