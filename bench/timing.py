@@ -194,7 +194,8 @@ def _plan(call: Run, wait: Wait, round_ms: float) -> Plan:
 def _trace(turns: Iterable[tuple[Run, Plan]], wait: Wait) -> list[Kernel]:
     """What the device does in these turns, the calls that warm up among it."""
     flush = torch.empty(_FLUSH_BYTES, dtype=torch.int8, device="cuda")
-    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+    # Without acc_events it warns that more than one cycle, which there is not, would be lost.
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
         for call, plan in turns:
             for _ in range(plan.warmup + plan.repeats):
                 for _ in range(plan.fills):

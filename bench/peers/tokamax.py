@@ -6,6 +6,7 @@ installed, empty modules stand in for it during that import.
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -34,11 +35,27 @@ def flash(implementation: str, case: FlashCase, operation: str, tensors) -> Call
         implementation=implementation,
     )
     try:
-        call = jax_call(attend, operation, tensors)
-        call.run()
+        with _not_autotuned():
+            call = jax_call(attend, operation, tensors)
+            call.run()
     except NotImplementedError as error:
         raise Absent(f"not implemented there: {error}") from error
     return call
+
+
+@contextmanager
+def _not_autotuned() -> Iterator[None]:
+    """Leave out its warnings that it is not autotuned, pages of text for every call compiled."""
+
+    def is_other(record: logging.LogRecord) -> bool:
+        return not record.getMessage().startswith("Autotuning cache miss")
+
+    logger = logging.getLogger("absl")
+    logger.addFilter(is_other)
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_other)
 
 
 @contextmanager

@@ -1,5 +1,6 @@
 """Adapters of peers without a GPU: those that run here, stand-ins for those that do not."""
 
+import logging
 import sys
 import warnings
 from dataclasses import replace
@@ -112,6 +113,19 @@ def test_tokamax_is_absent_where_it_says_that_it_is_not_implemented(monkeypatch)
     monkeypatch.setitem(sys.modules, "tokamax", module)
     with pytest.raises(Absent, match="only on TPUs"):
         FLASH["tokamax Mosaic"](SQUARE, "forward", tensors_of(SQUARE))
+
+
+def test_tokamax_does_not_warn_that_it_is_not_autotuned(monkeypatch, caplog):
+    def attend(q, *arguments, **options):
+        logging.getLogger("absl").warning("Autotuning cache miss for %s", "an operation")
+        logging.getLogger("absl").warning("something else")
+        return q
+
+    monkeypatch.setitem(sys.modules, "tokamax", SimpleNamespace(dot_product_attention=attend))
+    FLASH["tokamax Mosaic"](SQUARE, "forward", tensors_of(SQUARE))
+    assert caplog.messages == ["something else"]
+    logging.getLogger("absl").warning("Autotuning cache miss for %s", "another's")
+    assert len(caplog.messages) == 2
 
 
 def test_tokamax_is_imported_without_xprof(monkeypatch, tmp_path):
