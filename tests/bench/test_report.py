@@ -175,6 +175,11 @@ def test_facts_sum_up_the_clocks_the_spread_and_the_cross_check(record):
     assert found["power"] == "up to 700 W, 70 °C; held back by power cap"
     assert "3.0% from CUPTI" in found["cross-check"]
     assert "at most by 5.0% (Triton sm90, forward, keys-2048)" in found["cross-check"]
+    assert "FA2 and" not in found["cross-check"]
+    library = record(implementation="FA2", target=None, span=span, events=2.04)
+    assert facts([near, far, library])["cross-check"].endswith(
+        "; for FA2 and cuDNN at most by 2.0% (FA2, forward, keys-1024)"
+    )
     assert found["spread"].startswith("10.0% between rounds")
     assert not {"clocks", "power", "cross-check"} & set(facts([record()]))
 
