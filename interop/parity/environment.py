@@ -81,7 +81,10 @@ def _version(package: str) -> str:
 
 
 def _commit() -> str:
-    """From git, or from TWIN_ATTENTION_COMMIT where this is a copy without its history."""
+    """From git, or from TWIN_ATTENTION_COMMIT where this is a copy without its history.
+
+    Results under version control are no change: they are what a run writes.
+    """
 
     def git(*arguments: str) -> str:
         command = ["git", "-C", str(Path(__file__).parent), *arguments]
@@ -89,7 +92,8 @@ def _commit() -> str:
 
     try:
         commit = git("rev-parse", "--short=12", "HEAD")
-        changed = git("status", "--porcelain", "--untracked-files=no")
+        code = (":/", ":(top,exclude)bench/results")
+        changed = git("status", "--porcelain", "--untracked-files=no", "--", *code)
     except (OSError, subprocess.CalledProcessError):
         return os.environ.get("TWIN_ATTENTION_COMMIT", "unknown")
     return f"{commit} with local changes" if changed else commit
