@@ -12,6 +12,8 @@ from bench.statistics import Times
 
 Status = Literal["planned", "ok", "failed", "absent", "out of memory", "refused by parity"]
 
+ABLATION = "Triton without softmax"  # its result is wrong on purpose (see `bench.ablation`)
+
 
 @dataclass(frozen=True)
 class Record:
@@ -84,6 +86,11 @@ class Record:
     @property
     def is_peer(self) -> bool:
         return self.target is None
+
+    @property
+    def is_ablation(self) -> bool:
+        """No implementation of attention: not to be compared with one."""
+        return self.implementation == ABLATION
 
     @property
     def run(self) -> str:

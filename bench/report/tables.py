@@ -94,6 +94,7 @@ def milliseconds(records: Sequence[Record]) -> Grid:
 
 def speeds(records: Sequence[Record]) -> Grid:
     """Peer's time over ours, least to most over the cases; a column for each peer."""
+    records = [record for record in records if not record.is_ablation]
     peers = labels((r for r in records if r.times), peers=True)
     rows = [["operation", "implementation", "best peer", *peers]]
     for operation, group in by_operation(records).items():

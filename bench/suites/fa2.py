@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from bench import ours
 from bench.job import Call, Job, Subject
 from bench.peers import FLASH
-from bench.records import Record
+from bench.records import ABLATION, Record
 from bench.suites import Cells
 from bench.suites.flash_job import FlashMaker, flash_job
 from interop.contract.cases import FlashCase
@@ -33,7 +33,6 @@ HEADS_Q, HEAD_DIM = 32, 128
 SHAPES = ((16, 1024, 1024), (4, 1024, 4096), (1, 4096, 4096))  # batch, queries, keys
 HEADS_KV = (32, 8)
 PEERS = ("FA2", "cuDNN")
-ABLATION = "Triton without softmax"
 
 
 def jobs(targets: Sequence[str], pattern: str = "") -> list[Job]:

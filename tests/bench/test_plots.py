@@ -5,12 +5,13 @@ from dataclasses import asdict, replace
 import pytest
 from matplotlib.figure import Figure
 
-from bench.records import Record
+from bench.records import ABLATION, Record
 from bench.report.limits import Limit, Limits
 from bench.report.plots import Picture, of_run, of_suite
 from bench.report.plots.clocks import over_time
 from bench.report.plots.series import families, short
 from bench.report.plots.style import spread, styles
+from bench.report.tables import speeds
 from bench.sampling import Sample
 from bench.statistics import Times
 from interop.contract.cases import DecodeCase
@@ -73,6 +74,13 @@ def test_heat_map_holds_the_ratios(records):
     (mesh,) = panel.collections
     assert mesh.get_array().filled(0).tolist() == [[1.5], [0]]
     assert [text.get_text() for text in panel.texts] == ["1.50"]
+
+
+def test_an_ablation_is_compared_with_no_peer(record, records):
+    ablation = record(implementation=ABLATION, target="sm90")
+    heat_map = figure(of_suite([*records, ablation], BOUNDS), "Forward: peer's time / ours")
+    assert [axes.get_title(loc="left") for axes in heat_map.axes] == ["Triton sm90"]
+    assert [row[1] for row in speeds([*records, ablation])[1:]] == ["Triton sm90"]
 
 
 def test_roofline_stands_on_the_measured_and_the_datasheets_rates():

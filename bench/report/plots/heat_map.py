@@ -22,6 +22,7 @@ _DARK, _LIGHT = "#111111", "#fefefe"
 
 def ratios(records: Sequence[Record]) -> Figure:
     """Of one operation: a peer's time over ours, blue where ours is faster, red where slower."""
+    records = [record for record in records if not record.is_ablation]
     ours, peers = labels(records, peers=False), labels(records, peers=True)
     cases = {
         name: row
