@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -15,6 +16,7 @@ from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
+    TaskID,
     TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
@@ -82,10 +84,10 @@ def run_suite(
         task = progress.add_task("", total=len(jobs))
         for job in jobs:
             title = f"{job.case['name']} {job.operation}"
-            progress.update(task, description=title)
+            show = partial(_show, progress, task, title)
             todo = {s: r for s, r in job.plan(origin).items() if r.key not in records}
             sampler, start = instruments.sample(), time.monotonic()
-            measured = measure(job, todo, instruments, sampler)
+            measured = measure(job, todo, instruments, sampler, show)
             instruments.release()
             if path is not None:
                 append(path, measured)
@@ -108,16 +110,25 @@ def run_suite(
     return code
 
 
+def _show(progress: Progress, task: TaskID, title: str, step: str) -> None:
+    progress.update(task, description=f"{title}: {step}")
+
+
 def measure(
-    job: Job, planned: Mapping[Subject, Record], instruments: Instruments, sampler: Sampler
+    job: Job,
+    planned: Mapping[Subject, Record],
+    instruments: Instruments,
+    sampler: Sampler,
+    show: Callable[[str], object],
 ) -> list[Record]:
     """Fill the planned records of one job; an error becomes the status of what it stopped.
 
     Implementations are timed together as far as they fit in memory together: one that runs out of
-    it waits until those before it are timed and gone.
+    it waits until those before it are timed and gone. `show` is told each step.
     """
     if not planned:
         return []
+    show("making tensors")
     try:
         inputs = job.inputs()
         check = None if job.check is None else job.check(inputs)
@@ -128,6 +139,7 @@ def measure(
     while waiting:
         ready: dict[Subject, tuple[Record, Run]] = {}
         for subject in list(waiting):
+            show(f"{planned[subject].label} compiles and is checked")
             record, call = _prepare(
                 planned[subject], job.makers[subject], inputs, check, instruments.wait
             )
@@ -140,6 +152,7 @@ def measure(
                 done.append(record)
             else:
                 ready[subject] = record, call
+        show("timing")
         done += _time(job, ready, instruments, sampler)
         ready.clear()
         call = None

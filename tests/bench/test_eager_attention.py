@@ -52,7 +52,7 @@ def test_a_record_says_what_its_backward_finds(monkeypatch, origin):
     )
     for operation, held in (("forward", None), ("backward", 2500)):
         job = replace(flash_job(case, operation, makers), inputs=lambda: tensors)
-        (record,) = measure(job, job.plan(origin), instruments, NoSampler())
+        (record,) = measure(job, job.plan(origin), instruments, NoSampler(), print)
         assert (record.status, record.held) == ("ok", held)
 
 

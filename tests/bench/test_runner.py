@@ -9,7 +9,7 @@ from rich.console import Console
 
 from bench.job import Absent, Call, Job, Subject
 from bench.records import load
-from bench.runner import Instruments, run_suite
+from bench.runner import Instruments, measure, run_suite
 from bench.sampling import Sample, Sampler
 from bench.statistics import Times
 from bench.timing import Timing
@@ -69,6 +69,17 @@ def run(tmp_path, origin):
         return code, records, console.file.getvalue()
 
     return run
+
+
+def test_each_step_is_shown(origin):
+    steps = []
+    instruments = Instruments(fake_timer, lambda x: x, lambda: Sampler(read), lambda: None)
+    planned = job("a").plan(origin)
+    measure(job("a"), planned, instruments, Sampler(read), steps.append)
+    assert steps == [
+        "making tensors", "Triton sm90 compiles and is checked", "FA2 compiles and is checked",
+        "timing",
+    ]  # fmt: skip
 
 
 def test_a_record_holds_what_was_measured(run, origin):
