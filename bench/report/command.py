@@ -25,18 +25,27 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         help="where NAME.md, NAME.html and NAME.csv go, named as the first RECORDS are "
         "(default: reports)",
     )
+    parser.add_argument(
+        "--documentation",
+        type=Path,
+        metavar="TEXT",
+        help="also put a few tables between the marks of this text (see bench/report/excerpt.py)",
+    )
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Write the report; returns 2 when a file cannot be read or holds no record."""
+    from bench.report.excerpt import put_excerpt
     from bench.report.markdown import to_markdown
     from bench.report.page import to_html
     from bench.report.tables import to_csv
 
+    text: Path | None = arguments.documentation
     try:
         records = [record for path in arguments.records for record in load(path)]
         logs = _logs(arguments.records, records)
+        documentation = text and put_excerpt(text.read_text(encoding="utf-8"), records)
     except (OSError, ValueError) as error:
         print(f"python -m bench report: {error}", file=sys.stderr)
         return 2
@@ -46,13 +55,15 @@ def run(arguments: argparse.Namespace) -> int:
     name = arguments.records[0].stem
     title = f"Benchmark {name}"
     arguments.output.mkdir(parents=True, exist_ok=True)
-    for suffix, text in (
-        ("md", to_markdown(title, records)),
-        ("html", to_html(title, records, logs)),
-        ("csv", to_csv(records)),
-    ):
-        path = arguments.output / f"{name}.{suffix}"
-        path.write_text(text, encoding="utf-8")
+    files = {
+        arguments.output / f"{name}.md": to_markdown(title, records),
+        arguments.output / f"{name}.html": to_html(title, records, logs),
+        arguments.output / f"{name}.csv": to_csv(records),
+    }
+    if text and documentation:
+        files[text] = documentation
+    for path, content in files.items():
+        path.write_text(content, encoding="utf-8")
         print(f"wrote {path}")
     return 0
 

@@ -10,7 +10,10 @@ from bench.report.tables import markdown_table, runs
 
 
 def to_markdown(title: str, records: Sequence[Record]) -> str:
-    """Every run under its device, every suite under its title, every table under its heading."""
+    """Every run under its device, every suite under its title, every table under its heading.
+
+    A row for each record is what the page and the CSV have.
+    """
     parts = [f"# {title}"]
     for run in runs(records):
         parts.append(f"## {run[0].device}")
@@ -20,6 +23,6 @@ def to_markdown(title: str, records: Sequence[Record]) -> str:
             parts += ["### Ceilings", markdown_table(grid)]
         for section in sections(run):
             parts += [f"## {section.title}", *filter(None, [section.note])]
-            for heading, grid in [*section.tables.items(), ("Every row", section.every)]:
+            for heading, grid in section.tables.items():
                 parts += [f"### {heading}", markdown_table(grid)]
     return "\n\n".join(parts) + "\n"

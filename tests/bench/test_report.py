@@ -10,6 +10,7 @@ import pytest
 
 from bench import __main__ as command
 from bench.records import append, load
+from bench.report.excerpt import BEGIN, END, put_excerpt
 from bench.report.limits import limits
 from bench.report.markdown import to_markdown
 from bench.report.page import to_html
@@ -21,7 +22,6 @@ from tests.bench.synthetic import campaign
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "bench" / "results"
-TABLE = re.compile(r"(?:^\|.*\n)+", re.MULTILINE)
 
 
 @pytest.fixture
@@ -299,7 +299,42 @@ def test_committed_tables_are_of_the_committed_records(path):
 
 
 def test_the_documentation_shows_the_tables_of_the_records():
-    shown = TABLE.findall((ROOT / "docs" / "benchmarks.md").read_text())
-    made = [t for path in COMMITTED for t in TABLE.findall(path.with_suffix(".md").read_text())]
-    assert len(shown) >= 3
-    assert [t for t in shown if t not in made] == []
+    text = (ROOT / "docs" / "benchmarks.md").read_text()
+    shown = [path for path in COMMITTED if f"report bench/results/{path.name}" in text]
+    assert len(shown) == 1
+    assert put_excerpt(text, load(shown[0])) == text, "run the command above its tables"
+
+
+def test_an_excerpt_takes_the_place_of_what_is_between_the_marks(run):
+    text = f"before {BEGIN} old {END} after"
+    put = put_excerpt(text, run)
+    assert put_excerpt(put, run) == put
+    assert put.startswith(f"before {BEGIN}\n\n- GPU: NVIDIA H200")
+    assert put.endswith(f"{END} after")
+    for heading, cases in {
+        "Forward, TFLOP/s": 6,
+        "Backward, TFLOP/s": 6,
+        "Decode, GB/s": 3,
+    }.items():
+        head, *rows = table(put, heading)
+        assert len(rows) == cases
+        assert {"Triton sm90", "Pallas sm90"} <= set(head)
+    assert "FlashInfer" in head
+    assert not {"Triton compiled sm90", "eager"} & set(table(put, "Forward, TFLOP/s")[0])
+
+
+@pytest.mark.parametrize("text", ["", BEGIN, f"{END} {BEGIN}", f"{BEGIN} {END} {END}"])
+def test_a_text_without_the_marks_is_refused(text, run):
+    with pytest.raises(ValueError, match="text: expected one <!-- tables"):
+        put_excerpt(text, run)
+
+
+def test_command_writes_the_documentation(tmp_path, records):
+    append(tmp_path / "records.jsonl", records)
+    text = tmp_path / "text.md"
+    arguments = ["report", str(tmp_path / "records.jsonl"), "--output", str(tmp_path)]
+    arguments += ["--documentation", str(text)]
+    assert command.main(arguments) == 2  # there is no such text
+    text.write_text(f"{BEGIN}{END}")
+    assert command.main(arguments) == 0
+    assert text.read_text() == put_excerpt(f"{BEGIN}{END}", records)

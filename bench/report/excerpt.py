@@ -1,0 +1,51 @@
+"""What the documentation shows of records: a few tables, between two marks in its text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from bench.records import Record
+from bench.report.limits import limits
+from bench.report.sections import facts, notes
+from bench.report.tables import by_operation, markdown_table, rates, runs, speeds
+
+BEGIN, END = "<!-- tables of the records: begin -->", "<!-- tables of the records: end -->"
+_SHOWN = ("Triton", "Pallas", "FA2", "cuDNN", "tokamax Mosaic", "FlashInfer", "FA2 dense")
+
+
+def put_excerpt(text: str, records: Sequence[Record]) -> str:
+    """The text, with tables of these records between its marks.
+
+    Raises:
+        ValueError: there are not these two marks.
+    """
+    try:
+        before, rest = text.split(BEGIN)
+        _, after = rest.split(END)
+    except ValueError:
+        raise ValueError(f"text: expected one {BEGIN} and after it one {END}") from None
+    return f"{before}{BEGIN}\n\n{excerpt(records)}\n\n{END}{after}"
+
+
+def excerpt(records: Sequence[Record]) -> str:
+    """Of each run its facts, flash attention at 4096 keys, and the decode of batches."""
+    parts = []
+    for run in runs(records):
+        parts.append("\n".join(f"- {name}: {text}" for name, text in facts(run).items()))
+        parts += [f"**{note}**" for note in notes(run)]
+        shown = [record for record in run if _is_shown(record)]
+        for operation, group in by_operation(shown).items():
+            limit = limits(run).of(group[0])
+            parts.append(f"### {operation.capitalize()}, {limit.unit}")
+            parts.append(markdown_table(rates(group, limit)))
+        parts.append("### Peer's time / ours, least to most over these cases")
+        parts.append(markdown_table(speeds(shown)))
+    return "\n\n".join(parts)
+
+
+def _is_shown(record: Record) -> bool:
+    if record.implementation not in _SHOWN:
+        return False
+    if record.suite == "flash":
+        return record.case["seq_kv"] == 4096
+    return record.suite == "kvcache" and not record.case["name"].startswith("sweep")
