@@ -23,6 +23,7 @@ _LOOKS: dict[Status, str] = {
     "out of memory": "lost",
     "absent": "absent",
 }
+_NAME = 80  # characters of a kernel's name on the page; the CSV has all of it
 
 
 class Chapter(NamedTuple):
@@ -137,7 +138,8 @@ def _cell(text: str, number: bool) -> str:
 
 
 def _kernels(record: Record, text: str) -> str:
-    """How many kernels a call has, which opens to their names."""
-    names = "".join(f"<li>{escape(name)}" for name in record.kernels)
+    """How many kernels a call has, which opens to their names; templates' are very long."""
+    short = (name if len(name) <= _NAME else f"{name[:_NAME]}…" for name in record.kernels)
+    names = "".join(f"<li>{escape(name)}" for name in short)
     opened = f"<details><summary>{text}</summary><ol>{names}</ol></details>" if names else text
     return f'<td class="number">{opened}'

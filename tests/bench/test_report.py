@@ -233,6 +233,11 @@ def test_the_page_needs_nothing_else_and_escapes(records):
     assert not re.search(r'(src|href)="(?!#|data:)', page)
 
 
+def test_the_page_shortens_long_names_of_kernels(record):
+    page = to_html("Run", [record(kernels=("k" * 500,))])
+    assert f"<li>{'k' * 80}…</ol>" in page
+
+
 def test_command_writes_all_forms(tmp_path, records, capsys):
     append(tmp_path / "first.jsonl", records[:2])
     append(tmp_path / "second.jsonl", records[2:])
