@@ -92,7 +92,7 @@ def explain_choice(
     if runs_kernels and isinstance(spec, DecodeSpec):
         splits = choose_splits(spec, configs["paged_decode"], multiprocessors(backend))
         if splits > 1:
-            configs |= configs_for(spec.merge(splits), target)
+            configs = configs | configs_for(spec.merge(splits), target)
     if spec.is_empty:
         reason = "an empty problem runs no kernel"
     elif implementation is not None:

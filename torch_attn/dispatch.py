@@ -32,7 +32,7 @@ def explain_choice(
     on_cuda = device.type == "cuda"
     runs_kernels = chosen == "triton" and not spec.is_empty
     target = target_of(device) if runs_kernels and on_cuda else None
-    configs = configs_for(spec, target or "sm80") if runs_kernels else {}
+    configs = dict(configs_for(spec, target or "sm80")) if runs_kernels else {}
     splits = None
     if runs_kernels and isinstance(spec, DecodeSpec):
         multiprocessor_count = multiprocessors(device, target or "sm80")

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,8 @@ def target_of(device: torch.device) -> str:
     return resolve_target(torch.cuda.get_device_capability(device))
 
 
-def configs_for(spec: Spec, target: str) -> dict[str, KernelConfig]:
+@lru_cache(maxsize=1024)
+def configs_for(spec: Spec, target: str) -> Mapping[str, KernelConfig]:
     """The shipped configuration of each kernel for a problem."""
     return find_configs(_CONFIGS / f"{target}.toml", spec)
 
