@@ -34,7 +34,7 @@ def decode(case: DecodeCase, tensors: DecodeTensors) -> Call:
         raise Absent("neither int8 nor a scale for each head")
     if case.sinks or spec.head_dim != spec.head_dim_v:
         raise Absent("this adapter has neither sinks nor values of another size")
-    load("flashinfer")
+    load("flashinfer")  # absent before anything is compiled
     _compile_ahead(tensors.q.device.type)
     run = _planned(case, tensors)
     shape = (spec.batch, spec.tokens, spec.heads_q, spec.head_dim)
@@ -58,8 +58,9 @@ def _compile_ahead(device: str) -> None:
 
 def _planned(case: DecodeCase, tensors: DecodeTensors) -> Callable[[], Any]:
     """A wrapper's run with these tensors; planning compiles, where that has not been done."""
-    import flashinfer
     import torch
+
+    flashinfer = load("flashinfer")
 
     spec = case.spec
     q = tensors.q.view(spec.batch * spec.tokens, spec.heads_q, spec.head_dim)
