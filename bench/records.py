@@ -31,8 +31,8 @@ class Record:
             installed or does not do the case; "refused by parity" when the result is wrong, so that
             its time says nothing.
         message: the error behind a status that is not "ok".
-        times: the device is busy that long with a call: the sum of its kernels. None unless the
-            status is "ok", as the rest.
+        times: the device is busy that long with a call. None unless the status is "ok", as the
+            rest.
         span: from the start of a call's first kernel to the end of its last one.
         host: until a call returns on the host, without a profiler.
         events: milliseconds of a call between two CUDA events, a cross-check of `span`.

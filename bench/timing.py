@@ -45,7 +45,8 @@ class Timing:
     """What was measured of one call.
 
     Attributes:
-        busy: sum of its kernels, copies and casts that a framework adds included.
+        busy: time in which one of its kernels or more runs, copies and casts that a framework adds
+            included. (A dependent launch may overlap the kernel that it waits for.)
         span: from the start of its first kernel to the end of its last one.
         host: until it returns on the host, without the profiler.
         kernels: names of its kernels, in order.
@@ -158,9 +159,18 @@ def split(trace: Iterable[Kernel], repeats: Sequence[int]) -> list[list[list[Ker
     return [calls[end - count : end] for end, count in zip(ends, repeats, strict=True)]
 
 
+def covered(kernels: Iterable[Kernel]) -> float:
+    """Microseconds in which one of the kernels or more runs."""
+    total, until = 0.0, float("-inf")
+    for kernel in sorted(kernels, key=lambda kernel: kernel.start):
+        total += max(0.0, kernel.end - max(kernel.start, until))
+        until = max(until, kernel.end)
+    return total
+
+
 def device_times(rounds: Sequence[Sequence[Sequence[Kernel]]]) -> tuple[Times, Times]:
     """How long the device is busy with a call, and the call's span; from rounds of traced calls."""
-    busy = [[sum(k.end - k.start for k in call) / 1e3 for call in calls] for calls in rounds]
+    busy = [[covered(call) / 1e3 for call in calls] for calls in rounds]
     span = [
         [(max(k.end for k in call) - min(k.start for k in call)) / 1e3 for call in calls]
         for calls in rounds

@@ -32,4 +32,6 @@ def fake_twins(monkeypatch: pytest.MonkeyPatch) -> Callable[[Spoil], None]:
     monkeypatch.setattr(harness, "run", run)
     monkeypatch.setattr(harness, "explain", lambda runner, case, inputs: EXPLANATION)
     monkeypatch.setattr(environment, "choose_device", lambda: "cpu")
+    # Other processes would have the real twins.
+    monkeypatch.setattr(environment, "choose_jobs", lambda device, suite, cases: 1)
     return spoilers.append
