@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
 TITLE = "Paged decode"
 NOTE = (
-    "One call decodes T new tokens of each sequence from a paged cache. GPU time is that in which a "
-    "kernel of the call runs, CPU time what a call takes on the host; noise is half the distance between "
-    "the 20th and the 80th percentile, over the median. Reads are q, the keys and values seen, "
+    "One call decodes T new tokens of each sequence from a paged cache. GPU time is that in which "
+    "one of its kernels runs, CPU time what a call takes on the host; noise is half the distance "
+    "between the 20th and the 80th percentile, over the median. Reads are q, the keys and values seen, "
     "their table entries and the lengths; writes are the output and its log-sum-exp; elements are "
     "those of the keys and values. 'Triton graph' is the torch operator replayed as a CUDA graph, "
     "as servers call it. Dense peers read a copy of the cache without pages. Mended of seed 000's "
