@@ -81,7 +81,7 @@ def _version(package: str) -> str:
 
 
 def _commit() -> str:
-    """From git, or from TWIN_ATTENTION_COMMIT where this is a copy without its history.
+    """From TWIN_ATTENTION_COMMIT where this is a copy without its history, or else from git.
 
     Results under version control are no change: they are what a run writes.
     """
@@ -90,10 +90,12 @@ def _commit() -> str:
         command = ["git", "-C", str(Path(__file__).parent), *arguments]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
+    if given := os.environ.get("TWIN_ATTENTION_COMMIT"):
+        return given
     try:
         commit = git("rev-parse", "--short=12", "HEAD")
         code = (":/", ":(top,exclude)bench/results")
         changed = git("status", "--porcelain", "--untracked-files=no", "--", *code)
     except (OSError, subprocess.CalledProcessError):
-        return os.environ.get("TWIN_ATTENTION_COMMIT", "unknown")
+        return "unknown"
     return f"{commit} with local changes" if changed else commit
