@@ -30,7 +30,7 @@ from interop.contract.target import SHARED_MEMORY_LIMIT
 
 FRAMEWORKS = {"torch": "torch_attn", "jax": "pallas_attn"}
 FLASH_FEATURES = ("full", "causal", "window-softcap", "odd-head-size")
-DECODE_FEATURES = ("decode", "decode-16-tokens", "decode-all-options")
+DECODE_FEATURES = ("decode", "decode-short", "decode-16-tokens", "decode-all-options")
 FEATURES = (*FLASH_FEATURES, *DECODE_FEATURES)
 DTYPES = {16: ("bfloat16",), 32: ("float32",), 8: QUANTIZED_DTYPES}
 
@@ -80,9 +80,12 @@ class Problem:
         )
 
     def _decode(self) -> DecodeSpec:
-        """Plainly: one token or 16, small pages, split. With all options: 4 tokens, one split."""
+        """Plainly: one token or 16, small pages, split, or a few keys. With all options: 4 tokens,
+        one split.
+        """
         plain = self.feature != "decode-all-options"
-        tokens = {"decode": 1, "decode-16-tokens": 16, "decode-all-options": 4}[self.feature]
+        tokens = {"decode-16-tokens": 16, "decode-all-options": 4}.get(self.feature, 1)
+        capacity = 256 if self.feature == "decode-short" else 1024
         page_size = 16 if plain else 256
         return DecodeSpec(
             batch=4,
@@ -91,7 +94,7 @@ class Problem:
             cache=PagedCache(
                 num_pages=4096 // page_size,
                 page_size=page_size,
-                max_pages=1024 // page_size,
+                max_pages=capacity // page_size,
                 heads=4,
                 head_dim=self.head_dim,
                 head_dim_v=self.head_dim,
@@ -101,7 +104,7 @@ class Problem:
             scale=1 / math.sqrt(self.head_dim),
             window_left=None if plain else 600,
             softcap=None if plain else 30.0,
-            num_splits=4 if plain else 1,
+            num_splits={"decode-short": None, "decode-all-options": 1}.get(self.feature, 4),
         )
 
 

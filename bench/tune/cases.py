@@ -68,12 +68,9 @@ def _decode_cases(kernel: str) -> Iterator[DecodeCase]:
                 case = replace(base, name=name, head_dim=head_dim, softcap=softcap, **cache)
                 yield case
             if kernel == "paged_decode":
-                yield replace(
-                    case,
-                    name=_name(kind, dtype, head_dim, None) + "-16-tokens",
-                    softcap=None,
-                    tokens=16,
-                )
+                name, case = _name(kind, dtype, head_dim, None), replace(case, softcap=None)
+                yield replace(case, name=f"{name}-16-tokens", tokens=16)
+                yield replace(case, name=f"{name}-short", lengths=(256,), max_pages=16)
 
 
 def _name(kind: str, dtype: str, head_dim: int, softcap: float | None) -> str:

@@ -12,7 +12,8 @@ A file holds, for each kernel, rows such as ::
     num_stages = 3
 
 A row with ``softcap = true`` is for capped scores only, which need more registers; one with
-``wide = true`` is for a `paged_decode` of more than 32 query rows a kv head. Each stands in
+``wide = true`` is for a `paged_decode` of more than 32 query rows a kv head, one with
+``short = true`` for one of few sequences whose keys are too few to be split. Each stands in
 for the plain row there. Kernels read the table; nothing is tuned at run time.
 """
 
@@ -25,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from interop.contract.spec import (
+    KEYS_OF_ONE_SPLIT,
     SPLITS_MAX,
     AttentionSpec,
     DecodeSpec,
@@ -35,9 +37,8 @@ from interop.contract.spec import (
 # Programs of `paged_decode` that keep enough of memory's bytes on their way, at a head size of 128;
 # a program of a smaller one asks for less at a time. All of them run at once.
 PROGRAMS_PER_MULTIPROCESSOR = 3
-# No more keys than these are read faster by one program than split and merged by a second launch.
-KEYS_OF_ONE_SPLIT = 256
 
+VARIANTS = ("softcap", "wide", "short")
 Spec = AttentionSpec | DecodeSpec | MergeSpec | PagedCache
 
 
@@ -67,23 +68,20 @@ def choose_splits(spec: DecodeSpec, config: KernelConfig, multiprocessors: int) 
     that all multiprocessors have work.
 
     It follows from shapes alone. Each part takes its share of a sequence's real length, so more
-    parts than a short sequence needs cost little; a table too small for two tiles a part has
-    fewer.
+    parts than a short sequence needs cost little. Where a table's capacity gives some parts nothing
+    to do, there are fewer.
     """
     if spec.num_splits is not None:
         return spec.num_splits
     tiles = -(-spec.tokens * spec.group_size // block_rows(spec, config))
     programs = spec.batch * spec.heads_kv * tiles
-    reach = spec.cache.capacity
-    if spec.window_left is not None:
-        reach = min(reach, spec.window_left + spec.tokens)
-    if reach <= KEYS_OF_ONE_SPLIT:
+    if spec.reach <= KEYS_OF_ONE_SPLIT:
         return 1
-    useful = -(-reach // (2 * config.block_kv))
     size = padded_head_dim(max(spec.head_dim, spec.head_dim_v))
     resident = PROGRAMS_PER_MULTIPROCESSOR * max(1, 128 // size) * multiprocessors
-    wanted = -(-resident // programs)
-    return max(1, min(useful, wanted, SPLITS_MAX))
+    visits = -(-spec.reach // config.block_kv)
+    share = -(-visits // max(1, min(-(-resident // programs), SPLITS_MAX)))
+    return -(-visits // share)
 
 
 def find_configs(path: Path, spec: Spec) -> dict[str, KernelConfig]:
@@ -101,7 +99,7 @@ def find_configs(path: Path, spec: Spec) -> dict[str, KernelConfig]:
 def load_table(path: Path) -> dict[str, dict[tuple[int, int, str], KernelConfig]]:
     """Read one table: kernel, then (dtype bits, padded head size, variant), to configuration.
 
-    The variant is "softcap", "wide" or "".
+    The variant is one of `VARIANTS`, or "".
     """
     table: dict[str, dict[tuple[int, int, str], KernelConfig]] = {}
     for kernel, rows in tomllib.loads(path.read_text()).items():
@@ -114,4 +112,4 @@ def load_table(path: Path) -> dict[str, dict[tuple[int, int, str], KernelConfig]
 
 def _variant(row: dict[str, Any]) -> str:
     """Take what a row is for out of it."""
-    return next((name for name in ("softcap", "wide") if row.pop(name, False)), "")
+    return next((name for name in VARIANTS if row.pop(name, False)), "")

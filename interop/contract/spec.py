@@ -15,6 +15,8 @@ HEAD_DIM_MIN, HEAD_DIM_MAX, HEAD_DIM_STEP = 16, 256, 8
 DECODE_DTYPES = ("float16", "bfloat16")
 QUANTIZED_DTYPES = ("int8", "float8_e4m3fn")
 PAGE_SIZE_MAX, TOKENS_MAX, SPLITS_MAX = 256, 16, 256
+# No more keys than these are read faster by one program than split and merged by a second launch.
+KEYS_OF_ONE_SPLIT = 256
 _BITS = {"float32": 32, "float16": 16, "bfloat16": 16, "int8": 8, "float8_e4m3fn": 8}
 
 
@@ -193,10 +195,20 @@ class DecodeSpec:
         return self.heads_q // self.heads_kv if self.heads_kv else 1
 
     @property
+    def reach(self) -> int:
+        """The most keys that the tokens of a sequence see, by the shapes."""
+        if self.window_left is None:
+            return self.cache.capacity
+        return min(self.cache.capacity, self.window_left + self.tokens)
+
+    @property
     def variant(self) -> str:
         """The kind of row that it looks for in the configuration tables."""
         if self.tokens * self.group_size > 32:
             return "wide"
+        few = self.batch * self.heads_kv <= 128  # at most one program a multiprocessor, about
+        if few and self.num_splits is None and self.reach <= KEYS_OF_ONE_SPLIT:
+            return "short"
         return "" if self.softcap is None else "softcap"
 
     @property

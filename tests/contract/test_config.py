@@ -5,7 +5,13 @@ from dataclasses import replace
 import pytest
 
 from interop.contract.cases import DecodeCase
-from interop.contract.config import KernelConfig, find_configs, load_table, padded_head_dim
+from interop.contract.config import (
+    KernelConfig,
+    choose_splits,
+    find_configs,
+    load_table,
+    padded_head_dim,
+)
 from interop.contract.spec import AttentionSpec
 
 TABLE = """
@@ -139,3 +145,34 @@ def test_the_row_of_many_query_rows(tmp_path):
     assert block_q(tokens=5) == 64
     assert block_q(tokens=5, softcap=1.0) == 64
     assert block_q(tokens=5, head_dim=128) == 32
+
+
+def decode(capacity, **changes):
+    """A problem of one sequence, 32 kv heads."""
+    base = DecodeCase("splits", heads_q=32, heads_kv=32, head_dim=128, page_size=1, lengths=(1,))
+    return replace(base, max_pages=capacity, **changes).spec
+
+
+def test_few_keys_are_not_split_and_have_a_row_of_their_own():
+    config = KernelConfig(block_q=32, block_kv=64, num_warps=2, num_stages=3)
+    assert choose_splits(decode(256), config, 132) == 1
+    assert choose_splits(decode(257), config, 132) > 1
+    assert decode(256).variant == "short"
+    for other in (
+        decode(257),
+        decode(256, num_splits=1),  # bitwise the same whatever the tables' width
+        decode(256, lengths=(1,) * 8),
+    ):
+        assert other.variant == ""
+    assert decode(1 << 20, window_size=(200, 0)).variant == "short"
+
+
+def test_splits_fill_the_multiprocessors_and_none_has_nothing_to_do():
+    config = KernelConfig(block_q=32, block_kv=64, num_warps=2, num_stages=3)
+    assert choose_splits(decode(1 << 20), config, 132) == 13  # 3 programs of 32 heads each
+    assert choose_splits(decode(1 << 20, head_dim=64), config, 132) == 25  # 6 of smaller heads
+    assert choose_splits(decode(1 << 20, lengths=(1,) * 16), config, 132) == 1
+    assert choose_splits(decode(512), config, 132) == 8  # a tile each
+    assert choose_splits(decode(1024), config, 132) == 8  # two tiles each: 13 would leave 5 idle
+    assert choose_splits(decode(1 << 20, num_splits=200), config, 132) == 200
+    assert choose_splits(decode(1 << 20, heads_q=1, heads_kv=1), config, 132) == 256
