@@ -35,6 +35,7 @@ _FLUSH_BYTES = 256 * 2**20  # several times the L2 of any GPU of today
 _FILLS = 4  # of a short call of torch: 0.3 ms on an H200, while the host launches all of the call
 _LONG = 0.3  # milliseconds that the device works on after a call returned; such need one fill
 _FLUSH_KERNEL = "FillFunctor<signed char>"
+_REST = 0.1  # seconds after a turn: a card held to its power gets back to its clock
 _FEWEST, _MOST = 3, 20  # calls of a round
 _EVENTS = 0.5, 20.0  # milliseconds; below, events measure their own overhead, above it takes long
 _ESTIMATING, _WARMUP_MS = 6, 5  # calls of do_bench for an estimate, and how long it then warms up
@@ -216,6 +217,7 @@ def _trace(turns: Iterable[tuple[Run, Plan]], wait: Wait) -> list[Kernel]:
                     torch.cuda.synchronize()
                     wait(call())
             torch.cuda.synchronize()
+            time.sleep(_REST)
     return [
         Kernel(event.name, event.time_range.start, event.time_range.end)
         for event in profiler.events() or ()
