@@ -29,12 +29,13 @@ NOTE = (
     "one of its kernels runs, CPU time what a call takes on the host; noise is half the distance "
     "between the 20th and the 80th percentile, over the median. Reads are q, the keys and values "
     "seen, their table entries and the lengths; writes are the output and its log-sum-exp; "
-    "elements are those of the keys and values. 'Triton graph' is the torch operator replayed as a "
-    "CUDA graph, as servers call it. Dense peers read a copy of the cache without pages. Mended of "
-    "seed 000's method: the pages lie in random order and hold random normal numbers (there the table is the "
-    "identity and the cache uninitialised), what no sequence uses holds NaN, results are held to "
-    "a float64 oracle before they are timed, and the sweep runs once more with a table for 2^20 "
-    "keys (there the work is split by the table's width, not by the sequence's length)."
+    "elements are those of the keys and values. 'Triton graph' is the torch operator replayed as "
+    "a CUDA graph, as servers call it. Dense peers read a copy of the cache without pages. Mended "
+    "of seed 000's method: the pages lie in random order and hold random normal numbers (there "
+    "the table is the identity and the cache uninitialised), what no sequence uses holds NaN, "
+    "results are held to a float64 oracle before they are timed, and the sweep runs once more "
+    "with a table for 2^20 keys (there the work is split by the table's width, not by the "
+    "sequence's length)."
 )
 
 SWEEP = tuple(1 << n for n in range(5, 16))
