@@ -18,7 +18,7 @@ PANEL_HEIGHT = 2.7  # inches
 LINE_OF_TEXT = 0.13
 
 # Okabe and Ito's: blue and vermilion are ours, the rest are the peers'.
-_OURS = (COLOURS[0], COLOURS[5])
+_OURS = {"Triton": COLOURS[0], "Pallas": COLOURS[5]}
 _PEERS = (COLOURS[2], COLOURS[3], COLOURS[1], COLOURS[4], COLOURS[6], COLOURS[7])
 _DASHES = {"sm80": (0, (4, 1.5))}
 
@@ -32,12 +32,11 @@ def styles(records: Sequence[Record]) -> dict[str, Style]:
     ours: dict[str, Style] = {}
     firsts = {r.label: r for r in records if not r.is_peer}
     kinds = list(dict.fromkeys(r.implementation for r in firsts.values()))
-    families = list(dict.fromkeys(kind.split()[0] for kind in kinds))
     for label, record in firsts.items():
         family = record.implementation.split()[0]
         variants = [kind for kind in kinds if kind.split()[0] == family]
         ours[label] = {
-            "color": _OURS[families.index(family) % len(_OURS)],
+            "color": _OURS[family],
             "linestyle": _DASHES.get(record.target or "", "-"),
             "linewidth": 2.2,
             "marker": "oXP*"[variants.index(record.implementation) % 4],
