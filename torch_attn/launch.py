@@ -111,10 +111,15 @@ def decode_arguments(
         "HAS_LEFT": left is not None,
         "FLOAT8": spec.cache.dtype == "float8_e4m3fn",
         "ALIGN": math.gcd(16, *k_pages.stride()[:3], *v_pages.stride()[:3]),
-        "PAST_2G": max(x.shape[0] * x.stride(0) for x in (k_pages, v_pages)) >= 2**31,
+        "PAST_2G": max(map(_reach, (k_pages, v_pages))) >= 2**31,
         "WIDEN_LOW": widenings[0],
         "WIDEN_HIGH": widenings[1],
     }
+
+
+def _reach(pages: torch.Tensor) -> int:
+    """The largest offset in a head of a pool, and one, in elements; whatever the pool's layout."""
+    return 1 + sum((pages.shape[axis] - 1) * pages.stride(axis) for axis in (0, 1, 3))
 
 
 def cache_arguments(

@@ -126,8 +126,9 @@ def test_writing_into_any_layout(implementation, torch_device, layout):
         assert torch.equal(got._base.isnan(), outside)
 
 
-def test_offsets_past_32_bits(torch_side, torch_device):
-    """The last page lies 2^31 elements away. Untouched memory takes none."""
+@pytest.mark.parametrize("axis", [0, 1], ids=["pages", "slots"])
+def test_offsets_past_32_bits(torch_side, torch_device, axis):
+    """The last page, or slot, lies 2^31 elements away. Untouched memory takes none."""
     inputs = make_inputs(CASE, torch_device)
     tables, last = inputs["block_tables"], len(inputs["k_pages"]) - 1
     page = int(tables[2, 12])  # it holds the longest sequence's new tokens, and goes to the end
@@ -136,10 +137,10 @@ def test_offsets_past_32_bits(torch_side, torch_device):
     for name in ("k_pages", "v_pages"):
         pool = inputs[name]
         pool[[page, last]] = pool[[last, page]]
-        strides = 2**31 // last + 8, *pool.stride()[1:]
-        memory = torch.empty(
-            last * strides[0] + pool[0].numel(), dtype=pool.dtype, device=torch_device
-        )
+        strides = list(pool.stride())
+        strides[axis] = 2**31 // (pool.shape[axis] - 1) + 8
+        size = 1 + sum((n - 1) * stride for n, stride in zip(pool.shape, strides, strict=True))
+        memory = torch.empty(size, dtype=pool.dtype, device=torch_device)
         far[name] = memory.as_strided(pool.shape, strides).copy_(pool)
     assert_layout_does_not_matter(torch_side, "triton", inputs, far)
     pools = [inputs[name] for name in far]

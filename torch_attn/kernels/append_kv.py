@@ -63,7 +63,7 @@ def append_kv_kernel(
         tables_ptr + batch * tables_batch + position // PAGE_SIZE, mask=exists, other=0
     ).to(tl.int64)
     exists = exists & (page >= 0) & (page < num_pages)
-    slot = position % PAGE_SIZE
+    slot = (position % PAGE_SIZE).to(tl.int64)
     head = tile * BLOCK_Q + tl.arange(0, BLOCK_Q).to(tl.int64)
     writes = exists & (head < heads_kv)
 

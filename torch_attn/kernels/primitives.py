@@ -304,7 +304,7 @@ def load_keys(
     holds. PAST_2G: an offset may take more than 31 bits.
     """
     if PAST_2G:
-        page = page.to(tl.int64)
+        page, slot = page.to(tl.int64), slot.to(tl.int64)
     cols = tl.arange(0, BLOCK_SIZE)[None, :]
     pointers = base + (page * page_stride + slot * SLOT)[:, None] + cols
     return tl.load(pointers, mask=exists[:, None] & (cols < SIZE), other=0)
