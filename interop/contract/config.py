@@ -73,10 +73,10 @@ def choose_splits(spec: DecodeSpec, config: KernelConfig, multiprocessors: int) 
     """
     if spec.num_splits is not None:
         return spec.num_splits
-    tiles = -(-spec.tokens * spec.group_size // block_rows(spec, config))
-    programs = spec.batch * spec.heads_kv * tiles
     if spec.reach <= KEYS_OF_ONE_SPLIT:
         return 1
+    tiles = -(-spec.tokens * spec.group_size // block_rows(spec, config))
+    programs = spec.batch * spec.heads_kv * tiles
     size = padded_head_dim(max(spec.head_dim, spec.head_dim_v))
     resident = PROGRAMS_PER_MULTIPROCESSOR * max(1, 128 // size) * multiprocessors
     visits = -(-spec.reach // config.block_kv)
