@@ -104,7 +104,12 @@ def cache_arguments(cache: PagedCache, k_pages: Any, v_pages: Any) -> dict[str, 
 
 
 def of_tokens(x: Any, group_size: int) -> pl.BlockSpec:
-    """[B, T, Hq, D] gives the query heads of a kv head, [T, group_size, D]."""
+    """[B, T, Hq, D] or [B, Hq, T] gives a kv head's query heads, [T, group_size, D] or
+    [group_size, T].
+    """
+    if len(x.shape) == 3:
+        block = (None, group_size, x.shape[2])
+        return pl.BlockSpec(block, lambda tile, head, split, batch: (batch, head, 0))
     block = (None, x.shape[1], group_size, padded_head_dim(x.shape[3]))
     return pl.BlockSpec(block, lambda tile, head, split, batch: (batch, 0, head, 0))
 

@@ -3,6 +3,9 @@
 ``lse = log Σ exp lse_n`` and ``out = Σ exp(lse_n - lse) out_n``. Flash-Decoding's second step.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
@@ -10,8 +13,16 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from interop.contract.config import padded_head_dim
-from interop.contract.spec import MergeSpec
-from pallas_attn.kernels.primitives import LN2, LOG2E, arange, load_rows, load_rows_at
+from interop.contract.spec import DecodeSpec, MergeSpec
+from pallas_attn.kernels.primitives import (
+    LN2,
+    LOG2E,
+    arange,
+    keys_of_sequence,
+    load_rows,
+    load_rows_at,
+    share_of_tiles,
+)
 from pallas_attn.launch import launch
 
 
@@ -58,18 +69,77 @@ def combine_kernel(*refs, num_states, head_dim_v, block_dv, block_states, block_
     lse_ref[...] = m * LN2 + jnp.log(total_safe)
 
 
-def combine(
-    outs: Array, lses: Array, spec: MergeSpec, sinks: Array | None = None, *, backend: str
-) -> tuple[Array, Array]:
-    """Call `combine_kernel`.
+def merge_splits_kernel(
+    len_ref, _, __, *refs, num_states, capacity, tokens, window_left, block_keys, block_kv, **sizes
+):
+    """`combine_kernel` on the splits of `paged_decode_kernel`, whose tiles have block_keys keys.
+
+    Only those with keys are read, and where there is one at most the result is there already.
+    """
+    begin, end = keys_of_sequence(len_ref, capacity, tokens, window_left)
+    *_, parts = share_of_tiles(begin, end, 0, num_states, block_keys)
+
+    @pl.when(parts > 1)
+    def _():
+        combine_kernel(*refs, num_states=parts, block_kv=block_kv, **sizes)
+
+
+def combine(outs: Array, lses: Array, spec: MergeSpec, *, backend: str) -> tuple[Array, Array]:
+    """Call `combine_kernel` on results over disjoint keys.
 
     Args:
-        sinks: [H] float32, one more logit a head in the denominator, or None.
         backend: "interpret", or the target to compile for, "sm80" or "sm90".
 
     Returns:
         out [B, S, H, Dv] in spec's dtype and lse [B, H, S] float32.
     """
+    return _launch(combine_kernel, outs, lses, None, (), spec, {}, backend)
+
+
+def merge_splits(
+    outs: Array,
+    lses: Array,
+    out: Array,
+    lse: Array,
+    seq_lens: Array,
+    sinks: Array | None,
+    spec: DecodeSpec,
+    block_kv: int,
+    *,
+    backend: str,
+) -> tuple[Array, Array]:
+    """Call `merge_splits_kernel`, which writes into out and lse.
+
+    Args:
+        sinks: [H] float32, one more logit a head in the denominator, or None.
+        block_kv: keys of a tile of the decode.
+        backend: "interpret", or the target to compile for, "sm80" or "sm90".
+
+    Returns:
+        out [B, T, Hq, Dv] in q's dtype and lse [B, Hq, T] float32.
+    """
+    left = spec.window_left
+    splits = {
+        "capacity": spec.cache.capacity,
+        "tokens": spec.tokens,
+        "window_left": None if left is None else min(left, spec.cache.capacity),
+        "block_keys": block_kv,
+    }
+    into, merge = (seq_lens, out, lse), spec.merge(len(outs))
+    return _launch(merge_splits_kernel, outs, lses, sinks, into, merge, splits, backend)
+
+
+def _launch(
+    kernel: Callable[..., None],
+    outs: Array,
+    lses: Array,
+    sinks: Array | None,
+    into: tuple[Array, ...],
+    spec: MergeSpec,
+    splits: dict[str, Any],
+    backend: str,
+) -> tuple[Array, Array]:
+    """Call one of the kernels; `into` is empty, or lengths and the results to complete."""
     rows = (spec.batch, spec.tokens, spec.heads)
     out = jax.ShapeDtypeStruct((*rows, spec.head_dim_v), jnp.dtype(spec.dtype))
     lse = jax.ShapeDtypeStruct((spec.batch, spec.heads, spec.tokens), jnp.float32)
@@ -81,27 +151,29 @@ def combine(
     def of_lse(head, token, batch):
         return batch, head, token
 
-    operands, in_specs = (
-        [outs, lses],
-        [
-            pl.BlockSpec(
-                (spec.num_states, None, None, None, block_dv), lambda *i: (0, *of_row(*i))
-            ),
-            pl.BlockSpec((spec.num_states, None, None, None), lambda *i: (0, *of_lse(*i))),
-        ],
-    )
+    results = pl.BlockSpec((None, None, None, block_dv), of_row), pl.BlockSpec((None,) * 3, of_lse)
+    operands = [*into, outs, lses]
+    states = (spec.num_states, None, None, None)
+    in_specs = [
+        pl.BlockSpec((*states, block_dv), lambda *i: (0, *of_row(*i))),
+        pl.BlockSpec(states, lambda *i: (0, *of_lse(*i))),
+    ]
+    if into:
+        of_length = pl.BlockSpec((None,), lambda head, token, batch: (batch,))
+        in_specs = [of_length, *results, *in_specs]
     if sinks is not None:
         operands.append(sinks)
         in_specs.append(pl.BlockSpec((None,), lambda head, token, batch: (head,)))
     return launch(
         "combine",
-        combine_kernel,
+        kernel,
         lambda config: (spec.heads, spec.tokens, spec.batch),
         operands,
         in_specs,
         (out, lse),
-        (pl.BlockSpec((None, None, None, block_dv), of_row), pl.BlockSpec((None,) * 3, of_lse)),
-        {
+        results,
+        splits
+        | {
             "num_states": spec.num_states,
             "head_dim_v": spec.head_dim_v,
             "block_dv": block_dv,
@@ -109,4 +181,5 @@ def combine(
         },
         spec,
         backend,
+        aliases={1: 0, 2: 1} if into else None,
     )

@@ -13,7 +13,7 @@ from jax.experimental.pallas import triton as plt
 from interop.contract.config import block_rows, choose_splits
 from interop.contract.spec import DecodeSpec
 from pallas_attn.dispatch import multiprocessors
-from pallas_attn.kernels.combine import combine
+from pallas_attn.kernels.combine import merge_splits
 from pallas_attn.kernels.primitives import (
     LN2,
     add_sink,
@@ -21,6 +21,7 @@ from pallas_attn.kernels.primitives import (
     attention_mask,
     attention_scores,
     dot,
+    keys_of_sequence,
     load_rows_at,
     locate_keys,
     online_softmax_update,
@@ -69,11 +70,12 @@ def paged_decode_kernel(
     Row r is token ``r // group_size`` of query head ``r % group_size`` of the group, so that the
     keys and values are read once for all of them. Operands, of this program's batch and kv head:
     q [T, group, D], pools k [P, page_size, D] and v [P, page_size, Dv], table [max_pages] and len
-    [], int32; sinks [group] if has_sinks, scales [] if quantized, float32; of its split, out
-    [T, group, Dv] and lse [group, T] (float32, natural log). Grid: (row tiles, kv heads, splits,
+    [], int32; sinks [group] if has_sinks, scales [] if quantized, float32; out
+    [T, group, Dv] and lse [group, T] (float32, natural log). Where more than one split has keys,
+    each of them writes its outs [T, group, Dv] and lses [group, T] instead, float32; with a single
+    split they are not there. Grid: (row tiles, kv heads, splits,
     batch). Loop invariant: `online_softmax_update`. Accumulation: float32, exponents in base 2, p
-    cast to the products' dtype. A row that sees no key in this split has lse -inf, and an output
-    only where the split has keys. A single split writes the result itself, and counts the sink.
+    cast to the products' dtype. A row that sees no key has lse -inf, or its sink.
     block_rows and block_kv are powers of two, at least 16.
 
     quantized: the products are in float16, and the pools are given as int16 words of two columns.
@@ -81,12 +83,13 @@ def paged_decode_kernel(
     """
     # Locate the rows and the split's share of the keys.
     q_ref, k_ref, v_ref, table_ref, len_ref, *optional, out_ref, lse_ref = refs
+    if num_splits > 1:
+        *optional, out_ref, lse_ref, outs_ref, lses_ref = (*optional, out_ref, lse_ref)
     tile, split = pl.program_id(0), pl.program_id(2)
-    length = jnp.minimum(jnp.maximum(len_ref[...], 0), max_pages * page_size)
-    begin = 0
-    if window_left is not None:
-        begin = jnp.maximum(length - tokens - window_left, 0)
-    first, count = share_of_tiles(begin, length, split, num_splits, block_kv)
+    begin, length = keys_of_sequence(len_ref, max_pages * page_size, tokens, window_left)
+    first, count, parts = share_of_tiles(begin, length, split, num_splits, block_kv)
+    # A single part is the result, else each is one of those that `combine` merges.
+    is_result = (parts <= 1) & (split == 0)
     if quantized:
         *optional, k_scale_ref, v_scale_ref = optional
         scale = scale * k_scale_ref[...]
@@ -95,10 +98,10 @@ def paged_decode_kernel(
     row = tile * block_rows + arange(block_rows)
     token, member = row // group_size, row % group_size
     is_row = token < tokens
-    parts = range(2 if quantized else 1)
+    halves = range(2 if quantized else 1)
     q = [
-        load_rows_at(q_ref, (token, member), is_row, head_dim, block_d, part, len(parts))
-        for part in parts
+        load_rows_at(q_ref, (token, member), is_row, head_dim, block_d, half, len(halves))
+        for half in halves
     ]
     if quantized:
         *q, factor = to_float16(*q)
@@ -106,7 +109,7 @@ def paged_decode_kernel(
     position = length - tokens + token
     m_i = jnp.full((block_rows,), float("-inf"), jnp.float32)
     l_i = jnp.zeros((block_rows,), jnp.float32)
-    acc = [jnp.zeros((block_rows, block_dv), jnp.float32) for _ in parts]
+    acc = [jnp.zeros((block_rows, block_dv), jnp.float32) for _ in halves]
 
     # Visit the split's tiles of keys.
     def visit(index, carry):
@@ -132,27 +135,31 @@ def paged_decode_kernel(
         v = [load_rows_at(v_ref, (page, slot), exists, head_dim_v, block_dv)]
         if quantized:
             v = unpack(*v, float8, widenings)
-        acc = [acc[part] * alpha[:, None] + dot(p, v[part]) for part in parts]
+        acc = [acc[half] * alpha[:, None] + dot(p, v[half]) for half in halves]
         return m_i, l_i, acc
 
     m_i, l_i, acc = lax.fori_loop(0, count, visit, (m_i, l_i, acc))
 
     # Normalise and store.
-    alpha = jnp.ones_like(l_i)
     if has_sinks:
         (sinks_ref,) = optional
-        alpha, m_i, l_i = add_sink(sinks_ref[member], m_i, l_i)
+        sink = jnp.where(is_result, sinks_ref[member], float("-inf"))
+        alpha, m_i, l_i = add_sink(sink, m_i, l_i)
+        acc = [x * alpha[:, None] for x in acc]
     l_safe = jnp.where(l_i == 0.0, 1.0, l_i)
     lse = m_i * LN2 + jnp.log(l_safe)
-    plt.store(lse_ref.at[member, token], lse, mask=is_row)
-    writes = is_row
+    out = [x / l_safe[:, None] for x in acc]
+    if quantized:
+        out = [x * v_scale_ref[...] for x in out]
+    places = [(out_ref, lse_ref, is_row & is_result)]
     if num_splits > 1:
-        writes = token < jnp.minimum(count, 1) * tokens
-    for part in parts:
-        out = acc[part] * alpha[:, None] / l_safe[:, None]
-        if quantized:
-            out = out * v_scale_ref[...]
-        store_rows_at(out_ref, out, (token, member), writes, head_dim_v, block_dv, part, len(parts))
+        places.append((outs_ref, lses_ref, is_row & (parts > 1) & (count > 0)))
+    for to_out, to_lse, writes in places:
+        plt.store(to_lse.at[member, token], lse, mask=writes)
+        for half in halves:
+            store_rows_at(
+                to_out, out[half], (token, member), writes, head_dim_v, block_dv, half, len(halves)
+            )
 
 
 def paged_decode(
@@ -180,7 +187,7 @@ def paged_decode(
     rows = block_rows(spec, config)
     splits = choose_splits(spec, config, multiprocessors(backend))
     tiles = pl.cdiv(spec.tokens * spec.group_size, rows)
-    has_sinks = sinks is not None and splits == 1
+    has_sinks = sinks is not None
     if spec.cache.is_quantized:
         k_pages, v_pages = as_words(k_pages), as_words(v_pages)
     operands = [q, k_pages, v_pages, block_tables, seq_lens]
@@ -197,23 +204,27 @@ def paged_decode(
     if spec.cache.is_quantized:
         operands += [k_scale, v_scale]
         in_specs += [of_scale(k_scale), of_scale(v_scale)]
-    shape = (splits, spec.batch, spec.tokens, spec.heads_q, spec.head_dim_v)
-    out = jax.ShapeDtypeStruct(shape, q.dtype if splits == 1 else jnp.float32)
-    lse_shape = (splits, spec.batch, spec.heads_q, spec.tokens)
-    lse = jax.ShapeDtypeStruct(lse_shape, jnp.float32)
-    out, lse = launch(
+    shape = (spec.batch, spec.tokens, spec.heads_q, spec.head_dim_v)
+    lse_shape = (spec.batch, spec.heads_q, spec.tokens)
+    results = [jax.ShapeDtypeStruct(shape, q.dtype), jax.ShapeDtypeStruct(lse_shape, jnp.float32)]
+    out_specs = [of_tokens(x, spec.group_size) for x in results]
+    if splits > 1:
+        parts = [jax.ShapeDtypeStruct((splits, *x.shape), jnp.float32) for x in results]
+        results += parts
+        out_specs += [of_split(x, spec.group_size) for x in parts]
+    out, lse, *parts = launch(
         "paged_decode",
         paged_decode_kernel,
         lambda config: (tiles, spec.heads_kv, splits, spec.batch),
         operands,
         in_specs,
-        (out, lse),
-        (of_split(out, spec.group_size), of_split(lse, spec.group_size)),
+        results,
+        out_specs,
         decode_arguments(spec, k_pages, v_pages, backend)
         | {"num_splits": splits, "has_sinks": has_sinks, "block_rows": rows},
         spec,
         backend,
     )
     if splits == 1:
-        return out[0], lse[0]
-    return combine(out, lse, spec.merge(splits), sinks, backend=backend)
+        return out, lse
+    return merge_splits(*parts, out, lse, seq_lens, sinks, spec, config.block_kv, backend=backend)

@@ -207,16 +207,25 @@ def arange(size):
     return jnp.arange(size, dtype=jnp.int32)
 
 
-def share_of_tiles(begin, end, split, num_splits, block):
-    """The tiles of keys begin .. end that are one split's: (the first, how many).
+def keys_of_sequence(len_ref, capacity, tokens, window_left):
+    """The keys begin .. end that the new tokens of a sequence see; end is its length."""
+    end = jnp.minimum(jnp.maximum(len_ref[...], 0), capacity)
+    if window_left is None:
+        return 0, end
+    return jnp.maximum(end - tokens - window_left, 0), end
 
-    Splits get equal shares, the last ones less or none.
+
+def share_of_tiles(begin, end, split, num_splits, block):
+    """The tiles of keys begin .. end that are one split's.
+
+    Splits get equal shares, the last ones less or none. Returns (first, count, parts): the split's
+    first tile, how many it has, and how many splits have any.
     """
     first = begin // block
     tiles = cdiv(end, block) - first
     share = cdiv(tiles, num_splits)
     count = jnp.minimum(jnp.maximum(tiles - split * share, 0), share)
-    return first + split * share, count
+    return first + split * share, count, cdiv(tiles, jnp.maximum(share, 1))
 
 
 def locate_keys(table_ref, start, length, num_pages, page_size, block_kv):

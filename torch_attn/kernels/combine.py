@@ -3,6 +3,8 @@
 ``lse = log Σ exp lse_n`` and ``out = Σ exp(lse_n - lse) out_n``. Flash-Decoding's second step.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -10,8 +12,8 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_wait
 
 from interop.contract.config import padded_head_dim
-from interop.contract.spec import MergeSpec
-from torch_attn.kernels.primitives import LN2, LOG2E
+from interop.contract.spec import DecodeSpec, MergeSpec
+from torch_attn.kernels.primitives import LN2, LOG2E, keys_of_sequence, share_of_tiles
 from torch_attn.launch import launch
 
 
@@ -20,6 +22,7 @@ def combine_kernel(
     outs_ptr,
     lses_ptr,
     sinks_ptr,
+    lens_ptr,
     out_ptr,
     lse_ptr,
     outs_state,
@@ -33,9 +36,13 @@ def combine_kernel(
     tokens,
     heads,
     num_states,
+    capacity,
+    window_left,
     HEAD_DIM_V: tl.constexpr,
     BLOCK_DV: tl.constexpr,
     HAS_SINKS: tl.constexpr,
+    HAS_LEFT: tl.constexpr,
+    BLOCK_KEYS: tl.constexpr,
     PDL: tl.constexpr,
     BLOCK_STATES: tl.constexpr,
     BLOCK_KV: tl.constexpr,
@@ -47,8 +54,13 @@ def combine_kernel(
     [B, S, H, Dv] and lse [B, H, S] contiguous. Grid: (heads, tokens, batch) in one axis, heads
     fastest. A part whose lse is -inf has no keys: its output is not read, and may hold anything.
     Accumulation: float32, exponents in base 2. BLOCK_STATES, a power of two, is at least N;
-    BLOCK_KV parts are accumulated at a time. PDL: the launch overlaps the kernel before (CUDA's
-    programmatic dependent launch), whose results are waited for.
+    BLOCK_KV parts are accumulated at a time.
+
+    BLOCK_KEYS: the states are the splits of `paged_decode_kernel`, whose tiles have as many keys.
+    Only those with keys are read, and where there is one at most the result is there already.
+
+    PDL: the launch overlaps the kernel before (CUDA's programmatic dependent launch). Every program
+    waits for it, also one with nothing to do: whatever is launched next waits for this one alone.
     """
     if PDL:
         gdc_wait()
@@ -56,6 +68,11 @@ def combine_kernel(
     head = tl.program_id(0) % heads
     token = tl.program_id(0) // heads % tokens
     batch = (tl.program_id(0) // heads // tokens).to(tl.int64)
+    if BLOCK_KEYS is not None:
+        begin, end = keys_of_sequence(lens_ptr, batch, capacity, tokens, window_left, HAS_LEFT)
+        _, _, num_states = share_of_tiles(begin, end, 0, num_states, BLOCK_KEYS)
+        if num_states <= 1:
+            return
     lses_ptr += batch * lses_batch + head * lses_head + token * lses_token
     outs_ptr += batch * outs_batch + token * outs_token + head * outs_head
 
@@ -94,18 +111,8 @@ def combine_kernel(
     tl.store(lse_ptr + (batch * heads + head) * tokens + token, lse)
 
 
-def combine(
-    outs: Tensor,
-    lses: Tensor,
-    spec: MergeSpec,
-    sinks: Tensor | None = None,
-    overlap: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """Launch `combine_kernel`.
-
-    Args:
-        sinks: [H] float32, one more logit a head in the denominator, or None.
-        overlap: start while the kernel before, which must expect it, still runs (SM90).
+def combine(outs: Tensor, lses: Tensor, spec: MergeSpec) -> tuple[Tensor, Tensor]:
+    """Launch `combine_kernel` on results over disjoint keys.
 
     Returns:
         out [B, S, H, Dv] in spec's dtype and lse [B, H, S] float32, both contiguous.
@@ -114,6 +121,49 @@ def combine(
     out = torch.empty(shape, dtype=getattr(torch, spec.dtype), device=outs.device)
     lse_shape = (spec.batch, spec.heads, spec.tokens)
     lse = torch.empty(lse_shape, dtype=torch.float32, device=outs.device)
+    _launch(outs, lses, None, None, out, lse, spec, capacity=0, window_left=0, HAS_LEFT=False)
+    return out, lse
+
+
+def merge_splits(
+    outs: Tensor,
+    lses: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    seq_lens: Tensor,
+    sinks: Tensor | None,
+    spec: DecodeSpec,
+    block_kv: int,
+    overlap: bool,
+) -> None:
+    """Launch `combine_kernel` on the splits of a paged decode; see its BLOCK_KEYS.
+
+    Args:
+        sinks: [H] float32, one more logit a head in the denominator, or None.
+        block_kv: keys of a tile of the decode.
+        overlap: start while the decode, which must expect it, still runs (SM90).
+    """
+    left = spec.window_left
+    _launch(
+        outs, lses, sinks, seq_lens, out, lse, spec.merge(len(outs)), overlap,
+        capacity=spec.cache.capacity,
+        window_left=0 if left is None else min(left, spec.cache.capacity),
+        HAS_LEFT=left is not None,
+        BLOCK_KEYS=block_kv,
+    )  # fmt: skip
+
+
+def _launch(
+    outs: Tensor,
+    lses: Tensor,
+    sinks: Tensor | None,
+    seq_lens: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    spec: MergeSpec,
+    overlap: bool = False,
+    **splits: Any,
+) -> None:
     state, batch, token, head, _ = outs.stride()
     lses_state, lses_batch, lses_head, lses_token = lses.stride()
     arguments = {
@@ -131,6 +181,7 @@ def combine(
         "HEAD_DIM_V": spec.head_dim_v,
         "BLOCK_DV": padded_head_dim(spec.head_dim_v),
         "HAS_SINKS": sinks is not None,
+        "BLOCK_KEYS": None,
         "PDL": overlap,
         "BLOCK_STATES": triton.next_power_of_2(spec.num_states),
     }
@@ -138,9 +189,8 @@ def combine(
         "combine",
         combine_kernel,
         lambda config: (spec.batch * spec.tokens * spec.heads,),
-        (outs, lses, sinks, out, lse),
-        arguments,
+        (outs, lses, sinks, seq_lens, out, lse),
+        arguments | splits,
         spec,
         launch_pdl=overlap,
     )
-    return out, lse

@@ -12,12 +12,13 @@ from triton.language.extra.cuda import gdc_launch_dependents
 
 from interop.contract.config import block_rows, choose_splits
 from interop.contract.spec import DecodeSpec
-from torch_attn.kernels.combine import combine
+from torch_attn.kernels.combine import merge_splits
 from torch_attn.kernels.primitives import (
     LN2,
     add_sink,
     attention_mask,
     attention_scores,
+    keys_of_sequence,
     load_columns,
     load_keys,
     locate_keys,
@@ -47,6 +48,8 @@ def paged_decode_kernel(
     v_scale_ptr,
     out_ptr,
     lse_ptr,
+    outs_ptr,
+    lses_ptr,
     q_batch,
     q_token,
     q_head,
@@ -96,13 +99,13 @@ def paged_decode_kernel(
     keys and values are read once for all of them. Operands: q [B, T, Hq, D], pools k
     [P, page_size, Hkv, D] and v [P, page_size, Hkv, Dv] with the given strides and a contiguous
     last dimension; tables [B, max_pages] and lens [B], int32; sinks [Hq] and scales [] or [Hkv],
-    float32; out [splits, B, T, Hq, Dv] and lse [splits, B, Hq, T] (float32, natural log),
-    contiguous. Grid: (row tiles, kv heads, splits, batch) in one axis, row tiles fastest. Loop
-    invariant: `online_softmax_update`. Accumulation: float32, exponents in base 2, p cast to the
-    products' dtype. A row that sees no key in this split has lse -inf, and an output only where
-    the split has keys. A single split writes the result itself: ONE_SPLIT, and HAS_SINKS to count
-    the sink. PAST_2G: the pools reach past 2^31 elements. ALIGN divides their strides. BLOCK_ROWS
-    and BLOCK_KV are powers of two, at least 16.
+    float32; out [B, T, Hq, Dv] and lse [B, Hq, T] (float32, natural log), contiguous. Where more
+    than one split has keys, each of them writes its part of outs [splits, B, T, Hq, Dv] and lses
+    [splits, B, Hq, T] instead, float32 and contiguous; ONE_SPLIT: they are not there. Grid: (row
+    tiles, kv heads, splits, batch) in one axis, row tiles fastest. Loop invariant:
+    `online_softmax_update`. Accumulation: float32, exponents in base 2, p cast to the products'
+    dtype. A row that sees no key has lse -inf, or its sink. PAST_2G: the pools reach past 2^31
+    elements. ALIGN divides their strides. BLOCK_ROWS and BLOCK_KV are powers of two, at least 16.
 
     QUANTIZED: the products are in float16, and the pools are given as int16 words of two columns.
     HEAD_DIM and HEAD_DIM_V count words; even and odd columns are tiles of their own.
@@ -118,12 +121,11 @@ def paged_decode_kernel(
     head_kv = tl.program_id(0) // num_tiles % heads_kv
     split = tl.program_id(0) // num_tiles // heads_kv % num_splits
     batch = (tl.program_id(0) // num_tiles // heads_kv // num_splits).to(tl.int64)
-    length = tl.load(lens_ptr + batch)
-    length = tl.minimum(tl.maximum(length, 0), max_pages * PAGE_SIZE)
-    begin = 0
-    if HAS_LEFT:
-        begin = tl.maximum(length - TOKENS - window_left, 0)
-    first, count = share_of_tiles(begin, length, split, num_splits, BLOCK_KV)
+    capacity = max_pages * PAGE_SIZE
+    begin, length = keys_of_sequence(lens_ptr, batch, capacity, TOKENS, window_left, HAS_LEFT)
+    first, count, parts = share_of_tiles(begin, length, split, num_splits, BLOCK_KV)
+    # A single part is the result, else each is one of those that `combine` merges.
+    is_result = (parts <= 1) & (split == 0)
     table_ptr = tables_ptr + batch * tables_batch
     k_base = k_ptr + tl.multiple_of(head_kv.to(tl.int64) * k_head, ALIGN)
     v_base = v_ptr + tl.multiple_of(head_kv.to(tl.int64) * v_head, ALIGN)
@@ -181,31 +183,39 @@ def paged_decode_kernel(
 
     # Normalise and store.
     if HAS_SINKS:
-        sink = tl.load(sinks_ptr + head, mask=is_row, other=float("-inf"))
+        sink = tl.load(sinks_ptr + head, mask=is_row & is_result, other=float("-inf"))
         alpha, m_i, l_i = add_sink(sink, m_i, l_i)
         acc = acc * alpha[:, None]
         if QUANTIZED:
             acc_odd = acc_odd * alpha[:, None]
     l_safe = tl.where(l_i == 0.0, 1.0, l_i)
     lse = m_i * LN2 + tl.log(l_safe)
+    acc = acc / l_safe[:, None]
     heads_q = heads_kv * GROUP_SIZE
-    part = split * batch_size + batch
-    tl.store(lse_ptr + (part * heads_q + head) * TOKENS + token, lse, mask=is_row)
-    writes = is_row
-    if not ONE_SPLIT:
-        writes = token < tl.minimum(count, 1) * TOKENS
-    out_row = (part * TOKENS + token) * heads_q + head
+    lse_row = (batch * heads_q + head) * TOKENS + token
+    out_row = (batch * TOKENS + token) * heads_q + head
     if QUANTIZED:
         v_scale = tl.load(v_scale_ptr + head_kv * v_scale_head)
-        out_rows = out_ptr + out_row * (2 * HEAD_DIM_V)
-        out = acc / l_safe[:, None] * v_scale
-        store_columns(out_rows, out, writes, 0, 2, HEAD_DIM_V, BLOCK_DV)
-        out = acc_odd / l_safe[:, None] * v_scale
-        store_columns(out_rows, out, writes, 1, 2, HEAD_DIM_V, BLOCK_DV)
-    else:
-        out_rows = out_ptr + out_row * HEAD_DIM_V
-        out = acc / l_safe[:, None]
-        store_columns(out_rows, out, writes, 0, 1, HEAD_DIM_V, BLOCK_DV)
+        acc = acc * v_scale
+        acc_odd = acc_odd / l_safe[:, None] * v_scale
+    width: tl.constexpr = 2 if QUANTIZED else 1
+    out_size: tl.constexpr = HEAD_DIM_V * width
+    writes = is_row & is_result
+    tl.store(lse_ptr + lse_row, lse, mask=writes)
+    store_columns(out_ptr + out_row * out_size, acc, writes, 0, width, HEAD_DIM_V, BLOCK_DV)
+    if QUANTIZED:
+        store_columns(out_ptr + out_row * out_size, acc_odd, writes, 1, width, HEAD_DIM_V, BLOCK_DV)
+    if not ONE_SPLIT:
+        writes = is_row & (parts > 1) & (count > 0)
+        rows = batch_size * TOKENS * heads_q
+        lses_ptr += split.to(tl.int64) * rows
+        outs_ptr += split.to(tl.int64) * rows * out_size
+        tl.store(lses_ptr + lse_row, lse, mask=writes)
+        store_columns(outs_ptr + out_row * out_size, acc, writes, 0, width, HEAD_DIM_V, BLOCK_DV)
+        if QUANTIZED:
+            store_columns(
+                outs_ptr + out_row * out_size, acc_odd, writes, 1, width, HEAD_DIM_V, BLOCK_DV
+            )
 
 
 def paged_decode(
@@ -231,26 +241,43 @@ def paged_decode(
     splits = choose_splits(spec, config, multiprocessors(q.device, target))
     tiles = triton.cdiv(spec.tokens * spec.group_size, rows)
     overlap = splits > 1 and target == "sm90"
-    out_dtype = q.dtype if splits == 1 else torch.float32
-    shape = (splits, spec.batch, spec.tokens, spec.heads_q, spec.head_dim_v)
-    out = torch.empty(shape, dtype=out_dtype, device=q.device)
-    lse_shape = (splits, spec.batch, spec.heads_q, spec.tokens)
+    shape = (spec.batch, spec.tokens, spec.heads_q, spec.head_dim_v)
+    lse_shape = (spec.batch, spec.heads_q, spec.tokens)
+    out = torch.empty(shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(lse_shape, dtype=torch.float32, device=q.device)
+    outs = lses = None
+    if splits > 1:
+        outs = torch.empty((splits, *shape), dtype=torch.float32, device=q.device)
+        lses = torch.empty((splits, *lse_shape), dtype=torch.float32, device=q.device)
+    problem = decode_arguments(spec, q, k_pages, v_pages, block_tables, k_scale, v_scale)
     launch(
         "paged_decode",
         paged_decode_kernel,
         lambda config: (tiles * spec.heads_kv * splits * spec.batch,),
-        (q, k_pages, v_pages, block_tables, seq_lens, sinks, k_scale, v_scale, out, lse),
-        decode_arguments(spec, q, k_pages, v_pages, block_tables, k_scale, v_scale)
+        (
+            q,
+            k_pages,
+            v_pages,
+            block_tables,
+            seq_lens,
+            sinks,
+            k_scale,
+            v_scale,
+            out,
+            lse,
+            outs,
+            lses,
+        ),
+        problem
         | {
             "num_splits": splits,
             "ONE_SPLIT": splits == 1,
             "PDL": overlap,
-            "HAS_SINKS": sinks is not None and splits == 1,
+            "HAS_SINKS": sinks is not None,
             "BLOCK_ROWS": rows,
         },
         spec,
     )
-    if splits == 1:
-        return out[0], lse[0]
-    return combine(out, lse, spec.merge(splits), sinks, overlap)
+    if outs is not None and lses is not None:
+        merge_splits(outs, lses, out, lse, seq_lens, sinks, spec, config.block_kv, overlap)
+    return out, lse

@@ -219,16 +219,27 @@ def online_softmax_update(s, m_i, l_i, exp2_scale):
 
 
 @triton.jit
-def share_of_tiles(begin, end, split, num_splits, BLOCK: tl.constexpr):
-    """The tiles of keys begin .. end that are one split's: (the first, how many).
+def keys_of_sequence(lens_ptr, batch, capacity, tokens, window_left, HAS_LEFT: tl.constexpr):
+    """The keys begin .. end that the new tokens of a sequence see; end is its length."""
+    end = tl.minimum(tl.maximum(tl.load(lens_ptr + batch), 0), capacity)
+    begin = 0
+    if HAS_LEFT:
+        begin = tl.maximum(end - tokens - window_left, 0)
+    return begin, end
 
-    Splits get equal shares, the last ones less or none.
+
+@triton.jit
+def share_of_tiles(begin, end, split, num_splits, BLOCK: tl.constexpr):
+    """The tiles of keys begin .. end that are one split's.
+
+    Splits get equal shares, the last ones less or none. Returns (first, count, parts): the split's
+    first tile, how many it has, and how many splits have any.
     """
     first = begin // BLOCK
     tiles = tl.cdiv(end, BLOCK) - first
     share = tl.cdiv(tiles, num_splits)
     count = tl.minimum(tl.maximum(tiles - split * share, 0), share)
-    return first + split * share, count
+    return first + split * share, count, tl.cdiv(tiles, tl.maximum(share, 1))
 
 
 @triton.jit
