@@ -100,7 +100,7 @@ def cache_arguments(cache: PagedCache, k_pages: Any, v_pages: Any) -> dict[str, 
     }
 
 
-# What a program of a decode reads and writes; its grid is (row tiles, kv heads, splits, batch).
+# What a program of a decode reads and writes; its grid is (row tiles, kv heads, batch, splits).
 
 
 def of_tokens(x: Any, group_size: int) -> pl.BlockSpec:
@@ -109,35 +109,35 @@ def of_tokens(x: Any, group_size: int) -> pl.BlockSpec:
     """
     if len(x.shape) == 3:
         block = (None, group_size, x.shape[2])
-        return pl.BlockSpec(block, lambda tile, head, split, batch: (batch, head, 0))
+        return pl.BlockSpec(block, lambda tile, head, batch, split: (batch, head, 0))
     block = (None, x.shape[1], group_size, padded_head_dim(x.shape[3]))
-    return pl.BlockSpec(block, lambda tile, head, split, batch: (batch, 0, head, 0))
+    return pl.BlockSpec(block, lambda tile, head, batch, split: (batch, 0, head, 0))
 
 
 def of_pool(x: Any) -> pl.BlockSpec:
     """[P, page_size, Hkv, D] gives a head of every page, [P, page_size, D]."""
     block = (*x.shape[:2], None, padded_head_dim(x.shape[3]))
-    return pl.BlockSpec(block, lambda tile, head, split, batch: (0, 0, head, 0))
+    return pl.BlockSpec(block, lambda tile, head, batch, split: (0, 0, head, 0))
 
 
 def of_sequence(x: Any) -> pl.BlockSpec:
     """[B, ...] gives a sequence's part."""
     rest = (0,) * (x.ndim - 1)
-    return pl.BlockSpec((None, *x.shape[1:]), lambda tile, head, split, batch: (batch, *rest))
+    return pl.BlockSpec((None, *x.shape[1:]), lambda tile, head, batch, split: (batch, *rest))
 
 
 def of_scale(x: Any) -> pl.BlockSpec:
     """[] or [Hkv] gives the kv head's scale, []."""
-    return pl.BlockSpec((None,) * x.ndim, lambda tile, head, split, batch: (head,) * x.ndim)
+    return pl.BlockSpec((None,) * x.ndim, lambda tile, head, batch, split: (head,) * x.ndim)
 
 
 def of_split(x: Any, group_size: int) -> pl.BlockSpec:
     """[N, B, T, Hq, Dv] or [N, B, Hq, T] gives a split's [T, group_size, Dv] or [group_size, T]."""
     if len(x.shape) == 4:
         block = (None, None, group_size, x.shape[3])
-        return pl.BlockSpec(block, lambda tile, head, split, batch: (split, batch, head, 0))
+        return pl.BlockSpec(block, lambda tile, head, batch, split: (split, batch, head, 0))
     block = (None, None, x.shape[2], group_size, padded_head_dim(x.shape[4]))
-    return pl.BlockSpec(block, lambda tile, head, split, batch: (split, batch, 0, head, 0))
+    return pl.BlockSpec(block, lambda tile, head, batch, split: (split, batch, 0, head, 0))
 
 
 def config_for(name: str, spec: Spec, backend: str) -> KernelConfig:

@@ -73,9 +73,9 @@ def paged_decode_kernel(
     [], int32; sinks [group] if has_sinks, scales [] if quantized, float32; out
     [T, group, Dv] and lse [group, T] (float32, natural log). Where more than one split has keys,
     each of them writes its outs [T, group, Dv] and lses [group, T] instead, float32; with a single
-    split they are not there. Grid: (row tiles, kv heads, splits,
-    batch). Loop invariant: `online_softmax_update`. Accumulation: float32, exponents in base 2, p
-    cast to the products' dtype. A row that sees no key has lse -inf, or its sink.
+    split they are not there. Grid: (row tiles, kv heads, batch, splits). Loop invariant:
+    `online_softmax_update`. Accumulation: float32, exponents in base 2, p cast to the products'
+    dtype. A row that sees no key has lse -inf, or its sink.
     block_rows and block_kv are powers of two, at least 16.
 
     quantized: the products are in float16, and the pools are given as int16 words of two columns.
@@ -85,7 +85,7 @@ def paged_decode_kernel(
     q_ref, k_ref, v_ref, table_ref, len_ref, *optional, out_ref, lse_ref = refs
     if num_splits > 1:
         *optional, out_ref, lse_ref, outs_ref, lses_ref = (*optional, out_ref, lse_ref)
-    tile, split = pl.program_id(0), pl.program_id(2)
+    tile, split = pl.program_id(0), pl.program_id(3)
     begin, length = keys_of_sequence(len_ref, max_pages * page_size, tokens, window_left)
     first, count, parts = share_of_tiles(begin, length, split, num_splits, block_kv)
     # A single part is the result, else each is one of those that `combine` merges.
@@ -215,7 +215,7 @@ def paged_decode(
     out, lse, *parts = launch(
         "paged_decode",
         paged_decode_kernel,
-        lambda config: (tiles, spec.heads_kv, splits, spec.batch),
+        lambda config: (tiles, spec.heads_kv, spec.batch, splits),
         operands,
         in_specs,
         results,

@@ -25,18 +25,18 @@ def append_kv_kernel(
     v_new_batch,
     v_new_token,
     v_new_head,
-    k_page,
-    k_head,
-    v_page,
-    v_head,
     k_scale_head,
     v_scale_head,
     tables_batch,
-    heads_kv,
     num_pages,
     max_pages,
+    K_PAGE: tl.constexpr,
     K_SLOT: tl.constexpr,
+    K_HEAD: tl.constexpr,
+    V_PAGE: tl.constexpr,
     V_SLOT: tl.constexpr,
+    V_HEAD: tl.constexpr,
+    HEADS_KV: tl.constexpr,
     TOKENS: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -53,7 +53,7 @@ def append_kv_kernel(
     ``len - TOKENS + t``; a position outside the table, or a page outside the pool, is not written.
     """
     # Locate the token's slot.
-    num_tiles = tl.cdiv(heads_kv, BLOCK_Q)
+    num_tiles: tl.constexpr = (HEADS_KV + BLOCK_Q - 1) // BLOCK_Q
     tile = tl.program_id(0) % num_tiles
     token = tl.program_id(0) // num_tiles % TOKENS
     batch = (tl.program_id(0) // num_tiles // TOKENS).to(tl.int64)
@@ -65,13 +65,13 @@ def append_kv_kernel(
     exists = exists & (page >= 0) & (page < num_pages)
     slot = (position % PAGE_SIZE).to(tl.int64)
     head = tile * BLOCK_Q + tl.arange(0, BLOCK_Q).to(tl.int64)
-    writes = exists & (head < heads_kv)
+    writes = exists & (head < HEADS_KV)
 
     # Copy the key and the value, quantised where the cache is.
     k_new = k_new_ptr + batch * k_new_batch + token * k_new_token + head * k_new_head
     v_new = v_new_ptr + batch * v_new_batch + token * v_new_token + head * v_new_head
-    k_slot = k_ptr + page * k_page + slot * K_SLOT + head * k_head
-    v_slot = v_ptr + page * v_page + slot * V_SLOT + head * v_head
+    k_slot = k_ptr + page * K_PAGE + slot * K_SLOT + head * K_HEAD
+    v_slot = v_ptr + page * V_PAGE + slot * V_SLOT + head * V_HEAD
     store_key(k_new, k_slot, k_scale_ptr, head * k_scale_head, writes, HEAD_DIM, BLOCK_D, QUANTIZED)
     store_key(
         v_new, v_slot, v_scale_ptr, head * v_scale_head, writes, HEAD_DIM_V, BLOCK_DV, QUANTIZED
@@ -113,10 +113,16 @@ def append_kv(
 ) -> None:
     """Launch `append_kv_kernel`, which writes into k_pages and v_pages."""
     batch, tokens, heads, _ = k_new.shape
-    arguments = cache_arguments(cache, k_pages, v_pages, block_tables, k_scale, v_scale)
-    for name, x in (("k_new", k_new), ("v_new", v_new)):
-        for axis, stride in zip(("batch", "token", "head"), x.stride(), strict=False):
-            arguments[f"{name}_{axis}"] = stride
+
+    def arguments():
+        strides = {
+            f"{name}_{axis}": stride
+            for name, x in (("k_new", k_new), ("v_new", v_new))
+            for axis, stride in zip(("batch", "token", "head"), x.stride(), strict=False)
+        }
+        problem = cache_arguments(cache, k_pages, v_pages, block_tables, k_scale, v_scale)
+        return problem | strides | {"TOKENS": tokens}
+
     launch(
         "append_kv",
         append_kv_kernel,
@@ -131,6 +137,8 @@ def append_kv(
             k_scale,
             v_scale,
         ),
-        arguments | {"TOKENS": tokens},
+        arguments,
         cache,
+        batch,
+        tokens,
     )

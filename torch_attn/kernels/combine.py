@@ -3,8 +3,6 @@
 ``lse = log Σ exp lse_n`` and ``out = Σ exp(lse_n - lse) out_n``. Flash-Decoding's second step.
 """
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -34,10 +32,10 @@ def combine_kernel(
     lses_head,
     lses_token,
     tokens,
-    heads,
     num_states,
     capacity,
     window_left,
+    HEADS: tl.constexpr,
     HEAD_DIM_V: tl.constexpr,
     BLOCK_DV: tl.constexpr,
     HAS_SINKS: tl.constexpr,
@@ -59,20 +57,21 @@ def combine_kernel(
     BLOCK_KEYS: the states are the splits of `paged_decode_kernel`, whose tiles have as many keys.
     Only those with keys are read, and where there is one at most the result is there already.
 
-    PDL: the launch overlaps the kernel before (CUDA's programmatic dependent launch). Every program
-    waits for it, also one with nothing to do: whatever is launched next waits for this one alone.
+    PDL: the launch overlaps the kernel before (CUDA's programmatic dependent launch), which writes
+    the states and no length. Every program waits for it, also one with nothing to do: whatever is
+    launched next waits for this one alone.
     """
-    if PDL:
-        gdc_wait()
     # Locate the row.
-    head = tl.program_id(0) % heads
-    token = tl.program_id(0) // heads % tokens
-    batch = (tl.program_id(0) // heads // tokens).to(tl.int64)
+    head = tl.program_id(0) % HEADS
+    token = tl.program_id(0) // HEADS % tokens
+    batch = (tl.program_id(0) // HEADS // tokens).to(tl.int64)
     if BLOCK_KEYS is not None:
         begin, end = keys_of_sequence(lens_ptr, batch, capacity, tokens, window_left, HAS_LEFT)
         _, _, num_states = share_of_tiles(begin, end, 0, num_states, BLOCK_KEYS)
-        if num_states <= 1:
-            return
+    if PDL:
+        gdc_wait()
+    if BLOCK_KEYS is not None and num_states <= 1:
+        return
     lses_ptr += batch * lses_batch + head * lses_head + token * lses_token
     outs_ptr += batch * outs_batch + token * outs_token + head * outs_head
 
@@ -104,11 +103,11 @@ def combine_kernel(
         acc += tl.sum(weight[:, None] * x.to(tl.float32), 0)
 
     # Store.
-    row = (batch * tokens + token) * heads + head
+    row = (batch * tokens + token) * HEADS + head
     out = acc.to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + row * HEAD_DIM_V + cols, out, mask=cols < HEAD_DIM_V)
     lse = m * LN2 + tl.log(total_safe)
-    tl.store(lse_ptr + (batch * heads + head) * tokens + token, lse)
+    tl.store(lse_ptr + (batch * HEADS + head) * tokens + token, lse)
 
 
 def combine(outs: Tensor, lses: Tensor, spec: MergeSpec) -> tuple[Tensor, Tensor]:
@@ -121,7 +120,7 @@ def combine(outs: Tensor, lses: Tensor, spec: MergeSpec) -> tuple[Tensor, Tensor
     out = torch.empty(shape, dtype=getattr(torch, spec.dtype), device=outs.device)
     lse_shape = (spec.batch, spec.heads, spec.tokens)
     lse = torch.empty(lse_shape, dtype=torch.float32, device=outs.device)
-    _launch(outs, lses, None, None, out, lse, spec, capacity=0, window_left=0, HAS_LEFT=False)
+    _launch(outs, lses, None, None, out, lse, spec)
     return out, lse
 
 
@@ -143,14 +142,8 @@ def merge_splits(
         block_kv: keys of a tile of the decode.
         overlap: start while the decode, which must expect it, still runs (SM90).
     """
-    left = spec.window_left
-    _launch(
-        outs, lses, sinks, seq_lens, out, lse, spec.merge(len(outs)), overlap,
-        capacity=spec.cache.capacity,
-        window_left=0 if left is None else min(left, spec.cache.capacity),
-        HAS_LEFT=left is not None,
-        BLOCK_KEYS=block_kv,
-    )  # fmt: skip
+    states = spec.merge(len(outs))
+    _launch(outs, lses, sinks, seq_lens, out, lse, states, spec, block_kv, overlap)
 
 
 def _launch(
@@ -161,36 +154,49 @@ def _launch(
     out: Tensor,
     lse: Tensor,
     spec: MergeSpec,
+    decode: DecodeSpec | None = None,
+    block_keys: int | None = None,
     overlap: bool = False,
-    **splits: Any,
 ) -> None:
-    state, batch, token, head, _ = outs.stride()
-    lses_state, lses_batch, lses_head, lses_token = lses.stride()
-    arguments = {
-        "outs_state": state,
-        "outs_batch": batch,
-        "outs_token": token,
-        "outs_head": head,
-        "lses_state": lses_state,
-        "lses_batch": lses_batch,
-        "lses_head": lses_head,
-        "lses_token": lses_token,
-        "tokens": spec.tokens,
-        "heads": spec.heads,
-        "num_states": spec.num_states,
-        "HEAD_DIM_V": spec.head_dim_v,
-        "BLOCK_DV": padded_head_dim(spec.head_dim_v),
-        "HAS_SINKS": sinks is not None,
-        "BLOCK_KEYS": None,
-        "PDL": overlap,
-        "BLOCK_STATES": triton.next_power_of_2(spec.num_states),
-    }
+    """Launch the kernel; decode and block_keys are given where the states are splits."""
+
+    def problem():
+        state, batch, token, head, _ = outs.stride()
+        lses_state, lses_batch, lses_head, lses_token = lses.stride()
+        capacity = 0 if decode is None else decode.cache.capacity
+        left = None if decode is None else decode.window_left
+        return {
+            "outs_state": state,
+            "outs_batch": batch,
+            "outs_token": token,
+            "outs_head": head,
+            "lses_state": lses_state,
+            "lses_batch": lses_batch,
+            "lses_head": lses_head,
+            "lses_token": lses_token,
+            "tokens": spec.tokens,
+            "num_states": spec.num_states,
+            "capacity": capacity,
+            "window_left": 0 if left is None else min(left, capacity),
+            "HEADS": spec.heads,
+            "HEAD_DIM_V": spec.head_dim_v,
+            "BLOCK_DV": padded_head_dim(spec.head_dim_v),
+            "HAS_SINKS": sinks is not None,
+            "HAS_LEFT": left is not None,
+            "BLOCK_KEYS": block_keys,
+            "PDL": overlap,
+            "BLOCK_STATES": triton.next_power_of_2(spec.num_states),
+        }
+
     launch(
         "combine",
         combine_kernel,
         lambda config: (spec.batch * spec.tokens * spec.heads,),
         (outs, lses, sinks, seq_lens, out, lse),
-        arguments | splits,
+        problem,
         spec,
+        decode,
+        block_keys,
+        overlap,
         launch_pdl=overlap,
     )

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from interop.contract.config import padded_head_dim
 from interop.contract.spec import AttentionSpec
 from torch_attn.kernels.primitives import (
     LOG2E,
@@ -330,7 +331,9 @@ def flash_bwd(
     padded = triton.cdiv(spec.seq_q, ROW_PADDING.value) * ROW_PADDING.value
     lse2, delta = (lse.new_empty((*lse.shape[:2], padded)) for _ in range(2))
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-    problem = problem_arguments(spec) | stride_arguments(q=q, k=k, v=v, dout=dout)
+
+    def problem():
+        return problem_arguments(spec) | stride_arguments(q=q, k=k, v=v, dout=dout)
 
     def query_tiles(config):
         return (triton.cdiv(spec.seq_q, config.block_q) * spec.heads_q * spec.batch,)
@@ -343,14 +346,16 @@ def flash_bwd(
         flash_bwd_preprocess_kernel,
         lambda config: (padded // config.block_q * spec.heads_q * spec.batch,),
         (dout, out, lse, dlse, lse2, delta),
-        stride_arguments(dout=dout, out=out)
-        | {
-            "seq_q": spec.seq_q,
-            "heads_q": spec.heads_q,
-            "HAS_DLSE": dlse is not None,
-            "HEAD_DIM_V": spec.head_dim_v,
-            "BLOCK_DV": problem["BLOCK_DV"],
-        },
+        lambda: (
+            stride_arguments(dout=dout, out=out)
+            | {
+                "seq_q": spec.seq_q,
+                "heads_q": spec.heads_q,
+                "HAS_DLSE": dlse is not None,
+                "HEAD_DIM_V": spec.head_dim_v,
+                "BLOCK_DV": padded_head_dim(spec.head_dim_v),
+            }
+        ),
         spec,
     )
     operands = (q, k, v, dout, lse2, delta)

@@ -136,7 +136,7 @@ def flash_fwd(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Ten
         flash_fwd_kernel,
         lambda config: (triton.cdiv(spec.seq_q, config.block_q) * spec.heads_q * spec.batch,),
         (q, k, v, out, lse),
-        problem_arguments(spec) | stride_arguments(q=q, k=k, v=v),
+        lambda: problem_arguments(spec) | stride_arguments(q=q, k=k, v=v),
         spec,
     )
     return out, lse

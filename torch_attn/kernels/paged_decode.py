@@ -36,7 +36,7 @@ from torch_attn.launch import (
 )
 
 
-@triton.jit(do_not_specialize=["num_pages", "max_pages", "window_left", "num_splits"])
+@triton.jit(do_not_specialize=["num_pages", "max_pages", "window_left"])
 def paged_decode_kernel(
     q_ptr,
     k_ptr,
@@ -53,15 +53,10 @@ def paged_decode_kernel(
     q_batch,
     q_token,
     q_head,
-    k_page,
-    k_head,
-    v_page,
-    v_head,
     k_scale_head,
     v_scale_head,
     tables_batch,
     batch_size,
-    heads_kv,
     num_pages,
     max_pages,
     num_splits,
@@ -69,9 +64,13 @@ def paged_decode_kernel(
     exp2_scale,
     softcap,
     window_left,
+    K_PAGE: tl.constexpr,
     K_SLOT: tl.constexpr,
+    K_HEAD: tl.constexpr,
+    V_PAGE: tl.constexpr,
     V_SLOT: tl.constexpr,
-    ALIGN: tl.constexpr,
+    V_HEAD: tl.constexpr,
+    HEADS_KV: tl.constexpr,
     TOKENS: tl.constexpr,
     GROUP_SIZE: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
@@ -102,10 +101,10 @@ def paged_decode_kernel(
     float32; out [B, T, Hq, Dv] and lse [B, Hq, T] (float32, natural log), contiguous. Where more
     than one split has keys, each of them writes its part of outs [splits, B, T, Hq, Dv] and lses
     [splits, B, Hq, T] instead, float32 and contiguous; ONE_SPLIT: they are not there. Grid: (row
-    tiles, kv heads, splits, batch) in one axis, row tiles fastest. Loop invariant:
+    tiles, kv heads, batch) in one axis, row tiles fastest, and splits. Loop invariant:
     `online_softmax_update`. Accumulation: float32, exponents in base 2, p cast to the products'
     dtype. A row that sees no key has lse -inf, or its sink. PAST_2G: the pools reach past 2^31
-    elements. ALIGN divides their strides. BLOCK_ROWS and BLOCK_KV are powers of two, at least 16.
+    elements. BLOCK_ROWS and BLOCK_KV are powers of two, at least 16.
 
     QUANTIZED: the products are in float16, and the pools are given as int16 words of two columns.
     HEAD_DIM and HEAD_DIM_V count words; even and odd columns are tiles of their own.
@@ -118,19 +117,17 @@ def paged_decode_kernel(
     # Locate the rows and the split's share of the keys.
     num_tiles: tl.constexpr = (TOKENS * GROUP_SIZE + BLOCK_ROWS - 1) // BLOCK_ROWS
     tile = tl.program_id(0) % num_tiles
-    head_kv = tl.program_id(0) // num_tiles % heads_kv
-    split = tl.program_id(0) // num_tiles // heads_kv % num_splits
-    batch = (tl.program_id(0) // num_tiles // heads_kv // num_splits).to(tl.int64)
+    head_kv = tl.program_id(0) // num_tiles % HEADS_KV
+    batch = (tl.program_id(0) // num_tiles // HEADS_KV).to(tl.int64)
+    split = tl.program_id(1)
     capacity = max_pages * PAGE_SIZE
     begin, length = keys_of_sequence(lens_ptr, batch, capacity, TOKENS, window_left, HAS_LEFT)
     first, count, parts = share_of_tiles(begin, length, split, num_splits, BLOCK_KV)
     # A single part is the result, else each is one of those that `combine` merges.
     is_result = (parts <= 1) & (split == 0)
     table_ptr = tables_ptr + batch * tables_batch
-    k_base = k_ptr + tl.multiple_of(head_kv.to(tl.int64) * k_head, ALIGN)
-    v_base = v_ptr + tl.multiple_of(head_kv.to(tl.int64) * v_head, ALIGN)
-    k_page = tl.multiple_of(k_page, ALIGN)
-    v_page = tl.multiple_of(v_page, ALIGN)
+    k_base = k_ptr + head_kv.to(tl.int64) * K_HEAD
+    v_base = v_ptr + head_kv.to(tl.int64) * V_HEAD
     if QUANTIZED:
         scale *= tl.load(k_scale_ptr + head_kv * k_scale_head)
 
@@ -160,7 +157,7 @@ def paged_decode_kernel(
         exists = key < length
         page, slot = locate_keys(table_ptr, start, length, num_pages, PAGE_SIZE, BLOCK_KV)
         # s = scale · q kᵀ
-        k = load_keys(k_base, page, slot, exists, k_page, K_SLOT, HEAD_DIM, BLOCK_D, PAST_2G)
+        k = load_keys(k_base, page, slot, exists, K_PAGE, K_SLOT, HEAD_DIM, BLOCK_D, PAST_2G)
         if QUANTIZED:
             k, k_odd = unpack(k, FLOAT8, WIDEN_LOW, WIDEN_HIGH)
             s = tl.dot(q_odd, tl.trans(k_odd))
@@ -175,7 +172,7 @@ def paged_decode_kernel(
         acc = acc * alpha[:, None]
         p = p.to(q.dtype)
         # acc += p v
-        v = load_keys(v_base, page, slot, exists, v_page, V_SLOT, HEAD_DIM_V, BLOCK_DV, PAST_2G)
+        v = load_keys(v_base, page, slot, exists, V_PAGE, V_SLOT, HEAD_DIM_V, BLOCK_DV, PAST_2G)
         if QUANTIZED:
             v, v_odd = unpack(v, FLOAT8, WIDEN_LOW, WIDEN_HIGH)
             acc_odd = tl.dot(p, v_odd, acc_odd * alpha[:, None])
@@ -191,7 +188,7 @@ def paged_decode_kernel(
     l_safe = tl.where(l_i == 0.0, 1.0, l_i)
     lse = m_i * LN2 + tl.log(l_safe)
     acc = acc / l_safe[:, None]
-    heads_q = heads_kv * GROUP_SIZE
+    heads_q: tl.constexpr = HEADS_KV * GROUP_SIZE
     lse_row = (batch * heads_q + head) * TOKENS + token
     out_row = (batch * TOKENS + token) * heads_q + head
     if QUANTIZED:
@@ -249,11 +246,20 @@ def paged_decode(
     if splits > 1:
         outs = torch.empty((splits, *shape), dtype=torch.float32, device=q.device)
         lses = torch.empty((splits, *lse_shape), dtype=torch.float32, device=q.device)
-    problem = decode_arguments(spec, q, k_pages, v_pages, block_tables, k_scale, v_scale)
+
+    def problem():
+        return decode_arguments(spec, q, k_pages, v_pages, block_tables, k_scale, v_scale) | {
+            "num_splits": splits,
+            "ONE_SPLIT": splits == 1,
+            "PDL": overlap,
+            "HAS_SINKS": sinks is not None,
+            "BLOCK_ROWS": rows,
+        }
+
     launch(
         "paged_decode",
         paged_decode_kernel,
-        lambda config: (tiles * spec.heads_kv * splits * spec.batch,),
+        lambda config: (tiles * spec.heads_kv * spec.batch, splits),
         (
             q,
             k_pages,
@@ -268,15 +274,9 @@ def paged_decode(
             outs,
             lses,
         ),
-        problem
-        | {
-            "num_splits": splits,
-            "ONE_SPLIT": splits == 1,
-            "PDL": overlap,
-            "HAS_SINKS": sinks is not None,
-            "BLOCK_ROWS": rows,
-        },
+        problem,
         spec,
+        splits,
     )
     if outs is not None and lses is not None:
         merge_splits(outs, lses, out, lse, seq_lens, sinks, spec, config.block_kv, overlap)

@@ -1,0 +1,140 @@
+"""What a launch keeps for the next one: when it may be used again, and that it does the same."""
+
+import inspect
+from types import SimpleNamespace
+
+import pytest
+import torch
+from triton.compiler import CompiledKernel
+from triton.runtime.jit import JITFunction
+
+from bench.configs import changed
+from interop.contract.cases import FlashCase
+from interop.contract.reference import attention_forward
+from torch_attn import flash_attention, launch
+
+SPEC = FlashCase("", 1, 128, 128, 2, 2, 64, dtype="float16").spec
+
+
+class Kernel:
+    """A `triton.jit` function that keeps a record of what is asked of it."""
+
+    arg_names = ("x_ptr", "SCALE", "ROWS", "BLOCK_KV")
+
+    def __init__(self):
+        self.fn, self.first, self.again = object(), [], []
+
+    def __getitem__(self, grid):
+        def run(*operands, **arguments):
+            self.first.append((grid, operands, arguments))
+            return self.Compiled(self)
+
+        return run
+
+    class Compiled:
+        metadata = SimpleNamespace(shared=0)
+
+        def __init__(self, kernel):
+            self.kernel = kernel
+
+        def __getitem__(self, grid):
+            return lambda *arguments: self.kernel.again.append((grid, arguments))
+
+
+@pytest.fixture
+def kernel(monkeypatch):
+    monkeypatch.setattr(launch, "_launchers", {})
+    monkeypatch.setattr(launch, "_properties", lambda device: ((9, 0), 132))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    return Kernel()
+
+
+def operand(**changes):
+    """What a launch looks at of a tensor on a GPU."""
+    layout = {"dtype": torch.float16, "strides": (64, 1), "pointer": 256, "device": 0} | changes
+    return SimpleNamespace(
+        device=torch.device("cuda", layout["device"]),
+        dtype=layout["dtype"],
+        stride=lambda: layout["strides"],
+        data_ptr=lambda: layout["pointer"],
+    )
+
+
+def run(kernel, x, *details, spec=SPEC, problem=lambda: {"ROWS": 7, "SCALE": 0.5}):
+    launch.launch("flash_fwd", kernel, lambda config: (3,), (x,), problem, spec, *details)
+
+
+def test_the_same_problem_is_prepared_once(kernel):
+    x, y = operand(), operand(pointer=512)
+    run(kernel, x)
+    run(kernel, y, problem=lambda: pytest.fail("prepared again"))
+    config = launch.configs_for(SPEC, "sm90")["flash_fwd"]
+    ((grid, operands, arguments),) = kernel.first
+    assert (grid, operands) == ((3,), (x,))
+    assert arguments["BLOCK_KV"] == config.block_kv
+    # In the order of the kernel's parameters, without Triton's own options.
+    assert kernel.again == [((3, 1, 1), (y, 0.5, 7, config.block_kv))]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"dtype": torch.bfloat16}, {"strides": (128, 1)}, {"pointer": 258}, {"device": 1}],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_another_layout_goes_through_triton(kernel, monkeypatch, changes):
+    run(kernel, operand())
+    monkeypatch.setattr(launch, "_current", lambda device: launch.nullcontext())
+    run(kernel, operand(**changes))
+    assert len(kernel.first) == 2
+    assert not kernel.again
+
+
+def test_another_problem_target_or_configuration_goes_through_triton(kernel):
+    x = operand()
+    run(kernel, x)
+    run(kernel, x, "detail")
+    run(kernel, x, spec=FlashCase("", 1, 64, 128, 2, 2, 64, dtype="float16").spec)
+    with changed("torch_attn", {"flash_fwd": {"block_kv": 16}}):
+        run(kernel, x)
+    with launch.recording("sm80"), pytest.raises(AttributeError, match="warmup"):
+        run(kernel, x)  # which compiles only
+    other = Kernel()
+    run(other, x)
+    assert (len(kernel.first), len(other.first)) == (4, 1)
+    assert not kernel.again
+
+
+def test_what_is_kept_has_a_limit(kernel, monkeypatch):
+    monkeypatch.setattr(launch, "_LAUNCHERS_MAX", 2)
+    for detail in range(5):
+        run(kernel, operand(), detail)
+        assert len(launch._launchers) <= 2
+
+
+def test_triton_launches_compiled_kernels_as_expected():
+    """`launch._Launcher` gives all arguments by position, and lets Triton choose the stream.
+
+    If this fails, see how `JITFunction.run` ends in the new version and do the same there.
+    """
+    assert list(inspect.signature(CompiledKernel.__getitem__).parameters) == ["self", "grid"]
+    source = inspect.getsource(CompiledKernel.__getitem__)
+    assert "def runner(*args, stream=None)" in source
+    assert "knobs.runtime.launch_exit_hook, *args)" in source
+    last = "knobs.runtime.launch_exit_hook, *bound_args.values())"
+    assert last in inspect.getsource(JITFunction.run)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="compiled kernels need a GPU")
+def test_launches_after_the_first_are_right(monkeypatch):
+    """With other values, another alignment and other strides, in any order."""
+    monkeypatch.setattr(launch, "_launchers", {})
+    torch.manual_seed(0)
+    memory = torch.randn(4, 3 * 128 * 2 * 64 + 8, device="cuda", dtype=torch.float16)
+    for row, offset in ((0, 0), (1, 0), (2, 1), (3, 0), (0, 1), (1, 8)):
+        flat = memory[row, offset : offset + 3 * 128 * 2 * 64]
+        for qkv in (flat.view(3, 1, 128, 2, 64), flat.view(3, 1, 2, 128, 64).transpose(2, 3)):
+            q, k, v = qkv
+            expected, _ = attention_forward(q, k, v, SPEC, torch.float32)
+            out = flash_attention(q, k, v)
+            torch.testing.assert_close(out.float(), expected.float(), rtol=2e-3, atol=2e-3)
+    assert len(launch._launchers) == 4
