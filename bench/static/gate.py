@@ -30,7 +30,9 @@ from interop.contract.target import SHARED_MEMORY_LIMIT
 
 FRAMEWORKS = {"torch": "torch_attn", "jax": "pallas_attn"}
 FLASH_FEATURES = ("full", "causal", "window-softcap", "odd-head-size")
-DECODE_FEATURES = ("decode", "decode-short", "decode-16-tokens", "decode-all-options")
+DECODE_FEATURES = (
+    "decode", "decode-short", "decode-crowded", "decode-16-tokens", "decode-all-options",
+)  # fmt: skip
 FEATURES = (*FLASH_FEATURES, *DECODE_FEATURES)
 DTYPES = {16: ("bfloat16",), 32: ("float32",), 8: QUANTIZED_DTYPES}
 
@@ -80,15 +82,16 @@ class Problem:
         )
 
     def _decode(self) -> DecodeSpec:
-        """Plainly: one token or 16, small pages, split, or a few keys. With all options: 4 tokens,
-        one split.
+        """Plainly: one token or 16, small pages, split, or a few keys, or many sequences. With all
+        options: 4 tokens, one split.
         """
         plain = self.feature != "decode-all-options"
         tokens = {"decode-16-tokens": 16, "decode-all-options": 4}.get(self.feature, 1)
         capacity = 256 if self.feature == "decode-short" else 1024
         page_size = 16 if plain else 256
+        splits = {"decode-short": None, "decode-crowded": None, "decode-all-options": 1}
         return DecodeSpec(
-            batch=4,
+            batch=128 if self.feature == "decode-crowded" else 4,
             tokens=tokens,
             heads_q=16,
             cache=PagedCache(
@@ -104,7 +107,7 @@ class Problem:
             scale=1 / math.sqrt(self.head_dim),
             window_left=None if plain else 600,
             softcap=None if plain else 30.0,
-            num_splits={"decode-short": None, "decode-all-options": 1}.get(self.feature, 4),
+            num_splits=splits.get(self.feature, 4),
         )
 
 

@@ -13,8 +13,9 @@ A file holds, for each kernel, rows such as ::
 
 A row with ``softcap = true`` is for capped scores only, which need more registers; one with
 ``wide = true`` is for a `paged_decode` of more than 32 query rows a kv head, one with
-``short = true`` for one of few sequences whose keys are too few to be split. Each stands in
-for the plain row there. Kernels read the table; nothing is tuned at run time.
+``short = true`` for one of few sequences whose keys are too few to be split, and with
+``crowded = true`` for one of about as many sequences and kv heads as can be worked on at once. Each
+stands in for the plain row there. Kernels read the table; nothing is tuned at run time.
 """
 
 from __future__ import annotations
@@ -34,11 +35,7 @@ from interop.contract.spec import (
     PagedCache,
 )
 
-# Programs of `paged_decode` that keep enough of memory's bytes on their way, at a head size of 128;
-# a program of a smaller one asks for less at a time. All of them run at once.
-PROGRAMS_PER_MULTIPROCESSOR = 3
-
-VARIANTS = ("softcap", "wide", "short")
+VARIANTS = ("softcap", "wide", "short", "crowded")
 Spec = AttentionSpec | DecodeSpec | MergeSpec | PagedCache
 
 
@@ -63,6 +60,16 @@ def block_rows(spec: DecodeSpec, config: KernelConfig) -> int:
     return min(config.block_q, max(16, 1 << (rows - 1).bit_length()))
 
 
+def programs_at_once(head_dim: int, config: KernelConfig) -> int:
+    """Programs of `paged_decode` a multiprocessor that keep enough of memory's bytes on their way.
+
+    A pipeline of five stages or more has two tiles of keys on their way, a shorter one has one. A
+    program of a small head size asks for less at a time.
+    """
+    programs = 2 if config.num_stages >= 5 else 3
+    return programs * max(1, 128 // padded_head_dim(head_dim))
+
+
 def choose_splits(spec: DecodeSpec, config: KernelConfig, multiprocessors: int) -> int:
     """In how many parts `paged_decode` works on a sequence's keys: what was asked for, or enough
     that all multiprocessors have work.
@@ -77,10 +84,9 @@ def choose_splits(spec: DecodeSpec, config: KernelConfig, multiprocessors: int) 
         return 1
     tiles = -(-spec.tokens * spec.group_size // block_rows(spec, config))
     programs = spec.batch * spec.heads_kv * tiles
-    size = padded_head_dim(max(spec.head_dim, spec.head_dim_v))
-    resident = PROGRAMS_PER_MULTIPROCESSOR * max(1, 128 // size) * multiprocessors
+    resident = programs_at_once(max(spec.head_dim, spec.head_dim_v), config) * multiprocessors
     visits = -(-spec.reach // config.block_kv)
-    share = -(-visits // max(1, min(-(-resident // programs), SPLITS_MAX)))
+    share = -(-visits // max(1, min(resident // programs, SPLITS_MAX)))
     return -(-visits // share)
 
 

@@ -204,11 +204,15 @@ class DecodeSpec:
     @property
     def variant(self) -> str:
         """The kind of row that it looks for in the configuration tables."""
-        if self.tokens * self.group_size > 32:
+        rows, programs = self.tokens * self.group_size, self.batch * self.heads_kv
+        if rows > 32:
             return "wide"
-        few = self.batch * self.heads_kv <= 128  # at most one program a multiprocessor, about
-        if few and self.num_splits is None and self.reach <= KEYS_OF_ONE_SPLIT:
-            return "short"
+        # With num_splits given, what else is in the batch changes nothing.
+        if self.num_splits is None:
+            if programs <= 128 and self.reach <= KEYS_OF_ONE_SPLIT:
+                return "short"
+            if 384 < programs <= 640 or (programs > 384 and rows > 16):
+                return "crowded"
         return "" if self.softcap is None else "softcap"
 
     @property

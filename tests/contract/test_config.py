@@ -169,10 +169,32 @@ def test_few_keys_are_not_split_and_have_a_row_of_their_own():
 
 def test_splits_fill_the_multiprocessors_and_none_has_nothing_to_do():
     config = KernelConfig(block_q=32, block_kv=64, num_warps=2, num_stages=3)
-    assert choose_splits(decode(1 << 20), config, 132) == 13  # 3 programs of 32 heads each
-    assert choose_splits(decode(1 << 20, head_dim=64), config, 132) == 25  # 6 of smaller heads
+    assert choose_splits(decode(1 << 20), config, 132) == 12  # 3 programs of 32 heads each
+    assert choose_splits(decode(1 << 20, head_dim=64), config, 132) == 24  # 6 of smaller heads
     assert choose_splits(decode(1 << 20, lengths=(1,) * 16), config, 132) == 1
     assert choose_splits(decode(512), config, 132) == 8  # a tile each
     assert choose_splits(decode(1024), config, 132) == 8  # two tiles each: 13 would leave 5 idle
     assert choose_splits(decode(1 << 20, num_splits=200), config, 132) == 200
     assert choose_splits(decode(1 << 20, heads_q=1, heads_kv=1), config, 132) == 256
+    deep = replace(config, num_stages=5)
+    assert choose_splits(decode(1 << 20), deep, 132) == 8  # 2 programs, of two tiles on their way
+
+
+@pytest.mark.parametrize(
+    ("sequences", "changes", "variant"),
+    [
+        (12, {}, ""),
+        (13, {}, "crowded"),
+        (20, {}, "crowded"),
+        (21, {}, ""),
+        (16, {"num_splits": 1}, ""),  # bitwise the same whatever the batch
+        (21, {"tokens": 16}, ""),
+        (21, {"tokens": 16, "heads_q": 64}, "crowded"),
+        (12, {"tokens": 16, "heads_q": 64}, ""),
+        (16, {"tokens": 16, "heads_q": 96}, "wide"),
+    ],
+)
+def test_about_as_many_sequences_as_run_at_once_have_a_row_of_their_own(
+    sequences, changes, variant
+):
+    assert decode(4096, lengths=(1,) * sequences, **changes).variant == variant
