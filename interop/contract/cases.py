@@ -270,15 +270,17 @@ def _quick_decode() -> Iterator[DecodeCase]:
     base = DecodeCase("", lengths=(0, 1, 15, 16, 17, 128))
     yield replace(base, name="decode-bf16")
     yield replace(base, name="decode-fp16-one-split", dtype="float16", num_splits=1)
-    yield replace(base, name="decode-tokens", tokens=4, num_splits=3)
+    # Several tiles, so that they are split.
+    several = replace(base, lengths=(0, 1, 15, 16, 17, 304), max_pages=19)
+    yield replace(several, name="decode-tokens", tokens=4, num_splits=3)
     yield replace(base, name="decode-mha-d128", heads_q=2, head_dim=128)
     yield replace(base, name="decode-d80-dv72", head_dim=80, head_dim_v=72, heads_kv=1)
     yield replace(base, name="decode-page-7", page_size=7, max_pages=19, lengths=(0, 6, 7, 8, 133))
     yield replace(base, name="decode-int8", kv_dtype="int8", dtype="float16")
     yield replace(base, name="decode-fp8", kv_dtype="float8_e4m3fn", scale_shape=(2,))
     yield replace(
-        base, name="decode-all-options", tokens=5, sinks=True, window_size=(60, 0), softcap=25.0,
-        scale=0.2, num_splits=4,
+        several, name="decode-all-options", tokens=5, sinks=True, window_size=(150, 0),
+        softcap=25.0, scale=0.2, num_splits=4,
     )  # fmt: skip
     yield replace(base, name="decode-no-sequence", lengths=())
 

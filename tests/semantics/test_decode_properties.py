@@ -23,7 +23,7 @@ CASE = DecodeCase(
 any_case = st.builds(
     DecodeCase,
     name=st.just("any"),
-    lengths=st.lists(st.integers(0, 120), min_size=1, max_size=3).map(tuple),
+    lengths=st.lists(st.integers(0, 250), min_size=1, max_size=3).map(tuple),
     tokens=st.sampled_from([None, 1, 2, 7, 16]),
     heads_q=st.sampled_from([2, 6]),
     heads_kv=st.sampled_from([1, 2]),
@@ -134,6 +134,15 @@ def test_the_number_of_splits_changes_rounding_alone(
     inputs = make_inputs(CASE, torch_device)
     got = decode(side, implementation, inputs, num_splits=num_splits)
     assert_decode_within_budget(got, inputs, CASE.spec)
+
+
+@pytest.mark.parametrize("tiles", [1, 2])
+def test_keys_of_two_tiles_are_not_split(side, torch_device, tiles):
+    case = replace(CASE, lengths=(0, 64 * tiles, 64 * tiles - 1))  # block_kv is 64 on both targets
+    inputs = make_inputs(case, torch_device)
+    one, many = (decode(side, "triton", inputs, num_splits=splits) for splits in (1, 7))
+    for x, y in zip(one, many, strict=True):
+        assert torch.equal(x, y)
 
 
 def test_new_tokens_are_causal_among_themselves(side, implementation, torch_device):
