@@ -218,13 +218,12 @@ def keys_of_sequence(len_ref, capacity, tokens, window_left):
 def share_of_tiles(begin, end, split, num_splits, block):
     """The tiles of keys begin .. end that are one split's.
 
-    Splits get equal shares, the last ones less or none; two tiles are not worth a merge and go to
-    one. Returns (first, count, parts): the split's first tile, how many it has, and how many splits
-    have any.
+    Splits get equal shares, the last ones less or none. Returns (first, count, parts): the split's
+    first tile, how many it has, and how many splits have any.
     """
     first = begin // block
     tiles = cdiv(end, block) - first
-    share = jnp.where(tiles <= 2, tiles, cdiv(tiles, num_splits))
+    share = cdiv(tiles, num_splits)
     count = jnp.minimum(jnp.maximum(tiles - split * share, 0), share)
     return first + split * share, count, cdiv(tiles, jnp.maximum(share, 1))
 

@@ -136,15 +136,6 @@ def test_the_number_of_splits_changes_rounding_alone(
     assert_decode_within_budget(got, inputs, CASE.spec)
 
 
-@pytest.mark.parametrize("tiles", [1, 2])
-def test_keys_of_two_tiles_are_not_split(side, torch_device, tiles):
-    case = replace(CASE, lengths=(0, 64 * tiles, 64 * tiles - 1))  # block_kv is 64 on both targets
-    inputs = make_inputs(case, torch_device)
-    one, many = (decode(side, "triton", inputs, num_splits=splits) for splits in (1, 7))
-    for x, y in zip(one, many, strict=True):
-        assert torch.equal(x, y)
-
-
 def test_new_tokens_are_causal_among_themselves(side, implementation, torch_device):
     """The last token's own key and value reach the last token alone."""
     inputs = make_inputs(CASE, torch_device)
