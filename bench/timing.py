@@ -249,5 +249,6 @@ def _peak_memory(call: Run) -> int:
 def _by_events(call: Run, round_ms: float) -> float:
     from triton.testing import do_bench
 
+    time.sleep(_REST)
     times: Any = do_bench(call, warmup=_WARMUP_MS, rep=round(round_ms), return_mode="median")
     return times

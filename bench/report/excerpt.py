@@ -28,12 +28,14 @@ def put_excerpt(text: str, records: Sequence[Record]) -> str:
 
 
 def excerpt(records: Sequence[Record]) -> str:
-    """Of each run its facts, flash attention at 4096 keys, and the decode of batches."""
+    """Flash attention at 4096 keys and the decode of batches, of each run that has any."""
     parts = []
     for run in runs(records):
+        shown = [record for record in run if _is_shown(record)]
+        if not shown:
+            continue
         parts.append("\n".join(f"- {name}: {text}" for name, text in facts(run).items()))
         parts += [f"**{note}**" for note in notes(run)]
-        shown = [record for record in run if _is_shown(record)]
         for operation, group in by_operation(shown).items():
             limit = limits(run).of(group[0])
             parts.append(f"### {operation.capitalize()}, {limit.unit}")

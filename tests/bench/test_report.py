@@ -328,6 +328,11 @@ def test_an_excerpt_takes_the_place_of_what_is_between_the_marks(run):
     assert not {"Triton compiled sm90", "eager"} & set(table(put, "Forward, TFLOP/s")[0])
 
 
+def test_an_excerpt_leaves_out_a_run_that_has_none_of_its_cases(run):
+    others = [replace(record, commit="another", suite="fa2") for record in run]
+    assert put_excerpt(f"{BEGIN}{END}", [*run, *others]) == put_excerpt(f"{BEGIN}{END}", run)
+
+
 @pytest.mark.parametrize("text", ["", BEGIN, f"{END} {BEGIN}", f"{BEGIN} {END} {END}"])
 def test_a_text_without_the_marks_is_refused(text, run):
     with pytest.raises(ValueError, match="text: expected one <!-- tables"):
