@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import sys
 
+from bench import compare
 from bench.report import command as report
 from bench.static import command as static
 from bench.suites import command as suites
@@ -21,6 +22,7 @@ def main(argv: list[str] | None = None) -> int:
     static.add_parser(commands)
     suites.add_parsers(commands)
     report.add_parser(commands)
+    compare.add_parser(commands)
     tune.add_parser(commands)
     arguments = parser.parse_args(argv)
     return arguments.run(arguments)

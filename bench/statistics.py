@@ -29,6 +29,13 @@ class Times:
         """How far rounds lie apart, as a fraction of the median."""
         return (self.slowest - self.fastest) / self.median
 
+    @property
+    def range(self) -> tuple[float, float]:
+        """From the fastest round, or the 20th percentile, to the slowest, or the 80th."""
+        bounds = [self.fastest, self.slowest, self.p20, self.p80]
+        kept = [bound for bound in bounds if bound is not None]
+        return min(kept), max(kept)
+
 
 def summarize(rounds: Sequence[Sequence[float]]) -> Times:
     """Reduce the milliseconds of every call of every round.

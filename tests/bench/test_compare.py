@@ -1,0 +1,106 @@
+"""Two runs of the same measurements: what is paired, what lies apart, and the exit code."""
+
+from dataclasses import replace
+
+import pytest
+
+from bench import __main__ as command
+from bench.compare import changes, summary
+from bench.records import Record, append
+from bench.statistics import Times
+
+RECORD = Record(
+    suite="flash", case={"name": "a"}, operation="forward", implementation="Triton", target="sm90",
+    device="NVIDIA H200", versions={"triton": "3.6.0"}, commit="1", date="2026-11-21",
+    status="ok", times=Times(1.0, 0.98, 1.02),
+)  # fmt: skip
+
+
+def times(median, fastest=None, slowest=None, p20=None, p80=None, **fields):
+    """The record with other times."""
+    other = Times(median, fastest or median, slowest or median, p20, p80)
+    return replace(RECORD, times=other, **fields)
+
+
+def test_the_same_measurement_is_paired_whatever_the_commit():
+    before = [times(3.0), times(2.0), times(9.0, case={"name": "gone"})]
+    after = [
+        times(1.0, commit="2", versions={"triton": "3.7.0"}),
+        times(5.0, case={"name": "new"}),
+        times(6.0, target="sm80"),
+    ]
+    (change,) = changes(before, after)
+    assert (change.before.times.median, change.after.times.median) == (2.0, 1.0)
+    assert change.relative == -0.5
+
+
+def test_what_has_no_time_is_not_compared():
+    failed = replace(RECORD, status="failed", message="an error", times=None)
+    assert changes([RECORD], [failed]) == changes([failed], [RECORD]) == []
+
+
+@pytest.mark.parametrize(
+    ("after", "gap"),
+    [
+        (times(1.04, 1.02, 1.06), 0),
+        (times(1.04, 1.03, 1.06), 0.01),
+        (times(1.04, 1.03, 1.06, p20=1.01, p80=1.05), 0),
+        (times(0.9, 0.8, 0.9, p20=0.8, p80=0.93), 0.05),
+    ],
+)
+def test_ranges_meet_or_lie_apart(after, gap):
+    (change,) = changes([RECORD], [after])
+    assert change.gap == pytest.approx(gap)
+
+
+def test_the_summary_counts():
+    before = [times(1.0, case={"name": str(i)}) for i in range(4)]
+    before += [times(1.0, implementation="FA2", target=None)]
+    after = [times(1.0 + i / 100, case={"name": str(i)}) for i in range(4)]
+    after += [times(0.9, implementation="FA2", target=None)]
+    assert summary(changes(before, after), 1.5) == [
+        "5 measured in both runs: ranges of 1 meet, 1 lie apart by up to 1.5 %, 3 by more",
+        "ours: medians differ by 1.5% in the middle, by 3.0% at most; 0 of 4 are faster in the "
+        "later run",
+        "peers: medians differ by 10.0% in the middle, by 10.0% at most; 1 of 1 are faster in the "
+        "later run",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("after", "options", "code"),
+    [
+        (times(1.0), [], 0),
+        (times(1.2), [], 1),
+        (times(1.2), ["--percent", "30"], 0),
+        (times(0.8), [], 0),
+        (times(1.0, case={"name": "b"}), [], 2),
+        (times(1.0), ["--filter", "b"], 2),
+    ],
+)
+def test_the_command(tmp_path, capsys, monkeypatch, after, options, code):
+    monkeypatch.setenv("COLUMNS", "120")
+    paths = [tmp_path / "before.jsonl", tmp_path / "after.jsonl"]
+    for path, record in zip(paths, (RECORD, after), strict=True):
+        append(path, [record])
+    assert command.main(["compare", *map(str, paths), *options]) == code
+    printed = capsys.readouterr()
+    if code == 2:
+        assert "expected a measurement with times in both files, got none" in printed.err
+    elif code == 1:
+        assert (
+            "│ a    │ forward   │ Triton sm90    │     1.0000 │    1.2000 │ +20.0% │" in printed.out
+        )
+    assert ("1 measured in both runs" in printed.out) == (code != 2)
+
+
+def test_a_slower_peer_is_no_regression(tmp_path):
+    paths = [tmp_path / "before.jsonl", tmp_path / "after.jsonl"]
+    for path, median in zip(paths, (1.0, 2.0), strict=True):
+        append(path, [times(median, implementation="FA2", target=None)])
+    assert command.main(["compare", *map(str, paths)]) == 0
+
+
+def test_a_file_that_is_not_there(tmp_path, capsys):
+    assert command.main(["compare", str(tmp_path / "no"), str(tmp_path / "no")]) == 2
+    assert "No such file" in capsys.readouterr().err
