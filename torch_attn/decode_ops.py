@@ -22,7 +22,7 @@ from interop.contract.validate import (
     check_merge_states,
     check_paged_decode,
 )
-from torch_attn.ops import TAGS, operand, without_gradient
+from torch_attn.ops import TAGS, dtype_name, operand, without_gradient
 
 _library = torch.library.Library("torch_attn", "FRAGMENT")
 _library.define(
@@ -99,7 +99,7 @@ def _run_decode(
 ):  # fmt: skip
     batch, tokens, heads_q, _ = q.shape
     cache = _cache(k_pages, v_pages, block_tables)
-    dtype = _name(q.dtype)
+    dtype = dtype_name(q.dtype)
     spec = DecodeSpec(batch, tokens, heads_q, cache, dtype, scale, window_left, softcap, num_splits)
     if spec.is_empty:
         out, lse = _allocate_outputs(q, v_pages)
@@ -174,7 +174,7 @@ def _fake_append(
 
 
 def _run_merge(outs, lses, implementation):
-    spec = MergeSpec(*outs.shape, dtype=_name(outs.dtype))
+    spec = MergeSpec(*outs.shape, dtype=dtype_name(outs.dtype))
     if spec.is_empty:
         out, lse = _allocate_merged(outs, lses)
         return out.zero_(), lse.fill_(-torch.inf)
@@ -204,12 +204,8 @@ def _cache(k_pages: Tensor, v_pages: Tensor, block_tables: Tensor) -> PagedCache
         heads,
         head_dim,
         v_pages.shape[3],
-        _name(k_pages.dtype),
+        dtype_name(k_pages.dtype),
     )
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _register(op: torch._ops.OpOverload, run, fake) -> None:

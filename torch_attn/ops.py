@@ -14,7 +14,7 @@ This is the one place that uses private torch API: the dispatch guards of ``torc
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cache, partial
 from typing import Any, NoReturn
 
 import torch
@@ -60,14 +60,24 @@ def operand(name: str, x: Tensor) -> Operand:
     """
     if not isinstance(x, Tensor):
         not_a_tensor(name, x)
+    *strides, last = x.stride() or (1,)
     return Operand(
         name,
         tuple(x.shape),
-        str(x.dtype).removeprefix("torch."),
-        str(x.device),
-        x.ndim == 0 or x.stride(-1) == 1 or x.numel() == 0,
-        x.itemsize > 1 or not any(n % 2 for n in (x.storage_offset(), *x.stride()[:-1])),
+        dtype_name(x.dtype),
+        _device_name(x.device),
+        last == 1 or x.numel() == 0,
+        x.itemsize > 1 or not any(n % 2 for n in (x.storage_offset(), *strides)),
     )
+
+
+@cache
+def dtype_name(dtype: torch.dtype) -> str:
+    """Such as "bfloat16"."""
+    return str(dtype).removeprefix("torch.")
+
+
+_device_name = cache(str)
 
 
 def check(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> AttentionSpec:
@@ -82,14 +92,20 @@ def without_gradient(op: torch._ops.OpOverload, *args: Any) -> Any:
     Raises:
         NotImplementedError: autograd would record the call, or it has tangents.
     """
-    for x in args:
-        if not isinstance(x, Tensor):
-            continue
-        recorded = x.requires_grad and torch.is_grad_enabled()
-        if recorded or forward_ad.unpack_dual(x).tangent is not None:
-            no_gradient(op.name().removeprefix("torch_attn::"))
+    if _is_recorded(args):
+        no_gradient(op.name().removeprefix("torch_attn::"))
     with torch._C._AutoDispatchBelowAutograd():
         return op(*args)
+
+
+def _is_recorded(args: tuple[Any, ...]) -> bool:
+    """True when autograd would record an operator with these arguments, or one has a tangent."""
+    enabled = torch.is_grad_enabled()
+    return any(
+        (enabled and x.requires_grad) or forward_ad.unpack_dual(x).tangent is not None
+        for x in args
+        if isinstance(x, Tensor)
+    )
 
 
 def _run_forward(q, k, v, scale, window_left, window_right, softcap, implementation):
@@ -135,7 +151,7 @@ def _spec(q, k, v, scale, window_left, window_right, softcap) -> AttentionSpec:
         heads_kv=heads_kv,
         head_dim=head_dim,
         head_dim_v=head_dim_v,
-        dtype=str(q.dtype).removeprefix("torch."),
+        dtype=dtype_name(q.dtype),
         scale=scale,
         window=Window(window_left, window_right),
         softcap=softcap,
@@ -186,6 +202,8 @@ class _Differentiable(torch.autograd.Function):
     def call(cls, *args):
         """Run the operator so that a backward will find its way."""
         if not torch._C._are_functorch_transforms_active():
+            if not _is_recorded(args):
+                return cls.forward(*args)
             # Function.apply binds the signature on every call, which takes longer than a launch.
             bound = super(torch.autograd.Function, cls)
             return bound.apply(*args)  # pyright: ignore[reportAttributeAccessIssue]

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from numbers import Integral, Real
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
@@ -32,8 +31,7 @@ from interop.contract.spec import (
 )
 
 
-@dataclass(frozen=True)
-class Operand:
+class Operand(NamedTuple):
     """What a check needs to know of a tensor, whichever framework owns it.
 
     Attributes:

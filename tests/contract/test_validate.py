@@ -36,7 +36,7 @@ SIZE = "expected a head size from 16 to 256 in steps of 8, got "
 
 def check(changes=None, **options):
     """Check good arguments with some operands' fields or options changed."""
-    operands = {name: replace(GOOD[name], **(changes or {}).get(name, {})) for name in GOOD}
+    operands = {name: GOOD[name]._replace(**(changes or {}).get(name, {})) for name in GOOD}
     return check_flash_attention(**operands, **(NO_OPTIONS | options))
 
 
@@ -303,10 +303,10 @@ OF_DECODING = [
     ("check", "operands", "name"), OF_DECODING, ids=[name for _, _, name in OF_DECODING]
 )
 def test_operands_of_decoding_are_on_one_device(check, operands, name):
-    check(operands | {name: replace(operands[name], device=None)})
+    check(operands | {name: operands[name]._replace(device=None)})
     message = f"{name}: expected {next(iter(operands))}'s device cpu, got cuda:1"
     with pytest.raises(ValueError, match=f"^{message}$"):
-        check(operands | {name: replace(operands[name], device="cuda:1")})
+        check(operands | {name: operands[name]._replace(device="cuda:1")})
 
 
 TABLES = np.array([[0, 4, 2], [-1, 5, 99], [3, 1, -1]], np.int32)
