@@ -33,9 +33,11 @@ Wait = Callable[[Any], object]
 
 _FLUSH_BYTES = 256 * 2**20  # several times the L2 of any GPU of today
 _FILLS = 4  # of a short call of torch: 0.3 ms on an H200, while the host launches all of the call
-_LONG = 0.3  # milliseconds that the device works on after a call returned; such need one fill
+_LONG = (
+    0.3  # milliseconds; a call on which the device works longer after it returned needs one fill
+)
 _FLUSH_KERNEL = "FillFunctor<signed char>"
-_REST = 0.1  # seconds after a turn: a card held to its power gets back to its clock
+_REST = 0.1  # seconds after a turn of longer calls: a card held to its power gets back to its clock
 _FEWEST, _MOST = 3, 20  # calls of a round
 _EVENTS = 0.5, 20.0  # milliseconds; below, events measure their own overhead, above it takes long
 _ESTIMATING, _WARMUP_MS = 6, 5  # calls of do_bench for an estimate, and how long it then warms up
@@ -72,12 +74,14 @@ class Plan(NamedTuple):
         repeats: calls of a turn that are.
         fills: before each call.
         queued: behind the fills, without waiting for them.
+        rest: seconds after a turn.
     """
 
     warmup: int
     repeats: int
     fills: int
     queued: bool
+    rest: float
 
 
 class Kernel(NamedTuple):
@@ -199,7 +203,8 @@ def _plan(call: Run, wait: Wait, round_ms: float) -> Plan:
         warmup = min(_ESTIMATING + max(1, round(_WARMUP_MS / milliseconds)), _MOST)
     repeats = min(max(round(round_ms / milliseconds), _FEWEST), _MOST)
     short = queued and (end - returned) * 1e3 < _LONG
-    return Plan(warmup, repeats, _FILLS if short else 1, queued)
+    rest = _REST if milliseconds > _LONG else 0.0
+    return Plan(warmup, repeats, _FILLS if short else 1, queued, rest)
 
 
 def _trace(turns: Iterable[tuple[Run, Plan]], wait: Wait) -> list[Kernel]:
@@ -217,7 +222,7 @@ def _trace(turns: Iterable[tuple[Run, Plan]], wait: Wait) -> list[Kernel]:
                     torch.cuda.synchronize()
                     wait(call())
             torch.cuda.synchronize()
-            time.sleep(_REST)
+            time.sleep(plan.rest)
     return [
         Kernel(event.name, event.time_range.start, event.time_range.end)
         for event in profiler.events() or ()

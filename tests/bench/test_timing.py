@@ -121,13 +121,13 @@ def test_events_and_memory_are_of_torch_and_events_of_calls_that_are_neither_sho
 @pytest.mark.parametrize(
     ("host", "total", "plan"),
     [  # milliseconds until a call returns, and until it is done
-        (0.1, 100.0, Plan(warmup=1, repeats=3, fills=1, queued=True)),
-        (0.1, 2.5, Plan(warmup=8, repeats=12, fills=1, queued=True)),
-        (1.0, 1.2, Plan(warmup=10, repeats=20, fills=4, queued=True)),
-        (0.005, 0.01, Plan(warmup=20, repeats=20, fills=4, queued=True)),
+        (0.1, 100.0, Plan(warmup=1, repeats=3, fills=1, queued=True, rest=0.1)),
+        (0.1, 2.5, Plan(warmup=8, repeats=12, fills=1, queued=True, rest=0.1)),
+        (1.0, 1.2, Plan(warmup=10, repeats=20, fills=4, queued=True, rest=0.1)),
+        (0.005, 0.01, Plan(warmup=20, repeats=20, fills=4, queued=True, rest=0)),
     ],
 )
-def test_a_plan_fills_a_round_and_hides_launches(monkeypatch, host, total, plan):
+def test_a_plan_fills_a_round_hides_launches_and_lets_the_card_rest(monkeypatch, host, total, plan):
     clock = iter([1.0, 1.0 + host / 1e3, 1.0 + total / 1e3])
     monkeypatch.setattr(timing.time, "perf_counter", lambda: next(clock))
     assert timing._plan(lambda: None, lambda result: None, round_ms=30.0) == plan
