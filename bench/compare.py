@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -46,8 +45,14 @@ class Change:
 
 
 def changes(before: Iterable[Record], after: Iterable[Record]) -> list[Change]:
-    """What has a time in both runs, in the later one's order; the last record of each counts."""
-    earlier, later = ({_measurement(r): r for r in records} for records in (before, after))
+    """What has a time in both runs, ceilings left out, in the later one's order.
+
+    Of the same measurement the last record counts.
+    """
+    earlier, later = (
+        {record.measurement: record for record in records if record.operation != "ceiling"}
+        for records in (before, after)
+    )
     pairs = [(earlier[name], record) for name, record in later.items() if name in earlier]
     return [Change(*pair) for pair in pairs if all(record.times for record in pair)]
 
@@ -125,12 +130,6 @@ def _table(apart: Sequence[Change]) -> Table:
             f"{change.relative:+.1%}", f"{change.gap:.1%}",
         )  # fmt: skip
     return table
-
-
-def _measurement(record: Record) -> str:
-    """What is measured, whatever the device, the versions and the commit."""
-    measured = (record.suite, record.case, record.operation, record.label)
-    return json.dumps(measured, sort_keys=True)
 
 
 def _times(record: Record) -> Times:

@@ -98,10 +98,15 @@ class Record:
         return json.dumps([self.device, self.versions, self.commit], sort_keys=True)
 
     @property
+    def measurement(self) -> str:
+        """What was measured, whatever the device, the versions and the commit."""
+        measured = [self.suite, self.case, self.operation, self.implementation, self.target]
+        return json.dumps(measured, sort_keys=True)
+
+    @property
     def key(self) -> str:
         """Equal for two records of the same measurement, whatever they found."""
-        measured = [self.suite, self.case, self.operation, self.implementation, self.target]
-        return json.dumps([measured, self.run], sort_keys=True)
+        return json.dumps([self.measurement, self.run])
 
 
 def origin(suite: str, facts: dict[str, str]) -> dict[str, Any]:

@@ -33,9 +33,7 @@ Wait = Callable[[Any], object]
 
 _FLUSH_BYTES = 256 * 2**20  # several times the L2 of any GPU of today
 _FILLS = 4  # of a short call of torch: 0.3 ms on an H200, while the host launches all of the call
-_LONG = (
-    0.3  # milliseconds; a call on which the device works longer after it returned needs one fill
-)
+_LONG = 0.3  # milliseconds; one fill hides the launches of a call that goes on for longer
 _FLUSH_KERNEL = "FillFunctor<signed char>"
 _REST = 0.1  # seconds after a turn of longer calls: a card held to its power gets back to its clock
 _FEWEST, _MOST = 3, 20  # calls of a round

@@ -37,6 +37,8 @@ def test_the_same_measurement_is_paired_whatever_the_commit():
 def test_what_has_no_time_is_not_compared():
     failed = replace(RECORD, status="failed", message="an error", times=None)
     assert changes([RECORD], [failed]) == changes([failed], [RECORD]) == []
+    ceiling = replace(RECORD, operation="ceiling", implementation="torch", target=None)
+    assert changes([ceiling], [ceiling]) == []
 
 
 @pytest.mark.parametrize(
