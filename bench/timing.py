@@ -35,7 +35,7 @@ _FLUSH_BYTES = 256 * 2**20  # several times the L2 of any GPU of today
 _FILLS = 4  # of a short call of torch: 0.3 ms on an H200, while the host launches all of the call
 _LONG = 0.3  # milliseconds; one fill hides the launches of a call that goes on for longer
 _FLUSH_KERNEL = "FillFunctor<signed char>"
-_REST = 0.1  # seconds after a turn of longer calls: a card held to its power gets back to its clock
+_REST = 0.1  # seconds before a turn of longer calls: a card held to its power gets back to its clock
 _FEWEST, _MOST = 3, 20  # calls of a round
 _EVENTS = 0.5, 20.0  # milliseconds; below, events measure their own overhead, above it takes long
 _ESTIMATING, _WARMUP_MS = 6, 5  # calls of do_bench for an estimate, and how long it then warms up
@@ -72,7 +72,7 @@ class Plan(NamedTuple):
         repeats: calls of a turn that are.
         fills: before each call.
         queued: behind the fills, without waiting for them.
-        rest: seconds after a turn.
+        rest: seconds before a turn.
     """
 
     warmup: int
@@ -211,6 +211,7 @@ def _trace(turns: Iterable[tuple[Run, Plan]], wait: Wait) -> list[Kernel]:
     # Without acc_events it warns that more than one cycle, which there is not, would be lost.
     with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
         for call, plan in turns:
+            time.sleep(plan.rest)
             for _ in range(plan.warmup + plan.repeats):
                 for _ in range(plan.fills):
                     flush.fill_(1)
@@ -220,7 +221,6 @@ def _trace(turns: Iterable[tuple[Run, Plan]], wait: Wait) -> list[Kernel]:
                     torch.cuda.synchronize()
                     wait(call())
             torch.cuda.synchronize()
-            time.sleep(plan.rest)
     return [
         Kernel(event.name, event.time_range.start, event.time_range.end)
         for event in profiler.events() or ()
