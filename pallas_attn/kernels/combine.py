@@ -17,6 +17,7 @@ from interop.contract.spec import DecodeSpec, MergeSpec
 from pallas_attn.kernels.primitives import (
     LN2,
     LOG2E,
+    add_sink,
     arange,
     keys_of_sequence,
     load_rows,
@@ -26,47 +27,45 @@ from pallas_attn.kernels.primitives import (
 from pallas_attn.launch import launch
 
 
-def combine_kernel(*refs, num_states, head_dim_v, block_dv, block_states, block_kv):
+def combine_kernel(*refs, num_states, head_dim_v, block_dv, block_kv):
     """One program merges one row.
 
     Operands, of this program's row: outs [N, Dv], lses [N] (float32, natural log), the head's
     sink [] if there are sinks (float32); out [Dv] and lse []. Grid: (heads, tokens, batch). A part
-    whose lse is -inf has no keys: its output is not read, and may hold anything. Accumulation:
-    float32, exponents in base 2. block_states, a power of two, is at least N; block_kv parts are
-    accumulated at a time.
+    whose lse is -inf has no keys: its output does not count, and may hold anything. Accumulation:
+    float32, exponents in base 2, block_kv parts at a time.
     """
     # Locate the row.
     outs_ref, lses_ref, *sink_ref, out_ref, lse_ref = refs
 
-    # Merge the log-sum-exps.
-    lses = load_rows(lses_ref, 0, num_states, block_states, float("-inf")) * LOG2E
-    m = jnp.max(lses, 0)
-    if sink_ref:
-        sink = sink_ref[0][...] * LOG2E
-        m = jnp.maximum(m, sink)
-    m_safe = jnp.where(m == float("-inf"), 0.0, m)
-    total = jnp.sum(jnp.exp2(lses - m_safe), 0)
-    if sink_ref:
-        total = total + jnp.exp2(sink - m_safe)
-    total_safe = jnp.where(total == 0.0, 1.0, total)
-
-    # Sum the outputs by their weights.
-    def visit(index, acc):
+    # Softmax over the parts: their lse are the scores, their outputs the values.
+    def visit(index, carry):
+        m_i, l_i, acc = carry
         start = lax.convert_element_type(index, jnp.int32) * block_kv
         part = start + arange(block_kv)
-        lse = load_rows(lses_ref, start, num_states, block_kv, float("-inf")) * LOG2E
-        has_keys = lse > float("-inf")
-        x = load_rows_at(outs_ref, (part,), has_keys, head_dim_v, block_dv)
-        weight = jnp.exp2(lse - m_safe) / total_safe
-        return acc + jnp.sum(weight[:, None] * x.astype(jnp.float32), 0)
+        s = load_rows(lses_ref, start, num_states, block_kv, float("-inf")) * LOG2E
+        # Loaded without waiting for the lse, which says whether it counts.
+        x = load_rows_at(outs_ref, (part,), part < num_states, head_dim_v, block_dv)
+        x = jnp.where((s > float("-inf"))[:, None], x.astype(jnp.float32), 0.0)
+        m_new = jnp.maximum(m_i, jnp.max(s, 0))
+        m_safe = jnp.where(m_new == float("-inf"), 0.0, m_new)
+        p = jnp.exp2(s - m_safe)
+        alpha = jnp.exp2(m_i - m_safe)
+        acc = acc * alpha + jnp.sum(p[:, None] * x, 0)
+        return m_new, l_i * alpha + jnp.sum(p, 0), acc
 
-    zeros = jnp.zeros((block_dv,), jnp.float32)
-    acc = lax.fori_loop(0, pl.cdiv(num_states, block_kv), visit, zeros)
+    zero = jnp.float32(0.0)
+    carry = jnp.float32(float("-inf")), zero, jnp.zeros((block_dv,), jnp.float32)
+    m_i, l_i, acc = lax.fori_loop(0, pl.cdiv(num_states, block_kv), visit, carry)
 
-    # Store.
+    # Normalise and store.
+    if sink_ref:
+        alpha, m_i, l_i = add_sink(sink_ref[0][...], m_i, l_i)
+        acc = acc * alpha
+    l_safe = jnp.where(l_i == 0.0, 1.0, l_i)
     cols = arange(block_dv)
-    plt.store(out_ref.at[cols], acc.astype(out_ref.dtype), mask=cols < head_dim_v)
-    lse_ref[...] = m * LN2 + jnp.log(total_safe)
+    plt.store(out_ref.at[cols], (acc / l_safe).astype(out_ref.dtype), mask=cols < head_dim_v)
+    lse_ref[...] = m_i * LN2 + jnp.log(l_safe)
 
 
 def merge_splits_kernel(
@@ -177,7 +176,6 @@ def _launch(
             "num_states": spec.num_states,
             "head_dim_v": spec.head_dim_v,
             "block_dv": block_dv,
-            "block_states": pl.next_power_of_2(spec.num_states),
         },
         spec,
         backend,

@@ -11,7 +11,7 @@ from triton.language.extra.cuda import gdc_wait
 
 from interop.contract.config import padded_head_dim
 from interop.contract.spec import DecodeSpec, MergeSpec
-from torch_attn.kernels.primitives import LN2, LOG2E, keys_of_sequence, share_of_tiles
+from torch_attn.kernels.primitives import LN2, LOG2E, add_sink, keys_of_sequence, share_of_tiles
 from torch_attn.launch import launch
 
 
@@ -42,7 +42,6 @@ def combine_kernel(
     HAS_LEFT: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
     PDL: tl.constexpr,
-    BLOCK_STATES: tl.constexpr,
     BLOCK_KV: tl.constexpr,
 ):
     """One program merges one row.
@@ -50,9 +49,8 @@ def combine_kernel(
     Operands: outs [N, B, S, H, Dv] with the given strides and a contiguous last dimension, lses
     [N, B, H, S] (float32, natural log) with the given strides; sinks [H] float32; out
     [B, S, H, Dv] and lse [B, H, S] contiguous. Grid: (heads, tokens, batch) in one axis, heads
-    fastest. A part whose lse is -inf has no keys: its output is not read, and may hold anything.
-    Accumulation: float32, exponents in base 2. BLOCK_STATES, a power of two, is at least N;
-    BLOCK_KV parts are accumulated at a time.
+    fastest. A part whose lse is -inf has no keys: its output does not count, and may hold anything.
+    Accumulation: float32, exponents in base 2, BLOCK_KV parts at a time.
 
     BLOCK_KEYS: the states are the splits of `paged_decode_kernel`, whose tiles have as many keys.
     Only those with keys are read, and where there is one at most the result is there already.
@@ -68,45 +66,46 @@ def combine_kernel(
     if BLOCK_KEYS is not None:
         begin, end = keys_of_sequence(lens_ptr, batch, capacity, tokens, window_left, HAS_LEFT)
         _, _, num_states = share_of_tiles(begin, end, 0, num_states, BLOCK_KEYS)
+    # The wait stands in both branches, so that the number of parts is there before it.
+    if BLOCK_KEYS is not None and num_states <= 1:
+        if PDL:
+            gdc_wait()
+        return
     if PDL:
         gdc_wait()
-    if BLOCK_KEYS is not None and num_states <= 1:
-        return
     lses_ptr += batch * lses_batch + head * lses_head + token * lses_token
     outs_ptr += batch * outs_batch + token * outs_token + head * outs_head
 
-    # Merge the log-sum-exps.
-    state = tl.arange(0, BLOCK_STATES).to(tl.int64)
-    is_state = state < num_states
-    lses = tl.load(lses_ptr + state * lses_state, mask=is_state, other=float("-inf")) * LOG2E
-    m = tl.max(lses, 0)
-    if HAS_SINKS:
-        sink = tl.load(sinks_ptr + head) * LOG2E
-        m = tl.maximum(m, sink)
-    m_safe = tl.where(m == float("-inf"), 0.0, m)
-    total = tl.sum(tl.exp2(lses - m_safe), 0)
-    if HAS_SINKS:
-        total += tl.exp2(sink - m_safe)
-    total_safe = tl.where(total == 0.0, 1.0, total)
-
-    # Sum the outputs by their weights.
+    # Softmax over the parts: their lse are the scores, their outputs the values.
     cols = tl.arange(0, BLOCK_DV)
+    m_i = float("-inf")
+    l_i = 0.0
     acc = tl.zeros([BLOCK_DV], tl.float32)
     for start in tl.range(0, num_states, BLOCK_KV):
         part = start + tl.arange(0, BLOCK_KV).to(tl.int64)
         is_part = part < num_states
-        lse = tl.load(lses_ptr + part * lses_state, mask=is_part, other=float("-inf")) * LOG2E
-        has_keys = lse > float("-inf")
-        mask = has_keys[:, None] & (cols < HEAD_DIM_V)[None, :]
+        s = tl.load(lses_ptr + part * lses_state, mask=is_part, other=float("-inf")) * LOG2E
+        # Loaded without waiting for the lse, which says whether it counts.
+        mask = is_part[:, None] & (cols < HEAD_DIM_V)[None, :]
         x = tl.load(outs_ptr + part[:, None] * outs_state + cols[None, :], mask=mask, other=0.0)
-        weight = tl.exp2(lse - m_safe) / total_safe
-        acc += tl.sum(weight[:, None] * x.to(tl.float32), 0)
+        x = tl.where((s > float("-inf"))[:, None], x.to(tl.float32), 0.0)
+        m_new = tl.maximum(m_i, tl.max(s, 0))
+        m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
+        p = tl.exp2(s - m_safe)
+        alpha = tl.exp2(m_i - m_safe)
+        acc = acc * alpha + tl.sum(p[:, None] * x, 0)
+        l_i = l_i * alpha + tl.sum(p, 0)
+        m_i = m_new
 
-    # Store.
+    # Normalise and store.
+    if HAS_SINKS:
+        alpha, m_i, l_i = add_sink(tl.load(sinks_ptr + head), m_i, l_i)
+        acc = acc * alpha
+    l_safe = tl.where(l_i == 0.0, 1.0, l_i)
     row = (batch * tokens + token) * HEADS + head
-    out = acc.to(out_ptr.dtype.element_ty)
+    out = (acc / l_safe).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + row * HEAD_DIM_V + cols, out, mask=cols < HEAD_DIM_V)
-    lse = m * LN2 + tl.log(total_safe)
+    lse = m_i * LN2 + tl.log(l_safe)
     tl.store(lse_ptr + (batch * HEADS + head) * tokens + token, lse)
 
 
@@ -185,7 +184,6 @@ def _launch(
             "HAS_LEFT": left is not None,
             "BLOCK_KEYS": block_keys,
             "PDL": overlap,
-            "BLOCK_STATES": triton.next_power_of_2(spec.num_states),
         }
 
     launch(
