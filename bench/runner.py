@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -44,12 +44,15 @@ class Instruments(NamedTuple):
         wait: blocks until a call's result is there.
         sample: makes what samples clocks and power while it is entered.
         release: gives back memory that nothing refers to.
+        limit: entered while an implementation makes its first call, whose memory it limits; the
+            oracle's and the timer's are their own.
     """
 
     time: Callable[[Mapping[Subject, Run]], Mapping[Subject, Timing]]
     wait: Callable[[Any], object]
     sample: Callable[[], Sampler]
     release: Callable[[], object]
+    limit: Callable[[], AbstractContextManager] = nullcontext
 
 
 def run_suite(
@@ -141,7 +144,7 @@ def measure(
         for subject in list(waiting):
             show(f"{planned[subject].label} compiles and is checked")
             record, call = _prepare(
-                planned[subject], job.makers[subject], inputs, check, instruments.wait
+                planned[subject], job.makers[subject], inputs, check, instruments
             )
             if record.status == "out of memory":
                 instruments.release()
@@ -166,13 +169,15 @@ def _prepare(
     make: Callable[[Any], Call],
     inputs: Any,
     check: Check | None,
-    wait: Callable[[Any], object],
+    instruments: Instruments,
 ) -> tuple[Record, Run | None]:
     """Make a call and hold its result to its budget; no call where the record says why."""
+    limit = nullcontext if record.operation == "ceiling" else instruments.limit
     try:
-        call = make(inputs)
-        result = call.run()
-        wait(result)
+        with limit():
+            call = make(inputs)
+            result = call.run()
+            instruments.wait(result)
         record = replace(record, held=call.held)
         if check is None or call.result is None:
             return record, call.run

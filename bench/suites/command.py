@@ -7,7 +7,8 @@ import gc
 import os
 import sys
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -59,7 +60,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         "--memory-cap",
         type=float,
         metavar="GIB",
-        help="memory of the GPU that each framework may take; what needs more is out of memory",
+        help="memory of the GPU that an implementation may take; what needs more is out of memory",
     )
     parser.set_defaults(refuse=parser.error)
 
@@ -102,28 +103,43 @@ def _prepare(arguments: argparse.Namespace) -> None:
     """Make the frameworks share the card; exit with code 2 where nothing can be timed."""
     # torch and JAX share the card: JAX must not reserve most of it. Read when JAX starts.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    if arguments.memory_cap is not None:
-        _cap_memory(arguments)
+    fraction = _memory_fraction(arguments)
+    if fraction is not None:  # JAX only runs implementations, so that it is held to it throughout
+        os.environ.pop("XLA_PYTHON_CLIENT_MEM_FRACTION", None)  # JAX refuses both
+        os.environ["XLA_CLIENT_MEM_FRACTION"] = str(fraction)
     from interop.parity.environment import choose_device
 
     if choose_device() == "cpu":
         arguments.refuse("expected a CUDA GPU that torch and JAX both see, found none")
 
 
-def _cap_memory(arguments: argparse.Namespace) -> None:
+def _memory_fraction(arguments: argparse.Namespace) -> float | None:
+    """What --memory-cap is of the GPU's memory."""
     import torch
 
-    if not torch.cuda.is_available():
-        return
+    if arguments.memory_cap is None or not torch.cuda.is_available():
+        return None
     total = torch.cuda.get_device_properties(0).total_memory / GIB
     if not 0 < arguments.memory_cap <= total:
         arguments.refuse(
             f"--memory-cap: expected up to the GPU's {total:.0f} GiB, got {arguments.memory_cap:g}"
         )
-    fraction = arguments.memory_cap / total
+    return arguments.memory_cap / total
+
+
+@contextmanager
+def _torch_limit(fraction: float | None) -> Iterator[None]:
+    """Let torch take no more than this of the GPU's memory; None is no limit."""
+    import torch
+
+    if fraction is None:
+        yield
+        return
     torch.cuda.set_per_process_memory_fraction(fraction)
-    os.environ.pop("XLA_PYTHON_CLIENT_MEM_FRACTION", None)  # JAX refuses both
-    os.environ["XLA_CLIENT_MEM_FRACTION"] = str(fraction)
+    try:
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
 
 
 def _measure(
@@ -150,7 +166,8 @@ def _measure(
         gc.collect()
         torch.cuda.empty_cache()
 
-    instruments = Instruments(time_calls, wait_for, lambda: Sampler(read), release)
+    limit = partial(_torch_limit, _memory_fraction(arguments))
+    instruments = Instruments(time_calls, wait_for, lambda: Sampler(read), release, limit)
     start = time.monotonic()
     gc.freeze()  # what importing the frameworks made need not be searched after each job
     try:

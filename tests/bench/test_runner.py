@@ -2,6 +2,7 @@
 
 import io
 import weakref
+from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
@@ -98,6 +99,35 @@ def test_a_record_holds_what_was_measured(run, origin):
     assert ours.gpu["sm_mhz"] == 1980.0
     assert {name: getattr(ours, name) for name in origin} == origin
     assert "2.00" in printed
+
+
+@pytest.mark.parametrize(("operation", "limited"), [("forward", ["first call"]), ("ceiling", [])])
+def test_memory_is_limited_for_the_implementation_alone(run, operation, limited):
+    inside, seen = [], []
+
+    @contextmanager
+    def limit():
+        inside.append("limit")
+        yield
+        inside.clear()
+
+    def seeing(what, result):
+        if inside:
+            seen.append(what)
+        return result
+
+    made = job(
+        "a",
+        operation=operation,
+        inputs=lambda: seeing("inputs", "tensors"),
+        makers={
+            OURS: lambda tensors: Call(lambda: seeing("first call", "out"), lambda out: (out,))
+        },
+        check=lambda tensors: lambda arrays: seeing("check", 0.5),
+    )
+    _, records, _ = run(made, timer=lambda calls: seeing("timer", fake_timer(calls)), limit=limit)
+    assert [record.status for record in records] == ["ok"]
+    assert seen == limited
 
 
 def test_an_operation_without_flops_has_no_tflops(run):

@@ -1,6 +1,7 @@
 """The suites' commands: what they refuse, what they run, and that one bad suite breaks no other."""
 
 import os
+from contextlib import suppress
 from types import SimpleNamespace
 
 import pytest
@@ -72,9 +73,18 @@ def test_a_memory_cap_holds_both_frameworks(gpu, monkeypatch):
     taken = _card(monkeypatch)
     monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9")
     monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", "0.8")  # so that it is put back
-    with pytest.raises(SystemExit):
-        command.main(["flash", "--memory-cap", "20"])
-    assert taken == [0.25]
+
+    def run_suite(jobs, origin, instruments, *rest):
+        assert taken == []
+        with suppress(MemoryError), instruments.limit():
+            assert taken == [0.25]
+            raise MemoryError
+        return 0
+
+    monkeypatch.setattr(suites, "load", lambda name: suite(name, [name]))
+    monkeypatch.setattr(suites, "run_suite", run_suite)
+    assert command.main(["flash", "--memory-cap", "20"]) == 0
+    assert taken == [0.25, 1.0]
     assert os.environ["XLA_CLIENT_MEM_FRACTION"] == "0.25"
     assert "XLA_PYTHON_CLIENT_MEM_FRACTION" not in os.environ
 
