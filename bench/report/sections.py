@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
+from typing import NamedTuple
 
 from bench import suites
 from bench.records import Record
@@ -21,6 +22,8 @@ from bench.report.tables import (
     speeds,
     unmeasured,
 )
+
+_NEAR = 0.03  # what a cross-check may be off by
 
 
 @dataclass(frozen=True)
@@ -98,24 +101,38 @@ def facts(run: Sequence[Record]) -> dict[str, str]:
             f"{percent(median(spreads))} between rounds, {percent(tail)} or less in 95% of rows"
         )
     checked = [
-        (abs(record.events / record.span.median - 1), record)
+        _Check(abs(record.events / record.span.median - 1), record.span.spread, record)
         for record in run
         if record.events is not None and record.span is not None
     ]
     if checked:
         found["cross-check"] = (
-            f"CUDA events differ by {percent(median(d for d, _ in checked))} from CUPTI's span "
-            f"over {len(checked)} calls, {_most(checked)}"
+            f"CUDA events differ by {percent(median(c.difference for c in checked))} from CUPTI's "
+            f"span over {len(checked)} calls, {_most(checked)}"
         )
-        libraries = [(d, record) for d, record in checked if record.label in ("FA2", "cuDNN")]
+        libraries = [check for check in checked if check.record.label in ("FA2", "cuDNN")]
         if libraries:
-            found["cross-check"] += f"; for FA2 and cuDNN {_most(libraries)}"
+            near = sum(check.difference <= _NEAR for check in libraries)
+            found["cross-check"] += (
+                f"; for FA2 and cuDNN by {percent(_NEAR)} or less over {near} of "
+                f"{len(libraries)}, {_most(libraries)}"
+            )
     return found
 
 
-def _most(differences: Sequence[tuple[float, Record]]) -> str:
-    most, worst = max(differences, key=lambda pair: pair[0])
-    return f"at most by {percent(most)} ({worst.label}, {worst.operation}, {worst.case['name']})"
+class _Check(NamedTuple):
+    """How far events are from the span, how far the span's rounds lie apart, and of what."""
+
+    difference: float
+    spread: float
+    record: Record
+
+
+def _most(checks: Sequence[_Check]) -> str:
+    most = max(checks, key=lambda check: check.difference)
+    name = f"{most.record.label}, {most.record.operation}, {most.record.case['name']}"
+    rounds = f"{percent(most.spread)} between its rounds"
+    return f"at most by {percent(most.difference)} ({name}; {rounds})"
 
 
 def notes(run: Sequence[Record]) -> list[str]:

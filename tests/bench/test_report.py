@@ -167,18 +167,25 @@ def test_the_best_peer_is_the_fastest_with_a_time(record):
 def test_facts_sum_up_the_clocks_the_spread_and_the_cross_check(record):
     gpu = {"sm_mhz": 1900.0, "sm_mhz_lowest": 1500.0, "memory_mhz": 3201.0, "watts": 600.0,
            "watts_highest": 700.0, "celsius": 70.0, "throttle": ["power cap"]}  # fmt: skip
-    span = Times(2.0, 2.0, 2.0)
+    span = Times(2.0, 1.99, 2.01)
     near = record(gpu=gpu, span=span, events=2.02)
     far = record(keys=2048, gpu=gpu | {"sm_mhz_lowest": 1400.0}, span=span, events=1.9)
     found = facts([near, far])
     assert found["clocks"] == "SM 1900 MHz, at its lowest 1400; memory 3201 MHz"
     assert found["power"] == "up to 700 W, 70 °C; held back by power cap"
     assert "3.0% from CUPTI" in found["cross-check"]
-    assert "at most by 5.0% (Triton sm90, forward, keys-2048)" in found["cross-check"]
+    assert (
+        "at most by 5.0% (Triton sm90, forward, keys-2048; 1.0% between its rounds)"
+        in found["cross-check"]
+    )
     assert "FA2 and" not in found["cross-check"]
-    library = record(implementation="FA2", target=None, span=span, events=2.04)
-    assert facts([near, far, library])["cross-check"].endswith(
-        "; for FA2 and cuDNN at most by 2.0% (FA2, forward, keys-1024)"
+    libraries = [
+        record(keys=keys, implementation="FA2", target=None, span=span, events=events)
+        for keys, events in ((512, 2.04), (4096, 2.08))
+    ]
+    assert facts([near, far, *libraries])["cross-check"].endswith(
+        "; for FA2 and cuDNN by 3.0% or less over 1 of 2, "
+        "at most by 4.0% (FA2, forward, keys-4096; 1.0% between its rounds)"
     )
     assert found["spread"].startswith("10.0% between rounds")
     assert not {"clocks", "power", "cross-check"} & set(facts([record()]))
