@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import NamedTuple
@@ -15,6 +15,7 @@ from bench.report.tables import (
     by_operation,
     by_suite,
     every,
+    memory,
     milliseconds,
     number,
     percent,
@@ -54,19 +55,23 @@ def sections(run: Sequence[Record]) -> list[Section]:
         suite = suites.load(name)
         own = limits([record for record in run if record.suite == name])
         found.append(
-            Section(suite.TITLE, suite.NOTE, records, own, _tables(records, own),
+            Section(suite.TITLE, suite.NOTE, records, own, _tables(records, suite.columns, own),
                     every(records, suite.columns, own))
         )  # fmt: skip
     return found
 
 
-def _tables(records: Sequence[Record], bounds: Limits) -> dict[str, Grid]:
+def _tables(
+    records: Sequence[Record], columns: Callable[[Record], suites.Cells], bounds: Limits
+) -> dict[str, Grid]:
     tables: dict[str, Grid] = {}
     for operation, group in by_operation(records).items():
         name, limit = operation.capitalize(), bounds.of(group[0])
         if any(limit.rate(record) for record in group):
             tables[f"{name}, {limit.unit}"] = rates(group, limit)
         tables[f"{name}, milliseconds (spread between rounds)"] = milliseconds(group)
+        if "memory, MB" in columns(group[0]):  # the suite is about it
+            tables[f"{name}, MB added at the peak (held before)"] = memory(group)
     tables["Peer's time / ours, least to most over the cases"] = speeds(records)
     tables["Without a time"] = unmeasured(records)
     return {heading: grid for heading, grid in tables.items() if len(grid) > 1}

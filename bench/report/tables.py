@@ -92,6 +92,18 @@ def milliseconds(records: Sequence[Record]) -> Grid:
     )
 
 
+def memory(records: Sequence[Record]) -> Grid:
+    """Megabytes that calls of one operation add and, in brackets, what they find of a forward."""
+
+    def cell(record: Record) -> str:
+        if record.memory is None:
+            return record.status
+        held = "" if record.held is None else f" ({number(record.held / 1e6)})"
+        return number(record.memory / 1e6) + held
+
+    return _pivot(records, cell)
+
+
 def speeds(records: Sequence[Record]) -> Grid:
     """Peer's time over ours, least to most over the cases; a column for each peer."""
     records = [record for record in records if not record.is_ablation]

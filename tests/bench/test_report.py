@@ -191,6 +191,22 @@ def test_facts_sum_up_the_clocks_the_spread_and_the_cross_check(record):
     assert not {"clocks", "power", "cross-check"} & set(facts([record()]))
 
 
+def test_memory_has_a_table_where_the_suite_is_about_it(record):
+    eager = {"suite": "eager-attention", "memory": 5_000_000}
+    rows = [
+        record(**eager),
+        record(**eager, operation="backward", held=2_500_000),
+        record(suite="eager-attention", operation="backward", status="out of memory",
+               implementation="eager", target=None),
+    ]  # fmt: skip
+    (section,) = sections(rows)
+    title = "MB added at the peak (held before)"
+    assert section.tables[f"Forward, {title}"][1][1:] == ["5.00"]
+    assert section.tables[f"Backward, {title}"][1][1:] == ["5.00 (2.50)", "out of memory"]
+    (flash,) = sections([record(memory=5_000_000)])
+    assert not any(title in heading for heading in flash.tables)
+
+
 def test_ceilings_stand_beside_the_datasheet(run):
     grid = ceilings(run)
     assert grid[0][:3] == ["ceiling", "datasheet", "beside flash"]
