@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import os
 import re
 import site
 import subprocess
@@ -113,7 +114,10 @@ def create(directory: Path, overlay: bool) -> None:
     venv.create(directory, clear=True, symlinks=True, with_pip=not overlay)
     if overlay:
         # Not venv's system_site_packages: from a venv, that shows only the base Python's packages.
-        shown = site.getsitepackages()
+        # PYTHONPATH, which may hold some of them, may be another one when the environment is used.
+        paths = filter(None, os.getenv("PYTHONPATH", "").split(os.pathsep))
+        shown = [str(Path(path).resolve()) for path in paths]
+        shown += site.getsitepackages()
         if site.ENABLE_USER_SITE:
             shown.append(site.getusersitepackages())
         lines = [f"import site; site.addsitedir({path!r})\n" for path in shown]
