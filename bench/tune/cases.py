@@ -54,8 +54,8 @@ def _flash_cases(gradients: bool) -> Iterator[FlashCase]:
 
 
 def _decode_cases(kernel: str) -> Iterator[DecodeCase]:
-    """Many sequences for `paged_decode`; for `combine` a single long one, in many splits."""
-    lengths, kind = ((32768,), "long") if kernel == "combine" else ((4096,) * 32, "batch")
+    """Many sequences for `paged_decode`; for `combine` some short ones, in a few splits each."""
+    lengths, kind = ((1024,) * 8, "some") if kernel == "combine" else ((4096,) * 32, "batch")
     base = DecodeCase(
         "", lengths, tokens=1, heads_q=32, heads_kv=8, page_size=16,
         max_pages=lengths[0] // 16, sinks=True,

@@ -1,4 +1,4 @@
-"""The README's table of speeds says what the committed records say."""
+"""What the README says of speeds is what the committed records say."""
 
 from collections import defaultdict
 from pathlib import Path
@@ -8,7 +8,7 @@ import pytest
 from bench.records import load
 
 ROOT = Path(__file__).resolve().parents[2]
-OURS = ("Triton sm90", "Pallas sm90")
+README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 @pytest.fixture(scope="module")
@@ -35,15 +35,29 @@ def is_long_decode(case):
          ("FA2 dense", "cuDNN dense", "FlashInfer")),
     ],
 )  # fmt: skip
-def test_speeds(groups, row, suite, operation, keep, peers):
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    (line,) = (line for line in text.splitlines() if line.startswith(f"| {row}"))
+def test_the_table(groups, row, suite, operation, keep, peers):
+    (line,) = (line for line in README.splitlines() if line.startswith(f"| {row}"))
     for peer in peers:
-        ratios = [
-            group[peer] / group[ours]
-            for (*where, _), group in groups.items()
-            for ours in OURS
-            if where == [suite, operation] and {peer, ours} <= group.keys()
-            if keep is None or keep(group["case"])
-        ]
-        assert f"{min(ratios):.2f} to {max(ratios):.2f}" in line, peer
+        least, most = speeds(groups, "sm90", suite, operation, peer, keep)
+        assert f"{least:.2f} to {most:.2f}" in line, peer
+
+
+def test_the_sentence_about_sm80_code(groups):
+    (forward, backward) = (
+        "{:.2f} to {:.2f}".format(*speeds(groups, "sm80", "flash", operation, "FA2"))
+        for operation in ("forward", "backward")
+    )
+    sentence = f"{forward} of FlashAttention-2's speed forward and {backward} backward"
+    assert sentence in " ".join(README.split())
+
+
+def speeds(groups, target, suite, operation, peer, keep=None):
+    """A peer's time over ours, the least and the most of Triton and Pallas over the cases."""
+    ratios = [
+        group[peer] / group[ours]
+        for (*where, _), group in groups.items()
+        for ours in (f"Triton {target}", f"Pallas {target}")
+        if where == [suite, operation] and {peer, ours} <= group.keys()
+        if keep is None or keep(group["case"])
+    ]
+    return min(ratios), max(ratios)
