@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import settings
 
+from interop.parity.environment import choose_device
 from tests.sides import SIDES, Side
 
 ON_GPU = torch.cuda.is_available()
@@ -31,8 +32,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.fixture(scope="session")
 def torch_device() -> str:
-    """Where torch tensors live: "cuda" where there is a GPU, else "cpu"."""
-    return "cuda" if ON_GPU else "cpu"
+    """Where torch tensors live: "cuda" where there is a GPU, JAX's default one, else "cpu"."""
+    if not ON_GPU:
+        return "cpu"
+    choose_device()
+    return "cuda"
 
 
 @pytest.fixture(scope="session", params=SIDES)

@@ -80,9 +80,12 @@ def to_jax(tensor: torch.Tensor, *, copy: bool | None = None) -> jax.Array:
         _check_shareable(tensor)
     if not tensor.is_cuda:
         return jax.dlpack.from_dlpack(tensor, copy=False)
+    # JAX may leave another device current in this thread; torch puts back what was.
     with torch.cuda.device(tensor.device):
+        jax.local_devices()  # starts JAX, if need be: the last device is current then
+        torch.cuda.set_device(tensor.device)
         array = jax.dlpack.from_dlpack(tensor, copy=False)
-    release_after_jax(tensor, array)
+        release_after_jax(tensor, array)
     return array
 
 
@@ -110,9 +113,14 @@ def to_torch(array: jax.Array, *, copy: bool | None = None) -> torch.Tensor:
     """
     _check_copy(copy)
     _check_array(array)
-    tensor = torch.from_dlpack(array)
-    if tensor.is_cuda:
-        tensor = release_after_torch(tensor, array)
+    (device,) = array.devices()
+    if device.platform != "gpu":
+        tensor = torch.from_dlpack(array)
+    else:
+        with torch.cuda.device(device.local_hardware_id):
+            tensor = torch.from_dlpack(array)
+            if tensor.is_cuda:  # unlike pinned memory
+                tensor = release_after_torch(tensor, array)
     return tensor.clone(memory_format=torch.contiguous_format) if copy else tensor
 
 

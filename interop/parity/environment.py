@@ -18,8 +18,14 @@ MOST_JOBS = {"cuda": 14, "cpu": 2}
 
 
 def choose_device() -> str:
-    """The torch device of the inputs: the GPU when both frameworks see it, else the CPU."""
-    return "cuda" if torch.cuda.is_available() and jax.default_backend() == "gpu" else "cpu"
+    """The torch device of the inputs: the GPU when both frameworks see it, else the CPU.
+
+    JAX's default GPU becomes torch's current one: JAX's start leaves the last one current.
+    """
+    if not torch.cuda.is_available() or jax.default_backend() != "gpu":
+        return "cpu"
+    torch.cuda.set_device(jax.local_devices()[0].local_hardware_id)
+    return "cuda"
 
 
 def choose_targets(device: str, target: str | None) -> tuple[str | None, ...]:

@@ -12,6 +12,8 @@ shapes and dtypes, all that the tests do between the slow work and the check: ex
 import functools
 import gc
 import math
+import subprocess
+import sys
 import time
 import weakref
 
@@ -22,6 +24,7 @@ import torch
 
 from interop.exchange import to_jax, to_torch
 from interop.exchange.lifetime import jax_stream
+from interop.parity.environment import choose_device
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
@@ -59,6 +62,7 @@ def side():
 @pytest.fixture(scope="module")
 def seed(side):
     """Ones; compiles, loads and allocates whatever would make the host wait in a test."""
+    assert choose_device() == "cuda"
     ones = jnp.ones(SHAPE)
     poison = [jnp.full(SHAPE, math.nan) for _ in range(16)]
     slow = [slow_ones(ones), slow_then_read(to_jax(torch.ones(SHAPE, device="cuda")), ones)]
@@ -233,10 +237,34 @@ def test_pinned_memory():
     assert to_jax(tensor).tolist() == tensor.tolist()
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_a_device_that_is_not_the_current_one():
+two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+
+
+@two_gpus
+@pytest.mark.parametrize("copy", [None, True])
+def test_a_device_that_is_not_the_current_one(copy):
+    second = jax.devices()[1]
     tensor = torch.arange(64.0, device="cuda:1")
-    array = to_jax(tensor)
-    assert array.devices() == {jax.devices()[1]}
-    assert to_torch(jax_doubled(array)).tolist() == (2 * tensor).tolist()
+    array = to_jax(tensor, copy=copy)
     assert torch.cuda.current_device() == 0
+    assert array.devices() == {second}
+    computed, placed = jax_doubled(array), jax.device_put(2 * jnp.arange(64.0), second)
+    for array in (computed, placed):
+        torch.cuda.set_device(0)  # JAX leaves current what it worked on
+        result = to_torch(array, copy=copy)
+        assert torch.cuda.current_device() == 0
+        assert result.device == tensor.device
+        assert all_equal(result, 2 * tensor)
+
+
+@two_gpus
+@pytest.mark.parametrize("gpu", [0, 1])
+def test_the_first_hand_over_starts_jax(gpu):
+    script = f"""
+import torch
+from interop.exchange import to_jax
+tensor = torch.arange(64.0, device="cuda:{gpu}")
+assert to_jax(tensor).tolist() == tensor.tolist()
+assert torch.cuda.current_device() == 0
+"""
+    subprocess.run([sys.executable, "-c", script], check=True)

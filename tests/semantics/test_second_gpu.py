@@ -1,0 +1,50 @@
+"""On a GPU that is not the current one: kernels run where their operands are."""
+
+import jax
+import pytest
+import torch
+
+from interop.contract.cases import DecodeCase, FlashCase
+from interop.parity.environment import choose_device
+from interop.parity.inputs import make_inputs
+from tests.oracle import Inputs, inputs_of
+from tests.sides import SIDES
+
+FLASH = FlashCase(
+    "second-gpu", seq_q=200, seq_kv=300, heads_q=4, heads_kv=2, head_dim=64, dtype="float16",
+    causal=True,
+)  # fmt: skip
+DECODE = DecodeCase(
+    "second-gpu", lengths=(0, 5, 700), tokens=3, heads_q=4, heads_kv=2, head_dim=64,
+    dtype="float16", page_size=16, max_pages=44,
+)  # fmt: skip
+
+pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+
+
+def results(name, gpu):
+    """Of flash attention, its gradients and a decode, by one twin on one GPU."""
+    side = SIDES[name](f"cuda:{gpu}")
+    flash = Inputs(*(x.to(side.device) for x in inputs_of(FLASH, "cpu")))
+    decode = {name: x.to(side.device) for name, x in make_inputs(DECODE, "cpu").items()}
+    with jax.default_device(jax.devices()[gpu]):
+        got = (
+            *side.gradients(flash, **FLASH.options),
+            *side.call("paged_decode", decode, return_lse=True, **DECODE.options),
+        )
+    return [x.cpu() for x in got]
+
+
+@pytest.mark.parametrize("name", SIDES)
+def test_results_are_those_of_the_current_gpu(name):
+    choose_device()
+    want = results(name, 0)
+    with torch.cuda.device(0):
+        got = results(name, 1)
+    assert all(map(torch.equal, got, want))
+
+
+def test_the_gpu_that_jax_takes_becomes_the_current_one():
+    torch.cuda.set_device(1)
+    assert choose_device() == "cuda"
+    assert torch.cuda.current_device() == jax.devices()[0].local_hardware_id == 0
