@@ -70,6 +70,7 @@ def test_a_call_of_paged_decode_is_right_every_time(implementation, options):
 def test_kernels_are_launched_for_the_target(monkeypatch, operation):
     from torch_attn.kernels import flash_bwd, flash_fwd
 
+    monkeypatch.delenv("TWIN_ATTENTION_TARGET", raising=False)
     seen = []
 
     def spy(module, name):

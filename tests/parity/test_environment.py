@@ -22,6 +22,7 @@ def repository(tmp_path, monkeypatch):
     git("add", ".")
     git("-c", "user.name=x", "-c", "user.email=x@example.com", "commit", "--message", "all")
     monkeypatch.setattr(environment, "__file__", str(tmp_path / "interop/parity/environment.py"))
+    monkeypatch.delenv("TWIN_ATTENTION_COMMIT", raising=False)
     return tmp_path
 
 

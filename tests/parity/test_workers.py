@@ -82,6 +82,15 @@ def test_an_interrupt_is_left_to_the_parent():
     ]
 
 
+@pytest.fixture
+def ctrl_c():
+    """What Ctrl-C does in a terminal; what a shell starts in the background ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("ctrl_c")
 def test_an_interrupt_ends_all_processes_at_once():
     def interrupt(name: str) -> None:
         if name == "last":

@@ -43,6 +43,7 @@ class Kernel:
 
 @pytest.fixture
 def kernel(monkeypatch):
+    monkeypatch.delenv("TWIN_ATTENTION_TARGET", raising=False)
     monkeypatch.setattr(launch, "_launchers", {})
     monkeypatch.setattr(launch, "_properties", lambda device: ((9, 0), 132))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
