@@ -90,8 +90,9 @@ class Problem:
         capacity = 256 if self.feature == "decode-short" else 1024
         page_size = 16 if plain else 256
         splits = {"decode-short": None, "decode-crowded": None, "decode-all-options": 1}
+        crowd = 256 if self.dtype in QUANTIZED_DTYPES else 128
         return DecodeSpec(
-            batch=128 if self.feature == "decode-crowded" else 4,
+            batch=crowd if self.feature == "decode-crowded" else 4,
             tokens=tokens,
             heads_q=16,
             cache=PagedCache(

@@ -71,7 +71,8 @@ def _decode_cases(kernel: str) -> Iterator[DecodeCase]:
                 name, case = _name(kind, dtype, head_dim, None), replace(case, softcap=None)
                 yield replace(case, name=f"{name}-16-tokens", tokens=16)
                 yield replace(case, name=f"{name}-short", lengths=(256,), max_pages=16)
-                yield replace(case, name=f"{name}-crowded", lengths=(4096,) * 64)
+                crowd = (2048,) * 256 if cache else (4096,) * 64
+                yield replace(case, name=f"{name}-crowded", lengths=crowd)
 
 
 def _name(kind: str, dtype: str, head_dim: int, softcap: float | None) -> str:

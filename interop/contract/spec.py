@@ -212,7 +212,11 @@ class DecodeSpec:
         if self.num_splits is None:
             if programs <= 128 and self.reach <= KEYS_OF_ONE_SPLIT:
                 return "short"
-            if 384 < programs <= 640 or (programs > 384 and rows > 16):
+            if self.cache.is_quantized:
+                crowded = 640 < programs <= 2048
+            else:
+                crowded = 384 < programs <= 640 or (programs > 384 and rows > 16)
+            if crowded:
                 return "crowded"
         return "" if self.softcap is None else "softcap"
 

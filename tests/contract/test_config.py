@@ -192,6 +192,10 @@ def test_splits_fill_the_multiprocessors_and_none_has_nothing_to_do():
         (21, {"tokens": 16, "heads_q": 64}, "crowded"),
         (12, {"tokens": 16, "heads_q": 64}, ""),
         (16, {"tokens": 16, "heads_q": 96}, "wide"),
+        (20, {"kv_dtype": "int8"}, ""),
+        (21, {"kv_dtype": "int8"}, "crowded"),
+        (64, {"kv_dtype": "int8"}, "crowded"),
+        (65, {"kv_dtype": "int8"}, ""),
     ],
 )
 def test_about_as_many_sequences_as_run_at_once_have_a_row_of_their_own(
