@@ -14,9 +14,9 @@ A file holds, for each kernel, rows such as ::
 A row with ``softcap = true`` is for capped scores only, which need more registers; one with
 ``wide = true`` is for a `paged_decode` of more than 32 query rows a kv head, one with
 ``short = true`` for one of few sequences whose keys are too few to be split, and with
-``crowded = true`` for one of about as many sequences and kv heads as can be worked on at once, or of
-a few times as many in 8 bits. Each stands in for the plain row there. Kernels read the table; nothing
-is tuned at run time.
+``crowded = true`` for one of about as many sequences and kv heads as can be worked on at once, or
+of a few times as many in 8 bits. Each stands in for the plain row there. Kernels read the table;
+nothing is tuned at run time.
 """
 
 from __future__ import annotations
