@@ -231,6 +231,9 @@ def _full() -> Iterator[FlashCase]:
                 base, name=name + "-window", dtype=dtype, softcap=softcap, window_size=(70, 5),
                 head_dim=128,
             )  # fmt: skip
+        for head_dim in (16, 32):
+            name = f"full-{prefix}-softcap-d{head_dim}"
+            yield replace(base, name=name, dtype=dtype, softcap=5.0, head_dim=head_dim)
         for heads_q, heads_kv in ((8, 8), (8, 1), (6, 2)):
             name = f"full-{prefix}-heads{heads_q}-{heads_kv}"
             yield replace(base, name=name, dtype=dtype, heads_q=heads_q, heads_kv=heads_kv)
@@ -288,7 +291,7 @@ def _quick_decode() -> Iterator[DecodeCase]:
 def _full_decode() -> Iterator[DecodeCase]:
     base = DecodeCase("", lengths=(0, 1, 63, 64, 65, 511, 700), page_size=64, max_pages=11)
     for dtype, prefix in (("bfloat16", "bf16"), ("float16", "fp16")):
-        for head_dim in (64, 72, 96, 128, 192, 256):
+        for head_dim in (16, 32, 64, 72, 96, 128, 192, 256):
             yield replace(
                 base, name=f"decode-full-{prefix}-d{head_dim}", dtype=dtype, head_dim=head_dim
             )
@@ -330,6 +333,24 @@ def _full_decode() -> Iterator[DecodeCase]:
         yield replace(base, name=f"decode-full-{prefix}-sinks", dtype=dtype, sinks=True)
         yield replace(base, name=f"decode-full-{prefix}-softcap", dtype=dtype, softcap=5.0)
         yield replace(base, name=f"decode-full-{prefix}-no-pages", dtype=dtype, max_pages=0)
+    for head_dim in (128, 256):
+        yield replace(
+            base, name=f"decode-full-40-rows-d{head_dim}", heads_q=10, heads_kv=2, tokens=8,
+            head_dim=head_dim,
+        )  # fmt: skip
+    for kv_dtype in ("int8", "float8_e4m3fn"):
+        for head_dim in (16, 32, 256):
+            yield replace(
+                base, name=f"decode-full-{kv_dtype}-d{head_dim}", kv_dtype=kv_dtype,
+                head_dim=head_dim,
+            )  # fmt: skip
+    # As many sequences and kv heads as an H200 works on at once, and a few times as many.
+    many = replace(base, heads_q=16, heads_kv=8, head_dim=128)
+    for kv_dtype, sequences in ((None, 56), ("int8", 96), ("float8_e4m3fn", 96)):
+        yield replace(
+            many, name=f"decode-full-crowded-{kv_dtype or many.dtype}", kv_dtype=kv_dtype,
+            lengths=tuple(11 * i % 700 for i in range(sequences)),
+        )  # fmt: skip
 
 
 def _large_decode() -> Iterator[DecodeCase]:

@@ -4,8 +4,11 @@ from collections import Counter
 
 import pytest
 
+from bench.configs import table_path
 from interop.contract.cases import SUITES, DecodeCase, FlashCase, decode_cases, flash_cases
+from interop.contract.config import find_configs, load_table
 from interop.contract.spec import DECODE_DTYPES, DTYPES, QUANTIZED_DTYPES, SPLITS_MAX, TOKENS_MAX
+from interop.contract.target import TARGETS
 from interop.contract.validate import Operand, check_flash_attention, check_paged_decode
 
 EVERY = {case.name: case for suite in SUITES for case in flash_cases(suite)}
@@ -44,6 +47,22 @@ def test_a_case_describes_the_call_that_validation_accepts(case: FlashCase):
         Operand(name, shape, case.dtype) for name, shape in zip("qkv", case.shapes, strict=True)
     )
     assert check_flash_attention(q, k, v, **case.options) == case.spec
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("package", ["torch_attn", "pallas_attn"])
+def test_the_full_suite_reaches_every_configuration(package, target):
+    path = table_path(package, target)
+    reached = set()
+    for case in [*flash_cases("full"), *decode_cases("full")]:
+        specs = [case.spec]
+        if isinstance(case, DecodeCase):
+            specs += [case.spec.merge(2), case.spec.cache]
+        reached |= {id(config) for spec in specs for config in find_configs(path, spec).values()}
+    rows = {
+        (kernel, *row): c for kernel, table in load_table(path).items() for row, c in table.items()
+    }
+    assert not [row for row, config in rows.items() if id(config) not in reached]
 
 
 @pytest.mark.parametrize("suite", ["quick", "full"])
