@@ -117,7 +117,7 @@ def to_torch(array: jax.Array, *, copy: bool | None = None) -> torch.Tensor:
     if device.platform != "gpu":
         tensor = torch.from_dlpack(array)
     else:
-        with torch.cuda.device(device.local_hardware_id):
+        with torch.cuda.device(device.local_hardware_id):  # as in `to_jax`
             tensor = torch.from_dlpack(array)
             if tensor.is_cuda:  # unlike pinned memory
                 tensor = release_after_torch(tensor, array)

@@ -27,6 +27,7 @@ from interop.exchange.lifetime import jax_stream
 from interop.parity.environment import choose_device
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
 SIZE = 4096
 SHAPE = (SIZE, SIZE)
@@ -235,9 +236,6 @@ def test_jax_stream_is_where_jax_computes(seed):
 def test_pinned_memory():
     tensor = torch.arange(64.0).pin_memory()
     assert to_jax(tensor).tolist() == tensor.tolist()
-
-
-two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
 
 @two_gpus
