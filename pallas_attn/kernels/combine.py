@@ -19,6 +19,7 @@ from pallas_attn.kernels.primitives import (
     LOG2E,
     add_sink,
     arange,
+    cdiv,
     keys_of_sequence,
     load_rows,
     load_rows_at,
@@ -76,7 +77,8 @@ def merge_splits_kernel(
     Only those with keys are read, and where there is one at most the result is there already.
     """
     begin, end = keys_of_sequence(len_ref, capacity, tokens, window_left)
-    *_, parts = share_of_tiles(begin, end, 0, num_states, block_keys)
+    _, share, total = share_of_tiles(begin, end, 0, num_states, block_keys)
+    parts = cdiv(total, jnp.maximum(share, 1))
 
     @pl.when(parts > 1)
     def _():

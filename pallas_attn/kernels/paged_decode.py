@@ -87,9 +87,9 @@ def paged_decode_kernel(
         *optional, out_ref, lse_ref, outs_ref, lses_ref = (*optional, out_ref, lse_ref)
     tile, split = pl.program_id(0), pl.program_id(3)
     begin, length = keys_of_sequence(len_ref, max_pages * page_size, tokens, window_left)
-    first, count, parts = share_of_tiles(begin, length, split, num_splits, block_kv)
-    # A single part is the result, else each is one of those that `combine` merges.
-    is_result = (parts <= 1) & (split == 0)
+    first, count, total = share_of_tiles(begin, length, split, num_splits, block_kv)
+    # A split with all tiles gives the result, else each gives a part that `combine` merges.
+    is_result = (split == 0) & (count == total)
     if quantized:
         *optional, k_scale_ref, v_scale_ref = optional
         scale = scale * k_scale_ref[...]
@@ -153,7 +153,7 @@ def paged_decode_kernel(
         out = [x * v_scale_ref[...] for x in out]
     places = [(out_ref, lse_ref, is_row & is_result)]
     if num_splits > 1:
-        places.append((outs_ref, lses_ref, is_row & (parts > 1) & (count > 0)))
+        places.append((outs_ref, lses_ref, is_row & (count > 0) & (count < total)))
     for to_out, to_lse, writes in places:
         plt.store(to_lse.at[member, token], lse, mask=writes)
         for half in halves:

@@ -218,14 +218,14 @@ def keys_of_sequence(len_ref, capacity, tokens, window_left):
 def share_of_tiles(begin, end, split, num_splits, block):
     """The tiles of keys begin .. end that are one split's.
 
-    Splits get equal shares, the last ones less or none. Returns (first, count, parts): the split's
-    first tile, how many it has, and how many splits have any.
+    Splits get equal shares, the last ones less or none. Returns (first, count, tiles): the split's
+    first tile, how many it has, and how many there are in all.
     """
     first = begin // block
     tiles = cdiv(end, block) - first
     share = cdiv(tiles, num_splits)
     count = jnp.minimum(jnp.maximum(tiles - split * share, 0), share)
-    return first + split * share, count, cdiv(tiles, jnp.maximum(share, 1))
+    return first + split * share, count, tiles
 
 
 def locate_keys(table_ref, start, length, num_pages, page_size, block_kv):

@@ -65,7 +65,8 @@ def combine_kernel(
     batch = (tl.program_id(0) // HEADS // tokens).to(tl.int64)
     if BLOCK_KEYS is not None:
         begin, end = keys_of_sequence(lens_ptr, batch, capacity, tokens, window_left, HAS_LEFT)
-        _, _, num_states = share_of_tiles(begin, end, 0, num_states, BLOCK_KEYS)
+        _, share, total = share_of_tiles(begin, end, 0, num_states, BLOCK_KEYS)
+        num_states = tl.cdiv(total, tl.maximum(share, 1))
     # The wait stands in both branches, so that the number of parts is there before it.
     if BLOCK_KEYS is not None and num_states <= 1:
         if PDL:

@@ -119,12 +119,12 @@ def paged_decode_kernel(
     tile = tl.program_id(0) % num_tiles
     head_kv = tl.program_id(0) // num_tiles % HEADS_KV
     batch = (tl.program_id(0) // num_tiles // HEADS_KV).to(tl.int64)
-    split = tl.program_id(1)
+    split = 0 if ONE_SPLIT else tl.program_id(1)
     capacity = max_pages * PAGE_SIZE
     begin, length = keys_of_sequence(lens_ptr, batch, capacity, TOKENS, window_left, HAS_LEFT)
-    first, count, parts = share_of_tiles(begin, length, split, num_splits, BLOCK_KV)
-    # A single part is the result, else each is one of those that `combine` merges.
-    is_result = (parts <= 1) & (split == 0)
+    first, count, total = share_of_tiles(begin, length, split, num_splits, BLOCK_KV)
+    # A split with all tiles gives the result, else each gives a part that `combine` merges.
+    is_result = (split == 0) & (count == total)
     table_ptr = tables_ptr + batch * tables_batch
     k_base = k_ptr + head_kv.to(tl.int64) * K_HEAD
     v_base = v_ptr + head_kv.to(tl.int64) * V_HEAD
@@ -203,7 +203,7 @@ def paged_decode_kernel(
     if QUANTIZED:
         store_columns(out_ptr + out_row * out_size, acc_odd, writes, 1, width, HEAD_DIM_V, BLOCK_DV)
     if not ONE_SPLIT:
-        writes = is_row & (parts > 1) & (count > 0)
+        writes = is_row & (count > 0) & (count < total)
         rows = batch_size * TOKENS * heads_q
         lses_ptr += split.to(tl.int64) * rows
         outs_ptr += split.to(tl.int64) * rows * out_size

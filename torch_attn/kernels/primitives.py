@@ -232,14 +232,14 @@ def keys_of_sequence(lens_ptr, batch, capacity, tokens, window_left, HAS_LEFT: t
 def share_of_tiles(begin, end, split, num_splits, BLOCK: tl.constexpr):
     """The tiles of keys begin .. end that are one split's.
 
-    Splits get equal shares, the last ones less or none. Returns (first, count, parts): the split's
-    first tile, how many it has, and how many splits have any.
+    Splits get equal shares, the last ones less or none. Returns (first, count, tiles): the split's
+    first tile, how many it has, and how many there are in all.
     """
     first = begin // BLOCK
     tiles = tl.cdiv(end, BLOCK) - first
     share = tl.cdiv(tiles, num_splits)
     count = tl.minimum(tl.maximum(tiles - split * share, 0), share)
-    return first + split * share, count, tl.cdiv(tiles, tl.maximum(share, 1))
+    return first + split * share, count, tiles
 
 
 @triton.jit
