@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import product
 from math import log2
 
-from interop.contract.config import KernelConfig, block_rows, padded_head_dim
+from interop.contract.config import KernelConfig, block_rows, padded_head_dim, tiles_ahead
 from interop.contract.spec import AttentionSpec, DecodeSpec
 from interop.contract.target import SHARED_MEMORY_LIMIT
 
@@ -59,15 +59,16 @@ def may_fit(
     """Whether what a program needs at the very least fits, before anything is compiled.
 
     Registers hold the accumulators and one tile of scores, in float32. Shared memory holds the
-    tiles that are loaded ahead, one less than the stages. Each warp has at least an instruction's
-    share of the scores, 16×8 on tensor cores, since without one it would repeat another's work.
+    tiles that are loaded ahead, one less than the stages or `tiles_ahead`. Each warp has at least
+    an instruction's share of the scores, 16×8 on tensor cores, since without one it would repeat
+    another's work.
     """
     if kernel == "combine":
         return True
     d, dv = padded_head_dim(spec.head_dim), padded_head_dim(spec.head_dim_v)
-    rows, keys = config.block_q, config.block_kv
+    rows, keys, tiles = config.block_q, config.block_kv, config.num_stages - 1
     if isinstance(spec, DecodeSpec):
-        rows = block_rows(spec, config)
+        rows, tiles = block_rows(spec, config), min(tiles, tiles_ahead(config))
     accumulators, loaded = {
         "flash_fwd": (rows * dv, keys),
         "flash_bwd_dq": (rows * d, keys),
@@ -76,7 +77,7 @@ def may_fit(
     }[kernel]
     scores = rows * keys
     least = 32 if spec.dtype_bits == 32 else 16 * 8
-    ahead = (config.num_stages - 1) * loaded * (d + dv) * spec.dtype_bits // 8
+    ahead = tiles * loaded * (d + dv) * spec.dtype_bits // 8
     return (
         accumulators + scores <= _REGISTERS * 32 * config.num_warps
         and ahead <= SHARED_MEMORY_LIMIT[target]

@@ -61,13 +61,20 @@ def block_rows(spec: DecodeSpec, config: KernelConfig) -> int:
     return min(config.block_q, max(16, 1 << (rows - 1).bit_length()))
 
 
+def tiles_ahead(config: KernelConfig) -> int:
+    """Tiles of keys, and of values, that a program of `paged_decode` has on their way.
+
+    Two stages of the pipeline each: the table's entries are loaded before the keys.
+    """
+    return max(1, (config.num_stages - 1) // 2)
+
+
 def programs_at_once(head_dim: int, config: KernelConfig) -> int:
     """Programs of `paged_decode` a multiprocessor that keep enough of memory's bytes on their way.
 
-    A pipeline of five stages or more has two tiles of keys on their way, a shorter one has one. A
-    program of a small head size asks for less at a time.
+    A program of a small head size asks for less at a time.
     """
-    programs = 2 if config.num_stages >= 5 else 3
+    programs = 3 if tiles_ahead(config) == 1 else 2
     return programs * max(1, 128 // padded_head_dim(head_dim))
 
 

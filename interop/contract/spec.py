@@ -207,11 +207,12 @@ class DecodeSpec:
         rows, programs = self.tokens * self.group_size, self.batch * self.heads_kv
         if rows > 32:
             return "wide"
-        # With num_splits given, what else is in the batch changes nothing. The bounds were found on
-        # an H200, whose 132 multiprocessors run 1, 3 or 5 programs each. In 8 bits 512, 2048 and
-        # 4096 programs were timed.
+        # With num_splits given, what else is in the batch changes nothing. A short program has a
+        # multiprocessor to itself, of which an A100 has 108. The other bounds were found on an
+        # H200, whose 132 multiprocessors run 3 or 5 programs each. In 8 bits 512, 2048 and 4096
+        # programs were timed.
         if self.num_splits is None:
-            if programs <= 128 and self.reach <= KEYS_OF_ONE_SPLIT:
+            if programs <= 108 and self.reach <= KEYS_OF_ONE_SPLIT:
                 return "short"
             if self.cache.is_quantized:
                 crowded = 640 < programs <= 2048

@@ -158,10 +158,11 @@ def test_few_keys_are_not_split_and_have_a_row_of_their_own():
     assert choose_splits(decode(256), config, 132) == 1
     assert choose_splits(decode(257), config, 132) > 1
     assert decode(256).variant == "short"
+    assert decode(256, lengths=(1,) * 3).variant == "short"
     for other in (
         decode(257),
         decode(256, num_splits=1),  # bitwise the same whatever the tables' width
-        decode(256, lengths=(1,) * 8),
+        decode(256, lengths=(1,) * 4),  # more programs than an A100 has multiprocessors
     ):
         assert other.variant == ""
     assert decode(1 << 20, window_size=(200, 0)).variant == "short"
