@@ -344,6 +344,14 @@ def _full_decode() -> Iterator[DecodeCase]:
                 base, name=f"decode-full-{kv_dtype}-d{head_dim}", kv_dtype=kv_dtype,
                 head_dim=head_dim,
             )  # fmt: skip
+    # So few keys that they are not split.
+    few = replace(base, lengths=(0, 1, 63, 64, 65, 128, 129, 255, 256), max_pages=4)
+    for kv_dtype in (None, "int8", "float8_e4m3fn"):
+        for head_dim in (64, 128, 256):
+            yield replace(
+                few, name=f"decode-full-short-{kv_dtype or few.dtype}-d{head_dim}",
+                kv_dtype=kv_dtype, head_dim=head_dim,
+            )  # fmt: skip
     # As many sequences and kv heads as an H200 works on at once, and a few times as many.
     many = replace(base, heads_q=16, heads_kv=8, head_dim=128)
     for kv_dtype, sequences in ((None, 56), ("int8", 96), ("float8_e4m3fn", 96)):
