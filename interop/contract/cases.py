@@ -353,12 +353,14 @@ def _full_decode() -> Iterator[DecodeCase]:
                 kv_dtype=kv_dtype, head_dim=head_dim,
             )  # fmt: skip
     # As many sequences and kv heads as an H200 works on at once, and a few times as many.
-    many = replace(base, heads_q=16, heads_kv=8, head_dim=128)
+    many = replace(base, heads_q=16, heads_kv=8)
     for kv_dtype, sequences in ((None, 56), ("int8", 96), ("float8_e4m3fn", 96)):
-        yield replace(
-            many, name=f"decode-full-crowded-{kv_dtype or many.dtype}", kv_dtype=kv_dtype,
-            lengths=tuple(11 * i % 700 for i in range(sequences)),
-        )  # fmt: skip
+        for head_dim in (128, 256):
+            yield replace(
+                many, name=f"decode-full-crowded-{kv_dtype or many.dtype}-d{head_dim}",
+                kv_dtype=kv_dtype, head_dim=head_dim,
+                lengths=tuple(11 * i % 700 for i in range(sequences)),
+            )  # fmt: skip
 
 
 def _large_decode() -> Iterator[DecodeCase]:

@@ -208,17 +208,11 @@ class DecodeSpec:
         if rows > 32:
             return "wide"
         # With num_splits given, what else is in the batch changes nothing. A short program has a
-        # multiprocessor to itself, of which an A100 has 108. The other bounds were found on an
-        # H200, whose 132 multiprocessors run 3 or 5 programs each. In 8 bits 512, 2048 and 4096
-        # programs were timed.
+        # multiprocessor to itself, of which an A100 has 108.
         if self.num_splits is None:
             if programs <= 108 and self.reach <= KEYS_OF_ONE_SPLIT:
                 return "short"
-            if self.cache.is_quantized:
-                crowded = 640 < programs <= 2048
-            else:
-                crowded = 384 < programs <= 640 or (programs > 384 and rows > 16)
-            if crowded:
+            if self._is_crowded(rows, programs):
                 return "crowded"
         return "" if self.softcap is None else "softcap"
 
@@ -240,6 +234,17 @@ class DecodeSpec:
         position = min(max(length, 0), self.cache.capacity) - self.tokens + token
         begin = 0 if self.window_left is None else max(0, position - self.window_left)
         return range(begin, max(begin, position + 1))
+
+    def _is_crowded(self, rows: int, programs: int) -> bool:
+        """Whether so many programs end sooner with more of them at once, each with less on its way.
+
+        Found on an H200, which has 132 multiprocessors. The plain rows leave a last wave of
+        programs nearly empty there.
+        """
+        large = max(self.head_dim, self.head_dim_v) > 128
+        if self.cache.is_quantized:
+            return (384 if large else 640) < programs <= 2048
+        return 384 < programs <= (528 if large else 640) or (programs > 384 and rows > 16)
 
 
 @dataclass(frozen=True)

@@ -197,6 +197,10 @@ def test_splits_fill_the_multiprocessors_and_none_has_nothing_to_do():
         (21, {"kv_dtype": "int8"}, "crowded"),
         (64, {"kv_dtype": "int8"}, "crowded"),
         (65, {"kv_dtype": "int8"}, ""),
+        (16, {"head_dim": 256}, "crowded"),
+        (17, {"head_dim": 256}, ""),
+        (12, {"head_dim": 256, "kv_dtype": "int8"}, ""),
+        (13, {"head_dim": 256, "kv_dtype": "int8"}, "crowded"),
     ],
 )
 def test_about_as_many_sequences_as_run_at_once_have_a_row_of_their_own(
