@@ -1,7 +1,7 @@
 """FlashInfer's decoding from a paged cache, planned outside of the timed call.
 
-It compiles a module for each pair of dtypes and wrapper, for up to a minute. What the suites need
-is compiled side by side at the first call, so that a run waits for it once.
+It compiles a module for each wrapper, head size and pair of dtypes, for up to a minute. What the
+suites need is compiled side by side at the first call, so that a run waits for it once.
 """
 
 from __future__ import annotations
@@ -19,8 +19,11 @@ if TYPE_CHECKING:
     from bench.suites.decode_inputs import DecodeTensors
 
 WORKSPACE_BYTES = 512 * 2**20
-# What the suites decode: tokens of a sequence, the cache's dtype where it is not the queries'.
-COMPILED_AHEAD = ((1, None), (4, None), (1, "float8_e4m3fn"))
+# A case of each module that the suites need: tokens of a sequence (all of several share a module),
+# head size, the cache's dtype where it is not the queries'.
+COMPILED_AHEAD = (
+    (1, 128, None), (4, 128, None), (1, 128, "float8_e4m3fn"), (1, 64, None), (1, 256, None),
+)  # fmt: skip
 
 
 def decode(case: DecodeCase, tensors: DecodeTensors) -> Call:
@@ -46,14 +49,14 @@ def _compile_ahead(device: str) -> None:
     """Compile the modules that the suites need; what fails, fails again where it is asked for."""
     from bench.suites.decode_inputs import decode_tensors
 
-    def compile_for(tokens: int, kv_dtype: str | None) -> None:
-        case = DecodeCase("small", (tokens,), tokens, 1, 1, head_dim=128, dtype="float16",
+    def compile_for(tokens: int, head_dim: int, kv_dtype: str | None) -> None:
+        case = DecodeCase("small", (tokens,), tokens, 1, 1, head_dim, dtype="float16",
                           kv_dtype=kv_dtype)  # fmt: skip
         _planned(case, decode_tensors(case, device))
 
     with ThreadPoolExecutor() as pool:
-        for tokens, kv_dtype in COMPILED_AHEAD:
-            pool.submit(compile_for, tokens, kv_dtype)
+        for module in COMPILED_AHEAD:
+            pool.submit(compile_for, *module)
 
 
 def _planned(case: DecodeCase, tensors: DecodeTensors) -> Callable[[], Any]:

@@ -40,7 +40,7 @@ NOTE = (
 
 SWEEP = tuple(1 << n for n in range(5, 16))
 # Of the sweep with SM80 code and with JAX, which compiles for every shape; elsewhere neither.
-SWEEP_IN_FULL = (128, 1024, 8192, 32768)
+SWEEP_IN_FULL = (32, 64, 128, 256, 1024, 8192, 32768)
 WIDE_TABLE = 1 << 20  # keys
 BATCHES = (  # sequences, keys of each, query heads, kv heads
     (1, 32768, 32, 8),
@@ -50,6 +50,7 @@ BATCHES = (  # sequences, keys of each, query heads, kv heads
     (128, 4096, 32, 32),
 )
 QUANTIZED = BATCHES[2:]  # in float16 these have more than 1 GiB of keys and values
+VARIED = (BATCHES[0], BATCHES[2])  # with more new tokens, and at other head sizes
 
 _Makers = dict[Subject, ours.Maker]  # from a case and its tensors
 
@@ -78,6 +79,8 @@ def jobs(targets: Sequence[str], pattern: str = "") -> list[Job]:
         for shape in QUANTIZED
         for kv_dtype in ("int8", "float8_e4m3fn")
     ]
+    planned += [(_batch(*shape, tokens=16), everything) for shape in VARIED]
+    planned += [(_batch(*shape, head_dim=d), everything) for d in (64, 256) for shape in VARIED]
     return [_job(case, makers) for case, makers in planned if pattern in case.name]
 
 
@@ -127,12 +130,14 @@ def _batch(
     heads_kv: int,
     tokens: int = 1,
     kv_dtype: str | None = None,
+    head_dim: int = 128,
 ) -> DecodeCase:
     variant = "" if tokens == 1 else f"-{tokens}-tokens"
+    variant += "" if head_dim == 128 else f"-d{head_dim}"
     variant += f"-{kv_dtype}" if kv_dtype else ""
     return DecodeCase(
         f"{batch}x{length}-heads-{heads_q}-{heads_kv}{variant}", (length,) * batch, tokens,
-        heads_q, heads_kv, head_dim=128, dtype="float16", page_size=16, max_pages=length // 16,
+        heads_q, heads_kv, head_dim, dtype="float16", page_size=16, max_pages=length // 16,
         kv_dtype=kv_dtype,
     )  # fmt: skip
 

@@ -47,6 +47,8 @@ def test_implementations(jobs):
     assert set(jobs["128x4096-heads-32-32"].makers) == NATIVE | SM80 | PEERS
     assert set(jobs["128x4096-heads-32-32-4-tokens"].makers) == NATIVE | PEERS
     assert set(jobs["128x4096-heads-32-32-int8"].makers) == NATIVE | PEERS
+    for variant in ("16-tokens", "d64", "d256"):
+        assert set(jobs[f"64x8192-heads-32-8-{variant}"].makers) == NATIVE | SM80 | PEERS
 
 
 def test_8_bit_caches_are_of_cases_with_more_than_a_gibibyte(jobs):
