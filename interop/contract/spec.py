@@ -244,7 +244,9 @@ class DecodeSpec:
         large = max(self.head_dim, self.head_dim_v) > 128
         if self.cache.is_quantized:
             return (384 if large else 640) < programs <= 2048
-        return 384 < programs <= (528 if large else 640) or (programs > 384 and rows > 16)
+        if large:
+            return 384 < programs <= 528 and rows <= 16
+        return programs > 384 and (programs <= 640 or rows > 16)
 
 
 @dataclass(frozen=True)

@@ -199,6 +199,7 @@ def test_splits_fill_the_multiprocessors_and_none_has_nothing_to_do():
         (65, {"kv_dtype": "int8"}, ""),
         (16, {"head_dim": 256}, "crowded"),
         (17, {"head_dim": 256}, ""),
+        (16, {"head_dim": 256, "tokens": 16, "heads_q": 64}, ""),
         (12, {"head_dim": 256, "kv_dtype": "int8"}, ""),
         (13, {"head_dim": 256, "kv_dtype": "int8"}, "crowded"),
     ],
