@@ -179,6 +179,10 @@ def test_splits_fill_the_multiprocessors_and_none_has_nothing_to_do():
     assert choose_splits(decode(1 << 20, heads_q=1, heads_kv=1), config, 132) == 256
     deep = replace(config, num_stages=5)
     assert choose_splits(decode(1 << 20), deep, 132) == 8  # 2 programs, of two tiles on their way
+    many = {"tokens": 16, "heads_q": 128}
+    rows = replace(deep, block_q=64)
+    assert choose_splits(decode(1 << 20, **many), rows, 132) == 4  # 1 program of many query rows
+    assert choose_splits(decode(1 << 20, head_dim=64, **many), rows, 132) == 16
 
 
 @pytest.mark.parametrize(
