@@ -72,11 +72,16 @@ def tiles_ahead(config: KernelConfig) -> int:
 def programs_at_once(head_dim: int, config: KernelConfig) -> int:
     """Programs of `paged_decode` a multiprocessor that keep enough of memory's bytes on their way.
 
-    A program of a small head size asks for less at a time. Of those with many query rows and two
-    tiles of larger heads no two fit: that takes 90 KiB or more, of an A100's 164 and an H100's 228.
+    A program of a small head size asks for less at a time. One of a larger size with many query
+    rows is the fastest alone: two hardly fit shared memory, and on an A100 they do not.
     """
     size = padded_head_dim(head_dim)
-    programs = 3 if tiles_ahead(config) == 1 else 1 if config.block_q > 32 and size > 64 else 2
+    if tiles_ahead(config) == 1:
+        programs = 3
+    elif config.block_q <= 32 or size <= 64:
+        programs = 2
+    else:
+        programs = 1
     return programs * max(1, 128 // size)
 
 

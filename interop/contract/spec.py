@@ -207,8 +207,8 @@ class DecodeSpec:
         rows, programs = self.tokens * self.group_size, self.batch * self.heads_kv
         if rows > 32:
             return "wide"
-        # With num_splits given, what else is in the batch changes nothing. A short program has a
-        # multiprocessor to itself, of which an A100 has 108.
+        # With num_splits given, what else is in the batch changes nothing. Short programs are so
+        # few that each has a multiprocessor to itself, of which an A100 has 108.
         if self.num_splits is None:
             if programs <= 108 and self.reach <= KEYS_OF_ONE_SPLIT:
                 return "short"
