@@ -34,7 +34,7 @@ bench: ## time both sides beside their peers, on a GPU; BENCH_ARGS="--resume"
 
 sm80: ## compile every kernel for SM80, no GPU needed, and check the resources it takes
 	$(SETUP) bench
-	$(PY) -m bench static --target sm80
+	$(PY) -m tuning static --target sm80
 
 lint: ## ruff: style and format
 	$(SETUP) dev

@@ -1,1 +1,1 @@
-"""Benchmarks and static checks of the kernels; run ``python -m bench --help``."""
+"""Benchmarks of the kernels beside their peers; run ``python -m bench --help``."""

@@ -10,20 +10,16 @@ import sys
 
 from bench import compare
 from bench.report import command as report
-from bench.static import command as static
 from bench.suites import command as suites
-from bench.tune import command as tune
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    static.add_parser(commands)
     suites.add_parsers(commands)
     report.add_parser(commands)
     compare.add_parser(commands)
-    tune.add_parser(commands)
     arguments = parser.parse_args(argv)
     return arguments.run(arguments)
 

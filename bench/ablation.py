@@ -14,7 +14,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from torch_attn.kernels import flash_fwd as shipped
+from torch_attn.kernels.portable import flash_fwd as shipped
 
 
 @triton.jit
@@ -25,7 +25,7 @@ def no_softmax_update(s, m_i, l_i, exp2_scale):
 
 @cache
 def flash_fwd_without_softmax() -> Callable[..., Any]:
-    """`torch_attn.kernels.flash_fwd.flash_fwd` that gives ``(q · kᵀ) · v``, unscaled.
+    """`torch_attn.kernels.portable.flash_fwd.flash_fwd` that gives ``(q · kᵀ) · v``, unscaled.
 
     It is for problems without a mask, since hidden scores are -inf. Its second result, the
     log-sum-exp, is -inf.

@@ -9,7 +9,7 @@ from importlib import import_module
 from pathlib import Path
 from unittest import mock
 
-from interop.contract.config import KernelConfig, Spec
+from twin_attention.targets.config import KernelConfig, Spec
 
 _ROOT = Path(__file__).parents[1]
 

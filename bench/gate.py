@@ -14,10 +14,10 @@ from typing import Any
 import torch
 
 from bench.job import Check
-from interop.contract.cases import DecodeCase, FlashCase
-from interop.contract.reference import attention_backward, attention_forward, paged_forward
-from interop.contract.spec import AttentionSpec, DecodeSpec, Window
-from interop.contract.tolerances import compare_to_reference
+from interop.parity.cases import DecodeCase, FlashCase
+from twin_attention.contract.reference import attention_backward, attention_forward, paged_forward
+from twin_attention.contract.spec import AttentionSpec, DecodeSpec, Window
+from twin_attention.contract.tolerances import compare_to_reference
 
 Tensors = Mapping[str, torch.Tensor]
 

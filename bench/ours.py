@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from bench.calls import compiled, jax_call, torch_call
 from bench.job import Call, Subject
-from interop.contract.cases import DecodeCase, FlashCase
+from interop.parity.cases import DecodeCase, FlashCase
 
 if TYPE_CHECKING:
     from bench.suites.decode_inputs import DecodeTensors
@@ -49,8 +49,8 @@ def triton_flash(
     target: str, case: FlashCase, operation: str, tensors, wrap: Callable | None = None
 ) -> Call:
     """A call of `torch_attn.flash_attention`; `wrap` is applied to it beforehand."""
-    from interop.contract.target import use_target
     from torch_attn import flash_attention
+    from twin_attention.targets.target import use_target
 
     attend = partial(flash_attention, **case.options, implementation="triton")
     with use_target(target):
@@ -60,8 +60,8 @@ def triton_flash(
 
 def pallas_flash(target: str, case: FlashCase, operation: str, tensors) -> Call:
     """A jitted call of `pallas_attn.flash_attention`."""
-    from interop.contract.target import use_target
     from pallas_attn import flash_attention
+    from twin_attention.targets.target import use_target
 
     attend = partial(flash_attention, **case.options, implementation="triton")
     with use_target(target):
@@ -96,7 +96,7 @@ def _for_target(call: Call, target: str) -> Call:
 
     JAX too may compile at any call: once more after a peer's import has changed its settings.
     """
-    from interop.contract.target import use_target
+    from twin_attention.targets.target import use_target
 
     def run():
         with use_target(target):

@@ -1,1 +1,1 @@
-"""What the two halves of twin-attention share: contract, exchange of tensors, parity harness."""
+"""Both frameworks at once: exchange of tensors, and the parity harness."""

@@ -7,18 +7,18 @@ from typing import Any
 import jax
 import numpy as np
 
-from interop.contract.explain import Explanation
-from interop.contract.spec import DecodeSpec
-from interop.contract.validate import (
+from pallas_attn.decode_ops import append, decode, merge
+from pallas_attn.dispatch import choose_backends, explain_choice
+from pallas_attn.operands import device_of, operand
+from twin_attention.contract.explain import Explanation
+from twin_attention.contract.spec import DecodeSpec
+from twin_attention.contract.validate import (
     Operand,
     check_append_kv,
     check_merge_states,
     check_page_ids,
     check_paged_decode,
 )
-from pallas_attn.decode_ops import append, decode, merge
-from pallas_attn.dispatch import choose_backends, explain_choice
-from pallas_attn.operands import device_of, operand
 
 
 def paged_decode(
@@ -53,7 +53,7 @@ def paged_decode(
 
     Works under `jit`, `vmap`, `lax.scan`, and `shard_map` over batch or heads with
     ``check_vma=False``. It has no derivative. The target of the kernel (see
-    `interop.contract.target`) is fixed while tracing.
+    `twin_attention.targets.target`) is fixed while tracing.
 
     Args:
         q: [B, Hq, D], or [B, T, Hq, D] with T from 1 to 16, float16 or bfloat16. D is 16 to 256 in

@@ -12,13 +12,13 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from interop.contract import reference
-from interop.contract.spec import DecodeSpec, MergeSpec, PagedCache
-from interop.contract.validate import no_gradient
 from pallas_attn.dispatch import REFERENCE, Backends, run_on_platform
-from pallas_attn.kernels.append_kv import append_kv
-from pallas_attn.kernels.combine import combine
-from pallas_attn.kernels.paged_decode import paged_decode
+from pallas_attn.kernels.portable.append_kv import append_kv
+from pallas_attn.kernels.portable.combine import combine
+from pallas_attn.kernels.portable.paged_decode import paged_decode
+from twin_attention.contract import reference
+from twin_attention.contract.spec import DecodeSpec, MergeSpec, PagedCache
+from twin_attention.contract.validate import no_gradient
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(8, 9))

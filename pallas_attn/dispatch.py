@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 
 import jax
 
-from interop.contract.config import KernelConfig, Spec, choose_splits, find_configs
-from interop.contract.explain import Explanation
-from interop.contract.spec import AttentionSpec, DecodeSpec
-from interop.contract.target import MULTIPROCESSORS, requested_target, resolve_target
-from interop.contract.validate import check_choice, fail
+from twin_attention.contract.explain import Explanation
+from twin_attention.contract.spec import AttentionSpec, DecodeSpec
+from twin_attention.contract.validate import check_choice, fail
+from twin_attention.targets.config import KernelConfig, Spec, choose_splits, find_configs
+from twin_attention.targets.target import MULTIPROCESSORS, requested_target, resolve_target
 
 IMPLEMENTATIONS = ("mosaic", "triton", "reference")
 Device = Any  # a jax.Device, which type checkers take for a variable
@@ -43,7 +43,7 @@ def choose_backends(implementation: str | None, device: Device | None) -> Backen
         implementation: what the caller asked for, or None for the best of each platform.
         device: where the operands are, None while that is not known. It decides the target;
             without it, this process's first CUDA device does, and without one of those the
-            target asked for (`interop.contract.target`), or "sm80".
+            target asked for (`twin_attention.targets.target`), or "sm80".
 
     Raises:
         ValueError: no such implementation.

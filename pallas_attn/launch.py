@@ -12,11 +12,11 @@ import jax
 from jax import Array
 from jax.experimental import pallas as pl
 
-from interop.contract import ptx
-from interop.contract.config import KernelConfig, Spec, padded_head_dim
-from interop.contract.spec import AttentionSpec, DecodeSpec, PagedCache
 from pallas_attn.dispatch import INTERPRET, configs_for
 from pallas_attn.lowering import TritonCompilerParams
+from twin_attention.contract.spec import AttentionSpec, DecodeSpec, PagedCache
+from twin_attention.targets import ptx
+from twin_attention.targets.config import KernelConfig, Spec, padded_head_dim
 
 
 def problem_arguments(spec: AttentionSpec) -> dict[str, Any]:

@@ -7,8 +7,8 @@ from typing import Any
 import jax
 from jax.core import Tracer
 
-from interop.contract.validate import Operand, not_a_tensor
 from pallas_attn.dispatch import Device
+from twin_attention.contract.validate import Operand, not_a_tensor
 
 
 def operand(name: str, x: Any) -> Operand:

@@ -8,12 +8,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from interop.contract.cases import FlashCase
-from interop.contract.reference import attention_backward, attention_forward
-from interop.contract.spec import AttentionSpec, DecodeSpec
-from interop.contract.tolerances import compare_lse, compare_to_reference, compare_twins
+from interop.parity.cases import FlashCase
 from interop.parity.inputs import Tensors
 from interop.parity.oracle import evaluate
+from twin_attention.contract.reference import attention_backward, attention_forward
+from twin_attention.contract.spec import AttentionSpec, DecodeSpec
+from twin_attention.contract.tolerances import compare_lse, compare_to_reference, compare_twins
 
 KINDS = {"out": "output", "dq": "gradient", "dk": "gradient", "dv": "gradient"}
 

@@ -1,6 +1,5 @@
 """Flash attention and paged decode for PyTorch, in Triton. Importing it loads no Triton, no JAX."""
 
-from torch_attn.api import explain, flash_attention
 from torch_attn.decode import (
     append_kv,
     check_pages,
@@ -8,6 +7,7 @@ from torch_attn.decode import (
     merge_states,
     paged_decode,
 )
+from torch_attn.flash import explain, flash_attention
 
 __all__ = [
     "append_kv",

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from interop.contract.explain import Explanation
-from interop.contract.validate import check_page_ids
 from torch_attn import decode_ops
 from torch_attn.dispatch import choose, explain_choice
-from torch_attn.ops import operand
+from torch_attn.operands import operand
+from twin_attention.contract.explain import Explanation
+from twin_attention.contract.validate import check_page_ids
 
 
 def paged_decode(

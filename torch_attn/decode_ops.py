@@ -1,8 +1,8 @@
 """The torch operators of decoding: `torch_attn::paged_decode`, `::append_kv`, `::merge_states`.
 
-Each has kernels for CPU and CUDA and a fake kernel for tracing; none has a derivative. They are
-registered as those of `torch_attn.ops` are, which says why. None waits for the device: lengths and
-page tables are read there, so a CUDA graph may be replayed with others. The exception is the
+Each has kernels for CPU and CUDA and a fake kernel for tracing; none has a derivative.
+`torch_attn.flash_ops` says why they are registered as they are. None waits for the device: lengths
+and page tables are read there, so a CUDA graph may be replayed with others. The exception is the
 reference of append_kv.
 """
 
@@ -14,15 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from interop.contract import reference
-from interop.contract.spec import DecodeSpec, MergeSpec, PagedCache
-from interop.contract.validate import (
+from torch_attn.flash_ops import TAGS, without_gradient
+from torch_attn.operands import dtype_name, operand
+from twin_attention.contract import reference
+from twin_attention.contract.spec import DecodeSpec, MergeSpec, PagedCache
+from twin_attention.contract.validate import (
     Operand,
     check_append_kv,
     check_merge_states,
     check_paged_decode,
 )
-from torch_attn.ops import TAGS, dtype_name, operand, without_gradient
 
 _library = torch.library.Library("torch_attn", "FRAGMENT")
 _library.define(
@@ -106,7 +107,7 @@ def _run_decode(
         return out.zero_(), lse.fill_(-torch.inf) if sinks is None else lse.copy_(sinks[:, None])
     operands = (q, k_pages, v_pages, block_tables, seq_lens, sinks, k_scale, v_scale)
     if implementation == "triton":
-        from torch_attn.kernels.paged_decode import paged_decode
+        from torch_attn.kernels.portable.paged_decode import paged_decode
 
         return paged_decode(*operands, spec)
     with torch.autocast(q.device.type, enabled=False):
@@ -138,7 +139,7 @@ def _run_append(
     if 0 in (k_new.numel(), cache.capacity, cache.num_pages):
         return
     if implementation == "triton":
-        from torch_attn.kernels.append_kv import append_kv
+        from torch_attn.kernels.portable.append_kv import append_kv
 
         append_kv(k_new, v_new, k_pages, v_pages, block_tables, seq_lens, k_scale, v_scale, cache)
         torch.autograd.graph.increment_version((k_pages, v_pages))
@@ -179,7 +180,7 @@ def _run_merge(outs, lses, implementation):
         out, lse = _allocate_merged(outs, lses)
         return out.zero_(), lse.fill_(-torch.inf)
     if implementation == "triton":
-        from torch_attn.kernels.combine import combine
+        from torch_attn.kernels.portable.combine import combine
 
         return combine(outs, lses, spec)
     out, lse = reference.merge(outs, lses, torch.float32)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from interop.contract.config import choose_splits
-from interop.contract.explain import Explanation
-from interop.contract.spec import AttentionSpec, DecodeSpec
-from interop.contract.validate import check_choice
+from twin_attention.contract.explain import Explanation
+from twin_attention.contract.spec import AttentionSpec, DecodeSpec
+from twin_attention.contract.validate import check_choice
+from twin_attention.targets.config import choose_splits
 
 IMPLEMENTATIONS = ("triton", "reference")
 

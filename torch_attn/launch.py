@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from interop.contract import ptx
-from interop.contract.config import KernelConfig, Spec, find_configs, padded_head_dim
-from interop.contract.spec import AttentionSpec, DecodeSpec, PagedCache
-from interop.contract.target import MULTIPROCESSORS, SHARED_MEMORY_LIMIT, resolve_target
+from twin_attention.contract.spec import AttentionSpec, DecodeSpec, PagedCache
+from twin_attention.targets import ptx
+from twin_attention.targets.config import KernelConfig, Spec, find_configs, padded_head_dim
+from twin_attention.targets.target import MULTIPROCESSORS, SHARED_MEMORY_LIMIT, resolve_target
 
 _CONFIGS = Path(__file__).parent / "configs"
 
@@ -29,7 +29,7 @@ _recorded: tuple[str, list[tuple[str, KernelConfig, Any]]] | None = None
 
 
 def target_of(device: torch.device) -> str:
-    """The target whose code runs on this CUDA device (see `interop.contract.target`)."""
+    """The target whose code runs on this CUDA device (see `twin_attention.targets.target`)."""
     if _recorded is not None:
         return _recorded[0]
     return resolve_target(_properties(device)[0])

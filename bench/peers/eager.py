@@ -5,7 +5,7 @@ from __future__ import annotations
 from bench.calls import torch_call
 from bench.job import Call
 from bench.peers.limits import HALF, check_flash
-from interop.contract.cases import FlashCase
+from interop.parity.cases import FlashCase
 
 
 def flash(case: FlashCase, operation: str, tensors) -> Call:

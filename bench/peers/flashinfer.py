@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from bench.job import Absent, Call
 from bench.peers.limits import load
-from interop.contract.cases import DecodeCase
+from interop.parity.cases import DecodeCase
 
 if TYPE_CHECKING:
     from bench.suites.decode_inputs import DecodeTensors

@@ -7,7 +7,7 @@ from functools import partial
 from bench.calls import compiled, torch_call
 from bench.job import Call
 from bench.peers.limits import HALF, check_flash
-from interop.contract.cases import FlashCase
+from interop.parity.cases import FlashCase
 
 
 def flash(case: FlashCase, operation: str, tensors) -> Call:

@@ -7,7 +7,7 @@ from typing import Literal
 from bench.calls import jax_call
 from bench.job import Call
 from bench.peers.limits import HALF, check_flash
-from interop.contract.cases import FlashCase
+from interop.parity.cases import FlashCase
 
 
 def flash(

@@ -8,7 +8,7 @@ from functools import partial
 from bench.calls import jax_call
 from bench.job import Call
 from bench.peers.limits import check_flash, load
-from interop.contract.cases import FlashCase
+from interop.parity.cases import FlashCase
 
 
 def flash(case: FlashCase, operation: str, tensors) -> Call:

@@ -6,7 +6,7 @@ from importlib import import_module
 from types import ModuleType
 
 from bench.job import Absent
-from interop.contract.cases import DecodeCase, FlashCase
+from interop.parity.cases import DecodeCase, FlashCase
 
 HALF = ("float16", "bfloat16")
 

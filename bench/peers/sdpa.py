@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from bench.calls import torch_call
 from bench.job import Absent, Call
 from bench.peers.limits import check_dense, check_flash
-from interop.contract.cases import DecodeCase, FlashCase
+from interop.parity.cases import DecodeCase, FlashCase
 
 if TYPE_CHECKING:
     from bench.suites.decode_inputs import DecodeTensors

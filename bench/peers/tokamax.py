@@ -18,7 +18,7 @@ from types import ModuleType
 from bench.calls import jax_call
 from bench.job import Absent, Call
 from bench.peers.limits import check_flash, load
-from interop.contract.cases import FlashCase
+from interop.parity.cases import FlashCase
 
 _IMPORTED = "xprof.cli.tools.get_kernel_stats_tool"  # by tokamax
 

@@ -8,7 +8,7 @@ from functools import cached_property, partial
 from torch import Tensor
 from torch.nn.functional import pad
 
-from interop.contract.cases import DecodeCase
+from interop.parity.cases import DecodeCase
 from interop.parity.inputs import make_inputs
 
 NO_PAGE = -1

@@ -12,7 +12,7 @@ from bench.peers import FLASH
 from bench.records import ABLATION, Record
 from bench.suites import Cells
 from bench.suites.flash_job import FlashMaker, flash_job
-from interop.contract.cases import FlashCase
+from interop.parity.cases import FlashCase
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -82,7 +82,7 @@ def columns(record: Record) -> Cells:
 def _without_softmax(target: str) -> FlashMaker:
     def make(case: FlashCase, operation: str, tensors: list[Tensor]) -> Call:
         from bench.ablation import flash_fwd_without_softmax
-        from interop.contract.target import use_target
+        from twin_attention.targets.target import use_target
 
         q, k, v, _ = tensors
         forward = flash_fwd_without_softmax()

@@ -8,8 +8,13 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from bench.job import Call, Check, Job, Operation, Subject
-from interop.contract.cases import FlashCase
-from interop.contract.cost import backward_bytes, backward_flops, forward_bytes, forward_flops
+from interop.parity.cases import FlashCase
+from twin_attention.contract.cost import (
+    backward_bytes,
+    backward_flops,
+    forward_bytes,
+    forward_flops,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor

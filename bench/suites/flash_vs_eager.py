@@ -14,7 +14,7 @@ from bench.peers import FLASH
 from bench.records import Record
 from bench.suites import Cells
 from bench.suites.flash_job import FlashMaker, flash_job
-from interop.contract.cases import FlashCase
+from interop.parity.cases import FlashCase
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -17,8 +17,8 @@ from bench.peers import DECODE
 from bench.records import Record
 from bench.statistics import Times
 from bench.suites import Cells
-from interop.contract.cases import DecodeCase
-from interop.contract.cost import ITEMSIZE, decode_bytes, decode_flops
+from interop.parity.cases import DecodeCase
+from twin_attention.contract.cost import ITEMSIZE, decode_bytes, decode_flops
 
 if TYPE_CHECKING:
     from bench.suites.decode_inputs import DecodeTensors

@@ -13,8 +13,8 @@ import jax
 import torch
 from jax.core import Tracer
 
-from interop.contract.validate import fail
 from interop.exchange.lifetime import release_after_jax, release_after_torch
+from twin_attention.contract.validate import fail
 
 DTYPES = {
     "bool",

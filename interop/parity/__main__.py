@@ -16,10 +16,10 @@ from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
 
-from interop.contract.cases import SUITES, Case, decode_cases, flash_cases
-from interop.contract.target import TARGETS
+from interop.parity.cases import SUITES, Case, decode_cases, flash_cases
 from interop.parity.records import ORACLE, CaseResult, Report, problem_text, title
 from interop.parity.workers import run_cases
+from twin_attention.targets.target import TARGETS
 
 IMPLEMENTATIONS = ("triton", "reference")
 NEEDED = ("jax", "matplotlib", "rich", "torch", "triton")

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import math
 
-from interop.contract.tolerances import (
+from interop.parity.inputs import Tensors
+from interop.parity.oracle import Expectation
+from interop.parity.records import ORACLE, Comparison
+from interop.parity.run import Runner, twins
+from twin_attention.contract.tolerances import (
     Agreement,
     compare_lse,
     compare_to_reference,
     compare_twins,
 )
-from interop.parity.inputs import Tensors
-from interop.parity.oracle import Expectation
-from interop.parity.records import ORACLE, Comparison
-from interop.parity.run import Runner, twins
 
 
 def compare(

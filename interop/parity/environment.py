@@ -12,7 +12,7 @@ from pathlib import Path
 import jax
 import torch
 
-from interop.contract.target import requested_target, resolve_target, use_target
+from twin_attention.targets.target import requested_target, resolve_target, use_target
 
 MOST_JOBS = {"cuda": 14, "cpu": 2}
 

@@ -7,7 +7,7 @@ from dataclasses import asdict
 
 import torch
 
-from interop.contract.cases import Case
+from interop.parity.cases import Case
 from interop.parity.compare import compare
 from interop.parity.inputs import Tensors, make_inputs
 from interop.parity.oracle import Expectation, expectations

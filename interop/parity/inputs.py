@@ -7,9 +7,9 @@ from zlib import crc32
 
 import torch
 
-from interop.contract.cases import Case, DecodeCase, FlashCase
-from interop.contract.reference import quantize
-from interop.contract.validate import fail
+from interop.parity.cases import Case, DecodeCase, FlashCase
+from twin_attention.contract.reference import quantize
+from twin_attention.contract.validate import fail
 
 Tensors = dict[str, torch.Tensor]
 Normal = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]

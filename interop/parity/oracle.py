@@ -13,9 +13,9 @@ from functools import partial
 
 import torch
 
-from interop.contract.reference import attention_backward, attention_forward, paged_forward
-from interop.contract.spec import AttentionSpec, DecodeSpec
 from interop.parity.inputs import Tensors
+from twin_attention.contract.reference import attention_backward, attention_forward, paged_forward
+from twin_attention.contract.spec import AttentionSpec, DecodeSpec
 
 # Above this many elements of q, 8 GiB in float64, only samples are evaluated.
 SAMPLE_ABOVE = 1 << 30

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from interop.contract.tolerances import Agreement
+from twin_attention.contract.tolerances import Agreement
 
 SCHEMA_VERSION = 1
 ORACLE = "float64"

@@ -14,12 +14,12 @@ import torch
 
 import pallas_attn
 import torch_attn
-from interop.contract.cases import Case, DecodeCase
-from interop.contract.explain import Explanation
-from interop.contract.target import use_target
-from interop.contract.validate import fail
 from interop.exchange import to_jax, to_torch
+from interop.parity.cases import Case, DecodeCase
 from interop.parity.inputs import Tensors
+from twin_attention.contract.explain import Explanation
+from twin_attention.contract.validate import fail
+from twin_attention.targets.target import use_target
 
 IMPLEMENTATIONS = ("triton", "reference")
 OUTPUTS = ("out", "lse")

@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from multiprocessing.connection import Connection, wait
 
-from interop.contract.cases import Case
+from interop.parity.cases import Case
 from interop.parity.records import CaseResult
 
 RunCase = Callable[[Case], CaseResult]

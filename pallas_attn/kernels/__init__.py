@@ -1,4 +1,1 @@
-"""Pallas kernels, for the Triton lowering.
-
-Read each beside its twin of the same name in `torch_attn.kernels`.
-"""
+"""Kernel families. The path of a file is the same as its twin's in `torch_attn.kernels`."""

@@ -8,7 +8,7 @@ import pytest
 
 from bench.records import Record
 from bench.statistics import Times
-from interop.contract.cases import FlashCase
+from interop.parity.cases import FlashCase
 
 ORIGIN = {
     "suite": "flash",

@@ -10,8 +10,8 @@ import numpy as np
 
 from bench.records import Record
 from bench.statistics import Times
-from interop.contract.cases import DecodeCase, FlashCase
-from interop.contract.cost import (
+from interop.parity.cases import DecodeCase, FlashCase
+from twin_attention.contract.cost import (
     backward_bytes,
     backward_flops,
     decode_bytes,

@@ -4,12 +4,12 @@ import pytest
 import torch
 
 from bench.ablation import _with_names, flash_fwd_without_softmax
-from bench.static import triton_aot
-from interop.contract.cases import FlashCase
-from interop.contract.target import TARGETS
+from interop.parity.cases import FlashCase
 from interop.parity.inputs import make_inputs
 from torch_attn import launch
-from torch_attn.kernels.flash_fwd import flash_fwd
+from torch_attn.kernels.portable.flash_fwd import flash_fwd
+from tuning.static import triton_aot
+from twin_attention.targets.target import TARGETS
 
 CASE = FlashCase(
     "ablation", batch=1, seq_q=64, seq_kv=128, heads_q=2, heads_kv=1, head_dim=32, dtype="float16"

@@ -6,7 +6,7 @@ import pytest
 
 from bench import datasheets
 from bench.datasheets import A100, H200, datasheet
-from interop.contract.target import MULTIPROCESSORS
+from twin_attention.targets.target import MULTIPROCESSORS
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from bench.suites.decode_inputs import decode_tensors, fitted
-from interop.contract.cases import DecodeCase
+from interop.parity.cases import DecodeCase
 
 CASE = DecodeCase("case", lengths=(100, 100), tokens=1, page_size=16, max_pages=64)
 

@@ -12,7 +12,7 @@ from bench.statistics import Times
 from bench.suites.eager_attention import columns, jobs
 from bench.suites.flash_job import flash_job, flash_tensors
 from bench.timing import Timing
-from interop.contract.cases import FlashCase
+from interop.parity.cases import FlashCase
 
 TRITON = Subject("Triton", "sm90")
 TIMES = Times(2.0, 1.9, 2.1)

@@ -6,7 +6,7 @@ import pytest
 
 from bench.job import Subject
 from bench.suites.fa2 import _without_softmax, cases, columns, jobs
-from interop.contract.cases import FlashCase
+from interop.parity.cases import FlashCase
 from interop.parity.inputs import make_inputs
 
 TARGETS = ["sm90", "sm80"]

@@ -5,7 +5,7 @@ import pytest
 from bench.job import Subject
 from bench.peers import FLASH
 from bench.suites.flash_job import flash_job, flash_tensors
-from interop.contract.cases import FlashCase
+from interop.parity.cases import FlashCase
 
 CASE = FlashCase("case", batch=1, seq_q=40, seq_kv=72, head_dim=16, causal=True)
 EAGER = Subject("eager")

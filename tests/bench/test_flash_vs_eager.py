@@ -9,7 +9,7 @@ from bench.statistics import Times
 from bench.suites import flash_vs_eager
 from bench.suites.flash_job import flash_tensors
 from bench.suites.flash_vs_eager import columns, jobs
-from interop.contract.cases import FlashCase
+from interop.parity.cases import FlashCase
 
 TORCH = {Subject("Triton", "sm90"), Subject("eager"), Subject("SDPA")}
 JAX = {Subject("Pallas", "sm90"), Subject("jax.nn XLA")}

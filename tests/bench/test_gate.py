@@ -7,10 +7,10 @@ import torch
 
 from bench import gate
 from bench.gate import check_backward, check_both, check_decode, check_forward, chunks, sample
-from interop.contract.cases import DecodeCase, FlashCase
-from interop.contract.reference import attention_backward, attention_forward, paged_forward
 from interop.exchange import to_jax
+from interop.parity.cases import DecodeCase, FlashCase
 from interop.parity.inputs import make_inputs
+from twin_attention.contract.reference import attention_backward, attention_forward, paged_forward
 
 FLASH = {
     "causal": FlashCase("a", 3, 40, 40, 4, 2, 16, causal=True),

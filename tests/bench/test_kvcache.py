@@ -12,7 +12,7 @@ from bench.peers import DECODE
 from bench.statistics import Times
 from bench.suites import kvcache
 from bench.suites.decode_inputs import decode_tensors
-from interop.contract.cases import DecodeCase
+from interop.parity.cases import DecodeCase
 
 PEERS = {Subject(name) for name in DECODE}
 NATIVE = {Subject(name, "sm90") for name in ("Triton", "Pallas", "Triton graph")}

@@ -7,9 +7,9 @@ import pytest
 from bench import calls, gate, ours
 from bench.job import Subject
 from bench.suites.decode_inputs import decode_tensors
-from interop.contract.cases import DecodeCase, FlashCase
-from interop.contract.target import requested_target
+from interop.parity.cases import DecodeCase, FlashCase
 from interop.parity.inputs import make_inputs
+from twin_attention.targets.target import requested_target
 
 CASE = FlashCase(
     "ours", batch=1, seq_q=32, seq_kv=48, heads_q=2, heads_kv=1, head_dim=16, causal=True
@@ -68,7 +68,7 @@ def test_a_call_of_paged_decode_is_right_every_time(implementation, options):
 
 @pytest.mark.parametrize("operation", ["forward", "backward", "both"])
 def test_kernels_are_launched_for_the_target(monkeypatch, operation):
-    from torch_attn.kernels import flash_bwd, flash_fwd
+    from torch_attn.kernels.portable import flash_bwd, flash_fwd
 
     monkeypatch.delenv("TWIN_ATTENTION_TARGET", raising=False)
     seen = []

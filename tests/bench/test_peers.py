@@ -16,10 +16,10 @@ from bench.job import Absent
 from bench.peers import DECODE, FLASH, flashinfer, flex
 from bench.suites import kvcache
 from bench.suites.decode_inputs import decode_tensors
-from interop.contract.cases import DecodeCase, FlashCase
-from interop.contract.reference import attention_forward
-from interop.contract.spec import AttentionSpec, Window
+from interop.parity.cases import DecodeCase, FlashCase
 from interop.parity.inputs import make_inputs
+from twin_attention.contract.reference import attention_forward
+from twin_attention.contract.spec import AttentionSpec, Window
 
 SQUARE = FlashCase("square", batch=2, seq_q=32, seq_kv=32, heads_q=4, heads_kv=4, head_dim=16)
 CASES = [

@@ -14,7 +14,7 @@ from bench.report.plots.style import spread, styles
 from bench.report.tables import speeds
 from bench.sampling import Sample
 from bench.statistics import Times
-from interop.contract.cases import DecodeCase
+from interop.parity.cases import DecodeCase
 from tests.bench.synthetic import campaign
 
 BOUNDS = Limits(

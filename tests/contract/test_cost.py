@@ -5,7 +5,7 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from interop.contract.cost import (
+from twin_attention.contract.cost import (
     backward_bytes,
     backward_flops,
     cache_bytes,
@@ -15,7 +15,7 @@ from interop.contract.cost import (
     forward_flops,
     visible_pairs,
 )
-from interop.contract.spec import AttentionSpec, DecodeSpec, PagedCache, Window
+from twin_attention.contract.spec import AttentionSpec, DecodeSpec, PagedCache, Window
 
 SPEC = AttentionSpec(
     batch=2, seq_q=3, seq_kv=5, heads_q=4, heads_kv=2, head_dim=16, head_dim_v=24,

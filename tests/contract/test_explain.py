@@ -1,7 +1,7 @@
 """How an explanation reads."""
 
-from interop.contract.config import KernelConfig
-from interop.contract.explain import Explanation
+from twin_attention.contract.explain import Explanation
+from twin_attention.targets.config import KernelConfig
 
 
 def test_an_explanation_without_kernels_is_one_line():

@@ -5,11 +5,12 @@ import sys
 
 import pytest
 
-CONTRACT = ", ".join(
-    f"interop.contract.{module}"
+GROUND = ", ".join(
+    f"twin_attention.{module}"
     for module in (
-        "cases", "config", "cost", "explain", "reference", "spec", "target",
-        "tolerances", "validate",
+        "contract.cost", "contract.explain", "contract.reference", "contract.spec",
+        "contract.tolerances", "contract.validate",
+        "targets.config", "targets.ptx", "targets.target",
     )
 )  # fmt: skip
 
@@ -17,11 +18,11 @@ CONTRACT = ", ".join(
 @pytest.mark.parametrize(
     ("modules", "forbidden"),
     [
-        (CONTRACT, {"jax", "torch", "triton"}),
+        (GROUND, {"jax", "torch", "triton"}),
         ("torch_attn", {"jax", "pallas_attn"}),
         ("pallas_attn", {"torch", "triton", "torch_attn"}),
     ],
-    ids=["contract", "torch_attn", "pallas_attn"],
+    ids=["ground", "torch_attn", "pallas_attn"],
 )
 def test_importing_stays_on_its_side(modules, forbidden):
     script = f"import sys, {modules}; print(*sys.modules)"

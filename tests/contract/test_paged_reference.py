@@ -13,9 +13,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from interop.contract.cases import DecodeCase, decode_cases
-from interop.contract.reference import attention_forward, merge, paged_forward, quantize
-from interop.contract.spec import AttentionSpec, DecodeSpec, PagedCache, Window
+from interop.parity.cases import DecodeCase, decode_cases
+from twin_attention.contract.reference import attention_forward, merge, paged_forward, quantize
+from twin_attention.contract.spec import AttentionSpec, DecodeSpec, PagedCache, Window
 
 CASE = DecodeCase(
     "loops", lengths=(0, 1, 4, 5, 9, 12), tokens=3, page_size=4, max_pages=3, head_dim=16,

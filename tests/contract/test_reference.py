@@ -8,8 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from interop.contract.reference import attention_backward, attention_forward, visibility
-from interop.contract.spec import AttentionSpec, Window
+from twin_attention.contract.reference import attention_backward, attention_forward, visibility
+from twin_attention.contract.spec import AttentionSpec, Window
 
 SPEC = AttentionSpec(
     batch=2, seq_q=5, seq_kv=7, heads_q=4, heads_kv=2, head_dim=16, head_dim_v=24,

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from interop.contract.spec import AttentionSpec, DecodeSpec, MergeSpec, PagedCache, Window
+from twin_attention.contract.spec import AttentionSpec, DecodeSpec, MergeSpec, PagedCache, Window
 
 SEES_ALL = Window()
 CACHE = PagedCache(

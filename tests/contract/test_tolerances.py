@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from interop.contract.tolerances import (
+from twin_attention.contract.tolerances import (
     Agreement,
     compare_lse,
     compare_to_reference,

@@ -7,8 +7,8 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from interop.contract.spec import MergeSpec, PagedCache, Window
-from interop.contract.validate import (
+from twin_attention.contract.spec import MergeSpec, PagedCache, Window
+from twin_attention.contract.validate import (
     Operand,
     check_append_kv,
     check_choice,

@@ -15,13 +15,13 @@ import pytest
 import torch
 
 import pallas_attn
-from interop.contract.cases import DecodeCase
-from interop.contract.reference import merge as merge_oracle
-from interop.contract.reference import paged_forward
-from interop.contract.tolerances import compare_lse, compare_to_reference
+from interop.parity.cases import DecodeCase
 from interop.parity.inputs import make_inputs
 from pallas_attn import append_kv, check_pages, explain_decode, merge_states, paged_decode
 from pallas_attn.lowering import recording
+from twin_attention.contract.reference import merge as merge_oracle
+from twin_attention.contract.reference import paged_forward
+from twin_attention.contract.tolerances import compare_lse, compare_to_reference
 
 CPU = jax.devices("cpu")[0]
 POOLS = ("k_pages", "v_pages")

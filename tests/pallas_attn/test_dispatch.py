@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-import pallas_attn.autograd
-from interop.contract.target import use_target
+import pallas_attn.flash_ops
 from pallas_attn import explain, flash_attention
 from pallas_attn.dispatch import Backends, choose_backends
 from pallas_attn.lowering import recording
+from twin_attention.targets.target import use_target
 
 ON_GPU = jax.default_backend() == "gpu"
 CPU = jax.devices("cpu")[0]
@@ -77,7 +77,7 @@ def test_a_change_of_target_traces_anew(qkv, monkeypatch, fresh_caches):
         traced.append(backend)
         return q, jnp.zeros((spec.batch, spec.heads_q, spec.seq_q), jnp.float32)
 
-    monkeypatch.setattr(pallas_attn.autograd, "flash_fwd", flash_fwd)
+    monkeypatch.setattr(pallas_attn.flash_ops, "flash_fwd", flash_fwd)
     monkeypatch.setattr("pallas_attn.dispatch.cuda_devices", lambda: ())
     for target in ("sm80", "sm90", "sm80"):
         with use_target(target):

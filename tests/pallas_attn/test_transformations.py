@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from interop.contract.cases import FlashCase
+from interop.parity.cases import FlashCase
 from pallas_attn import flash_attention
 from tests.oracle import Inputs, Results, assert_within_budget, inputs_of
 
@@ -143,7 +143,7 @@ SHARDED = """
 import jax, jax.numpy as jnp, numpy as np, torch
 from functools import partial
 from jax.sharding import AxisType, PartitionSpec
-from interop.contract.cases import FlashCase
+from interop.parity.cases import FlashCase
 from pallas_attn import flash_attention
 from tests.oracle import Results, assert_within_budget, inputs_of
 

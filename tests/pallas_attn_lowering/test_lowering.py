@@ -22,9 +22,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jaxlib import gpu_triton
 
-from interop.contract.config import KernelConfig
 from pallas_attn import lowering
 from pallas_attn.lowering import TritonCompilerParams, recording
+from twin_attention.targets.config import KernelConfig
 
 CONFIG = KernelConfig(block_q=64, block_kv=64, num_warps=4, num_stages=2)
 SIZE = 256

@@ -5,12 +5,12 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from interop.contract.cases import Case
-from interop.contract.explain import Explanation
 from interop.parity import environment, harness
+from interop.parity.cases import Case
 from interop.parity.inputs import Tensors
 from interop.parity.oracle import evaluate
 from interop.parity.run import Run, Runner
+from twin_attention.contract.explain import Explanation
 
 Spoil = Callable[[Runner, Case, Tensors], None]
 EXPLANATION = Explanation("triton", "interpreter", "a fake device", None, "a test asked for it")

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from interop.contract.cases import decode_cases, flash_cases
 from interop.parity import __main__ as command
 from interop.parity import harness
+from interop.parity.cases import decode_cases, flash_cases
 from interop.parity.records import ORACLE
 
 OUTPUTS = ("out", "lse", "dq", "dk", "dv")

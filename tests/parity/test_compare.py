@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from interop.contract.cases import FlashCase
 from interop.parity import oracle
+from interop.parity.cases import FlashCase
 from interop.parity.compare import compare
 from interop.parity.inputs import make_inputs
 from interop.parity.oracle import evaluate, expectations

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from interop.contract.cases import DecodeCase, FlashCase, decode_cases
+from interop.parity.cases import DecodeCase, FlashCase, decode_cases
 from interop.parity.inputs import POISON_BYTE, make_inputs
 
 CASE = FlashCase("inputs", seq_q=9, seq_kv=9, heads_q=4, heads_kv=2, head_dim=16)

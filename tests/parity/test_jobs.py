@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 
-from interop.contract.cases import DecodeCase, FlashCase
+from interop.parity.cases import DecodeCase, FlashCase
 from interop.parity.environment import choose_jobs
 from interop.parity.harness import run_case
 from interop.parity.run import Runner

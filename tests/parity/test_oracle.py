@@ -5,11 +5,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from interop.contract.cases import DecodeCase, FlashCase, decode_cases, flash_cases
-from interop.contract.reference import attention_backward, attention_forward, paged_forward
 from interop.parity import oracle
+from interop.parity.cases import DecodeCase, FlashCase, decode_cases, flash_cases
 from interop.parity.inputs import make_inputs
 from interop.parity.oracle import blocks, evaluate, expectations
+from twin_attention.contract.reference import attention_backward, attention_forward, paged_forward
 
 CASE = FlashCase(
     "pieces", batch=2, seq_q=70, seq_kv=53, heads_q=4, heads_kv=2, head_dim=16, head_dim_v=24,

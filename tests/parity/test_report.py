@@ -7,8 +7,7 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from interop.contract.cases import DecodeCase, FlashCase
-from interop.contract.tolerances import Agreement
+from interop.parity.cases import DecodeCase, FlashCase
 from interop.parity.records import (
     ORACLE,
     CaseResult,
@@ -19,6 +18,7 @@ from interop.parity.records import (
     title,
 )
 from interop.parity.report import to_html
+from twin_attention.contract.tolerances import Agreement
 
 GOOD = Agreement(0.25, 0.5, 0.125, 1.0)
 BAD = Agreement(0.75, 0.5, 0.125, 1.0)

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 import torch_attn
-from interop.contract.cases import DecodeCase, FlashCase, decode_cases
-from interop.contract.target import requested_target
+from interop.parity.cases import DecodeCase, FlashCase, decode_cases
 from interop.parity.inputs import make_inputs
 from interop.parity.run import Runner, plan, run, share, twins
+from twin_attention.targets.target import requested_target
 
 CASE = FlashCase("run", seq_q=5, seq_kv=7, heads_q=2, heads_kv=1, head_dim=16, causal=True)
 

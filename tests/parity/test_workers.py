@@ -9,7 +9,7 @@ from dataclasses import asdict
 
 import pytest
 
-from interop.contract.cases import FlashCase
+from interop.parity.cases import FlashCase
 from interop.parity.records import CaseResult
 from interop.parity.workers import run_cases
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from interop.contract.cases import flash_cases
+from interop.parity.cases import flash_cases
 from tests.oracle import assert_within_budget, inputs_of
 
 

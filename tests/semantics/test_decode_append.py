@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from interop.contract.reference import quantize
-from interop.contract.spec import PagedCache
+from twin_attention.contract.reference import quantize
+from twin_attention.contract.spec import PagedCache
 
 PAGE_SIZE, MAX_PAGES, HEADS, DIM, DIM_V = 5, 4, 2, 24, 16
 NUM_PAGES = 30

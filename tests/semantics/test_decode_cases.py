@@ -2,7 +2,7 @@
 
 import pytest
 
-from interop.contract.cases import decode_cases
+from interop.parity.cases import decode_cases
 from interop.parity.inputs import make_inputs
 from tests.oracle import assert_decode_within_budget
 

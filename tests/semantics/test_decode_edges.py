@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from interop.contract.cases import DecodeCase
+from interop.parity.cases import DecodeCase
 from interop.parity.inputs import make_inputs
 
 CASE = DecodeCase(

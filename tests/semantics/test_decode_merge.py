@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from interop.contract.cases import DecodeCase
-from interop.contract.reference import merge
-from interop.contract.tolerances import compare_lse, compare_to_reference
+from interop.parity.cases import DecodeCase
 from interop.parity.inputs import make_inputs
 from tests.oracle import assert_decode_within_budget
+from twin_attention.contract.reference import merge
+from twin_attention.contract.tolerances import compare_lse, compare_to_reference
 
 
 def states_of(num_states, device, dtype=torch.float16):

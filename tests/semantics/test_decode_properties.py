@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from interop.contract.cases import DecodeCase
+from interop.parity.cases import DecodeCase
 from interop.parity.inputs import make_inputs
 from tests.oracle import assert_decode_within_budget
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import torch_attn
-from interop.contract.cases import DecodeCase
+from interop.parity.cases import DecodeCase
 from interop.parity.inputs import make_inputs
 from tests.oracle import assert_decode_within_budget
 from tests.sides import TorchSide

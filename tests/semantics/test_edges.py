@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from interop.contract.cases import FlashCase
+from interop.parity.cases import FlashCase
 from tests.oracle import inputs_of
 
 CASE = FlashCase("edge", seq_q=70, seq_kv=50, heads_q=4, heads_kv=2, head_dim=32, dtype="bfloat16")

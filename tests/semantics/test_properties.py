@@ -7,7 +7,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from interop.contract.cases import FlashCase
+from interop.parity.cases import FlashCase
 from tests.oracle import Inputs, assert_twins, assert_within_budget, inputs_of
 
 # Lengths that fill no tile, so that every phase of a kernel has work. The laws share one problem

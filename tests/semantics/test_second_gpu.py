@@ -4,7 +4,7 @@ import jax
 import pytest
 import torch
 
-from interop.contract.cases import DecodeCase, FlashCase
+from interop.parity.cases import DecodeCase, FlashCase
 from interop.parity.environment import choose_device
 from interop.parity.inputs import make_inputs
 from tests.oracle import Inputs, inputs_of

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from interop.contract.cases import FlashCase
+from interop.parity.cases import FlashCase
 from tests.oracle import assert_within_budget, inputs_of, packed
 from tests.sides import TorchSide, poisoned_memory
 

@@ -15,10 +15,10 @@ from torch.func import grad, jvp
 from torch.library import opcheck
 
 import torch_attn
-from interop.contract import reference
-from interop.contract.spec import PagedCache
 from torch_attn import append_kv, check_pages, explain_decode, merge_states, paged_decode
 from torch_attn import decode_ops as ops
+from twin_attention.contract import reference
+from twin_attention.contract.spec import PagedCache
 
 PAGE_SIZE, MAX_PAGES, HEADS_Q, HEADS_KV, DIM, DIM_V = 4, 3, 4, 2, 32, 16
 LENGTHS = (0, 1, 5, 12, 7)
@@ -314,7 +314,7 @@ def test_reference_computes_in_float32_under_autocast(torch_device):
 @pytest.mark.parametrize("with_sinks", [False, True])
 def test_empty_problems_run_no_kernel(torch_device, monkeypatch, implementation, empty, with_sinks):
     for kernel in ("paged_decode", "append_kv", "combine"):
-        monkeypatch.setitem(sys.modules, f"torch_attn.kernels.{kernel}", None)
+        monkeypatch.setitem(sys.modules, f"torch_attn.kernels.portable.{kernel}", None)
     p = problem(torch_device)
     changes = {
         "batch": {name: getattr(p, name)[:0] for name in
@@ -339,7 +339,7 @@ def test_empty_problems_run_no_kernel(torch_device, monkeypatch, implementation,
 
 
 def test_merging_nothing_runs_no_kernel(torch_device, monkeypatch, implementation):
-    monkeypatch.setitem(sys.modules, "torch_attn.kernels.combine", None)
+    monkeypatch.setitem(sys.modules, "torch_attn.kernels.portable.combine", None)
     outs, lses, _ = problem(torch_device).merge_arguments("")
     out, lse = merge_states(outs[:0], lses[:0], implementation=implementation)
     assert_equal(out, torch.zeros_like(outs[0]))

@@ -1,7 +1,7 @@
 """`torch_attn.flash_attention` as a torch operator: every way in which PyTorch may call it.
 
-These tests guard the private torch API that `torch_attn/ops.py` uses. When those of `torch.func`
-or of forward mode fail after an update of torch, compare `_Differentiable.call` with
+These tests guard the private torch API that `torch_attn/flash_ops.py` uses. When those of
+`torch.func` or of forward mode fail after an update of torch, compare `_Differentiable.call` with
 ``torch.autograd.Function.apply`` and ``torch/_functorch/autograd_function.py``.
 """
 
@@ -17,7 +17,7 @@ from torch.func import grad, jvp, vjp, vmap
 from torch.library import opcheck
 
 from torch_attn import explain, flash_attention
-from torch_attn.ops import flash_bwd, flash_fwd
+from torch_attn.flash_ops import flash_bwd, flash_fwd
 
 BATCH, SEQ, HEADS, DIM = 2, 21, 2, 16
 OPTIONS = (0.25, 5, 0, 3.0, "reference")
@@ -277,8 +277,8 @@ def test_empty_problems_run_no_kernel(torch_device, monkeypatch, implementation,
     k = torch.randn(batch, seq_kv, heads, 16, device=torch_device, requires_grad=True)
     v = torch.randn(batch, seq_kv, heads, 24, device=torch_device, requires_grad=True)
     if implementation == "triton":
-        monkeypatch.setitem(sys.modules, "torch_attn.kernels.flash_fwd", None)
-        monkeypatch.setitem(sys.modules, "torch_attn.kernels.flash_bwd", None)
+        monkeypatch.setitem(sys.modules, "torch_attn.kernels.portable.flash_fwd", None)
+        monkeypatch.setitem(sys.modules, "torch_attn.kernels.portable.flash_bwd", None)
     out, lse = flash_attention(q, k, v, return_lse=True, implementation=implementation)
     assert torch.equal(out, torch.zeros(batch, seq_q, heads, 24, device=torch_device))
     assert torch.equal(lse, torch.full((batch, heads, seq_q), -torch.inf, device=torch_device))

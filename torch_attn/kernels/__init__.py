@@ -1,1 +1,1 @@
-"""Triton kernels. Read each beside its twin of the same name in `pallas_attn.kernels`."""
+"""Kernel families. The path of a file is the same as its twin's in `pallas_attn.kernels`."""

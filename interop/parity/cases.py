@@ -1,0 +1,371 @@
+"""Named problems, shared by the tests, the parity harness and the benchmark.
+
+A case's name says what it covers; its suite says how large it is:
+
+- ``quick``: small enough for the frameworks' interpreters on a CPU;
+- ``full``: every feature, dtype and awkward size, a few hundred tokens long (contains quick);
+- ``large``: sizes that only a GPU takes, tensors past 2^31 elements among them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from twin_attention.contract.spec import AttentionSpec, DecodeSpec, PagedCache, Window
+
+SUITES = ("quick", "full", "large")
+
+
+@dataclass(frozen=True)
+class FlashCase:
+    """One call of `flash_attention`.
+
+    Attributes:
+        name: unique, and what `--filter` matches.
+        batch ... dtype: shapes and dtype of q [B, Sq, Hq, D], k [B, Skv, Hkv, D] and
+            v [B, Skv, Hkv, Dv].
+        causal, scale, window_size, softcap: the call's options.
+        gradients: run the backward as well.
+        layout: "contiguous", or "strided" for q, k, v that are views of one packed torch tensor
+            (JAX arrays have no strides: there the case runs contiguous).
+    """
+
+    name: str
+    batch: int = 2
+    seq_q: int = 128
+    seq_kv: int = 128
+    heads_q: int = 2
+    heads_kv: int = 2
+    head_dim: int = 64
+    head_dim_v: int | None = None
+    dtype: str = "bfloat16"
+    causal: bool = False
+    scale: float | None = None
+    window_size: tuple[int | None, int | None] | None = None
+    softcap: float | None = None
+    gradients: bool = True
+    layout: str = "contiguous"
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Keyword arguments of the call."""
+        return {
+            "causal": self.causal,
+            "scale": self.scale,
+            "window_size": self.window_size,
+            "softcap": self.softcap,
+        }
+
+    @property
+    def shapes(self) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+        """Shapes of q, k and v."""
+        head_dim_v = self.head_dim if self.head_dim_v is None else self.head_dim_v
+        return (
+            (self.batch, self.seq_q, self.heads_q, self.head_dim),
+            (self.batch, self.seq_kv, self.heads_kv, self.head_dim),
+            (self.batch, self.seq_kv, self.heads_kv, head_dim_v),
+        )
+
+    @property
+    def spec(self) -> AttentionSpec:
+        """The problem with its defaults resolved."""
+        return AttentionSpec(
+            batch=self.batch,
+            seq_q=self.seq_q,
+            seq_kv=self.seq_kv,
+            heads_q=self.heads_q,
+            heads_kv=self.heads_kv,
+            head_dim=self.head_dim,
+            head_dim_v=self.shapes[2][3],
+            dtype=self.dtype,
+            scale=self.head_dim**-0.5 if self.scale is None else self.scale,
+            window=Window.of(self.causal, self.window_size),
+            softcap=self.softcap,
+        )
+
+
+@dataclass(frozen=True)
+class DecodeCase:
+    """One call of `paged_decode`.
+
+    Attributes:
+        name: unique, and what `--filter` matches.
+        lengths: keys of each sequence, the new tokens counted in.
+        tokens: new tokens T of each; None for a q without that dimension.
+        heads_q, heads_kv, head_dim, head_dim_v, dtype: of q [B, T, Hq, D] and of the pools.
+        page_size, max_pages: of the pools and tables.
+        kv_dtype: of the pools; None is q's.
+        scale_shape: of the scales of a quantised cache, () or (heads_kv,).
+        sinks: give one logit a head.
+        scale, window_size, softcap, num_splits: the call's options.
+    """
+
+    name: str
+    lengths: tuple[int, ...] = (100,)
+    tokens: int | None = None
+    heads_q: int = 4
+    heads_kv: int = 2
+    head_dim: int = 64
+    head_dim_v: int | None = None
+    dtype: str = "bfloat16"
+    page_size: int = 16
+    max_pages: int = 8
+    kv_dtype: str | None = None
+    scale_shape: tuple[int, ...] = ()
+    sinks: bool = False
+    scale: float | None = None
+    window_size: tuple[int | None, int | None] | None = None
+    softcap: float | None = None
+    num_splits: int | None = None
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Keyword arguments of the call that are no tensors."""
+        return {
+            "scale": self.scale,
+            "window_size": self.window_size,
+            "softcap": self.softcap,
+            "num_splits": self.num_splits,
+        }
+
+    @property
+    def spec(self) -> DecodeSpec:
+        """The problem with its defaults resolved; its pool has some pages that no sequence uses."""
+        head_dim_v = self.head_dim if self.head_dim_v is None else self.head_dim_v
+        num_pages = len(self.lengths) * self.max_pages + 3
+        return DecodeSpec(
+            batch=len(self.lengths),
+            tokens=self.tokens or 1,
+            heads_q=self.heads_q,
+            cache=PagedCache(
+                num_pages, self.page_size, self.max_pages, self.heads_kv, self.head_dim,
+                head_dim_v, self.kv_dtype or self.dtype,
+            ),
+            dtype=self.dtype,
+            scale=self.head_dim**-0.5 if self.scale is None else self.scale,
+            window_left=None if self.window_size is None else self.window_size[0],
+            softcap=self.softcap,
+            num_splits=self.num_splits,
+        )  # fmt: skip
+
+
+Case = FlashCase | DecodeCase
+
+
+def flash_cases(suite: str = "quick", pattern: str = "") -> list[FlashCase]:
+    """The cases of a suite whose names contain `pattern`."""
+    groups = {"quick": [_quick()], "full": [_quick(), _full()], "large": [_large()]}[suite]
+    return [case for group in groups for case in group if pattern in case.name]
+
+
+def decode_cases(suite: str = "quick", pattern: str = "") -> list[DecodeCase]:
+    """The cases of a suite whose names contain `pattern`."""
+    groups = {
+        "quick": [_quick_decode()],
+        "full": [_quick_decode(), _full_decode()],
+        "large": [_large_decode()],
+    }[suite]
+    return [case for group in groups for case in group if pattern in case.name]
+
+
+def _quick() -> Iterator[FlashCase]:
+    base = FlashCase("", batch=1, seq_q=160, seq_kv=160, heads_q=2, heads_kv=2)
+    yield replace(base, name="bf16")
+    yield replace(base, name="bf16-causal", causal=True)
+    yield replace(base, name="fp16-causal", causal=True, dtype="float16")
+    yield replace(base, name="fp32-causal", causal=True, dtype="float32")
+    yield replace(base, name="gqa", heads_q=4, heads_kv=2, causal=True)
+    yield replace(base, name="mqa-d128", heads_q=4, heads_kv=1, head_dim=128)
+    yield replace(base, name="prime-cross", seq_q=37, seq_kv=131, causal=True)
+    yield replace(base, name="more-queries", seq_q=131, seq_kv=37, causal=True)
+    yield replace(base, name="window", window_size=(48, 16))
+    yield replace(base, name="softcap", softcap=20.0, dtype="float16")
+    yield replace(base, name="d80-dv48", head_dim=80, head_dim_v=48)
+    yield replace(
+        base, name="all-options", seq_q=97, heads_q=4, heads_kv=2, head_dim=72, causal=True,
+        window_size=(64, None), softcap=30.0, scale=0.2,
+    )  # fmt: skip
+    yield replace(base, name="strided", layout="strided", causal=True)
+    yield replace(base, name="one-token", seq_q=1, seq_kv=1)
+    yield replace(base, name="no-keys", seq_q=5, seq_kv=0)
+    yield replace(base, name="no-batch", batch=0)
+
+
+def _full() -> Iterator[FlashCase]:
+    base = FlashCase("", batch=2, seq_q=333, seq_kv=333, heads_q=4, heads_kv=2)
+    short = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+    for dtype, prefix in short.items():
+        for head_dim in (16, 24, 32, 40, 64, 80, 96, 128, 160, 192, 256):
+            for causal in (False, True):
+                name = f"full-{prefix}-d{head_dim}" + ("-causal" if causal else "")
+                yield replace(base, name=name, dtype=dtype, head_dim=head_dim, causal=causal)
+        for head_dim, head_dim_v in ((16, 256), (256, 16), (64, 128), (192, 128), (104, 72)):
+            name = f"full-{prefix}-d{head_dim}-dv{head_dim_v}"
+            yield replace(
+                base, name=name, dtype=dtype, head_dim=head_dim, head_dim_v=head_dim_v, causal=True
+            )
+        for seq_q, seq_kv in ((1, 1), (1, 509), (509, 1), (127, 641), (641, 127), (512, 512),
+                              (129, 255), (0, 64), (64, 0)):  # fmt: skip
+            for causal in (False, True):
+                name = f"full-{prefix}-{seq_q}x{seq_kv}" + ("-causal" if causal else "")
+                yield replace(
+                    base, name=name, dtype=dtype, seq_q=seq_q, seq_kv=seq_kv, causal=causal
+                )
+        for window in ((0, 0), (17, 0), (100, 60), (None, 40), (200, None), (0, None), (None, 0)):
+            name = f"full-{prefix}-window-{window[0]}-{window[1]}"
+            yield replace(base, name=name, dtype=dtype, window_size=window, seq_q=401)
+            yield replace(
+                base,
+                name=name + "-causal",
+                dtype=dtype,
+                window_size=window,
+                causal=True,
+                seq_kv=450,
+            )
+        for softcap in (1.0, 30.0):
+            name = f"full-{prefix}-softcap{softcap:g}"
+            yield replace(base, name=name, dtype=dtype, softcap=softcap, causal=True)
+            yield replace(
+                base, name=name + "-window", dtype=dtype, softcap=softcap, window_size=(70, 5),
+                head_dim=128,
+            )  # fmt: skip
+        for head_dim in (16, 32):
+            name = f"full-{prefix}-softcap-d{head_dim}"
+            yield replace(base, name=name, dtype=dtype, softcap=5.0, head_dim=head_dim)
+        for heads_q, heads_kv in ((8, 8), (8, 1), (6, 2)):
+            name = f"full-{prefix}-heads{heads_q}-{heads_kv}"
+            yield replace(base, name=name, dtype=dtype, heads_q=heads_q, heads_kv=heads_kv)
+        for scale in (0.0, -0.3, 1.0):
+            yield replace(
+                base, name=f"full-{prefix}-scale{scale:g}", dtype=dtype, scale=scale, causal=True
+            )
+        yield replace(base, name=f"full-{prefix}-strided", dtype=dtype, layout="strided")
+
+
+def _large() -> Iterator[FlashCase]:
+    base = FlashCase("", batch=4, seq_q=4096, seq_kv=4096, heads_q=16, heads_kv=16, head_dim=128)
+    for causal in (False, True):
+        suffix = "-causal" if causal else ""
+        yield replace(base, name="large-d128" + suffix, causal=causal)
+        yield replace(
+            base, name="large-d64" + suffix, heads_q=32, heads_kv=32, head_dim=64, causal=causal
+        )
+        yield replace(
+            base, name="large-d256-gqa" + suffix, batch=1, heads_q=8, heads_kv=2, head_dim=256,
+            causal=causal,
+        )  # fmt: skip
+    # 2^31 elements are passed by the batch stride, and by the row stride within one sequence.
+    window = {"window_size": (64, 0), "head_dim": 64}
+    yield replace(
+        base, name="large-2g-elements-batch", batch=520, seq_q=2048, seq_kv=2048, heads_q=33,
+        heads_kv=33, gradients=False, **window,
+    )  # fmt: skip
+    yield replace(
+        base, name="large-2g-elements-rows", batch=1, seq_q=1 << 20, seq_kv=1 << 20, heads_q=33,
+        heads_kv=33, **window,
+    )  # fmt: skip
+
+
+def _quick_decode() -> Iterator[DecodeCase]:
+    # Lengths around a page's end, none at all, and the table's capacity.
+    base = DecodeCase("", lengths=(0, 1, 15, 16, 17, 128))
+    yield replace(base, name="decode-bf16")
+    yield replace(base, name="decode-fp16-one-split", dtype="float16", num_splits=1)
+    # Several tiles, so that they are split.
+    several = replace(base, lengths=(0, 1, 15, 16, 17, 304), max_pages=19)
+    yield replace(several, name="decode-tokens", tokens=4, num_splits=3)
+    yield replace(base, name="decode-mha-d128", heads_q=2, head_dim=128)
+    yield replace(base, name="decode-d80-dv72", head_dim=80, head_dim_v=72, heads_kv=1)
+    yield replace(base, name="decode-page-7", page_size=7, max_pages=19, lengths=(0, 6, 7, 8, 133))
+    yield replace(base, name="decode-int8", kv_dtype="int8", dtype="float16")
+    yield replace(base, name="decode-fp8", kv_dtype="float8_e4m3fn", scale_shape=(2,))
+    yield replace(
+        several, name="decode-all-options", tokens=5, sinks=True, window_size=(150, 0),
+        softcap=25.0, scale=0.2, num_splits=4,
+    )  # fmt: skip
+    yield replace(base, name="decode-no-sequence", lengths=())
+
+
+def _full_decode() -> Iterator[DecodeCase]:
+    base = DecodeCase("", lengths=(0, 1, 63, 64, 65, 511, 700), page_size=64, max_pages=11)
+    for dtype, prefix in (("bfloat16", "bf16"), ("float16", "fp16")):
+        for head_dim in (16, 32, 64, 72, 96, 128, 192, 256):
+            yield replace(
+                base, name=f"decode-full-{prefix}-d{head_dim}", dtype=dtype, head_dim=head_dim
+            )
+        for page_size in (1, 3, 16, 48, 128, 256):
+            yield replace(
+                base, name=f"decode-full-{prefix}-page{page_size}", dtype=dtype,
+                page_size=page_size, max_pages=-(-701 // page_size),
+            )  # fmt: skip
+        for tokens in (1, 2, 3, 8, 16):
+            yield replace(
+                base, name=f"decode-full-{prefix}-tokens{tokens}", dtype=dtype, tokens=tokens
+            )
+        for heads_q, heads_kv in ((1, 1), (8, 8), (8, 1), (6, 2), (32, 2)):
+            yield replace(
+                base, name=f"decode-full-{prefix}-heads{heads_q}-{heads_kv}", dtype=dtype,
+                heads_q=heads_q, heads_kv=heads_kv, tokens=3,
+            )  # fmt: skip
+        for splits in (1, 2, 7, 64):
+            yield replace(
+                base, name=f"decode-full-{prefix}-splits{splits}", dtype=dtype, num_splits=splits
+            )
+        for left in (0, 1, 63, 200, 5000):
+            yield replace(
+                base, name=f"decode-full-{prefix}-window{left}", dtype=dtype,
+                window_size=(left, 0), tokens=3,
+            )  # fmt: skip
+        for kv_dtype in ("int8", "float8_e4m3fn"):
+            for scale_shape in ((), (2,)):
+                kind = "heads" if scale_shape else "tensor"
+                name = f"decode-full-{prefix}-{kv_dtype}-{kind}"
+                yield replace(
+                    base, name=name, dtype=dtype, kv_dtype=kv_dtype, scale_shape=scale_shape
+                )
+                yield replace(
+                    base, name=name + "-all-options", dtype=dtype, kv_dtype=kv_dtype,
+                    scale_shape=scale_shape, tokens=4, sinks=True, window_size=(300, None),
+                    softcap=20.0, head_dim=128,
+                )  # fmt: skip
+        yield replace(base, name=f"decode-full-{prefix}-sinks", dtype=dtype, sinks=True)
+        yield replace(base, name=f"decode-full-{prefix}-softcap", dtype=dtype, softcap=5.0)
+        yield replace(base, name=f"decode-full-{prefix}-no-pages", dtype=dtype, max_pages=0)
+    for head_dim in (128, 256):
+        yield replace(
+            base, name=f"decode-full-40-rows-d{head_dim}", heads_q=10, heads_kv=2, tokens=8,
+            head_dim=head_dim,
+        )  # fmt: skip
+    for kv_dtype in ("int8", "float8_e4m3fn"):
+        for head_dim in (16, 32, 256):
+            yield replace(
+                base, name=f"decode-full-{kv_dtype}-d{head_dim}", kv_dtype=kv_dtype,
+                head_dim=head_dim,
+            )  # fmt: skip
+    # So few keys that they are not split.
+    few = replace(base, lengths=(0, 1, 63, 64, 65, 128, 129, 255, 256), max_pages=4)
+    for kv_dtype in (None, "int8", "float8_e4m3fn"):
+        for head_dim in (64, 128, 256):
+            yield replace(
+                few, name=f"decode-full-short-{kv_dtype or few.dtype}-d{head_dim}",
+                kv_dtype=kv_dtype, head_dim=head_dim,
+            )  # fmt: skip
+    # As many sequences and kv heads as an H200 works on at once, and a few times as many.
+    many = replace(base, heads_q=16, heads_kv=8)
+    for kv_dtype, sequences in ((None, 56), ("int8", 96), ("float8_e4m3fn", 96)):
+        for head_dim in (128, 256):
+            yield replace(
+                many, name=f"decode-full-crowded-{kv_dtype or many.dtype}-d{head_dim}",
+                kv_dtype=kv_dtype, head_dim=head_dim,
+                lengths=tuple(11 * i % 700 for i in range(sequences)),
+            )  # fmt: skip
+
+
+def _large_decode() -> Iterator[DecodeCase]:
+    base = DecodeCase("", heads_q=32, heads_kv=8, head_dim=128, max_pages=512)
+    yield replace(base, name="large-decode-batch", lengths=(8192,) * 32)
+    yield replace(base, name="large-decode-ragged", lengths=tuple(range(1, 8192, 257)))
+    # 2^31 elements of a pool are passed by page id times page size.
+    yield replace(base, name="large-decode-2g-elements", lengths=(8192,) * 260, heads_kv=8)

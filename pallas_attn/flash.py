@@ -1,0 +1,118 @@
+"""The public functions: check the arguments, choose the code, run it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+
+from pallas_attn.dispatch import choose_backends, explain_choice
+from pallas_attn.flash_ops import attention
+from pallas_attn.operands import device_of, operand
+from twin_attention.contract.explain import Explanation
+from twin_attention.contract.validate import check_flash_attention
+
+
+def flash_attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    window_size: tuple[int | None, int | None] | None = None,
+    softcap: float | None = None,
+    return_lse: bool = False,
+    implementation: str | None = None,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """Exact attention without the score matrix in memory.
+
+    ``softmax(scale · q·kᵀ) · v`` for each head, with float32 accumulation. Query head h reads kv
+    head ``h // (Hq // Hkv)``. Query i stands at key position ``p = i + Skv - Sq``. A query that
+    sees no key gives 0, log-sum-exp -inf and gradients 0.
+
+    Works under `jit`, `grad`, `vmap`, `jax.checkpoint`, `lax.scan`, and `shard_map` over batch or
+    heads with ``check_vma=False``; plain `jit` gathers operands that are sharded. Differentiable
+    once, in reverse mode: `jvp` and `jacfwd` end in JAX's own TypeError for a `custom_vjp`
+    function, differentiating a gradient in NotImplementedError. The target of the kernels (see
+    `twin_attention.targets.target`) is fixed while tracing.
+
+    Args:
+        q: [B, Sq, Hq, D], float16, bfloat16 or float32. D is 16 to 256 in steps of 8.
+        k: [B, Skv, Hkv, D], q's dtype. Hq is a multiple of Hkv.
+        v: [B, Skv, Hkv, Dv], q's dtype. Dv has D's limits and need not be D.
+        causal: query i sees keys up to p.
+        scale: factor of the scores; None is ``D ** -0.5``.
+        window_size: (left, right): query i sees keys from p - left to p + right. None, for the
+            pair or a side, is unlimited.
+        softcap: scores become ``softcap * tanh(score / softcap)``, before the masks.
+        return_lse: return the log-sum-exp of the scores as well. It is differentiable.
+        implementation: "triton" (Pallas kernels in the Triton lowering; on a CPU in the Pallas
+            interpreter), "reference" (plain JAX in float32, O(Sq · Skv) memory), or None: the
+            kernels on a CUDA device, the reference elsewhere. "mosaic" is not available yet.
+
+    Returns:
+        out [B, Sq, Hq, Dv] in q's dtype; with `return_lse` the pair (out, lse), lse [B, Hq, Sq]
+        in float32, natural logarithm.
+
+    Raises:
+        TypeError: an argument is not a `jax.Array` or has the wrong type or dtype.
+        ValueError: shapes, devices or values that contradict each other.
+        NotImplementedError: a dtype, head size, implementation or device without kernels; a
+            second derivative.
+
+    Source: Dao et al. 2022 (FlashAttention), Dao 2023 (FlashAttention-2).
+
+    Example::
+
+        import jax
+        from pallas_attn import flash_attention
+
+        q, k, v = jax.random.normal(jax.random.key(0), (3, 1, 128, 4, 64))
+        attention = jax.jit(lambda *qkv: flash_attention(*qkv, causal=True, return_lse=True))
+        out, lse = attention(q, k, v)
+    """
+    spec = _check(q, k, v, causal=causal, scale=scale, window_size=window_size, softcap=softcap)
+    backends = choose_backends(implementation, device_of(q))
+    return attention(q, k, v, spec, backends, bool(return_lse))
+
+
+def explain(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    window_size: tuple[int | None, int | None] | None = None,
+    softcap: float | None = None,
+    return_lse: bool = False,
+    implementation: str | None = None,
+) -> Explanation:
+    """Say what `flash_attention` would run for the same arguments, and why; runs nothing.
+
+    The lowering platform decides in the end: under `jit` the operands' device is not known yet,
+    and the answer is for the default device.
+
+    Args:
+        q, k, v and options: those of `flash_attention`; `return_lse` changes nothing.
+
+    Raises:
+        What `flash_attention` raises.
+
+    Example::
+
+        import jax
+        from pallas_attn import explain
+
+        q, k, v = jax.random.normal(jax.random.key(0), (3, 1, 128, 4, 64))
+        print(explain(q, k, v, causal=True))
+    """
+    del return_lse
+    spec = _check(q, k, v, causal=causal, scale=scale, window_size=window_size, softcap=softcap)
+    return explain_choice(implementation, device_of(q), spec)
+
+
+def _check(q: Any, k: Any, v: Any, **options: Any):
+    operands = (operand(name, x) for name, x in (("q", q), ("k", k), ("v", v)))
+    return check_flash_attention(*operands, **options)

@@ -1,0 +1,301 @@
+"""Flash attention, backward: a preprocess of rows, then dq, then dk and dv.
+
+With p recomputed from lse, ``dp = dout vᵀ`` and ``delta = rowsum(dout ∘ out) - dlse``:
+``ds = p ∘ (dp - delta)``, ``dq = scale · ds k``, ``dk = scale · dsᵀ q``, ``dv = pᵀ dout``.
+Dao 2023, FlashAttention-2, algorithm 2, with a kernel for dq of its own instead of atomic
+additions: the result is the same bits every time.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+
+from pallas_attn.kernels.portable.primitives import (
+    LOG2E,
+    ROW_PADDING,
+    arange,
+    attention_mask,
+    attention_scores,
+    count_tiles,
+    dot,
+    load_rows,
+    load_tile,
+    softcap_derivative,
+    split_step,
+    store_tile,
+    tile_start,
+    visible_tiles,
+)
+from pallas_attn.launch import launch, of_group, of_head, problem_arguments
+from twin_attention.contract.spec import AttentionSpec
+
+
+def flash_bwd_preprocess_kernel(*refs, seq_q, head_dim_v, block_dv, block_q):
+    """What the other kernels need of each row; one program has block_q rows of a head.
+
+    ``delta = rowsum(dout ∘ out) - dlse``, and lse2 is lse in base 2, or +inf where a row saw no
+    key or does not exist, so that ``exp2(s - lse2)`` is 0 there. Operands, of this program's batch
+    and head: dout and out [Sq, Dv], lse and dlse [Sq] (dlse is left out for zero); lse2 and delta
+    [Sq rounded up to ROW_PADDING], all float32. Grid: (query tiles, heads, batch).
+    """
+    dout_ref, out_ref, lse_ref, *dlse_ref, lse2_ref, delta_ref = refs
+    start_q = pl.program_id(0) * block_q
+    do = load_tile(dout_ref, start_q, seq_q, block_q, head_dim_v, block_dv, True)
+    out = load_tile(out_ref, start_q, seq_q, block_q, head_dim_v, block_dv, True)
+    delta = jnp.sum(do.astype(jnp.float32) * out.astype(jnp.float32), 1)
+    lse = load_rows(lse_ref, start_q, seq_q, block_q, float("inf"))
+    lse2 = jnp.where(lse == float("-inf"), float("inf"), lse) * LOG2E
+    if dlse_ref:
+        delta = delta - load_rows(dlse_ref[0], start_q, seq_q, block_q, 0.0)
+    lse2_ref[pl.ds(start_q, block_q)] = lse2
+    delta_ref[pl.ds(start_q, block_q)] = delta
+
+
+def flash_bwd_dq_kernel(
+    q_ref,
+    k_ref,
+    v_ref,
+    dout_ref,
+    lse2_ref,
+    delta_ref,
+    dq_ref,
+    *,
+    seq_q,
+    seq_kv,
+    scale,
+    exp2_scale,
+    softcap,
+    window_left,
+    window_right,
+    head_dim,
+    head_dim_v,
+    block_d,
+    block_dv,
+    scale_first,
+    block_q,
+    block_kv,
+):
+    """One program computes block_q rows of dq of one query head.
+
+    Operands, of this program's batch and head: q and dq [Sq, D], k [Skv, D], v [Skv, Dv],
+    dout [Sq, Dv], lse2 and delta of `flash_bwd_preprocess_kernel`. Grid: as in
+    `flash_fwd_kernel`. Loop invariant: dq is Σ ds k over the keys so far. Accumulation: float32,
+    exponents in base 2, ds cast to k's dtype for ds·k. A row that sees no key gives 0.
+    """
+    # Locate the tile of queries.
+    num_tiles = pl.cdiv(seq_q, block_q)
+    start_q = (num_tiles - 1 - pl.program_id(0)) * block_q
+
+    # Load the queries and what belongs to their rows; they stay.
+    q = load_tile(q_ref, start_q, seq_q, block_q, head_dim, block_d, True)
+    do = load_tile(dout_ref, start_q, seq_q, block_q, head_dim_v, block_dv, True)
+    rows = start_q + arange(block_q)
+    position = rows + seq_kv - seq_q
+    lse2 = lse2_ref[pl.ds(start_q, block_q)]
+    delta = delta_ref[pl.ds(start_q, block_q)]
+    dq = jnp.zeros((block_q, block_d), jnp.float32)
+
+    # Visit the tiles of keys that these queries see; only tiles at the edges are masked.
+    begin, before, full, after = visible_tiles(
+        start_q, seq_q, seq_kv, window_left, window_right, block_q, block_kv
+    )
+    for masked in (False, True):
+
+        def visit(index, dq, masked=masked):
+            start_kv = tile_start(index, begin, before, full, block_kv, masked)
+            # s = scale · q kᵀ
+            k = load_tile(k_ref, start_kv, seq_kv, block_kv, head_dim, block_d, masked)
+            s = attention_scores(q, k, scale, softcap, scale_first)
+            if softcap is not None:
+                dcap = softcap_derivative(s, softcap)
+            if masked:
+                key = start_kv + arange(block_kv)
+                s = attention_mask(
+                    s, position[:, None], key[None, :], seq_kv, window_left, window_right
+                )
+            # p = exp(s - lse)
+            p = jnp.exp2(s * exp2_scale - lse2[:, None])
+            # dp = dout vᵀ
+            v = load_tile(v_ref, start_kv, seq_kv, block_kv, head_dim_v, block_dv, masked)
+            dp = dot(do, v.T)
+            # ds = p ∘ (dp - delta)
+            ds = p * (dp - delta[:, None])
+            if softcap is not None:
+                ds = ds * dcap
+            # dq += ds k
+            return dq + dot(ds.astype(k.dtype), k)
+
+        dq = lax.fori_loop(0, count_tiles(before, full, after, masked), visit, dq)
+
+    # Scale and store.
+    store_tile(dq_ref, dq * scale, start_q, seq_q, block_q, head_dim, block_d)
+
+
+def flash_bwd_dkdv_kernel(
+    q_ref,
+    k_ref,
+    v_ref,
+    dout_ref,
+    lse2_ref,
+    delta_ref,
+    dk_ref,
+    dv_ref,
+    *,
+    group_size,
+    seq_q,
+    seq_kv,
+    scale,
+    exp2_scale,
+    softcap,
+    window_left,
+    window_right,
+    head_dim,
+    head_dim_v,
+    block_d,
+    block_dv,
+    scale_first,
+    block_q,
+    block_kv,
+):
+    """One program computes block_kv rows of dk and dv of one kv head, summed over its query heads.
+
+    Operands, of this program's batch and kv head: q [Sq, group, D], k and dk [Skv, D], v and dv
+    [Skv, Dv], dout [Sq, group, Dv], lse2 and delta [group, padded Sq]. Grid: (key tiles, kv
+    heads, batch), first tile first, since under a causal mask it is the longest. Tiles of s, p,
+    dp, ds are transposed (keys down, queries across), so that they are left operands as they are.
+    Loop invariant: dk is Σ dsᵀ q and dv is Σ pᵀ dout over the query heads and queries so far.
+    Accumulation: float32, exponents in base 2, p and ds cast to the inputs' dtype for their
+    products. A key that no query sees gives 0.
+    """
+    # Locate the tile of keys.
+    start_kv = pl.program_id(0) * block_kv
+
+    # Load the keys and values; they stay.
+    k = load_tile(k_ref, start_kv, seq_kv, block_kv, head_dim, block_d, True)
+    v = load_tile(v_ref, start_kv, seq_kv, block_kv, head_dim_v, block_dv, True)
+    key = start_kv + arange(block_kv) - (seq_kv - seq_q)  # counted as queries are
+    dk = jnp.zeros((block_kv, block_d), jnp.float32)
+    dv = jnp.zeros((block_kv, block_dv), jnp.float32)
+
+    # Visit the tiles of queries that see these keys; only tiles at the edges are masked.
+    begin, before, full, after = visible_tiles(
+        start_kv, seq_kv, seq_q, window_right, window_left, block_kv, block_q
+    )
+    for masked in (False, True):
+        count = count_tiles(before, full, after, masked)
+
+        def visit(step, carry, masked=masked, count=count):
+            dk, dv = carry
+            member, index = split_step(step, count, group_size)
+            start_q = tile_start(index, begin, before, full, block_q, masked)
+            # sᵀ = scale · k qᵀ
+            q = load_tile(q_ref, start_q, seq_q, block_q, head_dim, block_d, masked, member)
+            s = attention_scores(k, q, scale, softcap, scale_first)
+            if softcap is not None:
+                dcap = softcap_derivative(s, softcap)
+            rows = start_q + arange(block_q)
+            if masked:
+                s = attention_mask(s, rows[None, :], key[:, None], None, window_left, window_right)
+            # pᵀ = exp(sᵀ - lse)
+            lse2 = lse2_ref[member, pl.ds(start_q, block_q)]
+            p = jnp.exp2(s * exp2_scale - lse2[None, :])
+            # dpᵀ = v doutᵀ
+            do = load_tile(dout_ref, start_q, seq_q, block_q, head_dim_v, block_dv, masked, member)
+            dp = dot(v, do.T)
+            # dv += pᵀ dout
+            dv = dv + dot(p.astype(do.dtype), do)
+            # dsᵀ = pᵀ ∘ (dpᵀ - delta)
+            delta = delta_ref[member, pl.ds(start_q, block_q)]
+            ds = p * (dp - delta[None, :])
+            if softcap is not None:
+                ds = ds * dcap
+            # dk += dsᵀ q
+            dk = dk + dot(ds.astype(q.dtype), q)
+            return dk, dv
+
+        dk, dv = lax.fori_loop(0, count * group_size, visit, (dk, dv))
+
+    # Scale and store.
+    store_tile(dk_ref, dk * scale, start_kv, seq_kv, block_kv, head_dim, block_d)
+    store_tile(dv_ref, dv, start_kv, seq_kv, block_kv, head_dim_v, block_dv)
+
+
+def flash_bwd(
+    dout: Array,
+    dlse: Array | None,
+    q: Array,
+    k: Array,
+    v: Array,
+    out: Array,
+    lse: Array,
+    spec: AttentionSpec,
+    *,
+    backend: str,
+) -> tuple[Array, Array, Array]:
+    """Call the three kernels of the backward.
+
+    Args:
+        dout: [B, Sq, Hq, Dv].
+        dlse: [B, Hq, Sq] float32, or None for zero.
+        q, k, v, out, lse: inputs and outputs of the forward.
+        backend: "interpret", or the target to compile for, "sm80" or "sm90".
+
+    Returns:
+        dq, dk, dv, shaped as q, k, v, in their dtype.
+    """
+    problem, group = problem_arguments(spec), spec.group_size
+    padded = pl.cdiv(spec.seq_q, ROW_PADDING) * ROW_PADDING
+    rows = jax.ShapeDtypeStruct((*lse.shape[:2], padded), jnp.float32)
+    dq, dk, dv = (jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q, k, v))
+
+    def query_tiles(config):
+        return pl.cdiv(spec.seq_q, config.block_q), spec.heads_q, spec.batch
+
+    def key_tiles(config):
+        return pl.cdiv(spec.seq_kv, config.block_kv), spec.heads_kv, spec.batch
+
+    row_operands = (dout, out, lse) if dlse is None else (dout, out, lse, dlse)
+    lse2, delta = launch(
+        "flash_bwd_preprocess",
+        flash_bwd_preprocess_kernel,
+        lambda config: (padded // config.block_q, spec.heads_q, spec.batch),
+        row_operands,
+        tuple(of_head(x) for x in row_operands),
+        (rows, rows),
+        (of_head(rows), of_head(rows)),
+        {key: problem[key] for key in ("seq_q", "head_dim_v", "block_dv")},
+        spec,
+        backend,
+    )
+    operands = (q, k, v, dout, lse2, delta)
+    (dq,) = launch(
+        "flash_bwd_dq",
+        flash_bwd_dq_kernel,
+        query_tiles,
+        operands,
+        (of_head(q), of_head(k, group), of_head(v, group), *map(of_head, operands[3:])),
+        (dq,),
+        (of_head(dq),),
+        problem,
+        spec,
+        backend,
+    )
+    dk, dv = launch(
+        "flash_bwd_dkdv",
+        flash_bwd_dkdv_kernel,
+        key_tiles,
+        operands,
+        (
+            of_group(q, group),
+            of_head(k),
+            of_head(v),
+            *(of_group(x, group) for x in (dout, lse2, delta)),
+        ),
+        (dk, dv),
+        (of_head(dk), of_head(dv)),
+        problem | {"group_size": group},
+        spec,
+        backend,
+    )
+    return dq, dk, dv

@@ -1,0 +1,132 @@
+"""Flash attention, forward.
+
+``out = softmax(mask(softcap(scale · q kᵀ))) v`` and ``lse = log Σ exp``, one pass over the keys.
+Dao 2023, FlashAttention-2, algorithm 1.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+
+from pallas_attn.kernels.portable.primitives import (
+    LN2,
+    arange,
+    attention_mask,
+    attention_scores,
+    count_tiles,
+    dot,
+    load_tile,
+    online_softmax_update,
+    store_rows,
+    store_tile,
+    tile_start,
+    visible_tiles,
+)
+from pallas_attn.launch import launch, of_head, problem_arguments
+from twin_attention.contract.spec import AttentionSpec
+
+
+def flash_fwd_kernel(
+    q_ref,
+    k_ref,
+    v_ref,
+    out_ref,
+    lse_ref,
+    *,
+    seq_q,
+    seq_kv,
+    scale,
+    exp2_scale,
+    softcap,
+    window_left,
+    window_right,
+    head_dim,
+    head_dim_v,
+    block_d,
+    block_dv,
+    scale_first,
+    block_q,
+    block_kv,
+):
+    """One program computes block_q rows of one query head.
+
+    Operands, of this program's batch and head: q [Sq, D], k [Skv, D], v [Skv, Dv], out [Sq, Dv],
+    lse [Sq] (float32, natural log). Grid: (query tiles, heads, batch), last tile first, since
+    under a causal mask it is the longest. Loop invariant: `online_softmax_update`. Accumulation:
+    float32, exponents in base 2, p cast to v's dtype for p·v. A row that sees no key gives 0 and
+    -inf. block_q and block_kv are powers of two, at least 16.
+    """
+    # Locate the tile of queries.
+    num_tiles = pl.cdiv(seq_q, block_q)
+    start_q = (num_tiles - 1 - pl.program_id(0)) * block_q
+
+    # Load the queries; they stay.
+    q = load_tile(q_ref, start_q, seq_q, block_q, head_dim, block_d, True)
+    rows = start_q + arange(block_q)
+    position = rows + seq_kv - seq_q
+    m_i = jnp.full((block_q,), float("-inf"), jnp.float32)
+    l_i = jnp.zeros((block_q,), jnp.float32)
+    acc = jnp.zeros((block_q, block_dv), jnp.float32)
+
+    # Visit the tiles of keys that these queries see; only tiles at the edges are masked.
+    begin, before, full, after = visible_tiles(
+        start_q, seq_q, seq_kv, window_left, window_right, block_q, block_kv
+    )
+    for masked in (False, True):
+
+        def visit(index, carry, masked=masked):
+            start_kv = tile_start(index, begin, before, full, block_kv, masked)
+            m_i, l_i, acc = carry
+            # s = scale · q kᵀ
+            k = load_tile(k_ref, start_kv, seq_kv, block_kv, head_dim, block_d, masked)
+            s = attention_scores(q, k, scale, softcap, scale_first)
+            if masked:
+                key = start_kv + arange(block_kv)
+                s = attention_mask(
+                    s, position[:, None], key[None, :], seq_kv, window_left, window_right
+                )
+            # p = exp(s - max), and rescale what was accumulated
+            p, alpha, m_i, l_i = online_softmax_update(s, m_i, l_i, exp2_scale)
+            acc = acc * alpha[:, None]
+            # acc += p v
+            v = load_tile(v_ref, start_kv, seq_kv, block_kv, head_dim_v, block_dv, masked)
+            acc = acc + dot(p.astype(v.dtype), v)
+            return m_i, l_i, acc
+
+        count = count_tiles(before, full, after, masked)
+        m_i, l_i, acc = lax.fori_loop(0, count, visit, (m_i, l_i, acc))
+
+    # Normalise and store.
+    l_safe = jnp.where(l_i == 0.0, 1.0, l_i)
+    lse = m_i * LN2 + jnp.log(l_safe)
+    out = acc / l_safe[:, None]
+    store_tile(out_ref, out, start_q, seq_q, block_q, head_dim_v, block_dv)
+    store_rows(lse_ref, lse, start_q, seq_q, block_q)
+
+
+def flash_fwd(
+    q: Array, k: Array, v: Array, spec: AttentionSpec, *, backend: str
+) -> tuple[Array, Array]:
+    """Call `flash_fwd_kernel`.
+
+    Args:
+        backend: "interpret", or the target to compile for, "sm80" or "sm90".
+
+    Returns:
+        out [B, Sq, Hq, Dv] in q's dtype and lse [B, Hq, Sq] float32.
+    """
+    out = jax.ShapeDtypeStruct((*q.shape[:3], v.shape[3]), q.dtype)
+    lse = jax.ShapeDtypeStruct((spec.batch, spec.heads_q, spec.seq_q), jnp.float32)
+    return launch(
+        "flash_fwd",
+        flash_fwd_kernel,
+        lambda config: (pl.cdiv(spec.seq_q, config.block_q), spec.heads_q, spec.batch),
+        (q, k, v),
+        (of_head(q), of_head(k, spec.group_size), of_head(v, spec.group_size)),
+        (out, lse),
+        (of_head(out), of_head(lse)),
+        problem_arguments(spec),
+        spec,
+        backend,
+    )

@@ -1,0 +1,162 @@
+"""The named problems: unique, nested, and valid as they stand."""
+
+from collections import Counter
+
+import pytest
+
+from bench.configs import table_path
+from interop.parity.cases import SUITES, DecodeCase, FlashCase, decode_cases, flash_cases
+from twin_attention.contract.spec import (
+    DECODE_DTYPES,
+    DTYPES,
+    QUANTIZED_DTYPES,
+    SPLITS_MAX,
+    TOKENS_MAX,
+)
+from twin_attention.contract.validate import Operand, check_flash_attention, check_paged_decode
+from twin_attention.targets.config import find_configs, load_table
+from twin_attention.targets.target import TARGETS
+
+EVERY = {case.name: case for suite in SUITES for case in flash_cases(suite)}
+EVERY_DECODE = {case.name: case for suite in SUITES for case in decode_cases(suite)}
+
+of_both_kinds = pytest.mark.parametrize("cases", [flash_cases, decode_cases])
+
+
+@pytest.mark.parametrize("suite", SUITES)
+def test_names_are_unique(suite):
+    names = Counter(case.name for case in [*flash_cases(suite), *decode_cases(suite)])
+    assert not [name for name, n in names.items() if n > 1]
+
+
+@of_both_kinds
+def test_full_contains_quick(cases):
+    assert set(cases("quick")) < set(cases("full"))
+
+
+@of_both_kinds
+def test_an_unknown_suite_is_an_error(cases):
+    with pytest.raises(KeyError, match="huge"):
+        cases("huge")
+
+
+@of_both_kinds
+def test_a_pattern_selects_by_name(cases):
+    chosen = cases("full", "softcap")
+    assert chosen
+    assert chosen == [case for case in cases("full") if "softcap" in case.name]
+
+
+@pytest.mark.parametrize("case", EVERY.values(), ids=EVERY)
+def test_a_case_describes_the_call_that_validation_accepts(case: FlashCase):
+    q, k, v = (
+        Operand(name, shape, case.dtype) for name, shape in zip("qkv", case.shapes, strict=True)
+    )
+    assert check_flash_attention(q, k, v, **case.options) == case.spec
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("package", ["torch_attn", "pallas_attn"])
+def test_the_full_suite_reaches_every_configuration(package, target):
+    path = table_path(package, target)
+    reached = set()
+    for case in [*flash_cases("full"), *decode_cases("full")]:
+        specs = [case.spec]
+        if isinstance(case, DecodeCase):
+            specs += [case.spec.merge(2), case.spec.cache]
+        reached |= {id(config) for spec in specs for config in find_configs(path, spec).values()}
+    rows = {
+        (kernel, *row): c for kernel, table in load_table(path).items() for row, c in table.items()
+    }
+    assert not [row for row, config in rows.items() if id(config) not in reached]
+
+
+@pytest.mark.parametrize("suite", ["quick", "full"])
+def test_suites_cover_every_option(suite):
+    cases = flash_cases(suite)
+    assert {case.dtype for case in cases} == set(DTYPES)
+    assert any(case.heads_q > case.heads_kv > 1 for case in cases)
+    assert any(case.heads_q > case.heads_kv == 1 for case in cases)
+    assert any(case.seq_q > case.seq_kv > 0 and case.causal for case in cases)
+    assert any(0 < case.seq_q < case.seq_kv and case.causal for case in cases)
+    assert any(case.shapes[0][3] != case.shapes[2][3] for case in cases)
+    assert any(case.softcap and case.window_size and case.causal for case in flash_cases("quick"))
+    assert any(case.layout == "strided" for case in cases)
+    assert any(case.scale is not None for case in cases)
+    assert any(case.spec.is_empty for case in cases)
+
+
+def test_a_large_case_passes_two_to_the_31_elements():
+    sizes = [
+        batch * seq * heads * size
+        for case in flash_cases("large")
+        for batch, seq, heads, size in case.shapes
+    ]
+    assert max(sizes) > 2**31
+
+
+def test_a_strided_case_has_tensors_that_can_be_packed():
+    """q, k and v are slices of one tensor along its heads, so all else must agree."""
+    strided = [case for case in EVERY.values() if case.layout == "strided"]
+    assert strided
+    for case in strided:
+        assert len({(b, s, d) for b, s, _, d in case.shapes}) == 1
+
+
+@pytest.mark.parametrize("case", EVERY_DECODE.values(), ids=EVERY_DECODE)
+def test_a_decode_case_describes_the_call_that_validation_accepts(case: DecodeCase):
+    spec, cache = case.spec, case.spec.cache
+    tokens = () if case.tokens is None else (case.tokens,)
+    pool = (cache.num_pages, cache.page_size, cache.heads)
+    operands = [
+        Operand("q", (spec.batch, *tokens, spec.heads_q, spec.head_dim), case.dtype),
+        Operand("k_pages", (*pool, cache.head_dim), cache.dtype),
+        Operand("v_pages", (*pool, cache.head_dim_v), cache.dtype),
+        Operand("block_tables", (spec.batch, cache.max_pages), "int32"),
+        Operand("seq_lens", (spec.batch,), "int32"),
+        Operand("sinks", (spec.heads_q,), "float32") if case.sinks else None,
+        Operand("k_scale", case.scale_shape, "float32") if cache.is_quantized else None,
+        Operand("v_scale", case.scale_shape, "float32") if cache.is_quantized else None,
+    ]
+    assert check_paged_decode(*operands, **case.options) == spec
+
+
+@pytest.mark.parametrize("case", EVERY_DECODE.values(), ids=EVERY_DECODE)
+def test_a_decode_case_has_room_for_its_sequences(case: DecodeCase):
+    cache = case.spec.cache
+    assert max(case.lengths, default=0) <= cache.capacity or case.spec.is_empty
+    assert cache.num_pages > len(case.lengths) * cache.max_pages
+
+
+@pytest.mark.parametrize("suite", ["quick", "full"])
+def test_suites_cover_every_option_of_a_decode(suite):
+    cases = decode_cases(suite)
+    assert {case.dtype for case in cases} == set(DECODE_DTYPES)
+    assert {case.kv_dtype for case in cases} == {None, *QUANTIZED_DTYPES}
+    assert {len(case.scale_shape) for case in cases if case.kv_dtype} == {0, 1}
+    assert {case.tokens is None for case in cases} == {False, True}
+    assert {None, 1} < {case.num_splits for case in cases}
+    assert any(case.page_size & (case.page_size - 1) for case in cases)
+    assert any(case.spec.group_size == 1 for case in cases)
+    assert any(case.head_dim != case.spec.head_dim_v for case in cases)
+    assert any(case.sinks and case.softcap and case.window_size and case.scale for case in cases)
+    assert any(case.spec.is_empty for case in cases)
+
+
+def test_a_decode_has_lengths_around_a_pages_end():
+    size = EVERY_DECODE["decode-bf16"].page_size
+    capacity = EVERY_DECODE["decode-bf16"].spec.cache.capacity
+    lengths = {0, 1, size - 1, size, size + 1, capacity}
+    assert lengths == set(EVERY_DECODE["decode-bf16"].lengths)
+
+
+def test_the_full_suite_reaches_the_limits_of_a_decode():
+    cases = decode_cases("full")
+    assert {case.tokens for case in cases} >= {1, TOKENS_MAX}
+    assert {case.page_size for case in cases} >= {1, 256}
+    assert max(case.num_splits or 1 for case in cases) <= SPLITS_MAX
+
+
+def test_a_large_decode_passes_two_to_the_31_elements():
+    caches = [case.spec.cache for case in decode_cases("large")]
+    assert max(c.num_pages * c.page_size * c.heads * c.head_dim for c in caches) > 2**31

@@ -1,0 +1,36 @@
+"""Reading a compiled kernel."""
+
+import pytest
+
+from tuning.static.resources import _bytes_moved, occupancy
+
+SASS = """
+        /*0010*/                   STL [R1+0x10], R5 ;
+        /*0020*/                   STL.64 [R1], R2 ;
+        /*0030*/              @!P0 STL.128 [R1+0x20], R8 ;
+        /*0040*/                   LDL.LU R5, [R1+0x10] ;
+        /*0050*/                   LDL.LU.64 R2, [R1] ;
+        /*0060*/                   LDL.U8 R2, [R1] ;
+        /*0070*/                   LDGSTS.E.BYPASS.128 [R5], [R2.64] ;
+"""
+
+
+def test_spills_count_the_bytes_of_each_instruction():
+    assert _bytes_moved("STL", SASS) == 4 + 8 + 16
+    assert _bytes_moved("LDL", SASS) == 4 + 8 + 1
+
+
+@pytest.mark.parametrize(
+    ("target", "registers", "shared", "warps", "blocks"),
+    [
+        ("sm80", 255, 0, 4, 2),  # registers: 4 warps of 32 * 256 in 64 Ki
+        ("sm80", 32, 0, 8, 8),  # warps: 64
+        ("sm80", 16, 0, 1, 32),  # blocks: 32
+        ("sm80", 64, 80 * 1024, 4, 2),  # shared memory: 164 KiB, 1 KiB of it lost to each block
+        ("sm80", 64, 163 * 1024, 4, 1),
+        ("sm80", 64, 164 * 1024, 4, 0),
+        ("sm90", 64, 75 * 1024, 4, 3),
+    ],
+)
+def test_occupancy(target, registers, shared, warps, blocks):
+    assert occupancy(target, registers, shared, warps) == blocks

@@ -1,0 +1,91 @@
+"""``python -m tuning static``, without compiling."""
+
+from dataclasses import replace
+
+import pytest
+from rich.console import Console
+
+from bench.__main__ import main
+from tuning.static import command
+from tuning.static.bound import bound
+from tuning.static.gate import Problem, Verdict
+from tuning.static.resources import Resources
+from twin_attention.targets.config import KernelConfig
+
+CONFIG = KernelConfig(block_q=128, block_kv=128, num_warps=8, num_stages=3)
+LARGE = Resources(
+    registers=255, spill_stores=1024, spill_loads=1024, stack=1024, shared=166912, warps=8,
+    occupancy=1, mma=1024, wgmma=0, cp_async=128, ldmatrix=256, ex2=512,
+)  # fmt: skip
+
+
+def verdict(kernel: str, feature: str, failures: tuple[str, ...] = (), **problem) -> Verdict:
+    of = Problem(**{"framework": "torch", "target": "sm80", "dtype": "bfloat16", **problem},
+                 feature=feature)  # fmt: skip
+    return Verdict(of, kernel, CONFIG, LARGE, bound(kernel, of.spec, CONFIG, of.target), failures)
+
+
+def rendered(table) -> list[str]:
+    console = Console(width=160)
+    with console.capture() as capture:
+        console.print(table)
+    return capture.get().splitlines()
+
+
+def test_tables_are_readable_at_160_columns():
+    widest = [
+        verdict("flash_bwd_preprocess", "window-softcap", head_dim=256),
+        verdict("paged_decode", "decode-all-options", dtype="float8_e4m3fn", head_dim=256),
+    ]
+    for table in (command.resource_table, command.bound_table):
+        lines = rendered(table(widest, "title"))
+        for row in widest:
+            words = (row.kernel, row.problem.dtype, "256", row.problem.feature, "128×128")
+            assert any(all(word in line for word in words) for line in lines)
+    assert any("1024/1024" in line for line in rendered(command.resource_table(widest, "")))
+
+
+def test_a_feature_that_changes_nothing_has_no_row_of_the_bound():
+    rows = [
+        verdict("flash_fwd", feature, head_dim=64)
+        for feature in ("full", "causal", "window-softcap", "odd-head-size")
+    ]
+    assert command.resource_table(rows, "").row_count == 4
+    assert command.bound_table(rows, "").row_count == 3
+    text = "\n".join(rendered(command.bound_table(rows, "")))
+    assert "full" in text
+    assert "causal" not in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "targets"),
+    [
+        ([], {"sm80", "sm90"}),
+        (["--target", "sm90"], {"sm90"}),
+        (["--target", "sm80", "--target", "sm90"], {"sm80", "sm90"}),
+    ],
+)
+def test_targets(arguments, targets, monkeypatch):
+    selected = []
+
+    def check_all(problems, *_):
+        selected.extend(problems)
+        return []
+
+    monkeypatch.setattr(command, "_check_all", check_all)
+    assert main(["static", *arguments]) == 1  # nothing was compiled
+    assert {problem.target for problem in selected} == targets
+
+
+@pytest.mark.parametrize("failures", [(), ("spills 4 B of stores, 4 B of loads",)])
+def test_what_is_said_of_failures(failures, monkeypatch, capsys):
+    fit = verdict("flash_fwd", "causal", head_dim=64)
+    judged = replace(fit, failures=failures)
+    monkeypatch.setattr(command, "_check_all", lambda *_: [fit, judged])
+    assert main(["static", "--target", "sm80"]) == len(failures)
+    out = capsys.readouterr().out
+    rows = [line.split() for line in out.splitlines() if "causal" in line and "8×3" in line]
+    assert [row[-1] for row in rows] == ["ok", "fails" if failures else "ok"]
+    for failure in failures:
+        assert f"flash_fwd torch sm80 bfloat16 64 causal: {failure}" in out
+    assert f"2 kernels compiled for sm80 in 0 s, {len(failures)} failed" in out

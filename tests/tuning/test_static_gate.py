@@ -1,0 +1,142 @@
+"""The gate on shipped configurations: no spills, shared memory that fits, tensor cores in use.
+
+``make sm80`` compiles every configuration with every feature. Here each configuration is compiled
+with one, and those of the two most common head sizes with the other features of a 16-bit dtype.
+"""
+
+from dataclasses import asdict, replace
+
+import pytest
+
+from tuning.static.gate import DECODE_FEATURES, FRAMEWORKS, Problem, check, failures, problems
+from tuning.static.resources import Resources
+from twin_attention.targets.config import KernelConfig
+from twin_attention.targets.target import TARGETS
+
+
+def chosen(framework: str, target: str) -> list[Problem]:
+    return [
+        problem
+        for problem in problems(framework, target)
+        if problem.feature in ("causal", "decode")
+        or (problem.dtype == "bfloat16" and problem.head_dim in (64, 128))
+    ]
+
+
+def name(problem: Problem) -> str:
+    return "-".join(map(str, asdict(problem).values()))
+
+
+@pytest.mark.parametrize(
+    "problem", [p for framework in FRAMEWORKS for p in chosen(framework, "sm80")], ids=name
+)
+def test_shipped_configuration_is_fit_for_sm80(problem):
+    verdicts = check(problem)
+    kernels = {"flash_fwd", "flash_bwd_preprocess", "flash_bwd_dq", "flash_bwd_dkdv"}
+    if problem.feature in DECODE_FEATURES:
+        kernels = {"paged_decode", "append_kv"}
+        kernels |= {"combine"} if (problem.spec.num_splits or 1) > 1 else set()
+    assert {verdict.kernel for verdict in verdicts} == kernels
+    assert not {v.kernel: v.failures for v in verdicts if v.failures}
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_gate_judges_a_changed_configuration(framework):
+    problem = Problem(framework, "sm80", "bfloat16", 64, "causal")
+    greedy = {"block_q": 128, "block_kv": 128, "num_warps": 4, "num_stages": 8}
+    forward = next(v for v in check(problem, {"flash_fwd": greedy}) if v.kernel == "flash_fwd")
+    assert forward.config == KernelConfig(**greedy)
+    spills, shared = forward.failures
+    assert spills.startswith("spills ")
+    assert shared == f"{forward.resources.shared} B of shared memory, of {99 * 1024}"
+
+
+def test_compiled_kernels_take_the_exponentials_that_the_bound_counts():
+    verdicts = check(Problem("torch", "sm80", "bfloat16", 64, "causal"))
+    counted = [verdict for verdict in verdicts if verdict.bound.tile.special]
+    assert len(counted) == 3
+    for verdict in counted:
+        threads = 32 * verdict.config.num_warps
+        loops = 2  # over the tiles with a mask and over those without
+        scores = loops * verdict.bound.tile.special
+        # The forward's rescaling takes a few more.
+        assert scores <= verdict.resources.ex2 * threads < 1.05 * scores
+
+
+FIT = Resources(
+    registers=128,
+    spill_stores=0,
+    spill_loads=0,
+    stack=0,
+    shared=48 * 1024,
+    warps=4,
+    occupancy=4,
+    mma=64,
+    wgmma=64,
+    cp_async=16,
+    ldmatrix=16,
+    ex2=64,
+)
+
+
+@pytest.mark.parametrize(
+    ("target", "change", "failure"),
+    [
+        ("sm80", {}, None),
+        ("sm80", {"spill_loads": 4}, "spills 0 B of stores, 4 B of loads"),
+        ("sm80", {"shared": 99 * 1024 + 1}, "101377 B of shared memory, of 101376"),
+        ("sm80", {"mma": 0}, "no mma.sync"),
+        ("sm80", {"cp_async": 0}, "no cp.async"),
+        ("sm80", {"wgmma": 0}, None),
+        ("sm90", {"spill_loads": 4}, None),
+        ("sm90", {"shared": 200 * 1024}, None),
+        ("sm90", {"shared": 227 * 1024 + 1}, "232449 B of shared memory, of 232448"),
+        ("sm90", {"mma": 0, "cp_async": 0}, None),
+        ("sm90", {"wgmma": 0}, "no wgmma"),
+    ],
+)
+def test_what_fails(target, change, failure):
+    config = KernelConfig(block_q=64, block_kv=64, num_warps=4, num_stages=2)
+    problem = Problem("torch", target, "bfloat16", 64, "causal")
+    found = failures(problem, "flash_fwd", config, replace(FIT, **change))
+    assert found == (() if failure is None else (failure,))
+
+
+def test_a_backward_of_sm80_may_take_an_a100s_shared_memory():
+    config = KernelConfig(block_q=64, block_kv=64, num_warps=4, num_stages=2)
+    problem = Problem("torch", "sm80", "bfloat16", 256, "causal")
+    assert failures(problem, "flash_bwd_dq", config, replace(FIT, shared=163 * 1024)) == ()
+    (failure,) = failures(problem, "flash_bwd_dq", config, replace(FIT, shared=163 * 1024 + 1))
+    assert failure == "166913 B of shared memory, of 166912"
+
+
+def test_what_needs_no_tensor_cores():
+    config = KernelConfig(block_q=64, block_kv=64, num_warps=4, num_stages=2)
+    without = replace(FIT, mma=0, wgmma=0, cp_async=0)
+    for target in TARGETS:
+        float32 = Problem("jax", target, "float32", 64, "causal")
+        assert failures(float32, "flash_fwd", config, without) == ()
+        bfloat16 = replace(float32, dtype="bfloat16")
+        assert failures(bfloat16, "flash_bwd_preprocess", config, without) == ()
+        assert failures(bfloat16, "flash_bwd_dq", config, without) != ()
+
+
+def test_what_the_tiles_do_not_allow():
+    problem = Problem("torch", "sm90", "bfloat16", 64, "causal")
+    small = KernelConfig(block_q=64, block_kv=32, num_warps=4, num_stages=2)
+    assert failures(problem, "flash_bwd_dkdv", small, replace(FIT, wgmma=0)) == ()
+    assert failures(problem, "flash_bwd_dq", small, replace(FIT, wgmma=0)) == ("no wgmma",)
+    unpipelined = replace(small, num_stages=1)
+    on_sm80 = replace(problem, target="sm80")
+    assert failures(on_sm80, "flash_bwd_dq", unpipelined, replace(FIT, cp_async=0)) == ()
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_decode_needs_tensor_cores_of_either_kind(target):
+    config = KernelConfig(block_q=64, block_kv=64, num_warps=4, num_stages=3)
+    problem = Problem("torch", target, "int8", 64, "decode")
+    assert failures(problem, "paged_decode", config, replace(FIT, wgmma=0)) == ()
+    assert failures(problem, "paged_decode", config, replace(FIT, mma=0, wgmma=0)) == (
+        "no mma.sync or wgmma",
+    )
+    assert failures(problem, "combine", config, replace(FIT, mma=0, wgmma=0, cp_async=0)) == ()

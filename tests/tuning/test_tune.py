@@ -1,0 +1,524 @@
+"""`python -m tuning search`, with a stub in place of compilers, GPU and timer."""
+
+import argparse
+import tomllib
+from dataclasses import replace
+from math import inf
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("tomlkit", reason="tomlkit, of the extra 'bench', is not installed")
+
+from rich.console import Console
+
+from bench import __main__ as main
+from bench.configs import changed, table_path
+from bench.statistics import Times
+from interop.parity import environment
+from interop.parity.cases import DecodeCase, FlashCase
+from tuning.search import command, rows, survey
+from tuning.search.cases import FUNCTIONS
+from tuning.search.search import faster, search
+from tuning.search.space import SPACE, candidates, may_fit
+from tuning.search.survey import Plan, Survey, compile_one
+from tuning.search.table import ConfigTable
+from tuning.search.trial import Refused, Trials
+from tuning.static import gate
+from tuning.static.resources import Resources
+from twin_attention.contract.spec import AttentionSpec
+from twin_attention.targets.config import KernelConfig
+
+TEXT = """\
+# At the top, by hand.
+
+[[flash_fwd]]
+dtype_bits = 16
+head_dim = 64  # beside a value
+block_q = 64
+block_kv = 64
+num_warps = 4
+num_stages = 3
+
+# Above the second row.
+[[flash_fwd]]
+# Tuned 2026-01-01 on Old GPU, torch 1.0: 2.0000 ms, before 3.0000 ms
+dtype_bits = 16
+head_dim = 128
+block_q = 128
+block_kv = 64
+num_warps = 8
+num_stages = 3
+# Inside the second row.
+
+[[combine]]
+dtype_bits = 32
+head_dim = 64
+block_q = 16
+block_kv = 16
+num_warps = 4
+num_stages = 1
+"""
+PRESENT = KernelConfig(block_q=64, block_kv=64, num_warps=4, num_stages=3)
+BETTER = replace(PRESENT, block_q=128)
+WRONG = replace(PRESENT, block_kv=32)
+NOISY = replace(PRESENT, num_stages=2)
+BROKEN = replace(PRESENT, num_stages=4)
+UNFIT = replace(PRESENT, num_warps=8)
+# Milliseconds of the rounds, so that the spread is a tenth.
+MILLISECONDS = {PRESENT: 1.0, BETTER: 0.7, NOISY: 0.85, UNFIT: 0.1, WRONG: 0.1}
+RESOURCES = Resources(
+    registers=128, spill_stores=0, spill_loads=0, stack=0, shared=65536, warps=4, occupancy=3,
+    mma=64, wgmma=0, cp_async=16, ldmatrix=32, ex2=16,
+)  # fmt: skip
+
+
+def timer(calls):
+    """Times by configuration, with a spread of a tenth of a millisecond."""
+    assert all(run() == config for config, run in calls.items())
+    return {
+        config: SimpleNamespace(busy=Times(ms, ms - 0.05, ms + 0.05))
+        for config, ms in ((config, MILLISECONDS.get(config, 2.0)) for config in calls)
+    }
+
+
+def call(config):
+    if config == WRONG:
+        raise Refused("error is 3 times its budget")
+    if config == BROKEN:
+        raise RuntimeError("no launch")
+    return lambda: config
+
+
+def surveys(row, case, configs):
+    return [
+        Survey(config, RESOURCES, "causal: spills" if config == UNFIT else None, code=str(config))
+        for config in configs
+    ]
+
+
+@pytest.fixture
+def table():
+    return ConfigTable(TEXT)
+
+
+@pytest.fixture
+def tune(table, tmp_path):
+    """Tune the first row with the stubs; returns the file that was to be written."""
+
+    def run(**tools):
+        defaults = {
+            "survey": surveys,
+            "calls": lambda row, case: call,
+            "timer": timer,
+            "note": lambda found: f"today: {rows.times(found)}",
+        }
+        output = tmp_path / "sm80.toml"
+        chosen = [next(table.rows("flash_fwd"))]
+        console = Console(width=120)
+        with console.capture() as capture:
+            rows.tune(table, "sm80", chosen, rows.Tools(**defaults | tools), output, inf, console)
+        return output, capture.get()
+
+    return run
+
+
+def only(*configs):
+    """Surveys of these configurations alone."""
+    return lambda row, case, _: [Survey(config, RESOURCES, code=str(config)) for config in configs]
+
+
+# What is written
+
+
+def test_a_faster_configuration_is_written(tune):
+    output, printed = tune()
+    assert output.read_text() == TEXT.replace(
+        "[[flash_fwd]]\ndtype",
+        "[[flash_fwd]]\n# Tuned today: 0.7000 ms, before 1.0000 ms\ndtype", 1,
+    ).replace("block_q = 64", "block_q = 128", 1)  # fmt: skip
+    for line in ("Refused: error is 3 times its budget", "RuntimeError: no launch"):
+        assert line in printed
+
+
+@pytest.mark.parametrize("config", [WRONG, NOISY, BROKEN, UNFIT])
+def test_another_one_is_not(tune, config):
+    def survey_one(row, case, configs):
+        return surveys(row, case, [PRESENT, config])
+
+    output, printed = tune(survey=survey_one)
+    assert not output.exists()
+    assert "stays: nothing is faster by more than the noise" in printed
+
+
+def test_a_gain_that_does_not_repeat_is_not_written(tune):
+    """The winner is timed once more, and then is as fast as the present row."""
+    asked = []
+
+    def lucky(calls):
+        asked.append(set(calls))
+        timings = timer(calls)
+        return timings if len(asked) == 1 else dict.fromkeys(calls, timings[PRESENT])
+
+    output, _ = tune(survey=only(PRESENT, BETTER), timer=lucky)
+    assert asked == [{PRESENT, BETTER}] * 2
+    assert not output.exists()
+
+
+def test_the_note_of_an_earlier_run_is_replaced_and_other_comments_stay(table):
+    row = list(table.rows("flash_fwd"))[1]
+    table.write(row, replace(row.config, num_warps=4), "today")
+    assert table.text == TEXT.replace(
+        "# Tuned 2026-01-01 on Old GPU, torch 1.0: 2.0000 ms, before 3.0000 ms", "# Tuned today"
+    ).replace("num_warps = 8", "num_warps = 4")
+
+
+def test_rows_that_were_finished_stay_when_interrupted(table, tmp_path):
+    first, second = table.rows("flash_fwd")
+
+    def interrupt(row, case):
+        if row == second:
+            raise KeyboardInterrupt
+        return call
+
+    tools = rows.Tools(surveys, interrupt, timer, lambda found: "today")
+    output = tmp_path / "sm80.toml"
+    with pytest.raises(KeyboardInterrupt):
+        rows.tune(table, "sm80", [first, second], tools, output, inf, Console(quiet=True))
+    found = tomllib.loads(output.read_text())["flash_fwd"]
+    assert [row["block_q"] for row in found] == [128, 128]
+
+
+def test_no_candidate_is_begun_when_the_time_is_over(table, tmp_path):
+    tools = rows.Tools(surveys, lambda row, case: call, timer, lambda found: "today")
+    console = Console(quiet=True)
+    for seconds, written in ((0.0, False), (3600.0, True)):
+        output = tmp_path / str(seconds)
+        rows.tune(table, "sm80", list(table.rows("flash_fwd"))[:1], tools, output, seconds, console)
+        assert output.exists() == written
+
+
+# The search
+
+
+def test_a_gain_counts_from_the_spreads_of_both():
+    wide, narrow = Times(1.0, 0.9, 1.1), Times(0.75, 0.74, 0.76)
+    assert faster(narrow, wide)
+    assert not faster(replace(narrow, median=0.79), wide)
+    assert not faster(wide, narrow)
+
+
+def test_each_candidate_is_timed_against_the_best_so_far():
+    asked = []
+
+    def log(calls):
+        asked.append(list(calls))
+        return timer(calls)
+
+    found = search(PRESENT, [NOISY, BETTER, BROKEN, UNFIT], call, log, inf, lambda line: None)
+    assert asked == [[PRESENT, NOISY], [PRESENT, BETTER], [BETTER, UNFIT], [PRESENT, UNFIT]]
+    assert (found.config, found.times.median, found.before.median) == (UNFIT, 0.1, 1.0)
+
+
+def test_a_wrong_present_configuration_is_an_error():
+    with pytest.raises(Refused):
+        search(WRONG, [BETTER], call, timer, inf, lambda line: None)
+
+
+# The space
+
+
+SPEC = FlashCase("", seq_q=1024, seq_kv=1024, head_dim=128).spec
+
+
+@pytest.mark.parametrize(
+    ("kernel", "config", "target", "fits"),
+    [
+        # 128×128 accumulators and 128×128 scores: 256 registers a thread of 4 warps, 128 of 8
+        ("flash_fwd", KernelConfig(128, 128, 4, 2), "sm80", False),
+        ("flash_fwd", KernelConfig(128, 128, 8, 2), "sm80", True),
+        # 3 tiles of 128 keys and values ahead: 192 KiB
+        ("flash_fwd", KernelConfig(128, 128, 8, 4), "sm80", False),
+        ("flash_fwd", KernelConfig(128, 128, 8, 4), "sm90", True),
+        # of q and dout a backward loads block_q rows
+        ("flash_bwd_dkdv", KernelConfig(128, 32, 8, 4), "sm80", False),
+        ("flash_bwd_dkdv", KernelConfig(32, 64, 8, 4), "sm80", True),
+        # two accumulators
+        ("flash_bwd_dkdv", KernelConfig(16, 128, 4, 1), "sm80", False),
+        ("flash_bwd_dq", KernelConfig(128, 16, 4, 1), "sm80", True),
+        # 16×16 scores are two instructions'
+        ("flash_bwd_dq", KernelConfig(16, 16, 4, 1), "sm80", False),
+        ("flash_bwd_dq", KernelConfig(16, 32, 4, 1), "sm80", True),
+    ],
+)
+def test_what_may_fit(kernel, config, target, fits):
+    assert may_fit(kernel, SPEC, config, target) == fits
+
+
+def test_the_space_is_pruned_and_the_nearest_come_first():
+    found = candidates("flash_fwd", SPEC, KernelConfig(128, 64, 8, 3), "sm80")
+    assert 0 < len(found) < 4 * 4 * 2 * 4
+    assert KernelConfig(128, 64, 8, 3) not in found
+    assert {vars(config)["num_warps"] for config in found} == {4, 8}
+    assert found[0] in (KernelConfig(128, 64, 8, 2), KernelConfig(128, 64, 8, 4),
+                        KernelConfig(64, 64, 8, 3), KernelConfig(128, 32, 8, 3))  # fmt: skip
+    assert found.index(KernelConfig(128, 32, 8, 3)) < found.index(KernelConfig(32, 16, 4, 1))
+
+
+def test_a_field_without_an_effect_is_left_alone():
+    spec = DecodeCase("", tokens=1, heads_q=32, heads_kv=8).spec
+    for kernel in ("paged_decode", "combine"):
+        found = candidates(kernel, spec, KernelConfig(64, 64, 4, 3), "sm80")
+        assert {config.block_q for config in found} == {64}
+
+
+def test_one_of_the_configurations_that_make_the_same_code_is_run():
+    entries = [
+        Survey(PRESENT, RESOURCES, code="a"),
+        Survey(BETTER, RESOURCES, code="b"),
+        Survey(NOISY, RESOURCES, code="b"),
+        Survey(BROKEN, RESOURCES, code="a"),
+        Survey(UNFIT, RESOURCES, "spills", code="c"),
+        Survey(WRONG, RESOURCES, code="d"),
+    ]
+    assert list(rows.distinct(entries, PRESENT)) == [BETTER, WRONG]
+
+
+# The survey
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    """Kernels whose resources a test sets by configuration; returns those, and what was asked."""
+    found, asked = {}, []
+
+    def compile_kernels(spec, target, *device):
+        asked.append((spec, target, *device))
+        # As the packages do: the configuration is that of the block.
+        from torch_attn import launch
+
+        config = launch.configs_for(spec, target)["flash_fwd"]
+        if isinstance(found.get(config), Exception):
+            raise found[config]
+        binary = SimpleNamespace(asm={"cubin": repr(config).encode()}, config=config)
+        return [("flash_fwd", config, binary), ("flash_bwd_dq", config, None)]
+
+    monkeypatch.setattr(survey, "compiler", lambda framework: compile_kernels)
+    monkeypatch.setattr(
+        survey, "measure", lambda binary, target: found.get(binary.config, RESOURCES)
+    )
+    return found, asked
+
+
+def plan(target="sm80", device=None):
+    problems = tuple(
+        gate.Problem("torch", target, "bfloat16", 64, feature) for feature in ("full", "causal")
+    )
+    return Plan("torch_attn", target, "flash_fwd", problems, SPEC, device)
+
+
+@pytest.mark.parametrize(
+    ("target", "resources", "reason"),
+    [
+        ("sm80", {}, None),
+        ("sm80", {"spill_stores": 4}, "full: spills 4 B of stores"),
+        ("sm90", {"spill_stores": 4, "wgmma": 8}, None),
+        ("sm90", {"spill_stores": 4000, "spill_loads": 100, "wgmma": 8}, "full: spills 4100 B"),
+        ("sm80", {"shared": 200_000}, "full: 200000 B of shared memory"),
+        ("sm80", {"occupancy": 0}, "full: no block fits"),
+        ("sm80", {"cp_async": 0}, "full: no cp.async"),
+    ],
+)
+def test_what_is_not_fit_is_dropped(compiled, target, resources, reason):
+    found, _ = compiled
+    found[BETTER] = replace(RESOURCES, **resources)
+    entry = compile_one(plan(target), BETTER)
+    assert (entry.config, entry.resources) == (BETTER, found[BETTER])
+    assert entry.reason is reason if reason is None else entry.reason.startswith(reason)
+
+
+def test_a_survivor_is_compiled_for_the_device_as_well(compiled):
+    found, asked = compiled
+    found[NOISY] = replace(RESOURCES, shared=200_000)
+    problems = plan().problems
+    compile_one(plan(device="sm90"), BETTER)
+    assert asked == [*((p.spec, "sm80") for p in problems), (SPEC, "sm80", "sm90")]
+    asked.clear()
+    compile_one(plan(device="sm80"), BETTER)
+    assert asked[-1] == (SPEC, "sm80")
+    asked.clear()
+    compile_one(plan(device="sm90"), NOISY)
+    assert asked == [(problems[0].spec, "sm80")]
+
+
+def test_what_does_not_compile_is_dropped(compiled):
+    found, _ = compiled
+    found[BETTER] = RuntimeError("out of\nresources")
+    assert compile_one(plan(), BETTER) == Survey(BETTER, None, "RuntimeError: out of")
+
+
+def test_each_configuration_has_its_own_code(compiled):
+    a, b = (compile_one(plan(), config).code for config in (BETTER, NOISY))
+    assert None is not a != b is not None
+
+
+# Rows and cases
+
+
+@pytest.mark.parametrize("package", command.VERSIONS)
+@pytest.mark.parametrize("target", ["sm80", "sm90"])
+def test_every_shipped_row_has_a_case_and_a_problem_of_the_gate(package, target):
+    """Where this fails for a new key: add cases to tuning/search/cases.py that reach its rows."""
+    table = ConfigTable(table_path(package, target).read_text())
+    found = [row for kernel in FUNCTIONS for row in table.rows(kernel)]
+    assert found
+    for row in found:
+        case = rows.case_of(table, row)
+        assert may_fit(row.kernel, case.spec, row.config, target)
+        assert case.spec.dtype_bits == dict(row.key)["dtype_bits"] or row.kernel == "combine"
+        assert next(survey._problems(table, package, target, row), None) is not None
+
+
+def test_a_row_that_no_case_reads_is_named():
+    table = ConfigTable(TEXT.replace("head_dim = 128", "head_dim = 512"))
+    with pytest.raises(LookupError, match=r"flash_fwd dtype_bits=16 head_dim=512: expected a case"):
+        rows.case_of(table, list(table.rows("flash_fwd"))[1])
+
+
+def test_every_tuned_kernel_has_a_space():
+    assert set(SPACE) == set(FUNCTIONS)
+
+
+# A trial, on the CPU with the frameworks' interpreters
+
+
+TRIALS = {
+    "flash_fwd": FlashCase("trial", 1, 64, 64, 1, 1, 16, causal=True, gradients=False),
+    "flash_bwd_dq": FlashCase("trial", 1, 64, 64, 1, 1, 16, causal=True),
+    "flash_bwd_dkdv": FlashCase("trial", 1, 64, 64, 1, 1, 16, causal=True),
+    "paged_decode": DecodeCase("trial", (40,), tokens=1, heads_q=2, heads_kv=1, head_dim=16),
+    "combine": DecodeCase(
+        "trial", (40,), tokens=1, heads_q=2, heads_kv=1, head_dim=16, num_splits=2
+    ),
+}
+
+
+@pytest.mark.parametrize("kernel", TRIALS)
+@pytest.mark.parametrize("package", command.VERSIONS)
+def test_a_trial_runs_the_configuration_and_checks_it(package, kernel, torch_device):
+    trials = Trials(package, "sm80", kernel, TRIALS[kernel], torch_device)
+    results = trials.call(KernelConfig(32, 16, 4, 1))()
+    assert trials.error(results) <= 1
+    assert trials.error([results[0] * 1.1, *results[1:]]) > 1
+
+
+def test_a_trial_refuses_wrong_results(torch_device, monkeypatch):
+    trials = Trials("torch_attn", "sm80", "flash_fwd", TRIALS["flash_fwd"], torch_device)
+    monkeypatch.setattr(trials, "error", lambda results: 1.5)
+    with pytest.raises(Refused, match=r"error is 1\.5 times its budget"):
+        trials.call(PRESENT)
+
+
+def test_a_trial_that_does_not_run_the_kernel_is_an_error(torch_device):
+    case = replace(TRIALS["combine"], num_splits=1)
+    trials = Trials("torch_attn", "sm80", "combine", case, torch_device)
+    with pytest.raises(RuntimeError, match="its configuration was not looked up"):
+        trials.call(PRESENT)
+
+
+def test_configurations_are_changed_inside_the_block_only():
+    from torch_attn import launch
+
+    before = launch.configs_for(SPEC, "sm80")
+    with changed("torch_attn", {"flash_fwd": {"block_q": 16}}) as read:
+        assert not read
+        inside = launch.configs_for(SPEC, "sm80")
+        assert read == set(AttentionSpec.kernels)
+    assert inside == before | {"flash_fwd": replace(before["flash_fwd"], block_q=16)}
+    assert launch.configs_for(SPEC, "sm80") == before
+
+
+# The command
+
+
+def options(**changes):
+    return argparse.Namespace(
+        **{"kernel": None, "head_dim": None, "dtype_bits": None, "softcap": False} | changes
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "selected"),
+    [
+        ({}, [("flash_fwd", 0), ("flash_fwd", 1), ("combine", 0)]),
+        ({"kernel": ["combine"]}, [("combine", 0)]),
+        ({"head_dim": 64}, [("flash_fwd", 0), ("combine", 0)]),
+        ({"dtype_bits": 16}, [("flash_fwd", 0), ("flash_fwd", 1)]),
+        ({"softcap": True}, []),
+    ],
+)
+def test_options_select_rows(table, changes, selected):
+    found = command.select(table, options(**changes))
+    assert [(row.kernel, row.index) for row in found] == selected
+
+
+def test_a_dry_run_prints_the_space_and_writes_nothing(monkeypatch, tmp_path, capsys):
+    shipped = tmp_path / "sm80.toml"
+    shipped.write_text(TEXT)
+    output = tmp_path / "output.toml"
+    monkeypatch.setattr(command, "table_path", lambda side, target: shipped)
+    monkeypatch.setattr(
+        survey, "survey", lambda pool, table, side, target, device, *rest: surveys(*rest)
+    )
+    monkeypatch.setattr(survey, "ProcessPoolExecutor", StubPool)
+    arguments = ["--side", "torch_attn", "--target", "sm80", "--kernel", "flash_fwd",
+                 "--head-dim", "64", "--output", str(output)]  # fmt: skip
+    assert main.main(["tune", *arguments, "--dry-run"]) == 0
+    printed = capsys.readouterr().out
+    assert "causal: spills" in printed
+    assert "fit, present" in printed
+    assert "flash_fwd dtype_bits=16 head_dim=64: 110 of 111 are fit to run" in printed
+    assert shipped.read_text() == TEXT
+    assert not output.exists()
+
+
+class StubPool:
+    """No processes."""
+
+    def __init__(self, *_, **__):
+        pass
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        return None
+
+    def shutdown(self, **_):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--head-dim", "48"], "expected options that leave a row of the table, got none"),
+        ([], "expected a CUDA GPU that torch and JAX both see, or --dry-run"),
+    ],
+)
+def test_what_it_cannot_do_it_refuses(monkeypatch, capsys, arguments, message):
+    monkeypatch.setattr(environment, "choose_device", lambda: "cpu")
+    with pytest.raises(SystemExit) as exit:
+        main.main(["tune", "--side", "torch_attn", "--target", "sm80", *arguments])
+    assert exit.value.code == 2
+    assert capsys.readouterr().err.endswith(f"python -m tuning search: error: {message}\n")
+
+
+def test_interrupted_it_returns_130(monkeypatch, tmp_path, capsys):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(survey, "ProcessPoolExecutor", StubPool)
+    monkeypatch.setattr(survey, "survey", interrupt)
+    arguments = ["--side", "torch_attn", "--target", "sm80", "--dry-run"]
+    assert main.main(["tune", *arguments]) == 130
+    assert "Interrupted" in capsys.readouterr().out

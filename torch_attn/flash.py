@@ -1,0 +1,133 @@
+"""The public functions: check the arguments, choose the code, run it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_attn.dispatch import choose, explain_choice
+from torch_attn.flash_ops import check, flash_fwd
+from twin_attention.contract.explain import Explanation
+from twin_attention.contract.spec import Window
+from twin_attention.contract.validate import not_a_tensor
+
+
+def flash_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    window_size: tuple[int | None, int | None] | None = None,
+    softcap: float | None = None,
+    return_lse: bool = False,
+    implementation: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Exact attention without the score matrix in memory.
+
+    ``softmax(scale · q·kᵀ) · v`` for each head, with float32 accumulation. Query head h reads kv
+    head ``h // (Hq // Hkv)``. Query i stands at key position ``p = i + Skv - Sq``. A query that
+    sees no key gives 0, log-sum-exp -inf and gradients 0.
+
+    Works under autograd, `torch.compile` (`fullgraph`, static and dynamic shapes), `torch.func`
+    (`grad`, `vjp`, `vmap`), CUDA graphs and autocast, which casts q, k and v as it does for
+    `scaled_dot_product_attention`. It is differentiable once, in reverse mode, deterministically.
+
+    Args:
+        q: [B, Sq, Hq, D], float16, bfloat16 or float32. D is 16 to 256 in steps of 8. Any strides
+            with a contiguous last dimension, as for k and v.
+        k: [B, Skv, Hkv, D], q's dtype. Hq is a multiple of Hkv.
+        v: [B, Skv, Hkv, Dv], q's dtype. Dv has D's limits and need not be D.
+        causal: query i sees keys up to p.
+        scale: factor of the scores; None is ``D ** -0.5``.
+        window_size: (left, right): query i sees keys from p - left to p + right. None, for the
+            pair or a side, is unlimited.
+        softcap: scores become ``softcap * tanh(score / softcap)``, before the masks.
+        return_lse: return the log-sum-exp of the scores as well. It is differentiable.
+        implementation: "triton" (Triton kernels; on a CPU in Triton's interpreter), "reference"
+            (plain torch in float32, O(Sq · Skv) memory), or None: the kernels on a CUDA device,
+            the reference on a CPU.
+
+    Returns:
+        out [B, Sq, Hq, Dv] in q's dtype; with `return_lse` the pair (out, lse), lse [B, Hq, Sq]
+        in float32, natural logarithm. Both are contiguous.
+
+    Raises:
+        TypeError: an argument is not a `torch.Tensor` or has the wrong type or dtype.
+        ValueError: shapes, devices, strides or values that contradict each other.
+        NotImplementedError: a dtype, head size or device without kernels; forward mode; a second
+            derivative.
+
+    Source: Dao et al. 2022 (FlashAttention), Dao 2023 (FlashAttention-2).
+
+    Example::
+
+        import torch
+        from torch_attn import flash_attention
+
+        q, k, v = torch.randn(3, 1, 128, 4, 64, requires_grad=True)
+        out, lse = flash_attention(q, k, v, causal=True, return_lse=True)
+        out.sum().backward()
+    """
+    q, k, v = _tensors(q, k, v)
+    implementation = choose(implementation, q.device)
+    if torch.compiler.is_compiling():
+        # Dynamo cannot follow the checks, so the operator's fake kernel makes them.
+        scale = q.shape[-1] ** -0.5 if scale is None else scale
+        window = Window.of(causal, window_size)
+    else:
+        spec = check(q, k, v, causal=causal, scale=scale, window_size=window_size, softcap=softcap)
+        scale, window, softcap = spec.scale, spec.window, spec.softcap
+    out, lse = flash_fwd(q, k, v, scale, window.left, window.right, softcap, implementation)
+    return (out, lse) if return_lse else out
+
+
+def explain(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    window_size: tuple[int | None, int | None] | None = None,
+    softcap: float | None = None,
+    return_lse: bool = False,
+    implementation: str | None = None,
+) -> Explanation:
+    """Say what `flash_attention` would run for the same arguments, and why; runs nothing.
+
+    Args:
+        q, k, v and options: those of `flash_attention`; `return_lse` changes nothing.
+
+    Raises:
+        What `flash_attention` raises.
+
+    Example::
+
+        import torch
+        from torch_attn import explain
+
+        q, k, v = torch.randn(3, 1, 128, 4, 64)
+        print(explain(q, k, v, causal=True))
+    """
+    del return_lse
+    q, k, v = _tensors(q, k, v)
+    spec = check(q, k, v, causal=causal, scale=scale, window_size=window_size, softcap=softcap)
+    return explain_choice(implementation, q.device, spec)
+
+
+def _tensors(*qkv: Any) -> tuple[Tensor, ...]:
+    """q, k and v as they will be used: cast as autocast does for `scaled_dot_product_attention`."""
+    for name, x in zip("qkv", qkv, strict=True):
+        if not isinstance(x, Tensor):
+            not_a_tensor(name, x)
+    device = qkv[0].device.type
+    if device not in ("cpu", "cuda") or not torch.is_autocast_enabled(device):
+        return qkv
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(
+        x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in qkv
+    )

@@ -1,0 +1,207 @@
+"""Merge attention over disjoint sets of keys into attention over their union.
+
+``lse = log Σ exp lse_n`` and ``out = Σ exp(lse_n - lse) out_n``. Flash-Decoding's second step.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_wait
+
+from torch_attn.kernels.portable.primitives import (
+    LN2,
+    LOG2E,
+    add_sink,
+    keys_of_sequence,
+    share_of_tiles,
+)
+from torch_attn.launch import launch
+from twin_attention.contract.spec import DecodeSpec, MergeSpec
+from twin_attention.targets.config import padded_head_dim
+
+
+@triton.jit
+def combine_kernel(
+    outs_ptr,
+    lses_ptr,
+    sinks_ptr,
+    lens_ptr,
+    out_ptr,
+    lse_ptr,
+    outs_state,
+    outs_batch,
+    outs_token,
+    outs_head,
+    lses_state,
+    lses_batch,
+    lses_head,
+    lses_token,
+    tokens,
+    num_states,
+    capacity,
+    window_left,
+    HEADS: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    HAS_LEFT: tl.constexpr,
+    BLOCK_KEYS: tl.constexpr,
+    PDL: tl.constexpr,
+    BLOCK_KV: tl.constexpr,
+):
+    """One program merges one row.
+
+    Operands: outs [N, B, S, H, Dv] with the given strides and a contiguous last dimension, lses
+    [N, B, H, S] (float32, natural log) with the given strides; sinks [H] float32; out
+    [B, S, H, Dv] and lse [B, H, S] contiguous. Grid: (heads, tokens, batch) in one axis, heads
+    fastest. A part whose lse is -inf has no keys: its output does not count, and may hold anything.
+    Accumulation: float32, exponents in base 2, BLOCK_KV parts at a time.
+
+    BLOCK_KEYS: the states are the splits of `paged_decode_kernel`, whose tiles have as many keys.
+    Only those with keys are read, and where there is one at most the result is there already.
+
+    PDL: the launch overlaps the kernel before (CUDA's programmatic dependent launch), which writes
+    the states and no length. Every program waits for it, also one with nothing to do: whatever is
+    launched next waits for this one alone.
+    """
+    # Locate the row.
+    head = tl.program_id(0) % HEADS
+    token = tl.program_id(0) // HEADS % tokens
+    batch = (tl.program_id(0) // HEADS // tokens).to(tl.int64)
+    if BLOCK_KEYS is not None:
+        begin, end = keys_of_sequence(lens_ptr, batch, capacity, tokens, window_left, HAS_LEFT)
+        _, share, total = share_of_tiles(begin, end, 0, num_states, BLOCK_KEYS)
+        num_states = tl.cdiv(total, tl.maximum(share, 1))
+    # The wait stands in both branches, so that the number of parts is there before it.
+    if BLOCK_KEYS is not None and num_states <= 1:
+        if PDL:
+            gdc_wait()
+        return
+    if PDL:
+        gdc_wait()
+    lses_ptr += batch * lses_batch + head * lses_head + token * lses_token
+    outs_ptr += batch * outs_batch + token * outs_token + head * outs_head
+
+    # Softmax over the parts: their lse are the scores, their outputs the values.
+    cols = tl.arange(0, BLOCK_DV)
+    m_i = float("-inf")
+    l_i = 0.0
+    acc = tl.zeros([BLOCK_DV], tl.float32)
+    for start in tl.range(0, num_states, BLOCK_KV):
+        part = start + tl.arange(0, BLOCK_KV).to(tl.int64)
+        is_part = part < num_states
+        s = tl.load(lses_ptr + part * lses_state, mask=is_part, other=float("-inf")) * LOG2E
+        # Loaded without waiting for the lse, which says whether it counts.
+        mask = is_part[:, None] & (cols < HEAD_DIM_V)[None, :]
+        x = tl.load(outs_ptr + part[:, None] * outs_state + cols[None, :], mask=mask, other=0.0)
+        x = tl.where((s > float("-inf"))[:, None], x.to(tl.float32), 0.0)
+        m_new = tl.maximum(m_i, tl.max(s, 0))
+        m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
+        p = tl.exp2(s - m_safe)
+        alpha = tl.exp2(m_i - m_safe)
+        acc = acc * alpha + tl.sum(p[:, None] * x, 0)
+        l_i = l_i * alpha + tl.sum(p, 0)
+        m_i = m_new
+
+    # Normalise and store.
+    if HAS_SINKS:
+        alpha, m_i, l_i = add_sink(tl.load(sinks_ptr + head), m_i, l_i)
+        acc = acc * alpha
+    l_safe = tl.where(l_i == 0.0, 1.0, l_i)
+    row = (batch * tokens + token) * HEADS + head
+    out = (acc / l_safe).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + row * HEAD_DIM_V + cols, out, mask=cols < HEAD_DIM_V)
+    lse = m_i * LN2 + tl.log(l_safe)
+    tl.store(lse_ptr + (batch * HEADS + head) * tokens + token, lse)
+
+
+def combine(outs: Tensor, lses: Tensor, spec: MergeSpec) -> tuple[Tensor, Tensor]:
+    """Launch `combine_kernel` on results over disjoint keys.
+
+    Returns:
+        out [B, S, H, Dv] in spec's dtype and lse [B, H, S] float32, both contiguous.
+    """
+    shape = (spec.batch, spec.tokens, spec.heads, spec.head_dim_v)
+    out = torch.empty(shape, dtype=getattr(torch, spec.dtype), device=outs.device)
+    lse_shape = (spec.batch, spec.heads, spec.tokens)
+    lse = torch.empty(lse_shape, dtype=torch.float32, device=outs.device)
+    _launch(outs, lses, None, None, out, lse, spec)
+    return out, lse
+
+
+def merge_splits(
+    outs: Tensor,
+    lses: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    seq_lens: Tensor,
+    sinks: Tensor | None,
+    spec: DecodeSpec,
+    block_kv: int,
+    overlap: bool,
+) -> None:
+    """Launch `combine_kernel` on the splits of a paged decode; see its BLOCK_KEYS.
+
+    Args:
+        sinks: [H] float32, one more logit a head in the denominator, or None.
+        block_kv: keys of a tile of the decode.
+        overlap: start while the decode, which must expect it, still runs (SM90).
+    """
+    states = spec.merge(len(outs))
+    _launch(outs, lses, sinks, seq_lens, out, lse, states, spec, block_kv, overlap)
+
+
+def _launch(
+    outs: Tensor,
+    lses: Tensor,
+    sinks: Tensor | None,
+    seq_lens: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    spec: MergeSpec,
+    decode: DecodeSpec | None = None,
+    block_keys: int | None = None,
+    overlap: bool = False,
+) -> None:
+    """Launch the kernel; decode and block_keys are given where the states are splits."""
+
+    def problem():
+        state, batch, token, head, _ = outs.stride()
+        lses_state, lses_batch, lses_head, lses_token = lses.stride()
+        capacity = 0 if decode is None else decode.cache.capacity
+        left = None if decode is None else decode.window_left
+        return {
+            "outs_state": state,
+            "outs_batch": batch,
+            "outs_token": token,
+            "outs_head": head,
+            "lses_state": lses_state,
+            "lses_batch": lses_batch,
+            "lses_head": lses_head,
+            "lses_token": lses_token,
+            "tokens": spec.tokens,
+            "num_states": spec.num_states,
+            "capacity": capacity,
+            "window_left": 0 if left is None else min(left, capacity),
+            "HEADS": spec.heads,
+            "HEAD_DIM_V": spec.head_dim_v,
+            "BLOCK_DV": padded_head_dim(spec.head_dim_v),
+            "HAS_SINKS": sinks is not None,
+            "HAS_LEFT": left is not None,
+            "BLOCK_KEYS": block_keys,
+            "PDL": overlap,
+        }
+
+    launch(
+        "combine",
+        combine_kernel,
+        lambda config: (spec.batch * spec.tokens * spec.heads,),
+        (outs, lses, sinks, seq_lens, out, lse),
+        problem,
+        spec,
+        decode,
+        block_keys,
+        overlap,
+        launch_pdl=overlap,
+    )

@@ -1,0 +1,142 @@
+"""Flash attention, forward.
+
+``out = softmax(mask(softcap(scale · q kᵀ))) v`` and ``lse = log Σ exp``, one pass over the keys.
+Dao 2023, FlashAttention-2, algorithm 1.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from torch_attn.kernels.portable.primitives import (
+    LN2,
+    attention_mask,
+    attention_scores,
+    count_tiles,
+    head_base,
+    load_tile,
+    online_softmax_update,
+    store_tile,
+    tile_start,
+    visible_tiles,
+)
+from torch_attn.launch import UNSPECIALIZED, launch, problem_arguments, stride_arguments
+from twin_attention.contract.spec import AttentionSpec
+
+
+@triton.jit(do_not_specialize=UNSPECIALIZED)
+def flash_fwd_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    out_ptr,
+    lse_ptr,
+    q_batch,
+    q_head,
+    k_batch,
+    k_head,
+    v_batch,
+    v_head,
+    seq_q,
+    seq_kv,
+    heads_q,
+    scale,
+    exp2_scale,
+    softcap,
+    window_left,
+    window_right,
+    Q_ROW: tl.constexpr,
+    K_ROW: tl.constexpr,
+    V_ROW: tl.constexpr,
+    ALIGN: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    SCALE_FIRST: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_LEFT: tl.constexpr,
+    HAS_RIGHT: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_KV: tl.constexpr,
+):
+    """One program computes BLOCK_Q rows of one query head.
+
+    Operands: q [B, Sq, Hq, D], k [B, Skv, Hkv, D], v [B, Skv, Hkv, Dv] with the given strides and
+    a contiguous last dimension; out [B, Sq, Hq, Dv] and lse [B, Hq, Sq] (float32, natural log)
+    contiguous. Grid: (query tiles, heads, batch) in one axis, query tiles fastest, last tile
+    first, since under a causal mask it is the longest. Loop invariant: `online_softmax_update`.
+    Accumulation: float32, exponents in base 2, p cast to v's dtype for p·v. A row that sees no
+    key gives 0 and -inf. BLOCK_Q and BLOCK_KV are powers of two, at least 16.
+    """
+    # Locate the tile of queries.
+    num_tiles = tl.cdiv(seq_q, BLOCK_Q)
+    tile = num_tiles - 1 - tl.program_id(0) % num_tiles
+    head = tl.program_id(0) // num_tiles % heads_q
+    batch = (tl.program_id(0) // num_tiles // heads_q).to(tl.int64)
+    start_q = tile * BLOCK_Q
+    head_kv = head // GROUP_SIZE
+    k_base = head_base(k_ptr, batch, head_kv, k_batch, k_head, ALIGN)
+    v_base = head_base(v_ptr, batch, head_kv, v_batch, v_head, ALIGN)
+
+    # Load the queries; they stay.
+    q_base = head_base(q_ptr, batch, head, q_batch, q_head, ALIGN)
+    q = load_tile(q_base, start_q, seq_q, Q_ROW, BLOCK_Q, HEAD_DIM, BLOCK_D, True)
+    rows = start_q + tl.arange(0, BLOCK_Q)
+    position = rows + seq_kv - seq_q
+    m_i = tl.full([BLOCK_Q], float("-inf"), tl.float32)
+    l_i = tl.zeros([BLOCK_Q], tl.float32)
+    acc = tl.zeros([BLOCK_Q, BLOCK_DV], tl.float32)
+
+    # Visit the tiles of keys that these queries see; only tiles at the edges are masked.
+    begin, before, full, after = visible_tiles(
+        start_q, seq_q, seq_kv, window_left, window_right, BLOCK_Q, BLOCK_KV, HAS_LEFT, HAS_RIGHT
+    )
+    for masked in tl.static_range(2):
+        for index in tl.range(0, count_tiles(before, full, after, masked)):
+            start_kv = tile_start(index, begin, before, full, BLOCK_KV, masked)
+            # s = scale · q kᵀ
+            k = load_tile(k_base, start_kv, seq_kv, K_ROW, BLOCK_KV, HEAD_DIM, BLOCK_D, masked)
+            s = attention_scores(q, k, scale, softcap, SCALE_FIRST, HAS_SOFTCAP)
+            if masked:
+                key = start_kv + tl.arange(0, BLOCK_KV)
+                s = attention_mask(
+                    s, position[:, None], key[None, :], seq_kv, window_left, window_right,
+                    HAS_LEFT, HAS_RIGHT,
+                )  # fmt: skip
+            # p = exp(s - max), and rescale what was accumulated
+            p, alpha, m_i, l_i = online_softmax_update(s, m_i, l_i, exp2_scale)
+            acc = acc * alpha[:, None]
+            # acc += p v
+            v = load_tile(v_base, start_kv, seq_kv, V_ROW, BLOCK_KV, HEAD_DIM_V, BLOCK_DV, masked)
+            acc = tl.dot(p.to(v.dtype), v, acc, input_precision="ieee")
+
+    # Normalise and store.
+    l_safe = tl.where(l_i == 0.0, 1.0, l_i)
+    lse = m_i * LN2 + tl.log(l_safe)
+    out_row = heads_q * HEAD_DIM_V
+    out_base = out_ptr + batch * seq_q * out_row + head * HEAD_DIM_V
+    out = acc / l_safe[:, None]
+    store_tile(out_base, out, start_q, seq_q, out_row, BLOCK_Q, HEAD_DIM_V, BLOCK_DV)
+    tl.store(lse_ptr + (batch * heads_q + head) * seq_q + rows, lse, mask=rows < seq_q)
+
+
+def flash_fwd(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
+    """Launch `flash_fwd_kernel`.
+
+    Returns:
+        out [B, Sq, Hq, Dv] in q's dtype and lse [B, Hq, Sq] float32, both contiguous.
+    """
+    out = torch.empty((*q.shape[:3], v.shape[3]), dtype=q.dtype, device=q.device)
+    lse = torch.empty((spec.batch, spec.heads_q, spec.seq_q), dtype=torch.float32, device=q.device)
+    launch(
+        "flash_fwd",
+        flash_fwd_kernel,
+        lambda config: (triton.cdiv(spec.seq_q, config.block_q) * spec.heads_q * spec.batch,),
+        (q, k, v, out, lse),
+        lambda: problem_arguments(spec) | stride_arguments(q=q, k=k, v=v),
+        spec,
+    )
+    return out, lse

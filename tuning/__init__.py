@@ -1,0 +1,1 @@
+"""Kernel configurations: what each takes, without a GPU (`static`); faster ones (`search`)."""

@@ -1,0 +1,26 @@
+"""``python -m tuning COMMAND``.
+
+Exit codes: 0 done, 1 a check failed, 2 bad arguments or no GPU, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from tuning.search import command as search
+from tuning.static import command as static
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m tuning", description=__doc__)
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    static.add_parser(commands)
+    search.add_parser(commands)
+    arguments = parser.parse_args(argv)
+    return arguments.run(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

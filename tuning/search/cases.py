@@ -1,0 +1,79 @@
+"""The problem that stands for a row of the configuration tables while the row is tuned.
+
+A row's case is the first of its kernel's cases that reads it, so that a table may gain keys: what
+is needed then is a case here that reaches the new rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from interop.parity.cases import Case, DecodeCase, FlashCase
+from twin_attention.contract.spec import DecodeSpec, MergeSpec
+from twin_attention.targets.config import Spec
+
+# Each tuned kernel, and the function of the packages' `kernels` that launches it. The whole
+# function is timed: what a kernel gains must not be lost in the one after it.
+FUNCTIONS = {
+    "flash_fwd": "flash_fwd",
+    "flash_bwd_dq": "flash_bwd",
+    "flash_bwd_dkdv": "flash_bwd",
+    "paged_decode": "paged_decode",
+    "combine": "paged_decode",
+}
+HEAD_DIMS = (16, 32, 64, 128, 256)
+SOFTCAPS = (None, 30.0)
+
+
+def cases(kernel: str) -> Iterator[Case]:
+    """The cases of one of `FUNCTIONS`, the most usual first."""
+    if FUNCTIONS[kernel] == "paged_decode":
+        return _decode_cases(kernel)
+    return _flash_cases(gradients=kernel != "flash_fwd")
+
+
+def reader(kernel: str, spec: Spec) -> Spec:
+    """The problem that looks up a kernel's configuration when `spec` is run."""
+    if kernel == "combine" and isinstance(spec, DecodeSpec):
+        rows = (spec.batch, spec.tokens, spec.heads_q)
+        return MergeSpec(spec.num_splits or 2, *rows, spec.head_dim_v, spec.dtype)
+    return spec
+
+
+def _flash_cases(gradients: bool) -> Iterator[FlashCase]:
+    """Causal, so that tiles with a mask and tiles without one both count."""
+    for dtype, batch in (("bfloat16", 4), ("float32", 1)):  # float32 takes ten times as long
+        for head_dim in HEAD_DIMS:
+            heads = 2048 // head_dim
+            for softcap in SOFTCAPS:
+                yield FlashCase(
+                    _name("flash", dtype, head_dim, softcap), batch, 4096, 4096, heads, heads,
+                    head_dim, dtype=dtype, causal=True, softcap=softcap, gradients=gradients,
+                )  # fmt: skip
+
+
+def _decode_cases(kernel: str) -> Iterator[DecodeCase]:
+    """Many sequences for `paged_decode`; for `combine` some short ones, in a few splits each."""
+    lengths, kind = ((1024,) * 8, "some") if kernel == "combine" else ((4096,) * 32, "batch")
+    base = DecodeCase(
+        "", lengths, tokens=1, heads_q=32, heads_kv=8, page_size=16,
+        max_pages=lengths[0] // 16, sinks=True,
+    )  # fmt: skip
+    for dtype in ("bfloat16", "int8"):
+        cache = {} if dtype == base.dtype else {"kv_dtype": dtype, "scale_shape": (base.heads_kv,)}
+        for head_dim in HEAD_DIMS:
+            for softcap in SOFTCAPS:
+                name = _name(kind, dtype, head_dim, softcap)
+                case = replace(base, name=name, head_dim=head_dim, softcap=softcap, **cache)
+                yield case
+            if kernel == "paged_decode":
+                name, case = _name(kind, dtype, head_dim, None), replace(case, softcap=None)
+                yield replace(case, name=f"{name}-16-tokens", tokens=16)
+                yield replace(case, name=f"{name}-short", lengths=(256,), max_pages=16)
+                crowd = (2048,) * 256 if cache else (4096,) * 64
+                yield replace(case, name=f"{name}-crowded", lengths=crowd)
+
+
+def _name(kind: str, dtype: str, head_dim: int, softcap: float | None) -> str:
+    return f"tune-{kind}-{dtype}-d{head_dim}" + ("" if softcap is None else "-softcap")

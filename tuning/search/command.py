@@ -1,0 +1,151 @@
+"""``python -m tuning search``: search for better configurations on this GPU and write the tables.
+
+The space of a row is compiled without launching, and what is not fit to ship is dropped. Each other
+configuration is checked against the oracle, then timed against the best so far. A row changes only
+where the winner, timed once more, beats it by more than the noise. Ctrl-C keeps the finished rows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from bench.configs import table_path
+from tuning.search.cases import FUNCTIONS
+from twin_attention.targets.target import TARGETS
+
+if TYPE_CHECKING:
+    from concurrent.futures import Executor
+
+    from interop.parity.cases import Case
+    from tuning.search.rows import Tools
+    from tuning.search.search import Found, Run
+    from tuning.search.table import ConfigTable, Row
+    from twin_attention.targets.config import KernelConfig
+
+VERSIONS = {"torch_attn": ("torch", "triton"), "pallas_attn": ("jax", "triton")}
+INTERRUPTED = 130  # the exit code
+_WIDTH = 120  # of what is printed, where a log has none
+
+
+def add_parser(commands: argparse._SubParsersAction) -> None:
+    """Add the command to ``python -m tuning``."""
+    parser = commands.add_parser(
+        "search", help="search for better configurations, on a GPU", description=__doc__
+    )
+    parser.add_argument("--side", choices=VERSIONS, required=True, help="whose table")
+    parser.add_argument("--target", choices=TARGETS, required=True, help="which of its tables")
+    parser.add_argument("--kernel", choices=FUNCTIONS, action="append", help="default: all")
+    parser.add_argument("--head-dim", type=int, help="of the rows; default: all")
+    parser.add_argument("--dtype-bits", type=int, help="of the rows; default: all")
+    parser.add_argument("--softcap", action="store_true", help="only rows for capped scores")
+    parser.add_argument(
+        "--limit-seconds",
+        type=float,
+        metavar="N",
+        default=float("inf"),
+        help="begin no candidate later than that; each row has an even share",
+    )
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="print what compiling leaves of the space and change nothing; needs no GPU",
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="the table to write, a copy of the package's at first; default: the package's own",
+    )
+    parser.add_argument("--jobs", type=int, help="processes that compile; default: one a core")
+    parser.set_defaults(run=run, refuse=parser.error)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Tune the chosen rows; returns 130 when interrupted."""
+    try:
+        from tuning.search.table import ConfigTable
+    except ModuleNotFoundError as error:
+        arguments.refuse(f"expected the package {error.name}, of the extra 'bench'; it is missing")
+    shipped = table_path(arguments.side, arguments.target)
+    output = arguments.output or shipped
+    table = ConfigTable((output if output.exists() else shipped).read_text())
+    rows = list(select(table, arguments))
+    if not rows:
+        arguments.refuse("expected options that leave a row of the table, got none")
+    if not arguments.dry_run:
+        _find_gpu(arguments)
+    from tuning.search.rows import show, tune
+    from tuning.search.survey import survey, workers
+
+    side, target, console = arguments.side, arguments.target, Console()
+    if not console.is_terminal:
+        console.width = _WIDTH
+    try:
+        with workers(arguments.jobs) as pool:
+            if arguments.dry_run:
+                show(table, target, rows, partial(survey, pool, table, side, target, None), console)
+            else:
+                tools = _gpu_tools(pool, table, side, target)
+                tune(table, target, rows, tools, output, arguments.limit_seconds, console)
+    except KeyboardInterrupt:
+        console.print("Interrupted; the rows that were finished are kept.")
+        return INTERRUPTED
+    return 0
+
+
+def select(table: ConfigTable, arguments: argparse.Namespace) -> Iterator[Row]:
+    """The rows that the options leave."""
+    wanted = {"head_dim": arguments.head_dim, "dtype_bits": arguments.dtype_bits}
+    wanted["softcap"] = arguments.softcap or None
+    for kernel in arguments.kernel or FUNCTIONS:
+        for row in table.rows(kernel):
+            key = dict(row.key)
+            if all(value is None or key.get(name) == value for name, value in wanted.items()):
+                yield row
+
+
+def _find_gpu(arguments: argparse.Namespace) -> None:
+    """Make the frameworks share the card; exit with code 2 where it cannot run the target."""
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # read when JAX starts
+    from interop.parity.environment import choose_device, choose_targets
+
+    if choose_device() == "cpu":
+        arguments.refuse("expected a CUDA GPU that torch and JAX both see, or --dry-run")
+    try:
+        choose_targets("cuda", arguments.target)
+    except NotImplementedError as error:
+        arguments.refuse(str(error))
+
+
+def _gpu_tools(pool: Executor, table: ConfigTable, side: str, target: str) -> Tools:
+    import torch
+
+    from bench.timing import time_calls
+    from interop.parity.environment import facts
+    from tuning.search.rows import Tools, times
+    from tuning.search.survey import survey
+    from tuning.search.trial import Trials
+
+    known = facts("cuda")
+    where = [known["device"].partition(" (")[0], *(f"{x} {known[x]}" for x in VERSIONS[side])]
+    major, minor = torch.cuda.get_device_capability()
+
+    def calls(row: Row, case: Case) -> Callable[[KernelConfig], Run]:
+        gc.collect()  # the last row's tensors
+        torch.cuda.empty_cache()
+        return Trials(side, target, row.kernel, case).call
+
+    def note(found: Found) -> str:
+        return f"{known['date'][:10]} on {', '.join(where)}: {times(found)}"
+
+    return Tools(
+        partial(survey, pool, table, side, target, f"sm{major}{minor}"), calls, time_calls, note
+    )

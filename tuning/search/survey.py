@@ -1,0 +1,163 @@
+"""What configurations take, from code that is compiled without launching, in many processes.
+
+What they compile stays in Triton's cache on disk, so that launching a survivor compiles little.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Executor, ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import partial
+from hashlib import sha256
+from multiprocessing import get_context
+
+from bench.configs import changed
+from interop.parity.cases import Case
+from tuning.search.cases import FUNCTIONS, reader
+from tuning.search.table import ConfigTable, Row
+from tuning.static.gate import FRAMEWORKS, Problem, compiler, failures, problems
+from tuning.static.resources import Resources, measure
+from twin_attention.contract.spec import AttentionSpec, DecodeSpec
+from twin_attention.targets.config import KernelConfig
+
+FRAMEWORK_OF = {package: framework for framework, package in FRAMEWORKS.items()}
+# SM90's rows may spill and are chosen by times; more than this a thread is not worth a launch.
+MOST_SPILLED = 4096
+
+
+@dataclass(frozen=True)
+class Survey:
+    """One configuration, compiled.
+
+    Attributes:
+        config: what was compiled.
+        resources: what it takes, of the problem that failed or of the first; None if a compiler
+            gave up.
+        reason: why it is not worth a launch; None where it is.
+        code: a digest of the first problem's code; the same for configurations that differ in
+            nothing that the kernel has.
+    """
+
+    config: KernelConfig
+    resources: Resources | None
+    reason: str | None = None
+    code: str | None = None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How the configurations of a row are surveyed.
+
+    Attributes:
+        package, target: whose code it is.
+        kernel: whose row it is.
+        problems: those of the static gate that read the row; each must compile to fit code.
+        spec: the problem that the row is timed on.
+        device: what that is compiled for, to be launched; None where it is not going to be.
+    """
+
+    package: str
+    target: str
+    kernel: str
+    problems: tuple[Problem, ...]
+    spec: AttentionSpec | DecodeSpec
+    device: str | None
+
+
+@contextmanager
+def workers(count: int | None) -> Iterator[Executor]:
+    """Processes to survey in, one a core unless `count` says otherwise."""
+    context = get_context("spawn")  # JAX runs threads, which a fork does not survive
+    with ProcessPoolExecutor(count, context, initializer=_start_worker) as pool:
+        try:
+            yield pool
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+def survey(
+    pool: Executor,
+    table: ConfigTable,
+    package: str,
+    target: str,
+    device: str | None,
+    row: Row,
+    case: Case,
+    configs: Sequence[KernelConfig],
+) -> Iterator[Survey]:
+    """Compile configurations of a row, as many at a time as there are processes.
+
+    Args:
+        package, target: whose table it is.
+        device: what launched code is compiled for, such as "sm90"; None if nothing is launched.
+        case: what the row is timed on.
+
+    Returns:
+        A survey of each configuration, in order.
+
+    Raises:
+        LookupError: no problem of the static gate reads the row.
+    """
+    if package == "pallas_attn" and device != target:
+        device = None  # what it records is compiled for the target's own devices alone
+    reading = tuple(_problems(table, package, target, row))[::-1]  # plain ones rule out little
+    if not reading:
+        raise LookupError(f"{row}: expected a problem of tuning/static/gate.py that reads it")
+    plan = Plan(package, target, row.kernel, reading, case.spec, device)
+    return pool.map(partial(compile_one, plan), configs)
+
+
+def _problems(table: ConfigTable, package: str, target: str, row: Row) -> Iterator[Problem]:
+    """The static gate's problems that read a row."""
+    function = FUNCTIONS[row.kernel]
+    for problem in problems(FRAMEWORK_OF[package], target):
+        spec = problem.spec
+        if isinstance(spec, DecodeSpec) == (function == "paged_decode") and (
+            table.index_of(row.kernel, reader(row.kernel, spec)) == row.index
+        ):
+            yield problem
+
+
+def compile_one(plan: Plan, config: KernelConfig) -> Survey:
+    """Compile one configuration for a plan's problems, up to the first that rules it out."""
+    compile_kernels = compiler(FRAMEWORK_OF[plan.package])
+    first = code = None
+    try:
+        with changed(plan.package, {plan.kernel: asdict(config)}):
+            for problem in plan.problems:
+                for kernel, _, binary in compile_kernels(problem.spec, plan.target):
+                    if kernel != plan.kernel:
+                        continue
+                    resources = measure(binary, plan.target)
+                    first = first or resources
+                    code = code or sha256(binary.asm["cubin"]).hexdigest()
+                    if reasons := _reasons(problem, kernel, config, resources):
+                        return Survey(config, resources, f"{problem.feature}: {reasons[0]}")
+            if plan.device == plan.target:
+                compile_kernels(plan.spec, plan.target)
+            elif plan.device is not None:
+                compile_kernels(plan.spec, plan.target, plan.device)
+    except Exception as error:  # a compiler's
+        return Survey(config, first, f"{type(error).__name__}: {error}".splitlines()[0])
+    return Survey(config, first, code=code)
+
+
+def _reasons(
+    problem: Problem, kernel: str, config: KernelConfig, resources: Resources
+) -> tuple[str, ...]:
+    found = failures(problem, kernel, config, resources)
+    spilled = resources.spill_stores + resources.spill_loads
+    if spilled > MOST_SPILLED:
+        found += (f"spills {spilled} B",)
+    if resources.occupancy == 0:
+        found += ("no block fits a multiprocessor",)
+    return found
+
+
+def _start_worker() -> None:
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business

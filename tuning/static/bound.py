@@ -1,0 +1,129 @@
+"""What bounds a kernel's inner loop: multiplying, special functions or loading.
+
+One tile of the loop is counted on paper, and for each resource the cycles that it takes of one
+multiprocessor that does nothing else. The largest is the bound: the loop cannot be faster, and is
+slower as far as the three do not overlap. Left out are shared memory, and on the FMA units the
+softmax's scaling, maxima, sums and masks and the conversion of a quantised cache.
+
+Tiles of k and v (q and dout for dk and dv) are read again and again by programs that run at the
+same time, and come from L2: ``cp.async.cg`` passes by L1. A decode reads its cache once, from
+device memory.
+
+Rates, of one multiprocessor in one cycle:
+
+- Tensor cores: 1024 dense FP16 or BF16 multiply-adds on an A100 (4 tensor cores of 256; NVIDIA A100
+  Tensor Core GPU Architecture, 2020), 2048 on an H100 or H200 (4 of 512; NVIDIA H100 Tensor Core
+  GPU Architecture, 2022).
+- FMA units: 64 and 128 float32 multiply-adds; special-function units: 16 base-2 exponentials or
+  reciprocals on both (CUDA C++ Programming Guide, "Throughput of Native Arithmetic Instructions",
+  compute capabilities 8.0 and 9.0).
+- L2: 5120 bytes in one cycle of the whole A100 (the same paper); the number for an H200, which
+  NVIDIA does not give, is taken to be the same.
+- Device memory: of an A100 80 GB SXM and an H200 SXM, as `bench.datasheets` has them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from bench.datasheets import A100, H200
+from twin_attention.contract.cost import ITEMSIZE
+from twin_attention.contract.spec import AttentionSpec, DecodeSpec
+from twin_attention.targets.config import KernelConfig, block_rows, padded_head_dim
+from twin_attention.targets.target import MULTIPROCESSORS
+
+PRODUCTS = {"flash_fwd", "flash_bwd_dq", "flash_bwd_dkdv", "paged_decode"}  # have matrix products
+
+_MULTIPLY_ADDS = {
+    "tensor cores": {"sm80": 1024, "sm90": 2048},
+    "FMA units": {"sm80": 64, "sm90": 128},
+}
+_SPECIAL_FUNCTIONS = 16
+_BYTES = {
+    "L2": {"sm80": 5120, "sm90": 5120},  # of all multiprocessors
+    "device memory": {
+        target: sheet.gigabytes_per_second / sheet.gigahertz
+        for target, sheet in (("sm80", A100), ("sm90", H200))
+    },
+}
+
+
+@dataclass(frozen=True)
+class Tile:
+    """What one step of a kernel's loop does; of a kernel without a loop, what one program does.
+
+    Attributes:
+        flops: floating-point operations of its products, columns of padding included.
+        special: exponentials and reciprocals, for the scores.
+        bytes: loaded, and stored where a kernel has no loop.
+        source: where most of those are: "L2" or "device memory".
+    """
+
+    flops: int
+    special: int
+    bytes: int
+    source: str
+
+
+@dataclass(frozen=True)
+class Bound:
+    """What a tile takes.
+
+    Attributes:
+        tile: what was counted.
+        intensity: floating-point operations a byte.
+        cycles: of one multiprocessor, by resource.
+        limit: the resource that takes most of them.
+    """
+
+    tile: Tile
+    intensity: float
+    cycles: dict[str, float]
+    limit: str
+
+
+def bound(
+    kernel: str, spec: AttentionSpec | DecodeSpec, config: KernelConfig, target: str
+) -> Bound:
+    """Count a tile of a kernel and find its bound on a target."""
+    tile = count(kernel, spec, config)
+    on_tensor_cores = kernel in PRODUCTS and spec.dtype_bits < 32
+    unit = "tensor cores" if on_tensor_cores else "FMA units"
+    cycles = {
+        unit: tile.flops / 2 / _MULTIPLY_ADDS[unit][target],
+        "special functions": tile.special / _SPECIAL_FUNCTIONS,
+        tile.source: tile.bytes * MULTIPROCESSORS[target] / _BYTES[tile.source][target],
+    }
+    return Bound(tile, tile.flops / tile.bytes, cycles, max(cycles, key=lambda name: cycles[name]))
+
+
+def count(kernel: str, spec: AttentionSpec | DecodeSpec, config: KernelConfig) -> Tile:
+    """The work of one tile of a kernel of `spec`, all of it visible."""
+    d, dv = padded_head_dim(spec.head_dim), padded_head_dim(spec.head_dim_v)
+    rows, keys = config.block_q, config.block_kv
+    if kernel == "paged_decode":
+        assert isinstance(spec, DecodeSpec)
+        rows = block_rows(spec, config)
+    pairs = rows * keys
+    itemsize = spec.dtype_bits // 8
+    row = (spec.head_dim + spec.head_dim_v) * itemsize
+    # A cap is a hyperbolic tangent: one more exponential, and the reciprocal of a division.
+    special = pairs * (1 if spec.softcap is None else 3)
+    match kernel:
+        case "flash_fwd":  # s, p·v
+            return Tile(2 * pairs * (d + dv), special, keys * row, "L2")
+        case "flash_bwd_dq":  # s, dp, dq
+            return Tile(2 * pairs * (2 * d + dv), special, keys * row, "L2")
+        case "flash_bwd_dkdv":  # s, dp, dv, dk; lse2 and delta come with q and dout
+            return Tile(2 * pairs * (2 * d + 2 * dv), special, rows * (row + 2 * 4), "L2")
+        case "paged_decode":  # s, p·v
+            return Tile(2 * pairs * (d + dv), special, keys * row, "device memory")
+        case "flash_bwd_preprocess":  # reads dout, out and lse, writes lse2 and delta
+            size = rows * (2 * spec.head_dim_v * itemsize + 3 * 4)
+            return Tile(2 * rows * dv, 0, size, "device memory")
+        case "combine":  # reads what the decode before it wrote: parts in float32, and their lse
+            return Tile(2 * keys * dv, keys, keys * (spec.head_dim_v + 1) * 4, "L2")
+        case "append_kv":  # reads keys and values of some heads, writes them in the cache's dtype
+            size = rows * (spec.head_dim + spec.head_dim_v) * (ITEMSIZE[spec.dtype] + itemsize)
+            return Tile(0, 0, size, "device memory")
+    raise ValueError(f"kernel: no tile is known of {kernel!r}")

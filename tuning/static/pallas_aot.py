@@ -1,0 +1,76 @@
+"""Compile the Pallas kernels of one problem for a target, without a GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_attn import lowering
+from pallas_attn.kernels.portable.append_kv import append_kv
+from pallas_attn.kernels.portable.flash_bwd import flash_bwd
+from pallas_attn.kernels.portable.flash_fwd import flash_fwd
+from pallas_attn.kernels.portable.paged_decode import paged_decode
+from twin_attention.contract.spec import AttentionSpec, DecodeSpec
+from twin_attention.targets.config import KernelConfig
+
+
+def compile_kernels(
+    spec: AttentionSpec | DecodeSpec, target: str
+) -> list[tuple[str, KernelConfig, Any]]:
+    """Compile a problem's kernels as `pallas_attn` calls them.
+
+    Returns:
+        Each kernel's name, its configuration and what Triton compiled.
+    """
+    if isinstance(spec, AttentionSpec):
+        function, operands = _flash(spec, target)
+    else:
+        function, operands = _decode(spec, target)
+    with lowering.recording() as compiled:
+        jax.jit(function).trace(*operands).lower(lowering_platforms=("cuda",))
+    return compiled
+
+
+def _flash(spec: AttentionSpec, target: str):
+    def forward_and_backward(q, k, v):
+        out, lse = flash_fwd(q, k, v, spec, backend=target)
+        return flash_bwd(out, lse, q, k, v, out, lse, spec, backend=target)
+
+    return forward_and_backward, (
+        _empty(spec.dtype, spec.batch, spec.seq_q, spec.heads_q, spec.head_dim),
+        _empty(spec.dtype, spec.batch, spec.seq_kv, spec.heads_kv, spec.head_dim),
+        _empty(spec.dtype, spec.batch, spec.seq_kv, spec.heads_kv, spec.head_dim_v),
+    )
+
+
+def _decode(spec: DecodeSpec, target: str):
+    cache = spec.cache
+
+    def decode_and_append(q, k_new, v_new, k_pages, v_pages, tables, lengths, sinks, scale):
+        pools = append_kv(
+            k_new, v_new, k_pages, v_pages, tables, lengths, scale, scale, cache, backend=target
+        )
+        results = paged_decode(
+            q, k_pages, v_pages, tables, lengths, sinks, scale, scale, spec, backend=target
+        )
+        return pools, results
+
+    pages = (cache.num_pages, cache.page_size, cache.heads)
+    new = (spec.dtype, spec.batch, spec.tokens, cache.heads)
+    return decode_and_append, (
+        _empty(spec.dtype, spec.batch, spec.tokens, spec.heads_q, spec.head_dim),
+        _empty(*new, cache.head_dim),
+        _empty(*new, cache.head_dim_v),
+        _empty(cache.dtype, *pages, cache.head_dim),
+        _empty(cache.dtype, *pages, cache.head_dim_v),
+        _empty("int32", spec.batch, cache.max_pages),
+        _empty("int32", spec.batch),
+        _empty("float32", spec.heads_q),
+        _empty("float32", cache.heads) if cache.is_quantized else None,
+    )
+
+
+def _empty(dtype: str, *shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))

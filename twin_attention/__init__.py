@@ -1,0 +1,6 @@
+"""The ground that `torch_attn` and `pallas_attn` stand on. It imports neither framework.
+
+`twin_attention.contract` fixes what both sides mean, `twin_attention.targets` what a GPU runs.
+"""
+
+__version__ = "0.1.0"

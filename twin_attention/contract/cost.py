@@ -1,0 +1,99 @@
+"""What a problem costs: pairs attended, floating-point operations, bytes of device memory.
+
+A decode's cost depends on its sequences' lengths, which are no part of its description.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from twin_attention.contract.spec import AttentionSpec, DecodeSpec
+
+ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4}
+
+
+def visible_pairs(spec: AttentionSpec) -> int:
+    """Query-key pairs that the window keeps, in one head of one sequence."""
+    left, right = spec.window.left, spec.window.right
+    end = spec.seq_q * spec.seq_kv
+    begin = 0
+    if right is not None:
+        end = _sum_of_clamped(spec.diagonal + right + 1, spec.seq_q, spec.seq_kv)
+    if left is not None:
+        begin = _sum_of_clamped(spec.diagonal - left, spec.seq_q, spec.seq_kv)
+    return end - begin
+
+
+def forward_flops(spec: AttentionSpec) -> int:
+    """Operations of the two matrix products, q·kᵀ and p·v."""
+    pairs = spec.batch * spec.heads_q * visible_pairs(spec)
+    return 2 * (spec.head_dim + spec.head_dim_v) * pairs
+
+
+def backward_flops(spec: AttentionSpec) -> int:
+    """Operations of the five matrix products s, dp, dv, dk, dq (2.5 forwards when D = Dv)."""
+    pairs = spec.batch * spec.heads_q * visible_pairs(spec)
+    return 2 * (3 * spec.head_dim + 2 * spec.head_dim_v) * pairs
+
+
+def forward_bytes(spec: AttentionSpec) -> int:
+    """Least traffic of a forward: q, k, v read once, out and lse written once."""
+    return _operand_bytes(spec) + 4 * spec.batch * spec.heads_q * spec.seq_q
+
+
+def backward_bytes(spec: AttentionSpec) -> int:
+    """Least traffic of a backward: the forward's tensors and dout read, dq, dk, dv written."""
+    rows = spec.batch * spec.seq_q * spec.heads_q
+    dout = rows * spec.head_dim_v * ITEMSIZE[spec.dtype]
+    out = dout
+    return 2 * _operand_bytes(spec) - out + dout + 4 * rows
+
+
+def decode_flops(spec: DecodeSpec, lengths: Sequence[int]) -> int:
+    """Operations of the two matrix products of a decode of sequences of these lengths."""
+    pairs = sum(
+        len(spec.visible_keys(token, length)) for length in lengths for token in range(spec.tokens)
+    )
+    return 2 * (spec.head_dim + spec.head_dim_v) * spec.heads_q * pairs
+
+
+def cache_bytes(spec: DecodeSpec, lengths: Sequence[int]) -> int:
+    """Bytes of the keys and values that a decode of sequences of these lengths sees."""
+    keys = sum(len(_keys_seen(spec, length)) for length in lengths)
+    return keys * spec.heads_kv * (spec.head_dim + spec.head_dim_v) * spec.dtype_bits // 8
+
+
+def decode_bytes(spec: DecodeSpec, lengths: Sequence[int]) -> int:
+    """Least traffic of a decode: q, the keys and values seen, their table entries and the lengths
+    read once, out and lse written once.
+    """
+    row = (spec.head_dim + spec.head_dim_v) * ITEMSIZE[spec.dtype] + 4
+    size = spec.cache.page_size
+    seen = [keys for length in lengths if (keys := _keys_seen(spec, length))]
+    entries = sum((keys[-1] // size) - (keys[0] // size) + 1 for keys in seen)
+    return (
+        spec.batch * spec.tokens * spec.heads_q * row
+        + cache_bytes(spec, lengths)
+        + 4 * (spec.batch + entries)
+    )
+
+
+def _keys_seen(spec: DecodeSpec, length: int) -> range:
+    """The keys that some new token of a sequence sees: windows of neighbours overlap."""
+    seen = [keys for token in range(spec.tokens) if (keys := spec.visible_keys(token, length))]
+    return range(seen[0].start, seen[-1].stop) if seen else range(0)
+
+
+def _operand_bytes(spec: AttentionSpec) -> int:
+    """Bytes of q, k, v and out."""
+    both = spec.head_dim + spec.head_dim_v
+    rows = spec.seq_q * spec.heads_q + spec.seq_kv * spec.heads_kv
+    return spec.batch * rows * both * ITEMSIZE[spec.dtype]
+
+
+def _sum_of_clamped(start: int, count: int, limit: int) -> int:
+    """Sum of min(max(start + i, 0), limit) for i in range(count)."""
+    first = min(max(-start, 0), count)
+    last = min(max(limit - start, 0), count)
+    ramp = sum((start + first, start + last - 1)) * (last - first) // 2
+    return ramp + limit * (count - last)

@@ -1,0 +1,38 @@
+"""What `explain` of both sides returns: which implementation a call would run, where and why."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """The choice that a call's arguments lead to.
+
+    Attributes:
+        implementation: "triton", "mosaic" or "reference".
+        execution: "compiled" (GPU kernels), "interpreter" (the kernels on a CPU) or
+            "framework" (the reference, in plain torch or jax operations).
+        device: the device's name, such as "cpu" or "NVIDIA H200".
+        target: "sm80" or "sm90" for compiled kernels, else None.
+        reason: one sentence on why.
+        configs: the configuration of each kernel that would run.
+        num_splits: parts that a paged decode's sequences are worked on in; None elsewhere.
+    """
+
+    implementation: str
+    execution: str
+    device: str
+    target: str | None
+    reason: str
+    configs: Mapping[str, object] = field(default_factory=dict)
+    num_splits: int | None = None
+
+    def __str__(self) -> str:
+        where = self.device if self.target is None else f"{self.target} code on {self.device}"
+        lines = [f"{self.implementation} ({self.execution}, {where}): {self.reason}"]
+        lines += [f"  {kernel}: {config}" for kernel, config in self.configs.items()]
+        if self.num_splits is not None:
+            lines.append(f"  splits of each sequence: {self.num_splits}")
+        return "\n".join(lines)

@@ -1,0 +1,298 @@
+"""The oracle: attention and its gradients written plainly, over any array-API library.
+
+Everything is computed in one dtype, the caller's choice:
+
+- float64 gives the reference that both implementations are held to;
+- the inputs' own dtype gives `lp`, the plain low-precision run that sets the error budget;
+- float32 gives the ``"reference"`` implementation of `pallas_attn` and `torch_attn`.
+
+Memory is O(Sq · Skv). Source: Vaswani et al. 2017, eq. 1; gradients as in Dao et al. 2022
+(FlashAttention), appendix B.2.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from array_api_compat import array_namespace, device
+
+from twin_attention.contract.spec import AttentionSpec, DecodeSpec, PagedCache
+
+Array = Any
+
+FLOAT8_MAX = 448.0  # the largest float8_e4m3fn
+
+
+def attention_forward(
+    q: Array, k: Array, v: Array, spec: AttentionSpec, dtype: Any
+) -> tuple[Array, Array]:
+    """Attention output and log-sum-exp.
+
+    Args:
+        q: [B, Sq, Hq, D].
+        k: [B, Skv, Hkv, D].
+        v: [B, Skv, Hkv, Dv].
+        spec: semantics; its shapes are those of q, k, v.
+        dtype: dtype of every operation.
+
+    Returns:
+        out [B, Sq, Hq, Dv] and lse [B, Hq, Sq] (natural log), both in `dtype`. A row that
+        sees no key gives 0 and -inf.
+    """
+    xp = array_namespace(q, k, v)
+    q, k, v = _by_kv_head(xp, (q, k, v), spec, dtype)
+    p, lse, _ = _softmax(xp, q, k, spec)
+    out = xp.matmul(p, v)
+    return _to_heads(xp, out, spec), xp.reshape(lse, (spec.batch, spec.heads_q, spec.seq_q))
+
+
+def attention_backward(
+    dout: Array,
+    dlse: Array | None,
+    q: Array,
+    k: Array,
+    v: Array,
+    spec: AttentionSpec,
+    dtype: Any,
+) -> tuple[Array, Array, Array]:
+    """Gradients of `attention_forward`.
+
+    With ``dp = dout · vᵀ`` and ``delta = rowsum(p ∘ dp) - dlse``:
+    ``ds = p ∘ (dp - delta)``, ``dq = scale · ds k``, ``dk = scale · dsᵀ q``, ``dv = pᵀ dout``.
+
+    Args:
+        dout: gradient of out, [B, Sq, Hq, Dv].
+        dlse: gradient of lse, [B, Hq, Sq], or None for zero.
+        q, k, v, spec, dtype: as in the forward.
+
+    Returns:
+        dq, dk, dv, shaped as q, k, v, in `dtype`.
+    """
+    xp = array_namespace(q, k, v)
+    q, k, v = _by_kv_head(xp, (q, k, v), spec, dtype)
+    dout = _rows(xp, dout, spec, dtype)
+    p, _, dcap = _softmax(xp, q, k, spec)
+    dp = xp.matmul(dout, xp.matrix_transpose(v))
+    delta = xp.sum(p * dp, axis=-1, keepdims=True)
+    if dlse is not None:
+        delta = delta - xp.reshape(xp.astype(dlse, dtype), delta.shape)
+    ds = p * (dp - delta)
+    if dcap is not None:
+        ds = ds * dcap
+    dq = xp.matmul(ds, k) * spec.scale
+    dk = xp.matmul(xp.matrix_transpose(ds), q) * spec.scale
+    dv = xp.matmul(xp.matrix_transpose(p), dout)
+    return (
+        _to_heads(xp, dq, spec),
+        xp.permute_dims(dk, (0, 2, 1, 3)),
+        xp.permute_dims(dv, (0, 2, 1, 3)),
+    )
+
+
+def visibility(xp: Any, spec: AttentionSpec, on: Any) -> Array | None:
+    """Boolean mask [Sq, Skv] of the keys each query sees, on device `on`; None when it sees all."""
+    reach = spec.seq_q + spec.seq_kv  # wider windows see no more, and may not fit an index dtype
+    left, right = (
+        None if side is None else min(side, reach) for side in (spec.window.left, spec.window.right)
+    )
+    if left is None and right is None:
+        return None
+    position = xp.arange(spec.seq_q, device=on)[:, None] + spec.diagonal
+    key = xp.arange(spec.seq_kv, device=on)[None, :]
+    seen = xp.ones((spec.seq_q, spec.seq_kv), dtype=xp.bool, device=on)
+    if left is not None:
+        seen = seen & (key >= position - left)
+    if right is not None:
+        seen = seen & (key <= position + right)
+    return seen
+
+
+def _by_kv_head(xp: Any, qkv: tuple[Array, ...], spec: AttentionSpec, dtype: Any):
+    """q as [B, Hkv, group · Sq, D], so that no key is copied; k, v as [B, Hkv, Skv, D]."""
+    q, k, v = qkv
+    k, v = (xp.permute_dims(xp.astype(x, dtype), (0, 2, 1, 3)) for x in (k, v))
+    return _rows(xp, q, spec, dtype), k, v
+
+
+def _rows(xp: Any, x: Array, spec: AttentionSpec, dtype: Any) -> Array:
+    """[B, Sq, Hq, D] as [B, Hkv, group · Sq, D]."""
+    rows = spec.group_size * spec.seq_q
+    x = xp.permute_dims(xp.astype(x, dtype), (0, 2, 1, 3))
+    return xp.reshape(x, (spec.batch, spec.heads_kv, rows, x.shape[-1]))
+
+
+def _to_heads(xp: Any, rows: Array, spec: AttentionSpec) -> Array:
+    """The inverse of `_rows`."""
+    x = xp.reshape(rows, (spec.batch, spec.heads_q, spec.seq_q, rows.shape[-1]))
+    return xp.permute_dims(x, (0, 2, 1, 3))
+
+
+def _scores(xp: Any, q: Array, k: Array, spec: AttentionSpec) -> tuple[Array, Array | None]:
+    """Scores after scale, softcap and mask, and the derivative of the softcap."""
+    s = xp.matmul(q, xp.matrix_transpose(k)) * spec.scale
+    dcap = None
+    if spec.softcap is not None:
+        t = xp.tanh(s / spec.softcap)
+        s, dcap = t * spec.softcap, 1 - t * t
+    seen = visibility(xp, spec, device(s))
+    if seen is not None:
+        group = (spec.group_size, *seen.shape)
+        seen = xp.reshape(xp.broadcast_to(seen, group), s.shape[-2:])
+        s = xp.where(seen, s, xp.full_like(s, float("-inf")))
+    return s, dcap
+
+
+def _softmax(xp: Any, q: Array, k: Array, spec: AttentionSpec) -> tuple[Array, Array, Array | None]:
+    """p, log-sum-exp, and the derivative of the softcap; a row that sees no key has p = 0."""
+    s, dcap = _scores(xp, q, k, spec)
+    p, lse = _normalize(xp, s)
+    return p, lse, dcap
+
+
+def _normalize(xp: Any, s: Array, sink: Array | None = None) -> tuple[Array, Array]:
+    """p and log-sum-exp of rows of scores, with a score per row that has no p of its own."""
+    m = _row_max(xp, s, sink)
+    p = xp.exp(s - m)
+    normalizer = xp.sum(p, axis=-1, keepdims=True)
+    if sink is not None:
+        normalizer = normalizer + xp.exp(sink - m)
+    lse = xp.log(normalizer) + m
+    return p / xp.where(normalizer == 0, xp.ones_like(normalizer), normalizer), lse
+
+
+def _row_max(xp: Any, s: Array, sink: Array | None) -> Array:
+    """Row maximum, 0 where a row has no finite score."""
+    if s.shape[-1] == 0:
+        m = xp.full_like(xp.sum(s, axis=-1, keepdims=True), float("-inf"))
+    else:
+        m = xp.max(s, axis=-1, keepdims=True)
+    if sink is not None:
+        m = xp.maximum(m, sink)
+    return xp.where(xp.isinf(m), xp.zeros_like(m), m)
+
+
+def paged_forward(
+    q: Array,
+    k_pages: Array,
+    v_pages: Array,
+    block_tables: Array,
+    seq_lens: Array,
+    sinks: Array | None,
+    k_scale: Array | None,
+    v_scale: Array | None,
+    spec: DecodeSpec,
+    dtype: Any,
+) -> tuple[Array, Array]:
+    """Attention of new tokens over a paged cache, and log-sum-exp.
+
+    Args:
+        q: [B, T, Hq, D].
+        k_pages, v_pages: [P, page_size, Hkv, D] and [P, page_size, Hkv, Dv].
+        block_tables: [B, max_pages] int32; entries past a sequence's last page hold anything.
+        seq_lens: [B] int32, the new tokens counted in.
+        sinks: [Hq] float32, one logit a head in the denominator, or None.
+        k_scale, v_scale: [] or [Hkv] float32, factors of what the pool holds, or None.
+        spec: semantics; its shapes are those of the operands.
+        dtype: dtype of every operation.
+
+    Returns:
+        out [B, T, Hq, Dv] and lse [B, Hq, T] (natural log), both in `dtype`. A token that sees no
+        key gives 0, and -inf or its head's sink.
+    """
+    xp = array_namespace(q, k_pages, v_pages)
+    cache, group = spec.cache, spec.group_size
+    length = xp.clip(seq_lens, 0, cache.capacity if cache.num_pages else 0)[:, None]
+    key = xp.arange(cache.capacity, dtype=length.dtype, device=device(q))[None, :]
+    exists = key < length  # [B, keys]
+    k = _gather(xp, k_pages, block_tables, exists, k_scale, cache, dtype)
+    v = _gather(xp, v_pages, block_tables, exists, v_scale, cache, dtype)
+    rows = (spec.batch, spec.heads_kv, group * spec.tokens)
+    q = xp.reshape(xp.permute_dims(xp.astype(q, dtype), (0, 2, 1, 3)), (*rows, spec.head_dim))
+
+    s = xp.matmul(q, xp.matrix_transpose(k)) * spec.scale
+    if spec.softcap is not None:
+        s = spec.softcap * xp.tanh(s / spec.softcap)
+    token = xp.arange(spec.tokens, dtype=length.dtype, device=device(q))[None, :]
+    position = (length - spec.tokens + token)[:, :, None]
+    seen = exists[:, None, :] & (key[:, None, :] <= position)  # [B, T, keys]
+    if spec.window_left is not None:
+        seen = seen & (key[:, None, :] >= position - min(spec.window_left, cache.capacity))
+    shape = (spec.batch, spec.heads_kv, group, spec.tokens, cache.capacity)
+    seen = xp.reshape(xp.broadcast_to(seen[:, None, None], shape), s.shape)
+    s = xp.where(seen, s, xp.full_like(s, float("-inf")))
+
+    sink = None
+    if sinks is not None:
+        sink = xp.reshape(xp.astype(sinks, dtype), (1, spec.heads_kv, group, 1))
+        sink = xp.broadcast_to(sink, (*rows[:2], group, spec.tokens))
+        sink = xp.reshape(sink, (*rows, 1))
+    p, lse = _normalize(xp, s, sink)
+    heads = (spec.batch, spec.heads_q, spec.tokens)
+    out = xp.reshape(xp.matmul(p, v), (*heads, spec.head_dim_v))
+    return xp.permute_dims(out, (0, 2, 1, 3)), xp.reshape(lse, heads)
+
+
+def merge(outs: Array, lses: Array, dtype: Any) -> tuple[Array, Array]:
+    """Attention over the union of disjoint sets of keys, from the attention over each.
+
+    Args:
+        outs: [N, B, S, H, Dv].
+        lses: [N, B, H, S], natural log.
+        dtype: dtype of every operation.
+
+    Returns:
+        out [B, S, H, Dv] and lse [B, H, S], both in `dtype`. A row that saw no key in any part
+        gives 0 and -inf.
+    """
+    xp = array_namespace(outs, lses)
+    outs, lses = xp.astype(outs, dtype), xp.astype(lses, dtype)
+    weight, lse = _normalize(xp, xp.permute_dims(lses, (1, 2, 3, 0)))
+    weight = xp.permute_dims(weight, (3, 0, 2, 1))[..., None]
+    # A part that saw nothing has weight 0 and may hold anything.
+    outs = xp.where(weight > 0, outs, xp.zeros_like(outs))
+    return xp.sum(weight * outs, axis=0), lse[..., 0]
+
+
+def quantize(x: Array, scale: Array, cache: PagedCache, dtype: Any) -> Array:
+    """What a quantised cache stores of `x` [B, T, Hkv, D]: ``x / scale``, rounded and clamped.
+
+    Args:
+        scale: [] or [Hkv] float32.
+        dtype: the cache's dtype, in the library of `x`.
+    """
+    xp = array_namespace(x)
+    x = xp.astype(x, xp.float32) / _of_heads(xp, scale)
+    if cache.dtype == "int8":
+        return xp.astype(xp.clip(xp.round(x), -127, 127), dtype)
+    return xp.astype(xp.clip(x, -FLOAT8_MAX, FLOAT8_MAX), dtype)
+
+
+def _of_heads(xp: Any, scale: Array) -> Array:
+    """A scale as a factor of [..., Hkv, D]."""
+    return xp.reshape(scale, (*scale.shape, 1)) if scale.shape else scale
+
+
+def _gather(
+    xp: Any,
+    pages: Array,
+    block_tables: Array,
+    exists: Array,
+    scale: Array | None,
+    cache: PagedCache,
+    dtype: Any,
+) -> Array:
+    """The keys of each sequence, [B, Hkv, capacity, D]; 0 where there is none."""
+    batch, size = block_tables.shape[0], pages.shape[-1]
+    if cache.num_pages == 0:
+        shape = (batch, cache.heads, cache.capacity, size)
+        return xp.zeros(shape, dtype=dtype, device=device(pages))
+    first = xp.reshape(exists, (batch, cache.max_pages, cache.page_size))[:, :, 0]
+    ids = xp.where(first, block_tables, xp.zeros_like(block_tables))
+    ids = xp.clip(ids, 0, cache.num_pages - 1)
+    x = xp.take(pages, xp.reshape(ids, (-1,)), axis=0)
+    x = xp.reshape(x, (batch, cache.capacity, cache.heads, size))
+    x = xp.astype(x, dtype)
+    x = xp.where(exists[:, :, None, None], x, xp.zeros_like(x))
+    if scale is not None:
+        x = x * xp.astype(_of_heads(xp, scale), dtype)
+    return xp.permute_dims(x, (0, 2, 1, 3))

@@ -1,0 +1,428 @@
+"""Argument checks: the only place that writes an error message about an argument.
+
+Every message reads ``name: expected ..., got ...``. `ValueError` and `TypeError` are for what
+is wrong anywhere, `NotImplementedError` for what is valid but not supported here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from numbers import Integral, Real
+from typing import Any, NamedTuple, NoReturn
+
+import numpy as np
+
+from twin_attention.contract.spec import (
+    DECODE_DTYPES,
+    DTYPES,
+    HEAD_DIM_MAX,
+    HEAD_DIM_MIN,
+    HEAD_DIM_STEP,
+    PAGE_SIZE_MAX,
+    QUANTIZED_DTYPES,
+    SPLITS_MAX,
+    TOKENS_MAX,
+    AttentionSpec,
+    DecodeSpec,
+    MergeSpec,
+    PagedCache,
+    Window,
+)
+
+
+class Operand(NamedTuple):
+    """What a check needs to know of a tensor, whichever framework owns it.
+
+    Attributes:
+        name: the argument's name, as messages print it.
+        shape: dimensions.
+        dtype: the framework's dtype name without a prefix, such as "bfloat16".
+        device: a comparable name such as "cpu" or "cuda:0"; None when it is not known (a tracer).
+        contiguous_rows: False when the last dimension has a stride other than 1.
+        even_rows: False when a row begins at an odd offset or distance from others, in elements.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    device: str | None = None
+    contiguous_rows: bool = True
+    even_rows: bool = True
+
+
+def fail(error: type[Exception], name: str, expected: str, got: object) -> NoReturn:
+    """Raise `error` in the project's one message format."""
+    raise error(f"{name}: expected {expected}, got {got}")
+
+
+def not_a_tensor(name: str, got: object) -> NoReturn:
+    """Refuse an argument that is no tensor of the calling framework."""
+    fail(TypeError, name, "a tensor of the calling framework", type(got).__name__)
+
+
+def not_differentiable(what: str, instead: str) -> NoReturn:
+    """Refuse a derivative that has no formula here, and name the way out."""
+    raise NotImplementedError(
+        f"flash_attention: {what} is not supported; reverse mode, once, is. {instead}"
+    )
+
+
+def no_gradient(function: str) -> NoReturn:
+    """Refuse any derivative of a function that is for inference only."""
+    raise NotImplementedError(
+        f"{function}: a gradient is not supported; give it operands that need none "
+        "(torch.no_grad, jax.lax.stop_gradient), or use flash_attention"
+    )
+
+
+def check_flash_attention(
+    q: Operand,
+    k: Operand,
+    v: Operand,
+    *,
+    causal: Any,
+    scale: Any,
+    window_size: Any,
+    softcap: Any,
+) -> AttentionSpec:
+    """Check every argument of `flash_attention` and describe the problem.
+
+    Raises:
+        ValueError: ranks, sizes, devices, strides or values that contradict each other.
+        TypeError: an argument of the wrong type or dtype.
+        NotImplementedError: a head size or dtype that the kernels do not take.
+    """
+    _check_operands(q, k, v)
+    batch, seq_q, heads_q, head_dim = q.shape
+    _, seq_kv, heads_kv, _ = k.shape
+    head_dim_v = v.shape[3]
+    return AttentionSpec(
+        batch=batch,
+        seq_q=seq_q,
+        seq_kv=seq_kv,
+        heads_q=heads_q,
+        heads_kv=heads_kv,
+        head_dim=head_dim,
+        head_dim_v=head_dim_v,
+        dtype=q.dtype,
+        scale=_resolve_scale(scale, head_dim),
+        window=Window.of(_check_flag("causal", causal), _resolve_window(window_size)),
+        softcap=_resolve_softcap(softcap),
+    )
+
+
+def check_paged_decode(
+    q: Operand,
+    k_pages: Operand,
+    v_pages: Operand,
+    block_tables: Operand,
+    seq_lens: Operand,
+    sinks: Operand | None,
+    k_scale: Operand | None,
+    v_scale: Operand | None,
+    *,
+    scale: Any,
+    window_size: Any,
+    softcap: Any,
+    num_splits: Any,
+) -> DecodeSpec:
+    """Check every argument of `paged_decode` and describe the problem.
+
+    Raises:
+        ValueError: ranks, sizes, devices, strides or values that contradict each other.
+        TypeError: an argument of the wrong type or dtype.
+        NotImplementedError: a head size, page size, dtype or number of tokens that the kernels
+            do not take.
+    """
+    if len(q.shape) not in (3, 4):
+        expected = "3 or 4 dimensions [B, Hq, D] or [B, T, Hq, D]"
+        fail(ValueError, q.name, expected, f"shape {q.shape}")
+    cache = _check_cache(q, k_pages, v_pages, block_tables, seq_lens)
+    batch, *tokens, heads_q, head_dim = q.shape
+    if head_dim != cache.head_dim:
+        fail(ValueError, "q", f"k_pages' head size {cache.head_dim}", head_dim)
+    if (cache.heads == 0 and heads_q != 0) or (cache.heads != 0 and heads_q % cache.heads != 0):
+        expected = f"a number of heads divisible by k_pages' {cache.heads}"
+        fail(ValueError, "q", expected, heads_q)
+    _check_scales(cache, q, k_scale, v_scale)
+    if sinks is not None:
+        _check_dtype(sinks, "float32")
+        if sinks.shape != (heads_q,):
+            fail(ValueError, "sinks", f"shape {(heads_q,)}, one of each head", sinks.shape)
+        _check_device(sinks, q)
+        _check_rows(sinks)
+    window = _resolve_window(window_size)
+    return DecodeSpec(
+        batch=batch,
+        tokens=tokens[0] if tokens else 1,
+        heads_q=heads_q,
+        cache=cache,
+        dtype=q.dtype,
+        scale=_resolve_scale(scale, head_dim),
+        window_left=None if window is None else window[0],
+        softcap=_resolve_softcap(softcap),
+        num_splits=_resolve_splits(num_splits),
+    )
+
+
+def check_append_kv(
+    k_new: Operand,
+    v_new: Operand,
+    k_pages: Operand,
+    v_pages: Operand,
+    block_tables: Operand,
+    seq_lens: Operand,
+    k_scale: Operand | None,
+    v_scale: Operand | None,
+) -> PagedCache:
+    """Check every argument of `append_kv` and describe the cache.
+
+    Raises:
+        As `check_paged_decode`.
+    """
+    if len(k_new.shape) not in (3, 4):
+        expected = "3 or 4 dimensions [B, Hkv, D] or [B, T, Hkv, D]"
+        fail(ValueError, k_new.name, expected, f"shape {k_new.shape}")
+    cache = _check_cache(k_new, k_pages, v_pages, block_tables, seq_lens)
+    expected = (*k_new.shape[:-2], cache.heads)
+    for x, size in ((k_new, cache.head_dim), (v_new, cache.head_dim_v)):
+        if x.shape != (*expected, size):
+            fail(ValueError, x.name, f"shape {(*expected, size)}", x.shape)
+    _check_dtype(v_new, k_new.dtype, "k_new's ")
+    _check_device(v_new, k_new)
+    _check_rows(v_new)
+    _check_scales(cache, k_new, k_scale, v_scale)
+    return cache
+
+
+def check_merge_states(outs: Operand, lses: Operand) -> MergeSpec:
+    """Check the arguments of `merge_states` and describe the problem.
+
+    Raises:
+        ValueError: ranks, sizes, devices or strides that contradict each other.
+        TypeError: an argument of the wrong dtype.
+        NotImplementedError: a head size or dtype that the kernel does not take.
+    """
+    if len(outs.shape) not in (4, 5):
+        expected = "4 or 5 dimensions [N, B, H, Dv] or [N, B, S, H, Dv]"
+        fail(ValueError, "outs", expected, f"shape {outs.shape}")
+    _check_float(outs, DTYPES)
+    _check_head_dim(outs)
+    _check_rows(outs)
+    states, batch, *tokens, heads, head_dim_v = outs.shape
+    _check_dtype(lses, "float32")
+    if lses.shape != (states, batch, heads, *tokens):
+        fail(ValueError, "lses", f"shape {(states, batch, heads, *tokens)}", lses.shape)
+    _check_device(lses, outs)
+    return MergeSpec(states, batch, tokens[0] if tokens else 1, heads, head_dim_v, outs.dtype)
+
+
+def check_page_ids(tables: np.ndarray, lengths: np.ndarray, num_pages: int, page_size: int) -> None:
+    """Check the data that tells where a decode reads: lengths, and the page ids that they use.
+
+    Args:
+        tables: [B, max_pages] integers.
+        lengths: [B] integers.
+        num_pages, page_size: of the pool.
+
+    Raises:
+        ValueError: a length out of the tables' capacity, or a page id that is not in the pool;
+            of the first sequence where this is so.
+    """
+    capacity = tables.shape[1] * page_size
+    used = np.arange(tables.shape[1]) * page_size < lengths[:, None]
+    missing = used & ((tables < 0) | (tables >= num_pages))
+    impossible = (lengths < 0) | (lengths > capacity)
+    for b in np.flatnonzero(impossible | missing.any(axis=1))[:1]:
+        if impossible[b]:
+            fail(ValueError, f"seq_lens[{b}]", f"a length from 0 to {capacity}", lengths[b])
+        i = np.flatnonzero(missing[b])[0]
+        expected = f"one of the pool's {num_pages} pages"
+        fail(ValueError, f"block_tables[{b}, {i}]", expected, tables[b, i])
+
+
+def _check_cache(
+    new: Operand, k_pages: Operand, v_pages: Operand, block_tables: Operand, seq_lens: Operand
+) -> PagedCache:
+    """What `paged_decode` and `append_kv` take alike; `new` is q, or the new keys."""
+    for x, layout in ((k_pages, "[P, page_size, Hkv, D]"), (v_pages, "[P, page_size, Hkv, Dv]")):
+        if len(x.shape) != 4:
+            fail(ValueError, x.name, f"4 dimensions {layout}", f"shape {x.shape}")
+    _check_float(new, DECODE_DTYPES)
+    if k_pages.dtype not in (new.dtype, *QUANTIZED_DTYPES):
+        choices = ", ".join((f"{new.name}'s {new.dtype}", *QUANTIZED_DTYPES))
+        fail(TypeError, "k_pages", choices, k_pages.dtype)
+    _check_dtype(v_pages, k_pages.dtype, "k_pages' ")
+    if v_pages.shape[:3] != k_pages.shape[:3]:
+        expected = f"k_pages' pages, page size and heads {k_pages.shape[:3]}"
+        fail(ValueError, "v_pages", expected, v_pages.shape[:3])
+    num_pages, page_size, heads, head_dim = k_pages.shape
+    if not 1 <= page_size <= PAGE_SIZE_MAX:
+        fail(NotImplementedError, "k_pages", f"a page size from 1 to {PAGE_SIZE_MAX}", page_size)
+    for x in (k_pages, v_pages):
+        _check_head_dim(x)
+    batch, *tokens, _, _ = new.shape
+    if tokens and tokens[0] > TOKENS_MAX:
+        fail(NotImplementedError, new.name, f"at most {TOKENS_MAX} new tokens", tokens[0])
+    for x in (block_tables, seq_lens):
+        _check_dtype(x, "int32")
+    if len(block_tables.shape) != 2 or block_tables.shape[0] != batch:
+        fail(ValueError, "block_tables", f"shape ({batch}, max_pages)", block_tables.shape)
+    if seq_lens.shape != (batch,):
+        fail(ValueError, "seq_lens", f"shape {(batch,)}", seq_lens.shape)
+    for x in (k_pages, v_pages, block_tables, seq_lens):
+        _check_device(x, new)
+    for x in (new, k_pages, v_pages, block_tables, seq_lens):
+        _check_rows(x)
+    for x in (k_pages, v_pages):
+        # The kernels read them two columns at a time.
+        if x.dtype in QUANTIZED_DTYPES and not x.even_rows:
+            fail(ValueError, x.name, "rows at even offsets in an 8-bit cache", "an odd one")
+    max_pages = block_tables.shape[1]
+    capacity = max_pages * page_size
+    if capacity >= 2**31:
+        fail(NotImplementedError, "block_tables", "a capacity of less than 2^31 keys", capacity)
+    return PagedCache(
+        num_pages, page_size, max_pages, heads, head_dim, v_pages.shape[3], k_pages.dtype
+    )
+
+
+def _check_scales(
+    cache: PagedCache, new: Operand, k_scale: Operand | None, v_scale: Operand | None
+) -> None:
+    for name, x in (("k_scale", k_scale), ("v_scale", v_scale)):
+        if not cache.is_quantized:
+            if x is not None:
+                fail(ValueError, name, f"None for a cache in {cache.dtype}", f"shape {x.shape}")
+            continue
+        if x is None:
+            fail(ValueError, name, f"a scale for a cache in {cache.dtype}", None)
+        _check_dtype(x, "float32")
+        if x.shape not in ((), (cache.heads,)):
+            expected = f"shape () or {(cache.heads,)}, one of all heads or of each kv head"
+            fail(ValueError, name, expected, x.shape)
+        _check_device(x, new)
+        _check_rows(x)
+
+
+def _resolve_splits(num_splits: Any) -> int | None:
+    if num_splits is None:
+        return None
+    expected = f"None or an integer from 1 to {SPLITS_MAX}"
+    if isinstance(num_splits, bool) or not isinstance(num_splits, Integral):
+        fail(TypeError, "num_splits", expected, repr(num_splits))
+    splits = int(num_splits)
+    if not 1 <= splits <= SPLITS_MAX:
+        fail(ValueError, "num_splits", expected, splits)
+    return splits
+
+
+def check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
+    """Refuse a name that is not one of `choices` (None passes)."""
+    if value is not None and value not in choices:
+        fail(ValueError, name, "None or one of " + ", ".join(map(repr, choices)), repr(value))
+
+
+def _check_operands(q: Operand, k: Operand, v: Operand) -> None:
+    for x, layout in ((q, "[B, Sq, Hq, D]"), (k, "[B, Skv, Hkv, D]"), (v, "[B, Skv, Hkv, Dv]")):
+        if len(x.shape) != 4:
+            fail(ValueError, x.name, f"4 dimensions {layout}", f"shape {tuple(x.shape)}")
+    for x in (q, k, v):
+        _check_float(x, DTYPES)
+    for x in (k, v):
+        _check_dtype(x, q.dtype, "q's ")
+    for x in (k, v):
+        _check_device(x, q)
+    for x in (k, v):
+        if x.shape[0] != q.shape[0]:
+            fail(ValueError, x.name, f"q's batch size {q.shape[0]}", x.shape[0])
+    if v.shape[1] != k.shape[1]:
+        fail(ValueError, "v", f"k's length {k.shape[1]}", v.shape[1])
+    if v.shape[2] != k.shape[2]:
+        fail(ValueError, "v", f"k's {k.shape[2]} heads", v.shape[2])
+    if k.shape[3] != q.shape[3]:
+        fail(ValueError, "k", f"q's head size {q.shape[3]}", k.shape[3])
+    heads_q, heads_kv = q.shape[2], k.shape[2]
+    if (heads_kv == 0 and heads_q != 0) or (heads_kv != 0 and heads_q % heads_kv != 0):
+        fail(ValueError, "q", f"a number of heads divisible by k's {heads_kv}", heads_q)
+    for x in (q, v):
+        _check_head_dim(x)
+    for x in (q, k, v):
+        _check_rows(x)
+
+
+def _check_float(x: Operand, dtypes: tuple[str, ...]) -> None:
+    if "float" not in x.dtype:
+        fail(TypeError, x.name, "a floating-point dtype", x.dtype)
+    if x.dtype not in dtypes:
+        fail(NotImplementedError, x.name, "dtype " + ", ".join(dtypes), x.dtype)
+
+
+def _check_dtype(x: Operand, dtype: str, whose: str = "") -> None:
+    if x.dtype != dtype:
+        fail(TypeError, x.name, f"{whose}dtype {dtype}", x.dtype)
+
+
+def _check_device(x: Operand, other: Operand) -> None:
+    if x.device is not None and other.device is not None and x.device != other.device:
+        fail(ValueError, x.name, f"{other.name}'s device {other.device}", x.device)
+
+
+def _check_head_dim(x: Operand) -> None:
+    size = x.shape[-1]
+    if size % HEAD_DIM_STEP or not HEAD_DIM_MIN <= size <= HEAD_DIM_MAX:
+        supported = f"a head size from {HEAD_DIM_MIN} to {HEAD_DIM_MAX} in steps of {HEAD_DIM_STEP}"
+        fail(NotImplementedError, x.name, supported, size)
+
+
+def _check_rows(x: Operand) -> None:
+    if not x.contiguous_rows:
+        fail(ValueError, x.name, "a contiguous last dimension", "a stride other than 1")
+
+
+def _check_flag(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        fail(TypeError, name, "a bool", type(value).__name__)
+    return value
+
+
+def _resolve_scale(scale: Any, head_dim: int) -> float:
+    if scale is None:
+        return head_dim**-0.5
+    return _check_number("scale", scale, "a finite number or None")
+
+
+def _resolve_softcap(softcap: Any) -> float | None:
+    if softcap is None:
+        return None
+    expected = "a finite positive number or None"
+    value = _check_number("softcap", softcap, expected)
+    if value <= 0:
+        fail(ValueError, "softcap", expected, softcap)
+    return value
+
+
+def _check_number(name: str, value: Any, expected: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, Real):
+        fail(TypeError, name, expected, type(value).__name__)
+    if not math.isfinite(value):
+        fail(ValueError, name, expected, value)
+    return float(value)
+
+
+def _resolve_window(window_size: Any) -> tuple[int | None, int | None] | None:
+    if window_size is None:
+        return None
+    expected = "None or a pair (left, right) of non-negative integers or None"
+    if not isinstance(window_size, tuple | list) or len(window_size) != 2:
+        fail(TypeError, "window_size", expected, repr(window_size))
+    for side in window_size:
+        if side is None:
+            continue
+        if isinstance(side, bool) or not isinstance(side, Integral):
+            fail(TypeError, "window_size", expected, repr(tuple(window_size)))
+        if side < 0:
+            fail(ValueError, "window_size", expected, repr(tuple(window_size)))
+    left, right = (None if side is None else int(side) for side in window_size)
+    return left, right

@@ -1,0 +1,73 @@
+"""Which code a GPU runs: its own generation's, or SM80 code on a Hopper card.
+
+A Hopper card can run SM80 (Ampere) kernels, so that they can be tested and timed where no
+Ampere card is at hand. Set the environment variable ``TWIN_ATTENTION_TARGET=sm80``, or::
+
+    from twin_attention.targets.target import use_target
+
+    with use_target("sm80"):
+        out = torch_attn.flash_attention(q, k, v)
+
+A result made so is SM80 code on that card, never an A100's. The switch is process-wide, so
+that autograd's worker threads see it; JAX reads it while tracing, so that a jitted function
+keeps the target under which it was traced.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from twin_attention.contract.validate import check_choice, fail
+
+TARGETS = ("sm80", "sm90")
+SHARED_MEMORY_LIMIT = {"sm80": 163 * 1024, "sm90": 227 * 1024}
+MULTIPROCESSORS = {"sm80": 108, "sm90": 132}  # of an A100 and of an H100 or H200
+_VARIABLE = "TWIN_ATTENTION_TARGET"
+_override: str | None = None
+
+
+def requested_target() -> str | None:
+    """The target that was asked for, or None for the device's own.
+
+    Raises:
+        ValueError: the environment variable names no target.
+    """
+    if _override is not None:
+        return _override
+    target = os.environ.get(_VARIABLE) or None
+    check_choice(_VARIABLE, target, TARGETS)
+    return target
+
+
+@contextmanager
+def use_target(target: str | None) -> Iterator[None]:
+    """Run the code of `target` ("sm80" or "sm90") inside the block; None leaves things as they are.
+
+    Raises:
+        ValueError: no such target.
+    """
+    global _override
+    check_choice("target", target, TARGETS)
+    before, _override = _override, target if target is not None else _override
+    try:
+        yield
+    finally:
+        _override = before
+
+
+def resolve_target(capability: tuple[int, int]) -> str:
+    """The target to compile for on a device of this compute capability.
+
+    Raises:
+        NotImplementedError: a device older than Ampere, or Hopper code on an older card.
+    """
+    if capability < (8, 0):
+        got = f"{capability[0]}.{capability[1]}"
+        fail(NotImplementedError, "device", "compute capability 8.0 or newer", got)
+    native = "sm90" if capability[0] == 9 else "sm80"
+    requested = requested_target() or native
+    if requested == "sm90" and native != "sm90":
+        fail(NotImplementedError, _VARIABLE, f"sm80 on this {native} device", requested)
+    return requested
