@@ -7,8 +7,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from pallas_attn.dispatch import INTERPRET
-from pallas_attn.kernels.portable.primitives import arange, load_rows_at, store_rows_at
+from pallas_attn.kernels.portable.pages import load_rows_at, store_rows_at
 from pallas_attn.kernels.portable.quantized import divide, quantize
+from pallas_attn.kernels.portable.tiles import arange
 from pallas_attn.launch import cache_arguments, launch
 from twin_attention.contract.spec import PagedCache
 from twin_attention.targets.config import padded_head_dim

@@ -12,17 +12,9 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from pallas_attn.kernels.portable.primitives import (
-    LN2,
-    LOG2E,
-    add_sink,
-    arange,
-    cdiv,
-    keys_of_sequence,
-    load_rows,
-    load_rows_at,
-    share_of_tiles,
-)
+from pallas_attn.kernels.portable.pages import keys_of_sequence, load_rows_at, share_of_tiles
+from pallas_attn.kernels.portable.softmax import LN2, LOG2E, add_sink
+from pallas_attn.kernels.portable.tiles import arange, cdiv, load_rows
 from pallas_attn.launch import launch
 from twin_attention.contract.spec import DecodeSpec, MergeSpec
 from twin_attention.targets.config import padded_head_dim

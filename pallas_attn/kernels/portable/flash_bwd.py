@@ -11,17 +11,19 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
-from pallas_attn.kernels.portable.primitives import (
-    LOG2E,
-    ROW_PADDING,
-    arange,
+from pallas_attn.kernels.portable.scores import (
     attention_mask,
     attention_scores,
-    count_tiles,
     dot,
+    softcap_derivative,
+)
+from pallas_attn.kernels.portable.softmax import LOG2E
+from pallas_attn.kernels.portable.tiles import (
+    ROW_PADDING,
+    arange,
+    count_tiles,
     load_rows,
     load_tile,
-    softcap_derivative,
     split_step,
     store_tile,
     tile_start,

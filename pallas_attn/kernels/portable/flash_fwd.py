@@ -9,15 +9,12 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
-from pallas_attn.kernels.portable.primitives import (
-    LN2,
+from pallas_attn.kernels.portable.scores import attention_mask, attention_scores, dot
+from pallas_attn.kernels.portable.softmax import LN2, online_softmax_update
+from pallas_attn.kernels.portable.tiles import (
     arange,
-    attention_mask,
-    attention_scores,
     count_tiles,
-    dot,
     load_tile,
-    online_softmax_update,
     store_rows,
     store_tile,
     tile_start,

@@ -12,21 +12,17 @@ from jax.experimental.pallas import triton as plt
 
 from pallas_attn.dispatch import multiprocessors
 from pallas_attn.kernels.portable.combine import merge_splits
-from pallas_attn.kernels.portable.primitives import (
-    LN2,
-    add_sink,
-    arange,
-    attention_mask,
-    attention_scores,
-    dot,
+from pallas_attn.kernels.portable.pages import (
     keys_of_sequence,
     load_rows_at,
     locate_keys,
-    online_softmax_update,
     share_of_tiles,
     store_rows_at,
 )
 from pallas_attn.kernels.portable.quantized import as_words, to_float16, unpack
+from pallas_attn.kernels.portable.scores import attention_mask, attention_scores, dot
+from pallas_attn.kernels.portable.softmax import LN2, add_sink, online_softmax_update
+from pallas_attn.kernels.portable.tiles import arange
 from pallas_attn.launch import (
     config_for,
     decode_arguments,

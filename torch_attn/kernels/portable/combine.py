@@ -9,13 +9,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_wait
 
-from torch_attn.kernels.portable.primitives import (
-    LN2,
-    LOG2E,
-    add_sink,
-    keys_of_sequence,
-    share_of_tiles,
-)
+from torch_attn.kernels.portable.pages import keys_of_sequence, share_of_tiles
+from torch_attn.kernels.portable.softmax import LN2, LOG2E, add_sink
 from torch_attn.launch import launch
 from twin_attention.contract.spec import DecodeSpec, MergeSpec
 from twin_attention.targets.config import padded_head_dim

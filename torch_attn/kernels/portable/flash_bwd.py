@@ -11,15 +11,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torch_attn.kernels.portable.primitives import (
-    LOG2E,
+from torch_attn.kernels.portable.scores import attention_mask, attention_scores, softcap_derivative
+from torch_attn.kernels.portable.softmax import LOG2E
+from torch_attn.kernels.portable.tiles import (
     ROW_PADDING,
-    attention_mask,
-    attention_scores,
     count_tiles,
     head_base,
     load_tile,
-    softcap_derivative,
     split_step,
     store_tile,
     tile_start,

@@ -9,14 +9,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torch_attn.kernels.portable.primitives import (
-    LN2,
-    attention_mask,
-    attention_scores,
+from torch_attn.kernels.portable.scores import attention_mask, attention_scores
+from torch_attn.kernels.portable.softmax import LN2, online_softmax_update
+from torch_attn.kernels.portable.tiles import (
     count_tiles,
     head_base,
     load_tile,
-    online_softmax_update,
     store_tile,
     tile_start,
     visible_tiles,

@@ -11,20 +11,17 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from torch_attn.kernels.portable.combine import merge_splits
-from torch_attn.kernels.portable.primitives import (
-    LN2,
-    add_sink,
-    attention_mask,
-    attention_scores,
+from torch_attn.kernels.portable.pages import (
     keys_of_sequence,
     load_columns,
     load_keys,
     locate_keys,
-    online_softmax_update,
     share_of_tiles,
     store_columns,
 )
 from torch_attn.kernels.portable.quantized import to_float16, unpack
+from torch_attn.kernels.portable.scores import attention_mask, attention_scores
+from torch_attn.kernels.portable.softmax import LN2, add_sink, online_softmax_update
 from torch_attn.launch import (
     as_words,
     config_for,

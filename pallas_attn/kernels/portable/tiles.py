@@ -1,0 +1,133 @@
+"""Tiles: which of them a row sees, and how rows and columns of a head are read and written.
+
+Shapes are static in JAX, so loops over no tile at all are not traced.
+"""
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+
+# Row vectors that the backward's kernels share are padded to a multiple of this many rows, so that
+# a tile of them is loaded without a mask. block_q of the backward divides it.
+ROW_PADDING = 128
+
+
+def visible_tiles(start, size, size_other, left, right, block, block_other):
+    """Which tiles of the other axis the rows start .. start + block see.
+
+    Row i stands at position ``p = i + size_other - size`` and sees ``p - left .. p + right`` (None
+    is unlimited). Queries see keys with the window's (left, right), keys see queries with
+    (right, left).
+
+    Returns (begin, before, full, after): the first tile that has something to see starts at
+    `begin`; from there `before` tiles need a mask, then `full` tiles need none, then `after`
+    tiles need one. Every other tile is skipped.
+    """
+    first = start + size_other - size
+    last = jnp.minimum(start + block, size) - 1 + size_other - size
+    begin = 0
+    full_begin = 0
+    end = size_other
+    full_end = size_other
+    if left is not None:
+        begin = jnp.maximum(first - left, 0) // block_other * block_other
+        full_begin = jnp.maximum(last - left, 0)
+    if right is not None:
+        end = minimum(jnp.maximum(last + right + 1, 0), size_other)
+        full_end = minimum(jnp.maximum(first + right + 1, 0), size_other)
+    visible = cdiv(maximum(end - begin, 0), block_other)
+    before = minimum(cdiv(full_begin - begin, block_other), visible)
+    full = maximum(full_end - begin, 0) // block_other - before
+    full = minimum(maximum(full, 0), visible - before)
+    return begin, before, full, visible - before - full
+
+
+def count_tiles(before, full, after, masked):
+    """How many tiles there are of one kind: those at the edges, or the full ones between."""
+    return before + after if masked else full
+
+
+def tile_start(index, begin, before, full, block, masked):
+    """First row of tile `index` of one kind."""
+    if masked:
+        tile = jnp.where(index < before, index, index + full)
+    else:
+        tile = index + before
+    return begin + lax.convert_element_type(tile, jnp.int32) * block
+
+
+def cdiv(a, b):
+    """a / b rounded up, for a >= 0; unlike `pl.cdiv` it takes a traced int32 in 64-bit mode."""
+    return (a + (b - 1)) // b
+
+
+def minimum(a, b):
+    """Like `jnp.minimum`, but static where both sides are."""
+    return min(a, b) if isinstance(a, int) and isinstance(b, int) else jnp.minimum(a, b)
+
+
+def maximum(a, b):
+    """Like `jnp.maximum`, but static where both sides are."""
+    return max(a, b) if isinstance(a, int) and isinstance(b, int) else jnp.maximum(a, b)
+
+
+def split_step(step, count, group_size):
+    """Head of the group and index of the tile, at one step of a walk over `count` tiles a head.
+
+    A compiler may compute this ahead of a loop that then makes no step, so `count` may be 0 here.
+    """
+    if group_size == 1:
+        return np.int32(0), step
+    step = lax.convert_element_type(step, jnp.int32)
+    count = maximum(count, 1)
+    return step // count, step % count
+
+
+def load_tile(ref, start, num_rows, block_rows, size, block_size, mask_rows, head=None):
+    """Rows start .. start + block_rows of a [num_rows, size] matrix.
+
+    Columns are padded with zeros to block_size. mask_rows: rows past `num_rows` give 0. head: the
+    matrix is ``ref[:, head, :]``.
+    """
+    rows = arange(block_rows)[:, None]
+    cols = arange(block_size)[None, :]
+    tile = tile_of(ref, start, block_rows, block_size, head)
+    if mask_rows:
+        return plt.load(tile, mask=(rows < num_rows - start) & (cols < size), other=0.0)
+    if block_size != size:
+        shape = (block_rows, block_size)
+        return plt.load(tile, mask=jnp.broadcast_to(cols < size, shape), other=0.0)
+    return plt.load(tile)
+
+
+def store_tile(ref, x, start, num_rows, block_rows, size, block_size):
+    """The inverse of `load_tile`; rows past `num_rows` and columns past `size` are not written."""
+    rows = arange(block_rows)[:, None]
+    cols = arange(block_size)[None, :]
+    tile = tile_of(ref, start, block_rows, block_size)
+    plt.store(tile, x.astype(ref.dtype), mask=(rows < num_rows - start) & (cols < size))
+
+
+def tile_of(ref, start, block_rows, block_size, head=None):
+    """A view of rows start .. start + block_rows; int32 indices, whatever jax_enable_x64 says."""
+    rows, cols = pl.ds(start, block_rows), pl.ds(np.int32(0), block_size)
+    return ref.at[rows, cols] if head is None else ref.at[rows, head, cols]
+
+
+def load_rows(ref, start, num_rows, block_rows, other):
+    """Elements start .. start + block_rows of a vector of `num_rows`; `other` past its end."""
+    rows = start + arange(block_rows)
+    return plt.load(ref.at[pl.ds(start, block_rows)], mask=rows < num_rows, other=other)
+
+
+def store_rows(ref, x, start, num_rows, block_rows):
+    """The inverse of `load_rows`."""
+    rows = start + arange(block_rows)
+    plt.store(ref.at[pl.ds(start, block_rows)], x, mask=rows < num_rows)
+
+
+def arange(size):
+    """0 .. size - 1 as int32, whatever jax_enable_x64 says."""
+    return jnp.arange(size, dtype=jnp.int32)

@@ -1,0 +1,136 @@
+"""Tiles: which of them a row sees, and how rows and columns of a head are read and written."""
+
+import triton
+import triton.language as tl
+
+# Row vectors that the backward's kernels share are padded to a multiple of this many rows, so that
+# a tile of them is loaded without a mask. block_q of the backward divides it.
+ROW_PADDING = tl.constexpr(128)
+
+
+@triton.jit
+def visible_tiles(
+    start,
+    size,
+    size_other,
+    left,
+    right,
+    BLOCK: tl.constexpr,
+    BLOCK_OTHER: tl.constexpr,
+    HAS_LEFT: tl.constexpr,
+    HAS_RIGHT: tl.constexpr,
+):
+    """Which tiles of the other axis the rows start .. start + BLOCK see.
+
+    Row i stands at position ``p = i + size_other - size`` and sees ``p - left .. p + right``.
+    Queries see keys with the window's (left, right), keys see queries with (right, left).
+
+    Returns (begin, before, full, after): the first tile that has something to see starts at
+    `begin`; from there `before` tiles need a mask, then `full` tiles need none, then `after`
+    tiles need one. Every other tile is skipped.
+    """
+    first = start + size_other - size
+    last = tl.minimum(start + BLOCK, size) - 1 + size_other - size
+    begin = 0
+    full_begin = 0
+    end = size_other
+    full_end = size_other
+    if HAS_LEFT:
+        begin = tl.maximum(first - left, 0) // BLOCK_OTHER * BLOCK_OTHER
+        full_begin = tl.maximum(last - left, 0)
+    if HAS_RIGHT:
+        end = tl.minimum(tl.maximum(last + right + 1, 0), size_other)
+        full_end = tl.minimum(tl.maximum(first + right + 1, 0), size_other)
+    visible = tl.cdiv(tl.maximum(end - begin, 0), BLOCK_OTHER)
+    before = tl.minimum(tl.cdiv(full_begin - begin, BLOCK_OTHER), visible)
+    full = tl.maximum(full_end - begin, 0) // BLOCK_OTHER - before
+    full = tl.minimum(tl.maximum(full, 0), visible - before)
+    return begin, before, full, visible - before - full
+
+
+@triton.jit
+def count_tiles(before, full, after, MASKED: tl.constexpr):
+    """How many tiles there are of one kind: those at the edges, or the full ones between."""
+    count = full
+    if MASKED:
+        count = before + after
+    return count
+
+
+@triton.jit
+def tile_start(index, begin, before, full, BLOCK: tl.constexpr, MASKED: tl.constexpr):
+    """First row of tile `index` of one kind."""
+    if MASKED:
+        tile = tl.where(index < before, index, index + full)
+    else:
+        tile = index + before
+    return begin + tile * BLOCK
+
+
+@triton.jit
+def split_step(step, count, GROUP_SIZE: tl.constexpr):
+    """Head of the group and index of the tile, at one step of a walk over `count` tiles a head.
+
+    A compiler may compute this ahead of a loop that then makes no step, so `count` may be 0 here.
+    """
+    if GROUP_SIZE == 1:
+        member, index = 0, step
+    else:
+        count = tl.maximum(count, 1)
+        member, index = step // count, step % count
+    return member, index
+
+
+@triton.jit
+def head_base(pointer, batch, head, batch_stride, head_stride, ALIGN: tl.constexpr):
+    """Where one head of a [B, S, H, D] tensor begins; ALIGN divides both strides."""
+    offset = batch * batch_stride + head.to(tl.int64) * head_stride
+    return pointer + tl.multiple_of(offset, ALIGN)
+
+
+@triton.jit
+def load_tile(
+    base,
+    start,
+    num_rows,
+    STRIDE: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    MASK_ROWS: tl.constexpr,
+):
+    """Rows start .. start + BLOCK_ROWS of a [num_rows, SIZE] matrix.
+
+    Columns are padded with zeros to BLOCK_SIZE. STRIDE is the distance of rows in elements.
+    MASK_ROWS: rows past `num_rows` give 0.
+    """
+    rows = tl.arange(0, BLOCK_ROWS)[:, None]
+    cols = tl.arange(0, BLOCK_SIZE)[None, :]
+    if STRIDE * BLOCK_ROWS >= 2**31:
+        rows = rows.to(tl.int64)
+    pointers = base + tl.cast(start, tl.int64) * STRIDE + rows * STRIDE + cols
+    if MASK_ROWS:
+        x = tl.load(pointers, mask=(rows < num_rows - start) & (cols < SIZE), other=0.0)
+    elif BLOCK_SIZE != SIZE:
+        x = tl.load(pointers, mask=cols < SIZE, other=0.0)
+    else:
+        x = tl.load(pointers)
+    return x
+
+
+@triton.jit
+def store_tile(
+    base,
+    x,
+    start,
+    num_rows,
+    stride,
+    BLOCK_ROWS: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+):
+    """The inverse of `load_tile`; rows past `num_rows` and columns past SIZE are not written."""
+    rows = tl.arange(0, BLOCK_ROWS)[:, None]
+    cols = tl.arange(0, BLOCK_SIZE)[None, :]
+    pointers = base + (start + rows).to(tl.int64) * stride + cols
+    tl.store(pointers, x.to(base.dtype.element_ty), mask=(rows < num_rows - start) & (cols < SIZE))
