@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from bench.__main__ import main
+from tuning.__main__ import main
 from tuning.static import command
 from tuning.static.bound import bound
 from tuning.static.gate import Problem, Verdict

@@ -12,11 +12,11 @@ pytest.importorskip("tomlkit", reason="tomlkit, of the extra 'bench', is not ins
 
 from rich.console import Console
 
-from bench import __main__ as main
 from bench.configs import changed, table_path
 from bench.statistics import Times
 from interop.parity import environment
 from interop.parity.cases import DecodeCase, FlashCase
+from tuning import __main__ as main
 from tuning.search import command, rows, survey
 from tuning.search.cases import FUNCTIONS
 from tuning.search.search import faster, search
@@ -473,7 +473,7 @@ def test_a_dry_run_prints_the_space_and_writes_nothing(monkeypatch, tmp_path, ca
     monkeypatch.setattr(survey, "ProcessPoolExecutor", StubPool)
     arguments = ["--side", "torch_attn", "--target", "sm80", "--kernel", "flash_fwd",
                  "--head-dim", "64", "--output", str(output)]  # fmt: skip
-    assert main.main(["tune", *arguments, "--dry-run"]) == 0
+    assert main.main(["search", *arguments, "--dry-run"]) == 0
     printed = capsys.readouterr().out
     assert "causal: spills" in printed
     assert "fit, present" in printed
@@ -508,7 +508,7 @@ class StubPool:
 def test_what_it_cannot_do_it_refuses(monkeypatch, capsys, arguments, message):
     monkeypatch.setattr(environment, "choose_device", lambda: "cpu")
     with pytest.raises(SystemExit) as exit:
-        main.main(["tune", "--side", "torch_attn", "--target", "sm80", *arguments])
+        main.main(["search", "--side", "torch_attn", "--target", "sm80", *arguments])
     assert exit.value.code == 2
     assert capsys.readouterr().err.endswith(f"python -m tuning search: error: {message}\n")
 
@@ -520,5 +520,5 @@ def test_interrupted_it_returns_130(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(survey, "ProcessPoolExecutor", StubPool)
     monkeypatch.setattr(survey, "survey", interrupt)
     arguments = ["--side", "torch_attn", "--target", "sm80", "--dry-run"]
-    assert main.main(["tune", *arguments]) == 130
+    assert main.main(["search", *arguments]) == 130
     assert "Interrupted" in capsys.readouterr().out

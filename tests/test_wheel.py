@@ -1,0 +1,92 @@
+"""The wheel, as another project gets it: what it holds, and that each side works from it alone."""
+
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = {"twin_attention", "torch_attn", "pallas_attn", "interop"}
+
+# The other framework cannot be imported, and a folder of the user's own is called interop.
+PRELUDE = """
+import sys
+sys.modules[{blocked!r}] = None
+import interop
+assert interop.MINE
+"""
+TORCH = """
+import torch
+import torch_attn as attn
+import twin_attention
+
+q, k, v = (torch.randn(1, 20, 2, 16, requires_grad=True) for _ in "qkv")
+attn.flash_attention(q, k, v, causal=True, implementation="triton").sum().backward()
+assert q.grad.isfinite().all()
+pages, new = torch.zeros(2, 4, 8, 2, 16, dtype=torch.float16), torch.randn(1, 2, 16).half()
+tables, lens = torch.tensor([[2, 1]], dtype=torch.int32), torch.tensor([9], dtype=torch.int32)
+attn.append_kv(new, new, *pages, tables, lens)
+out = attn.paged_decode(new, *pages, tables, lens, implementation="triton")
+assert out.isfinite().all() and out.any()
+print(twin_attention.__version__, attn.__file__)
+"""
+JAX = """
+import jax
+import jax.numpy as jnp
+import pallas_attn as attn
+import twin_attention
+
+q = k = v = jax.random.normal(jax.random.key(0), (1, 20, 2, 16))
+loss = lambda q: attn.flash_attention(q, k, v, causal=True, implementation="triton").sum()
+assert jnp.isfinite(jax.grad(loss)(q)).all()
+pages, new = jnp.zeros((4, 8, 2, 16), jnp.float16), jnp.ones((1, 2, 16), jnp.float16)
+tables, lens = jnp.array([[2, 1]], jnp.int32), jnp.array([9], jnp.int32)
+k_pages, v_pages = attn.append_kv(new, new, pages, pages, tables, lens)
+out = attn.paged_decode(new, k_pages, v_pages, tables, lens, implementation="triton")
+assert jnp.isfinite(out).all() and out.any()
+print(twin_attention.__version__, attn.__file__)
+"""
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    """The project's wheel, built without a network."""
+    folder = tmp_path_factory.mktemp("wheel")
+    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    (path,) = folder.glob("*.whl")
+    return path
+
+
+def test_it_holds_the_packages_and_nothing_else(wheel):
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+        size = sum(info.file_size for info in archive.infolist())
+    tops = {name.partition("/")[0] for name in names}
+    assert {top for top in tops if not top.endswith(".dist-info")} == PACKAGES
+    assert {f"{package}/py.typed" for package in PACKAGES} <= set(names)
+    assert any(name.startswith("torch_attn/configs/") for name in names)
+    assert size < 1_000_000, f"{size} bytes unpacked"
+
+
+@pytest.mark.parametrize(
+    ("script", "blocked"), [(TORCH, "jax"), (JAX, "torch")], ids=["torch", "jax"]
+)
+def test_one_side_works_beside_a_folder_named_interop(wheel, tmp_path, script, blocked):
+    site, project = tmp_path / "site", tmp_path / "project"
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(site)
+    (project / "interop").mkdir(parents=True)
+    (project / "interop" / "__init__.py").write_text("MINE = True\n")
+    program = project / "program.py"
+    program.write_text(PRELUDE.format(blocked=blocked) + script)
+    environment = {**os.environ, "PYTHONPATH": str(site)}
+    command = [sys.executable, "program.py"]
+    run = subprocess.run(command, cwd=project, env=environment, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    version, file = run.stdout.split()
+    assert wheel.name.split("-")[1] == version
+    assert Path(file).is_relative_to(site)
