@@ -12,10 +12,10 @@ import sys
 from contextlib import closing
 from dataclasses import asdict
 from functools import partial
-from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
 
+from interop.parity.arguments import count, make_folder, require
 from interop.parity.cases import SUITES, Case, decode_cases, flash_cases
 from interop.parity.records import ORACLE, CaseResult, Report, problem_text, title
 from interop.parity.workers import run_cases
@@ -40,8 +40,7 @@ def main(arguments: list[str] | None = None) -> int:
         for case in chain(*suites.values()):
             print(f"{case.name:36} {problem_text(asdict(case))}")
         return 0
-    if missing := [name for name in NEEDED if find_spec(name) is None]:
-        parser.error(f"{', '.join(missing)} missing: pip install 'twin-attention[parity]'")
+    require(parser.error, NEEDED, "parity")
     # torch and JAX share the card: JAX must not reserve most of it.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     from interop.parity.environment import choose_device, choose_targets
@@ -51,6 +50,7 @@ def main(arguments: list[str] | None = None) -> int:
         targets = choose_targets(device, options.target)
     except (ValueError, NotImplementedError) as error:
         parser.error(str(error))
+    make_folder(parser.error, "--output", options.output)
     return _run(suites, tuple(dict.fromkeys(options.implementations)), targets, device, options)
 
 
@@ -84,7 +84,7 @@ def _run(
         "suite": chosen,
         **what_runs(_first_that_launches(cases), runners, device),
         **facts(device),
-        "processes": ", ".join(f"{count} ({suite})" for suite, count in jobs.items()),
+        "processes": ", ".join(f"{number} ({suite})" for suite, number in jobs.items()),
     }
     print_header(console, header)
     titles = [title(runner.label, ORACLE) for runner in runners]
@@ -148,7 +148,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--jobs",
-        type=_count,
+        type=count,
         metavar="N",
         help="processes that the cases are spread over, each with its own frameworks (default: "
         "on a GPU as many as cores, at most 14; on a CPU half as many, at most 2; no more than "
@@ -162,13 +162,6 @@ def _parser() -> argparse.ArgumentParser:
         help="where parity.json and parity.html go (default: reports)",
     )
     return parser
-
-
-def _count(text: str) -> int:
-    count = int(text)
-    if count < 1:
-        raise argparse.ArgumentTypeError(f"expected 1 or more, got {count}")
-    return count
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from interop.parity import __main__ as command
+from interop.parity import arguments as checks
 from interop.parity import harness
 from interop.parity.cases import decode_cases, flash_cases
 from interop.parity.records import ORACLE
@@ -169,6 +170,8 @@ def test_list_names_the_chosen_cases_and_runs_nothing(tmp_path, capsys):
         (["--suite", "huge"], "invalid choice: 'huge'"),
         (["--target", "sm80"], "target: expected None without a GPU"),
         (["--implementations", "cudnn"], "invalid choice: 'cudnn'"),
+        (["--jobs", "x"], "--jobs: expected a number of 1 or more, got 'x'"),
+        (["--jobs", "0"], "--jobs: expected a number of 1 or more, got '0'"),
     ],
 )
 def test_bad_arguments(fake_twins, tmp_path, capsys, arguments, message):
@@ -178,15 +181,31 @@ def test_bad_arguments(fake_twins, tmp_path, capsys, arguments, message):
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("folder", ["file", "file/below", "/proc/below"])
+def test_a_folder_that_cannot_be_made_is_refused_before_any_case_runs(
+    fake_twins, tmp_path, capsys, monkeypatch, folder
+):
+    monkeypatch.setattr(command, "run_cases", lambda *_: pytest.fail("a case ran"))
+    (tmp_path / "file").write_text("not a folder")
+    with pytest.raises(SystemExit) as stop:
+        parity(tmp_path / folder)
+    assert stop.value.code == 2
+    message = f"--output: expected a folder that can be made, got '{tmp_path / folder}'"
+    assert message in capsys.readouterr().err
+
+
 def test_a_missing_package_names_the_extra(tmp_path, capsys, monkeypatch):
     real = importlib.util.find_spec
     absent = {"rich", "matplotlib"}
-    monkeypatch.setattr(command, "find_spec", lambda name: None if name in absent else real(name))
+    monkeypatch.setattr(checks, "find_spec", lambda name: None if name in absent else real(name))
     with pytest.raises(SystemExit) as stop:
         parity(tmp_path)
     assert stop.value.code == 2
     error = capsys.readouterr().err
-    assert "matplotlib, rich missing: pip install 'twin-attention[parity]'" in error
+    assert (
+        "matplotlib, rich missing: in a checkout of twin-attention, pip install '.[parity]'"
+        in error
+    )
 
 
 @pytest.mark.parametrize(

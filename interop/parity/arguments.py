@@ -1,0 +1,39 @@
+"""Checks of a command line that need no framework."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable, Iterable
+from importlib.util import find_spec
+from pathlib import Path
+
+Refuse = Callable[[str], object]  # a parser's `error`: prints the message, exits with code 2
+
+
+def count(text: str) -> int:
+    """Return a number of 1 or more, as argparse's `type`."""
+    try:
+        number = int(text)
+    except ValueError:
+        number = 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"expected a number of 1 or more, got {text!r}")
+    return number
+
+
+def require(refuse: Refuse, packages: Iterable[str], extra: str) -> None:
+    """Refuse to run without one of these packages, and say how to install this extra."""
+    if missing := [name for name in packages if find_spec(name) is None]:
+        names = ", ".join(missing)
+        refuse(f"{names} missing: in a checkout of twin-attention, pip install '.[{extra}]'")
+
+
+def make_folder(refuse: Refuse, option: str, folder: Path) -> None:
+    """Make an option's folder, or refuse it, before work is done whose results it is to keep."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        refuse(f"{option}: expected a folder that can be made, got {str(folder)!r}: {error}")
+    if not os.access(folder, os.W_OK):
+        refuse(f"{option}: expected a folder to write to, got {str(folder)!r}")
