@@ -4,6 +4,12 @@
 memory from being reused while the other framework still works on it.
 """
 
-from interop.exchange.dlpack import to_jax, to_torch
+try:
+    from interop.exchange.dlpack import to_jax, to_torch
+except ModuleNotFoundError as error:
+    if error.name not in ("jax", "torch"):
+        raise
+    message = f"interop.exchange needs JAX and PyTorch: pip install {error.name}"
+    raise ModuleNotFoundError(message, name=error.name) from None
 
 __all__ = ["to_jax", "to_torch"]

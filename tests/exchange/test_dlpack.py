@@ -375,3 +375,15 @@ class TestLifetime:
         poison = [torch.full((512, 512), math.nan) for _ in range(4)]
         assert bool((result == 1).all())
         del poison
+
+
+@pytest.mark.parametrize("package", ["jax", "torch"])
+def test_a_missing_framework_is_named_with_what_installs_it(package):
+    program = (
+        f"import sys; sys.modules[{package!r}] = None\n"
+        "try:\n    import interop.exchange\n"
+        "except ModuleNotFoundError as error:\n    print(error)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    expected = f"interop.exchange needs JAX and PyTorch: pip install {package}\n"
+    assert done.stdout == expected, done.stderr
