@@ -1,6 +1,6 @@
 """``python -m bench COMMAND``.
 
-Exit codes: 0 done, 1 a check failed, 2 bad arguments or no GPU, 130 interrupted.
+Exit codes: 0 done, 1 a check failed, 2 bad arguments, a missing package or no GPU, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -8,19 +8,27 @@ from __future__ import annotations
 import argparse
 import sys
 
-from bench import compare
-from bench.report import command as report
-from bench.suites import command as suites
+from interop.parity.arguments import require
+
+REPORTING = ("matplotlib", "numpy", "rich")
+RUNNING = ("jax", "tomlkit", "torch", "triton")
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
+    require(parser.error, REPORTING, "bench")
+    from bench import compare
+    from bench.report import command as report
+    from bench.suites import command as suites
+
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     suites.add_parsers(commands)
     report.add_parser(commands)
     compare.add_parser(commands)
     arguments = parser.parse_args(argv)
+    if arguments.run not in (report.run, compare.run):
+        require(parser.error, RUNNING, "bench")
     return arguments.run(arguments)
 
 

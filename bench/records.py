@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+import zlib
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -116,6 +118,15 @@ def origin(suite: str, facts: dict[str, str]) -> dict[str, Any]:
     return {"suite": suite, "versions": versions} | {name: facts[name] for name in apart}
 
 
+def stem(path: Path) -> str:
+    """Return the name of a file of records without its endings.
+
+    >>> stem(Path("results/h200.jsonl.gz"))
+    'h200'
+    """
+    return Path(path.name.removesuffix(".gz")).stem
+
+
 def append(path: Path, records: Iterable[Record]) -> None:
     """Add a line for each record."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -124,14 +135,38 @@ def append(path: Path, records: Iterable[Record]) -> None:
             file.write(json.dumps(asdict(record)) + "\n")
 
 
+def drop_unfinished_line(path: Path) -> bool:
+    """End a file with a whole line, as `append` needs it: a killed run may leave part of one.
+
+    Returns:
+        Whether the last line was no JSON and so was dropped.
+    """
+    content = path.read_bytes()
+    whole, newline, last = content.rpartition(b"\n")
+    if not last:
+        return False
+    try:
+        json.loads(last)
+    except ValueError:
+        path.write_bytes(whole + newline)
+        return True
+    path.write_bytes(content + b"\n")
+    return False
+
+
 def load(path: Path) -> list[Record]:
-    """Read what `append` wrote.
+    """Read what `append` wrote, also where it was compressed since (".gz").
 
     Raises:
         ValueError: a line is no record; the message gives file and line.
     """
+    try:
+        content = path.read_bytes()
+        text = (gzip.decompress(content) if path.suffix == ".gz" else content).decode("utf-8")
+    except (gzip.BadGzipFile, EOFError, zlib.error, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: expected lines of JSON, got {error!r}") from error
     records = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(text.splitlines(), 1):
         try:
             fields = json.loads(line)
             for name in ("times", "span", "host"):

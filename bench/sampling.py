@@ -10,6 +10,8 @@ from statistics import median
 from threading import Event, Thread
 from typing import Any, NamedTuple
 
+from bench.records import stem
+
 # Bits of NVML's clocks event (throttle) reasons that hold a busy GPU back.
 THROTTLE_REASONS = {
     0x04: "power cap",
@@ -115,7 +117,7 @@ class Sampler:
 
 def log_path(records: Path, suite: str) -> Path:
     """Where `python -m bench all` keeps a suite's samples, and the report looks for them."""
-    return records.with_name(f"{records.stem}-{suite}-gpu.csv")
+    return records.with_name(f"{stem(records)}-{suite}-gpu.csv")
 
 
 def read_log(path: Path) -> list[Sample]:

@@ -7,8 +7,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench.records import Record, load
+from bench.records import Record, load, stem
 from bench.sampling import Sample, log_path, read_log
+from interop.parity.arguments import make_folder
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
@@ -16,7 +17,13 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     parser = commands.add_parser(
         "report", help="tables, plots and a page of what was measured", description=__doc__
     )
-    parser.add_argument("records", type=Path, nargs="+", metavar="RECORDS", help="JSON lines")
+    parser.add_argument(
+        "records",
+        type=Path,
+        nargs="+",
+        metavar="RECORDS",
+        help="JSON lines, or those compressed with gzip",
+    )
     parser.add_argument(
         "--output",
         type=Path,
@@ -31,7 +38,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         metavar="TEXT",
         help="also put a few tables between the marks of this text (see bench/report/excerpt.py)",
     )
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, refuse=parser.error)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -52,9 +59,9 @@ def run(arguments: argparse.Namespace) -> int:
     if not records:
         print("python -m bench report: expected a record or more, got none", file=sys.stderr)
         return 2
-    name = arguments.records[0].stem
+    name = stem(arguments.records[0])
     title = f"Benchmark {name}"
-    arguments.output.mkdir(parents=True, exist_ok=True)
+    make_folder(arguments.refuse, "--output", arguments.output)
     files = {
         arguments.output / f"{name}.md": to_markdown(title, records),
         arguments.output / f"{name}.html": to_html(title, records, logs),

@@ -7,7 +7,7 @@ import gc
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -15,11 +15,14 @@ from pathlib import Path
 
 from rich.console import Console
 
-from bench.records import origin
+from bench.records import drop_unfinished_line, origin
+from bench.records import load as read
 from bench.report import command as report
 from bench.runner import INTERRUPTED, Instruments, run_suite
 from bench.sampling import Sampler, log_path, nvml_reader
 from bench.suites import ALL, SUITES, load
+from interop.parity.arguments import make_folder
+from twin_attention.targets.target import TARGETS
 
 GIB = 2**30
 PEER_PACKAGES = ("flashinfer-python", "tokamax")
@@ -66,37 +69,57 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run_one(name: str, arguments: argparse.Namespace) -> int:
-    if arguments.resume and arguments.json is None:
-        arguments.refuse("--resume: expected --json FILE beside it, got none")
+    _choose([name], arguments)
     _prepare(arguments)
-    found, code = _measure(name, arguments, _facts(), arguments.gpu_log)
-    if not found:
-        _refuse_filter(arguments)
-    return code
+    return _measure(name, arguments, _facts(), arguments.gpu_log)
 
 
 def _run_all(arguments: argparse.Namespace) -> int:
     """Run the suites and report what there is; 130 when interrupted."""
+    chosen = _choose(ALL, arguments)
     _prepare(arguments)
     records: Path = arguments.json
     facts = _facts()  # once: a file of records under version control changes while it is written
-    any_found, code = False, 0
-    for name in ALL:
+    code = 0
+    for name in chosen:
         log = log_path(records, name) if name == "fa2" else None
-        found, code = _measure(name, arguments, facts, log)
-        any_found |= found
+        code = _measure(name, arguments, facts, log)
         if code == INTERRUPTED:
             break
-    if not any_found:
-        _refuse_filter(arguments)
     parser = argparse.ArgumentParser()
     report.add_parser(parser.add_subparsers())
     reporting = parser.parse_args(["report", str(records), "--output", str(records.parent)])
     return reporting.run(reporting) or code
 
 
-def _refuse_filter(arguments: argparse.Namespace) -> None:
-    arguments.refuse(f"--filter: expected part of a case's name, got {arguments.filter!r}")
+def _choose(names: Sequence[str], arguments: argparse.Namespace) -> list[str]:
+    """Return the suites that the filter leaves; exit with code 2 where an argument is wrong."""
+    if arguments.resume and arguments.json is None:
+        arguments.refuse("--resume: expected --json FILE beside it, got none")
+    if arguments.memory_cap is not None and not arguments.memory_cap > 0:
+        arguments.refuse(f"--memory-cap: expected more than 0 GiB, got {arguments.memory_cap:g}")
+    chosen = [name for name in names if load(name).jobs(TARGETS, arguments.filter)]
+    if not chosen:
+        arguments.refuse(f"--filter: expected part of a case's name, got {arguments.filter!r}")
+    if arguments.json is not None:
+        _prepare_file(arguments.json, arguments)
+    return chosen
+
+
+def _prepare_file(path: Path, arguments: argparse.Namespace) -> None:
+    """Make the file of records fit to append to; exit with code 2 where it cannot be."""
+    if path.suffix == ".gz" or path.is_dir():
+        arguments.refuse(f"--json: expected a plain file to append to, got {str(path)!r}")
+    make_folder(arguments.refuse, "--json", path.parent)
+    if not path.exists():
+        return
+    if drop_unfinished_line(path):
+        print(f"{path}: its last line was cut short and is dropped", file=sys.stderr)
+    if arguments.resume:
+        try:
+            read(path)
+        except ValueError as error:
+            arguments.refuse(f"--resume: {error}")
 
 
 def _prepare(arguments: argparse.Namespace) -> None:
@@ -120,7 +143,7 @@ def _memory_fraction(arguments: argparse.Namespace) -> float | None:
     if arguments.memory_cap is None or not torch.cuda.is_available():
         return None
     total = torch.cuda.get_device_properties(0).total_memory / GIB
-    if not 0 < arguments.memory_cap <= total:
+    if arguments.memory_cap > total:
         arguments.refuse(
             f"--memory-cap: expected up to the GPU's {total:.0f} GiB, got {arguments.memory_cap:g}"
         )
@@ -144,8 +167,8 @@ def _torch_limit(fraction: float | None) -> Iterator[None]:
 
 def _measure(
     name: str, arguments: argparse.Namespace, facts: dict[str, str], log: Path | None
-) -> tuple[bool, int]:
-    """Run one suite; returns whether the filter leaves any of it, and the exit code."""
+) -> int:
+    """Run one suite; returns the exit code."""
     import torch
 
     from bench.ceilings import ceiling_jobs
@@ -155,19 +178,17 @@ def _measure(
     suite = load(name)
     targets = [target for target in choose_targets("cuda", None) if target is not None]
     jobs = suite.jobs(targets, arguments.filter)
-    if not jobs:
-        return False, 0
     console = Console(width=None if sys.stdout.isatty() else 160)
     console.rule(suite.TITLE)
     console.print(*(f"{name} {value}" for name, value in facts.items()), sep=", ")
-    read = nvml_reader()
+    reader = nvml_reader()
 
     def release() -> None:
         gc.collect()
         torch.cuda.empty_cache()
 
     limit = partial(_torch_limit, _memory_fraction(arguments))
-    instruments = Instruments(time_calls, wait_for, lambda: Sampler(read), release, limit)
+    instruments = Instruments(time_calls, wait_for, lambda: Sampler(reader), release, limit)
     start = time.monotonic()
     gc.freeze()  # what importing the frameworks made need not be searched after each job
     try:
@@ -178,7 +199,7 @@ def _measure(
     finally:
         gc.unfreeze()
     console.print(f"{name}: {(time.monotonic() - start) / 60:.1f} minutes")
-    return True, code
+    return code
 
 
 def _facts() -> dict[str, str]:

@@ -1,10 +1,11 @@
 """Records: their file, and what makes two of them the same measurement."""
 
+import gzip
 from dataclasses import replace
 
 import pytest
 
-from bench.records import append, load, origin
+from bench.records import append, drop_unfinished_line, load, origin, stem
 from bench.statistics import Times
 
 
@@ -24,6 +25,37 @@ def test_a_file_gives_back_what_was_appended(tmp_path, record):
     case = measured.case | {"window_size": [48, 16]}  # JSON has no tuples
     assert back == [replace(measured, case=case), replace(failed, case=case)]
     assert [r.key for r in back] == [measured.key, failed.key]
+
+
+def test_a_compressed_file_gives_back_the_same(tmp_path, record):
+    path = tmp_path / "records.jsonl"
+    append(path, [record(), record(keys=2048)])
+    compressed = tmp_path / "records.jsonl.gz"
+    compressed.write_bytes(gzip.compress(path.read_bytes()))
+    assert load(compressed) == load(path)
+    assert stem(compressed) == stem(path) == "records"
+
+
+@pytest.mark.parametrize("content", [b"no gzip", gzip.compress(b"{}" * 99, mtime=0)[:-9]])
+def test_a_file_that_is_not_compressed_as_it_says_is_named(tmp_path, content):
+    path = tmp_path / "records.jsonl.gz"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=r"records\.jsonl\.gz: expected lines of JSON, got"):
+        load(path)
+
+
+@pytest.mark.parametrize(
+    ("cut", "dropped", "left"), [(0, False, 2), (1, False, 2), (2, True, 1), (300, True, 1)]
+)
+def test_a_line_that_was_cut_short_is_dropped(tmp_path, record, cut, dropped, left):
+    path = tmp_path / "records.jsonl"
+    append(path, [record(), record(keys=2048)])
+    content = path.read_bytes()
+    path.write_bytes(content[: len(content) - cut])
+    assert drop_unfinished_line(path) == dropped
+    assert len(load(path)) == left
+    append(path, [record(keys=4096)])
+    assert len(load(path)) == left + 1
 
 
 def test_the_key_is_of_the_measurement_and_not_of_what_it_found(record):

@@ -9,9 +9,10 @@ import torch
 
 from bench import __main__ as command
 from bench.ceilings import ceiling_jobs
-from bench.records import append
+from bench.records import append, load
 from bench.suites import ALL, SUITES
 from bench.suites import command as suites
+from interop.parity import arguments as checks
 from interop.parity import environment
 
 FACTS = {"device": "GPU", "commit": "abc", "date": "2026-11-21T06:59:31+00:00", "torch": "2.0"}
@@ -19,12 +20,11 @@ FACTS = {"device": "GPU", "commit": "abc", "date": "2026-11-21T06:59:31+00:00", 
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """As if there were a GPU; suites have no jobs unless a test gives them some."""
+    """As if there were a GPU."""
     monkeypatch.setattr(environment, "choose_device", lambda: "cuda")
     monkeypatch.setattr(environment, "choose_targets", lambda device, target: ("sm90", "sm80"))
     monkeypatch.setattr(suites, "_facts", lambda: FACTS)
     monkeypatch.setattr(suites, "nvml_reader", lambda: None)
-    monkeypatch.setattr(suites, "load", lambda name: suite(name, jobs=[]))
 
 
 def suite(name, jobs):
@@ -45,18 +45,70 @@ def test_without_a_gpu_it_says_so(monkeypatch, capsys, name):
     ("arguments", "message"),
     [
         (["flash", "--resume"], "--resume: expected --json FILE beside it, got none"),
-        (["flash", "--filter", "x"], "--filter: expected part of a case's name, got 'x'"),
-        (["all", "--filter", "x"], "--filter: expected part of a case's name, got 'x'"),
+        (["flash", "--filter", "zz"], "--filter: expected part of a case's name, got 'zz'"),
+        (["all", "--filter", "zz"], "--filter: expected part of a case's name, got 'zz'"),
         (["fa2", "--memory-cap", "81"], "--memory-cap: expected up to the GPU's 80 GiB, got 81"),
-        (["fa2", "--memory-cap", "0"], "--memory-cap: expected up to the GPU's 80 GiB, got 0"),
+        (["fa2", "--memory-cap", "0"], "--memory-cap: expected more than 0 GiB, got 0"),
+        (["fa2", "--json", "a.gz"], "--json: expected a plain file to append to, got 'a.gz'"),
     ],
 )
 def test_what_it_cannot_do_it_refuses(gpu, monkeypatch, capsys, arguments, message):
     _card(monkeypatch)
+    _refused(capsys, arguments, message)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--resume"], "--resume: expected --json FILE beside it, got none"),
+        (["--filter", "x" * 9], "--filter: expected part of a case's name, got 'xxxxxxxxx'"),
+        (["--memory-cap", "-1"], "--memory-cap: expected more than 0 GiB, got -1"),
+        (["--json", "/proc/x/y"], "--json: expected a folder that can be made, got '/proc/x'"),
+        (["--json", "/"], "--json: expected a plain file to append to, got '/'"),
+    ],
+)
+def test_a_wrong_argument_is_named_before_a_gpu_is_looked_for(
+    monkeypatch, capsys, arguments, message
+):
+    monkeypatch.setattr(environment, "choose_device", lambda: pytest.fail("looked for a GPU"))
+    _refused(capsys, ["flash", *arguments], message)
+
+
+def _refused(capsys, arguments, message):
     with pytest.raises(SystemExit) as exit:
         command.main(arguments)
     assert exit.value.code == 2
-    assert capsys.readouterr().err.endswith(f"error: {message}\n")
+    assert f"error: {message}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("options", [[], ["--resume"]])
+def test_a_line_that_a_killed_run_left_unfinished_is_dropped(
+    gpu, measured, tmp_path, capsys, record, options
+):
+    path = tmp_path / "records.jsonl"
+    append(path, [record(), record(keys=2048)])
+    path.write_bytes(path.read_bytes()[:-20])
+    assert command.main(["flash", "--json", str(path), *options]) == 0
+    assert f"{path}: its last line was cut short and is dropped" in capsys.readouterr().err
+    assert [r.case["name"] for r in load(path)] == ["keys-1024", "keys-1024"]
+
+
+def test_resuming_from_a_file_with_a_broken_line_is_refused(gpu, tmp_path, capsys, record):
+    path = tmp_path / "records.jsonl"
+    append(path, [record()])
+    path.write_text("{}\n" + path.read_text())
+    _refused(capsys, ["flash", "--json", str(path), "--resume"], f"--resume: {path}:1: expected")
+
+
+def test_a_missing_package_names_the_extra(monkeypatch, capsys):
+    absent, real = {"rich", "torch"}, checks.find_spec
+    monkeypatch.setattr(checks, "find_spec", lambda name: None if name in absent else real(name))
+    install = "missing: in a checkout of twin-attention, pip install '.[bench]'"
+    _refused(capsys, ["report", "records.jsonl"], f"rich {install}")
+    absent.remove("rich")
+    _refused(capsys, ["static"], f"torch {install}")
+    assert command.main(["report", "no.jsonl"]) == 2
+    assert "no.jsonl" in capsys.readouterr().err  # it needs no framework
 
 
 def _card(monkeypatch):
@@ -118,7 +170,7 @@ def measured(monkeypatch, record):
         append(arguments.json, [record()])
         done.names.append(name)
         done.logs[name] = log
-        return True, done.codes.get(name, 0)
+        return done.codes.get(name, 0)
 
     monkeypatch.setattr(suites, "_measure", measure)
     return done

@@ -77,6 +77,27 @@ def test_targets(arguments, targets, monkeypatch):
     assert {problem.target for problem in selected} == targets
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--head-dim", "13"], "--head-dim: expected one of 16, 32, 64, 128, 256, got 13"),
+        (["--jobs", "x"], "--jobs: expected a number of 1 or more, got 'x'"),
+        (["--try", "flash_fwd:x"], "--try: expected KERNEL:FIELD=N,..., got 'flash_fwd:x'"),
+        (["--json", "/proc/x/y"], "--json: expected a folder that can be made, got '/proc/x'"),
+        (
+            ["--dtype", "int8", "--feature", "causal"],
+            "expected --feature, --dtype and --head-dim that some kernel has together, got none",
+        ),
+    ],
+)
+def test_wrong_arguments_are_named(arguments, message, monkeypatch, capsys):
+    monkeypatch.setattr(command, "_check_all", lambda *_: pytest.fail("something was compiled"))
+    with pytest.raises(SystemExit) as stop:
+        main(["static", *arguments])
+    assert stop.value.code == 2
+    assert message in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("failures", [(), ("spills 4 B of stores, 4 B of loads",)])
 def test_what_is_said_of_failures(failures, monkeypatch, capsys):
     fit = verdict("flash_fwd", "causal", head_dim=64)

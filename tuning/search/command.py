@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from bench.configs import table_path
+from interop.parity.arguments import count
 from tuning.search.cases import FUNCTIONS
 from twin_attention.targets.target import TARGETS
 
@@ -64,16 +65,16 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         metavar="FILE",
         help="the table to write, a copy of the package's at first; default: the package's own",
     )
-    parser.add_argument("--jobs", type=int, help="processes that compile; default: one a core")
+    parser.add_argument(
+        "--jobs", type=count, metavar="N", help="processes that compile; default: one a core"
+    )
     parser.set_defaults(run=run, refuse=parser.error)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Tune the chosen rows; returns 130 when interrupted."""
-    try:
-        from tuning.search.table import ConfigTable
-    except ModuleNotFoundError as error:
-        arguments.refuse(f"expected the package {error.name}, of the extra 'bench'; it is missing")
+    from tuning.search.table import ConfigTable
+
     shipped = table_path(arguments.side, arguments.target)
     output = arguments.output or shipped
     table = ConfigTable((output if output.exists() else shipped).read_text())

@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from interop.parity.arguments import count, make_folder
 from tuning.static.gate import DTYPES, FEATURES, FRAMEWORKS, Problem, Verdict, check, problems
 from twin_attention.targets.target import TARGETS
 
@@ -34,7 +35,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     parser.add_argument("--dtype", choices=sum(DTYPES.values(), ()), help="default: all")
     parser.add_argument("--head-dim", type=int, help="padded head size; default: all")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there as well")
-    parser.add_argument("--jobs", type=int, default=None, help="processes; default: one a core")
+    parser.add_argument("--jobs", type=count, metavar="N", help="processes; default: one a core")
     parser.add_argument(
         "--try",
         dest="changes",
@@ -44,21 +45,15 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         metavar="KERNEL:FIELD=N,...",
         help="change a kernel's configuration first, such as flash_fwd:block_q=64,num_warps=4",
     )
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, refuse=parser.error)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Compile, print the tables; returns 1 when a kernel fails."""
     targets = arguments.target or TARGETS
-    selected = [
-        problem
-        for target in targets
-        for framework in arguments.framework or FRAMEWORKS
-        for problem in problems(framework, target)
-        if problem.feature in (arguments.feature or FEATURES)
-        and arguments.dtype in (None, problem.dtype)
-        and arguments.head_dim in (None, problem.head_dim)
-    ]
+    selected = _select(targets, arguments)
+    if arguments.json:
+        make_folder(arguments.refuse, "--json", arguments.json.parent)
     console = Console()
     if not console.is_terminal:
         console.width = _WIDTH
@@ -80,9 +75,34 @@ def run(arguments: argparse.Namespace) -> int:
         f"{len(failed)} failed"
     )
     if arguments.json:
-        arguments.json.parent.mkdir(parents=True, exist_ok=True)
         arguments.json.write_text(json.dumps([asdict(v) for v in verdicts], indent=1))
     return 1 if failed or not verdicts else 0
+
+
+def _select(targets: Sequence[str], arguments: argparse.Namespace) -> list[Problem]:
+    """Return the problems that the options leave; exit with code 2 where they leave none."""
+    found = [
+        problem
+        for target in targets
+        for framework in arguments.framework or FRAMEWORKS
+        for problem in problems(framework, target)
+    ]
+    sizes = sorted({problem.head_dim for problem in found})
+    if arguments.head_dim not in (None, *sizes):
+        names = ", ".join(map(str, sizes))
+        arguments.refuse(f"--head-dim: expected one of {names}, got {arguments.head_dim}")
+    selected = [
+        problem
+        for problem in found
+        if problem.feature in (arguments.feature or FEATURES)
+        and arguments.dtype in (None, problem.dtype)
+        and arguments.head_dim in (None, problem.head_dim)
+    ]
+    if not selected:
+        arguments.refuse(
+            "expected --feature, --dtype and --head-dim that some kernel has together, got none"
+        )
+    return selected
 
 
 def _check_all(
@@ -104,9 +124,11 @@ def _use_no_gpu() -> None:
 
 def _change(text: str) -> tuple[str, dict[str, int]]:
     kernel, _, fields = text.partition(":")
-    return kernel, {
-        name: int(value) for name, _, value in (field.partition("=") for field in fields.split(","))
-    }
+    pairs = (field.partition("=") for field in fields.split(","))
+    try:
+        return kernel, {name: int(value) for name, _, value in pairs}
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected KERNEL:FIELD=N,..., got {text!r}") from None
 
 
 def resource_table(verdicts: Iterable[Verdict], title: str) -> Table:

@@ -6,9 +6,10 @@ import re
 import subprocess
 import tempfile
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from triton import knobs
-from triton.compiler import CompiledKernel
+if TYPE_CHECKING:
+    from triton.compiler import CompiledKernel
 
 # Of one multiprocessor: compute capability 8.0 and 9.0, CUDA C++ Programming Guide, table
 # "Technical Specifications per Compute Capability".
@@ -97,6 +98,8 @@ def _bytes_moved(opcode: str, sass: str) -> int:
 
 
 def _cuobjdump(cubin: bytes, option: str) -> str:
+    from triton import knobs
+
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
