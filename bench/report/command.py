@@ -29,8 +29,8 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         type=Path,
         default=Path("reports"),
         metavar="FOLDER",
-        help="where NAME.md, NAME.html and NAME.csv go, named as the first RECORDS are "
-        "(default: reports)",
+        help="where NAME.md with its plots, NAME.html and NAME.csv go, named as the first RECORDS "
+        "are (default: reports)",
     )
     parser.add_argument(
         "--documentation",
@@ -44,7 +44,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Write the report; returns 2 when a file cannot be read or holds no record."""
     from bench.report.excerpt import put_excerpt
-    from bench.report.markdown import to_markdown
+    from bench.report.markdown import summary
     from bench.report.page import to_html
     from bench.report.tables import to_csv
 
@@ -60,13 +60,10 @@ def run(arguments: argparse.Namespace) -> int:
         print("python -m bench report: expected a record or more, got none", file=sys.stderr)
         return 2
     name = stem(arguments.records[0])
-    title = f"Benchmark {name}"
     make_folder(arguments.refuse, "--output", arguments.output)
-    files = {
-        arguments.output / f"{name}.md": to_markdown(title, records),
-        arguments.output / f"{name}.html": to_html(title, records, logs),
-        arguments.output / f"{name}.csv": to_csv(records),
-    }
+    files = {arguments.output / file: text for file, text in summary(name, records).items()}
+    files[arguments.output / f"{name}.html"] = to_html(f"Benchmark {name}", records, logs)
+    files[arguments.output / f"{name}.csv"] = to_csv(records)
     if text and documentation:
         files[text] = documentation
     for path, content in files.items():

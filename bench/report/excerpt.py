@@ -6,13 +6,10 @@ from collections.abc import Sequence
 
 from bench.records import Record
 from bench.report.limits import limits
-from bench.report.sections import facts, notes
-from bench.report.tables import by_operation, markdown_table, rates, runs, speeds
+from bench.report.sections import SPEEDS, facts, notes
+from bench.report.tables import SHOWN, by_operation, markdown_table, rates, runs, speeds
 
 BEGIN, END = "<!-- tables of the records: begin -->", "<!-- tables of the records: end -->"
-_SHOWN = {
-    "Triton", "Pallas", "FA2", "cuDNN", "tokamax Mosaic", "FlashInfer", "FA2 dense", "cuDNN dense",
-}  # fmt: skip
 
 
 def put_excerpt(text: str, records: Sequence[Record]) -> str:
@@ -42,13 +39,13 @@ def excerpt(records: Sequence[Record]) -> str:
             limit = limits(run).of(group[0])
             parts.append(f"### {operation.capitalize()}, {limit.unit}")
             parts.append(markdown_table(rates(group, limit)))
-            parts.append("Peer's time / ours, least to most over these cases:")
+            parts.append(f"{SPEEDS}:")
             parts.append(markdown_table(speeds(group)))
     return "\n\n".join(parts)
 
 
 def _is_shown(record: Record) -> bool:
-    if record.implementation not in _SHOWN:
+    if record.implementation not in SHOWN:
         return False
     if record.suite == "flash":
         return record.case["seq_kv"] == 4096

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from bench.records import Record, Status
 from bench.report.plots import Picture, of_run, of_suite
-from bench.report.sections import Section, ceilings, facts, notes, sections
+from bench.report.sections import Section, ceilings, facts, notes, sections, statuses
 from bench.report.tables import Grid, numeric, runs
 from bench.sampling import Sample
 from interop.parity.plot import to_svg
@@ -53,8 +53,7 @@ def to_html(
         ),
         script=shared.joinpath("page.js").read_text(encoding="utf-8"),
         title=escape(title),
-        badge="failed" if any(_LOOKS[r.status] == "failed" for r in rows) else "passed",
-        summary=_summary(rows),
+        badges=_badges(rows),
         navigation="\n".join(
             f'<a href="#part-{i}">{escape(chapter.title)}</a>' for i, chapter in enumerate(chapters)
         ),
@@ -65,11 +64,16 @@ def to_html(
     )
 
 
-def _summary(rows: Sequence[Record]) -> str:
-    """How many records have which status."""
-    counts = {status: sum(record.status == status for record in rows) for status in _LOOKS}
-    others = (f", {n} {status}" for status, n in counts.items() if n and status != "ok")
-    return f"{counts['ok']} measured{''.join(others)}"
+def _badges(rows: Sequence[Record]) -> str:
+    """Say what became of our rows, red where one failed, and beside it of the peers'."""
+    ours, peers = ([r for r in rows if r.is_peer == peer] for peer in (False, True))
+    look = "failed" if any(_LOOKS[r.status] == "failed" for r in ours) else "passed"
+    texts = [(look, "ours", statuses(ours)), ("peers", "peers", statuses(peers))]
+    return " ".join(
+        f'<span class="badge {look}">{whose}: {escape(text)}</span>'
+        for look, whose, text in texts
+        if text
+    )
 
 
 def _chapters(run: Sequence[Record], logs: Mapping[str, Sequence[Sample]]) -> Iterator[Chapter]:
@@ -127,7 +131,7 @@ def _table(grid: Grid, records: Sequence[Record] = ()) -> str:
         )
         rows.append(f"<tr{look}>{''.join(cells)}</tr>")
     return (
-        f'<div class="scroll"><table>\n<thead><tr>{titles}</tr></thead>\n'
+        f'<div class="scroll{" long" * bool(records)}"><table>\n<thead><tr>{titles}</tr></thead>\n'
         f"<tbody>\n{chr(10).join(rows)}\n</tbody></table></div>"
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -24,6 +25,7 @@ from bench.report.tables import (
     unmeasured,
 )
 
+SPEEDS = "Speed-up over each peer: its time / ours (min to max over cases)"
 _NEAR = 0.03  # what a cross-check may be off by
 
 
@@ -71,10 +73,17 @@ def _tables(
             tables[f"{name}, {limit.unit}"] = rates(group, limit)
         tables[f"{name}, milliseconds (spread between rounds)"] = milliseconds(group)
         if "memory, MB" in columns(group[0]):  # the suite is about it
-            tables[f"{name}, MB added at the peak (held before)"] = memory(group)
-    tables["Peer's time / ours, least to most over the cases"] = speeds(records)
+            tables[f"{name}, MB added at the peak (saved by the forward)"] = memory(group)
+    tables[SPEEDS] = speeds(records)
     tables["Without a time"] = unmeasured(records)
     return {heading: grid for heading, grid in tables.items() if len(grid) > 1}
+
+
+def statuses(records: Sequence[Record]) -> str:
+    """Count records by status: how many are measured, and what became of the others."""
+    counts = Counter("measured" if r.status == "ok" else r.status for r in records)
+    order = ("measured", "refused by parity", "failed", "out of memory", "absent")
+    return ", ".join(f"{counts[status]} {status}" for status in order if counts[status])
 
 
 def facts(run: Sequence[Record]) -> dict[str, str]:
@@ -86,6 +95,10 @@ def facts(run: Sequence[Record]) -> dict[str, str]:
         "commit": run[0].commit,
         "date": days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}",
     }
+    measured = [record for record in run if record.operation != "ceiling"]
+    for whose, peers in (("our rows", False), ("peers' rows", True)):
+        if text := statuses([record for record in measured if record.is_peer == peers]):
+            found[whose] = text
     gpus = [record.gpu for record in run if record.gpu]
     if gpus:
         reasons = sorted({reason for gpu in gpus for reason in gpu["throttle"]})

@@ -14,6 +14,11 @@ from bench.report.limits import Limit, Limits
 from bench.suites import Cells
 from interop.parity.records import problem_text
 
+# What a summary shows: the twins and the peers that a reader compares them with first.
+SHOWN = {
+    "Triton", "Pallas", "FA2", "cuDNN", "tokamax Mosaic", "FlashInfer", "FA2 dense", "cuDNN dense",
+}  # fmt: skip
+
 Grid = list[list[str]]  # a table's cells, titles first
 
 
@@ -40,9 +45,12 @@ def by_case(records: Iterable[Record]) -> dict[str, dict[str, Record]]:
 
 
 def labels(records: Iterable[Record], peers: bool | None = None) -> list[str]:
-    """Labels in the order in which they first appear: all, the peers', or our own."""
-    chosen = (r for r in records if peers is None or r.is_peer == peers)
-    return list(dict.fromkeys(record.label for record in chosen))
+    """Labels of all, of the peers or of our own: ours first, then those with the most times."""
+    groups = _groups(
+        (r for r in records if peers is None or r.is_peer == peers), lambda record: record.label
+    )
+    timed = {label: sum(r.times is not None for r in group) for label, group in groups.items()}
+    return sorted(groups, key=lambda label: (groups[label][0].is_peer, -timed[label]))
 
 
 def ratio(row: dict[str, Record], label: str, peer: str) -> float | None:
@@ -61,7 +69,22 @@ def best_peer(row: dict[str, Record]) -> str | None:
 
 def problem(case: dict[str, Any]) -> str:
     """A case in one line: its problem, or its name where it has none."""
-    return problem_text(case) if "head_dim" in case else case["name"]
+    if "head_dim" not in case:
+        return case["name"]
+    text = re.sub(r"\b(S|H)q(\d+) \1kv\2\b", r"\1\2", problem_text(case))
+    if "lengths" in case and case["max_pages"] == -(-max(case["lengths"]) // case["page_size"]):
+        text = re.sub(r"pages \d+x", "pages ", text)  # as many as the sequence needs
+    return text.replace("pages ", "pages=")
+
+
+def names(records: Iterable[Record]) -> tuple[str, dict[str, str]]:
+    """Return what the problems of all cases share, and by case what tells it from the others."""
+    words = {r.case["name"]: re.split(r" (?![^(]*\))", problem(r.case)) for r in records}
+    shared = [word for word in next(iter(words.values())) if all(word in w for w in words.values())]
+    if len(words) == 1:
+        return "", {name: " ".join(found) for name, found in words.items()}
+    apart = {name: [word for word in found if word not in shared] for name, found in words.items()}
+    return " ".join(shared), {name: " ".join(found) or "-" for name, found in apart.items()}
 
 
 def number(value: float) -> str:
@@ -105,7 +128,7 @@ def memory(records: Sequence[Record]) -> Grid:
 
 
 def speeds(records: Sequence[Record]) -> Grid:
-    """Peer's time over ours, least to most over the cases; a column for each peer."""
+    """Peer's time over ours, minimum to maximum over the cases; a column for each peer."""
     records = [record for record in records if not record.is_ablation]
     peers = labels((r for r in records if r.times), peers=True)
     rows = [["operation", "implementation", "best peer", *peers]]
@@ -220,10 +243,10 @@ def _percent(value: float | None) -> str | None:
 def _pivot(records: Sequence[Record], cell: Callable[[Record], str]) -> Grid:
     """Cases down, implementations across; those that are absent everywhere are left out."""
     titles = labels(record for record in records if record.status != "absent")
-    rows = [["case", *titles]]
-    for row in by_case(records).values():
-        case = next(iter(row.values())).case
-        rows.append([problem(case), *(cell(row[t]) if t in row else "" for t in titles)])
+    shared, apart = names(records)
+    rows = [[f"case (all {shared})" if shared else "case", *titles]]
+    for name, row in by_case(records).items():
+        rows.append([apart[name], *(cell(row[t]) if t in row else "" for t in titles)])
     return rows
 
 

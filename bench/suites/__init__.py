@@ -2,7 +2,7 @@
 
 Suite "a-b" is the module `bench.suites.a_b`, imported when its command runs. It offers:
 
-- ``TITLE``, ``NOTE``: of its tables; the note says how the method is better than what it follows;
+- ``TITLE``, ``NOTE``: of its tables; the note says what one call is and what the columns count;
 - ``jobs(targets, pattern) -> list[Job]``: what to measure: our own kernels compiled for each of
   `targets`, cases whose name contains `pattern`;
 - ``columns(record)``: the record's own cells of the suite's table, by title. A record without a

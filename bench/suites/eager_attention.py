@@ -1,4 +1,4 @@
-"""Time and memory of attention that keeps all scores: the table of seeds 001 and 004."""
+"""Time and memory of attention that keeps all scores."""
 
 from __future__ import annotations
 
@@ -15,15 +15,11 @@ from interop.parity.cases import FlashCase
 
 TITLE = "Eager attention"
 NOTE = (
-    "One call is attention of 8 sequences of one head, without a mask, in float32; eager is the "
-    "formula in torch operations, with the torch twin beside it. Held before is what a backward "
-    "finds in memory, its forward's output and what that saved; memory is what a call adds to "
+    "One call is attention of 8 sequences of one head, without a mask, in float32. Eager is the "
+    "formula in torch operations; the torch twin stands beside it. Saved is what a backward finds "
+    "in memory: its forward's output and what that saved. Memory is what a call allocates beyond "
     "that at its peak. What needs more memory than there is, or than --memory-cap leaves, is a "
-    "row without a time. Mended of the seeds' method: times are the device's own, the median of "
-    "calls in several rounds after a warm-up (there a mean by the host's clock, which for short "
-    "lengths is the time to launch); backward is timed by itself, on a graph that is made "
-    "beforehand; memory is what a call allocates, not what the process has; and results are held "
-    "to a float64 oracle before they are timed."
+    "row without a time. Backward is timed by itself, on a graph that is made beforehand."
 )
 
 BATCH = 8
@@ -57,11 +53,11 @@ def cases() -> list[FlashCase]:
 
 
 def columns(record: Record) -> Cells:
-    """The seeds' columns."""
+    """Return the shape and the memory."""
     case = record.case
     return {
         "d": case["head_dim"],
         "length": case["seq_q"],
-        "held before, MB": None if record.held is None else record.held / 1e6,
+        "saved, MB": None if record.held is None else record.held / 1e6,
         "memory, MB": None if record.memory is None else record.memory / 1e6,
     }

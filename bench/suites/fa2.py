@@ -1,4 +1,4 @@
-"""FlashAttention-2's forward at seed 002's shapes, and what it would take without its softmax."""
+"""The forward at shapes that FlashAttention-2 is often timed at, and without its softmax."""
 
 from __future__ import annotations
 
@@ -19,14 +19,11 @@ if TYPE_CHECKING:
 
 TITLE = "FlashAttention-2's shapes"
 NOTE = (
-    "float16, 32 query heads, head size 128, forward. Mended against seed 002: the FLOPs of a "
-    "causal rectangle are those of the pairs that its mask keeps, and not half of all (its two "
-    "rows with 1024 queries and 4096 keys, 98 and 100 TFLOP/s, are really 171 and 175); its causal "
-    "mask is aligned to the last query and key; times are medians over rounds in which the "
-    "implementations take turns, with the L2 cache flushed; results are held to the float64 oracle "
-    "before they are timed. 'Triton without softmax' is the shipped kernel compiled with p = s: "
-    "the loads and the two matrix products alone, whose result is wrong on purpose. Clocks and "
-    "power are in the log beside the records."
+    "float16, 32 query heads, head size 128, forward. FLOPs of a causal rectangle are those of "
+    "the pairs that its mask keeps, not half of all; the mask is aligned to the last query and "
+    "key. 'Triton without softmax' is the shipped kernel compiled with p = s: the loads and the "
+    "two matrix products alone, whose result is wrong on purpose. Clocks and power are in the log "
+    "beside the records."
 )
 
 HEADS_Q, HEAD_DIM = 32, 128
@@ -65,7 +62,7 @@ def cases() -> list[FlashCase]:
 
 
 def columns(record: Record) -> Cells:
-    """Seed 002's columns, and the clock and power that it logs."""
+    """Return the shape, the rate, and the clock and power of its run."""
     case, gpu = record.case, record.gpu or {}
     return {
         "bs": case["batch"],

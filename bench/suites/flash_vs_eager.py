@@ -1,4 +1,4 @@
-"""One causal head, short to long, against attention that keeps all scores: seed 001's table."""
+"""One causal head, short to long, against attention that keeps all scores."""
 
 from __future__ import annotations
 
@@ -22,17 +22,12 @@ if TYPE_CHECKING:
 TITLE = "Flash attention against eager attention"
 NOTE = (
     "One call is causal attention of one head of one sequence. Eager is the formula in torch "
-    "operations with a mask made beforehand, jax.nn XLA the same in JAX under jit, SDPA the kernel "
-    "that torch chooses by itself. What needs more memory than --memory-cap leaves is a row "
-    "without a time. JAX compiles for every shape and is timed at few. In float32 all of them "
-    "multiply in float32, as TF32 is off in torch and jax.nn XLA runs at the highest precision: "
-    "eager and XLA in the libraries' kernels, ours in Triton's. Mended of seed "
-    "001's method: backward is timed by itself, never as both less forward, on a graph that is "
-    "made beforehand; times are the device's own, so that short lengths are not the time to "
-    "launch; FLOPs are those of the pairs that the mask keeps; results are held to a float64 "
-    "oracle before they are timed; and both directions of the twins are kernels that skip the "
-    "tiles that the mask hides (there the backward is a compiled program with all scores in "
-    "memory, and the forward skips none)."
+    "operations with a mask made beforehand, jax.nn XLA the same in JAX under jit, SDPA the "
+    "kernel that torch chooses by itself. FLOPs are those of the pairs that the mask keeps. "
+    "Backward is timed by itself, on a graph that is made beforehand. What needs more memory than "
+    "--memory-cap leaves is a row without a time. JAX compiles for every shape and is timed at "
+    "few. In float32 all of them multiply in float32, as TF32 is off in torch and jax.nn XLA runs "
+    "at the highest precision: eager and XLA in the libraries' kernels, ours in Triton's."
 )
 
 DTYPES = {"bfloat16": "bf16", "float32": "fp32"}
@@ -72,7 +67,7 @@ def cases() -> list[FlashCase]:
 
 
 def columns(record: Record) -> Cells:
-    """The seed's columns."""
+    """Return the length, the head size and the dtype."""
     case = record.case
     return {"length": case["seq_q"], "d": case["head_dim"], "dtype": case["dtype"]}
 

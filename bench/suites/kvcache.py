@@ -1,4 +1,4 @@
-"""Decoding from a paged cache: seed 000's sweep over the cache's length, and batches of sequences.
+"""Decoding from a paged cache: a sweep over the cache's length, and batches of sequences.
 
 The sweep runs twice, with page tables as wide as the sequence needs and with tables for 2^20 keys:
 a decode whose time follows from the table's width is slow in the second.
@@ -25,17 +25,15 @@ if TYPE_CHECKING:
 
 TITLE = "Paged decode"
 NOTE = (
-    "One call decodes T new tokens of each sequence from a paged cache. GPU time is that in which "
-    "one of its kernels runs, CPU time what a call takes on the host; noise is half the distance "
-    "between the 20th and the 80th percentile, over the median. Reads are q, the keys and values "
-    "seen, their table entries and the lengths; writes are the output and its log-sum-exp; "
-    "elements are those of the keys and values. 'Triton graph' is the torch operator replayed as "
-    "a CUDA graph, as servers call it. Dense peers read a copy of the cache without pages. Mended "
-    "of seed 000's method: the pages lie in random order and hold random normal numbers (there "
-    "the table is the identity and the cache uninitialised), what no sequence uses holds NaN, "
-    "results are held to a float64 oracle before they are timed, and the sweep runs once more "
-    "with a table for 2^20 keys (there the work is split by the table's width, not by the "
-    "sequence's length)."
+    "One call decodes T new tokens of each sequence from a paged cache, whose pages lie in random "
+    "order; what no sequence uses holds NaN. The sweep over lengths runs twice: with page tables "
+    "as wide as the sequence needs, and with tables for 2^20 keys, where a decode that splits its "
+    "work by the table's width is slow. GPU time is that in which one of the call's kernels runs, "
+    "CPU time what the call takes on the host; noise is half the distance between the 20th and "
+    "the 80th percentile, over the median. Reads are q, the keys and values seen, their table "
+    "entries and the lengths; writes are the output and its log-sum-exp; elements are those of "
+    "the keys and values. 'Triton graph' is the torch operator replayed as a CUDA graph, as "
+    "servers call it. Dense peers read a copy of the cache without pages."
 )
 
 SWEEP = tuple(1 << n for n in range(5, 16))

@@ -114,13 +114,21 @@ def _position(ratio: float, right_edge: float) -> float:
     return math.log(ratio / LEFT_EDGE) / math.log(right_edge / LEFT_EDGE)
 
 
-def to_svg(figure: Figure) -> str:
-    """The figure's svg element: text kept as text, no metadata, fonts and colours the page's."""
+def to_svg(figure: Figure, standalone: bool = False) -> str:
+    """Return the figure as SVG, without metadata.
+
+    Args:
+        standalone: a file that needs no page: on white, letters as outlines. Otherwise an element
+            whose text is text, in the page's font and colours.
+    """
     buffer = io.StringIO()
     nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "parity"}):
-        figure.savefig(buffer, format="svg", metadata=nothing, transparent=True)
+    letters = "path" if standalone else "none"
+    with matplotlib.rc_context({"svg.fonttype": letters, "svg.hashsalt": "parity"}):
+        figure.savefig(buffer, format="svg", metadata=nothing, transparent=not standalone)
     text = buffer.getvalue()
+    if standalone:
+        return text
     text = re.sub("#[0-9a-f]{6}", lambda found: _PAGE_COLOURS.get(found[0], found[0]), text)
     text = _SUPERFLUOUS.sub("", text)
     return text[text.index("<svg") :]

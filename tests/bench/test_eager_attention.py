@@ -63,8 +63,8 @@ def test_columns(record):
     )
     found = columns(measured)
     assert found == {
-        "d": 16, "length": 256, "held before, MB": 3.0, "memory, MB": 5.0,
+        "d": 16, "length": 256, "saved, MB": 3.0, "memory, MB": 5.0,
     }  # fmt: skip
     failed = columns(replace(record(status="out of memory"), case=job.case))
     assert failed.keys() == found.keys()
-    assert failed["held before, MB"] is failed["memory, MB"] is None
+    assert failed["saved, MB"] is failed["memory, MB"] is None

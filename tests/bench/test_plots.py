@@ -10,8 +10,8 @@ from bench.report.limits import Limit, Limits
 from bench.report.plots import Picture, of_run, of_suite
 from bench.report.plots.clocks import over_time
 from bench.report.plots.series import families, short
-from bench.report.plots.style import spread, styles
-from bench.report.tables import speeds
+from bench.report.plots.style import styles
+from bench.report.tables import names, speeds
 from bench.sampling import Sample
 from bench.statistics import Times
 from interop.parity.cases import DecodeCase
@@ -30,12 +30,19 @@ def records(record):
     return [record(), record(**peer), record(keys=2048, **failed), record(keys=2048, **peer)]
 
 
+def title_of(picture: Picture) -> str:
+    """A picture's title without dtype and card, which it ends with."""
+    title, where = picture.title.removesuffix(")").split(" (")
+    assert where.endswith(("; Fake GPU", "; NVIDIA H200"))
+    return title
+
+
 def titles(records: list[Record]) -> list[str]:
-    return [picture.title for picture in of_suite(records, BOUNDS)]
+    return [title_of(picture) for picture in of_suite(records, BOUNDS)]
 
 
 def figure(pictures, title: str) -> Figure:
-    (found,) = [picture for picture in pictures if picture.title == title]
+    (found,) = [picture for picture in pictures if title_of(picture) == title]
     assert isinstance(found, Picture)
     return found.figure
 
@@ -115,10 +122,41 @@ def test_looks_tell_all_labels_apart():
     assert looks["Triton sm90"]["color"] != looks["Pallas sm90"]["color"]
 
 
-def test_labels_keep_their_distance():
-    assert spread([0.0, 0.5, 0.5], 0.25) == [0.0, 0.375, 0.625]
-    assert spread([], 1.0) == []
-    assert spread([1.0, 1.0, 1.0, 5.0], 1.0) == [0.0, 1.0, 2.0, 5.0]
+def test_a_peer_of_one_length_is_a_point_and_panels_share_a_scale(record):
+    peer = record(implementation="cuDNN", target=None, tflops=120.0)
+    capped = [replace(r, case=r.case | {"softcap": 30.0, "name": f"{r.case['name']}-softcap"})
+              for r in (record(tflops=50.0), record(keys=2048, tflops=60.0))]  # fmt: skip
+    pictures = of_suite([record(), record(keys=2048), peer, *capped], BOUNDS)
+    drawn = figure(pictures, "Forward: TFLOP/s over length")
+    one, other = drawn.axes
+    assert one.get_ylim() == other.get_ylim()
+    points = {line.get_label(): len(line.get_xdata()) for axes in drawn.axes for line in axes.lines}
+    assert points["cuDNN"] == 1
+    # Nothing else leads from the point to its name, which stands in the legend.
+    assert all(note.arrow_patch is None for axes in drawn.axes for note in axes.texts)
+    (legend,) = drawn.legends
+    assert [text.get_text() for text in legend.get_texts()] == ["Triton sm90", "cuDNN"]
+
+
+def test_a_variant_that_is_timed_at_few_cases_has_no_heat_map(record):
+    peers = [record(keys=n, implementation="FA2", target=None) for n in (64, 128, 256, 512)]
+    ours = [record(keys=n) for n in (64, 128, 256, 512)]
+    variant = record(keys=64, implementation="Triton compiled")
+    heat_map = figure(of_suite([*peers, *ours, variant], BOUNDS), "Forward: peer's time / ours")
+    assert [axes.get_title(loc="left") for axes in heat_map.axes] == ["Triton sm90"]
+
+
+def test_rows_are_named_by_what_changes(record):
+    shared, apart = names([record(), record(keys=2048)])
+    assert shared == "B2 H2 D64 bfloat16 window_size=(48, 16)"
+    assert apart == {"keys-1024": "S1024", "keys-2048": "S2048"}
+    assert names([record()]) == ("", {"keys-1024": f"B2 S1024 {shared[3:]}"})
+
+
+def test_no_dot_of_the_roofline_is_cut():
+    (axes,) = figure(of_run(campaign()), "Roofline").axes
+    lowest = min(min(line.get_ydata()) for line in axes.lines)
+    assert axes.get_ylim()[0] < lowest
 
 
 def test_lengths_are_short():

@@ -15,7 +15,7 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 def groups():
     """Median times by suite, operation and case, then by label; head sizes 64 and 128."""
     found = defaultdict(dict)
-    for record in load(ROOT / "bench" / "results" / "h200.jsonl"):
+    for record in load(ROOT / "bench" / "results" / "h200.jsonl.gz"):
         if record.times is not None and record.case.get("head_dim") in (64, 128):
             key = record.suite, record.operation, record.case["name"]
             found[key] |= {record.label: record.times.median, "case": record.case}

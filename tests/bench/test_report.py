@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from bench import __main__ as command
-from bench.records import append, load
+from bench.records import append, load, stem
 from bench.report.excerpt import BEGIN, END, put_excerpt
 from bench.report.limits import limits
-from bench.report.markdown import to_markdown
+from bench.report.markdown import summary
 from bench.report.page import to_html
-from bench.report.sections import ceilings, facts, sections
+from bench.report.sections import SPEEDS, ceilings, facts, sections, statuses
 from bench.report.tables import best_peer, number, numeric, ratio, runs, to_csv
 from bench.sampling import Sample, Sampler, log_path
 from bench.statistics import Times
@@ -32,26 +32,31 @@ def records(record):
     return [record(), record(**peer), record(keys=2048, **failed), record(keys=2048, **peer)]
 
 
+def markdown(records) -> str:
+    return summary("name", records)["name.md"]
+
+
 def table(markdown: str, heading: str) -> list[list[str]]:
     """The cells under a heading, rule left out."""
-    lines = markdown.split(f"### {heading}\n\n")[1].split("\n\n")[0].splitlines()
+    _, rest = re.split(rf"{re.escape(heading)}(?:</summary>|:)?\n\n", markdown, maxsplit=1)
+    lines = rest.split("\n\n")[0].splitlines()
     rows = [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines]
     return [rows[0], *rows[2:]]
 
 
 def test_markdown_shows_numbers_and_statuses(records):
-    text = to_markdown("Title", records)
-    problem = "B2 Sq{0} Skv{0} Hq2 Hkv2 D64 bfloat16 window_size=(48, 16)"
+    text = markdown(records)
     assert table(text, "Forward, TFLOP/s") == [
-        ["case", "Triton sm90", "FA2"],
-        [problem.format(1024), "100", "66.7"],
-        [problem.format(2048), "out of memory", "66.7"],
+        ["case (all B2 H2 D64 bfloat16 window_size=(48, 16))", "Triton sm90", "FA2"],
+        ["S1024", "100", "66.7"],
+        ["S2048", "out of memory", "66.7"],
     ]
-    assert table(text, "Forward, milliseconds (spread between rounds)")[1:] == [
-        [problem.format(1024), "2.00 (10.0%)", "3.00 (10.0%)"],
-        [problem.format(2048), "out of memory", "3.00 (10.0%)"],
+    (section,) = sections(records)
+    assert section.tables["Forward, milliseconds (spread between rounds)"][1:] == [
+        ["S1024", "2.00 (10.0%)", "3.00 (10.0%)"],
+        ["S2048", "out of memory", "3.00 (10.0%)"],
     ]
-    assert table(text, "Peer's time / ours, least to most over the cases") == [
+    assert table(text, SPEEDS) == [
         ["operation", "implementation", "best peer", "FA2"],
         ["forward", "Triton sm90", "1.50 to 1.50", "1.50 to 1.50"],
     ]
@@ -59,15 +64,16 @@ def test_markdown_shows_numbers_and_statuses(records):
         "forward", "Triton sm90", "out of memory", "MemoryError: <b> \\| too large", "keys-2048",
     ]  # fmt: skip
     assert "- versions: torch 2.0\n- commit: 0123456789ab\n- date: 2026-11-21\n" in text
+    assert "- our rows: 1 measured, 1 out of memory\n- peers' rows: 2 measured\n" in text
 
 
 def test_sm80_code_elsewhere_is_called_what_it_is(record):
     note = "it is not an A100's result"
     sm80 = record(target="sm80")
-    assert note in to_markdown("Title", [sm80])
-    assert note not in to_markdown("Title", [record()])
+    assert note in markdown([sm80])
+    assert note not in markdown([record()])
     a100 = replace(sm80, device="NVIDIA A100 (compute capability 8.0)")
-    assert note not in to_markdown("Title", [a100])
+    assert note not in markdown([a100])
 
 
 def test_the_last_record_of_a_measurement_counts(record):
@@ -78,7 +84,7 @@ def test_the_last_record_of_a_measurement_counts(record):
 def test_commits_are_not_compared(record, records):
     other = record(commit="ba9876543210", implementation="FA2", target=None)
     assert list(map(len, runs([*records, other]))) == [4, 1]
-    text = to_markdown("Title", [record(), other])
+    text = markdown([record(), other])
     assert text.count("## Fake GPU") == 2
     assert "1.00 to 1.00" not in text
 
@@ -200,7 +206,7 @@ def test_memory_has_a_table_where_the_suite_is_about_it(record):
                implementation="eager", target=None),
     ]  # fmt: skip
     (section,) = sections(rows)
-    title = "MB added at the peak (held before)"
+    title = "MB added at the peak (saved by the forward)"
     assert section.tables[f"Forward, {title}"][1][1:] == ["5.00"]
     assert section.tables[f"Backward, {title}"][1][1:] == ["5.00 (2.50)", "out of memory"]
     (flash,) = sections([record(memory=5_000_000)])
@@ -249,7 +255,8 @@ def test_csv_has_every_field(run):
 def test_the_page_needs_nothing_else_and_escapes(records):
     page = to_html("A <title>", records)
     assert "<title>A &lt;title&gt;</title>" in page
-    assert "3 measured, 1 out of memory" in page
+    assert '<span class="badge passed">ours: 1 measured, 1 out of memory</span>' in page
+    assert '<span class="badge peers">peers: 2 measured</span>' in page
     assert "&lt;b&gt; | too large" in page
     assert "<b> | too large" not in page
     assert page.count("<svg") == 2  # rates and ratios
@@ -259,6 +266,24 @@ def test_the_page_needs_nothing_else_and_escapes(records):
 def test_the_page_shortens_long_names_of_kernels(record):
     page = to_html("Run", [record(kernels=("k" * 500,))])
     assert f"<li>{'k' * 80}…</ol>" in page
+
+
+def test_the_summary_begins_with_plots_that_need_no_page(run):
+    text, *plots = (files := summary("run", run))
+    assert text == "run.md"
+    assert plots == ["run-forward.svg", "run-backward.svg", "run-decode.svg"]
+    shown = re.findall(r"!\[(.*)\]\((.*)\)", files[text].split("## ")[0])
+    assert [file for _, file in shown] == plots
+    assert shown[0][0] == "Flash attention forward, causal (bfloat16; NVIDIA H200)"
+    for plot in plots:
+        assert "fill: #ffffff" in files[plot]  # readable on a dark page too
+        assert "var(--" not in files[plot]
+
+
+def test_a_broken_row_of_ours_makes_the_badge_red(record):
+    page = to_html("Run", [record(status="refused by parity", message="its error is 2")])
+    assert '<span class="badge failed">ours: 1 refused by parity</span>' in page
+    assert 'class="badge peers"' not in page
 
 
 def test_command_writes_all_forms(tmp_path, records, capsys):
@@ -288,7 +313,10 @@ def test_the_page_leads_to_its_parts_and_shows_statuses(run):
     assert len(links) == 4
     assert all(page.count(f'<section id="{id}">') == 1 for id, _ in links)
     count = Counter(r.status for r in few if r.operation != "ceiling")
-    assert f'<span class="badge failed">{count["ok"]} measured, {count["failed"]} failed, ' in page
+    peers = statuses([r for r in few if r.is_peer and r.operation != "ceiling"])
+    assert "refused by parity" in peers
+    assert f'<span class="badge peers">peers: {peers}</span>' in page
+    assert '<span class="badge passed">ours: ' in page  # what the peers fail is not ours
     for look, status in {"failed": "refused by parity", "lost": "out of memory"}.items():
         assert f'status-{look}">{status}' in page
     assert page.count('<tr class="absent">') == count["absent"] > 0
@@ -317,13 +345,16 @@ def test_command_names_a_file_it_cannot_use(tmp_path, capsys, content):
     assert not (tmp_path / "out").exists()
 
 
-COMMITTED = sorted(RESULTS.glob("*.jsonl"), key=lambda path: path.name)
+COMMITTED = sorted(RESULTS.glob("*.jsonl.gz"), key=lambda path: path.name)
 
 
-@pytest.mark.parametrize("path", COMMITTED, ids=lambda path: path.stem)
-def test_committed_tables_are_of_the_committed_records(path):
-    expected = to_markdown(f"Benchmark {path.stem}", load(path))
-    assert path.with_suffix(".md").read_text() == expected
+@pytest.mark.parametrize("path", COMMITTED, ids=stem)
+def test_the_committed_summary_is_of_the_committed_records(path):
+    text, *plots = (files := summary(stem(path), load(path)))
+    assert (RESULTS / text).read_text() == files[text]
+    assert {p.name for p in RESULTS.glob(f"{stem(path)}-*.svg")} == set(plots)
+    assert len(plots) == 3
+    assert not re.search(r"\b(seeds?|mended|makers?)\b", files[text], re.IGNORECASE)
 
 
 def test_the_documentation_shows_the_tables_of_the_records():

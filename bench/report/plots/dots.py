@@ -9,18 +9,18 @@ from matplotlib.figure import Figure
 from bench.records import Record
 from bench.report.limits import Limit
 from bench.report.plots.style import Style, legend, name_width, quiet
-from bench.report.tables import labels, problem
+from bench.report.tables import labels, names
 from interop.parity.plot import MUTED_COLOUR, RULE_COLOUR
 
 
 def by_case(records: Sequence[Record], limit: Limit, looks: dict[str, Style]) -> Figure:
     """One operation's cases from top to bottom, its rates from left to right."""
-    names = {record.case["name"]: problem(record.case) for record in records}
-    places = {name: place for place, name in enumerate(names)}
-    size = (name_width(names.values()) + 7, 0.3 * len(names) + 1.3)
+    _, apart = names(records)
+    places = {name: place for place, name in enumerate(apart)}
+    size = (name_width(apart.values()) + 7, 0.3 * len(apart) + 1.3)
     figure = Figure(figsize=size, layout="constrained")
     axes = figure.subplots()
-    axes.hlines(range(len(names)), 0, 1, transform=axes.get_yaxis_transform(), linewidth=0.8,
+    axes.hlines(range(len(apart)), 0, 1, transform=axes.get_yaxis_transform(), linewidth=0.8,
                 color=RULE_COLOUR, zorder=0)  # fmt: skip
     for label in labels(records):
         own = [record for record in records if record.label == label]
@@ -37,11 +37,11 @@ def by_case(records: Sequence[Record], limit: Limit, looks: dict[str, Style]) ->
                       xycoords=axes.get_xaxis_transform(), textcoords="offset points", fontsize=7,
                       color=MUTED_COLOUR, rotation=90)  # fmt: skip
     axes.set_xlim(left=0)
-    axes.set_ylim(len(names) - 0.5, -0.5)
-    axes.set_yticks(range(len(names)), names.values())
+    axes.set_ylim(len(apart) - 0.5, -0.5)
+    axes.set_yticks(range(len(apart)), apart.values())
     axes.set_xlabel(limit.unit, fontsize=8)
     quiet(axes, "x")
     axes.tick_params(axis="y", length=0)
     axes.spines["left"].set_visible(False)
-    legend(figure, axes)
+    legend(figure)
     return figure

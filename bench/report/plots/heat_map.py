@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 
 from bench.records import Record
 from bench.report.plots.style import name_width
-from bench.report.tables import by_case, labels, problem, ratio
+from bench.report.tables import by_case, labels, names, ratio
 
 _CELL = 0.44, 0.24  # inches
 _WIDTH = 13
@@ -23,24 +23,31 @@ _DARK, _LIGHT = "#111111", "#fefefe"
 def ratios(records: Sequence[Record]) -> Figure:
     """Of one operation: a peer's time over ours, blue where ours is faster, red where slower."""
     records = [record for record in records if not record.is_ablation]
-    ours, peers = labels(records, peers=False), labels(records, peers=True)
+    peers = labels(records, peers=True)
     cases = {
         name: row
         for name, row in by_case(records).items()
         if any(record.is_peer for record in row.values())
     }
-    names = [problem(next(iter(row.values())).case) for row in cases.values()]
+    # A variant that is timed at few cases would be a panel without cells.
+    ours = [
+        label
+        for label in labels(records, peers=False)
+        if 3 * sum(label in row for row in cases.values()) >= len(cases)
+    ]
+    _, apart = names(r for r in records if r.case["name"] in cases)
+    rows_of = [apart[name] for name in cases]
     panel = max(_CELL[0] * len(peers), 0.085 * max(map(len, ours))) + 0.2
-    columns = max(1, min(len(ours), int((_WIDTH - name_width(names)) / panel)))
+    columns = max(1, min(len(ours), int((_WIDTH - name_width(rows_of)) / panel)))
     rows = -(-len(ours) // columns)
-    size = (name_width(names) + panel * columns, (_CELL[1] * len(names) + 1.2) * rows)
+    size = (name_width(rows_of) + panel * columns, (_CELL[1] * len(rows_of) + 1.2) * rows)
     figure = Figure(figsize=size, layout="constrained")
     panels = figure.subplots(rows, columns, squeeze=False, sharey=True)
     for axes, label in zip(panels.ravel(), ours, strict=False):
         found = [[ratio(row, label, peer) for peer in peers] for row in cases.values()]
         _panel(axes, np.array(found, float))
         axes.set_title(label, fontsize=9.5, loc="left")
-        axes.set_yticks(np.arange(len(names)) + 0.5, names)
+        axes.set_yticks(np.arange(len(rows_of)) + 0.5, rows_of)
         axes.set_xticks(np.arange(len(peers)) + 0.5, peers, rotation=40, ha="right",
                         rotation_mode="anchor")  # fmt: skip
         axes.tick_params(length=0, labelsize=8)

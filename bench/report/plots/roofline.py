@@ -37,13 +37,13 @@ def roofline(records: Sequence[Record], bounds: Limits, looks: dict[str, Style])
             _roof(axes, (left, right), tflops, bandwidth, dash)
             line = "solid" if dash == "-" else "dashed"
             texts.append(f"{line}: {name}, {tflops:.0f} TFLOP/s and {bandwidth / 1e3:.2f} TB/s")
-    axes.set_title("     ".join(texts), fontsize=8, loc="right", color=MUTED_COLOUR)
+    axes.set_title("; ".join(texts), fontsize=8, loc="right", color=MUTED_COLOUR)
     axes.set_xlim(left, right)
-    axes.set_ylim(max(min(rates) / 2, max(rates) / 1e4))
+    axes.set_ylim(min(rates) / 2)
     axes.set_xlabel("floating-point operations a byte of least traffic", fontsize=8)
     axes.set_ylabel("TFLOP/s", fontsize=8)
     quiet(axes, "both")
-    legend(figure, axes)
+    legend(figure)
     return figure
 
 

@@ -11,10 +11,9 @@ from matplotlib.ticker import NullLocator
 
 from bench.records import Record
 from bench.report.limits import Limit
-from bench.report.plots.style import PANEL_HEIGHT, Style, label_ends, quiet, rule
+from bench.report.plots.style import PANEL_HEIGHT, Style, legend, quiet, rule
 from bench.report.tables import labels
 
-_COLUMNS = 2
 _OF_LENGTH = ("name", "batch", "seq_q", "seq_kv", "lengths", "max_pages")
 
 
@@ -34,53 +33,48 @@ def families(records: Sequence[Record]) -> tuple[list[list[Record]], list[Record
 
 
 def over_length(
-    series: Sequence[Sequence[Record]], limit: Limit, looks: dict[str, Style]
+    series: Sequence[Sequence[Record]], limit: Limit, looks: dict[str, Style], columns: int = 2
 ) -> Figure:
-    """A panel for each family of one operation, in two columns; lines are named at their ends."""
-    rows = -(-len(series) // _COLUMNS)
-    size = (13, PANEL_HEIGHT * rows + 0.6 * rows + 0.3)
-    layout = ConstrainedLayoutEngine(w_pad=0.15, h_pad=0.1)  # inches
+    """Draw a panel for each family of one operation, all on one scale."""
+    rows = -(-len(series) // columns)
+    size = (13, PANEL_HEIGHT * rows + 0.6 * rows + 0.6)
+    layout = ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.1)  # inches
     figure = Figure(figsize=size, layout=layout)
-    panels = figure.subplots(rows, _COLUMNS, squeeze=False).ravel()
+    panels = figure.subplots(rows, columns, squeeze=False, sharey=True).ravel()
     rates = [limit.known_rate(record) for records in series for record in records]
     # Rates of single heads span orders; a bandwidth is read against its limit.
     logarithmic = limit.unit == "TFLOP/s" and max(rates) > 100 * min(rates)
+    bounds = {f"measured {limit.name}": limit.measured, "datasheet": limit.datasheet}
+    near = {name: rate for name, rate in bounds.items() if rate and rate < 2 * max(rates)}
+    if logarithmic:
+        near.pop("datasheet", None)  # too near the measured one on this scale
+        panels[0].set_yscale("log")
+    else:
+        panels[0].set_ylim(0, 1.08 * max([*rates, *near.values()]))
     for axes, records in zip(panels, series, strict=False):
-        _panel(axes, records, limit, looks, logarithmic)
+        _panel(axes, records, limit, looks)
+        for name, rate in near.items():
+            rule(axes, rate, name, dashed=name == "datasheet", below=logarithmic)
+        quiet(axes, "y")
     for axes in panels[len(series) :]:
         axes.set_visible(False)
+    for axes in panels[: len(series) : columns]:
+        axes.set_ylabel(limit.unit, fontsize=8)
+    legend(figure)
     return figure
 
 
-def _panel(
-    axes: Axes, records: Sequence[Record], limit: Limit, looks: dict[str, Style], logarithmic: bool
-) -> None:
-    ends = []
-    highest = max(map(limit.known_rate, records))
+def _panel(axes: Axes, records: Sequence[Record], limit: Limit, looks: dict[str, Style]) -> None:
     for label in labels(records):
         points = sorted((length(r), limit.known_rate(r)) for r in records if r.label == label)
         axes.plot(*zip(*points, strict=True), zorder=3 if looks[label]["linewidth"] > 2 else 2,
-                  **looks[label])  # fmt: skip
-        ends.append((label, *points[-1]))
+                  label=label, **looks[label])  # fmt: skip
     lengths = sorted(set(map(length, records)))
     axes.set_xscale("log", base=2)
     axes.set_xticks(lengths, map(short, lengths))
     axes.xaxis.set_minor_locator(NullLocator())
     axes.set_title(_title(records[0]), fontsize=9.5, loc="left")
     axes.set_xlabel("keys", fontsize=8)
-    axes.set_ylabel(limit.unit, fontsize=8)
-    bounds = {f"measured {limit.name}": limit.measured, "datasheet": limit.datasheet}
-    near = {name: rate for name, rate in bounds.items() if rate and rate < 2 * highest}
-    if logarithmic:
-        near.pop("datasheet", None)  # too near the measured one on this scale
-        axes.set_yscale("log")
-        axes.autoscale_view()
-    else:
-        axes.set_ylim(0, 1.08 * max([highest, *near.values()]))
-    for name, rate in near.items():
-        rule(axes, rate, name, dashed=name == "datasheet", below=logarithmic)
-    quiet(axes, "y")
-    label_ends(axes, ends, looks)
 
 
 def short(length: int) -> str:

@@ -15,7 +15,6 @@ from interop.parity.plot import COLOURS, MUTED_COLOUR, RULE_COLOUR
 Style = dict[str, Any]
 
 PANEL_HEIGHT = 2.7  # inches
-LINE_OF_TEXT = 0.13
 
 # Okabe and Ito's: blue and vermilion are ours, the rest are the peers'.
 _OURS = {"Triton": COLOURS[0], "Pallas": COLOURS[5]}
@@ -31,7 +30,7 @@ def styles(records: Sequence[Record]) -> dict[str, Style]:
     """
     ours: dict[str, Style] = {}
     firsts = {r.label: r for r in records if not r.is_peer}
-    kinds = list(dict.fromkeys(r.implementation for r in firsts.values()))
+    kinds = sorted({r.implementation for r in firsts.values()})  # "Triton" before its variants
     for label, record in firsts.items():
         family = record.implementation.split()[0]
         variants = [kind for kind in kinds if kind.split()[0] == family]
@@ -65,48 +64,6 @@ def quiet(axes: Axes, grid: Literal["x", "y", "both"]) -> None:
     axes.tick_params(which="minor", length=0)
 
 
-def label_ends(
-    axes: Axes, ends: Iterable[tuple[str, float, float]], looks: dict[str, Style]
-) -> None:
-    """Name lines to the right of the panel, at the height of their ends but never overlapping.
-
-    Args:
-        ends: label and data coordinates of each line's last point.
-    """
-    to_panel = axes.transScale + axes.transLimits
-    places = sorted((float(to_panel.transform((x, y))[1]), label, (x, y)) for label, x, y in ends)
-    if not places:
-        return
-    heights = spread([height for height, *_ in places], LINE_OF_TEXT / PANEL_HEIGHT)
-    for height, (_, label, end) in zip(heights, places, strict=True):
-        colour = looks[label]["color"]
-        axes.annotate(
-            label, end, (1.045, height), textcoords="axes fraction", va="center", fontsize=7.5,
-            color=colour, fontweight="bold" if looks[label]["linewidth"] > 2 else "normal",
-            arrowprops={"arrowstyle": "-", "color": colour, "linewidth": 0.5, "shrinkA": 1,
-                        "shrinkB": 4, "relpos": (0, 0.5)},
-        )  # fmt: skip
-
-
-def spread(places: Sequence[float], gap: float) -> list[float]:
-    """Rising places moved as little as keeps them `gap` apart: near ones move as one block.
-
-    >>> spread([0.0, 0.5, 0.5], 0.25)
-    [0.0, 0.375, 0.625]
-    """
-    blocks: list[tuple[float, int]] = []  # first place, how many
-    for place in places:
-        first, count = place, 1
-        while blocks and first < blocks[-1][0] + blocks[-1][1] * gap:
-            before, members = blocks.pop()
-            total = members + count
-            # The mean of where each member's block wants to begin.
-            first = (before * members + (first - members * gap) * count) / total
-            count = total
-        blocks.append((first, count))
-    return [first + i * gap for first, count in blocks for i in range(count)]
-
-
 def rule(axes: Axes, value: float, text: str, dashed: bool = False, below: bool = False) -> None:
     """A horizontal line for a limit, named above or below its left end."""
     axes.axhline(value, color=MUTED_COLOUR, linewidth=0.9, linestyle="--" if dashed else "-",
@@ -116,11 +73,15 @@ def rule(axes: Axes, value: float, text: str, dashed: bool = False, below: bool 
                   va="top" if below else "bottom")  # fmt: skip
 
 
-def legend(figure: Figure, axes: Axes) -> None:
-    """All of one panel's names, above the figure."""
-    handles, names = axes.get_legend_handles_labels()
-    figure.legend(handles, names, loc="outside upper left", ncols=7, frameon=False, fontsize=8,
-                  handletextpad=0.5, columnspacing=1.4)  # fmt: skip
+def legend(figure: Figure, columns: int = 7) -> None:
+    """Name what all panels show, once, above the figure."""
+    found = {}
+    for axes in figure.axes:
+        for handle, name in zip(*axes.get_legend_handles_labels(), strict=True):
+            found.setdefault(name, handle)
+    figure.legend(found.values(), found.keys(), loc="outside upper left", alignment="left",
+                  ncols=columns, frameon=False, fontsize=8, handletextpad=0.5, columnspacing=1.4,
+                  handlelength=2.6)  # fmt: skip
 
 
 def name_width(names: Iterable[str]) -> float:
