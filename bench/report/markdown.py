@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from matplotlib.font_manager import FontProperties
+
 from bench.records import Record
 from bench.report.plots import Picture
 from bench.report.plots.headline import headline
@@ -50,5 +52,5 @@ def _folded(title: str, grid: Grid) -> str:
 def _standalone(picture: Picture) -> str:
     """Return a picture as a file of its own: its title inside, on white, letters as outlines."""
     (legend,) = picture.figure.legends
-    legend.set_title(picture.title, prop={"size": 11, "weight": "bold"})
+    legend.set_title(picture.title, FontProperties(size=11, weight="bold"))
     return to_svg(picture.figure, standalone=True)
