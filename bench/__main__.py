@@ -11,7 +11,7 @@ import sys
 from interop.parity.arguments import require
 
 REPORTING = ("matplotlib", "numpy", "rich")
-RUNNING = ("jax", "tomlkit", "torch", "triton")
+RUNNING = ("jax", "torch", "triton")
 
 
 def main(argv: list[str] | None = None) -> int:

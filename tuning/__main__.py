@@ -1,6 +1,6 @@
 """``python -m tuning COMMAND``.
 
-Exit codes: 0 done, 1 a check failed, 2 bad arguments or no GPU, 130 interrupted.
+Exit codes: 0 done, 1 a check failed, 2 bad arguments, a missing package or no GPU, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -8,13 +8,18 @@ from __future__ import annotations
 import argparse
 import sys
 
-from tuning.search import command as search
-from tuning.static import command as static
+from interop.parity.arguments import require
+
+NEEDED = ("jax", "rich", "torch", "triton")
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m tuning", description=__doc__)
+    require(parser.error, NEEDED, "bench")
+    from tuning.search import command as search
+    from tuning.static import command as static
+
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     static.add_parser(commands)
     search.add_parser(commands)
