@@ -14,8 +14,9 @@ changes.
 
 from __future__ import annotations
 
+import math
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -28,13 +29,12 @@ from jax._src.pallas import core as pallas_core
 from jax._src.pallas.triton import lowering as triton_lowering
 from jaxlib import gpu_triton
 
-from twin_attention.contract.validate import fail
-from twin_attention.targets.config import KernelConfig
-from twin_attention.targets.target import SHARED_MEMORY_LIMIT
+from interop.contract.config import KernelConfig, compile_to_fit
+from interop.contract.target import SHARED_MEMORY_LIMIT
+from interop.contract.validate import fail
 
-_recorded: ContextVar[list[tuple[str, KernelConfig, Any]] | None] = ContextVar(
-    "recorded", default=None
-)
+_Recorded = tuple[Callable[[str], float], list[tuple[str, KernelConfig, Any]]]
+_recorded: ContextVar[_Recorded | None] = ContextVar("recorded", default=None)
 
 
 @dataclass(frozen=True)
@@ -55,8 +55,13 @@ class TritonCompilerParams:
 
 
 @contextmanager
-def recording() -> Iterator[list[tuple[str, KernelConfig, Any]]]:
+def recording(
+    limit: Callable[[str], float] = lambda kernel: math.inf,
+) -> Iterator[list[tuple[str, KernelConfig, Any]]]:
     """Compile the kernels that are traced and lowered in the block, without a GPU.
+
+    Args:
+        limit: bytes of shared memory that a block of a kernel may have (see `compile_to_fit`).
 
     Yields a list that fills with (kernel, configuration, Triton's compiled kernel). They are
     assembled for their target, whatever this machine has. What is lowered cannot be run.
@@ -67,7 +72,7 @@ def recording() -> Iterator[list[tuple[str, KernelConfig, Any]]]:
             jax.jit(f).trace(q).lower(lowering_platforms=("cuda",))
     """
     compiled: list[tuple[str, KernelConfig, Any]] = []
-    token = _recorded.set(compiled)
+    token = _recorded.set((limit, compiled))
     try:
         yield compiled
     finally:
@@ -97,17 +102,19 @@ def _lower(
             fail(NotImplementedError, name, expected, f"shape {x.shape}")
     config, target = compiler_params.config, compiler_params.target
     recorded = _recorded.get()
-    capability = _capability(target, None if recorded is not None else _device())
+    device = None if recorded is not None else _device()
+    capability = _capability(target, device)
     lowered = triton_lowering.lower_jaxpr_to_triton_module(
         jaxpr, grid_mapping, "cuda", int(target.removeprefix("sm")), ctx.module_context
     )
-    module = lowered.module.operation
-    compiled = _ttir().compile_text(
-        mlir.sanitize_name(jaxpr.debug_info.func_name),
-        module.get_asm(enable_debug_info=False),
+    text = lowered.module.operation.get_asm(enable_debug_info=False)
+    function = mlir.sanitize_name(jaxpr.debug_info.func_name)
+    config, compiled = compile_to_fit(
+        name,
+        lambda config: _ttir().compile_text(function, text, config, target, capability),
         config,
         target,
-        capability,
+        recorded[0](name) if recorded is not None else _shared_memory(target, device),
     )
     call = jax.ffi.ffi_lowering(
         "triton_kernel_call_ffi",
@@ -115,12 +122,8 @@ def _lower(
         operand_output_aliases=dict(input_output_aliases),
     )
     if recorded is not None:
-        recorded.append((name, config, compiled))
+        recorded[1].append((name, config, compiled))
         return call(ctx, *operands, opaque=b"")
-    shared, limit = compiled.metadata.shared, SHARED_MEMORY_LIMIT[target]
-    if shared > limit:
-        expected = f"at most {limit} bytes of shared memory on {target}"
-        fail(NotImplementedError, name, expected, f"{shared} with {config}")
     if not hasattr(gpu_triton, "TritonKernel"):
         plugin = "jaxlib's CUDA plugin (pip install 'jax[cuda13]' or 'jax[cuda12]')"
         fail(NotImplementedError, name, plugin, "none")
@@ -128,7 +131,7 @@ def _lower(
         compiled.metadata.name,
         config.num_warps,
         1,
-        shared,
+        compiled.metadata.shared,
         compiled.asm["ptx"],
         compiled.asm["ttir"],
         capability,
@@ -152,6 +155,12 @@ def _capability(target: str, device: Any) -> int:
     """What to assemble for: the device's compute capability, such as 90, or else the target's."""
     name = target.removeprefix("sm") if device is None else device.compute_capability
     return int(name.replace(".", ""))
+
+
+def _shared_memory(target: str, device: Any) -> int:
+    """Bytes that a block may have: the target's limit, or a smaller card's own."""
+    limit = SHARED_MEMORY_LIMIT[target]
+    return limit if device is None else min(limit, device.shared_memory_per_block_optin)
 
 
 def _grid_of_three(grid: tuple[int, ...]) -> tuple[int, ...]:

@@ -11,10 +11,16 @@ from typing import Any
 
 import torch
 
-from twin_attention.contract.spec import AttentionSpec, DecodeSpec, PagedCache
-from twin_attention.targets import ptx
-from twin_attention.targets.config import KernelConfig, Spec, find_configs, padded_head_dim
-from twin_attention.targets.target import MULTIPROCESSORS, SHARED_MEMORY_LIMIT, resolve_target
+from interop.contract import ptx
+from interop.contract.config import (
+    KernelConfig,
+    Spec,
+    compile_to_fit,
+    find_configs,
+    padded_head_dim,
+)
+from interop.contract.spec import AttentionSpec, DecodeSpec, PagedCache
+from interop.contract.target import MULTIPROCESSORS, SHARED_MEMORY_LIMIT, resolve_target
 
 _CONFIGS = Path(__file__).parent / "configs"
 
@@ -25,7 +31,7 @@ UNSPECIALIZED = ["seq_q", "seq_kv", "window_left", "window_right"]
 _launchers: dict[Hashable, _Launcher] = {}
 _LAUNCHERS_MAX = 4096
 
-_recorded: tuple[str, list[tuple[str, KernelConfig, Any]]] | None = None
+_recorded: tuple[str, Callable[[str], float], list[tuple[str, KernelConfig, Any]]] | None = None
 
 
 def target_of(device: torch.device) -> str:
@@ -35,11 +41,20 @@ def target_of(device: torch.device) -> str:
     return resolve_target(_properties(device)[0])
 
 
+def _shared_memory(target: str, device: torch.device) -> int:
+    """Bytes that a block may have: the target's limit, or a smaller card's own."""
+    return min(SHARED_MEMORY_LIMIT[target], _properties(device)[2])
+
+
 @lru_cache
-def _properties(device: torch.device) -> tuple[tuple[int, int], int]:
-    """Compute capability and number of multiprocessors; to ask each time takes microseconds."""
-    properties = torch.cuda.get_device_properties(device)
-    return (properties.major, properties.minor), properties.multi_processor_count
+def _properties(device: torch.device) -> tuple[tuple[int, int], int, int]:
+    """Compute capability, number of multiprocessors, and bytes of shared memory a block may have.
+
+    To ask each time takes microseconds.
+    """
+    properties: Any = torch.cuda.get_device_properties(device)
+    capability = properties.major, properties.minor
+    return capability, properties.multi_processor_count, properties.shared_memory_per_block_optin
 
 
 @lru_cache(maxsize=1024)
@@ -203,8 +218,9 @@ def launch(
 ) -> None:
     """Launch a kernel on its first operand's device; a CPU tensor goes to Triton's interpreter.
 
-    On a CUDA device the first launch of a problem goes through Triton, which compiles; what is the
-    same in all of its launches is then kept, so that the others cost the host half as much.
+    On a CUDA device the first launch of a problem goes through Triton, which compiles, with fewer
+    stages where the configured ones do not fit (`compile_to_fit`); what is the same in all of its
+    launches is then kept, so that the others cost the host half as much.
 
     Args:
         name: the kernel's name in the configuration tables.
@@ -235,21 +251,27 @@ def launch(
 
         interpreted(kernel)[grid(config)](*operands, **arguments)
         return
-    options = {"num_warps": config.num_warps, "num_stages": config.num_stages} | launch_options
-    options["enable_fp_fusion"] = True  # Triton 3.10 turns it off unless asked
+    options = {"enable_fp_fusion": True} | launch_options  # Triton 3.10 turns it off unless asked
     if target == "sm80":
         options["arch"] = "sm80"
+
+    def compile(config: KernelConfig) -> Any:
+        options.update(num_warps=config.num_warps, num_stages=config.num_stages)
+        return kernel.warmup(*operands, grid=grid(config), **arguments, **options)
+
     if _recorded is not None:
-        compiled = kernel.warmup(*operands, grid=grid(config), **arguments, **options)
-        _recorded[1].append((name, config, compiled))
+        _, limit, compiled = _recorded
+        compiled.append((name, *compile_to_fit(name, compile, config, target, limit(name))))
         return
     with _current(device):
-        compiled = kernel[grid(config)](*operands, **arguments, **options)
-    assert compiled.metadata.shared <= SHARED_MEMORY_LIMIT[target], (name, config, target)
+        limit = _shared_memory(target, device)
+        _, compiled = compile_to_fit(name, compile, config, target, limit)
+        rest = [arguments[name] for name in kernel.arg_names[len(operands) :]]
+        launcher = _Launcher(compiled, (*grid(config), 1, 1)[:3], rest)
+        launcher(*operands)
     if len(_launchers) >= _LAUNCHERS_MAX:
         _launchers.clear()
-    rest = [arguments[name] for name in kernel.arg_names[len(operands) :]]
-    _launchers[key] = _Launcher(compiled, (*grid(config), 1, 1)[:3], rest)
+    _launchers[key] = launcher
 
 
 class _Launcher:
@@ -272,17 +294,22 @@ def _layout(x: torch.Tensor | None) -> Hashable:
 
 
 @contextmanager
-def recording(target: str) -> Iterator[list[tuple[str, KernelConfig, Any]]]:
+def recording(
+    target: str, limit: Callable[[str], float] = lambda kernel: math.inf
+) -> Iterator[list[tuple[str, KernelConfig, Any]]]:
     """Compile for `target` instead of launching.
 
-    Yields a list that grows by (kernel, configuration, compiled).
-
     Needs a Triton driver that reports that target; operands may be on the "meta" device.
+
+    Args:
+        limit: bytes of shared memory that a block of a kernel may have (see `compile_to_fit`).
+
+    Yields a list that grows by (kernel, configuration, compiled).
     """
     global _recorded
-    before, _recorded = _recorded, (target, [])
+    before, _recorded = _recorded, (target, limit, [])
     try:
-        yield _recorded[1]
+        yield _recorded[2]
     finally:
         _recorded = before
 

@@ -70,8 +70,9 @@ def lower(target, config=CONFIG, **options):
 
 
 class Gpu:
-    def __init__(self, compute_capability):
+    def __init__(self, compute_capability, shared_memory=227 * 1024):
         self.compute_capability = compute_capability
+        self.shared_memory_per_block_optin = shared_memory
 
 
 @pytest.fixture
@@ -140,10 +141,38 @@ def test_sm80_code_is_assembled_for_hopper_and_launched_by_jaxlib(on_hopper, mon
     assert "wgmma" not in ptx
 
 
-def test_too_much_shared_memory_is_refused(on_hopper):
-    hungry = KernelConfig(block_q=128, block_kv=64, num_warps=8, num_stages=8)
-    with pytest.raises(NotImplementedError, match=r"matmul: expected at most 166912 bytes .*sm80"):
-        lower("sm80", hungry)
+HUNGRY = KernelConfig(block_q=128, block_kv=64, num_warps=8, num_stages=8)
+
+
+@pytest.mark.parametrize("limit", [163 * 1024, 99 * 1024])
+def test_a_kernel_that_does_not_fit_gets_fewer_stages(limit):
+    with recording() as as_configured:
+        lower("sm80", HUNGRY)
+    with recording(lambda kernel: {"matmul": limit}[kernel]) as fitted:
+        lower("sm80", HUNGRY)
+    [(_, config, compiled)] = as_configured
+    assert (config, compiled.metadata.shared > 163 * 1024) == (HUNGRY, True)
+    [(_, config, compiled)] = fitted
+    assert 1 < config.num_stages < HUNGRY.num_stages
+    assert compiled.metadata.shared <= limit
+
+
+@pytest.mark.parametrize(
+    ("target", "shared_memory", "limit"),
+    [
+        ("sm80", 227 * 1024, 163 * 1024),  # SM80 code on a Hopper card
+        ("sm80", 99 * 1024, 99 * 1024),
+        ("sm90", 227 * 1024, 227 * 1024),
+    ],
+)
+def test_the_limit_is_the_targets_or_a_smaller_cards(target, shared_memory, limit):
+    assert lowering._shared_memory(target, Gpu("9.0", shared_memory)) == limit
+
+
+def test_what_fits_with_no_number_of_stages_is_refused(monkeypatch):
+    monkeypatch.setattr(lowering, "_device", lambda: Gpu("8.6", 1024))
+    with pytest.raises(NotImplementedError, match=r"matmul: expected at most 1024 bytes .*sm80"):
+        lower("sm80")
 
 
 def test_what_the_launch_cannot_carry_is_refused(on_hopper):

@@ -1,6 +1,7 @@
 """Tables of configurations: how they are read, and how a problem finds its row."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -9,6 +10,7 @@ from twin_attention.contract.spec import AttentionSpec
 from twin_attention.targets.config import (
     KernelConfig,
     choose_splits,
+    compile_to_fit,
     find_configs,
     load_table,
     padded_head_dim,
@@ -212,3 +214,35 @@ def test_about_as_many_sequences_as_run_at_once_have_a_row_of_their_own(
     sequences, changes, variant
 ):
     assert decode(4096, lengths=(1,) * sequences, **changes).variant == variant
+
+
+def compiled_by(shared_by_stages, limit):
+    """What `compile_to_fit` chooses from a kernel that takes so much with so many stages."""
+    config = KernelConfig(block_q=64, block_kv=32, num_warps=4, num_stages=3)
+
+    def compile(config):
+        shared = shared_by_stages[config.num_stages]
+        return SimpleNamespace(metadata=SimpleNamespace(shared=shared))
+
+    fitted, compiled = compile_to_fit("flash_fwd", compile, config, "sm90", limit)
+    assert replace(fitted, num_stages=3) == config
+    return fitted.num_stages, compiled.metadata.shared
+
+
+def test_a_kernel_that_fits_is_compiled_as_configured():
+    assert compiled_by({3: 100}, limit=100) == (3, 100)
+
+
+def test_a_kernel_that_does_not_fit_gets_fewer_stages():
+    assert compiled_by({3: 300, 2: 200, 1: 100}, limit=299) == (2, 200)
+    assert compiled_by({3: 300, 2: 200, 1: 100}, limit=199) == (1, 100)
+
+
+def test_a_kernel_that_fits_with_no_number_of_stages_is_refused():
+    message = (
+        "flash_fwd: expected at most 99 bytes of shared memory on sm90, got 100 with "
+        "KernelConfig(block_q=64, block_kv=32, num_warps=4, num_stages=1)"
+    )
+    with pytest.raises(NotImplementedError) as error:
+        compiled_by({3: 300, 2: 200, 1: 100}, limit=99)
+    assert str(error.value) == message

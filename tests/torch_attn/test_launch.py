@@ -9,7 +9,9 @@ from triton.compiler import CompiledKernel
 from triton.runtime.jit import JITFunction
 
 from bench.configs import changed
-from interop.parity.cases import FlashCase
+from interop.contract.cases import FlashCase
+from interop.contract.reference import attention_forward
+from interop.contract.target import use_target
 from torch_attn import flash_attention, launch
 from twin_attention.contract.reference import attention_forward
 
@@ -22,30 +24,27 @@ class Kernel:
     arg_names = ("x_ptr", "SCALE", "ROWS", "BLOCK_KV")
 
     def __init__(self):
-        self.fn, self.first, self.again = object(), [], []
+        self.fn, self.compiled, self.launched = object(), [], []
+        self.shared_of_a_stage = 0
 
-    def __getitem__(self, grid):
-        def run(*operands, **arguments):
-            self.first.append((grid, operands, arguments))
-            return self.Compiled(self)
-
-        return run
+    def warmup(self, *operands, grid, **arguments):
+        self.compiled.append((grid, operands, arguments))
+        return self.Compiled(self, arguments["num_stages"])
 
     class Compiled:
-        metadata = SimpleNamespace(shared=0)
-
-        def __init__(self, kernel):
-            self.kernel = kernel
+        def __init__(self, kernel, stages):
+            self.kernel, self.stages = kernel, stages
+            self.metadata = SimpleNamespace(shared=stages * kernel.shared_of_a_stage)
 
         def __getitem__(self, grid):
-            return lambda *arguments: self.kernel.again.append((grid, arguments))
+            return lambda *arguments: self.kernel.launched.append((grid, arguments))
 
 
 @pytest.fixture
 def kernel(monkeypatch):
     monkeypatch.delenv("TWIN_ATTENTION_TARGET", raising=False)
     monkeypatch.setattr(launch, "_launchers", {})
-    monkeypatch.setattr(launch, "_properties", lambda device: ((9, 0), 132))
+    monkeypatch.setattr(launch, "_properties", lambda device: ((9, 0), 132, 227 * 1024))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     return Kernel()
 
@@ -70,11 +69,11 @@ def test_the_same_problem_is_prepared_once(kernel):
     run(kernel, x)
     run(kernel, y, problem=lambda: pytest.fail("prepared again"))
     config = launch.configs_for(SPEC, "sm90")["flash_fwd"]
-    ((grid, operands, arguments),) = kernel.first
+    ((grid, operands, arguments),) = kernel.compiled
     assert (grid, operands) == ((3,), (x,))
     assert arguments["BLOCK_KV"] == config.block_kv
     # In the order of the kernel's parameters, without Triton's own options.
-    assert kernel.again == [((3, 1, 1), (y, 0.5, 7, config.block_kv))]
+    assert kernel.launched == [((3, 1, 1), (of, 0.5, 7, config.block_kv)) for of in (x, y)]
 
 
 @pytest.mark.parametrize(
@@ -86,8 +85,7 @@ def test_another_layout_goes_through_triton(kernel, monkeypatch, changes):
     run(kernel, operand())
     monkeypatch.setattr(launch, "_current", lambda device: launch.nullcontext())
     run(kernel, operand(**changes))
-    assert len(kernel.first) == 2
-    assert not kernel.again
+    assert len(kernel.compiled) == 2
 
 
 def test_another_problem_target_or_configuration_goes_through_triton(kernel):
@@ -97,12 +95,36 @@ def test_another_problem_target_or_configuration_goes_through_triton(kernel):
     run(kernel, x, spec=FlashCase("", 1, 64, 128, 2, 2, 64, dtype="float16").spec)
     with changed("torch_attn", {"flash_fwd": {"block_kv": 16}}):
         run(kernel, x)
-    with launch.recording("sm80"), pytest.raises(AttributeError, match="warmup"):
+    with launch.recording("sm80"):
         run(kernel, x)  # which compiles only
     other = Kernel()
     run(other, x)
-    assert (len(kernel.first), len(other.first)) == (4, 1)
-    assert not kernel.again
+    assert (len(kernel.compiled), len(other.compiled)) == (5, 1)
+    assert (len(kernel.launched), len(other.launched)) == (4, 1)
+
+
+def test_a_kernel_that_does_not_fit_gets_fewer_stages(kernel):
+    kernel.shared_of_a_stage = 227 * 1024 // 2
+    run(kernel, operand())
+    assert launch.configs_for(SPEC, "sm90")["flash_fwd"].num_stages == 3
+    assert [arguments["num_stages"] for *_, arguments in kernel.compiled] == [3, 2]
+    assert len(kernel.launched) == 1
+
+
+@pytest.mark.parametrize(
+    ("capability", "of_the_card", "limit"),
+    [((9, 0), 227, 163), ((8, 0), 163, 163), ((8, 6), 99, 99)],
+)
+def test_the_limit_is_the_targets_or_a_smaller_cards(
+    kernel, monkeypatch, capability, of_the_card, limit
+):
+    properties = capability, 132, of_the_card * 1024
+    monkeypatch.setattr(launch, "_properties", lambda device: properties)
+    kernel.shared_of_a_stage = 228 * 1024
+    message = f"flash_fwd: expected at most {limit * 1024} bytes of shared memory on sm80"
+    with use_target("sm80"), pytest.raises(NotImplementedError, match=message):
+        run(kernel, operand())
+    assert not kernel.launched
 
 
 def test_what_is_kept_has_a_limit(kernel, monkeypatch):

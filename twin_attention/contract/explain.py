@@ -17,7 +17,8 @@ class Explanation:
         device: the device's name, such as "cpu" or "NVIDIA H200".
         target: "sm80" or "sm90" for compiled kernels, else None.
         reason: one sentence on why.
-        configs: the configuration of each kernel that would run.
+        configs: the configuration of each kernel that would run. One that does not fit the device's
+            shared memory runs with fewer stages (docs/targets.md).
         num_splits: parts that a paged decode's sequences are worked on in; None elsewhere.
     """
 

@@ -22,7 +22,8 @@ nothing is tuned at run time.
 from __future__ import annotations
 
 import tomllib
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ from twin_attention.contract.spec import (
     MergeSpec,
     PagedCache,
 )
+from interop.contract.validate import fail
 
 VARIANTS = ("softcap", "wide", "short", "crowded")
 Spec = AttentionSpec | DecodeSpec | MergeSpec | PagedCache
@@ -114,6 +116,42 @@ def find_configs(path: Path, spec: Spec) -> dict[str, KernelConfig]:
         for kernel, rows in load_table(path).items()
         if kernel in spec.kernels
     }
+
+
+def compile_to_fit(
+    kernel: str,
+    compile: Callable[[KernelConfig], Any],
+    config: KernelConfig,
+    target: str,
+    limit: float,
+) -> tuple[KernelConfig, Any]:
+    """Compile a kernel, with fewer stages of its pipeline where shared memory is too small.
+
+    How much a configuration takes depends on more than its table knows. Where a compiler sees that
+    a loop has one step, the tiles of that step have buffers of their own, beside the pipeline of
+    the loop that follows.
+
+    Args:
+        kernel: its name, for the error message.
+        compile: compiles it with a configuration; the result has Triton's ``metadata.shared``.
+        config: the configuration to start from.
+        target: instruction set that it is compiled for, for the error message.
+        limit: bytes of shared memory that a block may have.
+
+    Returns:
+        The configuration that fits, and what was compiled with it.
+
+    Raises:
+        NotImplementedError: not even one stage fits.
+    """
+    compiled = compile(config)
+    while compiled.metadata.shared > limit:
+        if config.num_stages == 1:
+            expected = f"at most {limit} bytes of shared memory on {target}"
+            fail(NotImplementedError, kernel, expected, f"{compiled.metadata.shared} with {config}")
+        config = replace(config, num_stages=config.num_stages - 1)
+        compiled = compile(config)
+    return config, compiled
 
 
 @cache
