@@ -29,9 +29,9 @@ from jax._src.pallas import core as pallas_core
 from jax._src.pallas.triton import lowering as triton_lowering
 from jaxlib import gpu_triton
 
-from interop.contract.config import KernelConfig, compile_to_fit
-from interop.contract.target import SHARED_MEMORY_LIMIT
-from interop.contract.validate import fail
+from twin_attention.contract.validate import fail
+from twin_attention.targets.config import KernelConfig, compile_to_fit
+from twin_attention.targets.target import SHARED_MEMORY_LIMIT
 
 _Recorded = tuple[Callable[[str], float], list[tuple[str, KernelConfig, Any]]]
 _recorded: ContextVar[_Recorded | None] = ContextVar("recorded", default=None)

@@ -11,16 +11,16 @@ from typing import Any
 
 import torch
 
-from interop.contract import ptx
-from interop.contract.config import (
+from twin_attention.contract.spec import AttentionSpec, DecodeSpec, PagedCache
+from twin_attention.targets import ptx
+from twin_attention.targets.config import (
     KernelConfig,
     Spec,
     compile_to_fit,
     find_configs,
     padded_head_dim,
 )
-from interop.contract.spec import AttentionSpec, DecodeSpec, PagedCache
-from interop.contract.target import MULTIPROCESSORS, SHARED_MEMORY_LIMIT, resolve_target
+from twin_attention.targets.target import MULTIPROCESSORS, SHARED_MEMORY_LIMIT, resolve_target
 
 _CONFIGS = Path(__file__).parent / "configs"
 

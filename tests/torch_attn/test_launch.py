@@ -9,11 +9,10 @@ from triton.compiler import CompiledKernel
 from triton.runtime.jit import JITFunction
 
 from bench.configs import changed
-from interop.contract.cases import FlashCase
-from interop.contract.reference import attention_forward
-from interop.contract.target import use_target
+from interop.parity.cases import FlashCase
 from torch_attn import flash_attention, launch
 from twin_attention.contract.reference import attention_forward
+from twin_attention.targets.target import use_target
 
 SPEC = FlashCase("", 1, 128, 128, 2, 2, 64, dtype="float16").spec
 

@@ -140,7 +140,7 @@ def compile_one(plan: Plan, config: KernelConfig) -> Survey:
             if plan.device == plan.target:
                 compile_kernels(plan.spec, plan.target)
             elif plan.device is not None:
-                compile_kernels(plan.spec, plan.target, plan.device)
+                compile_kernels(plan.spec, plan.target, device=plan.device)
     except Exception as error:  # a compiler's
         return Survey(config, first, f"{type(error).__name__}: {error}".splitlines()[0])
     return Survey(config, first, code=code)

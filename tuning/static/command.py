@@ -6,13 +6,14 @@ import argparse
 import json
 import os
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
 from functools import partial
 from itertools import groupby
 from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
 from rich import box
 from rich.console import Console
@@ -21,6 +22,7 @@ from rich.table import Table
 
 from interop.parity.arguments import count, make_folder
 from tuning.static.gate import DTYPES, FEATURES, FRAMEWORKS, Problem, Verdict, check, problems
+from tuning.static.sweep import rows, sweep
 from twin_attention.targets.target import TARGETS
 
 _WIDTH = 160  # of the tables, where a log has none
@@ -45,11 +47,18 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         metavar="KERNEL:FIELD=N,...",
         help="change a kernel's configuration first, such as flash_fwd:block_q=64,num_warps=4",
     )
+    parser.add_argument(
+        "--sweep",
+        action="store_true",
+        help="instead: check that short lengths of every kind fit shared memory",
+    )
     parser.set_defaults(run=run, refuse=parser.error)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Compile, print the tables; returns 1 when a kernel fails."""
+    if arguments.sweep:
+        return run_sweep(arguments)
     targets = arguments.target or TARGETS
     selected = _select(targets, arguments)
     if arguments.json:
@@ -111,11 +120,45 @@ def _check_all(
     jobs: int | None,
     console: Console,
 ) -> list[Verdict]:
+    results = _in_processes(partial(check, changes=changes), selected, jobs, console)
+    return [verdict for verdicts in results for verdict in verdicts]
+
+
+def run_sweep(arguments: argparse.Namespace) -> int:
+    """Compile problems of short lengths, list those that do not fit as configured; returns 1 when
+    one is refused.
+    """
+    selected = [
+        row
+        for row in rows()
+        if row.target in (arguments.target or TARGETS)
+        and row.framework in (arguments.framework or FRAMEWORKS)
+        and arguments.dtype in (None, row.dtype)
+        and arguments.head_dim in (None, row.head_dim)
+    ]
+    console = Console()
+    begin = time.perf_counter()
+    results = list(_in_processes(sweep, selected, arguments.jobs, console))
+    seconds = time.perf_counter() - begin
+    misfits = [misfit for _, found in results for misfit in found]
+    for misfit in misfits:
+        style = "red" if misfit.refused else ""
+        console.print(f"{misfit.spec} in {misfit.row}: {misfit.outcome}", style=style)
+    problems_compiled, refused = sum(count for count, _ in results), sum(m.refused for m in misfits)
+    console.print(
+        f"{problems_compiled} problems compiled in {seconds:.0f} s: "
+        f"{len(misfits) - refused} kernels take fewer stages, {refused} problems are refused"
+    )
+    return 1 if refused or not results else 0
+
+
+def _in_processes(
+    function: Callable[[Any], Any], selected: Sequence[Any], jobs: int | None, console: Console
+) -> Iterator[Any]:
     context = get_context("spawn")  # JAX runs threads, which a fork does not survive
     with ProcessPoolExecutor(jobs, context, initializer=_use_no_gpu) as pool:
-        results = pool.map(partial(check, changes=changes), selected)
-        progress = track(results, "Compiling", total=len(selected), console=console, transient=True)
-        return [verdict for verdicts in progress for verdict in verdicts]
+        results = pool.map(function, selected)
+        yield from track(results, "Compiling", total=len(selected), console=console, transient=True)
 
 
 def _use_no_gpu() -> None:

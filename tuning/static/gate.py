@@ -27,7 +27,7 @@ from twin_attention.contract.spec import (
     Window,
 )
 from twin_attention.targets.config import KernelConfig, load_table, padded_head_dim
-from twin_attention.targets.target import SHARED_MEMORY_LIMIT
+from twin_attention.targets.target import SHARED_MEMORY_LIMIT, SHARED_MEMORY_OF_SMALLER_CARDS
 
 FRAMEWORKS = {"torch": "torch_attn", "jax": "pallas_attn"}
 FLASH_FEATURES = ("full", "causal", "window-softcap", "odd-head-size")
@@ -38,7 +38,6 @@ FEATURES = (*FLASH_FEATURES, *DECODE_FEATURES)
 DTYPES = {16: ("bfloat16",), 32: ("float32",), 8: QUANTIZED_DTYPES}
 
 _AOT = {"torch": "tuning.static.triton_aot", "jax": "tuning.static.pallas_aot"}
-_SHARED_MEMORY_OF_SMALLER_CARDS = 99 * 1024  # compute capability 8.6, 8.9 and 12.0, a block
 _WGMMA_ROWS = 64  # a wgmma instruction multiplies this many rows
 
 
@@ -163,6 +162,13 @@ def check(problem: Problem, changes: Mapping[str, Mapping[str, int]] = {}) -> li
     return verdicts
 
 
+def shared_memory_limit(kernel: str, target: str) -> int:
+    """Bytes of shared memory that a block of a kernel may have on every card that it is for."""
+    if target == "sm80" and not kernel.startswith("flash_bwd"):
+        return SHARED_MEMORY_OF_SMALLER_CARDS
+    return SHARED_MEMORY_LIMIT[target]
+
+
 def failures(
     problem: Problem, kernel: str, config: KernelConfig, resources: Resources
 ) -> tuple[str, ...]:
@@ -173,9 +179,7 @@ def failures(
         found.append(
             f"spills {resources.spill_stores} B of stores, {resources.spill_loads} B of loads"
         )
-    limit = SHARED_MEMORY_LIMIT[target]
-    if target == "sm80" and not kernel.startswith("flash_bwd"):
-        limit = _SHARED_MEMORY_OF_SMALLER_CARDS
+    limit = shared_memory_limit(kernel, target)
     if resources.shared > limit:
         found.append(f"{resources.shared} B of shared memory, of {limit}")
     if problem.dtype == "float32" or kernel not in PRODUCTS:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -17,9 +19,16 @@ from twin_attention.targets.config import KernelConfig
 
 
 def compile_kernels(
-    spec: AttentionSpec | DecodeSpec, target: str
+    spec: AttentionSpec | DecodeSpec,
+    target: str,
+    limit: Callable[[str], float] = lambda kernel: math.inf,
 ) -> list[tuple[str, KernelConfig, Any]]:
     """Compile a problem's kernels as `pallas_attn` calls them.
+
+    Args:
+        target: instruction set to use, "sm80" or "sm90".
+        limit: bytes of shared memory that a block of a kernel may have, with fewer stages of the
+            pipeline than configured if need be.
 
     Returns:
         Each kernel's name, its configuration and what Triton compiled.
@@ -28,7 +37,7 @@ def compile_kernels(
         function, operands = _flash(spec, target)
     else:
         function, operands = _decode(spec, target)
-    with lowering.recording() as compiled:
+    with lowering.recording(limit) as compiled:
         jax.jit(function).trace(*operands).lower(lowering_platforms=("cuda",))
     return compiled
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -20,18 +21,23 @@ from twin_attention.targets.config import KernelConfig
 
 
 def compile_kernels(
-    spec: AttentionSpec | DecodeSpec, target: str, device: str | None = None
+    spec: AttentionSpec | DecodeSpec,
+    target: str,
+    limit: Callable[[str], float] = lambda kernel: math.inf,
+    device: str | None = None,
 ) -> list[tuple[str, KernelConfig, Any]]:
     """Compile a problem's kernels as `torch_attn` launches them.
 
     Args:
         target: instruction set to use, "sm80" or "sm90".
+        limit: bytes of shared memory that a block of a kernel may have, with fewer stages of the
+            pipeline than configured if need be.
         device: what to assemble for, the target's own devices unless given.
 
     Returns:
         Each kernel's name, its configuration and what Triton compiled.
     """
-    with _driver(device or target), launch.recording(target) as compiled:
+    with _driver(device or target), launch.recording(target, limit) as compiled:
         if isinstance(spec, AttentionSpec):
             _flash(spec)
         else:

@@ -36,7 +36,7 @@ from twin_attention.contract.spec import (
     MergeSpec,
     PagedCache,
 )
-from interop.contract.validate import fail
+from twin_attention.contract.validate import fail
 
 VARIANTS = ("softcap", "wide", "short", "crowded")
 Spec = AttentionSpec | DecodeSpec | MergeSpec | PagedCache

@@ -26,17 +26,17 @@ def visible_tiles(start, size, size_other, left, right, block, block_other):
     tiles need one. Every other tile is skipped.
     """
     first = start + size_other - size
-    last = jnp.minimum(start + block, size) - 1 + size_other - size
+    last = minimum(start + block, size) - 1 + size_other - size
     begin = 0
     full_begin = 0
     end = size_other
     full_end = size_other
     if left is not None:
-        begin = jnp.maximum(first - left, 0) // block_other * block_other
-        full_begin = jnp.maximum(last - left, 0)
+        begin = maximum(first - left, 0) // block_other * block_other
+        full_begin = maximum(last - left, 0)
     if right is not None:
-        end = minimum(jnp.maximum(last + right + 1, 0), size_other)
-        full_end = minimum(jnp.maximum(first + right + 1, 0), size_other)
+        end = minimum(maximum(last + right + 1, 0), size_other)
+        full_end = minimum(maximum(first + right + 1, 0), size_other)
     visible = cdiv(maximum(end - begin, 0), block_other)
     before = minimum(cdiv(full_begin - begin, block_other), visible)
     full = maximum(full_end - begin, 0) // block_other - before

@@ -1,0 +1,82 @@
+"""No valid problem is refused for want of shared memory.
+
+``python -m bench static --sweep`` compiles every row; here are those nearest to the limits.
+"""
+
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from multiprocessing import get_context
+
+import pytest
+
+from interop.parity.cases import FlashCase
+from tuning.static.gate import FRAMEWORKS, Problem, compiler
+from tuning.static.shared_memory import only_shared_memory
+from tuning.static.sweep import Row, problems, rows, sweep
+from twin_attention.contract.spec import AttentionSpec, Window
+from twin_attention.targets.target import TARGETS
+
+ROW = Row("jax", "sm90", "bfloat16", 256, decodes=False, capped=False)
+
+
+def in_a_process(function, *arguments):
+    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+        return pool.submit(function, *arguments).result()
+
+
+def shared_memory(framework, spec, target):
+    with only_shared_memory():
+        compiled = compiler(framework)(spec, target)
+    return {kernel: binary.metadata.shared for kernel, _, binary in compiled}
+
+
+@pytest.mark.parametrize(
+    ("framework", "target", "feature"),
+    [("torch", "sm80", "decode"), ("jax", "sm90", "causal")],
+)
+def test_shared_memory_is_that_of_the_finished_kernels(framework, target, feature):
+    spec = Problem(framework, target, "bfloat16", 64, feature).spec
+    finished = compiler(framework)(spec, target)
+    expected = {kernel: binary.metadata.shared for kernel, _, binary in finished}
+    assert in_a_process(shared_memory, framework, spec, target) == expected
+    assert max(expected.values()) > 0
+
+
+def stages_that_fit(specs):
+    """Stages of the forward of each problem on Hopper."""
+    with only_shared_memory():
+        compiled = [compiler("jax")(spec, "sm90", lambda kernel: 227 * 1024) for spec in specs]
+    return [
+        config.num_stages
+        for kernels in compiled
+        for kernel, config, _ in kernels
+        if kernel == "flash_fwd"
+    ]
+
+
+@pytest.mark.parametrize(("dtype", "head_dim"), [("float16", 192), ("bfloat16", 256)])
+def test_a_short_loop_beside_a_pipeline_takes_fewer_stages(dtype, head_dim):
+    """The short problem's queries see one full tile of keys and three masked ones."""
+    short = FlashCase("", 1, 113, 203, 2, 2, head_dim, dtype=dtype, causal=True).spec
+    long = replace(short, seq_q=1024, seq_kv=1024)
+    assert in_a_process(stages_that_fit, [short, long]) == [1, 2]
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_no_short_problem_is_refused(target):
+    count, misfits = in_a_process(sweep, replace(ROW, target=target), (Window(right=0),))
+    assert count > 10
+    assert not [misfit for misfit in misfits if misfit.refused]
+
+
+def test_the_sweep_has_every_row_and_lengths_of_every_kind():
+    swept = list(rows())
+    assert {(row.framework, row.target) for row in swept} == {
+        (framework, target) for framework in FRAMEWORKS for target in TARGETS
+    }
+    assert {row.head_dim for row in swept} == {16, 32, 64, 128, 256}
+    assert {row.dtype for row in swept if not row.decodes} == {"bfloat16", "float32"}
+    specs = [spec for spec in problems(ROW) if isinstance(spec, AttentionSpec)]
+    assert {spec.window for spec in specs} >= {Window(), Window(right=0)}
+    assert any(spec.seq_q < spec.seq_kv for spec in specs)
+    assert any(spec.seq_q > spec.seq_kv for spec in specs)

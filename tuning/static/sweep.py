@@ -1,0 +1,202 @@
+"""The sweep: no valid problem is refused for want of shared memory, whatever its lengths.
+
+Lengths are static in Pallas. How many steps a kernel's loops make is then often known to the
+compiler, which turns a loop of one step into plain code. That can take more shared memory than the
+long loops that the configurations were chosen for. So each kernel of flash attention is compiled
+once for every combination of steps that lengths of a few tiles give, over full, causal and windowed
+masks. Paged decoding reads its lengths on the device; its code depends on the query rows, the pages
+and the options. In `torch_attn` all lengths are run-time values, and a few problems do. A kernel
+that does not fit as configured gets fewer stages (`compile_to_fit`), and is refused only where that
+does not help.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+
+from bench.configs import table_path
+from tuning.static.gate import DTYPES, FRAMEWORKS, compiler, shared_memory_limit
+from tuning.static.shared_memory import only_shared_memory
+from twin_attention.contract.spec import (
+    QUANTIZED_DTYPES,
+    AttentionSpec,
+    DecodeSpec,
+    PagedCache,
+    Window,
+)
+from twin_attention.targets.config import KernelConfig, find_configs, load_table
+
+WINDOWS = (Window(), Window(right=0), Window(left=70), Window(100, 30), Window(300, 200))
+_STEPS_MAX = 3  # more steps make no other code
+
+
+@dataclass(frozen=True)
+class Row:
+    """Rows of the configuration tables, and whose problems' scores are capped or not.
+
+    Attributes:
+        framework: one of `FRAMEWORKS`.
+        target: "sm80" or "sm90".
+        dtype: of k and v.
+        head_dim: the padded head size.
+        decodes: paged decoding, or else flash attention.
+        capped: with a softcap.
+    """
+
+    framework: str
+    target: str
+    dtype: str
+    head_dim: int
+    decodes: bool
+    capped: bool
+
+
+@dataclass(frozen=True)
+class Misfit:
+    """A problem that takes more shared memory than there is, as it is configured.
+
+    Attributes:
+        row: where its configurations come from.
+        spec: the problem.
+        outcome: the kernel, and the configuration that fits; or why it is refused.
+        refused: nothing fits.
+    """
+
+    row: Row
+    spec: AttentionSpec | DecodeSpec
+    outcome: str
+    refused: bool
+
+
+def rows() -> Iterator[Row]:
+    """Every row that is swept."""
+    for framework, target in product(FRAMEWORKS, ("sm80", "sm90")):
+        table = load_table(table_path(FRAMEWORKS[framework], target))
+        for kernel, decodes in (("flash_fwd", False), ("paged_decode", True)):
+            for bits, head_dim in sorted({key[:2] for key in table[kernel]}):
+                for dtype, capped in product(DTYPES[bits], (False, True)):
+                    yield Row(framework, target, dtype, head_dim, decodes, capped)
+
+
+def problems(row: Row, windows: Sequence[Window] = WINDOWS) -> list[AttentionSpec | DecodeSpec]:
+    """The problems that are compiled for a row."""
+    if row.decodes:
+        return list(_decodes(row))
+    if row.framework == "torch":
+        spec = _flash(row, 203, 331)
+        return [replace(spec, window=window) for window in windows]
+    return list(_flash_of_all_structures(row, windows))
+
+
+def sweep(row: Row, windows: Sequence[Window] = WINDOWS) -> tuple[int, list[Misfit]]:
+    """Compile a row's problems, in a process of its own (`only_shared_memory`).
+
+    Returns:
+        How many problems there are, and those that do not fit as configured.
+    """
+    specs = problems(row, windows)
+    with only_shared_memory():
+        return len(specs), [misfit for spec in specs for misfit in _misfits(row, spec)]
+
+
+def _misfits(row: Row, spec: AttentionSpec | DecodeSpec) -> Iterator[Misfit]:
+    def limit(kernel: str) -> int:
+        return shared_memory_limit(kernel, row.target)
+
+    try:
+        compiled = compiler(row.framework)(spec, row.target, limit)
+    except NotImplementedError as error:
+        yield Misfit(row, spec, str(error), refused=True)
+        return
+    for kernel, config, _ in compiled:
+        if config.num_stages < _configs(row, spec).get(kernel, config).num_stages:
+            yield Misfit(row, spec, f"{kernel}: {config}", refused=False)
+
+
+def _configs(row: Row, spec: AttentionSpec | DecodeSpec) -> dict[str, KernelConfig]:
+    return find_configs(table_path(FRAMEWORKS[row.framework], row.target), spec)
+
+
+def _flash(row: Row, seq_q: int, seq_kv: int, window: Window = WINDOWS[0]) -> AttentionSpec:
+    return AttentionSpec(
+        batch=2,
+        seq_q=seq_q,
+        seq_kv=seq_kv,
+        heads_q=4,
+        heads_kv=2,
+        head_dim=row.head_dim,
+        head_dim_v=row.head_dim,
+        dtype=row.dtype,
+        scale=1 / math.sqrt(row.head_dim),
+        window=window,
+        softcap=30.0 if row.capped else None,
+    )
+
+
+def _flash_of_all_structures(row: Row, windows: Sequence[Window]) -> Iterator[AttentionSpec]:
+    """Problems that give each kernel every structure, taken in a shuffled order, without those that
+    add none.
+    """
+    configs = _configs(row, _flash(row, 1, 1))
+    tiles = {size for config in configs.values() for size in (config.block_q, config.block_kv)}
+    lengths = {tile * count + odd for tile in tiles for count in range(5) for odd in (-9, 0, 1)}
+    lengths = sorted(length for length in lengths if length > 0)
+    pairs = list(product(lengths, lengths))
+    random.Random(0).shuffle(pairs)
+    seen = set()
+    for window, (seq_q, seq_kv) in product(windows, pairs):
+        spec = _flash(row, seq_q, seq_kv, window)
+        structures = set(_structures(spec, configs))
+        if not structures <= seen:
+            seen |= structures
+            yield spec
+
+
+def _structures(spec: AttentionSpec, configs: dict[str, KernelConfig]) -> Iterator[tuple]:
+    """The steps of each kernel's two loops, where they are static; its code depends on them."""
+    from pallas_attn.kernels.portable.tiles import visible_tiles  # which imports JAX
+
+    left, right = spec.window.left, spec.window.right
+    for kernel in ("flash_fwd", "flash_bwd_dq", "flash_bwd_dkdv"):
+        config = configs[kernel]
+        reach = spec.seq_q, spec.seq_kv, left, right, config.block_q, config.block_kv
+        if kernel == "flash_bwd_dkdv":
+            reach = spec.seq_kv, spec.seq_q, right, left, config.block_kv, config.block_q
+        has_one_tile = reach[0] <= reach[4]
+        steps = None
+        if has_one_tile or spec.window == Window():
+            _, before, full, after = visible_tiles(0, *reach)
+            steps = min(full, _STEPS_MAX), min(before + after, _STEPS_MAX)
+        yield kernel, has_one_tile, steps, spec.window if steps is None else None
+
+
+def _decodes(row: Row) -> Iterator[DecodeSpec]:
+    """Few to many query rows a kv head, small and large pages, few and many keys, split or not."""
+    for tokens, page_size, pages, splits in (
+        (1, 16, 1, 1), (1, 256, 8, 4), (2, 64, 16, None), (3, 256, 2, 1),
+        (5, 16, 64, 4), (8, 1, 300, None), (16, 128, 8, 1), (16, 32, 100, 4),
+    ):  # fmt: skip
+        heads = 2
+        yield DecodeSpec(
+            batch=4,
+            tokens=tokens,
+            heads_q=16,
+            cache=PagedCache(
+                num_pages=4 * pages,
+                page_size=page_size,
+                max_pages=pages,
+                heads=heads,
+                head_dim=row.head_dim,
+                head_dim_v=row.head_dim,
+                dtype=row.dtype,
+            ),
+            dtype="float16" if row.dtype in QUANTIZED_DTYPES else row.dtype,
+            scale=1 / math.sqrt(row.head_dim),
+            window_left=None if tokens % 2 else 600,
+            softcap=30.0 if row.capped else None,
+            num_splits=splits,
+        )
