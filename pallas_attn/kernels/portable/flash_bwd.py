@@ -12,6 +12,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from pallas_attn.kernels.portable.scores import (
+    add_product,
     attention_mask,
     attention_scores,
     dot,
@@ -126,7 +127,7 @@ def flash_bwd_dq_kernel(
             if softcap is not None:
                 ds = ds * dcap
             # dq += ds k
-            return dq + dot(ds.astype(k.dtype), k)
+            return add_product(dq, ds.astype(k.dtype), k)
 
         dq = lax.fori_loop(0, count_tiles(before, full, after, masked), visit, dq)
 
@@ -206,14 +207,14 @@ def flash_bwd_dkdv_kernel(
             do = load_tile(dout_ref, start_q, seq_q, block_q, head_dim_v, block_dv, masked, member)
             dp = dot(v, do.T)
             # dv += pᵀ dout
-            dv = dv + dot(p.astype(do.dtype), do)
+            dv = add_product(dv, p.astype(do.dtype), do)
             # dsᵀ = pᵀ ∘ (dpᵀ - delta)
             delta = delta_ref[member, pl.ds(start_q, block_q)]
             ds = p * (dp - delta[None, :])
             if softcap is not None:
                 ds = ds * dcap
             # dk += dsᵀ q
-            dk = dk + dot(ds.astype(q.dtype), q)
+            dk = add_product(dk, ds.astype(q.dtype), q)
             return dk, dv
 
         dk, dv = lax.fori_loop(0, count * group_size, visit, (dk, dv))

@@ -21,6 +21,18 @@ def attention_scores(a, b, scale, softcap, scale_first, more=None):
     return s
 
 
+def add_product(acc, a, b):
+    """acc + a · b, accumulated in float32.
+
+    In float32 the product is summed by itself first, so that a sum over a long sequence is rounded
+    at acc's magnitude once a tile instead of once a row. It is subtracted, negated, because Triton
+    turns an addition back into a product that starts from acc.
+    """
+    if a.dtype == jnp.float32:
+        return acc - dot(-a, b)
+    return acc + dot(a, b)
+
+
 def softcap_derivative(s, softcap):
     """d capped / d score, from the capped score: ``1 - tanh²``."""
     t = s / softcap

@@ -11,7 +11,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torch_attn.kernels.portable.scores import attention_mask, attention_scores, softcap_derivative
+from torch_attn.kernels.portable.scores import (
+    add_product,
+    attention_mask,
+    attention_scores,
+    softcap_derivative,
+)
 from torch_attn.kernels.portable.softmax import LOG2E
 from torch_attn.kernels.portable.tiles import (
     ROW_PADDING,
@@ -179,7 +184,7 @@ def flash_bwd_dq_kernel(
             if HAS_SOFTCAP:
                 ds = ds * dcap
             # dq += ds k
-            dq = tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")
+            dq = add_product(dq, ds.to(k.dtype), k)
 
     # Scale and store.
     dq_row = heads_q * HEAD_DIM
@@ -288,14 +293,14 @@ def flash_bwd_dkdv_kernel(
             )
             dp = tl.dot(v, tl.trans(do), input_precision="ieee")
             # dv += pᵀ dout
-            dv = tl.dot(p.to(do.dtype), do, dv, input_precision="ieee")
+            dv = add_product(dv, p.to(do.dtype), do)
             # dsᵀ = pᵀ ∘ (dpᵀ - delta)
             delta = tl.load(delta_ptr + offset + rows)
             ds = p * (dp - delta[None, :])
             if HAS_SOFTCAP:
                 ds = ds * dcap
             # dk += dsᵀ q
-            dk = tl.dot(ds.to(q.dtype), q, dk, input_precision="ieee")
+            dk = add_product(dk, ds.to(q.dtype), q)
 
     # Scale and store.
     dk_row = heads_kv * HEAD_DIM

@@ -23,6 +23,21 @@ def attention_scores(
 
 
 @triton.jit
+def add_product(acc, a, b):
+    """acc + a · b, accumulated in float32.
+
+    In float32 the product is summed by itself first, so that a sum over a long sequence is rounded
+    at acc's magnitude once a tile instead of once a row. It is subtracted, negated, because Triton
+    turns an addition back into a product that starts from acc.
+    """
+    if a.dtype == tl.float32:
+        acc = acc - tl.dot(-a, b, input_precision="ieee")
+    else:
+        acc = tl.dot(a, b, acc)
+    return acc
+
+
+@triton.jit
 def softcap_derivative(s, softcap):
     """d capped / d score, from the capped score: ``1 - tanh²``."""
     t = s / softcap

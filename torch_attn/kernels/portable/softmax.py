@@ -1,9 +1,9 @@
 """The running softmax.
 
 Scores live in the exponent's base-2 domain: ``exp(x) = exp2(x * log2(e))``, so that one hardware
-instruction gives p. `exp2_scale` takes a score there; it is ``scale * log2(e)`` when the scale is
-positive and no softcap stands between (the product folds into the exponent's subtraction), else
-``log2(e)`` after the score was scaled by itself.
+instruction gives p. `exp2_scale` takes a score there; it is ``scale * log2(e)``, which folds into
+the exponent's subtraction, or ``log2(e)`` after the score was scaled by itself (see `scales_first`
+in `launch`).
 """
 
 import triton

@@ -1,0 +1,35 @@
+"""float32 gradients that are sums over many queries: rounded once a tile, not once a query."""
+
+import re
+
+import pytest
+from bench.static.gate import FRAMEWORKS, compiler
+from interop.contract.cases import FlashCase
+from interop.contract.target import TARGETS
+
+from tests.conftest import ON_GPU
+from tests.oracle import Inputs, Results, assert_within_budget, inputs_of
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_compiled_float32_products_start_from_zero(framework, target):
+    """Triton turns ``acc + dot(a, b)`` into ``dot(a, b, acc)``, which adds to acc row by row."""
+    spec = FlashCase("", 1, 1024, 1024, 1, 1, head_dim=16, dtype="float32").spec
+    compiled = {name: kernel.asm["ttir"] for name, _, kernel in compiler(framework)(spec, target)}
+    for name in ("flash_bwd_dq", "flash_bwd_dkdv"):
+        ttir = compiled[name]
+        zeros = set(re.findall(r"(%\w+) = arith\.constant dense<0\.0+e\+00>", ttir))
+        accumulators = re.findall(r"tt\.dot %\w+, %\w+, (%\w+)", ttir)
+        assert len(accumulators) == ttir.count("tt.dot ") >= 3
+        assert set(accumulators) <= zeros, name
+
+
+@pytest.mark.skipif(not ON_GPU, reason="interpreters sum a product by itself, whatever is asked")
+def test_many_small_terms_after_a_large_one(side, torch_device):
+    """Added one by one, each term is rounded at the magnitude of the large one."""
+    case = FlashCase("long-sum", 1, 32768, 16, 1, 1, head_dim=16, dtype="float32")
+    inputs = inputs_of(case, "cpu")
+    inputs.dout[:, 0] *= 1000
+    got = side.gradients(Inputs(*(x.to(torch_device) for x in inputs)), implementation="triton")
+    assert_within_budget(Results(*(x.cpu() for x in got)), inputs, case.spec)
