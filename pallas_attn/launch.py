@@ -21,7 +21,7 @@ from twin_attention.targets.config import KernelConfig, Spec, padded_head_dim
 
 def problem_arguments(spec: AttentionSpec) -> dict[str, Any]:
     """The arguments that describe a problem, as every attention kernel takes them."""
-    scale_first = spec.softcap is not None or spec.scale <= 0
+    scale_first = scales_first(spec)
     reach = spec.seq_q + spec.seq_kv
     left, right = spec.window.left, spec.window.right
     return {
@@ -38,6 +38,15 @@ def problem_arguments(spec: AttentionSpec) -> dict[str, Any]:
         "block_dv": padded_head_dim(spec.head_dim_v),
         "scale_first": scale_first,
     }
+
+
+def scales_first(spec: AttentionSpec | DecodeSpec) -> bool:
+    """Return whether scores are scaled by themselves, not together with the change to base 2.
+
+    Together takes a positive scale whose product with log2(e) is a normal float32: a masked score
+    is -inf, and -inf times a product that vanished would be NaN.
+    """
+    return spec.softcap is not None or not 2.0**-126 <= spec.scale < 2.0**127
 
 
 def of_head(x: Any, group_size: int = 1) -> pl.BlockSpec:
@@ -71,7 +80,7 @@ def decode_arguments(spec: DecodeSpec, k_pages: Any, v_pages: Any, backend: str)
     """The arguments that describe a paged decode, but for its splits."""
     quantized = spec.cache.is_quantized
     compiles = backend != INTERPRET
-    scale_first = spec.softcap is not None or spec.scale <= 0 or quantized
+    scale_first = scales_first(spec) or quantized
     left = spec.window_left
     return cache_arguments(spec.cache, k_pages, v_pages) | {
         "scale": spec.scale,

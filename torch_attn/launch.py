@@ -65,7 +65,7 @@ def configs_for(spec: Spec, target: str) -> Mapping[str, KernelConfig]:
 
 def problem_arguments(spec: AttentionSpec) -> dict[str, Any]:
     """The arguments that describe a problem, as every attention kernel takes them."""
-    scale_first = spec.softcap is not None or spec.scale <= 0
+    scale_first = scales_first(spec)
     reach = spec.seq_q + spec.seq_kv
     left, right = spec.window.left, spec.window.right
     return {
@@ -87,6 +87,15 @@ def problem_arguments(spec: AttentionSpec) -> dict[str, Any]:
         "HAS_LEFT": left is not None,
         "HAS_RIGHT": right is not None,
     }
+
+
+def scales_first(spec: AttentionSpec | DecodeSpec) -> bool:
+    """Return whether scores are scaled by themselves, not together with the change to base 2.
+
+    Together takes a positive scale whose product with log2(e) is a normal float32: a masked score
+    is -inf, and -inf times a product that vanished would be NaN.
+    """
+    return spec.softcap is not None or not 2.0**-126 <= spec.scale < 2.0**127
 
 
 def stride_arguments(**tensors: torch.Tensor) -> dict[str, int]:
@@ -117,7 +126,7 @@ def decode_arguments(
     widenings: tuple[str | None, str | None] = (None, None)
     if quantized and q.device.type != "cpu":
         widenings = ptx.widenings(spec.cache.dtype, target_of(q.device))
-    scale_first = spec.softcap is not None or spec.scale <= 0 or quantized
+    scale_first = scales_first(spec) or quantized
     left = spec.window_left
     batch, token, head, _ = q.stride()
     cache = cache_arguments(spec.cache, k_pages, v_pages, block_tables, k_scale, v_scale)

@@ -7,6 +7,7 @@ import torch
 
 from interop.parity.cases import DecodeCase
 from interop.parity.inputs import make_inputs
+from tests.oracle import assert_decode_within_budget
 
 CASE = DecodeCase(
     "edge", lengths=(7, 12, 20), tokens=2, heads_q=4, heads_kv=2, head_dim=32, head_dim_v=16,
@@ -106,3 +107,14 @@ def test_a_nan_in_a_float8_cache(side, implementation, torch_device, column):
     reached[1, :, 2:, column] = True
     assert torch.equal(got.isnan(), reached)
     assert torch.equal(got.where(~reached, 0), want.where(~reached, 0))
+
+
+@pytest.mark.parametrize("scale", [0.0, 1e-46, 1e-40])
+def test_scales_that_vanish_in_float32(side, implementation, torch_device, scale):
+    """Every key counts alike."""
+    case = replace(CASE, scale=scale, window_size=(8, 0))
+    inputs = make_inputs(case, torch_device)
+    got = side.call(
+        "paged_decode", inputs, return_lse=True, implementation=implementation, **case.options
+    )
+    assert_decode_within_budget(got, inputs, case.spec)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from interop.parity.cases import FlashCase
-from tests.oracle import inputs_of
+from tests.oracle import assert_within_budget, inputs_of
 
 CASE = FlashCase("edge", seq_q=70, seq_kv=50, heads_q=4, heads_kv=2, head_dim=32, dtype="bfloat16")
 
@@ -62,3 +62,17 @@ def test_sizes_of_zero(side, implementation, torch_device, sizes):
     for gradient, x in zip(got[2:], inputs[:3], strict=True):
         assert (gradient.shape, gradient.dtype) == (x.shape, x.dtype)
         assert (gradient == 0).all()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"causal": True}, {"window_size": (9, 4)}, {"causal": True, "softcap": 2.0}],
+    ids=str,
+)
+@pytest.mark.parametrize("scale", [0.0, 1e-46, 1e-40, -1e-46])
+def test_scales_that_vanish_in_float32(side, implementation, torch_device, scale, options):
+    """Every key that a query sees counts alike, forward and backward."""
+    case = FlashCase("scale", 1, 20, 30, 2, 1, head_dim=16, dtype="float32", scale=scale, **options)
+    inputs = inputs_of(case, torch_device)
+    got = side.gradients(inputs, implementation=implementation, **case.options)
+    assert_within_budget(got, inputs, case.spec)

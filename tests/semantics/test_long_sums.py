@@ -3,12 +3,12 @@
 import re
 
 import pytest
-from bench.static.gate import FRAMEWORKS, compiler
-from interop.contract.cases import FlashCase
-from interop.contract.target import TARGETS
 
+from interop.parity.cases import FlashCase
 from tests.conftest import ON_GPU
 from tests.oracle import Inputs, Results, assert_within_budget, inputs_of
+from tuning.static.gate import FRAMEWORKS, compiler
+from twin_attention.targets.target import TARGETS
 
 
 @pytest.mark.parametrize("target", TARGETS)
