@@ -132,8 +132,9 @@ def append_kv(
 
     Token t goes to position ``seq_lens[b] - T + t``. What has no place is not written: a position
     below 0 or past the table's capacity, or a page id out of range. An 8-bit cache stores
-    ``x / scale``, rounded to nearest even; int8 is clamped to ±127, float8_e4m3fn to ±448. Of two
-    tokens that go to one slot, either may stay.
+    ``x / scale``, rounded to nearest even; int8 is clamped to ±127, float8_e4m3fn to ±448. Where
+    ``x / scale`` is NaN, int8 stores 0 and float8_e4m3fn NaN. Of two tokens that go to one slot,
+    either may stay.
 
     The results are new arrays. Pools that a jitted function owns, because they are donated to it
     or carried through its loop, are written in place; others are copied first, as in every call

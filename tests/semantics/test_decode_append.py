@@ -103,6 +103,23 @@ def test_rounding_to_a_quantised_cache(side, implementation, torch_device, kv_dt
     assert_appends(side, implementation, inputs)
 
 
+@pytest.mark.parametrize("kv_dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
+def test_nan_in_a_quantised_cache(side, implementation, torch_device, kv_dtype):
+    """NaN in a key, in a scale, and 0 / 0: int8 stores 0, float8 NaN; the rest is as ever."""
+    inputs = inputs_of(torch_device, kv_dtype, scale_shape=(HEADS,))
+    inputs["k_new"][:, 0, 0, ::3] = torch.nan
+    inputs["k_new"][:, 1, 1, :4] = torch.tensor([0.0, 1.0, -1.0, -torch.nan])
+    inputs["k_scale"][1] = 0.0
+    inputs["v_scale"][0] = torch.nan
+    want = expected(inputs)
+    got = side.call("append_kv", inputs, implementation=implementation)
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a.float(), b.float(), rtol=0, atol=0, equal_nan=True)
+    page, slot = inputs["block_tables"][0, 0], LENGTHS[0] - 3
+    stored = got[0][page, slot, 0, ::3].float()
+    assert (stored == 0).all() if kv_dtype is torch.int8 else stored.isnan().all()
+
+
 def test_what_has_no_place_is_dropped(side, implementation, torch_device):
     """Positions before the beginning and past the capacity, ids of no page: nothing is written."""
     inputs = inputs_of(torch_device)

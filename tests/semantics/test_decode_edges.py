@@ -118,3 +118,20 @@ def test_scales_that_vanish_in_float32(side, implementation, torch_device, scale
         "paged_decode", inputs, return_lse=True, implementation=implementation, **case.options
     )
     assert_decode_within_budget(got, inputs, case.spec)
+
+
+@pytest.mark.parametrize("name", ["k_scale", "v_scale"])
+@pytest.mark.parametrize("num_splits", [1, 2])
+def test_a_scale_that_is_nan(side, implementation, torch_device, name, num_splits):
+    """It reaches the results of its own kv head and of no other."""
+    case = replace(CASE, kv_dtype="int8", num_splits=num_splits)
+    inputs = make_inputs(case, torch_device)
+    options = {"return_lse": True, "implementation": implementation, "num_splits": num_splits}
+    inputs[name] = inputs[name].expand(2).clone()
+    want_out, want_lse = side.call("paged_decode", inputs, **options)
+    inputs[name][1] = torch.nan
+    out, lse = side.call("paged_decode", inputs, **options)
+    assert torch.equal(out[:, :, :2], want_out[:, :, :2])
+    assert torch.equal(lse[:, :2], want_lse[:, :2])
+    assert out[:, :, 2:].isnan().all()
+    assert lse[:, 2:].isnan().all() if name == "k_scale" else torch.equal(lse, want_lse)

@@ -256,6 +256,8 @@ def merge(outs: Array, lses: Array, dtype: Any) -> tuple[Array, Array]:
 def quantize(x: Array, scale: Array, cache: PagedCache, dtype: Any) -> Array:
     """What a quantised cache stores of `x` [B, T, Hkv, D]: ``x / scale``, rounded and clamped.
 
+    A NaN becomes 0 in int8 and stays NaN in float8_e4m3fn.
+
     Args:
         scale: [] or [Hkv] float32.
         dtype: the cache's dtype, in the library of `x`.
@@ -263,6 +265,7 @@ def quantize(x: Array, scale: Array, cache: PagedCache, dtype: Any) -> Array:
     xp = array_namespace(x)
     x = xp.astype(x, xp.float32) / _of_heads(xp, scale)
     if cache.dtype == "int8":
+        x = xp.where(xp.isnan(x), xp.zeros_like(x), x)
         return xp.astype(xp.clip(xp.round(x), -127, 127), dtype)
     return xp.astype(xp.clip(x, -FLOAT8_MAX, FLOAT8_MAX), dtype)
 

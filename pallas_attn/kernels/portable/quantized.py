@@ -90,8 +90,12 @@ def round_to_integer(x):
 
 
 def quantize(x, dtype):
-    """float32 as int8 or float8_e4m3fn; to nearest, ties to even."""
+    """float32 as int8 or float8_e4m3fn; to nearest, ties to even.
+
+    A NaN becomes 0 in int8 and stays NaN in float8_e4m3fn.
+    """
     if dtype == jnp.int8:
+        x = jnp.where(x == x, x, 0.0)
         x = jnp.minimum(jnp.maximum(x, -127.0), 127.0)
         return round_to_integer(x).astype(jnp.int8)
     sign = (x < 0).astype(jnp.int32) << 7

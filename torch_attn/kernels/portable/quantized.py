@@ -72,8 +72,12 @@ def round_to_integer(x):
 
 @triton.jit
 def quantize(x, dtype: tl.constexpr):
-    """float32 as int8, or as the bits of a float8_e4m3fn (uint8); to nearest, ties to even."""
+    """float32 as int8, or as the bits of a float8_e4m3fn (uint8); to nearest, ties to even.
+
+    A NaN becomes 0 in int8 and stays NaN in float8_e4m3fn.
+    """
     if dtype == tl.int8:
+        x = tl.where(x == x, x, 0.0)
         x = tl.minimum(tl.maximum(x, -127.0), 127.0)
         y = round_to_integer(x).to(tl.int8)
     else:
