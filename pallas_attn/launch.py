@@ -14,8 +14,7 @@ from jax.experimental import pallas as pl
 
 from pallas_attn.dispatch import INTERPRET, configs_for
 from pallas_attn.lowering import TritonCompilerParams
-from twin_attention.contract.spec import AttentionSpec, DecodeSpec, PagedCache
-from twin_attention.targets import ptx
+from twin_attention.contract.spec import AttentionSpec
 from twin_attention.targets.config import KernelConfig, Spec, padded_head_dim
 
 
@@ -74,79 +73,6 @@ def of_group(x: Any, group_size: int) -> pl.BlockSpec:
         return pl.BlockSpec(block, lambda tile, head, batch: (batch, head, 0))
     block = (None, x.shape[1], group_size, padded_head_dim(x.shape[3]))
     return pl.BlockSpec(block, lambda tile, head, batch: (batch, 0, head, 0))
-
-
-def decode_arguments(spec: DecodeSpec, k_pages: Any, v_pages: Any, backend: str) -> dict[str, Any]:
-    """The arguments that describe a paged decode, but for its splits."""
-    quantized = spec.cache.is_quantized
-    compiles = backend != INTERPRET
-    scale_first = scales_first(spec) or quantized
-    left = spec.window_left
-    return cache_arguments(spec.cache, k_pages, v_pages) | {
-        "scale": spec.scale,
-        "exp2_scale": math.log2(math.e) * (1.0 if scale_first else spec.scale),
-        "softcap": spec.softcap,
-        "window_left": None if left is None else min(left, spec.cache.capacity),
-        "tokens": spec.tokens,
-        "group_size": spec.group_size,
-        "scale_first": scale_first,
-        "float8": spec.cache.dtype == "float8_e4m3fn",
-        "widenings": ptx.widenings(spec.cache.dtype, backend) if compiles and quantized else None,
-    }
-
-
-def cache_arguments(cache: PagedCache, k_pages: Any, v_pages: Any) -> dict[str, Any]:
-    """The arguments that describe a paged cache."""
-    return {
-        "num_pages": cache.num_pages,
-        "max_pages": cache.max_pages,
-        "page_size": cache.page_size,
-        "head_dim": k_pages.shape[3],
-        "head_dim_v": v_pages.shape[3],
-        "block_d": padded_head_dim(k_pages.shape[3]),
-        "block_dv": padded_head_dim(v_pages.shape[3]),
-        "quantized": cache.is_quantized,
-    }
-
-
-# What a program of a decode reads and writes; its grid is (row tiles, kv heads, batch, splits).
-
-
-def of_tokens(x: Any, group_size: int) -> pl.BlockSpec:
-    """[B, T, Hq, D] or [B, Hq, T] gives a kv head's query heads, [T, group_size, D] or
-    [group_size, T].
-    """
-    if len(x.shape) == 3:
-        block = (None, group_size, x.shape[2])
-        return pl.BlockSpec(block, lambda tile, head, batch, split: (batch, head, 0))
-    block = (None, x.shape[1], group_size, padded_head_dim(x.shape[3]))
-    return pl.BlockSpec(block, lambda tile, head, batch, split: (batch, 0, head, 0))
-
-
-def of_pool(x: Any) -> pl.BlockSpec:
-    """[P, page_size, Hkv, D] gives a head of every page, [P, page_size, D]."""
-    block = (*x.shape[:2], None, padded_head_dim(x.shape[3]))
-    return pl.BlockSpec(block, lambda tile, head, batch, split: (0, 0, head, 0))
-
-
-def of_sequence(x: Any) -> pl.BlockSpec:
-    """[B, ...] gives a sequence's part."""
-    rest = (0,) * (x.ndim - 1)
-    return pl.BlockSpec((None, *x.shape[1:]), lambda tile, head, batch, split: (batch, *rest))
-
-
-def of_scale(x: Any) -> pl.BlockSpec:
-    """[] or [Hkv] gives the kv head's scale, []."""
-    return pl.BlockSpec((None,) * x.ndim, lambda tile, head, batch, split: (head,) * x.ndim)
-
-
-def of_split(x: Any, group_size: int) -> pl.BlockSpec:
-    """[N, B, T, Hq, Dv] or [N, B, Hq, T] gives a split's [T, group_size, Dv] or [group_size, T]."""
-    if len(x.shape) == 4:
-        block = (None, None, group_size, x.shape[3])
-        return pl.BlockSpec(block, lambda tile, head, batch, split: (split, batch, head, 0))
-    block = (None, None, x.shape[2], group_size, padded_head_dim(x.shape[4]))
-    return pl.BlockSpec(block, lambda tile, head, batch, split: (split, batch, 0, head, 0))
 
 
 def config_for(name: str, spec: Spec, backend: str) -> KernelConfig:

@@ -11,8 +11,7 @@ from typing import Any
 
 import torch
 
-from twin_attention.contract.spec import AttentionSpec, DecodeSpec, PagedCache
-from twin_attention.targets import ptx
+from twin_attention.contract.spec import AttentionSpec, DecodeSpec
 from twin_attention.targets.config import (
     KernelConfig,
     Spec,
@@ -110,96 +109,6 @@ def stride_arguments(**tensors: torch.Tensor) -> dict[str, int]:
         arguments |= {f"{name}_batch": x.stride(0), f"{name}_head": x.stride(2)}
         arguments[f"{name.upper()}_ROW"] = x.stride(1)
     return arguments | {"ALIGN": math.gcd(16, *arguments.values())}
-
-
-def decode_arguments(
-    spec: DecodeSpec,
-    q: torch.Tensor,
-    k_pages: torch.Tensor,
-    v_pages: torch.Tensor,
-    block_tables: torch.Tensor,
-    k_scale: torch.Tensor | None,
-    v_scale: torch.Tensor | None,
-) -> dict[str, Any]:
-    """The arguments that describe a paged decode, but for its splits."""
-    quantized = spec.cache.is_quantized
-    widenings: tuple[str | None, str | None] = (None, None)
-    if quantized and q.device.type != "cpu":
-        widenings = ptx.widenings(spec.cache.dtype, target_of(q.device))
-    scale_first = scales_first(spec) or quantized
-    left = spec.window_left
-    batch, token, head, _ = q.stride()
-    cache = cache_arguments(spec.cache, k_pages, v_pages, block_tables, k_scale, v_scale)
-    return cache | {
-        "q_batch": batch,
-        "q_token": token,
-        "q_head": head,
-        "batch_size": spec.batch,
-        "scale": spec.scale,
-        "exp2_scale": math.log2(math.e) * (1.0 if scale_first else spec.scale),
-        "softcap": 0.0 if spec.softcap is None else spec.softcap,
-        "window_left": 0 if left is None else min(left, spec.cache.capacity),
-        "TOKENS": spec.tokens,
-        "GROUP_SIZE": spec.group_size,
-        "SCALE_FIRST": scale_first,
-        "HAS_SOFTCAP": spec.softcap is not None,
-        "HAS_LEFT": left is not None,
-        "FLOAT8": spec.cache.dtype == "float8_e4m3fn",
-        "PAST_2G": max(map(_reach, (k_pages, v_pages))) >= 2**31,
-        "WIDEN_LOW": widenings[0],
-        "WIDEN_HIGH": widenings[1],
-    }
-
-
-def _reach(pages: torch.Tensor) -> int:
-    """The largest offset in a head of a pool, and one, in elements; whatever the pool's layout."""
-    return 1 + sum((pages.shape[axis] - 1) * pages.stride(axis) for axis in (0, 1, 3))
-
-
-def cache_arguments(
-    cache: PagedCache,
-    k_pages: torch.Tensor,
-    v_pages: torch.Tensor,
-    block_tables: torch.Tensor,
-    k_scale: torch.Tensor | None,
-    v_scale: torch.Tensor | None,
-) -> dict[str, Any]:
-    """The arguments that describe a paged cache.
-
-    What a model fixes, heads and the pools' strides, are compile-time constants: the way from a
-    length to the first key is short, which is 0.2 to 0.6 microseconds of the shortest decodes.
-    """
-    arguments: dict[str, Any] = {
-        "tables_batch": block_tables.stride(0),
-        "num_pages": cache.num_pages,
-        "max_pages": cache.max_pages,
-        "HEADS_KV": cache.heads,
-        "PAGE_SIZE": cache.page_size,
-        "HEAD_DIM": k_pages.shape[3],
-        "HEAD_DIM_V": v_pages.shape[3],
-        "BLOCK_D": padded_head_dim(k_pages.shape[3]),
-        "BLOCK_DV": padded_head_dim(v_pages.shape[3]),
-        "QUANTIZED": cache.is_quantized,
-    }
-    for name, pages, scale in (("k", k_pages, k_scale), ("v", v_pages, v_scale)):
-        page, slot, head, _ = pages.stride()
-        arguments |= {
-            f"{name.upper()}_PAGE": page,
-            f"{name.upper()}_SLOT": slot,
-            f"{name.upper()}_HEAD": head,
-            f"{name}_scale_head": 0 if scale is None or scale.ndim == 0 else scale.stride(0),
-        }
-    return arguments
-
-
-def as_bits(pages: torch.Tensor) -> torch.Tensor:
-    """A pool of float8 as its bits: Triton has no float8 on SM80."""
-    return pages.view(torch.uint8) if pages.dtype == torch.float8_e4m3fn else pages
-
-
-def as_words(pages: torch.Tensor) -> torch.Tensor:
-    """A pool of 8-bit numbers as words of two columns."""
-    return pages.view(torch.int16)
 
 
 def multiprocessors(device: torch.device, target: str) -> int:

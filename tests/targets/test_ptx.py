@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from twin_attention.targets.ptx import widenings
+from twin_attention.targets.ptx import Upcast, choose_upcast
 from twin_attention.targets.target import TARGETS
 
 
@@ -60,7 +60,7 @@ _FLOAT = {
 
 
 def _run(code, word):
-    """What the registers hold in the end."""
+    """Return what the registers hold in the end."""
     registers = {"$1": word}
     for line in re.findall(r"^([a-z][^;\n]*);", code, re.MULTILINE):
         name, rest = line.split(maxsplit=1)
@@ -77,8 +77,9 @@ def _run(code, word):
 
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("cache_dtype", ["int8", "float8_e4m3fn"])
-def test_widenings_keep_every_byte_in_every_place(cache_dtype, target):
-    codes = widenings(cache_dtype, target)
+def test_upcasts_keep_every_byte_in_every_place(cache_dtype, target):
+    float8, *codes = choose_upcast(cache_dtype, target)
+    assert float8 == (cache_dtype == "float8_e4m3fn")
     for byte in range(256):
         # A different neighbour in every place, so that what leaks shows.
         for b in np.roll([byte, 0xFF, 0x80, 0x7F], byte % 4), (byte,) * 4:
@@ -90,3 +91,9 @@ def test_widenings_keep_every_byte_in_every_place(cache_dtype, target):
                 torch.testing.assert_close(
                     got, stored.double()[places], rtol=0, atol=0, equal_nan=True
                 )
+
+
+def test_a_cache_of_16_bits_needs_no_upcast_and_an_interpreter_no_ptx():
+    assert choose_upcast("bfloat16", "sm80") is None
+    assert choose_upcast("int8", None) == Upcast(False, None, None)
+    assert choose_upcast("float8_e4m3fn", None) == Upcast(True, None, None)

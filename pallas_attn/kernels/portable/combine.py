@@ -3,16 +3,13 @@
 ``lse = log Σ exp lse_n`` and ``out = Σ exp(lse_n - lse) out_n``. Flash-Decoding's second step.
 """
 
-from collections.abc import Callable
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from pallas_attn.kernels.portable.pages import keys_of_sequence, load_rows_at, share_of_tiles
+from pallas_attn.kernels.portable.pages import keys_of_sequence, load_rows_at, splits_with_keys
 from pallas_attn.kernels.portable.softmax import LN2, LOG2E, add_sink
 from pallas_attn.kernels.portable.tiles import arange, cdiv, load_rows
 from pallas_attn.launch import launch
@@ -20,61 +17,76 @@ from twin_attention.contract.spec import DecodeSpec, MergeSpec
 from twin_attention.targets.config import padded_head_dim
 
 
-def combine_kernel(*refs, num_states, head_dim_v, block_dv, block_kv):
+def combine_kernel(
+    outs_ref,
+    lses_ref,
+    _out_ref,
+    _lse_ref,
+    sink_ref,
+    len_ref,
+    out_ref,
+    lse_ref,
+    *,
+    tokens,
+    num_states,
+    capacity,
+    window_left,
+    head_dim_v,
+    block_dv,
+    block_keys,
+    block_kv,
+):
     """One program merges one row.
 
-    Operands, of this program's row: outs [N, Dv], lses [N] (float32, natural log), the head's
-    sink [] if there are sinks (float32); out [Dv] and lse []. Grid: (heads, tokens, batch). A part
-    whose lse is -inf has no keys: its output does not count, and may hold anything. Accumulation:
-    float32, exponents in base 2, block_kv parts at a time.
+    Operands, of this program's row: outs [N, Dv], lses [N] (float32, natural log); the head's sink
+    [] float32 or None; out [Dv] and lse []. Grid: (heads, tokens, batch). A part whose lse is -inf
+    has no keys: its output does not count, and may hold anything. Accumulation: float32, exponents
+    in base 2, block_kv parts at a time.
+
+    block_keys: the states are the splits of `paged_decode_kernel`, whose tiles have that many keys,
+    and len [] is the length, int32. Only splits with keys are read, and where there is at most one
+    the result is there already, in out and lse, which are inputs as well. None: any states; len is
+    None.
     """
     # Locate the row.
-    outs_ref, lses_ref, *sink_ref, out_ref, lse_ref = refs
+    if block_keys is not None:
+        begin, end = keys_of_sequence(len_ref, capacity, tokens, window_left)
+        num_states = splits_with_keys(begin, end, num_states, block_keys)
 
-    # Softmax over the parts: their lse are the scores, their outputs the values.
-    def visit(index, carry):
-        m_i, l_i, acc = carry
-        start = lax.convert_element_type(index, jnp.int32) * block_kv
-        part = start + arange(block_kv)
-        s = load_rows(lses_ref, start, num_states, block_kv, float("-inf")) * LOG2E
-        # Loaded without waiting for the lse, which says whether it counts.
-        x = load_rows_at(outs_ref, (part,), part < num_states, head_dim_v, block_dv)
-        x = jnp.where((s > float("-inf"))[:, None], x.astype(jnp.float32), 0.0)
-        m_new = jnp.maximum(m_i, jnp.max(s, 0))
-        m_safe = jnp.where(m_new == float("-inf"), 0.0, m_new)
-        p = jnp.exp2(s - m_safe)
-        alpha = jnp.exp2(m_i - m_safe)
-        acc = acc * alpha + jnp.sum(p[:, None] * x, 0)
-        return m_new, l_i * alpha + jnp.sum(p, 0), acc
-
-    zero = jnp.float32(0.0)
-    carry = jnp.float32(float("-inf")), zero, jnp.zeros((block_dv,), jnp.float32)
-    m_i, l_i, acc = lax.fori_loop(0, pl.cdiv(num_states, block_kv), visit, carry)
-
-    # Normalise and store.
-    if sink_ref:
-        alpha, m_i, l_i = add_sink(sink_ref[0][...], m_i, l_i)
-        acc = acc * alpha
-    l_safe = jnp.where(l_i == 0.0, 1.0, l_i)
-    cols = arange(block_dv)
-    plt.store(out_ref.at[cols], (acc / l_safe).astype(out_ref.dtype), mask=cols < head_dim_v)
-    lse_ref[...] = m_i * LN2 + jnp.log(l_safe)
-
-
-def merge_splits_kernel(
-    len_ref, _, __, *refs, num_states, capacity, tokens, window_left, block_keys, block_kv, **sizes
-):
-    """`combine_kernel` on the splits of `paged_decode_kernel`, whose tiles have block_keys keys.
-
-    Only those with keys are read, and where there is one at most the result is there already.
-    """
-    begin, end = keys_of_sequence(len_ref, capacity, tokens, window_left)
-    _, share, total = share_of_tiles(begin, end, 0, num_states, block_keys)
-    parts = cdiv(total, jnp.maximum(share, 1))
-
-    @pl.when(parts > 1)
+    @pl.when(block_keys is None or num_states > 1)
     def _():
-        combine_kernel(*refs, num_states=parts, block_kv=block_kv, **sizes)
+        # Softmax over the parts: their lse are the scores, their outputs the values.
+        def visit(index, carry):
+            m_i, l_i, acc = carry
+            start = lax.convert_element_type(index, jnp.int32) * block_kv
+            part = start + arange(block_kv)
+            is_part = part < num_states
+            s = load_rows(lses_ref, start, num_states, block_kv, float("-inf")) * LOG2E
+            # Loaded without waiting for the lse, which says whether it counts.
+            x = load_rows_at(outs_ref, (part,), is_part, head_dim_v, block_dv)
+            x = jnp.where((s > float("-inf"))[:, None], x.astype(jnp.float32), 0.0)
+            m_new = jnp.maximum(m_i, jnp.max(s, 0))
+            m_safe = jnp.where(m_new == float("-inf"), 0.0, m_new)
+            p = jnp.exp2(s - m_safe)
+            alpha = jnp.exp2(m_i - m_safe)
+            acc = acc * alpha + jnp.sum(p[:, None] * x, 0)
+            l_i = l_i * alpha + jnp.sum(p, 0)
+            return m_new, l_i, acc
+
+        m_i, l_i = jnp.float32(float("-inf")), jnp.float32(0.0)
+        acc = jnp.zeros((block_dv,), jnp.float32)
+        m_i, l_i, acc = lax.fori_loop(0, cdiv(num_states, block_kv), visit, (m_i, l_i, acc))
+
+        # Normalise and store.
+        if sink_ref is not None:
+            alpha, m_i, l_i = add_sink(sink_ref[...], m_i, l_i)
+            acc = acc * alpha
+        l_safe = jnp.where(l_i == 0.0, 1.0, l_i)
+        lse = m_i * LN2 + jnp.log(l_safe)
+        cols = arange(block_dv)
+        out = (acc / l_safe).astype(out_ref.dtype)
+        plt.store(out_ref.at[cols], out, mask=cols < head_dim_v)
+        lse_ref[...] = lse
 
 
 def combine(outs: Array, lses: Array, spec: MergeSpec, *, backend: str) -> tuple[Array, Array]:
@@ -86,7 +98,7 @@ def combine(outs: Array, lses: Array, spec: MergeSpec, *, backend: str) -> tuple
     Returns:
         out [B, S, H, Dv] in spec's dtype and lse [B, H, S] float32.
     """
-    return _launch(combine_kernel, outs, lses, None, (), spec, {}, backend)
+    return _launch(outs, lses, None, None, None, None, spec, backend=backend)
 
 
 def merge_splits(
@@ -101,7 +113,7 @@ def merge_splits(
     *,
     backend: str,
 ) -> tuple[Array, Array]:
-    """Call `merge_splits_kernel`, which writes into out and lse.
+    """Call `combine_kernel` on the splits of a paged decode; it writes into out and lse.
 
     Args:
         sinks: [H] float32, one more logit a head in the denominator, or None.
@@ -111,67 +123,66 @@ def merge_splits(
     Returns:
         out [B, T, Hq, Dv] in q's dtype and lse [B, Hq, T] float32.
     """
-    left = spec.window_left
-    splits = {
-        "capacity": spec.cache.capacity,
-        "tokens": spec.tokens,
-        "window_left": None if left is None else min(left, spec.cache.capacity),
-        "block_keys": block_kv,
-    }
-    into, merge = (seq_lens, out, lse), spec.merge(len(outs))
-    return _launch(merge_splits_kernel, outs, lses, sinks, into, merge, splits, backend)
+    states = spec.merge(len(outs))
+    return _launch(outs, lses, out, lse, sinks, seq_lens, states, spec, block_kv, backend=backend)
 
 
 def _launch(
-    kernel: Callable[..., None],
     outs: Array,
     lses: Array,
+    out: Array | None,
+    lse: Array | None,
     sinks: Array | None,
-    into: tuple[Array, ...],
+    seq_lens: Array | None,
     spec: MergeSpec,
-    splits: dict[str, Any],
+    decode: DecodeSpec | None = None,
+    block_keys: int | None = None,
+    *,
     backend: str,
 ) -> tuple[Array, Array]:
-    """Call one of the kernels; `into` is empty, or lengths and the results to complete."""
+    """Call the kernel; what is optional is given where the states are splits."""
     rows = (spec.batch, spec.tokens, spec.heads)
-    out = jax.ShapeDtypeStruct((*rows, spec.head_dim_v), jnp.dtype(spec.dtype))
-    lse = jax.ShapeDtypeStruct((spec.batch, spec.heads, spec.tokens), jnp.float32)
+    results = (
+        jax.ShapeDtypeStruct((*rows, spec.head_dim_v), jnp.dtype(spec.dtype)),
+        jax.ShapeDtypeStruct((spec.batch, spec.heads, spec.tokens), jnp.float32),
+    )
     block_dv = padded_head_dim(spec.head_dim_v)
 
-    def of_row(head, token, batch):
+    def out_index(head, token, batch):
         return batch, token, head, 0
 
-    def of_lse(head, token, batch):
+    def lse_index(head, token, batch):
         return batch, head, token
 
-    results = pl.BlockSpec((None, None, None, block_dv), of_row), pl.BlockSpec((None,) * 3, of_lse)
-    operands = [*into, outs, lses]
     states = (spec.num_states, None, None, None)
-    in_specs = [
-        pl.BlockSpec((*states, block_dv), lambda *i: (0, *of_row(*i))),
-        pl.BlockSpec(states, lambda *i: (0, *of_lse(*i))),
-    ]
-    if into:
-        of_length = pl.BlockSpec((None,), lambda head, token, batch: (batch,))
-        in_specs = [of_length, *results, *in_specs]
-    if sinks is not None:
-        operands.append(sinks)
-        in_specs.append(pl.BlockSpec((None,), lambda head, token, batch: (head,)))
+    outs_spec = pl.BlockSpec((*states, block_dv), lambda *i: (0, *out_index(*i)))
+    lses_spec = pl.BlockSpec(states, lambda *i: (0, *lse_index(*i)))
+    out_spec = pl.BlockSpec((None, None, None, block_dv), out_index)
+    lse_spec = pl.BlockSpec((None,) * 3, lse_index)
+    sink_spec = pl.BlockSpec((None,), lambda head, token, batch: (head,))
+    length_spec = pl.BlockSpec((None,), lambda head, token, batch: (batch,))
+    operands = (outs, lses, out, lse, sinks, seq_lens)
+    in_specs = (outs_spec, lses_spec, out_spec, lse_spec, sink_spec, length_spec)
+    capacity = 0 if decode is None else decode.cache.capacity
+    left = None if decode is None else decode.window_left
     return launch(
         "combine",
-        kernel,
+        combine_kernel,
         lambda config: (spec.heads, spec.tokens, spec.batch),
         operands,
-        in_specs,
-        (out, lse),
+        tuple(None if x is None else y for x, y in zip(operands, in_specs, strict=True)),
         results,
-        splits
-        | {
+        (out_spec, lse_spec),
+        {
+            "tokens": spec.tokens,
             "num_states": spec.num_states,
+            "capacity": capacity,
+            "window_left": None if left is None else min(left, capacity),
             "head_dim_v": spec.head_dim_v,
             "block_dv": block_dv,
+            "block_keys": block_keys,
         },
         spec,
         backend,
-        aliases={1: 0, 2: 1} if into else None,
+        aliases=None if out is None else {2: 0, 3: 1},
     )

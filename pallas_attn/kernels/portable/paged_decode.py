@@ -11,34 +11,52 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from pallas_attn.dispatch import multiprocessors
+from pallas_attn.kernels.portable.arguments import (
+    decode_arguments,
+    pool_spec,
+    scale_spec,
+    sequence_spec,
+    sinks_spec,
+    split_spec,
+    tokens_spec,
+)
 from pallas_attn.kernels.portable.combine import merge_splits
 from pallas_attn.kernels.portable.pages import (
     keys_of_sequence,
     load_rows_at,
     locate_keys,
     share_of_tiles,
-    store_rows_at,
 )
-from pallas_attn.kernels.portable.quantized import as_words, to_float16, unpack
-from pallas_attn.kernels.portable.scores import attention_mask, attention_scores, dot
+from pallas_attn.kernels.portable.quantized import (
+    add_pv,
+    as_packed,
+    load_q,
+    scores,
+    store_out,
+    unpack,
+)
+from pallas_attn.kernels.portable.scores import attention_mask
 from pallas_attn.kernels.portable.softmax import LN2, add_sink, online_softmax_update
 from pallas_attn.kernels.portable.tiles import arange
-from pallas_attn.launch import (
-    config_for,
-    decode_arguments,
-    launch,
-    of_pool,
-    of_scale,
-    of_sequence,
-    of_split,
-    of_tokens,
-)
+from pallas_attn.launch import config_for, launch
 from twin_attention.contract.spec import DecodeSpec
 from twin_attention.targets.config import block_rows, choose_splits
 
 
 def paged_decode_kernel(
-    *refs,
+    q_ref,
+    k_ref,
+    v_ref,
+    table_ref,
+    len_ref,
+    sinks_ref,
+    k_scale_ref,
+    v_scale_ref,
+    out_ref,
+    lse_ref,
+    outs_ref,
+    lses_ref,
+    *,
     num_pages,
     max_pages,
     num_splits,
@@ -54,10 +72,7 @@ def paged_decode_kernel(
     block_d,
     block_dv,
     scale_first,
-    has_sinks,
-    quantized,
-    float8,
-    widenings,
+    upcast,
     block_rows,
     block_kv,
 ):
@@ -66,46 +81,36 @@ def paged_decode_kernel(
     Row r is token ``r // group_size`` of query head ``r % group_size`` of the group, so that the
     keys and values are read once for all of them. Operands, of this program's batch and kv head:
     q [T, group, D], pools k [P, page_size, D] and v [P, page_size, Dv], table [max_pages] and len
-    [], int32; sinks [group] if has_sinks, scales [] if quantized, float32; out
-    [T, group, Dv] and lse [group, T] (float32, natural log). Where more than one split has keys,
-    each of them writes its outs [T, group, Dv] and lses [group, T] instead, float32; with a single
-    split they are not there. Grid: (row tiles, kv heads, batch, splits). Loop invariant:
-    `online_softmax_update`. Accumulation: float32, exponents in base 2, p cast to the products'
-    dtype. A row that sees no key has lse -inf, or its sink.
-    block_rows and block_kv are powers of two, at least 16.
+    [], int32; sinks [group] and scales [], float32, or None; out [T, group, Dv] and lse [group, T]
+    (float32, natural log). Where more than one split has keys, each of them writes its outs
+    [T, group, Dv] and lses [group, T] instead, float32; with a single split both are None. Grid:
+    (row tiles, kv heads, batch, splits). Loop invariant: `online_softmax_update`. Accumulation:
+    float32, exponents in base 2, p cast to v's dtype. A row that sees no key has lse -inf, or its
+    sink. block_rows and block_kv are powers of two, at least 16.
 
-    quantized: the products are in float16, and the pools are given as int16 words of two columns.
-    head_dim and head_dim_v count words; even and odd columns are tiles of their own.
+    upcast: the pools are in 8 bits, given as packed pairs of columns, and the products in float16;
+    head_dim and head_dim_v count pairs. q, k, v, acc and out are lists of tiles, of one tile where
+    upcast is None (see `quantized`).
     """
     # Locate the rows and the split's share of the keys.
-    q_ref, k_ref, v_ref, table_ref, len_ref, *optional, out_ref, lse_ref = refs
-    if num_splits > 1:
-        *optional, out_ref, lse_ref, outs_ref, lses_ref = (*optional, out_ref, lse_ref)
     tile, split = pl.program_id(0), pl.program_id(3)
-    begin, length = keys_of_sequence(len_ref, max_pages * page_size, tokens, window_left)
+    capacity = max_pages * page_size
+    begin, length = keys_of_sequence(len_ref, capacity, tokens, window_left)
     first, count, total = share_of_tiles(begin, length, split, num_splits, block_kv)
     # A split with all tiles gives the result, else each gives a part that `combine` merges.
     is_result = (split == 0) & (count == total)
-    if quantized:
-        *optional, k_scale_ref, v_scale_ref = optional
+    if k_scale_ref is not None:
         scale = scale * k_scale_ref[...]
 
     # Load the queries; they stay.
     row = tile * block_rows + arange(block_rows)
-    token, member = row // group_size, row % group_size
+    token, head = row // group_size, row % group_size
     is_row = token < tokens
-    halves = range(2 if quantized else 1)
-    q = [
-        load_rows_at(q_ref, (token, member), is_row, head_dim, block_d, half, len(halves))
-        for half in halves
-    ]
-    if quantized:
-        *q, factor = to_float16(*q)
-        scale = scale * factor[:, None]
+    q, scale = load_q(q_ref, (token, head), is_row, scale, head_dim, block_d, upcast)
     position = length - tokens + token
     m_i = jnp.full((block_rows,), float("-inf"), jnp.float32)
     l_i = jnp.zeros((block_rows,), jnp.float32)
-    acc = [jnp.zeros((block_rows, block_dv), jnp.float32) for _ in halves]
+    acc = [jnp.zeros((block_rows, block_dv), jnp.float32) for _ in q]
 
     # Visit the split's tiles of keys.
     def visit(index, carry):
@@ -115,47 +120,39 @@ def paged_decode_kernel(
         exists = key < length
         page, slot = locate_keys(table_ref, start, length, num_pages, page_size, block_kv)
         # s = scale · q kᵀ
-        k = [load_rows_at(k_ref, (page, slot), exists, head_dim, block_d)]
-        more = None
-        if quantized:
-            k = unpack(*k, float8, widenings)
-            more = dot(q[1], k[1].T)
-        s = attention_scores(q[0], k[0], scale, softcap, scale_first, more)
+        k = load_rows_at(k_ref, (page, slot), exists, head_dim, block_d)
+        s = scores(q, unpack(k, upcast), scale, softcap, scale_first)
         s = attention_mask(
             s, position[:, None], key[None, :], length, window_left, 0 if tokens > 1 else None
         )
         # p = exp(s - max), and rescale what was accumulated
         p, alpha, m_i, l_i = online_softmax_update(s, m_i, l_i, exp2_scale)
-        p = p.astype(q[0].dtype)
+        acc = [x * alpha[:, None] for x in acc]
         # acc += p v
-        v = [load_rows_at(v_ref, (page, slot), exists, head_dim_v, block_dv)]
-        if quantized:
-            v = unpack(*v, float8, widenings)
-        acc = [acc[half] * alpha[:, None] + dot(p, v[half]) for half in halves]
+        v = load_rows_at(v_ref, (page, slot), exists, head_dim_v, block_dv)
+        acc = add_pv(acc, p, unpack(v, upcast))
         return m_i, l_i, acc
 
     m_i, l_i, acc = lax.fori_loop(0, count, visit, (m_i, l_i, acc))
 
     # Normalise and store.
-    if has_sinks:
-        (sinks_ref,) = optional
-        sink = jnp.where(is_result, sinks_ref[member], float("-inf"))
+    if sinks_ref is not None:
+        sink = jnp.where(is_result, sinks_ref[head], float("-inf"))
         alpha, m_i, l_i = add_sink(sink, m_i, l_i)
         acc = [x * alpha[:, None] for x in acc]
     l_safe = jnp.where(l_i == 0.0, 1.0, l_i)
     lse = m_i * LN2 + jnp.log(l_safe)
     out = [x / l_safe[:, None] for x in acc]
-    if quantized:
-        out = [x * v_scale_ref[...] for x in out]
-    places = [(out_ref, lse_ref, is_row & is_result)]
-    if num_splits > 1:
-        places.append((outs_ref, lses_ref, is_row & (count > 0) & (count < total)))
-    for to_out, to_lse, writes in places:
-        plt.store(to_lse.at[member, token], lse, mask=writes)
-        for half in halves:
-            store_rows_at(
-                to_out, out[half], (token, member), writes, head_dim_v, block_dv, half, len(halves)
-            )
+    if v_scale_ref is not None:
+        v_scale = v_scale_ref[...]
+        out = [x * v_scale for x in out]
+    writes = is_row & is_result
+    plt.store(lse_ref.at[head, token], lse, mask=writes)
+    store_out(out_ref, out, (token, head), writes, head_dim_v, block_dv)
+    if outs_ref is not None:
+        writes = is_row & (count > 0) & (count < total)
+        plt.store(lses_ref.at[head, token], lse, mask=writes)
+        store_out(outs_ref, out, (token, head), writes, head_dim_v, block_dv)
 
 
 def paged_decode(
@@ -183,44 +180,55 @@ def paged_decode(
     rows = block_rows(spec, config)
     splits = choose_splits(spec, config, multiprocessors(backend))
     tiles = pl.cdiv(spec.tokens * spec.group_size, rows)
-    has_sinks = sinks is not None
     if spec.cache.is_quantized:
-        k_pages, v_pages = as_words(k_pages), as_words(v_pages)
-    operands = [q, k_pages, v_pages, block_tables, seq_lens]
-    in_specs = [
-        of_tokens(q, spec.group_size),
-        of_pool(k_pages),
-        of_pool(v_pages),
-        of_sequence(block_tables),
-        of_sequence(seq_lens),
-    ]
-    if has_sinks:
-        operands.append(sinks)
-        in_specs.append(pl.BlockSpec((spec.group_size,), lambda tile, head, *_: (head,)))
-    if spec.cache.is_quantized:
-        operands += [k_scale, v_scale]
-        in_specs += [of_scale(k_scale), of_scale(v_scale)]
+        k_pages, v_pages = as_packed(k_pages), as_packed(v_pages)
     shape = (spec.batch, spec.tokens, spec.heads_q, spec.head_dim_v)
     lse_shape = (spec.batch, spec.heads_q, spec.tokens)
-    results = [jax.ShapeDtypeStruct(shape, q.dtype), jax.ShapeDtypeStruct(lse_shape, jnp.float32)]
-    out_specs = [of_tokens(x, spec.group_size) for x in results]
+    out = jax.ShapeDtypeStruct(shape, q.dtype)
+    lse = jax.ShapeDtypeStruct(lse_shape, jnp.float32)
+    outs = lses = outs_spec = lses_spec = None
     if splits > 1:
-        parts = [jax.ShapeDtypeStruct((splits, *x.shape), jnp.float32) for x in results]
-        results += parts
-        out_specs += [of_split(x, spec.group_size) for x in parts]
-    out, lse, *parts = launch(
+        outs = jax.ShapeDtypeStruct((splits, *shape), jnp.float32)
+        lses = jax.ShapeDtypeStruct((splits, *lse_shape), jnp.float32)
+        outs_spec, lses_spec = split_spec(outs, spec.group_size), split_spec(lses, spec.group_size)
+    out, lse, outs, lses = launch(
         "paged_decode",
         paged_decode_kernel,
         lambda config: (tiles, spec.heads_kv, spec.batch, splits),
-        operands,
-        in_specs,
-        results,
-        out_specs,
+        (
+            q,
+            k_pages,
+            v_pages,
+            block_tables,
+            seq_lens,
+            sinks,
+            k_scale,
+            v_scale,
+        ),
+        (
+            tokens_spec(q, spec.group_size),
+            pool_spec(k_pages),
+            pool_spec(v_pages),
+            sequence_spec(block_tables),
+            sequence_spec(seq_lens),
+            sinks_spec(sinks, spec.group_size),
+            scale_spec(k_scale),
+            scale_spec(v_scale),
+        ),
+        (out, lse, outs, lses),
+        (
+            tokens_spec(out, spec.group_size),
+            tokens_spec(lse, spec.group_size),
+            outs_spec,
+            lses_spec,
+        ),
         decode_arguments(spec, k_pages, v_pages, backend)
-        | {"num_splits": splits, "has_sinks": has_sinks, "block_rows": rows},
+        | {"num_splits": splits, "block_rows": rows},
         spec,
         backend,
     )
-    if splits == 1:
-        return out, lse
-    return merge_splits(*parts, out, lse, seq_lens, sinks, spec, config.block_kv, backend=backend)
+    if outs is not None and lses is not None:
+        return merge_splits(
+            outs, lses, out, lse, seq_lens, sinks, spec, config.block_kv, backend=backend
+        )
+    return out, lse

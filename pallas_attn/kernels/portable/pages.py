@@ -7,28 +7,35 @@ from pallas_attn.kernels.portable.tiles import arange, cdiv
 
 
 def keys_of_sequence(len_ref, capacity, tokens, window_left):
-    """The keys begin .. end that the new tokens of a sequence see; end is its length."""
+    """Return the range begin .. end of keys that a sequence's new tokens see; end is its length."""
     end = jnp.minimum(jnp.maximum(len_ref[...], 0), capacity)
-    if window_left is None:
-        return 0, end
-    return jnp.maximum(end - tokens - window_left, 0), end
+    begin = 0
+    if window_left is not None:
+        begin = jnp.maximum(end - tokens - window_left, 0)
+    return begin, end
 
 
 def share_of_tiles(begin, end, split, num_splits, block):
-    """The tiles of keys begin .. end that are one split's.
+    """Return the tiles of keys begin .. end that one split visits, as (first, count, total).
 
-    Splits get equal shares, the last ones less or none. Returns (first, count, tiles): the split's
-    first tile, how many it has, and how many there are in all.
+    Splits get equal shares, the last ones less or none: `count` tiles from tile `first` on, of
+    `total` tiles of all splits.
     """
     first = begin // block
-    tiles = cdiv(end, block) - first
-    share = cdiv(tiles, num_splits)
-    count = jnp.minimum(jnp.maximum(tiles - split * share, 0), share)
-    return first + split * share, count, tiles
+    total = cdiv(end, block) - first
+    share = cdiv(total, num_splits)
+    count = jnp.minimum(jnp.maximum(total - split * share, 0), share)
+    return first + split * share, count, total
+
+
+def splits_with_keys(begin, end, num_splits, block):
+    """Return how many of the splits have a tile of the keys begin .. end."""
+    _, share, total = share_of_tiles(begin, end, 0, num_splits, block)
+    return cdiv(total, jnp.maximum(share, 1))
 
 
 def locate_keys(table_ref, start, length, num_pages, page_size, block_kv):
-    """Page and slot of keys start .. start + block_kv of a sequence.
+    """Return page and slot of keys start .. start + block_kv of a sequence.
 
     Table entries past the sequence's last page are not read. A page id out of range, which is
     the caller's mistake, becomes one within the pool.
@@ -46,22 +53,25 @@ def locate_keys(table_ref, start, length, num_pages, page_size, block_kv):
 
 
 def load_rows_at(ref, index, is_row, size, block_size, first=0, step=1):
-    """Rows ``ref[*index]`` of a reference; a row that is none gives 0.
+    """Load rows ``[*index]`` of the tensor at `ref`; a row that is none gives 0.
 
-    `size` columns, `first`, ``first + step``, ..., padded with zeros to block_size.
+    The columns are first, first + step, ..., `size` of them, padded with zeros to block_size.
     """
     tile, mask = rows_at(ref, index, is_row, size, block_size, first, step)
     return plt.load(tile, mask=mask, other=0)
 
 
 def store_rows_at(ref, x, index, is_row, size, block_size, first=0, step=1):
-    """The inverse of `load_rows_at`; a row that is none is not written."""
+    """Store what `load_rows_at` loads; a row that is none is not written."""
     tile, mask = rows_at(ref, index, is_row, size, block_size, first, step)
     plt.store(tile, x.astype(ref.dtype), mask=mask)
 
 
 def rows_at(ref, index, is_row, size, block_size, first, step):
-    """A view of rows ``ref[*index]``, one vector of indices a dimension, and which elements are."""
+    """Return a view of rows ``[*index]`` of a tensor, and which of its elements exist.
+
+    `index` has a scalar or a vector for each leading dimension.
+    """
     shape = (*is_row.shape, block_size)
     cols = jnp.broadcast_to(arange(block_size)[None, :], shape)
     index = (jnp.broadcast_to(x, is_row.shape) for x in index)

@@ -1,10 +1,18 @@
-"""How a cache holds numbers in 8 bits: int8, and float8_e4m3fn."""
+"""Caches in 8 bits: int8, and float8_e4m3fn.
+
+A decode reads an 8-bit cache as packed pairs, an int16 of two columns each. Upcast to float16, the
+even and the odd columns are two tiles, and so are those of q and of the output that they meet. The
+decode's helpers here take and give such tiles as a list, which has one tile where the cache is in
+16 bits. upcast is a `twin_attention.targets.ptx.Upcast`, or None for a cache of 16 bits.
+"""
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import triton as plt
 
+from pallas_attn.kernels.portable.pages import load_rows_at, store_rows_at
+from pallas_attn.kernels.portable.scores import attention_scores, dot
 from twin_attention.targets import ptx
 
 FLOAT8_MAX = 448.0  # the largest float8_e4m3fn
@@ -12,29 +20,65 @@ ROUND_TO_INTEGER = 12582912.0  # 1.5 * 2^23: adding it rounds away the fraction
 ROUND_TO_INTEGER_BITS = 0x4B400000
 
 
-def as_words(pages):
-    """A pool of 8-bit numbers as words of two columns. XLA copies nothing for it."""
+def as_packed(pages):
+    """Return an 8-bit pool as packed pairs of columns, int16. XLA copies nothing for it."""
     *rows, size = pages.shape
     return lax.bitcast_convert_type(pages.reshape(*rows, size // 2, 2), jnp.int16)
 
 
-def unpack(words, float8, codes):
-    """The numbers in the low and in the high bytes of int16 words, as float16, exactly.
+def load_q(ref, index, is_row, scale, size, block_size, upcast):
+    """Load the tiles of q, and return them with the scale of their rows' scores.
 
-    They are not yet times the cache's scale. codes: what `twin_attention.targets.ptx.widenings`
-    gives, or None to do without, as the interpreter must.
+    size and block_size are the columns of a tile.
     """
-    if codes is None:
-        low, high = words.astype(jnp.int8), (words >> 8).astype(jnp.int8)
-        return widen(low, float8), widen(high, float8)
-    return [
-        elementwise(code, ptx.WIDEN_CONSTRAINTS, ptx.WIDEN_PACK, jnp.float16, words)
-        for code in codes
-    ]
+    if upcast is None:
+        q = [load_rows_at(ref, index, is_row, size, block_size)]
+    else:
+        even = load_rows_at(ref, index, is_row, size, block_size, 0, 2)
+        odd = load_rows_at(ref, index, is_row, size, block_size, 1, 2)
+        even, odd, factor = to_float16(even, odd)
+        q = [even, odd]
+        scale = scale * factor[:, None]
+    return q, scale
 
 
-def widen(x, float8):
-    """int8, or the bits of a float8_e4m3fn, as float16.
+def unpack(x, upcast):
+    """Return the tiles of keys or values that were loaded, not yet times the cache's scale."""
+    if upcast is None:
+        tiles = [x]
+    elif upcast.low is None:
+        low, high = x.astype(jnp.int8), (x >> 8).astype(jnp.int8)
+        tiles = [upcast_bytes(low, upcast.float8), upcast_bytes(high, upcast.float8)]
+    else:
+        tiles = [
+            elementwise(code, ptx.UPCAST_CONSTRAINTS, ptx.UPCAST_PACK, jnp.float16, x)
+            for code in (upcast.low, upcast.high)
+        ]
+    return tiles
+
+
+def scores(q, k, scale, softcap, scale_first):
+    """Return `attention_scores` of all columns."""
+    more = None
+    if len(q) == 2:
+        more = dot(q[1], k[1].T)
+    return attention_scores(q[0], k[0], scale, softcap, scale_first, more)
+
+
+def add_pv(acc, p, v):
+    """Return acc + p · v, with p cast to v's dtype."""
+    p = p.astype(v[0].dtype)
+    return [x + dot(p, y) for x, y in zip(acc, v, strict=True)]
+
+
+def store_out(ref, out, index, is_row, size, block_size):
+    """Store rows of the output; the inverse of what `load_q` loads."""
+    for half in range(len(out)):
+        store_rows_at(ref, out[half], index, is_row, size, block_size, half, len(out))
+
+
+def upcast_bytes(x, float8):
+    """Return int8, or the bits of a float8_e4m3fn, as float16.
 
     The bits of a float8 below its sign, moved to float16's, are the number times 2^-8.
     """
@@ -47,10 +91,10 @@ def widen(x, float8):
 
 
 def to_float16(x, y):
-    """Two tiles of the same rows as float16, and what a row's elements are to be multiplied by.
+    """Return two tiles of the same rows as float16, and the factor that each row lost by it.
 
-    A row of bfloat16 may be past float16's range. It is multiplied by the power of two that brings
-    its largest element to 2^13 .. 2^14: exact but for elements below 2^-31 of that one.
+    A row of bfloat16 may exceed float16's range, so it is divided by the power of two that brings
+    its largest element to 2^13 .. 2^14. That is exact but for elements below 2^-31 of the largest.
     """
     factor = jnp.ones(x.shape[0], jnp.float32)
     if x.dtype == jnp.bfloat16:
@@ -64,24 +108,8 @@ def to_float16(x, y):
     return x.astype(jnp.float16), y.astype(jnp.float16), factor
 
 
-def divide(x, y, compiled):
-    """float32 x / y, rounded to nearest, as Triton compiles no division by itself."""
-    if not compiled:
-        return x / y
-    return elementwise(ptx.DIVIDE, ptx.DIVIDE_CONSTRAINTS, 1, jnp.float32, x, y)
-
-
-def elementwise(code, constraints, pack, dtype, *args):
-    """What the code's only output is, element by element."""
-    result = jax.ShapeDtypeStruct(args[0].shape, dtype)
-    (out,) = plt.elementwise_inline_asm(
-        code, args=args, constraints=constraints, pack=pack, result_shape_dtypes=[result]
-    )
-    return out
-
-
 def round_to_integer(x):
-    """float32 below 2^22 as int32, to nearest, ties to even.
+    """Round float32 below 2^22 to int32, to nearest, ties to even.
 
     The sum's last bits are the integer. Subtracting the constant again would do, but XLA folds it.
     """
@@ -89,11 +117,12 @@ def round_to_integer(x):
     return bits - ROUND_TO_INTEGER_BITS
 
 
-def quantize(x, dtype):
-    """float32 as int8 or float8_e4m3fn; to nearest, ties to even.
+def quantize(x, scale, dtype, compiled):
+    """Round x / scale to int8 or float8_e4m3fn, to nearest, ties to even.
 
     A NaN becomes 0 in int8 and stays NaN in float8_e4m3fn.
     """
+    x = divide(x.astype(jnp.float32), jnp.broadcast_to(scale, x.shape), compiled)
     if dtype == jnp.int8:
         x = jnp.where(x == x, x, 0.0)
         x = jnp.minimum(jnp.maximum(x, -127.0), 127.0)
@@ -107,3 +136,19 @@ def quantize(x, dtype):
     tiny = round_to_integer(magnitude * 512.0)
     y = sign | jnp.where(magnitude < 0.015625, tiny, normal)
     return lax.bitcast_convert_type(jnp.where(x == x, y, 0x7F).astype(jnp.uint8), dtype)
+
+
+def divide(x, y, compiled):
+    """Return float32 x / y, rounded to nearest; Triton compiles "/" to a faster division."""
+    if not compiled:
+        return x / y
+    return elementwise(ptx.DIVIDE, ptx.DIVIDE_CONSTRAINTS, 1, jnp.float32, x, y)
+
+
+def elementwise(code, constraints, pack, dtype, *args):
+    """Run inline PTX that has one output elementwise."""
+    result = jax.ShapeDtypeStruct(args[0].shape, dtype)
+    (out,) = plt.elementwise_inline_asm(
+        code, args=args, constraints=constraints, pack=pack, result_shape_dtypes=[result]
+    )
+    return out

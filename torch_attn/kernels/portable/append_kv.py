@@ -4,8 +4,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torch_attn.kernels.portable.quantized import quantize
-from torch_attn.launch import as_bits, cache_arguments, launch
+from torch_attn.kernels.portable.arguments import cache_arguments
+from torch_attn.kernels.portable.pages import load_rows_at, store_rows_at
+from torch_attn.kernels.portable.quantized import as_bits, quantize
+from torch_attn.launch import launch
 from twin_attention.contract.spec import PagedCache
 
 
@@ -19,23 +21,15 @@ def append_kv_kernel(
     lens_ptr,
     k_scale_ptr,
     v_scale_ptr,
-    k_new_batch,
-    k_new_token,
-    k_new_head,
-    v_new_batch,
-    v_new_token,
-    v_new_head,
-    k_scale_head,
-    v_scale_head,
-    tables_batch,
+    k_new_strides,
+    v_new_strides,
+    k_scale_stride,
+    v_scale_stride,
+    table_stride,
     num_pages,
     max_pages,
-    K_PAGE: tl.constexpr,
-    K_SLOT: tl.constexpr,
-    K_HEAD: tl.constexpr,
-    V_PAGE: tl.constexpr,
-    V_SLOT: tl.constexpr,
-    V_HEAD: tl.constexpr,
+    K_STRIDES: tl.constexpr,
+    V_STRIDES: tl.constexpr,
     HEADS_KV: tl.constexpr,
     TOKENS: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
@@ -43,7 +37,6 @@ def append_kv_kernel(
     HEAD_DIM_V: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
-    QUANTIZED: tl.constexpr,
     BLOCK_Q: tl.constexpr,
 ):
     """One program writes one token of one sequence, BLOCK_Q heads of it.
@@ -59,45 +52,26 @@ def append_kv_kernel(
     batch = (tl.program_id(0) // num_tiles // TOKENS).to(tl.int64)
     position = tl.load(lens_ptr + batch) - TOKENS + token
     exists = (position >= 0) & (position < max_pages * PAGE_SIZE)
-    page = tl.load(
-        tables_ptr + batch * tables_batch + position // PAGE_SIZE, mask=exists, other=0
-    ).to(tl.int64)
+    entry = tables_ptr + batch * table_stride + position // PAGE_SIZE
+    page = tl.load(entry, mask=exists, other=0).to(tl.int64)
     exists = exists & (page >= 0) & (page < num_pages)
     slot = (position % PAGE_SIZE).to(tl.int64)
     head = tile * BLOCK_Q + tl.arange(0, BLOCK_Q).to(tl.int64)
     writes = exists & (head < HEADS_KV)
 
     # Copy the key and the value, quantised where the cache is.
-    k_new = k_new_ptr + batch * k_new_batch + token * k_new_token + head * k_new_head
-    v_new = v_new_ptr + batch * v_new_batch + token * v_new_token + head * v_new_head
-    k_slot = k_ptr + page * K_PAGE + slot * K_SLOT + head * K_HEAD
-    v_slot = v_ptr + page * V_PAGE + slot * V_SLOT + head * V_HEAD
-    store_key(k_new, k_slot, k_scale_ptr, head * k_scale_head, writes, HEAD_DIM, BLOCK_D, QUANTIZED)
-    store_key(
-        v_new, v_slot, v_scale_ptr, head * v_scale_head, writes, HEAD_DIM_V, BLOCK_DV, QUANTIZED
+    k_new = load_rows_at(k_new_ptr, (batch, token, head), k_new_strides, writes, HEAD_DIM, BLOCK_D)
+    if k_scale_ptr is not None:
+        scale = tl.load(k_scale_ptr + head * k_scale_stride, mask=writes, other=1.0)
+        k_new = quantize(k_new, scale[:, None], k_ptr.dtype.element_ty)
+    store_rows_at(k_ptr, k_new, (page, slot, head), K_STRIDES, writes, HEAD_DIM, BLOCK_D)
+    v_new = load_rows_at(
+        v_new_ptr, (batch, token, head), v_new_strides, writes, HEAD_DIM_V, BLOCK_DV
     )
-
-
-@triton.jit
-def store_key(
-    source,
-    destination,
-    scale_ptr,
-    scale_offset,
-    writes,
-    SIZE: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    QUANTIZED: tl.constexpr,
-):
-    """Copy rows at the pointers `source` to the pointers `destination` of a cache."""
-    cols = tl.arange(0, BLOCK_SIZE)[None, :]
-    mask = writes[:, None] & (cols < SIZE)
-    x = tl.load(source[:, None] + cols, mask=mask, other=0.0)
-    dtype: tl.constexpr = destination.dtype.element_ty
-    if QUANTIZED:
-        scale = tl.load(scale_ptr + scale_offset, mask=writes, other=1.0)
-        x = quantize(tl.div_rn(x.to(tl.float32), scale[:, None]), dtype)
-    tl.store(destination[:, None] + cols, x.to(dtype), mask=mask)
+    if v_scale_ptr is not None:
+        scale = tl.load(v_scale_ptr + head * v_scale_stride, mask=writes, other=1.0)
+        v_new = quantize(v_new, scale[:, None], v_ptr.dtype.element_ty)
+    store_rows_at(v_ptr, v_new, (page, slot, head), V_STRIDES, writes, HEAD_DIM_V, BLOCK_DV)
 
 
 def append_kv(
@@ -114,14 +88,13 @@ def append_kv(
     """Launch `append_kv_kernel`, which writes into k_pages and v_pages."""
     batch, tokens, heads, _ = k_new.shape
 
-    def arguments():
-        strides = {
-            f"{name}_{axis}": stride
-            for name, x in (("k_new", k_new), ("v_new", v_new))
-            for axis, stride in zip(("batch", "token", "head"), x.stride(), strict=False)
+    def problem():
+        cached = cache_arguments(cache, k_pages, v_pages, block_tables, k_scale, v_scale)
+        return cached | {
+            "k_new_strides": k_new.stride()[:3],
+            "v_new_strides": v_new.stride()[:3],
+            "TOKENS": tokens,
         }
-        problem = cache_arguments(cache, k_pages, v_pages, block_tables, k_scale, v_scale)
-        return problem | strides | {"TOKENS": tokens}
 
     launch(
         "append_kv",
@@ -137,7 +110,7 @@ def append_kv(
             k_scale,
             v_scale,
         ),
-        arguments,
+        problem,
         cache,
         batch,
         tokens,

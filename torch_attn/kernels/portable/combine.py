@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_wait
 
-from torch_attn.kernels.portable.pages import keys_of_sequence, share_of_tiles
+from torch_attn.kernels.portable.pages import keys_of_sequence, load_rows_at, splits_with_keys
 from torch_attn.kernels.portable.softmax import LN2, LOG2E, add_sink
 from torch_attn.launch import launch
 from twin_attention.contract.spec import DecodeSpec, MergeSpec
@@ -24,14 +24,8 @@ def combine_kernel(
     lens_ptr,
     out_ptr,
     lse_ptr,
-    outs_state,
-    outs_batch,
-    outs_token,
-    outs_head,
-    lses_state,
-    lses_batch,
-    lses_head,
-    lses_token,
+    outs_strides,
+    lses_strides,
     tokens,
     num_states,
     capacity,
@@ -39,8 +33,6 @@ def combine_kernel(
     HEADS: tl.constexpr,
     HEAD_DIM_V: tl.constexpr,
     BLOCK_DV: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
-    HAS_LEFT: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
     PDL: tl.constexpr,
     BLOCK_KV: tl.constexpr,
@@ -48,13 +40,14 @@ def combine_kernel(
     """One program merges one row.
 
     Operands: outs [N, B, S, H, Dv] with the given strides and a contiguous last dimension, lses
-    [N, B, H, S] (float32, natural log) with the given strides; sinks [H] float32; out
+    [N, B, H, S] (float32, natural log) with the given strides; sinks [H] float32 or None; out
     [B, S, H, Dv] and lse [B, H, S] contiguous. Grid: (heads, tokens, batch) in one axis, heads
     fastest. A part whose lse is -inf has no keys: its output does not count, and may hold anything.
     Accumulation: float32, exponents in base 2, BLOCK_KV parts at a time.
 
-    BLOCK_KEYS: the states are the splits of `paged_decode_kernel`, whose tiles have as many keys.
-    Only those with keys are read, and where there is one at most the result is there already.
+    BLOCK_KEYS: the states are the splits of `paged_decode_kernel`, whose tiles have that many keys,
+    and lens [B] the lengths, int32. Only splits with keys are read, and where there is at most one
+    the result is there already. None: any states; lens is None.
 
     PDL: the launch overlaps the kernel before (CUDA's programmatic dependent launch), which writes
     the states and no length. Every program waits for it, also one with nothing to do: whatever is
@@ -65,9 +58,8 @@ def combine_kernel(
     token = tl.program_id(0) // HEADS % tokens
     batch = (tl.program_id(0) // HEADS // tokens).to(tl.int64)
     if BLOCK_KEYS is not None:
-        begin, end = keys_of_sequence(lens_ptr, batch, capacity, tokens, window_left, HAS_LEFT)
-        _, share, total = share_of_tiles(begin, end, 0, num_states, BLOCK_KEYS)
-        num_states = tl.cdiv(total, tl.maximum(share, 1))
+        begin, end = keys_of_sequence(lens_ptr, batch, capacity, tokens, window_left)
+        num_states = splits_with_keys(begin, end, num_states, BLOCK_KEYS)
     # The wait stands in both branches, so that the number of parts is there before it.
     if BLOCK_KEYS is not None and num_states <= 1:
         if PDL:
@@ -75,21 +67,19 @@ def combine_kernel(
         return
     if PDL:
         gdc_wait()
-    lses_ptr += batch * lses_batch + head * lses_head + token * lses_token
-    outs_ptr += batch * outs_batch + token * outs_token + head * outs_head
+    outs_ptr += batch * outs_strides[1] + token * outs_strides[2] + head * outs_strides[3]
+    lses_ptr += batch * lses_strides[1] + head * lses_strides[2] + token * lses_strides[3]
 
     # Softmax over the parts: their lse are the scores, their outputs the values.
-    cols = tl.arange(0, BLOCK_DV)
     m_i = float("-inf")
     l_i = 0.0
     acc = tl.zeros([BLOCK_DV], tl.float32)
     for start in tl.range(0, num_states, BLOCK_KV):
         part = start + tl.arange(0, BLOCK_KV).to(tl.int64)
         is_part = part < num_states
-        s = tl.load(lses_ptr + part * lses_state, mask=is_part, other=float("-inf")) * LOG2E
+        s = tl.load(lses_ptr + part * lses_strides[0], mask=is_part, other=float("-inf")) * LOG2E
         # Loaded without waiting for the lse, which says whether it counts.
-        mask = is_part[:, None] & (cols < HEAD_DIM_V)[None, :]
-        x = tl.load(outs_ptr + part[:, None] * outs_state + cols[None, :], mask=mask, other=0.0)
+        x = load_rows_at(outs_ptr, (part,), outs_strides, is_part, HEAD_DIM_V, BLOCK_DV)
         x = tl.where((s > float("-inf"))[:, None], x.to(tl.float32), 0.0)
         m_new = tl.maximum(m_i, tl.max(s, 0))
         m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
@@ -100,14 +90,15 @@ def combine_kernel(
         m_i = m_new
 
     # Normalise and store.
-    if HAS_SINKS:
+    if sinks_ptr is not None:
         alpha, m_i, l_i = add_sink(tl.load(sinks_ptr + head), m_i, l_i)
         acc = acc * alpha
     l_safe = tl.where(l_i == 0.0, 1.0, l_i)
+    lse = m_i * LN2 + tl.log(l_safe)
     row = (batch * tokens + token) * HEADS + head
+    cols = tl.arange(0, BLOCK_DV)
     out = (acc / l_safe).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + row * HEAD_DIM_V + cols, out, mask=cols < HEAD_DIM_V)
-    lse = m_i * LN2 + tl.log(l_safe)
     tl.store(lse_ptr + (batch * HEADS + head) * tokens + token, lse)
 
 
@@ -162,28 +153,18 @@ def _launch(
     """Launch the kernel; decode and block_keys are given where the states are splits."""
 
     def problem():
-        state, batch, token, head, _ = outs.stride()
-        lses_state, lses_batch, lses_head, lses_token = lses.stride()
         capacity = 0 if decode is None else decode.cache.capacity
         left = None if decode is None else decode.window_left
         return {
-            "outs_state": state,
-            "outs_batch": batch,
-            "outs_token": token,
-            "outs_head": head,
-            "lses_state": lses_state,
-            "lses_batch": lses_batch,
-            "lses_head": lses_head,
-            "lses_token": lses_token,
+            "outs_strides": outs.stride()[:4],
+            "lses_strides": lses.stride(),
             "tokens": spec.tokens,
             "num_states": spec.num_states,
             "capacity": capacity,
-            "window_left": 0 if left is None else min(left, capacity),
+            "window_left": None if left is None else min(left, capacity),
             "HEADS": spec.heads,
             "HEAD_DIM_V": spec.head_dim_v,
             "BLOCK_DV": padded_head_dim(spec.head_dim_v),
-            "HAS_SINKS": sinks is not None,
-            "HAS_LEFT": left is not None,
             "BLOCK_KEYS": block_keys,
             "PDL": overlap,
         }

@@ -10,25 +10,25 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents
 
+from torch_attn.kernels.portable.arguments import decode_arguments
 from torch_attn.kernels.portable.combine import merge_splits
 from torch_attn.kernels.portable.pages import (
     keys_of_sequence,
-    load_columns,
-    load_keys,
+    load_rows_at,
     locate_keys,
     share_of_tiles,
-    store_columns,
 )
-from torch_attn.kernels.portable.quantized import to_float16, unpack
-from torch_attn.kernels.portable.scores import attention_mask, attention_scores
+from torch_attn.kernels.portable.quantized import (
+    add_pv,
+    as_packed,
+    load_q,
+    scores,
+    store_out,
+    unpack,
+)
+from torch_attn.kernels.portable.scores import attention_mask
 from torch_attn.kernels.portable.softmax import LN2, add_sink, online_softmax_update
-from torch_attn.launch import (
-    as_words,
-    config_for,
-    decode_arguments,
-    launch,
-    multiprocessors,
-)
+from torch_attn.launch import config_for, launch, multiprocessors
 from twin_attention.contract.spec import DecodeSpec
 from twin_attention.targets.config import block_rows, choose_splits
 
@@ -47,12 +47,10 @@ def paged_decode_kernel(
     lse_ptr,
     outs_ptr,
     lses_ptr,
-    q_batch,
-    q_token,
-    q_head,
-    k_scale_head,
-    v_scale_head,
-    tables_batch,
+    q_strides,
+    k_scale_stride,
+    v_scale_stride,
+    table_stride,
     batch_size,
     num_pages,
     max_pages,
@@ -61,12 +59,8 @@ def paged_decode_kernel(
     exp2_scale,
     softcap,
     window_left,
-    K_PAGE: tl.constexpr,
-    K_SLOT: tl.constexpr,
-    K_HEAD: tl.constexpr,
-    V_PAGE: tl.constexpr,
-    V_SLOT: tl.constexpr,
-    V_HEAD: tl.constexpr,
+    K_STRIDES: tl.constexpr,
+    V_STRIDES: tl.constexpr,
     HEADS_KV: tl.constexpr,
     TOKENS: tl.constexpr,
     GROUP_SIZE: tl.constexpr,
@@ -76,15 +70,8 @@ def paged_decode_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
     SCALE_FIRST: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    HAS_LEFT: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
-    QUANTIZED: tl.constexpr,
-    FLOAT8: tl.constexpr,
-    WIDEN_LOW: tl.constexpr,
-    WIDEN_HIGH: tl.constexpr,
+    UPCAST: tl.constexpr,
     PAST_2G: tl.constexpr,
-    ONE_SPLIT: tl.constexpr,
     PDL: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_KV: tl.constexpr,
@@ -95,16 +82,17 @@ def paged_decode_kernel(
     keys and values are read once for all of them. Operands: q [B, T, Hq, D], pools k
     [P, page_size, Hkv, D] and v [P, page_size, Hkv, Dv] with the given strides and a contiguous
     last dimension; tables [B, max_pages] and lens [B], int32; sinks [Hq] and scales [] or [Hkv],
-    float32; out [B, T, Hq, Dv] and lse [B, Hq, T] (float32, natural log), contiguous. Where more
-    than one split has keys, each of them writes its part of outs [splits, B, T, Hq, Dv] and lses
-    [splits, B, Hq, T] instead, float32 and contiguous; ONE_SPLIT: they are not there. Grid: (row
-    tiles, kv heads, batch) in one axis, row tiles fastest, and splits. Loop invariant:
-    `online_softmax_update`. Accumulation: float32, exponents in base 2, p cast to the products'
-    dtype. A row that sees no key has lse -inf, or its sink. PAST_2G: the pools reach past 2^31
-    elements. BLOCK_ROWS and BLOCK_KV are powers of two, at least 16.
+    float32, or None; out [B, T, Hq, Dv] and lse [B, Hq, T] (float32, natural log), contiguous.
+    Where more than one split has keys, each of them writes its part of outs [splits, B, T, Hq, Dv]
+    and lses [splits, B, Hq, T] instead, float32 and contiguous; with a single split both are None.
+    Grid: (row tiles, kv heads, batch) in one axis, row tiles fastest, and splits. Loop invariant:
+    `online_softmax_update`. Accumulation: float32, exponents in base 2, p cast to v's dtype. A row
+    that sees no key has lse -inf, or its sink. PAST_2G: a head of a pool spans 2^31 elements or
+    more. BLOCK_ROWS and BLOCK_KV are powers of two, at least 16.
 
-    QUANTIZED: the products are in float16, and the pools are given as int16 words of two columns.
-    HEAD_DIM and HEAD_DIM_V count words; even and odd columns are tiles of their own.
+    UPCAST: the pools are in 8 bits, given as packed pairs of columns, and the products in float16;
+    HEAD_DIM and HEAD_DIM_V count pairs. q, k, v, acc and out are tuples of tiles, of one tile
+    where UPCAST is None (see `quantized`).
 
     PDL: a launch that depends on this one may begin to start (CUDA's programmatic dependent
     launch).
@@ -116,100 +104,76 @@ def paged_decode_kernel(
     tile = tl.program_id(0) % num_tiles
     head_kv = tl.program_id(0) // num_tiles % HEADS_KV
     batch = (tl.program_id(0) // num_tiles // HEADS_KV).to(tl.int64)
-    split = 0 if ONE_SPLIT else tl.program_id(1)
+    split = tl.program_id(1) if outs_ptr is not None else 0
     capacity = max_pages * PAGE_SIZE
-    begin, length = keys_of_sequence(lens_ptr, batch, capacity, TOKENS, window_left, HAS_LEFT)
+    begin, length = keys_of_sequence(lens_ptr, batch, capacity, TOKENS, window_left)
     first, count, total = share_of_tiles(begin, length, split, num_splits, BLOCK_KV)
     # A split with all tiles gives the result, else each gives a part that `combine` merges.
     is_result = (split == 0) & (count == total)
-    table_ptr = tables_ptr + batch * tables_batch
-    k_base = k_ptr + head_kv.to(tl.int64) * K_HEAD
-    v_base = v_ptr + head_kv.to(tl.int64) * V_HEAD
-    if QUANTIZED:
-        scale *= tl.load(k_scale_ptr + head_kv * k_scale_head)
+    table_ptr = tables_ptr + batch * table_stride
+    k_base = k_ptr + head_kv.to(tl.int64) * K_STRIDES[2]
+    v_base = v_ptr + head_kv.to(tl.int64) * V_STRIDES[2]
+    if k_scale_ptr is not None:
+        scale *= tl.load(k_scale_ptr + head_kv * k_scale_stride)
 
     # Load the queries; they stay.
     row = tile * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     token = row // GROUP_SIZE
     head = head_kv * GROUP_SIZE + row % GROUP_SIZE
     is_row = token < TOKENS
-    q_rows = q_ptr + batch * q_batch + token * q_token + head * q_head
-    if QUANTIZED:
-        q = load_columns(q_rows, is_row, 0, 2, HEAD_DIM, BLOCK_D)
-        q_odd = load_columns(q_rows, is_row, 1, 2, HEAD_DIM, BLOCK_D)
-        q, q_odd, factor = to_float16(q, q_odd)
-        scale *= factor[:, None]
-        acc_odd = tl.zeros([BLOCK_ROWS, BLOCK_DV], tl.float32)
-    else:
-        q = load_columns(q_rows, is_row, 0, 1, HEAD_DIM, BLOCK_D)
+    q, scale = load_q(
+        q_ptr, (batch, token, head), q_strides, is_row, scale, HEAD_DIM, BLOCK_D, UPCAST
+    )
     position = length - TOKENS + token
     m_i = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
     l_i = tl.zeros([BLOCK_ROWS], tl.float32)
-    acc = tl.zeros([BLOCK_ROWS, BLOCK_DV], tl.float32)
+    acc = [tl.zeros([BLOCK_ROWS, BLOCK_DV], tl.float32) for _ in q]
 
     # Visit the split's tiles of keys.
     for index in tl.range(0, count):
         start = (first + index) * BLOCK_KV
         key = start + tl.arange(0, BLOCK_KV)
         exists = key < length
-        page, slot = locate_keys(table_ptr, start, length, num_pages, PAGE_SIZE, BLOCK_KV)
+        page, slot = locate_keys(table_ptr, start, length, num_pages, PAGE_SIZE, BLOCK_KV, PAST_2G)
         # s = scale · q kᵀ
-        k = load_keys(k_base, page, slot, exists, K_PAGE, K_SLOT, HEAD_DIM, BLOCK_D, PAST_2G)
-        if QUANTIZED:
-            k, k_odd = unpack(k, FLOAT8, WIDEN_LOW, WIDEN_HIGH)
-            s = tl.dot(q_odd, tl.trans(k_odd))
-            s = attention_scores(q, k, scale, softcap, SCALE_FIRST, HAS_SOFTCAP, s)
-        else:
-            s = attention_scores(q, k, scale, softcap, SCALE_FIRST, HAS_SOFTCAP)
+        k = load_rows_at(k_base, (page, slot), K_STRIDES, exists, HEAD_DIM, BLOCK_D)
+        s = scores(q, unpack(k, UPCAST), scale, softcap, SCALE_FIRST)
         s = attention_mask(
-            s, position[:, None], key[None, :], length, window_left, 0, HAS_LEFT, TOKENS > 1
-        )
+            s, position[:, None], key[None, :], length, window_left, 0,
+            window_left is not None, TOKENS > 1,
+        )  # fmt: skip
         # p = exp(s - max), and rescale what was accumulated
         p, alpha, m_i, l_i = online_softmax_update(s, m_i, l_i, exp2_scale)
-        acc = acc * alpha[:, None]
-        p = p.to(q.dtype)
+        acc = [x * alpha[:, None] for x in acc]
         # acc += p v
-        v = load_keys(v_base, page, slot, exists, V_PAGE, V_SLOT, HEAD_DIM_V, BLOCK_DV, PAST_2G)
-        if QUANTIZED:
-            v, v_odd = unpack(v, FLOAT8, WIDEN_LOW, WIDEN_HIGH)
-            acc_odd = tl.dot(p, v_odd, acc_odd * alpha[:, None])
-        acc = tl.dot(p, v, acc)
+        v = load_rows_at(v_base, (page, slot), V_STRIDES, exists, HEAD_DIM_V, BLOCK_DV)
+        acc = add_pv(acc, p, unpack(v, UPCAST))
 
     # Normalise and store.
-    if HAS_SINKS:
+    if sinks_ptr is not None:
         sink = tl.load(sinks_ptr + head, mask=is_row & is_result, other=float("-inf"))
         alpha, m_i, l_i = add_sink(sink, m_i, l_i)
-        acc = acc * alpha[:, None]
-        if QUANTIZED:
-            acc_odd = acc_odd * alpha[:, None]
+        acc = [x * alpha[:, None] for x in acc]
     l_safe = tl.where(l_i == 0.0, 1.0, l_i)
     lse = m_i * LN2 + tl.log(l_safe)
-    acc = acc / l_safe[:, None]
+    out = [x / l_safe[:, None] for x in acc]
+    if v_scale_ptr is not None:
+        v_scale = tl.load(v_scale_ptr + head_kv * v_scale_stride)
+        out = [x * v_scale for x in out]
     heads_q: tl.constexpr = HEADS_KV * GROUP_SIZE
+    row_size: tl.constexpr = HEAD_DIM_V * len(out)
     lse_row = (batch * heads_q + head) * TOKENS + token
     out_row = (batch * TOKENS + token) * heads_q + head
-    if QUANTIZED:
-        v_scale = tl.load(v_scale_ptr + head_kv * v_scale_head)
-        acc = acc * v_scale
-        acc_odd = acc_odd / l_safe[:, None] * v_scale
-    width: tl.constexpr = 2 if QUANTIZED else 1
-    out_size: tl.constexpr = HEAD_DIM_V * width
     writes = is_row & is_result
     tl.store(lse_ptr + lse_row, lse, mask=writes)
-    store_columns(out_ptr + out_row * out_size, acc, writes, 0, width, HEAD_DIM_V, BLOCK_DV)
-    if QUANTIZED:
-        store_columns(out_ptr + out_row * out_size, acc_odd, writes, 1, width, HEAD_DIM_V, BLOCK_DV)
-    if not ONE_SPLIT:
+    store_out(out_ptr, out, (out_row,), (row_size,), writes, HEAD_DIM_V, BLOCK_DV)
+    if outs_ptr is not None:
         writes = is_row & (count > 0) & (count < total)
-        rows = batch_size * TOKENS * heads_q
-        lses_ptr += split.to(tl.int64) * rows
-        outs_ptr += split.to(tl.int64) * rows * out_size
-        tl.store(lses_ptr + lse_row, lse, mask=writes)
-        store_columns(outs_ptr + out_row * out_size, acc, writes, 0, width, HEAD_DIM_V, BLOCK_DV)
-        if QUANTIZED:
-            store_columns(
-                outs_ptr + out_row * out_size, acc_odd, writes, 1, width, HEAD_DIM_V, BLOCK_DV
-            )
+        rows = split.to(tl.int64) * batch_size * TOKENS * heads_q
+        tl.store(lses_ptr + rows + lse_row, lse, mask=writes)
+        store_out(
+            outs_ptr + rows * row_size, out, (out_row,), (row_size,), writes, HEAD_DIM_V, BLOCK_DV
+        )
 
 
 def paged_decode(
@@ -230,7 +194,7 @@ def paged_decode(
     """
     target, config = config_for("paged_decode", spec, q.device)
     if spec.cache.is_quantized:
-        k_pages, v_pages = as_words(k_pages), as_words(v_pages)
+        k_pages, v_pages = as_packed(k_pages), as_packed(v_pages)
     rows = block_rows(spec, config)
     splits = choose_splits(spec, config, multiprocessors(q.device, target))
     tiles = triton.cdiv(spec.tokens * spec.group_size, rows)
@@ -247,9 +211,7 @@ def paged_decode(
     def problem():
         return decode_arguments(spec, q, k_pages, v_pages, block_tables, k_scale, v_scale) | {
             "num_splits": splits,
-            "ONE_SPLIT": splits == 1,
             "PDL": overlap,
-            "HAS_SINKS": sinks is not None,
             "BLOCK_ROWS": rows,
         }
 

@@ -5,37 +5,50 @@ import triton.language as tl
 
 
 @triton.jit
-def keys_of_sequence(lens_ptr, batch, capacity, tokens, window_left, HAS_LEFT: tl.constexpr):
-    """The keys begin .. end that the new tokens of a sequence see; end is its length."""
+def keys_of_sequence(lens_ptr, batch, capacity, tokens, window_left):
+    """Return the range begin .. end of keys that a sequence's new tokens see; end is its length."""
     end = tl.minimum(tl.maximum(tl.load(lens_ptr + batch), 0), capacity)
     begin = 0
-    if HAS_LEFT:
+    if window_left is not None:
         begin = tl.maximum(end - tokens - window_left, 0)
     return begin, end
 
 
 @triton.jit
 def share_of_tiles(begin, end, split, num_splits, BLOCK: tl.constexpr):
-    """The tiles of keys begin .. end that are one split's.
+    """Return the tiles of keys begin .. end that one split visits, as (first, count, total).
 
-    Splits get equal shares, the last ones less or none. Returns (first, count, tiles): the split's
-    first tile, how many it has, and how many there are in all.
+    Splits get equal shares, the last ones less or none: `count` tiles from tile `first` on, of
+    `total` tiles of all splits.
     """
     first = begin // BLOCK
-    tiles = tl.cdiv(end, BLOCK) - first
-    share = tl.cdiv(tiles, num_splits)
-    count = tl.minimum(tl.maximum(tiles - split * share, 0), share)
-    return first + split * share, count, tiles
+    total = tl.cdiv(end, BLOCK) - first
+    share = tl.cdiv(total, num_splits)
+    count = tl.minimum(tl.maximum(total - split * share, 0), share)
+    return first + split * share, count, total
+
+
+@triton.jit
+def splits_with_keys(begin, end, num_splits, BLOCK: tl.constexpr):
+    """Return how many of the splits have a tile of the keys begin .. end."""
+    _, share, total = share_of_tiles(begin, end, 0, num_splits, BLOCK)
+    return tl.cdiv(total, tl.maximum(share, 1))
 
 
 @triton.jit
 def locate_keys(
-    table_ptr, start, length, num_pages, PAGE_SIZE: tl.constexpr, BLOCK_KV: tl.constexpr
+    table_ptr,
+    start,
+    length,
+    num_pages,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK_KV: tl.constexpr,
+    PAST_2G: tl.constexpr,
 ):
-    """Page and slot of keys start .. start + BLOCK_KV of a sequence.
+    """Return page and slot of keys start .. start + BLOCK_KV of a sequence.
 
     Table entries past the sequence's last page are not read. A page id out of range, which is
-    the caller's mistake, becomes one within the pool.
+    the caller's mistake, becomes one within the pool. Both are 64-bit numbers if PAST_2G.
     """
     offset = tl.arange(0, BLOCK_KV)
     if PAGE_SIZE % BLOCK_KV == 0:
@@ -45,63 +58,66 @@ def locate_keys(
         key = start + offset
         page = tl.load(table_ptr + key // PAGE_SIZE, mask=key < length, other=0)
         slot = key % PAGE_SIZE
-    return tl.minimum(tl.maximum(page, 0), num_pages - 1), slot
-
-
-@triton.jit
-def load_columns(
-    rows,
-    is_row,
-    FIRST: tl.constexpr,
-    STEP: tl.constexpr,
-    SIZE: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-):
-    """Columns FIRST, FIRST + STEP, ... of the rows at the pointers `rows`, SIZE of them.
-
-    Padded with zeros to BLOCK_SIZE; a row that is none gives 0.
-    """
-    cols = tl.arange(0, BLOCK_SIZE)[None, :]
-    pointers = rows[:, None] + FIRST + STEP * cols
-    return tl.load(pointers, mask=is_row[:, None] & (cols < SIZE), other=0.0)
-
-
-@triton.jit
-def store_columns(
-    rows,
-    x,
-    is_row,
-    FIRST: tl.constexpr,
-    STEP: tl.constexpr,
-    SIZE: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-):
-    """The inverse of `load_columns`."""
-    cols = tl.arange(0, BLOCK_SIZE)[None, :]
-    pointers = rows[:, None] + FIRST + STEP * cols
-    mask = is_row[:, None] & (cols < SIZE)
-    tl.store(pointers, x.to(rows.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def load_keys(
-    base,
-    page,
-    slot,
-    exists,
-    page_stride,
-    SLOT: tl.constexpr,
-    SIZE: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    PAST_2G: tl.constexpr,
-):
-    """Rows of one head at the given pages and slots, padded with zeros to BLOCK_SIZE columns.
-
-    SLOT is the distance of slots in elements. A row that does not exist is 0, whatever its slot
-    holds. PAST_2G: an offset may take more than 31 bits.
-    """
+    page = tl.minimum(tl.maximum(page, 0), num_pages - 1)
     if PAST_2G:
         page, slot = page.to(tl.int64), slot.to(tl.int64)
+    return page, slot
+
+
+@triton.jit
+def load_rows_at(
+    base,
+    index,
+    strides,
+    is_row,
+    SIZE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    FIRST: tl.constexpr = 0,
+    STEP: tl.constexpr = 1,
+):
+    """Load rows ``[*index]`` of the tensor at `base`; a row that is none gives 0.
+
+    The columns are FIRST, FIRST + STEP, ..., SIZE of them, padded with zeros to BLOCK_SIZE.
+    """
+    pointers, mask = rows_at(base, index, strides, is_row, SIZE, BLOCK_SIZE, FIRST, STEP)
+    return tl.load(pointers, mask=mask, other=0)
+
+
+@triton.jit
+def store_rows_at(
+    base,
+    x,
+    index,
+    strides,
+    is_row,
+    SIZE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    FIRST: tl.constexpr = 0,
+    STEP: tl.constexpr = 1,
+):
+    """Store what `load_rows_at` loads; a row that is none is not written."""
+    pointers, mask = rows_at(base, index, strides, is_row, SIZE, BLOCK_SIZE, FIRST, STEP)
+    tl.store(pointers, x.to(base.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def rows_at(
+    base,
+    index,
+    strides,
+    is_row,
+    SIZE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    FIRST: tl.constexpr,
+    STEP: tl.constexpr,
+):
+    """Return pointers to rows ``[*index]`` of a tensor, and which of their elements exist.
+
+    `index` has a scalar or a vector for each leading dimension, `strides` its stride. The rows
+    themselves are contiguous.
+    """
     cols = tl.arange(0, BLOCK_SIZE)[None, :]
-    pointers = base + (page * page_stride + slot * SLOT)[:, None] + cols
-    return tl.load(pointers, mask=exists[:, None] & (cols < SIZE), other=0)
+    offset = index[0] * strides[0]
+    for axis in tl.static_range(1, len(index)):
+        offset += index[axis] * strides[axis]
+    return base + offset[:, None] + FIRST + STEP * cols, is_row[:, None] & (cols < SIZE)

@@ -1,39 +1,112 @@
-"""How a cache holds numbers in 8 bits: int8, and float8_e4m3fn as its bits (uint8)."""
+"""Caches in 8 bits: int8, and float8_e4m3fn as its bits (uint8).
 
+A decode reads an 8-bit cache as packed pairs, an int16 of two columns each. Upcast to float16, the
+even and the odd columns are two tiles, and so are those of q and of the output that they meet. The
+decode's helpers here take and give such tiles as a tuple, which has one tile where the cache is in
+16 bits. UPCAST is a `twin_attention.targets.ptx.Upcast`, or None for a cache of 16 bits.
+"""
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
+from torch_attn.kernels.portable.pages import load_rows_at, store_rows_at
+from torch_attn.kernels.portable.scores import attention_scores
 from twin_attention.targets import ptx
 
 FLOAT8_MAX = tl.constexpr(448.0)  # the largest float8_e4m3fn
 ROUND_TO_INTEGER = tl.constexpr(12582912.0)  # 1.5 * 2^23: adding it rounds away the fraction
 ROUND_TO_INTEGER_BITS = tl.constexpr(0x4B400000)
-WIDEN_CONSTRAINTS = tl.constexpr(ptx.WIDEN_CONSTRAINTS)
-WIDEN_PACK = tl.constexpr(ptx.WIDEN_PACK)
+UPCAST_CONSTRAINTS = tl.constexpr(ptx.UPCAST_CONSTRAINTS)
+UPCAST_PACK = tl.constexpr(ptx.UPCAST_PACK)
+
+
+def as_packed(pages: Tensor) -> Tensor:
+    """Return a view of an 8-bit pool as packed pairs of columns, int16."""
+    return pages.view(torch.int16)
+
+
+def as_bits(pages: Tensor) -> Tensor:
+    """Return a view of a float8 pool as its bits, uint8; Triton has no float8 on SM80."""
+    return pages.view(torch.uint8) if pages.dtype == torch.float8_e4m3fn else pages
 
 
 @triton.jit
-def unpack(words, FLOAT8: tl.constexpr, WIDEN_LOW: tl.constexpr, WIDEN_HIGH: tl.constexpr):
-    """The numbers in the low and in the high bytes of int16 words, as float16, exactly.
+def load_q(
+    base,
+    index,
+    strides,
+    is_row,
+    scale,
+    SIZE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """Load the tiles of q, and return them with the scale of their rows' scores.
 
-    They are not yet times the cache's scale. The codes are what
-    `twin_attention.targets.ptx.widenings` gives, or None to do without, as the interpreter must.
+    SIZE and BLOCK_SIZE are the columns of a tile.
     """
-    if WIDEN_LOW is None:
-        low, high = widen(words.to(tl.int8), FLOAT8), widen((words >> 8).to(tl.int8), FLOAT8)
+    if UPCAST is None:
+        q = (load_rows_at(base, index, strides, is_row, SIZE, BLOCK_SIZE),)
+    else:
+        even = load_rows_at(base, index, strides, is_row, SIZE, BLOCK_SIZE, 0, 2)
+        odd = load_rows_at(base, index, strides, is_row, SIZE, BLOCK_SIZE, 1, 2)
+        even, odd, factor = to_float16(even, odd)
+        q = (even, odd)
+        scale = scale * factor[:, None]
+    return q, scale
+
+
+@triton.jit
+def unpack(x, UPCAST: tl.constexpr):
+    """Return the tiles of keys or values that were loaded, not yet times the cache's scale."""
+    if UPCAST is None:
+        tiles = (x,)
+    elif UPCAST.low is None:
+        low, high = x.to(tl.int8), (x >> 8).to(tl.int8)
+        tiles = (upcast_bytes(low, UPCAST.float8), upcast_bytes(high, UPCAST.float8))
     else:
         low = tl.inline_asm_elementwise(
-            WIDEN_LOW, WIDEN_CONSTRAINTS, [words], tl.float16, is_pure=True, pack=WIDEN_PACK
+            UPCAST.low, UPCAST_CONSTRAINTS, [x], tl.float16, is_pure=True, pack=UPCAST_PACK
         )
         high = tl.inline_asm_elementwise(
-            WIDEN_HIGH, WIDEN_CONSTRAINTS, [words], tl.float16, is_pure=True, pack=WIDEN_PACK
+            UPCAST.high, UPCAST_CONSTRAINTS, [x], tl.float16, is_pure=True, pack=UPCAST_PACK
         )
-    return low, high
+        tiles = (low, high)
+    return tiles
 
 
 @triton.jit
-def widen(x, FLOAT8: tl.constexpr):
-    """int8, or the bits of a float8_e4m3fn, as float16.
+def scores(q, k, scale, softcap, SCALE_FIRST: tl.constexpr):
+    """Return `attention_scores` of all columns."""
+    more = None
+    if len(q) == 2:
+        more = tl.dot(q[1], tl.trans(k[1]))
+    return attention_scores(q[0], k[0], scale, softcap, SCALE_FIRST, softcap is not None, more)
+
+
+@triton.jit
+def add_pv(acc, p, v):
+    """Return acc + p · v, with p cast to v's dtype."""
+    p = p.to(v[0].dtype)
+    if len(acc) == 1:
+        acc = (tl.dot(p, v[0], acc[0]),)
+    else:
+        acc = (tl.dot(p, v[0], acc[0]), tl.dot(p, v[1], acc[1]))
+    return acc
+
+
+@triton.jit
+def store_out(base, out, index, strides, is_row, SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr):
+    """Store rows of the output; the inverse of what `load_q` loads."""
+    for half in tl.static_range(len(out)):
+        store_rows_at(base, out[half], index, strides, is_row, SIZE, BLOCK_SIZE, half, len(out))
+
+
+@triton.jit
+def upcast_bytes(x, FLOAT8: tl.constexpr):
+    """Return int8, or the bits of a float8_e4m3fn, as float16.
 
     The bits of a float8 below its sign, moved to float16's, are the number times 2^-8.
     """
@@ -47,10 +120,10 @@ def widen(x, FLOAT8: tl.constexpr):
 
 @triton.jit
 def to_float16(x, y):
-    """Two tiles of the same rows as float16, and what a row's elements are to be multiplied by.
+    """Return two tiles of the same rows as float16, and the factor that each row lost by it.
 
-    A row of bfloat16 may be past float16's range. It is multiplied by the power of two that brings
-    its largest element to 2^13 .. 2^14: exact but for elements below 2^-31 of that one.
+    A row of bfloat16 may exceed float16's range, so it is divided by the power of two that brings
+    its largest element to 2^13 .. 2^14. That is exact but for elements below 2^-31 of the largest.
     """
     factor = tl.full([x.shape[0]], 1.0, tl.float32)
     if x.dtype == tl.bfloat16:
@@ -66,16 +139,17 @@ def to_float16(x, y):
 
 @triton.jit
 def round_to_integer(x):
-    """float32 below 2^22 as int32, to nearest, ties to even."""
+    """Round float32 below 2^22 to int32, to nearest, ties to even."""
     return (x + ROUND_TO_INTEGER).to(tl.int32, bitcast=True) - ROUND_TO_INTEGER_BITS
 
 
 @triton.jit
-def quantize(x, dtype: tl.constexpr):
-    """float32 as int8, or as the bits of a float8_e4m3fn (uint8); to nearest, ties to even.
+def quantize(x, scale, dtype: tl.constexpr):
+    """Round x / scale to int8, or to the bits of a float8_e4m3fn (uint8); ties to even.
 
     A NaN becomes 0 in int8 and stays NaN in float8_e4m3fn.
     """
+    x = tl.div_rn(x.to(tl.float32), scale)
     if dtype == tl.int8:
         x = tl.where(x == x, x, 0.0)
         x = tl.minimum(tl.maximum(x, -127.0), 127.0)
