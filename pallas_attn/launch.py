@@ -14,7 +14,7 @@ from jax.experimental import pallas as pl
 
 from pallas_attn.dispatch import INTERPRET, configs_for
 from pallas_attn.lowering import TritonCompilerParams
-from twin_attention.contract.spec import AttentionSpec
+from twin_attention.contract.spec import AttentionSpec, DecodeSpec
 from twin_attention.targets.config import KernelConfig, Spec, padded_head_dim
 
 
