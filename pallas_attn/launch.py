@@ -1,10 +1,9 @@
-"""How a kernel is called: with which configuration, over which blocks, compiled or interpreted."""
+"""Call a kernel: choose its configuration and blocks, and compile or interpret it."""
 
 from __future__ import annotations
 
 import functools
 import inspect
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,42 +13,27 @@ from jax.experimental import pallas as pl
 
 from pallas_attn.dispatch import INTERPRET, configs_for
 from pallas_attn.lowering import TritonCompilerParams
-from twin_attention.contract.spec import AttentionSpec, DecodeSpec
+from twin_attention.contract.spec import AttentionSpec
 from twin_attention.targets.config import KernelConfig, Spec, padded_head_dim
 
 
-def problem_arguments(spec: AttentionSpec) -> dict[str, Any]:
-    """The arguments that describe a problem, as every attention kernel takes them."""
-    scale_first = scales_first(spec)
-    reach = spec.seq_q + spec.seq_kv
-    left, right = spec.window.left, spec.window.right
+def flash_arguments(spec: AttentionSpec) -> dict[str, Any]:
+    """Return the arguments that describe a problem, as every flash attention kernel takes them."""
+    window = spec.bounded_window
     return {
         "seq_q": spec.seq_q,
         "seq_kv": spec.seq_kv,
-        "scale": spec.scale,
-        "exp2_scale": math.log2(math.e) * (1.0 if scale_first else spec.scale),
-        "softcap": spec.softcap,
-        "window_left": None if left is None else min(left, reach),
-        "window_right": None if right is None else min(right, reach),
+        "diagonal": spec.diagonal,
+        "rule": spec.scores,
+        "window_left": window.left,
+        "window_right": window.right,
         "head_dim": spec.head_dim,
         "head_dim_v": spec.head_dim_v,
-        "block_d": padded_head_dim(spec.head_dim),
-        "block_dv": padded_head_dim(spec.head_dim_v),
-        "scale_first": scale_first,
     }
 
 
-def scales_first(spec: AttentionSpec | DecodeSpec) -> bool:
-    """Return whether scores are scaled by themselves, not together with the change to base 2.
-
-    Together takes a positive scale whose product with log2(e) is a normal float32: a masked score
-    is -inf, and -inf times a product that vanished would be NaN.
-    """
-    return spec.softcap is not None or not 2.0**-126 <= spec.scale < 2.0**127
-
-
 def of_head(x: Any, group_size: int = 1) -> pl.BlockSpec:
-    """What a program reads of `x`: one head's rows.
+    """Return what a program reads of `x`: one head's rows.
 
     Args:
         x: [B, S, H, D] gives [S, D], D padded to a power of two; [B, H, S] gives [S].
@@ -62,7 +46,7 @@ def of_head(x: Any, group_size: int = 1) -> pl.BlockSpec:
 
 
 def of_group(x: Any, group_size: int) -> pl.BlockSpec:
-    """What a program reads of `x`: the rows of all heads that share the grid's kv head.
+    """Return what a program reads of `x`: the rows of all heads that share the grid's kv head.
 
     Args:
         x: [B, S, H, D] gives [S, group_size, D]; [B, H, S] gives [group_size, S].
@@ -76,7 +60,7 @@ def of_group(x: Any, group_size: int) -> pl.BlockSpec:
 
 
 def config_for(name: str, spec: Spec, backend: str) -> KernelConfig:
-    """Configuration of a kernel; the interpreter has the SM80 configurations."""
+    """Return the configuration of a kernel; the interpreter has those of SM80."""
     return configs_for(spec, "sm80" if backend == INTERPRET else backend)[name]
 
 

@@ -159,7 +159,10 @@ def _call_helper(helper: JITFunction, *args: Any, **kwargs: Any) -> Any:
 
 
 def _as_argument(value: Any) -> Any:
-    """A runtime argument as a kernel sees it; a float is float32 there."""
+    """Return a runtime argument as a kernel sees it; a float is float32 there."""
+    if isinstance(value, tuple):
+        items = [x.value if isinstance(x, tl.constexpr) else _as_argument(x) for x in value]
+        return type(value)._make(items) if hasattr(value, "_make") else tuple(items)
     if isinstance(value, float):
         return tl.tensor(TensorHandle(np.array([value], dtype=np.float32), tl.float32), tl.float32)
     return interpreter._implicit_cvt(value)

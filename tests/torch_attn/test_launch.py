@@ -1,7 +1,8 @@
-"""What a launch keeps for the next one: when it may be used again, and that it does the same."""
+"""A launch keeps what it prepared: when the next one may use it, and that it does the same."""
 
 import inspect
-from types import SimpleNamespace
+import sys
+from types import FunctionType, SimpleNamespace
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from triton.runtime.jit import JITFunction
 
 from bench.configs import changed
 from interop.parity.cases import FlashCase
-from torch_attn import flash_attention, launch
+from torch_attn import append_kv, flash_attention, launch, paged_decode
 from twin_attention.contract.reference import attention_forward
 from twin_attention.targets.target import use_target
 
@@ -50,34 +51,46 @@ def kernel(monkeypatch):
 
 def operand(**changes):
     """What a launch looks at of a tensor on a GPU."""
-    layout = {"dtype": torch.float16, "strides": (64, 1), "pointer": 256, "device": 0} | changes
+    defaults = {"dtype": torch.float16, "rows": 3, "strides": (64, 1), "pointer": 256, "device": 0}
+    layout = defaults | changes
     return SimpleNamespace(
         device=torch.device("cuda", layout["device"]),
         dtype=layout["dtype"],
+        shape=(layout["rows"], 64),
         stride=lambda: layout["strides"],
         data_ptr=lambda: layout["pointer"],
     )
 
 
-def run(kernel, x, *details, spec=SPEC, problem=lambda: {"ROWS": 7, "SCALE": 0.5}):
-    launch.launch("flash_fwd", kernel, lambda config: (3,), (x,), problem, spec, *details)
+def prepare(call):
+    return (3,), {"ROWS": call.layouts[0].shape[0], "SCALE": call.spec.scale}
+
+
+def run(kernel, x, *constants, spec=SPEC, prepare=prepare, **options):
+    launch.launch("flash_fwd", kernel, prepare, (x,), spec, *constants, **options)
 
 
 def test_the_same_problem_is_prepared_once(kernel):
     x, y = operand(), operand(pointer=512)
     run(kernel, x)
-    run(kernel, y, problem=lambda: pytest.fail("prepared again"))
+    run(kernel, y)
     config = launch.configs_for(SPEC, "sm90")["flash_fwd"]
     ((grid, operands, arguments),) = kernel.compiled
     assert (grid, operands) == ((3,), (x,))
     assert arguments["BLOCK_KV"] == config.block_kv
     # In the order of the kernel's parameters, without Triton's own options.
-    assert kernel.launched == [((3, 1, 1), (of, 0.5, 7, config.block_kv)) for of in (x, y)]
+    assert kernel.launched == [((3, 1, 1), (of, SPEC.scale, 3, config.block_kv)) for of in (x, y)]
 
 
 @pytest.mark.parametrize(
     "changes",
-    [{"dtype": torch.bfloat16}, {"strides": (128, 1)}, {"pointer": 258}, {"device": 1}],
+    [
+        {"dtype": torch.bfloat16},
+        {"rows": 4},
+        {"strides": (128, 1)},
+        {"pointer": 258},
+        {"device": 1},
+    ],
     ids=lambda changes: next(iter(changes)),
 )
 def test_another_layout_goes_through_triton(kernel, monkeypatch, changes):
@@ -90,7 +103,8 @@ def test_another_layout_goes_through_triton(kernel, monkeypatch, changes):
 def test_another_problem_target_or_configuration_goes_through_triton(kernel):
     x = operand()
     run(kernel, x)
-    run(kernel, x, "detail")
+    run(kernel, x, "constant")
+    run(kernel, x, launch_pdl=True)
     run(kernel, x, spec=FlashCase("", 1, 64, 128, 2, 2, 64, dtype="float16").spec)
     with changed("torch_attn", {"flash_fwd": {"block_kv": 16}}):
         run(kernel, x)
@@ -98,8 +112,8 @@ def test_another_problem_target_or_configuration_goes_through_triton(kernel):
         run(kernel, x)  # which compiles only
     other = Kernel()
     run(other, x)
-    assert (len(kernel.compiled), len(other.compiled)) == (5, 1)
-    assert (len(kernel.launched), len(other.launched)) == (4, 1)
+    assert (len(kernel.compiled), len(other.compiled)) == (6, 1)
+    assert (len(kernel.launched), len(other.launched)) == (5, 1)
 
 
 def test_a_kernel_that_does_not_fit_gets_fewer_stages(kernel):
@@ -126,10 +140,50 @@ def test_the_limit_is_the_targets_or_a_smaller_cards(
     assert not kernel.launched
 
 
+def test_a_value_from_outside_the_key_is_never_frozen(kernel):
+    """A function made around it is another key each time, however alike the launches are."""
+    x = operand()
+    for rows in (7, 8):
+        run(kernel, x, prepare=lambda call, rows=rows: ((3,), {"ROWS": rows, "SCALE": 0.5}))
+    assert [arguments["ROWS"] for _, _, arguments in kernel.compiled] == [7, 8]
+
+
+def test_every_kernel_is_prepared_from_its_call_alone(monkeypatch):
+    """By a plain function of a module: nothing of the launch reaches it but the `KernelCall`."""
+    calls = []
+    prepared = launch.KernelCall._replace
+    monkeypatch.setattr(
+        launch.KernelCall, "_replace", lambda call, **x: calls.append(call) or prepared(call, **x)
+    )
+    q, k, v = (torch.zeros(1, 16, 2, 16, requires_grad=True) for _ in range(3))
+    flash_attention(q, k, v, implementation="triton").sum().backward()
+    pages = torch.zeros(2, 16, 2, 16, dtype=torch.float16)
+    tables, lengths = torch.tensor([[0, 1]]).int(), torch.tensor([20]).int()
+    new = torch.zeros(1, 1, 2, 16, dtype=torch.float16)
+    append_kv(new, new, pages, pages.clone(), tables, lengths, implementation="triton")
+    paged_decode(new, pages, pages, tables, lengths, num_splits=2, implementation="triton")
+    assert {call.function.__name__ for call in calls} == {
+        "flash_fwd_kernel",
+        "flash_bwd_preprocess_kernel",
+        "flash_bwd_dq_kernel",
+        "flash_bwd_dkdv_kernel",
+        "append_kv_kernel",
+        "paged_decode_kernel",
+        "combine_kernel",
+    }
+    for call in calls:
+        function = call.prepare
+        assert isinstance(function, FunctionType)
+        assert function is getattr(sys.modules[function.__module__], function.__name__)
+        hidden = function.__closure__, function.__defaults__, function.__kwdefaults__
+        assert hidden == (None, None, None)
+        hash(call)
+
+
 def test_what_is_kept_has_a_limit(kernel, monkeypatch):
     monkeypatch.setattr(launch, "_LAUNCHERS_MAX", 2)
-    for detail in range(5):
-        run(kernel, operand(), detail)
+    for constant in range(5):
+        run(kernel, operand(), constant)
         assert len(launch._launchers) <= 2
 
 

@@ -7,8 +7,9 @@ Causal attention is the rule ``right <= 0``, so a window is all that a kernel ne
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 DTYPES = ("float16", "bfloat16", "float32")
 HEAD_DIM_MIN, HEAD_DIM_MAX, HEAD_DIM_STEP = 16, 256, 8
@@ -34,6 +35,41 @@ class Window:
         if causal:
             right = 0 if right is None else min(right, 0)
         return cls(left, right)
+
+    def bounded(self, reach: int) -> Window:
+        """Return the window with neither side wider than `reach`."""
+        return Window(
+            *(None if side is None else min(side, reach) for side in (self.left, self.right))
+        )
+
+
+class ScoreRule(NamedTuple):
+    """The way from q·k to the exponent of the softmax, as every kernel goes it.
+
+    Attributes:
+        scale: factor of q·k.
+        softcap: scores become ``softcap * tanh(score / softcap)``; None leaves them.
+        scale_first: multiply q·k by the scale before anything else. Otherwise `exp2_scale` contains
+            the scale, so that it costs no instruction of its own.
+        exp2_scale: factor that takes a score to base 2: ``exp(score) = exp2(exp2_scale * score)``.
+    """
+
+    scale: float
+    softcap: float | None
+    scale_first: bool
+    exp2_scale: float
+
+    @classmethod
+    def of(cls, scale: float, softcap: float | None, scale_first: bool = False) -> ScoreRule:
+        """Return the rule of a problem.
+
+        The exponent takes the scale over only where no softcap stands between, and the scale is
+        positive, because the running maximum is one of unscaled scores. Its product with log2(e)
+        must be a normal float32 as well: a masked score is -inf, and -inf times a product that
+        vanished would be NaN.
+        """
+        scale_first = scale_first or softcap is not None or not 2.0**-126 <= scale < 2.0**127
+        return cls(scale, softcap, scale_first, math.log2(math.e) * (1.0 if scale_first else scale))
 
 
 @dataclass(frozen=True)
@@ -88,6 +124,16 @@ class AttentionSpec:
     def is_empty(self) -> bool:
         """True when there is nothing to read or nothing to write."""
         return 0 in (self.batch, self.seq_q, self.seq_kv, self.heads_q)
+
+    @property
+    def scores(self) -> ScoreRule:
+        """The way from q·k to the exponent."""
+        return ScoreRule.of(self.scale, self.softcap)
+
+    @property
+    def bounded_window(self) -> Window:
+        """The window, no wider than the problem: a position plus it fits 32 bits."""
+        return self.window.bounded(self.seq_q + self.seq_kv)
 
     def visible_keys(self, query: int) -> range:
         """The keys that one query sees."""
@@ -222,6 +268,16 @@ class DecodeSpec:
         return 0 in (self.batch, self.tokens, self.heads_q, self.cache.capacity) or (
             self.cache.num_pages == 0
         )
+
+    @property
+    def scores(self) -> ScoreRule:
+        """The way from q·k to the exponent; a quantised cache's scale varies from head to head."""
+        return ScoreRule.of(self.scale, self.softcap, scale_first=self.cache.is_quantized)
+
+    @property
+    def bounded_window(self) -> Window:
+        """The window, no wider than a sequence: a position plus it fits 32 bits."""
+        return Window(self.window_left, 0).bounded(self.cache.capacity)
 
     def merge(self, num_splits: int) -> MergeSpec:
         """The problem of merging the results of its splits."""

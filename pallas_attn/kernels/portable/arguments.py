@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from jax.experimental import pallas as pl
 
 from pallas_attn.dispatch import INTERPRET
-from pallas_attn.launch import scales_first
 from twin_attention.contract.spec import DecodeSpec, PagedCache
 from twin_attention.targets import ptx
 from twin_attention.targets.config import padded_head_dim
@@ -16,17 +14,16 @@ from twin_attention.targets.config import padded_head_dim
 
 def decode_arguments(spec: DecodeSpec, k_pages: Any, v_pages: Any, backend: str) -> dict[str, Any]:
     """Return the arguments that describe a paged decode, except those of its splits."""
-    scale_first = scales_first(spec) or spec.cache.is_quantized
-    left = spec.window_left
+    rule = spec.scores
     target = None if backend == INTERPRET else backend
     return cache_arguments(spec.cache, k_pages, v_pages) | {
-        "scale": spec.scale,
-        "exp2_scale": math.log2(math.e) * (1.0 if scale_first else spec.scale),
-        "softcap": spec.softcap,
-        "window_left": None if left is None else min(left, spec.cache.capacity),
+        "scale": rule.scale,
+        "exp2_scale": rule.exp2_scale,
+        "softcap": rule.softcap,
+        "window_left": spec.bounded_window.left,
         "tokens": spec.tokens,
         "group_size": spec.group_size,
-        "scale_first": scale_first,
+        "scale_first": rule.scale_first,
         "upcast": ptx.choose_upcast(spec.cache.dtype, target),
     }
 

@@ -1,7 +1,8 @@
 """Flash attention, backward: a preprocess of rows, then dq, then dk and dv.
 
 With p recomputed from lse, ``dp = dout vᵀ`` and ``delta = rowsum(dout ∘ out) - dlse``:
-``ds = p ∘ (dp - delta)``, ``dq = scale · ds k``, ``dk = scale · dsᵀ q``, ``dv = pᵀ dout``.
+``ds = p ∘ (dp - delta) ∘ dcap``, where dcap is the softcap's derivative, ``dq = scale · ds k``,
+``dk = scale · dsᵀ q``, ``dv = pᵀ dout``.
 Dao 2023, FlashAttention-2, algorithm 2, with a kernel for dq of its own instead of atomic
 additions: the result is the same bits every time.
 """
@@ -11,13 +12,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
-from pallas_attn.kernels.portable.scores import (
-    add_product,
-    attention_mask,
-    attention_scores,
-    dot,
-    softcap_derivative,
-)
+from pallas_attn.kernels.portable.scores import add_product, dot, visible_scores
 from pallas_attn.kernels.portable.softmax import LOG2E
 from pallas_attn.kernels.portable.tiles import (
     ROW_PADDING,
@@ -30,11 +25,12 @@ from pallas_attn.kernels.portable.tiles import (
     tile_start,
     visible_tiles,
 )
-from pallas_attn.launch import launch, of_group, of_head, problem_arguments
+from pallas_attn.launch import flash_arguments, launch, of_group, of_head
 from twin_attention.contract.spec import AttentionSpec
+from twin_attention.targets.config import padded_head_dim
 
 
-def flash_bwd_preprocess_kernel(*refs, seq_q, head_dim_v, block_dv, block_q):
+def flash_bwd_preprocess_kernel(*refs, seq_q, head_dim_v, block_q):
     """What the other kernels need of each row; one program has block_q rows of a head.
 
     ``delta = rowsum(dout ∘ out) - dlse``, and lse2 is lse in base 2, or +inf where a row saw no
@@ -44,8 +40,8 @@ def flash_bwd_preprocess_kernel(*refs, seq_q, head_dim_v, block_dv, block_q):
     """
     dout_ref, out_ref, lse_ref, *dlse_ref, lse2_ref, delta_ref = refs
     start_q = pl.program_id(0) * block_q
-    do = load_tile(dout_ref, start_q, seq_q, block_q, head_dim_v, block_dv, True)
-    out = load_tile(out_ref, start_q, seq_q, block_q, head_dim_v, block_dv, True)
+    do = load_tile(dout_ref, start_q, seq_q, block_q, head_dim_v, True)
+    out = load_tile(out_ref, start_q, seq_q, block_q, head_dim_v, True)
     delta = jnp.sum(do.astype(jnp.float32) * out.astype(jnp.float32), 1)
     lse = load_rows(lse_ref, start_q, seq_q, block_q, float("inf"))
     lse2 = jnp.where(lse == float("-inf"), float("inf"), lse) * LOG2E
@@ -66,24 +62,20 @@ def flash_bwd_dq_kernel(
     *,
     seq_q,
     seq_kv,
-    scale,
-    exp2_scale,
-    softcap,
+    diagonal,
+    rule,
     window_left,
     window_right,
     head_dim,
     head_dim_v,
-    block_d,
-    block_dv,
-    scale_first,
     block_q,
     block_kv,
 ):
     """One program computes block_q rows of dq of one query head.
 
     Operands, of this program's batch and head: q and dq [Sq, D], k [Skv, D], v [Skv, Dv],
-    dout [Sq, Dv], lse2 and delta of `flash_bwd_preprocess_kernel`. Grid: as in
-    `flash_fwd_kernel`. Loop invariant: dq is Σ ds k over the keys so far. Accumulation: float32,
+    dout [Sq, Dv], lse2 and delta of `flash_bwd_preprocess_kernel`. Grid, diagonal, rule: as
+    in `flash_fwd_kernel`. Loop invariant: dq is Σ ds k over the keys so far. Accumulation: float32,
     exponents in base 2, ds cast to k's dtype for ds·k. A row that sees no key gives 0.
     """
     # Locate the tile of queries.
@@ -91,48 +83,43 @@ def flash_bwd_dq_kernel(
     start_q = (num_tiles - 1 - pl.program_id(0)) * block_q
 
     # Load the queries and what belongs to their rows; they stay.
-    q = load_tile(q_ref, start_q, seq_q, block_q, head_dim, block_d, True)
-    do = load_tile(dout_ref, start_q, seq_q, block_q, head_dim_v, block_dv, True)
+    q = load_tile(q_ref, start_q, seq_q, block_q, head_dim, True)
+    do = load_tile(dout_ref, start_q, seq_q, block_q, head_dim_v, True)
     rows = start_q + arange(block_q)
-    position = rows + seq_kv - seq_q
+    position = rows + diagonal
     lse2 = lse2_ref[pl.ds(start_q, block_q)]
     delta = delta_ref[pl.ds(start_q, block_q)]
-    dq = jnp.zeros((block_q, block_d), jnp.float32)
+    dq = jnp.zeros((block_q, padded_head_dim(head_dim)), jnp.float32)
 
     # Visit the tiles of keys that these queries see; only tiles at the edges are masked.
     begin, before, full, after = visible_tiles(
-        start_q, seq_q, seq_kv, window_left, window_right, block_q, block_kv
+        start_q, seq_q, seq_kv, diagonal, window_left, window_right, block_q, block_kv
     )
     for masked in (False, True):
 
         def visit(index, dq, masked=masked):
             start_kv = tile_start(index, begin, before, full, block_kv, masked)
             # s = scale · q kᵀ
-            k = load_tile(k_ref, start_kv, seq_kv, block_kv, head_dim, block_d, masked)
-            s = attention_scores(q, k, scale, softcap, scale_first)
-            if softcap is not None:
-                dcap = softcap_derivative(s, softcap)
-            if masked:
-                key = start_kv + arange(block_kv)
-                s = attention_mask(
-                    s, position[:, None], key[None, :], seq_kv, window_left, window_right
-                )
+            k = load_tile(k_ref, start_kv, seq_kv, block_kv, head_dim, masked)
+            key = start_kv + arange(block_kv)
+            s, dcap = visible_scores(
+                q, k, position[:, None], key[None, :], seq_kv, rule, window_left, window_right,
+                masked,
+            )  # fmt: skip
             # p = exp(s - lse)
-            p = jnp.exp2(s * exp2_scale - lse2[:, None])
+            p = jnp.exp2(s * rule.exp2_scale - lse2[:, None])
             # dp = dout vᵀ
-            v = load_tile(v_ref, start_kv, seq_kv, block_kv, head_dim_v, block_dv, masked)
+            v = load_tile(v_ref, start_kv, seq_kv, block_kv, head_dim_v, masked)
             dp = dot(do, v.T)
-            # ds = p ∘ (dp - delta)
-            ds = p * (dp - delta[:, None])
-            if softcap is not None:
-                ds = ds * dcap
+            # ds = p ∘ (dp - delta) ∘ dcap
+            ds = p * (dp - delta[:, None]) * dcap
             # dq += ds k
             return add_product(dq, ds.astype(k.dtype), k)
 
         dq = lax.fori_loop(0, count_tiles(before, full, after, masked), visit, dq)
 
     # Scale and store.
-    store_tile(dq_ref, dq * scale, start_q, seq_q, block_q, head_dim, block_d)
+    store_tile(dq_ref, dq * rule.scale, start_q, seq_q, block_q, head_dim)
 
 
 def flash_bwd_dkdv_kernel(
@@ -148,16 +135,12 @@ def flash_bwd_dkdv_kernel(
     group_size,
     seq_q,
     seq_kv,
-    scale,
-    exp2_scale,
-    softcap,
+    diagonal,
+    rule,
     window_left,
     window_right,
     head_dim,
     head_dim_v,
-    block_d,
-    block_dv,
-    scale_first,
     block_q,
     block_kv,
 ):
@@ -175,15 +158,15 @@ def flash_bwd_dkdv_kernel(
     start_kv = pl.program_id(0) * block_kv
 
     # Load the keys and values; they stay.
-    k = load_tile(k_ref, start_kv, seq_kv, block_kv, head_dim, block_d, True)
-    v = load_tile(v_ref, start_kv, seq_kv, block_kv, head_dim_v, block_dv, True)
-    key = start_kv + arange(block_kv) - (seq_kv - seq_q)  # counted as queries are
-    dk = jnp.zeros((block_kv, block_d), jnp.float32)
-    dv = jnp.zeros((block_kv, block_dv), jnp.float32)
+    k = load_tile(k_ref, start_kv, seq_kv, block_kv, head_dim, True)
+    v = load_tile(v_ref, start_kv, seq_kv, block_kv, head_dim_v, True)
+    key = start_kv + arange(block_kv) - diagonal  # counted as queries are
+    dk = jnp.zeros((block_kv, padded_head_dim(head_dim)), jnp.float32)
+    dv = jnp.zeros((block_kv, padded_head_dim(head_dim_v)), jnp.float32)
 
     # Visit the tiles of queries that see these keys; only tiles at the edges are masked.
     begin, before, full, after = visible_tiles(
-        start_kv, seq_kv, seq_q, window_right, window_left, block_kv, block_q
+        start_kv, seq_kv, seq_q, -diagonal, window_right, window_left, block_kv, block_q
     )
     for masked in (False, True):
         count = count_tiles(before, full, after, masked)
@@ -193,26 +176,22 @@ def flash_bwd_dkdv_kernel(
             member, index = split_step(step, count, group_size)
             start_q = tile_start(index, begin, before, full, block_q, masked)
             # sᵀ = scale · k qᵀ
-            q = load_tile(q_ref, start_q, seq_q, block_q, head_dim, block_d, masked, member)
-            s = attention_scores(k, q, scale, softcap, scale_first)
-            if softcap is not None:
-                dcap = softcap_derivative(s, softcap)
+            q = load_tile(q_ref, start_q, seq_q, block_q, head_dim, masked, member)
             rows = start_q + arange(block_q)
-            if masked:
-                s = attention_mask(s, rows[None, :], key[:, None], None, window_left, window_right)
+            s, dcap = visible_scores(
+                k, q, rows[None, :], key[:, None], None, rule, window_left, window_right, masked
+            )
             # pᵀ = exp(sᵀ - lse)
             lse2 = lse2_ref[member, pl.ds(start_q, block_q)]
-            p = jnp.exp2(s * exp2_scale - lse2[None, :])
+            p = jnp.exp2(s * rule.exp2_scale - lse2[None, :])
             # dpᵀ = v doutᵀ
-            do = load_tile(dout_ref, start_q, seq_q, block_q, head_dim_v, block_dv, masked, member)
+            do = load_tile(dout_ref, start_q, seq_q, block_q, head_dim_v, masked, member)
             dp = dot(v, do.T)
             # dv += pᵀ dout
             dv = add_product(dv, p.astype(do.dtype), do)
-            # dsᵀ = pᵀ ∘ (dpᵀ - delta)
+            # dsᵀ = pᵀ ∘ (dpᵀ - delta) ∘ dcapᵀ
             delta = delta_ref[member, pl.ds(start_q, block_q)]
-            ds = p * (dp - delta[None, :])
-            if softcap is not None:
-                ds = ds * dcap
+            ds = p * (dp - delta[None, :]) * dcap
             # dk += dsᵀ q
             dk = add_product(dk, ds.astype(q.dtype), q)
             return dk, dv
@@ -220,8 +199,8 @@ def flash_bwd_dkdv_kernel(
         dk, dv = lax.fori_loop(0, count * group_size, visit, (dk, dv))
 
     # Scale and store.
-    store_tile(dk_ref, dk * scale, start_kv, seq_kv, block_kv, head_dim, block_d)
-    store_tile(dv_ref, dv, start_kv, seq_kv, block_kv, head_dim_v, block_dv)
+    store_tile(dk_ref, dk * rule.scale, start_kv, seq_kv, block_kv, head_dim)
+    store_tile(dv_ref, dv, start_kv, seq_kv, block_kv, head_dim_v)
 
 
 def flash_bwd(
@@ -247,7 +226,7 @@ def flash_bwd(
     Returns:
         dq, dk, dv, shaped as q, k, v, in their dtype.
     """
-    problem, group = problem_arguments(spec), spec.group_size
+    problem, group = flash_arguments(spec), spec.group_size
     padded = pl.cdiv(spec.seq_q, ROW_PADDING) * ROW_PADDING
     rows = jax.ShapeDtypeStruct((*lse.shape[:2], padded), jnp.float32)
     dq, dk, dv = (jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q, k, v))
@@ -267,7 +246,7 @@ def flash_bwd(
         tuple(of_head(x) for x in row_operands),
         (rows, rows),
         (of_head(rows), of_head(rows)),
-        {key: problem[key] for key in ("seq_q", "head_dim_v", "block_dv")},
+        {"seq_q": spec.seq_q, "head_dim_v": spec.head_dim_v},
         spec,
         backend,
     )

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
-from pallas_attn.kernels.portable.scores import attention_mask, attention_scores, dot
+from pallas_attn.kernels.portable.scores import dot, visible_scores
 from pallas_attn.kernels.portable.softmax import LN2, online_softmax_update
 from pallas_attn.kernels.portable.tiles import (
     arange,
@@ -20,8 +20,9 @@ from pallas_attn.kernels.portable.tiles import (
     tile_start,
     visible_tiles,
 )
-from pallas_attn.launch import launch, of_head, problem_arguments
+from pallas_attn.launch import flash_arguments, launch, of_head
 from twin_attention.contract.spec import AttentionSpec
+from twin_attention.targets.config import padded_head_dim
 
 
 def flash_fwd_kernel(
@@ -33,42 +34,39 @@ def flash_fwd_kernel(
     *,
     seq_q,
     seq_kv,
-    scale,
-    exp2_scale,
-    softcap,
+    diagonal,
+    rule,
     window_left,
     window_right,
     head_dim,
     head_dim_v,
-    block_d,
-    block_dv,
-    scale_first,
     block_q,
     block_kv,
 ):
     """One program computes block_q rows of one query head.
 
     Operands, of this program's batch and head: q [Sq, D], k [Skv, D], v [Skv, Dv], out [Sq, Dv],
-    lse [Sq] (float32, natural log). Grid: (query tiles, heads, batch), last tile first, since
-    under a causal mask it is the longest. Loop invariant: `online_softmax_update`. Accumulation:
-    float32, exponents in base 2, p cast to v's dtype for p·v. A row that sees no key gives 0 and
-    -inf. block_q and block_kv are powers of two, at least 16.
+    lse [Sq] (float32, natural log). Query i stands at key position i + diagonal; rule:
+    `twin_attention.contract.spec.ScoreRule`. Grid: (query tiles, heads, batch), last tile first,
+    since under a causal mask it is the longest. Loop invariant: `online_softmax_update`.
+    Accumulation: float32, exponents in base 2, p cast to v's dtype for p·v. A row that sees no key
+    gives 0 and -inf. block_q and block_kv are powers of two, at least 16.
     """
     # Locate the tile of queries.
     num_tiles = pl.cdiv(seq_q, block_q)
     start_q = (num_tiles - 1 - pl.program_id(0)) * block_q
 
     # Load the queries; they stay.
-    q = load_tile(q_ref, start_q, seq_q, block_q, head_dim, block_d, True)
+    q = load_tile(q_ref, start_q, seq_q, block_q, head_dim, True)
     rows = start_q + arange(block_q)
-    position = rows + seq_kv - seq_q
+    position = rows + diagonal
     m_i = jnp.full((block_q,), float("-inf"), jnp.float32)
     l_i = jnp.zeros((block_q,), jnp.float32)
-    acc = jnp.zeros((block_q, block_dv), jnp.float32)
+    acc = jnp.zeros((block_q, padded_head_dim(head_dim_v)), jnp.float32)
 
     # Visit the tiles of keys that these queries see; only tiles at the edges are masked.
     begin, before, full, after = visible_tiles(
-        start_q, seq_q, seq_kv, window_left, window_right, block_q, block_kv
+        start_q, seq_q, seq_kv, diagonal, window_left, window_right, block_q, block_kv
     )
     for masked in (False, True):
 
@@ -76,18 +74,17 @@ def flash_fwd_kernel(
             start_kv = tile_start(index, begin, before, full, block_kv, masked)
             m_i, l_i, acc = carry
             # s = scale · q kᵀ
-            k = load_tile(k_ref, start_kv, seq_kv, block_kv, head_dim, block_d, masked)
-            s = attention_scores(q, k, scale, softcap, scale_first)
-            if masked:
-                key = start_kv + arange(block_kv)
-                s = attention_mask(
-                    s, position[:, None], key[None, :], seq_kv, window_left, window_right
-                )
+            k = load_tile(k_ref, start_kv, seq_kv, block_kv, head_dim, masked)
+            key = start_kv + arange(block_kv)
+            s, _ = visible_scores(
+                q, k, position[:, None], key[None, :], seq_kv, rule, window_left, window_right,
+                masked,
+            )  # fmt: skip
             # p = exp(s - max), and rescale what was accumulated
-            p, alpha, m_i, l_i = online_softmax_update(s, m_i, l_i, exp2_scale)
+            p, alpha, m_i, l_i = online_softmax_update(s, m_i, l_i, rule.exp2_scale)
             acc = acc * alpha[:, None]
             # acc += p v
-            v = load_tile(v_ref, start_kv, seq_kv, block_kv, head_dim_v, block_dv, masked)
+            v = load_tile(v_ref, start_kv, seq_kv, block_kv, head_dim_v, masked)
             acc = acc + dot(p.astype(v.dtype), v)
             return m_i, l_i, acc
 
@@ -98,7 +95,7 @@ def flash_fwd_kernel(
     l_safe = jnp.where(l_i == 0.0, 1.0, l_i)
     lse = m_i * LN2 + jnp.log(l_safe)
     out = acc / l_safe[:, None]
-    store_tile(out_ref, out, start_q, seq_q, block_q, head_dim_v, block_dv)
+    store_tile(out_ref, out, start_q, seq_q, block_q, head_dim_v)
     store_rows(lse_ref, lse, start_q, seq_q, block_q)
 
 
@@ -123,7 +120,7 @@ def flash_fwd(
         (of_head(q), of_head(k, spec.group_size), of_head(v, spec.group_size)),
         (out, lse),
         (of_head(out), of_head(lse)),
-        problem_arguments(spec),
+        flash_arguments(spec),
         spec,
         backend,
     )

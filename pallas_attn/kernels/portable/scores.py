@@ -1,4 +1,4 @@
-"""Scores: from q·k to what the softmax takes."""
+"""Scores: the way from q·k to what the softmax takes."""
 
 import jax.numpy as jnp
 from jax import lax
@@ -6,8 +6,35 @@ from jax import lax
 from pallas_attn.kernels.portable.softmax import LOG2E
 
 
+def visible_scores(a, b, position, key, end, rule, window_left, window_right, masked):
+    """Compute the scores of a tile: from the operands of q·k to what the softmax takes.
+
+    Everything that changes a score, or hides it, does so here.
+
+    Args:
+        a, b: rows of q and rows of k, or the other way round for transposed scores.
+        position, key: key position of each query, and of each key, broadcast against a · bᵀ and
+            counted from any one origin.
+        end: first key that does not exist; None where rows past the end are not stored.
+        rule: `twin_attention.contract.spec.ScoreRule`.
+        window_left, window_right: keys seen on each side of a position; None is unlimited.
+        masked: the tile has hidden keys.
+
+    Returns:
+        (s, dcap): a · bᵀ scaled, capped and masked, float32; and the derivative of the cap, 1
+        without one.
+    """
+    s = attention_scores(a, b, rule.scale, rule.softcap, rule.scale_first)
+    dcap = 1.0
+    if rule.softcap is not None:
+        dcap = softcap_derivative(s, rule.softcap)
+    if masked:
+        s = attention_mask(s, position, key, end, window_left, window_right)
+    return s, dcap
+
+
 def attention_scores(a, b, scale, softcap, scale_first, more=None):
-    """a · bᵀ in float32, scaled where the exponent cannot do it (scale_first), then capped.
+    """Compute a · bᵀ in float32, scaled where the exponent cannot do it, then capped.
 
     `more` is added to the product: that of further columns.
     """
@@ -34,13 +61,13 @@ def add_product(acc, a, b):
 
 
 def softcap_derivative(s, softcap):
-    """d capped / d score, from the capped score: ``1 - tanh²``."""
+    """Compute d capped / d score from the capped score: ``1 - tanh²``."""
     t = s / softcap
     return 1.0 - t * t
 
 
 def tanh(x):
-    """Hyperbolic tangent to a few float32 ulps; by series near 0, where ``1 - exp`` cancels."""
+    """Compute tanh to a few float32 ulps, by series near 0, where ``1 - exp`` cancels."""
     e = jnp.exp2(jnp.abs(x) * (-2.0 * LOG2E))
     ratio = (1.0 - e) / (1.0 + e)
     x2 = x * x
@@ -49,10 +76,10 @@ def tanh(x):
 
 
 def attention_mask(s, position, key, end, window_left, window_right):
-    """Scores of keys that a query at `position` does not see become -inf.
+    """Set the scores of keys that a query at `position` does not see to -inf.
 
-    So do those of keys from `end` on, which do not exist (None: all do, or their rows are not
-    stored). Positions and keys may be counted from any one origin.
+    The same holds for keys from `end` on, which do not exist; None means that all exist, or that
+    their rows are not stored. Positions and keys may be counted from any one origin.
     """
     if end is not None:
         s = jnp.where(key < end, s, float("-inf"))
@@ -64,6 +91,6 @@ def attention_mask(s, position, key, end, window_left, window_right):
 
 
 def dot(a, b):
-    """a · b accumulated in float32; float32 operands multiply in IEEE precision."""
+    """Compute a · b, accumulated in float32; float32 operands multiply in IEEE precision."""
     precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
     return jnp.dot(a, b, precision=precision, preferred_element_type=jnp.float32)

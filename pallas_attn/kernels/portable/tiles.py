@@ -9,24 +9,26 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
+from twin_attention.targets.config import padded_head_dim
+
 # Row vectors that the backward's kernels share are padded to a multiple of this many rows, so that
 # a tile of them is loaded without a mask. block_q of the backward divides it.
 ROW_PADDING = 128
 
 
-def visible_tiles(start, size, size_other, left, right, block, block_other):
-    """Which tiles of the other axis the rows start .. start + block see.
+def visible_tiles(start, size, size_other, diagonal, left, right, block, block_other):
+    """Return which tiles of the other axis the rows start .. start + block see.
 
-    Row i stands at position ``p = i + size_other - size`` and sees ``p - left .. p + right`` (None
-    is unlimited). Queries see keys with the window's (left, right), keys see queries with
-    (right, left).
+    Row i stands at position ``p = i + diagonal`` of the other axis and sees ``p - left ..
+    p + right`` (None is unlimited). Queries see keys with the window's (left, right) and
+    ``diagonal = seq_kv - seq_q``, keys see queries with (right, left) and its negative.
 
     Returns (begin, before, full, after): the first tile that has something to see starts at
     `begin`; from there `before` tiles need a mask, then `full` tiles need none, then `after`
     tiles need one. Every other tile is skipped.
     """
-    first = start + size_other - size
-    last = minimum(start + block, size) - 1 + size_other - size
+    first = start + diagonal
+    last = minimum(start + block, size) - 1 + diagonal
     begin = 0
     full_begin = 0
     end = size_other
@@ -45,12 +47,12 @@ def visible_tiles(start, size, size_other, left, right, block, block_other):
 
 
 def count_tiles(before, full, after, masked):
-    """How many tiles there are of one kind: those at the edges, or the full ones between."""
+    """Return the number of tiles of one kind: those at the edges, or the full ones between."""
     return before + after if masked else full
 
 
 def tile_start(index, begin, before, full, block, masked):
-    """First row of tile `index` of one kind."""
+    """Return the first row of tile `index` of one kind."""
     if masked:
         tile = jnp.where(index < before, index, index + full)
     else:
@@ -59,22 +61,22 @@ def tile_start(index, begin, before, full, block, masked):
 
 
 def cdiv(a, b):
-    """a / b rounded up, for a >= 0; unlike `pl.cdiv` it takes a traced int32 in 64-bit mode."""
+    """Return a / b rounded up, a >= 0; unlike `pl.cdiv` it takes a traced int32 in 64-bit mode."""
     return (a + (b - 1)) // b
 
 
 def minimum(a, b):
-    """Like `jnp.minimum`, but static where both sides are."""
+    """Return `jnp.minimum`, static where both sides are."""
     return min(a, b) if isinstance(a, int) and isinstance(b, int) else jnp.minimum(a, b)
 
 
 def maximum(a, b):
-    """Like `jnp.maximum`, but static where both sides are."""
+    """Return `jnp.maximum`, static where both sides are."""
     return max(a, b) if isinstance(a, int) and isinstance(b, int) else jnp.maximum(a, b)
 
 
 def split_step(step, count, group_size):
-    """Head of the group and index of the tile, at one step of a walk over `count` tiles a head.
+    """Return head of the group and index of the tile at one step over `count` tiles per head.
 
     A compiler may compute this ahead of a loop that then makes no step, so `count` may be 0 here.
     """
@@ -85,12 +87,13 @@ def split_step(step, count, group_size):
     return step // count, step % count
 
 
-def load_tile(ref, start, num_rows, block_rows, size, block_size, mask_rows, head=None):
-    """Rows start .. start + block_rows of a [num_rows, size] matrix.
+def load_tile(ref, start, num_rows, block_rows, size, mask_rows, head=None):
+    """Load rows start .. start + block_rows of a [num_rows, size] matrix.
 
-    Columns are padded with zeros to block_size. mask_rows: rows past `num_rows` give 0. head: the
-    matrix is ``ref[:, head, :]``.
+    Columns are padded with zeros to a power of two. mask_rows: rows past `num_rows` give 0. head:
+    the matrix is ``ref[:, head, :]``.
     """
+    block_size = padded_head_dim(size)
     rows = arange(block_rows)[:, None]
     cols = arange(block_size)[None, :]
     tile = tile_of(ref, start, block_rows, block_size, head)
@@ -102,8 +105,9 @@ def load_tile(ref, start, num_rows, block_rows, size, block_size, mask_rows, hea
     return plt.load(tile)
 
 
-def store_tile(ref, x, start, num_rows, block_rows, size, block_size):
-    """The inverse of `load_tile`; rows past `num_rows` and columns past `size` are not written."""
+def store_tile(ref, x, start, num_rows, block_rows, size):
+    """Store what `load_tile` loads; no row past `num_rows` and no column past `size` is written."""
+    block_size = padded_head_dim(size)
     rows = arange(block_rows)[:, None]
     cols = arange(block_size)[None, :]
     tile = tile_of(ref, start, block_rows, block_size)
@@ -111,23 +115,23 @@ def store_tile(ref, x, start, num_rows, block_rows, size, block_size):
 
 
 def tile_of(ref, start, block_rows, block_size, head=None):
-    """A view of rows start .. start + block_rows; int32 indices, whatever jax_enable_x64 says."""
+    """Return a view of rows start .. start + block_rows, by int32 even under jax_enable_x64."""
     rows, cols = pl.ds(start, block_rows), pl.ds(np.int32(0), block_size)
     return ref.at[rows, cols] if head is None else ref.at[rows, head, cols]
 
 
 def load_rows(ref, start, num_rows, block_rows, other):
-    """Elements start .. start + block_rows of a vector of `num_rows`; `other` past its end."""
+    """Load elements start .. start + block_rows of a vector of `num_rows`; `other` past its end."""
     rows = start + arange(block_rows)
     return plt.load(ref.at[pl.ds(start, block_rows)], mask=rows < num_rows, other=other)
 
 
 def store_rows(ref, x, start, num_rows, block_rows):
-    """The inverse of `load_rows`."""
+    """Store what `load_rows` loads; elements past `num_rows` are not written."""
     rows = start + arange(block_rows)
     plt.store(ref.at[pl.ds(start, block_rows)], x, mask=rows < num_rows)
 
 
 def arange(size):
-    """0 .. size - 1 as int32, whatever jax_enable_x64 says."""
+    """Return 0 .. size - 1 as int32, even under jax_enable_x64."""
     return jnp.arange(size, dtype=jnp.int32)

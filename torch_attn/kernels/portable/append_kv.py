@@ -7,7 +7,7 @@ from torch import Tensor
 from torch_attn.kernels.portable.arguments import cache_arguments
 from torch_attn.kernels.portable.pages import load_rows_at, store_rows_at
 from torch_attn.kernels.portable.quantized import as_bits, quantize
-from torch_attn.launch import launch
+from torch_attn.launch import KernelCall, Prepared, launch
 from twin_attention.contract.spec import PagedCache
 
 
@@ -86,20 +86,10 @@ def append_kv(
     cache: PagedCache,
 ) -> None:
     """Launch `append_kv_kernel`, which writes into k_pages and v_pages."""
-    batch, tokens, heads, _ = k_new.shape
-
-    def problem():
-        cached = cache_arguments(cache, k_pages, v_pages, block_tables, k_scale, v_scale)
-        return cached | {
-            "k_new_strides": k_new.stride()[:3],
-            "v_new_strides": v_new.stride()[:3],
-            "TOKENS": tokens,
-        }
-
     launch(
         "append_kv",
         append_kv_kernel,
-        lambda config: (triton.cdiv(heads, config.block_q) * tokens * batch,),
+        _prepare,
         (
             k_new,
             v_new,
@@ -110,8 +100,18 @@ def append_kv(
             k_scale,
             v_scale,
         ),
-        problem,
         cache,
-        batch,
-        tokens,
     )
+
+
+def _prepare(call: KernelCall) -> Prepared:
+    """Return grid and arguments of `append_kv_kernel`."""
+    k_new, v_new, k_pages, v_pages, block_tables, _, k_scale, v_scale = call.layouts
+    batch, tokens, heads, _ = k_new.shape
+    grid = (triton.cdiv(heads, call.config.block_q) * tokens * batch,)
+    cache = cache_arguments(call.spec, k_pages, v_pages, block_tables, k_scale, v_scale)
+    return grid, cache | {
+        "k_new_strides": k_new.strides[:3],
+        "v_new_strides": v_new.strides[:3],
+        "TOKENS": tokens,
+    }

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
-from torch import Tensor
-
-from torch_attn.launch import scales_first, target_of
+from torch_attn.launch import Layout
 from twin_attention.contract.spec import DecodeSpec, PagedCache
 from twin_attention.targets import ptx
 from twin_attention.targets.config import padded_head_dim
@@ -15,28 +12,27 @@ from twin_attention.targets.config import padded_head_dim
 
 def decode_arguments(
     spec: DecodeSpec,
-    q: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    block_tables: Tensor,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
+    target: str | None,
+    q: Layout,
+    k_pages: Layout,
+    v_pages: Layout,
+    block_tables: Layout,
+    k_scale: Layout | None,
+    v_scale: Layout | None,
 ) -> dict[str, Any]:
     """Return the arguments that describe a paged decode, except those of its splits."""
-    scale_first = scales_first(spec) or spec.cache.is_quantized
-    left = spec.window_left
-    target = None if q.device.type == "cpu" else target_of(q.device)
+    rule = spec.scores
     cache = cache_arguments(spec.cache, k_pages, v_pages, block_tables, k_scale, v_scale)
     return cache | {
-        "q_strides": q.stride()[:3],
+        "q_strides": q.strides[:3],
         "batch_size": spec.batch,
-        "scale": spec.scale,
-        "exp2_scale": math.log2(math.e) * (1.0 if scale_first else spec.scale),
-        "softcap": spec.softcap,
-        "window_left": None if left is None else min(left, spec.cache.capacity),
+        "scale": rule.scale,
+        "exp2_scale": rule.exp2_scale,
+        "softcap": rule.softcap,
+        "window_left": spec.bounded_window.left,
         "TOKENS": spec.tokens,
         "GROUP_SIZE": spec.group_size,
-        "SCALE_FIRST": scale_first,
+        "SCALE_FIRST": rule.scale_first,
         "UPCAST": ptx.choose_upcast(spec.cache.dtype, target),
         "PAST_2G": max(map(_elements_per_head, (k_pages, v_pages))) >= 2**31,
     }
@@ -44,11 +40,11 @@ def decode_arguments(
 
 def cache_arguments(
     cache: PagedCache,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    block_tables: Tensor,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
+    k_pages: Layout,
+    v_pages: Layout,
+    block_tables: Layout,
+    k_scale: Layout | None,
+    v_scale: Layout | None,
 ) -> dict[str, Any]:
     """Return the arguments that describe a paged cache.
 
@@ -58,11 +54,11 @@ def cache_arguments(
     return {
         "k_scale_stride": _scale_stride(k_scale),
         "v_scale_stride": _scale_stride(v_scale),
-        "table_stride": block_tables.stride(0),
+        "table_stride": block_tables.strides[0],
         "num_pages": cache.num_pages,
         "max_pages": cache.max_pages,
-        "K_STRIDES": k_pages.stride()[:3],
-        "V_STRIDES": v_pages.stride()[:3],
+        "K_STRIDES": k_pages.strides[:3],
+        "V_STRIDES": v_pages.strides[:3],
         "HEADS_KV": cache.heads,
         "PAGE_SIZE": cache.page_size,
         "HEAD_DIM": k_pages.shape[3],
@@ -72,11 +68,11 @@ def cache_arguments(
     }
 
 
-def _scale_stride(scale: Tensor | None) -> int:
+def _scale_stride(scale: Layout | None) -> int:
     """Return the stride of a scale's heads; 0 for one scale of all heads, or none."""
-    return 0 if scale is None or scale.ndim == 0 else scale.stride(0)
+    return 0 if scale is None or not scale.strides else scale.strides[0]
 
 
-def _elements_per_head(pages: Tensor) -> int:
+def _elements_per_head(pages: Layout) -> int:
     """Return the span of one head's elements in a pool, whatever the pool's layout."""
-    return 1 + sum((pages.shape[axis] - 1) * pages.stride(axis) for axis in (0, 1, 3))
+    return 1 + sum((pages.shape[axis] - 1) * pages.strides[axis] for axis in (0, 1, 3))

@@ -11,7 +11,7 @@ from triton.language.extra.cuda import gdc_wait
 
 from torch_attn.kernels.portable.pages import keys_of_sequence, load_rows_at, splits_with_keys
 from torch_attn.kernels.portable.softmax import LN2, LOG2E, add_sink
-from torch_attn.launch import launch
+from torch_attn.launch import KernelCall, Prepared, launch
 from twin_attention.contract.spec import DecodeSpec, MergeSpec
 from twin_attention.targets.config import padded_head_dim
 
@@ -151,33 +151,33 @@ def _launch(
     overlap: bool = False,
 ) -> None:
     """Launch the kernel; decode and block_keys are given where the states are splits."""
-
-    def problem():
-        capacity = 0 if decode is None else decode.cache.capacity
-        left = None if decode is None else decode.window_left
-        return {
-            "outs_strides": outs.stride()[:4],
-            "lses_strides": lses.stride(),
-            "tokens": spec.tokens,
-            "num_states": spec.num_states,
-            "capacity": capacity,
-            "window_left": None if left is None else min(left, capacity),
-            "HEADS": spec.heads,
-            "HEAD_DIM_V": spec.head_dim_v,
-            "BLOCK_DV": padded_head_dim(spec.head_dim_v),
-            "BLOCK_KEYS": block_keys,
-            "PDL": overlap,
-        }
-
     launch(
         "combine",
         combine_kernel,
-        lambda config: (spec.batch * spec.tokens * spec.heads,),
+        _prepare,
         (outs, lses, sinks, seq_lens, out, lse),
-        problem,
         spec,
         decode,
         block_keys,
         overlap,
         launch_pdl=overlap,
     )
+
+
+def _prepare(call: KernelCall) -> Prepared:
+    """Return grid and arguments of `combine_kernel`."""
+    spec, (decode, block_keys, overlap) = call.spec, call.constants
+    outs, lses, *_ = call.layouts
+    return (spec.batch * spec.tokens * spec.heads,), {
+        "outs_strides": outs.strides[:4],
+        "lses_strides": lses.strides,
+        "tokens": spec.tokens,
+        "num_states": spec.num_states,
+        "capacity": 0 if decode is None else decode.cache.capacity,
+        "window_left": None if decode is None else decode.bounded_window.left,
+        "HEADS": spec.heads,
+        "HEAD_DIM_V": spec.head_dim_v,
+        "BLOCK_DV": padded_head_dim(spec.head_dim_v),
+        "BLOCK_KEYS": block_keys,
+        "PDL": overlap,
+    }

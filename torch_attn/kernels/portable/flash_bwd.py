@@ -1,36 +1,41 @@
 """Flash attention, backward: a preprocess of rows, then dq, then dk and dv.
 
 With p recomputed from lse, ``dp = dout vᵀ`` and ``delta = rowsum(dout ∘ out) - dlse``:
-``ds = p ∘ (dp - delta)``, ``dq = scale · ds k``, ``dk = scale · dsᵀ q``, ``dv = pᵀ dout``.
+``ds = p ∘ (dp - delta) ∘ dcap``, where dcap is the softcap's derivative, ``dq = scale · ds k``,
+``dk = scale · dsᵀ q``, ``dv = pᵀ dout``.
 Dao 2023, FlashAttention-2, algorithm 2, with a kernel for dq of its own instead of atomic
 additions: the result is the same bits every time.
 """
+
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from torch_attn.kernels.portable.scores import (
-    add_product,
-    attention_mask,
-    attention_scores,
-    softcap_derivative,
-)
+from torch_attn.kernels.portable.scores import add_product, visible_scores
 from torch_attn.kernels.portable.softmax import LOG2E
 from torch_attn.kernels.portable.tiles import (
     ROW_PADDING,
     count_tiles,
     head_base,
     load_tile,
+    padded_head_dim,
     split_step,
     store_tile,
     tile_start,
     visible_tiles,
 )
-from torch_attn.launch import UNSPECIALIZED, launch, problem_arguments, stride_arguments
+from torch_attn.launch import (
+    UNSPECIALIZED,
+    KernelCall,
+    Prepared,
+    flash_arguments,
+    launch,
+    stride_arguments,
+)
 from twin_attention.contract.spec import AttentionSpec
-from twin_attention.targets.config import padded_head_dim
 
 
 @triton.jit(do_not_specialize=["seq_q"])
@@ -41,21 +46,15 @@ def flash_bwd_preprocess_kernel(
     dlse_ptr,
     lse2_ptr,
     delta_ptr,
-    dout_batch,
-    dout_head,
-    out_batch,
-    out_head,
+    dout_strides,
+    out_strides,
     seq_q,
     heads_q,
-    DOUT_ROW: tl.constexpr,
-    OUT_ROW: tl.constexpr,
     ALIGN: tl.constexpr,
-    HAS_DLSE: tl.constexpr,
     HEAD_DIM_V: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
     BLOCK_Q: tl.constexpr,
 ):
-    """What the other kernels need of each row; one program has BLOCK_Q rows of a head.
+    """Prepare the rows for the other kernels; one program has BLOCK_Q rows of a head.
 
     ``delta = rowsum(dout ∘ out) - dlse``, and lse2 is lse in base 2, or +inf where a row saw no
     key or does not exist, so that ``exp2(s - lse2)`` is 0 there. Operands: dout and out
@@ -68,16 +67,16 @@ def flash_bwd_preprocess_kernel(
     start_q = tl.program_id(0) % num_tiles * BLOCK_Q
     head = tl.program_id(0) // num_tiles % heads_q
     batch = (tl.program_id(0) // num_tiles // heads_q).to(tl.int64)
-    dout_base = head_base(dout_ptr, batch, head, dout_batch, dout_head, ALIGN)
-    out_base = head_base(out_ptr, batch, head, out_batch, out_head, ALIGN)
-    do = load_tile(dout_base, start_q, seq_q, DOUT_ROW, BLOCK_Q, HEAD_DIM_V, BLOCK_DV, True)
-    out = load_tile(out_base, start_q, seq_q, OUT_ROW, BLOCK_Q, HEAD_DIM_V, BLOCK_DV, True)
+    dout_base = head_base(dout_ptr, dout_strides, batch, head, ALIGN)
+    out_base = head_base(out_ptr, out_strides, batch, head, ALIGN)
+    do = load_tile(dout_base, start_q, seq_q, dout_strides[1], BLOCK_Q, HEAD_DIM_V, True)
+    out = load_tile(out_base, start_q, seq_q, out_strides[1], BLOCK_Q, HEAD_DIM_V, True)
     delta = tl.sum(do.to(tl.float32) * out.to(tl.float32), 1)
     rows = start_q + tl.arange(0, BLOCK_Q)
     offset = (batch * heads_q + head) * seq_q
     lse = tl.load(lse_ptr + offset + rows, mask=rows < seq_q, other=float("inf"))
     lse2 = tl.where(lse == float("-inf"), float("inf"), lse) * LOG2E
-    if HAS_DLSE:
+    if dlse_ptr is not None:
         delta -= tl.load(dlse_ptr + offset + rows, mask=rows < seq_q, other=0.0)
     padded_offset = (batch * heads_q + head) * num_rows
     tl.store(lse2_ptr + padded_offset + rows, lse2)
@@ -93,46 +92,30 @@ def flash_bwd_dq_kernel(
     lse2_ptr,
     delta_ptr,
     dq_ptr,
-    q_batch,
-    q_head,
-    k_batch,
-    k_head,
-    v_batch,
-    v_head,
-    dout_batch,
-    dout_head,
+    q_strides,
+    k_strides,
+    v_strides,
+    dout_strides,
     seq_q,
     seq_kv,
+    diagonal,
     heads_q,
-    scale,
-    exp2_scale,
-    softcap,
+    rule,
     window_left,
     window_right,
-    Q_ROW: tl.constexpr,
-    K_ROW: tl.constexpr,
-    V_ROW: tl.constexpr,
-    DOUT_ROW: tl.constexpr,
     ALIGN: tl.constexpr,
     GROUP_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_V: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    SCALE_FIRST: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    HAS_LEFT: tl.constexpr,
-    HAS_RIGHT: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_KV: tl.constexpr,
 ):
     """One program computes BLOCK_Q rows of dq of one query head.
 
-    Operands: q, k, v, dout with the given strides and a contiguous last dimension; lse2 and
-    delta of `flash_bwd_preprocess_kernel` and dq [B, Sq, Hq, D] contiguous. Grid: as in
-    `flash_fwd_kernel`.
-    Loop invariant: dq is Σ ds k over the keys so far. Accumulation: float32, exponents in base 2,
-    ds cast to k's dtype for ds·k. A row that sees no key gives 0.
+    Operands: q, k, v, dout with strides as in `flash_fwd_kernel`; lse2 and delta of
+    `flash_bwd_preprocess_kernel` and dq [B, Sq, Hq, D] contiguous. Grid, diagonal, rule: as in
+    `flash_fwd_kernel`. Loop invariant: dq is Σ ds k over the keys so far. Accumulation: float32,
+    exponents in base 2, ds cast to k's dtype for ds·k. A row that sees no key gives 0.
     """
     # Locate the tile of queries.
     num_tiles = tl.cdiv(seq_q, BLOCK_Q)
@@ -141,55 +124,49 @@ def flash_bwd_dq_kernel(
     batch = (tl.program_id(0) // num_tiles // heads_q).to(tl.int64)
     start_q = tile * BLOCK_Q
     head_kv = head // GROUP_SIZE
-    k_base = head_base(k_ptr, batch, head_kv, k_batch, k_head, ALIGN)
-    v_base = head_base(v_ptr, batch, head_kv, v_batch, v_head, ALIGN)
+    k_base = head_base(k_ptr, k_strides, batch, head_kv, ALIGN)
+    v_base = head_base(v_ptr, v_strides, batch, head_kv, ALIGN)
 
     # Load the queries and what belongs to their rows; they stay.
-    q_base = head_base(q_ptr, batch, head, q_batch, q_head, ALIGN)
-    dout_base = head_base(dout_ptr, batch, head, dout_batch, dout_head, ALIGN)
-    q = load_tile(q_base, start_q, seq_q, Q_ROW, BLOCK_Q, HEAD_DIM, BLOCK_D, True)
-    do = load_tile(dout_base, start_q, seq_q, DOUT_ROW, BLOCK_Q, HEAD_DIM_V, BLOCK_DV, True)
+    q_base = head_base(q_ptr, q_strides, batch, head, ALIGN)
+    dout_base = head_base(dout_ptr, dout_strides, batch, head, ALIGN)
+    q = load_tile(q_base, start_q, seq_q, q_strides[1], BLOCK_Q, HEAD_DIM, True)
+    do = load_tile(dout_base, start_q, seq_q, dout_strides[1], BLOCK_Q, HEAD_DIM_V, True)
     rows = start_q + tl.arange(0, BLOCK_Q)
-    position = rows + seq_kv - seq_q
+    position = rows + diagonal
     offset = (batch * heads_q + head) * tl.cdiv(seq_q, ROW_PADDING) * ROW_PADDING
     lse2 = tl.load(lse2_ptr + offset + rows)
     delta = tl.load(delta_ptr + offset + rows)
-    dq = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
+    dq = tl.zeros([BLOCK_Q, padded_head_dim(HEAD_DIM)], tl.float32)
 
     # Visit the tiles of keys that these queries see; only tiles at the edges are masked.
     begin, before, full, after = visible_tiles(
-        start_q, seq_q, seq_kv, window_left, window_right, BLOCK_Q, BLOCK_KV, HAS_LEFT, HAS_RIGHT
+        start_q, seq_q, seq_kv, diagonal, window_left, window_right, BLOCK_Q, BLOCK_KV
     )
     for masked in tl.static_range(2):
         for index in tl.range(0, count_tiles(before, full, after, masked)):
             start_kv = tile_start(index, begin, before, full, BLOCK_KV, masked)
             # s = scale · q kᵀ
-            k = load_tile(k_base, start_kv, seq_kv, K_ROW, BLOCK_KV, HEAD_DIM, BLOCK_D, masked)
-            s = attention_scores(q, k, scale, softcap, SCALE_FIRST, HAS_SOFTCAP)
-            if HAS_SOFTCAP:
-                dcap = softcap_derivative(s, softcap)
-            if masked:
-                key = start_kv + tl.arange(0, BLOCK_KV)
-                s = attention_mask(
-                    s, position[:, None], key[None, :], seq_kv, window_left, window_right,
-                    HAS_LEFT, HAS_RIGHT,
-                )  # fmt: skip
+            k = load_tile(k_base, start_kv, seq_kv, k_strides[1], BLOCK_KV, HEAD_DIM, masked)
+            key = start_kv + tl.arange(0, BLOCK_KV)
+            s, dcap = visible_scores(
+                q, k, position[:, None], key[None, :], seq_kv, rule, window_left, window_right,
+                masked,
+            )  # fmt: skip
             # p = exp(s - lse)
-            p = tl.exp2(s * exp2_scale - lse2[:, None])
+            p = tl.exp2(s * rule.exp2_scale - lse2[:, None])
             # dp = dout vᵀ
-            v = load_tile(v_base, start_kv, seq_kv, V_ROW, BLOCK_KV, HEAD_DIM_V, BLOCK_DV, masked)
+            v = load_tile(v_base, start_kv, seq_kv, v_strides[1], BLOCK_KV, HEAD_DIM_V, masked)
             dp = tl.dot(do, tl.trans(v), input_precision="ieee")
-            # ds = p ∘ (dp - delta)
-            ds = p * (dp - delta[:, None])
-            if HAS_SOFTCAP:
-                ds = ds * dcap
+            # ds = p ∘ (dp - delta) ∘ dcap
+            ds = p * (dp - delta[:, None]) * dcap
             # dq += ds k
             dq = add_product(dq, ds.to(k.dtype), k)
 
     # Scale and store.
     dq_row = heads_q * HEAD_DIM
     dq_base = dq_ptr + batch * seq_q * dq_row + head * HEAD_DIM
-    store_tile(dq_base, dq * scale, start_q, seq_q, dq_row, BLOCK_Q, HEAD_DIM, BLOCK_D)
+    store_tile(dq_base, dq * rule.scale, start_q, seq_q, dq_row, BLOCK_Q, HEAD_DIM)
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
@@ -202,36 +179,21 @@ def flash_bwd_dkdv_kernel(
     delta_ptr,
     dk_ptr,
     dv_ptr,
-    q_batch,
-    q_head,
-    k_batch,
-    k_head,
-    v_batch,
-    v_head,
-    dout_batch,
-    dout_head,
+    q_strides,
+    k_strides,
+    v_strides,
+    dout_strides,
     seq_q,
     seq_kv,
+    diagonal,
     heads_q,
-    scale,
-    exp2_scale,
-    softcap,
+    rule,
     window_left,
     window_right,
-    Q_ROW: tl.constexpr,
-    K_ROW: tl.constexpr,
-    V_ROW: tl.constexpr,
-    DOUT_ROW: tl.constexpr,
     ALIGN: tl.constexpr,
     GROUP_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_V: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    SCALE_FIRST: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    HAS_LEFT: tl.constexpr,
-    HAS_RIGHT: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_KV: tl.constexpr,
 ):
@@ -252,17 +214,17 @@ def flash_bwd_dkdv_kernel(
     batch = (tl.program_id(0) // num_tiles // heads_kv).to(tl.int64)
 
     # Load the keys and values; they stay.
-    k_base = head_base(k_ptr, batch, head_kv, k_batch, k_head, ALIGN)
-    v_base = head_base(v_ptr, batch, head_kv, v_batch, v_head, ALIGN)
-    k = load_tile(k_base, start_kv, seq_kv, K_ROW, BLOCK_KV, HEAD_DIM, BLOCK_D, True)
-    v = load_tile(v_base, start_kv, seq_kv, V_ROW, BLOCK_KV, HEAD_DIM_V, BLOCK_DV, True)
-    key = start_kv + tl.arange(0, BLOCK_KV) - (seq_kv - seq_q)  # counted as queries are
-    dk = tl.zeros([BLOCK_KV, BLOCK_D], tl.float32)
-    dv = tl.zeros([BLOCK_KV, BLOCK_DV], tl.float32)
+    k_base = head_base(k_ptr, k_strides, batch, head_kv, ALIGN)
+    v_base = head_base(v_ptr, v_strides, batch, head_kv, ALIGN)
+    k = load_tile(k_base, start_kv, seq_kv, k_strides[1], BLOCK_KV, HEAD_DIM, True)
+    v = load_tile(v_base, start_kv, seq_kv, v_strides[1], BLOCK_KV, HEAD_DIM_V, True)
+    key = start_kv + tl.arange(0, BLOCK_KV) - diagonal  # counted as queries are
+    dk = tl.zeros([BLOCK_KV, padded_head_dim(HEAD_DIM)], tl.float32)
+    dv = tl.zeros([BLOCK_KV, padded_head_dim(HEAD_DIM_V)], tl.float32)
 
     # Visit the tiles of queries that see these keys; only tiles at the edges are masked.
     begin, before, full, after = visible_tiles(
-        start_kv, seq_kv, seq_q, window_right, window_left, BLOCK_KV, BLOCK_Q, HAS_RIGHT, HAS_LEFT
+        start_kv, seq_kv, seq_q, -diagonal, window_right, window_left, BLOCK_KV, BLOCK_Q
     )
     for masked in tl.static_range(2):
         count = count_tiles(before, full, after, masked)
@@ -270,35 +232,26 @@ def flash_bwd_dkdv_kernel(
             member, index = split_step(step, count, GROUP_SIZE)
             start_q = tile_start(index, begin, before, full, BLOCK_Q, masked)
             head = head_kv * GROUP_SIZE + member
-            q_base = head_base(q_ptr, batch, head, q_batch, q_head, ALIGN)
-            dout_base = head_base(dout_ptr, batch, head, dout_batch, dout_head, ALIGN)
+            q_base = head_base(q_ptr, q_strides, batch, head, ALIGN)
+            dout_base = head_base(dout_ptr, dout_strides, batch, head, ALIGN)
             offset = (batch * heads_q + head) * tl.cdiv(seq_q, ROW_PADDING) * ROW_PADDING
             # sᵀ = scale · k qᵀ
-            q = load_tile(q_base, start_q, seq_q, Q_ROW, BLOCK_Q, HEAD_DIM, BLOCK_D, masked)
-            s = attention_scores(k, q, scale, softcap, SCALE_FIRST, HAS_SOFTCAP)
-            if HAS_SOFTCAP:
-                dcap = softcap_derivative(s, softcap)
+            q = load_tile(q_base, start_q, seq_q, q_strides[1], BLOCK_Q, HEAD_DIM, masked)
             rows = start_q + tl.arange(0, BLOCK_Q)
-            if masked:
-                s = attention_mask(
-                    s, rows[None, :], key[:, None], None, window_left, window_right,
-                    HAS_LEFT, HAS_RIGHT,
-                )  # fmt: skip
+            s, dcap = visible_scores(
+                k, q, rows[None, :], key[:, None], None, rule, window_left, window_right, masked
+            )
             # pᵀ = exp(sᵀ - lse)
             lse2 = tl.load(lse2_ptr + offset + rows)
-            p = tl.exp2(s * exp2_scale - lse2[None, :])
+            p = tl.exp2(s * rule.exp2_scale - lse2[None, :])
             # dpᵀ = v doutᵀ
-            do = load_tile(
-                dout_base, start_q, seq_q, DOUT_ROW, BLOCK_Q, HEAD_DIM_V, BLOCK_DV, masked
-            )
+            do = load_tile(dout_base, start_q, seq_q, dout_strides[1], BLOCK_Q, HEAD_DIM_V, masked)
             dp = tl.dot(v, tl.trans(do), input_precision="ieee")
             # dv += pᵀ dout
             dv = add_product(dv, p.to(do.dtype), do)
-            # dsᵀ = pᵀ ∘ (dpᵀ - delta)
+            # dsᵀ = pᵀ ∘ (dpᵀ - delta) ∘ dcapᵀ
             delta = tl.load(delta_ptr + offset + rows)
-            ds = p * (dp - delta[None, :])
-            if HAS_SOFTCAP:
-                ds = ds * dcap
+            ds = p * (dp - delta[None, :]) * dcap
             # dk += dsᵀ q
             dk = add_product(dk, ds.to(q.dtype), q)
 
@@ -307,8 +260,8 @@ def flash_bwd_dkdv_kernel(
     dv_row = heads_kv * HEAD_DIM_V
     dk_base = dk_ptr + batch * seq_kv * dk_row + head_kv * HEAD_DIM
     dv_base = dv_ptr + batch * seq_kv * dv_row + head_kv * HEAD_DIM_V
-    store_tile(dk_base, dk * scale, start_kv, seq_kv, dk_row, BLOCK_KV, HEAD_DIM, BLOCK_D)
-    store_tile(dv_base, dv, start_kv, seq_kv, dv_row, BLOCK_KV, HEAD_DIM_V, BLOCK_DV)
+    store_tile(dk_base, dk * rule.scale, start_kv, seq_kv, dk_row, BLOCK_KV, HEAD_DIM)
+    store_tile(dv_base, dv, start_kv, seq_kv, dv_row, BLOCK_KV, HEAD_DIM_V)
 
 
 def flash_bwd(
@@ -331,51 +284,51 @@ def flash_bwd(
     Returns:
         dq, dk, dv, shaped as q, k, v, in their dtype, contiguous.
     """
-    padded = triton.cdiv(spec.seq_q, ROW_PADDING.value) * ROW_PADDING.value
-    lse2, delta = (lse.new_empty((*lse.shape[:2], padded)) for _ in range(2))
+    lse2, delta = (lse.new_empty((*lse.shape[:2], _padded_rows(spec))) for _ in range(2))
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-
-    def problem():
-        return problem_arguments(spec) | stride_arguments(q=q, k=k, v=v, dout=dout)
-
-    def query_tiles(config):
-        return (triton.cdiv(spec.seq_q, config.block_q) * spec.heads_q * spec.batch,)
-
-    def key_tiles(config):
-        return (triton.cdiv(spec.seq_kv, config.block_kv) * spec.heads_kv * spec.batch,)
-
+    operands = (q, k, v, dout, lse2, delta)
     launch(
         "flash_bwd_preprocess",
         flash_bwd_preprocess_kernel,
-        lambda config: (padded // config.block_q * spec.heads_q * spec.batch,),
+        _prepare_preprocess,
         (dout, out, lse, dlse, lse2, delta),
-        lambda: (
-            stride_arguments(dout=dout, out=out)
-            | {
-                "seq_q": spec.seq_q,
-                "heads_q": spec.heads_q,
-                "HAS_DLSE": dlse is not None,
-                "HEAD_DIM_V": spec.head_dim_v,
-                "BLOCK_DV": padded_head_dim(spec.head_dim_v),
-            }
-        ),
         spec,
     )
-    operands = (q, k, v, dout, lse2, delta)
-    launch(
-        "flash_bwd_dq",
-        flash_bwd_dq_kernel,
-        query_tiles,
-        (*operands, dq),
-        problem,
-        spec,
-    )
-    launch(
-        "flash_bwd_dkdv",
-        flash_bwd_dkdv_kernel,
-        key_tiles,
-        (*operands, dk, dv),
-        problem,
-        spec,
-    )
+    launch("flash_bwd_dq", flash_bwd_dq_kernel, _prepare_dq, (*operands, dq), spec)
+    launch("flash_bwd_dkdv", flash_bwd_dkdv_kernel, _prepare_dkdv, (*operands, dk, dv), spec)
     return dq, dk, dv
+
+
+def _prepare_preprocess(call: KernelCall) -> Prepared:
+    """Return grid and arguments of `flash_bwd_preprocess_kernel`."""
+    spec, (dout, out, *_) = call.spec, call.layouts
+    arguments = stride_arguments(dout=dout, out=out) | {
+        "seq_q": spec.seq_q,
+        "heads_q": spec.heads_q,
+        "HEAD_DIM_V": spec.head_dim_v,
+    }
+    tiles = _padded_rows(spec) // call.config.block_q
+    return (tiles * spec.heads_q * spec.batch,), arguments
+
+
+def _prepare_dq(call: KernelCall) -> Prepared:
+    """Return grid and arguments of `flash_bwd_dq_kernel`."""
+    spec = call.spec
+    tiles = triton.cdiv(spec.seq_q, call.config.block_q)
+    return (tiles * spec.heads_q * spec.batch,), _arguments(call)
+
+
+def _prepare_dkdv(call: KernelCall) -> Prepared:
+    """Return grid and arguments of `flash_bwd_dkdv_kernel`."""
+    spec = call.spec
+    tiles = triton.cdiv(spec.seq_kv, call.config.block_kv)
+    return (tiles * spec.heads_kv * spec.batch,), _arguments(call)
+
+
+def _arguments(call: KernelCall) -> dict[str, Any]:
+    q, k, v, dout, *_ = call.layouts
+    return flash_arguments(call.spec) | stride_arguments(q=q, k=k, v=v, dout=dout)
+
+
+def _padded_rows(spec: AttentionSpec) -> int:
+    return triton.cdiv(spec.seq_q, ROW_PADDING.value) * ROW_PADDING.value

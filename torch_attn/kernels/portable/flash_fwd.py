@@ -9,17 +9,25 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torch_attn.kernels.portable.scores import attention_mask, attention_scores
+from torch_attn.kernels.portable.scores import visible_scores
 from torch_attn.kernels.portable.softmax import LN2, online_softmax_update
 from torch_attn.kernels.portable.tiles import (
     count_tiles,
     head_base,
     load_tile,
+    padded_head_dim,
     store_tile,
     tile_start,
     visible_tiles,
 )
-from torch_attn.launch import UNSPECIALIZED, launch, problem_arguments, stride_arguments
+from torch_attn.launch import (
+    UNSPECIALIZED,
+    KernelCall,
+    Prepared,
+    flash_arguments,
+    launch,
+    stride_arguments,
+)
 from twin_attention.contract.spec import AttentionSpec
 
 
@@ -30,44 +38,33 @@ def flash_fwd_kernel(
     v_ptr,
     out_ptr,
     lse_ptr,
-    q_batch,
-    q_head,
-    k_batch,
-    k_head,
-    v_batch,
-    v_head,
+    q_strides,
+    k_strides,
+    v_strides,
     seq_q,
     seq_kv,
+    diagonal,
     heads_q,
-    scale,
-    exp2_scale,
-    softcap,
+    rule,
     window_left,
     window_right,
-    Q_ROW: tl.constexpr,
-    K_ROW: tl.constexpr,
-    V_ROW: tl.constexpr,
     ALIGN: tl.constexpr,
     GROUP_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_V: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    SCALE_FIRST: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    HAS_LEFT: tl.constexpr,
-    HAS_RIGHT: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_KV: tl.constexpr,
 ):
     """One program computes BLOCK_Q rows of one query head.
 
-    Operands: q [B, Sq, Hq, D], k [B, Skv, Hkv, D], v [B, Skv, Hkv, Dv] with the given strides and
-    a contiguous last dimension; out [B, Sq, Hq, Dv] and lse [B, Hq, Sq] (float32, natural log)
-    contiguous. Grid: (query tiles, heads, batch) in one axis, query tiles fastest, last tile
-    first, since under a causal mask it is the longest. Loop invariant: `online_softmax_update`.
-    Accumulation: float32, exponents in base 2, p cast to v's dtype for p·v. A row that sees no
-    key gives 0 and -inf. BLOCK_Q and BLOCK_KV are powers of two, at least 16.
+    Operands: q [B, Sq, Hq, D], k [B, Skv, Hkv, D], v [B, Skv, Hkv, Dv] with a contiguous last
+    dimension and strides (batch, row, head), the row's a compile-time constant; out
+    [B, Sq, Hq, Dv] and lse [B, Hq, Sq] (float32, natural log) contiguous. Query i stands at key
+    position i + diagonal; rule: `twin_attention.contract.spec.ScoreRule`. Grid: (query tiles,
+    heads, batch) in one axis, query tiles fastest, last tile first, since under a causal mask it is
+    the longest. Loop invariant: `online_softmax_update`. Accumulation: float32, exponents in base
+    2, p cast to v's dtype for p·v. A row that sees no key gives 0 and -inf. BLOCK_Q and BLOCK_KV
+    are powers of two, at least 16.
     """
     # Locate the tile of queries.
     num_tiles = tl.cdiv(seq_q, BLOCK_Q)
@@ -76,39 +73,37 @@ def flash_fwd_kernel(
     batch = (tl.program_id(0) // num_tiles // heads_q).to(tl.int64)
     start_q = tile * BLOCK_Q
     head_kv = head // GROUP_SIZE
-    k_base = head_base(k_ptr, batch, head_kv, k_batch, k_head, ALIGN)
-    v_base = head_base(v_ptr, batch, head_kv, v_batch, v_head, ALIGN)
+    k_base = head_base(k_ptr, k_strides, batch, head_kv, ALIGN)
+    v_base = head_base(v_ptr, v_strides, batch, head_kv, ALIGN)
 
     # Load the queries; they stay.
-    q_base = head_base(q_ptr, batch, head, q_batch, q_head, ALIGN)
-    q = load_tile(q_base, start_q, seq_q, Q_ROW, BLOCK_Q, HEAD_DIM, BLOCK_D, True)
+    q_base = head_base(q_ptr, q_strides, batch, head, ALIGN)
+    q = load_tile(q_base, start_q, seq_q, q_strides[1], BLOCK_Q, HEAD_DIM, True)
     rows = start_q + tl.arange(0, BLOCK_Q)
-    position = rows + seq_kv - seq_q
+    position = rows + diagonal
     m_i = tl.full([BLOCK_Q], float("-inf"), tl.float32)
     l_i = tl.zeros([BLOCK_Q], tl.float32)
-    acc = tl.zeros([BLOCK_Q, BLOCK_DV], tl.float32)
+    acc = tl.zeros([BLOCK_Q, padded_head_dim(HEAD_DIM_V)], tl.float32)
 
     # Visit the tiles of keys that these queries see; only tiles at the edges are masked.
     begin, before, full, after = visible_tiles(
-        start_q, seq_q, seq_kv, window_left, window_right, BLOCK_Q, BLOCK_KV, HAS_LEFT, HAS_RIGHT
+        start_q, seq_q, seq_kv, diagonal, window_left, window_right, BLOCK_Q, BLOCK_KV
     )
     for masked in tl.static_range(2):
         for index in tl.range(0, count_tiles(before, full, after, masked)):
             start_kv = tile_start(index, begin, before, full, BLOCK_KV, masked)
             # s = scale · q kᵀ
-            k = load_tile(k_base, start_kv, seq_kv, K_ROW, BLOCK_KV, HEAD_DIM, BLOCK_D, masked)
-            s = attention_scores(q, k, scale, softcap, SCALE_FIRST, HAS_SOFTCAP)
-            if masked:
-                key = start_kv + tl.arange(0, BLOCK_KV)
-                s = attention_mask(
-                    s, position[:, None], key[None, :], seq_kv, window_left, window_right,
-                    HAS_LEFT, HAS_RIGHT,
-                )  # fmt: skip
+            k = load_tile(k_base, start_kv, seq_kv, k_strides[1], BLOCK_KV, HEAD_DIM, masked)
+            key = start_kv + tl.arange(0, BLOCK_KV)
+            s, _ = visible_scores(
+                q, k, position[:, None], key[None, :], seq_kv, rule, window_left, window_right,
+                masked,
+            )  # fmt: skip
             # p = exp(s - max), and rescale what was accumulated
-            p, alpha, m_i, l_i = online_softmax_update(s, m_i, l_i, exp2_scale)
+            p, alpha, m_i, l_i = online_softmax_update(s, m_i, l_i, rule.exp2_scale)
             acc = acc * alpha[:, None]
             # acc += p v
-            v = load_tile(v_base, start_kv, seq_kv, V_ROW, BLOCK_KV, HEAD_DIM_V, BLOCK_DV, masked)
+            v = load_tile(v_base, start_kv, seq_kv, v_strides[1], BLOCK_KV, HEAD_DIM_V, masked)
             acc = tl.dot(p.to(v.dtype), v, acc, input_precision="ieee")
 
     # Normalise and store.
@@ -117,7 +112,7 @@ def flash_fwd_kernel(
     out_row = heads_q * HEAD_DIM_V
     out_base = out_ptr + batch * seq_q * out_row + head * HEAD_DIM_V
     out = acc / l_safe[:, None]
-    store_tile(out_base, out, start_q, seq_q, out_row, BLOCK_Q, HEAD_DIM_V, BLOCK_DV)
+    store_tile(out_base, out, start_q, seq_q, out_row, BLOCK_Q, HEAD_DIM_V)
     tl.store(lse_ptr + (batch * heads_q + head) * seq_q + rows, lse, mask=rows < seq_q)
 
 
@@ -129,12 +124,13 @@ def flash_fwd(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Ten
     """
     out = torch.empty((*q.shape[:3], v.shape[3]), dtype=q.dtype, device=q.device)
     lse = torch.empty((spec.batch, spec.heads_q, spec.seq_q), dtype=torch.float32, device=q.device)
-    launch(
-        "flash_fwd",
-        flash_fwd_kernel,
-        lambda config: (triton.cdiv(spec.seq_q, config.block_q) * spec.heads_q * spec.batch,),
-        (q, k, v, out, lse),
-        lambda: problem_arguments(spec) | stride_arguments(q=q, k=k, v=v),
-        spec,
-    )
+    launch("flash_fwd", flash_fwd_kernel, _prepare, (q, k, v, out, lse), spec)
     return out, lse
+
+
+def _prepare(call: KernelCall) -> Prepared:
+    """Return grid and arguments of `flash_fwd_kernel`."""
+    spec, (q, k, v, *_) = call.spec, call.layouts
+    tiles = triton.cdiv(spec.seq_q, call.config.block_q)
+    arguments = flash_arguments(spec) | stride_arguments(q=q, k=k, v=v)
+    return (tiles * spec.heads_q * spec.batch,), arguments

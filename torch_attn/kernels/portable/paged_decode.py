@@ -28,7 +28,7 @@ from torch_attn.kernels.portable.quantized import (
 )
 from torch_attn.kernels.portable.scores import attention_mask
 from torch_attn.kernels.portable.softmax import LN2, add_sink, online_softmax_update
-from torch_attn.launch import config_for, launch, multiprocessors
+from torch_attn.launch import KernelCall, Prepared, config_for, launch, multiprocessors
 from twin_attention.contract.spec import DecodeSpec
 from twin_attention.targets.config import block_rows, choose_splits
 
@@ -139,8 +139,8 @@ def paged_decode_kernel(
         k = load_rows_at(k_base, (page, slot), K_STRIDES, exists, HEAD_DIM, BLOCK_D)
         s = scores(q, unpack(k, UPCAST), scale, softcap, SCALE_FIRST)
         s = attention_mask(
-            s, position[:, None], key[None, :], length, window_left, 0,
-            window_left is not None, TOKENS > 1,
+            s, position[:, None], key[None, :], length, window_left,
+            0 if TOKENS > 1 else None,
         )  # fmt: skip
         # p = exp(s - max), and rescale what was accumulated
         p, alpha, m_i, l_i = online_softmax_update(s, m_i, l_i, exp2_scale)
@@ -195,9 +195,7 @@ def paged_decode(
     target, config = config_for("paged_decode", spec, q.device)
     if spec.cache.is_quantized:
         k_pages, v_pages = as_packed(k_pages), as_packed(v_pages)
-    rows = block_rows(spec, config)
     splits = choose_splits(spec, config, multiprocessors(q.device, target))
-    tiles = triton.cdiv(spec.tokens * spec.group_size, rows)
     overlap = splits > 1 and target == "sm90"
     shape = (spec.batch, spec.tokens, spec.heads_q, spec.head_dim_v)
     lse_shape = (spec.batch, spec.heads_q, spec.tokens)
@@ -208,17 +206,10 @@ def paged_decode(
         outs = torch.empty((splits, *shape), dtype=torch.float32, device=q.device)
         lses = torch.empty((splits, *lse_shape), dtype=torch.float32, device=q.device)
 
-    def problem():
-        return decode_arguments(spec, q, k_pages, v_pages, block_tables, k_scale, v_scale) | {
-            "num_splits": splits,
-            "PDL": overlap,
-            "BLOCK_ROWS": rows,
-        }
-
     launch(
         "paged_decode",
         paged_decode_kernel,
-        lambda config: (tiles * spec.heads_kv * spec.batch, splits),
+        _prepare,
         (
             q,
             k_pages,
@@ -233,10 +224,25 @@ def paged_decode(
             outs,
             lses,
         ),
-        problem,
         spec,
         splits,
     )
     if outs is not None and lses is not None:
         merge_splits(outs, lses, out, lse, seq_lens, sinks, spec, config.block_kv, overlap)
     return out, lse
+
+
+def _prepare(call: KernelCall) -> Prepared:
+    """Return grid and arguments of `paged_decode_kernel`."""
+    spec, (splits,) = call.spec, call.constants
+    q, k_pages, v_pages, block_tables, _, _, k_scale, v_scale, *_ = call.layouts
+    rows = block_rows(spec, call.config)
+    tiles = triton.cdiv(spec.tokens * spec.group_size, rows)
+    arguments = decode_arguments(
+        spec, call.target, q, k_pages, v_pages, block_tables, k_scale, v_scale
+    )
+    return (tiles * spec.heads_kv * spec.batch, splits), arguments | {
+        "num_splits": splits,
+        "PDL": splits > 1 and call.target == "sm90",
+        "BLOCK_ROWS": rows,
+    }

@@ -1,4 +1,4 @@
-"""Scores: from q·k to what the softmax takes."""
+"""Scores: the way from q·k to what the softmax takes."""
 
 import triton
 import triton.language as tl
@@ -7,17 +7,43 @@ from torch_attn.kernels.portable.softmax import LOG2E
 
 
 @triton.jit
-def attention_scores(
-    a, b, scale, softcap, SCALE_FIRST: tl.constexpr, HAS_SOFTCAP: tl.constexpr, more=None
-):
-    """a · bᵀ in float32, scaled where the exponent cannot do it (SCALE_FIRST), then capped.
+def visible_scores(a, b, position, key, end, rule, window_left, window_right, MASKED: tl.constexpr):
+    """Compute the scores of a tile: from the operands of q·k to what the softmax takes.
+
+    Everything that changes a score, or hides it, does so here.
+
+    Args:
+        a, b: rows of q and rows of k, or the other way round for transposed scores.
+        position, key: key position of each query, and of each key, broadcast against a · bᵀ and
+            counted from any one origin.
+        end: first key that does not exist; None where rows past the end are not stored.
+        rule: `twin_attention.contract.spec.ScoreRule`.
+        window_left, window_right: keys seen on each side of a position; None is unlimited.
+        MASKED: the tile has hidden keys.
+
+    Returns:
+        (s, dcap): a · bᵀ scaled, capped and masked, float32; and the derivative of the cap, 1
+        without one.
+    """
+    s = attention_scores(a, b, rule.scale, rule.softcap, rule.scale_first)
+    dcap = 1.0
+    if rule.softcap is not None:
+        dcap = softcap_derivative(s, rule.softcap)
+    if MASKED:
+        s = attention_mask(s, position, key, end, window_left, window_right)
+    return s, dcap
+
+
+@triton.jit
+def attention_scores(a, b, scale, softcap, SCALE_FIRST: tl.constexpr, more=None):
+    """Compute a · bᵀ in float32, scaled where the exponent cannot do it, then capped.
 
     `more` is added to the product: that of further columns.
     """
     s = tl.dot(a, tl.trans(b), more, input_precision="ieee")
     if SCALE_FIRST:
         s = s * scale
-    if HAS_SOFTCAP:
+    if softcap is not None:
         s = softcap * tanh(s / softcap)
     return s
 
@@ -39,14 +65,14 @@ def add_product(acc, a, b):
 
 @triton.jit
 def softcap_derivative(s, softcap):
-    """d capped / d score, from the capped score: ``1 - tanh²``."""
+    """Compute d capped / d score from the capped score: ``1 - tanh²``."""
     t = s / softcap
     return 1.0 - t * t
 
 
 @triton.jit
 def tanh(x):
-    """Hyperbolic tangent to a few float32 ulps; by series near 0, where ``1 - exp`` cancels."""
+    """Compute tanh to a few float32 ulps, by series near 0, where ``1 - exp`` cancels."""
     e = tl.exp2(tl.abs(x) * (-2.0 * LOG2E))
     ratio = (1.0 - e) / (1.0 + e)
     x2 = x * x
@@ -55,25 +81,16 @@ def tanh(x):
 
 
 @triton.jit
-def attention_mask(
-    s,
-    position,
-    key,
-    end,
-    window_left,
-    window_right,
-    HAS_LEFT: tl.constexpr,
-    HAS_RIGHT: tl.constexpr,
-):
-    """Scores of keys that a query at `position` does not see become -inf.
+def attention_mask(s, position, key, end, window_left, window_right):
+    """Set the scores of keys that a query at `position` does not see to -inf.
 
-    So do those of keys from `end` on, which do not exist (None: all do, or their rows are not
-    stored). Positions and keys may be counted from any one origin.
+    The same holds for keys from `end` on, which do not exist; None means that all exist, or that
+    their rows are not stored. Positions and keys may be counted from any one origin.
     """
     if end is not None:
         s = tl.where(key < end, s, float("-inf"))
-    if HAS_LEFT:
+    if window_left is not None:
         s = tl.where(key >= position - window_left, s, float("-inf"))
-    if HAS_RIGHT:
+    if window_right is not None:
         s = tl.where(key <= position + window_right, s, float("-inf"))
     return s

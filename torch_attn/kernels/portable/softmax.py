@@ -1,9 +1,8 @@
 """The running softmax.
 
 Scores live in the exponent's base-2 domain: ``exp(x) = exp2(x * log2(e))``, so that one hardware
-instruction gives p. `exp2_scale` takes a score there; it is ``scale * log2(e)``, which folds into
-the exponent's subtraction, or ``log2(e)`` after the score was scaled by itself (see `scales_first`
-in `launch`).
+instruction gives p. `exp2_scale` takes a score there and contains the scale where it can
+(`twin_attention.contract.spec.ScoreRule`): the product folds into the exponent's subtraction.
 """
 
 import triton
@@ -15,11 +14,14 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def online_softmax_update(s, m_i, l_i, exp2_scale):
-    """One step of the running softmax (Milakov and Gimelshein 2018; FlashAttention-2, algorithm 1).
+    """Update the running softmax (Milakov and Gimelshein 2018; FlashAttention-2, algorithm 1).
 
     Invariant: m_i is the row maximum so far (base 2), l_i the sum of ``exp2(s * exp2_scale - m_i)``
     and the caller's acc the product of that with v. A row without a key so far keeps m_i = -inf and
-    l_i = 0. Returns p of this tile, what rescales acc to the new maximum, and the new m_i and l_i.
+    l_i = 0.
+
+    Returns (p, alpha, m_i, l_i): p of this tile, the factor that rescales acc to the new maximum,
+    and the new m_i and l_i.
     """
     m_new = tl.maximum(m_i, tl.max(s, 1) * exp2_scale)
     m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
@@ -33,7 +35,8 @@ def online_softmax_update(s, m_i, l_i, exp2_scale):
 def add_sink(sink, m_i, l_i):
     """Count one more logit, without a value, into a running softmax (Xiao et al. 2023).
 
-    Returns what rescales acc to the new maximum, and the new m_i and l_i.
+    Returns (alpha, m_i, l_i): the factor that rescales acc to the new maximum, and the new m_i and
+    l_i.
     """
     sink = sink * LOG2E
     m_new = tl.maximum(m_i, sink)

@@ -3,9 +3,15 @@
 import triton
 import triton.language as tl
 
+from twin_attention.targets import config
+
 # Row vectors that the backward's kernels share are padded to a multiple of this many rows, so that
 # a tile of them is loaded without a mask. block_q of the backward divides it.
 ROW_PADDING = tl.constexpr(128)
+
+
+# The columns of a tile follow from the head size, inside the kernels.
+padded_head_dim = triton.constexpr_function(config.padded_head_dim)
 
 
 @triton.jit
@@ -13,32 +19,32 @@ def visible_tiles(
     start,
     size,
     size_other,
+    diagonal,
     left,
     right,
     BLOCK: tl.constexpr,
     BLOCK_OTHER: tl.constexpr,
-    HAS_LEFT: tl.constexpr,
-    HAS_RIGHT: tl.constexpr,
 ):
-    """Which tiles of the other axis the rows start .. start + BLOCK see.
+    """Return which tiles of the other axis the rows start .. start + BLOCK see.
 
-    Row i stands at position ``p = i + size_other - size`` and sees ``p - left .. p + right``.
-    Queries see keys with the window's (left, right), keys see queries with (right, left).
+    Row i stands at position ``p = i + diagonal`` of the other axis and sees ``p - left ..
+    p + right`` (None is unlimited). Queries see keys with the window's (left, right) and
+    ``diagonal = seq_kv - seq_q``, keys see queries with (right, left) and its negative.
 
     Returns (begin, before, full, after): the first tile that has something to see starts at
     `begin`; from there `before` tiles need a mask, then `full` tiles need none, then `after`
     tiles need one. Every other tile is skipped.
     """
-    first = start + size_other - size
-    last = tl.minimum(start + BLOCK, size) - 1 + size_other - size
+    first = start + diagonal
+    last = tl.minimum(start + BLOCK, size) - 1 + diagonal
     begin = 0
     full_begin = 0
     end = size_other
     full_end = size_other
-    if HAS_LEFT:
+    if left is not None:
         begin = tl.maximum(first - left, 0) // BLOCK_OTHER * BLOCK_OTHER
         full_begin = tl.maximum(last - left, 0)
-    if HAS_RIGHT:
+    if right is not None:
         end = tl.minimum(tl.maximum(last + right + 1, 0), size_other)
         full_end = tl.minimum(tl.maximum(first + right + 1, 0), size_other)
     visible = tl.cdiv(tl.maximum(end - begin, 0), BLOCK_OTHER)
@@ -50,7 +56,7 @@ def visible_tiles(
 
 @triton.jit
 def count_tiles(before, full, after, MASKED: tl.constexpr):
-    """How many tiles there are of one kind: those at the edges, or the full ones between."""
+    """Return the number of tiles of one kind: those at the edges, or the full ones between."""
     count = full
     if MASKED:
         count = before + after
@@ -59,7 +65,7 @@ def count_tiles(before, full, after, MASKED: tl.constexpr):
 
 @triton.jit
 def tile_start(index, begin, before, full, BLOCK: tl.constexpr, MASKED: tl.constexpr):
-    """First row of tile `index` of one kind."""
+    """Return the first row of tile `index` of one kind."""
     if MASKED:
         tile = tl.where(index < before, index, index + full)
     else:
@@ -69,7 +75,7 @@ def tile_start(index, begin, before, full, BLOCK: tl.constexpr, MASKED: tl.const
 
 @triton.jit
 def split_step(step, count, GROUP_SIZE: tl.constexpr):
-    """Head of the group and index of the tile, at one step of a walk over `count` tiles a head.
+    """Return head of the group and index of the tile at one step over `count` tiles per head.
 
     A compiler may compute this ahead of a loop that then makes no step, so `count` may be 0 here.
     """
@@ -82,9 +88,12 @@ def split_step(step, count, GROUP_SIZE: tl.constexpr):
 
 
 @triton.jit
-def head_base(pointer, batch, head, batch_stride, head_stride, ALIGN: tl.constexpr):
-    """Where one head of a [B, S, H, D] tensor begins; ALIGN divides both strides."""
-    offset = batch * batch_stride + head.to(tl.int64) * head_stride
+def head_base(pointer, strides, batch, head, ALIGN: tl.constexpr):
+    """Return where one head of a [B, S, H, D] tensor begins.
+
+    `strides` are those of batch, row and head; ALIGN divides all of them.
+    """
+    offset = batch * strides[0] + head.to(tl.int64) * strides[2]
     return pointer + tl.multiple_of(offset, ALIGN)
 
 
@@ -96,14 +105,14 @@ def load_tile(
     STRIDE: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     SIZE: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
     MASK_ROWS: tl.constexpr,
 ):
-    """Rows start .. start + BLOCK_ROWS of a [num_rows, SIZE] matrix.
+    """Load rows start .. start + BLOCK_ROWS of a [num_rows, SIZE] matrix.
 
-    Columns are padded with zeros to BLOCK_SIZE. STRIDE is the distance of rows in elements.
+    Columns are padded with zeros to a power of two. STRIDE is the distance of rows in elements.
     MASK_ROWS: rows past `num_rows` give 0.
     """
+    BLOCK_SIZE: tl.constexpr = padded_head_dim(SIZE)
     rows = tl.arange(0, BLOCK_ROWS)[:, None]
     cols = tl.arange(0, BLOCK_SIZE)[None, :]
     if STRIDE * BLOCK_ROWS >= 2**31:
@@ -127,10 +136,9 @@ def store_tile(
     stride,
     BLOCK_ROWS: tl.constexpr,
     SIZE: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
 ):
-    """The inverse of `load_tile`; rows past `num_rows` and columns past SIZE are not written."""
+    """Store what `load_tile` loads; no row past `num_rows` and no column past SIZE is written."""
     rows = tl.arange(0, BLOCK_ROWS)[:, None]
-    cols = tl.arange(0, BLOCK_SIZE)[None, :]
+    cols = tl.arange(0, padded_head_dim(SIZE))[None, :]
     pointers = base + (start + rows).to(tl.int64) * stride + cols
     tl.store(pointers, x.to(base.dtype.element_ty), mask=(rows < num_rows - start) & (cols < SIZE))
