@@ -1,0 +1,198 @@
+"""flash-attn's signatures on torch_attn: each argument does what flash-attn says, or is refused."""
+
+import inspect
+
+import pytest
+import torch
+
+from torch_attn import append_kv, flash_attention, paged_decode
+from torch_attn.adapters.flash_attn import flash_attn_func, flash_attn_with_kvcache
+
+
+def draw(*shape: int, dtype: torch.dtype = torch.float16) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
+
+
+QKV = (draw(2, 5, 4, 16), draw(2, 7, 2, 16), draw(2, 7, 2, 24))
+LENGTHS = torch.tensor([4, 9], dtype=torch.int32)
+
+
+def test_the_signatures_are_those_of_flash_attn():
+    # flash-attn 2.8, in order, because people pass them by position
+    names = "q k v dropout_p softmax_scale causal window_size softcap alibi_slopes deterministic"
+    expected = [*names.split(), "return_attn_probs"]
+    assert list(inspect.signature(flash_attn_func).parameters) == expected
+    names = "q k_cache v_cache k v rotary_cos rotary_sin cache_seqlens cache_batch_idx"
+    names += " cache_leftpad block_table softmax_scale causal window_size softcap"
+    names += " rotary_interleaved alibi_slopes num_splits return_softmax_lse"
+    assert list(inspect.signature(flash_attn_with_kvcache).parameters) == names.split()
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        ({}, {}),
+        ({"causal": True, "deterministic": True}, {"causal": True}),
+        ({"softmax_scale": 0.3, "softcap": 2.0}, {"scale": 0.3, "softcap": 2.0}),
+        ({"window_size": (2, -1)}, {"window_size": (2, None)}),
+        ({"window_size": (-1, 0)}, {"causal": True}),
+        ({"window_size": (0, 3)}, {"window_size": (0, 3)}),
+    ],
+)
+def test_options_of_flash_attn_func(theirs, ours):
+    assert torch.equal(flash_attn_func(*QKV, **theirs), flash_attention(*QKV, **ours))
+
+
+def test_flash_attn_func_takes_options_by_position():
+    got = flash_attn_func(*QKV, 0.0, 0.3, True, (2, -1), 2.0)
+    options = {"scale": 0.3, "causal": True, "window_size": (2, None), "softcap": 2.0}
+    assert torch.equal(got, flash_attention(*QKV, **options))
+
+
+def test_flash_attn_func_has_gradients():
+    q, k, v = (x.float().requires_grad_() for x in QKV)
+    got = torch.autograd.grad(flash_attn_func(q, k, v, causal=True).sum(), (q, k, v))
+    want = torch.autograd.grad(flash_attention(q, k, v, causal=True).sum(), (q, k, v))
+    assert all(map(torch.equal, got, want))
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"dropout_p": 0.1}, NotImplementedError, "dropout_p: expected 0.0, got 0.1"),
+        # flash-attn 3 has softmax_scale in this place
+        ({"dropout_p": None}, NotImplementedError, "dropout_p: expected 0.0, got None"),
+        ({"alibi_slopes": torch.ones(4)}, NotImplementedError, "alibi_slopes: expected None"),
+        ({"return_attn_probs": True}, NotImplementedError, "return_attn_probs: expected False"),
+        ({"window_size": (-2, 0)}, ValueError, "window_size: expected None or a pair"),
+        ({"softcap": -1.0}, ValueError, "softcap: expected a finite positive number"),
+    ],
+)
+def test_flash_attn_func_refuses(options, error, message):
+    with pytest.raises(error) as caught:
+        flash_attn_func(*QKV, **options)
+    assert str(caught.value).startswith(message)
+
+
+def cached(table: bool) -> tuple[dict, dict]:
+    """A dense cache of two sequences of 12 slots and its pages of 4, or pages out of order."""
+    k, v = draw(2, 12, 2, 16), draw(2, 12, 2, 24)
+    pages = {"k_pages": k.view(6, 4, 2, 16), "v_pages": v.view(6, 4, 2, 24)}
+    if table:
+        tables = torch.tensor([[5, 0, 2], [3, 1, 4]], dtype=torch.int32)
+        return {"k_cache": pages["k_pages"], "v_cache": pages["v_pages"], "block_table": tables}, (
+            pages | {"block_tables": tables}
+        )
+    tables = torch.arange(6, dtype=torch.int32).view(2, 3)
+    return {"k_cache": k, "v_cache": v}, pages | {"block_tables": tables}
+
+
+def copied(arguments: dict) -> dict:
+    return {name: x.clone() for name, x in arguments.items()}
+
+
+def assert_equal(got: torch.Tensor, want: torch.Tensor) -> None:
+    # Pages of another size are summed in another order.
+    torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("table", [False, True], ids=["dense", "paged"])
+@pytest.mark.parametrize("tokens", [1, 3])
+@pytest.mark.parametrize("new", [None, 1, 3])
+def test_decode(table: bool, tokens: int, new: int | None):
+    theirs, ours = map(copied, cached(table))
+    q = draw(2, tokens, 4, 16)
+    lengths = LENGTHS
+    options = {"causal": True, "window_size": (5, 0), "softcap": 2.0, "softmax_scale": 0.3}
+    if new is not None:
+        k, v = draw(2, new, 2, 16), draw(2, new, 2, 24)
+        theirs |= {"k": k, "v": v}
+        lengths = LENGTHS + new
+        append_kv(k, v, *ours.values(), lengths)
+    got, got_lse = flash_attn_with_kvcache(
+        q, **theirs, cache_seqlens=LENGTHS, return_softmax_lse=True, num_splits=2, **options
+    )
+    want, want_lse = paged_decode(
+        q, *ours.values(), lengths, return_lse=True, num_splits=2,
+        window_size=(5, None), softcap=2.0, scale=0.3,
+    )  # fmt: skip
+    assert_equal(got, want)
+    assert_equal(got_lse, want_lse)
+    # The cache was written in place.
+    assert torch.equal(theirs["k_cache"].flatten(0, 1), ours["k_pages"].flatten(0, 1))
+    assert torch.equal(theirs["v_cache"].flatten(0, 1), ours["v_pages"].flatten(0, 1))
+
+
+def test_lengths_as_a_number_or_absent():
+    theirs, ours = cached(False)
+    q = draw(2, 1, 4, 16)
+    full = torch.full((2,), 12, dtype=torch.int32)
+    assert_equal(flash_attn_with_kvcache(q, **theirs), paged_decode(q, *ours.values(), full))
+    five = torch.full((2,), 5, dtype=torch.int32)
+    got = flash_attn_with_kvcache(q, **theirs, cache_seqlens=5)
+    assert_equal(got, paged_decode(q, *ours.values(), five))
+    theirs, ours = cached(True)
+    assert_equal(flash_attn_with_kvcache(q, **theirs), paged_decode(q, *ours.values(), full))
+
+
+@pytest.mark.parametrize("length", [512, 300, 257, 1, 0])
+def test_dense_caches_of_any_length(length: int):
+    k_cache, v_cache = draw(2, length, 2, 16), draw(2, length, 2, 16)
+    q = draw(2, 1, 4, 16)
+    got = flash_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens=length)
+    assert_equal(got, flash_attention(q, k_cache, v_cache))
+
+
+@pytest.mark.parametrize(("batch", "slots"), [(1, slice(9)), (2, slice(None, None, 2))])
+def test_a_part_of_a_longer_cache(batch: int, slots: slice):
+    k_cache, v_cache = draw(batch, 12, 2, 16)[:, slots], draw(batch, 12, 2, 24)[:, slots]
+    q = draw(batch, 1, 4, 16)
+    assert_equal(flash_attn_with_kvcache(q, k_cache, v_cache), flash_attention(q, k_cache, v_cache))
+
+
+def test_several_tokens_under_a_window_that_ends_at_the_token_are_causal():
+    theirs, _ = cached(False)
+    q = draw(2, 3, 4, 16)
+    a = flash_attn_with_kvcache(q, **theirs, cache_seqlens=LENGTHS, window_size=(4, 0))
+    b = flash_attn_with_kvcache(
+        q, **theirs, cache_seqlens=LENGTHS, window_size=(4, -1), causal=True
+    )
+    assert torch.equal(a, b)
+
+
+ROTATION = torch.ones(12, 8)
+INDEX = torch.zeros(2, dtype=torch.int32)
+NEW = draw(2, 1, 2, 16)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"rotary_cos": ROTATION}, NotImplementedError, "rotary_cos: expected None, got Tensor"),
+        ({"rotary_sin": ROTATION}, NotImplementedError, "rotary_sin: expected None"),
+        ({"cache_batch_idx": INDEX}, NotImplementedError, "cache_batch_idx: expected None"),
+        ({"cache_leftpad": INDEX}, NotImplementedError, "cache_leftpad: expected None"),
+        ({"alibi_slopes": torch.ones(4)}, NotImplementedError, "alibi_slopes: expected None"),
+        ({"k": NEW}, ValueError, "v: expected k and v, or neither, got only one of them"),
+        ({"k": NEW, "v": NEW}, ValueError, "cache_seqlens: expected the length of the cache"),
+        (
+            {"k": NEW[:, 0], "v": NEW[:, 0], "cache_seqlens": 3},
+            ValueError, "k: expected 4 dimensions [B, T_new, Hkv, D], got shape (2, 2, 16)",
+        ),
+        ({"q": draw(2, 4, 16)}, ValueError, "q: expected 4 dimensions [B, T, Hq, D], got shape"),
+        (
+            {"q": draw(2, 3, 4, 16)},
+            NotImplementedError, "causal: expected True for 3 new tokens, got False",
+        ),
+        ({"q": draw(2, 17, 4, 16), "causal": True}, NotImplementedError, "q: expected at most 16"),
+        ({"q": draw(3, 1, 4, 16)}, ValueError, "k_cache: expected [3, S, Hkv, D] without block_t"),
+        ({"k_cache": draw(2, 24, 2, 16)[:, :12]}, ValueError, "k_cache: expected sequences wit"),
+        ({"num_splits": 257}, ValueError, "num_splits: expected None or an integer"),
+        ({"window_size": (-2, 0)}, ValueError, "window_size: expected None or a pair"),
+    ],
+)  # fmt: skip
+def test_flash_attn_with_kvcache_refuses(options, error, message):
+    theirs, _ = cached(False)
+    with pytest.raises(error) as caught:
+        flash_attn_with_kvcache(**{"q": draw(2, 1, 4, 16)} | theirs | options)
+    assert str(caught.value).startswith(message)

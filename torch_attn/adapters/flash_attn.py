@@ -1,0 +1,225 @@
+"""The signatures of flash-attn 2.8 on `torch_attn`.
+
+An argument that `torch_attn` has no code for is refused by name; none is ignored.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from interop.contract.spec import PAGE_SIZE_MAX
+from interop.contract.validate import fail
+from torch_attn import append_kv, flash_attention, paged_decode
+
+
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Tensor:
+    """Compute what `flash_attn.flash_attn_func` computes, with `torch_attn.flash_attention`.
+
+    Both align positions bottom-right, so that no argument changes its meaning: -1 in
+    `window_size` and 0.0 in `softcap` are None there.
+
+    Args:
+        q: [B, Sq, Hq, D], float16, bfloat16 or float32. The last dimension is contiguous, and D
+            is 16 to 256 in steps of 8; flash-attn copies and pads where that is not so.
+        k: [B, Skv, Hkv, D], q's dtype.
+        v: [B, Skv, Hkv, Dv], q's dtype.
+        dropout_p: 0.0.
+        softmax_scale: factor of the scores; None is ``D ** -0.5``.
+        causal: query i sees keys up to ``p = i + Skv - Sq``.
+        window_size: (left, right), keys from p - left to p + right; -1 is unlimited.
+        softcap: scores become ``softcap * tanh(score / softcap)``; 0.0 leaves them.
+        alibi_slopes: None.
+        deterministic: either; the gradients are deterministic in any case.
+        return_attn_probs: False. `torch_attn.flash_attention` returns the log-sum-exp.
+
+    Returns:
+        out [B, Sq, Hq, Dv] in q's dtype.
+
+    Raises:
+        NotImplementedError: dropout, ALiBi or the probabilities are asked for.
+        What `torch_attn.flash_attention` raises.
+
+    Example::
+
+        import torch
+        from torch_attn.adapters.flash_attn import flash_attn_func
+
+        q, k, v = torch.randn(3, 1, 128, 4, 64)
+        out = flash_attn_func(q, k, v, causal=True, window_size=(31, -1))
+    """
+    del deterministic
+    if dropout_p != 0:
+        fail(NotImplementedError, "dropout_p", "0.0", dropout_p)
+    _absent(alibi_slopes=alibi_slopes)
+    if return_attn_probs:
+        expected = "False (torch_attn.flash_attention has return_lse)"
+        fail(NotImplementedError, "return_attn_probs", expected, return_attn_probs)
+    return flash_attention(
+        q,
+        k,
+        v,
+        causal=causal,
+        scale=softmax_scale,
+        window_size=_window(window_size),
+        softcap=_softcap(softcap),
+    )
+
+
+def flash_attn_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    rotary_cos: None = None,
+    rotary_sin: None = None,
+    cache_seqlens: int | Tensor | None = None,
+    cache_batch_idx: None = None,
+    cache_leftpad: None = None,
+    block_table: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    alibi_slopes: None = None,
+    num_splits: int = 0,
+    return_softmax_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Compute what `flash_attn.flash_attn_with_kvcache` computes, with `torch_attn.paged_decode`.
+
+    A dense cache is read as pages of the largest size, up to 256, that divides its length; nothing
+    is copied. With k and v, `append_kv` writes them into the cache first, in place.
+
+    Args:
+        q: [B, T, Hq, D], T from 1 to 16, float16 or bfloat16.
+        k_cache: [B, S, Hkv, D], or with `block_table` [P, page_size, Hkv, D], page_size 1 to 256;
+            q's dtype. The sequences of a dense cache follow each other without gaps.
+        v_cache: [B, S, Hkv, Dv] or [P, page_size, Hkv, Dv], q's dtype.
+        k: [B, T_new, Hkv, D], T_new up to 16, new keys to append; None appends nothing.
+        v: [B, T_new, Hkv, Dv], given where k is.
+        rotary_cos, rotary_sin: None. Rotate q and k before the call.
+        cache_seqlens: [B] int32 or an int, the keys in the cache **before** k is appended. None is
+            a full cache.
+        cache_batch_idx, cache_leftpad: None.
+        block_table: [B, max_pages] int32, ids of pages.
+        softmax_scale: factor of the scores; None is ``D ** -0.5``.
+        causal: the new tokens see each other causally. With T above 1 it is True, or
+            `window_size` ends in 0, which means the same.
+        window_size: (left, right), a token sees keys from p - left on; -1 is unlimited.
+        softcap: scores become ``softcap * tanh(score / softcap)``; 0.0 leaves them.
+        rotary_interleaved: either; it describes a rotation that is not done.
+        alibi_slopes: None.
+        num_splits: parts, up to 256, that each sequence's keys are worked on in; 0 chooses.
+        return_softmax_lse: return the log-sum-exp as well.
+
+    Returns:
+        out [B, T, Hq, Dv] in q's dtype; with `return_softmax_lse` the pair (out, lse), lse
+        [B, Hq, T] in float32, natural logarithm.
+
+    Raises:
+        NotImplementedError: rotation, ALiBi, `cache_batch_idx`, `cache_leftpad`, or several tokens
+            without a causal mask are asked for.
+        ValueError: only one of k and v is given; k comes without `cache_seqlens`; a dense cache
+            has another batch size than q, or gaps between its sequences.
+        What `torch_attn.paged_decode` and `torch_attn.append_kv` raise.
+
+    Example::
+
+        import torch
+        from torch_attn.adapters.flash_attn import flash_attn_with_kvcache
+
+        k_cache, v_cache = torch.zeros(2, 4, 512, 2, 64, dtype=torch.bfloat16)
+        q = torch.randn(4, 1, 8, 64, dtype=torch.bfloat16)
+        k, v = torch.randn(2, 4, 1, 2, 64, dtype=torch.bfloat16)
+        lengths = torch.tensor([0, 7, 100, 511], dtype=torch.int32)
+        out = flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens=lengths)
+    """
+    del rotary_interleaved
+    _absent(
+        rotary_cos=rotary_cos,
+        rotary_sin=rotary_sin,
+        cache_batch_idx=cache_batch_idx,
+        cache_leftpad=cache_leftpad,
+        alibi_slopes=alibi_slopes,
+    )
+    if (k is None) != (v is None):
+        fail(ValueError, "v", "k and v, or neither", "only one of them")
+    for name, x, layout in (("q", q, "[B, T, Hq, D]"), ("k", k, "[B, T_new, Hkv, D]")):
+        if x is not None and x.ndim != 4:
+            fail(ValueError, name, f"4 dimensions {layout}", f"shape {tuple(x.shape)}")
+    if q.shape[1] > 1 and not causal and window_size[1] != 0:
+        fail(NotImplementedError, "causal", f"True for {q.shape[1]} new tokens", causal)
+    if block_table is None:
+        k_cache, v_cache, block_table = _as_pages(q, k_cache, v_cache)
+    if cache_seqlens is None:
+        if k is not None:
+            fail(ValueError, "cache_seqlens", "the length of the cache before k", None)
+        cache_seqlens = block_table.shape[1] * k_cache.shape[1]
+    if isinstance(cache_seqlens, int):
+        cache_seqlens = torch.full((len(q),), cache_seqlens, dtype=torch.int32, device=q.device)
+    if k is not None and v is not None:
+        cache_seqlens = cache_seqlens + k.shape[1]
+        append_kv(k, v, k_cache, v_cache, block_table, cache_seqlens)
+    return paged_decode(
+        q,
+        k_cache,
+        v_cache,
+        block_table,
+        cache_seqlens,
+        scale=softmax_scale,
+        window_size=_window(window_size),
+        softcap=_softcap(softcap),
+        num_splits=None if num_splits == 0 else num_splits,
+        return_lse=return_softmax_lse,
+    )
+
+
+def _as_pages(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return views of a dense cache [B, S, H, D] as pages, and their table."""
+    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+        if cache.ndim != 4 or cache.shape[:2] != (len(q), k_cache.shape[1]):
+            expected = f"[{len(q)}, S, Hkv, D] without block_table, S alike for both caches"
+            fail(ValueError, name, expected, tuple(cache.shape))
+        dense = cache.stride(0) == cache.shape[1] * cache.stride(1)
+        if len(q) > 1 and cache.numel() > 0 and not dense:
+            fail(ValueError, name, "sequences without gaps", f"strides {cache.stride()}")
+    batch, length = k_cache.shape[:2]
+    page_size = next(n for n in range(PAGE_SIZE_MAX, 0, -1) if length % n == 0)
+    pages = batch * length // page_size
+    table = torch.arange(pages, dtype=torch.int32, device=q.device).view(batch, length // page_size)
+    k_pages, v_pages = (
+        cache.view(pages, page_size, *cache.shape[2:]) for cache in (k_cache, v_cache)
+    )
+    return k_pages, v_pages, table
+
+
+def _absent(**arguments: object) -> None:
+    """Refuse the arguments that flash-attn knows and `torch_attn` does not, where they are set."""
+    for name, value in arguments.items():
+        if value is not None:
+            fail(NotImplementedError, name, "None", type(value).__name__)
+
+
+def _window(window_size: tuple[int, int]) -> tuple[int | None, int | None]:
+    """Return flash-attn's pair with None for "unlimited" (-1)."""
+    left, right = (None if side == -1 else side for side in window_size)
+    return left, right
+
+
+def _softcap(softcap: float) -> float | None:
+    """Return flash-attn's softcap with None for "off" (0.0)."""
+    return None if softcap == 0 else softcap
