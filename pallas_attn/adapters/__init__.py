@@ -1,0 +1,1 @@
+"""Other libraries' attention calls on `pallas_attn`. Each module is imported by its own name."""

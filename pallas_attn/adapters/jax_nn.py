@@ -1,0 +1,119 @@
+"""The signature of `jax.nn.dot_product_attention` on `pallas_attn`.
+
+An argument that `pallas_attn` has no code for is refused by name; none is ignored.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+from interop.contract.validate import fail
+from pallas_attn import flash_attention
+
+
+def dot_product_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    bias: None = None,
+    mask: None = None,
+    *,
+    scale: float | None = None,
+    is_causal: bool = False,
+    query_seq_lengths: None = None,
+    key_value_seq_lengths: None = None,
+    local_window_size: int | tuple[int, int] | None = None,
+    implementation: str | None = None,
+    return_residual: bool = False,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """Compute what `jax.nn.dot_product_attention` computes, with `pallas_attn.flash_attention`.
+
+    Positions are aligned top-left as in `jax.nn`: query i stands at key position i, whatever the
+    lengths. Keys that no query sees are cut off, which leaves a window of `flash_attention`.
+
+    Args:
+        query: [B, T, N, H] or [T, N, H], float16, bfloat16 or float32. H is 16 to 256 in steps of
+            8.
+        key: [B, S, K, H] or [S, K, H], the query's dtype. N is a multiple of K.
+        value: [B, S, K, H] or [S, K, H], the query's dtype.
+        bias, mask: None.
+        scale: factor of the scores; None is ``H ** -0.5``.
+        is_causal: query i sees keys up to i.
+        query_seq_lengths, key_value_seq_lengths: None.
+        local_window_size: (left, right), or one number for both: query i sees keys from i - left
+            to i + right, at least one of them.
+        implementation: pallas_attn's: "triton", "reference" or None. "xla" and "cudnn" are
+            jax.nn's.
+        return_residual: return the log-sum-exp as well.
+
+    Returns:
+        out, query's shape and dtype; with `return_residual` the pair (out, lse), lse [B, T, N] or
+        [T, N] in the query's dtype, natural logarithm, without a gradient.
+
+    Raises:
+        NotImplementedError: a bias, a mask or lengths are given; the window leaves a query no key
+            (where jax.nn takes the mean of all values).
+        What `pallas_attn.flash_attention` raises.
+
+    Example::
+
+        import jax
+        from pallas_attn.adapters.jax_nn import dot_product_attention
+
+        q, k, v = jax.random.normal(jax.random.key(0), (3, 1, 128, 4, 64))
+        out = jax.jit(lambda *qkv: dot_product_attention(*qkv, is_causal=True))(q, k, v)
+    """
+    for name, x in (
+        ("bias", bias),
+        ("mask", mask),
+        ("query_seq_lengths", query_seq_lengths),
+        ("key_value_seq_lengths", key_value_seq_lengths),
+    ):
+        if x is not None:
+            fail(NotImplementedError, name, "None", type(x).__name__)
+    operands = {"query": query, "key": key, "value": value}
+    arrays = {name: jnp.asarray(x) for name, x in operands.items()}
+    for name, x in arrays.items():
+        if x.ndim not in (3, 4):
+            fail(ValueError, name, "3 or 4 dimensions", f"shape {x.shape}")
+    q, k, v = (x if x.ndim == 4 else x[None] for x in arrays.values())
+    if v.shape[1] != k.shape[1]:
+        fail(ValueError, "value", f"key's length {k.shape[1]}", v.shape[1])
+
+    if isinstance(local_window_size, int):
+        local_window_size = (local_window_size, local_window_size)
+    left = right = None
+    if local_window_size is not None:
+        left, right = local_window_size
+        if left < 0 or right < 0:
+            fail(ValueError, "local_window_size", "non-negative integers", local_window_size)
+    if is_causal:
+        right = 0
+    if right is not None:
+        seen = min(k.shape[1], q.shape[1] + right)
+        k, v = k[:, :seen], v[:, :seen]
+        # flash_attention places query i at key i + shift.
+        shift = seen - q.shape[1]
+        right -= shift
+        if left is not None:
+            left += shift
+            if left < 0:
+                expected = "a window with a key for each query"
+                fail(NotImplementedError, "local_window_size", expected, local_window_size)
+    out, lse = flash_attention(
+        q,
+        k,
+        v,
+        scale=scale,
+        window_size=(left, right),
+        return_lse=True,
+        implementation=implementation,
+    )
+    shape = arrays["query"].shape[:-1]
+    out = out.reshape(*shape, out.shape[-1])
+    if not return_residual:
+        return out
+    lse = jax.lax.stop_gradient(lse.transpose(0, 2, 1).reshape(shape))
+    return out, lse.astype(out.dtype)

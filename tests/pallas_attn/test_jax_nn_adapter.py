@@ -1,0 +1,112 @@
+"""`jax.nn.dot_product_attention`'s signature on pallas_attn, against the function itself."""
+
+import inspect
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+
+from interop.contract.tolerances import compare_to_reference
+from pallas_attn.adapters.jax_nn import dot_product_attention
+
+
+def inputs(seq_q: int, seq_kv: int, dtype=jnp.bfloat16, batch: tuple[int, ...] = (2,)):
+    keys = jax.random.split(jax.random.key(seq_q * 100 + seq_kv), 3)
+    shapes = ((*batch, seq_q, 4, 16), *[(*batch, seq_kv, 2, 16)] * 2)
+    return [jax.random.normal(key, shape, dtype) for key, shape in zip(keys, shapes, strict=True)]
+
+
+def assert_like_jax(function, operands, kind="output", **options) -> None:
+    """Hold ``function(attention)(*operands)`` to jax.nn's in float32."""
+    theirs, ours = (
+        function(lambda *qkv, attention=attention: attention(*qkv, **options))
+        for attention in (jax.nn.dot_product_attention, dot_product_attention)
+    )
+    wanted = theirs(*(x.astype(jnp.float32) for x in operands))
+    results = zip(*map(jax.tree.leaves, (ours(*operands), wanted, theirs(*operands))), strict=True)
+    for got, ref, lp in results:
+        assert (got.shape, got.dtype) == (lp.shape, lp.dtype)
+        got, ref, lp = (torch.from_numpy(np.array(x, np.float64)) for x in (got, ref, lp))
+        agreement = compare_to_reference(got, ref, lp, operands[0].dtype.name, kind)
+        assert agreement.ok, agreement
+
+
+def test_the_signature_is_that_of_jax_nn():
+    ours, theirs = map(inspect.signature, (dot_product_attention, jax.nn.dot_product_attention))
+    described = [(name, p.kind, p.default) for name, p in theirs.parameters.items()]
+    assert [(name, p.kind, p.default) for name, p in ours.parameters.items()] == described
+
+
+@pytest.mark.parametrize(("seq_q", "seq_kv"), [(3, 7), (7, 3)])
+@pytest.mark.parametrize(
+    ("causal", "window"),
+    [(True, None), (True, 4), (True, (6, 1)), (False, (4, 1)), (False, (5, 9))],
+)
+def test_alignment(seq_q, seq_kv, causal, window):
+    operands = inputs(seq_q, seq_kv)
+    assert_like_jax(jax.jit, operands, is_causal=causal, local_window_size=window)
+
+
+@pytest.mark.parametrize(
+    ("operands", "options"),
+    [
+        (inputs(5, 7), {"scale": 0.3}),
+        (inputs(5, 7), {"return_residual": True}),
+        (inputs(5, 7, batch=()), {"return_residual": True, "is_causal": True}),
+        (inputs(5, 7), {"bias": None, "mask": None, "query_seq_lengths": None}),
+    ],
+    ids=["scale", "residual", "without batch", "absent arguments"],
+)
+def test_options(operands, options):
+    assert_like_jax(jax.jit, operands, **options)
+
+
+@pytest.mark.parametrize(("seq_q", "seq_kv"), [(3, 7), (7, 3)])
+def test_gradients(seq_q, seq_kv):
+    def gradient(attention):
+        return jax.grad(lambda *qkv: jnp.sum(jnp.sin(attention(*qkv))), argnums=(0, 1, 2))
+
+    options = {"is_causal": True, "local_window_size": (5, 0)}
+    assert_like_jax(gradient, inputs(seq_q, seq_kv), "gradient", **options)
+
+
+def test_numpy_arrays():
+    q, k, v = (np.array(x) for x in inputs(5, 7))
+    assert jnp.array_equal(dot_product_attention(q, k, v), dot_product_attention(*inputs(5, 7)))
+
+
+MASK = jnp.ones((1, 1, 9, 7), bool)
+LENGTHS = jnp.array([3, 4], jnp.int32)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"bias": MASK * 1.0}, NotImplementedError, "bias: expected None, got ArrayImpl"),
+        ({"mask": MASK}, NotImplementedError, "mask: expected None"),
+        ({"query_seq_lengths": LENGTHS}, NotImplementedError, "query_seq_lengths: expected None"),
+        (
+            {"key_value_seq_lengths": LENGTHS},
+            NotImplementedError, "key_value_seq_lengths: expected None",
+        ),
+        (
+            {"local_window_size": (1, 0)},
+            NotImplementedError, "local_window_size: expected a window with a key for each query",
+        ),
+        ({"local_window_size": (-1, 0)}, ValueError, "local_window_size: expected non-negative"),
+        ({"local_window_size": (9, -3)}, ValueError, "local_window_size: expected non-negative"),
+        ({"implementation": "cudnn"}, ValueError, "implementation: expected None or one of"),
+        (
+            {"value": jnp.zeros((2, 8, 2, 16)), "is_causal": True},
+            ValueError, "value: expected key's length 7, got 8",
+        ),
+        ({"query": jnp.zeros((9, 16))}, ValueError, "query: expected 3 or 4 dimensions"),
+    ],
+)  # fmt: skip
+def test_refuses(options, error, message):
+    arguments = dict(zip(("query", "key", "value"), inputs(9, 7), strict=True))
+    with pytest.raises(error) as caught:
+        dot_product_attention(**arguments | options)
+    assert str(caught.value).startswith(message)
