@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from interop.contract.validate import fail
 from pallas_attn import flash_attention
+from twin_attention.contract.validate import fail
 
 
 def dot_product_attention(

@@ -19,8 +19,8 @@ GROUND = ", ".join(
     ("modules", "forbidden"),
     [
         (GROUND, {"jax", "torch", "triton"}),
-        ("torch_attn", {"jax", "pallas_attn"}),
-        ("pallas_attn", {"torch", "triton", "torch_attn"}),
+        ("torch_attn", {"jax", "pallas_attn", "transformers", "torch_attn.adapters"}),
+        ("pallas_attn", {"torch", "triton", "torch_attn", "pallas_attn.adapters"}),
     ],
     ids=["ground", "torch_attn", "pallas_attn"],
 )

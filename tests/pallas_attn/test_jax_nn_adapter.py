@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from interop.contract.tolerances import compare_to_reference
 from pallas_attn.adapters.jax_nn import dot_product_attention
+from twin_attention.contract.tolerances import compare_to_reference
 
 
 def inputs(seq_q: int, seq_kv: int, dtype=jnp.bfloat16, batch: tuple[int, ...] = (2,)):

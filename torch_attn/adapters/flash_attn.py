@@ -8,9 +8,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from interop.contract.spec import PAGE_SIZE_MAX
-from interop.contract.validate import fail
 from torch_attn import append_kv, flash_attention, paged_decode
+from twin_attention.contract.spec import PAGE_SIZE_MAX
+from twin_attention.contract.validate import fail
 
 
 def flash_attn_func(

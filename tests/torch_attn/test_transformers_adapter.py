@@ -1,0 +1,245 @@
+"""transformers models on torch_attn, against their own eager attention; nothing is downloaded."""
+
+import os
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+from torch_attn.adapters.transformers import attention_forward, register  # noqa: E402
+from twin_attention.contract.spec import Window  # noqa: E402
+
+SMALL = {
+    "vocab_size": 64,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "attn_implementation": "torch_attn",
+}
+WINDOW = 5
+
+
+def model(kind: str, **options):
+    """Return a small random model in float32."""
+    register()
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{kind}Config")(**SMALL | options)
+    return getattr(transformers, f"{kind}ForCausalLM")(config).eval()
+
+
+MODELS = {
+    "Llama": {},
+    "Mistral": {"sliding_window": WINDOW},
+    # a window in one layer and none in the other; softcap
+    "Gemma2": {
+        "sliding_window": WINDOW, "attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 16,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
+    # its layers are told of the window by the mask alone
+    "PhiMoE": {"sliding_window": WINDOW, "num_local_experts": 2},
+}  # fmt: skip
+KINDS = {"PhiMoE": "Phimoe"}
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def causal_model(request):
+    return model(KINDS.get(request.param, request.param), **MODELS[request.param])
+
+
+def tokens(*shape: int) -> torch.Tensor:
+    return torch.randint(1, 64, shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def both(model, function):
+    """What ``function(model)`` gives with eager attention and with torch_attn."""
+    results = []
+    for implementation in ("eager", "torch_attn"):
+        model.set_attn_implementation(implementation)
+        results.append(function(model))
+    return results
+
+
+def assert_close(got: torch.Tensor, want: torch.Tensor) -> None:
+    torch.testing.assert_close(got, want)
+
+
+def test_whole_sequences(causal_model):
+    ids = tokens(2, 12)
+    with torch.no_grad():
+        ones = torch.ones_like(ids)
+        eager, ours = both(causal_model, lambda m: m(ids, attention_mask=ones).logits)
+        assert_close(ours, eager)
+        last_changed = causal_model(torch.cat([ids[:, :-1], tokens(2, 1)], 1)).logits
+    # No token sees what follows it.
+    assert_close(last_changed[:, :-1], ours[:, :-1])
+    assert (last_changed[:, -1] - ours[:, -1]).abs().max() > 1e-3
+
+
+def test_prefill_in_parts_and_decode(causal_model):
+    ids = tokens(2, 12)
+
+    def run(m):
+        cache = transformers.DynamicCache(config=m.config)
+        parts = ids.split([4, 5, 1, 1, 1], dim=1)
+        return torch.cat([m(part, past_key_values=cache).logits for part in parts], 1)
+
+    with torch.no_grad():
+        eager, ours = both(causal_model, run)
+        assert_close(ours, eager)
+        assert_close(ours, causal_model(ids).logits)
+
+
+def test_generate(causal_model):
+    eager, ours = both(
+        causal_model,
+        lambda m: m.generate(
+            tokens(2, 4),
+            max_new_tokens=6,
+            do_sample=False,
+            output_logits=True,
+            return_dict_in_generate=True,
+        ),
+    )
+    assert torch.equal(eager.sequences, ours.sequences)
+    assert_close(torch.stack(ours.logits), torch.stack(eager.logits))
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_training(checkpointing):
+    llama = model("Llama").train()
+    if checkpointing:
+        llama.activation_checkpointing_enable()
+    ids = tokens(2, 12)
+
+    def gradients(m):
+        return torch.autograd.grad(m(ids, labels=ids).loss, list(m.parameters()))
+
+    for want, got in zip(*both(llama, gradients), strict=True):
+        assert_close(got, want)
+
+
+def test_a_window_that_the_model_tells_the_mask_alone_is_kept():
+    """As if a layer did not pass `sliding_window` on, which some models do not."""
+    mistral = model("Mistral", sliding_window=WINDOW)
+    for layer in mistral.model.layers:
+        layer.self_attn.config = transformers.MistralConfig(**SMALL, sliding_window=None)
+    ids = tokens(2, 12)
+    with torch.no_grad():
+        eager = both(model("Mistral", sliding_window=WINDOW), lambda m: m(ids).logits)[0]
+        assert_close(mistral(ids).logits, eager)
+
+
+def test_bidirectional():
+    register()
+    torch.manual_seed(0)
+    sizes = {name: SMALL[name] for name in SMALL if name not in ("num_key_value_heads", "head_dim")}
+    bert = transformers.BertModel(transformers.BertConfig(**sizes)).eval()
+    with torch.no_grad():
+        eager, ours = both(bert, lambda m: m(tokens(2, 9)).last_hidden_state)
+    assert_close(ours, eager)
+
+
+def test_a_causal_model_called_bidirectionally():
+    llama = model("Llama")
+    with torch.no_grad():
+        eager, ours = both(llama, lambda m: m(tokens(2, 9), is_causal=False).logits)
+        assert_close(ours, eager)
+        assert (ours - llama(tokens(2, 9)).logits).abs().max() > 1e-3
+
+
+def test_compiled():
+    llama = model("Llama")
+    with torch.no_grad():
+        want = llama(tokens(2, 9)).logits
+        compiled = torch.compile(llama, backend="eager", fullgraph=True)
+        assert_close(compiled(tokens(2, 9)).logits, want)
+
+
+IDS = tokens(2, 8)
+LEFT_PADDED = torch.ones_like(IDS).index_fill(1, torch.tensor([0]), 0)
+PACKED = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3]]).expand(2, -1)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"attention_mask": LEFT_PADDED}, "attention_mask: expected no padding"),
+        ({"attention_mask": LEFT_PADDED.flip(1)}, "attention_mask: expected no padding"),
+        ({"attention_mask": torch.zeros(2, 1, 8, 8)}, "attention_mask: expected the mask that"),
+        ({"position_ids": PACKED, "use_cache": False}, "attention_mask: expected a causal, slid"),
+        ({"output_attentions": True}, "output_attentions: expected None or False"),
+        ({"cu_seq_lens_q": torch.tensor([0, 8])}, "cu_seq_lens_q: expected None"),
+        ({"an_option_of_tomorrow": 1.0}, "an_option_of_tomorrow: expected None or False, got flo"),
+    ],
+    ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
+)
+def test_refuses(options, message):
+    with pytest.raises(NotImplementedError) as caught:
+        model("Llama")(IDS, **options)
+    assert str(caught.value).startswith(message)
+
+
+def test_refuses_left_padding_in_generate():
+    with pytest.raises(NotImplementedError, match="attention_mask: expected no padding"):
+        model("Llama").generate(IDS, attention_mask=LEFT_PADDED, max_new_tokens=2)
+
+
+def test_refuses_static_caches():
+    with pytest.raises(NotImplementedError, match="past_key_values: expected a cache of the token"):
+        model("Llama").generate(IDS, max_new_tokens=4, cache_implementation="static")
+
+
+def test_refuses_dropout():
+    with pytest.raises(NotImplementedError, match="dropout: expected 0"):
+        model("Llama", attention_dropout=0.1).train()(IDS)
+
+
+def test_refuses_sinks():
+    with pytest.raises(NotImplementedError, match="s_aux: expected None or False"):
+        model("GptOss", num_local_experts=2)(IDS)
+
+
+def test_refuses_chunked_attention():
+    from transformers.masking_utils import create_chunked_causal_mask
+
+    config = model("Llama", attention_chunk_size=4).config
+    with pytest.raises(NotImplementedError, match="attention_chunk_size: expected None, got 4"):
+        create_chunked_causal_mask(config, torch.zeros(2, 8, 64), None, None)
+
+
+@pytest.mark.parametrize(
+    ("mask", "options", "message"),
+    [
+        (Window(None, 0), {"is_causal": False}, "is_causal: expected what the model's mask says"),
+        (None, {}, "is_causal: expected a bool where there is no attention_mask"),
+        (None, {"is_causal": True, "sliding_window": 3}, "attention_mask: expected a mask of the"),
+    ],
+)
+def test_a_layer_without_its_mask_is_refused(mask, options, message):
+    q, k = torch.zeros(1, 4, 5, 16), torch.zeros(1, 2, 5, 16)
+    with pytest.raises(NotImplementedError) as caught:
+        attention_forward(torch.nn.Module(), q, k, k, mask, **options)
+    assert str(caught.value).startswith(message)
+
+
+def test_refuses_a_mask_function_of_the_users():
+    from transformers.masking_utils import create_causal_mask
+
+    llama = model("Llama")
+    with pytest.raises(NotImplementedError, match="attention_mask: expected a causal, sliding"):
+        create_causal_mask(
+            llama.config, torch.zeros(2, 8, 64), None, None, or_mask_function=lambda *_: True
+        )
+
+
+def test_refuses_a_name_that_transformers_takes_for_flash_attn():
+    with pytest.raises(ValueError, match="name: expected a name without"):
+        register("flash_twin")
