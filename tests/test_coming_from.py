@@ -1,0 +1,280 @@
+"""Every row of docs/coming-from.md: the other library's call and ours give the same.
+
+SDPA, jax.nn and transformers are the real ones. flash-attn, FlashInfer and vLLM need a GPU, so
+plain definitions of what their documentation promises stand in for them.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import torch_attn
+from interop.contract.tolerances import compare_to_reference
+
+PAGE = Path(__file__).parents[1] / "docs" / "coming-from.md"
+CELL = re.compile(r"`([^`]+)`")
+SQ, SKV, W = 4, 7, 3
+
+
+def rows() -> list[tuple[str, str, str]]:
+    """Each row of the page's tables: the heading above it, their call, our call."""
+    found, heading = [], ""
+    for line in PAGE.read_text().splitlines():
+        if line.startswith("## "):
+            heading = line[3:]
+        elif line.startswith("| `"):
+            cells = [CELL.fullmatch(cell.strip()) for cell in line.split("|")[1:3]]
+            found.append((heading, *(cell[1] if cell else line for cell in cells)))
+    return found
+
+
+def plain(
+    q: Tensor, k: Tensor, v: Tensor, scale=None, causal=False, left=-1, right=-1, softcap=0.0
+) -> tuple[Tensor, Tensor]:
+    """Attention of [S, H, D] with flash-attn's rules; -1 and 0.0 are off. Returns out and lse."""
+    groups = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+    s = torch.einsum("ihd,jhd->hij", q, k) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    s = softcap * torch.tanh(s / softcap) if softcap > 0 else s
+    i, j = torch.arange(q.shape[0])[:, None] + k.shape[0] - q.shape[0], torch.arange(k.shape[0])
+    hidden = (j > i) if causal else torch.zeros_like(j > i)
+    hidden |= (j < i - left) if left >= 0 else hidden
+    hidden |= (j > i + right) if right >= 0 else hidden
+    s = s.masked_fill(hidden, -math.inf)
+    return torch.einsum("hij,jhd->ihd", s.softmax(-1), v), s.logsumexp(-1)
+
+
+def gather(pages: Tensor, table: Tensor, length: Tensor) -> Tensor:
+    """One sequence's keys or values, out of their pages."""
+    return pages[table.long()].flatten(0, 1)[: int(length)]
+
+
+def flash_attn(dtype: torch.dtype) -> dict[str, Any]:
+    def flash_attn_func(
+        q, k, v, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0
+    ):
+        options = (softmax_scale, causal, *window_size, softcap)
+        return torch.stack([plain(*qkv, *options)[0] for qkv in zip(q, k, v, strict=True)])
+
+    def flash_attn_with_kvcache(
+        q, k_cache, v_cache, k=None, v=None, *, cache_seqlens, block_table,
+        causal=False, window_size=(-1, -1),
+    ):  # fmt: skip
+        outs = []
+        for b, (table, n) in enumerate(zip(block_table, cache_seqlens, strict=True)):
+            keys, values = gather(k_cache, table, n), gather(v_cache, table, n)
+            if k is not None:
+                keys, values = torch.cat([keys, k[b]]), torch.cat([values, v[b]])
+            outs.append(plain(q[b], keys, values, None, causal, *window_size)[0])
+        return torch.stack(outs)
+
+    new = {
+        f"{x}{t}": draw(2, t, h, dtype=dtype)
+        for x, h in (("q", 4), ("k", 2), ("v", 2))
+        for t in (1, 3)
+    }
+    return {
+        "flash_attn_func": flash_attn_func,
+        "flash_attn_with_kvcache": flash_attn_with_kvcache,
+        **qkv(dtype),
+        **new,
+        **cache(dtype, "k_cache", "v_cache"),
+        "n": torch.tensor([5, 9], dtype=torch.int32),
+    }
+
+
+def sdpa(dtype: torch.dtype) -> dict[str, Any]:
+    from torch.nn.attention.bias import causal_lower_right
+
+    names = {name: x.transpose(1, 2) for name, x in qkv(dtype, heads_kv=4).items()}
+    return {
+        "sdpa": torch.nn.functional.scaled_dot_product_attention,
+        "causal_lower_right": causal_lower_right,
+        **names,
+        **{f"{name}t": x.transpose(1, 2) for name, x in names.items()},
+        "long": draw(2, 9, 4, dtype=dtype).transpose(1, 2),
+        "Sq": SQ,
+        "Skv": SKV,
+        "Slong": 9,
+    }
+
+
+def jax_nn(dtype: torch.dtype) -> dict[str, Any]:
+    import jax
+
+    import pallas_attn
+
+    return {
+        "attend": jax.nn.dot_product_attention,
+        "flash_attention": pallas_attn.flash_attention,
+        **{name: jax.numpy.asarray(x.numpy()) for name, x in qkv(dtype).items()},
+        "Sq": SQ,
+    }
+
+
+def flashinfer(dtype: torch.dtype) -> dict[str, Any]:
+    def single_prefill_with_kv_cache(
+        q, k, v, causal=False, sm_scale=None, window_left=-1, logits_soft_cap=0.0, return_lse=False
+    ):
+        out, lse = plain(q, k, v, sm_scale, causal, window_left, -1, logits_soft_cap)
+        return (out, lse.T / math.log(2)) if return_lse else out
+
+    def run(q, kv_cache):
+        indptr, indices, last = (names[x] for x in ("indptr", "indices", "last_page_len"))
+        outs = []
+        for b in range(len(q)):
+            pages = indices[indptr[b] : indptr[b + 1]]
+            keys, values = (gather(x, pages, (len(pages) - 1) * 4 + last[b]) for x in kv_cache)
+            outs.append(plain(q[b : b + 1], keys, values)[0][0])
+        return torch.stack(outs)
+
+    def run_hnd(q, kv_cache):
+        return run(q, [x.transpose(1, 2) for x in kv_cache])
+
+    names = {
+        "single_prefill_with_kv_cache": single_prefill_with_kv_cache,
+        "single_decode_with_kv_cache": lambda q, k, v: plain(q[None], k, v)[0][0],
+        "wrapper": SimpleNamespace(run=run),
+        "hnd_wrapper": SimpleNamespace(run=run_hnd),
+        "log": math.log,
+        **{name: x[0] for name, x in qkv(dtype).items()},
+        "q1": draw(2, 4, dtype=dtype),
+        **cache(dtype, "k_pages", "v_pages"),
+    }
+    names["k_hnd"], names["v_hnd"] = (
+        names[x].transpose(1, 2).contiguous() for x in ("k_pages", "v_pages")
+    )
+    block = re.search(r"## FlashInfer.*?```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    exec(block[1], names)
+    return names
+
+
+def vllm(dtype: torch.dtype) -> dict[str, Any]:
+    def flash_attn_varlen_func(
+        q, k, v, *, cu_seqlens_q, seqused_k, block_table,
+        causal, window_size=(-1, -1), softcap=0.0,
+    ):  # fmt: skip
+        outs = []
+        for b, (table, n) in enumerate(zip(block_table, seqused_k, strict=True)):
+            new = q[cu_seqlens_q[b] : cu_seqlens_q[b + 1]]
+            keys, values = gather(k, table, n), gather(v, table, n)
+            outs.append(plain(new, keys, values, None, causal, *window_size, softcap)[0])
+        return torch.cat(outs)
+
+    def reshape_and_cache_flash(key, value, key_cache, value_cache, slot_mapping, *_):
+        for new, pool in ((key, key_cache), (value, value_cache)):
+            pool.view(-1, *pool.shape[2:])[slot_mapping] = new
+        return key_cache, value_cache
+
+    names = {
+        "flash_attn_varlen_func": flash_attn_varlen_func,
+        "reshape_and_cache_flash": reshape_and_cache_flash,
+        "q": draw(2, 4, dtype=dtype),
+        "key": draw(2, 2, dtype=dtype),
+        "value": draw(2, 2, dtype=dtype) + 1,
+        **cache(dtype, "key_cache", "value_cache"),
+        "one_each": torch.tensor([0, 1, 2]),
+        "seq_lens": torch.tensor([5, 9], dtype=torch.int32),
+    }
+    last = names["seq_lens"].long() - 1
+    pages = names["table"].long().gather(1, last[:, None] // 4)[:, 0]
+    return names | {"slot_mapping": pages * 4 + last % 4}
+
+
+def transformers(dtype: torch.dtype) -> dict[str, Any]:
+    pytest.importorskip("transformers")
+    from transformers.masking_utils import (
+        bidirectional_mask_function,
+        causal_mask_function,
+        eager_mask,
+        sliding_window_causal_mask_function,
+    )
+    from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward
+
+    def mask(function):
+        return eager_mask(2, SQ, SKV, SKV - SQ, mask_function=function, dtype=dtype)
+
+    names = {name: x.transpose(1, 2) for name, x in qkv(dtype).items()}
+    return {
+        "eager": lambda layer, q, k, v, mask, scaling, softcap=None: eager_attention_forward(
+            layer, q, k, v, mask, scaling=scaling, softcap=softcap
+        ),
+        "layer": SimpleNamespace(num_key_value_groups=2, training=False, head_dim=16),
+        "causal": mask(causal_mask_function),
+        "full": mask(bidirectional_mask_function),
+        "sliding": lambda size: mask(sliding_window_causal_mask_function(size)),
+        "scaling": 16**-0.5,
+        **names,
+        **{f"{name}t": x.transpose(1, 2) for name, x in names.items()},
+    }
+
+
+def draw(*shape: int, dtype: torch.dtype) -> Tensor:
+    """Standard normal values, a function of the shape alone, already rounded to float16."""
+    generator = torch.Generator().manual_seed(sum(shape))
+    return torch.randn(*shape, 16, generator=generator).half().to(dtype)
+
+
+def qkv(dtype: torch.dtype, heads_kv: int = 2) -> dict[str, Tensor]:
+    """q, k and v [B, S, H, D]."""
+    return {
+        "q": draw(2, SQ, 4, dtype=dtype),
+        "k": draw(2, SKV, heads_kv, dtype=dtype),
+        "v": draw(2, SKV, heads_kv, dtype=dtype) * 0.5 + 1,
+    }
+
+
+def cache(dtype: torch.dtype, keys: str, values: str) -> dict[str, Tensor]:
+    """Pools of seven pages of four slots, and a table of three pages for each of two sequences."""
+    return {
+        keys: draw(7, 4, 2, dtype=dtype),
+        values: draw(7, 4, 2, dtype=dtype) * 0.5 + 1,
+        "table": torch.tensor([[3, 0, 5], [6, 1, 4]], dtype=torch.int32),
+    }
+
+
+LIBRARIES = {
+    "flash-attn": flash_attn,
+    "torch SDPA": sdpa,
+    "jax.nn": jax_nn,
+    "FlashInfer": flashinfer,
+    "vLLM": vllm,
+    "Hugging Face transformers": transformers,
+}
+
+
+def results(library: str, code: str, dtype: torch.dtype) -> list[Tensor]:
+    """What the code of a cell gives for inputs in `dtype`."""
+    ours = {name: getattr(torch_attn, name) for name in torch_attn.__all__}
+    value = eval(code, ours | LIBRARIES[library](dtype) | {"W": W})
+    return [torch.from_dlpack(x) for x in (value if isinstance(value, tuple) else [value])]
+
+
+@pytest.mark.parametrize(("library", "theirs", "here"), rows())
+def test_rows_give_the_same(library: str, theirs: str, here: str):
+    wanted = results(library, theirs, torch.float32)
+    low_precision = results(library, theirs, torch.float16)
+    got = results(library, here, torch.float16)
+    for ref, lp, x in zip(wanted, low_precision, got, strict=True):
+        assert x.shape == ref.shape
+        agreement = compare_to_reference(x, ref.double(), lp, "float16", "output")
+        assert agreement.ok, agreement
+
+
+def test_every_library_has_rows():
+    assert {library for library, *_ in rows()} == set(LIBRARIES)
+
+
+def test_every_line_of_a_table_is_a_row():
+    lines = re.findall(r"^\|(?!---).*$", PAGE.read_text(), re.MULTILINE)
+    headers = [line for line in lines if "`" not in line.split("|")[1]]
+    tables = PAGE.read_text().count("\n|---")
+    assert (len(rows()), len(headers)) == (len(lines) - tables, tables)
