@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 import torch_attn
-from interop.contract.tolerances import compare_to_reference
+from twin_attention.contract.tolerances import compare_to_reference
 
 PAGE = Path(__file__).parents[1] / "docs" / "coming-from.md"
 CELL = re.compile(r"`([^`]+)`")
