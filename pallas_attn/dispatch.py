@@ -7,9 +7,8 @@ platform, which is right under `jit`, `jit(backend=...)` and ahead-of-time lower
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -17,23 +16,26 @@ import jax
 from twin_attention.contract.explain import Explanation
 from twin_attention.contract.spec import AttentionSpec, DecodeSpec
 from twin_attention.contract.validate import check_choice, fail
-from twin_attention.targets.config import KernelConfig, Spec, choose_splits, find_configs
+from twin_attention.targets.config import Change, current_configs, repeat_configs, requested_configs
+from twin_attention.targets.kernels import Spec
+from twin_attention.targets.splits import choose_splits
 from twin_attention.targets.target import MULTIPROCESSORS, requested_target, resolve_target
 
 IMPLEMENTATIONS = ("mosaic", "triton", "reference")
 Device = Any  # a jax.Device, which type checkers take for a variable
 INTERPRET, REFERENCE = "interpret", "reference"
-_CONFIGS = Path(__file__).parent / "configs"
 
 
 class Backends(NamedTuple):
     """What runs where: a target to compile the kernels for, `INTERPRET` or `REFERENCE`.
 
-    Hashable, so that every cache of traced code is keyed by it.
+    Hashable, so that every cache of traced code is keyed by it. `changes` are those of
+    `use_configs` around the call.
     """
 
     cuda: str
     elsewhere: str
+    changes: tuple[Change, ...] = ()
 
 
 def choose_backends(implementation: str | None, device: Device | None) -> Backends:
@@ -54,7 +56,8 @@ def choose_backends(implementation: str | None, device: Device | None) -> Backen
         fail(NotImplementedError, "implementation", "'triton' or 'reference'", "'mosaic'")
     if implementation == "reference":
         return Backends(REFERENCE, REFERENCE)
-    return Backends(_target(device), REFERENCE if implementation is None else INTERPRET)
+    elsewhere = REFERENCE if implementation is None else INTERPRET
+    return Backends(_target(device), elsewhere, requested_configs())
 
 
 def run_on_platform(backends: Backends, run: Callable[..., Any], *args: Any) -> Any:
@@ -62,18 +65,19 @@ def run_on_platform(backends: Backends, run: Callable[..., Any], *args: Any) -> 
 
     Call it under `jit`: outside, JAX goes by the default device and not by the operands'.
     """
-    if backends.cuda == backends.elsewhere:
-        return run(*args, backend=backends.cuda)
-    return jax.lax.platform_dependent(
-        *args,
-        cuda=partial(run, backend=backends.cuda),
-        default=partial(run, backend=backends.elsewhere),
-    )
+    with repeat_configs(backends.changes):  # a backward may be traced after the block
+        if backends.cuda == backends.elsewhere:
+            return run(*args, backend=backends.cuda)
+        return jax.lax.platform_dependent(
+            *args,
+            cuda=partial(run, backend=backends.cuda),
+            default=partial(run, backend=backends.elsewhere),
+        )
 
 
-def configs_for(spec: Spec, target: str) -> dict[str, KernelConfig]:
-    """The shipped configuration of each kernel for a problem."""
-    return find_configs(_CONFIGS / f"{target}.toml", spec)
+def configs_for(spec: Spec, target: str) -> Mapping[str, Any]:
+    """Return the configuration of each kernel for a problem."""
+    return current_configs("pallas_attn", target, spec)
 
 
 def explain_choice(
@@ -87,12 +91,12 @@ def explain_choice(
     compiled = backend not in (INTERPRET, REFERENCE)
     runs_kernels = backend != REFERENCE and not spec.is_empty
     target = backend if compiled else "sm80"
-    configs = configs_for(spec, target) if runs_kernels else {}
+    configs = dict(configs_for(spec, target)) if runs_kernels else {}
     splits = None
     if runs_kernels and isinstance(spec, DecodeSpec):
         splits = choose_splits(spec, configs["paged_decode"], multiprocessors(backend))
         if splits > 1:
-            configs = configs | configs_for(spec.merge(splits), target)
+            configs |= configs_for(spec.merge(splits), target)
     if spec.is_empty:
         reason = "an empty problem runs no kernel"
     elif implementation is not None:

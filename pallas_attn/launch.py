@@ -14,7 +14,8 @@ from jax.experimental import pallas as pl
 from pallas_attn.dispatch import INTERPRET, configs_for
 from pallas_attn.lowering import TritonCompilerParams
 from twin_attention.contract.spec import AttentionSpec
-from twin_attention.targets.config import KernelConfig, Spec, padded_head_dim
+from twin_attention.targets.config import padded_head_dim
+from twin_attention.targets.kernels import KernelConfig, Spec
 
 
 def flash_arguments(spec: AttentionSpec) -> dict[str, Any]:
@@ -95,9 +96,8 @@ def launch(
     """
     interpret = backend == INTERPRET
     config = config_for(name, spec, backend)
-    tiles = {"block_q": config.block_q, "block_kv": config.block_kv}
     takes = inspect.signature(kernel).parameters
-    arguments = problem | {key: tiles[key] for key in tiles if key in takes}
+    arguments = problem | {key: value for key, value in vars(config).items() if key in takes}
     return pl.pallas_call(
         functools.partial(kernel, **arguments),
         grid=grid(config),

@@ -30,7 +30,8 @@ from jax._src.pallas.triton import lowering as triton_lowering
 from jaxlib import gpu_triton
 
 from twin_attention.contract.validate import fail
-from twin_attention.targets.config import KernelConfig, compile_to_fit
+from twin_attention.targets.config import compile_to_fit
+from twin_attention.targets.kernels import KernelConfig
 from twin_attention.targets.target import SHARED_MEMORY_LIMIT
 
 _Recorded = tuple[Callable[[str], float], list[tuple[str, KernelConfig, Any]]]

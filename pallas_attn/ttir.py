@@ -16,7 +16,7 @@ from triton._C.libtriton import ir
 from triton.backends.compiler import GPUTarget, Language
 from triton.compiler import ASTSource, CompiledKernel
 
-from twin_attention.targets.config import KernelConfig
+from twin_attention.targets.kernels import KernelConfig
 
 
 class _TextSource(ASTSource):

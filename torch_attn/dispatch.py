@@ -7,7 +7,7 @@ import torch
 from twin_attention.contract.explain import Explanation
 from twin_attention.contract.spec import AttentionSpec, DecodeSpec
 from twin_attention.contract.validate import check_choice
-from twin_attention.targets.config import choose_splits
+from twin_attention.targets.splits import choose_splits
 
 IMPLEMENTATIONS = ("triton", "reference")
 

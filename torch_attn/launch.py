@@ -6,17 +6,15 @@ import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import lru_cache
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import triton.language as tl
 
 from twin_attention.contract.spec import AttentionSpec
-from twin_attention.targets.config import KernelConfig, Spec, compile_to_fit, find_configs
+from twin_attention.targets.config import compile_to_fit, current_configs
+from twin_attention.targets.kernels import KernelConfig, Spec
 from twin_attention.targets.target import MULTIPROCESSORS, SHARED_MEMORY_LIMIT, resolve_target
-
-_CONFIGS = Path(__file__).parent / "configs"
 
 # Arguments that change from call to call: one compiled kernel serves all of their values.
 UNSPECIALIZED = ["seq_q", "seq_kv", "diagonal", "window_left", "window_right"]
@@ -50,10 +48,9 @@ def _properties(device: torch.device) -> tuple[tuple[int, int], int, int]:
     return capability, properties.multi_processor_count, properties.shared_memory_per_block_optin
 
 
-@lru_cache(maxsize=1024)
-def configs_for(spec: Spec, target: str) -> Mapping[str, KernelConfig]:
-    """Return the shipped configuration of each kernel for a problem."""
-    return find_configs(_CONFIGS / f"{target}.toml", spec)
+def configs_for(spec: Spec, target: str) -> Mapping[str, Any]:
+    """Return the configuration of each kernel for a problem."""
+    return current_configs("torch_attn", target, spec)
 
 
 def flash_arguments(spec: AttentionSpec) -> dict[str, Any]:
@@ -193,7 +190,7 @@ def launch(
             return
     layouts = (None if layout is None else Layout(*layout) for layout in call.layouts)
     grid, arguments = prepare(call._replace(layouts=tuple(layouts)))
-    tiles = {"BLOCK_Q": config.block_q, "BLOCK_KV": config.block_kv}
+    tiles = {name.upper(): value for name, value in vars(config).items()}
     arguments = {**arguments, **{key: tiles[key] for key in tiles if key in kernel.arg_names}}
     if device.type == "cpu":
         from torch_attn.interpreter import interpreted

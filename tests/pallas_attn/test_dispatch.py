@@ -11,6 +11,7 @@ import pallas_attn.flash_ops
 from pallas_attn import explain, flash_attention
 from pallas_attn.dispatch import Backends, choose_backends
 from pallas_attn.lowering import recording
+from twin_attention.targets.config import use_configs
 from twin_attention.targets.target import use_target
 
 ON_GPU = jax.default_backend() == "gpu"
@@ -148,3 +149,34 @@ def test_explain_while_tracing_says_what_it_assumes(qkv):
     (explanation,) = explanations
     assert explanation.device == jax.devices()[0].device_kind
     assert explanation.reason.endswith("not known while tracing")
+
+
+def test_changed_configurations_are_traced_anew(qkv, fresh_caches):
+    """A jitted function of ours serves a call only if its configurations are the call's."""
+    attention = partial(flash_attention, implementation="triton")
+
+    def jaxpr():
+        return str(jax.make_jaxpr(lambda *qkv: attention(*qkv))(*qkv))
+
+    shipped = jaxpr()
+    with use_configs({"flash_fwd": {"block_q": 16}}):
+        changed = jaxpr()
+    assert changed != shipped
+    assert jaxpr() == shipped
+
+
+def test_a_backward_keeps_the_configurations_of_its_forward(qkv, fresh_caches):
+    attention = partial(flash_attention, implementation="triton")
+
+    def backward(changes):
+        def gradients(q, k, v):
+            with use_configs(changes):
+                out, pullback = jax.vjp(attention, q, k, v)
+            return pullback(out)
+
+        return str(jax.make_jaxpr(gradients)(*qkv))
+
+    changed = backward({"flash_bwd_dq": {"block_q": 16}})
+    shipped = backward({})
+    assert changed != shipped
+    assert backward({"flash_bwd_dkdv": {}}) == shipped

@@ -24,9 +24,9 @@ from jaxlib import gpu_triton
 
 from pallas_attn import lowering
 from pallas_attn.lowering import TritonCompilerParams, recording
-from twin_attention.targets.config import KernelConfig
+from twin_attention.targets.kernels import FlashConfig
 
-CONFIG = KernelConfig(block_q=64, block_kv=64, num_warps=4, num_stages=2)
+CONFIG = FlashConfig(block_q=64, block_kv=64, num_warps=4, num_stages=2)
 SIZE = 256
 A = jax.ShapeDtypeStruct((SIZE, SIZE), jnp.bfloat16)
 needs_plugin = pytest.mark.skipif(
@@ -141,7 +141,7 @@ def test_sm80_code_is_assembled_for_hopper_and_launched_by_jaxlib(on_hopper, mon
     assert "wgmma" not in ptx
 
 
-HUNGRY = KernelConfig(block_q=128, block_kv=64, num_warps=8, num_stages=8)
+HUNGRY = FlashConfig(block_q=128, block_kv=64, num_warps=8, num_stages=8)
 
 
 @pytest.mark.parametrize("limit", [163 * 1024, 99 * 1024])

@@ -4,7 +4,6 @@ from collections import Counter
 
 import pytest
 
-from bench.configs import table_path
 from interop.parity.cases import SUITES, DecodeCase, FlashCase, decode_cases, flash_cases
 from twin_attention.contract.spec import (
     DECODE_DTYPES,
@@ -14,7 +13,7 @@ from twin_attention.contract.spec import (
     TOKENS_MAX,
 )
 from twin_attention.contract.validate import Operand, check_flash_attention, check_paged_decode
-from twin_attention.targets.config import find_configs, load_table
+from twin_attention.targets.config import PACKAGES, find_configs, load_table, table_path
 from twin_attention.targets.target import TARGETS
 
 EVERY = {case.name: case for suite in SUITES for case in flash_cases(suite)}
@@ -56,7 +55,7 @@ def test_a_case_describes_the_call_that_validation_accepts(case: FlashCase):
 
 
 @pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("package", ["torch_attn", "pallas_attn"])
+@pytest.mark.parametrize("package", PACKAGES)
 def test_the_full_suite_reaches_every_configuration(package, target):
     path = table_path(package, target)
     reached = set()
@@ -65,10 +64,8 @@ def test_the_full_suite_reaches_every_configuration(package, target):
         if isinstance(case, DecodeCase):
             specs += [case.spec.merge(2), case.spec.cache]
         reached |= {id(config) for spec in specs for config in find_configs(path, spec).values()}
-    rows = {
-        (kernel, *row): c for kernel, table in load_table(path).items() for row, c in table.items()
-    }
-    assert not [row for row, config in rows.items() if id(config) not in reached]
+    rows = [(kernel, row) for kernel, rows in load_table(path).items() for row in rows]
+    assert not [(kernel, row) for kernel, row in rows if id(row.config) not in reached]
 
 
 @pytest.mark.parametrize("suite", ["quick", "full"])

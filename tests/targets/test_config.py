@@ -1,75 +1,79 @@
-"""Tables of configurations: how they are read, and how a problem finds its row."""
+"""Tables of configurations: how they are read, how a problem finds its row, and `use_configs`."""
 
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
-from interop.parity.cases import DecodeCase
+from interop.parity.cases import DecodeCase, FlashCase
 from twin_attention.contract.spec import AttentionSpec
+from twin_attention.targets.conditions import CONDITIONS
 from twin_attention.targets.config import (
-    KernelConfig,
-    choose_splits,
+    PACKAGES,
     compile_to_fit,
+    current_configs,
     find_configs,
     load_table,
     padded_head_dim,
+    parse_table,
+    repeat_configs,
+    requested_configs,
+    table_path,
+    use_configs,
 )
+from twin_attention.targets.kernels import KERNELS, AppendConfig, DecodeConfig, FlashConfig
+from twin_attention.targets.target import TARGETS
 
 TABLE = """
-[[flash_fwd]]
-dtype_bits = 16
-head_dim = 64
-block_q = 128
-block_kv = 64
-num_warps = 4
-num_stages = 3
+[flash_fwd]
+columns = ["dtype_bits", "head_dim", "when", "block_q", "block_kv", "num_warps", "num_stages"]
+rows = [
+  [16,  64, "softcap",  64, 64, 4, 3],  # Tuned by hand
+  [16,  64, "",        128, 64, 4, 3],
+  [32, 128, "",         64, 32, 8, 2],
+]
 
-[[flash_fwd]]
-dtype_bits = 32
-head_dim = 64
-block_q = 64
-block_kv = 32
-num_warps = 8
-num_stages = 2
-
-[[flash_bwd_dq]]
-dtype_bits = 16
-head_dim = 16
-block_q = 32
-block_kv = 16
-num_warps = 2
-num_stages = 1
+[append_kv]
+columns = ["block_heads", "num_warps"]
+rows = [[16, 4]]
 """
 
 
-def test_a_table_maps_kernel_and_key_to_configuration(tmp_path):
-    path = tmp_path / "sm80.toml"
-    path.write_text(TABLE)
-    assert load_table(path) == {
-        "flash_fwd": {
-            (16, 64, ""): KernelConfig(block_q=128, block_kv=64, num_warps=4, num_stages=3),
-            (32, 64, ""): KernelConfig(block_q=64, block_kv=32, num_warps=8, num_stages=2),
-        },
-        "flash_bwd_dq": {
-            (16, 16, ""): KernelConfig(block_q=32, block_kv=16, num_warps=2, num_stages=1)
-        },
+def test_a_table_gives_each_kernel_its_rows_in_order():
+    table = parse_table(TABLE)
+    assert {kernel: [row.config for row in rows] for kernel, rows in table.items()} == {
+        "flash_fwd": [
+            FlashConfig(block_q=64, block_kv=64, num_warps=4, num_stages=3),
+            FlashConfig(block_q=128, block_kv=64, num_warps=4, num_stages=3),
+            FlashConfig(block_q=64, block_kv=32, num_warps=8, num_stages=2),
+        ],
+        "append_kv": [AppendConfig(block_heads=16, num_warps=4)],
     }
+    assert table["flash_fwd"][0].key == (("dtype_bits", 16), ("head_dim", 64), ("when", "softcap"))
+    assert table["append_kv"][0].key == ()
 
 
-@pytest.mark.parametrize("line", ["dtype_bits = 32\n", "block_q = 32\n"])
-def test_a_row_that_lacks_a_field_is_an_error(tmp_path, line):
-    path = tmp_path / "broken.toml"
-    path.write_text(TABLE.replace(line, ""))
-    with pytest.raises((KeyError, TypeError), match=line.split()[0]):
-        load_table(path)
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ('"num_warps", "num_stages"]', '"num_warps"]', "flash_fwd: expected columns"),
+        ('"block_heads"', '"block_q"', "append_kv: expected columns"),
+        ('"dtype_bits", "head_dim"', '"head_dim", "dtype_bits"', "flash_fwd: expected columns"),
+        ("[[16, 4]]", "[[16]]", "append_kv: expected rows"),
+        ('"softcap"', '"capped"', r"when: expected one of 'softcap', .*, got 'capped'"),
+        ("[append_kv]", "[append]", "kernel: expected one of 'flash_fwd', .*, got 'append'"),
+    ],
+)
+def test_a_wrong_table_is_an_error(old, new, message):
+    assert old in TABLE
+    with pytest.raises(ValueError, match=message):
+        parse_table(TABLE.replace(old, new))
 
 
-def test_a_misspelt_field_is_an_error(tmp_path):
-    path = tmp_path / "broken.toml"
-    path.write_text(TABLE.replace("num_warps", "num_warp"))
-    with pytest.raises(TypeError, match="num_warp"):
-        load_table(path)
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("package", PACKAGES)
+def test_every_kernel_has_a_table(package, target):
+    assert list(load_table(table_path(package, target))) == list(KERNELS)
 
 
 @pytest.mark.parametrize(
@@ -94,131 +98,209 @@ SPEC = AttentionSpec(
     batch=1, seq_q=1, seq_kv=1, heads_q=1, heads_kv=1, head_dim=64, head_dim_v=24,
     dtype="bfloat16", scale=1.0,
 )  # fmt: skip
-KERNEL = """
-[[flash_fwd]]
-dtype_bits = {bits}
-head_dim = {head_dim}
-{extra}
-block_q = {block_q}
-block_kv = 16
-num_warps = 4
-num_stages = 1
+ROWS = """
+[flash_fwd]
+columns = ["dtype_bits", "head_dim", "when", "block_q", "block_kv", "num_warps", "num_stages"]
+rows = [
+  [16,  64, "softcap", 1, 16, 4, 1],
+  [16,  64,        "", 2, 16, 4, 1],
+  [16, 128,        "", 3, 16, 4, 1],
+  [32,  64,        "", 4, 16, 4, 1],
+]
+
+[paged_decode]
+columns = ["head_dim", "when", "max_rows", "block_kv", "num_warps", "num_stages"]
+rows = [
+  [ 64, "> 32 rows and softcap", 1, 16, 4, 1],
+  [ 64, "> 32 rows",             2, 16, 4, 1],
+  [ 64, "softcap",               3, 16, 4, 1],
+  [256, "",                      4, 16, 4, 1],
+]
+
+[combine]
+columns = ["head_dim", "block_states", "num_warps", "num_stages"]
+rows = [[32, 1, 4, 1], [256, 2, 4, 1]]
 """
 
 
-def test_the_row_of_a_problem(tmp_path):
+@pytest.fixture
+def path(tmp_path):
     path = tmp_path / "sm80.toml"
-    rows = [(16, 64, "", 1), (16, 128, "", 2), (32, 64, "", 3), (16, 64, "softcap = true", 4)]
-    path.write_text(
-        "".join(
-            KERNEL.format(bits=bits, head_dim=head_dim, extra=extra, block_q=block_q)
-            for bits, head_dim, extra, block_q in rows
-        )
-    )
+    path.write_text(ROWS)
+    return path
 
+
+def test_a_problem_takes_the_first_row_that_serves_it(path):
     def block_q(**changes):
         return find_configs(path, replace(SPEC, **changes))["flash_fwd"].block_q
 
-    assert block_q() == 1
-    assert block_q(dtype="float16", head_dim=40, head_dim_v=64) == 1
-    assert block_q(head_dim_v=80) == 2
-    assert block_q(head_dim_v=80, softcap=1.0) == 2
-    assert block_q(dtype="float32") == 3
-    assert block_q(softcap=1.0) == 4
+    assert block_q() == 2
+    assert block_q(softcap=1.0) == 1
+    assert block_q(dtype="float16", head_dim=16, head_dim_v=40) == 2
+    assert block_q(head_dim_v=80) == 3
+    assert block_q(head_dim_v=80, softcap=1.0) == 3
+    assert block_q(dtype="float32") == 4
 
 
-def test_the_row_of_many_query_rows(tmp_path):
-    path = tmp_path / "sm80.toml"
-    rows = [(16, 64, "", 16), (16, 128, "", 32), (16, 64, "wide = true", 64)]
-    path.write_text(
-        "".join(
-            KERNEL.replace("flash_fwd", "paged_decode").format(
-                bits=bits, head_dim=head_dim, extra=extra, block_q=block_q
-            )
-            for bits, head_dim, extra, block_q in rows
-        )
-    )
-
-    def block_q(**changes):
+def test_a_row_may_ask_for_several_conditions(path):
+    def max_rows(**changes):
         case = replace(DecodeCase("rows", heads_q=8, heads_kv=1, head_dim=64), **changes)
-        return find_configs(path, case.spec)["paged_decode"].block_q
+        return find_configs(path, case.spec)["paged_decode"].max_rows
 
-    assert block_q(tokens=4) == 16
-    assert block_q(tokens=5) == 64
-    assert block_q(tokens=5, softcap=1.0) == 64
-    assert block_q(tokens=5, head_dim=128) == 32
+    assert max_rows(tokens=4) == 4
+    assert max_rows(tokens=5) == 2
+    assert max_rows(tokens=5, softcap=1.0) == 1
+    assert max_rows(tokens=4, softcap=1.0) == 3
+    assert max_rows(tokens=5, softcap=1.0, head_dim=128) == 4
+
+
+def test_a_merge_goes_by_the_size_of_its_values(path):
+    spec = DecodeCase("merge", head_dim=128, head_dim_v=32).spec.merge(2)
+    assert find_configs(path, spec)["combine"].block_states == 1
+
+
+def test_a_problem_without_a_row_is_named(path):
+    with pytest.raises(LookupError, match=r"flash_fwd in .*: expected a row that serves"):
+        find_configs(path, replace(SPEC, dtype="float32", head_dim=256))
+
+
+# Conditions
 
 
 def decode(capacity, **changes):
     """A problem of one sequence, 32 kv heads."""
-    base = DecodeCase("splits", heads_q=32, heads_kv=32, head_dim=128, page_size=1, lengths=(1,))
+    base = DecodeCase("when", heads_q=32, heads_kv=32, head_dim=128, page_size=1, lengths=(1,))
     return replace(base, max_pages=capacity, **changes).spec
 
 
-def test_few_keys_are_not_split_and_have_a_row_of_their_own():
-    config = KernelConfig(block_q=32, block_kv=64, num_warps=2, num_stages=3)
-    assert choose_splits(decode(256), config, 132) == 1
-    assert choose_splits(decode(257), config, 132) > 1
-    assert decode(256).variant == "short"
-    assert decode(256, lengths=(1,) * 3).variant == "short"
+def conditions(spec):
+    return {name for name, holds in CONDITIONS.items() if holds(spec)}
+
+
+def test_few_keys():
+    assert conditions(decode(256)) == {"<= 256 keys"}
+    assert conditions(decode(256, lengths=(1,) * 3)) == {"<= 256 keys"}
+    assert conditions(decode(1 << 20, window_size=(200, 0))) == {"<= 256 keys"}
     for other in (
         decode(257),
         decode(256, num_splits=1),  # bitwise the same whatever the tables' width
-        decode(256, lengths=(1,) * 4),  # more programs than an A100 has multiprocessors
+        decode(256, lengths=(1,) * 4),  # more programs than an A100 has SMs
     ):
-        assert other.variant == ""
-    assert decode(1 << 20, window_size=(200, 0)).variant == "short"
-
-
-def test_splits_fill_the_multiprocessors_and_none_has_nothing_to_do():
-    config = KernelConfig(block_q=32, block_kv=64, num_warps=2, num_stages=3)
-    assert choose_splits(decode(1 << 20), config, 132) == 12  # 3 programs of 32 heads each
-    assert choose_splits(decode(1 << 20, head_dim=64), config, 132) == 24  # 6 of smaller heads
-    assert choose_splits(decode(1 << 20, lengths=(1,) * 16), config, 132) == 1
-    assert choose_splits(decode(512), config, 132) == 8  # a tile each
-    assert choose_splits(decode(1024), config, 132) == 8  # two tiles each: 13 would leave 5 idle
-    assert choose_splits(decode(1 << 20, num_splits=200), config, 132) == 200
-    assert choose_splits(decode(1 << 20, heads_q=1, heads_kv=1), config, 132) == 256
-    deep = replace(config, num_stages=5)
-    assert choose_splits(decode(1 << 20), deep, 132) == 8  # 2 programs, of two tiles on their way
-    many = {"tokens": 16, "heads_q": 128}
-    rows = replace(deep, block_q=64)
-    assert choose_splits(decode(1 << 20, **many), rows, 132) == 4  # 1 program of many query rows
-    assert choose_splits(decode(1 << 20, head_dim=64, **many), rows, 132) == 16
+        assert conditions(other) == set()
 
 
 @pytest.mark.parametrize(
-    ("sequences", "changes", "variant"),
+    ("sequences", "changes", "condition"),
     [
-        (12, {}, ""),
-        (13, {}, "crowded"),
-        (20, {}, "crowded"),
-        (21, {}, ""),
-        (16, {"num_splits": 1}, ""),  # bitwise the same whatever the batch
-        (21, {"tokens": 16}, ""),
-        (21, {"tokens": 16, "heads_q": 64}, "crowded"),
-        (12, {"tokens": 16, "heads_q": 64}, ""),
-        (16, {"tokens": 16, "heads_q": 96}, "wide"),
-        (20, {"kv_dtype": "int8"}, ""),
-        (21, {"kv_dtype": "int8"}, "crowded"),
-        (64, {"kv_dtype": "int8"}, "crowded"),
-        (65, {"kv_dtype": "int8"}, ""),
-        (16, {"head_dim": 256}, "crowded"),
-        (17, {"head_dim": 256}, ""),
-        (16, {"head_dim": 256, "tokens": 16, "heads_q": 64}, ""),
-        (12, {"head_dim": 256, "kv_dtype": "int8"}, ""),
-        (13, {"head_dim": 256, "kv_dtype": "int8"}, "crowded"),
+        (12, {}, None),
+        (13, {}, "many programs"),
+        (20, {}, "many programs"),
+        (21, {}, None),
+        (16, {"num_splits": 1}, None),  # bitwise the same whatever the batch
+        (21, {"tokens": 16}, None),
+        (21, {"tokens": 16, "heads_q": 64}, "many programs"),
+        (12, {"tokens": 16, "heads_q": 64}, None),
+        (16, {"tokens": 16, "heads_q": 96}, "> 32 rows"),
+        (20, {"kv_dtype": "int8"}, None),
+        (21, {"kv_dtype": "int8"}, "many programs"),
+        (64, {"kv_dtype": "int8"}, "many programs"),
+        (65, {"kv_dtype": "int8"}, None),
+        (16, {"head_dim": 256}, "many programs"),
+        (17, {"head_dim": 256}, None),
+        (16, {"head_dim": 256, "tokens": 16, "heads_q": 64}, None),
+        (12, {"head_dim": 256, "kv_dtype": "int8"}, None),
+        (13, {"head_dim": 256, "kv_dtype": "int8"}, "many programs"),
     ],
 )
-def test_about_as_many_sequences_as_run_at_once_have_a_row_of_their_own(
-    sequences, changes, variant
-):
-    assert decode(4096, lengths=(1,) * sequences, **changes).variant == variant
+def test_many_programs(sequences, changes, condition):
+    spec = decode(4096, lengths=(1,) * sequences, **changes)
+    assert conditions(spec) == ({condition} if condition else set())
+
+
+def test_softcap_holds_beside_others():
+    assert conditions(decode(256, softcap=1.0)) == {"softcap", "<= 256 keys"}
+    assert conditions(replace(SPEC, softcap=1.0)) == {"softcap"}
+    assert (
+        conditions(SPEC) == conditions(decode(256).cache) == conditions(decode(9).merge(2)) == set()
+    )
+
+
+# use_configs
+
+
+FLASH = FlashCase("", seq_q=64, seq_kv=64, head_dim=64).spec
+
+
+def test_numbers_are_changed_inside_the_block_only():
+    before = current_configs("torch_attn", "sm80", FLASH)
+    with use_configs({"flash_fwd": {"block_q": 16}}):
+        for package in PACKAGES:
+            inside = current_configs(package, "sm80", FLASH)
+            assert inside["flash_fwd"].block_q == 16
+        with use_configs({"flash_fwd": {"block_kv": 32}}, "torch_attn"):
+            both = replace(before["flash_fwd"], block_q=16, block_kv=32)
+            assert current_configs("torch_attn", "sm80", FLASH) == before | {"flash_fwd": both}
+            assert current_configs("pallas_attn", "sm80", FLASH) == inside
+            with use_configs({"flash_fwd": {"block_q": 64}}):
+                assert current_configs("torch_attn", "sm80", FLASH)["flash_fwd"].block_q == 64
+    assert current_configs("torch_attn", "sm80", FLASH) == before
+
+
+def test_the_block_says_which_kernels_were_looked_up():
+    with use_configs({}) as read:
+        assert not read
+        current_configs("torch_attn", "sm80", decode(256))
+        assert read == {"paged_decode"}
+        current_configs("torch_attn", "sm80", decode(256).cache)
+    current_configs("torch_attn", "sm80", FLASH)
+    assert read == {"paged_decode", "append_kv"}
+
+
+def test_an_exception_restores_the_tables():
+    with pytest.raises(KeyError), use_configs({"flash_fwd": {"block_q": 16}}):
+        raise KeyError
+    assert requested_configs() == ()
+
+
+def test_changes_can_be_repeated_later():
+    with use_configs({"flash_fwd": {"block_q": 16}}):
+        changes = requested_configs()
+    assert hash(changes) is not None
+    with repeat_configs(changes):
+        assert current_configs("torch_attn", "sm80", FLASH)["flash_fwd"].block_q == 16
+        with repeat_configs(()):
+            assert current_configs("torch_attn", "sm80", FLASH)["flash_fwd"].block_q != 16
+    assert requested_configs() == ()
+
+
+@pytest.mark.parametrize(
+    ("configs", "package", "message"),
+    [
+        ({"flash": {}}, None, "kernel: expected one of 'flash_fwd', .*, got 'flash'"),
+        (
+            {"append_kv": {"block_q": 8}}, None,
+            "field of append_kv: expected one of 'block_heads', 'num_warps', got 'block_q'",
+        ),
+        ({}, "jax", "package: expected None or one of 'torch_attn', 'pallas_attn', got 'jax'"),
+    ],
+)  # fmt: skip
+def test_an_unknown_name_is_an_error(configs, package, message):
+    with pytest.raises(ValueError, match=message), use_configs(configs, package):
+        pass
+
+
+def test_a_configuration_is_a_value():
+    config = DecodeConfig(max_rows=32, block_kv=64, num_warps=2, num_stages=3)
+    assert {config, replace(config)} == {config}
+    assert config.tile == "32×64"
+
+
+# compile_to_fit
 
 
 def compiled_by(shared_by_stages, limit):
     """What `compile_to_fit` chooses from a kernel that takes so much with so many stages."""
-    config = KernelConfig(block_q=64, block_kv=32, num_warps=4, num_stages=3)
+    config = FlashConfig(block_q=64, block_kv=32, num_warps=4, num_stages=3)
 
     def compile(config):
         shared = shared_by_stages[config.num_stages]
@@ -241,7 +323,7 @@ def test_a_kernel_that_does_not_fit_gets_fewer_stages():
 def test_a_kernel_that_fits_with_no_number_of_stages_is_refused():
     message = (
         "flash_fwd: expected at most 99 bytes of shared memory on sm90, got 100 with "
-        "KernelConfig(block_q=64, block_kv=32, num_warps=4, num_stages=1)"
+        "FlashConfig(block_q=64, block_kv=32, num_warps=4, num_stages=1)"
     )
     with pytest.raises(NotImplementedError) as error:
         compiled_by({3: 300, 2: 200, 1: 100}, limit=99)

@@ -9,10 +9,10 @@ import torch
 from triton.compiler import CompiledKernel
 from triton.runtime.jit import JITFunction
 
-from bench.configs import changed
 from interop.parity.cases import FlashCase
 from torch_attn import append_kv, flash_attention, launch, paged_decode
 from twin_attention.contract.reference import attention_forward
+from twin_attention.targets.config import use_configs
 from twin_attention.targets.target import use_target
 
 SPEC = FlashCase("", 1, 128, 128, 2, 2, 64, dtype="float16").spec
@@ -106,7 +106,7 @@ def test_another_problem_target_or_configuration_goes_through_triton(kernel):
     run(kernel, x, "constant")
     run(kernel, x, launch_pdl=True)
     run(kernel, x, spec=FlashCase("", 1, 64, 128, 2, 2, 64, dtype="float16").spec)
-    with changed("torch_attn", {"flash_fwd": {"block_kv": 16}}):
+    with use_configs({"flash_fwd": {"block_kv": 16}}):
         run(kernel, x)
     with launch.recording("sm80"):
         run(kernel, x)  # which compiles only

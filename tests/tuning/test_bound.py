@@ -4,9 +4,16 @@ from dataclasses import replace
 
 import pytest
 
-from tuning.static.bound import PRODUCTS, Tile, bound, count
+from tuning.static.bound import Tile, bound, count
 from twin_attention.contract.spec import AttentionSpec, DecodeSpec, PagedCache
-from twin_attention.targets.config import KernelConfig
+from twin_attention.targets.kernels import (
+    KERNELS,
+    AppendConfig,
+    CombineConfig,
+    DecodeConfig,
+    FlashConfig,
+    PreprocessConfig,
+)
 
 FLASH = AttentionSpec(
     batch=2, seq_q=1024, seq_kv=1024, heads_q=4, heads_kv=2,
@@ -19,7 +26,18 @@ DECODE = DecodeSpec(
         head_dim=128, head_dim_v=128, dtype="int8",
     ),
 )  # fmt: skip
-TILES = KernelConfig(block_q=128, block_kv=64, num_warps=8, num_stages=3)
+TILES = FlashConfig(block_q=128, block_kv=64, num_warps=8, num_stages=3)
+CONFIGS = {
+    FlashConfig: TILES,
+    PreprocessConfig: PreprocessConfig(block_q=128, num_warps=8),
+    DecodeConfig: DecodeConfig(max_rows=128, block_kv=64, num_warps=8, num_stages=3),
+    CombineConfig: CombineConfig(block_states=64, num_warps=8, num_stages=3),
+    AppendConfig: AppendConfig(block_heads=128, num_warps=8),
+}
+
+
+def config(kernel):
+    return CONFIGS[KERNELS[kernel].config]
 
 
 @pytest.mark.parametrize(
@@ -42,7 +60,7 @@ TILES = KernelConfig(block_q=128, block_kv=64, num_warps=8, num_stages=3)
     ],
 )
 def test_tile_of_flash_attention(kernel, tile):
-    assert count(kernel, FLASH, TILES) == tile
+    assert count(kernel, FLASH, config(kernel)) == tile
 
 
 @pytest.mark.parametrize(
@@ -57,7 +75,7 @@ def test_tile_of_flash_attention(kernel, tile):
     ],
 )
 def test_tile_of_decode(kernel, tile):
-    assert count(kernel, DECODE, TILES) == tile
+    assert count(kernel, DECODE, config(kernel)) == tile
 
 
 def test_a_softcap_takes_three_special_functions_a_score():
@@ -71,8 +89,8 @@ def test_padding_is_multiplied_but_not_loaded():
 
 
 def test_a_kernel_without_a_tile():
-    with pytest.raises(ValueError, match="no tile is known of 'matmul'"):
-        count("matmul", FLASH, TILES)
+    with pytest.raises(ValueError, match="no tile is known of None"):
+        count("flash_fwd", FLASH, None)
 
 
 @pytest.mark.parametrize(
@@ -117,7 +135,7 @@ def test_float32_is_multiplied_by_fma_units():
     ],
 )
 def test_a_decode_is_bound_by_device_memory(target, load):
-    found = bound("paged_decode", DECODE, TILES, target)
+    found = bound("paged_decode", DECODE, config("paged_decode"), target)
     assert found.limit == "device memory"
     assert found.cycles["device memory"] == pytest.approx(load)
     assert found.cycles["tensor cores"] == 32 * 64 * 256 / {"sm80": 1024, "sm90": 2048}[target]
@@ -134,9 +152,7 @@ def test_rates_are_those_of_the_datasheets(target, multiprocessors, gigahertz, t
 
 
 def test_kernels_with_products_use_tensor_cores():
-    for kernel in PRODUCTS:
-        spec = DECODE if kernel == "paged_decode" else FLASH
-        assert "tensor cores" in bound(kernel, spec, TILES, "sm80").cycles
-    for kernel in ("flash_bwd_preprocess", "combine", "append_kv"):
-        spec = FLASH if kernel == "flash_bwd_preprocess" else DECODE
-        assert "FMA units" in bound(kernel, spec, TILES, "sm80").cycles
+    for name, kernel in KERNELS.items():
+        spec = FLASH if kernel.spec is AttentionSpec else DECODE
+        unit = "tensor cores" if kernel.products else "FMA units"
+        assert unit in bound(name, spec, config(name), "sm80").cycles

@@ -10,9 +10,13 @@ from tuning.static import command
 from tuning.static.bound import bound
 from tuning.static.gate import Problem, Verdict
 from tuning.static.resources import Resources
-from twin_attention.targets.config import KernelConfig
+from twin_attention.targets.kernels import DecodeConfig, FlashConfig, PreprocessConfig
 
-CONFIG = KernelConfig(block_q=128, block_kv=128, num_warps=8, num_stages=3)
+FLASH = FlashConfig(block_q=128, block_kv=128, num_warps=8, num_stages=3)
+CONFIGS = {
+    "flash_bwd_preprocess": PreprocessConfig(block_q=128, num_warps=8),
+    "paged_decode": DecodeConfig(max_rows=128, block_kv=128, num_warps=8, num_stages=3),
+}
 LARGE = Resources(
     registers=255, spill_stores=1024, spill_loads=1024, stack=1024, shared=166912, warps=8,
     occupancy=1, mma=1024, wgmma=0, cp_async=128, ldmatrix=256, ex2=512,
@@ -22,7 +26,8 @@ LARGE = Resources(
 def verdict(kernel: str, feature: str, failures: tuple[str, ...] = (), **problem) -> Verdict:
     of = Problem(**{"framework": "torch", "target": "sm80", "dtype": "bfloat16", **problem},
                  feature=feature)  # fmt: skip
-    return Verdict(of, kernel, CONFIG, LARGE, bound(kernel, of.spec, CONFIG, of.target), failures)
+    config = CONFIGS.get(kernel, FLASH)
+    return Verdict(of, kernel, config, LARGE, bound(kernel, of.spec, config, of.target), failures)
 
 
 def rendered(table) -> list[str]:
@@ -40,7 +45,7 @@ def test_tables_are_readable_at_160_columns():
     for table in (command.resource_table, command.bound_table):
         lines = rendered(table(widest, "title"))
         for row in widest:
-            words = (row.kernel, row.problem.dtype, "256", row.problem.feature, "128×128")
+            words = (row.kernel, row.problem.dtype, "256", row.problem.feature, row.config.tile)
             assert any(all(word in line for word in words) for line in lines)
     assert any("1024/1024" in line for line in rendered(command.resource_table(widest, "")))
 

@@ -10,7 +10,7 @@ import pytest
 
 from tuning.static.gate import DECODE_FEATURES, FRAMEWORKS, Problem, check, failures, problems
 from tuning.static.resources import Resources
-from twin_attention.targets.config import KernelConfig
+from twin_attention.targets.kernels import DecodeConfig, FlashConfig
 from twin_attention.targets.target import TARGETS
 
 
@@ -45,7 +45,7 @@ def test_gate_judges_a_changed_configuration(framework):
     problem = Problem(framework, "sm80", "bfloat16", 64, "causal")
     greedy = {"block_q": 128, "block_kv": 128, "num_warps": 4, "num_stages": 8}
     forward = next(v for v in check(problem, {"flash_fwd": greedy}) if v.kernel == "flash_fwd")
-    assert forward.config == KernelConfig(**greedy)
+    assert forward.config == FlashConfig(**greedy)
     spills, shared = forward.failures
     assert spills.startswith("spills ")
     assert shared == f"{forward.resources.shared} B of shared memory, of {99 * 1024}"
@@ -96,14 +96,14 @@ FIT = Resources(
     ],
 )
 def test_what_fails(target, change, failure):
-    config = KernelConfig(block_q=64, block_kv=64, num_warps=4, num_stages=2)
+    config = FlashConfig(block_q=64, block_kv=64, num_warps=4, num_stages=2)
     problem = Problem("torch", target, "bfloat16", 64, "causal")
     found = failures(problem, "flash_fwd", config, replace(FIT, **change))
     assert found == (() if failure is None else (failure,))
 
 
 def test_a_backward_of_sm80_may_take_an_a100s_shared_memory():
-    config = KernelConfig(block_q=64, block_kv=64, num_warps=4, num_stages=2)
+    config = FlashConfig(block_q=64, block_kv=64, num_warps=4, num_stages=2)
     problem = Problem("torch", "sm80", "bfloat16", 256, "causal")
     assert failures(problem, "flash_bwd_dq", config, replace(FIT, shared=163 * 1024)) == ()
     (failure,) = failures(problem, "flash_bwd_dq", config, replace(FIT, shared=163 * 1024 + 1))
@@ -111,7 +111,7 @@ def test_a_backward_of_sm80_may_take_an_a100s_shared_memory():
 
 
 def test_what_needs_no_tensor_cores():
-    config = KernelConfig(block_q=64, block_kv=64, num_warps=4, num_stages=2)
+    config = FlashConfig(block_q=64, block_kv=64, num_warps=4, num_stages=2)
     without = replace(FIT, mma=0, wgmma=0, cp_async=0)
     for target in TARGETS:
         float32 = Problem("jax", target, "float32", 64, "causal")
@@ -123,7 +123,7 @@ def test_what_needs_no_tensor_cores():
 
 def test_what_the_tiles_do_not_allow():
     problem = Problem("torch", "sm90", "bfloat16", 64, "causal")
-    small = KernelConfig(block_q=64, block_kv=32, num_warps=4, num_stages=2)
+    small = FlashConfig(block_q=64, block_kv=32, num_warps=4, num_stages=2)
     assert failures(problem, "flash_bwd_dkdv", small, replace(FIT, wgmma=0)) == ()
     assert failures(problem, "flash_bwd_dq", small, replace(FIT, wgmma=0)) == ("no wgmma",)
     unpipelined = replace(small, num_stages=1)
@@ -133,7 +133,7 @@ def test_what_the_tiles_do_not_allow():
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_a_decode_needs_tensor_cores_of_either_kind(target):
-    config = KernelConfig(block_q=64, block_kv=64, num_warps=4, num_stages=3)
+    config = DecodeConfig(max_rows=64, block_kv=64, num_warps=4, num_stages=3)
     problem = Problem("torch", target, "int8", 64, "decode")
     assert failures(problem, "paged_decode", config, replace(FIT, wgmma=0)) == ()
     assert failures(problem, "paged_decode", config, replace(FIT, mma=0, wgmma=0)) == (

@@ -1,65 +1,48 @@
 """`python -m tuning search`, with a stub in place of compilers, GPU and timer."""
 
 import argparse
-import tomllib
 from dataclasses import replace
 from math import inf
 from types import SimpleNamespace
 
 import pytest
-
-pytest.importorskip("tomlkit", reason="tomlkit, of the extra 'bench', is not installed")
-
 from rich.console import Console
 
-from bench.configs import changed, table_path
 from bench.statistics import Times
 from interop.parity import environment
 from interop.parity.cases import DecodeCase, FlashCase
 from tuning import __main__ as main
 from tuning.search import command, rows, survey
-from tuning.search.cases import FUNCTIONS
 from tuning.search.search import faster, search
-from tuning.search.space import SPACE, candidates, may_fit
+from tuning.search.space import TUNED, candidates, may_fit
 from tuning.search.survey import Plan, Survey, compile_one
 from tuning.search.table import ConfigTable
 from tuning.search.trial import Refused, Trials
 from tuning.static import gate
 from tuning.static.resources import Resources
-from twin_attention.contract.spec import AttentionSpec
-from twin_attention.targets.config import KernelConfig
+from twin_attention.targets.config import PACKAGES, parse_table, table_path
+from twin_attention.targets.kernels import KERNELS, CombineConfig, DecodeConfig, FlashConfig
+from twin_attention.targets.target import TARGETS
 
 TEXT = """\
 # At the top, by hand.
 
-[[flash_fwd]]
-dtype_bits = 16
-head_dim = 64  # beside a value
-block_q = 64
-block_kv = 64
-num_warps = 4
-num_stages = 3
+[flash_fwd]
+columns = ["dtype_bits", "head_dim", "when", "block_q", "block_kv", "num_warps", "num_stages"]
+rows = [
+  [16,  64, "",        64, 64, 4, 3],
+  # Above the second row.
+  [16, 128, "softcap", 96, 64, 8, 3],  # Tuned 2026-01-01 on Old GPU: 2.0000 ms, before 3.0000 ms
+  [16, 128, "",        64, 64, 8, 3],  # by hand
+]
 
-# Above the second row.
-[[flash_fwd]]
-# Tuned 2026-01-01 on Old GPU, torch 1.0: 2.0000 ms, before 3.0000 ms
-dtype_bits = 16
-head_dim = 128
-block_q = 128
-block_kv = 64
-num_warps = 8
-num_stages = 3
-# Inside the second row.
-
-[[combine]]
-dtype_bits = 32
-head_dim = 64
-block_q = 16
-block_kv = 16
-num_warps = 4
-num_stages = 1
+[combine]
+columns = ["block_states", "num_warps", "num_stages"]
+rows = [
+  [16, 4, 1],
+]
 """
-PRESENT = KernelConfig(block_q=64, block_kv=64, num_warps=4, num_stages=3)
+PRESENT = FlashConfig(block_q=64, block_kv=64, num_warps=4, num_stages=3)
 BETTER = replace(PRESENT, block_q=128)
 WRONG = replace(PRESENT, block_kv=32)
 NOISY = replace(PRESENT, num_stages=2)
@@ -133,10 +116,14 @@ def only(*configs):
 
 def test_a_faster_configuration_is_written(tune):
     output, printed = tune()
-    assert output.read_text() == TEXT.replace(
-        "[[flash_fwd]]\ndtype",
-        "[[flash_fwd]]\n# Tuned today: 0.7000 ms, before 1.0000 ms\ndtype", 1,
-    ).replace("block_q = 64", "block_q = 128", 1)  # fmt: skip
+    lines = TEXT.splitlines()
+    lines[5:9] = [
+        '  [16,  64, "",        128, 64, 4, 3],  # Tuned today: 0.7000 ms, before 1.0000 ms',
+        lines[6],
+        lines[7].replace(" 96,", "  96,"),
+        lines[8].replace(" 64, 64", "  64, 64"),
+    ]
+    assert output.read_text().splitlines() == lines
     for line in ("Refused: error is 3 times its budget", "RuntimeError: no launch"):
         assert line in printed
 
@@ -165,16 +152,30 @@ def test_a_gain_that_does_not_repeat_is_not_written(tune):
     assert not output.exists()
 
 
-def test_the_note_of_an_earlier_run_is_replaced_and_other_comments_stay(table):
+def test_the_comment_of_the_row_is_replaced_and_other_comments_stay(table):
     row = list(table.rows("flash_fwd"))[1]
     table.write(row, replace(row.config, num_warps=4), "today")
-    assert table.text == TEXT.replace(
-        "# Tuned 2026-01-01 on Old GPU, torch 1.0: 2.0000 ms, before 3.0000 ms", "# Tuned today"
-    ).replace("num_warps = 8", "num_warps = 4")
+    old, new = "64, 8, 3],  # Tuned 2026-01-01 on Old GPU: 2.0", "64, 4, 3],  # Tuned today"
+    assert table.text == TEXT.replace(f"{old}000 ms, before 3.0000 ms", new)
+    assert list(table.rows("flash_fwd"))[1].config == replace(row.config, num_warps=4)
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+@pytest.mark.parametrize("target", TARGETS)
+def test_writing_what_a_shipped_row_has_changes_its_comment_alone(package, target):
+    text = table_path(package, target).read_text()
+    table = ConfigTable(text)
+    for kernel in KERNELS:
+        for row in table.rows(kernel):
+            table.write(row, row.config, "now")
+            lines = zip(table.text.splitlines(), text.splitlines(), strict=True)
+            ((new, old),) = [(new, old) for new, old in lines if new != old]
+            assert new == old.partition("#")[0].rstrip() + "  # Tuned now"
+            table = ConfigTable(text)
 
 
 def test_rows_that_were_finished_stay_when_interrupted(table, tmp_path):
-    first, second = table.rows("flash_fwd")
+    first, second, _ = table.rows("flash_fwd")
 
     def interrupt(row, case):
         if row == second:
@@ -185,8 +186,8 @@ def test_rows_that_were_finished_stay_when_interrupted(table, tmp_path):
     output = tmp_path / "sm80.toml"
     with pytest.raises(KeyboardInterrupt):
         rows.tune(table, "sm80", [first, second], tools, output, inf, Console(quiet=True))
-    found = tomllib.loads(output.read_text())["flash_fwd"]
-    assert [row["block_q"] for row in found] == [128, 128]
+    found = parse_table(output.read_text())["flash_fwd"]
+    assert [row.config.block_q for row in found] == [128, 96, 64]
 
 
 def test_no_candidate_is_begun_when_the_time_is_over(table, tmp_path):
@@ -235,20 +236,20 @@ SPEC = FlashCase("", seq_q=1024, seq_kv=1024, head_dim=128).spec
     ("kernel", "config", "target", "fits"),
     [
         # 128×128 accumulators and 128×128 scores: 256 registers a thread of 4 warps, 128 of 8
-        ("flash_fwd", KernelConfig(128, 128, 4, 2), "sm80", False),
-        ("flash_fwd", KernelConfig(128, 128, 8, 2), "sm80", True),
+        ("flash_fwd", FlashConfig(128, 128, 4, 2), "sm80", False),
+        ("flash_fwd", FlashConfig(128, 128, 8, 2), "sm80", True),
         # 3 tiles of 128 keys and values ahead: 192 KiB
-        ("flash_fwd", KernelConfig(128, 128, 8, 4), "sm80", False),
-        ("flash_fwd", KernelConfig(128, 128, 8, 4), "sm90", True),
+        ("flash_fwd", FlashConfig(128, 128, 8, 4), "sm80", False),
+        ("flash_fwd", FlashConfig(128, 128, 8, 4), "sm90", True),
         # of q and dout a backward loads block_q rows
-        ("flash_bwd_dkdv", KernelConfig(128, 32, 8, 4), "sm80", False),
-        ("flash_bwd_dkdv", KernelConfig(32, 64, 8, 4), "sm80", True),
+        ("flash_bwd_dkdv", FlashConfig(128, 32, 8, 4), "sm80", False),
+        ("flash_bwd_dkdv", FlashConfig(32, 64, 8, 4), "sm80", True),
         # two accumulators
-        ("flash_bwd_dkdv", KernelConfig(16, 128, 4, 1), "sm80", False),
-        ("flash_bwd_dq", KernelConfig(128, 16, 4, 1), "sm80", True),
+        ("flash_bwd_dkdv", FlashConfig(16, 128, 4, 1), "sm80", False),
+        ("flash_bwd_dq", FlashConfig(128, 16, 4, 1), "sm80", True),
         # 16×16 scores are two instructions'
-        ("flash_bwd_dq", KernelConfig(16, 16, 4, 1), "sm80", False),
-        ("flash_bwd_dq", KernelConfig(16, 32, 4, 1), "sm80", True),
+        ("flash_bwd_dq", FlashConfig(16, 16, 4, 1), "sm80", False),
+        ("flash_bwd_dq", FlashConfig(16, 32, 4, 1), "sm80", True),
     ],
 )
 def test_what_may_fit(kernel, config, target, fits):
@@ -256,20 +257,20 @@ def test_what_may_fit(kernel, config, target, fits):
 
 
 def test_the_space_is_pruned_and_the_nearest_come_first():
-    found = candidates("flash_fwd", SPEC, KernelConfig(128, 64, 8, 3), "sm80")
+    found = candidates("flash_fwd", SPEC, FlashConfig(128, 64, 8, 3), "sm80")
     assert 0 < len(found) < 4 * 4 * 2 * 4
-    assert KernelConfig(128, 64, 8, 3) not in found
+    assert FlashConfig(128, 64, 8, 3) not in found
     assert {vars(config)["num_warps"] for config in found} == {4, 8}
-    assert found[0] in (KernelConfig(128, 64, 8, 2), KernelConfig(128, 64, 8, 4),
-                        KernelConfig(64, 64, 8, 3), KernelConfig(128, 32, 8, 3))  # fmt: skip
-    assert found.index(KernelConfig(128, 32, 8, 3)) < found.index(KernelConfig(32, 16, 4, 1))
+    assert found[0] in (FlashConfig(128, 64, 8, 2), FlashConfig(128, 64, 8, 4),
+                        FlashConfig(64, 64, 8, 3), FlashConfig(128, 32, 8, 3))  # fmt: skip
+    assert found.index(FlashConfig(128, 32, 8, 3)) < found.index(FlashConfig(32, 16, 4, 1))
 
 
 def test_a_field_without_an_effect_is_left_alone():
     spec = DecodeCase("", tokens=1, heads_q=32, heads_kv=8).spec
-    for kernel in ("paged_decode", "combine"):
-        found = candidates(kernel, spec, KernelConfig(64, 64, 4, 3), "sm80")
-        assert {config.block_q for config in found} == {64}
+    found = candidates("paged_decode", spec, DecodeConfig(64, 64, 4, 3), "sm80")
+    assert {config.max_rows for config in found} == {64}
+    assert {config.block_kv for config in found} > {64}
 
 
 def test_one_of_the_configurations_that_make_the_same_code_is_run():
@@ -365,28 +366,25 @@ def test_each_configuration_has_its_own_code(compiled):
 # Rows and cases
 
 
-@pytest.mark.parametrize("package", command.VERSIONS)
-@pytest.mark.parametrize("target", ["sm80", "sm90"])
+@pytest.mark.parametrize("package", PACKAGES)
+@pytest.mark.parametrize("target", TARGETS)
 def test_every_shipped_row_has_a_case_and_a_problem_of_the_gate(package, target):
     """Where this fails for a new key: add cases to tuning/search/cases.py that reach its rows."""
     table = ConfigTable(table_path(package, target).read_text())
-    found = [row for kernel in FUNCTIONS for row in table.rows(kernel)]
+    found = [row for kernel in TUNED for row in table.rows(kernel)]
     assert found
     for row in found:
         case = rows.case_of(table, row)
         assert may_fit(row.kernel, case.spec, row.config, target)
-        assert case.spec.dtype_bits == dict(row.key)["dtype_bits"] or row.kernel == "combine"
+        assert case.spec.dtype_bits == dict(row.key).get("dtype_bits", case.spec.dtype_bits)
+        assert case.spec.head_dim == dict(row.key).get("head_dim", case.spec.head_dim)
         assert next(survey._problems(table, package, target, row), None) is not None
 
 
 def test_a_row_that_no_case_reads_is_named():
-    table = ConfigTable(TEXT.replace("head_dim = 128", "head_dim = 512"))
-    with pytest.raises(LookupError, match=r"flash_fwd dtype_bits=16 head_dim=512: expected a case"):
+    table = ConfigTable(TEXT.replace("[16, 128", "[8, 128"))
+    with pytest.raises(LookupError, match=r"flash_fwd dtype_bits=8 head_dim=128 when=softcap: exp"):
         rows.case_of(table, list(table.rows("flash_fwd"))[1])
-
-
-def test_every_tuned_kernel_has_a_space():
-    assert set(SPACE) == set(FUNCTIONS)
 
 
 # A trial, on the CPU with the frameworks' interpreters
@@ -407,7 +405,8 @@ TRIALS = {
 @pytest.mark.parametrize("package", command.VERSIONS)
 def test_a_trial_runs_the_configuration_and_checks_it(package, kernel, torch_device):
     trials = Trials(package, "sm80", kernel, TRIALS[kernel], torch_device)
-    results = trials.call(KernelConfig(32, 16, 4, 1))()
+    small = {"paged_decode": DecodeConfig(32, 16, 4, 1), "combine": CombineConfig(16, 4, 1)}
+    results = trials.call(small.get(kernel, FlashConfig(32, 16, 4, 1)))()
     assert trials.error(results) <= 1
     assert trials.error([results[0] * 1.1, *results[1:]]) > 1
 
@@ -423,19 +422,7 @@ def test_a_trial_that_does_not_run_the_kernel_is_an_error(torch_device):
     case = replace(TRIALS["combine"], num_splits=1)
     trials = Trials("torch_attn", "sm80", "combine", case, torch_device)
     with pytest.raises(RuntimeError, match="its configuration was not looked up"):
-        trials.call(PRESENT)
-
-
-def test_configurations_are_changed_inside_the_block_only():
-    from torch_attn import launch
-
-    before = launch.configs_for(SPEC, "sm80")
-    with changed("torch_attn", {"flash_fwd": {"block_q": 16}}) as read:
-        assert not read
-        inside = launch.configs_for(SPEC, "sm80")
-        assert read == set(AttentionSpec.kernels)
-    assert inside == before | {"flash_fwd": replace(before["flash_fwd"], block_q=16)}
-    assert launch.configs_for(SPEC, "sm80") == before
+        trials.call(CombineConfig(16, 4, 1))
 
 
 # The command
@@ -443,18 +430,18 @@ def test_configurations_are_changed_inside_the_block_only():
 
 def options(**changes):
     return argparse.Namespace(
-        **{"kernel": None, "head_dim": None, "dtype_bits": None, "softcap": False} | changes
+        **{"kernel": None, "head_dim": None, "dtype_bits": None, "when": None} | changes
     )
 
 
 @pytest.mark.parametrize(
     ("changes", "selected"),
     [
-        ({}, [("flash_fwd", 0), ("flash_fwd", 1), ("combine", 0)]),
+        ({}, [("flash_fwd", 0), ("flash_fwd", 1), ("flash_fwd", 2), ("combine", 0)]),
         ({"kernel": ["combine"]}, [("combine", 0)]),
-        ({"head_dim": 64}, [("flash_fwd", 0), ("combine", 0)]),
-        ({"dtype_bits": 16}, [("flash_fwd", 0), ("flash_fwd", 1)]),
-        ({"softcap": True}, []),
+        ({"head_dim": 64}, [("flash_fwd", 0)]),
+        ({"dtype_bits": 32}, []),
+        ({"when": "softcap"}, [("flash_fwd", 1)]),
     ],
 )
 def test_options_select_rows(table, changes, selected):

@@ -11,40 +11,30 @@ from dataclasses import replace
 
 from interop.parity.cases import Case, DecodeCase, FlashCase
 from twin_attention.contract.spec import DecodeSpec, MergeSpec
-from twin_attention.targets.config import Spec
+from twin_attention.targets.config import HEAD_DIMS
+from twin_attention.targets.kernels import KERNELS, Spec
 
-# Each tuned kernel, and the function of the packages' `kernels` that launches it. The whole
-# function is timed: what a kernel gains must not be lost in the one after it.
-FUNCTIONS = {
-    "flash_fwd": "flash_fwd",
-    "flash_bwd_dq": "flash_bwd",
-    "flash_bwd_dkdv": "flash_bwd",
-    "paged_decode": "paged_decode",
-    "combine": "paged_decode",
-}
-HEAD_DIMS = (16, 32, 64, 128, 256)
 SOFTCAPS = (None, 30.0)
 
 
 def cases(kernel: str) -> Iterator[Case]:
-    """The cases of one of `FUNCTIONS`, the most usual first."""
-    if FUNCTIONS[kernel] == "paged_decode":
+    """Return the cases of a kernel that is tuned. The largest head size of a row comes first."""
+    if KERNELS[kernel].function == "paged_decode":
         return _decode_cases(kernel)
     return _flash_cases(gradients=kernel != "flash_fwd")
 
 
 def reader(kernel: str, spec: Spec) -> Spec:
-    """The problem that looks up a kernel's configuration when `spec` is run."""
-    if kernel == "combine" and isinstance(spec, DecodeSpec):
-        rows = (spec.batch, spec.tokens, spec.heads_q)
-        return MergeSpec(spec.num_splits or 2, *rows, spec.head_dim_v, spec.dtype)
+    """Return the problem that a kernel solves where `spec` runs: `combine` merges a decode."""
+    if KERNELS[kernel].spec is MergeSpec and isinstance(spec, DecodeSpec):
+        return spec.merge(spec.num_splits or 2)
     return spec
 
 
 def _flash_cases(gradients: bool) -> Iterator[FlashCase]:
     """Causal, so that tiles with a mask and tiles without one both count."""
     for dtype, batch in (("bfloat16", 4), ("float32", 1)):  # float32 takes ten times as long
-        for head_dim in HEAD_DIMS:
+        for head_dim in reversed(HEAD_DIMS):
             heads = 2048 // head_dim
             for softcap in SOFTCAPS:
                 yield FlashCase(
@@ -62,7 +52,7 @@ def _decode_cases(kernel: str) -> Iterator[DecodeCase]:
     )  # fmt: skip
     for dtype in ("bfloat16", "int8"):
         cache = {} if dtype == base.dtype else {"kv_dtype": dtype, "scale_shape": (base.heads_kv,)}
-        for head_dim in HEAD_DIMS:
+        for head_dim in reversed(HEAD_DIMS):
             for softcap in SOFTCAPS:
                 name = _name(kind, dtype, head_dim, softcap)
                 case = replace(base, name=name, head_dim=head_dim, softcap=softcap, **cache)

@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from bench.configs import table_path
 from interop.parity.arguments import count
-from tuning.search.cases import FUNCTIONS
+from tuning.search.space import TUNED
+from tuning.search.table import ConfigTable
+from twin_attention.targets.config import table_path
 from twin_attention.targets.target import TARGETS
 
 if TYPE_CHECKING:
@@ -28,8 +29,8 @@ if TYPE_CHECKING:
     from interop.parity.cases import Case
     from tuning.search.rows import Tools
     from tuning.search.search import Found, Run
-    from tuning.search.table import ConfigTable, Row
-    from twin_attention.targets.config import KernelConfig
+    from tuning.search.table import Row
+    from twin_attention.targets.kernels import KernelConfig
 
 VERSIONS = {"torch_attn": ("torch", "triton"), "pallas_attn": ("jax", "triton")}
 INTERRUPTED = 130  # the exit code
@@ -43,10 +44,10 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     )
     parser.add_argument("--side", choices=VERSIONS, required=True, help="whose table")
     parser.add_argument("--target", choices=TARGETS, required=True, help="which of its tables")
-    parser.add_argument("--kernel", choices=FUNCTIONS, action="append", help="default: all")
+    parser.add_argument("--kernel", choices=TUNED, action="append", help="default: all")
     parser.add_argument("--head-dim", type=int, help="of the rows; default: all")
     parser.add_argument("--dtype-bits", type=int, help="of the rows; default: all")
-    parser.add_argument("--softcap", action="store_true", help="only rows for capped scores")
+    parser.add_argument("--when", help="condition of the rows, such as softcap; default: all")
     parser.add_argument(
         "--limit-seconds",
         type=float,
@@ -73,8 +74,6 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Tune the chosen rows; returns 130 when interrupted."""
-    from tuning.search.table import ConfigTable
-
     shipped = table_path(arguments.side, arguments.target)
     output = arguments.output or shipped
     table = ConfigTable((output if output.exists() else shipped).read_text())
@@ -103,13 +102,14 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def select(table: ConfigTable, arguments: argparse.Namespace) -> Iterator[Row]:
-    """The rows that the options leave."""
-    wanted = {"head_dim": arguments.head_dim, "dtype_bits": arguments.dtype_bits}
-    wanted["softcap"] = arguments.softcap or None
-    for kernel in arguments.kernel or FUNCTIONS:
+    """Return the rows that the options leave."""
+    sizes = {"head_dim": arguments.head_dim, "dtype_bits": arguments.dtype_bits}
+    for kernel in arguments.kernel or TUNED:
         for row in table.rows(kernel):
             key = dict(row.key)
-            if all(value is None or key.get(name) == value for name, value in wanted.items()):
+            if all(size in (None, key.get(name)) for name, size in sizes.items()) and (
+                arguments.when in (None, key.get("when"))
+            ):
                 yield row
 
 

@@ -20,7 +20,7 @@ from tuning.search.cases import cases, reader
 from tuning.search.search import Found, Run, Timer, describe, search
 from tuning.search.space import candidates
 from tuning.search.table import ConfigTable, Row
-from twin_attention.targets.config import KernelConfig
+from twin_attention.targets.kernels import KernelConfig
 
 if TYPE_CHECKING:
     from tuning.search.survey import Survey
@@ -97,7 +97,7 @@ def show(
     for row in rows:
         case, configs = _space(table, target, row)
         shown = Table(
-            "q×kv, warps, stages", title=f"{row}: {len(configs) - 1} configurations that may fit",
+            "tile, warps, stages", title=f"{row}: {len(configs) - 1} configurations that may fit",
             title_justify="left", box=box.SIMPLE_HEAD,
         )  # fmt: skip
         for heading in ("registers", "spilled", "shared", "blocks"):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from bench.statistics import Times
-from twin_attention.targets.config import KernelConfig
+from twin_attention.targets.kernels import KernelConfig
 
 if TYPE_CHECKING:
     from bench.timing import Timing
@@ -86,7 +86,5 @@ def faster(a: Times, b: Times) -> bool:
 
 
 def describe(config: KernelConfig) -> str:
-    """A configuration in few characters."""
-    return (
-        f"{config.block_q}×{config.block_kv}, {config.num_warps} warps, {config.num_stages} stages"
-    )
+    """Return a configuration in few characters, such as "128×64, 8 warps, 3 stages"."""
+    return f"{config.tile}, {config.num_warps} warps, {config.num_stages} stages"

@@ -5,48 +5,57 @@ from __future__ import annotations
 from itertools import product
 from math import log2
 
+from tuning.static.bound import rows_per_tile
 from twin_attention.contract.spec import AttentionSpec, DecodeSpec
-from twin_attention.targets.config import KernelConfig, block_rows, padded_head_dim, tiles_ahead
+from twin_attention.targets.config import padded_head_dim
+from twin_attention.targets.kernels import (
+    KERNELS,
+    CombineConfig,
+    DecodeConfig,
+    FlashConfig,
+    KernelConfig,
+)
+from twin_attention.targets.splits import tiles_ahead
 from twin_attention.targets.target import SHARED_MEMORY_LIMIT
 
-# A backward's rows are padded to 128, so that its query tiles may not be larger.
-_FLASH = {
-    "block_q": (16, 32, 64, 128),
-    "block_kv": (16, 32, 64, 128),
-    "num_warps": (4, 8),
-    "num_stages": (1, 2, 3, 4),
-}
-# A field that is left out keeps the row's value. A decode's block_q is a limit that a few new
-# tokens do not reach, and `combine` has none.
-SPACE: dict[str, dict[str, tuple[int, ...]]] = {
-    "flash_fwd": _FLASH,
-    "flash_bwd_dq": _FLASH,
-    "flash_bwd_dkdv": _FLASH,
-    "paged_decode": {
+# A field that is left out keeps the row's value, such as max_rows, which few new tokens reach.
+SPACE: dict[type[KernelConfig], dict[str, tuple[int, ...]]] = {
+    # A backward pads its rows to 128, so that its query tiles may not be larger.
+    FlashConfig: {
+        "block_q": (16, 32, 64, 128),
+        "block_kv": (16, 32, 64, 128),
+        "num_warps": (4, 8),
+        "num_stages": (1, 2, 3, 4),
+    },
+    DecodeConfig: {
         "block_kv": (16, 32, 64, 128, 256),
         "num_warps": (2, 4, 8),
         "num_stages": (1, 2, 3, 4, 5),
     },
-    "combine": {"block_kv": (8, 16, 32, 64), "num_warps": (1, 2, 4, 8), "num_stages": (1, 2, 3)},
+    CombineConfig: {
+        "block_states": (8, 16, 32, 64),
+        "num_warps": (1, 2, 4, 8),
+        "num_stages": (1, 2, 3),
+    },
 }
+TUNED = tuple(name for name, kernel in KERNELS.items() if kernel.config in SPACE)
 _REGISTERS = 192  # of a thread's 255; operands and addresses take the rest
 
 
 def candidates(
     kernel: str, spec: AttentionSpec | DecodeSpec, present: KernelConfig, target: str
 ) -> list[KernelConfig]:
-    """Every other configuration that may fit, nearest to the present one first.
+    """Return every other configuration that may fit, nearest to the present one first.
 
     Args:
-        kernel: one of `SPACE`.
+        kernel: one of `TUNED`.
         spec: the problem that the row is tuned on.
         present: the row's configuration.
         target: "sm80" or "sm90".
     """
-    values = {name: (value,) for name, value in vars(present).items()} | SPACE[kernel]
-    found = (
-        KernelConfig(**dict(zip(values, point, strict=True))) for point in product(*values.values())
-    )
+    make = KERNELS[kernel].config
+    values = {name: (value,) for name, value in vars(present).items()} | SPACE[make]
+    found = (make(**dict(zip(values, point, strict=True))) for point in product(*values.values()))
     fitting = [
         config for config in found if config != present and may_fit(kernel, spec, config, target)
     ]
@@ -56,28 +65,25 @@ def candidates(
 def may_fit(
     kernel: str, spec: AttentionSpec | DecodeSpec, config: KernelConfig, target: str
 ) -> bool:
-    """Whether what a program needs at the very least fits, before anything is compiled.
+    """Return True if the least that a program needs fits, before anything is compiled.
 
     Registers hold the accumulators and one tile of scores, in float32. Shared memory holds the
-    tiles that are loaded ahead, one less than the stages or `tiles_ahead`. Each warp has at least
+    tiles that are loaded ahead: one less than the stages, or `tiles_ahead`. Each warp has at least
     an instruction's share of the scores, 16×8 on tensor cores, since without one it would repeat
     another's work.
     """
-    if kernel == "combine":
+    if not isinstance(config, FlashConfig | DecodeConfig):
         return True
-    d, dv = padded_head_dim(spec.head_dim), padded_head_dim(spec.head_dim_v)
-    rows, keys, tiles = config.block_q, config.block_kv, config.num_stages - 1
-    if isinstance(spec, DecodeSpec):
-        rows, tiles = block_rows(spec, config), min(tiles, tiles_ahead(config))
-    accumulators, loaded = {
-        "flash_fwd": (rows * dv, keys),
-        "flash_bwd_dq": (rows * d, keys),
-        "flash_bwd_dkdv": (keys * (d + dv), rows),
-        "paged_decode": (rows * dv, keys),
-    }[kernel]
-    scores = rows * keys
+    sizes = {"d": padded_head_dim(spec.head_dim), "dv": padded_head_dim(spec.head_dim_v)}
+    stationary, loaded = rows_per_tile(spec, config), config.block_kv
+    scores, tiles = stationary * loaded, config.num_stages - 1
+    if isinstance(config, DecodeConfig):
+        tiles = min(tiles, tiles_ahead(config))
+    if KERNELS[kernel].stationary == "block_kv":
+        stationary, loaded = loaded, stationary
+    accumulators = stationary * sum(sizes[name] for name in KERNELS[kernel].accumulators)
     least = 32 if spec.dtype_bits == 32 else 16 * 8
-    ahead = tiles * loaded * (d + dv) * spec.dtype_bits // 8
+    ahead = tiles * loaded * sum(sizes.values()) * spec.dtype_bits // 8
     return (
         accumulators + scores <= _REGISTERS * 32 * config.num_warps
         and ahead <= SHARED_MEMORY_LIMIT[target]
@@ -86,6 +92,8 @@ def may_fit(
 
 
 def _distance(a: KernelConfig, b: KernelConfig) -> float:
-    """Doublings of tiles and warps, and steps of stages, from one to the other."""
-    doublings = ((a.block_q, b.block_q), (a.block_kv, b.block_kv), (a.num_warps, b.num_warps))
-    return sum(abs(log2(x / y)) for x, y in doublings) + abs(a.num_stages - b.num_stages)
+    """Return the doublings of tiles and warps, and the steps of stages, between the two."""
+    doublings = sum(
+        abs(log2(x / getattr(b, name))) for name, x in vars(a).items() if name != "num_stages"
+    )
+    return doublings + abs(a.num_stages - b.num_stages)

@@ -10,19 +10,19 @@ import signal
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from hashlib import sha256
 from multiprocessing import get_context
 
-from bench.configs import changed
 from interop.parity.cases import Case
-from tuning.search.cases import FUNCTIONS, reader
+from tuning.search.cases import reader
 from tuning.search.table import ConfigTable, Row
 from tuning.static.gate import FRAMEWORKS, Problem, compiler, failures, problems
 from tuning.static.resources import Resources, measure
 from twin_attention.contract.spec import AttentionSpec, DecodeSpec
-from twin_attention.targets.config import KernelConfig
+from twin_attention.targets.config import use_configs
+from twin_attention.targets.kernels import KernelConfig
 
 FRAMEWORK_OF = {package: framework for framework, package in FRAMEWORKS.items()}
 # SM90's rows may spill and are chosen by times; more than this a thread is not worth a launch.
@@ -113,12 +113,8 @@ def survey(
 
 def _problems(table: ConfigTable, package: str, target: str, row: Row) -> Iterator[Problem]:
     """The static gate's problems that read a row."""
-    function = FUNCTIONS[row.kernel]
     for problem in problems(FRAMEWORK_OF[package], target):
-        spec = problem.spec
-        if isinstance(spec, DecodeSpec) == (function == "paged_decode") and (
-            table.index_of(row.kernel, reader(row.kernel, spec)) == row.index
-        ):
+        if table.index_of(row.kernel, reader(row.kernel, problem.spec)) == row.index:
             yield problem
 
 
@@ -127,7 +123,7 @@ def compile_one(plan: Plan, config: KernelConfig) -> Survey:
     compile_kernels = compiler(FRAMEWORK_OF[plan.package])
     first = code = None
     try:
-        with changed(plan.package, {plan.kernel: asdict(config)}):
+        with use_configs({plan.kernel: vars(config)}, plan.package):
             for problem in plan.problems:
                 for kernel, _, binary in compile_kernels(problem.spec, plan.target):
                     if kernel != plan.kernel:

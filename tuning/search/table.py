@@ -1,20 +1,18 @@
-"""A table of configurations that can be edited: comments and order stay as they are."""
+"""Edit a table of configurations as text: a row is a line, and the other lines stay as they are."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields
-from pathlib import Path
-from tempfile import TemporaryDirectory
+import json
+import re
+import tomllib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-import tomlkit
-from tomlkit.items import AoT, Comment, Table, Whitespace
+from twin_attention.targets.config import parse_table
+from twin_attention.targets.kernels import KERNELS, KernelConfig, Spec
 
-from twin_attention.targets.config import KernelConfig, Spec, find_configs
-
-CONFIG_FIELDS = tuple(field.name for field in fields(KernelConfig))
-_NOTE = "Tuned "  # begins the comment that an edit writes, and the next edit replaces
+_ROW = re.compile(r"\s*\[.*\],\s*(#.*)?")  # a line
 
 
 @dataclass(frozen=True)
@@ -22,10 +20,10 @@ class Row:
     """One row of a table.
 
     Attributes:
-        kernel: whose it is.
+        kernel: its kernel.
         index: its place among the kernel's rows.
-        key: the fields that say which problems it is for.
-        config: the rest.
+        key: the columns that say which problems it serves, with their values.
+        config: its configuration.
     """
 
     kernel: str
@@ -34,68 +32,58 @@ class Row:
     config: KernelConfig
 
     def __str__(self) -> str:
-        return " ".join((self.kernel, *(f"{name}={value}" for name, value in self.key)))
+        key = (f"{name}={value}" for name, value in self.key if value != "")
+        return " ".join((self.kernel, *key))
 
 
 class ConfigTable:
-    """The text of one table."""
+    """The text of one table and its rows."""
 
     def __init__(self, text: str) -> None:
-        self._document = tomlkit.parse(text)
-        self._folder = TemporaryDirectory()
-
-    @property
-    def text(self) -> str:
-        return tomlkit.dumps(self._document)
+        self.text = text
+        self._rows = parse_table(text)
 
     def rows(self, kernel: str) -> Iterator[Row]:
-        """A kernel's rows, in order."""
-        for index, row in enumerate(self._rows(kernel).unwrap()):
-            config = KernelConfig(**{name: row.pop(name) for name in CONFIG_FIELDS})
-            yield Row(kernel, index, tuple(row.items()), config)
+        """Return a kernel's rows, in order."""
+        for index, row in enumerate(self._rows.get(kernel, ())):
+            yield Row(kernel, index, row.key, row.config)
 
     def index_of(self, kernel: str, spec: Spec) -> int | None:
-        """Which row of a kernel a problem reads; None if there is none for it.
-
-        `find_configs` is asked, so that the rule of the look-up is in one place.
-        """
-        try:
-            return find_configs(self._numbered(kernel), spec)[kernel].block_q
-        except KeyError:
+        """Return the place of the row that serves a problem, None if there is none."""
+        if not isinstance(spec, KERNELS[kernel].spec):
             return None
+        rows = enumerate(self._rows.get(kernel, ()))
+        return next((index for index, row in rows if row.serves(spec)), None)
 
     def write(self, row: Row, config: KernelConfig, note: str) -> None:
-        """Give a row another configuration, and a comment in place of its last note.
+        """Give a row another configuration, and a comment in place of its last one.
 
         Args:
             note: when, where and how it was found; one line.
         """
-        rows = self._rows(row.kernel)
-        old: Table = rows[row.index]
-        old.update(asdict(config))
-        new = tomlkit.table()
-        new.add(tomlkit.comment(_NOTE + note))
-        for key, item in old.value.body:
-            if key is not None:
-                new.add(key, item)
-            elif isinstance(item, Comment | Whitespace) and not _is_note(item):
-                new.add(item)
-        rows[row.index] = new
-
-    def _rows(self, kernel: str) -> AoT:
-        rows = self._document.get(kernel)
-        return rows if isinstance(rows, AoT) else tomlkit.aot()
-
-    def _numbered(self, kernel: str) -> Path:
-        """A table of the kernel's rows, with their numbers for a configuration."""
-        path = Path(self._folder.name) / f"{kernel}.toml"
-        if not path.exists():
-            rows = [
-                dict(row.key) | dict.fromkeys(CONFIG_FIELDS, row.index) for row in self.rows(kernel)
-            ]
-            path.write_text(tomlkit.dumps({kernel: rows}))
-        return path
+        lines = self.text.splitlines()
+        begin = lines.index(f"[{row.kernel}]")
+        end = lines.index("]", begin)
+        places = [place for place in range(begin, end) if _ROW.fullmatch(lines[place])]
+        rows = tomllib.loads(self.text)[row.kernel]["rows"]
+        rows[row.index][len(row.key) :] = vars(config).values()
+        for place, line in zip(places, format_rows(rows), strict=True):
+            _, hash_sign, comment = lines[place].partition("#")
+            if place == places[row.index]:
+                hash_sign, comment = "#", f" Tuned {note}"
+            lines[place] = f"{line}  {hash_sign}{comment}".rstrip()
+        self.text = "\n".join(lines) + "\n"
+        self._rows = parse_table(self.text)
 
 
-def _is_note(item: Comment | Whitespace) -> bool:
-    return item.as_string().startswith(f"# {_NOTE}")
+def format_rows(rows: Sequence[Sequence[Any]]) -> list[str]:
+    """Return the line of each row: numbers and the commas after words stand in columns."""
+    columns = []
+    for column in zip(*rows, strict=True):
+        cells = [json.dumps(value) for value in column]
+        width = max(map(len, cells))
+        if isinstance(column[0], str):
+            columns.append([f"{cell},".ljust(width + 1) for cell in cells])
+        else:
+            columns.append([f"{cell:>{width}}," for cell in cells])
+    return [f"  [{' '.join(cells).rstrip(',')}]," for cells in zip(*columns, strict=True)]

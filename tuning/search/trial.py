@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from functools import partial
 from importlib import import_module
 from typing import Any
 
-from bench.configs import changed
 from interop.parity.cases import Case, DecodeCase
-from tuning.search.cases import FUNCTIONS
 from twin_attention.contract.tolerances import compare_lse, compare_to_reference
-from twin_attention.targets.config import KernelConfig
+from twin_attention.targets.config import use_configs
+from twin_attention.targets.kernels import KERNELS, KernelConfig
 from twin_attention.targets.target import use_target
 
 _DECODE = ("k_pages", "v_pages", "block_tables", "seq_lens", "sinks", "k_scale", "v_scale")
@@ -57,14 +55,14 @@ class Trials:
             Refused: a result is over its error budget.
             RuntimeError: the case does not run the kernel, or runs code of an earlier trace.
         """
-        function = self._function(FUNCTIONS[self._kernel])
-        changes = {self._kernel: asdict(config)}
+        function = self._function(KERNELS[self._kernel].function)
+        changes = {self._kernel: vars(config)}
 
         def run() -> Any:
-            with use_target(self._target), changed(self._package, changes):
+            with use_target(self._target), use_configs(changes, self._package):
                 return function(*self._operands)
 
-        with changed(self._package, {}) as read:
+        with use_configs({}) as read:
             results = run()
         if self._kernel not in read:
             raise RuntimeError(f"{self._kernel}: its configuration was not looked up")
@@ -76,7 +74,7 @@ class Trials:
         """The worst error of the function's results over its budget."""
         from interop.exchange import to_torch
 
-        names = _RESULTS[FUNCTIONS[self._kernel]]
+        names = _RESULTS[KERNELS[self._kernel].function]
         if self._package == "pallas_attn":
             results = [to_torch(x) for x in results]
         return max(self._error(name, x) for name, x in zip(names, results, strict=True))
@@ -102,7 +100,7 @@ class Trials:
         if isinstance(self._case, DecodeCase):
             return arrays["q"], *(arrays.get(name) for name in _DECODE)
         qkv = tuple(arrays[name] for name in "qkv")
-        if FUNCTIONS[self._kernel] == "flash_fwd":
+        if KERNELS[self._kernel].function == "flash_fwd":
             return qkv
         with use_target(self._target):
             outputs = self._function("flash_fwd")(*qkv)

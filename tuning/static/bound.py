@@ -29,10 +29,18 @@ from dataclasses import dataclass
 from bench.datasheets import A100, H200
 from twin_attention.contract.cost import ITEMSIZE
 from twin_attention.contract.spec import AttentionSpec, DecodeSpec
-from twin_attention.targets.config import KernelConfig, block_rows, padded_head_dim
+from twin_attention.targets.config import padded_head_dim
+from twin_attention.targets.kernels import (
+    KERNELS,
+    AppendConfig,
+    CombineConfig,
+    DecodeConfig,
+    FlashConfig,
+    KernelConfig,
+    PreprocessConfig,
+)
+from twin_attention.targets.splits import block_rows
 from twin_attention.targets.target import MULTIPROCESSORS
-
-PRODUCTS = {"flash_fwd", "flash_bwd_dq", "flash_bwd_dkdv", "paged_decode"}  # have matrix products
 
 _MULTIPLY_ADDS = {
     "tensor cores": {"sm80": 1024, "sm90": 2048},
@@ -87,7 +95,7 @@ def bound(
 ) -> Bound:
     """Count a tile of a kernel and find its bound on a target."""
     tile = count(kernel, spec, config)
-    on_tensor_cores = kernel in PRODUCTS and spec.dtype_bits < 32
+    on_tensor_cores = bool(KERNELS[kernel].products) and spec.dtype_bits < 32
     unit = "tensor cores" if on_tensor_cores else "FMA units"
     cycles = {
         unit: tile.flops / 2 / _MULTIPLY_ADDS[unit][target],
@@ -98,32 +106,38 @@ def bound(
 
 
 def count(kernel: str, spec: AttentionSpec | DecodeSpec, config: KernelConfig) -> Tile:
-    """The work of one tile of a kernel of `spec`, all of it visible."""
-    d, dv = padded_head_dim(spec.head_dim), padded_head_dim(spec.head_dim_v)
-    rows, keys = config.block_q, config.block_kv
-    if kernel == "paged_decode":
-        assert isinstance(spec, DecodeSpec)
-        rows = block_rows(spec, config)
-    pairs = rows * keys
+    """Count the work of one tile of a kernel of `spec`, all of it visible."""
+    sizes = {"d": padded_head_dim(spec.head_dim), "dv": padded_head_dim(spec.head_dim_v)}
     itemsize = spec.dtype_bits // 8
-    row = (spec.head_dim + spec.head_dim_v) * itemsize
-    # A cap is a hyperbolic tangent: one more exponential, and the reciprocal of a division.
-    special = pairs * (1 if spec.softcap is None else 3)
-    match kernel:
-        case "flash_fwd":  # s, p·v
-            return Tile(2 * pairs * (d + dv), special, keys * row, "L2")
-        case "flash_bwd_dq":  # s, dp, dq
-            return Tile(2 * pairs * (2 * d + dv), special, keys * row, "L2")
-        case "flash_bwd_dkdv":  # s, dp, dv, dk; lse2 and delta come with q and dout
-            return Tile(2 * pairs * (2 * d + 2 * dv), special, rows * (row + 2 * 4), "L2")
-        case "paged_decode":  # s, p·v
-            return Tile(2 * pairs * (d + dv), special, keys * row, "device memory")
-        case "flash_bwd_preprocess":  # reads dout, out and lse, writes lse2 and delta
+    match config:
+        case FlashConfig() | DecodeConfig():
+            rows, source = rows_per_tile(spec, config), "L2"
+            loaded = config.block_kv * (spec.head_dim + spec.head_dim_v) * itemsize
+            if isinstance(config, DecodeConfig):
+                source = "device memory"
+            elif KERNELS[kernel].stationary == "block_kv":  # lse2 and delta come with q and dout
+                loaded = rows * ((spec.head_dim + spec.head_dim_v) * itemsize + 2 * 4)
+            pairs = rows * config.block_kv
+            # A cap is a hyperbolic tangent: one more exponential, and the reciprocal of a division.
+            special = pairs * (1 if spec.softcap is None else 3)
+            flops = 2 * pairs * sum(sizes[name] for name in KERNELS[kernel].products)
+            return Tile(flops, special, loaded, source)
+        case PreprocessConfig():  # reads dout, out and lse, writes lse2 and delta
+            rows = config.block_q
             size = rows * (2 * spec.head_dim_v * itemsize + 3 * 4)
-            return Tile(2 * rows * dv, 0, size, "device memory")
-        case "combine":  # reads what the decode before it wrote: parts in float32, and their lse
-            return Tile(2 * keys * dv, keys, keys * (spec.head_dim_v + 1) * 4, "L2")
-        case "append_kv":  # reads keys and values of some heads, writes them in the cache's dtype
-            size = rows * (spec.head_dim + spec.head_dim_v) * (ITEMSIZE[spec.dtype] + itemsize)
-            return Tile(0, 0, size, "device memory")
-    raise ValueError(f"kernel: no tile is known of {kernel!r}")
+            return Tile(2 * rows * sizes["dv"], 0, size, "device memory")
+        case CombineConfig():  # reads what the decode before it wrote: states in float32, their lse
+            states = config.block_states
+            return Tile(2 * states * sizes["dv"], states, states * (spec.head_dim_v + 1) * 4, "L2")
+        case AppendConfig():  # reads k and v of some heads, writes them in the cache's dtype
+            row = (spec.head_dim + spec.head_dim_v) * (ITEMSIZE[spec.dtype] + itemsize)
+            return Tile(0, 0, config.block_heads * row, "device memory")
+    raise ValueError(f"config: no tile is known of {config!r}")
+
+
+def rows_per_tile(spec: AttentionSpec | DecodeSpec, config: FlashConfig | DecodeConfig) -> int:
+    """Return the query rows of a tile."""
+    if isinstance(config, DecodeConfig):
+        assert isinstance(spec, DecodeSpec)
+        return block_rows(spec, config)
+    return config.block_q

@@ -239,12 +239,11 @@ def bound_table(verdicts: Iterable[Verdict], title: str) -> Table:
 
 def _table(title: str, caption: str) -> Table:
     return Table(
-        "kernel", "dtype", "D", "feature", "q×kv",
+        "kernel", "dtype", "D", "feature", "tile",
         title=title, caption=caption, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False,
     )  # fmt: skip
 
 
 def _label(verdict: Verdict) -> tuple[str, ...]:
     problem, config = verdict.problem, verdict.config
-    tile = f"{config.block_q}×{config.block_kv}"
-    return verdict.kernel, problem.dtype, str(problem.head_dim), problem.feature, tile
+    return verdict.kernel, problem.dtype, str(problem.head_dim), problem.feature, config.tile

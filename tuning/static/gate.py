@@ -13,10 +13,10 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import import_module
+from itertools import product
 from typing import Any
 
-from bench.configs import changed, table_path
-from tuning.static.bound import PRODUCTS, Bound, bound
+from tuning.static.bound import Bound, bound
 from tuning.static.resources import Resources, measure
 from twin_attention.contract.spec import (
     HEAD_DIM_MIN,
@@ -26,7 +26,8 @@ from twin_attention.contract.spec import (
     PagedCache,
     Window,
 )
-from twin_attention.targets.config import KernelConfig, load_table, padded_head_dim
+from twin_attention.targets.config import HEAD_DIMS, padded_head_dim, use_configs
+from twin_attention.targets.kernels import KERNELS, DecodeConfig, KernelConfig
 from twin_attention.targets.target import SHARED_MEMORY_LIMIT, SHARED_MEMORY_OF_SMALLER_CARDS
 
 FRAMEWORKS = {"torch": "torch_attn", "jax": "pallas_attn"}
@@ -127,17 +128,13 @@ class Verdict:
 
 def problems(framework: str, target: str) -> Iterator[Problem]:
     """Every problem that the gate compiles for one framework and target."""
-    table = load_table(table_path(FRAMEWORKS[framework], target))
-    rows = {(kernel, *key[:2]) for kernel, keys in table.items() for key in keys}
-    for kernel, features in (("flash_fwd", FLASH_FEATURES), ("paged_decode", DECODE_FEATURES)):
-        for _, bits, head_dim in sorted(row for row in rows if row[0] == kernel):
-            for dtype in DTYPES[bits]:
-                for feature in features:
-                    problem = Problem(framework, target, dtype, head_dim, feature)
-                    if problem.spec.head_dim >= HEAD_DIM_MIN and (
-                        padded_head_dim(problem.spec.head_dim) == head_dim
-                    ):
-                        yield problem
+    for features, dtype_bits in ((FLASH_FEATURES, (16, 32)), (DECODE_FEATURES, (8, 16))):
+        for bits, head_dim in product(dtype_bits, HEAD_DIMS):
+            for dtype, feature in product(DTYPES[bits], features):
+                problem = Problem(framework, target, dtype, head_dim, feature)
+                size = problem.spec.head_dim
+                if size >= HEAD_DIM_MIN and padded_head_dim(size) == head_dim:
+                    yield problem
 
 
 def compiler(framework: str) -> Callable[..., list[tuple[str, KernelConfig, Any]]]:
@@ -151,7 +148,7 @@ def check(problem: Problem, changes: Mapping[str, Mapping[str, int]] = {}) -> li
     Args:
         changes: fields of the shipped configurations to change first, by kernel.
     """
-    with changed(FRAMEWORKS[problem.framework], changes):
+    with use_configs(changes, FRAMEWORKS[problem.framework]):
         compiled = compiler(problem.framework)(problem.spec, problem.target)
     verdicts = []
     for kernel, config, binary in compiled:
@@ -182,13 +179,12 @@ def failures(
     limit = shared_memory_limit(kernel, target)
     if resources.shared > limit:
         found.append(f"{resources.shared} B of shared memory, of {limit}")
-    if problem.dtype == "float32" or kernel not in PRODUCTS:
+    if problem.dtype == "float32" or not KERNELS[kernel].products:
         return tuple(found)
-    rows = config.block_kv if kernel == "flash_bwd_dkdv" else config.block_q
-    if kernel == "paged_decode":
+    if isinstance(config, DecodeConfig):
         if not resources.mma + resources.wgmma:
             found.append("no mma.sync or wgmma")
-    elif target == "sm90" and rows >= _WGMMA_ROWS:
+    elif target == "sm90" and getattr(config, KERNELS[kernel].stationary) >= _WGMMA_ROWS:
         if not resources.wgmma:
             found.append("no wgmma")
     elif not resources.mma:

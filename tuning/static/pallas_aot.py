@@ -15,7 +15,7 @@ from pallas_attn.kernels.portable.flash_bwd import flash_bwd
 from pallas_attn.kernels.portable.flash_fwd import flash_fwd
 from pallas_attn.kernels.portable.paged_decode import paged_decode
 from twin_attention.contract.spec import AttentionSpec, DecodeSpec
-from twin_attention.targets.config import KernelConfig
+from twin_attention.targets.kernels import KernelConfig
 
 
 def compile_kernels(

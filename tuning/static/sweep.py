@@ -18,7 +18,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
-from bench.configs import table_path
 from tuning.static.gate import DTYPES, FRAMEWORKS, compiler, shared_memory_limit
 from tuning.static.shared_memory import only_shared_memory
 from twin_attention.contract.spec import (
@@ -28,7 +27,8 @@ from twin_attention.contract.spec import (
     PagedCache,
     Window,
 )
-from twin_attention.targets.config import KernelConfig, find_configs, load_table
+from twin_attention.targets.config import HEAD_DIMS, find_configs, table_path
+from twin_attention.targets.kernels import KernelConfig
 
 WINDOWS = (Window(), Window(right=0), Window(left=70), Window(100, 30), Window(300, 200))
 _STEPS_MAX = 3  # more steps make no other code
@@ -75,11 +75,11 @@ class Misfit:
 def rows() -> Iterator[Row]:
     """Every row that is swept."""
     for framework, target in product(FRAMEWORKS, ("sm80", "sm90")):
-        table = load_table(table_path(FRAMEWORKS[framework], target))
-        for kernel, decodes in (("flash_fwd", False), ("paged_decode", True)):
-            for bits, head_dim in sorted({key[:2] for key in table[kernel]}):
-                for dtype, capped in product(DTYPES[bits], (False, True)):
-                    yield Row(framework, target, dtype, head_dim, decodes, capped)
+        for decodes, widths in ((False, (16, 32)), (True, (8, 16))):
+            for head_dim, dtype, capped in product(
+                HEAD_DIMS, sum((DTYPES[bits] for bits in widths), ()), (False, True)
+            ):
+                yield Row(framework, target, dtype, head_dim, decodes, capped)
 
 
 def problems(row: Row, windows: Sequence[Window] = WINDOWS) -> list[AttentionSpec | DecodeSpec]:

@@ -9,15 +9,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 DTYPES = ("float16", "bfloat16", "float32")
 HEAD_DIM_MIN, HEAD_DIM_MAX, HEAD_DIM_STEP = 16, 256, 8
 DECODE_DTYPES = ("float16", "bfloat16")
 QUANTIZED_DTYPES = ("int8", "float8_e4m3fn")
 PAGE_SIZE_MAX, TOKENS_MAX, SPLITS_MAX = 256, 16, 256
-# No more keys than these are read faster by one program than split and merged by a second launch.
-KEYS_OF_ONE_SPLIT = 256
 _BITS = {"float32": 32, "float16": 16, "bfloat16": 16, "int8": 8, "float8_e4m3fn": 8}
 
 
@@ -86,8 +84,6 @@ class AttentionSpec:
         softcap: scores become ``softcap * tanh(score / softcap)``; None leaves them.
     """
 
-    kernels: ClassVar = ("flash_fwd", "flash_bwd_preprocess", "flash_bwd_dq", "flash_bwd_dkdv")
-
     batch: int
     seq_q: int
     seq_kv: int
@@ -107,18 +103,13 @@ class AttentionSpec:
 
     @property
     def dtype_bits(self) -> int:
-        """Bits of an element of k and v, one of the keys of the configuration tables."""
+        """Bits of an element of k and v."""
         return _BITS[self.dtype]
 
     @property
     def diagonal(self) -> int:
         """Key position of query 0."""
         return self.seq_kv - self.seq_q
-
-    @property
-    def variant(self) -> str:
-        """The kind of row that it looks for in the configuration tables."""
-        return "" if self.softcap is None else "softcap"
 
     @property
     def is_empty(self) -> bool:
@@ -162,9 +153,6 @@ class PagedCache:
         dtype: of the pool, one of `DECODE_DTYPES` or `QUANTIZED_DTYPES`.
     """
 
-    kernels: ClassVar = ("append_kv",)
-    variant: ClassVar = ""
-
     num_pages: int
     page_size: int
     max_pages: int
@@ -185,7 +173,7 @@ class PagedCache:
 
     @property
     def dtype_bits(self) -> int:
-        """Bits of an element, one of the keys of the configuration tables."""
+        """Bits of an element."""
         return _BITS[self.dtype]
 
 
@@ -205,8 +193,6 @@ class DecodeSpec:
         softcap: scores become ``softcap * tanh(score / softcap)``; None leaves them.
         num_splits: parts that each sequence's keys are worked on in; None leaves it to the side.
     """
-
-    kernels: ClassVar = ("paged_decode",)
 
     batch: int
     tokens: int
@@ -232,7 +218,7 @@ class DecodeSpec:
 
     @property
     def dtype_bits(self) -> int:
-        """Bits of an element of the cache, one of the keys of the configuration tables."""
+        """Bits of an element of the cache."""
         return self.cache.dtype_bits
 
     @property
@@ -246,21 +232,6 @@ class DecodeSpec:
         if self.window_left is None:
             return self.cache.capacity
         return min(self.cache.capacity, self.window_left + self.tokens)
-
-    @property
-    def variant(self) -> str:
-        """The kind of row that it looks for in the configuration tables."""
-        rows, programs = self.tokens * self.group_size, self.batch * self.heads_kv
-        if rows > 32:
-            return "wide"
-        # With num_splits given, what else is in the batch changes nothing. Short programs are so
-        # few that each has a multiprocessor to itself, of which an A100 has 108.
-        if self.num_splits is None:
-            if programs <= 108 and self.reach <= KEYS_OF_ONE_SPLIT:
-                return "short"
-            if self._is_crowded(rows, programs):
-                return "crowded"
-        return "" if self.softcap is None else "softcap"
 
     @property
     def is_empty(self) -> bool:
@@ -291,19 +262,6 @@ class DecodeSpec:
         begin = 0 if self.window_left is None else max(0, position - self.window_left)
         return range(begin, max(begin, position + 1))
 
-    def _is_crowded(self, rows: int, programs: int) -> bool:
-        """Whether so many programs end sooner with more of them at once, each with less on its way.
-
-        Found on an H200, which has 132 multiprocessors. The plain rows leave a last wave of
-        programs nearly empty there.
-        """
-        large = max(self.head_dim, self.head_dim_v) > 128
-        if self.cache.is_quantized:
-            return (384 if large else 640) < programs <= 2048
-        if large:
-            return 384 < programs <= 528 and rows <= 16
-        return programs > 384 and (programs <= 640 or rows > 16)
-
 
 @dataclass(frozen=True)
 class MergeSpec:
@@ -316,20 +274,12 @@ class MergeSpec:
         dtype: of the merged output.
     """
 
-    kernels: ClassVar = ("combine",)
-    variant: ClassVar = ""
-    dtype_bits: ClassVar = 32
-
     num_states: int
     batch: int
     tokens: int
     heads: int
     head_dim_v: int
     dtype: str
-
-    @property
-    def head_dim(self) -> int:
-        return self.head_dim_v
 
     @property
     def is_empty(self) -> bool:

@@ -1,5 +1,6 @@
 """The machine: which code a GPU runs, and the format of the tables that tune it.
 
-`target` is the switch between Hopper and SM80 code, `config` reads the tables of kernel
-configurations and chooses splits, `ptx` holds the machine code that both sides share.
+`target` is the switch between Hopper and SM80 code, `kernels` the one table of kernels, `config`
+reads the tables of their configurations, whose conditions are in `conditions`, `splits` chooses the
+splits of a decode, and `ptx` holds the machine code that both sides share.
 """

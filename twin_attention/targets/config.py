@@ -1,121 +1,245 @@
-"""The tables of tuned kernel configurations: one TOML file per framework and target.
+"""The tables of tuned kernel configurations: one TOML file per package, family and target.
 
-A file holds, for each kernel, rows such as ::
+A file holds for each kernel its columns and its rows::
 
-    [[flash_fwd]]
-    dtype_bits = 16     # of k and v: 16 for float16 and bfloat16, 32 for float32, 8 for a
-                        # quantised cache
-    head_dim = 128      # the padded head size that the row is for
-    block_q = 128
-    block_kv = 64
-    num_warps = 8
-    num_stages = 3
+    [flash_fwd]
+    columns = ["dtype_bits", "head_dim", "when", "block_q", "block_kv", "num_warps", "num_stages"]
+    rows = [
+      [16,  64, "softcap",  64, 64, 4, 3],
+      [16,  64,        "", 128, 64, 4, 3],
+      [16, 128,        "", 128, 64, 8, 3],
+    ]
 
-A row with ``softcap = true`` is for capped scores only, which need more registers; one with
-``wide = true`` is for a `paged_decode` of more than 32 query rows a kv head, one with
-``short = true`` for one of few sequences whose keys are too few to be split, and with
-``crowded = true`` for one of about as many sequences and kv heads as can be worked on at once, or
-of a few times as many in 8 bits. Each stands in for the plain row there. Kernels read the table;
-nothing is tuned at run time.
+A problem takes the first row that serves it. The columns `KEYS` say which problems a row serves;
+without one of these columns the rows serve all of its values:
+
+- ``dtype_bits``: bits of an element of k and v: 16 for float16 and bfloat16, 32 for float32, 8 for
+  a quantised cache.
+- ``head_dim``: the largest padded head size.
+- ``when``: conditions of `twin_attention.targets.conditions` that all hold, joined by " and ";
+  "" always holds.
+
+The other columns are the fields of the kernel's configuration (`twin_attention.targets.kernels`).
+Kernels read the tables; nothing is tuned at run time. To run with other numbers::
+
+    from twin_attention.targets.config import use_configs
+
+    with use_configs({"flash_fwd": {"block_q": 64}}):
+        out = torch_attn.flash_attention(q, k, v)
 """
 
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, lru_cache
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from twin_attention.contract.spec import (
-    KEYS_OF_ONE_SPLIT,
-    SPLITS_MAX,
-    AttentionSpec,
-    DecodeSpec,
-    MergeSpec,
-    PagedCache,
-)
-from twin_attention.contract.validate import fail
+from twin_attention.contract.spec import MergeSpec
+from twin_attention.contract.validate import check_choice, fail
+from twin_attention.targets.conditions import CONDITIONS
+from twin_attention.targets.kernels import KERNELS, Kernel, KernelConfig, Spec
 
-VARIANTS = ("softcap", "wide", "short", "crowded")
-Spec = AttentionSpec | DecodeSpec | MergeSpec | PagedCache
-
-
-@dataclass(frozen=True)
-class KernelConfig:
-    """Tile sizes in rows of q and of k/v, warps a program, and depth of the load pipeline."""
-
-    block_q: int
-    block_kv: int
-    num_warps: int
-    num_stages: int
+PACKAGES = ("torch_attn", "pallas_attn")
+KEYS = ("dtype_bits", "head_dim", "when")
+HEAD_DIMS = (16, 32, 64, 128, 256)  # padded head sizes
 
 
 def padded_head_dim(head_dim: int) -> int:
-    """The power of two that a tile's head dimension is padded to, at least 16."""
+    """Return the power of two that a tile's head dimension is padded to, at least 16."""
     return max(16, 1 << (head_dim - 1).bit_length())
 
 
-def block_rows(spec: DecodeSpec, config: KernelConfig) -> int:
-    """Rows of a program of `paged_decode`: a power of two from 16 to the configured block_q."""
-    rows = spec.tokens * spec.group_size
-    return min(config.block_q, max(16, 1 << (rows - 1).bit_length()))
+@dataclass(frozen=True)
+class Row:
+    """One row of a kernel's table.
 
-
-def tiles_ahead(config: KernelConfig) -> int:
-    """Tiles of keys, and of values, that a program of `paged_decode` has on their way.
-
-    Two stages of the pipeline each: the table's entries are loaded before the keys.
+    Attributes:
+        key: its values in the columns `KEYS`, as far as the table has these.
+        config: the configuration made of the other columns.
     """
-    return max(1, (config.num_stages - 1) // 2)
+
+    key: tuple[tuple[str, Any], ...]
+    config: KernelConfig
+
+    def serves(self, spec: Spec) -> bool:
+        """Return True if the row is for this problem."""
+        return all(_matches(column, value, spec) for column, value in self.key)
 
 
-def programs_at_once(head_dim: int, config: KernelConfig) -> int:
-    """Programs of `paged_decode` a multiprocessor that keep enough of memory's bytes on their way.
+def _matches(column: str, value: Any, spec: Any) -> bool:
+    if column == "dtype_bits":
+        return spec.dtype_bits == value
+    if column == "when":
+        return not value or all(CONDITIONS[name](spec) for name in value.split(" and "))
+    sizes = (spec.head_dim_v,) if isinstance(spec, MergeSpec) else (spec.head_dim, spec.head_dim_v)
+    return padded_head_dim(max(sizes)) <= value
 
-    A program of a small head size asks for less at a time. One of a larger size with many query
-    rows is the fastest alone: two hardly fit shared memory, and on an A100 they do not.
+
+def parse_table(text: str, kernels: Mapping[str, Kernel] = KERNELS) -> dict[str, tuple[Row, ...]]:
+    """Read the text of a table: the rows of each kernel, in order.
+
+    Args:
+        text: a TOML document.
+        kernels: the kernels of the table's family.
+
+    Raises:
+        ValueError: an unknown kernel or condition, or columns that are not those of the kernel.
     """
-    size = padded_head_dim(head_dim)
-    if tiles_ahead(config) == 1:
-        programs = 3
-    elif config.block_q <= 32 or size <= 64:
-        programs = 2
-    else:
-        programs = 1
-    return programs * max(1, 128 // size)
+    table = {}
+    for name, content in tomllib.loads(text).items():
+        _check_name("kernel", name, kernels)
+        columns, kernel = content["columns"], kernels[name]
+        keys = tuple(column for column in KEYS if column in columns)
+        if tuple(columns) != keys + kernel.fields:
+            expected = f"columns, some of {KEYS}, then {kernel.fields}"
+            fail(ValueError, name, expected, columns)
+        rows = []
+        for row in content["rows"]:
+            if len(row) != len(columns):
+                fail(ValueError, name, f"rows of {columns}", row)
+            key = dict(zip(keys, row, strict=False))
+            for condition in filter(None, key.get("when", "").split(" and ")):
+                _check_name("when", condition, CONDITIONS)
+            rows.append(Row(tuple(key.items()), kernel.config(*row[len(keys) :])))
+        table[name] = tuple(rows)
+    return table
 
 
-def choose_splits(spec: DecodeSpec, config: KernelConfig, multiprocessors: int) -> int:
-    """In how many parts `paged_decode` works on a sequence's keys: what was asked for, or enough
-    that all multiprocessors have work.
+@cache
+def load_table(path: Path) -> dict[str, tuple[Row, ...]]:
+    """Read one file; see `parse_table`."""
+    return parse_table(path.read_text())
 
-    It follows from shapes alone. Each part takes its share of a sequence's real length, so more
-    parts than a short sequence needs cost little. Where a table's capacity gives some parts nothing
-    to do, there are fewer.
+
+def table_path(package: str, target: str) -> Path:
+    """Return the file of a package's configurations for a target.
+
+    Args:
+        package: one of `PACKAGES`.
+        target: "sm80" or "sm90".
     """
-    if spec.num_splits is not None:
-        return spec.num_splits
-    if spec.reach <= KEYS_OF_ONE_SPLIT:
-        return 1
-    tiles = -(-spec.tokens * spec.group_size // block_rows(spec, config))
-    programs = spec.batch * spec.heads_kv * tiles
-    resident = programs_at_once(max(spec.head_dim, spec.head_dim_v), config) * multiprocessors
-    visits = -(-spec.reach // config.block_kv)
-    share = -(-visits // max(1, min(resident // programs, SPLITS_MAX)))
-    return -(-visits // share)
+    found = find_spec(package)
+    assert found is not None
+    assert found.origin is not None
+    return Path(found.origin).parent / "configs" / "portable" / f"{target}.toml"
 
 
 def find_configs(path: Path, spec: Spec) -> dict[str, KernelConfig]:
-    """The configuration of each of the problem's kernels in one table."""
-    bits = spec.dtype_bits
-    head_dim = padded_head_dim(max(spec.head_dim, spec.head_dim_v))
-    return {
-        kernel: rows.get((bits, head_dim, spec.variant)) or rows[bits, head_dim, ""]
-        for kernel, rows in load_table(path).items()
-        if kernel in spec.kernels
-    }
+    """Find the configuration of each of a problem's kernels in one table.
+
+    Raises:
+        LookupError: no row of a kernel serves the problem.
+    """
+    found = {}
+    for kernel, rows in load_table(path).items():
+        if isinstance(spec, KERNELS[kernel].spec):
+            row = next((row for row in rows if row.serves(spec)), None)
+            if row is None:
+                fail(LookupError, f"{kernel} in {path}", "a row that serves the problem", spec)
+            found[kernel] = row.config
+    return found
+
+
+class Change(NamedTuple):
+    """Numbers to put in place of a kernel's own; hashable, to key caches of traced code."""
+
+    package: str | None
+    kernel: str
+    numbers: tuple[tuple[str, int], ...]
+
+
+_changes: tuple[Change, ...] = ()
+_read: tuple[set[str], ...] = ()
+
+
+def current_configs(package: str, target: str, spec: Spec) -> Mapping[str, Any]:
+    """Return the configuration of each of a problem's kernels, with the changes of `use_configs`.
+
+    Args:
+        package: one of `PACKAGES`.
+        target: "sm80" or "sm90".
+        spec: the problem.
+    """
+    configs = _shipped(package, target, spec)
+    for read in _read:
+        read.update(configs)
+    for change in _changes:
+        if change.package in (None, package) and change.kernel in configs:
+            new = replace(configs[change.kernel], **dict(change.numbers))
+            configs = {**configs, change.kernel: new}
+    return configs
+
+
+@lru_cache(maxsize=1024)
+def _shipped(package: str, target: str, spec: Spec) -> Mapping[str, Any]:
+    return find_configs(table_path(package, target), spec)
+
+
+@contextmanager
+def use_configs(
+    configs: Mapping[str, Mapping[str, int]], package: str | None = None
+) -> Iterator[set[str]]:
+    """Run kernels with other numbers than the tables' inside the block.
+
+    Blocks nest: the inner one goes first. The switch is process-wide, so that autograd's worker
+    threads see it. A call of `pallas_attn` outside ``jax.jit`` follows it; a function that the
+    caller jitted keeps the configurations under which it was traced. Nothing checks that the
+    numbers suit the problem: a tile may be too large for the GPU.
+
+    Args:
+        configs: for each kernel the fields to change, such as ``{"flash_fwd": {"block_q": 64}}``.
+        package: "torch_attn" or "pallas_attn" to change one side alone.
+
+    Yields:
+        A set that fills with the names of the kernels whose configurations are looked up.
+
+    Raises:
+        ValueError: no such package, kernel or field.
+    """
+    global _changes, _read
+    check_choice("package", package, PACKAGES)
+    changes = []
+    for kernel, numbers in configs.items():
+        _check_name("kernel", kernel, KERNELS)
+        for name in numbers:
+            _check_name(f"field of {kernel}", name, KERNELS[kernel].fields)
+        changes.append(Change(package, kernel, tuple(numbers.items())))
+    read: set[str] = set()
+    before = _changes, _read
+    _changes, _read = (*_changes, *changes), (*_read, read)
+    try:
+        yield read
+    finally:
+        _changes, _read = before
+
+
+def requested_configs() -> tuple[Change, ...]:
+    """Return the changes of the `use_configs` blocks around the caller."""
+    return _changes
+
+
+@contextmanager
+def repeat_configs(changes: tuple[Change, ...]) -> Iterator[None]:
+    """Apply exactly the changes that `requested_configs` returned, in place of the present ones.
+
+    Code that is traced later than its caller ran, such as a backward, uses it.
+    """
+    global _changes
+    before, _changes = _changes, changes
+    try:
+        yield
+    finally:
+        _changes = before
+
+
+def _check_name(what: str, name: str, known: Iterable[str]) -> None:
+    if name not in known:
+        fail(ValueError, what, "one of " + ", ".join(map(repr, known)), repr(name))
 
 
 def compile_to_fit(
@@ -152,23 +276,3 @@ def compile_to_fit(
         config = replace(config, num_stages=config.num_stages - 1)
         compiled = compile(config)
     return config, compiled
-
-
-@cache
-def load_table(path: Path) -> dict[str, dict[tuple[int, int, str], KernelConfig]]:
-    """Read one table: kernel, then (dtype bits, padded head size, variant), to configuration.
-
-    The variant is one of `VARIANTS`, or "".
-    """
-    table: dict[str, dict[tuple[int, int, str], KernelConfig]] = {}
-    for kernel, rows in tomllib.loads(path.read_text()).items():
-        table[kernel] = {
-            (row.pop("dtype_bits"), row.pop("head_dim"), _variant(row)): KernelConfig(**row)
-            for row in rows
-        }
-    return table
-
-
-def _variant(row: dict[str, Any]) -> str:
-    """Take what a row is for out of it."""
-    return next((name for name in VARIANTS if row.pop(name, False)), "")

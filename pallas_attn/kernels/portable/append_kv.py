@@ -38,9 +38,9 @@ def append_kv_kernel(
     block_d,
     block_dv,
     compiled,
-    block_q,
+    block_heads,
 ):
-    """One program writes one token of one sequence, block_q heads of it.
+    """One program writes one token of one sequence, block_heads heads of it.
 
     Operands, of this program's sequence and token: k_new [Hkv, D], v_new [Hkv, Dv]; the pools k
     [P, page_size, Hkv, D] and v [P, page_size, Hkv, Dv], inputs that the outputs stand in for;
@@ -54,7 +54,7 @@ def append_kv_kernel(
     page = plt.load(table_ref.at[jnp.maximum(position, 0) // page_size], mask=exists, other=0)
     exists = exists & (page >= 0) & (page < num_pages)
     slot = jnp.maximum(position, 0) % page_size
-    head = pl.program_id(0) * block_q + arange(block_q)
+    head = pl.program_id(0) * block_heads + arange(block_heads)
     writes = (head < heads_kv) & exists
 
     # Copy the key and the value, quantised where the cache is.
@@ -114,7 +114,7 @@ def append_kv(
     return launch(
         "append_kv",
         append_kv_kernel,
-        lambda config: (pl.cdiv(heads, config.block_q), tokens, batch),
+        lambda config: (pl.cdiv(heads, config.block_heads), tokens, batch),
         (
             k_new,
             v_new,

@@ -34,14 +34,14 @@ def combine_kernel(
     head_dim_v,
     block_dv,
     block_keys,
-    block_kv,
+    block_states,
 ):
     """One program merges one row.
 
     Operands, of this program's row: outs [N, Dv], lses [N] (float32, natural log); the head's sink
     [] float32 or None; out [Dv] and lse []. Grid: (heads, tokens, batch). A part whose lse is -inf
     has no keys: its output does not count, and may hold anything. Accumulation: float32, exponents
-    in base 2, block_kv parts at a time.
+    in base 2, block_states parts at a time.
 
     block_keys: the states are the splits of `paged_decode_kernel`, whose tiles have that many keys,
     and len [] is the length, int32. Only splits with keys are read, and where there is at most one
@@ -58,10 +58,10 @@ def combine_kernel(
         # Softmax over the parts: their lse are the scores, their outputs the values.
         def visit(index, carry):
             m_i, l_i, acc = carry
-            start = lax.convert_element_type(index, jnp.int32) * block_kv
-            part = start + arange(block_kv)
+            start = lax.convert_element_type(index, jnp.int32) * block_states
+            part = start + arange(block_states)
             is_part = part < num_states
-            s = load_rows(lses_ref, start, num_states, block_kv, float("-inf")) * LOG2E
+            s = load_rows(lses_ref, start, num_states, block_states, float("-inf")) * LOG2E
             # Loaded without waiting for the lse, which says whether it counts.
             x = load_rows_at(outs_ref, (part,), is_part, head_dim_v, block_dv)
             x = jnp.where((s > float("-inf"))[:, None], x.astype(jnp.float32), 0.0)
@@ -75,7 +75,7 @@ def combine_kernel(
 
         m_i, l_i = jnp.float32(float("-inf")), jnp.float32(0.0)
         acc = jnp.zeros((block_dv,), jnp.float32)
-        m_i, l_i, acc = lax.fori_loop(0, cdiv(num_states, block_kv), visit, (m_i, l_i, acc))
+        m_i, l_i, acc = lax.fori_loop(0, cdiv(num_states, block_states), visit, (m_i, l_i, acc))
 
         # Normalise and store.
         if sink_ref is not None:

@@ -40,7 +40,7 @@ from pallas_attn.kernels.portable.softmax import LN2, add_sink, online_softmax_u
 from pallas_attn.kernels.portable.tiles import arange
 from pallas_attn.launch import config_for, launch
 from twin_attention.contract.spec import DecodeSpec
-from twin_attention.targets.config import block_rows, choose_splits
+from twin_attention.targets.splits import block_rows, choose_splits
 
 
 def paged_decode_kernel(

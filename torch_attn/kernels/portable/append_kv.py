@@ -37,16 +37,16 @@ def append_kv_kernel(
     HEAD_DIM_V: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
 ):
-    """One program writes one token of one sequence, BLOCK_Q heads of it.
+    """One program writes one token of one sequence, BLOCK_HEADS heads of it.
 
     Operands: k_new [B, T, Hkv, D] and v_new [B, T, Hkv, Dv], pools, tables, lens and scales as in
     `paged_decode_kernel`. Grid: (head tiles, tokens, batch) in one axis. Token t goes to position
     ``len - TOKENS + t``; a position outside the table, or a page outside the pool, is not written.
     """
     # Locate the token's slot.
-    num_tiles: tl.constexpr = (HEADS_KV + BLOCK_Q - 1) // BLOCK_Q
+    num_tiles: tl.constexpr = (HEADS_KV + BLOCK_HEADS - 1) // BLOCK_HEADS
     tile = tl.program_id(0) % num_tiles
     token = tl.program_id(0) // num_tiles % TOKENS
     batch = (tl.program_id(0) // num_tiles // TOKENS).to(tl.int64)
@@ -56,7 +56,7 @@ def append_kv_kernel(
     page = tl.load(entry, mask=exists, other=0).to(tl.int64)
     exists = exists & (page >= 0) & (page < num_pages)
     slot = (position % PAGE_SIZE).to(tl.int64)
-    head = tile * BLOCK_Q + tl.arange(0, BLOCK_Q).to(tl.int64)
+    head = tile * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS).to(tl.int64)
     writes = exists & (head < HEADS_KV)
 
     # Copy the key and the value, quantised where the cache is.
@@ -108,7 +108,7 @@ def _prepare(call: KernelCall) -> Prepared:
     """Return grid and arguments of `append_kv_kernel`."""
     k_new, v_new, k_pages, v_pages, block_tables, _, k_scale, v_scale = call.layouts
     batch, tokens, heads, _ = k_new.shape
-    grid = (triton.cdiv(heads, call.config.block_q) * tokens * batch,)
+    grid = (triton.cdiv(heads, call.config.block_heads) * tokens * batch,)
     cache = cache_arguments(call.spec, k_pages, v_pages, block_tables, k_scale, v_scale)
     return grid, cache | {
         "k_new_strides": k_new.strides[:3],

@@ -35,7 +35,7 @@ def combine_kernel(
     BLOCK_DV: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
     PDL: tl.constexpr,
-    BLOCK_KV: tl.constexpr,
+    BLOCK_STATES: tl.constexpr,
 ):
     """One program merges one row.
 
@@ -43,7 +43,7 @@ def combine_kernel(
     [N, B, H, S] (float32, natural log) with the given strides; sinks [H] float32 or None; out
     [B, S, H, Dv] and lse [B, H, S] contiguous. Grid: (heads, tokens, batch) in one axis, heads
     fastest. A part whose lse is -inf has no keys: its output does not count, and may hold anything.
-    Accumulation: float32, exponents in base 2, BLOCK_KV parts at a time.
+    Accumulation: float32, exponents in base 2, BLOCK_STATES parts at a time.
 
     BLOCK_KEYS: the states are the splits of `paged_decode_kernel`, whose tiles have that many keys,
     and lens [B] the lengths, int32. Only splits with keys are read, and where there is at most one
@@ -74,8 +74,8 @@ def combine_kernel(
     m_i = float("-inf")
     l_i = 0.0
     acc = tl.zeros([BLOCK_DV], tl.float32)
-    for start in tl.range(0, num_states, BLOCK_KV):
-        part = start + tl.arange(0, BLOCK_KV).to(tl.int64)
+    for start in tl.range(0, num_states, BLOCK_STATES):
+        part = start + tl.arange(0, BLOCK_STATES).to(tl.int64)
         is_part = part < num_states
         s = tl.load(lses_ptr + part * lses_strides[0], mask=is_part, other=float("-inf")) * LOG2E
         # Loaded without waiting for the lse, which says whether it counts.

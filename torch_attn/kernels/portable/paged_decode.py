@@ -30,7 +30,7 @@ from torch_attn.kernels.portable.scores import attention_mask
 from torch_attn.kernels.portable.softmax import LN2, add_sink, online_softmax_update
 from torch_attn.launch import KernelCall, Prepared, config_for, launch, multiprocessors
 from twin_attention.contract.spec import DecodeSpec
-from twin_attention.targets.config import block_rows, choose_splits
+from twin_attention.targets.splits import block_rows, choose_splits
 
 
 @triton.jit(do_not_specialize=["num_pages", "max_pages", "window_left"])

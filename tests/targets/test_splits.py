@@ -1,0 +1,36 @@
+"""In how many splits a paged decode works."""
+
+from dataclasses import replace
+
+from interop.parity.cases import DecodeCase
+from twin_attention.targets.kernels import DecodeConfig
+from twin_attention.targets.splits import choose_splits
+
+CONFIG = DecodeConfig(max_rows=32, block_kv=64, num_warps=2, num_stages=3)
+
+
+def decode(capacity, **changes):
+    """A problem of one sequence, 32 kv heads."""
+    base = DecodeCase("splits", heads_q=32, heads_kv=32, head_dim=128, page_size=1, lengths=(1,))
+    return replace(base, max_pages=capacity, **changes).spec
+
+
+def test_few_keys_are_not_split():
+    assert choose_splits(decode(256), CONFIG, 132) == 1
+    assert choose_splits(decode(257), CONFIG, 132) > 1
+
+
+def test_splits_fill_the_sms_and_none_is_without_a_tile():
+    assert choose_splits(decode(1 << 20), CONFIG, 132) == 12  # 3 programs of 32 heads each
+    assert choose_splits(decode(1 << 20, head_dim=64), CONFIG, 132) == 24  # 6 of smaller heads
+    assert choose_splits(decode(1 << 20, lengths=(1,) * 16), CONFIG, 132) == 1
+    assert choose_splits(decode(512), CONFIG, 132) == 8  # a tile each
+    assert choose_splits(decode(1024), CONFIG, 132) == 8  # two tiles each: 13 would leave 5 idle
+    assert choose_splits(decode(1 << 20, num_splits=200), CONFIG, 132) == 200
+    assert choose_splits(decode(1 << 20, heads_q=1, heads_kv=1), CONFIG, 132) == 256
+    deep = replace(CONFIG, num_stages=5)
+    assert choose_splits(decode(1 << 20), deep, 132) == 8  # 2 programs, each two tiles ahead
+    many = {"tokens": 16, "heads_q": 128}
+    rows = replace(deep, max_rows=64)
+    assert choose_splits(decode(1 << 20, **many), rows, 132) == 4  # 1 program of many query rows
+    assert choose_splits(decode(1 << 20, head_dim=64, **many), rows, 132) == 16

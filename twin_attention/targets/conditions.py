@@ -1,0 +1,75 @@
+"""The conditions of the configuration tables: which problems a row is for, beyond its sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeGuard
+
+from twin_attention.contract.spec import AttentionSpec, DecodeSpec
+from twin_attention.targets.kernels import Spec
+from twin_attention.targets.target import MULTIPROCESSORS
+
+# Up to this many keys, one program is faster than a split plus a merge launch.
+KEYS_OF_ONE_SPLIT = 256
+
+
+def _has_softcap(spec: Spec) -> bool:
+    """Return True for capped scores, which need more registers."""
+    return isinstance(spec, AttentionSpec | DecodeSpec) and spec.softcap is not None
+
+
+def _has_many_rows(spec: Spec) -> bool:
+    """Return True for a decode of more than 32 query rows (tokens × query heads) per kv head."""
+    return isinstance(spec, DecodeSpec) and spec.tokens * spec.group_size > 32
+
+
+def _has_few_keys(spec: Spec) -> bool:
+    """Return True for a decode so short that it is not split, of few programs.
+
+    That is: at most 32 query rows and at most 256 keys by the shapes, `num_splits` not given, and
+    batch × kv heads no more than the SMs of an A100, so that each program has an SM to itself.
+    """
+    return (
+        _chooses_splits(spec)
+        and spec.batch * spec.heads_kv <= MULTIPROCESSORS["sm80"]
+        and spec.reach <= KEYS_OF_ONE_SPLIT
+    )
+
+
+def _has_many_programs(spec: Spec) -> bool:
+    """Return True for a decode that should trade pipeline depth for occupancy.
+
+    That is: at most 32 query rows, `num_splits` not given, and so many programs (batch × kv heads)
+    that with the plain row the last wave of programs would leave most SMs of an H200 idle. The
+    limits were measured there:
+
+    - 16-bit cache, D up to 128: more than 384 programs, and at most 640 if a program has at most 16
+      rows; D above 128: 385 to 528 programs of at most 16 rows;
+    - 8-bit cache: 641 to 2048 programs; D above 128: 385 to 2048.
+    """
+    if not _chooses_splits(spec):
+        return False
+    rows, programs = spec.tokens * spec.group_size, spec.batch * spec.heads_kv
+    large = max(spec.head_dim, spec.head_dim_v) > 128
+    if spec.cache.is_quantized:
+        return (384 if large else 640) < programs <= 2048
+    if large:
+        return 384 < programs <= 528 and rows <= 16
+    return programs > 384 and (programs <= 640 or rows > 16)
+
+
+def _chooses_splits(spec: Spec) -> TypeGuard[DecodeSpec]:
+    """Return True for a decode of at most 32 query rows whose splits follow from its shapes.
+
+    With `num_splits` given, the rest of the batch must not change a sequence's result.
+    """
+    return isinstance(spec, DecodeSpec) and not _has_many_rows(spec) and spec.num_splits is None
+
+
+# What the column `when` of the tables may say.
+CONDITIONS: dict[str, Callable[[Spec], bool]] = {
+    "softcap": _has_softcap,
+    "> 32 rows": _has_many_rows,
+    "<= 256 keys": _has_few_keys,
+    "many programs": _has_many_programs,
+}

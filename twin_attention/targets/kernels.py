@@ -1,0 +1,162 @@
+"""The table of kernels: the problem that each solves and the fields that configure it.
+
+Both sides have these kernels under the same names. The configuration tables, the static checks and
+the search go by this table, so that a new kernel is one more entry here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, cast
+
+from twin_attention.contract.spec import AttentionSpec, DecodeSpec, MergeSpec, PagedCache
+
+Spec = AttentionSpec | DecodeSpec | MergeSpec | PagedCache
+
+
+class KernelConfig:
+    """Base of all configurations: tile sizes, warps per program and depth of the load pipeline.
+
+    A subclass is a frozen dataclass with one field per tunable number, so that a configuration is
+    hashable and ``dataclasses.replace`` gives another one.
+    """
+
+    num_warps: int
+    num_stages: int
+
+    @property
+    def tile(self) -> str:
+        """Return the tile sizes in few characters, such as "128×64"."""
+        sizes = vars(self).items()
+        return "×".join(str(size) for name, size in sizes if not name.startswith("num_"))
+
+
+@dataclass(frozen=True)
+class FlashConfig(KernelConfig):
+    """Configure a kernel that multiplies tiles of queries and keys.
+
+    Attributes:
+        block_q, block_kv: rows of a tile of q and of a tile of k and v.
+        num_warps: warps per program.
+        num_stages: depth of the load pipeline.
+    """
+
+    block_q: int
+    block_kv: int
+    num_warps: int
+    num_stages: int
+
+
+@dataclass(frozen=True)
+class PreprocessConfig(KernelConfig):
+    """Configure `flash_bwd_preprocess`, which has no loop.
+
+    Attributes:
+        block_q: rows per program.
+        num_warps: warps per program.
+    """
+
+    num_stages: ClassVar[int] = 1
+
+    block_q: int
+    num_warps: int
+
+
+@dataclass(frozen=True)
+class DecodeConfig(KernelConfig):
+    """Configure `paged_decode`.
+
+    Attributes:
+        max_rows: most query rows per program. Fewer are padded to a power of two, at least 16.
+        block_kv: keys of a tile.
+        num_warps: warps per program.
+        num_stages: depth of the load pipeline, two for each tile that is loaded ahead.
+    """
+
+    max_rows: int
+    block_kv: int
+    num_warps: int
+    num_stages: int
+
+
+@dataclass(frozen=True)
+class CombineConfig(KernelConfig):
+    """Configure `combine`.
+
+    Attributes:
+        block_states: partial results that are merged at a time.
+        num_warps: warps per program.
+        num_stages: depth of the load pipeline.
+    """
+
+    block_states: int
+    num_warps: int
+    num_stages: int
+
+
+@dataclass(frozen=True)
+class AppendConfig(KernelConfig):
+    """Configure `append_kv`, which has no loop.
+
+    Attributes:
+        block_heads: kv heads per program.
+        num_warps: warps per program.
+    """
+
+    num_stages: ClassVar[int] = 1
+
+    block_heads: int
+    num_warps: int
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """Describe one kernel to the tables and tools.
+
+    Attributes:
+        spec: the kind of problem that it solves.
+        config: the class of its configurations.
+        function: the function of ``kernels/portable`` that launches it, alone or with others.
+        products: the matrix products of one tile, each by its size beside block_q and block_kv:
+            "d" is the head size of q and k, "dv" that of v.
+        accumulators: the float32 accumulators of a program, each by its number of columns.
+        stationary: the field that counts the rows which a program keeps while it loops over the
+            others.
+    """
+
+    spec: type[Spec]
+    config: type[KernelConfig]
+    function: str
+    products: tuple[str, ...] = ()
+    accumulators: tuple[str, ...] = ()
+    stationary: str = "block_q"
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """Return the names of its configuration's fields."""
+        return tuple(field.name for field in fields(cast(Any, self.config)))
+
+
+KERNELS = {
+    "flash_fwd": Kernel(
+        AttentionSpec, FlashConfig, "flash_fwd",
+        products=("d", "dv"), accumulators=("dv",),  # s, p·v
+    ),
+    "flash_bwd_preprocess": Kernel(AttentionSpec, PreprocessConfig, "flash_bwd"),
+    "flash_bwd_dq": Kernel(
+        AttentionSpec, FlashConfig, "flash_bwd",
+        products=("d", "dv", "d"), accumulators=("d",),  # s, dp, dq
+    ),
+    "flash_bwd_dkdv": Kernel(
+        AttentionSpec, FlashConfig, "flash_bwd",
+        products=("d", "dv", "dv", "d"), accumulators=("d", "dv"),  # s, dp, dv, dk
+        stationary="block_kv",
+    ),
+    "paged_decode": Kernel(
+        DecodeSpec, DecodeConfig, "paged_decode",
+        products=("d", "dv"), accumulators=("dv",),  # s, p·v
+        stationary="max_rows",
+    ),
+    "combine": Kernel(MergeSpec, CombineConfig, "paged_decode"),
+    "append_kv": Kernel(PagedCache, AppendConfig, "append_kv"),
+}  # fmt: skip
