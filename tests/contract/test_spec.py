@@ -1,12 +1,20 @@
 """The semantic rules: how causal and window fold into one, and which keys a query sees."""
 
+import math
 from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from twin_attention.contract.spec import AttentionSpec, DecodeSpec, MergeSpec, PagedCache, Window
+from twin_attention.contract.spec import (
+    AttentionSpec,
+    DecodeSpec,
+    MergeSpec,
+    PagedCache,
+    ScoreRule,
+    Window,
+)
 
 SEES_ALL = Window()
 CACHE = PagedCache(
@@ -18,7 +26,11 @@ DECODE = DecodeSpec(batch=1, tokens=2, heads_q=8, cache=CACHE, dtype="float16", 
 def spec_of(seq_q: int, seq_kv: int, window: Window = SEES_ALL, **changes) -> AttentionSpec:
     sizes = {"batch": 1, "heads_q": 1, "heads_kv": 1, "head_dim": 16, "head_dim_v": 16}
     return AttentionSpec(
-        seq_q=seq_q, seq_kv=seq_kv, dtype="float32", scale=1.0, window=window, **(sizes | changes)
+        seq_q=seq_q,
+        seq_kv=seq_kv,
+        dtype="float32",
+        window=window,
+        **(sizes | {"scale": 1.0} | changes),
     )
 
 
@@ -55,6 +67,28 @@ def test_visible_keys_follow_the_written_rule(seq_q, seq_kv, left, right):
             and (right is None or key <= position + right)
         ]
         assert list(spec.visible_keys(query)) == seen
+
+
+@pytest.mark.parametrize(
+    ("scale", "softcap", "scale_first"),
+    [(0.25, None, False), (0.25, 5.0, True), (0.0, None, True), (-0.25, None, True)],
+)
+def test_the_exponent_takes_the_scale_where_it_can(scale, softcap, scale_first):
+    rule = spec_of(1, 1, scale=scale, softcap=softcap).scores
+    exp2_scale = math.log2(math.e) * (1.0 if scale_first else scale)
+    assert rule == ScoreRule(scale, softcap, scale_first, exp2_scale)
+    assert replace(DECODE, scale=scale, softcap=softcap).scores == rule
+
+
+def test_scores_of_a_quantised_cache_are_scaled_first():
+    spec = replace(DECODE, scale=0.25, cache=replace(CACHE, dtype="int8"))
+    assert spec.scores == ScoreRule(0.25, None, True, math.log2(math.e))
+
+
+def test_a_window_is_bounded_by_the_problem():
+    assert spec_of(3, 4, Window(2**31, 5)).bounded_window == Window(7, 5)
+    assert spec_of(3, 4, Window(None, 2**31)).bounded_window == Window(None, 7)
+    assert replace(DECODE, window_left=2**31).bounded_window == Window(CACHE.capacity, 0)
 
 
 def test_the_last_query_stands_at_the_last_key():

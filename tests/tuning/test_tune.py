@@ -293,8 +293,8 @@ def compiled(monkeypatch):
     """Kernels whose resources a test sets by configuration; returns those, and what was asked."""
     found, asked = {}, []
 
-    def compile_kernels(spec, target, *device):
-        asked.append((spec, target, *device))
+    def compile_kernels(spec, target, device=None):
+        asked.append((spec, target) if device is None else (spec, target, device))
         # As the packages do: the configuration is that of the block.
         from torch_attn import launch
 
