@@ -24,7 +24,8 @@ def only_shared_memory() -> Iterator[None]:
     """
     with tempfile.TemporaryDirectory() as folder, knobs.cache.scope(), knobs.runtime.scope():
         knobs.cache.dir = folder
-        knobs.runtime.add_stages_inspection_hook = _stop_at_shared_memory
+        hook: Any = _stop_at_shared_memory  # Triton's type for it has too few arguments
+        knobs.runtime.add_stages_inspection_hook = hook
         yield
 
 

@@ -14,9 +14,10 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
+from typing import Any
 
 from tuning.static.gate import DTYPES, FRAMEWORKS, compiler, shared_memory_limit
 from tuning.static.shared_memory import only_shared_memory
@@ -28,10 +29,10 @@ from twin_attention.contract.spec import (
     Window,
 )
 from twin_attention.targets.config import HEAD_DIMS, find_configs, table_path
-from twin_attention.targets.kernels import KernelConfig
 
 WINDOWS = (Window(), Window(right=0), Window(left=70), Window(100, 30), Window(300, 200))
 _STEPS_MAX = 3  # more steps make no other code
+_WITH_TILES = ("flash_fwd", "flash_bwd_dq", "flash_bwd_dkdv")
 
 
 @dataclass(frozen=True)
@@ -76,10 +77,10 @@ def rows() -> Iterator[Row]:
     """Every row that is swept."""
     for framework, target in product(FRAMEWORKS, ("sm80", "sm90")):
         for decodes, widths in ((False, (16, 32)), (True, (8, 16))):
-            for head_dim, dtype, capped in product(
-                HEAD_DIMS, sum((DTYPES[bits] for bits in widths), ()), (False, True)
-            ):
-                yield Row(framework, target, dtype, head_dim, decodes, capped)
+            dtypes = [dtype for bits in widths for dtype in DTYPES[bits]]
+            for head_dim, dtype in product(HEAD_DIMS, dtypes):
+                yield Row(framework, target, dtype, head_dim, decodes, capped=False)
+                yield Row(framework, target, dtype, head_dim, decodes, capped=True)
 
 
 def problems(row: Row, windows: Sequence[Window] = WINDOWS) -> list[AttentionSpec | DecodeSpec]:
@@ -117,7 +118,7 @@ def _misfits(row: Row, spec: AttentionSpec | DecodeSpec) -> Iterator[Misfit]:
             yield Misfit(row, spec, f"{kernel}: {config}", refused=False)
 
 
-def _configs(row: Row, spec: AttentionSpec | DecodeSpec) -> dict[str, KernelConfig]:
+def _configs(row: Row, spec: AttentionSpec | DecodeSpec) -> Mapping[str, Any]:
     return find_configs(table_path(FRAMEWORKS[row.framework], row.target), spec)
 
 
@@ -142,7 +143,8 @@ def _flash_of_all_structures(row: Row, windows: Sequence[Window]) -> Iterator[At
     add none.
     """
     configs = _configs(row, _flash(row, 1, 1))
-    tiles = {size for config in configs.values() for size in (config.block_q, config.block_kv)}
+    tiled = [configs[kernel] for kernel in _WITH_TILES]
+    tiles = {size for config in tiled for size in (config.block_q, config.block_kv)}
     lengths = {tile * count + odd for tile in tiles for count in range(5) for odd in (-9, 0, 1)}
     lengths = sorted(length for length in lengths if length > 0)
     pairs = list(product(lengths, lengths))
@@ -156,17 +158,19 @@ def _flash_of_all_structures(row: Row, windows: Sequence[Window]) -> Iterator[At
             yield spec
 
 
-def _structures(spec: AttentionSpec, configs: dict[str, KernelConfig]) -> Iterator[tuple]:
+def _structures(spec: AttentionSpec, configs: Mapping[str, Any]) -> Iterator[tuple]:
     """The steps of each kernel's two loops, where they are static; its code depends on them."""
     from pallas_attn.kernels.portable.tiles import visible_tiles  # which imports JAX
 
     left, right = spec.window.left, spec.window.right
-    for kernel in ("flash_fwd", "flash_bwd_dq", "flash_bwd_dkdv"):
+    for kernel in _WITH_TILES:
         config = configs[kernel]
-        reach = spec.seq_q, spec.seq_kv, left, right, config.block_q, config.block_kv
+        blocks = config.block_q, config.block_kv
+        reach = spec.seq_q, spec.seq_kv, spec.diagonal, left, right, *blocks
         if kernel == "flash_bwd_dkdv":
-            reach = spec.seq_kv, spec.seq_q, right, left, config.block_kv, config.block_q
-        has_one_tile = reach[0] <= reach[4]
+            blocks = config.block_kv, config.block_q
+            reach = spec.seq_kv, spec.seq_q, -spec.diagonal, right, left, *blocks
+        has_one_tile = reach[0] <= blocks[0]
         steps = None
         if has_one_tile or spec.window == Window():
             _, before, full, after = visible_tiles(0, *reach)
