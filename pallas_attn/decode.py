@@ -13,8 +13,10 @@ from pallas_attn.operands import device_of, operand
 from twin_attention.contract.explain import Explanation
 from twin_attention.contract.spec import DecodeSpec
 from twin_attention.contract.validate import (
+    DecodeOptions,
     Operand,
     check_append_kv,
+    check_decode_options,
     check_merge_states,
     check_page_ids,
     check_paged_decode,
@@ -108,9 +110,11 @@ def paged_decode(
         out, lse = attention(q, k_pages, v_pages, block_tables, seq_lens)
     """
     operands = (q, k_pages, v_pages, block_tables, seq_lens, sinks, k_scale, v_scale)
-    spec = _check_decode(
-        *operands, scale=scale, window_size=window_size, softcap=softcap, num_splits=num_splits
-    )
+    options = check_decode_options(
+        scale=scale, window_size=window_size, softcap=softcap, num_splits=num_splits,
+        return_lse=return_lse,
+    )  # fmt: skip
+    spec = _check_decode(*operands, options)
     backends = choose_backends(implementation, device_of(q))
     out, lse = decode(*operands, spec, backends)
     return (out, lse) if return_lse else out
@@ -314,11 +318,13 @@ def explain_decode(
         seq_lens = jnp.zeros(1, jnp.int32)
         print(explain_decode(pages[:1, 0], pages, pages, block_tables, seq_lens))
     """
-    del return_lse
-    spec = _check_decode(
-        q, k_pages, v_pages, block_tables, seq_lens, sinks, k_scale, v_scale,
+    options = check_decode_options(
         scale=scale, window_size=window_size, softcap=softcap, num_splits=num_splits,
+        return_lse=return_lse,
     )  # fmt: skip
+    spec = _check_decode(
+        q, k_pages, v_pages, block_tables, seq_lens, sinks, k_scale, v_scale, options
+    )
     return explain_choice(implementation, device_of(q), spec)
 
 
@@ -331,14 +337,14 @@ def _check_decode(
     sinks: Any,
     k_scale: Any,
     v_scale: Any,
-    **options: Any,
+    options: DecodeOptions,
 ) -> DecodeSpec:
     return check_paged_decode(
         *_operands(
             q=q, k_pages=k_pages, v_pages=v_pages, block_tables=block_tables, seq_lens=seq_lens
         ),
         *_optional(sinks=sinks, k_scale=k_scale, v_scale=v_scale),
-        **options,
+        options,
     )
 
 

@@ -10,7 +10,7 @@ from pallas_attn.dispatch import choose_backends, explain_choice
 from pallas_attn.flash_ops import attention
 from pallas_attn.operands import device_of, operand
 from twin_attention.contract.explain import Explanation
-from twin_attention.contract.validate import check_flash_attention
+from twin_attention.contract.validate import Operand, check_flash_attention, check_flash_options
 
 
 def flash_attention(
@@ -72,9 +72,12 @@ def flash_attention(
         attention = jax.jit(lambda *qkv: flash_attention(*qkv, causal=True, return_lse=True))
         out, lse = attention(q, k, v)
     """
-    spec = _check(q, k, v, causal=causal, scale=scale, window_size=window_size, softcap=softcap)
+    options = check_flash_options(
+        causal=causal, scale=scale, window_size=window_size, softcap=softcap, return_lse=return_lse
+    )
+    spec = check_flash_attention(*_operands(q, k, v), options)
     backends = choose_backends(implementation, device_of(q))
-    return attention(q, k, v, spec, backends, bool(return_lse))
+    return attention(q, k, v, spec, backends, return_lse)
 
 
 def explain(
@@ -108,11 +111,12 @@ def explain(
         q, k, v = jax.random.normal(jax.random.key(0), (3, 1, 128, 4, 64))
         print(explain(q, k, v, causal=True))
     """
-    del return_lse
-    spec = _check(q, k, v, causal=causal, scale=scale, window_size=window_size, softcap=softcap)
+    options = check_flash_options(
+        causal=causal, scale=scale, window_size=window_size, softcap=softcap, return_lse=return_lse
+    )
+    spec = check_flash_attention(*_operands(q, k, v), options)
     return explain_choice(implementation, device_of(q), spec)
 
 
-def _check(q: Any, k: Any, v: Any, **options: Any):
-    operands = (operand(name, x) for name, x in (("q", q), ("k", k), ("v", v)))
-    return check_flash_attention(*operands, **options)
+def _operands(q: Any, k: Any, v: Any) -> tuple[Operand, Operand, Operand]:
+    return operand("q", q), operand("k", k), operand("v", v)

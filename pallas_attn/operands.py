@@ -18,7 +18,7 @@ def operand(name: str, x: Any) -> Operand:
         TypeError: it is not a `jax.Array`.
     """
     if not isinstance(x, jax.Array):
-        not_a_tensor(name, x)
+        not_a_tensor(name, "a jax.Array", x)
     device = device_of(x)
     return Operand(name, x.shape, x.dtype.name, None if device is None else _name(device))
 

@@ -26,6 +26,7 @@ class Side(Protocol):
     """One of the two implementations of the contract."""
 
     api: ModuleType
+    tensor: str  # what its messages call a tensor
     flash_attention: Callable[..., Any]
 
     def zeros(self, shape: tuple[int, ...], dtype: str) -> Any:
@@ -63,6 +64,8 @@ class Side(Protocol):
 
 class TorchSide:
     """torch_attn. Memory that torch allocates during a call holds NaN until it is written."""
+
+    tensor = "a torch.Tensor"
 
     def __init__(self, device: str) -> None:
         import torch_attn
@@ -114,6 +117,8 @@ class TorchSide:
 
 class PallasSide:
     """pallas_attn, under jit. Pallas's interpreter fills a kernel's outputs with NaN by itself."""
+
+    tensor = "a jax.Array"
 
     def __init__(self, device: str) -> None:
         import jax

@@ -7,9 +7,9 @@ from torch import Tensor
 
 from torch_attn import decode_ops
 from torch_attn.dispatch import choose, explain_choice
-from torch_attn.operands import operand
+from torch_attn.operands import check_tensor, operand
 from twin_attention.contract.explain import Explanation
-from twin_attention.contract.validate import check_page_ids
+from twin_attention.contract.validate import check_decode_options, check_page_ids
 
 
 def paged_decode(
@@ -94,23 +94,18 @@ def paged_decode(
         out, lse = paged_decode(q, k_pages, v_pages, block_tables, seq_lens, return_lse=True)
     """
     operands = (k_pages, v_pages, block_tables, seq_lens, sinks, k_scale, v_scale)
-    if torch.compiler.is_compiling():
-        # Dynamo cannot follow the checks, so the operator's fake kernel makes them.
-        scale = q.shape[-1] ** -0.5 if scale is None else scale
-        window_left = None if window_size is None else window_size[0]
-    else:
-        spec = decode_ops.check_decode(
-            q, *operands,
-            scale=scale, window_size=window_size, softcap=softcap, num_splits=num_splits,
-        )  # fmt: skip
-        scale, window_left, softcap = spec.scale, spec.window_left, spec.softcap
-        num_splits = spec.num_splits
+    check_tensor("q", q)
+    options = check_decode_options(
+        scale=scale, window_size=window_size, softcap=softcap, num_splits=num_splits,
+        return_lse=return_lse,
+    )  # fmt: skip
     implementation = choose(implementation, q.device)
+    if not torch.compiler.is_compiling():  # there the operator's fake kernel checks the operands
+        decode_ops.check_decode(q, *operands, options)
     single = q.ndim == 3
     out, lse = decode_ops.paged_decode(
-        q.unsqueeze(1) if single else q, *operands,
-        scale, window_left, softcap, num_splits, implementation,
-    )  # fmt: skip
+        q.unsqueeze(1) if single else q, *operands, *options, implementation
+    )
     if single:
         out, lse = out.squeeze(1), lse.squeeze(2)
     return (out, lse) if return_lse else out
@@ -176,9 +171,10 @@ def append_kv(
         assert torch.equal(k_pages[3, 9], k_new[0])
     """
     operands = (k_pages, v_pages, block_tables, seq_lens, k_scale, v_scale)
+    check_tensor("k_new", k_new)
+    implementation = choose(implementation, k_new.device)
     if not torch.compiler.is_compiling():
         decode_ops.check_append(k_new, v_new, *operands)
-    implementation = choose(implementation, k_new.device)
     if k_new.ndim == 3:
         k_new, v_new = k_new.unsqueeze(1), v_new.unsqueeze(1)
     decode_ops.append_kv(k_new, v_new, *operands, implementation)
@@ -230,9 +226,10 @@ def merge_states(
         out, lse = merge_states(outs, lses)
         torch.testing.assert_close(out, flash_attention(q, k, v))
     """
+    check_tensor("outs", outs)
+    implementation = choose(implementation, outs.device)
     if not torch.compiler.is_compiling():
         decode_ops.check_merge(outs, lses)
-    implementation = choose(implementation, outs.device)
     single = outs.ndim == 4
     if single:
         outs, lses = outs.unsqueeze(2), lses.unsqueeze(3)
@@ -307,9 +304,12 @@ def explain_decode(
         seq_lens = torch.tensor([33], dtype=torch.int32)
         print(explain_decode(q, k_pages, v_pages, block_tables, seq_lens))
     """
-    del return_lse
-    spec = decode_ops.check_decode(
-        q, k_pages, v_pages, block_tables, seq_lens, sinks, k_scale, v_scale,
+    check_tensor("q", q)
+    options = check_decode_options(
         scale=scale, window_size=window_size, softcap=softcap, num_splits=num_splits,
+        return_lse=return_lse,
     )  # fmt: skip
+    spec = decode_ops.check_decode(
+        q, k_pages, v_pages, block_tables, seq_lens, sinks, k_scale, v_scale, options
+    )
     return explain_choice(implementation, q.device, spec)

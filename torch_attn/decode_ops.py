@@ -9,7 +9,6 @@ reference of append_kv.
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,8 +16,9 @@ from torch import Tensor
 from torch_attn.flash_ops import TAGS, without_gradient
 from torch_attn.operands import dtype_name, operand
 from twin_attention.contract import reference
-from twin_attention.contract.spec import DecodeSpec, MergeSpec, PagedCache
+from twin_attention.contract.spec import DecodeSpec, MergeSpec, PagedCache, scale_or_default
 from twin_attention.contract.validate import (
+    DecodeOptions,
     Operand,
     check_append_kv,
     check_merge_states,
@@ -28,8 +28,8 @@ from twin_attention.contract.validate import (
 _library = torch.library.Library("torch_attn", "FRAGMENT")
 _library.define(
     "paged_decode(Tensor q, Tensor k_pages, Tensor v_pages, Tensor block_tables, Tensor seq_lens, "
-    "Tensor? sinks, Tensor? k_scale, Tensor? v_scale, float scale, int? window_left, "
-    "float? softcap, int? num_splits, str implementation) -> (Tensor out, Tensor lse)",
+    "Tensor? sinks, Tensor? k_scale, Tensor? v_scale, float? scale, SymInt? window_left, "
+    "float? softcap, SymInt? num_splits, str implementation) -> (Tensor out, Tensor lse)",
     tags=TAGS,
 )
 _library.define(
@@ -48,23 +48,23 @@ merge_states = torch.ops.torch_attn.merge_states.default
 
 
 def check_decode(
-    q, k_pages, v_pages, block_tables, seq_lens, sinks, k_scale, v_scale, **options: Any
+    q, k_pages, v_pages, block_tables, seq_lens, sinks, k_scale, v_scale, options: DecodeOptions
 ) -> DecodeSpec:
-    """`check_paged_decode` on tensors: its options, result and errors."""
+    """Check tensors as `check_paged_decode` does."""
     return check_paged_decode(
         operand("q", q),
         *_cache_operands(k_pages, v_pages, block_tables, seq_lens),
         _optional("sinks", sinks),
         _optional("k_scale", k_scale),
         _optional("v_scale", v_scale),
-        **options,
+        options,
     )
 
 
 def check_append(
     k_new, v_new, k_pages, v_pages, block_tables, seq_lens, k_scale, v_scale
 ) -> PagedCache:
-    """`check_append_kv` on tensors: its result and errors."""
+    """Check tensors as `check_append_kv` does."""
     return check_append_kv(
         operand("k_new", k_new),
         operand("v_new", v_new),
@@ -75,7 +75,7 @@ def check_append(
 
 
 def check_merge(outs, lses) -> MergeSpec:
-    """`check_merge_states` on tensors: its result and errors."""
+    """Check tensors as `check_merge_states` does."""
     return check_merge_states(operand("outs", outs), operand("lses", lses))
 
 
@@ -98,8 +98,9 @@ def _run_decode(
     q, k_pages, v_pages, block_tables, seq_lens, sinks, k_scale, v_scale,
     scale, window_left, softcap, num_splits, implementation,
 ):  # fmt: skip
-    batch, tokens, heads_q, _ = q.shape
+    batch, tokens, heads_q, head_dim = q.shape
     cache = _cache(k_pages, v_pages, block_tables)
+    scale = scale_or_default(scale, head_dim)
     dtype = dtype_name(q.dtype)
     spec = DecodeSpec(batch, tokens, heads_q, cache, dtype, scale, window_left, softcap, num_splits)
     if spec.is_empty:
@@ -119,10 +120,8 @@ def _fake_decode(
     q, k_pages, v_pages, block_tables, seq_lens, sinks, k_scale, v_scale,
     scale, window_left, softcap, num_splits, implementation,
 ):  # fmt: skip
-    check_decode(
-        q, k_pages, v_pages, block_tables, seq_lens, sinks, k_scale, v_scale,
-        scale=scale, window_size=(window_left, None), softcap=softcap, num_splits=num_splits,
-    )  # fmt: skip
+    options = DecodeOptions(scale, window_left, softcap, num_splits)
+    check_decode(q, k_pages, v_pages, block_tables, seq_lens, sinks, k_scale, v_scale, options)
     return _allocate_outputs(q, v_pages)
 
 

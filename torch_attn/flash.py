@@ -9,9 +9,9 @@ from torch import Tensor
 
 from torch_attn.dispatch import choose, explain_choice
 from torch_attn.flash_ops import check, flash_fwd
+from torch_attn.operands import check_tensor
 from twin_attention.contract.explain import Explanation
-from twin_attention.contract.spec import Window
-from twin_attention.contract.validate import not_a_tensor
+from twin_attention.contract.validate import check_flash_options
 
 
 def flash_attention(
@@ -73,14 +73,13 @@ def flash_attention(
         out.sum().backward()
     """
     q, k, v = _tensors(q, k, v)
+    options = check_flash_options(
+        causal=causal, scale=scale, window_size=window_size, softcap=softcap, return_lse=return_lse
+    )
     implementation = choose(implementation, q.device)
-    if torch.compiler.is_compiling():
-        # Dynamo cannot follow the checks, so the operator's fake kernel makes them.
-        scale = q.shape[-1] ** -0.5 if scale is None else scale
-        window = Window.of(causal, window_size)
-    else:
-        spec = check(q, k, v, causal=causal, scale=scale, window_size=window_size, softcap=softcap)
-        scale, window, softcap = spec.scale, spec.window, spec.softcap
+    if not torch.compiler.is_compiling():  # there the operator's fake kernel checks the operands
+        check(q, k, v, options)
+    scale, window, softcap = options
     out, lse = flash_fwd(q, k, v, scale, window.left, window.right, softcap, implementation)
     return (out, lse) if return_lse else out
 
@@ -113,17 +112,17 @@ def explain(
         q, k, v = torch.randn(3, 1, 128, 4, 64)
         print(explain(q, k, v, causal=True))
     """
-    del return_lse
     q, k, v = _tensors(q, k, v)
-    spec = check(q, k, v, causal=causal, scale=scale, window_size=window_size, softcap=softcap)
-    return explain_choice(implementation, q.device, spec)
+    options = check_flash_options(
+        causal=causal, scale=scale, window_size=window_size, softcap=softcap, return_lse=return_lse
+    )
+    return explain_choice(implementation, q.device, check(q, k, v, options))
 
 
 def _tensors(*qkv: Any) -> tuple[Tensor, ...]:
     """q, k and v as they will be used: cast as autocast does for `scaled_dot_product_attention`."""
     for name, x in zip("qkv", qkv, strict=True):
-        if not isinstance(x, Tensor):
-            not_a_tensor(name, x)
+        check_tensor(name, x)
     device = qkv[0].device.type
     if device not in ("cpu", "cuda") or not torch.is_autocast_enabled(device):
         return qkv

@@ -23,15 +23,18 @@ from torch.autograd import forward_ad
 
 from torch_attn.operands import dtype_name, operand
 from twin_attention.contract import reference
-from twin_attention.contract.spec import AttentionSpec, Window
+from twin_attention.contract.spec import AttentionSpec, Window, scale_or_default
 from twin_attention.contract.validate import (
+    FlashOptions,
     check_flash_attention,
     no_gradient,
     not_differentiable,
 )
 
 _library = torch.library.Library("torch_attn", "DEF")
-_OPTIONS = "float scale, int? window_left, int? window_right, float? softcap, str implementation"
+_OPTIONS = (
+    "float? scale, SymInt? window_left, SymInt? window_right, float? softcap, str implementation"
+)
 # The kernels read strides: the compiler must hand over tensors as the program laid them out.
 TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
 _library.define(
@@ -51,10 +54,9 @@ _TORCH_FUNC = torch._C.DispatchKeySet(
 ) | torch._C.DispatchKeySet(torch._C.DispatchKey.PythonTLSSnapshot)
 
 
-def check(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> AttentionSpec:
-    """`check_flash_attention` on tensors: its options, result and errors."""
-    operands = (operand(name, x) for name, x in (("q", q), ("k", k), ("v", v)))
-    return check_flash_attention(*operands, **options)
+def check(q: Tensor, k: Tensor, v: Tensor, options: FlashOptions) -> AttentionSpec:
+    """Check tensors as `check_flash_attention` does."""
+    return check_flash_attention(operand("q", q), operand("k", k), operand("v", v), options)
 
 
 def without_gradient(op: torch._ops.OpOverload, *args: Any) -> Any:
@@ -123,15 +125,14 @@ def _spec(q, k, v, scale, window_left, window_right, softcap) -> AttentionSpec:
         head_dim=head_dim,
         head_dim_v=head_dim_v,
         dtype=dtype_name(q.dtype),
-        scale=scale,
+        scale=scale_or_default(scale, head_dim),
         window=Window(window_left, window_right),
         softcap=softcap,
     )
 
 
 def _fake_forward(q, k, v, scale, window_left, window_right, softcap, implementation):
-    window_size = (window_left, window_right)
-    check(q, k, v, causal=False, scale=scale, window_size=window_size, softcap=softcap)
+    check(q, k, v, FlashOptions(scale, Window(window_left, window_right), softcap))
     return _allocate_outputs(q, v)
 
 

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from twin_attention.contract.validate import Operand, not_a_tensor
+
+
+def check_tensor(name: str, x: Any) -> None:
+    """Refuse what is not a `torch.Tensor`."""
+    if not isinstance(x, Tensor):
+        not_a_tensor(name, "a torch.Tensor", x)
 
 
 def operand(name: str, x: Tensor) -> Operand:
@@ -16,8 +23,7 @@ def operand(name: str, x: Tensor) -> Operand:
     Raises:
         TypeError: `x` is not a `torch.Tensor`.
     """
-    if not isinstance(x, Tensor):
-        not_a_tensor(name, x)
+    check_tensor(name, x)
     *strides, last = x.stride() or (1,)
     return Operand(
         name,

@@ -12,7 +12,9 @@ from twin_attention.contract.validate import (
     Operand,
     check_append_kv,
     check_choice,
+    check_decode_options,
     check_flash_attention,
+    check_flash_options,
     check_merge_states,
     check_page_ids,
     check_paged_decode,
@@ -26,7 +28,9 @@ GOOD = {
     "k": Operand("k", (2, 7, 2, 32), "bfloat16", "cpu"),
     "v": Operand("v", (2, 7, 2, 48), "bfloat16", "cpu"),
 }
-NO_OPTIONS = {"causal": False, "scale": None, "window_size": None, "softcap": None}
+NO_OPTIONS = {
+    "causal": False, "scale": None, "window_size": None, "softcap": None, "return_lse": False,
+}  # fmt: skip
 
 WINDOW = "window_size: expected None or a pair (left, right) of non-negative integers or None, got "
 SOFTCAP = "softcap: expected a finite positive number or None, got "
@@ -37,7 +41,7 @@ SIZE = "expected a head size from 16 to 256 in steps of 8, got "
 def check(changes=None, **options):
     """Check good arguments with some operands' fields or options changed."""
     operands = {name: GOOD[name]._replace(**(changes or {}).get(name, {})) for name in GOOD}
-    return check_flash_attention(**operands, **(NO_OPTIONS | options))
+    return check_flash_attention(**operands, options=check_flash_options(**NO_OPTIONS | options))
 
 
 @pytest.mark.parametrize(
@@ -118,6 +122,12 @@ def test_wrong_tensors(error, message, changes):
     [
         (TypeError, "causal: expected a bool, got int", {"causal": 1}),
         (TypeError, "causal: expected a bool, got NoneType", {"causal": None}),
+        (TypeError, "causal: expected a bool, got numpy.bool", {"causal": np.True_}),
+        (TypeError, "return_lse: expected a bool, got str", {"return_lse": "no"}),
+        (ValueError, SCALE + "1e+300", {"scale": 1e300}),
+        (ValueError, SCALE + str(-(10**400)), {"scale": -(10**400)}),
+        (ValueError, SOFTCAP + "1e+60", {"softcap": 1e60}),
+        (ValueError, SOFTCAP + "1e-60", {"softcap": 1e-60}),
         (ValueError, SCALE + "nan", {"scale": float("nan")}),
         (ValueError, SCALE + "-inf", {"scale": float("-inf")}),
         (TypeError, SCALE + "str", {"scale": "0.1"}),
@@ -159,9 +169,31 @@ def test_options_become_plain_python_numbers():
     assert {type(spec.scale), type(spec.softcap), type(spec.window.left)} == {float, int}
 
 
-@pytest.mark.parametrize("scale", [0, -0.5])
+@pytest.mark.parametrize("scale", [0, -0.5, 2.0**-126, float(np.finfo(np.float32).max)])
 def test_any_finite_scale_is_right(scale):
     assert check(scale=scale).scale == scale
+
+
+@pytest.mark.parametrize("scale", [1e-46, -1e-39, Fraction(1, 10**400)])
+def test_a_scale_below_the_normal_float32_numbers_is_zero(scale):
+    assert check(scale=scale).scale == 0.0
+
+
+def test_finite_means_finite_in_float32():
+    infinite = 2.0**128 - 2.0**103
+    most = np.nextafter(infinite, 0)
+    assert np.isfinite(np.float32(most))
+    assert check(scale=most, softcap=most).softcap == most
+    with np.errstate(over="ignore"):
+        assert np.isinf(np.float32(infinite))
+    with pytest.raises(ValueError, match="scale: expected a finite number"):
+        check(scale=infinite)
+
+
+def test_a_window_as_wide_as_any_length_is_unlimited():
+    assert check(window_size=(2**63, 2**31 - 2)).window == Window(None, 2**31 - 2)
+    assert check(window_size=(2**31 - 1, 2**70)).window == Window()
+    assert check_decode(window_size=(2**63, 0)).window_left is None
 
 
 def test_a_device_that_is_not_known_agrees_with_any():
@@ -191,9 +223,9 @@ def test_check_choice():
 
 
 def test_not_a_tensor():
-    message = "k: expected a tensor of the calling framework, got list"
+    message = "k: expected a torch.Tensor, got numpy.ndarray"
     with pytest.raises(TypeError, match=f"^{message}$"):
-        not_a_tensor("k", [])
+        not_a_tensor("k", "a torch.Tensor", np.zeros(3))
 
 
 def test_not_differentiable():
@@ -234,12 +266,16 @@ MERGE = {
     "outs": Operand("outs", (5, 2, 3, 4, 48), "float32", "cpu"),
     "lses": Operand("lses", (5, 2, 4, 3), "float32", "cpu"),
 }
-NO_DECODE_OPTIONS = {"scale": None, "window_size": None, "softcap": None, "num_splits": None}
+NO_DECODE_OPTIONS = {
+    "scale": None, "window_size": None, "softcap": None, "num_splits": None, "return_lse": False,
+}  # fmt: skip
 CACHE = PagedCache(9, 8, 5, 2, 32, 48, "int8")
 
 
 def check_decode(operands=DECODE, **options):
-    return check_paged_decode(**operands, **(NO_DECODE_OPTIONS | options))
+    return check_paged_decode(
+        **operands, options=check_decode_options(**NO_DECODE_OPTIONS | options)
+    )
 
 
 def test_a_right_decode_is_described_with_its_defaults_resolved():

@@ -12,7 +12,13 @@ from twin_attention.contract.spec import (
     SPLITS_MAX,
     TOKENS_MAX,
 )
-from twin_attention.contract.validate import Operand, check_flash_attention, check_paged_decode
+from twin_attention.contract.validate import (
+    Operand,
+    check_decode_options,
+    check_flash_attention,
+    check_flash_options,
+    check_paged_decode,
+)
 from twin_attention.targets.config import PACKAGES, find_configs, load_table, table_path
 from twin_attention.targets.target import TARGETS
 
@@ -48,10 +54,11 @@ def test_a_pattern_selects_by_name(cases):
 
 @pytest.mark.parametrize("case", EVERY.values(), ids=EVERY)
 def test_a_case_describes_the_call_that_validation_accepts(case: FlashCase):
+    options = check_flash_options(**case.options, return_lse=True)
     q, k, v = (
         Operand(name, shape, case.dtype) for name, shape in zip("qkv", case.shapes, strict=True)
     )
-    assert check_flash_attention(q, k, v, **case.options) == case.spec
+    assert check_flash_attention(q, k, v, options) == case.spec
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -103,6 +110,7 @@ def test_a_strided_case_has_tensors_that_can_be_packed():
 @pytest.mark.parametrize("case", EVERY_DECODE.values(), ids=EVERY_DECODE)
 def test_a_decode_case_describes_the_call_that_validation_accepts(case: DecodeCase):
     spec, cache = case.spec, case.spec.cache
+    options = check_decode_options(**case.options, return_lse=True)
     tokens = () if case.tokens is None else (case.tokens,)
     pool = (cache.num_pages, cache.page_size, cache.heads)
     operands = [
@@ -115,7 +123,7 @@ def test_a_decode_case_describes_the_call_that_validation_accepts(case: DecodeCa
         Operand("k_scale", case.scale_shape, "float32") if cache.is_quantized else None,
         Operand("v_scale", case.scale_shape, "float32") if cache.is_quantized else None,
     ]
-    assert check_paged_decode(*operands, **case.options) == spec
+    assert check_paged_decode(*operands, options) == spec
 
 
 @pytest.mark.parametrize("case", EVERY_DECODE.values(), ids=EVERY_DECODE)

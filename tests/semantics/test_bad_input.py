@@ -2,6 +2,7 @@
 
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 
@@ -94,6 +95,17 @@ MISTAKES = {
     "negative window": (ValueError, f"{WINDOW}(-1, 0)", {}, {}, {"window_size": (-1, 0)}),
     "window of one number": (TypeError, f"{WINDOW}4", {}, {}, {"window_size": 4}),
     "window of fractions": (TypeError, f"{WINDOW}(1.5, 0)", {}, {}, {"window_size": (1.5, 0)}),
+    "scale out of float32": (
+        ValueError, "scale: expected a finite number or None, got 1e+300", {}, {}, {"scale": 1e300},
+    ),
+    "softcap out of float32": (
+        ValueError, "softcap: expected a finite positive number or None, got 1e+60",
+        {}, {}, {"softcap": 1e60},
+    ),
+    "lse of text": (TypeError, "return_lse: expected a bool, got str", {}, {}, {"return_lse": ""}),
+    "causal of numpy": (
+        TypeError, "causal: expected a bool, got numpy.bool", {}, {}, {"causal": np.True_},
+    ),
     "causal of a number": (TypeError, "causal: expected a bool, got int", {}, {}, {"causal": 1}),
 }  # fmt: skip
 
@@ -114,12 +126,11 @@ def test_one_mistake_one_message(side, implementation, mistake):
 @pytest.mark.parametrize("name", ["q", "k", "v"])
 def test_what_is_no_tensor(side, name):
     """A list, and an array of another library, numpy's among them."""
-    import numpy as np
-
     operands = {"q": side.zeros(Q, "float32"), "k": side.zeros(K, "float32")}
     operands["v"] = side.zeros(V, "float32")
-    for wrong in ([1.0], np.zeros(operands[name].shape, np.float32)):
-        message = f"{name}: expected a tensor of the calling framework, got {type(wrong).__name__}"
+    array = np.zeros(operands[name].shape, np.float32)
+    for wrong, got in (([1.0], "list"), (array, "numpy.ndarray")):
+        message = f"{name}: expected {side.tensor}, got {got}"
         with pytest.raises(TypeError) as raised:
             side.flash_attention(**operands | {name: wrong})
         assert str(raised.value) == message

@@ -148,6 +148,9 @@ DECODE_MISTAKES = [
         {"sinks": ((2,), "float32")}, {},
     ),
     (ValueError, f"{SPLITS}0", {}, {"num_splits": 0}),
+    (TypeError, "return_lse: expected a bool, got int", {}, {"return_lse": 1}),
+    (ValueError, f"{WINDOW}(3, -7)", {}, {"window_size": (3, -7)}),
+    (TypeError, f"{WINDOW}{{1: 2, 3: 4}}", {}, {"window_size": {1: 2, 3: 4}}),
     (ValueError, f"{SPLITS}257", {}, {"num_splits": 257}),
     (TypeError, f"{SPLITS}2.0", {}, {"num_splits": 2.0}),
     (TypeError, f"{SPLITS}True", {}, {"num_splits": True}),
@@ -262,7 +265,7 @@ def test_what_is_no_tensor(side, name):
     for operand in operands:
         with pytest.raises(TypeError) as raised:
             getattr(side.api, name)(**operands | {operand: [1.0]})
-        message = f"{operand}: expected a tensor of the calling framework, got list"
+        message = f"{operand}: expected {side.tensor}, got list"
         assert str(raised.value) == message
 
 

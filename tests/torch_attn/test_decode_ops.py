@@ -387,7 +387,7 @@ def test_check_pages(torch_device):
     for length in (-1, PAGE_SIZE * MAX_PAGES + 1):
         with pytest.raises(ValueError, match="seq_lens"):
             check_pages(pool, tables, torch.full_like(lengths, length))
-    with pytest.raises(TypeError, match="block_tables: expected a tensor"):
+    with pytest.raises(TypeError, match=r"block_tables: expected a torch\.Tensor"):
         check_pages(pool, tables.tolist(), lengths)
 
 

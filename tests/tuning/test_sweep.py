@@ -1,6 +1,6 @@
 """No valid problem is refused for want of shared memory.
 
-``python -m bench static --sweep`` compiles every row; here are those nearest to the limits.
+``python -m tuning static --sweep`` compiles every row; here are those nearest to the limits.
 """
 
 from concurrent.futures import ProcessPoolExecutor

@@ -16,7 +16,13 @@ HEAD_DIM_MIN, HEAD_DIM_MAX, HEAD_DIM_STEP = 16, 256, 8
 DECODE_DTYPES = ("float16", "bfloat16")
 QUANTIZED_DTYPES = ("int8", "float8_e4m3fn")
 PAGE_SIZE_MAX, TOKENS_MAX, SPLITS_MAX = 256, 16, 256
+WINDOW_UNLIMITED = 2**31 - 1  # no length is greater: positions have 32 bits
 _BITS = {"float32": 32, "float16": 16, "bfloat16": 16, "int8": 8, "float8_e4m3fn": 8}
+
+
+def scale_or_default(scale: float | None, head_dim: int) -> float:
+    """Return the factor of the scores: ``head_dim ** -0.5`` unless another is given."""
+    return head_dim**-0.5 if scale is None else scale
 
 
 @dataclass(frozen=True)
@@ -30,9 +36,7 @@ class Window:
     def of(cls, causal: bool, window_size: tuple[int | None, int | None] | None) -> Window:
         """Fold `causal` and `window_size` into one rule."""
         left, right = window_size if window_size is not None else (None, None)
-        if causal:
-            right = 0 if right is None else min(right, 0)
-        return cls(left, right)
+        return cls(left, 0 if causal else right)
 
     def bounded(self, reach: int) -> Window:
         """Return the window with neither side wider than `reach`."""

@@ -23,11 +23,13 @@ from twin_attention.contract.spec import (
     QUANTIZED_DTYPES,
     SPLITS_MAX,
     TOKENS_MAX,
+    WINDOW_UNLIMITED,
     AttentionSpec,
     DecodeSpec,
     MergeSpec,
     PagedCache,
     Window,
+    scale_or_default,
 )
 
 
@@ -56,9 +58,15 @@ def fail(error: type[Exception], name: str, expected: str, got: object) -> NoRet
     raise error(f"{name}: expected {expected}, got {got}")
 
 
-def not_a_tensor(name: str, got: object) -> NoReturn:
-    """Refuse an argument that is no tensor of the calling framework."""
-    fail(TypeError, name, "a tensor of the calling framework", type(got).__name__)
+def not_a_tensor(name: str, expected: str, got: object) -> NoReturn:
+    """Refuse an argument that is not `expected`, such as "a torch.Tensor"."""
+    fail(TypeError, name, expected, type_name(got))
+
+
+def type_name(x: object) -> str:
+    """Return the name of an object's type, with its module: numpy.bool is not bool."""
+    cls = type(x)
+    return cls.__name__ if cls.__module__ == "builtins" else f"{cls.__module__}.{cls.__name__}"
 
 
 def not_differentiable(what: str, instead: str) -> NoReturn:
@@ -76,17 +84,62 @@ def no_gradient(function: str) -> NoReturn:
     )
 
 
+class FlashOptions(NamedTuple):
+    """The options of `flash_attention`, checked; without a scale it follows from the head size."""
+
+    scale: float | None
+    window: Window
+    softcap: float | None
+
+
+class DecodeOptions(NamedTuple):
+    """The options of `paged_decode`, checked; without a scale it follows from the head size."""
+
+    scale: float | None
+    window_left: int | None
+    softcap: float | None
+    num_splits: int | None
+
+
+def check_flash_options(
+    *, causal: Any, scale: Any, window_size: Any, softcap: Any, return_lse: Any
+) -> FlashOptions:
+    """Check the options of `flash_attention`.
+
+    The checks of options look at types and compare numbers, and do nothing else, so that
+    `torch.compile` traces them.
+
+    Raises:
+        ValueError: a number that is out of range.
+        TypeError: an option of the wrong type.
+    """
+    _check_flag("return_lse", return_lse)
+    return FlashOptions(
+        _resolve_scale(scale),
+        Window.of(_check_flag("causal", causal), _resolve_window(window_size)),
+        _resolve_softcap(softcap),
+    )
+
+
+def check_decode_options(
+    *, scale: Any, window_size: Any, softcap: Any, num_splits: Any, return_lse: Any
+) -> DecodeOptions:
+    """Check the options of `paged_decode`.
+
+    Raises:
+        As `check_flash_options`.
+    """
+    _check_flag("return_lse", return_lse)
+    left, _ = _resolve_window(window_size)
+    return DecodeOptions(
+        _resolve_scale(scale), left, _resolve_softcap(softcap), _resolve_splits(num_splits)
+    )
+
+
 def check_flash_attention(
-    q: Operand,
-    k: Operand,
-    v: Operand,
-    *,
-    causal: Any,
-    scale: Any,
-    window_size: Any,
-    softcap: Any,
+    q: Operand, k: Operand, v: Operand, options: FlashOptions
 ) -> AttentionSpec:
-    """Check every argument of `flash_attention` and describe the problem.
+    """Check the operands of `flash_attention` and describe the problem.
 
     Raises:
         ValueError: ranks, sizes, devices, strides or values that contradict each other.
@@ -95,8 +148,7 @@ def check_flash_attention(
     """
     _check_operands(q, k, v)
     batch, seq_q, heads_q, head_dim = q.shape
-    _, seq_kv, heads_kv, _ = k.shape
-    head_dim_v = v.shape[3]
+    _, seq_kv, heads_kv, head_dim_v = v.shape
     return AttentionSpec(
         batch=batch,
         seq_q=seq_q,
@@ -106,9 +158,9 @@ def check_flash_attention(
         head_dim=head_dim,
         head_dim_v=head_dim_v,
         dtype=q.dtype,
-        scale=_resolve_scale(scale, head_dim),
-        window=Window.of(_check_flag("causal", causal), _resolve_window(window_size)),
-        softcap=_resolve_softcap(softcap),
+        scale=scale_or_default(options.scale, head_dim),
+        window=options.window,
+        softcap=options.softcap,
     )
 
 
@@ -121,13 +173,9 @@ def check_paged_decode(
     sinks: Operand | None,
     k_scale: Operand | None,
     v_scale: Operand | None,
-    *,
-    scale: Any,
-    window_size: Any,
-    softcap: Any,
-    num_splits: Any,
+    options: DecodeOptions,
 ) -> DecodeSpec:
-    """Check every argument of `paged_decode` and describe the problem.
+    """Check the operands of `paged_decode` and describe the problem.
 
     Raises:
         ValueError: ranks, sizes, devices, strides or values that contradict each other.
@@ -152,17 +200,16 @@ def check_paged_decode(
             fail(ValueError, "sinks", f"shape {(heads_q,)}, one of each head", sinks.shape)
         _check_device(sinks, q)
         _check_rows(sinks)
-    window = _resolve_window(window_size)
     return DecodeSpec(
         batch=batch,
         tokens=tokens[0] if tokens else 1,
         heads_q=heads_q,
         cache=cache,
         dtype=q.dtype,
-        scale=_resolve_scale(scale, head_dim),
-        window_left=None if window is None else window[0],
-        softcap=_resolve_softcap(softcap),
-        num_splits=_resolve_splits(num_splits),
+        scale=scale_or_default(options.scale, head_dim),
+        window_left=options.window_left,
+        softcap=options.softcap,
+        num_splits=options.num_splits,
     )
 
 
@@ -383,14 +430,12 @@ def _check_rows(x: Operand) -> None:
 
 def _check_flag(name: str, value: Any) -> bool:
     if not isinstance(value, bool):
-        fail(TypeError, name, "a bool", type(value).__name__)
+        fail(TypeError, name, "a bool", type_name(value))
     return value
 
 
-def _resolve_scale(scale: Any, head_dim: int) -> float:
-    if scale is None:
-        return head_dim**-0.5
-    return _check_number("scale", scale, "a finite number or None")
+def _resolve_scale(scale: Any) -> float | None:
+    return None if scale is None else _check_number("scale", scale, "a finite number or None")
 
 
 def _resolve_softcap(softcap: Any) -> float | None:
@@ -404,16 +449,26 @@ def _resolve_softcap(softcap: Any) -> float | None:
 
 
 def _check_number(name: str, value: Any, expected: str) -> float:
+    """Check a number that kernels take as float32, where one below the normal numbers is 0.
+
+    It keeps its own precision: `torch.compile` could not trace the rounding of a number that it
+    does not know. Nor are the bounds globals, which it would take for such numbers.
+    """
+    infinite, tiny = 2.0**128 - 2.0**103, 2.0**-126  # what rounds to infinity; the least normal
     if isinstance(value, bool) or not isinstance(value, Real):
-        fail(TypeError, name, expected, type(value).__name__)
-    if not math.isfinite(value):
+        fail(TypeError, name, expected, type_name(value))
+    try:
+        number = float(value)
+    except OverflowError:  # an integer or a fraction
+        number = math.inf
+    if not -infinite < number < infinite:
         fail(ValueError, name, expected, value)
-    return float(value)
+    return 0.0 if -tiny < number < tiny else number
 
 
-def _resolve_window(window_size: Any) -> tuple[int | None, int | None] | None:
+def _resolve_window(window_size: Any) -> tuple[int | None, int | None]:
     if window_size is None:
-        return None
+        return None, None
     expected = "None or a pair (left, right) of non-negative integers or None"
     if not isinstance(window_size, tuple | list) or len(window_size) != 2:
         fail(TypeError, "window_size", expected, repr(window_size))
@@ -424,5 +479,7 @@ def _resolve_window(window_size: Any) -> tuple[int | None, int | None] | None:
             fail(TypeError, "window_size", expected, repr(tuple(window_size)))
         if side < 0:
             fail(ValueError, "window_size", expected, repr(tuple(window_size)))
-    left, right = (None if side is None else int(side) for side in window_size)
+    left, right = (
+        None if side is None or side >= WINDOW_UNLIMITED else int(side) for side in window_size
+    )
     return left, right

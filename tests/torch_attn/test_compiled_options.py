@@ -1,0 +1,113 @@
+"""`torch.compile` refuses an option as the eager call does, and traces again only where it must."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch._dynamo.exc import Unsupported
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import torch_attn
+
+NAN, INF = float("nan"), float("inf")
+WINDOWS = [4, (3,), (3, 1, 9), {1: 2, 3: 4}, (True, False), (3, -7), (-1, 0), (1.5, 0), "ab"]
+IMPLEMENTATIONS = ["cudnn", 1, True]
+SCORES = {
+    "scale": [True, "0.1", NAN, INF, 1e300, 1j],
+    "softcap": [True, "30", NAN, -5.0, 0, 1e60, 1e-60],
+    "window_size": WINDOWS,
+    "return_lse": [1, None, "no"],
+    "implementation": IMPLEMENTATIONS,
+}
+OPTIONS = {
+    "flash_attention": SCORES | {"causal": ["no", "False", 1, [], None, 0.0]},
+    "paged_decode": SCORES | {"num_splits": [True, 0, 257, 2.0]},
+    "append_kv": {"implementation": IMPLEMENTATIONS},
+    "merge_states": {"implementation": IMPLEMENTATIONS},
+}
+WRONG = [
+    (function, {name: value})
+    for function, options in OPTIONS.items()
+    for name, values in options.items()
+    for value in values
+]
+
+
+def operands(function):
+    pages = torch.zeros(3, 4, 2, 16, dtype=torch.bfloat16)
+    cache = (pages, pages.clone(), torch.zeros(2, 3).int(), torch.ones(2).int())
+    new = torch.ones(2, 2, 16, dtype=torch.bfloat16)
+    return {
+        "flash_attention": (torch.ones(1, 5, 2, 16),) * 3,
+        "paged_decode": (new, *cache),
+        "append_kv": (new, new, *cache),
+        "merge_states": (torch.ones(3, 2, 4, 16), torch.zeros(3, 2, 4)),
+    }[function]
+
+
+def raised_by(call, *args):
+    with pytest.raises(Exception) as raised:  # noqa: PT011
+        call(*args)
+    return raised.value
+
+
+@pytest.mark.parametrize(("function", "option"), WRONG, ids=str)
+def test_a_wrong_option_raises_the_same_error_compiled(function, option):
+    torch._dynamo.reset()
+    call = partial(getattr(torch_attn, function), **option)
+    eager = raised_by(call, *operands(function))
+    assert isinstance(eager, TypeError | ValueError)
+    compiled = raised_by(
+        torch.compile(lambda *args: call(*args), backend="eager"), *operands(function)
+    )
+    assert (type(compiled), str(compiled)) == (type(eager), str(eager))
+
+
+def test_fullgraph_quotes_the_error():
+    """Torch has one exception for all that stops a whole graph."""
+    torch._dynamo.reset()
+    call = torch.compile(
+        lambda q: torch_attn.flash_attention(q, q, q, causal="no"), backend="eager", fullgraph=True
+    )
+    message = raised_by(call, torch.ones(1, 5, 2, 16))
+    assert isinstance(message, Unsupported)
+    assert "causal: expected a bool, got str" in str(message)
+
+
+def traces_of(function, option, values):
+    """Compare the compiled function with the eager one, and return how often it was traced."""
+    torch._dynamo.reset()
+    traces = CompileCounterWithBackend("aot_eager")
+    call = getattr(torch_attn, function)
+    compiled = torch.compile(
+        lambda value, *args: call(*args, **{option: value}), backend=traces, fullgraph=True
+    )
+    for value in values:
+        got = compiled(value, *operands(function))
+        torch.testing.assert_close(got, call(*operands(function), **{option: value}))
+    return traces.frame_count
+
+
+@pytest.mark.parametrize("function", ["flash_attention", "paged_decode"])
+def test_a_window_is_traced_for_all_values_at_once(function):
+    assert traces_of(function, "window_size", [(1, 0), (2, 0), (3, 0), (4, 0), (40, 0)]) == 2
+
+
+def test_splits_are_traced_for_all_values_at_once():
+    assert traces_of("paged_decode", "num_splits", [2, 3, 4, 5, 6]) == 2
+
+
+def test_gradients_with_a_window_that_is_not_known_while_tracing():
+    torch._dynamo.reset()
+    traces = CompileCounterWithBackend("aot_eager")
+
+    def loss(q, left):
+        return torch_attn.flash_attention(q, q, q, window_size=(left, 1)).square().sum()
+
+    compiled = torch.compile(loss, backend=traces, fullgraph=True)
+    for left in (2, 3, 4, 5):
+        q = torch.randn(1, 7, 2, 16, requires_grad=True)
+        (got,) = torch.autograd.grad(compiled(q, left), q)
+        (want,) = torch.autograd.grad(loss(q, left), q)
+        torch.testing.assert_close(got, want)
+    assert traces.frame_count == 2
