@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal, overload
 
 import jax
 import numpy as np
 
 from pallas_attn.decode_ops import append, decode, merge
-from pallas_attn.dispatch import choose_backends, explain_choice
+from pallas_attn.dispatch import Implementation, choose_backends, explain_choice
 from pallas_attn.operands import device_of, operand
 from twin_attention.contract.explain import Explanation
 from twin_attention.contract.spec import DecodeSpec
@@ -23,6 +23,33 @@ from twin_attention.contract.validate import (
 )
 
 
+@overload
+def paged_decode(
+    q: jax.Array, k_pages: jax.Array, v_pages: jax.Array,
+    block_tables: jax.Array, seq_lens: jax.Array, *,
+    scale: float | None = ..., window_size: tuple[int | None, int | None] | None = ...,
+    softcap: float | None = ..., sinks: jax.Array | None = ..., k_scale: jax.Array | None = ...,
+    v_scale: jax.Array | None = ..., num_splits: int | None = ..., return_lse: Literal[False] = ...,
+    implementation: Implementation | None = ...,
+) -> jax.Array: ...  # fmt: skip
+@overload
+def paged_decode(
+    q: jax.Array, k_pages: jax.Array, v_pages: jax.Array,
+    block_tables: jax.Array, seq_lens: jax.Array, *,
+    scale: float | None = ..., window_size: tuple[int | None, int | None] | None = ...,
+    softcap: float | None = ..., sinks: jax.Array | None = ..., k_scale: jax.Array | None = ...,
+    v_scale: jax.Array | None = ..., num_splits: int | None = ..., return_lse: Literal[True],
+    implementation: Implementation | None = ...,
+) -> tuple[jax.Array, jax.Array]: ...  # fmt: skip
+@overload
+def paged_decode(
+    q: jax.Array, k_pages: jax.Array, v_pages: jax.Array,
+    block_tables: jax.Array, seq_lens: jax.Array, *,
+    scale: float | None = ..., window_size: tuple[int | None, int | None] | None = ...,
+    softcap: float | None = ..., sinks: jax.Array | None = ..., k_scale: jax.Array | None = ...,
+    v_scale: jax.Array | None = ..., num_splits: int | None = ..., return_lse: bool,
+    implementation: Implementation | None = ...,
+) -> jax.Array | tuple[jax.Array, jax.Array]: ...  # fmt: skip
 def paged_decode(
     q: jax.Array,
     k_pages: jax.Array,
@@ -38,7 +65,7 @@ def paged_decode(
     v_scale: jax.Array | None = None,
     num_splits: int | None = None,
     return_lse: bool = False,
-    implementation: str | None = None,
+    implementation: Implementation | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Exact attention of new tokens over keys and values kept in pages.
 
@@ -130,7 +157,7 @@ def append_kv(
     *,
     k_scale: jax.Array | None = None,
     v_scale: jax.Array | None = None,
-    implementation: str | None = None,
+    implementation: Implementation | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """The cache with new tokens' keys and values written into their pages.
 
@@ -198,7 +225,7 @@ def append_kv(
 
 
 def merge_states(
-    outs: jax.Array, lses: jax.Array, *, implementation: str | None = None
+    outs: jax.Array, lses: jax.Array, *, implementation: Implementation | None = None
 ) -> tuple[jax.Array, jax.Array]:
     """Attention over the union of disjoint sets of keys, from the attention over each.
 
@@ -294,7 +321,7 @@ def explain_decode(
     v_scale: jax.Array | None = None,
     num_splits: int | None = None,
     return_lse: bool = False,
-    implementation: str | None = None,
+    implementation: Implementation | None = None,
 ) -> Explanation:
     """Say what `paged_decode` would run for the same arguments, and why; runs nothing.
 
@@ -344,7 +371,7 @@ def _check_decode(
             q=q, k_pages=k_pages, v_pages=v_pages, block_tables=block_tables, seq_lens=seq_lens
         ),
         *_optional(sinks=sinks, k_scale=k_scale, v_scale=v_scale),
-        options,
+        options=options,
     )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 
@@ -21,7 +21,8 @@ from twin_attention.targets.kernels import Spec
 from twin_attention.targets.splits import choose_splits
 from twin_attention.targets.target import MULTIPROCESSORS, requested_target, resolve_target
 
-IMPLEMENTATIONS = ("mosaic", "triton", "reference")
+Implementation = Literal["mosaic", "triton", "reference"]
+IMPLEMENTATIONS = get_args(Implementation)
 Device = Any  # a jax.Device, which type checkers take for a variable
 INTERPRET, REFERENCE = "interpret", "reference"
 
@@ -38,7 +39,7 @@ class Backends(NamedTuple):
     changes: tuple[Change, ...] = ()
 
 
-def choose_backends(implementation: str | None, device: Device | None) -> Backends:
+def choose_backends(implementation: Implementation | None, device: Device | None) -> Backends:
     """The backends of a call.
 
     Args:
@@ -81,7 +82,7 @@ def configs_for(spec: Spec, target: str) -> Mapping[str, Any]:
 
 
 def explain_choice(
-    implementation: str | None, device: Device | None, spec: AttentionSpec | DecodeSpec
+    implementation: Implementation | None, device: Device | None, spec: AttentionSpec | DecodeSpec
 ) -> Explanation:
     """Describe what `choose_backends` leads to on `device`, or on the default one."""
     backends = choose_backends(implementation, device)

@@ -2,17 +2,38 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal, overload
 
 import jax
 
-from pallas_attn.dispatch import choose_backends, explain_choice
+from pallas_attn.dispatch import Implementation, choose_backends, explain_choice
 from pallas_attn.flash_ops import attention
 from pallas_attn.operands import device_of, operand
 from twin_attention.contract.explain import Explanation
 from twin_attention.contract.validate import Operand, check_flash_attention, check_flash_options
 
 
+@overload
+def flash_attention(
+    q: jax.Array, k: jax.Array, v: jax.Array, *,
+    causal: bool = ..., scale: float | None = ...,
+    window_size: tuple[int | None, int | None] | None = ..., softcap: float | None = ...,
+    return_lse: Literal[False] = ..., implementation: Implementation | None = ...,
+) -> jax.Array: ...  # fmt: skip
+@overload
+def flash_attention(
+    q: jax.Array, k: jax.Array, v: jax.Array, *,
+    causal: bool = ..., scale: float | None = ...,
+    window_size: tuple[int | None, int | None] | None = ..., softcap: float | None = ...,
+    return_lse: Literal[True], implementation: Implementation | None = ...,
+) -> tuple[jax.Array, jax.Array]: ...  # fmt: skip
+@overload
+def flash_attention(
+    q: jax.Array, k: jax.Array, v: jax.Array, *,
+    causal: bool = ..., scale: float | None = ...,
+    window_size: tuple[int | None, int | None] | None = ..., softcap: float | None = ...,
+    return_lse: bool, implementation: Implementation | None = ...,
+) -> jax.Array | tuple[jax.Array, jax.Array]: ...  # fmt: skip
 def flash_attention(
     q: jax.Array,
     k: jax.Array,
@@ -23,7 +44,7 @@ def flash_attention(
     window_size: tuple[int | None, int | None] | None = None,
     softcap: float | None = None,
     return_lse: bool = False,
-    implementation: str | None = None,
+    implementation: Implementation | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Exact attention without the score matrix in memory.
 
@@ -90,7 +111,7 @@ def explain(
     window_size: tuple[int | None, int | None] | None = None,
     softcap: float | None = None,
     return_lse: bool = False,
-    implementation: str | None = None,
+    implementation: Implementation | None = None,
 ) -> Explanation:
     """Say what `flash_attention` would run for the same arguments, and why; runs nothing.
 

@@ -2,16 +2,42 @@
 
 from __future__ import annotations
 
+from typing import Literal, overload
+
 import torch
 from torch import Tensor
 
 from torch_attn import decode_ops
-from torch_attn.dispatch import choose, explain_choice
+from torch_attn.dispatch import Implementation, choose, explain_choice
 from torch_attn.operands import check_tensor, operand
 from twin_attention.contract.explain import Explanation
 from twin_attention.contract.validate import check_decode_options, check_page_ids
 
 
+@overload
+def paged_decode(
+    q: Tensor, k_pages: Tensor, v_pages: Tensor, block_tables: Tensor, seq_lens: Tensor, *,
+    scale: float | None = ..., window_size: tuple[int | None, int | None] | None = ...,
+    softcap: float | None = ..., sinks: Tensor | None = ..., k_scale: Tensor | None = ...,
+    v_scale: Tensor | None = ..., num_splits: int | None = ..., return_lse: Literal[False] = ...,
+    implementation: Implementation | None = ...,
+) -> Tensor: ...  # fmt: skip
+@overload
+def paged_decode(
+    q: Tensor, k_pages: Tensor, v_pages: Tensor, block_tables: Tensor, seq_lens: Tensor, *,
+    scale: float | None = ..., window_size: tuple[int | None, int | None] | None = ...,
+    softcap: float | None = ..., sinks: Tensor | None = ..., k_scale: Tensor | None = ...,
+    v_scale: Tensor | None = ..., num_splits: int | None = ..., return_lse: Literal[True],
+    implementation: Implementation | None = ...,
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+@overload
+def paged_decode(
+    q: Tensor, k_pages: Tensor, v_pages: Tensor, block_tables: Tensor, seq_lens: Tensor, *,
+    scale: float | None = ..., window_size: tuple[int | None, int | None] | None = ...,
+    softcap: float | None = ..., sinks: Tensor | None = ..., k_scale: Tensor | None = ...,
+    v_scale: Tensor | None = ..., num_splits: int | None = ..., return_lse: bool,
+    implementation: Implementation | None = ...,
+) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 def paged_decode(
     q: Tensor,
     k_pages: Tensor,
@@ -27,7 +53,7 @@ def paged_decode(
     v_scale: Tensor | None = None,
     num_splits: int | None = None,
     return_lse: bool = False,
-    implementation: str | None = None,
+    implementation: Implementation | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact attention of new tokens over keys and values kept in pages.
 
@@ -121,7 +147,7 @@ def append_kv(
     *,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
-    implementation: str | None = None,
+    implementation: Implementation | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Write new tokens' keys and values into their pages, in place.
 
@@ -182,7 +208,7 @@ def append_kv(
 
 
 def merge_states(
-    outs: Tensor, lses: Tensor, *, implementation: str | None = None
+    outs: Tensor, lses: Tensor, *, implementation: Implementation | None = None
 ) -> tuple[Tensor, Tensor]:
     """Attention over the union of disjoint sets of keys, from the attention over each.
 
@@ -282,7 +308,7 @@ def explain_decode(
     v_scale: Tensor | None = None,
     num_splits: int | None = None,
     return_lse: bool = False,
-    implementation: str | None = None,
+    implementation: Implementation | None = None,
 ) -> Explanation:
     """Say what `paged_decode` would run for the same arguments, and why; runs nothing.
 

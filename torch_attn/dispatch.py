@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal, get_args
+
 import torch
 
 from twin_attention.contract.explain import Explanation
@@ -9,10 +11,11 @@ from twin_attention.contract.spec import AttentionSpec, DecodeSpec
 from twin_attention.contract.validate import check_choice
 from twin_attention.targets.splits import choose_splits
 
-IMPLEMENTATIONS = ("triton", "reference")
+Implementation = Literal["triton", "reference"]
+IMPLEMENTATIONS = get_args(Implementation)
 
 
-def choose(implementation: str | None, device: torch.device) -> str:
+def choose(implementation: Implementation | None, device: torch.device) -> Implementation:
     """The implementation asked for, or with None the best for the device.
 
     Raises:
@@ -23,7 +26,7 @@ def choose(implementation: str | None, device: torch.device) -> str:
 
 
 def explain_choice(
-    implementation: str | None, device: torch.device, spec: AttentionSpec | DecodeSpec
+    implementation: Implementation | None, device: torch.device, spec: AttentionSpec | DecodeSpec
 ) -> Explanation:
     """Describe what `choose` leads to for a problem."""
     from torch_attn.launch import configs_for, multiprocessors, target_of

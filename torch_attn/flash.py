@@ -2,18 +2,39 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
 
-from torch_attn.dispatch import choose, explain_choice
+from torch_attn.dispatch import Implementation, choose, explain_choice
 from torch_attn.flash_ops import check, flash_fwd
 from torch_attn.operands import check_tensor
 from twin_attention.contract.explain import Explanation
 from twin_attention.contract.validate import check_flash_options
 
 
+@overload
+def flash_attention(
+    q: Tensor, k: Tensor, v: Tensor, *,
+    causal: bool = ..., scale: float | None = ...,
+    window_size: tuple[int | None, int | None] | None = ..., softcap: float | None = ...,
+    return_lse: Literal[False] = ..., implementation: Implementation | None = ...,
+) -> Tensor: ...  # fmt: skip
+@overload
+def flash_attention(
+    q: Tensor, k: Tensor, v: Tensor, *,
+    causal: bool = ..., scale: float | None = ...,
+    window_size: tuple[int | None, int | None] | None = ..., softcap: float | None = ...,
+    return_lse: Literal[True], implementation: Implementation | None = ...,
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+@overload
+def flash_attention(
+    q: Tensor, k: Tensor, v: Tensor, *,
+    causal: bool = ..., scale: float | None = ...,
+    window_size: tuple[int | None, int | None] | None = ..., softcap: float | None = ...,
+    return_lse: bool, implementation: Implementation | None = ...,
+) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 def flash_attention(
     q: Tensor,
     k: Tensor,
@@ -24,7 +45,7 @@ def flash_attention(
     window_size: tuple[int | None, int | None] | None = None,
     softcap: float | None = None,
     return_lse: bool = False,
-    implementation: str | None = None,
+    implementation: Implementation | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact attention without the score matrix in memory.
 
@@ -94,7 +115,7 @@ def explain(
     window_size: tuple[int | None, int | None] | None = None,
     softcap: float | None = None,
     return_lse: bool = False,
-    implementation: str | None = None,
+    implementation: Implementation | None = None,
 ) -> Explanation:
     """Say what `flash_attention` would run for the same arguments, and why; runs nothing.
 

@@ -1,0 +1,96 @@
+"""The public functions as type checkers see them, in the README's examples and in `USES`."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.test_docs import ROOT, examples
+
+USES = """
+from typing import assert_type
+
+import {framework}
+import {side}
+from {framework} import {array}
+from {side} import flash_attention, paged_decode
+
+
+def use(x: {array}, flag: bool) -> None:
+    assert_type(flash_attention(x, x, x), {array})
+    assert_type(flash_attention(x, x, x, causal=True, return_lse=False), {array})
+    assert_type(flash_attention(x, x, x, return_lse=True), tuple[{array}, {array}])
+    assert_type(flash_attention(x, x, x, return_lse=flag), {array} | tuple[{array}, {array}])
+    assert_type(paged_decode(x, x, x, x, x, implementation="triton"), {array})
+    assert_type(paged_decode(x, x, x, x, x, return_lse=True), tuple[{array}, {array}])
+    assert_type(paged_decode(x, x, x, x, x, return_lse=flag), {array} | tuple[{array}, {array}])
+"""
+MISUSE = """
+    flash_attention(x, x, x, implementation="cudnn")
+"""
+
+
+def installed(tool):
+    return pytest.mark.skipif(
+        importlib.util.find_spec(tool) is None, reason=f"{tool} is not installed"
+    )
+
+
+@pytest.fixture(scope="module")
+def programs(tmp_path_factory):
+    """A folder of the README's examples, each with those that it continues, and of `USES`."""
+    folder = tmp_path_factory.mktemp("programs")
+    readme = []
+    for example in examples(ROOT / "README.md"):
+        if example.lstrip().startswith("import"):
+            readme.append(example)
+        else:
+            readme[-1] += example.lstrip()
+    assert len(readme) > 2
+    for i, program in enumerate(readme):
+        (folder / f"readme_{i}.py").write_text(program)
+    for side, framework, array in (
+        ("torch_attn", "torch", "Tensor"), ("pallas_attn", "jax", "Array"),
+    ):  # fmt: skip
+        uses = USES.format(side=side, framework=framework, array=array)
+        (folder / f"{side}_right.py").write_text(uses)
+        (folder / f"{side}_wrong.py").write_text(uses + MISUSE)
+    return folder
+
+
+def errors_of(command, folder, **options):
+    """The lines that a type checker prints for an error."""
+    result = subprocess.run(command, cwd=folder, capture_output=True, text=True, **options)
+    assert result.returncode in (0, 1), result.stdout + result.stderr
+    return [line.strip() for line in result.stdout.splitlines() if "error:" in line]
+
+
+def assert_right_but_for_the_misuse(errors):
+    assert [e for e in errors if "_wrong.py" not in e] == []
+    for side in ("torch_attn", "pallas_attn"):
+        assert any(f"{side}_wrong.py" in e for e in errors), errors
+
+
+@installed("pyright")
+def test_pyright(programs):
+    (programs / "pyrightconfig.json").write_text(json.dumps({"extraPaths": [str(ROOT)]}))
+    command = [sys.executable, "-m", "pyright", "--pythonpath", sys.executable]
+    assert_right_but_for_the_misuse(errors_of(command, programs))
+
+
+@installed("mypy")
+def test_mypy(programs):
+    files = sorted(path.name for path in Path(programs).glob("*.py"))
+    command = [sys.executable, "-m", "mypy", "--follow-imports=silent", *files]
+    # The frameworks take most of the time, so what is known of them is kept.
+    environment = os.environ | {"MYPYPATH": str(ROOT), "MYPY_CACHE_DIR": str(ROOT / ".mypy_cache")}
+    assert_right_but_for_the_misuse(errors_of(command, programs, env=environment))
+
+
+@pytest.mark.parametrize("package", ["twin_attention", "torch_attn", "pallas_attn", "interop"])
+def test_a_package_says_that_it_has_types(package):
+    assert (ROOT / package / "py.typed").exists()
