@@ -162,7 +162,7 @@ def _as_argument(value: Any) -> Any:
     """Return a runtime argument as a kernel sees it; a float is float32 there."""
     if isinstance(value, tuple):
         items = [x.value if isinstance(x, tl.constexpr) else _as_argument(x) for x in value]
-        return type(value)._make(items) if hasattr(value, "_make") else tuple(items)
+        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
     if isinstance(value, float):
         return tl.tensor(TensorHandle(np.array([value], dtype=np.float32), tl.float32), tl.float32)
     return interpreter._implicit_cvt(value)

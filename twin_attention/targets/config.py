@@ -244,11 +244,11 @@ def _check_name(what: str, name: str, known: Iterable[str]) -> None:
 
 def compile_to_fit(
     kernel: str,
-    compile: Callable[[KernelConfig], Any],
-    config: KernelConfig,
+    compile: Callable[[Any], Any],
+    config: Any,
     target: str,
     limit: float,
-) -> tuple[KernelConfig, Any]:
+) -> tuple[Any, Any]:
     """Compile a kernel, with fewer stages of its pipeline where shared memory is too small.
 
     How much a configuration takes depends on more than its table knows. Where a compiler sees that
