@@ -20,6 +20,7 @@ from twin_attention.contract.validate import (
     check_merge_states,
     check_page_ids,
     check_paged_decode,
+    check_pages_arguments,
 )
 
 
@@ -276,21 +277,27 @@ def merge_states(
     return merge(outs, lses, spec, backends)
 
 
-def check_pages(k_pages: jax.Array, block_tables: jax.Array, seq_lens: jax.Array) -> None:
-    """Look for lengths and page ids that `paged_decode` and `append_kv` take as data, unchecked.
+def check_pages(
+    k_pages: jax.Array, block_tables: jax.Array, seq_lens: jax.Array, *, num_new_tokens: int = 1
+) -> None:
+    """Check the lengths and page ids that `paged_decode` and `append_kv` take as data, unchecked.
 
     Waits for the device and reads values, so it is for debugging and not for traced code.
 
     Args:
         k_pages: [P, page_size, Hkv, D], the pool of keys.
         block_tables: [B, max_pages] int32.
-        seq_lens: [B] int32.
+        seq_lens: [B] int32, keys of each sequence, the new tokens counted in.
+        num_new_tokens: how many tokens at the end of each sequence `append_kv` writes, 0 to 16. No
+            two sequences may have theirs in one page. 0 takes sequences that are only read.
 
     Raises:
-        TypeError: an argument is not a `jax.Array`, or has no values because it is traced
-            (`jax.errors.TracerArrayConversionError`).
-        ValueError: names the first sequence whose length is negative or exceeds the capacity
-            ``max_pages * page_size``, or one of whose used table entries is no page of the pool.
+        TypeError: an argument is not a `jax.Array` or has the wrong type or dtype, or it has no
+            values because it is traced (`jax.errors.TracerArrayConversionError`).
+        ValueError: shapes that contradict each other; a length that is negative or exceeds the
+            capacity ``max_pages * page_size``; a used table entry that is no page of the pool; two
+            sequences with new tokens in one page. The message names the first such sequence.
+        NotImplementedError: a page size or capacity that `paged_decode` does not take.
 
     Example::
 
@@ -301,9 +308,11 @@ def check_pages(k_pages: jax.Array, block_tables: jax.Array, seq_lens: jax.Array
         block_tables = jnp.array([[3, 0], [5, -1]], jnp.int32)
         check_pages(k_pages, block_tables, jnp.array([32, 16], jnp.int32))
     """
-    pool, *_ = _operands(k_pages=k_pages, block_tables=block_tables, seq_lens=seq_lens)
-    num_pages, page_size = pool.shape[:2]
-    check_page_ids(np.asarray(block_tables), np.asarray(seq_lens), num_pages, page_size)
+    pool = operand("k_pages", k_pages)
+    tables, lengths = operand("block_tables", block_tables), operand("seq_lens", seq_lens)
+    check_pages_arguments(pool, tables, lengths, num_new_tokens)
+    data = np.asarray(block_tables), np.asarray(seq_lens)
+    check_page_ids(*data, *pool.shape[:2], num_new_tokens)
 
 
 def explain_decode(

@@ -11,7 +11,11 @@ from torch_attn import decode_ops
 from torch_attn.dispatch import Implementation, choose, explain_choice
 from torch_attn.operands import check_tensor, operand
 from twin_attention.contract.explain import Explanation
-from twin_attention.contract.validate import check_decode_options, check_page_ids
+from twin_attention.contract.validate import (
+    check_decode_options,
+    check_page_ids,
+    check_pages_arguments,
+)
 
 
 @overload
@@ -263,20 +267,26 @@ def merge_states(
     return (out.squeeze(1), lse.squeeze(2)) if single else (out, lse)
 
 
-def check_pages(k_pages: Tensor, block_tables: Tensor, seq_lens: Tensor) -> None:
-    """Look for lengths and page ids that `paged_decode` and `append_kv` take as data, unchecked.
+def check_pages(
+    k_pages: Tensor, block_tables: Tensor, seq_lens: Tensor, *, num_new_tokens: int = 1
+) -> None:
+    """Check the lengths and page ids that `paged_decode` and `append_kv` take as data, unchecked.
 
     Waits for the device, so it is for debugging and not for a CUDA graph.
 
     Args:
         k_pages: [P, page_size, Hkv, D], the pool of keys.
         block_tables: [B, max_pages] int32.
-        seq_lens: [B] int32.
+        seq_lens: [B] int32, keys of each sequence, the new tokens counted in.
+        num_new_tokens: how many tokens at the end of each sequence `append_kv` writes, 0 to 16. No
+            two sequences may have theirs in one page. 0 takes sequences that are only read.
 
     Raises:
-        TypeError: an argument is not a `torch.Tensor`.
-        ValueError: names the first sequence whose length is negative or exceeds the capacity
-            ``max_pages * page_size``, or one of whose used table entries is no page of the pool.
+        TypeError: an argument is not a `torch.Tensor` or has the wrong type or dtype.
+        ValueError: shapes that contradict each other; a length that is negative or exceeds the
+            capacity ``max_pages * page_size``; a used table entry that is no page of the pool; two
+            sequences with new tokens in one page. The message names the first such sequence.
+        NotImplementedError: a page size or capacity that `paged_decode` does not take.
 
     Example::
 
@@ -287,10 +297,11 @@ def check_pages(k_pages: Tensor, block_tables: Tensor, seq_lens: Tensor) -> None
         block_tables = torch.tensor([[3, 0], [5, -1]], dtype=torch.int32)
         check_pages(k_pages, block_tables, torch.tensor([32, 16], dtype=torch.int32))
     """
-    num_pages, page_size = operand("k_pages", k_pages).shape[:2]
-    for name, x in (("block_tables", block_tables), ("seq_lens", seq_lens)):
-        operand(name, x)
-    check_page_ids(block_tables.numpy(force=True), seq_lens.numpy(force=True), num_pages, page_size)
+    pool = operand("k_pages", k_pages)
+    tables, lengths = operand("block_tables", block_tables), operand("seq_lens", seq_lens)
+    check_pages_arguments(pool, tables, lengths, num_new_tokens)
+    data = block_tables.numpy(force=True), seq_lens.numpy(force=True)
+    check_page_ids(*data, *pool.shape[:2], num_new_tokens)
 
 
 def explain_decode(

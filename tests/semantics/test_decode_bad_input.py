@@ -349,11 +349,80 @@ def test_check_pages_finds_data_that_leaves_the_pool(side, lengths, tables, mess
 def test_check_pages_takes_what_is_right(side):
     check_pages(side, [[0, 8, 3, 3], [-1, 99, 9, -7]], [32, 0])
     check_pages(side, [[0, 8, 3, -1], [5, 99, 9, -7]], [24, 8])
+    check_pages(side, [[0, 1, -1, -1], [0, 2, -1, -1]], [10, 9], num_new_tokens=1)
 
 
-def check_pages(side, tables, lengths):
+SHARED = [[0, 1, 2, -1], [0, 3, 2, -1], [4, 1, 5, -1]]
+
+
+def test_check_pages_finds_a_page_that_two_sequences_write(side):
+    """Sequences of 17 and of 20 keys both end in page 2; sharing the pages before is right."""
+    message = "block_tables[1, 2]: expected a page that sequence 0 does not write to as well, got 2"
+    with pytest.raises(ValueError) as raised:  # noqa: PT011
+        check_pages(side, SHARED, [17, 20, 24])
+    assert str(raised.value) == message
+    check_pages(side, SHARED, [17, 20, 24], num_new_tokens=0)
+    check_pages(side, SHARED, [17, 16, 24])
+    message = "block_tables[2, 1]: expected a page that sequence 0 does not write to as well, got 1"
+    with pytest.raises(ValueError) as raised:  # noqa: PT011
+        check_pages(side, SHARED, [17, 16, 17], num_new_tokens=2)
+    assert str(raised.value) == message
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "changes"),
+    [
+        (
+            ValueError, "k_pages: expected 4 dimensions [P, page_size, Hkv, D], got shape (9, 8)",
+            {"k_pages": ((9, 8), "bfloat16")},
+        ),
+        (
+            NotImplementedError, "k_pages: expected a page size from 1 to 256, got 257",
+            {"k_pages": ((9, 257, 2, 32), "bfloat16")},
+        ),
+        (
+            ValueError, "block_tables: expected shape (2, max_pages), got (8,)",
+            {"block_tables": ((8,), "int32")},
+        ),
+        (
+            TypeError, "block_tables: expected dtype int32, got int64",
+            {"block_tables": ((2, 4), "int64")},
+        ),
+        (
+            TypeError, "seq_lens: expected dtype int32, got float32",
+            {"seq_lens": ((2,), "float32")},
+        ),
+        (
+            ValueError, "seq_lens: expected shape (5,), got (2,)",
+            {"block_tables": ((5, 4), "int32")},
+        ),
+        (ValueError, "seq_lens: expected shape (2,), got ()", {"seq_lens": ((), "int32")}),
+        (
+            ValueError, "block_tables: expected shape (0, max_pages), got ()",
+            {"block_tables": ((), "int32"), "seq_lens": ((), "int32")},
+        ),
+    ],
+)  # fmt: skip
+def test_check_pages_refuses_what_paged_decode_does(side, error, message, changes):
+    described = {name: DECODE[name] for name in ("k_pages", "block_tables", "seq_lens")}
+    with pytest.raises(error) as raised:
+        side.api.check_pages(**operands_of(side, described | changes))
+    assert (raised.type, str(raised.value)) == (error, message)
+
+
+@pytest.mark.parametrize(
+    ("number", "error"), [(17, ValueError), (-1, ValueError), (True, TypeError), (1.0, TypeError)]
+)
+def test_check_pages_refuses_a_number_of_new_tokens(side, number, error):
+    message = f"num_new_tokens: expected an integer from 0 to 16, got {number}"
+    with pytest.raises(error) as raised:
+        check_pages(side, [[0]], [1], num_new_tokens=number)
+    assert str(raised.value) == message
+
+
+def check_pages(side, tables, lengths, **options):
     pages, tables, lengths = (
         side.from_torch(x)
         for x in (torch.zeros(9, 8, 2, 32), torch.tensor(tables).int(), torch.tensor(lengths).int())
     )
-    assert side.api.check_pages(pages, tables, lengths) is None
+    assert side.api.check_pages(pages, tables, lengths, **options) is None

@@ -132,7 +132,12 @@ def check_decode_options(
     _check_flag("return_lse", return_lse)
     left, _ = _resolve_window(window_size)
     return DecodeOptions(
-        _resolve_scale(scale), left, _resolve_softcap(softcap), _resolve_splits(num_splits)
+        _resolve_scale(scale),
+        left,
+        _resolve_softcap(softcap),
+        None
+        if num_splits is None
+        else _check_integer("num_splits", num_splits, 1, SPLITS_MAX, or_else="None or "),
     )
 
 
@@ -265,17 +270,34 @@ def check_merge_states(outs: Operand, lses: Operand) -> MergeSpec:
     return MergeSpec(states, batch, tokens[0] if tokens else 1, heads, head_dim_v, outs.dtype)
 
 
-def check_page_ids(tables: np.ndarray, lengths: np.ndarray, num_pages: int, page_size: int) -> None:
-    """Check the data that tells where a decode reads: lengths, and the page ids that they use.
+def check_pages_arguments(
+    k_pages: Operand, block_tables: Operand, seq_lens: Operand, num_new_tokens: Any
+) -> None:
+    """Check the arguments of `check_pages`, but for what they hold.
+
+    Raises:
+        As `check_paged_decode`.
+    """
+    _check_integer("num_new_tokens", num_new_tokens, 0, TOKENS_MAX)
+    _check_pool(k_pages)
+    batch = (block_tables if len(block_tables.shape) == 2 else seq_lens).shape[:1]
+    _check_tables(k_pages, block_tables, seq_lens, *batch or (0,))
+
+
+def check_page_ids(
+    tables: np.ndarray, lengths: np.ndarray, num_pages: int, page_size: int, num_new_tokens: int
+) -> None:
+    """Check the data that tells where a decode reads and writes: lengths, and the page ids in use.
 
     Args:
         tables: [B, max_pages] integers.
         lengths: [B] integers.
         num_pages, page_size: of the pool.
+        num_new_tokens: how many tokens at the end of each sequence are written.
 
     Raises:
-        ValueError: a length out of the tables' capacity, or a page id that is not in the pool;
-            of the first sequence where this is so.
+        ValueError: a length out of the tables' capacity, or a page id that is not in the pool, of
+            the first sequence where this is so; or a page where two sequences have new tokens.
     """
     capacity = tables.shape[1] * page_size
     used = np.arange(tables.shape[1]) * page_size < lengths[:, None]
@@ -287,15 +309,24 @@ def check_page_ids(tables: np.ndarray, lengths: np.ndarray, num_pages: int, page
         i = np.flatnonzero(missing[b])[0]
         expected = f"one of the pool's {num_pages} pages"
         fail(ValueError, f"block_tables[{b}, {i}]", expected, tables[b, i])
+    end = np.arange(1, tables.shape[1] + 1) * page_size
+    written = used & (end > lengths[:, None] - num_new_tokens) & (num_new_tokens > 0)
+    writers: dict[int, int] = {}
+    for b, i in np.argwhere(written):
+        page = int(tables[b, i])
+        if (other := writers.setdefault(page, b)) != b:
+            expected = f"a page that sequence {other} does not write to as well"
+            fail(ValueError, f"block_tables[{b}, {i}]", expected, page)
 
 
 def _check_cache(
     new: Operand, k_pages: Operand, v_pages: Operand, block_tables: Operand, seq_lens: Operand
 ) -> PagedCache:
     """What `paged_decode` and `append_kv` take alike; `new` is q, or the new keys."""
-    for x, layout in ((k_pages, "[P, page_size, Hkv, D]"), (v_pages, "[P, page_size, Hkv, Dv]")):
-        if len(x.shape) != 4:
-            fail(ValueError, x.name, f"4 dimensions {layout}", f"shape {x.shape}")
+    _check_pool(k_pages)
+    if len(v_pages.shape) != 4:
+        expected = "4 dimensions [P, page_size, Hkv, Dv]"
+        fail(ValueError, "v_pages", expected, f"shape {v_pages.shape}")
     _check_float(new, DECODE_DTYPES)
     if k_pages.dtype not in (new.dtype, *QUANTIZED_DTYPES):
         choices = ", ".join((f"{new.name}'s {new.dtype}", *QUANTIZED_DTYPES))
@@ -305,19 +336,12 @@ def _check_cache(
         expected = f"k_pages' pages, page size and heads {k_pages.shape[:3]}"
         fail(ValueError, "v_pages", expected, v_pages.shape[:3])
     num_pages, page_size, heads, head_dim = k_pages.shape
-    if not 1 <= page_size <= PAGE_SIZE_MAX:
-        fail(NotImplementedError, "k_pages", f"a page size from 1 to {PAGE_SIZE_MAX}", page_size)
     for x in (k_pages, v_pages):
         _check_head_dim(x)
     batch, *tokens, _, _ = new.shape
     if tokens and tokens[0] > TOKENS_MAX:
         fail(NotImplementedError, new.name, f"at most {TOKENS_MAX} new tokens", tokens[0])
-    for x in (block_tables, seq_lens):
-        _check_dtype(x, "int32")
-    if len(block_tables.shape) != 2 or block_tables.shape[0] != batch:
-        fail(ValueError, "block_tables", f"shape ({batch}, max_pages)", block_tables.shape)
-    if seq_lens.shape != (batch,):
-        fail(ValueError, "seq_lens", f"shape {(batch,)}", seq_lens.shape)
+    _check_tables(k_pages, block_tables, seq_lens, batch)
     for x in (k_pages, v_pages, block_tables, seq_lens):
         _check_device(x, new)
     for x in (new, k_pages, v_pages, block_tables, seq_lens):
@@ -326,13 +350,36 @@ def _check_cache(
         # The kernels read them two columns at a time.
         if x.dtype in QUANTIZED_DTYPES and not x.even_rows:
             fail(ValueError, x.name, "rows at even offsets in an 8-bit cache", "an odd one")
-    max_pages = block_tables.shape[1]
-    capacity = max_pages * page_size
+    return PagedCache(
+        num_pages,
+        page_size,
+        block_tables.shape[1],
+        heads,
+        head_dim,
+        v_pages.shape[3],
+        k_pages.dtype,
+    )
+
+
+def _check_pool(k_pages: Operand) -> None:
+    if len(k_pages.shape) != 4:
+        expected = "4 dimensions [P, page_size, Hkv, D]"
+        fail(ValueError, "k_pages", expected, f"shape {k_pages.shape}")
+    if not 1 <= k_pages.shape[1] <= PAGE_SIZE_MAX:
+        expected = f"a page size from 1 to {PAGE_SIZE_MAX}"
+        fail(NotImplementedError, "k_pages", expected, k_pages.shape[1])
+
+
+def _check_tables(k_pages: Operand, block_tables: Operand, seq_lens: Operand, batch: int) -> None:
+    for x in (block_tables, seq_lens):
+        _check_dtype(x, "int32")
+    if len(block_tables.shape) != 2 or block_tables.shape[0] != batch:
+        fail(ValueError, "block_tables", f"shape ({batch}, max_pages)", block_tables.shape)
+    if seq_lens.shape != (batch,):
+        fail(ValueError, "seq_lens", f"shape {(batch,)}", seq_lens.shape)
+    capacity = block_tables.shape[1] * k_pages.shape[1]
     if capacity >= 2**31:
         fail(NotImplementedError, "block_tables", "a capacity of less than 2^31 keys", capacity)
-    return PagedCache(
-        num_pages, page_size, max_pages, heads, head_dim, v_pages.shape[3], k_pages.dtype
-    )
 
 
 def _check_scales(
@@ -353,16 +400,13 @@ def _check_scales(
         _check_rows(x)
 
 
-def _resolve_splits(num_splits: Any) -> int | None:
-    if num_splits is None:
-        return None
-    expected = f"None or an integer from 1 to {SPLITS_MAX}"
-    if isinstance(num_splits, bool) or not isinstance(num_splits, Integral):
-        fail(TypeError, "num_splits", expected, repr(num_splits))
-    splits = int(num_splits)
-    if not 1 <= splits <= SPLITS_MAX:
-        fail(ValueError, "num_splits", expected, splits)
-    return splits
+def _check_integer(name: str, value: Any, least: int, most: int, or_else: str = "") -> int:
+    expected = f"{or_else}an integer from {least} to {most}"
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        fail(TypeError, name, expected, repr(value))
+    if not least <= value <= most:
+        fail(ValueError, name, expected, value)
+    return int(value)
 
 
 def check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
