@@ -311,8 +311,9 @@ def check_pages(
     pool = operand("k_pages", k_pages)
     tables, lengths = operand("block_tables", block_tables), operand("seq_lens", seq_lens)
     check_pages_arguments(pool, tables, lengths, num_new_tokens)
+    num_pages, page_size = pool.shape[:2]
     data = np.asarray(block_tables), np.asarray(seq_lens)
-    check_page_ids(*data, *pool.shape[:2], num_new_tokens)
+    check_page_ids(*data, num_pages, page_size, num_new_tokens)
 
 
 def explain_decode(

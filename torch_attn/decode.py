@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
 
 from torch_attn import decode_ops
 from torch_attn.dispatch import Implementation, choose, explain_choice
-from torch_attn.operands import check_tensor, operand
+from torch_attn.operands import autocast_dtype, check_tensor, operand
 from twin_attention.contract.explain import Explanation
 from twin_attention.contract.validate import (
     check_decode_options,
@@ -72,7 +72,8 @@ def paged_decode(
     that nothing outside the pool is read. `check_pages` finds both. Table entries past a sequence's
     last page and slots past its length may hold anything.
 
-    Works under `torch.compile` (`fullgraph`, static and dynamic shapes). It has no derivative.
+    Works under `torch.compile` (`fullgraph`, static and dynamic shapes) and autocast, which casts a
+    float32 q; it never casts the cache. It has no derivative.
 
     Args:
         q: [B, Hq, D], or [B, T, Hq, D] with T from 1 to 16, float16 or bfloat16. D is 16 to 256 in
@@ -97,7 +98,7 @@ def paged_decode(
         return_lse: return the log-sum-exp of the scores as well.
         implementation: "triton" (Triton kernels; on a CPU in Triton's interpreter), "reference"
             (plain torch in float32, which copies the keys out of their pages), or None: the
-            kernels on a CUDA device, the reference on a CPU.
+            kernels on a CUDA device, the reference elsewhere.
 
     Returns:
         out, q's shape with Dv last, in q's dtype; with `return_lse` the pair (out, lse), lse
@@ -124,7 +125,7 @@ def paged_decode(
         out, lse = paged_decode(q, k_pages, v_pages, block_tables, seq_lens, return_lse=True)
     """
     operands = (k_pages, v_pages, block_tables, seq_lens, sinks, k_scale, v_scale)
-    check_tensor("q", q)
+    q = _autocast("q", q)
     options = check_decode_options(
         scale=scale, window_size=window_size, softcap=softcap, num_splits=num_splits,
         return_lse=return_lse,
@@ -162,7 +163,8 @@ def append_kv(
     either may stay.
 
     Works under `torch.compile`. The kernels wait for nothing, so that a CUDA graph may be replayed
-    with other lengths and tables; the reference waits for the device. It has no derivative.
+    with other lengths and tables; the reference waits for the device. Autocast casts float32 k_new
+    and v_new. It has no derivative.
 
     Args:
         k_new: [B, Hkv, D], or [B, T, Hkv, D] with T up to 16, float16 or bfloat16. Any strides
@@ -175,7 +177,8 @@ def append_kv(
         seq_lens: [B] int32, keys of each sequence, the new tokens counted in.
         k_scale, v_scale: [] or [Hkv] float32, for an 8-bit cache only.
         implementation: "triton" (a Triton kernel; on a CPU in Triton's interpreter), "reference"
-            (plain torch), or None: the kernel on a CUDA device, the reference on a CPU.
+            (plain torch), or None: the kernel on a CUDA device, the reference
+            elsewhere.
 
     Returns:
         k_pages and v_pages, the tensors that were given.
@@ -201,7 +204,7 @@ def append_kv(
         assert torch.equal(k_pages[3, 9], k_new[0])
     """
     operands = (k_pages, v_pages, block_tables, seq_lens, k_scale, v_scale)
-    check_tensor("k_new", k_new)
+    k_new, v_new = _autocast("k_new", k_new), _autocast("v_new", v_new)
     implementation = choose(implementation, k_new.device)
     if not torch.compiler.is_compiling():
         decode_ops.check_append(k_new, v_new, *operands)
@@ -228,7 +231,8 @@ def merge_states(
             Dv is 16 to 256 in steps of 8. Any strides with a contiguous last dimension.
         lses: [N, B, H] or [N, B, H, S] float32, their log-sum-exp, natural logarithm.
         implementation: "triton" (a Triton kernel; on a CPU in Triton's interpreter), "reference"
-            (plain torch), or None: the kernel on a CUDA device, the reference on a CPU.
+            (plain torch), or None: the kernel on a CUDA device, the reference
+            elsewhere.
 
     Returns:
         out [B, H, Dv] or [B, S, H, Dv] in the dtype of `outs`, and lse [B, H] or [B, H, S] in
@@ -300,8 +304,9 @@ def check_pages(
     pool = operand("k_pages", k_pages)
     tables, lengths = operand("block_tables", block_tables), operand("seq_lens", seq_lens)
     check_pages_arguments(pool, tables, lengths, num_new_tokens)
+    num_pages, page_size = pool.shape[:2]
     data = block_tables.numpy(force=True), seq_lens.numpy(force=True)
-    check_page_ids(*data, *pool.shape[:2], num_new_tokens)
+    check_page_ids(*data, num_pages, page_size, num_new_tokens)
 
 
 def explain_decode(
@@ -341,7 +346,7 @@ def explain_decode(
         seq_lens = torch.tensor([33], dtype=torch.int32)
         print(explain_decode(q, k_pages, v_pages, block_tables, seq_lens))
     """
-    check_tensor("q", q)
+    q = _autocast("q", q)
     options = check_decode_options(
         scale=scale, window_size=window_size, softcap=softcap, num_splits=num_splits,
         return_lse=return_lse,
@@ -350,3 +355,13 @@ def explain_decode(
         q, k_pages, v_pages, block_tables, seq_lens, sinks, k_scale, v_scale, options
     )
     return explain_choice(implementation, q.device, spec)
+
+
+def _autocast(name: str, x: Any) -> Tensor:
+    """Return a tensor as it will be used: float32 has autocast's dtype where that is on.
+
+    A 16-bit tensor stays, unlike in `flash_attention`: it has to agree with the cache.
+    """
+    check_tensor(name, x)
+    dtype = autocast_dtype(x.device)
+    return x if dtype is None or x.dtype != torch.float32 else x.to(dtype)

@@ -1,6 +1,6 @@
 """The torch operators of decoding: `torch_attn::paged_decode`, `::append_kv`, `::merge_states`.
 
-Each has kernels for CPU and CUDA and a fake kernel for tracing; none has a derivative.
+Each has a kernel for every backend and a fake kernel for tracing; none has a derivative.
 `torch_attn.flash_ops` says why they are registered as they are. None waits for the device: lengths
 and page tables are read there, so a CUDA graph may be replayed with others. The exception is the
 reference of append_kv.
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from torch_attn.flash_ops import TAGS, without_gradient
-from torch_attn.operands import dtype_name, operand
+from torch_attn.operands import dtype_name, operand, without_autocast
 from twin_attention.contract import reference
 from twin_attention.contract.spec import DecodeSpec, MergeSpec, PagedCache, scale_or_default
 from twin_attention.contract.validate import (
@@ -111,7 +111,7 @@ def _run_decode(
         from torch_attn.kernels.portable.paged_decode import paged_decode
 
         return paged_decode(*operands, spec)
-    with torch.autocast(q.device.type, enabled=False):
+    with without_autocast(q.device):
         out, lse = reference.paged_forward(*operands, spec, torch.float32)
     return out.to(q.dtype).contiguous(), lse
 
@@ -210,10 +210,9 @@ def _cache(k_pages: Tensor, v_pages: Tensor, block_tables: Tensor) -> PagedCache
 
 def _register(op: torch._ops.OpOverload, run, fake) -> None:
     name = op.name()
-    _library.impl(name, run, "CPU")
-    _library.impl(name, run, "CUDA")
-    _library.impl(name, partial(without_gradient, op), "Autograd")
     torch.library.register_fake(name, fake, lib=_library)
+    _library.impl(name, run, "CompositeExplicitAutograd")  # every backend
+    _library.impl(name, partial(without_gradient, op), "Autograd")
 
 
 _register(paged_decode, _run_decode, _fake_decode)

@@ -8,11 +8,12 @@ import torch
 
 from twin_attention.contract.explain import Explanation
 from twin_attention.contract.spec import AttentionSpec, DecodeSpec
-from twin_attention.contract.validate import check_choice
+from twin_attention.contract.validate import check_choice, fail
 from twin_attention.targets.splits import choose_splits
 
 Implementation = Literal["triton", "reference"]
 IMPLEMENTATIONS = get_args(Implementation)
+KERNEL_DEVICES = ("cuda", "cpu", "meta")  # compiled, interpreted, and only described
 
 
 def choose(implementation: Implementation | None, device: torch.device) -> Implementation:
@@ -20,9 +21,13 @@ def choose(implementation: Implementation | None, device: torch.device) -> Imple
 
     Raises:
         ValueError: no such implementation.
+        NotImplementedError: kernels asked for on a device for which there are none.
     """
     check_choice("implementation", implementation, IMPLEMENTATIONS)
-    return implementation or ("reference" if device.type == "cpu" else "triton")
+    if implementation == "triton" and device.type not in KERNEL_DEVICES:
+        expected = f"None or 'reference' on a device of type {device.type}"
+        fail(NotImplementedError, "implementation", expected, "'triton'")
+    return implementation or ("triton" if device.type == "cuda" else "reference")
 
 
 def explain_choice(

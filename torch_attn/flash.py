@@ -9,7 +9,7 @@ from torch import Tensor
 
 from torch_attn.dispatch import Implementation, choose, explain_choice
 from torch_attn.flash_ops import check, flash_fwd
-from torch_attn.operands import check_tensor
+from torch_attn.operands import autocast_dtype, check_tensor
 from twin_attention.contract.explain import Explanation
 from twin_attention.contract.validate import check_flash_options
 
@@ -70,7 +70,7 @@ def flash_attention(
         return_lse: return the log-sum-exp of the scores as well. It is differentiable.
         implementation: "triton" (Triton kernels; on a CPU in Triton's interpreter), "reference"
             (plain torch in float32, O(Sq · Skv) memory), or None: the kernels on a CUDA device,
-            the reference on a CPU.
+            the reference elsewhere.
 
     Returns:
         out [B, Sq, Hq, Dv] in q's dtype; with `return_lse` the pair (out, lse), lse [B, Hq, Sq]
@@ -144,10 +144,9 @@ def _tensors(*qkv: Any) -> tuple[Tensor, ...]:
     """q, k and v as they will be used: cast as autocast does for `scaled_dot_product_attention`."""
     for name, x in zip("qkv", qkv, strict=True):
         check_tensor(name, x)
-    device = qkv[0].device.type
-    if device not in ("cpu", "cuda") or not torch.is_autocast_enabled(device):
+    dtype = autocast_dtype(qkv[0].device)
+    if dtype is None:
         return qkv
-    dtype = torch.get_autocast_dtype(device)
     return tuple(
         x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in qkv
     )

@@ -1,11 +1,12 @@
 """The torch operators `torch_attn::flash_fwd` and `torch_attn::flash_bwd`: what PyTorch sees.
 
-Each has kernels for CPU and CUDA, a fake kernel for tracing, a batching rule for `vmap`, and a
-derivative: that of flash_fwd calls flash_bwd, that of flash_bwd refuses (a second derivative).
-They are registered with `torch.library.Library`, which costs a quarter of the host time of
-`torch.library.custom_op` on every call. Derivatives are autograd Functions on the operators'
-Autograd key rather than `torch.library.register_autograd`, which gives zero tangents in forward
-mode without an error and fails under `torch.func.grad`.
+Each has a kernel for every backend (Triton's run on CPU and CUDA tensors, the reference on all), a
+fake kernel for tracing, a batching rule for `vmap`, and a derivative: that of flash_fwd calls
+flash_bwd, that of flash_bwd refuses (a second derivative). They are registered with
+`torch.library.Library`, which costs a quarter of the host time of `torch.library.custom_op` on
+every call. Derivatives are autograd Functions on the operators' Autograd key rather than
+`torch.library.register_autograd`, which gives zero tangents in forward mode without an error and
+fails under `torch.func.grad`.
 
 This is the one place that uses private torch API: the dispatch guards of ``torch._C`` in
 `without_gradient` and `_Differentiable` (checked with torch 2.11 and 2.13;
@@ -21,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from torch_attn.operands import dtype_name, operand
+from torch_attn.operands import dtype_name, operand, without_autocast
 from twin_attention.contract import reference
 from twin_attention.contract.spec import AttentionSpec, Window, scale_or_default
 from twin_attention.contract.validate import (
@@ -90,7 +91,7 @@ def _run_forward(q, k, v, scale, window_left, window_right, softcap, implementat
         from torch_attn.kernels.portable.flash_fwd import flash_fwd
 
         return flash_fwd(q, k, v, spec)
-    with torch.autocast(q.device.type, enabled=False):
+    with without_autocast(q.device):
         out, lse = reference.attention_forward(q, k, v, spec, torch.float32)
     return out.to(q.dtype).contiguous(), lse
 
@@ -108,7 +109,7 @@ def _run_backward(
         dout = dout if dout.stride(-1) == 1 else dout.contiguous()
         dlse = None if dlse is None else dlse.contiguous()
         return flash_bwd(dout, dlse, q, k, v, out, lse, spec)
-    with torch.autocast(q.device.type, enabled=False):
+    with without_autocast(q.device):
         gradients = reference.attention_backward(dout, dlse, q, k, v, spec, torch.float32)
     return tuple(dx.to(q.dtype).contiguous() for dx in gradients)
 
@@ -229,10 +230,9 @@ class _Backward(_Differentiable):
 def _register(function: type[_Differentiable], run, fake, num_tensors: int) -> None:
     op = function.op
     name = op.name()
-    _library.impl(name, run, "CPU")
-    _library.impl(name, run, "CUDA")
-    _library.impl(name, function.call, "Autograd")
     torch.library.register_fake(name, fake, lib=_library)
+    _library.impl(name, run, "CompositeExplicitAutograd")  # every backend
+    _library.impl(name, function.call, "Autograd")
     torch.library.register_vmap(name, partial(_batch, op, num_tensors), lib=_library)
 
 

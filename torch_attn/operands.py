@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from twin_attention.contract.validate import Operand, not_a_tensor
+from twin_attention.contract.validate import Operand, fail, not_a_tensor
 
 
 def check_tensor(name: str, x: Any) -> None:
@@ -21,9 +22,15 @@ def operand(name: str, x: Tensor) -> Operand:
     """What a check needs to know of a tensor.
 
     Raises:
-        TypeError: `x` is not a `torch.Tensor`.
+        TypeError: `x` is not a `torch.Tensor`, or not a dense one.
     """
     check_tensor(name, x)
+    if x.is_nested:
+        fail(TypeError, name, "a dense tensor", "a nested tensor")
+    if x.is_quantized:
+        fail(TypeError, name, "a dense tensor", f"quantized {x.dtype}")
+    if x.layout is not torch.strided:
+        fail(TypeError, name, "a dense tensor", f"layout {x.layout}")
     *strides, last = x.stride() or (1,)
     return Operand(
         name,
@@ -42,3 +49,19 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 _device_name = cache(str)
+
+
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """Return the dtype that autocast casts to on a device, or None where it is off."""
+    kind = device.type
+    # Torch raises for kinds without autocast, and Dynamo cannot trace its question for them.
+    if kind not in ("cpu", "cuda", "mps", "xpu", "hpu") or not torch.is_autocast_enabled(kind):
+        return None
+    return torch.get_autocast_dtype(kind)
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager[object]:
+    """Turn autocast off inside the block."""
+    if autocast_dtype(device) is None:
+        return nullcontext()
+    return torch.autocast(device.type, enabled=False)

@@ -305,6 +305,22 @@ def test_reference_computes_in_float32_under_autocast(torch_device):
         assert_equal(call("paged_decode", p, implementation="reference"), want)
 
 
+def test_autocast_casts_new_tokens_and_never_the_cache(torch_device, implementation):
+    p = problem(torch_device)
+    wide = p._replace(q=p.q.float(), k_new=p.k_new.float(), v_new=p.v_new.float())
+    want = call("paged_decode", p, implementation=implementation)
+    written = call("append_kv", clone(p), implementation=implementation)
+    for given in (p, wide):
+        with torch.autocast(torch_device, torch.bfloat16):
+            assert_equal(call("paged_decode", given, implementation=implementation), want)
+            assert_equal(call("append_kv", clone(given), implementation=implementation), written)
+    message = "k_pages: expected q's float16, int8, float8_e4m3fn, got bfloat16"
+    with torch.autocast(torch_device, torch.float16):
+        assert_equal(call("paged_decode", p, implementation=implementation), want)
+        with pytest.raises(TypeError, match=message):
+            call("paged_decode", wide, implementation=implementation)
+
+
 # launches
 
 

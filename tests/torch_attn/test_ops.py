@@ -6,6 +6,7 @@ These tests guard the private torch API that `torch_attn/flash_ops.py` uses. Whe
 """
 
 import gc
+import importlib
 import subprocess
 import sys
 
@@ -17,6 +18,7 @@ from torch.func import grad, jvp, vjp, vmap
 from torch.library import opcheck
 
 from torch_attn import explain, flash_attention
+from torch_attn.dispatch import choose
 from torch_attn.flash_ops import flash_bwd, flash_fwd
 
 BATCH, SEQ, HEADS, DIM = 2, 21, 2, 16
@@ -117,6 +119,49 @@ def test_fake_outputs_are_laid_out_as_real_ones(torch_device, implementation):
         assert x.shape == y.shape
         assert x.dtype == y.dtype
         assert x.stride() == y.stride()
+
+
+# devices
+
+
+@pytest.mark.parametrize(
+    "op", ["flash_fwd", "flash_bwd", "paged_decode", "append_kv", "merge_states"]
+)
+@pytest.mark.parametrize("backend", ["CPU", "CUDA", "MPS", "XPU", "HPU", "PrivateUse1", "Meta"])
+def test_every_backend_has_the_operators(op, backend):
+    importlib.import_module("torch_attn.decode_ops")
+    assert torch._C._dispatch_has_computed_kernel_for_dispatch_key(f"torch_attn::{op}", backend)
+
+
+def test_kernels_are_refused_where_there_are_none():
+    for kind in ("mps", "xpu"):
+        device = torch.device(kind)
+        assert choose(None, device) == choose("reference", device) == "reference"
+        message = (
+            f"implementation: expected None or 'reference' on a device of type {kind}, got 'tri"
+        )
+        with pytest.raises(NotImplementedError, match=f"^{message}"):
+            choose("triton", device)
+
+
+@pytest.mark.parametrize("implementation", [None, "triton", "reference"])
+def test_meta_tensors_have_shapes_alone(implementation):
+    q, k, v = torch.empty(3, 2, 5, 4, 16, device="meta", requires_grad=True).unbind()
+    out, lse = flash_attention(q, k, v, return_lse=True, implementation=implementation)
+    assert (out.shape, lse.shape, out.device.type) == (q.shape, (2, 4, 5), "meta")
+    assert torch.autograd.grad(out.sum(), q)[0].shape == q.shape
+
+
+def test_tensors_that_are_not_dense(qkv):
+    q, k, v = (x.detach() for x in qkv)
+    jagged = torch.nested.nested_tensor([torch.ones(3, 2, 16)] * 2, layout=torch.jagged)
+    for wrong, got in (
+        (k.to_sparse(), "layout torch.sparse_coo"),
+        (jagged, "a nested tensor"),
+        (torch.nested.nested_tensor([torch.ones(3, 2, 16)]), "a nested tensor"),
+    ):
+        with pytest.raises(TypeError, match=f"^k: expected a dense tensor, got {got}$"):
+            flash_attention(q, wrong, v)
 
 
 # autograd

@@ -404,9 +404,10 @@ def _check_integer(name: str, value: Any, least: int, most: int, or_else: str = 
     expected = f"{or_else}an integer from {least} to {most}"
     if isinstance(value, bool) or not isinstance(value, Integral):
         fail(TypeError, name, expected, repr(value))
-    if not least <= value <= most:
-        fail(ValueError, name, expected, value)
-    return int(value)
+    integer = int(value)
+    if not least <= integer <= most:
+        fail(ValueError, name, expected, integer)
+    return integer
 
 
 def check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
