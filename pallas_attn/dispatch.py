@@ -85,6 +85,7 @@ def explain_choice(
     implementation: Implementation | None, device: Device | None, spec: AttentionSpec | DecodeSpec
 ) -> Explanation:
     """Describe what `choose_backends` leads to on `device`, or on the default one."""
+    requested_target()  # refuses a wrong one, even where no code is compiled for it
     backends = choose_backends(implementation, device)
     on = jax.devices()[0] if device is None else device
     on_cuda = on in cuda_devices()

@@ -10,6 +10,7 @@ from twin_attention.contract.explain import Explanation
 from twin_attention.contract.spec import AttentionSpec, DecodeSpec
 from twin_attention.contract.validate import check_choice, fail
 from twin_attention.targets.splits import choose_splits
+from twin_attention.targets.target import requested_target
 
 Implementation = Literal["triton", "reference"]
 IMPLEMENTATIONS = get_args(Implementation)
@@ -34,6 +35,7 @@ def explain_choice(
     implementation: Implementation | None, device: torch.device, spec: AttentionSpec | DecodeSpec
 ) -> Explanation:
     """Describe what `choose` leads to for a problem."""
+    requested_target()  # refuses a wrong one, even where no code is compiled for it
     from torch_attn.launch import configs_for, multiprocessors, target_of
 
     chosen = choose(implementation, device)

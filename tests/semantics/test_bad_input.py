@@ -172,3 +172,12 @@ def test_arguments_after_the_tensors_are_named(side):
     q, k, v = (side.zeros(shape, "float32") for shape in (Q, K, V))
     with pytest.raises(TypeError, match="positional"):
         side.flash_attention(q, k, v, True)
+
+
+@pytest.mark.parametrize("asked", [None, "reference", "triton"])
+def test_explain_refuses_a_wrong_target(side, monkeypatch, asked):
+    monkeypatch.setenv("TWIN_ATTENTION_TARGET", "banana")
+    message = "^TWIN_ATTENTION_TARGET: expected None or one of 'sm80', 'sm90', got 'banana'$"
+    q, k, v = (side.zeros(shape, "float16") for shape in (Q, K, V))
+    with pytest.raises(ValueError, match=message):
+        side.api.explain(q, k, v, implementation=asked)

@@ -137,10 +137,8 @@ def test_kernels_are_refused_where_there_are_none():
     for kind in ("mps", "xpu"):
         device = torch.device(kind)
         assert choose(None, device) == choose("reference", device) == "reference"
-        message = (
-            f"implementation: expected None or 'reference' on a device of type {kind}, got 'tri"
-        )
-        with pytest.raises(NotImplementedError, match=f"^{message}"):
+        message = f"implementation: expected None or 'reference' on a device of type {kind}, got"
+        with pytest.raises(NotImplementedError, match=f"^{message} 'triton'$"):
             choose("triton", device)
 
 
