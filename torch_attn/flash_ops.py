@@ -83,7 +83,7 @@ def _is_recorded(args: tuple[Any, ...]) -> bool:
 
 
 def _run_forward(q, k, v, scale, window_left, window_right, softcap, implementation):
-    spec = _spec(q, k, v, scale, window_left, window_right, softcap)
+    spec = describe(q, k, v, scale, window_left, window_right, softcap)
     if spec.is_empty:
         out, lse = _allocate_outputs(q, v)
         return out.zero_(), lse.fill_(float("-inf"))
@@ -99,7 +99,7 @@ def _run_forward(q, k, v, scale, window_left, window_right, softcap, implementat
 def _run_backward(
     dout, dlse, q, k, v, out, lse, scale, window_left, window_right, softcap, implementation
 ):
-    spec = _spec(q, k, v, scale, window_left, window_right, softcap)
+    spec = describe(q, k, v, scale, window_left, window_right, softcap)
     if spec.is_empty:
         return tuple(dx.zero_() for dx in _allocate_gradients(q, k, v))
     if implementation == "triton":
@@ -114,7 +114,7 @@ def _run_backward(
     return tuple(dx.to(q.dtype).contiguous() for dx in gradients)
 
 
-def _spec(q, k, v, scale, window_left, window_right, softcap) -> AttentionSpec:
+def describe(q, k, v, scale, window_left, window_right, softcap) -> AttentionSpec:
     batch, seq_q, heads_q, head_dim = q.shape
     _, seq_kv, heads_kv, head_dim_v = v.shape
     return AttentionSpec(

@@ -1,0 +1,93 @@
+"""What torch's own tools know of the operators once they are told: DTensor and FlopCounterMode."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch.distributed.tensor import DeviceMesh, DTensor, Replicate, Shard, init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils.flop_counter import FlopCounterMode
+
+import torch_attn
+import torch_attn.distributed
+import torch_attn.flops
+from twin_attention.contract.cost import backward_flops, forward_flops
+from twin_attention.contract.spec import AttentionSpec, Window
+
+RANKS = 4
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    """Four devices of which only the first exists: it sees its own shards, and no communication."""
+    torch.distributed.init_process_group("fake", rank=0, world_size=RANKS, store=FakeStore())
+    yield init_device_mesh("cpu", (RANKS,))
+    torch.distributed.destroy_process_group()
+
+
+def tensors():
+    torch.manual_seed(0)
+    return (
+        torch.randn(4, 5, 16, 16, requires_grad=True),
+        torch.randn(4, 7, 8, 16, requires_grad=True),
+        torch.randn(4, 7, 8, 24, requires_grad=True),
+    )
+
+
+def attend(q, k, v):
+    out, lse = torch_attn.flash_attention(q, k, v, causal=True, softcap=9.0, return_lse=True)
+    return out, lse, *torch.autograd.grad((out, lse), (q, k, v), (2 * out, 3 * lse))
+
+
+@pytest.mark.parametrize("placements", [(Shard(0),), (Shard(2),), (Shard(0), Shard(2))], ids=str)
+def test_shards_of_batch_and_heads_are_computed_alone(mesh, placements):
+    if len(placements) == 2:
+        mesh = init_device_mesh("cpu", (2, 2))
+    whole = tensors()
+    shards = [DTensor.from_local(local(x, placements, mesh), mesh, placements) for x in whole]
+    got = attend(*shards)
+    lse_placements = tuple(Shard({0: 0, 2: 1}[p.dim]) for p in placements)
+    for x, want in zip(got, attend(*whole), strict=True):
+        expected = lse_placements if want.ndim == 3 else placements
+        assert x.placements == expected
+        assert x.shape == want.shape
+        torch.testing.assert_close(x.to_local(), local(want, expected, mesh))
+
+
+def local(x: torch.Tensor, placements, mesh: DeviceMesh) -> torch.Tensor:
+    """The first device's shard."""
+    for i, placement in enumerate(placements):
+        x = x.chunk(mesh.size(i), placement.dim)[0]
+    return x.detach().clone().requires_grad_()
+
+
+def test_heads_that_do_not_divide_are_not_sharded(mesh):
+    """Six kv heads on four devices would leave a device's query heads without their kv heads."""
+    q, k = torch.randn(4, 5, 12, 16), torch.randn(4, 7, 6, 16)
+    q, k = (DTensor.from_local(x, mesh, [Replicate()]) for x in (q, k))
+    q, k = (x.redistribute(mesh, [Shard(2)]) for x in (q, k))
+    out = torch_attn.flash_attention(q, k, k)
+    assert out.placements != (Shard(2),)
+
+
+@pytest.mark.parametrize("implementation", ["reference", "triton"])
+def test_flops_are_counted(implementation):
+    q, k, v = tensors()
+    options = {"causal": True, "window_size": (3, None), "implementation": implementation}
+    spec = AttentionSpec(4, 5, 7, 16, 8, 16, 24, "float32", 0.25, Window(3, 0))
+    with FlopCounterMode(display=False) as counter:
+        out = torch_attn.flash_attention(q, k, v, **options)
+    assert counter.get_total_flops() == forward_flops(spec) > 0
+    with FlopCounterMode(display=False) as counter:
+        out.sum().backward()
+    assert counter.get_total_flops() == backward_flops(spec)
+
+
+def test_torch_attn_does_not_import_them():
+    script = (
+        "import sys, torch_attn; print([m for m in"
+        " ('torch.distributed.tensor', 'torch.utils.flop_counter') if m in sys.modules])"
+    )
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert result.stdout.strip() == "[]", result.stderr

@@ -1,0 +1,35 @@
+"""Operations of `flash_attention` for `FlopCounterMode`: importing this teaches them to torch.
+
+`torch_attn` itself does not import it, because `torch.utils.flop_counter` imports Triton. Import it
+before the mode is made::
+
+    import torch
+    import torch_attn.flops
+    from torch.utils.flop_counter import FlopCounterMode
+
+    q, k, v = torch.randn(3, 1, 128, 4, 64)
+    with FlopCounterMode(display=False) as counter:
+        torch_attn.flash_attention(q, k, v, causal=True)
+    print(counter.get_total_flops())
+
+Only pairs of query and key that see each other are counted, unlike for
+`scaled_dot_product_attention`, of which torch counts all. The backward counts its five products.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.utils.flop_counter import register_flop_formula
+
+from torch_attn.flash_ops import describe
+from twin_attention.contract import cost
+
+
+@register_flop_formula(torch.ops.torch_attn.flash_fwd, get_raw=True)
+def _forward(q, k, v, *options, **_) -> int:
+    return cost.forward_flops(describe(q, k, v, *options[:-1]))
+
+
+@register_flop_formula(torch.ops.torch_attn.flash_bwd, get_raw=True)
+def _backward(dout, dlse, q, k, v, out, lse, *options, **_) -> int:
+    return cost.backward_flops(describe(q, k, v, *options[:-1]))
