@@ -58,7 +58,8 @@ def to_jax(tensor: torch.Tensor, *, copy: bool | None = None) -> jax.Array:
 
     Returns:
         An array of the same shape and dtype on the same device. It keeps the memory alive.
-        Later in-place writes to `tensor` show in it unless it is a copy.
+        Later in-place writes to `tensor` show in it unless it is a copy. The storage of a CPU
+        tensor can no longer be resized; that of a CUDA tensor must not be.
 
     Raises:
         TypeError: not a plain dense tensor with memory of its own, or a 64-bit dtype while
@@ -79,6 +80,7 @@ def to_jax(tensor: torch.Tensor, *, copy: bool | None = None) -> jax.Array:
     else:
         _check_shareable(tensor)
     if not tensor.is_cuda:
+        _fix_size(tensor)
         return jax.dlpack.from_dlpack(tensor, copy=False)
     # JAX may leave another device current in this thread; torch puts back what was.
     with torch.cuda.device(tensor.device):
@@ -170,6 +172,14 @@ def _check_shareable(tensor: torch.Tensor) -> None:
     if offset := tensor.data_ptr() % alignment:
         expected = f"memory aligned to {alignment} bytes (copy=True makes a copy)"
         fail(ValueError, "tensor", expected, f"an address {offset} bytes past that")
+
+
+def _fix_size(tensor: torch.Tensor) -> None:
+    """Make torch refuse to resize a CPU tensor's memory, which would free what JAX still reads.
+
+    Torch does so for memory that NumPy sees. Bytes go to NumPy whatever the tensor's dtype.
+    """
+    torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage()).numpy()
 
 
 def _check_array(array: jax.Array) -> None:

@@ -314,6 +314,20 @@ def test_copy_must_be_a_bool(copy):
 
 
 class TestLifetime:
+    @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e4m3fn"])
+    def test_shared_memory_cannot_be_resized_on_a_cpu(self, dtype):
+        """Torch would free it, and JAX read what is put there next."""
+        tensor = random_bits((2, 32), dtype).T
+        bits = torch_bits(tensor)
+        array = to_jax(tensor)
+        for resize in (lambda: tensor.untyped_storage().resize_(0), lambda: tensor.resize_(4096)):
+            with pytest.raises(RuntimeError, match="not resizable"):
+                resize()
+        assert jax_bits(array) == bits
+        copied = torch.zeros(64)
+        to_jax(copied, copy=True)
+        copied.untyped_storage().resize_(0)
+
     """A weak reference to a torch storage dies when the memory does, not the Python object."""
 
     @staticmethod
