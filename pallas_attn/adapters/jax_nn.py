@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from pallas_attn import flash_attention
+from pallas_attn.dispatch import Implementation
 from twin_attention.contract.validate import fail
 
 
@@ -25,7 +26,7 @@ def dot_product_attention(
     query_seq_lengths: None = None,
     key_value_seq_lengths: None = None,
     local_window_size: int | tuple[int, int] | None = None,
-    implementation: str | None = None,
+    implementation: Implementation | None = None,
     return_residual: bool = False,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Compute what `jax.nn.dot_product_attention` computes, with `pallas_attn.flash_attention`.

@@ -183,7 +183,7 @@ def test_lowered_for_cuda_append_shares_the_memory_of_donated_pools(cache):
         lowered = append.trace(*new_tokens(), *cache).lower(lowering_platforms=("cuda",))
     text = lowered.as_text()
     assert [name for name, *_ in kernels] == ["append_kv"]
-    for output, operand in ((0, 4), (1, 5)):
+    for output, operand in ((0, 2), (1, 3)):
         shared = f"output_tuple_indices = [{output}], operand_index = {operand}"
         assert f"output_operand_alias<{shared}" in text
         assert f"tf.aliasing_output = {output}" in text

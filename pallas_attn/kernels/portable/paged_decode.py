@@ -79,13 +79,13 @@ def paged_decode_kernel(
     """One program computes block_rows rows of one kv head over one split of the keys.
 
     Row r is token ``r // group_size`` of query head ``r % group_size`` of the group, so that the
-    keys and values are read once for all of them. Operands, of this program's batch and kv head:
-    q [T, group, D], pools k [P, page_size, D] and v [P, page_size, Dv], table [max_pages] and len
-    [], int32; sinks [group] and scales [], float32, or None; out [T, group, Dv] and lse [group, T]
-    (float32, natural log). Where more than one split has keys, each of them writes its outs
-    [T, group, Dv] and lses [group, T] instead, float32; with a single split both are None. Grid:
-    (row tiles, kv heads, batch, splits). Loop invariant: `online_softmax_update`. Accumulation:
-    float32, exponents in base 2, p cast to v's dtype. A row that sees no key has lse -inf, or its
+    keys and values are read once for all of them. Operands, of this program's batch and kv head: q
+    [T, group, D], pools k [P, page_size, D] and v [P, page_size, Dv], table [max_pages] and len [],
+    int32; sinks [group] and scales [], float32, or None; out [T, group, Dv] and lse [group, T]
+    (float32, natural log). Where more than one split has keys, each of them writes its outs [T,
+    group, Dv] and lses [group, T] instead, float32; with a single split both are None. Grid: (row
+    tiles, kv heads, batch, splits). Loop invariant: `online_softmax_update`. Accumulation: float32,
+    exponents in base 2, p cast to the products' dtype. A row that sees no key has lse -inf, or its
     sink. block_rows and block_kv are powers of two, at least 16.
 
     upcast: the pools are in 8 bits, given as packed pairs of columns, and the products in float16;
@@ -128,6 +128,7 @@ def paged_decode_kernel(
         # p = exp(s - max), and rescale what was accumulated
         p, alpha, m_i, l_i = online_softmax_update(s, m_i, l_i, exp2_scale)
         acc = [x * alpha[:, None] for x in acc]
+        p = p.astype(q[0].dtype)
         # acc += p v
         v = load_rows_at(v_ref, (page, slot), exists, head_dim_v, block_dv)
         acc = add_pv(acc, p, unpack(v, upcast))

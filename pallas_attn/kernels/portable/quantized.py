@@ -66,8 +66,7 @@ def scores(q, k, scale, softcap, scale_first):
 
 
 def add_pv(acc, p, v):
-    """Return acc + p · v, with p cast to v's dtype."""
-    p = p.astype(v[0].dtype)
+    """Return acc + p · v."""
     return [x + dot(p, y) for x, y in zip(acc, v, strict=True)]
 
 

@@ -79,16 +79,16 @@ def paged_decode_kernel(
     """One program computes BLOCK_ROWS rows of one kv head over one split of the keys.
 
     Row r is token ``r // GROUP_SIZE`` of query head ``r % GROUP_SIZE`` of the group, so that the
-    keys and values are read once for all of them. Operands: q [B, T, Hq, D], pools k
-    [P, page_size, Hkv, D] and v [P, page_size, Hkv, Dv] with the given strides and a contiguous
-    last dimension; tables [B, max_pages] and lens [B], int32; sinks [Hq] and scales [] or [Hkv],
-    float32, or None; out [B, T, Hq, Dv] and lse [B, Hq, T] (float32, natural log), contiguous.
-    Where more than one split has keys, each of them writes its part of outs [splits, B, T, Hq, Dv]
-    and lses [splits, B, Hq, T] instead, float32 and contiguous; with a single split both are None.
-    Grid: (row tiles, kv heads, batch) in one axis, row tiles fastest, and splits. Loop invariant:
-    `online_softmax_update`. Accumulation: float32, exponents in base 2, p cast to v's dtype. A row
-    that sees no key has lse -inf, or its sink. PAST_2G: a head of a pool spans 2^31 elements or
-    more. BLOCK_ROWS and BLOCK_KV are powers of two, at least 16.
+    keys and values are read once for all of them. Operands: q [B, T, Hq, D], pools k [P, page_size,
+    Hkv, D] and v [P, page_size, Hkv, Dv] with the given strides and a contiguous last dimension;
+    tables [B, max_pages] and lens [B], int32; sinks [Hq] and scales [] or [Hkv], float32, or None;
+    out [B, T, Hq, Dv] and lse [B, Hq, T] (float32, natural log), contiguous. Where more than one
+    split has keys, each of them writes its part of outs [splits, B, T, Hq, Dv] and lses [splits, B,
+    Hq, T] instead, float32 and contiguous; with a single split both are None. Grid: (row tiles, kv
+    heads, batch) in one axis, row tiles fastest, and splits. Loop invariant:
+    `online_softmax_update`. Accumulation: float32, exponents in base 2, p cast to the products'
+    dtype. A row that sees no key has lse -inf, or its sink. PAST_2G: a head of a pool spans 2^31
+    elements or more. BLOCK_ROWS and BLOCK_KV are powers of two, at least 16.
 
     UPCAST: the pools are in 8 bits, given as packed pairs of columns, and the products in float16;
     HEAD_DIM and HEAD_DIM_V count pairs. q, k, v, acc and out are tuples of tiles, of one tile
@@ -145,6 +145,7 @@ def paged_decode_kernel(
         # p = exp(s - max), and rescale what was accumulated
         p, alpha, m_i, l_i = online_softmax_update(s, m_i, l_i, exp2_scale)
         acc = [x * alpha[:, None] for x in acc]
+        p = p.to(q[0].dtype)
         # acc += p v
         v = load_rows_at(v_base, (page, slot), V_STRIDES, exists, HEAD_DIM_V, BLOCK_DV)
         acc = add_pv(acc, p, unpack(v, UPCAST))

@@ -88,8 +88,7 @@ def scores(q, k, scale, softcap, SCALE_FIRST: tl.constexpr):
 
 @triton.jit
 def add_pv(acc, p, v):
-    """Return acc + p · v, with p cast to v's dtype."""
-    p = p.to(v[0].dtype)
+    """Return acc + p · v."""
     if len(acc) == 1:
         acc = (tl.dot(p, v[0], acc[0]),)
     else:
