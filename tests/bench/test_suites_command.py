@@ -106,7 +106,7 @@ def test_a_missing_package_names_the_extra(monkeypatch, capsys):
     install = "missing: in a checkout of twin-attention, pip install '.[bench]'"
     _refused(capsys, ["report", "records.jsonl"], f"rich {install}")
     absent.remove("rich")
-    _refused(capsys, ["static"], f"torch {install}")
+    _refused(capsys, ["fa2"], f"torch {install}")
     assert command.main(["report", "no.jsonl"]) == 2
     assert "no.jsonl" in capsys.readouterr().err  # it needs no framework
 

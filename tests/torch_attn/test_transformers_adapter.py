@@ -116,7 +116,7 @@ def test_generate(causal_model):
 def test_training(checkpointing):
     llama = model("Llama").train()
     if checkpointing:
-        llama.activation_checkpointing_enable()
+        llama.gradient_checkpointing_enable()
     ids = tokens(2, 12)
 
     def gradients(m):
