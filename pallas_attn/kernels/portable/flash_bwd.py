@@ -114,7 +114,7 @@ def flash_bwd_dq_kernel(
             # ds = p ∘ (dp - delta) ∘ dcap
             ds = p * (dp - delta[:, None]) * dcap
             # dq += ds k
-            return add_product(dq, ds.astype(k.dtype), k)
+            return dq + dot(ds.astype(k.dtype), k)
 
         dq = lax.fori_loop(0, count_tiles(before, full, after, masked), visit, dq)
 

@@ -161,7 +161,7 @@ def flash_bwd_dq_kernel(
             # ds = p ∘ (dp - delta) ∘ dcap
             ds = p * (dp - delta[:, None]) * dcap
             # dq += ds k
-            dq = add_product(dq, ds.to(k.dtype), k)
+            dq = tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")
 
     # Scale and store.
     dq_row = heads_q * HEAD_DIM
