@@ -252,7 +252,7 @@ LIBRARIES = {
 
 
 def results(library: str, code: str, dtype: torch.dtype) -> list[Tensor]:
-    """What the code of a cell gives for inputs in `dtype`."""
+    """Run the code of a cell on inputs in `dtype`."""
     ours = {name: getattr(torch_attn, name) for name in torch_attn.__all__}
     value = eval(code, ours | LIBRARIES[library](dtype) | {"W": W})
     return [torch.from_dlpack(x) for x in (value if isinstance(value, tuple) else [value])]

@@ -19,7 +19,7 @@ def check_tensor(name: str, x: Any) -> None:
 
 
 def operand(name: str, x: Tensor) -> Operand:
-    """What a check needs to know of a tensor.
+    """Describe a tensor to the argument checks.
 
     Raises:
         TypeError: `x` is not a `torch.Tensor`, or not a dense one.

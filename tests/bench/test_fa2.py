@@ -1,4 +1,4 @@
-"""What `python -m bench fa2` measures."""
+"""The jobs of `python -m bench fa2`."""
 
 from dataclasses import replace
 

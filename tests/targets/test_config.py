@@ -299,7 +299,7 @@ def test_a_configuration_is_a_value():
 
 
 def compiled_by(shared_by_stages, limit):
-    """What `compile_to_fit` chooses from a kernel that takes so much with so many stages."""
+    """Fit a kernel whose shared memory follows from its stages; return stages and bytes."""
     config = FlashConfig(block_q=64, block_kv=32, num_warps=4, num_stages=3)
 
     def compile(config):

@@ -1,4 +1,4 @@
-"""What torch's own tools know of the operators once they are told: DTensor and FlopCounterMode."""
+"""The operators under DTensor and FlopCounterMode, once these are told of them."""
 
 import subprocess
 import sys

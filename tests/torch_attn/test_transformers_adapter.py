@@ -59,7 +59,7 @@ def tokens(*shape: int) -> torch.Tensor:
 
 
 def both(model, function):
-    """What ``function(model)`` gives with eager attention and with torch_attn."""
+    """Return ``function(model)`` with eager attention and with torch_attn."""
     results = []
     for implementation in ("eager", "torch_attn"):
         model.set_attn_implementation(implementation)

@@ -34,7 +34,7 @@ from twin_attention.contract.spec import (
 
 
 class Operand(NamedTuple):
-    """What a check needs to know of a tensor, whichever framework owns it.
+    """Describe a tensor to the argument checks, whichever framework owns it.
 
     Attributes:
         name: the argument's name, as messages print it.

@@ -34,7 +34,7 @@ def headline(run: Sequence[Record]) -> Iterator[tuple[str, Picture]]:
 
 
 def _is_plain(record: Record) -> bool:
-    """Whether a decode of a batch is of one token, in 16 bits, at head size 128."""
+    """Return True for a batch's decode of one token, in 16 bits, at head size 128."""
     case = record.case
     return not case["name"].startswith("sweep") and (
         case["tokens"],
