@@ -1,13 +1,13 @@
 """Attention kernels in JAX Pallas, the twins of `torch_attn`'s Triton kernels."""
 
-from pallas_attn.decode import append_kv, check_pages, explain_decode, merge_states, paged_decode
-from pallas_attn.flash import explain, flash_attention
+from pallas_attn.decode import append_kv, check_pages, merge_states, paged_decode
+from pallas_attn.explain import explain
+from pallas_attn.flash import flash_attention
 
 __all__ = [
     "append_kv",
     "check_pages",
     "explain",
-    "explain_decode",
     "flash_attention",
     "merge_states",
     "paged_decode",

@@ -8,10 +8,10 @@ import jax
 import numpy as np
 
 from pallas_attn.decode_ops import append, decode, merge
-from pallas_attn.dispatch import Implementation, choose_backends, explain_choice
+from pallas_attn.dispatch import Implementation, choose_backends
 from pallas_attn.operands import device_of, operand
-from twin_attention.contract.explain import Explanation
-from twin_attention.contract.spec import DecodeSpec
+from pallas_attn.targets import Device
+from twin_attention.contract.spec import DecodeSpec, MergeSpec, PagedCache
 from twin_attention.contract.validate import (
     DecodeOptions,
     Operand,
@@ -107,8 +107,7 @@ def paged_decode(
         return_lse: return the log-sum-exp of the scores as well.
         implementation: "triton" (Pallas kernels in the Triton lowering; on a CPU in the Pallas
             interpreter), "reference" (plain JAX in float32, which copies the keys out of their
-            pages), or None: the kernels on a CUDA device, the reference elsewhere. "mosaic" is not
-            available yet.
+            pages), or None: the kernels on a CUDA device, the reference elsewhere.
 
     Returns:
         out, q's shape with Dv last, in q's dtype; with `return_lse` the pair (out, lse), lse
@@ -142,8 +141,8 @@ def paged_decode(
         scale=scale, window_size=window_size, softcap=softcap, num_splits=num_splits,
         return_lse=return_lse,
     )  # fmt: skip
-    spec = _check_decode(*operands, options)
-    backends = choose_backends(implementation, device_of(q))
+    spec = _check_decode(*operands, options=options)
+    backends = choose_backends(implementation, device_of(q), spec)
     out, lse = decode(*operands, spec, backends)
     return (out, lse) if return_lse else out
 
@@ -186,7 +185,7 @@ def append_kv(
         k_scale, v_scale: [] or [Hkv] float32, for an 8-bit cache only.
         implementation: "triton" (a Pallas kernel in the Triton lowering; on a CPU in the Pallas
             interpreter), "reference" (plain JAX), or None: the kernel on a CUDA device, the
-            reference elsewhere. "mosaic" is not available yet.
+            reference elsewhere.
 
     Returns:
         k_pages and v_pages with the new tokens, shaped and typed as those given.
@@ -214,14 +213,8 @@ def append_kv(
         assert jnp.array_equal(k_pages[3, 9], k_new[0])
     """
     operands = (k_new, v_new, k_pages, v_pages, block_tables, seq_lens, k_scale, v_scale)
-    cache = check_append_kv(
-        *_operands(
-            k_new=k_new, v_new=v_new, k_pages=k_pages, v_pages=v_pages,
-            block_tables=block_tables, seq_lens=seq_lens,
-        ),
-        *_optional(k_scale=k_scale, v_scale=v_scale),
-    )  # fmt: skip
-    backends = choose_backends(implementation, device_of(k_new))
+    cache = _check_append(*operands)
+    backends = choose_backends(implementation, device_of(k_new), cache)
     return append(*operands, cache, backends)
 
 
@@ -243,7 +236,7 @@ def merge_states(
         lses: [N, B, H] or [N, B, H, S] float32, their log-sum-exp, natural logarithm.
         implementation: "triton" (a Pallas kernel in the Triton lowering; on a CPU in the Pallas
             interpreter), "reference" (plain JAX), or None: the kernel on a CUDA device, the
-            reference elsewhere. "mosaic" is not available yet.
+            reference elsewhere.
 
     Returns:
         out [B, H, Dv] or [B, S, H, Dv] in the dtype of `outs`, and lse [B, H] or [B, H, S] in
@@ -273,7 +266,7 @@ def merge_states(
         assert jnp.allclose(out, flash_attention(q, k, v), atol=1e-5)
     """
     spec = check_merge_states(*_operands(outs=outs, lses=lses))
-    backends = choose_backends(implementation, device_of(outs))
+    backends = choose_backends(implementation, device_of(outs), spec)
     return merge(outs, lses, spec, backends)
 
 
@@ -316,53 +309,38 @@ def check_pages(
     check_page_ids(*data, num_pages, page_size, num_new_tokens)
 
 
-def explain_decode(
-    q: jax.Array,
-    k_pages: jax.Array,
-    v_pages: jax.Array,
-    block_tables: jax.Array,
-    seq_lens: jax.Array,
+def problem_of_decode(
+    q: Any,
+    k_pages: Any,
+    v_pages: Any,
+    block_tables: Any,
+    seq_lens: Any,
     *,
-    scale: float | None = None,
-    window_size: tuple[int | None, int | None] | None = None,
-    softcap: float | None = None,
-    sinks: jax.Array | None = None,
-    k_scale: jax.Array | None = None,
-    v_scale: jax.Array | None = None,
-    num_splits: int | None = None,
-    return_lse: bool = False,
-    implementation: Implementation | None = None,
-) -> Explanation:
-    """Say what `paged_decode` would run for the same arguments, and why; runs nothing.
-
-    The lowering platform decides in the end: under `jit` the operands' device is not known yet,
-    and the answer is for the default device.
-
-    Args:
-        q, k_pages, v_pages, block_tables, seq_lens and options: those of `paged_decode`;
-            `return_lse` changes nothing.
-
-    Raises:
-        What `paged_decode` raises for its arguments.
-
-    Example::
-
-        import jax.numpy as jnp
-        from pallas_attn import explain_decode
-
-        pages = jnp.zeros((8, 16, 2, 64), jnp.bfloat16)
-        block_tables = jnp.zeros((1, 4), jnp.int32)
-        seq_lens = jnp.zeros(1, jnp.int32)
-        print(explain_decode(pages[:1, 0], pages, pages, block_tables, seq_lens))
-    """
-    options = check_decode_options(
-        scale=scale, window_size=window_size, softcap=softcap, num_splits=num_splits,
-        return_lse=return_lse,
-    )  # fmt: skip
+    sinks: Any,
+    k_scale: Any,
+    v_scale: Any,
+    **options: Any,
+) -> tuple[Device | None, DecodeSpec]:
+    """Check the arguments of `paged_decode` and return the device and the problem."""
     spec = _check_decode(
-        q, k_pages, v_pages, block_tables, seq_lens, sinks, k_scale, v_scale, options
-    )
-    return explain_choice(implementation, device_of(q), spec)
+        q, k_pages, v_pages, block_tables, seq_lens, sinks, k_scale, v_scale,
+        options=check_decode_options(**options),
+    )  # fmt: skip
+    return device_of(q), spec
+
+
+def problem_of_append(
+    k_new: Any, *operands: Any, **scales: Any
+) -> tuple[Device | None, PagedCache]:
+    """Check the arguments of `append_kv` and return the device and the cache."""
+    cache = _check_append(k_new, *operands, **scales)
+    return device_of(k_new), cache
+
+
+def problem_of_merge(outs: Any, lses: Any) -> tuple[Device | None, MergeSpec]:
+    """Check the arguments of `merge_states` and return the device and the problem."""
+    spec = check_merge_states(*_operands(outs=outs, lses=lses))
+    return device_of(outs), spec
 
 
 def _check_decode(
@@ -374,6 +352,7 @@ def _check_decode(
     sinks: Any,
     k_scale: Any,
     v_scale: Any,
+    *,
     options: DecodeOptions,
 ) -> DecodeSpec:
     return check_paged_decode(
@@ -383,6 +362,25 @@ def _check_decode(
         *_optional(sinks=sinks, k_scale=k_scale, v_scale=v_scale),
         options=options,
     )
+
+
+def _check_append(
+    k_new: Any,
+    v_new: Any,
+    k_pages: Any,
+    v_pages: Any,
+    block_tables: Any,
+    seq_lens: Any,
+    k_scale: Any,
+    v_scale: Any,
+) -> PagedCache:
+    return check_append_kv(
+        *_operands(
+            k_new=k_new, v_new=v_new, k_pages=k_pages, v_pages=v_pages,
+            block_tables=block_tables, seq_lens=seq_lens,
+        ),
+        *_optional(k_scale=k_scale, v_scale=v_scale),
+    )  # fmt: skip
 
 
 def _operands(**arguments: Any) -> list[Operand]:

@@ -1,8 +1,8 @@
 """Paged decode, cache writes and merges on checked operands: what JAX's transformations see.
 
 From the outside in, each is a custom_jvp, whose only rule refuses a gradient, around a jitted
-function, so that a call outside `jit` compiles once. In it, `run_on_platform` takes the kernel or
-the reference.
+function, so that a call outside `jit` compiles once. In it, `run_on_platform` takes the
+family of the platform.
 """
 
 from __future__ import annotations
@@ -12,11 +12,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from pallas_attn.dispatch import REFERENCE, Backends, run_on_platform
-from pallas_attn.kernels.portable.append_kv import append_kv
-from pallas_attn.kernels.portable.combine import combine
-from pallas_attn.kernels.portable.paged_decode import paged_decode
-from twin_attention.contract import reference
+from pallas_attn.dispatch import Backends, run_on_platform
 from twin_attention.contract.spec import DecodeSpec, MergeSpec, PagedCache
 from twin_attention.contract.validate import no_gradient
 
@@ -45,24 +41,15 @@ def decode(
     Returns:
         out [B, Hq, Dv] or [B, T, Hq, Dv] in q's dtype, and lse [B, Hq] or [B, Hq, T], float32.
     """
-
-    def run(q, k_pages, v_pages, block_tables, seq_lens, sinks, k_scale, v_scale, *, backend):
-        operands = (q, k_pages, v_pages, block_tables, seq_lens, sinks, k_scale, v_scale)
-        if backend != REFERENCE:
-            return paged_decode(*operands, spec, backend=backend)
-        with jax.default_matmul_precision("highest"):
-            out, lse = reference.paged_forward(*operands, spec, jnp.float32)
-        return out.astype(q.dtype), lse
-
     rows = (spec.batch, spec.tokens, spec.heads_q)
     if spec.is_empty:
         out = jnp.zeros((*rows, spec.head_dim_v), q.dtype)
         lse = jnp.float32(-jnp.inf) if sinks is None else sinks[:, None]
         lse = jnp.broadcast_to(lse, (spec.batch, spec.heads_q, spec.tokens))
     else:
-        cache = (k_pages, v_pages, block_tables, seq_lens)
         q_rows = q.reshape(*rows, spec.head_dim)
-        out, lse = run_on_platform(backends, run, q_rows, *cache, sinks, k_scale, v_scale)
+        operands = (q_rows, k_pages, v_pages, block_tables, seq_lens, sinks, k_scale, v_scale)
+        out, lse = run_on_platform(backends, "paged_decode", spec, *operands)
     return (
         out.reshape(*q.shape[:-1], spec.head_dim_v),
         lse.reshape(spec.batch, spec.heads_q, *q.shape[1:-2]),
@@ -93,42 +80,12 @@ def append(
     Returns:
         k_pages and v_pages, in the memory of those given where XLA may write there.
     """
-    if 0 in (k_new.size, k_pages.size, block_tables.size):
+    if cache.is_empty or k_new.size == 0:
         return k_pages, v_pages
-
-    def run(k_new, v_new, k_pages, v_pages, block_tables, seq_lens, k_scale, v_scale, *, backend):
-        if backend != REFERENCE:
-            return append_kv(
-                k_new, v_new, k_pages, v_pages, block_tables, seq_lens, k_scale, v_scale, cache,
-                backend=backend,
-            )  # fmt: skip
-        where = _slots(block_tables, seq_lens, k_new.shape[1], cache)
-        return (
-            _write(k_pages, k_new, where, k_scale, cache),
-            _write(v_pages, v_new, where, v_scale, cache),
-        )
-
     if k_new.ndim == 3:
         k_new, v_new = k_new[:, None], v_new[:, None]
     operands = (k_new, v_new, k_pages, v_pages, block_tables, seq_lens, k_scale, v_scale)
-    return run_on_platform(backends, run, *operands)
-
-
-def _slots(block_tables, seq_lens, tokens, cache):
-    """Page and slot of each new token, [B, T] each; the page is out of range where there is none.
-
-    Negative ids would count from the end of the pool, so they become ids past it.
-    """
-    position = seq_lens[:, None] - tokens + jnp.arange(tokens, dtype=seq_lens.dtype)
-    column, slot = position // cache.page_size, position % cache.page_size
-    page = jnp.take_along_axis(block_tables, column, axis=1, mode="fill", fill_value=-1)
-    return jnp.where((position >= 0) & (page >= 0), page, cache.num_pages), slot
-
-
-def _write(pages, new, where, scale, cache):
-    if scale is not None:
-        new = reference.quantize(new, scale, cache, pages.dtype)
-    return pages.at[where].set(new, mode="drop")
+    return run_on_platform(backends, "append_kv", cache, *operands)
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(2, 3))
@@ -146,20 +103,14 @@ def merge(
     Returns:
         out and lse, shaped as one of those given, in outs' dtype and float32.
     """
-
-    def run(outs, lses, *, backend):
-        if backend != REFERENCE:
-            return combine(outs, lses, spec, backend=backend)
-        out, lse = reference.merge(outs, lses, jnp.float32)
-        return out.astype(outs.dtype), lse
-
     if spec.is_empty:
         out = jnp.zeros(outs.shape[1:], outs.dtype)
         return out, jnp.full(lses.shape[1:], -jnp.inf, jnp.float32)
     states, batch, tokens, heads = spec.num_states, spec.batch, spec.tokens, spec.heads
     out, lse = run_on_platform(
         backends,
-        run,
+        "combine",
+        spec,
         outs.reshape(states, batch, tokens, heads, spec.head_dim_v),
         lses.reshape(states, batch, heads, tokens),
     )

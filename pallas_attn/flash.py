@@ -1,4 +1,4 @@
-"""The public functions: check the arguments, choose the code, run it."""
+"""The public function of flash attention: check the arguments, choose the code, run it."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ from typing import Any, Literal, overload
 
 import jax
 
-from pallas_attn.dispatch import Implementation, choose_backends, explain_choice
+from pallas_attn.dispatch import Implementation, choose_backends
 from pallas_attn.flash_ops import attention
 from pallas_attn.operands import device_of, operand
-from twin_attention.contract.explain import Explanation
+from pallas_attn.targets import Device
+from twin_attention.contract.spec import AttentionSpec
 from twin_attention.contract.validate import Operand, check_flash_attention, check_flash_options
 
 
@@ -70,7 +71,7 @@ def flash_attention(
         return_lse: return the log-sum-exp of the scores as well. It is differentiable.
         implementation: "triton" (Pallas kernels in the Triton lowering; on a CPU in the Pallas
             interpreter), "reference" (plain JAX in float32, O(Sq · Skv) memory), or None: the
-            kernels on a CUDA device, the reference elsewhere. "mosaic" is not available yet.
+            kernels on a CUDA device, the reference elsewhere.
 
     Returns:
         out [B, Sq, Hq, Dv] in q's dtype; with `return_lse` the pair (out, lse), lse [B, Hq, Sq]
@@ -97,46 +98,16 @@ def flash_attention(
         causal=causal, scale=scale, window_size=window_size, softcap=softcap, return_lse=return_lse
     )
     spec = check_flash_attention(*_operands(q, k, v), options)
-    backends = choose_backends(implementation, device_of(q))
+    backends = choose_backends(implementation, device_of(q), spec)
     return attention(q, k, v, spec, backends, return_lse)
 
 
-def explain(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    *,
-    causal: bool = False,
-    scale: float | None = None,
-    window_size: tuple[int | None, int | None] | None = None,
-    softcap: float | None = None,
-    return_lse: bool = False,
-    implementation: Implementation | None = None,
-) -> Explanation:
-    """Say what `flash_attention` would run for the same arguments, and why; runs nothing.
-
-    The lowering platform decides in the end: under `jit` the operands' device is not known yet,
-    and the answer is for the default device.
-
-    Args:
-        q, k, v and options: those of `flash_attention`; `return_lse` changes nothing.
-
-    Raises:
-        What `flash_attention` raises.
-
-    Example::
-
-        import jax
-        from pallas_attn import explain
-
-        q, k, v = jax.random.normal(jax.random.key(0), (3, 1, 128, 4, 64))
-        print(explain(q, k, v, causal=True))
-    """
-    options = check_flash_options(
-        causal=causal, scale=scale, window_size=window_size, softcap=softcap, return_lse=return_lse
-    )
-    spec = check_flash_attention(*_operands(q, k, v), options)
-    return explain_choice(implementation, device_of(q), spec)
+def problem_of_flash(
+    q: jax.Array, k: jax.Array, v: jax.Array, **options: Any
+) -> tuple[Device | None, AttentionSpec]:
+    """Check the arguments of `flash_attention` and return the device and the problem."""
+    spec = check_flash_attention(*_operands(q, k, v), check_flash_options(**options))
+    return device_of(q), spec
 
 
 def _operands(q: Any, k: Any, v: Any) -> tuple[Operand, Operand, Operand]:

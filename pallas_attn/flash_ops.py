@@ -3,7 +3,7 @@
 From the outside in: `attention` is a custom_vjp that keeps q, k, v, out and lse for the backward.
 `_forward` and `_backward` are custom_jvps, whose only rule refuses a second derivative, around
 jitted functions, so that a call outside `jit` compiles once. In these, `run_on_platform` takes the
-kernels or the reference.
+family of the platform.
 """
 
 from __future__ import annotations
@@ -14,10 +14,7 @@ from typing import NoReturn
 import jax
 import jax.numpy as jnp
 
-from pallas_attn.dispatch import REFERENCE, Backends, run_on_platform
-from pallas_attn.kernels.portable.flash_bwd import flash_bwd
-from pallas_attn.kernels.portable.flash_fwd import flash_fwd
-from twin_attention.contract import reference
+from pallas_attn.dispatch import Backends, run_on_platform
 from twin_attention.contract.spec import AttentionSpec
 from twin_attention.contract.validate import not_differentiable
 
@@ -69,15 +66,7 @@ def _forward(q, k, v, spec, backends):
     if spec.is_empty:
         out = jnp.zeros((*q.shape[:3], v.shape[3]), q.dtype)
         return out, jnp.full((spec.batch, spec.heads_q, spec.seq_q), -jnp.inf, jnp.float32)
-
-    def run(q, k, v, *, backend):
-        if backend != REFERENCE:
-            return flash_fwd(q, k, v, spec, backend=backend)
-        with jax.default_matmul_precision("highest"):
-            out, lse = reference.attention_forward(q, k, v, spec, jnp.float32)
-        return out.astype(q.dtype), lse
-
-    return run_on_platform(backends, run, q, k, v)
+    return run_on_platform(backends, "flash_fwd", spec, q, k, v)
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(7, 8))
@@ -85,15 +74,7 @@ def _forward(q, k, v, spec, backends):
 def _backward(dout, dlse, q, k, v, out, lse, spec, backends):
     if spec.is_empty:
         return jnp.zeros_like(q), jnp.zeros_like(k), jnp.zeros_like(v)
-
-    def run(dout, dlse, q, k, v, out, lse, *, backend):
-        if backend != REFERENCE:
-            return flash_bwd(dout, dlse, q, k, v, out, lse, spec, backend=backend)
-        with jax.default_matmul_precision("highest"):
-            gradients = reference.attention_backward(dout, dlse, q, k, v, spec, jnp.float32)
-        return tuple(dx.astype(x.dtype) for dx, x in zip(gradients, (q, k, v), strict=True))
-
-    return run_on_platform(backends, run, dout, dlse, q, k, v, out, lse)
+    return run_on_platform(backends, "flash_bwd", spec, dout, dlse, q, k, v, out, lse)
 
 
 def _refuse_second_derivative(*_) -> NoReturn:

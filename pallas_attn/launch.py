@@ -11,10 +11,10 @@ import jax
 from jax import Array
 from jax.experimental import pallas as pl
 
-from pallas_attn.dispatch import INTERPRET, configs_for
 from pallas_attn.lowering import TritonCompilerParams
 from twin_attention.contract.spec import AttentionSpec
 from twin_attention.targets.config import padded_head_dim
+from twin_attention.targets.family import Backend
 from twin_attention.targets.kernels import KernelConfig, Spec
 
 
@@ -60,11 +60,6 @@ def of_group(x: Any, group_size: int) -> pl.BlockSpec:
     return pl.BlockSpec(block, lambda tile, head, batch: (batch, 0, head, 0))
 
 
-def config_for(name: str, spec: Spec, backend: str) -> KernelConfig:
-    """Return the configuration of a kernel; the interpreter has those of SM80."""
-    return configs_for(spec, "sm80" if backend == INTERPRET else backend)[name]
-
-
 def launch(
     name: str,
     kernel: Callable[..., None],
@@ -75,7 +70,7 @@ def launch(
     out_specs: Sequence[pl.BlockSpec],
     problem: dict[str, Any],
     spec: Spec,
-    backend: str,
+    backend: Backend,
     aliases: dict[int, int] | None = None,
 ) -> Any:
     """Call a kernel.
@@ -88,14 +83,13 @@ def launch(
         out_shape, out_specs: the same for the outputs.
         problem: the kernel's keyword arguments but the tile sizes.
         spec: the problem, which chooses the configuration.
-        backend: "interpret", or the target to compile for.
+        backend: the target to compile for, or the interpreter.
         aliases: inputs, by position, whose memory the outputs at the given positions take.
 
     Returns:
         The outputs.
     """
-    interpret = backend == INTERPRET
-    config = config_for(name, spec, backend)
+    config, target = backend.configs(spec)[name], backend.target
     takes = inspect.signature(kernel).parameters
     arguments = problem | {key: value for key, value in vars(config).items() if key in takes}
     return pl.pallas_call(
@@ -104,8 +98,8 @@ def launch(
         in_specs=in_specs,
         out_shape=out_shape,
         out_specs=out_specs,
-        compiler_params=None if interpret else TritonCompilerParams(config, backend),
+        compiler_params=None if target is None else TritonCompilerParams(config, target),
         input_output_aliases=aliases or {},
-        interpret=interpret,
+        interpret=backend.interpreted,
         name=name,
     )(*operands)

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 from jax.core import Tracer
 
-from pallas_attn.dispatch import Device
+from pallas_attn.targets import Device
 from twin_attention.contract.validate import Operand, not_a_tensor
 
 

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from torch_attn import decode_ops
-from torch_attn.dispatch import Implementation, choose, explain_choice
+from torch_attn.dispatch import Implementation, check_implementation
 from torch_attn.operands import autocast_dtype, check_tensor, operand
-from twin_attention.contract.explain import Explanation
+from twin_attention.contract.spec import DecodeSpec, MergeSpec, PagedCache
 from twin_attention.contract.validate import (
     check_decode_options,
     check_page_ids,
@@ -130,7 +130,7 @@ def paged_decode(
         scale=scale, window_size=window_size, softcap=softcap, num_splits=num_splits,
         return_lse=return_lse,
     )  # fmt: skip
-    implementation = choose(implementation, q.device)
+    check_implementation(implementation)
     if not torch.compiler.is_compiling():  # there the operator's fake kernel checks the operands
         decode_ops.check_decode(q, *operands, options)
     single = q.ndim == 3
@@ -205,7 +205,7 @@ def append_kv(
     """
     operands = (k_pages, v_pages, block_tables, seq_lens, k_scale, v_scale)
     k_new, v_new = _autocast("k_new", k_new), _autocast("v_new", v_new)
-    implementation = choose(implementation, k_new.device)
+    check_implementation(implementation)
     if not torch.compiler.is_compiling():
         decode_ops.check_append(k_new, v_new, *operands)
     if k_new.ndim == 3:
@@ -261,7 +261,7 @@ def merge_states(
         torch.testing.assert_close(out, flash_attention(q, k, v))
     """
     check_tensor("outs", outs)
-    implementation = choose(implementation, outs.device)
+    check_implementation(implementation)
     if not torch.compiler.is_compiling():
         decode_ops.check_merge(outs, lses)
     single = outs.ndim == 4
@@ -309,52 +309,36 @@ def check_pages(
     check_page_ids(*data, num_pages, page_size, num_new_tokens)
 
 
-def explain_decode(
-    q: Tensor,
+def problem_of_decode(
+    q: Any,
     k_pages: Tensor,
     v_pages: Tensor,
     block_tables: Tensor,
     seq_lens: Tensor,
     *,
-    scale: float | None = None,
-    window_size: tuple[int | None, int | None] | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-    num_splits: int | None = None,
-    return_lse: bool = False,
-    implementation: Implementation | None = None,
-) -> Explanation:
-    """Say what `paged_decode` would run for the same arguments, and why; runs nothing.
-
-    Args:
-        q, k_pages, v_pages, block_tables, seq_lens and options: those of `paged_decode`;
-            `return_lse` changes nothing.
-
-    Raises:
-        What `paged_decode` raises for its arguments.
-
-    Example::
-
-        import torch
-        from torch_attn import explain_decode
-
-        q = torch.zeros(1, 4, 64, dtype=torch.bfloat16)
-        k_pages = v_pages = torch.zeros(8, 16, 2, 64, dtype=torch.bfloat16)
-        block_tables = torch.zeros(1, 3, dtype=torch.int32)
-        seq_lens = torch.tensor([33], dtype=torch.int32)
-        print(explain_decode(q, k_pages, v_pages, block_tables, seq_lens))
-    """
+    sinks: Tensor | None,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+    **options: Any,
+) -> tuple[torch.device, DecodeSpec]:
+    """Check the arguments of `paged_decode` and return the device and the problem."""
     q = _autocast("q", q)
-    options = check_decode_options(
-        scale=scale, window_size=window_size, softcap=softcap, num_splits=num_splits,
-        return_lse=return_lse,
-    )  # fmt: skip
-    spec = decode_ops.check_decode(
-        q, k_pages, v_pages, block_tables, seq_lens, sinks, k_scale, v_scale, options
-    )
-    return explain_choice(implementation, q.device, spec)
+    operands = (q, k_pages, v_pages, block_tables, seq_lens, sinks, k_scale, v_scale)
+    return q.device, decode_ops.check_decode(*operands, check_decode_options(**options))
+
+
+def problem_of_append(
+    k_new: Any, v_new: Any, *pools: Tensor, **scales: Tensor | None
+) -> tuple[torch.device, PagedCache]:
+    """Check the arguments of `append_kv` and return the device and the cache."""
+    k_new, v_new = _autocast("k_new", k_new), _autocast("v_new", v_new)
+    return k_new.device, decode_ops.check_append(k_new, v_new, *pools, **scales)
+
+
+def problem_of_merge(outs: Any, lses: Any) -> tuple[torch.device, MergeSpec]:
+    """Check the arguments of `merge_states` and return the device and the problem."""
+    spec = decode_ops.check_merge(outs, lses)
+    return outs.device, spec
 
 
 def _autocast(name: str, x: Any) -> Tensor:

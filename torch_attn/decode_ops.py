@@ -13,9 +13,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from torch_attn.dispatch import choose
 from torch_attn.flash_ops import TAGS, without_gradient
-from torch_attn.operands import dtype_name, operand, without_autocast
-from twin_attention.contract import reference
+from torch_attn.operands import dtype_name, operand
 from twin_attention.contract.spec import DecodeSpec, MergeSpec, PagedCache, scale_or_default
 from twin_attention.contract.validate import (
     DecodeOptions,
@@ -29,17 +29,17 @@ _library = torch.library.Library("torch_attn", "FRAGMENT")
 _library.define(
     "paged_decode(Tensor q, Tensor k_pages, Tensor v_pages, Tensor block_tables, Tensor seq_lens, "
     "Tensor? sinks, Tensor? k_scale, Tensor? v_scale, float? scale, SymInt? window_left, "
-    "float? softcap, SymInt? num_splits, str implementation) -> (Tensor out, Tensor lse)",
+    "float? softcap, SymInt? num_splits, str? implementation) -> (Tensor out, Tensor lse)",
     tags=TAGS,
 )
 _library.define(
     "append_kv(Tensor k_new, Tensor v_new, Tensor(a!) k_pages, Tensor(b!) v_pages, "
     "Tensor block_tables, Tensor seq_lens, Tensor? k_scale, Tensor? v_scale, "
-    "str implementation) -> ()",
+    "str? implementation) -> ()",
     tags=TAGS,
 )
 _library.define(
-    "merge_states(Tensor outs, Tensor lses, str implementation) -> (Tensor out, Tensor lse)",
+    "merge_states(Tensor outs, Tensor lses, str? implementation) -> (Tensor out, Tensor lse)",
     tags=TAGS,
 )
 paged_decode = torch.ops.torch_attn.paged_decode.default
@@ -107,13 +107,8 @@ def _run_decode(
         out, lse = _allocate_outputs(q, v_pages)
         return out.zero_(), lse.fill_(-torch.inf) if sinks is None else lse.copy_(sinks[:, None])
     operands = (q, k_pages, v_pages, block_tables, seq_lens, sinks, k_scale, v_scale)
-    if implementation == "triton":
-        from torch_attn.kernels.portable.paged_decode import paged_decode
-
-        return paged_decode(*operands, spec)
-    with without_autocast(q.device):
-        out, lse = reference.paged_forward(*operands, spec, torch.float32)
-    return out.to(q.dtype).contiguous(), lse
+    backend, _ = choose(implementation, q.device, spec)
+    return backend.family.function("paged_decode")(*operands, spec, backend)
 
 
 def _fake_decode(
@@ -135,36 +130,13 @@ def _run_append(
     k_new, v_new, k_pages, v_pages, block_tables, seq_lens, k_scale, v_scale, implementation
 ):
     cache = _cache(k_pages, v_pages, block_tables)
-    if 0 in (k_new.numel(), cache.capacity, cache.num_pages):
+    if cache.is_empty or k_new.numel() == 0:
         return
-    if implementation == "triton":
-        from torch_attn.kernels.portable.append_kv import append_kv
-
-        append_kv(k_new, v_new, k_pages, v_pages, block_tables, seq_lens, k_scale, v_scale, cache)
+    operands = (k_new, v_new, k_pages, v_pages, block_tables, seq_lens, k_scale, v_scale)
+    backend, _ = choose(implementation, k_new.device, cache)
+    backend.family.function("append_kv")(*operands, cache, backend)
+    if backend.runs_kernels:
         torch.autograd.graph.increment_version((k_pages, v_pages))
-        return
-    _write(k_new, k_pages, block_tables, seq_lens, k_scale, cache)
-    _write(v_new, v_pages, block_tables, seq_lens, v_scale, cache)
-
-
-def _write(
-    new: Tensor,
-    pages: Tensor,
-    block_tables: Tensor,
-    seq_lens: Tensor,
-    scale: Tensor | None,
-    cache: PagedCache,
-) -> None:
-    """The reference of `append_kv`, for keys or values. It waits for the device."""
-    tokens = new.shape[1]
-    position = seq_lens.long()[:, None] + torch.arange(-tokens, 0, device=new.device)
-    within = (position >= 0) & (position < cache.capacity)
-    page = position.clamp(0, cache.capacity - 1) // cache.page_size
-    page = block_tables.long().gather(1, page)
-    within &= (page >= 0) & (page < cache.num_pages)
-    if scale is not None:
-        new = reference.quantize(new, scale, cache, pages.dtype)
-    pages[page[within], position[within] % cache.page_size] = new[within]
 
 
 def _fake_append(
@@ -178,12 +150,8 @@ def _run_merge(outs, lses, implementation):
     if spec.is_empty:
         out, lse = _allocate_merged(outs, lses)
         return out.zero_(), lse.fill_(-torch.inf)
-    if implementation == "triton":
-        from torch_attn.kernels.portable.combine import combine
-
-        return combine(outs, lses, spec)
-    out, lse = reference.merge(outs, lses, torch.float32)
-    return out.to(outs.dtype).contiguous(), lse.contiguous()
+    backend, _ = choose(implementation, outs.device, spec)
+    return backend.family.function("combine")(outs, lses, spec, backend)
 
 
 def _fake_merge(outs, lses, implementation):

@@ -1,4 +1,4 @@
-"""The public functions: check the arguments, choose the code, run it."""
+"""The public function of flash attention: check the arguments, run the operator."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
-from torch_attn.dispatch import Implementation, choose, explain_choice
+from torch_attn.dispatch import Implementation, check_implementation
 from torch_attn.flash_ops import check, flash_fwd
 from torch_attn.operands import autocast_dtype, check_tensor
-from twin_attention.contract.explain import Explanation
+from twin_attention.contract.spec import AttentionSpec
 from twin_attention.contract.validate import check_flash_options
 
 
@@ -97,7 +97,7 @@ def flash_attention(
     options = check_flash_options(
         causal=causal, scale=scale, window_size=window_size, softcap=softcap, return_lse=return_lse
     )
-    implementation = choose(implementation, q.device)
+    check_implementation(implementation)
     if not torch.compiler.is_compiling():  # there the operator's fake kernel checks the operands
         check(q, k, v, options)
     scale, window, softcap = options
@@ -105,39 +105,12 @@ def flash_attention(
     return (out, lse) if return_lse else out
 
 
-def explain(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    causal: bool = False,
-    scale: float | None = None,
-    window_size: tuple[int | None, int | None] | None = None,
-    softcap: float | None = None,
-    return_lse: bool = False,
-    implementation: Implementation | None = None,
-) -> Explanation:
-    """Say what `flash_attention` would run for the same arguments, and why; runs nothing.
-
-    Args:
-        q, k, v and options: those of `flash_attention`; `return_lse` changes nothing.
-
-    Raises:
-        What `flash_attention` raises.
-
-    Example::
-
-        import torch
-        from torch_attn import explain
-
-        q, k, v = torch.randn(3, 1, 128, 4, 64)
-        print(explain(q, k, v, causal=True))
-    """
+def problem_of_flash(
+    q: Tensor, k: Tensor, v: Tensor, **options: Any
+) -> tuple[torch.device, AttentionSpec]:
+    """Check the arguments of `flash_attention` and return the device and the problem."""
     q, k, v = _tensors(q, k, v)
-    options = check_flash_options(
-        causal=causal, scale=scale, window_size=window_size, softcap=softcap, return_lse=return_lse
-    )
-    return explain_choice(implementation, q.device, check(q, k, v, options))
+    return q.device, check(q, k, v, check_flash_options(**options))
 
 
 def _tensors(*qkv: Any) -> tuple[Tensor, ...]:

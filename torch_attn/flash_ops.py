@@ -1,7 +1,7 @@
 """The torch operators `torch_attn::flash_fwd` and `torch_attn::flash_bwd`: what PyTorch sees.
 
-Each has a kernel for every backend (Triton's run on CPU and CUDA tensors, the reference on all), a
-fake kernel for tracing, a batching rule for `vmap`, and a derivative: that of flash_fwd calls
+Each has a kernel for every backend, which runs a kernel family (`torch_attn.dispatch`), a fake
+kernel for tracing, a batching rule for `vmap`, and a derivative: that of flash_fwd calls
 flash_bwd, that of flash_bwd refuses (a second derivative). They are registered with
 `torch.library.Library`, which costs a quarter of the host time of `torch.library.custom_op` on
 every call. Derivatives are autograd Functions on the operators' Autograd key rather than
@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from torch_attn.operands import dtype_name, operand, without_autocast
-from twin_attention.contract import reference
+from torch_attn.dispatch import choose
+from torch_attn.operands import dtype_name, operand
 from twin_attention.contract.spec import AttentionSpec, Window, scale_or_default
 from twin_attention.contract.validate import (
     FlashOptions,
@@ -34,7 +34,7 @@ from twin_attention.contract.validate import (
 
 _library = torch.library.Library("torch_attn", "DEF")
 _OPTIONS = (
-    "float? scale, SymInt? window_left, SymInt? window_right, float? softcap, str implementation"
+    "float? scale, SymInt? window_left, SymInt? window_right, float? softcap, str? implementation"
 )
 # The kernels read strides: the compiler must hand over tensors as the program laid them out.
 TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
@@ -87,13 +87,8 @@ def _run_forward(q, k, v, scale, window_left, window_right, softcap, implementat
     if spec.is_empty:
         out, lse = _allocate_outputs(q, v)
         return out.zero_(), lse.fill_(float("-inf"))
-    if implementation == "triton":
-        from torch_attn.kernels.portable.flash_fwd import flash_fwd
-
-        return flash_fwd(q, k, v, spec)
-    with without_autocast(q.device):
-        out, lse = reference.attention_forward(q, k, v, spec, torch.float32)
-    return out.to(q.dtype).contiguous(), lse
+    backend, _ = choose(implementation, q.device, spec)
+    return backend.family.function("flash_fwd")(q, k, v, spec, backend)
 
 
 def _run_backward(
@@ -102,16 +97,11 @@ def _run_backward(
     spec = describe(q, k, v, scale, window_left, window_right, softcap)
     if spec.is_empty:
         return tuple(dx.zero_() for dx in _allocate_gradients(q, k, v))
-    if implementation == "triton":
-        from torch_attn.kernels.portable.flash_bwd import flash_bwd
-
-        # The only copies: a gradient may come expanded, which the kernels do not take.
-        dout = dout if dout.stride(-1) == 1 else dout.contiguous()
-        dlse = None if dlse is None else dlse.contiguous()
-        return flash_bwd(dout, dlse, q, k, v, out, lse, spec)
-    with without_autocast(q.device):
-        gradients = reference.attention_backward(dout, dlse, q, k, v, spec, torch.float32)
-    return tuple(dx.to(q.dtype).contiguous() for dx in gradients)
+    # The only copies: a gradient may come expanded, which the kernels do not take.
+    dout = dout if dout.stride(-1) == 1 else dout.contiguous()
+    dlse = None if dlse is None else dlse.contiguous()
+    backend, _ = choose(implementation, q.device, spec)
+    return backend.family.function("flash_bwd")(dout, dlse, q, k, v, out, lse, spec, backend)
 
 
 def describe(q, k, v, scale, window_left, window_right, softcap) -> AttentionSpec:

@@ -1,20 +1,20 @@
-"""Launch a kernel: choose target and configuration, and compile or interpret it."""
+"""Launch a kernel: choose its configuration, and compile or interpret it."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 import triton.language as tl
 
+from torch_attn.targets import shared_memory
 from twin_attention.contract.spec import AttentionSpec
-from twin_attention.targets.config import compile_to_fit, current_configs
+from twin_attention.targets.config import compile_to_fit
+from twin_attention.targets.family import Backend
 from twin_attention.targets.kernels import KernelConfig, Spec
-from twin_attention.targets.target import MULTIPROCESSORS, SHARED_MEMORY_LIMIT, resolve_target
 
 # Arguments that change from call to call: one compiled kernel serves all of their values.
 UNSPECIALIZED = ["seq_q", "seq_kv", "diagonal", "window_left", "window_right"]
@@ -22,35 +22,7 @@ UNSPECIALIZED = ["seq_q", "seq_kv", "diagonal", "window_left", "window_right"]
 _launchers: dict[KernelCall, _Launcher] = {}
 _LAUNCHERS_MAX = 4096
 
-_recorded: tuple[str, Callable[[str], float], list[tuple[str, KernelConfig, Any]]] | None = None
-
-
-def target_of(device: torch.device) -> str:
-    """Return the target whose code runs on a CUDA device (see `twin_attention.targets.target`)."""
-    if _recorded is not None:
-        return _recorded[0]
-    return resolve_target(_properties(device)[0])
-
-
-def _shared_memory(target: str, device: torch.device) -> int:
-    """Return the bytes that a block may have: the target's limit, or a smaller card's own."""
-    return min(SHARED_MEMORY_LIMIT[target], _properties(device)[2])
-
-
-@lru_cache
-def _properties(device: torch.device) -> tuple[tuple[int, int], int, int]:
-    """Return compute capability, number of SMs, and bytes of shared memory that a block may have.
-
-    To ask each time takes microseconds.
-    """
-    properties: Any = torch.cuda.get_device_properties(device)
-    capability = properties.major, properties.minor
-    return capability, properties.multi_processor_count, properties.shared_memory_per_block_optin
-
-
-def configs_for(spec: Spec, target: str) -> Mapping[str, Any]:
-    """Return the configuration of each kernel for a problem."""
-    return current_configs("torch_attn", target, spec)
+_recorded: tuple[Callable[[str], float], list[tuple[str, KernelConfig, Any]]] | None = None
 
 
 def flash_arguments(spec: AttentionSpec) -> dict[str, Any]:
@@ -83,19 +55,6 @@ def stride_arguments(**layouts: Layout) -> dict[str, Any]:
         arguments[f"{name}_strides"] = (batch, tl.constexpr(row), head)
     strides = (stride for layout in layouts.values() for stride in layout.strides[:3])
     return arguments | {"ALIGN": math.gcd(16, *strides)}
-
-
-def multiprocessors(device: torch.device, target: str) -> int:
-    """Return the number of SMs of the device, or without a device the target's usual number."""
-    if device.type != "cuda":
-        return MULTIPROCESSORS[target]
-    return _properties(device)[1]
-
-
-def config_for(name: str, spec: Spec, device: torch.device) -> tuple[str, KernelConfig]:
-    """Return target and configuration of a kernel on a device; a CPU has those of SM80."""
-    target = "sm80" if device.type == "cpu" else target_of(device)
-    return target, configs_for(spec, target)[name]
 
 
 class Layout(NamedTuple):
@@ -150,10 +109,11 @@ def launch(
     prepare: Callable[[KernelCall], Prepared],
     operands: tuple[Any, ...],
     spec: Spec,
+    backend: Backend,
     *constants: Hashable,
     **options: Hashable,
 ) -> None:
-    """Launch a kernel on its first operand's device; a CPU tensor goes to Triton's interpreter.
+    """Launch a kernel on its first operand's device, compiled or in Triton's interpreter.
 
     On a CUDA device the first launch of a problem goes through Triton, which compiles, with fewer
     stages where the configured ones do not fit (`compile_to_fit`). What is the same in all of its
@@ -166,23 +126,24 @@ def launch(
             it returns the grid and, by name, the arguments other than operands and tile sizes.
         operands: leading arguments, tensors or None.
         spec: the problem, which chooses the configuration.
+        backend: the target to compile for, or the interpreter.
         constants: what else grid and arguments follow from, compared by value.
         options: further launch options of Triton's, for a CUDA device.
     """
-    device = operands[0].device
-    target, config = config_for(name, spec, device)
+    device, target = operands[0].device, backend.target
+    config = backend.configs(spec)[name]
     call = KernelCall(
         kernel.fn,
         prepare,
         spec,
         constants,
         config,
-        None if device.type == "cpu" else target,
+        target,
         device,
         tuple(map(_layout, operands)),
         tuple(options.items()),
     )
-    if device.type == "cuda" and _recorded is None:
+    if target is not None and _recorded is None:
         launcher = _launchers.get(call)
         if launcher is not None:
             with _current(device):
@@ -192,7 +153,7 @@ def launch(
     grid, arguments = prepare(call._replace(layouts=tuple(layouts)))
     tiles = {name.upper(): value for name, value in vars(config).items()}
     arguments = {**arguments, **{key: tiles[key] for key in tiles if key in kernel.arg_names}}
-    if device.type == "cpu":
+    if target is None:
         from torch_attn.interpreter import interpreted
 
         interpreted(kernel)[grid](*operands, **arguments)
@@ -206,11 +167,11 @@ def launch(
         return kernel.warmup(*operands, grid=grid, **arguments, **options)
 
     if _recorded is not None:
-        _, limit, compiled = _recorded
+        limit, compiled = _recorded
         compiled.append((name, *compile_to_fit(name, compile, config, target, limit(name))))
         return
     with _current(device):
-        _, compiled = compile_to_fit(name, compile, config, target, _shared_memory(target, device))
+        _, compiled = compile_to_fit(name, compile, config, target, shared_memory(target, device))
         rest = [arguments[name] for name in kernel.arg_names[len(operands) :]]
         launcher = _Launcher(compiled, (*grid, 1, 1)[:3], rest)
         launcher(*operands)
@@ -240,22 +201,21 @@ def _layout(x: torch.Tensor | None) -> tuple[Any, ...] | None:
 
 @contextmanager
 def recording(
-    target: str, limit: Callable[[str], float] = lambda kernel: math.inf
+    limit: Callable[[str], float] = lambda kernel: math.inf,
 ) -> Iterator[list[tuple[str, KernelConfig, Any]]]:
-    """Compile for `target` instead of launching.
+    """Compile the kernels that are launched in the block, and launch none.
 
-    Needs a Triton driver that reports that target; operands may be on the "meta" device.
+    Needs a Triton driver that reports their target; operands may be on the "meta" device.
 
     Args:
-        target: "sm80" or "sm90".
         limit: bytes of shared memory that a block of a kernel may have (see `compile_to_fit`).
 
     Yields a list that grows by (kernel, configuration, compiled).
     """
     global _recorded
-    before, _recorded = _recorded, (target, limit, [])
+    before, _recorded = _recorded, (limit, [])
     try:
-        yield _recorded[2]
+        yield _recorded[1]
     finally:
         _recorded = before
 

@@ -13,6 +13,7 @@ from bench.records import ABLATION, Record
 from bench.suites import Cells
 from bench.suites.flash_job import FlashMaker, flash_job
 from interop.parity.cases import FlashCase
+from twin_attention.targets.family import portable_backend
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -79,15 +80,9 @@ def columns(record: Record) -> Cells:
 def _without_softmax(target: str) -> FlashMaker:
     def make(case: FlashCase, operation: str, tensors: list[Tensor]) -> Call:
         from bench.ablation import flash_fwd_without_softmax
-        from twin_attention.targets.target import use_target
 
         q, k, v, _ = tensors
-        forward = flash_fwd_without_softmax()
-
-        def run():
-            with use_target(target):
-                return forward(q, k, v, case.spec)
-
-        return Call(run, result=None)
+        forward, backend = flash_fwd_without_softmax(), portable_backend("torch_attn", target)
+        return Call(lambda: forward(q, k, v, case.spec, backend), result=None)
 
     return make

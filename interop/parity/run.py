@@ -68,7 +68,7 @@ def run(runner: Runner, case: Case, inputs: Tensors) -> Run:
             the implementation raises.
     """
     run_package = _run_torch if runner.package == "torch_attn" else _run_jax
-    name, _ = _functions(case)
+    name = _function(case)
     with use_target(runner.target):
         start = time.perf_counter()
         results = run_package(_call(runner, case, name), inputs)
@@ -79,12 +79,14 @@ def run(runner: Runner, case: Case, inputs: Tensors) -> Run:
 
 def explain(runner: Runner, case: Case, inputs: Tensors) -> Explanation:
     """What the package says that it runs for this case."""
-    _, name = _functions(case)
     operands, _ = _split(inputs)
     if runner.package == "pallas_attn":
         operands = share(operands)
+    package = torch_attn if runner.package == "torch_attn" else pallas_attn
+    function = getattr(package, _function(case))
+    options = case.options | {"implementation": runner.implementation}
     with use_target(runner.target):
-        return _call(runner, case, name)(**operands)
+        return package.explain(function, **operands, **options)
 
 
 def share(tensors: Tensors) -> dict[str, jax.Array]:
@@ -111,11 +113,9 @@ def twins(group: list[Runner]) -> list[tuple[Runner, Runner]]:
     return [(a, b) for a, b in pairs if (a.package, b.package) == ("torch_attn", "pallas_attn")]
 
 
-def _functions(case: Case) -> tuple[str, str]:
-    """What a case is a call of, and what explains it: names of functions in both packages."""
-    if isinstance(case, DecodeCase):
-        return "paged_decode", "explain_decode"
-    return "flash_attention", "explain"
+def _function(case: Case) -> str:
+    """Return the name of the function, in both packages, that a case calls."""
+    return "paged_decode" if isinstance(case, DecodeCase) else "flash_attention"
 
 
 def _call(runner: Runner, case: Case, name: str) -> Callable[..., Any]:

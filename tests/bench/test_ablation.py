@@ -9,6 +9,7 @@ from interop.parity.inputs import make_inputs
 from torch_attn import launch
 from torch_attn.kernels.portable.flash_fwd import flash_fwd
 from tuning.static import triton_aot
+from twin_attention.targets.family import portable_backend
 from twin_attention.targets.target import TARGETS
 
 CASE = FlashCase(
@@ -19,7 +20,8 @@ CASE = FlashCase(
 def test_it_is_the_two_products_alone():
     inputs = make_inputs(CASE, "cpu")
     q, k, v = (inputs[name] for name in "qkv")
-    out, _ = flash_fwd_without_softmax()(q, k, v, CASE.spec)
+    backend = portable_backend("torch_attn", None)
+    out, _ = flash_fwd_without_softmax()(q, k, v, CASE.spec, backend)
     s = torch.einsum("bqhd,bkd->bhqk", q.double(), k[:, :, 0].double())
     expected = torch.einsum("bhqk,bkd->bqhd", s, v[:, :, 0].double())
     torch.testing.assert_close(out.double(), expected, rtol=0.01, atol=0.5)
@@ -30,9 +32,10 @@ def test_it_has_no_exponential_and_the_shipped_kernel_still_has(target):
     shape = (1, 256, 4, 128)
     q, k, v = (torch.empty(shape, dtype=torch.float16, device="meta") for _ in range(3))
     spec = FlashCase("", 1, 256, 256, 4, 4, 128, dtype="float16").spec
-    with triton_aot._driver(target), launch.recording(target) as compiled:
-        flash_fwd_without_softmax()(q, k, v, spec)
-        flash_fwd(q, k, v, spec)
+    backend = portable_backend("torch_attn", target)
+    with triton_aot._driver(target), launch.recording() as compiled:
+        flash_fwd_without_softmax()(q, k, v, spec, backend)
+        flash_fwd(q, k, v, spec, backend)
     without, shipped = (kernel.asm["ptx"] for _, _, kernel in compiled)
     assert "ex2.approx" not in without
     assert "ex2.approx" in shipped

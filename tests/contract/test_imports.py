@@ -10,7 +10,7 @@ GROUND = ", ".join(
     for module in (
         "contract.cost", "contract.explain", "contract.reference", "contract.spec",
         "contract.tolerances", "contract.validate",
-        "targets.config", "targets.ptx", "targets.target",
+        "targets.config", "targets.describe", "targets.family", "targets.ptx", "targets.target",
     )
 )  # fmt: skip
 

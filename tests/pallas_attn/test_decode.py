@@ -17,7 +17,7 @@ import torch
 import pallas_attn
 from interop.parity.cases import DecodeCase
 from interop.parity.inputs import make_inputs
-from pallas_attn import append_kv, check_pages, explain_decode, merge_states, paged_decode
+from pallas_attn import append_kv, check_pages, explain, merge_states, paged_decode
 from pallas_attn.lowering import recording
 from twin_attention.contract.reference import merge as merge_oracle
 from twin_attention.contract.reference import paged_forward
@@ -297,19 +297,19 @@ def test_check_pages_needs_values():
         jax.jit(check_pages)(*arguments)
 
 
-def test_explain_decode():
+def test_explain_a_decode():
     inputs = {name: jax.device_put(x, CPU) for name, x in operands(CASE).items()}
-    best = explain_decode(**inputs)
+    best = explain(paged_decode, **inputs)
     assert (best.implementation, best.execution) == ("reference", "framework")
-    assert best.reason == "the kernels compile for CUDA devices only"
-    asked = explain_decode(**inputs, implementation="triton")
+    assert best.passed_over == ("triton: its kernels compile for CUDA devices only",)
+    asked = explain(paged_decode, **inputs, implementation="triton")
     assert (asked.implementation, asked.execution, asked.device) == ("triton", "interpreter", "cpu")
     assert (set(asked.configs), asked.num_splits) == ({"paged_decode"}, 1)
-    split = explain_decode(**inputs, implementation="triton", num_splits=3)
+    split = explain(paged_decode, **inputs, implementation="triton", num_splits=3)
     assert (set(split.configs), split.num_splits) == ({"paged_decode", "combine"}, 3)
     assert str(split).endswith("splits of each sequence: 3")
     nothing = inputs | {"block_tables": inputs["block_tables"][:, :0]}
-    empty = explain_decode(**nothing, implementation="triton")
+    empty = explain(paged_decode, **nothing, implementation="triton")
     assert (empty.execution, empty.configs, empty.num_splits) == ("framework", {}, None)
 
 

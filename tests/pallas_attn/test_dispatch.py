@@ -7,13 +7,15 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-import pallas_attn.flash_ops
 from pallas_attn import explain, flash_attention
 from pallas_attn.dispatch import Backends, choose_backends
 from pallas_attn.lowering import recording
+from twin_attention.contract.spec import AttentionSpec
 from twin_attention.targets.config import use_configs
+from twin_attention.targets.family import FAMILIES, Backend, Family
 from twin_attention.targets.target import use_target
 
+SPEC = AttentionSpec(1, 40, 40, 2, 2, 32, 32, "float32", 0.2)
 ON_GPU = jax.default_backend() == "gpu"
 CPU = jax.devices("cpu")[0]
 
@@ -74,12 +76,17 @@ def test_operands_on_the_cpu_run_there_whatever_the_default_device(qkv):
 def test_a_change_of_target_traces_anew(qkv, monkeypatch, fresh_caches):
     traced = []
 
-    def flash_fwd(q, k, v, spec, *, backend):
-        traced.append(backend)
+    def flash_fwd(q, k, v, spec, backend):
+        traced.append(backend.target)
         return q, jnp.zeros((spec.batch, spec.heads_q, spec.seq_q), jnp.float32)
 
-    monkeypatch.setattr(pallas_attn.flash_ops, "flash_fwd", flash_fwd)
-    monkeypatch.setattr("pallas_attn.dispatch.cuda_devices", lambda: ())
+    function = Family.function
+    monkeypatch.setattr(
+        Family,
+        "function",
+        lambda self, name: function(self, name) if self.folder is None else flash_fwd,
+    )
+    monkeypatch.setattr("pallas_attn.targets.cuda_devices", lambda: ())
     for target in ("sm80", "sm90", "sm80"):
         with use_target(target):
             flash_attention(*qkv)
@@ -94,27 +101,25 @@ class Gpu:
 def test_the_target_is_the_devices_own_or_the_one_asked_for(monkeypatch):
     hopper, ampere, ada, turing = map(Gpu, ("9.0", "8.0", "8.9", "7.5"))
     devices = (hopper, ampere, ada, turing)
-    monkeypatch.setattr("pallas_attn.dispatch.cuda_devices", lambda: devices)
+    monkeypatch.setattr("pallas_attn.targets.cuda_devices", lambda: devices)
     monkeypatch.delenv("TWIN_ATTENTION_TARGET", raising=False)
-    assert choose_backends(None, None) == Backends("sm90", "reference")
-    assert choose_backends(None, CPU) == Backends("sm90", "reference")
-    assert choose_backends(None, ampere) == Backends("sm80", "reference")
-    assert choose_backends("triton", ada) == Backends("sm80", "interpret")
-    assert choose_backends("reference", turing) == Backends("reference", "reference")
+    kernels, reference = FAMILIES["pallas_attn"]
+    elsewhere = Backend(reference)
+    interpreted = Backend(kernels, interpreted=True)
+    sm80, sm90 = Backend(kernels, "sm80"), Backend(kernels, "sm90")
+    assert choose_backends(None, None, SPEC) == Backends(sm90, elsewhere)
+    assert choose_backends(None, CPU, SPEC) == Backends(sm90, elsewhere)
+    assert choose_backends(None, ampere, SPEC) == Backends(sm80, elsewhere)
+    assert choose_backends("triton", ada, SPEC) == Backends(sm80, interpreted)
+    assert choose_backends("reference", turing, SPEC) == Backends(elsewhere, elsewhere)
     with use_target("sm80"):
-        assert choose_backends("triton", hopper) == Backends("sm80", "interpret")
+        assert choose_backends("triton", hopper, SPEC) == Backends(sm80, interpreted)
     with pytest.raises(NotImplementedError, match=r"^device: expected compute capability"):
-        choose_backends(None, turing)
-
-
-def test_mosaic_is_not_here_yet(qkv):
-    for function in (flash_attention, explain):
-        with pytest.raises(NotImplementedError, match=r"^implementation: .*, got 'mosaic'"):
-            function(*qkv, implementation="mosaic")
+        choose_backends(None, turing, SPEC)
 
 
 def test_explain_the_best_choice(qkv):
-    explanation = explain(*qkv)
+    explanation = explain(flash_attention, *qkv)
     if ON_GPU:
         assert (explanation.implementation, explanation.execution) == ("triton", "compiled")
         assert explanation.target in ("sm80", "sm90")
@@ -122,13 +127,13 @@ def test_explain_the_best_choice(qkv):
     else:
         assert (explanation.implementation, explanation.execution) == ("reference", "framework")
         assert (explanation.target, explanation.configs) == (None, {})
-        assert explanation.reason == "the kernels compile for CUDA devices only"
+        assert explanation.passed_over == ("triton: its kernels compile for CUDA devices only",)
     assert explanation.device == jax.devices()[0].device_kind
 
 
 def test_explain_a_request(qkv):
     qkv = [jax.device_put(x, CPU) for x in qkv]
-    explanation = explain(*qkv, implementation="triton")
+    explanation = explain(flash_attention, *qkv, implementation="triton")
     assert (explanation.implementation, explanation.execution) == ("triton", "interpreter")
     assert (explanation.device, explanation.target) == ("cpu", None)
     assert set(explanation.configs) == {
@@ -138,17 +143,17 @@ def test_explain_a_request(qkv):
 
 
 def test_explain_an_empty_problem(qkv):
-    explanation = explain(*(x[:0] for x in qkv), implementation="triton")
+    explanation = explain(flash_attention, *(x[:0] for x in qkv), implementation="triton")
     assert (explanation.execution, explanation.configs) == ("framework", {})
     assert explanation.reason == "an empty problem runs no kernel"
 
 
 def test_explain_while_tracing_says_what_it_assumes(qkv):
     explanations = []
-    jax.eval_shape(lambda *qkv: explanations.append(explain(*qkv)), *qkv)
+    jax.eval_shape(lambda *qkv: explanations.append(explain(flash_attention, *qkv)), *qkv)
     (explanation,) = explanations
-    assert explanation.device == jax.devices()[0].device_kind
-    assert explanation.reason.endswith("not known while tracing")
+    assert explanation.device.startswith(jax.devices()[0].device_kind)
+    assert "not known while tracing" in explanation.device
 
 
 def test_changed_configurations_are_traced_anew(qkv, fresh_caches):

@@ -180,4 +180,4 @@ def test_explain_refuses_a_wrong_target(side, monkeypatch, asked):
     message = "^TWIN_ATTENTION_TARGET: expected None or one of 'sm80', 'sm90', got 'banana'$"
     q, k, v = (side.zeros(shape, "float16") for shape in (Q, K, V))
     with pytest.raises(ValueError, match=message):
-        side.api.explain(q, k, v, implementation=asked)
+        side.api.explain(side.api.flash_attention, q, k, v, implementation=asked)

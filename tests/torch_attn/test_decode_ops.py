@@ -15,7 +15,7 @@ from torch.func import grad, jvp
 from torch.library import opcheck
 
 import torch_attn
-from torch_attn import append_kv, check_pages, explain_decode, merge_states, paged_decode
+from torch_attn import append_kv, check_pages, explain, merge_states, paged_decode
 from torch_attn import decode_ops as ops
 from twin_attention.contract import reference
 from twin_attention.contract.spec import PagedCache
@@ -409,27 +409,29 @@ def test_check_pages(torch_device):
 
 def test_explain_a_cpu():
     p = problem("cpu")
-    default = explain_decode(p.q, *p.cache)
+    default = explain(paged_decode, p.q, *p.cache)
     assert (default.implementation, default.execution) == ("reference", "framework")
     assert default.configs == {}
-    asked = explain_decode(p.q, *p.cache, window_size=(9, 0), implementation="triton")
+    asked = explain(paged_decode, p.q, *p.cache, window_size=(9, 0), implementation="triton")
     assert (asked.implementation, asked.execution) == ("triton", "interpreter")
     assert (asked.device, asked.target) == ("cpu", None)
     assert (set(asked.configs), asked.num_splits) == ({"paged_decode"}, 1)
-    split = explain_decode(p.q, *p.cache, implementation="triton", num_splits=3)
+    split = explain(paged_decode, p.q, *p.cache, implementation="triton", num_splits=3)
     assert (set(split.configs), split.num_splits) == ({"paged_decode", "combine"}, 3)
     assert str(split).endswith("splits of each sequence: 3")
     tables = p.block_tables[:, :0]
-    empty = explain_decode(p.q, p.k_pages, p.v_pages, tables, p.seq_lens, implementation="triton")
+    empty = explain(
+        paged_decode, p.q, p.k_pages, p.v_pages, tables, p.seq_lens, implementation="triton"
+    )
     assert (empty.execution, empty.configs, empty.num_splits) == ("framework", {}, None)
     with pytest.raises(ValueError, match="num_splits: expected None or an integer from 1 to 256"):
-        explain_decode(p.q, *p.cache, num_splits=0)
+        explain(paged_decode, p.q, *p.cache, num_splits=0)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="compiled kernels need a GPU")
 def test_explain_a_gpu():
     p = problem("cuda")
-    choice = explain_decode(p.q, *p.cache)
+    choice = explain(paged_decode, p.q, *p.cache)
     assert (choice.implementation, choice.execution) == ("triton", "compiled")
     assert choice.device == torch.cuda.get_device_name()
     assert choice.target in ("sm80", "sm90")

@@ -10,12 +10,15 @@ from triton.compiler import CompiledKernel
 from triton.runtime.jit import JITFunction
 
 from interop.parity.cases import FlashCase
-from torch_attn import append_kv, flash_attention, launch, paged_decode
+from torch_attn import append_kv, flash_attention, launch, paged_decode, targets
+from torch_attn.dispatch import choose
 from twin_attention.contract.reference import attention_forward
 from twin_attention.targets.config import use_configs
+from twin_attention.targets.family import portable_backend
 from twin_attention.targets.target import use_target
 
 SPEC = FlashCase("", 1, 128, 128, 2, 2, 64, dtype="float16").spec
+SM90 = portable_backend("torch_attn", "sm90")
 
 
 class Kernel:
@@ -44,7 +47,7 @@ class Kernel:
 def kernel(monkeypatch):
     monkeypatch.delenv("TWIN_ATTENTION_TARGET", raising=False)
     monkeypatch.setattr(launch, "_launchers", {})
-    monkeypatch.setattr(launch, "_properties", lambda device: ((9, 0), 132, 227 * 1024))
+    monkeypatch.setattr(targets, "_properties", lambda device: ((9, 0), 132, 227 * 1024))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     return Kernel()
 
@@ -67,14 +70,15 @@ def prepare(call):
 
 
 def run(kernel, x, *constants, spec=SPEC, prepare=prepare, **options):
-    launch.launch("flash_fwd", kernel, prepare, (x,), spec, *constants, **options)
+    backend, _ = choose(None, x.device, spec)
+    launch.launch("flash_fwd", kernel, prepare, (x,), spec, backend, *constants, **options)
 
 
 def test_the_same_problem_is_prepared_once(kernel):
     x, y = operand(), operand(pointer=512)
     run(kernel, x)
     run(kernel, y)
-    config = launch.configs_for(SPEC, "sm90")["flash_fwd"]
+    config = SM90.configs(SPEC)["flash_fwd"]
     ((grid, operands, arguments),) = kernel.compiled
     assert (grid, operands) == ((3,), (x,))
     assert arguments["BLOCK_KV"] == config.block_kv
@@ -108,7 +112,7 @@ def test_another_problem_target_or_configuration_goes_through_triton(kernel):
     run(kernel, x, spec=FlashCase("", 1, 64, 128, 2, 2, 64, dtype="float16").spec)
     with use_configs({"flash_fwd": {"block_kv": 16}}):
         run(kernel, x)
-    with launch.recording("sm80"):
+    with use_target("sm80"), launch.recording():
         run(kernel, x)  # which compiles only
     other = Kernel()
     run(other, x)
@@ -119,7 +123,7 @@ def test_another_problem_target_or_configuration_goes_through_triton(kernel):
 def test_a_kernel_that_does_not_fit_gets_fewer_stages(kernel):
     kernel.shared_of_a_stage = 227 * 1024 // 2
     run(kernel, operand())
-    assert launch.configs_for(SPEC, "sm90")["flash_fwd"].num_stages == 3
+    assert SM90.configs(SPEC)["flash_fwd"].num_stages == 3
     assert [arguments["num_stages"] for *_, arguments in kernel.compiled] == [3, 2]
     assert len(kernel.launched) == 1
 
@@ -132,7 +136,7 @@ def test_the_limit_is_the_targets_or_a_smaller_cards(
     kernel, monkeypatch, capability, of_the_card, limit
 ):
     properties = capability, 132, of_the_card * 1024
-    monkeypatch.setattr(launch, "_properties", lambda device: properties)
+    monkeypatch.setattr(targets, "_properties", lambda device: properties)
     kernel.shared_of_a_stage = 228 * 1024
     message = f"flash_fwd: expected at most {limit * 1024} bytes of shared memory on sm80"
     with use_target("sm80"), pytest.raises(NotImplementedError, match=message):

@@ -15,6 +15,7 @@ from pallas_attn.kernels.portable.flash_bwd import flash_bwd
 from pallas_attn.kernels.portable.flash_fwd import flash_fwd
 from pallas_attn.kernels.portable.paged_decode import paged_decode
 from twin_attention.contract.spec import AttentionSpec, DecodeSpec
+from twin_attention.targets.family import Backend, portable_backend
 from twin_attention.targets.kernels import KernelConfig
 
 
@@ -33,19 +34,20 @@ def compile_kernels(
     Returns:
         Each kernel's name, its configuration and what Triton compiled.
     """
+    backend = portable_backend("pallas_attn", target)
     if isinstance(spec, AttentionSpec):
-        function, operands = _flash(spec, target)
+        function, operands = _flash(spec, backend)
     else:
-        function, operands = _decode(spec, target)
+        function, operands = _decode(spec, backend)
     with lowering.recording(limit) as compiled:
         jax.jit(function).trace(*operands).lower(lowering_platforms=("cuda",))
     return compiled
 
 
-def _flash(spec: AttentionSpec, target: str):
+def _flash(spec: AttentionSpec, backend: Backend):
     def forward_and_backward(q, k, v):
-        out, lse = flash_fwd(q, k, v, spec, backend=target)
-        return flash_bwd(out, lse, q, k, v, out, lse, spec, backend=target)
+        out, lse = flash_fwd(q, k, v, spec, backend)
+        return flash_bwd(out, lse, q, k, v, out, lse, spec, backend)
 
     return forward_and_backward, (
         _empty(spec.dtype, spec.batch, spec.seq_q, spec.heads_q, spec.head_dim),
@@ -54,15 +56,15 @@ def _flash(spec: AttentionSpec, target: str):
     )
 
 
-def _decode(spec: DecodeSpec, target: str):
+def _decode(spec: DecodeSpec, backend: Backend):
     cache = spec.cache
 
     def decode_and_append(q, k_new, v_new, k_pages, v_pages, tables, lengths, sinks, scale):
         pools = append_kv(
-            k_new, v_new, k_pages, v_pages, tables, lengths, scale, scale, cache, backend=target
+            k_new, v_new, k_pages, v_pages, tables, lengths, scale, scale, cache, backend
         )
         results = paged_decode(
-            q, k_pages, v_pages, tables, lengths, sinks, scale, scale, spec, backend=target
+            q, k_pages, v_pages, tables, lengths, sinks, scale, scale, spec, backend
         )
         return pools, results
 

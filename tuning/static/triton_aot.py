@@ -17,6 +17,7 @@ from torch_attn.kernels.portable.flash_bwd import flash_bwd
 from torch_attn.kernels.portable.flash_fwd import flash_fwd
 from torch_attn.kernels.portable.paged_decode import paged_decode
 from twin_attention.contract.spec import AttentionSpec, DecodeSpec
+from twin_attention.targets.family import Backend, portable_backend
 from twin_attention.targets.kernels import KernelConfig
 
 
@@ -37,23 +38,24 @@ def compile_kernels(
     Returns:
         Each kernel's name, its configuration and what Triton compiled.
     """
-    with _driver(device or target), launch.recording(target, limit) as compiled:
+    backend = portable_backend("torch_attn", target)
+    with _driver(device or target), launch.recording(limit) as compiled:
         if isinstance(spec, AttentionSpec):
-            _flash(spec)
+            _flash(spec, backend)
         else:
-            _decode(spec)
+            _decode(spec, backend)
     return compiled
 
 
-def _flash(spec: AttentionSpec) -> None:
+def _flash(spec: AttentionSpec, backend: Backend) -> None:
     q = _empty(spec.dtype, spec.batch, spec.seq_q, spec.heads_q, spec.head_dim)
     k = _empty(spec.dtype, spec.batch, spec.seq_kv, spec.heads_kv, spec.head_dim)
     v = _empty(spec.dtype, spec.batch, spec.seq_kv, spec.heads_kv, spec.head_dim_v)
-    out, lse = flash_fwd(q, k, v, spec)
-    flash_bwd(out, lse, q, k, v, out, lse, spec)
+    out, lse = flash_fwd(q, k, v, spec, backend)
+    flash_bwd(out, lse, q, k, v, out, lse, spec, backend)
 
 
-def _decode(spec: DecodeSpec) -> None:
+def _decode(spec: DecodeSpec, backend: Backend) -> None:
     cache = spec.cache
     pages = (cache.num_pages, cache.page_size, cache.heads)
     new = (spec.dtype, spec.batch, spec.tokens, cache.heads)
@@ -64,9 +66,9 @@ def _decode(spec: DecodeSpec) -> None:
     scale = _empty("float32", cache.heads) if cache.is_quantized else None
     q = _empty(spec.dtype, spec.batch, spec.tokens, spec.heads_q, spec.head_dim)
     sinks = _empty("float32", spec.heads_q)
-    paged_decode(q, k_pages, v_pages, tables, lengths, sinks, scale, scale, spec)
+    paged_decode(q, k_pages, v_pages, tables, lengths, sinks, scale, scale, spec, backend)
     k_new, v_new = _empty(*new, cache.head_dim), _empty(*new, cache.head_dim_v)
-    append_kv(k_new, v_new, k_pages, v_pages, tables, lengths, scale, scale, cache)
+    append_kv(k_new, v_new, k_pages, v_pages, tables, lengths, scale, scale, cache, backend)
 
 
 def _empty(dtype: str, *shape: int) -> torch.Tensor:

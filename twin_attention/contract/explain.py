@@ -1,4 +1,4 @@
-"""What `explain` of both sides returns: which implementation a call would run, where and why."""
+"""The answer of `explain` on both sides: which implementation a call would run, where and why."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ class Explanation:
     """The choice that a call's arguments lead to.
 
     Attributes:
-        implementation: "triton", "mosaic" or "reference".
+        implementation: "triton" or "reference".
         execution: "compiled" (GPU kernels), "interpreter" (the kernels on a CPU) or
             "framework" (the reference, in plain torch or jax operations).
         device: the device's name, such as "cpu" or "NVIDIA H200".
@@ -20,6 +20,7 @@ class Explanation:
         configs: the configuration of each kernel that would run. One that does not fit the device's
             shared memory runs with fewer stages (docs/targets.md).
         num_splits: parts that a paged decode's sequences are worked on in; None elsewhere.
+        passed_over: a line for each faster family that does not run the call, with the reason.
     """
 
     implementation: str
@@ -29,10 +30,12 @@ class Explanation:
     reason: str
     configs: Mapping[str, object] = field(default_factory=dict)
     num_splits: int | None = None
+    passed_over: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         where = self.device if self.target is None else f"{self.target} code on {self.device}"
         lines = [f"{self.implementation} ({self.execution}, {where}): {self.reason}"]
+        lines += [f"  not {line}" for line in self.passed_over]
         lines += [f"  {kernel}: {config}" for kernel, config in self.configs.items()]
         if self.num_splits is not None:
             lines.append(f"  splits of each sequence: {self.num_splits}")

@@ -171,6 +171,11 @@ class PagedCache:
         return self.max_pages * self.page_size
 
     @property
+    def is_empty(self) -> bool:
+        """True when it has no place for a key of any sequence."""
+        return 0 in (self.num_pages, self.capacity)
+
+    @property
     def is_quantized(self) -> bool:
         """True when keys and values are stored divided by a scale, in 8 bits."""
         return self.dtype in QUANTIZED_DTYPES
@@ -240,9 +245,7 @@ class DecodeSpec:
     @property
     def is_empty(self) -> bool:
         """True when there is nothing to write, or no key to read in any sequence."""
-        return 0 in (self.batch, self.tokens, self.heads_q, self.cache.capacity) or (
-            self.cache.num_pages == 0
-        )
+        return 0 in (self.batch, self.tokens, self.heads_q) or self.cache.is_empty
 
     @property
     def scores(self) -> ScoreRule:

@@ -116,17 +116,18 @@ def load_table(path: Path) -> dict[str, tuple[Row, ...]]:
     return parse_table(path.read_text())
 
 
-def table_path(package: str, target: str) -> Path:
-    """Return the file of a package's configurations for a target.
+def table_path(package: str, target: str, folder: str = "portable") -> Path:
+    """Return the file of a family's configurations for a target.
 
     Args:
         package: one of `PACKAGES`.
         target: "sm80" or "sm90".
+        folder: the family's.
     """
     found = find_spec(package)
     assert found is not None
     assert found.origin is not None
-    return Path(found.origin).parent / "configs" / "portable" / f"{target}.toml"
+    return Path(found.origin).parent / "configs" / folder / f"{target}.toml"
 
 
 def find_configs(path: Path, spec: Spec) -> dict[str, KernelConfig]:
@@ -157,15 +158,18 @@ _changes: tuple[Change, ...] = ()
 _read: tuple[set[str], ...] = ()
 
 
-def current_configs(package: str, target: str, spec: Spec) -> Mapping[str, Any]:
+def current_configs(
+    package: str, target: str, spec: Spec, folder: str = "portable"
+) -> Mapping[str, Any]:
     """Return the configuration of each of a problem's kernels, with the changes of `use_configs`.
 
     Args:
         package: one of `PACKAGES`.
         target: "sm80" or "sm90".
         spec: the problem.
+        folder: the family's.
     """
-    configs = _shipped(package, target, spec)
+    configs = _shipped(package, target, spec, folder)
     for read in _read:
         read.update(configs)
     for change in _changes:
@@ -176,8 +180,8 @@ def current_configs(package: str, target: str, spec: Spec) -> Mapping[str, Any]:
 
 
 @lru_cache(maxsize=1024)
-def _shipped(package: str, target: str, spec: Spec) -> Mapping[str, Any]:
-    return find_configs(table_path(package, target), spec)
+def _shipped(package: str, target: str, spec: Spec, folder: str) -> Mapping[str, Any]:
+    return find_configs(table_path(package, target, folder), spec)
 
 
 @contextmanager

@@ -6,7 +6,6 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from pallas_attn.dispatch import INTERPRET
 from pallas_attn.kernels.portable.arguments import cache_arguments
 from pallas_attn.kernels.portable.pages import load_rows_at, store_rows_at
 from pallas_attn.kernels.portable.quantized import quantize
@@ -14,6 +13,7 @@ from pallas_attn.kernels.portable.tiles import arange
 from pallas_attn.launch import launch
 from twin_attention.contract.spec import PagedCache
 from twin_attention.targets.config import padded_head_dim
+from twin_attention.targets.family import Backend
 
 
 def append_kv_kernel(
@@ -87,13 +87,9 @@ def append_kv(
     k_scale: Array | None,
     v_scale: Array | None,
     cache: PagedCache,
-    *,
-    backend: str,
+    backend: Backend,
 ) -> tuple[Array, Array]:
     """Call `append_kv_kernel`.
-
-    Args:
-        backend: "interpret", or the target to compile for, "sm80" or "sm90".
 
     Returns:
         k_pages and v_pages with the new tokens, in the memory of those given where XLA allows it.
@@ -138,7 +134,7 @@ def append_kv(
         pools,
         tuple(map(whole_spec, pools)),
         cache_arguments(cache, k_pages, v_pages)
-        | {"tokens": tokens, "heads_kv": heads, "compiled": backend != INTERPRET},
+        | {"tokens": tokens, "heads_kv": heads, "compiled": not backend.interpreted},
         cache,
         backend,
         aliases={2: 0, 3: 1},

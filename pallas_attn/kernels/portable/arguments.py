@@ -6,16 +6,16 @@ from typing import Any
 
 from jax.experimental import pallas as pl
 
-from pallas_attn.dispatch import INTERPRET
 from twin_attention.contract.spec import DecodeSpec, PagedCache
 from twin_attention.targets import ptx
 from twin_attention.targets.config import padded_head_dim
 
 
-def decode_arguments(spec: DecodeSpec, k_pages: Any, v_pages: Any, backend: str) -> dict[str, Any]:
+def decode_arguments(
+    spec: DecodeSpec, k_pages: Any, v_pages: Any, target: str | None
+) -> dict[str, Any]:
     """Return the arguments that describe a paged decode, except those of its splits."""
     rule = spec.scores
-    target = None if backend == INTERPRET else backend
     return cache_arguments(spec.cache, k_pages, v_pages) | {
         "scale": rule.scale,
         "exp2_scale": rule.exp2_scale,

@@ -15,6 +15,7 @@ from pallas_attn.kernels.portable.tiles import arange, cdiv, load_rows
 from pallas_attn.launch import launch
 from twin_attention.contract.spec import DecodeSpec, MergeSpec
 from twin_attention.targets.config import padded_head_dim
+from twin_attention.targets.family import Backend
 
 
 def combine_kernel(
@@ -89,16 +90,13 @@ def combine_kernel(
         lse_ref[...] = lse
 
 
-def combine(outs: Array, lses: Array, spec: MergeSpec, *, backend: str) -> tuple[Array, Array]:
+def combine(outs: Array, lses: Array, spec: MergeSpec, backend: Backend) -> tuple[Array, Array]:
     """Call `combine_kernel` on results over disjoint keys.
-
-    Args:
-        backend: "interpret", or the target to compile for, "sm80" or "sm90".
 
     Returns:
         out [B, S, H, Dv] in spec's dtype and lse [B, H, S] float32.
     """
-    return _launch(outs, lses, None, None, None, None, spec, backend=backend)
+    return _launch(outs, lses, None, None, None, None, spec, backend)
 
 
 def merge_splits(
@@ -110,21 +108,19 @@ def merge_splits(
     sinks: Array | None,
     spec: DecodeSpec,
     block_kv: int,
-    *,
-    backend: str,
+    backend: Backend,
 ) -> tuple[Array, Array]:
     """Call `combine_kernel` on the splits of a paged decode; it writes into out and lse.
 
     Args:
         sinks: [H] float32, one more logit a head in the denominator, or None.
         block_kv: keys of a tile of the decode.
-        backend: "interpret", or the target to compile for, "sm80" or "sm90".
 
     Returns:
         out [B, T, Hq, Dv] in q's dtype and lse [B, Hq, T] float32.
     """
     states = spec.merge(len(outs))
-    return _launch(outs, lses, out, lse, sinks, seq_lens, states, spec, block_kv, backend=backend)
+    return _launch(outs, lses, out, lse, sinks, seq_lens, states, backend, spec, block_kv)
 
 
 def _launch(
@@ -135,10 +131,9 @@ def _launch(
     sinks: Array | None,
     seq_lens: Array | None,
     spec: MergeSpec,
+    backend: Backend,
     decode: DecodeSpec | None = None,
     block_keys: int | None = None,
-    *,
-    backend: str,
 ) -> tuple[Array, Array]:
     """Call the kernel; what is optional is given where the states are splits."""
     rows = (spec.batch, spec.tokens, spec.heads)

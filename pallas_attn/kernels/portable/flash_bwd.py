@@ -28,6 +28,7 @@ from pallas_attn.kernels.portable.tiles import (
 from pallas_attn.launch import flash_arguments, launch, of_group, of_head
 from twin_attention.contract.spec import AttentionSpec
 from twin_attention.targets.config import padded_head_dim
+from twin_attention.targets.family import Backend
 
 
 def flash_bwd_preprocess_kernel(*refs, seq_q, head_dim_v, block_q):
@@ -212,8 +213,7 @@ def flash_bwd(
     out: Array,
     lse: Array,
     spec: AttentionSpec,
-    *,
-    backend: str,
+    backend: Backend,
 ) -> tuple[Array, Array, Array]:
     """Call the three kernels of the backward.
 
@@ -221,7 +221,6 @@ def flash_bwd(
         dout: [B, Sq, Hq, Dv].
         dlse: [B, Hq, Sq] float32, or None for zero.
         q, k, v, out, lse: inputs and outputs of the forward.
-        backend: "interpret", or the target to compile for, "sm80" or "sm90".
 
     Returns:
         dq, dk, dv, shaped as q, k, v, in their dtype.

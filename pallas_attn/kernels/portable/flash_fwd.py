@@ -23,6 +23,7 @@ from pallas_attn.kernels.portable.tiles import (
 from pallas_attn.launch import flash_arguments, launch, of_head
 from twin_attention.contract.spec import AttentionSpec
 from twin_attention.targets.config import padded_head_dim
+from twin_attention.targets.family import Backend
 
 
 def flash_fwd_kernel(
@@ -100,12 +101,9 @@ def flash_fwd_kernel(
 
 
 def flash_fwd(
-    q: Array, k: Array, v: Array, spec: AttentionSpec, *, backend: str
+    q: Array, k: Array, v: Array, spec: AttentionSpec, backend: Backend
 ) -> tuple[Array, Array]:
     """Call `flash_fwd_kernel`.
-
-    Args:
-        backend: "interpret", or the target to compile for, "sm80" or "sm90".
 
     Returns:
         out [B, Sq, Hq, Dv] in q's dtype and lse [B, Hq, Sq] float32.

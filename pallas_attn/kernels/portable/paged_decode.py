@@ -10,7 +10,6 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from pallas_attn.dispatch import multiprocessors
 from pallas_attn.kernels.portable.arguments import (
     decode_arguments,
     pool_spec,
@@ -38,8 +37,10 @@ from pallas_attn.kernels.portable.quantized import (
 from pallas_attn.kernels.portable.scores import attention_mask
 from pallas_attn.kernels.portable.softmax import LN2, add_sink, online_softmax_update
 from pallas_attn.kernels.portable.tiles import arange
-from pallas_attn.launch import config_for, launch
+from pallas_attn.launch import launch
+from pallas_attn.targets import multiprocessors
 from twin_attention.contract.spec import DecodeSpec
+from twin_attention.targets.family import Backend
 from twin_attention.targets.splits import block_rows, choose_splits
 
 
@@ -166,20 +167,16 @@ def paged_decode(
     k_scale: Array | None,
     v_scale: Array | None,
     spec: DecodeSpec,
-    *,
-    backend: str,
+    backend: Backend,
 ) -> tuple[Array, Array]:
     """Call `paged_decode_kernel`, and `combine` where there is more than one split.
-
-    Args:
-        backend: "interpret", or the target to compile for, "sm80" or "sm90".
 
     Returns:
         out [B, T, Hq, Dv] in q's dtype and lse [B, Hq, T] float32.
     """
-    config = config_for("paged_decode", spec, backend)
+    config = backend.configs(spec)["paged_decode"]
     rows = block_rows(spec, config)
-    splits = choose_splits(spec, config, multiprocessors(backend))
+    splits = choose_splits(spec, config, multiprocessors(backend.target))
     tiles = pl.cdiv(spec.tokens * spec.group_size, rows)
     if spec.cache.is_quantized:
         k_pages, v_pages = as_packed(k_pages), as_packed(v_pages)
@@ -223,13 +220,11 @@ def paged_decode(
             outs_spec,
             lses_spec,
         ),
-        decode_arguments(spec, k_pages, v_pages, backend)
+        decode_arguments(spec, k_pages, v_pages, backend.target)
         | {"num_splits": splits, "block_rows": rows},
         spec,
         backend,
     )
     if outs is not None and lses is not None:
-        return merge_splits(
-            outs, lses, out, lse, seq_lens, sinks, spec, config.block_kv, backend=backend
-        )
+        return merge_splits(outs, lses, out, lse, seq_lens, sinks, spec, config.block_kv, backend)
     return out, lse

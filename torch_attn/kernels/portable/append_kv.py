@@ -9,6 +9,7 @@ from torch_attn.kernels.portable.pages import load_rows_at, store_rows_at
 from torch_attn.kernels.portable.quantized import as_bits, quantize
 from torch_attn.launch import KernelCall, Prepared, launch
 from twin_attention.contract.spec import PagedCache
+from twin_attention.targets.family import Backend
 
 
 @triton.jit(do_not_specialize=["num_pages", "max_pages"])
@@ -84,6 +85,7 @@ def append_kv(
     k_scale: Tensor | None,
     v_scale: Tensor | None,
     cache: PagedCache,
+    backend: Backend,
 ) -> None:
     """Launch `append_kv_kernel`, which writes into k_pages and v_pages."""
     launch(
@@ -101,6 +103,7 @@ def append_kv(
             v_scale,
         ),
         cache,
+        backend,
     )
 
 

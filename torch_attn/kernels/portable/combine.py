@@ -14,6 +14,7 @@ from torch_attn.kernels.portable.softmax import LN2, LOG2E, add_sink
 from torch_attn.launch import KernelCall, Prepared, launch
 from twin_attention.contract.spec import DecodeSpec, MergeSpec
 from twin_attention.targets.config import padded_head_dim
+from twin_attention.targets.family import Backend
 
 
 @triton.jit
@@ -102,7 +103,7 @@ def combine_kernel(
     tl.store(lse_ptr + (batch * HEADS + head) * tokens + token, lse)
 
 
-def combine(outs: Tensor, lses: Tensor, spec: MergeSpec) -> tuple[Tensor, Tensor]:
+def combine(outs: Tensor, lses: Tensor, spec: MergeSpec, backend: Backend) -> tuple[Tensor, Tensor]:
     """Launch `combine_kernel` on results over disjoint keys.
 
     Returns:
@@ -112,7 +113,7 @@ def combine(outs: Tensor, lses: Tensor, spec: MergeSpec) -> tuple[Tensor, Tensor
     out = torch.empty(shape, dtype=getattr(torch, spec.dtype), device=outs.device)
     lse_shape = (spec.batch, spec.heads, spec.tokens)
     lse = torch.empty(lse_shape, dtype=torch.float32, device=outs.device)
-    _launch(outs, lses, None, None, out, lse, spec)
+    _launch(outs, lses, None, None, out, lse, spec, backend)
     return out, lse
 
 
@@ -125,17 +126,18 @@ def merge_splits(
     sinks: Tensor | None,
     spec: DecodeSpec,
     block_kv: int,
-    overlap: bool,
+    backend: Backend,
 ) -> None:
     """Launch `combine_kernel` on the splits of a paged decode; see its BLOCK_KEYS.
 
     Args:
         sinks: [H] float32, one more logit a head in the denominator, or None.
         block_kv: keys of a tile of the decode.
-        overlap: start while the decode, which must expect it, still runs (SM90).
+        backend: that of the decode. On SM90 the merge starts while the decode still runs, which
+            expects it.
     """
     states = spec.merge(len(outs))
-    _launch(outs, lses, sinks, seq_lens, out, lse, states, spec, block_kv, overlap)
+    _launch(outs, lses, sinks, seq_lens, out, lse, states, backend, spec, block_kv)
 
 
 def _launch(
@@ -146,17 +148,19 @@ def _launch(
     out: Tensor,
     lse: Tensor,
     spec: MergeSpec,
+    backend: Backend,
     decode: DecodeSpec | None = None,
     block_keys: int | None = None,
-    overlap: bool = False,
 ) -> None:
     """Launch the kernel; decode and block_keys are given where the states are splits."""
+    overlap = decode is not None and backend.target == "sm90"
     launch(
         "combine",
         combine_kernel,
         _prepare,
         (outs, lses, sinks, seq_lens, out, lse),
         spec,
+        backend,
         decode,
         block_keys,
         overlap,

@@ -36,6 +36,7 @@ from torch_attn.launch import (
     stride_arguments,
 )
 from twin_attention.contract.spec import AttentionSpec
+from twin_attention.targets.family import Backend
 
 
 @triton.jit(do_not_specialize=["seq_q"])
@@ -273,6 +274,7 @@ def flash_bwd(
     out: Tensor,
     lse: Tensor,
     spec: AttentionSpec,
+    backend: Backend,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Launch the three kernels of the backward.
 
@@ -293,9 +295,18 @@ def flash_bwd(
         _prepare_preprocess,
         (dout, out, lse, dlse, lse2, delta),
         spec,
+        backend,
     )
-    launch("flash_bwd_dq", flash_bwd_dq_kernel, _prepare_dq, (*operands, dq), spec)
-    launch("flash_bwd_dkdv", flash_bwd_dkdv_kernel, _prepare_dkdv, (*operands, dk, dv), spec)
+    launch("flash_bwd_dq", flash_bwd_dq_kernel, _prepare_dq, (*operands, dq), spec, backend)
+    gradients = (dk, dv)
+    launch(
+        "flash_bwd_dkdv",
+        flash_bwd_dkdv_kernel,
+        _prepare_dkdv,
+        (*operands, *gradients),
+        spec,
+        backend,
+    )
     return dq, dk, dv
 
 

@@ -29,6 +29,7 @@ from torch_attn.launch import (
     stride_arguments,
 )
 from twin_attention.contract.spec import AttentionSpec
+from twin_attention.targets.family import Backend
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
@@ -116,7 +117,9 @@ def flash_fwd_kernel(
     tl.store(lse_ptr + (batch * heads_q + head) * seq_q + rows, lse, mask=rows < seq_q)
 
 
-def flash_fwd(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
+def flash_fwd(
+    q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, backend: Backend
+) -> tuple[Tensor, Tensor]:
     """Launch `flash_fwd_kernel`.
 
     Returns:
@@ -124,7 +127,7 @@ def flash_fwd(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Ten
     """
     out = torch.empty((*q.shape[:3], v.shape[3]), dtype=q.dtype, device=q.device)
     lse = torch.empty((spec.batch, spec.heads_q, spec.seq_q), dtype=torch.float32, device=q.device)
-    launch("flash_fwd", flash_fwd_kernel, _prepare, (q, k, v, out, lse), spec)
+    launch("flash_fwd", flash_fwd_kernel, _prepare, (q, k, v, out, lse), spec, backend)
     return out, lse
 
 

@@ -28,8 +28,10 @@ from torch_attn.kernels.portable.quantized import (
 )
 from torch_attn.kernels.portable.scores import attention_mask
 from torch_attn.kernels.portable.softmax import LN2, add_sink, online_softmax_update
-from torch_attn.launch import KernelCall, Prepared, config_for, launch, multiprocessors
+from torch_attn.launch import KernelCall, Prepared, launch
+from torch_attn.targets import multiprocessors
 from twin_attention.contract.spec import DecodeSpec
+from twin_attention.targets.family import Backend
 from twin_attention.targets.splits import block_rows, choose_splits
 
 
@@ -187,17 +189,17 @@ def paged_decode(
     k_scale: Tensor | None,
     v_scale: Tensor | None,
     spec: DecodeSpec,
+    backend: Backend,
 ) -> tuple[Tensor, Tensor]:
     """Launch `paged_decode_kernel`, and `combine` where there is more than one split.
 
     Returns:
         out [B, T, Hq, Dv] in q's dtype and lse [B, Hq, T] float32, both contiguous.
     """
-    target, config = config_for("paged_decode", spec, q.device)
+    config = backend.configs(spec)["paged_decode"]
     if spec.cache.is_quantized:
         k_pages, v_pages = as_packed(k_pages), as_packed(v_pages)
-    splits = choose_splits(spec, config, multiprocessors(q.device, target))
-    overlap = splits > 1 and target == "sm90"
+    splits = choose_splits(spec, config, multiprocessors(q.device, backend.target))
     shape = (spec.batch, spec.tokens, spec.heads_q, spec.head_dim_v)
     lse_shape = (spec.batch, spec.heads_q, spec.tokens)
     out = torch.empty(shape, dtype=q.dtype, device=q.device)
@@ -226,10 +228,11 @@ def paged_decode(
             lses,
         ),
         spec,
+        backend,
         splits,
     )
     if outs is not None and lses is not None:
-        merge_splits(outs, lses, out, lse, seq_lens, sinks, spec, config.block_kv, overlap)
+        merge_splits(outs, lses, out, lse, seq_lens, sinks, spec, config.block_kv, backend)
     return out, lse
 
 

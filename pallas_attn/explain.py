@@ -1,0 +1,69 @@
+"""`explain`: which code a call would run, and why."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from pallas_attn import decode, flash
+from pallas_attn.dispatch import check_implementation, choose
+from pallas_attn.targets import cuda_devices, multiprocessors, target_of
+from twin_attention.contract.explain import Explanation
+from twin_attention.contract.validate import fail
+from twin_attention.targets.describe import describe
+from twin_attention.targets.target import requested_target
+
+_PROBLEMS = {
+    flash.flash_attention: flash.problem_of_flash,
+    decode.paged_decode: decode.problem_of_decode,
+    decode.append_kv: decode.problem_of_append,
+    decode.merge_states: decode.problem_of_merge,
+}
+
+
+def explain(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Explanation:
+    """Say what a function of this package would run for the same arguments, and why; run nothing.
+
+    The lowering platform decides in the end: under `jit` the operands' device is not known yet,
+    and the answer is for the default device.
+
+    Args:
+        function: `flash_attention`, `paged_decode`, `append_kv` or `merge_states`.
+        args, kwargs: its arguments.
+
+    Returns:
+        The implementation, the target, each kernel's configuration, and why no faster family runs.
+
+    Raises:
+        ValueError: `function` is none of these.
+        TypeError, ValueError, NotImplementedError: as the function itself raises for them.
+
+    Example::
+
+        import jax
+        from pallas_attn import explain, flash_attention
+
+        q, k, v = jax.random.normal(jax.random.key(0), (3, 1, 128, 4, 64))
+        print(explain(flash_attention, q, k, v, causal=True))
+    """
+    if function not in _PROBLEMS:
+        names = ", ".join(known.__name__ for known in _PROBLEMS)
+        fail(ValueError, "function", f"one of pallas_attn's {names}", function)
+    call = inspect.signature(function).bind(*args, **kwargs)
+    call.apply_defaults()
+    implementation = call.arguments.pop("implementation")
+    check_implementation(implementation)
+    requested_target()  # refuses a wrong one, even where no code is compiled for it
+    device, spec = _PROBLEMS[function](*call.args, **call.kwargs)
+    on = jax.devices()[0] if device is None else device
+    runs_kernels = on in cuda_devices() and implementation != "reference"
+    target = target_of(device) if runs_kernels else None
+    backend, passed_over = choose(implementation, target, spec)
+    count = multiprocessors(backend.target)
+    name = on.device_kind
+    if device is None:
+        name += ", the default device: the operands' own is not known while tracing"
+    return describe(implementation, backend, passed_over, spec, name, count)

@@ -1,0 +1,50 @@
+"""What a JAX device runs: its target and its number of SMs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from twin_attention.targets.target import MULTIPROCESSORS, requested_target, resolve_target
+
+Device = Any  # a jax.Device, which type checkers take for a variable
+
+
+def cuda_devices() -> Sequence[Device]:
+    """Return this process's CUDA devices; none where JAX has no CUDA backend."""
+    try:
+        return jax.local_devices(backend="cuda")
+    except RuntimeError:  # this process has no CUDA backend
+        return ()
+
+
+def target_of(device: Device | None) -> str:
+    """Return the target whose code runs where operands on `device` are lowered for CUDA.
+
+    Without a CUDA device to go by, this is the target of the process's first one. Without one of
+    those it is the target that was asked for, or "sm80".
+
+    Raises:
+        ValueError: the target that was asked for is none.
+        NotImplementedError: a CUDA device that nothing can be compiled for.
+    """
+    cuda = cuda_devices()
+    if not cuda:
+        return requested_target() or "sm80"
+    gpu: Device = device if device in cuda else cuda[0]
+    major, minor = gpu.compute_capability.split(".")
+    return resolve_target((int(major), int(minor)))
+
+
+def multiprocessors(target: str | None) -> int:
+    """Return the number of SMs of the device, or without one of the target's usual card.
+
+    Args:
+        target: "sm80", "sm90", or None for the interpreter, which follows SM80.
+    """
+    devices = cuda_devices()
+    if target is None or not devices:
+        return MULTIPROCESSORS[target or "sm80"]
+    return devices[0].core_count

@@ -1,0 +1,78 @@
+"""Which family runs a problem, and what is said of the choice."""
+
+import pytest
+
+from twin_attention.contract.spec import AttentionSpec
+from twin_attention.targets import family
+from twin_attention.targets.describe import describe
+from twin_attention.targets.family import FAMILIES, Backend, Family, choose
+
+SPEC = AttentionSpec(1, 128, 128, 2, 2, 64, 64, "float16", 0.125)
+TRITON, REFERENCE = FAMILIES["torch_attn"]
+
+
+def only_head_size_128(spec, target):
+    """Support one head size, on Hopper."""
+    if target != "sm90":
+        return "it is for sm90"
+    return None if spec.head_dim == 128 else f"head size {spec.head_dim}"
+
+
+@pytest.fixture
+def fast(monkeypatch):
+    """A family before the others, for few problems, without an interpreter."""
+    fast = Family("fast", "torch_attn", "sm90", supports=only_head_size_128)
+    monkeypatch.setitem(family.FAMILIES, "torch_attn", (fast, TRITON, REFERENCE))
+    return fast
+
+
+def choice(implementation, target, spec=SPEC, interpretable=True):
+    return choose("torch_attn", implementation, spec, target, interpretable)
+
+
+@pytest.mark.parametrize("target", ["sm80", "sm90"])
+def test_on_a_gpu_the_kernels_are_the_best_choice(target):
+    assert choice(None, target) == choice("triton", target) == (Backend(TRITON, target), ())
+    assert choice("reference", target) == (Backend(REFERENCE), ())
+
+
+def test_without_a_gpu_kernels_run_in_the_interpreter_when_asked_for():
+    reason = "its kernels compile for CUDA devices only"
+    assert choice(None, None) == (Backend(REFERENCE), (f"triton: {reason}",))
+    assert choice("triton", None) == (Backend(TRITON, interpreted=True), ())
+    with pytest.raises(NotImplementedError, match=f"^implementation: .*, got 'triton': {reason}$"):
+        choice("triton", None, interpretable=False)
+
+
+def test_the_first_family_that_supports_the_problem_runs_it(fast):
+    small, large = SPEC, AttentionSpec(1, 128, 128, 2, 2, 128, 128, "float16", 0.125)
+    assert choice(None, "sm90", large) == (Backend(fast, "sm90"), ())
+    assert choice(None, "sm90", small) == (Backend(TRITON, "sm90"), ("fast: head size 64",))
+    assert choice(None, "sm80", large) == (Backend(TRITON, "sm80"), ("fast: it is for sm90",))
+
+
+@pytest.mark.parametrize(
+    ("target", "reason"),
+    [("sm90", "head size 64"), ("sm80", "it is for sm90"), (None, "its kernels compile for CUDA")],
+)
+def test_a_name_is_a_request(fast, target, reason):
+    with pytest.raises(NotImplementedError, match=f"^implementation: .*, got 'fast': {reason}"):
+        choice("fast", target)
+
+
+def test_an_explanation_names_what_was_passed_over(fast):
+    said = str(describe(None, *choice(None, "sm90"), SPEC, "a card", 132)).splitlines()
+    reason = "the first that supports the problem on this device"
+    assert said[:2] == [
+        f"triton (compiled, sm90 code on a card): {reason}",
+        "  not fast: head size 64",
+    ]
+    assert said[2].startswith("  flash_fwd: FlashConfig(")
+
+
+@pytest.mark.parametrize("package", FAMILIES)
+def test_every_family_has_every_operation(package):
+    pytest.importorskip({"torch_attn": "torch", "pallas_attn": "jax"}[package])
+    for found in FAMILIES[package]:
+        for name in ("flash_fwd", "flash_bwd", "paged_decode", "append_kv", "combine"):
+            assert found.function(name).__name__ == name

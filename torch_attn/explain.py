@@ -1,0 +1,61 @@
+"""`explain`: which code a call would run, and why."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from torch_attn import decode, flash
+from torch_attn.dispatch import check_implementation, choose
+from torch_attn.targets import multiprocessors
+from twin_attention.contract.explain import Explanation
+from twin_attention.contract.validate import fail
+from twin_attention.targets.describe import describe
+from twin_attention.targets.target import requested_target
+
+_PROBLEMS = {
+    flash.flash_attention: flash.problem_of_flash,
+    decode.paged_decode: decode.problem_of_decode,
+    decode.append_kv: decode.problem_of_append,
+    decode.merge_states: decode.problem_of_merge,
+}
+
+
+def explain(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Explanation:
+    """Say what a function of this package would run for the same arguments, and why; run nothing.
+
+    Args:
+        function: `flash_attention`, `paged_decode`, `append_kv` or `merge_states`.
+        args, kwargs: its arguments.
+
+    Returns:
+        The implementation, the target, each kernel's configuration, and why no faster family runs.
+
+    Raises:
+        ValueError: `function` is none of these.
+        TypeError, ValueError, NotImplementedError: as the function itself raises for them.
+
+    Example::
+
+        import torch
+        from torch_attn import explain, flash_attention
+
+        q, k, v = torch.randn(3, 1, 128, 4, 64)
+        print(explain(flash_attention, q, k, v, causal=True))
+    """
+    if function not in _PROBLEMS:
+        names = ", ".join(known.__name__ for known in _PROBLEMS)
+        fail(ValueError, "function", f"one of torch_attn's {names}", function)
+    call = inspect.signature(function).bind(*args, **kwargs)
+    call.apply_defaults()
+    implementation = call.arguments.pop("implementation")
+    check_implementation(implementation)
+    requested_target()  # refuses a wrong one, even where no code is compiled for it
+    device, spec = _PROBLEMS[function](*call.args, **call.kwargs)
+    backend, passed_over = choose(implementation, device, spec)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    count = multiprocessors(device, backend.target)
+    return describe(implementation, backend, passed_over, spec, name, count)

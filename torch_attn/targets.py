@@ -1,0 +1,54 @@
+"""What a torch device runs: its target, its number of SMs, its shared memory."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from twin_attention.targets.target import (
+    MULTIPROCESSORS,
+    SHARED_MEMORY_LIMIT,
+    resolve_target,
+)
+
+
+def target_of(device: torch.device) -> str | None:
+    """Return the target whose code runs on a device; None if it is no CUDA device.
+
+    Raises:
+        ValueError: the target that was asked for is none.
+        NotImplementedError: a CUDA device that nothing can be compiled for.
+    """
+    if device.type != "cuda":
+        return None
+    return resolve_target(_properties(device)[0])
+
+
+def multiprocessors(device: torch.device, target: str | None) -> int:
+    """Return the number of SMs of a device, or of the target's usual card if it is no CUDA device.
+
+    Args:
+        device: where the operands are.
+        target: "sm80", "sm90", or None for the interpreter, which follows SM80.
+    """
+    if device.type != "cuda":
+        return MULTIPROCESSORS[target or "sm80"]
+    return _properties(device)[1]
+
+
+def shared_memory(target: str, device: torch.device) -> int:
+    """Return the bytes that a block may have: the target's limit, or a smaller card's own."""
+    return min(SHARED_MEMORY_LIMIT[target], _properties(device)[2])
+
+
+@lru_cache
+def _properties(device: torch.device) -> tuple[tuple[int, int], int, int]:
+    """Return compute capability, number of SMs, and bytes of shared memory that a block may have.
+
+    To ask each time takes microseconds.
+    """
+    properties: Any = torch.cuda.get_device_properties(device)
+    capability = properties.major, properties.minor
+    return capability, properties.multi_processor_count, properties.shared_memory_per_block_optin

@@ -1,0 +1,57 @@
+"""Describe what a call would run: the content of `explain`, the same on both sides."""
+
+from __future__ import annotations
+
+from twin_attention.contract.explain import Explanation
+from twin_attention.contract.spec import DecodeSpec
+from twin_attention.targets.family import Backend
+from twin_attention.targets.kernels import Spec
+from twin_attention.targets.splits import choose_splits
+
+
+def describe(
+    implementation: str | None,
+    backend: Backend,
+    passed_over: tuple[str, ...],
+    spec: Spec,
+    device: str,
+    multiprocessors: int,
+) -> Explanation:
+    """Describe the choice that `twin_attention.targets.family.choose` made.
+
+    Args:
+        implementation: what the caller asked for.
+        backend, passed_over: the choice.
+        spec: the problem.
+        device: the device's name.
+        multiprocessors: SMs of the device, which the splits of a decode follow.
+    """
+    if spec.is_empty:
+        reason, backend = "an empty problem runs no kernel", backend._replace(target=None)
+    elif implementation is not None:
+        reason = f"implementation={implementation!r} was asked for"
+    elif passed_over:
+        reason = "the first that supports the problem on this device"
+    else:
+        reason = "the best choice on a CUDA device"
+    runs_kernels = backend.runs_kernels and not spec.is_empty
+    configs = dict(backend.configs(spec)) if runs_kernels else {}
+    splits = None
+    if runs_kernels and isinstance(spec, DecodeSpec):
+        splits = choose_splits(spec, configs["paged_decode"], multiprocessors)
+        if splits > 1:
+            configs |= backend.configs(spec.merge(splits))
+    if not runs_kernels:
+        execution = "framework"
+    else:
+        execution = "interpreter" if backend.interpreted else "compiled"
+    return Explanation(
+        implementation=backend.family.name,
+        execution=execution,
+        device=device,
+        target=backend.target,
+        reason=reason,
+        passed_over=passed_over,
+        configs=configs,
+        num_splits=splits,
+    )

@@ -1,0 +1,132 @@
+"""Kernel families: the languages that each side has kernels in, and which of them runs a problem.
+
+A side lists its families in order of speed, the reference last. ``implementation=None`` takes the
+first one that supports the problem on the device. A name is a request: no other family replaces it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from typing import Any, NamedTuple
+
+from twin_attention.contract.validate import fail
+from twin_attention.targets.config import current_configs
+from twin_attention.targets.kernels import Spec
+
+
+def _every_problem(spec: Spec, target: str | None) -> str | None:
+    """Support whatever the argument checks let through."""
+    return None
+
+
+@dataclass(frozen=True, eq=False)
+class Family:
+    """One language for kernels on one framework, or the framework's own operations.
+
+    Attributes:
+        name: how a caller asks for it, as `implementation`.
+        package: the side that it belongs to, "torch_attn" or "pallas_attn".
+        folder: where its kernels are, in the side's ``kernels``, and its tables, in ``configs``.
+            None for the reference, which has no kernels: its functions are in
+            ``kernels/reference.py``.
+        has_interpreter: its kernels run on a CPU when asked for by name.
+        supports: None for a problem and a target that it has kernels for, else the reason why it
+            has none. The target is "sm80", "sm90", or None in the interpreter.
+    """
+
+    name: str
+    package: str
+    folder: str | None = None
+    has_interpreter: bool = False
+    supports: Callable[[Spec, str | None], str | None] = _every_problem
+
+    def function(self, operation: str) -> Callable[..., Any]:
+        """Return the function of an operation, such as "flash_fwd"; imports its module."""
+        return _function(self, operation)
+
+
+@cache
+def _function(family: Family, operation: str) -> Callable[..., Any]:
+    place = "reference" if family.folder is None else f"{family.folder}.{operation}"
+    return getattr(import_module(f"{family.package}.kernels.{place}"), operation)
+
+
+FAMILIES = {
+    package: (
+        Family("triton", package, "portable", has_interpreter=True),
+        Family("reference", package),
+    )
+    for package in ("torch_attn", "pallas_attn")
+}
+
+
+class Backend(NamedTuple):
+    """The family that runs a call, and how.
+
+    Attributes:
+        family: whose function runs.
+        target: whose code its kernels are compiled to, "sm80" or "sm90"; None if nothing is.
+        interpreted: its kernels run in their framework's interpreter.
+    """
+
+    family: Family
+    target: str | None = None
+    interpreted: bool = False
+
+    @property
+    def runs_kernels(self) -> bool:
+        """True for kernels, compiled or interpreted; False for the reference."""
+        return self.family.folder is not None
+
+    def configs(self, spec: Spec) -> Mapping[str, Any]:
+        """Return the configuration of each kernel for a problem; the interpreter has SM80's."""
+        folder = self.family.folder
+        if folder is None:
+            return {}
+        return current_configs(self.family.package, self.target or "sm80", spec, folder)
+
+
+def portable_backend(package: str, target: str | None) -> Backend:
+    """Return the backend of a side's portable kernels; without a target, interpreted."""
+    return Backend(FAMILIES[package][0], target, interpreted=target is None)
+
+
+def choose(
+    package: str, implementation: str | None, spec: Spec, target: str | None, interpretable: bool
+) -> tuple[Backend, tuple[str, ...]]:
+    """Choose the family that runs a problem.
+
+    Args:
+        package: the side, "torch_attn" or "pallas_attn".
+        implementation: the name of the family that was asked for, or None for the best.
+        spec: the problem.
+        target: whose code the device runs, "sm80" or "sm90"; None for a device without kernels.
+        interpretable: the device's tensors can go through an interpreter.
+
+    Returns:
+        The backend, and a line for each family that was passed over, with the reason.
+
+    Raises:
+        NotImplementedError: the family that was asked for does not support the problem.
+    """
+    passed_over = []
+    for family in FAMILIES[package]:
+        if implementation not in (None, family.name):
+            continue
+        if family.folder is None:
+            return Backend(family), tuple(passed_over)
+        interpreted = target is None and implementation is not None and interpretable
+        if target is None and not (interpreted and family.has_interpreter):
+            reason = "its kernels compile for CUDA devices only"
+        else:
+            reason = family.supports(spec, target)
+        if reason is None:
+            return Backend(family, target, interpreted), tuple(passed_over)
+        if implementation is not None:
+            expected = "None, or the name of one that supports the problem on this device"
+            fail(NotImplementedError, "implementation", expected, f"{implementation!r}: {reason}")
+        passed_over.append(f"{family.name}: {reason}")
+    raise AssertionError("the reference supports every problem")
