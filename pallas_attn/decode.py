@@ -116,8 +116,8 @@ def paged_decode(
     Raises:
         TypeError: an argument is not a `jax.Array` or has the wrong type or dtype.
         ValueError: shapes, devices or values that contradict each other.
-        NotImplementedError: a dtype, head size, page size, number of tokens, implementation or
-            device without kernels; a derivative.
+        NotImplementedError: a dtype, head size, page size, number of tokens or device without
+            kernels; a derivative.
 
     Source: Kwon et al. 2023 (PagedAttention); Dao et al. 2023 (Flash-Decoding); for the sinks
     Agarwal et al. 2025 (gpt-oss).
@@ -193,8 +193,8 @@ def append_kv(
     Raises:
         TypeError: an argument is not a `jax.Array` or has the wrong type or dtype.
         ValueError: shapes, devices or values that contradict each other.
-        NotImplementedError: a dtype, head size, page size, number of tokens, implementation or
-            device without kernels; a derivative.
+        NotImplementedError: a dtype, head size, page size, number of tokens or device without
+            kernels; a derivative.
 
     Source: Kwon et al. 2023 (PagedAttention).
 
@@ -245,7 +245,7 @@ def merge_states(
     Raises:
         TypeError: an argument is not a `jax.Array` or has the wrong type or dtype.
         ValueError: shapes or devices that contradict each other.
-        NotImplementedError: a dtype, head size, implementation or device without kernels; a
+        NotImplementedError: a dtype, head size or device without kernels; a
             derivative.
 
     Source: Dao et al. 2022 (FlashAttention), section 3.1; Ye et al. 2025 (FlashInfer), section 2.2.

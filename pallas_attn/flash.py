@@ -80,7 +80,7 @@ def flash_attention(
     Raises:
         TypeError: an argument is not a `jax.Array` or has the wrong type or dtype.
         ValueError: shapes, devices or values that contradict each other.
-        NotImplementedError: a dtype, head size, implementation or device without kernels; a
+        NotImplementedError: a dtype, head size or device without kernels; a
             second derivative.
 
     Source: Dao et al. 2022 (FlashAttention), Dao 2023 (FlashAttention-2).
