@@ -11,7 +11,7 @@ from pallas_attn import append_kv, paged_decode
 
 
 def project(weights: dict[str, jax.Array], tokens: jax.Array) -> tuple[jax.Array, ...]:
-    """Embeddings of tokens, [..., hidden], and their q, k, v, [..., heads, head_dim]."""
+    """Return embeddings of tokens, [..., hidden], and their q, k, v, [..., heads, head_dim]."""
     x = weights["embedding"][tokens]
     q, k, v = (
         jnp.einsum("...i,ihd->...hd", x, weights[name]).astype(jnp.float16) for name in "qkv"

@@ -21,7 +21,7 @@ from interop.exchange import to_jax
 
 
 def decode_in_both(device: str, implementation: str | None = None) -> tuple[np.ndarray, np.ndarray]:
-    """The tokens that torch and JAX sample from one pool, each [B, NEW_TOKENS].
+    """Return the tokens that torch and JAX sample from one pool, each [B, NEW_TOKENS].
 
     Args:
         device: of the pool, such as "cpu" or "cuda"; JAX's default device.

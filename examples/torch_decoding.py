@@ -9,7 +9,7 @@ from torch_attn import append_kv, paged_decode
 
 
 def project(weights: dict[str, Tensor], tokens: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Embeddings of tokens, [..., hidden], and their q, k, v, [..., heads, head_dim]."""
+    """Return embeddings of tokens, [..., hidden], and their q, k, v, [..., heads, head_dim]."""
     x = weights["embedding"][tokens]
     q, k, v = (torch.einsum("...i,ihd->...hd", x, weights[name]).half() for name in "qkv")
     return x, q, k, v

@@ -38,7 +38,7 @@ class Toy(NamedTuple):
 
 
 def make_toy() -> Toy:
-    """The same toy every time."""
+    """Make the model; it is the same every time."""
     rng = np.random.default_rng(SEED)
     shapes = {
         "q": (HIDDEN, HEADS_Q, HEAD_DIM),

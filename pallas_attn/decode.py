@@ -159,7 +159,7 @@ def append_kv(
     v_scale: jax.Array | None = None,
     implementation: Implementation | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """The cache with new tokens' keys and values written into their pages.
+    """Write new tokens' keys and values into their pages, and return the cache.
 
     Token t goes to position ``seq_lens[b] - T + t``. What has no place is not written: a position
     below 0 or past the table's capacity, or a page id out of range. An 8-bit cache stores

@@ -31,7 +31,7 @@ def decode(
     spec: DecodeSpec,
     backends: Backends,
 ) -> tuple[jax.Array, jax.Array]:
-    """Attention of new tokens over a paged cache.
+    """Compute attention of new tokens over a paged cache.
 
     Args:
         q to v_scale: as `pallas_attn.paged_decode` takes them.
@@ -70,7 +70,7 @@ def append(
     cache: PagedCache,
     backends: Backends,
 ) -> tuple[jax.Array, jax.Array]:
-    """The pools with new tokens written.
+    """Return the pools with new tokens written.
 
     Args:
         k_new to v_scale: as `pallas_attn.append_kv` takes them.
@@ -93,7 +93,7 @@ def append(
 def merge(
     outs: jax.Array, lses: jax.Array, spec: MergeSpec, backends: Backends
 ) -> tuple[jax.Array, jax.Array]:
-    """Attention over the union of disjoint sets of keys.
+    """Compute attention over the union of disjoint sets of keys.
 
     Args:
         outs, lses: as `pallas_attn.merge_states` takes them.

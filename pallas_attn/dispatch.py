@@ -24,7 +24,7 @@ IMPLEMENTATIONS = get_args(Implementation)
 
 
 class Backends(NamedTuple):
-    """What runs where. Hashable, so that every cache of traced code is keyed by it.
+    """The backend of each platform. Hashable, so that every cache of traced code is keyed by it.
 
     Attributes:
         cuda: on CUDA devices.

@@ -1,4 +1,4 @@
-"""How a Pallas kernel becomes code for a target: by the same compiler as its Triton twin.
+"""Lower a Pallas kernel to code for a target, with the compiler of its Triton twin.
 
 JAX's Triton lowering gives the kernel as a Triton module, the Python `triton` package compiles
 that (`pallas_attn.ttir`), and jaxlib launches the result. XLA has a Triton of its own, which
@@ -92,7 +92,7 @@ def _lower(
     name,
     **_,
 ):
-    """The lowering rule of a `pallas_call` with `TritonCompilerParams`."""
+    """Apply as the lowering rule of a `pallas_call` with `TritonCompilerParams`."""
     for argument, value in (("mesh", mesh), ("metadata", metadata)):
         if value:
             fail(NotImplementedError, argument, "nothing with TritonCompilerParams", value)
@@ -153,13 +153,13 @@ def _device() -> Any:
 
 
 def _capability(target: str, device: Any) -> int:
-    """What to assemble for: the device's compute capability, such as 90, or else the target's."""
+    """Return the compute capability to assemble for, such as 90: the device's, or the target's."""
     name = target.removeprefix("sm") if device is None else device.compute_capability
     return int(name.replace(".", ""))
 
 
 def _shared_memory(target: str, device: Any) -> int:
-    """Bytes that a block may have: the target's limit, or a smaller card's own."""
+    """Return the bytes that a block may have: the target's limit, or a smaller card's own."""
     limit = SHARED_MEMORY_LIMIT[target]
     return limit if device is None else min(limit, device.shared_memory_per_block_optin)
 

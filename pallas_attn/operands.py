@@ -1,4 +1,4 @@
-"""What the argument checks and the choice of code need to know of a `jax.Array`."""
+"""Arrays as the argument checks and the choice of code see them."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from twin_attention.contract.validate import Operand, not_a_tensor
 
 
 def operand(name: str, x: Any) -> Operand:
-    """What a check needs to know of an argument.
+    """Describe an array to the argument checks.
 
     Raises:
-        TypeError: it is not a `jax.Array`.
+        TypeError: `x` is not a `jax.Array`.
     """
     if not isinstance(x, jax.Array):
         not_a_tensor(name, "a jax.Array", x)
@@ -24,13 +24,13 @@ def operand(name: str, x: Any) -> Operand:
 
 
 def device_of(x: jax.Array) -> Device | None:
-    """The one device that holds `x`, or None: a tracer, or an array over several devices."""
+    """Return the one device that holds `x`, or None: a tracer, or an array over several devices."""
     if isinstance(x, Tracer) or len(x.devices()) != 1:
         return None
     return next(iter(x.devices()))
 
 
 def _name(device: Device) -> str:
-    """As torch names it: "cpu", "cuda:0"."""
+    """Return a device's name as torch has it: "cpu", "cuda:0"."""
     platform = "cuda" if device.platform == "gpu" else device.platform
     return platform if (platform, device.id) == ("cpu", 0) else f"{platform}:{device.id}"

@@ -1,4 +1,4 @@
-"""What a JAX device runs: its target and its number of SMs."""
+"""The target of a JAX device, and its number of SMs."""
 
 from __future__ import annotations
 

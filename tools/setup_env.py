@@ -63,7 +63,7 @@ def main() -> None:
 
 
 def environment_key(project: dict, constraints: Path) -> str:
-    """Changes when an environment made earlier is no longer the right one."""
+    """Return a key that changes when an environment made earlier is no longer the right one."""
     inputs = [
         sys.executable,
         sys.version,
@@ -76,7 +76,7 @@ def environment_key(project: dict, constraints: Path) -> str:
 
 
 def requirements(project: dict, extras: list[str]) -> list[str]:
-    """The requirements of the project with `extras`, its references to itself followed."""
+    """Return the requirements of the project with `extras`, its references to itself followed."""
     found = list(project["dependencies"])
     for extra in extras:
         for requirement in project["optional-dependencies"][extra]:
@@ -93,14 +93,14 @@ def installed_version(name: str) -> str | None:
 
 
 def satisfied(requirement: str) -> bool:
-    """Whether this Python holds a package, at the requirement's lower bound or above."""
+    """Return True if this Python holds a package, at the requirement's lower bound or above."""
     name, _, rest = requirement.partition(";")[0].partition(">=")
     version = installed_version(name.partition("[")[0].strip())
     return version is not None and release(version) >= release(rest or "0")
 
 
 def release(version: str) -> list[int]:
-    """The leading numbers of a version: "2.11.0+cu130" gives [2, 11, 0]."""
+    """Return the leading numbers of a version: "2.11.0+cu130" gives [2, 11, 0]."""
     return [int(number) for number in re.findall(r"\d+", version.partition("+")[0])[:3]]
 
 
@@ -125,7 +125,7 @@ def create(directory: Path, overlay: bool) -> None:
 
 
 def site_packages(directory: Path) -> Path:
-    """Where a virtual environment of this Python's version keeps its packages."""
+    """Return the folder in which a virtual environment of this Python's version keeps packages."""
     return Path(sysconfig.get_path("purelib", "venv", {"base": str(directory)}))
 
 

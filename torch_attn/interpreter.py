@@ -44,7 +44,7 @@ _triton_np_dtype = interpreter._get_np_dtype
 
 
 def interpreted(kernel: JITFunction) -> Interpreted:
-    """A `@triton.jit` kernel that runs on CPU tensors, NumPy doing the arithmetic.
+    """Return a `@triton.jit` kernel that runs on CPU tensors, NumPy doing the arithmetic.
 
     ``interpreted(kernel)[grid](*args, **kwargs)`` launches as ``kernel[grid](...)`` does. Launch
     options, such as `num_warps`, have no meaning here and are ignored. Launches run one at a
@@ -128,7 +128,7 @@ _semantic = TritonSemantic(_builder)
 
 
 def _bits(value: TensorHandle) -> TensorHandle:
-    """A bfloat16 array as uint16, which is what the interpreter's loads and stores can move."""
+    """Return a bfloat16 array as uint16, which the interpreter's loads and stores can move."""
     return TensorHandle(value.data.view(np.uint16), tl.uint16)
 
 
@@ -170,7 +170,7 @@ def _as_argument(value: Any) -> Any:
 
 @cache
 def _python_function(original: FunctionType) -> Callable[..., Any]:
-    """A kernel's source as a Python function over the interpreter's tensors.
+    """Return a kernel's source as a Python function over the interpreter's tensors.
 
     The rewriter adds names to the function's globals, so it gets a copy of the module's. There
     constants lose their `constexpr`, which does not give way to a tensor: in Triton 3.9

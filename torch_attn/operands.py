@@ -1,4 +1,4 @@
-"""Tensors as the argument checks see them."""
+"""Tensors as the argument checks and the choice of code see them."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def operand(name: str, x: Tensor) -> Operand:
 
 @cache
 def dtype_name(dtype: torch.dtype) -> str:
-    """Such as "bfloat16"."""
+    """Return a dtype's name, such as "bfloat16"."""
     return str(dtype).removeprefix("torch.")
 
 

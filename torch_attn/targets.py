@@ -1,4 +1,4 @@
-"""What a torch device runs: its target, its number of SMs, its shared memory."""
+"""The target of a torch device, its number of SMs and its shared memory."""
 
 from __future__ import annotations
 

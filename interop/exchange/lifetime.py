@@ -57,7 +57,7 @@ def release_after_torch(tensor: torch.Tensor, array: jax.Array) -> torch.Tensor:
 def jax_stream(
     device: jax.Device,  # pyright: ignore[reportInvalidTypeForm]  # JAX builds the class
 ) -> torch.cuda.ExternalStream:
-    """The CUDA stream on which JAX runs its computations on `device`.
+    """Return the CUDA stream on which JAX runs its computations on `device`.
 
     The first call for a device runs a small JAX program and waits for it.
     """

@@ -1,4 +1,4 @@
-"""What a problem costs: pairs attended, floating-point operations, bytes of device memory.
+"""Cost of a problem: pairs attended, floating-point operations, bytes of device memory.
 
 A decode's cost depends on its sequences' lengths, which are no part of its description.
 """
@@ -13,7 +13,7 @@ ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4}
 
 
 def visible_pairs(spec: AttentionSpec) -> int:
-    """Query-key pairs that the window keeps, in one head of one sequence."""
+    """Count the query-key pairs that the window keeps, in one head of one sequence."""
     left, right = spec.window.left, spec.window.right
     end = spec.seq_q * spec.seq_kv
     begin = 0
@@ -25,24 +25,24 @@ def visible_pairs(spec: AttentionSpec) -> int:
 
 
 def forward_flops(spec: AttentionSpec) -> int:
-    """Operations of the two matrix products, q·kᵀ and p·v."""
+    """Count the operations of the two matrix products, q·kᵀ and p·v."""
     pairs = spec.batch * spec.heads_q * visible_pairs(spec)
     return 2 * (spec.head_dim + spec.head_dim_v) * pairs
 
 
 def backward_flops(spec: AttentionSpec) -> int:
-    """Operations of the five matrix products s, dp, dv, dk, dq (2.5 forwards when D = Dv)."""
+    """Count the operations of the matrix products s, dp, dv, dk, dq (2.5 forwards when D = Dv)."""
     pairs = spec.batch * spec.heads_q * visible_pairs(spec)
     return 2 * (3 * spec.head_dim + 2 * spec.head_dim_v) * pairs
 
 
 def forward_bytes(spec: AttentionSpec) -> int:
-    """Least traffic of a forward: q, k, v read once, out and lse written once."""
+    """Count the least traffic of a forward: q, k, v read once, out and lse written once."""
     return _operand_bytes(spec) + 4 * spec.batch * spec.heads_q * spec.seq_q
 
 
 def backward_bytes(spec: AttentionSpec) -> int:
-    """Least traffic of a backward: the forward's tensors and dout read, dq, dk, dv written."""
+    """Count the least traffic of a backward: the forward's and dout read, gradients written."""
     rows = spec.batch * spec.seq_q * spec.heads_q
     dout = rows * spec.head_dim_v * ITEMSIZE[spec.dtype]
     out = dout
@@ -50,7 +50,7 @@ def backward_bytes(spec: AttentionSpec) -> int:
 
 
 def decode_flops(spec: DecodeSpec, lengths: Sequence[int]) -> int:
-    """Operations of the two matrix products of a decode of sequences of these lengths."""
+    """Count the operations of the two matrix products of a decode of sequences of these lengths."""
     pairs = sum(
         len(spec.visible_keys(token, length)) for length in lengths for token in range(spec.tokens)
     )
@@ -58,14 +58,15 @@ def decode_flops(spec: DecodeSpec, lengths: Sequence[int]) -> int:
 
 
 def cache_bytes(spec: DecodeSpec, lengths: Sequence[int]) -> int:
-    """Bytes of the keys and values that a decode of sequences of these lengths sees."""
+    """Count the bytes of the keys and values that a decode of sequences of these lengths sees."""
     keys = sum(len(_keys_seen(spec, length)) for length in lengths)
     return keys * spec.heads_kv * (spec.head_dim + spec.head_dim_v) * spec.dtype_bits // 8
 
 
 def decode_bytes(spec: DecodeSpec, lengths: Sequence[int]) -> int:
-    """Least traffic of a decode: q, the keys and values seen, their table entries and the lengths
-    read once, out and lse written once.
+    """Count the least traffic of a decode: each operand read once, each result written once.
+
+    Operands are q, the keys and values seen, their table entries and the lengths.
     """
     row = (spec.head_dim + spec.head_dim_v) * ITEMSIZE[spec.dtype] + 4
     size = spec.cache.page_size
@@ -79,13 +80,13 @@ def decode_bytes(spec: DecodeSpec, lengths: Sequence[int]) -> int:
 
 
 def _keys_seen(spec: DecodeSpec, length: int) -> range:
-    """The keys that some new token of a sequence sees: windows of neighbours overlap."""
+    """Return the keys that some new token of a sequence sees: windows of neighbours overlap."""
     seen = [keys for token in range(spec.tokens) if (keys := spec.visible_keys(token, length))]
     return range(seen[0].start, seen[-1].stop) if seen else range(0)
 
 
 def _operand_bytes(spec: AttentionSpec) -> int:
-    """Bytes of q, k, v and out."""
+    """Count the bytes of q, k, v and out."""
     both = spec.head_dim + spec.head_dim_v
     rows = spec.seq_q * spec.heads_q + spec.seq_kv * spec.heads_kv
     return spec.batch * rows * both * ITEMSIZE[spec.dtype]

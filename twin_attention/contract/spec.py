@@ -27,7 +27,7 @@ def scale_or_default(scale: float | None, head_dim: int) -> float:
 
 @dataclass(frozen=True)
 class Window:
-    """How far a query sees to the left and to the right of its own position; None is unlimited."""
+    """Keys that a query sees to the left and right of its own position; None is unlimited."""
 
     left: int | None = None
     right: int | None = None
@@ -131,7 +131,7 @@ class AttentionSpec:
         return self.window.bounded(self.seq_q + self.seq_kv)
 
     def visible_keys(self, query: int) -> range:
-        """The keys that one query sees."""
+        """Return the keys that one query sees."""
         position = query + self.diagonal
         begin, end = 0, self.seq_kv
         if self.window.left is not None:
@@ -258,13 +258,13 @@ class DecodeSpec:
         return Window(self.window_left, 0).bounded(self.cache.capacity)
 
     def merge(self, num_splits: int) -> MergeSpec:
-        """The problem of merging the results of its splits."""
+        """Return the problem of merging the results of its splits."""
         return MergeSpec(
             num_splits, self.batch, self.tokens, self.heads_q, self.head_dim_v, self.dtype
         )
 
     def visible_keys(self, token: int, length: int) -> range:
-        """The keys that one new token of a sequence of `length` keys sees."""
+        """Return the keys that one new token of a sequence of `length` keys sees."""
         position = min(max(length, 0), self.cache.capacity) - self.tokens + token
         begin = 0 if self.window_left is None else max(0, position - self.window_left)
         return range(begin, max(begin, position + 1))

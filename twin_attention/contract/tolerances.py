@@ -33,7 +33,7 @@ MIN_EXPONENT = {"float16": -14, "bfloat16": -126, "float32": -126}
 
 @dataclass(frozen=True)
 class Agreement:
-    """How far a result is from what it is compared with, and how far it may be.
+    """Distance of a result from what it is compared with, beside the budget for it.
 
     Attributes:
         max_error, max_budget: largest absolute error.
@@ -63,7 +63,7 @@ class Agreement:
 
 
 def ulp(value: float, dtype: str) -> float:
-    """Distance between neighbouring numbers of `dtype` at `value`."""
+    """Return the distance between neighbouring numbers of `dtype` at `value`."""
     exponent = math.frexp(abs(value))[1] - 1 if value else MIN_EXPONENT[dtype]
     return 2.0 ** (max(exponent, MIN_EXPONENT[dtype]) - MANTISSA_BITS[dtype])
 
@@ -115,7 +115,7 @@ def compare_twins(a: Array, b: Array, budget_a: Agreement, budget_b: Agreement) 
 
 
 def _errors(got: Array, want: Array) -> tuple[float, float, bool]:
-    """Largest absolute error, root mean square error, and whether infinities agree with no NaN."""
+    """Return the largest absolute and the RMS error, and if infinities agree without a NaN."""
     xp = array_namespace(got, want)
     if math.prod(want.shape) == 0:
         return 0.0, 0.0, True
@@ -131,7 +131,7 @@ def _errors(got: Array, want: Array) -> tuple[float, float, bool]:
 
 
 def _same_infinities(xp: Any, got: Array, want: Array) -> bool:
-    """No NaN in `got`, and infinities where `want` has them, of the same sign."""
+    """Return True if `got` has no NaN, and infinities where `want` has them, of the same sign."""
     infinite = xp.isinf(got) | ~xp.isfinite(want)
     return not bool(xp.any(xp.isnan(got))) and bool(xp.all(~infinite | (got == want)))
 

@@ -1,4 +1,4 @@
-"""Which code a GPU runs: its own generation's, or SM80 code on a Hopper card.
+"""The code that a GPU runs: its own generation's, or SM80 code on a Hopper card.
 
 A Hopper card can run SM80 (Ampere) kernels, so that they can be tested and timed where no
 Ampere card is at hand. Set the environment variable ``TWIN_ATTENTION_TARGET=sm80``, or::
@@ -31,7 +31,7 @@ _override: str | None = None
 
 
 def requested_target() -> str | None:
-    """The target that was asked for, or None for the device's own.
+    """Return the target that was asked for, or None for the device's own.
 
     Raises:
         ValueError: the environment variable names no target.
@@ -60,7 +60,7 @@ def use_target(target: str | None) -> Iterator[None]:
 
 
 def resolve_target(capability: tuple[int, int]) -> str:
-    """The target to compile for on a device of this compute capability.
+    """Return the target to compile for on a device of this compute capability.
 
     Raises:
         NotImplementedError: a device older than Ampere, or Hopper code on an older card.

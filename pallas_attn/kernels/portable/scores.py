@@ -49,7 +49,7 @@ def attention_scores(a, b, scale, softcap, scale_first, more=None):
 
 
 def add_product(acc, a, b):
-    """acc + a · b, accumulated in float32.
+    """Compute acc + a · b, accumulated in float32.
 
     In float32 the product is summed by itself first, so that a sum over a long sequence is rounded
     at acc's magnitude once a tile instead of once a row. It is subtracted, negated, because Triton
