@@ -1,6 +1,6 @@
 """The twins' calls, through their public functions, for each target.
 
-"Triton compiled" is the torch twin under `torch.compile`; the JAX twin is always jitted.
+"torch triton compiled" is the torch twin under `torch.compile`; the JAX twin is always jitted.
 """
 
 from __future__ import annotations
@@ -24,17 +24,19 @@ def flash_makers(targets: Sequence[str], compiling: bool = True) -> dict[Subject
 
     Args:
         targets: what to compile for.
-        compiling: "Triton compiled" as well.
+        compiling: "torch triton compiled" as well.
     """
-    makers = {"Triton": triton_flash, "Pallas": pallas_flash}
+    makers = {"torch triton": triton_flash, "jax triton": pallas_flash}
     if compiling:
-        makers["Triton compiled"] = partial(triton_flash, wrap=partial(compiled, fullgraph=True))
+        makers["torch triton compiled"] = partial(
+            triton_flash, wrap=partial(compiled, fullgraph=True)
+        )
     return _for_targets(makers, targets)
 
 
 def decode_makers(targets: Sequence[str]) -> dict[Subject, Maker]:
     """Makers, which take (case, tensors) as peers' do."""
-    return _for_targets({"Triton": triton_decode, "Pallas": pallas_decode}, targets)
+    return _for_targets({"torch triton": triton_decode, "jax triton": pallas_decode}, targets)
 
 
 def _for_targets(makers: dict[str, Maker], targets: Sequence[str]) -> dict[Subject, Maker]:

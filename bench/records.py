@@ -14,7 +14,17 @@ from bench.statistics import Times
 
 Status = Literal["planned", "ok", "failed", "absent", "out of memory", "refused by parity"]
 
-ABLATION = "Triton without softmax"  # its result is wrong on purpose (see `bench.ablation`)
+# What earlier versions wrote, by field, and its name today.
+FORMER_NAMES = {
+    "implementation": {
+        "Triton": "torch triton",
+        "Triton compiled": "torch triton compiled",
+        "Triton graph": "torch triton graph",
+        "Triton without softmax": "torch triton without softmax",
+        "Pallas": "jax triton",
+    },
+}
+ABLATION = "torch triton without softmax"  # its result is wrong on purpose (see `bench.ablation`)
 
 
 @dataclass(frozen=True)
@@ -26,7 +36,7 @@ class Record:
         case: the case's fields, its "name" among them.
         operation: what one call does: "forward", "backward", "both" or "decode"; "ceiling" is what
             the device gave in the same run (see `bench.ceilings`).
-        implementation: such as "Triton", or a peer's name.
+        implementation: framework and kernel family, such as "torch triton"; or a peer's name.
         target: what our own kernels were compiled for; None for a peer.
         device, versions, commit, date: where, with what and when it ran.
         status: "planned" until it is measured, which no file holds; "absent" when the peer is not
@@ -157,6 +167,8 @@ def drop_unfinished_line(path: Path) -> bool:
 def load(path: Path) -> list[Record]:
     """Read what `append` wrote, also where it was compressed since (".gz").
 
+    Records of earlier versions get the names of today (`FORMER_NAMES`).
+
     Raises:
         ValueError: a line is no record; the message gives file and line.
     """
@@ -171,6 +183,9 @@ def load(path: Path) -> list[Record]:
             fields = json.loads(line)
             for name in ("times", "span", "host"):
                 fields[name] = None if fields[name] is None else Times(**fields[name])
+            for name, today in FORMER_NAMES.items():
+                if (former := fields.get(name)) in today:
+                    fields[name] = today[former]
             records.append(Record(**fields | {"kernels": tuple(fields["kernels"])}))
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{path}:{number}: expected a record, got {error!r}") from error

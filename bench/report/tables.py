@@ -16,7 +16,8 @@ from interop.parity.records import problem_text
 
 # What a summary shows: the twins and the peers that a reader compares them with first.
 SHOWN = {
-    "Triton", "Pallas", "FA2", "cuDNN", "tokamax Mosaic", "FlashInfer", "FA2 dense", "cuDNN dense",
+    "torch triton", "jax triton", "FA2", "cuDNN", "tokamax Mosaic",
+    "FlashInfer", "FA2 dense", "cuDNN dense",
 }  # fmt: skip
 
 Grid = list[list[str]]  # a table's cells, titles first

@@ -33,7 +33,7 @@ def jobs(targets: Sequence[str], pattern: str = "") -> list[Job]:
     Args:
         targets: what our kernels are compiled for; only the first, the device's own, is timed.
     """
-    triton = Subject("Triton", targets[0])
+    triton = Subject("torch triton", targets[0])
     twins = ours.flash_makers(targets[:1], compiling=False)
     makers = {Subject("eager"): FLASH["eager"], triton: twins[triton]}
     return [

@@ -22,9 +22,9 @@ TITLE = "FlashAttention-2's shapes"
 NOTE = (
     "float16, 32 query heads, head size 128, forward. FLOPs of a causal rectangle are those of "
     "the pairs that its mask keeps, not half of all; the mask is aligned to the last query and "
-    "key. 'Triton without softmax' is the shipped kernel compiled with p = s: the loads and the "
-    "two matrix products alone, whose result is wrong on purpose. Clocks and power are in the log "
-    "beside the records."
+    "key. 'torch triton without softmax' is the shipped kernel compiled with p = s: the loads and "
+    "the two matrix products alone, whose result is wrong on purpose. Clocks and power are in the "
+    "log beside the records."
 )
 
 HEADS_Q, HEAD_DIM = 32, 128
@@ -42,7 +42,7 @@ def jobs(targets: Sequence[str], pattern: str = "") -> list[Job]:
         makers = ours.flash_makers(targets, compiling=False)
         if case.heads_kv != case.heads_q:  # JAX compiles for every shape
             for target in targets[1:]:
-                del makers[Subject("Pallas", target)]
+                del makers[Subject("jax triton", target)]
         makers |= {Subject(name): FLASH[name] for name in PEERS}
         if not case.causal:
             makers |= {Subject(ABLATION, t): _without_softmax(t) for t in targets}

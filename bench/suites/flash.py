@@ -31,7 +31,7 @@ LENGTHS, HEAD_DIMS = (512, 4096, 16384), (64, 128, 256)
 AT_LENGTH, AT_HEAD_DIM = 4096, 128
 ONE_LENGTH = ("eager", "jax.nn cuDNN", "tokamax Mosaic")
 ONE_SHAPE = (
-    "Triton compiled", "FlexAttention", "jax.nn XLA", "jax Pallas mha", "tokamax Triton",
+    "torch triton compiled", "FlexAttention", "jax.nn XLA", "jax Pallas mha", "tokamax Triton",
 )  # fmt: skip
 
 
@@ -89,7 +89,7 @@ def _left_out(subject: Subject, case: FlashCase, targets: Sequence[str]) -> str 
     name, target = subject
     if name in ONE_SHAPE and (case.seq_kv, case.head_dim) != (AT_LENGTH, AT_HEAD_DIM):
         return f"timed at {AT_LENGTH} keys and head size {AT_HEAD_DIM} only"
-    one_length = name in ONE_LENGTH or (name == "Pallas" and target != targets[0])
+    one_length = name in ONE_LENGTH or (name == "jax triton" and target != targets[0])
     if one_length and case.seq_kv != AT_LENGTH:
         return f"timed at {AT_LENGTH} keys only"
     return None

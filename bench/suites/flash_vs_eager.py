@@ -77,7 +77,7 @@ def _makers(case: FlashCase, targets: Sequence[str]) -> dict[Subject, FlashMaker
     peers = {Subject("eager"): FLASH["eager"], Subject("SDPA"): _sdpa}
     if case.seq_q in JAX_LENGTHS[case.head_dim]:
         return twins | peers | {Subject("jax.nn XLA"): FLASH["jax.nn XLA"]}
-    triton = {s: maker for s, maker in twins.items() if s.implementation == "Triton"}
+    triton = {s: maker for s, maker in twins.items() if s.implementation == "torch triton"}
     return triton | peers
 
 

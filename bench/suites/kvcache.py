@@ -32,7 +32,7 @@ NOTE = (
     "CPU time what the call takes on the host; noise is half the distance between the 20th and "
     "the 80th percentile, over the median. Reads are q, the keys and values seen, their table "
     "entries and the lengths; writes are the output and its log-sum-exp; elements are those of "
-    "the keys and values. 'Triton graph' is the torch operator replayed as a CUDA graph, as "
+    "the keys and values. 'torch triton graph' is the torch operator replayed as a CUDA graph, as "
     "servers call it. Dense peers read a copy of the cache without pages."
 )
 
@@ -60,7 +60,7 @@ def jobs(targets: Sequence[str], pattern: str = "") -> list[Job]:
         targets: what our kernels are compiled for, the device's own first.
     """
     native = _ours(targets[:1])
-    torch_twin = {s: maker for s, maker in native.items() if s.implementation != "Pallas"}
+    torch_twin = {s: maker for s, maker in native.items() if s.implementation != "jax triton"}
     peers: _Makers = {Subject(peer): maker for peer, maker in DECODE.items()}
     everything = native | ours.decode_makers(targets[1:]) | peers
     planned: list[tuple[DecodeCase, _Makers]] = []
@@ -144,7 +144,9 @@ def _ours(targets: Sequence[str]) -> _Makers:
     """Both twins, and a graph of the torch one."""
     makers = ours.decode_makers(targets)
     graphs = {
-        Subject("Triton graph", target): partial(_graph, makers[Subject("Triton", target)])
+        Subject("torch triton graph", target): partial(
+            _graph, makers[Subject("torch triton", target)]
+        )
         for target in targets
     }
     return makers | graphs

@@ -31,7 +31,7 @@ def record() -> Callable[..., Record]:
 
     def make(keys: int = 1024, **fields: Any) -> Record:
         case = asdict(FlashCase(f"keys-{keys}", seq_q=keys, seq_kv=keys, window_size=(48, 16)))
-        defaults = {"operation": "forward", "implementation": "Triton", "target": "sm90"}
+        defaults = {"operation": "forward", "implementation": "torch triton", "target": "sm90"}
         if fields.get("status", "ok") == "ok":
             defaults |= {"status": "ok", "times": Times(2.0, 1.9, 2.1), "tflops": 100.0}
         return Record(case=case, **ORIGIN | defaults | fields)

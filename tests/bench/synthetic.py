@@ -29,15 +29,15 @@ ORIGIN = {
 COST = {"forward": (forward_flops, forward_bytes), "backward": (backward_flops, backward_bytes)}
 # Share of the matmul ceiling that each reaches on long sequences, and of the read ceiling.
 FLASH = {
-    ("Triton", "sm90"): 0.62, ("Triton", "sm80"): 0.40, ("Pallas", "sm90"): 0.63,
-    ("Pallas", "sm80"): 0.38, ("Triton compiled", "sm90"): 0.615, ("eager", None): 0.06,
+    ("torch triton", "sm90"): 0.62, ("torch triton", "sm80"): 0.40, ("jax triton", "sm90"): 0.63,
+    ("jax triton", "sm80"): 0.38, ("torch triton compiled", "sm90"): 0.615, ("eager", None): 0.06,
     ("FA2", None): 0.44, ("cuDNN", None): 0.78, ("FlexAttention", None): 0.60,
     ("jax.nn XLA", None): 0.07, ("jax.nn cuDNN", None): 0.75, ("jax Pallas mha", None): 0.5,
     ("tokamax Mosaic", None): 0.76, ("tokamax Triton", None): 0.41,
 }  # fmt: skip
 DECODE = {
-    ("Triton", "sm90"): 0.95, ("Pallas", "sm90"): 0.94, ("Triton graph", "sm90"): 0.96,
-    ("FlashInfer", None): 0.85,
+    ("torch triton", "sm90"): 0.95, ("jax triton", "sm90"): 0.94,
+    ("torch triton graph", "sm90"): 0.96, ("FlashInfer", None): 0.85,
     ("FA2 dense", None): 0.83, ("cuDNN dense", None): 0.93,
 }  # fmt: skip
 MATMUL, READ = 787e12, 4.18e12
@@ -83,7 +83,8 @@ def _kvcache(rng: np.random.Generator) -> Iterator[Record]:
 def _flash_vs_eager(rng: np.random.Generator) -> Iterator[Record]:
     yield from _ceilings("flash-vs-eager")
     subjects = {
-        key: FLASH[key] for key in (("Triton", "sm90"), ("Pallas", "sm90"), ("eager", None))
+        key: FLASH[key]
+        for key in (("torch triton", "sm90"), ("jax triton", "sm90"), ("eager", None))
     }
     for dtype in ("bfloat16", "float32"):
         for length in (2**i for i in range(7, 16)):
@@ -139,7 +140,7 @@ def _timed(suite, case, operation, subject, ms, rng, **fields) -> Record:
         "watts": watts, "watts_highest": watts + 40, "celsius": 61.0,
         "throttle": ["power cap"] if watts > 600 else [],
     }  # fmt: skip
-    is_torch = "jax" not in subject[0] and subject[0] != "Pallas"
+    is_torch = "jax" not in subject[0] and subject[0] != "jax triton"
     return Record(
         suite, case, operation, *subject, **ORIGIN, status="ok", times=times(ms, 0.01),
         span=times(ms + 0.001, 0.01), host=times(0.03, 0.1),

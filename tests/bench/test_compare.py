@@ -10,7 +10,8 @@ from bench.records import Record, append
 from bench.statistics import Times
 
 RECORD = Record(
-    suite="flash", case={"name": "a"}, operation="forward", implementation="Triton", target="sm90",
+    suite="flash", case={"name": "a"}, operation="forward",
+    implementation="torch triton", target="sm90",
     device="NVIDIA H200", versions={"triton": "3.6.0"}, commit="1", date="2026-11-21",
     status="ok", times=Times(1.0, 0.98, 1.02),
 )  # fmt: skip
@@ -91,7 +92,8 @@ def test_the_command(tmp_path, capsys, monkeypatch, after, options, code):
         assert "expected a measurement with times in both files, got none" in printed.err
     elif code == 1:
         assert (
-            "│ a    │ forward   │ Triton sm90    │     1.0000 │    1.2000 │ +20.0% │" in printed.out
+            "│ a    │ forward   │ torch triton sm90 │     1.0000 │    1.2000 │ +20.0% │"
+            in printed.out
         )
     assert ("1 measured in both runs" in printed.out) == (code != 2)
 

@@ -14,7 +14,7 @@ from bench.suites.flash_job import flash_job, flash_tensors
 from bench.timing import Timing
 from interop.parity.cases import FlashCase
 
-TRITON = Subject("Triton", "sm90")
+TRITON = Subject("torch triton", "sm90")
 TIMES = Times(2.0, 1.9, 2.1)
 
 

@@ -28,9 +28,9 @@ def test_every_shape_kv_heads_and_mask_in_float16():
 def test_the_ablation_stands_beside_what_it_is_an_ablation_of_without_a_mask():
     for job in jobs(TARGETS):
         names = [subject.implementation for subject in job.makers if subject.target]
-        assert names.count("Triton") == 2
-        assert names.count("Pallas") == (2 if job.case["heads_kv"] == 32 else 1)
-        assert names.count("Triton without softmax") == (0 if job.case["causal"] else 2)
+        assert names.count("torch triton") == 2
+        assert names.count("jax triton") == (2 if job.case["heads_kv"] == 32 else 1)
+        assert names.count("torch triton without softmax") == (0 if job.case["causal"] else 2)
         assert {Subject("FA2"), Subject("cuDNN")} <= set(job.makers)
 
 

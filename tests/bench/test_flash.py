@@ -32,7 +32,7 @@ def test_forward_and_backward_of_every_case_with_every_subject():
     assert [job.operation for job in found] == ["forward", "backward"] * 18
     ours = {
         Subject(name, target)
-        for name in ("Triton", "Pallas", "Triton compiled")
+        for name in ("torch triton", "jax triton", "torch triton compiled")
         for target in TARGETS
     }
     for job in found:
@@ -46,7 +46,7 @@ def test_the_filter_is_part_of_a_name():
 
 
 SLOW = {
-    "Triton compiled sm90", "Triton compiled sm80", "FlexAttention", "jax.nn XLA",
+    "torch triton compiled sm90", "torch triton compiled sm80", "FlexAttention", "jax.nn XLA",
     "jax Pallas mha", "tokamax Triton",
 }  # fmt: skip
 
@@ -58,7 +58,7 @@ SLOW = {
         ("4x4096x32x64", SLOW),
         (
             "1x16384x16x128",
-            SLOW | {"eager", "jax.nn cuDNN", "tokamax Mosaic", "Pallas sm80"},
+            SLOW | {"eager", "jax.nn cuDNN", "tokamax Mosaic", "jax triton sm80"},
         ),
     ],
 )

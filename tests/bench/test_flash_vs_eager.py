@@ -11,8 +11,8 @@ from bench.suites.flash_job import flash_tensors
 from bench.suites.flash_vs_eager import columns, jobs
 from interop.parity.cases import FlashCase
 
-TORCH = {Subject("Triton", "sm90"), Subject("eager"), Subject("SDPA")}
-JAX = {Subject("Pallas", "sm90"), Subject("jax.nn XLA")}
+TORCH = {Subject("torch triton", "sm90"), Subject("eager"), Subject("SDPA")}
+JAX = {Subject("jax triton", "sm90"), Subject("jax.nn XLA")}
 
 
 def test_every_operation_of_every_case():

@@ -15,9 +15,9 @@ from bench.suites.decode_inputs import decode_tensors
 from interop.parity.cases import DecodeCase
 
 PEERS = {Subject(name) for name in DECODE}
-NATIVE = {Subject(name, "sm90") for name in ("Triton", "Pallas", "Triton graph")}
-PALLAS = Subject("Pallas", "sm90")
-SM80 = {Subject(name, "sm80") for name in ("Triton", "Pallas")}
+NATIVE = {Subject(name, "sm90") for name in ("torch triton", "jax triton", "torch triton graph")}
+PALLAS = Subject("jax triton", "sm90")
+SM80 = {Subject(name, "sm80") for name in ("torch triton", "jax triton")}
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +72,7 @@ def test_the_gate_takes_what_the_twins_give():
     job = kvcache._job(case, ours.decode_makers(["sm90"]))
     tensors = decode_tensors(case, "cpu")
     check = job.check(tensors)
-    for twin in ("Triton", "Pallas"):
+    for twin in ("torch triton", "jax triton"):
         call = job.makers[Subject(twin, "sm90")](tensors)
         (out,) = call.result(call.run())
         assert check([out]) < 1, twin

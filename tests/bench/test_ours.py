@@ -24,23 +24,23 @@ def tensors_of(case):
 
 def test_every_implementation_for_every_target():
     makers = ours.flash_makers(["sm90", "sm80"])
-    names = ("Triton", "Pallas", "Triton compiled")
+    names = ("torch triton", "jax triton", "torch triton compiled")
     assert list(makers) == [Subject(name, t) for name in names for t in ("sm90", "sm80")]
     native = ours.flash_makers(["sm90"], compiling=False)
-    assert list(native) == [Subject("Triton", "sm90"), Subject("Pallas", "sm90")]
+    assert list(native) == [Subject("torch triton", "sm90"), Subject("jax triton", "sm90")]
     assert list(ours.decode_makers(["sm80"])) == [
-        Subject("Triton", "sm80"), Subject("Pallas", "sm80"),
+        Subject("torch triton", "sm80"), Subject("jax triton", "sm80"),
     ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("implementation", "operation"),
     [
-        ("Triton", "forward"),
-        ("Triton", "backward"),
-        ("Triton", "both"),
-        ("Triton compiled", "both"),
-        ("Pallas", "both"),
+        ("torch triton", "forward"),
+        ("torch triton", "backward"),
+        ("torch triton", "both"),
+        ("torch triton compiled", "both"),
+        ("jax triton", "both"),
     ],
 )
 def test_a_call_of_flash_attention_is_right_every_time(monkeypatch, implementation, operation):
@@ -54,7 +54,11 @@ def test_a_call_of_flash_attention_is_right_every_time(monkeypatch, implementati
 
 @pytest.mark.parametrize(
     ("implementation", "options"),
-    [("Triton", {}), ("Triton", {"tokens": None}), ("Pallas", {"kv_dtype": "int8"})],
+    [
+        ("torch triton", {}),
+        ("torch triton", {"tokens": None}),
+        ("jax triton", {"kv_dtype": "int8"}),
+    ],
 )
 def test_a_call_of_paged_decode_is_right_every_time(implementation, options):
     case = replace(PAGED, **options)

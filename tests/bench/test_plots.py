@@ -86,8 +86,8 @@ def test_heat_map_holds_the_ratios(records):
 def test_an_ablation_is_compared_with_no_peer(record, records):
     ablation = record(implementation=ABLATION, target="sm90")
     heat_map = figure(of_suite([*records, ablation], BOUNDS), "Forward: peer's time / ours")
-    assert [axes.get_title(loc="left") for axes in heat_map.axes] == ["Triton sm90"]
-    assert [row[1] for row in speeds([*records, ablation])[1:]] == ["Triton sm90"]
+    assert [axes.get_title(loc="left") for axes in heat_map.axes] == ["torch triton sm90"]
+    assert [row[1] for row in speeds([*records, ablation])[1:]] == ["torch triton sm90"]
 
 
 def test_roofline_stands_on_the_measured_and_the_datasheets_rates():
@@ -118,8 +118,8 @@ def test_looks_tell_all_labels_apart():
     assert len(looks) == 14
     told = {(s["color"], str(s["linestyle"]), s["marker"]) for s in looks.values()}
     assert len(told) == 14
-    assert looks["Triton sm90"]["color"] == looks["Triton sm80"]["color"]
-    assert looks["Triton sm90"]["color"] != looks["Pallas sm90"]["color"]
+    assert looks["torch triton sm90"]["color"] == looks["torch triton sm80"]["color"]
+    assert looks["torch triton sm90"]["color"] != looks["jax triton sm90"]["color"]
 
 
 def test_a_peer_of_one_length_is_a_point_and_panels_share_a_scale(record):
@@ -135,15 +135,15 @@ def test_a_peer_of_one_length_is_a_point_and_panels_share_a_scale(record):
     # Nothing else leads from the point to its name, which stands in the legend.
     assert all(note.arrow_patch is None for axes in drawn.axes for note in axes.texts)
     (legend,) = drawn.legends
-    assert [text.get_text() for text in legend.get_texts()] == ["Triton sm90", "cuDNN"]
+    assert [text.get_text() for text in legend.get_texts()] == ["torch triton sm90", "cuDNN"]
 
 
 def test_a_variant_that_is_timed_at_few_cases_has_no_heat_map(record):
     peers = [record(keys=n, implementation="FA2", target=None) for n in (64, 128, 256, 512)]
     ours = [record(keys=n) for n in (64, 128, 256, 512)]
-    variant = record(keys=64, implementation="Triton compiled")
+    variant = record(keys=64, implementation="torch triton compiled")
     heat_map = figure(of_suite([*peers, *ours, variant], BOUNDS), "Forward: peer's time / ours")
-    assert [axes.get_title(loc="left") for axes in heat_map.axes] == ["Triton sm90"]
+    assert [axes.get_title(loc="left") for axes in heat_map.axes] == ["torch triton sm90"]
 
 
 def test_rows_are_named_by_what_changes(record):

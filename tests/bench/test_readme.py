@@ -56,7 +56,7 @@ def speeds(groups, target, suite, operation, peer, keep=None):
     ratios = [
         group[peer] / group[ours]
         for (*where, _), group in groups.items()
-        for ours in (f"Triton {target}", f"Pallas {target}")
+        for ours in (f"torch triton {target}", f"jax triton {target}")
         if where == [suite, operation] and {peer, ours} <= group.keys()
         if keep is None or keep(group["case"])
     ]

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from bench.records import append, drop_unfinished_line, load, origin, stem
+from bench.records import ABLATION, append, drop_unfinished_line, load, origin, stem
 from bench.statistics import Times
 
 
@@ -34,6 +34,18 @@ def test_a_compressed_file_gives_back_the_same(tmp_path, record):
     compressed.write_bytes(gzip.compress(path.read_bytes()))
     assert load(compressed) == load(path)
     assert stem(compressed) == stem(path) == "records"
+
+
+def test_names_of_earlier_versions_are_translated(tmp_path, record):
+    path = tmp_path / "records.jsonl"
+    former = ("Triton", "Triton compiled", "Triton graph", "Triton without softmax", "Pallas")
+    append(path, [record(implementation=name) for name in former])
+    assert [r.implementation for r in load(path)] == [
+        "torch triton", "torch triton compiled", "torch triton graph", ABLATION, "jax triton",
+    ]  # fmt: skip
+    peer = record(implementation="tokamax Triton", target=None)
+    append(path, [peer])
+    assert load(path)[-1].implementation == peer.implementation
 
 
 @pytest.mark.parametrize("content", [b"no gzip", gzip.compress(b"{}" * 99, mtime=0)[:-9]])
@@ -69,7 +81,7 @@ def test_the_key_is_of_the_measurement_and_not_of_what_it_found(record):
         {"suite": "fa2"},
         {"keys": 2048},
         {"operation": "backward"},
-        {"implementation": "Pallas"},
+        {"implementation": "jax triton"},
         {"target": "sm80"},
         {"device": "another"},
         {"versions": {"torch": "3.0"}},
@@ -112,7 +124,7 @@ def test_a_status_is_one_of_the_known(record):
 
 def test_labels_name_the_target_of_our_own_code_only(record):
     peer = record(implementation="FA2", target=None)
-    assert (record().label, record().is_peer) == ("Triton sm90", False)
+    assert (record().label, record().is_peer) == ("torch triton sm90", False)
     assert (peer.label, peer.is_peer) == ("FA2", True)
 
 

@@ -47,7 +47,7 @@ def table(markdown: str, heading: str) -> list[list[str]]:
 def test_markdown_shows_numbers_and_statuses(records):
     text = markdown(records)
     assert table(text, "Forward, TFLOP/s") == [
-        ["case (all B2 H2 D64 bfloat16 window_size=(48, 16))", "Triton sm90", "FA2"],
+        ["case (all B2 H2 D64 bfloat16 window_size=(48, 16))", "torch triton sm90", "FA2"],
         ["S1024", "100", "66.7"],
         ["S2048", "out of memory", "66.7"],
     ]
@@ -58,10 +58,11 @@ def test_markdown_shows_numbers_and_statuses(records):
     ]
     assert table(text, SPEEDS) == [
         ["operation", "implementation", "best peer", "FA2"],
-        ["forward", "Triton sm90", "1.50 to 1.50", "1.50 to 1.50"],
+        ["forward", "torch triton sm90", "1.50 to 1.50", "1.50 to 1.50"],
     ]
     assert table(text, "Without a time")[1] == [
-        "forward", "Triton sm90", "out of memory", "MemoryError: <b> \\| too large", "keys-2048",
+        "forward", "torch triton sm90", "out of memory", "MemoryError: <b> \\| too large",
+        "keys-2048",
     ]  # fmt: skip
     assert "- versions: torch 2.0\n- commit: 0123456789ab\n- date: 2026-11-21\n" in text
     assert "- our rows: 1 measured, 1 out of memory\n- peers' rows: 2 measured\n" in text
@@ -181,7 +182,7 @@ def test_facts_sum_up_the_clocks_the_spread_and_the_cross_check(record):
     assert found["power"] == "up to 700 W, 70 °C; held back by power cap"
     assert "3.0% from CUPTI" in found["cross-check"]
     assert (
-        "at most by 5.0% (Triton sm90, forward, keys-2048; 1.0% between its rounds)"
+        "at most by 5.0% (torch triton sm90, forward, keys-2048; 1.0% between its rounds)"
         in found["cross-check"]
     )
     assert "FA2 and" not in found["cross-check"]
@@ -377,9 +378,9 @@ def test_an_excerpt_takes_the_place_of_what_is_between_the_marks(run):
     }.items():
         head, *rows = table(put, heading)
         assert len(rows) == cases
-        assert {"Triton sm90", "Pallas sm90"} <= set(head)
+        assert {"torch triton sm90", "jax triton sm90"} <= set(head)
     assert "FlashInfer" in head
-    assert not {"Triton compiled sm90", "eager"} & set(table(put, "Forward, TFLOP/s")[0])
+    assert not {"torch triton compiled sm90", "eager"} & set(table(put, "Forward, TFLOP/s")[0])
 
 
 def test_an_excerpt_leaves_out_a_run_that_has_none_of_its_cases(run):

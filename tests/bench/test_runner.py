@@ -15,7 +15,7 @@ from bench.sampling import Sample, Sampler
 from bench.statistics import Times
 from bench.timing import Timing
 
-OURS, PEER = Subject("Triton", "sm90"), Subject("FA2")
+OURS, PEER = Subject("torch triton", "sm90"), Subject("FA2")
 TIMING = Timing(
     busy=Times(2.0, 1.9, 2.1), span=Times(2.5, 2.4, 2.6), host=Times(0.1, 0.1, 0.1), kernels=("k",),
     events=2.6, memory=1024,
@@ -78,7 +78,8 @@ def test_each_step_is_shown(origin):
     planned = job("a").plan(origin)
     measure(job("a"), planned, instruments, Sampler(read), steps.append)
     assert steps == [
-        "making tensors", "Triton sm90 compiles and is checked", "FA2 compiles and is checked",
+        "making tensors", "torch triton sm90 compiles and is checked",
+        "FA2 compiles and is checked",
         "timing",
     ]  # fmt: skip
 
@@ -87,13 +88,13 @@ def test_a_record_holds_what_was_measured(run, origin):
     code, records, printed = run(job("a", reads=4, writes=2))
     assert code == 0
     assert [(r.case["name"], r.label, r.status) for r in records] == [
-        ("a", "Triton sm90", "ok"),
+        ("a", "torch triton sm90", "ok"),
         ("a", "FA2", "ok"),
     ]
     ours = records[0]
     assert (ours.times, ours.span, ours.host) == (TIMING.busy, TIMING.span, TIMING.host)
     assert (ours.events, ours.memory) == (2.6, 1024)
-    assert ours.kernels == ("Triton of tensors",)
+    assert ours.kernels == ("torch triton of tensors",)
     assert (ours.tflops, ours.bytes_per_second) == (2.0, 3e9)
     assert (ours.reads, ours.writes, ours.error) == (4, 2, None)
     assert ours.gpu["sm_mhz"] == 1980.0
@@ -149,7 +150,7 @@ def test_only_what_is_right_is_timed(run, error, status):
 
     def check(tensors):
         made.append(tensors)
-        return lambda arrays: error if arrays == ("Triton of tensors",) else 0.1
+        return lambda arrays: error if arrays == ("torch triton of tensors",) else 0.1
 
     timed = []
 
@@ -164,7 +165,7 @@ def test_only_what_is_right_is_timed(run, error, status):
     assert timed == ([OURS, PEER] if status == "ok" else [PEER])
     assert made == ["tensors"]  # the oracle runs once a job
     if status != "ok":
-        assert f"Triton sm90: refused by parity: its error is {error:.3g} times" in printed
+        assert f"torch triton sm90: refused by parity: its error is {error:.3g} times" in printed
 
 
 def test_an_ablation_is_not_checked(run):
@@ -186,14 +187,14 @@ def test_what_is_measured_is_not_measured_again(run):
     assert code == 0
     assert timed == [[OURS, PEER]]
     assert [r.case["name"] for r in records] == ["a", "a", "b", "b"]
-    assert printed.count("Triton sm90") == 2  # the table shows both
+    assert printed.count("torch triton sm90") == 2  # the table shows both
 
 
 def test_resume_adds_the_implementation_that_is_missing(run):
     makers = job("a").makers
     run(job("a", makers={OURS: makers[OURS]}))
     _, records, printed = run(job("a"), resume=True)
-    assert [r.label for r in records] == ["Triton sm90", "FA2"]
+    assert [r.label for r in records] == ["torch triton sm90", "FA2"]
     assert printed.count("1.00") == 2  # and compares it with what was there
 
 
@@ -236,12 +237,12 @@ def test_an_implementation_that_fails_is_a_row_and_the_run_goes_on(run, error, s
     code, records, printed = run(job("a", makers=makers), job("b"))
     assert code == 0
     found = {(r.case["name"], r.label): r for r in records}
-    failed = found.pop(("a", "Triton sm90"))
+    failed = found.pop(("a", "torch triton sm90"))
     assert (failed.status, failed.times, failed.tflops) == (status, None, None)
     first_line = str(error).splitlines()[0]
     assert failed.message == f"{type(error).__name__}: {first_line}"
     assert [r.status for r in found.values()] == ["ok"] * 3
-    assert f"Triton sm90: {status}: {failed.message}" in printed
+    assert f"torch triton sm90: {status}: {failed.message}" in printed
 
 
 def test_a_peer_that_is_absent_says_why(run):
@@ -249,7 +250,7 @@ def test_a_peer_that_is_absent_says_why(run):
     code, records, _ = run(job("a", makers=makers))
     assert code == 0
     found = {r.label: (r.status, r.message) for r in records}
-    assert found == {"Triton sm90": ("ok", None), "FA2": ("absent", "no such package")}
+    assert found == {"torch triton sm90": ("ok", None), "FA2": ("absent", "no such package")}
 
 
 @pytest.mark.parametrize("stage", ["run", "result", "check"])
@@ -260,7 +261,7 @@ def test_a_call_that_fails_is_a_row(run, stage):
     broken = job("a", check=lambda tensors: check, makers={PEER: lambda tensors: call})
     _, records, _ = run(broken, job("b"))
     assert [(r.label, r.status) for r in records] == [
-        ("FA2", "failed"), ("Triton sm90", "ok"), ("FA2", "ok"),
+        ("FA2", "failed"), ("torch triton sm90", "ok"), ("FA2", "ok"),
     ]  # fmt: skip
 
 
@@ -271,7 +272,7 @@ def test_a_case_that_fails_is_a_row_of_each_implementation(run, stage):
     code, records, _ = run(broken, timer=error)
     assert code == 0
     assert [(r.label, r.status) for r in records] == [
-        ("Triton sm90", "out of memory"),
+        ("torch triton sm90", "out of memory"),
         ("FA2", "out of memory"),
     ]
 
@@ -283,7 +284,7 @@ def test_what_cannot_be_timed_does_not_take_the_others_with_it(run):
         return fake_timer(calls)
 
     _, records, _ = run(job("a"), timer=timer)
-    assert {r.label: r.status for r in records} == {"Triton sm90": "ok", "FA2": "failed"}
+    assert {r.label: r.status for r in records} == {"torch triton sm90": "ok", "FA2": "failed"}
 
 
 class Memory:

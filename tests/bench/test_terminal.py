@@ -30,7 +30,15 @@ def test_a_row_stands_beside_the_ceiling_and_the_best_peer(record):
         for name, ms in (("FA2", 3.0), ("cuDNN", 1.0))
     ]
     text = printed([ceiling, record(), *peers])
-    assert line(text, "Triton sm90")[3:] == ["2.0000", "10.0%", "", "100.0", "", "12.5%", "0.50"]
+    assert line(text, "torch triton sm90")[3:] == [
+        "2.0000",
+        "10.0%",
+        "",
+        "100.0",
+        "",
+        "12.5%",
+        "0.50",
+    ]
 
 
 def test_what_is_absent_is_counted_and_what_failed_is_shown(record):

@@ -17,7 +17,7 @@ Style = dict[str, Any]
 PANEL_HEIGHT = 2.7  # inches
 
 # Okabe and Ito's: blue and vermilion are ours, the rest are the peers'.
-_OURS = {"Triton": COLOURS[0], "Pallas": COLOURS[5]}
+_OURS = {"torch": COLOURS[0], "jax": COLOURS[5]}
 _PEERS = (COLOURS[2], COLOURS[3], COLOURS[1], COLOURS[4], COLOURS[6], COLOURS[7])
 _DASHES = {"sm80": (0, (4, 1.5))}
 
@@ -25,17 +25,17 @@ _DASHES = {"sm80": (0, (4, 1.5))}
 def styles(records: Sequence[Record]) -> dict[str, Style]:
     """By label, the same in every picture of these records.
 
-    Ours are bold: a colour for each framework's kernel, dashed where it is SM80 code, with another
-    marker for a variant. Peers are thin, and dotted from the seventh on.
+    Ours are bold: a colour for each framework, dashed where it is SM80 code, with a marker for each
+    implementation. Peers are thin, and dotted from the seventh on.
     """
     ours: dict[str, Style] = {}
     firsts = {r.label: r for r in records if not r.is_peer}
-    kinds = sorted({r.implementation for r in firsts.values()})  # "Triton" before its variants
+    kinds = sorted({r.implementation for r in firsts.values()})
     for label, record in firsts.items():
-        family = record.implementation.split()[0]
-        variants = [kind for kind in kinds if kind.split()[0] == family]
+        framework = record.implementation.split()[0]
+        variants = [kind for kind in kinds if kind.split()[0] == framework]
         ours[label] = {
-            "color": _OURS[family],
+            "color": _OURS[framework],
             "linestyle": _DASHES.get(record.target or "", "-"),
             "linewidth": 2.2,
             "marker": "oXP*"[variants.index(record.implementation) % 4],
