@@ -1,4 +1,4 @@
-"""What a suite is made of: calls that are timed together, on the same tensors.
+"""Describe what a suite measures: calls that are timed together, on the same tensors.
 
 A suite lists `Job`s and measures nothing itself; `bench.runner` runs them.
 """
@@ -11,37 +11,35 @@ from typing import Any, Literal, NamedTuple
 
 from bench.records import Record
 
-Operation = Literal["forward", "backward", "both", "decode", "ceiling"]
+Operation = Literal["forward", "backward", "both", "decode", "peak"]
 Check = Callable[[Sequence[Any]], float]
 
 
 class Subject(NamedTuple):
-    """An implementation, and the target that it is compiled for; None for a peer."""
+    """An implementation, and the target that it is compiled for: None for a peer."""
 
     implementation: str
     target: str | None = None
 
 
 class Absent(Exception):
-    """A maker's: the peer is not installed, or does not do this case; the text says why."""
+    """Raised by a factory: the peer is not installed or does not do the case, with the reason."""
 
 
 class Call(NamedTuple):
-    """What a maker makes.
+    """One implementation on a job's tensors.
 
     Attributes:
-        run: what is timed; launches and does not wait.
-        result: the arrays to check, torch's or JAX's, from what `run` gave; None where the result
-            is wrong on purpose, as an ablation's.
-            Of a forward (out,), a backward (dq, dk, dv), both (out, dq, dk, dv), a decode (out,);
-            each [B, S, H, D].
-        held: bytes that a backward finds: its forward's output and what that saved; None where
-            they are not known.
+        run: the timed function; launches and does not wait.
+        result: from what `run` returned, the arrays to check, torch's or JAX's [B, S, H, D]: (out,)
+            of a forward or a decode, (dq, dk, dv) of a backward, (out, dq, dk, dv) of both. None
+            for an ablation, whose result is wrong on purpose.
+        saved: bytes of a forward's output and saved activations before a backward, None if unknown.
     """
 
     run: Callable[[], Any]
     result: Callable[[Any], Sequence[Any]] | None
-    held: int | None = None
+    saved: int | None = None
 
 
 @dataclass(frozen=True)
@@ -53,10 +51,9 @@ class Job:
         operation: what one call does.
         flops, bytes: operations and least traffic (reads and writes) of one call.
         inputs: makes the tensors.
-        makers: from those tensors, each implementation's call. A maker raises `Absent` where it
-            has none.
-        check: from those tensors, what gives the worst error of a result over its budget; more
-            than 1 refuses the result (see `bench.gate`). None where nothing is checked.
+        factories: from those tensors, each implementation's call, or `Absent`.
+        check: from those tensors, a function that returns the worst error of a result over its
+            budget; above 1 refuses the result (see `bench.gate`). None if nothing is checked.
         reads, writes: `bytes` by direction, where a suite shows them.
     """
 
@@ -65,13 +62,13 @@ class Job:
     flops: int
     bytes: int
     inputs: Callable[[], Any]
-    makers: Mapping[Subject, Callable[[Any], Call]]
+    factories: Mapping[Subject, Callable[[Any], Call]]
     check: Callable[[Any], Check] | None = None
     reads: int | None = None
     writes: int | None = None
 
     def plan(self, origin: dict[str, Any]) -> dict[Subject, Record]:
-        """The records that measuring would fill."""
+        """Return the records that measuring would fill."""
         return {
             Subject(*subject): Record(
                 case=self.case,
@@ -82,5 +79,5 @@ class Job:
                 writes=self.writes,
                 **origin,
             )
-            for subject in self.makers
+            for subject in self.factories
         }

@@ -1,4 +1,4 @@
-"""What the benchmark found out: one record for each implementation on each case, as JSON lines."""
+"""Keep a record for each implementation on each case, as JSON lines."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from bench.statistics import Times
-
 Status = Literal["planned", "ok", "failed", "absent", "out of memory", "refused by parity"]
 
 # What earlier versions wrote, by field, and its name today.
 FORMER_NAMES = {
+    "suite": {"flash-vs-eager": "eager", "eager-attention": "eager"},
+    "operation": {"ceiling": "peak"},
     "implementation": {
         "Triton": "torch triton",
         "Triton compiled": "torch triton compiled",
@@ -28,14 +28,43 @@ ABLATION = "torch triton without softmax"  # its result is wrong on purpose (see
 
 
 @dataclass(frozen=True)
+class Times:
+    """Milliseconds of one call.
+
+    Attributes:
+        median: median over the calls of a round, then over rounds.
+        fastest, slowest: medians of the fastest and of the slowest round.
+        p20, p80: percentiles over the calls of all rounds; None where calls were not kept.
+    """
+
+    median: float
+    fastest: float
+    slowest: float
+    p20: float | None = None
+    p80: float | None = None
+
+    @property
+    def spread(self) -> float:
+        """Return the distance between the rounds, as a fraction of the median."""
+        return (self.slowest - self.fastest) / self.median
+
+    @property
+    def range(self) -> tuple[float, float]:
+        """Return the fastest round or the 20th percentile, and the slowest or the 80th."""
+        bounds = [self.fastest, self.slowest, self.p20, self.p80]
+        kept = [bound for bound in bounds if bound is not None]
+        return min(kept), max(kept)
+
+
+@dataclass(frozen=True)
 class Record:
     """One implementation on one case.
 
     Attributes:
         suite: the suite that it was measured for.
         case: the case's fields, its "name" among them.
-        operation: what one call does: "forward", "backward", "both" or "decode"; "ceiling" is what
-            the device gave in the same run (see `bench.ceilings`).
+        operation: of one call: "forward", "backward", "both" or "decode"; "peak" is a rate of the
+            device in the same run (see `bench.peaks`).
         implementation: framework and kernel family, such as "torch triton"; or a peer's name.
         target: what our own kernels were compiled for; None for a peer.
         device, versions, commit, date: where, with what and when it ran.
@@ -43,18 +72,17 @@ class Record:
             installed or does not do the case; "refused by parity" when the result is wrong, so that
             its time says nothing.
         message: the error behind a status that is not "ok".
-        times: the device is busy that long with a call. None unless the status is "ok", as the
-            rest.
+        times: device time of a call. None unless the status is "ok", as the rest.
         span: from the start of a call's first kernel to the end of its last one.
         host: until a call returns on the host, without a profiler.
         events: milliseconds of a call between two CUDA events, a cross-check of `span`.
         kernels: names of the kernels of one call, in order.
-        tflops: 10^12 operations a second of `times`, of the pairs that the mask keeps.
+        tflops: 10^12 operations per second of `times`, of the pairs that the mask keeps.
         bytes_per_second: least traffic over `times`.
         reads, writes: bytes of that traffic, by direction.
-        error: the worst error over its budget, as the gate found it.
+        error: the worst error over its budget, by the gate.
         memory: bytes that a call adds at its peak.
-        held: bytes that a backward finds: its forward's output and what that saved.
+        held: bytes of a forward's output and its saved activations, before a backward.
         gpu: clocks, power, temperature and throttle reasons while it was timed (see
             `bench.sampling`).
     """
@@ -92,7 +120,7 @@ class Record:
 
     @property
     def label(self) -> str:
-        """The implementation with its target: a column of tables, a line of plots."""
+        """Return the implementation with its target."""
         return " ".join(filter(None, (self.implementation, self.target)))
 
     @property
@@ -101,28 +129,28 @@ class Record:
 
     @property
     def is_ablation(self) -> bool:
-        """No implementation of attention: not to be compared with one."""
+        """Return True if the result is no attention, so that its time compares with nothing."""
         return self.implementation == ABLATION
 
     @property
     def run(self) -> str:
-        """What records must share to be compared: device, versions and commit."""
+        """Return what records must share to be compared: device, versions and commit."""
         return json.dumps([self.device, self.versions, self.commit], sort_keys=True)
 
     @property
     def measurement(self) -> str:
-        """What was measured, whatever the device, the versions and the commit."""
+        """Return what was measured, without device, versions and commit."""
         measured = [self.suite, self.case, self.operation, self.implementation, self.target]
         return json.dumps(measured, sort_keys=True)
 
     @property
     def key(self) -> str:
-        """Equal for two records of the same measurement, whatever they found."""
+        """Return a text that two records of the same measurement in one run share."""
         return json.dumps([self.measurement, self.run])
 
 
 def origin(suite: str, facts: dict[str, str]) -> dict[str, Any]:
-    """The fields that all records of a suite's run share, from a report's facts."""
+    """Return the fields that all records of a suite's run share, from a report's facts."""
     apart = ("device", "commit", "date")
     versions = {name: value for name, value in facts.items() if name not in apart}
     return {"suite": suite, "versions": versions} | {name: facts[name] for name in apart}
@@ -149,7 +177,7 @@ def drop_unfinished_line(path: Path) -> bool:
     """End a file with a whole line, as `append` needs it: a killed run may leave part of one.
 
     Returns:
-        Whether the last line was no JSON and so was dropped.
+        True if the last line was no JSON and was dropped.
     """
     content = path.read_bytes()
     whole, newline, last = content.rpartition(b"\n")

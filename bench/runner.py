@@ -1,4 +1,4 @@
-"""Run a suite: measure what is not measured yet, keep every record as soon as it is there."""
+"""Run a suite: measure what is not measured yet, and keep every record at once."""
 
 from __future__ import annotations
 
@@ -12,20 +12,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TaskID,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import Progress, TaskID
 
 from bench.job import Absent, Call, Check, Job, Subject
 from bench.records import Record, append, load
+from bench.report.tables import brief
 from bench.sampling import Sampler
-from bench.terminal import terminal_table
+from interop.rendering.tables import PROGRESS, progress_columns, to_terminal
 
 if TYPE_CHECKING:
     from bench.timing import Timing
@@ -37,15 +30,15 @@ Run = Callable[[], Any]
 
 
 class Instruments(NamedTuple):
-    """What a run needs of the device.
+    """The functions that use the device.
 
     Attributes:
         time: times several calls against each other.
         wait: blocks until a call's result is there.
-        sample: makes what samples clocks and power while it is entered.
-        release: gives back memory that nothing refers to.
-        limit: entered while an implementation makes its first call, whose memory it limits; the
-            oracle's and the timer's are their own.
+        sample: returns a sampler of clocks and power.
+        release: frees memory that nothing refers to.
+        limit: limits the memory of an implementation while it makes its first call; the oracle and
+            the timer have memory of their own.
     """
 
     time: Callable[[Mapping[Subject, Run]], Mapping[Subject, Timing]]
@@ -79,17 +72,14 @@ def run_suite(
         records = {r.key: r for r in load(path) if r.status != "failed"}
     planned = [record.key for job in jobs for record in job.plan(origin).values()]
     code = INTERRUPTED
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
-               TimeElapsedColumn(), TextColumn("elapsed,"), TimeRemainingColumn(),
-               TextColumn("left"))  # fmt: skip
-    progress = Progress(*columns, console=console, transient=True, speed_estimate_period=600)
+    progress = Progress(*progress_columns(), console=console, **PROGRESS)
     with suppress(KeyboardInterrupt), progress:
         task = progress.add_task("", total=len(jobs))
         for job in jobs:
             title = f"{job.case['name']} {job.operation}"
-            show = partial(_show, progress, task, title)
             todo = {s: r for s, r in job.plan(origin).items() if r.key not in records}
             sampler, start = instruments.sample(), time.monotonic()
+            show = partial(_show, progress, task, title)
             measured = measure(job, todo, instruments, sampler, show)
             instruments.release()
             if path is not None:
@@ -107,7 +97,7 @@ def run_suite(
             if not console.is_terminal:  # which shows no bar
                 console.print(f"{title}: {time.monotonic() - start:.1f} s", markup=False)
         code = 0
-    console.print(terminal_table([records[key] for key in planned if key in records]))
+    _print([records[key] for key in planned if key in records], console)
     if code == INTERRUPTED:
         console.print("Interrupted; what was measured is kept.")
     return code
@@ -115,6 +105,15 @@ def run_suite(
 
 def _show(progress: Progress, task: TaskID, title: str, step: str) -> None:
     progress.update(task, description=f"{title}: {step}")
+
+
+def _print(records: Sequence[Record], console: Console) -> None:
+    """Print a table of all records but the absent ones, which are counted."""
+    shown = [record for record in records if record.status != "absent"]
+    absent = len(records) - len(shown)
+    caption = f"{absent} absent: a peer is not installed, or does not do the case"
+    styles = ["" if record.status == "ok" else "red" for record in shown]
+    console.print(to_terminal(brief(shown), styles, caption=caption if absent else None))
 
 
 def measure(
@@ -127,7 +126,7 @@ def measure(
     """Fill the planned records of one job; an error becomes the status of what it stopped.
 
     Implementations are timed together as far as they fit in memory together: one that runs out of
-    it waits until those before it are timed and gone. `show` is told each step.
+    it waits until those before it are timed and gone. `show` receives each step.
     """
     if not planned:
         return []
@@ -144,7 +143,7 @@ def measure(
         for subject in list(waiting):
             show(f"{planned[subject].label} compiles and is checked")
             record, call = _prepare(
-                planned[subject], job.makers[subject], inputs, check, instruments
+                planned[subject], job.factories[subject], inputs, check, instruments
             )
             if record.status == "out of memory":
                 instruments.release()
@@ -166,19 +165,19 @@ def measure(
 
 def _prepare(
     record: Record,
-    make: Callable[[Any], Call],
+    factory: Callable[[Any], Call],
     inputs: Any,
     check: Check | None,
     instruments: Instruments,
 ) -> tuple[Record, Run | None]:
-    """Make a call and hold its result to its budget; no call where the record says why."""
-    limit = nullcontext if record.operation == "ceiling" else instruments.limit
+    """Make a call and check its result; no call if the record says why."""
+    limit = nullcontext if record.operation == "peak" else instruments.limit
     try:
         with limit():
-            call = make(inputs)
+            call = factory(inputs)
             result = call.run()
             instruments.wait(result)
-        record = replace(record, held=call.held)
+        record = replace(record, held=call.saved)
         if check is None or call.result is None:
             return record, call.run
         error = check(call.result(result))
@@ -199,7 +198,7 @@ def _time(
     instruments: Instruments,
     sampler: Sampler,
 ) -> list[Record]:
-    """Time calls against each other; where that fails, each by itself, to see which it is."""
+    """Time calls against each other; if that fails, each by itself, to find the culprit."""
     if not ready:
         return []
     try:

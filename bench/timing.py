@@ -1,15 +1,15 @@
-"""Device times of a call, whichever framework launches it, from one collector.
+"""Measure device times of calls of either framework with one collector.
 
 `torch.profiler` (CUPTI) records every kernel of the process, JAX's as well. Before each call the
 L2 cache is flushed by filling a buffer; that fill also separates the calls in the trace.
 
-Calls of torch are queued behind the fill, which hides what the host takes to launch them: their
-span is the device's own. JAX launches on a stream of its own, which would overtake the fill, so
-that its calls wait for it and their span counts gaps that the host leaves.
+Calls of torch are queued behind the fill, which hides the host's launch latency. JAX launches on a
+stream of its own, which would overtake the fill, so its calls wait for it and their span includes
+gaps that the host leaves.
 
-A card that is held to its power slows down within tens of milliseconds of work, so that a turn
-first makes as many calls without counting them as `triton.testing.do_bench` does. Every round also
-asks that function, as a cross-check.
+A card at its power cap slows down within tens of milliseconds of work. So a turn first makes as
+many uncounted calls as `triton.testing.do_bench` does. Every round also calls that function, as a
+cross-check.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from bench.statistics import Times, summarize
+from bench.records import Times
 
 Name = TypeVar("Name", bound=Hashable)
 Run = Callable[[], Any]
@@ -35,7 +35,7 @@ _FLUSH_BYTES = 256 * 2**20  # several times the L2 of any GPU of today
 _FILLS = 4  # of a short call of torch: 0.3 ms on an H200, while the host launches all of the call
 _LONG = 0.3  # milliseconds; one fill hides the launches of a call that goes on for longer
 _FLUSH_KERNEL = "FillFunctor<signed char>"
-_REST = 0.1  # seconds before a turn of longer calls: a card held to its power regains its clock
+_REST = 0.1  # seconds before a turn of longer calls: a card at its power cap regains its clock
 _FEWEST, _MOST = 3, 20  # calls of a round
 _EVENTS = 0.5, 20.0  # milliseconds; below, events measure their own overhead, above it takes long
 _ESTIMATING, _WARMUP_MS = 6, 5  # calls of do_bench for an estimate, and how long it then warms up
@@ -43,11 +43,11 @@ _ESTIMATING, _WARMUP_MS = 6, 5  # calls of do_bench for an estimate, and how lon
 
 @dataclass(frozen=True)
 class Timing:
-    """What was measured of one call.
+    """The measurements of one call.
 
     Attributes:
-        busy: time in which one of its kernels or more runs, copies and casts that a framework adds
-            included. (A dependent launch may overlap the kernel that it waits for.)
+        busy: time in which at least one of its kernels runs, copies and casts that a framework
+            adds included. (A dependent launch may overlap the kernel that it waits for.)
         span: from the start of its first kernel to the end of its last one.
         host: until it returns on the host, without the profiler.
         kernels: names of its kernels, in order.
@@ -65,7 +65,7 @@ class Timing:
 
 
 class Plan(NamedTuple):
-    """How a call is timed.
+    """The counts of a turn of one call.
 
     Attributes:
         warmup: calls of a turn that are not counted.
@@ -102,13 +102,13 @@ def time_calls(
     rounds: int = 3,
     round_ms: float = 20.0,
 ) -> dict[Name, Timing]:
-    """Time several calls, in an order that turns around every round (A B B A).
+    """Time several calls, in alternating order (ABBA).
 
     Args:
         calls: by name; each is called a few times to warm up.
         wait: blocks until a call's result is there.
-        rounds: how often each call has its turn.
-        round_ms: how long a turn's counted calls last, about; they are 3 to 20.
+        rounds: turns of each call.
+        round_ms: about the duration of a turn's counted calls, which are 3 to 20.
 
     Raises:
         RuntimeError: the trace does not show the calls, or no kernel of one.
@@ -138,8 +138,24 @@ def time_calls(
     return found
 
 
+def summarize(rounds: Sequence[Sequence[float]]) -> Times:
+    """Reduce the milliseconds of every call of every round.
+
+    >>> summarize([[1.0, 2.0, 3.0], [2.0, 3.0, 4.0]])
+    Times(median=2.5, fastest=2.0, slowest=3.0, p20=2.0, p80=3.0)
+
+    Raises:
+        ValueError: there is no round, or a round without a call.
+    """
+    if not rounds or not all(rounds):
+        raise ValueError(f"rounds: expected a call or more in each, got {rounds!r}")
+    medians = [float(np.median(calls)) for calls in rounds]
+    p20, p80 = map(float, np.percentile(np.concatenate(rounds), [20, 80]))
+    return Times(float(np.median(medians)), min(medians), max(medians), p20, p80)
+
+
 def split(trace: Iterable[Kernel], repeats: Sequence[int]) -> list[list[list[Kernel]]]:
-    """Of each turn the kernels of each call, told apart by the fills before the calls.
+    """Return for each turn the kernels of each call, told apart by the fills before calls.
 
     Args:
         trace: kernels in any order.
@@ -163,7 +179,7 @@ def split(trace: Iterable[Kernel], repeats: Sequence[int]) -> list[list[list[Ker
 
 
 def covered(kernels: Iterable[Kernel]) -> float:
-    """Microseconds in which one of the kernels or more runs."""
+    """Return the microseconds in which at least one of the kernels runs."""
     total, until = 0.0, float("-inf")
     for kernel in sorted(kernels, key=lambda kernel: kernel.start):
         total += max(0.0, kernel.end - max(kernel.start, until))
@@ -172,7 +188,7 @@ def covered(kernels: Iterable[Kernel]) -> float:
 
 
 def device_times(rounds: Sequence[Sequence[Sequence[Kernel]]]) -> tuple[Times, Times]:
-    """How long the device is busy with a call, and the call's span; from rounds of traced calls."""
+    """Return the busy time and the span of a call, from rounds of traced calls."""
     busy = [[covered(call) / 1e3 for call in calls] for calls in rounds]
     span = [
         [(max(k.end for k in call) - min(k.start for k in call)) / 1e3 for call in calls]
@@ -186,7 +202,7 @@ def _is_torch(result: Any) -> bool:
 
 
 def _plan(call: Run, wait: Wait, round_ms: float) -> Plan:
-    """As many calls as take `round_ms`, by the host's clock, after one to warm up."""
+    """Plan as many calls as take `round_ms` by the host's clock, after one to warm up."""
     result = call()
     queued = _is_torch(result)
     wait(result)
@@ -206,7 +222,7 @@ def _plan(call: Run, wait: Wait, round_ms: float) -> Plan:
 
 
 def _trace(turns: Iterable[tuple[Run, Plan]], wait: Wait) -> list[Kernel]:
-    """What the device does in these turns, the calls that warm up among it."""
+    """Return all kernels of these turns, those of uncounted calls included."""
     flush = torch.empty(_FLUSH_BYTES, dtype=torch.int8, device="cuda")
     # Without acc_events it warns that more than one cycle, which there is not, would be lost.
     with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
@@ -229,7 +245,7 @@ def _trace(turns: Iterable[tuple[Run, Plan]], wait: Wait) -> list[Kernel]:
 
 
 def _host_latencies(call: Run, wait: Wait, repeats: int) -> list[float]:
-    """Milliseconds until a call returns, of each of `repeats` calls."""
+    """Return the milliseconds until each of `repeats` calls returns."""
     latencies = []
     for _ in range(repeats):
         start = time.perf_counter()
@@ -240,7 +256,7 @@ def _host_latencies(call: Run, wait: Wait, repeats: int) -> list[float]:
 
 
 def _peak_memory(call: Run) -> int:
-    """Bytes that torch allocates during a call, at their peak."""
+    """Return the peak of the bytes that torch allocates during a call."""
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()

@@ -1,30 +1,30 @@
-"""What the twins are compared with: one adapter a peer, which may be absent.
+"""The libraries that the twins are compared with, each of which may be absent.
 
-A flash maker takes (case, operation, tensors), tensors q, k, v and dout [B, S, H, D] of torch; a
-decode maker takes (case, tensors), a `bench.suites.decode_inputs.DecodeTensors`. Both give a
-`bench.job.Call` and raise `bench.job.Absent` where the peer is not installed or does not do the
-case. Peers are imported when they are asked for a call.
+A flash factory takes (case, operation, tensors), tensors q, k, v and dout [B, S, H, D] of torch; a
+decode factory takes (case, tensors), a `bench.suites.decode_inputs.DecodeTensors`. Both return a
+`bench.job.Call` and raise `bench.job.Absent` if the peer is not installed or does not do the case.
+Peers are imported when they are asked for a call.
 """
 
 from collections.abc import Callable, Mapping
 from functools import partial
 
 from bench.job import Call
-from bench.peers import eager, flashinfer, flex, jax_nn, jax_pallas, sdpa, tokamax
+from bench.peers import flashinfer, jax_peers, torch_peers
 
 FLASH: Mapping[str, Callable[..., Call]] = {
-    "eager": eager.flash,
-    "FA2": partial(sdpa.flash, "FLASH_ATTENTION"),
-    "cuDNN": partial(sdpa.flash, "CUDNN_ATTENTION"),
-    "FlexAttention": flex.flash,
-    "jax.nn XLA": partial(jax_nn.flash, "xla"),
-    "jax.nn cuDNN": partial(jax_nn.flash, "cudnn"),
-    "jax Pallas mha": jax_pallas.flash,
-    "tokamax Mosaic": partial(tokamax.flash, "mosaic"),
-    "tokamax Triton": partial(tokamax.flash, "triton"),
+    "eager": torch_peers.eager,
+    "FA2": partial(torch_peers.sdpa, "FLASH_ATTENTION"),
+    "cuDNN": partial(torch_peers.sdpa, "CUDNN_ATTENTION"),
+    "FlexAttention": torch_peers.flex,
+    "jax.nn XLA": partial(jax_peers.jax_nn, "xla"),
+    "jax.nn cuDNN": partial(jax_peers.jax_nn, "cudnn"),
+    "jax Pallas mha": jax_peers.pallas_mha,
+    "tokamax Mosaic": partial(jax_peers.tokamax, "mosaic"),
+    "tokamax Triton": partial(jax_peers.tokamax, "triton"),
 }
 DECODE: Mapping[str, Callable[..., Call]] = {
     "FlashInfer": flashinfer.decode,
-    "FA2 dense": partial(sdpa.decode, "FLASH_ATTENTION"),
-    "cuDNN dense": partial(sdpa.decode, "CUDNN_ATTENTION"),
+    "FA2 dense": partial(torch_peers.sdpa_decode, "FLASH_ATTENTION"),
+    "cuDNN dense": partial(torch_peers.sdpa_decode, "CUDNN_ATTENTION"),
 }

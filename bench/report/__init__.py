@@ -1,1 +1,1 @@
-"""From records: tables, plots, and a page that holds both."""
+"""Report records: tables, plots, a summary in markdown, and a page with everything."""

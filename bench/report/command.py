@@ -1,4 +1,4 @@
-"""``python -m bench report``: tables, plots and a page of what was measured; needs no GPU."""
+"""``python -m bench report``: write tables, plots and a page of records; needs no GPU."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from interop.parity.arguments import make_folder
 def add_parser(commands: argparse._SubParsersAction) -> None:
     """Add the command to ``python -m bench``."""
     parser = commands.add_parser(
-        "report", help="tables, plots and a page of what was measured", description=__doc__
+        "report", help="write tables, plots and a page of records", description=__doc__
     )
     parser.add_argument(
         "records",
@@ -36,16 +36,15 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         "--documentation",
         type=Path,
         metavar="TEXT",
-        help="also put a few tables between the marks of this text (see bench/report/excerpt.py)",
+        help="also put a few tables between the marks of this text (see bench/report/markdown.py)",
     )
     parser.set_defaults(run=run, refuse=parser.error)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Write the report; returns 2 when a file cannot be read or holds no record."""
-    from bench.report.excerpt import put_excerpt
-    from bench.report.markdown import summary
-    from bench.report.page import to_html
+    from bench.report.markdown import put_excerpt, summary
+    from bench.report.page import to_page
     from bench.report.tables import to_csv
 
     text: Path | None = arguments.documentation
@@ -62,7 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
     name = stem(arguments.records[0])
     make_folder(arguments.refuse, "--output", arguments.output)
     files = {arguments.output / file: text for file, text in summary(name, records).items()}
-    files[arguments.output / f"{name}.html"] = to_html(f"Benchmark {name}", records, logs)
+    files[arguments.output / f"{name}.html"] = to_page(f"Benchmark {name}", records, logs)
     files[arguments.output / f"{name}.csv"] = to_csv(records)
     if text and documentation:
         files[text] = documentation
@@ -73,7 +72,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _logs(paths: Sequence[Path], records: Sequence[Record]) -> dict[str, list[Sample]]:
-    """By suite, the log of clocks and power that `python -m bench all` put beside its records."""
+    """Return by suite the log of clocks and power that `python -m bench all` wrote."""
     suites = dict.fromkeys(record.suite for record in records)
     beside = {suite: [log_path(path, suite) for path in paths] for suite in suites}
     return {

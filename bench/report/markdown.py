@@ -1,4 +1,4 @@
-"""The report's summary: markdown and a few plots, as a repository's web page shows them."""
+"""Write the report's summary in markdown, with a few plots; and tables for the documentation."""
 
 from __future__ import annotations
 
@@ -6,47 +6,79 @@ from collections.abc import Sequence
 
 from matplotlib.font_manager import FontProperties
 
+from bench.peaks import peaks
 from bench.records import Record
-from bench.report.plots import Picture
-from bench.report.plots.headline import headline
-from bench.report.sections import SPEEDS, ceilings, facts, notes, sections
-from bench.report.tables import Grid, markdown_table, runs
-from interop.parity.plot import to_svg
+from bench.report.plots import Picture, headline
+from bench.report.sections import SPEEDS, facts, notes, peaks_table, sections
+from bench.report.tables import SHOWN, by_operation, is_batch, rates, runs, speeds
+from interop.rendering.plots import to_svg
+from interop.rendering.tables import Grid, to_markdown
+
+BEGIN, END = "<!-- tables of the records: begin -->", "<!-- tables of the records: end -->"
 
 
 def summary(name: str, records: Sequence[Record]) -> dict[str, str]:
     """Return the files of a summary by their names: NAME.md and the plots that it shows."""
     compared = runs(records)
     pictures = {f"{name}-{short}.svg": p for run in compared for short, p in headline(run)}
-    plots = {file: _standalone(picture) for file, picture in pictures.items()}
     parts = [f"# Benchmark {name}"]
-    parts += [f"![{picture.title}]({file})" for file, picture in pictures.items()]
+    for file, picture in pictures.items():
+        parts += [f"![{picture.title}]({file})", *filter(None, [picture.caption])]
     if pictures:
         parts.append("Bold lines are ours, dashed and hollow where they are SM80 code.")
     for run in compared:
-        parts += _run(run)
+        parts += [f"## {run[0].device}, commit {run[0].commit[:12]}", *_setting(run)]
+        if len(grid := peaks_table(run)) > 1:
+            parts += ["### Measured peaks", to_markdown(grid)]
+        for section in sections(run):
+            tables = dict(section.tables)
+            grid = tables.pop(SPEEDS, None)
+            parts += [f"### {section.title}", section.note]
+            parts += [f"{SPEEDS}:", to_markdown(grid)] if grid else []
+            parts += [_folded(*named) for named in tables.items() if "milliseconds" not in named[0]]
+    plots = {file: _standalone(picture) for file, picture in pictures.items()}
     return {f"{name}.md": "\n\n".join(parts) + "\n", **plots}
 
 
-def _run(run: Sequence[Record]) -> list[str]:
-    """Where a run was measured, then each suite: speed-ups at once, its other tables folded."""
-    parts = [f"## {run[0].device}, commit {run[0].commit[:12]}"]
-    parts.append("\n".join(f"- {name}: {text}" for name, text in facts(run).items()))
-    parts += [f"**{note}**" for note in notes(run)]
-    if len(grid := ceilings(run)) > 1:
-        parts += ["### Ceilings", markdown_table(grid)]
-    for section in sections(run):
-        tables = dict(section.tables)
-        speeds = tables.pop(SPEEDS, None)
-        parts += [f"### {section.title}", section.note]
-        parts += [f"{SPEEDS}:", markdown_table(speeds)] if speeds else []
-        parts += [_folded(t, grid) for t, grid in tables.items() if "milliseconds" not in t]
+def put_excerpt(text: str, records: Sequence[Record]) -> str:
+    """Return a text with tables of records between its marks, `BEGIN` and `END`.
+
+    Raises:
+        ValueError: there are not these two marks.
+    """
+    try:
+        before, rest = text.split(BEGIN)
+        _, after = rest.split(END)
+    except ValueError:
+        raise ValueError(f"text: expected one {BEGIN} and after it one {END}") from None
+    parts = [part for run in runs(records) for part in _excerpt(run)]
+    return "\n\n".join([before + BEGIN, *parts, END + after])
+
+
+def _excerpt(run: Sequence[Record]) -> list[str]:
+    """Return tables of flash attention at 4096 keys and of the decode of batches."""
+    shown = [
+        record
+        for record in run
+        if record.implementation in SHOWN
+        and (is_batch(record) or (record.suite == "flash" and record.case["seq_kv"] == 4096))
+    ]
+    parts = _setting(run) if shown else []
+    for operation, group in by_operation(shown).items():
+        peak = peaks(run).of(group[0])
+        parts.append(f"### {operation.capitalize()}, {peak.unit}")
+        parts += [to_markdown(rates(group, peak)), f"{SPEEDS}:", to_markdown(speeds(group))]
     return parts
 
 
+def _setting(run: Sequence[Record]) -> list[str]:
+    """Return where, when and with what a run was measured."""
+    listed = "\n".join(f"- {name}: {text}" for name, text in facts(run).items())
+    return [listed, *(f"**{note}**" for note in notes(run))]
+
+
 def _folded(title: str, grid: Grid) -> str:
-    table = markdown_table(grid)
-    return f"<details><summary>{title}</summary>\n\n{table}\n\n</details>"
+    return f"<details><summary>{title}</summary>\n\n{to_markdown(grid)}\n\n</details>"
 
 
 def _standalone(picture: Picture) -> str:

@@ -1,4 +1,4 @@
-"""What a report shows of a run, whatever its form: facts, limits, and a section for each suite."""
+"""Collect what a report shows of a run: facts, peaks, and a section for each suite."""
 
 from __future__ import annotations
 
@@ -6,16 +6,14 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import NamedTuple
 
 from bench import suites
+from bench.peaks import Peak, Peaks, peaks
 from bench.records import Record
-from bench.report.limits import Limit, Limits, limits
 from bench.report.tables import (
-    Grid,
     by_operation,
-    by_suite,
     every,
+    groups,
     memory,
     milliseconds,
     number,
@@ -24,6 +22,7 @@ from bench.report.tables import (
     speeds,
     unmeasured,
 )
+from interop.rendering.tables import Grid
 
 SPEEDS = "Speed-up over each peer: its time / ours (min to max over cases)"
 _NEAR = 0.03  # what a cross-check may be off by
@@ -35,8 +34,8 @@ class Section:
 
     Attributes:
         title, note: the suite's.
-        records: its records by operation, ceilings left out.
-        bounds: the run's limits.
+        records: its records by operation, peaks left out.
+        peaks: those measured with the suite.
         tables: by heading, those with a row or more.
         every: a row for each of `records`, in their order.
     """
@@ -44,33 +43,32 @@ class Section:
     title: str
     note: str
     records: list[Record]
-    bounds: Limits
+    peaks: Peaks
     tables: dict[str, Grid]
     every: Grid
 
 
 def sections(run: Sequence[Record]) -> list[Section]:
-    """The suites of a run, each held to the ceilings that were measured with it."""
+    """Return the suites of a run, each with the peaks that were measured with it."""
     found = []
-    for name, group in by_suite(run).items():
-        records = [record for part in by_operation(group).values() for record in part]
-        suite = suites.load(name)
-        own = limits([record for record in run if record.suite == name])
-        found.append(
-            Section(suite.TITLE, suite.NOTE, records, own, _tables(records, suite.columns, own),
-                    every(records, suite.columns, own))
-        )  # fmt: skip
+    for name, group in groups(run, lambda record: record.suite).items():
+        parts = by_operation(record for record in group if record.operation != "peak")
+        if records := [record for part in parts.values() for record in part]:
+            suite, own = suites.load(name), peaks(group)
+            tables = _tables(records, suite.columns, own)
+            rows = every(records, suite.columns, own)
+            found.append(Section(suite.TITLE, suite.NOTE, records, own, tables, rows))
     return found
 
 
 def _tables(
-    records: Sequence[Record], columns: Callable[[Record], suites.Cells], bounds: Limits
+    records: Sequence[Record], columns: Callable[[Record], suites.Cells], bounds: Peaks
 ) -> dict[str, Grid]:
     tables: dict[str, Grid] = {}
     for operation, group in by_operation(records).items():
-        name, limit = operation.capitalize(), bounds.of(group[0])
-        if any(limit.rate(record) for record in group):
-            tables[f"{name}, {limit.unit}"] = rates(group, limit)
+        name, peak = operation.capitalize(), bounds.of(group[0])
+        if any(peak.rate(record) for record in group):
+            tables[f"{name}, {peak.unit}"] = rates(group, peak)
         tables[f"{name}, milliseconds (spread between rounds)"] = milliseconds(group)
         if "memory, MB" in columns(group[0]):  # the suite is about it
             tables[f"{name}, MB added at the peak (saved by the forward)"] = memory(group)
@@ -80,14 +78,14 @@ def _tables(
 
 
 def statuses(records: Sequence[Record]) -> str:
-    """Count records by status: how many are measured, and what became of the others."""
+    """Count records by status."""
     counts = Counter("measured" if r.status == "ok" else r.status for r in records)
     order = ("measured", "refused by parity", "failed", "out of memory", "absent")
     return ", ".join(f"{counts[status]} {status}" for status in order if counts[status])
 
 
 def facts(run: Sequence[Record]) -> dict[str, str]:
-    """Where, when and with what a run was measured, and how far its numbers hold."""
+    """Return where, when and with what a run was measured, and how far its numbers hold."""
     days = sorted({record.date[:10] for record in run})
     found = {
         "GPU": run[0].device,
@@ -95,7 +93,7 @@ def facts(run: Sequence[Record]) -> dict[str, str]:
         "commit": run[0].commit,
         "date": days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}",
     }
-    measured = [record for record in run if record.operation != "ceiling"]
+    measured = [record for record in run if record.operation != "peak"]
     for whose, peers in (("our rows", False), ("peers' rows", True)):
         if text := statuses([record for record in measured if record.is_peer == peers]):
             found[whose] = text
@@ -118,19 +116,15 @@ def facts(run: Sequence[Record]) -> dict[str, str]:
         found["spread"] = (
             f"{percent(median(spreads))} between rounds, {percent(tail)} or less in 95% of rows"
         )
-    checked = [
-        _Check(abs(record.events / record.span.median - 1), record.span.spread, record)
-        for record in run
-        if record.events is not None and record.span is not None
-    ]
+    checked = [record for record in run if record.events is not None and record.span is not None]
     if checked:
         found["cross-check"] = (
-            f"CUDA events differ by {percent(median(c.difference for c in checked))} from CUPTI's "
+            f"CUDA events differ by {percent(median(map(_difference, checked)))} from CUPTI's "
             f"span over {len(checked)} calls, {_most(checked)}"
         )
-        libraries = [check for check in checked if check.record.label in ("FA2", "cuDNN")]
+        libraries = [record for record in checked if record.label in ("FA2", "cuDNN")]
         if libraries:
-            near = sum(check.difference <= _NEAR for check in libraries)
+            near = sum(_difference(record) <= _NEAR for record in libraries)
             found["cross-check"] += (
                 f"; for FA2 and cuDNN by {percent(_NEAR)} or less over {near} of "
                 f"{len(libraries)}, {_most(libraries)}"
@@ -138,44 +132,42 @@ def facts(run: Sequence[Record]) -> dict[str, str]:
     return found
 
 
-class _Check(NamedTuple):
-    """How far events are from the span, how far the span's rounds lie apart, and of what."""
+def _difference(record: Record) -> float:
+    """Return how far the events of a record that has both are from its span."""
+    assert record.events is not None
+    assert record.span is not None
+    return abs(record.events / record.span.median - 1)
 
-    difference: float
-    spread: float
-    record: Record
 
-
-def _most(checks: Sequence[_Check]) -> str:
-    most = max(checks, key=lambda check: check.difference)
-    name = f"{most.record.label}, {most.record.operation}, {most.record.case['name']}"
-    rounds = f"{percent(most.spread)} between its rounds"
-    return f"at most by {percent(most.difference)} ({name}; {rounds})"
+def _most(checked: Sequence[Record]) -> str:
+    most = max(checked, key=_difference)
+    assert most.span is not None
+    name = f"{most.label}, {most.operation}, {most.case['name']}"
+    rounds = f"{percent(most.span.spread)} between its rounds"
+    return f"at most by {percent(_difference(most))} ({name}; {rounds})"
 
 
 def notes(run: Sequence[Record]) -> list[str]:
-    """What a reader must know before comparing."""
-    found = []
-    if "capability 8.0" not in run[0].device and any(r.target == "sm80" for r in run):
-        found.append(f"SM80 code here ran on {run[0].device}: it is not an A100's result.")
-    return found
+    """Return what a reader must know before comparing."""
+    if "capability 8.0" in run[0].device or all(r.target != "sm80" for r in run):
+        return []
+    return [f"SM80 code here ran on {run[0].device}: it is not an A100's result."]
 
 
-def ceilings(run: Sequence[Record]) -> Grid:
-    """What the device gave at best, by its datasheet and with each suite."""
-    found = [record for record in run if record.operation == "ceiling" and record.times]
-    beside = list(dict.fromkeys(record.suite for record in found))
-    rows = [["ceiling", "datasheet", *(f"beside {name}" for name in beside)]]
-    for name in dict.fromkeys(record.case["name"] for record in found):
-        group = {record.suite: record for record in found if record.case["name"] == name}
-        limit = limits(run).of(next(iter(group.values())))
-        cells = [_reached(group[suite], limit) if suite in group else "" for suite in beside]
-        sheet = "" if limit.datasheet is None else number(limit.datasheet)
-        rows.append([f"{name}, {limit.unit}", sheet, *cells])
+def peaks_table(run: Sequence[Record]) -> Grid:
+    """Return the rates of torch's product, read and copy, by datasheet and beside each suite."""
+    found = [record for record in run if record.operation == "peak" and record.times]
+    beside = list(groups(found, lambda record: record.suite))
+    rows = [["peak", "datasheet", *(f"beside {name}" for name in beside)]]
+    for name, group in groups(found, lambda record: record.case["name"]).items():
+        peak = peaks(run).of(group[0])
+        cells = {record.suite: _reached(record, peak) for record in group}
+        sheet = "" if peak.datasheet is None else number(peak.datasheet)
+        rows.append([f"{name}, {peak.unit}", sheet, *(cells.get(suite, "") for suite in beside)])
     return rows
 
 
-def _reached(record: Record, limit: Limit) -> str:
-    rate, share = limit.rate(record), limit.share(record, limit.datasheet)
+def _reached(record: Record, peak: Peak) -> str:
+    rate, share = peak.rate(record), peak.share(record, peak.datasheet)
     text = "" if rate is None else number(rate)
     return text if share is None else f"{text} ({percent(share)})"

@@ -1,4 +1,4 @@
-"""Tables of records as cells of text, and as markdown and CSV."""
+"""Make tables from records."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from bench.peaks import Peak, Peaks, peaks
 from bench.records import Record
-from bench.report.limits import Limit, Limits
 from bench.suites import Cells
 from interop.parity.records import problem_text
+from interop.rendering.tables import Grid
 
 # What a summary shows: the twins and the peers that a reader compares them with first.
 SHOWN = {
@@ -20,42 +21,46 @@ SHOWN = {
     "FlashInfer", "FA2 dense", "cuDNN dense",
 }  # fmt: skip
 
-Grid = list[list[str]]  # a table's cells, titles first
+
+def groups(records: Iterable[Record], key: Callable[[Record], Any]) -> dict[Any, list[Record]]:
+    """Return the records by a key, in the order in which keys first appear."""
+    found: dict[Any, list[Record]] = {}
+    for record in records:
+        found.setdefault(key(record), []).append(record)
+    return found
 
 
 def runs(records: Iterable[Record]) -> list[list[Record]]:
-    """Records that may be compared, together; of the same measurement the last one counts."""
+    """Return groups that may be compared; of the same measurement the last record counts."""
     latest = {record.key: record for record in records}
-    return list(_groups(latest.values(), lambda record: record.run).values())
-
-
-def by_suite(run: Iterable[Record]) -> dict[str, list[Record]]:
-    """The records of each suite but for the ceilings, suites in the order of their appearance."""
-    return _groups((r for r in run if r.operation != "ceiling"), lambda record: record.suite)
+    return list(groups(latest.values(), lambda record: record.run).values())
 
 
 def by_operation(records: Iterable[Record]) -> dict[str, list[Record]]:
-    """The records of each operation, operations in the order in which they first appear."""
-    return _groups(records, lambda record: record.operation)
+    """Return the records of each operation."""
+    return groups(records, lambda record: record.operation)
 
 
 def by_case(records: Iterable[Record]) -> dict[str, dict[str, Record]]:
-    """For each case's name, the records of one operation by label."""
-    groups = _groups(records, lambda record: record.case["name"])
-    return {name: {record.label: record for record in group} for name, group in groups.items()}
+    """Return for each case's name the records of one operation by label."""
+    cases = groups(records, lambda record: record.case["name"])
+    return {name: {record.label: record for record in group} for name, group in cases.items()}
 
 
 def labels(records: Iterable[Record], peers: bool | None = None) -> list[str]:
-    """Labels of all, of the peers or of our own: ours first, then those with the most times."""
-    groups = _groups(
-        (r for r in records if peers is None or r.is_peer == peers), lambda record: record.label
-    )
-    timed = {label: sum(r.times is not None for r in group) for label, group in groups.items()}
-    return sorted(groups, key=lambda label: (groups[label][0].is_peer, -timed[label]))
+    """Return labels of all, of the peers or of our own: ours first, then by number of times."""
+    chosen = groups((r for r in records if peers in (None, r.is_peer)), lambda r: r.label)
+    timed = {label: sum(r.times is not None for r in group) for label, group in chosen.items()}
+    return sorted(chosen, key=lambda label: (chosen[label][0].is_peer, -timed[label]))
+
+
+def is_batch(record: Record) -> bool:
+    """Return True for a decode of a batch, none of the sweep over lengths."""
+    return record.suite == "kvcache" and not record.case["name"].startswith("sweep")
 
 
 def ratio(row: dict[str, Record], label: str, peer: str) -> float | None:
-    """A peer's time over ours, more than 1 where ours is faster; None where either is missing."""
+    """Return a peer's time over ours, above 1 if ours is faster; None if either is missing."""
     pair = [row[name].times for name in (label, peer) if name in row]
     if len(pair) < 2 or pair[0] is None or pair[1] is None:
         return None
@@ -63,13 +68,13 @@ def ratio(row: dict[str, Record], label: str, peer: str) -> float | None:
 
 
 def best_peer(row: dict[str, Record]) -> str | None:
-    """The label of the fastest peer of a case; None where none has a time."""
+    """Return the label of the fastest peer of a case, None if none has a time."""
     times = {label: r.times.median for label, r in row.items() if r.is_peer and r.times}
     return min(times, key=lambda label: times[label], default=None)
 
 
 def problem(case: dict[str, Any]) -> str:
-    """A case in one line: its problem, or its name where it has none."""
+    """Return a case in one line: its problem, or its name where it has none."""
     if "head_dim" not in case:
         return case["name"]
     text = re.sub(r"\b(S|H)q(\d+) \1kv\2\b", r"\1\2", problem_text(case))
@@ -89,27 +94,22 @@ def names(records: Iterable[Record]) -> tuple[str, dict[str, str]]:
 
 
 def number(value: float) -> str:
-    """Three digits, or all those before the point."""
+    """Return three digits, or all those before the point."""
     return f"{value:.0f}" if abs(value) >= 100 else f"{value:#.3g}"
 
 
 def percent(value: float) -> str:
-    """A fraction as a percentage, one digit after the point."""
+    """Return a fraction as a percentage, one digit after the point."""
     return f"{value:.1%}"
 
 
-def rates(records: Sequence[Record], limit: Limit) -> Grid:
-    """Rates of one operation: cases down, implementations across."""
-
-    def cell(record: Record) -> str:
-        rate = limit.rate(record)
-        return record.status if record.times is None else _text(rate)
-
-    return _pivot(records, cell)
+def rates(records: Sequence[Record], peak: Peak) -> Grid:
+    """Return rates of one operation: cases down, implementations across."""
+    return _pivot(records, lambda r: r.status if r.times is None else _text(peak.rate(r)))
 
 
 def milliseconds(records: Sequence[Record]) -> Grid:
-    """Times of one operation and, in brackets, how far the rounds lie apart."""
+    """Return times of one operation and, in brackets, the spread between rounds."""
     return _pivot(
         records,
         lambda r: f"{number(r.times.median)} ({percent(r.times.spread)})" if r.times else r.status,
@@ -117,77 +117,84 @@ def milliseconds(records: Sequence[Record]) -> Grid:
 
 
 def memory(records: Sequence[Record]) -> Grid:
-    """Megabytes that calls of one operation add and, in brackets, what they find of a forward."""
+    """Return megabytes that calls of one operation add and, in brackets, what a forward saved."""
 
     def cell(record: Record) -> str:
-        if record.memory is None:
-            return record.status
-        held = "" if record.held is None else f" ({number(record.held / 1e6)})"
-        return number(record.memory / 1e6) + held
+        if record.memory is None:  # of JAX it is not known
+            return "" if record.times else record.status
+        saved = "" if record.held is None else f" ({number(record.held / 1e6)})"
+        return number(record.memory / 1e6) + saved
 
     return _pivot(records, cell)
 
 
 def speeds(records: Sequence[Record]) -> Grid:
-    """Peer's time over ours, minimum to maximum over the cases; a column for each peer."""
-    records = [record for record in records if not record.is_ablation]
-    peers = labels((r for r in records if r.times), peers=True)
+    """Return a peer's time over ours, minimum to maximum over the cases; a column for each peer."""
+    timed = [record for record in records if record.times and not record.is_ablation]
+    peers = labels(timed, peers=True)
     rows = [["operation", "implementation", "best peer", *peers]]
-    for operation, group in by_operation(records).items():
+    for operation, group in by_operation(timed).items():
         cases = by_case(group).values()
-        for label in labels((r for r in group if r.times), peers=False):
+        for label in labels(group, peers=False):
             best = [ratio(row, label, peer) for row in cases if (peer := best_peer(row))]
             columns = [best] + [[ratio(row, label, peer) for row in cases] for peer in peers]
             rows.append([operation, label, *map(_range, columns)])
     return rows
 
 
-def every(records: Sequence[Record], columns: Callable[[Record], Cells], bounds: Limits) -> Grid:
-    """A row for each record: the suite's own columns, then those that every suite has."""
+def every(records: Sequence[Record], columns: Callable[[Record], Cells], bounds: Peaks) -> Grid:
+    """Return a row for each record: the suite's own columns, then those that every suite has."""
     cases = {name: by_case(group) for name, group in by_operation(records).items()}
     rows = []
     for record in records:
         own = columns(record)
         shared = _shared(record, cases[record.operation][record.case["name"]], bounds.of(record))
         several = {"pass": record.operation} if len(cases) > 1 else {}
-        first = several | {"implementation": record.label}
-        rows.append(first | own | {name: c for name, c in shared.items() if name not in own})
+        rows.append(several | {"implementation": record.label} | own | (shared | own))
     titles = dict.fromkeys(title for row in rows for title in row)
     used = [title for title in titles if any(row.get(title) not in (None, "") for row in rows)]
     return [used, *([_text(row.get(title)) for title in used] for row in rows)]
 
 
+def brief(records: Sequence[Record]) -> Grid:
+    """Return a row for each record: its time and rates, and the fastest peer's time over it."""
+    bounds, rows = peaks(records), []
+    for group in groups(records, lambda r: (r.case["name"], r.operation)).values():
+        fastest = min((r.times.median for r in group if r.is_peer and r.times), default=None)
+        for record in group:
+            times, host, rate = record.times, record.host, record.bytes_per_second
+            peak = bounds.of(record)
+            cells = [
+                record.status if times is None else f"{times.median:.4f}",
+                "" if times is None else percent(times.spread),
+                "" if host is None else f"{host.median:.3f}",
+                "" if record.tflops is None else f"{record.tflops:.1f}",
+                "" if rate is None else f"{rate / 1e12:.2f}",
+                _percent(peak.share(record, peak.measured)) or "",
+                f"{fastest / times.median:.2f}" if fastest and times else "",
+            ]
+            rows.append([record.case["name"], record.operation, record.label, *cells])
+    titles = ["case", "operation", "implementation", "ms", "spread", "host ms", "TFLOP/s", "TB/s",
+              "of peak", "best peer / this"]  # fmt: skip
+    return [titles, *rows]
+
+
 def unmeasured(records: Sequence[Record]) -> Grid:
-    """What has no time, and why; the same of several cases in one row."""
-    groups = _groups(
+    """Return what has no time, and why; the same of several cases in one row."""
+    found = groups(
         (record for record in records if record.times is None),
         lambda r: (r.operation, r.label, r.status, r.message or ""),
     )
     rows = []
-    for (operation, label, status, message), group in groups.items():
+    for reason, group in found.items():
         names = [record.case["name"] for record in group]
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-        rows.append([operation, label, status, message, ", ".join(names[:3]) + more])
+        rows.append([*reason, ", ".join(names[:3]) + more])
     return [["operation", "implementation", "status", "message", "cases"], *rows]
 
 
-def numeric(grid: Grid) -> list[bool]:
-    """For each column, whether it holds numbers."""
-    return [
-        any(re.match(r"[-+]?[\d.]+(%|\s|$)", cell) for cell in column[1:])
-        for column in zip(*grid, strict=True)
-    ]
-
-
-def markdown_table(grid: Grid) -> str:
-    """The cells as a markdown table."""
-    lines = [[cell.replace("|", "\\|") for cell in row] for row in grid]
-    lines.insert(1, ["---:" if number else "---" for number in numeric(grid)])
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
 def to_csv(records: Iterable[Record]) -> str:
-    """A row for each record and a column for each field, those of nested fields among them."""
+    """Return a row for each record and a column for each field, nested fields among them."""
     rows = [_flat(asdict(record)) for record in records]
     buffer = io.StringIO()
     fields = list(dict.fromkeys(name for row in rows for name in row))
@@ -198,7 +205,7 @@ def to_csv(records: Iterable[Record]) -> str:
 
 
 def _flat(fields: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested dictionaries as columns "outer_inner", sequences of names as one cell."""
+    """Return nested dictionaries as columns "outer_inner", sequences of names as one cell."""
     flat: dict[str, Any] = {}
     for name, value in fields.items():
         if isinstance(value, dict):
@@ -210,8 +217,8 @@ def _flat(fields: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def _shared(record: Record, row: dict[str, Record], limit: Limit) -> Cells:
-    """The cells that every suite has, from a record and those beside it."""
+def _shared(record: Record, row: dict[str, Record], peak: Peak) -> Cells:
+    """Return the cells that every suite has, from a record and those beside it."""
     times, span, host, gpu = record.times, record.span, record.host, record.gpu or {}
     peer = best_peer(row)
     best = None if peer is None else ratio(row, record.label, peer)
@@ -220,9 +227,9 @@ def _shared(record: Record, row: dict[str, Record], limit: Limit) -> Cells:
     return {
         "ms": None if times is None else times.median,
         "spread": None if times is None else percent(times.spread),
-        limit.unit: limit.rate(record),
-        f"of measured {limit.name}": _percent(limit.share(record, limit.measured)),
-        "of datasheet": _percent(limit.share(record, limit.datasheet)),
+        peak.unit: peak.rate(record),
+        f"of measured {peak.name}": _percent(peak.share(record, peak.measured)),
+        "of datasheet": _percent(peak.share(record, peak.datasheet)),
         "best peer / this": None if best is None else f"{best:.2f} ({peer})",
         "eager / this": None if eager is None else f"{eager:.2f}",
         "span, ms": None if span is None else span.median,
@@ -242,7 +249,7 @@ def _percent(value: float | None) -> str | None:
 
 
 def _pivot(records: Sequence[Record], cell: Callable[[Record], str]) -> Grid:
-    """Cases down, implementations across; those that are absent everywhere are left out."""
+    """Return cases down, implementations across, without those that are absent everywhere."""
     titles = labels(record for record in records if record.status != "absent")
     shared, apart = names(records)
     rows = [[f"case (all {shared})" if shared else "case", *titles]]
@@ -260,10 +267,3 @@ def _text(value: str | float | None) -> str:
     if value is None:
         return ""
     return number(value) if isinstance(value, float) else str(value)
-
-
-def _groups(records: Iterable[Record], key: Callable[[Record], Any]) -> dict[Any, list[Record]]:
-    groups: dict[Any, list[Record]] = {}
-    for record in records:
-        groups.setdefault(key(record), []).append(record)
-    return groups

@@ -1,10 +1,10 @@
-"""The suites by their command's name, and what each is for.
+"""The suites by their command's name.
 
-Suite "a-b" is the module `bench.suites.a_b`, imported when its command runs. It offers:
+Suite "a" is the module `bench.suites.a`, imported when its command runs. It offers:
 
 - ``TITLE``, ``NOTE``: of its tables; the note says what one call is and what the columns count;
-- ``jobs(targets, pattern) -> list[Job]``: what to measure: our own kernels compiled for each of
-  `targets`, cases whose name contains `pattern`;
+- ``jobs(targets, pattern) -> list[Job]``: of cases whose name contains `pattern`, with our own
+  kernels compiled for each of `targets`;
 - ``columns(record)``: the record's own cells of the suite's table, by title. A record without a
   time is asked as well. The report adds what every table has, as far as its title is not taken:
   implementation, milliseconds, spread, limits, ratio to the best peer, status.
@@ -25,14 +25,12 @@ SUITES = {
     "flash": "flash attention over lengths and head sizes, beside every peer",
     "kvcache": "paged decode of one sequence and of batches, over KV lengths",
     "fa2": "FlashAttention-2's shapes in fp16, with clocks and power",
-    "flash-vs-eager": "one head, short to long, against eager attention",
-    "eager-attention": "eager attention itself, with the memory it takes",
+    "eager": "flash attention against eager attention, with the memory they take",
 }
-ALL = ("flash", "kvcache", "fa2", "flash-vs-eager")  # `python -m bench all`
 
 
 class Suite(Protocol):
-    """What the module of a suite offers."""
+    """The interface of a suite's module."""
 
     TITLE: str
     NOTE: str
@@ -44,4 +42,4 @@ class Suite(Protocol):
 
 def load(name: str) -> Suite:
     """Import a suite's module."""
-    return cast(Suite, import_module(f"bench.suites.{name.replace('-', '_')}"))
+    return cast(Suite, import_module(f"bench.suites.{name}"))

@@ -1,4 +1,4 @@
-"""``python -m bench SUITE``: time a suite on a GPU; ``python -m bench all``: the main ones."""
+"""``python -m bench SUITE``: time a suite on a GPU; ``python -m bench all``: time all of them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import gc
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -20,7 +20,7 @@ from bench.records import load as read
 from bench.report import command as report
 from bench.runner import INTERRUPTED, Instruments, run_suite
 from bench.sampling import Sampler, log_path, nvml_reader
-from bench.suites import ALL, SUITES, load
+from bench.suites import SUITES, load
 from interop.parity.arguments import make_folder
 from twin_attention.targets.target import TARGETS
 
@@ -32,15 +32,13 @@ def add_parsers(commands: argparse._SubParsersAction) -> None:
     """Add a command for each suite, and "all", to ``python -m bench``."""
     for name, text in SUITES.items():
         parser = commands.add_parser(name, help=f"time {text}", description=f"Time {text}.")
-        _add_arguments(parser)
         parser.add_argument("--json", type=Path, metavar="FILE", help="append records")
         parser.add_argument(
             "--gpu-log", type=Path, metavar="FILE", help="append clocks and power, as CSV"
         )
-        parser.set_defaults(run=partial(_run_one, name))
-    text = f"the suites {', '.join(ALL)}, then their report"
+        _add_arguments(parser, partial(_run, [name]))
+    text = f"the suites {', '.join(SUITES)}, then their report"
     parser = commands.add_parser("all", help=text, description=f"Run {text}.")
-    _add_arguments(parser)
     parser.add_argument(
         "--json",
         type=Path,
@@ -49,10 +47,12 @@ def add_parsers(commands: argparse._SubParsersAction) -> None:
         help="append records; the report and the clocks and power during fa2 go beside it "
         "(default: %(default)s)",
     )
-    parser.set_defaults(run=_run_all)
+    _add_arguments(parser, _run_all)
 
 
-def _add_arguments(parser: argparse.ArgumentParser) -> None:
+def _add_arguments(
+    parser: argparse.ArgumentParser, run: Callable[[argparse.Namespace], int]
+) -> None:
     parser.add_argument("--filter", default="", help="part of a case's name")
     parser.add_argument(
         "--resume",
@@ -65,31 +65,34 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="GIB",
         help="memory of the GPU that an implementation may take; what needs more is out of memory",
     )
-    parser.set_defaults(refuse=parser.error)
-
-
-def _run_one(name: str, arguments: argparse.Namespace) -> int:
-    _choose([name], arguments)
-    _prepare(arguments)
-    return _measure(name, arguments, _facts(), arguments.gpu_log)
+    parser.set_defaults(run=run, refuse=parser.error)
 
 
 def _run_all(arguments: argparse.Namespace) -> int:
-    """Run the suites and report what there is; 130 when interrupted."""
-    chosen = _choose(ALL, arguments)
+    """Run all suites and report what there is; return 130 if interrupted."""
+    code = _run(list(SUITES), arguments)
+    parser = argparse.ArgumentParser()
+    report.add_parser(parser.add_subparsers())
+    path: Path = arguments.json
+    reporting = parser.parse_args(["report", str(path), "--output", str(path.parent)])
+    return reporting.run(reporting) or code
+
+
+def _run(names: Sequence[str], arguments: argparse.Namespace) -> int:
+    """Run suites, as far as the filter leaves jobs of them; return the exit code."""
+    chosen = _choose(names, arguments)
     _prepare(arguments)
-    records: Path = arguments.json
     facts = _facts()  # once: a file of records under version control changes while it is written
     code = 0
     for name in chosen:
-        log = log_path(records, name) if name == "fa2" else None
+        if len(names) == 1:
+            log = arguments.gpu_log
+        else:
+            log = log_path(arguments.json, name) if name == "fa2" else None
         code = _measure(name, arguments, facts, log)
         if code == INTERRUPTED:
             break
-    parser = argparse.ArgumentParser()
-    report.add_parser(parser.add_subparsers())
-    reporting = parser.parse_args(["report", str(records), "--output", str(records.parent)])
-    return reporting.run(reporting) or code
+    return code
 
 
 def _choose(names: Sequence[str], arguments: argparse.Namespace) -> list[str]:
@@ -107,7 +110,7 @@ def _choose(names: Sequence[str], arguments: argparse.Namespace) -> list[str]:
 
 
 def _prepare_file(path: Path, arguments: argparse.Namespace) -> None:
-    """Make the file of records fit to append to; exit with code 2 where it cannot be."""
+    """Prepare the file of records to be appended to; exit with code 2 if it cannot be."""
     if path.suffix == ".gz" or path.is_dir():
         arguments.refuse(f"--json: expected a plain file to append to, got {str(path)!r}")
     make_folder(arguments.refuse, "--json", path.parent)
@@ -123,11 +126,11 @@ def _prepare_file(path: Path, arguments: argparse.Namespace) -> None:
 
 
 def _prepare(arguments: argparse.Namespace) -> None:
-    """Make the frameworks share the card; exit with code 2 where nothing can be timed."""
+    """Let the frameworks share the card; exit with code 2 if nothing can be timed."""
     # torch and JAX share the card: JAX must not reserve most of it. Read when JAX starts.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     fraction = _memory_fraction(arguments)
-    if fraction is not None:  # JAX only runs implementations, so that it is held to it throughout
+    if fraction is not None:  # JAX only runs implementations, so the limit holds throughout
         os.environ.pop("XLA_PYTHON_CLIENT_MEM_FRACTION", None)  # JAX refuses both
         os.environ["XLA_CLIENT_MEM_FRACTION"] = str(fraction)
     from interop.parity.environment import choose_device
@@ -137,7 +140,7 @@ def _prepare(arguments: argparse.Namespace) -> None:
 
 
 def _memory_fraction(arguments: argparse.Namespace) -> float | None:
-    """What --memory-cap is of the GPU's memory."""
+    """Return --memory-cap as a fraction of the GPU's memory."""
     import torch
 
     if arguments.memory_cap is None or not torch.cuda.is_available():
@@ -152,7 +155,7 @@ def _memory_fraction(arguments: argparse.Namespace) -> float | None:
 
 @contextmanager
 def _torch_limit(fraction: float | None) -> Iterator[None]:
-    """Let torch take no more than this of the GPU's memory; None is no limit."""
+    """Limit torch to a fraction of the GPU's memory; None is no limit."""
     import torch
 
     if fraction is None:
@@ -168,10 +171,10 @@ def _torch_limit(fraction: float | None) -> Iterator[None]:
 def _measure(
     name: str, arguments: argparse.Namespace, facts: dict[str, str], log: Path | None
 ) -> int:
-    """Run one suite; returns the exit code."""
+    """Run one suite; return the exit code."""
     import torch
 
-    from bench.ceilings import ceiling_jobs
+    from bench.peaks import peak_jobs
     from bench.timing import time_calls, wait_for
     from interop.parity.environment import choose_targets
 
@@ -190,10 +193,10 @@ def _measure(
     limit = partial(_torch_limit, _memory_fraction(arguments))
     instruments = Instruments(time_calls, wait_for, lambda: Sampler(reader), release, limit)
     start = time.monotonic()
-    gc.freeze()  # what importing the frameworks made need not be searched after each job
+    gc.freeze()  # objects of the frameworks' import need no search after each job
     try:
         code = run_suite(
-            [*ceiling_jobs(), *jobs], origin(name, facts), instruments, console, arguments.json,
+            [*peak_jobs(), *jobs], origin(name, facts), instruments, console, arguments.json,
             arguments.resume, log,
         )  # fmt: skip
     finally:
@@ -203,7 +206,7 @@ def _measure(
 
 
 def _facts() -> dict[str, str]:
-    """Where the numbers come from, the peers' versions among it."""
+    """Return the facts of this run, the peers' versions among them."""
     import torch
 
     from interop.parity.environment import facts

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import product
 from typing import TYPE_CHECKING
 
@@ -11,7 +12,7 @@ from bench.job import Call, Job, Subject
 from bench.peers import FLASH
 from bench.records import ABLATION, Record
 from bench.suites import Cells
-from bench.suites.flash_job import FlashMaker, flash_job
+from bench.suites.flash_jobs import FlashFactories, flash_jobs
 from interop.parity.cases import FlashCase
 from twin_attention.targets.family import portable_backend
 
@@ -22,9 +23,9 @@ TITLE = "FlashAttention-2's shapes"
 NOTE = (
     "float16, 32 query heads, head size 128, forward. FLOPs of a causal rectangle are those of "
     "the pairs that its mask keeps, not half of all; the mask is aligned to the last query and "
-    "key. 'torch triton without softmax' is the shipped kernel compiled with p = s: the loads and "
-    "the two matrix products alone, whose result is wrong on purpose. Clocks and power are in the "
-    "log beside the records."
+    f"key. '{ABLATION}' is the shipped kernel compiled with p = s: the loads and the two matrix "
+    "products alone, whose result is wrong on purpose. Clocks and power are in the log beside the "
+    "records."
 )
 
 HEADS_Q, HEAD_DIM = 32, 128
@@ -34,24 +35,13 @@ PEERS = ("FA2", "cuDNN")
 
 
 def jobs(targets: Sequence[str], pattern: str = "") -> list[Job]:
-    """A forward of every case whose name contains `pattern`; the ablation has no causal mask."""
-    found = []
-    for case in cases():
-        if pattern not in case.name:
-            continue
-        makers = ours.flash_makers(targets, compiling=False)
-        if case.heads_kv != case.heads_q:  # JAX compiles for every shape
-            for target in targets[1:]:
-                del makers[Subject("jax triton", target)]
-        makers |= {Subject(name): FLASH[name] for name in PEERS}
-        if not case.causal:
-            makers |= {Subject(ABLATION, t): _without_softmax(t) for t in targets}
-        found.append(flash_job(case, "forward", makers))
-    return found
+    """Return a forward of every case whose name contains `pattern`."""
+    chosen = [case for case in cases() if pattern in case.name]
+    return flash_jobs(chosen, ("forward",), partial(_factories, targets))
 
 
 def cases() -> list[FlashCase]:
-    """Every shape and number of kv heads, without and with a causal mask."""
+    """Return every shape and number of kv heads, without and with a causal mask."""
     found = []
     for causal, heads_kv, (batch, seq_q, seq_kv) in product((False, True), HEADS_KV, SHAPES):
         name = f"{batch}x{seq_q}x{seq_kv}-kv{heads_kv}" + ("-causal" if causal else "")
@@ -77,12 +67,20 @@ def columns(record: Record) -> Cells:
     }
 
 
-def _without_softmax(target: str) -> FlashMaker:
-    def make(case: FlashCase, operation: str, tensors: list[Tensor]) -> Call:
-        from bench.ablation import flash_fwd_without_softmax
+def _factories(targets: Sequence[str], case: FlashCase) -> FlashFactories:
+    factories = ours.flash_makers(targets, compiling=False)
+    if case.heads_kv != case.heads_q:  # JAX compiles for every shape
+        for target in targets[1:]:
+            del factories[Subject("jax triton", target)]
+    factories |= {Subject(name): FLASH[name] for name in PEERS}
+    if not case.causal:  # hidden scores are -inf, which needs the softmax
+        factories |= {Subject(ABLATION, t): partial(_without_softmax, t) for t in targets}
+    return factories
 
-        q, k, v, _ = tensors
-        forward, backend = flash_fwd_without_softmax(), portable_backend("torch_attn", target)
-        return Call(lambda: forward(q, k, v, case.spec, backend), result=None)
 
-    return make
+def _without_softmax(target: str, case: FlashCase, operation: str, tensors: list[Tensor]) -> Call:
+    from bench.ablation import flash_fwd_without_softmax
+
+    q, k, v, _ = tensors
+    forward, backend = flash_fwd_without_softmax(), portable_backend("torch_attn", target)
+    return Call(lambda: forward(q, k, v, case.spec, backend), result=None)

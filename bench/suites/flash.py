@@ -12,14 +12,14 @@ from bench.job import Absent, Job, Subject
 from bench.peers import FLASH
 from bench.records import Record
 from bench.suites import Cells
-from bench.suites.flash_job import FlashMaker, flash_job
+from bench.suites.flash_jobs import FlashFactories, flash_jobs
 from interop.parity.cases import FlashCase
 
 TITLE = "Flash attention"
 NOTE = (
     "bfloat16; batch and heads follow from 16384 tokens and 2048 channels. FLOPs are those of the "
     "pairs that the mask keeps, 2.5 times as many backward. A backward is timed by itself, on a "
-    "graph that is there; torch gets tensors whose heads are where it wants them, without a copy. "
+    "graph that is made beforehand; torch gets tensors in its own layout, without a copy. "
     "FA2 and cuDNN run through torch's scaled_dot_product_attention. FA2 is SM80 code, and the bar "
     "for our SM80 code; cuDNN is the bar for Hopper code. Peers run as they come, not tuned for "
     "the shape. Those that take long to compile are timed where the message beside them says."
@@ -36,22 +36,18 @@ ONE_SHAPE = (
 
 
 def jobs(targets: Sequence[str], pattern: str = "") -> list[Job]:
-    """Forward and backward of every case whose name contains `pattern`.
+    """Return forward and backward of every case whose name contains `pattern`.
 
     Args:
-        targets: what our kernels are compiled for, the device's own first.
+        targets: of our kernels, the device's own first.
         pattern: part of a case's name.
     """
-    return [
-        flash_job(case, operation, _makers(case, targets))
-        for case in cases()
-        if pattern in case.name
-        for operation in ("forward", "backward")
-    ]
+    chosen = [case for case in cases() if pattern in case.name]
+    return flash_jobs(chosen, ("forward", "backward"), partial(_factories, targets))
 
 
 def cases() -> list[FlashCase]:
-    """Every length and head size, without and with a causal mask."""
+    """Return every length and head size, without and with a causal mask."""
     found = []
     for head_dim, length, causal in product(HEAD_DIMS, LENGTHS, (False, True)):
         batch, heads = TOKENS // length, CHANNELS // head_dim
@@ -61,7 +57,7 @@ def cases() -> list[FlashCase]:
 
 
 def columns(record: Record) -> Cells:
-    """Shape, pass and rates; the host's latency beside the device's time."""
+    """Return shape, pass, rate and the host's latency."""
     case, host = record.case, record.host
     return {
         "B": case["batch"],
@@ -75,21 +71,20 @@ def columns(record: Record) -> Cells:
     }
 
 
-def _makers(case: FlashCase, targets: Sequence[str]) -> dict[Subject, FlashMaker]:
-    peers = {Subject(name): maker for name, maker in FLASH.items()}
-    makers = ours.flash_makers(targets) | peers
-    for subject in makers:
-        if reason := _left_out(subject, case, targets):
-            makers[subject] = partial(_absent, reason)
-    return makers
+def _factories(targets: Sequence[str], case: FlashCase) -> FlashFactories:
+    peers = {Subject(name): factory for name, factory in FLASH.items()}
+    factories = ours.flash_makers(targets) | peers
+    for name, target in factories:
+        if reason := _left_out(name, target not in (None, targets[0]), case):
+            factories[Subject(name, target)] = partial(_absent, reason)
+    return factories
 
 
-def _left_out(subject: Subject, case: FlashCase, targets: Sequence[str]) -> str | None:
-    """Why a subject is not timed on a case."""
-    name, target = subject
+def _left_out(name: str, is_second_target: bool, case: FlashCase) -> str | None:
+    """Return why an implementation is not timed on a case, None if it is."""
     if name in ONE_SHAPE and (case.seq_kv, case.head_dim) != (AT_LENGTH, AT_HEAD_DIM):
         return f"timed at {AT_LENGTH} keys and head size {AT_HEAD_DIM} only"
-    one_length = name in ONE_LENGTH or (name == "jax triton" and target != targets[0])
+    one_length = name in ONE_LENGTH or (name == "jax triton" and is_second_target)
     if one_length and case.seq_kv != AT_LENGTH:
         return f"timed at {AT_LENGTH} keys only"
     return None

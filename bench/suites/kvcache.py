@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 from bench import ours
 from bench.job import Call, Check, Job, Subject
 from bench.peers import DECODE
-from bench.records import Record
-from bench.statistics import Times
+from bench.records import Record, Times
 from bench.suites import Cells
 from interop.parity.cases import DecodeCase
 from twin_attention.contract.cost import ITEMSIZE, decode_bytes, decode_flops
@@ -37,7 +36,7 @@ NOTE = (
 )
 
 SWEEP = tuple(1 << n for n in range(5, 16))
-# Of the sweep with SM80 code and with JAX, which compiles for every shape; elsewhere neither.
+# Lengths also run with SM80 code and in JAX, which compiles for every shape.
 SWEEP_IN_FULL = (32, 64, 128, 256, 1024, 8192, 32768)
 WIDE_TABLE = 1 << 20  # keys
 BATCHES = (  # sequences, keys of each, query heads, kv heads
@@ -50,20 +49,21 @@ BATCHES = (  # sequences, keys of each, query heads, kv heads
 QUANTIZED = BATCHES[2:]  # in float16 these have more than 1 GiB of keys and values
 VARIED = (BATCHES[0], BATCHES[2])  # with more new tokens, and at other head sizes
 
-_Makers = dict[Subject, ours.Maker]  # from a case and its tensors
+_Factories = dict[Subject, ours.Maker]  # from a case and its tensors
 
 
 def jobs(targets: Sequence[str], pattern: str = "") -> list[Job]:
-    """A decode of every case whose name contains `pattern`.
+    """Return a decode of every case whose name contains `pattern`.
 
     Args:
-        targets: what our kernels are compiled for, the device's own first.
+        targets: of our kernels, the device's own first.
+        pattern: part of a case's name.
     """
     native = _ours(targets[:1])
-    torch_twin = {s: maker for s, maker in native.items() if s.implementation != "jax triton"}
-    peers: _Makers = {Subject(peer): maker for peer, maker in DECODE.items()}
+    torch_twin = {s: factory for s, factory in native.items() if s.implementation != "jax triton"}
+    peers: _Factories = {Subject(peer): factory for peer, factory in DECODE.items()}
     everything = native | ours.decode_makers(targets[1:]) | peers
-    planned: list[tuple[DecodeCase, _Makers]] = []
+    planned: list[tuple[DecodeCase, _Factories]] = []
     for case in map(_sweep, SWEEP):
         in_full = case.lengths[0] in SWEEP_IN_FULL
         planned.append((case, everything if in_full else torch_twin | peers))
@@ -79,11 +79,11 @@ def jobs(targets: Sequence[str], pattern: str = "") -> list[Job]:
     ]
     planned += [(_batch(*shape, tokens=16), everything) for shape in VARIED]
     planned += [(_batch(*shape, head_dim=d), everything) for d in (64, 256) for shape in VARIED]
-    return [_job(case, makers) for case, makers in planned if pattern in case.name]
+    return [_job(case, factories) for case, factories in planned if pattern in case.name]
 
 
 def columns(record: Record) -> Cells:
-    """nvbench's columns, behind what tells the cases apart; the report adds the bandwidth."""
+    """Return what tells the cases apart and nvbench's columns; the report adds the bandwidth."""
     case, gpu = record.case, record.times
     elements = 2 * sum(case["lengths"]) * case["heads_kv"] * case["head_dim"]
     return {
@@ -105,7 +105,7 @@ def columns(record: Record) -> Cells:
 
 
 def _time(processor: str, times: Times | None) -> Cells:
-    """A time in microseconds and its noise."""
+    """Return a time in microseconds and its noise."""
     median = noise = None
     if times is not None:
         median = times.median * 1e3
@@ -140,23 +140,21 @@ def _batch(
     )  # fmt: skip
 
 
-def _ours(targets: Sequence[str]) -> _Makers:
-    """Both twins, and a graph of the torch one."""
-    makers = ours.decode_makers(targets)
+def _ours(targets: Sequence[str]) -> _Factories:
+    """Return both twins, and a CUDA graph of the torch one."""
+    factories = ours.decode_makers(targets)
     graphs = {
-        Subject("torch triton graph", target): partial(
-            _graph, makers[Subject("torch triton", target)]
-        )
-        for target in targets
+        Subject("torch triton graph", t): partial(_graph, factories[Subject("torch triton", t)])
+        for t in targets
     }
-    return makers | graphs
+    return factories | graphs
 
 
-def _graph(maker: ours.Maker, case: DecodeCase, tensors: DecodeTensors) -> Call:
-    """A call that replays another one's CUDA graph."""
+def _graph(factory: ours.Maker, case: DecodeCase, tensors: DecodeTensors) -> Call:
+    """Return a call that replays the CUDA graph of another one."""
     import torch
 
-    call = maker(case, tensors)
+    call = factory(case, tensors)
     call.run()  # compiles
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -171,7 +169,7 @@ def _graph(maker: ours.Maker, case: DecodeCase, tensors: DecodeTensors) -> Call:
     return Call(run, call.result)
 
 
-def _job(case: DecodeCase, makers: _Makers) -> Job:
+def _job(case: DecodeCase, factories: _Factories) -> Job:
     spec, total = case.spec, decode_bytes(case.spec, case.lengths)
     row = spec.head_dim_v * ITEMSIZE[spec.dtype] + 4  # and its log-sum-exp
     writes = spec.batch * spec.tokens * spec.heads_q * row
@@ -181,7 +179,7 @@ def _job(case: DecodeCase, makers: _Makers) -> Job:
         flops=decode_flops(spec, case.lengths),
         bytes=total,
         inputs=partial(_inputs, case),
-        makers={subject: partial(maker, case) for subject, maker in makers.items()},
+        factories={s: partial(factory, case) for s, factory in factories.items()},
         check=partial(_check, case),
         reads=total - writes,
         writes=writes,
@@ -195,7 +193,7 @@ def _inputs(case: DecodeCase) -> DecodeTensors:
 
 
 def _check(case: DecodeCase, tensors: DecodeTensors) -> Check:
-    """Held to the oracle with narrow tables: it copies all keys that a table has room for."""
+    """Check with narrow tables: the oracle copies all keys that a table has room for."""
     from bench.gate import check_decode
     from bench.suites.decode_inputs import fitted
 

@@ -1,41 +1,23 @@
-"""The picture of a report: every error over its budget, as inline SVG."""
+"""Draw every error over its budget."""
 
 from __future__ import annotations
 
-import io
 import math
-import re
 from collections import defaultdict
 
-import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
 
 from interop.parity.records import Report
+from interop.rendering.plots import BUDGET_COLOUR, COLOURS, MUTED_COLOUR, RULE_COLOUR, legend, quiet
 
-# Okabe and Ito's colours, told apart without red and green.
-COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#8A7F00", "#555555")
-BUDGET_COLOUR = "#d62728"
-RULE_COLOUR = "#eeeeee"
-MUTED_COLOUR = "#6b6b70"
 OUTPUTS = ("out", "lse", "dq", "dk", "dv")
 LEFT_EDGE = 1e-3
 LANE_HEIGHT = 0.8
-# By a picture's own colours, those of page.css, which follow the reader's light or dark mode.
-_PAGE_COLOURS = {
-    "#000000": "currentColor",
-    RULE_COLOUR: "var(--faint)",
-    MUTED_COLOUR: "var(--muted)",
-    BUDGET_COLOUR: "var(--budget)",
-    **{colour.lower(): f"var(--series-{i})" for i, colour in enumerate(COLOURS, 1)},
-}
-# Most of the bytes of a picture with much text: the font, which is the page's, and a turn by 0.
-_SUPERFLUOUS = re.compile(r"""font-family: [^;"]*; | transform="rotate\(-0 [^"]*\"""")
 
 
-def ratio_plot(report: Report) -> str:
-    """A lane for each output and implementation, a dot for each case, the budget as a line.
+def ratio_plot(report: Report) -> Figure:
+    """Draw a lane for each output and implementation, a dot for each case, the budget as a line.
 
     Within a lane the cases stand in their order, from its top to its bottom. A ratio under
     `LEFT_EDGE` stands at the left edge; one that is not finite, as a cross, at the right edge.
@@ -59,11 +41,9 @@ def ratio_plot(report: Report) -> str:
     edge = f"left edge: {LEFT_EDGE:g} or less"
     axes.set_xlabel(f"error / budget, the worse of maximum and RMSE ({edge})")
     middles = [i * step + (len(titles) - 1) / 2 for i in range(len(outputs))]
-    axes.set_yticks(middles, outputs, fontsize=11, fontweight="bold")
-    axes.tick_params(axis="y", length=0)
-    axes.grid(axis="x", color=RULE_COLOUR, linewidth=0.6)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.set_yticks(middles, outputs, fontweight="bold")
+    quiet(axes, "x")
+    axes.tick_params(axis="y", labelsize=11)
 
     colours = {title: COLOURS[i % len(COLOURS)] for i, title in enumerate(titles)}
     for (output, title), lane in lanes.items():
@@ -73,16 +53,14 @@ def ratio_plot(report: Report) -> str:
             for name, place, ratio in lane
         ]
         _draw_lane(axes, y, spots, colours[title])
-    handles = [
-        Line2D([], [], marker="o", linestyle="", color=colour, label=title)
-        for title, colour in colours.items()
-    ]
-    figure.legend(handles=handles, loc="outside upper left", ncols=3, frameon=False)
-    return to_svg(figure)
+    for title, colour in colours.items():
+        axes.plot([], [], marker="o", linestyle="", color=colour, label=title)
+    legend(figure, columns=3)
+    return figure
 
 
 def _lanes(report: Report) -> dict[tuple[str, str], list[tuple[str, float, float]]]:
-    """By output and title: each case's name, its place from 0 to 1, and its ratio."""
+    """Return by output and title: each case's name, its place from 0 to 1, and its ratio."""
     lanes = defaultdict(list)
     for i, case in enumerate(report.cases):
         for c in case.comparisons:
@@ -94,7 +72,7 @@ def _lanes(report: Report) -> dict[tuple[str, str], list[tuple[str, float, float
 def _draw_lane(
     axes: Axes, y: float, spots: list[tuple[float, float, float, str]], colour: str
 ) -> None:
-    """Dots and crosses of one lane, the name of its worst case beside it."""
+    """Draw dots and crosses of one lane, and the name of its worst case."""
     axes.axhline(y, color=RULE_COLOUR, linewidth=0.6, zorder=0)
     dots = [spot for spot in spots if math.isfinite(spot[2])]
     crosses = [spot for spot in spots if not math.isfinite(spot[2])]
@@ -110,25 +88,5 @@ def _draw_lane(
 
 
 def _position(ratio: float, right_edge: float) -> float:
-    """Where a ratio stands on the logarithmic axis, from 0 to 1."""
+    """Return where a ratio stands on the logarithmic axis, from 0 to 1."""
     return math.log(ratio / LEFT_EDGE) / math.log(right_edge / LEFT_EDGE)
-
-
-def to_svg(figure: Figure, standalone: bool = False) -> str:
-    """Return the figure as SVG, without metadata.
-
-    Args:
-        standalone: a file that needs no page: on white, letters as outlines. Otherwise an element
-            whose text is text, in the page's font and colours.
-    """
-    buffer = io.StringIO()
-    nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
-    letters = "path" if standalone else "none"
-    with matplotlib.rc_context({"svg.fonttype": letters, "svg.hashsalt": "parity"}):
-        figure.savefig(buffer, format="svg", metadata=nothing, transparent=not standalone)
-    text = buffer.getvalue()
-    if standalone:
-        return text
-    text = re.sub("#[0-9a-f]{6}", lambda found: _PAGE_COLOURS.get(found[0], found[0]), text)
-    text = _SUPERFLUOUS.sub("", text)
-    return text[text.index("<svg") :]

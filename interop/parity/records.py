@@ -1,4 +1,4 @@
-"""What the harness found out: plain records, and their form in ``parity.json``."""
+"""Hold the results of a run, and write them as ``parity.json``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ORACLE = "float64"
 
 @dataclass(frozen=True)
 class Comparison:
-    """One result of one implementation, held to the oracle or to a twin.
+    """One output of one implementation, compared with the oracle or with a twin.
 
     Attributes:
         subject: the implementation's label, such as "pallas_attn triton sm80".
@@ -62,7 +62,7 @@ class RunRecord:
 
 @dataclass(frozen=True)
 class CaseResult:
-    """Everything found out about one case.
+    """The results of one case.
 
     Attributes:
         name: the case's name.
@@ -82,7 +82,7 @@ class CaseResult:
 
     @property
     def errors(self) -> list[str]:
-        """Every exception, with the implementation that raised it."""
+        """Return every exception, with the implementation that raised it."""
         found = [] if self.error is None else [self.error]
         return found + [f"{run.subject}: {run.error}" for run in self.runs if run.error]
 
@@ -100,7 +100,7 @@ class Report:
     """A run of the harness.
 
     Attributes:
-        facts: versions, device, commit, command; what a reader needs to place the numbers.
+        facts: versions, device, commit, command.
         planned: how many cases were chosen; more than `cases` when the run was interrupted.
         cases: results, in the order they ran.
     """
@@ -127,19 +127,19 @@ class Report:
 
     @property
     def summary(self) -> str:
-        """The counts, in one line."""
+        """Return the counts in one line."""
         done = f"{len(self.cases) - len(self.failed)} passed, {len(self.failed)} failed"
         left = self.planned - len(self.cases)
         return f"{done}, {left} not run (interrupted)" if left else done
 
     @property
     def titles(self) -> list[str]:
-        """Lanes of all comparisons: the implementations in order, then the twins."""
+        """Return the titles of all comparisons: the implementations in order, then the twins."""
         comparisons = [c for case in self.cases for c in case.comparisons]
         return list(dict.fromkeys(c.title for c in sorted(comparisons, key=_is_twin)))
 
     def to_json(self) -> str:
-        """The report as JSON; a number that is not finite is written as null."""
+        """Return the report as JSON; a number that is not finite is written as null."""
         document = {
             "schema_version": SCHEMA_VERSION,
             "status": self.status,
@@ -150,24 +150,9 @@ class Report:
         }
         return json.dumps(document, indent=1, allow_nan=False)
 
-    @classmethod
-    def from_json(cls, text: str) -> Report:
-        """Read what `to_json` wrote.
-
-        Raises:
-            ValueError: another schema version.
-        """
-        document = json.loads(text)
-        if document["schema_version"] != SCHEMA_VERSION:
-            raise ValueError(
-                f"schema_version: expected {SCHEMA_VERSION}, got {document['schema_version']}"
-            )
-        cases = [_case_from_json(case) for case in document["cases"]]
-        return cls(document["facts"], document["planned"], cases)
-
 
 def title(subject: str, against: str) -> str:
-    """The lane of tables and plots that a comparison belongs to."""
+    """Return the column of tables, and lane of plots, that a comparison belongs to."""
     if against == ORACLE:
         return subject
     (_, *ours), (_, *theirs) = subject.split(), against.split()
@@ -175,7 +160,7 @@ def title(subject: str, against: str) -> str:
 
 
 def problem_text(problem: dict[str, Any]) -> str:
-    """A case's fields in one line, defaults left out."""
+    """Return a case's fields in one line, defaults left out."""
     if "lengths" in problem:
         lengths = problem["lengths"]
         counts = f"B{len(lengths)} T{problem['tokens'] or 1} Skv{max(lengths, default=0)}"
@@ -200,22 +185,19 @@ def problem_text(problem: dict[str, Any]) -> str:
 
 
 def worst(case: CaseResult, title: str) -> Comparison | None:
-    """The comparison of one lane with the largest ratio; None when the lane has none."""
+    """Return a lane's comparison with the largest ratio, None if there is none."""
     lane = [c for c in case.comparisons if c.title == title]
     return max(lane, key=lambda c: c.agreement.ratio, default=None)
 
 
 def worst_of_all(cases: Iterable[CaseResult], title: str) -> tuple[CaseResult, Comparison] | None:
-    """The case whose comparison in one lane has the largest ratio, and that comparison."""
+    """Return a lane's comparison with the largest ratio over all cases, and its case."""
     found = [(case, c) for case in cases if (c := worst(case, title)) is not None]
     return max(found, key=lambda pair: pair[1].agreement.ratio, default=None)
 
 
 def _status(ok: bool) -> str:
     return "passed" if ok else "failed"
-
-
-_ERRORS = ("max_error", "max_budget", "rmse", "rmse_budget")
 
 
 def _is_twin(comparison: Comparison) -> bool:
@@ -232,35 +214,11 @@ def _case_to_json(case: CaseResult) -> dict[str, Any]:
             "output": c.output,
             "status": c.status,
             "ratio": _finite(c.agreement.ratio),
-            **{name: _finite(getattr(c.agreement, name)) for name in _ERRORS},
-            "finite": c.agreement.finite,
+            **{name: _finite(value) for name, value in asdict(c.agreement).items()},
         }
         for c in case.comparisons
     ]
     return document
-
-
-def _case_from_json(document: dict[str, Any]) -> CaseResult:
-    comparisons = [
-        Comparison(
-            c["subject"],
-            c["against"],
-            c["output"],
-            Agreement(
-                **{name: math.inf if c[name] is None else c[name] for name in _ERRORS},
-                finite=c["finite"],
-            ),
-        )
-        for c in document["comparisons"]
-    ]
-    return CaseResult(
-        document["name"],
-        document["problem"],
-        document["seconds"],
-        [RunRecord(**run) for run in document["runs"]],
-        comparisons,
-        document["error"],
-    )
 
 
 def _finite(value: float) -> float | None:

@@ -1,4 +1,4 @@
-"""The terminal: header, progress with a row per case, summary."""
+"""Print a run: header, progress with a row per case, summary."""
 
 from __future__ import annotations
 
@@ -6,17 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import Progress
 from rich.text import Text
 
 from interop.parity.records import CaseResult, Comparison, Report, worst, worst_of_all
+from interop.rendering.tables import PROGRESS, progress_columns
 
 # The widest cells: "pallas_attn", and a ratio with its output, such as "9.9e+10 lse".
 COLUMN = 13
@@ -24,7 +18,7 @@ STYLES = {"passed": "green", "failed": "bold red"}
 
 
 class CaseTable(Progress):
-    """A table that grows by a row per case, above a progress bar where there is a terminal.
+    """Print a row per case as it ends, above a progress bar where there is a terminal.
 
     Args:
         console: where to print.
@@ -33,21 +27,7 @@ class CaseTable(Progress):
     """
 
     def __init__(self, console: Console, titles: Sequence[str], names: Sequence[str]):
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TextColumn("elapsed,"),
-            TimeRemainingColumn(),
-            TextColumn("left"),
-        )
-        super().__init__(
-            *columns,
-            console=console,
-            transient=True,
-            speed_estimate_period=600,  # seconds; one large case outlasts the default of 30
-        )
+        super().__init__(*progress_columns(), console=console, **PROGRESS)
         self._titles = titles
         self._width = max(map(len, ["case", *names]))
         self._task = self.add_task("", total=len(names))
@@ -84,7 +64,7 @@ class CaseTable(Progress):
 
 
 def failures(result: CaseResult) -> list[str]:
-    """A line for each exception and for each comparison over its budget."""
+    """Return a line for each exception and for each comparison over its budget."""
     lines = list(result.errors)
     for c in result.comparisons:
         if not c.ok:
@@ -99,7 +79,7 @@ def failures(result: CaseResult) -> list[str]:
 
 
 def print_header(console: Console, facts: dict[str, str]) -> None:
-    """Print what places the numbers: which implementations run, where, of which versions."""
+    """Print the facts of a run: implementations, device, versions."""
     width = max(map(len, facts))
     for name, value in facts.items():
         line = Text(f"{name:{width}}  ", style="bold")
@@ -124,7 +104,7 @@ def print_summary(console: Console, report: Report, written: Sequence[Path]) -> 
 
 
 def ratio_text(ratio: float) -> str:
-    """A ratio in at most seven characters."""
+    """Return a ratio in at most seven characters."""
     return f"{ratio:.2f}" if ratio < 100 or ratio == float("inf") else f"{ratio:.1e}"
 
 

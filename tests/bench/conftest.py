@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from bench.records import Record
-from bench.statistics import Times
+from bench.records import Record, Times
 from interop.parity.cases import FlashCase
 
 ORIGIN = {

@@ -8,8 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.records import Record
-from bench.statistics import Times
+from bench.records import Record, Times
 from interop.parity.cases import DecodeCase, FlashCase
 from twin_attention.contract.cost import (
     backward_bytes,
@@ -27,7 +26,7 @@ ORIGIN = {
     "date": "2026-11-21T11:00:00+00:00",
 }
 COST = {"forward": (forward_flops, forward_bytes), "backward": (backward_flops, backward_bytes)}
-# Share of the matmul ceiling that each reaches on long sequences, and of the read ceiling.
+# Share of the measured product that each reaches on long sequences, and of the measured read.
 FLASH = {
     ("torch triton", "sm90"): 0.62, ("torch triton", "sm80"): 0.40, ("jax triton", "sm90"): 0.63,
     ("jax triton", "sm80"): 0.38, ("torch triton compiled", "sm90"): 0.615, ("eager", None): 0.06,
@@ -44,13 +43,13 @@ MATMUL, READ = 787e12, 4.18e12
 
 
 def campaign(seed: int = 0) -> list[Record]:
-    """Records of the suites flash, kvcache and flash-vs-eager."""
+    """Records of the suites flash, kvcache and eager."""
     rng = np.random.default_rng(seed)
-    return [*_flash(rng), *_kvcache(rng), *_flash_vs_eager(rng)]
+    return [*_flash(rng), *_kvcache(rng), *_eager(rng)]
 
 
 def _flash(rng: np.random.Generator) -> Iterator[Record]:
-    yield from _ceilings("flash")
+    yield from _peaks("flash")
     for d, heads in ((64, 32), (128, 16), (256, 8)):
         for batch, length in ((32, 512), (4, 4096), (1, 16384)):
             for causal in (False, True):
@@ -61,7 +60,7 @@ def _flash(rng: np.random.Generator) -> Iterator[Record]:
 
 
 def _kvcache(rng: np.random.Generator) -> Iterator[Record]:
-    yield from _ceilings("kvcache")
+    yield from _peaks("kvcache")
     sweep = [DecodeCase(f"sweep-{n}", (n,), 1, 32, 32, 128, dtype="float16", page_size=256,
                         max_pages=-(-n // 256)) for n in (2**i for i in range(5, 16))]  # fmt: skip
     wide = [replace(c, name=f"{c.name}-wide", max_pages=4096) for c in sweep]
@@ -80,8 +79,8 @@ def _kvcache(rng: np.random.Generator) -> Iterator[Record]:
                          bytes_per_second=1e3 * total / ms)  # fmt: skip
 
 
-def _flash_vs_eager(rng: np.random.Generator) -> Iterator[Record]:
-    yield from _ceilings("flash-vs-eager")
+def _eager(rng: np.random.Generator) -> Iterator[Record]:
+    yield from _peaks("eager")
     subjects = {
         key: FLASH[key]
         for key in (("torch triton", "sm90"), ("jax triton", "sm90"), ("eager", None))
@@ -90,7 +89,7 @@ def _flash_vs_eager(rng: np.random.Generator) -> Iterator[Record]:
         for length in (2**i for i in range(7, 16)):
             case = FlashCase(f"{length}-d64-{dtype}", 1, length, length, 1, 1, 64, dtype=dtype,
                              causal=True)  # fmt: skip
-            yield from _of_flash("flash-vs-eager", case, "forward", subjects, rng)
+            yield from _of_flash("eager", case, "forward", subjects, rng)
 
 
 def _of_flash(suite, case, operation, subjects, rng) -> Iterator[Record]:
@@ -120,12 +119,12 @@ def _unmeasured(case: FlashCase, operation: str, name: str) -> dict[str, Any] | 
     return None
 
 
-def _ceilings(suite: str) -> Iterator[Record]:
+def _peaks(suite: str) -> Iterator[Record]:
     rng = np.random.default_rng(1)
     for name, flops, size in (("matmul", 2 * 8192**3, 6 * 8192**2), ("read", 0, 2**30),
                               ("copy", 0, 2**31)):  # fmt: skip
         ms = 1e3 * (flops / MATMUL or size / READ)
-        yield _timed(suite, {"name": name}, "ceiling", ("torch", None), ms, rng,
+        yield _timed(suite, {"name": name}, "peak", ("torch", None), ms, rng,
                      tflops=flops / ms / 1e9, bytes_per_second=1e3 * size / ms)  # fmt: skip
 
 
@@ -145,6 +144,6 @@ def _timed(suite, case, operation, subject, ms, rng, **fields) -> Record:
         suite, case, operation, *subject, **ORIGIN, status="ok", times=times(ms, 0.01),
         span=times(ms + 0.001, 0.01), host=times(0.03, 0.1),
         events=ms * rng.uniform(0.99, 1.02) if is_torch and ms > 0.5 else None,
-        kernels=("flash_fwd_kernel",), error=None if operation == "ceiling" else 0.3,
+        kernels=("flash_fwd_kernel",), error=None if operation == "peak" else 0.3,
         memory=2**26 if is_torch else None, gpu=gpu, **fields,
     )  # fmt: skip

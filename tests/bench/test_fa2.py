@@ -27,17 +27,17 @@ def test_every_shape_kv_heads_and_mask_in_float16():
 
 def test_the_ablation_stands_beside_what_it_is_an_ablation_of_without_a_mask():
     for job in jobs(TARGETS):
-        names = [subject.implementation for subject in job.makers if subject.target]
+        names = [subject.implementation for subject in job.factories if subject.target]
         assert names.count("torch triton") == 2
         assert names.count("jax triton") == (2 if job.case["heads_kv"] == 32 else 1)
         assert names.count("torch triton without softmax") == (0 if job.case["causal"] else 2)
-        assert {Subject("FA2"), Subject("cuDNN")} <= set(job.makers)
+        assert {Subject("FA2"), Subject("cuDNN")} <= set(job.factories)
 
 
 def test_the_ablation_is_not_checked_and_gives_an_output():
     case = FlashCase("", batch=1, seq_q=16, seq_kv=16, heads_q=1, heads_kv=1, head_dim=16)
     tensors = [make_inputs(case, "cpu")[name] for name in ("q", "k", "v", "dout")]
-    call = _without_softmax("sm80")(case, "forward", tensors)
+    call = _without_softmax("sm80", case, "forward", tensors)
     assert call.result is None
     assert call.run()[0].shape == tensors[0].shape
 

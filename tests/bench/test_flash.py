@@ -6,7 +6,7 @@ import pytest
 
 from bench.job import Absent, Subject
 from bench.peers import FLASH
-from bench.statistics import Times
+from bench.records import Times
 from bench.suites import flash
 from bench.suites.flash import cases, columns, jobs
 
@@ -36,7 +36,7 @@ def test_forward_and_backward_of_every_case_with_every_subject():
         for target in TARGETS
     }
     for job in found:
-        assert set(job.makers) == ours | {Subject(name) for name in FLASH}
+        assert set(job.factories) == ours | {Subject(name) for name in FLASH}
 
 
 def test_the_filter_is_part_of_a_name():
@@ -64,7 +64,7 @@ SLOW = {
 )
 def test_who_is_left_out_and_where(name, absent):
     for job in jobs(TARGETS, name):
-        left_out = {subject: m for subject, m in job.makers.items() if m.func is flash._absent}
+        left_out = {subject: m for subject, m in job.factories.items() if m.func is flash._absent}
         assert {" ".join(filter(None, subject)) for subject in left_out} == absent
         for make in left_out.values():
             with pytest.raises(Absent, match="timed at 4096 keys"):

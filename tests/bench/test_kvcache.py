@@ -9,7 +9,7 @@ import torch
 from bench import gate, ours
 from bench.job import Call, Subject
 from bench.peers import DECODE
-from bench.statistics import Times
+from bench.records import Times
 from bench.suites import kvcache
 from bench.suites.decode_inputs import decode_tensors
 from interop.parity.cases import DecodeCase
@@ -40,15 +40,15 @@ def test_the_sweep_runs_with_narrow_and_with_wide_tables(jobs):
 
 
 def test_implementations(jobs):
-    assert set(jobs["sweep-8192"].makers) == NATIVE | SM80 | PEERS
-    assert set(jobs["sweep-4096"].makers) == NATIVE - {PALLAS} | PEERS
-    assert set(jobs["sweep-8192-wide"].makers) == NATIVE
-    assert set(jobs["sweep-4096-wide"].makers) == NATIVE - {PALLAS}
-    assert set(jobs["128x4096-heads-32-32"].makers) == NATIVE | SM80 | PEERS
-    assert set(jobs["128x4096-heads-32-32-4-tokens"].makers) == NATIVE | PEERS
-    assert set(jobs["128x4096-heads-32-32-int8"].makers) == NATIVE | PEERS
+    assert set(jobs["sweep-8192"].factories) == NATIVE | SM80 | PEERS
+    assert set(jobs["sweep-4096"].factories) == NATIVE - {PALLAS} | PEERS
+    assert set(jobs["sweep-8192-wide"].factories) == NATIVE
+    assert set(jobs["sweep-4096-wide"].factories) == NATIVE - {PALLAS}
+    assert set(jobs["128x4096-heads-32-32"].factories) == NATIVE | SM80 | PEERS
+    assert set(jobs["128x4096-heads-32-32-4-tokens"].factories) == NATIVE | PEERS
+    assert set(jobs["128x4096-heads-32-32-int8"].factories) == NATIVE | PEERS
     for variant in ("16-tokens", "d64", "d256"):
-        assert set(jobs[f"64x8192-heads-32-8-{variant}"].makers) == NATIVE | SM80 | PEERS
+        assert set(jobs[f"64x8192-heads-32-8-{variant}"].factories) == NATIVE | SM80 | PEERS
 
 
 def test_8_bit_caches_are_of_cases_with_more_than_a_gibibyte(jobs):
@@ -73,7 +73,7 @@ def test_the_gate_takes_what_the_twins_give():
     tensors = decode_tensors(case, "cpu")
     check = job.check(tensors)
     for twin in ("torch triton", "jax triton"):
-        call = job.makers[Subject(twin, "sm90")](tensors)
+        call = job.factories[Subject(twin, "sm90")](tensors)
         (out,) = call.result(call.run())
         assert check([out]) < 1, twin
         assert check([out + 1]) > 1, twin

@@ -13,7 +13,7 @@ import torch
 
 from bench import gate
 from bench.job import Absent
-from bench.peers import DECODE, FLASH, flashinfer, flex
+from bench.peers import DECODE, FLASH, flashinfer, torch_peers
 from bench.suites import kvcache
 from bench.suites.decode_inputs import decode_tensors
 from interop.parity.cases import DecodeCase, FlashCase
@@ -60,7 +60,7 @@ def stand_ins(monkeypatch):
         assert implementation in ("mosaic", "triton")
         return jax.nn.dot_product_attention(*qkv, **options)
 
-    monkeypatch.setattr(flex, "compiled", lambda function: function)
+    monkeypatch.setattr(torch_peers, "compiled", lambda function: function)
     monkeypatch.setattr(jax_pallas, "mha", partial(jax_pallas.mha, interpret=True))
     monkeypatch.setitem(sys.modules, "tokamax", SimpleNamespace(dot_product_attention=attend))
 

@@ -5,21 +5,18 @@ from dataclasses import asdict, replace
 import pytest
 from matplotlib.figure import Figure
 
-from bench.records import ABLATION, Record
-from bench.report.limits import Limit, Limits
+from bench.peaks import Peak, Peaks
+from bench.records import ABLATION, Record, Times
 from bench.report.plots import Picture, of_run, of_suite
 from bench.report.plots.clocks import over_time
-from bench.report.plots.series import families, short
+from bench.report.plots.rates import short, split_series
 from bench.report.plots.style import styles
 from bench.report.tables import names, speeds
 from bench.sampling import Sample
-from bench.statistics import Times
 from interop.parity.cases import DecodeCase
 from tests.bench.synthetic import campaign
 
-BOUNDS = Limits(
-    Limit("bf16 matmul", "TFLOP/s", 150.0, 989.0), Limit("read", "GB/s", 4180.0, 4800.0)
-)
+BOUNDS = Peaks(Peak("bf16 matmul", "TFLOP/s", 150.0, 989.0), Peak("read", "GB/s", 4180.0, 4800.0))
 
 
 @pytest.fixture
@@ -62,8 +59,8 @@ def test_cases_of_several_lengths_are_lines_and_others_dots(records, record):
 
 def test_cases_of_the_same_length_are_no_series(record):
     wider = replace(record(), case=record().case | {"name": "wider", "batch": 16})
-    assert families([record(), record(keys=2048)]) == ([[record(), record(keys=2048)]], [])
-    assert families([record(), wider]) == ([], [record(), wider])
+    assert split_series([record(), record(keys=2048)]) == ([[record(), record(keys=2048)]], [])
+    assert split_series([record(), wider]) == ([], [record(), wider])
 
 
 def test_wide_tables_are_a_series_of_their_own(record):
@@ -72,7 +69,7 @@ def test_wide_tables_are_a_series_of_their_own(record):
         return replace(record(operation="decode"), case=asdict(case))
 
     narrow, wide = ([decode(n, pages or n // 16) for n in (64, 128)] for pages in (None, 999))
-    series, alone = families(narrow + wide)
+    series, alone = split_series(narrow + wide)
     assert (sorted(series, key=str), alone) == (sorted([narrow, wide], key=str), [])
 
 
@@ -101,7 +98,7 @@ def test_roofline_stands_on_the_measured_and_the_datasheets_rates():
     drawn = sum(len(line.get_xdata()) for line in axes.lines) - sum(
         len(r.get_xdata()) for r in roofs
     )
-    assert drawn == sum(bool(r.tflops) and r.operation != "ceiling" for r in run)
+    assert drawn == sum(bool(r.tflops) and r.operation != "peak" for r in run)
 
 
 def test_time_is_shaded_where_the_clock_is_held_back():
@@ -114,7 +111,7 @@ def test_time_is_shaded_where_the_clock_is_held_back():
 
 
 def test_looks_tell_all_labels_apart():
-    looks = styles([r for r in campaign() if r.suite == "flash" and r.operation != "ceiling"])
+    looks = styles([r for r in campaign() if r.suite == "flash" and r.operation != "peak"])
     assert len(looks) == 14
     told = {(s["color"], str(s["linestyle"]), s["marker"]) for s in looks.values()}
     assert len(told) == 14

@@ -5,8 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from bench.records import ABLATION, append, drop_unfinished_line, load, origin, stem
-from bench.statistics import Times
+from bench.records import ABLATION, Times, append, drop_unfinished_line, load, origin, stem
 
 
 def test_a_file_gives_back_what_was_appended(tmp_path, record):
@@ -44,8 +43,13 @@ def test_names_of_earlier_versions_are_translated(tmp_path, record):
         "torch triton", "torch triton compiled", "torch triton graph", ABLATION, "jax triton",
     ]  # fmt: skip
     peer = record(implementation="tokamax Triton", target=None)
-    append(path, [peer])
-    assert load(path)[-1].implementation == peer.implementation
+    others = [record(suite="flash-vs-eager"), record(suite="eager-attention", operation="ceiling")]
+    append(path, [peer, *others])
+    assert [(r.suite, r.operation, r.implementation) for r in load(path)[-3:]] == [
+        ("flash", "forward", "tokamax Triton"),
+        ("eager", "forward", "torch triton"),
+        ("eager", "peak", "torch triton"),
+    ]
 
 
 @pytest.mark.parametrize("content", [b"no gzip", gzip.compress(b"{}" * 99, mtime=0)[:-9]])

@@ -9,10 +9,9 @@ import pytest
 from rich.console import Console
 
 from bench.job import Absent, Call, Job, Subject
-from bench.records import load
+from bench.records import Times, load
 from bench.runner import Instruments, measure, run_suite
 from bench.sampling import Sample, Sampler
-from bench.statistics import Times
 from bench.timing import Timing
 
 OURS, PEER = Subject("torch triton", "sm90"), Subject("FA2")
@@ -36,7 +35,7 @@ def raises(error):
     return call
 
 
-def maker(name, result=lambda result: (result,)):
+def factory(name, result=lambda result: (result,)):
     return lambda tensors: Call(lambda: f"{name} of {tensors}", result)
 
 
@@ -47,7 +46,7 @@ def job(name, **changes):
         flops=4 * 10**9,
         bytes=6 * 10**6,
         inputs=lambda: "tensors",
-        makers={subject: maker(subject[0]) for subject in (OURS, PEER)},
+        factories={subject: factory(subject[0]) for subject in (OURS, PEER)},
     )
     return replace(made, **changes)
 
@@ -102,7 +101,7 @@ def test_a_record_holds_what_was_measured(run, origin):
     assert "2.00" in printed
 
 
-@pytest.mark.parametrize(("operation", "limited"), [("forward", ["first call"]), ("ceiling", [])])
+@pytest.mark.parametrize(("operation", "limited"), [("forward", ["first call"]), ("peak", [])])
 def test_memory_is_limited_for_the_implementation_alone(run, operation, limited):
     inside, seen = [], []
 
@@ -121,7 +120,7 @@ def test_memory_is_limited_for_the_implementation_alone(run, operation, limited)
         "a",
         operation=operation,
         inputs=lambda: seeing("inputs", "tensors"),
-        makers={
+        factories={
             OURS: lambda tensors: Call(lambda: seeing("first call", "out"), lambda out: (out,))
         },
         check=lambda tensors: lambda arrays: seeing("check", 0.5),
@@ -169,9 +168,9 @@ def test_only_what_is_right_is_timed(run, error, status):
 
 
 def test_an_ablation_is_not_checked(run):
-    makers = {OURS: maker("no softmax", result=None)}
+    factories = {OURS: factory("no softmax", result=None)}
     check = lambda tensors: raises(AssertionError("checked"))  # noqa: E731
-    _, records, _ = run(job("a", makers=makers, check=check))
+    _, records, _ = run(job("a", factories=factories, check=check))
     assert [(r.status, r.error) for r in records] == [("ok", None)]
 
 
@@ -191,8 +190,8 @@ def test_what_is_measured_is_not_measured_again(run):
 
 
 def test_resume_adds_the_implementation_that_is_missing(run):
-    makers = job("a").makers
-    run(job("a", makers={OURS: makers[OURS]}))
+    factories = job("a").factories
+    run(job("a", factories={OURS: factories[OURS]}))
     _, records, printed = run(job("a"), resume=True)
     assert [r.label for r in records] == ["torch triton sm90", "FA2"]
     assert printed.count("1.00") == 2  # and compares it with what was there
@@ -203,8 +202,8 @@ def test_resume_adds_the_implementation_that_is_missing(run):
     [(RuntimeError("the card fell off"), 1), (MemoryError("out of memory"), 0), (Absent("no"), 0)],
 )
 def test_resume_tries_again_what_failed_and_nothing_else(run, error, again):
-    makers = job("a").makers | {OURS: raises(error)}
-    run(job("a", makers=makers))
+    factories = job("a").factories | {OURS: raises(error)}
+    run(job("a", factories=factories))
     _, records, _ = run(job("a"), resume=True)
     assert len(records) == 2 + again
     assert [r.status for r in records[2:]] == ["ok"] * again
@@ -233,8 +232,8 @@ def test_without_resume_everything_is_measured(run):
     ],
 )
 def test_an_implementation_that_fails_is_a_row_and_the_run_goes_on(run, error, status):
-    makers = job("a").makers | {OURS: raises(error)}
-    code, records, printed = run(job("a", makers=makers), job("b"))
+    factories = job("a").factories | {OURS: raises(error)}
+    code, records, printed = run(job("a", factories=factories), job("b"))
     assert code == 0
     found = {(r.case["name"], r.label): r for r in records}
     failed = found.pop(("a", "torch triton sm90"))
@@ -246,8 +245,8 @@ def test_an_implementation_that_fails_is_a_row_and_the_run_goes_on(run, error, s
 
 
 def test_a_peer_that_is_absent_says_why(run):
-    makers = job("a").makers | {PEER: raises(Absent("no such package"))}
-    code, records, _ = run(job("a", makers=makers))
+    factories = job("a").factories | {PEER: raises(Absent("no such package"))}
+    code, records, _ = run(job("a", factories=factories))
     assert code == 0
     found = {r.label: (r.status, r.message) for r in records}
     assert found == {"torch triton sm90": ("ok", None), "FA2": ("absent", "no such package")}
@@ -258,7 +257,7 @@ def test_a_call_that_fails_is_a_row(run, stage):
     error = raises(RuntimeError("later"))
     call = Call(error if stage == "run" else str, error if stage == "result" else lambda x: (x,))
     check = error if stage == "check" else lambda arrays: 0.5
-    broken = job("a", check=lambda tensors: check, makers={PEER: lambda tensors: call})
+    broken = job("a", check=lambda tensors: check, factories={PEER: lambda tensors: call})
     _, records, _ = run(broken, job("b"))
     assert [(r.label, r.status) for r in records] == [
         ("FA2", "failed"), ("torch triton sm90", "ok"), ("FA2", "ok"),
@@ -309,7 +308,7 @@ def test_what_does_not_fit_beside_the_others_is_timed_after_them(run):
     def heavy(tensors):
         if memory.in_use:
             raise MemoryError("out of memory")
-        return maker("heavy")(tensors)
+        return factory("heavy")(tensors)
 
     def light(tensors):
         graph = memory.take()
@@ -319,8 +318,12 @@ def test_what_does_not_fit_beside_the_others_is_timed_after_them(run):
         timed.append([subject.implementation for subject in calls])
         return fake_timer(calls)
 
-    makers = {Subject("light"): light, Subject("heavy"): heavy, Subject("other"): maker("other")}
-    _, records, _ = run(job("a", makers=makers), timer=timer)
+    factories = {
+        Subject("light"): light,
+        Subject("heavy"): heavy,
+        Subject("other"): factory("other"),
+    }
+    _, records, _ = run(job("a", factories=factories), timer=timer)
     assert timed == [["light"], ["heavy", "other"]]
     assert [r.status for r in records] == ["ok"] * 3
 
@@ -336,19 +339,19 @@ def test_memory_is_released_once_nothing_refers_to_it(run):
         taken = memory.take()
         raise MemoryError(f"out of memory {taken}")
 
-    broken = job("a", inputs=memory.take, makers={OURS: works, PEER: too_large})
+    broken = job("a", inputs=memory.take, factories={OURS: works, PEER: too_large})
     run(broken, release=lambda: in_use.append(memory.in_use))
     inputs, graph = 1, 1
     # PEER fails, OURS is timed, PEER fails again, the job is done.
     assert in_use == [inputs + graph, inputs, inputs, 0]
 
 
-@pytest.mark.parametrize("stage", ["inputs", "maker", "timer"])
+@pytest.mark.parametrize("stage", ["inputs", "factory", "timer"])
 def test_ctrl_c_keeps_what_is_measured(run, stage):
     interrupt = raises(KeyboardInterrupt)
     second = {
         "inputs": job("b", inputs=interrupt),
-        "maker": job("b", makers={OURS: interrupt}),
+        "factory": job("b", factories={OURS: interrupt}),
         "timer": job("b"),
     }[stage]
 

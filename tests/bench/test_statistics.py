@@ -4,8 +4,9 @@ import doctest
 
 import pytest
 
-from bench import statistics
-from bench.statistics import Times, summarize
+from bench import timing
+from bench.records import Times
+from bench.timing import summarize
 
 
 def test_the_median_is_of_rounds_so_that_one_bad_round_does_not_move_it():
@@ -33,4 +34,4 @@ def test_a_round_without_calls_is_refused(rounds):
 
 
 def test_the_example_runs():
-    assert doctest.testmod(statistics) == doctest.TestResults(failed=0, attempted=1)
+    assert doctest.testmod(timing) == doctest.TestResults(failed=0, attempted=1)

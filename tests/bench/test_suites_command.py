@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from bench import __main__ as command
-from bench.ceilings import ceiling_jobs
+from bench.peaks import peak_jobs
 from bench.records import append, load
-from bench.suites import ALL, SUITES
+from bench.suites import SUITES
 from bench.suites import command as suites
 from interop.parity import arguments as checks
 from interop.parity import environment
@@ -141,7 +141,7 @@ def test_a_memory_cap_holds_both_frameworks(gpu, monkeypatch):
     assert "XLA_PYTHON_CLIENT_MEM_FRACTION" not in os.environ
 
 
-def test_a_suite_runs_after_the_ceilings_of_the_device(gpu, monkeypatch, tmp_path, capsys):
+def test_a_suite_runs_after_the_peaks_of_the_device(gpu, monkeypatch, tmp_path, capsys):
     called = []
 
     def run_suite(jobs, origin, instruments, console, path, resume, log):
@@ -152,11 +152,11 @@ def test_a_suite_runs_after_the_ceilings_of_the_device(gpu, monkeypatch, tmp_pat
     monkeypatch.setattr(suites, "run_suite", run_suite)
     path, log = tmp_path / "records.jsonl", tmp_path / "gpu.csv"
     options = ["--json", str(path), "--resume", "--gpu-log", str(log)]
-    assert command.main(["flash-vs-eager", *options]) == 130
+    assert command.main(["eager", *options]) == 130
     ((jobs, origin, *rest),) = called
     assert [job.case["name"] for job in jobs[:-1]] == ["matmul", "read", "copy"]
-    assert jobs[-1] == "flash-vs-eager"
-    assert origin["suite"] == "flash-vs-eager"
+    assert jobs[-1] == "eager"
+    assert origin["suite"] == "eager"
     assert rest == [path, True, log]
     assert "The title" in capsys.readouterr().out
 
@@ -176,11 +176,11 @@ def measured(monkeypatch, record):
     return done
 
 
-def test_all_runs_the_main_suites_and_reports(gpu, measured, tmp_path):
+def test_all_runs_every_suite_and_reports(gpu, measured, tmp_path):
     path = tmp_path / "bench.jsonl"
     assert command.main(["all", "--json", str(path)]) == 0
-    assert measured.names == ["flash", "kvcache", "fa2", "flash-vs-eager"]
-    assert set(measured.names) == set(ALL)
+    assert measured.names == ["flash", "kvcache", "fa2", "eager"]
+    assert measured.names == list(SUITES)
     logs = {name: log for name, log in measured.logs.items() if log is not None}
     assert logs == {"fa2": tmp_path / "bench-fa2-gpu.csv"}
     assert {"bench.md", "bench.html", "bench.csv"} <= {file.name for file in tmp_path.iterdir()}
@@ -193,9 +193,9 @@ def test_ctrl_c_ends_all_and_what_is_measured_is_reported(gpu, measured, tmp_pat
     assert (tmp_path / "bench.md").exists()
 
 
-def test_ceilings_count_what_they_move():
-    matmul, read, copy = ceiling_jobs()
-    assert {job.operation for job in (matmul, read, copy)} == {"ceiling"}
+def test_peaks_count_what_they_move():
+    matmul, read, copy = peak_jobs()
+    assert {job.operation for job in (matmul, read, copy)} == {"peak"}
     assert matmul.flops == 2 * 8192**3
     assert (read.reads, read.writes, read.bytes) == (2**30, 0, 2**30)
     assert (copy.reads, copy.writes, copy.bytes) == (2**30, 2**30, 2**31)

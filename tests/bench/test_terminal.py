@@ -4,14 +4,14 @@ from dataclasses import replace
 
 from rich.console import Console
 
-from bench.statistics import Times
-from bench.terminal import terminal_table
+from bench.records import Times
+from bench.runner import _print
 
 
 def printed(records) -> str:
     console = Console(width=160)
     with console.capture() as capture:
-        console.print(terminal_table(records))
+        _print(records, console)
     return capture.get()
 
 
@@ -21,15 +21,13 @@ def line(text: str, *words: str) -> list[str]:
     return [cell.strip() for cell in found.split("│")[1:-1]]
 
 
-def test_a_row_stands_beside_the_ceiling_and_the_best_peer(record):
-    ceiling = replace(
-        record(operation="ceiling", target=None, tflops=800.0), case={"name": "matmul"}
-    )
+def test_a_row_stands_beside_the_peak_and_the_best_peer(record):
+    peak = replace(record(operation="peak", target=None, tflops=800.0), case={"name": "matmul"})
     peers = [
         record(implementation=name, target=None, times=Times(ms, ms, ms))
         for name, ms in (("FA2", 3.0), ("cuDNN", 1.0))
     ]
-    text = printed([ceiling, record(), *peers])
+    text = printed([peak, record(), *peers])
     assert line(text, "torch triton sm90")[3:] == [
         "2.0000",
         "10.0%",

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
-from bench.statistics import Times
+from bench.records import Times
 from interop.parity import environment
 from interop.parity.cases import DecodeCase, FlashCase
 from tuning import __main__ as main

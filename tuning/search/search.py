@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from bench.statistics import Times
+from bench.records import Times
 from twin_attention.targets.kernels import KernelConfig
 
 if TYPE_CHECKING:

@@ -19,14 +19,14 @@ Rates, of one multiprocessor in one cycle:
   compute capabilities 8.0 and 9.0).
 - L2: 5120 bytes in one cycle of the whole A100 (the same paper); the number for an H200, which
   NVIDIA does not give, is taken to be the same.
-- Device memory: of an A100 80 GB SXM and an H200 SXM, as `bench.datasheets` has them.
+- Device memory: of an A100 80 GB SXM and an H200 SXM, as `bench.peaks` has them.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from bench.datasheets import A100, H200
+from bench.peaks import A100, H200
 from twin_attention.contract.cost import ITEMSIZE
 from twin_attention.contract.spec import AttentionSpec, DecodeSpec
 from twin_attention.targets.config import padded_head_dim

@@ -1,4 +1,4 @@
-"""The pictures of a report."""
+"""Choose the pictures of a report."""
 
 from __future__ import annotations
 
@@ -7,22 +7,27 @@ from typing import NamedTuple
 
 from matplotlib.figure import Figure
 
+from bench.peaks import Peak, Peaks, peaks
 from bench.records import Record
-from bench.report.limits import Limits, limits
 from bench.report.plots.clocks import over_jobs, over_time
-from bench.report.plots.dots import by_case
-from bench.report.plots.heat_map import ratios
+from bench.report.plots.rates import by_case, over_length, split_series
+from bench.report.plots.ratios import ratios
 from bench.report.plots.roofline import roofline
-from bench.report.plots.series import families, over_length
 from bench.report.plots.style import styles
-from bench.report.tables import by_operation, labels, names
+from bench.report.tables import SHOWN, groups, is_batch, labels, names
 from bench.sampling import Sample
 
 _LOOKS = "Bold lines are ours, dashed and hollow where they are SM80 code; thin lines are peers."
+_READ = (
+    "The measured read is torch's sum of 1 GiB in the same run: a reference, no bound. A decode "
+    "that reads more spreads the start and the end of its kernel over more bytes, so its points "
+    "may lie right of the line. Cache hits play no part: every byte is counted once, and the L2 "
+    "cache is flushed before each call."
+)
 
 
 class Picture(NamedTuple):
-    """A figure with what stands above and below it."""
+    """A figure with the text above and below it."""
 
     title: str
     caption: str
@@ -30,19 +35,79 @@ class Picture(NamedTuple):
 
 
 def of_run(run: Sequence[Record]) -> Iterator[Picture]:
-    """What all suites of a run show together."""
-    placed = [r for r in run if r.tflops and r.bytes_per_second and r.operation != "ceiling"]
+    """Draw what all suites of a run show together."""
+    placed = [r for r in run if r.tflops and r.bytes_per_second and r.operation != "peak"]
     if placed:
         yield Picture(
-            f"Roofline ({setting(placed)})",
-            "Every measured row: what it reached over its arithmetic intensity, which counts the "
-            "least traffic. Lines are what the card can do, by this run's own ceilings and by its "
-            "datasheet.",
-            roofline(placed, limits(run), styles(placed)),
+            f"Roofline ({_setting(placed)})",
+            "Every measured row: its rate over its arithmetic intensity, which counts the least "
+            "traffic. Lines are the card's peaks, measured in this run and from its datasheet.",
+            roofline(placed, peaks(run), styles(placed)),
         )
 
 
-def setting(records: Sequence[Record]) -> str:
+def of_suite(
+    records: Sequence[Record], bounds: Peaks, log: Sequence[Sample] = ()
+) -> Iterator[Picture]:
+    """Draw the records of one suite, peaks left out.
+
+    Args:
+        records: of one suite and one run.
+        bounds: the peaks of the same run.
+        log: clocks and power over the run, if the suite wrote them.
+    """
+    looks, where = styles(records), _setting(records)
+    for operation, group in groups(records, lambda r: r.operation).items():
+        peak, name = bounds.of(group[0]), operation.capitalize()
+        series, alone = split_series([record for record in group if peak.rate(record)])
+        if series:
+            title = f"{name}: {peak.unit} over length ({where})"
+            yield Picture(title, _LOOKS, over_length(series, peak, looks))
+        if alone:
+            title = f"{name}: {peak.unit} by case ({where})"
+            caption = " ".join(filter(None, (_all(alone), _above(alone, peak))))
+            yield Picture(title, caption, by_case(alone, peak, looks))
+        timed = [record for record in group if record.times]
+        if labels(timed, peers=True) and labels(timed, peers=False):
+            caption = "Blue: ours is faster. Red: the peer is faster. Empty: one has no time."
+            title = f"{name}: peer's time / ours ({where})"
+            yield Picture(title, f"{caption} {_all(timed)}", ratios(timed))
+    title = f"Clock and power ({where})"
+    if len(log) > 1:
+        caption = "Sampled while the suite was timed; shaded where the card held its clock back."
+        yield Picture(title, caption, over_time(log))
+    elif len({(r.case["name"], r.operation) for r in records if r.gpu}) > 1:
+        caption = (
+            "A dot is a job's median, its line reaches to the lowest clock and the highest power; "
+            "shaded where the card held its clock back."
+        )
+        yield Picture(title, caption, over_jobs(records))
+
+
+def headline(run: Sequence[Record]) -> Iterator[tuple[str, Picture]]:
+    """Draw causal flash attention over length and decodes of batches, each with a short name."""
+    shown = [record for record in run if record.implementation in SHOWN]
+    for operation in ("forward", "backward"):
+        group = [r for r in shown if (r.suite, r.operation) == ("flash", operation)]
+        peak = peaks([r for r in run if r.suite == "flash"]).matmul
+        series, _ = split_series([r for r in group if r.case["causal"] and peak.rate(r)])
+        if series:
+            title = f"Flash attention {operation}, causal ({_setting(group)})"
+            yield operation, Picture(title, "", over_length(series, peak, styles(group), 3))
+    peak = peaks([r for r in run if r.suite == "kvcache"]).read
+    plain = {"tokens": 1, "kv_dtype": None, "head_dim": 128}
+    group = [
+        record
+        for record in shown
+        if is_batch(record) and plain.items() <= record.case.items() and peak.rate(record)
+    ]
+    if group:
+        title = f"Paged decode of one token ({_setting(group)})"
+        picture = by_case(group, peak, styles(group))
+        yield "decode", Picture(title, _above(group, peak), picture)
+
+
+def _setting(records: Sequence[Record]) -> str:
     """Return the dtypes and the card of records."""
     dtypes = {r.case.get("kv_dtype") or r.case.get("dtype"): None for r in records}
     card = records[0].device.partition(" (")[0]
@@ -54,38 +119,7 @@ def _all(records: Sequence[Record]) -> str:
     return f"All cases: {shared}." if shared else ""
 
 
-def of_suite(
-    records: Sequence[Record], bounds: Limits, log: Sequence[Sample] = ()
-) -> Iterator[Picture]:
-    """What one suite's records fill.
-
-    Args:
-        records: of one suite, ceilings left out.
-        bounds: the limits of the same run.
-        log: clocks and power over the run, where the suite wrote them.
-    """
-    looks = styles(records)
-    where = setting(records)
-    for operation, group in by_operation(records).items():
-        limit, name = bounds.of(group[0]), operation.capitalize()
-        series, alone = families([record for record in group if limit.rate(record)])
-        if series:
-            title = f"{name}: {limit.unit} over length ({where})"
-            yield Picture(title, _LOOKS, over_length(series, limit, looks))
-        if alone:
-            title = f"{name}: {limit.unit} by case ({where})"
-            yield Picture(title, _all(alone), by_case(alone, limit, looks))
-        timed = [record for record in group if record.times]
-        if labels(timed, peers=True) and labels(timed, peers=False):
-            caption = "Blue: ours is faster. Red: the peer is faster. Empty: one has no time."
-            title = f"{name}: peer's time / ours ({where})"
-            yield Picture(title, f"{caption} {_all(timed)}", ratios(timed))
-    if len(log) > 1:
-        caption = "Sampled while the suite was timed; shaded where the card held its clock back."
-        yield Picture(f"Clock and power ({where})", caption, over_time(log))
-    elif len({(r.case["name"], r.operation) for r in records if r.gpu}) > 1:
-        caption = (
-            "A dot is a job's median, its line reaches to the lowest clock and the highest power; "
-            "shaded where the card held its clock back."
-        )
-        yield Picture(f"Clock and power ({where})", caption, over_jobs(records))
+def _above(records: Sequence[Record], peak: Peak) -> str:
+    """Return why a decode may read faster than the measured peak, if one does."""
+    above = peak.name == "read" and any((peak.share(r, peak.measured) or 0) > 1 for r in records)
+    return _READ if above else ""

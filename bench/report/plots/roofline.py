@@ -1,4 +1,4 @@
-"""The roofline: rate over arithmetic intensity, under the measured roof and the datasheet's."""
+"""Draw the roofline: rate over arithmetic intensity, under two roofs."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from bench.peaks import Peaks
 from bench.records import Record
-from bench.report.limits import Limits
-from bench.report.plots.style import Style, legend, quiet
+from bench.report.plots.style import Style
 from bench.report.tables import labels
-from interop.parity.plot import MUTED_COLOUR
+from interop.rendering.plots import MUTED_COLOUR, legend, quiet
 
 _PEERS = {"color": MUTED_COLOUR, "marker": ".", "markersize": 3.5, "alpha": 0.45}
 
 
-def roofline(records: Sequence[Record], bounds: Limits, looks: dict[str, Style]) -> Figure:
-    """Every record, which has a rate and a traffic; peers in grey."""
+def roofline(records: Sequence[Record], peaks: Peaks, looks: dict[str, Style]) -> Figure:
+    """Draw records that have a rate and a traffic; peers in grey."""
     figure = Figure(figsize=(13, 5.2), layout="constrained")
     axes = figure.subplots()
     axes.set(xscale="log", yscale="log")
@@ -32,7 +32,7 @@ def roofline(records: Sequence[Record], bounds: Limits, looks: dict[str, Style])
     left, right = min(intensities) / 2, max(intensities) * 2
     texts = []
     for name, dash in (("measured", "-"), ("datasheet", "--")):
-        tflops, bandwidth = getattr(bounds.matmul, name), getattr(bounds.read, name)
+        tflops, bandwidth = getattr(peaks.matmul, name), getattr(peaks.read, name)
         if tflops and bandwidth:
             _roof(axes, (left, right), tflops, bandwidth, dash)
             line = "solid" if dash == "-" else "dashed"
@@ -40,7 +40,7 @@ def roofline(records: Sequence[Record], bounds: Limits, looks: dict[str, Style])
     axes.set_title("; ".join(texts), fontsize=8, loc="right", color=MUTED_COLOUR)
     axes.set_xlim(left, right)
     axes.set_ylim(min(rates) / 2)
-    axes.set_xlabel("floating-point operations a byte of least traffic", fontsize=8)
+    axes.set_xlabel("floating-point operations per byte of least traffic", fontsize=8)
     axes.set_ylabel("TFLOP/s", fontsize=8)
     quiet(axes, "both")
     legend(figure)
@@ -48,7 +48,7 @@ def roofline(records: Sequence[Record], bounds: Limits, looks: dict[str, Style])
 
 
 def _points(records: Sequence[Record]) -> tuple[list[float], list[float]]:
-    """Operations a byte, and TFLOP/s."""
+    """Return operations per byte, and TFLOP/s."""
     intensities, rates = [], []
     for record in records:
         assert record.tflops is not None

@@ -1,8 +1,8 @@
-"""A job of flash attention: what the suites that time it have in common."""
+"""Jobs of flash attention, for the suites that time it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING
@@ -19,12 +19,21 @@ from twin_attention.contract.cost import (
 if TYPE_CHECKING:
     from torch import Tensor
 
-# A call of an implementation, from the case, the operation and q, k, v and dout.
-FlashMaker = Callable[[FlashCase, str, "list[Tensor]"], Call]
+# Returns a call of an implementation from the case, the operation and q, k, v and dout.
+FlashFactory = Callable[[FlashCase, str, "list[Tensor]"], Call]
+FlashFactories = Mapping[Subject, FlashFactory]
 
 
-def flash_job(case: FlashCase, operation: Operation, makers: Mapping[Subject, FlashMaker]) -> Job:
-    """The job of one operation, "forward", "backward" or "both", of a case."""
+def flash_jobs(
+    cases: Iterable[FlashCase],
+    operations: Sequence[Operation],
+    factories: Callable[[FlashCase], FlashFactories],
+) -> list[Job]:
+    """Return a job for each operation, "forward", "backward" or "both", of each case."""
+    return [_job(case, name, factories(case)) for case in cases for name in operations]
+
+
+def _job(case: FlashCase, operation: Operation, factories: FlashFactories) -> Job:
     spec = case.spec
     forward = forward_flops(spec), forward_bytes(spec)
     backward = backward_flops(spec), backward_bytes(spec)
@@ -36,13 +45,13 @@ def flash_job(case: FlashCase, operation: Operation, makers: Mapping[Subject, Fl
         flops=flops,
         bytes=traffic,
         inputs=partial(flash_tensors, case),
-        makers={s: partial(maker, case, operation) for s, maker in makers.items()},
+        factories={s: partial(factory, case, operation) for s, factory in factories.items()},
         check=partial(_check, case, operation),
     )
 
 
 def flash_tensors(case: FlashCase, device: str = "cuda") -> list[Tensor]:
-    """q, k, v and dout [B, S, H, D], random normal."""
+    """Return q, k, v and dout [B, S, H, D], random normal."""
     from interop.parity.inputs import make_inputs
 
     inputs = make_inputs(case, device)
@@ -52,9 +61,4 @@ def flash_tensors(case: FlashCase, device: str = "cuda") -> list[Tensor]:
 def _check(case: FlashCase, operation: str, tensors: list[Tensor]) -> Check:
     from bench import gate
 
-    checks = {
-        "forward": gate.check_forward,
-        "backward": gate.check_backward,
-        "both": gate.check_both,
-    }
-    return checks[operation](case, tensors)
+    return getattr(gate, f"check_{operation}")(case, tensors)

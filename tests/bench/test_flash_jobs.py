@@ -1,10 +1,10 @@
-"""A job of flash attention: its cost, and its calls through its gate."""
+"""Jobs of flash attention: its cost, and its calls through its gate."""
 
 import pytest
 
 from bench.job import Subject
 from bench.peers import FLASH
-from bench.suites.flash_job import flash_job, flash_tensors
+from bench.suites.flash_jobs import flash_jobs, flash_tensors
 from interop.parity.cases import FlashCase
 
 CASE = FlashCase("case", batch=1, seq_q=40, seq_kv=72, head_dim=16, causal=True)
@@ -12,7 +12,8 @@ EAGER = Subject("eager")
 
 
 def job(operation):
-    return flash_job(CASE, operation, {EAGER: FLASH["eager"]})
+    (made,) = flash_jobs([CASE], (operation,), lambda case: {EAGER: FLASH["eager"]})
+    return made
 
 
 def test_the_cost_is_of_the_operation():
@@ -28,7 +29,7 @@ def test_the_cost_is_of_the_operation():
 @pytest.mark.parametrize("operation", ["forward", "backward", "both"])
 def test_the_gate_takes_what_the_call_gives(operation):
     made, tensors = job(operation), flash_tensors(CASE, "cpu")
-    call, check = made.makers[EAGER](tensors), made.check(tensors)
+    call, check = made.factories[EAGER](tensors), made.check(tensors)
     arrays = call.result(call.run())
     assert check(arrays) < 1
     assert check([x + 1 for x in arrays]) > 1

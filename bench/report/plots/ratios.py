@@ -1,4 +1,4 @@
-"""Ratios to the peers: a panel for each of our implementations, cases down, peers across."""
+"""Draw ratios to the peers: a panel for each of our implementations, a row for each case."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _DARK, _LIGHT = "#111111", "#fefefe"
 
 
 def ratios(records: Sequence[Record]) -> Figure:
-    """Of one operation: a peer's time over ours, blue where ours is faster, red where slower."""
+    """Draw a peer's time over ours, blue where ours is faster, red where it is slower."""
     records = [record for record in records if not record.is_ablation]
     peers = labels(records, peers=True)
     cases = {

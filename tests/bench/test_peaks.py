@@ -4,8 +4,8 @@ import doctest
 
 import pytest
 
-from bench import datasheets
-from bench.datasheets import A100, H200, datasheet
+from bench import peaks
+from bench.peaks import A100, H200, datasheet
 from twin_attention.targets.target import MULTIPROCESSORS
 
 
@@ -37,4 +37,4 @@ def test_the_clock_follows_from_the_rate(sheet, target, multiply_adds):
 
 
 def test_the_example_runs():
-    assert doctest.testmod(datasheets) == doctest.TestResults(failed=0, attempted=1)
+    assert doctest.testmod(peaks) == doctest.TestResults(failed=0, attempted=1)

@@ -1,0 +1,154 @@
+"""Relate rates to what the device can do: peaks measured in the same run, and its datasheet."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from bench.job import Call, Job, Subject
+from bench.records import Record
+
+_SIZE = 8192  # of the matrices
+_BYTES = 2**30  # of what is read or copied: many times any L2
+
+
+class Datasheet(NamedTuple):
+    """Peak rates of a device, dense, as NVIDIA gives them.
+
+    Attributes:
+        tflops: 10^12 bfloat16 or float16 tensor core operations per second.
+        gigabytes_per_second: of device memory.
+        gigahertz: boost clock of the SMs. That of the Hopper cards follows from their rate and
+            their tensor cores' 2048 multiply-adds per cycle.
+    """
+
+    tflops: float
+    gigabytes_per_second: float
+    gigahertz: float
+
+
+A100 = Datasheet(312, 2039, 1.41)  # 80 GB, SXM
+H200 = Datasheet(989, 4800, 1.83)  # SXM
+# By a part of the device's name in CUDA; the first that fits counts. From the datasheets of NVIDIA
+# A30 (2021), A100 (2020), H100 (2023) and H200 (2024).
+DATASHEETS = {
+    "H200 NVL": Datasheet(835, 4800, 1.54),
+    "H200": H200,
+    "H100 PCIe": Datasheet(756, 2039, 1.62),
+    "H100 80GB HBM3": Datasheet(989, 3350, 1.83),
+    "A100 80GB PCIe": Datasheet(312, 1935, 1.41),
+    "A100-SXM4-80GB": A100,
+    "A100-SXM4-40GB": Datasheet(312, 1555, 1.41),
+    "A100-PCIE-40GB": Datasheet(312, 1555, 1.41),
+    "A30": Datasheet(165, 933, 1.44),
+}
+
+
+def datasheet(device: str) -> Datasheet | None:
+    """Return the datasheet of a device by its name, None if it is not known.
+
+    >>> datasheet("NVIDIA A30 (compute capability 8.0)")
+    Datasheet(tflops=165, gigabytes_per_second=933, gigahertz=1.44)
+    """
+    return next((sheet for name, sheet in DATASHEETS.items() if name in device), None)
+
+
+def peak_jobs() -> list[Job]:
+    """Return a bfloat16 product of matrices, a read (a sum) and a copy, each by torch.
+
+    Their records have the operation "peak" and the cases "matmul" (TFLOP/s), "read" and "copy"
+    (bytes per second, read and written); no gate checks them.
+    """
+    square = 2 * _SIZE * _SIZE  # bytes of a matrix
+    return [
+        _job("matmul", 2 * _SIZE**3, 2 * square, square, _matmul),
+        _job("read", 0, _BYTES, 0, _read),
+        _job("copy", 0, _BYTES, _BYTES, _copy),
+    ]
+
+
+def _job(name: str, flops: int, reads: int, writes: int, factory: Callable[[None], Call]) -> Job:
+    factories = {Subject("torch"): factory}
+    return Job({"name": name}, "peak", flops, reads + writes, lambda: None, factories, None,
+               reads, writes)  # fmt: skip
+
+
+def _matmul(_: None) -> Call:
+    import torch
+
+    a, b = torch.randn(2, _SIZE, _SIZE, device="cuda").bfloat16()
+    return Call(lambda: a @ b, None)
+
+
+def _read(_: None) -> Call:
+    import torch
+
+    x = torch.ones(_BYTES // 4, device="cuda")
+    return Call(x.sum, None)
+
+
+def _copy(_: None) -> Call:
+    import torch
+
+    source, target = torch.zeros(2, _BYTES, dtype=torch.int8, device="cuda")
+    return Call(lambda: target.copy_(source), None)
+
+
+@dataclass(frozen=True)
+class Peak:
+    """A peak rate of the device.
+
+    Attributes:
+        name: what was measured: "bf16 matmul" or "read".
+        unit: "TFLOP/s" or "GB/s".
+        measured: the rate of torch's own kernel in the same run, None if it was not measured. A
+            reference and no bound: a kernel that moves more bytes than it may reach more.
+        datasheet: the rate in the device's datasheet, None for an unknown device.
+    """
+
+    name: str
+    unit: str
+    measured: float | None
+    datasheet: float | None
+
+    def rate(self, record: Record) -> float | None:
+        """Return the record's rate in the peak's unit, None if it has none."""
+        if self.unit == "TFLOP/s":
+            return record.tflops
+        return None if record.bytes_per_second is None else record.bytes_per_second / 1e9
+
+    def known_rate(self, record: Record) -> float:
+        """Return the rate of a record that has one."""
+        rate = self.rate(record)
+        assert rate is not None, f"{record.label} has no rate on {record.case['name']}"
+        return rate
+
+    def share(self, record: Record, of: float | None) -> float | None:
+        """Return the record's rate over a rate, such as `measured`; None if either is unknown."""
+        rate = self.rate(record)
+        return None if rate is None or not of else rate / of
+
+
+class Peaks(NamedTuple):
+    """The two peaks that attention is held against: products, and reading the cache."""
+
+    matmul: Peak
+    read: Peak
+
+    def of(self, record: Record) -> Peak:
+        """Return the peak of a record's operation."""
+        reads = record.operation == "decode" or record.case["name"] in ("read", "copy")
+        return self.read if reads else self.matmul
+
+
+def peaks(records: Sequence[Record]) -> Peaks:
+    """Return the peaks of records that were measured together, with the peaks among them."""
+    found = {r.case["name"]: r for r in records if r.operation == "peak" and r.times}
+    matmul, read = found.get("matmul"), found.get("read")
+    sheet = datasheet(records[0].device) if records else None
+    bandwidth = read and read.bytes_per_second
+    return Peaks(
+        Peak("bf16 matmul", "TFLOP/s", matmul and matmul.tflops, sheet and sheet.tflops),
+        Peak("read", "GB/s", bandwidth and bandwidth / 1e9, sheet and sheet.gigabytes_per_second),
+    )

@@ -1,0 +1,113 @@
+"""Attention in torch: eager, FlexAttention, and `scaled_dot_product_attention` by backend."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+from bench.calls import compiled, torch_call
+from bench.job import Absent, Call
+from bench.peers.limits import HALF, check_dense, check_flash
+from interop.parity.cases import DecodeCase, FlashCase
+
+if TYPE_CHECKING:
+    from bench.suites.decode_inputs import DecodeTensors
+
+FLASH_ATTENTION = "FLASH_ATTENTION"  # FlashAttention-2; CUDNN_ATTENTION is cuDNN's
+
+
+def eager(case: FlashCase, operation: str, tensors) -> Call:
+    """``softmax(scale · q kᵀ) v`` in the inputs' dtype, all scores in memory.
+
+    The causal mask is made beforehand.
+    """
+    check_flash(case, dtypes=(*HALF, "float32"), rectangles=True)
+    import torch
+
+    spec = case.spec
+    hidden = None
+    if case.causal:
+        shape = (spec.seq_q, spec.seq_kv)
+        hidden = torch.ones(shape, dtype=torch.bool, device=tensors[0].device)
+        hidden = hidden.triu(spec.diagonal + 1)
+
+    def attend(q, k, v):
+        if spec.group_size > 1:
+            k, v = (x.repeat_interleave(spec.group_size, dim=1) for x in (k, v))
+        s = (q @ k.transpose(2, 3)) * spec.scale
+        if hidden is not None:
+            s = s.masked_fill(hidden, float("-inf"))
+        return s.softmax(dim=-1) @ v
+
+    return torch_call(attend, operation, tensors, heads_first=True)
+
+
+def flex(case: FlashCase, operation: str, tensors) -> Call:
+    """Return a call of compiled FlexAttention, its causal mask a block mask made beforehand.
+
+    Compiling takes some 10 s for every shape.
+    """
+    check_flash(case, dtypes=(*HALF, "float32"), rectangles=True)
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    diagonal = case.spec.diagonal
+
+    def visible(batch, head, query, key):
+        return query + diagonal >= key
+
+    mask = None
+    if case.causal:
+        device = tensors[0].device
+        mask = create_block_mask(visible, None, None, case.seq_q, case.seq_kv, device)
+    attend = partial(
+        compiled(flex_attention),
+        block_mask=mask,
+        scale=case.scale,
+        enable_gqa=case.heads_q != case.heads_kv,
+    )
+    return torch_call(attend, operation, tensors, heads_first=True)
+
+
+def sdpa(backend: str, case: FlashCase, operation: str, tensors) -> Call:
+    """Return a call of the backend, a name of `torch.nn.attention.SDPBackend`."""
+    check_flash(case, rectangles=backend == FLASH_ATTENTION)
+    attend = _attention(
+        backend, case.causal, case.seq_q, case.seq_kv, case.scale, case.heads_q != case.heads_kv
+    )
+    return torch_call(attend, operation, tensors, heads_first=True)
+
+
+def sdpa_decode(backend: str, case: DecodeCase, tensors: DecodeTensors) -> Call:
+    """Return a call of the backend on a dense copy of the cache, which is made beforehand."""
+    check_dense(case)
+    spec, length = case.spec, case.lengths[0]
+    causal = spec.tokens > 1
+    if causal and backend != FLASH_ATTENTION:
+        raise Absent("its causal mask is aligned to the first query and key")
+    attend = _attention(backend, causal, spec.tokens, length, case.scale, spec.group_size > 1)
+    q = tensors.q.view(spec.batch, spec.tokens, spec.heads_q, spec.head_dim)
+    q, k, v = (x.transpose(1, 2) for x in (q, *tensors.dense))
+    return Call(lambda: attend(q, k, v), lambda out: (out.transpose(1, 2),))
+
+
+def _attention(
+    backend: str, causal: bool, seq_q: int, seq_kv: int, scale: float | None, grouped: bool
+):
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.nn.attention.bias import causal_lower_right
+    from torch.nn.functional import scaled_dot_product_attention
+
+    square = seq_q == seq_kv
+    options = {
+        "attn_mask": causal_lower_right(seq_q, seq_kv) if causal and not square else None,
+        "is_causal": causal and square,
+        "scale": scale,
+        "enable_gqa": grouped,
+    }
+    only = getattr(SDPBackend, backend)
+
+    def attend(q, k, v):
+        with sdpa_kernel(only):
+            return scaled_dot_product_attention(q, k, v, **options)
+
+    return attend

@@ -1,0 +1,161 @@
+"""Draw rates: lines over length where cases form a series, dots by case elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.ticker import NullLocator
+
+from bench.peaks import Peak
+from bench.records import Record
+from bench.report.plots.style import Style, name_width
+from bench.report.tables import groups, labels, names
+from interop.rendering.plots import MUTED_COLOUR, RULE_COLOUR, legend, quiet
+
+_OF_LENGTH = ("name", "batch", "seq_q", "seq_kv", "lengths", "max_pages")
+
+
+def length(record: Record) -> int:
+    """Return the keys of the longest sequence."""
+    return max(record.case.get("lengths") or [record.case["seq_kv"]])
+
+
+def split_series(records: Sequence[Record]) -> tuple[list[list[Record]], list[Record]]:
+    """Return groups of cases that differ in length alone, and the cases that are in no group."""
+    series, alone = [], []
+    for group in groups(records, _family).values():
+        lengths = {record.case["name"]: length(record) for record in group}
+        if 1 < len(lengths) == len(set(lengths.values())):
+            series.append(group)
+        else:
+            alone += group
+    return sorted(series, key=_order), alone
+
+
+def over_length(
+    series: Sequence[Sequence[Record]], peak: Peak, looks: dict[str, Style], columns: int = 2
+) -> Figure:
+    """Draw a panel for each series of one operation, all on one scale."""
+    rows = -(-len(series) // columns)
+    layout = ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.1)  # inches
+    figure = Figure(figsize=(13, 3.3 * rows + 0.6), layout=layout)
+    panels = figure.subplots(rows, columns, squeeze=False, sharey=True).ravel()
+    rates = [peak.known_rate(record) for records in series for record in records]
+    # Rates of single heads span orders; a bandwidth is read against its peak.
+    logarithmic = peak.unit == "TFLOP/s" and max(rates) > 100 * min(rates)
+    rules = {f"measured {peak.name}": peak.measured, "datasheet": peak.datasheet}
+    near = {name: rate for name, rate in rules.items() if rate and rate < 2 * max(rates)}
+    if logarithmic:
+        near.pop("datasheet", None)  # too near the measured one on this scale
+        panels[0].set_yscale("log")
+    else:
+        panels[0].set_ylim(0, 1.08 * max([*rates, *near.values()]))
+    for axes, records in zip(panels, series, strict=False):
+        _panel(axes, records, peak, looks)
+        for name, rate in near.items():
+            axes.axhline(rate, color=MUTED_COLOUR, linewidth=0.9, zorder=1,
+                         linestyle="--" if name == "datasheet" else "-")  # fmt: skip
+            axes.annotate(name, (0.01, rate), (0, -3 if logarithmic else 2), fontsize=7,
+                          color=MUTED_COLOUR, xycoords=axes.get_yaxis_transform(),
+                          textcoords="offset points",
+                          va="top" if logarithmic else "bottom")  # fmt: skip
+        quiet(axes, "y")
+    for axes in panels[len(series) :]:
+        axes.set_visible(False)
+    for axes in panels[: len(series) : columns]:
+        axes.set_ylabel(peak.unit, fontsize=8)
+    legend(figure)
+    return figure
+
+
+def by_case(records: Sequence[Record], peak: Peak, looks: dict[str, Style]) -> Figure:
+    """Draw one operation's cases from top to bottom, their rates from left to right."""
+    _, apart = names(records)
+    places = {name: place for place, name in enumerate(apart)}
+    size = (name_width(apart.values()) + 7, 0.3 * len(apart) + 1.3)
+    figure = Figure(figsize=size, layout="constrained")
+    axes = figure.subplots()
+    axes.hlines(range(len(apart)), 0, 1, transform=axes.get_yaxis_transform(), linewidth=0.8,
+                color=RULE_COLOUR, zorder=0)  # fmt: skip
+    for label in labels(records):
+        own = [record for record in records if record.label == label]
+        axes.plot(
+            [peak.known_rate(record) for record in own],
+            [places[record.case["name"]] for record in own],
+            label=label,
+            **looks[label] | {"linestyle": "", "markersize": looks[label]["markersize"] + 1.5},
+        )
+    if peak.measured and peak.measured < 2 * max(map(peak.known_rate, records)):
+        axes.axvline(peak.measured, color=MUTED_COLOUR, linewidth=0.9, zorder=1)
+        axes.annotate(f"measured {peak.name}", (peak.measured, 1), (-3, -3), va="top", ha="right",
+                      xycoords=axes.get_xaxis_transform(), textcoords="offset points", fontsize=7,
+                      color=MUTED_COLOUR, rotation=90)  # fmt: skip
+    axes.set_xlim(left=0)
+    axes.set_ylim(len(apart) - 0.5, -0.5)
+    axes.set_yticks(range(len(apart)), apart.values())
+    axes.set_xlabel(peak.unit, fontsize=8)
+    quiet(axes, "x")
+    legend(figure)
+    return figure
+
+
+def _panel(axes: Axes, records: Sequence[Record], peak: Peak, looks: dict[str, Style]) -> None:
+    for label in labels(records):
+        points = sorted((length(r), peak.known_rate(r)) for r in records if r.label == label)
+        axes.plot(*zip(*points, strict=True), zorder=3 if looks[label]["linewidth"] > 2 else 2,
+                  label=label, **looks[label])  # fmt: skip
+    lengths = sorted(set(map(length, records)))
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(lengths, map(short, lengths))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.set_title(_title(records[0]), fontsize=9.5, loc="left")
+    axes.set_xlabel("keys", fontsize=8)
+
+
+def short(length: int) -> str:
+    """Return a length in few characters.
+
+    >>> short(512), short(32768)
+    ('512', '32k')
+    """
+    return f"{length // 1024}k" if length >= 1024 and length % 1024 == 0 else str(length)
+
+
+def _family(record: Record) -> str:
+    case = record.case
+    rest = {name: value for name, value in case.items() if name not in _OF_LENGTH}
+    if "lengths" in case:
+        rest |= {"sequences": len(case["lengths"]), "wide": _has_wide_table(record)}
+    return str(rest)
+
+
+def _has_wide_table(record: Record) -> bool:
+    """Return True if the page table has room for more keys than the sequences have."""
+    case = record.case
+    return case["max_pages"] * case["page_size"] > length(record) + case["page_size"]
+
+
+def _order(group: Sequence[Record]) -> tuple:
+    """Return a key that puts panels that differ in one thing, such as the mask, side by side."""
+    case = group[0].case
+    return case["head_dim"], -case["heads_q"], -case["heads_kv"], case["dtype"], _family(group[0])
+
+
+def _title(record: Record) -> str:
+    """Return what the cases of a series share."""
+    case = record.case
+    words = [f"D {case['head_dim']}", f"{case['heads_q']}/{case['heads_kv']} heads"]
+    if "lengths" in case:
+        sequences = len(case["lengths"])
+        words.append(f"{sequences} sequence{'s' if sequences > 1 else ''}")
+        words += [f"{case['tokens']} tokens"] if (case["tokens"] or 1) > 1 else []
+        words.append(f"pages of {case['page_size']}")
+        words += ["wide table"] if _has_wide_table(record) else []
+    words.append(case.get("kv_dtype") or case["dtype"])
+    words += ["causal"] if case.get("causal") else []
+    for name in ("window_size", "softcap"):
+        words += [f"{name} {case[name]}"] if case.get(name) is not None else []
+    return ", ".join(words)

@@ -1,0 +1,105 @@
+"""Attention that keeps all scores, beside kernels that do not: time and memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from itertools import product
+from typing import TYPE_CHECKING
+
+from bench import ours
+from bench.calls import torch_call
+from bench.job import Call, Job, Subject
+from bench.peers import FLASH
+from bench.records import Record
+from bench.suites import Cells
+from bench.suites.flash_jobs import FlashFactories, flash_jobs
+from interop.parity.cases import FlashCase
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+TITLE = "Flash attention against eager attention"
+NOTE = (
+    "Cases named by a dtype are causal attention of one head of one sequence; the others are 8 "
+    "sequences of one head in float32, without a mask. Eager is the formula in torch operations "
+    "with a mask made beforehand, jax.nn XLA the same in JAX under jit, SDPA the kernel that torch "
+    "chooses by itself. FLOPs are those of the pairs that the mask keeps. Backward is timed by "
+    "itself, on a graph that is made beforehand. Saved is the memory of a forward's output and its "
+    "saved activations; memory is what a call allocates beyond that at its peak. What needs more "
+    "memory than there is, or than --memory-cap leaves, is a row without a time. JAX compiles for "
+    "every shape and is timed at few. In float32 all of them multiply in float32, as TF32 is off "
+    "in torch and jax.nn XLA runs at the highest precision: eager and XLA in the libraries' "
+    "kernels, ours in Triton's."
+)
+
+DTYPES = {"bfloat16": "bf16", "float32": "fp32"}
+LENGTHS = {  # by head size; fewer for two of them, as the suite is to take minutes
+    64: (128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768),
+    32: (128, 2048, 32768),
+    16: (128, 2048, 32768),
+}
+JAX_LENGTHS = {64: (2048, 32768), 32: (2048,), 16: (2048,)}
+BATCH, BATCH_HEAD_DIMS, BATCH_LENGTHS = 8, (16, 32, 64, 128), (256, 1024, 4096, 8192, 16384)
+
+
+def jobs(targets: Sequence[str], pattern: str = "") -> list[Job]:
+    """Return the jobs of every case whose name contains `pattern`.
+
+    Args:
+        targets: of our kernels; only the first, the device's own, is timed.
+        pattern: part of a case's name.
+    """
+    factories = partial(_factories, targets[:1])
+    single, batches = ([case for case in cases if pattern in case.name] for cases in _cases())
+    return [
+        *flash_jobs(single, ("forward", "backward", "both"), factories),
+        *flash_jobs(batches, ("forward", "backward"), factories),
+    ]
+
+
+def columns(record: Record) -> Cells:
+    """Return the shape, the dtype and the memory."""
+    case = record.case
+    return {
+        "batch": case["batch"],
+        "length": case["seq_q"],
+        "d": case["head_dim"],
+        "dtype": case["dtype"],
+        "saved, MB": None if record.held is None else record.held / 1e6,
+        "memory, MB": None if record.memory is None else record.memory / 1e6,
+    }
+
+
+def _cases() -> tuple[list[FlashCase], list[FlashCase]]:
+    """Return single causal heads, short to long, and batches without a mask."""
+    single = [
+        FlashCase(f"{short}-d{d}-{n}", 1, n, n, 1, 1, d, dtype=dtype, causal=True)
+        for (dtype, short), (d, lengths) in product(DTYPES.items(), LENGTHS.items())
+        for n in lengths
+    ]
+    batches = [
+        FlashCase(f"d{d}-{n}", BATCH, n, n, 1, 1, d, dtype="float32")
+        for d, n in product(BATCH_HEAD_DIMS, BATCH_LENGTHS)
+    ]
+    return single, batches
+
+
+def _factories(targets: Sequence[str], case: FlashCase) -> FlashFactories:
+    twins = ours.flash_makers(targets, compiling=False)
+    torch_twin = {s: factory for s, factory in twins.items() if s.implementation == "torch triton"}
+    eager = {Subject("eager"): FLASH["eager"]}
+    if not case.causal:
+        return torch_twin | eager
+    eager[Subject("SDPA")] = _sdpa
+    if case.seq_q not in JAX_LENGTHS[case.head_dim]:
+        return torch_twin | eager
+    return twins | eager | {Subject("jax.nn XLA"): FLASH["jax.nn XLA"]}
+
+
+def _sdpa(case: FlashCase, operation: str, tensors: list[Tensor]) -> Call:
+    """Return a call of the kernel that torch chooses."""
+    from torch.nn.functional import scaled_dot_product_attention
+
+    attend = partial(scaled_dot_product_attention, is_causal=True)
+    return torch_call(attend, operation, tensors, heads_first=True)

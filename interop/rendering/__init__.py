@@ -1,0 +1,1 @@
+"""Render reports: tables, plots and one HTML page that needs nothing else."""

@@ -1,0 +1,44 @@
+"""Put a report together as one HTML page that needs nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from html import escape
+from importlib.resources import files
+
+from matplotlib.figure import Figure
+
+from interop.rendering.plots import to_svg
+
+
+def page(title: str, badges: Iterable[tuple[str, str]], body: Iterable[str]) -> str:
+    """Return the page.
+
+    Args:
+        title: its heading.
+        badges: look, a class of page.css, and text of each badge beside the heading.
+        body: elements below the heading.
+    """
+    folder = files("interop.rendering")
+    style, script = (folder.joinpath(f"page.{end}").read_text("utf-8") for end in ("css", "js"))
+    marks = " ".join(f'<span class="badge {look}">{escape(text)}</span>' for look, text in badges)
+    return "\n".join([
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
+        '<meta name="viewport" content="width=device-width, initial-scale=1">',
+        f"<title>{escape(title)}</title>\n<style>\n{style}</style>\n</head>\n<body>",
+        f"<h1>{escape(title)} {marks}</h1>",
+        *body,
+        f"<script>\n{script}</script>\n</body>\n</html>\n",
+    ])  # fmt: skip
+
+
+def facts(named: Mapping[str, str]) -> str:
+    """Return names and texts as a list."""
+    terms = [f"<dt>{escape(name)}<dd>{escape(text)}" for name, text in named.items()]
+    return "\n".join(["<dl>", *terms, "</dl>"])
+
+
+def figure(picture: Figure, caption: str) -> str:
+    """Return a picture with a caption below it."""
+    text = f"<figcaption>{escape(caption)}</figcaption>" if caption else ""
+    return f"<figure>\n{to_svg(picture)}{text}</figure>"

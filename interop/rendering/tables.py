@@ -1,0 +1,116 @@
+"""Write a table of text as markdown, as HTML, or to a terminal."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from html import escape
+from typing import Any, NamedTuple
+
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Table
+from rich.text import Text
+
+Grid = list[list[str]]  # a table's cells, titles first
+
+_NUMBER = re.compile(r"[-+]?(inf|[\d.]+)(%|\s|$)")
+# Options of a progress bar. One large case outlasts the default of 30 seconds.
+PROGRESS: dict[str, Any] = {"transient": True, "speed_estimate_period": 600}
+
+
+class Cell(NamedTuple):
+    """One cell of an HTML table.
+
+    Attributes:
+        text: what it shows.
+        look: a class of page.css, such as "failed".
+        details: lines that a click opens.
+    """
+
+    text: str
+    look: str = ""
+    details: Sequence[str] = ()
+
+
+def numeric(grid: Sequence[Sequence[str]]) -> list[bool]:
+    """Return for each column whether a cell below its title begins with a number."""
+    columns = zip(*grid, strict=True)
+    return [any(_NUMBER.match(cell) for cell in column[1:]) for column in columns]
+
+
+def to_markdown(grid: Grid) -> str:
+    """Return the table in markdown, numbers to the right."""
+    lines = [[cell.replace("|", "\\|") for cell in row] for row in grid]
+    lines.insert(1, ["---:" if number else "---" for number in numeric(grid)])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def to_html(
+    titles: Sequence[str],
+    rows: Iterable[Sequence[str | Cell]],
+    looks: Sequence[str] = (),
+    filtered: bool = False,
+) -> str:
+    """Return an HTML table, which page.js sorts by the column that is clicked.
+
+    Args:
+        titles: of the columns.
+        rows: their cells.
+        looks: a class of page.css for each row, or none at all.
+        filtered: a long table that scrolls, with a field to filter its rows.
+    """
+    body = [[Cell(cell) if isinstance(cell, str) else cell for cell in row] for row in rows]
+    numbers = numeric([titles, *([cell.text for cell in row] for row in body)])
+    head = "".join(
+        f'<th class="number">{escape(title)}' if number else f"<th>{escape(title)}"
+        for title, number in zip(titles, numbers, strict=True)
+    )
+    lines = [
+        (f'<tr class="{look}">' if look else "<tr>")
+        + "".join(_td(cell, number) for cell, number in zip(row, numbers, strict=True))
+        for row, look in zip(body, looks or [""] * len(body), strict=True)
+    ]
+    return (
+        '<input type="search" placeholder="Filter rows" aria-label="Filter">\n' * filtered
+        + f'<div class="scroll{" long" * filtered}"><table>\n<thead><tr>{head}</tr></thead>\n'
+        + "\n".join(["<tbody>", *lines, "</tbody></table></div>"])
+    )
+
+
+def _td(cell: Cell, number: bool) -> str:
+    look = " ".join(filter(None, ("number" * number, cell.look)))
+    text = escape(cell.text)
+    if cell.details:
+        items = "".join(f"<li>{escape(line)}" for line in cell.details)
+        text = f"<details><summary>{text}</summary><ol>{items}</ol></details>"
+    return f'<td class="{look}">{text}' if look else f"<td>{text}"
+
+
+def to_terminal(grid: Grid, styles: Sequence[str] = (), **options: Any) -> Table:
+    """Return the table for a `rich` console, numbers to the right.
+
+    Args:
+        grid: its cells.
+        styles: of each row, such as "red", or none at all.
+        options: of `rich.table.Table`, such as a title.
+    """
+    table = Table(**options)
+    for title, number in zip(grid[0], numeric(grid), strict=True):
+        table.add_column(title, justify="right" if number else "left")
+    for row, style in zip(grid[1:], styles or [""] * len(grid[1:]), strict=True):
+        table.add_row(*map(Text, row), style=style)
+    return table
+
+
+def progress_columns() -> tuple:
+    """Return the columns of a progress bar whose steps take seconds to minutes."""
+    return (
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
+        TextColumn("elapsed,"), TimeRemainingColumn(), TextColumn("left"),
+    )  # fmt: skip
