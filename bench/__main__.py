@@ -15,7 +15,7 @@ RUNNING = ("jax", "torch", "triton")
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command; returns the exit code."""
+    """Run one command; return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
     require(parser.error, REPORTING, "bench")
     from bench import compare

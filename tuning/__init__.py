@@ -1,1 +1,1 @@
-"""Kernel configurations: what each takes, without a GPU (`static`); faster ones (`search`)."""
+"""Judge kernel configurations without a GPU (`static`); search for faster ones (`search`)."""

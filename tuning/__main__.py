@@ -14,7 +14,7 @@ NEEDED = ("jax", "rich", "torch", "triton")
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command; returns the exit code."""
+    """Run one command; return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m tuning", description=__doc__)
     require(parser.error, NEEDED, "bench")
     from tuning.search import command as search

@@ -376,7 +376,7 @@ def test_every_shipped_row_has_a_case_and_a_problem_of_the_gate(package, target)
         assert may_fit(row.kernel, case.spec, row.config, target)
         assert case.spec.dtype_bits == dict(row.key).get("dtype_bits", case.spec.dtype_bits)
         assert case.spec.head_dim == dict(row.key).get("head_dim", case.spec.head_dim)
-        assert next(survey._problems(table, package, target, row), None) is not None
+        assert next(survey.gate_problems(table, package, target, row), None) is not None
 
 
 def test_a_row_that_no_case_reads_is_named():

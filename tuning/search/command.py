@@ -1,8 +1,8 @@
 """``python -m tuning search``: search for better configurations on this GPU and write the tables.
 
-The space of a row is compiled without launching, and what is not fit to ship is dropped. Each other
-configuration is checked against the oracle, then timed against the best so far. A row changes only
-where the winner, timed once more, beats it by more than the noise. Ctrl-C keeps the finished rows.
+The space of a row is compiled without launching, and unfit configurations are dropped. Each other
+one is checked against the oracle, then timed against the best so far. A row changes only if the
+winner, timed once more, beats it by more than the noise. Ctrl-C keeps the finished rows.
 """
 
 from __future__ import annotations
@@ -67,13 +67,13 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         help="the table to write, a copy of the package's at first; default: the package's own",
     )
     parser.add_argument(
-        "--jobs", type=count, metavar="N", help="processes that compile; default: one a core"
+        "--jobs", type=count, metavar="N", help="processes that compile; default: one per core"
     )
     parser.set_defaults(run=run, refuse=parser.error)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Tune the chosen rows; returns 130 when interrupted."""
+    """Tune the chosen rows; return 130 when interrupted."""
     shipped = table_path(arguments.side, arguments.target)
     output = arguments.output or shipped
     table = ConfigTable((output if output.exists() else shipped).read_text())
@@ -114,7 +114,7 @@ def select(table: ConfigTable, arguments: argparse.Namespace) -> Iterator[Row]:
 
 
 def _find_gpu(arguments: argparse.Namespace) -> None:
-    """Make the frameworks share the card; exit with code 2 where it cannot run the target."""
+    """Let the frameworks share the card; exit with code 2 if it cannot run the target."""
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # read when JAX starts
     from interop.parity.environment import choose_device, choose_targets
 

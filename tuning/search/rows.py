@@ -1,48 +1,38 @@
-"""Go through rows of a table: survey, search, write what is better."""
+"""Go through rows of a table: survey, search, and write better configurations."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import NamedTuple
 
 from rich import box
 from rich.console import Console
-from rich.markup import escape
 from rich.progress import track
-from rich.table import Table
 
 from interop.parity.cases import Case
+from interop.rendering.tables import to_terminal
 from tuning.search.cases import cases, reader
 from tuning.search.search import Found, Run, Timer, describe, search
 from tuning.search.space import candidates
+from tuning.search.survey import Survey
 from tuning.search.table import ConfigTable, Row
 from twin_attention.targets.kernels import KernelConfig
 
-if TYPE_CHECKING:
-    from tuning.search.survey import Survey
+Surveyor = Callable[[Row, Case, Sequence[KernelConfig]], Iterable[Survey]]
+_TITLES = ["tile, warps, stages", "registers", "spilled", "shared", "blocks", "verdict"]
 
 
-class Surveyor(Protocol):
-    def __call__(
-        self, row: Row, case: Case, configs: Sequence[KernelConfig], /
-    ) -> Iterable[Survey]:
-        """Compile configurations of a row for its case, and survey them in order."""
-        ...
-
-
-@dataclass(frozen=True)
-class Tools:
-    """What tuning needs of a compiler and a GPU.
+class Tools(NamedTuple):
+    """The functions that use a compiler and a GPU.
 
     Attributes:
-        survey: compiles a row's configurations.
-        calls: puts up a row's case; what it returns makes a configuration's call (see `search`).
+        survey: compiles a row's configurations, in order.
+        calls: puts up a row's case; the result makes a configuration's call (see `search`).
         timer: times calls against each other.
-        note: what the table is to say of what was found.
+        note: the table's comment on a found configuration.
     """
 
     survey: Surveyor
@@ -60,10 +50,10 @@ def tune(
     limit_seconds: float,
     console: Console,
 ) -> None:
-    """Tune rows one after the other; what gets better is written at once.
+    """Tune rows one after the other and write each gain at once.
 
     Args:
-        table: what the rows are of; changes with them.
+        table: holds the rows and changes with them.
         target: whose code is tuned, "sm80" or "sm90".
         output: the file to write.
         limit_seconds: for all rows; each has an even share of what is left.
@@ -93,18 +83,11 @@ def tune(
 def show(
     table: ConfigTable, target: str, rows: Sequence[Row], survey: Surveyor, console: Console
 ) -> None:
-    """Print what compiling leaves of each row's space; the present configuration comes first."""
+    """Print what compiling leaves of each row's space, the present configuration first."""
     for row in rows:
         case, configs = _space(table, target, row)
-        shown = Table(
-            "tile, warps, stages", title=f"{row}: {len(configs) - 1} configurations that may fit",
-            title_justify="left", box=box.SIMPLE_HEAD,
-        )  # fmt: skip
-        for heading in ("registers", "spilled", "shared", "blocks"):
-            shown.add_column(heading, justify="right")
-        shown.add_column("verdict")
+        grid, styles, fit = [_TITLES], [], 0
         surveys = survey(row, case, configs)
-        fit = 0
         for entry in track(surveys, str(row), len(configs), console=console, transient=True):
             taken, present = entry.resources, entry.config == row.config
             fit += entry.reason is None and not present
@@ -112,17 +95,18 @@ def show(
                 str(taken.registers), f"{taken.spill_stores}/{taken.spill_loads}",
                 str(taken.shared), str(taken.occupancy),
             ]  # fmt: skip
-            shown.add_row(
-                describe(entry.config), *numbers,
-                escape(entry.reason or ("fit, present" if present else "fit")),
-                style="dim" if entry.reason else "",
-            )  # fmt: skip
-        console.print(shown)
+            verdict = entry.reason or ("fit, present" if present else "fit")
+            grid.append([describe(entry.config), *numbers, verdict])
+            styles.append("dim" if entry.reason else "")
+        title = f"{row}: {len(configs) - 1} configurations that may fit"
+        console.print(
+            to_terminal(grid, styles, title=title, title_justify="left", box=box.SIMPLE_HEAD)
+        )
         console.print(f"{row}: {fit} of {len(configs) - 1} are fit to run", highlight=False)
 
 
 def case_of(table: ConfigTable, row: Row) -> Case:
-    """The case that stands for a row.
+    """Return the case that stands for a row.
 
     Raises:
         LookupError: none of the kernel's cases reads the row.
@@ -134,7 +118,7 @@ def case_of(table: ConfigTable, row: Row) -> Case:
 
 
 def distinct(surveys: Iterable[Survey], present: KernelConfig) -> Iterator[KernelConfig]:
-    """The configurations worth a launch, one of those that make the same code."""
+    """Return the configurations worth a launch, one of those that make the same code."""
     seen = set()
     for entry in surveys:
         if entry.reason is None and entry.config != present and entry.code not in seen:
@@ -143,11 +127,11 @@ def distinct(surveys: Iterable[Survey], present: KernelConfig) -> Iterator[Kerne
 
 
 def _space(table: ConfigTable, target: str, row: Row) -> tuple[Case, list[KernelConfig]]:
-    """A row's case and all of its configurations, the present one first."""
+    """Return a row's case and all of its configurations, the present one first."""
     case = case_of(table, row)
     return case, [row.config, *candidates(row.kernel, case.spec, row.config, target)]
 
 
 def times(found: Found) -> str:
-    """Both times of what was found."""
+    """Return both times of a found configuration."""
     return f"{found.times.median:.4f} ms, before {found.before.median:.4f} ms"

@@ -43,9 +43,9 @@ def search(
     """Time candidates until they or the time run out.
 
     Args:
-        present: what is to be replaced.
+        present: the row's configuration.
         candidates: in the order to try them.
-        call: makes a configuration's call; raises where its results are wrong or it cannot run.
+        call: makes a configuration's call; raises if its results are wrong or it cannot run.
         timer: times calls against each other.
         deadline: of `time.monotonic`; no candidate is begun after it.
         report: takes a line on each candidate.
@@ -81,7 +81,7 @@ def search(
 
 
 def faster(a: Times, b: Times) -> bool:
-    """Whether `a` is less than `b` by more than the spreads of the two, that is beyond noise."""
+    """Return True if `a` is less than `b` by more than the spreads of the two."""
     return b.median - a.median > (a.slowest - a.fastest) + (b.slowest - b.fastest)
 
 

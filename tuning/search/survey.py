@@ -1,6 +1,6 @@
-"""What configurations take, from code that is compiled without launching, in many processes.
+"""Compile configurations without launching, in many processes, and read their resources.
 
-What they compile stays in Triton's cache on disk, so that launching a survivor compiles little.
+Compiled code stays in Triton's cache on disk, so that launching a survivor compiles little.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from hashlib import sha256
 from multiprocessing import get_context
+from typing import NamedTuple
 
 from interop.parity.cases import Case
 from tuning.search.cases import reader
@@ -24,8 +25,7 @@ from twin_attention.contract.spec import AttentionSpec, DecodeSpec
 from twin_attention.targets.config import use_configs
 from twin_attention.targets.kernels import KernelConfig
 
-FRAMEWORK_OF = {package: framework for framework, package in FRAMEWORKS.items()}
-# SM90's rows may spill and are chosen by times; more than this a thread is not worth a launch.
+# Bytes per thread. SM90's rows may spill and are chosen by times; more is not worth a launch.
 MOST_SPILLED = 4096
 
 
@@ -34,12 +34,10 @@ class Survey:
     """One configuration, compiled.
 
     Attributes:
-        config: what was compiled.
-        resources: what it takes, of the problem that failed or of the first; None if a compiler
-            gave up.
-        reason: why it is not worth a launch; None where it is.
-        code: a digest of the first problem's code; the same for configurations that differ in
-            nothing that the kernel has.
+        config: the configuration.
+        resources: of the problem that failed, or of the first; None if a compiler gave up.
+        reason: why it is not worth a launch; None if it is.
+        code: a digest of the first problem's code, by which equal kernels are found.
     """
 
     config: KernelConfig
@@ -48,16 +46,14 @@ class Survey:
     code: str | None = None
 
 
-@dataclass(frozen=True)
-class Plan:
-    """How the configurations of a row are surveyed.
+class Plan(NamedTuple):
+    """How to survey the configurations of a row.
 
     Attributes:
-        package, target: whose code it is.
-        kernel: whose row it is.
+        package, target, kernel: of the row.
         problems: those of the static gate that read the row; each must compile to fit code.
         spec: the problem that the row is timed on.
-        device: what that is compiled for, to be launched; None where it is not going to be.
+        device: of the launches, None if there are none.
     """
 
     package: str
@@ -70,7 +66,7 @@ class Plan:
 
 @contextmanager
 def workers(count: int | None) -> Iterator[Executor]:
-    """Processes to survey in, one a core unless `count` says otherwise."""
+    """Start processes to survey in, one per core unless `count` is given."""
     context = get_context("spawn")  # JAX runs threads, which a fork does not survive
     with ProcessPoolExecutor(count, context, initializer=_start_worker) as pool:
         try:
@@ -92,9 +88,9 @@ def survey(
     """Compile configurations of a row, as many at a time as there are processes.
 
     Args:
-        package, target: whose table it is.
-        device: what launched code is compiled for, such as "sm90"; None if nothing is launched.
-        case: what the row is timed on.
+        package, target: of the table.
+        device: of the launches, such as "sm90"; None if there are none.
+        case: the row is timed on it.
 
     Returns:
         A survey of each configuration, in order.
@@ -103,24 +99,25 @@ def survey(
         LookupError: no problem of the static gate reads the row.
     """
     if package == "pallas_attn" and device != target:
-        device = None  # what it records is compiled for the target's own devices alone
-    reading = tuple(_problems(table, package, target, row))[::-1]  # plain ones rule out little
+        device = None  # its recordings are compiled for the target's own devices alone
+    reading = tuple(gate_problems(table, package, target, row))[::-1]  # plain ones rule out little
     if not reading:
         raise LookupError(f"{row}: expected a problem of tuning/static/gate.py that reads it")
     plan = Plan(package, target, row.kernel, reading, case.spec, device)
     return pool.map(partial(compile_one, plan), configs)
 
 
-def _problems(table: ConfigTable, package: str, target: str, row: Row) -> Iterator[Problem]:
-    """The static gate's problems that read a row."""
-    for problem in problems(FRAMEWORK_OF[package], target):
+def gate_problems(table: ConfigTable, package: str, target: str, row: Row) -> Iterator[Problem]:
+    """Return the static gate's problems that read a row."""
+    (framework,) = (name for name, side in FRAMEWORKS.items() if side == package)
+    for problem in problems(framework, target):
         if table.index_of(row.kernel, reader(row.kernel, problem.spec)) == row.index:
             yield problem
 
 
 def compile_one(plan: Plan, config: KernelConfig) -> Survey:
     """Compile one configuration for a plan's problems, up to the first that rules it out."""
-    compile_kernels = compiler(FRAMEWORK_OF[plan.package])
+    compile_kernels = compiler(plan.problems[0].framework)
     first = code = None
     try:
         with use_configs({plan.kernel: vars(config)}, plan.package):
@@ -150,7 +147,7 @@ def _reasons(
     if spilled > MOST_SPILLED:
         found += (f"spills {spilled} B",)
     if resources.occupancy == 0:
-        found += ("no block fits a multiprocessor",)
+        found += ("no block fits an SM",)
     return found
 
 

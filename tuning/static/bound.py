@@ -1,15 +1,15 @@
-"""What bounds a kernel's inner loop: multiplying, special functions or loading.
+"""Bound a kernel's inner loop by multiplying, special functions or loading.
 
-One tile of the loop is counted on paper, and for each resource the cycles that it takes of one
-multiprocessor that does nothing else. The largest is the bound: the loop cannot be faster, and is
-slower as far as the three do not overlap. Left out are shared memory, and on the FMA units the
-softmax's scaling, maxima, sums and masks and the conversion of a quantised cache.
+The work of one tile of the loop is counted, and for each resource the cycles of an SM that does
+nothing else. The largest is the bound: the loop cannot be faster, and is slower as far as the three
+do not overlap. Left out are shared memory, and on the FMA units the softmax's scaling, maxima, sums
+and masks and the conversion of a quantised cache.
 
 Tiles of k and v (q and dout for dk and dv) are read again and again by programs that run at the
 same time, and come from L2: ``cp.async.cg`` passes by L1. A decode reads its cache once, from
 device memory.
 
-Rates, of one multiprocessor in one cycle:
+Rates of one SM per cycle:
 
 - Tensor cores: 1024 dense FP16 or BF16 multiply-adds on an A100 (4 tensor cores of 256; NVIDIA A100
   Tensor Core GPU Architecture, 2020), 2048 on an H100 or H200 (4 of 512; NVIDIA H100 Tensor Core
@@ -48,7 +48,7 @@ _MULTIPLY_ADDS = {
 }
 _SPECIAL_FUNCTIONS = 16
 _BYTES = {
-    "L2": {"sm80": 5120, "sm90": 5120},  # of all multiprocessors
+    "L2": {"sm80": 5120, "sm90": 5120},  # of all SMs
     "device memory": {
         target: sheet.gigabytes_per_second / sheet.gigahertz
         for target, sheet in (("sm80", A100), ("sm90", H200))
@@ -58,7 +58,7 @@ _BYTES = {
 
 @dataclass(frozen=True)
 class Tile:
-    """What one step of a kernel's loop does; of a kernel without a loop, what one program does.
+    """The work of one step of a kernel's loop, or of one program of a kernel without a loop.
 
     Attributes:
         flops: floating-point operations of its products, columns of padding included.
@@ -75,13 +75,13 @@ class Tile:
 
 @dataclass(frozen=True)
 class Bound:
-    """What a tile takes.
+    """The cycles of a tile.
 
     Attributes:
-        tile: what was counted.
-        intensity: floating-point operations a byte.
-        cycles: of one multiprocessor, by resource.
-        limit: the resource that takes most of them.
+        tile: its work.
+        intensity: floating-point operations per byte.
+        cycles: of one SM, by resource.
+        limit: the resource with the most cycles.
     """
 
     tile: Tile

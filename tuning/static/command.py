@@ -1,4 +1,4 @@
-"""``python -m tuning static``: what every shipped configuration takes, and what bounds it."""
+"""``python -m tuning static``: list the resources and the bound of every shipped configuration."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 import json
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
 from functools import partial
@@ -21,11 +21,14 @@ from rich.progress import track
 from rich.table import Table
 
 from interop.parity.arguments import count, make_folder
+from interop.rendering.tables import to_terminal
 from tuning.static.gate import DTYPES, FEATURES, FRAMEWORKS, Problem, Verdict, check, problems
 from tuning.static.sweep import rows, sweep
 from twin_attention.targets.target import TARGETS
 
 _WIDTH = 160  # of the tables, where a log has none
+_OF_TABLE: dict[str, Any] = {"box": box.SIMPLE_HEAD, "padding": (0, 1, 0, 0), "pad_edge": False}
+_LABELS = ["kernel", "dtype", "D", "feature", "tile"]
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
@@ -37,7 +40,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     parser.add_argument("--dtype", choices=sum(DTYPES.values(), ()), help="default: all")
     parser.add_argument("--head-dim", type=int, help="padded head size; default: all")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there as well")
-    parser.add_argument("--jobs", type=count, metavar="N", help="processes; default: one a core")
+    parser.add_argument("--jobs", type=count, metavar="N", help="processes; default: one per core")
     parser.add_argument(
         "--try",
         dest="changes",
@@ -56,43 +59,42 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Compile, print the tables; returns 1 when a kernel fails."""
-    if arguments.sweep:
-        return run_sweep(arguments)
-    targets = arguments.target or TARGETS
-    selected = _select(targets, arguments)
-    if arguments.json:
-        make_folder(arguments.refuse, "--json", arguments.json.parent)
+    """Compile and print the tables, or sweep; return 1 if a kernel fails."""
     console = Console()
     if not console.is_terminal:
         console.width = _WIDTH
     begin = time.perf_counter()
+    if arguments.sweep:
+        return _sweep(arguments, console, begin)
+    selected = _select(arguments)
+    if arguments.json:
+        make_folder(arguments.refuse, "--json", arguments.json.parent)
     verdicts = _check_all(selected, dict(arguments.changes), arguments.jobs, console)
     seconds = time.perf_counter() - begin
     for (target, framework), group in groupby(
         verdicts, lambda verdict: (verdict.problem.target, verdict.problem.framework)
     ):
         group = list(group)
-        console.print(resource_table(group, f"{framework} on {target}: what a kernel takes"))
-        console.print(bound_table(group, f"{framework} on {target}: what bounds a tile"))
+        console.print(resource_table(group, f"{framework} on {target}: resources of a kernel"))
+        console.print(bound_table(group, f"{framework} on {target}: bound of a tile"))
     failed = [verdict for verdict in verdicts if verdict.failures]
     for verdict in failed:
         name = " ".join(map(str, (verdict.kernel, *asdict(verdict.problem).values())))
         console.print(f"{name}: {'; '.join(verdict.failures)}", style="red", soft_wrap=True)
     console.print(
-        f"{len(verdicts)} kernels compiled for {' and '.join(targets)} in {seconds:.0f} s, "
-        f"{len(failed)} failed"
+        f"{len(verdicts)} kernels compiled for {' and '.join(arguments.target or TARGETS)} in "
+        f"{seconds:.0f} s, {len(failed)} failed"
     )
     if arguments.json:
         arguments.json.write_text(json.dumps([asdict(v) for v in verdicts], indent=1))
     return 1 if failed or not verdicts else 0
 
 
-def _select(targets: Sequence[str], arguments: argparse.Namespace) -> list[Problem]:
-    """Return the problems that the options leave; exit with code 2 where they leave none."""
+def _select(arguments: argparse.Namespace) -> list[Problem]:
+    """Return the problems that the options leave; exit with code 2 if they leave none."""
     found = [
         problem
-        for target in targets
+        for target in arguments.target or TARGETS
         for framework in arguments.framework or FRAMEWORKS
         for problem in problems(framework, target)
     ]
@@ -124,10 +126,8 @@ def _check_all(
     return [verdict for verdicts in results for verdict in verdicts]
 
 
-def run_sweep(arguments: argparse.Namespace) -> int:
-    """Compile problems of short lengths, list those that do not fit as configured; returns 1 when
-    one is refused.
-    """
+def _sweep(arguments: argparse.Namespace, console: Console, begin: float) -> int:
+    """Compile problems of short lengths and list misfits; return 1 if one is refused."""
     selected = [
         row
         for row in rows()
@@ -136,17 +136,15 @@ def run_sweep(arguments: argparse.Namespace) -> int:
         and arguments.dtype in (None, row.dtype)
         and arguments.head_dim in (None, row.head_dim)
     ]
-    console = Console()
-    begin = time.perf_counter()
-    results = list(_in_processes(sweep, selected, arguments.jobs, console))
+    results = _in_processes(sweep, selected, arguments.jobs, console)
     seconds = time.perf_counter() - begin
     misfits = [misfit for _, found in results for misfit in found]
     for misfit in misfits:
         style = "red" if misfit.refused else ""
         console.print(f"{misfit.spec} in {misfit.row}: {misfit.outcome}", style=style)
-    problems_compiled, refused = sum(count for count, _ in results), sum(m.refused for m in misfits)
+    refused = sum(misfit.refused for misfit in misfits)
     console.print(
-        f"{problems_compiled} problems compiled in {seconds:.0f} s: "
+        f"{sum(number for number, _ in results)} problems compiled in {seconds:.0f} s: "
         f"{len(misfits) - refused} kernels take fewer stages, {refused} problems are refused"
     )
     return 1 if refused or not results else 0
@@ -154,11 +152,11 @@ def run_sweep(arguments: argparse.Namespace) -> int:
 
 def _in_processes(
     function: Callable[[Any], Any], selected: Sequence[Any], jobs: int | None, console: Console
-) -> Iterator[Any]:
+) -> list[Any]:
     context = get_context("spawn")  # JAX runs threads, which a fork does not survive
     with ProcessPoolExecutor(jobs, context, initializer=_use_no_gpu) as pool:
-        results = pool.map(function, selected)
-        yield from track(results, "Compiling", total=len(selected), console=console, transient=True)
+        found = pool.map(function, selected)
+        return list(track(found, "Compiling", total=len(selected), console=console, transient=True))
 
 
 def _use_no_gpu() -> None:
@@ -175,73 +173,48 @@ def _change(text: str) -> tuple[str, dict[str, int]]:
 
 
 def resource_table(verdicts: Iterable[Verdict], title: str) -> Table:
-    """The resources of each kernel, a row each."""
-    table = _table(
-        title,
-        caption="D: padded head size. Spilled: by stores and loads; fails on sm80, only reported "
-        "on sm90. Blocks: resident on a multiprocessor. mma to ex2: instructions in the PTX.",
-    )
-    for heading in (
-        "warps×\nstages", "regis-\nters", "spilled\nbytes", "shared\nbytes", "blocks",
-        "mma", "wgmma", "cp.\nasync", "ld-\nmatrix", "ex2",
-    ):  # fmt: skip
-        table.add_column(heading, justify="right")
-    table.add_column("verdict")
+    """Return the resources of each kernel, a row each."""
+    titles = [*_LABELS, "warps×\nstages", "regis-\nters", "spilled\nbytes", "shared\nbytes",
+              "blocks", "mma", "wgmma", "cp.\nasync", "ld-\nmatrix", "ex2", "verdict"]  # fmt: skip
+    grid, styles = [titles], []
     for verdict in verdicts:
         config, taken = verdict.config, verdict.resources
-        table.add_row(
-            *_label(verdict),
-            f"{config.num_warps}×{config.num_stages}",
-            str(taken.registers),
-            f"{taken.spill_stores}/{taken.spill_loads}",
-            *map(str, (taken.shared, taken.occupancy)),
-            *map(str, (taken.mma, taken.wgmma, taken.cp_async, taken.ldmatrix, taken.ex2)),
+        numbers = (taken.shared, taken.occupancy, taken.mma, taken.wgmma, taken.cp_async,
+                   taken.ldmatrix, taken.ex2)  # fmt: skip
+        grid.append([
+            *_label(verdict), f"{config.num_warps}×{config.num_stages}", str(taken.registers),
+            f"{taken.spill_stores}/{taken.spill_loads}", *map(str, numbers),
             "fails" if verdict.failures else "ok",
-            style="red" if verdict.failures else "",
-        )
-    return table
+        ])  # fmt: skip
+        styles.append("red" if verdict.failures else "")
+    caption = (
+        "D: padded head size. Spilled: by stores and loads; fails on sm80, only reported on sm90. "
+        "Blocks: resident on an SM. mma to ex2: instructions in the PTX."
+    )
+    return to_terminal(grid, styles, title=title, caption=caption, **_OF_TABLE)
 
 
 def bound_table(verdicts: Iterable[Verdict], title: str) -> Table:
-    """The bound of each kernel's tile; features that leave both as they are share a row."""
-    table = _table(
-        title,
-        caption="Of one step of the inner loop, or of one program where there is no loop. Cycles: "
-        "of one multiprocessor, for each resource alone (tuning/static/bound.py). Peak: the most "
-        "that the bound leaves of the multiplying units' rate. A feature that changes nothing has "
-        "no row.",
-    )
-    for heading in (
-        "bytes", "kFLOP", "FLOP/B", "multiply\ncycles", "special\ncycles", "load\ncycles",
-    ):  # fmt: skip
-        table.add_column(heading, justify="right")
-    table.add_column("bound")
-    table.add_column("peak", justify="right")
-    shown = set()
+    """Return the bound of each kernel's tile; features that leave both as they are share a row."""
+    titles = [*_LABELS, "bytes", "kFLOP", "FLOP/B", "multiply\ncycles", "special\ncycles",
+              "load\ncycles", "bound", "peak"]  # fmt: skip
+    rows = {}
     for verdict in verdicts:
         problem, limits = verdict.problem, verdict.bound
-        row = (verdict.kernel, problem.dtype, problem.head_dim, verdict.config, limits.tile)
-        if row in shown:
-            continue
-        shown.add(row)
-        multiply, special, load = limits.cycles.values()
-        table.add_row(
-            *_label(verdict),
-            str(limits.tile.bytes),
-            f"{limits.tile.flops / 1000:.0f}",
-            f"{limits.intensity:.1f}",
-            *(f"{cycles:.0f}" for cycles in (multiply, special, load)),
-            limits.limit,
-            f"{multiply / limits.cycles[limits.limit]:.0%}",
-        )
-    return table
-
-
-def _table(title: str, caption: str) -> Table:
-    return Table(
-        "kernel", "dtype", "D", "feature", "tile",
-        title=title, caption=caption, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False,
-    )  # fmt: skip
+        cycles = limits.cycles.values()
+        key = verdict.kernel, problem.dtype, problem.head_dim, verdict.config, limits.tile
+        row = [
+            *_label(verdict), str(limits.tile.bytes), f"{limits.tile.flops / 1000:.0f}",
+            f"{limits.intensity:.1f}", *(f"{number:.0f}" for number in cycles), limits.limit,
+            f"{next(iter(cycles)) / max(cycles):.0%}",
+        ]  # fmt: skip
+        rows.setdefault(key, row)
+    caption = (
+        "Of one step of the inner loop, or of one program where there is no loop. Cycles: of one "
+        "SM, for each resource alone (tuning/static/bound.py). Peak: the most that the bound "
+        "leaves of the multiplying units' rate. A feature that changes nothing has no row."
+    )
+    return to_terminal([titles, *rows.values()], title=title, caption=caption, **_OF_TABLE)
 
 
 def _label(verdict: Verdict) -> tuple[str, ...]:

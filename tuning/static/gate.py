@@ -1,21 +1,21 @@
-"""The gate: every shipped configuration compiles into code that is fit to ship.
+"""Judge every shipped configuration by its compiled code.
 
 A kernel fails when it takes more shared memory than the target has or, on 16-bit inputs, has lost
 its tensor-core instructions. On SM80 it also fails when it spills registers, or has lost the
 asynchronous copies of a load pipeline (more than one stage), and forward and decode have to fit the
-smaller cards that run SM80 code; SM90's configurations are chosen by times, which show what a spill
-costs. float32 multiplies in IEEE precision, without tensor cores.
+smaller cards that run SM80 code; SM90's configurations are chosen by times, which include the cost
+of spills. float32 multiplies in IEEE precision, without tensor cores.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from itertools import product
 from typing import Any
 
+from interop.parity.cases import DecodeCase, FlashCase
 from tuning.static.bound import Bound, bound
 from tuning.static.resources import Resources, measure
 from twin_attention.contract.spec import (
@@ -23,18 +23,29 @@ from twin_attention.contract.spec import (
     QUANTIZED_DTYPES,
     AttentionSpec,
     DecodeSpec,
-    PagedCache,
-    Window,
 )
 from twin_attention.targets.config import HEAD_DIMS, padded_head_dim, use_configs
 from twin_attention.targets.kernels import KERNELS, DecodeConfig, KernelConfig
 from twin_attention.targets.target import SHARED_MEMORY_LIMIT, SHARED_MEMORY_OF_SMALLER_CARDS
 
 FRAMEWORKS = {"torch": "torch_attn", "jax": "pallas_attn"}
-FLASH_FEATURES = ("full", "causal", "window-softcap", "odd-head-size")
-DECODE_FEATURES = (
-    "decode", "decode-short", "decode-crowded", "decode-16-tokens", "decode-all-options",
-)  # fmt: skip
+# Fields of the case that has the feature, beside those in `Problem.spec`.
+FLASH_FEATURES: dict[str, dict[str, Any]] = {
+    "full": {},
+    "causal": {"causal": True},
+    "window-softcap": {"window_size": (256, 128), "softcap": 30.0},
+    "odd-head-size": {"causal": True},
+}
+DECODE_FEATURES: dict[str, dict[str, Any]] = {
+    "decode": {"tokens": 1, "num_splits": 4},
+    "decode-short": {"tokens": 1, "max_pages": 16},
+    "decode-crowded": {"tokens": 1},
+    "decode-16-tokens": {"tokens": 16, "num_splits": 4},
+    "decode-all-options": {
+        "tokens": 4, "page_size": 256, "max_pages": 4, "window_size": (600, None),
+        "softcap": 30.0, "num_splits": 1,
+    },
+}  # fmt: skip
 FEATURES = (*FLASH_FEATURES, *DECODE_FEATURES)
 DTYPES = {16: ("bfloat16",), 32: ("float32",), 8: QUANTIZED_DTYPES}
 
@@ -62,61 +73,41 @@ class Problem:
 
     @property
     def spec(self) -> AttentionSpec | DecodeSpec:
-        """A problem that reaches the row and has the feature."""
-        return self._decode() if self.feature in DECODE_FEATURES else self._flash()
+        """Return a problem that reaches the row and has the feature."""
+        if self.feature in FLASH_FEATURES:
+            head_dim = self.head_dim - 8 if self.feature == "odd-head-size" else self.head_dim
+            options = FLASH_FEATURES[self.feature]
+            return FlashCase("", 2, 1024, 1024, 4, 2, head_dim, dtype=self.dtype, **options).spec
+        batch = 4
+        if self.feature == "decode-crowded":
+            batch = 256 if self.dtype in QUANTIZED_DTYPES else 128
+        options = {"max_pages": 64} | DECODE_FEATURES[self.feature]
+        return decode_spec(self.dtype, self.head_dim, batch, 4, **options)
 
-    def _flash(self) -> AttentionSpec:
-        head_dim = self.head_dim - 8 if self.feature == "odd-head-size" else self.head_dim
-        capped = self.feature == "window-softcap"
-        window = Window() if self.feature == "full" else Window(right=0)
-        return AttentionSpec(
-            batch=2,
-            seq_q=1024,
-            seq_kv=1024,
-            heads_q=4,
-            heads_kv=2,
-            head_dim=head_dim,
-            head_dim_v=head_dim,
-            dtype=self.dtype,
-            scale=1 / math.sqrt(head_dim),
-            window=Window(left=256, right=128) if capped else window,
-            softcap=30.0 if capped else None,
-        )
 
-    def _decode(self) -> DecodeSpec:
-        """Plainly: one token or 16, small pages, split, or a few keys, or many sequences. With all
-        options: 4 tokens, one split.
-        """
-        plain = self.feature != "decode-all-options"
-        tokens = {"decode-16-tokens": 16, "decode-all-options": 4}.get(self.feature, 1)
-        capacity = 256 if self.feature == "decode-short" else 1024
-        page_size = 16 if plain else 256
-        splits = {"decode-short": None, "decode-crowded": None, "decode-all-options": 1}
-        crowd = 256 if self.dtype in QUANTIZED_DTYPES else 128
-        return DecodeSpec(
-            batch=crowd if self.feature == "decode-crowded" else 4,
-            tokens=tokens,
-            heads_q=16,
-            cache=PagedCache(
-                num_pages=4096 // page_size,
-                page_size=page_size,
-                max_pages=capacity // page_size,
-                heads=4,
-                head_dim=self.head_dim,
-                head_dim_v=self.head_dim,
-                dtype=self.dtype,
-            ),
-            dtype="float16" if self.dtype in QUANTIZED_DTYPES else self.dtype,
-            scale=1 / math.sqrt(self.head_dim),
-            window_left=None if plain else 600,
-            softcap=None if plain else 30.0,
-            num_splits=splits.get(self.feature, 4),
-        )
+def decode_spec(
+    kv_dtype: str, head_dim: int, batch: int, heads_kv: int, **options: Any
+) -> DecodeSpec:
+    """Return a decode of 16 query heads; those of a quantised cache are float16.
+
+    Args:
+        kv_dtype: dtype of the cache.
+        head_dim: head size.
+        batch: sequences.
+        heads_kv: kv heads.
+        options: further fields of a `DecodeCase`.
+    """
+    dtype = "float16" if kv_dtype in QUANTIZED_DTYPES else kv_dtype
+    lengths = (1,) * batch
+    return DecodeCase(
+        "", lengths, heads_q=16, heads_kv=heads_kv, head_dim=head_dim, dtype=dtype,
+        kv_dtype=kv_dtype, **options,
+    ).spec  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """One compiled kernel: what it takes, what bounds it, and what is wrong with it."""
+    """One compiled kernel: its resources, its bound, and the reasons why it fails."""
 
     problem: Problem
     kernel: str
@@ -127,7 +118,7 @@ class Verdict:
 
 
 def problems(framework: str, target: str) -> Iterator[Problem]:
-    """Every problem that the gate compiles for one framework and target."""
+    """Return every problem that the gate compiles for one framework and target."""
     for features, dtype_bits in ((FLASH_FEATURES, (16, 32)), (DECODE_FEATURES, (8, 16))):
         for bits, head_dim in product(dtype_bits, HEAD_DIMS):
             for dtype, feature in product(DTYPES[bits], features):
@@ -138,7 +129,7 @@ def problems(framework: str, target: str) -> Iterator[Problem]:
 
 
 def compiler(framework: str) -> Callable[..., list[tuple[str, KernelConfig, Any]]]:
-    """What compiles the kernels of a problem for a target: a framework's `compile_kernels`."""
+    """Return a framework's `compile_kernels`."""
     return import_module(_AOT[framework]).compile_kernels
 
 
@@ -160,7 +151,7 @@ def check(problem: Problem, changes: Mapping[str, Mapping[str, int]] = {}) -> li
 
 
 def shared_memory_limit(kernel: str, target: str) -> int:
-    """Bytes of shared memory that a block of a kernel may have on every card that it is for."""
+    """Return the shared memory that a block of a kernel may have on all of its cards, in bytes."""
     if target == "sm80" and not kernel.startswith("flash_bwd"):
         return SHARED_MEMORY_OF_SMALLER_CARDS
     return SHARED_MEMORY_LIMIT[target]
@@ -169,7 +160,7 @@ def shared_memory_limit(kernel: str, target: str) -> int:
 def failures(
     problem: Problem, kernel: str, config: KernelConfig, resources: Resources
 ) -> tuple[str, ...]:
-    """What is wrong with one compiled kernel; empty when it is fit to ship."""
+    """Return the reasons why a compiled kernel fails; empty if it is fit to ship."""
     target = problem.target
     found = []
     if target == "sm80" and (resources.spill_stores or resources.spill_loads):

@@ -1,4 +1,4 @@
-"""What a compiled kernel takes of a multiprocessor, read from its machine code and its PTX."""
+"""Read the resources of a compiled kernel from its machine code and its PTX."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from triton.compiler import CompiledKernel
 
-# Of one multiprocessor: compute capability 8.0 and 9.0, CUDA C++ Programming Guide, table
+# Of one SM: compute capability 8.0 and 9.0, CUDA C++ Programming Guide, table
 # "Technical Specifications per Compute Capability".
 SHARED_MEMORY = {"sm80": 164 * 1024, "sm90": 228 * 1024}
 RESERVED_SHARED_MEMORY = 1024  # of each block
 REGISTERS, WARPS, BLOCKS = 64 * 1024, 64, 32
-REGISTER_UNIT = 256  # registers are given out to a warp in multiples of this
+REGISTER_UNIT = 256  # registers are allocated to a warp in multiples of this
 
 _INSTRUCTIONS = {
     "mma": r"\bmma\.sync",
@@ -30,16 +30,16 @@ _BITS = {"U8": 8, "S8": 8, "U16": 16, "S16": 16, "64": 64, "128": 128}
 
 @dataclass(frozen=True)
 class Resources:
-    """What one kernel takes.
+    """The resources of one kernel.
 
     Attributes:
-        registers: 32-bit registers a thread.
+        registers: 32-bit registers per thread.
         spill_stores, spill_loads: bytes that a thread's spill instructions move, each counted once
             (as ``ptxas -v`` counts them).
         stack: bytes of a thread's stack frame.
-        shared: bytes of shared memory a block.
-        warps: warps a block.
-        occupancy: blocks that a multiprocessor holds at once.
+        shared: bytes of shared memory per block.
+        warps: warps per block.
+        occupancy: blocks resident on an SM.
         mma, wgmma, cp_async, ldmatrix, ex2: instructions in the PTX.
     """
 
@@ -78,7 +78,7 @@ def measure(compiled: CompiledKernel, target: str) -> Resources:
 
 
 def occupancy(target: str, registers: int, shared: int, warps: int) -> int:
-    """Blocks of `warps` warps that one multiprocessor holds at once; 0 if not even one fits."""
+    """Return the blocks of `warps` warps resident on an SM; 0 if not even one fits."""
     warp_registers = -(-registers * 32 // REGISTER_UNIT) * REGISTER_UNIT
     return min(
         BLOCKS,
@@ -89,7 +89,7 @@ def occupancy(target: str, registers: int, shared: int, warps: int) -> int:
 
 
 def _bytes_moved(opcode: str, sass: str) -> int:
-    """Bytes of all instructions with this opcode, whose modifiers give their width (".64")."""
+    """Return the bytes of all instructions with an opcode; ".64" and the like give widths."""
     widths = (
         next((_BITS[part] for part in modifiers.split(".") if part in _BITS), 32)
         for modifiers in re.findall(rf"\b{opcode}((?:\.\w+)*) ", sass)

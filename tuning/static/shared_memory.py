@@ -1,7 +1,7 @@
-"""Compile kernels only as far as it takes to know their shared memory: a fifth of the time.
+"""Compile kernels only until their shared memory is known: a fifth of the time.
 
 Uses Triton's hook on a compiler's stages and, for the stage that allocates shared memory, its
-private passes. Checked with Triton 3.6 and 3.9; ``tests/bench/test_sweep.py`` guards it.
+private passes. Checked with Triton 3.6 and 3.9; ``tests/tuning/test_sweep.py`` guards it.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The sweep: no valid problem is refused for want of shared memory, whatever its lengths.
+"""Check that no valid problem is refused for want of shared memory, whatever its lengths.
 
-Lengths are static in Pallas. How many steps a kernel's loops make is then often known to the
+Lengths are static in Pallas. The steps of a kernel's loops are then often known to the
 compiler, which turns a loop of one step into plain code. That can take more shared memory than the
 long loops that the configurations were chosen for. So each kernel of flash attention is compiled
 once for every combination of steps that lengths of a few tiles give, over full, causal and windowed
@@ -12,22 +12,16 @@ does not help.
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
-from tuning.static.gate import DTYPES, FRAMEWORKS, compiler, shared_memory_limit
+from interop.parity.cases import FlashCase
+from tuning.static.gate import DTYPES, FRAMEWORKS, compiler, decode_spec, shared_memory_limit
 from tuning.static.shared_memory import only_shared_memory
-from twin_attention.contract.spec import (
-    QUANTIZED_DTYPES,
-    AttentionSpec,
-    DecodeSpec,
-    PagedCache,
-    Window,
-)
+from twin_attention.contract.spec import AttentionSpec, DecodeSpec, Window
 from twin_attention.targets.config import HEAD_DIMS, find_configs, table_path
 
 WINDOWS = (Window(), Window(right=0), Window(left=70), Window(100, 30), Window(300, 200))
@@ -37,7 +31,7 @@ _WITH_TILES = ("flash_fwd", "flash_bwd_dq", "flash_bwd_dkdv")
 
 @dataclass(frozen=True)
 class Row:
-    """Rows of the configuration tables, and whose problems' scores are capped or not.
+    """Rows of the configuration tables, with capped scores or without.
 
     Attributes:
         framework: one of `FRAMEWORKS`.
@@ -58,10 +52,10 @@ class Row:
 
 @dataclass(frozen=True)
 class Misfit:
-    """A problem that takes more shared memory than there is, as it is configured.
+    """A problem whose configuration takes more shared memory than there is.
 
     Attributes:
-        row: where its configurations come from.
+        row: of its configurations.
         spec: the problem.
         outcome: the kernel, and the configuration that fits; or why it is refused.
         refused: nothing fits.
@@ -74,7 +68,7 @@ class Misfit:
 
 
 def rows() -> Iterator[Row]:
-    """Every row that is swept."""
+    """Return every row that is swept."""
     for framework, target in product(FRAMEWORKS, ("sm80", "sm90")):
         for decodes, widths in ((False, (16, 32)), (True, (8, 16))):
             dtypes = [dtype for bits in widths for dtype in DTYPES[bits]]
@@ -84,7 +78,7 @@ def rows() -> Iterator[Row]:
 
 
 def problems(row: Row, windows: Sequence[Window] = WINDOWS) -> list[AttentionSpec | DecodeSpec]:
-    """The problems that are compiled for a row."""
+    """Return the problems that are compiled for a row."""
     if row.decodes:
         return list(_decodes(row))
     if row.framework == "torch":
@@ -97,7 +91,7 @@ def sweep(row: Row, windows: Sequence[Window] = WINDOWS) -> tuple[int, list[Misf
     """Compile a row's problems, in a process of its own (`only_shared_memory`).
 
     Returns:
-        How many problems there are, and those that do not fit as configured.
+        The number of problems, and those that do not fit as configured.
     """
     specs = problems(row, windows)
     with only_shared_memory():
@@ -123,25 +117,13 @@ def _configs(row: Row, spec: AttentionSpec | DecodeSpec) -> Mapping[str, Any]:
 
 
 def _flash(row: Row, seq_q: int, seq_kv: int, window: Window = WINDOWS[0]) -> AttentionSpec:
-    return AttentionSpec(
-        batch=2,
-        seq_q=seq_q,
-        seq_kv=seq_kv,
-        heads_q=4,
-        heads_kv=2,
-        head_dim=row.head_dim,
-        head_dim_v=row.head_dim,
-        dtype=row.dtype,
-        scale=1 / math.sqrt(row.head_dim),
-        window=window,
-        softcap=30.0 if row.capped else None,
-    )
+    softcap = 30.0 if row.capped else None
+    case = FlashCase("", 2, seq_q, seq_kv, 4, 2, row.head_dim, dtype=row.dtype, softcap=softcap)
+    return replace(case.spec, window=window)
 
 
 def _flash_of_all_structures(row: Row, windows: Sequence[Window]) -> Iterator[AttentionSpec]:
-    """Problems that give each kernel every structure, taken in a shuffled order, without those that
-    add none.
-    """
+    """Return problems that give each kernel every structure, in a shuffled order."""
     configs = _configs(row, _flash(row, 1, 1))
     tiled = [configs[kernel] for kernel in _WITH_TILES]
     tiles = {size for config in tiled for size in (config.block_q, config.block_kv)}
@@ -159,7 +141,7 @@ def _flash_of_all_structures(row: Row, windows: Sequence[Window]) -> Iterator[At
 
 
 def _structures(spec: AttentionSpec, configs: Mapping[str, Any]) -> Iterator[tuple]:
-    """The steps of each kernel's two loops, where they are static; its code depends on them."""
+    """Return the steps of each kernel's two loops, where they are static."""
     from pallas_attn.kernels.portable.tiles import visible_tiles  # which imports JAX
 
     left, right = spec.window.left, spec.window.right
@@ -179,28 +161,13 @@ def _structures(spec: AttentionSpec, configs: Mapping[str, Any]) -> Iterator[tup
 
 
 def _decodes(row: Row) -> Iterator[DecodeSpec]:
-    """Few to many query rows a kv head, small and large pages, few and many keys, split or not."""
+    """Return few to many query rows, small and large pages, few and many keys, split or not."""
     for tokens, page_size, pages, splits in (
         (1, 16, 1, 1), (1, 256, 8, 4), (2, 64, 16, None), (3, 256, 2, 1),
         (5, 16, 64, 4), (8, 1, 300, None), (16, 128, 8, 1), (16, 32, 100, 4),
     ):  # fmt: skip
-        heads = 2
-        yield DecodeSpec(
-            batch=4,
-            tokens=tokens,
-            heads_q=16,
-            cache=PagedCache(
-                num_pages=4 * pages,
-                page_size=page_size,
-                max_pages=pages,
-                heads=heads,
-                head_dim=row.head_dim,
-                head_dim_v=row.head_dim,
-                dtype=row.dtype,
-            ),
-            dtype="float16" if row.dtype in QUANTIZED_DTYPES else row.dtype,
-            scale=1 / math.sqrt(row.head_dim),
-            window_left=None if tokens % 2 else 600,
+        yield decode_spec(
+            row.dtype, row.head_dim, 4, 2, tokens=tokens, page_size=page_size, max_pages=pages,
+            window_size=None if tokens % 2 else (600, None), num_splits=splits,
             softcap=30.0 if row.capped else None,
-            num_splits=splits,
-        )
+        )  # fmt: skip
