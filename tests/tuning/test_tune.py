@@ -12,7 +12,8 @@ from bench.records import Times
 from interop.parity import environment
 from interop.parity.cases import DecodeCase, FlashCase
 from tuning import __main__ as main
-from tuning.search import command, rows, survey
+from tuning.search import command, survey
+from tuning.search import search as rows
 from tuning.search.search import faster, search
 from tuning.search.space import TUNED, candidates, may_fit
 from tuning.search.survey import Plan, Survey, compile_one
@@ -94,7 +95,7 @@ def tune(table, tmp_path):
             "survey": surveys,
             "calls": lambda row, case: call,
             "timer": timer,
-            "note": lambda found: f"today: {rows.times(found)}",
+            "note": lambda found: f"today: {found}",
         }
         output = tmp_path / "sm80.toml"
         chosen = [next(table.rows("flash_fwd"))]

@@ -11,26 +11,21 @@ import argparse
 import gc
 import os
 from collections.abc import Callable, Iterator
+from concurrent.futures import Executor
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rich.console import Console
 
 from interop.parity.arguments import count
+from interop.parity.cases import Case
+from tuning.search import survey
+from tuning.search.search import Found, Run, Tools, show, tune
 from tuning.search.space import TUNED
-from tuning.search.table import ConfigTable
+from tuning.search.table import ConfigTable, Row
 from twin_attention.targets.config import table_path
+from twin_attention.targets.kernels import KernelConfig
 from twin_attention.targets.target import TARGETS
-
-if TYPE_CHECKING:
-    from concurrent.futures import Executor
-
-    from interop.parity.cases import Case
-    from tuning.search.rows import Tools
-    from tuning.search.search import Found, Run
-    from tuning.search.table import Row
-    from twin_attention.targets.kernels import KernelConfig
 
 VERSIONS = {"torch_attn": ("torch", "triton"), "pallas_attn": ("jax", "triton")}
 INTERRUPTED = 130  # the exit code
@@ -82,16 +77,14 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.refuse("expected options that leave a row of the table, got none")
     if not arguments.dry_run:
         _find_gpu(arguments)
-    from tuning.search.rows import show, tune
-    from tuning.search.survey import survey, workers
-
     side, target, console = arguments.side, arguments.target, Console()
     if not console.is_terminal:
         console.width = _WIDTH
     try:
-        with workers(arguments.jobs) as pool:
+        with survey.workers(arguments.jobs) as pool:
             if arguments.dry_run:
-                show(table, target, rows, partial(survey, pool, table, side, target, None), console)
+                compiles = partial(survey.survey, pool, table, side, target, None)
+                show(table, target, rows, compiles, console)
             else:
                 tools = _gpu_tools(pool, table, side, target)
                 tune(table, target, rows, tools, output, arguments.limit_seconds, console)
@@ -131,8 +124,6 @@ def _gpu_tools(pool: Executor, table: ConfigTable, side: str, target: str) -> To
 
     from bench.timing import time_calls
     from interop.parity.environment import facts
-    from tuning.search.rows import Tools, times
-    from tuning.search.survey import survey
     from tuning.search.trial import Trials
 
     known = facts("cuda")
@@ -145,8 +136,7 @@ def _gpu_tools(pool: Executor, table: ConfigTable, side: str, target: str) -> To
         return Trials(side, target, row.kernel, case).call
 
     def note(found: Found) -> str:
-        return f"{known['date'][:10]} on {', '.join(where)}: {times(found)}"
+        return f"{known['date'][:10]} on {', '.join(where)}: {found}"
 
-    return Tools(
-        partial(survey, pool, table, side, target, f"sm{major}{minor}"), calls, time_calls, note
-    )
+    compiles = partial(survey.survey, pool, table, side, target, f"sm{major}{minor}")
+    return Tools(compiles, calls, time_calls, note)

@@ -1,35 +1,100 @@
-"""Find the fastest configuration, each one timed against the best so far."""
+"""Search each row of a table: survey its space, time the survivors, write a better one."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from rich import box
+from rich.console import Console
+from rich.progress import track
 
 from bench.records import Times
+from interop.parity.cases import Case
+from interop.rendering.tables import to_terminal
+from tuning.search.cases import cases, reader
+from tuning.search.space import candidates
+from tuning.search.survey import Survey
+from tuning.search.table import ConfigTable, Row
 from twin_attention.targets.kernels import KernelConfig
 
 if TYPE_CHECKING:
     from bench.timing import Timing
 
 Run = Callable[[], Any]
+Surveyor = Callable[[Row, Case, Sequence[KernelConfig]], Iterable[Survey]]
 Timer = Callable[[Mapping[KernelConfig, Run]], "dict[KernelConfig, Timing]"]
-Report = Callable[[str], None]
 
 
-@dataclass(frozen=True)
-class Found:
-    """A configuration that is faster than the present one; both times are of one timing.
+class Tools(NamedTuple):
+    """The functions that use a compiler and a GPU.
 
     Attributes:
-        config: the faster one.
-        times, before: device times of the two.
+        survey: compiles a row's configurations, in order.
+        calls: puts up a row's case; the result makes a configuration's call (see `search`).
+        timer: times calls against each other.
+        note: the table's comment on a found configuration.
     """
+
+    survey: Surveyor
+    calls: Callable[[Row, Case], Callable[[KernelConfig], Run]]
+    timer: Timer
+    note: Callable[[Found], str]
+
+
+class Found(NamedTuple):
+    """A configuration that is faster than the row's, with both times of one timing."""
 
     config: KernelConfig
     times: Times
     before: Times
+
+    def __str__(self) -> str:
+        return f"{self.times.median:.4f} ms, before {self.before.median:.4f} ms"
+
+
+def tune(
+    table: ConfigTable,
+    target: str,
+    rows: Sequence[Row],
+    tools: Tools,
+    output: Path,
+    limit_seconds: float,
+    console: Console,
+) -> None:
+    """Tune rows one after the other and write each gain at once.
+
+    Args:
+        table: holds the rows and changes with them.
+        target: "sm80" or "sm90".
+        rows: those to tune.
+        tools: what compiles, runs and times.
+        output: the file to write.
+        limit_seconds: for all rows; each has an even share of what is left.
+        console: where to print.
+    """
+    say = partial(console.print, highlight=False)
+    end = time.monotonic() + limit_seconds
+    for number, row in enumerate(rows):
+        now = time.monotonic()
+        deadline = now + (end - now) / (len(rows) - number)
+        case, configs = _space(table, target, row)
+        say(f"[bold]{row}[/], {case.name}: {describe(row.config)} now")
+        surveys = tools.survey(row, case, configs)
+        surveys = track(surveys, "searching", len(configs), console=console, transient=True)
+        found = search(
+            row.config, distinct(surveys, row.config), tools.calls(row, case), tools.timer,
+            deadline, partial(say, markup=False),
+        )  # fmt: skip
+        if found is None:
+            say("stays: nothing is faster by more than the noise")
+            continue
+        table.write(row, found.config, tools.note(found))
+        output.write_text(table.text)
+        say(f"now {describe(found.config)}: {found}")
 
 
 def search(
@@ -38,9 +103,9 @@ def search(
     call: Callable[[KernelConfig], Run],
     timer: Timer,
     deadline: float,
-    report: Report,
+    report: Callable[[str], object],
 ) -> Found | None:
-    """Time candidates until they or the time run out.
+    """Time candidates against the best so far, until they or the time run out.
 
     Args:
         present: the row's configuration.
@@ -80,6 +145,53 @@ def search(
     return found if faster(found.times, found.before) else None
 
 
+def show(
+    table: ConfigTable, target: str, rows: Sequence[Row], survey: Surveyor, console: Console
+) -> None:
+    """Print what compiling leaves of each row's space, the present configuration first."""
+    for row in rows:
+        case, configs = _space(table, target, row)
+        grid = [["tile, warps, stages", "registers", "spilled", "shared", "blocks", "verdict"]]
+        styles, fit = [], 0
+        surveys = survey(row, case, configs)
+        for entry in track(surveys, str(row), len(configs), console=console, transient=True):
+            taken, present = entry.resources, entry.config == row.config
+            fit += entry.reason is None and not present
+            numbers = [""] * 4 if taken is None else [
+                str(taken.registers), f"{taken.spill_stores}/{taken.spill_loads}",
+                str(taken.shared), str(taken.occupancy),
+            ]  # fmt: skip
+            verdict = entry.reason or ("fit, present" if present else "fit")
+            grid.append([describe(entry.config), *numbers, verdict])
+            styles.append("dim" if entry.reason else "")
+        title = f"{row}: {len(configs) - 1} configurations that may fit"
+        console.print(
+            to_terminal(grid, styles, title=title, title_justify="left", box=box.SIMPLE_HEAD)
+        )
+        console.print(f"{row}: {fit} of {len(configs) - 1} are fit to run", highlight=False)
+
+
+def case_of(table: ConfigTable, row: Row) -> Case:
+    """Return the case that stands for a row.
+
+    Raises:
+        LookupError: none of the kernel's cases reads the row.
+    """
+    for case in cases(row.kernel):
+        if table.index_of(row.kernel, reader(row.kernel, case.spec)) == row.index:
+            return case
+    raise LookupError(f"{row}: expected a case in tuning/search/cases.py that reads it, got none")
+
+
+def distinct(surveys: Iterable[Survey], present: KernelConfig) -> Iterator[KernelConfig]:
+    """Return the configurations worth a launch, one of those that make the same code."""
+    seen = set()
+    for entry in surveys:
+        if entry.reason is None and entry.config != present and entry.code not in seen:
+            yield entry.config
+        seen.add(entry.code)
+
+
 def faster(a: Times, b: Times) -> bool:
     """Return True if `a` is less than `b` by more than the spreads of the two."""
     return b.median - a.median > (a.slowest - a.fastest) + (b.slowest - b.fastest)
@@ -88,3 +200,9 @@ def faster(a: Times, b: Times) -> bool:
 def describe(config: KernelConfig) -> str:
     """Return a configuration in few characters, such as "128×64, 8 warps, 3 stages"."""
     return f"{config.tile}, {config.num_warps} warps, {config.num_stages} stages"
+
+
+def _space(table: ConfigTable, target: str, row: Row) -> tuple[Case, list[KernelConfig]]:
+    """Return a row's case and all of its configurations, the present one first."""
+    case = case_of(table, row)
+    return case, [row.config, *candidates(row.kernel, case.spec, row.config, target)]

@@ -95,10 +95,12 @@ def sweep(row: Row, windows: Sequence[Window] = WINDOWS) -> tuple[int, list[Misf
     """
     specs = problems(row, windows)
     with only_shared_memory():
-        return len(specs), [misfit for spec in specs for misfit in _misfits(row, spec)]
+        return len(specs), [misfit for spec in specs for misfit in misfits_of(row, spec)]
 
 
-def _misfits(row: Row, spec: AttentionSpec | DecodeSpec) -> Iterator[Misfit]:
+def misfits_of(row: Row, spec: AttentionSpec | DecodeSpec) -> Iterator[Misfit]:
+    """Return the kernels of a problem that do not fit as configured; see `only_shared_memory`."""
+
     def limit(kernel: str) -> int:
         return shared_memory_limit(kernel, row.target)
 
