@@ -1,7 +1,7 @@
-"""The Triton forward without its softmax: what the matrix products and the loads alone take.
+"""Build the Triton forward without its softmax: the matrix products and the loads alone.
 
-Only the benchmark has this build. It is the shipped kernel's source, compiled anew with another
-function in the place of its `online_softmax_update`; nothing of what users run knows of it.
+It is the shipped kernel's source, compiled with another function in place of its
+`online_softmax_update`. Only the benchmark has this build.
 """
 
 from __future__ import annotations
@@ -19,16 +19,15 @@ from torch_attn.kernels.portable import flash_fwd as shipped
 
 @triton.jit
 def no_softmax_update(s, m_i, l_i, exp2_scale):
-    """The scores themselves as p; nothing is summed and nothing rescaled."""
+    """Return the scores as p, without sums and rescaling."""
     return s, tl.full(m_i.shape, 1.0, tl.float32), m_i, l_i
 
 
 @cache
 def flash_fwd_without_softmax() -> Callable[..., Any]:
-    """`torch_attn.kernels.portable.flash_fwd.flash_fwd` that gives ``(q · kᵀ) · v``, unscaled.
+    """Return a `torch_attn.kernels.portable.flash_fwd.flash_fwd` of ``(q · kᵀ) · v``, unscaled.
 
-    It is for problems without a mask, since hidden scores are -inf. Its second result, the
-    log-sum-exp, is -inf.
+    For problems without a mask, since hidden scores are -inf. The log-sum-exp is -inf.
     """
     kernel = shipped.flash_fwd_kernel
     built = triton.jit(do_not_specialize=kernel.do_not_specialize)(
@@ -38,7 +37,7 @@ def flash_fwd_without_softmax() -> Callable[..., Any]:
 
 
 def _with_names(function: FunctionType, **names: Any) -> FunctionType:
-    """A copy of a function that sees other objects under these global names."""
+    """Return a copy of a function that sees other objects under these global names."""
     missing = set(names) - set(function.__code__.co_names)
     if missing:
         raise ValueError(f"names: expected globals of {function.__name__}, got {sorted(missing)}")

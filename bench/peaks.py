@@ -131,7 +131,7 @@ class Peak:
 
 
 class Peaks(NamedTuple):
-    """The two peaks that attention is held against: products, and reading the cache."""
+    """The two peaks that rates are compared with: products, and reading the cache."""
 
     matmul: Peak
     read: Peak

@@ -1,4 +1,4 @@
-"""Clocks, power and temperature of the GPU while something runs, from NVML."""
+"""Sample clocks, power and temperature of the GPU from NVML while something runs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ THROTTLE_REASONS = {
 
 
 class Sample(NamedTuple):
-    """One look at the GPU.
+    """The state of the GPU at one time.
 
     Attributes:
         time: seconds since the epoch.
@@ -54,7 +54,7 @@ class Sampler:
     def __init__(self, read: Callable[[], Sample] | None, interval: float = 0.05) -> None:
         """
         Args:
-            read: takes a sample; None where there is nothing to read.
+            read: takes a sample; None if there is nothing to read.
             interval: seconds between samples.
         """
         self.samples: list[Sample] = []
@@ -83,13 +83,10 @@ class Sampler:
                 return
 
     def summary(self) -> dict[str, Any] | None:
-        """Medians, extremes and throttle reasons of the samples; None without a sample."""
+        """Return medians, extremes and throttle reasons of the samples; None without a sample."""
         if not self.samples:
             return None
-        sm, memory, watts, celsius = (
-            [getattr(sample, name) for sample in self.samples]
-            for name in ("sm_mhz", "memory_mhz", "watts", "celsius")
-        )
+        _, sm, memory, watts, celsius, throttle = zip(*self.samples, strict=True)
         return {
             "sm_mhz": median(sm),
             "sm_mhz_lowest": min(sm),
@@ -98,9 +95,7 @@ class Sampler:
             "watts_highest": max(watts),
             "celsius": max(celsius),
             "throttle": [
-                reason
-                for bit, reason in THROTTLE_REASONS.items()
-                if any(sample.throttle & bit for sample in self.samples)
+                reason for bit, reason in THROTTLE_REASONS.items() if any(t & bit for t in throttle)
             ],
         }
 
@@ -116,19 +111,19 @@ class Sampler:
 
 
 def log_path(records: Path, suite: str) -> Path:
-    """Where `python -m bench all` keeps a suite's samples, and the report looks for them."""
+    """Return where `python -m bench all` keeps a suite's samples."""
     return records.with_name(f"{stem(records)}-{suite}-gpu.csv")
 
 
 def read_log(path: Path) -> list[Sample]:
-    """The samples of a file that `Sampler.write` wrote."""
+    """Return the samples of a file that `Sampler.write` wrote."""
     with path.open(encoding="utf-8", newline="") as file:
         _, *rows = csv.reader(file)
     return [Sample._make([*map(float, row[1:-1]), int(row[-1])]) for row in rows]
 
 
 def nvml_reader() -> Callable[[], Sample] | None:
-    """What samples torch's current GPU; None where nvidia-ml-py or NVML is missing."""
+    """Return a function that samples torch's current GPU; None without nvidia-ml-py or NVML."""
     try:
         import pynvml as nvml
     except ImportError:

@@ -1,7 +1,7 @@
 """FlashInfer's decoding from a paged cache, planned outside of the timed call.
 
-It compiles a module for each wrapper, head size and pair of dtypes, for up to a minute. What the
-suites need is compiled side by side at the first call, so that a run waits for it once.
+It compiles a module for each wrapper, head size and pair of dtypes, for up to a minute. The modules
+of the suites are compiled in parallel at the first call, so that a run waits once.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ COMPILED_AHEAD = (
 
 
 def decode(case: DecodeCase, tensors: DecodeTensors) -> Call:
-    """A call of its decode kernels, or for several tokens a sequence of its prefill kernels.
+    """Return a call of its decode kernels, or of its prefill kernels for several tokens.
 
     One token a sequence goes through BatchDecodeWithPagedKVCacheWrapper, without its option of
     tensor cores, which is slower there; several go through BatchPrefillWithPagedKVCacheWrapper.
@@ -46,7 +46,7 @@ def decode(case: DecodeCase, tensors: DecodeTensors) -> Call:
 
 @cache
 def _compile_ahead(device: str) -> None:
-    """Compile the modules that the suites need; what fails, fails again where it is asked for."""
+    """Compile the modules of the suites; a failure shows again at the case that needs it."""
     from bench.suites.decode_inputs import decode_tensors
 
     def compile_for(tokens: int, head_dim: int, kv_dtype: str | None) -> None:
@@ -60,7 +60,7 @@ def _compile_ahead(device: str) -> None:
 
 
 def _planned(case: DecodeCase, tensors: DecodeTensors) -> Callable[[], Any]:
-    """A wrapper's run with these tensors; planning compiles, where that has not been done."""
+    """Return a wrapper's run with these tensors; planning compiles if that is not done yet."""
     import torch
 
     flashinfer = load("flashinfer")

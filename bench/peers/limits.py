@@ -1,4 +1,4 @@
-"""What a peer does not do: said with `Absent` before it is called."""
+"""Refuse, with `Absent`, what a peer does not do before it is called."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def check_flash(
 
     Args:
         case: the problem.
-        dtypes: those that the peer takes.
-        rectangles: its causal mask is aligned to the last query and key, as ours is.
+        dtypes: supported dtypes.
+        rectangles: its causal mask is aligned to the last query and key, like ours.
         groups: query heads may share a kv head.
 
     Raises:

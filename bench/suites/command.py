@@ -130,7 +130,7 @@ def _prepare(arguments: argparse.Namespace) -> None:
     # torch and JAX share the card: JAX must not reserve most of it. Read when JAX starts.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     fraction = _memory_fraction(arguments)
-    if fraction is not None:  # JAX only runs implementations, so the limit holds throughout
+    if fraction is not None:  # JAX runs implementations alone, so that its limit may stay
         os.environ.pop("XLA_PYTHON_CLIENT_MEM_FRACTION", None)  # JAX refuses both
         os.environ["XLA_CLIENT_MEM_FRACTION"] = str(fraction)
     from interop.parity.environment import choose_device

@@ -1,4 +1,4 @@
-"""The tensors of a decode case: a paged cache, and the same cache without pages for dense peers."""
+"""Make the tensors of a decode: a paged cache, and a dense copy for peers without pages."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ class DecodeTensors:
 
     @property
     def arguments(self) -> dict[str, Tensor]:
-        """The tensors by argument name; those that are None are left out."""
+        """Return the tensors by argument name, without those that are None."""
         named = {field.name: getattr(self, field.name) for field in fields(self)}
         return {name: x for name, x in named.items() if x is not None}
 
     @cached_property
     def dense(self) -> tuple[Tensor, Tensor]:
-        """k and v [B, Skv, Hkv, D], copied out of their pages; the lengths are all the same."""
+        """Return k and v [B, Skv, Hkv, D], copied out of their pages; all lengths are the same."""
         length = int(self.seq_lens[0])
         pages = self.block_tables[:, : -(-length // self.k_pages.shape[1])].long()
         k, v = (
@@ -54,13 +54,13 @@ class DecodeTensors:
 
 
 def fitted(case: DecodeCase) -> DecodeCase:
-    """The same case, with tables no wider than its longest sequence needs."""
+    """Return the case with tables no wider than its longest sequence needs."""
     return replace(case, max_pages=-(-max(case.lengths) // case.page_size))
 
 
 def decode_tensors(case: DecodeCase, device: str = "cuda") -> DecodeTensors:
-    """The tensors of `case`, whose pool does not grow with the tables' capacity."""
+    """Return the tensors of `case`; the pool does not grow with the tables' capacity."""
     needed = fitted(case)
     inputs = make_inputs(needed, device)
-    widen = partial(pad, pad=(0, case.max_pages - needed.max_pages), value=NO_PAGE)
-    return DecodeTensors(**inputs | {"block_tables": widen(inputs["block_tables"])})
+    fill = partial(pad, pad=(0, case.max_pages - needed.max_pages), value=NO_PAGE)
+    return DecodeTensors(**inputs | {"block_tables": fill(inputs["block_tables"])})

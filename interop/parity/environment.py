@@ -1,4 +1,4 @@
-"""Where a report's numbers come from: devices, versions, commit."""
+"""Find devices and targets, and the facts of a report: device, versions, commit."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MOST_JOBS = {"cuda": 14, "cpu": 2}
 
 
 def choose_device() -> str:
-    """The torch device of the inputs: the GPU when both frameworks see it, else the CPU.
+    """Return the torch device of the inputs: the GPU if both frameworks see it, else the CPU.
 
     JAX's default GPU becomes torch's current one: JAX's start leaves the last one current.
     """
@@ -29,7 +29,7 @@ def choose_device() -> str:
 
 
 def choose_targets(device: str, target: str | None) -> tuple[str | None, ...]:
-    """The targets to run: the one asked for, or all that the device runs; (None,) on a CPU.
+    """Return the targets to run: the one asked for, or all of the device; (None,) on a CPU.
 
     Raises:
         ValueError: a target was asked for on a CPU.
@@ -48,7 +48,7 @@ def choose_targets(device: str, target: str | None) -> tuple[str | None, ...]:
 
 
 def choose_jobs(device: str, suite: str, cases: int) -> int:
-    """How many processes to spread the cases of a suite over.
+    """Return the number of processes to spread the cases of a suite over.
 
     On a GPU most of a case's time is compilation, one core's work; the interpreters of a CPU keep
     more than one core busy. A process takes seconds to start, which a single case would not
@@ -61,7 +61,7 @@ def choose_jobs(device: str, suite: str, cases: int) -> int:
 
 
 def facts(device: str) -> dict[str, str]:
-    """Device, versions, commit and time, in the order that a report shows them."""
+    """Return device, versions, commit and time, in the order of a report."""
     versions = {name: _version(name) for name in ("torch", "jax", "triton", "numpy")}
     return {
         "device": _device_name(device),
@@ -87,7 +87,7 @@ def _version(package: str) -> str:
 
 
 def _commit() -> str:
-    """From TWIN_ATTENTION_COMMIT where this is a copy without its history, or else from git.
+    """Return TWIN_ATTENTION_COMMIT if it is set, for a copy without history; else git's commit.
 
     Results under version control are no change: they are what a run writes.
     """

@@ -47,7 +47,7 @@ class Survey:
 
 
 class Plan(NamedTuple):
-    """How to survey the configurations of a row.
+    """One row and the problems to survey its configurations by.
 
     Attributes:
         package, target, kernel: of the row.
