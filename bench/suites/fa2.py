@@ -82,5 +82,6 @@ def _without_softmax(target: str, case: FlashCase, operation: str, tensors: list
     from bench.ablation import flash_fwd_without_softmax
 
     q, k, v, _ = tensors
-    forward, backend = flash_fwd_without_softmax(), portable_backend("torch_attn", target)
+    forward = flash_fwd_without_softmax()
+    backend = portable_backend("torch_attn", target if q.is_cuda else None)
     return Call(lambda: forward(q, k, v, case.spec, backend), result=None)
