@@ -55,7 +55,7 @@ def ratio_plot(report: Report) -> Figure:
         _draw_lane(axes, y, spots, colours[title])
     for title, colour in colours.items():
         axes.plot([], [], marker="o", linestyle="", color=colour, label=title)
-    legend(figure, columns=3)
+    legend(figure)
     return figure
 
 

@@ -39,12 +39,14 @@ def quiet(axes: Axes, grid: Literal["x", "y", "both"]) -> None:
         axes.spines["left"].set_visible(False)
 
 
-def legend(figure: Figure, columns: int = 7) -> None:
-    """Name what the panels show, once, above the figure."""
+def legend(figure: Figure) -> None:
+    """Name what the panels show, once, above the figure, in as many columns as fit its width."""
     found: dict[str, Any] = {}
     for axes in figure.axes:
         for handle, name in zip(*axes.get_legend_handles_labels(), strict=True):
             found.setdefault(name, handle)
+    entry = 0.55 + 0.065 * max(map(len, found), default=0)  # inches, with its handle
+    columns = max(1, int(figure.get_figwidth() / entry))
     figure.legend(found.values(), found.keys(), loc="outside upper left", alignment="left",
                   ncols=columns, frameon=False, fontsize=8, handletextpad=0.5, columnspacing=1.4,
                   handlelength=2.6)  # fmt: skip
