@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 from twin_attention.contract.spec import AttentionSpec, DecodeSpec, PagedCache, Window
@@ -50,17 +51,12 @@ class FlashCase:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Keyword arguments of the call."""
-        return {
-            "causal": self.causal,
-            "scale": self.scale,
-            "window_size": self.window_size,
-            "softcap": self.softcap,
-        }
+        """Return the call's arguments other than tensors."""
+        return {name: getattr(self, name) for name in ("causal", "scale", "window_size", "softcap")}
 
     @property
     def shapes(self) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-        """Shapes of q, k and v."""
+        """Return the shapes of q, k and v."""
         head_dim_v = self.head_dim if self.head_dim_v is None else self.head_dim_v
         return (
             (self.batch, self.seq_q, self.heads_q, self.head_dim),
@@ -70,7 +66,7 @@ class FlashCase:
 
     @property
     def spec(self) -> AttentionSpec:
-        """The problem with its defaults resolved."""
+        """Return the problem with its defaults resolved."""
         return AttentionSpec(
             batch=self.batch,
             seq_q=self.seq_q,
@@ -122,17 +118,13 @@ class DecodeCase:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Keyword arguments of the call that are no tensors."""
-        return {
-            "scale": self.scale,
-            "window_size": self.window_size,
-            "softcap": self.softcap,
-            "num_splits": self.num_splits,
-        }
+        """Return the call's arguments other than tensors."""
+        names = ("scale", "window_size", "softcap", "num_splits")
+        return {name: getattr(self, name) for name in names}
 
     @property
     def spec(self) -> DecodeSpec:
-        """The problem with its defaults resolved; its pool has some pages that no sequence uses."""
+        """Return the problem with its defaults resolved; its pool has some unused pages."""
         head_dim_v = self.head_dim if self.head_dim_v is None else self.head_dim_v
         num_pages = len(self.lengths) * self.max_pages + 3
         return DecodeSpec(
@@ -152,16 +144,17 @@ class DecodeCase:
 
 
 Case = FlashCase | DecodeCase
+Change = tuple[str, dict[str, Any]]  # part of a case's name, and the fields that differ
 
 
 def flash_cases(suite: str = "quick", pattern: str = "") -> list[FlashCase]:
-    """The cases of a suite whose names contain `pattern`."""
+    """Return the cases of a suite whose names contain `pattern`."""
     groups = {"quick": [_quick()], "full": [_quick(), _full()], "large": [_large()]}[suite]
     return [case for group in groups for case in group if pattern in case.name]
 
 
 def decode_cases(suite: str = "quick", pattern: str = "") -> list[DecodeCase]:
-    """The cases of a suite whose names contain `pattern`."""
+    """Return the cases of a suite whose names contain `pattern`."""
     groups = {
         "quick": [_quick_decode()],
         "full": [_quick_decode(), _full_decode()],
@@ -194,78 +187,55 @@ def _quick() -> Iterator[FlashCase]:
 
 
 def _full() -> Iterator[FlashCase]:
-    base = FlashCase("", batch=2, seq_q=333, seq_kv=333, heads_q=4, heads_kv=2)
-    short = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
-    for dtype, prefix in short.items():
-        for head_dim in (16, 24, 32, 40, 64, 80, 96, 128, 160, 192, 256):
-            for causal in (False, True):
-                name = f"full-{prefix}-d{head_dim}" + ("-causal" if causal else "")
-                yield replace(base, name=name, dtype=dtype, head_dim=head_dim, causal=causal)
-        for head_dim, head_dim_v in ((16, 256), (256, 16), (64, 128), (192, 128), (104, 72)):
-            name = f"full-{prefix}-d{head_dim}-dv{head_dim_v}"
-            yield replace(
-                base, name=name, dtype=dtype, head_dim=head_dim, head_dim_v=head_dim_v, causal=True
-            )
-        for seq_q, seq_kv in ((1, 1), (1, 509), (509, 1), (127, 641), (641, 127), (512, 512),
-                              (129, 255), (0, 64), (64, 0)):  # fmt: skip
-            for causal in (False, True):
-                name = f"full-{prefix}-{seq_q}x{seq_kv}" + ("-causal" if causal else "")
-                yield replace(
-                    base, name=name, dtype=dtype, seq_q=seq_q, seq_kv=seq_kv, causal=causal
-                )
-        for window in ((0, 0), (17, 0), (100, 60), (None, 40), (200, None), (0, None), (None, 0)):
-            name = f"full-{prefix}-window-{window[0]}-{window[1]}"
-            yield replace(base, name=name, dtype=dtype, window_size=window, seq_q=401)
-            yield replace(
-                base,
-                name=name + "-causal",
-                dtype=dtype,
-                window_size=window,
-                causal=True,
-                seq_kv=450,
-            )
-        for softcap in (1.0, 30.0):
-            name = f"full-{prefix}-softcap{softcap:g}"
-            yield replace(base, name=name, dtype=dtype, softcap=softcap, causal=True)
-            yield replace(
-                base, name=name + "-window", dtype=dtype, softcap=softcap, window_size=(70, 5),
-                head_dim=128,
-            )  # fmt: skip
-        for head_dim in (16, 32):
-            name = f"full-{prefix}-softcap-d{head_dim}"
-            yield replace(base, name=name, dtype=dtype, softcap=5.0, head_dim=head_dim)
-        for heads_q, heads_kv in ((8, 8), (8, 1), (6, 2)):
-            name = f"full-{prefix}-heads{heads_q}-{heads_kv}"
-            yield replace(base, name=name, dtype=dtype, heads_q=heads_q, heads_kv=heads_kv)
-        for scale in (0.0, -0.3, 1.0):
-            yield replace(
-                base, name=f"full-{prefix}-scale{scale:g}", dtype=dtype, scale=scale, causal=True
-            )
-        yield replace(base, name=f"full-{prefix}-strided", dtype=dtype, layout="strided")
+    for dtype, short in (("bfloat16", "bf16"), ("float16", "fp16"), ("float32", "fp32")):
+        base = FlashCase(f"full-{short}", 2, 333, 333, heads_q=4, heads_kv=2, dtype=dtype)
+        for name, changes in _full_changes():
+            yield replace(base, name=f"{base.name}-{name}", **changes)
+
+
+def _full_changes() -> Iterator[Change]:
+    masks = (("", {}), ("-causal", {"causal": True}))
+    for d, (mask, causal) in product((16, 24, 32, 40, 64, 80, 96, 128, 160, 192, 256), masks):
+        yield f"d{d}{mask}", {"head_dim": d, **causal}
+    for d, dv in ((16, 256), (256, 16), (64, 128), (192, 128), (104, 72)):
+        yield f"d{d}-dv{dv}", {"head_dim": d, "head_dim_v": dv, "causal": True}
+    lengths = (
+        (1, 1), (1, 509), (509, 1), (127, 641), (641, 127), (512, 512), (129, 255), (0, 64),
+        (64, 0),
+    )  # fmt: skip
+    for (seq_q, seq_kv), (mask, causal) in product(lengths, masks):
+        yield f"{seq_q}x{seq_kv}{mask}", {"seq_q": seq_q, "seq_kv": seq_kv, **causal}
+    for window in ((0, 0), (17, 0), (100, 60), (None, 40), (200, None), (0, None), (None, 0)):
+        name = f"window-{window[0]}-{window[1]}"
+        yield name, {"window_size": window, "seq_q": 401}
+        yield f"{name}-causal", {"window_size": window, "causal": True, "seq_kv": 450}
+    for cap in (1.0, 30.0):
+        yield f"softcap{cap:g}", {"softcap": cap, "causal": True}
+        yield f"softcap{cap:g}-window", {"softcap": cap, "window_size": (70, 5), "head_dim": 128}
+    for d in (16, 32):
+        yield f"softcap-d{d}", {"softcap": 5.0, "head_dim": d}
+    for heads_q, heads_kv in ((8, 8), (8, 1), (6, 2)):
+        yield f"heads{heads_q}-{heads_kv}", {"heads_q": heads_q, "heads_kv": heads_kv}
+    for scale in (0.0, -0.3, 1.0):
+        yield f"scale{scale:g}", {"scale": scale, "causal": True}
+    yield "strided", {"layout": "strided"}
 
 
 def _large() -> Iterator[FlashCase]:
     base = FlashCase("", batch=4, seq_q=4096, seq_kv=4096, heads_q=16, heads_kv=16, head_dim=128)
+    d256 = replace(base, batch=1, heads_q=8, heads_kv=2, head_dim=256)
     for causal in (False, True):
         suffix = "-causal" if causal else ""
+        heads = {"heads_q": 32, "heads_kv": 32, "head_dim": 64}
         yield replace(base, name="large-d128" + suffix, causal=causal)
-        yield replace(
-            base, name="large-d64" + suffix, heads_q=32, heads_kv=32, head_dim=64, causal=causal
-        )
-        yield replace(
-            base, name="large-d256-gqa" + suffix, batch=1, heads_q=8, heads_kv=2, head_dim=256,
-            causal=causal,
-        )  # fmt: skip
+        yield replace(base, name="large-d64" + suffix, causal=causal, **heads)
+        yield replace(d256, name="large-d256-gqa" + suffix, causal=causal)
     # 2^31 elements are passed by the batch stride, and by the row stride within one sequence.
-    window = {"window_size": (64, 0), "head_dim": 64}
+    base = replace(base, window_size=(64, 0), head_dim=64, heads_q=33, heads_kv=33)
     yield replace(
-        base, name="large-2g-elements-batch", batch=520, seq_q=2048, seq_kv=2048, heads_q=33,
-        heads_kv=33, gradients=False, **window,
-    )  # fmt: skip
-    yield replace(
-        base, name="large-2g-elements-rows", batch=1, seq_q=1 << 20, seq_kv=1 << 20, heads_q=33,
-        heads_kv=33, **window,
-    )  # fmt: skip
+        base, name="large-2g-elements-batch", batch=520, seq_q=2048, seq_kv=2048, gradients=False
+    )
+    yield replace(base, name="large-2g-elements-rows", batch=1, seq_q=1 << 20, seq_kv=1 << 20)
 
 
 def _quick_decode() -> Iterator[DecodeCase]:
@@ -289,78 +259,55 @@ def _quick_decode() -> Iterator[DecodeCase]:
 
 
 def _full_decode() -> Iterator[DecodeCase]:
-    base = DecodeCase("", lengths=(0, 1, 63, 64, 65, 511, 700), page_size=64, max_pages=11)
-    for dtype, prefix in (("bfloat16", "bf16"), ("float16", "fp16")):
-        for head_dim in (16, 32, 64, 72, 96, 128, 192, 256):
-            yield replace(
-                base, name=f"decode-full-{prefix}-d{head_dim}", dtype=dtype, head_dim=head_dim
-            )
-        for page_size in (1, 3, 16, 48, 128, 256):
-            yield replace(
-                base, name=f"decode-full-{prefix}-page{page_size}", dtype=dtype,
-                page_size=page_size, max_pages=-(-701 // page_size),
-            )  # fmt: skip
-        for tokens in (1, 2, 3, 8, 16):
-            yield replace(
-                base, name=f"decode-full-{prefix}-tokens{tokens}", dtype=dtype, tokens=tokens
-            )
-        for heads_q, heads_kv in ((1, 1), (8, 8), (8, 1), (6, 2), (32, 2)):
-            yield replace(
-                base, name=f"decode-full-{prefix}-heads{heads_q}-{heads_kv}", dtype=dtype,
-                heads_q=heads_q, heads_kv=heads_kv, tokens=3,
-            )  # fmt: skip
-        for splits in (1, 2, 7, 64):
-            yield replace(
-                base, name=f"decode-full-{prefix}-splits{splits}", dtype=dtype, num_splits=splits
-            )
-        for left in (0, 1, 63, 200, 5000):
-            yield replace(
-                base, name=f"decode-full-{prefix}-window{left}", dtype=dtype,
-                window_size=(left, 0), tokens=3,
-            )  # fmt: skip
-        for kv_dtype in ("int8", "float8_e4m3fn"):
-            for scale_shape in ((), (2,)):
-                kind = "heads" if scale_shape else "tensor"
-                name = f"decode-full-{prefix}-{kv_dtype}-{kind}"
-                yield replace(
-                    base, name=name, dtype=dtype, kv_dtype=kv_dtype, scale_shape=scale_shape
-                )
-                yield replace(
-                    base, name=name + "-all-options", dtype=dtype, kv_dtype=kv_dtype,
-                    scale_shape=scale_shape, tokens=4, sinks=True, window_size=(300, None),
-                    softcap=20.0, head_dim=128,
-                )  # fmt: skip
-        yield replace(base, name=f"decode-full-{prefix}-sinks", dtype=dtype, sinks=True)
-        yield replace(base, name=f"decode-full-{prefix}-softcap", dtype=dtype, softcap=5.0)
-        yield replace(base, name=f"decode-full-{prefix}-no-pages", dtype=dtype, max_pages=0)
-    for head_dim in (128, 256):
-        yield replace(
-            base, name=f"decode-full-40-rows-d{head_dim}", heads_q=10, heads_kv=2, tokens=8,
-            head_dim=head_dim,
-        )  # fmt: skip
-    for kv_dtype in ("int8", "float8_e4m3fn"):
-        for head_dim in (16, 32, 256):
-            yield replace(
-                base, name=f"decode-full-{kv_dtype}-d{head_dim}", kv_dtype=kv_dtype,
-                head_dim=head_dim,
-            )  # fmt: skip
+    base = DecodeCase("decode-full", (0, 1, 63, 64, 65, 511, 700), page_size=64, max_pages=11)
     # So few keys that they are not split.
     few = replace(base, lengths=(0, 1, 63, 64, 65, 128, 129, 255, 256), max_pages=4)
-    for kv_dtype in (None, "int8", "float8_e4m3fn"):
-        for head_dim in (64, 128, 256):
-            yield replace(
-                few, name=f"decode-full-short-{kv_dtype or few.dtype}-d{head_dim}",
-                kv_dtype=kv_dtype, head_dim=head_dim,
-            )  # fmt: skip
     # As many sequences and kv heads as an H200 works on at once, and a few times as many.
     many = replace(base, heads_q=16, heads_kv=8)
-    for kv_dtype, sequences in ((None, 56), ("int8", 96), ("float8_e4m3fn", 96)):
-        for head_dim in (128, 256):
-            yield replace(
-                many, name=f"decode-full-crowded-{kv_dtype or many.dtype}-d{head_dim}",
-                kv_dtype=kv_dtype, head_dim=head_dim,
-                lengths=tuple(11 * i % 700 for i in range(sequences)),
-            )  # fmt: skip
+    for dtype, short in (("bfloat16", "bf16"), ("float16", "fp16")):
+        for name, changes in _full_decode_changes():
+            yield replace(base, name=f"{base.name}-{short}-{name}", dtype=dtype, **changes)
+    for d in (128, 256):
+        sizes = {"heads_q": 10, "heads_kv": 2, "tokens": 8, "head_dim": d}
+        yield replace(base, name=f"{base.name}-40-rows-d{d}", **sizes)
+    for kv_dtype, d in product(("int8", "float8_e4m3fn"), (16, 32, 256)):
+        name = f"{base.name}-{kv_dtype}-d{d}"
+        yield replace(base, name=name, kv_dtype=kv_dtype, head_dim=d)
+    for kv_dtype, d in product((None, "int8", "float8_e4m3fn"), (64, 128, 256)):
+        name = f"{base.name}-short-{kv_dtype or few.dtype}-d{d}"
+        yield replace(few, name=name, kv_dtype=kv_dtype, head_dim=d)
+    crowds = ((None, 56), ("int8", 96), ("float8_e4m3fn", 96))
+    for (kv_dtype, sequences), d in product(crowds, (128, 256)):
+        name = f"{base.name}-crowded-{kv_dtype or many.dtype}-d{d}"
+        lengths = tuple(11 * i % 700 for i in range(sequences))
+        yield replace(many, name=name, kv_dtype=kv_dtype, head_dim=d, lengths=lengths)
+
+
+def _full_decode_changes() -> Iterator[Change]:
+    for d in (16, 32, 64, 72, 96, 128, 192, 256):
+        yield f"d{d}", {"head_dim": d}
+    for size in (1, 3, 16, 48, 128, 256):
+        yield f"page{size}", {"page_size": size, "max_pages": -(-701 // size)}
+    for tokens in (1, 2, 3, 8, 16):
+        yield f"tokens{tokens}", {"tokens": tokens}
+    for heads_q, heads_kv in ((1, 1), (8, 8), (8, 1), (6, 2), (32, 2)):
+        heads = {"heads_q": heads_q, "heads_kv": heads_kv}
+        yield f"heads{heads_q}-{heads_kv}", {**heads, "tokens": 3}
+    for splits in (1, 2, 7, 64):
+        yield f"splits{splits}", {"num_splits": splits}
+    for left in (0, 1, 63, 200, 5000):
+        yield f"window{left}", {"window_size": (left, 0), "tokens": 3}
+    options = {
+        "tokens": 4, "sinks": True, "window_size": (300, None), "softcap": 20.0, "head_dim": 128,
+    }  # fmt: skip
+    scales = (("tensor", ()), ("heads", (2,)))
+    for kv_dtype, (kind, shape) in product(("int8", "float8_e4m3fn"), scales):
+        cache = {"kv_dtype": kv_dtype, "scale_shape": shape}
+        yield f"{kv_dtype}-{kind}", cache
+        yield f"{kv_dtype}-{kind}-all-options", {**cache, **options}
+    yield "sinks", {"sinks": True}
+    yield "softcap", {"softcap": 5.0}
+    yield "no-pages", {"max_pages": 0}
 
 
 def _large_decode() -> Iterator[DecodeCase]:
