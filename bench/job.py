@@ -53,7 +53,8 @@ class Job:
         inputs: makes the tensors.
         factories: from those tensors, each implementation's call, or `Absent`.
         check: from those tensors, a function that returns the worst error of a result over its
-            budget; above 1 refuses the result (see `bench.gate`). None if nothing is checked.
+            budget; above 1 refuses the result (see `interop.parity.check`). None if nothing is
+            checked.
         reads, writes: `bytes` by direction, where a suite shows them.
     """
 

@@ -86,7 +86,7 @@ def _cases() -> tuple[list[FlashCase], list[FlashCase]]:
 
 
 def _factories(targets: Sequence[str], case: FlashCase) -> FlashFactories:
-    twins = ours.flash_makers(targets, compiling=False)
+    twins = ours.flash_factories(targets, compiling=False)
     torch_twin = {s: factory for s, factory in twins.items() if s.implementation == "torch triton"}
     eager = {Subject("eager"): FLASH["eager"]}
     if not case.causal:

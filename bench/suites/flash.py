@@ -73,7 +73,7 @@ def columns(record: Record) -> Cells:
 
 def _factories(targets: Sequence[str], case: FlashCase) -> FlashFactories:
     peers = {Subject(name): factory for name, factory in FLASH.items()}
-    factories = ours.flash_makers(targets) | peers
+    factories = ours.flash_factories(targets) | peers
     for name, target in factories:
         if reason := _left_out(name, target not in (None, targets[0]), case):
             factories[Subject(name, target)] = partial(_absent, reason)

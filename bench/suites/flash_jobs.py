@@ -59,6 +59,12 @@ def flash_tensors(case: FlashCase, device: str = "cuda") -> list[Tensor]:
 
 
 def _check(case: FlashCase, operation: str, tensors: list[Tensor]) -> Check:
-    from bench import gate
+    from interop.parity.check import sample_check
 
-    return getattr(gate, f"check_{operation}")(case, tensors)
+    q, k, v, dout = tensors
+    inputs = {"q": q, "k": k, "v": v}
+    if operation == "forward":
+        return sample_check(inputs, case.spec, ("out",))
+    gradients = ("dq", "dk", "dv")
+    names = ("out", *gradients) if operation == "both" else gradients
+    return sample_check(inputs | {"dout": dout}, case.spec, names)

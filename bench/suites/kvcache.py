@@ -49,7 +49,7 @@ BATCHES = (  # sequences, keys of each, query heads, kv heads
 QUANTIZED = BATCHES[2:]  # in float16 these have more than 1 GiB of keys and values
 VARIED = (BATCHES[0], BATCHES[2])  # with more new tokens, and at other head sizes
 
-_Factories = dict[Subject, ours.Maker]  # from a case and its tensors
+_Factories = dict[Subject, ours.Factory]  # from a case and its tensors
 
 
 def jobs(targets: Sequence[str], pattern: str = "") -> list[Job]:
@@ -62,7 +62,7 @@ def jobs(targets: Sequence[str], pattern: str = "") -> list[Job]:
     native = _ours(targets[:1])
     torch_twin = {s: factory for s, factory in native.items() if s.implementation != "jax triton"}
     peers: _Factories = {Subject(peer): factory for peer, factory in DECODE.items()}
-    everything = native | ours.decode_makers(targets[1:]) | peers
+    everything = native | ours.decode_factories(targets[1:]) | peers
     planned: list[tuple[DecodeCase, _Factories]] = []
     for case in map(_sweep, SWEEP):
         in_full = case.lengths[0] in SWEEP_IN_FULL
@@ -142,7 +142,7 @@ def _batch(
 
 def _ours(targets: Sequence[str]) -> _Factories:
     """Return both twins, and a CUDA graph of the torch one."""
-    factories = ours.decode_makers(targets)
+    factories = ours.decode_factories(targets)
     graphs = {
         Subject("torch triton graph", t): partial(_graph, factories[Subject("torch triton", t)])
         for t in targets
@@ -150,7 +150,7 @@ def _ours(targets: Sequence[str]) -> _Factories:
     return factories | graphs
 
 
-def _graph(factory: ours.Maker, case: DecodeCase, tensors: DecodeTensors) -> Call:
+def _graph(factory: ours.Factory, case: DecodeCase, tensors: DecodeTensors) -> Call:
     """Return a call that replays the CUDA graph of another one."""
     import torch
 
@@ -193,10 +193,6 @@ def _inputs(case: DecodeCase) -> DecodeTensors:
 
 
 def _check(case: DecodeCase, tensors: DecodeTensors) -> Check:
-    """Check with narrow tables: the oracle copies all keys that a table has room for."""
-    from bench.gate import check_decode
-    from bench.suites.decode_inputs import fitted
+    from interop.parity.check import sample_check
 
-    needed = fitted(case)
-    tables = tensors.block_tables[:, : needed.max_pages]
-    return check_decode(needed, replace(tensors, block_tables=tables))
+    return sample_check(tensors.arguments, case.spec, ("out",))

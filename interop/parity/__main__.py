@@ -66,13 +66,13 @@ def _run(
     from interop.parity.environment import choose_jobs, facts
     from interop.parity.harness import run_case, what_runs
     from interop.parity.report import write
-    from interop.parity.run import plan, twins
+    from interop.parity.sides import plan, twins
     from interop.parity.table import CaseTable, print_header, print_summary
 
     console = Console()
     cases = list(chain(*suites.values()))
     groups = plan(implementations, targets)
-    runners = [runner for group in groups for runner in group]
+    subjects = [subject for group in groups for subject in group]
     chosen = f"{options.suite}, {len(cases)} cases" + (
         f" with {options.filter!r} in the name" if options.filter else ""
     )
@@ -82,12 +82,12 @@ def _run(
     }
     header = {
         "suite": chosen,
-        **what_runs(_first_that_launches(cases), runners, device),
+        **what_runs(_first_that_launches(cases), subjects, device),
         **facts(device),
         "processes": ", ".join(f"{number} ({suite})" for suite, number in jobs.items()),
     }
     print_header(console, header)
-    titles = [title(runner.label, ORACLE) for runner in runners]
+    titles = [title(subject.label, ORACLE) for subject in subjects]
     titles += [title(a.label, b.label) for group in groups for a, b in twins(group)]
     names = [case.name for case in cases]
     results: list[CaseResult] = []

@@ -14,7 +14,13 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
-from twin_attention.contract.spec import AttentionSpec, DecodeSpec, PagedCache, Window
+from twin_attention.contract.spec import (
+    AttentionSpec,
+    DecodeSpec,
+    PagedCache,
+    Window,
+    scale_or_default,
+)
 
 SUITES = ("quick", "full", "large")
 
@@ -68,18 +74,10 @@ class FlashCase:
     def spec(self) -> AttentionSpec:
         """Return the problem with its defaults resolved."""
         return AttentionSpec(
-            batch=self.batch,
-            seq_q=self.seq_q,
-            seq_kv=self.seq_kv,
-            heads_q=self.heads_q,
-            heads_kv=self.heads_kv,
-            head_dim=self.head_dim,
-            head_dim_v=self.shapes[2][3],
-            dtype=self.dtype,
-            scale=self.head_dim**-0.5 if self.scale is None else self.scale,
-            window=Window.of(self.causal, self.window_size),
-            softcap=self.softcap,
-        )
+            self.batch, self.seq_q, self.seq_kv, self.heads_q, self.heads_kv, self.head_dim,
+            self.shapes[2][3], self.dtype, scale_or_default(self.scale, self.head_dim),
+            Window.of(self.causal, self.window_size), self.softcap,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -136,7 +134,7 @@ class DecodeCase:
                 head_dim_v, self.kv_dtype or self.dtype,
             ),
             dtype=self.dtype,
-            scale=self.head_dim**-0.5 if self.scale is None else self.scale,
+            scale=scale_or_default(self.scale, self.head_dim),
             window_left=None if self.window_size is None else self.window_size[0],
             softcap=self.softcap,
             num_splits=self.num_splits,

@@ -1,4 +1,4 @@
-"""One case: inputs, oracle, every implementation, comparisons."""
+"""One case: inputs, oracle, every subject, comparisons."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from dataclasses import asdict
 import torch
 
 from interop.parity.cases import Case
-from interop.parity.compare import compare
+from interop.parity.check import check_layout, compare
 from interop.parity.inputs import Tensors, make_inputs
-from interop.parity.oracle import Expectation, expectations
+from interop.parity.oracle import Expectation, expectations, parts_of
 from interop.parity.records import CaseResult, Comparison, RunRecord
-from interop.parity.run import Runner, explain, run
+from interop.parity.sides import Subject, explain, run
 
 
-def run_case(case: Case, groups: list[list[Runner]], device: str) -> CaseResult:
-    """Run one case on every implementation and compare; an exception becomes part of the result.
+def run_case(case: Case, groups: list[list[Subject]], device: str) -> CaseResult:
+    """Run every subject on one case and compare; an exception becomes part of the result.
 
     Args:
         case: the problem.
-        groups: runners that are compared with each other; one group's results are freed before
+        groups: subjects that are compared with each other; one group's results are freed before
             the next group runs.
         device: torch device of the inputs.
     """
@@ -30,7 +30,7 @@ def run_case(case: Case, groups: list[list[Runner]], device: str) -> CaseResult:
     error = None
     try:
         inputs = make_inputs(case, device)
-        expected = expectations(inputs, case.spec)
+        expected = expectations(inputs, parts_of(case.spec))
         for group in groups:
             records, found = _run_group(case, group, inputs, expected)
             runs += records
@@ -41,37 +41,43 @@ def run_case(case: Case, groups: list[list[Runner]], device: str) -> CaseResult:
     return CaseResult(case.name, asdict(case), seconds, runs, comparisons, error)
 
 
-def what_runs(case: Case, runners: list[Runner], device: str) -> dict[str, str]:
-    """By runner: which implementation its package says it runs for a case, where and why."""
+def what_runs(case: Case, subjects: list[Subject], device: str) -> dict[str, str]:
+    """Return by subject what its side says that it runs for a case, where and why."""
     inputs = make_inputs(case, device)
     said = {}
-    for runner in runners:
+    for subject in subjects:
         try:
-            said[runner.label] = str(explain(runner, case, inputs)).splitlines()[0]
+            said[subject.label] = str(explain(subject, case, inputs)).splitlines()[0]
         except Exception as failure:
-            said[runner.label] = describe(failure)
+            said[subject.label] = describe(failure)
     return said
 
 
 def describe(failure: Exception) -> str:
-    """An exception in one line."""
+    """Return an exception in one line."""
     message = " ".join(str(failure).split())
     return f"{type(failure).__name__}: {message}" if message else type(failure).__name__
 
 
 def _run_group(
-    case: Case, group: list[Runner], inputs: Tensors, expected: list[Expectation]
+    case: Case, group: list[Subject], inputs: Tensors, expected: list[Expectation]
 ) -> tuple[list[RunRecord], list[Comparison]]:
     records, results = [], {}
-    for runner in group:
+    for subject in group:
         try:
-            done = run(runner, case, inputs)
+            start = time.perf_counter()
+            found = run(subject, case, inputs)
+            if torch.cuda.is_initialized():
+                torch.cuda.synchronize()
+            seconds = time.perf_counter() - start
+            check_layout(found, inputs, case.spec, case.name)
+            ran = str(explain(subject, case, inputs))
         except Exception as failure:
-            records.append(RunRecord(runner.label, error=describe(failure)))
+            records.append(RunRecord(subject.label, error=describe(failure)))
         else:
-            records.append(RunRecord(runner.label, done.seconds, str(done.explanation)))
-            results[runner] = done.results
+            records.append(RunRecord(subject.label, seconds, ran))
+            results[subject] = found
         if torch.cuda.is_initialized():
             # JAX allocates from the same card: return what torch keeps for itself.
             torch.cuda.empty_cache()
-    return records, compare(results, expected, case.dtype)
+    return records, compare(results, expected)

@@ -1,4 +1,4 @@
-"""The tensors of a case: made once, in torch, for both frameworks."""
+"""The tensors of a case, made once, in torch, for both sides."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SMALLEST_SCALE = {"int8": 3.0 / 127, "float8_e4m3fn": 3.0 / 448}
 
 
 def make_inputs(case: Case, device: str) -> Tensors:
-    """Arguments of a case's call and output gradients, seeded by its name.
+    """Make the arguments of a case's call and its output gradients, seeded by its name.
 
     Args:
         case: the problem.
@@ -64,14 +64,13 @@ def _flash_inputs(case: FlashCase, normal: Normal) -> Tensors:
         q, k, v = (normal(shape, dtype) for shape in case.shapes)
     inputs = {"q": q, "k": k, "v": v}
     if case.gradients:
-        dout_shape = (spec.batch, spec.seq_q, spec.heads_q, spec.head_dim_v)
-        inputs["dout"] = normal(dout_shape, dtype)
+        inputs["dout"] = normal((spec.batch, spec.seq_q, spec.heads_q, spec.head_dim_v), dtype)
         inputs["dlse"] = normal((spec.batch, spec.heads_q, spec.seq_q), torch.float32)
     return inputs
 
 
 def _decode_inputs(case: DecodeCase, normal: Normal, order: torch.Tensor) -> Tensors:
-    """The inputs of a decode case, whose sequences take the pool's pages in `order`."""
+    """Make the inputs of a decode case, whose sequences take the pool's pages in `order`."""
     spec, cache = case.spec, case.spec.cache
     dtype, device = getattr(torch, case.dtype), order.device
     tokens = () if case.tokens is None else (case.tokens,)

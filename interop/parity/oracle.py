@@ -1,131 +1,117 @@
 """The float64 oracle and its low-precision run, in pieces that fit in memory.
 
-Flash attention is evaluated one kv head of one sequence at a time, so that memory stays
-O(Sq · Skv). A case too large for that is evaluated on a few samples, at the start, around element
-2^31 and at the end of its tensors. Decoding is evaluated one sequence at a time.
+Flash attention is evaluated one kv head of one sequence at a time, some queries at a time; decoding
+one sequence at a time. What is too large to evaluate whole is evaluated on parts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from itertools import product
+from random import Random
+from typing import Any
 
 import torch
 
 from interop.parity.inputs import Tensors
 from twin_attention.contract.reference import attention_backward, attention_forward, paged_forward
-from twin_attention.contract.spec import AttentionSpec, DecodeSpec
+from twin_attention.contract.spec import AttentionSpec, DecodeSpec, Window
 
-# Above this many elements of q, 8 GiB in float64, only samples are evaluated.
-SAMPLE_ABOVE = 1 << 30
-# Of a sequence longer than this a sample evaluates only a stretch.
-STRETCH = 4096
+SAMPLE_ABOVE = 1 << 30  # elements of q, 8 GiB in float64: a larger problem is only sampled
+STRETCH = 4096  # a sample of a longer sequence is a stretch of it
+SCORES = 1 << 25  # at a time: 256 MiB for each copy in float64
+SAMPLES = 4  # heads or sequences
+
+Spec = AttentionSpec | DecodeSpec
 
 
 @dataclass(frozen=True)
-class Block:
-    """A part of a flash attention problem that can be evaluated on its own.
+class Part:
+    """A part of a problem that can be evaluated on its own.
 
     Attributes:
-        batch, heads_kv, queries, keys: the part, as slices with explicit ends; query heads
-            follow from the kv heads.
-        inner: which of its queries and keys have all their partners inside the block.
+        spec: the problem that the part is by itself, an AttentionSpec or a DecodeSpec.
+        where: index of the part in inputs and results of the whole problem, by name; a tensor
+            without one is the part's as it is.
+        inner: the part's queries and keys that are compared; None compares all.
     """
 
-    batch: slice
-    heads_kv: slice
-    queries: slice
-    keys: slice
-    inner: slice
+    spec: Any
+    where: Mapping[str, Any] = field(default_factory=dict)
+    inner: slice | None = None
 
-    @classmethod
-    def whole(cls, spec: AttentionSpec) -> Block:
-        return cls(
-            slice(0, spec.batch),
-            slice(0, spec.heads_kv),
-            slice(0, spec.seq_q),
-            slice(0, spec.seq_kv),
-            inner=slice(None),
-        )
+    def crop(self, tensors: Tensors) -> Tensors:
+        """Return views of the part in inputs or results of the whole problem."""
+        return {name: x[self.where.get(name, ...)] for name, x in tensors.items()}
 
-    def spec(self, spec: AttentionSpec) -> AttentionSpec:
-        """The problem that the block is, as a part of the problem `spec`."""
-        heads_kv = _length(self.heads_kv)
-        return replace(
-            spec,
-            batch=_length(self.batch),
-            heads_kv=heads_kv,
-            heads_q=heads_kv * spec.group_size,
-            seq_q=_length(self.queries),
-            seq_kv=_length(self.keys),
-        )
-
-    def crop(self, tensors: Tensors, spec: AttentionSpec) -> Tensors:
-        """Views of the block in the inputs or results of the problem `spec`."""
-        group = spec.group_size
-        heads_q = slice(self.heads_kv.start * group, self.heads_kv.stop * group)
-        views = {}
-        for name, x in tensors.items():
-            if name in ("lse", "dlse"):
-                views[name] = x[self.batch, heads_q, self.queries]
-            elif name in ("k", "v", "dk", "dv"):
-                views[name] = x[self.batch, self.keys, self.heads_kv]
-            else:
-                views[name] = x[self.batch, self.queries, heads_q]
-        return views
-
-    def crop_results(self, results: Tensors, spec: AttentionSpec) -> Tensors:
-        """The inner queries and keys of the block in the results of the problem `spec`."""
-        return self.crop_inner(self.crop(results, spec))
-
-    def crop_inner(self, tensors: Tensors) -> Tensors:
-        """The inner queries and keys of results that the block's own evaluation gave."""
+    def crop_inner(self, results: Tensors) -> Tensors:
+        """Return what is compared of the part's results."""
+        if self.inner is None:
+            return results
         return {
             name: x[..., self.inner] if name == "lse" else x[:, self.inner]
-            for name, x in tensors.items()
+            for name, x in results.items()
         }
 
 
 @dataclass(frozen=True)
 class Expectation:
-    """What the results should be, all of them or a sample.
+    """The right results of a part: `ref` by the oracle, `lp` by the low-precision run."""
 
-    Attributes:
-        ref, lp: the oracle's results, and the low-precision run's.
-        crop: gives of all results the part that `ref` and `lp` are.
-    """
-
+    part: Part
     ref: Tensors
     lp: Tensors
-    crop: Callable[[Tensors], Tensors]
+
+    def crop(self, results: Tensors) -> Tensors:
+        """Return what stands in results of the whole problem where `ref` and `lp` do."""
+        return self.part.crop_inner(self.part.crop(results))
 
 
-def expectations(inputs: Tensors, spec: AttentionSpec | DecodeSpec) -> list[Expectation]:
-    """What the results of a case should be, everything at once or on samples.
-
-    Args:
-        inputs: as `make_inputs` gives them.
-        spec: the problem.
-    """
-    dtypes = (torch.float64, getattr(torch, spec.dtype))
-    if isinstance(spec, DecodeSpec):
-        ref, lp = (evaluate(inputs, spec, dtype) for dtype in dtypes)
-        return [Expectation(ref, lp, crop=lambda results: results)]
+def expectations(inputs: Tensors, parts: Iterable[Part]) -> list[Expectation]:
+    """Evaluate parts of a problem, by `parts_of` or `sample_of`, from the inputs of all of it."""
     found = []
-    for block in blocks(spec):
-        part, part_spec = block.crop(inputs, spec), block.spec(spec)
-        ref, lp = (block.crop_inner(evaluate(part, part_spec, dtype)) for dtype in dtypes)
-        found.append(Expectation(ref, lp, partial(block.crop_results, spec=spec)))
+    for part in parts:
+        dtypes, own = (torch.float64, getattr(torch, part.spec.dtype)), part.crop(inputs)
+        ref, lp = (part.crop_inner(evaluate(own, part.spec, dtype)) for dtype in dtypes)
+        found.append(Expectation(part, ref, lp))
     return found
 
 
-def evaluate(inputs: Tensors, spec: AttentionSpec | DecodeSpec, dtype: torch.dtype) -> Tensors:
-    """Results of the contract's plain formula in `dtype`.
+def parts_of(spec: Spec) -> list[Part]:
+    """Return everything as one part, or samples when q has more than `SAMPLE_ABOVE` elements.
+
+    Samples lie at the start, on both sides of element 2^31, and at the end of q.
+    """
+    if isinstance(spec, DecodeSpec):
+        return [Part(spec)]
+    elements = spec.batch * spec.seq_q * spec.heads_q * spec.head_dim
+    if elements <= SAMPLE_ABOVE:
+        return [Part(spec)]
+    places = (0, (1 << 31) - 1, 1 << 31, elements - 1)
+    return [_around(spec, element) for element in places if element < elements]
+
+
+def sample_of(spec: Spec) -> list[Part]:
+    """Return a few kv heads or sequences: the first, the last and two between, always the same."""
+    parts = _sequences(spec) if isinstance(spec, DecodeSpec) else _heads(spec)
+    if len(parts) <= SAMPLES:
+        return parts
+    between = Random(0).sample(range(1, len(parts) - 1), SAMPLES - 2)
+    return [parts[i] for i in (0, *sorted(between), len(parts) - 1)]
+
+
+def evaluate(inputs: Tensors, spec: Spec, dtype: torch.dtype) -> Tensors:
+    """Run the contract's plain formula in `dtype`.
+
+    Args:
+        inputs: operands of the call by name; with dout, and dlse unless that is zero, also its
+            gradients are evaluated.
+        spec: the problem.
+        dtype: of all operations and results.
 
     Returns:
-        out and lse, with dout and dlse among the inputs also dq, dk and dv; shaped as the results
-        of the twins.
+        out and lse, with dout also dq, dk and dv; shaped as the sides' results.
     """
     if isinstance(spec, DecodeSpec):
         return _evaluate_decode(inputs, spec, dtype)
@@ -133,80 +119,99 @@ def evaluate(inputs: Tensors, spec: AttentionSpec | DecodeSpec, dtype: torch.dty
 
 
 def _evaluate_flash(inputs: Tensors, spec: AttentionSpec, dtype: torch.dtype) -> Tensors:
-    q, gradients = inputs["q"], "dout" in inputs
-    results = {
-        "out": q.new_empty((*q.shape[:3], spec.head_dim_v), dtype=dtype),
-        "lse": q.new_empty((spec.batch, spec.heads_q, spec.seq_q), dtype=dtype),
-    }
-    if gradients:
-        results |= {f"d{name}": torch.empty_like(inputs[name], dtype=dtype) for name in "qkv"}
-    whole = Block.whole(spec)
-    for b in range(spec.batch):
-        for h in range(spec.heads_kv):
-            piece = replace(whole, batch=slice(b, b + 1), heads_kv=slice(h, h + 1))
-            x, piece_spec = piece.crop(inputs, spec), piece.spec(spec)
-            qkv = x["q"], x["k"], x["v"]
-            out, lse = attention_forward(*qkv, piece_spec, dtype)
-            values = [out, lse]
-            if gradients:
-                values += attention_backward(x["dout"], x["dlse"], *qkv, piece_spec, dtype)
-            for target, value in zip(piece.crop(results, spec).values(), values, strict=True):
-                target.copy_(value)
-    return results
+    results = _empty_results(inputs["q"], spec, dtype)
+    if "dout" in inputs:
+        results["dq"] = torch.empty_like(inputs["q"], dtype=dtype)
+        # Sums over chunks; the chunks' own rounding is that of a plain run in `dtype`.
+        exact = torch.promote_types(dtype, torch.float32)
+        results |= {f"d{name}": torch.zeros_like(inputs[name], dtype=exact) for name in "kv"}
+    for chunk in _chunks(spec):
+        x, found = chunk.crop(inputs), chunk.crop(results)
+        qkv = x["q"], x["k"], x["v"]
+        found["out"][:], found["lse"][:] = attention_forward(*qkv, chunk.spec, dtype)
+        if "dout" in x:
+            dout, dlse = x["dout"], x.get("dlse")
+            found["dq"][:], dk, dv = attention_backward(dout, dlse, *qkv, chunk.spec, dtype)
+            found["dk"] += dk
+            found["dv"] += dv
+    return {name: x.to(dtype) for name, x in results.items()}
 
 
 def _evaluate_decode(inputs: Tensors, spec: DecodeSpec, dtype: torch.dtype) -> Tensors:
-    q = inputs["q"].view(spec.batch, spec.tokens, spec.heads_q, spec.head_dim)
-    operands = dict.fromkeys(("sinks", "k_scale", "v_scale")) | inputs
-    out = q.new_empty((*q.shape[:3], spec.head_dim_v), dtype=dtype)
-    lse = q.new_empty((spec.batch, spec.heads_q, spec.tokens), dtype=dtype)
-    for b in range(spec.batch):
-        one = slice(b, b + 1)
-        rows = {name: inputs[name][one] for name in ("block_tables", "seq_lens")}
-        operands |= rows | {"q": q[one]}
-        out[one], lse[one] = paged_forward(**operands, spec=replace(spec, batch=1), dtype=dtype)
+    q = inputs["q"].reshape(spec.batch, spec.tokens, spec.heads_q, spec.head_dim)
+    results = _empty_results(q, spec, dtype)
+    for one in _sequences(spec):
+        x, found = one.crop(inputs | {"q": q}), one.crop(results)
+        # A table may be much wider than its sequence needs.
+        pages = min(spec.cache.max_pages, -(-int(x["seq_lens"]) // spec.cache.page_size))
+        x["block_tables"] = x["block_tables"][:, :pages]
+        narrow = replace(spec, batch=1, cache=replace(spec.cache, max_pages=pages))
+        operands = dict.fromkeys(("sinks", "k_scale", "v_scale")) | x
+        found["out"][:], found["lse"][:] = paged_forward(**operands, spec=narrow, dtype=dtype)
     if inputs["q"].ndim == 3:
-        out, lse = out.squeeze(1), lse.squeeze(2)
-    return {"out": out, "lse": lse}
+        return {"out": results["out"].squeeze(1), "lse": results["lse"].squeeze(2)}
+    return results
 
 
-def blocks(spec: AttentionSpec) -> list[Block]:
-    """Everything as one block, or samples when q has more than `SAMPLE_ABOVE` elements."""
-    shape = (spec.batch, spec.seq_q, spec.heads_q, spec.head_dim)
-    elements = torch.Size(shape).numel()
-    if elements <= SAMPLE_ABOVE:
-        return [Block.whole(spec)]
-    found = []
-    for element in (0, (1 << 31) - 1, 1 << 31, elements - 1):
-        if element < elements:
-            row = element // (spec.heads_q * spec.head_dim)
-            head = element // spec.head_dim % spec.heads_q
-            found.append(_sample(spec, row // spec.seq_q, row % spec.seq_q, head))
-    return found
+def _empty_results(q: torch.Tensor, spec: Spec, dtype: torch.dtype) -> Tensors:
+    batch, rows, heads, _ = q.shape
+    out = q.new_empty((batch, rows, heads, spec.head_dim_v), dtype=dtype)
+    return {"out": out, "lse": q.new_empty((batch, heads, rows), dtype=dtype)}
 
 
-def _sample(spec: AttentionSpec, batch: int, token: int, head: int) -> Block:
-    """The kv head of one sequence that a query belongs to, or a stretch of it around the query.
+def _sequences(spec: DecodeSpec) -> list[Part]:
+    one, names = replace(spec, batch=1), ("q", "block_tables", "seq_lens", "out", "lse")
+    return [Part(one, dict.fromkeys(names, slice(b, b + 1))) for b in range(spec.batch)]
 
-    A stretch is square on the diagonal: the same tokens as queries and as keys, so that every
-    position stays what it was. A key's gradient depends on queries within the window, and theirs
-    on keys within the window again, so that a halo of left + right tokens is not compared, but
-    where the stretch ends with the sequence.
+
+def _heads(spec: AttentionSpec) -> list[Part]:
+    heads = product(range(spec.batch), range(spec.heads_kv))
+    return [_block(spec, b, h, slice(0, spec.seq_q), slice(0, spec.seq_kv)) for b, h in heads]
+
+
+def _chunks(spec: AttentionSpec) -> Iterator[Part]:
+    """Yield the kv heads, so many queries at a time that their scores are at most `SCORES`."""
+    size = max(1, SCORES // max(1, spec.group_size * spec.seq_kv))
+    starts = range(0, spec.seq_q, size)
+    for b, h, start in product(range(spec.batch), range(spec.heads_kv), starts):
+        queries = slice(start, min(start + size, spec.seq_q))
+        yield _block(spec, b, h, queries, slice(0, spec.seq_kv))
+
+
+def _block(spec: AttentionSpec, batch: int, head: int, queries: slice, keys: slice) -> Part:
+    """Return these queries and keys of one kv head; both slices have explicit ends.
+
+    A problem's last query stands at its last key. Where the block's does not, the window moves.
     """
-    heads = slice(head // spec.group_size, head // spec.group_size + 1)
-    one = replace(Block.whole(spec), batch=slice(batch, batch + 1), heads_kv=heads)
+    group, one, heads_kv = spec.group_size, slice(batch, batch + 1), slice(head, head + 1)
+    heads_q = slice(head * group, head * group + group)
+    where: dict[str, Any] = dict.fromkeys(("q", "out", "dout", "dq"), (one, queries, heads_q))
+    where |= dict.fromkeys(("k", "v", "dk", "dv"), (one, keys, heads_kv))
+    where |= dict.fromkeys(("lse", "dlse"), (one, heads_q, queries))
+    ahead = (spec.seq_q - queries.stop) - (spec.seq_kv - keys.stop)
+    left, right = spec.window.left, spec.window.right
+    window = Window(
+        None if left is None else left + ahead, None if right is None else right - ahead
+    )
+    lengths = {"seq_q": queries.stop - queries.start, "seq_kv": keys.stop - keys.start}
+    own = replace(spec, batch=1, heads_q=group, heads_kv=1, window=window, **lengths)
+    return Part(own, where)
+
+
+def _around(spec: AttentionSpec, element: int) -> Part:
+    """Return the kv head of one sequence that an element of q belongs to, or a stretch around it.
+
+    A stretch is square on the diagonal: the same tokens as queries and as keys. A key's gradient
+    depends on queries within the window, and theirs on keys within the window again, so that a halo
+    of left + right tokens is not compared, but where the stretch ends with the sequence.
+    """
+    row, head = divmod(element // spec.head_dim, spec.heads_q)
+    (batch, token), head = divmod(row, spec.seq_q), head // spec.group_size
     left, right = spec.window.left, spec.window.right
     if spec.seq_q <= STRETCH or spec.seq_q != spec.seq_kv or left is None or right is None:
-        return one
+        return _block(spec, batch, head, slice(0, spec.seq_q), slice(0, spec.seq_kv))
     start = min(max(token - STRETCH // 2, 0), spec.seq_q - STRETCH)
-    stretch = slice(start, start + STRETCH)
-    halo = left + right
-    inner = slice(
-        halo if stretch.start > 0 else 0,
-        STRETCH - halo if stretch.stop < spec.seq_q else STRETCH,
-    )
-    return replace(one, queries=stretch, keys=stretch, inner=inner)
-
-
-def _length(part: slice) -> int:
-    return part.stop - part.start
+    end, halo = start + STRETCH, left + right
+    inner = slice(halo if start > 0 else 0, STRETCH - halo if end < spec.seq_q else STRETCH)
+    block = _block(spec, batch, head, slice(start, end), slice(start, end))
+    return replace(block, inner=inner)

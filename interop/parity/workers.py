@@ -9,6 +9,7 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from multiprocessing.connection import Connection, wait
+from typing import Any
 
 from interop.parity.cases import Case
 from interop.parity.records import CaseResult
@@ -29,8 +30,8 @@ def run_cases(
 
     Args:
         cases: the problems.
-        run: what makes a case's result; picklable if `jobs` is not 1.
-        jobs: how many processes.
+        run: makes a case's result; picklable if `jobs` is not 1.
+        jobs: number of processes.
         begin: told the name of each case that begins.
     """
     if jobs == 1:
@@ -82,13 +83,14 @@ class _Worker:
         self._send(case)
 
     def result(self) -> CaseResult:
-        """The result of the case; a failure if the process died."""
+        """Return the result of the case; a failure if the process died."""
         try:
             return self.pipe.recv()
         except (EOFError, OSError):
             self._process.join()
-            error = f"worker process died: {_death(self._process.exitcode)}"
-        seconds = time.perf_counter() - self._started
+            code = self._process.exitcode
+            death = signal.Signals(-code).name if code and code < 0 else f"exit code {code}"
+        seconds, error = time.perf_counter() - self._started, f"worker process died: {death}"
         return CaseResult(self._case.name, asdict(self._case), seconds, error=error)
 
     def end(self) -> None:
@@ -96,20 +98,14 @@ class _Worker:
         self._process.join()
         self.pipe.close()
 
-    def _send(self, message: RunCase | Case) -> None:
+    def _send(self, message: Any) -> None:
         with suppress(ConnectionError):  # a dead process is found out by `result`
             self.pipe.send(message)
 
 
 def _serve(pipe: Connection) -> None:
-    """What a worker process does: receive `run`, then answer each case with its result."""
+    """Receive `run`, then answer each case with its result."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent too, which ends us
     run = pipe.recv()
     while True:
         pipe.send(run(pipe.recv()))
-
-
-def _death(exitcode: int | None) -> str:
-    if exitcode is not None and exitcode < 0:
-        return signal.Signals(-exitcode).name
-    return f"exit code {exitcode}"

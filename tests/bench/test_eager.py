@@ -92,7 +92,7 @@ def test_a_record_has_the_memory_that_a_forward_saved(monkeypatch, origin):
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: next(allocated))
     case = FlashCase("small", 1, 16, 16, 1, 1, 16, dtype="float32")
     tensors = flash_tensors(case, "cpu")
-    factories = {TRITON: ours.flash_makers(["sm90"])[TRITON]}
+    factories = {TRITON: ours.flash_factories(["sm90"])[TRITON]}
     timing = Timing(TIMES, TIMES, TIMES, kernels=("k",))
     instruments = Instruments(
         lambda calls: dict.fromkeys(calls, timing), lambda x: x, lambda: None, lambda: None

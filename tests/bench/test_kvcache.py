@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from bench import gate, ours
+from bench import ours
 from bench.job import Call, Subject
 from bench.peers import DECODE
 from bench.records import Times
@@ -69,7 +69,7 @@ def test_reads_and_writes(jobs):
 
 def test_the_gate_takes_what_the_twins_give():
     case = DecodeCase("wide", (20, 20), tokens=1, dtype="float16", max_pages=64)
-    job = kvcache._job(case, ours.decode_makers(["sm90"]))
+    job = kvcache._job(case, ours.decode_factories(["sm90"]))
     tensors = decode_tensors(case, "cpu")
     check = job.check(tensors)
     for twin in ("torch triton", "jax triton"):
@@ -77,17 +77,6 @@ def test_the_gate_takes_what_the_twins_give():
         (out,) = call.result(call.run())
         assert check([out]) < 1, twin
         assert check([out + 1]) > 1, twin
-
-
-def test_the_gate_gets_tables_as_wide_as_needed(monkeypatch):
-    seen = []
-    monkeypatch.setattr(gate, "check_decode", lambda *arguments: seen.append(arguments))
-    case = DecodeCase("wide", (20, 33), tokens=1, dtype="float16", max_pages=64)
-    tensors = decode_tensors(case, "cpu")
-    kvcache._check(case, tensors)
-    ((narrow, given),) = seen
-    assert narrow.max_pages == 3
-    assert torch.equal(given.block_tables, tensors.block_tables[:, :3])
 
 
 def test_a_graph_is_captured_once_and_replayed(monkeypatch):

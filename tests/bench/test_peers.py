@@ -11,12 +11,13 @@ import jax
 import pytest
 import torch
 
-from bench import gate
 from bench.job import Absent
 from bench.peers import DECODE, FLASH, flashinfer, torch_peers
 from bench.suites import kvcache
 from bench.suites.decode_inputs import decode_tensors
+from bench.suites.flash_jobs import flash_jobs
 from interop.parity.cases import DecodeCase, FlashCase
+from interop.parity.check import sample_check
 from interop.parity.inputs import make_inputs
 from twin_attention.contract.reference import attention_forward
 from twin_attention.contract.spec import AttentionSpec, Window
@@ -80,7 +81,7 @@ def test_a_peer_is_right_where_it_is_not_absent(peer, case):
             FLASH[peer](case, "both", tensors)
     elif operation is not None:
         call = FLASH[peer](case, operation, tensors)
-        check = getattr(gate, f"check_{operation}")(case, tensors)
+        check = flash_jobs([case], [operation], lambda case: {})[0].check(tensors)
         assert check(call.result(call.run())) <= 1
 
 
@@ -142,6 +143,10 @@ def test_tokamax_is_imported_without_xprof(monkeypatch, tmp_path):
     assert not any(name.startswith("xprof") for name in sys.modules)
 
 
+def check_decode(case, tensors):
+    return sample_check(tensors.arguments, case.spec, ("out",))
+
+
 PAGED = DecodeCase(
     "paged", lengths=(5, 33, 16), tokens=1, heads_q=4, heads_kv=2, head_dim=16, page_size=8,
     max_pages=6,
@@ -154,7 +159,7 @@ def test_fa2_decodes_from_a_dense_copy(tokens):
     case = replace(DENSE, tokens=tokens)
     tensors = decode_tensors(case, "cpu")
     call = DECODE["FA2 dense"](case, tensors)
-    assert gate.check_decode(case, tensors)(call.result(call.run())) <= 1
+    assert check_decode(case, tensors)(call.result(call.run())) <= 1
 
 
 @pytest.mark.parametrize(
@@ -232,7 +237,7 @@ def test_flashinfer_gets_the_pages_and_plans_once(monkeypatch, options, wrapper)
     tensors = decode_tensors(case, "cpu")
     call = DECODE["FlashInfer"](case, tensors)
     for _ in range(2):
-        assert gate.check_decode(case, tensors)(call.result(call.run())) <= 1
+        assert check_decode(case, tensors)(call.result(call.run())) <= 1
     assert Wrapper.planned == 1
 
 

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -12,8 +13,9 @@ import pytest
 import torch
 
 from interop.parity.cases import FlashCase
+from interop.parity.inputs import Tensors, make_inputs
 from pallas_attn import flash_attention
-from tests.oracle import Inputs, Results, assert_within_budget, inputs_of
+from tests.oracle import assert_within_budget
 
 CASE = FlashCase(
     "transformations", batch=1, seq_q=24, seq_kv=40, heads_q=4, heads_kv=2, head_dim=16,
@@ -27,14 +29,14 @@ def attention(implementation):
 
 
 @pytest.fixture(scope="module")
-def problems() -> list[Inputs]:
+def problems() -> list[Tensors]:
     """Two problems that share k."""
-    first, second = (inputs_of(CASE, "cpu", seed) for seed in (0, 1))
-    return [first, second._replace(k=first.k)]
+    first, second = (make_inputs(replace(CASE, name=name), "cpu") for name in ("first", "second"))
+    return [first, second | {"k": first["k"]}]
 
 
 def to_jax(problem):
-    return [jnp.asarray(x.numpy()) for x in problem]
+    return [jnp.asarray(x.numpy()) for x in problem.values()]
 
 
 def stacked(problems):
@@ -42,8 +44,7 @@ def stacked(problems):
 
 
 def assert_right(got, problem):
-    results = Results(*(torch.from_numpy(np.array(x)) for x in got))
-    assert_within_budget(results, problem, CASE.spec)
+    assert_within_budget([torch.from_numpy(np.array(x)) for x in got], problem, CASE.spec)
 
 
 def results_and_gradients(attention, q, k, v, dout, dlse):
@@ -63,7 +64,7 @@ def test_gradients(attention, problems, wrap):
 
 
 def test_gradients_of_the_output_alone(implementation, problems):
-    problem = problems[0]._replace(dlse=torch.zeros_like(problems[0].dlse))
+    problem = problems[0] | {"dlse": torch.zeros_like(problems[0]["dlse"])}
     q, k, v, dout, _ = to_jax(problem)
     attention = partial(flash_attention, **CASE.options, implementation=implementation)
     loss, gradients = jax.value_and_grad(
@@ -144,13 +145,14 @@ import jax, jax.numpy as jnp, numpy as np, torch
 from functools import partial
 from jax.sharding import AxisType, PartitionSpec
 from interop.parity.cases import FlashCase
+from interop.parity.inputs import make_inputs
 from pallas_attn import flash_attention
-from tests.oracle import Results, assert_within_budget, inputs_of
+from tests.oracle import assert_within_budget
 
 case = FlashCase("sharded", seq_q=24, seq_kv=40, heads_q=4, head_dim=16, dtype="float32")
 attention = partial(flash_attention, return_lse=True, implementation="triton")
-inputs = inputs_of(case, "cpu")
-q, k, v, dout, dlse = (jnp.asarray(x.numpy()) for x in inputs)
+inputs = make_inputs(case, "cpu")
+q, k, v, dout, dlse = (jnp.asarray(x.numpy()) for x in inputs.values())
 mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,))
 over_batch = PartitionSpec("x"), PartitionSpec("x")
 over_heads = PartitionSpec(None, None, "x"), PartitionSpec(None, "x")
@@ -161,7 +163,7 @@ for rows, lse in (over_batch, over_heads):
     results, pullback = jax.vjp(jax.jit(sharded), q, k, v)
     got = *results, *pullback((dout, dlse))
     assert all(len(x.devices()) == 2 for x in got)
-    assert_within_budget(Results(*(torch.from_numpy(np.array(x)) for x in got)), inputs, case.spec)
+    assert_within_budget([torch.from_numpy(np.array(x)) for x in got], inputs, case.spec)
 """
 
 

@@ -9,10 +9,10 @@ from interop.parity import environment, harness
 from interop.parity.cases import Case
 from interop.parity.inputs import Tensors
 from interop.parity.oracle import evaluate
-from interop.parity.run import Run, Runner
+from interop.parity.sides import Subject
 from twin_attention.contract.explain import Explanation
 
-Spoil = Callable[[Runner, Case, Tensors], None]
+Spoil = Callable[[Subject, Case, Tensors], None]
 EXPLANATION = Explanation("triton", "interpreter", "a fake device", None, "a test asked for it")
 
 
@@ -21,16 +21,16 @@ def fake_twins(monkeypatch: pytest.MonkeyPatch) -> Callable[[Spoil], None]:
     """Replace both packages; `fake_twins(spoil)` lets `spoil` change results, or raise."""
     spoilers: list[Spoil] = []
 
-    def run(runner: Runner, case: Case, inputs: Tensors) -> Run:
+    def run(subject: Subject, case: Case, inputs: Tensors) -> Tensors:
         results = evaluate(inputs, case.spec, torch.float64)
         dtypes = {"lse": torch.float32}
         results = {name: x.to(dtypes.get(name, inputs["q"].dtype)) for name, x in results.items()}
         for spoil in spoilers:
-            spoil(runner, case, results)
-        return Run(results, 0.125, EXPLANATION)
+            spoil(subject, case, results)
+        return results
 
     monkeypatch.setattr(harness, "run", run)
-    monkeypatch.setattr(harness, "explain", lambda runner, case, inputs: EXPLANATION)
+    monkeypatch.setattr(harness, "explain", lambda subject, case, inputs: EXPLANATION)
     monkeypatch.setattr(environment, "choose_device", lambda: "cpu")
     # Other processes would have the real twins.
     monkeypatch.setattr(environment, "choose_jobs", lambda device, suite, cases: 1)

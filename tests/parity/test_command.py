@@ -45,8 +45,8 @@ def test_right_results_pass(fake_twins, tmp_path, capsys):
 
 @pytest.mark.parametrize("output", OUTPUTS)
 def test_a_wrong_element_fails_and_is_named(fake_twins, tmp_path, capsys, output):
-    def spoil(runner, case, results):
-        if case.name == "more-queries" and runner.package == "pallas_attn":
+    def spoil(subject, case, results):
+        if case.name == "more-queries" and subject.side == "pallas_attn":
             results[output].view(-1)[-1] += 1.0
 
     fake_twins(spoil)
@@ -65,8 +65,8 @@ def test_a_wrong_element_fails_and_is_named(fake_twins, tmp_path, capsys, output
 
 @pytest.mark.parametrize("output", ["out", "lse"])
 def test_a_wrong_element_of_a_decode_fails(fake_twins, tmp_path, output):
-    def spoil(runner, case, results):
-        if case.name == "decode-fp8" and runner.package == "torch_attn":
+    def spoil(subject, case, results):
+        if case.name == "decode-fp8" and subject.side == "torch_attn":
             results[output].view(-1)[-1] += 1.0
 
     fake_twins(spoil)
@@ -79,7 +79,7 @@ def test_a_wrong_element_of_a_decode_fails(fake_twins, tmp_path, output):
 
 
 def test_a_nan_fails(fake_twins, tmp_path):
-    fake_twins(lambda runner, case, results: results["dk"].view(-1)[:1].fill_(float("nan")))
+    fake_twins(lambda subject, case, results: results["dk"].view(-1)[:1].fill_(float("nan")))
     assert parity(tmp_path, "--filter", "prime-cross") == 1
     nan = [c for c in verdicts(tmp_path)["prime-cross"]["comparisons"] if c["output"] == "dk"]
     assert len(nan) == 3
@@ -87,8 +87,8 @@ def test_a_nan_fails(fake_twins, tmp_path):
 
 
 def test_an_exception_fails_its_case_alone(fake_twins, tmp_path, capsys):
-    def spoil(runner, case, results):
-        if case.name == "gqa" and runner.package == "torch_attn":
+    def spoil(subject, case, results):
+        if case.name == "gqa" and subject.side == "torch_attn":
             raise RuntimeError("out of\nregisters <and> luck")
 
     fake_twins(spoil)
@@ -109,7 +109,7 @@ def test_an_exception_fails_its_case_alone(fake_twins, tmp_path, capsys):
 
 
 def test_an_interrupt_reports_what_is_done(fake_twins, tmp_path, capsys):
-    def spoil(runner, case, results):
+    def spoil(subject, case, results):
         if case.name == "mqa-d128":
             raise KeyboardInterrupt
 
@@ -131,7 +131,7 @@ def test_a_log_has_one_line_a_case_and_no_progress_bar(fake_twins, tmp_path, cap
 
 
 def test_the_header_describes_a_case_that_is_not_empty(fake_twins, tmp_path, monkeypatch):
-    monkeypatch.setattr(harness, "explain", lambda runner, case, inputs: case.name)
+    monkeypatch.setattr(harness, "explain", lambda subject, case, inputs: case.name)
     empty, full = flash_cases("quick", "no-keys")[0], flash_cases("quick", "one-token")[0]
     monkeypatch.setattr(command, "flash_cases", lambda suite, pattern: [empty, full])
     monkeypatch.setattr(command, "decode_cases", lambda suite, pattern: [])

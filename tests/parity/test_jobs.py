@@ -9,10 +9,10 @@ import pytest
 from interop.parity.cases import DecodeCase, FlashCase
 from interop.parity.environment import choose_jobs
 from interop.parity.harness import run_case
-from interop.parity.run import Runner
+from interop.parity.sides import Subject
 from interop.parity.workers import run_cases
 
-GROUPS = [[Runner("torch_attn", "reference"), Runner("pallas_attn", "reference")]]
+GROUPS = [[Subject("torch_attn", "reference"), Subject("pallas_attn", "reference")]]
 RUN = partial(run_case, groups=GROUPS, device="cpu")
 CASES = [
     FlashCase("small-3", batch=1, seq_q=3, seq_kv=3, head_dim=16),

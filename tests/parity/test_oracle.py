@@ -8,7 +8,7 @@ import torch
 from interop.parity import oracle
 from interop.parity.cases import DecodeCase, FlashCase, decode_cases, flash_cases
 from interop.parity.inputs import make_inputs
-from interop.parity.oracle import blocks, evaluate, expectations
+from interop.parity.oracle import evaluate, expectations, parts_of, sample_of
 from twin_attention.contract.reference import attention_backward, attention_forward, paged_forward
 
 CASE = FlashCase(
@@ -46,7 +46,7 @@ def test_without_gradients(torch_device):
 
 def test_a_small_case_is_one_block_in_both_dtypes(torch_device):
     inputs = make_inputs(CASE, torch_device)
-    (everything,) = expectations(inputs, CASE.spec)
+    (everything,) = expectations(inputs, parts_of(CASE.spec))
     assert {name: x.shape for name, x in everything.crop(everything.ref).items()} == {
         name: x.shape for name, x in everything.ref.items()
     }
@@ -62,13 +62,16 @@ def test_a_stretch_agrees_with_the_whole_sequence(window, monkeypatch, torch_dev
         "stretch", batch=2, seq_q=100, seq_kv=100, heads_q=4, heads_kv=2, head_dim=16,
         dtype="float32", window_size=window,
     )  # fmt: skip
-    middle = oracle._sample(case.spec, batch=1, token=50, head=3)
-    monkeypatch.setattr(oracle, "blocks", lambda spec: [*blocks(spec), middle])
+    middle = torch.empty(case.shapes[0], device="meta")[0].numel() + (50 * 4 + 3) * 16
+    blocks = [*parts_of(case.spec), oracle._around(case.spec, middle)]
     inputs = make_inputs(case, torch_device)
     whole = in_one_go(inputs, case.spec, torch.float64)
-    stretches = [block.queries for block in oracle.blocks(case.spec)]
-    assert stretches == [slice(0, 32), slice(68, 100), slice(34, 66)]
-    for expectation in expectations(inputs, case.spec):
+    assert [block.where["q"][1] for block in blocks] == [
+        slice(0, 32),
+        slice(68, 100),
+        slice(34, 66),
+    ]
+    for expectation in expectations(inputs, blocks):
         assert expectation.ref["dk"].shape[:3:2] == (1, 1)
         assert expectation.ref["dk"].shape[1] >= 32 - 2 * sum(window)
         assert_same(expectation.ref, expectation.crop(whole))
@@ -80,7 +83,7 @@ def test_a_stretch_agrees_with_the_whole_sequence(window, monkeypatch, torch_dev
 )  # fmt: skip
 def test_a_decode_sequence_by_sequence_agrees_with_all_at_once(case, torch_device):
     inputs = make_inputs(case, torch_device)
-    (everything,) = expectations(inputs, case.spec)
+    (everything,) = expectations(inputs, parts_of(case.spec))
     named = dict.fromkeys(("sinks", "k_scale", "v_scale")) | inputs
     if case.tokens is None:
         named["q"] = named["q"][:, None]
@@ -88,7 +91,7 @@ def test_a_decode_sequence_by_sequence_agrees_with_all_at_once(case, torch_devic
     if case.tokens is None:
         out, lse = out[:, 0], lse[:, :, 0]
     assert_same(everything.ref, {"out": out, "lse": lse})
-    assert everything.crop(inputs) is inputs
+    assert everything.crop({"out": out})["out"].shape == out.shape
     assert {x.dtype for x in everything.lp.values()} == {getattr(torch, case.dtype)}
     assert everything.lp["out"].isfinite().all()
 
@@ -97,12 +100,77 @@ def test_samples_hold_the_elements_around_2_to_31():
     for case in flash_cases("large", "2g-elements"):
         shape = (case.batch, case.seq_q, case.heads_q, case.head_dim)
         last = torch.Size(shape).numel() - 1
-        found = blocks(case.spec)
+        found = parts_of(case.spec)
         for element, block in zip((0, 2**31 - 1, 2**31, last), found, strict=True):
             row, head = divmod(element // case.head_dim, case.heads_q)
             batch, token = divmod(row, case.seq_q)
-            compared = range(case.seq_q)[block.queries][block.inner]
-            assert batch in range(case.batch)[block.batch]
-            assert head in range(case.heads_q)[block.heads_kv]
-            assert token in compared
-            assert len(range(case.seq_q)[block.queries]) <= oracle.STRETCH
+            sequence, queries, heads = block.where["q"]
+            assert batch in range(case.batch)[sequence]
+            assert head in range(case.heads_q)[heads]
+            assert token in range(case.seq_q)[queries][block.inner or slice(None)]
+            assert block.spec.seq_q <= oracle.STRETCH
+
+
+CHUNKS = {
+    "causal": FlashCase("a", 3, 40, 40, 4, 2, 16, causal=True),
+    "window": FlashCase("b", 1, 24, 50, 2, 2, 16, window_size=(7, 3)),
+    "left": FlashCase("c", 2, 50, 24, 3, 1, 16, head_dim_v=24, window_size=(9, None)),
+    "full": FlashCase("d", 1, 33, 33, 6, 6, 16, dtype="float32", softcap=5.0),
+}
+
+
+@pytest.mark.parametrize("name", CHUNKS)
+def test_chunks_are_the_whole(name, monkeypatch):
+    monkeypatch.setattr(oracle, "SCORES", 500)
+    spec = CHUNKS[name].spec
+    first_head = (slice(0, 1), slice(0, 1))
+    found = [x for x in oracle._chunks(spec) if x.where["k"][::2] == first_head]
+    assert len(found) > 2
+    rows = [list(chunk.spec.visible_keys(i)) for chunk in found for i in range(chunk.spec.seq_q)]
+    assert rows == [list(spec.visible_keys(i)) for i in range(spec.seq_q)]
+    stretches = [range(spec.seq_q)[chunk.where["q"][1]] for chunk in found]
+    assert [i for stretch in stretches for i in stretch] == list(range(spec.seq_q))
+
+
+@pytest.mark.parametrize("name", CHUNKS)
+def test_float64_in_chunks_is_float64_at_once(name, monkeypatch, torch_device):
+    monkeypatch.setattr(oracle, "SCORES", 500)
+    case = CHUNKS[name]
+    inputs = make_inputs(case, torch_device)
+    whole = in_one_go(inputs, case.spec, torch.float64)
+    assert_same(evaluate(inputs, case.spec, torch.float64), whole)
+    for expectation in expectations(inputs, sample_of(case.spec)):
+        assert_same(expectation.ref, expectation.crop(whole))
+
+
+def test_without_a_gradient_of_lse_it_is_zero(torch_device):
+    inputs = make_inputs(CASE, torch_device)
+    want = evaluate(inputs | {"dlse": torch.zeros_like(inputs["dlse"])}, CASE.spec, torch.float64)
+    del inputs["dlse"]
+    assert_same(evaluate(inputs, CASE.spec, torch.float64), want)
+
+
+def test_a_decode_reads_no_more_of_a_table_than_its_sequence_needs(monkeypatch, torch_device):
+    case = DecodeCase("wide", lengths=(20, 0, 33), tokens=1, max_pages=64)
+    seen = []
+
+    def spy(block_tables, spec, **operands):
+        seen.append((tuple(block_tables.shape), spec.cache.max_pages))
+        return paged_forward(block_tables=block_tables, spec=spec, **operands)
+
+    monkeypatch.setattr(oracle, "paged_forward", spy)
+    evaluate(make_inputs(case, torch_device), case.spec, torch.float64)
+    assert seen == [((1, pages), pages) for pages in (2, 0, 3)]
+
+
+def test_a_sample_has_both_ends():
+    three, many = (FlashCase("", batch, heads_kv=1).spec for batch in (3, 1000))
+    assert [part.where["q"][0].start for part in sample_of(three)] == [0, 1, 2]
+    chosen = [part.where["q"][0].start for part in sample_of(many)]
+    assert (chosen[0], chosen[-1], len(set(chosen))) == (0, 999, 4)
+    assert chosen == [part.where["q"][0].start for part in sample_of(many)] == sorted(chosen)
+    heads = sample_of(FlashCase("", 2, heads_q=4, heads_kv=2).spec)
+    starts = [(x.where["k"][0].start, x.where["k"][2].start) for x in heads]
+    assert starts == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    decode = sample_of(DecodeCase("", lengths=(5,) * 1000).spec)
+    assert [part.where["q"].start for part in decode] == chosen

@@ -117,7 +117,7 @@ def test_one_mistake_one_message(side, implementation, mistake):
         name: side.zeros(shapes.get(name, shape), dtypes.get(name, "bfloat16"))
         for name, shape in {"q": Q, "k": K, "v": V}.items()
     }
-    for call in (side.flash_attention, partial(side.trace, side.flash_attention)):
+    for call in (side.api.flash_attention, partial(side.trace, side.api.flash_attention)):
         with pytest.raises(error) as raised:
             call(**operands, implementation=implementation, **options)
         assert (raised.type, str(raised.value)) == (error, message)
@@ -132,7 +132,7 @@ def test_what_is_no_tensor(side, name):
     for wrong, got in (([1.0], "list"), (array, "numpy.ndarray")):
         message = f"{name}: expected {side.tensor}, got {got}"
         with pytest.raises(TypeError) as raised:
-            side.flash_attention(**operands | {name: wrong})
+            side.api.flash_attention(**operands | {name: wrong})
         assert str(raised.value) == message
 
 
@@ -140,7 +140,7 @@ def test_an_unknown_implementation(side):
     q, k, v = (side.zeros(shape, "float32") for shape in (Q, K, V))
     message = r"^implementation: expected None or one of '.*', got 'cudnn'"
     with pytest.raises(ValueError, match=message):
-        side.flash_attention(q, k, v, implementation="cudnn")
+        side.api.flash_attention(q, k, v, implementation="cudnn")
 
 
 @pytest.mark.parametrize("name", ["q", "k", "v"])
@@ -165,13 +165,13 @@ def test_a_cpu_tensor_with_a_gpu_one(side, implementation, torch_device, name):
     operands = {n: side.zeros(s, "float16") for n, s in zip("qkv", (Q, K, V), strict=True)}
     operands[name] = side.on_cpu(operands[name])
     with pytest.raises(ValueError, match=f"^{name}: expected q's device cuda:0, got cpu"):
-        side.flash_attention(**operands, implementation=implementation)
+        side.api.flash_attention(**operands, implementation=implementation)
 
 
 def test_arguments_after_the_tensors_are_named(side):
     q, k, v = (side.zeros(shape, "float32") for shape in (Q, K, V))
     with pytest.raises(TypeError, match="positional"):
-        side.flash_attention(q, k, v, True)
+        side.api.flash_attention(q, k, v, True)
 
 
 @pytest.mark.parametrize("asked", [None, "reference", "triton"])

@@ -3,7 +3,9 @@
 import pytest
 
 from interop.parity.cases import flash_cases
-from tests.oracle import assert_within_budget, inputs_of
+from interop.parity.inputs import make_inputs
+from tests.oracle import assert_within_budget
+from tests.sides import attention
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -14,6 +16,6 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def test_forward_and_gradients(side, by, case, torch_device):
-    inputs = inputs_of(case, torch_device)
-    got = side.gradients(inputs, implementation=by, **case.options)
+    inputs = make_inputs(case, torch_device)
+    got = attention(side, inputs, implementation=by, **case.options)
     assert_within_budget(got, inputs, case.spec)

@@ -421,8 +421,10 @@ def test_check_pages_refuses_a_number_of_new_tokens(side, number, error):
 
 
 def check_pages(side, tables, lengths, **options):
-    pages, tables, lengths = (
-        side.from_torch(x)
-        for x in (torch.zeros(9, 8, 2, 32), torch.tensor(tables).int(), torch.tensor(lengths).int())
-    )
-    assert side.api.check_pages(pages, tables, lengths, **options) is None
+    arguments = {
+        "k_pages": torch.zeros(9, 8, 2, 32),
+        "block_tables": torch.tensor(tables).int(),
+        "seq_lens": torch.tensor(lengths).int(),
+    }
+    arguments = {name: x.to(side.device) for name, x in arguments.items()}
+    assert side.api.check_pages(**side.share(arguments), **options) is None

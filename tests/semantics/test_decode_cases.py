@@ -4,7 +4,7 @@ import pytest
 
 from interop.parity.cases import decode_cases
 from interop.parity.inputs import make_inputs
-from tests.oracle import assert_decode_within_budget
+from tests.oracle import assert_within_budget
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -18,4 +18,4 @@ def test_decode(side, by, case, torch_device):
     """Pages lie in random order; what no sequence uses is NaN, or no page at all."""
     inputs = make_inputs(case, torch_device)
     got = side.call("paged_decode", inputs, return_lse=True, implementation=by, **case.options)
-    assert_decode_within_budget(got, inputs, case.spec)
+    assert_within_budget(got, inputs, case.spec)

@@ -7,7 +7,7 @@ import torch
 
 from interop.parity.cases import DecodeCase
 from interop.parity.inputs import make_inputs
-from tests.oracle import assert_decode_within_budget
+from tests.oracle import assert_within_budget
 
 CASE = DecodeCase(
     "edge", lengths=(7, 12, 20), tokens=2, heads_q=4, heads_kv=2, head_dim=32, head_dim_v=16,
@@ -117,7 +117,7 @@ def test_scales_that_vanish_in_float32(side, implementation, torch_device, scale
     got = side.call(
         "paged_decode", inputs, return_lse=True, implementation=implementation, **case.options
     )
-    assert_decode_within_budget(got, inputs, case.spec)
+    assert_within_budget(got, inputs, case.spec)
 
 
 @pytest.mark.parametrize("name", ["k_scale", "v_scale"])

@@ -5,7 +5,7 @@ import torch
 
 from interop.parity.cases import DecodeCase
 from interop.parity.inputs import make_inputs
-from tests.oracle import assert_decode_within_budget
+from tests.oracle import assert_within_budget
 from twin_attention.contract.reference import merge
 from twin_attention.contract.tolerances import compare_lse, compare_to_reference
 
@@ -108,4 +108,4 @@ def test_decodes_over_parts_of_the_tables_merge_to_the_whole(side, implementatio
         parts.append(side.call("paged_decode", part, **options))
     got = run(side, implementation, *(torch.stack(x) for x in zip(*parts, strict=True)))
     # Each part's output is rounded to bfloat16 before the merge, which is what lp does once more.
-    assert_decode_within_budget(got, inputs, case.spec)
+    assert_within_budget(got, inputs, case.spec)

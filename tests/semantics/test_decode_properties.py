@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from interop.parity.cases import DecodeCase
 from interop.parity.inputs import make_inputs
-from tests.oracle import assert_decode_within_budget
+from tests.oracle import assert_within_budget
 
 # Pages that fill no tile and straddle two, and a sequence that every split has a part of.
 CASE = DecodeCase(
@@ -66,7 +66,7 @@ def used_slots(inputs):
 def test_any_problem_is_within_budget(side, implementation, torch_device, case):
     inputs = make_inputs(case, torch_device)
     got = decode(side, implementation, inputs, case)
-    assert_decode_within_budget(got, inputs, case.spec)
+    assert_within_budget(got, inputs, case.spec)
 
 
 def test_where_pages_lie_does_not_matter(side, implementation, torch_device):
@@ -91,7 +91,7 @@ def test_two_sequences_may_share_pages(side, implementation, torch_device):
     inputs = make_inputs(case, torch_device)
     inputs["block_tables"][0, :10] = inputs["block_tables"][2, :10]
     got = decode(side, implementation, inputs)
-    assert_decode_within_budget(got, inputs, case.spec)
+    assert_within_budget(got, inputs, case.spec)
 
 
 @pytest.mark.parametrize("garbage", [0.0, 1e4, -torch.inf])
@@ -133,7 +133,7 @@ def test_the_number_of_splits_changes_rounding_alone(
 ):
     inputs = make_inputs(CASE, torch_device)
     got = decode(side, implementation, inputs, num_splits=num_splits)
-    assert_decode_within_budget(got, inputs, CASE.spec)
+    assert_within_budget(got, inputs, CASE.spec)
 
 
 def test_new_tokens_are_causal_among_themselves(side, implementation, torch_device):
@@ -164,7 +164,7 @@ def test_new_tokens_may_come_one_by_one(side, implementation, torch_device):
     }
     out, lse = decode(side, implementation, inputs | single)
     got = out.unflatten(0, (-1, tokens)), lse.unflatten(0, (-1, tokens)).mT
-    assert_decode_within_budget(got, inputs, CASE.spec)
+    assert_within_budget(got, inputs, CASE.spec)
 
 
 def test_keys_before_the_window_do_not_matter(side, implementation, torch_device):
@@ -184,7 +184,7 @@ def test_keys_before_the_window_do_not_matter(side, implementation, torch_device
 def test_a_window_may_be_wider_than_32_bits(side, implementation, torch_device):
     inputs = make_inputs(CASE, torch_device)
     got = decode(side, implementation, inputs, window_size=(2**40, 2**31))
-    assert_decode_within_budget(got, inputs, CASE.spec)
+    assert_within_budget(got, inputs, CASE.spec)
 
 
 def test_sinks_of_any_size(side, implementation, torch_device):
@@ -192,7 +192,7 @@ def test_sinks_of_any_size(side, implementation, torch_device):
     inputs = make_inputs(replace(CASE, sinks=True), torch_device)
     sinks = torch.tensor([-torch.inf, -300.0, 0.5, 300.0], device=torch_device)
     out, lse = got = decode(side, implementation, inputs | {"sinks": sinks})
-    assert_decode_within_budget(got, inputs | {"sinks": sinks}, CASE.spec)
+    assert_within_budget(got, inputs | {"sinks": sinks}, CASE.spec)
     without_keys = CASE.lengths.index(0)
     assert (out[without_keys] == 0).all()
     assert torch.equal(lse[without_keys], sinks[:, None].expand_as(lse[without_keys]))
@@ -204,7 +204,7 @@ def test_large_scores_do_not_overflow(side, implementation, torch_device):
     inputs = make_inputs(case, torch_device)
     got = decode(side, implementation, inputs, case)
     assert float(got[1].max()) > 1000
-    assert_decode_within_budget(got, inputs, case.spec)
+    assert_within_budget(got, inputs, case.spec)
 
 
 def test_a_decode_is_deterministic(side, torch_device):

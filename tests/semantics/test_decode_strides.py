@@ -12,7 +12,7 @@ import torch
 import torch_attn
 from interop.parity.cases import DecodeCase
 from interop.parity.inputs import make_inputs
-from tests.oracle import assert_decode_within_budget
+from tests.oracle import assert_within_budget
 from tests.sides import TorchSide
 
 CASE = DecodeCase(
@@ -61,7 +61,7 @@ def decode(side, implementation, inputs, **options):
 
 def assert_layout_does_not_matter(side, implementation, inputs, strided):
     got = decode(side, implementation, inputs | strided)
-    assert_decode_within_budget(got, inputs, CASE.spec)
+    assert_within_budget(got, inputs, CASE.spec)
     if implementation == "triton":
         for a, b in zip(got, decode(side, implementation, inputs), strict=True):
             assert torch.equal(a, b)

@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from interop.parity.cases import FlashCase
-from tests.oracle import assert_within_budget, inputs_of
+from interop.parity.inputs import make_inputs
+from tests.oracle import assert_within_budget
+from tests.sides import attention
 
 CASE = FlashCase("edge", seq_q=70, seq_kv=50, heads_q=4, heads_kv=2, head_dim=32, dtype="bfloat16")
 
@@ -21,22 +23,22 @@ CASE = FlashCase("edge", seq_q=70, seq_kv=50, heads_q=4, heads_kv=2, head_dim=32
 )
 def test_rows_without_keys(side, implementation, torch_device, options, seq_q, seq_kv, empty):
     case = replace(CASE, seq_q=seq_q, seq_kv=seq_kv)
-    inputs = inputs_of(case, torch_device)
-    got = side.gradients(inputs, implementation=implementation, **options)
-    assert all(torch.isfinite(x).all() for x in (got.out, got.dq, got.dk, got.dv))
-    assert (got.out[:, empty] == 0).all()
-    assert (got.lse[..., empty] == -torch.inf).all()
-    assert (got.dq[:, empty] == 0).all()
-    assert torch.isfinite(got.lse[..., empty.stop :]).all()
-    assert (got.dq[:, empty.stop + 1 :] != 0).any(dim=-1).all()
+    inputs = make_inputs(case, torch_device)
+    got = attention(side, inputs, implementation=implementation, **options)
+    assert all(torch.isfinite(x).all() for x in (got["out"], got["dq"], got["dk"], got["dv"]))
+    assert (got["out"][:, empty] == 0).all()
+    assert (got["lse"][..., empty] == -torch.inf).all()
+    assert (got["dq"][:, empty] == 0).all()
+    assert torch.isfinite(got["lse"][..., empty.stop :]).all()
+    assert (got["dq"][:, empty.stop + 1 :] != 0).any(dim=-1).all()
 
-    dout, dlse = inputs.dout.clone(), inputs.dlse.clone()
+    dout, dlse = inputs["dout"].clone(), inputs["dlse"].clone()
     dout[:, empty], dlse[..., empty] = 1e4, -1e4
-    other = side.gradients(
-        inputs._replace(dout=dout, dlse=dlse), implementation=implementation, **options
+    other = attention(
+        side, inputs | {"dout": dout, "dlse": dlse}, implementation=implementation, **options
     )
-    assert torch.equal(got.dk, other.dk), "rows without keys reached dk"
-    assert torch.equal(got.dv, other.dv), "rows without keys reached dv"
+    assert torch.equal(got["dk"], other["dk"]), "rows without keys reached dk"
+    assert torch.equal(got["dv"], other["dv"]), "rows without keys reached dv"
 
 
 @pytest.mark.parametrize(
@@ -52,14 +54,15 @@ def test_rows_without_keys(side, implementation, torch_device, options, seq_q, s
     ids=str,
 )
 def test_sizes_of_zero(side, implementation, torch_device, sizes):
-    inputs = inputs_of(replace(CASE, **sizes), torch_device)
-    got = side.gradients(inputs, implementation=implementation, causal=True, softcap=3.0)
-    assert got.out.shape == inputs.dout.shape
-    assert got.lse.shape == inputs.dlse.shape
-    assert got.lse.dtype == torch.float32
-    assert (got.out == 0).all()
-    assert (got.lse == -torch.inf).all()
-    for gradient, x in zip(got[2:], inputs[:3], strict=True):
+    inputs = make_inputs(replace(CASE, **sizes), torch_device)
+    got = attention(side, inputs, implementation=implementation, causal=True, softcap=3.0)
+    assert got["out"].shape == inputs["dout"].shape
+    assert got["lse"].shape == inputs["dlse"].shape
+    assert got["lse"].dtype == torch.float32
+    assert (got["out"] == 0).all()
+    assert (got["lse"] == -torch.inf).all()
+    for name in "qkv":
+        gradient, x = got[f"d{name}"], inputs[name]
         assert (gradient.shape, gradient.dtype) == (x.shape, x.dtype)
         assert (gradient == 0).all()
 
@@ -73,6 +76,6 @@ def test_sizes_of_zero(side, implementation, torch_device, sizes):
 def test_scales_that_vanish_in_float32(side, implementation, torch_device, scale, options):
     """Every key that a query sees counts alike, forward and backward."""
     case = FlashCase("scale", 1, 20, 30, 2, 1, head_dim=16, dtype="float32", scale=scale, **options)
-    inputs = inputs_of(case, torch_device)
-    got = side.gradients(inputs, implementation=implementation, **case.options)
+    inputs = make_inputs(case, torch_device)
+    got = attention(side, inputs, implementation=implementation, **case.options)
     assert_within_budget(got, inputs, case.spec)

@@ -5,8 +5,10 @@ import re
 import pytest
 
 from interop.parity.cases import FlashCase
+from interop.parity.inputs import make_inputs
 from tests.conftest import ON_GPU
-from tests.oracle import Inputs, Results, assert_within_budget, inputs_of
+from tests.oracle import assert_within_budget
+from tests.sides import attention
 from tuning.static.gate import FRAMEWORKS, compiler
 from twin_attention.targets.target import TARGETS
 
@@ -28,7 +30,8 @@ def test_compiled_float32_products_start_from_zero(framework, target):
 def test_many_small_terms_after_a_large_one(side, torch_device):
     """Added one by one, each term is rounded at the magnitude of the large one."""
     case = FlashCase("long-sum", 1, 32768, 16, 1, 1, head_dim=16, dtype="float32")
-    inputs = inputs_of(case, "cpu")
-    inputs.dout[:, 0] *= 1000
-    got = side.gradients(Inputs(*(x.to(torch_device) for x in inputs)), implementation="triton")
-    assert_within_budget(Results(*(x.cpu() for x in got)), inputs, case.spec)
+    inputs = make_inputs(case, "cpu")
+    inputs["dout"][:, 0] *= 1000
+    on_device = {name: x.to(torch_device) for name, x in inputs.items()}
+    got = attention(side, on_device, implementation="triton")
+    assert_within_budget({name: x.cpu() for name, x in got.items()}, inputs, case.spec)

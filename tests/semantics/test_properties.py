@@ -8,7 +8,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from interop.parity.cases import FlashCase
-from tests.oracle import Inputs, assert_twins, assert_within_budget, inputs_of
+from interop.parity.inputs import Tensors, make_inputs
+from tests.oracle import assert_twins, assert_within_budget
+from tests.sides import attention
 
 # Lengths that fill no tile, so that every phase of a kernel has work. The laws share one problem
 # where they can, because JAX compiles each distinct one.
@@ -42,16 +44,16 @@ no_full_tiles = FlashCase(
 )  # fmt: skip
 
 
-def equal(a, b) -> bool:
-    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+def equal(a: Tensors, b: Tensors) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
 @settings(max_examples=settings.default.max_examples // 4)
 @given(case=any_case, seed=st.integers(0, 1000))
 @example(case=no_full_tiles, seed=440)
 def test_any_problem_is_within_budget(side, implementation, torch_device, case, seed):
-    inputs = inputs_of(case, torch_device, seed)
-    got = side.gradients(inputs, implementation=implementation, **case.options)
+    inputs = make_inputs(replace(case, name=f"any-{seed}"), torch_device)
+    got = attention(side, inputs, implementation=implementation, **case.options)
     assert_within_budget(got, inputs, case.spec)
 
 
@@ -59,12 +61,13 @@ def test_any_problem_is_within_budget(side, implementation, torch_device, case, 
 @given(first=st.integers(1, CASE.seq_kv - 1))
 def test_keys_that_a_query_does_not_see_do_not_matter(side, implementation, torch_device, first):
     """Changing keys from `first` on changes nothing before the first query that sees them."""
-    inputs = inputs_of(CAUSAL, torch_device)
-    k, v = inputs.k.clone(), inputs.v.clone()
+    inputs = make_inputs(CAUSAL, torch_device)
+    k, v = inputs["k"].clone(), inputs["v"].clone()
     k[:, first:], v[:, first:] = 50, -50
     options = {"implementation": implementation, "causal": True}
-    out, lse = side.forward(*inputs[:3], **options)
-    other_out, other_lse = side.forward(inputs.q, k, v, **options)
+    qkv = {name: inputs[name] for name in "qkv"}
+    out, lse = attention(side, qkv, **options).values()
+    other_out, other_lse = attention(side, qkv | {"k": k, "v": v}, **options).values()
     rows = max(0, first - CASE.spec.diagonal)
     assert torch.equal(out[:, :rows], other_out[:, :rows])
     assert torch.equal(lse[..., :rows], other_lse[..., :rows])
@@ -72,89 +75,90 @@ def test_keys_that_a_query_does_not_see_do_not_matter(side, implementation, torc
 
 
 def test_grouped_heads_equal_repeated_ones(side, implementation, torch_device):
-    inputs = inputs_of(CAUSAL, torch_device)
+    inputs = make_inputs(CAUSAL, torch_device)
     group = CAUSAL.spec.group_size
-    repeated = inputs._replace(
-        k=inputs.k.repeat_interleave(group, dim=2), v=inputs.v.repeat_interleave(group, dim=2)
-    )
+    repeated = inputs | {x: inputs[x].repeat_interleave(group, dim=2) for x in "kv"}
     options = CAUSAL.options | {"implementation": implementation}
-    a, b = side.gradients(inputs, **options), side.gradients(repeated, **options)
-    dk, dv = (x.unflatten(2, (-1, group)).sum(3) for x in (b.dk, b.dv))
-    assert_twins(a, b._replace(dk=dk, dv=dv), inputs, CAUSAL.spec)
+    a, b = attention(side, inputs, **options), attention(side, repeated, **options)
+    sums = {x: b[x].unflatten(2, (-1, group)).sum(3) for x in ("dk", "dv")}
+    assert_twins(a, b | sums, inputs, CAUSAL.spec)
 
 
 def test_sequences_of_a_batch_do_not_meet(side, torch_device):
     """Bit for bit, in the kernels; the reference's matrix products may choose their order."""
     case = replace(CASE, batch=3, heads_q=2, heads_kv=1, window_size=(20, 10))
-    inputs = inputs_of(case, torch_device)
+    inputs = make_inputs(case, torch_device)
     options = case.options | {"implementation": "triton"}
     order = [2, 0, 1]
-    a = side.gradients(inputs, **options)
-    b = side.gradients(Inputs(*(x[order] for x in inputs)), **options)
-    assert equal([x[order] for x in a], b)
+    a = attention(side, inputs, **options)
+    b = attention(side, {name: x[order] for name, x in inputs.items()}, **options)
+    assert equal({name: x[order] for name, x in a.items()}, b)
 
 
 @pytest.mark.parametrize("window", [None, (9, 30)])
 def test_causal_closes_the_right_of_the_window(side, implementation, torch_device, window):
-    inputs = inputs_of(CASE, torch_device)
+    inputs = make_inputs(CASE, torch_device)
     left = None if window is None else window[0]
-    a = side.gradients(inputs, implementation=implementation, causal=True, window_size=window)
-    b = side.gradients(inputs, implementation=implementation, window_size=(left, 0))
+    a = attention(side, inputs, implementation=implementation, causal=True, window_size=window)
+    b = attention(side, inputs, implementation=implementation, window_size=(left, 0))
     assert equal(a, b)
 
 
 def test_a_window_may_be_wider_than_32_bits(side, implementation, torch_device):
-    inputs = inputs_of(CASE, torch_device)
-    got = side.gradients(inputs, implementation=implementation, window_size=(2**31, 2**40))
+    inputs = make_inputs(CASE, torch_device)
+    got = attention(side, inputs, implementation=implementation, window_size=(2**31, 2**40))
     assert_within_budget(got, inputs, CASE.spec)
 
 
 def test_scale_is_a_factor_of_q(side, implementation, torch_device):
-    inputs = inputs_of(CASE, torch_device)
-    scaled = inputs._replace(q=inputs.q * 0.25)
-    a = side.gradients(inputs, implementation=implementation, scale=0.25)
-    b = side.gradients(scaled, implementation=implementation, scale=1.0)
-    assert_twins(a, b._replace(dq=b.dq * 0.25), inputs, replace(CASE, scale=0.25).spec)
+    inputs = make_inputs(CASE, torch_device)
+    scaled = inputs | {"q": inputs["q"] * 0.25}
+    a = attention(side, inputs, implementation=implementation, scale=0.25)
+    b = attention(side, scaled, implementation=implementation, scale=1.0)
+    assert_twins(a, b | {"dq": b["dq"] * 0.25}, inputs, replace(CASE, scale=0.25).spec)
 
 
 def test_a_cap_far_above_the_scores_changes_nothing(side, implementation, torch_device):
-    inputs = inputs_of(CASE, torch_device)
-    got = side.gradients(inputs, implementation=implementation, softcap=1e5)
+    inputs = make_inputs(CASE, torch_device)
+    got = attention(side, inputs, implementation=implementation, softcap=1e5)
     assert_within_budget(got, inputs, CASE.spec)
 
 
 def test_an_out_without_its_lse_has_the_gradients_of_a_zero_dlse(
     side, implementation, torch_device
 ):
-    inputs = inputs_of(CASE, torch_device)
-    inputs = inputs._replace(dlse=torch.zeros_like(inputs.dlse))
-    a = side.gradients(inputs, implementation=implementation)
-    assert equal(a[2:], side.gradients_of_out(inputs, implementation=implementation))
+    inputs = make_inputs(CASE, torch_device)
+    inputs["dlse"].zero_()
+    _, _, *want = attention(side, inputs, implementation=implementation).values()
+    qkv = {name: inputs[name] for name in "qkv"}
+    _, *got = side.call("flash_attention", qkv, [inputs["dout"]], implementation=implementation)
+    for x, y in zip(got, want, strict=True):
+        assert torch.equal(x, y)
 
 
 def test_the_lse_alone_is_differentiable(side, implementation, torch_device):
     """Its gradient in q is the scaled mean of the keys; the values have no part in it."""
-    inputs = inputs_of(CAUSAL, torch_device)
-    inputs = inputs._replace(dout=torch.zeros_like(inputs.dout))
-    got = side.gradients(inputs, implementation=implementation, **CAUSAL.options)
+    inputs = make_inputs(CAUSAL, torch_device)
+    inputs["dout"].zero_()
+    got = attention(side, inputs, implementation=implementation, **CAUSAL.options)
     assert_within_budget(got, inputs, CAUSAL.spec)
-    assert (got.dv == 0).all()
-    assert (got.dq != 0).any(dim=-1).all()
+    assert (got["dv"] == 0).all()
+    assert (got["dq"] != 0).any(dim=-1).all()
 
 
 def test_the_backward_is_deterministic(side, torch_device):
     """Many tiles on a GPU, where programs race; the interpreters run them in order."""
     length = 2048 if torch_device == "cuda" else CASE.seq_q
     case = replace(CAUSAL, heads_q=8, heads_kv=1, seq_q=length, seq_kv=length)
-    inputs = inputs_of(case, torch_device)
+    inputs = make_inputs(case, torch_device)
     options = case.options | {"implementation": "triton"}
-    assert equal(side.gradients(inputs, **options), side.gradients(inputs, **options))
+    assert equal(attention(side, inputs, **options), attention(side, inputs, **options))
 
 
 def test_large_scores_do_not_overflow(side, implementation, torch_device):
     """Scores of a thousand: their exponential is infinite, that of their distances is not."""
     case = replace(CASE, dtype="float16", scale=100.0)
-    inputs = inputs_of(case, torch_device)
-    got = side.gradients(inputs, implementation=implementation, **case.options)
-    assert float(got.lse.min()) > 100
+    inputs = make_inputs(case, torch_device)
+    got = attention(side, inputs, implementation=implementation, **case.options)
+    assert float(got["lse"].min()) > 100
     assert_within_budget(got, inputs, case.spec)

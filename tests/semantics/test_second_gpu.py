@@ -7,8 +7,7 @@ import torch
 from interop.parity.cases import DecodeCase, FlashCase
 from interop.parity.environment import choose_device
 from interop.parity.inputs import make_inputs
-from tests.oracle import Inputs, inputs_of
-from tests.sides import SIDES
+from tests.sides import SIDES, attention
 
 FLASH = FlashCase(
     "second-gpu", seq_q=200, seq_kv=300, heads_q=4, heads_kv=2, head_dim=64, dtype="float16",
@@ -25,11 +24,13 @@ pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two
 def results(name, gpu):
     """Of flash attention, its gradients and a decode, by one twin on one GPU."""
     side = SIDES[name](f"cuda:{gpu}")
-    flash = Inputs(*(x.to(side.device) for x in inputs_of(FLASH, "cpu")))
-    decode = {name: x.to(side.device) for name, x in make_inputs(DECODE, "cpu").items()}
+    flash, decode = (
+        {name: x.to(side.device) for name, x in make_inputs(case, "cpu").items()}
+        for case in (FLASH, DECODE)
+    )
     with jax.default_device(jax.devices()[gpu]):
         got = (
-            *side.gradients(flash, **FLASH.options),
+            *attention(side, flash, **FLASH.options).values(),
             *side.call("paged_decode", decode, return_lse=True, **DECODE.options),
         )
     return [x.cpu() for x in got]

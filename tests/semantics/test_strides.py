@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from interop.parity.cases import FlashCase
-from tests.oracle import assert_within_budget, inputs_of, packed
-from tests.sides import TorchSide, poisoned_memory
+from interop.parity.inputs import make_inputs
+from tests.oracle import assert_within_budget
+from tests.sides import TorchSide, attention, poisoned_memory
 
 CASE = FlashCase(
     "strides", batch=2, seq_q=70, seq_kv=70, heads_q=2, heads_kv=2, head_dim=40, causal=True
@@ -24,11 +25,18 @@ def torch_side(torch_device):
 
 def assert_layout_does_not_matter(side, inputs, strided, case, implementation):
     options = case.options | {"implementation": implementation}
-    got = side.gradients(strided, **options)
+    got = attention(side, strided, **options)
     assert_within_budget(got, inputs, case.spec)
     if implementation == "triton":
-        for a, b in zip(got, side.gradients(inputs, **options), strict=True):
-            assert torch.equal(a, b)
+        for name, x in attention(side, inputs, **options).items():
+            assert torch.equal(got[name], x)
+
+
+def packed(*tensors):
+    """The same tensors as views of one [B, S, heads + 1, D] tensor whose last head is NaN."""
+    gap = torch.full_like(tensors[0][:, :, :1], float("nan"))
+    sizes = [x.shape[2] for x in tensors]
+    return torch.cat([*tensors, gap], dim=2).split([*sizes, 1], dim=2)[:-1]
 
 
 def in_a_poisoned_box(x):
@@ -56,19 +64,18 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_any_layout_of_q_k_v(torch_side, implementation, torch_device, layout):
-    inputs = inputs_of(CASE, torch_device)
-    q, k, v = LAYOUTS[layout](*inputs[:3])
+    inputs = make_inputs(CASE, torch_device)
+    q, k, v = LAYOUTS[layout](*(inputs[name] for name in "qkv"))
     assert not q.is_contiguous()
-    strided = inputs._replace(q=q, k=k, v=v)
+    strided = inputs | {"q": q, "k": k, "v": v}
     assert_layout_does_not_matter(torch_side, inputs, strided, CASE, implementation)
 
 
 def test_expanded_inputs(torch_side, implementation, torch_device):
     """A stride of 0: one sequence and one kv head, shown as many."""
-    inputs = inputs_of(CASE, torch_device)
-    k, v = (x[:1, :, :1].expand_as(x) for x in (inputs.k, inputs.v))
-    strided = inputs._replace(k=k, v=v)
-    inputs = inputs._replace(k=k.contiguous(), v=v.contiguous())
+    inputs = make_inputs(CASE, torch_device)
+    strided = inputs | {name: inputs[name][:1, :, :1].expand_as(inputs[name]) for name in "kv"}
+    inputs |= {name: strided[name].contiguous() for name in "kv"}
     assert_layout_does_not_matter(torch_side, inputs, strided, CASE, implementation)
 
 
@@ -82,18 +89,18 @@ def test_expanded_inputs(torch_side, implementation, torch_device):
     ids=["heads first", "last dimension strided", "poisoned box"],
 )
 def test_any_layout_of_dout(torch_side, implementation, torch_device, layout):
-    inputs = inputs_of(CASE, torch_device)
-    strided = inputs._replace(dout=layout(inputs.dout), dlse=inputs.dlse.mT.contiguous().mT)
+    inputs = make_inputs(CASE, torch_device)
+    dlse = inputs["dlse"].mT.contiguous().mT
+    strided = inputs | {"dout": layout(inputs["dout"]), "dlse": dlse}
     assert_layout_does_not_matter(torch_side, inputs, strided, CASE, implementation)
 
 
 def test_expanded_gradients(torch_side, implementation, torch_device):
     """What ``(out.sum() + lse.sum()).backward()`` sends: one number with strides of 0."""
-    inputs = inputs_of(CASE, torch_device)
-    ones = [torch.ones((), dtype=x.dtype, device=torch_device) for x in inputs[3:]]
-    dout, dlse = (x.expand_as(y) for x, y in zip(ones, inputs[3:], strict=True))
-    strided = inputs._replace(dout=dout, dlse=dlse)
-    inputs = inputs._replace(dout=dout.contiguous(), dlse=dlse.contiguous())
+    inputs = make_inputs(CASE, torch_device)
+    sent = {x: inputs[x].new_ones(()).expand_as(inputs[x]) for x in ("dout", "dlse")}
+    strided = inputs | sent
+    inputs |= {name: x.contiguous() for name, x in sent.items()}
     assert_layout_does_not_matter(torch_side, inputs, strided, CASE, implementation)
 
 
@@ -105,16 +112,18 @@ def test_expanded_gradients(torch_side, implementation, torch_device):
 def test_offsets_past_32_bits(torch_side, torch_device, dimension, sizes):
     """A dimension's last element lies 2^31 elements away. Untouched pages take no memory."""
     case = replace(CASE, **({"batch": 1, "heads_q": 1, "heads_kv": 1, "head_dim": 16} | sizes))
-    inputs = inputs_of(case, torch_device)
-    shape = inputs.q.shape
-    strides = list(inputs.q.transpose(0, dimension).contiguous().transpose(0, dimension).stride())
+    inputs = make_inputs(case, torch_device)
+    shape = inputs["q"].shape
+    strides = list(
+        inputs["q"].transpose(0, dimension).contiguous().transpose(0, dimension).stride()
+    )
     strides[dimension] = 2**31 // (shape[dimension] - 1) + 8
     size = 1 + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
-    far = [
-        torch.empty(size, dtype=x.dtype, device=torch_device).as_strided(shape, strides).copy_(x)
-        for x in inputs[:3]
-    ]
-    strided = inputs._replace(q=far[0], k=far[1], v=far[2])
+    far = {
+        name: inputs[name].new_empty(size).as_strided(shape, strides).copy_(inputs[name])
+        for name in "qkv"
+    }
+    strided = inputs | far
     assert_layout_does_not_matter(torch_side, inputs, strided, case, "triton")
 
 

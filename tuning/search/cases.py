@@ -18,7 +18,7 @@ SOFTCAPS = (None, 30.0)
 
 
 def cases(kernel: str) -> Iterator[Case]:
-    """Return the cases of a kernel that is tuned. The largest head size of a row comes first."""
+    """Return the cases of a kernel that is tuned, the largest head size of a row first."""
     if KERNELS[kernel].function == "paged_decode":
         return _decode_cases(kernel)
     return _flash_cases(gradients=kernel != "flash_fwd")
@@ -32,7 +32,7 @@ def reader(kernel: str, spec: Spec) -> Spec:
 
 
 def _flash_cases(gradients: bool) -> Iterator[FlashCase]:
-    """Causal, so that tiles with a mask and tiles without one both count."""
+    """Yield causal cases, in which tiles with a mask and tiles without one both count."""
     for dtype, batch in (("bfloat16", 4), ("float32", 1)):  # float32 takes ten times as long
         for head_dim in reversed(HEAD_DIMS):
             heads = 2048 // head_dim
@@ -44,7 +44,7 @@ def _flash_cases(gradients: bool) -> Iterator[FlashCase]:
 
 
 def _decode_cases(kernel: str) -> Iterator[DecodeCase]:
-    """Many sequences for `paged_decode`; for `combine` some short ones, in a few splits each."""
+    """Yield many sequences for `paged_decode`; for `combine` some short ones, of few splits."""
     lengths, kind = ((1024,) * 8, "some") if kernel == "combine" else ((4096,) * 32, "batch")
     base = DecodeCase(
         "", lengths, tokens=1, heads_q=32, heads_kv=8, page_size=16,
@@ -55,10 +55,10 @@ def _decode_cases(kernel: str) -> Iterator[DecodeCase]:
         for head_dim in reversed(HEAD_DIMS):
             for softcap in SOFTCAPS:
                 name = _name(kind, dtype, head_dim, softcap)
-                case = replace(base, name=name, head_dim=head_dim, softcap=softcap, **cache)
-                yield case
+                yield replace(base, name=name, head_dim=head_dim, softcap=softcap, **cache)
             if kernel == "paged_decode":
-                name, case = _name(kind, dtype, head_dim, None), replace(case, softcap=None)
+                name = _name(kind, dtype, head_dim, None)
+                case = replace(base, head_dim=head_dim, **cache)
                 yield replace(case, name=f"{name}-16-tokens", tokens=16)
                 yield replace(case, name=f"{name}-short", lengths=(256,), max_pages=16)
                 crowd = (2048,) * 256 if cache else (4096,) * 64

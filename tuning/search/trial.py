@@ -7,18 +7,18 @@ from functools import partial
 from importlib import import_module
 from typing import Any
 
-from interop.parity.cases import Case, DecodeCase
-from twin_attention.contract.tolerances import compare_lse, compare_to_reference
+from interop.exchange import to_torch
+from interop.parity.cases import Case
+from interop.parity.check import worst
+from interop.parity.inputs import make_inputs
+from interop.parity.oracle import expectations, parts_of
+from interop.parity.sides import SIDES, prepare_jax, prepare_torch
 from twin_attention.targets.config import use_configs
+from twin_attention.targets.family import portable_backend
 from twin_attention.targets.kernels import KERNELS, KernelConfig
-from twin_attention.targets.target import use_target
 
-_DECODE = ("k_pages", "v_pages", "block_tables", "seq_lens", "sinks", "k_scale", "v_scale")
-_RESULTS = {
-    "flash_fwd": ("out", "lse"),
-    "flash_bwd": ("dq", "dk", "dv"),
-    "paged_decode": ("out", "lse"),
-}
+_FLASH = ("q", "k", "v")
+_DECODE = ("q", "k_pages", "v_pages", "block_tables", "seq_lens", "sinks", "k_scale", "v_scale")
 
 
 class Refused(Exception):
@@ -33,34 +33,33 @@ class Trials:
     """
 
     def __init__(
-        self, package: str, target: str, kernel: str, case: Case, device: str = "cuda"
+        self, side: str, target: str, kernel: str, case: Case, device: str = "cuda"
     ) -> None:
-        """Make the case's tensors on the device, and what the oracle says of them."""
-        from interop.parity.inputs import make_inputs
-        from interop.parity.oracle import expectations
-        from interop.parity.run import share
-
-        self._package, self._target, self._kernel = package, target, kernel
-        self._case = case
-        self._backend = target if device == "cuda" else "interpret"
+        """Make the case's tensors on the device, and ask the oracle for their results."""
+        self._side, self._kernel, self._function = side, kernel, KERNELS[kernel].function
+        backend = portable_backend(side, target if device == "cuda" else None)
+        self._options = {"spec": case.spec, "backend": backend}
         inputs = make_inputs(case, device)
-        (self._expected,) = expectations(inputs, case.spec)
-        arrays = share(inputs) if package == "pallas_attn" else inputs
-        self._operands = self._arrange(arrays)
+        self._expected = expectations(inputs, parts_of(case.spec))
+        arrays = SIDES[side]().share(inputs)
+        names = _DECODE if self._function == "paged_decode" else _FLASH
+        self._operands: tuple[Any, ...] = tuple(map(arrays.get, names))
+        if self._function == "flash_bwd":
+            outputs = self._prepare("flash_fwd")()
+            self._operands = (arrays["dout"], arrays["dlse"], *self._operands, *outputs)
 
     def call(self, config: KernelConfig) -> Callable[[], Any]:
-        """A call of the function with this configuration, checked.
+        """Return a call of the function with this configuration, checked.
 
         Raises:
             Refused: a result is over its error budget.
             RuntimeError: the case does not run the kernel, or runs code of an earlier trace.
         """
-        function = self._function(KERNELS[self._kernel].function)
-        changes = {self._kernel: vars(config)}
+        prepared, changes = self._prepare(self._function), {self._kernel: vars(config)}
 
         def run() -> Any:
-            with use_target(self._target), use_configs(changes, self._package):
-                return function(*self._operands)
+            with use_configs(changes, self._side):
+                return prepared()
 
         with use_configs({}) as read:
             results = run()
@@ -71,37 +70,13 @@ class Trials:
         return run
 
     def error(self, results: Sequence[Any]) -> float:
-        """The worst error of the function's results over its budget."""
-        from interop.exchange import to_torch
-
-        names = _RESULTS[KERNELS[self._kernel].function]
-        if self._package == "pallas_attn":
+        """Return the worst error of the function's results over its budget."""
+        if self._side == "pallas_attn":
             results = [to_torch(x) for x in results]
-        return max(self._error(name, x) for name, x in zip(names, results, strict=True))
+        names = ("dq", "dk", "dv") if self._function == "flash_bwd" else ("out", "lse")
+        return worst(dict(zip(names, results, strict=True)), self._expected)
 
-    def _error(self, name: str, got: Any) -> float:
-        ref, dtype = self._expected.ref[name], self._case.dtype
-        if name == "lse":
-            return compare_lse(got, ref).ratio
-        kind = "output" if name == "out" else "gradient"
-        return compare_to_reference(got, ref, self._expected.lp[name], dtype, kind).ratio
-
-    def _function(self, name: str) -> Callable[..., Any]:
-        function = getattr(import_module(f"{self._package}.kernels.portable.{name}"), name)
-        function = partial(function, spec=self._case.spec)
-        if self._package == "torch_attn":
-            return function
-        import jax
-
-        return jax.jit(partial(function, backend=self._backend))
-
-    def _arrange(self, arrays: dict[str, Any]) -> tuple[Any, ...]:
-        """The function's operands."""
-        if isinstance(self._case, DecodeCase):
-            return arrays["q"], *(arrays.get(name) for name in _DECODE)
-        qkv = tuple(arrays[name] for name in "qkv")
-        if KERNELS[self._kernel].function == "flash_fwd":
-            return qkv
-        with use_target(self._target):
-            outputs = self._function("flash_fwd")(*qkv)
-        return arrays["dout"], arrays["dlse"], *qkv, *outputs
+    def _prepare(self, name: str) -> Callable[[], Any]:
+        function = getattr(import_module(f"{self._side}.kernels.portable.{name}"), name)
+        prepare = prepare_torch if self._side == "torch_attn" else prepare_jax
+        return prepare(partial(function, **self._options), "forward", self._operands, None)

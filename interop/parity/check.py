@@ -1,0 +1,128 @@
+"""Hold results to their error budgets: against the oracle, and against the other side's."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from interop.exchange import to_torch
+from interop.parity.inputs import Tensors
+from interop.parity.oracle import Expectation, Spec, expectations, sample_of
+from interop.parity.records import ORACLE, Comparison
+from interop.parity.sides import Subject, twins
+from twin_attention.contract.tolerances import (
+    Agreement,
+    compare_lse,
+    compare_to_reference,
+    compare_twins,
+)
+from twin_attention.contract.validate import fail
+
+NAN = Agreement(math.inf, 0.0, math.inf, 0.0, finite=False)
+
+
+def agreements(results: Tensors, expected: Expectation) -> dict[str, Agreement]:
+    """Hold results of a whole problem, some or all of them, to the oracle's."""
+
+    def agreement(name: str, got: torch.Tensor) -> Agreement:
+        ref, lp = expected.ref[name], expected.lp[name]
+        if name == "lse":
+            return compare_lse(got, ref)
+        kind = "output" if name == "out" else "gradient"
+        return compare_to_reference(got, ref, lp, expected.part.spec.dtype, kind)
+
+    return {name: agreement(name, x) for name, x in expected.crop(results).items()}
+
+
+def worst(results: Tensors, expected: Sequence[Expectation]) -> float:
+    """Return the largest error over its budget; above 1 the results are wrong."""
+    return max(a.ratio for part in expected for a in agreements(results, part).values())
+
+
+def sample_check(
+    inputs: Tensors, spec: Spec, names: Sequence[str]
+) -> Callable[[Sequence[Any]], float]:
+    """Return a check of results on all rows of a few heads, or of a few sequences of a decode.
+
+    The oracle runs at once, where the inputs are (see `oracle.evaluate`).
+
+    Args:
+        inputs: of the problem.
+        spec: the problem.
+        names: of the results that are checked, in order.
+
+    Returns:
+        A function from those results, torch's or JAX's, to their `worst` error over its budget.
+    """
+    expected = expectations(inputs, sample_of(spec))
+
+    def check(arrays: Sequence[Any]) -> float:
+        tensors = (x.detach() if isinstance(x, torch.Tensor) else to_torch(x) for x in arrays)
+        return worst(dict(zip(names, tensors, strict=True)), expected)
+
+    return check
+
+
+def compare(
+    results: Mapping[Subject, Tensors], expected: Sequence[Expectation]
+) -> list[Comparison]:
+    """Hold every result to its budget, and each torch_attn to each pallas_attn result.
+
+    Returns:
+        One comparison for each subject and output and for each pair of twins and output; where
+        there are several expectations, samples of one problem, the worst of them.
+    """
+    found = [c for part in expected for c in _compare_part(results, part)]
+    if len(expected) > 1:
+        found += [
+            Comparison(subject.label, ORACLE, name, NAN)  # it may lie between the samples
+            for subject, tensors in results.items()
+            for name, x in tensors.items()
+            if x.isnan().any()
+        ]
+    lanes: dict[tuple[str, str], Comparison] = {}
+    for c in found:
+        lane = (c.title, c.output)
+        if lane not in lanes or c.agreement.ratio > lanes[lane].agreement.ratio:
+            lanes[lane] = c
+    return list(lanes.values())
+
+
+def compare_sides(name: str, a: torch.Tensor, b: torch.Tensor, *budgets: Agreement) -> Agreement:
+    """Hold both sides' results to each other; `budgets` are those of a and b to the oracle."""
+    return compare_lse(a, b) if name == "lse" else compare_twins(a, b, *budgets)
+
+
+def check_layout(results: Tensors, inputs: Tensors, spec: Spec, case: str) -> None:
+    """Refuse results of a case that are not shaped, typed and placed as the contract says.
+
+    Raises:
+        ValueError: such a result.
+    """
+    q = inputs["q"]
+    shapes = {"out": (*q.shape[:-1], spec.head_dim_v), "lse": q[..., 0].movedim(-1, 1).shape}
+    for name, got in results.items():
+        shape = tuple(shapes[name] if name in shapes else inputs[name[1:]].shape)
+        dtype = torch.float32 if name == "lse" else q.dtype
+        if (tuple(got.shape), got.dtype, got.device) != (shape, dtype, q.device):
+            expected = f"{shape} {dtype} on {q.device}"
+            actual = f"{tuple(got.shape)} {got.dtype} on {got.device}"
+            fail(ValueError, f"{case}: {name}", expected, actual)
+
+
+def _compare_part(results: Mapping[Subject, Tensors], expected: Expectation) -> list[Comparison]:
+    budgets = {subject: agreements(tensors, expected) for subject, tensors in results.items()}
+    found = [
+        Comparison(subject.label, ORACLE, name, agreement)
+        for subject, by_name in budgets.items()
+        for name, agreement in by_name.items()
+    ]
+    for a, b in twins([*results]):
+        x, y = expected.crop(results[a]), expected.crop(results[b])
+        for name in x:
+            agreement = compare_sides(name, x[name], y[name], budgets[a][name], budgets[b][name])
+            found.append(Comparison(a.label, b.label, name, agreement))
+    return found

@@ -1,0 +1,211 @@
+"""One side, torch_attn or pallas_attn, on torch tensors: what runs, and running it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from itertools import product
+from typing import Any
+
+import jax
+import torch
+
+import pallas_attn
+import torch_attn
+from interop.exchange import to_jax, to_torch
+from interop.parity.cases import Case, DecodeCase
+from interop.parity.inputs import Tensors
+from twin_attention.contract.explain import Explanation
+from twin_attention.targets.target import use_target
+
+Attend = Callable[..., Any]  # an array, or a tuple of arrays, from arrays
+OUTPUTS, GRADIENTS = ("out", "lse"), ("dout", "dlse")
+
+
+@dataclass(frozen=True)
+class Subject:
+    """An implementation of one side, and the target that its kernels are compiled for.
+
+    Attributes:
+        side: "torch_attn" or "pallas_attn".
+        implementation: such as "triton" or "reference".
+        target: "sm80" or "sm90"; None where nothing is compiled.
+    """
+
+    side: str
+    implementation: str
+    target: str | None = None
+
+    @property
+    def label(self) -> str:
+        return " ".join(filter(None, (self.side, self.implementation, self.target)))
+
+
+def plan(implementations: Sequence[str], targets: Sequence[str | None]) -> list[list[Subject]]:
+    """Return the subjects by target; the reference compiles nothing and goes with the first."""
+    return [
+        [
+            Subject(side, implementation, target if implementation != "reference" else None)
+            for implementation, side in product(implementations, SIDES)
+            if implementation != "reference" or target == targets[0]
+        ]
+        for target in targets
+    ]
+
+
+def twins(group: Sequence[Subject]) -> list[tuple[Subject, Subject]]:
+    """Return every torch_attn subject of a group with every pallas_attn subject of it."""
+    pairs = product(group, group)
+    return [(a, b) for a, b in pairs if (a.side, b.side) == ("torch_attn", "pallas_attn")]
+
+
+def run(subject: Subject, case: Case, inputs: Tensors) -> Tensors:
+    """Return a subject's out and lse of a case; with dout among the inputs also dq, dk and dv."""
+    options = {**case.options, "implementation": subject.implementation}
+    with use_target(subject.target):
+        # A new side: what another one has traced may be another target's.
+        return results(SIDES[subject.side](), _function(case), inputs, **options)
+
+
+def explain(subject: Subject, case: Case, inputs: Tensors) -> Explanation:
+    """Return what a side says that it runs for a case."""
+    side = SIDES[subject.side]()
+    function = getattr(side.api, _function(case))
+    operands = side.share({name: x for name, x in inputs.items() if name not in GRADIENTS})
+    options = {**case.options, "implementation": subject.implementation}
+    with use_target(subject.target):
+        return side.api.explain(function, **operands, **options)
+
+
+def results(side: Side, function: str, inputs: Tensors, **options: Any) -> Tensors:
+    """Call a function that returns out and lse; differentiate it where dout and dlse are given."""
+    operands = {name: x for name, x in inputs.items() if name not in GRADIENTS}
+    gradients = [inputs[name] for name in GRADIENTS if name in inputs]
+    found = side.call(function, operands, gradients, return_lse=True, **options)
+    return dict(zip((*OUTPUTS, *(f"d{name}" for name in operands)), found, strict=False))
+
+
+class TorchSide:
+    """torch_attn on torch tensors."""
+
+    api = torch_attn
+
+    def share(self, tensors: Tensors) -> dict[str, Any]:
+        """Return tensors as arrays of the side's framework."""
+        return tensors
+
+    def call(
+        self, name: str, operands: Tensors, gradients: Sequence[torch.Tensor] = (), **options: Any
+    ) -> tuple[torch.Tensor, ...]:
+        """Call a public function.
+
+        Args:
+            name: of the function.
+            operands: its tensors, by argument name.
+            gradients: of its outputs; with them the gradients of all operands are returned as well.
+            options: its other arguments.
+        """
+        attend = _by_position(partial(getattr(self.api, name), **options), operands)
+        call = prepare_torch(
+            attend, "both" if gradients else "forward", [*operands.values()], gradients
+        )
+        return tuple(x.detach() for x in leaves(call()))
+
+
+class PallasSide:
+    """pallas_attn on torch tensors, jitted. An object keeps what it has compiled."""
+
+    api = pallas_attn
+
+    def share(self, tensors: Tensors) -> dict[str, Any]:
+        """Return tensors as JAX arrays of the same memory, or copies of views with strides."""
+        return {name: to_jax(x, copy=not x.is_contiguous()) for name, x in tensors.items()}
+
+    def call(
+        self, name: str, operands: Tensors, gradients: Sequence[torch.Tensor] = (), **options: Any
+    ) -> tuple[torch.Tensor, ...]:
+        """Call a public function, as `TorchSide.call` does."""
+        arrays = self.share(operands)
+        dout = self.share(dict(zip(GRADIENTS, gradients, strict=False)))
+        compiled = self._compile(name, (*arrays,), bool(dout), tuple(sorted(options.items())))
+        found = jax.block_until_ready(compiled(tuple(dout.values()), *arrays.values()))
+        return tuple(map(to_torch, leaves(found)))
+
+    @cache  # noqa: B019 - for as long as the side lives
+    def _compile(self, name: str, operands: tuple[str, ...], both: bool, options: Any) -> Attend:
+        attend = _by_position(partial(getattr(self.api, name), **dict(options)), operands)
+        return jax.jit(_with_gradients(attend) if both else lambda _, *arrays: attend(*arrays))
+
+
+Side = TorchSide | PallasSide
+SIDES: dict[str, type[Side]] = {"torch_attn": TorchSide, "pallas_attn": PallasSide}
+
+
+def prepare_torch(
+    attend: Attend, operation: str, operands: Sequence[torch.Tensor], dout: Any
+) -> Callable[[], Any]:
+    """Return a call that may run many times, with the graph that a backward walks made.
+
+    Args:
+        attend: takes the operands.
+        operation: "forward", "backward" or "both".
+        operands: differentiated in, unless it is a forward.
+        dout: gradients of what `attend` returns, structured as that; a forward reads none.
+
+    Returns:
+        A function that returns out, the operands' gradients, or (out, *gradients).
+    """
+    if operation == "forward":
+        return partial(attend, *operands)
+    operands = [x.detach().requires_grad_() for x in operands]
+    if operation == "backward":
+        out = attend(*operands)
+        return lambda: torch.autograd.grad(out, operands, dout, retain_graph=True)
+
+    def both() -> tuple[Any, ...]:
+        out = attend(*operands)
+        return out, *torch.autograd.grad(out, operands, dout)
+
+    return both
+
+
+def prepare_jax(
+    attend: Attend, operation: str, operands: Sequence[Any], dout: Any
+) -> Callable[[], Any]:
+    """Return a jitted call on JAX arrays, as `prepare_torch` does on tensors."""
+    if operation == "forward":
+        return partial(jax.jit(attend), *operands)
+    if operation == "backward":
+        _, pull = jax.jit(partial(jax.vjp, attend))(*operands)
+        return partial(jax.jit(lambda pull, dout: pull(dout)), pull, dout)
+    return partial(jax.jit(_with_gradients(attend)), dout, *operands)
+
+
+def leaves(results: Any) -> tuple[Any, ...]:
+    """Return the arrays of nested tuples, in order."""
+    if isinstance(results, tuple | list):
+        return tuple(leaf for result in results for leaf in leaves(result))
+    return (results,)
+
+
+def _function(case: Case) -> str:
+    return "paged_decode" if isinstance(case, DecodeCase) else "flash_attention"
+
+
+def _with_gradients(attend: Attend) -> Attend:
+    def both(dout: Any, *operands: Any) -> tuple[Any, ...]:
+        out, pull = jax.vjp(attend, *operands)
+        return out, *pull(dout)
+
+    return both
+
+
+def _by_position(function: Attend, names: Iterable[str]) -> Attend:
+    """Return a function of the operands by position, which returns a tuple."""
+
+    def attend(*operands: Any) -> tuple[Any, ...]:
+        results = function(**dict(zip(names, operands, strict=True)))
+        return results if isinstance(results, tuple) else (results,)
+
+    return attend

@@ -1,0 +1,138 @@
+"""What is right passes and what is wrong does not, whole or on samples."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from interop.exchange import to_jax
+from interop.parity import harness, oracle
+from interop.parity.cases import DecodeCase, FlashCase
+from interop.parity.check import check_layout, compare, sample_check
+from interop.parity.inputs import make_inputs
+from interop.parity.oracle import evaluate, expectations, parts_of
+from interop.parity.sides import Subject
+
+CASE = FlashCase(
+    "samples", batch=1, seq_q=128, seq_kv=128, head_dim=16, dtype="float32", window_size=(4, 0)
+)
+TORCH, PALLAS = Subject("torch_attn", "triton"), Subject("pallas_attn", "triton")
+
+
+def ratios(token: int, value: float, device: str) -> dict[tuple[str, str], float]:
+    """Ratios when `value` is added to torch_attn's out at a token."""
+    inputs = make_inputs(CASE, device)
+    right = evaluate(inputs, CASE.spec, torch.float64)
+    results = {subject: {n: x.float() for n, x in right.items()} for subject in (TORCH, PALLAS)}
+    results[TORCH]["out"][0, token] += value
+    found = compare(results, expectations(inputs, parts_of(CASE.spec)))
+    assert len(found) == 15
+    return {(c.title, c.output): c.agreement.ratio for c in found}
+
+
+@pytest.fixture
+def samples(monkeypatch):
+    monkeypatch.setattr(oracle, "SAMPLE_ABOVE", 0)
+    monkeypatch.setattr(oracle, "STRETCH", 32)
+
+
+@pytest.mark.usefixtures("samples")
+@pytest.mark.parametrize("token", [0, 127])
+def test_the_worst_sample_counts(token, torch_device):
+    got = ratios(token, 1.0, torch_device)
+    wrong = {("torch_attn triton", "out"), ("twins triton", "out")}
+    assert {lane for lane, ratio in got.items() if ratio > 1} == wrong
+
+
+@pytest.mark.usefixtures("samples")
+def test_a_nan_between_the_samples_fails(torch_device):
+    got = ratios(64, float("nan"), torch_device)
+    assert {lane for lane, ratio in got.items() if ratio > 1} == {("torch_attn triton", "out")}
+
+
+FLASH = {
+    "causal": FlashCase("a", 3, 40, 40, 4, 2, 16, causal=True),
+    "window": FlashCase("b", 1, 24, 50, 2, 2, 16, window_size=(7, 3)),
+    "left": FlashCase("c", 2, 50, 24, 3, 1, 16, head_dim_v=24, window_size=(9, None)),
+    "full": FlashCase("d", 1, 33, 33, 6, 6, 16, dtype="float32", softcap=5.0),
+}
+DECODE = [
+    DecodeCase("e", lengths=(5, 0, 100, 128, 17, 3), max_pages=8),
+    DecodeCase("f", lengths=(50,) * 3, tokens=4, window_size=(20, 0), sinks=True),
+    DecodeCase("g", lengths=(90,), kv_dtype="int8", scale_shape=(2,), max_pages=50),
+]
+GRADIENTS = ("dq", "dk", "dv")
+
+
+def plain(case, inputs, names):
+    """The results of a run in float32, rounded to the case's dtype."""
+    found = evaluate(inputs, case.spec, torch.float32)
+    return [found[name].to(inputs["q"].dtype) for name in names]
+
+
+@pytest.mark.parametrize("names", [("out",), GRADIENTS, ("out", *GRADIENTS)])
+@pytest.mark.parametrize("name", FLASH)
+def test_a_wrong_element_of_a_sampled_head_is_found(monkeypatch, name, names, torch_device):
+    monkeypatch.setattr(oracle, "SCORES", 500)
+    case = FLASH[name]
+    inputs = make_inputs(case, torch_device)
+    del inputs["dlse"]
+    check = sample_check(inputs, case.spec, names)
+    results = plain(case, inputs, names)
+    assert 0 < check(results) <= 1
+    for x in results:
+        for spoil in (1.0, float("nan")):
+            right = x[-1, -1, -1, -1].clone()
+            x[-1, -1, -1, -1] += spoil
+            assert not check(results) <= 1
+            x[-1, -1, -1, -1] = right
+
+
+def test_results_of_jax_are_checked_as_well(torch_device):
+    case = FLASH["causal"]
+    inputs = make_inputs(case, torch_device)
+    (out,) = plain(case, inputs, ("out",))
+    check = sample_check(inputs, case.spec, ("out",))
+    assert check([to_jax(out, copy=True)]) == check([out])
+
+
+@pytest.mark.parametrize("case", DECODE, ids=lambda case: case.name)
+def test_a_wrong_element_of_a_sampled_sequence_is_found(case, torch_device):
+    inputs = make_inputs(case, torch_device)
+    (out,) = plain(case, inputs, ("out",))
+    check = sample_check(inputs, case.spec, ("out",))
+    assert 0 < check([out]) <= 1
+    out[-1, ..., -1, -1] += 1
+    assert check([out]) > 1
+
+
+@pytest.mark.parametrize(
+    ("name", "spoil"),
+    [
+        ("out", lambda out: out[:, :1]),
+        ("out", lambda out: out.float()),
+        ("lse", lambda lse: lse.to(torch.bfloat16)),
+        ("dk", lambda dk: dk.mT),
+    ],
+)
+def test_a_wrong_shape_or_dtype_is_an_error(name, spoil, torch_device):
+    case = replace(FLASH["causal"], dtype="float16")
+    inputs = make_inputs(case, torch_device)
+    dtypes = {"lse": torch.float32}
+    results = evaluate(inputs, case.spec, torch.float64)
+    results = {n: x.to(dtypes.get(n, torch.float16)) for n, x in results.items()}
+    check_layout(results, inputs, case.spec, case.name)
+    with pytest.raises(ValueError, match=rf"^a: {name}: expected \("):
+        check_layout(results | {name: spoil(results[name])}, inputs, case.spec, case.name)
+
+
+def test_a_case_with_a_wrong_shape_is_an_error(fake_twins):
+    def spoil(subject, case, results):
+        if subject == TORCH:
+            results["lse"] = results["lse"].mT
+
+    fake_twins(spoil)
+    result = harness.run_case(FLASH["window"], [[TORCH, PALLAS]], "cpu")
+    (error,) = result.errors
+    assert error.startswith("torch_attn triton: ValueError: b: lse: expected (1, 2, 24) ")
+    assert {c.subject for c in result.comparisons} == {PALLAS.label}

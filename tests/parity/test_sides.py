@@ -1,0 +1,115 @@
+"""One side on one case, and which subjects run."""
+
+import pytest
+import torch
+
+import torch_attn
+from interop.parity.cases import DecodeCase, FlashCase, decode_cases
+from interop.parity.check import worst
+from interop.parity.inputs import make_inputs
+from interop.parity.oracle import expectations, parts_of
+from interop.parity.sides import SIDES, PallasSide, Subject, explain, plan, run, twins
+from twin_attention.targets.target import requested_target
+
+CASE = FlashCase("run", seq_q=5, seq_kv=7, heads_q=2, heads_kv=1, head_dim=16, causal=True)
+
+
+def test_each_target_is_a_group_and_the_reference_runs_once():
+    groups = plan(("triton", "reference"), ("sm90", "sm80"))
+    assert [[subject.label for subject in group] for group in groups] == [
+        [
+            "torch_attn triton sm90",
+            "pallas_attn triton sm90",
+            "torch_attn reference",
+            "pallas_attn reference",
+        ],
+        ["torch_attn triton sm80", "pallas_attn triton sm80"],
+    ]
+
+
+def test_twins_are_all_pairs_across_the_sides():
+    (group,) = plan(("triton", "reference"), (None,))
+    pairs = {(a.label, b.label) for a, b in twins(group)}
+    assert pairs == {
+        (f"torch_attn {a}", f"pallas_attn {b}")
+        for a in ("triton", "reference")
+        for b in ("triton", "reference")
+    }
+
+
+@pytest.mark.parametrize("side", SIDES)
+def test_results_are_torch_tensors_shaped_as_promised(side, torch_device):
+    inputs = make_inputs(CASE, torch_device)
+    subject = Subject(side, "reference")
+    results = run(subject, CASE, inputs)
+    like = {"out": "dout", "lse": "dlse", "dq": "q", "dk": "k", "dv": "v"}
+    assert list(results) == list(like)
+    for name, x in results.items():
+        want = inputs[like[name]]
+        assert (x.shape, x.dtype, x.device) == (want.shape, want.dtype, want.device)
+    assert explain(subject, CASE, inputs).implementation == "reference"
+
+
+@pytest.mark.parametrize("side", SIDES)
+@pytest.mark.parametrize(
+    ("tokens", "out", "lse"), [(None, (2, 4, 72), (2, 4)), (3, (2, 3, 4, 72), (2, 4, 3))]
+)
+def test_results_of_a_decode(side, tokens, out, lse, torch_device):
+    case = DecodeCase("decode", lengths=(20, 0), tokens=tokens, head_dim_v=72)
+    subject, inputs = Subject(side, "reference"), make_inputs(case, torch_device)
+    got = {n: (tuple(x.shape), x.dtype) for n, x in run(subject, case, inputs).items()}
+    assert got == {"out": (out, torch.bfloat16), "lse": (lse, torch.float32)}
+    assert explain(subject, case, inputs).implementation == "reference"
+
+
+@pytest.mark.parametrize("name", ["decode-bf16", "decode-int8", "decode-fp8"])
+def test_jax_gets_the_memory_of_the_pool(name, torch_device):
+    (case,) = decode_cases("quick", name)
+    inputs = make_inputs(case, torch_device)
+    arrays = PallasSide().share(inputs)
+    assert arrays.keys() == inputs.keys()
+    for argument, x in inputs.items():
+        assert arrays[argument].unsafe_buffer_pointer() == x.data_ptr(), argument
+
+
+def test_a_subject_runs_for_its_target(monkeypatch, torch_device):
+    seen = []
+    real = torch_attn.flash_attention
+
+    def attend(*args, **kwargs):
+        seen.append(requested_target())
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(torch_attn, "flash_attention", attend)
+    run(Subject("torch_attn", "reference", "sm80"), CASE, make_inputs(CASE, torch_device))
+    assert seen == ["sm80"]
+
+
+def test_a_side_calls_what_writes_a_cache_and_what_merges(torch_device):
+    """Both sides, on the same tensors: new pools of `append_kv`, out and lse of `merge_states`."""
+    case = DecodeCase("append", lengths=(20, 5), tokens=2, heads_q=4, heads_kv=2)
+    inputs = make_inputs(case, torch_device)
+    q = inputs.pop("q")
+    new = inputs | {"k_new": q[:, :, :2], "v_new": q[:, :, 2:]}
+    states = {"outs": torch.randn(3, 2, 5, 4, 16), "lses": torch.randn(3, 2, 4, 5)}
+    states = {name: x.to(torch_device) for name, x in states.items()}
+    pools, merged = {}, {}
+    for name, side in SIDES.items():
+        copies = {x: new[x].clone() for x in ("k_pages", "v_pages")}
+        pools[name] = side().call("append_kv", new | copies, implementation="reference")
+        merged[name] = side().call("merge_states", states, implementation="reference")
+    for a, b in zip(*pools.values(), strict=True):
+        assert torch.equal(a.nan_to_num(9.0), b.nan_to_num(9.0))
+    for a, b in zip(*merged.values(), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("side", SIDES)
+def test_gradients_of_out_alone(side, torch_device):
+    inputs = make_inputs(CASE, torch_device)
+    qkv = {name: inputs[name] for name in "qkv"}
+    options = CASE.options | {"implementation": "reference"}
+    found = SIDES[side]().call("flash_attention", qkv, [inputs["dout"]], **options)
+    results = dict(zip(("out", "dq", "dk", "dv"), found, strict=True))
+    del inputs["dlse"]
+    assert worst(results, expectations(inputs, parts_of(CASE.spec))) <= 1
