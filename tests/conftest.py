@@ -16,7 +16,7 @@ from tests.sides import SIDES, Side
 
 ON_GPU = torch.cuda.is_available()
 
-settings.register_profile("cpu", deadline=None, derandomize=True, max_examples=20)
+settings.register_profile("cpu", deadline=None, derandomize=True, max_examples=10)
 settings.register_profile("gpu", deadline=None, derandomize=True, max_examples=60)
 settings.load_profile("gpu" if ON_GPU else "cpu")
 
