@@ -11,10 +11,9 @@ from pallas_attn.decode_ops import append, decode, merge
 from pallas_attn.dispatch import Implementation, choose_backends
 from pallas_attn.operands import device_of, operand
 from pallas_attn.targets import Device
+from twin_attention.contract.operands import AppendOperands, DecodeOperands, describe_operands
 from twin_attention.contract.spec import DecodeSpec, MergeSpec, PagedCache
 from twin_attention.contract.validate import (
-    DecodeOptions,
-    Operand,
     check_append_kv,
     check_decode_options,
     check_merge_states,
@@ -136,14 +135,14 @@ def paged_decode(
         attention = jax.jit(lambda *operands: paged_decode(*operands, return_lse=True))
         out, lse = attention(q, k_pages, v_pages, block_tables, seq_lens)
     """
-    operands = (q, k_pages, v_pages, block_tables, seq_lens, sinks, k_scale, v_scale)
+    operands = DecodeOperands(q, k_pages, v_pages, block_tables, seq_lens, sinks, k_scale, v_scale)
     options = check_decode_options(
         scale=scale, window_size=window_size, softcap=softcap, num_splits=num_splits,
         return_lse=return_lse,
     )  # fmt: skip
-    spec = _check_decode(*operands, options=options)
+    spec = check_paged_decode(describe_operands(operands, operand), options)
     backends = choose_backends(implementation, device_of(q), spec)
-    out, lse = decode(*operands, spec, backends)
+    out, lse = decode(operands, spec, backends)
     return (out, lse) if return_lse else out
 
 
@@ -212,10 +211,12 @@ def append_kv(
         k_pages, v_pages = append(k_new, v_new, k_pages, v_pages, block_tables, seq_lens + 1)
         assert jnp.array_equal(k_pages[3, 9], k_new[0])
     """
-    operands = (k_new, v_new, k_pages, v_pages, block_tables, seq_lens, k_scale, v_scale)
-    cache = _check_append(*operands)
+    operands = AppendOperands(
+        k_new, v_new, k_pages, v_pages, block_tables, seq_lens, k_scale, v_scale
+    )
+    cache = check_append_kv(describe_operands(operands, operand))
     backends = choose_backends(implementation, device_of(k_new), cache)
-    return append(*operands, cache, backends)
+    return append(operands, cache, backends)
 
 
 def merge_states(
@@ -265,7 +266,7 @@ def merge_states(
         out, lse = merge_states(outs, lses)
         assert jnp.allclose(out, flash_attention(q, k, v), atol=1e-5)
     """
-    spec = check_merge_states(*_operands(outs=outs, lses=lses))
+    spec = check_merge_states(operand("outs", outs), operand("lses", lses))
     backends = choose_backends(implementation, device_of(outs), spec)
     return merge(outs, lses, spec, backends)
 
@@ -310,82 +311,21 @@ def check_pages(
 
 
 def problem_of_decode(
-    q: Any,
-    k_pages: Any,
-    v_pages: Any,
-    block_tables: Any,
-    seq_lens: Any,
-    *,
-    sinks: Any,
-    k_scale: Any,
-    v_scale: Any,
-    **options: Any,
+    q: Any, *cache: Any, sinks: Any, k_scale: Any, v_scale: Any, **options: Any
 ) -> tuple[Device | None, DecodeSpec]:
     """Check the arguments of `paged_decode` and return the device and the problem."""
-    spec = _check_decode(
-        q, k_pages, v_pages, block_tables, seq_lens, sinks, k_scale, v_scale,
-        options=check_decode_options(**options),
-    )  # fmt: skip
-    return device_of(q), spec
+    operands = DecodeOperands(q, *cache, sinks=sinks, k_scale=k_scale, v_scale=v_scale)
+    described = describe_operands(operands, operand)
+    return device_of(q), check_paged_decode(described, check_decode_options(**options))
 
 
-def problem_of_append(
-    k_new: Any, *operands: Any, **scales: Any
-) -> tuple[Device | None, PagedCache]:
+def problem_of_append(k_new: Any, *others: Any, **scales: Any) -> tuple[Device | None, PagedCache]:
     """Check the arguments of `append_kv` and return the device and the cache."""
-    cache = _check_append(k_new, *operands, **scales)
-    return device_of(k_new), cache
+    described = describe_operands(AppendOperands(k_new, *others, **scales), operand)
+    return device_of(k_new), check_append_kv(described)
 
 
 def problem_of_merge(outs: Any, lses: Any) -> tuple[Device | None, MergeSpec]:
     """Check the arguments of `merge_states` and return the device and the problem."""
-    spec = check_merge_states(*_operands(outs=outs, lses=lses))
+    spec = check_merge_states(operand("outs", outs), operand("lses", lses))
     return device_of(outs), spec
-
-
-def _check_decode(
-    q: Any,
-    k_pages: Any,
-    v_pages: Any,
-    block_tables: Any,
-    seq_lens: Any,
-    sinks: Any,
-    k_scale: Any,
-    v_scale: Any,
-    *,
-    options: DecodeOptions,
-) -> DecodeSpec:
-    return check_paged_decode(
-        *_operands(
-            q=q, k_pages=k_pages, v_pages=v_pages, block_tables=block_tables, seq_lens=seq_lens
-        ),
-        *_optional(sinks=sinks, k_scale=k_scale, v_scale=v_scale),
-        options=options,
-    )
-
-
-def _check_append(
-    k_new: Any,
-    v_new: Any,
-    k_pages: Any,
-    v_pages: Any,
-    block_tables: Any,
-    seq_lens: Any,
-    k_scale: Any,
-    v_scale: Any,
-) -> PagedCache:
-    return check_append_kv(
-        *_operands(
-            k_new=k_new, v_new=v_new, k_pages=k_pages, v_pages=v_pages,
-            block_tables=block_tables, seq_lens=seq_lens,
-        ),
-        *_optional(k_scale=k_scale, v_scale=v_scale),
-    )  # fmt: skip
-
-
-def _operands(**arguments: Any) -> list[Operand]:
-    return [operand(name, x) for name, x in arguments.items()]
-
-
-def _optional(**arguments: Any) -> list[Operand | None]:
-    return [None if x is None else operand(name, x) for name, x in arguments.items()]

@@ -13,79 +13,62 @@ import jax
 import jax.numpy as jnp
 
 from pallas_attn.dispatch import Backends, run_on_platform
+from twin_attention.contract.operands import AppendOperands, DecodeOperands
 from twin_attention.contract.spec import DecodeSpec, MergeSpec, PagedCache
 from twin_attention.contract.validate import no_gradient
 
 
-@partial(jax.custom_jvp, nondiff_argnums=(8, 9))
-@partial(jax.jit, static_argnums=(8, 9))
+@partial(jax.custom_jvp, nondiff_argnums=(1, 2))
+@partial(jax.jit, static_argnums=(1, 2))
 def decode(
-    q: jax.Array,
-    k_pages: jax.Array,
-    v_pages: jax.Array,
-    block_tables: jax.Array,
-    seq_lens: jax.Array,
-    sinks: jax.Array | None,
-    k_scale: jax.Array | None,
-    v_scale: jax.Array | None,
-    spec: DecodeSpec,
-    backends: Backends,
+    operands: DecodeOperands[jax.Array], spec: DecodeSpec, backends: Backends
 ) -> tuple[jax.Array, jax.Array]:
     """Compute attention of new tokens over a paged cache.
 
     Args:
-        q to v_scale: as `pallas_attn.paged_decode` takes them.
+        operands: as `pallas_attn.paged_decode` takes them.
         spec: the problem; its shapes and dtypes are those of the operands.
         backends: what to run where.
 
     Returns:
         out [B, Hq, Dv] or [B, T, Hq, Dv] in q's dtype, and lse [B, Hq] or [B, Hq, T], float32.
     """
+    q, sinks = operands.q, operands.sinks
     rows = (spec.batch, spec.tokens, spec.heads_q)
     if spec.is_empty:
         out = jnp.zeros((*rows, spec.head_dim_v), q.dtype)
         lse = jnp.float32(-jnp.inf) if sinks is None else sinks[:, None]
         lse = jnp.broadcast_to(lse, (spec.batch, spec.heads_q, spec.tokens))
     else:
-        q_rows = q.reshape(*rows, spec.head_dim)
-        operands = (q_rows, k_pages, v_pages, block_tables, seq_lens, sinks, k_scale, v_scale)
-        out, lse = run_on_platform(backends, "paged_decode", spec, *operands)
+        operands = operands._replace(q=q.reshape(*rows, spec.head_dim))
+        out, lse = run_on_platform(backends, "paged_decode", spec, operands)
     return (
         out.reshape(*q.shape[:-1], spec.head_dim_v),
         lse.reshape(spec.batch, spec.heads_q, *q.shape[1:-2]),
     )
 
 
-@partial(jax.custom_jvp, nondiff_argnums=(8, 9))
-@partial(jax.jit, static_argnums=(8, 9))
+@partial(jax.custom_jvp, nondiff_argnums=(1, 2))
+@partial(jax.jit, static_argnums=(1, 2))
 def append(
-    k_new: jax.Array,
-    v_new: jax.Array,
-    k_pages: jax.Array,
-    v_pages: jax.Array,
-    block_tables: jax.Array,
-    seq_lens: jax.Array,
-    k_scale: jax.Array | None,
-    v_scale: jax.Array | None,
-    cache: PagedCache,
-    backends: Backends,
+    operands: AppendOperands[jax.Array], cache: PagedCache, backends: Backends
 ) -> tuple[jax.Array, jax.Array]:
     """Return the pools with new tokens written.
 
     Args:
-        k_new to v_scale: as `pallas_attn.append_kv` takes them.
+        operands: as `pallas_attn.append_kv` takes them.
         cache: describes the pools and tables.
         backends: what to run where.
 
     Returns:
         k_pages and v_pages, in the memory of those given where XLA may write there.
     """
+    k_new, v_new = operands.k_new, operands.v_new
     if cache.is_empty or k_new.size == 0:
-        return k_pages, v_pages
+        return operands.k_pages, operands.v_pages
     if k_new.ndim == 3:
-        k_new, v_new = k_new[:, None], v_new[:, None]
-    operands = (k_new, v_new, k_pages, v_pages, block_tables, seq_lens, k_scale, v_scale)
-    return run_on_platform(backends, "append_kv", cache, *operands)
+        operands = operands._replace(k_new=k_new[:, None], v_new=v_new[:, None])
+    return run_on_platform(backends, "append_kv", cache, operands)
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(2, 3))

@@ -10,8 +10,9 @@ from pallas_attn.dispatch import Implementation, choose_backends
 from pallas_attn.flash_ops import attention
 from pallas_attn.operands import device_of, operand
 from pallas_attn.targets import Device
+from twin_attention.contract.operands import FlashOperands, describe_operands
 from twin_attention.contract.spec import AttentionSpec
-from twin_attention.contract.validate import Operand, check_flash_attention, check_flash_options
+from twin_attention.contract.validate import check_flash_attention, check_flash_options
 
 
 @overload
@@ -97,18 +98,13 @@ def flash_attention(
     options = check_flash_options(
         causal=causal, scale=scale, window_size=window_size, softcap=softcap, return_lse=return_lse
     )
-    spec = check_flash_attention(*_operands(q, k, v), options)
+    operands = FlashOperands(q, k, v)
+    spec = check_flash_attention(describe_operands(operands, operand), options)
     backends = choose_backends(implementation, device_of(q), spec)
-    return attention(q, k, v, spec, backends, return_lse)
+    return attention(operands, spec, backends, return_lse)
 
 
-def problem_of_flash(
-    q: jax.Array, k: jax.Array, v: jax.Array, **options: Any
-) -> tuple[Device | None, AttentionSpec]:
+def problem_of_flash(q: Any, k: Any, v: Any, **options: Any) -> tuple[Device | None, AttentionSpec]:
     """Check the arguments of `flash_attention` and return the device and the problem."""
-    spec = check_flash_attention(*_operands(q, k, v), check_flash_options(**options))
-    return device_of(q), spec
-
-
-def _operands(q: Any, k: Any, v: Any) -> tuple[Operand, Operand, Operand]:
-    return operand("q", q), operand("k", k), operand("v", v)
+    described = describe_operands(FlashOperands(q, k, v), operand)
+    return device_of(q), check_flash_attention(described, check_flash_options(**options))

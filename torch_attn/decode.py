@@ -10,10 +10,13 @@ from torch import Tensor
 from torch_attn import decode_ops
 from torch_attn.dispatch import Implementation, check_implementation
 from torch_attn.operands import autocast_dtype, check_tensor, operand
+from twin_attention.contract.operands import AppendOperands, DecodeOperands, describe_operands
 from twin_attention.contract.spec import DecodeSpec, MergeSpec, PagedCache
 from twin_attention.contract.validate import (
+    check_append_kv,
     check_decode_options,
     check_page_ids,
+    check_paged_decode,
     check_pages_arguments,
 )
 
@@ -124,19 +127,20 @@ def paged_decode(
         q = torch.randn(2, 4, 64, dtype=torch.bfloat16)
         out, lse = paged_decode(q, k_pages, v_pages, block_tables, seq_lens, return_lse=True)
     """
-    operands = (k_pages, v_pages, block_tables, seq_lens, sinks, k_scale, v_scale)
-    q = _autocast("q", q)
+    operands = DecodeOperands(
+        _autocast("q", q), k_pages, v_pages, block_tables, seq_lens, sinks, k_scale, v_scale
+    )
     options = check_decode_options(
         scale=scale, window_size=window_size, softcap=softcap, num_splits=num_splits,
         return_lse=return_lse,
     )  # fmt: skip
     check_implementation(implementation)
     if not torch.compiler.is_compiling():  # there the operator's fake kernel checks the operands
-        decode_ops.check_decode(q, *operands, options)
-    single = q.ndim == 3
-    out, lse = decode_ops.paged_decode(
-        q.unsqueeze(1) if single else q, *operands, *options, implementation
-    )
+        check_paged_decode(describe_operands(operands, operand), options)
+    single = operands.q.ndim == 3
+    if single:
+        operands = operands._replace(q=operands.q.unsqueeze(1))
+    out, lse = decode_ops.paged_decode(*operands, *options, implementation)
     if single:
         out, lse = out.squeeze(1), lse.squeeze(2)
     return (out, lse) if return_lse else out
@@ -203,14 +207,16 @@ def append_kv(
         append_kv(k_new, v_new, k_pages, v_pages, block_tables, seq_lens + 1)
         assert torch.equal(k_pages[3, 9], k_new[0])
     """
-    operands = (k_pages, v_pages, block_tables, seq_lens, k_scale, v_scale)
     k_new, v_new = _autocast("k_new", k_new), _autocast("v_new", v_new)
+    operands = AppendOperands(
+        k_new, v_new, k_pages, v_pages, block_tables, seq_lens, k_scale, v_scale
+    )
     check_implementation(implementation)
     if not torch.compiler.is_compiling():
-        decode_ops.check_append(k_new, v_new, *operands)
+        check_append_kv(describe_operands(operands, operand))
     if k_new.ndim == 3:
-        k_new, v_new = k_new.unsqueeze(1), v_new.unsqueeze(1)
-    decode_ops.append_kv(k_new, v_new, *operands, implementation)
+        operands = operands._replace(k_new=k_new.unsqueeze(1), v_new=v_new.unsqueeze(1))
+    decode_ops.append_kv(*operands, implementation)
     return k_pages, v_pages
 
 
@@ -310,29 +316,22 @@ def check_pages(
 
 
 def problem_of_decode(
-    q: Any,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    block_tables: Tensor,
-    seq_lens: Tensor,
-    *,
-    sinks: Tensor | None,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
-    **options: Any,
+    q: Any, *cache: Any, sinks: Any, k_scale: Any, v_scale: Any, **options: Any
 ) -> tuple[torch.device, DecodeSpec]:
     """Check the arguments of `paged_decode` and return the device and the problem."""
     q = _autocast("q", q)
-    operands = (q, k_pages, v_pages, block_tables, seq_lens, sinks, k_scale, v_scale)
-    return q.device, decode_ops.check_decode(*operands, check_decode_options(**options))
+    operands = DecodeOperands(q, *cache, sinks=sinks, k_scale=k_scale, v_scale=v_scale)
+    described = describe_operands(operands, operand)
+    return q.device, check_paged_decode(described, check_decode_options(**options))
 
 
 def problem_of_append(
-    k_new: Any, v_new: Any, *pools: Tensor, **scales: Tensor | None
+    k_new: Any, v_new: Any, *cache: Any, **scales: Any
 ) -> tuple[torch.device, PagedCache]:
     """Check the arguments of `append_kv` and return the device and the cache."""
     k_new, v_new = _autocast("k_new", k_new), _autocast("v_new", v_new)
-    return k_new.device, decode_ops.check_append(k_new, v_new, *pools, **scales)
+    operands = AppendOperands(k_new, v_new, *cache, **scales)
+    return k_new.device, check_append_kv(describe_operands(operands, operand))
 
 
 def problem_of_merge(outs: Any, lses: Any) -> tuple[torch.device, MergeSpec]:

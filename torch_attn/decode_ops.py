@@ -9,17 +9,18 @@ reference of append_kv.
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from torch_attn.dispatch import choose
 from torch_attn.flash_ops import TAGS, without_gradient
-from torch_attn.operands import dtype_name, operand
-from twin_attention.contract.spec import DecodeSpec, MergeSpec, PagedCache, scale_or_default
+from torch_attn.operands import dtype_name, operand, schema
+from twin_attention.contract.operands import AppendOperands, DecodeOperands, describe_operands
+from twin_attention.contract.spec import DecodeSpec, MergeSpec, PagedCache
 from twin_attention.contract.validate import (
     DecodeOptions,
-    Operand,
     check_append_kv,
     check_merge_states,
     check_paged_decode,
@@ -27,15 +28,12 @@ from twin_attention.contract.validate import (
 
 _library = torch.library.Library("torch_attn", "FRAGMENT")
 _library.define(
-    "paged_decode(Tensor q, Tensor k_pages, Tensor v_pages, Tensor block_tables, Tensor seq_lens, "
-    "Tensor? sinks, Tensor? k_scale, Tensor? v_scale, float? scale, SymInt? window_left, "
-    "float? softcap, SymInt? num_splits, str? implementation) -> (Tensor out, Tensor lse)",
+    f"paged_decode({schema(DecodeOperands)}, float? scale, SymInt? window_left, float? softcap, "
+    "SymInt? num_splits, str? implementation) -> (Tensor out, Tensor lse)",
     tags=TAGS,
 )
 _library.define(
-    "append_kv(Tensor k_new, Tensor v_new, Tensor(a!) k_pages, Tensor(b!) v_pages, "
-    "Tensor block_tables, Tensor seq_lens, Tensor? k_scale, Tensor? v_scale, "
-    "str? implementation) -> ()",
+    f"append_kv({schema(AppendOperands, ('k_pages', 'v_pages'))}, str? implementation) -> ()",
     tags=TAGS,
 )
 _library.define(
@@ -47,102 +45,56 @@ append_kv = torch.ops.torch_attn.append_kv.default
 merge_states = torch.ops.torch_attn.merge_states.default
 
 
-def check_decode(
-    q, k_pages, v_pages, block_tables, seq_lens, sinks, k_scale, v_scale, options: DecodeOptions
-) -> DecodeSpec:
-    """Check tensors as `check_paged_decode` does."""
-    return check_paged_decode(
-        operand("q", q),
-        *_cache_operands(k_pages, v_pages, block_tables, seq_lens),
-        _optional("sinks", sinks),
-        _optional("k_scale", k_scale),
-        _optional("v_scale", v_scale),
-        options,
-    )
-
-
-def check_append(
-    k_new, v_new, k_pages, v_pages, block_tables, seq_lens, k_scale, v_scale
-) -> PagedCache:
-    """Check tensors as `check_append_kv` does."""
-    return check_append_kv(
-        operand("k_new", k_new),
-        operand("v_new", v_new),
-        *_cache_operands(k_pages, v_pages, block_tables, seq_lens),
-        _optional("k_scale", k_scale),
-        _optional("v_scale", v_scale),
-    )
-
-
 def check_merge(outs, lses) -> MergeSpec:
     """Check tensors as `check_merge_states` does."""
     return check_merge_states(operand("outs", outs), operand("lses", lses))
 
 
-def _cache_operands(
-    k_pages, v_pages, block_tables, seq_lens
-) -> tuple[Operand, Operand, Operand, Operand]:
-    return (
-        operand("k_pages", k_pages),
-        operand("v_pages", v_pages),
-        operand("block_tables", block_tables),
-        operand("seq_lens", seq_lens),
-    )
-
-
-def _optional(name: str, x: Tensor | None) -> Operand | None:
-    return None if x is None else operand(name, x)
-
-
-def _run_decode(
-    q, k_pages, v_pages, block_tables, seq_lens, sinks, k_scale, v_scale,
-    scale, window_left, softcap, num_splits, implementation,
-):  # fmt: skip
-    batch, tokens, heads_q, head_dim = q.shape
-    cache = _cache(k_pages, v_pages, block_tables)
-    scale = scale_or_default(scale, head_dim)
-    dtype = dtype_name(q.dtype)
-    spec = DecodeSpec(batch, tokens, heads_q, cache, dtype, scale, window_left, softcap, num_splits)
+def _run_decode(*args):
+    operands, options, implementation = _unpack_decode(args)
+    q, sinks = operands.q, operands.sinks
+    kv_dtype = dtype_name(operands.k_pages.dtype)
+    spec = DecodeSpec.of(operands, dtype_name(q.dtype), kv_dtype, *options)
     if spec.is_empty:
-        out, lse = _allocate_outputs(q, v_pages)
+        out, lse = _allocate_outputs(operands)
         return out.zero_(), lse.fill_(-torch.inf) if sinks is None else lse.copy_(sinks[:, None])
-    operands = (q, k_pages, v_pages, block_tables, seq_lens, sinks, k_scale, v_scale)
     backend, _ = choose(implementation, q.device, spec)
-    return backend.family.function("paged_decode")(*operands, spec, backend)
+    return backend.family.function("paged_decode")(operands, spec, backend)
 
 
-def _fake_decode(
-    q, k_pages, v_pages, block_tables, seq_lens, sinks, k_scale, v_scale,
-    scale, window_left, softcap, num_splits, implementation,
-):  # fmt: skip
-    options = DecodeOptions(scale, window_left, softcap, num_splits)
-    check_decode(q, k_pages, v_pages, block_tables, seq_lens, sinks, k_scale, v_scale, options)
-    return _allocate_outputs(q, v_pages)
+def _fake_decode(*args):
+    operands, options, _ = _unpack_decode(args)
+    check_paged_decode(describe_operands(operands, operand), options)
+    return _allocate_outputs(operands)
 
 
-def _allocate_outputs(q: Tensor, v_pages: Tensor) -> tuple[Tensor, Tensor]:
-    batch, tokens, heads_q, _ = q.shape
-    out = q.new_empty((batch, tokens, heads_q, v_pages.shape[3]))
-    return out, q.new_empty((batch, heads_q, tokens), dtype=torch.float32)
+def _unpack_decode(args) -> tuple[DecodeOperands[Tensor], DecodeOptions, Any]:
+    """Split the operator's arguments, which come in the order of its schema."""
+    end = len(DecodeOperands._fields)
+    *options, implementation = args[end:]
+    return DecodeOperands._make(args[:end]), DecodeOptions._make(options), implementation
 
 
-def _run_append(
-    k_new, v_new, k_pages, v_pages, block_tables, seq_lens, k_scale, v_scale, implementation
-):
-    cache = _cache(k_pages, v_pages, block_tables)
-    if cache.is_empty or k_new.numel() == 0:
+def _allocate_outputs(operands: DecodeOperands[Tensor]) -> tuple[Tensor, Tensor]:
+    batch, tokens, heads_q, _ = operands.q.shape
+    out = operands.q.new_empty((batch, tokens, heads_q, operands.v_pages.shape[3]))
+    return out, out.new_empty((batch, heads_q, tokens), dtype=torch.float32)
+
+
+def _run_append(*args):
+    *tensors, implementation = args
+    operands = AppendOperands._make(tensors)
+    cache = PagedCache.of(operands, dtype_name(operands.k_pages.dtype))
+    if cache.is_empty or operands.k_new.numel() == 0:
         return
-    operands = (k_new, v_new, k_pages, v_pages, block_tables, seq_lens, k_scale, v_scale)
-    backend, _ = choose(implementation, k_new.device, cache)
-    backend.family.function("append_kv")(*operands, cache, backend)
+    backend, _ = choose(implementation, operands.k_new.device, cache)
+    backend.family.function("append_kv")(operands, cache, backend)
     if backend.runs_kernels:
-        torch.autograd.graph.increment_version((k_pages, v_pages))
+        torch.autograd.graph.increment_version((operands.k_pages, operands.v_pages))
 
 
-def _fake_append(
-    k_new, v_new, k_pages, v_pages, block_tables, seq_lens, k_scale, v_scale, implementation
-):
-    check_append(k_new, v_new, k_pages, v_pages, block_tables, seq_lens, k_scale, v_scale)
+def _fake_append(*args):
+    check_append_kv(describe_operands(AppendOperands._make(args[:-1]), operand))
 
 
 def _run_merge(outs, lses, implementation):
@@ -161,19 +113,6 @@ def _fake_merge(outs, lses, implementation):
 
 def _allocate_merged(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
     return outs.new_empty(outs.shape[1:]), lses.new_empty(lses.shape[1:])
-
-
-def _cache(k_pages: Tensor, v_pages: Tensor, block_tables: Tensor) -> PagedCache:
-    num_pages, page_size, heads, head_dim = k_pages.shape
-    return PagedCache(
-        num_pages,
-        page_size,
-        block_tables.shape[1],
-        heads,
-        head_dim,
-        v_pages.shape[3],
-        dtype_name(k_pages.dtype),
-    )
 
 
 def _register(op: torch._ops.OpOverload, run, fake) -> None:

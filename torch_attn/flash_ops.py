@@ -24,7 +24,8 @@ from torch.autograd import forward_ad
 
 from torch_attn.dispatch import choose
 from torch_attn.operands import dtype_name, operand
-from twin_attention.contract.spec import AttentionSpec, Window, scale_or_default
+from twin_attention.contract.operands import FlashOperands, describe_operands
+from twin_attention.contract.spec import AttentionSpec, Window
 from twin_attention.contract.validate import (
     FlashOptions,
     check_flash_attention,
@@ -57,7 +58,7 @@ _TORCH_FUNC = torch._C.DispatchKeySet(
 
 def check(q: Tensor, k: Tensor, v: Tensor, options: FlashOptions) -> AttentionSpec:
     """Check tensors as `check_flash_attention` does."""
-    return check_flash_attention(operand("q", q), operand("k", k), operand("v", v), options)
+    return check_flash_attention(describe_operands(FlashOperands(q, k, v), operand), options)
 
 
 def without_gradient(op: torch._ops.OpOverload, *args: Any) -> Any:
@@ -83,43 +84,39 @@ def _is_recorded(args: tuple[Any, ...]) -> bool:
 
 
 def _run_forward(q, k, v, scale, window_left, window_right, softcap, implementation):
-    spec = describe(q, k, v, scale, window_left, window_right, softcap)
+    operands = FlashOperands(q, k, v)
+    spec = spec_of(operands, scale, window_left, window_right, softcap)
     if spec.is_empty:
         out, lse = _allocate_outputs(q, v)
         return out.zero_(), lse.fill_(float("-inf"))
     backend, _ = choose(implementation, q.device, spec)
-    return backend.family.function("flash_fwd")(q, k, v, spec, backend)
+    return backend.family.function("flash_fwd")(operands, spec, backend)
 
 
 def _run_backward(
     dout, dlse, q, k, v, out, lse, scale, window_left, window_right, softcap, implementation
 ):
-    spec = describe(q, k, v, scale, window_left, window_right, softcap)
+    operands = FlashOperands(q, k, v)
+    spec = spec_of(operands, scale, window_left, window_right, softcap)
     if spec.is_empty:
         return tuple(dx.zero_() for dx in _allocate_gradients(q, k, v))
     # The only copies: a gradient may come expanded, which the kernels do not take.
     dout = dout if dout.stride(-1) == 1 else dout.contiguous()
     dlse = None if dlse is None else dlse.contiguous()
     backend, _ = choose(implementation, q.device, spec)
-    return backend.family.function("flash_bwd")(dout, dlse, q, k, v, out, lse, spec, backend)
+    return backend.family.function("flash_bwd")(dout, dlse, operands, out, lse, spec, backend)
 
 
-def describe(q, k, v, scale, window_left, window_right, softcap) -> AttentionSpec:
-    batch, seq_q, heads_q, head_dim = q.shape
-    _, seq_kv, heads_kv, head_dim_v = v.shape
-    return AttentionSpec(
-        batch=batch,
-        seq_q=seq_q,
-        seq_kv=seq_kv,
-        heads_q=heads_q,
-        heads_kv=heads_kv,
-        head_dim=head_dim,
-        head_dim_v=head_dim_v,
-        dtype=dtype_name(q.dtype),
-        scale=scale_or_default(scale, head_dim),
-        window=Window(window_left, window_right),
-        softcap=softcap,
-    )
+def spec_of(
+    operands: FlashOperands[Tensor],
+    scale: float | None,
+    window_left: int | None,
+    window_right: int | None,
+    softcap: float | None,
+) -> AttentionSpec:
+    """Describe the problem of an operator's checked arguments."""
+    dtype = dtype_name(operands.q.dtype)
+    return AttentionSpec.of(operands, dtype, scale, Window(window_left, window_right), softcap)
 
 
 def _fake_forward(q, k, v, scale, window_left, window_right, softcap, implementation):

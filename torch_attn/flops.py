@@ -21,15 +21,16 @@ from __future__ import annotations
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
-from torch_attn.flash_ops import describe
+from torch_attn.flash_ops import spec_of
 from twin_attention.contract import cost
+from twin_attention.contract.operands import FlashOperands
 
 
 @register_flop_formula(torch.ops.torch_attn.flash_fwd, get_raw=True)
 def _forward(q, k, v, *options, **_) -> int:
-    return cost.forward_flops(describe(q, k, v, *options[:-1]))
+    return cost.forward_flops(spec_of(FlashOperands(q, k, v), *options[:-1]))
 
 
 @register_flop_formula(torch.ops.torch_attn.flash_bwd, get_raw=True)
 def _backward(dout, dlse, q, k, v, out, lse, *options, **_) -> int:
-    return cost.backward_flops(describe(q, k, v, *options[:-1]))
+    return cost.backward_flops(spec_of(FlashOperands(q, k, v), *options[:-1]))

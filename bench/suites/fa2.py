@@ -14,6 +14,7 @@ from bench.records import ABLATION, Record
 from bench.suites import Cells
 from bench.suites.flash_jobs import FlashFactories, flash_jobs
 from interop.parity.cases import FlashCase
+from twin_attention.contract.operands import FlashOperands
 from twin_attention.targets.family import portable_backend
 
 if TYPE_CHECKING:
@@ -81,7 +82,8 @@ def _factories(targets: Sequence[str], case: FlashCase) -> FlashFactories:
 def _without_softmax(target: str, case: FlashCase, operation: str, tensors: list[Tensor]) -> Call:
     from bench.ablation import flash_fwd_without_softmax
 
-    q, k, v, _ = tensors
+    *qkv, _ = tensors
+    operands = FlashOperands(*qkv)
     forward = flash_fwd_without_softmax()
-    backend = portable_backend("torch_attn", target if q.is_cuda else None)
-    return Call(lambda: forward(q, k, v, case.spec, backend), result=None)
+    backend = portable_backend("torch_attn", target if operands.q.is_cuda else None)
+    return Call(lambda: forward(operands, case.spec, backend), result=None)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from interop.parity.inputs import Tensors
+from twin_attention.contract.operands import DecodeOperands, FlashOperands
 from twin_attention.contract.reference import attention_backward, attention_forward, paged_forward
 from twin_attention.contract.spec import AttentionSpec, DecodeSpec, Window
 
@@ -120,20 +121,20 @@ def evaluate(inputs: Tensors, spec: Spec, dtype: torch.dtype) -> Tensors:
 
 def _evaluate_flash(inputs: Tensors, spec: AttentionSpec, dtype: torch.dtype) -> Tensors:
     results = _empty_results(inputs["q"], spec, dtype)
+    names = [name for name in FlashOperands._fields if name in inputs]
     if "dout" in inputs:
-        results["dq"] = torch.empty_like(inputs["q"], dtype=dtype)
         # Sums over chunks; the chunks' own rounding is that of a plain run in `dtype`.
         exact = torch.promote_types(dtype, torch.float32)
-        results |= {f"d{name}": torch.zeros_like(inputs[name], dtype=exact) for name in "kv"}
+        results |= {f"d{name}": torch.zeros_like(inputs[name], dtype=exact) for name in names}
     for chunk in _chunks(spec):
         x, found = chunk.crop(inputs), chunk.crop(results)
-        qkv = x["q"], x["k"], x["v"]
-        found["out"][:], found["lse"][:] = attention_forward(*qkv, chunk.spec, dtype)
+        operands = FlashOperands(**{name: x[name] for name in names})
+        found["out"][:], found["lse"][:] = attention_forward(operands, chunk.spec, dtype)
         if "dout" in x:
             dout, dlse = x["dout"], x.get("dlse")
-            found["dq"][:], dk, dv = attention_backward(dout, dlse, *qkv, chunk.spec, dtype)
-            found["dk"] += dk
-            found["dv"] += dv
+            gradients = attention_backward(dout, dlse, operands, chunk.spec, dtype)
+            for name in names:
+                found[f"d{name}"] += getattr(gradients, name)
     return {name: x.to(dtype) for name, x in results.items()}
 
 
@@ -146,8 +147,7 @@ def _evaluate_decode(inputs: Tensors, spec: DecodeSpec, dtype: torch.dtype) -> T
         pages = min(spec.cache.max_pages, -(-int(x["seq_lens"]) // spec.cache.page_size))
         x["block_tables"] = x["block_tables"][:, :pages]
         narrow = replace(spec, batch=1, cache=replace(spec.cache, max_pages=pages))
-        operands = dict.fromkeys(("sinks", "k_scale", "v_scale")) | x
-        found["out"][:], found["lse"][:] = paged_forward(**operands, spec=narrow, dtype=dtype)
+        found["out"][:], found["lse"][:] = paged_forward(DecodeOperands(**x), narrow, dtype)
     if inputs["q"].ndim == 3:
         return {"out": results["out"].squeeze(1), "lse": results["lse"].squeeze(2)}
     return results

@@ -9,6 +9,7 @@ from interop.parity.inputs import make_inputs
 from torch_attn import launch
 from torch_attn.kernels.portable.flash_fwd import flash_fwd
 from tuning.static import triton_aot
+from twin_attention.contract.operands import FlashOperands
 from twin_attention.targets.family import portable_backend
 from twin_attention.targets.target import TARGETS
 
@@ -21,7 +22,7 @@ def test_it_is_the_two_products_alone():
     inputs = make_inputs(CASE, "cpu")
     q, k, v = (inputs[name] for name in "qkv")
     backend = portable_backend("torch_attn", None)
-    out, _ = flash_fwd_without_softmax()(q, k, v, CASE.spec, backend)
+    out, _ = flash_fwd_without_softmax()(FlashOperands(q, k, v), CASE.spec, backend)
     s = torch.einsum("bqhd,bkd->bhqk", q.double(), k[:, :, 0].double())
     expected = torch.einsum("bhqk,bkd->bqhd", s, v[:, :, 0].double())
     torch.testing.assert_close(out.double(), expected, rtol=0.01, atol=0.5)
@@ -30,12 +31,14 @@ def test_it_is_the_two_products_alone():
 @pytest.mark.parametrize("target", TARGETS)
 def test_it_has_no_exponential_and_the_shipped_kernel_still_has(target):
     shape = (1, 256, 4, 128)
-    q, k, v = (torch.empty(shape, dtype=torch.float16, device="meta") for _ in range(3))
+    operands = FlashOperands(
+        *(torch.empty(shape, dtype=torch.float16, device="meta") for _ in range(3))
+    )
     spec = FlashCase("", 1, 256, 256, 4, 4, 128, dtype="float16").spec
     backend = portable_backend("torch_attn", target)
     with triton_aot._driver(target), launch.recording() as compiled:
-        flash_fwd_without_softmax()(q, k, v, spec, backend)
-        flash_fwd(q, k, v, spec, backend)
+        flash_fwd_without_softmax()(operands, spec, backend)
+        flash_fwd(operands, spec, backend)
     without, shipped = (kernel.asm["ptx"] for _, _, kernel in compiled)
     assert "ex2.approx" not in without
     assert "ex2.approx" in shipped

@@ -19,6 +19,7 @@ from bench.suites.flash_jobs import flash_jobs
 from interop.parity.cases import DecodeCase, FlashCase
 from interop.parity.check import sample_check
 from interop.parity.inputs import make_inputs
+from twin_attention.contract.operands import FlashOperands
 from twin_attention.contract.reference import attention_forward
 from twin_attention.contract.spec import AttentionSpec, Window
 
@@ -215,7 +216,9 @@ class Wrapper:
             k, v = (x[pages].to(q.dtype).flatten(0, 1)[None, :length] for x in cache)
             spec = replace(self.spec, seq_kv=length, scale=self.spec.scale * k_scale)
             rows = q[b * spec.seq_q : (b + 1) * spec.seq_q][None]
-            outs.append(attention_forward(rows, k, v, spec, torch.float32)[0][0] * v_scale)
+            outs.append(
+                attention_forward(FlashOperands(rows, k, v), spec, torch.float32)[0][0] * v_scale
+            )
         return torch.cat(outs).to(q.dtype)
 
 

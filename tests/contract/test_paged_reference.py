@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from interop.parity.cases import DecodeCase, decode_cases
+from twin_attention.contract.operands import DecodeOperands, FlashOperands
 from twin_attention.contract.reference import attention_forward, merge, paged_forward, quantize
 from twin_attention.contract.spec import AttentionSpec, DecodeSpec, PagedCache, Window
 
@@ -102,8 +103,8 @@ def run(namespace, inputs, spec):
     if namespace == "jax":
         forward = jax.jit(forward)
     with np.errstate(divide="ignore"), jax.enable_x64(True):
-        arrays = [None if x is None else convert(x) for x in inputs]
-        return [np.asarray(x) for x in forward(*arrays)]
+        arrays = DecodeOperands(*(None if x is None else convert(x) for x in inputs))
+        return [np.asarray(x) for x in forward(arrays)]
 
 
 def close(got, want):
@@ -160,7 +161,7 @@ def test_a_decode_is_causal_attention_over_the_sequences_keys():
             CASE.head_dim_v, CASE.dtype, CASE.spec.scale, Window(None, 0),
         )  # fmt: skip
         with np.errstate(divide="ignore"):
-            out, lse = attention_forward(q[b : b + 1], k, v, spec, np.float64)
+            out, lse = attention_forward(FlashOperands(q[b : b + 1], k, v), spec, np.float64)
         close((outs[b : b + 1], lses[b : b + 1]), (out, lse))
 
 
@@ -171,7 +172,7 @@ def test_a_token_without_keys_has_its_sink_as_lse(sink, dtype):
     inputs = list(map(to_torch, inputs_of(replace(CASE, lengths=(0,), sinks=True))[:6]))
     inputs[5] = torch.full((4,), sink)
     spec = replace(CASE, lengths=(0,)).spec
-    out, lse = paged_forward(*inputs, None, None, spec, dtype)
+    out, lse = paged_forward(DecodeOperands(*inputs), spec, dtype)
     assert (out == 0).all()
     assert (lse == sink).all()
 
@@ -233,11 +234,11 @@ def test_empty_problems_keep_their_shapes(sinks, sizes):
 def test_the_dtype_of_every_operation_is_the_callers():
     """bfloat16 in, computed in bfloat16: visibly worse than the same numbers in float32."""
     case = replace(CASE, dtype="bfloat16", sinks=True, kv_dtype="int8")
-    inputs = [None if x is None else to_torch(x) for x in inputs_of(case)]
-    exact, _ = paged_forward(*inputs, case.spec, torch.float64)
+    inputs = DecodeOperands(*(None if x is None else to_torch(x) for x in inputs_of(case)))
+    exact, _ = paged_forward(inputs, case.spec, torch.float64)
     errors = {}
     for dtype in (torch.bfloat16, torch.float32):
-        out, lse = paged_forward(*inputs, case.spec, dtype)
+        out, lse = paged_forward(inputs, case.spec, dtype)
         assert out.dtype == lse.dtype == dtype
         errors[dtype] = float((out.double() - exact).abs().max())
     assert errors[torch.float32] < 1e-5 < 1e-3 < errors[torch.bfloat16]

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from twin_attention.contract.operands import FlashOperands
 from twin_attention.contract.reference import attention_backward, attention_forward, visibility
 from twin_attention.contract.spec import AttentionSpec, Window
 
@@ -86,19 +87,21 @@ def test_forward_and_backward_equal_the_definition(spec):
     )
 
     arrays = [x.detach().numpy() for x in (q, k, v)]
-    got_out, got_lse = attention_forward(*arrays, spec, np.float64)
+    got_out, got_lse = attention_forward(FlashOperands(*arrays), spec, np.float64)
     close(got_out, out.detach())
     close(got_lse, lse.detach())
-    gradients = attention_backward(dout.numpy(), dlse.numpy(), *arrays, spec, np.float64)
+    gradients = attention_backward(
+        dout.numpy(), dlse.numpy(), FlashOperands(*arrays), spec, np.float64
+    )
     for got, want in zip(gradients, wanted, strict=True):
         close(got, want)
 
 
 def test_no_gradient_of_the_lse_means_zero():
     q, k, v, dout, dlse = (x.numpy() for x in inputs_of(SPEC))
-    without = attention_backward(dout, None, q, k, v, SPEC, np.float64)
-    zero = attention_backward(dout, 0 * dlse, q, k, v, SPEC, np.float64)
-    other = attention_backward(dout, dlse, q, k, v, SPEC, np.float64)
+    without = attention_backward(dout, None, FlashOperands(q, k, v), SPEC, np.float64)
+    zero = attention_backward(dout, 0 * dlse, FlashOperands(q, k, v), SPEC, np.float64)
+    other = attention_backward(dout, dlse, FlashOperands(q, k, v), SPEC, np.float64)
     assert all(np.array_equal(a, b) for a, b in zip(without, zero, strict=True))
     assert not np.allclose(without[0], other[0])
 
@@ -106,16 +109,16 @@ def test_no_gradient_of_the_lse_means_zero():
 def test_a_row_without_keys_gives_nothing_and_takes_nothing():
     spec = replace(SPEC, seq_q=7, seq_kv=4, window=Window(None, 0))
     q, k, v, dout, dlse = (x.numpy() for x in inputs_of(spec))
-    out, lse = attention_forward(q, k, v, spec, np.float64)
+    out, lse = attention_forward(FlashOperands(q, k, v), spec, np.float64)
     assert (out[:, :3] == 0).all()
     assert (lse[:, :, :3] == -np.inf).all()
     assert np.isfinite(lse[:, :, 3:]).all()
-    dq, dk, dv = attention_backward(dout, dlse, q, k, v, spec, np.float64)
+    dq, dk, dv = attention_backward(dout, dlse, FlashOperands(q, k, v), spec, np.float64)
     assert (dq[:, :3] == 0).all()
     assert all(np.isfinite(x).all() for x in (dq, dk, dv))
     poisoned = dout.copy()
     poisoned[:, :3] = 1e6
-    again = attention_backward(poisoned, dlse, q, k, v, spec, np.float64)
+    again = attention_backward(poisoned, dlse, FlashOperands(q, k, v), spec, np.float64)
     assert all(np.array_equal(a, b) for a, b in zip((dq, dk, dv), again, strict=True))
 
 
@@ -134,12 +137,12 @@ def test_a_row_without_keys_gives_nothing_and_takes_nothing():
 def test_empty_problems_keep_their_shapes(sizes, window):
     spec = replace(SPEC, window=window, **sizes)
     q, k, v, dout, dlse = (x.numpy() for x in inputs_of(spec))
-    out, lse = attention_forward(q, k, v, spec, np.float64)
+    out, lse = attention_forward(FlashOperands(q, k, v), spec, np.float64)
     assert out.shape == dout.shape
     assert lse.shape == dlse.shape
     assert (out == 0).all()
     assert (lse == -np.inf).all()
-    gradients = attention_backward(dout, dlse, q, k, v, spec, np.float64)
+    gradients = attention_backward(dout, dlse, FlashOperands(q, k, v), spec, np.float64)
     for got, x in zip(gradients, (q, k, v), strict=True):
         assert got.shape == x.shape
         assert (got == 0).all()
@@ -148,7 +151,7 @@ def test_empty_problems_keep_their_shapes(sizes, window):
 def test_scores_that_overflow_exp_do_not_overflow_the_result():
     spec = replace(SPEC, scale=1e4)
     q, k, v, *_ = (x.numpy() for x in inputs_of(spec))
-    out, lse = attention_forward(q, k, v, spec, np.float64)
+    out, lse = attention_forward(FlashOperands(q, k, v), spec, np.float64)
     assert np.isfinite(out).all()
     assert np.isfinite(lse).all()
 
@@ -156,10 +159,10 @@ def test_scores_that_overflow_exp_do_not_overflow_the_result():
 def test_the_dtype_of_every_operation_is_the_callers():
     """bfloat16 in, computed in bfloat16: visibly worse than the same numbers in float32."""
     q, k, v, *_ = (x.bfloat16() for x in inputs_of(SPEC))
-    exact, _ = attention_forward(q, k, v, SPEC, torch.float64)
+    exact, _ = attention_forward(FlashOperands(q, k, v), SPEC, torch.float64)
     errors = {}
     for dtype in (torch.bfloat16, torch.float32):
-        out, lse = attention_forward(q, k, v, SPEC, dtype)
+        out, lse = attention_forward(FlashOperands(q, k, v), SPEC, dtype)
         assert out.dtype == lse.dtype == dtype
         errors[dtype] = float((out.double() - exact).abs().max())
     assert errors[torch.float32] < 1e-5 < 1e-3 < errors[torch.bfloat16]
@@ -174,9 +177,9 @@ def test_namespaces_agree():
     spec = replace(SPEC, window=Window(3, 1), softcap=4.0)
 
     def run(convert, dtype):
-        x = [convert(x) for x in (q, k, v)]
-        out, lse = attention_forward(*x, spec, dtype)
-        gradients = attention_backward(convert(dout), convert(dlse), *x, spec, dtype)
+        x = FlashOperands(*map(convert, (q, k, v)))
+        out, lse = attention_forward(x, spec, dtype)
+        gradients = attention_backward(convert(dout), convert(dlse), x, spec, dtype)
         return [np.asarray(a) for a in (out, lse, *gradients)]
 
     by_numpy, by_torch = run(np.asarray, np.float32), run(torch.asarray, torch.float32)

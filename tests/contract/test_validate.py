@@ -7,6 +7,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
+from twin_attention.contract.operands import AppendOperands, DecodeOperands, FlashOperands
 from twin_attention.contract.spec import MergeSpec, PagedCache, Window
 from twin_attention.contract.validate import (
     Operand,
@@ -41,7 +42,9 @@ SIZE = "expected a head size from 16 to 256 in steps of 8, got "
 def check(changes=None, **options):
     """Check good arguments with some operands' fields or options changed."""
     operands = {name: GOOD[name]._replace(**(changes or {}).get(name, {})) for name in GOOD}
-    return check_flash_attention(**operands, options=check_flash_options(**NO_OPTIONS | options))
+    return check_flash_attention(
+        FlashOperands(**operands), check_flash_options(**NO_OPTIONS | options)
+    )
 
 
 @pytest.mark.parametrize(
@@ -274,7 +277,7 @@ CACHE = PagedCache(9, 8, 5, 2, 32, 48, "int8")
 
 def check_decode(operands=DECODE, **options):
     return check_paged_decode(
-        **operands, options=check_decode_options(**NO_DECODE_OPTIONS | options)
+        DecodeOperands(**operands), check_decode_options(**NO_DECODE_OPTIONS | options)
     )
 
 
@@ -315,10 +318,10 @@ def test_positions_fit_in_32_bits():
 
 
 def test_right_writes_and_merges_are_described():
-    assert check_append_kv(**APPEND) == CACHE
+    assert check_append_kv(AppendOperands(**APPEND)) == CACHE
     single = {"k_new": Operand("k_new", (2, 2, 32), "float16")}
     single["v_new"] = Operand("v_new", (2, 2, 48), "float16")
-    assert check_append_kv(**APPEND | single) == CACHE
+    assert check_append_kv(AppendOperands(**APPEND | single)) == CACHE
     assert check_merge_states(**MERGE) == MergeSpec(5, 2, 3, 4, 48, "float32")
     outs, lses = Operand("outs", (5, 2, 4, 48), "float32"), Operand("lses", (5, 2, 4), "float32")
     assert check_merge_states(outs, lses) == MergeSpec(5, 2, 1, 4, 48, "float32")
@@ -328,7 +331,7 @@ OF_DECODING = [
     (check, operands, name)
     for check, operands in (
         (check_decode, DECODE),
-        (lambda operands: check_append_kv(**operands), APPEND),
+        (lambda operands: check_append_kv(AppendOperands(**operands)), APPEND),
         (lambda operands: check_merge_states(**operands), MERGE),
     )
     for name in list(operands)[1:]

@@ -19,6 +19,7 @@ from interop.parity.cases import DecodeCase
 from interop.parity.inputs import make_inputs
 from pallas_attn import append_kv, check_pages, explain, merge_states, paged_decode
 from pallas_attn.lowering import recording
+from twin_attention.contract.operands import DecodeOperands
 from twin_attention.contract.reference import merge as merge_oracle
 from twin_attention.contract.reference import paged_forward
 from twin_attention.contract.tolerances import compare_lse, compare_to_reference
@@ -40,9 +41,8 @@ def operands(case):
 def assert_right(got, operands, spec):
     tensors = {name: torch.from_numpy(np.array(x)) for name, x in operands.items()}
     tensors["q"] = tensors["q"].reshape(spec.batch, spec.tokens, spec.heads_q, spec.head_dim)
-    tensors |= dict.fromkeys(("sinks", "k_scale", "v_scale"))
-    ref, ref_lse = paged_forward(**tensors, spec=spec, dtype=torch.float64)
-    lp, _ = paged_forward(**tensors, spec=spec, dtype=torch.float16)
+    ref, ref_lse = paged_forward(DecodeOperands(**tensors), spec, torch.float64)
+    lp, _ = paged_forward(DecodeOperands(**tensors), spec, torch.float16)
     out, lse = (torch.from_numpy(np.array(x)) for x in got)
     assert (out.dtype, lse.dtype) == (torch.float16, torch.float32)
     if operands["q"].ndim == 3:

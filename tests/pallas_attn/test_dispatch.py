@@ -76,9 +76,9 @@ def test_operands_on_the_cpu_run_there_whatever_the_default_device(qkv):
 def test_a_change_of_target_traces_anew(qkv, monkeypatch, fresh_caches):
     traced = []
 
-    def flash_fwd(q, k, v, spec, backend):
+    def flash_fwd(operands, spec, backend):
         traced.append(backend.target)
-        return q, jnp.zeros((spec.batch, spec.heads_q, spec.seq_q), jnp.float32)
+        return operands.q, jnp.zeros((spec.batch, spec.heads_q, spec.seq_q), jnp.float32)
 
     function = Family.function
     monkeypatch.setattr(

@@ -5,6 +5,7 @@ from collections import Counter
 import pytest
 
 from interop.parity.cases import SUITES, DecodeCase, FlashCase, decode_cases, flash_cases
+from twin_attention.contract.operands import DecodeOperands, FlashOperands
 from twin_attention.contract.spec import (
     DECODE_DTYPES,
     DTYPES,
@@ -55,10 +56,10 @@ def test_a_pattern_selects_by_name(cases):
 @pytest.mark.parametrize("case", EVERY.values(), ids=EVERY)
 def test_a_case_describes_the_call_that_validation_accepts(case: FlashCase):
     options = check_flash_options(**case.options, return_lse=True)
-    q, k, v = (
-        Operand(name, shape, case.dtype) for name, shape in zip("qkv", case.shapes, strict=True)
+    operands = FlashOperands(
+        *(Operand(name, shape, case.dtype) for name, shape in zip("qkv", case.shapes, strict=True))
     )
-    assert check_flash_attention(q, k, v, options) == case.spec
+    assert check_flash_attention(operands, options) == case.spec
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -113,7 +114,7 @@ def test_a_decode_case_describes_the_call_that_validation_accepts(case: DecodeCa
     options = check_decode_options(**case.options, return_lse=True)
     tokens = () if case.tokens is None else (case.tokens,)
     pool = (cache.num_pages, cache.page_size, cache.heads)
-    operands = [
+    operands = DecodeOperands(
         Operand("q", (spec.batch, *tokens, spec.heads_q, spec.head_dim), case.dtype),
         Operand("k_pages", (*pool, cache.head_dim), cache.dtype),
         Operand("v_pages", (*pool, cache.head_dim_v), cache.dtype),
@@ -122,8 +123,8 @@ def test_a_decode_case_describes_the_call_that_validation_accepts(case: DecodeCa
         Operand("sinks", (spec.heads_q,), "float32") if case.sinks else None,
         Operand("k_scale", case.scale_shape, "float32") if cache.is_quantized else None,
         Operand("v_scale", case.scale_shape, "float32") if cache.is_quantized else None,
-    ]
-    assert check_paged_decode(*operands, options) == spec
+    )
+    assert check_paged_decode(operands, options) == spec
 
 
 @pytest.mark.parametrize("case", EVERY_DECODE.values(), ids=EVERY_DECODE)

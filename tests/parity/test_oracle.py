@@ -9,6 +9,7 @@ from interop.parity import oracle
 from interop.parity.cases import DecodeCase, FlashCase, decode_cases, flash_cases
 from interop.parity.inputs import make_inputs
 from interop.parity.oracle import evaluate, expectations, parts_of, sample_of
+from twin_attention.contract.operands import DecodeOperands, FlashOperands
 from twin_attention.contract.reference import attention_backward, attention_forward, paged_forward
 
 CASE = FlashCase(
@@ -18,9 +19,9 @@ CASE = FlashCase(
 
 
 def in_one_go(inputs, spec, dtype):
-    qkv = inputs["q"], inputs["k"], inputs["v"]
-    out, lse = attention_forward(*qkv, spec, dtype)
-    dq, dk, dv = attention_backward(inputs["dout"], inputs["dlse"], *qkv, spec, dtype)
+    operands = FlashOperands(*(inputs[name] for name in "qkv"))
+    out, lse = attention_forward(operands, spec, dtype)
+    dq, dk, dv = attention_backward(inputs["dout"], inputs["dlse"], operands, spec, dtype)
     return {"out": out, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
 
 
@@ -84,10 +85,10 @@ def test_a_stretch_agrees_with_the_whole_sequence(window, monkeypatch, torch_dev
 def test_a_decode_sequence_by_sequence_agrees_with_all_at_once(case, torch_device):
     inputs = make_inputs(case, torch_device)
     (everything,) = expectations(inputs, parts_of(case.spec))
-    named = dict.fromkeys(("sinks", "k_scale", "v_scale")) | inputs
+    operands = DecodeOperands(**inputs)
     if case.tokens is None:
-        named["q"] = named["q"][:, None]
-    out, lse = paged_forward(**named, spec=case.spec, dtype=torch.float64)
+        operands = operands._replace(q=operands.q[:, None])
+    out, lse = paged_forward(operands, case.spec, torch.float64)
     if case.tokens is None:
         out, lse = out[:, 0], lse[:, :, 0]
     assert_same(everything.ref, {"out": out, "lse": lse})
@@ -154,9 +155,9 @@ def test_a_decode_reads_no_more_of_a_table_than_its_sequence_needs(monkeypatch, 
     case = DecodeCase("wide", lengths=(20, 0, 33), tokens=1, max_pages=64)
     seen = []
 
-    def spy(block_tables, spec, **operands):
-        seen.append((tuple(block_tables.shape), spec.cache.max_pages))
-        return paged_forward(block_tables=block_tables, spec=spec, **operands)
+    def spy(operands, spec, dtype):
+        seen.append((tuple(operands.block_tables.shape), spec.cache.max_pages))
+        return paged_forward(operands, spec, dtype)
 
     monkeypatch.setattr(oracle, "paged_forward", spy)
     evaluate(make_inputs(case, torch_device), case.spec, torch.float64)

@@ -12,6 +12,7 @@ from triton.runtime.jit import JITFunction
 from interop.parity.cases import FlashCase
 from torch_attn import append_kv, flash_attention, launch, paged_decode, targets
 from torch_attn.dispatch import choose
+from twin_attention.contract.operands import FlashOperands
 from twin_attention.contract.reference import attention_forward
 from twin_attention.targets.config import use_configs
 from twin_attention.targets.family import portable_backend
@@ -214,7 +215,7 @@ def test_launches_after_the_first_are_right(monkeypatch):
         flat = memory[row, offset : offset + 3 * 128 * 2 * 64]
         for qkv in (flat.view(3, 1, 128, 2, 64), flat.view(3, 1, 2, 128, 64).transpose(2, 3)):
             q, k, v = qkv
-            expected, _ = attention_forward(q, k, v, SPEC, torch.float32)
+            expected, _ = attention_forward(FlashOperands(q, k, v), SPEC, torch.float32)
             out = flash_attention(q, k, v)
             torch.testing.assert_close(out.float(), expected.float(), rtol=2e-3, atol=2e-3)
     assert len(launch._launchers) == 4

@@ -14,6 +14,7 @@ from pallas_attn.kernels.portable.append_kv import append_kv
 from pallas_attn.kernels.portable.flash_bwd import flash_bwd
 from pallas_attn.kernels.portable.flash_fwd import flash_fwd
 from pallas_attn.kernels.portable.paged_decode import paged_decode
+from tuning.static.operands import append_operands, decode_operands, flash_operands
 from twin_attention.contract.spec import AttentionSpec, DecodeSpec
 from twin_attention.targets.family import Backend, portable_backend
 from twin_attention.targets.kernels import KernelConfig
@@ -45,42 +46,19 @@ def compile_kernels(
 
 
 def _flash(spec: AttentionSpec, backend: Backend):
-    def forward_and_backward(q, k, v):
-        out, lse = flash_fwd(q, k, v, spec, backend)
-        return flash_bwd(out, lse, q, k, v, out, lse, spec, backend)
+    def forward_and_backward(operands):
+        out, lse = flash_fwd(operands, spec, backend)
+        return flash_bwd(out, lse, operands, out, lse, spec, backend)
 
-    return forward_and_backward, (
-        _empty(spec.dtype, spec.batch, spec.seq_q, spec.heads_q, spec.head_dim),
-        _empty(spec.dtype, spec.batch, spec.seq_kv, spec.heads_kv, spec.head_dim),
-        _empty(spec.dtype, spec.batch, spec.seq_kv, spec.heads_kv, spec.head_dim_v),
-    )
+    return forward_and_backward, (flash_operands(spec, _empty),)
 
 
 def _decode(spec: DecodeSpec, backend: Backend):
-    cache = spec.cache
+    def decode_and_append(decoded, appended):
+        pools = append_kv(appended, spec.cache, backend)
+        return pools, paged_decode(decoded, spec, backend)
 
-    def decode_and_append(q, k_new, v_new, k_pages, v_pages, tables, lengths, sinks, scale):
-        pools = append_kv(
-            k_new, v_new, k_pages, v_pages, tables, lengths, scale, scale, cache, backend
-        )
-        results = paged_decode(
-            q, k_pages, v_pages, tables, lengths, sinks, scale, scale, spec, backend
-        )
-        return pools, results
-
-    pages = (cache.num_pages, cache.page_size, cache.heads)
-    new = (spec.dtype, spec.batch, spec.tokens, cache.heads)
-    return decode_and_append, (
-        _empty(spec.dtype, spec.batch, spec.tokens, spec.heads_q, spec.head_dim),
-        _empty(*new, cache.head_dim),
-        _empty(*new, cache.head_dim_v),
-        _empty(cache.dtype, *pages, cache.head_dim),
-        _empty(cache.dtype, *pages, cache.head_dim_v),
-        _empty("int32", spec.batch, cache.max_pages),
-        _empty("int32", spec.batch),
-        _empty("float32", spec.heads_q),
-        _empty("float32", cache.heads) if cache.is_quantized else None,
-    )
+    return decode_and_append, (decode_operands(spec, _empty), append_operands(spec, _empty))
 
 
 def _empty(dtype: str, *shape: int) -> jax.ShapeDtypeStruct:

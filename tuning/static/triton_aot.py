@@ -16,8 +16,9 @@ from torch_attn.kernels.portable.append_kv import append_kv
 from torch_attn.kernels.portable.flash_bwd import flash_bwd
 from torch_attn.kernels.portable.flash_fwd import flash_fwd
 from torch_attn.kernels.portable.paged_decode import paged_decode
+from tuning.static.operands import append_operands, decode_operands, flash_operands
 from twin_attention.contract.spec import AttentionSpec, DecodeSpec
-from twin_attention.targets.family import Backend, portable_backend
+from twin_attention.targets.family import portable_backend
 from twin_attention.targets.kernels import KernelConfig
 
 
@@ -41,34 +42,13 @@ def compile_kernels(
     backend = portable_backend("torch_attn", target)
     with _driver(device or target), launch.recording(limit) as compiled:
         if isinstance(spec, AttentionSpec):
-            _flash(spec, backend)
+            operands = flash_operands(spec, _empty)
+            out, lse = flash_fwd(operands, spec, backend)
+            flash_bwd(out, lse, operands, out, lse, spec, backend)
         else:
-            _decode(spec, backend)
+            paged_decode(decode_operands(spec, _empty), spec, backend)
+            append_kv(append_operands(spec, _empty), spec.cache, backend)
     return compiled
-
-
-def _flash(spec: AttentionSpec, backend: Backend) -> None:
-    q = _empty(spec.dtype, spec.batch, spec.seq_q, spec.heads_q, spec.head_dim)
-    k = _empty(spec.dtype, spec.batch, spec.seq_kv, spec.heads_kv, spec.head_dim)
-    v = _empty(spec.dtype, spec.batch, spec.seq_kv, spec.heads_kv, spec.head_dim_v)
-    out, lse = flash_fwd(q, k, v, spec, backend)
-    flash_bwd(out, lse, q, k, v, out, lse, spec, backend)
-
-
-def _decode(spec: DecodeSpec, backend: Backend) -> None:
-    cache = spec.cache
-    pages = (cache.num_pages, cache.page_size, cache.heads)
-    new = (spec.dtype, spec.batch, spec.tokens, cache.heads)
-    k_pages = _empty(cache.dtype, *pages, cache.head_dim)
-    v_pages = _empty(cache.dtype, *pages, cache.head_dim_v)
-    tables = _empty("int32", spec.batch, cache.max_pages)
-    lengths = _empty("int32", spec.batch)
-    scale = _empty("float32", cache.heads) if cache.is_quantized else None
-    q = _empty(spec.dtype, spec.batch, spec.tokens, spec.heads_q, spec.head_dim)
-    sinks = _empty("float32", spec.heads_q)
-    paged_decode(q, k_pages, v_pages, tables, lengths, sinks, scale, scale, spec, backend)
-    k_new, v_new = _empty(*new, cache.head_dim), _empty(*new, cache.head_dim_v)
-    append_kv(k_new, v_new, k_pages, v_pages, tables, lengths, scale, scale, cache, backend)
 
 
 def _empty(dtype: str, *shape: int) -> torch.Tensor:

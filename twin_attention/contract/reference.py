@@ -16,6 +16,7 @@ from typing import Any
 
 from array_api_compat import array_namespace, device
 
+from twin_attention.contract.operands import DecodeOperands, FlashOperands
 from twin_attention.contract.spec import AttentionSpec, DecodeSpec, PagedCache
 
 Array = Any
@@ -24,37 +25,29 @@ FLOAT8_MAX = 448.0  # the largest float8_e4m3fn
 
 
 def attention_forward(
-    q: Array, k: Array, v: Array, spec: AttentionSpec, dtype: Any
+    operands: FlashOperands, spec: AttentionSpec, dtype: Any
 ) -> tuple[Array, Array]:
     """Attention output and log-sum-exp.
 
     Args:
-        q: [B, Sq, Hq, D].
-        k: [B, Skv, Hkv, D].
-        v: [B, Skv, Hkv, Dv].
-        spec: semantics; its shapes are those of q, k, v.
+        operands: those of the call.
+        spec: semantics; its shapes are those of the operands.
         dtype: dtype of every operation.
 
     Returns:
         out [B, Sq, Hq, Dv] and lse [B, Hq, Sq] (natural log), both in `dtype`. A row that
         sees no key gives 0 and -inf.
     """
-    xp = array_namespace(q, k, v)
-    q, k, v = _by_kv_head(xp, (q, k, v), spec, dtype)
+    xp = array_namespace(operands.q)
+    q, k, v = _by_kv_head(xp, operands, spec, dtype)
     p, lse, _ = _softmax(xp, q, k, spec)
     out = xp.matmul(p, v)
     return _to_heads(xp, out, spec), xp.reshape(lse, (spec.batch, spec.heads_q, spec.seq_q))
 
 
 def attention_backward(
-    dout: Array,
-    dlse: Array | None,
-    q: Array,
-    k: Array,
-    v: Array,
-    spec: AttentionSpec,
-    dtype: Any,
-) -> tuple[Array, Array, Array]:
+    dout: Array, dlse: Array | None, operands: FlashOperands, spec: AttentionSpec, dtype: Any
+) -> FlashOperands[Array]:
     """Gradients of `attention_forward`.
 
     With ``dp = dout · vᵀ`` and ``delta = rowsum(p ∘ dp) - dlse``:
@@ -63,13 +56,13 @@ def attention_backward(
     Args:
         dout: gradient of out, [B, Sq, Hq, Dv].
         dlse: gradient of lse, [B, Hq, Sq], or None for zero.
-        q, k, v, spec, dtype: as in the forward.
+        operands, spec, dtype: as in the forward.
 
     Returns:
-        dq, dk, dv, shaped as q, k, v, in `dtype`.
+        The gradient of each operand, in `dtype`.
     """
-    xp = array_namespace(q, k, v)
-    q, k, v = _by_kv_head(xp, (q, k, v), spec, dtype)
+    xp = array_namespace(operands.q)
+    q, k, v = _by_kv_head(xp, operands, spec, dtype)
     dout = _rows(xp, dout, spec, dtype)
     p, _, dcap = _softmax(xp, q, k, spec)
     dp = xp.matmul(dout, xp.matrix_transpose(v))
@@ -82,7 +75,7 @@ def attention_backward(
     dq = xp.matmul(ds, k) * spec.scale
     dk = xp.matmul(xp.matrix_transpose(ds), q) * spec.scale
     dv = xp.matmul(xp.matrix_transpose(p), dout)
-    return (
+    return FlashOperands(
         _to_heads(xp, dq, spec),
         xp.permute_dims(dk, (0, 2, 1, 3)),
         xp.permute_dims(dv, (0, 2, 1, 3)),
@@ -107,11 +100,10 @@ def visibility(xp: Any, spec: AttentionSpec, on: Any) -> Array | None:
     return seen
 
 
-def _by_kv_head(xp: Any, qkv: tuple[Array, ...], spec: AttentionSpec, dtype: Any):
+def _by_kv_head(xp: Any, operands: FlashOperands, spec: AttentionSpec, dtype: Any):
     """q as [B, Hkv, group · Sq, D], so that no key is copied; k, v as [B, Hkv, Skv, D]."""
-    q, k, v = qkv
-    k, v = (xp.permute_dims(xp.astype(x, dtype), (0, 2, 1, 3)) for x in (k, v))
-    return _rows(xp, q, spec, dtype), k, v
+    k, v = (xp.permute_dims(xp.astype(x, dtype), (0, 2, 1, 3)) for x in (operands.k, operands.v))
+    return _rows(xp, operands.q, spec, dtype), k, v
 
 
 def _rows(xp: Any, x: Array, spec: AttentionSpec, dtype: Any) -> Array:
@@ -171,27 +163,11 @@ def _row_max(xp: Any, s: Array, sink: Array | None) -> Array:
     return xp.where(xp.isinf(m), xp.zeros_like(m), m)
 
 
-def paged_forward(
-    q: Array,
-    k_pages: Array,
-    v_pages: Array,
-    block_tables: Array,
-    seq_lens: Array,
-    sinks: Array | None,
-    k_scale: Array | None,
-    v_scale: Array | None,
-    spec: DecodeSpec,
-    dtype: Any,
-) -> tuple[Array, Array]:
+def paged_forward(operands: DecodeOperands, spec: DecodeSpec, dtype: Any) -> tuple[Array, Array]:
     """Attention of new tokens over a paged cache, and log-sum-exp.
 
     Args:
-        q: [B, T, Hq, D].
-        k_pages, v_pages: [P, page_size, Hkv, D] and [P, page_size, Hkv, Dv].
-        block_tables: [B, max_pages] int32; entries past a sequence's last page hold anything.
-        seq_lens: [B] int32, the new tokens counted in.
-        sinks: [Hq] float32, one logit a head in the denominator, or None.
-        k_scale, v_scale: [] or [Hkv] float32, factors of what the pool holds, or None.
+        operands: those of a decode, q with its T.
         spec: semantics; its shapes are those of the operands.
         dtype: dtype of every operation.
 
@@ -199,6 +175,7 @@ def paged_forward(
         out [B, T, Hq, Dv] and lse [B, Hq, T] (natural log), both in `dtype`. A token that sees no
         key gives 0, and -inf or its head's sink.
     """
+    q, k_pages, v_pages, block_tables, seq_lens, sinks, k_scale, v_scale = operands
     xp = array_namespace(q, k_pages, v_pages)
     cache, group = spec.cache, spec.group_size
     length = xp.clip(seq_lens, 0, cache.capacity if cache.num_pages else 0)[:, None]

@@ -11,6 +11,8 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from twin_attention.contract.operands import AppendOperands, DecodeOperands, FlashOperands
+
 DTYPES = ("float16", "bfloat16", "float32")
 HEAD_DIM_MIN, HEAD_DIM_MAX, HEAD_DIM_STEP = 16, 256, 8
 DECODE_DTYPES = ("float16", "bfloat16")
@@ -100,6 +102,32 @@ class AttentionSpec:
     window: Window = Window()
     softcap: float | None = None
 
+    @classmethod
+    def of(
+        cls,
+        operands: FlashOperands,
+        dtype: str,
+        scale: float | None,
+        window: Window,
+        softcap: float | None,
+    ) -> AttentionSpec:
+        """Describe the problem of operands that fit together."""
+        batch, seq_q, heads_q, head_dim = operands.q.shape
+        _, seq_kv, heads_kv, head_dim_v = operands.v.shape
+        return cls(
+            batch=batch,
+            seq_q=seq_q,
+            seq_kv=seq_kv,
+            heads_q=heads_q,
+            heads_kv=heads_kv,
+            head_dim=head_dim,
+            head_dim_v=head_dim_v,
+            dtype=dtype,
+            scale=scale_or_default(scale, head_dim),
+            window=window,
+            softcap=softcap,
+        )
+
     @property
     def group_size(self) -> int:
         """Query heads that share one kv head (GQA): query head h reads kv head h // group_size."""
@@ -165,6 +193,20 @@ class PagedCache:
     head_dim_v: int
     dtype: str
 
+    @classmethod
+    def of(cls, operands: DecodeOperands | AppendOperands, dtype: str) -> PagedCache:
+        """Describe the cache of operands that fit together; `dtype` is the pool's."""
+        num_pages, page_size, heads, head_dim = operands.k_pages.shape
+        return cls(
+            num_pages=num_pages,
+            page_size=page_size,
+            max_pages=operands.block_tables.shape[1],
+            heads=heads,
+            head_dim=head_dim,
+            head_dim_v=operands.v_pages.shape[3],
+            dtype=dtype,
+        )
+
     @property
     def capacity(self) -> int:
         """The most keys that a sequence can have."""
@@ -212,6 +254,31 @@ class DecodeSpec:
     window_left: int | None = None
     softcap: float | None = None
     num_splits: int | None = None
+
+    @classmethod
+    def of(
+        cls,
+        operands: DecodeOperands,
+        dtype: str,
+        kv_dtype: str,
+        scale: float | None,
+        window_left: int | None,
+        softcap: float | None,
+        num_splits: int | None,
+    ) -> DecodeSpec:
+        """Describe the problem of operands that fit together; `kv_dtype` is the pool's."""
+        batch, *tokens, heads_q, head_dim = operands.q.shape
+        return cls(
+            batch=batch,
+            tokens=tokens[0] if tokens else 1,
+            heads_q=heads_q,
+            cache=PagedCache.of(operands, kv_dtype),
+            dtype=dtype,
+            scale=scale_or_default(scale, head_dim),
+            window_left=window_left,
+            softcap=softcap,
+            num_splits=num_splits,
+        )
 
     @property
     def heads_kv(self) -> int:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
+from twin_attention.contract.operands import AppendOperands, DecodeOperands, FlashOperands
 from twin_attention.contract.spec import (
     DECODE_DTYPES,
     DTYPES,
@@ -29,7 +30,6 @@ from twin_attention.contract.spec import (
     MergeSpec,
     PagedCache,
     Window,
-    scale_or_default,
 )
 
 
@@ -141,9 +141,7 @@ def check_decode_options(
     )
 
 
-def check_flash_attention(
-    q: Operand, k: Operand, v: Operand, options: FlashOptions
-) -> AttentionSpec:
+def check_flash_attention(operands: FlashOperands[Operand], options: FlashOptions) -> AttentionSpec:
     """Check the operands of `flash_attention` and describe the problem.
 
     Raises:
@@ -151,35 +149,11 @@ def check_flash_attention(
         TypeError: an argument of the wrong type or dtype.
         NotImplementedError: a head size or dtype that the kernels do not take.
     """
-    _check_operands(q, k, v)
-    batch, seq_q, heads_q, head_dim = q.shape
-    _, seq_kv, heads_kv, head_dim_v = v.shape
-    return AttentionSpec(
-        batch=batch,
-        seq_q=seq_q,
-        seq_kv=seq_kv,
-        heads_q=heads_q,
-        heads_kv=heads_kv,
-        head_dim=head_dim,
-        head_dim_v=head_dim_v,
-        dtype=q.dtype,
-        scale=scale_or_default(options.scale, head_dim),
-        window=options.window,
-        softcap=options.softcap,
-    )
+    _check_qkv(operands)
+    return AttentionSpec.of(operands, operands.q.dtype, *options)
 
 
-def check_paged_decode(
-    q: Operand,
-    k_pages: Operand,
-    v_pages: Operand,
-    block_tables: Operand,
-    seq_lens: Operand,
-    sinks: Operand | None,
-    k_scale: Operand | None,
-    v_scale: Operand | None,
-    options: DecodeOptions,
-) -> DecodeSpec:
+def check_paged_decode(operands: DecodeOperands[Operand], options: DecodeOptions) -> DecodeSpec:
     """Check the operands of `paged_decode` and describe the problem.
 
     Raises:
@@ -188,55 +162,38 @@ def check_paged_decode(
         NotImplementedError: a head size, page size, dtype or number of tokens that the kernels
             do not take.
     """
+    q = operands.q
     if len(q.shape) not in (3, 4):
         expected = "3 or 4 dimensions [B, Hq, D] or [B, T, Hq, D]"
         fail(ValueError, q.name, expected, f"shape {q.shape}")
-    cache = _check_cache(q, k_pages, v_pages, block_tables, seq_lens)
-    batch, *tokens, heads_q, head_dim = q.shape
+    cache = _check_cache(q, operands)
+    *_, heads_q, head_dim = q.shape
     if head_dim != cache.head_dim:
         fail(ValueError, "q", f"k_pages' head size {cache.head_dim}", head_dim)
     if (cache.heads == 0 and heads_q != 0) or (cache.heads != 0 and heads_q % cache.heads != 0):
         expected = f"a number of heads divisible by k_pages' {cache.heads}"
         fail(ValueError, "q", expected, heads_q)
-    _check_scales(cache, q, k_scale, v_scale)
-    if sinks is not None:
+    _check_scales(cache, q, operands)
+    if (sinks := operands.sinks) is not None:
         _check_dtype(sinks, "float32")
         if sinks.shape != (heads_q,):
             fail(ValueError, "sinks", f"shape {(heads_q,)}, one of each head", sinks.shape)
         _check_device(sinks, q)
         _check_rows(sinks)
-    return DecodeSpec(
-        batch=batch,
-        tokens=tokens[0] if tokens else 1,
-        heads_q=heads_q,
-        cache=cache,
-        dtype=q.dtype,
-        scale=scale_or_default(options.scale, head_dim),
-        window_left=options.window_left,
-        softcap=options.softcap,
-        num_splits=options.num_splits,
-    )
+    return DecodeSpec.of(operands, q.dtype, cache.dtype, *options)
 
 
-def check_append_kv(
-    k_new: Operand,
-    v_new: Operand,
-    k_pages: Operand,
-    v_pages: Operand,
-    block_tables: Operand,
-    seq_lens: Operand,
-    k_scale: Operand | None,
-    v_scale: Operand | None,
-) -> PagedCache:
+def check_append_kv(operands: AppendOperands[Operand]) -> PagedCache:
     """Check every argument of `append_kv` and describe the cache.
 
     Raises:
         As `check_paged_decode`.
     """
+    k_new, v_new = operands.k_new, operands.v_new
     if len(k_new.shape) not in (3, 4):
         expected = "3 or 4 dimensions [B, Hkv, D] or [B, T, Hkv, D]"
         fail(ValueError, k_new.name, expected, f"shape {k_new.shape}")
-    cache = _check_cache(k_new, k_pages, v_pages, block_tables, seq_lens)
+    cache = _check_cache(k_new, operands)
     expected = (*k_new.shape[:-2], cache.heads)
     for x, size in ((k_new, cache.head_dim), (v_new, cache.head_dim_v)):
         if x.shape != (*expected, size):
@@ -244,7 +201,7 @@ def check_append_kv(
     _check_dtype(v_new, k_new.dtype, "k_new's ")
     _check_device(v_new, k_new)
     _check_rows(v_new)
-    _check_scales(cache, k_new, k_scale, v_scale)
+    _check_scales(cache, k_new, operands)
     return cache
 
 
@@ -320,9 +277,11 @@ def check_page_ids(
 
 
 def _check_cache(
-    new: Operand, k_pages: Operand, v_pages: Operand, block_tables: Operand, seq_lens: Operand
+    new: Operand, operands: DecodeOperands[Operand] | AppendOperands[Operand]
 ) -> PagedCache:
-    """What `paged_decode` and `append_kv` take alike; `new` is q, or the new keys."""
+    """Check what `paged_decode` and `append_kv` take alike; `new` is q, or the new keys."""
+    k_pages, v_pages = operands.k_pages, operands.v_pages
+    block_tables, seq_lens = operands.block_tables, operands.seq_lens
     _check_pool(k_pages)
     if len(v_pages.shape) != 4:
         expected = "4 dimensions [P, page_size, Hkv, Dv]"
@@ -335,7 +294,6 @@ def _check_cache(
     if v_pages.shape[:3] != k_pages.shape[:3]:
         expected = f"k_pages' pages, page size and heads {k_pages.shape[:3]}"
         fail(ValueError, "v_pages", expected, v_pages.shape[:3])
-    num_pages, page_size, heads, head_dim = k_pages.shape
     for x in (k_pages, v_pages):
         _check_head_dim(x)
     batch, *tokens, _, _ = new.shape
@@ -350,15 +308,7 @@ def _check_cache(
         # The kernels read them two columns at a time.
         if x.dtype in QUANTIZED_DTYPES and not x.even_rows:
             fail(ValueError, x.name, "rows at even offsets in an 8-bit cache", "an odd one")
-    return PagedCache(
-        num_pages,
-        page_size,
-        block_tables.shape[1],
-        heads,
-        head_dim,
-        v_pages.shape[3],
-        k_pages.dtype,
-    )
+    return PagedCache.of(operands, k_pages.dtype)
 
 
 def _check_pool(k_pages: Operand) -> None:
@@ -383,9 +333,11 @@ def _check_tables(k_pages: Operand, block_tables: Operand, seq_lens: Operand, ba
 
 
 def _check_scales(
-    cache: PagedCache, new: Operand, k_scale: Operand | None, v_scale: Operand | None
+    cache: PagedCache,
+    new: Operand,
+    operands: DecodeOperands[Operand] | AppendOperands[Operand],
 ) -> None:
-    for name, x in (("k_scale", k_scale), ("v_scale", v_scale)):
+    for name, x in (("k_scale", operands.k_scale), ("v_scale", operands.v_scale)):
         if not cache.is_quantized:
             if x is not None:
                 fail(ValueError, name, f"None for a cache in {cache.dtype}", f"shape {x.shape}")
@@ -416,7 +368,8 @@ def check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
         fail(ValueError, name, "None or one of " + ", ".join(map(repr, choices)), repr(value))
 
 
-def _check_operands(q: Operand, k: Operand, v: Operand) -> None:
+def _check_qkv(operands: FlashOperands[Operand]) -> None:
+    q, k, v = operands.q, operands.k, operands.v
     for x, layout in ((q, "[B, Sq, Hq, D]"), (k, "[B, Skv, Hkv, D]"), (v, "[B, Skv, Hkv, Dv]")):
         if len(x.shape) != 4:
             fail(ValueError, x.name, f"4 dimensions {layout}", f"shape {tuple(x.shape)}")

@@ -11,6 +11,7 @@ from pallas_attn.kernels.portable.pages import load_rows_at, store_rows_at
 from pallas_attn.kernels.portable.quantized import quantize
 from pallas_attn.kernels.portable.tiles import arange
 from pallas_attn.launch import launch
+from twin_attention.contract.operands import AppendOperands
 from twin_attention.contract.spec import PagedCache
 from twin_attention.targets.config import padded_head_dim
 from twin_attention.targets.family import Backend
@@ -78,22 +79,14 @@ def load_scale(ref, head, writes):
 
 
 def append_kv(
-    k_new: Array,
-    v_new: Array,
-    k_pages: Array,
-    v_pages: Array,
-    block_tables: Array,
-    seq_lens: Array,
-    k_scale: Array | None,
-    v_scale: Array | None,
-    cache: PagedCache,
-    backend: Backend,
+    operands: AppendOperands[Array], cache: PagedCache, backend: Backend
 ) -> tuple[Array, Array]:
     """Call `append_kv_kernel`.
 
     Returns:
         k_pages and v_pages with the new tokens, in the memory of those given where XLA allows it.
     """
+    k_new, v_new, k_pages, v_pages, _, _, k_scale, v_scale = operands
     batch, tokens, heads, _ = k_new.shape
 
     def token_spec(x):
@@ -111,16 +104,7 @@ def append_kv(
         "append_kv",
         append_kv_kernel,
         lambda config: (pl.cdiv(heads, config.block_heads), tokens, batch),
-        (
-            k_new,
-            v_new,
-            k_pages,
-            v_pages,
-            block_tables,
-            seq_lens,
-            k_scale,
-            v_scale,
-        ),
+        operands,
         (
             token_spec(k_new),
             token_spec(v_new),

@@ -13,6 +13,7 @@ from pallas_attn.kernels.portable.pages import keys_of_sequence, load_rows_at, s
 from pallas_attn.kernels.portable.softmax import LN2, LOG2E, add_sink
 from pallas_attn.kernels.portable.tiles import arange, cdiv, load_rows
 from pallas_attn.launch import launch
+from twin_attention.contract.operands import DecodeOperands
 from twin_attention.contract.spec import DecodeSpec, MergeSpec
 from twin_attention.targets.config import padded_head_dim
 from twin_attention.targets.family import Backend
@@ -104,8 +105,7 @@ def merge_splits(
     lses: Array,
     out: Array,
     lse: Array,
-    seq_lens: Array,
-    sinks: Array | None,
+    operands: DecodeOperands[Array],
     spec: DecodeSpec,
     block_kv: int,
     backend: Backend,
@@ -113,13 +113,14 @@ def merge_splits(
     """Call `combine_kernel` on the splits of a paged decode; it writes into out and lse.
 
     Args:
-        sinks: [H] float32, one more logit a head in the denominator, or None.
+        operands: those of the decode.
         block_kv: keys of a tile of the decode.
 
     Returns:
         out [B, T, Hq, Dv] in q's dtype and lse [B, Hq, T] float32.
     """
     states = spec.merge(len(outs))
+    sinks, seq_lens = operands.sinks, operands.seq_lens
     return _launch(outs, lses, out, lse, sinks, seq_lens, states, backend, spec, block_kv)
 
 

@@ -26,6 +26,7 @@ from pallas_attn.kernels.portable.tiles import (
     visible_tiles,
 )
 from pallas_attn.launch import flash_arguments, launch, of_group, of_head
+from twin_attention.contract.operands import FlashOperands
 from twin_attention.contract.spec import AttentionSpec
 from twin_attention.targets.config import padded_head_dim
 from twin_attention.targets.family import Backend
@@ -207,24 +208,23 @@ def flash_bwd_dkdv_kernel(
 def flash_bwd(
     dout: Array,
     dlse: Array | None,
-    q: Array,
-    k: Array,
-    v: Array,
+    operands: FlashOperands[Array],
     out: Array,
     lse: Array,
     spec: AttentionSpec,
     backend: Backend,
-) -> tuple[Array, Array, Array]:
+) -> FlashOperands[Array]:
     """Call the three kernels of the backward.
 
     Args:
         dout: [B, Sq, Hq, Dv].
         dlse: [B, Hq, Sq] float32, or None for zero.
-        q, k, v, out, lse: inputs and outputs of the forward.
+        operands, out, lse: inputs and outputs of the forward.
 
     Returns:
-        dq, dk, dv, shaped as q, k, v, in their dtype.
+        The gradient of each operand, in its dtype.
     """
+    q, k, v = operands.q, operands.k, operands.v
     problem, group = flash_arguments(spec), spec.group_size
     padded = pl.cdiv(spec.seq_q, ROW_PADDING) * ROW_PADDING
     rows = jax.ShapeDtypeStruct((*lse.shape[:2], padded), jnp.float32)
@@ -249,13 +249,13 @@ def flash_bwd(
         spec,
         backend,
     )
-    operands = (q, k, v, dout, lse2, delta)
+    inputs = (q, k, v, dout, lse2, delta)
     (dq,) = launch(
         "flash_bwd_dq",
         flash_bwd_dq_kernel,
         query_tiles,
-        operands,
-        (of_head(q), of_head(k, group), of_head(v, group), *map(of_head, operands[3:])),
+        inputs,
+        (of_head(q), of_head(k, group), of_head(v, group), *map(of_head, inputs[3:])),
         (dq,),
         (of_head(dq),),
         problem,
@@ -266,7 +266,7 @@ def flash_bwd(
         "flash_bwd_dkdv",
         flash_bwd_dkdv_kernel,
         key_tiles,
-        operands,
+        inputs,
         (
             of_group(q, group),
             of_head(k),
@@ -279,4 +279,4 @@ def flash_bwd(
         spec,
         backend,
     )
-    return dq, dk, dv
+    return FlashOperands(dq, dk, dv)

@@ -21,6 +21,7 @@ from pallas_attn.kernels.portable.tiles import (
     visible_tiles,
 )
 from pallas_attn.launch import flash_arguments, launch, of_head
+from twin_attention.contract.operands import FlashOperands
 from twin_attention.contract.spec import AttentionSpec
 from twin_attention.targets.config import padded_head_dim
 from twin_attention.targets.family import Backend
@@ -101,20 +102,21 @@ def flash_fwd_kernel(
 
 
 def flash_fwd(
-    q: Array, k: Array, v: Array, spec: AttentionSpec, backend: Backend
+    operands: FlashOperands[Array], spec: AttentionSpec, backend: Backend
 ) -> tuple[Array, Array]:
     """Call `flash_fwd_kernel`.
 
     Returns:
         out [B, Sq, Hq, Dv] in q's dtype and lse [B, Hq, Sq] float32.
     """
-    out = jax.ShapeDtypeStruct((*q.shape[:3], v.shape[3]), q.dtype)
+    q, k, v = operands
+    out = jax.ShapeDtypeStruct((*q.shape[:3], spec.head_dim_v), q.dtype)
     lse = jax.ShapeDtypeStruct((spec.batch, spec.heads_q, spec.seq_q), jnp.float32)
     return launch(
         "flash_fwd",
         flash_fwd_kernel,
         lambda config: (pl.cdiv(spec.seq_q, config.block_q), spec.heads_q, spec.batch),
-        (q, k, v),
+        operands,
         (of_head(q), of_head(k, spec.group_size), of_head(v, spec.group_size)),
         (out, lse),
         (of_head(out), of_head(lse)),

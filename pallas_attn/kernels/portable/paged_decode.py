@@ -39,6 +39,7 @@ from pallas_attn.kernels.portable.softmax import LN2, add_sink, online_softmax_u
 from pallas_attn.kernels.portable.tiles import arange
 from pallas_attn.launch import launch
 from pallas_attn.targets import multiprocessors
+from twin_attention.contract.operands import DecodeOperands
 from twin_attention.contract.spec import DecodeSpec
 from twin_attention.targets.family import Backend
 from twin_attention.targets.splits import block_rows, choose_splits
@@ -158,16 +159,7 @@ def paged_decode_kernel(
 
 
 def paged_decode(
-    q: Array,
-    k_pages: Array,
-    v_pages: Array,
-    block_tables: Array,
-    seq_lens: Array,
-    sinks: Array | None,
-    k_scale: Array | None,
-    v_scale: Array | None,
-    spec: DecodeSpec,
-    backend: Backend,
+    operands: DecodeOperands[Array], spec: DecodeSpec, backend: Backend
 ) -> tuple[Array, Array]:
     """Call `paged_decode_kernel`, and `combine` where there is more than one split.
 
@@ -179,7 +171,10 @@ def paged_decode(
     splits = choose_splits(spec, config, multiprocessors(backend.target))
     tiles = pl.cdiv(spec.tokens * spec.group_size, rows)
     if spec.cache.is_quantized:
-        k_pages, v_pages = as_packed(k_pages), as_packed(v_pages)
+        operands = operands._replace(
+            k_pages=as_packed(operands.k_pages), v_pages=as_packed(operands.v_pages)
+        )
+    q, k_pages, v_pages, block_tables, seq_lens, sinks, k_scale, v_scale = operands
     shape = (spec.batch, spec.tokens, spec.heads_q, spec.head_dim_v)
     lse_shape = (spec.batch, spec.heads_q, spec.tokens)
     out = jax.ShapeDtypeStruct(shape, q.dtype)
@@ -193,16 +188,7 @@ def paged_decode(
         "paged_decode",
         paged_decode_kernel,
         lambda config: (tiles, spec.heads_kv, spec.batch, splits),
-        (
-            q,
-            k_pages,
-            v_pages,
-            block_tables,
-            seq_lens,
-            sinks,
-            k_scale,
-            v_scale,
-        ),
+        operands,
         (
             tokens_spec(q, spec.group_size),
             pool_spec(k_pages),
@@ -226,5 +212,5 @@ def paged_decode(
         backend,
     )
     if outs is not None and lses is not None:
-        return merge_splits(outs, lses, out, lse, seq_lens, sinks, spec, config.block_kv, backend)
+        return merge_splits(outs, lses, out, lse, operands, spec, config.block_kv, backend)
     return out, lse

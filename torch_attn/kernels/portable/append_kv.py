@@ -8,6 +8,7 @@ from torch_attn.kernels.portable.arguments import cache_arguments
 from torch_attn.kernels.portable.pages import load_rows_at, store_rows_at
 from torch_attn.kernels.portable.quantized import as_bits, quantize
 from torch_attn.launch import KernelCall, Prepared, launch
+from twin_attention.contract.operands import AppendOperands
 from twin_attention.contract.spec import PagedCache
 from twin_attention.targets.family import Backend
 
@@ -75,45 +76,21 @@ def append_kv_kernel(
     store_rows_at(v_ptr, v_new, (page, slot, head), V_STRIDES, writes, HEAD_DIM_V, BLOCK_DV)
 
 
-def append_kv(
-    k_new: Tensor,
-    v_new: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    block_tables: Tensor,
-    seq_lens: Tensor,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
-    cache: PagedCache,
-    backend: Backend,
-) -> None:
+def append_kv(operands: AppendOperands[Tensor], cache: PagedCache, backend: Backend) -> None:
     """Launch `append_kv_kernel`, which writes into k_pages and v_pages."""
-    launch(
-        "append_kv",
-        append_kv_kernel,
-        _prepare,
-        (
-            k_new,
-            v_new,
-            as_bits(k_pages),
-            as_bits(v_pages),
-            block_tables,
-            seq_lens,
-            k_scale,
-            v_scale,
-        ),
-        cache,
-        backend,
+    operands = operands._replace(
+        k_pages=as_bits(operands.k_pages), v_pages=as_bits(operands.v_pages)
     )
+    launch("append_kv", append_kv_kernel, _prepare, operands, cache, backend)
 
 
 def _prepare(call: KernelCall) -> Prepared:
     """Return grid and arguments of `append_kv_kernel`."""
-    k_new, v_new, k_pages, v_pages, block_tables, _, k_scale, v_scale = call.layouts
+    operands = AppendOperands._make(call.layouts)
+    k_new, v_new = operands.k_new, operands.v_new
     batch, tokens, heads, _ = k_new.shape
     grid = (triton.cdiv(heads, call.config.block_heads) * tokens * batch,)
-    cache = cache_arguments(call.spec, k_pages, v_pages, block_tables, k_scale, v_scale)
-    return grid, cache | {
+    return grid, cache_arguments(call.spec, operands) | {
         "k_new_strides": k_new.strides[:3],
         "v_new_strides": v_new.strides[:3],
         "TOKENS": tokens,

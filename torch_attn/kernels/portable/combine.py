@@ -12,6 +12,7 @@ from triton.language.extra.cuda import gdc_wait
 from torch_attn.kernels.portable.pages import keys_of_sequence, load_rows_at, splits_with_keys
 from torch_attn.kernels.portable.softmax import LN2, LOG2E, add_sink
 from torch_attn.launch import KernelCall, Prepared, launch
+from twin_attention.contract.operands import DecodeOperands
 from twin_attention.contract.spec import DecodeSpec, MergeSpec
 from twin_attention.targets.config import padded_head_dim
 from twin_attention.targets.family import Backend
@@ -122,8 +123,7 @@ def merge_splits(
     lses: Tensor,
     out: Tensor,
     lse: Tensor,
-    seq_lens: Tensor,
-    sinks: Tensor | None,
+    operands: DecodeOperands[Tensor],
     spec: DecodeSpec,
     block_kv: int,
     backend: Backend,
@@ -131,12 +131,13 @@ def merge_splits(
     """Launch `combine_kernel` on the splits of a paged decode; see its BLOCK_KEYS.
 
     Args:
-        sinks: [H] float32, one more logit a head in the denominator, or None.
+        operands: those of the decode.
         block_kv: keys of a tile of the decode.
         backend: that of the decode. On SM90 the merge starts while the decode still runs, which
             expects it.
     """
     states = spec.merge(len(outs))
+    sinks, seq_lens = operands.sinks, operands.seq_lens
     _launch(outs, lses, sinks, seq_lens, out, lse, states, backend, spec, block_kv)
 
 

@@ -35,6 +35,7 @@ from torch_attn.launch import (
     launch,
     stride_arguments,
 )
+from twin_attention.contract.operands import FlashOperands
 from twin_attention.contract.spec import AttentionSpec
 from twin_attention.targets.family import Backend
 
@@ -268,27 +269,26 @@ def flash_bwd_dkdv_kernel(
 def flash_bwd(
     dout: Tensor,
     dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    operands: FlashOperands[Tensor],
     out: Tensor,
     lse: Tensor,
     spec: AttentionSpec,
     backend: Backend,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> FlashOperands[Tensor]:
     """Launch the three kernels of the backward.
 
     Args:
         dout: [B, Sq, Hq, Dv], any strides with a contiguous last dimension.
         dlse: [B, Hq, Sq] float32, contiguous, or None for zero.
-        q, k, v, out, lse: inputs and outputs of the forward.
+        operands, out, lse: inputs and outputs of the forward.
 
     Returns:
-        dq, dk, dv, shaped as q, k, v, in their dtype, contiguous.
+        The gradient of each operand, in its dtype, contiguous.
     """
+    q, k, v = operands.q, operands.k, operands.v
     lse2, delta = (lse.new_empty((*lse.shape[:2], _padded_rows(spec))) for _ in range(2))
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-    operands = (q, k, v, dout, lse2, delta)
+    inputs = (q, k, v, dout, lse2, delta)
     launch(
         "flash_bwd_preprocess",
         flash_bwd_preprocess_kernel,
@@ -297,17 +297,16 @@ def flash_bwd(
         spec,
         backend,
     )
-    launch("flash_bwd_dq", flash_bwd_dq_kernel, _prepare_dq, (*operands, dq), spec, backend)
-    gradients = (dk, dv)
+    launch("flash_bwd_dq", flash_bwd_dq_kernel, _prepare_dq, (*inputs, dq), spec, backend)
     launch(
         "flash_bwd_dkdv",
         flash_bwd_dkdv_kernel,
         _prepare_dkdv,
-        (*operands, *gradients),
+        (*inputs, dk, dv),
         spec,
         backend,
     )
-    return dq, dk, dv
+    return FlashOperands(dq, dk, dv)
 
 
 def _prepare_preprocess(call: KernelCall) -> Prepared:

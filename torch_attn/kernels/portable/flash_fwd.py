@@ -28,6 +28,7 @@ from torch_attn.launch import (
     launch,
     stride_arguments,
 )
+from twin_attention.contract.operands import FlashOperands
 from twin_attention.contract.spec import AttentionSpec
 from twin_attention.targets.family import Backend
 
@@ -118,22 +119,24 @@ def flash_fwd_kernel(
 
 
 def flash_fwd(
-    q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, backend: Backend
+    operands: FlashOperands[Tensor], spec: AttentionSpec, backend: Backend
 ) -> tuple[Tensor, Tensor]:
     """Launch `flash_fwd_kernel`.
 
     Returns:
         out [B, Sq, Hq, Dv] in q's dtype and lse [B, Hq, Sq] float32, both contiguous.
     """
-    out = torch.empty((*q.shape[:3], v.shape[3]), dtype=q.dtype, device=q.device)
+    q = operands.q
+    out = torch.empty((*q.shape[:3], spec.head_dim_v), dtype=q.dtype, device=q.device)
     lse = torch.empty((spec.batch, spec.heads_q, spec.seq_q), dtype=torch.float32, device=q.device)
-    launch("flash_fwd", flash_fwd_kernel, _prepare, (q, k, v, out, lse), spec, backend)
+    launch("flash_fwd", flash_fwd_kernel, _prepare, (*operands, out, lse), spec, backend)
     return out, lse
 
 
 def _prepare(call: KernelCall) -> Prepared:
     """Return grid and arguments of `flash_fwd_kernel`."""
-    spec, (q, k, v, *_) = call.spec, call.layouts
+    spec = call.spec
+    q, k, v, *_ = call.layouts
     tiles = triton.cdiv(spec.seq_q, call.config.block_q)
     arguments = flash_arguments(spec) | stride_arguments(q=q, k=k, v=v)
     return (tiles * spec.heads_q * spec.batch,), arguments

@@ -30,6 +30,7 @@ from torch_attn.kernels.portable.scores import attention_mask
 from torch_attn.kernels.portable.softmax import LN2, add_sink, online_softmax_update
 from torch_attn.launch import KernelCall, Prepared, launch
 from torch_attn.targets import multiprocessors
+from twin_attention.contract.operands import DecodeOperands
 from twin_attention.contract.spec import DecodeSpec
 from twin_attention.targets.family import Backend
 from twin_attention.targets.splits import block_rows, choose_splits
@@ -180,16 +181,7 @@ def paged_decode_kernel(
 
 
 def paged_decode(
-    q: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    block_tables: Tensor,
-    seq_lens: Tensor,
-    sinks: Tensor | None,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
-    spec: DecodeSpec,
-    backend: Backend,
+    operands: DecodeOperands[Tensor], spec: DecodeSpec, backend: Backend
 ) -> tuple[Tensor, Tensor]:
     """Launch `paged_decode_kernel`, and `combine` where there is more than one split.
 
@@ -198,7 +190,10 @@ def paged_decode(
     """
     config = backend.configs(spec)["paged_decode"]
     if spec.cache.is_quantized:
-        k_pages, v_pages = as_packed(k_pages), as_packed(v_pages)
+        operands = operands._replace(
+            k_pages=as_packed(operands.k_pages), v_pages=as_packed(operands.v_pages)
+        )
+    q = operands.q
     splits = choose_splits(spec, config, multiprocessors(q.device, backend.target))
     shape = (spec.batch, spec.tokens, spec.heads_q, spec.head_dim_v)
     lse_shape = (spec.batch, spec.heads_q, spec.tokens)
@@ -213,38 +208,23 @@ def paged_decode(
         "paged_decode",
         paged_decode_kernel,
         _prepare,
-        (
-            q,
-            k_pages,
-            v_pages,
-            block_tables,
-            seq_lens,
-            sinks,
-            k_scale,
-            v_scale,
-            out,
-            lse,
-            outs,
-            lses,
-        ),
+        (*operands, out, lse, outs, lses),
         spec,
         backend,
         splits,
     )
     if outs is not None and lses is not None:
-        merge_splits(outs, lses, out, lse, seq_lens, sinks, spec, config.block_kv, backend)
+        merge_splits(outs, lses, out, lse, operands, spec, config.block_kv, backend)
     return out, lse
 
 
 def _prepare(call: KernelCall) -> Prepared:
     """Return grid and arguments of `paged_decode_kernel`."""
     spec, (splits,) = call.spec, call.constants
-    q, k_pages, v_pages, block_tables, _, _, k_scale, v_scale, *_ = call.layouts
+    operands = DecodeOperands._make(call.layouts[: len(DecodeOperands._fields)])
     rows = block_rows(spec, call.config)
     tiles = triton.cdiv(spec.tokens * spec.group_size, rows)
-    arguments = decode_arguments(
-        spec, call.target, q, k_pages, v_pages, block_tables, k_scale, v_scale
-    )
+    arguments = decode_arguments(spec, call.target, operands)
     return (tiles * spec.heads_kv * spec.batch, splits), arguments | {
         "num_splits": splits,
         "PDL": splits > 1 and call.target == "sm90",

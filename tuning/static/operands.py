@@ -1,0 +1,55 @@
+"""Operands without values, in the shapes of a problem, to compile its kernels for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from twin_attention.contract.operands import AppendOperands, DecodeOperands, FlashOperands
+from twin_attention.contract.spec import AttentionSpec, DecodeSpec
+
+X = TypeVar("X")
+Empty = Callable[..., X]  # a dtype's name and a shape: an array without values
+
+
+def flash_operands(spec: AttentionSpec, empty: Empty[X]) -> FlashOperands[X]:
+    """Return the operands of `flash_attention`."""
+    keys = (spec.batch, spec.seq_kv, spec.heads_kv)
+    return FlashOperands(
+        q=empty(spec.dtype, spec.batch, spec.seq_q, spec.heads_q, spec.head_dim),
+        k=empty(spec.dtype, *keys, spec.head_dim),
+        v=empty(spec.dtype, *keys, spec.head_dim_v),
+    )
+
+
+def decode_operands(spec: DecodeSpec, empty: Empty[X]) -> DecodeOperands[X]:
+    """Return the operands of `paged_decode`, with sinks, and with a scale of each kv head."""
+    cache = spec.cache
+    pages = (cache.num_pages, cache.page_size, cache.heads)
+    scale = empty("float32", cache.heads) if cache.is_quantized else None
+    return DecodeOperands(
+        q=empty(spec.dtype, spec.batch, spec.tokens, spec.heads_q, spec.head_dim),
+        k_pages=empty(cache.dtype, *pages, cache.head_dim),
+        v_pages=empty(cache.dtype, *pages, cache.head_dim_v),
+        block_tables=empty("int32", spec.batch, cache.max_pages),
+        seq_lens=empty("int32", spec.batch),
+        sinks=empty("float32", spec.heads_q),
+        k_scale=scale,
+        v_scale=scale,
+    )
+
+
+def append_operands(spec: DecodeSpec, empty: Empty[X]) -> AppendOperands[X]:
+    """Return the operands of the `append_kv` before a decode."""
+    cache, into = spec.cache, decode_operands(spec, empty)
+    new = (spec.dtype, spec.batch, spec.tokens, cache.heads)
+    return AppendOperands(
+        k_new=empty(*new, cache.head_dim),
+        v_new=empty(*new, cache.head_dim_v),
+        k_pages=into.k_pages,
+        v_pages=into.v_pages,
+        block_tables=into.block_tables,
+        seq_lens=into.seq_lens,
+        k_scale=into.k_scale,
+        v_scale=into.v_scale,
+    )

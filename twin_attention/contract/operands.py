@@ -1,0 +1,76 @@
+"""The operands of each operation, as one tuple in the order that every function takes them.
+
+A tuple holds tensors of either framework, or what is known of them: `Operand` for the argument
+checks, a layout for a launch. What may be left out has a default, None, and comes last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Generic, NamedTuple, TypeVar
+
+X = TypeVar("X")
+
+
+class FlashOperands(NamedTuple, Generic[X]):
+    """Operands of `flash_attention`, or their gradients.
+
+    Attributes:
+        q: [B, Sq, Hq, D].
+        k: [B, Skv, Hkv, D].
+        v: [B, Skv, Hkv, Dv].
+    """
+
+    q: X
+    k: X
+    v: X
+
+
+class DecodeOperands(NamedTuple, Generic[X]):
+    """Operands of `paged_decode`.
+
+    Attributes:
+        q: [B, T, Hq, D], or [B, Hq, D] where the public function takes it.
+        k_pages, v_pages: [P, page_size, Hkv, D] and [P, page_size, Hkv, Dv].
+        block_tables: [B, max_pages] int32; entries past a sequence's last page hold anything.
+        seq_lens: [B] int32, the new tokens counted in.
+        sinks: [Hq] float32, one logit a head in the denominator, or None.
+        k_scale, v_scale: [] or [Hkv] float32, factors of what the pool holds, or None.
+    """
+
+    q: X
+    k_pages: X
+    v_pages: X
+    block_tables: X
+    seq_lens: X
+    sinks: X | None = None
+    k_scale: X | None = None
+    v_scale: X | None = None
+
+
+class AppendOperands(NamedTuple, Generic[X]):
+    """Operands of `append_kv`.
+
+    Attributes:
+        k_new, v_new: [B, T, Hkv, D] and [B, T, Hkv, Dv], or without T where the public function
+            takes them.
+        k_pages, v_pages, block_tables, seq_lens, k_scale, v_scale: as in `DecodeOperands`.
+    """
+
+    k_new: X
+    v_new: X
+    k_pages: X
+    v_pages: X
+    block_tables: X
+    seq_lens: X
+    k_scale: X | None = None
+    v_scale: X | None = None
+
+
+def describe_operands(operands: Any, operand: Callable[[str, Any], Any]) -> Any:
+    """Return the operands as `operand` describes each by name; one that is left out stays None."""
+    optional = operands._field_defaults
+    return operands._make(
+        None if x is None and name in optional else operand(name, x)
+        for name, x in zip(operands._fields, operands, strict=True)
+    )
