@@ -20,21 +20,24 @@ def flash_attention(
     q: jax.Array, k: jax.Array, v: jax.Array, *,
     causal: bool = ..., scale: float | None = ...,
     window_size: tuple[int | None, int | None] | None = ..., softcap: float | None = ...,
-    return_lse: Literal[False] = ..., implementation: Implementation | None = ...,
+    sinks: jax.Array | None = ..., return_lse: Literal[False] = ...,
+    implementation: Implementation | None = ...,
 ) -> jax.Array: ...  # fmt: skip
 @overload
 def flash_attention(
     q: jax.Array, k: jax.Array, v: jax.Array, *,
     causal: bool = ..., scale: float | None = ...,
     window_size: tuple[int | None, int | None] | None = ..., softcap: float | None = ...,
-    return_lse: Literal[True], implementation: Implementation | None = ...,
+    sinks: jax.Array | None = ..., return_lse: Literal[True],
+    implementation: Implementation | None = ...,
 ) -> tuple[jax.Array, jax.Array]: ...  # fmt: skip
 @overload
 def flash_attention(
     q: jax.Array, k: jax.Array, v: jax.Array, *,
     causal: bool = ..., scale: float | None = ...,
     window_size: tuple[int | None, int | None] | None = ..., softcap: float | None = ...,
-    return_lse: bool, implementation: Implementation | None = ...,
+    sinks: jax.Array | None = ..., return_lse: bool,
+    implementation: Implementation | None = ...,
 ) -> jax.Array | tuple[jax.Array, jax.Array]: ...  # fmt: skip
 def flash_attention(
     q: jax.Array,
@@ -45,6 +48,7 @@ def flash_attention(
     scale: float | None = None,
     window_size: tuple[int | None, int | None] | None = None,
     softcap: float | None = None,
+    sinks: jax.Array | None = None,
     return_lse: bool = False,
     implementation: Implementation | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
@@ -52,7 +56,7 @@ def flash_attention(
 
     ``softmax(scale · q·kᵀ) · v`` for each head, with float32 accumulation. Query head h reads kv
     head ``h // (Hq // Hkv)``. Query i stands at key position ``p = i + Skv - Sq``. A query that
-    sees no key gives 0, log-sum-exp -inf and gradients 0.
+    sees no key gives 0, log-sum-exp -inf or its head's sink, and gradients 0 but for the sink's.
 
     Works under `jit`, `grad`, `vmap`, `jax.checkpoint`, `lax.scan`, and `shard_map` over batch or
     heads with ``check_vma=False``; plain `jit` gathers operands that are sharded. Differentiable
@@ -69,6 +73,8 @@ def flash_attention(
         window_size: (left, right): query i sees keys from p - left to p + right. None, for the
             pair or a side, is unlimited.
         softcap: scores become ``softcap * tanh(score / softcap)``, before the masks.
+        sinks: [Hq] float32, a logit of each head that counts in the softmax's denominator and in
+            the log-sum-exp, and has no value. None is no such logit.
         return_lse: return the log-sum-exp of the scores as well. It is differentiable.
         implementation: "triton" (Pallas kernels in the Triton lowering; on a CPU in the Pallas
             interpreter), "reference" (plain JAX in float32, O(Sq · Skv) memory), or None: the
@@ -84,7 +90,8 @@ def flash_attention(
         NotImplementedError: a dtype, head size or device without kernels; a
             second derivative.
 
-    Source: Dao et al. 2022 (FlashAttention), Dao 2023 (FlashAttention-2).
+    Source: Dao et al. 2022 (FlashAttention), Dao 2023 (FlashAttention-2); for the sinks Agarwal et
+    al. 2025 (gpt-oss).
 
     Example::
 
@@ -98,13 +105,16 @@ def flash_attention(
     options = check_flash_options(
         causal=causal, scale=scale, window_size=window_size, softcap=softcap, return_lse=return_lse
     )
-    operands = FlashOperands(q, k, v)
+    operands = FlashOperands(q, k, v, sinks)
     spec = check_flash_attention(describe_operands(operands, operand), options)
     backends = choose_backends(implementation, device_of(q), spec)
     return attention(operands, spec, backends, return_lse)
 
 
-def problem_of_flash(q: Any, k: Any, v: Any, **options: Any) -> tuple[Device | None, AttentionSpec]:
+def problem_of_flash(
+    q: Any, k: Any, v: Any, *, sinks: Any, **options: Any
+) -> tuple[Device | None, AttentionSpec]:
     """Check the arguments of `flash_attention` and return the device and the problem."""
-    described = describe_operands(FlashOperands(q, k, v), operand)
+    operands = FlashOperands(q, k, v, sinks)
+    described = describe_operands(operands, operand)
     return device_of(q), check_flash_attention(described, check_flash_options(**options))

@@ -33,13 +33,18 @@ def flash_arguments(spec: AttentionSpec) -> dict[str, Any]:
     }
 
 
-def of_head(x: Any, group_size: int = 1) -> pl.BlockSpec:
+def of_head(x: Any, group_size: int = 1) -> pl.BlockSpec | None:
     """Return what a program reads of `x`: one head's rows.
 
     Args:
-        x: [B, S, H, D] gives [S, D], D padded to a power of two; [B, H, S] gives [S].
+        x: [B, S, H, D] gives [S, D], D padded to a power of two; [B, H, S] gives [S]; [H] gives
+            []; None gives None.
         group_size: programs of that many heads of the grid share one head of `x`.
     """
+    if x is None:
+        return None
+    if len(x.shape) == 1:
+        return pl.BlockSpec((None,), lambda tile, head, batch: (head,))
     if len(x.shape) == 3:
         return pl.BlockSpec((None, None, x.shape[2]), lambda tile, head, batch: (batch, head, 0))
     block = (None, x.shape[1], None, padded_head_dim(x.shape[3]))

@@ -10,7 +10,7 @@ from interop.parity.check import agreements, check_layout, compare_sides
 from interop.parity.inputs import Tensors
 from interop.parity.oracle import Spec, expectations, parts_of
 
-RESULTS = ("out", "lse", "dq", "dk", "dv")
+RESULTS = ("out", "lse", "dq", "dk", "dv", "dsinks")
 
 
 def assert_within_budget(got: Tensors | Sequence[Tensor], inputs: Tensors, spec: Spec) -> None:

@@ -22,6 +22,7 @@ from twin_attention.contract.tolerances import compare_to_reference
 PAGE = Path(__file__).parents[1] / "docs" / "coming-from.md"
 CELL = re.compile(r"`([^`]+)`")
 SQ, SKV, W = 4, 7, 3
+SINKS = torch.tensor([-0.5, 0.0, 0.75, 1.5])
 
 
 def rows() -> list[tuple[str, str, str]]:
@@ -37,7 +38,15 @@ def rows() -> list[tuple[str, str, str]]:
 
 
 def plain(
-    q: Tensor, k: Tensor, v: Tensor, scale=None, causal=False, left=-1, right=-1, softcap=0.0
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale=None,
+    causal=False,
+    left=-1,
+    right=-1,
+    softcap=0.0,
+    sinks=None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of [S, H, D] with flash-attn's rules; -1 and 0.0 are off. Returns out and lse."""
     groups = q.shape[1] // k.shape[1]
@@ -49,7 +58,9 @@ def plain(
     hidden |= (j < i - left) if left >= 0 else hidden
     hidden |= (j > i + right) if right >= 0 else hidden
     s = s.masked_fill(hidden, -math.inf)
-    return torch.einsum("hij,jhd->ihd", s.softmax(-1), v), s.logsumexp(-1)
+    if sinks is not None:
+        s = torch.cat([s, sinks[:, None, None].expand(-1, len(q), 1)], -1)
+    return torch.einsum("hij,jhd->ihd", s.softmax(-1)[..., : len(k)], v), s.logsumexp(-1)
 
 
 def gather(pages: Tensor, table: Tensor, length: Tensor) -> Tensor:
@@ -160,13 +171,13 @@ def flashinfer(dtype: torch.dtype) -> dict[str, Any]:
 def vllm(dtype: torch.dtype) -> dict[str, Any]:
     def flash_attn_varlen_func(
         q, k, v, *, cu_seqlens_q, seqused_k, block_table,
-        causal, window_size=(-1, -1), softcap=0.0,
+        causal, window_size=(-1, -1), softcap=0.0, s_aux=None,
     ):  # fmt: skip
         outs = []
         for b, (table, n) in enumerate(zip(block_table, seqused_k, strict=True)):
             new = q[cu_seqlens_q[b] : cu_seqlens_q[b + 1]]
             keys, values = gather(k, table, n), gather(v, table, n)
-            outs.append(plain(new, keys, values, None, causal, *window_size, softcap)[0])
+            outs.append(plain(new, keys, values, None, causal, *window_size, softcap, s_aux)[0])
         return torch.cat(outs)
 
     def reshape_and_cache_flash(key, value, key_cache, value_cache, slot_mapping, *_):
@@ -182,6 +193,7 @@ def vllm(dtype: torch.dtype) -> dict[str, Any]:
         "value": draw(2, 2, dtype=dtype) + 1,
         **cache(dtype, "key_cache", "value_cache"),
         "one_each": torch.tensor([0, 1, 2]),
+        "sinks": SINKS.to(dtype),
         "seq_lens": torch.tensor([5, 9], dtype=torch.int32),
     }
     last = names["seq_lens"].long() - 1
@@ -198,6 +210,7 @@ def transformers(dtype: torch.dtype) -> dict[str, Any]:
         sliding_window_causal_mask_function,
     )
     from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward
+    from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward as gpt_oss
 
     def mask(function):
         return eager_mask(2, SQ, SKV, SKV - SQ, mask_function=function, dtype=dtype)
@@ -207,7 +220,10 @@ def transformers(dtype: torch.dtype) -> dict[str, Any]:
         "eager": lambda layer, q, k, v, mask, scaling, softcap=None: eager_attention_forward(
             layer, q, k, v, mask, scaling=scaling, softcap=softcap
         ),
-        "layer": SimpleNamespace(num_key_value_groups=2, training=False, head_dim=16),
+        "gpt_oss": gpt_oss,
+        "layer": SimpleNamespace(
+            num_key_value_groups=2, training=False, head_dim=16, sinks=SINKS.to(dtype)
+        ),
         "causal": mask(causal_mask_function),
         "full": mask(bidirectional_mask_function),
         "sliding": lambda size: mask(sliding_window_causal_mask_function(size)),

@@ -14,43 +14,67 @@ from __future__ import annotations
 
 from itertools import combinations
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
 
 from torch_attn.flash_ops import flash_bwd, flash_fwd
 
-# Dimension of the batch and of the heads in a [B, S, H, D] tensor, and in a [B, H, S] one.
-_AXES = {"batch": (0, 0), "heads": (2, 1)}
 _NUM_OPTIONS = 5
 
 
-def _placements(k: Any) -> list[tuple[Any, Any]]:
-    """Return how tensors may be placed on a mesh dimension: [B, S, H, D] ones, and [B, H, S] ones.
+class _Placement(NamedTuple):
+    """How the tensors of a call are placed on a mesh dimension.
+
+    Attributes:
+        whole: [B, S, H, D] tensors.
+        rows: [B, H, S] tensors.
+        sinks, dsinks: [H], the operand and its gradient.
+    """
+
+    whole: Any = Replicate()
+    rows: Any = Replicate()
+    sinks: Any = Replicate()
+    dsinks: Any = Replicate()
+
+
+_BATCH = _Placement(Shard(0), Shard(0), Replicate(), Partial())
+_HEADS = _Placement(Shard(2), Shard(1), Shard(0), Shard(0))
+
+
+def _placements(k: Any) -> list[_Placement]:
+    """Return how the tensors may be placed on a mesh dimension.
 
     Args:
         k: keys as DTensor describes them.
     """
-    axes = [_AXES["batch"]]
+    found = [_Placement(), _BATCH]
     sizes = k.mesh.shape
     shards = (prod(some) for n in range(1, len(sizes) + 1) for some in combinations(sizes, n))
     # A shard must hold whole groups of query heads. DTensor makes no more shards than heads.
     if all(k.shape[2] % n == 0 for n in shards if n <= k.shape[2]):
-        axes.append(_AXES["heads"])
-    return [(Replicate(), Replicate()), *((Shard(a), Shard(b)) for a, b in axes)]
+        found.append(_HEADS)
+    return found
 
 
 @register_sharding(flash_fwd)
-def _shard_forward(q, k, v, *options):
+def _shard_forward(q, k, v, sinks, *options):
     no_options = [None] * _NUM_OPTIONS
-    return [([x, lse], [x, x, x, *no_options]) for x, lse in _placements(k)]
+    found = []
+    for p in _placements(k):
+        x, of_sinks = p.whole, None if sinks is None else p.sinks
+        found.append(([x, p.rows], [x, x, x, of_sinks, *no_options]))
+    return found
 
 
 @register_sharding(flash_bwd)
-def _shard_backward(dout, dlse, q, k, v, out, lse, *options):
+def _shard_backward(dout, dlse, q, k, v, sinks, out, lse, *options):
     no_options = [None] * _NUM_OPTIONS
-    return [
-        ([x, x, x], [x, None if dlse is None else rows, x, x, x, x, rows, *no_options])
-        for x, rows in _placements(k)
-    ]
+    found = []
+    for p in _placements(k):
+        x, of_dlse = p.whole, None if dlse is None else p.rows
+        of_sinks, of_dsinks = (None, Replicate()) if sinks is None else (p.sinks, p.dsinks)
+        gradients = [x, x, x, of_dsinks]
+        found.append((gradients, [x, of_dlse, x, x, x, of_sinks, x, p.rows, *no_options]))
+    return found

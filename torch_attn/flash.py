@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from torch_attn.dispatch import Implementation, check_implementation
-from torch_attn.flash_ops import check, flash_fwd
-from torch_attn.operands import autocast_dtype, check_tensor
+from torch_attn.flash_ops import flash_fwd
+from torch_attn.operands import autocast_dtype, check_tensor, operand
+from twin_attention.contract.operands import FlashOperands, describe_operands
 from twin_attention.contract.spec import AttentionSpec
-from twin_attention.contract.validate import check_flash_options
+from twin_attention.contract.validate import check_flash_attention, check_flash_options
 
 
 @overload
@@ -19,21 +20,24 @@ def flash_attention(
     q: Tensor, k: Tensor, v: Tensor, *,
     causal: bool = ..., scale: float | None = ...,
     window_size: tuple[int | None, int | None] | None = ..., softcap: float | None = ...,
-    return_lse: Literal[False] = ..., implementation: Implementation | None = ...,
+    sinks: Tensor | None = ..., return_lse: Literal[False] = ...,
+    implementation: Implementation | None = ...,
 ) -> Tensor: ...  # fmt: skip
 @overload
 def flash_attention(
     q: Tensor, k: Tensor, v: Tensor, *,
     causal: bool = ..., scale: float | None = ...,
     window_size: tuple[int | None, int | None] | None = ..., softcap: float | None = ...,
-    return_lse: Literal[True], implementation: Implementation | None = ...,
+    sinks: Tensor | None = ..., return_lse: Literal[True],
+    implementation: Implementation | None = ...,
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 @overload
 def flash_attention(
     q: Tensor, k: Tensor, v: Tensor, *,
     causal: bool = ..., scale: float | None = ...,
     window_size: tuple[int | None, int | None] | None = ..., softcap: float | None = ...,
-    return_lse: bool, implementation: Implementation | None = ...,
+    sinks: Tensor | None = ..., return_lse: bool,
+    implementation: Implementation | None = ...,
 ) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 def flash_attention(
     q: Tensor,
@@ -44,6 +48,7 @@ def flash_attention(
     scale: float | None = None,
     window_size: tuple[int | None, int | None] | None = None,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
     return_lse: bool = False,
     implementation: Implementation | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -51,7 +56,7 @@ def flash_attention(
 
     ``softmax(scale · q·kᵀ) · v`` for each head, with float32 accumulation. Query head h reads kv
     head ``h // (Hq // Hkv)``. Query i stands at key position ``p = i + Skv - Sq``. A query that
-    sees no key gives 0, log-sum-exp -inf and gradients 0.
+    sees no key gives 0, log-sum-exp -inf or its head's sink, and gradients 0 but for the sink's.
 
     Works under autograd, `torch.compile` (`fullgraph`, static and dynamic shapes), `torch.func`
     (`grad`, `vjp`, `vmap`), CUDA graphs and autocast, which casts q, k and v as it does for
@@ -67,6 +72,8 @@ def flash_attention(
         window_size: (left, right): query i sees keys from p - left to p + right. None, for the
             pair or a side, is unlimited.
         softcap: scores become ``softcap * tanh(score / softcap)``, before the masks.
+        sinks: [Hq] float32, a logit of each head that counts in the softmax's denominator and in
+            the log-sum-exp, and has no value. None is no such logit.
         return_lse: return the log-sum-exp of the scores as well. It is differentiable.
         implementation: "triton" (Triton kernels; on a CPU in Triton's interpreter), "reference"
             (plain torch in float32, O(Sq · Skv) memory), or None: the kernels on a CUDA device,
@@ -82,7 +89,8 @@ def flash_attention(
         NotImplementedError: a dtype, head size or device without kernels; forward mode; a second
             derivative.
 
-    Source: Dao et al. 2022 (FlashAttention), Dao 2023 (FlashAttention-2).
+    Source: Dao et al. 2022 (FlashAttention), Dao 2023 (FlashAttention-2); for the sinks Agarwal et
+    al. 2025 (gpt-oss).
 
     Example::
 
@@ -93,33 +101,37 @@ def flash_attention(
         out, lse = flash_attention(q, k, v, causal=True, return_lse=True)
         out.sum().backward()
     """
-    q, k, v = _tensors(q, k, v)
+    operands = _operands(q, k, v, sinks)
     options = check_flash_options(
         causal=causal, scale=scale, window_size=window_size, softcap=softcap, return_lse=return_lse
     )
     check_implementation(implementation)
     if not torch.compiler.is_compiling():  # there the operator's fake kernel checks the operands
-        check(q, k, v, options)
+        check_flash_attention(describe_operands(operands, operand), options)
     scale, window, softcap = options
-    out, lse = flash_fwd(q, k, v, scale, window.left, window.right, softcap, implementation)
+    out, lse = flash_fwd(*operands, scale, window.left, window.right, softcap, implementation)
     return (out, lse) if return_lse else out
 
 
 def problem_of_flash(
-    q: Tensor, k: Tensor, v: Tensor, **options: Any
+    q: Any, k: Any, v: Any, *, sinks: Any, **options: Any
 ) -> tuple[torch.device, AttentionSpec]:
     """Check the arguments of `flash_attention` and return the device and the problem."""
-    q, k, v = _tensors(q, k, v)
-    return q.device, check(q, k, v, check_flash_options(**options))
+    operands = _operands(q, k, v, sinks)
+    described = describe_operands(operands, operand)
+    return operands.q.device, check_flash_attention(described, check_flash_options(**options))
 
 
-def _tensors(*qkv: Any) -> tuple[Tensor, ...]:
-    """q, k and v as they will be used: cast as autocast does for `scaled_dot_product_attention`."""
+def _operands(q: Any, k: Any, v: Any, sinks: Any) -> FlashOperands[Tensor]:
+    """Return the operands as they will be used: autocast casts q, k and v, as it does for
+    `scaled_dot_product_attention`.
+    """
+    qkv = q, k, v
     for name, x in zip("qkv", qkv, strict=True):
         check_tensor(name, x)
-    dtype = autocast_dtype(qkv[0].device)
-    if dtype is None:
-        return qkv
-    return tuple(
-        x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in qkv
-    )
+    dtype = autocast_dtype(q.device)
+    if dtype is not None:
+        q, k, v = (
+            x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in qkv
+        )
+    return FlashOperands(q, k, v, sinks)

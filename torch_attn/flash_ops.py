@@ -15,6 +15,7 @@ This is the one place that uses private torch API: the dispatch guards of ``torc
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NoReturn
 
@@ -23,7 +24,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from torch_attn.dispatch import choose
-from torch_attn.operands import dtype_name, operand
+from torch_attn.operands import dtype_name, operand, schema
 from twin_attention.contract.operands import FlashOperands, describe_operands
 from twin_attention.contract.spec import AttentionSpec, Window
 from twin_attention.contract.validate import (
@@ -32,6 +33,7 @@ from twin_attention.contract.validate import (
     no_gradient,
     not_differentiable,
 )
+from twin_attention.targets.family import Backend
 
 _library = torch.library.Library("torch_attn", "DEF")
 _OPTIONS = (
@@ -39,13 +41,16 @@ _OPTIONS = (
 )
 # The kernels read strides: the compiler must hand over tensors as the program laid them out.
 TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
+_OPERANDS, _NUM_OPERANDS = schema(FlashOperands), len(FlashOperands._fields)
+# An operator cannot return None: a gradient of an operand that was left out has no element.
+_GRADIENTS = ", ".join(f"Tensor d{name}" for name in FlashOperands._fields)
 _library.define(
-    f"flash_fwd(Tensor q, Tensor k, Tensor v, {_OPTIONS}) -> (Tensor out, Tensor lse)",
+    f"flash_fwd({_OPERANDS}, {_OPTIONS}) -> (Tensor out, Tensor lse)",
     tags=TAGS,
 )
 _library.define(
-    "flash_bwd(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
-    f"{_OPTIONS}) -> (Tensor dq, Tensor dk, Tensor dv)",
+    f"flash_bwd(Tensor dout, Tensor? dlse, {_OPERANDS}, Tensor out, Tensor lse, {_OPTIONS}) -> "
+    f"({_GRADIENTS})",
     tags=TAGS,
 )
 flash_fwd = torch.ops.torch_attn.flash_fwd.default
@@ -54,11 +59,6 @@ flash_bwd = torch.ops.torch_attn.flash_bwd.default
 _TORCH_FUNC = torch._C.DispatchKeySet(
     torch._C.DispatchKey.FuncTorchDynamicLayerFrontMode
 ) | torch._C.DispatchKeySet(torch._C.DispatchKey.PythonTLSSnapshot)
-
-
-def check(q: Tensor, k: Tensor, v: Tensor, options: FlashOptions) -> AttentionSpec:
-    """Check tensors as `check_flash_attention` does."""
-    return check_flash_attention(describe_operands(FlashOperands(q, k, v), operand), options)
 
 
 def without_gradient(op: torch._ops.OpOverload, *args: Any) -> Any:
@@ -83,73 +83,92 @@ def _is_recorded(args: tuple[Any, ...]) -> bool:
     )
 
 
-def _run_forward(q, k, v, scale, window_left, window_right, softcap, implementation):
-    operands = FlashOperands(q, k, v)
-    spec = spec_of(operands, scale, window_left, window_right, softcap)
-    if spec.is_empty:
-        out, lse = _allocate_outputs(q, v)
-        return out.zero_(), lse.fill_(float("-inf"))
-    backend, _ = choose(implementation, q.device, spec)
+def unpack(args: Sequence[Any]) -> tuple[FlashOperands[Tensor], list[Any], FlashOptions, Any]:
+    """Split an operator's arguments, those of flash_bwd from its operands on.
+
+    Returns:
+        operands, the forward's results where they follow, options, implementation.
+    """
+    *results, scale, window_left, window_right, softcap, implementation = args[_NUM_OPERANDS:]
+    options = FlashOptions(scale, Window(window_left, window_right), softcap)
+    return FlashOperands._make(args[:_NUM_OPERANDS]), results, options, implementation
+
+
+def spec_of(operands: FlashOperands[Tensor], options: FlashOptions) -> AttentionSpec:
+    """Describe the problem of checked arguments."""
+    return AttentionSpec.of(operands, dtype_name(operands.q.dtype), *options)
+
+
+def _run_forward(*args):
+    operands, _, options, implementation = unpack(args)
+    spec = spec_of(operands, options)
+    backend = _backend(implementation, operands, spec)
     return backend.family.function("flash_fwd")(operands, spec, backend)
 
 
-def _run_backward(
-    dout, dlse, q, k, v, out, lse, scale, window_left, window_right, softcap, implementation
-):
-    operands = FlashOperands(q, k, v)
-    spec = spec_of(operands, scale, window_left, window_right, softcap)
-    if spec.is_empty:
-        return tuple(dx.zero_() for dx in _allocate_gradients(q, k, v))
+def _run_backward(dout, dlse, *args):
+    operands, (out, lse), options, implementation = unpack(args)
+    spec = spec_of(operands, options)
     # The only copies: a gradient may come expanded, which the kernels do not take.
     dout = dout if dout.stride(-1) == 1 else dout.contiguous()
     dlse = None if dlse is None else dlse.contiguous()
-    backend, _ = choose(implementation, q.device, spec)
-    return backend.family.function("flash_bwd")(dout, dlse, operands, out, lse, spec, backend)
+    backend = _backend(implementation, operands, spec)
+    gradients = backend.family.function("flash_bwd")(dout, dlse, operands, out, lse, spec, backend)
+    return tuple(_left_out(out) if dx is None else dx for dx in gradients)
 
 
-def spec_of(
-    operands: FlashOperands[Tensor],
-    scale: float | None,
-    window_left: int | None,
-    window_right: int | None,
-    softcap: float | None,
-) -> AttentionSpec:
-    """Describe the problem of an operator's checked arguments."""
-    dtype = dtype_name(operands.q.dtype)
-    return AttentionSpec.of(operands, dtype, scale, Window(window_left, window_right), softcap)
+def _backend(implementation: Any, operands: FlashOperands[Tensor], spec: AttentionSpec) -> Backend:
+    """Choose what runs a problem; an empty one runs no kernel."""
+    implementation = "reference" if spec.is_empty else implementation
+    return choose(implementation, operands.q.device, spec)[0]
 
 
-def _fake_forward(q, k, v, scale, window_left, window_right, softcap, implementation):
-    check(q, k, v, FlashOptions(scale, Window(window_left, window_right), softcap))
-    return _allocate_outputs(q, v)
-
-
-def _fake_backward(dout, dlse, q, k, v, *rest):
-    return _allocate_gradients(q, k, v)
-
-
-def _allocate_outputs(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def _fake_forward(*args):
+    operands, _, options, _ = unpack(args)
+    check_flash_attention(describe_operands(operands, operand), options)
+    q = operands.q
     batch, seq_q, heads_q, _ = q.shape
-    out = q.new_empty((batch, seq_q, heads_q, v.shape[3]))
+    out = q.new_empty((batch, seq_q, heads_q, operands.v.shape[3]))
     return out, q.new_empty((batch, heads_q, seq_q), dtype=torch.float32)
 
 
-def _allocate_gradients(*qkv: Tensor) -> tuple[Tensor, ...]:
-    return tuple(x.new_empty(x.shape) for x in qkv)
+def _fake_backward(dout, dlse, *args):
+    operands, *_ = unpack(args)
+    return tuple(_left_out(dout) if x is None else x.new_empty(x.shape) for x in operands)
+
+
+def _left_out(like: Tensor) -> Tensor:
+    """Return the gradient of an operand that was left out."""
+    return like.new_empty(0, dtype=torch.float32)
+
+
+# The axis of the heads, by the number of axes: in [B, S, H, D], [B, H, S] and [H].
+_HEADS = {4: 2, 3: 1, 1: 0}
 
 
 def _batch(op, num_tensors, info, in_dims, *args):
-    """The rule of `vmap`: the mapped dimension joins the batch."""
+    """The rule of `vmap`: the mapped dimension joins the batch, or with sinks, which have none, the
+    heads.
+    """
+    tensors = list(zip(args[:num_tensors], in_dims[:num_tensors], strict=True))
+    axis = dict.fromkeys(_HEADS, 0)
+    if any(x is not None and x.ndim - (dim is not None) == 1 for x, dim in tensors):
+        axis = _HEADS
 
     def fold(x, dim):
         if x is None:
             return None
-        x = x.unsqueeze(0).expand(info.batch_size, *x.shape) if dim is None else x.movedim(dim, 0)
-        return x.flatten(0, 1)
+        to = axis[x.ndim - (dim is not None)]
+        if dim is None:
+            x = x.unsqueeze(to).expand(*x.shape[:to], info.batch_size, *x.shape[to:])
+        else:
+            x = x.movedim(dim, to)
+        return x.flatten(to, to + 1)
 
-    tensors = map(fold, args[:num_tensors], in_dims[:num_tensors])
-    outputs = op(*tensors, *args[num_tensors:])
-    return tuple(x.unflatten(0, (info.batch_size, -1)) for x in outputs), (0,) * len(outputs)
+    outputs = op(*(fold(x, dim) for x, dim in tensors), *args[num_tensors:])
+    dims = [axis[x.ndim] for x in outputs]
+    sizes = (info.batch_size, -1)
+    return tuple(x.unflatten(dim, sizes) for x, dim in zip(outputs, dims, strict=True)), tuple(dims)
 
 
 class _Differentiable(torch.autograd.Function):
@@ -188,16 +207,17 @@ class _Forward(_Differentiable):
 
     @staticmethod
     def setup_context(ctx, inputs, output) -> None:
-        q, k, v, *ctx.options = inputs
-        ctx.save_for_backward(q, k, v, *output)
+        ctx.options = inputs[_NUM_OPERANDS:]
+        ctx.save_for_backward(*inputs[:_NUM_OPERANDS], *output)
         ctx.set_materialize_grads(False)
 
     @staticmethod
     def backward(ctx, dout, dlse):
-        q, k, v, out, lse = ctx.saved_tensors
+        *operands, out, lse = ctx.saved_tensors
         dout = torch.zeros_like(out) if dout is None else dout
-        gradients = flash_bwd(dout, dlse, q, k, v, out, lse, *ctx.options)
-        return *gradients, *(None for _ in ctx.options)
+        gradients = flash_bwd(dout, dlse, *operands, out, lse, *ctx.options)
+        present = (None if x is None else dx for dx, x in zip(gradients, operands, strict=True))
+        return *present, *(None for _ in ctx.options)
 
 
 class _Backward(_Differentiable):
@@ -223,5 +243,5 @@ def _register(function: type[_Differentiable], run, fake, num_tensors: int) -> N
     torch.library.register_vmap(name, partial(_batch, op, num_tensors), lib=_library)
 
 
-_register(_Forward, _run_forward, _fake_forward, num_tensors=3)
-_register(_Backward, _run_backward, _fake_backward, num_tensors=7)
+_register(_Forward, _run_forward, _fake_forward, num_tensors=_NUM_OPERANDS)
+_register(_Backward, _run_backward, _fake_backward, num_tensors=_NUM_OPERANDS + 4)

@@ -21,16 +21,17 @@ from __future__ import annotations
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
-from torch_attn.flash_ops import spec_of
+from torch_attn.flash_ops import spec_of, unpack
 from twin_attention.contract import cost
-from twin_attention.contract.operands import FlashOperands
 
 
 @register_flop_formula(torch.ops.torch_attn.flash_fwd, get_raw=True)
-def _forward(q, k, v, *options, **_) -> int:
-    return cost.forward_flops(spec_of(FlashOperands(q, k, v), *options[:-1]))
+def _forward(*args, **_) -> int:
+    operands, _, options, _ = unpack(args)
+    return cost.forward_flops(spec_of(operands, options))
 
 
 @register_flop_formula(torch.ops.torch_attn.flash_bwd, get_raw=True)
-def _backward(dout, dlse, q, k, v, out, lse, *options, **_) -> int:
-    return cost.backward_flops(spec_of(FlashOperands(q, k, v), *options[:-1]))
+def _backward(dout, dlse, *args, **_) -> int:
+    operands, _, options, _ = unpack(args)
+    return cost.backward_flops(spec_of(operands, options))

@@ -34,6 +34,7 @@ class FlashCase:
         batch ... dtype: shapes and dtype of q [B, Sq, Hq, D], k [B, Skv, Hkv, D] and
             v [B, Skv, Hkv, Dv].
         causal, scale, window_size, softcap: the call's options.
+        sinks: give one logit a head.
         gradients: run the backward as well.
         layout: "contiguous", or "strided" for q, k, v that are views of one packed torch tensor
             (JAX arrays have no strides: there the case runs contiguous).
@@ -52,6 +53,7 @@ class FlashCase:
     scale: float | None = None
     window_size: tuple[int | None, int | None] | None = None
     softcap: float | None = None
+    sinks: bool = False
     gradients: bool = True
     layout: str = "contiguous"
 
@@ -176,8 +178,12 @@ def _quick() -> Iterator[FlashCase]:
     yield replace(base, name="d80-dv48", head_dim=80, head_dim_v=48)
     yield replace(
         base, name="all-options", seq_q=97, heads_q=4, heads_kv=2, head_dim=72, causal=True,
-        window_size=(64, None), softcap=30.0, scale=0.2,
+        window_size=(64, None), softcap=30.0, sinks=True, scale=0.2,
     )  # fmt: skip
+    # Queries without a key among them.
+    yield replace(
+        base, name="sinks", seq_q=131, seq_kv=37, heads_q=4, heads_kv=2, causal=True, sinks=True
+    )
     yield replace(base, name="strided", layout="strided", causal=True)
     yield replace(base, name="one-token", seq_q=1, seq_kv=1)
     yield replace(base, name="no-keys", seq_q=5, seq_kv=0)
@@ -212,6 +218,12 @@ def _full_changes() -> Iterator[Change]:
         yield f"softcap{cap:g}-window", {"softcap": cap, "window_size": (70, 5), "head_dim": 128}
     for d in (16, 32):
         yield f"softcap-d{d}", {"softcap": 5.0, "head_dim": d}
+    sinks = {"sinks": True, "causal": True}
+    yield "sinks", sinks
+    yield "sinks-641x127", {**sinks, "seq_q": 641, "seq_kv": 127}
+    yield "sinks-64x0", {**sinks, "seq_q": 64, "seq_kv": 0}
+    yield "sinks-softcap", {**sinks, "softcap": 5.0, "head_dim": 128}
+    yield "sinks-window", {"sinks": True, "window_size": (70, 5)}
     for heads_q, heads_kv in ((8, 8), (8, 1), (6, 2)):
         yield f"heads{heads_q}-{heads_kv}", {"heads_q": heads_q, "heads_kv": heads_kv}
     for scale in (0.0, -0.3, 1.0):

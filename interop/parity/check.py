@@ -103,10 +103,12 @@ def check_layout(results: Tensors, inputs: Tensors, spec: Spec, case: str) -> No
         ValueError: such a result.
     """
     q = inputs["q"]
-    shapes = {"out": (*q.shape[:-1], spec.head_dim_v), "lse": q[..., 0].movedim(-1, 1).shape}
+    layouts = {f"d{name}": (tuple(x.shape), x.dtype) for name, x in inputs.items()} | {
+        "out": ((*q.shape[:-1], spec.head_dim_v), q.dtype),
+        "lse": (tuple(q[..., 0].movedim(-1, 1).shape), torch.float32),
+    }
     for name, got in results.items():
-        shape = tuple(shapes[name] if name in shapes else inputs[name[1:]].shape)
-        dtype = torch.float32 if name == "lse" else q.dtype
+        shape, dtype = layouts[name]
         if (tuple(got.shape), got.dtype, got.device) != (shape, dtype, q.device):
             expected = f"{shape} {dtype} on {q.device}"
             actual = f"{tuple(got.shape)} {got.dtype} on {got.device}"

@@ -63,6 +63,8 @@ def _flash_inputs(case: FlashCase, normal: Normal) -> Tensors:
     else:
         q, k, v = (normal(shape, dtype) for shape in case.shapes)
     inputs = {"q": q, "k": k, "v": v}
+    if case.sinks:
+        inputs["sinks"] = normal((spec.heads_q,), torch.float32)
     if case.gradients:
         inputs["dout"] = normal((spec.batch, spec.seq_q, spec.heads_q, spec.head_dim_v), dtype)
         inputs["dlse"] = normal((spec.batch, spec.heads_q, spec.seq_q), torch.float32)

@@ -47,7 +47,9 @@ class Part:
         return {name: x[self.where.get(name, ...)] for name, x in tensors.items()}
 
     def crop_inner(self, results: Tensors) -> Tensors:
-        """Return what is compared of the part's results."""
+        """Return what is compared of the part's results: no sum over other parts as well."""
+        if self.where:
+            results = {name: x for name, x in results.items() if name != "dsinks"}
         if self.inner is None:
             return results
         return {
@@ -112,7 +114,7 @@ def evaluate(inputs: Tensors, spec: Spec, dtype: torch.dtype) -> Tensors:
         dtype: of all operations and results.
 
     Returns:
-        out and lse, with dout also dq, dk and dv; shaped as the sides' results.
+        out and lse, with dout also the operands' gradients; shaped as the sides' results.
     """
     if isinstance(spec, DecodeSpec):
         return _evaluate_decode(inputs, spec, dtype)
@@ -188,6 +190,7 @@ def _block(spec: AttentionSpec, batch: int, head: int, queries: slice, keys: sli
     where: dict[str, Any] = dict.fromkeys(("q", "out", "dout", "dq"), (one, queries, heads_q))
     where |= dict.fromkeys(("k", "v", "dk", "dv"), (one, keys, heads_kv))
     where |= dict.fromkeys(("lse", "dlse"), (one, heads_q, queries))
+    where |= dict.fromkeys(("sinks", "dsinks"), heads_q)
     ahead = (spec.seq_q - queries.stop) - (spec.seq_kv - keys.stop)
     left, right = spec.window.left, spec.window.right
     window = Window(

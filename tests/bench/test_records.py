@@ -97,6 +97,14 @@ def test_the_key_differs_with(change, record):
     assert record(**change).key != record().key
 
 
+def test_a_case_without_a_later_field_has_its_default(record):
+    now = record()
+    earlier, other = ({**now.case} for _ in range(2))
+    assert earlier.pop("sinks") is False
+    assert replace(now, case=earlier).key == now.key
+    assert replace(now, case=other | {"sinks": True}).key != now.key
+
+
 @pytest.mark.parametrize(
     ("line", "error"),
     [

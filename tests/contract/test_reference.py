@@ -18,23 +18,27 @@ SPEC = AttentionSpec(
 )  # fmt: skip
 
 
-def attention_by_rows(q, k, v, spec):
-    """The definition: each row by itself, over the keys that it sees."""
+def attention_by_rows(q, k, v, sinks, spec):
+    """The definition: each row by itself, over the keys that it sees, and over a key of value 0."""
     outs, lses = [], []
     for b in range(spec.batch):
         for h in range(spec.heads_q):
             kv_head = h // (spec.heads_q // spec.heads_kv)
             for i in range(spec.seq_q):
                 keys = list(spec.visible_keys(i))
-                if not keys:
+                if not keys and sinks is None:
                     outs.append(q.new_zeros(spec.head_dim_v))
                     lses.append(q.new_tensor(float("-inf")))
                     continue
                 s = spec.scale * k[b, keys, kv_head] @ q[b, i, h]
                 if spec.softcap is not None:
                     s = spec.softcap * torch.tanh(s / spec.softcap)
+                values = v[b, keys, kv_head]
+                if sinks is not None:
+                    s = torch.cat([s, sinks[h, None]])
+                    values = torch.cat([values, torch.zeros_like(v[b, :1, kv_head])])
                 lses.append(torch.logsumexp(s, dim=0))
-                outs.append(torch.softmax(s, dim=0) @ v[b, keys, kv_head])
+                outs.append(torch.softmax(s, dim=0) @ values)
     out = torch.stack(outs).reshape(spec.batch, spec.heads_q, spec.seq_q, spec.head_dim_v)
     lse = torch.stack(lses).reshape(spec.batch, spec.heads_q, spec.seq_q)
     return out.transpose(1, 2), lse
@@ -51,6 +55,20 @@ def inputs_of(spec, seed=0):
         (spec.batch, spec.heads_q, spec.seq_q),
     )
     return [torch.randn(shape, generator=make, dtype=torch.float64) for shape in shapes]
+
+
+def sinks_of(spec):
+    return torch.linspace(-1, 1.5, spec.heads_q, dtype=torch.float64)
+
+
+def problem(spec, sinks=False):
+    """Operands, dout and dlse in numpy."""
+    *qkv, dout, dlse = (x.numpy() for x in inputs_of(spec))
+    return FlashOperands(*qkv, sinks_of(spec).numpy() if sinks else None), dout, dlse
+
+
+def present(operands):
+    return [x for x in operands if x is not None]
 
 
 def close(got, want):
@@ -71,55 +89,84 @@ specs = st.builds(
 )
 
 
-@given(specs)
-def test_forward_and_backward_equal_the_definition(spec):
+@given(specs, st.booleans())
+def test_forward_and_backward_equal_the_definition(spec, with_sinks):
     q, k, v, dout, dlse = inputs_of(spec)
-    for x in (q, k, v):
-        x.requires_grad_()
-    out, lse = attention_by_rows(q, k, v, spec)
+    operands = FlashOperands(q, k, v, sinks_of(spec) if with_sinks else None)
+    given = [x.requires_grad_() for x in present(operands)]
+    out, lse = attention_by_rows(*operands, spec)
     seen = torch.isfinite(lse)
     # Where a row sees no key its lse is a constant, so its gradient drops out.
     objective = (out * dout).sum() + (lse[seen] * dlse[seen]).sum()
     wanted = (
-        torch.autograd.grad(objective, (q, k, v), materialize_grads=True)
+        torch.autograd.grad(objective, given, materialize_grads=True)
         if objective.requires_grad
-        else [torch.zeros_like(x) for x in (q, k, v)]
+        else [torch.zeros_like(x) for x in given]
     )
 
-    arrays = [x.detach().numpy() for x in (q, k, v)]
+    arrays = [x.detach().numpy() for x in given]
     got_out, got_lse = attention_forward(FlashOperands(*arrays), spec, np.float64)
     close(got_out, out.detach())
     close(got_lse, lse.detach())
     gradients = attention_backward(
         dout.numpy(), dlse.numpy(), FlashOperands(*arrays), spec, np.float64
     )
-    for got, want in zip(gradients, wanted, strict=True):
+    for got, want in zip(present(gradients), wanted, strict=True):
         close(got, want)
 
 
 def test_no_gradient_of_the_lse_means_zero():
-    q, k, v, dout, dlse = (x.numpy() for x in inputs_of(SPEC))
-    without = attention_backward(dout, None, FlashOperands(q, k, v), SPEC, np.float64)
-    zero = attention_backward(dout, 0 * dlse, FlashOperands(q, k, v), SPEC, np.float64)
-    other = attention_backward(dout, dlse, FlashOperands(q, k, v), SPEC, np.float64)
+    operands, dout, dlse = problem(SPEC, sinks=True)
+    without = attention_backward(dout, None, operands, SPEC, np.float64)
+    zero = attention_backward(dout, 0 * dlse, operands, SPEC, np.float64)
+    other = attention_backward(dout, dlse, operands, SPEC, np.float64)
     assert all(np.array_equal(a, b) for a, b in zip(without, zero, strict=True))
-    assert not np.allclose(without[0], other[0])
+    assert not np.allclose(without.q, other.q)
+    assert not np.allclose(without.sinks, other.sinks)
 
 
 def test_a_row_without_keys_gives_nothing_and_takes_nothing():
     spec = replace(SPEC, seq_q=7, seq_kv=4, window=Window(None, 0))
-    q, k, v, dout, dlse = (x.numpy() for x in inputs_of(spec))
-    out, lse = attention_forward(FlashOperands(q, k, v), spec, np.float64)
+    operands, dout, dlse = problem(spec)
+    out, lse = attention_forward(operands, spec, np.float64)
     assert (out[:, :3] == 0).all()
     assert (lse[:, :, :3] == -np.inf).all()
     assert np.isfinite(lse[:, :, 3:]).all()
-    dq, dk, dv = attention_backward(dout, dlse, FlashOperands(q, k, v), spec, np.float64)
-    assert (dq[:, :3] == 0).all()
-    assert all(np.isfinite(x).all() for x in (dq, dk, dv))
+    gradients = present(attention_backward(dout, dlse, operands, spec, np.float64))
+    assert (gradients[0][:, :3] == 0).all()
+    assert all(np.isfinite(x).all() for x in gradients)
     poisoned = dout.copy()
     poisoned[:, :3] = 1e6
-    again = attention_backward(poisoned, dlse, FlashOperands(q, k, v), spec, np.float64)
-    assert all(np.array_equal(a, b) for a, b in zip((dq, dk, dv), again, strict=True))
+    again = present(attention_backward(poisoned, dlse, operands, spec, np.float64))
+    assert all(np.array_equal(a, b) for a, b in zip(gradients, again, strict=True))
+
+
+@pytest.mark.parametrize("sink", [-800.0, -300.0, 0.0, 700.0])
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_a_row_without_keys_has_its_sink_as_lse(sink, dtype):
+    """However far the sink is from 0: its exponential may be 0 or infinite."""
+    spec = replace(SPEC, seq_q=7, seq_kv=4, window=Window(None, 0))
+    operands, dout, dlse = problem(spec)
+    operands = operands._replace(sinks=np.full(spec.heads_q, sink))
+    out, lse = attention_forward(operands, spec, dtype)
+    assert (out[:, :3] == 0).all()
+    assert (lse[:, :, :3] == sink).all()
+    dq, *_, dsinks = attention_backward(dout, dlse, operands, spec, dtype)
+    assert (dq[:, :3] == 0).all()
+    if sink == -800:  # too small to count in a row with keys
+        np.testing.assert_allclose(dsinks, dlse[:, :, :3].sum((0, 2)), rtol=1e-5)
+
+
+def test_a_sink_of_minus_infinity_is_none():
+    spec = replace(SPEC, seq_q=7, seq_kv=4, window=Window(None, 0))
+    operands, dout, dlse = problem(spec)
+    with_sinks = operands._replace(sinks=np.full(spec.heads_q, -np.inf))
+    want = attention_forward(operands, spec, np.float64)
+    got = attention_forward(with_sinks, spec, np.float64)
+    want += attention_backward(dout, dlse, operands, spec, np.float64)[:3]
+    *gradients, dsinks = attention_backward(dout, dlse, with_sinks, spec, np.float64)
+    assert all(np.array_equal(a, b) for a, b in zip((*got, *gradients), want, strict=True))
+    assert (dsinks == 0).all()
 
 
 @pytest.mark.parametrize(
@@ -134,24 +181,28 @@ def test_a_row_without_keys_gives_nothing_and_takes_nothing():
     ],
 )
 @pytest.mark.parametrize("window", [Window(), Window(3, 0)])
-def test_empty_problems_keep_their_shapes(sizes, window):
+@pytest.mark.parametrize("sinks", [False, True])
+def test_empty_problems_keep_their_shapes(sizes, window, sinks):
     spec = replace(SPEC, window=window, **sizes)
-    q, k, v, dout, dlse = (x.numpy() for x in inputs_of(spec))
-    out, lse = attention_forward(FlashOperands(q, k, v), spec, np.float64)
+    operands, dout, dlse = problem(spec, sinks)
+    out, lse = attention_forward(operands, spec, np.float64)
     assert out.shape == dout.shape
     assert lse.shape == dlse.shape
     assert (out == 0).all()
-    assert (lse == -np.inf).all()
-    gradients = attention_backward(dout, dlse, FlashOperands(q, k, v), spec, np.float64)
-    for got, x in zip(gradients, (q, k, v), strict=True):
+    assert (lse == (operands.sinks[:, None] if sinks else -np.inf)).all()
+    *gradients, dsinks = attention_backward(dout, dlse, operands, spec, np.float64)
+    for got, x in zip(gradients, operands[:3], strict=True):
         assert got.shape == x.shape
         assert (got == 0).all()
+    assert (dsinks is None) == (not sinks)
+    if sinks:
+        np.testing.assert_allclose(dsinks, dlse.sum((0, 2)), rtol=1e-12)
 
 
 def test_scores_that_overflow_exp_do_not_overflow_the_result():
     spec = replace(SPEC, scale=1e4)
-    q, k, v, *_ = (x.numpy() for x in inputs_of(spec))
-    out, lse = attention_forward(FlashOperands(q, k, v), spec, np.float64)
+    operands, *_ = problem(spec)
+    out, lse = attention_forward(operands, spec, np.float64)
     assert np.isfinite(out).all()
     assert np.isfinite(lse).all()
 
@@ -173,11 +224,11 @@ def test_namespaces_agree():
     import jax
     import jax.numpy as jnp
 
-    q, k, v, dout, dlse = (x.float().numpy() for x in inputs_of(SPEC))
+    q, k, v, dout, dlse, sinks = (x.float().numpy() for x in (*inputs_of(SPEC), sinks_of(SPEC)))
     spec = replace(SPEC, window=Window(3, 1), softcap=4.0)
 
     def run(convert, dtype):
-        x = FlashOperands(*map(convert, (q, k, v)))
+        x = FlashOperands(*map(convert, (q, k, v, sinks)))
         out, lse = attention_forward(x, spec, dtype)
         gradients = attention_backward(convert(dout), convert(dlse), x, spec, dtype)
         return [np.asarray(a) for a in (out, lse, *gradients)]

@@ -28,6 +28,7 @@ GOOD = {
     "q": Operand("q", (2, 5, 4, 32), "bfloat16", "cpu"),
     "k": Operand("k", (2, 7, 2, 32), "bfloat16", "cpu"),
     "v": Operand("v", (2, 7, 2, 48), "bfloat16", "cpu"),
+    "sinks": Operand("sinks", (4,), "float32", "cpu"),
 }
 NO_OPTIONS = {
     "causal": False, "scale": None, "window_size": None, "softcap": None, "return_lse": False,
@@ -111,8 +112,22 @@ def check(changes=None, **options):
                 f"{name}: expected a contiguous last dimension, got a stride other than 1",
                 {name: {"contiguous_rows": False}},
             )
-            for name in "qkv"
+            for name in GOOD
         ),
+        (
+            TypeError,
+            "sinks: expected dtype float32, got bfloat16",
+            {"sinks": {"dtype": "bfloat16"}},
+        ),
+        *(
+            (
+                ValueError,
+                f"sinks: expected shape (4,), one of each head, got {shape}",
+                {"sinks": {"shape": shape}},
+            )
+            for shape in ((2,), (), (1, 4))
+        ),
+        (ValueError, "sinks: expected q's device cpu, got cuda:1", {"sinks": {"device": "cuda:1"}}),
     ],
 )
 def test_wrong_tensors(error, message, changes):
@@ -162,6 +177,11 @@ def test_a_right_call_is_described_with_its_defaults_resolved():
     assert spec.scale == 32**-0.5
     assert spec.window == Window(None, None)
     assert spec.softcap is None
+
+
+def test_sinks_may_be_left_out_and_change_no_description():
+    without = FlashOperands(*(GOOD[name] for name in "qkv"))
+    assert check_flash_attention(without, check_flash_options(**NO_OPTIONS)) == check()
 
 
 def test_options_become_plain_python_numbers():
@@ -214,7 +234,8 @@ def test_zero_sizes_are_right(name):
         "heads_q": ((2, 5, 0, 32), k, v),
         "all heads": ((2, 5, 0, 32), (2, 7, 0, 32), (2, 7, 0, 48)),
     }[name]
-    assert check({"q": {"shape": q}, "k": {"shape": k}, "v": {"shape": v}}).is_empty
+    shapes = {"q": q, "k": k, "v": v, "sinks": (q[2],)}
+    assert check({name: {"shape": shape} for name, shape in shapes.items()}).is_empty
 
 
 def test_check_choice():

@@ -19,13 +19,14 @@ from tests.oracle import assert_within_budget
 
 CASE = FlashCase(
     "transformations", batch=1, seq_q=24, seq_kv=40, heads_q=4, heads_kv=2, head_dim=16,
-    dtype="float32", causal=True,
+    dtype="float32", causal=True, sinks=True,
 )  # fmt: skip
 
 
 @pytest.fixture
 def attention(implementation):
-    return partial(flash_attention, **CASE.options, return_lse=True, implementation=implementation)
+    options = {**CASE.options, "return_lse": True, "implementation": implementation}
+    return lambda q, k, v, sinks: flash_attention(q, k, v, sinks=sinks, **options)
 
 
 @pytest.fixture(scope="module")
@@ -47,8 +48,9 @@ def assert_right(got, problem):
     assert_within_budget([torch.from_numpy(np.array(x)) for x in got], problem, CASE.spec)
 
 
-def results_and_gradients(attention, q, k, v, dout, dlse):
-    results, pullback = jax.vjp(attention, q, k, v)
+def results_and_gradients(attention, *inputs):
+    *operands, dout, dlse = inputs
+    results, pullback = jax.vjp(attention, *operands)
     return *results, *pullback((dout, dlse))
 
 
@@ -65,12 +67,13 @@ def test_gradients(attention, problems, wrap):
 
 def test_gradients_of_the_output_alone(implementation, problems):
     problem = problems[0] | {"dlse": torch.zeros_like(problems[0]["dlse"])}
-    q, k, v, dout, _ = to_jax(problem)
+    q, k, v, sinks, dout, _ = to_jax(problem)
     attention = partial(flash_attention, **CASE.options, implementation=implementation)
     loss, gradients = jax.value_and_grad(
-        lambda *qkv: jnp.sum(attention(*qkv) * dout), argnums=(0, 1, 2)
-    )(q, k, v)
-    out, lse = attention(q, k, v, return_lse=True)
+        lambda q, k, v, sinks: jnp.sum(attention(q, k, v, sinks=sinks) * dout),
+        argnums=(0, 1, 2, 3),
+    )(q, k, v, sinks)
+    out, lse = attention(q, k, v, sinks=sinks, return_lse=True)
     assert loss == jnp.sum(out * dout)
     assert_right((out, lse, *gradients), problem)
 
@@ -82,30 +85,28 @@ def test_gradients_with_64_bit_types_enabled(attention, problems):
 
 
 def test_vmap_of_the_gradients(attention, problems):
-    q, k, v, dout, dlse = stacked(problems)
-    mapped = jax.vmap(partial(results_and_gradients, attention), in_axes=(0, None, 0, 0, 0))
-    got = jax.jit(mapped)(q, k[0], v, dout, dlse)
+    q, k, *others = stacked(problems)
+    mapped = jax.vmap(partial(results_and_gradients, attention), in_axes=(0, None, 0, 0, 0, 0))
+    got = jax.jit(mapped)(q, k[0], *others)
     for i, problem in enumerate(problems):
         assert_right([x[i] for x in got], problem)
 
 
 def test_gradients_of_a_vmap(attention, problems):
-    q, k, v, dout, dlse = stacked(problems)
-    mapped = jax.jit(jax.vmap(attention, in_axes=(2, 0, 1)))
-    moved = jnp.moveaxis(q, 0, 2), k, jnp.moveaxis(v, 0, 1)
-    out, lse, dq, dk, dv = results_and_gradients(mapped, *moved, dout, dlse)
+    q, k, v, sinks, dout, dlse = stacked(problems)
+    mapped = jax.jit(jax.vmap(attention, in_axes=(2, 0, 1, 1)))
+    moved = jnp.moveaxis(q, 0, 2), k, jnp.moveaxis(v, 0, 1), sinks.T
+    out, lse, dq, dk, dv, dsinks = results_and_gradients(mapped, *moved, dout, dlse)
     dq, dv = jnp.moveaxis(dq, 2, 0), jnp.moveaxis(dv, 1, 0)
     for i, problem in enumerate(problems):
-        assert_right([x[i] for x in (out, lse, dq, dk, dv)], problem)
+        assert_right([x[i] for x in (out, lse, dq, dk, dv, dsinks.T)], problem)
 
 
 def test_gradients_through_a_scan(attention, problems):
-    q, k, v, dout, dlse = stacked(problems)
+    def scanned(*operands):
+        return jax.lax.scan(lambda _, each: (None, attention(*each)), None, operands)[1]
 
-    def scanned(q, k, v):
-        return jax.lax.scan(lambda _, qkv: (None, attention(*qkv)), None, (q, k, v))[1]
-
-    got = jax.jit(partial(results_and_gradients, scanned))(q, k, v, dout, dlse)
+    got = jax.jit(partial(results_and_gradients, scanned))(*stacked(problems))
     for i, problem in enumerate(problems):
         assert_right([x[i] for x in got], problem)
 
@@ -149,18 +150,21 @@ from interop.parity.inputs import make_inputs
 from pallas_attn import flash_attention
 from tests.oracle import assert_within_budget
 
-case = FlashCase("sharded", seq_q=24, seq_kv=40, heads_q=4, head_dim=16, dtype="float32")
+case = FlashCase(
+    "sharded", seq_q=24, seq_kv=40, heads_q=4, head_dim=16, dtype="float32", sinks=True
+)
 attention = partial(flash_attention, return_lse=True, implementation="triton")
 inputs = make_inputs(case, "cpu")
-q, k, v, dout, dlse = (jnp.asarray(x.numpy()) for x in inputs.values())
+*operands, dout, dlse = (jnp.asarray(x.numpy()) for x in inputs.values())
 mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,))
-over_batch = PartitionSpec("x"), PartitionSpec("x")
-over_heads = PartitionSpec(None, None, "x"), PartitionSpec(None, "x")
-for rows, lse in (over_batch, over_heads):
+over_batch = PartitionSpec("x"), PartitionSpec("x"), PartitionSpec()
+over_heads = PartitionSpec(None, None, "x"), PartitionSpec(None, "x"), PartitionSpec("x")
+for rows, lse, sinks in (over_batch, over_heads):
     sharded = jax.shard_map(
-        attention, mesh=mesh, in_specs=rows, out_specs=(rows, lse), check_vma=False
+        lambda q, k, v, sinks: attention(q, k, v, sinks=sinks), mesh=mesh,
+        in_specs=(rows, rows, rows, sinks), out_specs=(rows, lse), check_vma=False,
     )
-    results, pullback = jax.vjp(jax.jit(sharded), q, k, v)
+    results, pullback = jax.vjp(jax.jit(sharded), *operands)
     got = *results, *pullback((dout, dlse))
     assert all(len(x.devices()) == 2 for x in got)
     assert_within_budget([torch.from_numpy(np.array(x)) for x in got], inputs, case.spec)

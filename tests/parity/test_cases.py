@@ -57,7 +57,8 @@ def test_a_pattern_selects_by_name(cases):
 def test_a_case_describes_the_call_that_validation_accepts(case: FlashCase):
     options = check_flash_options(**case.options, return_lse=True)
     operands = FlashOperands(
-        *(Operand(name, shape, case.dtype) for name, shape in zip("qkv", case.shapes, strict=True))
+        *(Operand(name, shape, case.dtype) for name, shape in zip("qkv", case.shapes, strict=True)),
+        Operand("sinks", (case.heads_q,), "float32") if case.sinks else None,
     )
     assert check_flash_attention(operands, options) == case.spec
 

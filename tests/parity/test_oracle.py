@@ -19,10 +19,11 @@ CASE = FlashCase(
 
 
 def in_one_go(inputs, spec, dtype):
-    operands = FlashOperands(*(inputs[name] for name in "qkv"))
+    operands = FlashOperands(*(inputs.get(name) for name in FlashOperands._fields))
     out, lse = attention_forward(operands, spec, dtype)
-    dq, dk, dv = attention_backward(inputs["dout"], inputs["dlse"], operands, spec, dtype)
-    return {"out": out, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
+    gradients = attention_backward(inputs["dout"], inputs["dlse"], operands, spec, dtype)
+    found = {f"d{name}": dx for name, dx in gradients._asdict().items() if dx is not None}
+    return {"out": out, "lse": lse, **found}
 
 
 def assert_same(got, want):
@@ -32,8 +33,12 @@ def assert_same(got, want):
 
 
 @pytest.mark.parametrize(
-    "case", [CASE, replace(CASE, batch=0), replace(CASE, seq_kv=0), replace(CASE, seq_q=0)]
-)
+    "case",
+    [
+        CASE, replace(CASE, batch=0), replace(CASE, seq_kv=0), replace(CASE, seq_q=0),
+        replace(CASE, sinks=True), replace(CASE, seq_kv=0, sinks=True),
+    ],
+)  # fmt: skip
 def test_slicing_agrees_with_unsliced(case, torch_device):
     inputs = make_inputs(case, torch_device)
     got = evaluate(inputs, case.spec, torch.float64)
@@ -117,6 +122,7 @@ CHUNKS = {
     "window": FlashCase("b", 1, 24, 50, 2, 2, 16, window_size=(7, 3)),
     "left": FlashCase("c", 2, 50, 24, 3, 1, 16, head_dim_v=24, window_size=(9, None)),
     "full": FlashCase("d", 1, 33, 33, 6, 6, 16, dtype="float32", softcap=5.0),
+    "sinks": FlashCase("e", 2, 33, 33, 6, 2, 16, dtype="float32", sinks=True),
 }
 
 
@@ -141,6 +147,7 @@ def test_float64_in_chunks_is_float64_at_once(name, monkeypatch, torch_device):
     whole = in_one_go(inputs, case.spec, torch.float64)
     assert_same(evaluate(inputs, case.spec, torch.float64), whole)
     for expectation in expectations(inputs, sample_of(case.spec)):
+        assert list(expectation.ref) == ["out", "lse", "dq", "dk", "dv"]  # dsinks is of all parts
         assert_same(expectation.ref, expectation.crop(whole))
 
 

@@ -106,6 +106,17 @@ MISTAKES = {
     "causal of numpy": (
         TypeError, "causal: expected a bool, got numpy.bool", {}, {}, {"causal": np.True_},
     ),
+    "sinks of the kv heads": (
+        ValueError, "sinks: expected shape (4,), one of each head, got (2,)",
+        {"sinks": (2,)}, {"sinks": "float32"}, {},
+    ),
+    "sinks of sequences": (
+        ValueError, "sinks: expected shape (4,), one of each head, got (2, 4)",
+        {"sinks": (2, 4)}, {"sinks": "float32"}, {},
+    ),
+    "dtype of sinks": (
+        TypeError, "sinks: expected dtype float32, got bfloat16", {"sinks": (4,)}, {}, {},
+    ),
     "causal of a number": (TypeError, "causal: expected a bool, got int", {}, {}, {"causal": 1}),
 }  # fmt: skip
 
@@ -114,8 +125,8 @@ MISTAKES = {
 def test_one_mistake_one_message(side, implementation, mistake):
     error, message, shapes, dtypes, options = MISTAKES[mistake]
     operands = {
-        name: side.zeros(shapes.get(name, shape), dtypes.get(name, "bfloat16"))
-        for name, shape in {"q": Q, "k": K, "v": V}.items()
+        name: side.zeros(shape, dtypes.get(name, "bfloat16"))
+        for name, shape in ({"q": Q, "k": K, "v": V} | shapes).items()
     }
     for call in (side.api.flash_attention, partial(side.trace, side.api.flash_attention)):
         with pytest.raises(error) as raised:
@@ -123,11 +134,11 @@ def test_one_mistake_one_message(side, implementation, mistake):
         assert (raised.type, str(raised.value)) == (error, message)
 
 
-@pytest.mark.parametrize("name", ["q", "k", "v"])
+@pytest.mark.parametrize("name", ["q", "k", "v", "sinks"])
 def test_what_is_no_tensor(side, name):
     """A list, and an array of another library, numpy's among them."""
-    operands = {"q": side.zeros(Q, "float32"), "k": side.zeros(K, "float32")}
-    operands["v"] = side.zeros(V, "float32")
+    shapes = {"q": Q, "k": K, "v": V, "sinks": (4,)}
+    operands = {name: side.zeros(shape, "float32") for name, shape in shapes.items()}
     array = np.zeros(operands[name].shape, np.float32)
     for wrong, got in (([1.0], "list"), (array, "numpy.ndarray")):
         message = f"{name}: expected {side.tensor}, got {got}"
@@ -158,11 +169,12 @@ def test_a_last_dimension_that_is_not_contiguous(implementation, torch_device, n
         torch_attn.flash_attention(**operands, implementation=implementation)
 
 
-@pytest.mark.parametrize("name", ["k", "v"])
+@pytest.mark.parametrize("name", ["k", "v", "sinks"])
 def test_a_cpu_tensor_with_a_gpu_one(side, implementation, torch_device, name):
     if torch_device == "cpu":
         pytest.skip("needs two devices: run on a machine with a GPU")
     operands = {n: side.zeros(s, "float16") for n, s in zip("qkv", (Q, K, V), strict=True)}
+    operands["sinks"] = side.zeros((4,), "float32")
     operands[name] = side.on_cpu(operands[name])
     with pytest.raises(ValueError, match=f"^{name}: expected q's device cuda:0, got cpu"):
         side.api.flash_attention(**operands, implementation=implementation)

@@ -36,6 +36,7 @@ any_case = st.builds(
     scale=st.sampled_from([None, 0.0, -0.2, 0.7]),
     window_size=st.none() | st.tuples(sides_of_window, sides_of_window),
     softcap=st.sampled_from([None, 2.0, 25.0]),
+    sinks=st.booleans(),
 )
 # Query heads share a kv head, and some tile of keys has no full tile of queries to visit.
 no_full_tiles = FlashCase(

@@ -5,7 +5,14 @@ import sys
 
 import pytest
 import torch
-from torch.distributed.tensor import DeviceMesh, DTensor, Replicate, Shard, init_device_mesh
+from torch.distributed.tensor import (
+    DeviceMesh,
+    DTensor,
+    Partial,
+    Replicate,
+    Shard,
+    init_device_mesh,
+)
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -35,30 +42,51 @@ def tensors():
     )
 
 
-def attend(q, k, v):
-    out, lse = torch_attn.flash_attention(q, k, v, causal=True, softcap=9.0, return_lse=True)
-    return out, lse, *torch.autograd.grad((out, lse), (q, k, v), (2 * out, 3 * lse))
+def attend(*operands):
+    q, k, v, *sinks = operands
+    out, lse = torch_attn.flash_attention(
+        q, k, v, sinks=sinks[0] if sinks else None, causal=True, softcap=9.0, return_lse=True
+    )
+    return out, lse, *torch.autograd.grad((out, lse), operands, (2 * out, 3 * lse))
+
+
+# How a tensor of as many dimensions is sharded where q, k and v are, by batch or by heads.
+PLACEMENTS = {
+    Shard(0): {4: Shard(0), 3: Shard(0), 1: Replicate()},
+    Shard(2): {4: Shard(2), 3: Shard(1), 1: Shard(0)},
+}
 
 
 @pytest.mark.parametrize("placements", [(Shard(0),), (Shard(2),), (Shard(0), Shard(2))], ids=str)
-def test_shards_of_batch_and_heads_are_computed_alone(mesh, placements):
+@pytest.mark.parametrize("with_sinks", [False, True])
+def test_shards_of_batch_and_heads_are_computed_alone(mesh, placements, with_sinks):
     if len(placements) == 2:
         mesh = init_device_mesh("cpu", (2, 2))
-    whole = tensors()
-    shards = [DTensor.from_local(local(x, placements, mesh), mesh, placements) for x in whole]
-    got = attend(*shards)
-    lse_placements = tuple(Shard({0: 0, 2: 1}[p.dim]) for p in placements)
-    for x, want in zip(got, attend(*whole), strict=True):
-        expected = lse_placements if want.ndim == 3 else placements
-        assert x.placements == expected
+
+    def placed(x):
+        return tuple(PLACEMENTS[p][x.ndim] for p in placements)
+
+    sinks = [torch.randn(16, requires_grad=True)] if with_sinks else []
+    whole = [*tensors(), *sinks]
+    shards = [DTensor.from_local(local(x, placed(x), mesh), mesh, placed(x)) for x in whole]
+    results, wanted = attend(*shards), attend(*whole)
+    for x, want in zip(results[:5], wanted[:5], strict=True):
+        assert x.placements == placed(want)
         assert x.shape == want.shape
-        torch.testing.assert_close(x.to_local(), local(want, expected, mesh))
+        torch.testing.assert_close(x.to_local(), local(want, placed(want), mesh))
+    for dsinks in results[5:]:
+        shards_of_batch = tuple(Partial() if p == Shard(0) else Shard(0) for p in placements)
+        assert dsinks.placements == shards_of_batch
+        assert dsinks.shape == (16,)
+        own = attend(*(x.to_local().detach().requires_grad_() for x in shards))
+        torch.testing.assert_close(dsinks.to_local(), own[5])
 
 
 def local(x: torch.Tensor, placements, mesh: DeviceMesh) -> torch.Tensor:
     """The first device's shard."""
     for i, placement in enumerate(placements):
-        x = x.chunk(mesh.size(i), placement.dim)[0]
+        if isinstance(placement, Shard):
+            x = x.chunk(mesh.size(i), placement.dim)[0]
     return x.detach().clone().requires_grad_()
 
 

@@ -20,6 +20,7 @@ from torch.library import opcheck
 from torch_attn import explain, flash_attention
 from torch_attn.dispatch import choose
 from torch_attn.flash_ops import flash_bwd, flash_fwd
+from twin_attention.contract.operands import FlashOperands
 from twin_attention.contract.spec import AttentionSpec
 
 BATCH, SEQ, HEADS, DIM = 2, 21, 2, 16
@@ -35,19 +36,28 @@ def qkv(torch_device):
     return tuple(torch.randn(shape, device=torch_device, requires_grad=True) for _ in range(3))
 
 
-def loss(q, k, v, **options):
+@pytest.fixture(params=[False, True], ids=["", "sinks"])
+def operands(request, qkv):
+    """q, k, v and sinks, or q, k and v."""
+    sinks = torch.randn(HEADS, device=qkv[0].device, requires_grad=True)
+    return (*qkv, sinks) if request.param else qkv
+
+
+def loss(q, k, v, sinks=None, **options):
     out, lse = flash_attention(
-        q, k, v, causal=True, return_lse=True, implementation="reference", **options
+        q, k, v, sinks=sinks, causal=True, return_lse=True, implementation="reference", **options
     )
     return out.square().sum() + lse.sin().sum()
 
 
-def plain_loss(q, k, v):
+def plain_loss(q, k, v, sinks=None):
     """The same in plain torch operations."""
     s = torch.einsum("bqhd,bkhd->bhqk", q, k) * DIM**-0.5
     seen = torch.ones(SEQ, SEQ, dtype=torch.bool, device=q.device).tril()
     s = s.masked_fill(~seen, float("-inf"))
-    out = torch.einsum("bhqk,bkhd->bqhd", s.softmax(-1), v)
+    if sinks is not None:
+        s = torch.cat([s, sinks[:, None, None].expand(len(q), -1, SEQ, 1)], dim=-1)
+    out = torch.einsum("bhqk,bkhd->bqhd", s.softmax(-1)[..., :SEQ], v)
     return out.square().sum() + s.logsumexp(-1).sin().sum()
 
 
@@ -58,25 +68,25 @@ def assert_same(got, want):
 # torch.library and torch.compile
 
 
-def backward_arguments(qkv, with_dlse=True):
-    q, k, v = (x.detach() for x in qkv)
-    out, lse = flash_fwd(q, k, v, *OPTIONS)
+def backward_arguments(operands, with_dlse=True):
+    given = FlashOperands(*(x.detach() for x in operands))
+    out, lse = flash_fwd(*given, *OPTIONS)
     dlse = torch.randn_like(lse) if with_dlse else None
-    return torch.randn_like(out), dlse, q, k, v, out, lse, *OPTIONS
+    return torch.randn_like(out), dlse, *given, out, lse, *OPTIONS
 
 
-def test_opcheck_forward(qkv):
-    opcheck(flash_fwd, (*qkv, *OPTIONS))
+def test_opcheck_forward(operands):
+    opcheck(flash_fwd, (*FlashOperands(*operands), *OPTIONS))
 
 
 def test_opcheck_forward_of_strided_views(torch_device):
     packed = torch.randn(BATCH, SEQ, HEADS, 3 * DIM, device=torch_device)
-    opcheck(flash_fwd, (*packed.split(DIM, dim=-1), *OPTIONS))
+    opcheck(flash_fwd, (*FlashOperands(*packed.split(DIM, dim=-1)), *OPTIONS))
 
 
 @pytest.mark.parametrize("with_dlse", [True, False])
-def test_opcheck_backward(qkv, with_dlse):
-    opcheck(flash_bwd, backward_arguments(qkv, with_dlse))
+def test_opcheck_backward(operands, with_dlse):
+    opcheck(flash_bwd, backward_arguments(operands, with_dlse))
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
@@ -85,12 +95,12 @@ def test_compile_forward_and_backward(torch_device, dynamic):
     traces = CompileCounterWithBackend("aot_eager")
 
     @torch.compile(fullgraph=True, backend=traces, dynamic=dynamic)
-    def compiled(q, k, v):
-        return loss(q, k, v, softcap=4.0, window_size=(9, None))
+    def compiled(*operands):
+        return loss(*operands, softcap=4.0, window_size=(9, None))
 
     for batch, seq in ((3, 21), (4, 34)):
-        shape = (batch, seq, HEADS, DIM)
-        eager = [torch.randn(shape, device=torch_device, requires_grad=True) for _ in range(3)]
+        shapes = [(batch, seq, HEADS, DIM)] * 3 + [(HEADS,)]
+        eager = [torch.randn(x, device=torch_device, requires_grad=True) for x in shapes]
         inputs = [x.detach().clone().requires_grad_() for x in eager]
         got, want = compiled(*inputs), loss(*eager, softcap=4.0, window_size=(9, None))
         got.backward()
@@ -104,17 +114,21 @@ def test_compile_refuses_bad_input_while_tracing(qkv):
     compiled = torch.compile(flash_attention, fullgraph=True, backend="aot_eager")
     with pytest.raises(Exception, match="v: expected k's length 21, got 20"):
         compiled(q, k, v[:, 1:])
+    with pytest.raises(Exception, match="sinks: expected dtype float32, got bfloat16"):
+        compiled(q, k, v, sinks=torch.zeros(HEADS, dtype=torch.bfloat16, device=q.device))
 
 
 @pytest.mark.parametrize("implementation", ["triton", "reference"])
-def test_fake_outputs_are_laid_out_as_real_ones(torch_device, implementation):
+@pytest.mark.parametrize("with_sinks", [False, True])
+def test_fake_outputs_are_laid_out_as_real_ones(torch_device, implementation, with_sinks):
     q = torch.randn(2, 4, 8, 24, device=torch_device).transpose(1, 2)
     k = torch.randn(2, 2, 5, 24, device=torch_device).transpose(1, 2)
     v = torch.randn(2, 5, 2, 16, device=torch_device)
     options = (*OPTIONS[:-1], implementation)
-    meta = [x.to("meta") for x in (q, k, v)]
-    real, fake = flash_fwd(q, k, v, *options), flash_fwd(*meta, *options)
-    real += flash_bwd(real[0], real[1], q, k, v, *real, *options)
+    given = FlashOperands(q, k, v, torch.randn(4, device=torch_device) if with_sinks else None)
+    meta = [None if x is None else x.to("meta") for x in given]
+    real, fake = flash_fwd(*given, *options), flash_fwd(*meta, *options)
+    real += flash_bwd(real[0], real[1], *given, *real, *options)
     fake += flash_bwd(fake[0], fake[1], *meta, *fake, *options)
     for x, y in zip(real, fake, strict=True):
         assert x.shape == y.shape
@@ -171,9 +185,9 @@ def test_tensors_that_are_not_dense(qkv):
 # autograd
 
 
-def test_gradients_of_out_and_lse(qkv):
-    want = torch.autograd.grad(plain_loss(*qkv), qkv)
-    assert_same(torch.autograd.grad(loss(*qkv), qkv), want)
+def test_gradients_of_out_and_lse(operands):
+    want = torch.autograd.grad(plain_loss(*operands), operands)
+    assert_same(torch.autograd.grad(loss(*operands), operands), want)
 
 
 @pytest.mark.parametrize("implementation", ["triton", "reference"])
@@ -190,17 +204,18 @@ def test_gradients_of_one_output(qkv, used, implementation):
     assert any(g.abs().max() > 0 for g in gradients)
 
 
-def test_gradients_of_some_inputs(qkv):
-    q, k, v = qkv
-    want = torch.autograd.grad(loss(q, k, v), k)
-    assert_same(torch.autograd.grad(loss(q.detach(), k, v.detach()), k), want)
+def test_gradients_of_some_inputs(operands):
+    for x in operands:
+        (want,) = torch.autograd.grad(loss(*operands), x)
+        others = [y if y is x else y.detach() for y in operands]
+        assert_same(torch.autograd.grad(loss(*others), x), (want,))
 
 
-def test_second_derivative_is_refused(qkv):
-    q = qkv[0]
-    (dq,) = torch.autograd.grad(loss(*qkv), q, create_graph=True)
-    with pytest.raises(NotImplementedError, match=SECOND_DERIVATIVE):
-        dq.sum().backward()
+def test_second_derivative_is_refused(operands):
+    for x in (operands[0], operands[-1]):
+        (dx,) = torch.autograd.grad(loss(*operands), x, create_graph=True)
+        with pytest.raises(NotImplementedError, match=SECOND_DERIVATIVE):
+            dx.sum().backward()
 
 
 def test_forward_mode_is_refused(qkv):
@@ -211,14 +226,17 @@ def test_forward_mode_is_refused(qkv):
             flash_attention(q, dual, v)
         with pytest.raises(NotImplementedError, match=FORWARD_MODE):
             torch.compile(flash_attention, backend="aot_eager")(q, dual, v)
+        sinks = torch.zeros(HEADS, device=q.device)
+        with pytest.raises(NotImplementedError, match=FORWARD_MODE):
+            flash_attention(q, k, v, sinks=forward_ad.make_dual(sinks, sinks + 1))
 
 
 # torch.func
 
 
-def test_grad(qkv):
-    want = torch.autograd.grad(plain_loss(*qkv), qkv)
-    assert_same(grad(loss, argnums=(0, 1, 2))(*qkv), want)
+def test_grad(operands):
+    want = torch.autograd.grad(plain_loss(*operands), operands)
+    assert_same(grad(loss, argnums=tuple(range(len(operands))))(*operands), want)
 
 
 def test_vjp_of_lse(qkv):
@@ -236,6 +254,31 @@ def test_vmap(qkv):
     assert_same(got, want)
 
 
+@pytest.mark.parametrize("mapped", ["q", "sinks", "all"])
+@pytest.mark.parametrize("implementation", ["triton", "reference"])
+def test_vmap_with_sinks(qkv, mapped, implementation):
+    """Each is mapped by itself or with the others, and has a gradient of each of its own."""
+    q, k, v = (x.detach() for x in qkv)
+    one = FlashOperands(q, k, v, torch.randn(HEADS, device=q.device))
+    many = [torch.stack([x, 2 * x, -x]) for x in one]
+    dims = [0 if mapped in (name, "all") else None for name in one._fields]
+    given = [x if dim is None else y for x, y, dim in zip(one, many, dims, strict=True)]
+
+    def attend(q, k, v, sinks):
+        out, lse = flash_attention(
+            q, k, v, sinks=sinks, causal=True, return_lse=True, implementation=implementation
+        )
+        return out.square().sum() + lse.sin().sum(), (out, lse)
+
+    run = grad(attend, argnums=(0, 1, 2, 3), has_aux=True)
+    got, (out, lse) = vmap(run, in_dims=tuple(dims))(*given)
+    for i in range(3):
+        each = [x if dim is None else x[i] for x, dim in zip(given, dims, strict=True)]
+        want, (want_out, want_lse) = run(*each)
+        assert_same((out[i], lse[i]), (want_out, want_lse))
+        assert_same(tuple(x[i] for x in got), want)
+
+
 def test_vmap_of_grad(qkv):
     q, k, v = qkv
     qs = torch.stack([q, 2 * q])
@@ -251,20 +294,20 @@ def test_grad_of_vmap(qkv):
     assert_same(got(k), want)
 
 
-def test_batched_gradients(qkv):
-    q, k, v = qkv
+def test_batched_gradients(operands):
+    q, k, v, *sinks = operands
     douts = torch.randn(3, *q.shape, device=q.device)
-    out = flash_attention(q, k, v)
-    each = [torch.autograd.grad(out, q, dout, retain_graph=True)[0] for dout in douts]
-    (got,) = torch.autograd.grad(out, q, douts, is_grads_batched=True)
-    assert_same(got, torch.stack(each))
+    out = flash_attention(q, k, v, sinks=sinks[0] if sinks else None)
+    each = [torch.autograd.grad(out, operands, dout, retain_graph=True) for dout in douts]
+    got = torch.autograd.grad(out, operands, douts, is_grads_batched=True)
+    assert_same(got, tuple(map(torch.stack, zip(*each, strict=True))))
 
 
-def test_compile_of_grad_and_vmap(qkv):
-    qkv = [x.detach() for x in qkv]
+def test_compile_of_grad_and_vmap(operands):
+    operands = [x.detach() for x in operands]
     compiled = torch.compile(grad(loss), fullgraph=True, backend="aot_eager")
-    assert_same(compiled(*qkv), grad(loss)(*qkv))
-    many = [torch.stack([x, 2 * x]) for x in qkv]
+    assert_same(compiled(*operands), grad(loss)(*operands))
+    many = [torch.stack([x, 2 * x]) for x in operands[:3]]
     compiled = torch.compile(vmap(flash_attention), fullgraph=True, backend="aot_eager")
     assert_same(compiled(*many), vmap(flash_attention)(*many))
 
@@ -320,7 +363,8 @@ def test_autocast_inside_compile(qkv):
 
 @pytest.mark.parametrize("implementation", ["triton", "reference"])
 @pytest.mark.parametrize("shape", [(0, 3, 3, 2), (1, 0, 3, 2), (1, 3, 0, 2), (1, 3, 3, 0)], ids=str)
-def test_empty_problems_run_no_kernel(torch_device, monkeypatch, implementation, shape):
+@pytest.mark.parametrize("sink", [None, 1.5])
+def test_empty_problems_run_no_kernel(torch_device, monkeypatch, implementation, shape, sink):
     batch, seq_q, seq_kv, heads = shape
     q = torch.randn(batch, seq_q, heads, 16, device=torch_device, requires_grad=True)
     k = torch.randn(batch, seq_kv, heads, 16, device=torch_device, requires_grad=True)
@@ -328,9 +372,11 @@ def test_empty_problems_run_no_kernel(torch_device, monkeypatch, implementation,
     if implementation == "triton":
         monkeypatch.setitem(sys.modules, "torch_attn.kernels.portable.flash_fwd", None)
         monkeypatch.setitem(sys.modules, "torch_attn.kernels.portable.flash_bwd", None)
-    out, lse = flash_attention(q, k, v, return_lse=True, implementation=implementation)
+    sinks = None if sink is None else torch.full((heads,), sink, device=torch_device)
+    out, lse = flash_attention(q, k, v, sinks=sinks, return_lse=True, implementation=implementation)
     assert torch.equal(out, torch.zeros(batch, seq_q, heads, 24, device=torch_device))
-    assert torch.equal(lse, torch.full((batch, heads, seq_q), -torch.inf, device=torch_device))
+    expected = -torch.inf if sink is None else sink
+    assert torch.equal(lse, torch.full((batch, heads, seq_q), expected, device=torch_device))
     for x, dx in zip((q, k, v), torch.autograd.grad(out.sum(), (q, k, v)), strict=True):
         assert torch.equal(dx, torch.zeros_like(x))
 

@@ -9,6 +9,7 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
+from torch_attn import flash_attention  # noqa: E402
 from torch_attn.adapters.transformers import attention_forward, register  # noqa: E402
 from twin_attention.contract.spec import Window  # noqa: E402
 
@@ -45,6 +46,8 @@ MODELS = {
     },
     # its layers are told of the window by the mask alone
     "PhiMoE": {"sliding_window": WINDOW, "num_local_experts": 2},
+    # sinks, with a window in every other layer
+    "GptOss": {"sliding_window": WINDOW, "num_local_experts": 2, "num_experts_per_tok": 2},
 }  # fmt: skip
 KINDS = {"PhiMoE": "Phimoe"}
 
@@ -112,18 +115,31 @@ def test_generate(causal_model):
     assert_close(torch.stack(ours.logits), torch.stack(eager.logits))
 
 
+@pytest.mark.parametrize("kind", ["Llama", "GptOss"])
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_training(checkpointing):
-    llama = model("Llama").train()
+def test_training(kind, checkpointing):
+    trained = model(kind, **MODELS[kind]).train()
     if checkpointing:
-        llama.gradient_checkpointing_enable()
+        trained.gradient_checkpointing_enable()
     ids = tokens(2, 12)
 
     def gradients(m):
         return torch.autograd.grad(m(ids, labels=ids).loss, list(m.parameters()))
 
-    for want, got in zip(*both(llama, gradients), strict=True):
+    for want, got in zip(*both(trained, gradients), strict=True):
         assert_close(got, want)
+
+
+def test_sinks_in_the_models_dtype():
+    """They are float32 in `flash_attention`, and bfloat16 in the models that have them."""
+    x = torch.randn(2, 4, 5, 16, dtype=torch.bfloat16)
+    sinks = torch.randn(4, dtype=torch.bfloat16, requires_grad=True)
+    out, _ = attention_forward(torch.nn.Module(), x, x, x, Window(None, 0), s_aux=sinks)
+    want = flash_attention(*(x.transpose(1, 2),) * 3, causal=True, sinks=sinks.float())
+    assert torch.equal(out, want)
+    (got,) = torch.autograd.grad(out.float().sum(), sinks)
+    assert got.dtype == torch.bfloat16
+    assert (got != 0).all()
 
 
 def test_a_window_that_the_model_tells_the_mask_alone_is_kept():
@@ -200,11 +216,6 @@ def test_refuses_static_caches():
 def test_refuses_dropout():
     with pytest.raises(NotImplementedError, match="dropout: expected 0"):
         model("Llama", attention_dropout=0.1).train()(IDS)
-
-
-def test_refuses_sinks():
-    with pytest.raises(NotImplementedError, match="s_aux: expected None or False"):
-        model("GptOss", num_local_experts=2)(IDS)
 
 
 def test_refuses_chunked_attention():

@@ -39,7 +39,7 @@ def rendered(table) -> list[str]:
 
 def test_tables_are_readable_at_160_columns():
     widest = [
-        verdict("flash_bwd_preprocess", "window-softcap", head_dim=256),
+        verdict("flash_bwd_preprocess", "all-options", head_dim=256),
         verdict("paged_decode", "decode-all-options", dtype="float8_e4m3fn", head_dim=256),
     ]
     for table in (command.resource_table, command.bound_table):
@@ -53,7 +53,7 @@ def test_tables_are_readable_at_160_columns():
 def test_a_feature_that_changes_nothing_has_no_row_of_the_bound():
     rows = [
         verdict("flash_fwd", feature, head_dim=64)
-        for feature in ("full", "causal", "window-softcap", "odd-head-size")
+        for feature in ("full", "causal", "all-options", "odd-head-size")
     ]
     assert command.resource_table(rows, "").row_count == 4
     assert command.bound_table(rows, "").row_count == 3

@@ -34,10 +34,10 @@ _WITHOUT_EFFECT = {
 def register(name: str = "torch_attn") -> None:
     """Make `torch_attn` known to transformers as ``attn_implementation=name``.
 
-    Causal models, sliding windows, bidirectional encoders, softcap and GQA work, in training and
-    with a cache that grows (`DynamicCache`, transformers' default). Padding in a batch, packed
-    sequences, chunked attention, static caches, sinks, dropout, position biases and attention
-    weights are refused when a model meets them. Under `torch.compile` with `fullgraph` leave
+    Causal models, sliding windows, bidirectional encoders, softcap, sinks and GQA work, in training
+    and with a cache that grows (`DynamicCache`, transformers' default). Padding in a batch, packed
+    sequences, chunked attention, static caches, dropout, position biases and attention weights are
+    refused when a model meets them. Under `torch.compile` with `fullgraph` leave
     `attention_mask` out and the cache on: otherwise transformers builds a mask for padding or for
     packed sequences while tracing.
 
@@ -135,6 +135,7 @@ def attention_forward(
     *,
     scaling: float | None = None,
     softcap: float | None = None,
+    s_aux: Tensor | None = None,
     dropout: float = 0.0,
     is_causal: bool | None = None,
     sliding_window: int | None = None,
@@ -148,6 +149,7 @@ def attention_forward(
         attention_mask: the `Window` of the registered mask function, or None.
         scaling: factor of the scores; None is ``D ** -0.5``.
         softcap: scores become ``softcap * tanh(score / softcap)``; None leaves them.
+        s_aux: [Hq], sinks; None is none.
         dropout: 0.0.
         is_causal: overrides the module's; must agree with a mask.
         sliding_window: unused, the mask has it.
@@ -158,7 +160,7 @@ def attention_forward(
 
     Raises:
         NotImplementedError: dropout, a mask as a tensor, or an option in `others` that attention
-            depends on; sinks are `s_aux`.
+            depends on.
         What `torch_attn.flash_attention` raises.
     """
     if dropout != 0:
@@ -187,6 +189,7 @@ def attention_forward(
         scale=scaling,
         window_size=(attention_mask.left, attention_mask.right),
         softcap=softcap,
+        sinks=None if s_aux is None else s_aux.float(),  # a model has them in its own dtype
     )
     return out, None
 

@@ -38,7 +38,10 @@ def flash_bwd(
     with without_autocast(out.device):
         gradients = reference.attention_backward(dout, dlse, operands, spec, torch.float32)
     return FlashOperands(
-        *(dx.to(x.dtype).contiguous() for dx, x in zip(gradients, operands, strict=True))
+        *(
+            None if dx is None or x is None else dx.to(x.dtype).contiguous()
+            for dx, x in zip(gradients, operands, strict=True)
+        )
     )
 
 

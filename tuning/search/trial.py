@@ -13,12 +13,10 @@ from interop.parity.check import worst
 from interop.parity.inputs import make_inputs
 from interop.parity.oracle import expectations, parts_of
 from interop.parity.sides import SIDES, prepare_jax, prepare_torch
+from twin_attention.contract.operands import DecodeOperands, FlashOperands
 from twin_attention.targets.config import use_configs
 from twin_attention.targets.family import portable_backend
 from twin_attention.targets.kernels import KERNELS, KernelConfig
-
-_FLASH = ("q", "k", "v")
-_DECODE = ("q", "k_pages", "v_pages", "block_tables", "seq_lens", "sinks", "k_scale", "v_scale")
 
 
 class Refused(Exception):
@@ -42,11 +40,12 @@ class Trials:
         inputs = make_inputs(case, device)
         self._expected = expectations(inputs, parts_of(case.spec))
         arrays = SIDES[side]().share(inputs)
-        names = _DECODE if self._function == "paged_decode" else _FLASH
-        self._operands: tuple[Any, ...] = tuple(map(arrays.get, names))
+        kind = DecodeOperands if self._function == "paged_decode" else FlashOperands
+        operands = kind(*map(arrays.get, kind._fields))
+        self._arguments: tuple[Any, ...] = (operands,)
         if self._function == "flash_bwd":
             outputs = self._prepare("flash_fwd")()
-            self._operands = (arrays["dout"], arrays["dlse"], *self._operands, *outputs)
+            self._arguments = (arrays["dout"], arrays["dlse"], operands, *outputs)
 
     def call(self, config: KernelConfig) -> Callable[[], Any]:
         """Return a call of the function with this configuration, checked.
@@ -71,6 +70,7 @@ class Trials:
 
     def error(self, results: Sequence[Any]) -> float:
         """Return the worst error of the function's results over its budget."""
+        results = [x for x in results if x is not None]
         if self._side == "pallas_attn":
             results = [to_torch(x) for x in results]
         names = ("dq", "dk", "dv") if self._function == "flash_bwd" else ("out", "lse")
@@ -79,4 +79,4 @@ class Trials:
     def _prepare(self, name: str) -> Callable[[], Any]:
         function = getattr(import_module(f"{self._side}.kernels.portable.{name}"), name)
         prepare = prepare_torch if self._side == "torch_attn" else prepare_jax
-        return prepare(partial(function, **self._options), "forward", self._operands, None)
+        return prepare(partial(function, **self._options), "forward", self._arguments, None)

@@ -33,7 +33,7 @@ FRAMEWORKS = {"torch": "torch_attn", "jax": "pallas_attn"}
 FLASH_FEATURES: dict[str, dict[str, Any]] = {
     "full": {},
     "causal": {"causal": True},
-    "window-softcap": {"window_size": (256, 128), "softcap": 30.0},
+    "all-options": {"window_size": (256, 128), "softcap": 30.0, "sinks": True},
     "odd-head-size": {"causal": True},
 }
 DECODE_FEATURES: dict[str, dict[str, Any]] = {
@@ -83,6 +83,11 @@ class Problem:
             batch = 256 if self.dtype in QUANTIZED_DTYPES else 128
         options = {"max_pages": 64} | DECODE_FEATURES[self.feature]
         return decode_spec(self.dtype, self.head_dim, batch, 4, **options)
+
+    @property
+    def sinks(self) -> bool:
+        """Return True where `flash_attention` is given sinks."""
+        return FLASH_FEATURES.get(self.feature, {}).get("sinks", False)
 
 
 def decode_spec(
@@ -140,7 +145,7 @@ def check(problem: Problem, changes: Mapping[str, Mapping[str, int]] = {}) -> li
         changes: fields of the shipped configurations to change first, by kernel.
     """
     with use_configs(changes, FRAMEWORKS[problem.framework]):
-        compiled = compiler(problem.framework)(problem.spec, problem.target)
+        compiled = compiler(problem.framework)(problem.spec, problem.target, sinks=problem.sinks)
     verdicts = []
     for kernel, config, binary in compiled:
         resources = measure(binary, problem.target)

@@ -12,13 +12,14 @@ X = TypeVar("X")
 Empty = Callable[..., X]  # a dtype's name and a shape: an array without values
 
 
-def flash_operands(spec: AttentionSpec, empty: Empty[X]) -> FlashOperands[X]:
-    """Return the operands of `flash_attention`."""
+def flash_operands(spec: AttentionSpec, empty: Empty[X], sinks: bool) -> FlashOperands[X]:
+    """Return the operands of `flash_attention`, with sinks or without."""
     keys = (spec.batch, spec.seq_kv, spec.heads_kv)
     return FlashOperands(
         q=empty(spec.dtype, spec.batch, spec.seq_q, spec.heads_q, spec.head_dim),
         k=empty(spec.dtype, *keys, spec.head_dim),
         v=empty(spec.dtype, *keys, spec.head_dim_v),
+        sinks=empty("float32", spec.heads_q) if sinks else None,
     )
 
 

@@ -24,6 +24,7 @@ def compile_kernels(
     spec: AttentionSpec | DecodeSpec,
     target: str,
     limit: Callable[[str], float] = lambda kernel: math.inf,
+    sinks: bool = False,
 ) -> list[tuple[str, KernelConfig, Any]]:
     """Compile a problem's kernels as `pallas_attn` calls them.
 
@@ -31,13 +32,14 @@ def compile_kernels(
         target: instruction set to use, "sm80" or "sm90".
         limit: bytes of shared memory that a block of a kernel may have, with fewer stages of the
             pipeline than configured if need be.
+        sinks: give sinks to `flash_attention`; a decode has them always.
 
     Returns:
         Each kernel's name, its configuration and what Triton compiled.
     """
     backend = portable_backend("pallas_attn", target)
     if isinstance(spec, AttentionSpec):
-        function, operands = _flash(spec, backend)
+        function, operands = _flash(spec, backend, sinks)
     else:
         function, operands = _decode(spec, backend)
     with lowering.recording(limit) as compiled:
@@ -45,12 +47,12 @@ def compile_kernels(
     return compiled
 
 
-def _flash(spec: AttentionSpec, backend: Backend):
+def _flash(spec: AttentionSpec, backend: Backend, sinks: bool):
     def forward_and_backward(operands):
         out, lse = flash_fwd(operands, spec, backend)
         return flash_bwd(out, lse, operands, out, lse, spec, backend)
 
-    return forward_and_backward, (flash_operands(spec, _empty),)
+    return forward_and_backward, (flash_operands(spec, _empty, sinks),)
 
 
 def _decode(spec: DecodeSpec, backend: Backend):

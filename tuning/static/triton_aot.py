@@ -26,6 +26,7 @@ def compile_kernels(
     spec: AttentionSpec | DecodeSpec,
     target: str,
     limit: Callable[[str], float] = lambda kernel: math.inf,
+    sinks: bool = False,
     device: str | None = None,
 ) -> list[tuple[str, KernelConfig, Any]]:
     """Compile a problem's kernels as `torch_attn` launches them.
@@ -34,6 +35,7 @@ def compile_kernels(
         target: instruction set to use, "sm80" or "sm90".
         limit: bytes of shared memory that a block of a kernel may have, with fewer stages of the
             pipeline than configured if need be.
+        sinks: give sinks to `flash_attention`; a decode has them always.
         device: what to assemble for, the target's own devices unless given.
 
     Returns:
@@ -42,7 +44,7 @@ def compile_kernels(
     backend = portable_backend("torch_attn", target)
     with _driver(device or target), launch.recording(limit) as compiled:
         if isinstance(spec, AttentionSpec):
-            operands = flash_operands(spec, _empty)
+            operands = flash_operands(spec, _empty, sinks)
             out, lse = flash_fwd(operands, spec, backend)
             flash_bwd(out, lse, operands, out, lse, spec, backend)
         else:

@@ -19,11 +19,13 @@ class FlashOperands(NamedTuple, Generic[X]):
         q: [B, Sq, Hq, D].
         k: [B, Skv, Hkv, D].
         v: [B, Skv, Hkv, Dv].
+        sinks: [Hq] float32, one logit a head in the denominator, or None.
     """
 
     q: X
     k: X
     v: X
+    sinks: X | None = None
 
 
 class DecodeOperands(NamedTuple, Generic[X]):

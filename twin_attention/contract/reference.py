@@ -36,11 +36,12 @@ def attention_forward(
 
     Returns:
         out [B, Sq, Hq, Dv] and lse [B, Hq, Sq] (natural log), both in `dtype`. A row that
-        sees no key gives 0 and -inf.
+        sees no key gives 0, and -inf or its head's sink.
     """
     xp = array_namespace(operands.q)
     q, k, v = _by_kv_head(xp, operands, spec, dtype)
-    p, lse, _ = _softmax(xp, q, k, spec)
+    s, _ = _scores(xp, q, k, spec)
+    p, _, lse = _normalize(xp, s, _of_rows(xp, operands.sinks, spec, spec.seq_q, dtype))
     out = xp.matmul(p, v)
     return _to_heads(xp, out, spec), xp.reshape(lse, (spec.batch, spec.heads_q, spec.seq_q))
 
@@ -52,6 +53,7 @@ def attention_backward(
 
     With ``dp = dout · vᵀ`` and ``delta = rowsum(p ∘ dp) - dlse``:
     ``ds = p ∘ (dp - delta)``, ``dq = scale · ds k``, ``dk = scale · dsᵀ q``, ``dv = pᵀ dout``.
+    A sink is a score without a value, so that its dp is 0.
 
     Args:
         dout: gradient of out, [B, Sq, Hq, Dv].
@@ -64,7 +66,9 @@ def attention_backward(
     xp = array_namespace(operands.q)
     q, k, v = _by_kv_head(xp, operands, spec, dtype)
     dout = _rows(xp, dout, spec, dtype)
-    p, _, dcap = _softmax(xp, q, k, spec)
+    s, dcap = _scores(xp, q, k, spec)
+    sink = _of_rows(xp, operands.sinks, spec, spec.seq_q, dtype)
+    p, p_sink, _ = _normalize(xp, s, sink)
     dp = xp.matmul(dout, xp.matrix_transpose(v))
     delta = xp.sum(p * dp, axis=-1, keepdims=True)
     if dlse is not None:
@@ -75,10 +79,15 @@ def attention_backward(
     dq = xp.matmul(ds, k) * spec.scale
     dk = xp.matmul(xp.matrix_transpose(ds), q) * spec.scale
     dv = xp.matmul(xp.matrix_transpose(p), dout)
+    dsinks = None
+    if p_sink is not None:
+        dsink = xp.reshape(-p_sink * delta, (spec.batch, spec.heads_q, spec.seq_q))
+        dsinks = xp.sum(dsink, axis=(0, 2))
     return FlashOperands(
         _to_heads(xp, dq, spec),
         xp.permute_dims(dk, (0, 2, 1, 3)),
         xp.permute_dims(dv, (0, 2, 1, 3)),
+        dsinks,
     )
 
 
@@ -134,22 +143,27 @@ def _scores(xp: Any, q: Array, k: Array, spec: AttentionSpec) -> tuple[Array, Ar
     return s, dcap
 
 
-def _softmax(xp: Any, q: Array, k: Array, spec: AttentionSpec) -> tuple[Array, Array, Array | None]:
-    """p, log-sum-exp, and the derivative of the softcap; a row that sees no key has p = 0."""
-    s, dcap = _scores(xp, q, k, spec)
-    p, lse = _normalize(xp, s)
-    return p, lse, dcap
+def _of_rows(
+    xp: Any, sinks: Array | None, spec: AttentionSpec | DecodeSpec, rows: int, dtype: Any
+) -> Array | None:
+    """The sink of each row, [Hkv, group · rows, 1]; None where there are no sinks."""
+    if sinks is None:
+        return None
+    heads = (spec.heads_kv, spec.group_size)
+    x = xp.broadcast_to(xp.reshape(xp.astype(sinks, dtype), (*heads, 1)), (*heads, rows))
+    return xp.reshape(x, (spec.heads_kv, spec.group_size * rows, 1))
 
 
-def _normalize(xp: Any, s: Array, sink: Array | None = None) -> tuple[Array, Array]:
-    """p and log-sum-exp of rows of scores, with a score per row that has no p of its own."""
+def _normalize(xp: Any, s: Array, sink: Array | None = None) -> tuple[Array, Array | None, Array]:
+    """p, the sink's p, and log-sum-exp of rows of scores; a row without any score has p = 0."""
     m = _row_max(xp, s, sink)
-    p = xp.exp(s - m)
+    p, p_sink = xp.exp(s - m), None if sink is None else xp.exp(sink - m)
     normalizer = xp.sum(p, axis=-1, keepdims=True)
-    if sink is not None:
-        normalizer = normalizer + xp.exp(sink - m)
+    if p_sink is not None:
+        normalizer = normalizer + p_sink
     lse = xp.log(normalizer) + m
-    return p / xp.where(normalizer == 0, xp.ones_like(normalizer), normalizer), lse
+    normalizer = xp.where(normalizer == 0, xp.ones_like(normalizer), normalizer)
+    return p / normalizer, None if p_sink is None else p_sink / normalizer, lse
 
 
 def _row_max(xp: Any, s: Array, sink: Array | None) -> Array:
@@ -198,12 +212,7 @@ def paged_forward(operands: DecodeOperands, spec: DecodeSpec, dtype: Any) -> tup
     seen = xp.reshape(xp.broadcast_to(seen[:, None, None], shape), s.shape)
     s = xp.where(seen, s, xp.full_like(s, float("-inf")))
 
-    sink = None
-    if sinks is not None:
-        sink = xp.reshape(xp.astype(sinks, dtype), (1, spec.heads_kv, group, 1))
-        sink = xp.broadcast_to(sink, (*rows[:2], group, spec.tokens))
-        sink = xp.reshape(sink, (*rows, 1))
-    p, lse = _normalize(xp, s, sink)
+    p, _, lse = _normalize(xp, s, _of_rows(xp, sinks, spec, spec.tokens, dtype))
     heads = (spec.batch, spec.heads_q, spec.tokens)
     out = xp.reshape(xp.matmul(p, v), (*heads, spec.head_dim_v))
     return xp.permute_dims(out, (0, 2, 1, 3)), xp.reshape(lse, heads)
@@ -223,7 +232,7 @@ def merge(outs: Array, lses: Array, dtype: Any) -> tuple[Array, Array]:
     """
     xp = array_namespace(outs, lses)
     outs, lses = xp.astype(outs, dtype), xp.astype(lses, dtype)
-    weight, lse = _normalize(xp, xp.permute_dims(lses, (1, 2, 3, 0)))
+    weight, _, lse = _normalize(xp, xp.permute_dims(lses, (1, 2, 3, 0)))
     weight = xp.permute_dims(weight, (3, 0, 2, 1))[..., None]
     # A part that saw nothing has weight 0 and may hold anything.
     outs = xp.where(weight > 0, outs, xp.zeros_like(outs))

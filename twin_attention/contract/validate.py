@@ -150,6 +150,7 @@ def check_flash_attention(operands: FlashOperands[Operand], options: FlashOption
         NotImplementedError: a head size or dtype that the kernels do not take.
     """
     _check_qkv(operands)
+    _check_sinks(operands)
     return AttentionSpec.of(operands, operands.q.dtype, *options)
 
 
@@ -174,12 +175,7 @@ def check_paged_decode(operands: DecodeOperands[Operand], options: DecodeOptions
         expected = f"a number of heads divisible by k_pages' {cache.heads}"
         fail(ValueError, "q", expected, heads_q)
     _check_scales(cache, q, operands)
-    if (sinks := operands.sinks) is not None:
-        _check_dtype(sinks, "float32")
-        if sinks.shape != (heads_q,):
-            fail(ValueError, "sinks", f"shape {(heads_q,)}, one of each head", sinks.shape)
-        _check_device(sinks, q)
-        _check_rows(sinks)
+    _check_sinks(operands)
     return DecodeSpec.of(operands, q.dtype, cache.dtype, *options)
 
 
@@ -395,6 +391,17 @@ def _check_qkv(operands: FlashOperands[Operand]) -> None:
         _check_head_dim(x)
     for x in (q, k, v):
         _check_rows(x)
+
+
+def _check_sinks(operands: FlashOperands[Operand] | DecodeOperands[Operand]) -> None:
+    q, sinks = operands.q, operands.sinks
+    if sinks is None:
+        return
+    _check_dtype(sinks, "float32")
+    if sinks.shape != q.shape[-2:-1]:
+        fail(ValueError, "sinks", f"shape {q.shape[-2:-1]}, one of each head", sinks.shape)
+    _check_device(sinks, q)
+    _check_rows(sinks)
 
 
 def _check_float(x: Operand, dtypes: tuple[str, ...]) -> None:

@@ -2,7 +2,7 @@
 
 With p recomputed from lse, ``dp = dout vᵀ`` and ``delta = rowsum(dout ∘ out) - dlse``:
 ``ds = p ∘ (dp - delta) ∘ dcap``, where dcap is the softcap's derivative, ``dq = scale · ds k``,
-``dk = scale · dsᵀ q``, ``dv = pᵀ dout``.
+``dk = scale · dsᵀ q``, ``dv = pᵀ dout``. A sink is a score without a value, so that its dp is 0.
 Dao 2023, FlashAttention-2, algorithm 2, with a kernel for dq of its own instead of atomic
 additions: the result is the same bits every time.
 """
@@ -279,4 +279,8 @@ def flash_bwd(
         spec,
         backend,
     )
-    return FlashOperands(dq, dk, dv)
+    dsinks = None
+    if operands.sinks is not None:
+        p = jnp.exp2(operands.sinks[:, None] * LOG2E - lse2)
+        dsinks = -jnp.sum(p * delta, (0, 2))
+    return FlashOperands(dq, dk, dv, dsinks)

@@ -10,7 +10,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from pallas_attn.kernels.portable.scores import dot, visible_scores
-from pallas_attn.kernels.portable.softmax import LN2, online_softmax_update
+from pallas_attn.kernels.portable.softmax import LN2, LOG2E, add_sink, online_softmax_update
 from pallas_attn.kernels.portable.tiles import (
     arange,
     count_tiles,
@@ -31,6 +31,7 @@ def flash_fwd_kernel(
     q_ref,
     k_ref,
     v_ref,
+    sink_ref,
     out_ref,
     lse_ref,
     *,
@@ -47,12 +48,13 @@ def flash_fwd_kernel(
 ):
     """One program computes block_q rows of one query head.
 
-    Operands, of this program's batch and head: q [Sq, D], k [Skv, D], v [Skv, Dv], out [Sq, Dv],
-    lse [Sq] (float32, natural log). Query i stands at key position i + diagonal; rule:
-    `twin_attention.contract.spec.ScoreRule`. Grid: (query tiles, heads, batch), last tile first,
-    since under a causal mask it is the longest. Loop invariant: `online_softmax_update`.
-    Accumulation: float32, exponents in base 2, p cast to v's dtype for p·v. A row that sees no key
-    gives 0 and -inf. block_q and block_kv are powers of two, at least 16.
+    Operands, of this program's batch and head: q [Sq, D], k [Skv, D], v [Skv, Dv], the head's sink
+    [] float32 or None, out [Sq, Dv], lse [Sq] (float32, natural log). Query i stands at key
+    position i + diagonal; rule: `twin_attention.contract.spec.ScoreRule`. Grid: (query tiles,
+    heads, batch), last tile first, since under a causal mask it is the longest. Loop invariant:
+    `online_softmax_update`. Accumulation: float32, exponents in base 2, p cast to v's dtype for
+    p·v. A row that sees no key gives 0, and -inf or its sink. block_q and block_kv are powers of
+    two, at least 16.
     """
     # Locate the tile of queries.
     num_tiles = pl.cdiv(seq_q, block_q)
@@ -64,6 +66,9 @@ def flash_fwd_kernel(
     position = rows + diagonal
     m_i = jnp.full((block_q,), float("-inf"), jnp.float32)
     l_i = jnp.zeros((block_q,), jnp.float32)
+    if sink_ref is not None:
+        # The maximum has the sink from the start, so that acc is not rescaled for it at the end.
+        m_i = jnp.maximum(m_i, sink_ref[...] * LOG2E)
     acc = jnp.zeros((block_q, padded_head_dim(head_dim_v)), jnp.float32)
 
     # Visit the tiles of keys that these queries see; only tiles at the edges are masked.
@@ -94,6 +99,8 @@ def flash_fwd_kernel(
         m_i, l_i, acc = lax.fori_loop(0, count, visit, (m_i, l_i, acc))
 
     # Normalise and store.
+    if sink_ref is not None:
+        _alpha, m_i, l_i = add_sink(sink_ref[...], m_i, l_i)
     l_safe = jnp.where(l_i == 0.0, 1.0, l_i)
     lse = m_i * LN2 + jnp.log(l_safe)
     out = acc / l_safe[:, None]
@@ -109,7 +116,7 @@ def flash_fwd(
     Returns:
         out [B, Sq, Hq, Dv] in q's dtype and lse [B, Hq, Sq] float32.
     """
-    q, k, v = operands
+    q, k, v, sinks = operands
     out = jax.ShapeDtypeStruct((*q.shape[:3], spec.head_dim_v), q.dtype)
     lse = jax.ShapeDtypeStruct((spec.batch, spec.heads_q, spec.seq_q), jnp.float32)
     return launch(
@@ -117,7 +124,7 @@ def flash_fwd(
         flash_fwd_kernel,
         lambda config: (pl.cdiv(spec.seq_q, config.block_q), spec.heads_q, spec.batch),
         operands,
-        (of_head(q), of_head(k, spec.group_size), of_head(v, spec.group_size)),
+        (of_head(q), of_head(k, spec.group_size), of_head(v, spec.group_size), of_head(sinks)),
         (out, lse),
         (of_head(out), of_head(lse)),
         flash_arguments(spec),

@@ -2,7 +2,7 @@
 
 With p recomputed from lse, ``dp = dout vᵀ`` and ``delta = rowsum(dout ∘ out) - dlse``:
 ``ds = p ∘ (dp - delta) ∘ dcap``, where dcap is the softcap's derivative, ``dq = scale · ds k``,
-``dk = scale · dsᵀ q``, ``dv = pᵀ dout``.
+``dk = scale · dsᵀ q``, ``dv = pᵀ dout``. A sink is a score without a value, so that its dp is 0.
 Dao 2023, FlashAttention-2, algorithm 2, with a kernel for dq of its own instead of atomic
 additions: the result is the same bits every time.
 """
@@ -306,7 +306,11 @@ def flash_bwd(
         spec,
         backend,
     )
-    return FlashOperands(dq, dk, dv)
+    dsinks = None
+    if operands.sinks is not None:
+        p = torch.exp2(operands.sinks[:, None] * LOG2E.value - lse2)
+        dsinks = -(p * delta).sum((0, 2))
+    return FlashOperands(dq, dk, dv, dsinks)
 
 
 def _prepare_preprocess(call: KernelCall) -> Prepared:

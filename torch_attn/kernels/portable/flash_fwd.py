@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from torch_attn.kernels.portable.scores import visible_scores
-from torch_attn.kernels.portable.softmax import LN2, online_softmax_update
+from torch_attn.kernels.portable.softmax import LN2, LOG2E, add_sink, online_softmax_update
 from torch_attn.kernels.portable.tiles import (
     count_tiles,
     head_base,
@@ -38,6 +38,7 @@ def flash_fwd_kernel(
     q_ptr,
     k_ptr,
     v_ptr,
+    sinks_ptr,
     out_ptr,
     lse_ptr,
     q_strides,
@@ -60,13 +61,13 @@ def flash_fwd_kernel(
     """One program computes BLOCK_Q rows of one query head.
 
     Operands: q [B, Sq, Hq, D], k [B, Skv, Hkv, D], v [B, Skv, Hkv, Dv] with a contiguous last
-    dimension and strides (batch, row, head), the row's a compile-time constant; out
-    [B, Sq, Hq, Dv] and lse [B, Hq, Sq] (float32, natural log) contiguous. Query i stands at key
-    position i + diagonal; rule: `twin_attention.contract.spec.ScoreRule`. Grid: (query tiles,
-    heads, batch) in one axis, query tiles fastest, last tile first, since under a causal mask it is
-    the longest. Loop invariant: `online_softmax_update`. Accumulation: float32, exponents in base
-    2, p cast to v's dtype for p·v. A row that sees no key gives 0 and -inf. BLOCK_Q and BLOCK_KV
-    are powers of two, at least 16.
+    dimension and strides (batch, row, head), the row's a compile-time constant; sinks [Hq] float32
+    or None; out [B, Sq, Hq, Dv] and lse [B, Hq, Sq] (float32, natural log) contiguous. Query i
+    stands at key position i + diagonal; rule: `twin_attention.contract.spec.ScoreRule`. Grid:
+    (query tiles, heads, batch) in one axis, query tiles fastest, last tile first, since under a
+    causal mask it is the longest. Loop invariant: `online_softmax_update`. Accumulation: float32,
+    exponents in base 2, p cast to v's dtype for p·v. A row that sees no key gives 0, and -inf or
+    its sink. BLOCK_Q and BLOCK_KV are powers of two, at least 16.
     """
     # Locate the tile of queries.
     num_tiles = tl.cdiv(seq_q, BLOCK_Q)
@@ -85,6 +86,9 @@ def flash_fwd_kernel(
     position = rows + diagonal
     m_i = tl.full([BLOCK_Q], float("-inf"), tl.float32)
     l_i = tl.zeros([BLOCK_Q], tl.float32)
+    if sinks_ptr is not None:
+        # The maximum has the sink from the start, so that acc is not rescaled for it at the end.
+        m_i = tl.maximum(m_i, tl.load(sinks_ptr + head) * LOG2E)
     acc = tl.zeros([BLOCK_Q, padded_head_dim(HEAD_DIM_V)], tl.float32)
 
     # Visit the tiles of keys that these queries see; only tiles at the edges are masked.
@@ -109,6 +113,8 @@ def flash_fwd_kernel(
             acc = tl.dot(p.to(v.dtype), v, acc, input_precision="ieee")
 
     # Normalise and store.
+    if sinks_ptr is not None:
+        _alpha, m_i, l_i = add_sink(tl.load(sinks_ptr + head), m_i, l_i)
     l_safe = tl.where(l_i == 0.0, 1.0, l_i)
     lse = m_i * LN2 + tl.log(l_safe)
     out_row = heads_q * HEAD_DIM_V

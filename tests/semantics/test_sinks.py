@@ -1,0 +1,123 @@
+"""Sinks: one more logit a head in the softmax's denominator, with no value."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from interop.parity.cases import FlashCase
+from interop.parity.inputs import make_inputs
+from tests.oracle import assert_within_budget
+from tests.sides import attention
+
+CASE = FlashCase(
+    "sinks", seq_q=70, seq_kv=50, heads_q=4, heads_kv=2, head_dim=32, dtype="float32", causal=True,
+    sinks=True,
+)  # fmt: skip
+EMPTY = slice(0, CASE.seq_q - CASE.seq_kv)  # queries that see no key
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"dtype": "bfloat16", "causal": False, "window_size": (9, 4), "softcap": 3.0},
+        {"dtype": "float16", "scale": -0.3, "head_dim": 40, "head_dim_v": 72},
+        {"seq_kv": 0},
+    ],
+    ids=str,
+)
+def test_with_other_options(side, implementation, torch_device, changes):
+    case = replace(CASE, **changes)
+    inputs = make_inputs(case, torch_device)
+    got = attention(side, inputs, implementation=implementation, **case.options)
+    assert_within_budget(got, inputs, case.spec)
+    assert (got["dsinks"] != 0).all()
+
+
+def test_a_sink_of_minus_infinity_is_none(side, torch_device):
+    """Bit for bit in the kernels, also in the rows without a key, which then have nothing at all.
+
+    The reference is held to this by tests/contract: XLA may sum otherwise for another program.
+    """
+    inputs = make_inputs(CASE, torch_device)
+    options = CASE.options | {"implementation": "triton"}
+    inputs["sinks"] = torch.full_like(inputs["sinks"], -torch.inf)
+    got = attention(side, inputs, **options)
+    del inputs["sinks"]
+    want = attention(side, inputs, **options)
+    assert all(torch.equal(got[name], x) for name, x in want.items())
+    assert (got["lse"][..., EMPTY] == -torch.inf).all()
+    assert (got["dsinks"] == 0).all()
+
+
+def test_one_head_may_have_a_sink_of_minus_infinity(side, implementation, torch_device):
+    inputs = make_inputs(CASE, torch_device)
+    inputs["sinks"][1] = -torch.inf
+    got = attention(side, inputs, implementation=implementation, **CASE.options)
+    assert (got["lse"][:, 1, EMPTY] == -torch.inf).all()
+    assert torch.isfinite(got["lse"][:, ::2]).all()
+    assert got["dsinks"][1] == 0
+    assert_within_budget(got, inputs, CASE.spec)
+
+
+def test_a_huge_sink_takes_everything(side, implementation, torch_device):
+    inputs = make_inputs(CASE, torch_device)
+    inputs["sinks"].fill_(100.0)
+    got = attention(side, inputs, implementation=implementation, **CASE.options)
+    for name in ("out", "dq", "dk", "dv"):
+        assert got[name].abs().max() < 1e-30
+    assert (got["lse"] == 100).all()
+    torch.testing.assert_close(got["dsinks"], inputs["dlse"].sum((0, 2)), rtol=1e-4, atol=1e-4)
+
+
+def test_a_row_without_keys_has_its_sink_as_lse(side, implementation, torch_device):
+    """The gradient of that lse goes to the sink, and to nothing else."""
+    inputs = make_inputs(CASE, torch_device)
+    options = CASE.options | {"implementation": implementation}
+    got = attention(side, inputs, **options)
+    assert (got["out"][:, EMPTY] == 0).all()
+    assert (got["dq"][:, EMPTY] == 0).all()
+    sinks = inputs["sinks"][:, None].expand_as(got["lse"][..., EMPTY][0])
+    for lse in got["lse"][..., EMPTY]:
+        torch.testing.assert_close(lse, sinks)
+
+    dout, dlse = inputs["dout"].clone(), inputs["dlse"].clone()
+    dout[:, EMPTY], dlse[..., EMPTY] = 1e4, dlse[..., EMPTY] + 1
+    other = attention(side, inputs | {"dout": dout, "dlse": dlse}, **options)
+    assert all(torch.equal(got[name], other[name]) for name in ("dk", "dv"))
+    assert torch.equal(got["dq"], other["dq"])
+    more = got["dsinks"] + CASE.batch * EMPTY.stop
+    torch.testing.assert_close(other["dsinks"], more, rtol=1e-5, atol=1e-4)
+
+
+def test_an_out_without_its_lse_has_the_gradients_of_a_zero_dlse(
+    side, implementation, torch_device
+):
+    inputs = make_inputs(CASE, torch_device)
+    inputs["dlse"].zero_()
+    options = CASE.options | {"implementation": implementation}
+    _, _, *want = attention(side, inputs, **options).values()
+    operands = {name: inputs[name] for name in ("q", "k", "v", "sinks")}
+    _, *got = side.call("flash_attention", operands, [inputs["dout"]], **options)
+    assert all(torch.equal(x, y) for x, y in zip(got, want, strict=True))
+
+
+def test_the_lse_alone_is_differentiable(side, implementation, torch_device):
+    inputs = make_inputs(CASE, torch_device)
+    inputs["dout"].zero_()
+    got = attention(side, inputs, implementation=implementation, **CASE.options)
+    assert_within_budget(got, inputs, CASE.spec)
+    assert (got["dv"] == 0).all()
+
+
+def test_the_gradient_is_a_sum_over_the_batch(side, implementation, torch_device):
+    inputs = make_inputs(CASE, torch_device)
+    options = CASE.options | {"implementation": implementation}
+    whole = attention(side, inputs, **options)["dsinks"]
+    parts = []
+    for b in range(CASE.batch):
+        own = {name: torch.zeros_like(inputs[name]) for name in ("dout", "dlse")}
+        for name, x in own.items():
+            x[b] = inputs[name][b]
+        parts.append(attention(side, inputs | own, **options)["dsinks"])
+    torch.testing.assert_close(sum(parts), whole, rtol=1e-5, atol=1e-4)
