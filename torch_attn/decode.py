@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from torch_attn import decode_ops
+from torch_attn.calls import is_recorded, keep, recall
 from torch_attn.dispatch import Implementation, check_implementation
 from torch_attn.operands import autocast_dtype, check_tensor, operand
 from twin_attention.contract.operands import AppendOperands, DecodeOperands, describe_operands
@@ -127,23 +128,40 @@ def paged_decode(
         q = torch.randn(2, 4, 64, dtype=torch.bfloat16)
         out, lse = paged_decode(q, k_pages, v_pages, block_tables, seq_lens, return_lse=True)
     """
-    operands = DecodeOperands(
-        _autocast("q", q), k_pages, v_pages, block_tables, seq_lens, sinks, k_scale, v_scale
-    )
-    options = check_decode_options(
+    operands = DecodeOperands(q, k_pages, v_pages, block_tables, seq_lens, sinks, k_scale, v_scale)
+    options = (scale, window_size, softcap, num_splits, return_lse, implementation)
+    call = recall("paged_decode", operands, options)
+    if call is None or is_recorded(operands):
+        out, lse = _check_and_decode(operands, options)
+    else:
+        out, lse = call.run(_with_tokens(operands), call.spec, call)
+    if q.ndim == 3:
+        out, lse = out.squeeze(1), lse.squeeze(2)
+    return (out, lse) if return_lse else out
+
+
+def _check_and_decode(
+    operands: DecodeOperands[Tensor], options: tuple[Any, ...]
+) -> tuple[Tensor, Tensor]:
+    """Check the arguments of `paged_decode` and run the operator."""
+    scale, window_size, softcap, num_splits, return_lse, implementation = options
+    given, operands = operands, operands._replace(q=_autocast("q", operands.q))
+    checked = check_decode_options(
         scale=scale, window_size=window_size, softcap=softcap, num_splits=num_splits,
         return_lse=return_lse,
     )  # fmt: skip
     check_implementation(implementation)
     if not torch.compiler.is_compiling():  # there the operator's fake kernel checks the operands
-        check_paged_decode(describe_operands(operands, operand), options)
-    single = operands.q.ndim == 3
-    if single:
-        operands = operands._replace(q=operands.q.unsqueeze(1))
-    out, lse = decode_ops.paged_decode(*operands, *options, implementation)
-    if single:
-        out, lse = out.squeeze(1), lse.squeeze(2)
-    return (out, lse) if return_lse else out
+        spec = check_paged_decode(describe_operands(operands, operand), checked)
+        keep("paged_decode", given, options, "paged_decode", spec, implementation)
+    return decode_ops.paged_decode(*_with_tokens(operands), *checked, implementation)
+
+
+def _with_tokens(operands: DecodeOperands[Tensor]) -> DecodeOperands[Tensor]:
+    """Return the operands with q as [B, T, Hq, D]."""
+    if operands.q.ndim == 4:
+        return operands
+    return operands._replace(q=operands.q.unsqueeze(1))
 
 
 def append_kv(
@@ -207,17 +225,39 @@ def append_kv(
         append_kv(k_new, v_new, k_pages, v_pages, block_tables, seq_lens + 1)
         assert torch.equal(k_pages[3, 9], k_new[0])
     """
-    k_new, v_new = _autocast("k_new", k_new), _autocast("v_new", v_new)
     operands = AppendOperands(
         k_new, v_new, k_pages, v_pages, block_tables, seq_lens, k_scale, v_scale
     )
+    call = recall("append_kv", operands, (implementation,))
+    if call is None or is_recorded(operands):
+        _check_and_append(operands, implementation)
+    else:
+        call.run(_with_new_tokens(operands), call.spec, call)
+    return k_pages, v_pages
+
+
+def _check_and_append(
+    operands: AppendOperands[Tensor], implementation: Implementation | None
+) -> None:
+    """Check the arguments of `append_kv` and run the operator."""
+    given = operands
+    operands = operands._replace(
+        k_new=_autocast("k_new", operands.k_new), v_new=_autocast("v_new", operands.v_new)
+    )
     check_implementation(implementation)
     if not torch.compiler.is_compiling():
-        check_append_kv(describe_operands(operands, operand))
-    if k_new.ndim == 3:
-        operands = operands._replace(k_new=k_new.unsqueeze(1), v_new=v_new.unsqueeze(1))
-    decode_ops.append_kv(*operands, implementation)
-    return k_pages, v_pages
+        cache = check_append_kv(describe_operands(operands, operand))
+        if operands.k_new.numel():
+            keep("append_kv", given, (implementation,), "append_kv", cache, implementation)
+    decode_ops.append_kv(*_with_new_tokens(operands), implementation)
+
+
+def _with_new_tokens(operands: AppendOperands[Tensor]) -> AppendOperands[Tensor]:
+    """Return the operands with k_new and v_new as [B, T, Hkv, D]."""
+    if operands.k_new.ndim == 4:
+        return operands
+    k_new, v_new = operands.k_new.unsqueeze(1), operands.v_new.unsqueeze(1)
+    return operands._replace(k_new=k_new, v_new=v_new)
 
 
 def merge_states(

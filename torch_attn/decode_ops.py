@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torch_attn.calls import keep, recall
 from torch_attn.dispatch import choose
 from torch_attn.flash_ops import TAGS, without_gradient
 from torch_attn.operands import dtype_name, operand, schema
@@ -51,6 +52,8 @@ def check_merge(outs, lses) -> MergeSpec:
 
 
 def _run_decode(*args):
+    if (outputs := _decode_again(*args)) is not None:
+        return outputs
     operands, options, implementation = _unpack_decode(args)
     q, sinks = operands.q, operands.sinks
     kv_dtype = dtype_name(operands.k_pages.dtype)
@@ -59,7 +62,15 @@ def _run_decode(*args):
         out, lse = _allocate_outputs(operands)
         return out.zero_(), lse.fill_(-torch.inf) if sinks is None else lse.copy_(sinks[:, None])
     backend, _ = choose(implementation, q.device, spec)
+    end = len(operands)
+    keep("torch_attn::paged_decode", operands, args[end:], "paged_decode", spec, implementation)
     return backend.family.function("paged_decode")(operands, spec, backend)
+
+
+def _decode_again(*args):
+    end = len(DecodeOperands._fields)
+    call = recall("torch_attn::paged_decode", args[:end], args[end:])
+    return None if call is None else call.run(DecodeOperands._make(args[:end]), call.spec, call)
 
 
 def _fake_decode(*args):
@@ -84,13 +95,15 @@ def _allocate_outputs(operands: DecodeOperands[Tensor]) -> tuple[Tensor, Tensor]
 def _run_append(*args):
     *tensors, implementation = args
     operands = AppendOperands._make(tensors)
+    known = "torch_attn::append_kv", operands, (implementation,)
+    if (call := recall(*known)) is not None:
+        return call.run(operands, call.spec, call)
     cache = PagedCache.of(operands, dtype_name(operands.k_pages.dtype))
     if cache.is_empty or operands.k_new.numel() == 0:
-        return
+        return None
     backend, _ = choose(implementation, operands.k_new.device, cache)
-    backend.family.function("append_kv")(operands, cache, backend)
-    if backend.runs_kernels:
-        torch.autograd.graph.increment_version((operands.k_pages, operands.v_pages))
+    keep(*known, "append_kv", cache, implementation)
+    return backend.family.function("append_kv")(operands, cache, backend)
 
 
 def _fake_append(*args):
@@ -98,11 +111,15 @@ def _fake_append(*args):
 
 
 def _run_merge(outs, lses, implementation):
+    known = "torch_attn::merge_states", (outs, lses), (implementation,)
+    if (call := recall(*known)) is not None:
+        return call.run(outs, lses, call.spec, call)
     spec = MergeSpec(*outs.shape, dtype=dtype_name(outs.dtype))
     if spec.is_empty:
         out, lse = _allocate_merged(outs, lses)
         return out.zero_(), lse.fill_(-torch.inf)
     backend, _ = choose(implementation, outs.device, spec)
+    keep(*known, "combine", spec, implementation)
     return backend.family.function("combine")(outs, lses, spec, backend)
 
 
@@ -115,13 +132,13 @@ def _allocate_merged(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
     return outs.new_empty(outs.shape[1:]), lses.new_empty(lses.shape[1:])
 
 
-def _register(op: torch._ops.OpOverload, run, fake) -> None:
+def _register(op: torch._ops.OpOverload, run, fake, again=None) -> None:
     name = op.name()
     torch.library.register_fake(name, fake, lib=_library)
     _library.impl(name, run, "CompositeExplicitAutograd")  # every backend
-    _library.impl(name, partial(without_gradient, op), "Autograd")
+    _library.impl(name, partial(without_gradient, op, again), "Autograd")
 
 
-_register(paged_decode, _run_decode, _fake_decode)
+_register(paged_decode, _run_decode, _fake_decode, _decode_again)
 _register(append_kv, _run_append, _fake_append)
 _register(merge_states, _run_merge, _fake_merge)

@@ -7,8 +7,9 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
+from torch_attn.calls import keep, recall
 from torch_attn.dispatch import Implementation, check_implementation
-from torch_attn.flash_ops import flash_fwd
+from torch_attn.flash_ops import flash_fwd, run_again
 from torch_attn.operands import autocast_dtype, check_tensor, operand
 from twin_attention.contract.operands import FlashOperands, describe_operands
 from twin_attention.contract.spec import AttentionSpec
@@ -101,16 +102,31 @@ def flash_attention(
         out, lse = flash_attention(q, k, v, causal=True, return_lse=True)
         out.sum().backward()
     """
-    operands = _operands(q, k, v, sinks)
-    options = check_flash_options(
+    operands = FlashOperands(q, k, v, sinks)
+    options = (causal, scale, window_size, softcap, return_lse, implementation)
+    call = recall("flash_attention", operands, options)
+    if call is None:
+        out, lse = _check_and_attend(operands, options)
+    else:
+        out, lse = run_again(call, operands)
+    return (out, lse) if return_lse else out
+
+
+def _check_and_attend(
+    given: FlashOperands[Tensor], options: tuple[Any, ...]
+) -> tuple[Tensor, Tensor]:
+    """Check the arguments of `flash_attention` and run the operator."""
+    causal, scale, window_size, softcap, return_lse, implementation = options
+    operands = _operands(*given)
+    checked = check_flash_options(
         causal=causal, scale=scale, window_size=window_size, softcap=softcap, return_lse=return_lse
     )
     check_implementation(implementation)
     if not torch.compiler.is_compiling():  # there the operator's fake kernel checks the operands
-        check_flash_attention(describe_operands(operands, operand), options)
-    scale, window, softcap = options
-    out, lse = flash_fwd(*operands, scale, window.left, window.right, softcap, implementation)
-    return (out, lse) if return_lse else out
+        spec = check_flash_attention(describe_operands(operands, operand), checked)
+        keep("flash_attention", given, options, "flash_fwd", spec, implementation)
+    scale, window, softcap = checked
+    return flash_fwd(*operands, scale, window.left, window.right, softcap, implementation)
 
 
 def problem_of_flash(

@@ -15,14 +15,14 @@ This is the one place that uses private torch API: the dispatch guards of ``torc
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
+from torch_attn.calls import Call, is_recorded, keep, recall
 from torch_attn.dispatch import choose
 from torch_attn.operands import dtype_name, operand, schema
 from twin_attention.contract.operands import FlashOperands, describe_operands
@@ -61,26 +61,26 @@ _TORCH_FUNC = torch._C.DispatchKeySet(
 ) | torch._C.DispatchKeySet(torch._C.DispatchKey.PythonTLSSnapshot)
 
 
-def without_gradient(op: torch._ops.OpOverload, *args: Any) -> Any:
+def without_gradient(
+    op: torch._ops.OpOverload, again: Callable[..., Any] | None, *args: Any
+) -> Any:
     """Run an operator that has no derivative: its kernel for the Autograd key.
+
+    Args:
+        op: the operator.
+        again: runs a call that was checked before, without going through the dispatcher once more;
+            returns None for any other.
+        args: the operator's.
 
     Raises:
         NotImplementedError: autograd would record the call, or it has tangents.
     """
-    if _is_recorded(args):
+    if is_recorded(args):
         no_gradient(op.name().removeprefix("torch_attn::"))
+    if again is not None and (outputs := again(*args)) is not None:
+        return outputs
     with torch._C._AutoDispatchBelowAutograd():
         return op(*args)
-
-
-def _is_recorded(args: tuple[Any, ...]) -> bool:
-    """True when autograd would record an operator with these arguments, or one has a tangent."""
-    enabled = torch.is_grad_enabled()
-    return any(
-        (enabled and x.requires_grad) or forward_ad.unpack_dual(x).tangent is not None
-        for x in args
-        if isinstance(x, Tensor)
-    )
 
 
 def unpack(args: Sequence[Any]) -> tuple[FlashOperands[Tensor], list[Any], FlashOptions, Any]:
@@ -99,22 +99,52 @@ def spec_of(operands: FlashOperands[Tensor], options: FlashOptions) -> Attention
     return AttentionSpec.of(operands, dtype_name(operands.q.dtype), *options)
 
 
+def _forward_again(*args):
+    call = recall("torch_attn::flash_fwd", args[:_NUM_OPERANDS], args[_NUM_OPERANDS:])
+    if call is None:
+        return None
+    return call.run(FlashOperands._make(args[:_NUM_OPERANDS]), call.spec, call)
+
+
 def _run_forward(*args):
+    if (outputs := _forward_again(*args)) is not None:
+        return outputs
     operands, _, options, implementation = unpack(args)
     spec = spec_of(operands, options)
+    options = args[_NUM_OPERANDS:]
+    keep("torch_attn::flash_fwd", args[:_NUM_OPERANDS], options, "flash_fwd", spec, implementation)
     backend = _backend(implementation, operands, spec)
     return backend.family.function("flash_fwd")(operands, spec, backend)
 
 
 def _run_backward(dout, dlse, *args):
+    dout, dlse = _readable(dout, dlse)
+    if (gradients := _backward_again(dout, dlse, *args)) is not None:
+        return gradients
     operands, (out, lse), options, implementation = unpack(args)
     spec = spec_of(operands, options)
-    # The only copies: a gradient may come expanded, which the kernels do not take.
-    dout = dout if dout.stride(-1) == 1 else dout.contiguous()
-    dlse = None if dlse is None else dlse.contiguous()
+    end = _NUM_OPERANDS + 2
+    tensors = (dout, dlse, *args[:end])
+    keep("torch_attn::flash_bwd", tensors, args[end:], "flash_bwd", spec, implementation)
     backend = _backend(implementation, operands, spec)
     gradients = backend.family.function("flash_bwd")(dout, dlse, operands, out, lse, spec, backend)
     return tuple(_left_out(out) if dx is None else dx for dx in gradients)
+
+
+def _backward_again(dout, dlse, *args):
+    end = _NUM_OPERANDS + 2
+    call = recall("torch_attn::flash_bwd", (dout, dlse, *args[:end]), args[end:])
+    if call is None:
+        return None
+    operands, (out, lse), *_ = unpack(args)
+    gradients = call.run(dout, dlse, operands, out, lse, call.spec, call)
+    return tuple(_left_out(out) if dx is None else dx for dx in gradients)
+
+
+def _readable(dout: Tensor, dlse: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Return gradients that the kernels take; a copy only of what comes expanded."""
+    dout = dout if dout.stride(-1) == 1 else dout.contiguous()
+    return dout, None if dlse is None else dlse.contiguous()
 
 
 def _backend(implementation: Any, operands: FlashOperands[Tensor], spec: AttentionSpec) -> Backend:
@@ -176,13 +206,15 @@ class _Differentiable(torch.autograd.Function):
 
     generate_vmap_rule = True
     op: torch._ops.OpOverload
+    again: Callable[..., Any]
 
     @classmethod
     def call(cls, *args):
         """Run the operator so that a backward will find its way."""
         if not torch._C._are_functorch_transforms_active():
-            if not _is_recorded(args):
-                return cls.forward(*args)
+            if not is_recorded(args):
+                outputs = cls.again(*args)
+                return cls.forward(*args) if outputs is None else outputs
             # Function.apply binds the signature on every call, which takes longer than a launch.
             bound = super(torch.autograd.Function, cls)
             return bound.apply(*args)  # pyright: ignore[reportAttributeAccessIssue]
@@ -204,6 +236,7 @@ class _Differentiable(torch.autograd.Function):
 
 class _Forward(_Differentiable):
     op = flash_fwd
+    again = staticmethod(_forward_again)
 
     @staticmethod
     def setup_context(ctx, inputs, output) -> None:
@@ -222,6 +255,7 @@ class _Forward(_Differentiable):
 
 class _Backward(_Differentiable):
     op = flash_bwd
+    again = staticmethod(_backward_again)
 
     @staticmethod
     def setup_context(ctx, inputs, output) -> None:
@@ -232,6 +266,40 @@ class _Backward(_Differentiable):
         not_differentiable(
             "a second derivative", "Compute it with a plain attention in torch operations."
         )
+
+
+def run_again(call: Call, operands: FlashOperands[Tensor]) -> tuple[Tensor, Tensor]:
+    """Run a forward that was checked before, past the dispatcher."""
+    if is_recorded(operands):
+        bound = super(torch.autograd.Function, _Again)  # as in `_Differentiable.call`
+        return bound.apply(call, *operands)  # pyright: ignore[reportAttributeAccessIssue]
+    return call.run(operands, call.spec, call)
+
+
+class _Again(torch.autograd.Function):
+    """The derivative of a forward that was checked before: its kernels, past the dispatcher."""
+
+    @staticmethod
+    def forward(ctx, call, *operands):
+        out, lse = call.run(FlashOperands._make(operands), call.spec, call)
+        ctx.call = call
+        ctx.save_for_backward(*operands, out, lse)
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx, dout, dlse):
+        *tensors, out, lse = ctx.saved_tensors
+        forward, operands = ctx.call, FlashOperands._make(tensors)
+        dout, dlse = _readable(torch.zeros_like(out) if dout is None else dout, dlse)
+        call = None if torch.is_grad_enabled() else forward.backward(dout, dlse)
+        if call is not None:
+            return None, *call.run(dout, dlse, operands, out, lse, call.spec, call)
+        # The operator refuses a second derivative, and takes what is no plain tensor.
+        spec = forward.spec
+        options = spec.scale, spec.window.left, spec.window.right, spec.softcap
+        gradients = flash_bwd(dout, dlse, *operands, out, lse, *options, forward.family.name)
+        return None, *(None if x is None else dx for dx, x in zip(gradients, operands, strict=True))
 
 
 def _register(function: type[_Differentiable], run, fake, num_tensors: int) -> None:

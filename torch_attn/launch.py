@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 import triton.language as tl
 
+from torch_attn.calls import Call
+from torch_attn.driver import launcher_of
 from torch_attn.targets import shared_memory
 from twin_attention.contract.spec import AttentionSpec
 from twin_attention.targets.config import compile_to_fit
@@ -18,9 +20,6 @@ from twin_attention.targets.kernels import KernelConfig, Spec
 
 # Arguments that change from call to call: one compiled kernel serves all of their values.
 UNSPECIALIZED = ["seq_q", "seq_kv", "diagonal", "window_left", "window_right"]
-
-_launchers: dict[KernelCall, _Launcher] = {}
-_LAUNCHERS_MAX = 4096
 
 _recorded: tuple[Callable[[str], float], list[tuple[str, KernelConfig, Any]]] | None = None
 
@@ -73,34 +72,25 @@ Prepared = tuple[tuple[int, ...], dict[str, Any]]
 class KernelCall(NamedTuple):
     """All that a kernel's code, grid and arguments depend on, except for the operands' values.
 
-    `launch` keeps what it prepared for a call under the call itself, and the function that prepares
-    sees nothing else. So two launches with the same key have the same arguments, and no value that
-    changes can be frozen unnoticed. The function is a part of the key: one that is made for a
-    single launch, around a value of that launch, is never found again. The key is cheap, because
-    it holds what the arguments follow from: a frozen spec and four fields per operand.
+    The function that prepares a launch sees nothing else, and all of it follows from the key of a
+    `torch_attn.calls.Call`. So a launch that the call remembers has the arguments that it would be
+    prepared with again, and no value that changes can be frozen unnoticed.
 
     Attributes:
-        function: the kernel's Python function.
-        prepare: gives grid and arguments.
         spec: the problem.
         constants: what else the arguments follow from.
         config: the kernel's configuration.
         target: whose code runs, "sm80" or "sm90"; None in the interpreter.
         device: where it runs.
-        layouts: of the operands, in order; None for an operand that is None. In the key they are
-            plain tuples; `prepare` gets each as a `Layout`.
-        options: further launch options of Triton's, for a CUDA device.
+        layouts: of the operands, in order; None for an operand that is None.
     """
 
-    function: Any
-    prepare: Callable[[KernelCall], Prepared]
     spec: Spec
     constants: tuple[Hashable, ...]
     config: KernelConfig
     target: str | None
     device: torch.device
     layouts: tuple[Any, ...]
-    options: tuple[tuple[str, Hashable], ...]
 
 
 def launch(
@@ -115,9 +105,9 @@ def launch(
 ) -> None:
     """Launch a kernel on its first operand's device, compiled or in Triton's interpreter.
 
-    On a CUDA device the first launch of a problem goes through Triton, which compiles, with fewer
-    stages where the configured ones do not fit (`compile_to_fit`). What is the same in all of its
-    launches is then kept, so that the others cost the host half as much.
+    On a CUDA device a launch goes through Triton, which compiles, with fewer stages where the
+    configured ones do not fit (`compile_to_fit`). A `torch_attn.calls.Call` as the backend
+    remembers the launch of each kernel: the next one goes straight to the driver.
 
     Args:
         name: the kernel's name in the configuration tables.
@@ -130,27 +120,14 @@ def launch(
         constants: what else grid and arguments follow from, compared by value.
         options: further launch options of Triton's, for a CUDA device.
     """
+    launchers = backend.launchers if isinstance(backend, Call) else None
+    if launchers is not None and name in launchers:
+        launchers[name](*operands)
+        return
     device, target = operands[0].device, backend.target
     config = backend.configs(spec)[name]
-    call = KernelCall(
-        kernel.fn,
-        prepare,
-        spec,
-        constants,
-        config,
-        target,
-        device,
-        tuple(map(_layout, operands)),
-        tuple(options.items()),
-    )
-    if target is not None and _recorded is None:
-        launcher = _launchers.get(call)
-        if launcher is not None:
-            with _current(device):
-                launcher(*operands)
-            return
-    layouts = (None if layout is None else Layout(*layout) for layout in call.layouts)
-    grid, arguments = prepare(call._replace(layouts=tuple(layouts)))
+    layouts = tuple(None if x is None else _layout(x) for x in operands)
+    grid, arguments = prepare(KernelCall(spec, constants, config, target, device, layouts))
     tiles = {name.upper(): value for name, value in vars(config).items()}
     arguments = {**arguments, **{key: tiles[key] for key in tiles if key in kernel.arg_names}}
     if target is None:
@@ -170,33 +147,17 @@ def launch(
         limit, compiled = _recorded
         compiled.append((name, *compile_to_fit(name, compile, config, target, limit(name))))
         return
-    with _current(device):
+    with torch.cuda.device(device):
         _, compiled = compile_to_fit(name, compile, config, target, shared_memory(target, device))
         rest = [arguments[name] for name in kernel.arg_names[len(operands) :]]
-        launcher = _Launcher(compiled, (*grid, 1, 1)[:3], rest)
+        launcher = launcher_of(compiled, (*grid, 1, 1)[:3], rest, device)
         launcher(*operands)
-    if len(_launchers) >= _LAUNCHERS_MAX:
-        _launchers.clear()
-    _launchers[call] = launcher
+    if launchers is not None:
+        launchers[name] = launcher
 
 
-class _Launcher:
-    """Launches a compiled kernel again on operands of the same layout.
-
-    This is what Triton's `JITFunction.run` ends with. It uses `CompiledKernel.__getitem__`, which
-    is public but not documented; ``tests/torch_attn/test_launch.py`` guards it.
-    """
-
-    def __init__(self, compiled: Any, grid: tuple[int, ...], arguments: Sequence[Any]) -> None:
-        self._run, self._arguments = compiled[grid], arguments
-
-    def __call__(self, *operands: Any) -> None:
-        self._run(*operands, *self._arguments)
-
-
-def _layout(x: torch.Tensor | None) -> tuple[Any, ...] | None:
-    """Return the fields of an operand's `Layout`, which as a plain tuple costs half the time."""
-    return None if x is None else (x.dtype, x.shape, x.stride(), x.data_ptr() % 16 == 0)
+def _layout(x: torch.Tensor) -> Layout:
+    return Layout(x.dtype, x.shape, x.stride(), x.data_ptr() % 16 == 0)
 
 
 @contextmanager
@@ -218,10 +179,3 @@ def recording(
         yield _recorded[1]
     finally:
         _recorded = before
-
-
-def _current(device: torch.device):
-    """Make `device` current: Triton launches on the current one. Costs nothing if it is already."""
-    if torch.cuda.current_device() == device.index:
-        return nullcontext()
-    return torch.cuda.device(device)

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from torch_attn.calls import empty
 from torch_attn.kernels.portable.scores import add_product, visible_scores
 from torch_attn.kernels.portable.softmax import LOG2E
 from torch_attn.kernels.portable.tiles import (
@@ -286,8 +287,9 @@ def flash_bwd(
         The gradient of each operand, in its dtype, contiguous.
     """
     q, k, v = operands.q, operands.k, operands.v
-    lse2, delta = (lse.new_empty((*lse.shape[:2], _padded_rows(spec))) for _ in range(2))
-    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    rows = (spec.batch, spec.heads_q, _padded_rows(spec))
+    lse2, delta = (empty(rows, torch.float32, q.device) for _ in range(2))
+    dq, dk, dv = (empty(tuple(x.shape), x.dtype, x.device) for x in (q, k, v))
     inputs = (q, k, v, dout, lse2, delta)
     launch(
         "flash_bwd_preprocess",

@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents
 
+from torch_attn.calls import empty
 from torch_attn.kernels.portable.arguments import decode_arguments
 from torch_attn.kernels.portable.combine import merge_splits
 from torch_attn.kernels.portable.pages import (
@@ -197,12 +198,12 @@ def paged_decode(
     splits = choose_splits(spec, config, multiprocessors(q.device, backend.target))
     shape = (spec.batch, spec.tokens, spec.heads_q, spec.head_dim_v)
     lse_shape = (spec.batch, spec.heads_q, spec.tokens)
-    out = torch.empty(shape, dtype=q.dtype, device=q.device)
-    lse = torch.empty(lse_shape, dtype=torch.float32, device=q.device)
+    out = empty(shape, q.dtype, q.device)
+    lse = empty(lse_shape, torch.float32, q.device)
     outs = lses = None
     if splits > 1:
-        outs = torch.empty((splits, *shape), dtype=torch.float32, device=q.device)
-        lses = torch.empty((splits, *lse_shape), dtype=torch.float32, device=q.device)
+        outs = empty((splits, *shape), torch.float32, q.device)
+        lses = empty((splits, *lse_shape), torch.float32, q.device)
 
     launch(
         "paged_decode",

@@ -1,0 +1,262 @@
+"""A call that was checked before: when it is recognised, and that it does the same."""
+
+import threading
+
+import numpy as np
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from torch_attn import append_kv, calls, flash_attention, paged_decode
+from torch_attn.calls import is_recorded, keep, recall
+from twin_attention.contract.spec import AttentionSpec
+from twin_attention.targets.config import use_configs
+from twin_attention.targets.target import use_target
+
+needs_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="calls are kept on a GPU")
+SPEC = AttentionSpec(1, 4, 4, 2, 2, 64, 64, "float16", 0.125)
+OPTIONS = (True, 0.5, (1, 0), None)
+
+
+class Fake:
+    """What is looked at of a tensor on a GPU."""
+
+    is_cuda = True
+
+    def __init__(self, shape=(1, 4, 2, 64), strides=(512, 128, 64, 1), dtype=torch.float16,
+                 device=0, pointer=256, negative=False):  # fmt: skip
+        self.shape, self.dtype = shape, dtype
+        self.is_neg, self._is_zerotensor = lambda: negative, lambda: False
+        self.device = torch.device("cuda", device)
+        self.stride, self.data_ptr = lambda: strides, lambda: pointer
+        self.get_device = lambda: device
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """A machine with a GPU as far as calls are concerned."""
+    monkeypatch.setattr(calls, "_PLAIN", (Fake,))
+    monkeypatch.setattr(calls, "_calls", {})
+    monkeypatch.setattr("torch_attn.targets._properties", lambda device: ((9, 0), 132, 227 * 1024))
+    monkeypatch.delenv("TWIN_ATTENTION_TARGET", raising=False)
+
+
+def remember(*operands, options=OPTIONS, spec=SPEC, implementation=None):
+    keep("f", operands, options, "flash_fwd", spec, implementation)
+
+
+def test_the_same_call_is_recognised(gpu):
+    assert recall("f", (Fake(), None), OPTIONS) is None
+    remember(Fake(), None)
+    call = recall("f", (Fake(pointer=512), None), OPTIONS)
+    assert (call.spec, call.target, call.family.name) == (SPEC, "sm90", "triton")
+    assert recall("g", (Fake(), None), OPTIONS) is None
+    assert recall("f", (Fake(), Fake()), OPTIONS) is None
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"shape": (1, 5, 2, 64)},
+        {"strides": (512, 64, 128, 1)},
+        {"dtype": torch.bfloat16},
+        {"device": 1},
+        {"pointer": 258},
+        {"negative": True},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_another_layout_is_looked_at_anew(gpu, change):
+    remember(Fake())
+    assert recall("f", (Fake(),), OPTIONS) is not None
+    assert recall("f", (Fake(**change),), OPTIONS) is None
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        (1, 0.5, (1, 0), None),
+        (True, np.float64(0.5), (1, 0), None),
+        (True, 0.5, (True, False), None),
+        (True, 0.5, [1, 0], None),
+        (True, 0.5, (1, 0), "triton"),
+        (True, 0.25, (1, 0), None),
+    ],
+    ids=str,
+)
+def test_another_option_is_looked_at_anew(gpu, options):
+    remember(Fake())
+    assert recall("f", (Fake(),), options) is None
+
+
+def test_an_option_without_a_hash_is_never_kept(gpu):
+    remember(Fake(), options=([1, 0],))
+    assert recall("f", (Fake(),), ([1, 0],)) is None
+
+
+def test_the_switches_are_a_part_of_the_call(gpu, monkeypatch):
+    remember(Fake())
+    with use_target("sm80"):
+        assert recall("f", (Fake(),), OPTIONS) is None
+        remember(Fake())
+        assert recall("f", (Fake(),), OPTIONS).target == "sm80"
+    with use_configs({"flash_fwd": {"block_q": 16}}):
+        assert recall("f", (Fake(),), OPTIONS) is None
+    assert recall("f", (Fake(),), OPTIONS).target == "sm90"
+    monkeypatch.setenv("TWIN_ATTENTION_TARGET", "sm80")
+    assert recall("f", (Fake(),), OPTIONS).target == "sm80"
+
+
+class DispatchMode(TorchDispatchMode):
+    pass
+
+
+class FunctionMode(TorchFunctionMode):
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    "active", [DispatchMode, FunctionMode, lambda: torch.autocast("cuda", torch.float16)],
+    ids=["dispatch mode", "function mode", "autocast"],
+)  # fmt: skip
+@pytest.mark.filterwarnings("ignore:.*CUDA is not available")
+def test_what_changes_a_call_from_outside_is_looked_at_anew(gpu, monkeypatch, active):
+    remember(Fake())
+    if active not in (DispatchMode, FunctionMode):
+        monkeypatch.setattr(torch, "is_autocast_enabled", lambda device: True)
+        assert recall("f", (Fake(),), OPTIONS) is None
+        return
+    with active():
+        assert recall("f", (Fake(),), OPTIONS) is None
+
+
+def test_a_transformation_is_looked_at_anew(gpu):
+    remember(Fake())
+    found = []
+    torch.func.vmap(lambda x: found.append(recall("f", (Fake(),), OPTIONS)) or x)(torch.ones(2))
+    torch.compile(
+        lambda x: x + (1 if recall("f", (Fake(),), OPTIONS) is None else 2), backend="eager"
+    )
+    assert found == [None]
+
+
+def test_only_calls_of_compiled_kernels_are_kept(gpu):
+    remember(Fake(), implementation="reference")
+    remember(Fake(), spec=AttentionSpec(0, 4, 4, 2, 2, 64, 64, "float16", 0.125))
+    assert not calls._calls
+    remember(torch.zeros(1, 4, 2, 64))  # on a CPU
+    assert not calls._calls
+
+
+def test_what_is_kept_has_a_limit(gpu, monkeypatch):
+    monkeypatch.setattr(calls, "_CALLS_MAX", 2)
+    for scale in range(5):
+        remember(Fake(), options=(float(scale),))
+        assert len(calls._calls) <= 2
+
+
+def test_what_autograd_records():
+    x = torch.ones(2, requires_grad=True)
+    assert is_recorded((None, x))
+    assert not is_recorded((x.detach(), None, 1.0))
+    with torch.no_grad():
+        assert not is_recorded((x,))
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(x.detach(), torch.ones(2))
+        assert is_recorded((dual,))
+
+
+# On a GPU: the second call, which is recognised, against the first.
+
+
+def inputs(dtype=torch.bfloat16):
+    torch.manual_seed(0)
+    return torch.randn(3, 2, 40, 4, 64, device="cuda", dtype=dtype).unbind()
+
+
+@needs_a_gpu
+def test_the_second_call_gives_the_same_bits():
+    q, k, v = (x.requires_grad_() for x in inputs())
+    sinks = torch.randn(4, device="cuda", requires_grad=True)
+    dout = torch.randn_like(q)
+    results = []
+    for _ in range(3):
+        out, lse = flash_attention(q, k, v, sinks=sinks, causal=True, return_lse=True)
+        results.append(
+            (out, lse, *torch.autograd.grad((out, lse.sum()), (q, k, v, sinks), (dout, None)))
+        )
+    for again in results[1:]:
+        for x, y in zip(results[0], again, strict=True):
+            assert torch.equal(x, y)
+
+
+@needs_a_gpu
+def test_checks_are_made_after_a_call_was_kept():
+    q, k, v = inputs()
+    flash_attention(q, k, v, causal=True)
+    with pytest.raises(TypeError, match=r"^causal: expected a bool"):
+        flash_attention(q, k, v, causal=1)
+    with pytest.raises(TypeError, match=r"^k: expected"):
+        flash_attention(q, k.float(), v, causal=True)
+    with pytest.raises(ValueError, match=r"^v: expected"):
+        flash_attention(q, k, v[:, :-1], causal=True)
+
+
+@needs_a_gpu
+def test_a_negative_view_is_read_as_its_values():
+    q, k, v = inputs()
+    want = flash_attention(-q, k, v)
+    flash_attention(q, k, v)
+    assert torch.equal(flash_attention(torch._neg_view(q), k, v), want)
+
+
+@needs_a_gpu
+def test_a_second_derivative_is_refused_after_a_call_was_kept():
+    q, k, v = (x.requires_grad_() for x in inputs())
+    for _ in range(2):
+        out = flash_attention(q, k, v)
+        (dq,) = torch.autograd.grad(out.sum(), q, create_graph=True)
+        with pytest.raises(NotImplementedError, match="a second derivative"):
+            torch.autograd.grad(dq.sum(), q)
+
+
+@needs_a_gpu
+def test_a_decode_that_requires_grad_is_refused_after_a_call_was_kept():
+    pages = torch.zeros(4, 16, 2, 64, device="cuda", dtype=torch.bfloat16)
+    tables = torch.zeros(1, 2, device="cuda", dtype=torch.int32)
+    lengths = torch.ones(1, device="cuda", dtype=torch.int32)
+    q = torch.zeros(1, 4, 64, device="cuda", dtype=torch.bfloat16)
+    paged_decode(q, pages, pages, tables, lengths)
+    append_kv(q[:, :2], q[:, :2], pages, pages.clone(), tables, lengths)
+    with pytest.raises(NotImplementedError):
+        paged_decode(q.clone().requires_grad_(), pages, pages, tables, lengths)
+    with pytest.raises(NotImplementedError):
+        append_kv(q[:, :2].clone().requires_grad_(), q[:, :2], pages, pages, tables, lengths)
+
+
+@needs_a_gpu
+def test_threads_may_call_at_once(monkeypatch):
+    monkeypatch.setattr(calls, "_calls", {})
+    problems = [inputs() for _ in range(4)] + [
+        [x[:, : 8 * n] for x in inputs()] for n in range(1, 5)
+    ]
+    wanted = [flash_attention(*qkv, causal=True) for qkv in problems]
+    calls._calls.clear()
+    wrong = []
+
+    def work(start):
+        for step in range(200):
+            i = (start + step) % len(problems)
+            out = flash_attention(*problems[i], causal=True)
+            if not torch.equal(out, wanted[i]):
+                wrong.append(i)
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not any(thread.is_alive() for thread in threads)
+    assert not wrong
