@@ -7,12 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from bench.records import Record
 
-Operation = Literal["forward", "backward", "both", "decode", "peak"]
+if TYPE_CHECKING:
+    from bench.timing import Timing
+
+Operation = Literal["forward", "backward", "both", "decode", "append", "peak"]
 Check = Callable[[Sequence[Any]], float]
+# Times several calls against each other.
+Timer = Callable[["Mapping[Subject, Callable[[], Any]]"], "Mapping[Subject, Timing]"]
 
 
 class Subject(NamedTuple):
@@ -32,8 +37,8 @@ class Call(NamedTuple):
     Attributes:
         run: the timed function; launches and does not wait.
         result: from what `run` returned, the arrays to check, torch's or JAX's [B, S, H, D]: (out,)
-            of a forward or a decode, (dq, dk, dv) of a backward, (out, dq, dk, dv) of both. None
-            for an ablation, whose result is wrong on purpose.
+            of a forward or a decode, (dq, dk, dv) of a backward, (out, dq, dk, dv) of both,
+            (k_pages, v_pages) of an append. None for an ablation, whose result is wrong on purpose.
         saved: bytes of a forward's output and saved activations before a backward, None if unknown.
     """
 
@@ -49,13 +54,14 @@ class Job:
     Attributes:
         case: the case's fields, its "name" among them.
         operation: what one call does.
-        flops, bytes: operations and least traffic (reads and writes) of one call.
+        flops, bytes: operations and least traffic (reads and writes) of one call; 0 for no rate.
         inputs: makes the tensors.
         factories: from those tensors, each implementation's call, or `Absent`.
         check: from those tensors, a function that returns the worst error of a result over its
             budget; above 1 refuses the result (see `interop.parity.check`). None if nothing is
             checked.
         reads, writes: `bytes` by direction, where a suite shows them.
+        time: times the calls; None for the run's own timer, which takes device times.
     """
 
     case: dict[str, Any]
@@ -67,6 +73,7 @@ class Job:
     check: Callable[[Any], Check] | None = None
     reads: int | None = None
     writes: int | None = None
+    time: Timer | None = None
 
     def plan(self, origin: dict[str, Any]) -> dict[Subject, Record]:
         """Return the records that measuring would fill."""

@@ -64,8 +64,8 @@ class Record:
     Attributes:
         suite: the suite that it was measured for.
         case: the case's fields, its "name" among them.
-        operation: of one call: "forward", "backward", "both" or "decode"; "peak" is a rate of the
-            device in the same run (see `bench.peaks`).
+        operation: of one call: "forward", "backward", "both", "decode" or "append"; "peak" is a
+            rate of the device in the same run (see `bench.peaks`).
         implementation: framework and kernel family, such as "torch triton"; or a peer's name.
         target: what our own kernels were compiled for; None for a peer.
         device, versions, commit, date: where, with what and when it ran.
@@ -73,7 +73,8 @@ class Record:
             installed or does not do the case; "refused by parity" when the result is wrong, so that
             its time says nothing.
         message: the error behind a status that is not "ok".
-        times: device time of a call. None unless the status is "ok", as the rest.
+        times: device time of a call; of the suite "host" the same as `host`. None unless the status
+            is "ok", as the rest.
         span: from the start of a call's first kernel to the end of its last one.
         host: until a call returns on the host, without a profiler.
         events: milliseconds of a call between two CUDA events, a cross-check of `span`.

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from rich.console import Console
 from rich.progress import Progress, TaskID
 
-from bench.job import Absent, Call, Check, Job, Subject
+from bench.job import Absent, Call, Check, Job, Subject, Timer
 from bench.records import Record, append, load
 from bench.report.tables import brief
 from bench.sampling import Sampler
@@ -33,7 +33,7 @@ class Instruments(NamedTuple):
     """The functions that use the device.
 
     Attributes:
-        time: times several calls against each other.
+        time: times the calls of a job that brings no timer of its own.
         wait: blocks until a call's result is there.
         sample: returns a sampler of clocks and power.
         release: frees memory that nothing refers to.
@@ -41,7 +41,7 @@ class Instruments(NamedTuple):
             the timer have memory of their own.
     """
 
-    time: Callable[[Mapping[Subject, Run]], Mapping[Subject, Timing]]
+    time: Timer
     wait: Callable[[Any], object]
     sample: Callable[[], Sampler]
     release: Callable[[], object]
@@ -201,9 +201,10 @@ def _time(
     """Time calls against each other; if that fails, each by itself, to find the culprit."""
     if not ready:
         return []
+    timer = job.time or instruments.time
     try:
         with sampler:
-            timings = instruments.time({subject: call for subject, (_, call) in ready.items()})
+            timings = timer({subject: call for subject, (_, call) in ready.items()})
         gpu = sampler.summary()
     except Exception as error:
         if len(ready) == 1:
@@ -225,7 +226,7 @@ def _filled(record: Record, job: Job, timing: Timing, gpu: dict[str, Any] | None
         events=timing.events,
         kernels=timing.kernels,
         tflops=job.flops / seconds / 1e12 if job.flops else None,
-        bytes_per_second=job.bytes / seconds,
+        bytes_per_second=job.bytes / seconds if job.bytes else None,
         memory=timing.memory,
         gpu=gpu,
     )

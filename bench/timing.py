@@ -1,4 +1,4 @@
-"""Measure device times of calls of either framework with one collector.
+"""Measure device times of calls of either framework with one collector, and the host's share.
 
 `torch.profiler` (CUPTI) records every kernel of the process, JAX's as well. Before each call the
 L2 cache is flushed by filling a buffer; that fill also separates the calls in the trace.
@@ -38,6 +38,7 @@ _FLUSH_KERNEL = "FillFunctor<signed char>"
 _REST = 0.1  # seconds before a turn of longer calls: a card at its power cap regains its clock
 _FEWEST, _MOST = 3, 20  # calls of a round
 _EVENTS = 0.5, 20.0  # milliseconds; below, events measure their own overhead, above it takes long
+_HOST_WARMUP = 20  # calls before the host's share is timed
 _ESTIMATING, _WARMUP_MS = 6, 5  # calls of do_bench for an estimate, and how long it then warms up
 
 
@@ -47,17 +48,18 @@ class Timing:
 
     Attributes:
         busy: time in which at least one of its kernels runs, copies and casts that a framework
-            adds included. (A dependent launch may overlap the kernel that it waits for.)
-        span: from the start of its first kernel to the end of its last one.
+            adds included. (A dependent launch may overlap the kernel that it waits for.) Of
+            `time_host` the same as `host`.
+        span: from the start of its first kernel to the end of its last one; None of `time_host`.
         host: until it returns on the host, without the profiler.
-        kernels: names of its kernels, in order.
+        kernels: names of its kernels, in order; none of `time_host`.
         events: milliseconds by CUDA events, from `triton.testing.do_bench`, the median over
             rounds; None for a call of JAX, and for one that is very short or very long.
         memory: bytes that it adds at its peak; None for a call of JAX.
     """
 
     busy: Times
-    span: Times
+    span: Times | None
     host: Times
     kernels: tuple[str, ...]
     events: float | None = None
@@ -118,7 +120,7 @@ def time_calls(
     events: dict[Name, list[float]] = {name: [] for name in calls}
     traces: dict[Name, list[list[list[Kernel]]]] = {name: [] for name in calls}
     for turn in range(rounds):
-        names = list(calls) if turn % 2 == 0 else list(calls)[::-1]
+        names = _order(calls, turn)
         trace = _trace([(calls[name], plans[name]) for name in names], wait)
         turns = split(trace, [plans[name].warmup + plans[name].repeats for name in names])
         for name, traced in zip(names, turns, strict=True):
@@ -135,6 +137,41 @@ def time_calls(
         memory = _peak_memory(call) if plans[name].queued else None
         checked = median(events[name]) if len(events[name]) == rounds else None
         found[name] = Timing(busy, span, summarize(host[name]), kernels, checked, memory)
+    return found
+
+
+def time_host(
+    calls: Mapping[Name, Run],
+    wait: Wait = wait_for,
+    rounds: int = 7,
+    repeats: int = 300,
+) -> dict[Name, Timing]:
+    """Time the host's share of several calls, in alternating order (ABBA).
+
+    The calls of a turn follow each other without waiting for the device. The device must be done
+    with one before the host has launched the next, or the host ends up waiting for room in the
+    queue of launches.
+
+    Args:
+        calls: by name; each is called a few times to warm up.
+        wait: blocks until a call's result is there; a turn begins with an idle device.
+        rounds: turns of each call.
+        repeats: calls of a turn.
+
+    Returns:
+        Timings whose `host` and `busy` are the milliseconds of one call: the median over turns, the
+        fastest and the slowest turn.
+    """
+    for call in calls.values():
+        _host_turn(call, wait, _HOST_WARMUP)
+    turns: dict[Name, list[float]] = {name: [] for name in calls}
+    for turn in range(rounds):
+        for name in _order(calls, turn):
+            turns[name].append(_host_turn(calls[name], wait, repeats))
+    found = {}
+    for name, milliseconds in turns.items():
+        host = Times(median(milliseconds), min(milliseconds), max(milliseconds))
+        found[name] = Timing(busy=host, span=None, host=host, kernels=())
     return found
 
 
@@ -195,6 +232,22 @@ def device_times(rounds: Sequence[Sequence[Sequence[Kernel]]]) -> tuple[Times, T
         for calls in rounds
     ]
     return summarize(busy), summarize(span)
+
+
+def _order(calls: Mapping[Name, Run], turn: int) -> list[Name]:
+    """Return the names in order, or reversed in every other turn."""
+    return list(calls) if turn % 2 == 0 else list(calls)[::-1]
+
+
+def _host_turn(call: Run, wait: Wait, repeats: int) -> float:
+    """Return the milliseconds of a call on the host, the mean of `repeats` calls in a row."""
+    result = None
+    start = time.perf_counter()
+    for _ in range(repeats):
+        result = call()
+    end = time.perf_counter()
+    wait(result)
+    return (end - start) * 1e3 / repeats
 
 
 def _is_torch(result: Any) -> bool:

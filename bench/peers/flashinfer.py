@@ -1,7 +1,7 @@
 """FlashInfer's decoding from a paged cache, planned outside of the timed call.
 
 It compiles a module for each wrapper, head size and pair of dtypes, for up to a minute. The modules
-of the suites are compiled in parallel at the first call, so that a run waits once.
+of the suite kvcache are compiled in parallel at the first call, so that a run waits once.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from bench.suites.decode_inputs import DecodeTensors
 
 WORKSPACE_BYTES = 512 * 2**20
-# A case of each module that the suites need: tokens of a sequence (all of several share a module),
+# A case of each module that kvcache needs: tokens of a sequence (all of several share a module),
 # head size, the cache's dtype where it is not the queries'.
 COMPILED_AHEAD = (
     (1, 128, None), (4, 128, None), (1, 128, "float8_e4m3fn"), (1, 64, None), (1, 256, None),
@@ -40,13 +40,12 @@ def decode(case: DecodeCase, tensors: DecodeTensors) -> Call:
     load("flashinfer")  # absent before anything is compiled
     _compile_ahead(tensors.q.device.type)
     run = _planned(case, tensors)
-    shape = (spec.batch, spec.tokens, spec.heads_q, spec.head_dim)
-    return Call(run, lambda out: (out.view(shape),))
+    return Call(run, lambda out: (out.view(tensors.q.shape),))
 
 
 @cache
 def _compile_ahead(device: str) -> None:
-    """Compile the modules of the suites; a failure shows again at the case that needs it."""
+    """Compile the modules of kvcache; a failure shows again at the case that needs it."""
     from bench.suites.decode_inputs import decode_tensors
 
     def compile_for(tokens: int, head_dim: int, kv_dtype: str | None) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal
 
 from bench.calls import compiled, torch_call
 from bench.job import Absent, Call
@@ -74,6 +75,39 @@ def sdpa(backend: str, case: FlashCase, operation: str, tensors) -> Call:
     attend = _attention(
         backend, case.causal, case.seq_q, case.seq_kv, case.scale, case.heads_q != case.heads_kv
     )
+    return torch_call(attend, operation, tensors, heads_first=True)
+
+
+def sdpa_by_default(
+    case: FlashCase, operation: str, tensors, wrap: Callable[[Any], Any] = lambda attend: attend
+) -> Call:
+    """Return a call of the backend that torch chooses; `wrap` compiles it, for example."""
+    check_flash(case, dtypes=(*HALF, "float32"), groups=False)
+    from torch.nn.functional import scaled_dot_product_attention
+
+    attend = partial(scaled_dot_product_attention, is_causal=case.causal, scale=case.scale)
+    return torch_call(wrap(attend), operation, tensors, heads_first=True)
+
+
+def sdpa_operator(
+    backend: Literal["flash", "cudnn"], case: FlashCase, operation: str, tensors
+) -> Call:
+    """Return a call of the operator that torch's SDPA calls once it has chosen a backend.
+
+    For times of the host: there `sdpa` also pays for entering `sdpa_kernel` at each call, which
+    takes about as long as the attention.
+    """
+    check_flash(case, groups=False)
+    import torch
+
+    operator = getattr(torch, f"_scaled_dot_product_{backend}_attention")
+    options: dict[str, Any] = {"is_causal": case.causal, "scale": case.scale}
+    if backend == "cudnn":
+        options |= {"attn_bias": None, "compute_log_sumexp": operation != "forward"}
+
+    def attend(q, k, v):
+        return operator(q, k, v, **options)[0]
+
     return torch_call(attend, operation, tensors, heads_first=True)
 
 

@@ -22,10 +22,11 @@ _LOOKS = {
 }
 _NAME = 80  # characters of a kernel's name on the page; templates are very long, the CSV has all
 _INTRODUCTION = (
-    "Device time of one call, copies and casts included, the L2 cache flushed before it: the "
-    "median of the rounds' medians. A spread is how far the rounds' medians lie apart. FLOPs are "
-    "those of the query-key pairs that the mask keeps. Where a ratio is above 1, ours is faster "
-    "than the peer. Click a column's title to sort by it."
+    "Device time of one call, copies and casts included, the L2 cache flushed before it (where a "
+    "suite times the host, its note says so): the median of the rounds' medians. A spread is how "
+    "far the rounds' medians lie apart. FLOPs are those of the query-key pairs that the mask "
+    "keeps. Where a ratio is above 1, ours is faster than the peer. Click a column's title to sort "
+    "by it."
 )
 
 

@@ -20,6 +20,7 @@ SHOWN = {
     "torch triton", "jax triton", "FA2", "cuDNN", "tokamax Mosaic",
     "FlashInfer", "FA2 dense", "cuDNN dense",
 }  # fmt: skip
+_RATIOS = ("eager", "SDPA", "FA2")  # peers whose time over each implementation's is a column
 
 
 def groups(records: Iterable[Record], key: Callable[[Record], Any]) -> dict[Any, list[Record]]:
@@ -222,7 +223,7 @@ def _shared(record: Record, row: dict[str, Record], peak: Peak) -> Cells:
     times, span, host, gpu = record.times, record.span, record.host, record.gpu or {}
     peer = best_peer(row)
     best = None if peer is None else ratio(row, record.label, peer)
-    eager = ratio(row, record.label, "eager")
+    ratios = {peer: ratio(row, record.label, peer) for peer in _RATIOS}
     against = None if span is None or record.events is None else record.events / span.median - 1
     return {
         "ms": None if times is None else times.median,
@@ -231,7 +232,7 @@ def _shared(record: Record, row: dict[str, Record], peak: Peak) -> Cells:
         f"of measured {peak.name}": _percent(peak.share(record, peak.measured)),
         "of datasheet": _percent(peak.share(record, peak.datasheet)),
         "best peer / this": None if best is None else f"{best:.2f} ({peer})",
-        "eager / this": None if eager is None else f"{eager:.2f}",
+        **{f"{peer} / this": None if r is None else f"{r:.2f}" for peer, r in ratios.items()},
         "span, ms": None if span is None else span.median,
         "events - span": _percent(against),
         "host, us": None if host is None else 1e3 * host.median,

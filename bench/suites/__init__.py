@@ -8,6 +8,9 @@ Suite "a" is the module `bench.suites.a`, imported when its command runs. It off
 - ``columns(record)``: the record's own cells of the suite's table, by title. A record without a
   time is asked as well. The report adds what every table has, as far as its title is not taken:
   implementation, milliseconds, spread, limits, ratio to the best peer, status.
+
+Jobs are timed by `bench.timing.time_calls` unless they bring a timer of their own (`Job.time`), as
+those of "host" do.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ SUITES = {
     "kvcache": "paged decode of one sequence and of batches, over KV lengths",
     "fa2": "FlashAttention-2's shapes in fp16, with clocks and power",
     "eager": "flash attention against eager attention, with the memory they take",
+    "host": "the host's share of calls on small problems",
 }
 
 

@@ -5,19 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from itertools import product
-from typing import TYPE_CHECKING
 
 from bench import ours
-from bench.calls import torch_call
-from bench.job import Call, Job, Subject
-from bench.peers import FLASH
+from bench.job import Job, Subject
+from bench.peers import FLASH, torch_peers
 from bench.records import Record
 from bench.suites import Cells
 from bench.suites.flash_jobs import FlashFactories, flash_jobs
 from interop.parity.cases import FlashCase
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 TITLE = "Flash attention against eager attention"
 NOTE = (
@@ -91,15 +86,7 @@ def _factories(targets: Sequence[str], case: FlashCase) -> FlashFactories:
     eager = {Subject("eager"): FLASH["eager"]}
     if not case.causal:
         return torch_twin | eager
-    eager[Subject("SDPA")] = _sdpa
+    eager[Subject("SDPA")] = torch_peers.sdpa_by_default
     if case.seq_q not in JAX_LENGTHS[case.head_dim]:
         return torch_twin | eager
     return twins | eager | {Subject("jax.nn XLA"): FLASH["jax.nn XLA"]}
-
-
-def _sdpa(case: FlashCase, operation: str, tensors: list[Tensor]) -> Call:
-    """Return a call of the kernel that torch chooses."""
-    from torch.nn.functional import scaled_dot_product_attention
-
-    attend = partial(scaled_dot_product_attention, is_causal=True)
-    return torch_call(attend, operation, tensors, heads_first=True)

@@ -7,17 +7,17 @@ a decode whose time follows from the table's width is slow in the second.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from bench import ours
-from bench.job import Call, Check, Job, Subject
+from bench.job import Call, Job, Subject
 from bench.peers import DECODE
 from bench.records import Record, Times
 from bench.suites import Cells
+from bench.suites.decode_jobs import DecodeFactories, decode_job
 from interop.parity.cases import DecodeCase
-from twin_attention.contract.cost import ITEMSIZE, decode_bytes, decode_flops
 
 if TYPE_CHECKING:
     from bench.suites.decode_inputs import DecodeTensors
@@ -49,8 +49,6 @@ BATCHES = (  # sequences, keys of each, query heads, kv heads
 QUANTIZED = BATCHES[2:]  # in float16 these have more than 1 GiB of keys and values
 VARIED = (BATCHES[0], BATCHES[2])  # with more new tokens, and at other head sizes
 
-_Factories = dict[Subject, ours.Factory]  # from a case and its tensors
-
 
 def jobs(targets: Sequence[str], pattern: str = "") -> list[Job]:
     """Return a decode of every case whose name contains `pattern`.
@@ -61,9 +59,9 @@ def jobs(targets: Sequence[str], pattern: str = "") -> list[Job]:
     """
     native = _ours(targets[:1])
     torch_twin = {s: factory for s, factory in native.items() if s.implementation != "jax triton"}
-    peers: _Factories = {Subject(peer): factory for peer, factory in DECODE.items()}
+    peers: DecodeFactories = {Subject(peer): factory for peer, factory in DECODE.items()}
     everything = native | ours.decode_factories(targets[1:]) | peers
-    planned: list[tuple[DecodeCase, _Factories]] = []
+    planned: list[tuple[DecodeCase, DecodeFactories]] = []
     for case in map(_sweep, SWEEP):
         in_full = case.lengths[0] in SWEEP_IN_FULL
         planned.append((case, everything if in_full else torch_twin | peers))
@@ -79,7 +77,7 @@ def jobs(targets: Sequence[str], pattern: str = "") -> list[Job]:
     ]
     planned += [(_batch(*shape, tokens=16), everything) for shape in VARIED]
     planned += [(_batch(*shape, head_dim=d), everything) for d in (64, 256) for shape in VARIED]
-    return [_job(case, factories) for case, factories in planned if pattern in case.name]
+    return [decode_job(case, factories) for case, factories in planned if pattern in case.name]
 
 
 def columns(record: Record) -> Cells:
@@ -140,7 +138,7 @@ def _batch(
     )  # fmt: skip
 
 
-def _ours(targets: Sequence[str]) -> _Factories:
+def _ours(targets: Sequence[str]) -> DecodeFactories:
     """Return both twins, and a CUDA graph of the torch one."""
     factories = ours.decode_factories(targets)
     graphs = {
@@ -167,32 +165,3 @@ def _graph(factory: ours.Factory, case: DecodeCase, tensors: DecodeTensors) -> C
         return results
 
     return Call(run, call.result)
-
-
-def _job(case: DecodeCase, factories: _Factories) -> Job:
-    spec, total = case.spec, decode_bytes(case.spec, case.lengths)
-    row = spec.head_dim_v * ITEMSIZE[spec.dtype] + 4  # and its log-sum-exp
-    writes = spec.batch * spec.tokens * spec.heads_q * row
-    return Job(
-        case=asdict(case),
-        operation="decode",
-        flops=decode_flops(spec, case.lengths),
-        bytes=total,
-        inputs=partial(_inputs, case),
-        factories={s: partial(factory, case) for s, factory in factories.items()},
-        check=partial(_check, case),
-        reads=total - writes,
-        writes=writes,
-    )
-
-
-def _inputs(case: DecodeCase) -> DecodeTensors:
-    from bench.suites.decode_inputs import decode_tensors
-
-    return decode_tensors(case)
-
-
-def _check(case: DecodeCase, tensors: DecodeTensors) -> Check:
-    from interop.parity.check import sample_check
-
-    return sample_check(tensors.arguments, case.spec, ("out",))

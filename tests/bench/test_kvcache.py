@@ -12,6 +12,7 @@ from bench.peers import DECODE
 from bench.records import Times
 from bench.suites import kvcache
 from bench.suites.decode_inputs import decode_tensors
+from bench.suites.decode_jobs import decode_job
 from interop.parity.cases import DecodeCase
 
 PEERS = {Subject(name) for name in DECODE}
@@ -69,7 +70,7 @@ def test_reads_and_writes(jobs):
 
 def test_the_gate_takes_what_the_twins_give():
     case = DecodeCase("wide", (20, 20), tokens=1, dtype="float16", max_pages=64)
-    job = kvcache._job(case, ours.decode_factories(["sm90"]))
+    job = decode_job(case, ours.decode_factories(["sm90"]))
     tensors = decode_tensors(case, "cpu")
     check = job.check(tensors)
     for twin in ("torch triton", "jax triton"):

@@ -181,6 +181,24 @@ def test_a_decode_that_a_peer_does_not_do_is_absent(peer, options):
         DECODE[peer](case, decode_tensors(case, "cpu"))
 
 
+@pytest.mark.parametrize("backend", ["flash", "cudnn"])
+@pytest.mark.parametrize("operation", ["forward", "both"])
+def test_sdpas_operators_take_the_case(backend, operation):
+    case = replace(SQUARE, causal=True)
+    tensors = [torch.empty(case.shapes[0], dtype=torch.bfloat16, device="meta") for _ in range(4)]
+    call = torch_peers.sdpa_operator(backend, case, operation, tensors)
+    results = call.result(call.run())
+    assert [x.shape for x in results] == [case.shapes[0]] * {"forward": 1, "both": 4}[operation]
+
+
+@pytest.mark.parametrize("options", [{"heads_kv": 2}, {"seq_q": 16}, {"softcap": 5.0}])
+def test_sdpa_without_a_choice_is_absent_where_it_would_drop_an_option(options):
+    case = replace(SQUARE, causal=True, **options)
+    for peer in (torch_peers.sdpa_by_default, partial(torch_peers.sdpa_operator, "flash")):
+        with pytest.raises(Absent):
+            peer(case, "forward", tensors_of(case))
+
+
 DECODE_WRAPPER = "BatchDecodeWithPagedKVCacheWrapper"
 PREFILL_WRAPPER = "BatchPrefillWithPagedKVCacheWrapper"
 DTYPES = "dtype", "kv_dtype"  # fields of a case
@@ -226,6 +244,7 @@ class Wrapper:
     ("options", "wrapper"),
     [
         ({}, DECODE_WRAPPER),
+        ({"tokens": None}, DECODE_WRAPPER),
         ({"tokens": 4}, PREFILL_WRAPPER),
         ({"kv_dtype": "float8_e4m3fn"}, DECODE_WRAPPER),
         ({"window_size": (9, 0), "softcap": 5.0, "scale": 0.3}, DECODE_WRAPPER),

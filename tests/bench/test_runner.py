@@ -101,6 +101,15 @@ def test_a_record_holds_what_was_measured(run, origin):
     assert "2.00" in printed
 
 
+def test_a_job_may_bring_a_timer_and_no_rates(run):
+    def timer(calls):
+        return {s: replace(t, busy=Times(0.5, 0.5, 0.5)) for s, t in fake_timer(calls).items()}
+
+    _, records, _ = run(job("a", time=timer, flops=0, bytes=0), job("b"))
+    assert [r.times.median for r in records] == [0.5, 0.5, 2.0, 2.0]
+    assert {(r.tflops, r.bytes_per_second) for r in records[:2]} == {(None, None)}
+
+
 @pytest.mark.parametrize(("operation", "limited"), [("forward", ["first call"]), ("peak", [])])
 def test_memory_is_limited_for_the_implementation_alone(run, operation, limited):
     inside, seen = [], []

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from bench import timing
-from bench.timing import Kernel, Plan, device_times, split, time_calls
+from bench.timing import Kernel, Plan, device_times, split, time_calls, time_host
 
 FLUSH = "vectorized_elementwise_kernel<4, FillFunctor<signed char>, array>"
 
@@ -136,6 +136,50 @@ def test_a_plan_fills_a_round_hides_launches_and_lets_the_card_rest(monkeypatch,
 def test_a_call_of_jax_waits_for_one_fill():
     plan = timing._plan(lambda: jnp.zeros(1), lambda result: None, round_ms=30.0)
     assert (plan.fills, plan.queued) == (1, False)
+
+
+@pytest.fixture
+def host(monkeypatch):
+    """A host on which a call takes the milliseconds that are given; notes what it does."""
+    asked = SimpleNamespace(now=0.0, done=[])
+
+    def call(name, *turns):
+        costs = (cost for turn in turns for cost in turn)
+
+        def run():
+            asked.done.append(name)
+            asked.now += next(costs) / 1e3
+            return name
+
+        return run
+
+    def wait(result):
+        asked.done.append(f"wait {result}")
+        asked.now += 5.0  # seconds that nothing may count
+
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: asked.now)
+    monkeypatch.setattr(timing, "_HOST_WARMUP", 2)
+    asked.call, asked.wait = call, wait
+    return asked
+
+
+def test_the_host_does_not_wait_between_calls_and_the_order_turns_around(host):
+    turns = [[1.0] * 2] + [[1.0] * 3] * 3
+    calls = {name: host.call(name, *turns) for name in "ab"}
+    time_host(calls, host.wait, rounds=3, repeats=3)
+    warm = ["a", "a", "wait a", "b", "b", "wait b"]
+    a, b = ["a"] * 3 + ["wait a"], ["b"] * 3 + ["wait b"]
+    assert host.done == [*warm, *a, *b, *b, *a, *a, *b]
+
+
+def test_the_hosts_time_is_the_median_of_turns_without_warm_up_and_waits(host):
+    call = host.call("a", [900.0, 900.0], [0.1, 0.3], [0.4, 0.4], [0.9, 0.9])
+    (found,) = time_host({"a": call}, host.wait, rounds=3, repeats=2).values()
+    assert found.host == found.busy
+    assert (found.host.median, found.host.fastest, found.host.slowest) == pytest.approx(
+        (0.4, 0.2, 0.9)
+    )
+    assert (found.host.p20, found.span, found.kernels) == (None, None, ())
 
 
 def test_an_error_shows_up_while_waiting():

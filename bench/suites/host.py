@@ -1,0 +1,190 @@
+"""The host's share of a call, on problems so small that the device waits for the host."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from bench.calls import compiled, jax_call, torch_call
+from bench.job import Call, Check, Job, Subject
+from bench.peers import DECODE, FLASH, torch_peers
+from bench.records import Record
+from bench.suites import Cells
+from bench.suites.decode_jobs import DecodeFactories, decode_inputs, decode_job
+from bench.suites.flash_jobs import FlashFactories, flash_jobs
+from interop.parity.cases import DecodeCase, FlashCase
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from bench.suites.decode_inputs import DecodeTensors
+    from bench.timing import Timing
+
+TITLE = "The host's share of a call"
+NOTE = (
+    "All times are the host's, not the device's: how long a call takes to return to Python. The "
+    "kernels take less, so the device waits for the host. A turn is 300 calls in a row (100 of "
+    "'both') without waiting for the device, and begins when it is idle; a number is the median of "
+    "7 turns, the implementations in alternating order. 'both' is a forward and "
+    "torch.autograd.grad, or one jitted function of JAX. Ours run as a user calls them, with every "
+    "option but causal or num_splits at its default; calls of JAX are jitted functions called from "
+    "Python, and 'compiled' is under torch.compile. SDPA is torch's scaled_dot_product_attention "
+    "with the backend that torch chooses; FA2 and cuDNN are the operators of those backends, "
+    "called without that choice. FlashInfer's plan is made beforehand. 2-sequences is append_kv to "
+    "the cache that the decodes read."
+)
+
+FLASH_CASE = FlashCase("1x128x8x64-causal", 1, 128, 128, 8, 8, 64, causal=True)
+CACHE = DecodeCase("2-sequences", (100, 120), heads_q=8, heads_kv=8, page_size=16)
+SPLITS = {1: "1-split", 4: "4-splits"}
+CALLS, CALLS_OF_BOTH = 300, 100  # of a turn
+
+Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+def _as_it_is(function: Callable[..., Any]) -> Callable[..., Any]:
+    return function
+
+
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    return compiled(function, fullgraph=True)
+
+
+def jobs(targets: Sequence[str], pattern: str = "") -> list[Job]:
+    """Return a job for each operation on every case whose name contains `pattern`.
+
+    Args:
+        targets: of our kernels; only the first, the device's own, is timed.
+        pattern: part of a case's name.
+    """
+    native = targets[0]
+    found = [
+        *flash_jobs([FLASH_CASE], ("forward", "both"), lambda case: _flash(native)),
+        *(decode_job(case, _decode(native)) for case in _decode_cases()),
+        _append_job(native),
+    ]
+    return [_timed_on_the_host(job) for job in found if pattern in job.case["name"]]
+
+
+def columns(record: Record) -> Cells:
+    """Return the case and the microseconds."""
+    times = record.times
+    return {
+        "case": record.case["name"],
+        "host, us": None if times is None else times.median * 1e3,
+        "ms": None,  # the same
+        "kernels": None,  # none is looked at
+    }
+
+
+def _timed_on_the_host(job: Job) -> Job:
+    """Return the job with the host's timer, and without rates, which are the device's."""
+    repeats = CALLS_OF_BOTH if job.operation == "both" else CALLS
+    timer = partial(_time, repeats)
+    return replace(job, time=timer, flops=0, bytes=0, reads=None, writes=None)
+
+
+def _time(repeats: int, calls: Mapping[Subject, Callable[[], Any]]) -> Mapping[Subject, Timing]:
+    from bench.timing import time_host
+
+    return time_host(calls, repeats=repeats)
+
+
+def _flash(target: str) -> FlashFactories:
+    return {
+        Subject("torch triton", target): _torch_flash,
+        Subject("torch triton compiled", target): partial(_torch_flash, wrap=_compiled),
+        Subject("jax triton", target): _jax_flash,
+        Subject("SDPA"): torch_peers.sdpa_by_default,
+        Subject("SDPA compiled"): partial(torch_peers.sdpa_by_default, wrap=_compiled),
+        Subject("FA2"): partial(torch_peers.sdpa_operator, "flash"),
+        Subject("cuDNN"): partial(torch_peers.sdpa_operator, "cudnn"),
+        Subject("jax.nn cuDNN"): FLASH["jax.nn cuDNN"],
+    }
+
+
+def _torch_flash(
+    case: FlashCase, operation: str, tensors: list[Tensor], wrap: Wrap = _as_it_is
+) -> Call:
+    from torch_attn import flash_attention
+
+    return torch_call(wrap(partial(flash_attention, causal=case.causal)), operation, tensors)
+
+
+def _jax_flash(case: FlashCase, operation: str, tensors: list[Tensor]) -> Call:
+    from pallas_attn import flash_attention
+
+    return jax_call(partial(flash_attention, causal=case.causal), operation, tensors)
+
+
+def _decode(target: str) -> DecodeFactories:
+    return {
+        Subject("torch triton", target): _torch_decode,
+        Subject("torch triton compiled", target): partial(_torch_decode, wrap=_compiled),
+        Subject("jax triton", target): _jax_decode,
+        Subject("FlashInfer"): DECODE["FlashInfer"],
+    }
+
+
+def _torch_decode(case: DecodeCase, tensors: DecodeTensors, wrap: Wrap = _as_it_is) -> Call:
+    from torch_attn import paged_decode
+
+    attend = wrap(partial(paged_decode, num_splits=case.num_splits))
+    return Call(partial(attend, *tensors.arguments.values()), lambda out: (out,))
+
+
+def _jax_decode(case: DecodeCase, tensors: DecodeTensors) -> Call:
+    import jax
+
+    from interop.exchange import to_jax
+    from pallas_attn import paged_decode
+
+    attend = jax.jit(partial(paged_decode, num_splits=case.num_splits))
+    return Call(partial(attend, *map(to_jax, tensors.arguments.values())), lambda out: (out,))
+
+
+def _decode_cases() -> list[DecodeCase]:
+    return [
+        replace(CACHE, name=f"{CACHE.name}-{name}", num_splits=splits)
+        for splits, name in SPLITS.items()
+    ]
+
+
+def _append_job(target: str) -> Job:
+    """Return the job of an `append_kv`; JAX has it only inside a program that owns the cache."""
+    return Job(
+        case=asdict(CACHE),
+        operation="append",
+        flops=0,
+        bytes=0,
+        inputs=partial(decode_inputs, CACHE),
+        factories={Subject("torch triton", target): _append},
+        check=_check_append,
+    )
+
+
+def _append(tensors: DecodeTensors) -> Call:
+    """Return a call that appends the queries, as new keys and as new values."""
+    from torch_attn import append_kv
+
+    q, *cache = tensors.arguments.values()
+    return Call(partial(append_kv, q, q, *cache), lambda pools: pools)
+
+
+def _check_append(tensors: DecodeTensors) -> Check:
+    """Return a check that the slots of the last positions hold the new keys and values."""
+    import torch
+
+    sequences = torch.arange(len(CACHE.lengths), device=tensors.q.device)
+    last = tensors.seq_lens.long() - 1
+    pages = tensors.block_tables[sequences, last // CACHE.page_size].long()
+    slots = last % CACHE.page_size
+
+    def check(pools: Sequence[Any]) -> float:
+        written = (torch.equal(pool[pages, slots], tensors.q) for pool in pools)
+        return 0.0 if all(written) else math.inf
+
+    return check
