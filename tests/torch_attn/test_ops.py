@@ -121,9 +121,10 @@ def test_compile_refuses_bad_input_while_tracing(qkv):
 @pytest.mark.parametrize("implementation", ["triton", "reference"])
 @pytest.mark.parametrize("with_sinks", [False, True])
 def test_fake_outputs_are_laid_out_as_real_ones(torch_device, implementation, with_sinks):
-    q = torch.randn(2, 4, 8, 24, device=torch_device).transpose(1, 2)
-    k = torch.randn(2, 2, 5, 24, device=torch_device).transpose(1, 2)
-    v = torch.randn(2, 5, 2, 16, device=torch_device)
+    half = {"device": torch_device, "dtype": torch.bfloat16}
+    q = torch.randn(2, 4, 8, 24, **half).transpose(1, 2)
+    k = torch.randn(2, 2, 5, 24, **half).transpose(1, 2)
+    v = torch.randn(2, 5, 2, 16, **half)
     options = (*OPTIONS[:-1], implementation)
     given = FlashOperands(q, k, v, torch.randn(4, device=torch_device) if with_sinks else None)
     meta = [None if x is None else x.to("meta") for x in given]
