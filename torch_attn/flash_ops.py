@@ -177,8 +177,8 @@ _HEADS = {4: 2, 3: 1, 1: 0}
 
 
 def _batch(op, num_tensors, info, in_dims, *args):
-    """The rule of `vmap`: the mapped dimension joins the batch, or with sinks, which have none, the
-    heads.
+    """Apply the rule of `vmap`: the mapped dimension joins the batch, or with sinks, which have
+    none, the heads.
     """
     tensors = list(zip(args[:num_tensors], in_dims[:num_tensors], strict=True))
     axis = dict.fromkeys(_HEADS, 0)

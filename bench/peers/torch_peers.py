@@ -18,7 +18,7 @@ FLASH_ATTENTION = "FLASH_ATTENTION"  # FlashAttention-2; CUDNN_ATTENTION is cuDN
 
 
 def eager(case: FlashCase, operation: str, tensors) -> Call:
-    """``softmax(scale · q kᵀ) v`` in the inputs' dtype, all scores in memory.
+    """Compute ``softmax(scale · q kᵀ) v`` in the inputs' dtype, all scores in memory.
 
     The causal mask is made beforehand.
     """

@@ -117,7 +117,7 @@ def _choose(suite: str, pattern: str) -> list[Case]:
 
 
 def _first_that_launches(cases: list[Case]) -> Case:
-    """The case whose choices the header shows: the first that is not empty, if there is one."""
+    """Return the case whose choices the header shows: the first that is not empty, if any."""
     return next((case for case in cases if not case.spec.is_empty), cases[0])
 
 

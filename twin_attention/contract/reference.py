@@ -49,7 +49,7 @@ def attention_forward(
 def attention_backward(
     dout: Array, dlse: Array | None, operands: FlashOperands, spec: AttentionSpec, dtype: Any
 ) -> FlashOperands[Array]:
-    """Gradients of `attention_forward`.
+    """Compute the gradients of `attention_forward`.
 
     With ``dp = dout · vᵀ`` and ``delta = rowsum(p ∘ dp) - dlse``:
     ``ds = p ∘ (dp - delta)``, ``dq = scale · ds k``, ``dk = scale · dsᵀ q``, ``dv = pᵀ dout``.
@@ -92,7 +92,7 @@ def attention_backward(
 
 
 def visibility(xp: Any, spec: AttentionSpec, on: Any) -> Array | None:
-    """Boolean mask [Sq, Skv] of the keys each query sees, on device `on`; None when it sees all."""
+    """Return the mask [Sq, Skv] of the keys each query sees, on device `on`; None for all."""
     reach = spec.seq_q + spec.seq_kv  # wider windows see no more, and may not fit an index dtype
     left, right = (
         None if side is None else min(side, reach) for side in (spec.window.left, spec.window.right)
@@ -110,26 +110,26 @@ def visibility(xp: Any, spec: AttentionSpec, on: Any) -> Array | None:
 
 
 def _by_kv_head(xp: Any, operands: FlashOperands, spec: AttentionSpec, dtype: Any):
-    """q as [B, Hkv, group · Sq, D], so that no key is copied; k, v as [B, Hkv, Skv, D]."""
+    """Return q as [B, Hkv, group · Sq, D], so that no key is copied; k, v as [B, Hkv, Skv, D]."""
     k, v = (xp.permute_dims(xp.astype(x, dtype), (0, 2, 1, 3)) for x in (operands.k, operands.v))
     return _rows(xp, operands.q, spec, dtype), k, v
 
 
 def _rows(xp: Any, x: Array, spec: AttentionSpec, dtype: Any) -> Array:
-    """[B, Sq, Hq, D] as [B, Hkv, group · Sq, D]."""
+    """Turn [B, Sq, Hq, D] into [B, Hkv, group · Sq, D]."""
     rows = spec.group_size * spec.seq_q
     x = xp.permute_dims(xp.astype(x, dtype), (0, 2, 1, 3))
     return xp.reshape(x, (spec.batch, spec.heads_kv, rows, x.shape[-1]))
 
 
 def _to_heads(xp: Any, rows: Array, spec: AttentionSpec) -> Array:
-    """The inverse of `_rows`."""
+    """Undo `_rows`."""
     x = xp.reshape(rows, (spec.batch, spec.heads_q, spec.seq_q, rows.shape[-1]))
     return xp.permute_dims(x, (0, 2, 1, 3))
 
 
 def _scores(xp: Any, q: Array, k: Array, spec: AttentionSpec) -> tuple[Array, Array | None]:
-    """Scores after scale, softcap and mask, and the derivative of the softcap."""
+    """Compute scores after scale, softcap and mask, and the derivative of the softcap."""
     s = xp.matmul(q, xp.matrix_transpose(k)) * spec.scale
     dcap = None
     if spec.softcap is not None:
@@ -146,7 +146,7 @@ def _scores(xp: Any, q: Array, k: Array, spec: AttentionSpec) -> tuple[Array, Ar
 def _of_rows(
     xp: Any, sinks: Array | None, spec: AttentionSpec | DecodeSpec, rows: int, dtype: Any
 ) -> Array | None:
-    """The sink of each row, [Hkv, group · rows, 1]; None where there are no sinks."""
+    """Return the sink of each row, [Hkv, group · rows, 1]; None where there are no sinks."""
     if sinks is None:
         return None
     heads = (spec.heads_kv, spec.group_size)
@@ -155,7 +155,7 @@ def _of_rows(
 
 
 def _normalize(xp: Any, s: Array, sink: Array | None = None) -> tuple[Array, Array | None, Array]:
-    """p, the sink's p, and log-sum-exp of rows of scores; a row without any score has p = 0."""
+    """Compute p, the sink's p and log-sum-exp of rows; a row without any score has p = 0."""
     m = _row_max(xp, s, sink)
     p, p_sink = xp.exp(s - m), None if sink is None else xp.exp(sink - m)
     normalizer = xp.sum(p, axis=-1, keepdims=True)
@@ -167,7 +167,7 @@ def _normalize(xp: Any, s: Array, sink: Array | None = None) -> tuple[Array, Arr
 
 
 def _row_max(xp: Any, s: Array, sink: Array | None) -> Array:
-    """Row maximum, 0 where a row has no finite score."""
+    """Return the row maximum, 0 where a row has no finite score."""
     if s.shape[-1] == 0:
         m = xp.full_like(xp.sum(s, axis=-1, keepdims=True), float("-inf"))
     else:
@@ -240,7 +240,7 @@ def merge(outs: Array, lses: Array, dtype: Any) -> tuple[Array, Array]:
 
 
 def quantize(x: Array, scale: Array, cache: PagedCache, dtype: Any) -> Array:
-    """What a quantised cache stores of `x` [B, T, Hkv, D]: ``x / scale``, rounded and clamped.
+    """Return `x` [B, T, Hkv, D] as a quantised cache stores it: ``x / scale``, rounded, clamped.
 
     A NaN becomes 0 in int8 and stays NaN in float8_e4m3fn.
 
@@ -257,7 +257,7 @@ def quantize(x: Array, scale: Array, cache: PagedCache, dtype: Any) -> Array:
 
 
 def _of_heads(xp: Any, scale: Array) -> Array:
-    """A scale as a factor of [..., Hkv, D]."""
+    """Return a scale as a factor of [..., Hkv, D]."""
     return xp.reshape(scale, (*scale.shape, 1)) if scale.shape else scale
 
 
@@ -270,7 +270,7 @@ def _gather(
     cache: PagedCache,
     dtype: Any,
 ) -> Array:
-    """The keys of each sequence, [B, Hkv, capacity, D]; 0 where there is none."""
+    """Return the keys of each sequence, [B, Hkv, capacity, D]; 0 where there is none."""
     batch, size = block_tables.shape[0], pages.shape[-1]
     if cache.num_pages == 0:
         shape = (batch, cache.heads, cache.capacity, size)
