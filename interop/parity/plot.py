@@ -10,8 +10,9 @@ from matplotlib.figure import Figure
 
 from interop.parity.records import Report
 from interop.rendering.plots import BUDGET_COLOUR, COLOURS, MUTED_COLOUR, RULE_COLOUR, legend, quiet
+from twin_attention.contract.operands import FlashOperands
 
-OUTPUTS = ("out", "lse", "dq", "dk", "dv")
+OUTPUTS = ("out", "lse", *(f"d{name}" for name in FlashOperands._fields))
 LEFT_EDGE = 1e-3
 LANE_HEIGHT = 0.8
 

@@ -21,7 +21,7 @@ class Comparison:
     Attributes:
         subject: the implementation's label, such as "pallas_attn triton sm80".
         against: `ORACLE`, or the label of the other framework's implementation.
-        output: "out", "lse", "dq", "dk" or "dv".
+        output: "out", "lse", or the gradient of an operand, such as "dq".
         agreement: the error and its budget.
     """
 

@@ -18,6 +18,7 @@ from interop.parity.records import (
     title,
 )
 from interop.parity.report import to_page
+from twin_attention.contract.operands import FlashOperands
 from twin_attention.contract.tolerances import Agreement
 
 GOOD = Agreement(0.25, 0.5, 0.125, 1.0)
@@ -52,6 +53,13 @@ def test_json_is_strict_and_says_what_failed():
     bad = document["cases"][1]["comparisons"][0]
     assert (bad["max_error"], bad["max_budget"], bad["ratio"]) == (0.75, 0.5, 1.5)
     assert document["cases"][2]["comparisons"][0]["ratio"] is None
+
+
+@pytest.mark.parametrize("output", ["out", "lse", *(f"d{name}" for name in FlashOperands._fields)])
+def test_every_output_is_drawn(output):
+    found = result("case", GOOD)
+    comparisons = [replace(comparison, output=output) for comparison in found.comparisons]
+    assert "<svg" in to_page(report(replace(found, comparisons=comparisons)))
 
 
 def test_the_page_needs_nothing_from_elsewhere():
