@@ -1,11 +1,11 @@
 """Calls that were checked before: the host's share of a call on a CUDA device.
 
 The first call with given layouts and options is checked, described and dispatched, and its kernels
-are compiled. All of that follows from what `key_of` holds, so a call with the same key goes
-straight to the launches. The key has no tensor and no address in it, only an address's alignment,
-which Triton compiles for.
+are compiled. All of that follows from the call's key, so a call with the same key goes straight to
+the launches. The key has no tensor and no address in it, only an address's alignment, which Triton
+compiles for. The backward of such a call has the target and configurations of its forward.
 
-This is one of the two places that use private torch API (`torch_attn.flash_ops` is the other):
+Beside `torch_attn.flash_ops` and `torch_attn.driver` this is where private torch API is used:
 ``torch._C`` says which modes and transformations are active, and allocates.
 ``tests/torch_attn/test_calls.py`` guards it.
 """

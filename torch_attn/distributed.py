@@ -25,7 +25,7 @@ _NUM_OPTIONS = 5
 
 
 class _Placement(NamedTuple):
-    """How the tensors of a call are placed on a mesh dimension.
+    """Placements of a call's tensors on a mesh dimension.
 
     Attributes:
         whole: [B, S, H, D] tensors.

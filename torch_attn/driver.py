@@ -3,7 +3,8 @@
 This is what Triton's `JITFunction.run` ends with, in `CompiledKernel.__getitem__`: the same call of
 the kernel's launcher, whose arguments were looked up beforehand, with operands as addresses, so
 that the launcher asks neither the tensor nor the driver for them. It is the one place of
-`torch_attn` that uses this private Triton API. Checked with Triton 3.6 and 3.9;
+`torch_attn` that uses this private Triton API; of torch's it asks for the current device and
+stream. Checked with Triton 3.6 and 3.9;
 ``tests/torch_attn/test_launch.py`` guards it, and says what to do when it changes.
 """
 

@@ -8,9 +8,9 @@ every call. Derivatives are autograd Functions on the operators' Autograd key ra
 `torch.library.register_autograd`, which gives zero tangents in forward mode without an error and
 fails under `torch.func.grad`.
 
-This is the one place that uses private torch API: the dispatch guards of ``torch._C`` in
-`without_gradient` and `_Differentiable` (checked with torch 2.11 and 2.13;
-``tests/torch_attn/test_ops.py`` and ``test_decode_ops.py`` guard it).
+Private torch API is used here, in `torch_attn.calls` and in `torch_attn.driver`. Here it is the
+dispatch guards of ``torch._C`` in `without_gradient` and `_Differentiable` (checked with torch 2.11
+and 2.13; ``tests/torch_attn/test_ops.py`` and ``test_decode_ops.py`` guard it).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What `python -m bench eager` times, and a case of it without a GPU."""
+"""Tests of the cases that `python -m bench eager` times, and of one of them without a GPU."""
 
 from contextlib import nullcontext
 from dataclasses import replace

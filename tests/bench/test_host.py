@@ -1,4 +1,4 @@
-"""What `python -m bench host` times, its gate, and its records in reports, without a GPU."""
+"""Tests of `python -m bench host` without a GPU: its jobs, its gate, its records in reports."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""What is right passes and what is wrong does not, whole or on samples."""
+"""Right results pass and wrong ones do not, whole or on samples."""
 
 from dataclasses import replace
 

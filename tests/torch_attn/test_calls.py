@@ -20,7 +20,7 @@ OPTIONS = (True, 0.5, (1, 0), None)
 
 
 class Fake:
-    """What is looked at of a tensor on a GPU."""
+    """Stand in for a tensor on a GPU."""
 
     is_cuda = True
 

@@ -33,7 +33,7 @@ from twin_attention.targets.family import Backend
 
 
 def flash_bwd_preprocess_kernel(*refs, seq_q, head_dim_v, block_q):
-    """What the other kernels need of each row; one program has block_q rows of a head.
+    """Prepare the rows for the other kernels; one program has block_q rows of a head.
 
     ``delta = rowsum(dout ∘ out) - dlse``, and lse2 is lse in base 2, or +inf where a row saw no
     key or does not exist, so that ``exp2(s - lse2)`` is 0 there. Operands, of this program's batch
