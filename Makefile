@@ -12,6 +12,8 @@ SETUP = @$(PYTHON) tools/setup_env.py --venv $(VENV) $(EXTRAS)
 
 # Both frameworks share one card in one process; XLA would otherwise take most of its memory.
 export XLA_PYTHON_CLIENT_PREALLOCATE := false
+# Container images often set it; without bytecode every process compiles the frameworks' sources.
+unexport PYTHONDONTWRITEBYTECODE
 # Asked by the shell, once the environment is there.
 WORKERS = $$($(PY) -c 'import xdist' 2>/dev/null && printf -- '-n auto --maxprocesses 8 --dist worksteal')
 

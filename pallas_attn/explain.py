@@ -10,7 +10,7 @@ import jax
 
 from pallas_attn import decode, flash
 from pallas_attn.dispatch import check_implementation, choose
-from pallas_attn.targets import cuda_devices, multiprocessors, target_of
+from pallas_attn.targets import cuda_devices, num_sms, target_of
 from twin_attention.contract.explain import Explanation
 from twin_attention.contract.validate import fail
 from twin_attention.targets.describe import describe
@@ -62,7 +62,7 @@ def explain(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Expla
     runs_kernels = on in cuda_devices() and implementation != "reference"
     target = target_of(device) if runs_kernels else None
     backend, passed_over = choose(implementation, target, spec)
-    count = multiprocessors(backend.target)
+    count = num_sms(backend.target)
     name = on.device_kind
     if device is None:
         name += ", the default device: the operands' own is not known while tracing"

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from twin_attention.targets.target import MULTIPROCESSORS, requested_target, resolve_target
+from twin_attention.targets.target import NUM_SMS, requested_target, resolve_target
 
 Device = Any  # a jax.Device, which type checkers take for a variable
 
@@ -38,7 +38,7 @@ def target_of(device: Device | None) -> str:
     return resolve_target((int(major), int(minor)))
 
 
-def multiprocessors(target: str | None) -> int:
+def num_sms(target: str | None) -> int:
     """Return the number of SMs of the device, or without one of the target's usual card.
 
     Args:
@@ -46,5 +46,5 @@ def multiprocessors(target: str | None) -> int:
     """
     devices = cuda_devices()
     if target is None or not devices:
-        return MULTIPROCESSORS[target or "sm80"]
+        return NUM_SMS[target or "sm80"]
     return devices[0].core_count

@@ -3,7 +3,7 @@
 The first call with given layouts and options is checked, described and dispatched, and its kernels
 are compiled. All of that follows from the call's key, so a call with the same key goes straight to
 the launches. The key has no tensor and no address in it, only an address's alignment, which Triton
-compiles for. The backward of such a call has the target and configurations of its forward.
+compiles for. The call of a backward is kept with its forward's.
 
 Beside `torch_attn.flash_ops` and `torch_attn.driver` this is where private torch API is used:
 ``torch._C`` says which modes and transformations are active, and allocates.
@@ -41,21 +41,30 @@ class Call(Backend):
 
     Attributes:
         spec: the problem.
+        implementation: what the caller asked for.
         run: the family's function.
         launchers: by kernel, what launches it again (`torch_attn.launch`).
     """
 
     spec: Spec
+    implementation: Implementation | None
     run: Callable[..., Any]
     _configs: dict[type, Mapping[str, Any]]
     launchers: dict[str, Callable[..., None]]
     _backwards: dict[Key, Call]
 
     @classmethod
-    def of(cls, operation: str, spec: Spec, backend: Backend) -> Call:
+    def of(
+        cls,
+        operation: str,
+        spec: Spec,
+        backend: Backend,
+        implementation: Implementation | None = None,
+    ) -> Call:
         """Return a call of an operation that has launched nothing yet."""
         call = cls._make(backend)
-        call.spec, call.run = spec, backend.family.function(operation)
+        call.spec, call.implementation = spec, implementation
+        call.run = backend.family.function(operation)
         call.launchers, call._backwards, call._configs = {}, {}, {}
         return call
 
@@ -68,12 +77,15 @@ class Call(Backend):
 
     def backward(self, dout: Tensor, dlse: Tensor | None) -> Call | None:
         """Return the call of the backward with gradients of these layouts, None if not plain."""
-        key = _layouts((dout, dlse))
-        if key is None:
+        layouts = _layouts((dout, dlse))
+        if layouts is None:
             return None
+        key = (layouts, requested_target(), requested_configs())
         found = self._backwards.get(key)
         if found is None:
-            found = self._backwards[key] = Call.of("flash_bwd", self.spec, self)
+            backend, _ = choose(self.implementation, dout.device, self.spec)
+            found = Call.of("flash_bwd", self.spec, backend, self.implementation)
+            self._backwards[key] = found
         return found
 
 
@@ -161,7 +173,7 @@ def keep(
     if len(_calls) >= _CALLS_MAX:
         _calls.clear()
     with suppress(TypeError):  # an option that has no hash
-        _calls[key] = Call.of(operation, spec, backend)
+        _calls[key] = Call.of(operation, spec, backend, implementation)
 
 
 def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 
 from torch_attn import decode, flash
 from torch_attn.dispatch import check_implementation, choose
-from torch_attn.targets import multiprocessors
+from torch_attn.targets import num_sms
 from twin_attention.contract.explain import Explanation
 from twin_attention.contract.validate import fail
 from twin_attention.targets.describe import describe
@@ -57,5 +57,5 @@ def explain(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Expla
     device, spec = _PROBLEMS[function](*call.args, **call.kwargs)
     backend, passed_over = choose(implementation, device, spec)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    count = multiprocessors(device, backend.target)
+    count = num_sms(device, backend.target)
     return describe(implementation, backend, passed_over, spec, name, count)

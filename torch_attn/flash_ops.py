@@ -298,7 +298,7 @@ class _Again(torch.autograd.Function):
         # The operator refuses a second derivative, and takes what is no plain tensor.
         spec = forward.spec
         options = spec.scale, spec.window.left, spec.window.right, spec.softcap
-        gradients = flash_bwd(dout, dlse, *operands, out, lse, *options, forward.family.name)
+        gradients = flash_bwd(dout, dlse, *operands, out, lse, *options, forward.implementation)
         return None, *(None if x is None else dx for dx, x in zip(gradients, operands, strict=True))
 
 

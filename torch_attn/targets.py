@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from twin_attention.targets.target import (
-    MULTIPROCESSORS,
+    NUM_SMS,
     SHARED_MEMORY_LIMIT,
     resolve_target,
 )
@@ -26,7 +26,7 @@ def target_of(device: torch.device) -> str | None:
     return resolve_target(_properties(device)[0])
 
 
-def multiprocessors(device: torch.device, target: str | None) -> int:
+def num_sms(device: torch.device, target: str | None) -> int:
     """Return the number of SMs of a device, or of the target's usual card if it is no CUDA device.
 
     Args:
@@ -34,7 +34,7 @@ def multiprocessors(device: torch.device, target: str | None) -> int:
         target: "sm80", "sm90", or None for the interpreter, which follows SM80.
     """
     if device.type != "cuda":
-        return MULTIPROCESSORS[target or "sm80"]
+        return NUM_SMS[target or "sm80"]
     return _properties(device)[1]
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from bench import peaks
 from bench.peaks import A100, H200, datasheet
-from twin_attention.targets.target import MULTIPROCESSORS
+from twin_attention.targets.target import NUM_SMS
 
 
 @pytest.mark.parametrize(
@@ -32,7 +32,7 @@ def test_a_device_that_is_not_known():
     ("sheet", "target", "multiply_adds"), [(A100, "sm80", 1024), (H200, "sm90", 2048)]
 )
 def test_the_clock_follows_from_the_rate(sheet, target, multiply_adds):
-    operations = 2 * multiply_adds * MULTIPROCESSORS[target]  # of all, in one cycle
+    operations = 2 * multiply_adds * NUM_SMS[target]  # of all, in one cycle
     assert sheet.gigahertz == pytest.approx(sheet.tflops * 1e3 / operations, rel=2e-3)
 
 

@@ -76,3 +76,17 @@ def test_every_family_has_every_operation(package):
     for found in FAMILIES[package]:
         for name in ("flash_fwd", "flash_bwd", "paged_decode", "append_kv", "combine"):
             assert found.function(name).__name__ == name
+
+
+def test_families_of_one_name_are_tried_in_turn(fast, monkeypatch):
+    other = Family("fast", "torch_attn", "sm80", supports=lambda spec, target: "only even days")
+    monkeypatch.setitem(family.FAMILIES, "torch_attn", (other, fast, TRITON, REFERENCE))
+    large = AttentionSpec(1, 128, 128, 2, 2, 128, 128, "float16", 0.125)
+    assert choice("fast", "sm90", large) == (Backend(fast, "sm90"), ("fast: only even days",))
+    with pytest.raises(NotImplementedError, match=r"'fast': only even days and head size 64$"):
+        choice("fast", "sm90")
+
+
+def test_a_family_without_an_interpreter_says_so(fast):
+    with pytest.raises(NotImplementedError, match=r"CUDA devices only, and it has no interpreter$"):
+        choice("fast", None)

@@ -108,6 +108,18 @@ def test_the_switches_are_a_part_of_the_call(gpu, monkeypatch):
     assert recall("f", (Fake(),), OPTIONS).target == "sm80"
 
 
+def test_a_backward_follows_the_switches_of_its_own_time(gpu):
+    remember(Fake())
+    call, dout = recall("f", (Fake(),), OPTIONS), Fake()
+    backward = call.backward(dout, None)
+    assert call.backward(dout, None) is backward
+    assert backward.target == "sm90"
+    with use_target("sm80"):
+        assert call.backward(dout, None).target == "sm80"
+    with use_configs({"flash_bwd_dq": {"block_q": 16}}):
+        assert call.backward(dout, None) is not backward
+
+
 class DispatchMode(TorchDispatchMode):
     pass
 

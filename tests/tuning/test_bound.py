@@ -142,12 +142,12 @@ def test_a_decode_is_bound_by_device_memory(target, load):
 
 
 @pytest.mark.parametrize(
-    ("target", "multiprocessors", "gigahertz", "teraflops"),
+    ("target", "num_sms", "gigahertz", "teraflops"),
     [("sm80", 108, 1.41, 312), ("sm90", 132, 1.83, 989)],
 )
-def test_rates_are_those_of_the_datasheets(target, multiprocessors, gigahertz, teraflops):
+def test_rates_are_those_of_the_datasheets(target, num_sms, gigahertz, teraflops):
     found = bound("flash_fwd", FLASH, TILES, target)
-    rate = found.tile.flops / found.cycles["tensor cores"] * multiprocessors * gigahertz / 1000
+    rate = found.tile.flops / found.cycles["tensor cores"] * num_sms * gigahertz / 1000
     assert rate == pytest.approx(teraflops, rel=1e-3)
 
 

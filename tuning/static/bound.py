@@ -40,7 +40,7 @@ from twin_attention.targets.kernels import (
     PreprocessConfig,
 )
 from twin_attention.targets.splits import block_rows
-from twin_attention.targets.target import MULTIPROCESSORS
+from twin_attention.targets.target import NUM_SMS
 
 _MULTIPLY_ADDS = {
     "tensor cores": {"sm80": 1024, "sm90": 2048},
@@ -100,7 +100,7 @@ def bound(
     cycles = {
         unit: tile.flops / 2 / _MULTIPLY_ADDS[unit][target],
         "special functions": tile.special / _SPECIAL_FUNCTIONS,
-        tile.source: tile.bytes * MULTIPROCESSORS[target] / _BYTES[tile.source][target],
+        tile.source: tile.bytes * NUM_SMS[target] / _BYTES[tile.source][target],
     }
     return Bound(tile, tile.flops / tile.bytes, cycles, max(cycles, key=lambda name: cycles[name]))
 

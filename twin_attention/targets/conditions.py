@@ -7,7 +7,7 @@ from typing import TypeGuard
 
 from twin_attention.contract.spec import AttentionSpec, DecodeSpec
 from twin_attention.targets.kernels import Spec
-from twin_attention.targets.target import MULTIPROCESSORS
+from twin_attention.targets.target import NUM_SMS
 
 # Up to this many keys, one program is faster than a split plus a merge launch.
 KEYS_OF_ONE_SPLIT = 256
@@ -31,7 +31,7 @@ def _has_few_keys(spec: Spec) -> bool:
     """
     return (
         _chooses_splits(spec)
-        and spec.batch * spec.heads_kv <= MULTIPROCESSORS["sm80"]
+        and spec.batch * spec.heads_kv <= NUM_SMS["sm80"]
         and spec.reach <= KEYS_OF_ONE_SPLIT
     )
 

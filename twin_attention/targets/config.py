@@ -15,7 +15,7 @@ without one of these columns the rows serve all of its values:
 
 - ``dtype_bits``: bits of an element of k and v: 16 for float16 and bfloat16, 32 for float32, 8 for
   a quantised cache.
-- ``head_dim``: the largest padded head size.
+- ``head_dim``: the largest head size.
 - ``when``: conditions of `twin_attention.targets.conditions` that all hold, joined by " and ";
   "" always holds.
 
@@ -36,13 +36,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from twin_attention.contract.spec import MergeSpec
 from twin_attention.contract.validate import check_choice, fail
 from twin_attention.targets.conditions import CONDITIONS
-from twin_attention.targets.kernels import KERNELS, Kernel, KernelConfig, Spec
+from twin_attention.targets.kernels import FAMILY_KERNELS, KERNELS, Kernel, KernelConfig, Spec
 
 PACKAGES = ("torch_attn", "pallas_attn")
 KEYS = ("dtype_bits", "head_dim", "when")
@@ -77,7 +78,7 @@ def _matches(column: str, value: Any, spec: Any) -> bool:
     if column == "when":
         return not value or all(CONDITIONS[name](spec) for name in value.split(" and "))
     sizes = (spec.head_dim_v,) if isinstance(spec, MergeSpec) else (spec.head_dim, spec.head_dim_v)
-    return padded_head_dim(max(sizes)) <= value
+    return max(sizes) <= value
 
 
 def parse_table(text: str, kernels: Mapping[str, Kernel] = KERNELS) -> dict[str, tuple[Row, ...]]:
@@ -111,9 +112,9 @@ def parse_table(text: str, kernels: Mapping[str, Kernel] = KERNELS) -> dict[str,
 
 
 @cache
-def load_table(path: Path) -> dict[str, tuple[Row, ...]]:
-    """Read one file; see `parse_table`."""
-    return parse_table(path.read_text())
+def load_table(path: Path, folder: str = "portable") -> dict[str, tuple[Row, ...]]:
+    """Read one file of the family in `folder`; see `parse_table`."""
+    return parse_table(path.read_text(), FAMILY_KERNELS[folder])
 
 
 def table_path(package: str, target: str, folder: str = "portable") -> Path:
@@ -130,15 +131,20 @@ def table_path(package: str, target: str, folder: str = "portable") -> Path:
     return Path(found.origin).parent / "configs" / folder / f"{target}.toml"
 
 
-def find_configs(path: Path, spec: Spec) -> dict[str, KernelConfig]:
+def find_configs(path: Path, spec: Spec, folder: str = "portable") -> dict[str, KernelConfig]:
     """Find the configuration of each of a problem's kernels in one table.
+
+    Args:
+        path: the table's file.
+        spec: the problem.
+        folder: the table's family.
 
     Raises:
         LookupError: no row of a kernel serves the problem.
     """
     found = {}
-    for kernel, rows in load_table(path).items():
-        if isinstance(spec, KERNELS[kernel].spec):
+    for kernel, rows in load_table(path, folder).items():
+        if isinstance(spec, FAMILY_KERNELS[folder][kernel].spec):
             row = next((row for row in rows if row.serves(spec)), None)
             if row is None:
                 fail(LookupError, f"{kernel} in {path}", "a row that serves the problem", spec)
@@ -174,14 +180,16 @@ def current_configs(
         read.update(configs)
     for change in _changes:
         if change.package in (None, package) and change.kernel in configs:
-            new = replace(configs[change.kernel], **dict(change.numbers))
-            configs = {**configs, change.kernel: new}
+            numbers = dict(change.numbers)
+            if numbers.keys() <= vars(configs[change.kernel]).keys():
+                new = replace(configs[change.kernel], **numbers)
+                configs = {**configs, change.kernel: new}
     return configs
 
 
 @lru_cache(maxsize=1024)
 def _shipped(package: str, target: str, spec: Spec, folder: str) -> Mapping[str, Any]:
-    return find_configs(table_path(package, target, folder), spec)
+    return find_configs(table_path(package, target, folder), spec, folder)
 
 
 @contextmanager
@@ -196,7 +204,8 @@ def use_configs(
     numbers suit the problem: a tile may be too large for the GPU.
 
     Args:
-        configs: for each kernel the fields to change, such as ``{"flash_fwd": {"block_q": 64}}``.
+        configs: for each kernel the fields to change, such as ``{"flash_fwd": {"block_q": 64}}``. A
+            family whose kernel of this name lacks one of the fields keeps its own numbers.
         package: "torch_attn" or "pallas_attn" to change one side alone.
 
     Yields:
@@ -209,9 +218,11 @@ def use_configs(
     check_choice("package", package, PACKAGES)
     changes = []
     for kernel, numbers in configs.items():
-        _check_name("kernel", kernel, KERNELS)
+        same_name = [kernels[kernel] for kernels in FAMILY_KERNELS.values() if kernel in kernels]
+        _check_name("kernel", kernel, dict.fromkeys(chain.from_iterable(FAMILY_KERNELS.values())))
+        fields = dict.fromkeys(chain.from_iterable(found.fields for found in same_name))
         for name in numbers:
-            _check_name(f"field of {kernel}", name, KERNELS[kernel].fields)
+            _check_name(f"field of {kernel}", name, fields)
         changes.append(Change(package, kernel, tuple(numbers.items())))
     read: set[str] = set()
     before = _changes, _read

@@ -15,7 +15,7 @@ def describe(
     passed_over: tuple[str, ...],
     spec: Spec,
     device: str,
-    multiprocessors: int,
+    num_sms: int,
 ) -> Explanation:
     """Describe the choice that `twin_attention.targets.family.choose` made.
 
@@ -24,7 +24,7 @@ def describe(
         backend, passed_over: the choice.
         spec: the problem.
         device: the device's name.
-        multiprocessors: SMs of the device, which the splits of a decode follow.
+        num_sms: SMs of the device, which the splits of a decode follow.
     """
     if spec.is_empty:
         reason, backend = "an empty problem runs no kernel", backend._replace(target=None)
@@ -38,7 +38,7 @@ def describe(
     configs = dict(backend.configs(spec)) if runs_kernels else {}
     splits = None
     if runs_kernels and isinstance(spec, DecodeSpec):
-        splits = choose_splits(spec, configs["paged_decode"], multiprocessors)
+        splits = choose_splits(spec, configs["paged_decode"], num_sms)
         if splits > 1:
             configs |= backend.configs(spec.merge(splits))
     if not runs_kernels:

@@ -1,7 +1,8 @@
 """Kernel families: the languages that each side has kernels in, and which of them runs a problem.
 
 A side lists its families in order of speed, the reference last. ``implementation=None`` takes the
-first one that supports the problem on the device. A name is a request: no other family replaces it.
+first one that supports the problem on the device. A name is a request: no family of another name
+replaces it. One language may have kernels for several targets, each a family of its own.
 """
 
 from __future__ import annotations
@@ -119,14 +120,15 @@ def choose(
         if family.folder is None:
             return Backend(family), tuple(passed_over)
         interpreted = target is None and implementation is not None and interpretable
-        if target is None and not (interpreted and family.has_interpreter):
+        if interpreted and not family.has_interpreter:
+            reason = "its kernels compile for CUDA devices only, and it has no interpreter"
+        elif target is None and not interpreted:
             reason = "its kernels compile for CUDA devices only"
         else:
             reason = family.supports(spec, target)
         if reason is None:
             return Backend(family, target, interpreted), tuple(passed_over)
-        if implementation is not None:
-            expected = "None, or the name of one that supports the problem on this device"
-            fail(NotImplementedError, "implementation", expected, f"{implementation!r}: {reason}")
         passed_over.append(f"{family.name}: {reason}")
-    raise AssertionError("the reference supports every problem")
+    expected = "None, or the name of one that supports the problem on this device"
+    reasons = " and ".join(line.partition(": ")[2] for line in passed_over)
+    return fail(NotImplementedError, "implementation", expected, f"{implementation!r}: {reasons}")

@@ -160,3 +160,6 @@ KERNELS = {
     "combine": Kernel(MergeSpec, CombineConfig, "paged_decode"),
     "append_kv": Kernel(PagedCache, AppendConfig, "append_kv"),
 }  # fmt: skip
+
+# The kernels of each family, by its folder in ``kernels`` and ``configs``.
+FAMILY_KERNELS = {"portable": KERNELS}

@@ -39,7 +39,7 @@ def programs_at_once(head_dim: int, config: DecodeConfig) -> int:
     return programs * max(1, 128 // size)
 
 
-def choose_splits(spec: DecodeSpec, config: DecodeConfig, multiprocessors: int) -> int:
+def choose_splits(spec: DecodeSpec, config: DecodeConfig, num_sms: int) -> int:
     """Return the number of splits: what the caller asked for, or enough to give every SM work.
 
     It follows from shapes alone. Each split takes its share of a sequence's real length, so more
@@ -52,7 +52,7 @@ def choose_splits(spec: DecodeSpec, config: DecodeConfig, multiprocessors: int) 
         return 1
     tiles = -(-spec.tokens * spec.group_size // block_rows(spec, config))
     programs = spec.batch * spec.heads_kv * tiles
-    resident = programs_at_once(max(spec.head_dim, spec.head_dim_v), config) * multiprocessors
+    resident = programs_at_once(max(spec.head_dim, spec.head_dim_v), config) * num_sms
     visits = -(-spec.reach // config.block_kv)
     share = -(-visits // max(1, min(resident // programs, SPLITS_MAX)))
     return -(-visits // share)

@@ -25,7 +25,7 @@ TARGETS = ("sm80", "sm90")
 # Bytes of shared memory a block: an A100's, and an H100's or H200's.
 SHARED_MEMORY_LIMIT = {"sm80": 163 * 1024, "sm90": 227 * 1024}
 SHARED_MEMORY_OF_SMALLER_CARDS = 99 * 1024  # compute capability 8.6, 8.9 and 12.0
-MULTIPROCESSORS = {"sm80": 108, "sm90": 132}  # of an A100 and of an H100 or H200
+NUM_SMS = {"sm80": 108, "sm90": 132}  # of an A100 and of an H100 or H200
 _VARIABLE = "TWIN_ATTENTION_TARGET"
 _override: str | None = None
 

@@ -38,7 +38,7 @@ from pallas_attn.kernels.portable.scores import attention_mask
 from pallas_attn.kernels.portable.softmax import LN2, add_sink, online_softmax_update
 from pallas_attn.kernels.portable.tiles import arange
 from pallas_attn.launch import launch
-from pallas_attn.targets import multiprocessors
+from pallas_attn.targets import num_sms
 from twin_attention.contract.operands import DecodeOperands
 from twin_attention.contract.spec import DecodeSpec
 from twin_attention.targets.family import Backend
@@ -168,7 +168,7 @@ def paged_decode(
     """
     config = backend.configs(spec)["paged_decode"]
     rows = block_rows(spec, config)
-    splits = choose_splits(spec, config, multiprocessors(backend.target))
+    splits = choose_splits(spec, config, num_sms(backend.target))
     tiles = pl.cdiv(spec.tokens * spec.group_size, rows)
     if spec.cache.is_quantized:
         operands = operands._replace(

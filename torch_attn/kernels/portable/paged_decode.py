@@ -30,7 +30,7 @@ from torch_attn.kernels.portable.quantized import (
 from torch_attn.kernels.portable.scores import attention_mask
 from torch_attn.kernels.portable.softmax import LN2, add_sink, online_softmax_update
 from torch_attn.launch import KernelCall, Prepared, launch
-from torch_attn.targets import multiprocessors
+from torch_attn.targets import num_sms
 from twin_attention.contract.operands import DecodeOperands
 from twin_attention.contract.spec import DecodeSpec
 from twin_attention.targets.family import Backend
@@ -195,7 +195,7 @@ def paged_decode(
             k_pages=as_packed(operands.k_pages), v_pages=as_packed(operands.v_pages)
         )
     q = operands.q
-    splits = choose_splits(spec, config, multiprocessors(q.device, backend.target))
+    splits = choose_splits(spec, config, num_sms(q.device, backend.target))
     shape = (spec.batch, spec.tokens, spec.heads_q, spec.head_dim_v)
     lse_shape = (spec.batch, spec.heads_q, spec.tokens)
     out = empty(shape, q.dtype, q.device)
