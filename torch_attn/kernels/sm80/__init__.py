@@ -1,0 +1,1 @@
+"""Explicit kernels for SM80 in Gluon: cp.async, ldmatrix and mma.sync, placed by hand."""

@@ -1,0 +1,213 @@
+"""Flash attention, forward, for SM80.
+
+The same formula and loop as `torch_attn.kernels.portable.flash_fwd`. What the compiler decides
+there is written here: when each tile is copied, what waits for it, how tiles lie in shared memory,
+and that p stays in registers. Dao 2023, FlashAttention-2, algorithm 1.
+"""
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from torch_attn.calls import empty
+from torch_attn.kernels.portable.softmax import LN2, LOG2E, add_sink
+from torch_attn.kernels.portable.tiles import count_tiles, head_base, visible_tiles
+from torch_attn.kernels.sm80.pipeline import (
+    allocate_tile,
+    commit,
+    copy_arguments,
+    fetch_tile,
+    load_left,
+    multiply_add,
+    multiply_transposed,
+    product_layout,
+    scale_rows,
+    step_start,
+    store_rows,
+    wait,
+    zeros,
+)
+from torch_attn.kernels.sm80.softmax import online_softmax_update, sum_in_thread, visible_scores
+from torch_attn.launch import (
+    UNSPECIALIZED,
+    KernelCall,
+    Prepared,
+    flash_arguments,
+    launch,
+)
+from twin_attention.contract.operands import FlashOperands
+from twin_attention.contract.spec import AttentionSpec
+from twin_attention.targets.family import Backend
+
+
+@gluon.jit(do_not_specialize=UNSPECIALIZED)
+def flash_fwd_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    sinks_ptr,
+    out_ptr,
+    lse_ptr,
+    q_strides,
+    k_strides,
+    v_strides,
+    seq_q,
+    seq_kv,
+    diagonal,
+    heads_q,
+    rule,
+    window_left,
+    window_right,
+    ALIGN: gl.constexpr,
+    ASYNC: gl.constexpr,
+    GROUP_SIZE: gl.constexpr,
+    HEAD_DIM: gl.constexpr,
+    HEAD_DIM_V: gl.constexpr,
+    BLOCK_Q: gl.constexpr,
+    BLOCK_KV: gl.constexpr,
+    NUM_STAGES: gl.constexpr,
+    Q_IN_REGISTERS: gl.constexpr,
+):
+    """One program computes BLOCK_Q rows of one query head; each warp has BLOCK_Q / num_warps rows.
+
+    Operands, grid, loop invariant, accumulation and the row that sees no key: as in the portable
+    `flash_fwd_kernel`. With 32 rows a warp, a fragment of k or v that a warp reads from shared
+    memory feeds two products. A warp has all keys of its rows, so the running softmax needs no
+    other warp, and p is the left operand of p·v in the registers where it was computed.
+
+    NUM_STAGES 1: one tile of k and one of v. v arrives under q·kᵀ, the next k under the softmax
+    and p·v. NUM_STAGES 2: two of each. The next k and v arrive under the whole step, which then
+    has one barrier in place of two. ASYNC: rows are aligned to 16 bytes, see `fetch_tile`.
+    """
+    # Locate the tile of queries.
+    num_tiles = gl.cdiv(seq_q, BLOCK_Q)
+    tile = num_tiles - 1 - gl.program_id(0) % num_tiles
+    head = gl.program_id(0) // num_tiles % heads_q
+    batch = (gl.program_id(0) // num_tiles // heads_q).to(gl.int64)
+    start_q = tile * BLOCK_Q
+    head_kv = head // GROUP_SIZE
+    k_base = head_base(k_ptr, k_strides, batch, head_kv, ALIGN)
+    v_base = head_base(v_ptr, v_strides, batch, head_kv, ALIGN)
+    begin, before, full, after = visible_tiles(
+        start_q, seq_q, seq_kv, diagonal, window_left, window_right, BLOCK_Q, BLOCK_KV
+    )
+
+    # Start to fetch the queries and the first keys.
+    dtype: gl.constexpr = q_ptr.dtype.element_ty
+    layout: gl.constexpr = product_layout(gl.num_warps())
+    q_tile = allocate_tile(dtype, 1, BLOCK_Q, HEAD_DIM)
+    k_tile = allocate_tile(dtype, NUM_STAGES, BLOCK_KV, HEAD_DIM)
+    v_tile = allocate_tile(dtype, NUM_STAGES, BLOCK_KV, HEAD_DIM_V)
+    q_base = head_base(q_ptr, q_strides, batch, head, ALIGN)
+    fetch_tile(q_tile, 0, q_base, start_q, seq_q, q_strides[1], HEAD_DIM, True, ASYNC)
+    first = step_start(0, begin, before, full, after, BLOCK_KV)
+    fetch_tile(k_tile, 0, k_base, first, seq_kv, k_strides[1], HEAD_DIM, True, ASYNC)
+    if NUM_STAGES == 2:
+        fetch_tile(v_tile, 0, v_base, first, seq_kv, v_strides[1], HEAD_DIM_V, True, ASYNC)
+    commit()
+    q = q_tile
+    if Q_IN_REGISTERS:
+        wait(0)
+        q = load_left(q_tile, HEAD_DIM, layout)
+
+    rows = start_q + gl.arange(0, BLOCK_Q, gl.SliceLayout(1, layout))
+    position = rows + diagonal
+    m_i = gl.full([BLOCK_Q], float("-inf"), gl.float32, gl.SliceLayout(1, layout))
+    l_i = sum_in_thread(gl.zeros([BLOCK_Q, BLOCK_KV], gl.float32, layout))
+    if sinks_ptr is not None:
+        # The maximum has the sink from the start, so that acc is not rescaled for it at the end.
+        m_i = gl.maximum(m_i, gl.load(sinks_ptr + head) * LOG2E)
+    acc = zeros(BLOCK_Q, HEAD_DIM_V, layout)
+
+    # Visit the tiles of keys that these queries see; only tiles at the edges are masked.
+    step = 0
+    for masked in gl.static_range(1, -1, -1):
+        for _index in range(count_tiles(before, full, after, masked)):
+            start_kv = step_start(step, begin, before, full, after, BLOCK_KV)
+            step += 1
+            next_kv = step_start(step, begin, before, full, after, BLOCK_KV)
+            end_next = gl.where(step < before + full + after, seq_kv, 0)
+            if NUM_STAGES == 1:
+                # Wait for the keys; fetch the values.
+                slot = 0
+                wait(0)
+                end_v = None
+                if masked:
+                    end_v = seq_kv
+                fetch_tile(
+                    v_tile, 0, v_base, start_kv, end_v, v_strides[1], HEAD_DIM_V, masked,
+                    ASYNC,
+                )  # fmt: skip
+            else:
+                # Wait for the keys and values; fetch the next ones.
+                slot = (step & 1) ^ 1
+                wait(0)
+                fetch_tile(
+                    k_tile, slot ^ 1, k_base, next_kv, end_next, k_strides[1], HEAD_DIM,
+                    masked, ASYNC,
+                )  # fmt: skip
+                fetch_tile(
+                    v_tile, slot ^ 1, v_base, next_kv, end_next, v_strides[1], HEAD_DIM_V, masked, ASYNC,
+                )  # fmt: skip
+            commit()
+            # s = scale · q kᵀ
+            s = gl.zeros([BLOCK_Q, BLOCK_KV], gl.float32, layout)
+            s = multiply_transposed(q, k_tile, slot, s, HEAD_DIM)
+            if NUM_STAGES == 1:
+                # Wait for the values; fetch the next keys.
+                wait(0)
+                fetch_tile(
+                    k_tile, 0, k_base, next_kv, end_next, k_strides[1], HEAD_DIM, masked,
+                    ASYNC,
+                )  # fmt: skip
+                commit()
+            key = start_kv + gl.arange(0, BLOCK_KV, gl.SliceLayout(0, layout))
+            s, _ = visible_scores(
+                s, position[:, None], key[None, :], seq_kv, rule, window_left, window_right, masked
+            )
+            # p = exp(s - max), and rescale what was accumulated
+            p, alpha, m_i, l_i = online_softmax_update(s, m_i, l_i, rule.exp2_scale)
+            acc = scale_rows(acc, alpha)
+            # acc += p v
+            acc = multiply_add(acc, p.to(dtype), v_tile, slot)
+    wait(0)
+
+    # Add the partial sums of each row.
+    l_i = gl.convert_layout(gl.sum(l_i, 1), gl.SliceLayout(1, layout))
+    if sinks_ptr is not None:
+        _alpha, m_i, l_i = add_sink(gl.load(sinks_ptr + head), m_i, l_i)
+
+    # Normalise and store.
+    l_safe = gl.where(l_i == 0.0, 1.0, l_i)
+    lse = m_i * LN2 + gl.log(l_safe)
+    out_row = heads_q * HEAD_DIM_V
+    out_base = out_ptr + batch * seq_q * out_row + head * HEAD_DIM_V
+    out = scale_rows(acc, 1.0 / l_safe)
+    store_rows(out_base, out, start_q, seq_q, out_row, HEAD_DIM_V)
+    gl.store(lse_ptr + (batch * heads_q + head) * seq_q + rows, lse, mask=rows < seq_q)
+
+
+def flash_fwd(
+    operands: FlashOperands[Tensor], spec: AttentionSpec, backend: Backend
+) -> tuple[Tensor, Tensor]:
+    """Launch `flash_fwd_kernel`.
+
+    Returns:
+        out [B, Sq, Hq, Dv] in q's dtype and lse [B, Hq, Sq] float32, both contiguous.
+    """
+    q = operands.q
+    out = empty((*q.shape[:3], spec.head_dim_v), q.dtype, q.device)
+    lse = empty((spec.batch, spec.heads_q, spec.seq_q), torch.float32, q.device)
+    launch("flash_fwd", flash_fwd_kernel, _prepare, (*operands, out, lse), spec, backend)
+    return out, lse
+
+
+def _prepare(call: KernelCall) -> Prepared:
+    """Return grid and arguments of `flash_fwd_kernel`."""
+    spec = call.spec
+    q, k, v, *_ = call.layouts
+    tiles = triton.cdiv(spec.seq_q, call.config.block_q)
+    arguments = flash_arguments(spec) | copy_arguments(q=q, k=k, v=v)
+    return (tiles * spec.heads_q * spec.batch,), arguments
