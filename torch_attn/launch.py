@@ -128,12 +128,15 @@ def launch(
     config = backend.configs(spec)[name]
     layouts = tuple(None if x is None else _layout(x) for x in operands)
     grid, arguments = prepare(KernelCall(spec, constants, config, target, device, layouts))
-    tiles = {name.upper(): value for name, value in vars(config).items()}
-    arguments = {**arguments, **{key: tiles[key] for key in tiles if key in kernel.arg_names}}
+
+    def with_config(config: KernelConfig) -> dict[str, Any]:
+        numbers = {name.upper(): value for name, value in vars(config).items()}
+        return arguments | {key: numbers[key] for key in numbers if key in kernel.arg_names}
+
     if target is None:
         from torch_attn.interpreter import interpreted
 
-        interpreted(kernel)[grid](*operands, **arguments)
+        interpreted(kernel)[grid](*operands, **with_config(config))
         return
     options = {"enable_fp_fusion": True} | options  # Triton 3.10 turns it off unless asked
     if target == "sm80":
@@ -141,14 +144,16 @@ def launch(
 
     def compile(config: KernelConfig) -> Any:
         options.update(num_warps=config.num_warps, num_stages=config.num_stages)
-        return kernel.warmup(*operands, grid=grid, **arguments, **options)
+        return kernel.warmup(*operands, grid=grid, **with_config(config), **options)
 
     if _recorded is not None:
         limit, compiled = _recorded
         compiled.append((name, *compile_to_fit(name, compile, config, target, limit(name))))
         return
     with torch.cuda.device(device):
-        _, compiled = compile_to_fit(name, compile, config, target, shared_memory(target, device))
+        limit = shared_memory(target, device)
+        config, compiled = compile_to_fit(name, compile, config, target, limit)
+        arguments = with_config(config)
         rest = [arguments[name] for name in kernel.arg_names[len(operands) :]]
         launcher = launcher_of(compiled, (*grid, 1, 1)[:3], rest, device)
         launcher(*operands)

@@ -12,13 +12,15 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
+from torch_attn.kernels.portable.tiles import split_step
 from torch_attn.launch import Layout, stride_arguments
 from twin_attention.targets import sm80
 
-# Triton 3.9 has another name for the copy than 3.6, and keeps the old one only to raise.
+# Triton 3.9 has other names than 3.6, and keeps the old name of the copy only to raise.
 copy_async = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 commit = async_copy.commit_group
 wait = async_copy.wait_group
+barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 
 # Columns of an operand that a thread holds at a time: more of them take registers from the sums.
 CHUNK = gl.constexpr(32)
@@ -52,9 +54,18 @@ def chunk(width):
 
 
 @triton.constexpr_function
-def product_layout(num_warps):
-    """Return the layout of a sum of mma.sync products, all warps along its rows."""
-    return gl.NVMMADistributedLayout([2, 0], [num_warps, 1], [16, 8])
+def padded_size(size):
+    """Return the columns of all pieces together."""
+    total = 0
+    for width in column_pieces(size):
+        total += width
+    return total
+
+
+@triton.constexpr_function
+def product_layout(num_warps, across=1):
+    """Return the layout of a sum of mma.sync products: `across` warps along columns."""
+    return gl.NVMMADistributedLayout([2, 0], [num_warps // across, across], [16, 8])
 
 
 @triton.constexpr_function
@@ -80,6 +91,22 @@ def step_start(step, begin, before, full, after, BLOCK: gl.constexpr):
     edge = gl.where(step < before, step, step + full)
     tile = gl.where(step < before + after, edge, step - after)
     return begin + tile * BLOCK
+
+
+@gluon.jit
+def group_step(step, begin, before, full, after, BLOCK: gl.constexpr, GROUP_SIZE: gl.constexpr):
+    """Return the head of the group, and the first row of the tile, of a step over all its heads.
+
+    The tiles at the edges of all heads go first, then the full ones.
+    """
+    edges = before + after
+    is_edge = step < edges * GROUP_SIZE
+    count = gl.where(is_edge, edges, full)
+    member, index = split_step(
+        gl.where(is_edge, step, step - edges * GROUP_SIZE), count, GROUP_SIZE
+    )
+    index = gl.where(is_edge, index, index + edges)
+    return member, step_start(index, begin, before, full, after, BLOCK)
 
 
 @gluon.jit
@@ -241,6 +268,27 @@ def _multiply_piece(acc, a, buffer):
     LAYOUT: gl.constexpr = acc.type.layout
     left = gl.convert_layout(a, gl.DotOperandLayout(0, LAYOUT, 2), assert_trivial=True)
     return mma_v2(left, buffer.load(gl.DotOperandLayout(1, LAYOUT, 2)), acc)
+
+
+@gluon.jit
+def multiply_shared(acc, a, b, slot):
+    """Compute acc + a · b, a chunk of rows of b at a time. a is a buffer, b a buffer of tiles."""
+    for j in gl.static_range(a.shape[1] // chunk(a.shape[1])):
+        acc = _multiply_chunk(acc, a, b, slot, j)
+    return acc
+
+
+@gluon.jit
+def _multiply_chunk(acc, a, b, slot, INDEX: gl.constexpr):
+    STEP: gl.constexpr = chunk(a.shape[1])
+    LAYOUT: gl.constexpr = acc[0].type.layout
+    left = a.slice(INDEX * STEP, STEP, 1).load(gl.DotOperandLayout(0, LAYOUT, 2))
+    result = ()
+    for i in gl.static_range(len(acc)):
+        right = b[i].index(slot).slice(INDEX * STEP, STEP, 0)
+        right = right.load(gl.DotOperandLayout(1, LAYOUT, 2))
+        result = result + (mma_v2(left, right, acc[i]),)
+    return result
 
 
 @gluon.jit

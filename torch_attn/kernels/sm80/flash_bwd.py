@@ -1,0 +1,514 @@
+"""Flash attention, backward, for SM80.
+
+The same formulas as `torch_attn.kernels.portable.flash_bwd`. There are two ways to dq: a kernel of
+its own, which makes the same bits every time, with seven products in all; or float32 additions
+from the kernel of dk and dv, in any order, with five. Dao 2023, FlashAttention-2, algorithm 2.
+"""
+
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from torch_attn.calls import empty
+from torch_attn.kernels.portable.flash_bwd import (
+    flash_bwd_preprocess_kernel,
+    padded_rows,
+    prepare_preprocess,
+    sinks_gradient,
+)
+from torch_attn.kernels.portable.tiles import (
+    ROW_PADDING,
+    count_tiles,
+    head_base,
+    visible_tiles,
+)
+from torch_attn.kernels.sm80.pipeline import (
+    allocate_tile,
+    barrier,
+    commit,
+    copy_arguments,
+    fetch_tile,
+    group_step,
+    multiply_add,
+    multiply_shared,
+    multiply_transposed,
+    num_pieces,
+    padded_size,
+    piece_start,
+    piece_width,
+    product_layout,
+    shared_layout,
+    step_start,
+    store_rows,
+    wait,
+    zeros,
+)
+from torch_attn.kernels.sm80.softmax import visible_scores
+from torch_attn.launch import UNSPECIALIZED, KernelCall, Prepared, flash_arguments, launch
+from twin_attention.contract.operands import FlashOperands
+from twin_attention.contract.spec import AttentionSpec
+from twin_attention.targets.family import Backend
+
+
+@gluon.jit(do_not_specialize=UNSPECIALIZED)
+def flash_bwd_dq_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    dout_ptr,
+    lse2_ptr,
+    delta_ptr,
+    dq_ptr,
+    q_strides,
+    k_strides,
+    v_strides,
+    dout_strides,
+    seq_q,
+    seq_kv,
+    diagonal,
+    heads_q,
+    rule,
+    window_left,
+    window_right,
+    ALIGN: gl.constexpr,
+    ASYNC: gl.constexpr,
+    GROUP_SIZE: gl.constexpr,
+    HEAD_DIM: gl.constexpr,
+    HEAD_DIM_V: gl.constexpr,
+    BLOCK_Q: gl.constexpr,
+    BLOCK_KV: gl.constexpr,
+    NUM_STAGES: gl.constexpr,
+):
+    """One program computes BLOCK_Q rows of dq of one query head; a warp has 16 rows or more.
+
+    Operands, grid, loop invariant and accumulation: as in the portable `flash_bwd_dq_kernel`.
+    A warp has all keys of its rows, so that ds is the left operand of ds·k in the registers where
+    it was computed. NUM_STAGES 1: the next k and v are fetched at the end of a step, and the other
+    programs of the SM work meanwhile; 2: they arrive under the whole step.
+    """
+    # Locate the tile of queries.
+    num_tiles = gl.cdiv(seq_q, BLOCK_Q)
+    tile = num_tiles - 1 - gl.program_id(0) % num_tiles
+    head = gl.program_id(0) // num_tiles % heads_q
+    batch = (gl.program_id(0) // num_tiles // heads_q).to(gl.int64)
+    start_q = tile * BLOCK_Q
+    head_kv = head // GROUP_SIZE
+    k_base = head_base(k_ptr, k_strides, batch, head_kv, ALIGN)
+    v_base = head_base(v_ptr, v_strides, batch, head_kv, ALIGN)
+    begin, before, full, after = visible_tiles(
+        start_q, seq_q, seq_kv, diagonal, window_left, window_right, BLOCK_Q, BLOCK_KV
+    )
+
+    # Start to fetch the queries, what belongs to their rows, and the first keys and values.
+    dtype: gl.constexpr = q_ptr.dtype.element_ty
+    layout: gl.constexpr = product_layout(gl.num_warps())
+    q_tile = allocate_tile(dtype, 1, BLOCK_Q, HEAD_DIM)
+    do_tile = allocate_tile(dtype, 1, BLOCK_Q, HEAD_DIM_V)
+    k_tile = allocate_tile(dtype, NUM_STAGES, BLOCK_KV, HEAD_DIM)
+    v_tile = allocate_tile(dtype, NUM_STAGES, BLOCK_KV, HEAD_DIM_V)
+    q_base = head_base(q_ptr, q_strides, batch, head, ALIGN)
+    do_base = head_base(dout_ptr, dout_strides, batch, head, ALIGN)
+    first = step_start(0, begin, before, full, after, BLOCK_KV)
+    fetch_tile(q_tile, 0, q_base, start_q, seq_q, q_strides[1], HEAD_DIM, True, ASYNC)
+    fetch_tile(do_tile, 0, do_base, start_q, seq_q, dout_strides[1], HEAD_DIM_V, True, ASYNC)
+    fetch_tile(k_tile, 0, k_base, first, seq_kv, k_strides[1], HEAD_DIM, True, ASYNC)
+    fetch_tile(v_tile, 0, v_base, first, seq_kv, v_strides[1], HEAD_DIM_V, True, ASYNC)
+    commit()
+    rows = start_q + gl.arange(0, BLOCK_Q, gl.SliceLayout(1, layout))
+    position = rows + diagonal
+    offset = (batch * heads_q + head) * gl.cdiv(seq_q, ROW_PADDING) * ROW_PADDING
+    lse2 = gl.load(lse2_ptr + offset + rows)
+    delta = gl.load(delta_ptr + offset + rows)
+    dq = zeros(BLOCK_Q, HEAD_DIM, layout)
+
+    # Visit the tiles of keys that these queries see; only tiles at the edges are masked.
+    step = 0
+    for masked in gl.static_range(1, -1, -1):
+        for _index in range(count_tiles(before, full, after, masked)):
+            start_kv = step_start(step, begin, before, full, after, BLOCK_KV)
+            slot = step % NUM_STAGES
+            step += 1
+            next_kv = step_start(step, begin, before, full, after, BLOCK_KV)
+            end_next = gl.where(step < before + full + after, seq_kv, 0)
+            # Wait for the keys and values; fetch the next ones.
+            wait(0)
+            if NUM_STAGES == 2:
+                fetch_tile(
+                    k_tile, slot ^ 1, k_base, next_kv, end_next, k_strides[1], HEAD_DIM, masked,
+                    ASYNC,
+                )  # fmt: skip
+                fetch_tile(
+                    v_tile, slot ^ 1, v_base, next_kv, end_next, v_strides[1], HEAD_DIM_V, masked,
+                    ASYNC,
+                )  # fmt: skip
+                commit()
+            # s = scale · q kᵀ
+            s = gl.zeros([BLOCK_Q, BLOCK_KV], gl.float32, layout)
+            s = multiply_transposed(q_tile, k_tile, slot, s, HEAD_DIM)
+            key = start_kv + gl.arange(0, BLOCK_KV, gl.SliceLayout(0, layout))
+            s, dcap = visible_scores(
+                s, position[:, None], key[None, :], seq_kv, rule, window_left, window_right, masked
+            )
+            # p = exp(s - lse)
+            p = gl.exp2(s * rule.exp2_scale - lse2[:, None])
+            # dp = dout vᵀ
+            dp = gl.zeros([BLOCK_Q, BLOCK_KV], gl.float32, layout)
+            dp = multiply_transposed(do_tile, v_tile, slot, dp, HEAD_DIM_V)
+            # ds = p ∘ (dp - delta) ∘ dcap
+            ds = p * (dp - delta[:, None]) * dcap
+            # dq += ds k
+            dq = multiply_add(dq, ds.to(dtype), k_tile, slot)
+            if NUM_STAGES == 1:
+                # Fetch the next keys and values.
+                barrier()
+                fetch_tile(
+                    k_tile, 0, k_base, next_kv, end_next, k_strides[1], HEAD_DIM, masked, ASYNC
+                )
+                fetch_tile(
+                    v_tile, 0, v_base, next_kv, end_next, v_strides[1], HEAD_DIM_V, masked, ASYNC
+                )
+                commit()
+    wait(0)
+
+    # Scale and store.
+    dq_row = heads_q * HEAD_DIM
+    dq_base = dq_ptr + batch * seq_q * dq_row + head * HEAD_DIM
+    store_rows(dq_base, scale_all(dq, rule.scale), start_q, seq_q, dq_row, HEAD_DIM)
+
+
+@gluon.jit(do_not_specialize=UNSPECIALIZED)
+def flash_bwd_dkdv_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    dout_ptr,
+    lse2_ptr,
+    delta_ptr,
+    dk_ptr,
+    dv_ptr,
+    dq_sum_ptr,
+    q_strides,
+    k_strides,
+    v_strides,
+    dout_strides,
+    seq_q,
+    seq_kv,
+    diagonal,
+    heads_q,
+    rule,
+    window_left,
+    window_right,
+    ALIGN: gl.constexpr,
+    ASYNC: gl.constexpr,
+    GROUP_SIZE: gl.constexpr,
+    HEAD_DIM: gl.constexpr,
+    HEAD_DIM_V: gl.constexpr,
+    BLOCK_Q: gl.constexpr,
+    BLOCK_KV: gl.constexpr,
+    NUM_STAGES: gl.constexpr,
+):
+    """One program computes BLOCK_KV rows of dk and dv of one kv head, summed over its query heads.
+
+    Operands, grid, loop invariant and accumulation: as in the portable `flash_bwd_dkdv_kernel`.
+    dq_sum_ptr: None, or dq's float32 sums in the order of `add_to_sum`, zero at first, to which
+    the program adds ds k; the order of these additions is not fixed.
+
+    Two warps share the rows of a product and num_warps / 2 its columns, which reads less shared
+    memory than warps of whole rows, so p and ds go through shared memory. BLOCK_Q and BLOCK_KV are
+    at least 8 * num_warps, and BLOCK_Q divides ROW_PADDING. NUM_STAGES 1: the next q and dout are
+    fetched when dk is done, and arrive under dq and the work of the SM's other programs; 2: they
+    arrive under the whole step.
+    """
+    # Locate the tile of keys.
+    num_tiles = gl.cdiv(seq_kv, BLOCK_KV)
+    heads_kv = heads_q // GROUP_SIZE
+    start_kv = gl.program_id(0) % num_tiles * BLOCK_KV
+    head_kv = gl.program_id(0) // num_tiles % heads_kv
+    batch = (gl.program_id(0) // num_tiles // heads_kv).to(gl.int64)
+    begin, before, full, after = visible_tiles(
+        start_kv, seq_kv, seq_q, -diagonal, window_right, window_left, BLOCK_KV, BLOCK_Q
+    )
+    if start_kv + BLOCK_KV > seq_kv:
+        # Keys that do not exist are hidden in every tile: their ds, times 0, must be finite.
+        before, full, after = before + full + after, 0, 0
+
+    # Start to fetch the keys and values, and the first queries.
+    dtype: gl.constexpr = q_ptr.dtype.element_ty
+    layout: gl.constexpr = product_layout(gl.num_warps(), 2)
+    k_tile = allocate_tile(dtype, 1, BLOCK_KV, HEAD_DIM)
+    v_tile = allocate_tile(dtype, 1, BLOCK_KV, HEAD_DIM_V)
+    q_tile = allocate_tile(dtype, NUM_STAGES, BLOCK_Q, HEAD_DIM)
+    do_tile = allocate_tile(dtype, NUM_STAGES, BLOCK_Q, HEAD_DIM_V)
+    p_buffer = gl.allocate_shared_memory(dtype, [BLOCK_KV, BLOCK_Q], shared_layout(BLOCK_Q))
+    ds_buffer = gl.allocate_shared_memory(dtype, [BLOCK_KV, BLOCK_Q], shared_layout(BLOCK_Q))
+    k_base = head_base(k_ptr, k_strides, batch, head_kv, ALIGN)
+    v_base = head_base(v_ptr, v_strides, batch, head_kv, ALIGN)
+    member, start = group_step(0, begin, before, full, after, BLOCK_Q, GROUP_SIZE)
+    head = head_kv * GROUP_SIZE + member
+    q_base = head_base(q_ptr, q_strides, batch, head, ALIGN)
+    do_base = head_base(dout_ptr, dout_strides, batch, head, ALIGN)
+    fetch_tile(k_tile, 0, k_base, start_kv, seq_kv, k_strides[1], HEAD_DIM, True, ASYNC)
+    fetch_tile(v_tile, 0, v_base, start_kv, seq_kv, v_strides[1], HEAD_DIM_V, True, ASYNC)
+    fetch_tile(q_tile, 0, q_base, start, seq_q, q_strides[1], HEAD_DIM, True, ASYNC)
+    fetch_tile(do_tile, 0, do_base, start, seq_q, dout_strides[1], HEAD_DIM_V, True, ASYNC)
+    commit()
+    # Keys are counted as queries are.
+    key = start_kv + gl.arange(0, BLOCK_KV, gl.SliceLayout(1, layout)) - diagonal
+    padded_rows = gl.cdiv(seq_q, ROW_PADDING) * ROW_PADDING
+    dk = zeros(BLOCK_KV, HEAD_DIM, layout)
+    dv = zeros(BLOCK_KV, HEAD_DIM_V, layout)
+
+    # Visit the tiles of queries that see these keys; only tiles at the edges are masked.
+    total = (before + full + after) * GROUP_SIZE
+    step = 0
+    for masked in gl.static_range(1, -1, -1):
+        for _index in range(count_tiles(before, full, after, masked) * GROUP_SIZE):
+            # The rows of this step were located by the last.
+            rows = start + gl.arange(0, BLOCK_Q, gl.SliceLayout(0, layout))
+            start_q = start
+            row_base = (batch * heads_q + head) * padded_rows
+            lse2 = gl.load(lse2_ptr + row_base + rows)
+            delta = gl.load(delta_ptr + row_base + rows)
+            slot = step % NUM_STAGES
+            step += 1
+            member, start = group_step(step, begin, before, full, after, BLOCK_Q, GROUP_SIZE)
+            head = head_kv * GROUP_SIZE + gl.minimum(member, GROUP_SIZE - 1)
+            q_base = head_base(q_ptr, q_strides, batch, head, ALIGN)
+            do_base = head_base(dout_ptr, dout_strides, batch, head, ALIGN)
+            end_next = gl.where(step < total, seq_q, 0)
+            # Wait for the queries; fetch the next ones.
+            wait(0)
+            if NUM_STAGES == 2:
+                fetch_tile(
+                    q_tile, slot ^ 1, q_base, start, end_next, q_strides[1], HEAD_DIM, True, ASYNC
+                )
+                fetch_tile(
+                    do_tile, slot ^ 1, do_base, start, end_next, dout_strides[1], HEAD_DIM_V, True,
+                    ASYNC,
+                )  # fmt: skip
+                commit()
+            # sᵀ = scale · k qᵀ
+            s = gl.zeros([BLOCK_KV, BLOCK_Q], gl.float32, layout)
+            s = multiply_transposed(k_tile, q_tile, slot, s, HEAD_DIM)
+            s, dcap = visible_scores(
+                s, rows[None, :], key[:, None], seq_kv - diagonal, rule, window_left, window_right,
+                masked,
+            )  # fmt: skip
+            # pᵀ = exp(sᵀ - lse)
+            p = gl.exp2(s * rule.exp2_scale - lse2[None, :])
+            p_buffer.store(p.to(dtype))
+            # dpᵀ = v doutᵀ
+            dp = gl.zeros([BLOCK_KV, BLOCK_Q], gl.float32, layout)
+            dp = multiply_transposed(v_tile, do_tile, slot, dp, HEAD_DIM_V)
+            # dsᵀ = pᵀ ∘ (dpᵀ - delta) ∘ dcapᵀ
+            ds = p * (dp - delta[None, :]) * dcap
+            ds_buffer.store(ds.to(dtype))
+            # dv += pᵀ dout
+            dv = multiply_shared(dv, p_buffer, do_tile, slot)
+            # dk += dsᵀ q
+            dk = multiply_shared(dk, ds_buffer, q_tile, slot)
+            if NUM_STAGES == 1:
+                # Fetch the next queries.
+                barrier()
+                fetch_tile(q_tile, 0, q_base, start, end_next, q_strides[1], HEAD_DIM, True, ASYNC)
+                fetch_tile(
+                    do_tile, 0, do_base, start, end_next, dout_strides[1], HEAD_DIM_V, True, ASYNC
+                )
+                commit()
+            if dq_sum_ptr is not None:
+                # dq += ds k
+                dq = zeros(BLOCK_Q, HEAD_DIM, layout)
+                dq = multiply_shared(dq, ds_buffer.permute((1, 0)), k_tile, 0)
+                add_to_sum(dq_sum_ptr + row_base * padded_size(HEAD_DIM), dq, start_q, padded_rows)
+    wait(0)
+
+    # Scale and store.
+    dk_row = heads_kv * HEAD_DIM
+    dv_row = heads_kv * HEAD_DIM_V
+    dk_base = dk_ptr + batch * seq_kv * dk_row + head_kv * HEAD_DIM
+    dv_base = dv_ptr + batch * seq_kv * dv_row + head_kv * HEAD_DIM_V
+    store_rows(dv_base, dv, start_kv, seq_kv, dv_row, HEAD_DIM_V)
+    store_rows(dk_base, scale_all(dk, rule.scale), start_kv, seq_kv, dk_row, HEAD_DIM)
+
+
+@gluon.jit(do_not_specialize=["seq_q"])
+def flash_bwd_postprocess_kernel(
+    dq_sum_ptr,
+    dq_ptr,
+    seq_q,
+    heads_q,
+    scale,
+    HEAD_DIM: gl.constexpr,
+    BLOCK_Q: gl.constexpr,
+):
+    """Scale and store BLOCK_Q rows of dq of one head from the sums of `add_to_sum`.
+
+    dq [B, Sq, Hq, D] contiguous. Grid: (query tiles, heads, batch) in one axis.
+    """
+    num_tiles = gl.cdiv(seq_q, BLOCK_Q)
+    start_q = gl.program_id(0) % num_tiles * BLOCK_Q
+    head = gl.program_id(0) // num_tiles % heads_q
+    batch = (gl.program_id(0) // num_tiles // heads_q).to(gl.int64)
+    padded_rows = gl.cdiv(seq_q, ROW_PADDING) * ROW_PADDING
+    sum_base = dq_sum_ptr + (batch * heads_q + head) * padded_rows * padded_size(HEAD_DIM)
+    dq = load_sum(
+        sum_base, start_q, padded_rows, BLOCK_Q, HEAD_DIM, product_layout(gl.num_warps())
+    )
+    dq_row = heads_q * HEAD_DIM
+    dq_base = dq_ptr + batch * seq_q * dq_row + head * HEAD_DIM
+    store_rows(dq_base, scale_all(dq, scale), start_q, seq_q, dq_row, HEAD_DIM)
+
+
+@gluon.jit
+def add_to_sum(base, x, start, num_rows):
+    """Add rows start .. of a head's dq to its float32 sums.
+
+    Each column piece has its own [num_rows, width] sums, in blocks of 16 rows and 8 columns, a
+    block in the order in which a product's registers hold it: the lanes of a warp add to 32
+    neighbours at a time.
+    """
+    first = 0
+    for i in gl.static_range(len(x)):
+        flat = _order_as_registers(x[i])
+        offsets = gl.arange(0, flat.shape[0], flat.type.layout)
+        place = base + (first * num_rows + start * x[i].shape[1])
+        gl.atomic_add(place + offsets, flat, sem="relaxed")
+        first += x[i].shape[1]
+
+
+@gluon.jit
+def _order_as_registers(x):
+    """Return a product's elements in one axis: blocks of 16 by 8, registers, then lanes."""
+    blocks = gl.reshape(x, [x.shape[0] // 16, 2, 8, x.shape[1] // 8, 4, 2])
+    return gl.reshape(gl.permute(blocks, [0, 3, 1, 5, 2, 4]), [x.shape[0] * x.shape[1]])
+
+
+@gluon.jit
+def load_sum(
+    base, start, num_rows, ROWS: gl.constexpr, SIZE: gl.constexpr, LAYOUT: gl.constexpr
+):
+    """Load what `add_to_sum` stores."""
+    x = ()
+    for i in gl.static_range(num_pieces(SIZE)):
+        place = base + (piece_start(SIZE, i) * num_rows + start * piece_width(SIZE, i))
+        x = x + (_load_piece(place, ROWS, piece_width(SIZE, i), LAYOUT),)
+    return x
+
+
+@gluon.jit
+def _load_piece(base, ROWS: gl.constexpr, WIDTH: gl.constexpr, LAYOUT: gl.constexpr):
+    like = _order_as_registers(gl.zeros([ROWS, WIDTH], gl.float32, LAYOUT))
+    flat = gl.load(base + gl.arange(0, ROWS * WIDTH, like.type.layout))
+    blocks = gl.permute(gl.reshape(flat, [ROWS // 16, WIDTH // 8, 2, 2, 8, 4]), [0, 2, 4, 1, 5, 3])
+    return gl.reshape(blocks, [ROWS, WIDTH])
+
+
+@gluon.jit
+def scale_all(x, factor):
+    """Multiply a sum of products by a scalar."""
+    scaled = ()
+    for i in gl.static_range(len(x)):
+        scaled = scaled + (x[i] * factor,)
+    return scaled
+
+
+def flash_bwd(
+    dout: Tensor,
+    dlse: Tensor | None,
+    operands: FlashOperands[Tensor],
+    out: Tensor,
+    lse: Tensor,
+    spec: AttentionSpec,
+    backend: Backend,
+    deterministic: bool = True,
+) -> FlashOperands[Tensor]:
+    """Launch the kernels of the backward.
+
+    Args:
+        dout: [B, Sq, Hq, Dv], any strides with a contiguous last dimension.
+        dlse: [B, Hq, Sq] float32, contiguous, or None for zero.
+        operands, out, lse: inputs and outputs of the forward.
+        deterministic: sum dq in a fixed order, by a kernel of its own.
+
+    Returns:
+        The gradient of each operand, in its dtype, contiguous.
+    """
+    q, k, v = operands.q, operands.k, operands.v
+    rows = (spec.batch, spec.heads_q, padded_rows(spec))
+    lse2, delta = (empty(rows, torch.float32, q.device) for _ in range(2))
+    dq, dk, dv = (empty(tuple(x.shape), x.dtype, x.device) for x in (q, k, v))
+    inputs = (q, k, v, dout, lse2, delta)
+    launch(
+        "flash_bwd_preprocess",
+        flash_bwd_preprocess_kernel,
+        prepare_preprocess,
+        (dout, out, lse, dlse, lse2, delta),
+        spec,
+        backend,
+    )
+    if deterministic:
+        launch("flash_bwd_dq", flash_bwd_dq_kernel, _prepare_dq, (*inputs, dq), spec, backend)
+        launch(
+            "flash_bwd_dkdv",
+            flash_bwd_dkdv_kernel,
+            _prepare_dkdv,
+            (*inputs, dk, dv, None),
+            spec,
+            backend,
+        )
+    else:
+        shape = (*rows, padded_size(spec.head_dim))
+        dq_sum = empty(shape, torch.float32, q.device).zero_()
+        launch(
+            "flash_bwd_fused",
+            flash_bwd_dkdv_kernel,
+            _prepare_dkdv,
+            (*inputs, dk, dv, dq_sum),
+            spec,
+            backend,
+        )
+        launch(
+            "flash_bwd_postprocess",
+            flash_bwd_postprocess_kernel,
+            _prepare_postprocess,
+            (dq_sum, dq),
+            spec,
+            backend,
+        )
+    return FlashOperands(dq, dk, dv, sinks_gradient(operands.sinks, lse2, delta))
+
+
+def _prepare_dq(call: KernelCall) -> Prepared:
+    """Return grid and arguments of `flash_bwd_dq_kernel`."""
+    spec = call.spec
+    tiles = triton.cdiv(spec.seq_q, call.config.block_q)
+    return (tiles * spec.heads_q * spec.batch,), _arguments(call)
+
+
+def _prepare_dkdv(call: KernelCall) -> Prepared:
+    """Return grid and arguments of `flash_bwd_dkdv_kernel`."""
+    spec = call.spec
+    tiles = triton.cdiv(spec.seq_kv, call.config.block_kv)
+    return (tiles * spec.heads_kv * spec.batch,), _arguments(call)
+
+
+def _prepare_postprocess(call: KernelCall) -> Prepared:
+    """Return grid and arguments of `flash_bwd_postprocess_kernel`."""
+    spec = call.spec
+    tiles = triton.cdiv(spec.seq_q, call.config.block_q)
+    arguments = {
+        "seq_q": spec.seq_q,
+        "heads_q": spec.heads_q,
+        "scale": spec.scale,
+        "HEAD_DIM": spec.head_dim,
+    }
+    return (tiles * spec.heads_q * spec.batch,), arguments
+
+
+def _arguments(call: KernelCall) -> dict[str, Any]:
+    q, k, v, dout, *_ = call.layouts
+    return flash_arguments(call.spec) | copy_arguments(q=q, k=k, v=v, dout=dout)
