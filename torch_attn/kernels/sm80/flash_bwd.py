@@ -33,9 +33,9 @@ from torch_attn.kernels.sm80.pipeline import (
     copy_arguments,
     fetch_tile,
     group_step,
-    multiply_add,
-    multiply_shared,
-    multiply_transposed,
+    add_product,
+    add_product_shared,
+    product_scores,
     num_pieces,
     padded_size,
     piece_start,
@@ -47,7 +47,7 @@ from torch_attn.kernels.sm80.pipeline import (
     wait,
     zeros,
 )
-from torch_attn.kernels.sm80.softmax import visible_scores
+from torch_attn.kernels.sm80.scores import visible_scores
 from torch_attn.launch import UNSPECIALIZED, KernelCall, Prepared, flash_arguments, launch
 from twin_attention.contract.operands import FlashOperands
 from twin_attention.contract.spec import AttentionSpec
@@ -148,7 +148,7 @@ def flash_bwd_dq_kernel(
                 commit()
             # s = scale · q kᵀ
             s = gl.zeros([BLOCK_Q, BLOCK_KV], gl.float32, layout)
-            s = multiply_transposed(q_tile, k_tile, slot, s, HEAD_DIM)
+            s = product_scores(q_tile, k_tile, slot, s, HEAD_DIM)
             key = start_kv + gl.arange(0, BLOCK_KV, gl.SliceLayout(0, layout))
             s, dcap = visible_scores(
                 s, position[:, None], key[None, :], seq_kv, rule, window_left, window_right, masked
@@ -157,11 +157,11 @@ def flash_bwd_dq_kernel(
             p = gl.exp2(s * rule.exp2_scale - lse2[:, None])
             # dp = dout vᵀ
             dp = gl.zeros([BLOCK_Q, BLOCK_KV], gl.float32, layout)
-            dp = multiply_transposed(do_tile, v_tile, slot, dp, HEAD_DIM_V)
+            dp = product_scores(do_tile, v_tile, slot, dp, HEAD_DIM_V)
             # ds = p ∘ (dp - delta) ∘ dcap
             ds = p * (dp - delta[:, None]) * dcap
             # dq += ds k
-            dq = multiply_add(dq, ds.to(dtype), k_tile, slot)
+            dq = add_product(dq, ds.to(dtype), k_tile, slot)
             if NUM_STAGES == 1:
                 # Fetch the next keys and values.
                 barrier()
@@ -217,8 +217,8 @@ def flash_bwd_dkdv_kernel(
     dq_sum_ptr: None, or dq's float32 sums in the order of `add_to_sum`, zero at first, to which
     the program adds ds k; the order of these additions is not fixed.
 
-    Two warps share the rows of a product and num_warps / 2 its columns, which reads less shared
-    memory than warps of whole rows, so p and ds go through shared memory. BLOCK_Q and BLOCK_KV are
+    Two warps share the rows of a product, each with half of the columns, which reads less shared
+    memory than warps of whole rows; p and ds go through shared memory. BLOCK_Q and BLOCK_KV are
     at least 8 * num_warps, and BLOCK_Q divides ROW_PADDING. NUM_STAGES 1: the next q and dout are
     fetched when dk is done, and arrive under dq and the work of the SM's other programs; 2: they
     arrive under the whole step.
@@ -284,16 +284,17 @@ def flash_bwd_dkdv_kernel(
             wait(0)
             if NUM_STAGES == 2:
                 fetch_tile(
-                    q_tile, slot ^ 1, q_base, start, end_next, q_strides[1], HEAD_DIM, True, ASYNC
-                )
-                fetch_tile(
-                    do_tile, slot ^ 1, do_base, start, end_next, dout_strides[1], HEAD_DIM_V, True,
+                    q_tile, slot ^ 1, q_base, start, end_next, q_strides[1], HEAD_DIM, masked,
                     ASYNC,
+                )  # fmt: skip
+                fetch_tile(
+                    do_tile, slot ^ 1, do_base, start, end_next, dout_strides[1], HEAD_DIM_V,
+                    masked, ASYNC,
                 )  # fmt: skip
                 commit()
             # sᵀ = scale · k qᵀ
             s = gl.zeros([BLOCK_KV, BLOCK_Q], gl.float32, layout)
-            s = multiply_transposed(k_tile, q_tile, slot, s, HEAD_DIM)
+            s = product_scores(k_tile, q_tile, slot, s, HEAD_DIM)
             s, dcap = visible_scores(
                 s, rows[None, :], key[:, None], seq_kv - diagonal, rule, window_left, window_right,
                 masked,
@@ -303,26 +304,29 @@ def flash_bwd_dkdv_kernel(
             p_buffer.store(p.to(dtype))
             # dpᵀ = v doutᵀ
             dp = gl.zeros([BLOCK_KV, BLOCK_Q], gl.float32, layout)
-            dp = multiply_transposed(v_tile, do_tile, slot, dp, HEAD_DIM_V)
+            dp = product_scores(v_tile, do_tile, slot, dp, HEAD_DIM_V)
             # dsᵀ = pᵀ ∘ (dpᵀ - delta) ∘ dcapᵀ
             ds = p * (dp - delta[None, :]) * dcap
             ds_buffer.store(ds.to(dtype))
             # dv += pᵀ dout
-            dv = multiply_shared(dv, p_buffer, do_tile, slot)
+            dv = add_product_shared(dv, p_buffer, do_tile, slot)
             # dk += dsᵀ q
-            dk = multiply_shared(dk, ds_buffer, q_tile, slot)
+            dk = add_product_shared(dk, ds_buffer, q_tile, slot)
             if NUM_STAGES == 1:
                 # Fetch the next queries.
                 barrier()
-                fetch_tile(q_tile, 0, q_base, start, end_next, q_strides[1], HEAD_DIM, True, ASYNC)
                 fetch_tile(
-                    do_tile, 0, do_base, start, end_next, dout_strides[1], HEAD_DIM_V, True, ASYNC
+                    q_tile, 0, q_base, start, end_next, q_strides[1], HEAD_DIM, masked, ASYNC
                 )
+                fetch_tile(
+                    do_tile, 0, do_base, start, end_next, dout_strides[1], HEAD_DIM_V, masked,
+                    ASYNC,
+                )  # fmt: skip
                 commit()
             if dq_sum_ptr is not None:
                 # dq += ds k
                 dq = zeros(BLOCK_Q, HEAD_DIM, layout)
-                dq = multiply_shared(dq, ds_buffer.permute((1, 0)), k_tile, 0)
+                dq = add_product_shared(dq, ds_buffer.permute((1, 0)), k_tile, 0)
                 add_to_sum(dq_sum_ptr + row_base * padded_size(HEAD_DIM), dq, start_q, padded_rows)
     wait(0)
 

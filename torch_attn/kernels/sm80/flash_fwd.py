@@ -20,8 +20,8 @@ from torch_attn.kernels.sm80.pipeline import (
     copy_arguments,
     fetch_tile,
     load_left,
-    multiply_add,
-    multiply_transposed,
+    add_product,
+    product_scores,
     product_layout,
     scale_rows,
     step_start,
@@ -29,7 +29,8 @@ from torch_attn.kernels.sm80.pipeline import (
     wait,
     zeros,
 )
-from torch_attn.kernels.sm80.softmax import online_softmax_update, sum_in_thread, visible_scores
+from torch_attn.kernels.sm80.scores import visible_scores
+from torch_attn.kernels.sm80.softmax import add_columns, online_softmax_update
 from torch_attn.launch import (
     UNSPECIALIZED,
     KernelCall,
@@ -115,7 +116,7 @@ def flash_fwd_kernel(
     rows = start_q + gl.arange(0, BLOCK_Q, gl.SliceLayout(1, layout))
     position = rows + diagonal
     m_i = gl.full([BLOCK_Q], float("-inf"), gl.float32, gl.SliceLayout(1, layout))
-    l_i = sum_in_thread(gl.zeros([BLOCK_Q, BLOCK_KV], gl.float32, layout))
+    l_i = add_columns(gl.zeros([BLOCK_Q, BLOCK_KV], gl.float32, layout))
     if sinks_ptr is not None:
         # The maximum has the sink from the start, so that acc is not rescaled for it at the end.
         m_i = gl.maximum(m_i, gl.load(sinks_ptr + head) * LOG2E)
@@ -154,7 +155,7 @@ def flash_fwd_kernel(
             commit()
             # s = scale · q kᵀ
             s = gl.zeros([BLOCK_Q, BLOCK_KV], gl.float32, layout)
-            s = multiply_transposed(q, k_tile, slot, s, HEAD_DIM)
+            s = product_scores(q, k_tile, slot, s, HEAD_DIM)
             if NUM_STAGES == 1:
                 # Wait for the values; fetch the next keys.
                 wait(0)
@@ -171,10 +172,10 @@ def flash_fwd_kernel(
             p, alpha, m_i, l_i = online_softmax_update(s, m_i, l_i, rule.exp2_scale)
             acc = scale_rows(acc, alpha)
             # acc += p v
-            acc = multiply_add(acc, p.to(dtype), v_tile, slot)
+            acc = add_product(acc, p.to(dtype), v_tile, slot)
     wait(0)
 
-    # Add the partial sums of each row.
+    # Add the row sums of each quad.
     l_i = gl.convert_layout(gl.sum(l_i, 1), gl.SliceLayout(1, layout))
     if sinks_ptr is not None:
         _alpha, m_i, l_i = add_sink(gl.load(sinks_ptr + head), m_i, l_i)

@@ -211,7 +211,7 @@ def _load_chunk(buffer, INDEX: gl.constexpr, OPERAND: gl.constexpr, LAYOUT: gl.c
 
 
 @gluon.jit
-def multiply_transposed(a, b, slot, acc, SIZE: gl.constexpr):
+def product_scores(a, b, slot, acc, SIZE: gl.constexpr):
     """Compute acc + a · bᵀ over SIZE columns, a chunk of them at a time.
 
     a is what `load_left` returns, or a buffer with one tile; b is a buffer of tiles.
@@ -255,7 +255,7 @@ def scale_rows(acc, factor):
 
 
 @gluon.jit
-def multiply_add(acc, a, b, slot):
+def add_product(acc, a, b, slot):
     """Compute acc + a · b. a has the layout of a sum of products, b is a buffer of tiles."""
     result = ()
     for i in gl.static_range(len(acc)):
@@ -271,7 +271,7 @@ def _multiply_piece(acc, a, buffer):
 
 
 @gluon.jit
-def multiply_shared(acc, a, b, slot):
+def add_product_shared(acc, a, b, slot):
     """Compute acc + a · b, a chunk of rows of b at a time. a is a buffer, b a buffer of tiles."""
     for j in gl.static_range(a.shape[1] // chunk(a.shape[1])):
         acc = _multiply_chunk(acc, a, b, slot, j)
