@@ -27,20 +27,20 @@ from torch_attn.kernels.portable.tiles import (
     visible_tiles,
 )
 from torch_attn.kernels.sm80.pipeline import (
+    add_product,
+    add_product_shared,
     allocate_tile,
     barrier,
     commit,
     copy_arguments,
     fetch_tile,
     group_step,
-    add_product,
-    add_product_shared,
-    product_scores,
     num_pieces,
     padded_size,
     piece_start,
     piece_width,
     product_layout,
+    product_scores,
     shared_layout,
     step_start,
     store_rows,
@@ -359,9 +359,7 @@ def flash_bwd_postprocess_kernel(
     batch = (gl.program_id(0) // num_tiles // heads_q).to(gl.int64)
     padded_rows = gl.cdiv(seq_q, ROW_PADDING) * ROW_PADDING
     sum_base = dq_sum_ptr + (batch * heads_q + head) * padded_rows * padded_size(HEAD_DIM)
-    dq = load_sum(
-        sum_base, start_q, padded_rows, BLOCK_Q, HEAD_DIM, product_layout(gl.num_warps())
-    )
+    dq = load_sum(sum_base, start_q, padded_rows, BLOCK_Q, HEAD_DIM, product_layout(gl.num_warps()))
     dq_row = heads_q * HEAD_DIM
     dq_base = dq_ptr + batch * seq_q * dq_row + head * HEAD_DIM
     store_rows(dq_base, scale_all(dq, scale), start_q, seq_q, dq_row, HEAD_DIM)
@@ -392,9 +390,7 @@ def _order_as_registers(x):
 
 
 @gluon.jit
-def load_sum(
-    base, start, num_rows, ROWS: gl.constexpr, SIZE: gl.constexpr, LAYOUT: gl.constexpr
-):
+def load_sum(base, start, num_rows, ROWS: gl.constexpr, SIZE: gl.constexpr, LAYOUT: gl.constexpr):
     """Load what `add_to_sum` stores."""
     x = ()
     for i in gl.static_range(num_pieces(SIZE)):

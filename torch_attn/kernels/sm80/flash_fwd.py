@@ -15,14 +15,14 @@ from torch_attn.calls import empty
 from torch_attn.kernels.portable.softmax import LN2, LOG2E, add_sink
 from torch_attn.kernels.portable.tiles import count_tiles, head_base, visible_tiles
 from torch_attn.kernels.sm80.pipeline import (
+    add_product,
     allocate_tile,
     commit,
     copy_arguments,
     fetch_tile,
     load_left,
-    add_product,
-    product_scores,
     product_layout,
+    product_scores,
     scale_rows,
     step_start,
     store_rows,

@@ -110,9 +110,7 @@ def group_step(step, begin, before, full, after, BLOCK: gl.constexpr, GROUP_SIZE
 
 
 @gluon.jit
-def allocate_tile(
-    DTYPE: gl.constexpr, COUNT: gl.constexpr, ROWS: gl.constexpr, SIZE: gl.constexpr
-):
+def allocate_tile(DTYPE: gl.constexpr, COUNT: gl.constexpr, ROWS: gl.constexpr, SIZE: gl.constexpr):
     """Allocate COUNT tiles of ROWS rows of SIZE columns; returns the buffers of the pieces."""
     tile = ()
     for i in gl.static_range(num_pieces(SIZE)):
@@ -293,7 +291,7 @@ def _multiply_chunk(acc, a, b, slot, INDEX: gl.constexpr):
 
 @gluon.jit
 def store_rows(base, x, start, num_rows, stride, SIZE: gl.constexpr):
-    """Store a sum of products as rows; no row past `num_rows` and no column past SIZE is written."""
+    """Store a sum of products as rows, none past `num_rows`, and no column past SIZE."""
     for i in gl.static_range(len(x)):
         _store_piece(base, x[i], start, num_rows, stride, piece_start(SIZE, i), SIZE)
 
