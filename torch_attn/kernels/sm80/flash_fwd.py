@@ -150,7 +150,8 @@ def flash_fwd_kernel(
                     masked, ASYNC,
                 )  # fmt: skip
                 fetch_tile(
-                    v_tile, slot ^ 1, v_base, next_kv, end_next, v_strides[1], HEAD_DIM_V, masked, ASYNC,
+                    v_tile, slot ^ 1, v_base, next_kv, end_next, v_strides[1], HEAD_DIM_V, masked,
+                    ASYNC,
                 )  # fmt: skip
             commit()
             # s = scale · q kᵀ
