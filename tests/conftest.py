@@ -11,10 +11,11 @@ import pytest
 import torch
 from hypothesis import settings
 
-from interop.parity.environment import choose_device
+from interop.parity.environment import choose_device, compile_quickly
 from tests.sides import SIDES, Side
 
 ON_GPU = torch.cuda.is_available()
+compile_quickly()
 
 settings.register_profile("cpu", deadline=None, derandomize=True, max_examples=10)
 settings.register_profile("gpu", deadline=None, derandomize=True, max_examples=60)

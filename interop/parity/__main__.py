@@ -43,8 +43,9 @@ def main(arguments: list[str] | None = None) -> int:
     require(parser.error, NEEDED, "parity")
     # torch and JAX share the card: JAX must not reserve most of it.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    from interop.parity.environment import choose_device, choose_targets
+    from interop.parity.environment import choose_device, choose_targets, compile_quickly
 
+    compile_quickly()
     device = choose_device()
     try:
         targets = choose_targets(device, options.target)

@@ -14,7 +14,17 @@ import torch
 
 from twin_attention.targets.target import requested_target, resolve_target, use_target
 
-MOST_JOBS = {"cuda": 14, "cpu": 2}
+MOST_JOBS = {"cuda": 14, "cpu": 4}
+
+
+def compile_quickly() -> None:
+    """Ask XLA for little optimisation where there is no GPU; call it before JAX's first operation.
+
+    An interpreted kernel runs once or twice, and takes longer to compile than to run.
+    """
+    if not torch.cuda.is_available():
+        flags = os.environ.get("XLA_FLAGS", "")
+        os.environ["XLA_FLAGS"] = f"--xla_backend_optimization_level=0 {flags}".rstrip()
 
 
 def choose_device() -> str:
@@ -50,14 +60,14 @@ def choose_targets(device: str, target: str | None) -> tuple[str | None, ...]:
 def choose_jobs(device: str, suite: str, cases: int) -> int:
     """Return the number of processes to spread the cases of a suite over.
 
-    On a GPU most of a case's time is compilation, one core's work; the interpreters of a CPU keep
-    more than one core busy. A process takes seconds to start, which a single case would not
-    repay. A case of suite "large" may take most of a card's memory: these run one after the other.
+    Most of a case's time is compilation, one core's work, on a GPU as on a CPU. A process takes
+    seconds to start, which a single case would not repay. A case of suite "large" may take most of
+    a card's memory: these run one after the other.
     """
     if suite == "large":
         return 1
     cores = os.cpu_count() or 1
-    return max(1, min(MOST_JOBS[device], cores if device == "cuda" else cores // 2, cases // 2))
+    return max(1, min(MOST_JOBS[device], cores, cases // 2))
 
 
 def facts(device: str) -> dict[str, str]:

@@ -290,7 +290,10 @@ for spec in (PartitionSpec("x"), PartitionSpec()):
             print(error)
 print(to_torch(array.addressable_shards[1].data).tolist())
 """
-    flags = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    flags = {
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=2",
+    }
     run = subprocess.run(
         [sys.executable, "-c", script],
         env=os.environ | flags,

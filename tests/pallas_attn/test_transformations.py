@@ -175,7 +175,7 @@ def test_shard_map_over_batch_and_over_heads():
     # A fresh process: the number of CPU devices is fixed when JAX starts.
     env = os.environ | {
         "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
+        "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=2",
     }
     run = subprocess.run(
         [sys.executable, "-c", SHARDED], env=env, capture_output=True, text=True, check=False

@@ -59,8 +59,8 @@ def test_a_process_that_dies_is_a_failed_case():
         ("cuda", "quick", 16, 16, 8),
         ("cuda", "quick", 16, 1, 1),
         ("cuda", "large", 16, 8, 1),
-        ("cpu", "quick", 2, 16, 1),
-        ("cpu", "quick", 16, 16, 2),
+        ("cpu", "quick", 2, 16, 2),
+        ("cpu", "quick", 16, 16, 4),
         ("cpu", "quick", None, 16, 1),
     ],
 )

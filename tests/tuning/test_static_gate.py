@@ -51,6 +51,12 @@ def test_gate_judges_a_changed_configuration(framework):
     assert shared == f"{forward.resources.shared} B of shared memory, of {99 * 1024}"
 
 
+def test_four_programs_of_head_size_64_share_an_sm_of_sm90():
+    forward, *_ = check(Problem("torch", "sm90", "bfloat16", 64, "causal"))
+    assert (forward.kernel, forward.resources.occupancy) == ("flash_fwd", 4)
+    assert forward.resources.spill_loads <= 16  # scalars, no part of a tile
+
+
 def test_compiled_kernels_take_the_exponentials_that_the_bound_counts():
     verdicts = check(Problem("torch", "sm80", "bfloat16", 64, "causal"))
     counted = [verdict for verdict in verdicts if verdict.bound.tile.special]
