@@ -23,7 +23,7 @@ wait = async_copy.wait_group
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 
 # Columns of an operand that a thread holds at a time: more of them take registers from the sums.
-CHUNK = gl.constexpr(32)
+CHUNK = gl.constexpr(16)
 
 
 column_pieces = triton.constexpr_function(sm80.column_pieces)
