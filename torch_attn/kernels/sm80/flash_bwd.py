@@ -126,23 +126,25 @@ def flash_bwd_dq_kernel(
     dq = zeros(BLOCK_Q, HEAD_DIM, layout)
 
     # Visit the tiles of keys that these queries see; only tiles at the edges are masked.
+    total = before + full + after
     step = 0
+    start_kv = first
     for masked in gl.static_range(1, -1, -1):
         for _index in range(count_tiles(before, full, after, masked)):
-            start_kv = step_start(step, begin, before, full, after, BLOCK_KV)
             slot = step % NUM_STAGES
             step += 1
-            next_kv = step_start(step, begin, before, full, after, BLOCK_KV)
-            end_next = gl.where(step < before + full + after, seq_kv, 0)
+            # The last step fetches its own tile again, and nobody reads it.
+            follow = gl.minimum(step, total - 1)
+            next_kv = step_start(follow, begin, before, full, after, BLOCK_KV)
             # Wait for the keys and values; fetch the next ones.
             wait(0)
             if NUM_STAGES == 2:
                 fetch_tile(
-                    k_tile, slot ^ 1, k_base, next_kv, end_next, k_strides[1], HEAD_DIM, masked,
+                    k_tile, slot ^ 1, k_base, next_kv, seq_kv, k_strides[1], HEAD_DIM, masked,
                     ASYNC,
                 )  # fmt: skip
                 fetch_tile(
-                    v_tile, slot ^ 1, v_base, next_kv, end_next, v_strides[1], HEAD_DIM_V, masked,
+                    v_tile, slot ^ 1, v_base, next_kv, seq_kv, v_strides[1], HEAD_DIM_V, masked,
                     ASYNC,
                 )  # fmt: skip
                 commit()
@@ -162,14 +164,15 @@ def flash_bwd_dq_kernel(
             ds = p * (dp - delta[:, None]) * dcap
             # dq += ds k
             dq = add_product(dq, ds.to(dtype), k_tile, slot)
+            start_kv = next_kv
             if NUM_STAGES == 1:
                 # Fetch the next keys and values.
                 barrier()
                 fetch_tile(
-                    k_tile, 0, k_base, next_kv, end_next, k_strides[1], HEAD_DIM, masked, ASYNC
+                    k_tile, 0, k_base, next_kv, seq_kv, k_strides[1], HEAD_DIM, masked, ASYNC
                 )
                 fetch_tile(
-                    v_tile, 0, v_base, next_kv, end_next, v_strides[1], HEAD_DIM_V, masked, ASYNC
+                    v_tile, 0, v_base, next_kv, seq_kv, v_strides[1], HEAD_DIM_V, masked, ASYNC
                 )
                 commit()
     wait(0)
@@ -275,20 +278,21 @@ def flash_bwd_dkdv_kernel(
             delta = gl.load(delta_ptr + row_base + rows)
             slot = step % NUM_STAGES
             step += 1
-            member, start = group_step(step, begin, before, full, after, BLOCK_Q, GROUP_SIZE)
-            head = head_kv * GROUP_SIZE + gl.minimum(member, GROUP_SIZE - 1)
+            # The last step fetches its own tile again, and nobody reads it.
+            follow = gl.minimum(step, total - 1)
+            member, start = group_step(follow, begin, before, full, after, BLOCK_Q, GROUP_SIZE)
+            head = head_kv * GROUP_SIZE + member
             q_base = head_base(q_ptr, q_strides, batch, head, ALIGN)
             do_base = head_base(dout_ptr, dout_strides, batch, head, ALIGN)
-            end_next = gl.where(step < total, seq_q, 0)
             # Wait for the queries; fetch the next ones.
             wait(0)
             if NUM_STAGES == 2:
                 fetch_tile(
-                    q_tile, slot ^ 1, q_base, start, end_next, q_strides[1], HEAD_DIM, masked,
+                    q_tile, slot ^ 1, q_base, start, seq_q, q_strides[1], HEAD_DIM, masked,
                     ASYNC,
                 )  # fmt: skip
                 fetch_tile(
-                    do_tile, slot ^ 1, do_base, start, end_next, dout_strides[1], HEAD_DIM_V,
+                    do_tile, slot ^ 1, do_base, start, seq_q, dout_strides[1], HEAD_DIM_V,
                     masked, ASYNC,
                 )  # fmt: skip
                 commit()
@@ -315,11 +319,9 @@ def flash_bwd_dkdv_kernel(
             if NUM_STAGES == 1:
                 # Fetch the next queries.
                 barrier()
+                fetch_tile(q_tile, 0, q_base, start, seq_q, q_strides[1], HEAD_DIM, masked, ASYNC)
                 fetch_tile(
-                    q_tile, 0, q_base, start, end_next, q_strides[1], HEAD_DIM, masked, ASYNC
-                )
-                fetch_tile(
-                    do_tile, 0, do_base, start, end_next, dout_strides[1], HEAD_DIM_V, masked,
+                    do_tile, 0, do_base, start, seq_q, dout_strides[1], HEAD_DIM_V, masked,
                     ASYNC,
                 )  # fmt: skip
                 commit()

@@ -124,33 +124,30 @@ def flash_fwd_kernel(
 
     # Visit the tiles of keys that these queries see; only tiles at the edges are masked.
     step = 0
+    total = before + full + after
+    start_kv = first
     for masked in gl.static_range(1, -1, -1):
         for _index in range(count_tiles(before, full, after, masked)):
-            start_kv = step_start(step, begin, before, full, after, BLOCK_KV)
             step += 1
-            next_kv = step_start(step, begin, before, full, after, BLOCK_KV)
-            end_next = gl.where(step < before + full + after, seq_kv, 0)
+            # The last step fetches its own tile again, and nobody reads it.
+            follow = gl.minimum(step, total - 1)
+            next_kv = step_start(follow, begin, before, full, after, BLOCK_KV)
             if NUM_STAGES == 1:
                 # Wait for the keys; fetch the values.
                 slot = 0
                 wait(0)
-                end_v = None
-                if masked:
-                    end_v = seq_kv
                 fetch_tile(
-                    v_tile, 0, v_base, start_kv, end_v, v_strides[1], HEAD_DIM_V, masked,
-                    ASYNC,
-                )  # fmt: skip
+                    v_tile, 0, v_base, start_kv, seq_kv, v_strides[1], HEAD_DIM_V, masked, ASYNC
+                )
             else:
                 # Wait for the keys and values; fetch the next ones.
                 slot = (step & 1) ^ 1
                 wait(0)
                 fetch_tile(
-                    k_tile, slot ^ 1, k_base, next_kv, end_next, k_strides[1], HEAD_DIM,
-                    masked, ASYNC,
-                )  # fmt: skip
+                    k_tile, slot ^ 1, k_base, next_kv, seq_kv, k_strides[1], HEAD_DIM, masked, ASYNC
+                )
                 fetch_tile(
-                    v_tile, slot ^ 1, v_base, next_kv, end_next, v_strides[1], HEAD_DIM_V, masked,
+                    v_tile, slot ^ 1, v_base, next_kv, seq_kv, v_strides[1], HEAD_DIM_V, masked,
                     ASYNC,
                 )  # fmt: skip
             commit()
@@ -161,19 +158,19 @@ def flash_fwd_kernel(
                 # Wait for the values; fetch the next keys.
                 wait(0)
                 fetch_tile(
-                    k_tile, 0, k_base, next_kv, end_next, k_strides[1], HEAD_DIM, masked,
-                    ASYNC,
-                )  # fmt: skip
+                    k_tile, 0, k_base, next_kv, seq_kv, k_strides[1], HEAD_DIM, masked, ASYNC
+                )
                 commit()
             key = start_kv + gl.arange(0, BLOCK_KV, gl.SliceLayout(0, layout))
             s, _ = visible_scores(
                 s, position[:, None], key[None, :], seq_kv, rule, window_left, window_right, masked
             )
             # p = exp(s - max), and rescale what was accumulated
-            p, alpha, m_i, l_i = online_softmax_update(s, m_i, l_i, rule.exp2_scale)
+            p, alpha, m_i, l_i = online_softmax_update(s, m_i, l_i, rule.exp2_scale, masked)
             acc = scale_rows(acc, alpha)
             # acc += p v
             acc = add_product(acc, p.to(dtype), v_tile, slot)
+            start_kv = next_kv
     wait(0)
 
     # Add the row sums of each quad.

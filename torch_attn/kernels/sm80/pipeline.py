@@ -23,7 +23,7 @@ wait = async_copy.wait_group
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 
 # Columns of an operand that a thread holds at a time: more of them take registers from the sums.
-CHUNK = gl.constexpr(32)
+CHUNK = gl.constexpr(16)
 
 
 column_pieces = triton.constexpr_function(sm80.column_pieces)
@@ -72,6 +72,18 @@ def product_layout(num_warps, across=1):
 def copy_layout(width, num_warps):
     """Return the layout of a copy of full rows, 16 bytes a thread."""
     return gl.BlockedLayout([1, 8], [256 // width, width // 8], [num_warps, 1], [1, 0])
+
+
+@triton.constexpr_function
+def copied_rows(rows, width, num_warps):
+    """Return how many rows `copy_layout` has before it repeats."""
+    return min(rows, num_warps * (256 // width))
+
+
+@triton.constexpr_function
+def parts_layout(width, num_warps):
+    """Return `copy_layout` with its repetitions as another axis."""
+    return gl.BlockedLayout([1, 1, 8], [1, 256 // width, width // 8], [1, num_warps, 1], [2, 1, 0])
 
 
 @triton.constexpr_function
@@ -136,9 +148,8 @@ def fetch_tile(
 ):
     """Copy rows of a [num_rows, SIZE] matrix, from `start` on, to a tile; the caller commits.
 
-    Columns past SIZE become 0. MASK_ROWS: rows past `num_rows` become 0. Otherwise all of the rows
-    exist, or none of them does, which become 0; None for `num_rows` says that they exist. ASYNC:
-    rows are aligned to 16 bytes. Others pass through registers.
+    Columns past SIZE become 0. MASK_ROWS: rows past `num_rows` become 0; otherwise all rows exist.
+    ASYNC: rows are aligned to 16 bytes. Others pass through registers.
     """
     base += start.to(gl.int64) * STRIDE
     for i in gl.static_range(num_pieces(SIZE)):
@@ -166,26 +177,51 @@ def _fetch_piece(
     layout: gl.constexpr = copy_layout(WIDTH, gl.num_warps())
     rows = gl.arange(0, ROWS, gl.SliceLayout(1, layout))[:, None]
     cols = FIRST + gl.arange(0, WIDTH, gl.SliceLayout(0, layout))[None, :]
-    offsets = rows
-    if STRIDE * ROWS >= 2**31:
-        offsets = rows.to(gl.int64)
-    pointers = base + (offsets * STRIDE + cols)
     exists = None
     if MASK_ROWS:
         exists = rows < num_rows - start
-    elif num_rows is not None:
-        exists = start < num_rows
     if FIRST + WIDTH > SIZE:
         if exists is None:
             exists = cols < SIZE
         else:
             exists = exists & (cols < SIZE)
+    pointers = _row_pointers(base + FIRST, STRIDE, ROWS, WIDTH, layout, ASYNC)
     if ASYNC:
         copy_async(buffer, pointers, exists)
     elif exists is None:
         buffer.store(gl.load(pointers))
     else:
         buffer.store(gl.load(pointers, exists, 0.0))
+
+
+@gluon.jit
+def _row_pointers(
+    base,
+    STRIDE: gl.constexpr,
+    ROWS: gl.constexpr,
+    WIDTH: gl.constexpr,
+    LAYOUT: gl.constexpr,
+    ALIGNED: gl.constexpr,
+):
+    """Return the addresses of rows of WIDTH columns.
+
+    A thread's rows are at constant distances, which the compiler sees if they are added last: its
+    addresses are one register and constants, where it would compute each of them in each step.
+    """
+    PART: gl.constexpr = copied_rows(ROWS, WIDTH, gl.num_warps())
+    layout: gl.constexpr = parts_layout(WIDTH, gl.num_warps())
+    of_part: gl.constexpr = gl.SliceLayout(0, layout)
+    rows = gl.arange(0, PART, gl.SliceLayout(1, of_part))[:, None]
+    cols = gl.arange(0, WIDTH, gl.SliceLayout(0, of_part))[None, :]
+    parts = gl.arange(0, ROWS // PART, gl.SliceLayout(1, gl.SliceLayout(2, layout)))
+    distance = gl.expand_dims(gl.expand_dims(parts.to(gl.int64) * (PART * STRIDE), 1), 2)
+    if STRIDE * PART >= 2**31:
+        rows = rows.to(gl.int64)
+    pointers = base + (gl.expand_dims((rows * STRIDE + cols).to(gl.int64), 0) + distance)
+    pointers = gl.convert_layout(gl.reshape(pointers, [ROWS, WIDTH]), LAYOUT, assert_trivial=True)
+    if ALIGNED:
+        pointers = gl.max_contiguous(gl.multiple_of(pointers, [1, 16]), [1, 8])
+    return pointers
 
 
 @gluon.jit

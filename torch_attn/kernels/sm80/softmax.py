@@ -6,18 +6,20 @@ from triton.experimental.gluon import language as gl
 
 @gluon.jit
 def add_columns(x):
-    """Sum the columns of a thread: one in eight, so that [rows, 8] partial sums remain."""
-    return gl.sum(gl.reshape(x, [x.shape[0], x.shape[1] // 8, 8]), 1)
+    """Sum the columns of a thread, two in eight, so that [rows, 4] partial sums remain."""
+    return gl.sum(gl.sum(gl.reshape(x, [x.shape[0], x.shape[1] // 8, 4, 2]), 1), 2)
 
 
 @gluon.jit
-def online_softmax_update(s, m_i, l_i, exp2_scale):
+def online_softmax_update(s, m_i, l_i, exp2_scale, MASKED: gl.constexpr):
     """Update the running softmax: `portable.softmax.online_softmax_update`.
 
-    l_i is [rows, 8], the partial sums of `add_columns`: a row's lanes are added once, at the end.
+    l_i is [rows, 4], the partial sums of `add_columns`: a row's lanes are added once, at the end.
     """
     m_new = gl.maximum(m_i, gl.max(s, 1) * exp2_scale)
-    m_safe = gl.where(m_new == float("-inf"), 0.0, m_new)
+    m_safe = m_new
+    if MASKED:
+        m_safe = gl.where(m_new == float("-inf"), 0.0, m_new)
     p = gl.exp2(s * exp2_scale - m_safe[:, None])
     alpha = gl.exp2(m_i - m_safe)
     rows: gl.constexpr = gl.SliceLayout(1, l_i.type.layout)
