@@ -24,7 +24,8 @@ FORMER_NAMES = {
         "Pallas": "jax triton",
     },
 }
-LATER_FIELDS = {"sinks": False}  # of cases: earlier records have none, which is this default
+# Of cases: earlier records lack these fields, which then have these defaults.
+LATER_FIELDS = {"sinks": False, "deterministic": False}
 ABLATION = "torch triton without softmax"  # its result is wrong on purpose (see `bench.ablation`)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any, Literal, overload
 
 import jax
@@ -20,24 +21,24 @@ def flash_attention(
     q: jax.Array, k: jax.Array, v: jax.Array, *,
     causal: bool = ..., scale: float | None = ...,
     window_size: tuple[int | None, int | None] | None = ..., softcap: float | None = ...,
-    sinks: jax.Array | None = ..., return_lse: Literal[False] = ...,
-    implementation: Implementation | None = ...,
+    sinks: jax.Array | None = ..., deterministic: bool | None = ...,
+    return_lse: Literal[False] = ..., implementation: Implementation | None = ...,
 ) -> jax.Array: ...  # fmt: skip
 @overload
 def flash_attention(
     q: jax.Array, k: jax.Array, v: jax.Array, *,
     causal: bool = ..., scale: float | None = ...,
     window_size: tuple[int | None, int | None] | None = ..., softcap: float | None = ...,
-    sinks: jax.Array | None = ..., return_lse: Literal[True],
-    implementation: Implementation | None = ...,
+    sinks: jax.Array | None = ..., deterministic: bool | None = ...,
+    return_lse: Literal[True], implementation: Implementation | None = ...,
 ) -> tuple[jax.Array, jax.Array]: ...  # fmt: skip
 @overload
 def flash_attention(
     q: jax.Array, k: jax.Array, v: jax.Array, *,
     causal: bool = ..., scale: float | None = ...,
     window_size: tuple[int | None, int | None] | None = ..., softcap: float | None = ...,
-    sinks: jax.Array | None = ..., return_lse: bool,
-    implementation: Implementation | None = ...,
+    sinks: jax.Array | None = ..., deterministic: bool | None = ...,
+    return_lse: bool, implementation: Implementation | None = ...,
 ) -> jax.Array | tuple[jax.Array, jax.Array]: ...  # fmt: skip
 def flash_attention(
     q: jax.Array,
@@ -49,6 +50,7 @@ def flash_attention(
     window_size: tuple[int | None, int | None] | None = None,
     softcap: float | None = None,
     sinks: jax.Array | None = None,
+    deterministic: bool | None = None,
     return_lse: bool = False,
     implementation: Implementation | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
@@ -75,6 +77,9 @@ def flash_attention(
         softcap: scores become ``softcap * tanh(score / softcap)``, before the masks.
         sinks: [Hq] float32, a logit of each head that counts in the softmax's denominator and in
             the log-sum-exp, and has no value. None is no such logit.
+        deterministic: True: the backward gives the same bits every time. False: it may add in any
+            order, which is faster where the kernels can. None: as
+            ``--xla_gpu_deterministic_ops`` in ``XLA_FLAGS`` says.
         return_lse: return the log-sum-exp of the scores as well. It is differentiable.
         implementation: "triton" (Pallas kernels in the Triton lowering; on a CPU in the Pallas
             interpreter), "reference" (plain JAX in float32, O(Sq · Skv) memory), or None: the
@@ -103,7 +108,12 @@ def flash_attention(
         out, lse = attention(q, k, v)
     """
     options = check_flash_options(
-        causal=causal, scale=scale, window_size=window_size, softcap=softcap, return_lse=return_lse
+        causal=causal,
+        scale=scale,
+        window_size=window_size,
+        softcap=softcap,
+        deterministic=_or_as_xla_says(deterministic),
+        return_lse=return_lse,
     )
     operands = FlashOperands(q, k, v, sinks)
     spec = check_flash_attention(describe_operands(operands, operand), options)
@@ -112,9 +122,19 @@ def flash_attention(
 
 
 def problem_of_flash(
-    q: Any, k: Any, v: Any, *, sinks: Any, **options: Any
+    q: Any, k: Any, v: Any, *, sinks: Any, deterministic: Any, **options: Any
 ) -> tuple[Device | None, AttentionSpec]:
     """Check the arguments of `flash_attention` and return the device and the problem."""
     operands = FlashOperands(q, k, v, sinks)
     described = describe_operands(operands, operand)
-    return device_of(q), check_flash_attention(described, check_flash_options(**options))
+    checked = check_flash_options(deterministic=_or_as_xla_says(deterministic), **options)
+    return device_of(q), check_flash_attention(described, checked)
+
+
+def _or_as_xla_says(deterministic: Any) -> Any:
+    """Return the option, with XLA's own setting in place of None."""
+    if deterministic is None:
+        flags = (flag.partition("=") for flag in os.environ.get("XLA_FLAGS", "").split())
+        values = {name: value for name, _, value in flags}
+        return values.get("--xla_gpu_deterministic_ops") in ("", "true", "1")
+    return deterministic

@@ -23,6 +23,11 @@ SAME = [
     (r"`torch\.Tensor`|`jax\.Array`", "tensor"),
     (r"plain (torch|JAX)", "plain"),
     (r"\((a )?(Triton kernels?; [^)]*'s|Pallas kernels? in [^)]*Pallas) interpreter\)", "(kernel)"),
+    (
+        r"``torch\.are_deterministic_algorithms_enabled\(\)``|"
+        r"``--xla_gpu_deterministic_ops`` in ``XLA_FLAGS``",
+        "the framework",
+    ),
     (r"devices, strides or values", "devices or values"),
     (r"shapes, devices or strides", "shapes or devices"),
     (r"an operand that requires grad while gradients are recorded", "a derivative"),

@@ -21,7 +21,7 @@ from torch.distributed.tensor.experimental import register_sharding
 
 from torch_attn.flash_ops import flash_bwd, flash_fwd
 
-_NUM_OPTIONS = 5
+_NUM_OPTIONS = 6
 
 
 class _Placement(NamedTuple):

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from torch_attn.calls import keep, recall
 from torch_attn.dispatch import Implementation, check_implementation
-from torch_attn.flash_ops import flash_fwd, run_again
+from torch_attn.flash_ops import flash_fwd, pack, run_again
 from torch_attn.operands import autocast_dtype, check_tensor, operand
 from twin_attention.contract.operands import FlashOperands, describe_operands
 from twin_attention.contract.spec import AttentionSpec
@@ -21,24 +21,24 @@ def flash_attention(
     q: Tensor, k: Tensor, v: Tensor, *,
     causal: bool = ..., scale: float | None = ...,
     window_size: tuple[int | None, int | None] | None = ..., softcap: float | None = ...,
-    sinks: Tensor | None = ..., return_lse: Literal[False] = ...,
-    implementation: Implementation | None = ...,
+    sinks: Tensor | None = ..., deterministic: bool | None = ...,
+    return_lse: Literal[False] = ..., implementation: Implementation | None = ...,
 ) -> Tensor: ...  # fmt: skip
 @overload
 def flash_attention(
     q: Tensor, k: Tensor, v: Tensor, *,
     causal: bool = ..., scale: float | None = ...,
     window_size: tuple[int | None, int | None] | None = ..., softcap: float | None = ...,
-    sinks: Tensor | None = ..., return_lse: Literal[True],
-    implementation: Implementation | None = ...,
+    sinks: Tensor | None = ..., deterministic: bool | None = ...,
+    return_lse: Literal[True], implementation: Implementation | None = ...,
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 @overload
 def flash_attention(
     q: Tensor, k: Tensor, v: Tensor, *,
     causal: bool = ..., scale: float | None = ...,
     window_size: tuple[int | None, int | None] | None = ..., softcap: float | None = ...,
-    sinks: Tensor | None = ..., return_lse: bool,
-    implementation: Implementation | None = ...,
+    sinks: Tensor | None = ..., deterministic: bool | None = ...,
+    return_lse: bool, implementation: Implementation | None = ...,
 ) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 def flash_attention(
     q: Tensor,
@@ -50,6 +50,7 @@ def flash_attention(
     window_size: tuple[int | None, int | None] | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    deterministic: bool | None = None,
     return_lse: bool = False,
     implementation: Implementation | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -61,7 +62,7 @@ def flash_attention(
 
     Works under autograd, `torch.compile` (`fullgraph`, static and dynamic shapes), `torch.func`
     (`grad`, `vjp`, `vmap`), CUDA graphs and autocast, which casts q, k and v as it does for
-    `scaled_dot_product_attention`. It is differentiable once, in reverse mode, deterministically.
+    `scaled_dot_product_attention`. It is differentiable once, in reverse mode.
 
     Args:
         q: [B, Sq, Hq, D], float16, bfloat16 or float32. D is 16 to 256 in steps of 8. Any strides
@@ -75,6 +76,9 @@ def flash_attention(
         softcap: scores become ``softcap * tanh(score / softcap)``, before the masks.
         sinks: [Hq] float32, a logit of each head that counts in the softmax's denominator and in
             the log-sum-exp, and has no value. None is no such logit.
+        deterministic: True: the backward gives the same bits every time. False: it may add in any
+            order, which is faster where the kernels can. None: as
+            ``torch.are_deterministic_algorithms_enabled()`` says.
         return_lse: return the log-sum-exp of the scores as well. It is differentiable.
         implementation: "triton" (Triton kernels; on a CPU in Triton's interpreter), "reference"
             (plain torch in float32, O(Sq · Skv) memory), or None: the kernels on a CUDA device,
@@ -103,7 +107,8 @@ def flash_attention(
         out.sum().backward()
     """
     operands = FlashOperands(q, k, v, sinks)
-    options = (causal, scale, window_size, softcap, return_lse, implementation)
+    deterministic = _or_as_torch_says(deterministic)
+    options = (causal, scale, window_size, softcap, deterministic, return_lse, implementation)
     call = recall("flash_attention", operands, options)
     if call is None:
         out, lse = _check_and_attend(operands, options)
@@ -116,26 +121,38 @@ def _check_and_attend(
     given: FlashOperands[Tensor], options: tuple[Any, ...]
 ) -> tuple[Tensor, Tensor]:
     """Check the arguments of `flash_attention` and run the operator."""
-    causal, scale, window_size, softcap, return_lse, implementation = options
+    causal, scale, window_size, softcap, deterministic, return_lse, implementation = options
     operands = _operands(*given)
     checked = check_flash_options(
-        causal=causal, scale=scale, window_size=window_size, softcap=softcap, return_lse=return_lse
+        causal=causal,
+        scale=scale,
+        window_size=window_size,
+        softcap=softcap,
+        deterministic=deterministic,
+        return_lse=return_lse,
     )
     check_implementation(implementation)
     if not torch.compiler.is_compiling():  # there the operator's fake kernel checks the operands
         spec = check_flash_attention(describe_operands(operands, operand), checked)
         keep("flash_attention", given, options, "flash_fwd", spec, implementation)
-    scale, window, softcap = checked
-    return flash_fwd(*operands, scale, window.left, window.right, softcap, implementation)
+    return flash_fwd(*operands, *pack(checked, implementation))
 
 
 def problem_of_flash(
-    q: Any, k: Any, v: Any, *, sinks: Any, **options: Any
+    q: Any, k: Any, v: Any, *, sinks: Any, deterministic: Any, **options: Any
 ) -> tuple[torch.device, AttentionSpec]:
     """Check the arguments of `flash_attention` and return the device and the problem."""
     operands = _operands(q, k, v, sinks)
     described = describe_operands(operands, operand)
-    return operands.q.device, check_flash_attention(described, check_flash_options(**options))
+    checked = check_flash_options(deterministic=_or_as_torch_says(deterministic), **options)
+    return operands.q.device, check_flash_attention(described, checked)
+
+
+def _or_as_torch_says(deterministic: Any) -> Any:
+    """Return the option, with torch's own setting in place of None."""
+    if deterministic is None:
+        return torch.are_deterministic_algorithms_enabled()
+    return deterministic
 
 
 def _operands(q: Any, k: Any, v: Any, sinks: Any) -> FlashOperands[Tensor]:

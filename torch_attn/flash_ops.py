@@ -37,7 +37,8 @@ from twin_attention.targets.family import Backend
 
 _library = torch.library.Library("torch_attn", "DEF")
 _OPTIONS = (
-    "float? scale, SymInt? window_left, SymInt? window_right, float? softcap, str? implementation"
+    "float? scale, SymInt? window_left, SymInt? window_right, float? softcap, bool deterministic, "
+    "str? implementation"
 )
 # The kernels read strides: the compiler must hand over tensors as the program laid them out.
 TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
@@ -83,14 +84,20 @@ def without_gradient(
         return op(*args)
 
 
+def pack(options: FlashOptions, implementation: Any) -> tuple[Any, ...]:
+    """Return an operator's arguments after its tensors."""
+    scale, window, softcap, deterministic = options
+    return scale, window.left, window.right, softcap, deterministic, implementation
+
+
 def unpack(args: Sequence[Any]) -> tuple[FlashOperands[Tensor], list[Any], FlashOptions, Any]:
     """Split an operator's arguments, those of flash_bwd from its operands on.
 
     Returns:
         operands, the forward's results where they follow, options, implementation.
     """
-    *results, scale, window_left, window_right, softcap, implementation = args[_NUM_OPERANDS:]
-    options = FlashOptions(scale, Window(window_left, window_right), softcap)
+    *results, scale, left, right, softcap, deterministic, implementation = args[_NUM_OPERANDS:]
+    options = FlashOptions(scale, Window(left, right), softcap, deterministic)
     return FlashOperands._make(args[:_NUM_OPERANDS]), results, options, implementation
 
 
@@ -297,8 +304,9 @@ class _Again(torch.autograd.Function):
             return None, *call.run(dout, dlse, operands, out, lse, call.spec, call)
         # The operator refuses a second derivative, and takes what is no plain tensor.
         spec = forward.spec
-        options = spec.scale, spec.window.left, spec.window.right, spec.softcap
-        gradients = flash_bwd(dout, dlse, *operands, out, lse, *options, forward.implementation)
+        options = FlashOptions(spec.scale, spec.window, spec.softcap, spec.deterministic)
+        options = pack(options, forward.implementation)
+        gradients = flash_bwd(dout, dlse, *operands, out, lse, *options)
         return None, *(None if x is None else dx for dx, x in zip(gradients, operands, strict=True))
 
 

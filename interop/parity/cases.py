@@ -35,6 +35,7 @@ class FlashCase:
             v [B, Skv, Hkv, Dv].
         causal, scale, window_size, softcap: the call's options.
         sinks: give one logit a head.
+        deterministic: the call's option, for the backward.
         gradients: run the backward as well.
         layout: "contiguous", or "strided" for q, k, v that are views of one packed torch tensor
             (JAX arrays have no strides: there the case runs contiguous).
@@ -54,13 +55,15 @@ class FlashCase:
     window_size: tuple[int | None, int | None] | None = None
     softcap: float | None = None
     sinks: bool = False
+    deterministic: bool = False
     gradients: bool = True
     layout: str = "contiguous"
 
     @property
     def options(self) -> dict[str, Any]:
         """Return the call's arguments other than tensors."""
-        return {name: getattr(self, name) for name in ("causal", "scale", "window_size", "softcap")}
+        names = ("causal", "scale", "window_size", "softcap", "deterministic")
+        return {name: getattr(self, name) for name in names}
 
     @property
     def shapes(self) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
@@ -78,7 +81,7 @@ class FlashCase:
         return AttentionSpec(
             self.batch, self.seq_q, self.seq_kv, self.heads_q, self.heads_kv, self.head_dim,
             self.shapes[2][3], self.dtype, scale_or_default(self.scale, self.head_dim),
-            Window.of(self.causal, self.window_size), self.softcap,
+            Window.of(self.causal, self.window_size), self.softcap, self.deterministic,
         )  # fmt: skip
 
 
@@ -184,6 +187,7 @@ def _quick() -> Iterator[FlashCase]:
     yield replace(
         base, name="sinks", seq_q=131, seq_kv=37, heads_q=4, heads_kv=2, causal=True, sinks=True
     )
+    yield replace(base, name="deterministic", causal=True, deterministic=True)
     yield replace(base, name="strided", layout="strided", causal=True)
     yield replace(base, name="one-token", seq_q=1, seq_kv=1)
     yield replace(base, name="no-keys", seq_q=5, seq_kv=0)
@@ -228,6 +232,8 @@ def _full_changes() -> Iterator[Change]:
         yield f"heads{heads_q}-{heads_kv}", {"heads_q": heads_q, "heads_kv": heads_kv}
     for scale in (0.0, -0.3, 1.0):
         yield f"scale{scale:g}", {"scale": scale, "causal": True}
+    for d in (64, 96, 128, 256):
+        yield f"deterministic-d{d}", {"head_dim": d, "causal": True, "deterministic": True}
     yield "strided", {"layout": "strided"}
 
 

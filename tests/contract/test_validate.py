@@ -31,7 +31,8 @@ GOOD = {
     "sinks": Operand("sinks", (4,), "float32", "cpu"),
 }
 NO_OPTIONS = {
-    "causal": False, "scale": None, "window_size": None, "softcap": None, "return_lse": False,
+    "causal": False, "scale": None, "window_size": None, "softcap": None, "deterministic": None,
+    "return_lse": False,
 }  # fmt: skip
 
 WINDOW = "window_size: expected None or a pair (left, right) of non-negative integers or None, got "

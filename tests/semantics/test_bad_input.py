@@ -106,6 +106,9 @@ MISTAKES = {
     "causal of numpy": (
         TypeError, "causal: expected a bool, got numpy.bool", {}, {}, {"causal": np.True_},
     ),
+    "deterministic of a number": (
+        TypeError, "deterministic: expected None or a bool, got int", {}, {}, {"deterministic": 1},
+    ),
     "sinks of the kv heads": (
         ValueError, "sinks: expected shape (4,), one of each head, got (2,)",
         {"sinks": (2,)}, {"sinks": "float32"}, {},

@@ -1,16 +1,21 @@
 """What must hold whatever the numbers are: random problems, and laws between two calls."""
 
 from dataclasses import replace
+from importlib import import_module
 
+import jax
 import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+import torch_attn
 from interop.parity.cases import FlashCase
 from interop.parity.inputs import Tensors, make_inputs
 from tests.oracle import assert_twins, assert_within_budget
 from tests.sides import attention
+from twin_attention.contract.spec import AttentionSpec
+from twin_attention.targets import family
 
 # Lengths that fill no tile, so that every phase of a kernel has work. The laws share one problem
 # where they can, because JAX compiles each distinct one.
@@ -147,13 +152,39 @@ def test_the_lse_alone_is_differentiable(side, implementation, torch_device):
     assert (got["dq"] != 0).any(dim=-1).all()
 
 
-def test_the_backward_is_deterministic(side, torch_device):
+def test_the_backward_is_deterministic_when_asked(side, implementation, torch_device):
     """Many tiles on a GPU, where programs race; the interpreters run them in order."""
     length = 2048 if torch_device == "cuda" else CASE.seq_q
     case = replace(CAUSAL, heads_q=8, heads_kv=1, seq_q=length, seq_kv=length)
     inputs = make_inputs(case, torch_device)
-    options = case.options | {"implementation": "triton"}
+    options = case.options | {"implementation": implementation, "deterministic": True}
     assert equal(attention(side, inputs, **options), attention(side, inputs, **options))
+
+
+@pytest.mark.parametrize("asked", [None, True, False])
+@pytest.mark.parametrize("of_framework", [True, False])
+def test_determinism_follows_the_framework_unless_asked_for(
+    side, torch_device, monkeypatch, asked, of_framework
+):
+    """The backward's function gets it as a part of the problem."""
+    reference = import_module(f"{side.api.__name__}.kernels.reference")
+    original, seen = reference.flash_bwd, []
+
+    def spy(*args):
+        seen.extend(arg.deterministic for arg in args if isinstance(arg, AttentionSpec))
+        return original(*args)
+
+    monkeypatch.setattr(reference, "flash_bwd", spy)
+    monkeypatch.setattr(family, "_function", family._function.__wrapped__)  # without its cache
+    flags = f"--xla_cpu_enable_fast_math=false --xla_gpu_deterministic_ops={of_framework}".lower()
+    monkeypatch.setenv("XLA_FLAGS", flags)
+    inputs = make_inputs(CASE, torch_device)
+    if side.api is torch_attn:
+        monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: of_framework)
+    jax.clear_caches()
+    options = CASE.options | {"implementation": "reference", "deterministic": asked}
+    attention(type(side)(torch_device), inputs, **options)
+    assert seen == [of_framework if asked is None else asked]
 
 
 def test_large_scores_do_not_overflow(side, implementation, torch_device):

@@ -20,7 +20,8 @@ SCORES = {
     "implementation": IMPLEMENTATIONS,
 }
 OPTIONS = {
-    "flash_attention": SCORES | {"causal": ["no", "False", 1, [], None, 0.0]},
+    "flash_attention": SCORES
+    | {"causal": ["no", "False", 1, [], None, 0.0], "deterministic": ["yes", 1, 0.0]},
     "paged_decode": SCORES | {"num_splits": [True, 0, 257, 2.0]},
     "append_kv": {"implementation": IMPLEMENTATIONS},
     "merge_states": {"implementation": IMPLEMENTATIONS},
@@ -95,6 +96,31 @@ def test_a_window_is_traced_for_all_values_at_once(function):
 
 def test_splits_are_traced_for_all_values_at_once():
     assert traces_of("paged_decode", "num_splits", [2, 3, 4, 5, 6]) == 2
+
+
+def test_determinism_is_known_while_tracing():
+    assert traces_of("flash_attention", "deterministic", [None, True, False, True]) == 3
+
+
+def test_torchs_own_determinism_is_a_guard():
+    """Without the option, each setting of torch's has a trace."""
+    torch._dynamo.reset()
+    graphs = []
+
+    def backend(graph, _):
+        graphs.append(graph)
+        return graph
+
+    compiled = torch.compile(torch_attn.flash_attention, backend=backend, fullgraph=True)
+    before = torch.are_deterministic_algorithms_enabled()
+    try:
+        for setting in (False, True, False):
+            torch.use_deterministic_algorithms(setting)
+            compiled(*operands("flash_attention"))
+    finally:
+        torch.use_deterministic_algorithms(before)
+    calls = [node for graph in graphs for node in graph.graph.nodes if node.op == "call_function"]
+    assert [call.args[-2] for call in calls if "flash_fwd" in str(call.target)] == [False, True]
 
 
 def test_gradients_with_a_window_that_is_not_known_while_tracing():

@@ -32,7 +32,7 @@ def test_the_signatures_are_those_of_flash_attn():
     ("theirs", "ours"),
     [
         ({}, {}),
-        ({"causal": True, "deterministic": True}, {"causal": True}),
+        ({"causal": True, "deterministic": True}, {"causal": True, "deterministic": True}),
         ({"softmax_scale": 0.3, "softcap": 2.0}, {"scale": 0.3, "softcap": 2.0}),
         ({"window_size": (2, -1)}, {"window_size": (2, None)}),
         ({"window_size": (-1, 0)}, {"causal": True}),

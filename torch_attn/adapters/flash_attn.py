@@ -42,7 +42,7 @@ def flash_attn_func(
         window_size: (left, right), keys from p - left to p + right; -1 is unlimited.
         softcap: scores become ``softcap * tanh(score / softcap)``; 0.0 leaves them.
         alibi_slopes: None.
-        deterministic: either; the gradients are deterministic in any case.
+        deterministic: the backward gives the same bits every time.
         return_attn_probs: False. `torch_attn.flash_attention` returns the log-sum-exp.
 
     Returns:
@@ -60,7 +60,6 @@ def flash_attn_func(
         q, k, v = torch.randn(3, 1, 128, 4, 64)
         out = flash_attn_func(q, k, v, causal=True, window_size=(31, -1))
     """
-    del deterministic
     if dropout_p != 0:
         fail(NotImplementedError, "dropout_p", "0.0", dropout_p)
     _absent(alibi_slopes=alibi_slopes)
@@ -75,6 +74,7 @@ def flash_attn_func(
         scale=softmax_scale,
         window_size=_window(window_size),
         softcap=_softcap(softcap),
+        deterministic=deterministic,
     )
 
 

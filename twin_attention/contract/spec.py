@@ -88,6 +88,7 @@ class AttentionSpec:
         scale: factor of the scores q·k.
         window: visibility rule, `causal` included.
         softcap: scores become ``softcap * tanh(score / softcap)``; None leaves them.
+        deterministic: a backward gives the same bits every time; False allows sums in any order.
     """
 
     batch: int
@@ -101,6 +102,7 @@ class AttentionSpec:
     scale: float
     window: Window = Window()
     softcap: float | None = None
+    deterministic: bool = False
 
     @classmethod
     def of(
@@ -110,6 +112,7 @@ class AttentionSpec:
         scale: float | None,
         window: Window,
         softcap: float | None,
+        deterministic: bool | None,
     ) -> AttentionSpec:
         """Describe the problem of operands that fit together."""
         batch, seq_q, heads_q, head_dim = operands.q.shape
@@ -126,6 +129,7 @@ class AttentionSpec:
             scale=scale_or_default(scale, head_dim),
             window=window,
             softcap=softcap,
+            deterministic=bool(deterministic),
         )
 
     @property

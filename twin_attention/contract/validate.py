@@ -90,6 +90,7 @@ class FlashOptions(NamedTuple):
     scale: float | None
     window: Window
     softcap: float | None
+    deterministic: bool | None
 
 
 class DecodeOptions(NamedTuple):
@@ -102,7 +103,13 @@ class DecodeOptions(NamedTuple):
 
 
 def check_flash_options(
-    *, causal: Any, scale: Any, window_size: Any, softcap: Any, return_lse: Any
+    *,
+    causal: Any,
+    scale: Any,
+    window_size: Any,
+    softcap: Any,
+    deterministic: Any,
+    return_lse: Any,
 ) -> FlashOptions:
     """Check the options of `flash_attention`.
 
@@ -118,6 +125,9 @@ def check_flash_options(
         _resolve_scale(scale),
         Window.of(_check_flag("causal", causal), _resolve_window(window_size)),
         _resolve_softcap(softcap),
+        None
+        if deterministic is None
+        else _check_flag("deterministic", deterministic, or_else="None or "),
     )
 
 
@@ -433,9 +443,9 @@ def _check_rows(x: Operand) -> None:
         fail(ValueError, x.name, "a contiguous last dimension", "a stride other than 1")
 
 
-def _check_flag(name: str, value: Any) -> bool:
+def _check_flag(name: str, value: Any, or_else: str = "") -> bool:
     if not isinstance(value, bool):
-        fail(TypeError, name, "a bool", type_name(value))
+        fail(TypeError, name, f"{or_else}a bool", type_name(value))
     return value
 
 
