@@ -83,7 +83,7 @@ def flash_attention(
         return_lse: return the log-sum-exp of the scores as well. It is differentiable.
         implementation: "triton" (Pallas kernels in the Triton lowering; on a CPU in the Pallas
             interpreter), "reference" (plain JAX in float32, O(Sq · Skv) memory), or None: the
-            kernels on a CUDA device, the reference elsewhere.
+            fastest kernels for the problem on a CUDA device, the reference elsewhere.
 
     Returns:
         out [B, Sq, Hq, Dv] in q's dtype; with `return_lse` the pair (out, lse), lse [B, Hq, Sq]

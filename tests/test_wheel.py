@@ -68,7 +68,9 @@ def test_it_holds_the_packages_and_nothing_else(wheel):
     tops = {name.partition("/")[0] for name in names}
     assert {top for top in tops if not top.endswith(".dist-info")} == PACKAGES
     assert {f"{package}/py.typed" for package in PACKAGES} <= set(names)
-    assert any(name.startswith("torch_attn/configs/") for name in names)
+    tables = {str(path.relative_to(ROOT)) for path in ROOT.glob("*_attn/configs/*/*.toml")}
+    assert tables <= set(names)
+    assert "torch_attn/configs/sm80/sm80.toml" in tables
     assert size < 1_000_000, f"{size} bytes unpacked"
 
 

@@ -12,7 +12,7 @@ from twin_attention.targets import family
 from twin_attention.targets.family import Backend
 from twin_attention.targets.kernels import Spec
 
-Implementation = Literal["triton", "reference"]
+Implementation = Literal["gluon", "triton", "reference"]
 IMPLEMENTATIONS = get_args(Implementation)
 
 

@@ -21,7 +21,14 @@ from twin_attention.targets.config import (
     table_path,
     use_configs,
 )
-from twin_attention.targets.kernels import KERNELS, AppendConfig, DecodeConfig, FlashConfig
+from twin_attention.targets.family import FAMILIES
+from twin_attention.targets.kernels import (
+    FAMILY_KERNELS,
+    KERNELS,
+    AppendConfig,
+    DecodeConfig,
+    FlashConfig,
+)
 from twin_attention.targets.target import TARGETS
 
 TABLE = """
@@ -74,6 +81,31 @@ def test_a_wrong_table_is_an_error(old, new, message):
 @pytest.mark.parametrize("package", PACKAGES)
 def test_every_kernel_has_a_table(package, target):
     assert list(load_table(table_path(package, target))) == list(KERNELS)
+
+
+@pytest.mark.parametrize("family", FAMILIES["torch_attn"], ids=lambda family: family.name)
+@pytest.mark.parametrize("head_dim", range(16, 257, 8))
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_every_problem_of_a_family_has_a_row(family, head_dim, deterministic):
+    spec = replace(SPEC, head_dim=head_dim, head_dim_v=272 - head_dim, deterministic=deterministic)
+    if family.folder is not None:
+        path = table_path("torch_attn", "sm80", family.folder)
+        configs = find_configs(path, spec, family.folder)
+        assert (
+            {"flash_fwd", "flash_bwd_preprocess"}
+            < configs.keys()
+            <= {*FAMILY_KERNELS[family.folder]}
+        )
+
+
+def test_a_family_with_one_backward_runs_it_for_both(tmp_path):
+    """As one without a backward in any order does."""
+    rows = '"num_warps", "num_stages"]\nrows = [[64, 64, 4, 1]]\n'
+    table = tmp_path / "sm80.toml"
+    table.write_text(f'[flash_bwd_dq]\ncolumns = ["block_q", "block_kv", {rows}')
+    for deterministic in (False, True):
+        spec = replace(SPEC, deterministic=deterministic)
+        assert [*find_configs(table, spec, "sm80")] == ["flash_bwd_dq"]
 
 
 @pytest.mark.parametrize(

@@ -1,14 +1,18 @@
 """Which family runs a problem, and what is said of the choice."""
 
+import sys
+from dataclasses import replace
+
 import pytest
 
-from twin_attention.contract.spec import AttentionSpec
+from twin_attention.contract.spec import AttentionSpec, PagedCache
 from twin_attention.targets import family
 from twin_attention.targets.describe import describe
 from twin_attention.targets.family import FAMILIES, Backend, Family, choose
+from twin_attention.targets.kernels import FAMILY_KERNELS
 
 SPEC = AttentionSpec(1, 128, 128, 2, 2, 64, 64, "float16", 0.125)
-TRITON, REFERENCE = FAMILIES["torch_attn"]
+GLUON, TRITON, REFERENCE = FAMILIES["torch_attn"]
 
 
 def only_head_size_128(spec, target):
@@ -31,14 +35,62 @@ def choice(implementation, target, spec=SPEC, interpretable=True):
 
 
 @pytest.mark.parametrize("target", ["sm80", "sm90"])
-def test_on_a_gpu_the_kernels_are_the_best_choice(target):
-    assert choice(None, target) == choice("triton", target) == (Backend(TRITON, target), ())
+def test_on_a_gpu_any_family_can_be_asked_for(target):
+    assert choice("triton", target) == (Backend(TRITON, target), ())
     assert choice("reference", target) == (Backend(REFERENCE), ())
+
+
+def test_the_explicit_kernels_are_the_best_choice_for_sm80():
+    assert choice(None, "sm80") == choice("gluon", "sm80") == (Backend(GLUON, "sm80"), ())
+    other = "gluon: its kernels are for SM80"
+    assert choice(None, "sm90") == (Backend(TRITON, "sm90"), (other,))
+    wide = replace(SPEC, dtype="float32")
+    other = "gluon: its products take float16 and bfloat16, not float32"
+    assert choice(None, "sm80", wide) == (Backend(TRITON, "sm80"), (other,))
+    cache = PagedCache(3, 16, 4, 2, 64, 64, "float16")
+    assert choice(None, "sm80", cache)[1] == ("gluon: it has flash attention alone",)
+    with pytest.raises(NotImplementedError, match=r"'gluon': its kernels are for SM80$"):
+        choice("gluon", "sm90")
+    with pytest.raises(NotImplementedError, match=r"and it has no interpreter$"):
+        choice("gluon", None)
+
+
+def test_a_triton_without_gluon_is_a_reason(monkeypatch):
+    """Such as a version with other names: `torch_attn.kernels.sm80.pipeline` looks for two each."""
+    from triton.experimental.gluon import language
+    from triton.experimental.gluon.language.nvidia import ampere
+
+    monkeypatch.setattr(family, "_import_error", family._import_error.__wrapped__)  # no cache
+    for module in [name for name in sys.modules if name.startswith("torch_attn.kernels.sm80")]:
+        monkeypatch.delitem(sys.modules, module)
+    for name in ("barrier", "thread_barrier"):
+        monkeypatch.delattr(language, name, raising=False)
+    backend, (reason,) = choice(None, "sm80")
+    assert backend == Backend(TRITON, "sm80")
+    assert reason.startswith("gluon: its kernels cannot be imported: module 'triton.exp")
+    monkeypatch.setitem(sys.modules, ampere.__name__, None)
+    _, (reason,) = choice(None, "sm80")
+    assert reason.startswith("gluon: its kernels cannot be imported: import of triton.exp")
+
+
+def test_only_the_kernels_of_the_backward_that_is_asked_for():
+    names = ["flash_fwd", "flash_bwd_preprocess"]
+    any_order = [*names, "flash_bwd_fused", "flash_bwd_postprocess"]
+    in_order = [*names, "flash_bwd_dq", "flash_bwd_dkdv"]
+    ordered = replace(SPEC, deterministic=True)
+    assert [*choice("gluon", "sm80")[0].configs(SPEC)] == any_order
+    assert [*choice("gluon", "sm80")[0].configs(ordered)] == in_order
+    for spec in (SPEC, ordered):  # which the portable kernels are either way
+        assert [*choice("triton", "sm80")[0].configs(spec)] == in_order
+    said = describe(None, *choice(None, "sm80"), SPEC, "a card", 108)
+    assert (said.implementation, [*said.configs]) == ("gluon", any_order)
 
 
 def test_without_a_gpu_kernels_run_in_the_interpreter_when_asked_for():
     reason = "its kernels compile for CUDA devices only"
-    assert choice(None, None) == (Backend(REFERENCE), (f"triton: {reason}",))
+    assert choice(None, None) == (
+        Backend(REFERENCE), (f"gluon: {reason}", f"triton: {reason}"),
+    )  # fmt: skip
     assert choice("triton", None) == (Backend(TRITON, interpreted=True), ())
     with pytest.raises(NotImplementedError, match=f"^implementation: .*, got 'triton': {reason}$"):
         choice("triton", None, interpretable=False)
@@ -74,7 +126,8 @@ def test_an_explanation_names_what_was_passed_over(fast):
 def test_every_family_has_every_operation(package):
     pytest.importorskip({"torch_attn": "torch", "pallas_attn": "jax"}[package])
     for found in FAMILIES[package]:
-        for name in ("flash_fwd", "flash_bwd", "paged_decode", "append_kv", "combine"):
+        kernels = FAMILY_KERNELS[found.folder or "portable"]
+        for name in {kernel.function for kernel in kernels.values()}:
             assert found.function(name).__name__ == name
 
 

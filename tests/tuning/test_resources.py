@@ -2,7 +2,7 @@
 
 import pytest
 
-from tuning.static.resources import _bytes_moved, occupancy
+from tuning.static.resources import _bytes_moved, _main_loop, occupancy
 
 SASS = """
         /*0010*/                   STL [R1+0x10], R5 ;
@@ -18,6 +18,26 @@ SASS = """
 def test_spills_count_the_bytes_of_each_instruction():
     assert _bytes_moved("STL", SASS) == 4 + 8 + 16
     assert _bytes_moved("LDL", SASS) == 4 + 8 + 1
+
+
+LOOPS = """
+        /*0010*/                   STL [R1+0x10], R5 ;
+        /*0020*/                   HMMA.16816.F32.BF16 R4, R8, R12, R4 ;
+        /*0030*/                   STL.64 [R1+0x20], R2 ;
+        /*0040*/              @P0 BRA 0x20 ;
+        /*0050*/                   HMMA.16816.F32.BF16 R4, R8, R12, R4 ;
+        /*0060*/                   LDL R5, [R1+0x10] ;
+        /*0070*/              @!P1 BRA 0x90 ;
+        /*0080*/                   BRA P0, 0x50 ;
+        /*0090*/                   LDL.128 R8, [R1] ;
+        /*00a0*/                   BRA 0x90 ;
+"""
+
+
+def test_the_main_loop_is_the_last_with_products():
+    loop = _main_loop(LOOPS)
+    assert (loop.count("HMMA"), _bytes_moved("LDL", loop), _bytes_moved("STL", loop)) == (1, 4, 0)
+    assert _main_loop(SASS) == ""
 
 
 @pytest.mark.parametrize(

@@ -18,8 +18,8 @@ CONFIGS = {
     "paged_decode": DecodeConfig(max_rows=128, block_kv=128, num_warps=8, num_stages=3),
 }
 LARGE = Resources(
-    registers=255, spill_stores=1024, spill_loads=1024, stack=1024, shared=166912, warps=8,
-    occupancy=1, mma=1024, wgmma=0, cp_async=128, ldmatrix=256, ex2=512,
+    registers=255, spill_stores=1024, spill_loads=1024, loop_spills=512, stack=1024, shared=166912,
+    warps=8, occupancy=1, mma=1024, wgmma=0, cp_async=128, ldmatrix=256, ex2=512,
 )  # fmt: skip
 
 
@@ -85,7 +85,10 @@ def test_targets(arguments, targets, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--head-dim", "13"], "--head-dim: expected one of 16, 32, 64, 128, 256, got 13"),
+        (
+            ["--head-dim", "13"],
+            "--head-dim: expected one of 16, 32, 64, 80, 96, 128, 192, 256, got 13",
+        ),
         (["--jobs", "x"], "--jobs: expected a number of 1 or more, got 'x'"),
         (["--try", "flash_fwd:x"], "--try: expected KERNEL:FIELD=N,..., got 'flash_fwd:x'"),
         (["--json", "/proc/x/y"], "--json: expected a folder that can be made, got '/proc/x'"),
@@ -113,5 +116,5 @@ def test_what_is_said_of_failures(failures, monkeypatch, capsys):
     rows = [line.split() for line in out.splitlines() if "causal" in line and "8×3" in line]
     assert [row[-1] for row in rows] == ["ok", "fails" if failures else "ok"]
     for failure in failures:
-        assert f"flash_fwd torch sm80 bfloat16 64 causal: {failure}" in out
+        assert f"flash_fwd torch sm80 bfloat16 64 causal triton: {failure}" in out
     assert f"2 kernels compiled for sm80 in 0 s, {len(failures)} failed" in out

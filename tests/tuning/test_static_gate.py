@@ -10,7 +10,12 @@ import pytest
 
 from tuning.static.gate import DECODE_FEATURES, FRAMEWORKS, Problem, check, failures, problems
 from tuning.static.resources import Resources
-from twin_attention.targets.kernels import DecodeConfig, FlashConfig
+from twin_attention.targets.kernels import (
+    FAMILY_KERNELS,
+    DecodeConfig,
+    FlashConfig,
+    FwdConfig,
+)
 from twin_attention.targets.target import TARGETS
 
 
@@ -37,6 +42,13 @@ def test_shipped_configuration_is_fit_for_sm80(problem):
         kernels = {"paged_decode", "append_kv"}
         kernels |= {"combine"} if (problem.spec.num_splits or 1) > 1 else set()
     assert {verdict.kernel for verdict in verdicts} == kernels
+    assert not {v.kernel: v.failures for v in verdicts if v.failures}
+
+
+def test_explicit_kernels_are_fit_for_sm80():
+    """A head size of two column pieces stands for all, which take minutes to compile."""
+    verdicts = check(Problem("torch", "sm80", "bfloat16", 80, "causal", "gluon"))
+    assert {verdict.kernel for verdict in verdicts} == {*FAMILY_KERNELS["sm80"]}
     assert not {v.kernel: v.failures for v in verdicts if v.failures}
 
 
@@ -73,6 +85,7 @@ FIT = Resources(
     registers=128,
     spill_stores=0,
     spill_loads=0,
+    loop_spills=0,
     stack=0,
     shared=48 * 1024,
     warps=4,
@@ -135,6 +148,24 @@ def test_what_the_tiles_do_not_allow():
     unpipelined = replace(small, num_stages=1)
     on_sm80 = replace(problem, target="sm80")
     assert failures(on_sm80, "flash_bwd_dq", unpipelined, replace(FIT, cp_async=0)) == ()
+
+
+@pytest.mark.parametrize(
+    ("change", "failure"),
+    [
+        ({"spill_stores": 400, "spill_loads": 400, "loop_spills": 255}, None),
+        ({"loop_spills": 256}, "spills 256 B in a step of its main loop"),
+        ({"shared": 99 * 1024 + 1}, "101377 B of shared memory, of 101376"),
+        ({"mma": 0}, "no mma.sync"),
+        ({"cp_async": 0}, "no cp.async"),
+        ({"ldmatrix": 0}, "no ldmatrix"),
+    ],
+)
+def test_what_fails_of_explicit_kernels(change, failure):
+    config = FwdConfig(block_q=64, block_kv=64, num_warps=4, num_stages=1, q_in_registers=0)
+    problem = Problem("torch", "sm80", "bfloat16", 64, "causal", "gluon")
+    found = failures(problem, "flash_fwd", config, replace(FIT, **change))
+    assert found == (() if failure is None else (failure,))
 
 
 @pytest.mark.parametrize("target", TARGETS)

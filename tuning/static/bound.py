@@ -24,6 +24,7 @@ Rates of one SM per cycle:
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from bench.peaks import A100, H200
@@ -31,13 +32,13 @@ from twin_attention.contract.cost import ITEMSIZE
 from twin_attention.contract.spec import AttentionSpec, DecodeSpec
 from twin_attention.targets.config import padded_head_dim
 from twin_attention.targets.kernels import (
-    KERNELS,
     AppendConfig,
     CombineConfig,
     DecodeConfig,
     FlashConfig,
     KernelConfig,
     PreprocessConfig,
+    find_kernel,
 )
 from twin_attention.targets.splits import block_rows
 from twin_attention.targets.target import NUM_SMS
@@ -91,11 +92,15 @@ class Bound:
 
 
 def bound(
-    kernel: str, spec: AttentionSpec | DecodeSpec, config: KernelConfig, target: str
+    kernel: str,
+    spec: AttentionSpec | DecodeSpec,
+    config: KernelConfig,
+    target: str,
+    padded: Callable[[int], int] = padded_head_dim,
 ) -> Bound:
-    """Count a tile of a kernel and find its bound on a target."""
-    tile = count(kernel, spec, config)
-    on_tensor_cores = bool(KERNELS[kernel].products) and spec.dtype_bits < 32
+    """Count a tile of a kernel and find its bound on a target; `padded` is as `count` takes it."""
+    tile = count(kernel, spec, config, padded)
+    on_tensor_cores = bool(find_kernel(kernel).products) and spec.dtype_bits < 32
     unit = "tensor cores" if on_tensor_cores else "FMA units"
     cycles = {
         unit: tile.flops / 2 / _MULTIPLY_ADDS[unit][target],
@@ -105,9 +110,19 @@ def bound(
     return Bound(tile, tile.flops / tile.bytes, cycles, max(cycles, key=lambda name: cycles[name]))
 
 
-def count(kernel: str, spec: AttentionSpec | DecodeSpec, config: KernelConfig) -> Tile:
-    """Count the work of one tile of a kernel of `spec`, all of it visible."""
-    sizes = {"d": padded_head_dim(spec.head_dim), "dv": padded_head_dim(spec.head_dim_v)}
+def count(
+    kernel: str,
+    spec: AttentionSpec | DecodeSpec,
+    config: KernelConfig,
+    padded: Callable[[int], int] = padded_head_dim,
+) -> Tile:
+    """Count the work of one tile of a kernel of `spec`, all of it visible.
+
+    Args:
+        padded: the columns that a tile has for a head size.
+    """
+    described = find_kernel(kernel)
+    sizes = {"d": padded(spec.head_dim), "dv": padded(spec.head_dim_v)}
     itemsize = spec.dtype_bits // 8
     match config:
         case FlashConfig() | DecodeConfig():
@@ -115,12 +130,12 @@ def count(kernel: str, spec: AttentionSpec | DecodeSpec, config: KernelConfig) -
             loaded = config.block_kv * (spec.head_dim + spec.head_dim_v) * itemsize
             if isinstance(config, DecodeConfig):
                 source = "device memory"
-            elif KERNELS[kernel].stationary == "block_kv":  # lse2 and delta come with q and dout
+            elif described.stationary == "block_kv":  # lse2 and delta come with q and dout
                 loaded = rows * ((spec.head_dim + spec.head_dim_v) * itemsize + 2 * 4)
             pairs = rows * config.block_kv
             # A cap is a hyperbolic tangent: one more exponential, and the reciprocal of a division.
             special = pairs * (1 if spec.softcap is None else 3)
-            flops = 2 * pairs * sum(sizes[name] for name in KERNELS[kernel].products)
+            flops = 2 * pairs * sum(sizes[name] for name in described.products)
             return Tile(flops, special, loaded, source)
         case PreprocessConfig():  # reads dout, out and lse, writes lse2 and delta
             rows = config.block_q

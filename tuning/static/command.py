@@ -22,7 +22,16 @@ from rich.table import Table
 
 from interop.parity.arguments import count, make_folder
 from interop.rendering.tables import to_terminal
-from tuning.static.gate import DTYPES, FEATURES, FRAMEWORKS, Problem, Verdict, check, problems
+from tuning.static.gate import (
+    DTYPES,
+    FAMILIES,
+    FEATURES,
+    FRAMEWORKS,
+    Problem,
+    Verdict,
+    check,
+    problems,
+)
 from tuning.static.sweep import rows, sweep
 from twin_attention.targets.target import TARGETS
 
@@ -71,12 +80,10 @@ def run(arguments: argparse.Namespace) -> int:
         make_folder(arguments.refuse, "--json", arguments.json.parent)
     verdicts = _check_all(selected, dict(arguments.changes), arguments.jobs, console)
     seconds = time.perf_counter() - begin
-    for (target, framework), group in groupby(
-        verdicts, lambda verdict: (verdict.problem.target, verdict.problem.framework)
-    ):
-        group = list(group)
-        console.print(resource_table(group, f"{framework} on {target}: resources of a kernel"))
-        console.print(bound_table(group, f"{framework} on {target}: bound of a tile"))
+    for (target, *names), of_table in groupby(verdicts, _table_of):
+        group, name = list(of_table), " ".join(names)
+        console.print(resource_table(group, f"{name} on {target}: resources of a kernel"))
+        console.print(bound_table(group, f"{name} on {target}: bound of a tile"))
     failed = [verdict for verdict in verdicts if verdict.failures]
     for verdict in failed:
         name = " ".join(map(str, (verdict.kernel, *asdict(verdict.problem).values())))
@@ -96,7 +103,9 @@ def _select(arguments: argparse.Namespace) -> list[Problem]:
         problem
         for target in arguments.target or TARGETS
         for framework in arguments.framework or FRAMEWORKS
-        for problem in problems(framework, target)
+        for family, targets in FAMILIES[framework].items()
+        if target in targets
+        for problem in problems(framework, target, family)
     ]
     sizes = sorted({problem.head_dim for problem in found})
     if arguments.head_dim not in (None, *sizes):
@@ -188,7 +197,8 @@ def resource_table(verdicts: Iterable[Verdict], title: str) -> Table:
         ])  # fmt: skip
         styles.append("red" if verdict.failures else "")
     caption = (
-        "D: padded head size. Spilled: by stores and loads; fails on sm80, only reported on sm90. "
+        "D: padded head size. Spilled: by stores and loads; fails triton on sm80, and gluon where "
+        "the main loop spills a tile. "
         "Blocks: resident on an SM. mma to ex2: instructions in the PTX."
     )
     return to_terminal(grid, styles, title=title, caption=caption, **_OF_TABLE)
@@ -215,6 +225,11 @@ def bound_table(verdicts: Iterable[Verdict], title: str) -> Table:
         "leaves of the multiplying units' rate. A feature that changes nothing has no row."
     )
     return to_terminal([titles, *rows.values()], title=title, caption=caption, **_OF_TABLE)
+
+
+def _table_of(verdict: Verdict) -> tuple[str, ...]:
+    problem = verdict.problem
+    return problem.target, problem.framework, problem.family
 
 
 def _label(verdict: Verdict) -> tuple[str, ...]:

@@ -5,6 +5,10 @@ its tensor-core instructions. On SM80 it also fails when it spills registers, or
 asynchronous copies of a load pipeline (more than one stage), and forward and decode have to fit the
 smaller cards that run SM80 code; SM90's configurations are chosen by times, which include the cost
 of spills. float32 multiplies in IEEE precision, without tensor cores.
+
+The explicit kernels are chosen by times as well, and take nearly all registers on purpose. They
+fail where a step of the main loop spills as much as a tile has, or has lost ldmatrix or, with any
+number of stages, cp.async.
 """
 
 from __future__ import annotations
@@ -25,8 +29,13 @@ from twin_attention.contract.spec import (
     DecodeSpec,
 )
 from twin_attention.targets.config import HEAD_DIMS, padded_head_dim, use_configs
-from twin_attention.targets.kernels import KERNELS, DecodeConfig, KernelConfig
-from twin_attention.targets.target import SHARED_MEMORY_LIMIT, SHARED_MEMORY_OF_SMALLER_CARDS
+from twin_attention.targets.kernels import DecodeConfig, KernelConfig, find_kernel
+from twin_attention.targets.sm80 import column_pieces
+from twin_attention.targets.target import (
+    SHARED_MEMORY_LIMIT,
+    SHARED_MEMORY_OF_SMALLER_CARDS,
+    TARGETS,
+)
 
 FRAMEWORKS = {"torch": "torch_attn", "jax": "pallas_attn"}
 # Fields of the case that has the feature, beside those in `Problem.spec`.
@@ -48,8 +57,16 @@ DECODE_FEATURES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 FEATURES = (*FLASH_FEATURES, *DECODE_FEATURES)
 DTYPES = {16: ("bfloat16",), 32: ("float32",), 8: QUANTIZED_DTYPES}
+# Families of each framework whose tables are checked, with their targets.
+FAMILIES = {"torch": {"triton": TARGETS, "gluon": ("sm80",)}, "jax": {"triton": TARGETS}}
 
 _AOT = {"torch": "tuning.static.triton_aot", "jax": "tuning.static.pallas_aot"}
+# The explicit kernels' head sizes: of each row the largest, and those that need two column pieces.
+_EXPLICIT_HEAD_DIMS = (16, 32, 64, 80, 96, 128, 192, 256)
+# Bytes that a thread of an explicit kernel may spill and read in a step: the bounds and addresses
+# of a step and rows of lse and delta. The least tile, 64x64 scores over 128 threads, has 128 bytes,
+# stored and loaded makes 256.
+_LOOP_SPILLS_MAX = 255
 _WGMMA_ROWS = 64  # a wgmma instruction multiplies this many rows
 
 
@@ -63,6 +80,7 @@ class Problem:
         dtype: of k and v, one of those of `DTYPES`.
         head_dim: the padded head size of the row.
         feature: one of `FEATURES`.
+        family: the name of the kernels' family.
     """
 
     framework: str
@@ -70,6 +88,7 @@ class Problem:
     dtype: str
     head_dim: int
     feature: str
+    family: str = "triton"
 
     @property
     def spec(self) -> AttentionSpec | DecodeSpec:
@@ -122,8 +141,14 @@ class Verdict:
     failures: tuple[str, ...]
 
 
-def problems(framework: str, target: str) -> Iterator[Problem]:
-    """Return every problem that the gate compiles for one framework and target."""
+def problems(framework: str, target: str, family: str = "triton") -> Iterator[Problem]:
+    """Return every problem that the gate compiles for one framework, target and family."""
+    if family != "triton":
+        for head_dim, feature in product(_EXPLICIT_HEAD_DIMS, FLASH_FEATURES):
+            problem = Problem(framework, target, "bfloat16", head_dim, feature, family)
+            if problem.spec.head_dim >= HEAD_DIM_MIN:
+                yield problem
+        return
     for features, dtype_bits in ((FLASH_FEATURES, (16, 32)), (DECODE_FEATURES, (8, 16))):
         for bits, head_dim in product(dtype_bits, HEAD_DIMS):
             for dtype, feature in product(DTYPES[bits], features):
@@ -145,14 +170,23 @@ def check(problem: Problem, changes: Mapping[str, Mapping[str, int]] = {}) -> li
         changes: fields of the shipped configurations to change first, by kernel.
     """
     with use_configs(changes, FRAMEWORKS[problem.framework]):
-        compiled = compiler(problem.framework)(problem.spec, problem.target, sinks=problem.sinks)
+        options = {} if problem.family == "triton" else {"family": problem.family}
+        compiled = compiler(problem.framework)(
+            problem.spec, problem.target, sinks=problem.sinks, **options
+        )
+    padded = padded_head_dim if problem.family == "triton" else _columns
     verdicts = []
     for kernel, config, binary in compiled:
         resources = measure(binary, problem.target)
-        limits = bound(kernel, problem.spec, config, problem.target)
+        limits = bound(kernel, problem.spec, config, problem.target, padded)
         found = failures(problem, kernel, config, resources)
         verdicts.append(Verdict(problem, kernel, config, resources, limits, found))
     return verdicts
+
+
+def _columns(head_dim: int) -> int:
+    """Return the columns that an explicit kernel's tile has for a head."""
+    return sum(column_pieces(head_dim))
 
 
 def shared_memory_limit(kernel: str, target: str) -> int:
@@ -166,25 +200,32 @@ def failures(
     problem: Problem, kernel: str, config: KernelConfig, resources: Resources
 ) -> tuple[str, ...]:
     """Return the reasons why a compiled kernel fails; empty if it is fit to ship."""
-    target = problem.target
+    target, is_explicit = problem.target, problem.family != "triton"
     found = []
-    if target == "sm80" and (resources.spill_stores or resources.spill_loads):
+    if is_explicit:
+        if resources.loop_spills > _LOOP_SPILLS_MAX:
+            found.append(f"spills {resources.loop_spills} B in a step of its main loop")
+    elif target == "sm80" and (resources.spill_stores or resources.spill_loads):
         found.append(
             f"spills {resources.spill_stores} B of stores, {resources.spill_loads} B of loads"
         )
     limit = shared_memory_limit(kernel, target)
     if resources.shared > limit:
         found.append(f"{resources.shared} B of shared memory, of {limit}")
-    if problem.dtype == "float32" or not KERNELS[kernel].products:
+    described = find_kernel(kernel)
+    if problem.dtype == "float32" or not described.products:
         return tuple(found)
     if isinstance(config, DecodeConfig):
         if not resources.mma + resources.wgmma:
             found.append("no mma.sync or wgmma")
-    elif target == "sm90" and getattr(config, KERNELS[kernel].stationary) >= _WGMMA_ROWS:
+    elif target == "sm90" and getattr(config, described.stationary) >= _WGMMA_ROWS:
         if not resources.wgmma:
             found.append("no wgmma")
     elif not resources.mma:
         found.append("no mma.sync")
-    if target == "sm80" and config.num_stages > 1 and not resources.cp_async:
+    is_pipelined = config.num_stages > 1 or is_explicit
+    if target == "sm80" and is_pipelined and not resources.cp_async:
         found.append("no cp.async")
+    if is_explicit and not resources.ldmatrix:
+        found.append("no ldmatrix")
     return tuple(found)

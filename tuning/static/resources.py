@@ -36,6 +36,8 @@ class Resources:
         registers: 32-bit registers per thread.
         spill_stores, spill_loads: bytes that a thread's spill instructions move, each counted once
             (as ``ptxas -v`` counts them).
+        loop_spills: the same, stores and loads together, of one step of the main loop: the last
+            one that multiplies on tensor cores with mma.sync, which is the one without a mask.
         stack: bytes of a thread's stack frame.
         shared: bytes of shared memory per block.
         warps: warps per block.
@@ -46,6 +48,7 @@ class Resources:
     registers: int
     spill_stores: int
     spill_loads: int
+    loop_spills: int
     stack: int
     shared: int
     warps: int
@@ -69,6 +72,7 @@ def measure(compiled: CompiledKernel, target: str) -> Resources:
         registers=registers,
         spill_stores=_bytes_moved("STL", sass),
         spill_loads=_bytes_moved("LDL", sass),
+        loop_spills=sum(_bytes_moved(opcode, _main_loop(sass)) for opcode in ("STL", "LDL")),
         stack=stack,
         shared=shared,
         warps=warps,
@@ -95,6 +99,26 @@ def _bytes_moved(opcode: str, sass: str) -> int:
         for modifiers in re.findall(rf"\b{opcode}((?:\.\w+)*) ", sass)
     )
     return sum(widths) // 8
+
+
+def _main_loop(sass: str) -> str:
+    """Return the instructions of the last loop with products; none if there is no such loop.
+
+    A loop is what lies between a branch and the place before it where the branch leads.
+    """
+    instructions = [
+        (int(address, 16), text)
+        for address, text in re.findall(r"/\*([0-9a-f]{4,})\*/ +([^;]*;)", sass)
+    ]
+    main = ""
+    for end, text in instructions:
+        target = re.search(r"\bBRA\b.*\b0x([0-9a-f]+)", text)
+        if target is None or int(target[1], 16) >= end:
+            continue
+        begin = int(target[1], 16)
+        loop = "\n".join(text for address, text in instructions if begin <= address <= end)
+        main = loop if "HMMA" in loop else main
+    return main
 
 
 def _cuobjdump(cubin: bytes, option: str) -> str:

@@ -1,10 +1,11 @@
-"""Compile the Triton kernels of one problem for a target, without a GPU."""
+"""Compile the Triton or Gluon kernels of one problem for a target, without a GPU."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -12,13 +13,9 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
 from torch_attn import launch
-from torch_attn.kernels.portable.append_kv import append_kv
-from torch_attn.kernels.portable.flash_bwd import flash_bwd
-from torch_attn.kernels.portable.flash_fwd import flash_fwd
-from torch_attn.kernels.portable.paged_decode import paged_decode
 from tuning.static.operands import append_operands, decode_operands, flash_operands
 from twin_attention.contract.spec import AttentionSpec, DecodeSpec
-from twin_attention.targets.family import portable_backend
+from twin_attention.targets.family import FAMILIES, Backend
 from twin_attention.targets.kernels import KernelConfig
 
 
@@ -28,6 +25,7 @@ def compile_kernels(
     limit: Callable[[str], float] = lambda kernel: math.inf,
     sinks: bool = False,
     device: str | None = None,
+    family: str = "triton",
 ) -> list[tuple[str, KernelConfig, Any]]:
     """Compile a problem's kernels as `torch_attn` launches them.
 
@@ -37,20 +35,25 @@ def compile_kernels(
             pipeline than configured if need be.
         sinks: give sinks to `flash_attention`; a decode has them always.
         device: what to assemble for, the target's own devices unless given.
+        family: whose kernels.
 
     Returns:
-        Each kernel's name, its configuration and what Triton compiled.
+        Each kernel's name, its configuration and what Triton compiled; those of a backward that is
+        to be deterministic and of one that need not be.
     """
-    backend = portable_backend("torch_attn", target)
+    (chosen,) = (found for found in FAMILIES["torch_attn"] if found.name == family)
+    backend, run = Backend(chosen, target), chosen.function
     with _driver(device or target), launch.recording(limit) as compiled:
         if isinstance(spec, AttentionSpec):
             operands = flash_operands(spec, _empty, sinks)
-            out, lse = flash_fwd(operands, spec, backend)
-            flash_bwd(out, lse, operands, out, lse, spec, backend)
+            out, lse = run("flash_fwd")(operands, spec, backend)
+            for deterministic in (False, True):
+                one = replace(spec, deterministic=deterministic)
+                run("flash_bwd")(out, lse, operands, out, lse, one, backend)
         else:
-            paged_decode(decode_operands(spec, _empty), spec, backend)
-            append_kv(append_operands(spec, _empty), spec.cache, backend)
-    return compiled
+            run("paged_decode")(decode_operands(spec, _empty), spec, backend)
+            run("append_kv")(append_operands(spec, _empty), spec.cache, backend)
+    return list({name: (name, *rest) for name, *rest in compiled}.values())
 
 
 def _empty(dtype: str, *shape: int) -> torch.Tensor:

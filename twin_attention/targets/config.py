@@ -40,7 +40,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from twin_attention.contract.spec import MergeSpec
+from twin_attention.contract.spec import AttentionSpec, MergeSpec
 from twin_attention.contract.validate import check_choice, fail
 from twin_attention.targets.conditions import CONDITIONS
 from twin_attention.targets.kernels import FAMILY_KERNELS, KERNELS, Kernel, KernelConfig, Spec
@@ -132,7 +132,7 @@ def table_path(package: str, target: str, folder: str = "portable") -> Path:
 
 
 def find_configs(path: Path, spec: Spec, folder: str = "portable") -> dict[str, KernelConfig]:
-    """Find the configuration of each of a problem's kernels in one table.
+    """Find the configuration of each kernel that runs for a problem in one table.
 
     Args:
         path: the table's file.
@@ -143,13 +143,27 @@ def find_configs(path: Path, spec: Spec, folder: str = "portable") -> dict[str, 
         LookupError: no row of a kernel serves the problem.
     """
     found = {}
-    for kernel, rows in load_table(path, folder).items():
-        if isinstance(spec, FAMILY_KERNELS[folder][kernel].spec):
+    table, kernels = load_table(path, folder), FAMILY_KERNELS[folder]
+    kinds = {kernels[kernel].deterministic for kernel in table}
+    for kernel, rows in table.items():
+        if _runs(kernels[kernel], spec, kinds):
             row = next((row for row in rows if row.serves(spec)), None)
             if row is None:
                 fail(LookupError, f"{kernel} in {path}", "a row that serves the problem", spec)
             found[kernel] = row.config
     return found
+
+
+def _runs(kernel: Kernel, spec: Spec, kinds: set[bool | None]) -> bool:
+    """Return True for a kernel that runs a problem.
+
+    Args:
+        kinds: the values of `Kernel.deterministic` in the family's table. Without kernels for a
+            backward that need not be deterministic it runs those of one that is.
+    """
+    if not isinstance(spec, AttentionSpec) or not isinstance(spec, kernel.spec):
+        return isinstance(spec, kernel.spec)
+    return kernel.deterministic in (None, spec.deterministic) or spec.deterministic not in kinds
 
 
 class Change(NamedTuple):

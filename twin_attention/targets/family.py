@@ -14,6 +14,7 @@ from importlib import import_module
 from typing import Any, NamedTuple
 
 from twin_attention.contract.validate import fail
+from twin_attention.targets import sm80
 from twin_attention.targets.config import current_configs
 from twin_attention.targets.kernels import Spec
 
@@ -55,12 +56,31 @@ def _function(family: Family, operation: str) -> Callable[..., Any]:
     return getattr(import_module(f"{family.package}.kernels.{place}"), operation)
 
 
+@cache
+def _import_error(module: str) -> str | None:
+    """Return why a module of kernels cannot be imported, None if it can."""
+    try:
+        import_module(module)
+    except (ImportError, AttributeError) as error:  # a version without the language, or its names
+        return f"its kernels cannot be imported: {error}"
+    return None
+
+
+def _gluon_supports(spec: Spec, target: str | None) -> str | None:
+    """Support what the SM80 kernels cover, with a Triton whose Gluon has the names they use."""
+    return sm80.supports(spec, target) or _import_error("torch_attn.kernels.sm80.flash_bwd")
+
+
 FAMILIES = {
-    package: (
-        Family("triton", package, "portable", has_interpreter=True),
-        Family("reference", package),
-    )
-    for package in ("torch_attn", "pallas_attn")
+    "torch_attn": (
+        Family("gluon", "torch_attn", "sm80", supports=_gluon_supports),
+        Family("triton", "torch_attn", "portable", has_interpreter=True),
+        Family("reference", "torch_attn"),
+    ),
+    "pallas_attn": (
+        Family("triton", "pallas_attn", "portable", has_interpreter=True),
+        Family("reference", "pallas_attn"),
+    ),
 }
 
 
@@ -92,7 +112,8 @@ class Backend(NamedTuple):
 
 def portable_backend(package: str, target: str | None) -> Backend:
     """Return the backend of a side's portable kernels; without a target, interpreted."""
-    return Backend(FAMILIES[package][0], target, interpreted=target is None)
+    (family,) = (family for family in FAMILIES[package] if family.folder == "portable")
+    return Backend(family, target, interpreted=target is None)
 
 
 def choose(

@@ -6,7 +6,7 @@ the search go by this table, so that a new kernel is one more entry here.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, cast
 
 from twin_attention.contract.spec import AttentionSpec, DecodeSpec, MergeSpec, PagedCache
@@ -48,8 +48,22 @@ class FlashConfig(KernelConfig):
 
 
 @dataclass(frozen=True)
+class FwdConfig(FlashConfig):
+    """Configure `flash_fwd` of the explicit SM80 kernels.
+
+    Attributes:
+        block_q, block_kv: rows of a tile of q and of a tile of k and v.
+        num_warps: warps per program; each has block_q / num_warps rows, 16 or a multiple.
+        num_stages: tiles of k, and of v, in shared memory: 1 or 2.
+        q_in_registers: 1 to read q from shared memory once; 0 to read it for each tile of keys.
+    """
+
+    q_in_registers: int
+
+
+@dataclass(frozen=True)
 class PreprocessConfig(KernelConfig):
-    """Configure `flash_bwd_preprocess`, which has no loop.
+    """Configure `flash_bwd_preprocess` or `flash_bwd_postprocess`, which have no loop.
 
     Attributes:
         block_q: rows per program.
@@ -116,12 +130,14 @@ class Kernel:
     Attributes:
         spec: the kind of problem that it solves.
         config: the class of its configurations.
-        function: the function of ``kernels/portable`` that launches it, alone or with others.
+        function: the function of its family that launches it, alone or with others.
         products: the matrix products of one tile, each by its size beside block_q and block_kv:
             "d" is the head size of q and k, "dv" that of v.
         accumulators: the float32 accumulators of a program, each by its number of columns.
         stationary: the field that counts the rows which a program keeps while it loops over the
             others.
+        deterministic: it is for backwards that are to be deterministic, or for those that need not
+            be; None is for both.
     """
 
     spec: type[Spec]
@@ -130,6 +146,7 @@ class Kernel:
     products: tuple[str, ...] = ()
     accumulators: tuple[str, ...] = ()
     stationary: str = "block_q"
+    deterministic: bool | None = None
 
     @property
     def fields(self) -> tuple[str, ...]:
@@ -162,4 +179,25 @@ KERNELS = {
 }  # fmt: skip
 
 # The kernels of each family, by its folder in ``kernels`` and ``configs``.
-FAMILY_KERNELS = {"portable": KERNELS}
+FAMILY_KERNELS = {
+    "portable": KERNELS,
+    "sm80": {
+        "flash_fwd": replace(KERNELS["flash_fwd"], config=FwdConfig),
+        "flash_bwd_preprocess": KERNELS["flash_bwd_preprocess"],
+        "flash_bwd_dq": replace(KERNELS["flash_bwd_dq"], deterministic=True),
+        "flash_bwd_dkdv": replace(KERNELS["flash_bwd_dkdv"], deterministic=True),
+        "flash_bwd_fused": Kernel(
+            AttentionSpec, FlashConfig, "flash_bwd",
+            products=("d", "dv", "dv", "d", "d"), accumulators=("d", "dv"),  # s, dp, dv, dk, dq
+            stationary="block_kv", deterministic=False,
+        ),
+        "flash_bwd_postprocess": Kernel(
+            AttentionSpec, PreprocessConfig, "flash_bwd", deterministic=False
+        ),
+    },
+}  # fmt: skip
+
+
+def find_kernel(name: str) -> Kernel:
+    """Return the kernel of this name in the first family that has one: they do the same work."""
+    return next(kernels[name] for kernels in FAMILY_KERNELS.values() if name in kernels)

@@ -1,14 +1,12 @@
-"""What the explicit SM80 kernels of both sides take, and how they are configured.
+"""What the explicit SM80 kernels of both sides take.
 
 They copy 16 bytes at a time with cp.async, read operands with ldmatrix, and multiply with mma.sync.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from twin_attention.contract.spec import AttentionSpec
-from twin_attention.targets.kernels import FlashConfig, Spec
+from twin_attention.targets.kernels import Spec
 
 
 def supports(spec: Spec, target: str | None) -> str | None:
@@ -37,17 +35,3 @@ def column_pieces(size: int) -> tuple[int, ...]:
     half = whole // 2
     rest = max(16, 1 << (size - half - 1).bit_length())
     return (half, rest) if rest < half else (whole,)
-
-
-@dataclass(frozen=True)
-class FwdConfig(FlashConfig):
-    """Configure `flash_fwd`.
-
-    Attributes:
-        block_q, block_kv: rows of a tile of q and of a tile of k and v.
-        num_warps: warps per program; each has block_q / num_warps rows, 16 or a multiple.
-        num_stages: tiles of k, and of v, in shared memory: 1 or 2.
-        q_in_registers: 1 to read q from shared memory once; 0 to read it for each tile of keys.
-    """
-
-    q_in_registers: int

@@ -426,15 +426,13 @@ def flash_bwd(
     lse: Tensor,
     spec: AttentionSpec,
     backend: Backend,
-    deterministic: bool = True,
 ) -> FlashOperands[Tensor]:
-    """Launch the kernels of the backward.
+    """Launch the kernels of the backward: with a kernel for dq if it is to be deterministic.
 
     Args:
         dout: [B, Sq, Hq, Dv], any strides with a contiguous last dimension.
         dlse: [B, Hq, Sq] float32, contiguous, or None for zero.
         operands, out, lse: inputs and outputs of the forward.
-        deterministic: sum dq in a fixed order, by a kernel of its own.
 
     Returns:
         The gradient of each operand, in its dtype, contiguous.
@@ -452,7 +450,7 @@ def flash_bwd(
         spec,
         backend,
     )
-    if deterministic:
+    if spec.deterministic:
         launch("flash_bwd_dq", flash_bwd_dq_kernel, _prepare_dq, (*inputs, dq), spec, backend)
         launch(
             "flash_bwd_dkdv",
