@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -105,9 +106,9 @@ def launch(
 ) -> None:
     """Launch a kernel on its first operand's device, compiled or in Triton's interpreter.
 
-    On a CUDA device a launch goes through Triton, which compiles, with fewer stages where the
-    configured ones do not fit (`compile_to_fit`). A `torch_attn.calls.Call` as the backend
-    remembers the launch of each kernel: the next one goes straight to the driver.
+    On a CUDA device a launch goes through Triton, which compiles, with fewer stages or a smaller
+    configuration where the table's does not fit (`compile_to_fit`). A `torch_attn.calls.Call` as
+    the backend remembers the launch of each kernel: the next one goes straight to the driver.
 
     Args:
         name: the kernel's name in the configuration tables.
@@ -127,16 +128,19 @@ def launch(
     device, target = operands[0].device, backend.target
     config = backend.configs(spec)[name]
     layouts = tuple(None if x is None else _layout(x) for x in operands)
-    grid, arguments = prepare(KernelCall(spec, constants, config, target, device, layouts))
 
-    def with_config(config: KernelConfig) -> dict[str, Any]:
+    def prepared(config: KernelConfig) -> Prepared:
+        """Return the grid and all arguments by name, the configuration's numbers among them."""
+        call = KernelCall(spec, constants, config, target, device, layouts)
+        grid, arguments = prepare(call)
         numbers = {name.upper(): value for name, value in vars(config).items()}
-        return arguments | {key: numbers[key] for key in numbers if key in kernel.arg_names}
+        return grid, arguments | {x: numbers[x] for x in numbers if x in kernel.arg_names}
 
     if target is None:
         from torch_attn.interpreter import interpreted
 
-        interpreted(kernel)[grid](*operands, **with_config(config))
+        grid, arguments = prepared(config)
+        interpreted(kernel)[grid](*operands, **arguments)
         return
     options = {"enable_fp_fusion": True} | options  # Triton 3.10 turns it off unless asked
     if target == "sm80":
@@ -144,16 +148,19 @@ def launch(
 
     def compile(config: KernelConfig) -> Any:
         options.update(num_warps=config.num_warps, num_stages=config.num_stages)
-        return kernel.warmup(*operands, grid=grid, **with_config(config), **options)
+        grid, arguments = prepared(config)
+        return kernel.warmup(*operands, grid=grid, **arguments, **options)
 
+    smaller = partial(backend.smaller_configs, spec, name, config)
     if _recorded is not None:
         limit, compiled = _recorded
-        compiled.append((name, *compile_to_fit(name, compile, config, target, limit(name))))
+        fitted = compile_to_fit(name, compile, config, target, limit(name), smaller)
+        compiled.append((name, *fitted))
         return
     with torch.cuda.device(device):
         limit = shared_memory(target, device)
-        config, compiled = compile_to_fit(name, compile, config, target, limit)
-        arguments = with_config(config)
+        config, compiled = compile_to_fit(name, compile, config, target, limit, smaller)
+        grid, arguments = prepared(config)
         rest = [arguments[name] for name in kernel.arg_names[len(operands) :]]
         launcher = launcher_of(compiled, (*grid, 1, 1)[:3], rest, device)
         launcher(*operands)

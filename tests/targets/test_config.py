@@ -21,7 +21,7 @@ from twin_attention.targets.config import (
     table_path,
     use_configs,
 )
-from twin_attention.targets.family import FAMILIES
+from twin_attention.targets.family import FAMILIES, Backend
 from twin_attention.targets.kernels import (
     FAMILY_KERNELS,
     KERNELS,
@@ -350,6 +350,38 @@ def test_a_kernel_that_fits_is_compiled_as_configured():
 def test_a_kernel_that_does_not_fit_gets_fewer_stages():
     assert compiled_by({3: 300, 2: 200, 1: 100}, limit=299) == (2, 200)
     assert compiled_by({3: 300, 2: 200, 1: 100}, limit=199) == (1, 100)
+
+
+def test_a_kernel_that_does_not_fit_takes_the_next_configuration_that_does():
+    sizes = {(64, 2): 300, (64, 1): 200, (32, 2): 150, (32, 1): 100, (16, 1): 50}
+
+    def compile(config):
+        shared = sizes[config.block_q, config.num_stages]
+        return SimpleNamespace(metadata=SimpleNamespace(shared=shared))
+
+    large, small, least = (
+        FlashConfig(block_q=block_q, block_kv=32, num_warps=4, num_stages=num_stages)
+        for block_q, num_stages in ((64, 2), (32, 2), (16, 1))
+    )
+    for limit, fits in (
+        (300, large), (200, replace(large, num_stages=1)), (199, small),
+        (100, replace(small, num_stages=1)), (50, least),
+    ):  # fmt: skip
+        fitted, _ = compile_to_fit("f", compile, large, "sm80", limit, lambda: (small, least))
+        assert fitted == fits
+    with pytest.raises(NotImplementedError, match=r"at most 49 bytes .* got 50 with .*block_q=16"):
+        compile_to_fit("f", compile, large, "sm80", 49, lambda: (small, least))
+
+
+def test_smaller_configurations_are_those_of_the_rows_after():
+    gluon, *_ = FAMILIES["torch_attn"]
+    backend = Backend(gluon, "sm80")
+    spec = replace(SPEC, dtype="bfloat16", deterministic=False)
+    own = backend.configs(spec)["flash_bwd_fused"]
+    others = backend.smaller_configs(spec, "flash_bwd_fused", own)
+    assert [config.block_q for config in others] == [64, 64, 32]
+    assert backend.smaller_configs(spec, "flash_bwd_fused", replace(own, num_warps=16)) == ()
+    assert backend.smaller_configs(replace(spec, head_dim=256), "flash_fwd", own) == ()
 
 
 def test_a_kernel_that_fits_with_no_number_of_stages_is_refused():

@@ -4,19 +4,31 @@
 with one, and those of the two most common head sizes with the other features of a 16-bit dtype.
 """
 
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, replace
+from itertools import product
+from multiprocessing import get_context
 
 import pytest
 
-from tuning.static.gate import DECODE_FEATURES, FRAMEWORKS, Problem, check, failures, problems
+from tuning.static.gate import (
+    DECODE_FEATURES,
+    FRAMEWORKS,
+    Problem,
+    check,
+    compiler,
+    failures,
+    problems,
+)
 from tuning.static.resources import Resources
+from tuning.static.shared_memory import only_shared_memory
 from twin_attention.targets.kernels import (
     FAMILY_KERNELS,
     DecodeConfig,
     FlashConfig,
     FwdConfig,
 )
-from twin_attention.targets.target import TARGETS
+from twin_attention.targets.target import SHARED_MEMORY_OF_SMALLER_CARDS, TARGETS
 
 
 def chosen(framework: str, target: str) -> list[Problem]:
@@ -50,6 +62,25 @@ def test_explicit_kernels_are_fit_for_sm80():
     verdicts = check(Problem("torch", "sm80", "bfloat16", 80, "causal", "gluon"))
     assert {verdict.kernel for verdict in verdicts} == {*FAMILY_KERNELS["sm80"]}
     assert not {v.kernel: v.failures for v in verdicts if v.failures}
+
+
+def shared_memory_on_smaller_cards() -> dict[tuple[str, int], int]:
+    """Return the bytes of each kernel, by head size."""
+    limit, found = SHARED_MEMORY_OF_SMALLER_CARDS, {}
+    for head_dim in (64, 256):
+        spec = Problem("torch", "sm80", "bfloat16", head_dim, "full", "gluon").spec
+        with only_shared_memory():
+            compiled = compiler("torch")(spec, "sm80", lambda kernel: limit, family="gluon")
+        found |= {(kernel, head_dim): binary.metadata.shared for kernel, _, binary in compiled}
+    return found
+
+
+def test_explicit_kernels_fit_smaller_cards():
+    """With another row where the first takes too much: dk and dv at both of these head sizes."""
+    with ProcessPoolExecutor(1, get_context("spawn")) as pool:  # see `only_shared_memory`
+        found = pool.submit(shared_memory_on_smaller_cards).result()
+    assert found.keys() == {*product(FAMILY_KERNELS["sm80"], (64, 256))}
+    assert max(found.values()) <= SHARED_MEMORY_OF_SMALLER_CARDS
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)

@@ -53,7 +53,7 @@ def compile_kernels(
         else:
             run("paged_decode")(decode_operands(spec, _empty), spec, backend)
             run("append_kv")(append_operands(spec, _empty), spec.cache, backend)
-    return list({name: (name, *rest) for name, *rest in compiled}.values())
+    return list({kernel[0]: kernel for kernel in compiled}.values())
 
 
 def _empty(dtype: str, *shape: int) -> torch.Tensor:

@@ -206,6 +206,24 @@ def _shipped(package: str, target: str, spec: Spec, folder: str) -> Mapping[str,
     return find_configs(table_path(package, target, folder), spec, folder)
 
 
+def smaller_configs(
+    package: str, target: str, spec: Spec, folder: str, kernel: str, config: KernelConfig
+) -> tuple[KernelConfig, ...]:
+    """Return what a kernel may be configured with where its own configuration does not fit.
+
+    These are the rows that serve the problem after its own row. A configuration that is not the
+    table's, since `use_configs` changed it, has none.
+
+    Args:
+        package, target, spec, folder: as `current_configs` takes them.
+        kernel: its name.
+        config: its configuration.
+    """
+    rows = load_table(table_path(package, target, folder), folder)[kernel]
+    own, *others = (row.config for row in rows if row.serves(spec))
+    return tuple(others) if config == own else ()
+
+
 @contextmanager
 def use_configs(
     configs: Mapping[str, Mapping[str, int]], package: str | None = None
@@ -277,6 +295,7 @@ def compile_to_fit(
     config: Any,
     target: str,
     limit: float,
+    smaller: Callable[[], Iterable[Any]] = tuple,
 ) -> tuple[Any, Any]:
     """Compile a kernel, with fewer stages of its pipeline where shared memory is too small.
 
@@ -290,18 +309,26 @@ def compile_to_fit(
         config: the configuration to start from.
         target: instruction set that it is compiled for, for the error message.
         limit: bytes of shared memory that a block may have.
+        smaller: returns the configurations to try after this one, in order (`smaller_configs`).
 
     Returns:
         The configuration that fits, and what was compiled with it.
 
     Raises:
-        NotImplementedError: not even one stage fits.
+        NotImplementedError: no configuration fits, not even with one stage.
     """
+    others = None
     compiled = compile(config)
     while compiled.metadata.shared > limit:
-        if config.num_stages == 1:
-            expected = f"at most {limit} bytes of shared memory on {target}"
-            fail(NotImplementedError, kernel, expected, f"{compiled.metadata.shared} with {config}")
-        config = replace(config, num_stages=config.num_stages - 1)
+        if config.num_stages > 1:
+            config = replace(config, num_stages=config.num_stages - 1)
+        else:
+            others = iter(smaller()) if others is None else others
+            following = next(others, None)
+            if following is None:
+                expected = f"at most {limit} bytes of shared memory on {target}"
+                got = f"{compiled.metadata.shared} with {config}"
+                fail(NotImplementedError, kernel, expected, got)
+            config = following
         compiled = compile(config)
     return config, compiled

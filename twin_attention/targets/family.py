@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 from twin_attention.contract.validate import fail
 from twin_attention.targets import sm80
-from twin_attention.targets.config import current_configs
-from twin_attention.targets.kernels import Spec
+from twin_attention.targets.config import current_configs, smaller_configs
+from twin_attention.targets.kernels import KernelConfig, Spec
 
 
 def _every_problem(spec: Spec, target: str | None) -> str | None:
@@ -108,6 +108,16 @@ class Backend(NamedTuple):
         if folder is None:
             return {}
         return current_configs(self.family.package, self.target or "sm80", spec, folder)
+
+    def smaller_configs(
+        self, spec: Spec, kernel: str, config: KernelConfig
+    ) -> tuple[KernelConfig, ...]:
+        """Return what to compile a kernel with where its configuration does not fit the card."""
+        assert self.family.folder is not None
+        assert self.target is not None
+        return smaller_configs(
+            self.family.package, self.target, spec, self.family.folder, kernel, config
+        )
 
 
 def portable_backend(package: str, target: str | None) -> Backend:
