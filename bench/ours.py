@@ -14,16 +14,19 @@ from typing import TYPE_CHECKING, Any
 from bench.calls import compiled, jax_call, torch_call
 from bench.job import Call, Subject
 from interop.parity.cases import DecodeCase, FlashCase
+from twin_attention.targets.family import FAMILIES
 from twin_attention.targets.target import use_target
 
 if TYPE_CHECKING:
     from bench.suites.decode_inputs import DecodeTensors
 
 Factory = Callable[..., Call]
-SIDES = {
-    "torch triton": "torch_attn",
-    "jax triton": "pallas_attn",
-    "torch triton compiled": "torch_attn",
+# Side and family.
+NAMES = {
+    "torch gluon": ("torch_attn", "gluon"),
+    "torch triton": ("torch_attn", "triton"),
+    "jax triton": ("pallas_attn", "triton"),
+    "torch triton compiled": ("torch_attn", "triton"),
 }
 
 
@@ -34,8 +37,9 @@ def flash_factories(targets: Sequence[str], compiling: bool = True) -> dict[Subj
         targets: to compile for.
         compiling: "torch triton compiled" as well.
     """
-    names = [*SIDES] if compiling else ["torch triton", "jax triton"]
-    return {Subject(*key): partial(_flash, *key) for key in product(names, targets)}
+    names = [name for name in NAMES if compiling or not name.endswith(" compiled")]
+    keys = [key for key in product(names, targets) if _has_kernels(*key)]
+    return {Subject(*key): partial(_flash, *key) for key in keys}
 
 
 def decode_factories(targets: Sequence[str]) -> dict[Subject, Factory]:
@@ -44,9 +48,17 @@ def decode_factories(targets: Sequence[str]) -> dict[Subject, Factory]:
     return {Subject(*key): partial(_decode, *key) for key in product(names, targets)}
 
 
+def _has_kernels(name: str, target: str) -> bool:
+    """Return True if the family has kernels for the target, which its folder tells."""
+    side, wanted = NAMES[name]
+    folders = {family.folder for family in FAMILIES[side] if family.name == wanted}
+    return not folders.isdisjoint({"portable", target})
+
+
 def _flash(name: str, target: str, case: FlashCase, operation: str, tensors: Any) -> Call:
-    attention = import_module(SIDES[name]).flash_attention
-    attend = partial(attention, **case.options, implementation="triton")
+    side, family = NAMES[name]
+    attention = import_module(side).flash_attention
+    attend = partial(attention, **case.options, implementation=family)
     if name == "torch triton compiled":
         attend = compiled(attend, fullgraph=True)
     prepare = jax_call if name == "jax triton" else torch_call
@@ -56,8 +68,9 @@ def _flash(name: str, target: str, case: FlashCase, operation: str, tensors: Any
 
 
 def _decode(name: str, target: str, case: DecodeCase, tensors: DecodeTensors) -> Call:
-    attend = import_module(SIDES[name]).paged_decode
-    attend = partial(attend, **case.options, implementation="triton")
+    side, family = NAMES[name]
+    attend = import_module(side).paged_decode
+    attend = partial(attend, **case.options, implementation=family)
     arguments: dict[str, Any] = tensors.arguments
     if name == "jax triton":
         import jax

@@ -14,6 +14,7 @@ from dataclasses import asdict
 from functools import partial
 from itertools import chain
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from interop.parity.arguments import count, make_folder, require
 from interop.parity.cases import SUITES, Case, decode_cases, flash_cases
@@ -21,7 +22,10 @@ from interop.parity.records import ORACLE, CaseResult, Report, problem_text, tit
 from interop.parity.workers import run_cases
 from twin_attention.targets.target import TARGETS
 
-IMPLEMENTATIONS = ("triton", "reference")
+if TYPE_CHECKING:
+    from interop.parity.sides import Subject
+
+IMPLEMENTATIONS = ("gluon", "triton", "reference")
 NEEDED = ("jax", "matplotlib", "rich", "torch", "triton")
 
 
@@ -51,14 +55,20 @@ def main(arguments: list[str] | None = None) -> int:
         targets = choose_targets(device, options.target)
     except (ValueError, NotImplementedError) as error:
         parser.error(str(error))
+    from interop.parity.sides import plan
+
+    implementations = tuple(dict.fromkeys(options.implementations))
+    groups = plan(implementations, targets)
+    if not any(groups):
+        got = " ".join(implementations)
+        parser.error(f"--implementations: expected one with kernels for this device, got {got!r}")
     make_folder(parser.error, "--output", options.output)
-    return _run(suites, tuple(dict.fromkeys(options.implementations)), targets, device, options)
+    return _run(suites, groups, device, options)
 
 
 def _run(
     suites: dict[str, list[Case]],
-    implementations: tuple[str, ...],
-    targets: tuple[str | None, ...],
+    groups: list[list[Subject]],
     device: str,
     options: argparse.Namespace,
 ) -> int:
@@ -67,12 +77,11 @@ def _run(
     from interop.parity.environment import choose_jobs, facts
     from interop.parity.harness import run_case, what_runs
     from interop.parity.report import write
-    from interop.parity.sides import plan, twins
+    from interop.parity.sides import twins
     from interop.parity.table import CaseTable, print_header, print_summary
 
     console = Console()
     cases = list(chain(*suites.values()))
-    groups = plan(implementations, targets)
     subjects = [subject for group in groups for subject in group]
     chosen = f"{options.suite}, {len(cases)} cases" + (
         f" with {options.filter!r} in the name" if options.filter else ""
@@ -139,8 +148,8 @@ def _parser() -> argparse.ArgumentParser:
         "--implementations",
         nargs="+",
         choices=IMPLEMENTATIONS,
-        default=["triton"],
-        help="what runs, in both packages (default: triton)",
+        default=["gluon", "triton"],
+        help="what runs, where a package and the target have it (default: gluon triton)",
     )
     parser.add_argument(
         "--target",

@@ -12,7 +12,7 @@ from interop.parity.check import check_layout, compare
 from interop.parity.inputs import Tensors, make_inputs
 from interop.parity.oracle import Expectation, expectations, parts_of
 from interop.parity.records import CaseResult, Comparison, RunRecord
-from interop.parity.sides import Subject, explain, run
+from interop.parity.sides import Subject, explain, run, supports
 
 
 def run_case(case: Case, groups: list[list[Subject]], device: str) -> CaseResult:
@@ -64,6 +64,8 @@ def _run_group(
 ) -> tuple[list[RunRecord], list[Comparison]]:
     records, results = [], {}
     for subject in group:
+        if not supports(subject, case):
+            continue
         try:
             start = time.perf_counter()
             found = run(subject, case, inputs)

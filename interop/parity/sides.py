@@ -17,6 +17,7 @@ from interop.exchange import to_jax, to_torch
 from interop.parity.cases import Case, DecodeCase
 from interop.parity.inputs import Tensors
 from twin_attention.contract.explain import Explanation
+from twin_attention.targets.family import FAMILIES
 from twin_attention.targets.target import use_target
 
 Attend = Callable[..., Any]  # an array, or a tuple of arrays, from arrays
@@ -29,7 +30,7 @@ class Subject:
 
     Attributes:
         side: "torch_attn" or "pallas_attn".
-        implementation: such as "triton" or "reference".
+        implementation: such as "gluon", "triton" or "reference".
         target: "sm80" or "sm90"; None where nothing is compiled.
     """
 
@@ -43,15 +44,31 @@ class Subject:
 
 
 def plan(implementations: Sequence[str], targets: Sequence[str | None]) -> list[list[Subject]]:
-    """Return the subjects by target; the reference compiles nothing and goes with the first."""
+    """Return the subjects by target; the reference compiles nothing and goes with the first.
+
+    A family whose folder is named for a target has kernels for that one alone.
+    """
     return [
         [
-            Subject(side, implementation, target if implementation != "reference" else None)
+            Subject(side, family.name, target if family.folder is not None else None)
             for implementation, side in product(implementations, SIDES)
-            if implementation != "reference" or target == targets[0]
+            for family in FAMILIES[side]
+            if family.name == implementation
+            and (
+                family.folder in ("portable", target)
+                or (family.folder is None and target == targets[0])
+            )
         ]
         for target in targets
     ]
+
+
+def supports(subject: Subject, case: Case) -> bool:
+    """Return True if a family of the subject's name has the case's problem."""
+    return any(
+        family.name == subject.implementation and family.supports(case.spec, subject.target) is None
+        for family in FAMILIES[subject.side]
+    )
 
 
 def twins(group: Sequence[Subject]) -> list[tuple[Subject, Subject]]:

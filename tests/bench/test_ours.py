@@ -28,7 +28,10 @@ def tensors_of(case):
 def test_every_implementation_for_every_target():
     factories = ours.flash_factories(["sm90", "sm80"])
     names = ("torch triton", "jax triton", "torch triton compiled")
-    assert list(factories) == [Subject(name, t) for name in names for t in ("sm90", "sm80")]
+    assert list(factories) == [
+        Subject("torch gluon", "sm80"),
+        *(Subject(name, t) for name in names for t in ("sm90", "sm80")),
+    ]
     native = ours.flash_factories(["sm90"], compiling=False)
     assert list(native) == [Subject("torch triton", "sm90"), Subject("jax triton", "sm90")]
     assert list(ours.decode_factories(["sm80"])) == [

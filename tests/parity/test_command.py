@@ -170,6 +170,10 @@ def test_list_names_the_chosen_cases_and_runs_nothing(tmp_path, capsys):
         (["--suite", "huge"], "invalid choice: 'huge'"),
         (["--target", "sm80"], "target: expected None without a GPU"),
         (["--implementations", "cudnn"], "invalid choice: 'cudnn'"),
+        (
+            ["--implementations", "gluon"],
+            "--implementations: expected one with kernels for this device, got 'gluon'",
+        ),
         (["--jobs", "x"], "--jobs: expected a number of 1 or more, got 'x'"),
         (["--jobs", "0"], "--jobs: expected a number of 1 or more, got '0'"),
     ],

@@ -1,5 +1,7 @@
 """One side on one case, and which subjects run."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -8,7 +10,7 @@ from interop.parity.cases import DecodeCase, FlashCase, decode_cases
 from interop.parity.check import worst
 from interop.parity.inputs import make_inputs
 from interop.parity.oracle import expectations, parts_of
-from interop.parity.sides import SIDES, PallasSide, Subject, explain, plan, run, twins
+from interop.parity.sides import SIDES, PallasSide, Subject, explain, plan, run, supports, twins
 from twin_attention.targets.target import requested_target
 
 CASE = FlashCase("run", seq_q=5, seq_kv=7, heads_q=2, heads_kv=1, head_dim=16, causal=True)
@@ -25,6 +27,28 @@ def test_each_target_is_a_group_and_the_reference_runs_once():
         ],
         ["torch_attn triton sm80", "pallas_attn triton sm80"],
     ]
+
+
+def test_explicit_kernels_run_for_their_target_alone():
+    of_sm80 = ["torch_attn gluon sm80", "torch_attn triton sm80", "pallas_attn triton sm80"]
+    of_sm90 = ["torch_attn triton sm90", "pallas_attn triton sm90"]
+    for targets, expected in (
+        (("sm90", "sm80"), [of_sm90, of_sm80]),
+        (("sm80",), [of_sm80]),
+        ((None,), [["torch_attn triton", "pallas_attn triton"]]),
+    ):
+        groups = plan(("gluon", "triton"), targets)
+        assert [[subject.label for subject in group] for group in groups] == expected
+    assert plan(("gluon",), (None,)) == [[]]
+
+
+def test_a_subject_supports_what_its_family_does():
+    gluon = Subject("torch_attn", "gluon", "sm80")
+    assert supports(gluon, replace(CASE, dtype="bfloat16"))
+    assert not supports(gluon, replace(CASE, dtype="float32"))
+    assert not supports(gluon, DecodeCase("decode"))
+    assert supports(Subject("torch_attn", "triton", "sm80"), DecodeCase("decode"))
+    assert supports(Subject("pallas_attn", "reference"), CASE)
 
 
 def test_twins_are_all_pairs_across_the_sides():

@@ -6,7 +6,7 @@ from importlib import import_module
 import jax
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 import torch_attn
@@ -18,10 +18,10 @@ from twin_attention.contract.spec import AttentionSpec
 from twin_attention.targets import family
 
 # Lengths that fill no tile, so that every phase of a kernel has work. The laws share one problem
-# where they can, because JAX compiles each distinct one.
+# where they can, because JAX compiles each distinct one; in 16 bits, which every family takes.
 CASE = FlashCase(
     "law", batch=1, seq_q=70, seq_kv=90, heads_q=4, heads_kv=2, head_dim=32, head_dim_v=16,
-    dtype="float32",
+    dtype="bfloat16",
 )  # fmt: skip
 CAUSAL = replace(CASE, causal=True)
 
@@ -58,6 +58,7 @@ def equal(a: Tensors, b: Tensors) -> bool:
 @given(case=any_case, seed=st.integers(0, 1000))
 @example(case=no_full_tiles, seed=440)
 def test_any_problem_is_within_budget(side, implementation, torch_device, case, seed):
+    assume(implementation != "gluon" or case.dtype != "float32")
     inputs = make_inputs(replace(case, name=f"any-{seed}"), torch_device)
     got = attention(side, inputs, implementation=implementation, **case.options)
     assert_within_budget(got, inputs, case.spec)
@@ -105,8 +106,9 @@ def test_sequences_of_a_batch_do_not_meet(side, torch_device):
 def test_causal_closes_the_right_of_the_window(side, implementation, torch_device, window):
     inputs = make_inputs(CASE, torch_device)
     left = None if window is None else window[0]
-    a = attention(side, inputs, implementation=implementation, causal=True, window_size=window)
-    b = attention(side, inputs, implementation=implementation, window_size=(left, 0))
+    options = {"implementation": implementation, "deterministic": True}
+    a = attention(side, inputs, causal=True, window_size=window, **options)
+    b = attention(side, inputs, window_size=(left, 0), **options)
     assert equal(a, b)
 
 
@@ -135,9 +137,10 @@ def test_an_out_without_its_lse_has_the_gradients_of_a_zero_dlse(
 ):
     inputs = make_inputs(CASE, torch_device)
     inputs["dlse"].zero_()
-    _, _, *want = attention(side, inputs, implementation=implementation).values()
+    options = {"implementation": implementation, "deterministic": True}
+    _, _, *want = attention(side, inputs, **options).values()
     qkv = {name: inputs[name] for name in "qkv"}
-    _, *got = side.call("flash_attention", qkv, [inputs["dout"]], implementation=implementation)
+    _, *got = side.call("flash_attention", qkv, [inputs["dout"]], **options)
     for x, y in zip(got, want, strict=True):
         assert torch.equal(x, y)
 

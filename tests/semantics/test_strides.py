@@ -25,9 +25,11 @@ def torch_side(torch_device):
 
 def assert_layout_does_not_matter(side, inputs, strided, case, implementation):
     options = case.options | {"implementation": implementation}
+    assert_within_budget(attention(side, strided, **options), inputs, case.spec)
+    options["deterministic"] = True
     got = attention(side, strided, **options)
     assert_within_budget(got, inputs, case.spec)
-    if implementation == "triton":
+    if implementation != "reference":
         for name, x in attention(side, inputs, **options).items():
             assert torch.equal(got[name], x)
 
