@@ -1,0 +1,246 @@
+"""Flash attention, forward.
+
+``out = softmax(mask(softcap(scale · q kᵀ))) v`` and ``lse = log Σ exp``, one pass over the keys.
+Dao 2023, FlashAttention-2, algorithm 1. The mathematics is that of
+`pallas_attn.kernels.portable.flash_fwd`; here the copies, their waits and the operands of the
+products are placed by hand.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_attn.kernels.portable.softmax import LN2, LOG2E
+from pallas_attn.kernels.portable.tiles import visible_tiles
+from pallas_attn.kernels.sm80.launch import launch
+from pallas_attn.kernels.sm80.pipeline import (
+    Head,
+    add_product,
+    allocate_tile,
+    fetch_tile,
+    load_left,
+    padded_columns,
+    product_scores,
+    step_start,
+    tile_transforms,
+    wait,
+    zeros,
+)
+from pallas_attn.kernels.sm80.scores import as_rows, iota, visible_scores
+from pallas_attn.kernels.sm80.workarounds import (
+    commit,
+    store_row_values,
+    store_rows,
+    warpgroup_barrier,
+)
+from pallas_attn.launch import flash_arguments
+from twin_attention.contract.operands import FlashOperands
+from twin_attention.contract.spec import AttentionSpec
+from twin_attention.targets.family import Backend
+
+
+def flash_fwd_kernel(
+    q_ref,
+    k_ref,
+    v_ref,
+    sink_ref,
+    out_ref,
+    lse_ref,
+    q_and_out_tiles,
+    k_tiles,
+    v_tiles,
+    *,
+    group_size,
+    seq_q,
+    seq_kv,
+    diagonal,
+    rule,
+    window_left,
+    window_right,
+    head_dim,
+    head_dim_v,
+    block_q,
+    block_kv,
+    num_warps,
+    num_stages,
+    q_in_registers,
+):
+    """One program computes block_q rows of one query head; its warps share the tiles of keys.
+
+    Operands: q [B, Sq, Hq, D], k [B, Skv, Hkv, D], v [B, Skv, Hkv, Dv], sinks [Hq] float32 or None,
+    out [B, Sq, Hq, Dv], lse [B, Hq, Sq] (float32, natural log); in shared memory a tile of q, and
+    num_stages tiles of k and of v. Query i stands at key position i + diagonal; rule:
+    `twin_attention.contract.spec.ScoreRule`. Grid: (query tiles · heads · batch), last tile first,
+    since under a causal mask it is the longest. Loop invariant: m_i is the row maximum so far
+    (base 2), and with p = exp2(s · exp2_scale - m_i), l_i holds Σ p as 8 partial sums a row and acc
+    is Σ p v. Accumulation: float32, exponents in base 2, p cast to v's dtype for p·v. A row that
+    sees no key gives 0, and -inf or its sink. Each four warps have block_q · 4 / num_warps rows, a
+    multiple of 64.
+    """
+    # Locate the tile of queries.
+    warpgroups = num_warps // 4
+    warpgroup = lax.axis_index("warpgroup") if warpgroups > 1 else 0
+    program = lax.axis_index("program")
+    heads_q = q_ref.shape[2]
+    num_tiles = pl.cdiv(seq_q, block_q)
+    start_q = (num_tiles - 1 - program % num_tiles) * block_q
+    head = program // num_tiles % heads_q
+    batch = program // (num_tiles * heads_q)
+    rows = block_q // warpgroups
+    layout = plgpu.Layout.MMA_ACC(q_ref.dtype)
+    start_row = start_q + warpgroup * rows
+    head_kv = head // group_size
+    q, k, v = (
+        Head(ref, batch, h) for ref, h in ((q_ref, head), (k_ref, head_kv), (v_ref, head_kv))
+    )
+    begin, before, full, after = visible_tiles(
+        start_q, seq_q, seq_kv, diagonal, window_left, window_right, block_q, block_kv
+    )
+    steps = before + full + after
+    last_start = pl.cdiv(seq_kv, block_kv) * block_kv - block_kv
+
+    def fetch(source, tiles, step, slot):
+        """Fetch the tile of a step; a program without steps fetches some tile."""
+        start = step_start(step, begin, before, full, after, block_kv)
+        if window_left is not None or window_right is not None:
+            start = jnp.clip(start, 0, last_start)
+        fetch_tile(
+            source, tiles.at[slot], start, block_kv, warpgroup, warpgroups, seq_kv % block_kv == 0
+        )
+
+    def fetch_next(step, slot, *pairs):
+        """Fetch the tiles of the step that follows, if there is one."""
+
+        @pl.when(step + 1 < steps)
+        def _():
+            for source, tiles in pairs:
+                fetch(source, tiles, step + 1, slot)
+
+        commit()
+
+    # Start to fetch the queries and the first keys.
+    q_tile, out_tile = (tiles.at[warpgroup] for tiles in q_and_out_tiles)
+    fetch_tile(q, q_tile, start_row, rows, all_exist=seq_q % block_q == 0)
+    commit()
+    first = program * 0
+    fetch(k, k_tiles, first, 0)
+    if num_stages == 2:
+        fetch(v, v_tiles, first, 0)
+    commit()
+    q_operand = q_tile
+    if q_in_registers:
+        wait(1, warpgroups)
+        q_operand = load_left(q_tile)
+
+    # Visit the tiles of keys that these queries see; only tiles at the edges are masked.
+    def visit(step, carry, masked):
+        m_i, l_i, acc = carry
+        start_kv = step_start(step, begin, before, full, after, block_kv)
+        # Wait for the keys; fetch the values (num_stages 1), or the next keys and values.
+        wait(0, warpgroups)
+        slot = 0
+        if num_stages == 1:
+            fetch(v, v_tiles, step, 0)
+            commit()
+        else:
+            slot = step % 2
+            fetch_next(step, 1 - slot, (k, k_tiles), (v, v_tiles))
+        # s = scale · q kᵀ
+        s = product_scores(q_operand, k_tiles.at[slot], head_dim)
+        position = key = None
+        if masked:
+            position = iota(s.shape, 0, layout) + (start_row + diagonal)
+            key = iota(s.shape, 1, layout) + start_kv
+        end = seq_kv if seq_kv % block_kv else None
+        s, _ = visible_scores(
+            s, position, key, end, rule, window_left, window_right, masked, layout
+        )
+        # Wait for the values; fetch the next keys.
+        if num_stages == 1:
+            wait(0, warpgroups)
+            fetch_next(step, 0, (k, k_tiles))
+        # p = exp(s - max), and rescale what was accumulated
+        m_new = jnp.maximum(m_i, s.max(axis=1) * rule.exp2_scale)
+        m_safe = jnp.where(m_new == float("-inf"), 0.0, m_new) if masked else m_new
+        p = jnp.exp2(s * rule.exp2_scale - as_rows(m_safe, s))
+        alpha = jnp.exp2(m_i - m_safe)
+        l_i = l_i * as_rows(alpha, l_i) + add_columns(p)
+        acc = acc * as_rows(alpha, acc)
+        # acc += p v
+        acc = add_product(acc, p, v_tiles.at[slot])
+        return m_new, l_i, acc
+
+    m_i = jnp.full((rows,), float("-inf"), jnp.float32)
+    if sink_ref is not None:
+        # The maximum has the sink from the start, so that acc is not rescaled for it at the end.
+        sink = sink_ref[head] * LOG2E
+        m_i = jnp.maximum(m_i, sink)
+    m_i = plgpu.layout_cast(m_i, layout.reduce(1))
+    l_i = zeros(rows, 8, q_ref.dtype)
+    acc = zeros(rows, padded_columns(head_dim_v), q_ref.dtype)
+    carry = m_i, l_i, acc
+    for masked, lower, upper in ((True, 0, before + after), (False, before + after, steps)):
+        if not (isinstance(upper, int) and lower == upper):
+            carry = lax.fori_loop(lower, upper, functools.partial(visit, masked=masked), carry)
+    m_i, l_i, acc = carry
+    wait(0, warpgroups)
+
+    # Add the row sums of each quad.
+    l_i = l_i.sum(axis=1)
+
+    # Normalise and store.
+    if sink_ref is not None:
+        m_safe = jnp.where(m_i == float("-inf"), 0.0, m_i)
+        l_i = l_i + jnp.exp2(sink - m_safe)
+    l_safe = jnp.where(l_i == 0.0, 1.0, l_i)
+    lse = m_i * LN2 + jnp.log(l_safe)
+    num_rows = None if seq_q % block_q == 0 else seq_q
+    store_row_values(lse, lse_ref, batch, head, start_row, num_rows)
+    out = acc * as_rows(1.0 / l_safe, acc)
+    out_tile[...] = out.astype(out_ref.dtype)
+    warpgroup_barrier()
+    store_rows(out_tile, tile_transforms(head_dim_v), out_ref, batch, head, start_row, num_rows)
+
+
+def add_columns(x):
+    """Add up the columns that each thread has: [rows, n] gives 8 sums a row."""
+    parts = [x[:, start : start + 8] for start in range(0, x.shape[1], 8)]
+    while len(parts) > 1:
+        parts = [a + b for a, b in zip(parts[::2], parts[1::2], strict=True)]
+    return parts[0]
+
+
+def flash_fwd(
+    operands: FlashOperands[Array], spec: AttentionSpec, backend: Backend
+) -> tuple[Array, Array]:
+    """Call `flash_fwd_kernel`.
+
+    Returns:
+        out [B, Sq, Hq, Dv] in q's dtype and lse [B, Hq, Sq] float32.
+    """
+    q, k, v = operands[:3]
+    config = backend.configs(spec)["flash_fwd"]
+    out = jax.ShapeDtypeStruct((*q.shape[:3], spec.head_dim_v), q.dtype)
+    lse = jax.ShapeDtypeStruct((spec.batch, spec.heads_q, spec.seq_q), jnp.float32)
+    q_tile, out_tile = (
+        allocate_tile(q.dtype, config.num_warps // 4, 4 * config.block_q // config.num_warps, size)
+        for size in (spec.head_dim, spec.head_dim_v)
+    )
+    return launch(
+        "flash_fwd",
+        flash_fwd_kernel,
+        pl.cdiv(spec.seq_q, config.block_q) * spec.heads_q * spec.batch,
+        config.num_warps,
+        operands,
+        (out, lse),
+        (
+            plgpu.RefUnion(q_tile, out_tile),
+            allocate_tile(k.dtype, config.num_stages, config.block_kv, spec.head_dim),
+            allocate_tile(v.dtype, config.num_stages, config.block_kv, spec.head_dim_v),
+        ),
+        flash_arguments(spec) | vars(config) | {"group_size": spec.group_size},
+    )

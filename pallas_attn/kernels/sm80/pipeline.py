@@ -1,0 +1,137 @@
+"""Tiles in shared memory: how they are laid out, fetched and multiplied.
+
+A tile holds rows of one head, its columns padded with zeros to a multiple of 16. It is stored in
+blocks of 8 rows and at most 64 columns, whose 16-byte units are permuted with the row's number, so
+that cp.async writes and ldmatrix reads eight rows without a bank conflict.
+"""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_attn.kernels.sm80.workarounds import (
+    as_left_operand,
+    copy_rows,
+    program_barrier,
+)
+
+CHUNK = 16  # rows of v that a product takes at a time: more of them take registers from the sums
+
+
+class Head(NamedTuple):
+    """One head in global memory.
+
+    Attributes:
+        matrix: reference, [B, S, H, D].
+        batch, head: which one.
+    """
+
+    matrix: object
+    batch: object
+    head: object
+
+    @property
+    def num_rows(self) -> int:
+        return self.matrix.shape[1]
+
+
+def padded_columns(size: int) -> int:
+    """Return the columns of a tile that holds rows of `size` elements."""
+    return -(-size // 16) * 16
+
+
+def block_columns(size: int) -> int:
+    """Return the columns of a block of such a tile: 64, 32 or 16."""
+    return next(columns for columns in (64, 32, 16) if padded_columns(size) % columns == 0)
+
+
+def tile_transforms(size: int):
+    """Return how a tile of 16-bit rows of `size` elements lies in shared memory."""
+    columns = block_columns(size)
+    return plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(2 * columns)
+
+
+def allocate_tile(dtype, count, rows, size):
+    """Return the type of `count` tiles of `rows` rows of `size` elements in shared memory."""
+    shape = (count, rows, padded_columns(size))
+    return plgpu.SMEM(shape, dtype, transforms=tile_transforms(size))
+
+
+def fetch_tile(source, tile, start, rows, warpgroup=0, warpgroups=1, all_exist=False):
+    """Copy rows start .. start + rows of a head to a tile; the caller commits.
+
+    Rows and columns that do not exist become 0. Each warpgroup copies its share of the rows.
+    all_exist: no row is missing.
+    """
+    share = rows // warpgroups
+    first = warpgroup * share
+    copy_rows(
+        source.matrix,
+        tile.at[pl.ds(first, share)],
+        tile_transforms(source.matrix.shape[3]),
+        source.batch,
+        source.head,
+        start + first,
+        None if all_exist else source.num_rows,
+    )
+
+
+def wait(pending, warpgroups=1):
+    """Wait for all but the last `pending` groups of copies, and for all threads of the program."""
+    plgpu.wait_gmem_to_smem(pending)
+    if warpgroups > 1:
+        program_barrier(warpgroups)
+
+
+def zeros(rows, columns, dtype):
+    """Return a sum of products of `dtype` operands that is 0."""
+    zero = jnp.zeros((rows, columns), jnp.float32)
+    return plgpu.layout_cast(zero, plgpu.Layout.MMA_ACC(dtype))
+
+
+def load_left(tile):
+    """Load a tile as a left operand."""
+    return plgpu.load(tile, layout=plgpu.Layout.MMA_LHS(tile.dtype))
+
+
+def load_right(tile):
+    """Load a tile as a right operand."""
+    return plgpu.load(tile, layout=plgpu.Layout.MMA_RHS(tile.dtype))
+
+
+def load_vector(ref, layout):
+    """Load numbers of rows or of columns from global memory."""
+    return plgpu.load(ref, layout=layout, optimized=False)
+
+
+def product_scores(a, b, size):
+    """Compute a · bᵀ from shared memory, `block_columns(size)` columns at a time.
+
+    `a` may be in registers, as a left operand of all of the columns.
+    """
+    s = zeros(a.shape[0], b.shape[0], b.dtype)
+    if isinstance(a, Array):
+        return plgpu.mma(s, a, load_right(b.T))
+    for start in range(0, padded_columns(size), block_columns(size)):
+        columns = pl.ds(start, block_columns(size))
+        s = plgpu.mma(s, load_left(a.at[:, columns]), load_right(b.at[:, columns].T))
+    return s
+
+
+def add_product(acc, p, b):
+    """Compute acc + p · b, p in registers, as a sum is, and b in shared memory."""
+    p = p.astype(b.dtype)
+    for start in range(0, b.shape[0], CHUNK):
+        left = as_left_operand(p[:, start : start + CHUNK])
+        acc = plgpu.mma(acc, left, load_right(b.at[pl.ds(start, CHUNK)]))
+    return acc
+
+
+def step_start(step, begin, before, full, after, block):
+    """Return the first row of the tile of a step: masked ones, before and after, then full ones."""
+    masked = before + after
+    tile = jnp.where(step < before, step, jnp.where(step < masked, step + full, step - after))
+    return begin + lax.convert_element_type(tile, jnp.int32) * block

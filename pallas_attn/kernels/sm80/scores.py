@@ -1,0 +1,56 @@
+"""Scores: the way from a product of q and k in registers to what the softmax takes."""
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_attn.kernels.portable.scores import attention_mask, softcap_derivative
+from pallas_attn.kernels.portable.softmax import LOG2E
+from pallas_attn.kernels.sm80.workarounds import reciprocal
+
+
+def visible_scores(s, position, key, end, rule, window_left, window_right, masked, layout):
+    """Compute scores from q · kᵀ: scaled where the exponent cannot do it, capped and masked.
+
+    Args:
+        s: products, in `layout`.
+        position, key: as `s`; the key position of each query, and each key.
+        end, rule, window_left, window_right, masked:
+            see `pallas_attn.kernels.portable.scores.visible_scores`.
+
+    Returns:
+        (s, dcap): the scores; and the derivative of the cap, 1 without one.
+    """
+    if rule.scale_first:
+        s = s * rule.scale
+    dcap = 1.0
+    if rule.softcap is not None:
+        s = rule.softcap * tanh(s * (1.0 / rule.softcap), layout)
+        dcap = softcap_derivative(s, rule.softcap)
+    if masked:
+        s = attention_mask(s, position, key, end, window_left, window_right)
+    return s, dcap
+
+
+def tanh(x, layout):
+    """Compute tanh to a few float32 ulps, by series near 0, where ``1 - exp`` cancels."""
+    e = jnp.exp2(jnp.abs(x) * (-2.0 * LOG2E))
+    ratio = (1.0 - e) * reciprocal(1.0 + e, layout)
+    x2 = x * x
+    series = x * (1.0 + x2 * (-1.0 / 3.0 + x2 * (2.0 / 15.0 - x2 * (17.0 / 315.0))))
+    return jnp.where(jnp.abs(x) < 0.15, series, jnp.where(x < 0, -ratio, ratio))
+
+
+def iota(shape, axis, layout):
+    """Return the index along an axis, int32."""
+    return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=layout)
+
+
+def as_rows(x, like):
+    """Return x [rows] as an array of the shape [rows, n] of `like`."""
+    return lax.broadcast_in_dim(x, like.shape, [0])
+
+
+def as_columns(x, like):
+    """Return x [n] as an array of the shape [rows, n] of `like`."""
+    return lax.broadcast_in_dim(x, like.shape, [1])

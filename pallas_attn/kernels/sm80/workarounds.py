@@ -1,0 +1,307 @@
+"""Write by hand what JAX 0.11.2's Mosaic GPU does not offer on SM80.
+
+Each entry ends with when it can go. This is the one file of the family that builds MLIR, and that
+uses private API of JAX.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
+
+import jax.experimental.mosaic.gpu.utils as mgpu_utils
+import numpy as np
+from jax._src.interpreters import mlir
+from jax._src.pallas import mpmd
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.mosaic.gpu import fragmented_array
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, nvvm
+
+Layout = plgpu.Layout
+_SCALAR = Layout.WG_SPLAT
+_lowers_sm80: ContextVar[bool] = ContextVar("lowers_sm80", default=False)
+_arch_of_device = mgpu_utils._infer_arch
+
+
+# ---- Lower for SM80 on any device. Can go when a kernel can name its architecture. --------------
+
+
+class SM80Params(plgpu.CompilerParams):
+    """Compiler parameters of a kernel that is lowered for SM80, whatever the device is."""
+
+
+@contextmanager
+def _sm80():
+    token = _lowers_sm80.set(True)
+    try:
+        yield
+    finally:
+        _lowers_sm80.reset(token)
+
+
+def _infer_arch() -> tuple[int, int]:
+    return (8, 0) if _lowers_sm80.get() else _arch_of_device()
+
+
+def _lower(ctx, *operands, **params):
+    if params["interpret"]:
+        return mpmd._mpmd_map_fallback_lowering(ctx, *operands, **params)
+    with _sm80() if isinstance(params["compiler_params"], SM80Params) else nullcontext():
+        return mpmd._mpmd_map_mgpu_lowering(ctx, *operands, **params)
+
+
+mgpu_utils._infer_arch = _infer_arch
+mlir.register_lowering(mpmd.mpmd_map_p, _lower, platform="cuda")
+
+
+# ---- Copy rows that may not exist. Can go when `copy_gmem_to_smem` takes OOBFillMode.ZEROS. -----
+
+
+def copy_rows(matrix, tile, transforms, batch, head, start, num_rows):
+    """Start to copy rows start .. of one head to shared memory by cp.async, without a commit.
+
+    Args:
+        matrix: [B, S, H, D] in global memory.
+        tile: [rows, width] in shared memory, width at least D; its columns from D on become 0.
+        transforms: the tile's.
+        batch, head, start: int32 scalars.
+        num_rows: rows from this one on become 0; None where all of the tile's rows exist.
+    """
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(transforms), *[_SCALAR] * 3))
+    def copy(_, matrix, tile, batch, head, start):
+        for exists, source, destination, size in _units(
+            matrix, tile, transforms, batch, head, start, num_rows
+        ):
+            i32 = ir.IntegerType.get_signless(32)
+            read = None
+            if exists is not None:
+                read = arith.select(exists, mgpu.c(size, i32), mgpu.c(0, i32))
+            cache = nvvm.LoadCacheModifierKind
+            modifier = cache.CG if size == 16 else cache.CA
+            nvvm.cp_async_shared_global(destination, source, size, modifier, cp_size=read)
+
+    copy(matrix, tile, batch, head, start)
+
+
+@plgpu.inline_mgpu()
+def commit(_):
+    """Close the group of copies that `wait_gmem_to_smem` counts."""
+    nvvm.cp_async_commit_group()
+
+
+# ---- Store rows that may not exist. Can go when stores take a mask. -----------------------------
+
+
+def store_rows(tile, transforms, matrix, batch, head, start, num_rows):
+    """Store rows and columns that exist from shared memory; see `copy_rows`."""
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(transforms), *[_SCALAR] * 3))
+    def store(_, matrix, tile, batch, head, start):
+        for exists, destination, source, size in _units(
+            matrix, tile, transforms, batch, head, start, num_rows
+        ):
+            unit = ir.VectorType.get((size // 4,), ir.IntegerType.get_signless(32))
+            x = llvm.load(unit, source)
+            if exists is None:
+                llvm.store(x, destination)
+            else:
+                with mgpu.when(exists):
+                    llvm.store(x, destination)
+
+    store(matrix, tile, batch, head, start)
+
+
+def store_row_values(x, vector, batch, head, start, num_rows):
+    """Store a number a row, those of rows before `num_rows` alone.
+
+    Args:
+        x: [rows] float32, in the layout of a sum's rows.
+        vector: [B, H, S] in global memory.
+        batch, head, start: int32 scalars.
+        num_rows: see `copy_rows`.
+    """
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(), Layout.MMA_ACC(np.dtype("bfloat16")).reduce(1), *[_SCALAR] * 3)
+    )
+    def store(_, vector, x, batch, head, start):
+        f32 = ir.F32Type.get()
+        i32 = ir.IntegerType.get_signless(32)
+        base = _pointer(vector, batch, head, start)
+        left = None
+        if num_rows is not None:
+            left = arith.subi(mgpu.c(num_rows, i32), start.registers.item())
+
+        def store_one(value, index):
+            row = arith.index_cast(i32, index[0])
+            pointer = mgpu_utils.getelementptr(base, [row], f32)
+            if left is None:
+                llvm.store(value, pointer)
+            else:
+                exists = arith.cmpi(arith.CmpIPredicate.slt, row, left)
+                with mgpu.when(exists):
+                    llvm.store(value, pointer)
+
+        x.foreach(store_one)
+
+    store(vector, x, batch, head, start)
+
+
+def _units(matrix, tile, transforms, batch, head, start, num_rows):
+    """Yield what each transfer of this thread is.
+
+    That is (exists, pointer to global memory, pointer to shared memory, bytes); exists is None
+    where it always does.
+    """
+    i32, i64 = (ir.IntegerType.get_signless(bits) for bits in (32, 64))
+    swizzle = transforms[1].swizzle
+    _, _, _, size = ir.MemRefType(matrix.type).shape
+    tile_type = ir.MemRefType(tile.type)
+    element = tile_type.element_type
+    row_tiles, column_tiles, tile_rows, tile_columns = tile_type.shape
+    shape = row_tiles * tile_rows, column_tiles * tile_columns
+    (_, stride, _, _), _ = ir.MemRefType(matrix.type).get_strides_and_offset()
+    layout = fragmented_array.tiled_copy_smem_gmem_layout(
+        row_tiles, column_tiles, swizzle, mgpu.bitwidth(element)
+    )
+    # Row and column of this thread's first transfer.
+    place = [
+        arith.addi(_dot(layout.lane_indices(), strides), _dot(layout.warp_indices(), strides))
+        for strides in (layout.tiling.tile_strides(axis)[2:] for axis in ((1, 0), (0, 1)))
+    ]
+    row, column = place
+    offset = arith.addi(
+        arith.muli(arith.extui(i64, row), mgpu.c(stride, i64)), arith.extui(i64, column)
+    )
+    base = mgpu_utils.getelementptr(_pointer(matrix, batch, start, head), [offset], element)
+    # Rows from this thread's first on that exist.
+    left = None
+    if num_rows is not None:
+        left = arith.subi(arith.subi(mgpu.c(num_rows, i32), start.registers.item()), row)
+    less = arith.CmpIPredicate.slt
+    transfers = fragmented_array.FragmentedArray.transfer_tiled(
+        tile, swizzle, layout, shape, optimized=False
+    )
+    columns_apart = layout.base_tile_shape[1]
+    for _get, _update, base_index, pointer in transfers:
+        row_offset, column_offset = base_index()
+        exists = None
+        if left is not None:
+            exists = arith.cmpi(less, mgpu.c(row_offset, i32), left)
+        if column_offset + columns_apart > size:
+            inside = arith.cmpi(less, column, mgpu.c(size - column_offset, i32))
+            exists = inside if exists is None else arith.andi(exists, inside)
+        there = mgpu_utils.getelementptr(
+            base, [mgpu.c(row_offset * stride + column_offset, i64)], element
+        )
+        yield exists, there, pointer, layout.vector_length * mgpu.bitwidth(element) // 8
+
+
+def _pointer(array, *indices):
+    """Return the address, in 64 bits, of ``array[*indices]``; further indices are 0."""
+    i64 = ir.IntegerType.get_signless(64)
+    array_type = ir.MemRefType(array.type)
+    strides, _ = array_type.get_strides_and_offset()
+    offset = _dot(
+        [arith.extsi(i64, index.registers.item()) for index in indices], strides[: len(indices)]
+    )
+    pointer = llvm.addrspacecast(llvm.PointerType.get(1), mgpu_utils.memref_ptr(array))
+    return mgpu_utils.getelementptr(pointer, [offset], array_type.element_type)
+
+
+def _dot(indices, strides):
+    """Return Σ index · stride; the strides are numbers."""
+    total = None
+    for index, stride in zip(indices, strides, strict=True):
+        product = arith.muli(index, mgpu.c(stride, index.type))
+        total = product if total is None else arith.addi(total, product)
+    return total
+
+
+# ---- Use a sum as a left operand. Can go when `layout_cast` takes MMA_ACC to MMA_LHS. -----------
+
+
+def as_left_operand(p):
+    """Return p [rows, k], in the layout of a sum, in that of a left operand.
+
+    A thread holds the same elements in both, so that no instruction is needed.
+    """
+    dtype = p.dtype
+    left = Layout.MMA_LHS(dtype)
+
+    @plgpu.inline_mgpu(
+        arg_types=(Layout.MMA_ACC(dtype),),
+        return_type=plgpu.ShapeDtypeStruct(p.shape, dtype, left),
+    )
+    def rename(_, x):
+        row_tiles, column_tiles = x.registers.shape[:2]
+        registers = x.registers.reshape(row_tiles, column_tiles // 2, 2, 2)
+        layout = left.to_mgpu()
+        registers = np.ascontiguousarray(registers).reshape(layout.registers_shape(p.shape))
+        return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
+
+    return rename(p)
+
+
+# ---- Synchronise. Can go when plgpu has barriers of a warpgroup, and of all warpgroups, on SM80. -
+
+
+@plgpu.inline_mgpu()
+def warpgroup_barrier(_):
+    """Wait for the other threads of this warpgroup; their stores to shared memory are seen then."""
+    mgpu.warpgroup_barrier()
+
+
+def program_barrier(warpgroups: int) -> None:
+    """Wait for the other threads of this program.
+
+    Barrier 0 is the compiler's, 1 + w that of warpgroup w, and the next one this one's. Two thread
+    counts on one barrier are an illegal instruction.
+    """
+    if warpgroups == 1:
+        warpgroup_barrier()
+        return
+
+    @plgpu.inline_mgpu()
+    def barrier(_):
+        text = f"bar.sync {warpgroups + 1}, {128 * warpgroups};"
+        llvm.inline_asm(ir.Type.parse("!llvm.void"), [], text, "", has_side_effects=True)
+
+    barrier()
+
+
+# ---- Divide fast. Can go when `approx_math` divides with rcp.approx. -----------------------------
+
+
+def reciprocal(x, layout):
+    """Return 1 / x to one float32 ulp; x is float32, in `layout`."""
+
+    @plgpu.inline_mgpu(
+        arg_types=(layout,), return_type=plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout)
+    )
+    def approximate(_, x):
+        def one(value):
+            return llvm.inline_asm(ir.F32Type.get(), [value], "rcp.approx.ftz.f32 $0, $1;", "=f,f")
+
+        return _map(one, x)
+
+    return approximate(x)
+
+
+def _map(function, x):
+    """Apply a function to each element of an array in registers."""
+    i32 = ir.IntegerType.get_signless(32)
+    registers = np.empty_like(x.registers)
+    for index, register in np.ndenumerate(x.registers):
+        if isinstance(register.type, ir.VectorType):
+            for i in range(register.type.shape[0]):
+                place = mgpu.c(i, i32)
+                value = function(llvm.extractelement(register, place))
+                register = llvm.insertelement(register, value, place)
+        else:
+            register = function(register)
+        registers[index] = register
+    return mgpu.FragmentedArray(_registers=registers, _layout=x.layout, _is_signed=None)
