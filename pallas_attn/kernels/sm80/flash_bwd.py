@@ -1,10 +1,11 @@
-"""Flash attention, backward: dq, then dk and dv.
+"""Flash attention, backward.
 
 With p recomputed from lse, ``dp = dout vᵀ`` and ``delta = rowsum(dout ∘ out) - dlse``:
 ``ds = p ∘ (dp - delta) ∘ dcap``, where dcap is the softcap's derivative, ``dq = scale · ds k``,
 ``dk = scale · dsᵀ q``, ``dv = pᵀ dout``. A sink is a score without a value, so that its dp is 0.
-Dao 2023, FlashAttention-2, algorithm 2, with a kernel for dq of its own instead of atomic
-additions: the result is the same bits every time.
+Dao 2023, FlashAttention-2, algorithm 2. There are two ways to dq: a kernel of its own, which makes
+the same bits every time, with seven products in all; or float32 additions from the kernel of dk and
+dv, in any order, with five.
 """
 
 import functools
@@ -19,8 +20,10 @@ from pallas_attn.kernels.portable.softmax import LOG2E
 from pallas_attn.kernels.portable.tiles import ROW_PADDING, visible_tiles
 from pallas_attn.kernels.sm80.launch import launch
 from pallas_attn.kernels.sm80.pipeline import (
+    CHUNK,
     Head,
     add_product,
+    add_product_shared,
     allocate_tile,
     fetch_tile,
     load_vector,
@@ -32,7 +35,13 @@ from pallas_attn.kernels.sm80.pipeline import (
     zeros,
 )
 from pallas_attn.kernels.sm80.scores import as_columns, as_rows, iota, visible_scores
-from pallas_attn.kernels.sm80.workarounds import commit, store_rows, warpgroup_barrier
+from pallas_attn.kernels.sm80.workarounds import (
+    add_to_sums,
+    commit,
+    program_barrier,
+    store_rows,
+    warpgroup_barrier,
+)
 from pallas_attn.launch import flash_arguments
 from twin_attention.contract.operands import FlashOperands
 from twin_attention.contract.spec import AttentionSpec
@@ -70,10 +79,10 @@ def flash_bwd_dq_kernel(
 
     Operands: q and dq [B, Sq, Hq, D], k [B, Skv, Hkv, D], v [B, Skv, Hkv, Dv], dout [B, Sq, Hq,
     Dv]; lse2 and delta [B, Hq, Sq rounded up to ROW_PADDING] float32, lse2 in base 2 and +inf where
-    a row saw no key or does not exist; in shared memory a tile of q and of dout, and num_stages, 2,
-    of k and of v. Grid, diagonal, rule: as in `flash_fwd_kernel`. Loop invariant: dq is Σ ds k over
-    the keys so far. Accumulation: float32, exponents in base 2, ds cast to k's dtype for ds·k. A
-    row that sees no key gives 0.
+    a row saw no key or does not exist; in shared memory a tile of q and of dout, and num_stages of
+    k and of v (1: the next arrive at the end of a step; 2: under the whole step). Grid, diagonal,
+    rule: as in `flash_fwd_kernel`. Loop invariant: dq is Σ ds k over the keys so far. Accumulation:
+    float32, exponents in base 2, ds cast to k's dtype for ds·k. A row that sees no key gives 0.
     """
     # Locate the tile of queries.
     warpgroups = num_warps // 4
@@ -106,6 +115,11 @@ def flash_bwd_dq_kernel(
                 seq_kv % block_kv == 0,
             )  # fmt: skip
 
+    def fetch_next(step, slot):
+        """Fetch the keys and values of the step that follows, if there is one."""
+        pl.when(step + 1 < steps)(lambda: fetch(step + 1, slot))
+        commit()
+
     # Start to fetch the queries, what belongs to their rows, and the first keys and values.
     q_tile, dout_tile = q_tile.at[warpgroup], dout_tile.at[warpgroup]
     all_exist = seq_q % block_q == 0
@@ -123,9 +137,10 @@ def flash_bwd_dq_kernel(
         start_kv = step_start(step, begin, before, full, after, block_kv)
         # Wait for the keys and values; fetch the next ones.
         wait(0, warpgroups)
-        slot = step % 2
-        pl.when(step + 1 < steps)(lambda: fetch(step + 1, 1 - slot))
-        commit()
+        slot = 0
+        if num_stages == 2:
+            slot = step % 2
+            fetch_next(step, 1 - slot)
         # s = scale · q kᵀ
         s = product_scores(q_tile, k_tiles.at[slot], head_dim)
         position = key = None
@@ -143,7 +158,12 @@ def flash_bwd_dq_kernel(
         # ds = p ∘ (dp - delta) ∘ dcap
         ds = p * (dp - as_rows(delta, dp)) * dcap
         # dq += ds k
-        return add_product(dq, ds, k_tiles.at[slot])
+        dq = add_product(dq, ds, k_tiles.at[slot])
+        if num_stages == 1:
+            # Fetch the next keys and values.
+            program_barrier(warpgroups)
+            fetch_next(step, 0)
+        return dq
 
     dq = zeros(rows, padded_columns(head_dim), q_ref.dtype)
     for masked, lower, upper in ((True, 0, before + after), (False, before + after, steps)):
@@ -167,10 +187,13 @@ def flash_bwd_dkdv_kernel(
     delta_ref,
     dk_ref,
     dv_ref,
-    k_tile,
-    v_tile,
+    dq_sum_ref,
+    k_tiles,
+    v_tiles,
     q_tiles,
     dout_tiles,
+    p_tiles,
+    ds_tiles,
     *,
     group_size,
     seq_q,
@@ -188,12 +211,18 @@ def flash_bwd_dkdv_kernel(
 ):
     """One program computes block_kv rows of dk and dv of one kv head, summed over its query heads.
 
-    Operands as in `flash_bwd_dq_kernel`, dk and dv like k and v; in shared memory a tile of k and
-    of v, and num_stages, 2, of q and of dout. Grid: (key tiles · kv heads · batch), first tile
-    first, since under a causal mask it is the longest. Tiles of s, p, dp, ds are transposed (keys
-    down, queries across), so that they are left operands as they are. Loop invariant: dk is Σ dsᵀ q
-    and dv is Σ pᵀ dout over the query heads and queries so far. Accumulation: float32, exponents in
-    base 2, p and ds cast to the inputs' dtype for their products. A key that no query sees gives 0.
+    Operands as in `flash_bwd_dq_kernel`, dk and dv like k and v; dq_sum is None, or dq's float32
+    sums in the order of `add_to_sums`, 0 at first, to which the program adds ds k; the order of
+    these additions is not fixed. In shared memory a tile of k and of v, num_stages of q and of dout
+    (1: the next arrive after dk; 2: under the whole step), and what p and ds need. Grid: (key tiles
+    · kv heads · batch), first tile first, since under a causal mask it is the longest. Tiles of s,
+    p, dp, ds are transposed (keys down, queries across). Loop invariant: dk is Σ dsᵀ q and dv is
+    Σ pᵀ dout over the query heads and queries so far. Accumulation: float32, exponents in base 2, p
+    and ds cast to the inputs' dtype for their products. A key that no query sees gives 0.
+
+    A warp that can have 32 rows of its own has them whole, so that p and ds are left operands where
+    they were computed. Otherwise two warps share 32 rows, each with half of the columns, which
+    reads less shared memory than 16 whole rows a warp; p and ds go through shared memory.
     """
     # Locate the tile of keys.
     warpgroups = num_warps // 4
@@ -205,11 +234,21 @@ def flash_bwd_dkdv_kernel(
     head_kv = program // num_tiles % heads_kv
     batch = program // (num_tiles * heads_kv)
     rows = block_kv // warpgroups
-    layout = plgpu.Layout.MMA_ACC(k_ref.dtype)
+    columns = block_q // warpgroups
+    p_in_registers = p_tiles is None
+    m_warps = 4 if p_in_registers else 2
+    layout = plgpu.Layout.MMA_ACC(k_ref.dtype, m_warps=m_warps)
     start_row = start_kv + warpgroup * rows
     begin, before, full, after = visible_tiles(
         start_kv, seq_kv, seq_q, -diagonal, window_right, window_left, block_kv, block_q
     )
+    end = None
+    if dq_sum_ref is not None and seq_kv % block_kv:
+        # Keys that do not exist are hidden in every tile: their ds, times 0, must be finite.
+        end = seq_kv - diagonal
+        ends = start_kv + block_kv > seq_kv
+        before = jnp.where(ends, before + full + after, before)
+        full, after = (jnp.where(ends, 0, tiles) for tiles in (full, after))
     steps = before + full + after
     last_start = pl.cdiv(seq_q, block_q) * block_q - block_q
 
@@ -225,8 +264,29 @@ def flash_bwd_dkdv_kernel(
                 seq_q % block_q == 0,
             )  # fmt: skip
 
+    def fetch_next(member, step, slot):
+        """Fetch the queries and dout of the step that follows, if there is one."""
+        is_last = step + 1 == steps
+        next_member = jnp.where(is_last, member + 1, member)
+        next_step = jnp.where(is_last, 0, step + 1)
+        pl.when(next_member < group_size)(lambda: fetch(next_member, next_step, slot))
+        commit()
+
+    def store(x, tiles):
+        """Store this warpgroup's rows of pᵀ or dsᵀ, a tile for each warpgroup's columns."""
+        for w in range(warpgroups):
+            part = x[:, w * columns : (w + 1) * columns]
+            tiles[warpgroup * warpgroups + w] = part.astype(tiles.dtype)
+
+    def add_stored(acc, tiles, b):
+        """Compute acc + x · b, x what this warpgroup stored."""
+        for w in range(warpgroups):
+            part = b.at[pl.ds(w * columns, columns)]
+            acc = add_product_shared(acc, tiles.at[warpgroup * warpgroups + w], part)
+        return acc
+
     # Start to fetch the keys, the values and the first queries.
-    k_tile, v_tile = k_tile.at[warpgroup], v_tile.at[warpgroup]
+    k_tile, v_tile = k_tiles.at[warpgroup], v_tiles.at[warpgroup]
     all_exist = seq_kv % block_kv == 0
     fetch_tile(Head(k_ref, batch, head_kv), k_tile, start_row, rows, all_exist=all_exist)
     fetch_tile(Head(v_ref, batch, head_kv), v_tile, start_row, rows, all_exist=all_exist)
@@ -241,35 +301,56 @@ def flash_bwd_dkdv_kernel(
         start_q = step_start(step, begin, before, full, after, block_q)
         # Wait for the queries and dout; fetch the next ones.
         wait(0, warpgroups)
-        slot = (member * steps + step) % 2
-        is_last = step + 1 == steps
-        next_member = jnp.where(is_last, member + 1, member)
-        next_step = jnp.where(is_last, 0, step + 1)
-        pl.when(next_member < group_size)(lambda: fetch(next_member, next_step, 1 - slot))
-        commit()
+        slot = 0
+        if num_stages == 2:
+            slot = (member * steps + step) % 2
+            fetch_next(member, step, 1 - slot)
         lse2, delta = (
             load_vector(ref.at[batch, head, pl.ds(start_q, block_q)], layout.reduce(0))
             for ref in (lse2_ref, delta_ref)
         )
         # sᵀ = scale · k qᵀ
-        s = product_scores(k_tile, q_tiles.at[slot], head_dim)
+        s = product_scores(k_tile, q_tiles.at[slot], head_dim, m_warps)
         position = key = None
         if masked:
             position = iota(s.shape, 1, layout) + start_q
             key = iota(s.shape, 0, layout) + (start_row - diagonal)  # counted as queries are
         s, dcap = visible_scores(
-            s, position, key, None, rule, window_left, window_right, masked, layout
+            s, position, key, end, rule, window_left, window_right, masked, layout
         )
         # pᵀ = exp(sᵀ - lse)
-        p = jnp.exp2(s * rule.exp2_scale - as_columns(lse2, s))
+        p = jnp.exp2(s * rule.exp2_scale - as_columns(lse2, s, layout))
         # dpᵀ = v doutᵀ
-        dp = product_scores(v_tile, dout_tiles.at[slot], head_dim_v)
-        # dv += pᵀ dout
-        dv = add_product(dv, p, dout_tiles.at[slot])
+        dp = product_scores(v_tile, dout_tiles.at[slot], head_dim_v, m_warps)
         # dsᵀ = pᵀ ∘ (dpᵀ - delta) ∘ dcapᵀ
-        ds = p * (dp - as_columns(delta, dp)) * dcap
+        ds = p * (dp - as_columns(delta, dp, layout)) * dcap
+        if not p_in_registers:
+            store(p, p_tiles)
+        if ds_tiles is not None:
+            store(ds, ds_tiles)
+            program_barrier(warpgroups)
+        # dv += pᵀ dout
+        if p_in_registers:
+            dv = add_product(dv, p, dout_tiles.at[slot])
+        else:
+            dv = add_stored(dv, p_tiles, dout_tiles.at[slot])
         # dk += dsᵀ q
-        dk = add_product(dk, ds, q_tiles.at[slot])
+        if p_in_registers:
+            dk = add_product(dk, ds, q_tiles.at[slot])
+        else:
+            dk = add_stored(dk, ds_tiles, q_tiles.at[slot])
+        if num_stages == 1:
+            # Fetch the next queries.
+            program_barrier(warpgroups)
+            fetch_next(member, step, 0)
+        if dq_sum_ref is not None:
+            # dq += ds k
+            dq = zeros(columns, padded_columns(head_dim), k_ref.dtype, 2)
+            for w in range(warpgroups):
+                dq = add_product_shared(
+                    dq, ds_tiles.at[w * warpgroups + warpgroup].T, k_tiles.at[w]
+                )
+            add_to_sums(dq, dq_sum_ref, batch, head, start_q + warpgroup * columns)
         return dk, dv
 
     def visit_head(member, carry):
@@ -279,7 +360,9 @@ def flash_bwd_dkdv_kernel(
                 carry = lax.fori_loop(lower, upper, body, carry)
         return carry
 
-    carry = tuple(zeros(rows, padded_columns(size), k_ref.dtype) for size in (head_dim, head_dim_v))
+    carry = tuple(
+        zeros(rows, padded_columns(size), k_ref.dtype, m_warps) for size in (head_dim, head_dim_v)
+    )
     if group_size == 1:
         dk, dv = visit_head(first, carry)
     else:
@@ -303,30 +386,44 @@ def flash_bwd(
     lse: Array,
     spec: AttentionSpec,
     backend: Backend,
+    deterministic: bool = True,
 ) -> FlashOperands[Array]:
-    """Call the two kernels of the backward.
+    """Call the kernels of the backward.
 
     Args:
         dout: [B, Sq, Hq, Dv].
         dlse: [B, Hq, Sq] float32, or None for zero.
         operands, out, lse: inputs and outputs of the forward.
+        deterministic: sum dq in a fixed order, by a kernel of its own.
 
     Returns:
         The gradient of each operand, in its dtype.
     """
     q, k, v = operands[:3]
     lse2, delta = prepare_rows(dout, dlse, out, lse)
-    configs, group = backend.configs(spec), spec.group_size
     inputs = (q, k, v, dout, lse2, delta)
-    arguments = flash_arguments(spec) | {"group_size": group}
+    if deterministic:
+        (dq,) = launch_dq(inputs, spec, backend)
+        dk, dv = launch_dkdv("flash_bwd_dkdv", inputs, spec, backend)
+    else:
+        size = padded_columns(spec.head_dim)
+        dq_sum = jax.ShapeDtypeStruct((*lse2.shape[:2], lse2.shape[2] * size), jnp.float32)
+        dk, dv, dq_sum = launch_dkdv("flash_bwd_fused", inputs, spec, backend, dq_sum)
+        dq = finish_sums(dq_sum, size)[:, : spec.seq_q, :, : spec.head_dim]
+        dq = (dq * spec.scale).astype(q.dtype)
+    dsinks = None
+    if operands.sinks is not None:
+        p = jnp.exp2(operands.sinks[:, None] * LOG2E - lse2)
+        dsinks = -jnp.sum(p * delta, (0, 2))
+    return FlashOperands(dq, dk, dv, dsinks)
 
-    def kept(config, rows, size):
-        """Return the tiles that stay, one a warpgroup."""
-        warpgroups = config.num_warps // 4
-        return allocate_tile(q.dtype, warpgroups, rows // warpgroups, size)
 
-    config = configs["flash_bwd_dq"]
-    (dq,) = launch(
+def launch_dq(inputs, spec, backend):
+    """Call `flash_bwd_dq_kernel`."""
+    config = backend.configs(spec)["flash_bwd_dq"]
+    q, sizes = inputs[0], (spec.head_dim, spec.head_dim_v)
+    warpgroups = config.num_warps // 4
+    return launch(
         "flash_bwd_dq",
         flash_bwd_dq_kernel,
         pl.cdiv(spec.seq_q, config.block_q) * spec.heads_q * spec.batch,
@@ -334,34 +431,46 @@ def flash_bwd(
         inputs,
         (jax.ShapeDtypeStruct(q.shape, q.dtype),),
         (
-            kept(config, config.block_q, spec.head_dim),
-            kept(config, config.block_q, spec.head_dim_v),
-            allocate_tile(k.dtype, config.num_stages, config.block_kv, spec.head_dim),
-            allocate_tile(v.dtype, config.num_stages, config.block_kv, spec.head_dim_v),
+            *(allocate_tile(q.dtype, warpgroups, config.block_q // warpgroups, x) for x in sizes),
+            *(allocate_tile(q.dtype, config.num_stages, config.block_kv, x) for x in sizes),
         ),
-        arguments | vars(config),
+        flash_arguments(spec) | vars(config) | {"group_size": spec.group_size},
     )
-    config = configs["flash_bwd_dkdv"]
-    dk, dv = launch(
-        "flash_bwd_dkdv",
+
+
+def launch_dkdv(name, inputs, spec, backend, dq_sum=None):
+    """Call `flash_bwd_dkdv_kernel`; with `dq_sum`, the type of dq's sums, these are an output."""
+    config = backend.configs(spec)[name]
+    dtype, sizes = inputs[0].dtype, (spec.head_dim, spec.head_dim_v)
+    warpgroups = config.num_warps // 4
+    rows, columns = config.block_kv // warpgroups, config.block_q // warpgroups
+    p_tiles = ds_tiles = allocate_tile(dtype, warpgroups * warpgroups, rows, columns, CHUNK)
+    if config.block_kv >= 32 * config.num_warps:
+        p_tiles, ds_tiles = None, ds_tiles if dq_sum else None
+    return launch(
+        name,
         flash_bwd_dkdv_kernel,
         pl.cdiv(spec.seq_kv, config.block_kv) * spec.heads_kv * spec.batch,
         config.num_warps,
         inputs,
-        tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (k, v)),
+        (*(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in inputs[1:3]), dq_sum),
         (
-            kept(config, config.block_kv, spec.head_dim),
-            kept(config, config.block_kv, spec.head_dim_v),
-            allocate_tile(q.dtype, config.num_stages, config.block_q, spec.head_dim),
-            allocate_tile(q.dtype, config.num_stages, config.block_q, spec.head_dim_v),
+            *(allocate_tile(dtype, warpgroups, rows, x) for x in sizes),
+            *(allocate_tile(dtype, config.num_stages, config.block_q, x) for x in sizes),
+            p_tiles,
+            ds_tiles,
         ),
-        arguments | vars(config),
+        flash_arguments(spec) | vars(config) | {"group_size": spec.group_size},
+        num_sums=1 if dq_sum else 0,
     )
-    dsinks = None
-    if operands.sinks is not None:
-        p = jnp.exp2(operands.sinks[:, None] * LOG2E - lse2)
-        dsinks = -jnp.sum(p * delta, (0, 2))
-    return FlashOperands(dq, dk, dv, dsinks)
+
+
+def finish_sums(sums, columns):
+    """Return what `add_to_sums` added up, [B, H, rows · columns], as [B, rows, H, columns]."""
+    batch, heads, size = sums.shape
+    blocks = sums.reshape(batch, heads, size // columns // 16, columns // 8, 2, 2, 8, 4)
+    ordered = blocks.transpose(0, 2, 4, 6, 1, 3, 7, 5)
+    return ordered.reshape(batch, size // columns, heads, columns)
 
 
 def prepare_rows(dout: Array, dlse: Array | None, out: Array, lse: Array) -> tuple[Array, Array]:

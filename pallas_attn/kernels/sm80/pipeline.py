@@ -48,16 +48,19 @@ def block_columns(size: int) -> int:
     return next(columns for columns in (64, 32, 16) if padded_columns(size) % columns == 0)
 
 
-def tile_transforms(size: int):
-    """Return how a tile of 16-bit rows of `size` elements lies in shared memory."""
-    columns = block_columns(size)
+def tile_transforms(size: int, block: int | None = None):
+    """Return how a tile of 16-bit rows of `size` elements lies in shared memory.
+
+    block: the columns of its blocks, `block_columns(size)` if None. Reads begin at blocks.
+    """
+    columns = block or block_columns(size)
     return plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(2 * columns)
 
 
-def allocate_tile(dtype, count, rows, size):
+def allocate_tile(dtype, count, rows, size, block=None):
     """Return the type of `count` tiles of `rows` rows of `size` elements in shared memory."""
     shape = (count, rows, padded_columns(size))
-    return plgpu.SMEM(shape, dtype, transforms=tile_transforms(size))
+    return plgpu.SMEM(shape, dtype, transforms=tile_transforms(size, block))
 
 
 def fetch_tile(source, tile, start, rows, warpgroup=0, warpgroups=1, all_exist=False):
@@ -86,20 +89,23 @@ def wait(pending, warpgroups=1):
         program_barrier(warpgroups)
 
 
-def zeros(rows, columns, dtype):
-    """Return a sum of products of `dtype` operands that is 0."""
+def zeros(rows, columns, dtype, m_warps=4):
+    """Return a sum of products of `dtype` operands that is 0.
+
+    m_warps: of a warpgroup's warps, those with rows of their own; the others share their rows.
+    """
     zero = jnp.zeros((rows, columns), jnp.float32)
-    return plgpu.layout_cast(zero, plgpu.Layout.MMA_ACC(dtype))
+    return plgpu.layout_cast(zero, plgpu.Layout.MMA_ACC(dtype, m_warps=m_warps))
 
 
-def load_left(tile):
-    """Load a tile as a left operand."""
-    return plgpu.load(tile, layout=plgpu.Layout.MMA_LHS(tile.dtype))
+def load_left(tile, m_warps=4):
+    """Load a tile as a left operand; see `zeros`."""
+    return plgpu.load(tile, layout=plgpu.Layout.MMA_LHS(tile.dtype, m_warps=m_warps))
 
 
-def load_right(tile):
-    """Load a tile as a right operand."""
-    return plgpu.load(tile, layout=plgpu.Layout.MMA_RHS(tile.dtype))
+def load_right(tile, m_warps=4):
+    """Load a tile as a right operand; see `zeros`."""
+    return plgpu.load(tile, layout=plgpu.Layout.MMA_RHS(tile.dtype, m_warps=m_warps))
 
 
 def load_vector(ref, layout):
@@ -107,17 +113,18 @@ def load_vector(ref, layout):
     return plgpu.load(ref, layout=layout, optimized=False)
 
 
-def product_scores(a, b, size):
-    """Compute a · bᵀ from shared memory, `block_columns(size)` columns at a time.
+def product_scores(a, b, size, m_warps=4):
+    """Compute a · bᵀ from shared memory, `block_columns(size)` columns at a time; see `zeros`.
 
     `a` may be in registers, as a left operand of all of the columns.
     """
-    s = zeros(a.shape[0], b.shape[0], b.dtype)
+    s = zeros(a.shape[0], b.shape[0], b.dtype, m_warps)
     if isinstance(a, Array):
         return plgpu.mma(s, a, load_right(b.T))
     for start in range(0, padded_columns(size), block_columns(size)):
         columns = pl.ds(start, block_columns(size))
-        s = plgpu.mma(s, load_left(a.at[:, columns]), load_right(b.at[:, columns].T))
+        left, right = load_left(a.at[:, columns], m_warps), load_right(b.at[:, columns].T, m_warps)
+        s = plgpu.mma(s, left, right)
     return s
 
 
@@ -127,6 +134,14 @@ def add_product(acc, p, b):
     for start in range(0, b.shape[0], CHUNK):
         left = as_left_operand(p[:, start : start + CHUNK])
         acc = plgpu.mma(acc, left, load_right(b.at[pl.ds(start, CHUNK)]))
+    return acc
+
+
+def add_product_shared(acc, a, b):
+    """Compute acc + a · b from shared memory, a in blocks of CHUNK; two warps share rows of acc."""
+    for start in range(0, b.shape[0], CHUNK):
+        rows = pl.ds(start, CHUNK)
+        acc = plgpu.mma(acc, load_left(a.at[:, rows], 2), load_right(b.at[rows], 2))
     return acc
 
 

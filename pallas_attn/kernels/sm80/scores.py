@@ -51,6 +51,6 @@ def as_rows(x, like):
     return lax.broadcast_in_dim(x, like.shape, [0])
 
 
-def as_columns(x, like):
-    """Return x [n] as an array of the shape [rows, n] of `like`."""
-    return lax.broadcast_in_dim(x, like.shape, [1])
+def as_columns(x, like, layout):
+    """Return x [n] as an array of the shape [rows, n] of `like`, which is in `layout`."""
+    return plgpu.layout_cast(lax.broadcast_in_dim(x, like.shape, [1]), layout)

@@ -6,8 +6,9 @@ uses private API of JAX.
 
 from __future__ import annotations
 
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 
 import jax.experimental.mosaic.gpu.utils as mgpu_utils
 import numpy as np
@@ -28,8 +29,16 @@ _arch_of_device = mgpu_utils._infer_arch
 # ---- Lower for SM80 on any device. Can go when a kernel can name its architecture. --------------
 
 
+@dataclass(frozen=True, kw_only=True)
 class SM80Params(plgpu.CompilerParams):
-    """Compiler parameters of a kernel that is lowered for SM80, whatever the device is."""
+    """Compiler parameters of a kernel that is lowered for SM80, whatever the device is.
+
+    Attributes:
+        num_sums: the last inputs, whose memory the last outputs take. Can go when `plgpu.kernel`
+            has aliases.
+    """
+
+    num_sums: int = 0
 
 
 @contextmanager
@@ -48,7 +57,13 @@ def _infer_arch() -> tuple[int, int]:
 def _lower(ctx, *operands, **params):
     if params["interpret"]:
         return mpmd._mpmd_map_fallback_lowering(ctx, *operands, **params)
-    with _sm80() if isinstance(params["compiler_params"], SM80Params) else nullcontext():
+    compiler_params = params["compiler_params"]
+    if not isinstance(compiler_params, SM80Params):
+        return mpmd._mpmd_map_mgpu_lowering(ctx, *operands, **params)
+    last = range(-compiler_params.num_sums, 0)
+    aliases = {len(ctx.avals_in) + i: len(ctx.avals_out) + i for i in last}
+    params["input_output_aliases"] = aliases
+    with _sm80():
         return mpmd._mpmd_map_mgpu_lowering(ctx, *operands, **params)
 
 
@@ -148,6 +163,43 @@ def store_row_values(x, vector, batch, head, start, num_rows):
         x.foreach(store_one)
 
     store(vector, x, batch, head, start)
+
+
+def add_to_sums(x, sums, batch, head, start):
+    """Add rows start .. of a product, two warps sharing rows, to float32 sums of one head.
+
+    The sums lie in blocks of 16 rows and 8 columns, a block in the order in which a product's
+    registers hold it (row half, column parity, 8 rows, 4 column pairs), so that the lanes of a warp
+    add to 32 neighbours.
+
+    Args:
+        x: [rows, columns] float32.
+        sums: [B, H, S · columns] in global memory.
+        batch, head, start: int32 scalars; start is a multiple of 16.
+    """
+    rows, columns = x.shape
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(), Layout.MMA_ACC(np.dtype("bfloat16"), m_warps=2), *[_SCALAR] * 3)
+    )
+    def add(_, sums, x, batch, head, first):
+        i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
+        thread = arith.remui(mgpu_utils.thread_idx(), mgpu.c(128, i32))
+        warp, lane = (f(thread, mgpu.c(32, i32)) for f in (arith.divui, arith.remui))
+        row_warp, column_warp = (f(warp, mgpu.c(2, i32)) for f in (arith.divui, arith.remui))
+        offset = arith.addi(_dot([row_warp, column_warp], [columns * 16, 128]), lane)
+        base = mgpu_utils.getelementptr(_pointer(sums, batch, head, first), [offset], f32)
+        registers = x.registers.reshape(rows // 32, columns // 16, 2)
+        for (i, j, half), pair in np.ndenumerate(registers):
+            for parity in range(2):
+                place = i * columns * 32 + j * 256 + half * 64 + parity * 32
+                value = llvm.extractelement(pair, mgpu.c(parity, i32))
+                text = f"red.relaxed.gpu.global.add.f32 [$0 + {4 * place}], $1;"
+                llvm.inline_asm(
+                    ir.Type.parse("!llvm.void"), [base, value], text, "l,f", has_side_effects=True
+                )
+
+    add(sums, x, batch, head, start * columns)
 
 
 def _units(matrix, tile, transforms, batch, head, start, num_rows):
