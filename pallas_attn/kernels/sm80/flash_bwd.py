@@ -42,7 +42,6 @@ from pallas_attn.kernels.sm80.workarounds import (
     store_rows,
     warpgroup_barrier,
 )
-from pallas_attn.launch import flash_arguments
 from twin_attention.contract.operands import FlashOperands
 from twin_attention.contract.spec import AttentionSpec
 from twin_attention.targets.family import Backend
@@ -386,15 +385,13 @@ def flash_bwd(
     lse: Array,
     spec: AttentionSpec,
     backend: Backend,
-    deterministic: bool = True,
 ) -> FlashOperands[Array]:
-    """Call the kernels of the backward.
+    """Call the kernels of the backward: with a kernel for dq if it is to be deterministic.
 
     Args:
         dout: [B, Sq, Hq, Dv].
         dlse: [B, Hq, Sq] float32, or None for zero.
         operands, out, lse: inputs and outputs of the forward.
-        deterministic: sum dq in a fixed order, by a kernel of its own.
 
     Returns:
         The gradient of each operand, in its dtype.
@@ -402,7 +399,7 @@ def flash_bwd(
     q, k, v = operands[:3]
     lse2, delta = prepare_rows(dout, dlse, out, lse)
     inputs = (q, k, v, dout, lse2, delta)
-    if deterministic:
+    if spec.deterministic:
         (dq,) = launch_dq(inputs, spec, backend)
         dk, dv = launch_dkdv("flash_bwd_dkdv", inputs, spec, backend)
     else:
@@ -420,47 +417,54 @@ def flash_bwd(
 
 def launch_dq(inputs, spec, backend):
     """Call `flash_bwd_dq_kernel`."""
-    config = backend.configs(spec)["flash_bwd_dq"]
     q, sizes = inputs[0], (spec.head_dim, spec.head_dim_v)
-    warpgroups = config.num_warps // 4
+
+    def tiles(config):
+        warpgroups = config.num_warps // 4
+        rows = config.block_q // warpgroups
+        return (
+            *(allocate_tile(q.dtype, warpgroups, rows, x) for x in sizes),
+            *(allocate_tile(q.dtype, config.num_stages, config.block_kv, x) for x in sizes),
+        )
+
     return launch(
         "flash_bwd_dq",
         flash_bwd_dq_kernel,
-        pl.cdiv(spec.seq_q, config.block_q) * spec.heads_q * spec.batch,
-        config.num_warps,
+        lambda config: pl.cdiv(spec.seq_q, config.block_q) * spec.heads_q * spec.batch,
         inputs,
         (jax.ShapeDtypeStruct(q.shape, q.dtype),),
-        (
-            *(allocate_tile(q.dtype, warpgroups, config.block_q // warpgroups, x) for x in sizes),
-            *(allocate_tile(q.dtype, config.num_stages, config.block_kv, x) for x in sizes),
-        ),
-        flash_arguments(spec) | vars(config) | {"group_size": spec.group_size},
+        tiles,
+        spec,
+        backend,
     )
 
 
 def launch_dkdv(name, inputs, spec, backend, dq_sum=None):
     """Call `flash_bwd_dkdv_kernel`; with `dq_sum`, the type of dq's sums, these are an output."""
-    config = backend.configs(spec)[name]
     dtype, sizes = inputs[0].dtype, (spec.head_dim, spec.head_dim_v)
-    warpgroups = config.num_warps // 4
-    rows, columns = config.block_kv // warpgroups, config.block_q // warpgroups
-    p_tiles = ds_tiles = allocate_tile(dtype, warpgroups * warpgroups, rows, columns, CHUNK)
-    if config.block_kv >= 32 * config.num_warps:
-        p_tiles, ds_tiles = None, ds_tiles if dq_sum else None
-    return launch(
-        name,
-        flash_bwd_dkdv_kernel,
-        pl.cdiv(spec.seq_kv, config.block_kv) * spec.heads_kv * spec.batch,
-        config.num_warps,
-        inputs,
-        (*(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in inputs[1:3]), dq_sum),
-        (
+
+    def tiles(config):
+        warpgroups = config.num_warps // 4
+        rows, columns = config.block_kv // warpgroups, config.block_q // warpgroups
+        p_tiles = ds_tiles = allocate_tile(dtype, warpgroups * warpgroups, rows, columns, CHUNK)
+        if config.block_kv >= 32 * config.num_warps:
+            p_tiles, ds_tiles = None, ds_tiles if dq_sum else None
+        return (
             *(allocate_tile(dtype, warpgroups, rows, x) for x in sizes),
             *(allocate_tile(dtype, config.num_stages, config.block_q, x) for x in sizes),
             p_tiles,
             ds_tiles,
-        ),
-        flash_arguments(spec) | vars(config) | {"group_size": spec.group_size},
+        )
+
+    return launch(
+        name,
+        flash_bwd_dkdv_kernel,
+        lambda config: pl.cdiv(spec.seq_kv, config.block_kv) * spec.heads_kv * spec.batch,
+        inputs,
+        (*(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in inputs[1:3]), dq_sum),
+        tiles,
+        spec,
+        backend,
         num_sums=1 if dq_sum else 0,
     )
 

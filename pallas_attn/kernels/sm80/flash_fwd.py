@@ -4,6 +4,12 @@
 Dao 2023, FlashAttention-2, algorithm 1. The mathematics is that of
 `pallas_attn.kernels.portable.flash_fwd`; here the copies, their waits and the operands of the
 products are placed by hand.
+
+The running maximum of a row, which p and the sums refer to, stays until a score is more than
+2^RESCALE_ABOVE above it (Zadouri et al. 2026, FlashAttention-4, conditional rescaling). p is then
+at most 2^RESCALE_ABOVE instead of 1, which bfloat16 and float16 hold as precisely. l_i and acc
+refer to the same maximum as p, so that out and lse are the same. Most steps thus would multiply acc
+by 1, which a warp skips where all of its rows do.
 """
 
 import functools
@@ -33,14 +39,16 @@ from pallas_attn.kernels.sm80.pipeline import (
 from pallas_attn.kernels.sm80.scores import as_rows, iota, visible_scores
 from pallas_attn.kernels.sm80.workarounds import (
     commit,
+    rescale,
     store_row_values,
     store_rows,
     warpgroup_barrier,
 )
-from pallas_attn.launch import flash_arguments
 from twin_attention.contract.operands import FlashOperands
 from twin_attention.contract.spec import AttentionSpec
 from twin_attention.targets.family import Backend
+
+RESCALE_ABOVE = 8.0  # in base 2
 
 
 def flash_fwd_kernel(
@@ -75,11 +83,11 @@ def flash_fwd_kernel(
     out [B, Sq, Hq, Dv], lse [B, Hq, Sq] (float32, natural log); in shared memory a tile of q, and
     num_stages tiles of k and of v. Query i stands at key position i + diagonal; rule:
     `twin_attention.contract.spec.ScoreRule`. Grid: (query tiles · heads · batch), last tile first,
-    since under a causal mask it is the longest. Loop invariant: m_i is the row maximum so far
-    (base 2), and with p = exp2(s · exp2_scale - m_i), l_i holds Σ p as 8 partial sums a row and acc
-    is Σ p v. Accumulation: float32, exponents in base 2, p cast to v's dtype for p·v. A row that
-    sees no key gives 0, and -inf or its sink. Each four warps have block_q · 4 / num_warps rows, a
-    multiple of 64.
+    since under a causal mask it is the longest. Loop invariant: m_i is at most RESCALE_ABOVE below
+    the row maximum so far (base 2), and with p = exp2(s · exp2_scale - m_i), l_i holds Σ p as 8
+    partial sums a row and acc is Σ p v. Accumulation: float32, exponents in base 2, p cast to v's
+    dtype for p·v. A row that sees no key gives 0, and -inf or its sink. Each four warps have
+    block_q · 4 / num_warps rows, a multiple of 64.
     """
     # Locate the tile of queries.
     warpgroups = num_warps // 4
@@ -164,12 +172,13 @@ def flash_fwd_kernel(
             wait(0, warpgroups)
             fetch_next(step, 0, (k, k_tiles))
         # p = exp(s - max), and rescale what was accumulated
-        m_new = jnp.maximum(m_i, s.max(axis=1) * rule.exp2_scale)
+        m_new = s.max(axis=1) * rule.exp2_scale
+        m_new = jnp.where(m_new - m_i > RESCALE_ABOVE, m_new, m_i)
         m_safe = jnp.where(m_new == float("-inf"), 0.0, m_new) if masked else m_new
-        p = jnp.exp2(s * rule.exp2_scale - as_rows(m_safe, s))
         alpha = jnp.exp2(m_i - m_safe)
-        l_i = l_i * as_rows(alpha, l_i) + add_columns(p)
-        acc = acc * as_rows(alpha, acc)
+        acc, l_i = rescale(acc, l_i, as_rows(alpha, l_i))
+        p = jnp.exp2(s * rule.exp2_scale - as_rows(m_safe, s))
+        l_i = l_i + add_columns(p)
         # acc += p v
         acc = add_product(acc, p, v_tiles.at[slot])
         return m_new, l_i, acc
@@ -222,25 +231,27 @@ def flash_fwd(
     Returns:
         out [B, Sq, Hq, Dv] in q's dtype and lse [B, Hq, Sq] float32.
     """
-    q, k, v = operands[:3]
-    config = backend.configs(spec)["flash_fwd"]
-    out = jax.ShapeDtypeStruct((*q.shape[:3], spec.head_dim_v), q.dtype)
-    lse = jax.ShapeDtypeStruct((spec.batch, spec.heads_q, spec.seq_q), jnp.float32)
-    q_tile, out_tile = (
-        allocate_tile(q.dtype, config.num_warps // 4, 4 * config.block_q // config.num_warps, size)
-        for size in (spec.head_dim, spec.head_dim_v)
-    )
+    q, k = operands.q, operands.k
+    sizes = (spec.head_dim, spec.head_dim_v)
+
+    def tiles(config):
+        warpgroups = config.num_warps // 4
+        rows = config.block_q // warpgroups
+        return (
+            plgpu.RefUnion(*(allocate_tile(q.dtype, warpgroups, rows, x) for x in sizes)),
+            *(allocate_tile(k.dtype, config.num_stages, config.block_kv, x) for x in sizes),
+        )
+
     return launch(
         "flash_fwd",
         flash_fwd_kernel,
-        pl.cdiv(spec.seq_q, config.block_q) * spec.heads_q * spec.batch,
-        config.num_warps,
+        lambda config: pl.cdiv(spec.seq_q, config.block_q) * spec.heads_q * spec.batch,
         operands,
-        (out, lse),
         (
-            plgpu.RefUnion(q_tile, out_tile),
-            allocate_tile(k.dtype, config.num_stages, config.block_kv, spec.head_dim),
-            allocate_tile(v.dtype, config.num_stages, config.block_kv, spec.head_dim_v),
+            jax.ShapeDtypeStruct((*q.shape[:3], spec.head_dim_v), q.dtype),
+            jax.ShapeDtypeStruct((spec.batch, spec.heads_q, spec.seq_q), jnp.float32),
         ),
-        flash_arguments(spec) | vars(config) | {"group_size": spec.group_size},
+        tiles,
+        spec,
+        backend,
     )

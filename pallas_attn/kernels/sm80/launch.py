@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,36 +12,48 @@ from jax import Array
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_attn.kernels.sm80.workarounds import SM80Params
+from pallas_attn.launch import flash_arguments
+from pallas_attn.targets import cuda_devices
+from twin_attention.contract.spec import AttentionSpec
+from twin_attention.contract.validate import fail
+from twin_attention.targets.family import Backend
+from twin_attention.targets.target import SHARED_MEMORY_LIMIT
 
 
 def launch(
     name: str,
     kernel: Callable[..., None],
-    programs: int,
-    num_warps: int,
+    programs: Callable[[Any], int],
     operands: Sequence[Array | None],
     out_shape: Sequence[jax.ShapeDtypeStruct | None],
-    tiles: Sequence[Any],
-    arguments: dict[str, Any],
+    tiles: Callable[[Any], Sequence[Any]],
+    spec: AttentionSpec,
+    backend: Backend,
     num_sums: int = 0,
 ) -> Any:
     """Call a kernel.
 
     Args:
-        name: the kernel's name.
+        name: the kernel's name in the configuration tables.
         kernel: the function over references to the operands, the outputs and the tiles.
-        programs: how many to launch.
-        num_warps: warps of a program, 4 or a multiple; four make a warpgroup.
+        programs: how many to launch, from the configuration. Its warps, 4 or a multiple, make
+            warpgroups of four.
         operands: inputs; for None, here and below, the kernel gets None.
         out_shape: the outputs.
-        tiles: what a program has in shared memory.
-        arguments: the kernel's keyword arguments.
+        tiles: what a program has in shared memory, from the configuration.
+        spec: the problem, which chooses the configuration.
+        backend: the target to compile for.
         num_sums: the last outputs, float32, that are 0 when the kernel starts.
 
     Returns:
         The outputs.
-    """
 
+    Raises:
+        NotImplementedError: no configuration fits the device's shared memory.
+    """
+    config = _fitting_config(name, tiles, spec, backend)
+    scratch = tiles(config)
+    arguments = flash_arguments(spec) | vars(config) | {"group_size": spec.group_size}
     inputs = [x for x in operands if x is not None]
     outputs = tuple(x for x in out_shape if x is not None)
     sums = [zeros_of_batch(x.shape)(*inputs) for x in outputs[len(outputs) - num_sums :]]
@@ -48,19 +61,19 @@ def launch(
     def body(*refs):
         rest = iter(refs[: len(inputs)] + refs[len(inputs) + num_sums :])
         kernel(
-            *(None if x is None else next(rest) for x in (*operands, *out_shape, *tiles)),
+            *(None if x is None else next(rest) for x in (*operands, *out_shape, *scratch)),
             **arguments,
         )
 
-    warpgroups = num_warps // 4
+    warpgroups = config.num_warps // 4
     threads: dict[str, Any] = {}
     if warpgroups > 1:
         threads = {"num_threads": warpgroups, "thread_name": "warpgroup"}
     return plgpu.kernel(
         body,
         out_type=outputs,
-        scratch_types=tuple(x for x in tiles if x is not None),
-        grid=(programs,),
+        scratch_types=tuple(x for x in scratch if x is not None),
+        grid=(programs(config),),
         grid_names=("program",),
         kernel_name=name,
         compiler_params=SM80Params(
@@ -73,6 +86,29 @@ def launch(
         ),
         **threads,
     )(*inputs, *sums)
+
+
+def _fitting_config(
+    name: str, tiles: Callable[[Any], Sequence[Any]], spec: AttentionSpec, backend: Backend
+) -> Any:
+    """Return the table's configuration, or the next one whose tiles fit this process's devices."""
+    config = backend.configs(spec)[name]
+    cards = [device.shared_memory_per_block_optin for device in cuda_devices()]
+    limit = min([SHARED_MEMORY_LIMIT["sm80"], *cards])
+    candidates = (config, *backend.smaller_configs(spec, name, config))
+    sizes = [sum(_size(tile) for tile in tiles(x) if tile is not None) for x in candidates]
+    for candidate, size in zip(candidates, sizes, strict=True):
+        if size <= limit:
+            return candidate
+    expected = f"at most {limit} bytes of shared memory on {backend.target}"
+    return fail(NotImplementedError, name, expected, f"{sizes[-1]} with {candidates[-1]}")
+
+
+def _size(tile: Any) -> int:
+    """Return the bytes of a tile, or of the largest of those that share memory."""
+    if isinstance(tile, plgpu.RefUnion):
+        return max(map(_size, tile.refs))
+    return math.prod(tile.shape) * jnp.dtype(tile.dtype).itemsize
 
 
 def zeros_of_batch(shape: tuple[int, ...]) -> Callable[..., Array]:

@@ -18,7 +18,7 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import fragmented_array
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, nvvm
+from jaxlib.mlir.dialects import arith, llvm, nvvm, scf
 
 Layout = plgpu.Layout
 _SCALAR = Layout.WG_SPLAT
@@ -325,6 +325,57 @@ def program_barrier(warpgroups: int) -> None:
     barrier()
 
 
+# ---- Skip what no row of a warp needs. Can go when a kernel can branch on a vote of a warp. ------
+
+
+def rescale(acc, l_i, alpha):
+    """Return acc · alpha and l_i · alpha; a warp whose rows all have alpha 1 skips it.
+
+    Args:
+        acc, l_i: [rows, columns] and [rows, 8], float32, in the layout of a sum.
+        alpha: [rows, 8], each row one number.
+    """
+    layout = Layout.MMA_ACC(np.dtype("bfloat16"))
+
+    @plgpu.inline_mgpu(
+        arg_types=(layout,) * 3,
+        return_type=tuple(plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout) for x in (acc, l_i)),
+    )
+    def multiply(_, acc, l_i, alpha):
+        i32 = ir.IntegerType.get_signless(32)
+        one, zero = mgpu.c(1.0, ir.F32Type.get()), mgpu.c(0, i32)
+        changed = None
+        for pair in alpha.registers.flat:
+            differs = arith.cmpf(arith.CmpFPredicate.UNE, llvm.extractelement(pair, zero), one)
+            changed = differs if changed is None else arith.ori(changed, differs)
+        text = (
+            "{ .reg .pred q; setp.ne.u32 q, $1, 0; vote.sync.any.pred q, q, 0xffffffff; "
+            "selp.u32 $0, 1, 0, q; }"
+        )
+        changed = arith.extui(i32, changed)
+        changed = llvm.inline_asm(i32, [changed], text, "=r,r", has_side_effects=True)
+        changed = arith.cmpi(arith.CmpIPredicate.ne, changed, zero)
+        arrays = acc, l_i
+        old = [x for array in arrays for x in array.registers.flat]
+        # A register's row tile and row half are its indices 0 and 4.
+        factors = [
+            alpha.registers[index[0], 0, 0, 0, index[4], 0, 0, 0, 0]
+            for array in arrays
+            for index in np.ndindex(array.registers.shape)
+        ]
+        choice = scf.IfOp(changed, [x.type for x in old], has_else=True)
+        with ir.InsertionPoint(choice.then_block):
+            scf.yield_([arith.mulf(x, factor) for x, factor in zip(old, factors, strict=True)])
+        with ir.InsertionPoint(choice.else_block):
+            scf.yield_(old)
+        new = iter(choice.results)
+        return tuple(
+            _like(array, [next(new) for _ in range(array.registers.size)]) for array in arrays
+        )
+
+    return multiply(acc, l_i, alpha)
+
+
 # ---- Divide fast. Can go when `approx_math` divides with rcp.approx. -----------------------------
 
 
@@ -356,4 +407,11 @@ def _map(function, x):
         else:
             register = function(register)
         registers[index] = register
-    return mgpu.FragmentedArray(_registers=registers, _layout=x.layout, _is_signed=None)
+    return _like(x, registers)
+
+
+def _like(x, registers):
+    """Return an array of other registers in the layout and shape of x."""
+    shaped = np.empty(x.registers.shape, object)
+    shaped.flat = list(np.ravel(registers))
+    return mgpu.FragmentedArray(_registers=shaped, _layout=x.layout, _is_signed=None)
