@@ -12,14 +12,14 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 
-from pallas_attn.targets import Device, target_of
+from pallas_attn.targets import Device, cuda_devices, target_of
 from twin_attention.contract.validate import check_choice
 from twin_attention.targets import family
 from twin_attention.targets.config import Change, repeat_configs, requested_configs
 from twin_attention.targets.family import Backend
 from twin_attention.targets.kernels import Spec
 
-Implementation = Literal["triton", "reference"]
+Implementation = Literal["mosaic", "triton", "reference"]
 IMPLEMENTATIONS = get_args(Implementation)
 
 
@@ -28,7 +28,8 @@ class Backends(NamedTuple):
 
     Attributes:
         cuda: on CUDA devices.
-        elsewhere: on every other platform.
+        elsewhere: on every other platform; the same as `cuda` for a family that was asked for and
+            has no interpreter, which JAX then refuses to lower for another platform.
         changes: those of `use_configs` around the call.
     """
 
@@ -81,7 +82,12 @@ def choose_backends(
     check_implementation(implementation)
     target = None if implementation == "reference" else target_of(device)
     cuda, _ = choose(implementation, target, spec)
-    elsewhere, _ = choose(implementation, None, spec)
+    may_be_cuda = device is None or device in cuda_devices()
+    compiles_only = cuda.runs_kernels and not cuda.family.has_interpreter
+    if implementation is not None and compiles_only and may_be_cuda:
+        elsewhere = cuda
+    else:
+        elsewhere, _ = choose(implementation, None, spec)
     return Backends(cuda, elsewhere, requested_configs())
 
 

@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
+from importlib.metadata import version
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 from twin_attention.contract.validate import fail
@@ -71,6 +73,26 @@ def _gluon_supports(spec: Spec, target: str | None) -> str | None:
     return sm80.supports(spec, target) or _import_error("torch_attn.kernels.sm80.flash_bwd")
 
 
+def _mosaic_supports(spec: Spec, target: str | None) -> str | None:
+    """Support what the SM80 kernels cover, with a JAX that has what they are written in."""
+    return sm80.supports(spec, target) or _lack_of_jax()
+
+
+@cache
+def _lack_of_jax() -> str | None:
+    """Return what the JAX here lacks for Mosaic GPU kernels, None for nothing; imports no kernel.
+
+    `pallas_attn` asks on every machine, since it traces for CUDA on each.
+    """
+    found = version("jax")
+    if tuple(map(int, found.split(".")[:2])) < (0, 11):
+        return f"its kernels need jax 0.11 or newer, not {found}"
+    for module in ("jax.experimental.mosaic.gpu", "jax._src.pallas.mpmd"):
+        if find_spec(module) is None:
+            return f"its kernels need {module}, which jax {found} lacks"
+    return None
+
+
 FAMILIES = {
     "torch_attn": (
         Family("gluon", "torch_attn", "sm80", supports=_gluon_supports),
@@ -78,6 +100,7 @@ FAMILIES = {
         Family("reference", "torch_attn"),
     ),
     "pallas_attn": (
+        Family("mosaic", "pallas_attn", "sm80", supports=_mosaic_supports),
         Family("triton", "pallas_attn", "portable", has_interpreter=True),
         Family("reference", "pallas_attn"),
     ),
