@@ -24,6 +24,7 @@ Factory = Callable[..., Call]
 # Side and family.
 NAMES = {
     "torch gluon": ("torch_attn", "gluon"),
+    "jax mosaic": ("pallas_attn", "mosaic"),
     "torch triton": ("torch_attn", "triton"),
     "jax triton": ("pallas_attn", "triton"),
     "torch triton compiled": ("torch_attn", "triton"),
@@ -61,7 +62,7 @@ def _flash(name: str, target: str, case: FlashCase, operation: str, tensors: Any
     attend = partial(attention, **case.options, implementation=family)
     if name == "torch triton compiled":
         attend = compiled(attend, fullgraph=True)
-    prepare = jax_call if name == "jax triton" else torch_call
+    prepare = jax_call if side == "pallas_attn" else torch_call
     with use_target(target):
         call = prepare(attend, operation, tensors)
     return _for_target(call, target)
@@ -72,7 +73,7 @@ def _decode(name: str, target: str, case: DecodeCase, tensors: DecodeTensors) ->
     attend = import_module(side).paged_decode
     attend = partial(attend, **case.options, implementation=family)
     arguments: dict[str, Any] = tensors.arguments
-    if name == "jax triton":
+    if side == "pallas_attn":
         import jax
 
         from interop.exchange import to_jax

@@ -12,7 +12,7 @@ import torch
 from hypothesis import settings
 
 from interop.parity.environment import choose_device, compile_quickly
-from tests.sides import IMPLEMENTATIONS, SIDES, Side
+from tests.sides import EXPLICIT, IMPLEMENTATIONS, SIDES, Side
 from twin_attention.targets.family import FAMILIES
 
 ON_GPU = torch.cuda.is_available()
@@ -62,7 +62,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         package = arguments.get("side", "torch_attn")
         has_it = asked not in IMPLEMENTATIONS or asked in (x.name for x in FAMILIES[package])
         # No explicit family has decoding yet.
-        has_it = has_it and not (asked == "gluon" and "/test_decode" in item.nodeid)
+        has_it = has_it and not (asked in EXPLICIT and "/test_decode" in item.nodeid)
         (kept if has_it else left_out).append(item)
     config.hook.pytest_deselected(items=left_out)
     items[:] = kept

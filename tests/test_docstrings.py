@@ -18,7 +18,7 @@ ONE_SIDED = [
     r" with the new tokens, shaped and typed as those given",
     r", or it has no values because it is traced \(`jax\.errors\.TracerArrayConversionError`\)",
     r" forward mode;",
-    r' "gluon" \([^)]*\),',
+    r' "(gluon|mosaic)" \([^)]*\),',
 ]
 SAME = [
     (r"`torch\.Tensor`|`jax\.Array`", "tensor"),

@@ -17,7 +17,7 @@ from interop.rendering.tables import Grid
 
 # What a summary shows: the twins and the peers that a reader compares them with first.
 SHOWN = {
-    "torch gluon", "torch triton", "jax triton", "FA2", "cuDNN", "tokamax Mosaic",
+    "torch gluon", "jax mosaic", "torch triton", "jax triton", "FA2", "cuDNN", "tokamax Mosaic",
     "FlashInfer", "FA2 dense", "cuDNN dense",
 }  # fmt: skip
 _RATIOS = ("eager", "SDPA", "FA2")  # peers whose time over each implementation's is a column

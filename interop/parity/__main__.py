@@ -25,7 +25,7 @@ from twin_attention.targets.target import TARGETS
 if TYPE_CHECKING:
     from interop.parity.sides import Subject
 
-IMPLEMENTATIONS = ("gluon", "triton", "reference")
+IMPLEMENTATIONS = ("gluon", "mosaic", "triton", "reference")
 NEEDED = ("jax", "matplotlib", "rich", "torch", "triton")
 
 
@@ -148,8 +148,8 @@ def _parser() -> argparse.ArgumentParser:
         "--implementations",
         nargs="+",
         choices=IMPLEMENTATIONS,
-        default=["gluon", "triton"],
-        help="what runs, where a package and the target have it (default: gluon triton)",
+        default=["gluon", "mosaic", "triton"],
+        help="what runs, where a package and the target have it (default: gluon mosaic triton)",
     )
     parser.add_argument(
         "--target",

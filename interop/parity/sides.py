@@ -30,7 +30,7 @@ class Subject:
 
     Attributes:
         side: "torch_attn" or "pallas_attn".
-        implementation: such as "gluon", "triton" or "reference".
+        implementation: such as "gluon", "mosaic", "triton" or "reference".
         target: "sm80" or "sm90"; None where nothing is compiled.
     """
 

@@ -35,7 +35,7 @@ def test_forward_and_backward_of_every_case_with_every_subject():
         for name in ("torch triton", "jax triton", "torch triton compiled")
         for target in TARGETS
     }
-    ours.add(Subject("torch gluon", "sm80"))
+    ours |= {Subject("torch gluon", "sm80"), Subject("jax mosaic", "sm80")}
     for job in found:
         assert set(job.factories) == ours | {Subject(name) for name in FLASH}
 

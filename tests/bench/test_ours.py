@@ -30,6 +30,7 @@ def test_every_implementation_for_every_target():
     names = ("torch triton", "jax triton", "torch triton compiled")
     assert list(factories) == [
         Subject("torch gluon", "sm80"),
+        Subject("jax mosaic", "sm80"),
         *(Subject(name, t) for name in names for t in ("sm90", "sm80")),
     ]
     native = ours.flash_factories(["sm90"], compiling=False)

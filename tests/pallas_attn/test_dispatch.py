@@ -1,6 +1,7 @@
 """Which code a call runs, decided while tracing and again when it is lowered for a platform."""
 
 import re
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -16,6 +17,9 @@ from twin_attention.targets.family import FAMILIES, Backend, Family
 from twin_attention.targets.target import use_target
 
 SPEC = AttentionSpec(1, 40, 40, 2, 2, 32, 32, "float32", 0.2)
+IN_16_BITS = replace(SPEC, dtype="bfloat16")
+MOSAIC, KERNELS, REFERENCE = FAMILIES["pallas_attn"]
+NO_MOSAIC = MOSAIC.supports(IN_16_BITS, "sm80")  # why not, with an older JAX
 ON_GPU = jax.default_backend() == "gpu"
 CPU = jax.devices("cpu")[0]
 
@@ -53,6 +57,32 @@ def test_lowered_for_cuda_only_the_kernels_are_left(qkv, implementation, fresh_c
     ]  # fmt: skip
     # The case is over a constant: what JAX leaves of the choice of platform.
     assert found == {"custom_call", "case", "constant", "return"}
+
+
+@pytest.mark.parametrize("implementation", [None, "mosaic"])
+def test_lowered_for_sm80_the_explicit_kernels_are_left(qkv, implementation, fresh_caches):
+    """In 16 bits, and where this JAX has them; otherwise the portable ones."""
+    qkv = [x.astype(jnp.bfloat16) for x in qkv]
+    attention = partial(flash_attention, implementation=implementation)
+
+    def lower():
+        traced = jax.jit(attention).trace(*qkv)
+        return traced.lower(lowering_platforms=("cuda",)).as_text()
+
+    with use_target("sm80"), recording() as kernels:
+        if NO_MOSAIC and implementation:
+            with pytest.raises(NotImplementedError, match=r"its kernels need jax 0\.11"):
+                lower()
+            return
+        text = lower()
+    calls = re.findall(r"custom_call @(\w+)", text)
+    if NO_MOSAIC:
+        assert [name for name, *_ in kernels] == ["flash_fwd"]
+    else:
+        assert (kernels, calls) == ([], ["mosaic_gpu_v2"])
+    assert set(re.findall(r"stablehlo\.(\w+)", text)) <= {
+        "custom_call", "case", "constant", "return",
+    }  # fmt: skip
 
 
 def test_lowered_for_the_cpu_the_interpreter_runs_only_when_asked_for(qkv):
@@ -103,10 +133,9 @@ def test_the_target_is_the_devices_own_or_the_one_asked_for(monkeypatch):
     devices = (hopper, ampere, ada, turing)
     monkeypatch.setattr("pallas_attn.targets.cuda_devices", lambda: devices)
     monkeypatch.delenv("TWIN_ATTENTION_TARGET", raising=False)
-    kernels, reference = FAMILIES["pallas_attn"]
-    elsewhere = Backend(reference)
-    interpreted = Backend(kernels, interpreted=True)
-    sm80, sm90 = Backend(kernels, "sm80"), Backend(kernels, "sm90")
+    elsewhere = Backend(REFERENCE)
+    interpreted = Backend(KERNELS, interpreted=True)
+    sm80, sm90 = Backend(KERNELS, "sm80"), Backend(KERNELS, "sm90")
     assert choose_backends(None, None, SPEC) == Backends(sm90, elsewhere)
     assert choose_backends(None, CPU, SPEC) == Backends(sm90, elsewhere)
     assert choose_backends(None, ampere, SPEC) == Backends(sm80, elsewhere)
@@ -118,6 +147,28 @@ def test_the_target_is_the_devices_own_or_the_one_asked_for(monkeypatch):
         choose_backends(None, turing, SPEC)
 
 
+@pytest.mark.skipif(NO_MOSAIC is not None, reason=str(NO_MOSAIC))
+def test_explicit_kernels_run_on_cuda_devices_alone(qkv, monkeypatch):
+    hopper, ampere = map(Gpu, ("9.0", "8.0"))
+    mosaic = Backend(MOSAIC, "sm80")
+    with monkeypatch.context() as patch:
+        patch.setattr("pallas_attn.targets.cuda_devices", lambda: (ampere, hopper))
+        patch.setattr("pallas_attn.dispatch.cuda_devices", lambda: (ampere, hopper))
+        patch.delenv("TWIN_ATTENTION_TARGET", raising=False)
+        found = choose_backends(None, ampere, IN_16_BITS)
+        assert found == Backends(mosaic, Backend(REFERENCE))
+        for device in (ampere, None):
+            assert choose_backends("mosaic", device, IN_16_BITS) == Backends(mosaic, mosaic)
+        with pytest.raises(NotImplementedError, match=r"'mosaic': its kernels are for SM80$"):
+            choose_backends("mosaic", hopper, IN_16_BITS)
+    on_cpu = [jax.device_put(x.astype(jnp.bfloat16), CPU) for x in qkv]
+    with use_target("sm80"):
+        with pytest.raises(NotImplementedError, match=r"and it has no interpreter$"):
+            flash_attention(*on_cpu, implementation="mosaic")
+        with pytest.raises(ValueError, match="on CPU backend"):  # where the device is not known yet
+            jax.jit(partial(flash_attention, implementation="mosaic"))(*on_cpu)
+
+
 def test_explain_the_best_choice(qkv):
     explanation = explain(flash_attention, *qkv)
     if ON_GPU:
@@ -127,7 +178,8 @@ def test_explain_the_best_choice(qkv):
     else:
         assert (explanation.implementation, explanation.execution) == ("reference", "framework")
         assert (explanation.target, explanation.configs) == (None, {})
-        assert explanation.passed_over == ("triton: its kernels compile for CUDA devices only",)
+        reason = "its kernels compile for CUDA devices only"
+        assert explanation.passed_over == (f"mosaic: {reason}", f"triton: {reason}")
     assert explanation.device == jax.devices()[0].device_kind
 
 

@@ -73,6 +73,26 @@ def test_a_triton_without_gluon_is_a_reason(monkeypatch):
     assert reason.startswith("gluon: its kernels cannot be imported: import of triton.exp")
 
 
+def test_a_jax_without_mosaic_gpu_is_a_reason(monkeypatch):
+    """Found by its version and modules, without an import of the kernels."""
+    mosaic, triton, _ = FAMILIES["pallas_attn"]
+    monkeypatch.setattr(family, "_lack_of_jax", family._lack_of_jax.__wrapped__)  # no cache
+    monkeypatch.setattr(family, "find_spec", lambda name: name)
+    monkeypatch.setattr(family, "version", lambda name: {"jax": "0.11.0"}[name])
+    assert choose("pallas_attn", None, SPEC, "sm80", True) == (Backend(mosaic, "sm80"), ())
+    _, passed_over = choose("pallas_attn", None, SPEC, "sm90", True)
+    assert passed_over == ("mosaic: its kernels are for SM80",)
+    monkeypatch.setattr(family, "find_spec", lambda name: None)
+    lacks = "mosaic: its kernels need jax.experimental.mosaic.gpu, which jax 0.11.0 lacks"
+    found = choose("pallas_attn", None, SPEC, "sm80", True)
+    assert found == (Backend(triton, "sm80"), (lacks,))
+    monkeypatch.setattr(family, "version", lambda name: "0.9.2")
+    old = "its kernels need jax 0.11 or newer, not 0.9.2"
+    assert choose("pallas_attn", None, SPEC, "sm80", True)[1] == (f"mosaic: {old}",)
+    with pytest.raises(NotImplementedError, match=f"'mosaic': {old}$"):
+        choose("pallas_attn", "mosaic", SPEC, "sm80", True)
+
+
 def test_only_the_kernels_of_the_backward_that_is_asked_for():
     names = ["flash_fwd", "flash_bwd_preprocess"]
     any_order = [*names, "flash_bwd_fused", "flash_bwd_postprocess"]
@@ -126,6 +146,8 @@ def test_an_explanation_names_what_was_passed_over(fast):
 def test_every_family_has_every_operation(package):
     pytest.importorskip({"torch_attn": "torch", "pallas_attn": "jax"}[package])
     for found in FAMILIES[package]:
+        if found.folder == "sm80" and found.supports(SPEC, "sm80") is not None:
+            continue  # its kernels need a newer JAX
         kernels = FAMILY_KERNELS[found.folder or "portable"]
         for name in {kernel.function for kernel in kernels.values()}:
             assert found.function(name).__name__ == name

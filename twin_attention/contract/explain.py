@@ -11,7 +11,7 @@ class Explanation:
     """The choice that a call's arguments lead to.
 
     Attributes:
-        implementation: the family's name, such as "gluon", "triton" or "reference".
+        implementation: the family's name, such as "gluon", "mosaic", "triton" or "reference".
         execution: "compiled" (GPU kernels), "interpreter" (the kernels on a CPU) or
             "framework" (the reference, in plain torch or jax operations).
         device: the device's name, such as "cpu" or "NVIDIA H200".
