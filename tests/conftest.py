@@ -59,7 +59,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         arguments = item.callspec.params if hasattr(item, "callspec") else {}
         asked = arguments.get("implementation", arguments.get("by"))
-        package = arguments.get("side", "torch_attn")
+        own = "pallas_attn" if "/pallas_attn/" in item.nodeid else "torch_attn"
+        package = arguments.get("side", own)
         has_it = asked not in IMPLEMENTATIONS or asked in (x.name for x in FAMILIES[package])
         # No explicit family has decoding yet.
         has_it = has_it and not (asked in EXPLICIT and "/test_decode" in item.nodeid)
