@@ -11,6 +11,7 @@ uses. When one fails after an update of JAX, read in that file when its entry ca
 
 import inspect
 import re
+import sys
 from dataclasses import replace
 from functools import partial
 
@@ -21,6 +22,7 @@ import pytest
 
 from pallas_attn import flash_attention
 from twin_attention.contract.spec import AttentionSpec
+from twin_attention.targets import family
 from twin_attention.targets.family import FAMILIES, Backend
 from twin_attention.targets.target import use_target
 
@@ -111,6 +113,22 @@ def test_under_vmap_and_checkpoint():
     assert kernels(lower(function, *batched)) == ["mosaic_gpu_v2"] * 2
 
 
+def test_under_shard_map_and_scan():
+    attention = partial(flash_attention, implementation="mosaic")
+    mesh = jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    heads = jax.sharding.PartitionSpec(None, None, "x")
+    sharded = jax.shard_map(
+        attention, mesh=mesh, in_specs=(heads,) * 3, out_specs=heads, check_vma=False
+    )
+
+    def scanned(*qkv):
+        return jax.lax.scan(lambda _, each: (None, attention(*each)), None, qkv)[1]
+
+    assert kernels(lower(sharded, *arrays(64))) == ["mosaic_gpu_v2"]
+    layers = [jax.ShapeDtypeStruct((3, *x.shape), x.dtype) for x in arrays(64)]
+    assert kernels(lower(scanned, *layers)) == ["mosaic_gpu_v2"]
+
+
 class Card:
     shared_memory_per_block_optin = 99 * 1024
 
@@ -160,6 +178,28 @@ def test_the_architecture_is_asked_for_while_lowering(monkeypatch):
     assert asked
     assert {*asked} == {(8, 0)}
     assert not workarounds._lowers_sm80.get()
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        (mpmd, "mpmd_map_p"),
+        (mpmd, "_mpmd_map_mgpu_lowering"),
+        (mgpu_utils, "_infer_arch"),
+        (fragmented_array, "tiled_copy_smem_gmem_layout"),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_a_jax_that_lacks_a_name_is_a_reason(module, name, monkeypatch):
+    """Such as a later version: the portable kernels run then, and nothing fails."""
+    monkeypatch.setattr(family, "_import_error", family._import_error.__wrapped__)  # no cache
+    for imported in [x for x in sys.modules if x.startswith("pallas_attn.kernels.sm80")]:
+        monkeypatch.delitem(sys.modules, imported)
+    monkeypatch.delattr(module, name)
+    reason = FAMILY.supports(SPEC, "sm80")
+    assert reason is not None
+    assert reason.startswith("its kernels cannot be imported: ")
+    assert name in reason
 
 
 def test_mpmd_has_the_rules_that_are_called():

@@ -74,23 +74,30 @@ def test_a_triton_without_gluon_is_a_reason(monkeypatch):
 
 
 def test_a_jax_without_mosaic_gpu_is_a_reason(monkeypatch):
-    """Found by its version and modules, without an import of the kernels."""
+    """One that is too old by its version, without an import; another one by a name it lacks."""
     mosaic, triton, _ = FAMILIES["pallas_attn"]
-    monkeypatch.setattr(family, "_lack_of_jax", family._lack_of_jax.__wrapped__)  # no cache
-    monkeypatch.setattr(family, "find_spec", lambda name: name)
+    monkeypatch.setattr(family, "_older_jax", family._older_jax.__wrapped__)  # no cache
+    imported = []
+    monkeypatch.setattr(family, "_import_error", imported.append)
     monkeypatch.setattr(family, "version", lambda name: {"jax": "0.11.0"}[name])
-    assert choose("pallas_attn", None, SPEC, "sm80", True) == (Backend(mosaic, "sm80"), ())
+    for spec, backward in (
+        (SPEC, ["flash_bwd_fused"]),
+        (replace(SPEC, deterministic=True), ["flash_bwd_dq", "flash_bwd_dkdv"]),
+    ):  # XLA prepares the rows of a backward
+        chosen = choose("pallas_attn", None, spec, "sm80", True)
+        assert chosen == (Backend(mosaic, "sm80"), ())
+        said = describe(None, *chosen, spec, "a card", 108)
+        assert (said.implementation, [*said.configs]) == ("mosaic", ["flash_fwd", *backward])
+    imported.clear()
     _, passed_over = choose("pallas_attn", None, SPEC, "sm90", True)
     assert passed_over == ("mosaic: its kernels are for SM80",)
-    monkeypatch.setattr(family, "find_spec", lambda name: None)
-    lacks = "mosaic: its kernels need jax.experimental.mosaic.gpu, which jax 0.11.0 lacks"
-    found = choose("pallas_attn", None, SPEC, "sm80", True)
-    assert found == (Backend(triton, "sm80"), (lacks,))
     monkeypatch.setattr(family, "version", lambda name: "0.9.2")
     old = "its kernels need jax 0.11 or newer, not 0.9.2"
-    assert choose("pallas_attn", None, SPEC, "sm80", True)[1] == (f"mosaic: {old}",)
+    found = choose("pallas_attn", None, SPEC, "sm80", True)
+    assert found == (Backend(triton, "sm80"), (f"mosaic: {old}",))
     with pytest.raises(NotImplementedError, match=f"'mosaic': {old}$"):
         choose("pallas_attn", "mosaic", SPEC, "sm80", True)
+    assert imported == []
 
 
 def test_only_the_kernels_of_the_backward_that_is_asked_for():

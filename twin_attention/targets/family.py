@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from importlib.metadata import version
-from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 from twin_attention.contract.validate import fail
@@ -74,22 +73,25 @@ def _gluon_supports(spec: Spec, target: str | None) -> str | None:
 
 
 def _mosaic_supports(spec: Spec, target: str | None) -> str | None:
-    """Support what the SM80 kernels cover, with a JAX that has what they are written in."""
-    return sm80.supports(spec, target) or _lack_of_jax()
+    """Support what the SM80 kernels cover, with a JAX whose Mosaic GPU has the names they use.
+
+    `pallas_attn` asks on every machine, since it traces for CUDA on each. An older JAX is told by
+    its version, and with another one the import is that which tracing needs.
+    """
+    return (
+        sm80.supports(spec, target)
+        or _older_jax()
+        or _import_error("pallas_attn.kernels.sm80.flash_fwd")
+        or _import_error("pallas_attn.kernels.sm80.flash_bwd")
+    )
 
 
 @cache
-def _lack_of_jax() -> str | None:
-    """Return what the JAX here lacks for Mosaic GPU kernels, None for nothing; imports no kernel.
-
-    `pallas_attn` asks on every machine, since it traces for CUDA on each.
-    """
+def _older_jax() -> str | None:
+    """Return what JAX's version lacks for Mosaic GPU kernels, None for nothing."""
     found = version("jax")
     if tuple(map(int, found.split(".")[:2])) < (0, 11):
         return f"its kernels need jax 0.11 or newer, not {found}"
-    for module in ("jax.experimental.mosaic.gpu", "jax._src.pallas.mpmd"):
-        if find_spec(module) is None:
-            return f"its kernels need {module}, which jax {found} lacks"
     return None
 
 

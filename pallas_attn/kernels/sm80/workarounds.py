@@ -1,7 +1,8 @@
 """Write by hand what JAX 0.11.2's Mosaic GPU does not offer on SM80.
 
 Each entry ends with when it can go. This is the one file of the family that builds MLIR, and that
-uses private API of JAX.
+uses private API of JAX. It imports that by name, so that a JAX without it is seen before a call:
+the family then has a reason not to run.
 """
 
 from __future__ import annotations
@@ -13,9 +14,13 @@ from dataclasses import dataclass
 import jax.experimental.mosaic.gpu.utils as mgpu_utils
 import numpy as np
 from jax._src.interpreters import mlir
-from jax._src.pallas import mpmd
+from jax._src.pallas.mpmd import (
+    _mpmd_map_fallback_lowering,
+    _mpmd_map_mgpu_lowering,
+    mpmd_map_p,
+)
 from jax.experimental.mosaic import gpu as mgpu
-from jax.experimental.mosaic.gpu import fragmented_array
+from jax.experimental.mosaic.gpu.fragmented_array import tiled_copy_smem_gmem_layout
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, nvvm, scf
@@ -56,19 +61,19 @@ def _infer_arch() -> tuple[int, int]:
 
 def _lower(ctx, *operands, **params):
     if params["interpret"]:
-        return mpmd._mpmd_map_fallback_lowering(ctx, *operands, **params)
+        return _mpmd_map_fallback_lowering(ctx, *operands, **params)
     compiler_params = params["compiler_params"]
     if not isinstance(compiler_params, SM80Params):
-        return mpmd._mpmd_map_mgpu_lowering(ctx, *operands, **params)
+        return _mpmd_map_mgpu_lowering(ctx, *operands, **params)
     last = range(-compiler_params.num_sums, 0)
     aliases = {len(ctx.avals_in) + i: len(ctx.avals_out) + i for i in last}
     params["input_output_aliases"] = aliases
     with _sm80():
-        return mpmd._mpmd_map_mgpu_lowering(ctx, *operands, **params)
+        return _mpmd_map_mgpu_lowering(ctx, *operands, **params)
 
 
 mgpu_utils._infer_arch = _infer_arch
-mlir.register_lowering(mpmd.mpmd_map_p, _lower, platform="cuda")
+mlir.register_lowering(mpmd_map_p, _lower, platform="cuda")
 
 
 # ---- Copy rows that may not exist. Can go when `copy_gmem_to_smem` takes OOBFillMode.ZEROS. -----
@@ -216,9 +221,7 @@ def _units(matrix, tile, transforms, batch, head, start, num_rows):
     row_tiles, column_tiles, tile_rows, tile_columns = tile_type.shape
     shape = row_tiles * tile_rows, column_tiles * tile_columns
     (_, stride, _, _), _ = ir.MemRefType(matrix.type).get_strides_and_offset()
-    layout = fragmented_array.tiled_copy_smem_gmem_layout(
-        row_tiles, column_tiles, swizzle, mgpu.bitwidth(element)
-    )
+    layout = tiled_copy_smem_gmem_layout(row_tiles, column_tiles, swizzle, mgpu.bitwidth(element))
     # Row and column of this thread's first transfer.
     place = [
         arith.addi(_dot(layout.lane_indices(), strides), _dot(layout.warp_indices(), strides))
@@ -234,9 +237,7 @@ def _units(matrix, tile, transforms, batch, head, start, num_rows):
     if num_rows is not None:
         left = arith.subi(arith.subi(mgpu.c(num_rows, i32), start.registers.item()), row)
     less = arith.CmpIPredicate.slt
-    transfers = fragmented_array.FragmentedArray.transfer_tiled(
-        tile, swizzle, layout, shape, optimized=False
-    )
+    transfers = mgpu.FragmentedArray.transfer_tiled(tile, swizzle, layout, shape, optimized=False)
     columns_apart = layout.base_tile_shape[1]
     for _get, _update, base_index, pointer in transfers:
         row_offset, column_offset = base_index()
