@@ -45,8 +45,8 @@ def dot_product_attention(
         query_seq_lengths, key_value_seq_lengths: None.
         local_window_size: (left, right), or one number for both: query i sees keys from i - left
             to i + right, at least one of them.
-        implementation: pallas_attn's: "triton", "reference" or None. "xla" and "cudnn" are
-            jax.nn's.
+        implementation: pallas_attn's: "mosaic", "triton", "reference" or None. "xla" and "cudnn"
+            are jax.nn's.
         return_residual: return the log-sum-exp as well.
 
     Returns:

@@ -135,9 +135,18 @@ class Card:
 
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
 def test_a_smaller_card_takes_a_row_that_fits(head_dim, monkeypatch):
+    sizes, call = [], launch.plgpu.kernel
+
+    def kernel(*args, scratch_types, **options):
+        sizes.append(sum(map(launch._size, scratch_types)))
+        return call(*args, scratch_types=scratch_types, **options)
+
     monkeypatch.setattr(launch, "cuda_devices", lambda: (Card(),))
+    monkeypatch.setattr(launch.plgpu, "kernel", kernel)
     for deterministic in (False, True):
         trace(gradients(deterministic=deterministic), *arrays(head_dim))
+    assert len(sizes) == 2 + 3
+    assert max(sizes) <= 99 * 1024
 
 
 def test_what_fits_no_row_is_refused(monkeypatch):
