@@ -15,6 +15,8 @@ This is the one place of `torch_attn` that uses private Triton API, namely
 - `InterpreterBuilder` and `_get_np_dtype` hold bfloat16 as uint16 and compute on its bits, which
   gives wrong numbers without an error. `_Builder` holds it as `ml_dtypes.bfloat16`.
 - `create_splat` takes a comparison of scalars for int32 in Triton 3.9, which no mask may be.
+- `_implicit_cvt` imports Gluon, which wraps the functions of `triton.language` when it is imported.
+  That must not be while they are patched, or no Gluon kernel compiles afterwards.
 - ``tensor.__index__`` calls ``int`` on an array of one element, which NumPy 2.4 refuses, so that
   Triton 3.6 cannot run a loop whose bounds are known only at run time.
 
@@ -25,7 +27,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache, update_wrapper
 from types import FunctionType, SimpleNamespace
 from typing import Any
@@ -37,6 +39,9 @@ from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 from triton.runtime.interpreter import FunctionRewriter, InterpreterBuilder, TensorHandle
 from triton.runtime.jit import JITFunction
+
+with suppress(ImportError):  # see above; a Triton without Gluon has nothing to protect
+    import triton.experimental.gluon.language  # noqa: F401
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 _lock = threading.Lock()

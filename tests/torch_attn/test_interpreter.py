@@ -6,6 +6,8 @@ docstring: adapt what moved, and delete a repair that Triton no longer needs. No
 `torch_attn` depends on these internals.
 """
 
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -210,6 +212,19 @@ def test_the_kernel_still_compiles_after_an_interpreted_launch():
     source = ASTSource(fn=axpy_kernel, signature=signature, constexprs={"BLOCK": 128})
     compiled = triton.compile(source, target=GPUTarget("cuda", 80, 32))
     assert "ld.global" in compiled.asm["ptx"]
+
+
+def test_gluon_is_never_imported_by_an_interpreted_launch():
+    """It would wrap the patched language for good; see the list in `torch_attn.interpreter`."""
+    script = """
+import inspect, torch
+from torch_attn import flash_attention
+q = torch.randn(1, 4, 1, 16)
+flash_attention(q, q, q, implementation="triton")
+from triton.experimental.gluon import language as gl
+assert "_semantic" in inspect.signature(gl.program_id).parameters
+"""
+    subprocess.run([sys.executable, "-c", script], check=True)
 
 
 def test_tritons_own_switch_is_refused():
