@@ -220,11 +220,12 @@ def flash_bwd_dkdv_kernel(
     dq_sum_ptr: None, or dq's float32 sums in the order of `add_to_sum`, zero at first, to which
     the program adds ds k; the order of these additions is not fixed.
 
-    Two warps share the rows of a product, each with half of the columns, which reads less shared
-    memory than warps of whole rows; p and ds go through shared memory. BLOCK_Q and BLOCK_KV are
-    at least 8 * num_warps, and BLOCK_Q divides ROW_PADDING. NUM_STAGES 1: the next q and dout are
-    fetched when dk is done, and arrive under dq and the work of the SM's other programs; 2: they
-    arrive under the whole step.
+    With 32 keys a warp, p and ds are left operands in the registers where they were computed.
+    With fewer, two warps share the rows of a product, each with half of the columns, which reads
+    less shared memory than warps of whole rows, and p and ds go through shared memory. BLOCK_Q and
+    BLOCK_KV are at least 8 * num_warps, and BLOCK_Q divides ROW_PADDING. NUM_STAGES 1: the next q
+    and dout are fetched when dk is done, and arrive under dq and the work of the SM's other
+    programs; 2: they arrive under the whole step.
     """
     # Locate the tile of keys.
     num_tiles = gl.cdiv(seq_kv, BLOCK_KV)
@@ -241,13 +242,16 @@ def flash_bwd_dkdv_kernel(
 
     # Start to fetch the keys and values, and the first queries.
     dtype: gl.constexpr = q_ptr.dtype.element_ty
-    layout: gl.constexpr = product_layout(gl.num_warps(), 2)
+    P_IN_REGISTERS: gl.constexpr = BLOCK_KV // gl.num_warps() >= 32
+    layout: gl.constexpr = product_layout(gl.num_warps(), 1 if P_IN_REGISTERS else 2)
     k_tile = allocate_tile(dtype, 1, BLOCK_KV, HEAD_DIM)
     v_tile = allocate_tile(dtype, 1, BLOCK_KV, HEAD_DIM_V)
     q_tile = allocate_tile(dtype, NUM_STAGES, BLOCK_Q, HEAD_DIM)
     do_tile = allocate_tile(dtype, NUM_STAGES, BLOCK_Q, HEAD_DIM_V)
-    p_buffer = gl.allocate_shared_memory(dtype, [BLOCK_KV, BLOCK_Q], shared_layout(BLOCK_Q))
-    ds_buffer = gl.allocate_shared_memory(dtype, [BLOCK_KV, BLOCK_Q], shared_layout(BLOCK_Q))
+    if not P_IN_REGISTERS:
+        p_buffer = gl.allocate_shared_memory(dtype, [BLOCK_KV, BLOCK_Q], shared_layout(BLOCK_Q))
+    if not P_IN_REGISTERS or dq_sum_ptr is not None:
+        ds_buffer = gl.allocate_shared_memory(dtype, [BLOCK_KV, BLOCK_Q], shared_layout(BLOCK_Q))
     k_base = head_base(k_ptr, k_strides, batch, head_kv, ALIGN)
     v_base = head_base(v_ptr, v_strides, batch, head_kv, ALIGN)
     member, start = group_step(0, begin, before, full, after, BLOCK_Q, GROUP_SIZE)
@@ -305,17 +309,25 @@ def flash_bwd_dkdv_kernel(
             )  # fmt: skip
             # pᵀ = exp(sᵀ - lse)
             p = gl.exp2(s * rule.exp2_scale - lse2[None, :])
-            p_buffer.store(p.to(dtype))
+            if not P_IN_REGISTERS:
+                p_buffer.store(p.to(dtype))
             # dpᵀ = v doutᵀ
             dp = gl.zeros([BLOCK_KV, BLOCK_Q], gl.float32, layout)
             dp = product_scores(v_tile, do_tile, slot, dp, HEAD_DIM_V)
             # dsᵀ = pᵀ ∘ (dpᵀ - delta) ∘ dcapᵀ
             ds = p * (dp - delta[None, :]) * dcap
-            ds_buffer.store(ds.to(dtype))
+            if not P_IN_REGISTERS or dq_sum_ptr is not None:
+                ds_buffer.store(ds.to(dtype))
             # dv += pᵀ dout
-            dv = add_product_shared(dv, p_buffer, do_tile, slot)
+            if P_IN_REGISTERS:
+                dv = add_product(dv, p.to(dtype), do_tile, slot)
+            else:
+                dv = add_product_shared(dv, p_buffer, do_tile, slot)
             # dk += dsᵀ q
-            dk = add_product_shared(dk, ds_buffer, q_tile, slot)
+            if P_IN_REGISTERS:
+                dk = add_product(dk, ds.to(dtype), q_tile, slot)
+            else:
+                dk = add_product_shared(dk, ds_buffer, q_tile, slot)
             if NUM_STAGES == 1:
                 # Fetch the next queries.
                 barrier()
@@ -327,7 +339,7 @@ def flash_bwd_dkdv_kernel(
                 commit()
             if dq_sum_ptr is not None:
                 # dq += ds k
-                dq = zeros(BLOCK_Q, HEAD_DIM, layout)
+                dq = zeros(BLOCK_Q, HEAD_DIM, product_layout(gl.num_warps(), 2))
                 dq = add_product_shared(dq, ds_buffer.permute((1, 0)), k_tile, 0)
                 add_to_sum(dq_sum_ptr + row_base * padded_size(HEAD_DIM), dq, start_q, padded_rows)
     wait(0)
