@@ -11,15 +11,19 @@ ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
-@pytest.fixture(scope="module")
-def groups():
-    """Median times by suite, operation and case, then by label; head sizes 64 and 128."""
+def by_case(name, head_dims):
+    """Median times of a file of records by suite, operation and case, then by label."""
     found = defaultdict(dict)
-    for record in load(ROOT / "bench" / "results" / "h200.jsonl.gz"):
-        if record.times is not None and record.case.get("head_dim") in (64, 128):
+    for record in load(ROOT / "bench" / "results" / name):
+        if record.times is not None and record.case.get("head_dim") in head_dims:
             key = record.suite, record.operation, record.case["name"]
             found[key] |= {record.label: record.times.median, "case": record.case}
     return found
+
+
+@pytest.fixture(scope="module")
+def groups():
+    return by_case("h200.jsonl.gz", (64, 128))
 
 
 def is_long_decode(case):
@@ -38,25 +42,28 @@ def is_long_decode(case):
 def test_the_table(groups, row, suite, operation, keep, peers):
     (line,) = (line for line in README.splitlines() if line.startswith(f"| {row}"))
     for peer in peers:
-        least, most = speeds(groups, "sm90", suite, operation, peer, keep)
+        ours = ("torch triton sm90", "jax triton sm90")
+        least, most = speeds(groups, ours, suite, operation, peer, keep)
         assert f"{least:.2f} to {most:.2f}" in line, peer
 
 
-def test_the_sentence_about_sm80_code(groups):
+def test_the_sentence_about_sm80_code():
+    groups = by_case("h200-sm80.jsonl.gz", (64, 128, 256))
+    ours = ("torch gluon sm80", "jax mosaic sm80")
     (forward, backward) = (
-        "{:.2f} to {:.2f}".format(*speeds(groups, "sm80", "flash", operation, "FA2"))
+        "{:.2f} to {:.2f}".format(*speeds(groups, ours, "flash", operation, "FA2"))
         for operation in ("forward", "backward")
     )
     sentence = f"{forward} of FlashAttention-2's speed forward and {backward} backward"
     assert sentence in " ".join(README.split())
 
 
-def speeds(groups, target, suite, operation, peer, keep=None):
-    """A peer's time over ours, the least and the most of Triton and Pallas over the cases."""
+def speeds(groups, labels, suite, operation, peer, keep=None):
+    """A peer's time over ours, the least and the most of both sides over the cases."""
     ratios = [
         group[peer] / group[ours]
         for (*where, _), group in groups.items()
-        for ours in (f"torch triton {target}", f"jax triton {target}")
+        for ours in labels
         if where == [suite, operation] and {peer, ours} <= group.keys()
         if keep is None or keep(group["case"])
     ]
