@@ -165,9 +165,9 @@ def test_the_least_rows_are_lowered(monkeypatch):
 def test_a_smaller_row_is_one_of_the_table():
     backend = Backend(FAMILY, "sm80")
     spec = replace(SPEC, head_dim=256, head_dim_v=256)
-    own = backend.configs(spec)["flash_fwd"]
-    (smaller,) = backend.smaller_configs(spec, "flash_fwd", own)
-    assert (own.block_q, smaller.block_q) == (128, 64)
+    own = backend.configs(spec)["flash_bwd_fused"]
+    (smaller,) = backend.smaller_configs(spec, "flash_bwd_fused", own)
+    assert (own.block_q, smaller.block_q) == (64, 32)
 
 
 # ---- Guards of private API ----

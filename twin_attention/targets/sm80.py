@@ -1,4 +1,4 @@
-"""What the explicit SM80 kernels of both sides take.
+"""Say which problems the explicit SM80 kernels of both sides take.
 
 They copy 16 bytes at a time with cp.async, read operands with ldmatrix, and multiply with mma.sync.
 """

@@ -279,8 +279,12 @@ def flash_bwd(
         spec,
         backend,
     )
-    dsinks = None
-    if operands.sinks is not None:
-        p = jnp.exp2(operands.sinks[:, None] * LOG2E - lse2)
-        dsinks = -jnp.sum(p * delta, (0, 2))
-    return FlashOperands(dq, dk, dv, dsinks)
+    return FlashOperands(dq, dk, dv, sinks_gradient(operands.sinks, lse2, delta))
+
+
+def sinks_gradient(sinks: Array | None, lse2: Array, delta: Array) -> Array | None:
+    """Compute the gradient of the sinks [Hq] from lse2 and delta of all rows."""
+    if sinks is None:
+        return None
+    p = jnp.exp2(sinks[:, None] * LOG2E - lse2)
+    return -jnp.sum(p * delta, (0, 2))

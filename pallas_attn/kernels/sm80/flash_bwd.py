@@ -16,6 +16,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_attn.kernels.portable.flash_bwd import sinks_gradient
 from pallas_attn.kernels.portable.softmax import LOG2E
 from pallas_attn.kernels.portable.tiles import ROW_PADDING, visible_tiles
 from pallas_attn.kernels.sm80.launch import launch
@@ -408,11 +409,7 @@ def flash_bwd(
         dk, dv, dq_sum = launch_dkdv("flash_bwd_fused", inputs, spec, backend, dq_sum)
         dq = finish_sums(dq_sum, size)[:, : spec.seq_q, :, : spec.head_dim]
         dq = (dq * spec.scale).astype(q.dtype)
-    dsinks = None
-    if operands.sinks is not None:
-        p = jnp.exp2(operands.sinks[:, None] * LOG2E - lse2)
-        dsinks = -jnp.sum(p * delta, (0, 2))
-    return FlashOperands(dq, dk, dv, dsinks)
+    return FlashOperands(dq, dk, dv, sinks_gradient(operands.sinks, lse2, delta))
 
 
 def launch_dq(inputs, spec, backend):

@@ -287,18 +287,9 @@ def flash_bwd(
         The gradient of each operand, in its dtype, contiguous.
     """
     q, k, v = operands.q, operands.k, operands.v
-    rows = (spec.batch, spec.heads_q, padded_rows(spec))
-    lse2, delta = (empty(rows, torch.float32, q.device) for _ in range(2))
+    lse2, delta = preprocess(dout, dlse, out, lse, spec, backend)
     dq, dk, dv = (empty(tuple(x.shape), x.dtype, x.device) for x in (q, k, v))
     inputs = (q, k, v, dout, lse2, delta)
-    launch(
-        "flash_bwd_preprocess",
-        flash_bwd_preprocess_kernel,
-        prepare_preprocess,
-        (dout, out, lse, dlse, lse2, delta),
-        spec,
-        backend,
-    )
     launch("flash_bwd_dq", flash_bwd_dq_kernel, _prepare_dq, (*inputs, dq), spec, backend)
     launch(
         "flash_bwd_dkdv",
@@ -311,15 +302,41 @@ def flash_bwd(
     return FlashOperands(dq, dk, dv, sinks_gradient(operands.sinks, lse2, delta))
 
 
+def preprocess(
+    dout: Tensor,
+    dlse: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    spec: AttentionSpec,
+    backend: Backend,
+) -> tuple[Tensor, Tensor]:
+    """Launch `flash_bwd_preprocess_kernel`.
+
+    Returns:
+        lse2 and delta, [B, Hq, Sq rounded up to ROW_PADDING] float32.
+    """
+    rows = (spec.batch, spec.heads_q, _padded_rows(spec))
+    lse2, delta = (empty(rows, torch.float32, out.device) for _ in range(2))
+    launch(
+        "flash_bwd_preprocess",
+        flash_bwd_preprocess_kernel,
+        _prepare_preprocess,
+        (dout, out, lse, dlse, lse2, delta),
+        spec,
+        backend,
+    )
+    return lse2, delta
+
+
 def sinks_gradient(sinks: Tensor | None, lse2: Tensor, delta: Tensor) -> Tensor | None:
-    """Compute the gradient of the sinks [Hq] from what `flash_bwd_preprocess_kernel` returns."""
+    """Compute the gradient of the sinks [Hq] from what `preprocess` returns."""
     if sinks is None:
         return None
     p = torch.exp2(sinks[:, None] * LOG2E.value - lse2)
     return -(p * delta).sum((0, 2))
 
 
-def prepare_preprocess(call: KernelCall) -> Prepared:
+def _prepare_preprocess(call: KernelCall) -> Prepared:
     """Return grid and arguments of `flash_bwd_preprocess_kernel`."""
     spec, (dout, out, *_) = call.spec, call.layouts
     arguments = stride_arguments(dout=dout, out=out) | {
@@ -327,7 +344,7 @@ def prepare_preprocess(call: KernelCall) -> Prepared:
         "heads_q": spec.heads_q,
         "HEAD_DIM_V": spec.head_dim_v,
     }
-    tiles = padded_rows(spec) // call.config.block_q
+    tiles = _padded_rows(spec) // call.config.block_q
     return (tiles * spec.heads_q * spec.batch,), arguments
 
 
@@ -350,6 +367,5 @@ def _arguments(call: KernelCall) -> dict[str, Any]:
     return flash_arguments(call.spec) | stride_arguments(q=q, k=k, v=v, dout=dout)
 
 
-def padded_rows(spec: AttentionSpec) -> int:
-    """Return the rows of lse2 and delta."""
+def _padded_rows(spec: AttentionSpec) -> int:
     return triton.cdiv(spec.seq_q, ROW_PADDING.value) * ROW_PADDING.value

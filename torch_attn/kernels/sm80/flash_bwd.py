@@ -14,12 +14,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from torch_attn.calls import empty
-from torch_attn.kernels.portable.flash_bwd import (
-    flash_bwd_preprocess_kernel,
-    padded_rows,
-    prepare_preprocess,
-    sinks_gradient,
-)
+from torch_attn.kernels.portable.flash_bwd import preprocess, sinks_gradient
 from torch_attn.kernels.portable.tiles import (
     ROW_PADDING,
     count_tiles,
@@ -450,18 +445,9 @@ def flash_bwd(
         The gradient of each operand, in its dtype, contiguous.
     """
     q, k, v = operands.q, operands.k, operands.v
-    rows = (spec.batch, spec.heads_q, padded_rows(spec))
-    lse2, delta = (empty(rows, torch.float32, q.device) for _ in range(2))
+    lse2, delta = preprocess(dout, dlse, out, lse, spec, backend)
     dq, dk, dv = (empty(tuple(x.shape), x.dtype, x.device) for x in (q, k, v))
     inputs = (q, k, v, dout, lse2, delta)
-    launch(
-        "flash_bwd_preprocess",
-        flash_bwd_preprocess_kernel,
-        prepare_preprocess,
-        (dout, out, lse, dlse, lse2, delta),
-        spec,
-        backend,
-    )
     if spec.deterministic:
         launch("flash_bwd_dq", flash_bwd_dq_kernel, _prepare_dq, (*inputs, dq), spec, backend)
         launch(
@@ -473,7 +459,7 @@ def flash_bwd(
             backend,
         )
     else:
-        shape = (*rows, padded_size(spec.head_dim))
+        shape = (*lse2.shape, padded_size(spec.head_dim))
         dq_sum = empty(shape, torch.float32, q.device).zero_()
         launch(
             "flash_bwd_fused",
