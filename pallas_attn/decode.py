@@ -141,7 +141,7 @@ def paged_decode(
         return_lse=return_lse,
     )  # fmt: skip
     spec = check_paged_decode(describe_operands(operands, operand), options)
-    backends = choose_backends(implementation, device_of(q), spec)
+    backends = choose_backends(implementation, "paged_decode", device_of(q), spec)
     out, lse = decode(operands, spec, backends)
     return (out, lse) if return_lse else out
 
@@ -215,7 +215,7 @@ def append_kv(
         k_new, v_new, k_pages, v_pages, block_tables, seq_lens, k_scale, v_scale
     )
     cache = check_append_kv(describe_operands(operands, operand))
-    backends = choose_backends(implementation, device_of(k_new), cache)
+    backends = choose_backends(implementation, "append_kv", device_of(k_new), cache)
     return append(operands, cache, backends)
 
 
@@ -267,7 +267,7 @@ def merge_states(
         assert jnp.allclose(out, flash_attention(q, k, v), atol=1e-5)
     """
     spec = check_merge_states(operand("outs", outs), operand("lses", lses))
-    backends = choose_backends(implementation, device_of(outs), spec)
+    backends = choose_backends(implementation, "combine", device_of(outs), spec)
     return merge(outs, lses, spec, backends)
 
 

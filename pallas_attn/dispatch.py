@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import jax
 
 from pallas_attn.targets import Device, cuda_devices, target_of
+from twin_attention.contract.spec import AttentionSpec
 from twin_attention.contract.validate import check_choice
 from twin_attention.targets import family
 from twin_attention.targets.config import Change, repeat_configs, requested_configs
@@ -37,6 +38,24 @@ class Backends(NamedTuple):
     elsewhere: Backend
     changes: tuple[Change, ...] = ()
 
+    def of_backward(self, implementation: Implementation | None, spec: AttentionSpec) -> Backends:
+        """Return the backends of the backward, where the forward's are these.
+
+        Args:
+            implementation: what the caller asked for.
+            spec: the problem.
+
+        Raises:
+            NotImplementedError: the family that was asked for does not support the backward.
+        """
+
+        def again(backend: Backend) -> Backend:
+            if not backend.runs_kernels:
+                return backend
+            return choose(implementation, "flash_bwd", backend.target, spec)[0]
+
+        return self._replace(cuda=again(self.cuda), elsewhere=again(self.elsewhere))
+
 
 def check_implementation(implementation: Implementation | None) -> None:
     """Refuse what is neither None nor the name of a family.
@@ -48,28 +67,31 @@ def check_implementation(implementation: Implementation | None) -> None:
 
 
 def choose(
-    implementation: Implementation | None, target: str | None, spec: Spec
+    implementation: Implementation | None, operation: str, target: str | None, spec: Spec
 ) -> tuple[Backend, tuple[str, ...]]:
     """Choose what runs a problem; see `twin_attention.targets.family.choose`.
 
     Args:
         implementation: what the caller asked for.
+        operation: the function that is to run, such as "flash_fwd".
         target: whose code runs on CUDA devices, or None for another platform.
         spec: the problem.
 
     Raises:
         NotImplementedError: the family asked for does not support the problem there.
     """
-    return family.choose("pallas_attn", implementation, spec, target, interpretable=True)
+    package = "pallas_attn"
+    return family.choose(package, implementation, operation, spec, target, interpretable=True)
 
 
 def choose_backends(
-    implementation: Implementation | None, device: Device | None, spec: Spec
+    implementation: Implementation | None, operation: str, device: Device | None, spec: Spec
 ) -> Backends:
     """Choose what runs a problem on each platform.
 
     Args:
         implementation: what the caller asked for, or None for the best of each platform.
+        operation: the function that is to run, such as "flash_fwd".
         device: where the operands are, None while that is not known. It decides the target
             (`pallas_attn.targets.target_of`).
         spec: the problem.
@@ -81,13 +103,13 @@ def choose_backends(
     """
     check_implementation(implementation)
     target = None if implementation == "reference" else target_of(device)
-    cuda, _ = choose(implementation, target, spec)
+    cuda, _ = choose(implementation, operation, target, spec)
     may_be_cuda = device is None or device in cuda_devices()
     compiles_only = cuda.runs_kernels and not cuda.family.has_interpreter
     if implementation is not None and compiles_only and may_be_cuda:
         elsewhere = cuda
     else:
-        elsewhere, _ = choose(implementation, None, spec)
+        elsewhere, _ = choose(implementation, operation, None, spec)
     return Backends(cuda, elsewhere, requested_configs())
 
 

@@ -13,7 +13,7 @@ from pallas_attn.dispatch import check_implementation, choose
 from pallas_attn.targets import cuda_devices, num_sms, target_of
 from twin_attention.contract.explain import Explanation
 from twin_attention.contract.validate import fail
-from twin_attention.targets.describe import describe
+from twin_attention.targets.describe import describe, describe_call
 from twin_attention.targets.target import requested_target
 
 _PROBLEMS = {
@@ -61,9 +61,13 @@ def explain(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Expla
     on = jax.devices()[0] if device is None else device
     runs_kernels = on in cuda_devices() and implementation != "reference"
     target = target_of(device) if runs_kernels else None
-    backend, passed_over = choose(implementation, target, spec)
-    count = num_sms(backend.target)
     name = on.device_kind
     if device is None:
         name += ", the default device: the operands' own is not known while tracing"
-    return describe(implementation, backend, passed_over, spec, name, count)
+
+    def describe_operation(operation: str) -> Explanation:
+        choice = choose(implementation, operation, target, spec)
+        count = num_sms(choice[0].target)
+        return describe(implementation, operation, *choice, spec, name, count)
+
+    return describe_call(function.__name__, describe_operation)

@@ -118,8 +118,8 @@ def flash_attention(
     )
     operands = FlashOperands(q, k, v, sinks)
     spec = check_flash_attention(describe_operands(operands, operand), options)
-    backends = choose_backends(implementation, device_of(q), spec)
-    return attention(operands, spec, backends, return_lse)
+    backends = choose_backends(implementation, "flash_fwd", device_of(q), spec)
+    return attention(operands, spec, backends, implementation, return_lse)
 
 
 def problem_of_flash(

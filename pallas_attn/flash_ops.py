@@ -13,16 +13,20 @@ from typing import NoReturn
 
 import jax
 
-from pallas_attn.dispatch import Backends, run_on_platform
+from pallas_attn.dispatch import Backends, Implementation, run_on_platform
 from pallas_attn.kernels import reference
 from twin_attention.contract.operands import FlashOperands
 from twin_attention.contract.spec import AttentionSpec
 from twin_attention.contract.validate import not_differentiable
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
+@partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4))
 def attention(
-    operands: FlashOperands[jax.Array], spec: AttentionSpec, backends: Backends, return_lse: bool
+    operands: FlashOperands[jax.Array],
+    spec: AttentionSpec,
+    backends: Backends,
+    implementation: Implementation | None,
+    return_lse: bool,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Attention on checked operands, differentiable once, in reverse mode.
 
@@ -32,6 +36,7 @@ def attention(
         operands: as `pallas_attn.flash_attention` takes them.
         spec: the problem; its shapes and dtype are those of the operands.
         backends: what to run where.
+        implementation: what the caller asked for, which the backward goes by.
         return_lse: return the log-sum-exp as well.
 
     Returns:
@@ -41,13 +46,14 @@ def attention(
     return (out, lse) if return_lse else out
 
 
-def _attention_fwd(operands, spec, backends, return_lse):
+def _attention_fwd(operands, spec, backends, implementation, return_lse):
     out, lse = _forward(operands, spec, backends)
     return (out, lse) if return_lse else out, (operands, out, lse)
 
 
-def _attention_bwd(spec, backends, return_lse, residuals, gradients):
+def _attention_bwd(spec, backends, implementation, return_lse, residuals, gradients):
     dout, dlse = gradients if return_lse else (gradients, None)
+    backends = backends.of_backward(implementation, spec)
     return (_backward(dout, dlse, *residuals, spec, backends),)
 
 

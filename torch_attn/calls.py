@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -24,6 +25,8 @@ from torch.autograd import forward_ad
 from torch.nn import Parameter
 
 from torch_attn.dispatch import Implementation, choose
+from torch_attn.operands import rows_aligned
+from twin_attention.contract.spec import AttentionSpec
 from twin_attention.targets.config import requested_configs
 from twin_attention.targets.family import Backend
 from twin_attention.targets.kernels import Spec
@@ -83,8 +86,11 @@ class Call(Backend):
         key = (layouts, requested_target(), requested_configs())
         found = self._backwards.get(key)
         if found is None:
-            backend, _ = choose(self.implementation, dout.device, self.spec)
-            found = Call.of("flash_bwd", self.spec, backend, self.implementation)
+            assert isinstance(self.spec, AttentionSpec)
+            aligned = self.spec.rows_aligned and rows_aligned(dout)
+            spec = replace(self.spec, rows_aligned=aligned)
+            backend, _ = choose(self.implementation, "flash_bwd", dout.device, spec)
+            found = Call.of("flash_bwd", spec, backend, self.implementation)
             self._backwards[key] = found
         return found
 
@@ -167,7 +173,7 @@ def keep(
     key = None if torch.compiler.is_compiling() else _key(function, operands, options)
     if key is None or spec.is_empty:
         return
-    backend, _ = choose(implementation, operands[0].device, spec)
+    backend, _ = choose(implementation, operation, operands[0].device, spec)
     if backend.target is None:
         return
     if len(_calls) >= _CALLS_MAX:

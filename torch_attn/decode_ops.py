@@ -61,7 +61,7 @@ def _run_decode(*args):
     if spec.is_empty:
         out, lse = _allocate_outputs(operands)
         return out.zero_(), lse.fill_(-torch.inf) if sinks is None else lse.copy_(sinks[:, None])
-    backend, _ = choose(implementation, q.device, spec)
+    backend, _ = choose(implementation, "paged_decode", q.device, spec)
     end = len(operands)
     keep("torch_attn::paged_decode", operands, args[end:], "paged_decode", spec, implementation)
     return backend.family.function("paged_decode")(operands, spec, backend)
@@ -101,7 +101,7 @@ def _run_append(*args):
     cache = PagedCache.of(operands, dtype_name(operands.k_pages.dtype))
     if cache.is_empty or operands.k_new.numel() == 0:
         return None
-    backend, _ = choose(implementation, operands.k_new.device, cache)
+    backend, _ = choose(implementation, "append_kv", operands.k_new.device, cache)
     keep(*known, "append_kv", cache, implementation)
     return backend.family.function("append_kv")(operands, cache, backend)
 
@@ -118,7 +118,7 @@ def _run_merge(outs, lses, implementation):
     if spec.is_empty:
         out, lse = _allocate_merged(outs, lses)
         return out.zero_(), lse.fill_(-torch.inf)
-    backend, _ = choose(implementation, outs.device, spec)
+    backend, _ = choose(implementation, "combine", outs.device, spec)
     keep(*known, "combine", spec, implementation)
     return backend.family.function("combine")(outs, lses, spec, backend)
 

@@ -26,7 +26,7 @@ def check_implementation(implementation: Implementation | None) -> None:
 
 
 def choose(
-    implementation: Implementation | None, device: torch.device, spec: Spec
+    implementation: Implementation | None, operation: str, device: torch.device, spec: Spec
 ) -> tuple[Backend, tuple[str, ...]]:
     """Choose what runs a problem; see `twin_attention.targets.family.choose`.
 
@@ -36,4 +36,4 @@ def choose(
     """
     target = None if implementation == "reference" else target_of(device)
     interpretable = device.type in ("cpu", "meta")
-    return family.choose("torch_attn", implementation, spec, target, interpretable)
+    return family.choose("torch_attn", implementation, operation, spec, target, interpretable)

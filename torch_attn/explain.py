@@ -13,7 +13,7 @@ from torch_attn.dispatch import check_implementation, choose
 from torch_attn.targets import num_sms
 from twin_attention.contract.explain import Explanation
 from twin_attention.contract.validate import fail
-from twin_attention.targets.describe import describe
+from twin_attention.targets.describe import describe, describe_call
 from twin_attention.targets.target import requested_target
 
 _PROBLEMS = {
@@ -55,7 +55,11 @@ def explain(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Expla
     check_implementation(implementation)
     requested_target()  # refuses a wrong one, even where no code is compiled for it
     device, spec = _PROBLEMS[function](*call.args, **call.kwargs)
-    backend, passed_over = choose(implementation, device, spec)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    count = num_sms(device, backend.target)
-    return describe(implementation, backend, passed_over, spec, name, count)
+
+    def describe_operation(operation: str) -> Explanation:
+        choice = choose(implementation, operation, device, spec)
+        count = num_sms(device, choice[0].target)
+        return describe(implementation, operation, *choice, spec, name, count)
+
+    return describe_call(function.__name__, describe_operation)

@@ -9,11 +9,15 @@ from torch import Tensor
 
 from torch_attn.calls import keep, recall
 from torch_attn.dispatch import Implementation, check_implementation
-from torch_attn.flash_ops import flash_fwd, pack, run_again
+from torch_attn.flash_ops import flash_fwd, pack, run_again, spec_of
 from torch_attn.operands import autocast_dtype, check_tensor, operand
 from twin_attention.contract.operands import FlashOperands, describe_operands
 from twin_attention.contract.spec import AttentionSpec
-from twin_attention.contract.validate import check_flash_attention, check_flash_options
+from twin_attention.contract.validate import (
+    FlashOptions,
+    check_flash_attention,
+    check_flash_options,
+)
 
 
 @overload
@@ -133,7 +137,7 @@ def _check_and_attend(
     )
     check_implementation(implementation)
     if not torch.compiler.is_compiling():  # there the operator's fake kernel checks the operands
-        spec = check_flash_attention(describe_operands(operands, operand), checked)
+        spec = _check_operands(operands, checked)
         keep("flash_attention", given, options, "flash_fwd", spec, implementation)
     return flash_fwd(*operands, *pack(checked, implementation))
 
@@ -143,9 +147,14 @@ def problem_of_flash(
 ) -> tuple[torch.device, AttentionSpec]:
     """Check the arguments of `flash_attention` and return the device and the problem."""
     operands = _operands(q, k, v, sinks)
-    described = describe_operands(operands, operand)
     checked = check_flash_options(deterministic=_or_as_torch_says(deterministic), **options)
-    return operands.q.device, check_flash_attention(described, checked)
+    return operands.q.device, _check_operands(operands, checked)
+
+
+def _check_operands(operands: FlashOperands[Tensor], options: FlashOptions) -> AttentionSpec:
+    """Check the operands with checked options and return the problem."""
+    check_flash_attention(describe_operands(operands, operand), options)
+    return spec_of(operands, options)
 
 
 def _or_as_torch_says(deterministic: Any) -> Any:

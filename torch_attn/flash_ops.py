@@ -16,6 +16,7 @@ and 2.13; ``tests/torch_attn/test_ops.py`` and ``test_decode_ops.py`` guard it).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, NoReturn
 
@@ -24,7 +25,7 @@ from torch import Tensor
 
 from torch_attn.calls import Call, is_recorded, keep, recall
 from torch_attn.dispatch import choose
-from torch_attn.operands import dtype_name, operand, schema
+from torch_attn.operands import dtype_name, operand, rows_aligned, schema
 from twin_attention.contract.operands import FlashOperands, describe_operands
 from twin_attention.contract.spec import AttentionSpec, Window
 from twin_attention.contract.validate import (
@@ -101,9 +102,12 @@ def unpack(args: Sequence[Any]) -> tuple[FlashOperands[Tensor], list[Any], Flash
     return FlashOperands._make(args[:_NUM_OPERANDS]), results, options, implementation
 
 
-def spec_of(operands: FlashOperands[Tensor], options: FlashOptions) -> AttentionSpec:
-    """Describe the problem of checked arguments."""
-    return AttentionSpec.of(operands, dtype_name(operands.q.dtype), *options)
+def spec_of(
+    operands: FlashOperands[Tensor], options: FlashOptions, *others: Tensor
+) -> AttentionSpec:
+    """Describe the problem of checked arguments; `others` are read as well."""
+    spec = AttentionSpec.of(operands, dtype_name(operands.q.dtype), *options)
+    return replace(spec, rows_aligned=rows_aligned(*operands[:3], *others))
 
 
 def _forward_again(*args):
@@ -120,7 +124,7 @@ def _run_forward(*args):
     spec = spec_of(operands, options)
     options = args[_NUM_OPERANDS:]
     keep("torch_attn::flash_fwd", args[:_NUM_OPERANDS], options, "flash_fwd", spec, implementation)
-    backend = _backend(implementation, operands, spec)
+    backend = _backend(implementation, "flash_fwd", operands, spec)
     return backend.family.function("flash_fwd")(operands, spec, backend)
 
 
@@ -129,11 +133,11 @@ def _run_backward(dout, dlse, *args):
     if (gradients := _backward_again(dout, dlse, *args)) is not None:
         return gradients
     operands, (out, lse), options, implementation = unpack(args)
-    spec = spec_of(operands, options)
+    spec = spec_of(operands, options, dout)
     end = _NUM_OPERANDS + 2
     tensors = (dout, dlse, *args[:end])
     keep("torch_attn::flash_bwd", tensors, args[end:], "flash_bwd", spec, implementation)
-    backend = _backend(implementation, operands, spec)
+    backend = _backend(implementation, "flash_bwd", operands, spec)
     gradients = backend.family.function("flash_bwd")(dout, dlse, operands, out, lse, spec, backend)
     return tuple(_left_out(out) if dx is None else dx for dx in gradients)
 
@@ -154,10 +158,12 @@ def _readable(dout: Tensor, dlse: Tensor | None) -> tuple[Tensor, Tensor | None]
     return dout, None if dlse is None else dlse.contiguous()
 
 
-def _backend(implementation: Any, operands: FlashOperands[Tensor], spec: AttentionSpec) -> Backend:
+def _backend(
+    implementation: Any, operation: str, operands: FlashOperands[Tensor], spec: AttentionSpec
+) -> Backend:
     """Choose what runs a problem; an empty one runs no kernel."""
     implementation = "reference" if spec.is_empty else implementation
-    return choose(implementation, operands.q.device, spec)[0]
+    return choose(implementation, operation, operands.q.device, spec)[0]
 
 
 def _fake_forward(*args):

@@ -42,6 +42,18 @@ def operand(name: str, x: Tensor) -> Operand:
     )
 
 
+def rows_aligned(*tensors: Tensor) -> bool:
+    """Return True if each row of the tensors begins at a multiple of 16 bytes."""
+    for x in tensors:
+        try:
+            start = x.data_ptr()
+        except RuntimeError:  # a fake tensor, or one of torch.func, has no address
+            start = x.storage_offset() * x.itemsize
+        if start % 16 or any(stride * x.itemsize % 16 for stride in x.stride()[:-1]):
+            return False
+    return True
+
+
 def schema(operands: Any, written: tuple[str, ...] = ()) -> str:
     """Return a torch operator's arguments for a class of operands; it writes into those named."""
 

@@ -65,9 +65,11 @@ def plan(implementations: Sequence[str], targets: Sequence[str | None]) -> list[
 
 def supports(subject: Subject, case: Case) -> bool:
     """Return True if a family of the subject's name has the case's problem."""
-    return any(
-        family.name == subject.implementation and family.supports(case.spec, subject.target) is None
-        for family in FAMILIES[subject.side]
+    operations = ("paged_decode",) if isinstance(case, DecodeCase) else ("flash_fwd", "flash_bwd")
+    families = [x for x in FAMILIES[subject.side] if x.name == subject.implementation]
+    return all(
+        any(family.supports(operation, case.spec, subject.target) is None for family in families)
+        for operation in operations
     )
 
 

@@ -19,7 +19,7 @@ from twin_attention.targets.target import use_target
 SPEC = AttentionSpec(1, 40, 40, 2, 2, 32, 32, "float32", 0.2)
 IN_16_BITS = replace(SPEC, dtype="bfloat16")
 MOSAIC, KERNELS, REFERENCE = FAMILIES["pallas_attn"]
-NO_MOSAIC = MOSAIC.supports(IN_16_BITS, "sm80")  # why not, with an older JAX
+NO_MOSAIC = MOSAIC.supports("flash_fwd", IN_16_BITS, "sm80")  # why not, with an older JAX
 ON_GPU = jax.default_backend() == "gpu"
 CPU = jax.devices("cpu")[0]
 
@@ -136,15 +136,15 @@ def test_the_target_is_the_devices_own_or_the_one_asked_for(monkeypatch):
     elsewhere = Backend(REFERENCE)
     interpreted = Backend(KERNELS, interpreted=True)
     sm80, sm90 = Backend(KERNELS, "sm80"), Backend(KERNELS, "sm90")
-    assert choose_backends(None, None, SPEC) == Backends(sm90, elsewhere)
-    assert choose_backends(None, CPU, SPEC) == Backends(sm90, elsewhere)
-    assert choose_backends(None, ampere, SPEC) == Backends(sm80, elsewhere)
-    assert choose_backends("triton", ada, SPEC) == Backends(sm80, interpreted)
-    assert choose_backends("reference", turing, SPEC) == Backends(elsewhere, elsewhere)
+    assert choose_backends(None, "flash_fwd", None, SPEC) == Backends(sm90, elsewhere)
+    assert choose_backends(None, "flash_fwd", CPU, SPEC) == Backends(sm90, elsewhere)
+    assert choose_backends(None, "flash_fwd", ampere, SPEC) == Backends(sm80, elsewhere)
+    assert choose_backends("triton", "flash_fwd", ada, SPEC) == Backends(sm80, interpreted)
+    assert choose_backends("reference", "flash_fwd", turing, SPEC) == Backends(elsewhere, elsewhere)
     with use_target("sm80"):
-        assert choose_backends("triton", hopper, SPEC) == Backends(sm80, interpreted)
+        assert choose_backends("triton", "flash_fwd", hopper, SPEC) == Backends(sm80, interpreted)
     with pytest.raises(NotImplementedError, match=r"^device: expected compute capability"):
-        choose_backends(None, turing, SPEC)
+        choose_backends(None, "flash_fwd", turing, SPEC)
 
 
 @pytest.mark.skipif(NO_MOSAIC is not None, reason=str(NO_MOSAIC))
@@ -155,12 +155,13 @@ def test_explicit_kernels_run_on_cuda_devices_alone(qkv, monkeypatch):
         patch.setattr("pallas_attn.targets.cuda_devices", lambda: (ampere, hopper))
         patch.setattr("pallas_attn.dispatch.cuda_devices", lambda: (ampere, hopper))
         patch.delenv("TWIN_ATTENTION_TARGET", raising=False)
-        found = choose_backends(None, ampere, IN_16_BITS)
+        found = choose_backends(None, "flash_fwd", ampere, IN_16_BITS)
         assert found == Backends(mosaic, Backend(REFERENCE))
         for device in (ampere, None):
-            assert choose_backends("mosaic", device, IN_16_BITS) == Backends(mosaic, mosaic)
+            found = choose_backends("mosaic", "flash_fwd", device, IN_16_BITS)
+            assert found == Backends(mosaic, mosaic)
         with pytest.raises(NotImplementedError, match=r"'mosaic': its kernels are for SM80$"):
-            choose_backends("mosaic", hopper, IN_16_BITS)
+            choose_backends("mosaic", "flash_fwd", hopper, IN_16_BITS)
     on_cpu = [jax.device_put(x.astype(jnp.bfloat16), CPU) for x in qkv]
     with use_target("sm80"):
         with pytest.raises(NotImplementedError, match=r"and it has no interpreter$"):

@@ -28,7 +28,7 @@ from twin_attention.targets.target import use_target
 
 SPEC = AttentionSpec(1, 300, 300, 4, 2, 128, 128, "bfloat16", 0.1)
 FAMILY, *_ = FAMILIES["pallas_attn"]
-REASON = FAMILY.supports(SPEC, "sm80")
+REASON = FAMILY.supports("flash_fwd", SPEC, "sm80")
 if REASON is not None:
     pytest.skip(REASON, allow_module_level=True)
 
@@ -205,7 +205,7 @@ def test_a_jax_that_lacks_a_name_is_a_reason(module, name, monkeypatch):
     for imported in [x for x in sys.modules if x.startswith("pallas_attn.kernels.sm80")]:
         monkeypatch.delitem(sys.modules, imported)
     monkeypatch.delattr(module, name)
-    reason = FAMILY.supports(SPEC, "sm80")
+    reason = FAMILY.supports("flash_fwd", SPEC, "sm80")
     assert reason is not None
     assert reason.startswith("its kernels cannot be imported: ")
     assert name in reason

@@ -7,7 +7,7 @@ import pytest
 
 from twin_attention.contract.spec import AttentionSpec, PagedCache
 from twin_attention.targets import family
-from twin_attention.targets.describe import describe
+from twin_attention.targets.describe import describe, describe_call
 from twin_attention.targets.family import FAMILIES, Backend, Family, choose
 from twin_attention.targets.kernels import FAMILY_KERNELS
 
@@ -15,11 +15,16 @@ SPEC = AttentionSpec(1, 128, 128, 2, 2, 64, 64, "float16", 0.125)
 GLUON, TRITON, REFERENCE = FAMILIES["torch_attn"]
 
 
-def only_head_size_128(spec, target):
+def only_head_size_128(operation, spec, target):
     """Support one head size, on Hopper."""
     if target != "sm90":
         return "it is for sm90"
     return None if spec.head_dim == 128 else f"head size {spec.head_dim}"
+
+
+def forward_alone(operation, spec, target):
+    """Support no backward."""
+    return None if operation == "flash_fwd" else "it has no backward"
 
 
 @pytest.fixture
@@ -30,8 +35,18 @@ def fast(monkeypatch):
     return fast
 
 
-def choice(implementation, target, spec=SPEC, interpretable=True):
-    return choose("torch_attn", implementation, spec, target, interpretable)
+def choice(implementation, target, spec=SPEC, interpretable=True, operation="flash_fwd"):
+    return choose("torch_attn", implementation, operation, spec, target, interpretable)
+
+
+def described(package, target, spec, implementation=None):
+    """Describe a call of flash_attention on a card."""
+
+    def describe_operation(operation):
+        chosen = choose(package, implementation, operation, spec, target, True)
+        return describe(implementation, operation, *chosen, spec, "a card", 108)
+
+    return describe_call("flash_attention", describe_operation)
 
 
 @pytest.mark.parametrize("target", ["sm80", "sm90"])
@@ -84,19 +99,19 @@ def test_a_jax_without_mosaic_gpu_is_a_reason(monkeypatch):
         (SPEC, ["flash_bwd_fused"]),
         (replace(SPEC, deterministic=True), ["flash_bwd_dq", "flash_bwd_dkdv"]),
     ):  # XLA prepares the rows of a backward
-        chosen = choose("pallas_attn", None, spec, "sm80", True)
+        chosen = choose("pallas_attn", None, "flash_fwd", spec, "sm80", True)
         assert chosen == (Backend(mosaic, "sm80"), ())
-        said = describe(None, *chosen, spec, "a card", 108)
+        said = described("pallas_attn", "sm80", spec)
         assert (said.implementation, [*said.configs]) == ("mosaic", ["flash_fwd", *backward])
     imported.clear()
-    _, passed_over = choose("pallas_attn", None, SPEC, "sm90", True)
+    _, passed_over = choose("pallas_attn", None, "flash_fwd", SPEC, "sm90", True)
     assert passed_over == ("mosaic: its kernels are for SM80",)
     monkeypatch.setattr(family, "version", lambda name: "0.9.2")
     old = "its kernels need jax 0.11 or newer, not 0.9.2"
-    found = choose("pallas_attn", None, SPEC, "sm80", True)
+    found = choose("pallas_attn", None, "flash_fwd", SPEC, "sm80", True)
     assert found == (Backend(triton, "sm80"), (f"mosaic: {old}",))
     with pytest.raises(NotImplementedError, match=f"'mosaic': {old}$"):
-        choose("pallas_attn", "mosaic", SPEC, "sm80", True)
+        choose("pallas_attn", "mosaic", "flash_fwd", SPEC, "sm80", True)
     assert imported == []
 
 
@@ -109,7 +124,7 @@ def test_only_the_kernels_of_the_backward_that_is_asked_for():
     assert [*choice("gluon", "sm80")[0].configs(ordered)] == in_order
     for spec in (SPEC, ordered):  # which the portable kernels are either way
         assert [*choice("triton", "sm80")[0].configs(spec)] == in_order
-    said = describe(None, *choice(None, "sm80"), SPEC, "a card", 108)
+    said = described("torch_attn", "sm80", SPEC)
     assert (said.implementation, [*said.configs]) == ("gluon", any_order)
 
 
@@ -140,7 +155,7 @@ def test_a_name_is_a_request(fast, target, reason):
 
 
 def test_an_explanation_names_what_was_passed_over(fast):
-    said = str(describe(None, *choice(None, "sm90"), SPEC, "a card", 132)).splitlines()
+    said = str(described("torch_attn", "sm90", SPEC)).splitlines()
     reason = "the first that supports the problem on this device"
     assert said[:2] == [
         f"triton (compiled, sm90 code on a card): {reason}",
@@ -149,11 +164,26 @@ def test_an_explanation_names_what_was_passed_over(fast):
     assert said[2].startswith("  flash_fwd: FlashConfig(")
 
 
+def test_a_backward_may_be_another_familys(fast, monkeypatch):
+    forward = Family("fast", "torch_attn", "sm80", supports=forward_alone)
+    monkeypatch.setitem(family.FAMILIES, "torch_attn", (forward, TRITON, REFERENCE))
+    assert choice(None, "sm80", operation="flash_bwd")[0] == Backend(TRITON, "sm80")
+    said = described("torch_attn", "sm80", SPEC)
+    assert (said.implementation, [*said.configs]) == ("fast", ["flash_fwd"])
+    assert said.backward.startswith("triton (compiled, sm80 code on a card): the first")
+    lines = str(said).splitlines()
+    assert lines[2].startswith("  backward: triton (")
+    assert lines[4].startswith("    flash_bwd_preprocess: ")
+    asked = described("torch_attn", "sm80", SPEC, "fast")
+    assert asked.backward.endswith("got 'fast': it has no backward")
+    assert described("torch_attn", "sm80", SPEC, "triton").backward is None
+
+
 @pytest.mark.parametrize("package", FAMILIES)
 def test_every_family_has_every_operation(package):
     pytest.importorskip({"torch_attn": "torch", "pallas_attn": "jax"}[package])
     for found in FAMILIES[package]:
-        if found.folder == "sm80" and found.supports(SPEC, "sm80") is not None:
+        if found.folder == "sm80" and found.supports("flash_fwd", SPEC, "sm80") is not None:
             continue  # its kernels need a newer JAX
         kernels = FAMILY_KERNELS[found.folder or "portable"]
         for name in {kernel.function for kernel in kernels.values()}:
@@ -161,7 +191,7 @@ def test_every_family_has_every_operation(package):
 
 
 def test_families_of_one_name_are_tried_in_turn(fast, monkeypatch):
-    other = Family("fast", "torch_attn", "sm80", supports=lambda spec, target: "only even days")
+    other = Family("fast", "torch_attn", "sm80", supports=lambda *_: "only even days")
     monkeypatch.setitem(family.FAMILIES, "torch_attn", (other, fast, TRITON, REFERENCE))
     large = AttentionSpec(1, 128, 128, 2, 2, 128, 128, "float16", 0.125)
     assert choice("fast", "sm90", large) == (Backend(fast, "sm90"), ("fast: only even days",))

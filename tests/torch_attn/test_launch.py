@@ -121,7 +121,7 @@ def test_the_limit_is_the_targets_or_a_smaller_cards(
     message = f"flash_fwd: expected at most {limit * 1024} bytes of shared memory on sm80"
     x = operand()
     with use_target("sm80"), pytest.raises(NotImplementedError, match=message):
-        run(kernel, x, choose(None, x.device, SPEC)[0])
+        run(kernel, x, choose(None, "flash_fwd", x.device, SPEC)[0])
     assert not kernel.launched
 
 

@@ -13,6 +13,7 @@ import sys
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._subclasses import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.func import grad, jvp, vjp, vmap
 from torch.library import opcheck
@@ -20,6 +21,7 @@ from torch.library import opcheck
 from torch_attn import explain, flash_attention
 from torch_attn.dispatch import choose
 from torch_attn.flash_ops import flash_bwd, flash_fwd
+from torch_attn.operands import rows_aligned
 from twin_attention.contract.operands import FlashOperands
 from twin_attention.contract.spec import AttentionSpec
 
@@ -154,13 +156,13 @@ def test_kernels_are_refused_where_there_are_none():
     for kind in ("mps", "xpu"):
         device = torch.device(kind)
         for asked in (None, "reference"):
-            backend, _ = choose(asked, device, spec)
+            backend, _ = choose(asked, "flash_fwd", device, spec)
             assert backend.family.name == "reference"
         message = (
             "^implementation: expected None, or the name of .*, got 'triton': its kernels compile"
         )
         with pytest.raises(NotImplementedError, match=message):
-            choose("triton", device, spec)
+            choose("triton", "flash_fwd", device, spec)
 
 
 @pytest.mark.parametrize("implementation", [None, "triton", "reference"])
@@ -407,6 +409,17 @@ def test_capture_in_a_cuda_graph():
     graph.replay()
     for got, want in zip(captured, step(), strict=True):
         assert torch.equal(got, want)
+
+
+def test_rows_are_aligned_or_not():
+    x = torch.zeros(2 * 8 * 4 * 24, dtype=torch.float16)
+    assert x.data_ptr() % 16 == 0
+    rows = x.view(2, 8, 4, 24)
+    assert rows_aligned(rows, rows[:, 1:, ::2, 8:])
+    assert not rows_aligned(rows, rows[..., 4:])  # the first row begins at 8 bytes
+    assert not rows_aligned(x[: 2 * 8 * 4 * 20].view(2, 8, 4, 20))  # every other one does
+    with FakeTensorMode():  # which has no address
+        assert rows_aligned(torch.empty(2, 8, 4, 24))
 
 
 # explain and imports

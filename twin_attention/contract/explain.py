@@ -21,6 +21,8 @@ class Explanation:
             shared memory runs with fewer stages (docs/targets.md).
         num_splits: parts that a paged decode's sequences are worked on in; None elsewhere.
         passed_over: a line for each faster family that does not run the call, with the reason.
+        backward: what a backward would run, or why it would be refused, where the forward's family
+            does not run it; else None.
     """
 
     implementation: str
@@ -31,6 +33,7 @@ class Explanation:
     configs: Mapping[str, object] = field(default_factory=dict)
     num_splits: int | None = None
     passed_over: tuple[str, ...] = ()
+    backward: str | None = None
 
     def __str__(self) -> str:
         where = self.device if self.target is None else f"{self.target} code on {self.device}"
@@ -39,4 +42,6 @@ class Explanation:
         lines += [f"  {kernel}: {config}" for kernel, config in self.configs.items()]
         if self.num_splits is not None:
             lines.append(f"  splits of each sequence: {self.num_splits}")
+        if self.backward is not None:
+            lines += [f"  {line}" for line in f"backward: {self.backward}".splitlines()]
         return "\n".join(lines)

@@ -89,6 +89,7 @@ class AttentionSpec:
         window: visibility rule, `causal` included.
         softcap: scores become ``softcap * tanh(score / softcap)``; None leaves them.
         deterministic: a backward gives the same bits every time; False allows sums in any order.
+        rows_aligned: every row of the operands begins at a multiple of 16 bytes, as TMA wants it.
     """
 
     batch: int
@@ -103,6 +104,7 @@ class AttentionSpec:
     window: Window = Window()
     softcap: float | None = None
     deterministic: bool = False
+    rows_aligned: bool = True
 
     @classmethod
     def of(

@@ -2,15 +2,45 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+
 from twin_attention.contract.explain import Explanation
-from twin_attention.contract.spec import DecodeSpec
+from twin_attention.contract.spec import AttentionSpec, DecodeSpec
 from twin_attention.targets.family import Backend
-from twin_attention.targets.kernels import Spec
+from twin_attention.targets.kernels import FAMILY_KERNELS, Spec
 from twin_attention.targets.splits import choose_splits
+
+_OPERATIONS = {
+    "flash_attention": "flash_fwd",
+    "paged_decode": "paged_decode",
+    "append_kv": "append_kv",
+    "merge_states": "combine",
+}
+
+
+def describe_call(function: str, describe_operation: Callable[[str], Explanation]) -> Explanation:
+    """Describe a call of a public function, and the backward of one that has a derivative.
+
+    Args:
+        function: its name.
+        describe_operation: describes one operation of the call, such as "flash_fwd".
+    """
+    said = describe_operation(_OPERATIONS[function])
+    if function != "flash_attention":
+        return said
+    try:
+        backward = describe_operation("flash_bwd")
+    except NotImplementedError as error:
+        return replace(said, backward=str(error))
+    if backward.implementation != said.implementation:
+        return replace(said, backward=str(backward))
+    return replace(said, configs={**said.configs, **backward.configs})
 
 
 def describe(
     implementation: str | None,
+    operation: str,
     backend: Backend,
     passed_over: tuple[str, ...],
     spec: Spec,
@@ -21,6 +51,7 @@ def describe(
 
     Args:
         implementation: what the caller asked for.
+        operation: the function that would run, such as "flash_fwd".
         backend, passed_over: the choice.
         spec: the problem.
         device: the device's name.
@@ -36,6 +67,9 @@ def describe(
         reason = "the best choice on a CUDA device"
     runs_kernels = backend.runs_kernels and not spec.is_empty
     configs = dict(backend.configs(spec)) if runs_kernels else {}
+    if isinstance(spec, AttentionSpec):
+        kernels = FAMILY_KERNELS[backend.family.folder or "portable"]
+        configs = {name: x for name, x in configs.items() if kernels[name].function == operation}
     splits = None
     if runs_kernels and isinstance(spec, DecodeSpec):
         splits = choose_splits(spec, configs["paged_decode"], num_sms)

@@ -20,7 +20,7 @@ from twin_attention.targets.config import current_configs, smaller_configs
 from twin_attention.targets.kernels import KernelConfig, Spec
 
 
-def _every_problem(spec: Spec, target: str | None) -> str | None:
+def _every_problem(operation: str, spec: Spec, target: str | None) -> str | None:
     """Support whatever the argument checks let through."""
     return None
 
@@ -36,15 +36,16 @@ class Family:
             None for the reference, which has no kernels: its functions are in
             ``kernels/reference.py``.
         has_interpreter: its kernels run on a CPU when asked for by name.
-        supports: None for a problem and a target that it has kernels for, else the reason why it
-            has none. The target is "sm80", "sm90", or None in the interpreter.
+        supports: None for an operation, a problem and a target that it has kernels for, else the
+            reason why it has none. The operation is the name of a function, such as "flash_fwd";
+            the target is "sm80", "sm90", or None in the interpreter.
     """
 
     name: str
     package: str
     folder: str | None = None
     has_interpreter: bool = False
-    supports: Callable[[Spec, str | None], str | None] = _every_problem
+    supports: Callable[[str, Spec, str | None], str | None] = _every_problem
 
     def function(self, operation: str) -> Callable[..., Any]:
         """Return the function of an operation, such as "flash_fwd"; imports its module."""
@@ -67,19 +68,21 @@ def _import_error(module: str) -> str | None:
     return None
 
 
-def _gluon_supports(spec: Spec, target: str | None) -> str | None:
+def _gluon_supports(operation: str, spec: Spec, target: str | None) -> str | None:
     """Support what the SM80 kernels cover, with a Triton whose Gluon has the names they use."""
-    return sm80.supports(spec, target) or _import_error("torch_attn.kernels.sm80.flash_bwd")
+    return sm80.supports(operation, spec, target) or _import_error(
+        "torch_attn.kernels.sm80.flash_bwd"
+    )
 
 
-def _mosaic_supports(spec: Spec, target: str | None) -> str | None:
+def _mosaic_supports(operation: str, spec: Spec, target: str | None) -> str | None:
     """Support what the SM80 kernels cover, with a JAX whose Mosaic GPU has the names they use.
 
     `pallas_attn` asks on every machine, since it traces for CUDA on each. An older JAX is told by
     its version, and with another one the import is that which tracing needs.
     """
     return (
-        sm80.supports(spec, target)
+        sm80.supports(operation, spec, target)
         or _older_jax()
         or _import_error("pallas_attn.kernels.sm80.flash_fwd")
         or _import_error("pallas_attn.kernels.sm80.flash_bwd")
@@ -152,13 +155,19 @@ def portable_backend(package: str, target: str | None) -> Backend:
 
 
 def choose(
-    package: str, implementation: str | None, spec: Spec, target: str | None, interpretable: bool
+    package: str,
+    implementation: str | None,
+    operation: str,
+    spec: Spec,
+    target: str | None,
+    interpretable: bool,
 ) -> tuple[Backend, tuple[str, ...]]:
     """Choose the family that runs a problem.
 
     Args:
         package: the side, "torch_attn" or "pallas_attn".
         implementation: the name of the family that was asked for, or None for the best.
+        operation: the function that is to run, such as "flash_fwd".
         spec: the problem.
         target: whose code the device runs, "sm80" or "sm90"; None for a device without kernels.
         interpretable: the device's tensors can go through an interpreter.
@@ -181,7 +190,7 @@ def choose(
         elif target is None and not interpreted:
             reason = "its kernels compile for CUDA devices only"
         else:
-            reason = family.supports(spec, target)
+            reason = family.supports(operation, spec, target)
         if reason is None:
             return Backend(family, target, interpreted), tuple(passed_over)
         passed_over.append(f"{family.name}: {reason}")

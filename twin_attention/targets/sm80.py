@@ -9,10 +9,11 @@ from twin_attention.contract.spec import AttentionSpec
 from twin_attention.targets.kernels import Spec
 
 
-def supports(spec: Spec, target: str | None) -> str | None:
+def supports(operation: str, spec: Spec, target: str | None) -> str | None:
     """Return None for a problem that the kernels cover, else the reason why they do not.
 
     Args:
+        operation: the function that is to run, such as "flash_fwd".
         spec: the problem.
         target: "sm80", "sm90", or None in an interpreter.
     """
