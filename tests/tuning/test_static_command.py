@@ -52,14 +52,14 @@ def test_tables_are_readable_at_160_columns():
 
 def test_a_feature_that_changes_nothing_has_no_row_of_the_bound():
     rows = [
-        verdict("flash_fwd", feature, head_dim=64)
-        for feature in ("full", "causal", "all-options", "odd-head-size")
+        verdict("paged_decode", feature, head_dim=64)
+        for feature in ("decode", "decode-crowded", "decode-16-tokens")
     ]
-    assert command.resource_table(rows, "").row_count == 4
-    assert command.bound_table(rows, "").row_count == 3
+    assert command.resource_table(rows, "").row_count == 3
+    assert command.bound_table(rows, "").row_count == 2
     text = "\n".join(rendered(command.bound_table(rows, "")))
-    assert "full" in text
-    assert "causal" not in text
+    assert "decode-16-tokens" in text
+    assert "decode-crowded" not in text
 
 
 @pytest.mark.parametrize(

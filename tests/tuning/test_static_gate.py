@@ -68,7 +68,7 @@ def shared_memory_on_smaller_cards() -> dict[tuple[str, int], int]:
     """Return the bytes of each kernel, by head size."""
     limit, found = SHARED_MEMORY_OF_SMALLER_CARDS, {}
     for head_dim in (64, 256):
-        spec = Problem("torch", "sm80", "bfloat16", head_dim, "full", "gluon").spec
+        spec = Problem("torch", "sm80", "bfloat16", head_dim, "causal", "gluon").spec
         with only_shared_memory():
             compiled = compiler("torch")(spec, "sm80", lambda kernel: limit, family="gluon")
         found |= {(kernel, head_dim): binary.metadata.shared for kernel, _, binary in compiled}

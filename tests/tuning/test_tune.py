@@ -312,7 +312,7 @@ def compiled(monkeypatch):
 
 def plan(target="sm80", device=None):
     problems = tuple(
-        gate.Problem("torch", target, "bfloat16", 64, feature) for feature in ("full", "causal")
+        gate.Problem("torch", target, "bfloat16", 64, feature) for feature in ("causal", "all-options")
     )
     return Plan("torch_attn", target, "flash_fwd", problems, SPEC, device)
 
@@ -321,12 +321,12 @@ def plan(target="sm80", device=None):
     ("target", "resources", "reason"),
     [
         ("sm80", {}, None),
-        ("sm80", {"spill_stores": 4}, "full: spills 4 B of stores"),
+        ("sm80", {"spill_stores": 4}, "causal: spills 4 B of stores"),
         ("sm90", {"spill_stores": 4, "wgmma": 8}, None),
-        ("sm90", {"spill_stores": 4000, "spill_loads": 100, "wgmma": 8}, "full: spills 4100 B"),
-        ("sm80", {"shared": 200_000}, "full: 200000 B of shared memory"),
-        ("sm80", {"occupancy": 0}, "full: no block fits"),
-        ("sm80", {"cp_async": 0}, "full: no cp.async"),
+        ("sm90", {"spill_stores": 4000, "spill_loads": 100, "wgmma": 8}, "causal: spills 4100 B"),
+        ("sm80", {"shared": 200_000}, "causal: 200000 B of shared memory"),
+        ("sm80", {"occupancy": 0}, "causal: no block fits"),
+        ("sm80", {"cp_async": 0}, "causal: no cp.async"),
     ],
 )
 def test_what_is_not_fit_is_dropped(compiled, target, resources, reason):

@@ -38,9 +38,9 @@ from twin_attention.targets.target import (
 )
 
 FRAMEWORKS = {"torch": "torch_attn", "jax": "pallas_attn"}
-# Fields of the case that has the feature, beside those in `Problem.spec`.
+# Fields of the case that has the feature, beside those in `Problem.spec`. Without a causal mask or
+# a window a kernel has one of the causal one's two loops.
 FLASH_FEATURES: dict[str, dict[str, Any]] = {
-    "full": {},
     "causal": {"causal": True},
     "all-options": {"window_size": (256, 128), "softcap": 30.0, "sinks": True},
     "odd-head-size": {"causal": True},
