@@ -1,6 +1,7 @@
 """No valid problem is refused for want of shared memory.
 
-``python -m tuning static --sweep`` compiles every row; here are six problems of one near the limits.
+``python -m tuning static --sweep`` compiles every row; here are six problems of one near the
+limits.
 """
 
 from concurrent.futures import ProcessPoolExecutor

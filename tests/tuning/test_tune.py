@@ -312,7 +312,8 @@ def compiled(monkeypatch):
 
 def plan(target="sm80", device=None):
     problems = tuple(
-        gate.Problem("torch", target, "bfloat16", 64, feature) for feature in ("causal", "all-options")
+        gate.Problem("torch", target, "bfloat16", 64, feature)
+        for feature in ("causal", "all-options")
     )
     return Plan("torch_attn", target, "flash_fwd", problems, SPEC, device)
 
