@@ -15,6 +15,7 @@ from bench.peers import flashinfer, jax_peers, torch_peers
 FLASH: Mapping[str, Callable[..., Call]] = {
     "eager": torch_peers.eager,
     "FA2": partial(torch_peers.sdpa, "FLASH_ATTENTION"),
+    "FA3": torch_peers.fa3,
     "cuDNN": partial(torch_peers.sdpa, "CUDNN_ATTENTION"),
     "FlexAttention": torch_peers.flex,
     "jax.nn XLA": partial(jax_peers.jax_nn, "xla"),

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from bench.calls import compiled, torch_call
 from bench.job import Absent, Call
-from bench.peers.limits import HALF, check_dense, check_flash
+from bench.peers.limits import HALF, check_dense, check_flash, load
 from interop.parity.cases import DecodeCase, FlashCase
 
 if TYPE_CHECKING:
@@ -76,6 +76,16 @@ def sdpa(backend: str, case: FlashCase, operation: str, tensors) -> Call:
         backend, case.causal, case.seq_q, case.seq_kv, case.scale, case.heads_q != case.heads_kv
     )
     return torch_call(attend, operation, tensors, heads_first=True)
+
+
+def fa3(case: FlashCase, operation: str, tensors) -> Call:
+    """Return a call of FlashAttention-3's kernels for Hopper, from the package fa3-fwd."""
+    check_flash(case, dtypes=("bfloat16",), rectangles=True)
+    if operation != "forward":
+        raise Absent("its package has the forward alone")
+    attend = load("fa3_fwd_interface").flash_attn_func
+    attend = partial(attend, softmax_scale=case.scale, causal=case.causal)
+    return torch_call(attend, operation, tensors)
 
 
 def sdpa_by_default(

@@ -19,6 +19,7 @@ from bench.suites.flash_jobs import flash_jobs
 from interop.parity.cases import DecodeCase, FlashCase
 from interop.parity.check import sample_check
 from interop.parity.inputs import make_inputs
+from torch_attn import flash_attention
 from twin_attention.contract.operands import FlashOperands
 from twin_attention.contract.reference import attention_forward
 from twin_attention.contract.spec import AttentionSpec, Window
@@ -37,6 +38,7 @@ HALF = {"square", "causal", "groups"}
 TAKES = {
     "eager": HALF | {"rectangle", "float32"},
     "FA2": HALF | {"rectangle"},
+    "FA3": HALF | {"rectangle"},
     "cuDNN": HALF,
     "FlexAttention": HALF | {"rectangle", "float32"},
     "jax.nn XLA": HALF | {"float32"},
@@ -48,6 +50,7 @@ TAKES = {
 # What of them a CPU can run; the operations themselves are tested in test_calls.py.
 OPERATION = dict.fromkeys(FLASH, "both") | {"FlexAttention": "forward"}
 OPERATION |= dict.fromkeys(("cuDNN", "jax.nn cuDNN"), None)
+OPERATION["FA3"] = "forward"
 OPERATION["tokamax Triton"] = None  # as its Mosaic kernels
 
 
@@ -62,7 +65,12 @@ def stand_ins(monkeypatch):
         assert implementation in ("mosaic", "triton")
         return jax.nn.dot_product_attention(*qkv, **options)
 
+    def flash_attn_func(*qkv, softmax_scale, causal):
+        return flash_attention(*qkv, scale=softmax_scale, causal=causal)
+
     monkeypatch.setattr(torch_peers, "compiled", lambda function: function)
+    fa3 = SimpleNamespace(flash_attn_func=flash_attn_func)
+    monkeypatch.setitem(sys.modules, "fa3_fwd_interface", fa3)
     monkeypatch.setattr(jax_pallas, "mha", partial(jax_pallas.mha, interpret=True))
     monkeypatch.setitem(sys.modules, "tokamax", SimpleNamespace(dot_product_attention=attend))
 
