@@ -104,9 +104,10 @@ def paged_decode(
             sequence's result is bitwise the same whatever else is in the batch. None chooses by
             the shapes.
         return_lse: return the log-sum-exp of the scores as well.
-        implementation: "triton" (Pallas kernels in the Triton lowering; on a CPU in the Pallas
-            interpreter), "reference" (plain JAX in float32, which copies the keys out of their
-            pages), or None: the kernels on a CUDA device, the reference elsewhere.
+        implementation: "mosaic" (kernels in Pallas's Mosaic GPU; from jax 0.11 on), "triton"
+            (Pallas kernels in the Triton lowering; on a CPU in the Pallas interpreter), "reference"
+            (plain JAX in float32, which copies the keys out of their pages), or None: the kernels
+            on a CUDA device, the reference elsewhere.
 
     Returns:
         out, q's shape with Dv last, in q's dtype; with `return_lse` the pair (out, lse), lse
@@ -182,9 +183,9 @@ def append_kv(
         block_tables: [B, max_pages] int32, ids of pages.
         seq_lens: [B] int32, keys of each sequence, the new tokens counted in.
         k_scale, v_scale: [] or [Hkv] float32, for an 8-bit cache only.
-        implementation: "triton" (a Pallas kernel in the Triton lowering; on a CPU in the Pallas
-            interpreter), "reference" (plain JAX), or None: the kernel on a CUDA device, the
-            reference elsewhere.
+        implementation: "mosaic" (a kernel in Pallas's Mosaic GPU; from jax 0.11 on), "triton" (a
+            Pallas kernel in the Triton lowering; on a CPU in the Pallas interpreter), "reference"
+            (plain JAX), or None: the kernel on a CUDA device, the reference elsewhere.
 
     Returns:
         k_pages and v_pages with the new tokens, shaped and typed as those given.
@@ -235,9 +236,9 @@ def merge_states(
         outs: [N, B, H, Dv] or [N, B, S, H, Dv], N partial results, float16, bfloat16 or float32.
             Dv is 16 to 256 in steps of 8.
         lses: [N, B, H] or [N, B, H, S] float32, their log-sum-exp, natural logarithm.
-        implementation: "triton" (a Pallas kernel in the Triton lowering; on a CPU in the Pallas
-            interpreter), "reference" (plain JAX), or None: the kernel on a CUDA device, the
-            reference elsewhere.
+        implementation: "mosaic" (a kernel in Pallas's Mosaic GPU; from jax 0.11 on), "triton" (a
+            Pallas kernel in the Triton lowering; on a CPU in the Pallas interpreter), "reference"
+            (plain JAX), or None: the kernel on a CUDA device, the reference elsewhere.
 
     Returns:
         out [B, H, Dv] or [B, S, H, Dv] in the dtype of `outs`, and lse [B, H] or [B, H, S] in

@@ -18,7 +18,7 @@ from interop.parity.cases import Case, DecodeCase
 from interop.parity.inputs import Tensors
 from twin_attention.contract.explain import Explanation
 from twin_attention.targets.family import FAMILIES
-from twin_attention.targets.target import use_target
+from twin_attention.targets.target import TARGETS, use_target
 
 Attend = Callable[..., Any]  # an array, or a tuple of arrays, from arrays
 OUTPUTS, GRADIENTS = ("out", "lse"), ("dout", "dlse")
@@ -48,15 +48,19 @@ def plan(implementations: Sequence[str], targets: Sequence[str | None]) -> list[
 
     A family whose folder is named for a target has kernels for that one alone.
     """
+
+    def runs(folder: str | None, target: str | None) -> bool:
+        if folder is None:
+            return target == targets[0]
+        return folder == target or (folder not in TARGETS and (folder, target) != ("paged", None))
+
     return [
         [
-            Subject(side, family.name, target if family.folder is not None else None)
-            for implementation, side in product(implementations, SIDES)
-            for family in FAMILIES[side]
-            if family.name == implementation
-            and (
-                family.folder in ("portable", target)
-                or (family.folder is None and target == targets[0])
+            *dict.fromkeys(
+                Subject(side, family.name, target if family.folder is not None else None)
+                for implementation, side in product(implementations, SIDES)
+                for family in FAMILIES[side]
+                if family.name == implementation and runs(family.folder, target)
             )
         ]
         for target in targets

@@ -18,7 +18,7 @@ from twin_attention.targets.target import use_target
 
 SPEC = AttentionSpec(1, 40, 40, 2, 2, 32, 32, "float32", 0.2)
 IN_16_BITS = replace(SPEC, dtype="bfloat16")
-MOSAIC, KERNELS, REFERENCE = FAMILIES["pallas_attn"]
+MOSAIC, KERNELS, _, REFERENCE = FAMILIES["pallas_attn"]
 NO_MOSAIC = MOSAIC.supports("flash_fwd", IN_16_BITS, "sm80")  # why not, with an older JAX
 ON_GPU = jax.default_backend() == "gpu"
 CPU = jax.devices("cpu")[0]
@@ -160,7 +160,10 @@ def test_explicit_kernels_run_on_cuda_devices_alone(qkv, monkeypatch):
         for device in (ampere, None):
             found = choose_backends("mosaic", "flash_fwd", device, IN_16_BITS)
             assert found == Backends(mosaic, mosaic)
-        with pytest.raises(NotImplementedError, match=r"'mosaic': its kernels are for SM80$"):
+        with pytest.raises(
+            NotImplementedError,
+            match=r"'mosaic': its kernels are for SM80 and it has paged caches alone$",
+        ):
             choose_backends("mosaic", "flash_fwd", hopper, IN_16_BITS)
     on_cpu = [jax.device_put(x.astype(jnp.bfloat16), CPU) for x in qkv]
     with use_target("sm80"):

@@ -36,7 +36,7 @@ def test_explicit_kernels_run_for_their_target_alone():
         "torch_attn triton sm80",
         "pallas_attn triton sm80",
     ]
-    of_sm90 = ["torch_attn triton sm90", "pallas_attn triton sm90"]
+    of_sm90 = ["pallas_attn mosaic sm90", "torch_attn triton sm90", "pallas_attn triton sm90"]
     for targets, expected in (
         (("sm90", "sm80"), [of_sm90, of_sm80]),
         (("sm80",), [of_sm80]),
@@ -53,6 +53,7 @@ def test_a_subject_supports_what_its_family_does():
     assert not supports(gluon, replace(CASE, dtype="float32"))
     assert not supports(gluon, DecodeCase("decode"))
     assert supports(Subject("torch_attn", "triton", "sm80"), DecodeCase("decode"))
+    assert not supports(Subject("pallas_attn", "mosaic", "sm90"), CASE)
     assert supports(Subject("pallas_attn", "reference"), CASE)
 
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from interop.parity.cases import DecodeCase, FlashCase
-from twin_attention.contract.spec import AttentionSpec
+from twin_attention.contract.spec import AttentionSpec, DecodeSpec, PagedCache
 from twin_attention.targets.conditions import CONDITIONS
 from twin_attention.targets.config import (
     PACKAGES,
@@ -85,7 +85,7 @@ def test_every_kernel_has_a_table(package, target):
 
 @pytest.mark.parametrize(
     "family",
-    [family for families in FAMILIES.values() for family in families],
+    [family for families in FAMILIES.values() for family in families if family.folder != "paged"],
     ids=lambda family: f"{family.package} {family.name}",
 )
 @pytest.mark.parametrize("head_dim", range(16, 257, 8))
@@ -101,6 +101,21 @@ def test_every_problem_of_a_family_has_a_row(family, head_dim, deterministic):
         backward = {"flash_bwd_fused"} if by_sums else {"flash_bwd_dq", "flash_bwd_dkdv"}
         products = {"flash_bwd_fused", "flash_bwd_dq", "flash_bwd_dkdv"}
         assert configs.keys() & products == backward
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("dtype", ["float16", "int8"])
+@pytest.mark.parametrize("head_dim", range(16, 257, 16))
+def test_every_paged_problem_has_a_row(head_dim, dtype, target):
+    path = table_path("pallas_attn", target, "paged")
+    cache = PagedCache(3, 16, 4, 2, head_dim, 272 - head_dim, dtype)
+    decode = DecodeSpec(2, 1, 4, cache, "float16", 0.1)
+    for spec, kernel in (
+        (decode, "paged_decode"),
+        (cache, "append_kv"),
+        (decode.merge(3), "combine"),
+    ):
+        assert [*find_configs(path, spec, "paged")] == [kernel]
 
 
 def test_a_family_with_one_backward_runs_it_for_both(tmp_path):

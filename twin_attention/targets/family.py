@@ -2,7 +2,8 @@
 
 A side lists its families in order of speed, the reference last. ``implementation=None`` takes the
 first one that supports the problem on the device. A name is a request: no family of another name
-replaces it. One language may have kernels for several targets, each a family of its own.
+replaces it. One language may have kernels for several targets, or operations, each a family of its
+own. One behind another that supports as much runs where it is asked for by name.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from importlib.metadata import version
 from typing import Any, NamedTuple
 
 from twin_attention.contract.validate import fail
-from twin_attention.targets import sm80
+from twin_attention.targets import paged, sm80
 from twin_attention.targets.config import current_configs, smaller_configs
 from twin_attention.targets.kernels import KernelConfig, Spec
 
@@ -89,6 +90,16 @@ def _mosaic_supports(operation: str, spec: Spec, target: str | None) -> str | No
     )
 
 
+def _mosaic_paged_supports(operation: str, spec: Spec, target: str | None) -> str | None:
+    """Support what the kernels of paged caches cover, as `_mosaic_supports` does."""
+    return (
+        paged.supports(spec)
+        or _older_jax()
+        or _import_error("pallas_attn.kernels.paged.paged_decode")
+        or _import_error("pallas_attn.kernels.paged.append_kv")
+    )
+
+
 @cache
 def _older_jax() -> str | None:
     """Return what JAX's version lacks for Mosaic GPU kernels, None for nothing."""
@@ -107,6 +118,8 @@ FAMILIES = {
     "pallas_attn": (
         Family("mosaic", "pallas_attn", "sm80", supports=_mosaic_supports),
         Family("triton", "pallas_attn", "portable", has_interpreter=True),
+        # Behind the portable kernels, so that it runs where it is asked for.
+        Family("mosaic", "pallas_attn", "paged", supports=_mosaic_paged_supports),
         Family("reference", "pallas_attn"),
     ),
 }
@@ -193,7 +206,9 @@ def choose(
             reason = family.supports(operation, spec, target)
         if reason is None:
             return Backend(family, target, interpreted), tuple(passed_over)
-        passed_over.append(f"{family.name}: {reason}")
+        line = f"{family.name}: {reason}"
+        if line not in passed_over:  # families of one name may have one reason
+            passed_over.append(line)
     expected = "None, or the name of one that supports the problem on this device"
     reasons = " and ".join(line.partition(": ")[2] for line in passed_over)
     return fail(NotImplementedError, "implementation", expected, f"{implementation!r}: {reasons}")

@@ -94,6 +94,20 @@ class DecodeConfig(KernelConfig):
 
 
 @dataclass(frozen=True)
+class WarpDecodeConfig(DecodeConfig):
+    """Configure `paged_decode` of the Mosaic GPU kernels.
+
+    Attributes:
+        max_rows, num_warps: as the portable kernel has them.
+        block_kv: keys of a tile; each warp has its share of them.
+        num_stages: tiles of k, and of v, in shared memory; with one, nothing is fetched ahead.
+        num_programs: how many programs an SM runs at a time, which the number of splits goes by.
+    """
+
+    num_programs: int
+
+
+@dataclass(frozen=True)
 class CombineConfig(KernelConfig):
     """Configure `combine`.
 
@@ -194,6 +208,11 @@ FAMILY_KERNELS = {
         "flash_bwd_postprocess": Kernel(
             AttentionSpec, PreprocessConfig, "flash_bwd", deterministic=False
         ),
+    },
+    "paged": {
+        "paged_decode": replace(KERNELS["paged_decode"], config=WarpDecodeConfig),
+        "combine": KERNELS["combine"],
+        "append_kv": KERNELS["append_kv"],
     },
 }  # fmt: skip
 

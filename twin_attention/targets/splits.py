@@ -5,7 +5,7 @@ from __future__ import annotations
 from twin_attention.contract.spec import SPLITS_MAX, DecodeSpec
 from twin_attention.targets.conditions import KEYS_OF_ONE_SPLIT
 from twin_attention.targets.config import padded_head_dim
-from twin_attention.targets.kernels import DecodeConfig
+from twin_attention.targets.kernels import DecodeConfig, WarpDecodeConfig
 
 
 def block_rows(spec: DecodeSpec, config: DecodeConfig) -> int:
@@ -29,6 +29,8 @@ def programs_at_once(head_dim: int, config: DecodeConfig) -> int:
     larger size with many query rows is the fastest alone: two hardly fit shared memory, and on an
     A100 they do not.
     """
+    if isinstance(config, WarpDecodeConfig):
+        return config.num_programs
     size = padded_head_dim(head_dim)
     if tiles_ahead(config) == 1:
         programs = 3

@@ -121,7 +121,13 @@ def quantize(x, scale, dtype, compiled):
 
     A NaN becomes 0 in int8 and stays NaN in float8_e4m3fn.
     """
-    x = divide(x.astype(jnp.float32), jnp.broadcast_to(scale, x.shape), compiled)
+    return round_to(
+        divide(x.astype(jnp.float32), jnp.broadcast_to(scale, x.shape), compiled), dtype
+    )
+
+
+def round_to(x, dtype):
+    """Round float32 to int8 or float8_e4m3fn; see `quantize`."""
     if dtype == jnp.int8:
         x = jnp.where(x == x, x, 0.0)
         x = jnp.minimum(jnp.maximum(x, -127.0), 127.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,7 +15,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_attn.kernels.sm80.workarounds import SM80Params
 from pallas_attn.launch import flash_arguments
 from pallas_attn.targets import cuda_devices
-from twin_attention.contract.spec import AttentionSpec
 from twin_attention.contract.validate import fail
 from twin_attention.targets.family import Backend
 from twin_attention.targets.target import SHARED_MEMORY_LIMIT
@@ -27,9 +27,11 @@ def launch(
     operands: Sequence[Array | None],
     out_shape: Sequence[jax.ShapeDtypeStruct | None],
     tiles: Callable[[Any], Sequence[Any]],
-    spec: AttentionSpec,
+    spec: Any,
     backend: Backend,
     num_sums: int = 0,
+    problem: dict[str, Any] | None = None,
+    aliased: Sequence[Array] = (),
 ) -> Any:
     """Call a kernel.
 
@@ -44,6 +46,8 @@ def launch(
         spec: the problem, which chooses the configuration.
         backend: the target to compile for.
         num_sums: the last outputs, float32, that are 0 when the kernel starts.
+        problem: the kernel's keyword arguments but the configuration; None for flash attention's.
+        aliased: arrays whose memory the last outputs take, without those of `num_sums`.
 
     Returns:
         The outputs.
@@ -51,15 +55,20 @@ def launch(
     Raises:
         NotImplementedError: no configuration fits the device's shared memory.
     """
-    config = _fitting_config(name, tiles, spec, backend)
+    config = fitting_config(name, tiles, spec, backend)
     scratch = tiles(config)
-    arguments = flash_arguments(spec) | vars(config) | {"group_size": spec.group_size}
+    if problem is None:
+        problem = flash_arguments(spec) | {"group_size": spec.group_size}
+    takes = inspect.signature(kernel).parameters
+    arguments = vars(config) | problem
+    arguments = {key: value for key, value in arguments.items() if key in takes}
     inputs = [x for x in operands if x is not None]
     outputs = tuple(x for x in out_shape if x is not None)
     sums = [zeros_of_batch(x.shape)(*inputs) for x in outputs[len(outputs) - num_sums :]]
+    in_place = [*of_batch(tuple(aliased), *inputs), *sums]
 
     def body(*refs):
-        rest = iter(refs[: len(inputs)] + refs[len(inputs) + num_sums :])
+        rest = iter(refs[: len(inputs)] + refs[len(inputs) + len(in_place) :])
         kernel(
             *(None if x is None else next(rest) for x in (*operands, *out_shape, *scratch)),
             **arguments,
@@ -82,14 +91,14 @@ def launch(
             # Every barrier is placed by hand.
             unsafe_no_auto_barriers=True,
             reduction_scratch_bytes=0,
-            num_sums=num_sums,
+            num_aliased=len(in_place),
         ),
         **threads,
-    )(*inputs, *sums)
+    )(*inputs, *in_place)
 
 
-def _fitting_config(
-    name: str, tiles: Callable[[Any], Sequence[Any]], spec: AttentionSpec, backend: Backend
+def fitting_config(
+    name: str, tiles: Callable[[Any], Sequence[Any]], spec: Any, backend: Backend
 ) -> Any:
     """Return the table's configuration, or the next one whose tiles fit this process's devices."""
     config = backend.configs(spec)[name]
@@ -123,3 +132,18 @@ def zeros_of_batch(shape: tuple[int, ...]) -> Callable[..., Array]:
         return zeros_of_batch((axis_size, *shape))(*operands), True
 
     return zeros
+
+
+@jax.custom_batching.custom_vmap
+def of_batch(arrays: tuple[Array, ...], *_: Array) -> tuple[Array, ...]:
+    """Return arrays whose memory a kernel writes to; under `vmap` each element has its own."""
+    return arrays
+
+
+@of_batch.def_vmap
+def _(axis_size, in_batched, arrays, *operands):
+    pairs = zip(arrays, in_batched[0], strict=True)
+    arrays = tuple(
+        x if batched else jnp.broadcast_to(x, (axis_size, *x.shape)) for x, batched in pairs
+    )
+    return of_batch(arrays, *operands), (True,) * len(arrays)

@@ -39,11 +39,11 @@ class SM80Params(plgpu.CompilerParams):
     """Compiler parameters of a kernel that is lowered for SM80, whatever the device is.
 
     Attributes:
-        num_sums: the last inputs, whose memory the last outputs take. Can go when `plgpu.kernel`
-            has aliases.
+        num_aliased: the last inputs, whose memory the last outputs take. Can go when
+            `plgpu.kernel` has aliases.
     """
 
-    num_sums: int = 0
+    num_aliased: int = 0
 
 
 @contextmanager
@@ -65,7 +65,7 @@ def _lower(ctx, *operands, **params):
     compiler_params = params["compiler_params"]
     if not isinstance(compiler_params, SM80Params):
         return _mpmd_map_mgpu_lowering(ctx, *operands, **params)
-    last = range(-compiler_params.num_sums, 0)
+    last = range(-compiler_params.num_aliased, 0)
     aliases = {len(ctx.avals_in) + i: len(ctx.avals_out) + i for i in last}
     params["input_output_aliases"] = aliases
     with _sm80():

@@ -1,0 +1,101 @@
+"""Write the keys and values of new tokens into the pages of a cache."""
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+
+from pallas_attn.kernels.paged.workarounds import (
+    THREADS,
+    UNIT,
+    divide,
+    load_unit,
+    store_unit,
+    thread_index,
+)
+from pallas_attn.kernels.portable.quantized import round_to
+from pallas_attn.kernels.sm80.launch import launch
+from twin_attention.contract.operands import AppendOperands
+from twin_attention.contract.spec import PagedCache
+from twin_attention.targets.family import Backend
+
+
+def append_kv_kernel(
+    k_new_ref, v_new_ref, table_ref, len_ref, k_scale_ref, v_scale_ref, k_ref, v_ref, *, block_heads
+):
+    """One program writes one token of one sequence, block_heads heads of it.
+
+    Operands: k_new [B, T, Hkv, D], v_new [B, T, Hkv, Dv]; table [B, max_pages] and len [B], int32;
+    scales [1] or [Hkv], float32, or None; the pools k [P, page_size, Hkv, D] and v [P, page_size,
+    Hkv, Dv], which hold what they held. Grid: (head tiles · tokens · batch). Token t goes to
+    position ``len - tokens + t``; a position outside the table, or a page outside the pool, is not
+    written.
+    """
+    # Locate the token's slot.
+    _, tokens, heads, _ = k_new_ref.shape
+    num_pages, page_size = k_ref.shape[:2]
+    capacity = table_ref.shape[1] * page_size
+    program = lax.axis_index("program")
+    tiles = pl.cdiv(heads, block_heads)
+    tile, rest = program % tiles, program // tiles
+    token, batch = rest % tokens, rest // tokens
+    position = len_ref[batch] - tokens + token
+    exists = (position >= 0) & (position < capacity)
+    position = jnp.clip(position, 0, capacity - 1)
+    page, slot = table_ref[batch, lax.div(position, page_size)], lax.rem(position, page_size)
+    exists = exists & (page >= 0) & (page < num_pages)
+    thread = thread_index()
+    first_head = tile * block_heads
+
+    # Load the key and the value, and quantise them where the cache is.
+    def load(new, pool, scale):
+        size = pool.shape[3]
+        units = []
+        for start in range(0, min(block_heads, heads) * size, UNIT * THREADS):
+            element = start + thread * UNIT
+            head, column = first_head + lax.div(element, size), lax.rem(element, size)
+            writes = exists & (element < block_heads * size) & (head < heads)
+            head = jnp.minimum(head, heads - 1)
+            numbers = load_unit(new, (batch, token, head, column))
+            if scale is not None:
+                factor = scale[head if scale.shape[0] > 1 else 0]
+                quotients = [divide(x.astype(jnp.float32), factor) for x in numbers]
+                numbers = [round_to(x, pool.dtype) for x in quotients]
+            units.append((writes, (page, slot, head, column), numbers))
+        return units
+
+    units_k, units_v = load(k_new_ref, k_ref, k_scale_ref), load(v_new_ref, v_ref, v_scale_ref)
+
+    # Store them.
+    for pool, units in ((k_ref, units_k), (v_ref, units_v)):
+        for writes, place, numbers in units:
+
+            @pl.when(writes)
+            def _(pool=pool, place=place, numbers=numbers):
+                store_unit(numbers, pool, place)
+
+
+def append_kv(
+    operands: AppendOperands[Array], cache: PagedCache, backend: Backend
+) -> tuple[Array, Array]:
+    """Call `append_kv_kernel`.
+
+    Returns:
+        k_pages and v_pages with the new tokens, in the memory of those given where XLA allows it.
+    """
+    k_new, v_new, k_pages, v_pages, block_tables, seq_lens, *scales = operands
+    batch, tokens, heads, _ = k_new.shape
+    scales = [None if x is None else x.reshape(-1) for x in scales]
+    pools = k_pages, v_pages
+    return launch(
+        "append_kv",
+        append_kv_kernel,
+        lambda config: pl.cdiv(heads, config.block_heads) * tokens * batch,
+        (k_new, v_new, block_tables, seq_lens, *scales),
+        tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in pools),
+        lambda config: (),
+        cache,
+        backend,
+        problem={},
+        aliased=pools,
+    )

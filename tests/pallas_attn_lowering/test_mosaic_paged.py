@@ -1,0 +1,229 @@
+"""Mosaic GPU kernels of paged caches traced and lowered for both targets, on any machine."""
+
+import re
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from interop.parity.cases import DecodeCase
+from pallas_attn import append_kv, merge_states, paged_decode
+from pallas_attn.dispatch import choose
+from twin_attention.contract.spec import MergeSpec
+from twin_attention.targets.family import FAMILIES
+from twin_attention.targets.target import TARGETS, use_target
+
+_, PORTABLE, PAGED, _ = FAMILIES["pallas_attn"]
+CASE = DecodeCase("base", (100, 300), heads_q=8, page_size=16, max_pages=32, num_splits=3)
+REASON = PAGED.supports("paged_decode", CASE.spec, "sm80")
+if REASON is not None:
+    pytest.skip(REASON, allow_module_level=True)
+
+from jax.experimental.pallas import mosaic_gpu as plgpu  # noqa: E402
+
+from pallas_attn.kernels.sm80 import launch  # noqa: E402
+
+CASES = (
+    CASE,
+    replace(CASE, name="one-split", num_splits=1, dtype="float16"),
+    replace(CASE, name="d128", head_dim=128, num_splits=None),
+    replace(CASE, name="d96-dv72-page-7", head_dim=96, head_dim_v=72, page_size=7),
+    replace(CASE, name="d256", head_dim=256),
+    replace(CASE, name="64-rows", tokens=16),
+    replace(CASE, name="int8", kv_dtype="int8"),
+    replace(CASE, name="fp8-d256", kv_dtype="float8_e4m3fn", head_dim=256, scale_shape=(2,)),
+    replace(
+        CASE, name="all-options", tokens=3, sinks=True, window_size=(70, 0), softcap=5.0, scale=-0.3
+    ),
+    replace(
+        CASE, name="int8-all-options", kv_dtype="int8", tokens=3, sinks=True, window_size=(70, 0),
+        softcap=5.0, scale=-0.3,
+    ),
+)  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def fresh_caches():
+    jax.clear_caches()
+    yield
+    jax.clear_caches()
+
+
+def operands(case):
+    spec, array = case.spec, jax.ShapeDtypeStruct
+    cache = spec.cache
+    shape = (cache.num_pages, cache.page_size, cache.heads)
+    found = {
+        "q": array((spec.batch, spec.tokens, spec.heads_q, spec.head_dim), spec.dtype),
+        "k_pages": array((*shape, spec.head_dim), cache.dtype),
+        "v_pages": array((*shape, spec.head_dim_v), cache.dtype),
+        "block_tables": array((spec.batch, cache.max_pages), "int32"),
+        "seq_lens": array((spec.batch,), "int32"),
+    }
+    if case.sinks:
+        found["sinks"] = array((spec.heads_q,), "float32")
+    if cache.is_quantized:
+        found |= dict.fromkeys(("k_scale", "v_scale"), array(case.scale_shape, "float32"))
+    return found
+
+
+def new_tokens(case):
+    """The operands of `append_kv`: new keys and values in place of q."""
+    spec, found = case.spec, operands(case)
+    rows = found.pop("q").shape[:2]
+    sizes = {"k_new": spec.head_dim, "v_new": spec.head_dim_v}
+    return {
+        name: jax.ShapeDtypeStruct((*rows, spec.heads_kv, size), spec.dtype)
+        for name, size in sizes.items()
+    } | found
+
+
+def lower(function, **arguments):
+    traced = jax.jit(lambda arguments: function(**arguments)).trace(arguments)
+    return traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+def kernels(text):
+    return re.findall(r"custom_call @(\w+)", text)
+
+
+def aliases(text):
+    pattern = r"output_tuple_indices = \[(\d+)\], operand_index = (\d+)"
+    return [tuple(map(int, found)) for found in re.findall(pattern, text)]
+
+
+def mosaic(function, **options):
+    return partial(function, implementation="mosaic", **options)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_decode_is_lowered(case, target):
+    decode = mosaic(paged_decode, return_lse=True, **case.options)
+    with use_target(target):
+        found = kernels(lower(decode, **operands(case)))
+    # The products, and the merge where there are splits.
+    assert found == ["mosaic_gpu_v2"] * (1 if case.num_splits == 1 else 2)
+
+
+def test_the_merge_writes_into_the_results_of_one_split():
+    with use_target("sm90"):
+        text = lower(mosaic(paged_decode), **operands(CASE))
+    # After outs, lses and the lengths.
+    assert aliases(text) == [(0, 3), (1, 4)]
+
+
+@pytest.mark.parametrize("kv_dtype", [None, "int8", "float8_e4m3fn"])
+def test_append_is_lowered_and_shares_the_memory_of_the_pools(kv_dtype):
+    case = replace(CASE, kv_dtype=kv_dtype, tokens=3, scale_shape=(2,))
+    with use_target("sm90"):
+        text = lower(mosaic(append_kv), **new_tokens(case))
+    assert kernels(text) == ["mosaic_gpu_v2"]
+    first = 4 if kv_dtype is None else 6
+    assert aliases(text) == [(0, first), (1, first + 1)]
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_merge_is_lowered(dtype):
+    outs = jax.ShapeDtypeStruct((5, 2, 8, 72), dtype)
+    lses = jax.ShapeDtypeStruct((5, 2, 8), "float32")
+    with use_target("sm80"):
+        text = lower(mosaic(merge_states), outs=outs, lses=lses)
+    assert kernels(text) == ["mosaic_gpu_v2"]
+
+
+def test_vmap_of_append_gives_each_its_own_pool():
+    """One pool for all of the new tokens, which the kernel would write into for each of them."""
+    shapes = new_tokens(replace(CASE, tokens=1))
+    shapes |= {
+        x: jax.ShapeDtypeStruct((3, *shapes[x].shape), "bfloat16") for x in ("k_new", "v_new")
+    }
+
+    def mapped(k_new, v_new, **cache):
+        return jax.vmap(lambda k, v: append_kv(k, v, **cache, implementation="mosaic"))(
+            k_new, v_new
+        )
+
+    with use_target("sm90"):
+        text = lower(mapped, **shapes)
+    (call,) = re.findall(r"custom_call @mosaic_gpu_v2.*-> \((.*)\)", text)
+    pool = "x".join(map(str, (3, *shapes["k_pages"].shape)))
+    assert call.count(pool) == 2
+    assert aliases(text) == [(0, 4), (1, 5)]
+
+
+def test_under_scan():
+    """Tokens one at a time, the pools carried."""
+    shapes = new_tokens(replace(CASE, tokens=1))
+    q = operands(replace(CASE, tokens=1))["q"]
+
+    append, decode = mosaic(append_kv), mosaic(paged_decode, num_splits=1)
+
+    def loop(q, k_new, v_new, k_pages, v_pages, block_tables, seq_lens):
+        def step(carry, _):
+            pools, lengths = carry
+            lengths = lengths + 1
+            pools = append(k_new, v_new, *pools, block_tables, lengths)
+            return (pools, lengths), decode(q, *pools, block_tables, lengths)
+
+        return jax.lax.scan(step, ((k_pages, v_pages), seq_lens), length=4)
+
+    with use_target("sm90"):
+        assert kernels(lower(loop, q=q, **shapes)) == ["mosaic_gpu_v2"] * 2
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("kv_dtype", [None, "int8"])
+def test_they_run_where_they_are_asked_for(kv_dtype, target):
+    spec = replace(CASE, kv_dtype=kv_dtype).spec
+    merge = MergeSpec(2, 1, 1, 4, 64, "bfloat16")
+    for operation, problem in (
+        ("paged_decode", spec), ("append_kv", spec.cache), ("combine", merge)
+    ):  # fmt: skip
+        assert choose("mosaic", operation, target, problem)[0].family is PAGED
+        assert choose(None, operation, target, problem)[0].family is PORTABLE
+
+
+def test_what_16_bytes_do_not_divide_is_refused():
+    case = replace(CASE, kv_dtype="int8", head_dim=72)
+    message = r"'mosaic': it has flash attention alone and its copies of 16 bytes take head sizes"
+    with use_target("sm90"), pytest.raises(NotImplementedError, match=message):
+        lower(mosaic(paged_decode), **operands(case))
+
+
+class Card:
+    shared_memory_per_block_optin = 99 * 1024
+
+
+@pytest.mark.parametrize("kv_dtype", [None, "int8"])
+@pytest.mark.parametrize("head_dim", [16, 64, 128, 192, 256])
+def test_a_smaller_card_takes_a_row_that_fits(head_dim, kv_dtype, monkeypatch):
+    sizes, call = [], launch.plgpu.kernel
+
+    def kernel(*args, scratch_types, **options):
+        sizes.append(sum(map(launch._size, scratch_types)))
+        return call(*args, scratch_types=scratch_types, **options)
+
+    case = replace(CASE, head_dim=head_dim, kv_dtype=kv_dtype, num_splits=1)
+    monkeypatch.setattr(launch, "cuda_devices", lambda: (Card(),))
+    monkeypatch.setattr(launch.plgpu, "kernel", kernel)
+    with use_target("sm80"):
+        lower(mosaic(paged_decode, num_splits=1), **operands(case))
+    assert max(sizes) <= 99 * 1024
+
+
+# ---- Guards of what `pallas_attn/kernels/paged/workarounds.py` takes for granted ----
+
+
+def test_registers_of_rows():
+    """[row tile, .., row half, ..]: each warp has 16 rows of every 64."""
+    rows = plgpu.Layout.MMA_ACC(np.dtype("bfloat16")).reduce(1).to_mgpu()
+    assert rows.registers_shape((128,)) == (2, 1, 2, 1, 1)
+
+
+def test_packed_pairs_lie_as_float16():
+    layouts = [plgpu.Layout.MMA_RHS(jnp.dtype(x)).to_mgpu() for x in ("int16", "float16")]
+    assert layouts[0] == layouts[1]

@@ -1,0 +1,20 @@
+"""Say which problems `pallas_attn`'s Mosaic GPU kernels of paged caches take, on SM80 and SM90."""
+
+from __future__ import annotations
+
+from twin_attention.contract.spec import AttentionSpec, DecodeSpec
+from twin_attention.targets.kernels import Spec
+
+
+def supports(spec: Spec) -> str | None:
+    """Return None for a problem that the kernels cover, else the reason why they do not."""
+    if isinstance(spec, AttentionSpec):
+        return "it has paged caches alone"
+    if isinstance(spec, DecodeSpec) and spec.cache.is_quantized and _odd_units(spec):
+        return "its copies of 16 bytes take head sizes that are multiples of 16 in 8 bits"
+    return None
+
+
+def _odd_units(spec: DecodeSpec) -> bool:
+    """Return True if rows of 8-bit elements are no multiple of 16 bytes."""
+    return spec.head_dim % 16 != 0 or spec.head_dim_v % 16 != 0
