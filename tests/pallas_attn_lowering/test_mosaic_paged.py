@@ -109,6 +109,14 @@ def test_decode_is_lowered(case, target):
     assert found == ["mosaic_gpu_v2"] * (1 if case.num_splits == 1 else 2)
 
 
+def test_hopper_converts_float8_in_hardware():
+    case = replace(CASE, kv_dtype="float8_e4m3fn")
+    for target, expected in (("sm90", True), ("sm80", False)):
+        with use_target(target):
+            text = lower(mosaic(paged_decode), **operands(case))
+        assert ("cvt.rn.f16x2.e4m3x2" in text) == expected
+
+
 def test_the_merge_writes_into_the_results_of_one_split():
     with use_target("sm90"):
         text = lower(mosaic(paged_decode), **operands(CASE))

@@ -319,7 +319,7 @@ def paged_decode(
             "window_left": spec.bounded_window.left,
             "tokens": spec.tokens,
             "group_size": spec.group_size,
-            "upcast": choose_upcast(spec.cache.dtype, "sm80"),
+            "upcast": choose_upcast(spec.cache.dtype, backend.target),
             "block_rows": rows,
         },
     )
