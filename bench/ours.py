@@ -45,7 +45,7 @@ def flash_factories(targets: Sequence[str], compiling: bool = True) -> dict[Subj
 
 def decode_factories(targets: Sequence[str]) -> dict[Subject, Factory]:
     """Return factories of calls, which take (case, tensors) as peers' do."""
-    names = ("torch triton", "jax triton")
+    names = ("jax mosaic", "torch triton", "jax triton")
     return {Subject(*key): partial(_decode, *key) for key in product(names, targets)}
 
 

@@ -62,8 +62,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         own = "pallas_attn" if "/pallas_attn/" in item.nodeid else "torch_attn"
         package = arguments.get("side", own)
         has_it = asked not in IMPLEMENTATIONS or asked in (x.name for x in FAMILIES[package])
-        # No explicit family has decoding yet.
-        has_it = has_it and not (asked in EXPLICIT and "/test_decode" in item.nodeid)
+        if asked in EXPLICIT:
+            decodes = "paged" in (x.folder for x in FAMILIES[package] if x.name == asked)
+            has_it = has_it and (decodes or "/test_decode" not in item.nodeid)
         (kept if has_it else left_out).append(item)
     config.hook.pytest_deselected(items=left_out)
     items[:] = kept

@@ -58,7 +58,7 @@ def jobs(targets: Sequence[str], pattern: str = "") -> list[Job]:
         pattern: part of a case's name.
     """
     native = _ours(targets[:1])
-    torch_twin = {s: factory for s, factory in native.items() if s.implementation != "jax triton"}
+    torch_twin = {s: f for s, f in native.items() if s.implementation.startswith("torch ")}
     peers: DecodeFactories = {Subject(peer): factory for peer, factory in DECODE.items()}
     everything = native | ours.decode_factories(targets[1:]) | peers
     planned: list[tuple[DecodeCase, DecodeFactories]] = []

@@ -16,9 +16,9 @@ from bench.suites.decode_jobs import decode_job
 from interop.parity.cases import DecodeCase
 
 PEERS = {Subject(name) for name in DECODE}
-NATIVE = {Subject(name, "sm90") for name in ("torch triton", "jax triton", "torch triton graph")}
-PALLAS = Subject("jax triton", "sm90")
-SM80 = {Subject(name, "sm80") for name in ("torch triton", "jax triton")}
+PALLAS = {Subject(name, "sm90") for name in ("jax mosaic", "jax triton")}
+NATIVE = {Subject(name, "sm90") for name in ("torch triton", "torch triton graph")} | PALLAS
+SM80 = {Subject(name, "sm80") for name in ("jax mosaic", "torch triton", "jax triton")}
 
 
 @pytest.fixture(scope="module")
@@ -42,9 +42,9 @@ def test_the_sweep_runs_with_narrow_and_with_wide_tables(jobs):
 
 def test_implementations(jobs):
     assert set(jobs["sweep-8192"].factories) == NATIVE | SM80 | PEERS
-    assert set(jobs["sweep-4096"].factories) == NATIVE - {PALLAS} | PEERS
+    assert set(jobs["sweep-4096"].factories) == NATIVE - PALLAS | PEERS
     assert set(jobs["sweep-8192-wide"].factories) == NATIVE
-    assert set(jobs["sweep-4096-wide"].factories) == NATIVE - {PALLAS}
+    assert set(jobs["sweep-4096-wide"].factories) == NATIVE - PALLAS
     assert set(jobs["128x4096-heads-32-32"].factories) == NATIVE | SM80 | PEERS
     assert set(jobs["128x4096-heads-32-32-4-tokens"].factories) == NATIVE | PEERS
     assert set(jobs["128x4096-heads-32-32-int8"].factories) == NATIVE | PEERS

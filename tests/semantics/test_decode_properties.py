@@ -110,21 +110,23 @@ def test_what_no_sequence_uses_does_not_matter(side, implementation, torch_devic
     assert equal(got, decode(side, implementation, inputs | other))
 
 
-def test_sequences_of_a_batch_do_not_meet(side, torch_device):
+def test_sequences_of_a_batch_do_not_meet(side, implementation, torch_device):
     """Bit for bit, in the kernels, with a fixed number of splits: the company does not matter,
     nor its order, nor how wide the tables are.
     """
+    if implementation == "reference":
+        pytest.skip("its products may choose their order")
     inputs = make_inputs(CASE, torch_device)
-    out, lse = decode(side, "triton", inputs)
+    out, lse = decode(side, implementation, inputs)
     order = [2, 3, 0, 1]
     rows = {name: inputs[name][order] for name in ("q", "block_tables", "seq_lens")}
-    assert equal((out[order], lse[order]), decode(side, "triton", inputs | rows))
+    assert equal((out[order], lse[order]), decode(side, implementation, inputs | rows))
 
     alone = {name: inputs[name][:1] for name in ("q", "block_tables", "seq_lens")}
     wide = torch.full((1, 1000), -1, dtype=torch.int32, device=torch_device)
     wide[:, : CASE.max_pages] = alone["block_tables"]
     alone["block_tables"] = wide
-    assert equal((out[:1], lse[:1]), decode(side, "triton", inputs | alone))
+    assert equal((out[:1], lse[:1]), decode(side, implementation, inputs | alone))
 
 
 @pytest.mark.parametrize("num_splits", [1, 9])
