@@ -62,6 +62,20 @@ class FwdConfig(FlashConfig):
 
 
 @dataclass(frozen=True)
+class SpecializedConfig(FlashConfig):
+    """Configure a kernel of the explicit SM90 family, whose warps have different work.
+
+    Attributes:
+        block_q, block_kv: rows of a tile of q and of a tile of k and v.
+        num_warps: warps per program: 4 for each 64 rows of the stationary tile, and the producer's 4.
+        num_stages: tiles of k, and of v, in shared memory.
+        ping_pong: 1 if the consumer warpgroups issue their products in turn, 0 if in any order.
+    """
+
+    ping_pong: int
+
+
+@dataclass(frozen=True)
 class PreprocessConfig(KernelConfig):
     """Configure `flash_bwd_preprocess` or `flash_bwd_postprocess`, which have no loop.
 
@@ -213,6 +227,9 @@ FAMILY_KERNELS = {
         "paged_decode": replace(KERNELS["paged_decode"], config=WarpDecodeConfig),
         "combine": KERNELS["combine"],
         "append_kv": KERNELS["append_kv"],
+    },
+    "sm90": {
+        "flash_fwd": replace(KERNELS["flash_fwd"], config=SpecializedConfig),
     },
 }  # fmt: skip
 

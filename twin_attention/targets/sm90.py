@@ -1,0 +1,46 @@
+"""Say which problems the explicit SM90 kernels of both sides take.
+
+They load tiles with TMA and multiply with wgmma: a producer warp loads, consumer warpgroups multiply.
+"""
+
+from __future__ import annotations
+
+from twin_attention.contract.spec import AttentionSpec
+from twin_attention.targets.kernels import Spec
+
+OPERATIONS = ("flash_fwd",)
+
+
+def supports(operation: str, spec: Spec, target: str | None) -> str | None:
+    """Return None for a problem that the kernels cover, else the reason why they do not.
+
+    Args:
+        operation: "flash_fwd" or "flash_bwd".
+        spec: the problem.
+        target: "sm80", "sm90", or None in an interpreter.
+    """
+    if not isinstance(spec, AttentionSpec):
+        return "it has flash attention alone"
+    if target != "sm90":
+        return "its kernels are for SM90"
+    if operation not in OPERATIONS:
+        return f"it has {' and '.join(OPERATIONS)}, not {operation}"
+    if spec.dtype_bits != 16:
+        return f"its products take float16 and bfloat16, not {spec.dtype}"
+    return None
+
+
+def column_pieces(size: int) -> tuple[int, ...]:
+    """Return the widths of the column pieces that a tile of a head is stored and multiplied in.
+
+    A piece is a power of two and at least 16 wide. As few pieces as give the least columns, three
+    at most: (64, 32, 16) for 112, (128, 64) for 192, and (256,) for 240.
+    """
+    rest, pieces = -(-size // 16) * 16, []
+    while rest:
+        whole = 1 << (rest - 1).bit_length()
+        piece = whole if whole == rest or len(pieces) == 2 else whole // 2
+        pieces.append(piece)
+        rest -= min(piece, rest)
+    most = 1 << (size - 1).bit_length()
+    return tuple(pieces) if sum(pieces) < most else (max(most, 16),)
