@@ -10,24 +10,33 @@ stream. Checked with Triton 3.6 and 3.9;
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from triton import knobs
 
+from torch_attn.tensor_maps import TensorMap
+
 
 def launcher_of(
-    compiled: Any, grid: tuple[int, ...], arguments: Sequence[Any], device: torch.device
+    compiled: Any,
+    grid: tuple[int, ...],
+    arguments: list[Any],
+    num_operands: int,
+    device: torch.device,
 ) -> Callable[..., None]:
     """Return a function of the operands that launches a kernel on the current stream.
 
     Args:
         compiled: Triton's compiled kernel.
         grid: three numbers.
-        arguments: all arguments after the operands.
+        arguments: all arguments, the operands first; those are replaced by each call's.
+        num_operands: how many operands there are.
         device: where the operands are, on a CUDA device.
     """
+    rest = arguments[num_operands:]
+    maps = [(i, x) for i, x in enumerate(arguments) if isinstance(x, TensorMap)]
     through_triton = compiled[grid]  # loads the kernel on the current device
     run, function, packed = compiled.run, compiled.function, compiled.packed_metadata
     index = torch.cuda.current_device() if device.index is None else device.index
@@ -41,10 +50,16 @@ def launcher_of(
         elif (
             runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls
         ):  # a profiler listens
-            through_triton(*operands, *arguments)
+            through_triton(*with_maps([*operands, *rest], operands))
         else:
-            addresses = [None if x is None else x.data_ptr() for x in operands]
+            values = [None if x is None else x.data_ptr() for x in operands]
+            values = with_maps(values + rest, operands)
             stream = stream_of(index)
-            run(*grid, stream, function, packed, None, None, None, *addresses, *arguments)
+            run(*grid, stream, function, packed, None, None, None, *values)
+
+    def with_maps(values: list[Any], operands: tuple[torch.Tensor | None, ...]) -> list[Any]:
+        for i, tensor_map in maps:
+            values[i] = tensor_map.bind(operands)
+        return values
 
     return launch

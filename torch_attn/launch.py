@@ -14,6 +14,7 @@ import triton.language as tl
 from torch_attn.calls import Call
 from torch_attn.driver import launcher_of
 from torch_attn.targets import shared_memory
+from torch_attn.tensor_maps import TensorMap
 from twin_attention.contract.spec import AttentionSpec
 from twin_attention.targets.config import compile_to_fit
 from twin_attention.targets.family import Backend
@@ -66,7 +67,8 @@ class Layout(NamedTuple):
     is_aligned: bool  # to 16 bytes, which Triton compiles for
 
 
-# Grid, and arguments by name other than operands and tile sizes.
+# Grid, and arguments by name other than operands and tile sizes. A `TensorMap` that has the name of
+# an operand takes its place.
 Prepared = tuple[tuple[int, ...], dict[str, Any]]
 
 
@@ -146,10 +148,17 @@ def launch(
     if target == "sm80":
         options["arch"] = "sm80"
 
-    def compile(config: KernelConfig) -> Any:
-        options.update(num_warps=config.num_warps, num_stages=config.num_stages)
+    def positional(config: KernelConfig) -> tuple[tuple[int, ...], list[Any]]:
+        """Return the grid and all arguments in order."""
         grid, arguments = prepared(config)
-        return kernel.warmup(*operands, grid=grid, **arguments, **options)
+        arguments = dict(zip(kernel.arg_names, operands, strict=False)) | arguments
+        return grid, [arguments[name] for name in kernel.arg_names]
+
+    def compile(config: KernelConfig) -> Any:
+        grid, arguments = positional(config)
+        arguments = [x.bind(operands) if isinstance(x, TensorMap) else x for x in arguments]
+        numbers = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+        return kernel.warmup(*arguments, grid=grid, **numbers | options)
 
     smaller = partial(backend.smaller_configs, spec, name, config)
     if _recorded is not None:
@@ -160,9 +169,8 @@ def launch(
     with torch.cuda.device(device):
         limit = shared_memory(target, device)
         config, compiled = compile_to_fit(name, compile, config, target, limit, smaller)
-        grid, arguments = prepared(config)
-        rest = [arguments[name] for name in kernel.arg_names[len(operands) :]]
-        launcher = launcher_of(compiled, (*grid, 1, 1)[:3], rest, device)
+        grid, arguments = positional(config)
+        launcher = launcher_of(compiled, (*grid, 1, 1)[:3], arguments, len(operands), device)
         launcher(*operands)
     if launchers is not None:
         launchers[name] = launcher

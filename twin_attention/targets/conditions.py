@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeGuard
 
-from twin_attention.contract.spec import AttentionSpec, DecodeSpec
+from twin_attention.contract.spec import AttentionSpec, DecodeSpec, Window
 from twin_attention.targets.kernels import Spec
 from twin_attention.targets.target import NUM_SMS
 
@@ -16,6 +16,11 @@ KEYS_OF_ONE_SPLIT = 256
 def _has_softcap(spec: Spec) -> bool:
     """Return True for capped scores, which need more registers."""
     return isinstance(spec, AttentionSpec | DecodeSpec) and spec.softcap is not None
+
+
+def _has_window(spec: Spec) -> bool:
+    """Return True if queries see keys up to a bound, such as a causal mask."""
+    return isinstance(spec, AttentionSpec) and spec.window != Window()
 
 
 def _has_many_rows(spec: Spec) -> bool:
@@ -69,6 +74,7 @@ def _chooses_splits(spec: Spec) -> TypeGuard[DecodeSpec]:
 # What the column `when` of the tables may say.
 CONDITIONS: dict[str, Callable[[Spec], bool]] = {
     "softcap": _has_softcap,
+    "window": _has_window,
     "> 32 rows": _has_many_rows,
     "<= 256 keys": _has_few_keys,
     "many programs": _has_many_programs,

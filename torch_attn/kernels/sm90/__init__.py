@@ -1,0 +1,1 @@
+"""Explicit kernels for SM90 in Gluon: TMA, wgmma and warps of different work, placed by hand."""

@@ -1,0 +1,433 @@
+"""Flash attention, forward, for SM90.
+
+The same formula as `torch_attn.kernels.portable.flash_fwd`. What the compiler decides there is
+written here: a warp that does nothing but load, warpgroups that do nothing but compute, what each
+waits for, and which products run under which softmax. Shah et al. 2024, FlashAttention-3,
+algorithms 1 and 2.
+"""
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma_wait,
+)
+
+from torch_attn.calls import empty
+from torch_attn.kernels.portable.softmax import LN2, LOG2E, add_sink
+from torch_attn.kernels.portable.tiles import visible_tiles
+from torch_attn.kernels.sm80.pipeline import step_start
+from torch_attn.kernels.sm80.scores import visible_scores
+from torch_attn.kernels.sm80.softmax import add_columns, online_softmax_update
+from torch_attn.kernels.sm90.pipeline import (
+    K_READ,
+    MAX_STAGES,
+    TURN,
+    V_READ,
+    add_product,
+    allocate_barriers,
+    allocate_tile,
+    arrive,
+    barrier,
+    load_tile,
+    map_arguments,
+    num_pieces,
+    out_in_q,
+    product_layout,
+    product_scores,
+    scale_rows,
+    store_tile,
+    wait_for_all,
+    wait_product,
+    write_rows,
+    zeros,
+)
+from torch_attn.launch import (
+    UNSPECIALIZED,
+    KernelCall,
+    Prepared,
+    flash_arguments,
+    launch,
+)
+from torch_attn.targets import num_sms
+from torch_attn.tensor_maps import TensorMap
+from twin_attention.contract.operands import FlashOperands
+from twin_attention.contract.spec import AttentionSpec, Window
+from twin_attention.targets.family import Backend
+from twin_attention.targets.kernels import SpecializedConfig
+
+
+@gluon.jit(do_not_specialize=[*UNSPECIALIZED, "num_items", "alternate"])
+def flash_fwd_kernel(
+    q,
+    k,
+    v,
+    sinks_ptr,
+    out,
+    lse_ptr,
+    q_1,
+    q_2,
+    k_1,
+    k_2,
+    v_1,
+    v_2,
+    out_1,
+    out_2,
+    seq_q,
+    seq_kv,
+    diagonal,
+    heads_q,
+    rule,
+    window_left,
+    window_right,
+    num_items,
+    alternate,
+    GROUP_SIZE: gl.constexpr,
+    HEAD_DIM: gl.constexpr,
+    HEAD_DIM_V: gl.constexpr,
+    BLOCK_Q: gl.constexpr,
+    BLOCK_KV: gl.constexpr,
+    NUM_STAGES: gl.constexpr,
+    PING_PONG: gl.constexpr,
+    EDGES: gl.constexpr,
+    OUT_IN_Q: gl.constexpr,
+):
+    """One program computes tiles of BLOCK_Q rows of query heads, one after the other.
+
+    A producer warp loads with TMA; BLOCK_Q / 64 consumer warpgroups have 64 rows each, and take the
+    registers that the producer does not need. A consumer issues q·kᵀ of the next tile of keys with
+    p·v of the present one, and computes the softmax of the next while p·v runs; p is the left
+    operand in the registers where it was computed. PING_PONG: the consumers issue in turn, so that
+    the softmax of one runs under the products of another.
+
+    Operands are TMA descriptors of [B, H, S, D], further ones for further column pieces. Loop
+    invariant, accumulation and the row that sees no key: as in the portable `flash_fwd_kernel`.
+
+    Args:
+        num_items: tiles of queries of all heads, one work item each.
+        alternate: which work items go through a head's tiles upwards, see `_locate`.
+        EDGES: some tile of keys needs a mask.
+        OUT_IN_Q: the output is staged in the queries' shared memory, where there is no more.
+    """
+    dtype: gl.constexpr = q.dtype
+    NUM_CONSUMERS: gl.constexpr = BLOCK_Q // 64
+    gl.static_assert(NUM_STAGES <= MAX_STAGES)
+    q_tile = allocate_tile(dtype, NUM_CONSUMERS, 64, HEAD_DIM)
+    k_tile = allocate_tile(dtype, NUM_STAGES, BLOCK_KV, HEAD_DIM)
+    v_tile = allocate_tile(dtype, NUM_STAGES, BLOCK_KV, HEAD_DIM_V)
+    out_tile = q_tile
+    if not OUT_IN_Q:
+        out_tile = allocate_tile(dtype, NUM_CONSUMERS, 64, HEAD_DIM_V)
+    q_full = allocate_barriers(NUM_CONSUMERS)
+    q_read = allocate_barriers(NUM_CONSUMERS)
+    k_full = allocate_barriers(NUM_STAGES)
+    v_full = allocate_barriers(NUM_STAGES)
+    fence_async_shared()
+
+    tiles = (q_tile, k_tile, v_tile, out_tile)
+    barriers = (q_full, q_read, k_full, v_full)
+    loads = ((q, q_1, q_2), (k, k_1, k_2), (v, v_1, v_2))
+    stores = (out, out_1, out_2)
+    problem = (seq_q, seq_kv, diagonal, heads_q, num_items, alternate)
+    # Constants stand in the calls: a tuple that is a variable would make tensors of them.
+    if NUM_CONSUMERS == 2:
+        gl.warp_specialize(
+            [
+                (_consume, (tiles, barriers, stores, sinks_ptr, lse_ptr, problem, rule, window_left, window_right, 0, HEAD_DIM, HEAD_DIM_V, BLOCK_Q, BLOCK_KV, NUM_STAGES, PING_PONG, EDGES, OUT_IN_Q)),
+                (_consume, (tiles, barriers, stores, sinks_ptr, lse_ptr, problem, rule, window_left, window_right, 1, HEAD_DIM, HEAD_DIM_V, BLOCK_Q, BLOCK_KV, NUM_STAGES, PING_PONG, EDGES, OUT_IN_Q)),
+                (_produce, (tiles, barriers, loads, problem, window_left, window_right, GROUP_SIZE, HEAD_DIM, HEAD_DIM_V, BLOCK_Q, BLOCK_KV, NUM_STAGES)),
+            ],
+            [4, 1],
+            [240, 24],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (_consume, (tiles, barriers, stores, sinks_ptr, lse_ptr, problem, rule, window_left, window_right, 0, HEAD_DIM, HEAD_DIM_V, BLOCK_Q, BLOCK_KV, NUM_STAGES, PING_PONG, EDGES, OUT_IN_Q)),
+                (_consume, (tiles, barriers, stores, sinks_ptr, lse_ptr, problem, rule, window_left, window_right, 1, HEAD_DIM, HEAD_DIM_V, BLOCK_Q, BLOCK_KV, NUM_STAGES, PING_PONG, EDGES, OUT_IN_Q)),
+                (_consume, (tiles, barriers, stores, sinks_ptr, lse_ptr, problem, rule, window_left, window_right, 2, HEAD_DIM, HEAD_DIM_V, BLOCK_Q, BLOCK_KV, NUM_STAGES, PING_PONG, EDGES, OUT_IN_Q)),
+                (_produce, (tiles, barriers, loads, problem, window_left, window_right, GROUP_SIZE, HEAD_DIM, HEAD_DIM_V, BLOCK_Q, BLOCK_KV, NUM_STAGES)),
+            ],
+            [4, 4, 1],
+            [160, 160, 24],
+        )  # fmt: skip
+
+
+@gluon.jit
+def _locate(
+    item, turn, problem, window_left, window_right, BLOCK_Q: gl.constexpr, BLOCK_KV: gl.constexpr
+):
+    """Return batch, head, first row and tiles of keys of a work item.
+
+    Programs take items at a constant distance. A program that got tiles of one length only would
+    finish late or early, so every other head (`alternate` 0), or every other turn of the programs
+    (1), goes through a head's tiles upwards. The first is right where the distance is no multiple
+    of a head's tiles.
+
+    The tiles of keys are what `visible_tiles` returns; where nothing is visible, one masked tile,
+    so that no consumer has to do without.
+    """
+    seq_q, seq_kv, diagonal, heads_q, _num_items, alternate = problem
+    num_tiles = gl.cdiv(seq_q, BLOCK_Q)
+    index = item // num_tiles
+    tile = item % num_tiles
+    upwards = gl.where(alternate == 0, index, turn) & 1
+    tile = gl.where(upwards == 1, tile, num_tiles - 1 - tile)
+    begin, before, full, after = visible_tiles(
+        tile * BLOCK_Q, seq_q, seq_kv, diagonal, window_left, window_right, BLOCK_Q, BLOCK_KV
+    )
+    before = gl.maximum(before, 1 - full - after)
+    return index // heads_q, index % heads_q, tile * BLOCK_Q, (begin, before, full, after)
+
+
+@gluon.jit
+def _produce(
+    tiles,
+    barriers,
+    loads,
+    problem,
+    window_left,
+    window_right,
+    GROUP_SIZE: gl.constexpr,
+    HEAD_DIM: gl.constexpr,
+    HEAD_DIM_V: gl.constexpr,
+    BLOCK_Q: gl.constexpr,
+    BLOCK_KV: gl.constexpr,
+    NUM_STAGES: gl.constexpr,
+):
+    """Load all that the consumers of a program multiply, one warp for all of them."""
+    q_tile, k_tile, v_tile, _out_tile = tiles
+    q_full, q_read, k_full, v_full = barriers
+    q, k, v = loads
+    NUM_CONSUMERS: gl.constexpr = BLOCK_Q // 64
+    step = 0  # over all items
+    turn = 0
+    item = gl.program_id(0)
+    while item < problem[4]:
+        batch, head, start_q, visible = _locate(
+            item, turn, problem, window_left, window_right, BLOCK_Q, BLOCK_KV
+        )
+        begin, before, full, after = visible
+        head_kv = head // GROUP_SIZE
+        total = before + full + after
+        for i in range(total + 1):
+            # Keys go one tile ahead of values, which is the order of use.
+            if i < total:
+                slot = step % NUM_STAGES
+                if step >= NUM_STAGES:
+                    wait_for_all(K_READ + slot, 128 * NUM_CONSUMERS + 32)
+                row = step_start(i, begin, before, full, after, BLOCK_KV)
+                load_tile(k, k_tile, slot, batch, head_kv, row, k_full.index(slot), HEAD_DIM)
+            if i == 0:
+                for consumer in gl.static_range(NUM_CONSUMERS):
+                    mbarrier.wait(q_read.index(consumer), (turn & 1) ^ 1)
+                    load_tile(
+                        q, q_tile, consumer, batch, head, start_q + consumer * 64,
+                        q_full.index(consumer), HEAD_DIM,
+                    )  # fmt: skip
+            else:
+                slot = (step - 1) % NUM_STAGES
+                if step > NUM_STAGES:
+                    wait_for_all(V_READ + slot, 128 * NUM_CONSUMERS + 32)
+                row = step_start(i - 1, begin, before, full, after, BLOCK_KV)
+                load_tile(v, v_tile, slot, batch, head_kv, row, v_full.index(slot), HEAD_DIM_V)
+            step += 1
+        step -= 1
+        turn += 1
+        item += gl.num_programs(0)
+
+
+@gluon.jit
+def _hide(s, position, start_kv, end, window_left, window_right, BLOCK_KV: gl.constexpr):
+    """Set the scores of keys that a query does not see to -inf: `portable.scores.attention_mask`.
+
+    The window's end and the last key are one bound, a number for each row.
+    """
+    key = (start_kv + gl.arange(0, BLOCK_KV, gl.SliceLayout(0, s.type.layout)))[None, :]
+    last = end - 1
+    if window_right is not None:
+        last = gl.minimum(position + window_right, last)[:, None]
+    s = gl.where(key <= last, s, float("-inf"))
+    if window_left is not None:
+        s = gl.where(key >= (position - window_left)[:, None], s, float("-inf"))
+    return s
+
+
+@gluon.jit
+def _consume(
+    tiles,
+    barriers,
+    stores,
+    sinks_ptr,
+    lse_ptr,
+    problem,
+    rule,
+    window_left,
+    window_right,
+    CONSUMER: gl.constexpr,
+    HEAD_DIM: gl.constexpr,
+    HEAD_DIM_V: gl.constexpr,
+    BLOCK_Q: gl.constexpr,
+    BLOCK_KV: gl.constexpr,
+    NUM_STAGES: gl.constexpr,
+    PING_PONG: gl.constexpr,
+    EDGES: gl.constexpr,
+    OUT_IN_Q: gl.constexpr,
+):
+    """Compute 64 rows of each of a program's work items."""
+    q_tile, k_tile, v_tile, out_tile = tiles
+    q_full, q_read, k_full, v_full = barriers
+    seq_q, seq_kv, diagonal, heads_q, num_items, _alternate = problem
+    NUM_CONSUMERS: gl.constexpr = BLOCK_Q // 64
+    READERS: gl.constexpr = 128 * NUM_CONSUMERS + 32
+    dtype: gl.constexpr = q_tile[0].dtype
+    layout: gl.constexpr = product_layout(BLOCK_KV)
+    of_row: gl.constexpr = gl.SliceLayout(1, layout)
+    step = 0  # over all items
+    turn = 0
+    if PING_PONG:
+        if CONSUMER == NUM_CONSUMERS - 1:
+            arrive(TURN, 256)
+    item = gl.program_id(0)
+    while item < num_items:
+        batch, head, start_q, visible = _locate(
+            item, turn, problem, window_left, window_right, BLOCK_Q, BLOCK_KV
+        )
+        begin, before, full, after = visible
+        rows = start_q + CONSUMER * 64 + gl.arange(0, 64, of_row)
+        position = rows + diagonal
+        m_i = gl.full([64], float("-inf"), gl.float32, of_row)
+        l_i = add_columns(gl.zeros([64, BLOCK_KV], gl.float32, layout))
+        if sinks_ptr is not None:
+            # The maximum has the sink from the start, so that acc is not rescaled for it at the end.
+            m_i = gl.maximum(m_i, gl.load(sinks_ptr + head) * LOG2E)
+        acc = zeros(64, HEAD_DIM_V)
+
+        # The first tile of keys has no p·v to run under its softmax.
+        mbarrier.wait(q_full.index(CONSUMER), turn & 1)
+        slot = step % NUM_STAGES
+        mbarrier.wait(k_full.index(slot), step // NUM_STAGES & 1)
+        s = product_scores(q_tile, CONSUMER, k_tile, slot, HEAD_DIM, layout)
+        s = warpgroup_mma_wait(0, deps=(s,))
+        arrive(K_READ + slot, READERS)
+        s, _dcap = visible_scores(s, None, None, None, rule, None, None, False)
+        if EDGES:
+            start_kv = step_start(0, begin, before, full, after, BLOCK_KV)
+            s = _hide(s, position, start_kv, seq_kv, window_left, window_right, BLOCK_KV)
+        p, _alpha, m_i, l_i = online_softmax_update(s, m_i, l_i, rule.exp2_scale, EDGES)
+        p = gl.convert_layout(
+            p.to(dtype), gl.DotOperandLayout(0, layout, 2), assert_trivial=True
+        )
+
+        # Visit the other tiles of keys that these queries see; only tiles at the edges are masked.
+        index = 1
+        step += 1
+        for masked in gl.static_range(1 if EDGES else 0, -1, -1):
+            end = before + full + after
+            if masked:
+                end = before + after
+            while index < end:
+                slot = step % NUM_STAGES
+                previous = (step - 1) % NUM_STAGES
+                # s = scale · q kᵀ, and acc += p v for the tile before
+                mbarrier.wait(k_full.index(slot), step // NUM_STAGES & 1)
+                if PING_PONG:
+                    wait_for_all(TURN + CONSUMER, 256)
+                s = product_scores(q_tile, CONSUMER, k_tile, slot, HEAD_DIM, layout)
+                mbarrier.wait(v_full.index(previous), (step - 1) // NUM_STAGES & 1)
+                acc = add_product(acc, p, v_tile, previous)
+                if PING_PONG:
+                    arrive(TURN + (CONSUMER + 1) % NUM_CONSUMERS, 256)
+                s = warpgroup_mma_wait(num_pieces(HEAD_DIM_V), deps=(s,))
+                arrive(K_READ + slot, READERS)
+                # p = exp(s - max)
+                s, _dcap = visible_scores(s, None, None, None, rule, None, None, False)
+                if masked:
+                    start_kv = step_start(index, begin, before, full, after, BLOCK_KV)
+                    s = _hide(s, position, start_kv, seq_kv, window_left, window_right, BLOCK_KV)
+                e, alpha, m_i, l_i = online_softmax_update(s, m_i, l_i, rule.exp2_scale, masked)
+                # Rescale what was accumulated
+                acc, p = wait_product(acc, p)
+                arrive(V_READ + previous, READERS)
+                acc = scale_rows(acc, alpha)
+                p = gl.convert_layout(e.to(dtype), p.type.layout, assert_trivial=True)
+                index += 1
+                step += 1
+        if not OUT_IN_Q:
+            mbarrier.arrive(q_read.index(CONSUMER), count=1)
+
+        # The last p·v
+        previous = (step - 1) % NUM_STAGES
+        mbarrier.wait(v_full.index(previous), (step - 1) // NUM_STAGES & 1)
+        acc = add_product(acc, p, v_tile, previous)
+        # Add the row sums of each quad.
+        l_i = gl.convert_layout(gl.sum(l_i, 1), of_row)
+        if sinks_ptr is not None:
+            _alpha, m_i, l_i = add_sink(gl.load(sinks_ptr + head), m_i, l_i)
+        l_safe = gl.where(l_i == 0.0, 1.0, l_i)
+        lse = m_i * LN2 + gl.log(l_safe)
+        lse_row = (batch * heads_q + head).to(gl.int64) * seq_q
+        gl.store(lse_ptr + lse_row + rows, lse, mask=rows < seq_q)
+        acc, p = wait_product(acc, p)
+        arrive(V_READ + previous, READERS)
+
+        # Normalise and store.
+        acc = scale_rows(acc, 1.0 / l_safe)
+        if not OUT_IN_Q:
+            tma.store_wait(0)
+            barrier()
+        write_rows(out_tile, CONSUMER, acc)
+        fence_async_shared()
+        store_tile(stores, out_tile, CONSUMER, batch, head, start_q + CONSUMER * 64, HEAD_DIM_V)
+        if OUT_IN_Q:
+            tma.store_wait(0)
+            mbarrier.arrive(q_read.index(CONSUMER), count=1)
+        turn += 1
+        item += gl.num_programs(0)
+    tma.store_wait(0)
+
+
+def flash_fwd(
+    operands: FlashOperands[Tensor], spec: AttentionSpec, backend: Backend
+) -> tuple[Tensor, Tensor]:
+    """Launch `flash_fwd_kernel`.
+
+    Returns:
+        out [B, Sq, Hq, Dv] in q's dtype and lse [B, Hq, Sq] float32, both contiguous.
+    """
+    q = operands.q
+    out = empty((*q.shape[:3], spec.head_dim_v), q.dtype, q.device)
+    lse = empty((spec.batch, spec.heads_q, spec.seq_q), torch.float32, q.device)
+    tensors = (*operands, out, lse)
+    # Four warps are one consumer; Triton adds those of the other parts.
+    launch("flash_fwd", flash_fwd_kernel, _prepare, tensors, spec, backend, num_warps=4)
+    return out, lse
+
+
+def _prepare(call: KernelCall) -> Prepared:
+    """Return grid and arguments of `flash_fwd_kernel`."""
+    spec, config = call.spec, call.config
+    assert isinstance(spec, AttentionSpec)
+    assert isinstance(config, SpecializedConfig)
+    q, k, v, _sinks, out, _lse = call.layouts
+    num_tiles = triton.cdiv(spec.seq_q, config.block_q)
+    items = num_tiles * spec.heads_q * spec.batch
+    programs = min(items, num_sms(call.device, call.target))
+    maps = (
+        map_arguments("q", 0, q, 64)
+        | map_arguments("k", 1, k, config.block_kv)
+        | map_arguments("v", 2, v, config.block_kv)
+        | map_arguments("out", 4, out, 64)
+    )
+    arguments = flash_arguments(spec) | {
+        "num_items": items,
+        "alternate": int(programs % num_tiles == 0),
+        "EDGES": spec.window != Window() or spec.seq_kv % config.block_kv != 0,
+        "OUT_IN_Q": out_in_q(spec, config),
+    }
+    return (programs,), arguments | maps

@@ -1,0 +1,247 @@
+"""Tiles in shared memory: how they are laid out, loaded, released and multiplied.
+
+A tile holds rows of one head. Its columns are cut into pieces (`column_pieces`), and each piece is
+a buffer of its own, `COUNT` tiles deep, which one TMA instruction fills. mbarriers say that a tile
+is there. Named barriers say that it is read: a warpgroup's arrival there is one instruction, where
+Gluon brings the warpgroup together before it arrives at an mbarrier.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from torch_attn.launch import Layout
+from torch_attn.tensor_maps import TensorMap
+from twin_attention.contract.spec import AttentionSpec
+from twin_attention.targets import sm90
+from twin_attention.targets.kernels import SpecializedConfig
+from twin_attention.targets.target import SHARED_MEMORY_LIMIT
+
+# Triton 3.9 has other names than 3.6.
+load_box = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+store_box = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+barrier = getattr(gl, "barrier", None) or gl.thread_barrier
+
+# Named barriers, from the first that Triton leaves alone: one for each consumer's turn, then one
+# for each stage of k, and of v.
+TURN = gl.constexpr(6)
+K_READ = gl.constexpr(9)
+V_READ = gl.constexpr(12)
+MAX_STAGES = gl.constexpr(3)
+
+column_pieces = triton.constexpr_function(sm90.column_pieces)
+
+
+@triton.constexpr_function
+def num_pieces(size):
+    """Return the number of pieces that `size` columns are cut into."""
+    return len(column_pieces(size))
+
+
+@triton.constexpr_function
+def piece_width(size, index):
+    """Return the columns of a piece."""
+    return column_pieces(size)[index]
+
+
+@triton.constexpr_function
+def piece_start(size, index):
+    """Return the first column of a piece."""
+    return sum(column_pieces(size)[:index])
+
+
+@triton.constexpr_function
+def tile_bytes(rows, size):
+    """Return the bytes of a tile of 16-bit elements."""
+    return 2 * rows * sum(column_pieces(size))
+
+
+@triton.constexpr_function
+def box_layout(width, bits=16):
+    """Return the layout of a piece in shared memory, which TMA and wgmma share."""
+    return gl.NVMMASharedLayout(min(128, width * bits // 8), bits, 4)
+
+
+@triton.constexpr_function
+def product_layout(width):
+    """Return the layout of a warpgroup's sum of products, 64 rows of `width` columns."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, width, 16])
+
+
+@triton.constexpr_function
+def _barrier_instruction(instruction, num_threads):
+    return f"bar.{instruction} $1, {num_threads}; mov.u32 $0, 0;"
+
+
+@gluon.jit
+def _named_barrier(index, INSTRUCTION: gl.constexpr, NUM_THREADS: gl.constexpr):
+    """Run an instruction on a named barrier, for which Gluon has no word."""
+    gl.inline_asm_elementwise(
+        _barrier_instruction(INSTRUCTION, NUM_THREADS), "=r,r", [index], dtype=gl.int32,
+        is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def arrive(index, NUM_THREADS: gl.constexpr):
+    """Arrive at a named barrier of so many threads; does not wait."""
+    _named_barrier(index, "arrive", NUM_THREADS)
+
+
+@gluon.jit
+def wait_for_all(index, NUM_THREADS: gl.constexpr):
+    """Arrive at a named barrier of so many threads and wait for all of them."""
+    _named_barrier(index, "sync", NUM_THREADS)
+
+
+@gluon.jit
+def allocate_tile(DTYPE: gl.constexpr, COUNT: gl.constexpr, ROWS: gl.constexpr, SIZE: gl.constexpr):
+    """Allocate COUNT tiles of ROWS rows of SIZE columns; returns the buffers of the pieces."""
+    tile = ()
+    for i in gl.static_range(num_pieces(SIZE)):
+        tile = tile + (
+            gl.allocate_shared_memory(
+                DTYPE,
+                [COUNT, 1, 1, ROWS, piece_width(SIZE, i)],
+                box_layout(piece_width(SIZE, i)),
+            ),
+        )
+    return tile
+
+
+@gluon.jit
+def allocate_barriers(COUNT: gl.constexpr):
+    """Allocate mbarriers at which one thread arrives."""
+    barriers = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(COUNT):
+        mbarrier.init(barriers.index(i), count=1)
+    return barriers
+
+
+@gluon.jit
+def _piece(buffer, slot):
+    """Return a piece of a tile as a matrix."""
+    return buffer.index(slot).reshape([buffer.shape[3], buffer.shape[4]])
+
+
+@gluon.jit
+def load_tile(maps, tile, slot, batch, head, row, full, SIZE: gl.constexpr):
+    """Load the rows from `row` on to a tile; `full` completes when they are there.
+
+    Rows and columns that do not exist become 0.
+    """
+    mbarrier.expect(full, tile_bytes(tile[0].shape[3], SIZE))
+    for i in gl.static_range(num_pieces(SIZE)):
+        load_box(maps[i], [batch, head, row, piece_start(SIZE, i)], full, tile[i].index(slot))
+
+
+@gluon.jit
+def store_tile(maps, tile, slot, batch, head, row, SIZE: gl.constexpr):
+    """Start to store a tile; rows and columns that do not exist are left out."""
+    for i in gl.static_range(num_pieces(SIZE)):
+        store_box(maps[i], [batch, head, row, piece_start(SIZE, i)], tile[i].index(slot))
+
+
+@gluon.jit
+def product_scores(a, a_slot, b, b_slot, SIZE: gl.constexpr, LAYOUT: gl.constexpr):
+    """Start to compute a · bᵀ over SIZE columns."""
+    ROWS: gl.constexpr = a[0].shape[3]
+    COLUMNS: gl.constexpr = b[0].shape[3]
+    s = gl.zeros([ROWS, COLUMNS], gl.float32, LAYOUT)
+    for i in gl.static_range(num_pieces(SIZE)):
+        right = _piece(b[i], b_slot).permute((1, 0))
+        s = warpgroup_mma(_piece(a[i], a_slot), right, s, use_acc=i > 0, is_async=True)
+    return s
+
+
+@gluon.jit
+def zeros(ROWS: gl.constexpr, SIZE: gl.constexpr):
+    """Return a sum of products, ROWS by SIZE, piece by piece."""
+    acc = ()
+    for i in gl.static_range(num_pieces(SIZE)):
+        layout: gl.constexpr = product_layout(piece_width(SIZE, i))
+        acc = acc + (gl.zeros([ROWS, piece_width(SIZE, i)], gl.float32, layout),)
+    return acc
+
+
+@gluon.jit
+def add_product(acc, a, b, slot):
+    """Start to compute acc + a · b. a is in registers, b is a buffer of tiles."""
+    result = ()
+    for i in gl.static_range(len(acc)):
+        result = result + (_add_piece(acc[i], a, b[i], slot),)
+    return result
+
+
+@gluon.jit
+def _add_piece(acc, a, b, slot):
+    layout: gl.constexpr = gl.DotOperandLayout(0, product_layout(b.shape[4]), 2)
+    left = gl.convert_layout(a, layout, assert_trivial=True)
+    return warpgroup_mma(left, _piece(b, slot), acc, is_async=True)
+
+
+@gluon.jit
+def wait_product(acc, a):
+    """Wait for all products; returns the sums, and the left operand a, which was read till now."""
+    done = warpgroup_mma_wait(0, deps=acc + (a,))
+    sums = ()
+    for i in gl.static_range(len(acc)):
+        sums = sums + (done[i],)
+    return sums, done[len(acc)]
+
+
+@gluon.jit
+def scale_rows(acc, factor):
+    """Multiply the rows of a sum of products."""
+    scaled = ()
+    for i in gl.static_range(len(acc)):
+        scaled = scaled + (_scale_piece(acc[i], factor),)
+    return scaled
+
+
+@gluon.jit
+def _scale_piece(x, factor):
+    layout: gl.constexpr = gl.SliceLayout(1, x.type.layout)
+    return x * gl.convert_layout(factor, layout, assert_trivial=True)[:, None]
+
+
+@gluon.jit
+def write_rows(tile, slot, x):
+    """Write a sum of products to a tile in shared memory."""
+    for i in gl.static_range(len(x)):
+        _piece(tile[i], slot).store(x[i].to(tile[i].dtype))
+
+
+def map_arguments(name: str, operand: int, layout: Layout, rows: int) -> dict[str, Any]:
+    """Return the descriptors of an operand, one for each column piece of its tiles.
+
+    Args:
+        name: of the kernel's argument; that of a further piece has its number.
+        operand: its index among the launch's.
+        layout: the operand's.
+        rows: of a tile.
+    """
+    names = (name, f"{name}_1", f"{name}_2")
+    maps: dict[str, Any] = dict.fromkeys(names)
+    for name, width in zip(names, sm90.column_pieces(layout.shape[3]), strict=False):
+        box = rows, width
+        maps[name] = TensorMap.of(operand, layout.shape, layout.strides, box, box_layout(width))
+    return maps
+
+
+def out_in_q(spec: AttentionSpec, config: SpecializedConfig) -> bool:
+    """Return True if the output's tiles have to lie where the queries' were."""
+    columns, columns_v = (sum(sm90.column_pieces(d)) for d in (spec.head_dim, spec.head_dim_v))
+    keys = config.num_stages * config.block_kv
+    shared = 2 * (columns + columns_v) * (keys + config.block_q) + 1024
+    return columns == columns_v and shared > SHARED_MEMORY_LIMIT["sm90"]

@@ -1,0 +1,60 @@
+"""TMA descriptors of operands: the part that stays, and the address of a call.
+
+A descriptor (CUtensorMap) holds an address, so it is encoded anew for each launch. All else of it
+is prepared with the launch's other arguments, and Triton's launcher encodes it.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+
+class TensorMap(NamedTuple):
+    """The argument of a kernel that is a TMA descriptor of an operand.
+
+    Attributes:
+        operand: the operand's index.
+        fields: those of Triton's `TensorDescriptor` but for `base`.
+    """
+
+    operand: int
+    fields: dict[str, Any]
+
+    @classmethod
+    def of(
+        cls,
+        operand: int,
+        shape: tuple[int, ...],
+        strides: tuple[int, ...],
+        box: tuple[int, int],
+        layout: Any,
+    ) -> TensorMap:
+        """Describe the heads of a [B, S, H, D] tensor, as the kernel's [B, H, S, D].
+
+        Args:
+            operand: its index.
+            shape, strides: the tensor's. Strides are multiples of 16 bytes.
+            box: rows and columns of a tile.
+            layout: the tile's in shared memory.
+        """
+        order = 0, 2, 1, 3
+        fields = {
+            "shape": [shape[i] for i in order],
+            # The stride of an axis with one element may be anything; TMA wants it aligned.
+            "strides": [strides[i] if shape[i] > 1 or i == 3 else shape[3] for i in order],
+            "block_shape": [1, 1, *box],
+            "layout": layout,
+        }
+        return cls(operand, fields)
+
+    def bind(self, operands: tuple[torch.Tensor | None, ...]) -> TensorDescriptor:
+        """Return the descriptor with the operand's address.
+
+        Triton's checks are skipped: they take as long as all the rest of a launch.
+        """
+        descriptor = TensorDescriptor.__new__(TensorDescriptor)
+        descriptor.__dict__.update(self.fields, base=operands[self.operand])
+        return descriptor
