@@ -33,14 +33,16 @@ class Kernel:
         self.compiled, self.launched = [], []
         self.shared_of_a_stage = 0
 
-    def warmup(self, *operands, grid, **arguments):
-        self.compiled.append((grid, operands, arguments))
-        shared = arguments["num_stages"] * self.shared_of_a_stage
+    def warmup(self, *values, grid, **options):
+        arguments = dict(zip(self.arg_names, values, strict=True)) | options
+        self.compiled.append((grid, values[:1], arguments))
+        shared = options["num_stages"] * self.shared_of_a_stage
         return SimpleNamespace(kernel=self, metadata=SimpleNamespace(shared=shared))
 
 
-def fake_launcher(compiled, grid, arguments, device):
-    return lambda *operands: compiled.kernel.launched.append((grid, (*operands, *arguments)))
+def fake_launcher(compiled, grid, arguments, num_operands, device):
+    rest = arguments[num_operands:]
+    return lambda *operands: compiled.kernel.launched.append((grid, (*operands, *rest)))
 
 
 @pytest.fixture

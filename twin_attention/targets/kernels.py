@@ -67,7 +67,7 @@ class SpecializedConfig(FlashConfig):
 
     Attributes:
         block_q, block_kv: rows of a tile of q and of a tile of k and v.
-        num_warps: warps per program: 4 for each 64 rows of the stationary tile, and the producer's 4.
+        num_warps: warps per program: 4 for each 64 rows that stay, and the producer's 4.
         num_stages: tiles of k, and of v, in shared memory.
         ping_pong: 1 if the consumer warpgroups issue their products in turn, 0 if in any order.
     """

@@ -1,6 +1,6 @@
 """Say which problems the explicit SM90 kernels of both sides take.
 
-They load tiles with TMA and multiply with wgmma: a producer warp loads, consumer warpgroups multiply.
+A producer warp loads tiles with TMA; consumer warpgroups multiply them with wgmma.
 """
 
 from __future__ import annotations

@@ -55,7 +55,6 @@ from torch_attn.launch import (
     launch,
 )
 from torch_attn.targets import num_sms
-from torch_attn.tensor_maps import TensorMap
 from twin_attention.contract.operands import FlashOperands
 from twin_attention.contract.spec import AttentionSpec, Window
 from twin_attention.targets.family import Backend
@@ -132,15 +131,24 @@ def flash_fwd_kernel(
     tiles = (q_tile, k_tile, v_tile, out_tile)
     barriers = (q_full, q_read, k_full, v_full)
     loads = ((q, q_1, q_2), (k, k_1, k_2), (v, v_1, v_2))
-    stores = (out, out_1, out_2)
+    results = ((out, out_1, out_2), lse_ptr)
     problem = (seq_q, seq_kv, diagonal, heads_q, num_items, alternate)
-    # Constants stand in the calls: a tuple that is a variable would make tensors of them.
+    # Constants, and what may be None, stand in the calls: they become tensors in a variable.
     if NUM_CONSUMERS == 2:
         gl.warp_specialize(
             [
-                (_consume, (tiles, barriers, stores, sinks_ptr, lse_ptr, problem, rule, window_left, window_right, 0, HEAD_DIM, HEAD_DIM_V, BLOCK_Q, BLOCK_KV, NUM_STAGES, PING_PONG, EDGES, OUT_IN_Q)),
-                (_consume, (tiles, barriers, stores, sinks_ptr, lse_ptr, problem, rule, window_left, window_right, 1, HEAD_DIM, HEAD_DIM_V, BLOCK_Q, BLOCK_KV, NUM_STAGES, PING_PONG, EDGES, OUT_IN_Q)),
-                (_produce, (tiles, barriers, loads, problem, window_left, window_right, GROUP_SIZE, HEAD_DIM, HEAD_DIM_V, BLOCK_Q, BLOCK_KV, NUM_STAGES)),
+                (_consume, (
+                    tiles, barriers, results, problem, (rule, window_left, window_right, sinks_ptr),
+                    0, HEAD_DIM, HEAD_DIM_V, PING_PONG, EDGES, OUT_IN_Q,
+                )),
+                (_consume, (
+                    tiles, barriers, results, problem, (rule, window_left, window_right, sinks_ptr),
+                    1, HEAD_DIM, HEAD_DIM_V, PING_PONG, EDGES, OUT_IN_Q,
+                )),
+                (_produce, (
+                    tiles, barriers, loads, problem, (window_left, window_right), GROUP_SIZE, HEAD_DIM,
+                    HEAD_DIM_V,
+                )),
             ],
             [4, 1],
             [240, 24],
@@ -148,10 +156,22 @@ def flash_fwd_kernel(
     else:
         gl.warp_specialize(
             [
-                (_consume, (tiles, barriers, stores, sinks_ptr, lse_ptr, problem, rule, window_left, window_right, 0, HEAD_DIM, HEAD_DIM_V, BLOCK_Q, BLOCK_KV, NUM_STAGES, PING_PONG, EDGES, OUT_IN_Q)),
-                (_consume, (tiles, barriers, stores, sinks_ptr, lse_ptr, problem, rule, window_left, window_right, 1, HEAD_DIM, HEAD_DIM_V, BLOCK_Q, BLOCK_KV, NUM_STAGES, PING_PONG, EDGES, OUT_IN_Q)),
-                (_consume, (tiles, barriers, stores, sinks_ptr, lse_ptr, problem, rule, window_left, window_right, 2, HEAD_DIM, HEAD_DIM_V, BLOCK_Q, BLOCK_KV, NUM_STAGES, PING_PONG, EDGES, OUT_IN_Q)),
-                (_produce, (tiles, barriers, loads, problem, window_left, window_right, GROUP_SIZE, HEAD_DIM, HEAD_DIM_V, BLOCK_Q, BLOCK_KV, NUM_STAGES)),
+                (_consume, (
+                    tiles, barriers, results, problem, (rule, window_left, window_right, sinks_ptr),
+                    0, HEAD_DIM, HEAD_DIM_V, PING_PONG, EDGES, OUT_IN_Q,
+                )),
+                (_consume, (
+                    tiles, barriers, results, problem, (rule, window_left, window_right, sinks_ptr),
+                    1, HEAD_DIM, HEAD_DIM_V, PING_PONG, EDGES, OUT_IN_Q,
+                )),
+                (_consume, (
+                    tiles, barriers, results, problem, (rule, window_left, window_right, sinks_ptr),
+                    2, HEAD_DIM, HEAD_DIM_V, PING_PONG, EDGES, OUT_IN_Q,
+                )),
+                (_produce, (
+                    tiles, barriers, loads, problem, (window_left, window_right), GROUP_SIZE, HEAD_DIM,
+                    HEAD_DIM_V,
+                )),
             ],
             [4, 4, 1],
             [160, 160, 24],
@@ -191,26 +211,25 @@ def _produce(
     barriers,
     loads,
     problem,
-    window_left,
-    window_right,
+    window,
     GROUP_SIZE: gl.constexpr,
     HEAD_DIM: gl.constexpr,
     HEAD_DIM_V: gl.constexpr,
-    BLOCK_Q: gl.constexpr,
-    BLOCK_KV: gl.constexpr,
-    NUM_STAGES: gl.constexpr,
 ):
     """Load all that the consumers of a program multiply, one warp for all of them."""
     q_tile, k_tile, v_tile, _out_tile = tiles
     q_full, q_read, k_full, v_full = barriers
     q, k, v = loads
-    NUM_CONSUMERS: gl.constexpr = BLOCK_Q // 64
+    NUM_CONSUMERS: gl.constexpr = q_tile[0].shape[0]
+    NUM_STAGES: gl.constexpr = k_tile[0].shape[0]
+    BLOCK_KV: gl.constexpr = k_tile[0].shape[3]
+    READERS: gl.constexpr = 128 * NUM_CONSUMERS + 32
     step = 0  # over all items
     turn = 0
     item = gl.program_id(0)
     while item < problem[4]:
         batch, head, start_q, visible = _locate(
-            item, turn, problem, window_left, window_right, BLOCK_Q, BLOCK_KV
+            item, turn, problem, window[0], window[1], NUM_CONSUMERS * 64, BLOCK_KV
         )
         begin, before, full, after = visible
         head_kv = head // GROUP_SIZE
@@ -220,7 +239,7 @@ def _produce(
             if i < total:
                 slot = step % NUM_STAGES
                 if step >= NUM_STAGES:
-                    wait_for_all(K_READ + slot, 128 * NUM_CONSUMERS + 32)
+                    wait_for_all(K_READ + slot, READERS)
                 row = step_start(i, begin, before, full, after, BLOCK_KV)
                 load_tile(k, k_tile, slot, batch, head_kv, row, k_full.index(slot), HEAD_DIM)
             if i == 0:
@@ -233,7 +252,7 @@ def _produce(
             else:
                 slot = (step - 1) % NUM_STAGES
                 if step > NUM_STAGES:
-                    wait_for_all(V_READ + slot, 128 * NUM_CONSUMERS + 32)
+                    wait_for_all(V_READ + slot, READERS)
                 row = step_start(i - 1, begin, before, full, after, BLOCK_KV)
                 load_tile(v, v_tile, slot, batch, head_kv, row, v_full.index(slot), HEAD_DIM_V)
             step += 1
@@ -262,19 +281,12 @@ def _hide(s, position, start_kv, end, window_left, window_right, BLOCK_KV: gl.co
 def _consume(
     tiles,
     barriers,
-    stores,
-    sinks_ptr,
-    lse_ptr,
+    results,
     problem,
-    rule,
-    window_left,
-    window_right,
+    options,
     CONSUMER: gl.constexpr,
     HEAD_DIM: gl.constexpr,
     HEAD_DIM_V: gl.constexpr,
-    BLOCK_Q: gl.constexpr,
-    BLOCK_KV: gl.constexpr,
-    NUM_STAGES: gl.constexpr,
     PING_PONG: gl.constexpr,
     EDGES: gl.constexpr,
     OUT_IN_Q: gl.constexpr,
@@ -283,20 +295,23 @@ def _consume(
     q_tile, k_tile, v_tile, out_tile = tiles
     q_full, q_read, k_full, v_full = barriers
     seq_q, seq_kv, diagonal, heads_q, num_items, _alternate = problem
-    NUM_CONSUMERS: gl.constexpr = BLOCK_Q // 64
+    stores, lse_ptr = results
+    rule, window_left, window_right, sinks_ptr = options
+    NUM_CONSUMERS: gl.constexpr = q_tile[0].shape[0]
+    NUM_STAGES: gl.constexpr = k_tile[0].shape[0]
+    BLOCK_KV: gl.constexpr = k_tile[0].shape[3]
     READERS: gl.constexpr = 128 * NUM_CONSUMERS + 32
     dtype: gl.constexpr = q_tile[0].dtype
     layout: gl.constexpr = product_layout(BLOCK_KV)
     of_row: gl.constexpr = gl.SliceLayout(1, layout)
     step = 0  # over all items
     turn = 0
-    if PING_PONG:
-        if CONSUMER == NUM_CONSUMERS - 1:
-            arrive(TURN, 256)
+    if PING_PONG and CONSUMER == NUM_CONSUMERS - 1:
+        arrive(TURN, 256)
     item = gl.program_id(0)
     while item < num_items:
         batch, head, start_q, visible = _locate(
-            item, turn, problem, window_left, window_right, BLOCK_Q, BLOCK_KV
+            item, turn, problem, window_left, window_right, NUM_CONSUMERS * 64, BLOCK_KV
         )
         begin, before, full, after = visible
         rows = start_q + CONSUMER * 64 + gl.arange(0, 64, of_row)
@@ -304,7 +319,7 @@ def _consume(
         m_i = gl.full([64], float("-inf"), gl.float32, of_row)
         l_i = add_columns(gl.zeros([64, BLOCK_KV], gl.float32, layout))
         if sinks_ptr is not None:
-            # The maximum has the sink from the start, so that acc is not rescaled for it at the end.
+            # The maximum has the sink from the start: acc is not rescaled for it at the end.
             m_i = gl.maximum(m_i, gl.load(sinks_ptr + head) * LOG2E)
         acc = zeros(64, HEAD_DIM_V)
 
@@ -320,9 +335,7 @@ def _consume(
             start_kv = step_start(0, begin, before, full, after, BLOCK_KV)
             s = _hide(s, position, start_kv, seq_kv, window_left, window_right, BLOCK_KV)
         p, _alpha, m_i, l_i = online_softmax_update(s, m_i, l_i, rule.exp2_scale, EDGES)
-        p = gl.convert_layout(
-            p.to(dtype), gl.DotOperandLayout(0, layout, 2), assert_trivial=True
-        )
+        p = gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, layout, 2), assert_trivial=True)
 
         # Visit the other tiles of keys that these queries see; only tiles at the edges are masked.
         index = 1

@@ -169,9 +169,13 @@ def zeros(ROWS: gl.constexpr, SIZE: gl.constexpr):
     """Return a sum of products, ROWS by SIZE, piece by piece."""
     acc = ()
     for i in gl.static_range(num_pieces(SIZE)):
-        layout: gl.constexpr = product_layout(piece_width(SIZE, i))
-        acc = acc + (gl.zeros([ROWS, piece_width(SIZE, i)], gl.float32, layout),)
+        acc = acc + (_zeros_piece(ROWS, piece_width(SIZE, i)),)
     return acc
+
+
+@gluon.jit
+def _zeros_piece(ROWS: gl.constexpr, WIDTH: gl.constexpr):
+    return gl.zeros([ROWS, WIDTH], gl.float32, product_layout(WIDTH))
 
 
 @gluon.jit
