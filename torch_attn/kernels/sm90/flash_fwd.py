@@ -146,8 +146,8 @@ def flash_fwd_kernel(
                     1, HEAD_DIM, HEAD_DIM_V, PING_PONG, EDGES, OUT_IN_Q,
                 )),
                 (_produce, (
-                    tiles, barriers, loads, problem, (window_left, window_right), GROUP_SIZE, HEAD_DIM,
-                    HEAD_DIM_V,
+                    tiles, barriers, loads, problem, (window_left, window_right),
+                    GROUP_SIZE, HEAD_DIM, HEAD_DIM_V,
                 )),
             ],
             [4, 1],
@@ -169,8 +169,8 @@ def flash_fwd_kernel(
                     2, HEAD_DIM, HEAD_DIM_V, PING_PONG, EDGES, OUT_IN_Q,
                 )),
                 (_produce, (
-                    tiles, barriers, loads, problem, (window_left, window_right), GROUP_SIZE, HEAD_DIM,
-                    HEAD_DIM_V,
+                    tiles, barriers, loads, problem, (window_left, window_right),
+                    GROUP_SIZE, HEAD_DIM, HEAD_DIM_V,
                 )),
             ],
             [4, 4, 1],
