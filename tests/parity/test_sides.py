@@ -36,7 +36,12 @@ def test_explicit_kernels_run_for_their_target_alone():
         "torch_attn triton sm80",
         "pallas_attn triton sm80",
     ]
-    of_sm90 = ["pallas_attn mosaic sm90", "torch_attn triton sm90", "pallas_attn triton sm90"]
+    of_sm90 = [
+        "torch_attn gluon sm90",
+        "pallas_attn mosaic sm90",
+        "torch_attn triton sm90",
+        "pallas_attn triton sm90",
+    ]
     for targets, expected in (
         (("sm90", "sm80"), [of_sm90, of_sm80]),
         (("sm80",), [of_sm80]),

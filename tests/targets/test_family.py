@@ -10,9 +10,10 @@ from twin_attention.targets import family
 from twin_attention.targets.describe import describe, describe_call
 from twin_attention.targets.family import FAMILIES, Backend, Family, choose
 from twin_attention.targets.kernels import FAMILY_KERNELS
+from twin_attention.targets.target import TARGETS
 
 SPEC = AttentionSpec(1, 128, 128, 2, 2, 64, 64, "float16", 0.125)
-GLUON, TRITON, REFERENCE = FAMILIES["torch_attn"]
+GLUON, GLUON_SM90, TRITON, REFERENCE = FAMILIES["torch_attn"]
 
 
 def only_head_size_128(operation, spec, target):
@@ -57,17 +58,29 @@ def test_on_a_gpu_any_family_can_be_asked_for(target):
 
 def test_the_explicit_kernels_are_the_best_choice_for_sm80():
     assert choice(None, "sm80") == choice("gluon", "sm80") == (Backend(GLUON, "sm80"), ())
-    other = "gluon: its kernels are for SM80"
-    assert choice(None, "sm90") == (Backend(TRITON, "sm90"), (other,))
     wide = replace(SPEC, dtype="float32")
-    other = "gluon: its products take float16 and bfloat16, not float32"
-    assert choice(None, "sm80", wide) == (Backend(TRITON, "sm80"), (other,))
+    reason = "gluon: its products take float16 and bfloat16, not float32"
+    others = (reason, "gluon: its kernels are for SM90")
+    assert choice(None, "sm80", wide) == (Backend(TRITON, "sm80"), others)
     cache = PagedCache(3, 16, 4, 2, 64, 64, "float16")
-    assert choice(None, "sm80", cache)[1] == ("gluon: it has flash attention alone",)
-    with pytest.raises(NotImplementedError, match=r"'gluon': its kernels are for SM80$"):
-        choice("gluon", "sm90")
+    assert choice(None, "sm80", cache)[1] == ("gluon: it has flash attention alone",) * 2
     with pytest.raises(NotImplementedError, match=r"and it has no interpreter$"):
         choice("gluon", None)
+
+
+def test_the_explicit_kernels_are_the_best_forward_for_sm90():
+    other = "gluon: its kernels are for SM80"
+    chosen = Backend(GLUON_SM90, "sm90"), (other,)
+    assert choice(None, "sm90") == choice("gluon", "sm90") == chosen
+    for problem, reason in (
+        ({"dtype": "float32"}, "its products take float16 and bfloat16, not float32"),
+        ({"rows_aligned": False}, "TMA loads rows that begin at multiples of 16 bytes"),
+    ):
+        others = (other, f"gluon: {reason}")
+        spec = replace(SPEC, **problem)
+        assert choice(None, "sm90", spec) == (Backend(TRITON, "sm90"), others)
+    with pytest.raises(NotImplementedError, match=r"for SM80 and it has no backward yet$"):
+        choice("gluon", "sm90", operation="flash_bwd")
 
 
 def test_a_triton_without_gluon_is_a_reason(monkeypatch):
@@ -80,11 +93,11 @@ def test_a_triton_without_gluon_is_a_reason(monkeypatch):
         monkeypatch.delitem(sys.modules, module)
     for name in ("barrier", "thread_barrier"):
         monkeypatch.delattr(language, name, raising=False)
-    backend, (reason,) = choice(None, "sm80")
+    backend, (reason, _) = choice(None, "sm80")
     assert backend == Backend(TRITON, "sm80")
     assert reason.startswith("gluon: its kernels cannot be imported: module 'triton.exp")
     monkeypatch.setitem(sys.modules, ampere.__name__, None)
-    _, (reason,) = choice(None, "sm80")
+    _, (reason, _) = choice(None, "sm80")
     assert reason.startswith("gluon: its kernels cannot be imported: import of triton.exp")
 
 
@@ -133,7 +146,7 @@ def test_only_the_kernels_of_the_backward_that_is_asked_for():
 def test_without_a_gpu_kernels_run_in_the_interpreter_when_asked_for():
     reason = "its kernels compile for CUDA devices only"
     assert choice(None, None) == (
-        Backend(REFERENCE), (f"gluon: {reason}", f"triton: {reason}"),
+        Backend(REFERENCE), (*2 * (f"gluon: {reason}",), f"triton: {reason}"),
     )  # fmt: skip
     assert choice("triton", None) == (Backend(TRITON, interpreted=True), ())
     with pytest.raises(NotImplementedError, match=f"^implementation: .*, got 'triton': {reason}$"):

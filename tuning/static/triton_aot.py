@@ -41,7 +41,8 @@ def compile_kernels(
         Each kernel's name, its configuration and what Triton compiled; those of a backward that is
         to be deterministic and of one that need not be.
     """
-    (chosen,) = (found for found in FAMILIES["torch_attn"] if found.name == family)
+    folders = "portable", target
+    (chosen,) = (x for x in FAMILIES["torch_attn"] if x.name == family and x.folder in folders)
     backend, run = Backend(chosen, target), chosen.function
     with _driver(device or target), launch.recording(limit) as compiled:
         if isinstance(spec, AttentionSpec):

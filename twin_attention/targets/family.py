@@ -16,7 +16,7 @@ from importlib.metadata import version
 from typing import Any, NamedTuple
 
 from twin_attention.contract.validate import fail
-from twin_attention.targets import paged, sm80
+from twin_attention.targets import paged, sm80, sm90
 from twin_attention.targets.config import current_configs, smaller_configs
 from twin_attention.targets.kernels import KernelConfig, Spec
 
@@ -69,10 +69,17 @@ def _import_error(module: str) -> str | None:
     return None
 
 
-def _gluon_supports(operation: str, spec: Spec, target: str | None) -> str | None:
+def _gluon_sm80_supports(operation: str, spec: Spec, target: str | None) -> str | None:
     """Support what the SM80 kernels cover, with a Triton whose Gluon has the names they use."""
     return sm80.supports(operation, spec, target) or _import_error(
         "torch_attn.kernels.sm80.flash_bwd"
+    )
+
+
+def _gluon_sm90_supports(operation: str, spec: Spec, target: str | None) -> str | None:
+    """Support what the SM90 kernels cover, with a Triton whose Gluon has the names they use."""
+    return sm90.supports(operation, spec, target) or _import_error(
+        "torch_attn.kernels.sm90.flash_fwd"
     )
 
 
@@ -111,7 +118,8 @@ def _older_jax() -> str | None:
 
 FAMILIES = {
     "torch_attn": (
-        Family("gluon", "torch_attn", "sm80", supports=_gluon_supports),
+        Family("gluon", "torch_attn", "sm80", supports=_gluon_sm80_supports),
+        Family("gluon", "torch_attn", "sm90", supports=_gluon_sm90_supports),
         Family("triton", "torch_attn", "portable", has_interpreter=True),
         Family("reference", "torch_attn"),
     ),

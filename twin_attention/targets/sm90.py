@@ -8,8 +8,6 @@ from __future__ import annotations
 from twin_attention.contract.spec import AttentionSpec
 from twin_attention.targets.kernels import Spec
 
-OPERATIONS = ("flash_fwd",)
-
 
 def supports(operation: str, spec: Spec, target: str | None) -> str | None:
     """Return None for a problem that the kernels cover, else the reason why they do not.
@@ -23,10 +21,12 @@ def supports(operation: str, spec: Spec, target: str | None) -> str | None:
         return "it has flash attention alone"
     if target != "sm90":
         return "its kernels are for SM90"
-    if operation not in OPERATIONS:
-        return f"it has {' and '.join(OPERATIONS)}, not {operation}"
+    if operation != "flash_fwd":
+        return "it has no backward yet"
     if spec.dtype_bits != 16:
         return f"its products take float16 and bfloat16, not {spec.dtype}"
+    if not spec.rows_aligned:
+        return "TMA loads rows that begin at multiples of 16 bytes"
     return None
 
 
