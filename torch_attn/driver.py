@@ -2,21 +2,30 @@
 
 This is what Triton's `JITFunction.run` ends with, in `CompiledKernel.__getitem__`: the same call of
 the kernel's launcher, whose arguments were looked up beforehand, with operands as addresses, so
-that the launcher asks neither the tensor nor the driver for them. It is the one place of
-`torch_attn` that uses this private Triton API; of torch's it asks for the current device and
-stream. Checked with Triton 3.6 and 3.9;
+that the launcher asks neither the tensor nor the driver for them. Triton's launcher encodes the TMA
+descriptors of each launch anew; here the function below it gets those that earlier launches encoded
+for the same addresses. It is the one place of `torch_attn` that uses this private Triton API; of
+torch's it asks for the current device and stream. Checked with Triton 3.6 and 3.9;
 ``tests/torch_attn/test_launch.py`` guards it, and says what to do when it changes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import copy
+from functools import lru_cache, partial
+from inspect import getclosurevars, signature
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from triton import knobs
+from triton.backends.nvidia.driver import make_tensordesc_arg
 
 from torch_attn.tensor_maps import TensorMap
+
+# Encoded descriptors that a launch keeps of an operand, of 128 bytes each.
+_ADDRESSES_MAX = 256
 
 
 def launcher_of(
@@ -39,6 +48,9 @@ def launcher_of(
     maps = [(i, x) for i, x in enumerate(arguments) if isinstance(x, TensorMap)]
     through_triton = compiled[grid]  # loads the kernel on the current device
     run, function, packed = compiled.run, compiled.function, compiled.packed_metadata
+    place = None
+    if maps:
+        run, place = _below_descriptors(compiled, arguments, num_operands)
     index = torch.cuda.current_device() if device.index is None else device.index
     runtime = knobs.runtime
     current_device, stream_of = torch._C._cuda_getDevice, torch._C._cuda_getCurrentRawStream
@@ -50,16 +62,52 @@ def launcher_of(
         elif (
             runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls
         ):  # a profiler listens
-            through_triton(*with_maps([*operands, *rest], operands))
+            values = [*operands, *rest]
+            for i, tensor_map in maps:
+                values[i] = tensor_map.bind(operands[tensor_map.operand])
+            through_triton(*values)
         else:
             values = [None if x is None else x.data_ptr() for x in operands]
-            values = with_maps(values + rest, operands)
+            values = values + rest if place is None else place(values)
             stream = stream_of(index)
             run(*grid, stream, function, packed, None, None, None, *values)
 
-    def with_maps(values: list[Any], operands: tuple[torch.Tensor | None, ...]) -> list[Any]:
-        for i, tensor_map in maps:
-            values[i] = tensor_map.bind(operands)
+    return launch
+
+
+def _below_descriptors(
+    compiled: Any, arguments: list[Any], num_operands: int
+) -> tuple[Any, Callable[[list[int | None]], list[Any]]]:
+    """Return a kernel's launcher without the part of it that encodes descriptors.
+
+    Returns:
+        The launcher, and a function that returns its arguments from the operands' addresses.
+    """
+    run = copy(compiled.run)
+    run.launch = getclosurevars(run.launch).nonlocals["launcher"]
+    prepared, places = [], []
+    metadata = iter(compiled.metadata.tensordesc_meta)
+    for i, x in enumerate(arguments):
+        if isinstance(x, TensorMap):
+            value_of = lru_cache(_ADDRESSES_MAX)(partial(_encode, x, next(metadata)))
+            places.append((len(prepared), x.operand, value_of))
+            prepared += [None, *x.fields["shape"], *x.fields["strides"]]
+        else:
+            if i < num_operands and x is not None:
+                places.append((len(prepared), i, int))
+            prepared.append(x)
+
+    def place(addresses: list[int | None]) -> list[Any]:
+        values = prepared.copy()
+        for i, operand, value_of in places:
+            values[i] = value_of(addresses[operand])
         return values
 
-    return launch
+    return run, place
+
+
+def _encode(tensor_map: TensorMap, metadata: Any, address: int) -> Any:
+    """Return the encoded descriptor of an operand at an address."""
+    descriptor = tensor_map.bind(SimpleNamespace(data_ptr=lambda: address))
+    further = [None] * (len(signature(make_tensordesc_arg).parameters) - 2)  # since Triton 3.9
+    return make_tensordesc_arg(descriptor, metadata, *further)[0]

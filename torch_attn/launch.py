@@ -156,7 +156,9 @@ def launch(
 
     def compile(config: KernelConfig) -> Any:
         grid, arguments = positional(config)
-        arguments = [x.bind(operands) if isinstance(x, TensorMap) else x for x in arguments]
+        arguments = [
+            x.bind(operands[x.operand]) if isinstance(x, TensorMap) else x for x in arguments
+        ]
         numbers = {"num_warps": config.num_warps, "num_stages": config.num_stages}
         return kernel.warmup(*arguments, grid=grid, **numbers | options)
 

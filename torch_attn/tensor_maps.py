@@ -1,15 +1,12 @@
 """TMA descriptors of operands: the part that stays, and the address of a call.
 
-A descriptor (CUtensorMap) holds an address, so it is encoded anew for each launch. All else of it
-is prepared with the launch's other arguments, and Triton's launcher encodes it.
+A descriptor (CUtensorMap) holds an address, so it is encoded anew for each address. All else of it
+is prepared with the launch's other arguments; `torch_attn.driver` has it encoded.
 """
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
-
-import torch
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 
 class TensorMap(NamedTuple):
@@ -50,11 +47,13 @@ class TensorMap(NamedTuple):
         }
         return cls(operand, fields)
 
-    def bind(self, operands: tuple[torch.Tensor | None, ...]) -> TensorDescriptor:
-        """Return the descriptor with the operand's address.
+    def bind(self, base: Any) -> Any:
+        """Return Triton's `TensorDescriptor` of a tensor, or of anything with a `data_ptr`.
 
         Triton's checks are skipped: they take as long as all the rest of a launch.
         """
+        from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
         descriptor = TensorDescriptor.__new__(TensorDescriptor)
-        descriptor.__dict__.update(self.fields, base=operands[self.operand])
+        descriptor.__dict__.update(self.fields, base=base)
         return descriptor

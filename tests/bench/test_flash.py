@@ -32,10 +32,10 @@ def test_forward_and_backward_of_every_case_with_every_subject():
     assert [job.operation for job in found] == ["forward", "backward"] * 18
     ours = {
         Subject(name, target)
-        for name in ("torch triton", "jax triton", "torch triton compiled")
+        for name in ("torch gluon", "torch triton", "jax triton", "torch triton compiled")
         for target in TARGETS
     }
-    ours |= {Subject("torch gluon", "sm80"), Subject("jax mosaic", "sm80")}
+    ours |= {Subject("jax mosaic", "sm80")}
     for job in found:
         assert set(job.factories) == ours | {Subject(name) for name in FLASH}
 
