@@ -6,6 +6,8 @@ waits for, and which products run under which softmax. Shah et al. 2024, FlashAt
 algorithms 1 and 2.
 """
 
+from functools import lru_cache
+
 import torch
 import triton
 from torch import Tensor
@@ -22,7 +24,6 @@ from torch_attn.calls import empty
 from torch_attn.kernels.portable.softmax import LN2, LOG2E, add_sink
 from torch_attn.kernels.portable.tiles import visible_tiles
 from torch_attn.kernels.sm80.pipeline import step_start
-from torch_attn.kernels.sm80.scores import visible_scores
 from torch_attn.kernels.sm80.softmax import add_columns, online_softmax_update
 from torch_attn.kernels.sm90.pipeline import (
     K_READ,
@@ -38,15 +39,19 @@ from torch_attn.kernels.sm90.pipeline import (
     map_arguments,
     num_pieces,
     out_in_q,
+    pack,
     product_layout,
     product_scores,
+    room_for,
     scale_rows,
     store_tile,
+    unpack,
     wait_for_all,
     wait_product,
     write_rows,
     zeros,
 )
+from torch_attn.kernels.sm90.scores import hide, scaled_scores
 from torch_attn.launch import (
     UNSPECIALIZED,
     KernelCall,
@@ -60,8 +65,13 @@ from twin_attention.contract.spec import AttentionSpec, Window
 from twin_attention.targets.family import Backend
 from twin_attention.targets.kernels import SpecializedConfig
 
+# What an item takes beside its steps, in steps; items of a program and heads that are counted.
+ITEM_STEPS = 2
+ITEMS_COUNTED = 64
+HEADS_COUNTED = 24
 
-@gluon.jit(do_not_specialize=[*UNSPECIALIZED, "num_items", "alternate"])
+
+@gluon.jit(do_not_specialize=[*UNSPECIALIZED, "num_items", "together"])
 def flash_fwd_kernel(
     q,
     k,
@@ -85,7 +95,7 @@ def flash_fwd_kernel(
     window_left,
     window_right,
     num_items,
-    alternate,
+    together,
     GROUP_SIZE: gl.constexpr,
     HEAD_DIM: gl.constexpr,
     HEAD_DIM_V: gl.constexpr,
@@ -94,6 +104,7 @@ def flash_fwd_kernel(
     NUM_STAGES: gl.constexpr,
     PING_PONG: gl.constexpr,
     EDGES: gl.constexpr,
+    AHEAD: gl.constexpr,
     OUT_IN_Q: gl.constexpr,
 ):
     """One program computes tiles of BLOCK_Q rows of query heads, one after the other.
@@ -109,21 +120,24 @@ def flash_fwd_kernel(
 
     Args:
         num_items: tiles of queries of all heads, one work item each.
-        alternate: which work items go through a head's tiles upwards, see `_locate`.
+        together: heads whose tiles follow each other by length, see `_locate`.
         EDGES: some tile of keys needs a mask.
+        AHEAD: the first q·kᵀ of an item is issued with the last p·v of the item before, for which
+            there are two tiles of queries in shared memory.
         OUT_IN_Q: the output is staged in the queries' shared memory, where there is no more.
     """
     dtype: gl.constexpr = q.dtype
     NUM_CONSUMERS: gl.constexpr = BLOCK_Q // 64
     gl.static_assert(NUM_STAGES <= MAX_STAGES)
-    q_tile = allocate_tile(dtype, NUM_CONSUMERS, 64, HEAD_DIM)
+    NUM_TILES_Q: gl.constexpr = (2 if AHEAD else 1) * NUM_CONSUMERS
+    q_tile = allocate_tile(dtype, NUM_TILES_Q, 64, HEAD_DIM)
     k_tile = allocate_tile(dtype, NUM_STAGES, BLOCK_KV, HEAD_DIM)
     v_tile = allocate_tile(dtype, NUM_STAGES, BLOCK_KV, HEAD_DIM_V)
     out_tile = q_tile
     if not OUT_IN_Q:
         out_tile = allocate_tile(dtype, NUM_CONSUMERS, 64, HEAD_DIM_V)
-    q_full = allocate_barriers(NUM_CONSUMERS)
-    q_read = allocate_barriers(NUM_CONSUMERS)
+    q_full = allocate_barriers(NUM_TILES_Q)
+    q_read = allocate_barriers(NUM_TILES_Q)
     k_full = allocate_barriers(NUM_STAGES)
     v_full = allocate_barriers(NUM_STAGES)
     fence_async_shared()
@@ -132,22 +146,22 @@ def flash_fwd_kernel(
     barriers = (q_full, q_read, k_full, v_full)
     loads = ((q, q_1, q_2), (k, k_1, k_2), (v, v_1, v_2))
     results = ((out, out_1, out_2), lse_ptr)
-    problem = (seq_q, seq_kv, diagonal, heads_q, num_items, alternate)
+    problem = (seq_q, seq_kv, diagonal, heads_q, num_items, together)
     # Constants, and what may be None, stand in the calls: they become tensors in a variable.
     if NUM_CONSUMERS == 2:
         gl.warp_specialize(
             [
                 (_consume, (
                     tiles, barriers, results, problem, (rule, window_left, window_right, sinks_ptr),
-                    0, HEAD_DIM, HEAD_DIM_V, PING_PONG, EDGES, OUT_IN_Q,
+                    0, BLOCK_Q, HEAD_DIM, HEAD_DIM_V, PING_PONG, EDGES, AHEAD, OUT_IN_Q,
                 )),
                 (_consume, (
                     tiles, barriers, results, problem, (rule, window_left, window_right, sinks_ptr),
-                    1, HEAD_DIM, HEAD_DIM_V, PING_PONG, EDGES, OUT_IN_Q,
+                    1, BLOCK_Q, HEAD_DIM, HEAD_DIM_V, PING_PONG, EDGES, AHEAD, OUT_IN_Q,
                 )),
                 (_produce, (
                     tiles, barriers, loads, problem, (window_left, window_right),
-                    GROUP_SIZE, HEAD_DIM, HEAD_DIM_V,
+                    BLOCK_Q, GROUP_SIZE, HEAD_DIM, HEAD_DIM_V,
                 )),
             ],
             [4, 1],
@@ -158,19 +172,19 @@ def flash_fwd_kernel(
             [
                 (_consume, (
                     tiles, barriers, results, problem, (rule, window_left, window_right, sinks_ptr),
-                    0, HEAD_DIM, HEAD_DIM_V, PING_PONG, EDGES, OUT_IN_Q,
+                    0, BLOCK_Q, HEAD_DIM, HEAD_DIM_V, PING_PONG, EDGES, AHEAD, OUT_IN_Q,
                 )),
                 (_consume, (
                     tiles, barriers, results, problem, (rule, window_left, window_right, sinks_ptr),
-                    1, HEAD_DIM, HEAD_DIM_V, PING_PONG, EDGES, OUT_IN_Q,
+                    1, BLOCK_Q, HEAD_DIM, HEAD_DIM_V, PING_PONG, EDGES, AHEAD, OUT_IN_Q,
                 )),
                 (_consume, (
                     tiles, barriers, results, problem, (rule, window_left, window_right, sinks_ptr),
-                    2, HEAD_DIM, HEAD_DIM_V, PING_PONG, EDGES, OUT_IN_Q,
+                    2, BLOCK_Q, HEAD_DIM, HEAD_DIM_V, PING_PONG, EDGES, AHEAD, OUT_IN_Q,
                 )),
                 (_produce, (
                     tiles, barriers, loads, problem, (window_left, window_right),
-                    GROUP_SIZE, HEAD_DIM, HEAD_DIM_V,
+                    BLOCK_Q, GROUP_SIZE, HEAD_DIM, HEAD_DIM_V,
                 )),
             ],
             [4, 4, 1],
@@ -179,30 +193,38 @@ def flash_fwd_kernel(
 
 
 @gluon.jit
+def _item(turn):
+    """Return a program's work item of a turn; every other turn takes the programs in reverse."""
+    program, programs = gl.program_id(0), gl.num_programs(0)
+    return turn * programs + gl.where(turn & 1 == 0, program, programs - 1 - program)
+
+
+@gluon.jit
 def _locate(
-    item, turn, problem, window_left, window_right, BLOCK_Q: gl.constexpr, BLOCK_KV: gl.constexpr
+    item, problem, window_left, window_right, BLOCK_Q: gl.constexpr, BLOCK_KV: gl.constexpr
 ):
     """Return batch, head, first row and tiles of keys of a work item.
 
-    Programs take items at a constant distance. A program that got tiles of one length only would
-    finish late or early, so every other head (`alternate` 0), or every other turn of the programs
-    (1), goes through a head's tiles upwards. The first is right where the distance is no multiple
-    of a head's tiles.
+    Items are in order of `together` heads at a time, of these the last tile of each head first,
+    which sees most keys under a causal mask. So the items of a turn are about as long as each
+    other, and a program that had a longer one has a shorter one in the next turn. `heads_together`
+    counts how well that works out.
 
     The tiles of keys are what `visible_tiles` returns; where nothing is visible, one masked tile,
     so that no consumer has to do without.
     """
-    seq_q, seq_kv, diagonal, heads_q, _num_items, alternate = problem
+    seq_q, seq_kv, diagonal, heads_q, num_items, together = problem
     num_tiles = gl.cdiv(seq_q, BLOCK_Q)
-    index = item // num_tiles
-    tile = item % num_tiles
-    upwards = gl.where(alternate == 0, index, turn) & 1
-    tile = gl.where(upwards == 1, tile, num_tiles - 1 - tile)
+    first = item // (together * num_tiles) * together
+    rest = item - first * num_tiles
+    heads = gl.minimum(together, num_items // num_tiles - first)
+    index = first + rest % heads
+    start_q = (num_tiles - 1 - rest // heads) * BLOCK_Q
     begin, before, full, after = visible_tiles(
-        tile * BLOCK_Q, seq_q, seq_kv, diagonal, window_left, window_right, BLOCK_Q, BLOCK_KV
+        start_q, seq_q, seq_kv, diagonal, window_left, window_right, BLOCK_Q, BLOCK_KV
     )
     before = gl.maximum(before, 1 - full - after)
-    return index // heads_q, index % heads_q, tile * BLOCK_Q, (begin, before, full, after)
+    return index // heads_q, index % heads_q, start_q, (begin, before, full, after)
 
 
 @gluon.jit
@@ -212,6 +234,7 @@ def _produce(
     loads,
     problem,
     window,
+    BLOCK_Q: gl.constexpr,
     GROUP_SIZE: gl.constexpr,
     HEAD_DIM: gl.constexpr,
     HEAD_DIM_V: gl.constexpr,
@@ -220,16 +243,17 @@ def _produce(
     q_tile, k_tile, v_tile, _out_tile = tiles
     q_full, q_read, k_full, v_full = barriers
     q, k, v = loads
-    NUM_CONSUMERS: gl.constexpr = q_tile[0].shape[0]
+    NUM_CONSUMERS: gl.constexpr = BLOCK_Q // 64
+    NUM_TILES_Q: gl.constexpr = q_tile[0].shape[0]
     NUM_STAGES: gl.constexpr = k_tile[0].shape[0]
     BLOCK_KV: gl.constexpr = k_tile[0].shape[3]
     READERS: gl.constexpr = 128 * NUM_CONSUMERS + 32
     step = 0  # over all items
     turn = 0
-    item = gl.program_id(0)
+    item = _item(0)
     while item < problem[4]:
         batch, head, start_q, visible = _locate(
-            item, turn, problem, window[0], window[1], NUM_CONSUMERS * 64, BLOCK_KV
+            item, problem, window[0], window[1], BLOCK_Q, BLOCK_KV
         )
         begin, before, full, after = visible
         head_kv = head // GROUP_SIZE
@@ -243,11 +267,13 @@ def _produce(
                 row = step_start(i, begin, before, full, after, BLOCK_KV)
                 load_tile(k, k_tile, slot, batch, head_kv, row, k_full.index(slot), HEAD_DIM)
             if i == 0:
+                phase = turn * NUM_CONSUMERS // NUM_TILES_Q & 1
                 for consumer in gl.static_range(NUM_CONSUMERS):
-                    mbarrier.wait(q_read.index(consumer), (turn & 1) ^ 1)
+                    slot = (turn * NUM_CONSUMERS + consumer) % NUM_TILES_Q
+                    mbarrier.wait(q_read.index(slot), phase ^ 1)
                     load_tile(
-                        q, q_tile, consumer, batch, head, start_q + consumer * 64,
-                        q_full.index(consumer), HEAD_DIM,
+                        q, q_tile, slot, batch, head, start_q + consumer * 64, q_full.index(slot),
+                        HEAD_DIM,
                     )  # fmt: skip
             else:
                 slot = (step - 1) % NUM_STAGES
@@ -258,23 +284,7 @@ def _produce(
             step += 1
         step -= 1
         turn += 1
-        item += gl.num_programs(0)
-
-
-@gluon.jit
-def _hide(s, position, start_kv, end, window_left, window_right, BLOCK_KV: gl.constexpr):
-    """Set the scores of keys that a query does not see to -inf: `portable.scores.attention_mask`.
-
-    The window's end and the last key are one bound, a number for each row.
-    """
-    key = (start_kv + gl.arange(0, BLOCK_KV, gl.SliceLayout(0, s.type.layout)))[None, :]
-    last = end - 1
-    if window_right is not None:
-        last = gl.minimum(position + window_right, last)[:, None]
-    s = gl.where(key <= last, s, float("-inf"))
-    if window_left is not None:
-        s = gl.where(key >= (position - window_left)[:, None], s, float("-inf"))
-    return s
+        item = _item(turn)
 
 
 @gluon.jit
@@ -285,22 +295,26 @@ def _consume(
     problem,
     options,
     CONSUMER: gl.constexpr,
+    BLOCK_Q: gl.constexpr,
     HEAD_DIM: gl.constexpr,
     HEAD_DIM_V: gl.constexpr,
     PING_PONG: gl.constexpr,
     EDGES: gl.constexpr,
+    AHEAD: gl.constexpr,
     OUT_IN_Q: gl.constexpr,
 ):
     """Compute 64 rows of each of a program's work items."""
     q_tile, k_tile, v_tile, out_tile = tiles
     q_full, q_read, k_full, v_full = barriers
-    seq_q, seq_kv, diagonal, heads_q, num_items, _alternate = problem
+    seq_q, seq_kv, diagonal, heads_q, num_items, _together = problem
     stores, lse_ptr = results
     rule, window_left, window_right, sinks_ptr = options
-    NUM_CONSUMERS: gl.constexpr = q_tile[0].shape[0]
+    NUM_CONSUMERS: gl.constexpr = BLOCK_Q // 64
+    NUM_TILES_Q: gl.constexpr = q_tile[0].shape[0]
     NUM_STAGES: gl.constexpr = k_tile[0].shape[0]
     BLOCK_KV: gl.constexpr = k_tile[0].shape[3]
     READERS: gl.constexpr = 128 * NUM_CONSUMERS + 32
+    NEXT: gl.constexpr = (CONSUMER + 1) % NUM_CONSUMERS
     dtype: gl.constexpr = q_tile[0].dtype
     layout: gl.constexpr = product_layout(BLOCK_KV)
     of_row: gl.constexpr = gl.SliceLayout(1, layout)
@@ -308,10 +322,17 @@ def _consume(
     turn = 0
     if PING_PONG and CONSUMER == NUM_CONSUMERS - 1:
         arrive(TURN, 256)
-    item = gl.program_id(0)
+    item = _item(0)
+    q_slot = CONSUMER
+    if AHEAD:
+        mbarrier.wait(q_full.index(CONSUMER), 0)
+        mbarrier.wait(k_full.index(0), 0)
+        s = product_scores(q_tile, CONSUMER, k_tile, 0, HEAD_DIM, layout)
+        s = warpgroup_mma_wait(0, deps=(s,))
+        arrive(K_READ, READERS)
     while item < num_items:
         batch, head, start_q, visible = _locate(
-            item, turn, problem, window_left, window_right, NUM_CONSUMERS * 64, BLOCK_KV
+            item, problem, window_left, window_right, BLOCK_Q, BLOCK_KV
         )
         begin, before, full, after = visible
         rows = start_q + CONSUMER * 64 + gl.arange(0, 64, of_row)
@@ -323,19 +344,20 @@ def _consume(
             m_i = gl.maximum(m_i, gl.load(sinks_ptr + head) * LOG2E)
         acc = zeros(64, HEAD_DIM_V)
 
-        # The first tile of keys has no p·v to run under its softmax.
-        mbarrier.wait(q_full.index(CONSUMER), turn & 1)
-        slot = step % NUM_STAGES
-        mbarrier.wait(k_full.index(slot), step // NUM_STAGES & 1)
-        s = product_scores(q_tile, CONSUMER, k_tile, slot, HEAD_DIM, layout)
-        s = warpgroup_mma_wait(0, deps=(s,))
-        arrive(K_READ + slot, READERS)
-        s, _dcap = visible_scores(s, None, None, None, rule, None, None, False)
+        # The first tile of keys
+        if not AHEAD:
+            slot = step % NUM_STAGES
+            mbarrier.wait(q_full.index(CONSUMER), turn & 1)
+            mbarrier.wait(k_full.index(slot), step // NUM_STAGES & 1)
+            s = product_scores(q_tile, CONSUMER, k_tile, slot, HEAD_DIM, layout)
+            s = warpgroup_mma_wait(0, deps=(s,))
+            arrive(K_READ + slot, READERS)
+        s = scaled_scores(s, rule)
         if EDGES:
             start_kv = step_start(0, begin, before, full, after, BLOCK_KV)
-            s = _hide(s, position, start_kv, seq_kv, window_left, window_right, BLOCK_KV)
-        p, _alpha, m_i, l_i = online_softmax_update(s, m_i, l_i, rule.exp2_scale, EDGES)
-        p = gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, layout, 2), assert_trivial=True)
+            s = hide(s, position, start_kv, seq_kv, window_left, window_right)
+        e, _alpha, m_i, l_i = online_softmax_update(s, m_i, l_i, rule.exp2_scale, EDGES)
+        packed = pack(e, dtype)
 
         # Visit the other tiles of keys that these queries see; only tiles at the edges are masked.
         index = 1
@@ -351,33 +373,52 @@ def _consume(
                 mbarrier.wait(k_full.index(slot), step // NUM_STAGES & 1)
                 if PING_PONG:
                     wait_for_all(TURN + CONSUMER, 256)
-                s = product_scores(q_tile, CONSUMER, k_tile, slot, HEAD_DIM, layout)
+                s = product_scores(q_tile, q_slot, k_tile, slot, HEAD_DIM, layout)
                 mbarrier.wait(v_full.index(previous), (step - 1) // NUM_STAGES & 1)
+                p = unpack(packed, dtype, layout, "edge" if masked else "full")
                 acc = add_product(acc, p, v_tile, previous)
                 if PING_PONG:
-                    arrive(TURN + (CONSUMER + 1) % NUM_CONSUMERS, 256)
+                    arrive(TURN + NEXT, 256)
                 s = warpgroup_mma_wait(num_pieces(HEAD_DIM_V), deps=(s,))
                 arrive(K_READ + slot, READERS)
                 # p = exp(s - max)
-                s, _dcap = visible_scores(s, None, None, None, rule, None, None, False)
+                s = scaled_scores(s, rule)
                 if masked:
                     start_kv = step_start(index, begin, before, full, after, BLOCK_KV)
-                    s = _hide(s, position, start_kv, seq_kv, window_left, window_right, BLOCK_KV)
+                    s = hide(s, position, start_kv, seq_kv, window_left, window_right)
                 e, alpha, m_i, l_i = online_softmax_update(s, m_i, l_i, rule.exp2_scale, masked)
                 # Rescale what was accumulated
                 acc, p = wait_product(acc, p)
                 arrive(V_READ + previous, READERS)
                 acc = scale_rows(acc, alpha)
-                p = gl.convert_layout(e.to(dtype), p.type.layout, assert_trivial=True)
+                packed = pack(e, dtype)
                 index += 1
                 step += 1
         if not OUT_IN_Q:
-            mbarrier.arrive(q_read.index(CONSUMER), count=1)
+            mbarrier.arrive(q_read.index(q_slot), count=1)
 
-        # The last p·v
+        # The last p·v, and q·kᵀ of the next item: of nothing and not looked at if there is none.
+        turn += 1
+        item = _item(turn)
         previous = (step - 1) % NUM_STAGES
+        if AHEAD:
+            slot = step % NUM_STAGES
+            q_slot = (turn * NUM_CONSUMERS + CONSUMER) % NUM_TILES_Q
+            if item < num_items:
+                mbarrier.wait(q_full.index(q_slot), turn * NUM_CONSUMERS // NUM_TILES_Q & 1)
+                mbarrier.wait(k_full.index(slot), step // NUM_STAGES & 1)
+            if PING_PONG:
+                wait_for_all(TURN + CONSUMER, 256)
+            s = product_scores(q_tile, q_slot, k_tile, slot, HEAD_DIM, layout)
         mbarrier.wait(v_full.index(previous), (step - 1) // NUM_STAGES & 1)
+        p = unpack(packed, dtype, layout, "last")
         acc = add_product(acc, p, v_tile, previous)
+        if AHEAD:
+            if PING_PONG:
+                arrive(TURN + NEXT, 256)
+            s = warpgroup_mma_wait(num_pieces(HEAD_DIM_V), deps=(s,))
+            if item < num_items:
+                arrive(K_READ + slot, READERS)
         # Add the row sums of each quad.
         l_i = gl.convert_layout(gl.sum(l_i, 1), of_row)
         if sinks_ptr is not None:
@@ -400,8 +441,6 @@ def _consume(
         if OUT_IN_Q:
             tma.store_wait(0)
             mbarrier.arrive(q_read.index(CONSUMER), count=1)
-        turn += 1
-        item += gl.num_programs(0)
     tma.store_wait(0)
 
 
@@ -439,8 +478,39 @@ def _prepare(call: KernelCall) -> Prepared:
     )
     arguments = flash_arguments(spec) | {
         "num_items": items,
-        "alternate": int(programs % num_tiles == 0),
+        "together": heads_together(spec, config.block_q, config.block_kv, programs),
         "EDGES": spec.window != Window() or spec.seq_kv % config.block_kv != 0,
+        "AHEAD": room_for(spec, config, 2),
         "OUT_IN_Q": out_in_q(spec, config),
     }
     return (programs,), arguments | maps
+
+
+@lru_cache(maxsize=1024)
+def heads_together(spec: AttentionSpec, block_q: int, block_kv: int, programs: int) -> int:
+    """Return how many heads' tiles are put in order of length, so that all programs end together.
+
+    The fewest heads that come within 1 % of the best balance: their keys and values are what
+    programs have in the L2 cache at a time.
+    """
+    steps = []
+    for start in range(0, spec.seq_q, block_q):
+        last = min(start + block_q, spec.seq_q) - 1
+        begin, end = spec.visible_keys(start).start, spec.visible_keys(last).stop
+        steps.append(max(triton.cdiv(end, block_kv) - begin // block_kv, 1) + ITEM_STEPS)
+    if min(steps) == max(steps):
+        return 1
+    num_tiles, heads = len(steps), spec.batch * spec.heads_q
+    counted = min(heads, triton.cdiv(ITEMS_COUNTED * programs, num_tiles))
+    cost = torch.tensor(steps[::-1])
+    item = torch.arange(counted * num_tiles)
+    turn, program = item // programs, item % programs
+    program = torch.where(turn % 2 == 0, program, programs - 1 - program)
+    balance = {}
+    for together in {*range(1, min(heads, HEADS_COUNTED) + 1), counted}:
+        first = item // (together * num_tiles) * together
+        size = (counted - first).clamp(max=together)
+        of_program = torch.zeros(programs, dtype=cost.dtype)
+        of_program.index_add_(0, program, cost[(item - first * num_tiles) // size])
+        balance[together] = float(of_program.sum() / (programs * of_program.max()))
+    return min(x for x in balance if balance[x] > max(balance.values()) - 0.01)

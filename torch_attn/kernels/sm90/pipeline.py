@@ -179,6 +179,37 @@ def _zeros_piece(ROWS: gl.constexpr, WIDTH: gl.constexpr):
 
 
 @gluon.jit
+def pack(x, DTYPE: gl.constexpr):
+    """Round to a 16-bit dtype, pairs of columns to a word: a loop would carry an element a word."""
+    low, high = gl.split(gl.reshape(x, [x.shape[0], x.shape[1] // 2, 2]))
+    return gl.inline_asm_elementwise(
+        pack_instruction(DTYPE), "=r,f,f", [high, low], dtype=gl.int32, is_pure=True, pack=1
+    )
+
+
+@triton.constexpr_function
+def pack_instruction(dtype):
+    """Return the PTX that rounds two numbers and packs them."""
+    return f"cvt.rn.{'bf16x2' if dtype == gl.bfloat16 else 'f16x2'}.f32 $0, $1, $2;"
+
+
+@gluon.jit
+def unpack(words, DTYPE: gl.constexpr, LAYOUT: gl.constexpr, PLACE: gl.constexpr):
+    """Return what was packed, as a left operand of products whose sums have a layout.
+
+    PLACE, a comment in PTX, is another one for each use: of two that look alike LLVM would make
+    one, before the loop, which then carries elements.
+    """
+    low, high = gl.inline_asm_elementwise(
+        "mov.b32 {$0, $1}, $2; // " + PLACE, "=h,=h,r", [words],
+        dtype=(gl.int16, gl.int16), is_pure=True, pack=1,
+    )  # fmt: skip
+    x = gl.reshape(gl.join(low, high), [words.shape[0], 2 * words.shape[1]])
+    x = x.to(DTYPE, bitcast=True)
+    return gl.convert_layout(x, gl.DotOperandLayout(0, LAYOUT, 2), assert_trivial=True)
+
+
+@gluon.jit
 def add_product(acc, a, b, slot):
     """Start to compute acc + a · b. a is in registers, b is a buffer of tiles."""
     result = ()
@@ -243,9 +274,15 @@ def map_arguments(name: str, operand: int, layout: Layout, rows: int) -> dict[st
     return maps
 
 
+def room_for(spec: AttentionSpec, config: SpecializedConfig, tiles_q: int) -> bool:
+    """Return True if shared memory has room for tiles of queries beside all others."""
+    columns, columns_v = (sum(sm90.column_pieces(d)) for d in (spec.head_dim, spec.head_dim_v))
+    keys = config.num_stages * config.block_kv
+    rows, rows_v = keys + tiles_q * config.block_q, keys + config.block_q
+    return 2 * (columns * rows + columns_v * rows_v) + 1024 <= SHARED_MEMORY_LIMIT["sm90"]
+
+
 def out_in_q(spec: AttentionSpec, config: SpecializedConfig) -> bool:
     """Return True if the output's tiles have to lie where the queries' were."""
     columns, columns_v = (sum(sm90.column_pieces(d)) for d in (spec.head_dim, spec.head_dim_v))
-    keys = config.num_stages * config.block_kv
-    shared = 2 * (columns + columns_v) * (keys + config.block_q) + 1024
-    return columns == columns_v and shared > SHARED_MEMORY_LIMIT["sm90"]
+    return columns == columns_v and not room_for(spec, config, 1)

@@ -1,0 +1,102 @@
+"""The launch of a kernel that takes TMA descriptors: as Triton's own, with fewer encodings."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from triton.backends.nvidia import driver as nvidia
+from triton.runtime import driver as runtime
+
+from torch_attn import driver
+from torch_attn.tensor_maps import TensorMap
+
+X, Y, Z = (SimpleNamespace(data_ptr=lambda i=i: 1024 * i) for i in (1, 2, 3))
+METADATA = {
+    "swizzle": 3, "elem_size": 2, "elem_type": 1, "block_size": [1, 1, 64, 16], "fp4_padded": False,
+}  # fmt: skip
+SIGNATURE = {
+    "x": "tensordesc<bf16[1, 1, 64, 16]>", "y": "*fp32", "z": "tensordesc<bf16[1, 1, 64, 16]>",
+    "more": "tensordesc<bf16[1, 1, 64, 16]>", "n": "i32", "option": "constexpr",
+}  # fmt: skip
+
+
+class Utilities:
+    """What encodes descriptors, in a version's name for it, and what launches."""
+
+    def __init__(self):
+        self.encoded = []
+
+    def encode(self, address, *fields):
+        self.encoded.append(address)
+        return address, str(fields)
+
+    fill_tma_descriptor = fill_tma_descriptor_tiled = encode
+
+
+@pytest.fixture
+def utilities(monkeypatch):
+    found = Utilities()
+    monkeypatch.setattr(runtime, "_active", SimpleNamespace(utils=found))
+    return found
+
+
+def _flat(x):
+    """Return Triton 3.9's list of arguments as the tuple that it is for other kernels."""
+    return tuple(x) if isinstance(x, list) else x
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    """A compiled kernel whose launcher keeps what reaches the C function."""
+    kernel = SimpleNamespace(launched=[], function=7, packed_metadata=(4, 1, 0))
+    launcher = object.__new__(nvidia.CudaLauncher)
+    maps = [METADATA] * 3
+    launcher.__dict__.update(
+        launch=nvidia.wrap_handle_tensordesc(
+            lambda *arguments: kernel.launched.append([*map(_flat, arguments)]), SIGNATURE, maps
+        ),
+        global_scratch_size=0, profile_scratch_size=0, global_scratch_align=1,
+        profile_scratch_align=1, num_ctas=1, launch_cooperative_grid=False, launch_pdl=False,
+        gsan_enabled=False, arg_annotations=None, kernel_signature=None,
+    )  # fmt: skip
+    kernel.run, kernel.metadata = launcher, SimpleNamespace(tensordesc_meta=maps)
+
+    class Compiled:
+        run, function, packed_metadata = kernel.run, kernel.function, kernel.packed_metadata
+        metadata, launched = kernel.metadata, kernel.launched
+
+        def __getitem__(self, grid):
+            return lambda *arguments: self.run(
+                *grid, 5, self.function, self.packed_metadata, None, None, None, *arguments
+            )
+
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 5, raising=False)
+    return Compiled()
+
+
+def tensor_map(operand):
+    return TensorMap.of(operand, (2, 128, 3, 16), (6144, 48, 16, 1), (64, 16), None)
+
+
+def test_a_launch_reaches_the_driver_as_tritons_own(utilities, compiled):
+    arguments = [tensor_map(0), Y, tensor_map(2), tensor_map(2), 9, True]
+    device = torch.device("cuda", 0)
+    launch = driver.launcher_of(compiled, (1, 2, 3), arguments, 3, device)
+    launch(X, Y, Z)
+    maps = (x.bind(y) if isinstance(x, TensorMap) else x for x, y in zip(
+        arguments, (X, Y, Z, Z, None, None), strict=True
+    ))  # fmt: skip
+    through_triton = compiled[(1, 2, 3)]
+    through_triton(*(2048 if x is Y else x for x in maps))
+    ours, tritons = compiled.launched
+    assert ours == tritons
+
+
+def test_a_descriptor_is_encoded_once_for_an_address(utilities, compiled):
+    arguments = [tensor_map(0), Y, tensor_map(2), None, 9, True]
+    launch = driver.launcher_of(compiled, (1, 1, 1), arguments, 3, torch.device("cuda", 0))
+    for x in (X, Z, X, Z):
+        launch(x, Y, x)
+    assert utilities.encoded == [1024, 1024, 3072, 3072]
+    assert compiled.launched[0] == compiled.launched[2] != compiled.launched[1]
