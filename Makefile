@@ -17,7 +17,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # Asked by the shell, once the environment is there.
 WORKERS = $$($(PY) -c 'import xdist' 2>/dev/null && printf -- '-n auto --maxprocesses 8 --dist worksteal')
 
-.PHONY: help parity test bench sm80 lint types imports check clean
+.PHONY: help parity test bench sm80 sm90 lint types imports check clean
 
 help: ## this list
 	@grep -E '^[a-z0-9]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9]+):[^#]*## /\1|/' | awk -F'|' '{ printf "  make %-9s %s\n", $$1, $$2 }'
@@ -37,6 +37,10 @@ bench: ## time both sides beside their peers, on a GPU; BENCH_ARGS="--resume"
 sm80: ## compile every kernel for SM80, no GPU needed, and check the resources it takes
 	$(SETUP) bench
 	$(PY) -m tuning static --target sm80
+
+sm90: ## the same for SM90
+	$(SETUP) bench
+	$(PY) -m tuning static --target sm90
 
 lint: ## ruff: style and format
 	$(SETUP) dev

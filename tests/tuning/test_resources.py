@@ -40,6 +40,24 @@ def test_the_main_loop_is_the_last_with_products():
     assert _main_loop(SASS) == ""
 
 
+NESTED = """
+        /*0010*/                   STL [R1+0x10], R5 ;
+        /*0020*/                   HGMMA.64x128x16.F32.BF16 R24, gdesc[UR4], RZ, !UPT ;
+        /*0030*/              @!P0 BRA 0x80 ;
+        /*0040*/                   LDL R5, [R1+0x10] ;
+        /*0050*/              @P0 BRA 0x20 ;
+        /*0060*/                   LDL.128 R8, [R1] ;
+        /*0070*/              @P1 BRA 0x10 ;
+        /*0080*/                   HGMMA.64x128x16.F32.BF16 R24, gdesc[UR4], RZ, !UPT ;
+        /*0090*/                   BRA 0x40 ;
+"""
+
+
+def test_the_main_loop_has_no_loop_in_it():
+    loop = _main_loop(NESTED)
+    assert (loop.count("HGMMA"), _bytes_moved("LDL", loop), _bytes_moved("STL", loop)) == (1, 4, 0)
+
+
 @pytest.mark.parametrize(
     ("target", "registers", "shared", "warps", "blocks"),
     [

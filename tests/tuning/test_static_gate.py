@@ -27,6 +27,7 @@ from twin_attention.targets.kernels import (
     DecodeConfig,
     FlashConfig,
     FwdConfig,
+    SpecializedConfig,
 )
 from twin_attention.targets.target import SHARED_MEMORY_OF_SMALLER_CARDS, TARGETS
 
@@ -62,6 +63,12 @@ def test_explicit_kernels_are_fit_for_sm80():
     verdicts = check(Problem("torch", "sm80", "bfloat16", 80, "causal", "gluon"))
     assert {verdict.kernel for verdict in verdicts} == {*FAMILY_KERNELS["sm80"]}
     assert not {v.kernel: v.failures for v in verdicts if v.failures}
+
+
+def test_explicit_kernels_are_fit_for_sm90():
+    (verdict,) = check(Problem("torch", "sm90", "bfloat16", 80, "causal", "gluon"))
+    assert verdict.kernel == "flash_fwd"
+    assert not verdict.failures
 
 
 def shared_memory_on_smaller_cards() -> dict[tuple[str, int], int]:
@@ -121,6 +128,7 @@ FIT = Resources(
     shared=48 * 1024,
     warps=4,
     occupancy=4,
+    serialized=False,
     mma=64,
     wgmma=64,
     cp_async=16,
@@ -195,6 +203,22 @@ def test_what_the_tiles_do_not_allow():
 def test_what_fails_of_explicit_kernels(change, failure):
     config = FwdConfig(block_q=64, block_kv=64, num_warps=4, num_stages=1, q_in_registers=0)
     problem = Problem("torch", "sm80", "bfloat16", 64, "causal", "gluon")
+    found = failures(problem, "flash_fwd", config, replace(FIT, **change))
+    assert found == (() if failure is None else (failure,))
+
+
+@pytest.mark.parametrize(
+    ("change", "failure"),
+    [
+        ({"mma": 0, "cp_async": 0, "ldmatrix": 0}, None),
+        ({"loop_spills": 256}, "spills 256 B in a step of its main loop"),
+        ({"wgmma": 0}, "no wgmma"),
+        ({"serialized": True}, "waits for each wgmma"),
+    ],
+)
+def test_what_fails_of_explicit_kernels_for_sm90(change, failure):
+    config = SpecializedConfig(128, 128, num_warps=12, num_stages=2, ping_pong=1)
+    problem = Problem("torch", "sm90", "bfloat16", 128, "causal", "gluon")
     found = failures(problem, "flash_fwd", config, replace(FIT, **change))
     assert found == (() if failure is None else (failure,))
 

@@ -7,14 +7,16 @@ smaller cards that run SM80 code; SM90's configurations are chosen by times, whi
 of spills. float32 multiplies in IEEE precision, without tensor cores.
 
 The explicit kernels are chosen by times as well, and take nearly all registers on purpose. They
-fail where a step of the main loop spills as much as a tile has, or has lost ldmatrix or, with any
-number of stages, cp.async.
+fail where a step of the main loop spills as much as a tile has. Those of SM80 fail where they have
+lost ldmatrix or, with any number of stages, cp.async; those of SM90 where the compiler waits for
+each product, as it does for want of registers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from itertools import product
 from typing import Any
@@ -28,9 +30,9 @@ from twin_attention.contract.spec import (
     AttentionSpec,
     DecodeSpec,
 )
+from twin_attention.targets import sm80, sm90
 from twin_attention.targets.config import HEAD_DIMS, padded_head_dim, use_configs
 from twin_attention.targets.kernels import DecodeConfig, KernelConfig, find_kernel
-from twin_attention.targets.sm80 import column_pieces
 from twin_attention.targets.target import (
     SHARED_MEMORY_LIMIT,
     SHARED_MEMORY_OF_SMALLER_CARDS,
@@ -58,8 +60,9 @@ DECODE_FEATURES: dict[str, dict[str, Any]] = {
 FEATURES = (*FLASH_FEATURES, *DECODE_FEATURES)
 DTYPES = {16: ("bfloat16",), 32: ("float32",), 8: QUANTIZED_DTYPES}
 # Families of each framework whose tables are checked, with their targets.
-FAMILIES = {"torch": {"triton": TARGETS, "gluon": ("sm80",)}, "jax": {"triton": TARGETS}}
+FAMILIES = {"torch": {"triton": TARGETS, "gluon": TARGETS}, "jax": {"triton": TARGETS}}
 
+_COLUMN_PIECES = {"sm80": sm80.column_pieces, "sm90": sm90.column_pieces}
 _AOT = {"torch": "tuning.static.triton_aot", "jax": "tuning.static.pallas_aot"}
 # The explicit kernels' head sizes: of each row the largest, and those that need two column pieces.
 _EXPLICIT_HEAD_DIMS = (16, 32, 64, 80, 96, 128, 192, 256)
@@ -174,7 +177,9 @@ def check(problem: Problem, changes: Mapping[str, Mapping[str, int]] = {}) -> li
         compiled = compiler(problem.framework)(
             problem.spec, problem.target, sinks=problem.sinks, **options
         )
-    padded = padded_head_dim if problem.family == "triton" else _columns
+    padded = padded_head_dim
+    if problem.family != "triton":
+        padded = partial(_columns, problem.target)
     verdicts = []
     for kernel, config, binary in compiled:
         resources = measure(binary, problem.target)
@@ -184,9 +189,9 @@ def check(problem: Problem, changes: Mapping[str, Mapping[str, int]] = {}) -> li
     return verdicts
 
 
-def _columns(head_dim: int) -> int:
+def _columns(target: str, head_dim: int) -> int:
     """Return the columns that an explicit kernel's tile has for a head."""
-    return sum(column_pieces(head_dim))
+    return sum(_COLUMN_PIECES[target](head_dim))
 
 
 def shared_memory_limit(kernel: str, target: str) -> int:
@@ -226,6 +231,8 @@ def failures(
     is_pipelined = config.num_stages > 1 or is_explicit
     if target == "sm80" and is_pipelined and not resources.cp_async:
         found.append("no cp.async")
-    if is_explicit and not resources.ldmatrix:
+    if target == "sm80" and is_explicit and not resources.ldmatrix:
         found.append("no ldmatrix")
+    if target == "sm90" and is_explicit and resources.serialized:
+        found.append("waits for each wgmma")
     return tuple(found)

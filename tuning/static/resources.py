@@ -37,11 +37,13 @@ class Resources:
         spill_stores, spill_loads: bytes that a thread's spill instructions move, each counted once
             (as ``ptxas -v`` counts them).
         loop_spills: the same, stores and loads together, of one step of the main loop: the last
-            one that multiplies on tensor cores with mma.sync, which is the one without a mask.
+            one that multiplies on tensor cores, with no such loop in it, which is the one without a
+            mask. Not looked for in a portable kernel of wgmma.
         stack: bytes of a thread's stack frame.
         shared: bytes of shared memory per block.
         warps: warps per block.
         occupancy: blocks resident on an SM.
+        serialized: the compiler waits for each wgmma, where the PTX does not (ptxas says C7512).
         mma, wgmma, cp_async, ldmatrix, ex2: instructions in the PTX.
     """
 
@@ -53,6 +55,7 @@ class Resources:
     shared: int
     warps: int
     occupancy: int
+    serialized: bool
     mma: int
     wgmma: int
     cp_async: int
@@ -66,7 +69,9 @@ def measure(compiled: CompiledKernel, target: str) -> Resources:
     usage = re.search(r"REG:(\d+) STACK:(\d+)", _cuobjdump(cubin, "-res-usage"))
     assert usage is not None
     registers, stack = map(int, usage.groups())
-    sass = _cuobjdump(cubin, "-sass") if stack else ""  # takes seconds; no stack means no spills
+    ptx = compiled.asm["ptx"]
+    # It takes seconds. Without a stack nothing spills; warps of different work set their registers.
+    sass = _cuobjdump(cubin, "-sass") if stack or "setmaxnreg" in ptx else ""
     shared, warps = compiled.metadata.shared, compiled.metadata.num_warps
     return Resources(
         registers=registers,
@@ -77,7 +82,8 @@ def measure(compiled: CompiledKernel, target: str) -> Resources:
         shared=shared,
         warps=warps,
         occupancy=occupancy(target, registers, shared, warps),
-        **{name: len(re.findall(p, compiled.asm["ptx"])) for name, p in _INSTRUCTIONS.items()},
+        serialized=sass.count("WARPGROUP.DEPBAR") > ptx.count("wgmma.wait_group"),
+        **{name: len(re.findall(p, ptx)) for name, p in _INSTRUCTIONS.items()},
     )
 
 
@@ -102,23 +108,33 @@ def _bytes_moved(opcode: str, sass: str) -> int:
 
 
 def _main_loop(sass: str) -> str:
-    """Return the instructions of the last loop with products; none if there is no such loop.
+    """Return the instructions of the last innermost loop with products; none if there is none.
 
-    A loop is what lies between a branch and the place before it where the branch leads.
+    A loop is what lies between a branch and the place before it where the branch leads. What starts
+    in a loop and ends behind it is none: the branch comes back from where a barrier is polled.
     """
     instructions = [
         (int(address, 16), text)
         for address, text in re.findall(r"/\*([0-9a-f]{4,})\*/ +([^;]*;)", sass)
     ]
-    main = ""
+    loops = []
     for end, text in instructions:
         target = re.search(r"\bBRA\b.*\b0x([0-9a-f]+)", text)
         if target is None or int(target[1], 16) >= end:
             continue
         begin = int(target[1], 16)
         loop = "\n".join(text for address, text in instructions if begin <= address <= end)
-        main = loop if "HMMA" in loop else main
-    return main
+        if re.search("HG?MMA", loop):
+            loops.append((begin, end, loop))
+    innermost = [
+        loop
+        for begin, end, loop in loops
+        if not any(
+            (begin <= start and stop < end) or start < begin <= stop < end
+            for start, stop, _ in loops
+        )
+    ]
+    return innermost[-1] if innermost else ""
 
 
 def _cuobjdump(cubin: bytes, option: str) -> str:
