@@ -23,11 +23,6 @@ def _has_window(spec: Spec) -> bool:
     return isinstance(spec, AttentionSpec) and spec.window != Window()
 
 
-def _is_causal(spec: Spec) -> bool:
-    """Return True if queries see no later keys: programs of one head differ in length."""
-    return isinstance(spec, AttentionSpec) and spec.window == Window(None, 0)
-
-
 def _has_many_rows(spec: Spec) -> bool:
     """Return True for a decode of more than 32 query rows (tokens × query heads) per kv head."""
     return isinstance(spec, DecodeSpec) and spec.tokens * spec.group_size > 32
@@ -80,7 +75,6 @@ def _chooses_splits(spec: Spec) -> TypeGuard[DecodeSpec]:
 CONDITIONS: dict[str, Callable[[Spec], bool]] = {
     "softcap": _has_softcap,
     "window": _has_window,
-    "causal": _is_causal,
     "> 32 rows": _has_many_rows,
     "<= 256 keys": _has_few_keys,
     "many programs": _has_many_programs,

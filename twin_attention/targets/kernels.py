@@ -69,7 +69,8 @@ class SpecializedConfig(FlashConfig):
         block_q, block_kv: rows of a tile of q and of a tile of k and v.
         num_warps: warps per program: 4 for each 64 rows that stay, and the producer's 4.
         num_stages: tiles of k, and of v, in shared memory.
-        ping_pong: 1 if the consumer warpgroups issue their products in turn, 0 if in any order.
+        ping_pong: 0: the consumer warpgroups issue their products in any order; 1: in turn; 2: in
+            turn, and only the first waits for keys and values, since the others follow it.
     """
 
     ping_pong: int

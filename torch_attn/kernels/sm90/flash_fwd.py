@@ -65,6 +65,9 @@ from twin_attention.contract.spec import AttentionSpec, Window
 from twin_attention.targets.family import Backend
 from twin_attention.targets.kernels import SpecializedConfig
 
+# Up to this head size the first product of the next item is issued ahead; above, that is slower.
+AHEAD_HEAD_DIM = 96
+
 # What an item takes beside its steps, in steps; items of a program and heads that are counted.
 ITEM_STEPS = 2
 ITEMS_COUNTED = 64
@@ -113,7 +116,8 @@ def flash_fwd_kernel(
     registers that the producer does not need. A consumer issues q·kᵀ of the next tile of keys with
     p·v of the present one, and computes the softmax of the next while p·v runs; p is the left
     operand in the registers where it was computed. PING_PONG: the consumers issue in turn, so that
-    the softmax of one runs under the products of another.
+    the softmax of one runs under the products of another; at 2, only the first waits for tiles of
+    keys and values in the main loop.
 
     Operands are TMA descriptors of [B, H, S, D], further ones for further column pieces. Loop
     invariant, accumulation and the row that sees no key: as in the portable `flash_fwd_kernel`.
@@ -315,6 +319,8 @@ def _consume(
     BLOCK_KV: gl.constexpr = k_tile[0].shape[3]
     READERS: gl.constexpr = 128 * NUM_CONSUMERS + 32
     NEXT: gl.constexpr = (CONSUMER + 1) % NUM_CONSUMERS
+    # The main loop's turn comes from the first consumer, which has waited for the same tiles.
+    LOADS_AWAITED: gl.constexpr = PING_PONG < 2 or CONSUMER == 0
     dtype: gl.constexpr = q_tile[0].dtype
     layout: gl.constexpr = product_layout(BLOCK_KV)
     of_row: gl.constexpr = gl.SliceLayout(1, layout)
@@ -370,11 +376,13 @@ def _consume(
                 slot = step % NUM_STAGES
                 previous = (step - 1) % NUM_STAGES
                 # s = scale · q kᵀ, and acc += p v for the tile before
-                mbarrier.wait(k_full.index(slot), step // NUM_STAGES & 1)
+                if LOADS_AWAITED:
+                    mbarrier.wait(k_full.index(slot), step // NUM_STAGES & 1)
                 if PING_PONG:
                     wait_for_all(TURN + CONSUMER, 256)
                 s = product_scores(q_tile, q_slot, k_tile, slot, HEAD_DIM, layout)
-                mbarrier.wait(v_full.index(previous), (step - 1) // NUM_STAGES & 1)
+                if LOADS_AWAITED:
+                    mbarrier.wait(v_full.index(previous), (step - 1) // NUM_STAGES & 1)
                 p = unpack(packed, dtype, layout, "edge" if masked else "full")
                 acc = add_product(acc, p, v_tile, previous)
                 if PING_PONG:
@@ -480,7 +488,8 @@ def _prepare(call: KernelCall) -> Prepared:
         "num_items": items,
         "together": heads_together(spec, config.block_q, config.block_kv, programs),
         "EDGES": spec.window != Window() or spec.seq_kv % config.block_kv != 0,
-        "AHEAD": room_for(spec, config, 2),
+        "AHEAD": max(spec.head_dim, spec.head_dim_v) <= AHEAD_HEAD_DIM
+        and room_for(spec, config, 2),
         "OUT_IN_Q": out_in_q(spec, config),
     }
     return (programs,), arguments | maps
