@@ -117,6 +117,13 @@ def test_hopper_converts_float8_in_hardware():
         assert ("cvt.rn.f16x2.e4m3x2" in text) == expected
 
 
+def test_copies_fetch_128_bytes_to_l2():
+    case = replace(CASE, kv_dtype="int8", num_splits=1)
+    with use_target("sm90"):
+        text = lower(mosaic(paged_decode, num_splits=1), **operands(case))
+    assert "cp.async.cg.shared.global.L2::128B" in text
+
+
 def test_the_merge_writes_into_the_results_of_one_split():
     with use_target("sm90"):
         text = lower(mosaic(paged_decode), **operands(CASE))
