@@ -110,4 +110,8 @@ def _encode(tensor_map: TensorMap, metadata: Any, address: int) -> Any:
     """Return the encoded descriptor of an operand at an address."""
     descriptor = tensor_map.bind(SimpleNamespace(data_ptr=lambda: address))
     further = [None] * (len(signature(make_tensordesc_arg).parameters) - 2)  # since Triton 3.9
-    return make_tensordesc_arg(descriptor, metadata, *further)[0]
+    try:
+        return make_tensordesc_arg(descriptor, metadata, *further)[0]
+    except RuntimeError:  # a new thread has no CUDA context yet
+        torch.cuda.mem_get_info()  # gives it one
+        return make_tensordesc_arg(descriptor, metadata, *further)[0]
