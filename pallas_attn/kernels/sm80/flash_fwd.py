@@ -208,7 +208,7 @@ def flash_fwd_kernel(
     l_safe = jnp.where(l_i == 0.0, 1.0, l_i)
     lse = m_i * LN2 + jnp.log(l_safe)
     num_rows = None if seq_q % block_q == 0 else seq_q
-    store_row_values(lse, lse_ref, batch, head, start_row, num_rows)
+    store_row_values(lse, lse_ref, batch, head, start_row, num_rows, layout.reduce(1))
     out = acc * as_rows(1.0 / l_safe, acc)
     out_tile[...] = out.astype(out_ref.dtype)
     warpgroup_barrier()

@@ -134,19 +134,18 @@ def store_rows(tile, transforms, matrix, batch, head, start, num_rows):
     store(matrix, tile, batch, head, start)
 
 
-def store_row_values(x, vector, batch, head, start, num_rows):
+def store_row_values(x, vector, batch, head, start, num_rows, layout):
     """Store a number a row, those of rows before `num_rows` alone.
 
     Args:
-        x: [rows] float32, in the layout of a sum's rows.
+        x: [rows] float32, in `layout`.
         vector: [B, H, S] in global memory.
         batch, head, start: int32 scalars.
         num_rows: see `copy_rows`.
+        layout: such as that of a sum's rows.
     """
 
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(), Layout.MMA_ACC(np.dtype("bfloat16")).reduce(1), *[_SCALAR] * 3)
-    )
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout, *[_SCALAR] * 3))
     def store(_, vector, x, batch, head, start):
         f32 = ir.F32Type.get()
         i32 = ir.IntegerType.get_signless(32)

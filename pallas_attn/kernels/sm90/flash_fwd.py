@@ -1,0 +1,352 @@
+"""Flash attention, forward.
+
+``out = softmax(mask(softcap(scale · q kᵀ))) v`` and ``lse = log Σ exp``, one pass over the keys.
+Dao 2023, FlashAttention-2, algorithm 1; Shah et al. 2024, FlashAttention-3, for what is placed by
+hand here: a producer warp loads tiles by TMA; consumer warpgroups, to which the registers go, start
+q kᵀ of the next tile before the softmax of this one, take p from registers, and issue their
+products in turn, so that one's softmax runs under the other's products. A program works on one tile
+of queries after the other.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_attn.kernels.portable.softmax import LN2, LOG2E
+from pallas_attn.kernels.portable.tiles import visible_tiles
+from pallas_attn.kernels.sm80.flash_fwd import add_columns
+from pallas_attn.kernels.sm80.scores import as_rows, iota, visible_scores
+from pallas_attn.kernels.sm80.workarounds import store_row_values
+from pallas_attn.kernels.sm90.launch import REGISTERS, launch
+from pallas_attn.kernels.sm90.pipeline import (
+    WGMMA,
+    WGMMA_ROWS,
+    Tiles,
+    accumulator,
+    add_scores,
+    add_values,
+    is_whole,
+    load_tile,
+    padded_columns,
+    store_tile,
+    tile_start,
+    tile_views,
+    zeros,
+)
+from pallas_attn.kernels.sm90.workarounds import pass_turn, take_turn
+from twin_attention.contract.operands import FlashOperands
+from twin_attention.contract.spec import AttentionSpec
+from twin_attention.targets.family import Backend
+
+
+def flash_fwd_kernel(
+    q_ref,
+    k_ref,
+    v_ref,
+    sink_ref,
+    schedule_ref,
+    out_ref,
+    lse_ref,
+    *,
+    q_and_out,
+    k_tiles,
+    v_tiles,
+    q_full,
+    q_empty,
+    k_full,
+    k_empty,
+    v_full,
+    v_empty,
+    group_size,
+    seq_q,
+    seq_kv,
+    diagonal,
+    rule,
+    window_left,
+    window_right,
+    head_dim,
+    head_dim_v,
+    block_q,
+    block_kv,
+    num_warps,
+    num_stages,
+    ping_pong,
+    shares_memory,
+):
+    """One program computes tiles of block_q rows of a query head, one after the other.
+
+    Operands: q [B, Sq, Hq, D], k [B, Skv, Hkv, D], v [B, Skv, Hkv, Dv], sinks [Hq] float32 or None,
+    schedule [programs, 1 + most tiles] int32 (see `make_schedule`), out [B, Sq, Hq, Dv], lse [B, Hq, Sq] (float32, natural log); in shared memory for each consumer
+    warpgroup a tile of 64 rows of q and of out, which may be the same memory, and num_stages tiles
+    of k and of v, each with a barrier that completes when it is full and one when it is empty. Query
+    i stands at key position i + diagonal; rule: `twin_attention.contract.spec.ScoreRule`. Loop
+    invariant: m_i is the row maximum so far (base 2), and with p = exp2(s · exp2_scale - m_i), l_i
+    holds Σ p as 8 partial sums a row and acc is Σ p v. Accumulation: float32, exponents in base 2, p
+    cast to v's dtype for p·v. A row that sees no key gives 0, and -inf or its sink.
+    """
+    warpgroups = num_warps // 4 - 1
+    warpgroup = lax.axis_index("warpgroup")
+    program = lax.axis_index("program")
+    heads_q = q_ref.shape[2]
+    num_tiles = pl.cdiv(seq_q, block_q)
+    last_start = pl.cdiv(seq_kv, block_kv) * block_kv - block_kv
+    views = q_and_out[0] if shares_memory else zip(*q_and_out, strict=True)
+    views = [refs if shares_memory else (*refs[0], *refs[1]) for refs in views]
+    q_tiles, out_tiles = [Tiles(*refs[:2]) for refs in views], [Tiles(*refs[2:]) for refs in views]
+    k_tiles, v_tiles = Tiles(*k_tiles), Tiles(*v_tiles)
+
+    def locate(tile):
+        """Locate a tile of queries, and the tiles of keys that it sees."""
+        start_q = tile % num_tiles * block_q
+        batch, head = tile // num_tiles // heads_q, tile // num_tiles % heads_q
+        begin, before, full, after = visible_tiles(
+            start_q, seq_q, seq_kv, diagonal, window_left, window_right, block_q, block_kv
+        )
+
+        def start_kv(step):
+            return tile_start(step, begin, before, full, after, block_kv, last_start)
+
+        # One tile is visited where none is seen, and hides all.
+        steps = jnp.maximum(before + full + after, 1)
+        return batch, head, start_q, start_kv, before + after, steps
+
+    def for_each_tile(body):
+        """Call body(tile, steps before) for each tile of queries of this program."""
+        count = schedule_ref[program, 0]
+        visit = lambda i, step: body(schedule_ref[program, i], step)
+        lax.fori_loop(1, count + 1, visit, jnp.int32(0))
+
+    def produce():
+        """Load what the consumers work on, as soon as there is room."""
+
+        def load(matrix, tiles, full, empty, batch, head, start, step):
+            slot = step % num_stages
+            plgpu.barrier_wait(empty.at[slot])
+            load_tile(matrix, tiles.tile(slot), batch, head // group_size, start, full.at[slot])
+
+        def load_all(tile, step):
+            batch, head, start_q, start_kv, _, steps = locate(tile)
+
+            def load_k(x):
+                load(k_ref, k_tiles, k_full, k_empty, batch, head, start_kv(x), step + x)
+
+            def load_v(x):
+                load(v_ref, v_tiles, v_full, v_empty, batch, head, start_kv(x), step + x)
+
+            load_k(program * 0)
+            for w in range(warpgroups):
+                plgpu.barrier_wait(q_empty.at[w])
+                start = start_q + w * WGMMA_ROWS
+                load_tile(q_ref, q_tiles[w], batch, head, start, q_full.at[w])
+            load_v(program * 0)
+
+            @pl.loop(1, steps)
+            def _(x):
+                load_k(x)
+                load_v(x)
+
+            return step + steps
+
+        @plgpu.warp_map
+        def _(warp):
+            pl.when(warp == 0)(lambda: for_each_tile(load_all))
+
+    def consume(w):
+        """Compute the rows of consumer warpgroup w, a number: each has its own code."""
+        turn = ping_pong and warpgroups > 1
+        q, out_tile = q_tiles[w], out_tiles[w]
+
+        # All tiles are free, and the first warpgroup has the first turn.
+        plgpu.barrier_arrive(q_empty.at[w])
+        for slot in range(num_stages):
+            plgpu.barrier_arrive(k_empty.at[slot])
+            plgpu.barrier_arrive(v_empty.at[slot])
+        if turn and w == warpgroups - 1:
+            pass_turn(w, warpgroups)
+
+        def compute(tile, step):
+            batch, head, start_q, start_kv, masked_steps, steps = locate(tile)
+            start_row = start_q + w * WGMMA_ROWS
+            has_masked = not (isinstance(masked_steps, int) and masked_steps == 0)
+            sink = None if sink_ref is None else sink_ref[head] * LOG2E
+
+            def softmax(s, x, m_i, masked):
+                """Return p, the new maximum, and the factor of what refers to the old one."""
+                position = key = None
+                if masked:
+                    position = iota(s.shape, 0, WGMMA) + (start_row + diagonal)
+                    key = iota(s.shape, 1, WGMMA) + start_kv(x)
+                end = seq_kv if seq_kv % block_kv else None
+                s, _ = visible_scores(
+                    s, position, key, end, rule, window_left, window_right, masked, WGMMA
+                )
+                m_new = jnp.maximum(m_i, s.max(axis=1) * rule.exp2_scale)
+                m_safe = jnp.where(m_new == float("-inf"), 0.0, m_new) if masked else m_new
+                p = jnp.exp2(s * rule.exp2_scale - as_rows(m_safe, s))
+                return p, m_new, jnp.exp2(m_i - m_safe)
+
+            # s = scale · q kᵀ and p of the first tile of keys
+            slot = step % num_stages
+            plgpu.barrier_wait(q_full.at[w])
+            plgpu.barrier_wait(k_full.at[slot])
+
+            def first(s_ref):
+                add_scores(s_ref, q, k_tiles.tile(slot))
+                return s_ref[...]
+
+            s = pl.run_scoped(first, accumulator(WGMMA_ROWS, block_kv))
+            plgpu.barrier_arrive(k_empty.at[slot])
+            m_i = jnp.full((WGMMA_ROWS,), float("-inf") if sink is None else sink, jnp.float32)
+            m_i = plgpu.layout_cast(m_i, WGMMA.reduce(1))
+            p, m_i, _ = softmax(s, program * 0, m_i, has_masked)
+            l_i = add_columns(p)
+            p = p.astype(v_ref.dtype)
+            acc = zeros(WGMMA_ROWS, padded_columns(head_dim_v))
+
+            # Visit the other tiles of keys that these queries see; only edges are masked.
+            def visit(x, carry, masked):
+                p, m_i, l_i, acc = carry
+                slot, previous = (step + x) % num_stages, (step + x - 1) % num_stages
+
+                def overlap(s_ref, acc_ref):
+                    # Start s = scale · q kᵀ, and acc += p v of the tile before.
+                    plgpu.barrier_wait(k_full.at[slot])
+                    if turn:
+                        take_turn(w, warpgroups)
+                    add_scores(s_ref, q, k_tiles.tile(slot))
+                    plgpu.barrier_wait(v_full.at[previous])
+                    acc_ref[...] = acc
+                    v = v_tiles.tile(previous)
+                    add_values(acc_ref, p, v)
+                    if turn:
+                        pass_turn(w, warpgroups)
+                    s = plgpu.wgmma_accumulator_load(s_ref, wait_n=len(v.multiplied))
+                    s = lax.optimization_barrier(s)
+                    plgpu.barrier_arrive(k_empty.at[slot])
+                    # p = exp(s - max)
+                    p_new, m_new, alpha = softmax(s, x, m_i, masked)
+                    l_new = l_i * as_rows(alpha, l_i) + add_columns(p_new)
+                    p_new, m_new, l_new, alpha = lax.optimization_barrier(
+                        (p_new, m_new, l_new, alpha)
+                    )
+                    # Rescale what was accumulated.
+                    new = plgpu.wgmma_accumulator_load(acc_ref, wait_n=0)
+                    new, _ = lax.optimization_barrier((new, p))
+                    plgpu.barrier_arrive(v_empty.at[previous])
+                    return p_new.astype(p.dtype), m_new, l_new, new * as_rows(alpha, new)
+
+                return pl.run_scoped(
+                    overlap, accumulator(WGMMA_ROWS, block_kv), accumulator(*acc.shape)
+                )
+
+            carry = p, m_i, l_i, acc
+            end_masked = 1
+            if has_masked:
+                end_masked = jnp.clip(masked_steps, 1, steps)
+                carry = lax.fori_loop(1, end_masked, functools.partial(visit, masked=True), carry)
+            carry = lax.fori_loop(end_masked, steps, functools.partial(visit, masked=False), carry)
+            p, m_i, l_i, acc = carry
+
+            # acc += p v of the last tile
+            if not shares_memory:
+                plgpu.barrier_arrive(q_empty.at[w])
+            slot = (step + steps - 1) % num_stages
+            plgpu.barrier_wait(v_full.at[slot])
+
+            def last(acc_ref):
+                acc_ref[...] = acc
+                add_values(acc_ref, p, v_tiles.tile(slot))
+                return acc_ref[...]
+
+            acc = pl.run_scoped(last, accumulator(*acc.shape))
+            plgpu.barrier_arrive(v_empty.at[slot])
+
+            # Add the row sums of each quad.
+            l_i = l_i.sum(axis=1)
+
+            # Normalise and store.
+            if sink is not None:
+                m_safe = jnp.where(m_i == float("-inf"), 0.0, m_i)
+                l_i = l_i + jnp.exp2(sink - m_safe)
+            l_safe = jnp.where(l_i == 0.0, 1.0, l_i)
+            lse = m_i * LN2 + jnp.log(l_safe)
+            num_rows = None if seq_q % block_q == 0 else seq_q
+            store_row_values(lse, lse_ref, batch, head, start_row, num_rows, WGMMA.reduce(1))
+            out = acc * as_rows(1.0 / l_safe, acc)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            store_tile(out, out_tile, out_ref, batch, head, start_row)
+            if shares_memory:
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                plgpu.barrier_arrive(q_empty.at[w])
+            return step + steps
+
+        for_each_tile(compute)
+        plgpu.wait_smem_to_gmem(0)
+
+    for_consumer, for_producer = REGISTERS[warpgroups]
+    for w in range(warpgroups):
+
+        @pl.when(warpgroup == w)
+        def _(w=w):
+            plgpu.set_max_registers(for_consumer, action="increase")
+            consume(w)
+
+    @pl.when(warpgroup == warpgroups)
+    def _():
+        plgpu.set_max_registers(for_producer, action="decrease")
+        produce()
+
+
+def flash_fwd(
+    operands: FlashOperands[Array], spec: AttentionSpec, backend: Backend
+) -> tuple[Array, Array]:
+    """Call `flash_fwd_kernel`.
+
+    Returns:
+        out [B, Sq, Hq, Dv] in q's dtype and lse [B, Hq, Sq] float32.
+    """
+    dtype = operands.q.dtype
+    scores_whole = is_whole(spec.head_dim, spec.seq_q, spec.seq_kv)
+    v_whole = is_whole(spec.head_dim_v, spec.seq_kv)
+    out_whole = is_whole(spec.head_dim_v, spec.seq_q)
+
+    def scratch(config, shares_memory):
+        warpgroups, stages = config.num_warps // 4 - 1, config.num_stages
+        q = tile_views(dtype, (WGMMA_ROWS,), spec.head_dim, scores_whole)
+        out = tile_views(dtype, (WGMMA_ROWS,), spec.head_dim_v, out_whole)
+        k = tile_views(dtype, (stages, config.block_kv), spec.head_dim, scores_whole)
+        v = tile_views(dtype, (stages, config.block_kv), spec.head_dim_v, v_whole)
+        q_and_out = ((*q, *out),) if shares_memory else (q, out)
+        pieces = [len(tiles[0]) for tiles in (q, k, v)]
+        q_full, k_full, v_full = (
+            plgpu.Barrier(num_arrivals=arrivals, num_barriers=count)
+            for arrivals, count in zip(pieces, (warpgroups, stages, stages), strict=True)
+        )
+        return {
+            "q_and_out": [[plgpu.RefUnion(*x) for _ in range(warpgroups)] for x in q_and_out],
+            "k_tiles": plgpu.RefUnion(*k),
+            "v_tiles": plgpu.RefUnion(*v),
+            "q_full": q_full,
+            "q_empty": plgpu.Barrier(num_barriers=warpgroups),
+            "k_full": k_full,
+            "k_empty": plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages),
+            "v_full": v_full,
+            "v_empty": plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages),
+        }
+
+    return launch(
+        "flash_fwd",
+        flash_fwd_kernel,
+        operands,
+        (
+            jax.ShapeDtypeStruct((*operands.q.shape[:3], spec.head_dim_v), dtype),
+            jax.ShapeDtypeStruct((spec.batch, spec.heads_q, spec.seq_q), jnp.float32),
+        ),
+        scratch,
+        spec,
+        backend,
+    )

@@ -1,0 +1,147 @@
+"""Tiles in shared memory: how they are laid out, loaded by TMA, multiplied by wgmma and stored.
+
+A tile holds rows of one head in pieces of 64, 32 or 16 columns, the last padded with zeros. A row
+of a piece is as long as its swizzle, which permutes 16-byte units with the row's number, so that
+wgmma reads eight rows without a bank conflict.
+"""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+WGMMA = plgpu.Layout.WGMMA
+WGMMA_ROWS = 64  # rows of a product of one warpgroup
+
+
+class Tiles(NamedTuple):
+    """Tiles of one operand in shared memory, each in pieces of columns.
+
+    Attributes:
+        copied: the pieces as TMA sees them, [count, rows, columns of the piece] each.
+        multiplied: the same memory as wgmma sees it, in blocks of 8 rows.
+    """
+
+    copied: tuple
+    multiplied: tuple
+
+    @property
+    def columns(self) -> tuple[slice, ...]:
+        """The columns that each piece holds."""
+        widths = [piece.shape[-1] for piece in self.copied]
+        return tuple(slice(sum(widths[:i]), sum(widths[: i + 1])) for i in range(len(widths)))
+
+    def tile(self, index) -> "Tiles":
+        """Return one of the tiles."""
+        return Tiles(*(tuple(piece.at[index] for piece in pieces) for pieces in self))
+
+
+def piece_widths(size: int, is_whole: bool) -> tuple[int, ...]:
+    """Return the columns of the pieces of a tile that holds rows of `size` elements.
+
+    As many of 64 as fit, then 32 and 16: (64, 32) for 96, (64, 16) for 72 and 80.
+    """
+    if is_whole:
+        return (size,)
+    rest = -(-size % 64 // 16) * 16
+    return (64,) * (size // 64) + tuple(width for width in (64, 32, 16) if rest & width)
+
+
+def is_whole(size: int, *lengths: int) -> bool:
+    """Return True if tiles of rows of `size` elements need no pieces: TMA can tile the matrix.
+
+    lengths: of the sequences that are read or written.
+    """
+    return size > 64 and size % 64 == 0 and all(length % 8 == 0 for length in lengths)
+
+
+def padded_columns(size: int) -> int:
+    """Return the columns of a tile that holds rows of `size` elements."""
+    return sum(piece_widths(size, False))
+
+
+def tile_views(dtype, shape, size, is_whole):
+    """Return the types of tiles in shared memory: as TMA sees their pieces, and as wgmma does.
+
+    Args:
+        dtype: of 16 bits.
+        shape: (rows,) or (count, rows).
+        size: elements of a row.
+        is_whole: see `is_whole`.
+    """
+    copied, multiplied = [], []
+    for width in piece_widths(size, is_whole):
+        block = min(width, 64)
+        tiling, swizzle = plgpu.TilingTransform((8, block)), plgpu.SwizzleTransform(2 * block)
+        multiplied.append(plgpu.SMEM((*shape, width), dtype, transforms=(tiling, swizzle)))
+        flat = plgpu.SMEM((*shape, width), dtype, transforms=(swizzle,))
+        copied.append(multiplied[-1] if is_whole else flat)
+    return tuple(copied), tuple(multiplied)
+
+
+def load_tile(matrix, tile, batch, head, start, barrier):
+    """Start to load rows start .. of one head by TMA; rows and columns that do not exist become 0.
+
+    Args:
+        matrix: [B, S, H, D] in global memory.
+        tile: `Tiles` of one tile.
+        batch, head, start: int32 scalars.
+        barrier: completes when all pieces arrived.
+    """
+    for piece, columns in zip(tile.copied, tile.columns, strict=True):
+        plgpu.copy_gmem_to_smem(_rows_of(matrix, piece, columns, batch, head, start), piece, barrier)
+
+
+def store_tile(x, tile, matrix, batch, head, start):
+    """Start to store x to rows start .. of one head by TMA, those that exist, through `tile`."""
+    for piece, columns in zip(tile.multiplied, tile.columns, strict=True):
+        piece[...] = x[:, columns].astype(piece.dtype)
+    plgpu.commit_smem()
+    for piece, columns in zip(tile.copied, tile.columns, strict=True):
+        plgpu.copy_smem_to_gmem(
+            piece, _rows_of(matrix, piece, columns, batch, head, start), commit_group=False
+        )
+    plgpu.commit_smem_to_gmem_group()
+
+
+def _rows_of(matrix, piece, columns, batch, head, start):
+    """Return where a piece lies in global memory; what passes the matrix's end does not exist."""
+    rows, width = piece.shape
+    first = columns.start + 0 * start  # traced: JAX refuses a static slice past the end
+    return matrix.at[batch, pl.ds(start, rows), head, pl.ds(first, width)]
+
+
+def add_scores(s, q, k):
+    """Start s += q kᵀ, the products of one group a piece; s is an accumulator."""
+    for q_piece, k_piece in zip(q.multiplied, k.multiplied, strict=True):
+        plgpu.wgmma(s, q_piece, k_piece.T)
+
+
+def add_values(acc, p, v):
+    """Start acc += p v, p in registers, one group a piece; acc is an accumulator."""
+    for piece, columns in zip(v.multiplied, v.columns, strict=True):
+        part = acc if len(v.multiplied) == 1 else acc.at[:, columns]
+        plgpu.wgmma(part, p, piece)
+
+
+def accumulator(rows, columns):
+    """Return the type of a float32 accumulator of wgmma."""
+    return plgpu.ACC((rows, columns), jnp.float32)
+
+
+def zeros(rows, columns) -> Array:
+    """Return float32 zeros in the layout of an accumulator."""
+    return plgpu.layout_cast(jnp.zeros((rows, columns), jnp.float32), WGMMA)
+
+
+def tile_start(step, begin, before, full, after, block, last_start):
+    """Return the first row of the tile of a step: masked ones, before and after, then full ones.
+
+    A program that sees nothing visits one tile all the same, which exists.
+    """
+    masked = before + after
+    tile = jnp.where(step < before, step, jnp.where(step < masked, step + full, step - after))
+    start = begin + lax.convert_element_type(tile, jnp.int32) * block
+    return jnp.clip(start, 0, last_start)
