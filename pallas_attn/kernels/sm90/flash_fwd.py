@@ -80,13 +80,14 @@ def flash_fwd_kernel(
     """One program computes tiles of block_q rows of a query head, one after the other.
 
     Operands: q [B, Sq, Hq, D], k [B, Skv, Hkv, D], v [B, Skv, Hkv, Dv], sinks [Hq] float32 or None,
-    schedule [programs, 1 + most tiles] int32 (see `make_schedule`), out [B, Sq, Hq, Dv], lse [B, Hq, Sq] (float32, natural log); in shared memory for each consumer
-    warpgroup a tile of 64 rows of q and of out, which may be the same memory, and num_stages tiles
-    of k and of v, each with a barrier that completes when it is full and one when it is empty. Query
-    i stands at key position i + diagonal; rule: `twin_attention.contract.spec.ScoreRule`. Loop
-    invariant: m_i is the row maximum so far (base 2), and with p = exp2(s · exp2_scale - m_i), l_i
-    holds Σ p as 8 partial sums a row and acc is Σ p v. Accumulation: float32, exponents in base 2, p
-    cast to v's dtype for p·v. A row that sees no key gives 0, and -inf or its sink.
+    schedule [programs, 1 + most tiles] int32 (see `make_schedule`), out [B, Sq, Hq, Dv], lse [B,
+    Hq, Sq] (float32, natural log); in shared memory a tile of 64 rows of q and of out for each
+    consumer warpgroup, which may be the same memory, and num_stages tiles of k and of v, each with
+    a barrier that completes when it is full and one when it is empty. Query i stands at key
+    position i + diagonal; rule: `twin_attention.contract.spec.ScoreRule`. Loop invariant: m_i is
+    the row maximum so far (base 2), and with p = exp2(s · exp2_scale - m_i), l_i holds Σ p as 8
+    partial sums a row and acc is Σ p v. Accumulation: float32, exponents in base 2, p cast to v's
+    dtype for p·v. A row that sees no key gives 0, and -inf or its sink.
     """
     warpgroups = num_warps // 4 - 1
     warpgroup = lax.axis_index("warpgroup")
@@ -117,7 +118,10 @@ def flash_fwd_kernel(
     def for_each_tile(body):
         """Call body(tile, steps before) for each tile of queries of this program."""
         count = schedule_ref[program, 0]
-        visit = lambda i, step: body(schedule_ref[program, i], step)
+
+        def visit(i, step):
+            return body(schedule_ref[program, i], step)
+
         lax.fori_loop(1, count + 1, visit, jnp.int32(0))
 
     def produce():
@@ -142,13 +146,13 @@ def flash_fwd_kernel(
                 plgpu.barrier_wait(q_empty.at[w])
                 start = start_q + w * WGMMA_ROWS
                 load_tile(q_ref, q_tiles[w], batch, head, start, q_full.at[w])
-            load_v(program * 0)
 
             @pl.loop(1, steps)
             def _(x):
                 load_k(x)
-                load_v(x)
+                load_v(x - 1)
 
+            load_v(steps - 1)
             return step + steps
 
         @plgpu.warp_map
@@ -158,6 +162,8 @@ def flash_fwd_kernel(
     def consume(w):
         """Compute the rows of consumer warpgroup w, a number: each has its own code."""
         turn = ping_pong and warpgroups > 1
+        # With turns the first warpgroup waits for tiles, and the others for their turn.
+        waits = ping_pong < 2 or not turn or w == 0
         q, out_tile = q_tiles[w], out_tiles[w]
 
         # All tiles are free, and the first warpgroup has the first turn.
@@ -167,6 +173,16 @@ def flash_fwd_kernel(
             plgpu.barrier_arrive(v_empty.at[slot])
         if turn and w == warpgroups - 1:
             pass_turn(w, warpgroups)
+
+        def begin_products(full, in_turn=True):
+            if waits:
+                plgpu.barrier_wait(full)
+            if turn and in_turn:
+                take_turn(w, warpgroups)
+
+        def end_products(in_turn=True):
+            if turn and in_turn:
+                pass_turn(w, warpgroups)
 
         def compute(tile, step):
             batch, head, start_q, start_kv, masked_steps, steps = locate(tile)
@@ -192,10 +208,11 @@ def flash_fwd_kernel(
             # s = scale · q kᵀ and p of the first tile of keys
             slot = step % num_stages
             plgpu.barrier_wait(q_full.at[w])
-            plgpu.barrier_wait(k_full.at[slot])
+            begin_products(k_full.at[slot], ping_pong == 2)
 
             def first(s_ref):
                 add_scores(s_ref, q, k_tiles.tile(slot))
+                end_products(ping_pong == 2)
                 return s_ref[...]
 
             s = pl.run_scoped(first, accumulator(WGMMA_ROWS, block_kv))
@@ -214,16 +231,14 @@ def flash_fwd_kernel(
 
                 def overlap(s_ref, acc_ref):
                     # Start s = scale · q kᵀ, and acc += p v of the tile before.
-                    plgpu.barrier_wait(k_full.at[slot])
-                    if turn:
-                        take_turn(w, warpgroups)
+                    begin_products(k_full.at[slot])
                     add_scores(s_ref, q, k_tiles.tile(slot))
-                    plgpu.barrier_wait(v_full.at[previous])
+                    if waits:
+                        plgpu.barrier_wait(v_full.at[previous])
                     acc_ref[...] = acc
                     v = v_tiles.tile(previous)
                     add_values(acc_ref, p, v)
-                    if turn:
-                        pass_turn(w, warpgroups)
+                    end_products()
                     s = plgpu.wgmma_accumulator_load(s_ref, wait_n=len(v.multiplied))
                     s = lax.optimization_barrier(s)
                     plgpu.barrier_arrive(k_empty.at[slot])
@@ -255,11 +270,12 @@ def flash_fwd_kernel(
             if not shares_memory:
                 plgpu.barrier_arrive(q_empty.at[w])
             slot = (step + steps - 1) % num_stages
-            plgpu.barrier_wait(v_full.at[slot])
+            begin_products(v_full.at[slot], ping_pong == 2)
 
             def last(acc_ref):
                 acc_ref[...] = acc
                 add_values(acc_ref, p, v_tiles.tile(slot))
+                end_products(ping_pong == 2)
                 return acc_ref[...]
 
             acc = pl.run_scoped(last, accumulator(*acc.shape))

@@ -121,8 +121,8 @@ def make_schedule(spec: AttentionSpec, block_q: int, block_kv: int, most: int) -
         most: programs at most.
 
     Returns:
-        int32 [programs, 1 + most tiles]: the number of tiles, and their numbers; tile t of head h of
-        batch element b has the number (b · heads + h) · tiles + t.
+        int32 [programs, 1 + most tiles]: the number of tiles, and their numbers; tile t of head h
+        of batch element b has the number (b · heads + h) · tiles + t.
     """
     window = spec.bounded_window
     num_tiles = -(-spec.seq_q // block_q)

@@ -45,7 +45,7 @@ def piece_widths(size: int, is_whole: bool) -> tuple[int, ...]:
     """
     if is_whole:
         return (size,)
-    rest = -(-size % 64 // 16) * 16
+    rest = -(-(size % 64) // 16) * 16
     return (64,) * (size // 64) + tuple(width for width in (64, 32, 16) if rest & width)
 
 
@@ -91,7 +91,9 @@ def load_tile(matrix, tile, batch, head, start, barrier):
         barrier: completes when all pieces arrived.
     """
     for piece, columns in zip(tile.copied, tile.columns, strict=True):
-        plgpu.copy_gmem_to_smem(_rows_of(matrix, piece, columns, batch, head, start), piece, barrier)
+        plgpu.copy_gmem_to_smem(
+            _rows_of(matrix, piece, columns, batch, head, start), piece, barrier
+        )
 
 
 def store_tile(x, tile, matrix, batch, head, start):

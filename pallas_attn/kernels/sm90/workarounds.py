@@ -1,7 +1,7 @@
 """Write by hand what JAX 0.11.2's Mosaic GPU does not offer on SM90.
 
-Each entry ends with when it can go. Barrier 0 is the compiler's, 1 + w that of warpgroup w; the next
-ones are free.
+Each entry ends with when it can go. Barrier 0 is the compiler's, 1 + w that of warpgroup w; the
+next ones are free.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm
-
 
 # ---- Take turns. Can go when plgpu has named barriers. -------------------------------------------
 
