@@ -219,7 +219,8 @@ def add_columns(x):
     """Add up the columns that each thread has: [rows, n] gives 8 sums a row."""
     parts = [x[:, start : start + 8] for start in range(0, x.shape[1], 8)]
     while len(parts) > 1:
-        parts = [a + b for a, b in zip(parts[::2], parts[1::2], strict=True)]
+        odd = parts[len(parts) // 2 * 2 :]
+        parts = [a + b for a, b in zip(parts[::2], parts[1::2], strict=False)] + odd
     return parts[0]
 
 
