@@ -83,7 +83,7 @@ def _gluon_sm90_supports(operation: str, spec: Spec, target: str | None) -> str 
     )
 
 
-def _mosaic_supports(operation: str, spec: Spec, target: str | None) -> str | None:
+def _mosaic_sm80_supports(operation: str, spec: Spec, target: str | None) -> str | None:
     """Support what the SM80 kernels cover, with a JAX whose Mosaic GPU has the names they use.
 
     `pallas_attn` asks on every machine, since it traces for CUDA on each. An older JAX is told by
@@ -97,8 +97,20 @@ def _mosaic_supports(operation: str, spec: Spec, target: str | None) -> str | No
     )
 
 
+def _mosaic_sm90_supports(operation: str, spec: Spec, target: str | None) -> str | None:
+    """Support what the SM90 kernels cover; see `_mosaic_sm80_supports`.
+
+    A JAX array has no strides: its rows lie one after the other, at multiples of 16 bytes.
+    """
+    return (
+        sm90.supports(operation, spec, target)
+        or _older_jax()
+        or _import_error("pallas_attn.kernels.sm90.flash_fwd")
+    )
+
+
 def _mosaic_paged_supports(operation: str, spec: Spec, target: str | None) -> str | None:
-    """Support what the kernels of paged caches cover, as `_mosaic_supports` does."""
+    """Support what the kernels of paged caches cover, as `_mosaic_sm80_supports` does."""
     return (
         paged.supports(spec)
         or _older_jax()
@@ -124,7 +136,8 @@ FAMILIES = {
         Family("reference", "torch_attn"),
     ),
     "pallas_attn": (
-        Family("mosaic", "pallas_attn", "sm80", supports=_mosaic_supports),
+        Family("mosaic", "pallas_attn", "sm80", supports=_mosaic_sm80_supports),
+        Family("mosaic", "pallas_attn", "sm90", supports=_mosaic_sm90_supports),
         Family("triton", "pallas_attn", "portable", has_interpreter=True),
         # Behind the portable kernels, so that it runs where it is asked for.
         Family("mosaic", "pallas_attn", "paged", supports=_mosaic_paged_supports),
