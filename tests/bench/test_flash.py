@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from bench.job import Absent, Subject
+from bench.ours import NAMES
 from bench.peers import FLASH
 from bench.records import Times
 from bench.suites import flash
@@ -30,12 +31,7 @@ def test_forward_and_backward_of_every_case_with_every_subject():
     found = jobs(TARGETS)
     assert [job.case["name"] for job in found[::2]] == [case.name for case in cases()]
     assert [job.operation for job in found] == ["forward", "backward"] * 18
-    ours = {
-        Subject(name, target)
-        for name in ("torch gluon", "torch triton", "jax triton", "torch triton compiled")
-        for target in TARGETS
-    }
-    ours |= {Subject("jax mosaic", "sm80")}
+    ours = {Subject(name, target) for name in NAMES for target in TARGETS}
     for job in found:
         assert set(job.factories) == ours | {Subject(name) for name in FLASH}
 

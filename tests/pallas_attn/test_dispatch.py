@@ -18,7 +18,7 @@ from twin_attention.targets.target import use_target
 
 SPEC = AttentionSpec(1, 40, 40, 2, 2, 32, 32, "float32", 0.2)
 IN_16_BITS = replace(SPEC, dtype="bfloat16")
-MOSAIC, KERNELS, _, REFERENCE = FAMILIES["pallas_attn"]
+MOSAIC, MOSAIC_SM90, KERNELS, _, REFERENCE = FAMILIES["pallas_attn"]
 NO_MOSAIC = MOSAIC.supports("flash_fwd", IN_16_BITS, "sm80")  # why not, with an older JAX
 ON_GPU = jax.default_backend() == "gpu"
 CPU = jax.devices("cpu")[0]
@@ -59,8 +59,9 @@ def test_lowered_for_cuda_only_the_kernels_are_left(qkv, implementation, fresh_c
     assert found == {"custom_call", "case", "constant", "return"}
 
 
+@pytest.mark.parametrize("target", ["sm80", "sm90"])
 @pytest.mark.parametrize("implementation", [None, "mosaic"])
-def test_lowered_for_sm80_the_explicit_kernels_are_left(qkv, implementation, fresh_caches):
+def test_lowered_for_cuda_the_explicit_kernels_are_left(qkv, implementation, target, fresh_caches):
     """In 16 bits, and where this JAX has them; otherwise the portable ones."""
     qkv = [x.astype(jnp.bfloat16) for x in qkv]
     attention = partial(flash_attention, implementation=implementation)
@@ -69,7 +70,7 @@ def test_lowered_for_sm80_the_explicit_kernels_are_left(qkv, implementation, fre
         traced = jax.jit(attention).trace(*qkv)
         return traced.lower(lowering_platforms=("cuda",)).as_text()
 
-    with use_target("sm80"), recording() as kernels:
+    with use_target(target), recording() as kernels:
         if NO_MOSAIC and implementation:
             with pytest.raises(NotImplementedError, match=r"its kernels need jax 0\.11"):
                 lower()
@@ -150,21 +151,22 @@ def test_the_target_is_the_devices_own_or_the_one_asked_for(monkeypatch):
 @pytest.mark.skipif(NO_MOSAIC is not None, reason=str(NO_MOSAIC))
 def test_explicit_kernels_run_on_cuda_devices_alone(qkv, monkeypatch):
     hopper, ampere = map(Gpu, ("9.0", "8.0"))
-    mosaic = Backend(MOSAIC, "sm80")
+    sm80, sm90 = Backend(MOSAIC, "sm80"), Backend(MOSAIC_SM90, "sm90")
     with monkeypatch.context() as patch:
         patch.setattr("pallas_attn.targets.cuda_devices", lambda: (ampere, hopper))
         patch.setattr("pallas_attn.dispatch.cuda_devices", lambda: (ampere, hopper))
         patch.delenv("TWIN_ATTENTION_TARGET", raising=False)
-        found = choose_backends(None, "flash_fwd", ampere, IN_16_BITS)
-        assert found == Backends(mosaic, Backend(REFERENCE))
-        for device in (ampere, None):
+        for device, mosaic in ((ampere, sm80), (hopper, sm90)):
+            found = choose_backends(None, "flash_fwd", device, IN_16_BITS)
+            assert found == Backends(mosaic, Backend(REFERENCE))
+        for device, mosaic in ((ampere, sm80), (hopper, sm90), (None, sm80)):
             found = choose_backends("mosaic", "flash_fwd", device, IN_16_BITS)
             assert found == Backends(mosaic, mosaic)
         with pytest.raises(
             NotImplementedError,
-            match=r"'mosaic': its kernels are for SM80 and it has paged caches alone$",
+            match=r"SM80 and it has no backward yet and it has paged caches alone$",
         ):
-            choose_backends("mosaic", "flash_fwd", hopper, IN_16_BITS)
+            choose_backends("mosaic", "flash_bwd", hopper, IN_16_BITS)
     on_cpu = [jax.device_put(x.astype(jnp.bfloat16), CPU) for x in qkv]
     with use_target("sm80"):
         with pytest.raises(NotImplementedError, match=r"and it has no interpreter$"):
@@ -183,7 +185,7 @@ def test_explain_the_best_choice(qkv):
         assert (explanation.implementation, explanation.execution) == ("reference", "framework")
         assert (explanation.target, explanation.configs) == (None, {})
         reason = "its kernels compile for CUDA devices only"
-        assert explanation.passed_over == (f"mosaic: {reason}", f"triton: {reason}")
+        assert explanation.passed_over == (*2 * (f"mosaic: {reason}",), f"triton: {reason}")
     assert explanation.device == jax.devices()[0].device_kind
 
 

@@ -102,7 +102,7 @@ def test_a_triton_without_gluon_is_a_reason(monkeypatch):
 
 def test_a_jax_without_mosaic_gpu_is_a_reason(monkeypatch):
     """One that is too old by its version, without an import; another one by a name it lacks."""
-    mosaic, triton, *_ = FAMILIES["pallas_attn"]
+    mosaic, sm90, triton, *_ = FAMILIES["pallas_attn"]
     monkeypatch.setattr(family, "_older_jax", family._older_jax.__wrapped__)  # no cache
     imported = []
     monkeypatch.setattr(family, "_import_error", imported.append)
@@ -115,17 +115,20 @@ def test_a_jax_without_mosaic_gpu_is_a_reason(monkeypatch):
         assert chosen == (Backend(mosaic, "sm80"), ())
         said = described("pallas_attn", "sm80", spec)
         assert (said.implementation, [*said.configs]) == ("mosaic", ["flash_fwd", *backward])
+    chosen = choose("pallas_attn", None, "flash_fwd", SPEC, "sm90", True)
+    assert chosen == (Backend(sm90, "sm90"), ("mosaic: its kernels are for SM80",))
     imported.clear()
-    _, passed_over = choose("pallas_attn", None, "flash_fwd", SPEC, "sm90", True)
-    assert passed_over == ("mosaic: its kernels are for SM80",)
     monkeypatch.setattr(family, "version", lambda name: "0.9.2")
     old = "its kernels need jax 0.11 or newer, not 0.9.2"
-    found = choose("pallas_attn", None, "flash_fwd", SPEC, "sm80", True)
-    assert found == (Backend(triton, "sm80"), (f"mosaic: {old}",))
-    with pytest.raises(
-        NotImplementedError, match=f"'mosaic': {old} and it has paged caches alone$"
+    for target, passed_over in (
+        ("sm80", (old, "its kernels are for SM90")),
+        ("sm90", ("its kernels are for SM80", old)),
     ):
-        choose("pallas_attn", "mosaic", "flash_fwd", SPEC, "sm80", True)
+        found = choose("pallas_attn", None, "flash_fwd", SPEC, target, True)
+        assert found == (Backend(triton, target), tuple(f"mosaic: {x}" for x in passed_over))
+        refused = " and ".join((*passed_over, "it has paged caches alone"))
+        with pytest.raises(NotImplementedError, match=f"'mosaic': {refused}$"):
+            choose("pallas_attn", "mosaic", "flash_fwd", SPEC, target, True)
     assert imported == []
 
 

@@ -1,0 +1,167 @@
+"""Mosaic GPU kernels traced and lowered for SM90, on any machine.
+
+`test_mosaic` guards the private API of JAX that these kernels use too.
+"""
+
+import re
+from functools import partial
+
+import jax
+import numpy as np
+import pytest
+
+from pallas_attn import flash_attention
+from twin_attention.contract.spec import AttentionSpec, Window
+from twin_attention.targets.config import use_configs
+from twin_attention.targets.family import FAMILIES
+from twin_attention.targets.target import use_target
+
+SPEC = AttentionSpec(1, 300, 300, 4, 2, 128, 128, "bfloat16", 0.1)
+_, FAMILY, *_ = FAMILIES["pallas_attn"]
+REASON = FAMILY.supports("flash_fwd", SPEC, "sm90")
+if REASON is not None:
+    pytest.skip(REASON, allow_module_level=True)
+
+from pallas_attn.kernels.sm90 import launch  # noqa: E402
+from pallas_attn.kernels.sm90.launch import make_schedule  # noqa: E402
+from pallas_attn.kernels.sm90.pipeline import piece_widths  # noqa: E402
+
+attention = partial(flash_attention, implementation="mosaic")
+
+
+@pytest.fixture(autouse=True)
+def fresh_caches():
+    jax.clear_caches()
+    yield
+    jax.clear_caches()
+
+
+def arrays(head_dim, head_dim_v=None, seq_q=300, seq_kv=300, dtype="bfloat16"):
+    shapes = (seq_q, 4, head_dim), (seq_kv, 2, head_dim), (seq_kv, 2, head_dim_v or head_dim)
+    return [jax.ShapeDtypeStruct((1, *shape), dtype) for shape in shapes]
+
+
+def lower(function, *operands):
+    with use_target("sm90"):
+        traced = jax.jit(function).trace(*operands)
+        return traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+def kernels(text):
+    return re.findall(r"custom_call @(\w+)", text)
+
+
+@pytest.mark.parametrize(
+    ("operands", "options"),
+    [
+        (arrays(64), {"causal": True}),
+        (arrays(96, 40, seq_q=131, dtype="float16"), {"return_lse": True}),
+        (arrays(128, seq_q=304, seq_kv=304), {"softcap": 5.0}),
+        (arrays(192), {"scale": -0.1}),
+        (arrays(256, seq_kv=70), {"window_size": (30, 20)}),
+    ],
+)
+def test_the_forward_is_lowered(operands, options):
+    assert kernels(lower(partial(attention, **options), *operands)) == ["mosaic_gpu_v2"]
+
+
+def test_with_sinks():
+    sinks = jax.ShapeDtypeStruct((4,), "float32")
+    text = lower(lambda q, k, v, sinks: attention(q, k, v, sinks=sinks), *arrays(64), sinks)
+    assert kernels(text) == ["mosaic_gpu_v2"]
+
+
+@pytest.mark.parametrize(("block_q", "ping_pong"), [(64, 2), (128, 0), (128, 1), (192, 2)])
+def test_every_number_of_warpgroups_is_lowered(block_q, ping_pong):
+    config = {"block_q": block_q, "num_warps": block_q // 16 + 4, "ping_pong": ping_pong}
+    with use_configs({"flash_fwd": config}):
+        assert kernels(lower(attention, *arrays(64))) == ["mosaic_gpu_v2"]
+
+
+def test_in_64_bit_mode():
+    with jax.enable_x64(True):
+        text = lower(partial(attention, causal=True), *arrays(64))
+    assert kernels(text) == ["mosaic_gpu_v2"]
+
+
+@pytest.mark.parametrize("axes", [0, (0, None, None)])
+def test_under_vmap(axes):
+    q, k, v = arrays(64)
+    batched = [jax.ShapeDtypeStruct((3, *x.shape), x.dtype) for x in (q, k, v)]
+    operands = batched if axes == 0 else (batched[0], k, v)
+    assert kernels(lower(jax.vmap(attention, in_axes=axes), *operands)) == ["mosaic_gpu_v2"]
+
+
+def test_under_shard_map_and_scan():
+    mesh = jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    heads = jax.sharding.PartitionSpec(None, None, "x")
+    sharded = jax.shard_map(
+        attention, mesh=mesh, in_specs=(heads,) * 3, out_specs=heads, check_vma=False
+    )
+
+    def scanned(*qkv):
+        return jax.lax.scan(lambda _, each: (None, attention(*each)), None, qkv)[1]
+
+    assert kernels(lower(sharded, *arrays(64))) == ["mosaic_gpu_v2"]
+    layers = [jax.ShapeDtypeStruct((3, *x.shape), x.dtype) for x in arrays(64)]
+    assert kernels(lower(scanned, *layers)) == ["mosaic_gpu_v2"]
+
+
+def test_the_backward_is_another_familys():
+    def gradients(attention, *qkv):
+        out, pullback = jax.vjp(attention, *qkv)
+        return pullback(out)
+
+    with use_target("sm90"):
+        traced = jax.jit(partial(gradients, flash_attention)).trace(*arrays(64))
+        names = re.findall(r"\bname=(flash_(?:fwd|bwd)\w*)", str(traced.jaxpr))
+        assert names == ["flash_fwd", "flash_bwd_preprocess", "flash_bwd_dq", "flash_bwd_dkdv"]
+        with pytest.raises(NotImplementedError, match="it has no backward yet"):
+            jax.jit(partial(gradients, attention)).trace(*arrays(64))
+
+
+@pytest.mark.parametrize("head_dim", range(16, 257, 8))
+def test_every_head_size_fits(head_dim, monkeypatch):
+    sizes = []
+
+    def kernel(*args, scratch_types, **options):
+        sizes.append(launch._size(scratch_types))
+        raise NotImplementedError("stop")
+
+    monkeypatch.setattr(launch.plgpu, "kernel", kernel)
+    for operands in (arrays(head_dim), arrays(head_dim, 256), arrays(256, head_dim)):
+        with pytest.raises(NotImplementedError, match="stop"):
+            lower(attention, *operands)
+    assert max(sizes) <= 227 * 1024
+
+
+def test_what_does_not_fit_is_refused():
+    refused = pytest.raises(NotImplementedError, match="flash_fwd: expected at most 232448 bytes")
+    with use_configs({"flash_fwd": {"num_stages": 9}}), refused:
+        lower(attention, *arrays(128))
+
+
+@pytest.mark.parametrize(
+    ("size", "widths"), [(16, (16,)), (64, (64,)), (72, (64, 16)), (96, (64, 32)), (248, (64,) * 4)]
+)
+def test_pieces_hold_a_row(size, widths):
+    assert piece_widths(size, False) == widths
+
+
+@pytest.mark.parametrize("window", [Window(), Window(None, 0), Window(100, 20)])
+@pytest.mark.parametrize(("batch", "seq_q", "seq_kv"), [(1, 300, 300), (3, 1, 500), (4, 999, 200)])
+def test_a_schedule_has_each_tile_once(batch, seq_q, seq_kv, window):
+    spec = AttentionSpec(batch, seq_q, seq_kv, 6, 2, 64, 64, "bfloat16", 0.1, window)
+    schedule = make_schedule(spec, 128, 64, 10)
+    tiles = -(-seq_q // 128) * 6 * batch
+    assert schedule.dtype == np.int32
+    assert len(schedule) == min(tiles, 10)
+    assert (schedule[:, 0] > 0).all()
+    assert sorted(tile for row in schedule for tile in row[1 : 1 + row[0]]) == [*range(tiles)]
+
+
+def test_a_causal_schedule_is_balanced():
+    spec = AttentionSpec(4, 4096, 4096, 16, 16, 128, 128, "bfloat16", 0.1, Window(None, 0))
+    steps = [sum(tile % 32 + 1 for tile in row[1 : 1 + row[0]])
+             for row in make_schedule(spec, 128, 128, 132)]  # fmt: skip
+    assert max(steps) < 1.03 * sum(steps) / len(steps)
