@@ -174,7 +174,7 @@ def paged_decode_kernel(
         m_safe = jnp.where(m_new == float("-inf"), 0.0, m_new)
         alpha = jnp.exp2(m_i - m_safe)
         alpha = as_rows(alpha, l_i)
-        rescaled = [rescale(x, l_i, alpha) for x in acc]
+        rescaled = [rescale(x, l_i, alpha, layout) for x in acc]
         acc, l_i = [x for x, _ in rescaled], rescaled[0][1]
         p = jnp.exp2(s * rule.exp2_scale - as_rows(m_safe, s))
         l_i = l_i + add_columns(p)

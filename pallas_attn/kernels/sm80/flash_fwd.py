@@ -176,7 +176,7 @@ def flash_fwd_kernel(
         m_new = jnp.where(m_new - m_i > RESCALE_ABOVE, m_new, m_i)
         m_safe = jnp.where(m_new == float("-inf"), 0.0, m_new) if masked else m_new
         alpha = jnp.exp2(m_i - m_safe)
-        acc, l_i = rescale(acc, l_i, as_rows(alpha, l_i))
+        acc, l_i = rescale(acc, l_i, as_rows(alpha, l_i), layout)
         p = jnp.exp2(s * rule.exp2_scale - as_rows(m_safe, s))
         l_i = l_i + add_columns(p)
         # acc += p v

@@ -328,14 +328,14 @@ def program_barrier(warpgroups: int) -> None:
 # ---- Skip what no row of a warp needs. Can go when a kernel can branch on a vote of a warp. ------
 
 
-def rescale(acc, l_i, alpha):
+def rescale(acc, l_i, alpha, layout):
     """Return acc · alpha and l_i · alpha; a warp whose rows all have alpha 1 skips it.
 
     Args:
-        acc, l_i: [rows, columns] and [rows, 8], float32, in the layout of a sum.
+        acc, l_i: [rows, columns] and [rows, 8], float32, in `layout`.
         alpha: [rows, 8], each row one number.
+        layout: that of a sum: MMA_ACC or WGMMA.
     """
-    layout = Layout.MMA_ACC(np.dtype("bfloat16"))
 
     @plgpu.inline_mgpu(
         arg_types=(layout,) * 3,

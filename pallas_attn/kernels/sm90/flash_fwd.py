@@ -5,7 +5,7 @@ Dao 2023, FlashAttention-2, algorithm 1; Shah et al. 2024, FlashAttention-3, for
 hand here: a producer warp loads tiles by TMA; consumer warpgroups, to which the registers go, start
 q kᵀ of the next tile before the softmax of this one, take p from registers, and issue their
 products in turn, so that one's softmax runs under the other's products. A program works on one tile
-of queries after the other.
+of queries after the other. m_i grows only where a score passes it by RESCALE_ABOVE, as on SM80.
 """
 
 import functools
@@ -16,11 +16,12 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_attn.kernels.portable.scores import attention_mask
 from pallas_attn.kernels.portable.softmax import LN2, LOG2E
 from pallas_attn.kernels.portable.tiles import visible_tiles
-from pallas_attn.kernels.sm80.flash_fwd import add_columns
-from pallas_attn.kernels.sm80.scores import as_rows, iota, visible_scores
-from pallas_attn.kernels.sm80.workarounds import store_row_values
+from pallas_attn.kernels.sm80.flash_fwd import RESCALE_ABOVE, add_columns
+from pallas_attn.kernels.sm80.scores import as_rows, iota
+from pallas_attn.kernels.sm80.workarounds import rescale, store_row_values
 from pallas_attn.kernels.sm90.launch import REGISTERS, launch
 from pallas_attn.kernels.sm90.pipeline import (
     WGMMA,
@@ -37,6 +38,7 @@ from pallas_attn.kernels.sm90.pipeline import (
     tile_views,
     zeros,
 )
+from pallas_attn.kernels.sm90.scores import scaled_scores
 from pallas_attn.kernels.sm90.workarounds import pass_turn, take_turn
 from twin_attention.contract.operands import FlashOperands
 from twin_attention.contract.spec import AttentionSpec
@@ -85,9 +87,10 @@ def flash_fwd_kernel(
     consumer warpgroup, which may be the same memory, and num_stages tiles of k and of v, each with
     a barrier that completes when it is full and one when it is empty. Query i stands at key
     position i + diagonal; rule: `twin_attention.contract.spec.ScoreRule`. Loop invariant: m_i is
-    the row maximum so far (base 2), and with p = exp2(s · exp2_scale - m_i), l_i holds Σ p as 8
-    partial sums a row and acc is Σ p v. Accumulation: float32, exponents in base 2, p cast to v's
-    dtype for p·v. A row that sees no key gives 0, and -inf or its sink.
+    at most RESCALE_ABOVE below the row maximum so far (base 2), and with
+    p = exp2(s · exp2_scale - m_i), l_i holds Σ p as 8 partial sums a row and acc is Σ p v.
+    Accumulation: float32, exponents in base 2, p cast to v's dtype for p·v. A row that sees no key
+    gives 0, and -inf or its sink.
     """
     warpgroups = num_warps // 4 - 1
     warpgroup = lax.axis_index("warpgroup")
@@ -192,15 +195,14 @@ def flash_fwd_kernel(
 
             def softmax(s, x, m_i, masked):
                 """Return p, the new maximum, and the factor of what refers to the old one."""
-                position = key = None
+                s = scaled_scores(s, rule)
                 if masked:
                     position = iota(s.shape, 0, WGMMA) + (start_row + diagonal)
                     key = iota(s.shape, 1, WGMMA) + start_kv(x)
-                end = seq_kv if seq_kv % block_kv else None
-                s, _ = visible_scores(
-                    s, position, key, end, rule, window_left, window_right, masked, WGMMA
-                )
-                m_new = jnp.maximum(m_i, s.max(axis=1) * rule.exp2_scale)
+                    end = seq_kv if seq_kv % block_kv else None
+                    s = attention_mask(s, position, key, end, window_left, window_right)
+                m_new = s.max(axis=1) * rule.exp2_scale
+                m_new = jnp.where(m_new - m_i > RESCALE_ABOVE, m_new, m_i)
                 m_safe = jnp.where(m_new == float("-inf"), 0.0, m_new) if masked else m_new
                 p = jnp.exp2(s * rule.exp2_scale - as_rows(m_safe, s))
                 return p, m_new, jnp.exp2(m_i - m_safe)
@@ -244,15 +246,15 @@ def flash_fwd_kernel(
                     plgpu.barrier_arrive(k_empty.at[slot])
                     # p = exp(s - max)
                     p_new, m_new, alpha = softmax(s, x, m_i, masked)
-                    l_new = l_i * as_rows(alpha, l_i) + add_columns(p_new)
-                    p_new, m_new, l_new, alpha = lax.optimization_barrier(
-                        (p_new, m_new, l_new, alpha)
+                    p_new, m_new, sums, alpha = lax.optimization_barrier(
+                        (p_new, m_new, add_columns(p_new), alpha)
                     )
                     # Rescale what was accumulated.
                     new = plgpu.wgmma_accumulator_load(acc_ref, wait_n=0)
                     new, _ = lax.optimization_barrier((new, p))
                     plgpu.barrier_arrive(v_empty.at[previous])
-                    return p_new.astype(p.dtype), m_new, l_new, new * as_rows(alpha, new)
+                    new, l_new = rescale(new, l_i, as_rows(alpha, l_i), WGMMA)
+                    return p_new.astype(p.dtype), m_new, l_new + sums, new
 
                 return pl.run_scoped(
                     overlap, accumulator(WGMMA_ROWS, block_kv), accumulator(*acc.shape)
