@@ -16,7 +16,7 @@ from twin_attention.contract.spec import MergeSpec
 from twin_attention.targets.family import FAMILIES
 from twin_attention.targets.target import TARGETS, use_target
 
-_, PORTABLE, PAGED, _ = FAMILIES["pallas_attn"]
+*_, PORTABLE, PAGED, _ = FAMILIES["pallas_attn"]
 CASE = DecodeCase("base", (100, 300), heads_q=8, page_size=16, max_pages=32, num_splits=3)
 REASON = PAGED.supports("paged_decode", CASE.spec, "sm80")
 if REASON is not None:
