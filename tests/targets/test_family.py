@@ -67,7 +67,7 @@ def test_the_explicit_kernels_are_the_best_choice_for_sm80():
         choice("gluon", None)
 
 
-def test_the_explicit_kernels_are_the_best_forward_for_sm90():
+def test_the_explicit_kernels_are_the_best_for_sm90():
     other = "gluon: its kernels are for SM80"
     chosen = Backend(GLUON_SM90, "sm90"), (other,)
     assert choice(None, "sm90") == choice("gluon", "sm90") == chosen
@@ -78,8 +78,33 @@ def test_the_explicit_kernels_are_the_best_forward_for_sm90():
         others = (other, f"gluon: {reason}")
         spec = replace(SPEC, **problem)
         assert choice(None, "sm90", spec) == (Backend(TRITON, "sm90"), others)
-    with pytest.raises(NotImplementedError, match=r"for SM80 and it has no backward yet$"):
-        choice("gluon", "sm90", operation="flash_bwd")
+    spec = replace(SPEC, seq_kv=16)
+    assert choice("gluon", "sm90", spec, operation="flash_bwd") == chosen
+    for problem, reason in (
+        ({"head_dim": 136}, "its backward takes heads of at most 128"),
+        ({"head_dim_v": 136}, "its backward takes heads of at most 128"),
+        ({"seq_kv": 15}, "its backward takes at least 16 keys"),
+    ):
+        spec = replace(SPEC, **problem)
+        assert choice(None, "sm90", spec) == chosen
+        others = (other, f"gluon: {reason}")
+        backward = choice(None, "sm90", spec, operation="flash_bwd")
+        assert backward == (Backend(TRITON, "sm90"), others)
+        with pytest.raises(NotImplementedError, match=rf"for SM80 and {reason}$"):
+            choice("gluon", "sm90", spec, operation="flash_bwd")
+
+
+def test_dq_has_a_kernel_of_its_own_where_that_is_faster():
+    """Or the backward has to be deterministic."""
+    sums, ordered = (
+        {"flash_bwd_fused", "flash_bwd_postprocess"}, {"flash_bwd_dq", "flash_bwd_dkdv"}
+    )  # fmt: skip
+    backend = Backend(GLUON_SM90, "sm90")
+    for seq_kv, deterministic, kernels in (
+        (2048, False, sums), (2047, False, ordered), (2048, True, ordered)
+    ):  # fmt: skip
+        spec = replace(SPEC, seq_kv=seq_kv, deterministic=deterministic)
+        assert backend.configs(spec).keys() == {"flash_fwd", "flash_bwd_preprocess", *kernels}
 
 
 def test_a_triton_without_gluon_is_a_reason(monkeypatch):

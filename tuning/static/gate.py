@@ -99,7 +99,7 @@ class Problem:
         if self.feature in FLASH_FEATURES:
             head_dim = self.head_dim - 8 if self.feature == "odd-head-size" else self.head_dim
             options = FLASH_FEATURES[self.feature]
-            return FlashCase("", 2, 1024, 1024, 4, 2, head_dim, dtype=self.dtype, **options).spec
+            return FlashCase("", 2, 2048, 2048, 4, 2, head_dim, dtype=self.dtype, **options).spec
         batch = 4
         if self.feature == "decode-crowded":
             batch = 256 if self.dtype in QUANTIZED_DTYPES else 128

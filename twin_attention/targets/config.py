@@ -142,28 +142,25 @@ def find_configs(path: Path, spec: Spec, folder: str = "portable") -> dict[str, 
     Raises:
         LookupError: no row of a kernel serves the problem.
     """
+    kernels = FAMILY_KERNELS[folder]
+    rows = {
+        kernel: next((row for row in rows if row.serves(spec)), None)
+        for kernel, rows in load_table(path, folder).items()
+        if isinstance(spec, kernels[kernel].spec)
+    }
+    # Without a row for a backward that need not be deterministic, it runs as one that is.
+    any_order = {kernel for kernel in rows if kernels[kernel].deterministic is False}
+    in_order = {kernel for kernel in rows if kernels[kernel].deterministic is True}
+    runs_in_order = isinstance(spec, AttentionSpec) and (
+        spec.deterministic or not any(rows[kernel] for kernel in any_order)
+    )
     found = {}
-    table, kernels = load_table(path, folder), FAMILY_KERNELS[folder]
-    kinds = {kernels[kernel].deterministic for kernel in table}
-    for kernel, rows in table.items():
-        if _runs(kernels[kernel], spec, kinds):
-            row = next((row for row in rows if row.serves(spec)), None)
+    for kernel, row in rows.items():
+        if kernel not in (any_order if runs_in_order else in_order):
             if row is None:
                 fail(LookupError, f"{kernel} in {path}", "a row that serves the problem", spec)
             found[kernel] = row.config
     return found
-
-
-def _runs(kernel: Kernel, spec: Spec, kinds: set[bool | None]) -> bool:
-    """Return True for a kernel that runs a problem.
-
-    Args:
-        kinds: the values of `Kernel.deterministic` in the family's table. Without kernels for a
-            backward that need not be deterministic it runs those of one that is.
-    """
-    if not isinstance(spec, AttentionSpec) or not isinstance(spec, kernel.spec):
-        return isinstance(spec, kernel.spec)
-    return kernel.deterministic in (None, spec.deterministic) or spec.deterministic not in kinds
 
 
 class Change(NamedTuple):

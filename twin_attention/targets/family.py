@@ -79,7 +79,7 @@ def _gluon_sm80_supports(operation: str, spec: Spec, target: str | None) -> str 
 def _gluon_sm90_supports(operation: str, spec: Spec, target: str | None) -> str | None:
     """Support what the SM90 kernels cover, with a Triton whose Gluon has the names they use."""
     return sm90.supports(operation, spec, target) or _import_error(
-        "torch_attn.kernels.sm90.flash_fwd"
+        f"torch_attn.kernels.sm90.{operation}"
     )
 
 

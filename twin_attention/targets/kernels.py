@@ -231,6 +231,17 @@ FAMILY_KERNELS = {
     },
     "sm90": {
         "flash_fwd": replace(KERNELS["flash_fwd"], config=SpecializedConfig),
+        "flash_bwd_preprocess": KERNELS["flash_bwd_preprocess"],
+        "flash_bwd_dq": replace(KERNELS["flash_bwd_dq"], deterministic=True),
+        "flash_bwd_dkdv": replace(KERNELS["flash_bwd_dkdv"], deterministic=True),
+        "flash_bwd_fused": Kernel(
+            AttentionSpec, FlashConfig, "flash_bwd",
+            products=("d", "dv", "dv", "d", "d"), accumulators=("d", "dv"),  # s, dp, dv, dk, dq
+            stationary="block_kv", deterministic=False,
+        ),
+        "flash_bwd_postprocess": Kernel(
+            AttentionSpec, PreprocessConfig, "flash_bwd", deterministic=False
+        ),
     },
 }  # fmt: skip
 

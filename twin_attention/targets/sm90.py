@@ -21,12 +21,22 @@ def supports(operation: str, spec: Spec, target: str | None) -> str | None:
         return "it has flash attention alone"
     if target != "sm90":
         return "its kernels are for SM90"
-    if operation != "flash_fwd":
-        return "it has no backward yet"
     if spec.dtype_bits != 16:
         return f"its products take float16 and bfloat16, not {spec.dtype}"
     if not spec.rows_aligned:
         return "TMA loads rows that begin at multiples of 16 bytes"
+    if operation == "flash_bwd":
+        return _supports_backward(spec)
+    return None
+
+
+def _supports_backward(spec: AttentionSpec) -> str | None:
+    """Return None for a backward that the kernels cover, else the reason why they do not."""
+    if max(spec.head_dim, spec.head_dim_v) > 128:
+        return "its backward takes heads of at most 128"
+    if 0 < spec.seq_kv < 16:
+        # With one key ds is 0: what wgmma rounds otherwise than delta's sum is all that is left.
+        return "its backward takes at least 16 keys"
     return None
 
 

@@ -8,6 +8,7 @@ Gluon brings the warpgroup together before it arrives at an mbarrier.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import triton
@@ -31,6 +32,8 @@ from twin_attention.targets.target import SHARED_MEMORY_LIMIT
 load_box = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 store_box = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier
+_descriptor = gl.shared_memory_descriptor
+reinterpret = getattr(_descriptor, "reinterpret", None) or _descriptor._reinterpret
 
 # Named barriers, from the first that Triton leaves alone: one for each consumer's turn, then one
 # for each stage of k, and of v.
@@ -286,3 +289,42 @@ def out_in_q(spec: AttentionSpec, config: SpecializedConfig) -> bool:
     """Return True if the output's tiles have to lie where the queries' were."""
     columns, columns_v = (sum(sm90.column_pieces(d)) for d in (spec.head_dim, spec.head_dim_v))
     return columns == columns_v and not room_for(spec, config, 1)
+
+
+@gluon.jit
+def load_pieces(maps, tile, slot, batch, head, row, full, SIZE: gl.constexpr):
+    """Load the rows from `row` on to a tile; `full` expects their bytes already."""
+    for i in gl.static_range(num_pieces(SIZE)):
+        load_box(maps[i], [batch, head, row, piece_start(SIZE, i)], full, tile[i].index(slot))
+
+
+@gluon.jit
+def allocate_row(COUNT: gl.constexpr, SIZE: gl.constexpr):
+    """Allocate COUNT rows of SIZE float32 values, each of which one TMA instruction fills."""
+    return gl.allocate_shared_memory(gl.float32, [COUNT, 1, SIZE], row_layout())
+
+
+@triton.constexpr_function
+def row_layout():
+    """Return the layout of a row in shared memory."""
+    return gl.NVMMASharedLayout(0, 32, 2)
+
+
+@gluon.jit
+def read_row(row, slot, LAYOUT: gl.constexpr):
+    """Read a row as one of the columns of a tensor with this layout."""
+    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    x = reinterpret(row.index(slot), gl.float32, [row.shape[2]], flat)
+    return x.load(gl.SliceLayout(0, LAYOUT))
+
+
+def row_map(operand: int, layout: Layout, size: int) -> TensorMap:
+    """Return the descriptor of rows of `size` values, which a float32 operand is cut into."""
+    shape = [math.prod(layout.shape) // size, size]
+    fields = {
+        "shape": shape,
+        "strides": [size, 1],
+        "block_shape": [1, size],
+        "layout": row_layout(),
+    }
+    return TensorMap(operand, fields)
