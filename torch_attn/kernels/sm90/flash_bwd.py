@@ -415,8 +415,8 @@ def flash_bwd_dkdv_kernel(
     `flash_bwd_dkdv_kernel`.
 
     dq_sum_ptr: None, or dq's float32 sums in the order of `_add_dq`, zero at first, to which the
-    program adds ds·k. Both consumers write dsᵀ to shared memory then, and each multiplies a part of
-    ds·k over all of the tile's keys.
+    program adds ds·k. Both consumers write dsᵀ to shared memory then, and each multiplies some
+    columns of ds·k over all of the tile's keys: BLOCK_Q is 64.
     """
     dtype: gl.constexpr = q.dtype
     gl.static_assert(BLOCK_KV == 128)
@@ -955,7 +955,7 @@ def flash_bwd(
     spec: AttentionSpec,
     backend: Backend,
 ) -> FlashOperands[Tensor]:
-    """Launch the kernels of the backward: with a kernel for dq unless the tables have one for all.
+    """Launch the kernels of the backward, those for which the tables have a row.
 
     Args:
         dout: [B, Sq, Hq, Dv], strides that TMA takes, as the operands'.
