@@ -213,6 +213,8 @@ def _full_changes() -> Iterator[Change]:
     )  # fmt: skip
     for (seq_q, seq_kv), (mask, causal) in product(lengths, masks):
         yield f"{seq_q}x{seq_kv}{mask}", {"seq_q": seq_q, "seq_kv": seq_kv, **causal}
+    for d, (mask, causal) in product((16, 40, 64, 128), masks):  # dq summed in any order
+        yield f"130x2100-d{d}{mask}", {"seq_q": 130, "seq_kv": 2100, "head_dim": d, **causal}
     for window in ((0, 0), (17, 0), (100, 60), (None, 40), (200, None), (0, None), (None, 0)):
         name = f"window-{window[0]}-{window[1]}"
         yield name, {"window_size": window, "seq_q": 401}

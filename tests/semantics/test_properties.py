@@ -58,7 +58,8 @@ def equal(a: Tensors, b: Tensors) -> bool:
 @given(case=any_case, seed=st.integers(0, 1000))
 @example(case=no_full_tiles, seed=440)
 def test_any_problem_is_within_budget(side, implementation, torch_device, case, seed):
-    assume(implementation not in EXPLICIT or case.dtype != "float32")
+    is_taken = case.dtype != "float32" and case.seq_kv >= 16
+    assume(implementation not in EXPLICIT or is_taken)
     inputs = make_inputs(replace(case, name=f"any-{seed}"), torch_device)
     got = attention(side, inputs, implementation=implementation, **case.options)
     assert_within_budget(got, inputs, case.spec)
