@@ -7,6 +7,7 @@ import re
 from functools import partial
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -22,7 +23,7 @@ REASON = FAMILY.supports("flash_fwd", SPEC, "sm90")
 if REASON is not None:
     pytest.skip(REASON, allow_module_level=True)
 
-from pallas_attn.kernels.sm90 import launch  # noqa: E402
+from pallas_attn.kernels.sm90 import flash_bwd, launch  # noqa: E402
 from pallas_attn.kernels.sm90.launch import make_schedule  # noqa: E402
 from pallas_attn.kernels.sm90.pipeline import piece_widths  # noqa: E402
 
@@ -107,17 +108,65 @@ def test_under_shard_map_and_scan():
     assert kernels(lower(scanned, *layers)) == ["mosaic_gpu_v2"]
 
 
-def test_the_backward_is_another_familys():
-    def gradients(attention, *qkv):
-        out, pullback = jax.vjp(attention, *qkv)
-        return pullback(out)
+def gradients(attention, *qkv):
+    out, pullback = jax.vjp(attention, *qkv)
+    return pullback(out)
 
+
+@pytest.mark.parametrize(
+    ("operands", "deterministic", "options"),
+    [
+        (arrays(64, seq_kv=2048), False, {"causal": True}),
+        (arrays(64, 128, seq_kv=2049), False, {"scale": -0.1}),
+        (arrays(96, seq_kv=2050), False, {"window_size": (30, 20)}),
+        (arrays(64, 128, seq_kv=16), False, {}),
+        (arrays(128, seq_q=304, seq_kv=304), True, {"softcap": 5.0}),
+        (arrays(72, 40, seq_q=131, dtype="float16"), True, {}),
+    ],
+)
+def test_the_backward_is_lowered(operands, deterministic, options):
+    """A kernel of its own for dq, or from 2048 keys on its sums from the kernel of dk and dv."""
+    function = partial(attention, deterministic=deterministic, **options)
+    text = lower(partial(gradients, function), *operands)
+    has_sums = not deterministic and operands[1].shape[1] >= 2048
+    assert kernels(text) == ["mosaic_gpu_v2"] * (2 if has_sums else 3)
+
+
+def test_the_backward_under_vmap():
+    batched = [jax.ShapeDtypeStruct((3, *x.shape), x.dtype) for x in arrays(64, seq_kv=2048)]
+    text = lower(partial(gradients, jax.vmap(attention)), *batched)
+    assert kernels(text) == ["mosaic_gpu_v2"] * 2
+
+
+def test_the_backward_of_large_heads_is_another_familys():
     with use_target("sm90"):
-        traced = jax.jit(partial(gradients, flash_attention)).trace(*arrays(64))
+        traced = jax.jit(partial(gradients, flash_attention)).trace(*arrays(136))
         names = re.findall(r"\bname=(flash_(?:fwd|bwd)\w*)", str(traced.jaxpr))
         assert names == ["flash_fwd", "flash_bwd_preprocess", "flash_bwd_dq", "flash_bwd_dkdv"]
-        with pytest.raises(NotImplementedError, match="it has no backward yet"):
-            jax.jit(partial(gradients, attention)).trace(*arrays(64))
+        with pytest.raises(NotImplementedError, match="its backward takes heads of at most 128"):
+            jax.jit(partial(gradients, attention)).trace(*arrays(136))
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("head_dim", range(16, 129, 8))
+def test_every_head_size_of_the_backward_fits(head_dim, deterministic, monkeypatch):
+    checked = []
+    monkeypatch.setattr(flash_bwd, "check_memory", lambda *args: checked.append(args))
+
+    def kernel(*args, out_type, **options):
+        return lambda *operands: [jnp.zeros(x.shape, x.dtype) for x in out_type]
+
+    monkeypatch.setattr(launch.plgpu, "kernel", kernel)
+    function = partial(gradients, partial(attention, deterministic=deterministic))
+    with use_target("sm90"):
+        for sizes in ((head_dim,), (head_dim, 128), (128, head_dim)):
+            operands = arrays(*sizes, seq_kv=2048)
+            jax.jit(function).trace(*operands)
+    assert {name for name, *_ in checked} == (
+        {"flash_bwd_dq", "flash_bwd_dkdv"} if deterministic else {"flash_bwd_fused"}
+    )
+    for arguments in checked:
+        launch.check_memory(*arguments)
 
 
 @pytest.mark.parametrize("head_dim", range(16, 257, 8))
@@ -139,6 +188,9 @@ def test_what_does_not_fit_is_refused():
     refused = pytest.raises(NotImplementedError, match="flash_fwd: expected at most 232448 bytes")
     with use_configs({"flash_fwd": {"num_stages": 9}}), refused:
         lower(attention, *arrays(128))
+    refused = pytest.raises(NotImplementedError, match="flash_bwd_fused: expected at most 232448 b")
+    with use_configs({"flash_bwd_fused": {"num_stages": 9}}), refused:
+        lower(partial(gradients, attention), *arrays(128, seq_kv=2048))
 
 
 @pytest.mark.parametrize(

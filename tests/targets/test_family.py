@@ -105,6 +105,8 @@ def test_dq_has_a_kernel_of_its_own_where_that_is_faster():
     ):  # fmt: skip
         spec = replace(SPEC, seq_kv=seq_kv, deterministic=deterministic)
         assert backend.configs(spec).keys() == {"flash_fwd", "flash_bwd_preprocess", *kernels}
+        found = Backend(FAMILIES["pallas_attn"][1], "sm90").configs(spec).keys()
+        assert found == {"flash_fwd", *kernels} - {"flash_bwd_postprocess"}  # XLA's
 
 
 def test_a_triton_without_gluon_is_a_reason(monkeypatch):
@@ -140,8 +142,14 @@ def test_a_jax_without_mosaic_gpu_is_a_reason(monkeypatch):
         assert chosen == (Backend(mosaic, "sm80"), ())
         said = described("pallas_attn", "sm80", spec)
         assert (said.implementation, [*said.configs]) == ("mosaic", ["flash_fwd", *backward])
-    chosen = choose("pallas_attn", None, "flash_fwd", SPEC, "sm90", True)
-    assert chosen == (Backend(sm90, "sm90"), ("mosaic: its kernels are for SM80",))
+    other = "mosaic: its kernels are for SM80"
+    for operation in ("flash_fwd", "flash_bwd"):
+        chosen = choose("pallas_attn", None, operation, SPEC, "sm90", True)
+        assert chosen == (Backend(sm90, "sm90"), (other,))
+    large = replace(SPEC, head_dim_v=136)
+    chosen = choose("pallas_attn", None, "flash_bwd", large, "sm90", True)
+    refused = "mosaic: its backward takes heads of at most 128"
+    assert chosen == (Backend(triton, "sm90"), (other, refused))
     imported.clear()
     monkeypatch.setattr(family, "version", lambda name: "0.9.2")
     old = "its kernels need jax 0.11 or newer, not 0.9.2"

@@ -7,7 +7,7 @@ the family then has a reason not to run.
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 
@@ -35,8 +35,8 @@ _arch_of_device = mgpu_utils._infer_arch
 
 
 @dataclass(frozen=True, kw_only=True)
-class SM80Params(plgpu.CompilerParams):
-    """Compiler parameters of a kernel that is lowered for SM80, whatever the device is.
+class AliasingParams(plgpu.CompilerParams):
+    """Compiler parameters of a kernel whose outputs may take the memory of inputs.
 
     Attributes:
         num_aliased: the last inputs, whose memory the last outputs take. Can go when
@@ -44,6 +44,11 @@ class SM80Params(plgpu.CompilerParams):
     """
 
     num_aliased: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class SM80Params(AliasingParams):
+    """Compiler parameters of a kernel that is lowered for SM80, whatever the device is."""
 
 
 @contextmanager
@@ -63,12 +68,12 @@ def _lower(ctx, *operands, **params):
     if params["interpret"]:
         return _mpmd_map_fallback_lowering(ctx, *operands, **params)
     compiler_params = params["compiler_params"]
-    if not isinstance(compiler_params, SM80Params):
+    if not isinstance(compiler_params, AliasingParams):
         return _mpmd_map_mgpu_lowering(ctx, *operands, **params)
     last = range(-compiler_params.num_aliased, 0)
     aliases = {len(ctx.avals_in) + i: len(ctx.avals_out) + i for i in last}
     params["input_output_aliases"] = aliases
-    with _sm80():
+    with _sm80() if isinstance(compiler_params, SM80Params) else nullcontext():
         return _mpmd_map_mgpu_lowering(ctx, *operands, **params)
 
 

@@ -20,6 +20,7 @@ from twin_attention.contract.operands import FlashOperands
 from twin_attention.contract.spec import AttentionSpec
 from twin_attention.contract.validate import fail
 from twin_attention.targets.family import Backend
+from twin_attention.targets.kernels import KernelConfig
 from twin_attention.targets.target import SHARED_MEMORY_LIMIT
 
 # Registers of a thread of a consumer and of the producer, by the number of consumer warpgroups.
@@ -59,12 +60,9 @@ def launch(
         NotImplementedError: the configuration does not fit the device's shared memory.
     """
     config = backend.configs(spec)[name]
-    limit = SHARED_MEMORY_LIMIT["sm90"]
-    shares_memory = _size(scratch(config, False)) > limit
+    shares_memory = _size(scratch(config, False)) > SHARED_MEMORY_LIMIT["sm90"]
     memory = scratch(config, shares_memory)
-    if _size(memory) > limit:
-        expected = f"at most {limit} bytes of shared memory on {backend.target}"
-        fail(NotImplementedError, name, expected, f"{_size(memory)} with {config}")
+    check_memory(name, memory, config)
     arguments = flash_arguments(spec) | vars(config) | {"group_size": spec.group_size}
     schedule = make_schedule(spec, config.block_q, config.block_kv, num_sms(backend.target))
     inputs = [x for x in operands if x is not None]
@@ -96,6 +94,23 @@ def launch(
             reduction_scratch_bytes=0,
         ),
     )(*inputs, jnp.asarray(schedule))
+
+
+def check_memory(name: str, memory: Any, config: KernelConfig) -> None:
+    """Refuse what does not fit a program's shared memory.
+
+    Args:
+        name: the kernel's.
+        memory: types of what a program has there.
+        config: the kernel's configuration.
+
+    Raises:
+        NotImplementedError: the memory is too large.
+    """
+    limit = SHARED_MEMORY_LIMIT["sm90"]
+    if _size(memory) > limit:
+        expected = f"at most {limit} bytes of shared memory on sm90"
+        fail(NotImplementedError, name, expected, f"{_size(memory)} with {config}")
 
 
 def _size(memory: Any) -> int:

@@ -62,7 +62,7 @@ def padded_columns(size: int) -> int:
     return sum(piece_widths(size, False))
 
 
-def tile_views(dtype, shape, size, is_whole):
+def tile_views(dtype, shape, size, is_whole, widths=None):
     """Return the types of tiles in shared memory: as TMA sees their pieces, and as wgmma does.
 
     Args:
@@ -70,9 +70,10 @@ def tile_views(dtype, shape, size, is_whole):
         shape: (rows,) or (count, rows).
         size: elements of a row.
         is_whole: see `is_whole`.
+        widths: columns of the pieces; `piece_widths` if None.
     """
     copied, multiplied = [], []
-    for width in piece_widths(size, is_whole):
+    for width in widths or piece_widths(size, is_whole):
         block = min(width, 64)
         tiling, swizzle = plgpu.TilingTransform((8, block)), plgpu.SwizzleTransform(2 * block)
         multiplied.append(plgpu.SMEM((*shape, width), dtype, transforms=(tiling, swizzle)))
