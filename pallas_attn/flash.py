@@ -81,10 +81,10 @@ def flash_attention(
             order, which is faster where the kernels can. None: as
             ``--xla_gpu_deterministic_ops`` in ``XLA_FLAGS`` says.
         return_lse: return the log-sum-exp of the scores as well. It is differentiable.
-        implementation: "mosaic" (explicit kernels for SM80, and for SM90 the forward; from jax 0.11
-            on), "triton" (Pallas kernels in the Triton lowering; on a CPU in the Pallas
-            interpreter), "reference" (plain JAX in float32, O(Sq · Skv) memory), or None: the
-            fastest kernels for the problem on a CUDA device, the reference elsewhere.
+        implementation: "mosaic" (explicit kernels for SM80 and SM90; from jax 0.11 on), "triton"
+            (Pallas kernels in the Triton lowering; on a CPU in the Pallas interpreter), "reference"
+            (plain JAX in float32, O(Sq · Skv) memory), or None: the fastest kernels for the problem
+            on a CUDA device, the reference elsewhere.
 
     Returns:
         out [B, Sq, Hq, Dv] in q's dtype; with `return_lse` the pair (out, lse), lse [B, Hq, Sq]
