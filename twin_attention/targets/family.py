@@ -104,7 +104,6 @@ def _mosaic_sm90_supports(operation: str, spec: Spec, target: str | None) -> str
     """
     return (
         sm90.supports(operation, spec, target)
-        or ("it has no backward yet" if operation == "flash_bwd" else None)
         or _older_jax()
         or _import_error(f"pallas_attn.kernels.sm90.{operation}")
     )
