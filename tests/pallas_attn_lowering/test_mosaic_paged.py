@@ -109,6 +109,12 @@ def test_decode_is_lowered(case, target):
     assert found == ["mosaic_gpu_v2"] * (1 if case.num_splits == 1 else 2)
 
 
+def test_decode_in_64_bit_mode():
+    with jax.enable_x64(True):
+        found = kernels(lower(mosaic(paged_decode), **operands(CASES[0])))
+    assert set(found) == {"mosaic_gpu_v2"}
+
+
 def test_hopper_converts_float8_in_hardware():
     case = replace(CASE, kv_dtype="float8_e4m3fn")
     for target, expected in (("sm90", True), ("sm80", False)):

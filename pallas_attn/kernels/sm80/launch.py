@@ -78,7 +78,7 @@ def launch(
     threads: dict[str, Any] = {}
     if warpgroups > 1:
         threads = {"num_threads": warpgroups, "thread_name": "warpgroup"}
-    return plgpu.kernel(
+    call = plgpu.kernel(
         body,
         out_type=outputs,
         scratch_types=tuple(x for x in scratch if x is not None),
@@ -94,7 +94,9 @@ def launch(
             num_aliased=len(in_place),
         ),
         **threads,
-    )(*inputs, *in_place)
+    )
+    with jax.enable_x64(False):  # a kernel's integers have 32 bits
+        return call(*inputs, *in_place)
 
 
 def fitting_config(
