@@ -9,13 +9,21 @@ from torch_attn.kernels.portable.softmax import LOG2E
 @gluon.jit
 def scaled_scores(s, rule):
     """Scale products q·k where the exponent cannot do it, and cap them."""
-    if rule.softcap is not None:
-        # tanh(x) = 1 - 2 / (1 + exp(2x)): a score of 0 is off by softcap · 1e-7, as its sum is.
-        e = gl.exp2(s * (rule.scale / rule.softcap * (2 * LOG2E)))
-        s = rule.softcap - 2 * rule.softcap * _reciprocal(1.0 + e)
-    elif rule.scale_first:
+    if rule.scale_first:
         s = s * rule.scale
+    if rule.softcap is not None:
+        s = rule.softcap * _tanh(s * (1.0 / rule.softcap))
     return s
+
+
+@gluon.jit
+def _tanh(x):
+    """Compute tanh as `portable.scores.tanh`, with a reciprocal in place of its division."""
+    e = gl.exp2(gl.abs(x) * (-2.0 * LOG2E))
+    ratio = (1.0 - e) * _reciprocal(1.0 + e)
+    x2 = x * x
+    series = x * (1.0 + x2 * (-1.0 / 3.0 + x2 * (2.0 / 15.0 - x2 * (17.0 / 315.0))))
+    return gl.where(gl.abs(x) < 0.15, series, gl.where(x < 0, -ratio, ratio))
 
 
 @gluon.jit
