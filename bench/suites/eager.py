@@ -82,11 +82,15 @@ def _cases() -> tuple[list[FlashCase], list[FlashCase]]:
 
 def _factories(targets: Sequence[str], case: FlashCase) -> FlashFactories:
     twins = ours.flash_factories(targets, compiling=False)
-    torch_twin = {s: factory for s, factory in twins.items() if s.implementation == "torch triton"}
+    # Those of every dtype.
+    jax_twin, torch_twin = (
+        {s: factory for s, factory in twins.items() if s.implementation == name}
+        for name in ("jax triton", "torch triton")
+    )
     eager = {Subject("eager"): FLASH["eager"]}
     if not case.causal:
         return torch_twin | eager
     eager[Subject("SDPA")] = torch_peers.sdpa_by_default
     if case.seq_q not in JAX_LENGTHS[case.head_dim]:
         return torch_twin | eager
-    return twins | eager | {Subject("jax.nn XLA"): FLASH["jax.nn XLA"]}
+    return torch_twin | jax_twin | eager | {Subject("jax.nn XLA"): FLASH["jax.nn XLA"]}
