@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from interop.exchange import to_jax
 from interop.parity import sides
+from interop.parity.cases import Case
 from interop.parity.inputs import Tensors
 from torch_attn.targets import target_of
 
@@ -80,11 +81,20 @@ class PallasSide(sides.PallasSide):
 EXPLICIT = ("gluon", "mosaic")  # families of some problems alone
 
 
+def _target() -> str | None:
+    return target_of(torch.device("cuda")) if torch.cuda.is_available() else None
+
+
 def _implementations() -> tuple[str, ...]:
     """Return the implementations that tests run here: explicit kernels on their target alone."""
-    target = target_of(torch.device("cuda")) if torch.cuda.is_available() else None
-    subjects = sides.plan(("reference", "triton", *EXPLICIT), (target,))[0]
+    subjects = sides.plan(("reference", "triton", *EXPLICIT), (_target(),))[0]
     return tuple(dict.fromkeys(subject.implementation for subject in subjects))
+
+
+def takes(side: Side, implementation: str, case: Case) -> bool:
+    """Return True if an implementation has a case's problem, forward and backward."""
+    subject = sides.Subject(side.api.__name__, implementation, _target())
+    return sides.supports(subject, case)
 
 
 IMPLEMENTATIONS = _implementations()

@@ -13,7 +13,7 @@ import torch_attn
 from interop.parity.cases import FlashCase
 from interop.parity.inputs import Tensors, make_inputs
 from tests.oracle import assert_twins, assert_within_budget
-from tests.sides import EXPLICIT, attention
+from tests.sides import attention, takes
 from twin_attention.contract.spec import AttentionSpec
 from twin_attention.targets import family
 
@@ -58,8 +58,7 @@ def equal(a: Tensors, b: Tensors) -> bool:
 @given(case=any_case, seed=st.integers(0, 1000))
 @example(case=no_full_tiles, seed=440)
 def test_any_problem_is_within_budget(side, implementation, torch_device, case, seed):
-    is_taken = case.dtype != "float32" and case.seq_kv >= 16
-    assume(implementation not in EXPLICIT or is_taken)
+    assume(takes(side, implementation, case))
     inputs = make_inputs(replace(case, name=f"any-{seed}"), torch_device)
     got = attention(side, inputs, implementation=implementation, **case.options)
     assert_within_budget(got, inputs, case.spec)
