@@ -20,14 +20,11 @@ MOST_JOBS = {"cuda": 14, "cpu": 4}
 def compile_quickly() -> None:
     """Ask XLA for little optimisation where there is no GPU; call it before JAX's first operation.
 
-    An interpreted kernel runs once or twice, and takes longer to compile than to run. XLA dies of a
-    flag that it does not know, so the one that jax 0.11 has dropped is for 0.10 alone.
+    An interpreted kernel runs once or twice, and takes longer to compile than to run.
     """
     if not torch.cuda.is_available():
-        quick = ["--xla_backend_optimization_level=0"]
-        if jax.__version_info__[:2] == (0, 10):
-            quick.append("--xla_cpu_use_fusion_emitters=false")  # compiles in half the time
-        os.environ["XLA_FLAGS"] = " ".join([*quick, os.environ.get("XLA_FLAGS", "")]).rstrip()
+        flags = os.environ.get("XLA_FLAGS", "")
+        os.environ["XLA_FLAGS"] = f"--xla_backend_optimization_level=0 {flags}".rstrip()
 
 
 def choose_device() -> str:
