@@ -21,7 +21,7 @@ SIGNATURE = {
 
 
 class Utilities:
-    """What encodes descriptors, in a version's name for it, and what launches."""
+    """Stand in for Triton's functions that encode descriptors and launch, by their names."""
 
     def __init__(self):
         self.encoded = []

@@ -955,7 +955,7 @@ def flash_bwd(
     spec: AttentionSpec,
     backend: Backend,
 ) -> FlashOperands[Tensor]:
-    """Launch the kernels of the backward, those for which the tables have a row.
+    """Launch the kernels of the backward: those that the problem has configurations for.
 
     Args:
         dout: [B, Sq, Hq, Dv], strides that TMA takes, as the operands'.
@@ -970,17 +970,7 @@ def flash_bwd(
     dq, dk, dv = (empty(tuple(x.shape), x.dtype, x.device) for x in (q, k, v))
     inputs = (q, k, v, dout, lse2, delta)
     # Four warps are one consumer; Triton adds those of the other parts.
-    if "flash_bwd_dq" in backend.configs(spec):
-        tensors = (*inputs, dk, dv, None)
-        launch(
-            "flash_bwd_dkdv", flash_bwd_dkdv_kernel, _prepare_dkdv, tensors, spec, backend,
-            num_warps=4,
-        )  # fmt: skip
-        tensors = (*inputs, dq)
-        launch(
-            "flash_bwd_dq", flash_bwd_dq_kernel, _prepare_dq, tensors, spec, backend, num_warps=4
-        )
-    else:
+    if "flash_bwd_fused" in backend.configs(spec):
         shape = (*lse2.shape, sum_columns(spec.head_dim))
         dq_sum = empty(shape, torch.float32, q.device).zero_()
         tensors = (*inputs, dk, dv, dq_sum)
@@ -992,6 +982,16 @@ def flash_bwd(
             "flash_bwd_postprocess", flash_bwd_postprocess_kernel, _prepare_postprocess,
             (dq_sum, dq), spec, backend,
         )  # fmt: skip
+    else:
+        tensors = (*inputs, dk, dv, None)
+        launch(
+            "flash_bwd_dkdv", flash_bwd_dkdv_kernel, _prepare_dkdv, tensors, spec, backend,
+            num_warps=4,
+        )  # fmt: skip
+        tensors = (*inputs, dq)
+        launch(
+            "flash_bwd_dq", flash_bwd_dq_kernel, _prepare_dq, tensors, spec, backend, num_warps=4
+        )
     return FlashOperands(dq, dk, dv, sinks_gradient(operands.sinks, lse2, delta))
 
 
