@@ -47,6 +47,12 @@ def side(request: pytest.FixtureRequest, torch_device: str) -> Side:
     return SIDES[request.param](torch_device)
 
 
+@pytest.fixture(scope="session", params=SIDES)
+def bitwise_side(request: pytest.FixtureRequest, torch_device: str) -> Side:
+    """Each side, compiled so that a kernel gives the same bits in every program."""
+    return SIDES[request.param](torch_device, bitwise=True)
+
+
 @pytest.fixture(scope="session", params=IMPLEMENTATIONS)
 def implementation(request: pytest.FixtureRequest) -> str:
     """Each implementation that this machine runs; on a CPU "triton" is interpreted."""
@@ -60,7 +66,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         arguments = item.callspec.params if hasattr(item, "callspec") else {}
         asked = arguments.get("implementation", arguments.get("by"))
         own = "pallas_attn" if "/pallas_attn/" in item.nodeid else "torch_attn"
-        package = arguments.get("side", own)
+        package = arguments.get("side", arguments.get("bitwise_side", own))
         has_it = asked not in IMPLEMENTATIONS or asked in (x.name for x in FAMILIES[package])
         if asked in EXPLICIT:
             decodes = "paged" in (x.folder for x in FAMILIES[package] if x.name == asked)

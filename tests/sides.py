@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from interop.exchange import to_jax
 from interop.parity import sides
 from interop.parity.cases import Case
+from interop.parity.environment import BITWISE
 from interop.parity.inputs import Tensors
 from torch_attn.targets import target_of
 
@@ -24,8 +25,8 @@ class TorchSide(sides.TorchSide):
 
     tensor = "a torch.Tensor"  # as its messages call one
 
-    def __init__(self, device: str) -> None:
-        self.device = device
+    def __init__(self, device: str, bitwise: bool = True) -> None:
+        self.device = device  # an interpreted kernel has the same bits in any case
 
     def call(self, name: str, operands: Tensors, *gradients: Any, **options: Any):
         if name == "flash_attention":
@@ -54,8 +55,10 @@ class PallasSide(sides.PallasSide):
 
     tensor = "a jax.Array"
 
-    def __init__(self, device: str) -> None:
+    def __init__(self, device: str, bitwise: bool = False) -> None:
         self.device = device
+        if bitwise and device == "cpu":
+            self.compiler_options = BITWISE
 
     def share(self, tensors: Tensors) -> dict[str, Any]:
         """Copy, since a test's tensors may be views of any alignment."""

@@ -140,6 +140,7 @@ class PallasSide:
     """pallas_attn on torch tensors, jitted. An object keeps what it has compiled."""
 
     api = pallas_attn
+    compiler_options: dict[str, bool] = {}  # noqa: RUF012 - of `jax.jit`; never changed
 
     def share(self, tensors: Tensors) -> dict[str, Any]:
         """Return tensors as JAX arrays of the same memory, or copies of views with strides."""
@@ -158,7 +159,8 @@ class PallasSide:
     @cache  # noqa: B019 - for as long as the side lives
     def _compile(self, name: str, operands: tuple[str, ...], both: bool, options: Any) -> Attend:
         attend = _by_position(partial(getattr(self.api, name), **dict(options)), operands)
-        return jax.jit(_with_gradients(attend) if both else lambda _, *arrays: attend(*arrays))
+        call = _with_gradients(attend) if both else lambda _, *arrays: attend(*arrays)
+        return jax.jit(call, compiler_options=self.compiler_options or None)
 
 
 Side = TorchSide | PallasSide
