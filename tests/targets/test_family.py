@@ -214,15 +214,6 @@ def test_an_explanation_names_what_was_passed_over(fast):
     assert said[2].startswith("  flash_fwd: FlashConfig(")
 
 
-def test_gluon_leaves_the_backward_of_a_softcap_on_sm90():
-    capped = replace(SPEC, softcap=5.0)
-    said = described("torch_attn", "sm90", capped)
-    assert (said.implementation, [*said.configs]) == ("gluon", ["flash_fwd"])
-    assert said.backward.startswith("triton (")
-    assert "not gluon: its backward has no softcap" in said.backward
-    assert described("torch_attn", "sm90", SPEC).backward is None
-
-
 def test_a_backward_may_be_another_familys(fast, monkeypatch):
     forward = Family("fast", "torch_attn", "sm80", supports=forward_alone)
     monkeypatch.setitem(family.FAMILIES, "torch_attn", (forward, TRITON, REFERENCE))

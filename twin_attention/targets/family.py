@@ -15,7 +15,6 @@ from importlib import import_module
 from importlib.metadata import version
 from typing import Any, NamedTuple
 
-from twin_attention.contract.spec import AttentionSpec
 from twin_attention.contract.validate import fail
 from twin_attention.targets import paged, sm80, sm90
 from twin_attention.targets.config import current_configs, smaller_configs
@@ -79,11 +78,9 @@ def _gluon_sm80_supports(operation: str, spec: Spec, target: str | None) -> str 
 
 def _gluon_sm90_supports(operation: str, spec: Spec, target: str | None) -> str | None:
     """Support what the SM90 kernels cover, with a Triton whose Gluon has the names they use."""
-    if reason := sm90.supports(operation, spec, target):
-        return reason
-    if operation == "flash_bwd" and isinstance(spec, AttentionSpec) and spec.softcap is not None:
-        return "its backward has no softcap"  # dq was wrong with a window as well
-    return _import_error(f"torch_attn.kernels.sm90.{operation}")
+    return sm90.supports(operation, spec, target) or _import_error(
+        f"torch_attn.kernels.sm90.{operation}"
+    )
 
 
 def _mosaic_sm80_supports(operation: str, spec: Spec, target: str | None) -> str | None:

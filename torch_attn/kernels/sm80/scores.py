@@ -12,6 +12,8 @@ def visible_scores(s, position, key, end, rule, window_left, window_right, MASKE
 
     Returns (s, dcap): the scores and the derivative of the cap, 1 without one.
     """
+    # As a tensor it would be a branch, and Triton 3.6 has kept the side without the product.
+    gl.static_assert(not isinstance(rule.scale_first, gl.tensor))
     if rule.scale_first:
         s = s * rule.scale
     dcap = 1.0

@@ -131,15 +131,15 @@ def flash_bwd_dq_kernel(
     stores = (dq, dq_1, dq_2)
     rows = (lse2_ptr, delta_ptr)
     problem = (seq_q, seq_kv, diagonal, heads_q, num_items, alternate)
-    # Constants, and what may be None, stand in the calls: they become tensors in a variable.
+    # Constants, and what may be None, stand in the calls: variables would make tensors of them.
     gl.warp_specialize(
         [
             (_consume_keys, (
-                tiles, barriers, rows, stores, problem, (rule, window_left, window_right),
+                tiles, barriers, rows, stores, problem, rule, window_left, window_right,
                 0, HEAD_DIM, HEAD_DIM_V, EDGES,
             )),
             (_consume_keys, (
-                tiles, barriers, rows, stores, problem, (rule, window_left, window_right),
+                tiles, barriers, rows, stores, problem, rule, window_left, window_right,
                 1, HEAD_DIM, HEAD_DIM_V, EDGES,
             )),
             (_produce_keys, (
@@ -243,7 +243,9 @@ def _consume_keys(
     rows_of,
     stores,
     problem,
-    options,
+    rule,
+    window_left,
+    window_right,
     CONSUMER: gl.constexpr,
     HEAD_DIM: gl.constexpr,
     HEAD_DIM_V: gl.constexpr,
@@ -254,7 +256,6 @@ def _consume_keys(
     q_full, do_full, q_read, k_full, v_full = barriers
     seq_q, seq_kv, diagonal, heads_q, num_items, _alternate = problem
     lse2_ptr, delta_ptr = rows_of
-    rule, window_left, window_right = options
     NUM_STAGES: gl.constexpr = k_tile[0].shape[0]
     BLOCK_KV: gl.constexpr = k_tile[0].shape[3]
     dtype: gl.constexpr = q_tile[0].dtype
@@ -285,8 +286,9 @@ def _consume_keys(
         s = warpgroup_mma_wait(num_pieces(HEAD_DIM_V), deps=(s,))
         key = step_start(0, begin, before, full, after, BLOCK_KV)
         p = _probabilities(
-            s, position[:, None], key, lse2[:, None], seq_kv, options, EDGES, BLOCK_KV
-        )
+            s, position[:, None], key, lse2[:, None], seq_kv, rule, window_left, window_right,
+            EDGES, BLOCK_KV,
+        )  # fmt: skip
         dp = warpgroup_mma_wait(0, deps=(dp,))
         arrive(V_READ + slot, READERS)
         ds = pack(p * (dp - delta[:, None]), dtype)
@@ -316,8 +318,9 @@ def _consume_keys(
                 s = warpgroup_mma_wait(num_pieces(HEAD_DIM_V), deps=(s,))
                 key = step_start(index, begin, before, full, after, BLOCK_KV)
                 p = _probabilities(
-                    s, position[:, None], key, lse2[:, None], seq_kv, options, masked, BLOCK_KV
-                )
+                    s, position[:, None], key, lse2[:, None], seq_kv, rule, window_left,
+                    window_right, masked, BLOCK_KV,
+                )  # fmt: skip
                 # This wait passes at once. Its branch keeps ptxas from moving the next one up.
                 mbarrier.wait(v_full.index(slot), step // NUM_STAGES & 1)
                 dp = warpgroup_mma_wait(0, deps=(dp,))
@@ -346,10 +349,18 @@ def _consume_keys(
 
 @gluon.jit
 def _probabilities(
-    s, position, start_kv, lse2, end, options, MASKED: gl.constexpr, BLOCK_KV: gl.constexpr
+    s,
+    position,
+    start_kv,
+    lse2,
+    end,
+    rule,
+    window_left,
+    window_right,
+    MASKED: gl.constexpr,
+    BLOCK_KV: gl.constexpr,
 ):
     """Return p ∘ dcap, the factor of dp - delta in ds. Queries are rows."""
-    rule, window_left, window_right = options
     key = start_kv + gl.arange(0, BLOCK_KV, gl.SliceLayout(0, s.type.layout))
     s, dcap = visible_scores(
         s, position, key[None, :], end, rule, window_left, window_right, MASKED
@@ -443,15 +454,15 @@ def flash_bwd_dkdv_kernel(
     loads = ((k, k_1, k_2), (v, v_1, v_2), (q, q_1, q_2), (dout, dout_1, dout_2), lse2, delta)
     stores = ((dk, dk_1, dk_2), (dv, dv_1, dv_2))
     problem = (seq_q, seq_kv, diagonal, heads_q, num_items, alternate)
-    # Constants, and what may be None, stand in the calls: they become tensors in a variable.
+    # Constants, and what may be None, stand in the calls: variables would make tensors of them.
     gl.warp_specialize(
         [
             (_consume_queries, (
-                tiles, barriers, stores, problem, (rule, window_left, window_right, dq_sum_ptr),
+                tiles, barriers, stores, problem, rule, window_left, window_right, dq_sum_ptr,
                 0, GROUP_SIZE, HEAD_DIM, HEAD_DIM_V, EDGES,
             )),
             (_consume_queries, (
-                tiles, barriers, stores, problem, (rule, window_left, window_right, dq_sum_ptr),
+                tiles, barriers, stores, problem, rule, window_left, window_right, dq_sum_ptr,
                 1, GROUP_SIZE, HEAD_DIM, HEAD_DIM_V, EDGES,
             )),
             (_produce_queries, (
@@ -574,7 +585,10 @@ def _consume_queries(
     barriers,
     stores,
     problem,
-    options,
+    rule,
+    window_left,
+    window_right,
+    dq_sum_ptr,
     CONSUMER: gl.constexpr,
     GROUP_SIZE: gl.constexpr,
     HEAD_DIM: gl.constexpr,
@@ -585,7 +599,6 @@ def _consume_queries(
     k_tile, v_tile, q_tile, do_tile, _lse2_row, _delta_row, ds_buffer = tiles
     k_full, v_full, kv_read, q_full, do_full = barriers
     seq_q, seq_kv, diagonal, heads_q, num_items, _alternate = problem
-    rule, window_left, window_right, dq_sum_ptr = options
     FUSED: gl.constexpr = dq_sum_ptr is not None
     NUM_STAGES: gl.constexpr = q_tile[0].shape[0]
     BLOCK_Q: gl.constexpr = q_tile[0].shape[3]

@@ -151,16 +151,16 @@ def flash_fwd_kernel(
     loads = ((q, q_1, q_2), (k, k_1, k_2), (v, v_1, v_2))
     results = ((out, out_1, out_2), lse_ptr)
     problem = (seq_q, seq_kv, diagonal, heads_q, num_items, together)
-    # Constants, and what may be None, stand in the calls: they become tensors in a variable.
+    # Constants, and what may be None, stand in the calls: variables would make tensors of them.
     if NUM_CONSUMERS == 2:
         gl.warp_specialize(
             [
                 (_consume, (
-                    tiles, barriers, results, problem, (rule, window_left, window_right, sinks_ptr),
+                    tiles, barriers, results, problem, rule, window_left, window_right, sinks_ptr,
                     0, BLOCK_Q, HEAD_DIM, HEAD_DIM_V, PING_PONG, EDGES, AHEAD, OUT_IN_Q,
                 )),
                 (_consume, (
-                    tiles, barriers, results, problem, (rule, window_left, window_right, sinks_ptr),
+                    tiles, barriers, results, problem, rule, window_left, window_right, sinks_ptr,
                     1, BLOCK_Q, HEAD_DIM, HEAD_DIM_V, PING_PONG, EDGES, AHEAD, OUT_IN_Q,
                 )),
                 (_produce, (
@@ -175,15 +175,15 @@ def flash_fwd_kernel(
         gl.warp_specialize(
             [
                 (_consume, (
-                    tiles, barriers, results, problem, (rule, window_left, window_right, sinks_ptr),
+                    tiles, barriers, results, problem, rule, window_left, window_right, sinks_ptr,
                     0, BLOCK_Q, HEAD_DIM, HEAD_DIM_V, PING_PONG, EDGES, AHEAD, OUT_IN_Q,
                 )),
                 (_consume, (
-                    tiles, barriers, results, problem, (rule, window_left, window_right, sinks_ptr),
+                    tiles, barriers, results, problem, rule, window_left, window_right, sinks_ptr,
                     1, BLOCK_Q, HEAD_DIM, HEAD_DIM_V, PING_PONG, EDGES, AHEAD, OUT_IN_Q,
                 )),
                 (_consume, (
-                    tiles, barriers, results, problem, (rule, window_left, window_right, sinks_ptr),
+                    tiles, barriers, results, problem, rule, window_left, window_right, sinks_ptr,
                     2, BLOCK_Q, HEAD_DIM, HEAD_DIM_V, PING_PONG, EDGES, AHEAD, OUT_IN_Q,
                 )),
                 (_produce, (
@@ -297,7 +297,10 @@ def _consume(
     barriers,
     results,
     problem,
-    options,
+    rule,
+    window_left,
+    window_right,
+    sinks_ptr,
     CONSUMER: gl.constexpr,
     BLOCK_Q: gl.constexpr,
     HEAD_DIM: gl.constexpr,
@@ -312,7 +315,6 @@ def _consume(
     q_full, q_read, k_full, v_full = barriers
     seq_q, seq_kv, diagonal, heads_q, num_items, _together = problem
     stores, lse_ptr = results
-    rule, window_left, window_right, sinks_ptr = options
     NUM_CONSUMERS: gl.constexpr = BLOCK_Q // 64
     NUM_TILES_Q: gl.constexpr = q_tile[0].shape[0]
     NUM_STAGES: gl.constexpr = k_tile[0].shape[0]

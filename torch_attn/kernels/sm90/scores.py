@@ -9,6 +9,8 @@ from torch_attn.kernels.portable.softmax import LOG2E
 @gluon.jit
 def scaled_scores(s, rule):
     """Scale products q·k where the exponent cannot do it, and cap them."""
+    # As a tensor it would be a branch, and Triton 3.6 has kept the side without the product.
+    gl.static_assert(not isinstance(rule.scale_first, gl.tensor))
     if rule.scale_first:
         s = s * rule.scale
     if rule.softcap is not None:
