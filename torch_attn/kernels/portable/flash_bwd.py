@@ -9,12 +9,11 @@ additions: the result is the same bits every time.
 
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from torch_attn.calls import empty
+from torch_attn.kernels.gradients import make_flash_bwd
 from torch_attn.kernels.portable.scores import add_product, visible_scores
 from torch_attn.kernels.portable.softmax import LOG2E
 from torch_attn.kernels.portable.tiles import (
@@ -36,7 +35,6 @@ from torch_attn.launch import (
     launch,
     stride_arguments,
 )
-from twin_attention.contract.operands import FlashOperands
 from twin_attention.contract.spec import AttentionSpec
 from twin_attention.targets.family import Backend
 
@@ -267,41 +265,6 @@ def flash_bwd_dkdv_kernel(
     store_tile(dv_base, dv, start_kv, seq_kv, dv_row, BLOCK_KV, HEAD_DIM_V)
 
 
-def flash_bwd(
-    dout: Tensor,
-    dlse: Tensor | None,
-    operands: FlashOperands[Tensor],
-    out: Tensor,
-    lse: Tensor,
-    spec: AttentionSpec,
-    backend: Backend,
-) -> FlashOperands[Tensor]:
-    """Launch the three kernels of the backward.
-
-    Args:
-        dout: [B, Sq, Hq, Dv], any strides with a contiguous last dimension.
-        dlse: [B, Hq, Sq] float32, contiguous, or None for zero.
-        operands, out, lse: inputs and outputs of the forward.
-
-    Returns:
-        The gradient of each operand, in its dtype, contiguous.
-    """
-    q, k, v = operands.q, operands.k, operands.v
-    lse2, delta = preprocess(dout, dlse, out, lse, spec, backend)
-    dq, dk, dv = (empty(tuple(x.shape), x.dtype, x.device) for x in (q, k, v))
-    inputs = (q, k, v, dout, lse2, delta)
-    launch("flash_bwd_dq", flash_bwd_dq_kernel, _prepare_dq, (*inputs, dq), spec, backend)
-    launch(
-        "flash_bwd_dkdv",
-        flash_bwd_dkdv_kernel,
-        _prepare_dkdv,
-        (*inputs, dk, dv),
-        spec,
-        backend,
-    )
-    return FlashOperands(dq, dk, dv, sinks_gradient(operands.sinks, lse2, delta))
-
-
 def preprocess(
     dout: Tensor,
     dlse: Tensor | None,
@@ -316,7 +279,7 @@ def preprocess(
         lse2 and delta, [B, Hq, Sq rounded up to ROW_PADDING] float32.
     """
     rows = (spec.batch, spec.heads_q, _padded_rows(spec))
-    lse2, delta = (empty(rows, torch.float32, out.device) for _ in range(2))
+    lse2, delta = (lse.new_empty(rows) for _ in range(2))
     launch(
         "flash_bwd_preprocess",
         flash_bwd_preprocess_kernel,
@@ -326,14 +289,6 @@ def preprocess(
         backend,
     )
     return lse2, delta
-
-
-def sinks_gradient(sinks: Tensor | None, lse2: Tensor, delta: Tensor) -> Tensor | None:
-    """Compute the gradient of the sinks [Hq] from what `preprocess` returns."""
-    if sinks is None:
-        return None
-    p = torch.exp2(sinks[:, None] * LOG2E.value - lse2)
-    return -(p * delta).sum((0, 2))
 
 
 def _prepare_preprocess(call: KernelCall) -> Prepared:
@@ -369,3 +324,8 @@ def _arguments(call: KernelCall) -> dict[str, Any]:
 
 def _padded_rows(spec: AttentionSpec) -> int:
     return triton.cdiv(spec.seq_q, ROW_PADDING.value) * ROW_PADDING.value
+
+
+flash_bwd = make_flash_bwd(
+    preprocess, dq=(flash_bwd_dq_kernel, _prepare_dq), dkdv=(flash_bwd_dkdv_kernel, _prepare_dkdv)
+)

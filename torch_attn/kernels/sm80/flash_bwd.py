@@ -7,14 +7,12 @@ from the kernel of dk and dv, in any order, with five. Dao 2023, FlashAttention-
 
 from typing import Any
 
-import torch
 import triton
-from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from torch_attn.calls import empty
-from torch_attn.kernels.portable.flash_bwd import preprocess, sinks_gradient
+from torch_attn.kernels.gradients import make_flash_bwd, prepare_postprocess
+from torch_attn.kernels.portable.flash_bwd import preprocess
 from torch_attn.kernels.portable.tiles import (
     ROW_PADDING,
     count_tiles,
@@ -43,10 +41,7 @@ from torch_attn.kernels.sm80.pipeline import (
     zeros,
 )
 from torch_attn.kernels.sm80.scores import visible_scores
-from torch_attn.launch import UNSPECIALIZED, KernelCall, Prepared, flash_arguments, launch
-from twin_attention.contract.operands import FlashOperands
-from twin_attention.contract.spec import AttentionSpec
-from twin_attention.targets.family import Backend
+from torch_attn.launch import UNSPECIALIZED, KernelCall, Prepared, flash_arguments
 
 
 @gluon.jit(do_not_specialize=UNSPECIALIZED)
@@ -425,61 +420,6 @@ def scale_all(x, factor):
     return scaled
 
 
-def flash_bwd(
-    dout: Tensor,
-    dlse: Tensor | None,
-    operands: FlashOperands[Tensor],
-    out: Tensor,
-    lse: Tensor,
-    spec: AttentionSpec,
-    backend: Backend,
-) -> FlashOperands[Tensor]:
-    """Launch the kernels of the backward: with a kernel for dq if it is to be deterministic.
-
-    Args:
-        dout: [B, Sq, Hq, Dv], any strides with a contiguous last dimension.
-        dlse: [B, Hq, Sq] float32, contiguous, or None for zero.
-        operands, out, lse: inputs and outputs of the forward.
-
-    Returns:
-        The gradient of each operand, in its dtype, contiguous.
-    """
-    q, k, v = operands.q, operands.k, operands.v
-    lse2, delta = preprocess(dout, dlse, out, lse, spec, backend)
-    dq, dk, dv = (empty(tuple(x.shape), x.dtype, x.device) for x in (q, k, v))
-    inputs = (q, k, v, dout, lse2, delta)
-    if spec.deterministic:
-        launch("flash_bwd_dq", flash_bwd_dq_kernel, _prepare_dq, (*inputs, dq), spec, backend)
-        launch(
-            "flash_bwd_dkdv",
-            flash_bwd_dkdv_kernel,
-            _prepare_dkdv,
-            (*inputs, dk, dv, None),
-            spec,
-            backend,
-        )
-    else:
-        shape = (*lse2.shape, padded_size(spec.head_dim))
-        dq_sum = empty(shape, torch.float32, q.device).zero_()
-        launch(
-            "flash_bwd_fused",
-            flash_bwd_dkdv_kernel,
-            _prepare_dkdv,
-            (*inputs, dk, dv, dq_sum),
-            spec,
-            backend,
-        )
-        launch(
-            "flash_bwd_postprocess",
-            flash_bwd_postprocess_kernel,
-            _prepare_postprocess,
-            (dq_sum, dq),
-            spec,
-            backend,
-        )
-    return FlashOperands(dq, dk, dv, sinks_gradient(operands.sinks, lse2, delta))
-
-
 def _prepare_dq(call: KernelCall) -> Prepared:
     """Return grid and arguments of `flash_bwd_dq_kernel`."""
     spec = call.spec
@@ -494,19 +434,15 @@ def _prepare_dkdv(call: KernelCall) -> Prepared:
     return (tiles * spec.heads_kv * spec.batch,), _arguments(call)
 
 
-def _prepare_postprocess(call: KernelCall) -> Prepared:
-    """Return grid and arguments of `flash_bwd_postprocess_kernel`."""
-    spec = call.spec
-    tiles = triton.cdiv(spec.seq_q, call.config.block_q)
-    arguments = {
-        "seq_q": spec.seq_q,
-        "heads_q": spec.heads_q,
-        "scale": spec.scale,
-        "HEAD_DIM": spec.head_dim,
-    }
-    return (tiles * spec.heads_q * spec.batch,), arguments
-
-
 def _arguments(call: KernelCall) -> dict[str, Any]:
     q, k, v, dout, *_ = call.layouts
     return flash_arguments(call.spec) | copy_arguments(q=q, k=k, v=v, dout=dout)
+
+
+flash_bwd = make_flash_bwd(
+    preprocess,
+    dq=(flash_bwd_dq_kernel, _prepare_dq),
+    dkdv=(flash_bwd_dkdv_kernel, _prepare_dkdv),
+    postprocess=(flash_bwd_postprocess_kernel, prepare_postprocess),
+    sum_columns=padded_size,
+)

@@ -41,6 +41,8 @@ TURN = gl.constexpr(6)
 K_READ = gl.constexpr(9)
 V_READ = gl.constexpr(12)
 MAX_STAGES = gl.constexpr(3)
+# Threads that meet at a barrier of a backward: both consumers' and the producer's.
+READERS = gl.constexpr(2 * 128 + 32)
 
 column_pieces = triton.constexpr_function(sm90.column_pieces)
 
@@ -132,7 +134,7 @@ def allocate_barriers(COUNT: gl.constexpr):
 
 
 @gluon.jit
-def _piece(buffer, slot):
+def piece(buffer, slot):
     """Return a piece of a tile as a matrix."""
     return buffer.index(slot).reshape([buffer.shape[3], buffer.shape[4]])
 
@@ -162,8 +164,8 @@ def product_scores(a, a_slot, b, b_slot, SIZE: gl.constexpr, LAYOUT: gl.constexp
     COLUMNS: gl.constexpr = b[0].shape[3]
     s = gl.zeros([ROWS, COLUMNS], gl.float32, LAYOUT)
     for i in gl.static_range(num_pieces(SIZE)):
-        right = _piece(b[i], b_slot).permute((1, 0))
-        s = warpgroup_mma(_piece(a[i], a_slot), right, s, use_acc=i > 0, is_async=True)
+        right = piece(b[i], b_slot).permute((1, 0))
+        s = warpgroup_mma(piece(a[i], a_slot), right, s, use_acc=i > 0, is_async=True)
     return s
 
 
@@ -225,17 +227,50 @@ def add_product(acc, a, b, slot):
 def _add_piece(acc, a, b, slot):
     layout: gl.constexpr = gl.DotOperandLayout(0, product_layout(b.shape[4]), 2)
     left = gl.convert_layout(a, layout, assert_trivial=True)
-    return warpgroup_mma(left, _piece(b, slot), acc, is_async=True)
+    return warpgroup_mma(left, piece(b, slot), acc, is_async=True)
 
 
 @gluon.jit
-def wait_product(acc, a):
-    """Wait for all products; returns the sums, and the left operand a, which was read till now."""
-    done = warpgroup_mma_wait(0, deps=acc + (a,))
+def wait_product(acc, a, PENDING: gl.constexpr = 0):
+    """Wait for products while PENDING later ones run; returns the sums, and the left operand a.
+
+    a is in registers, which were read till now.
+    """
+    done = warpgroup_mma_wait(PENDING, deps=acc + (a,))
     sums = ()
     for i in gl.static_range(len(acc)):
         sums = sums + (done[i],)
     return sums, done[len(acc)]
+
+
+@gluon.jit
+def wait_sums(acc, PENDING: gl.constexpr):
+    """Wait for products while PENDING later ones run."""
+    sums = ()
+    if len(acc) == 1:
+        sums = (warpgroup_mma_wait(PENDING, deps=acc),)
+    elif len(acc) > 1:
+        sums = warpgroup_mma_wait(PENDING, deps=acc)
+    return sums
+
+
+@gluon.jit
+def wait_products(acc, a, b, PENDING: gl.constexpr):
+    """Wait for products while PENDING later ones run; returns acc, a and b."""
+    done = warpgroup_mma_wait(PENDING, deps=acc + (a, b))
+    sums = ()
+    for i in gl.static_range(len(acc)):
+        sums = sums + (done[i],)
+    return sums, done[len(acc)], done[len(acc) + 1]
+
+
+@gluon.jit
+def add_shared(acc, a, b, slot):
+    """Start to compute acc + a · b. a is in shared memory, b is a buffer of tiles."""
+    result = ()
+    for i in gl.static_range(len(acc)):
+        result = result + (warpgroup_mma(a, piece(b[i], slot), acc[i], is_async=True),)
+    return result
 
 
 @gluon.jit
@@ -257,7 +292,7 @@ def _scale_piece(x, factor):
 def write_rows(tile, slot, x):
     """Write a sum of products to a tile in shared memory."""
     for i in gl.static_range(len(x)):
-        _piece(tile[i], slot).store(x[i].to(tile[i].dtype))
+        piece(tile[i], slot).store(x[i].to(tile[i].dtype))
 
 
 def map_arguments(name: str, operand: int, layout: Layout, rows: int) -> dict[str, Any]:

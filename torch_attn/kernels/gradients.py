@@ -1,0 +1,98 @@
+"""Run the backward: the same sequence of kernels in every family."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from torch_attn.kernels.portable.softmax import LOG2E
+from torch_attn.launch import KernelCall, Prepared, launch
+from twin_attention.contract.operands import FlashOperands
+from twin_attention.contract.spec import AttentionSpec
+from twin_attention.targets.family import Backend
+
+# A kernel and the function that prepares its launch.
+Kernel = tuple[Any, Callable[[KernelCall], Prepared]]
+
+
+def make_flash_bwd(
+    preprocess: Callable[..., tuple[Tensor, Tensor]],
+    dq: Kernel,
+    dkdv: Kernel,
+    postprocess: Kernel | None = None,
+    sum_columns: Callable[[int], int] | None = None,
+    **options: Hashable,
+) -> Callable[..., FlashOperands[Tensor]]:
+    """Return the `flash_bwd` of a family.
+
+    Args:
+        preprocess: compute lse2 and delta, as `portable.flash_bwd.preprocess` does.
+        dq: the kernel of dq.
+        dkdv: the kernel of dk and dv. In a family with sums its last operand is these, or None.
+        postprocess: the kernel that makes dq of its float32 sums. None for a family without sums.
+        sum_columns: the columns of the sums, from the head size.
+        options: launch options of the kernels that multiply.
+    """
+
+    def flash_bwd(
+        dout: Tensor,
+        dlse: Tensor | None,
+        operands: FlashOperands[Tensor],
+        out: Tensor,
+        lse: Tensor,
+        spec: AttentionSpec,
+        backend: Backend,
+    ) -> FlashOperands[Tensor]:
+        """Launch the kernels of the backward: those that the problem has configurations for.
+
+        Args:
+            dout: [B, Sq, Hq, Dv], strides that the family takes.
+            dlse: [B, Hq, Sq] float32, contiguous, or None for zero.
+            operands, out, lse: inputs and outputs of the forward.
+
+        Returns:
+            The gradient of each operand, in its dtype, contiguous.
+        """
+        q, k, v = operands.q, operands.k, operands.v
+        lse2, delta = preprocess(dout, dlse, out, lse, spec, backend)
+        grads = tuple(x.new_empty(x.shape) for x in (q, k, v))
+        inputs = (q, k, v, dout, lse2, delta)
+        if postprocess is not None and "flash_bwd_fused" in backend.configs(spec):
+            assert sum_columns is not None
+            sums = lse2.new_empty((*lse2.shape, sum_columns(spec.head_dim))).zero_()
+            tensors = (*inputs, *grads[1:], sums)
+            launch("flash_bwd_fused", *dkdv, tensors, spec, backend, **options)
+            launch("flash_bwd_postprocess", *postprocess, (sums, grads[0]), spec, backend)
+        else:
+            no_sums = () if postprocess is None else (None,)
+            launch("flash_bwd_dq", *dq, (*inputs, grads[0]), spec, backend, **options)
+            tensors = (*inputs, *grads[1:], *no_sums)
+            launch("flash_bwd_dkdv", *dkdv, tensors, spec, backend, **options)
+        return FlashOperands(*grads, sinks_gradient(operands.sinks, lse2, delta))
+
+    return flash_bwd
+
+
+def sinks_gradient(sinks: Tensor | None, lse2: Tensor, delta: Tensor) -> Tensor | None:
+    """Compute the gradient of the sinks [Hq] from what `preprocess` returns."""
+    if sinks is None:
+        return None
+    p = torch.exp2(sinks[:, None] * LOG2E.value - lse2)
+    return -(p * delta).sum((0, 2))
+
+
+def prepare_postprocess(call: KernelCall) -> Prepared:
+    """Return grid and arguments of a `flash_bwd_postprocess_kernel`."""
+    spec = call.spec
+    tiles = triton.cdiv(spec.seq_q, call.config.block_q)
+    arguments = {
+        "seq_q": spec.seq_q,
+        "heads_q": spec.heads_q,
+        "scale": spec.scale,
+        "HEAD_DIM": spec.head_dim,
+    }
+    return (tiles * spec.heads_q * spec.batch,), arguments

@@ -1,0 +1,165 @@
+"""dq's float32 sums: their order in memory, what adds to them, and the kernel that reads them."""
+
+import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
+
+from torch_attn.kernels.portable.tiles import ROW_PADDING
+from torch_attn.kernels.sm80.pipeline import copy_layout
+from torch_attn.kernels.sm90.pipeline import column_pieces, piece, product_layout
+
+
+@triton.constexpr_function
+def dq_blocks(size):
+    """Return first column and width of the parts of dq's columns that one consumer multiplies."""
+    blocks, first = [], 0
+    for width in column_pieces(size):
+        for start in range(first, first + width, 64):
+            blocks.append((start, min(width, 64)))
+        first += width
+    return tuple(blocks)
+
+
+@triton.constexpr_function
+def consumer_blocks(size, consumer):
+    """Return which of `dq_blocks` a consumer multiplies: the first one the first."""
+    every = tuple(range(len(dq_blocks(size))))
+    return every[:1] if consumer == 0 else every[1:]
+
+
+@triton.constexpr_function
+def block_piece(size, index):
+    """Return the column piece that a block is in."""
+    start, first = dq_blocks(size)[index][0], 0
+    for i, width in enumerate(column_pieces(size)):
+        if start < first + width:
+            return i
+        first += width
+    return None
+
+
+@triton.constexpr_function
+def block_start(size, index):
+    """Return the first column of a block."""
+    return dq_blocks(size)[index][0]
+
+
+@triton.constexpr_function
+def block_offset(size, index):
+    """Return the first column of a block in its piece."""
+    return dq_blocks(size)[index][0] - sum(column_pieces(size)[: block_piece(size, index)])
+
+
+@triton.constexpr_function
+def block_width(size, index):
+    """Return the columns of a block."""
+    return dq_blocks(size)[index][1]
+
+
+@triton.constexpr_function
+def _nth(values, index):
+    return values[index]
+
+
+@gluon.jit
+def start_dq(ds_buffer, step, k_tile, CONSUMER: gl.constexpr, HEAD_DIM: gl.constexpr):
+    """Start to compute this consumer's part of ds·k, two products a block."""
+    BLOCKS: gl.constexpr = consumer_blocks(HEAD_DIM, CONSUMER)
+    dq = ()
+    for i in gl.static_range(len(BLOCKS)):
+        dq = dq + (_start_block(ds_buffer, step, k_tile, _nth(BLOCKS, i), HEAD_DIM),)
+    return dq
+
+
+@gluon.jit
+def _start_block(ds_buffer, step, k_tile, BLOCK: gl.constexpr, HEAD_DIM: gl.constexpr):
+    WIDTH: gl.constexpr = block_width(HEAD_DIM, BLOCK)
+    dq = gl.zeros([64, WIDTH], gl.float32, product_layout(WIDTH))
+    for half in gl.static_range(2):
+        left = ds_buffer.index(step % 2 * 2 + half).permute((1, 0))
+        right = piece(k_tile[block_piece(HEAD_DIM, BLOCK)], half)
+        if right.shape[1] != WIDTH:
+            right = right.slice(block_offset(HEAD_DIM, BLOCK), WIDTH, 1)
+        dq = warpgroup_mma(left, right, dq, use_acc=half > 0, is_async=True)
+    return dq
+
+
+@gluon.jit
+def add_dq(dq_sum_ptr, dq, row, CONSUMER: gl.constexpr, HEAD_DIM: gl.constexpr):
+    """Add this consumer's part of a tile's dq, from `row` on, to the float32 sums.
+
+    The sums of 64 rows are consecutive, block by block, each in the order in which registers hold
+    it: four values of a thread, then the threads.
+    """
+    BLOCKS: gl.constexpr = consumer_blocks(HEAD_DIM, CONSUMER)
+    base = dq_sum_ptr + row * sum_columns(HEAD_DIM)
+    for i in gl.static_range(len(BLOCKS)):
+        flat = _order_as_registers(dq[i])
+        place = base + 64 * block_start(HEAD_DIM, _nth(BLOCKS, i))
+        gl.atomic_add(place + gl.arange(0, flat.shape[0], flat.type.layout), flat, sem="relaxed")
+
+
+@triton.constexpr_function
+def sum_columns(size):
+    """Return the columns of dq's sums."""
+    return sum(column_pieces(size))
+
+
+@gluon.jit
+def _order_as_registers(x):
+    """Return 64 rows of a product in one axis: column blocks, threads, then a thread's values."""
+    parts = gl.reshape(x, [4, 2, 8, x.shape[1] // 8, 4, 2])
+    return gl.reshape(gl.permute(parts, [3, 0, 2, 4, 1, 5]), [64 * x.shape[1]])
+
+
+@gluon.jit(do_not_specialize=["seq_q"])
+def flash_bwd_postprocess_kernel(
+    dq_sum_ptr,
+    dq_ptr,
+    seq_q,
+    heads_q,
+    scale,
+    HEAD_DIM: gl.constexpr,
+    BLOCK_Q: gl.constexpr,
+):
+    """Scale and store 64 rows of dq of one head from the sums of `add_dq`.
+
+    dq [B, Sq, Hq, D] contiguous. Grid: (query tiles, heads, batch) in one axis.
+    """
+    gl.static_assert(BLOCK_Q == 64)
+    num_tiles = gl.cdiv(seq_q, 64)
+    start_q = gl.program_id(0) % num_tiles * 64
+    head = gl.program_id(0) // num_tiles % heads_q
+    batch = (gl.program_id(0) // num_tiles // heads_q).to(gl.int64)
+    padded_rows = gl.cdiv(seq_q, ROW_PADDING) * ROW_PADDING
+    row = (batch * heads_q + head) * padded_rows + start_q
+    base = dq_sum_ptr + row * sum_columns(HEAD_DIM)
+    dq_row = heads_q * HEAD_DIM
+    dq_base = dq_ptr + batch * seq_q * dq_row + head * HEAD_DIM
+    for i in gl.static_range(len(dq_blocks(HEAD_DIM))):
+        _store_block(base, dq_base, start_q, seq_q, dq_row, scale, i, HEAD_DIM)
+
+
+@gluon.jit
+def _store_block(
+    base, dq_base, start, num_rows, stride, scale, BLOCK: gl.constexpr, HEAD_DIM: gl.constexpr
+):
+    FIRST: gl.constexpr = block_start(HEAD_DIM, BLOCK)
+    WIDTH: gl.constexpr = block_width(HEAD_DIM, BLOCK)
+    layout: gl.constexpr = copy_layout(WIDTH, gl.num_warps())
+    x = _load_block(base + 64 * FIRST, WIDTH) * scale
+    rows = gl.arange(0, 64, gl.SliceLayout(1, layout))[:, None]
+    columns = FIRST + gl.arange(0, WIDTH, gl.SliceLayout(0, layout))[None, :]
+    pointers = dq_base + (start + rows).to(gl.int64) * stride + columns
+    x = gl.convert_layout(x.to(dq_base.dtype.element_ty), layout)
+    gl.store(pointers, x, (rows < num_rows - start) & (columns < HEAD_DIM))
+
+
+@gluon.jit
+def _load_block(base, WIDTH: gl.constexpr):
+    """Load a block that `add_dq` stores."""
+    like = _order_as_registers(gl.zeros([64, WIDTH], gl.float32, product_layout(WIDTH)))
+    flat = gl.load(base + gl.arange(0, 64 * WIDTH, like.type.layout))
+    parts = gl.permute(gl.reshape(flat, [WIDTH // 8, 4, 8, 4, 2, 2]), [1, 4, 2, 0, 3, 5])
+    return gl.reshape(parts, [64, WIDTH])

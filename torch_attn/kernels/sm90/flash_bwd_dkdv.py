@@ -1,0 +1,467 @@
+"""dk and dv of the backward for SM90, and dq's sums where they are wanted."""
+
+import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma_wait,
+)
+
+from torch_attn.kernels.portable.tiles import ROW_PADDING, visible_tiles
+from torch_attn.kernels.sm80.flash_bwd import scale_all
+from torch_attn.kernels.sm80.pipeline import group_step
+from torch_attn.kernels.sm80.scores import visible_scores
+from torch_attn.kernels.sm90.dq_sums import add_dq, start_dq
+from torch_attn.kernels.sm90.pipeline import (
+    READERS,
+    add_product,
+    add_shared,
+    allocate_barriers,
+    allocate_row,
+    allocate_tile,
+    arrive,
+    load_box,
+    load_pieces,
+    map_arguments,
+    num_pieces,
+    pack,
+    product_layout,
+    product_scores,
+    read_row,
+    row_map,
+    store_tile,
+    tile_bytes,
+    unpack,
+    wait_for_all,
+    wait_product,
+    wait_products,
+    wait_sums,
+    write_rows,
+    zeros,
+)
+from torch_attn.kernels.sm90.schedule import persistent, place
+from torch_attn.launch import UNSPECIALIZED, KernelCall, Prepared
+from twin_attention.contract.spec import Window
+
+# Named barriers of the kernel of dk and dv: one for each stage of q, and of dout; one for ds.
+Q_READ = gl.constexpr(6)
+DO_READ = gl.constexpr(8)
+DS_WRITTEN = gl.constexpr(10)
+
+
+@gluon.jit(do_not_specialize=[*UNSPECIALIZED, "num_items", "alternate"])
+def flash_bwd_dkdv_kernel(
+    q,
+    k,
+    v,
+    dout,
+    lse2,
+    delta,
+    dk,
+    dv,
+    dq_sum_ptr,
+    q_1,
+    q_2,
+    k_1,
+    k_2,
+    v_1,
+    v_2,
+    dout_1,
+    dout_2,
+    dk_1,
+    dk_2,
+    dv_1,
+    dv_2,
+    seq_q,
+    seq_kv,
+    diagonal,
+    heads_q,
+    rule,
+    window_left,
+    window_right,
+    num_items,
+    alternate,
+    GROUP_SIZE: gl.constexpr,
+    HEAD_DIM: gl.constexpr,
+    HEAD_DIM_V: gl.constexpr,
+    BLOCK_Q: gl.constexpr,
+    BLOCK_KV: gl.constexpr,
+    NUM_STAGES: gl.constexpr,
+    EDGES: gl.constexpr,
+):
+    """One program computes tiles of BLOCK_KV = 128 rows of dk and dv, one after the other.
+
+    A producer warp loads with TMA; two consumer warpgroups have 64 keys each. A consumer issues
+    dsᵀ·q of a tile of queries with k·qᵀ of the next; pᵀ and dsᵀ are left operands in the registers
+    where they were computed. Operands, loop invariant and accumulation: as in the portable
+    `flash_bwd_dkdv_kernel`.
+
+    dq_sum_ptr: None, or dq's float32 sums in the order of `add_dq`, zero at first, to which the
+    program adds ds·k. Both consumers write dsᵀ to shared memory then, and each multiplies some
+    columns of ds·k over all of the tile's keys: BLOCK_Q is 64.
+    """
+    dtype: gl.constexpr = q.dtype
+    gl.static_assert(BLOCK_KV == 128)
+    gl.static_assert(NUM_STAGES <= 2)
+    k_tile = allocate_tile(dtype, 2, 64, HEAD_DIM)
+    v_tile = allocate_tile(dtype, 2, 64, HEAD_DIM_V)
+    q_tile = allocate_tile(dtype, NUM_STAGES, BLOCK_Q, HEAD_DIM)
+    do_tile = allocate_tile(dtype, NUM_STAGES, BLOCK_Q, HEAD_DIM_V)
+    lse2_row = allocate_row(NUM_STAGES, BLOCK_Q)
+    delta_row = allocate_row(NUM_STAGES, BLOCK_Q)
+    ds_buffer = lse2_row
+    if dq_sum_ptr is not None:
+        gl.static_assert(BLOCK_Q == 64)
+        ds_buffer = gl.allocate_shared_memory(dtype, [4, 64, BLOCK_Q], _ds_layout())
+    k_full = allocate_barriers(1)
+    v_full = allocate_barriers(1)
+    kv_read = allocate_barriers(2)
+    q_full = allocate_barriers(NUM_STAGES)
+    do_full = allocate_barriers(NUM_STAGES)
+    fence_async_shared()
+
+    tiles = (k_tile, v_tile, q_tile, do_tile, lse2_row, delta_row, ds_buffer)
+    barriers = (k_full, v_full, kv_read, q_full, do_full)
+    loads = ((k, k_1, k_2), (v, v_1, v_2), (q, q_1, q_2), (dout, dout_1, dout_2), lse2, delta)
+    stores = ((dk, dk_1, dk_2), (dv, dv_1, dv_2))
+    problem = (seq_q, seq_kv, diagonal, heads_q, num_items, alternate)
+    # Constants, and what may be None, stand in the calls: variables would make tensors of them.
+    gl.warp_specialize(
+        [
+            (_consume_queries, (
+                tiles, barriers, stores, problem, rule, window_left, window_right, dq_sum_ptr,
+                0, GROUP_SIZE, HEAD_DIM, HEAD_DIM_V, EDGES,
+            )),
+            (_consume_queries, (
+                tiles, barriers, stores, problem, rule, window_left, window_right, dq_sum_ptr,
+                1, GROUP_SIZE, HEAD_DIM, HEAD_DIM_V, EDGES,
+            )),
+            (_produce_queries, (
+                tiles, barriers, loads, problem, (window_left, window_right, dq_sum_ptr),
+                GROUP_SIZE, HEAD_DIM, HEAD_DIM_V,
+            )),
+        ],
+        [4, 1],
+        [240, 24],
+    )  # fmt: skip
+
+
+@triton.constexpr_function
+def _ds_layout():
+    return gl.NVMMASharedLayout(128, 16, 2)
+
+
+@gluon.jit
+def _locate_keys(
+    item,
+    turn,
+    problem,
+    window_left,
+    window_right,
+    FUSED: gl.constexpr,
+    GROUP_SIZE: gl.constexpr,
+    BLOCK_Q: gl.constexpr,
+):
+    """Return batch, kv head, first row and tiles of queries of a work item.
+
+    Queries up to ROW_PADDING exist for this purpose: their p is 0 without a mask.
+    """
+    seq_q, seq_kv, diagonal, heads_q, _num_items, alternate = problem
+    num_tiles = gl.cdiv(seq_kv, 128)
+    heads_kv = heads_q // GROUP_SIZE
+    index, tile = place(item, turn, alternate, num_tiles)
+    start_kv = tile * 128
+    padded_rows = gl.cdiv(seq_q, BLOCK_Q) * BLOCK_Q
+    begin, before, full, after = visible_tiles(
+        start_kv, seq_kv, padded_rows, -diagonal, window_right, window_left, 128, BLOCK_Q
+    )
+    total = before + full + after
+    # Where nothing is visible, one masked tile, so that no consumer has to do without.
+    begin = gl.where(total == 0, 0, begin)
+    before = gl.where(total == 0, 1, before)
+    if FUSED:
+        # Keys that do not exist are hidden in every tile: their ds, times 0, must be finite.
+        ragged = start_kv + 128 > seq_kv
+        before = gl.where(ragged, gl.maximum(total, 1), before)
+        full = gl.where(ragged, 0, full)
+        after = gl.where(ragged, 0, after)
+    return index // heads_kv, index % heads_kv, start_kv, (begin, before, full, after)
+
+
+@gluon.jit
+def _produce_queries(
+    tiles,
+    barriers,
+    loads,
+    problem,
+    options,
+    GROUP_SIZE: gl.constexpr,
+    HEAD_DIM: gl.constexpr,
+    HEAD_DIM_V: gl.constexpr,
+):
+    """Load all that the consumers of dk and dv multiply, and what belongs to the queries' rows."""
+    k_tile, v_tile, q_tile, do_tile, lse2_row, delta_row, _ds_buffer = tiles
+    k_full, v_full, kv_read, q_full, do_full = barriers
+    k, v, q, dout, lse2, delta = loads
+    window_left, window_right, dq_sum_ptr = options
+    NUM_STAGES: gl.constexpr = q_tile[0].shape[0]
+    BLOCK_Q: gl.constexpr = q_tile[0].shape[3]
+    rows_per_head = gl.cdiv(problem[0], ROW_PADDING) * (ROW_PADDING // BLOCK_Q)
+    step = 0  # over all items
+    turn = 0
+    item = gl.program_id(0)
+    while item < problem[4]:
+        batch, head_kv, start_kv, visible = _locate_keys(
+            item, turn, problem, window_left, window_right, dq_sum_ptr is not None, GROUP_SIZE,
+            BLOCK_Q,
+        )  # fmt: skip
+        begin, before, full, after = visible
+        for i in range((before + full + after) * GROUP_SIZE):
+            member, start = group_step(i, begin, before, full, after, BLOCK_Q, GROUP_SIZE)
+            head = head_kv * GROUP_SIZE + member
+            row = (batch * problem[3] + head) * rows_per_head + start // BLOCK_Q
+            slot = step % NUM_STAGES
+            if step >= NUM_STAGES:
+                wait_for_all(Q_READ + slot, READERS)
+            ready = q_full.index(slot)
+            mbarrier.expect(ready, tile_bytes(BLOCK_Q, HEAD_DIM) + 4 * BLOCK_Q)
+            load_pieces(q, q_tile, slot, batch, head, start, ready, HEAD_DIM)
+            load_box(lse2, [row, 0], ready, lse2_row.index(slot))
+            if i == 0:
+                # After q, which does not wait for the end of the item before.
+                mbarrier.wait(kv_read.index(0), (turn & 1) ^ 1)
+                mbarrier.wait(kv_read.index(1), (turn & 1) ^ 1)
+                ready = k_full.index(0)
+                mbarrier.expect(ready, tile_bytes(128, HEAD_DIM))
+                load_pieces(k, k_tile, 0, batch, head_kv, start_kv, ready, HEAD_DIM)
+                load_pieces(k, k_tile, 1, batch, head_kv, start_kv + 64, ready, HEAD_DIM)
+                ready = v_full.index(0)
+                mbarrier.expect(ready, tile_bytes(128, HEAD_DIM_V))
+                load_pieces(v, v_tile, 0, batch, head_kv, start_kv, ready, HEAD_DIM_V)
+                load_pieces(v, v_tile, 1, batch, head_kv, start_kv + 64, ready, HEAD_DIM_V)
+            if step >= NUM_STAGES:
+                wait_for_all(DO_READ + slot, READERS)
+            ready = do_full.index(slot)
+            mbarrier.expect(ready, tile_bytes(BLOCK_Q, HEAD_DIM_V) + 4 * BLOCK_Q)
+            load_pieces(dout, do_tile, slot, batch, head, start, ready, HEAD_DIM_V)
+            load_box(delta, [row, 0], ready, delta_row.index(slot))
+            step += 1
+        turn += 1
+        item += gl.num_programs(0)
+
+
+@gluon.jit
+def _consume_queries(
+    tiles,
+    barriers,
+    stores,
+    problem,
+    rule,
+    window_left,
+    window_right,
+    dq_sum_ptr,
+    CONSUMER: gl.constexpr,
+    GROUP_SIZE: gl.constexpr,
+    HEAD_DIM: gl.constexpr,
+    HEAD_DIM_V: gl.constexpr,
+    EDGES: gl.constexpr,
+):
+    """Compute 64 rows of dk and dv of each of a program's work items."""
+    k_tile, v_tile, q_tile, do_tile, _lse2_row, _delta_row, ds_buffer = tiles
+    k_full, v_full, kv_read, q_full, do_full = barriers
+    seq_q, seq_kv, diagonal, heads_q, num_items, _alternate = problem
+    FUSED: gl.constexpr = dq_sum_ptr is not None
+    NUM_STAGES: gl.constexpr = q_tile[0].shape[0]
+    BLOCK_Q: gl.constexpr = q_tile[0].shape[3]
+    dtype: gl.constexpr = q_tile[0].dtype
+    layout: gl.constexpr = product_layout(BLOCK_Q)
+    padded_rows = gl.cdiv(seq_q, ROW_PADDING) * ROW_PADDING
+    step = 0  # over all items
+    turn = 0
+    item = gl.program_id(0)
+    while item < num_items:
+        batch, head_kv, start_kv, visible = _locate_keys(
+            item, turn, problem, window_left, window_right, FUSED, GROUP_SIZE, BLOCK_Q
+        )
+        begin, before, full, after = visible
+        # Keys are counted as queries are.
+        key = start_kv + CONSUMER * 64 + gl.arange(0, 64, gl.SliceLayout(1, layout)) - diagonal
+        dk = zeros(64, HEAD_DIM)
+        dv = zeros(64, HEAD_DIM_V)
+
+        # The first tile of queries has no ds of a tile before.
+        slot = step % NUM_STAGES
+        mbarrier.wait(k_full.index(0), turn & 1)
+        mbarrier.wait(q_full.index(slot), step // NUM_STAGES & 1)
+        s = product_scores(k_tile, CONSUMER, q_tile, slot, HEAD_DIM, layout)
+        mbarrier.wait(v_full.index(0), turn & 1)
+        mbarrier.wait(do_full.index(slot), step // NUM_STAGES & 1)
+        dp = product_scores(v_tile, CONSUMER, do_tile, slot, HEAD_DIM_V, layout)
+        s = warpgroup_mma_wait(num_pieces(HEAD_DIM_V), deps=(s,))
+        member, start = group_step(0, begin, before, full, after, BLOCK_Q, GROUP_SIZE)
+        dv, ds = _from_scores(
+            s, dp, dv, tiles, barriers, start, key, seq_kv - diagonal, step, rule, window_left,
+            window_right, CONSUMER, FUSED, EDGES, HEAD_DIM_V,
+        )  # fmt: skip
+        row = (batch * heads_q + head_kv * GROUP_SIZE + member).to(gl.int64) * padded_rows + start
+
+        # Visit the other tiles that see these keys; only tiles at the edges are masked.
+        index = 1
+        step += 1
+        for masked in gl.static_range(1 if EDGES else 0, -1, -1):
+            end = (before + full + after) * GROUP_SIZE
+            if masked:
+                end = (before + after) * GROUP_SIZE
+            while index < end:
+                slot = step % NUM_STAGES
+                previous = (step - 1) % NUM_STAGES
+                # dq += ds k and dk += dsᵀ q for the tile before, and sᵀ = scale · k qᵀ
+                if FUSED:
+                    dq = start_dq(ds_buffer, step - 1, k_tile, CONSUMER, HEAD_DIM)
+                    left = ds_buffer.index((step - 1) % 2 * 2 + CONSUMER)
+                    dk = add_shared(dk, left, q_tile, previous)
+                else:
+                    left = unpack(ds, dtype, layout, "loop")
+                    dk = add_product(dk, left, q_tile, previous)
+                mbarrier.wait(q_full.index(slot), step // NUM_STAGES & 1)
+                s = product_scores(k_tile, CONSUMER, q_tile, slot, HEAD_DIM, layout)
+                if FUSED:
+                    dq = wait_sums(dq, 2 * num_pieces(HEAD_DIM))
+                    add_dq(dq_sum_ptr, dq, row, CONSUMER, HEAD_DIM)
+                if BLOCK_Q == 128:
+                    # This frees the registers of ds for dp.
+                    dk, left = wait_product(dk, left, num_pieces(HEAD_DIM))
+                # dpᵀ = v doutᵀ
+                mbarrier.wait(do_full.index(slot), step // NUM_STAGES & 1)
+                dp = product_scores(v_tile, CONSUMER, do_tile, slot, HEAD_DIM_V, layout)
+                if BLOCK_Q == 128:
+                    s = warpgroup_mma_wait(num_pieces(HEAD_DIM_V), deps=(s,))
+                elif FUSED:
+                    dk, s = wait_product(dk, s, num_pieces(HEAD_DIM_V))
+                else:
+                    dk, s, left = wait_products(dk, s, left, num_pieces(HEAD_DIM_V))
+                arrive(Q_READ + previous, READERS)
+                member, start = group_step(index, begin, before, full, after, BLOCK_Q, GROUP_SIZE)
+                dv, ds = _from_scores(
+                    s, dp, dv, tiles, barriers, start, key, seq_kv - diagonal, step, rule,
+                    window_left, window_right, CONSUMER, FUSED, masked, HEAD_DIM_V,
+                )  # fmt: skip
+                head = batch * heads_q + head_kv * GROUP_SIZE + member
+                row = head.to(gl.int64) * padded_rows + start
+                index += 1
+                step += 1
+
+        # The last dq and dk
+        previous = (step - 1) % NUM_STAGES
+        if FUSED:
+            dq = start_dq(ds_buffer, step - 1, k_tile, CONSUMER, HEAD_DIM)
+            dk = add_shared(dk, ds_buffer.index((step - 1) % 2 * 2 + CONSUMER), q_tile, previous)
+        else:
+            left = unpack(ds, dtype, layout, "end")
+            dk = add_product(dk, left, q_tile, previous)
+        # Store dv where v was, whose rows nobody else reads.
+        first = start_kv + CONSUMER * 64
+        write_rows(v_tile, CONSUMER, dv)
+        fence_async_shared()
+        store_tile(stores[1], v_tile, CONSUMER, batch, head_kv, first, HEAD_DIM_V)
+        if FUSED:
+            dq = wait_sums(dq, num_pieces(HEAD_DIM))
+            add_dq(dq_sum_ptr, dq, row, CONSUMER, HEAD_DIM)
+        if FUSED:
+            dk = wait_sums(dk, 0)
+        else:
+            dk, left = wait_product(dk, left)
+        arrive(Q_READ + previous, READERS)
+        # Scale dk and store it where k was, when both have read it.
+        if FUSED:
+            wait_for_all(DS_WRITTEN, 256)
+        write_rows(k_tile, CONSUMER, scale_all(dk, rule.scale))
+        fence_async_shared()
+        store_tile(stores[0], k_tile, CONSUMER, batch, head_kv, first, HEAD_DIM)
+        tma.store_wait(0)
+        mbarrier.arrive(kv_read.index(CONSUMER), count=1)
+        turn += 1
+        item += gl.num_programs(0)
+
+
+@gluon.jit
+def _from_scores(
+    s,
+    dp,
+    dv,
+    tiles,
+    barriers,
+    start,
+    key,
+    end,
+    step,
+    rule,
+    window_left,
+    window_right,
+    CONSUMER: gl.constexpr,
+    FUSED: gl.constexpr,
+    MASKED: gl.constexpr,
+    HEAD_DIM_V: gl.constexpr,
+):
+    """From s, and dp which is not awaited yet, add to dv; returns dv and packed ds. Keys are rows.
+
+    FUSED: ds is written to shared memory, and that of both consumers is there on return.
+    """
+    _k_tile, _v_tile, q_tile, do_tile, lse2_row, delta_row, ds_buffer = tiles
+    do_full = barriers[4]
+    NUM_STAGES: gl.constexpr = q_tile[0].shape[0]
+    BLOCK_Q: gl.constexpr = q_tile[0].shape[3]
+    dtype: gl.constexpr = q_tile[0].dtype
+    layout: gl.constexpr = s.type.layout
+    slot = step % NUM_STAGES
+    # pᵀ = exp(sᵀ - lse)
+    lse2 = read_row(lse2_row, slot, layout)
+    rows = start + gl.arange(0, BLOCK_Q, gl.SliceLayout(0, layout))
+    if not FUSED:
+        end = None
+    s, dcap = visible_scores(
+        s, rows[None, :], key[:, None], end, rule, window_left, window_right, MASKED
+    )
+    p = gl.exp2(s * rule.exp2_scale - lse2[None, :])
+    # dv += pᵀ dout
+    left = gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, layout, 2), assert_trivial=True)
+    dv = add_product(dv, left, do_tile, slot)
+    # dsᵀ = pᵀ ∘ (dpᵀ - delta) ∘ dcapᵀ
+    p = p * dcap
+    dp = warpgroup_mma_wait(num_pieces(HEAD_DIM_V), deps=(dp,))
+    delta = read_row(delta_row, slot, layout)
+    ds = pack(p * (dp - delta[None, :]), dtype)
+    # What follows keeps ptxas from moving the last wait up: a barrier, or a branch.
+    if FUSED:
+        place = ds_buffer.index(step % 2 * 2 + CONSUMER)
+        values = unpack(ds, dtype, layout, "store")
+        place.store(gl.convert_layout(values, layout, assert_trivial=True))
+        fence_async_shared()
+        wait_for_all(DS_WRITTEN, 256)
+    else:
+        mbarrier.wait(do_full.index(slot), step // NUM_STAGES & 1)
+    dv, left = wait_product(dv, left)
+    arrive(DO_READ + slot, READERS)
+    return dv, ds
+
+
+def prepare_dkdv(call: KernelCall) -> Prepared:
+    """Return grid and arguments of `flash_bwd_dkdv_kernel`."""
+    spec, config = call.spec, call.config
+    q, k, v, dout, lse2, delta, dk, dv, dq_sum = call.layouts
+    maps = (
+        map_arguments("q", 0, q, config.block_q)
+        | map_arguments("k", 1, k, 64)
+        | map_arguments("v", 2, v, 64)
+        | map_arguments("dout", 3, dout, config.block_q)
+        | map_arguments("dk", 6, dk, 64)
+        | map_arguments("dv", 7, dv, 64)
+        | {"lse2": row_map(4, lse2, config.block_q), "delta": row_map(5, delta, config.block_q)}
+    )
+    ragged = dq_sum is not None and spec.seq_kv % config.block_kv != 0
+    tiles = triton.cdiv(spec.seq_kv, config.block_kv)
+    edges = spec.window != Window() or ragged
+    return persistent(call, tiles, tiles * spec.heads_kv * spec.batch, maps | {"EDGES": edges})

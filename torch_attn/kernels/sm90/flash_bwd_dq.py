@@ -1,0 +1,339 @@
+"""dq of the backward for SM90, in a kernel of its own."""
+
+import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma_wait,
+)
+
+from torch_attn.kernels.portable.tiles import ROW_PADDING, visible_tiles
+from torch_attn.kernels.sm80.flash_bwd import scale_all
+from torch_attn.kernels.sm80.pipeline import step_start
+from torch_attn.kernels.sm80.scores import visible_scores
+from torch_attn.kernels.sm90.pipeline import (
+    K_READ,
+    READERS,
+    V_READ,
+    add_product,
+    allocate_barriers,
+    allocate_tile,
+    arrive,
+    load_tile,
+    map_arguments,
+    num_pieces,
+    pack,
+    product_layout,
+    product_scores,
+    store_tile,
+    unpack,
+    wait_for_all,
+    wait_product,
+    write_rows,
+    zeros,
+)
+from torch_attn.kernels.sm90.schedule import persistent, place
+from torch_attn.launch import UNSPECIALIZED, KernelCall, Prepared
+from twin_attention.contract.spec import Window
+
+
+@gluon.jit(do_not_specialize=[*UNSPECIALIZED, "num_items", "alternate"])
+def flash_bwd_dq_kernel(
+    q,
+    k,
+    v,
+    dout,
+    lse2_ptr,
+    delta_ptr,
+    dq,
+    q_1,
+    q_2,
+    k_1,
+    k_2,
+    v_1,
+    v_2,
+    dout_1,
+    dout_2,
+    dq_1,
+    dq_2,
+    seq_q,
+    seq_kv,
+    diagonal,
+    heads_q,
+    rule,
+    window_left,
+    window_right,
+    num_items,
+    alternate,
+    GROUP_SIZE: gl.constexpr,
+    HEAD_DIM: gl.constexpr,
+    HEAD_DIM_V: gl.constexpr,
+    BLOCK_Q: gl.constexpr,
+    BLOCK_KV: gl.constexpr,
+    NUM_STAGES: gl.constexpr,
+    EDGES: gl.constexpr,
+):
+    """One program computes tiles of BLOCK_Q = 128 rows of dq, one after the other.
+
+    Roles of the warps and descriptors: as in `flash_fwd_kernel`. A consumer issues ds·k of a tile
+    of keys with q·kᵀ of the next. Operands, loop invariant and accumulation: as in the portable
+    `flash_bwd_dq_kernel`.
+    """
+    dtype: gl.constexpr = q.dtype
+    gl.static_assert(BLOCK_Q == 128)
+    q_tile = allocate_tile(dtype, 2, 64, HEAD_DIM)
+    do_tile = allocate_tile(dtype, 2, 64, HEAD_DIM_V)
+    k_tile = allocate_tile(dtype, NUM_STAGES, BLOCK_KV, HEAD_DIM)
+    v_tile = allocate_tile(dtype, NUM_STAGES, BLOCK_KV, HEAD_DIM_V)
+    q_full = allocate_barriers(2)
+    do_full = allocate_barriers(2)
+    q_read = allocate_barriers(2)
+    k_full = allocate_barriers(NUM_STAGES)
+    v_full = allocate_barriers(NUM_STAGES)
+    fence_async_shared()
+
+    tiles = (q_tile, do_tile, k_tile, v_tile)
+    barriers = (q_full, do_full, q_read, k_full, v_full)
+    loads = ((q, q_1, q_2), (dout, dout_1, dout_2), (k, k_1, k_2), (v, v_1, v_2))
+    stores = (dq, dq_1, dq_2)
+    rows = (lse2_ptr, delta_ptr)
+    problem = (seq_q, seq_kv, diagonal, heads_q, num_items, alternate)
+    # Constants, and what may be None, stand in the calls: variables would make tensors of them.
+    gl.warp_specialize(
+        [
+            (_consume_keys, (
+                tiles, barriers, rows, stores, problem, rule, window_left, window_right,
+                0, HEAD_DIM, HEAD_DIM_V, EDGES,
+            )),
+            (_consume_keys, (
+                tiles, barriers, rows, stores, problem, rule, window_left, window_right,
+                1, HEAD_DIM, HEAD_DIM_V, EDGES,
+            )),
+            (_produce_keys, (
+                tiles, barriers, loads, problem, (window_left, window_right),
+                GROUP_SIZE, HEAD_DIM, HEAD_DIM_V,
+            )),
+        ],
+        [4, 1],
+        [240, 24],
+    )  # fmt: skip
+
+
+@gluon.jit
+def _locate_queries(item, turn, problem, window_left, window_right, BLOCK_KV: gl.constexpr):
+    """Return batch, head, first row and tiles of keys of a work item.
+
+    The tiles of keys are what `visible_tiles` returns; where nothing is visible, one masked tile,
+    so that no consumer has to do without.
+    """
+    seq_q, seq_kv, diagonal, heads_q, _num_items, alternate = problem
+    num_tiles = gl.cdiv(seq_q, 128)
+    index, tile = place(item, turn, alternate, num_tiles)
+    start_q = (num_tiles - 1 - tile) * 128
+    begin, before, full, after = visible_tiles(
+        start_q, seq_q, seq_kv, diagonal, window_left, window_right, 128, BLOCK_KV
+    )
+    before = gl.maximum(before, 1 - full - after)
+    return index // heads_q, index % heads_q, start_q, (begin, before, full, after)
+
+
+@gluon.jit
+def _produce_keys(
+    tiles,
+    barriers,
+    loads,
+    problem,
+    window,
+    GROUP_SIZE: gl.constexpr,
+    HEAD_DIM: gl.constexpr,
+    HEAD_DIM_V: gl.constexpr,
+):
+    """Load all that the consumers of dq multiply."""
+    q_tile, do_tile, k_tile, v_tile = tiles
+    q_full, do_full, q_read, k_full, v_full = barriers
+    q, dout, k, v = loads
+    NUM_STAGES: gl.constexpr = k_tile[0].shape[0]
+    BLOCK_KV: gl.constexpr = k_tile[0].shape[3]
+    step = 0  # over all items
+    turn = 0
+    item = gl.program_id(0)
+    while item < problem[4]:
+        batch, head, start_q, visible = _locate_queries(
+            item, turn, problem, window[0], window[1], BLOCK_KV
+        )
+        begin, before, full, after = visible
+        head_kv = head // GROUP_SIZE
+        for i in range(before + full + after):
+            slot = step % NUM_STAGES
+            row = step_start(i, begin, before, full, after, BLOCK_KV)
+            if step >= NUM_STAGES:
+                wait_for_all(K_READ + slot, READERS)
+            load_tile(k, k_tile, slot, batch, head_kv, row, k_full.index(slot), HEAD_DIM)
+            if i == 0:
+                for consumer in gl.static_range(2):
+                    first = start_q + consumer * 64
+                    mbarrier.wait(q_read.index(consumer), (turn & 1) ^ 1)
+                    load_tile(
+                        q, q_tile, consumer, batch, head, first, q_full.index(consumer), HEAD_DIM
+                    )
+                    load_tile(
+                        dout, do_tile, consumer, batch, head, first, do_full.index(consumer),
+                        HEAD_DIM_V,
+                    )  # fmt: skip
+            if step >= NUM_STAGES:
+                wait_for_all(V_READ + slot, READERS)
+            load_tile(v, v_tile, slot, batch, head_kv, row, v_full.index(slot), HEAD_DIM_V)
+            step += 1
+        turn += 1
+        item += gl.num_programs(0)
+
+
+@gluon.jit
+def _consume_keys(
+    tiles,
+    barriers,
+    rows_of,
+    stores,
+    problem,
+    rule,
+    window_left,
+    window_right,
+    CONSUMER: gl.constexpr,
+    HEAD_DIM: gl.constexpr,
+    HEAD_DIM_V: gl.constexpr,
+    EDGES: gl.constexpr,
+):
+    """Compute 64 rows of dq of each of a program's work items."""
+    q_tile, do_tile, k_tile, v_tile = tiles
+    q_full, do_full, q_read, k_full, v_full = barriers
+    seq_q, seq_kv, diagonal, heads_q, num_items, _alternate = problem
+    lse2_ptr, delta_ptr = rows_of
+    NUM_STAGES: gl.constexpr = k_tile[0].shape[0]
+    BLOCK_KV: gl.constexpr = k_tile[0].shape[3]
+    dtype: gl.constexpr = q_tile[0].dtype
+    layout: gl.constexpr = product_layout(BLOCK_KV)
+    step = 0  # over all items
+    turn = 0
+    item = gl.program_id(0)
+    while item < num_items:
+        batch, head, start_q, visible = _locate_queries(
+            item, turn, problem, window_left, window_right, BLOCK_KV
+        )
+        begin, before, full, after = visible
+        rows = start_q + CONSUMER * 64 + gl.arange(0, 64, gl.SliceLayout(1, layout))
+        position = rows + diagonal
+        padded_rows = gl.cdiv(seq_q, ROW_PADDING) * ROW_PADDING
+        offset = (batch * heads_q + head).to(gl.int64) * padded_rows
+        lse2 = gl.load(lse2_ptr + offset + rows)
+        delta = gl.load(delta_ptr + offset + rows)
+
+        # The first tile of keys has no ds·k to run under its exponentials.
+        slot = step % NUM_STAGES
+        mbarrier.wait(q_full.index(CONSUMER), turn & 1)
+        mbarrier.wait(k_full.index(slot), step // NUM_STAGES & 1)
+        s = product_scores(q_tile, CONSUMER, k_tile, slot, HEAD_DIM, layout)
+        mbarrier.wait(do_full.index(CONSUMER), turn & 1)
+        mbarrier.wait(v_full.index(slot), step // NUM_STAGES & 1)
+        dp = product_scores(do_tile, CONSUMER, v_tile, slot, HEAD_DIM_V, layout)
+        s = warpgroup_mma_wait(num_pieces(HEAD_DIM_V), deps=(s,))
+        key = step_start(0, begin, before, full, after, BLOCK_KV)
+        p = _probabilities(
+            s, position[:, None], key, lse2[:, None], seq_kv, rule, window_left, window_right,
+            EDGES, BLOCK_KV,
+        )  # fmt: skip
+        dp = warpgroup_mma_wait(0, deps=(dp,))
+        arrive(V_READ + slot, READERS)
+        ds = pack(p * (dp - delta[:, None]), dtype)
+        dq = zeros(64, HEAD_DIM)
+
+        # Visit the other tiles of keys that these queries see; only tiles at the edges are masked.
+        index = 1
+        step += 1
+        for masked in gl.static_range(1 if EDGES else 0, -1, -1):
+            end = before + full + after
+            if masked:
+                end = before + after
+            while index < end:
+                slot = step % NUM_STAGES
+                previous = (step - 1) % NUM_STAGES
+                # dq += ds k for the tile before, and s = scale · q kᵀ
+                left = unpack(ds, dtype, layout, "loop")
+                dq = add_product(dq, left, k_tile, previous)
+                mbarrier.wait(k_full.index(slot), step // NUM_STAGES & 1)
+                s = product_scores(q_tile, CONSUMER, k_tile, slot, HEAD_DIM, layout)
+                dq, left = wait_product(dq, left, num_pieces(HEAD_DIM))
+                arrive(K_READ + previous, READERS)
+                # dp = dout vᵀ
+                mbarrier.wait(v_full.index(slot), step // NUM_STAGES & 1)
+                dp = product_scores(do_tile, CONSUMER, v_tile, slot, HEAD_DIM_V, layout)
+                # p = exp(s - lse)
+                s = warpgroup_mma_wait(num_pieces(HEAD_DIM_V), deps=(s,))
+                key = step_start(index, begin, before, full, after, BLOCK_KV)
+                p = _probabilities(
+                    s, position[:, None], key, lse2[:, None], seq_kv, rule, window_left,
+                    window_right, masked, BLOCK_KV,
+                )  # fmt: skip
+                # This wait passes at once. Its branch keeps ptxas from moving the next one up.
+                mbarrier.wait(v_full.index(slot), step // NUM_STAGES & 1)
+                dp = warpgroup_mma_wait(0, deps=(dp,))
+                arrive(V_READ + slot, READERS)
+                # ds = p ∘ (dp - delta) ∘ dcap
+                ds = pack(p * (dp - delta[:, None]), dtype)
+                index += 1
+                step += 1
+
+        # The last ds·k
+        previous = (step - 1) % NUM_STAGES
+        left = unpack(ds, dtype, layout, "end")
+        dq = add_product(dq, left, k_tile, previous)
+        dq, left = wait_product(dq, left)
+        arrive(K_READ + previous, READERS)
+
+        # Scale and store.
+        write_rows(q_tile, CONSUMER, scale_all(dq, rule.scale))
+        fence_async_shared()
+        store_tile(stores, q_tile, CONSUMER, batch, head, start_q + CONSUMER * 64, HEAD_DIM)
+        tma.store_wait(0)
+        mbarrier.arrive(q_read.index(CONSUMER), count=1)
+        turn += 1
+        item += gl.num_programs(0)
+
+
+@gluon.jit
+def _probabilities(
+    s,
+    position,
+    start_kv,
+    lse2,
+    end,
+    rule,
+    window_left,
+    window_right,
+    MASKED: gl.constexpr,
+    BLOCK_KV: gl.constexpr,
+):
+    """Return p ∘ dcap, the factor of dp - delta in ds. Queries are rows."""
+    key = start_kv + gl.arange(0, BLOCK_KV, gl.SliceLayout(0, s.type.layout))
+    s, dcap = visible_scores(
+        s, position, key[None, :], end, rule, window_left, window_right, MASKED
+    )
+    return gl.exp2(s * rule.exp2_scale - lse2) * dcap
+
+
+def prepare_dq(call: KernelCall) -> Prepared:
+    """Return grid and arguments of `flash_bwd_dq_kernel`."""
+    spec, config = call.spec, call.config
+    q, k, v, dout, _lse2, _delta, dq = call.layouts
+    maps = (
+        map_arguments("q", 0, q, 64)
+        | map_arguments("k", 1, k, config.block_kv)
+        | map_arguments("v", 2, v, config.block_kv)
+        | map_arguments("dout", 3, dout, 64)
+        | map_arguments("dq", 6, dq, 64)
+    )
+    edges = spec.window != Window() or spec.seq_kv % config.block_kv != 0
+    tiles = triton.cdiv(spec.seq_q, config.block_q)
+    return persistent(call, tiles, tiles * spec.heads_q * spec.batch, maps | {"EDGES": edges})
