@@ -23,9 +23,9 @@ REASON = FAMILY.supports("flash_fwd", SPEC, "sm90")
 if REASON is not None:
     pytest.skip(REASON, allow_module_level=True)
 
-from pallas_attn.kernels.sm90 import flash_bwd, launch  # noqa: E402
-from pallas_attn.kernels.sm90.launch import make_schedule  # noqa: E402
+from pallas_attn.kernels.sm90 import launch  # noqa: E402
 from pallas_attn.kernels.sm90.pipeline import piece_widths  # noqa: E402
+from pallas_attn.kernels.sm90.schedule import make_schedule  # noqa: E402
 
 attention = partial(flash_attention, implementation="mosaic")
 
@@ -150,8 +150,8 @@ def test_the_backward_of_large_heads_is_another_familys():
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("head_dim", range(16, 129, 8))
 def test_every_head_size_of_the_backward_fits(head_dim, deterministic, monkeypatch):
-    checked = []
-    monkeypatch.setattr(flash_bwd, "check_memory", lambda *args: checked.append(args))
+    checked, check = [], launch.check_memory
+    monkeypatch.setattr(launch, "check_memory", lambda *args: checked.append(args))
 
     def kernel(*args, out_type, **options):
         return lambda *operands: [jnp.zeros(x.shape, x.dtype) for x in out_type]
@@ -162,11 +162,12 @@ def test_every_head_size_of_the_backward_fits(head_dim, deterministic, monkeypat
         for sizes in ((head_dim,), (head_dim, 128), (128, head_dim)):
             operands = arrays(*sizes, seq_kv=2048)
             jax.jit(function).trace(*operands)
-    assert {name for name, *_ in checked} == (
-        {"flash_bwd_dq", "flash_bwd_dkdv"} if deterministic else {"flash_bwd_fused"}
-    )
+    assert {name for name, *_ in checked} == {
+        "flash_fwd",
+        *(("flash_bwd_dq", "flash_bwd_dkdv") if deterministic else ("flash_bwd_fused",)),
+    }
     for arguments in checked:
-        launch.check_memory(*arguments)
+        check(*arguments)
 
 
 @pytest.mark.parametrize("head_dim", range(16, 257, 8))
@@ -174,7 +175,7 @@ def test_every_head_size_fits(head_dim, monkeypatch):
     sizes = []
 
     def kernel(*args, scratch_types, **options):
-        sizes.append(launch._size(scratch_types))
+        sizes.append(launch.size_of(scratch_types))
         raise NotImplementedError("stop")
 
     monkeypatch.setattr(launch.plgpu, "kernel", kernel)

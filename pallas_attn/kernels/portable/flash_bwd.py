@@ -9,9 +9,10 @@ additions: the result is the same bits every time.
 
 import jax
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import lax
 from jax.experimental import pallas as pl
 
+from pallas_attn.kernels.gradients import make_flash_bwd
 from pallas_attn.kernels.portable.scores import add_product, dot, visible_scores
 from pallas_attn.kernels.portable.softmax import LOG2E
 from pallas_attn.kernels.portable.tiles import (
@@ -26,10 +27,7 @@ from pallas_attn.kernels.portable.tiles import (
     visible_tiles,
 )
 from pallas_attn.launch import flash_arguments, launch, of_group, of_head
-from twin_attention.contract.operands import FlashOperands
-from twin_attention.contract.spec import AttentionSpec
 from twin_attention.targets.config import padded_head_dim
-from twin_attention.targets.family import Backend
 
 
 def flash_bwd_preprocess_kernel(*refs, seq_q, head_dim_v, block_q):
@@ -205,86 +203,58 @@ def flash_bwd_dkdv_kernel(
     store_tile(dv_ref, dv, start_kv, seq_kv, block_kv, head_dim_v)
 
 
-def flash_bwd(
-    dout: Array,
-    dlse: Array | None,
-    operands: FlashOperands[Array],
-    out: Array,
-    lse: Array,
-    spec: AttentionSpec,
-    backend: Backend,
-) -> FlashOperands[Array]:
-    """Call the three kernels of the backward.
-
-    Args:
-        dout: [B, Sq, Hq, Dv].
-        dlse: [B, Hq, Sq] float32, or None for zero.
-        operands, out, lse: inputs and outputs of the forward.
-
-    Returns:
-        The gradient of each operand, in its dtype.
-    """
-    q, k, v = operands.q, operands.k, operands.v
-    problem, group = flash_arguments(spec), spec.group_size
+def launch_preprocess(dout, dlse, out, lse, spec, backend):
+    """Call `flash_bwd_preprocess_kernel`; returns lse2 and delta."""
     padded = pl.cdiv(spec.seq_q, ROW_PADDING) * ROW_PADDING
     rows = jax.ShapeDtypeStruct((*lse.shape[:2], padded), jnp.float32)
-    dq, dk, dv = (jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q, k, v))
-
-    def query_tiles(config):
-        return pl.cdiv(spec.seq_q, config.block_q), spec.heads_q, spec.batch
-
-    def key_tiles(config):
-        return pl.cdiv(spec.seq_kv, config.block_kv), spec.heads_kv, spec.batch
-
-    row_operands = (dout, out, lse) if dlse is None else (dout, out, lse, dlse)
-    lse2, delta = launch(
+    operands = (dout, out, lse) if dlse is None else (dout, out, lse, dlse)
+    return launch(
         "flash_bwd_preprocess",
         flash_bwd_preprocess_kernel,
         lambda config: (padded // config.block_q, spec.heads_q, spec.batch),
-        row_operands,
-        tuple(of_head(x) for x in row_operands),
+        operands,
+        tuple(of_head(x) for x in operands),
         (rows, rows),
         (of_head(rows), of_head(rows)),
         {"seq_q": spec.seq_q, "head_dim_v": spec.head_dim_v},
         spec,
         backend,
     )
-    inputs = (q, k, v, dout, lse2, delta)
+
+
+def launch_dq(inputs, spec, backend):
+    """Call `flash_bwd_dq_kernel`; returns dq."""
+    q, k, v, *of_rows = inputs
     (dq,) = launch(
         "flash_bwd_dq",
         flash_bwd_dq_kernel,
-        query_tiles,
+        lambda config: (pl.cdiv(spec.seq_q, config.block_q), spec.heads_q, spec.batch),
         inputs,
-        (of_head(q), of_head(k, group), of_head(v, group), *map(of_head, inputs[3:])),
-        (dq,),
-        (of_head(dq),),
-        problem,
+        (of_head(q), *(of_head(x, spec.group_size) for x in (k, v)), *map(of_head, of_rows)),
+        (jax.ShapeDtypeStruct(q.shape, q.dtype),),
+        (of_head(q),),
+        flash_arguments(spec),
         spec,
         backend,
     )
-    dk, dv = launch(
+    return dq
+
+
+def launch_dkdv(inputs, spec, backend):
+    """Call `flash_bwd_dkdv_kernel`; returns dk and dv."""
+    (q, k, v, *of_rows), group = inputs, spec.group_size
+    return launch(
         "flash_bwd_dkdv",
         flash_bwd_dkdv_kernel,
-        key_tiles,
+        lambda config: (pl.cdiv(spec.seq_kv, config.block_kv), spec.heads_kv, spec.batch),
         inputs,
-        (
-            of_group(q, group),
-            of_head(k),
-            of_head(v),
-            *(of_group(x, group) for x in (dout, lse2, delta)),
-        ),
-        (dk, dv),
-        (of_head(dk), of_head(dv)),
-        problem | {"group_size": group},
+        (of_group(q, group), of_head(k), of_head(v), *(of_group(x, group) for x in of_rows)),
+        tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (k, v)),
+        (of_head(k), of_head(v)),
+        flash_arguments(spec) | {"group_size": group},
         spec,
         backend,
     )
-    return FlashOperands(dq, dk, dv, sinks_gradient(operands.sinks, lse2, delta))
 
 
-def sinks_gradient(sinks: Array | None, lse2: Array, delta: Array) -> Array | None:
-    """Compute the gradient of the sinks [Hq] from lse2 and delta of all rows."""
-    if sinks is None:
-        return None
-    p = jnp.exp2(sinks[:, None] * LOG2E - lse2)
-    return -jnp.sum(p * delta, (0, 2))
+flash_bwd = make_flash_bwd(launch_preprocess, launch_dq, launch_dkdv)

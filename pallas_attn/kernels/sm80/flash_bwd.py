@@ -12,13 +12,12 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_attn.kernels.portable.flash_bwd import sinks_gradient
-from pallas_attn.kernels.portable.softmax import LOG2E
-from pallas_attn.kernels.portable.tiles import ROW_PADDING, visible_tiles
+from pallas_attn.kernels.gradients import dq_of_sums, dq_sums, make_flash_bwd, prepare_rows
+from pallas_attn.kernels.portable.tiles import visible_tiles
 from pallas_attn.kernels.sm80.launch import launch
 from pallas_attn.kernels.sm80.pipeline import (
     CHUNK,
@@ -43,9 +42,6 @@ from pallas_attn.kernels.sm80.workarounds import (
     store_rows,
     warpgroup_barrier,
 )
-from twin_attention.contract.operands import FlashOperands
-from twin_attention.contract.spec import AttentionSpec
-from twin_attention.targets.family import Backend
 
 
 def flash_bwd_dq_kernel(
@@ -378,43 +374,9 @@ def flash_bwd_dkdv_kernel(
         store_rows(tile, tile_transforms(size), ref, batch, head_kv, start_row, num_rows)
 
 
-def flash_bwd(
-    dout: Array,
-    dlse: Array | None,
-    operands: FlashOperands[Array],
-    out: Array,
-    lse: Array,
-    spec: AttentionSpec,
-    backend: Backend,
-) -> FlashOperands[Array]:
-    """Call the kernels of the backward: with a kernel for dq if it is to be deterministic.
-
-    Args:
-        dout: [B, Sq, Hq, Dv].
-        dlse: [B, Hq, Sq] float32, or None for zero.
-        operands, out, lse: inputs and outputs of the forward.
-
-    Returns:
-        The gradient of each operand, in its dtype.
-    """
-    q, k, v = operands[:3]
-    lse2, delta = prepare_rows(dout, dlse, out, lse)
-    inputs = (q, k, v, dout, lse2, delta)
-    if spec.deterministic:
-        (dq,) = launch_dq(inputs, spec, backend)
-        dk, dv = launch_dkdv("flash_bwd_dkdv", inputs, spec, backend)
-    else:
-        size = padded_columns(spec.head_dim)
-        dq_sum = jax.ShapeDtypeStruct((*lse2.shape[:2], lse2.shape[2] * size), jnp.float32)
-        dk, dv, dq_sum = launch_dkdv("flash_bwd_fused", inputs, spec, backend, dq_sum)
-        dq = finish_sums(dq_sum, size)[:, : spec.seq_q, :, : spec.head_dim]
-        dq = (dq * spec.scale).astype(q.dtype)
-    return FlashOperands(dq, dk, dv, sinks_gradient(operands.sinks, lse2, delta))
-
-
 def launch_dq(inputs, spec, backend):
-    """Call `flash_bwd_dq_kernel`."""
-    q, sizes = inputs[0], (spec.head_dim, spec.head_dim_v)
+    """Call `flash_bwd_dq_kernel`; returns dq."""
+    q, sizes = inputs.q, (spec.head_dim, spec.head_dim_v)
 
     def tiles(config):
         warpgroups = config.num_warps // 4
@@ -424,7 +386,7 @@ def launch_dq(inputs, spec, backend):
             *(allocate_tile(q.dtype, config.num_stages, config.block_kv, x) for x in sizes),
         )
 
-    return launch(
+    (dq,) = launch(
         "flash_bwd_dq",
         flash_bwd_dq_kernel,
         lambda config: pl.cdiv(spec.seq_q, config.block_q) * spec.heads_q * spec.batch,
@@ -434,11 +396,21 @@ def launch_dq(inputs, spec, backend):
         spec,
         backend,
     )
+    return dq
 
 
-def launch_dkdv(name, inputs, spec, backend, dq_sum=None):
-    """Call `flash_bwd_dkdv_kernel`; with `dq_sum`, the type of dq's sums, these are an output."""
-    dtype, sizes = inputs[0].dtype, (spec.head_dim, spec.head_dim_v)
+def launch_fused(inputs, spec, backend):
+    """Call `flash_bwd_dkdv_kernel` with sums for dq; returns dq, dk and dv."""
+    dk, dv, sums = launch_dkdv(inputs, spec, backend, "flash_bwd_fused")
+    return dq_of_sums(order_sums(sums, padded_columns(spec.head_dim)), spec), dk, dv
+
+
+def launch_dkdv(inputs, spec, backend, name="flash_bwd_dkdv"):
+    """Call `flash_bwd_dkdv_kernel`; returns dk and dv, and with "flash_bwd_fused" dq's sums."""
+    dq_sum = None
+    if name == "flash_bwd_fused":
+        dq_sum = dq_sums(inputs.lse2, padded_columns(spec.head_dim))
+    dtype, sizes = inputs.q.dtype, (spec.head_dim, spec.head_dim_v)
 
     def tiles(config):
         warpgroups = config.num_warps // 4
@@ -466,7 +438,7 @@ def launch_dkdv(name, inputs, spec, backend, dq_sum=None):
     )
 
 
-def finish_sums(sums, columns):
+def order_sums(sums, columns):
     """Return what `add_to_sums` added up, [B, H, rows · columns], as [B, rows, H, columns]."""
     batch, heads, size = sums.shape
     blocks = sums.reshape(batch, heads, size // columns // 16, columns // 8, 2, 2, 8, 4)
@@ -474,19 +446,4 @@ def finish_sums(sums, columns):
     return ordered.reshape(batch, size // columns, heads, columns)
 
 
-def prepare_rows(dout: Array, dlse: Array | None, out: Array, lse: Array) -> tuple[Array, Array]:
-    """Compute lse2 and delta of every row, [B, Hq, Sq rounded up to ROW_PADDING] float32.
-
-    XLA makes one kernel of it. lse2 is lse in base 2, or +inf where a row saw no key or does not
-    exist, so that ``exp2(s - lse2)`` is 0 there.
-    """
-    products = dout.astype(jnp.float32) * out.astype(jnp.float32)
-    delta = jnp.swapaxes(jnp.sum(products, 3), 1, 2)
-    if dlse is not None:
-        delta = delta - dlse
-    lse2 = jnp.where(lse == float("-inf"), float("inf"), lse) * LOG2E
-    padding = ((0, 0), (0, 0), (0, -lse.shape[2] % ROW_PADDING))
-    return (
-        jnp.pad(lse2, padding, constant_values=float("inf")),
-        jnp.pad(delta, padding),
-    )
+flash_bwd = make_flash_bwd(prepare_rows, launch_dq, launch_dkdv, launch_fused)

@@ -22,7 +22,7 @@ from pallas_attn.kernels.portable.tiles import visible_tiles
 from pallas_attn.kernels.sm80.flash_fwd import RESCALE_ABOVE, add_columns
 from pallas_attn.kernels.sm80.scores import as_rows, iota
 from pallas_attn.kernels.sm80.workarounds import rescale, store_row_values
-from pallas_attn.kernels.sm90.launch import REGISTERS, launch
+from pallas_attn.kernels.sm90.launch import launch, size_of
 from pallas_attn.kernels.sm90.pipeline import (
     WGMMA,
     WGMMA_ROWS,
@@ -38,11 +38,15 @@ from pallas_attn.kernels.sm90.pipeline import (
     tile_views,
     zeros,
 )
+from pallas_attn.kernels.sm90.programs import for_each_tile, run_warpgroups
+from pallas_attn.kernels.sm90.schedule import make_schedule
 from pallas_attn.kernels.sm90.scores import scaled_scores
 from pallas_attn.kernels.sm90.workarounds import pass_turn, take_turn
+from pallas_attn.targets import num_sms
 from twin_attention.contract.operands import FlashOperands
 from twin_attention.contract.spec import AttentionSpec
 from twin_attention.targets.family import Backend
+from twin_attention.targets.target import SHARED_MEMORY_LIMIT
 
 
 def flash_fwd_kernel(
@@ -93,7 +97,6 @@ def flash_fwd_kernel(
     gives 0, and -inf or its sink.
     """
     warpgroups = num_warps // 4 - 1
-    warpgroup = lax.axis_index("warpgroup")
     program = lax.axis_index("program")
     heads_q = q_ref.shape[2]
     num_tiles = pl.cdiv(seq_q, block_q)
@@ -117,15 +120,6 @@ def flash_fwd_kernel(
         # One tile is visited where none is seen, and hides all.
         steps = jnp.maximum(before + full + after, 1)
         return batch, head, start_q, start_kv, before + after, steps
-
-    def for_each_tile(body):
-        """Call body(tile, steps before) for each tile of queries of this program."""
-        count = schedule_ref[program, 0]
-
-        def visit(i, step):
-            return body(schedule_ref[program, i], step)
-
-        lax.fori_loop(1, count + 1, visit, jnp.int32(0))
 
     def produce():
         """Load what the consumers work on, as soon as there is room."""
@@ -158,9 +152,7 @@ def flash_fwd_kernel(
             load_v(steps - 1)
             return step + steps
 
-        @plgpu.warp_map
-        def _(warp):
-            pl.when(warp == 0)(lambda: for_each_tile(load_all))
+        for_each_tile(schedule_ref, program, load_all)
 
     def consume(w):
         """Compute the rows of consumer warpgroup w, a number: each has its own code."""
@@ -302,21 +294,10 @@ def flash_fwd_kernel(
                 plgpu.barrier_arrive(q_empty.at[w])
             return step + steps
 
-        for_each_tile(compute)
+        for_each_tile(schedule_ref, program, compute)
         plgpu.wait_smem_to_gmem(0)
 
-    for_consumer, for_producer = REGISTERS[warpgroups]
-    for w in range(warpgroups):
-
-        @pl.when(warpgroup == w)
-        def _(w=w):
-            plgpu.set_max_registers(for_consumer, action="increase")
-            consume(w)
-
-    @pl.when(warpgroup == warpgroups)
-    def _():
-        plgpu.set_max_registers(for_producer, action="decrease")
-        produce()
+    run_warpgroups(warpgroups, consume, produce)
 
 
 def flash_fwd(
@@ -332,7 +313,9 @@ def flash_fwd(
     v_whole = is_whole(spec.head_dim_v, spec.seq_kv)
     out_whole = is_whole(spec.head_dim_v, spec.seq_q)
 
-    def scratch(config, shares_memory):
+    config = backend.configs(spec)["flash_fwd"]
+
+    def memory(shares_memory):
         warpgroups, stages = config.num_warps // 4 - 1, config.num_stages
         q = tile_views(dtype, (WGMMA_ROWS,), spec.head_dim, scores_whole)
         out = tile_views(dtype, (WGMMA_ROWS,), spec.head_dim_v, out_whole)
@@ -356,15 +339,18 @@ def flash_fwd(
             "v_empty": plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages),
         }
 
+    shares_memory = size_of(memory(False)) > SHARED_MEMORY_LIMIT["sm90"]
     return launch(
         "flash_fwd",
         flash_fwd_kernel,
         operands,
+        make_schedule(spec, config.block_q, config.block_kv, num_sms(backend.target)),
         (
             jax.ShapeDtypeStruct((*operands.q.shape[:3], spec.head_dim_v), dtype),
             jax.ShapeDtypeStruct((spec.batch, spec.heads_q, spec.seq_q), jnp.float32),
         ),
-        scratch,
+        memory(shares_memory),
         spec,
-        backend,
+        config,
+        shares_memory=shares_memory,
     )

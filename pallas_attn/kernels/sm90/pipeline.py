@@ -5,6 +5,7 @@ of a piece is as long as its swizzle, which permutes 16-byte units with the row'
 wgmma reads eight rows without a bank conflict.
 """
 
+import math
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -148,3 +149,47 @@ def tile_start(step, begin, before, full, after, block, last_start):
     tile = jnp.where(step < before, step, jnp.where(step < masked, step + full, step - after))
     start = begin + lax.convert_element_type(tile, jnp.int32) * block
     return jnp.clip(start, 0, last_start)
+
+
+def columns_of(ref, lower, upper):
+    """Return columns lower .. upper of an accumulator or of a piece of a tile."""
+    if upper - lower == ref.shape[-1]:
+        return ref
+    return ref.at[:, pl.ds(lower, upper - lower)]
+
+
+def wait_for(ref, wait_n, *read):
+    """Return an accumulator's sum when all but the last wait_n products are done.
+
+    read: operands in registers of products that are done then, which keep them until here.
+    """
+    x = plgpu.wgmma_accumulator_load(ref, wait_n=wait_n)
+    return lax.optimization_barrier((x, *read))[0]
+
+
+def make_tiles(spec, ds_is_shared, **counts):
+    """Return the types of tiles of q, k, v and dout in shared memory, and each one's pieces.
+
+    Args:
+        spec: the problem.
+        ds_is_shared: ds is in shared memory, and multiplies pieces of q and of k of its width.
+        **counts: (tiles, rows) of each.
+    """
+    tiles, pieces = {}, {}
+    for name, shape in counts.items():
+        is_scores = name in ("q_tiles", "k_tiles")
+        size = spec.head_dim if is_scores else spec.head_dim_v
+        whole = is_whole(size, spec.seq_q, spec.seq_kv)
+        widths = piece_widths(size, whole)
+        if ds_is_shared and is_scores and not whole:
+            width = ds_width(size)
+            widths = (width,) * (sum(widths) // width)
+        dtype = jnp.dtype(spec.dtype)
+        tiles[name] = plgpu.RefUnion(*tile_views(dtype, shape, size, whole, widths))
+        pieces[name] = len(widths)
+    return tiles, pieces
+
+
+def ds_width(head_dim):
+    """Return the columns of a block of ds: wgmma wants both operands swizzled alike."""
+    return math.gcd(padded_columns(head_dim), 64)

@@ -1,0 +1,133 @@
+"""Run the backward: the same sequence of kernels in every family."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from pallas_attn.kernels.portable.softmax import LOG2E
+from pallas_attn.kernels.portable.tiles import ROW_PADDING
+from twin_attention.contract.operands import FlashOperands
+from twin_attention.contract.spec import AttentionSpec
+from twin_attention.targets.family import Backend
+
+
+class Inputs(NamedTuple):
+    """Operands of a backward's kernels.
+
+    Attributes:
+        q, k, v: inputs of the forward.
+        dout: the gradient of the output, [B, Sq, Hq, Dv].
+        lse2, delta: [B, Hq, Sq rounded up to ROW_PADDING] float32, see `prepare_rows`.
+    """
+
+    q: Array
+    k: Array
+    v: Array
+    dout: Array
+    lse2: Array
+    delta: Array
+
+
+Launch = Callable[[Inputs, AttentionSpec, Backend], Any]
+
+
+def prepare_rows(
+    dout: Array,
+    dlse: Array | None,
+    out: Array,
+    lse: Array,
+    spec: AttentionSpec,
+    backend: Backend,
+) -> tuple[Array, Array]:
+    """Compute lse2 and delta of every row, [B, Hq, Sq rounded up to ROW_PADDING] float32.
+
+    XLA makes one kernel of it. lse2 is lse in base 2, or +inf where a row saw no key or does not
+    exist, so that ``exp2(s - lse2)`` is 0 there.
+    """
+    products = dout.astype(jnp.float32) * out.astype(jnp.float32)
+    delta = jnp.swapaxes(jnp.sum(products, 3), 1, 2)
+    if dlse is not None:
+        delta = delta - dlse
+    lse2 = jnp.where(lse == float("-inf"), float("inf"), lse) * LOG2E
+    padding = ((0, 0), (0, 0), (0, -lse.shape[2] % ROW_PADDING))
+    return (
+        jnp.pad(lse2, padding, constant_values=float("inf")),
+        jnp.pad(delta, padding),
+    )
+
+
+def make_flash_bwd(
+    preprocess: Callable[..., tuple[Array, Array]],
+    launch_dq: Launch,
+    launch_dkdv: Launch,
+    launch_fused: Launch | None = None,
+) -> Callable[..., FlashOperands[Array]]:
+    """Return the `flash_bwd` of a family.
+
+    Args:
+        preprocess: compute lse2 and delta, as `prepare_rows` does.
+        launch_dq: call the kernel of dq; returns dq.
+        launch_dkdv: call the kernel of dk and dv; returns both.
+        launch_fused: call the kernel of all three; returns dq, dk and dv. It runs where the problem
+            has a configuration for it. None where the family has no such kernel.
+    """
+    return partial(_flash_bwd, preprocess, launch_dq, launch_dkdv, launch_fused)
+
+
+def _flash_bwd(
+    preprocess: Callable[..., tuple[Array, Array]],
+    launch_dq: Launch,
+    launch_dkdv: Launch,
+    launch_fused: Launch | None,
+    dout: Array,
+    dlse: Array | None,
+    operands: FlashOperands[Array],
+    out: Array,
+    lse: Array,
+    spec: AttentionSpec,
+    backend: Backend,
+) -> FlashOperands[Array]:
+    """Call the kernels of the backward.
+
+    Args:
+        preprocess, launch_dq, launch_dkdv, launch_fused: see `make_flash_bwd`.
+        dout: [B, Sq, Hq, Dv].
+        dlse: [B, Hq, Sq] float32, or None for zero.
+        operands, out, lse: inputs and outputs of the forward.
+
+    Returns:
+        The gradient of each operand, in its dtype.
+    """
+    lse2, delta = preprocess(dout, dlse, out, lse, spec, backend)
+    inputs = Inputs(operands.q, operands.k, operands.v, dout, lse2, delta)
+    if launch_fused is not None and "flash_bwd_fused" in backend.configs(spec):
+        dq, dk, dv = launch_fused(inputs, spec, backend)
+    else:
+        dq = launch_dq(inputs, spec, backend)
+        dk, dv = launch_dkdv(inputs, spec, backend)
+    return FlashOperands(dq, dk, dv, sinks_gradient(operands.sinks, lse2, delta))
+
+
+def dq_sums(lse2: Array, columns: int) -> jax.ShapeDtypeStruct:
+    """Return the type of dq's float32 sums, [B, Hq, rows · columns], in the order of the family."""
+    return jax.ShapeDtypeStruct((*lse2.shape[:2], lse2.shape[2] * columns), jnp.float32)
+
+
+def dq_of_sums(ordered: Array, spec: AttentionSpec) -> Array:
+    """Return dq, scaled, from its sums [B, rows, Hq, columns] in the usual order."""
+    dq = ordered[:, : spec.seq_q, :, : spec.head_dim]
+    return (dq * spec.scale).astype(spec.dtype)
+
+
+def sinks_gradient(sinks: Array | None, lse2: Array, delta: Array) -> Array | None:
+    """Compute the gradient of the sinks [Hq] from lse2 and delta of all rows."""
+    if sinks is None:
+        return None
+    p = jnp.exp2(sinks[:, None] * LOG2E - lse2)
+    return -jnp.sum(p * delta, (0, 2))

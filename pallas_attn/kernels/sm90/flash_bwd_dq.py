@@ -1,0 +1,242 @@
+"""The backward's kernel of dq; `pallas_attn.kernels.sm90.flash_bwd` has the formulas."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_attn.kernels.portable.tiles import visible_tiles
+from pallas_attn.kernels.sm80.pipeline import load_vector
+from pallas_attn.kernels.sm80.scores import as_rows, iota, visible_scores
+from pallas_attn.kernels.sm80.workarounds import warpgroup_barrier
+from pallas_attn.kernels.sm90.launch import launch
+from pallas_attn.kernels.sm90.pipeline import (
+    WGMMA,
+    WGMMA_ROWS,
+    Tiles,
+    accumulator,
+    add_scores,
+    add_values,
+    load_tile,
+    make_tiles,
+    padded_columns,
+    store_tile,
+    tile_start,
+    wait_for,
+    zeros,
+)
+from pallas_attn.kernels.sm90.programs import (
+    count_steps,
+    for_each_tile,
+    run_warpgroups,
+    step_ranges,
+)
+from pallas_attn.kernels.sm90.schedule import make_schedule
+from pallas_attn.targets import num_sms
+
+
+def flash_bwd_dq_kernel(
+    q_ref,
+    k_ref,
+    v_ref,
+    dout_ref,
+    lse2_ref,
+    delta_ref,
+    schedule_ref,
+    dq_ref,
+    *,
+    q_tiles,
+    dout_tiles,
+    k_tiles,
+    v_tiles,
+    q_full,
+    q_empty,
+    k_full,
+    k_empty,
+    v_full,
+    v_empty,
+    group_size,
+    seq_q,
+    seq_kv,
+    diagonal,
+    rule,
+    window_left,
+    window_right,
+    head_dim,
+    head_dim_v,
+    block_q,
+    block_kv,
+    num_warps,
+    num_stages,
+):
+    """One program computes tiles of block_q rows of dq of a query head, one after the other.
+
+    Operands: q and dq [B, Sq, Hq, D], k [B, Skv, Hkv, D], v [B, Skv, Hkv, Dv], dout [B, Sq, Hq,
+    Dv]; lse2 and delta [B, Hq, Sq rounded up to ROW_PADDING] float32, lse2 in base 2 and +inf where
+    a row saw no key or does not exist; schedule as in `flash_fwd_kernel`; in shared memory a tile
+    of 64 rows of q and of dout for each consumer warpgroup, num_stages tiles of k and of v, and
+    their barriers. Loop invariant: dq is Σ ds k over the keys before the last tile, and ds is that
+    tile's. Accumulation: float32, exponents in base 2, ds cast to k's dtype for ds·k. A row that
+    sees no key gives 0.
+    """
+    warpgroups = num_warps // 4 - 1
+    program = lax.axis_index("program")
+    heads_q = q_ref.shape[2]
+    num_tiles = pl.cdiv(seq_q, block_q)
+    last_start = pl.cdiv(seq_kv, block_kv) * block_kv - block_kv
+    q_tiles, dout_tiles, k_tiles, v_tiles = (
+        Tiles(*views) for views in (q_tiles, dout_tiles, k_tiles, v_tiles)
+    )
+
+    def locate(tile):
+        """Locate a tile of queries, and the tiles of keys that it sees."""
+        start_q = tile % num_tiles * block_q
+        batch, head = tile // num_tiles // heads_q, tile // num_tiles % heads_q
+        begin, before, full, after = visible_tiles(
+            start_q, seq_q, seq_kv, diagonal, window_left, window_right, block_q, block_kv
+        )
+
+        def start_kv(step):
+            return tile_start(step, begin, before, full, after, block_kv, last_start)
+
+        return batch, head, start_q, start_kv, *count_steps(before, full, after)
+
+    def produce():
+        """Load what the consumers work on, as soon as there is room."""
+
+        def load_all(tile, step):
+            batch, head, start_q, start_kv, _, steps = locate(tile)
+            head_kv = head // group_size
+            for w in range(warpgroups):
+                start = start_q + w * WGMMA_ROWS
+                plgpu.barrier_wait(q_empty.at[w])
+                load_tile(q_ref, q_tiles.tile(w), batch, head, start, q_full.at[w])
+                load_tile(dout_ref, dout_tiles.tile(w), batch, head, start, q_full.at[w])
+
+            @pl.loop(0, steps)
+            def _(x):
+                slot, start = (step + x) % num_stages, start_kv(x)
+                plgpu.barrier_wait(k_empty.at[slot])
+                load_tile(k_ref, k_tiles.tile(slot), batch, head_kv, start, k_full.at[slot])
+                plgpu.barrier_wait(v_empty.at[slot])
+                load_tile(v_ref, v_tiles.tile(slot), batch, head_kv, start, v_full.at[slot])
+
+            return step + steps
+
+        for_each_tile(schedule_ref, program, load_all)
+
+    def consume(w):
+        """Compute the rows of consumer warpgroup w, a number: each has its own code."""
+        q, dout = q_tiles.tile(w), dout_tiles.tile(w)
+
+        # All tiles are free; the first step gives the last tile of keys back.
+        plgpu.barrier_arrive(q_empty.at[w])
+        for slot in range(num_stages):
+            if slot < num_stages - 1:
+                plgpu.barrier_arrive(k_empty.at[slot])
+            plgpu.barrier_arrive(v_empty.at[slot])
+
+        def compute(tile, step):
+            batch, head, start_q, start_kv, masked_steps, steps = locate(tile)
+            start_row = start_q + w * WGMMA_ROWS
+            lse2, delta = (
+                load_vector(ref.at[batch, head, pl.ds(start_row, WGMMA_ROWS)], WGMMA.reduce(1))
+                for ref in (lse2_ref, delta_ref)
+            )
+            plgpu.barrier_wait(q_full.at[w])
+
+            # Visit the tiles of keys that these queries see; only edges are masked.
+            def visit(x, carry, masked):
+                ds, dq = carry
+                slot, previous = (step + x) % num_stages, (step + x - 1) % num_stages
+                multiplied = k_tiles.tile(jnp.where(x == 0, slot, previous))  # ds is 0 at first
+
+                def overlap(s_ref, dp_ref, dq_ref):
+                    # Start dq += ds k of the tile before, s = scale · q kᵀ, dp = dout vᵀ.
+                    plgpu.barrier_wait(k_full.at[slot])
+                    dq_ref[...] = dq
+                    add_values(dq_ref, ds, multiplied)
+                    add_scores(s_ref, q, k_tiles.tile(slot))
+                    new = wait_for(dq_ref, len(q.multiplied), ds)
+                    plgpu.barrier_arrive(k_empty.at[previous])
+                    plgpu.barrier_wait(v_full.at[slot])
+                    add_scores(dp_ref, dout, v_tiles.tile(slot))
+                    # p = exp(s - lse)
+                    s = wait_for(s_ref, len(dout.multiplied))
+                    position = key = None
+                    if masked:
+                        position = iota(s.shape, 0, WGMMA) + (start_row + diagonal)
+                        key = iota(s.shape, 1, WGMMA) + start_kv(x)
+                    end = seq_kv if seq_kv % block_kv else None
+                    s, dcap = visible_scores(
+                        s, position, key, end, rule, window_left, window_right, masked, WGMMA
+                    )
+                    p = jnp.exp2(s * rule.exp2_scale - as_rows(lse2, s)) * dcap
+                    # ds = p ∘ (dp - delta) ∘ dcap
+                    dp = wait_for(dp_ref, 0, p)
+                    plgpu.barrier_arrive(v_empty.at[slot])
+                    return (p * (dp - as_rows(delta, dp))).astype(ds.dtype), new
+
+                return pl.run_scoped(
+                    overlap,
+                    accumulator(WGMMA_ROWS, block_kv),
+                    accumulator(WGMMA_ROWS, block_kv),
+                    accumulator(*dq.shape),
+                )
+
+            carry = (
+                zeros(WGMMA_ROWS, block_kv).astype(k_ref.dtype),
+                zeros(WGMMA_ROWS, padded_columns(head_dim)),
+            )
+            for masked, lower, upper in step_ranges(masked_steps, steps):
+                carry = lax.fori_loop(lower, upper, functools.partial(visit, masked=masked), carry)
+            ds, dq = carry
+
+            # dq += ds k of the last tile
+            def last(dq_ref):
+                dq_ref[...] = dq
+                add_values(dq_ref, ds, k_tiles.tile((step + steps - 1) % num_stages))
+                return wait_for(dq_ref, 0, ds)
+
+            dq = pl.run_scoped(last, accumulator(*dq.shape))
+
+            # Scale and store.
+            warpgroup_barrier()
+            store_tile(dq * rule.scale, q, dq_ref, batch, head, start_row)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            plgpu.barrier_arrive(q_empty.at[w])
+            return step + steps
+
+        for_each_tile(schedule_ref, program, compute)
+        plgpu.wait_smem_to_gmem(0)
+
+    run_warpgroups(warpgroups, consume, produce)
+
+
+def launch_dq(inputs, spec, backend):
+    """Call `flash_bwd_dq_kernel`; returns dq."""
+    config = backend.configs(spec)["flash_bwd_dq"]
+    warpgroups, stages = config.num_warps // 4 - 1, config.num_stages
+    rows, keys = (warpgroups, WGMMA_ROWS), (stages, config.block_kv)
+    tiles, pieces = make_tiles(
+        spec, False, q_tiles=rows, dout_tiles=rows, k_tiles=keys, v_tiles=keys
+    )
+    scratch = tiles | {
+        "q_full": plgpu.Barrier(
+            num_arrivals=pieces["q_tiles"] + pieces["dout_tiles"], num_barriers=warpgroups
+        ),
+        "q_empty": plgpu.Barrier(num_barriers=warpgroups),
+        "k_full": plgpu.Barrier(num_arrivals=pieces["k_tiles"], num_barriers=stages),
+        "k_empty": plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages),
+        "v_full": plgpu.Barrier(num_arrivals=pieces["v_tiles"], num_barriers=stages),
+        "v_empty": plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages),
+    }
+    schedule = make_schedule(spec, config.block_q, config.block_kv, num_sms(backend.target))
+    outputs = (jax.ShapeDtypeStruct(inputs.q.shape, inputs.q.dtype),)
+    (dq,) = launch(
+        "flash_bwd_dq", flash_bwd_dq_kernel, inputs, schedule, outputs, scratch, spec, config
+    )
+    return dq

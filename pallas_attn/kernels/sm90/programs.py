@@ -1,0 +1,52 @@
+"""Divide a program's work: what each warpgroup does, tile after tile, step after step."""
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+# Registers of a thread of a consumer and of the producer, by the number of consumer warpgroups.
+REGISTERS = {1: (240, 24), 2: (240, 24), 3: (160, 32)}
+
+
+def run_warpgroups(warpgroups, consume, produce):
+    """Run consume(w) in each consumer warpgroup, and `produce` in one warp of the producer."""
+    warpgroup = lax.axis_index("warpgroup")
+    for_consumer, for_producer = REGISTERS[warpgroups]
+    for w in range(warpgroups):
+
+        @pl.when(warpgroup == w)
+        def _(w=w):
+            plgpu.set_max_registers(for_consumer, action="increase")
+            consume(w)
+
+    @pl.when(warpgroup == warpgroups)
+    def _():
+        plgpu.set_max_registers(for_producer, action="decrease")
+
+        @plgpu.warp_map
+        def _(warp):
+            pl.when(warp == 0)(produce)
+
+
+def for_each_tile(schedule_ref, program, body):
+    """Call body(tile, steps before) for each tile of this program."""
+
+    def visit(i, step):
+        return body(schedule_ref[program, i], step)
+
+    lax.fori_loop(1, schedule_ref[program, 0] + 1, visit, jnp.int32(0))
+
+
+def count_steps(before, full, after):
+    """Return the number of masked steps, and of all: one, which hides all, where none is seen."""
+    masked, steps = before + after, jnp.maximum(before + full + after, 1)
+    is_static = isinstance(masked, int)
+    return masked if is_static else jnp.where(full == 0, steps, masked), steps
+
+
+def step_ranges(masked_steps, steps):
+    """Return (masked, lower, upper) of the steps at edges, and of the others."""
+    if isinstance(masked_steps, int) and masked_steps == 0:
+        return ((False, 0, steps),)
+    return ((True, 0, masked_steps), (False, masked_steps, steps))
