@@ -2,18 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import jax
 
+from twin_attention.targets.kernels import KernelConfig
 from twin_attention.targets.target import NUM_SMS, requested_target, resolve_target
 
 Device = Any  # a jax.Device, which type checkers take for a variable
+_described: ContextVar[tuple[Device, dict[str, KernelConfig]] | None] = ContextVar(
+    "described", default=None
+)
+
+
+@contextmanager
+def described(card: Device) -> Iterator[dict[str, KernelConfig]]:
+    """Choose for a card that this machine lacks; yields what Mosaic kernels get, by their names."""
+    configs: dict[str, KernelConfig] = {}
+    token = _described.set((card, configs))
+    try:
+        yield configs
+    finally:
+        _described.reset(token)
+
+
+def note_config(kernel: str, config: KernelConfig) -> None:
+    """Tell `described` which configuration a kernel gets."""
+    if (found := _described.get()) is not None:
+        found[1][kernel] = config
 
 
 def cuda_devices() -> Sequence[Device]:
-    """Return this process's CUDA devices; none where JAX has no CUDA backend."""
+    """Return this process's CUDA devices, or the one that is `described`.
+
+    There are none where JAX has no CUDA backend.
+    """
+    if (found := _described.get()) is not None:
+        return (found[0],)
     try:
         return jax.local_devices(backend="cuda")
     except RuntimeError:  # this process has no CUDA backend

@@ -19,7 +19,8 @@ CONFIGS = {
 }
 LARGE = Resources(
     registers=255, spill_stores=1024, spill_loads=1024, loop_spills=512, stack=1024, shared=166912,
-    warps=8, occupancy=1, serialized=False, mma=1024, wgmma=0, cp_async=128, ldmatrix=256, ex2=512,
+    warps=8, occupancy=1, serialized=False, mma=1024, wgmma=0, cp_async=128, tma=0,
+    ldmatrix=256, ex2=512,
 )  # fmt: skip
 
 
@@ -78,8 +79,19 @@ def test_targets(arguments, targets, monkeypatch):
         return []
 
     monkeypatch.setattr(command, "_check_all", check_all)
+    monkeypatch.setattr(command, "not_compiled", lambda problem: None)
     assert main(["static", *arguments]) == 1  # nothing was compiled
     assert {problem.target for problem in selected} == targets
+
+
+def test_what_is_not_compiled_has_a_reason(monkeypatch, capsys):
+    selected = []
+    reason = {"mosaic": "its kernels need jax 0.11"}
+    monkeypatch.setattr(command, "_check_all", lambda problems, *_: selected.extend(problems) or [])
+    monkeypatch.setattr(command, "not_compiled", lambda problem: reason.get(problem.family))
+    main(["static", "--target", "sm90"])
+    assert "jax mosaic on sm90, not compiled: its kernels need jax 0.11" in capsys.readouterr().out
+    assert {problem.family for problem in selected} == {"triton", "gluon"}
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from tuning.static.gate import (
     check,
     compiler,
     failures,
+    not_compiled,
     problems,
 )
 from tuning.static.resources import Resources
@@ -28,6 +29,7 @@ from twin_attention.targets.kernels import (
     FlashConfig,
     FwdConfig,
     SpecializedConfig,
+    WarpDecodeConfig,
 )
 from twin_attention.targets.target import SHARED_MEMORY_OF_SMALLER_CARDS, TARGETS
 
@@ -69,6 +71,24 @@ def test_explicit_kernels_are_fit_for_sm90():
     verdicts = check(Problem("torch", "sm90", "bfloat16", 80, "causal", "gluon"))
     assert {v.kernel for v in verdicts} == {*FAMILY_KERNELS["sm90"]}
     assert not {v.kernel: v.failures for v in verdicts if v.failures}
+
+
+@pytest.mark.parametrize("shared_memory", [None, SHARED_MEMORY_OF_SMALLER_CARDS])
+def test_mosaic_kernels_are_fit_for_sm80(shared_memory):
+    """The smallest kernels stand for all, which take minutes to compile."""
+    problem = Problem("jax", "sm80", "int8", 64, "decode", "mosaic", shared_memory)
+    if (reason := not_compiled(problem)) is not None:
+        pytest.skip(reason)
+    with ProcessPoolExecutor(1, get_context("spawn")) as pool:  # what it prints is caught there
+        verdicts = pool.submit(check, problem).result()
+    assert {verdict.kernel for verdict in verdicts} == {*FAMILY_KERNELS["paged"]}
+    assert not {v.kernel: v.failures for v in verdicts if v.failures}
+
+
+def test_mosaic_kernels_are_compiled_for_both_sizes_of_card():
+    found = {target: {p.shared_memory for p in problems("jax", target, "mosaic")}
+             for target in TARGETS}  # fmt: skip
+    assert found == {"sm80": {None, SHARED_MEMORY_OF_SMALLER_CARDS}, "sm90": {None}}
 
 
 def shared_memory_on_smaller_cards() -> dict[tuple[str, int], int]:
@@ -132,6 +152,7 @@ FIT = Resources(
     mma=64,
     wgmma=64,
     cp_async=16,
+    tma=16,
     ldmatrix=16,
     ex2=64,
 )
@@ -213,6 +234,7 @@ def test_what_fails_of_explicit_kernels(change, failure):
         ({"mma": 0, "cp_async": 0, "ldmatrix": 0}, None),
         ({"loop_spills": 256}, "spills 256 B in a step of its main loop"),
         ({"wgmma": 0}, "no wgmma"),
+        ({"tma": 0}, "no TMA"),
         ({"serialized": True}, "waits for each wgmma"),
     ],
 )
@@ -220,6 +242,23 @@ def test_what_fails_of_explicit_kernels_for_sm90(change, failure):
     config = SpecializedConfig(128, 128, num_warps=12, num_stages=2, ping_pong=1)
     problem = Problem("torch", "sm90", "bfloat16", 128, "causal", "gluon")
     found = failures(problem, "flash_fwd", config, replace(FIT, **change))
+    assert found == (() if failure is None else (failure,))
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize(
+    ("change", "failure"),
+    [
+        ({"wgmma": 0, "tma": 0}, None),
+        ({"cp_async": 0}, "no cp.async"),
+        ({"ldmatrix": 0}, "no ldmatrix"),
+        ({"shared": 99 * 1024 + 1}, "101377 B of shared memory, of 101376"),
+    ],
+)
+def test_what_fails_of_mosaic_kernels_of_paged_caches(target, change, failure):
+    config = WarpDecodeConfig(16, 64, num_warps=4, num_stages=1, num_programs=2)
+    problem = Problem("jax", target, "bfloat16", 64, "decode", "mosaic", 99 * 1024)
+    found = failures(problem, "paged_decode", config, replace(FIT, **change))
     assert found == (() if failure is None else (failure,))
 
 

@@ -30,6 +30,7 @@ from tuning.static.gate import (
     Problem,
     Verdict,
     check,
+    not_compiled,
     problems,
 )
 from tuning.static.sweep import rows, sweep
@@ -78,15 +79,22 @@ def run(arguments: argparse.Namespace) -> int:
     selected = _select(arguments)
     if arguments.json:
         make_folder(arguments.refuse, "--json", arguments.json.parent)
+    reasons = {problem: not_compiled(problem) for problem in selected}
+    for name, reason in dict.fromkeys((_table_of(x), reason) for x, reason in reasons.items()):
+        if reason is not None:
+            target, framework, family = name
+            console.print(f"{framework} {family} on {target}, not compiled: {reason}")
+    selected = [problem for problem in selected if reasons[problem] is None]
     verdicts = _check_all(selected, dict(arguments.changes), arguments.jobs, console)
     seconds = time.perf_counter() - begin
-    for (target, *names), of_table in groupby(verdicts, _table_of):
+    for (target, *names), of_table in groupby(verdicts, lambda v: _table_of(v.problem)):
         group, name = list(of_table), " ".join(names)
         console.print(resource_table(group, f"{name} on {target}: resources of a kernel"))
         console.print(bound_table(group, f"{name} on {target}: bound of a tile"))
     failed = [verdict for verdict in verdicts if verdict.failures]
     for verdict in failed:
-        name = " ".join(map(str, (verdict.kernel, *asdict(verdict.problem).values())))
+        fields = (verdict.kernel, *asdict(verdict.problem).values())
+        name = " ".join(str(field) for field in fields if field is not None)
         console.print(f"{name}: {'; '.join(verdict.failures)}", style="red", soft_wrap=True)
     console.print(
         f"{len(verdicts)} kernels compiled for {' and '.join(arguments.target or TARGETS)} in "
@@ -170,6 +178,7 @@ def _in_processes(
 
 def _use_no_gpu() -> None:
     os.environ["JAX_PLATFORMS"] = "cpu"
+    os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"  # JAX's CUDA plugin, see `mosaic_aot`
 
 
 def _change(text: str) -> tuple[str, dict[str, int]]:
@@ -188,8 +197,8 @@ def resource_table(verdicts: Iterable[Verdict], title: str) -> Table:
     grid, styles = [titles], []
     for verdict in verdicts:
         config, taken = verdict.config, verdict.resources
-        numbers = (taken.shared, taken.occupancy, taken.mma, taken.wgmma, taken.cp_async,
-                   taken.ldmatrix, taken.ex2)  # fmt: skip
+        numbers = (taken.shared, taken.occupancy, taken.mma, taken.wgmma,
+                   taken.cp_async + taken.tma, taken.ldmatrix, taken.ex2)  # fmt: skip
         grid.append([
             *_label(verdict), f"{config.num_warps}×{config.num_stages}", str(taken.registers),
             f"{taken.spill_stores}/{taken.spill_loads}", *map(str, numbers),
@@ -197,9 +206,9 @@ def resource_table(verdicts: Iterable[Verdict], title: str) -> Table:
         ])  # fmt: skip
         styles.append("red" if verdict.failures else "")
     caption = (
-        "D: padded head size. Spilled: by stores and loads; fails triton on sm80, and gluon where "
-        "the main loop spills a tile. "
-        "Blocks: resident on an SM. mma to ex2: instructions in the PTX."
+        "D: padded head size. Spilled: by stores and loads; fails triton on sm80, and the others "
+        "where the main loop spills a tile. "
+        "Blocks: resident on an SM. mma to ex2: instructions in the PTX, TMA's with cp.async."
     )
     return to_terminal(grid, styles, title=title, caption=caption, **_OF_TABLE)
 
@@ -227,11 +236,13 @@ def bound_table(verdicts: Iterable[Verdict], title: str) -> Table:
     return to_terminal([titles, *rows.values()], title=title, caption=caption, **_OF_TABLE)
 
 
-def _table_of(verdict: Verdict) -> tuple[str, ...]:
-    problem = verdict.problem
+def _table_of(problem: Problem) -> tuple[str, ...]:
     return problem.target, problem.framework, problem.family
 
 
 def _label(verdict: Verdict) -> tuple[str, ...]:
     problem, config = verdict.problem, verdict.config
-    return verdict.kernel, problem.dtype, str(problem.head_dim), problem.feature, config.tile
+    feature = problem.feature
+    if problem.shared_memory is not None:
+        feature += f", {problem.shared_memory // 1024} KiB"
+    return verdict.kernel, problem.dtype, str(problem.head_dim), feature, config.tile

@@ -7,15 +7,16 @@ smaller cards that run SM80 code; SM90's configurations are chosen by times, whi
 of spills. float32 multiplies in IEEE precision, without tensor cores.
 
 The explicit kernels are chosen by times as well, and take nearly all registers on purpose. They
-fail where a step of the main loop spills as much as a tile has. Those of SM80 fail where they have
-lost ldmatrix or, with any number of stages, cp.async; those of SM90 where the compiler waits for
-each product, as it does for want of registers.
+fail where a step of the main loop spills as much as a tile has. Those of SM80 and of paged caches
+fail where they have lost ldmatrix or, with any number of stages, cp.async; those of SM90 where they
+have lost TMA, or the compiler waits for each product, as it does for want of registers. Mosaic's
+are compiled for both sizes of SM80 card, where JAX is new enough and has its CUDA plugin.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
 from itertools import product
@@ -60,12 +61,26 @@ DECODE_FEATURES: dict[str, dict[str, Any]] = {
 FEATURES = (*FLASH_FEATURES, *DECODE_FEATURES)
 DTYPES = {16: ("bfloat16",), 32: ("float32",), 8: QUANTIZED_DTYPES}
 # Families of each framework whose tables are checked, with their targets.
-FAMILIES = {"torch": {"triton": TARGETS, "gluon": TARGETS}, "jax": {"triton": TARGETS}}
+FAMILIES = {
+    "torch": {"triton": TARGETS, "gluon": TARGETS},
+    "jax": {"triton": TARGETS, "mosaic": TARGETS},
+}
 
 _COLUMN_PIECES = {"sm80": sm80.column_pieces, "sm90": sm90.column_pieces}
-_AOT = {"torch": "tuning.static.triton_aot", "jax": "tuning.static.pallas_aot"}
+_AOT = {
+    ("torch", "triton"): "tuning.static.triton_aot",
+    ("torch", "gluon"): "tuning.static.triton_aot",
+    ("jax", "triton"): "tuning.static.pallas_aot",
+    ("jax", "mosaic"): "tuning.static.mosaic_aot",
+}
 # The explicit kernels' head sizes: of each row the largest, and those that need two column pieces.
 _EXPLICIT_HEAD_DIMS = (16, 32, 64, 80, 96, 128, 192, 256)
+# Mosaic's, which take longer to compile: of each row the largest, and one of two pieces; those with
+# other features than a mask; those of paged caches.
+_MOSAIC_HEAD_DIMS = (64, 96, 128, 256)
+_MOSAIC_HEAD_DIMS_WITH_FEATURES = (64, 128)
+_PAGED_HEAD_DIMS = (64, 128, 256)
+_PAGED_FEATURES = ("decode", "decode-all-options")
 # Bytes that a thread of an explicit kernel may spill and read in a step: the bounds and addresses
 # of a step and rows of lse and delta. The least tile, 64x64 scores over 128 threads, has 128 bytes,
 # stored and loaded makes 256.
@@ -84,6 +99,7 @@ class Problem:
         head_dim: the padded head size of the row.
         feature: one of `FEATURES`.
         family: the name of the kernels' family.
+        shared_memory: bytes that a block has on the card, or None for the target's own cards.
     """
 
     framework: str
@@ -92,6 +108,7 @@ class Problem:
     head_dim: int
     feature: str
     family: str = "triton"
+    shared_memory: int | None = None
 
     @property
     def spec(self) -> AttentionSpec | DecodeSpec:
@@ -146,6 +163,9 @@ class Verdict:
 
 def problems(framework: str, target: str, family: str = "triton") -> Iterator[Problem]:
     """Return every problem that the gate compiles for one framework, target and family."""
+    if family == "mosaic":
+        yield from _mosaic_problems(target)
+        return
     if family != "triton":
         for head_dim, feature in product(_EXPLICIT_HEAD_DIMS, FLASH_FEATURES):
             problem = Problem(framework, target, "bfloat16", head_dim, feature, family)
@@ -161,9 +181,30 @@ def problems(framework: str, target: str, family: str = "triton") -> Iterator[Pr
                     yield problem
 
 
-def compiler(framework: str) -> Callable[..., list[tuple[str, KernelConfig, Any]]]:
-    """Return a framework's `compile_kernels`."""
-    return import_module(_AOT[framework]).compile_kernels
+def _mosaic_problems(target: str) -> Iterator[Problem]:
+    flash = [("bfloat16", *x) for x in product(_MOSAIC_HEAD_DIMS, ("causal",))]
+    features = [feature for feature in FLASH_FEATURES if feature != "causal"]
+    flash += [("bfloat16", *x) for x in product(_MOSAIC_HEAD_DIMS_WITH_FEATURES, features)]
+    paged = product((*DTYPES[16], *DTYPES[8]), _PAGED_HEAD_DIMS, _PAGED_FEATURES)
+    for dtype, head_dim, feature in (*flash, *paged):
+        problem = Problem("jax", target, dtype, head_dim, feature, "mosaic")
+        yield problem
+        if target == "sm80" and feature in ("causal", "decode"):
+            yield replace(problem, shared_memory=SHARED_MEMORY_OF_SMALLER_CARDS)
+
+
+def not_compiled(problem: Problem) -> str | None:
+    """Return why this machine cannot compile a problem's kernels, None if it can."""
+    if problem.family != "mosaic":
+        return None
+    return import_module(_AOT["jax", "mosaic"]).missing(problem.spec, problem.target)
+
+
+def compiler(
+    framework: str, family: str = "triton"
+) -> Callable[..., list[tuple[str, KernelConfig, Any]]]:
+    """Return the `compile_kernels` of a framework's family."""
+    return import_module(_AOT[framework, family]).compile_kernels
 
 
 def check(problem: Problem, changes: Mapping[str, Mapping[str, int]] = {}) -> list[Verdict]:
@@ -173,13 +214,19 @@ def check(problem: Problem, changes: Mapping[str, Mapping[str, int]] = {}) -> li
         changes: fields of the shipped configurations to change first, by kernel.
     """
     with use_configs(changes, FRAMEWORKS[problem.framework]):
-        options = {} if problem.family == "triton" else {"family": problem.family}
-        compiled = compiler(problem.framework)(
-            problem.spec, problem.target, sinks=problem.sinks, **options
+        options: dict[str, Any] = {"sinks": problem.sinks}
+        if problem.family == "gluon":
+            options["family"] = problem.family
+        if problem.family == "mosaic":
+            options["shared_memory"] = problem.shared_memory
+        compiled = compiler(problem.framework, problem.family)(
+            problem.spec, problem.target, **options
         )
-    padded = padded_head_dim
-    if problem.family != "triton":
-        padded = partial(_columns, problem.target)
+    padded = {
+        "triton": padded_head_dim,
+        "gluon": partial(_columns, problem.target),
+        "mosaic": _columns_of_mosaic,
+    }[problem.family]
     verdicts = []
     for kernel, config, binary in compiled:
         resources = measure(binary, problem.target)
@@ -190,8 +237,13 @@ def check(problem: Problem, changes: Mapping[str, Mapping[str, int]] = {}) -> li
 
 
 def _columns(target: str, head_dim: int) -> int:
-    """Return the columns that an explicit kernel's tile has for a head."""
+    """Return the columns that a tile of a Gluon kernel has for a head."""
     return sum(_COLUMN_PIECES[target](head_dim))
+
+
+def _columns_of_mosaic(head_dim: int) -> int:
+    """Return the columns that a tile of a Mosaic kernel has for a head."""
+    return -(-head_dim // 16) * 16
 
 
 def shared_memory_limit(kernel: str, target: str) -> int:
@@ -215,6 +267,8 @@ def failures(
             f"spills {resources.spill_stores} B of stores, {resources.spill_loads} B of loads"
         )
     limit = shared_memory_limit(kernel, target)
+    if problem.family == "mosaic":  # compiled for each size of card
+        limit = problem.shared_memory or SHARED_MEMORY_LIMIT[target]
     if resources.shared > limit:
         found.append(f"{resources.shared} B of shared memory, of {limit}")
     described = find_kernel(kernel)
@@ -228,11 +282,15 @@ def failures(
             found.append("no wgmma")
     elif not resources.mma:
         found.append("no mma.sync")
-    is_pipelined = config.num_stages > 1 or is_explicit
-    if target == "sm80" and is_pipelined and not resources.cp_async:
+    is_specialized = target == "sm90" and is_explicit and not isinstance(config, DecodeConfig)
+    copies_itself = is_explicit and not is_specialized
+    is_pipelined = target == "sm80" and config.num_stages > 1
+    if (is_pipelined or copies_itself) and not resources.cp_async:
         found.append("no cp.async")
-    if target == "sm80" and is_explicit and not resources.ldmatrix:
+    if copies_itself and not resources.ldmatrix:
         found.append("no ldmatrix")
-    if target == "sm90" and is_explicit and resources.serialized:
+    if is_specialized and not resources.tma:
+        found.append("no TMA")
+    if is_specialized and resources.serialized:
         found.append("waits for each wgmma")
     return tuple(found)

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from triton.compiler import CompiledKernel
 
+    from tuning.static.mosaic_aot import Compiled
+
 # Of one SM: compute capability 8.0 and 9.0, CUDA C++ Programming Guide, table
 # "Technical Specifications per Compute Capability".
 SHARED_MEMORY = {"sm80": 164 * 1024, "sm90": 228 * 1024}
@@ -22,6 +24,7 @@ _INSTRUCTIONS = {
     "mma": r"\bmma\.sync",
     "wgmma": r"\bwgmma\.mma_async",
     "cp_async": r"\bcp\.async\.c[ag]\.",
+    "tma": r"\bcp\.async\.bulk\.tensor\.",
     "ldmatrix": r"\bldmatrix\.",
     "ex2": r"\bex2\.approx",
 }
@@ -44,7 +47,7 @@ class Resources:
         warps: warps per block.
         occupancy: blocks resident on an SM.
         serialized: the compiler waits for each wgmma, where the PTX does not (ptxas says C7512).
-        mma, wgmma, cp_async, ldmatrix, ex2: instructions in the PTX.
+        mma, wgmma, cp_async, tma, ldmatrix, ex2: instructions in the PTX.
     """
 
     registers: int
@@ -59,12 +62,13 @@ class Resources:
     mma: int
     wgmma: int
     cp_async: int
+    tma: int
     ldmatrix: int
     ex2: int
 
 
-def measure(compiled: CompiledKernel, target: str) -> Resources:
-    """Read a kernel that Triton compiled for `target`."""
+def measure(compiled: CompiledKernel | Compiled, target: str) -> Resources:
+    """Read a kernel that Triton or Mosaic compiled for `target`."""
     cubin = compiled.asm["cubin"]
     usage = re.search(r"REG:(\d+) STACK:(\d+)", _cuobjdump(cubin, "-res-usage"))
     assert usage is not None

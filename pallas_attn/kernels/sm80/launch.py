@@ -14,7 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_attn.kernels.sm80.workarounds import SM80Params
 from pallas_attn.launch import flash_arguments
-from pallas_attn.targets import cuda_devices
+from pallas_attn.targets import cuda_devices, note_config
 from twin_attention.contract.validate import fail
 from twin_attention.targets.family import Backend
 from twin_attention.targets.target import SHARED_MEMORY_LIMIT
@@ -110,6 +110,7 @@ def fitting_config(
     sizes = [sum(_size(tile) for tile in tiles(x) if tile is not None) for x in candidates]
     for candidate, size in zip(candidates, sizes, strict=True):
         if size <= limit:
+            note_config(name, candidate)
             return candidate
     expected = f"at most {limit} bytes of shared memory on {backend.target}"
     return fail(NotImplementedError, name, expected, f"{sizes[-1]} with {candidates[-1]}")

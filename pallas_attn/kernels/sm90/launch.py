@@ -14,6 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_attn.kernels.sm80.launch import zeros_of_batch
 from pallas_attn.kernels.sm80.workarounds import AliasingParams
 from pallas_attn.launch import flash_arguments
+from pallas_attn.targets import note_config
 from twin_attention.contract.spec import AttentionSpec
 from twin_attention.contract.validate import fail
 from twin_attention.targets.kernels import KernelConfig
@@ -54,6 +55,7 @@ def launch(
         NotImplementedError: the configuration does not fit the device's shared memory.
     """
     check_memory(name, memory, config)
+    note_config(name, config)
     arguments |= flash_arguments(spec) | vars(config) | {"group_size": spec.group_size}
     inputs = [x for x in operands if x is not None]
     sums = [zeros_of_batch(x.shape)(*inputs) for x in out_shape[len(out_shape) - num_sums :]]
