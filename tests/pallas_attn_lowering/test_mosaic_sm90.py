@@ -23,7 +23,10 @@ REASON = FAMILY.supports("flash_fwd", SPEC, "sm90")
 if REASON is not None:
     pytest.skip(REASON, allow_module_level=True)
 
-from pallas_attn.kernels.sm90 import launch  # noqa: E402
+from jax.experimental.pallas import mosaic_gpu as plgpu  # noqa: E402
+
+from pallas_attn.kernels.portable.scores import attention_mask  # noqa: E402
+from pallas_attn.kernels.sm90 import launch, scores  # noqa: E402
 from pallas_attn.kernels.sm90.pipeline import piece_widths  # noqa: E402
 from pallas_attn.kernels.sm90.schedule import make_schedule  # noqa: E402
 
@@ -199,6 +202,40 @@ def test_what_does_not_fit_is_refused():
 )
 def test_pieces_hold_a_row(size, widths):
     assert piece_widths(size, False) == widths
+
+
+def test_registers_of_a_sum():
+    """`hide` takes a register's row tile, column tile and row half from its indices."""
+    layout = plgpu.Layout.WGMMA.to_mgpu()
+    assert layout.registers_shape((64, 128)) == (1, 16, 1, 1, 2, 1, 1, 1, 1)
+    assert layout.registers_shape((64, 8)) == (1, 1, 1, 1, 2, 1, 1, 1, 1)
+    assert layout.vector_length == 2
+
+
+def hide(s, upper, lower):
+    """`pallas_attn.kernels.sm90.workarounds.hide`, without PTX."""
+    column = np.arange(s.shape[1])
+    first, place = column // 8 * 8, column % 8
+    for bound, is_seen in ((upper, np.less_equal), (lower, np.greater_equal)):
+        if bound is not None:
+            s = np.where(is_seen(first, bound[:, place]), s, float("-inf"))
+    return s
+
+
+@pytest.mark.parametrize("end", [None, 230])
+@pytest.mark.parametrize("window", [(None, 0), (None, 7), (9, 3), (20, None)])
+def test_keys_are_hidden_by_two_bounds(window, end, monkeypatch):
+    monkeypatch.setattr(scores, "hide", hide)
+    monkeypatch.setattr(
+        scores, "iota", lambda shape, axis, _: jax.lax.broadcasted_iota("int32", shape, axis)
+    )
+    s = np.random.default_rng(0).standard_normal((64, 64), np.float32)
+    position, start_kv = 180, 192
+    queries, keys = position + np.arange(64)[:, None], start_kv + np.arange(64)[None, :]
+    want = attention_mask(s, queries, keys, end, *window)
+    assert np.isinf(want).any()
+    assert np.isfinite(want).any()
+    np.testing.assert_array_equal(scores.hide_keys(s, position, start_kv, end, *window), want)
 
 
 @pytest.mark.parametrize("window", [Window(), Window(None, 0), Window(100, 20)])

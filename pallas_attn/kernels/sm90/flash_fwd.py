@@ -16,11 +16,10 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_attn.kernels.portable.scores import attention_mask
 from pallas_attn.kernels.portable.softmax import LN2, LOG2E
 from pallas_attn.kernels.portable.tiles import visible_tiles
 from pallas_attn.kernels.sm80.flash_fwd import RESCALE_ABOVE, add_columns
-from pallas_attn.kernels.sm80.scores import as_rows, iota
+from pallas_attn.kernels.sm80.scores import as_rows
 from pallas_attn.kernels.sm80.workarounds import rescale, store_row_values
 from pallas_attn.kernels.sm90.launch import launch, size_of
 from pallas_attn.kernels.sm90.pipeline import (
@@ -36,11 +35,12 @@ from pallas_attn.kernels.sm90.pipeline import (
     store_tile,
     tile_start,
     tile_views,
+    wait_for,
     zeros,
 )
 from pallas_attn.kernels.sm90.programs import for_each_tile, run_warpgroups
 from pallas_attn.kernels.sm90.schedule import make_schedule
-from pallas_attn.kernels.sm90.scores import scaled_scores
+from pallas_attn.kernels.sm90.scores import hide_keys, scaled_scores
 from pallas_attn.kernels.sm90.workarounds import pass_turn, take_turn
 from pallas_attn.targets import num_sms
 from twin_attention.contract.operands import FlashOperands
@@ -189,10 +189,9 @@ def flash_fwd_kernel(
                 """Return p, the new maximum, and the factor of what refers to the old one."""
                 s = scaled_scores(s, rule)
                 if masked:
-                    position = iota(s.shape, 0, WGMMA) + (start_row + diagonal)
-                    key = iota(s.shape, 1, WGMMA) + start_kv(x)
                     end = seq_kv if seq_kv % block_kv else None
-                    s = attention_mask(s, position, key, end, window_left, window_right)
+                    position = start_row + diagonal
+                    s = hide_keys(s, position, start_kv(x), end, window_left, window_right)
                 m_new = s.max(axis=1) * rule.exp2_scale
                 m_new = jnp.where(m_new - m_i > RESCALE_ABOVE, m_new, m_i)
                 m_safe = jnp.where(m_new == float("-inf"), 0.0, m_new) if masked else m_new
@@ -270,23 +269,22 @@ def flash_fwd_kernel(
                 acc_ref[...] = acc
                 add_values(acc_ref, p, v_tiles.tile(slot))
                 end_products(ping_pong == 2)
-                return acc_ref[...]
+                # Add the row sums of each quad, and store lse.
+                total = l_i.sum(axis=1)
+                if sink is not None:
+                    m_safe = jnp.where(m_i == float("-inf"), 0.0, m_i)
+                    total = total + jnp.exp2(sink - m_safe)
+                l_safe = jnp.where(total == 0.0, 1.0, total)
+                lse = m_i * LN2 + jnp.log(l_safe)
+                num_rows = None if seq_q % block_q == 0 else seq_q
+                store_row_values(lse, lse_ref, batch, head, start_row, num_rows, WGMMA.reduce(1))
+                return wait_for(acc_ref, 0, p), 1.0 / l_safe
 
-            acc = pl.run_scoped(last, accumulator(*acc.shape))
+            acc, factor = pl.run_scoped(last, accumulator(*acc.shape))
             plgpu.barrier_arrive(v_empty.at[slot])
 
-            # Add the row sums of each quad.
-            l_i = l_i.sum(axis=1)
-
             # Normalise and store.
-            if sink is not None:
-                m_safe = jnp.where(m_i == float("-inf"), 0.0, m_i)
-                l_i = l_i + jnp.exp2(sink - m_safe)
-            l_safe = jnp.where(l_i == 0.0, 1.0, l_i)
-            lse = m_i * LN2 + jnp.log(l_safe)
-            num_rows = None if seq_q % block_q == 0 else seq_q
-            store_row_values(lse, lse_ref, batch, head, start_row, num_rows, WGMMA.reduce(1))
-            out = acc * as_rows(1.0 / l_safe, acc)
+            out = acc * as_rows(factor, acc)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             store_tile(out, out_tile, out_ref, batch, head, start_row)
             if shares_memory:

@@ -1,7 +1,10 @@
 """Scores: the way from q·k to what the softmax takes, without the derivative of a cap."""
 
-from pallas_attn.kernels.sm80.scores import tanh
+import jax.numpy as jnp
+
+from pallas_attn.kernels.sm80.scores import iota, tanh
 from pallas_attn.kernels.sm90.pipeline import WGMMA
+from pallas_attn.kernels.sm90.workarounds import hide
 
 
 def scaled_scores(s, rule):
@@ -11,3 +14,27 @@ def scaled_scores(s, rule):
     if rule.softcap is not None:
         s = rule.softcap * tanh(s * (1.0 / rule.softcap), WGMMA)
     return s
+
+
+def hide_keys(s, position, start_kv, end, window_left, window_right):
+    """Set the scores of keys that a query does not see to -inf: `portable.scores.attention_mask`.
+
+    The window's end and the last key are one bound.
+
+    Args:
+        s: [64, keys], of the keys from `start_kv` on.
+        position: the key position of the first query.
+        end: keys from this one on do not exist; None where all do.
+        window_left, window_right: None for no bound.
+    """
+    row = iota((s.shape[0], 8), 0, WGMMA) + (position - start_kv)
+    column = iota((s.shape[0], 8), 1, WGMMA)
+    upper = lower = None
+    if window_right is not None:
+        upper = row + window_right - column
+    if end is not None:
+        last = (end - 1 - start_kv) - column
+        upper = last if upper is None else jnp.minimum(upper, last)
+    if window_left is not None:
+        lower = row - window_left - column
+    return hide(s, upper, lower)

@@ -7,6 +7,7 @@ next ones are free.
 from __future__ import annotations
 
 import jax.experimental.mosaic.gpu.utils as mgpu_utils
+import numpy as np
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
@@ -55,6 +56,48 @@ def exchange_barrier(warpgroups: int) -> None:
 def fence_async(_):
     """Make this thread's stores to shared memory visible to wgmma and TMA, after a barrier."""
     nvvm.fence_proxy(nvvm.ProxyKind.async_shared, space=nvvm.SharedSpace.shared_cta)
+
+
+# ---- Mask. Can go when LLVM no longer packs the predicates of a select into words. ---------------
+
+
+def hide(s, upper, lower):
+    """Set numbers to -inf: those of columns above `upper` or below `lower`.
+
+    Args:
+        s: [64, columns] float32.
+        upper, lower: [64, 8] int32, or None for no bound: of each row, minus a column's place among
+            eight, so that a thread compares them with the same constants in each tile.
+    """
+    bounds = [x for x in (upper, lower) if x is not None]
+    layout = plgpu.Layout.WGMMA
+
+    @plgpu.inline_mgpu(
+        arg_types=(layout,) * (1 + len(bounds)),
+        return_type=plgpu.ShapeDtypeStruct(s.shape, s.dtype, layout),
+    )
+    def select(_, s, *bounds):
+        i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
+        comparisons = [c for c, x in (("ge", upper), ("le", lower)) if x is not None]
+        registers = np.empty_like(s.registers)
+        for index, pair in np.ndenumerate(s.registers):
+            # A register's row tile, column tile and row half are its indices 0, 1 and 4.
+            of_rows = (index[0], 0, *index[2:])
+            for parity in (0, 1):
+                place = mgpu.c(parity, i32)
+                x = llvm.extractelement(pair, place)
+                for comparison, bound in zip(comparisons, bounds, strict=True):
+                    limit = llvm.extractelement(bound.registers[of_rows], place)
+                    text = (
+                        f"{{ .reg .pred seen; setp.{comparison}.s32 seen, $1, {8 * index[1]}; "
+                        "selp.f32 $0, $2, 0fFF800000, seen; }"
+                    )
+                    x = llvm.inline_asm(f32, [limit, x], text, "=f,r,f")
+                pair = llvm.insertelement(pair, x, place)
+            registers[index] = pair
+        return mgpu.FragmentedArray(_registers=registers, _layout=s.layout, _is_signed=None)
+
+    return select(s, *bounds)
 
 
 # ---- Add to global memory. Can go when plgpu has atomic additions of four floats. ----------------
