@@ -1,7 +1,8 @@
 """Mosaic GPU kernels traced and lowered for SM80, on any machine.
 
-The tests at the end guard the private API of JAX that `pallas_attn/kernels/sm80/workarounds.py`
-uses. When one fails after an update of JAX, read in that file when its entry can go, and otherwise:
+The tests at the end guard the private API of JAX that `lowering.py` and `workarounds.py` of
+`pallas_attn/kernels/sm80` use. When one fails after an update of JAX, read there when its entry can
+go, and otherwise:
 
 - `mpmd`: compare ``jax/_src/pallas/mpmd.py``, whose rule for CUDA `_lower` calls, and adapt that.
 - `_infer_arch`: see ``jax/experimental/mosaic/gpu/utils.py`` for what names the architecture now.
@@ -37,7 +38,7 @@ from jax._src.pallas import mpmd  # noqa: E402
 from jax.experimental.mosaic.gpu import fragmented_array  # noqa: E402
 from jax.experimental.pallas import mosaic_gpu as plgpu  # noqa: E402
 
-from pallas_attn.kernels.sm80 import launch, workarounds  # noqa: E402
+from pallas_attn.kernels.sm80 import launch, lowering  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -178,15 +179,15 @@ def test_the_architecture_is_asked_for_while_lowering(monkeypatch):
     asked = []
 
     def infer():
-        asked.append(workarounds._infer_arch())
+        asked.append(lowering._infer_arch())
         return asked[-1]
 
-    assert mgpu_utils._infer_arch is workarounds._infer_arch
+    assert mgpu_utils._infer_arch is lowering._infer_arch
     monkeypatch.setattr(mgpu_utils, "_infer_arch", infer)
     lower(partial(flash_attention, implementation="mosaic"), *arrays(64))
     assert asked
     assert {*asked} == {(8, 0)}
-    assert not workarounds._lowers_sm80.get()
+    assert not lowering._lowers_sm80.get()
 
 
 @pytest.mark.parametrize(

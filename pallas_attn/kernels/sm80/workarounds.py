@@ -1,24 +1,12 @@
 """Write by hand what JAX 0.11.2's Mosaic GPU does not offer on SM80.
 
-Each entry ends with when it can go. This is the one file of the family that builds MLIR, and that
-uses private API of JAX. It imports that by name, so that a JAX without it is seen before a call:
-the family then has a reason not to run.
+Each entry ends with when it can go. This is the one file of the family that builds MLIR.
 """
 
 from __future__ import annotations
 
-from contextlib import contextmanager, nullcontext
-from contextvars import ContextVar
-from dataclasses import dataclass
-
 import jax.experimental.mosaic.gpu.utils as mgpu_utils
 import numpy as np
-from jax._src.interpreters import mlir
-from jax._src.pallas.mpmd import (
-    _mpmd_map_fallback_lowering,
-    _mpmd_map_mgpu_lowering,
-    mpmd_map_p,
-)
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu.fragmented_array import tiled_copy_smem_gmem_layout
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -27,58 +15,6 @@ from jaxlib.mlir.dialects import arith, llvm, nvvm, scf
 
 Layout = plgpu.Layout
 _SCALAR = Layout.WG_SPLAT
-_lowers_sm80: ContextVar[bool] = ContextVar("lowers_sm80", default=False)
-_arch_of_device = mgpu_utils._infer_arch
-
-
-# ---- Lower for SM80 on any device. Can go when a kernel can name its architecture. --------------
-
-
-@dataclass(frozen=True, kw_only=True)
-class AliasingParams(plgpu.CompilerParams):
-    """Compiler parameters of a kernel whose outputs may take the memory of inputs.
-
-    Attributes:
-        num_aliased: the last inputs, whose memory the last outputs take. Can go when
-            `plgpu.kernel` has aliases.
-    """
-
-    num_aliased: int = 0
-
-
-@dataclass(frozen=True, kw_only=True)
-class SM80Params(AliasingParams):
-    """Compiler parameters of a kernel that is lowered for SM80, whatever the device is."""
-
-
-@contextmanager
-def _sm80():
-    token = _lowers_sm80.set(True)
-    try:
-        yield
-    finally:
-        _lowers_sm80.reset(token)
-
-
-def _infer_arch() -> tuple[int, int]:
-    return (8, 0) if _lowers_sm80.get() else _arch_of_device()
-
-
-def _lower(ctx, *operands, **params):
-    if params["interpret"]:
-        return _mpmd_map_fallback_lowering(ctx, *operands, **params)
-    compiler_params = params["compiler_params"]
-    if not isinstance(compiler_params, AliasingParams):
-        return _mpmd_map_mgpu_lowering(ctx, *operands, **params)
-    last = range(-compiler_params.num_aliased, 0)
-    aliases = {len(ctx.avals_in) + i: len(ctx.avals_out) + i for i in last}
-    params["input_output_aliases"] = aliases
-    with _sm80() if isinstance(compiler_params, SM80Params) else nullcontext():
-        return _mpmd_map_mgpu_lowering(ctx, *operands, **params)
-
-
-mgpu_utils._infer_arch = _infer_arch
-mlir.register_lowering(mpmd_map_p, _lower, platform="cuda")
 
 
 # ---- Copy rows that may not exist. Can go when `copy_gmem_to_smem` takes OOBFillMode.ZEROS. -----

@@ -12,7 +12,7 @@ from jax import Array
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_attn.kernels.sm80.launch import zeros_of_batch
-from pallas_attn.kernels.sm80.workarounds import AliasingParams
+from pallas_attn.kernels.sm80.lowering import AliasingParams
 from pallas_attn.launch import flash_arguments
 from pallas_attn.targets import note_config
 from twin_attention.contract.spec import AttentionSpec
