@@ -236,7 +236,7 @@ def test_a_smaller_card_takes_a_row_that_fits(head_dim, kv_dtype, monkeypatch):
     assert max(sizes) <= 99 * 1024
 
 
-# ---- Guards of what `pallas_attn/kernels/paged/workarounds.py` takes for granted ----
+# ---- Guards of what `registers.py`, `memory.py` and `merge.py` take for granted ----
 
 
 def test_registers_of_rows():

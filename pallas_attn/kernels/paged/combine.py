@@ -10,7 +10,8 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_attn.kernels.paged.workarounds import WARPS, store_number, thread_index
+from pallas_attn.kernels.paged.memory import store_number
+from pallas_attn.kernels.paged.registers import WARPS, thread_index
 from pallas_attn.kernels.portable.pages import splits_with_keys
 from pallas_attn.kernels.portable.softmax import LN2, LOG2E, add_sink
 from pallas_attn.kernels.sm80.launch import launch

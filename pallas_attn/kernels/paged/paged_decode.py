@@ -12,21 +12,20 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_attn.kernels.paged.combine import merge_splits
-from pallas_attn.kernels.paged.workarounds import (
-    ROWS,
-    WARPS,
+from pallas_attn.kernels.paged.memory import (
     copy_keys,
     gather,
     load_queries,
     load_split_queries,
+    wait_of_warp,
+)
+from pallas_attn.kernels.paged.merge import (
     merge_rows,
     share_sums,
     store_merged,
     store_rows_of_heads,
-    thread_index,
-    upcast_pairs,
-    wait_of_warp,
 )
+from pallas_attn.kernels.paged.registers import ROWS, WARPS, thread_index, upcast_pairs
 from pallas_attn.kernels.portable.pages import share_of_tiles
 from pallas_attn.kernels.portable.quantized import as_packed
 from pallas_attn.kernels.portable.softmax import LN2, LOG2E

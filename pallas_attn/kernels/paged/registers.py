@@ -1,0 +1,151 @@
+"""Write by hand what paged attention needs and JAX 0.11.2's Mosaic GPU does not offer.
+
+Here each warp of a program has keys of its own, and all of them have the same query rows. An array
+of the kernel has 16 rows a warp, as a product of four warps has them, so that one array holds what
+the four warps know of the same rows. Numbers may differ among threads, though JAX takes them for
+scalars.
+
+This file has what `memory.py` and `merge.py` share. The three build MLIR. They can go when cp.async
+takes indices and a size to fetch to L2, and a kernel can be written for a warp.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.mosaic.gpu import utils as mgpu_utils
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm
+
+from pallas_attn.kernels.sm80.workarounds import _dot
+from twin_attention.targets import ptx
+
+Layout = plgpu.Layout
+SCALAR = Layout.WG_SPLAT
+NUMBER = plgpu.ShapeDtypeStruct((), np.dtype("int32"), SCALAR)
+SUMS = Layout.MMA_ACC(np.dtype("bfloat16"))
+ROWS = SUMS.reduce(1)
+WARPS = 4
+THREADS = 32 * WARPS
+
+
+@plgpu.inline_mgpu(return_type=NUMBER)
+def thread_index(_):
+    """Return this thread's number in the program; it differs among threads."""
+    return mgpu.FragmentedArray.splat(mgpu_utils.thread_idx(), (), is_signed=True)
+
+
+def divide(x, y):
+    """Return x / y of float32 numbers, rounded to nearest; `approx_math` divides faster."""
+
+    @plgpu.inline_mgpu(
+        arg_types=(SCALAR,) * 2,
+        return_type=plgpu.ShapeDtypeStruct((), np.dtype("float32"), SCALAR),
+    )
+    def quotient(_, x, y):
+        operands = [x.registers.item(), y.registers.item()]
+        value = llvm.inline_asm(ir.F32Type.get(), operands, ptx.DIVIDE, ptx.DIVIDE_CONSTRAINTS)
+        return mgpu.FragmentedArray.splat(value, ())
+
+    return quotient(x, y)
+
+
+def upcast_pairs(x, code):
+    """Return one byte of each packed pair as float16; see `twin_attention.targets.ptx.Upcast`.
+
+    Args:
+        x: int16, in the layout of a right operand.
+        code: PTX.
+    """
+    layout = Layout.MMA_RHS(np.dtype("int16"))
+
+    @plgpu.inline_mgpu(
+        arg_types=(layout,),
+        return_type=plgpu.ShapeDtypeStruct(x.shape, np.dtype("float16"), layout),
+    )
+    def convert(_, x):
+        i32 = ir.IntegerType.get_signless(32)
+        pair = ir.VectorType.get((2,), ir.F16Type.get())
+        registers = np.empty_like(x.registers)
+        for index, register in np.ndenumerate(x.registers):
+            value = mgpu_utils.bitcast(register, i32)
+            value = llvm.inline_asm(i32, [value], code, ptx.UPCAST_CONSTRAINTS)
+            registers[index] = mgpu_utils.bitcast(value, pair)
+        return mgpu.FragmentedArray(_registers=registers, _layout=x.layout, _is_signed=None)
+
+    return convert(x)
+
+
+def warp_and_lane():
+    i32 = ir.IntegerType.get_signless(32)
+    thread = mgpu_utils.thread_idx()
+    return [f(thread, mgpu.c(32, i32)) for f in (arith.divui, arith.remui)]
+
+
+def column_of_thread():
+    """Return the first of a thread's two columns in a block of 8."""
+    i32 = ir.IntegerType.get_signless(32)
+    quad = arith.remui(mgpu_utils.thread_idx(), mgpu.c(4, i32))
+    return arith.muli(quad, mgpu.c(2, i32))
+
+
+def row_number(rows, tile, half):
+    return scalar(rows.registers.reshape(-1, 2)[tile, half])
+
+
+def place_of(row, total, group_size, head):
+    """Return whether a row exists, and its token and query head, or those of the last row."""
+    i32 = ir.IntegerType.get_signless(32)
+    exists = arith.cmpi(arith.CmpIPredicate.slt, row, mgpu.c(total, i32))
+    row = arith.minsi(row, mgpu.c(total - 1, i32))
+    token, of_group = (f(row, mgpu.c(group_size, i32)) for f in (arith.divui, arith.remui))
+    return exists, (token, arith.addi(head.registers.item(), of_group))
+
+
+def of_registers(like, registers):
+    """Return an array of floats of other registers in the layout and shape of an array."""
+    shaped = np.empty(like.registers.shape, object)
+    shaped.flat = registers
+    return mgpu.FragmentedArray(_registers=shaped, _layout=like.layout, _is_signed=None)
+
+
+def scalar(register):
+    """Return the one number of a register."""
+    if isinstance(register.type, ir.VectorType):
+        return llvm.extractelement(register, mgpu.c(0, ir.IntegerType.get_signless(32)))
+    return register
+
+
+def as_register(value, like):
+    if not isinstance(like.type, ir.VectorType):
+        return value
+    vector = llvm.mlir_undef(ir.VectorType.get((1,), value.type))
+    return llvm.insertelement(vector, value, mgpu.c(0, ir.IntegerType.get_signless(32)))
+
+
+def make_pair(low, high):
+    i32 = ir.IntegerType.get_signless(32)
+    pair = llvm.mlir_undef(ir.VectorType.get((2,), low.type))
+    pair = llvm.insertelement(pair, low, mgpu.c(0, i32))
+    return llvm.insertelement(pair, high, mgpu.c(1, i32))
+
+
+def numbered(index):
+    """Return (axis, index) of numbers of the kernel."""
+    return list(enumerate(x.registers.item() for x in index))
+
+
+def pointer_at(array, indices):
+    """Return the address, in 64 bits, at some (axis, index) of an array; the others are 0."""
+    i64 = ir.IntegerType.get_signless(64)
+    array_type = ir.MemRefType(array.type)
+    strides, _ = array_type.get_strides_and_offset()
+    offset = _dot(
+        [arith.extsi(i64, index) for _, index in indices], [strides[axis] for axis, _ in indices]
+    )
+    pointer = llvm.addrspacecast(llvm.PointerType.get(1), mgpu_utils.memref_ptr(array))
+    element = array_type.element_type
+    if mgpu.bitwidth(element) == 8:  # LLVM has no such floats
+        element = ir.IntegerType.get_signless(8)
+    return mgpu_utils.getelementptr(pointer, [offset], element)
