@@ -1,114 +1,93 @@
 """Calls that were checked before: the host's share of a call on a CUDA device.
 
 The first call with given layouts and options is checked, described and dispatched, and its kernels
-are compiled. All of that follows from the call's key, so a call with the same key goes straight to
-the launches. The key has no tensor and no address in it, only an address's alignment, which Triton
-compiles for. The call of a backward is kept with its forward's.
+are compiled. All of that follows from the call's key, so a call with the same key only replays what
+the first one allocated and launched (`torch_attn.replay`). The key has no tensor and no address in
+it, only an address's alignment, which Triton compiles for.
 
-Beside `torch_attn.flash_ops` and `torch_attn.driver` this is where private torch API is used:
-``torch._C`` says which modes and transformations are active, and allocates.
+Beside `torch_attn.flash_ops`, `torch_attn.replay` and `torch_attn.driver` this is where private
+torch API is used: ``torch._C`` says which modes and transformations are active.
 ``tests/torch_attn/test_calls.py`` guards it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable
 from contextlib import suppress
-from dataclasses import replace
-from functools import lru_cache
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._dynamo.guards import _empty_strided_cuda  # pyright: ignore[reportAttributeAccessIssue]
 from torch.autograd import forward_ad
 from torch.nn import Parameter
 
 from torch_attn.dispatch import Implementation, choose
-from torch_attn.operands import rows_aligned
-from twin_attention.contract.spec import AttentionSpec
+from torch_attn.replay import Replay, capture
 from twin_attention.targets.config import requested_configs
-from twin_attention.targets.family import Backend
 from twin_attention.targets.kernels import Spec
 from twin_attention.targets.target import requested_target
 
 Key = tuple[Hashable, ...]
+# Calls a family's function with the problem, the backend and an operation's operands.
+Run = Callable[..., Any]
 
-_calls: dict[Key | None, Call] = {}
+_calls: dict[Key, Call] = {}
 _CALLS_MAX = 4096
 _PLAIN = (Tensor, Parameter)
 
 
-class Call(Backend):
-    """The backend of one problem, with operands of one layout, that remembers its launches.
+class Call:
+    """One operation on operands of one layout. One that is kept is replayed after the first time.
 
     Attributes:
         spec: the problem.
         implementation: what the caller asked for.
-        run: the family's function.
-        launchers: by kernel, what launches it again (`torch_attn.launch`).
+        backend: what runs it.
+        is_kept: `recall` finds it.
     """
 
-    spec: Spec
-    implementation: Implementation | None
-    run: Callable[..., Any]
-    _configs: dict[type, Mapping[str, Any]]
-    launchers: dict[str, Callable[..., None]]
-    _backwards: dict[Key, Call]
-
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         operation: str,
+        run: Run,
         spec: Spec,
-        backend: Backend,
-        implementation: Implementation | None = None,
-    ) -> Call:
-        """Return a call of an operation that has launched nothing yet."""
-        call = cls._make(backend)
-        call.spec, call.implementation = spec, implementation
-        call.run = backend.family.function(operation)
-        call.launchers, call._backwards, call._configs = {}, {}, {}
-        return call
+        implementation: Implementation | None,
+        device: torch.device,
+    ) -> None:
+        # An empty problem runs no kernel.
+        name = "reference" if spec.is_empty else implementation
+        self.spec, self.implementation = spec, implementation
+        self.backend, _ = choose(name, operation, device, spec)
+        self.is_kept = False
+        self._host = partial(run, self.backend.family.function(operation), spec, self.backend)
+        self._replay: Replay | None = None
 
-    def configs(self, spec: Spec) -> Mapping[str, Any]:
-        """Return the configuration of each kernel; a call has one problem of each kind."""
-        found = self._configs.get(type(spec))
-        if found is None:
-            found = self._configs[type(spec)] = super().configs(spec)
-        return found
-
-    def backward(self, dout: Tensor, dlse: Tensor | None) -> Call | None:
-        """Return the call of the backward with gradients of these layouts, None if not plain."""
-        layouts = _layouts((dout, dlse))
-        if layouts is None:
-            return None
-        key = (layouts, requested_target(), requested_configs())
-        found = self._backwards.get(key)
-        if found is None:
-            assert isinstance(self.spec, AttentionSpec)
-            aligned = self.spec.rows_aligned and rows_aligned(dout)
-            spec = replace(self.spec, rows_aligned=aligned)
-            backend, _ = choose(self.implementation, "flash_bwd", dout.device, spec)
-            found = Call.of("flash_bwd", spec, backend, self.implementation)
-            self._backwards[key] = found
-        return found
+    def __call__(self, *operands: Any) -> Any:
+        """Run the operation; returns what `run` does, but for the type of a tuple."""
+        if self._replay is not None:
+            return self._replay(*operands)
+        if not self.is_kept:
+            return self._host(*operands)
+        results, self._replay = capture(self._host, operands)
+        return results
 
 
-def _key(function: str, operands: tuple[Any, ...], options: tuple[Any, ...]) -> Key | None:
+def _key(
+    function: Hashable, operands: tuple[Any, ...], options: tuple[Hashable, ...]
+) -> Key | None:
     """Return all that a call depends on but the operands' values.
 
     Options count with their types: 1 is not True.
 
     Returns:
-        The key. None for a call that has to be looked at anew: a mode, a transformation or autocast
-        is active, or an operand is no plain tensor on a CUDA device.
+        The key. None for a call that the dispatcher has to see: a mode or a transformation is
+        active, or an operand is no plain tensor on a CUDA device.
     """
     if (
         torch._C._len_torch_dispatch_stack()
         or torch._C._is_torch_function_mode_enabled()
         or torch._C._are_functorch_transforms_active()
-        or torch.is_autocast_enabled("cuda")
     ):
         return None
     layouts = _layouts(operands)
@@ -137,11 +116,13 @@ def _layouts(operands: tuple[Any, ...]) -> Key | None:
     return tuple(layouts)
 
 
-def recall(function: str, operands: tuple[Any, ...], options: tuple[Hashable, ...]) -> Call | None:
-    """Return the call that `keep` was given for the same arguments, or None.
+def recall(
+    function: Hashable, operands: tuple[Any, ...], options: tuple[Hashable, ...]
+) -> Call | None:
+    """Return the call that `keep` made for the same arguments, or None.
 
     Args:
-        function: a name that goes with one set of operands and options.
+        function: what goes with one set of operands and options, such as a name.
         operands: tensors, or None for what is left out.
         options: the other arguments, as the caller gave them.
     """
@@ -149,53 +130,27 @@ def recall(function: str, operands: tuple[Any, ...], options: tuple[Hashable, ..
         return None
     key = _key(function, operands, options)
     try:
-        return _calls.get(key)
+        return None if key is None else _calls.get(key)
     except TypeError:  # an option that has no hash
         return None
 
 
 def keep(
-    function: str,
-    operands: tuple[Any, ...],
-    options: tuple[Hashable, ...],
-    operation: str,
-    spec: Spec,
-    implementation: Implementation | None,
-) -> None:
-    """Keep a call whose arguments were checked, if it launches compiled kernels.
+    function: Hashable, operands: tuple[Any, ...], options: tuple[Hashable, ...], call: Call
+) -> bool:
+    """Keep a call for `recall` with the same arguments; returns True if it is kept.
 
-    Args:
-        function, operands, options: those that `recall` gets.
-        operation: the family's function, such as "flash_fwd".
-        spec: the problem.
-        implementation: what the caller asked for.
+    It is if it launches compiled kernels, and the dispatcher need not see it.
     """
     key = None if torch.compiler.is_compiling() else _key(function, operands, options)
-    if key is None or spec.is_empty:
-        return
-    backend, _ = choose(implementation, operation, operands[0].device, spec)
-    if backend.target is None:
-        return
+    if key is None or call.backend.target is None:
+        return False
     if len(_calls) >= _CALLS_MAX:
         _calls.clear()
     with suppress(TypeError):  # an option that has no hash
-        _calls[key] = Call.of(operation, spec, backend, implementation)
-
-
-def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Allocate a contiguous tensor, on the current CUDA device in a third of torch.empty's time."""
-    if device.type == "cuda" and device.index == torch._C._cuda_getDevice():
-        return _empty_strided_cuda(shape, _contiguous(shape), dtype)
-    return torch.empty(shape, dtype=dtype, device=device)
-
-
-@lru_cache(maxsize=4096)
-def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the strides of a contiguous tensor."""
-    strides = [1]
-    for size in shape[:0:-1]:
-        strides.append(strides[-1] * max(size, 1))
-    return tuple(reversed(strides))
+        _calls[key] = call
+        call.is_kept = True
+    return call.is_kept
 
 
 def is_recorded(tensors: tuple[Any, ...]) -> bool:
@@ -211,3 +166,8 @@ def is_recorded(tensors: tuple[Any, ...]) -> bool:
         ):
             return True
     return False
+
+
+def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Allocate a contiguous tensor."""
+    return torch.empty(shape, dtype=dtype, device=device)

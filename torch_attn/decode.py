@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
 
 from torch_attn import decode_ops
-from torch_attn.calls import is_recorded, keep, recall
+from torch_attn.calls import Call, is_recorded, keep, recall
 from torch_attn.dispatch import Implementation, check_implementation
 from torch_attn.operands import autocast_dtype, check_tensor, operand
 from twin_attention.contract.operands import AppendOperands, DecodeOperands, describe_operands
@@ -128,15 +129,12 @@ def paged_decode(
         q = torch.randn(2, 4, 64, dtype=torch.bfloat16)
         out, lse = paged_decode(q, k_pages, v_pages, block_tables, seq_lens, return_lse=True)
     """
+    if torch.is_autocast_enabled("cuda"):
+        q = _autocast("q", q)
     operands = DecodeOperands(q, k_pages, v_pages, block_tables, seq_lens, sinks, k_scale, v_scale)
     options = (scale, window_size, softcap, num_splits, return_lse, implementation)
-    call = recall("paged_decode", operands, options)
-    if call is None or is_recorded(operands):
-        out, lse = _check_and_decode(operands, options)
-    else:
-        out, lse = call.run(_with_tokens(operands), call.spec, call)
-    if q.ndim == 3:
-        out, lse = out.squeeze(1), lse.squeeze(2)
+    call = None if is_recorded(operands) else recall("paged_decode", operands, options)
+    out, lse = _check_and_decode(operands, options) if call is None else call(*operands)
     return (out, lse) if return_lse else out
 
 
@@ -145,7 +143,7 @@ def _check_and_decode(
 ) -> tuple[Tensor, Tensor]:
     """Check the arguments of `paged_decode` and run the operator."""
     scale, window_size, softcap, num_splits, return_lse, implementation = options
-    given, operands = operands, operands._replace(q=_autocast("q", operands.q))
+    operands = operands._replace(q=_autocast("q", operands.q))
     checked = check_decode_options(
         scale=scale, window_size=window_size, softcap=softcap, num_splits=num_splits,
         return_lse=return_lse,
@@ -153,15 +151,30 @@ def _check_and_decode(
     check_implementation(implementation)
     if not torch.compiler.is_compiling():  # there the operator's fake kernel checks the operands
         spec = check_paged_decode(describe_operands(operands, operand), checked)
-        keep("paged_decode", given, options, "paged_decode", spec, implementation)
-    return decode_ops.paged_decode(*_with_tokens(operands), *checked, implementation)
+        if not (spec.is_empty or is_recorded(operands)):
+            call = Call("paged_decode", _decode, spec, implementation, operands.q.device)
+            if keep("paged_decode", operands, options, call):
+                return call(*operands)
+    return _with_tokens(
+        lambda operands: decode_ops.paged_decode(*operands, *checked, implementation), operands
+    )
 
 
-def _with_tokens(operands: DecodeOperands[Tensor]) -> DecodeOperands[Tensor]:
-    """Return the operands with q as [B, T, Hq, D]."""
+def _decode(function, spec, backend, *operands: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Run a family's paged_decode."""
+    given = DecodeOperands._make(operands)
+    return _with_tokens(lambda operands: function(operands, spec, backend), given)
+
+
+def _with_tokens(
+    attend: Callable[[DecodeOperands[Tensor]], tuple[Tensor, Tensor]],
+    operands: DecodeOperands[Tensor],
+) -> tuple[Tensor, Tensor]:
+    """Call a function that takes q as [B, T, Hq, D]."""
     if operands.q.ndim == 4:
-        return operands
-    return operands._replace(q=operands.q.unsqueeze(1))
+        return attend(operands)
+    out, lse = attend(operands._replace(q=operands.q.unsqueeze(1)))
+    return out.squeeze(1), lse.squeeze(2)
 
 
 def append_kv(
@@ -225,14 +238,17 @@ def append_kv(
         append_kv(k_new, v_new, k_pages, v_pages, block_tables, seq_lens + 1)
         assert torch.equal(k_pages[3, 9], k_new[0])
     """
+    if torch.is_autocast_enabled("cuda"):
+        k_new, v_new = _autocast("k_new", k_new), _autocast("v_new", v_new)
     operands = AppendOperands(
         k_new, v_new, k_pages, v_pages, block_tables, seq_lens, k_scale, v_scale
     )
-    call = recall("append_kv", operands, (implementation,))
-    if call is None or is_recorded(operands):
+    call = None if is_recorded(operands) else recall("append_kv", operands, (implementation,))
+    if call is None:
         _check_and_append(operands, implementation)
     else:
-        call.run(_with_new_tokens(operands), call.spec, call)
+        call(*operands)
+        decode_ops.count_write(operands)
     return k_pages, v_pages
 
 
@@ -240,16 +256,24 @@ def _check_and_append(
     operands: AppendOperands[Tensor], implementation: Implementation | None
 ) -> None:
     """Check the arguments of `append_kv` and run the operator."""
-    given = operands
     operands = operands._replace(
         k_new=_autocast("k_new", operands.k_new), v_new=_autocast("v_new", operands.v_new)
     )
     check_implementation(implementation)
     if not torch.compiler.is_compiling():
         cache = check_append_kv(describe_operands(operands, operand))
-        if operands.k_new.numel():
-            keep("append_kv", given, (implementation,), "append_kv", cache, implementation)
+        if not (cache.is_empty or is_recorded(operands)) and operands.k_new.numel():
+            call = Call("append_kv", _append, cache, implementation, operands.k_new.device)
+            if keep("append_kv", operands, (implementation,), call):
+                call(*operands)
+                decode_ops.count_write(operands)
+                return
     decode_ops.append_kv(*_with_new_tokens(operands), implementation)
+
+
+def _append(function, cache, backend, *operands: Tensor | None) -> None:
+    """Run a family's append_kv."""
+    function(_with_new_tokens(AppendOperands._make(operands)), cache, backend)
 
 
 def _with_new_tokens(operands: AppendOperands[Tensor]) -> AppendOperands[Tensor]:
@@ -359,7 +383,8 @@ def problem_of_decode(
     q: Any, *cache: Any, sinks: Any, k_scale: Any, v_scale: Any, **options: Any
 ) -> tuple[torch.device, DecodeSpec]:
     """Check the arguments of `paged_decode` and return the device and the problem."""
-    q = _autocast("q", q)
+    if torch.is_autocast_enabled("cuda"):
+        q = _autocast("q", q)
     operands = DecodeOperands(q, *cache, sinks=sinks, k_scale=k_scale, v_scale=v_scale)
     described = describe_operands(operands, operand)
     return q.device, check_paged_decode(described, check_decode_options(**options))

@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_attn.calls import keep, recall
-from torch_attn.dispatch import choose
+from torch_attn.calls import Call, keep, recall
 from torch_attn.flash_ops import TAGS, without_gradient
 from torch_attn.operands import dtype_name, operand, schema
 from twin_attention.contract.operands import AppendOperands, DecodeOperands, describe_operands
@@ -51,26 +50,26 @@ def check_merge(outs, lses) -> MergeSpec:
     return check_merge_states(operand("outs", outs), operand("lses", lses))
 
 
+def _decode(function, spec, backend, *operands: Tensor | None):
+    """Run a family's paged_decode."""
+    return function(DecodeOperands._make(operands), spec, backend)
+
+
 def _run_decode(*args):
-    if (outputs := _decode_again(*args)) is not None:
-        return outputs
     operands, options, implementation = _unpack_decode(args)
-    q, sinks = operands.q, operands.sinks
-    kv_dtype = dtype_name(operands.k_pages.dtype)
-    spec = DecodeSpec.of(operands, dtype_name(q.dtype), kv_dtype, *options)
-    if spec.is_empty:
-        out, lse = _allocate_outputs(operands)
-        return out.zero_(), lse.fill_(-torch.inf) if sinks is None else lse.copy_(sinks[:, None])
-    backend, _ = choose(implementation, "paged_decode", q.device, spec)
-    end = len(operands)
-    keep("torch_attn::paged_decode", operands, args[end:], "paged_decode", spec, implementation)
-    return backend.family.function("paged_decode")(operands, spec, backend)
-
-
-def _decode_again(*args):
-    end = len(DecodeOperands._fields)
-    call = recall("torch_attn::paged_decode", args[:end], args[end:])
-    return None if call is None else call.run(DecodeOperands._make(args[:end]), call.spec, call)
+    known = "torch_attn::paged_decode", operands, args[len(operands) :]
+    call = recall(*known)
+    if call is None:
+        q, sinks = operands.q, operands.sinks
+        kv_dtype = dtype_name(operands.k_pages.dtype)
+        spec = DecodeSpec.of(operands, dtype_name(q.dtype), kv_dtype, *options)
+        if spec.is_empty:
+            out, lse = _allocate_outputs(operands)
+            lse = lse.fill_(-torch.inf) if sinks is None else lse.copy_(sinks[:, None])
+            return out.zero_(), lse
+        call = Call("paged_decode", _decode, spec, implementation, q.device)
+        keep(*known, call)
+    return call(*operands)
 
 
 def _fake_decode(*args):
@@ -92,35 +91,51 @@ def _allocate_outputs(operands: DecodeOperands[Tensor]) -> tuple[Tensor, Tensor]
     return out, out.new_empty((batch, heads_q, tokens), dtype=torch.float32)
 
 
+def _append(function, cache, backend, *operands: Tensor | None) -> None:
+    """Run a family's append_kv."""
+    function(AppendOperands._make(operands), cache, backend)
+
+
 def _run_append(*args):
     *tensors, implementation = args
     operands = AppendOperands._make(tensors)
     known = "torch_attn::append_kv", operands, (implementation,)
-    if (call := recall(*known)) is not None:
-        return call.run(operands, call.spec, call)
-    cache = PagedCache.of(operands, dtype_name(operands.k_pages.dtype))
-    if cache.is_empty or operands.k_new.numel() == 0:
-        return None
-    backend, _ = choose(implementation, "append_kv", operands.k_new.device, cache)
-    keep(*known, "append_kv", cache, implementation)
-    return backend.family.function("append_kv")(operands, cache, backend)
+    call = recall(*known)
+    if call is None:
+        cache = PagedCache.of(operands, dtype_name(operands.k_pages.dtype))
+        if cache.is_empty or operands.k_new.numel() == 0:
+            return
+        call = Call("append_kv", _append, cache, implementation, operands.k_new.device)
+        keep(*known, call)
+    call(*operands)
+    count_write(operands)
+
+
+def count_write(operands: AppendOperands[Tensor]) -> None:
+    """Tell autograd of an append, which it does not see."""
+    torch.autograd.graph.increment_version((operands.k_pages, operands.v_pages))
 
 
 def _fake_append(*args):
     check_append_kv(describe_operands(AppendOperands._make(args[:-1]), operand))
 
 
+def _merge(function, spec, backend, outs: Tensor, lses: Tensor):
+    """Run a family's combine."""
+    return function(outs, lses, spec, backend)
+
+
 def _run_merge(outs, lses, implementation):
     known = "torch_attn::merge_states", (outs, lses), (implementation,)
-    if (call := recall(*known)) is not None:
-        return call.run(outs, lses, call.spec, call)
-    spec = MergeSpec(*outs.shape, dtype=dtype_name(outs.dtype))
-    if spec.is_empty:
-        out, lse = _allocate_merged(outs, lses)
-        return out.zero_(), lse.fill_(-torch.inf)
-    backend, _ = choose(implementation, "combine", outs.device, spec)
-    keep(*known, "combine", spec, implementation)
-    return backend.family.function("combine")(outs, lses, spec, backend)
+    call = recall(*known)
+    if call is None:
+        spec = MergeSpec(*outs.shape, dtype=dtype_name(outs.dtype))
+        if spec.is_empty:
+            out, lse = _allocate_merged(outs, lses)
+            return out.zero_(), lse.fill_(-torch.inf)
+        call = Call("combine", _merge, spec, implementation, outs.device)
+        keep(*known, call)
+    return call(outs, lses)
 
 
 def _fake_merge(outs, lses, implementation):
@@ -132,13 +147,13 @@ def _allocate_merged(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
     return outs.new_empty(outs.shape[1:]), lses.new_empty(lses.shape[1:])
 
 
-def _register(op: torch._ops.OpOverload, run, fake, again=None) -> None:
+def _register(op: torch._ops.OpOverload, run, fake) -> None:
     name = op.name()
     torch.library.register_fake(name, fake, lib=_library)
     _library.impl(name, run, "CompositeExplicitAutograd")  # every backend
-    _library.impl(name, partial(without_gradient, op, again), "Autograd")
+    _library.impl(name, partial(without_gradient, op), "Autograd")
 
 
-_register(paged_decode, _run_decode, _fake_decode, _decode_again)
+_register(paged_decode, _run_decode, _fake_decode)
 _register(append_kv, _run_append, _fake_append)
 _register(merge_states, _run_merge, _fake_merge)

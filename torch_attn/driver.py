@@ -22,6 +22,7 @@ import torch
 from triton import knobs
 from triton.backends.nvidia.driver import make_tensordesc_arg
 
+from torch_attn.replay import Launcher
 from torch_attn.tensor_maps import TensorMap
 
 # Encoded descriptors that a launch keeps of an operand, of 128 bytes each.
@@ -29,20 +30,15 @@ _ADDRESSES_MAX = 256
 
 
 def launcher_of(
-    compiled: Any,
-    grid: tuple[int, ...],
-    arguments: list[Any],
-    num_operands: int,
-    device: torch.device,
-) -> Callable[..., None]:
-    """Return a function of the operands that launches a kernel on the current stream.
+    compiled: Any, grid: tuple[int, ...], arguments: list[Any], num_operands: int
+) -> Launcher:
+    """Return what launches a kernel on the current device.
 
     Args:
         compiled: Triton's compiled kernel.
         grid: three numbers.
-        arguments: all arguments, the operands first; those are replaced by each call's.
+        arguments: all arguments, the operands first; their addresses replace those.
         num_operands: how many operands there are.
-        device: where the operands are, on a CUDA device.
     """
     rest = arguments[num_operands:]
     maps = [(i, x) for i, x in enumerate(arguments) if isinstance(x, TensorMap)]
@@ -51,25 +47,16 @@ def launcher_of(
     place = None
     if maps:
         run, place = _below_descriptors(compiled, arguments, num_operands)
-    index = torch.cuda.current_device() if device.index is None else device.index
     runtime = knobs.runtime
-    current_device, stream_of = torch._C._cuda_getDevice, torch._C._cuda_getCurrentRawStream
 
-    def launch(*operands: torch.Tensor | None) -> None:
-        if current_device() != index:
-            with torch.cuda.device(index):
-                launch(*operands)
-        elif (
-            runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls
-        ):  # a profiler listens
-            values = [*operands, *rest]
+    def launch(stream: int, addresses: tuple[int | None, ...]) -> None:
+        if runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls:  # a profiler listens
+            values = [*addresses, *rest]
             for i, tensor_map in maps:
-                values[i] = tensor_map.bind(operands[tensor_map.operand])
-            through_triton(*values)
+                values[i] = _at(tensor_map, addresses[tensor_map.operand])
+            through_triton(*values, stream=stream)
         else:
-            values = [None if x is None else x.data_ptr() for x in operands]
-            values = values + rest if place is None else place(values)
-            stream = stream_of(index)
+            values = (*addresses, *rest) if place is None else place(addresses)
             run(*grid, stream, function, packed, None, None, None, *values)
 
     return launch
@@ -77,7 +64,7 @@ def launcher_of(
 
 def _below_descriptors(
     compiled: Any, arguments: list[Any], num_operands: int
-) -> tuple[Any, Callable[[list[int | None]], list[Any]]]:
+) -> tuple[Any, Callable[[tuple[int | None, ...]], list[Any]]]:
     """Return a kernel's launcher without the part of it that encodes descriptors.
 
     Returns:
@@ -97,7 +84,7 @@ def _below_descriptors(
                 places.append((len(prepared), i, int))
             prepared.append(x)
 
-    def place(addresses: list[int | None]) -> list[Any]:
+    def place(addresses: tuple[int | None, ...]) -> list[Any]:
         values = prepared.copy()
         for i, operand, value_of in places:
             values[i] = value_of(addresses[operand])
@@ -108,10 +95,15 @@ def _below_descriptors(
 
 def _encode(tensor_map: TensorMap, metadata: Any, address: int) -> Any:
     """Return the encoded descriptor of an operand at an address."""
-    descriptor = tensor_map.bind(SimpleNamespace(data_ptr=lambda: address))
+    descriptor = _at(tensor_map, address)
     further = [None] * (len(signature(make_tensordesc_arg).parameters) - 2)  # since Triton 3.9
     try:
         return make_tensordesc_arg(descriptor, metadata, *further)[0]
     except RuntimeError:  # a new thread has no CUDA context yet
         torch.cuda.mem_get_info()  # gives it one
         return make_tensordesc_arg(descriptor, metadata, *further)[0]
+
+
+def _at(tensor_map: TensorMap, address: int | None) -> Any:
+    """Return Triton's descriptor of an operand at an address."""
+    return tensor_map.bind(SimpleNamespace(data_ptr=lambda: address))

@@ -7,9 +7,9 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
-from torch_attn.calls import keep, recall
+from torch_attn.calls import Call, keep, recall
 from torch_attn.dispatch import Implementation, check_implementation
-from torch_attn.flash_ops import flash_fwd, pack, run_again, spec_of
+from torch_attn.flash_ops import attend, flash_fwd, forward, pack, spec_of
 from torch_attn.operands import autocast_dtype, check_tensor, operand
 from twin_attention.contract.operands import FlashOperands, describe_operands
 from twin_attention.contract.spec import AttentionSpec
@@ -112,13 +112,12 @@ def flash_attention(
         out.sum().backward()
     """
     operands = FlashOperands(q, k, v, sinks)
+    if torch.is_autocast_enabled("cuda"):
+        operands = _operands(*operands)
     deterministic = _or_as_torch_says(deterministic)
     options = (causal, scale, window_size, softcap, deterministic, return_lse, implementation)
     call = recall("flash_attention", operands, options)
-    if call is None:
-        out, lse = _check_and_attend(operands, options)
-    else:
-        out, lse = run_again(call, operands)
+    out, lse = _check_and_attend(operands, options) if call is None else attend(call, operands)
     return (out, lse) if return_lse else out
 
 
@@ -139,7 +138,9 @@ def _check_and_attend(
     check_implementation(implementation)
     if not torch.compiler.is_compiling():  # there the operator's fake kernel checks the operands
         spec = _check_operands(operands, checked)
-        keep("flash_attention", given, options, "flash_fwd", spec, implementation)
+        call = Call("flash_fwd", forward, spec, implementation, operands.q.device)
+        if keep("flash_attention", operands, options, call):
+            return attend(call, operands)
     return flash_fwd(*operands, *pack(checked, implementation))
 
 

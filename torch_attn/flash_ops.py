@@ -15,7 +15,7 @@ and 2.13; ``tests/torch_attn/test_ops.py`` and ``test_decode_ops.py`` guard it).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NoReturn
@@ -24,7 +24,6 @@ import torch
 from torch import Tensor
 
 from torch_attn.calls import Call, is_recorded, keep, recall
-from torch_attn.dispatch import choose
 from torch_attn.operands import dtype_name, operand, rows_aligned, schema
 from twin_attention.contract.operands import FlashOperands, describe_operands
 from twin_attention.contract.spec import AttentionSpec, Window
@@ -34,7 +33,6 @@ from twin_attention.contract.validate import (
     no_gradient,
     not_differentiable,
 )
-from twin_attention.targets.family import Backend
 
 _library = torch.library.Library("torch_attn", "DEF")
 _OPTIONS = (
@@ -63,24 +61,14 @@ _TORCH_FUNC = torch._C.DispatchKeySet(
 ) | torch._C.DispatchKeySet(torch._C.DispatchKey.PythonTLSSnapshot)
 
 
-def without_gradient(
-    op: torch._ops.OpOverload, again: Callable[..., Any] | None, *args: Any
-) -> Any:
+def without_gradient(op: torch._ops.OpOverload, *args: Any) -> Any:
     """Run an operator that has no derivative: its kernel for the Autograd key.
-
-    Args:
-        op: the operator.
-        again: runs a call that was checked before, without going through the dispatcher once more;
-            returns None for any other.
-        args: the operator's.
 
     Raises:
         NotImplementedError: autograd would record the call, or it has tangents.
     """
     if is_recorded(args):
         no_gradient(op.name().removeprefix("torch_attn::"))
-    if again is not None and (outputs := again(*args)) is not None:
-        return outputs
     with torch._C._AutoDispatchBelowAutograd():
         return op(*args)
 
@@ -110,60 +98,46 @@ def spec_of(
     return replace(spec, rows_aligned=rows_aligned(*operands[:3], *others))
 
 
-def _forward_again(*args):
-    call = recall("torch_attn::flash_fwd", args[:_NUM_OPERANDS], args[_NUM_OPERANDS:])
-    if call is None:
-        return None
-    return call.run(FlashOperands._make(args[:_NUM_OPERANDS]), call.spec, call)
+def forward(function, spec, backend, *operands: Tensor | None):
+    """Run a family's flash_fwd."""
+    return function(FlashOperands._make(operands), spec, backend)
+
+
+def _backward(function, spec, backend, dout, dlse, *tensors: Tensor | None):
+    """Run a family's flash_bwd."""
+    *operands, out, lse = tensors
+    return function(dout, dlse, FlashOperands._make(operands), out, lse, spec, backend)
 
 
 def _run_forward(*args):
-    if (outputs := _forward_again(*args)) is not None:
-        return outputs
-    operands, _, options, implementation = unpack(args)
-    spec = spec_of(operands, options)
-    options = args[_NUM_OPERANDS:]
-    keep("torch_attn::flash_fwd", args[:_NUM_OPERANDS], options, "flash_fwd", spec, implementation)
-    backend = _backend(implementation, "flash_fwd", operands, spec)
-    return backend.family.function("flash_fwd")(operands, spec, backend)
+    known = "torch_attn::flash_fwd", args[:_NUM_OPERANDS], args[_NUM_OPERANDS:]
+    call = recall(*known)
+    if call is None:
+        operands, _, options, implementation = unpack(args)
+        spec = spec_of(operands, options)
+        call = Call("flash_fwd", forward, spec, implementation, operands.q.device)
+        keep(*known, call)
+    return call(*args[:_NUM_OPERANDS])
 
 
 def _run_backward(dout, dlse, *args):
     dout, dlse = _readable(dout, dlse)
-    if (gradients := _backward_again(dout, dlse, *args)) is not None:
-        return gradients
-    operands, (out, lse), options, implementation = unpack(args)
-    spec = spec_of(operands, options, dout)
     end = _NUM_OPERANDS + 2
-    tensors = (dout, dlse, *args[:end])
-    keep("torch_attn::flash_bwd", tensors, args[end:], "flash_bwd", spec, implementation)
-    backend = _backend(implementation, "flash_bwd", operands, spec)
-    gradients = backend.family.function("flash_bwd")(dout, dlse, operands, out, lse, spec, backend)
-    return tuple(_left_out(out) if dx is None else dx for dx in gradients)
-
-
-def _backward_again(dout, dlse, *args):
-    end = _NUM_OPERANDS + 2
-    call = recall("torch_attn::flash_bwd", (dout, dlse, *args[:end]), args[end:])
+    tensors = dout, dlse, *args[:end]
+    known = "torch_attn::flash_bwd", tensors, args[end:]
+    call = recall(*known)
     if call is None:
-        return None
-    operands, (out, lse), *_ = unpack(args)
-    gradients = call.run(dout, dlse, operands, out, lse, call.spec, call)
-    return tuple(_left_out(out) if dx is None else dx for dx in gradients)
+        operands, _, options, implementation = unpack(args)
+        spec = spec_of(operands, options, dout)
+        call = Call("flash_bwd", _backward, spec, implementation, dout.device)
+        keep(*known, call)
+    return tuple(_left_out(dout) if dx is None else dx for dx in call(*tensors))
 
 
 def _readable(dout: Tensor, dlse: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """Return gradients that the kernels take; a copy only of what comes expanded."""
     dout = dout if dout.stride(-1) == 1 else dout.contiguous()
     return dout, None if dlse is None else dlse.contiguous()
-
-
-def _backend(
-    implementation: Any, operation: str, operands: FlashOperands[Tensor], spec: AttentionSpec
-) -> Backend:
-    """Choose what runs a problem; an empty one runs no kernel."""
-    implementation = "reference" if spec.is_empty else implementation
-    return choose(implementation, operation, operands.q.device, spec)[0]
 
 
 def _fake_forward(*args):
@@ -219,15 +193,13 @@ class _Differentiable(torch.autograd.Function):
 
     generate_vmap_rule = True
     op: torch._ops.OpOverload
-    again: Callable[..., Any]
 
     @classmethod
     def call(cls, *args):
         """Run the operator so that a backward will find its way."""
         if not torch._C._are_functorch_transforms_active():
             if not is_recorded(args):
-                outputs = cls.again(*args)
-                return cls.forward(*args) if outputs is None else outputs
+                return cls.forward(*args)
             # Function.apply binds the signature on every call, which takes longer than a launch.
             bound = super(torch.autograd.Function, cls)
             return bound.apply(*args)  # pyright: ignore[reportAttributeAccessIssue]
@@ -249,7 +221,6 @@ class _Differentiable(torch.autograd.Function):
 
 class _Forward(_Differentiable):
     op = flash_fwd
-    again = staticmethod(_forward_again)
 
     @staticmethod
     def setup_context(ctx, inputs, output) -> None:
@@ -268,7 +239,6 @@ class _Forward(_Differentiable):
 
 class _Backward(_Differentiable):
     op = flash_bwd
-    again = staticmethod(_backward_again)
 
     @staticmethod
     def setup_context(ctx, inputs, output) -> None:
@@ -281,20 +251,20 @@ class _Backward(_Differentiable):
         )
 
 
-def run_again(call: Call, operands: FlashOperands[Tensor]) -> tuple[Tensor, Tensor]:
-    """Run a forward that was checked before, past the dispatcher."""
+def attend(call: Call, operands: FlashOperands[Tensor]) -> tuple[Tensor, Tensor]:
+    """Run a forward that is kept, past the dispatcher."""
     if is_recorded(operands):
-        bound = super(torch.autograd.Function, _Again)  # as in `_Differentiable.call`
+        bound = super(torch.autograd.Function, _Kept)  # as in `_Differentiable.call`
         return bound.apply(call, *operands)  # pyright: ignore[reportAttributeAccessIssue]
-    return call.run(operands, call.spec, call)
+    return call(*operands)
 
 
-class _Again(torch.autograd.Function):
-    """The derivative of a forward that was checked before: its kernels, past the dispatcher."""
+class _Kept(torch.autograd.Function):
+    """A forward that is kept, and its derivative: their kernels, past the dispatcher."""
 
     @staticmethod
     def forward(ctx, call, *operands):
-        out, lse = call.run(FlashOperands._make(operands), call.spec, call)
+        out, lse = call(*operands)
         ctx.call = call
         ctx.save_for_backward(*operands, out, lse)
         ctx.set_materialize_grads(False)
@@ -302,18 +272,23 @@ class _Again(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dout, dlse):
-        *tensors, out, lse = ctx.saved_tensors
-        forward, operands = ctx.call, FlashOperands._make(tensors)
+        *operands, out, lse = ctx.saved_tensors
         dout, dlse = _readable(torch.zeros_like(out) if dout is None else dout, dlse)
-        call = None if torch.is_grad_enabled() else forward.backward(dout, dlse)
-        if call is not None:
-            return None, *call.run(dout, dlse, operands, out, lse, call.spec, call)
-        # The operator refuses a second derivative, and takes what is no plain tensor.
-        spec = forward.spec
-        options = FlashOptions(spec.scale, spec.window, spec.softcap, spec.deterministic)
-        options = pack(options, forward.implementation)
-        gradients = flash_bwd(dout, dlse, *operands, out, lse, *options)
-        return None, *(None if x is None else dx for dx, x in zip(gradients, operands, strict=True))
+        forward, spec = ctx.call, ctx.call.spec
+        if torch.is_grad_enabled():  # the operator refuses a second derivative
+            options = FlashOptions(spec.scale, spec.window, spec.softcap, spec.deterministic)
+            options = pack(options, forward.implementation)
+            gradients = flash_bwd(dout, dlse, *operands, out, lse, *options)
+            present = (None if x is None else dx for dx, x in zip(gradients, operands, strict=True))
+            return None, *present
+        # All else that the call depends on follows from its forward's.
+        known = forward, (dout, dlse), ()
+        call = recall(*known)
+        if call is None:
+            spec = replace(spec, rows_aligned=spec.rows_aligned and rows_aligned(dout))
+            call = Call("flash_bwd", _backward, spec, forward.implementation, dout.device)
+            keep(*known, call)
+        return None, *call(dout, dlse, *operands, out, lse)
 
 
 def _register(function: type[_Differentiable], run, fake, num_tensors: int) -> None:

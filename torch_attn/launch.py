@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 import triton.language as tl
 
-from torch_attn.calls import Call
 from torch_attn.driver import launcher_of
+from torch_attn.replay import Launcher, current_capture
 from torch_attn.targets import shared_memory
 from torch_attn.tensor_maps import TensorMap
 from twin_attention.contract.spec import AttentionSpec
@@ -76,7 +76,7 @@ class KernelCall(NamedTuple):
     """All that a kernel's code, grid and arguments depend on, except for the operands' values.
 
     The function that prepares a launch sees nothing else, and all of it follows from the key of a
-    `torch_attn.calls.Call`. So a launch that the call remembers has the arguments that it would be
+    `torch_attn.calls.Call`. So a launch that is replayed has the arguments that it would be
     prepared with again, and no value that changes can be frozen unnoticed.
 
     Attributes:
@@ -109,8 +109,8 @@ def launch(
     """Launch a kernel on its first operand's device, compiled or in Triton's interpreter.
 
     On a CUDA device a launch goes through Triton, which compiles, with fewer stages or a smaller
-    configuration where the table's does not fit (`compile_to_fit`). A `torch_attn.calls.Call` as
-    the backend remembers the launch of each kernel: the next one goes straight to the driver.
+    configuration where the table's does not fit (`compile_to_fit`). A `torch_attn.replay.Capture`
+    around the call gets what launches the kernel again.
 
     Args:
         name: the kernel's name in the configuration tables.
@@ -123,10 +123,24 @@ def launch(
         constants: what else grid and arguments follow from, compared by value.
         options: further launch options of Triton's, for a CUDA device.
     """
-    launchers = backend.launchers if isinstance(backend, Call) else None
-    if launchers is not None and name in launchers:
-        launchers[name](*operands)
-        return
+    capture = current_capture()
+    with nullcontext() if capture is None else capture.paused():
+        launcher = _launch(name, kernel, prepare, operands, spec, backend, constants, options)
+    if capture is not None and launcher is not None:
+        capture.add(launcher, operands)
+
+
+def _launch(
+    name: str,
+    kernel: Any,
+    prepare: Callable[[KernelCall], Prepared],
+    operands: tuple[Any, ...],
+    spec: Spec,
+    backend: Backend,
+    constants: tuple[Hashable, ...],
+    options: dict[str, Hashable],
+) -> Launcher | None:
+    """Launch a kernel; returns what launches it again, if it was compiled and launched."""
     device, target = operands[0].device, backend.target
     config = backend.configs(spec)[name]
     layouts = tuple(None if x is None else _layout(x) for x in operands)
@@ -143,7 +157,7 @@ def launch(
 
         grid, arguments = prepared(config)
         interpreted(kernel)[grid](*operands, **arguments)
-        return
+        return None
     options = {"enable_fp_fusion": True} | options  # Triton 3.10 turns it off unless asked
     if target == "sm80":
         options["arch"] = "sm80"
@@ -167,15 +181,15 @@ def launch(
         limit, compiled = _recorded
         fitted = compile_to_fit(name, compile, config, target, limit(name), smaller)
         compiled.append((name, *fitted))
-        return
+        return None
     with torch.cuda.device(device):
         limit = shared_memory(target, device)
         config, compiled = compile_to_fit(name, compile, config, target, limit, smaller)
         grid, arguments = positional(config)
-        launcher = launcher_of(compiled, (*grid, 1, 1)[:3], arguments, len(operands), device)
-        launcher(*operands)
-    if launchers is not None:
-        launchers[name] = launcher
+        launcher = launcher_of(compiled, (*grid, 1, 1)[:3], arguments, len(operands))
+        stream = torch.cuda.current_stream().cuda_stream
+        launcher(stream, tuple(None if x is None else x.data_ptr() for x in operands))
+    return launcher
 
 
 def _layout(x: torch.Tensor) -> Layout:

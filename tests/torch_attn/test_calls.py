@@ -9,7 +9,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torch_attn import append_kv, calls, flash_attention, paged_decode
-from torch_attn.calls import is_recorded, keep, recall
+from torch_attn.calls import Call, is_recorded, keep, recall
+from torch_attn.flash_ops import forward
 from twin_attention.contract.spec import AttentionSpec
 from twin_attention.targets.config import use_configs
 from twin_attention.targets.target import use_target
@@ -43,14 +44,15 @@ def gpu(monkeypatch):
 
 
 def remember(*operands, options=OPTIONS, spec=SPEC, implementation=None):
-    keep("f", operands, options, "flash_fwd", spec, implementation)
+    call = Call("flash_fwd", forward, spec, implementation, operands[0].device)
+    return keep("f", operands, options, call)
 
 
 def test_the_same_call_is_recognised(gpu):
     assert recall("f", (Fake(), None), OPTIONS) is None
     remember(Fake(), None)
     call = recall("f", (Fake(pointer=512), None), OPTIONS)
-    assert (call.spec, call.target, call.family.name) == (SPEC, "sm90", "gluon")
+    assert (call.spec, call.backend.target, call.backend.family.name) == (SPEC, "sm90", "gluon")
     assert recall("g", (Fake(), None), OPTIONS) is None
     assert recall("f", (Fake(), Fake()), OPTIONS) is None
 
@@ -91,7 +93,7 @@ def test_another_option_is_looked_at_anew(gpu, options):
 
 
 def test_an_option_without_a_hash_is_never_kept(gpu):
-    remember(Fake(), options=([1, 0],))
+    assert not remember(Fake(), options=([1, 0],))
     assert recall("f", (Fake(),), ([1, 0],)) is None
 
 
@@ -100,24 +102,12 @@ def test_the_switches_are_a_part_of_the_call(gpu, monkeypatch):
     with use_target("sm80"):
         assert recall("f", (Fake(),), OPTIONS) is None
         remember(Fake())
-        assert recall("f", (Fake(),), OPTIONS).target == "sm80"
+        assert recall("f", (Fake(),), OPTIONS).backend.target == "sm80"
     with use_configs({"flash_fwd": {"block_q": 16}}):
         assert recall("f", (Fake(),), OPTIONS) is None
-    assert recall("f", (Fake(),), OPTIONS).target == "sm90"
+    assert recall("f", (Fake(),), OPTIONS).backend.target == "sm90"
     monkeypatch.setenv("TWIN_ATTENTION_TARGET", "sm80")
-    assert recall("f", (Fake(),), OPTIONS).target == "sm80"
-
-
-def test_a_backward_follows_the_switches_of_its_own_time(gpu):
-    remember(Fake())
-    call, dout = recall("f", (Fake(),), OPTIONS), Fake()
-    backward = call.backward(dout, None)
-    assert call.backward(dout, None) is backward
-    assert backward.target == "sm90"
-    with use_target("sm80"):
-        assert call.backward(dout, None).target == "sm80"
-    with use_configs({"flash_bwd_dq": {"block_q": 16}}):
-        assert call.backward(dout, None) is not backward
+    assert recall("f", (Fake(),), OPTIONS).backend.target == "sm80"
 
 
 class DispatchMode(TorchDispatchMode):
@@ -129,18 +119,10 @@ class FunctionMode(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize(
-    "active", [DispatchMode, FunctionMode, lambda: torch.autocast("cuda", torch.float16)],
-    ids=["dispatch mode", "function mode", "autocast"],
-)  # fmt: skip
-@pytest.mark.filterwarnings("ignore:.*CUDA is not available")
-def test_what_changes_a_call_from_outside_is_looked_at_anew(gpu, monkeypatch, active):
+@pytest.mark.parametrize("mode", [DispatchMode, FunctionMode])
+def test_what_changes_a_call_from_outside_is_looked_at_anew(gpu, mode):
     remember(Fake())
-    if active not in (DispatchMode, FunctionMode):
-        monkeypatch.setattr(torch, "is_autocast_enabled", lambda device: True)
-        assert recall("f", (Fake(),), OPTIONS) is None
-        return
-    with active():
+    with mode():
         assert recall("f", (Fake(),), OPTIONS) is None
 
 
@@ -155,10 +137,9 @@ def test_a_transformation_is_looked_at_anew(gpu):
 
 
 def test_only_calls_of_compiled_kernels_are_kept(gpu):
-    remember(Fake(), implementation="reference")
-    remember(Fake(), spec=AttentionSpec(0, 4, 4, 2, 2, 64, 64, "float16", 0.125))
-    assert not calls._calls
-    remember(torch.zeros(1, 4, 2, 64))  # on a CPU
+    assert not remember(Fake(), implementation="reference")
+    assert not remember(Fake(), spec=AttentionSpec(0, 4, 4, 2, 2, 64, 64, "float16", 0.125))
+    assert not remember(torch.zeros(1, 4, 2, 64))  # on a CPU
     assert not calls._calls
 
 

@@ -81,9 +81,8 @@ def tensor_map(operand):
 
 def test_a_launch_reaches_the_driver_as_tritons_own(utilities, compiled):
     arguments = [tensor_map(0), Y, tensor_map(2), tensor_map(2), 9, True]
-    device = torch.device("cuda", 0)
-    launch = driver.launcher_of(compiled, (1, 2, 3), arguments, 3, device)
-    launch(X, Y, Z)
+    launch = driver.launcher_of(compiled, (1, 2, 3), arguments, 3)
+    launch(5, (1024, 2048, 3072))
     maps = (x.bind(y) if isinstance(x, TensorMap) else x for x, y in zip(
         arguments, (X, Y, Z, Z, None, None), strict=True
     ))  # fmt: skip
@@ -95,8 +94,8 @@ def test_a_launch_reaches_the_driver_as_tritons_own(utilities, compiled):
 
 def test_a_descriptor_is_encoded_once_for_an_address(utilities, compiled):
     arguments = [tensor_map(0), Y, tensor_map(2), None, 9, True]
-    launch = driver.launcher_of(compiled, (1, 1, 1), arguments, 3, torch.device("cuda", 0))
-    for x in (X, Z, X, Z):
-        launch(x, Y, x)
+    launch = driver.launcher_of(compiled, (1, 1, 1), arguments, 3)
+    for x in (1024, 3072, 1024, 3072):
+        launch(5, (x, 2048, x))
     assert utilities.encoded == [1024, 1024, 3072, 3072]
     assert compiled.launched[0] == compiled.launched[2] != compiled.launched[1]

@@ -13,8 +13,8 @@ from triton.runtime.jit import JITFunction
 
 from interop.parity.cases import FlashCase
 from torch_attn import append_kv, calls, flash_attention, launch, paged_decode, targets
-from torch_attn.calls import Call
 from torch_attn.dispatch import choose
+from torch_attn.replay import Capture
 from twin_attention.contract.operands import FlashOperands
 from twin_attention.contract.reference import attention_forward
 from twin_attention.targets.family import portable_backend
@@ -40,9 +40,9 @@ class Kernel:
         return SimpleNamespace(kernel=self, metadata=SimpleNamespace(shared=shared))
 
 
-def fake_launcher(compiled, grid, arguments, num_operands, device):
+def fake_launcher(compiled, grid, arguments, num_operands):
     rest = arguments[num_operands:]
-    return lambda *operands: compiled.kernel.launched.append((grid, (*operands, *rest)))
+    return lambda stream, operands: compiled.kernel.launched.append((grid, (*operands, *rest)))
 
 
 @pytest.fixture
@@ -51,6 +51,7 @@ def kernel(monkeypatch):
     monkeypatch.setattr(launch, "launcher_of", fake_launcher)
     monkeypatch.setattr(targets, "_properties", lambda device: ((9, 0), 132, 227 * 1024))
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=5))
     return Kernel()
 
 
@@ -75,24 +76,29 @@ def run(kernel, x, backend=SM90, **options):
     launch.launch("flash_fwd", kernel, prepare, (x,), SPEC, backend, **options)
 
 
-def test_a_call_prepares_a_launch_once(kernel):
+def test_a_launch_can_be_repeated(kernel):
     x, y = operand(), operand(pointer=512)
-    call = Call.of("flash_fwd", SPEC, SM90)
-    run(kernel, x, call)
-    run(kernel, y, call)
+    with Capture() as capture:
+        run(kernel, x)
+    ((launcher, operands),) = capture.steps
+    assert operands == (x,)
+    launcher(5, (y.data_ptr(),))
     config = SM90.configs(SPEC)["flash_fwd"]
     ((grid, operands, arguments),) = kernel.compiled
     assert (grid, operands) == ((3,), (x,))
     assert arguments["BLOCK_KV"] == config.block_kv
     # In the order of the kernel's parameters, without Triton's own options.
-    assert kernel.launched == [((3, 1, 1), (of, SPEC.scale, 3, config.block_kv)) for of in (x, y)]
+    constants = SPEC.scale, 3, config.block_kv
+    assert kernel.launched == [((3, 1, 1), (pointer, *constants)) for pointer in (256, 512)]
 
 
-def test_without_a_call_every_launch_is_prepared(kernel):
-    for _ in range(2):
+def test_what_prepares_a_launch_is_not_captured(kernel, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext(torch.empty(1)))
+    with Capture() as capture:
         run(kernel, operand())
-    run(kernel, operand(), Call.of("flash_fwd", SPEC, SM90))
-    assert len(kernel.compiled) == len(kernel.launched) == 3
+        assert len(capture.steps) == 1
+        torch.empty(1)
+    assert len(capture.steps) > 1
 
 
 def test_recording_compiles_only(kernel):

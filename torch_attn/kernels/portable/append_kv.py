@@ -1,6 +1,5 @@
 """Write the keys and values of new tokens into the pages of a cache."""
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -79,10 +78,8 @@ def append_kv_kernel(
 
 def append_kv(operands: AppendOperands[Tensor], cache: PagedCache, backend: Backend) -> None:
     """Launch `append_kv_kernel`, which writes into k_pages and v_pages."""
-    pools = operands.k_pages, operands.v_pages
-    bits = operands._replace(k_pages=as_bits(pools[0]), v_pages=as_bits(pools[1]))
+    bits = operands._replace(k_pages=as_bits(operands.k_pages), v_pages=as_bits(operands.v_pages))
     launch("append_kv", append_kv_kernel, _prepare, bits, cache, backend)
-    torch.autograd.graph.increment_version(pools)  # autograd does not see the kernel write
 
 
 def _prepare(call: KernelCall) -> Prepared:

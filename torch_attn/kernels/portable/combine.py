@@ -9,7 +9,6 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_wait
 
-from torch_attn.calls import empty
 from torch_attn.kernels.portable.pages import keys_of_sequence, load_rows_at, splits_with_keys
 from torch_attn.kernels.portable.softmax import LN2, LOG2E, add_sink
 from torch_attn.launch import KernelCall, Prepared, launch
@@ -112,9 +111,8 @@ def combine(outs: Tensor, lses: Tensor, spec: MergeSpec, backend: Backend) -> tu
         out [B, S, H, Dv] in spec's dtype and lse [B, H, S] float32, both contiguous.
     """
     shape = (spec.batch, spec.tokens, spec.heads, spec.head_dim_v)
-    out = empty(shape, getattr(torch, spec.dtype), outs.device)
-    lse_shape = (spec.batch, spec.heads, spec.tokens)
-    lse = empty(lse_shape, torch.float32, outs.device)
+    out = outs.new_empty(shape, dtype=getattr(torch, spec.dtype))
+    lse = lses.new_empty((spec.batch, spec.heads, spec.tokens))
     _launch(outs, lses, None, None, out, lse, spec, backend)
     return out, lse
 

@@ -10,7 +10,6 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents
 
-from torch_attn.calls import empty
 from torch_attn.kernels.portable.arguments import decode_arguments
 from torch_attn.kernels.portable.combine import merge_splits
 from torch_attn.kernels.portable.pages import (
@@ -198,12 +197,12 @@ def paged_decode(
     splits = choose_splits(spec, config, num_sms(q.device, backend.target))
     shape = (spec.batch, spec.tokens, spec.heads_q, spec.head_dim_v)
     lse_shape = (spec.batch, spec.heads_q, spec.tokens)
-    out = empty(shape, q.dtype, q.device)
-    lse = empty(lse_shape, torch.float32, q.device)
+    out = q.new_empty(shape)
+    lse = q.new_empty(lse_shape, dtype=torch.float32)
     outs = lses = None
     if splits > 1:
-        outs = empty((splits, *shape), torch.float32, q.device)
-        lses = empty((splits, *lse_shape), torch.float32, q.device)
+        outs = lse.new_empty((splits, *shape))
+        lses = lse.new_empty((splits, *lse_shape))
 
     launch(
         "paged_decode",

@@ -1,0 +1,145 @@
+"""What a host function does, done again for other operands; `torch.empty` on a CPU stands in."""
+
+import pytest
+import torch
+from torch._C._dynamo.guards import _empty_strided_cpu
+
+from torch_attn import replay
+from torch_attn.replay import capture, current_capture
+
+
+@pytest.fixture(autouse=True)
+def cpu(monkeypatch):
+    """Allocations on a CPU, and what a GPU is asked for."""
+    monkeypatch.setattr(replay, "_empty_strided_cuda", _empty_strided_cpu)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 5, raising=False)
+
+
+class Kernel:
+    """Stands in for a kernel: keeps the addresses of its launches."""
+
+    def __init__(self):
+        self.launches = []
+
+    def __call__(self, *operands):
+        current_capture().add(self.launch, operands)
+
+    def launch(self, stream, addresses):
+        assert stream == 5
+        self.launches.append(addresses)
+
+
+def pointers(*tensors):
+    return tuple(None if x is None else x.data_ptr() for x in tensors)
+
+
+def test_results_are_allocated_and_operands_are_those_of_the_call():
+    kernel = Kernel()
+
+    def host(x, y, left_out):
+        out = x.new_empty((3, 2), dtype=torch.float32)
+        kernel(x, left_out, y, out)
+        return out, None
+
+    x, y = torch.ones(4, dtype=torch.float16), torch.ones(5)
+    first, again = capture(host, (x, y, None))
+    results = [again(x, y, None), again(y, x, None)]
+    assert kernel.launches == [
+        pointers(x, None, y, results[0][0]), pointers(y, None, x, results[1][0])
+    ]  # fmt: skip
+    for out, nothing in [first, *results]:
+        assert nothing is None
+        assert (out.shape, out.stride(), out.dtype) == ((3, 2), (2, 1), torch.float32)
+    assert len(set(pointers(first[0], results[0][0], results[1][0]))) == 3
+
+
+def test_one_tensor_as_two_operands_stands_for_two():
+    kernel, (x, y) = Kernel(), torch.ones(2, 4)
+    _, again = capture(lambda x, y: kernel(x, y), (x, x))
+    assert again(x, y) is None
+    assert kernel.launches == [pointers(x, y)]
+
+
+def test_buffers_that_only_kernels_see_are_one_allocation(monkeypatch):
+    made = []
+
+    def allocate(*layout):
+        made.append(_empty_strided_cpu(*layout))
+        return made[-1]
+
+    kernel = Kernel()
+
+    def host(x):
+        rows, sums = x.new_empty(3), x.new_empty((5, 100), dtype=torch.float64)
+        kernel(x, rows, sums)
+        return (x.new_empty(1),)
+
+    x = torch.ones(4)
+    _, again = capture(host, (x,))
+    monkeypatch.setattr(replay, "_empty_strided_cuda", allocate)
+    again(x)
+    assert [y.nbytes for y in made] == [4, 256 + 4096]
+    assert kernel.launches == [(x.data_ptr(), made[1].data_ptr(), made[1].data_ptr() + 256)]
+
+
+def test_views_that_only_kernels_read_are_not_made(monkeypatch):
+    kernel = Kernel()
+
+    def host(x):
+        out = x.new_empty((2, 1, 3))
+        kernel(x.unsqueeze(1).view(torch.int32), out)
+        return out.squeeze(1), None
+
+    x = torch.ones(4)
+    _, again = capture(host, (x,))
+    assert len(again._steps) == 1
+    out, _ = again(x)
+    assert (out.shape, out.stride()) == ((2, 3), (3, 1))
+    assert kernel.launches == [pointers(x, out)]
+
+
+def test_operations_of_torch_are_repeated_in_their_place():
+    def fill(stream, addresses):
+        order.append("kernel")
+
+    order = []
+
+    def host(x, y):
+        sums = x.new_empty(4).zero_()
+        current_capture().add(fill, (x, sums))
+        product = x[1:] * y.unsqueeze(0)
+        return sums, -product.sum((0,))
+
+    x, y = torch.arange(5.0), torch.tensor(3.0)
+    first, again = capture(host, (x, y))
+    for a, b in ((x, y), (x + 1, y * 2)):
+        sums, total = again(a, b)
+        assert torch.equal(sums, torch.zeros(4))
+        assert torch.equal(total, -(a[1:] * b).sum((0,)))
+    assert torch.equal(first[1], torch.tensor(-30.0))
+    assert order == ["kernel"] * 2
+
+
+def test_nothing_of_the_first_call_is_kept_alive():
+    import gc
+    import weakref
+
+    def host(x):
+        y = x.new_empty(4).zero_()
+        return (y + x,)
+
+    x = torch.ones(4)
+    first, again = capture(host, (x,))
+    alive = weakref.ref(x), weakref.ref(first[0])
+    del x, first
+    gc.collect()
+    assert [y() for y in alive] == [None, None]
+    assert torch.equal(again(torch.ones(4))[0], torch.ones(4))
+
+
+def test_a_tensor_from_elsewhere_is_refused():
+    kernel, other = Kernel(), torch.ones(2)
+    with pytest.raises(AssertionError, match="neither an operand"):
+        capture(lambda x: kernel(x, other), (torch.ones(2),))
