@@ -3,6 +3,7 @@
 import inspect
 import sys
 from contextlib import nullcontext
+from importlib import import_module
 from types import FunctionType, SimpleNamespace
 
 import pytest
@@ -142,11 +143,9 @@ def test_every_kernel_is_prepared_from_its_call_alone(monkeypatch):
         return original(name, kernel, prepare, *rest, **options)
 
     original = launch.launch
-    for name in ("flash_fwd", "flash_bwd", "paged_decode", "append_kv", "combine"):
-        module = sys.modules.get(f"torch_attn.kernels.portable.{name}") or __import__(
-            f"torch_attn.kernels.portable.{name}", fromlist=[name]
-        )
-        monkeypatch.setattr(module, "launch", spy)
+    portable = ("flash_fwd", "flash_bwd", "paged_decode", "append_kv", "combine")
+    for name in ("gradients", *(f"portable.{name}" for name in portable)):
+        monkeypatch.setattr(import_module(f"torch_attn.kernels.{name}"), "launch", spy)
     q, k, v = (torch.zeros(1, 16, 2, 16, requires_grad=True) for _ in range(3))
     flash_attention(q, k, v, implementation="triton").sum().backward()
     pages = torch.zeros(2, 16, 2, 16, dtype=torch.float16)
