@@ -49,7 +49,7 @@ lint: ## ruff: style and format
 
 types: ## pyright
 	$(SETUP) dev
-	$(PY) -m pyright
+	$(PY) -m pyright --threads 2
 
 imports: ## import-linter: who may import whom
 	$(SETUP) dev
