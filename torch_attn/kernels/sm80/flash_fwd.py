@@ -29,6 +29,7 @@ from torch_attn.kernels.sm80.pipeline import (
     wait,
     zeros,
 )
+from torch_attn.kernels.sm80.schedule import longest_first
 from torch_attn.kernels.sm80.scores import visible_scores
 from torch_attn.kernels.sm80.softmax import add_columns, online_softmax_update
 from torch_attn.launch import (
@@ -38,12 +39,14 @@ from torch_attn.launch import (
     flash_arguments,
     launch,
 )
+from torch_attn.targets import num_sms
 from twin_attention.contract.operands import FlashOperands
 from twin_attention.contract.spec import AttentionSpec
 from twin_attention.targets.family import Backend
+from twin_attention.targets.sm80 import heads_together
 
 
-@gluon.jit(do_not_specialize=UNSPECIALIZED)
+@gluon.jit(do_not_specialize=[*UNSPECIALIZED, "together"])
 def flash_fwd_kernel(
     q_ptr,
     k_ptr,
@@ -61,6 +64,7 @@ def flash_fwd_kernel(
     rule,
     window_left,
     window_right,
+    together,
     ALIGN: gl.constexpr,
     ASYNC: gl.constexpr,
     GROUP_SIZE: gl.constexpr,
@@ -73,20 +77,21 @@ def flash_fwd_kernel(
 ):
     """One program computes BLOCK_Q rows of one query head; each warp has BLOCK_Q / num_warps rows.
 
-    Operands, grid, loop invariant, accumulation and the row that sees no key: as in the portable
-    `flash_fwd_kernel`. With 32 rows a warp, a fragment of k or v that a warp reads from shared
-    memory feeds two products. A warp has all keys of its rows, so the running softmax needs no
-    other warp, and p is the left operand of p·v in the registers where it was computed.
+    Operands, loop invariant, accumulation and the row that sees no key: as in the portable
+    `flash_fwd_kernel`. Grid: (query tiles · heads · batch), in the order of `longest_first`.
+
+    With 32 rows a warp, a fragment of k or v that a warp reads from shared memory feeds two
+    products. A warp has all keys of its rows, so the running softmax needs no other warp, and p is
+    the left operand of p·v in the registers where it was computed.
 
     NUM_STAGES 1: one tile of k and one of v. v arrives under q·kᵀ, the next k under the softmax
     and p·v. NUM_STAGES 2: two of each. The next k and v arrive under the whole step, which then
     has one barrier in place of two. ASYNC: rows are aligned to 16 bytes, see `fetch_tile`.
     """
     # Locate the tile of queries.
-    num_tiles = gl.cdiv(seq_q, BLOCK_Q)
-    tile = num_tiles - 1 - gl.program_id(0) % num_tiles
-    head = gl.program_id(0) // num_tiles % heads_q
-    batch = (gl.program_id(0) // num_tiles // heads_q).to(gl.int64)
+    index, tile = longest_first(gl.cdiv(seq_q, BLOCK_Q), together)
+    head = index % heads_q
+    batch = (index // heads_q).to(gl.int64)
     start_q = tile * BLOCK_Q
     head_kv = head // GROUP_SIZE
     k_base = head_base(k_ptr, k_strides, batch, head_kv, ALIGN)
@@ -208,5 +213,6 @@ def _prepare(call: KernelCall) -> Prepared:
     spec = call.spec
     q, k, v, *_ = call.layouts
     tiles = triton.cdiv(spec.seq_q, call.config.block_q)
-    arguments = flash_arguments(spec) | copy_arguments(q=q, k=k, v=v)
+    together = heads_together(spec, tiles, num_sms(call.device, call.target))
+    arguments = flash_arguments(spec) | copy_arguments(q=q, k=k, v=v) | {"together": together}
     return (tiles * spec.heads_q * spec.batch,), arguments
