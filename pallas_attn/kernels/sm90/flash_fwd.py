@@ -41,7 +41,7 @@ from pallas_attn.kernels.sm90.pipeline import (
 from pallas_attn.kernels.sm90.programs import for_each_tile, run_warpgroups
 from pallas_attn.kernels.sm90.schedule import make_schedule
 from pallas_attn.kernels.sm90.scores import hide_keys, scaled_scores
-from pallas_attn.kernels.sm90.workarounds import pass_turn, take_turn
+from pallas_attn.kernels.sm90.workarounds import finish_before_wait, pass_turn, take_turn
 from pallas_attn.targets import num_sms
 from twin_attention.contract.operands import FlashOperands
 from twin_attention.contract.spec import AttentionSpec
@@ -222,9 +222,11 @@ def flash_fwd_kernel(
                 p, m_i, l_i, acc = carry
                 slot, previous = (step + x) % num_stages, (step + x - 1) % num_stages
 
+                # Before the accumulator, which the assembler then need not set to 0.
+                begin_products(k_full.at[slot])
+
                 def overlap(s_ref, acc_ref):
                     # Start s = scale · q kᵀ, and acc += p v of the tile before.
-                    begin_products(k_full.at[slot])
                     add_scores(s_ref, q, k_tiles.tile(slot))
                     if waits:
                         plgpu.barrier_wait(v_full.at[previous])
@@ -240,6 +242,7 @@ def flash_fwd_kernel(
                     p_new, m_new, sums, alpha = lax.optimization_barrier(
                         (p_new, m_new, add_columns(p_new), alpha)
                     )
+                    finish_before_wait(sums)
                     # Rescale what was accumulated.
                     new = plgpu.wgmma_accumulator_load(acc_ref, wait_n=0)
                     new, _ = lax.optimization_barrier((new, p))

@@ -6,6 +6,8 @@ next ones are free.
 
 from __future__ import annotations
 
+import functools
+
 import jax.experimental.mosaic.gpu.utils as mgpu_utils
 import numpy as np
 from jax.experimental.mosaic import gpu as mgpu
@@ -36,6 +38,31 @@ def _named_barrier(operation: str, warpgroup: int, warpgroups: int) -> None:
         llvm.inline_asm(ir.Type.parse("!llvm.void"), [], text, "", has_side_effects=True)
 
     barrier()
+
+
+# ---- Keep a wait in its place. Can go when ptxas does not move wgmma's waits up. -----------------
+
+
+def finish_before_wait(sums):
+    """Keep a wait for products that follows behind what leads to `sums`.
+
+    ptxas moves the wait above independent work, which then no longer runs under the products, but
+    not over a branch: this one depends on `sums`, and is never taken.
+
+    Args:
+        sums: [64, 8] float32, none -inf.
+    """
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA,))
+    def branch(_, sums):
+        places = [mgpu.c(i, ir.IntegerType.get_signless(32)) for i in (0, 1)]
+        numbers = [llvm.extractelement(pair, i) for pair in sums.registers.flat for i in places]
+        total = functools.reduce(arith.addf, numbers)
+        text = "{ .reg .pred q; setp.eq.f32 q, $0, 0fFF800000; @q nanosleep.u32 1; }"
+        void = ir.Type.parse("!llvm.void")
+        llvm.inline_asm(void, [total], text, "f", has_side_effects=True)
+
+    branch(sums)
 
 
 # ---- Share what another warpgroup reads. Can go when plgpu has named barriers. -------------------
