@@ -36,6 +36,7 @@ from pallas_attn.kernels.sm80.pipeline import (
     wait,
     zeros,
 )
+from pallas_attn.kernels.sm80.schedule import longest_first
 from pallas_attn.kernels.sm80.scores import as_rows, iota, visible_scores
 from pallas_attn.kernels.sm80.workarounds import (
     commit,
@@ -44,9 +45,11 @@ from pallas_attn.kernels.sm80.workarounds import (
     store_rows,
     warpgroup_barrier,
 )
+from pallas_attn.targets import num_sms
 from twin_attention.contract.operands import FlashOperands
 from twin_attention.contract.spec import AttentionSpec
 from twin_attention.targets.family import Backend
+from twin_attention.targets.sm80 import heads_together
 
 RESCALE_ABOVE = 8.0  # in base 2
 
@@ -76,18 +79,20 @@ def flash_fwd_kernel(
     num_warps,
     num_stages,
     q_in_registers,
+    together,
 ):
     """One program computes block_q rows of one query head; its warps share the tiles of keys.
 
     Operands: q [B, Sq, Hq, D], k [B, Skv, Hkv, D], v [B, Skv, Hkv, Dv], sinks [Hq] float32 or None,
     out [B, Sq, Hq, Dv], lse [B, Hq, Sq] (float32, natural log); in shared memory a tile of q, and
     num_stages tiles of k and of v. Query i stands at key position i + diagonal; rule:
-    `twin_attention.contract.spec.ScoreRule`. Grid: (query tiles · heads · batch), last tile first,
-    since under a causal mask it is the longest. Loop invariant: m_i is at most RESCALE_ABOVE below
-    the row maximum so far (base 2), and with p = exp2(s · exp2_scale - m_i), l_i holds Σ p as 8
-    partial sums a row and acc is Σ p v. Accumulation: float32, exponents in base 2, p cast to v's
-    dtype for p·v. A row that sees no key gives 0, and -inf or its sink. Each four warps have
-    block_q · 4 / num_warps rows, a multiple of 64.
+    `twin_attention.contract.spec.ScoreRule`. Grid: (query tiles · heads · batch), in the order of
+    `longest_first`; together: the heads of a section, a function of their tiles. Loop invariant:
+    m_i is at most RESCALE_ABOVE below the row maximum so far (base 2), and with
+    p = exp2(s · exp2_scale - m_i), l_i holds Σ p as 8 partial sums a row and acc is Σ p v.
+    Accumulation: float32, exponents in base 2, p cast to v's dtype for p·v. A row that sees no key
+    gives 0, and -inf or its sink. Each four warps have block_q · 4 / num_warps rows, a multiple of
+    64.
     """
     # Locate the tile of queries.
     warpgroups = num_warps // 4
@@ -95,9 +100,10 @@ def flash_fwd_kernel(
     program = lax.axis_index("program")
     heads_q = q_ref.shape[2]
     num_tiles = pl.cdiv(seq_q, block_q)
-    start_q = (num_tiles - 1 - program % num_tiles) * block_q
-    head = program // num_tiles % heads_q
-    batch = program // (num_tiles * heads_q)
+    num_heads = q_ref.shape[0] * heads_q
+    index, tile = longest_first(program, num_tiles, num_heads, together(num_tiles))
+    batch, head = index // heads_q, index % heads_q
+    start_q = tile * block_q
     rows = block_q // warpgroups
     layout = plgpu.Layout.MMA_ACC(q_ref.dtype)
     start_row = start_q + warpgroup * rows
@@ -243,9 +249,12 @@ def flash_fwd(
             *(allocate_tile(k.dtype, config.num_stages, config.block_kv, x) for x in sizes),
         )
 
+    def together(num_tiles):
+        return heads_together(spec, num_tiles, num_sms(backend.target))
+
     return launch(
         "flash_fwd",
-        flash_fwd_kernel,
+        functools.partial(flash_fwd_kernel, together=together),
         lambda config: pl.cdiv(spec.seq_q, config.block_q) * spec.heads_q * spec.batch,
         operands,
         (
