@@ -171,9 +171,15 @@ def _in_processes(
     function: Callable[[Any], Any], selected: Sequence[Any], jobs: int | None, console: Console
 ) -> list[Any]:
     context = get_context("spawn")  # JAX runs threads, which a fork does not survive
-    with ProcessPoolExecutor(jobs, context, initializer=_use_no_gpu) as pool:
-        found = pool.map(function, selected)
-        return list(track(found, "Compiling", total=len(selected), console=console, transient=True))
+    found = []
+    # JAX's CUDA plugin assembles for one target a process.
+    for target in dict.fromkeys(each.target for each in selected):
+        of_target = [each for each in selected if each.target == target]
+        with ProcessPoolExecutor(jobs, context, initializer=_use_no_gpu) as pool:
+            results = pool.map(function, of_target)
+            title, total = f"Compiling for {target}", len(of_target)
+            found += track(results, title, total=total, console=console, transient=True)
+    return found
 
 
 def _use_no_gpu() -> None:

@@ -115,6 +115,9 @@ def compile_kernels(
     Returns:
         Each kernel's name, its configuration and its code; those of a backward that is to be
         deterministic and of one that need not be.
+
+    Raises:
+        RuntimeError: the plugin compiled nothing, as for a second target in one process.
     """
     os.environ.update(_ENVIRONMENT)
     card = _card(target, shared_memory or SHARED_MEMORY_LIMIT[target])
@@ -132,6 +135,8 @@ def compile_kernels(
         metadata = SimpleNamespace(shared=shared[entry[1]], num_warps=config.num_warps)
         asm = {"ptx": ptx, "cubin": _assemble(ptx)}
         found.append((entry[1], config, Compiled(asm, metadata)))
+    if not found:
+        raise RuntimeError(f"JAX's CUDA plugin printed no kernel of {spec} for {target}")
     return found
 
 
@@ -156,11 +161,12 @@ def _call(spec, target, sinks, empty):
 
     def flash(operands):
         out, lse = run("flash_fwd")(operands, spec, backend)
-        return [
+        gradients = [
             run("flash_bwd")(out, lse, operands, out, lse, one, backend)
             for one in (replace(spec, deterministic=x) for x in (False, True))
             if family.supports("flash_bwd", one, target) is None
         ]
+        return out, lse, gradients
 
     def decode_and_append(decoded, appended):
         pools = run("append_kv")(appended, spec.cache, backend)
