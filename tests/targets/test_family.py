@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from twin_attention.contract.spec import AttentionSpec, PagedCache
+from twin_attention.contract.spec import AttentionSpec, PagedCache, VarlenSpec
 from twin_attention.targets import family
 from twin_attention.targets.describe import describe, describe_call
 from twin_attention.targets.family import FAMILIES, Backend, Family, choose
@@ -92,6 +92,17 @@ def test_the_explicit_kernels_are_the_best_for_sm90():
         assert backward == (Backend(TRITON, "sm90"), others)
         with pytest.raises(NotImplementedError, match=rf"for SM80 and {reason}$"):
             choice("gluon", "sm90", spec, operation="flash_bwd")
+
+
+@pytest.mark.parametrize("package", ["torch_attn", "pallas_attn"])
+@pytest.mark.parametrize("target", ["sm80", "sm90"])
+def test_packed_sequences_run_in_the_portable_kernels(package, target):
+    spec = VarlenSpec(**vars(SPEC), num_sequences=3)
+    for operation in ("flash_fwd", "flash_bwd"):
+        backend, passed_over = choose(package, None, operation, spec, target, True)
+        assert (backend.family.name, backend.family.folder) == ("triton", "portable")
+        assert any(line.endswith(": its kernels take no packed sequences") for line in passed_over)
+        assert backend.configs(spec) == backend.configs(spec.sequence(128, 128))
 
 
 def test_dq_has_a_kernel_of_its_own_where_that_is_faster():

@@ -1,13 +1,14 @@
 """Cost of a problem: pairs attended, floating-point operations, bytes of device memory.
 
-A decode's cost depends on its sequences' lengths, which are no part of its description.
+The cost of a decode, or of packed sequences, depends on their lengths, which are no part of the
+description.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from twin_attention.contract.spec import AttentionSpec, DecodeSpec
+from twin_attention.contract.spec import AttentionSpec, DecodeSpec, VarlenSpec
 
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4}
 
@@ -34,6 +35,16 @@ def backward_flops(spec: AttentionSpec) -> int:
     """Count the operations of the matrix products s, dp, dv, dk, dq (2.5 forwards when D = Dv)."""
     pairs = spec.batch * spec.heads_q * visible_pairs(spec)
     return 2 * (3 * spec.head_dim + 2 * spec.head_dim_v) * pairs
+
+
+def varlen_forward_flops(spec: VarlenSpec, lengths: Sequence[tuple[int, int]]) -> int:
+    """Count as `forward_flops` does for packed sequences of these lengths, of queries and keys."""
+    return sum(forward_flops(spec.sequence(*pair)) for pair in lengths)
+
+
+def varlen_backward_flops(spec: VarlenSpec, lengths: Sequence[tuple[int, int]]) -> int:
+    """Count as `backward_flops` does for packed sequences of these lengths, of queries and keys."""
+    return sum(backward_flops(spec.sequence(*pair)) for pair in lengths)
 
 
 def forward_bytes(spec: AttentionSpec) -> int:

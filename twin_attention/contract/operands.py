@@ -28,6 +28,26 @@ class FlashOperands(NamedTuple, Generic[X]):
     sinks: X | None = None
 
 
+class VarlenOperands(NamedTuple, Generic[X]):
+    """Operands of `flash_attention_varlen`.
+
+    Attributes:
+        q: [Tq, Hq, D], the queries of all sequences one after the other.
+        k: [Tkv, Hkv, D].
+        v: [Tkv, Hkv, Dv].
+        cu_seqlens_q, cu_seqlens_kv: [N + 1] int32, the offset of each sequence's first token, and
+            after them where the last one ends; tokens from there on are padding.
+        sinks: [Hq] float32, one logit a head in the denominator, or None.
+    """
+
+    q: X
+    k: X
+    v: X
+    cu_seqlens_q: X
+    cu_seqlens_kv: X
+    sinks: X | None = None
+
+
 class DecodeOperands(NamedTuple, Generic[X]):
     """Operands of `paged_decode`.
 

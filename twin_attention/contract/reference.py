@@ -16,8 +16,8 @@ from typing import Any
 
 from array_api_compat import array_namespace, device
 
-from twin_attention.contract.operands import DecodeOperands, FlashOperands
-from twin_attention.contract.spec import AttentionSpec, DecodeSpec, PagedCache
+from twin_attention.contract.operands import DecodeOperands, FlashOperands, VarlenOperands
+from twin_attention.contract.spec import AttentionSpec, DecodeSpec, PagedCache, VarlenSpec, Window
 
 Array = Any
 
@@ -39,11 +39,7 @@ def attention_forward(
         sees no key gives 0, and -inf or its head's sink.
     """
     xp = array_namespace(operands.q)
-    q, k, v = _by_kv_head(xp, operands, spec, dtype)
-    s, _ = _scores(xp, q, k, spec)
-    p, _, lse = _normalize(xp, s, _of_rows(xp, operands.sinks, spec, spec.seq_q, dtype))
-    out = xp.matmul(p, v)
-    return _to_heads(xp, out, spec), xp.reshape(lse, (spec.batch, spec.heads_q, spec.seq_q))
+    return _forward(xp, operands, spec, visibility(xp, spec, device(operands.q)), dtype)
 
 
 def attention_backward(
@@ -64,9 +60,106 @@ def attention_backward(
         The gradient of each operand, in `dtype`.
     """
     xp = array_namespace(operands.q)
+    seen = visibility(xp, spec, device(operands.q))
+    return _backward(xp, dout, dlse, operands, spec, seen, dtype)
+
+
+def varlen_forward(operands: VarlenOperands, spec: VarlenSpec, dtype: Any) -> tuple[Array, Array]:
+    """Attention output and log-sum-exp of packed sequences.
+
+    Nothing but values depends on the offsets, so that it can be traced. Memory is O(Tq · Tkv).
+
+    Args:
+        operands: those of the call.
+        spec: semantics; its shapes are those of the operands.
+        dtype: dtype of every operation.
+
+    Returns:
+        out [Tq, Hq, Dv] and lse [Hq, Tq] (natural log), both in `dtype`. A row that sees no key,
+        such as padding, gives 0, and -inf or its head's sink.
+    """
+    xp = array_namespace(operands.q)
+    batch, seen, _ = _as_one_sequence(xp, operands, spec)
+    out, lse = _forward(xp, batch, spec, seen, dtype)
+    return out[0, ...], lse[0, ...]
+
+
+def varlen_backward(
+    dout: Array, dlse: Array | None, operands: VarlenOperands, spec: VarlenSpec, dtype: Any
+) -> VarlenOperands[Array]:
+    """Compute the gradients of `varlen_forward`; offsets have none.
+
+    Args:
+        dout: gradient of out, [Tq, Hq, Dv]; that of padding never matters.
+        dlse: gradient of lse, [Hq, Tq], or None for zero.
+        operands, spec, dtype: as in the forward.
+
+    Returns:
+        The gradient of each operand, in `dtype`; 0 for padding.
+    """
+    xp = array_namespace(operands.q)
+    batch, seen, is_query = _as_one_sequence(xp, operands, spec)
+    dout = _clear_padding(xp, dout, is_query)
+    dlse = None if dlse is None else dlse[None, ...]
+    dq, dk, dv, dsinks = _backward(xp, dout, dlse, batch, spec, seen, dtype)
+    return VarlenOperands(dq[0, ...], dk[0, ...], dv[0, ...], None, None, dsinks)
+
+
+def _as_one_sequence(
+    xp: Any, operands: VarlenOperands, spec: VarlenSpec
+) -> tuple[FlashOperands, Array, Array]:
+    """Return packed sequences as a batch of one, the mask [Tq, Tkv] of the keys that each query
+    sees, and which of the queries are no padding, [Tq].
+    """
+    q, k, v, cu_q, cu_kv, sinks = operands
+    sequence_q, sequence_kv = (
+        _sequence_of_tokens(xp, offsets, x.shape[0]) for offsets, x in ((cu_q, q), (cu_kv, k))
+    )
+    is_query, is_key = (x < spec.num_sequences for x in (sequence_q, sequence_kv))
+    seen = is_query[:, None] & (sequence_q[:, None] == sequence_kv[None, :])
+    # The last query of a sequence stands at its last key.
+    following = xp.where(is_query, sequence_q + 1, sequence_q)
+    diagonal = xp.take(cu_kv - cu_q, following, axis=0)
+    position = xp.arange(spec.seq_q, device=device(q)) + diagonal
+    seen = seen & _in_window(xp, position, spec)
+    q, k, v = (_clear_padding(xp, x, kept) for x, kept in ((q, is_query), (k, is_key), (v, is_key)))
+    return FlashOperands(q, k, v, sinks), seen, is_query
+
+
+def _sequence_of_tokens(xp: Any, offsets: Array, tokens: int) -> Array:
+    """Return the sequence that each token belongs to, [T]; their number for padding."""
+    token = xp.arange(tokens, device=device(offsets))
+    begun = offsets[None, 1:] <= token[:, None]
+    return xp.sum(xp.astype(begun, offsets.dtype), axis=1, dtype=offsets.dtype)
+
+
+def _clear_padding(xp: Any, x: Array, kept: Array) -> Array:
+    """Return tokens [T, H, D] as a batch of one with padding, which may hold NaN, at 0."""
+    return xp.where(kept[:, None, None], x, xp.zeros_like(x))[None, ...]
+
+
+def _forward(
+    xp: Any, operands: FlashOperands, spec: AttentionSpec, seen: Array | None, dtype: Any
+) -> tuple[Array, Array]:
+    q, k, v = _by_kv_head(xp, operands, spec, dtype)
+    s, _ = _scores(xp, q, k, spec, seen)
+    p, _, lse = _normalize(xp, s, _of_rows(xp, operands.sinks, spec, spec.seq_q, dtype))
+    out = xp.matmul(p, v)
+    return _to_heads(xp, out, spec), xp.reshape(lse, (spec.batch, spec.heads_q, spec.seq_q))
+
+
+def _backward(
+    xp: Any,
+    dout: Array,
+    dlse: Array | None,
+    operands: FlashOperands,
+    spec: AttentionSpec,
+    seen: Array | None,
+    dtype: Any,
+) -> FlashOperands[Array]:
     q, k, v = _by_kv_head(xp, operands, spec, dtype)
     dout = _rows(xp, dout, spec, dtype)
-    s, dcap = _scores(xp, q, k, spec)
+    s, dcap = _scores(xp, q, k, spec, seen)
     sink = _of_rows(xp, operands.sinks, spec, spec.seq_q, dtype)
     p, p_sink, _ = _normalize(xp, s, sink)
     dp = xp.matmul(dout, xp.matrix_transpose(v))
@@ -93,19 +186,21 @@ def attention_backward(
 
 def visibility(xp: Any, spec: AttentionSpec, on: Any) -> Array | None:
     """Return the mask [Sq, Skv] of the keys each query sees, on device `on`; None for all."""
-    reach = spec.seq_q + spec.seq_kv  # wider windows see no more, and may not fit an index dtype
-    left, right = (
-        None if side is None else min(side, reach) for side in (spec.window.left, spec.window.right)
-    )
-    if left is None and right is None:
+    if spec.window == Window():
         return None
-    position = xp.arange(spec.seq_q, device=on)[:, None] + spec.diagonal
-    key = xp.arange(spec.seq_kv, device=on)[None, :]
-    seen = xp.ones((spec.seq_q, spec.seq_kv), dtype=xp.bool, device=on)
-    if left is not None:
-        seen = seen & (key >= position - left)
-    if right is not None:
-        seen = seen & (key <= position + right)
+    position = xp.arange(spec.seq_q, device=on) + spec.diagonal
+    return _in_window(xp, position, spec)
+
+
+def _in_window(xp: Any, position: Array, spec: AttentionSpec) -> Array:
+    """Return the mask [Sq, Skv] of the keys in the window of queries at these positions, [Sq]."""
+    window = spec.bounded_window  # wider ones see no more, and may not fit an index dtype
+    position, key = position[:, None], xp.arange(spec.seq_kv, device=device(position))[None, :]
+    seen = xp.ones((spec.seq_q, spec.seq_kv), dtype=xp.bool, device=device(position))
+    if window.left is not None:
+        seen = seen & (key >= position - window.left)
+    if window.right is not None:
+        seen = seen & (key <= position + window.right)
     return seen
 
 
@@ -128,14 +223,15 @@ def _to_heads(xp: Any, rows: Array, spec: AttentionSpec) -> Array:
     return xp.permute_dims(x, (0, 2, 1, 3))
 
 
-def _scores(xp: Any, q: Array, k: Array, spec: AttentionSpec) -> tuple[Array, Array | None]:
+def _scores(
+    xp: Any, q: Array, k: Array, spec: AttentionSpec, seen: Array | None
+) -> tuple[Array, Array | None]:
     """Compute scores after scale, softcap and mask, and the derivative of the softcap."""
     s = xp.matmul(q, xp.matrix_transpose(k)) * spec.scale
     dcap = None
     if spec.softcap is not None:
         t = xp.tanh(s / spec.softcap)
         s, dcap = t * spec.softcap, 1 - t * t
-    seen = visibility(xp, spec, device(s))
     if seen is not None:
         group = (spec.group_size, *seen.shape)
         seen = xp.reshape(xp.broadcast_to(seen, group), s.shape[-2:])

@@ -8,10 +8,15 @@ Causal attention is the rule ``right <= 0``, so a window is all that a kernel ne
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, field, fields
+from typing import Any, NamedTuple
 
-from twin_attention.contract.operands import AppendOperands, DecodeOperands, FlashOperands
+from twin_attention.contract.operands import (
+    AppendOperands,
+    DecodeOperands,
+    FlashOperands,
+    VarlenOperands,
+)
 
 DTYPES = ("float16", "bfloat16", "float32")
 HEAD_DIM_MIN, HEAD_DIM_MAX, HEAD_DIM_STEP = 16, 256, 8
@@ -173,6 +178,54 @@ class AttentionSpec:
         if self.window.right is not None:
             end = min(end, position + self.window.right + 1)
         return range(begin, max(begin, end))
+
+
+@dataclass(frozen=True)
+class VarlenSpec(AttentionSpec):
+    """A batch of packed sequences, whose lengths are data on the device.
+
+    It is described as one sequence, a batch of 1 with `seq_q` and `seq_kv` tokens in all. Positions
+    and visible keys are those of each `sequence`.
+
+    Attributes:
+        num_sequences: how many share the axis of tokens.
+    """
+
+    num_sequences: int = field(kw_only=True)
+
+    @classmethod
+    def of(
+        cls,
+        operands: VarlenOperands,
+        dtype: str,
+        scale: float | None,
+        window: Window,
+        softcap: float | None,
+        deterministic: bool | None,
+    ) -> VarlenSpec:
+        """Describe the problem of operands that fit together."""
+        tokens_q, heads_q, head_dim = operands.q.shape
+        tokens_kv, heads_kv, head_dim_v = operands.v.shape
+        return cls(
+            batch=1,
+            seq_q=tokens_q,
+            seq_kv=tokens_kv,
+            heads_q=heads_q,
+            heads_kv=heads_kv,
+            head_dim=head_dim,
+            head_dim_v=head_dim_v,
+            dtype=dtype,
+            scale=scale_or_default(scale, head_dim),
+            window=window,
+            softcap=softcap,
+            deterministic=bool(deterministic),
+            num_sequences=operands.cu_seqlens_q.shape[0] - 1,
+        )
+
+    def sequence(self, seq_q: int, seq_kv: int) -> AttentionSpec:
+        """Return the problem of one of its sequences by itself."""
+        same: dict[str, Any] = {x.name: getattr(self, x.name) for x in fields(AttentionSpec)}
+        return AttentionSpec(**same | {"seq_q": seq_q, "seq_kv": seq_kv})
 
 
 @dataclass(frozen=True)

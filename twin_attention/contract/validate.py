@@ -13,7 +13,12 @@ from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
-from twin_attention.contract.operands import AppendOperands, DecodeOperands, FlashOperands
+from twin_attention.contract.operands import (
+    AppendOperands,
+    DecodeOperands,
+    FlashOperands,
+    VarlenOperands,
+)
 from twin_attention.contract.spec import (
     DECODE_DTYPES,
     DTYPES,
@@ -29,6 +34,7 @@ from twin_attention.contract.spec import (
     DecodeSpec,
     MergeSpec,
     PagedCache,
+    VarlenSpec,
     Window,
 )
 
@@ -159,9 +165,25 @@ def check_flash_attention(operands: FlashOperands[Operand], options: FlashOption
         TypeError: an argument of the wrong type or dtype.
         NotImplementedError: a head size or dtype that the kernels do not take.
     """
-    _check_qkv(operands)
+    _check_qkv(operands, ("[B, Sq, Hq, D]", "[B, Skv, Hkv, D]", "[B, Skv, Hkv, Dv]"))
     _check_sinks(operands)
     return AttentionSpec.of(operands, operands.q.dtype, *options)
+
+
+def check_flash_attention_varlen(
+    operands: VarlenOperands[Operand], options: FlashOptions
+) -> VarlenSpec:
+    """Check the operands of `flash_attention_varlen` and describe the problem.
+
+    Raises:
+        As `check_flash_attention`.
+    """
+    _check_qkv(operands, ("[Tq, Hq, D]", "[Tkv, Hkv, D]", "[Tkv, Hkv, Dv]"))
+    _check_offsets(operands.cu_seqlens_q, operands.cu_seqlens_kv)
+    for x in (operands.cu_seqlens_q, operands.cu_seqlens_kv):
+        _check_device(x, operands.q)
+    _check_sinks(operands)
+    return VarlenSpec.of(operands, operands.q.dtype, *options)
 
 
 def check_paged_decode(operands: DecodeOperands[Operand], options: DecodeOptions) -> DecodeSpec:
@@ -282,6 +304,39 @@ def check_page_ids(
             fail(ValueError, f"block_tables[{b}, {i}]", expected, page)
 
 
+def check_offsets_arguments(
+    cu_seqlens_q: Operand, cu_seqlens_kv: Operand, tokens_q: Any, tokens_kv: Any
+) -> None:
+    """Check the arguments of `check_offsets`, but for what they hold.
+
+    Raises:
+        As `check_flash_attention_varlen`.
+    """
+    for name, tokens in (("tokens_q", tokens_q), ("tokens_kv", tokens_kv)):
+        _check_integer(name, tokens, 0, WINDOW_UNLIMITED)
+    _check_offsets(cu_seqlens_q, cu_seqlens_kv)
+
+
+def check_offset_values(name: str, offsets: np.ndarray, tokens: int) -> None:
+    """Check the data that tells where packed sequences begin.
+
+    Args:
+        name: the argument's.
+        offsets: [N + 1] integers.
+        tokens: length of the axis that the sequences share.
+
+    Raises:
+        ValueError: the first offset is not 0, one is less than the one before it, or one exceeds
+            the tokens. The message names the first such offset.
+    """
+    least = np.concatenate([[0], offsets[:-1]])
+    bad = (offsets < least) | (offsets > tokens)
+    bad[0] |= offsets[0] != 0
+    for i in np.flatnonzero(bad)[:1]:
+        expected = f"an offset from {least[i]} to {tokens}" if i else "0"
+        fail(ValueError, f"{name}[{i}]", expected, offsets[i])
+
+
 def _check_cache(
     new: Operand, operands: DecodeOperands[Operand] | AppendOperands[Operand]
 ) -> PagedCache:
@@ -374,11 +429,14 @@ def check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
         fail(ValueError, name, "None or one of " + ", ".join(map(repr, choices)), repr(value))
 
 
-def _check_qkv(operands: FlashOperands[Operand]) -> None:
+def _check_qkv(
+    operands: FlashOperands[Operand] | VarlenOperands[Operand], layouts: tuple[str, str, str]
+) -> None:
     q, k, v = operands.q, operands.k, operands.v
-    for x, layout in ((q, "[B, Sq, Hq, D]"), (k, "[B, Skv, Hkv, D]"), (v, "[B, Skv, Hkv, Dv]")):
-        if len(x.shape) != 4:
-            fail(ValueError, x.name, f"4 dimensions {layout}", f"shape {tuple(x.shape)}")
+    for x, layout in zip((q, k, v), layouts, strict=True):
+        rank = 1 + layout.count(",")
+        if len(x.shape) != rank:
+            fail(ValueError, x.name, f"{rank} dimensions {layout}", f"shape {tuple(x.shape)}")
     for x in (q, k, v):
         _check_float(x, DTYPES)
     for x in (k, v):
@@ -386,15 +444,15 @@ def _check_qkv(operands: FlashOperands[Operand]) -> None:
     for x in (k, v):
         _check_device(x, q)
     for x in (k, v):
-        if x.shape[0] != q.shape[0]:
+        if x.shape[:-3] != q.shape[:-3]:
             fail(ValueError, x.name, f"q's batch size {q.shape[0]}", x.shape[0])
-    if v.shape[1] != k.shape[1]:
-        fail(ValueError, "v", f"k's length {k.shape[1]}", v.shape[1])
-    if v.shape[2] != k.shape[2]:
-        fail(ValueError, "v", f"k's {k.shape[2]} heads", v.shape[2])
-    if k.shape[3] != q.shape[3]:
-        fail(ValueError, "k", f"q's head size {q.shape[3]}", k.shape[3])
-    heads_q, heads_kv = q.shape[2], k.shape[2]
+    if v.shape[-3] != k.shape[-3]:
+        fail(ValueError, "v", f"k's length {k.shape[-3]}", v.shape[-3])
+    if v.shape[-2] != k.shape[-2]:
+        fail(ValueError, "v", f"k's {k.shape[-2]} heads", v.shape[-2])
+    if k.shape[-1] != q.shape[-1]:
+        fail(ValueError, "k", f"q's head size {q.shape[-1]}", k.shape[-1])
+    heads_q, heads_kv = q.shape[-2], k.shape[-2]
     if (heads_kv == 0 and heads_q != 0) or (heads_kv != 0 and heads_q % heads_kv != 0):
         fail(ValueError, "q", f"a number of heads divisible by k's {heads_kv}", heads_q)
     for x in (q, v):
@@ -403,7 +461,20 @@ def _check_qkv(operands: FlashOperands[Operand]) -> None:
         _check_rows(x)
 
 
-def _check_sinks(operands: FlashOperands[Operand] | DecodeOperands[Operand]) -> None:
+def _check_offsets(cu_seqlens_q: Operand, cu_seqlens_kv: Operand) -> None:
+    for x in (cu_seqlens_q, cu_seqlens_kv):
+        if len(x.shape) != 1 or x.shape[0] < 1:
+            fail(ValueError, x.name, "shape (N + 1,) for N sequences", x.shape)
+        _check_dtype(x, "int32")
+        _check_rows(x)
+    if cu_seqlens_kv.shape != cu_seqlens_q.shape:
+        expected = f"cu_seqlens_q's {cu_seqlens_q.shape[0]} offsets"
+        fail(ValueError, cu_seqlens_kv.name, expected, cu_seqlens_kv.shape[0])
+
+
+def _check_sinks(
+    operands: FlashOperands[Operand] | VarlenOperands[Operand] | DecodeOperands[Operand],
+) -> None:
     q, sinks = operands.q, operands.sinks
     if sinks is None:
         return

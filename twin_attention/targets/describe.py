@@ -13,6 +13,7 @@ from twin_attention.targets.splits import choose_splits
 
 _OPERATIONS = {
     "flash_attention": "flash_fwd",
+    "flash_attention_varlen": "flash_fwd",
     "paged_decode": "paged_decode",
     "append_kv": "append_kv",
     "merge_states": "combine",
@@ -26,8 +27,9 @@ def describe_call(function: str, describe_operation: Callable[[str], Explanation
         function: its name.
         describe_operation: describes one operation of the call, such as "flash_fwd".
     """
-    said = describe_operation(_OPERATIONS[function])
-    if function != "flash_attention":
+    operation = _OPERATIONS[function]
+    said = describe_operation(operation)
+    if operation != "flash_fwd":
         return said
     try:
         backward = describe_operation("flash_bwd")

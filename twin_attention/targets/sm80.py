@@ -5,7 +5,7 @@ They copy 16 bytes at a time with cp.async, read operands with ldmatrix, and mul
 
 from __future__ import annotations
 
-from twin_attention.contract.spec import AttentionSpec
+from twin_attention.contract.spec import AttentionSpec, VarlenSpec
 from twin_attention.targets.kernels import Spec
 
 
@@ -19,6 +19,8 @@ def supports(operation: str, spec: Spec, target: str | None) -> str | None:
     """
     if not isinstance(spec, AttentionSpec):
         return "it has flash attention alone"
+    if isinstance(spec, VarlenSpec):
+        return "its kernels take no packed sequences"
     if target != "sm80":
         return "its kernels are for SM80"
     if spec.dtype_bits != 16:

@@ -1,0 +1,234 @@
+"""The contract of packed sequences, held to that of its sequences one by one."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+
+from twin_attention.contract.cost import (
+    backward_flops,
+    forward_flops,
+    varlen_backward_flops,
+    varlen_forward_flops,
+)
+from twin_attention.contract.operands import FlashOperands, VarlenOperands
+from twin_attention.contract.reference import (
+    attention_backward,
+    attention_forward,
+    varlen_backward,
+    varlen_forward,
+)
+from twin_attention.contract.spec import AttentionSpec, VarlenSpec, Window
+from twin_attention.contract.validate import (
+    Operand,
+    check_flash_attention_varlen,
+    check_flash_options,
+    check_offset_values,
+    check_offsets_arguments,
+)
+
+GOOD = {
+    "q": Operand("q", (12, 4, 32), "bfloat16", "cpu"),
+    "k": Operand("k", (13, 2, 32), "bfloat16", "cpu"),
+    "v": Operand("v", (13, 2, 48), "bfloat16", "cpu"),
+    "cu_seqlens_q": Operand("cu_seqlens_q", (5,), "int32", "cpu"),
+    "cu_seqlens_kv": Operand("cu_seqlens_kv", (5,), "int32", "cpu"),
+    "sinks": Operand("sinks", (4,), "float32", "cpu"),
+}
+NO_OPTIONS = {
+    "causal": False, "scale": None, "window_size": None, "softcap": None, "deterministic": None,
+    "return_lse": False,
+}  # fmt: skip
+OFFSETS = np.array([0, 3, 3, 8, 9], np.int32), np.array([0, 5, 7, 10, 10], np.int32)
+
+
+def check(changes=None, **options):
+    """Check good arguments with some operands' fields or options changed."""
+    operands = {name: GOOD[name]._replace(**(changes or {}).get(name, {})) for name in GOOD}
+    return check_flash_attention_varlen(
+        VarlenOperands(**operands), check_flash_options(**NO_OPTIONS | options)
+    )
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "changes"),
+    [
+        (
+            ValueError,
+            "q: expected 3 dimensions [Tq, Hq, D], got shape (1, 12, 4, 32)",
+            {"q": {"shape": (1, 12, 4, 32)}},
+        ),
+        (
+            ValueError,
+            "v: expected 3 dimensions [Tkv, Hkv, Dv], got shape (13, 48)",
+            {"v": {"shape": (13, 48)}},
+        ),
+        (ValueError, "v: expected k's length 13, got 12", {"v": {"shape": (12, 2, 48)}}),
+        (ValueError, "v: expected k's 2 heads, got 1", {"v": {"shape": (13, 1, 48)}}),
+        (ValueError, "k: expected q's head size 32, got 40", {"k": {"shape": (13, 2, 40)}}),
+        (
+            ValueError,
+            "q: expected a number of heads divisible by k's 2, got 5",
+            {"q": {"shape": (12, 5, 32)}},
+        ),
+        (TypeError, "k: expected q's dtype bfloat16, got float32", {"k": {"dtype": "float32"}}),
+        *(
+            (
+                ValueError,
+                f"{name}: expected shape (N + 1,) for N sequences, got {shape}",
+                {name: {"shape": shape}},
+            )
+            for name in ("cu_seqlens_q", "cu_seqlens_kv")
+            for shape in ((), (0,), (5, 1))
+        ),
+        (
+            TypeError,
+            "cu_seqlens_q: expected dtype int32, got int64",
+            {"cu_seqlens_q": {"dtype": "int64"}},
+        ),
+        (
+            ValueError,
+            "cu_seqlens_kv: expected cu_seqlens_q's 5 offsets, got 6",
+            {"cu_seqlens_kv": {"shape": (6,)}},
+        ),
+        (
+            ValueError,
+            "cu_seqlens_kv: expected q's device cpu, got cuda:0",
+            {"cu_seqlens_kv": {"device": "cuda:0"}},
+        ),
+        (
+            ValueError,
+            "cu_seqlens_q: expected a contiguous last dimension, got a stride other than 1",
+            {"cu_seqlens_q": {"contiguous_rows": False}},
+        ),
+        (
+            ValueError,
+            "sinks: expected shape (4,), one of each head, got (2,)",
+            {"sinks": {"shape": (2,)}},
+        ),
+    ],
+)
+def test_wrong_tensors(error, message, changes):
+    with pytest.raises(error, match=f"^{re.escape(message)}$"):
+        check(changes)
+
+
+def test_a_right_call_is_described_as_one_sequence():
+    spec = check(causal=True)
+    assert (spec.batch, spec.seq_q, spec.seq_kv, spec.num_sequences) == (1, 12, 13, 4)
+    assert (spec.heads_q, spec.heads_kv, spec.head_dim, spec.head_dim_v) == (4, 2, 32, 48)
+    assert (spec.scale, spec.window) == (32**-0.5, Window(None, 0))
+    one = spec.sequence(5, 7)
+    assert type(one) is AttentionSpec
+    assert one == AttentionSpec(1, 5, 7, 4, 2, 32, 48, "bfloat16", 32**-0.5, Window(None, 0))
+
+
+def test_offsets_alone_are_checked_as_in_a_call():
+    offsets = GOOD["cu_seqlens_q"], GOOD["cu_seqlens_kv"]
+    check_offsets_arguments(*offsets, 12, 0)
+    with pytest.raises(TypeError, match=r"^cu_seqlens_q: expected dtype int32, got int64$"):
+        check_offsets_arguments(offsets[0]._replace(dtype="int64"), offsets[1], 12, 13)
+    with pytest.raises(ValueError, match=r"^tokens_kv: expected an integer from 0 to"):
+        check_offsets_arguments(*offsets, 12, -1)
+
+
+@pytest.mark.parametrize(
+    ("offsets", "message"),
+    [
+        ([0], None),
+        ([0, 0, 9, 12], None),
+        ([1, 5], "cu_seqlens_q[0]: expected 0, got 1"),
+        ([-1, 5], "cu_seqlens_q[0]: expected 0, got -1"),
+        ([0, 5, 4, 99], "cu_seqlens_q[2]: expected an offset from 5 to 12, got 4"),
+        ([0, 5, 13, 2], "cu_seqlens_q[2]: expected an offset from 5 to 12, got 13"),
+    ],
+)
+def test_the_first_offset_that_cannot_be_is_named(offsets, message):
+    if message is None:
+        check_offset_values("cu_seqlens_q", np.array(offsets, np.int32), 12)
+        return
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        check_offset_values("cu_seqlens_q", np.array(offsets, np.int32), 12)
+
+
+def packed(sinks: bool):
+    """Return operands, dout and dlse in float64 with NaN in the padding."""
+    make = np.random.default_rng(0)
+    q, k, v, dout = (
+        make.standard_normal(shape)
+        for shape in ((12, 4, 16), (13, 2, 16), (13, 2, 24), (12, 4, 24))
+    )
+    for x, end in ((q, 9), (k, 10), (v, 10), (dout, 9)):
+        x[end:] = np.nan
+    operands = VarlenOperands(q, k, v, *OFFSETS, make.standard_normal(4) if sinks else None)
+    return operands, dout, make.standard_normal((4, 12))
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("window", [(None, None), (None, 0), (2, 0), (1, 2)])
+def test_the_reference_is_that_of_the_sequences_one_by_one(sinks, softcap, window):
+    operands, dout, dlse = packed(sinks)
+    spec = VarlenSpec.of(operands, "float32", None, Window(*window), softcap, None)
+    out, lse = varlen_forward(operands, spec, np.float64)
+    gradients = varlen_backward(dout, dlse, operands, spec, np.float64)
+    nothing = operands.sinks if sinks else np.full(4, -np.inf)
+    want_out, want_lse = np.zeros_like(out), np.tile(nothing[:, None], 12)
+    want = FlashOperands(*(np.zeros_like(x) for x in operands[:3]), sinks=dlse[:, 9:].sum(1))
+    for queries, keys in zip(*(map(slice, x[:-1], x[1:]) for x in OFFSETS), strict=True):
+        one = FlashOperands(
+            operands.q[None, queries],
+            operands.k[None, keys],
+            operands.v[None, keys],
+            operands.sinks,
+        )
+        shape = spec.sequence(one.q.shape[1], one.k.shape[1])
+        (want_out[queries],), (want_lse[:, queries],) = attention_forward(one, shape, np.float64)
+        dlse_of = dlse[None, :, queries]
+        dq, dk, dv, dsinks = attention_backward(
+            dout[None, queries], dlse_of, one, shape, np.float64
+        )
+        want.q[queries], want.k[keys], want.v[keys] = dq[0], dk[0], dv[0]
+        if sinks:
+            np.add(want.sinks, dsinks, out=want.sinks)
+    np.testing.assert_allclose(out, want_out, rtol=1e-12, atol=1e-14)
+    np.testing.assert_allclose(lse, want_lse, rtol=1e-12)
+    for name in ("q", "k", "v", *["sinks"] * sinks):
+        got, expected = getattr(gradients, name), getattr(want, name)
+        np.testing.assert_allclose(got, expected, rtol=1e-11, atol=1e-13)
+    assert gradients.cu_seqlens_q is gradients.cu_seqlens_kv is None
+    assert sinks or gradients.sinks is None
+
+
+def test_the_reference_is_the_same_in_torch_and_traced_by_jax():
+    operands, dout, dlse = packed(sinks=True)
+    spec = VarlenSpec.of(operands, "float32", None, Window(3, 0), None, None)
+
+    def run(convert, dtype, wrap):
+        def both(dout, dlse, *operands):
+            x = VarlenOperands(*operands)
+            gradients = varlen_backward(dout, dlse, x, spec, dtype)
+            return *varlen_forward(x, spec, dtype), *gradients[:3], gradients.sinks
+
+        return wrap(both)(*(convert(x) for x in (dout, dlse, *operands)))
+
+    want = run(lambda x: x, np.float64, lambda both: both)
+    for got in (
+        run(torch.asarray, torch.float32, lambda x: x),
+        run(jnp.asarray, "float32", jax.jit),
+    ):
+        for a, b in zip(want, got, strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_the_flops_are_those_of_the_sequences():
+    spec, lengths = check(causal=True), [(3, 5), (0, 2), (5, 3), (1, 0)]
+    assert varlen_forward_flops(spec, lengths) == sum(
+        forward_flops(spec.sequence(*pair)) for pair in lengths
+    )
+    # One query at the end of each of two sequences sees all of its keys.
+    assert varlen_forward_flops(spec, [(1, 4), (1, 6)]) == 2 * (32 + 48) * 4 * 10
+    assert varlen_backward_flops(spec, [(1, 4)]) == backward_flops(spec.sequence(1, 4))
