@@ -8,12 +8,15 @@ from torch_attn.decode import (
 )
 from torch_attn.explain import explain
 from torch_attn.flash import flash_attention
+from torch_attn.varlen import check_offsets, flash_attention_varlen
 
 __all__ = [
     "append_kv",
+    "check_offsets",
     "check_pages",
     "explain",
     "flash_attention",
+    "flash_attention_varlen",
     "merge_states",
     "paged_decode",
 ]

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch_attn.calls import Call, keep, recall
 from torch_attn.dispatch import Implementation, check_implementation
 from torch_attn.flash_ops import attend, flash_fwd, forward, pack, spec_of
-from torch_attn.operands import autocast_dtype, check_tensor, operand
+from torch_attn.operands import cast_inputs, operand
 from twin_attention.contract.operands import FlashOperands, describe_operands
 from twin_attention.contract.spec import AttentionSpec
 from twin_attention.contract.validate import (
@@ -113,8 +113,8 @@ def flash_attention(
     """
     operands = FlashOperands(q, k, v, sinks)
     if torch.is_autocast_enabled("cuda"):
-        operands = _operands(*operands)
-    deterministic = _or_as_torch_says(deterministic)
+        operands = FlashOperands(*cast_inputs(q, k, v), sinks)
+    deterministic = or_as_torch_says(deterministic)
     options = (causal, scale, window_size, softcap, deterministic, return_lse, implementation)
     call = recall("flash_attention", operands, options)
     out, lse = _check_and_attend(operands, options) if call is None else attend(call, operands)
@@ -126,7 +126,7 @@ def _check_and_attend(
 ) -> tuple[Tensor, Tensor]:
     """Check the arguments of `flash_attention` and run the operator."""
     causal, scale, window_size, softcap, deterministic, return_lse, implementation = options
-    operands = _operands(*given)
+    operands = FlashOperands(*cast_inputs(*given[:3]), given.sinks)
     checked = check_flash_options(
         causal=causal,
         scale=scale,
@@ -148,8 +148,8 @@ def problem_of_flash(
     q: Any, k: Any, v: Any, *, sinks: Any, deterministic: Any, **options: Any
 ) -> tuple[torch.device, AttentionSpec]:
     """Check the arguments of `flash_attention` and return the device and the problem."""
-    operands = _operands(q, k, v, sinks)
-    checked = check_flash_options(deterministic=_or_as_torch_says(deterministic), **options)
+    operands = FlashOperands(*cast_inputs(q, k, v), sinks)
+    checked = check_flash_options(deterministic=or_as_torch_says(deterministic), **options)
     return operands.q.device, _check_operands(operands, checked)
 
 
@@ -159,23 +159,8 @@ def _check_operands(operands: FlashOperands[Tensor], options: FlashOptions) -> A
     return spec_of(operands, options)
 
 
-def _or_as_torch_says(deterministic: Any) -> Any:
+def or_as_torch_says(deterministic: Any) -> Any:
     """Return the option, with torch's own setting in place of None."""
     if deterministic is None:
         return torch.are_deterministic_algorithms_enabled()
     return deterministic
-
-
-def _operands(q: Any, k: Any, v: Any, sinks: Any) -> FlashOperands[Tensor]:
-    """Return the operands as they will be used: autocast casts q, k and v, as it does for
-    `scaled_dot_product_attention`.
-    """
-    qkv = q, k, v
-    for name, x in zip("qkv", qkv, strict=True):
-        check_tensor(name, x)
-    dtype = autocast_dtype(q.device)
-    if dtype is not None:
-        q, k, v = (
-            x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in qkv
-        )
-    return FlashOperands(q, k, v, sinks)

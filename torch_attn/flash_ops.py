@@ -9,7 +9,7 @@ every call. Derivatives are autograd Functions on the operators' Autograd key ra
 fails under `torch.func.grad`.
 
 Private torch API is used here, in `torch_attn.calls` and in `torch_attn.driver`. Here it is the
-dispatch guards of ``torch._C`` in `without_gradient` and `_Differentiable` (checked with torch 2.11
+dispatch guards of ``torch._C`` in `without_gradient` and `Differentiable` (checked with torch 2.11
 and 2.13; ``tests/torch_attn/test_ops.py`` and ``test_decode_ops.py`` guard it).
 """
 
@@ -35,7 +35,7 @@ from twin_attention.contract.validate import (
 )
 
 _library = torch.library.Library("torch_attn", "DEF")
-_OPTIONS = (
+OPTIONS = (
     "float? scale, SymInt? window_left, SymInt? window_right, float? softcap, bool deterministic, "
     "str? implementation"
 )
@@ -45,11 +45,11 @@ _OPERANDS, _NUM_OPERANDS = schema(FlashOperands), len(FlashOperands._fields)
 # An operator cannot return None: a gradient of an operand that was left out has no element.
 _GRADIENTS = ", ".join(f"Tensor d{name}" for name in FlashOperands._fields)
 _library.define(
-    f"flash_fwd({_OPERANDS}, {_OPTIONS}) -> (Tensor out, Tensor lse)",
+    f"flash_fwd({_OPERANDS}, {OPTIONS}) -> (Tensor out, Tensor lse)",
     tags=TAGS,
 )
 _library.define(
-    f"flash_bwd(Tensor dout, Tensor? dlse, {_OPERANDS}, Tensor out, Tensor lse, {_OPTIONS}) -> "
+    f"flash_bwd(Tensor dout, Tensor? dlse, {_OPERANDS}, Tensor out, Tensor lse, {OPTIONS}) -> "
     f"({_GRADIENTS})",
     tags=TAGS,
 )
@@ -121,7 +121,7 @@ def _run_forward(*args):
 
 
 def _run_backward(dout, dlse, *args):
-    dout, dlse = _readable(dout, dlse)
+    dout, dlse = readable(dout, dlse)
     end = _NUM_OPERANDS + 2
     tensors = dout, dlse, *args[:end]
     known = "torch_attn::flash_bwd", tensors, args[end:]
@@ -131,10 +131,10 @@ def _run_backward(dout, dlse, *args):
         spec = spec_of(operands, options, dout)
         call = Call("flash_bwd", _backward, spec, implementation, dout.device)
         keep(*known, call)
-    return tuple(_left_out(dout) if dx is None else dx for dx in call(*tensors))
+    return tuple(left_out(dout) if dx is None else dx for dx in call(*tensors))
 
 
-def _readable(dout: Tensor, dlse: Tensor | None) -> tuple[Tensor, Tensor | None]:
+def readable(dout: Tensor, dlse: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """Return gradients that the kernels take; a copy only of what comes expanded."""
     dout = dout if dout.stride(-1) == 1 else dout.contiguous()
     return dout, None if dlse is None else dlse.contiguous()
@@ -151,10 +151,10 @@ def _fake_forward(*args):
 
 def _fake_backward(dout, dlse, *args):
     operands, *_ = unpack(args)
-    return tuple(_left_out(dout) if x is None else x.new_empty(x.shape) for x in operands)
+    return tuple(left_out(dout) if x is None else x.new_empty(x.shape) for x in operands)
 
 
-def _left_out(like: Tensor) -> Tensor:
+def left_out(like: Tensor) -> Tensor:
     """Return the gradient of an operand that was left out."""
     return like.new_empty(0, dtype=torch.float32)
 
@@ -188,7 +188,7 @@ def _batch(op, num_tensors, info, in_dims, *args):
     return tuple(x.unflatten(dim, sizes) for x, dim in zip(outputs, dims, strict=True)), tuple(dims)
 
 
-class _Differentiable(torch.autograd.Function):
+class Differentiable(torch.autograd.Function):
     """An operator with a derivative in reverse mode; subclasses name it and define `backward`."""
 
     generate_vmap_rule = True
@@ -219,7 +219,7 @@ class _Differentiable(torch.autograd.Function):
         not_differentiable("forward mode", "Use torch.func.vjp or Tensor.backward.")
 
 
-class _Forward(_Differentiable):
+class _Forward(Differentiable):
     op = flash_fwd
 
     @staticmethod
@@ -237,7 +237,7 @@ class _Forward(_Differentiable):
         return *present, *(None for _ in ctx.options)
 
 
-class _Backward(_Differentiable):
+class Backward(Differentiable):
     op = flash_bwd
 
     @staticmethod
@@ -254,7 +254,7 @@ class _Backward(_Differentiable):
 def attend(call: Call, operands: FlashOperands[Tensor]) -> tuple[Tensor, Tensor]:
     """Run a forward that is kept, past the dispatcher."""
     if is_recorded(operands):
-        bound = super(torch.autograd.Function, _Kept)  # as in `_Differentiable.call`
+        bound = super(torch.autograd.Function, _Kept)  # as in `Differentiable.call`
         return bound.apply(call, *operands)  # pyright: ignore[reportAttributeAccessIssue]
     return call(*operands)
 
@@ -273,7 +273,7 @@ class _Kept(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dout, dlse):
         *operands, out, lse = ctx.saved_tensors
-        dout, dlse = _readable(torch.zeros_like(out) if dout is None else dout, dlse)
+        dout, dlse = readable(torch.zeros_like(out) if dout is None else dout, dlse)
         forward, spec = ctx.call, ctx.call.spec
         if torch.is_grad_enabled():  # the operator refuses a second derivative
             options = FlashOptions(spec.scale, spec.window, spec.softcap, spec.deterministic)
@@ -291,7 +291,7 @@ class _Kept(torch.autograd.Function):
         return None, *call(dout, dlse, *operands, out, lse)
 
 
-def _register(function: type[_Differentiable], run, fake, num_tensors: int) -> None:
+def _register(function: type[Differentiable], run, fake, num_tensors: int) -> None:
     op = function.op
     name = op.name()
     torch.library.register_fake(name, fake, lib=_library)
@@ -301,4 +301,4 @@ def _register(function: type[_Differentiable], run, fake, num_tensors: int) -> N
 
 
 _register(_Forward, _run_forward, _fake_forward, num_tensors=_NUM_OPERANDS)
-_register(_Backward, _run_backward, _fake_backward, num_tensors=_NUM_OPERANDS + 4)
+_register(Backward, _run_backward, _fake_backward, num_tensors=_NUM_OPERANDS + 4)

@@ -15,13 +15,14 @@ from torch_attn.driver import launcher_of
 from torch_attn.replay import Launcher, current_capture
 from torch_attn.targets import shared_memory
 from torch_attn.tensor_maps import TensorMap
-from twin_attention.contract.spec import AttentionSpec
+from twin_attention.contract.spec import AttentionSpec, VarlenSpec
 from twin_attention.targets.config import compile_to_fit
 from twin_attention.targets.family import Backend
 from twin_attention.targets.kernels import KernelConfig, Spec
 
 # Arguments that change from call to call: one compiled kernel serves all of their values.
-UNSPECIALIZED = ["seq_q", "seq_kv", "diagonal", "window_left", "window_right"]
+UNSPECIALIZED = ["seq_q", "seq_kv", "diagonal", "num_sequences", "window_left", "window_right"]
+_DENSE: dict[str, Any] = dict.fromkeys(("num_sequences", "cu_seqlens_q_ptr", "cu_seqlens_kv_ptr"))
 
 _recorded: tuple[Callable[[str], float], list[tuple[str, KernelConfig, Any]]] | None = None
 
@@ -40,11 +41,16 @@ def flash_arguments(spec: AttentionSpec) -> dict[str, Any]:
         "GROUP_SIZE": spec.group_size,
         "HEAD_DIM": spec.head_dim,
         "HEAD_DIM_V": spec.head_dim_v,
-    }
+    } | sequence_arguments(spec)
+
+
+def sequence_arguments(spec: AttentionSpec) -> dict[str, Any]:
+    """Return the arguments that tell packed sequences from a dense batch."""
+    return {"num_sequences": spec.num_sequences} if isinstance(spec, VarlenSpec) else _DENSE
 
 
 def stride_arguments(**layouts: Layout) -> dict[str, Any]:
-    """Return the strides of [B, S, H, D] tensors, ``q_strides`` for a tensor named q.
+    """Return the strides of [B, S, H, D] tensors, or packed ones, ``q_strides`` for one named q.
 
     The distance of rows is a compile-time constant, so that a tile's addresses are one register
     and constant offsets: at D 128 the dk, dv kernel spills half as much for it. ALIGN, a divisor
@@ -52,9 +58,9 @@ def stride_arguments(**layouts: Layout) -> dict[str, Any]:
     """
     arguments: dict[str, Any] = {}
     for name, layout in layouts.items():
-        batch, row, head, _ = layout.strides
-        arguments[f"{name}_strides"] = (batch, tl.constexpr(row), head)
-    strides = (stride for layout in layouts.values() for stride in layout.strides[:3])
+        *batch, row, head, _ = layout.strides
+        arguments[f"{name}_strides"] = (batch[0] if batch else 0, tl.constexpr(row), head)
+    strides = (stride for layout in layouts.values() for stride in layout.strides[:-1])
     return arguments | {"ALIGN": math.gcd(16, *strides)}
 
 

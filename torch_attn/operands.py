@@ -83,6 +83,24 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
     return torch.get_autocast_dtype(kind)
 
 
+def cast_inputs(q: Any, k: Any, v: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Return q, k and v as they will be used: autocast casts them, as it does for
+    `scaled_dot_product_attention`.
+
+    Raises:
+        TypeError: one is not a `torch.Tensor`.
+    """
+    for name, x in zip("qkv", (q, k, v), strict=True):
+        check_tensor(name, x)
+    dtype = autocast_dtype(q.device)
+    if dtype is None:
+        return q, k, v
+    q, k, v = (
+        x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in (q, k, v)
+    )
+    return q, k, v
+
+
 def without_autocast(device: torch.device) -> AbstractContextManager[object]:
     """Turn autocast off inside the block."""
     if autocast_dtype(device) is None:

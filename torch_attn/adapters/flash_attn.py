@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torch_attn import append_kv, flash_attention, paged_decode
+from torch_attn import append_kv, flash_attention, flash_attention_varlen, paged_decode
 from twin_attention.contract.spec import PAGE_SIZE_MAX
 from twin_attention.contract.validate import fail
 
@@ -60,16 +60,84 @@ def flash_attn_func(
         q, k, v = torch.randn(3, 1, 128, 4, 64)
         out = flash_attn_func(q, k, v, causal=True, window_size=(31, -1))
     """
-    if dropout_p != 0:
-        fail(NotImplementedError, "dropout_p", "0.0", dropout_p)
+    _no_probabilities(dropout_p, return_attn_probs)
     _absent(alibi_slopes=alibi_slopes)
-    if return_attn_probs:
-        expected = "False (torch_attn.flash_attention has return_lse)"
-        fail(NotImplementedError, "return_attn_probs", expected, return_attn_probs)
     return flash_attention(
         q,
         k,
         v,
+        causal=causal,
+        scale=softmax_scale,
+        window_size=_window(window_size),
+        softcap=_softcap(softcap),
+        deterministic=deterministic,
+    )
+
+
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: None = None,
+) -> Tensor:
+    """Compute what `flash_attn.flash_attn_varlen_func` computes, with `flash_attention_varlen`.
+
+    Tokens past the last offset, which flash-attn leaves as they are, give 0.
+
+    Args:
+        q: [Tq, Hq, D], float16, bfloat16 or float32. The last dimension is contiguous, and D is
+            16 to 256 in steps of 8; flash-attn copies and pads where that is not so.
+        k: [Tkv, Hkv, D], q's dtype.
+        v: [Tkv, Hkv, Dv], q's dtype.
+        cu_seqlens_q, cu_seqlens_k: [N + 1] int32, offsets of the sequences' queries and keys.
+        max_seqlen_q, max_seqlen_k: any; the kernels do not need the longest lengths.
+        dropout_p: 0.0.
+        softmax_scale: factor of the scores; None is ``D ** -0.5``.
+        causal: query i of a sequence sees its keys up to ``p = i + (its keys) - (its queries)``.
+        window_size: (left, right), keys from p - left to p + right; -1 is unlimited.
+        softcap: scores become ``softcap * tanh(score / softcap)``; 0.0 leaves them.
+        alibi_slopes: None.
+        deterministic: the backward gives the same bits every time.
+        return_attn_probs: False. `torch_attn.flash_attention_varlen` returns the log-sum-exp.
+        block_table: None.
+
+    Returns:
+        out [Tq, Hq, Dv] in q's dtype.
+
+    Raises:
+        NotImplementedError: dropout, ALiBi, pages or the probabilities are asked for.
+        What `torch_attn.flash_attention_varlen` raises.
+
+    Example::
+
+        import torch
+        from torch_attn.adapters.flash_attn import flash_attn_varlen_func
+
+        q, k, v = torch.randn(3, 100, 4, 64)
+        offsets = torch.tensor([0, 40, 100], dtype=torch.int32)
+        out = flash_attn_varlen_func(q, k, v, offsets, offsets, 60, 60, causal=True)
+    """
+    del max_seqlen_q, max_seqlen_k
+    _no_probabilities(dropout_p, return_attn_probs)
+    _absent(alibi_slopes=alibi_slopes, block_table=block_table)
+    return flash_attention_varlen(
+        q,
+        k,
+        v,
+        cu_seqlens_q,
+        cu_seqlens_k,
         causal=causal,
         scale=softmax_scale,
         window_size=_window(window_size),
@@ -205,6 +273,15 @@ def _as_pages(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> tuple[Tensor, Tens
         cache.view(pages, page_size, *cache.shape[2:]) for cache in (k_cache, v_cache)
     )
     return k_pages, v_pages, table
+
+
+def _no_probabilities(dropout_p: float, return_attn_probs: bool) -> None:
+    """Refuse what needs the probabilities, which are never in memory."""
+    if dropout_p != 0:
+        fail(NotImplementedError, "dropout_p", "0.0", dropout_p)
+    if return_attn_probs:
+        expected = "False (torch_attn.flash_attention has return_lse)"
+        fail(NotImplementedError, "return_attn_probs", expected, return_attn_probs)
 
 
 def _absent(**arguments: object) -> None:

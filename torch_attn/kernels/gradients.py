@@ -9,9 +9,10 @@ import torch
 import triton
 from torch import Tensor
 
+from torch_attn.kernels.portable.sequences import offsets_of
 from torch_attn.kernels.portable.softmax import LOG2E
 from torch_attn.launch import KernelCall, Prepared, launch
-from twin_attention.contract.operands import FlashOperands
+from twin_attention.contract.operands import FlashOperands, VarlenOperands
 from twin_attention.contract.spec import AttentionSpec
 from twin_attention.targets.family import Backend
 
@@ -26,7 +27,7 @@ def make_flash_bwd(
     postprocess: Kernel | None = None,
     sum_columns: Callable[[int], int] | None = None,
     **options: Hashable,
-) -> Callable[..., FlashOperands[Tensor]]:
+) -> Callable[..., FlashOperands[Tensor] | VarlenOperands[Tensor]]:
     """Return the `flash_bwd` of a family.
 
     Args:
@@ -41,13 +42,15 @@ def make_flash_bwd(
     def flash_bwd(
         dout: Tensor,
         dlse: Tensor | None,
-        operands: FlashOperands[Tensor],
+        operands: FlashOperands[Tensor] | VarlenOperands[Tensor],
         out: Tensor,
         lse: Tensor,
         spec: AttentionSpec,
         backend: Backend,
-    ) -> FlashOperands[Tensor]:
+    ) -> FlashOperands[Tensor] | VarlenOperands[Tensor]:
         """Launch the kernels of the backward: those that the problem has configurations for.
+
+        Packed sequences have no batch axis.
 
         Args:
             dout: [B, Sq, Hq, Dv], strides that the family takes.
@@ -58,7 +61,8 @@ def make_flash_bwd(
             The gradient of each operand, in its dtype, contiguous.
         """
         q, k, v = operands.q, operands.k, operands.v
-        lse2, delta = preprocess(dout, dlse, out, lse, spec, backend)
+        offsets = offsets_of(operands)
+        lse2, delta = preprocess(dout, dlse, out, lse, spec, backend, *offsets[:1])
         grads = tuple(x.new_empty(x.shape) for x in (q, k, v))
         inputs = (q, k, v, dout, lse2, delta)
         if postprocess is not None and "flash_bwd_fused" in backend.configs(spec):
@@ -69,10 +73,12 @@ def make_flash_bwd(
             launch("flash_bwd_postprocess", *postprocess, (sums, grads[0]), spec, backend)
         else:
             no_sums = () if postprocess is None else (None,)
-            launch("flash_bwd_dq", *dq, (*inputs, grads[0]), spec, backend, **options)
-            tensors = (*inputs, *grads[1:], *no_sums)
+            launch("flash_bwd_dq", *dq, (*inputs, grads[0], *offsets), spec, backend, **options)
+            tensors = (*inputs, *grads[1:], *no_sums, *offsets)
             launch("flash_bwd_dkdv", *dkdv, tensors, spec, backend, **options)
-        return FlashOperands(*grads, sinks_gradient(operands.sinks, lse2, delta))
+        dsinks = sinks_gradient(operands.sinks, lse2, delta)
+        gradients = dict(zip(("q", "k", "v", "sinks"), (*grads, dsinks), strict=True))
+        return operands._make(map(gradients.get, operands._fields))
 
     return flash_bwd
 

@@ -6,42 +6,57 @@ device.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from torch_attn.operands import without_autocast
 from twin_attention.contract import reference
-from twin_attention.contract.operands import AppendOperands, DecodeOperands, FlashOperands
-from twin_attention.contract.spec import AttentionSpec, DecodeSpec, MergeSpec, PagedCache
+from twin_attention.contract.operands import (
+    AppendOperands,
+    DecodeOperands,
+    FlashOperands,
+    VarlenOperands,
+)
+from twin_attention.contract.spec import (
+    AttentionSpec,
+    DecodeSpec,
+    MergeSpec,
+    PagedCache,
+    VarlenSpec,
+)
 from twin_attention.targets.family import Backend
 
 
 def flash_fwd(
-    operands: FlashOperands[Tensor], spec: AttentionSpec, backend: Backend
+    operands: FlashOperands[Tensor] | VarlenOperands[Tensor], spec: AttentionSpec, backend: Backend
 ) -> tuple[Tensor, Tensor]:
     """Compute out and lse in float32, with O(Sq · Skv) memory."""
+    is_packed = isinstance(spec, VarlenSpec)
+    forward: Any = reference.varlen_forward if is_packed else reference.attention_forward
     with without_autocast(operands.q.device):
-        out, lse = reference.attention_forward(operands, spec, torch.float32)
+        out, lse = forward(operands, spec, torch.float32)
     return out.to(operands.q.dtype).contiguous(), lse
 
 
 def flash_bwd(
     dout: Tensor,
     dlse: Tensor | None,
-    operands: FlashOperands[Tensor],
+    operands: FlashOperands[Tensor] | VarlenOperands[Tensor],
     out: Tensor,
     lse: Tensor,
     spec: AttentionSpec,
     backend: Backend,
-) -> FlashOperands[Tensor]:
+) -> FlashOperands[Tensor] | VarlenOperands[Tensor]:
     """Compute the operands' gradients in float32, with O(Sq · Skv) memory."""
+    is_packed = isinstance(spec, VarlenSpec)
+    backward: Any = reference.varlen_backward if is_packed else reference.attention_backward
     with without_autocast(out.device):
-        gradients = reference.attention_backward(dout, dlse, operands, spec, torch.float32)
-    return FlashOperands(
-        *(
-            None if dx is None or x is None else dx.to(x.dtype).contiguous()
-            for dx, x in zip(gradients, operands, strict=True)
-        )
+        gradients = backward(dout, dlse, operands, spec, torch.float32)
+    return operands._make(
+        None if dx is None or x is None else dx.to(x.dtype).contiguous()
+        for dx, x in zip(gradients, operands, strict=True)
     )
 
 

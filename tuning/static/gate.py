@@ -30,6 +30,7 @@ from twin_attention.contract.spec import (
     QUANTIZED_DTYPES,
     AttentionSpec,
     DecodeSpec,
+    VarlenSpec,
 )
 from twin_attention.targets import sm80, sm90
 from twin_attention.targets.config import HEAD_DIMS, padded_head_dim, use_configs
@@ -47,6 +48,7 @@ FLASH_FEATURES: dict[str, dict[str, Any]] = {
     "causal": {"causal": True},
     "all-options": {"window_size": (256, 128), "softcap": 30.0, "sinks": True},
     "odd-head-size": {"causal": True},
+    "packed": {"causal": True},
 }
 DECODE_FEATURES: dict[str, dict[str, Any]] = {
     "decode": {"tokens": 1, "num_splits": 4},
@@ -73,6 +75,8 @@ _AOT = {
     ("jax", "triton"): "tuning.static.pallas_aot",
     ("jax", "mosaic"): "tuning.static.mosaic_aot",
 }
+# Packed sequences are compiled in this dtype and these head sizes alone.
+_PACKED = ("bfloat16", (64, 128))
 # The explicit kernels' head sizes: of each row the largest, and those that need two column pieces.
 _EXPLICIT_HEAD_DIMS = (16, 32, 64, 80, 96, 128, 192, 256)
 # Mosaic's, which take longer to compile: of each row the largest, and one of two pieces; those with
@@ -116,7 +120,10 @@ class Problem:
         if self.feature in FLASH_FEATURES:
             head_dim = self.head_dim - 8 if self.feature == "odd-head-size" else self.head_dim
             options = FLASH_FEATURES[self.feature]
-            return FlashCase("", 2, 2048, 2048, 4, 2, head_dim, dtype=self.dtype, **options).spec
+            case = FlashCase("", 2, 2048, 2048, 4, 2, head_dim, dtype=self.dtype, **options)
+            if self.feature == "packed":
+                return VarlenSpec(**vars(replace(case.spec, batch=1)), num_sequences=8)
+            return case.spec
         batch = 4
         if self.feature == "decode-crowded":
             batch = 256 if self.dtype in QUANTIZED_DTYPES else 128
@@ -169,7 +176,7 @@ def problems(framework: str, target: str, family: str = "triton") -> Iterator[Pr
     if family != "triton":
         for head_dim, feature in product(_EXPLICIT_HEAD_DIMS, FLASH_FEATURES):
             problem = Problem(framework, target, "bfloat16", head_dim, feature, family)
-            if problem.spec.head_dim >= HEAD_DIM_MIN:
+            if feature != "packed" and problem.spec.head_dim >= HEAD_DIM_MIN:
                 yield problem
         return
     for features, dtype_bits in ((FLASH_FEATURES, (16, 32)), (DECODE_FEATURES, (8, 16))):
@@ -177,6 +184,8 @@ def problems(framework: str, target: str, family: str = "triton") -> Iterator[Pr
             for dtype, feature in product(DTYPES[bits], features):
                 problem = Problem(framework, target, dtype, head_dim, feature)
                 size = problem.spec.head_dim
+                if feature == "packed" and (dtype != _PACKED[0] or size not in _PACKED[1]):
+                    continue
                 if size >= HEAD_DIM_MIN and padded_head_dim(size) == head_dim:
                     yield problem
 

@@ -5,15 +5,31 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
-from twin_attention.contract.operands import AppendOperands, DecodeOperands, FlashOperands
-from twin_attention.contract.spec import AttentionSpec, DecodeSpec
+from twin_attention.contract.operands import (
+    AppendOperands,
+    DecodeOperands,
+    FlashOperands,
+    VarlenOperands,
+)
+from twin_attention.contract.spec import AttentionSpec, DecodeSpec, VarlenSpec
 
 X = TypeVar("X")
 Empty = Callable[..., X]  # a dtype's name and a shape: an array without values
 
 
-def flash_operands(spec: AttentionSpec, empty: Empty[X], sinks: bool) -> FlashOperands[X]:
-    """Return the operands of `flash_attention`, with sinks or without."""
+def flash_operands(
+    spec: AttentionSpec, empty: Empty[X], sinks: bool
+) -> FlashOperands[X] | VarlenOperands[X]:
+    """Return the operands of `flash_attention`, or of its packed form, with sinks or without."""
+    if isinstance(spec, VarlenSpec):
+        return VarlenOperands(
+            q=empty(spec.dtype, spec.seq_q, spec.heads_q, spec.head_dim),
+            k=empty(spec.dtype, spec.seq_kv, spec.heads_kv, spec.head_dim),
+            v=empty(spec.dtype, spec.seq_kv, spec.heads_kv, spec.head_dim_v),
+            cu_seqlens_q=empty("int32", spec.num_sequences + 1),
+            cu_seqlens_kv=empty("int32", spec.num_sequences + 1),
+            sinks=empty("float32", spec.heads_q) if sinks else None,
+        )
     keys = (spec.batch, spec.seq_kv, spec.heads_kv)
     return FlashOperands(
         q=empty(spec.dtype, spec.batch, spec.seq_q, spec.heads_q, spec.head_dim),

@@ -225,7 +225,8 @@ class VarlenSpec(AttentionSpec):
     def sequence(self, seq_q: int, seq_kv: int) -> AttentionSpec:
         """Return the problem of one of its sequences by itself."""
         same: dict[str, Any] = {x.name: getattr(self, x.name) for x in fields(AttentionSpec)}
-        return AttentionSpec(**same | {"seq_q": seq_q, "seq_kv": seq_kv})
+        same["seq_q"], same["seq_kv"] = seq_q, seq_kv
+        return AttentionSpec(**same)
 
 
 @dataclass(frozen=True)

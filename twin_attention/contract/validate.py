@@ -90,6 +90,13 @@ def no_gradient(function: str) -> NoReturn:
     )
 
 
+def not_mapped(function: str) -> NoReturn:
+    """Refuse `vmap` of a function whose operands are packed sequences."""
+    raise NotImplementedError(
+        f"{function}: vmap is not supported; pack the sequences of the whole batch"
+    )
+
+
 class FlashOptions(NamedTuple):
     """The options of `flash_attention`, checked; without a scale it follows from the head size."""
 

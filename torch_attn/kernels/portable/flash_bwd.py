@@ -15,6 +15,12 @@ from torch import Tensor
 
 from torch_attn.kernels.gradients import make_flash_bwd
 from torch_attn.kernels.portable.scores import add_product, visible_scores
+from torch_attn.kernels.portable.sequences import (
+    count_sequence_tiles,
+    first_tile,
+    locate_tile,
+    num_sequence_tiles,
+)
 from torch_attn.kernels.portable.softmax import LOG2E
 from torch_attn.kernels.portable.tiles import (
     ROW_PADDING,
@@ -33,13 +39,14 @@ from torch_attn.launch import (
     Prepared,
     flash_arguments,
     launch,
+    sequence_arguments,
     stride_arguments,
 )
 from twin_attention.contract.spec import AttentionSpec
 from twin_attention.targets.family import Backend
 
 
-@triton.jit(do_not_specialize=["seq_q"])
+@triton.jit(do_not_specialize=["seq_q", "num_sequences"])
 def flash_bwd_preprocess_kernel(
     dout_ptr,
     out_ptr,
@@ -47,9 +54,11 @@ def flash_bwd_preprocess_kernel(
     dlse_ptr,
     lse2_ptr,
     delta_ptr,
+    cu_seqlens_q_ptr,
     dout_strides,
     out_strides,
     seq_q,
+    num_sequences,
     heads_q,
     ALIGN: tl.constexpr,
     HEAD_DIM_V: tl.constexpr,
@@ -62,19 +71,34 @@ def flash_bwd_preprocess_kernel(
     [B, Sq, Hq, Dv] with the given strides; lse and dlse [B, Hq, Sq] contiguous; lse2 and
     delta [B, Hq, Sq rounded up to ROW_PADDING], all float32. Grid: (query tiles, heads, batch) in
     one axis.
+
+    Packed sequences, as in `flash_fwd_kernel`: lse2 and delta have `count_sequence_tiles` of
+    ROW_PADDING rows, so that each sequence begins a tile. dout counts as 0 in padding.
     """
-    num_rows = tl.cdiv(seq_q, ROW_PADDING) * ROW_PADDING
+    num_rows = count_sequence_tiles(seq_q, num_sequences, ROW_PADDING) * ROW_PADDING
     num_tiles = num_rows // BLOCK_Q
     start_q = tl.program_id(0) % num_tiles * BLOCK_Q
     head = tl.program_id(0) // num_tiles % heads_q
     batch = (tl.program_id(0) // num_tiles // heads_q).to(tl.int64)
+    total_q, seq_dout = seq_q, seq_q
+    if num_sequences is not None:
+        # With the queries for the other axis as well, that of padding is empty.
+        padded = start_q
+        _sequence, _first_q, start_q, seq_q, first_dout, size_dout = locate_tile(
+            cu_seqlens_q_ptr, cu_seqlens_q_ptr, padded // ROW_PADDING, seq_q, seq_q, num_sequences,
+            ROW_PADDING,
+        )  # fmt: skip
+        start_q += padded % ROW_PADDING
+        seq_dout = first_dout + size_dout
+        lse2_ptr += padded - start_q
+        delta_ptr += padded - start_q
     dout_base = head_base(dout_ptr, dout_strides, batch, head, ALIGN)
     out_base = head_base(out_ptr, out_strides, batch, head, ALIGN)
-    do = load_tile(dout_base, start_q, seq_q, dout_strides[1], BLOCK_Q, HEAD_DIM_V, True)
+    do = load_tile(dout_base, start_q, seq_dout, dout_strides[1], BLOCK_Q, HEAD_DIM_V, True)
     out = load_tile(out_base, start_q, seq_q, out_strides[1], BLOCK_Q, HEAD_DIM_V, True)
     delta = tl.sum(do.to(tl.float32) * out.to(tl.float32), 1)
     rows = start_q + tl.arange(0, BLOCK_Q)
-    offset = (batch * heads_q + head) * seq_q
+    offset = (batch * heads_q + head) * total_q
     lse = tl.load(lse_ptr + offset + rows, mask=rows < seq_q, other=float("inf"))
     lse2 = tl.where(lse == float("-inf"), float("inf"), lse) * LOG2E
     if dlse_ptr is not None:
@@ -93,6 +117,8 @@ def flash_bwd_dq_kernel(
     lse2_ptr,
     delta_ptr,
     dq_ptr,
+    cu_seqlens_q_ptr,
+    cu_seqlens_kv_ptr,
     q_strides,
     k_strides,
     v_strides,
@@ -100,6 +126,7 @@ def flash_bwd_dq_kernel(
     seq_q,
     seq_kv,
     diagonal,
+    num_sequences,
     heads_q,
     rule,
     window_left,
@@ -114,19 +141,26 @@ def flash_bwd_dq_kernel(
     """One program computes BLOCK_Q rows of dq of one query head.
 
     Operands: q, k, v, dout with strides as in `flash_fwd_kernel`; lse2 and delta of
-    `flash_bwd_preprocess_kernel` and dq [B, Sq, Hq, D] contiguous. Grid, diagonal, rule: as in
-    `flash_fwd_kernel`. Loop invariant: dq is Σ ds k over the keys so far. Accumulation: float32,
-    exponents in base 2, ds cast to k's dtype for ds·k. A row that sees no key gives 0.
+    `flash_bwd_preprocess_kernel` and dq [B, Sq, Hq, D] contiguous. Grid, diagonal, rule,
+    packed sequences: as in `flash_fwd_kernel`. Loop invariant: dq is Σ ds k over the keys so far.
+    Accumulation: float32, exponents in base 2, ds cast to k's dtype for ds·k. A row that sees no
+    key gives 0.
     """
     # Locate the tile of queries.
-    num_tiles = tl.cdiv(seq_q, BLOCK_Q)
+    num_tiles = count_sequence_tiles(seq_q, num_sequences, BLOCK_Q)
     tile = num_tiles - 1 - tl.program_id(0) % num_tiles
     head = tl.program_id(0) // num_tiles % heads_q
     batch = (tl.program_id(0) // num_tiles // heads_q).to(tl.int64)
     start_q = tile * BLOCK_Q
+    total_q, first_kv = seq_q, None
+    if num_sequences is not None:
+        sequence, first_q, start_q, seq_q, first_kv, seq_kv = locate_tile(
+            cu_seqlens_q_ptr, cu_seqlens_kv_ptr, tile, seq_q, seq_kv, num_sequences, BLOCK_Q
+        )
+        batch, diagonal = tl.cast(0, tl.int64), seq_kv - seq_q
     head_kv = head // GROUP_SIZE
-    k_base = head_base(k_ptr, k_strides, batch, head_kv, ALIGN)
-    v_base = head_base(v_ptr, v_strides, batch, head_kv, ALIGN)
+    k_base = head_base(k_ptr, k_strides, batch, head_kv, ALIGN, first_kv)
+    v_base = head_base(v_ptr, v_strides, batch, head_kv, ALIGN, first_kv)
 
     # Load the queries and what belongs to their rows; they stay.
     q_base = head_base(q_ptr, q_strides, batch, head, ALIGN)
@@ -135,7 +169,11 @@ def flash_bwd_dq_kernel(
     do = load_tile(dout_base, start_q, seq_q, dout_strides[1], BLOCK_Q, HEAD_DIM_V, True)
     rows = start_q + tl.arange(0, BLOCK_Q)
     position = rows + diagonal
-    offset = (batch * heads_q + head) * tl.cdiv(seq_q, ROW_PADDING) * ROW_PADDING
+    offset = (batch * heads_q + head) * count_sequence_tiles(
+        total_q, num_sequences, ROW_PADDING
+    ) * ROW_PADDING  # fmt: skip
+    if num_sequences is not None:
+        offset += first_tile(first_q, sequence, ROW_PADDING).to(tl.int64) * ROW_PADDING - first_q
     lse2 = tl.load(lse2_ptr + offset + rows)
     delta = tl.load(delta_ptr + offset + rows)
     dq = tl.zeros([BLOCK_Q, padded_head_dim(HEAD_DIM)], tl.float32)
@@ -180,6 +218,8 @@ def flash_bwd_dkdv_kernel(
     delta_ptr,
     dk_ptr,
     dv_ptr,
+    cu_seqlens_q_ptr,
+    cu_seqlens_kv_ptr,
     q_strides,
     k_strides,
     v_strides,
@@ -187,6 +227,7 @@ def flash_bwd_dkdv_kernel(
     seq_q,
     seq_kv,
     diagonal,
+    num_sequences,
     heads_q,
     rule,
     window_left,
@@ -206,13 +247,22 @@ def flash_bwd_dkdv_kernel(
     across), so that they are left operands as they are. Loop invariant: dk is Σ dsᵀ q and dv is
     Σ pᵀ dout over the query heads and queries so far. Accumulation: float32, exponents in base 2,
     p and ds cast to the inputs' dtype for their products. A key that no query sees gives 0.
+
+    Packed sequences: as in `flash_fwd_kernel`, with `count_sequence_tiles` of keys.
     """
     # Locate the tile of keys.
-    num_tiles = tl.cdiv(seq_kv, BLOCK_KV)
+    num_tiles = count_sequence_tiles(seq_kv, num_sequences, BLOCK_KV)
     heads_kv = heads_q // GROUP_SIZE
     start_kv = tl.program_id(0) % num_tiles * BLOCK_KV
     head_kv = tl.program_id(0) // num_tiles % heads_kv
     batch = (tl.program_id(0) // num_tiles // heads_kv).to(tl.int64)
+    total_q, first_q = seq_q, None
+    if num_sequences is not None:
+        tile = tl.program_id(0) % num_tiles
+        sequence, _first_kv, start_kv, seq_kv, first_q, seq_q = locate_tile(
+            cu_seqlens_kv_ptr, cu_seqlens_q_ptr, tile, seq_kv, seq_q, num_sequences, BLOCK_KV
+        )
+        batch, diagonal = tl.cast(0, tl.int64), seq_kv - seq_q
 
     # Load the keys and values; they stay.
     k_base = head_base(k_ptr, k_strides, batch, head_kv, ALIGN)
@@ -233,9 +283,13 @@ def flash_bwd_dkdv_kernel(
             member, index = split_step(step, count, GROUP_SIZE)
             start_q = tile_start(index, begin, before, full, BLOCK_Q, masked)
             head = head_kv * GROUP_SIZE + member
-            q_base = head_base(q_ptr, q_strides, batch, head, ALIGN)
-            dout_base = head_base(dout_ptr, dout_strides, batch, head, ALIGN)
-            offset = (batch * heads_q + head) * tl.cdiv(seq_q, ROW_PADDING) * ROW_PADDING
+            q_base = head_base(q_ptr, q_strides, batch, head, ALIGN, first_q)
+            dout_base = head_base(dout_ptr, dout_strides, batch, head, ALIGN, first_q)
+            offset = (batch * heads_q + head) * count_sequence_tiles(
+                total_q, num_sequences, ROW_PADDING
+            ) * ROW_PADDING  # fmt: skip
+            if num_sequences is not None:
+                offset += first_tile(first_q, sequence, ROW_PADDING).to(tl.int64) * ROW_PADDING
             # sᵀ = scale · k qᵀ
             q = load_tile(q_base, start_q, seq_q, q_strides[1], BLOCK_Q, HEAD_DIM, masked)
             rows = start_q + tl.arange(0, BLOCK_Q)
@@ -272,8 +326,9 @@ def preprocess(
     lse: Tensor,
     spec: AttentionSpec,
     backend: Backend,
+    *cu_seqlens_q: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Launch `flash_bwd_preprocess_kernel`.
+    """Launch `flash_bwd_preprocess_kernel`, for packed sequences with `cu_seqlens_q`.
 
     Returns:
         lse2 and delta, [B, Hq, Sq rounded up to ROW_PADDING] float32.
@@ -284,7 +339,7 @@ def preprocess(
         "flash_bwd_preprocess",
         flash_bwd_preprocess_kernel,
         _prepare_preprocess,
-        (dout, out, lse, dlse, lse2, delta),
+        (dout, out, lse, dlse, lse2, delta, *cu_seqlens_q),
         spec,
         backend,
     )
@@ -299,6 +354,7 @@ def _prepare_preprocess(call: KernelCall) -> Prepared:
         "heads_q": spec.heads_q,
         "HEAD_DIM_V": spec.head_dim_v,
     }
+    arguments |= sequence_arguments(spec)
     tiles = _padded_rows(spec) // call.config.block_q
     return (tiles * spec.heads_q * spec.batch,), arguments
 
@@ -306,14 +362,14 @@ def _prepare_preprocess(call: KernelCall) -> Prepared:
 def _prepare_dq(call: KernelCall) -> Prepared:
     """Return grid and arguments of `flash_bwd_dq_kernel`."""
     spec = call.spec
-    tiles = triton.cdiv(spec.seq_q, call.config.block_q)
+    tiles = num_sequence_tiles(spec, spec.seq_q, call.config.block_q)
     return (tiles * spec.heads_q * spec.batch,), _arguments(call)
 
 
 def _prepare_dkdv(call: KernelCall) -> Prepared:
     """Return grid and arguments of `flash_bwd_dkdv_kernel`."""
     spec = call.spec
-    tiles = triton.cdiv(spec.seq_kv, call.config.block_kv)
+    tiles = num_sequence_tiles(spec, spec.seq_kv, call.config.block_kv)
     return (tiles * spec.heads_kv * spec.batch,), _arguments(call)
 
 
@@ -323,7 +379,7 @@ def _arguments(call: KernelCall) -> dict[str, Any]:
 
 
 def _padded_rows(spec: AttentionSpec) -> int:
-    return triton.cdiv(spec.seq_q, ROW_PADDING.value) * ROW_PADDING.value
+    return num_sequence_tiles(spec, spec.seq_q, ROW_PADDING.value) * ROW_PADDING.value
 
 
 flash_bwd = make_flash_bwd(

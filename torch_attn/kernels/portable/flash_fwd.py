@@ -10,6 +10,12 @@ import triton.language as tl
 from torch import Tensor
 
 from torch_attn.kernels.portable.scores import visible_scores
+from torch_attn.kernels.portable.sequences import (
+    count_sequence_tiles,
+    locate_tile,
+    num_sequence_tiles,
+    offsets_of,
+)
 from torch_attn.kernels.portable.softmax import LN2, LOG2E, add_sink, online_softmax_update
 from torch_attn.kernels.portable.tiles import (
     count_tiles,
@@ -28,7 +34,7 @@ from torch_attn.launch import (
     launch,
     stride_arguments,
 )
-from twin_attention.contract.operands import FlashOperands
+from twin_attention.contract.operands import FlashOperands, VarlenOperands
 from twin_attention.contract.spec import AttentionSpec
 from twin_attention.targets.family import Backend
 
@@ -41,12 +47,15 @@ def flash_fwd_kernel(
     sinks_ptr,
     out_ptr,
     lse_ptr,
+    cu_seqlens_q_ptr,
+    cu_seqlens_kv_ptr,
     q_strides,
     k_strides,
     v_strides,
     seq_q,
     seq_kv,
     diagonal,
+    num_sequences,
     heads_q,
     rule,
     window_left,
@@ -68,16 +77,27 @@ def flash_fwd_kernel(
     causal mask it is the longest. Loop invariant: `online_softmax_update`. Accumulation: float32,
     exponents in base 2, p cast to v's dtype for p·v. A row that sees no key gives 0, and -inf or
     its sink. BLOCK_Q and BLOCK_KV are powers of two, at least 16.
+
+    Packed sequences: cu_seqlens_q and cu_seqlens_kv [num_sequences + 1] int32, otherwise all three
+    None. Tensors have no batch axis, Sq and Skv are the numbers of all tokens, and the grid has
+    `count_sequence_tiles` of queries.
     """
     # Locate the tile of queries.
-    num_tiles = tl.cdiv(seq_q, BLOCK_Q)
+    num_tiles = count_sequence_tiles(seq_q, num_sequences, BLOCK_Q)
     tile = num_tiles - 1 - tl.program_id(0) % num_tiles
     head = tl.program_id(0) // num_tiles % heads_q
     batch = (tl.program_id(0) // num_tiles // heads_q).to(tl.int64)
     start_q = tile * BLOCK_Q
+    total_q, first_kv = seq_q, None
+    if num_sequences is not None:
+        # Queries are counted from the first of all, keys from the sequence's first.
+        _sequence, _first_q, start_q, seq_q, first_kv, seq_kv = locate_tile(
+            cu_seqlens_q_ptr, cu_seqlens_kv_ptr, tile, seq_q, seq_kv, num_sequences, BLOCK_Q
+        )
+        batch, diagonal = tl.cast(0, tl.int64), seq_kv - seq_q
     head_kv = head // GROUP_SIZE
-    k_base = head_base(k_ptr, k_strides, batch, head_kv, ALIGN)
-    v_base = head_base(v_ptr, v_strides, batch, head_kv, ALIGN)
+    k_base = head_base(k_ptr, k_strides, batch, head_kv, ALIGN, first_kv)
+    v_base = head_base(v_ptr, v_strides, batch, head_kv, ALIGN, first_kv)
 
     # Load the queries; they stay.
     q_base = head_base(q_ptr, q_strides, batch, head, ALIGN)
@@ -121,25 +141,28 @@ def flash_fwd_kernel(
     out_base = out_ptr + batch * seq_q * out_row + head * HEAD_DIM_V
     out = acc / l_safe[:, None]
     store_tile(out_base, out, start_q, seq_q, out_row, BLOCK_Q, HEAD_DIM_V)
-    tl.store(lse_ptr + (batch * heads_q + head) * seq_q + rows, lse, mask=rows < seq_q)
+    tl.store(lse_ptr + (batch * heads_q + head) * total_q + rows, lse, mask=rows < seq_q)
 
 
 def flash_fwd(
-    operands: FlashOperands[Tensor], spec: AttentionSpec, backend: Backend
+    operands: FlashOperands[Tensor] | VarlenOperands[Tensor],
+    spec: AttentionSpec,
+    backend: Backend,
 ) -> tuple[Tensor, Tensor]:
     """Launch `flash_fwd_kernel`.
 
     Returns:
-        out [B, Sq, Hq, Dv] in q's dtype and lse [B, Hq, Sq] float32, both contiguous.
+        out [B, Sq, Hq, Dv] in q's dtype and lse [B, Hq, Sq] float32, both contiguous; without B for
+        packed sequences.
     """
     q = operands.q
-    out = q.new_empty((*q.shape[:3], spec.head_dim_v))
-    lse = q.new_empty((spec.batch, spec.heads_q, spec.seq_q), dtype=torch.float32)
+    out = q.new_empty((*q.shape[:-1], spec.head_dim_v))
+    lse = q.new_empty((*q.shape[:-3], spec.heads_q, spec.seq_q), dtype=torch.float32)
     launch(
         "flash_fwd",
         flash_fwd_kernel,
         _prepare,
-        (*operands, out, lse),
+        (q, operands.k, operands.v, operands.sinks, out, lse, *offsets_of(operands)),
         spec,
         backend,
         maxnreg=_register_limit(spec, backend.target),
@@ -162,6 +185,6 @@ def _prepare(call: KernelCall) -> Prepared:
     """Return grid and arguments of `flash_fwd_kernel`."""
     spec = call.spec
     q, k, v, *_ = call.layouts
-    tiles = triton.cdiv(spec.seq_q, call.config.block_q)
+    tiles = num_sequence_tiles(spec, spec.seq_q, call.config.block_q)
     arguments = flash_arguments(spec) | stride_arguments(q=q, k=k, v=v)
     return (tiles * spec.heads_q * spec.batch,), arguments

@@ -88,12 +88,14 @@ def split_step(step, count, GROUP_SIZE: tl.constexpr):
 
 
 @triton.jit
-def head_base(pointer, strides, batch, head, ALIGN: tl.constexpr):
-    """Return where one head of a [B, S, H, D] tensor begins.
+def head_base(pointer, strides, batch, head, ALIGN: tl.constexpr, first=None):
+    """Return where one head of a [B, S, H, D] tensor begins, or row `first` of it.
 
     `strides` are those of batch, row and head; ALIGN divides all of them.
     """
     offset = batch * strides[0] + head.to(tl.int64) * strides[2]
+    if first is not None:
+        offset += first.to(tl.int64) * strides[1]
     return pointer + tl.multiple_of(offset, ALIGN)
 
 

@@ -1,0 +1,118 @@
+"""Packed sequences: to which of them a tile belongs, and where its rows are.
+
+Rows of N sequences lie one after the other; sequence n begins at ``cu_seqlens[n]``. A tile never
+holds two of them, so that each gives the bits that it gives alone. The host knows no lengths, so
+sequence n owns the tiles from ``cu_seqlens[n] // BLOCK + n`` on, which are at least as many as it
+has. What follows the last offset is padding, and counts as sequence N, whose other axis is empty.
+
+Offsets are data that nobody checked. Any numbers are clamped to the tensors, and the search ends.
+"""
+
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from twin_attention.contract.operands import FlashOperands, VarlenOperands
+from twin_attention.contract.spec import AttentionSpec, VarlenSpec
+
+# Offsets that a step of the search reads at a time: one step finds one of 127 sequences.
+SEARCH_WIDTH = tl.constexpr(128)
+
+
+@triton.jit
+def count_sequence_tiles(num_rows, num_sequences, BLOCK: tl.constexpr):
+    """Return how many tiles the sequences of an axis own, or a dense one's if that is None."""
+    if num_sequences is None:
+        count = tl.cdiv(num_rows, BLOCK)
+    else:
+        count = num_rows // BLOCK + num_sequences + 1
+    return count
+
+
+@triton.jit
+def locate_tile(
+    cu_seqlens_ptr,
+    cu_seqlens_other_ptr,
+    tile,
+    num_rows,
+    num_rows_other,
+    num_sequences,
+    BLOCK: tl.constexpr,
+):
+    """Find the sequence that owns a tile.
+
+    Args:
+        cu_seqlens_ptr, cu_seqlens_other_ptr: [N + 1] offsets of the tile's axis and of the other.
+        tile: of all sequences' tiles.
+        num_rows, num_rows_other: lengths of the axes.
+        num_sequences: N.
+        BLOCK: rows of a tile.
+
+    Returns:
+        (sequence, first, start, end, first_other, size_other): the sequence's first row, the tile's
+        first row and the end of the sequence's, all within the axis; the sequence's first row on
+        the other axis, and how many it has there. A tile behind the last one of its sequence is
+        that of an empty sequence: start and end are first, and size_other is 0.
+    """
+    sequence = find_sequence(cu_seqlens_ptr, tile, num_sequences, BLOCK)
+    first, size = rows_of_sequence(cu_seqlens_ptr, sequence, num_rows, num_sequences, num_rows)
+    first_other, size_other = rows_of_sequence(
+        cu_seqlens_other_ptr, sequence, num_rows_other, num_sequences, 0
+    )
+    index = tl.maximum(tile - first_tile(first, sequence, BLOCK), 0)
+    exists = index < tl.cdiv(size, BLOCK)
+    start = first + tl.where(exists, index * BLOCK, 0)
+    end = first + tl.where(exists, size, 0)
+    size_other = tl.where(exists, size_other, 0)
+    return sequence, first, start, end, first_other, size_other
+
+
+@triton.jit
+def first_tile(first, sequence, BLOCK: tl.constexpr):
+    """Return the first tile that a sequence owns, from its first row."""
+    return first // BLOCK + sequence
+
+
+@triton.jit
+def find_sequence(cu_seqlens_ptr, tile, num_sequences, BLOCK: tl.constexpr):
+    """Return the last sequence whose first tile is not behind `tile`, 0 .. N."""
+    first = 0
+    count = num_sequences + 1
+    while count > 1:
+        step = tl.cdiv(count, SEARCH_WIDTH)
+        sequence = tl.arange(0, SEARCH_WIDTH) * step
+        exists = sequence < count
+        sequence += first
+        offset = tl.load(cu_seqlens_ptr + sequence, mask=exists, other=0)
+        begun = exists & (first_tile(offset, sequence, BLOCK) <= tile)
+        passed = tl.maximum(tl.sum(begun.to(tl.int32), 0) - 1, 0) * step
+        first += passed
+        count = tl.minimum(count - passed, step)
+    return first
+
+
+@triton.jit
+def rows_of_sequence(cu_seqlens_ptr, sequence, num_rows, num_sequences, end_of_padding):
+    """Return the first row of a sequence and how many it has, within an axis of `num_rows`."""
+    first = tl.load(cu_seqlens_ptr + sequence)
+    end = tl.load(
+        cu_seqlens_ptr + sequence + 1, mask=sequence < num_sequences, other=end_of_padding
+    )
+    first = tl.minimum(tl.maximum(first, 0), num_rows)
+    end = tl.minimum(tl.maximum(end, first), num_rows)
+    return first, end - first
+
+
+def num_sequence_tiles(spec: AttentionSpec, num_rows: int, block: int) -> int:
+    """Return what `count_sequence_tiles` does, for the grid."""
+    if isinstance(spec, VarlenSpec):
+        return num_rows // block + spec.num_sequences + 1
+    return triton.cdiv(num_rows, block)
+
+
+def offsets_of(operands: FlashOperands[Any] | VarlenOperands[Any]) -> tuple[Any, ...]:
+    """Return the operands that a kernel has for packed sequences alone."""
+    if isinstance(operands, FlashOperands):
+        return ()
+    return operands.cu_seqlens_q, operands.cu_seqlens_kv

@@ -1,0 +1,204 @@
+"""The public functions of flash attention over packed sequences: check the arguments, run it."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, overload
+
+import torch
+from torch import Tensor
+
+from torch_attn.calls import Call, keep, recall
+from torch_attn.dispatch import Implementation, check_implementation
+from torch_attn.flash import or_as_torch_says
+from torch_attn.flash_ops import pack
+from torch_attn.operands import cast_inputs, operand
+from torch_attn.varlen_ops import attend, flash_varlen_fwd, forward, spec_of
+from twin_attention.contract.operands import VarlenOperands, describe_operands
+from twin_attention.contract.spec import VarlenSpec
+from twin_attention.contract.validate import (
+    FlashOptions,
+    check_flash_attention_varlen,
+    check_flash_options,
+    check_offset_values,
+    check_offsets_arguments,
+)
+
+
+@overload
+def flash_attention_varlen(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_kv: Tensor,
+    *,
+    causal: bool = ..., scale: float | None = ...,
+    window_size: tuple[int | None, int | None] | None = ..., softcap: float | None = ...,
+    sinks: Tensor | None = ..., deterministic: bool | None = ...,
+    return_lse: Literal[False] = ..., implementation: Implementation | None = ...,
+) -> Tensor: ...  # fmt: skip
+@overload
+def flash_attention_varlen(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_kv: Tensor,
+    *,
+    causal: bool = ..., scale: float | None = ...,
+    window_size: tuple[int | None, int | None] | None = ..., softcap: float | None = ...,
+    sinks: Tensor | None = ..., deterministic: bool | None = ...,
+    return_lse: Literal[True], implementation: Implementation | None = ...,
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+@overload
+def flash_attention_varlen(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_kv: Tensor,
+    *,
+    causal: bool = ..., scale: float | None = ...,
+    window_size: tuple[int | None, int | None] | None = ..., softcap: float | None = ...,
+    sinks: Tensor | None = ..., deterministic: bool | None = ...,
+    return_lse: bool, implementation: Implementation | None = ...,
+) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
+def flash_attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_kv: Tensor,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    window_size: tuple[int | None, int | None] | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    deterministic: bool | None = None,
+    return_lse: bool = False,
+    implementation: Implementation | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Exact attention within each of N sequences that are packed one after the other.
+
+    Sequence n has queries ``cu_seqlens_q[n] .. cu_seqlens_q[n + 1]`` and keys ``cu_seqlens_kv[n] ..
+    cu_seqlens_kv[n + 1]``. Each is what `flash_attention` computes for it alone: query i of a
+    sequence stands at its key position ``p = i + (its keys) - (its queries)``, and lengths may be
+    0. Tokens past the last offset are padding and may hold NaN: a query there sees no key and gives
+    0, log-sum-exp -inf or its head's sink, and gradients 0 but for the sink's.
+
+    The grid follows from Tq, Tkv and N, and the offsets are read on the device alone: nothing waits
+    for it, and a CUDA graph may be replayed with others. Nothing checks them (`check_offsets`
+    does); whatever they are, no memory outside the tensors is touched. Works under autograd,
+    `torch.compile`, `torch.func` (`grad`, `vjp`) and autocast, as `flash_attention` does, but not
+    under `vmap`. Differentiable once, in reverse mode.
+
+    Args:
+        q: [Tq, Hq, D], float16, bfloat16 or float32. D is 16 to 256 in steps of 8.
+        k: [Tkv, Hkv, D], q's dtype. Hq is a multiple of Hkv.
+        v: [Tkv, Hkv, Dv], q's dtype. Dv has D's limits and need not be D.
+        cu_seqlens_q: [N + 1] int32, offsets of the sequences' queries: 0 first, never decreasing,
+            Tq at most.
+        cu_seqlens_kv: [N + 1] int32, the same of their keys, Tkv at most.
+        causal: query i sees keys up to p.
+        scale: factor of the scores; None is ``D ** -0.5``.
+        window_size: (left, right): query i sees keys from p - left to p + right. None, for the
+            pair or a side, is unlimited.
+        softcap: scores become ``softcap * tanh(score / softcap)``, before the masks.
+        sinks: [Hq] float32, a logit of each head that counts in the softmax's denominator and in
+            the log-sum-exp, and has no value. None is no such logit.
+        deterministic: True: the backward gives the same bits every time. False: it may add in any
+            order, which is faster where the kernels can. None: as
+            ``torch.are_deterministic_algorithms_enabled()`` says.
+        return_lse: return the log-sum-exp of the scores as well. It is differentiable.
+        implementation: "triton" (Triton kernels; on a CPU in Triton's interpreter), "reference"
+            (plain torch in float32, O(Tq · Tkv) memory), or None: the
+            fastest kernels for the problem on a CUDA device, the reference elsewhere.
+
+    Returns:
+        out [Tq, Hq, Dv] in q's dtype; with `return_lse` the pair (out, lse), lse [Hq, Tq] in
+        float32, natural logarithm.
+
+    Raises:
+        TypeError: an argument is not a `torch.Tensor` or has the wrong type or dtype.
+        ValueError: shapes, devices or values that contradict each other.
+        NotImplementedError: a dtype, head size or device without kernels; a
+            second derivative.
+
+    Source: Dao 2023 (FlashAttention-2), whose ``flash_attn_varlen_func`` takes such offsets.
+
+    Example::
+
+        import torch
+        from torch_attn import flash_attention_varlen
+
+        q, k, v = torch.randn(3, 128, 4, 64, requires_grad=True)
+        offsets = torch.tensor([0, 40, 100], dtype=torch.int32)  # 40 and 60 tokens, padding
+        out = flash_attention_varlen(q, k, v, offsets, offsets, causal=True)
+        out.sum().backward()
+    """
+    operands = VarlenOperands(q, k, v, cu_seqlens_q, cu_seqlens_kv, sinks)
+    if torch.is_autocast_enabled("cuda"):
+        operands = VarlenOperands(*cast_inputs(q, k, v), cu_seqlens_q, cu_seqlens_kv, sinks)
+    deterministic = or_as_torch_says(deterministic)
+    options = (causal, scale, window_size, softcap, deterministic, return_lse, implementation)
+    call = recall("flash_attention_varlen", operands, options)
+    out, lse = _check_and_attend(operands, options) if call is None else attend(call, operands)
+    return (out, lse) if return_lse else out
+
+
+def _check_and_attend(
+    given: VarlenOperands[Tensor], options: tuple[Any, ...]
+) -> tuple[Tensor, Tensor]:
+    """Check the arguments of `flash_attention_varlen` and run the operator."""
+    causal, scale, window_size, softcap, deterministic, return_lse, implementation = options
+    operands = VarlenOperands(*cast_inputs(*given[:3]), *given[3:])
+    checked = check_flash_options(
+        causal=causal,
+        scale=scale,
+        window_size=window_size,
+        softcap=softcap,
+        deterministic=deterministic,
+        return_lse=return_lse,
+    )
+    check_implementation(implementation)
+    if not torch.compiler.is_compiling():  # there the operator's fake kernel checks the operands
+        spec = _check_operands(operands, checked)
+        call = Call("flash_fwd", forward, spec, implementation, operands.q.device)
+        if keep("flash_attention_varlen", operands, options, call):
+            return attend(call, operands)
+    return flash_varlen_fwd(*operands, *pack(checked, implementation))
+
+
+def check_offsets(
+    cu_seqlens_q: Tensor, cu_seqlens_kv: Tensor, *, tokens_q: int, tokens_kv: int
+) -> None:
+    """Check the offsets that `flash_attention_varlen` takes as data, unchecked.
+
+    Waits for the device and reads values, so it is for debugging and not for a CUDA graph.
+
+    Args:
+        cu_seqlens_q, cu_seqlens_kv: [N + 1] int32.
+        tokens_q, tokens_kv: Tq and Tkv, the numbers of tokens that the sequences share.
+
+    Raises:
+        TypeError: an argument is not a `torch.Tensor` or has the wrong type or dtype.
+        ValueError: shapes that contradict each other; a first offset that is not 0, one that is
+            less than the one before it, or one that exceeds the tokens. The message names the first
+            such offset.
+
+    Example::
+
+        import torch
+        from torch_attn import check_offsets
+
+        offsets = torch.tensor([0, 40, 100], dtype=torch.int32)
+        check_offsets(offsets, offsets, tokens_q=128, tokens_kv=128)
+    """
+    of_q, of_kv = operand("cu_seqlens_q", cu_seqlens_q), operand("cu_seqlens_kv", cu_seqlens_kv)
+    check_offsets_arguments(of_q, of_kv, tokens_q, tokens_kv)
+    check_offset_values(of_q.name, cu_seqlens_q.numpy(force=True), tokens_q)
+    check_offset_values(of_kv.name, cu_seqlens_kv.numpy(force=True), tokens_kv)
+
+
+def problem_of_varlen(
+    q: Any, k: Any, v: Any, *offsets: Any, sinks: Any, deterministic: Any, **options: Any
+) -> tuple[torch.device, VarlenSpec]:
+    """Check the arguments of `flash_attention_varlen` and return the device and the problem."""
+    operands = VarlenOperands(*cast_inputs(q, k, v), *offsets, sinks=sinks)
+    checked = check_flash_options(deterministic=or_as_torch_says(deterministic), **options)
+    return operands.q.device, _check_operands(operands, checked)
+
+
+def _check_operands(operands: VarlenOperands[Tensor], options: FlashOptions) -> VarlenSpec:
+    """Check the operands with checked options and return the problem."""
+    check_flash_attention_varlen(describe_operands(operands, operand), options)
+    return spec_of(operands, options)
