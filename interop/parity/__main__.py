@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from interop.parity.arguments import count, make_folder, require
-from interop.parity.cases import SUITES, Case, decode_cases, flash_cases
+from interop.parity.cases import SUITES, Case, decode_cases, flash_cases, varlen_cases
 from interop.parity.records import ORACLE, CaseResult, Report, problem_text, title
 from interop.parity.workers import run_cases
 from twin_attention.targets.target import TARGETS
@@ -123,7 +123,8 @@ def _run(
 
 
 def _choose(suite: str, pattern: str) -> list[Case]:
-    return [*flash_cases(suite, pattern), *decode_cases(suite, pattern)]
+    kinds = (flash_cases, varlen_cases, decode_cases)
+    return [case for cases in kinds for case in cases(suite, pattern)]
 
 
 def _first_that_launches(cases: list[Case]) -> Case:

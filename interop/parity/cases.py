@@ -18,6 +18,7 @@ from twin_attention.contract.spec import (
     AttentionSpec,
     DecodeSpec,
     PagedCache,
+    VarlenSpec,
     Window,
     scale_or_default,
 )
@@ -86,6 +87,57 @@ class FlashCase:
 
 
 @dataclass(frozen=True)
+class VarlenCase:
+    """One call of `flash_attention_varlen`.
+
+    Attributes:
+        name: unique, and what `--filter` matches.
+        lengths: queries and keys of each sequence.
+        padding: tokens after the last sequence, of q and of k and v.
+        heads_q, heads_kv, head_dim, head_dim_v, dtype: of q [Tq, Hq, D], k [Tkv, Hkv, D] and
+            v [Tkv, Hkv, Dv].
+        causal, scale, window_size, softcap: the call's options.
+        sinks: give one logit a head.
+        deterministic: the call's option, for the backward.
+    """
+
+    name: str
+    lengths: tuple[tuple[int, int], ...] = ((40, 40), (0, 0), (1, 1), (70, 70))
+    padding: tuple[int, int] = (9, 9)
+    heads_q: int = 2
+    heads_kv: int = 2
+    head_dim: int = 64
+    head_dim_v: int | None = None
+    dtype: str = "bfloat16"
+    causal: bool = True
+    scale: float | None = None
+    window_size: tuple[int | None, int | None] | None = None
+    softcap: float | None = None
+    sinks: bool = False
+    deterministic: bool = False
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Return the call's arguments other than tensors."""
+        names = ("causal", "scale", "window_size", "softcap", "deterministic")
+        return {name: getattr(self, name) for name in names}
+
+    @property
+    def spec(self) -> VarlenSpec:
+        """Return the problem with its defaults resolved."""
+        tokens_q, tokens_kv = (
+            sum(pair[side] for pair in self.lengths) + self.padding[side] for side in (0, 1)
+        )
+        head_dim_v = self.head_dim if self.head_dim_v is None else self.head_dim_v
+        return VarlenSpec(
+            1, tokens_q, tokens_kv, self.heads_q, self.heads_kv, self.head_dim, head_dim_v,
+            self.dtype, scale_or_default(self.scale, self.head_dim),
+            Window.of(self.causal, self.window_size), self.softcap, self.deterministic,
+            num_sequences=len(self.lengths),
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
 class DecodeCase:
     """One call of `paged_decode`.
 
@@ -146,13 +198,23 @@ class DecodeCase:
         )  # fmt: skip
 
 
-Case = FlashCase | DecodeCase
+Case = FlashCase | VarlenCase | DecodeCase
 Change = tuple[str, dict[str, Any]]  # part of a case's name, and the fields that differ
 
 
 def flash_cases(suite: str = "quick", pattern: str = "") -> list[FlashCase]:
     """Return the cases of a suite whose names contain `pattern`."""
     groups = {"quick": [_quick()], "full": [_quick(), _full()], "large": [_large()]}[suite]
+    return [case for group in groups for case in group if pattern in case.name]
+
+
+def varlen_cases(suite: str = "quick", pattern: str = "") -> list[VarlenCase]:
+    """Return the cases of a suite whose names contain `pattern`."""
+    groups = {
+        "quick": [_quick_varlen()],
+        "full": [_quick_varlen(), _full_varlen()],
+        "large": [_large_varlen()],
+    }[suite]
     return [case for group in groups for case in group if pattern in case.name]
 
 
@@ -254,6 +316,47 @@ def _large() -> Iterator[FlashCase]:
         base, name="large-2g-elements-batch", batch=520, seq_q=2048, seq_kv=2048, gradients=False
     )
     yield replace(base, name="large-2g-elements-rows", batch=1, seq_q=1 << 20, seq_kv=1 << 20)
+
+
+def _quick_varlen() -> Iterator[VarlenCase]:
+    base = VarlenCase("")
+    yield replace(base, name="varlen-bf16")
+    yield replace(base, name="varlen-fp32", dtype="float32", causal=False, head_dim=32)
+    # Sequences with more queries than keys, without queries, without keys.
+    lengths = ((17, 50), (0, 5), (33, 20), (4, 0))
+    yield replace(
+        base, name="varlen-all-options", lengths=lengths, heads_q=4, head_dim=72, head_dim_v=48,
+        window_size=(24, None), softcap=20.0, sinks=True, scale=0.2, dtype="float16",
+    )  # fmt: skip
+    yield replace(base, name="varlen-no-padding", padding=(0, 0), heads_q=4, deterministic=True)
+    yield replace(base, name="varlen-no-sequence", lengths=())
+
+
+def _full_varlen() -> Iterator[VarlenCase]:
+    lengths = ((333, 333), (1, 1), (0, 0), (127, 400), (400, 127), (64, 0), (0, 64), (256, 256))
+    base = VarlenCase("varlen-full", lengths, (70, 40), heads_q=4)
+    for dtype, short in (("bfloat16", "bf16"), ("float16", "fp16"), ("float32", "fp32")):
+        for name, changes in _full_varlen_changes():
+            yield replace(base, name=f"{base.name}-{short}-{name}", dtype=dtype, **changes)
+
+
+def _full_varlen_changes() -> Iterator[Change]:
+    for d, causal in product((16, 40, 64, 96, 128, 256), (False, True)):
+        yield f"d{d}{'-causal' if causal else ''}", {"head_dim": d, "causal": causal}
+    yield "d192-dv128", {"head_dim": 192, "head_dim_v": 128}
+    yield "window", {"window_size": (70, 5), "causal": False}
+    yield "softcap", {"softcap": 5.0, "head_dim": 128}
+    yield "sinks", {"sinks": True}
+    yield "heads8-1", {"heads_q": 8, "heads_kv": 1}
+    # More sequences than a step of the search reads offsets of.
+    yield "300-sequences", {"lengths": tuple((i % 7, i % 5) for i in range(300))}
+
+
+def _large_varlen() -> Iterator[VarlenCase]:
+    lengths = tuple((n, n) for n in (9000, 1, 500, 0, 6000, 883))
+    base = VarlenCase("", lengths, padding=(0, 0), heads_q=16, heads_kv=4)
+    for d in (64, 128):
+        yield replace(base, name=f"large-varlen-d{d}", head_dim=d)
 
 
 def _quick_decode() -> Iterator[DecodeCase]:

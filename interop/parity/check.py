@@ -13,6 +13,7 @@ from interop.parity.inputs import Tensors
 from interop.parity.oracle import Expectation, Spec, expectations, sample_of
 from interop.parity.records import ORACLE, Comparison
 from interop.parity.sides import Subject, twins
+from twin_attention.contract.spec import VarlenSpec
 from twin_attention.contract.tolerances import (
     Agreement,
     compare_lse,
@@ -102,10 +103,10 @@ def check_layout(results: Tensors, inputs: Tensors, spec: Spec, case: str) -> No
     Raises:
         ValueError: such a result.
     """
-    q = inputs["q"]
+    q, heads = inputs["q"], 0 if isinstance(spec, VarlenSpec) else 1
     layouts = {f"d{name}": (tuple(x.shape), x.dtype) for name, x in inputs.items()} | {
         "out": ((*q.shape[:-1], spec.head_dim_v), q.dtype),
-        "lse": (tuple(q[..., 0].movedim(-1, 1).shape), torch.float32),
+        "lse": (tuple(q[..., 0].movedim(-1, heads).shape), torch.float32),
     }
     for name, got in results.items():
         shape, dtype = layouts[name]

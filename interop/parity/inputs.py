@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import accumulate
 from zlib import crc32
 
 import torch
 
-from interop.parity.cases import Case, DecodeCase, FlashCase
+from interop.parity.cases import Case, DecodeCase, FlashCase, VarlenCase
 from twin_attention.contract.reference import quantize
 from twin_attention.contract.validate import fail
 
@@ -32,7 +33,8 @@ def make_inputs(case: Case, device: str) -> Tensors:
     Returns:
         The tensors of the call by argument name, normally distributed. Of a "strided" flash case,
         q, k and v are views of one packed tensor [B, S, Hq + 2 Hkv, D]. A flash case with
-        gradients also has dout in its dtype and dlse [B, Hq, Sq] in float32. A decode case has
+        gradients also has dout in its dtype and dlse [B, Hq, Sq] in float32, as a varlen case has
+        without B; there q, k, v and dout are NaN in the padding. A decode case has
         its pages in random order; what no sequence uses is poisoned: pages, slots past the
         lengths, table entries.
 
@@ -48,6 +50,8 @@ def make_inputs(case: Case, device: str) -> Tensors:
         num_pages = case.spec.cache.num_pages
         order = torch.randperm(num_pages, generator=generator, device=device)
         return _decode_inputs(case, normal, order)
+    if isinstance(case, VarlenCase):
+        return _varlen_inputs(case, normal, device)
     return _flash_inputs(case, normal)
 
 
@@ -68,6 +72,28 @@ def _flash_inputs(case: FlashCase, normal: Normal) -> Tensors:
     if case.gradients:
         inputs["dout"] = normal((spec.batch, spec.seq_q, spec.heads_q, spec.head_dim_v), dtype)
         inputs["dlse"] = normal((spec.batch, spec.heads_q, spec.seq_q), torch.float32)
+    return inputs
+
+
+def _varlen_inputs(case: VarlenCase, normal: Normal, device: str) -> Tensors:
+    spec, dtype = case.spec, getattr(torch, case.dtype)
+    queries, keys = (
+        torch.tensor([0, *accumulate(pair[side] for pair in case.lengths)], dtype=torch.int32)
+        for side in (0, 1)
+    )
+    inputs = {
+        "q": normal((spec.seq_q, spec.heads_q, spec.head_dim), dtype),
+        "k": normal((spec.seq_kv, spec.heads_kv, spec.head_dim), dtype),
+        "v": normal((spec.seq_kv, spec.heads_kv, spec.head_dim_v), dtype),
+        "cu_seqlens_q": queries.to(device),
+        "cu_seqlens_kv": keys.to(device),
+    }
+    if case.sinks:
+        inputs["sinks"] = normal((spec.heads_q,), torch.float32)
+    inputs["dout"] = normal((spec.seq_q, spec.heads_q, spec.head_dim_v), dtype)
+    inputs["dlse"] = normal((spec.heads_q, spec.seq_q), torch.float32)
+    for name, offsets in (("q", queries), ("k", keys), ("v", keys), ("dout", queries)):
+        inputs[name][int(offsets[-1]) :] = torch.nan
     return inputs
 
 

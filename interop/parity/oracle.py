@@ -1,7 +1,8 @@
 """The float64 oracle and its low-precision run, in pieces that fit in memory.
 
-Flash attention is evaluated one kv head of one sequence at a time, some queries at a time; decoding
-one sequence at a time. What is too large to evaluate whole is evaluated on parts.
+Flash attention is evaluated one kv head of one sequence at a time, some queries at a time; packed
+sequences and decoding one sequence at a time. What is too large to evaluate whole is evaluated on
+parts.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ import torch
 from interop.parity.inputs import Tensors
 from twin_attention.contract.operands import DecodeOperands, FlashOperands
 from twin_attention.contract.reference import attention_backward, attention_forward, paged_forward
-from twin_attention.contract.spec import AttentionSpec, DecodeSpec, Window
+from twin_attention.contract.spec import AttentionSpec, DecodeSpec, VarlenSpec, Window
 
 SAMPLE_ABOVE = 1 << 30  # elements of q, 8 GiB in float64: a larger problem is only sampled
 STRETCH = 4096  # a sample of a longer sequence is a stretch of it
 SCORES = 1 << 25  # at a time: 256 MiB for each copy in float64
 SAMPLES = 4  # heads or sequences
 
-Spec = AttentionSpec | DecodeSpec
+Spec = AttentionSpec | DecodeSpec  # or a VarlenSpec, which is an AttentionSpec
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,7 @@ def parts_of(spec: Spec) -> list[Part]:
 
     Samples lie at the start, on both sides of element 2^31, and at the end of q.
     """
-    if isinstance(spec, DecodeSpec):
+    if isinstance(spec, DecodeSpec | VarlenSpec):
         return [Part(spec)]
     elements = spec.batch * spec.seq_q * spec.heads_q * spec.head_dim
     if elements <= SAMPLE_ABOVE:
@@ -96,7 +97,12 @@ def parts_of(spec: Spec) -> list[Part]:
 
 
 def sample_of(spec: Spec) -> list[Part]:
-    """Return a few kv heads or sequences: the first, the last and two between, always the same."""
+    """Return a few kv heads or sequences: the first, the last and two between, always the same.
+
+    Packed sequences are one part.
+    """
+    if isinstance(spec, VarlenSpec):
+        return [Part(spec)]
     parts = _sequences(spec) if isinstance(spec, DecodeSpec) else _heads(spec)
     if len(parts) <= SAMPLES:
         return parts
@@ -118,6 +124,8 @@ def evaluate(inputs: Tensors, spec: Spec, dtype: torch.dtype) -> Tensors:
     """
     if isinstance(spec, DecodeSpec):
         return _evaluate_decode(inputs, spec, dtype)
+    if isinstance(spec, VarlenSpec):
+        return _evaluate_varlen(inputs, spec, dtype)
     return _evaluate_flash(inputs, spec, dtype)
 
 
@@ -137,6 +145,37 @@ def _evaluate_flash(inputs: Tensors, spec: AttentionSpec, dtype: torch.dtype) ->
             gradients = attention_backward(dout, dlse, operands, chunk.spec, dtype)
             for name in names:
                 found[f"d{name}"] += getattr(gradients, name)
+    return {name: x.to(dtype) for name, x in results.items()}
+
+
+def _evaluate_varlen(inputs: Tensors, spec: VarlenSpec, dtype: torch.dtype) -> Tensors:
+    """Evaluate each sequence as a call of its own. Padding sees no key."""
+    bounds = [inputs[name].tolist() for name in ("cu_seqlens_q", "cu_seqlens_kv")]
+    inputs = {name: x for name, x in inputs.items() if not name.startswith("cu_")}
+    results = _empty_results(inputs["q"][None], spec, dtype)
+    results = {name: x[0] for name, x in results.items()}
+    nothing = inputs["sinks"][:, None] if "sinks" in inputs else -torch.inf
+    results["out"][:], results["lse"][:] = 0, nothing
+    exact = torch.promote_types(dtype, torch.float32)
+    for name in ("q", "k", "v", *(["sinks"] if "sinks" in inputs else [])):
+        results[f"d{name}"] = torch.zeros_like(inputs[name], dtype=exact)
+    if "sinks" in inputs:
+        results["dsinks"] += inputs["dlse"][:, bounds[0][-1] :].sum(1)
+    for begin_q, end_q, begin_kv, end_kv in zip(
+        bounds[0], bounds[0][1:], bounds[1], bounds[1][1:], strict=False
+    ):
+        queries, keys = slice(begin_q, end_q), slice(begin_kv, end_kv)
+        where: dict[str, Any] = dict.fromkeys(("q", "out", "dout", "dq"), queries)
+        where |= dict.fromkeys(("k", "v", "dk", "dv"), keys)
+        where |= dict.fromkeys(("lse", "dlse"), (slice(None), queries))
+        one = Part(spec.sequence(end_q - begin_q, end_kv - begin_kv), where)
+        batch = {name: x if name == "sinks" else x[None] for name, x in one.crop(inputs).items()}
+        found, into = _evaluate_flash(batch, one.spec, dtype), one.crop(results)
+        for name, x in found.items():
+            if name == "dsinks":
+                into[name] += x
+            else:
+                into[name][:] = x[0]
     return {name: x.to(dtype) for name, x in results.items()}
 
 

@@ -14,7 +14,7 @@ import torch
 import pallas_attn
 import torch_attn
 from interop.exchange import to_jax, to_torch
-from interop.parity.cases import Case, DecodeCase
+from interop.parity.cases import Case, DecodeCase, VarlenCase
 from interop.parity.inputs import Tensors
 from twin_attention.contract.explain import Explanation
 from twin_attention.targets.family import FAMILIES
@@ -106,7 +106,8 @@ def results(side: Side, function: str, inputs: Tensors, **options: Any) -> Tenso
     operands = {name: x for name, x in inputs.items() if name not in GRADIENTS}
     gradients = [inputs[name] for name in GRADIENTS if name in inputs]
     found = side.call(function, operands, gradients, return_lse=True, **options)
-    return dict(zip((*OUTPUTS, *(f"d{name}" for name in operands)), found, strict=False))
+    names = (*OUTPUTS, *(f"d{name}" for name, x in operands.items() if x.is_floating_point()))
+    return dict(zip(names, found, strict=False))
 
 
 class TorchSide:
@@ -126,7 +127,8 @@ class TorchSide:
         Args:
             name: of the function.
             operands: its tensors, by argument name.
-            gradients: of its outputs; with them the gradients of all operands are returned as well.
+            gradients: of its outputs; with them the gradients of all operands but integers are
+                returned as well.
             options: its other arguments.
         """
         attend = _by_position(partial(getattr(self.api, name), **options), operands)
@@ -175,7 +177,7 @@ def prepare_torch(
     Args:
         attend: takes the operands.
         operation: "forward", "backward" or "both".
-        operands: differentiated in, unless it is a forward.
+        operands: differentiated in, but for integers, unless it is a forward.
         dout: gradients of what `attend` returns, structured as that; a forward reads none.
 
     Returns:
@@ -183,14 +185,15 @@ def prepare_torch(
     """
     if operation == "forward":
         return partial(attend, *operands)
-    operands = [x.detach().requires_grad_() for x in operands]
+    operands = [x.detach().requires_grad_(x.is_floating_point()) for x in operands]
+    inputs = [x for x in operands if x.requires_grad]
     if operation == "backward":
         out = attend(*operands)
-        return lambda: torch.autograd.grad(out, operands, dout, retain_graph=True)
+        return lambda: torch.autograd.grad(out, inputs, dout, retain_graph=True)
 
     def both() -> tuple[Any, ...]:
         out = attend(*operands)
-        return out, *torch.autograd.grad(out, operands, dout)
+        return out, *torch.autograd.grad(out, inputs, dout)
 
     return both
 
@@ -215,13 +218,15 @@ def leaves(results: Any) -> tuple[Any, ...]:
 
 
 def _function(case: Case) -> str:
+    if isinstance(case, VarlenCase):
+        return "flash_attention_varlen"
     return "paged_decode" if isinstance(case, DecodeCase) else "flash_attention"
 
 
 def _with_gradients(attend: Attend) -> Attend:
     def both(dout: Any, *operands: Any) -> tuple[Any, ...]:
         out, pull = jax.vjp(attend, *operands)
-        return out, *pull(dout)
+        return out, *(dx for dx in pull(dout) if dx.dtype != jax.dtypes.float0)
 
     return both
 

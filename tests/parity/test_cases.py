@@ -4,8 +4,16 @@ from collections import Counter
 
 import pytest
 
-from interop.parity.cases import SUITES, DecodeCase, FlashCase, decode_cases, flash_cases
-from twin_attention.contract.operands import DecodeOperands, FlashOperands
+from interop.parity.cases import (
+    SUITES,
+    DecodeCase,
+    FlashCase,
+    VarlenCase,
+    decode_cases,
+    flash_cases,
+    varlen_cases,
+)
+from twin_attention.contract.operands import DecodeOperands, FlashOperands, VarlenOperands
 from twin_attention.contract.spec import (
     DECODE_DTYPES,
     DTYPES,
@@ -17,6 +25,7 @@ from twin_attention.contract.validate import (
     Operand,
     check_decode_options,
     check_flash_attention,
+    check_flash_attention_varlen,
     check_flash_options,
     check_paged_decode,
 )
@@ -26,31 +35,48 @@ from twin_attention.targets.target import TARGETS
 EVERY = {case.name: case for suite in SUITES for case in flash_cases(suite)}
 EVERY_DECODE = {case.name: case for suite in SUITES for case in decode_cases(suite)}
 
-of_both_kinds = pytest.mark.parametrize("cases", [flash_cases, decode_cases])
+EVERY_VARLEN = {case.name: case for suite in SUITES for case in varlen_cases(suite)}
+
+of_all_kinds = pytest.mark.parametrize("cases", [flash_cases, varlen_cases, decode_cases])
 
 
 @pytest.mark.parametrize("suite", SUITES)
 def test_names_are_unique(suite):
-    names = Counter(case.name for case in [*flash_cases(suite), *decode_cases(suite)])
+    kinds = flash_cases, varlen_cases, decode_cases
+    names = Counter(case.name for cases in kinds for case in cases(suite))
     assert not [name for name, n in names.items() if n > 1]
 
 
-@of_both_kinds
+@of_all_kinds
 def test_full_contains_quick(cases):
     assert set(cases("quick")) < set(cases("full"))
 
 
-@of_both_kinds
+@of_all_kinds
 def test_an_unknown_suite_is_an_error(cases):
     with pytest.raises(KeyError, match="huge"):
         cases("huge")
 
 
-@of_both_kinds
+@of_all_kinds
 def test_a_pattern_selects_by_name(cases):
     chosen = cases("full", "softcap")
     assert chosen
     assert chosen == [case for case in cases("full") if "softcap" in case.name]
+
+
+@pytest.mark.parametrize("case", EVERY_VARLEN.values(), ids=EVERY_VARLEN)
+def test_a_varlen_case_describes_the_call_that_validation_accepts(case: VarlenCase):
+    options, spec = check_flash_options(**case.options, return_lse=True), case.spec
+    offsets = (len(case.lengths) + 1,)
+    operands = VarlenOperands(
+        Operand("q", (spec.seq_q, spec.heads_q, spec.head_dim), case.dtype),
+        Operand("k", (spec.seq_kv, spec.heads_kv, spec.head_dim), case.dtype),
+        Operand("v", (spec.seq_kv, spec.heads_kv, spec.head_dim_v), case.dtype),
+        Operand("cu_seqlens_q", offsets, "int32"),
+        Operand("cu_seqlens_kv", offsets, "int32"),
+    )
+    assert check_flash_attention_varlen(operands, options) == spec
 
 
 @pytest.mark.parametrize("case", EVERY.values(), ids=EVERY)
