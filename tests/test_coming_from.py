@@ -87,6 +87,11 @@ def flash_attn(dtype: torch.dtype) -> dict[str, Any]:
             outs.append(plain(q[b], keys, values, None, causal, *window_size)[0])
         return torch.stack(outs)
 
+    def flash_attn_varlen_func(q, k, v, cu_q, cu_k, max_q, max_k, causal=False):
+        bounds = zip(cu_q[:-1], cu_q[1:], cu_k[:-1], cu_k[1:], strict=True)
+        outs = [plain(q[a:b], k[c:d], v[c:d], None, causal)[0] for a, b, c, d in bounds]
+        return torch.cat(outs)
+
     new = {
         f"{x}{t}": draw(2, t, h, dtype=dtype)
         for x, h in (("q", 4), ("k", 2), ("v", 2))
@@ -95,7 +100,13 @@ def flash_attn(dtype: torch.dtype) -> dict[str, Any]:
     return {
         "flash_attn_func": flash_attn_func,
         "flash_attn_with_kvcache": flash_attn_with_kvcache,
+        "flash_attn_varlen_func": flash_attn_varlen_func,
         **qkv(dtype),
+        **{f"{name}p": x.flatten(0, 1) for name, x in qkv(dtype).items()},
+        "cu_q": torch.tensor([0, 3, 2 * SQ], dtype=torch.int32),
+        "cu_k": torch.tensor([0, 8, 2 * SKV], dtype=torch.int32),
+        "max_q": 5,
+        "max_k": 8,
         **new,
         **cache(dtype, "k_cache", "v_cache"),
         "n": torch.tensor([5, 9], dtype=torch.int32),
