@@ -328,8 +328,8 @@ def _quick_varlen() -> Iterator[VarlenCase]:
         base, name="varlen-all-options", lengths=lengths, heads_q=4, head_dim=72, head_dim_v=48,
         window_size=(24, None), softcap=20.0, sinks=True, scale=0.2, dtype="float16",
     )  # fmt: skip
-    yield replace(base, name="varlen-no-padding", padding=(0, 0), heads_q=4, deterministic=True)
-    yield replace(base, name="varlen-no-sequence", lengths=())
+    yield replace(base, name="varlen-deterministic", padding=(0, 0), heads_q=4, deterministic=True)
+    yield replace(base, name="varlen-all-padding", lengths=())
 
 
 def _full_varlen() -> Iterator[VarlenCase]:

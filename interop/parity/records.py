@@ -161,7 +161,10 @@ def title(subject: str, against: str) -> str:
 
 def problem_text(problem: dict[str, Any]) -> str:
     """Return a case's fields in one line, defaults left out."""
-    if "lengths" in problem:
+    if "padding" in problem:
+        queries, keys = zip(*problem["lengths"], problem["padding"], strict=True)
+        words = [f"N{len(problem['lengths'])} Tq{sum(queries)} Tkv{sum(keys)}"]
+    elif "lengths" in problem:
         lengths = problem["lengths"]
         counts = f"B{len(lengths)} T{problem['tokens'] or 1} Skv{max(lengths, default=0)}"
         words = [counts, "pages {max_pages}x{page_size}".format(**problem)]

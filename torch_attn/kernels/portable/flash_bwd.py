@@ -256,7 +256,7 @@ def flash_bwd_dkdv_kernel(
     start_kv = tl.program_id(0) % num_tiles * BLOCK_KV
     head_kv = tl.program_id(0) // num_tiles % heads_kv
     batch = (tl.program_id(0) // num_tiles // heads_kv).to(tl.int64)
-    total_q, first_q = seq_q, None
+    total_q = seq_q
     if num_sequences is not None:
         tile = tl.program_id(0) % num_tiles
         sequence, _first_kv, start_kv, seq_kv, first_q, seq_q = locate_tile(
@@ -283,15 +283,18 @@ def flash_bwd_dkdv_kernel(
             member, index = split_step(step, count, GROUP_SIZE)
             start_q = tile_start(index, begin, before, full, BLOCK_Q, masked)
             head = head_kv * GROUP_SIZE + member
-            q_base = head_base(q_ptr, q_strides, batch, head, ALIGN, first_q)
-            dout_base = head_base(dout_ptr, dout_strides, batch, head, ALIGN, first_q)
+            row_q, end_q = start_q, seq_q
+            if num_sequences is not None:
+                row_q, end_q = first_q + start_q, first_q + seq_q
+            q_base = head_base(q_ptr, q_strides, batch, head, ALIGN)
+            dout_base = head_base(dout_ptr, dout_strides, batch, head, ALIGN)
             offset = (batch * heads_q + head) * count_sequence_tiles(
                 total_q, num_sequences, ROW_PADDING
             ) * ROW_PADDING  # fmt: skip
             if num_sequences is not None:
                 offset += first_tile(first_q, sequence, ROW_PADDING).to(tl.int64) * ROW_PADDING
             # sᵀ = scale · k qᵀ
-            q = load_tile(q_base, start_q, seq_q, q_strides[1], BLOCK_Q, HEAD_DIM, masked)
+            q = load_tile(q_base, row_q, end_q, q_strides[1], BLOCK_Q, HEAD_DIM, masked)
             rows = start_q + tl.arange(0, BLOCK_Q)
             s, dcap = visible_scores(
                 k, q, rows[None, :], key[:, None], None, rule, window_left, window_right, masked
@@ -300,7 +303,7 @@ def flash_bwd_dkdv_kernel(
             lse2 = tl.load(lse2_ptr + offset + rows)
             p = tl.exp2(s * rule.exp2_scale - lse2[None, :])
             # dpᵀ = v doutᵀ
-            do = load_tile(dout_base, start_q, seq_q, dout_strides[1], BLOCK_Q, HEAD_DIM_V, masked)
+            do = load_tile(dout_base, row_q, end_q, dout_strides[1], BLOCK_Q, HEAD_DIM_V, masked)
             dp = tl.dot(v, tl.trans(do), input_precision="ieee")
             # dv += pᵀ dout
             dv = add_product(dv, p.to(do.dtype), do)
