@@ -15,14 +15,14 @@ import jax
 
 from pallas_attn.dispatch import Backends, Implementation, run_on_platform
 from pallas_attn.kernels import reference
-from twin_attention.contract.operands import FlashOperands
+from twin_attention.contract.operands import FlashOperands, VarlenOperands
 from twin_attention.contract.spec import AttentionSpec
 from twin_attention.contract.validate import not_differentiable
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4))
 def attention(
-    operands: FlashOperands[jax.Array],
+    operands: FlashOperands[jax.Array] | VarlenOperands[jax.Array],
     spec: AttentionSpec,
     backends: Backends,
     implementation: Implementation | None,
@@ -33,14 +33,15 @@ def attention(
     Whether the lse is an output is static, so that a backward without its gradient reads none.
 
     Args:
-        operands: as `pallas_attn.flash_attention` takes them.
+        operands: as `pallas_attn.flash_attention`, or `flash_attention_varlen`, takes them.
         spec: the problem; its shapes and dtype are those of the operands.
         backends: what to run where.
         implementation: what the caller asked for, which the backward goes by.
         return_lse: return the log-sum-exp as well.
 
     Returns:
-        out [B, Sq, Hq, Dv] in q's dtype, and with `return_lse` also lse [B, Hq, Sq], float32.
+        out [B, Sq, Hq, Dv] in q's dtype, and with `return_lse` also lse [B, Hq, Sq], float32;
+        without B for packed sequences.
     """
     out, lse = _forward(operands, spec, backends)
     return (out, lse) if return_lse else out

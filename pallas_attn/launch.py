@@ -51,6 +51,13 @@ def of_head(x: Any, group_size: int = 1) -> pl.BlockSpec | None:
     return pl.BlockSpec(block, lambda tile, head, batch: (batch, 0, head // group_size, 0))
 
 
+def of_all(x: Any) -> pl.BlockSpec | None:
+    """Return what a program reads of `x`, which every program reads whole; None gives None."""
+    if x is None:
+        return None
+    return pl.BlockSpec(x.shape, lambda tile, head, batch: (0,) * len(x.shape))
+
+
 def of_group(x: Any, group_size: int) -> pl.BlockSpec:
     """Return what a program reads of `x`: the rows of all heads that share the grid's kv head.
 

@@ -10,9 +10,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from pallas_attn.kernels.portable.sequences import offsets_of, with_batch, without_batch
 from pallas_attn.kernels.portable.softmax import LOG2E
 from pallas_attn.kernels.portable.tiles import ROW_PADDING
-from twin_attention.contract.operands import FlashOperands
+from twin_attention.contract.operands import FlashOperands, VarlenOperands
 from twin_attention.contract.spec import AttentionSpec
 from twin_attention.targets.family import Backend
 
@@ -34,7 +35,7 @@ class Inputs(NamedTuple):
     delta: Array
 
 
-Launch = Callable[[Inputs, AttentionSpec, Backend], Any]
+Launch = Callable[..., Any]  # from inputs, problem and backend; offsets of packed sequences follow
 
 
 def prepare_rows(
@@ -67,7 +68,7 @@ def make_flash_bwd(
     launch_dq: Launch,
     launch_dkdv: Launch,
     launch_fused: Launch | None = None,
-) -> Callable[..., FlashOperands[Array]]:
+) -> Callable[..., FlashOperands[Array] | VarlenOperands[Array]]:
     """Return the `flash_bwd` of a family.
 
     Args:
@@ -87,13 +88,13 @@ def _flash_bwd(
     launch_fused: Launch | None,
     dout: Array,
     dlse: Array | None,
-    operands: FlashOperands[Array],
+    operands: FlashOperands[Array] | VarlenOperands[Array],
     out: Array,
     lse: Array,
     spec: AttentionSpec,
     backend: Backend,
-) -> FlashOperands[Array]:
-    """Call the kernels of the backward.
+) -> FlashOperands[Array] | VarlenOperands[Array]:
+    """Call the kernels of the backward. Packed sequences have no batch axis.
 
     Args:
         preprocess, launch_dq, launch_dkdv, launch_fused: see `make_flash_bwd`.
@@ -104,14 +105,21 @@ def _flash_bwd(
     Returns:
         The gradient of each operand, in its dtype.
     """
-    lse2, delta = preprocess(dout, dlse, out, lse, spec, backend)
-    inputs = Inputs(operands.q, operands.k, operands.v, dout, lse2, delta)
+    q, k, v, dout, dlse, out, lse = with_batch(
+        spec, operands.q, operands.k, operands.v, dout, dlse, out, lse
+    )
+    offsets = offsets_of(operands)
+    lse2, delta = preprocess(dout, dlse, out, lse, spec, backend, *offsets[:1])
+    inputs = Inputs(q, k, v, dout, lse2, delta)
     if launch_fused is not None and "flash_bwd_fused" in backend.configs(spec):
         dq, dk, dv = launch_fused(inputs, spec, backend)
     else:
-        dq = launch_dq(inputs, spec, backend)
-        dk, dv = launch_dkdv(inputs, spec, backend)
-    return FlashOperands(dq, dk, dv, sinks_gradient(operands.sinks, lse2, delta))
+        dq = launch_dq(inputs, spec, backend, *offsets)
+        dk, dv = launch_dkdv(inputs, spec, backend, *offsets)
+    dq, dk, dv = without_batch(spec, dq, dk, dv)
+    dsinks = sinks_gradient(operands.sinks, lse2, delta)
+    gradients = {"q": dq, "k": dk, "v": dv, "sinks": dsinks}
+    return operands._make(map(gradients.get, operands._fields))
 
 
 def dq_sums(lse2: Array, columns: int) -> jax.ShapeDtypeStruct:

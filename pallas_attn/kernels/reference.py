@@ -5,38 +5,56 @@ Each function takes and returns what the kernel of the same name does.
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import Array
 
 from twin_attention.contract import reference
-from twin_attention.contract.operands import AppendOperands, DecodeOperands, FlashOperands
-from twin_attention.contract.spec import AttentionSpec, DecodeSpec, MergeSpec, PagedCache
+from twin_attention.contract.operands import (
+    AppendOperands,
+    DecodeOperands,
+    FlashOperands,
+    VarlenOperands,
+)
+from twin_attention.contract.spec import (
+    AttentionSpec,
+    DecodeSpec,
+    MergeSpec,
+    PagedCache,
+    VarlenSpec,
+)
 from twin_attention.targets.family import Backend
 
 
 def flash_fwd(
-    operands: FlashOperands[Array], spec: AttentionSpec, backend: Backend
+    operands: FlashOperands[Array] | VarlenOperands[Array], spec: AttentionSpec, backend: Backend
 ) -> tuple[Array, Array]:
     """Compute out and lse in float32, with O(Sq · Skv) memory."""
+    is_packed = isinstance(spec, VarlenSpec)
+    forward: Any = reference.varlen_forward if is_packed else reference.attention_forward
     with jax.default_matmul_precision("highest"):
-        out, lse = reference.attention_forward(operands, spec, jnp.float32)
+        out, lse = forward(operands, spec, jnp.float32)
     return out.astype(operands.q.dtype), lse
 
 
 def flash_bwd(
     dout: Array,
     dlse: Array | None,
-    operands: FlashOperands[Array],
+    operands: FlashOperands[Array] | VarlenOperands[Array],
     out: Array,
     lse: Array,
     spec: AttentionSpec,
     backend: Backend,
-) -> FlashOperands[Array]:
+) -> FlashOperands[Array] | VarlenOperands[Array]:
     """Compute the operands' gradients in float32, with O(Sq · Skv) memory."""
+    is_packed = isinstance(spec, VarlenSpec)
+    backward: Any = reference.varlen_backward if is_packed else reference.attention_backward
     with jax.default_matmul_precision("highest"):
-        gradients = reference.attention_backward(dout, dlse, operands, spec, jnp.float32)
-    return jax.tree.map(lambda dx, x: dx.astype(x.dtype), gradients, operands)
+        gradients = backward(dout, dlse, operands, spec, jnp.float32)
+    both = zip(gradients, operands, strict=True)
+    return gradients._make(None if dx is None else dx.astype(x.dtype) for dx, x in both)
 
 
 def paged_decode(

@@ -14,11 +14,19 @@ from jax.experimental import pallas as pl
 
 from pallas_attn.kernels.gradients import make_flash_bwd
 from pallas_attn.kernels.portable.scores import add_product, dot, visible_scores
+from pallas_attn.kernels.portable.sequences import (
+    count_sequence_tiles,
+    first_tile,
+    locate_tile,
+    num_sequences_of,
+)
 from pallas_attn.kernels.portable.softmax import LOG2E
 from pallas_attn.kernels.portable.tiles import (
     ROW_PADDING,
+    Rows,
     arange,
     count_tiles,
+    load_padded_rows,
     load_rows,
     load_tile,
     split_step,
@@ -26,29 +34,57 @@ from pallas_attn.kernels.portable.tiles import (
     tile_start,
     visible_tiles,
 )
-from pallas_attn.launch import flash_arguments, launch, of_group, of_head
+from pallas_attn.launch import flash_arguments, launch, of_all, of_group, of_head
 from twin_attention.targets.config import padded_head_dim
 
 
-def flash_bwd_preprocess_kernel(*refs, seq_q, head_dim_v, block_q):
+def flash_bwd_preprocess_kernel(
+    dout_ref,
+    out_ref,
+    lse_ref,
+    dlse_ref,
+    cu_seqlens_q_ref,
+    lse2_ref,
+    delta_ref,
+    *,
+    seq_q,
+    num_sequences,
+    head_dim_v,
+    block_q,
+):
     """Prepare the rows for the other kernels; one program has block_q rows of a head.
 
     ``delta = rowsum(dout ∘ out) - dlse``, and lse2 is lse in base 2, or +inf where a row saw no
     key or does not exist, so that ``exp2(s - lse2)`` is 0 there. Operands, of this program's batch
-    and head: dout and out [Sq, Dv], lse and dlse [Sq] (dlse is left out for zero); lse2 and delta
+    and head: dout and out [Sq, Dv], lse and dlse [Sq] (dlse is None for zero); lse2 and delta
     [Sq rounded up to ROW_PADDING], all float32. Grid: (query tiles, heads, batch).
+
+    Packed sequences, as in `flash_fwd_kernel`: lse2 and delta have `count_sequence_tiles` of
+    ROW_PADDING rows, so that each sequence begins a tile. dout counts as 0 in padding.
     """
-    dout_ref, out_ref, lse_ref, *dlse_ref, lse2_ref, delta_ref = refs
-    start_q = pl.program_id(0) * block_q
-    do = load_tile(dout_ref, start_q, seq_q, block_q, head_dim_v, True)
+    # Locate the rows.
+    padded = pl.program_id(0) * block_q
+    start_q, seq_dout = padded, seq_q
+    if num_sequences is not None:
+        # With the queries for the other axis as well, that of padding is empty.
+        _sequence, _first_q, start_q, seq_q, first_dout, size_dout = locate_tile(
+            cu_seqlens_q_ref, cu_seqlens_q_ref, padded // ROW_PADDING, seq_q, seq_q, ROW_PADDING
+        )
+        start_q = start_q + padded % ROW_PADDING
+        seq_dout = first_dout + size_dout
+
+    # delta = rowsum(dout ∘ out) - dlse
+    do = load_tile(dout_ref, start_q, seq_dout, block_q, head_dim_v, True)
     out = load_tile(out_ref, start_q, seq_q, block_q, head_dim_v, True)
     delta = jnp.sum(do.astype(jnp.float32) * out.astype(jnp.float32), 1)
     lse = load_rows(lse_ref, start_q, seq_q, block_q, float("inf"))
     lse2 = jnp.where(lse == float("-inf"), float("inf"), lse) * LOG2E
-    if dlse_ref:
-        delta = delta - load_rows(dlse_ref[0], start_q, seq_q, block_q, 0.0)
-    lse2_ref[pl.ds(start_q, block_q)] = lse2
-    delta_ref[pl.ds(start_q, block_q)] = delta
+    if dlse_ref is not None:
+        delta = delta - load_rows(dlse_ref, start_q, seq_q, block_q, 0.0)
+
+    # Store.
+    lse2_ref[pl.ds(padded, block_q)] = lse2
+    delta_ref[pl.ds(padded, block_q)] = delta
 
 
 def flash_bwd_dq_kernel(
@@ -58,11 +94,14 @@ def flash_bwd_dq_kernel(
     dout_ref,
     lse2_ref,
     delta_ref,
+    cu_seqlens_q_ref,
+    cu_seqlens_kv_ref,
     dq_ref,
     *,
     seq_q,
     seq_kv,
     diagonal,
+    num_sequences,
     rule,
     window_left,
     window_right,
@@ -76,19 +115,29 @@ def flash_bwd_dq_kernel(
     Operands, of this program's batch and head: q and dq [Sq, D], k [Skv, D], v [Skv, Dv],
     dout [Sq, Dv], lse2 and delta of `flash_bwd_preprocess_kernel`. Grid, diagonal, rule: as
     in `flash_fwd_kernel`. Loop invariant: dq is Σ ds k over the keys so far. Accumulation: float32,
-    exponents in base 2, ds cast to k's dtype for ds·k. A row that sees no key gives 0.
+    exponents in base 2, ds cast to k's dtype for ds·k. A row that sees no key gives 0. Packed
+    sequences: as in `flash_fwd_kernel`; lse2 and delta as `flash_bwd_preprocess_kernel` has them.
     """
     # Locate the tile of queries.
-    num_tiles = pl.cdiv(seq_q, block_q)
-    start_q = (num_tiles - 1 - pl.program_id(0)) * block_q
+    num_tiles = count_sequence_tiles(seq_q, num_sequences, block_q)
+    tile = num_tiles - 1 - pl.program_id(0)
+    start_q = tile * block_q
+    if num_sequences is not None:
+        sequence, first_q, start_q, seq_q, first_kv, seq_kv = locate_tile(
+            cu_seqlens_q_ref, cu_seqlens_kv_ref, tile, seq_q, seq_kv, block_q
+        )
+        diagonal = seq_kv - seq_q
+        k_ref, v_ref = Rows(k_ref, first_kv), Rows(v_ref, first_kv)
+        moved = first_tile(first_q, sequence, ROW_PADDING) * ROW_PADDING - first_q
+        lse2_ref, delta_ref = Rows(lse2_ref, moved), Rows(delta_ref, moved)
 
     # Load the queries and what belongs to their rows; they stay.
     q = load_tile(q_ref, start_q, seq_q, block_q, head_dim, True)
     do = load_tile(dout_ref, start_q, seq_q, block_q, head_dim_v, True)
     rows = start_q + arange(block_q)
     position = rows + diagonal
-    lse2 = lse2_ref[pl.ds(start_q, block_q)]
-    delta = delta_ref[pl.ds(start_q, block_q)]
+    lse2 = load_padded_rows(lse2_ref, start_q, block_q)
+    delta = load_padded_rows(delta_ref, start_q, block_q)
     dq = jnp.zeros((block_q, padded_head_dim(head_dim)), jnp.float32)
 
     # Visit the tiles of keys that these queries see; only tiles at the edges are masked.
@@ -129,6 +178,8 @@ def flash_bwd_dkdv_kernel(
     dout_ref,
     lse2_ref,
     delta_ref,
+    cu_seqlens_q_ref,
+    cu_seqlens_kv_ref,
     dk_ref,
     dv_ref,
     *,
@@ -136,6 +187,7 @@ def flash_bwd_dkdv_kernel(
     seq_q,
     seq_kv,
     diagonal,
+    num_sequences,
     rule,
     window_left,
     window_right,
@@ -152,10 +204,20 @@ def flash_bwd_dkdv_kernel(
     dp, ds are transposed (keys down, queries across), so that they are left operands as they are.
     Loop invariant: dk is Σ dsᵀ q and dv is Σ pᵀ dout over the query heads and queries so far.
     Accumulation: float32, exponents in base 2, p and ds cast to the inputs' dtype for their
-    products. A key that no query sees gives 0.
+    products. A key that no query sees gives 0. Packed sequences: as in `flash_bwd_dq_kernel`, with
+    tiles of keys.
     """
     # Locate the tile of keys.
-    start_kv = pl.program_id(0) * block_kv
+    tile = pl.program_id(0)
+    start_kv = tile * block_kv
+    if num_sequences is not None:
+        sequence, _first_kv, start_kv, seq_kv, first_q, seq_q = locate_tile(
+            cu_seqlens_kv_ref, cu_seqlens_q_ref, tile, seq_kv, seq_q, block_kv
+        )
+        diagonal = seq_kv - seq_q
+        q_ref, dout_ref = Rows(q_ref, first_q), Rows(dout_ref, first_q)
+        first_row = first_tile(first_q, sequence, ROW_PADDING) * ROW_PADDING
+        lse2_ref, delta_ref = Rows(lse2_ref, first_row), Rows(delta_ref, first_row)
 
     # Load the keys and values; they stay.
     k = load_tile(k_ref, start_kv, seq_kv, block_kv, head_dim, True)
@@ -182,7 +244,7 @@ def flash_bwd_dkdv_kernel(
                 k, q, rows[None, :], key[:, None], None, rule, window_left, window_right, masked
             )
             # pᵀ = exp(sᵀ - lse)
-            lse2 = lse2_ref[member, pl.ds(start_q, block_q)]
+            lse2 = load_padded_rows(lse2_ref, start_q, block_q, member)
             p = jnp.exp2(s * rule.exp2_scale - lse2[None, :])
             # dpᵀ = v doutᵀ
             do = load_tile(dout_ref, start_q, seq_q, block_q, head_dim_v, masked, member)
@@ -190,7 +252,7 @@ def flash_bwd_dkdv_kernel(
             # dv += pᵀ dout
             dv = add_product(dv, p.astype(do.dtype), do)
             # dsᵀ = pᵀ ∘ (dpᵀ - delta) ∘ dcapᵀ
-            delta = delta_ref[member, pl.ds(start_q, block_q)]
+            delta = load_padded_rows(delta_ref, start_q, block_q, member)
             ds = p * (dp - delta[None, :]) * dcap
             # dk += dsᵀ q
             dk = add_product(dk, ds.astype(q.dtype), q)
@@ -203,55 +265,79 @@ def flash_bwd_dkdv_kernel(
     store_tile(dv_ref, dv, start_kv, seq_kv, block_kv, head_dim_v)
 
 
-def launch_preprocess(dout, dlse, out, lse, spec, backend):
+def launch_preprocess(dout, dlse, out, lse, spec, backend, cu_seqlens_q=None):
     """Call `flash_bwd_preprocess_kernel`; returns lse2 and delta."""
-    padded = pl.cdiv(spec.seq_q, ROW_PADDING) * ROW_PADDING
-    rows = jax.ShapeDtypeStruct((*lse.shape[:2], padded), jnp.float32)
-    operands = (dout, out, lse) if dlse is None else (dout, out, lse, dlse)
+    num_sequences = num_sequences_of(spec)
+    num_rows = count_sequence_tiles(spec.seq_q, num_sequences, ROW_PADDING) * ROW_PADDING
+    rows = jax.ShapeDtypeStruct((*lse.shape[:2], num_rows), jnp.float32)
+    operands = (dout, out, lse, dlse)
     return launch(
         "flash_bwd_preprocess",
         flash_bwd_preprocess_kernel,
-        lambda config: (padded // config.block_q, spec.heads_q, spec.batch),
-        operands,
-        tuple(of_head(x) for x in operands),
+        lambda config: (num_rows // config.block_q, spec.heads_q, spec.batch),
+        (*operands, cu_seqlens_q),
+        (*map(of_head, operands), of_all(cu_seqlens_q)),
         (rows, rows),
         (of_head(rows), of_head(rows)),
-        {"seq_q": spec.seq_q, "head_dim_v": spec.head_dim_v},
+        {"seq_q": spec.seq_q, "num_sequences": num_sequences, "head_dim_v": spec.head_dim_v},
         spec,
         backend,
     )
 
 
-def launch_dq(inputs, spec, backend):
+def launch_dq(inputs, spec, backend, cu_seqlens_q=None, cu_seqlens_kv=None):
     """Call `flash_bwd_dq_kernel`; returns dq."""
     q, k, v, *of_rows = inputs
+    offsets, num_sequences = (cu_seqlens_q, cu_seqlens_kv), num_sequences_of(spec)
+
+    def grid(config):
+        tiles = count_sequence_tiles(spec.seq_q, num_sequences, config.block_q)
+        return tiles, spec.heads_q, spec.batch
+
     (dq,) = launch(
         "flash_bwd_dq",
         flash_bwd_dq_kernel,
-        lambda config: (pl.cdiv(spec.seq_q, config.block_q), spec.heads_q, spec.batch),
-        inputs,
-        (of_head(q), *(of_head(x, spec.group_size) for x in (k, v)), *map(of_head, of_rows)),
+        grid,
+        (*inputs, *offsets),
+        (
+            of_head(q),
+            *(of_head(x, spec.group_size) for x in (k, v)),
+            *map(of_head, of_rows),
+            *map(of_all, offsets),
+        ),
         (jax.ShapeDtypeStruct(q.shape, q.dtype),),
         (of_head(q),),
-        flash_arguments(spec),
+        flash_arguments(spec) | {"num_sequences": num_sequences},
         spec,
         backend,
     )
     return dq
 
 
-def launch_dkdv(inputs, spec, backend):
+def launch_dkdv(inputs, spec, backend, cu_seqlens_q=None, cu_seqlens_kv=None):
     """Call `flash_bwd_dkdv_kernel`; returns dk and dv."""
     (q, k, v, *of_rows), group = inputs, spec.group_size
+    offsets, num_sequences = (cu_seqlens_q, cu_seqlens_kv), num_sequences_of(spec)
+
+    def grid(config):
+        tiles = count_sequence_tiles(spec.seq_kv, num_sequences, config.block_kv)
+        return tiles, spec.heads_kv, spec.batch
+
     return launch(
         "flash_bwd_dkdv",
         flash_bwd_dkdv_kernel,
-        lambda config: (pl.cdiv(spec.seq_kv, config.block_kv), spec.heads_kv, spec.batch),
-        inputs,
-        (of_group(q, group), of_head(k), of_head(v), *(of_group(x, group) for x in of_rows)),
+        grid,
+        (*inputs, *offsets),
+        (
+            of_group(q, group),
+            of_head(k),
+            of_head(v),
+            *(of_group(x, group) for x in of_rows),
+            *map(of_all, offsets),
+        ),
         tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (k, v)),
         (of_head(k), of_head(v)),
-        flash_arguments(spec) | {"group_size": group},
+        flash_arguments(spec) | {"group_size": group, "num_sequences": num_sequences},
         spec,
         backend,
     )

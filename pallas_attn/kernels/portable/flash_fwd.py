@@ -10,8 +10,17 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from pallas_attn.kernels.portable.scores import dot, visible_scores
+from pallas_attn.kernels.portable.sequences import (
+    count_sequence_tiles,
+    locate_tile,
+    num_sequences_of,
+    offsets_of,
+    with_batch,
+    without_batch,
+)
 from pallas_attn.kernels.portable.softmax import LN2, LOG2E, add_sink, online_softmax_update
 from pallas_attn.kernels.portable.tiles import (
+    Rows,
     arange,
     count_tiles,
     load_tile,
@@ -20,8 +29,8 @@ from pallas_attn.kernels.portable.tiles import (
     tile_start,
     visible_tiles,
 )
-from pallas_attn.launch import flash_arguments, launch, of_head
-from twin_attention.contract.operands import FlashOperands
+from pallas_attn.launch import flash_arguments, launch, of_all, of_head
+from twin_attention.contract.operands import FlashOperands, VarlenOperands
 from twin_attention.contract.spec import AttentionSpec
 from twin_attention.targets.config import padded_head_dim
 from twin_attention.targets.family import Backend
@@ -32,12 +41,15 @@ def flash_fwd_kernel(
     k_ref,
     v_ref,
     sink_ref,
+    cu_seqlens_q_ref,
+    cu_seqlens_kv_ref,
     out_ref,
     lse_ref,
     *,
     seq_q,
     seq_kv,
     diagonal,
+    num_sequences,
     rule,
     window_left,
     window_right,
@@ -55,10 +67,22 @@ def flash_fwd_kernel(
     `online_softmax_update`. Accumulation: float32, exponents in base 2, p cast to v's dtype for
     p·v. A row that sees no key gives 0, and -inf or its sink. block_q and block_kv are powers of
     two, at least 16.
+
+    Packed sequences: cu_seqlens_q and cu_seqlens_kv [num_sequences + 1] int32, otherwise all three
+    None. Sq and Skv are the numbers of all tokens, and the grid has `count_sequence_tiles` of
+    queries.
     """
     # Locate the tile of queries.
-    num_tiles = pl.cdiv(seq_q, block_q)
-    start_q = (num_tiles - 1 - pl.program_id(0)) * block_q
+    num_tiles = count_sequence_tiles(seq_q, num_sequences, block_q)
+    tile = num_tiles - 1 - pl.program_id(0)
+    start_q = tile * block_q
+    if num_sequences is not None:
+        # Queries are counted from the first of all, keys from the sequence's first.
+        _sequence, _first_q, start_q, seq_q, first_kv, seq_kv = locate_tile(
+            cu_seqlens_q_ref, cu_seqlens_kv_ref, tile, seq_q, seq_kv, block_q
+        )
+        diagonal = seq_kv - seq_q
+        k_ref, v_ref = Rows(k_ref, first_kv), Rows(v_ref, first_kv)
 
     # Load the queries; they stay.
     q = load_tile(q_ref, start_q, seq_q, block_q, head_dim, True)
@@ -109,25 +133,34 @@ def flash_fwd_kernel(
 
 
 def flash_fwd(
-    operands: FlashOperands[Array], spec: AttentionSpec, backend: Backend
+    operands: FlashOperands[Array] | VarlenOperands[Array], spec: AttentionSpec, backend: Backend
 ) -> tuple[Array, Array]:
     """Call `flash_fwd_kernel`.
 
     Returns:
-        out [B, Sq, Hq, Dv] in q's dtype and lse [B, Hq, Sq] float32.
+        out [B, Sq, Hq, Dv] in q's dtype and lse [B, Hq, Sq] float32; without B for packed
+        sequences.
     """
-    q, k, v, sinks = operands
+    q, k, v = with_batch(spec, operands.q, operands.k, operands.v)
+    sinks, group = operands.sinks, spec.group_size
+    offsets, num_sequences = offsets_of(operands) or (None, None), num_sequences_of(spec)
     out = jax.ShapeDtypeStruct((*q.shape[:3], spec.head_dim_v), q.dtype)
     lse = jax.ShapeDtypeStruct((spec.batch, spec.heads_q, spec.seq_q), jnp.float32)
-    return launch(
+
+    def grid(config):
+        tiles = count_sequence_tiles(spec.seq_q, num_sequences, config.block_q)
+        return tiles, spec.heads_q, spec.batch
+
+    out, lse = launch(
         "flash_fwd",
         flash_fwd_kernel,
-        lambda config: (pl.cdiv(spec.seq_q, config.block_q), spec.heads_q, spec.batch),
-        operands,
-        (of_head(q), of_head(k, spec.group_size), of_head(v, spec.group_size), of_head(sinks)),
+        grid,
+        (q, k, v, sinks, *offsets),
+        (of_head(q), of_head(k, group), of_head(v, group), of_head(sinks), *map(of_all, offsets)),
         (out, lse),
         (of_head(out), of_head(lse)),
-        flash_arguments(spec),
+        flash_arguments(spec) | {"num_sequences": num_sequences},
         spec,
         backend,
     )
+    return without_batch(spec, out, lse)

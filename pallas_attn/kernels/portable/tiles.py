@@ -1,7 +1,9 @@
 """Tiles: which of them a row sees, and how rows and columns of a head are read and written.
 
-Shapes are static in JAX, so loops over no tile at all are not traced.
+Without packed sequences shapes are static in JAX, so loops over no tile at all are not traced.
 """
+
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -87,6 +89,24 @@ def split_step(step, count, group_size):
     return step // count, step % count
 
 
+class Rows(NamedTuple):
+    """The rows of a reference from `first` on: what the functions below take in its place."""
+
+    ref: Any
+    first: Any
+
+
+def locate_rows(ref, start):
+    """Return the reference that row `start` is in, and its number there."""
+    if not isinstance(ref, Rows):
+        return ref, start
+    # This takes no bit away. It tells the compiler that the sum does not overflow, so that the rows
+    # of a tile share an address: the forward of head size 64 on SM90 then has 128 registers instead
+    # of 136 (Triton 3.6), and four programs share an SM.
+    bits = max(ref.ref.shape).bit_length()
+    return ref.ref, ref.first + (start & (2**bits - 1))
+
+
 def load_tile(ref, start, num_rows, block_rows, size, mask_rows, head=None):
     """Load rows start .. start + block_rows of a [num_rows, size] matrix.
 
@@ -111,25 +131,38 @@ def store_tile(ref, x, start, num_rows, block_rows, size):
     rows = arange(block_rows)[:, None]
     cols = arange(block_size)[None, :]
     tile = tile_of(ref, start, block_rows, block_size)
-    plt.store(tile, x.astype(ref.dtype), mask=(rows < num_rows - start) & (cols < size))
+    plt.store(tile, x.astype(tile.dtype), mask=(rows < num_rows - start) & (cols < size))
 
 
 def tile_of(ref, start, block_rows, block_size, head=None):
     """Return a view of rows start .. start + block_rows, by int32 even under jax_enable_x64."""
+    ref, start = locate_rows(ref, start)
     rows, cols = pl.ds(start, block_rows), pl.ds(np.int32(0), block_size)
     return ref.at[rows, cols] if head is None else ref.at[rows, head, cols]
 
 
 def load_rows(ref, start, num_rows, block_rows, other):
     """Load elements start .. start + block_rows of a vector of `num_rows`; `other` past its end."""
-    rows = start + arange(block_rows)
-    return plt.load(ref.at[pl.ds(start, block_rows)], mask=rows < num_rows, other=other)
+    exists = start + arange(block_rows) < num_rows
+    ref, start = locate_rows(ref, start)
+    return plt.load(ref.at[pl.ds(start, block_rows)], mask=exists, other=other)
+
+
+def load_padded_rows(ref, start, block_rows, head=None):
+    """Load what `load_rows` does from a vector that is padded to ROW_PADDING: all of them exist.
+
+    head: the vector is ``ref[head, :]``.
+    """
+    ref, start = locate_rows(ref, start)
+    rows = pl.ds(start, block_rows)
+    return ref[rows] if head is None else ref[head, rows]
 
 
 def store_rows(ref, x, start, num_rows, block_rows):
     """Store what `load_rows` loads; elements past `num_rows` are not written."""
-    rows = start + arange(block_rows)
-    plt.store(ref.at[pl.ds(start, block_rows)], x, mask=rows < num_rows)
+    exists = start + arange(block_rows) < num_rows
+    ref, start = locate_rows(ref, start)
+    plt.store(ref.at[pl.ds(start, block_rows)], x, mask=exists)
 
 
 def arange(size):

@@ -1,0 +1,113 @@
+"""Packed sequences: to which of them a tile belongs, and where its rows are.
+
+Rows of N sequences lie one after the other; sequence n begins at ``cu_seqlens[n]``. A tile never
+holds two of them, so that each gives the bits that it gives alone. The host knows no lengths, so
+sequence n owns the tiles from ``cu_seqlens[n] // block + n`` on, which are at least as many as it
+has. What follows the last offset is padding, and counts as sequence N, whose other axis is empty.
+
+Offsets are data that nobody checked. Any numbers are clamped to the tensors, and the search ends.
+"""
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.pallas import triton as plt
+
+from pallas_attn.kernels.portable.tiles import arange, cdiv
+from twin_attention.contract.operands import FlashOperands, VarlenOperands
+from twin_attention.contract.spec import AttentionSpec, VarlenSpec
+
+# Offsets that a step of the search reads at a time: one step finds one of 127 sequences.
+SEARCH_WIDTH = 128
+
+
+def count_sequence_tiles(num_rows, num_sequences, block):
+    """Return how many tiles the sequences of an axis own, or a dense one's if that is None."""
+    if num_sequences is None:
+        return cdiv(num_rows, block)
+    return num_rows // block + num_sequences + 1
+
+
+def locate_tile(cu_seqlens_ref, cu_seqlens_other_ref, tile, num_rows, num_rows_other, block):
+    """Find the sequence that owns a tile.
+
+    Args:
+        cu_seqlens_ref, cu_seqlens_other_ref: [N + 1] offsets of the tile's axis and of the other.
+        tile: of all sequences' tiles.
+        num_rows, num_rows_other: lengths of the axes.
+        block: rows of a tile.
+
+    Returns:
+        (sequence, first, start, end, first_other, size_other): the sequence's first row, the tile's
+        first row and the end of the sequence's, all within the axis; the sequence's first row on
+        the other axis, and how many it has there. A tile behind the last one of its sequence is
+        that of an empty sequence: start and end are first, and size_other is 0.
+    """
+    sequence = find_sequence(cu_seqlens_ref, tile, block)
+    first, size = rows_of_sequence(cu_seqlens_ref, sequence, num_rows, num_rows)
+    first_other, size_other = rows_of_sequence(cu_seqlens_other_ref, sequence, num_rows_other, 0)
+    index = jnp.maximum(tile - first_tile(first, sequence, block), 0)
+    exists = index < cdiv(size, block)
+    start = first + jnp.where(exists, index * block, 0)
+    end = first + jnp.where(exists, size, 0)
+    size_other = jnp.where(exists, size_other, 0)
+    return sequence, first, start, end, first_other, size_other
+
+
+def first_tile(first, sequence, block):
+    """Return the first tile that a sequence owns, from its first row."""
+    return first // block + sequence
+
+
+def find_sequence(cu_seqlens_ref, tile, block):
+    """Return the last sequence whose first tile is not behind `tile`, 0 .. N."""
+    first = np.int32(0)
+    count = cu_seqlens_ref.shape[0]
+    while count > 1:
+        step = cdiv(count, SEARCH_WIDTH)
+        sequence = first + arange(SEARCH_WIDTH) * step
+        exists = sequence < cu_seqlens_ref.shape[0]
+        offset = plt.load(cu_seqlens_ref.at[sequence], mask=exists, other=0)
+        begun = exists & (first_tile(offset, sequence, block) <= tile)
+        passed = jnp.maximum(jnp.sum(begun.astype(jnp.int32), dtype=jnp.int32) - 1, 0)
+        first = first + passed * step
+        count = step
+    return first
+
+
+def rows_of_sequence(cu_seqlens_ref, sequence, num_rows, end_of_padding):
+    """Return the first row of a sequence and how many it has, within an axis of `num_rows`."""
+    num_sequences = cu_seqlens_ref.shape[0] - 1
+    first = cu_seqlens_ref[sequence]
+    end = cu_seqlens_ref[jnp.minimum(sequence + 1, num_sequences)]
+    end = jnp.where(sequence < num_sequences, end, end_of_padding)
+    first = jnp.minimum(jnp.maximum(first, 0), num_rows)
+    end = jnp.minimum(jnp.maximum(end, first), num_rows)
+    return first, end - first
+
+
+def num_sequences_of(spec: AttentionSpec) -> int | None:
+    """Return how many packed sequences a problem has; None for a dense one."""
+    return spec.num_sequences if isinstance(spec, VarlenSpec) else None
+
+
+def offsets_of(operands: FlashOperands[Any] | VarlenOperands[Any]) -> tuple[Any, ...]:
+    """Return the operands that a kernel has for packed sequences alone."""
+    if isinstance(operands, FlashOperands):
+        return ()
+    return operands.cu_seqlens_q, operands.cu_seqlens_kv
+
+
+def with_batch(spec: AttentionSpec, *tensors: Any) -> tuple[Any, ...]:
+    """Return tensors with a batch axis: packed sequences are a batch of one. None stays None."""
+    if not isinstance(spec, VarlenSpec):
+        return tensors
+    return tuple(None if x is None else jnp.expand_dims(x, 0) for x in tensors)
+
+
+def without_batch(spec: AttentionSpec, *tensors: Any) -> tuple[Any, ...]:
+    """Undo `with_batch`."""
+    if not isinstance(spec, VarlenSpec):
+        return tensors
+    return tuple(jnp.squeeze(x, 0) for x in tensors)
