@@ -3,12 +3,15 @@
 from pallas_attn.decode import append_kv, check_pages, merge_states, paged_decode
 from pallas_attn.explain import explain
 from pallas_attn.flash import flash_attention
+from pallas_attn.varlen import check_offsets, flash_attention_varlen
 
 __all__ = [
     "append_kv",
+    "check_offsets",
     "check_pages",
     "explain",
     "flash_attention",
+    "flash_attention_varlen",
     "merge_states",
     "paged_decode",
 ]

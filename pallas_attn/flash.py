@@ -113,7 +113,7 @@ def flash_attention(
         scale=scale,
         window_size=window_size,
         softcap=softcap,
-        deterministic=_or_as_xla_says(deterministic),
+        deterministic=or_as_xla_says(deterministic),
         return_lse=return_lse,
     )
     operands = FlashOperands(q, k, v, sinks)
@@ -128,11 +128,11 @@ def problem_of_flash(
     """Check the arguments of `flash_attention` and return the device and the problem."""
     operands = FlashOperands(q, k, v, sinks)
     described = describe_operands(operands, operand)
-    checked = check_flash_options(deterministic=_or_as_xla_says(deterministic), **options)
+    checked = check_flash_options(deterministic=or_as_xla_says(deterministic), **options)
     return device_of(q), check_flash_attention(described, checked)
 
 
-def _or_as_xla_says(deterministic: Any) -> Any:
+def or_as_xla_says(deterministic: Any) -> Any:
     """Return the option, with XLA's own setting in place of None."""
     if deterministic is None:
         flags = (flag.partition("=") for flag in os.environ.get("XLA_FLAGS", "").split())

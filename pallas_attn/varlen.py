@@ -1,0 +1,178 @@
+"""The public functions of flash attention over packed sequences: check the arguments, run it."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, overload
+
+import jax
+import numpy as np
+
+from pallas_attn.dispatch import Implementation, choose_backends
+from pallas_attn.flash import or_as_xla_says
+from pallas_attn.flash_ops import attention
+from pallas_attn.operands import device_of, operand
+from pallas_attn.targets import Device
+from twin_attention.contract.operands import VarlenOperands, describe_operands
+from twin_attention.contract.spec import VarlenSpec
+from twin_attention.contract.validate import (
+    check_flash_attention_varlen,
+    check_flash_options,
+    check_offset_values,
+    check_offsets_arguments,
+)
+
+
+@overload
+def flash_attention_varlen(
+    q: jax.Array, k: jax.Array, v: jax.Array, cu_seqlens_q: jax.Array, cu_seqlens_kv: jax.Array,
+    *,
+    causal: bool = ..., scale: float | None = ...,
+    window_size: tuple[int | None, int | None] | None = ..., softcap: float | None = ...,
+    sinks: jax.Array | None = ..., deterministic: bool | None = ...,
+    return_lse: Literal[False] = ..., implementation: Implementation | None = ...,
+) -> jax.Array: ...  # fmt: skip
+@overload
+def flash_attention_varlen(
+    q: jax.Array, k: jax.Array, v: jax.Array, cu_seqlens_q: jax.Array, cu_seqlens_kv: jax.Array,
+    *,
+    causal: bool = ..., scale: float | None = ...,
+    window_size: tuple[int | None, int | None] | None = ..., softcap: float | None = ...,
+    sinks: jax.Array | None = ..., deterministic: bool | None = ...,
+    return_lse: Literal[True], implementation: Implementation | None = ...,
+) -> tuple[jax.Array, jax.Array]: ...  # fmt: skip
+@overload
+def flash_attention_varlen(
+    q: jax.Array, k: jax.Array, v: jax.Array, cu_seqlens_q: jax.Array, cu_seqlens_kv: jax.Array,
+    *,
+    causal: bool = ..., scale: float | None = ...,
+    window_size: tuple[int | None, int | None] | None = ..., softcap: float | None = ...,
+    sinks: jax.Array | None = ..., deterministic: bool | None = ...,
+    return_lse: bool, implementation: Implementation | None = ...,
+) -> jax.Array | tuple[jax.Array, jax.Array]: ...  # fmt: skip
+def flash_attention_varlen(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    cu_seqlens_q: jax.Array,
+    cu_seqlens_kv: jax.Array,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    window_size: tuple[int | None, int | None] | None = None,
+    softcap: float | None = None,
+    sinks: jax.Array | None = None,
+    deterministic: bool | None = None,
+    return_lse: bool = False,
+    implementation: Implementation | None = None,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """Exact attention within each of N sequences that are packed one after the other.
+
+    Sequence n has queries ``cu_seqlens_q[n] .. cu_seqlens_q[n + 1]`` and keys ``cu_seqlens_kv[n] ..
+    cu_seqlens_kv[n + 1]``. Each is what `flash_attention` computes for it alone: query i of a
+    sequence stands at its key position ``p = i + (its keys) - (its queries)``, and lengths may be
+    0. Tokens past the last offset are padding and may hold NaN: a query there sees no key and gives
+    0, log-sum-exp -inf or its head's sink, and gradients 0 but for the sink's.
+
+    The grid follows from Tq, Tkv and N, and the offsets are read on the device alone: under `jit`
+    one trace serves all offsets. Nothing checks them (`check_offsets` does); whatever they are, no
+    memory outside the arrays is touched. Works under the transformations that `flash_attention`
+    does, `vmap` included. Differentiable once, in reverse mode.
+
+    Args:
+        q: [Tq, Hq, D], float16, bfloat16 or float32. D is 16 to 256 in steps of 8.
+        k: [Tkv, Hkv, D], q's dtype. Hq is a multiple of Hkv.
+        v: [Tkv, Hkv, Dv], q's dtype. Dv has D's limits and need not be D.
+        cu_seqlens_q: [N + 1] int32, offsets of the sequences' queries: 0 first, never decreasing,
+            Tq at most.
+        cu_seqlens_kv: [N + 1] int32, the same of their keys, Tkv at most.
+        causal: query i sees keys up to p.
+        scale: factor of the scores; None is ``D ** -0.5``.
+        window_size: (left, right): query i sees keys from p - left to p + right. None, for the
+            pair or a side, is unlimited.
+        softcap: scores become ``softcap * tanh(score / softcap)``, before the masks.
+        sinks: [Hq] float32, a logit of each head that counts in the softmax's denominator and in
+            the log-sum-exp, and has no value. None is no such logit.
+        deterministic: True: the backward gives the same bits every time. False: it may add in any
+            order, which is faster where the kernels can. None: as
+            ``--xla_gpu_deterministic_ops`` in ``XLA_FLAGS`` says.
+        return_lse: return the log-sum-exp of the scores as well. It is differentiable.
+        implementation: "triton" (Pallas kernels in the Triton lowering; on a CPU in the Pallas
+            interpreter), "reference" (plain JAX in float32, O(Tq · Tkv) memory), or None: the
+            fastest kernels for the problem on a CUDA device, the reference elsewhere.
+
+    Returns:
+        out [Tq, Hq, Dv] in q's dtype; with `return_lse` the pair (out, lse), lse [Hq, Tq] in
+        float32, natural logarithm.
+
+    Raises:
+        TypeError: an argument is not a `jax.Array` or has the wrong type or dtype.
+        ValueError: shapes, devices or values that contradict each other.
+        NotImplementedError: a dtype, head size or device without kernels; a
+            second derivative.
+
+    Source: Dao 2023 (FlashAttention-2), whose ``flash_attn_varlen_func`` takes such offsets.
+
+    Example::
+
+        import jax
+        import jax.numpy as jnp
+        from pallas_attn import flash_attention_varlen
+
+        q, k, v = jax.random.normal(jax.random.key(0), (3, 128, 4, 64))
+        offsets = jnp.array([0, 40, 100], jnp.int32)  # sequences of 40 and 60 tokens, padding
+        attention = jax.jit(lambda *operands: flash_attention_varlen(*operands, causal=True))
+        out = attention(q, k, v, offsets, offsets)
+    """
+    options = check_flash_options(
+        causal=causal,
+        scale=scale,
+        window_size=window_size,
+        softcap=softcap,
+        deterministic=or_as_xla_says(deterministic),
+        return_lse=return_lse,
+    )
+    operands = VarlenOperands(q, k, v, cu_seqlens_q, cu_seqlens_kv, sinks)
+    spec = check_flash_attention_varlen(describe_operands(operands, operand), options)
+    backends = choose_backends(implementation, "flash_fwd", device_of(q), spec)
+    return attention(operands, spec, backends, implementation, return_lse)
+
+
+def check_offsets(
+    cu_seqlens_q: jax.Array, cu_seqlens_kv: jax.Array, *, tokens_q: int, tokens_kv: int
+) -> None:
+    """Check the offsets that `flash_attention_varlen` takes as data, unchecked.
+
+    Waits for the device and reads values, so it is for debugging and not for traced code.
+
+    Args:
+        cu_seqlens_q, cu_seqlens_kv: [N + 1] int32.
+        tokens_q, tokens_kv: Tq and Tkv, the numbers of tokens that the sequences share.
+
+    Raises:
+        TypeError: an argument is not a `jax.Array` or has the wrong type or dtype, or it has no
+            values because it is traced (`jax.errors.TracerArrayConversionError`).
+        ValueError: shapes that contradict each other; a first offset that is not 0, one that is
+            less than the one before it, or one that exceeds the tokens. The message names the first
+            such offset.
+
+    Example::
+
+        import jax.numpy as jnp
+        from pallas_attn import check_offsets
+
+        offsets = jnp.array([0, 40, 100], jnp.int32)
+        check_offsets(offsets, offsets, tokens_q=128, tokens_kv=128)
+    """
+    of_q, of_kv = operand("cu_seqlens_q", cu_seqlens_q), operand("cu_seqlens_kv", cu_seqlens_kv)
+    check_offsets_arguments(of_q, of_kv, tokens_q, tokens_kv)
+    check_offset_values(of_q.name, np.asarray(cu_seqlens_q), tokens_q)
+    check_offset_values(of_kv.name, np.asarray(cu_seqlens_kv), tokens_kv)
+
+
+def problem_of_varlen(
+    q: Any, *others: Any, sinks: Any, deterministic: Any, **options: Any
+) -> tuple[Device | None, VarlenSpec]:
+    """Check the arguments of `flash_attention_varlen` and return the device and the problem."""
+    described = describe_operands(VarlenOperands(q, *others, sinks=sinks), operand)
+    checked = check_flash_options(deterministic=or_as_xla_says(deterministic), **options)
+    return device_of(q), check_flash_attention_varlen(described, checked)

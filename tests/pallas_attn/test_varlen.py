@@ -1,0 +1,221 @@
+"""What `flash_attention_varlen` gives under JAX's transformations, for any offsets."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import pallas as pl
+
+from pallas_attn import check_offsets, explain, flash_attention, flash_attention_varlen
+from pallas_attn.kernels.portable.sequences import count_sequence_tiles, locate_tile
+from pallas_attn.operands import operand
+from twin_attention.contract import reference
+from twin_attention.contract.operands import VarlenOperands, describe_operands
+from twin_attention.contract.spec import VarlenSpec, Window
+from twin_attention.contract.tolerances import compare_lse, compare_to_reference
+
+TOKENS_Q, TOKENS_KV, HEADS_Q, HEADS_KV, HEAD_DIM, HEAD_DIM_V = 70, 90, 4, 2, 16, 24
+OPTIONS = {"causal": True, "return_lse": True}
+# Lengths of (queries, keys) of each sequence; the rest is padding.
+LENGTHS = [
+    [(35, 50), (0, 3), (1, 30), (5, 0)],
+    [(1, 1), (33, 20), (0, 0), (36, 69)],  # no padding
+]
+
+
+def offsets(lengths):
+    cumulative = np.cumsum([(0, 0), *lengths], axis=0, dtype=np.int32)
+    return jnp.asarray(cumulative[:, 0]), jnp.asarray(cumulative[:, 1])
+
+
+def problem(lengths, seed=0):
+    """Return operands, dout and dlse; padding holds NaN."""
+    cu_q, cu_kv = offsets(lengths)
+    rng = np.random.default_rng(seed)
+
+    def tokens(total, heads, size, used):
+        x = rng.standard_normal((total, heads, size), np.float32)
+        x[int(used) :] = np.nan
+        return jnp.asarray(x)
+
+    operands = VarlenOperands(
+        tokens(TOKENS_Q, HEADS_Q, HEAD_DIM, cu_q[-1]),
+        tokens(TOKENS_KV, HEADS_KV, HEAD_DIM, cu_kv[-1]),
+        tokens(TOKENS_KV, HEADS_KV, HEAD_DIM_V, cu_kv[-1]),
+        cu_q,
+        cu_kv,
+        jnp.asarray(rng.standard_normal(HEADS_Q, np.float32)),
+    )
+    dout = tokens(TOKENS_Q, HEADS_Q, HEAD_DIM_V, cu_q[-1])
+    return operands, dout, jnp.asarray(rng.standard_normal((HEADS_Q, TOKENS_Q), np.float32))
+
+
+def results_and_gradients(implementation, operands, dout, dlse):
+    """Return out and lse, and the gradients of q, k, v and sinks."""
+    q, k, v, cu_q, cu_kv, sinks = operands
+
+    def attention(q, k, v, sinks):
+        options = {**OPTIONS, "sinks": sinks, "implementation": implementation}
+        return flash_attention_varlen(q, k, v, cu_q, cu_kv, **options)
+
+    results, pullback = jax.vjp(attention, q, k, v, sinks)
+    return *results, *pullback((dout, dlse))
+
+
+def assert_right(got, operands, dout, dlse):
+    described = describe_operands(operands, operand)
+    spec = VarlenSpec.of(described, "float32", None, Window(None, 0), None, True)
+    operands = operands._make(map(np.asarray, operands))
+    dout, dlse = np.asarray(dout), np.asarray(dlse)
+
+    def evaluate(dtype):
+        gradients = reference.varlen_backward(dout, dlse, operands, spec, dtype)
+        dq, dk, dv, _, _, dsinks = gradients
+        return *reference.varlen_forward(operands, spec, dtype), dq, dk, dv, dsinks
+
+    names = ("out", "lse", "dq", "dk", "dv", "dsinks")
+    of_all = zip(names, got, evaluate(np.float64), evaluate(np.float32), strict=True)
+    for name, x, ref, lp in of_all:
+        kind = "output" if name == "out" else "gradient"
+        if name == "lse":
+            agreement = compare_lse(np.asarray(x), ref)
+        else:
+            agreement = compare_to_reference(np.asarray(x), ref, lp, "float32", kind)
+        assert agreement.ok, (name, agreement)
+
+
+@pytest.fixture(scope="module")
+def problems():
+    return [problem(lengths, seed) for seed, lengths in enumerate(LENGTHS)]
+
+
+def stacked(problems):
+    return jax.tree.map(lambda *xs: jnp.stack(xs), *problems)
+
+
+def test_one_trace_serves_all_offsets(implementation, problems):
+    traces = []
+
+    @jax.jit
+    def run(*inputs):
+        traces.append(inputs)
+        return results_and_gradients(implementation, *inputs)
+
+    run(*problems[0])  # the first interpreted kernel of a process leaves jax 0.11 another context
+    assert_right(run(*problems[0]), *problems[0])
+    traces.clear()
+    assert_right(run(*problems[1]), *problems[1])
+    assert traces == []
+
+
+def test_vmap_over_batches_of_sequences(implementation, problems):
+    got = jax.jit(jax.vmap(partial(results_and_gradients, implementation)))(*stacked(problems))
+    for i, inputs in enumerate(problems):
+        assert_right([x[i] for x in got], *inputs)
+
+
+def test_recomputed_in_a_scan(implementation, problems):
+    def run(operands, dout, dlse):
+        q, k, v, cu_q, cu_kv, sinks = operands
+
+        @jax.checkpoint
+        def step(_, each):
+            q, k, v, sinks, cu_q, cu_kv = each
+            options = {**OPTIONS, "sinks": sinks, "implementation": implementation}
+            return None, flash_attention_varlen(q, k, v, cu_q, cu_kv, **options)
+
+        def scanned(*floats):
+            return jax.lax.scan(step, None, (*floats, cu_q, cu_kv))[1]
+
+        results, pullback = jax.vjp(scanned, q, k, v, sinks)
+        return *results, *pullback((dout, dlse))
+
+    got = jax.jit(run)(*stacked(problems))
+    for i, inputs in enumerate(problems):
+        assert_right([x[i] for x in got], *inputs)
+
+
+def test_one_sequence_is_flash_attention_bit_for_bit(problems):
+    """Here with padding on both axes, and sequences without tokens around it."""
+    (q, k, v, *_, sinks), *_ = problems[1]
+    options = {**OPTIONS, "implementation": "triton"}
+    cu_q, cu_kv = offsets([(0, 0), (37, 50), (0, 0)])
+    got = flash_attention_varlen(q, k, v, cu_q, cu_kv, sinks=sinks, **options)
+    dense = jax.jit(partial(flash_attention, **options))
+    out, lse = dense(q[None, :37], k[None, :50], v[None, :50], sinks=sinks)
+    np.testing.assert_array_equal(got[0][:37], out[0])
+    np.testing.assert_array_equal(got[1][:, :37], lse[0])
+    assert (got[0][37:] == 0).all()
+    np.testing.assert_array_equal(got[1][:, 37:], np.broadcast_to(sinks[:, None], (4, 33)))
+
+
+def located(cu_q, cu_kv, block, tokens_q=TOKENS_Q, tokens_kv=TOKENS_KV):
+    """Return what `locate_tile` says of each tile of queries, [tiles, 6]."""
+    tiles = count_sequence_tiles(tokens_q, len(cu_q) - 1, block)
+
+    def kernel(cu_q_ref, cu_kv_ref, found_ref):
+        tile = pl.program_id(0)
+        found = locate_tile(cu_q_ref, cu_kv_ref, tile, tokens_q, tokens_kv, block)
+        for i, x in enumerate(found):
+            found_ref[tile, i] = x
+
+    shape = jax.ShapeDtypeStruct((tiles, 6), jnp.int32)
+    call = pl.pallas_call(kernel, grid=(tiles,), out_shape=shape, interpret=True)
+    return np.asarray(call(jnp.asarray(cu_q, jnp.int32), jnp.asarray(cu_kv, jnp.int32)))
+
+
+@pytest.mark.parametrize("num_sequences", [0, 1, 3, 127, 300])
+@pytest.mark.parametrize("block", [16, 128])
+def test_tiles_have_each_token_of_each_sequence_once(num_sequences, block):
+    rng = np.random.default_rng(num_sequences)
+    tokens_q, tokens_kv = 1000, 900
+    cu_q, cu_kv = (
+        np.sort([0, *rng.choice(rng.integers(0, total + 1, 50), num_sequences)])
+        for total in (tokens_q, tokens_kv)
+    )
+    owner = np.full(tokens_q, -1)
+    for sequence, first, start, end, first_kv, size_kv in located(
+        cu_q, cu_kv, block, tokens_q, tokens_kv
+    ):
+        rows = slice(start, min(start + block, end))
+        assert (owner[rows] == -1).all()
+        owner[rows] = sequence
+        if end > first and sequence < num_sequences:
+            assert (first, end) == tuple(cu_q[sequence : sequence + 2])
+            assert (first_kv, first_kv + size_kv) == tuple(cu_kv[sequence : sequence + 2])
+        elif end > first:  # padding
+            assert (end, size_kv) == (tokens_q, 0)
+    lengths = np.diff([*cu_q, tokens_q])
+    np.testing.assert_array_equal(owner, np.repeat(np.arange(num_sequences + 1), lengths))
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [[0, 500, -9, 30, 2], [-5, -4, -3, 1, 1], [2**31 - 1] * 5, [7, 6, -(2**31), 4, 3]],
+    ids=str,
+)
+def test_wrong_offsets_stay_inside_the_tensors(bad):
+    for cu_q, cu_kv in ((bad, [0, 1, 2, 3, 4]), ([0, 1, 2, 3, 4], bad), (bad, bad)):
+        sequence, first, start, end, first_kv, size_kv = located(cu_q, cu_kv, 16).T
+        assert ((sequence >= 0) & (sequence <= 4)).all()
+        assert ((first >= 0) & (first <= start) & (start <= end) & (end <= TOKENS_Q)).all()
+        assert ((first_kv >= 0) & (size_kv >= 0) & (first_kv + size_kv <= TOKENS_KV)).all()
+        assert (size_kv[end == first] == 0).all()
+
+
+def test_check_offsets_names_the_first_bad_one():
+    good = jnp.array([0, 40, 100], jnp.int32)
+    check_offsets(good, good, tokens_q=100, tokens_kv=128)
+    with pytest.raises(ValueError, match=r"cu_seqlens_kv\[2\]: expected .* to 99, got 100"):
+        check_offsets(good, good, tokens_q=100, tokens_kv=99)
+    with pytest.raises(jax.errors.TracerArrayConversionError):
+        jax.jit(partial(check_offsets, tokens_q=100, tokens_kv=100))(good, good)
+
+
+def test_explain(problems):
+    q, k, v, cu_q, cu_kv, _ = problems[0][0]
+    said = explain(flash_attention_varlen, q, k, v, cu_q, cu_kv, implementation="triton")
+    assert said.implementation == "triton"
+    assert {"flash_fwd", "flash_bwd_dq", "flash_bwd_dkdv"} <= said.configs.keys()
