@@ -77,7 +77,7 @@ def rows() -> Iterator[Row]:
                 yield Row(framework, target, dtype, head_dim, decodes, capped=True)
 
 
-def problems(row: Row, windows: Sequence[Window] = WINDOWS) -> list[AttentionSpec | DecodeSpec]:
+def problems(row: Row, windows: Sequence[Window] = WINDOWS) -> Sequence[AttentionSpec | DecodeSpec]:
     """Return the problems that are compiled for a row."""
     if row.decodes:
         return list(_decodes(row))
