@@ -1,19 +1,18 @@
 """Launch a compiled Triton kernel again, with the least work for the host.
 
-This is what Triton's `JITFunction.run` ends with, in `CompiledKernel.__getitem__`: the same call of
-the kernel's launcher, whose arguments were looked up beforehand, with operands as addresses, so
-that the launcher asks neither the tensor nor the driver for them. Triton's launcher encodes the TMA
-descriptors of each launch anew; here the function below it gets those that earlier launches encoded
-for the same addresses. It is the one place of `torch_attn` that uses this private Triton API; of
-torch's it asks for the current device and stream. Checked with Triton 3.6 and 3.9;
-``tests/torch_attn/test_launch.py`` guards it, and says what to do when it changes.
+This is what Triton's `JITFunction.run` ends with: the same call of the C function that launches,
+whose arguments were looked up beforehand, with operands as addresses, so that it asks neither the
+tensor nor the driver for them. Triton encodes the TMA descriptors of each launch anew; here the
+function gets those that earlier launches encoded for the same addresses. It is the one place of
+`torch_attn` that uses this private Triton API; of torch's it asks for the current device and
+stream. Checked with Triton 3.6 and 3.9; ``tests/torch_attn/test_launch.py`` and ``test_driver.py``
+guard it. The first says what to do when it changes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import copy
-from functools import lru_cache, partial
 from inspect import getclosurevars, signature
 from types import SimpleNamespace
 from typing import Any
@@ -40,13 +39,12 @@ def launcher_of(
         arguments: all arguments, the operands first; their addresses replace those.
         num_operands: how many operands there are.
     """
+    through_triton = compiled[grid]  # loads the kernel on the current device
     rest = arguments[num_operands:]
     maps = [(i, x) for i, x in enumerate(arguments) if isinstance(x, TensorMap)]
-    through_triton = compiled[grid]  # loads the kernel on the current device
-    run, function, packed = compiled.run, compiled.function, compiled.packed_metadata
-    place = None
-    if maps:
-        run, place = _below_descriptors(compiled, arguments, num_operands)
+    launch_kernel, options, is_nested = _entry(compiled, grid, bool(maps))
+    place = _placing(compiled, arguments, num_operands)
+    x, y, z = grid
     runtime = knobs.runtime
 
     def launch(stream: int, addresses: tuple[int | None, ...]) -> None:
@@ -55,45 +53,99 @@ def launcher_of(
             for i, tensor_map in maps:
                 values[i] = _at(tensor_map, addresses[tensor_map.operand])
             through_triton(*values, stream=stream)
+        elif is_nested:
+            launch_kernel(x, y, z, stream, *options, place(addresses))
         else:
-            values = (*addresses, *rest) if place is None else place(addresses)
-            run(*grid, stream, function, packed, None, None, None, *values)
+            launch_kernel(x, y, z, stream, *options, *place(addresses))
 
     return launch
 
 
-def _below_descriptors(
-    compiled: Any, arguments: list[Any], num_operands: int
-) -> tuple[Any, Callable[[tuple[int | None, ...]], list[Any]]]:
-    """Return a kernel's launcher without the part of it that encodes descriptors.
+def _entry(
+    compiled: Any, grid: tuple[int, ...], has_maps: bool
+) -> tuple[Callable[..., None], list[Any], bool]:
+    """Return what launches a kernel below Triton's `CudaLauncher`, which looks for scratch memory.
 
     Returns:
-        The launcher, and a function that returns its arguments from the operands' addresses.
+        The function; its arguments between the stream and the kernel's; and True if it takes the
+        kernel's as one, which it does since Triton 3.9.
     """
     run = copy(compiled.run)
-    run.launch = getclosurevars(run.launch).nonlocals["launcher"]
-    prepared, places = [], []
-    metadata = iter(compiled.metadata.tensordesc_meta)
-    for i, x in enumerate(arguments):
-        if isinstance(x, TensorMap):
-            value_of = lru_cache(_ADDRESSES_MAX)(partial(_encode, x, next(metadata)))
-            places.append((len(prepared), x.operand, value_of))
-            prepared += [None, *x.fields["shape"], *x.fields["strides"]]
-        else:
-            if i < num_operands and x is not None:
-                places.append((len(prepared), i, int))
-            prepared.append(x)
+    # Below the part that encodes descriptors.
+    function = getclosurevars(run.launch).nonlocals["launcher"] if has_maps else run.launch
+    options = [compiled.function, compiled.packed_metadata, None, None, None]
+    if run.global_scratch_size or run.profile_scratch_size or getattr(run, "gsan_enabled", False):
+        run.launch = function
+        return run, options, False
+    seen: list[Any] = []
+    run.launch = lambda *arguments: seen.extend(arguments)
+    argument = object()
+    run(*grid, 0, *options, argument)
+    return function, seen[4:-1], seen[-1] is not argument
 
-    def place(addresses: tuple[int | None, ...]) -> list[Any]:
+
+def _placing(
+    compiled: Any, arguments: list[Any], num_operands: int
+) -> Callable[[tuple[int | None, ...]], Sequence[Any]]:
+    """Return a function that makes a kernel's arguments of the operands' addresses.
+
+    The arguments of two calls differ in addresses and descriptors. The others are as few objects as
+    they can be, since a launch counts a reference to each: constants of the code are None, which
+    the launcher skips, and equal integers are one.
+    """
+    integers: dict[int, int] = {}
+
+    def constant(value: Any, kind: Any) -> Any:
+        if isinstance(kind, tuple):
+            return tuple(map(constant, value, kind))
+        if kind == "constexpr":
+            return None
+        return integers.setdefault(value, value) if type(value) is int else value
+
+    prepared: list[Any] = []
+    pointers: list[tuple[int, int]] = []
+    maps: list[tuple[int, int, _Descriptors]] = []
+    metadata = iter(compiled.metadata.tensordesc_meta or ())
+    kinds = compiled.src.signature.values()
+    for i, (x, kind) in enumerate(zip(arguments, kinds, strict=True)):
+        if isinstance(x, TensorMap):
+            maps.append((len(prepared), x.operand, _Descriptors(x, next(metadata))))
+            numbers = (*x.fields["shape"], *x.fields["strides"])
+            prepared += [None, *(constant(n, "i64") for n in numbers)]
+        elif i < num_operands:
+            pointers.append((len(prepared), i))
+            prepared.append(None)
+        else:
+            prepared.append(constant(x, kind))
+    rest = prepared[num_operands:]
+
+    def place(addresses: tuple[int | None, ...]) -> Sequence[Any]:
+        if not maps:
+            return (*addresses, *rest)
         values = prepared.copy()
-        for i, operand, value_of in places:
-            values[i] = value_of(addresses[operand])
+        for i, operand in pointers:
+            values[i] = addresses[operand]
+        for i, operand, descriptors in maps:
+            values[i] = descriptors[addresses[operand]]
         return values
 
-    return run, place
+    return place
 
 
-def _encode(tensor_map: TensorMap, metadata: Any, address: int) -> Any:
+class _Descriptors(dict[Any, Any]):
+    """The encoded descriptors of an operand, by address; they are made when they are asked for."""
+
+    def __init__(self, tensor_map: TensorMap, metadata: Any) -> None:
+        self._tensor_map, self._metadata = tensor_map, metadata
+
+    def __missing__(self, address: int | None) -> Any:
+        if len(self) >= _ADDRESSES_MAX:
+            self.clear()
+        self[address] = found = _encode(self._tensor_map, self._metadata, address)
+        return found
+
+
+def _encode(tensor_map: TensorMap, metadata: Any, address: int | None) -> Any:
     """Return the encoded descriptor of an operand at an address."""
     descriptor = _at(tensor_map, address)
     further = [None] * (len(signature(make_tensordesc_arg).parameters) - 2)  # since Triton 3.9

@@ -1,10 +1,12 @@
 """The launch of a kernel that takes TMA descriptors: as Triton's own, with fewer encodings."""
 
+from contextvars import ContextVar
 from types import SimpleNamespace
 
 import pytest
 import torch
 from triton.backends.nvidia import driver as nvidia
+from triton.runtime import _allocation
 from triton.runtime import driver as runtime
 
 from torch_attn import driver
@@ -60,10 +62,11 @@ def compiled(monkeypatch):
         gsan_enabled=False, arg_annotations=None, kernel_signature=None,
     )  # fmt: skip
     kernel.run, kernel.metadata = launcher, SimpleNamespace(tensordesc_meta=maps)
+    kernel.src = SimpleNamespace(signature=SIGNATURE)
 
     class Compiled:
         run, function, packed_metadata = kernel.run, kernel.function, kernel.packed_metadata
-        metadata, launched = kernel.metadata, kernel.launched
+        metadata, src, launched = kernel.metadata, kernel.src, kernel.launched
 
         def __getitem__(self, grid):
             return lambda *arguments: self.run(
@@ -84,12 +87,23 @@ def test_a_launch_reaches_the_driver_as_tritons_own(utilities, compiled):
     launch = driver.launcher_of(compiled, (1, 2, 3), arguments, 3)
     launch(5, (1024, 2048, 3072))
     maps = (x.bind(y) if isinstance(x, TensorMap) else x for x, y in zip(
-        arguments, (X, Y, Z, Z, None, None), strict=True
+        arguments[:-1], (X, Y, Z, Z, None), strict=True
     ))  # fmt: skip
     through_triton = compiled[(1, 2, 3)]
-    through_triton(*(2048 if x is Y else x for x in maps))
+    through_triton(*(2048 if x is Y else x for x in maps), None)  # for the constant, which it skips
     ours, tritons = compiled.launched
     assert ours == tritons
+
+
+def test_a_kernel_with_scratch_memory_is_launched_by_tritons_launcher(
+    utilities, compiled, monkeypatch
+):
+    """It asks for the memory at each launch."""
+    monkeypatch.setattr(_allocation, "_allocator", ContextVar("", default=lambda *size: size))
+    compiled.run.global_scratch_size = 64
+    arguments = [tensor_map(0), Y, tensor_map(2), tensor_map(2), 9, True]
+    driver.launcher_of(compiled, (1, 2, 3), arguments, 3)(5, (1024, 2048, 3072))
+    assert compiled.launched[0].count((6 * 64, 1, 5)) == 1
 
 
 def test_a_descriptor_is_encoded_once_for_an_address(utilities, compiled):
