@@ -93,7 +93,9 @@ def _key(
     layouts = _layouts(operands)
     if layouts is None:
         return None
-    types = tuple([tuple(map(type, x)) if type(x) is tuple else type(x) for x in options])
+    types = tuple(map(type, options))
+    if tuple in types:
+        types += tuple([tuple(map(type, x)) for x in options if type(x) is tuple])
     return (function, layouts, options, types, requested_target(), requested_configs())
 
 
@@ -166,8 +168,3 @@ def is_recorded(tensors: tuple[Any, ...]) -> bool:
         ):
             return True
     return False
-
-
-def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Allocate a contiguous tensor."""
-    return torch.empty(shape, dtype=dtype, device=device)

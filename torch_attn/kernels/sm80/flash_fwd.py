@@ -11,7 +11,6 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from torch_attn.calls import empty
 from torch_attn.kernels.portable.softmax import LN2, LOG2E, add_sink
 from torch_attn.kernels.portable.tiles import count_tiles, head_base, visible_tiles
 from torch_attn.kernels.sm80.pipeline import (
@@ -202,8 +201,8 @@ def flash_fwd(
         out [B, Sq, Hq, Dv] in q's dtype and lse [B, Hq, Sq] float32, both contiguous.
     """
     q = operands.q
-    out = empty((*q.shape[:3], spec.head_dim_v), q.dtype, q.device)
-    lse = empty((spec.batch, spec.heads_q, spec.seq_q), torch.float32, q.device)
+    out = q.new_empty((*q.shape[:3], spec.head_dim_v))
+    lse = q.new_empty((spec.batch, spec.heads_q, spec.seq_q), dtype=torch.float32)
     launch("flash_fwd", flash_fwd_kernel, _prepare, (*operands, out, lse), spec, backend)
     return out, lse
 

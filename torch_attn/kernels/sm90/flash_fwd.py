@@ -20,7 +20,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from torch_attn.calls import empty
 from torch_attn.kernels.portable.softmax import LN2, LOG2E, add_sink
 from torch_attn.kernels.portable.tiles import visible_tiles
 from torch_attn.kernels.sm80.pipeline import step_start
@@ -463,8 +462,8 @@ def flash_fwd(
         out [B, Sq, Hq, Dv] in q's dtype and lse [B, Hq, Sq] float32, both contiguous.
     """
     q = operands.q
-    out = empty((*q.shape[:3], spec.head_dim_v), q.dtype, q.device)
-    lse = empty((spec.batch, spec.heads_q, spec.seq_q), torch.float32, q.device)
+    out = q.new_empty((*q.shape[:3], spec.head_dim_v))
+    lse = q.new_empty((spec.batch, spec.heads_q, spec.seq_q), dtype=torch.float32)
     tensors = (*operands, out, lse)
     # Four warps are one consumer; Triton adds those of the other parts.
     launch("flash_fwd", flash_fwd_kernel, _prepare, tensors, spec, backend, num_warps=4)
