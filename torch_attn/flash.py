@@ -117,13 +117,16 @@ def flash_attention(
     deterministic = or_as_torch_says(deterministic)
     options = (causal, scale, window_size, softcap, deterministic, return_lse, implementation)
     call = recall("flash_attention", operands, options)
-    out, lse = _check_and_attend(operands, options) if call is None else attend(call, operands)
-    return (out, lse) if return_lse else out
+    if call is None:
+        out, lse = _check_and_attend(operands, options)
+    else:
+        out, lse = attend(call, operands, return_lse)
+    return (out, lse) if return_lse else out  # pyright: ignore[reportReturnType]
 
 
 def _check_and_attend(
     given: FlashOperands[Tensor], options: tuple[Any, ...]
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor | None]:
     """Check the arguments of `flash_attention` and run the operator."""
     causal, scale, window_size, softcap, deterministic, return_lse, implementation = options
     operands = FlashOperands(*cast_inputs(*given[:3]), given.sinks)
@@ -140,7 +143,7 @@ def _check_and_attend(
         spec = _check_operands(operands, checked)
         call = Call("flash_fwd", forward, spec, implementation, operands.q.device)
         if keep("flash_attention", operands, options, call):
-            return attend(call, operands)
+            return attend(call, operands, return_lse)
     return flash_fwd(*operands, *pack(checked, implementation))
 
 

@@ -15,7 +15,7 @@ and 2.13; ``tests/torch_attn/test_ops.py`` and ``test_decode_ops.py`` guard it).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NoReturn
@@ -110,7 +110,7 @@ def _backward(function, spec, backend, dout, dlse, *tensors: Tensor | None):
 
 
 def _run_forward(*args):
-    known = "torch_attn::flash_fwd", args[:_NUM_OPERANDS], args[_NUM_OPERANDS:]
+    known = _Forward.name, args[:_NUM_OPERANDS], args[_NUM_OPERANDS:]
     call = recall(*known)
     if call is None:
         operands, _, options, implementation = unpack(args)
@@ -124,14 +124,14 @@ def _run_backward(dout, dlse, *args):
     dout, dlse = readable(dout, dlse)
     end = _NUM_OPERANDS + 2
     tensors = dout, dlse, *args[:end]
-    known = "torch_attn::flash_bwd", tensors, args[end:]
+    known = Backward.name, tensors, args[end:]
     call = recall(*known)
     if call is None:
         operands, _, options, implementation = unpack(args)
         spec = spec_of(operands, options, dout)
         call = Call("flash_bwd", _backward, spec, implementation, dout.device)
         keep(*known, call)
-    return tuple(left_out(dout) if dx is None else dx for dx in call(*tensors))
+    return with_left_out(call(*tensors), dout)
 
 
 def readable(dout: Tensor, dlse: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -151,12 +151,13 @@ def _fake_forward(*args):
 
 def _fake_backward(dout, dlse, *args):
     operands, *_ = unpack(args)
-    return tuple(left_out(dout) if x is None else x.new_empty(x.shape) for x in operands)
+    return with_left_out((None if x is None else x.new_empty(x.shape) for x in operands), dout)
 
 
-def left_out(like: Tensor) -> Tensor:
-    """Return the gradient of an operand that was left out."""
-    return like.new_empty(0, dtype=torch.float32)
+def with_left_out(gradients: Iterable[Tensor | None], like: Tensor) -> tuple[Tensor, ...]:
+    """Return gradients with an empty one for each operand that was left out."""
+    empty = (like.new_empty(0, dtype=torch.float32) if x is None else x for x in gradients)
+    return tuple(empty)
 
 
 # The axis of the heads, by the number of axes: in [B, S, H, D], [B, H, S] and [H].
@@ -193,13 +194,16 @@ class Differentiable(torch.autograd.Function):
 
     generate_vmap_rule = True
     op: torch._ops.OpOverload
+    name: str
+    num_tensors: int
 
     @classmethod
     def call(cls, *args):
         """Run the operator so that a backward will find its way."""
         if not torch._C._are_functorch_transforms_active():
             if not is_recorded(args):
-                return cls.forward(*args)
+                results = cls.recalled(args)
+                return cls.forward(*args) if results is None else results
             # Function.apply binds the signature on every call, which takes longer than a launch.
             bound = super(torch.autograd.Function, cls)
             return bound.apply(*args)  # pyright: ignore[reportAttributeAccessIssue]
@@ -208,6 +212,13 @@ class Differentiable(torch.autograd.Function):
         excluded = torch._C._dispatch_tls_local_exclude_set() - _TORCH_FUNC
         with torch._C._ForceDispatchKeyGuard(included, excluded):
             return cls.apply(*args)
+
+    @classmethod
+    def recalled(cls, args: tuple[Any, ...]) -> Any:
+        """Return the results of a call that is kept, past the rest of the dispatcher, or None."""
+        tensors = args[: cls.num_tensors]
+        call = recall(cls.name, tensors, args[cls.num_tensors :])
+        return None if call is None else call(*tensors)
 
     @classmethod
     def forward(cls, *args):
@@ -220,7 +231,7 @@ class Differentiable(torch.autograd.Function):
 
 
 class _Forward(Differentiable):
-    op = flash_fwd
+    op, name, num_tensors = flash_fwd, "torch_attn::flash_fwd", _NUM_OPERANDS
 
     @staticmethod
     def setup_context(ctx, inputs, output) -> None:
@@ -238,7 +249,12 @@ class _Forward(Differentiable):
 
 
 class Backward(Differentiable):
-    op = flash_bwd
+    op, name, num_tensors = flash_bwd, "torch_attn::flash_bwd", _NUM_OPERANDS + 4
+
+    @classmethod
+    def recalled(cls, args: tuple[Any, ...]) -> Any:
+        gradients = super().recalled(args)
+        return None if gradients is None else with_left_out(gradients, args[0])
 
     @staticmethod
     def setup_context(ctx, inputs, output) -> None:
@@ -251,27 +267,32 @@ class Backward(Differentiable):
         )
 
 
-def attend(call: Call, operands: FlashOperands[Tensor]) -> tuple[Tensor, Tensor]:
-    """Run a forward that is kept, past the dispatcher."""
-    if is_recorded(operands):
-        bound = super(torch.autograd.Function, _Kept)  # as in `Differentiable.call`
-        return bound.apply(call, *operands)  # pyright: ignore[reportAttributeAccessIssue]
-    return call(*operands)
+def attend(
+    call: Call, operands: FlashOperands[Tensor], return_lse: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Run a forward that is kept, past the dispatcher. lse may be None if it is not returned."""
+    if not is_recorded(operands):
+        return call(*operands)
+    results = _record(call, return_lse, *operands)
+    return results if return_lse else (results, None)
 
 
 class _Kept(torch.autograd.Function):
-    """A forward that is kept, and its derivative: their kernels, past the dispatcher."""
+    """A forward that is kept, and its derivative: their kernels, past the dispatcher.
+
+    An lse that the caller has not asked for is no output: autograd has less to keep of it.
+    """
 
     @staticmethod
-    def forward(ctx, call, *operands):
+    def forward(ctx, call, return_lse, *operands):
         out, lse = call(*operands)
         ctx.call = call
         ctx.save_for_backward(*operands, out, lse)
         ctx.set_materialize_grads(False)
-        return out, lse
+        return (out, lse) if return_lse else out
 
     @staticmethod
-    def backward(ctx, dout, dlse):
+    def backward(ctx, dout, dlse=None):
         *operands, out, lse = ctx.saved_tensors
         dout, dlse = readable(torch.zeros_like(out) if dout is None else dout, dlse)
         forward, spec = ctx.call, ctx.call.spec
@@ -280,7 +301,7 @@ class _Kept(torch.autograd.Function):
             options = pack(options, forward.implementation)
             gradients = flash_bwd(dout, dlse, *operands, out, lse, *options)
             present = (None if x is None else dx for dx, x in zip(gradients, operands, strict=True))
-            return None, *present
+            return None, None, *present
         # All else that the call depends on follows from its forward's.
         known = forward, (dout, dlse), ()
         call = recall(*known)
@@ -288,17 +309,20 @@ class _Kept(torch.autograd.Function):
             spec = replace(spec, rows_aligned=spec.rows_aligned and rows_aligned(dout))
             call = Call("flash_bwd", _backward, spec, forward.implementation, dout.device)
             keep(*known, call)
-        return None, *call(dout, dlse, *operands, out, lse)
+        return None, None, *call(dout, dlse, *operands, out, lse)
 
 
-def _register(function: type[Differentiable], run, fake, num_tensors: int) -> None:
-    op = function.op
-    name = op.name()
+# As in `Differentiable.call`.
+_record = super(torch.autograd.Function, _Kept).apply  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _register(function: type[Differentiable], run, fake) -> None:
+    op, name = function.op, function.name
     torch.library.register_fake(name, fake, lib=_library)
     _library.impl(name, run, "CompositeExplicitAutograd")  # every backend
     _library.impl(name, function.call, "Autograd")
-    torch.library.register_vmap(name, partial(_batch, op, num_tensors), lib=_library)
+    torch.library.register_vmap(name, partial(_batch, op, function.num_tensors), lib=_library)
 
 
-_register(_Forward, _run_forward, _fake_forward, num_tensors=_NUM_OPERANDS)
-_register(Backward, _run_backward, _fake_backward, num_tensors=_NUM_OPERANDS + 4)
+_register(_Forward, _run_forward, _fake_forward)
+_register(Backward, _run_backward, _fake_backward)

@@ -131,13 +131,16 @@ def flash_attention_varlen(
     deterministic = or_as_torch_says(deterministic)
     options = (causal, scale, window_size, softcap, deterministic, return_lse, implementation)
     call = recall("flash_attention_varlen", operands, options)
-    out, lse = _check_and_attend(operands, options) if call is None else attend(call, operands)
-    return (out, lse) if return_lse else out
+    if call is None:
+        out, lse = _check_and_attend(operands, options)
+    else:
+        out, lse = attend(call, operands, return_lse)
+    return (out, lse) if return_lse else out  # pyright: ignore[reportReturnType]
 
 
 def _check_and_attend(
     given: VarlenOperands[Tensor], options: tuple[Any, ...]
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor | None]:
     """Check the arguments of `flash_attention_varlen` and run the operator."""
     causal, scale, window_size, softcap, deterministic, return_lse, implementation = options
     operands = VarlenOperands(*cast_inputs(*given[:3]), *given[3:])
@@ -154,7 +157,7 @@ def _check_and_attend(
         spec = _check_operands(operands, checked)
         call = Call("flash_fwd", forward, spec, implementation, operands.q.device)
         if keep("flash_attention_varlen", operands, options, call):
-            return attend(call, operands)
+            return attend(call, operands, return_lse)
     return flash_varlen_fwd(*operands, *pack(checked, implementation))
 
 

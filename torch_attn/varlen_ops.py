@@ -19,9 +19,9 @@ from torch_attn.flash_ops import (
     TAGS,
     Backward,
     Differentiable,
-    left_out,
     pack,
     readable,
+    with_left_out,
 )
 from torch_attn.operands import dtype_name, operand, rows_aligned, schema
 from twin_attention.contract.operands import VarlenOperands, describe_operands
@@ -74,7 +74,7 @@ def _backward(function, spec, backend, dout, dlse, *tensors: Tensor | None):
 
 
 def _run_forward(*args):
-    known = "torch_attn::flash_varlen_fwd", args[:_NUM_OPERANDS], args[_NUM_OPERANDS:]
+    known = _Forward.name, args[:_NUM_OPERANDS], args[_NUM_OPERANDS:]
     call = recall(*known)
     if call is None:
         operands, _, options, implementation = unpack(args)
@@ -88,14 +88,14 @@ def _run_backward(dout, dlse, *args):
     dout, dlse = readable(dout, dlse)
     end = _NUM_OPERANDS + 2
     tensors = dout, dlse, *args[:end]
-    known = "torch_attn::flash_varlen_bwd", tensors, args[end:]
+    known = _Backward.name, tensors, args[end:]
     call = recall(*known)
     if call is None:
         operands, _, options, implementation = unpack(args)
         spec = spec_of(operands, options, dout)
         call = Call("flash_bwd", _backward, spec, implementation, dout.device)
         keep(*known, call)
-    return tuple(left_out(dout) if dx is None else dx for dx in call(*tensors))
+    return with_left_out(call(*tensors), dout)
 
 
 def _fake_forward(*args):
@@ -109,10 +109,10 @@ def _fake_forward(*args):
 
 def _fake_backward(dout, dlse, *args):
     operands, *_ = unpack(args)
-    return tuple(
-        x.new_empty(x.shape) if x is not None and x.is_floating_point() else left_out(dout)
-        for x in operands
+    gradients = (
+        x.new_empty(x.shape) if x is not None and x.is_floating_point() else None for x in operands
     )
+    return with_left_out(gradients, dout)
 
 
 def _present(
@@ -126,7 +126,7 @@ def _present(
 
 
 class _Forward(Differentiable):
-    op = flash_varlen_fwd
+    op, name, num_tensors = flash_varlen_fwd, "torch_attn::flash_varlen_fwd", _NUM_OPERANDS
 
     @staticmethod
     def setup_context(ctx, inputs, output) -> None:
@@ -143,30 +143,35 @@ class _Forward(Differentiable):
 
 
 class _Backward(Backward):
-    op = flash_varlen_bwd
+    op, name, num_tensors = flash_varlen_bwd, "torch_attn::flash_varlen_bwd", _NUM_OPERANDS + 4
 
 
-def attend(call: Call, operands: VarlenOperands[Tensor]) -> tuple[Tensor, Tensor]:
-    """Run a forward that is kept, past the dispatcher."""
-    if is_recorded(operands):
-        bound = super(torch.autograd.Function, _Kept)  # as in `flash_ops.Differentiable.call`
-        return bound.apply(call, *operands)  # pyright: ignore[reportAttributeAccessIssue]
-    return call(*operands)
+def attend(
+    call: Call, operands: VarlenOperands[Tensor], return_lse: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Run a forward that is kept, past the dispatcher. lse may be None if it is not returned."""
+    if not is_recorded(operands):
+        return call(*operands)
+    results = _record(call, return_lse, *operands)
+    return results if return_lse else (results, None)
 
 
 class _Kept(torch.autograd.Function):
-    """A forward that is kept, and its derivative: their kernels, past the dispatcher."""
+    """A forward that is kept, and its derivative: their kernels, past the dispatcher.
+
+    As in `torch_attn.flash_ops`, an lse that the caller has not asked for is no output.
+    """
 
     @staticmethod
-    def forward(ctx, call, *operands):
+    def forward(ctx, call, return_lse, *operands):
         out, lse = call(*operands)
         ctx.call = call
         ctx.save_for_backward(*operands, out, lse)
         ctx.set_materialize_grads(False)
-        return out, lse
+        return (out, lse) if return_lse else out
 
     @staticmethod
-    def backward(ctx, dout, dlse):
+    def backward(ctx, dout, dlse=None):
         *operands, out, lse = ctx.saved_tensors
         dout, dlse = readable(torch.zeros_like(out) if dout is None else dout, dlse)
         forward, spec = ctx.call, ctx.call.spec
@@ -174,7 +179,7 @@ class _Kept(torch.autograd.Function):
             options = FlashOptions(spec.scale, spec.window, spec.softcap, spec.deterministic)
             options = pack(options, forward.implementation)
             gradients = flash_varlen_bwd(dout, dlse, *operands, out, lse, *options)
-            return None, *_present(gradients, operands)
+            return None, None, *_present(gradients, operands)
         # All else that the call depends on follows from its forward's.
         known = forward, (dout, dlse), ()
         call = recall(*known)
@@ -182,7 +187,11 @@ class _Kept(torch.autograd.Function):
             spec = replace(spec, rows_aligned=spec.rows_aligned and rows_aligned(dout))
             call = Call("flash_bwd", _backward, spec, forward.implementation, dout.device)
             keep(*known, call)
-        return None, *call(dout, dlse, *operands, out, lse)
+        return None, None, *call(dout, dlse, *operands, out, lse)
+
+
+# As in `flash_ops.Differentiable.call`.
+_record = super(torch.autograd.Function, _Kept).apply  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _refuse_vmap(*_: Any) -> NoReturn:
@@ -190,7 +199,7 @@ def _refuse_vmap(*_: Any) -> NoReturn:
 
 
 def _register(function: type[Differentiable], run, fake) -> None:
-    name = function.op.name()
+    name = function.name
     torch.library.register_fake(name, fake, lib=_library)
     _library.impl(name, run, "CompositeExplicitAutograd")  # every backend
     _library.impl(name, function.call, "Autograd")
