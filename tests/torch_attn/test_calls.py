@@ -1,6 +1,7 @@
 """A call that was checked before: when it is recognised, and that it does the same."""
 
 from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from torch_attn import append_kv, calls, flash_attention, paged_decode
 from torch_attn.calls import Call, is_recorded, keep, recall
+from torch_attn.dispatch import choose
 from torch_attn.flash_ops import forward
 from twin_attention.contract.spec import AttentionSpec
 from twin_attention.targets.config import use_configs
@@ -248,3 +250,55 @@ def test_threads_may_call_at_once(monkeypatch):
     with ThreadPoolExecutor(8) as pool:
         for done in [pool.submit(work, start) for start in range(8)]:
             done.result(60)
+
+
+@needs_a_gpu
+def test_threads_may_make_the_first_call_and_its_backward_at_once(monkeypatch):
+    def problem(n):
+        return [x[:, : 8 * n].clone().requires_grad_() for x in inputs()]
+
+    def gradients(n):
+        q, k, v = problem(n)
+        out = flash_attention(q, k, v, causal=True, deterministic=True)
+        return (out, *torch.autograd.grad(out, (q, k, v), torch.ones_like(out)))
+
+    def work(start):
+        together.wait(60)
+        for step in range(20):
+            n = 1 + (start + step) % 4
+            for x, y in zip(gradients(n), wanted[n], strict=True):
+                assert torch.equal(x, y)
+
+    wanted = {n: gradients(n) for n in range(1, 5)}
+    together = Barrier(8)
+    monkeypatch.setattr(calls, "_calls", {})
+    with ThreadPoolExecutor(8) as pool:
+        for done in [pool.submit(work, start) for start in range(8)]:
+            done.result(120)
+
+
+@needs_a_gpu
+def test_every_backward_follows_the_switches_that_it_runs_under(monkeypatch):
+    monkeypatch.setattr(calls, "_calls", {})
+    monkeypatch.delenv("TWIN_ATTENTION_TARGET", raising=False)
+    native = choose(None, "flash_bwd", torch.device("cuda"), SPEC)[0].target
+    q, k, v = (x.requires_grad_() for x in inputs())
+
+    def backward(out):
+        """Return the calls that a backward makes; autograd's own thread runs it."""
+        found = []
+        with monkeypatch.context() as patch:
+            patch.setattr(Call, "__call__", lambda call, *x: found.append(call) or run(call, *x))
+            torch.autograd.grad(out, q, torch.ones_like(out))
+        return found
+
+    run, seen = Call.__call__, []
+    for _ in range(2):
+        with use_target("sm80"):
+            out = flash_attention(q, k, v, implementation="triton")
+        seen += backward(out)
+        out = flash_attention(q, k, v, implementation="triton")
+        with use_target("sm80"), use_configs({"flash_bwd_dq": {"num_stages": 1}}):
+            seen += backward(out)
+    assert [call.backend.target for call in seen] == [native, "sm80"] * 2
+    assert seen[:2] == seen[2:]  # recognised

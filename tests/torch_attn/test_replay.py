@@ -1,5 +1,8 @@
 """What a host function does, done again for other operands; `torch.empty` on a CPU stands in."""
 
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
+
 import pytest
 import torch
 from torch._C._dynamo.guards import _empty_strided_cpu
@@ -143,3 +146,26 @@ def test_a_tensor_from_elsewhere_is_refused():
     kernel, other = Kernel(), torch.ones(2)
     with pytest.raises(AssertionError, match="neither an operand"):
         capture(lambda x: kernel(x, other), (torch.ones(2),))
+
+
+def test_threads_that_capture_at_once_see_their_own_steps():
+    together = Barrier(4)
+
+    def work():
+        kernel, x = Kernel(), torch.ones(4)
+
+        def host(x):
+            together.wait(30)
+            out = x.new_empty(4)
+            together.wait(30)
+            kernel(x, out)
+            return (out.zero_(),)
+
+        _, again = capture(host, (x,))
+        (out,) = again(x)
+        assert kernel.launches == [pointers(x, out)]
+        assert (len(again._allocations), len(again._steps)) == (1, 2)
+
+    with ThreadPoolExecutor(4) as pool:
+        for done in [pool.submit(work) for _ in range(4)]:
+            done.result(60)
