@@ -99,11 +99,21 @@ def _flash(target: str) -> FlashFactories:
         Subject("torch triton compiled", target): partial(_torch_flash, wrap=_compiled),
         Subject("jax triton", target): _jax_flash,
         Subject("SDPA"): torch_peers.sdpa_by_default,
-        Subject("SDPA compiled"): partial(torch_peers.sdpa_by_default, wrap=_compiled),
+        Subject("SDPA compiled"): _sdpa_compiled,
         Subject("FA2"): partial(torch_peers.sdpa_operator, "flash"),
         Subject("cuDNN"): partial(torch_peers.sdpa_operator, "cudnn"),
         Subject("jax.nn cuDNN"): FLASH["jax.nn cuDNN"],
     }
+
+
+def _sdpa_compiled(case: FlashCase, operation: str, tensors: list[Tensor]) -> Call:
+    """Return a call of SDPA under `torch.compile`, with a dout that is contiguous heads first.
+
+    The compiled backward of torch 2.11 is wrong for one that is a view of [B, S, H, D].
+    """
+    *operands, dout = tensors
+    dout = dout.transpose(1, 2).contiguous().transpose(1, 2)
+    return torch_peers.sdpa_by_default(case, operation, [*operands, dout], wrap=_compiled)
 
 
 def _torch_flash(
