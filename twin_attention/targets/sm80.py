@@ -41,17 +41,18 @@ def column_pieces(size: int) -> tuple[int, ...]:
 
 
 def heads_together(spec: AttentionSpec, num_tiles: int, num_sms: int) -> int:
-    """Return how many heads' tiles of queries a forward takes in order of length.
+    """Return how many heads' tiles a kernel takes in order of length.
 
-    Under a causal mask a head's last tile takes longest. With one head after the other, the last
-    programs to start are a whole head's, and most SMs idle while its long tiles end. So the tiles
-    of several heads are put in order together: twice as many tiles as programs run at a time, two
-    an SM. These are few enough that the L2 cache has their keys and values: with as many queries
-    as keys, at head size 128 and in tiles of 128 queries, 35 MB on an H200 for any length.
+    Under a causal mask a head's last tile of queries takes longest, or its first of keys. With one
+    head after the other, the last programs to start are a whole head's, and most SMs idle while its
+    long tiles end. So the tiles of several heads are put in order together: twice as many tiles as
+    programs run at a time, two an SM. These are few enough that the L2 cache has their keys and
+    values: with as many queries as keys, at head size 128 and in tiles of 128 queries, 35 MB on an
+    H200 for any length.
 
     Args:
         spec: the problem.
-        num_tiles: tiles of queries of a head.
+        num_tiles: tiles of queries of a head, or of keys of a kv head.
         num_sms: SMs of the card.
     """
     window = spec.window

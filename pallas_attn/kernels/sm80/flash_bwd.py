@@ -34,6 +34,7 @@ from pallas_attn.kernels.sm80.pipeline import (
     wait,
     zeros,
 )
+from pallas_attn.kernels.sm80.schedule import longest_first, sections
 from pallas_attn.kernels.sm80.scores import as_columns, as_rows, iota, visible_scores
 from pallas_attn.kernels.sm80.workarounds import (
     add_to_sums,
@@ -70,6 +71,7 @@ def flash_bwd_dq_kernel(
     block_kv,
     num_warps,
     num_stages,
+    together,
 ):
     """One program computes block_q rows of dq of one query head.
 
@@ -77,8 +79,9 @@ def flash_bwd_dq_kernel(
     Dv]; lse2 and delta [B, Hq, Sq rounded up to ROW_PADDING] float32, lse2 in base 2 and +inf where
     a row saw no key or does not exist; in shared memory a tile of q and of dout, and num_stages of
     k and of v (1: the next arrive at the end of a step; 2: under the whole step). Grid, diagonal,
-    rule: as in `flash_fwd_kernel`. Loop invariant: dq is Σ ds k over the keys so far. Accumulation:
-    float32, exponents in base 2, ds cast to k's dtype for ds·k. A row that sees no key gives 0.
+    rule, together: as in `flash_fwd_kernel`. Loop invariant: dq is Σ ds k over the keys so far.
+    Accumulation: float32, exponents in base 2, ds cast to k's dtype for ds·k. A row that sees no
+    key gives 0.
     """
     # Locate the tile of queries.
     warpgroups = num_warps // 4
@@ -86,9 +89,11 @@ def flash_bwd_dq_kernel(
     program = lax.axis_index("program")
     heads_q = q_ref.shape[2]
     num_tiles = pl.cdiv(seq_q, block_q)
-    start_q = (num_tiles - 1 - program % num_tiles) * block_q
-    head = program // num_tiles % heads_q
-    batch = program // (num_tiles * heads_q)
+    num_heads = q_ref.shape[0] * heads_q
+    index, tile = longest_first(program, num_tiles, num_heads, together(num_tiles))
+    start_q = tile * block_q
+    head = index % heads_q
+    batch = index // heads_q
     rows = block_q // warpgroups
     layout = plgpu.Layout.MMA_ACC(q_ref.dtype)
     start_row = start_q + warpgroup * rows
@@ -204,6 +209,7 @@ def flash_bwd_dkdv_kernel(
     block_kv,
     num_warps,
     num_stages,
+    together,
 ):
     """One program computes block_kv rows of dk and dv of one kv head, summed over its query heads.
 
@@ -211,7 +217,7 @@ def flash_bwd_dkdv_kernel(
     sums in the order of `add_to_sums`, 0 at first, to which the program adds ds k; the order of
     these additions is not fixed. In shared memory a tile of k and of v, num_stages of q and of dout
     (1: the next arrive after dk; 2: under the whole step), and what p and ds need. Grid: (key tiles
-    · kv heads · batch), first tile first, since under a causal mask it is the longest. Tiles of s,
+    · kv heads · batch), in the order of `longest_first`. Tiles of s,
     p, dp, ds are transposed (keys down, queries across). Loop invariant: dk is Σ dsᵀ q and dv is
     Σ pᵀ dout over the query heads and queries so far. Accumulation: float32, exponents in base 2, p
     and ds cast to the inputs' dtype for their products. A key that no query sees gives 0.
@@ -226,9 +232,11 @@ def flash_bwd_dkdv_kernel(
     program = lax.axis_index("program")
     heads_kv = k_ref.shape[2]
     num_tiles = pl.cdiv(seq_kv, block_kv)
-    start_kv = program % num_tiles * block_kv
-    head_kv = program // num_tiles % heads_kv
-    batch = program // (num_tiles * heads_kv)
+    num_heads = q_ref.shape[0] * heads_kv
+    index, tile = longest_first(program, num_tiles, num_heads, together(num_tiles))
+    start_kv = (num_tiles - 1 - tile) * block_kv  # the first keys are seen by most queries
+    head_kv = index % heads_kv
+    batch = index // heads_kv
     rows = block_kv // warpgroups
     columns = block_q // warpgroups
     p_in_registers = p_tiles is None
@@ -388,7 +396,7 @@ def launch_dq(inputs, spec, backend):
 
     (dq,) = launch(
         "flash_bwd_dq",
-        flash_bwd_dq_kernel,
+        functools.partial(flash_bwd_dq_kernel, together=sections(spec, backend)),
         lambda config: pl.cdiv(spec.seq_q, config.block_q) * spec.heads_q * spec.batch,
         inputs,
         (jax.ShapeDtypeStruct(q.shape, q.dtype),),
@@ -427,7 +435,7 @@ def launch_dkdv(inputs, spec, backend, name="flash_bwd_dkdv"):
 
     return launch(
         name,
-        flash_bwd_dkdv_kernel,
+        functools.partial(flash_bwd_dkdv_kernel, together=sections(spec, backend)),
         lambda config: pl.cdiv(spec.seq_kv, config.block_kv) * spec.heads_kv * spec.batch,
         inputs,
         (*(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in inputs[1:3]), dq_sum),

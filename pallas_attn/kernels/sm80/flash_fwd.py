@@ -36,7 +36,7 @@ from pallas_attn.kernels.sm80.pipeline import (
     wait,
     zeros,
 )
-from pallas_attn.kernels.sm80.schedule import longest_first
+from pallas_attn.kernels.sm80.schedule import longest_first, sections
 from pallas_attn.kernels.sm80.scores import as_rows, iota, visible_scores
 from pallas_attn.kernels.sm80.workarounds import (
     commit,
@@ -45,11 +45,9 @@ from pallas_attn.kernels.sm80.workarounds import (
     store_rows,
     warpgroup_barrier,
 )
-from pallas_attn.targets import num_sms
 from twin_attention.contract.operands import FlashOperands
 from twin_attention.contract.spec import AttentionSpec
 from twin_attention.targets.family import Backend
-from twin_attention.targets.sm80 import heads_together
 
 RESCALE_ABOVE = 8.0  # in base 2
 
@@ -249,12 +247,9 @@ def flash_fwd(
             *(allocate_tile(k.dtype, config.num_stages, config.block_kv, x) for x in sizes),
         )
 
-    def together(num_tiles):
-        return heads_together(spec, num_tiles, num_sms(backend.target))
-
     return launch(
         "flash_fwd",
-        functools.partial(flash_fwd_kernel, together=together),
+        functools.partial(flash_fwd_kernel, together=sections(spec, backend)),
         lambda config: pl.cdiv(spec.seq_q, config.block_q) * spec.heads_q * spec.batch,
         operands,
         (

@@ -2,6 +2,9 @@
 
 import jax.numpy as jnp
 
+from pallas_attn.targets import num_sms
+from twin_attention.targets.sm80 import heads_together
+
 
 def longest_first(program, num_tiles, num_heads, together):
     """Return the head and the tile of a program, for heads whose later tiles take longer.
@@ -15,3 +18,8 @@ def longest_first(program, num_tiles, num_heads, together):
     heads = jnp.minimum(together, num_heads - first) if num_heads % together else together
     rest = place - first * num_tiles
     return first + rest % heads, rest // heads
+
+
+def sections(spec, backend):
+    """Return the heads of a section for `longest_first`, as a function of a head's tiles."""
+    return lambda num_tiles: heads_together(spec, num_tiles, num_sms(backend.target))

@@ -40,11 +40,14 @@ from torch_attn.kernels.sm80.pipeline import (
     wait,
     zeros,
 )
+from torch_attn.kernels.sm80.schedule import longest_first
 from torch_attn.kernels.sm80.scores import visible_scores
 from torch_attn.launch import UNSPECIALIZED, KernelCall, Prepared, flash_arguments
+from torch_attn.targets import num_sms
+from twin_attention.targets.sm80 import heads_together
 
 
-@gluon.jit(do_not_specialize=UNSPECIALIZED)
+@gluon.jit(do_not_specialize=[*UNSPECIALIZED, "together"])
 def flash_bwd_dq_kernel(
     q_ptr,
     k_ptr,
@@ -64,6 +67,7 @@ def flash_bwd_dq_kernel(
     rule,
     window_left,
     window_right,
+    together,
     ALIGN: gl.constexpr,
     ASYNC: gl.constexpr,
     GROUP_SIZE: gl.constexpr,
@@ -75,16 +79,17 @@ def flash_bwd_dq_kernel(
 ):
     """One program computes BLOCK_Q rows of dq of one query head; a warp has 16 rows or more.
 
-    Operands, grid, loop invariant and accumulation: as in the portable `flash_bwd_dq_kernel`.
+    Operands, loop invariant and accumulation: as in the portable `flash_bwd_dq_kernel`. Grid:
+    (query tiles · heads · batch), in the order of `longest_first`.
     A warp has all keys of its rows, so that ds is the left operand of ds·k in the registers where
     it was computed. NUM_STAGES 1: the next k and v are fetched at the end of a step, and the other
     programs of the SM work meanwhile; 2: they arrive under the whole step.
     """
     # Locate the tile of queries.
     num_tiles = gl.cdiv(seq_q, BLOCK_Q)
-    tile = num_tiles - 1 - gl.program_id(0) % num_tiles
-    head = gl.program_id(0) // num_tiles % heads_q
-    batch = (gl.program_id(0) // num_tiles // heads_q).to(gl.int64)
+    index, tile = longest_first(num_tiles, together)
+    head = index % heads_q
+    batch = (index // heads_q).to(gl.int64)
     start_q = tile * BLOCK_Q
     head_kv = head // GROUP_SIZE
     k_base = head_base(k_ptr, k_strides, batch, head_kv, ALIGN)
@@ -173,7 +178,7 @@ def flash_bwd_dq_kernel(
     store_rows(dq_base, scale_all(dq, rule.scale), start_q, seq_q, dq_row, HEAD_DIM)
 
 
-@gluon.jit(do_not_specialize=UNSPECIALIZED)
+@gluon.jit(do_not_specialize=[*UNSPECIALIZED, "together"])
 def flash_bwd_dkdv_kernel(
     q_ptr,
     k_ptr,
@@ -195,6 +200,7 @@ def flash_bwd_dkdv_kernel(
     rule,
     window_left,
     window_right,
+    together,
     ALIGN: gl.constexpr,
     ASYNC: gl.constexpr,
     GROUP_SIZE: gl.constexpr,
@@ -206,7 +212,8 @@ def flash_bwd_dkdv_kernel(
 ):
     """One program computes BLOCK_KV rows of dk and dv of one kv head, summed over its query heads.
 
-    Operands, grid, loop invariant and accumulation: as in the portable `flash_bwd_dkdv_kernel`.
+    Operands, loop invariant and accumulation: as in the portable `flash_bwd_dkdv_kernel`. Grid:
+    (key tiles · kv heads · batch), in the order of `longest_first`.
     dq_sum_ptr: None, or dq's float32 sums in the order of `add_to_sum`, zero at first, to which
     the program adds ds k; the order of these additions is not fixed.
 
@@ -220,9 +227,10 @@ def flash_bwd_dkdv_kernel(
     # Locate the tile of keys.
     num_tiles = gl.cdiv(seq_kv, BLOCK_KV)
     heads_kv = heads_q // GROUP_SIZE
-    start_kv = gl.program_id(0) % num_tiles * BLOCK_KV
-    head_kv = gl.program_id(0) // num_tiles % heads_kv
-    batch = (gl.program_id(0) // num_tiles // heads_kv).to(gl.int64)
+    index, tile = longest_first(num_tiles, together)
+    start_kv = (num_tiles - 1 - tile) * BLOCK_KV  # the first keys are seen by most queries
+    head_kv = index % heads_kv
+    batch = (index // heads_kv).to(gl.int64)
     begin, before, full, after = visible_tiles(
         start_kv, seq_kv, seq_q, -diagonal, window_right, window_left, BLOCK_KV, BLOCK_Q
     )
@@ -424,19 +432,21 @@ def _prepare_dq(call: KernelCall) -> Prepared:
     """Return grid and arguments of `flash_bwd_dq_kernel`."""
     spec = call.spec
     tiles = triton.cdiv(spec.seq_q, call.config.block_q)
-    return (tiles * spec.heads_q * spec.batch,), _arguments(call)
+    return (tiles * spec.heads_q * spec.batch,), _arguments(call, tiles)
 
 
 def _prepare_dkdv(call: KernelCall) -> Prepared:
     """Return grid and arguments of `flash_bwd_dkdv_kernel`."""
     spec = call.spec
     tiles = triton.cdiv(spec.seq_kv, call.config.block_kv)
-    return (tiles * spec.heads_kv * spec.batch,), _arguments(call)
+    return (tiles * spec.heads_kv * spec.batch,), _arguments(call, tiles)
 
 
-def _arguments(call: KernelCall) -> dict[str, Any]:
+def _arguments(call: KernelCall, tiles: int) -> dict[str, Any]:
     q, k, v, dout, *_ = call.layouts
-    return flash_arguments(call.spec) | copy_arguments(q=q, k=k, v=v, dout=dout)
+    together = heads_together(call.spec, tiles, num_sms(call.device, call.target))
+    arguments = flash_arguments(call.spec) | copy_arguments(q=q, k=k, v=v, dout=dout)
+    return arguments | {"together": together}
 
 
 flash_bwd = make_flash_bwd(
