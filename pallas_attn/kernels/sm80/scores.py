@@ -1,12 +1,14 @@
 """Scores: the way from a product of q and k in registers to what the softmax takes."""
 
+import functools
+
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_attn.kernels.portable.scores import attention_mask, softcap_derivative
-from pallas_attn.kernels.portable.softmax import LOG2E
+from pallas_attn.kernels.portable.scores import attention_mask
 from pallas_attn.kernels.sm80.workarounds import reciprocal
+from twin_attention.targets.tanh import LIMIT, P, Q
 
 
 def visible_scores(s, position, key, end, rule, window_left, window_right, masked, layout):
@@ -25,20 +27,23 @@ def visible_scores(s, position, key, end, rule, window_left, window_right, maske
         s = s * rule.scale
     dcap = 1.0
     if rule.softcap is not None:
-        s = rule.softcap * tanh(s * (1.0 / rule.softcap), layout)
-        dcap = softcap_derivative(s, rule.softcap)
+        t = tanh(s * (1.0 / rule.softcap), layout)
+        s = rule.softcap * t
+        dcap = 1.0 - t * t
     if masked:
         s = attention_mask(s, position, key, end, window_left, window_right)
     return s, dcap
 
 
 def tanh(x, layout):
-    """Compute tanh to a few float32 ulps, by series near 0, where ``1 - exp`` cancels."""
-    e = jnp.exp2(jnp.abs(x) * (-2.0 * LOG2E))
-    ratio = (1.0 - e) * reciprocal(1.0 + e, layout)
+    """Compute tanh as a rational function: `twin_attention.targets.tanh`."""
+    x = jnp.maximum(jnp.minimum(x, LIMIT), -LIMIT)
     x2 = x * x
-    series = x * (1.0 + x2 * (-1.0 / 3.0 + x2 * (2.0 / 15.0 - x2 * (17.0 / 315.0))))
-    return jnp.where(jnp.abs(x) < 0.15, series, jnp.where(x < 0, -ratio, ratio))
+    return x * _polynomial(P, x2) * reciprocal(_polynomial(Q, x2), layout)
+
+
+def _polynomial(coefficients, x):
+    return functools.reduce(lambda y, c: y * x + c, reversed(coefficients))
 
 
 def iota(shape, axis, layout):

@@ -3,7 +3,7 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from torch_attn.kernels.portable.softmax import LOG2E
+from torch_attn.kernels.sm80.scores import tanh
 
 
 @gluon.jit
@@ -14,25 +14,8 @@ def scaled_scores(s, rule):
     if rule.scale_first:
         s = s * rule.scale
     if rule.softcap is not None:
-        s = rule.softcap * _tanh(s * (1.0 / rule.softcap))
+        s = rule.softcap * tanh(s * (1.0 / rule.softcap))
     return s
-
-
-@gluon.jit
-def _tanh(x):
-    """Compute tanh as `portable.scores.tanh`, with a reciprocal in place of its division."""
-    e = gl.exp2(gl.abs(x) * (-2.0 * LOG2E))
-    ratio = (1.0 - e) * _reciprocal(1.0 + e)
-    x2 = x * x
-    series = x * (1.0 + x2 * (-1.0 / 3.0 + x2 * (2.0 / 15.0 - x2 * (17.0 / 315.0))))
-    return gl.where(gl.abs(x) < 0.15, series, gl.where(x < 0, -ratio, ratio))
-
-
-@gluon.jit
-def _reciprocal(x):
-    return gl.inline_asm_elementwise(
-        "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
-    )
 
 
 @gluon.jit

@@ -1,0 +1,33 @@
+"""The explicit kernels' tanh, in NumPy's float32."""
+
+import functools
+
+import numpy as np
+
+from twin_attention.targets.tanh import LIMIT, P, Q
+
+
+def _tanh(x):
+    def polynomial(coefficients):
+        coefficients = np.asarray(coefficients, np.float32)
+        return functools.reduce(lambda y, c: y * x2 + c, coefficients[::-1])
+
+    x = np.clip(x, np.float32(-LIMIT), np.float32(LIMIT))
+    x2 = x * x
+    return x * polynomial(P) * (np.float32(1) / polynomial(Q))
+
+
+def test_the_relative_error_is_at_most_5e_7():
+    x = np.geomspace(1e-6, 20, 200_001, dtype=np.float32)
+    x = np.concatenate([-x, x])
+    got = _tanh(x)
+    assert got.dtype == np.float32
+    assert np.abs(got / np.tanh(x.astype(np.float64)) - 1).max() <= 5e-7
+
+
+def test_it_is_constant_beyond_the_limit_and_never_above_1():
+    limit = _tanh(np.float32(LIMIT))
+    assert (_tanh(np.array([LIMIT, 8, 20, 1e30, np.inf], np.float32)) == limit).all()
+    assert np.abs(_tanh(np.linspace(-20, 20, 100_001, dtype=np.float32))).max() <= 1
+    assert _tanh(np.float32(0)) == 0
+    assert np.isnan(_tanh(np.float32(np.nan)))
