@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -78,48 +77,43 @@ def make_flash_bwd(
         launch_fused: call the kernel of all three; returns dq, dk and dv. It runs where the problem
             has a configuration for it. None where the family has no such kernel.
     """
-    return partial(_flash_bwd, preprocess, launch_dq, launch_dkdv, launch_fused)
 
+    def flash_bwd(
+        dout: Array,
+        dlse: Array | None,
+        operands: FlashOperands[Array] | VarlenOperands[Array],
+        out: Array,
+        lse: Array,
+        spec: AttentionSpec,
+        backend: Backend,
+    ) -> FlashOperands[Array] | VarlenOperands[Array]:
+        """Call the kernels of the backward. Packed sequences have no batch axis.
 
-def _flash_bwd(
-    preprocess: Callable[..., tuple[Array, Array]],
-    launch_dq: Launch,
-    launch_dkdv: Launch,
-    launch_fused: Launch | None,
-    dout: Array,
-    dlse: Array | None,
-    operands: FlashOperands[Array] | VarlenOperands[Array],
-    out: Array,
-    lse: Array,
-    spec: AttentionSpec,
-    backend: Backend,
-) -> FlashOperands[Array] | VarlenOperands[Array]:
-    """Call the kernels of the backward. Packed sequences have no batch axis.
+        Args:
+            dout: [B, Sq, Hq, Dv].
+            dlse: [B, Hq, Sq] float32, or None for zero.
+            operands, out, lse: inputs and outputs of the forward.
 
-    Args:
-        preprocess, launch_dq, launch_dkdv, launch_fused: see `make_flash_bwd`.
-        dout: [B, Sq, Hq, Dv].
-        dlse: [B, Hq, Sq] float32, or None for zero.
-        operands, out, lse: inputs and outputs of the forward.
+        Returns:
+            The gradient of each operand, in its dtype.
+        """
+        q, k, v, dout, dlse, out, lse = with_batch(
+            spec, operands.q, operands.k, operands.v, dout, dlse, out, lse
+        )
+        offsets = offsets_of(operands)
+        lse2, delta = preprocess(dout, dlse, out, lse, spec, backend, *offsets[:1])
+        inputs = Inputs(q, k, v, dout, lse2, delta)
+        if launch_fused is not None and "flash_bwd_fused" in backend.configs(spec):
+            dq, dk, dv = launch_fused(inputs, spec, backend)
+        else:
+            dq = launch_dq(inputs, spec, backend, *offsets)
+            dk, dv = launch_dkdv(inputs, spec, backend, *offsets)
+        dq, dk, dv = without_batch(spec, dq, dk, dv)
+        dsinks = sinks_gradient(operands.sinks, lse2, delta)
+        gradients = {"q": dq, "k": dk, "v": dv, "sinks": dsinks}
+        return operands._make(map(gradients.get, operands._fields))
 
-    Returns:
-        The gradient of each operand, in its dtype.
-    """
-    q, k, v, dout, dlse, out, lse = with_batch(
-        spec, operands.q, operands.k, operands.v, dout, dlse, out, lse
-    )
-    offsets = offsets_of(operands)
-    lse2, delta = preprocess(dout, dlse, out, lse, spec, backend, *offsets[:1])
-    inputs = Inputs(q, k, v, dout, lse2, delta)
-    if launch_fused is not None and "flash_bwd_fused" in backend.configs(spec):
-        dq, dk, dv = launch_fused(inputs, spec, backend)
-    else:
-        dq = launch_dq(inputs, spec, backend, *offsets)
-        dk, dv = launch_dkdv(inputs, spec, backend, *offsets)
-    dq, dk, dv = without_batch(spec, dq, dk, dv)
-    dsinks = sinks_gradient(operands.sinks, lse2, delta)
-    gradients = {"q": dq, "k": dk, "v": dv, "sinks": dsinks}
-    return operands._make(map(gradients.get, operands._fields))
+    return flash_bwd
 
 
 def dq_sums(lse2: Array, columns: int) -> jax.ShapeDtypeStruct:
