@@ -25,8 +25,8 @@ class TorchSide(sides.TorchSide):
 
     tensor = "a torch.Tensor"  # as its messages call one
 
-    def __init__(self, device: str, bitwise: bool = True) -> None:
-        self.device = device  # an interpreted kernel has the same bits in any case
+    def __init__(self, device: str, bitwise: bool = False) -> None:
+        self.device = device  # an interpreted kernel has the same bits with and without `bitwise`
 
     def call(self, name: str, operands: Tensors, *gradients: Any, **options: Any):
         if name == "flash_attention":

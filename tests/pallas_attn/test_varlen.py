@@ -1,4 +1,4 @@
-"""What `flash_attention_varlen` gives under JAX's transformations, for any offsets."""
+"""Check `flash_attention_varlen` under JAX's transformations, for any offsets."""
 
 from functools import partial
 
@@ -19,7 +19,7 @@ from twin_attention.contract.tolerances import compare_lse, compare_to_reference
 TOKENS_Q, TOKENS_KV, HEADS_Q, HEADS_KV, HEAD_DIM, HEAD_DIM_V = 70, 90, 4, 2, 16, 24
 OPTIONS = {"causal": True, "return_lse": True}
 # The explicit families refuse packed sequences.
-FAMILIES = pytest.mark.parametrize("implementation", ["reference", "triton"])
+portable_or_reference = pytest.mark.parametrize("implementation", ["reference", "triton"])
 # Lengths of (queries, keys) of each sequence; the rest is padding.
 LENGTHS = [
     [(35, 50), (0, 3), (1, 30), (5, 0)],
@@ -97,7 +97,7 @@ def stacked(problems):
     return jax.tree.map(lambda *xs: jnp.stack(xs), *problems)
 
 
-@FAMILIES
+@portable_or_reference
 def test_one_trace_serves_all_offsets(implementation, problems):
     traces = []
 
@@ -113,14 +113,14 @@ def test_one_trace_serves_all_offsets(implementation, problems):
     assert traces == []
 
 
-@FAMILIES
+@portable_or_reference
 def test_vmap_over_batches_of_sequences(implementation, problems):
     got = jax.jit(jax.vmap(partial(results_and_gradients, implementation)))(*stacked(problems))
     for i, inputs in enumerate(problems):
         assert_right([x[i] for x in got], *inputs)
 
 
-@FAMILIES
+@portable_or_reference
 def test_recomputed_in_a_scan(implementation, problems):
     def run(operands, dout, dlse):
         q, k, v, cu_q, cu_kv, sinks = operands

@@ -1,4 +1,4 @@
-"""What a host function does, done again for other operands; `torch.empty` on a CPU stands in."""
+"""Replay host functions with other operands; allocations on a CPU stand in for a GPU's."""
 
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
