@@ -143,7 +143,7 @@ def _check_and_decode(
 ) -> tuple[Tensor, Tensor]:
     """Check the arguments of `paged_decode` and run the operator."""
     scale, window_size, softcap, num_splits, return_lse, implementation = options
-    operands = operands._replace(q=_autocast("q", operands.q))
+    operands = DecodeOperands(_autocast("q", operands.q), *operands[1:])
     checked = check_decode_options(
         scale=scale, window_size=window_size, softcap=softcap, num_splits=num_splits,
         return_lse=return_lse,

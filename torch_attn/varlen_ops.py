@@ -175,7 +175,8 @@ class _Kept(torch.autograd.Function):
         *operands, out, lse = ctx.saved_tensors
         dout, dlse = readable(torch.zeros_like(out) if dout is None else dout, dlse)
         forward, spec = ctx.call, ctx.call.spec
-        if torch.is_grad_enabled():  # the operator refuses a second derivative
+        # As in `flash_ops`.
+        if torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
             options = FlashOptions(spec.scale, spec.window, spec.softcap, spec.deterministic)
             options = pack(options, forward.implementation)
             gradients = flash_varlen_bwd(dout, dlse, *operands, out, lse, *options)
@@ -188,6 +189,8 @@ class _Kept(torch.autograd.Function):
             call = Call("flash_bwd", _backward, spec, forward.implementation, dout.device)
             keep(*known, call)
         return None, None, *call(dout, dlse, *operands, out, lse)
+
+    jvp = Differentiable.jvp
 
 
 # As in `flash_ops.Differentiable.call`.
