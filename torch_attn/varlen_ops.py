@@ -175,19 +175,20 @@ class _Kept(torch.autograd.Function):
         *operands, out, lse = ctx.saved_tensors
         dout, dlse = readable(torch.zeros_like(out) if dout is None else dout, dlse)
         forward, spec = ctx.call, ctx.call.spec
-        # As in `flash_ops`.
-        if torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
+        # All else that the call depends on follows from its forward's.
+        known = forward, (dout, dlse), ()
+        call = None
+        if not torch.is_grad_enabled():
+            call = recall(*known)
+            if call is None:
+                found = replace(spec, rows_aligned=spec.rows_aligned and rows_aligned(dout))
+                found = Call("flash_bwd", _backward, found, forward.implementation, dout.device)
+                call = found if keep(*known, found) else None
+        if call is None:  # as in `flash_ops`
             options = FlashOptions(spec.scale, spec.window, spec.softcap, spec.deterministic)
             options = pack(options, forward.implementation)
             gradients = flash_varlen_bwd(dout, dlse, *operands, out, lse, *options)
             return None, None, *_present(gradients, operands)
-        # All else that the call depends on follows from its forward's.
-        known = forward, (dout, dlse), ()
-        call = recall(*known)
-        if call is None:
-            spec = replace(spec, rows_aligned=spec.rows_aligned and rows_aligned(dout))
-            call = Call("flash_bwd", _backward, spec, forward.implementation, dout.device)
-            keep(*known, call)
         return None, None, *call(dout, dlse, *operands, out, lse)
 
     jvp = Differentiable.jvp
