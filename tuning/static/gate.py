@@ -89,6 +89,9 @@ _PAGED_FEATURES = ("decode", "decode-all-options")
 # of a step and rows of lse and delta. The least tile, 64x64 scores over 128 threads, has 128 bytes,
 # stored and loaded makes 256.
 _LOOP_SPILLS_MAX = 255
+# Bytes that a thread of a portable kernel may spill: a few scalars. Triton 3.6 spills some in two
+# problems, 3.9 in none. A row of a tile takes more.
+_SCALAR_SPILLS_MAX = 32
 _WGMMA_ROWS = 64  # a wgmma instruction multiplies this many rows
 
 
@@ -271,10 +274,10 @@ def failures(
     if is_explicit:
         if resources.loop_spills > _LOOP_SPILLS_MAX:
             found.append(f"spills {resources.loop_spills} B in a step of its main loop")
-    elif target == "sm80" and (resources.spill_stores or resources.spill_loads):
-        found.append(
-            f"spills {resources.spill_stores} B of stores, {resources.spill_loads} B of loads"
-        )
+    elif target == "sm80":
+        stores, loads = resources.spill_stores, resources.spill_loads
+        if max(stores, loads) > _SCALAR_SPILLS_MAX:
+            found.append(f"spills {stores} B of stores, {loads} B of loads")
     limit = shared_memory_limit(kernel, target)
     if problem.family == "mosaic":  # compiled for each size of card
         limit = problem.shared_memory or SHARED_MEMORY_LIMIT[target]
