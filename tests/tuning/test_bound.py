@@ -78,9 +78,13 @@ def test_tile_of_decode(kernel, tile):
     assert count(kernel, DECODE, config(kernel)) == tile
 
 
-def test_a_softcap_takes_three_special_functions_a_score():
-    plain, capped = (count("flash_fwd", replace(FLASH, softcap=cap), TILES) for cap in (None, 30.0))
-    assert capped == replace(plain, special=3 * plain.special)
+@pytest.mark.parametrize("cap_functions", [1, 2])
+def test_a_softcap_takes_further_special_functions_a_score(cap_functions):
+    plain, capped = (
+        count("flash_fwd", replace(FLASH, softcap=cap), TILES, cap_functions=cap_functions)
+        for cap in (None, 30.0)
+    )
+    assert capped == replace(plain, special=(1 + cap_functions) * plain.special)
 
 
 def test_padding_is_multiplied_but_not_loaded():

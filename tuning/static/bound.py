@@ -97,9 +97,10 @@ def bound(
     config: KernelConfig,
     target: str,
     padded: Callable[[int], int] = padded_head_dim,
+    cap_functions: int = 2,
 ) -> Bound:
-    """Count a tile of a kernel and find its bound on a target; `padded` is as `count` takes it."""
-    tile = count(kernel, spec, config, padded)
+    """Count a tile of a kernel, as `count` does, and find its bound on a target."""
+    tile = count(kernel, spec, config, padded, cap_functions)
     on_tensor_cores = bool(find_kernel(kernel).products) and spec.dtype_bits < 32
     unit = "tensor cores" if on_tensor_cores else "FMA units"
     cycles = {
@@ -115,11 +116,14 @@ def count(
     spec: AttentionSpec | DecodeSpec,
     config: KernelConfig,
     padded: Callable[[int], int] = padded_head_dim,
+    cap_functions: int = 2,
 ) -> Tile:
     """Count the work of one tile of a kernel of `spec`, all of it visible.
 
     Args:
         padded: the columns that a tile has for a head size.
+        cap_functions: special functions of a score's softcap. A hyperbolic tangent by exponentials
+            takes one, and the reciprocal of a division; a quotient of polynomials the latter alone.
     """
     described = find_kernel(kernel)
     sizes = {"d": padded(spec.head_dim), "dv": padded(spec.head_dim_v)}
@@ -133,8 +137,7 @@ def count(
             elif described.stationary == "block_kv":  # lse2 and delta come with q and dout
                 loaded = rows * ((spec.head_dim + spec.head_dim_v) * itemsize + 2 * 4)
             pairs = rows * config.block_kv
-            # A cap is a hyperbolic tangent: one more exponential, and the reciprocal of a division.
-            special = pairs * (1 if spec.softcap is None else 3)
+            special = pairs * (1 if spec.softcap is None else 1 + cap_functions)
             flops = 2 * pairs * sum(sizes[name] for name in described.products)
             return Tile(flops, special, loaded, source)
         case PreprocessConfig():  # reads dout, out and lse, writes lse2 and delta

@@ -239,10 +239,11 @@ def check(problem: Problem, changes: Mapping[str, Mapping[str, int]] = {}) -> li
         "gluon": partial(_columns, problem.target),
         "mosaic": _columns_of_mosaic,
     }[problem.family]
+    cap_functions = 2 if problem.family == "triton" else 1
     verdicts = []
     for kernel, config, binary in compiled:
         resources = measure(binary, problem.target)
-        limits = bound(kernel, problem.spec, config, problem.target, padded)
+        limits = bound(kernel, problem.spec, config, problem.target, padded, cap_functions)
         found = failures(problem, kernel, config, resources)
         verdicts.append(Verdict(problem, kernel, config, resources, limits, found))
     return verdicts
