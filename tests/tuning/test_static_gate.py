@@ -1,4 +1,4 @@
-"""The gate on shipped configurations: no spilled tiles, shared memory that fits, tensor cores in use.
+"""The gate on shipped configurations: no spilled tiles, shared memory that fits, tensor cores used.
 
 ``make sm80`` compiles every configuration with every feature. Here each configuration is compiled
 with one, and those of the two most common head sizes with the other features of a 16-bit dtype.
