@@ -2,20 +2,23 @@
 
 From the outside in, each is a custom_jvp, whose only rule refuses a gradient, around a jitted
 function, so that a call outside `jit` compiles once. In it, `run_on_platform` takes the
-family of the platform.
+family of the platform. A merge has a gradient, as `pallas_attn.flash_ops` has it: a custom_vjp
+around functions such as these, which refuse the second one.
 """
 
 from __future__ import annotations
 
 from functools import partial
+from typing import NoReturn
 
 import jax
 import jax.numpy as jnp
 
 from pallas_attn.dispatch import Backends, run_on_platform
+from pallas_attn.kernels import reference
 from twin_attention.contract.operands import AppendOperands, DecodeOperands
 from twin_attention.contract.spec import DecodeSpec, MergeSpec, PagedCache
-from twin_attention.contract.validate import no_gradient
+from twin_attention.contract.validate import no_gradient, not_differentiable
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(1, 2))
@@ -71,12 +74,11 @@ def append(
     return run_on_platform(backends, "append_kv", cache, operands)
 
 
-@partial(jax.custom_jvp, nondiff_argnums=(2, 3))
-@partial(jax.jit, static_argnums=(2, 3))
+@partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def merge(
     outs: jax.Array, lses: jax.Array, spec: MergeSpec, backends: Backends
 ) -> tuple[jax.Array, jax.Array]:
-    """Compute attention over the union of disjoint sets of keys.
+    """Compute attention over the union of disjoint sets of keys; differentiable once, in reverse.
 
     Args:
         outs, lses: as `pallas_attn.merge_states` takes them.
@@ -86,20 +88,56 @@ def merge(
     Returns:
         out and lse, shaped as one of those given, in outs' dtype and float32.
     """
+    return _merge(outs, lses, spec, backends)
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(2, 3))
+@partial(jax.jit, static_argnums=(2, 3))
+def _merge(outs, lses, spec, backends):
     if spec.is_empty:
         out = jnp.zeros(outs.shape[1:], outs.dtype)
         return out, jnp.full(lses.shape[1:], -jnp.inf, jnp.float32)
+    states = _with_tokens(outs, lses, spec)
+    out, lse = run_on_platform(backends, "combine", spec, *states)
+    return out.reshape(outs.shape[1:]), lse.reshape(lses.shape[1:])
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(4,))
+@partial(jax.jit, static_argnums=(4,))
+def _merge_backward(dout, dlse, outs, lses, spec):
+    batch, tokens, heads = spec.batch, spec.tokens, spec.heads
+    douts, dlses = reference.combine_bwd(
+        dout.reshape(batch, tokens, heads, spec.head_dim_v),
+        dlse.reshape(batch, heads, tokens),
+        *_with_tokens(outs, lses, spec),
+    )
+    return douts.reshape(outs.shape), dlses.reshape(lses.shape)
+
+
+def _with_tokens(outs, lses, spec):
+    """Return states as [N, B, S, H, Dv] and [N, B, H, S]."""
     states, batch, tokens, heads = spec.num_states, spec.batch, spec.tokens, spec.heads
-    out, lse = run_on_platform(
-        backends,
-        "combine",
-        spec,
+    return (
         outs.reshape(states, batch, tokens, heads, spec.head_dim_v),
         lses.reshape(states, batch, heads, tokens),
     )
-    return out.reshape(outs.shape[1:]), lse.reshape(lses.shape[1:])
+
+
+def _merge_fwd(outs, lses, spec, backends):
+    return _merge(outs, lses, spec, backends), (outs, lses)
+
+
+def _merge_bwd(spec, backends, states, gradients):
+    return _merge_backward(*gradients, *states, spec)
+
+
+def _refuse_second_derivative(*_) -> NoReturn:
+    instead = "Compute it with jax.numpy operations."
+    not_differentiable("a second derivative", instead, "merge_states")
 
 
 decode.defjvp(lambda *_: no_gradient("paged_decode"))
 append.defjvp(lambda *_: no_gradient("append_kv"))
-merge.defjvp(lambda *_: no_gradient("merge_states"))
+merge.defvjp(_merge_fwd, _merge_bwd)
+_merge.defjvp(_refuse_second_derivative)
+_merge_backward.defjvp(_refuse_second_derivative)

@@ -1,6 +1,7 @@
 """The torch operators of decoding: `torch_attn::paged_decode`, `::append_kv`, `::merge_states`.
 
-Each has a kernel for every backend and a fake kernel for tracing; none has a derivative.
+Each has a kernel for every backend and a fake kernel for tracing; `merge_states` alone has a
+derivative, `::merge_states_bwd`.
 `torch_attn.flash_ops` says why they are registered as they are. None waits for the device: lengths
 and page tables are read there, so a CUDA graph may be replayed with others. The exception is the
 reference of append_kv.
@@ -9,13 +10,14 @@ reference of append_kv.
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from torch_attn.calls import Call, keep, recall
-from torch_attn.flash_ops import TAGS, without_gradient
+from torch_attn.flash_ops import TAGS, Differentiable, without_gradient
+from torch_attn.kernels import reference
 from torch_attn.operands import dtype_name, operand, schema
 from twin_attention.contract.operands import AppendOperands, DecodeOperands, describe_operands
 from twin_attention.contract.spec import DecodeSpec, MergeSpec, PagedCache
@@ -24,6 +26,7 @@ from twin_attention.contract.validate import (
     check_append_kv,
     check_merge_states,
     check_paged_decode,
+    not_differentiable,
 )
 
 _library = torch.library.Library("torch_attn", "FRAGMENT")
@@ -40,9 +43,15 @@ _library.define(
     "merge_states(Tensor outs, Tensor lses, str? implementation) -> (Tensor out, Tensor lse)",
     tags=TAGS,
 )
+_library.define(
+    "merge_states_bwd(Tensor dout, Tensor? dlse, Tensor outs, Tensor lses) -> "
+    "(Tensor douts, Tensor dlses)",
+    tags=TAGS,
+)
 paged_decode = torch.ops.torch_attn.paged_decode.default
 append_kv = torch.ops.torch_attn.append_kv.default
 merge_states = torch.ops.torch_attn.merge_states.default
+merge_states_bwd = torch.ops.torch_attn.merge_states_bwd.default
 
 
 def check_merge(outs, lses) -> MergeSpec:
@@ -147,13 +156,53 @@ def _allocate_merged(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
     return outs.new_empty(outs.shape[1:]), lses.new_empty(lses.shape[1:])
 
 
-def _register(op: torch._ops.OpOverload, run, fake) -> None:
+def _fake_merge_backward(dout, dlse, outs, lses):
+    return outs.new_empty(outs.shape), lses.new_empty(lses.shape)
+
+
+class _Merge(Differentiable):
+    op, name, num_tensors = merge_states, "torch_attn::merge_states", 2
+
+    @staticmethod
+    def setup_context(ctx, inputs, output) -> None:
+        ctx.save_for_backward(*inputs[:2])
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx, dout, dlse):
+        outs, lses = ctx.saved_tensors
+        dout = outs.new_zeros(outs.shape[1:]) if dout is None else dout
+        return *merge_states_bwd(dout, dlse, outs, lses), None
+
+    @staticmethod
+    def jvp(*_: Any) -> NoReturn:
+        not_differentiable(
+            "forward mode", "Use torch.func.vjp or Tensor.backward.", "merge_states"
+        )
+
+
+class _MergeBackward(_Merge):
+    op, name, num_tensors = merge_states_bwd, "torch_attn::merge_states_bwd", 4
+
+    @staticmethod
+    def setup_context(ctx, inputs, output) -> None:
+        pass
+
+    @staticmethod
+    def backward(*_: Any) -> NoReturn:
+        not_differentiable(
+            "a second derivative", "Compute it with torch operations.", "merge_states"
+        )
+
+
+def _register(op: torch._ops.OpOverload, run, fake, autograd) -> None:
     name = op.name()
     torch.library.register_fake(name, fake, lib=_library)
     _library.impl(name, run, "CompositeExplicitAutograd")  # every backend
-    _library.impl(name, partial(without_gradient, op), "Autograd")
+    _library.impl(name, autograd, "Autograd")
 
 
-_register(paged_decode, _run_decode, _fake_decode)
-_register(append_kv, _run_append, _fake_append)
-_register(merge_states, _run_merge, _fake_merge)
+_register(paged_decode, _run_decode, _fake_decode, partial(without_gradient, paged_decode))
+_register(append_kv, _run_append, _fake_append, partial(without_gradient, append_kv))
+_register(merge_states, _run_merge, _fake_merge, _Merge.call)
+_register(merge_states_bwd, reference.combine_bwd, _fake_merge_backward, _MergeBackward.call)

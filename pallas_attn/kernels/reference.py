@@ -99,3 +99,22 @@ def combine(outs: Array, lses: Array, spec: MergeSpec, backend: Backend) -> tupl
     """Merge partial results over disjoint keys."""
     out, lse = reference.merge(outs, lses, jnp.float32)
     return out.astype(outs.dtype), lse
+
+
+def combine_bwd(dout: Array, dlse: Array, outs: Array, lses: Array) -> tuple[Array, Array]:
+    """Compute the gradients of `combine` in float32: the backward of every family.
+
+    With ``w = softmax(lses)`` and ``dp_n = dout · out_n``: ``d out_n = w_n dout`` and
+    ``d lse_n = w_n (dp_n - Σ_m w_m dp_m + dlse)``. XLA fuses the products with their sums: beside
+    the gradients there are a few arrays of `lses`' size.
+
+    Args:
+        dout: gradient of out, [B, S, H, Dv].
+        dlse: gradient of lse, [B, H, S] float32.
+        outs, lses: inputs of the forward, [N, B, S, H, Dv] and [N, B, H, S].
+
+    Returns:
+        The gradients of outs and lses, in their dtypes.
+    """
+    douts, dlses = reference.merge_backward(dout, dlse, outs, lses, jnp.float32)
+    return douts.astype(outs.dtype), dlses

@@ -104,3 +104,34 @@ def combine(outs: Tensor, lses: Tensor, spec: MergeSpec, backend: Backend) -> tu
     """Merge partial results over disjoint keys."""
     out, lse = reference.merge(outs, lses, torch.float32)
     return out.to(outs.dtype).contiguous(), lse.contiguous()
+
+
+def combine_bwd(
+    dout: Tensor, dlse: Tensor | None, outs: Tensor, lses: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Compute the gradients of `combine` in float32: the backward of every family.
+
+    With ``w = softmax(lses)`` and ``dp_n = dout · out_n``: ``d out_n = w_n dout`` and
+    ``d lse_n = w_n (dp_n - Σ_m w_m dp_m + dlse)``. It takes one part after the other: beside the
+    gradients there are a few tensors of `lses`' size, and one part in float32.
+
+    Args:
+        dout: gradient of out, [B, S, H, Dv].
+        dlse: gradient of lse, [B, H, S] float32, or None for zero.
+        outs, lses: inputs of the forward, [N, B, S, H, Dv] and [N, B, H, S].
+
+    Returns:
+        The gradients of outs and lses, in their dtypes, contiguous.
+    """
+    # A row that saw no key in any part has NaN here, and a part that saw none weight 0.
+    weight = lses.softmax(0).masked_fill_(lses == -torch.inf, 0)
+    douts = outs.new_empty(outs.shape)
+    dp = lses.new_empty(lses.shape)
+    for n, out in enumerate(outs.unbind()):
+        torch.mul(dout, weight[n].mT[..., None], out=douts[n])
+        dp[n] = out.to(torch.float32, copy=True).mul_(dout).sum(-1).mT
+    dp.masked_fill_(weight == 0, 0)  # such a part may hold anything
+    delta = (weight * dp).sum(0)
+    if dlse is not None:
+        delta -= dlse
+    return douts, dp.sub_(delta).mul_(weight)

@@ -75,10 +75,10 @@ def type_name(x: object) -> str:
     return cls.__name__ if cls.__module__ == "builtins" else f"{cls.__module__}.{cls.__name__}"
 
 
-def not_differentiable(what: str, instead: str) -> NoReturn:
+def not_differentiable(what: str, instead: str, function: str = "flash_attention") -> NoReturn:
     """Refuse a derivative that has no formula here, and name the way out."""
     raise NotImplementedError(
-        f"flash_attention: {what} is not supported; reverse mode, once, is. {instead}"
+        f"{function}: {what} is not supported; reverse mode, once, is. {instead}"
     )
 
 
