@@ -293,8 +293,12 @@ def merge_states(
     whose lse is -inf saw no key and may hold anything; a row that saw none in any part gives 0 and
     -inf. A sink belongs into one part only.
 
-    Works under `torch.compile` (`fullgraph`, static and dynamic shapes) and in CUDA graphs. It has
-    no derivative.
+    The gradients of `outs` and `lses` are computed in float32 by the framework's own operations,
+    one part after the other; a part whose lse is -inf has gradients 0. Beside them the backward
+    takes a few tensors of the size of `lses`, and one part in float32.
+
+    Works under `torch.compile` (`fullgraph`, static and dynamic shapes), `torch.func.grad` and in
+    CUDA graphs. It is differentiable in reverse mode, once.
 
     Args:
         outs: [N, B, H, Dv] or [N, B, S, H, Dv], N partial results, float16, bfloat16 or float32.
@@ -311,8 +315,8 @@ def merge_states(
     Raises:
         TypeError: an argument is not a `torch.Tensor` or has the wrong type or dtype.
         ValueError: shapes, devices or strides that contradict each other.
-        NotImplementedError: a dtype, head size or device without kernels; an operand that requires
-            grad while gradients are recorded.
+        NotImplementedError: a dtype, head size or device without kernels; forward mode; a second
+            derivative.
 
     Source: Dao et al. 2022 (FlashAttention), section 3.1; Ye et al. 2025 (FlashInfer), section 2.2.
 

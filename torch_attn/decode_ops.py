@@ -176,9 +176,7 @@ class _Merge(Differentiable):
 
     @staticmethod
     def jvp(*_: Any) -> NoReturn:
-        not_differentiable(
-            "forward mode", "Use torch.func.vjp or Tensor.backward.", "merge_states"
-        )
+        not_differentiable("forward mode", "Use torch.func.vjp or Tensor.backward.", "merge_states")
 
 
 class _MergeBackward(_Merge):

@@ -17,7 +17,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from interop.parity.arguments import count, make_folder, require
-from interop.parity.cases import SUITES, Case, decode_cases, flash_cases, varlen_cases
+from interop.parity.cases import (
+    SUITES,
+    Case,
+    decode_cases,
+    flash_cases,
+    merge_cases,
+    varlen_cases,
+)
 from interop.parity.records import ORACLE, CaseResult, Report, problem_text, title
 from interop.parity.workers import run_cases
 from twin_attention.targets.target import TARGETS
@@ -123,7 +130,7 @@ def _run(
 
 
 def _choose(suite: str, pattern: str) -> list[Case]:
-    kinds = (flash_cases, varlen_cases, decode_cases)
+    kinds = (flash_cases, varlen_cases, decode_cases, merge_cases)
     return [case for cases in kinds for case in cases(suite, pattern)]
 
 

@@ -17,6 +17,7 @@ from typing import Any
 from twin_attention.contract.spec import (
     AttentionSpec,
     DecodeSpec,
+    MergeSpec,
     PagedCache,
     VarlenSpec,
     Window,
@@ -198,7 +199,38 @@ class DecodeCase:
         )  # fmt: skip
 
 
-Case = FlashCase | VarlenCase | DecodeCase
+@dataclass(frozen=True)
+class MergeCase:
+    """One call of `merge_states`.
+
+    Attributes:
+        name: unique, and what `--filter` matches.
+        num_states: parts that are merged.
+        batch, tokens, heads, head_dim_v, dtype: of outs [N, B, S, H, Dv] and lses [N, B, H, S].
+    """
+
+    name: str
+    num_states: int = 3
+    batch: int = 2
+    tokens: int = 5
+    heads: int = 4
+    head_dim_v: int = 64
+    dtype: str = "bfloat16"
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Return the call's arguments other than tensors: there are none."""
+        return {}
+
+    @property
+    def spec(self) -> MergeSpec:
+        """Return the problem."""
+        return MergeSpec(
+            self.num_states, self.batch, self.tokens, self.heads, self.head_dim_v, self.dtype
+        )
+
+
+Case = FlashCase | VarlenCase | DecodeCase | MergeCase
 Change = tuple[str, dict[str, Any]]  # part of a case's name, and the fields that differ
 
 
@@ -224,6 +256,16 @@ def decode_cases(suite: str = "quick", pattern: str = "") -> list[DecodeCase]:
         "quick": [_quick_decode()],
         "full": [_quick_decode(), _full_decode()],
         "large": [_large_decode()],
+    }[suite]
+    return [case for group in groups for case in group if pattern in case.name]
+
+
+def merge_cases(suite: str = "quick", pattern: str = "") -> list[MergeCase]:
+    """Return the cases of a suite whose names contain `pattern`."""
+    groups = {
+        "quick": [_quick_merge()],
+        "full": [_quick_merge(), _full_merge()],
+        "large": [_large_merge()],
     }[suite]
     return [case for group in groups for case in group if pattern in case.name]
 
@@ -437,3 +479,18 @@ def _large_decode() -> Iterator[DecodeCase]:
     yield replace(base, name="large-decode-ragged", lengths=tuple(range(1, 8192, 257)))
     # 2^31 elements of a pool are passed by page id times page size.
     yield replace(base, name="large-decode-2g-elements", lengths=(8192,) * 260, heads_kv=8)
+
+
+def _quick_merge() -> Iterator[MergeCase]:
+    yield MergeCase("merge-bf16")
+    yield MergeCase("merge-fp32-dv24", dtype="float32", head_dim_v=24)
+    yield MergeCase("merge-no-state", num_states=0)
+
+
+def _full_merge() -> Iterator[MergeCase]:
+    for dtype, states in product(("bfloat16", "float16", "float32"), (1, 2, 33)):
+        yield MergeCase(f"merge-full-{dtype}-{states}", states, tokens=130, dtype=dtype)
+
+
+def _large_merge() -> Iterator[MergeCase]:
+    yield MergeCase("large-merge", 8, 4, 8192, 16, 128)

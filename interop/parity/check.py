@@ -13,7 +13,7 @@ from interop.parity.inputs import Tensors
 from interop.parity.oracle import Expectation, Spec, expectations, sample_of
 from interop.parity.records import ORACLE, Comparison
 from interop.parity.sides import Subject, twins
-from twin_attention.contract.spec import VarlenSpec
+from twin_attention.contract.spec import MergeSpec, VarlenSpec
 from twin_attention.contract.tolerances import (
     Agreement,
     compare_lse,
@@ -103,15 +103,17 @@ def check_layout(results: Tensors, inputs: Tensors, spec: Spec, case: str) -> No
     Raises:
         ValueError: such a result.
     """
-    q, heads = inputs["q"], 0 if isinstance(spec, VarlenSpec) else 1
+    first = inputs["outs" if isinstance(spec, MergeSpec) else "q"]
+    rows = first.shape[1:-1] if isinstance(spec, MergeSpec) else first.shape[:-1]
+    heads = 0 if isinstance(spec, VarlenSpec) else 1
     layouts = {f"d{name}": (tuple(x.shape), x.dtype) for name, x in inputs.items()} | {
-        "out": ((*q.shape[:-1], spec.head_dim_v), q.dtype),
-        "lse": (tuple(q[..., 0].movedim(-1, heads).shape), torch.float32),
+        "out": ((*rows, spec.head_dim_v), first.dtype),
+        "lse": ((*rows[:heads], rows[-1], *rows[heads:-1]), torch.float32),
     }
     for name, got in results.items():
         shape, dtype = layouts[name]
-        if (tuple(got.shape), got.dtype, got.device) != (shape, dtype, q.device):
-            expected = f"{shape} {dtype} on {q.device}"
+        if (tuple(got.shape), got.dtype, got.device) != (shape, dtype, first.device):
+            expected = f"{shape} {dtype} on {first.device}"
             actual = f"{tuple(got.shape)} {got.dtype} on {got.device}"
             fail(ValueError, f"{case}: {name}", expected, actual)
 

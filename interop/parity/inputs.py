@@ -8,7 +8,7 @@ from zlib import crc32
 
 import torch
 
-from interop.parity.cases import Case, DecodeCase, FlashCase, VarlenCase
+from interop.parity.cases import Case, DecodeCase, FlashCase, MergeCase, VarlenCase
 from twin_attention.contract.reference import quantize
 from twin_attention.contract.validate import fail
 
@@ -36,7 +36,8 @@ def make_inputs(case: Case, device: str) -> Tensors:
         gradients also has dout in its dtype and dlse [B, Hq, Sq] in float32, as a varlen case has
         without B; there q, k, v and dout are NaN in the padding. A decode case has
         its pages in random order; what no sequence uses is poisoned: pages, slots past the
-        lengths, table entries.
+        lengths, table entries. A merge case has dout and dlse as well; parts that saw no key, one
+        in five and all parts of the first row, hold NaN.
 
     Raises:
         ValueError: a "strided" case whose q, k and v do not fit one packed tensor.
@@ -52,6 +53,8 @@ def make_inputs(case: Case, device: str) -> Tensors:
         return _decode_inputs(case, normal, order)
     if isinstance(case, VarlenCase):
         return _varlen_inputs(case, normal, device)
+    if isinstance(case, MergeCase):
+        return _merge_inputs(case, normal)
     return _flash_inputs(case, normal)
 
 
@@ -95,6 +98,23 @@ def _varlen_inputs(case: VarlenCase, normal: Normal, device: str) -> Tensors:
     for name, offsets in (("q", queries), ("k", keys), ("v", keys), ("dout", queries)):
         inputs[name][int(offsets[-1]) :] = torch.nan
     return inputs
+
+
+def _merge_inputs(case: MergeCase, normal: Normal) -> Tensors:
+    spec, dtype = case.spec, getattr(torch, case.dtype)
+    rows = (spec.batch, spec.tokens, spec.heads)
+    outs = normal((spec.num_states, *rows, spec.head_dim_v), dtype)
+    lses = 3 * normal((spec.num_states, *rows), torch.float32)
+    nothing = normal(lses.shape, torch.float32) < -0.84  # one in five
+    nothing[:, :1, :1, :1] = True
+    outs[nothing] = torch.nan
+    dlse = normal((spec.batch, spec.heads, spec.tokens), torch.float32)
+    return {
+        "outs": outs,
+        "lses": lses.masked_fill_(nothing, -torch.inf).mT.contiguous(),
+        "dout": normal((*rows, spec.head_dim_v), dtype),
+        "dlse": dlse,
+    }
 
 
 def _decode_inputs(case: DecodeCase, normal: Normal, order: torch.Tensor) -> Tensors:

@@ -17,15 +17,21 @@ import torch
 
 from interop.parity.inputs import Tensors
 from twin_attention.contract.operands import DecodeOperands, FlashOperands
-from twin_attention.contract.reference import attention_backward, attention_forward, paged_forward
-from twin_attention.contract.spec import AttentionSpec, DecodeSpec, VarlenSpec, Window
+from twin_attention.contract.reference import (
+    attention_backward,
+    attention_forward,
+    merge,
+    merge_backward,
+    paged_forward,
+)
+from twin_attention.contract.spec import AttentionSpec, DecodeSpec, MergeSpec, VarlenSpec, Window
 
 SAMPLE_ABOVE = 1 << 30  # elements of q, 8 GiB in float64: a larger problem is only sampled
 STRETCH = 4096  # a sample of a longer sequence is a stretch of it
 SCORES = 1 << 25  # at a time: 256 MiB for each copy in float64
 SAMPLES = 4  # heads or sequences
 
-Spec = AttentionSpec | DecodeSpec  # or a VarlenSpec, which is an AttentionSpec
+Spec = AttentionSpec | DecodeSpec | MergeSpec  # or a VarlenSpec, which is an AttentionSpec
 
 
 @dataclass(frozen=True)
@@ -33,7 +39,7 @@ class Part:
     """A part of a problem that can be evaluated on its own.
 
     Attributes:
-        spec: the problem that the part is by itself, an AttentionSpec or a DecodeSpec.
+        spec: the problem that the part is by itself.
         where: index of the part in inputs and results of the whole problem, by name; a tensor
             without one is the part's as it is.
         inner: the part's queries and keys that are compared; None compares all.
@@ -87,7 +93,7 @@ def parts_of(spec: Spec) -> list[Part]:
 
     Samples lie at the start, on both sides of element 2^31, and at the end of q.
     """
-    if isinstance(spec, DecodeSpec | VarlenSpec):
+    if isinstance(spec, DecodeSpec | VarlenSpec | MergeSpec):
         return [Part(spec)]
     elements = spec.batch * spec.seq_q * spec.heads_q * spec.head_dim
     if elements <= SAMPLE_ABOVE:
@@ -99,9 +105,9 @@ def parts_of(spec: Spec) -> list[Part]:
 def sample_of(spec: Spec) -> list[Part]:
     """Return a few kv heads or sequences: the first, the last and two between, always the same.
 
-    Packed sequences are one part.
+    Packed sequences are one part, and so is a merge.
     """
-    if isinstance(spec, VarlenSpec):
+    if isinstance(spec, VarlenSpec | MergeSpec):
         return [Part(spec)]
     parts = _sequences(spec) if isinstance(spec, DecodeSpec) else _heads(spec)
     if len(parts) <= SAMPLES:
@@ -126,6 +132,8 @@ def evaluate(inputs: Tensors, spec: Spec, dtype: torch.dtype) -> Tensors:
         return _evaluate_decode(inputs, spec, dtype)
     if isinstance(spec, VarlenSpec):
         return _evaluate_varlen(inputs, spec, dtype)
+    if isinstance(spec, MergeSpec):
+        return _evaluate_merge(inputs, dtype)
     return _evaluate_flash(inputs, spec, dtype)
 
 
@@ -194,7 +202,18 @@ def _evaluate_decode(inputs: Tensors, spec: DecodeSpec, dtype: torch.dtype) -> T
     return results
 
 
-def _empty_results(q: torch.Tensor, spec: Spec, dtype: torch.dtype) -> Tensors:
+def _evaluate_merge(inputs: Tensors, dtype: torch.dtype) -> Tensors:
+    states = inputs["outs"], inputs["lses"]
+    results: Tensors = dict(zip(("out", "lse"), merge(*states, dtype), strict=True))
+    if "dout" in inputs:
+        gradients = merge_backward(inputs["dout"], inputs.get("dlse"), *states, dtype)
+        results |= dict(zip(("douts", "dlses"), gradients, strict=True))
+    return results
+
+
+def _empty_results(
+    q: torch.Tensor, spec: AttentionSpec | DecodeSpec, dtype: torch.dtype
+) -> Tensors:
     batch, rows, heads, _ = q.shape
     out = q.new_empty((batch, rows, heads, spec.head_dim_v), dtype=dtype)
     return {"out": out, "lse": q.new_empty((batch, heads, rows), dtype=dtype)}

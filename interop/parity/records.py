@@ -168,6 +168,9 @@ def problem_text(problem: dict[str, Any]) -> str:
         lengths = problem["lengths"]
         counts = f"B{len(lengths)} T{problem['tokens'] or 1} Skv{max(lengths, default=0)}"
         words = [counts, "pages {max_pages}x{page_size}".format(**problem)]
+    elif "num_states" in problem:
+        shape = "N{num_states} B{batch} S{tokens} H{heads} Dv{head_dim_v} {dtype}"
+        return shape.format(**problem)
     else:
         words = ["B{batch} Sq{seq_q} Skv{seq_kv}".format(**problem)]
     words.append("Hq{heads_q} Hkv{heads_kv} D{head_dim}".format(**problem))

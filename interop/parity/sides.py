@@ -14,7 +14,7 @@ import torch
 import pallas_attn
 import torch_attn
 from interop.exchange import to_jax, to_torch
-from interop.parity.cases import Case, DecodeCase, VarlenCase
+from interop.parity.cases import Case, DecodeCase, MergeCase, VarlenCase
 from interop.parity.inputs import Tensors
 from twin_attention.contract.explain import Explanation
 from twin_attention.targets.family import FAMILIES
@@ -69,7 +69,8 @@ def plan(implementations: Sequence[str], targets: Sequence[str | None]) -> list[
 
 def supports(subject: Subject, case: Case) -> bool:
     """Return True if a family of the subject's name has the case's problem."""
-    operations = ("paged_decode",) if isinstance(case, DecodeCase) else ("flash_fwd", "flash_bwd")
+    kinds = {DecodeCase: ("paged_decode",), MergeCase: ("combine",)}
+    operations = kinds.get(type(case), ("flash_fwd", "flash_bwd"))
     families = [x for x in FAMILIES[subject.side] if x.name == subject.implementation]
     return all(
         any(family.supports(operation, case.spec, subject.target) is None for family in families)
@@ -105,7 +106,9 @@ def results(side: Side, function: str, inputs: Tensors, **options: Any) -> Tenso
     """Call a function that returns out and lse; differentiate it where dout and dlse are given."""
     operands = {name: x for name, x in inputs.items() if name not in GRADIENTS}
     gradients = [inputs[name] for name in GRADIENTS if name in inputs]
-    found = side.call(function, operands, gradients, return_lse=True, **options)
+    if function != "merge_states":
+        options["return_lse"] = True
+    found = side.call(function, operands, gradients, **options)
     names = (*OUTPUTS, *(f"d{name}" for name, x in operands.items() if x.is_floating_point()))
     return dict(zip(names, found, strict=False))
 
@@ -218,9 +221,10 @@ def leaves(results: Any) -> tuple[Any, ...]:
 
 
 def _function(case: Case) -> str:
-    if isinstance(case, VarlenCase):
-        return "flash_attention_varlen"
-    return "paged_decode" if isinstance(case, DecodeCase) else "flash_attention"
+    named = {
+        VarlenCase: "flash_attention_varlen", DecodeCase: "paged_decode", MergeCase: "merge_states",
+    }  # fmt: skip
+    return named.get(type(case), "flash_attention")
 
 
 def _with_gradients(attend: Attend) -> Attend:

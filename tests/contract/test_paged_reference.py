@@ -15,7 +15,13 @@ from hypothesis import strategies as st
 
 from interop.parity.cases import DecodeCase, decode_cases
 from twin_attention.contract.operands import DecodeOperands, FlashOperands
-from twin_attention.contract.reference import attention_forward, merge, paged_forward, quantize
+from twin_attention.contract.reference import (
+    attention_forward,
+    merge,
+    merge_backward,
+    paged_forward,
+    quantize,
+)
 from twin_attention.contract.spec import AttentionSpec, DecodeSpec, PagedCache, Window
 
 CASE = DecodeCase(
@@ -293,6 +299,32 @@ def test_merge_of_lses_that_overflow_exp():
         shifted = run_merge("numpy", outs, lses + shift)
         want, want_lse = run_merge("numpy", outs, lses)
         close(shifted, (want, want_lse + shift))
+
+
+@pytest.mark.parametrize("dlse_is_given", [True, False])
+def test_gradients_of_a_merge_are_those_of_its_formula(dlse_is_given):
+    make = torch.Generator().manual_seed(0)
+
+    def normal(*shape):
+        return torch.randn(shape, generator=make, dtype=torch.float64)
+
+    states = [normal(4, 2, 3, 5, 16).requires_grad_(), normal(4, 2, 5, 3).requires_grad_()]
+    dout, dlse = normal(2, 3, 5, 16), normal(2, 5, 3) if dlse_is_given else None
+    given = dout, torch.zeros(2, 5, 3) if dlse is None else dlse
+    want = torch.autograd.grad(merge(*states, torch.float64), states, given)
+    outs, lses = (x.detach() for x in states)
+    got = merge_backward(dout, dlse, outs, lses, torch.float64)
+    for x, y in zip(got, want, strict=True):
+        close(x.numpy(), y.numpy())
+    # A part that saw nothing, wherever it stands, has gradients 0 and changes no other's.
+    outs = torch.cat([outs[:2], torch.full_like(outs[:1], torch.nan), outs[2:]])
+    lses = torch.cat([lses[:2], torch.full_like(lses[:1], -torch.inf), lses[2:]])
+    found = merge_backward(dout, dlse, outs, lses, torch.float64)
+    for x, y in zip(found, got, strict=True):
+        assert (x[2] == 0).all()
+        close(x[[0, 1, 3, 4]].numpy(), y.numpy())
+    nothing = merge_backward(dout, dlse, outs[2:3], lses[2:3], torch.float64)
+    assert all((x == 0).all() for x in nothing)
 
 
 # Quantised caches

@@ -259,6 +259,9 @@ def test_not_differentiable():
     )
     with pytest.raises(NotImplementedError, match=f"^{re.escape(message)}$"):
         not_differentiable("forward mode", "Use the reference.")
+    message = message.replace("flash_attention", "merge_states")
+    with pytest.raises(NotImplementedError, match=f"^{re.escape(message)}$"):
+        not_differentiable("forward mode", "Use the reference.", "merge_states")
 
 
 def test_no_gradient():

@@ -15,8 +15,10 @@ import pytest
 import torch
 
 import pallas_attn
-from interop.parity.cases import DecodeCase
+from interop.parity.cases import DecodeCase, MergeCase
+from interop.parity.check import agreements
 from interop.parity.inputs import make_inputs
+from interop.parity.oracle import expectations, parts_of
 from pallas_attn import append_kv, check_pages, explain, merge_states, paged_decode
 from pallas_attn.lowering import recording
 from twin_attention.contract.operands import DecodeOperands
@@ -244,15 +246,10 @@ def append_of(k_new):
     return append_kv(k_new, new_tokens()[1], *arguments, implementation="reference")
 
 
-def merge_of(outs):
-    return merge_states(outs, jnp.zeros((2, 3, 4)), implementation="reference")
-
-
 DERIVATIVES = {
     "paged_decode-q": (decode_of("q"), lambda: operands(CASE)["q"]),
     "paged_decode-k_pages": (decode_of("k_pages"), lambda: operands(CASE)["k_pages"]),
     "append_kv": (append_of, lambda: new_tokens()[0]),
-    "merge_states": (merge_of, lambda: jnp.zeros((2, 3, 4, 16))),
 }
 
 
@@ -272,6 +269,34 @@ def test_a_gradient_is_refused(name, wrap, mode):
     message = rf"^{name.split('-')[0]}: a gradient is not supported"
     with pytest.raises(NotImplementedError, match=message):
         mode(wrap(function), operand())
+
+
+def test_gradients_of_a_merge_jitted_and_mapped():
+    case = MergeCase("transformations", head_dim_v=16, dtype="float16")
+    cases = case, replace(case, name="others")
+    inputs = [make_inputs(x, "cpu") for x in cases]
+    names = "douts", "dlses"
+
+    def pull(outs, lses, dout, dlse):
+        merge = partial(merge_states, implementation="reference")
+        return jax.vjp(merge, outs, lses)[1]((dout, dlse))
+
+    arrays = [[jnp.asarray(x.numpy()) for x in each.values()] for each in inputs]
+    mapped = jax.jit(jax.vmap(pull))(*map(jnp.stack, zip(*arrays, strict=True)))
+    for i, of_one in enumerate(inputs):
+        (expected,) = expectations(of_one, parts_of(case.spec))
+        for got in (jax.jit(pull)(*arrays[i]), [x[i] for x in mapped]):
+            found = {n: torch.from_numpy(np.array(x)) for n, x in zip(names, got, strict=True)}
+            for name, agreement in agreements(found, expected).items():
+                assert agreement.ok, (name, agreement)
+
+
+def test_a_second_derivative_of_a_merge_is_refused():
+    outs, lses = jnp.zeros((3, 2, 4, 16)), jnp.zeros((3, 2, 4))
+    gradient = jax.grad(lambda outs: (merge_states(outs, lses)[0] ** 2).sum())
+    message = "^merge_states: a second derivative is not supported; reverse mode, once, is"
+    with pytest.raises(NotImplementedError, match=message):
+        jax.grad(lambda outs: gradient(outs).sum())(outs)
 
 
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])

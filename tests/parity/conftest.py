@@ -23,8 +23,9 @@ def fake_twins(monkeypatch: pytest.MonkeyPatch) -> Callable[[Spoil], None]:
 
     def run(subject: Subject, case: Case, inputs: Tensors) -> Tensors:
         results = evaluate(inputs, case.spec, torch.float64)
-        dtypes = {"lse": torch.float32}
-        results = {name: x.to(dtypes.get(name, inputs["q"].dtype)) for name, x in results.items()}
+        dtypes = dict.fromkeys(("lse", "dlses"), torch.float32)
+        own = getattr(torch, case.spec.dtype)
+        results = {name: x.to(dtypes.get(name, own)) for name, x in results.items()}
         for spoil in spoilers:
             spoil(subject, case, results)
         return results

@@ -8,9 +8,11 @@ from interop.parity.cases import (
     SUITES,
     DecodeCase,
     FlashCase,
+    MergeCase,
     VarlenCase,
     decode_cases,
     flash_cases,
+    merge_cases,
     varlen_cases,
 )
 from twin_attention.contract.operands import DecodeOperands, FlashOperands, VarlenOperands
@@ -27,6 +29,7 @@ from twin_attention.contract.validate import (
     check_flash_attention,
     check_flash_attention_varlen,
     check_flash_options,
+    check_merge_states,
     check_paged_decode,
 )
 from twin_attention.targets.config import PACKAGES, find_configs, load_table, table_path
@@ -37,13 +40,15 @@ EVERY_DECODE = {case.name: case for suite in SUITES for case in decode_cases(sui
 
 EVERY_VARLEN = {case.name: case for suite in SUITES for case in varlen_cases(suite)}
 
-of_all_kinds = pytest.mark.parametrize("cases", [flash_cases, varlen_cases, decode_cases])
+EVERY_MERGE = {case.name: case for suite in SUITES for case in merge_cases(suite)}
+
+KINDS = (flash_cases, varlen_cases, decode_cases, merge_cases)
+of_all_kinds = pytest.mark.parametrize("cases", KINDS)
 
 
 @pytest.mark.parametrize("suite", SUITES)
 def test_names_are_unique(suite):
-    kinds = flash_cases, varlen_cases, decode_cases
-    names = Counter(case.name for cases in kinds for case in cases(suite))
+    names = Counter(case.name for cases in KINDS for case in cases(suite))
     assert not [name for name, n in names.items() if n > 1]
 
 
@@ -60,9 +65,9 @@ def test_an_unknown_suite_is_an_error(cases):
 
 @of_all_kinds
 def test_a_pattern_selects_by_name(cases):
-    chosen = cases("full", "softcap")
+    chosen = cases("full", "bf16")
     assert chosen
-    assert chosen == [case for case in cases("full") if "softcap" in case.name]
+    assert chosen == [case for case in cases("full") if "bf16" in case.name]
 
 
 @pytest.mark.parametrize("case", EVERY_VARLEN.values(), ids=EVERY_VARLEN)
@@ -87,6 +92,14 @@ def test_a_case_describes_the_call_that_validation_accepts(case: FlashCase):
         Operand("sinks", (case.heads_q,), "float32") if case.sinks else None,
     )
     assert check_flash_attention(operands, options) == case.spec
+
+
+@pytest.mark.parametrize("case", EVERY_MERGE.values(), ids=EVERY_MERGE)
+def test_a_merge_case_describes_the_call_that_validation_accepts(case: MergeCase):
+    rows = case.num_states, case.batch
+    outs = Operand("outs", (*rows, case.tokens, case.heads, case.head_dim_v), case.dtype)
+    lses = Operand("lses", (*rows, case.heads, case.tokens), "float32")
+    assert check_merge_states(outs, lses) == case.spec
 
 
 @pytest.mark.parametrize("target", TARGETS)

@@ -9,7 +9,7 @@ import pytest
 from interop.parity import __main__ as command
 from interop.parity import arguments as checks
 from interop.parity import harness
-from interop.parity.cases import decode_cases, flash_cases, varlen_cases
+from interop.parity.cases import decode_cases, flash_cases, merge_cases, varlen_cases
 from interop.parity.records import ORACLE
 
 OUTPUTS = ("out", "lse", "dq", "dk", "dv")
@@ -35,7 +35,7 @@ def failed(case: dict) -> set[tuple[str, str, str]]:
 def test_right_results_pass(fake_twins, tmp_path, capsys):
     assert parity(tmp_path, "--filter", "e-") == 0
     cases = verdicts(tmp_path)
-    kinds = flash_cases, varlen_cases, decode_cases
+    kinds = flash_cases, varlen_cases, decode_cases, merge_cases
     chosen = [case for cases in kinds for case in cases("quick", "e-")]
     assert list(cases) == [case.name for case in chosen]
     assert {case["status"] for case in cases.values()} == {"passed"}

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from interop.parity.cases import DecodeCase, FlashCase, decode_cases
+from interop.parity.cases import DecodeCase, FlashCase, MergeCase, decode_cases
 from interop.parity.inputs import POISON_BYTE, make_inputs
 
 CASE = FlashCase("inputs", seq_q=9, seq_kv=9, heads_q=4, heads_kv=2, head_dim=16)
@@ -112,3 +112,11 @@ def test_a_decode_has_what_its_call_takes(torch_device):
     inputs = make_inputs(more, torch_device)
     assert inputs.keys() == always | {"sinks", "k_scale", "v_scale"}
     assert inputs["q"].shape == (6, 1, 4, 16)
+
+
+def test_parts_of_a_merge_that_saw_no_key_hold_nan(torch_device):
+    inputs = make_inputs(MergeCase("merge", num_states=10, tokens=50), torch_device)
+    nothing = inputs["lses"].mT == -torch.inf
+    assert torch.equal(inputs["outs"].isnan(), nothing[..., None].expand(inputs["outs"].shape))
+    assert nothing[:, 0, 0, 0].all()
+    assert 0.15 < nothing.float().mean() < 0.25

@@ -1,11 +1,13 @@
-"""Merging partial results: within the budget of the oracle, and the laws of a monoid."""
+"""Merging partial results, and its gradients: within the oracle's budget, and their laws."""
 
 import pytest
 import torch
 
-from interop.parity.cases import DecodeCase
+from interop.parity.cases import DecodeCase, FlashCase, MergeCase, merge_cases
 from interop.parity.inputs import make_inputs
+from interop.parity.sides import results
 from tests.oracle import assert_within_budget
+from tests.sides import attention
 from twin_attention.contract.reference import merge
 from twin_attention.contract.tolerances import compare_lse, compare_to_reference
 
@@ -108,4 +110,50 @@ def test_decodes_over_parts_of_the_tables_merge_to_the_whole(side, implementatio
         parts.append(side.call("paged_decode", part, **options))
     got = run(side, implementation, *(torch.stack(x) for x in zip(*parts, strict=True)))
     # Each part's output is rounded to bfloat16 before the merge, which is what lp does once more.
+    assert_within_budget(got, inputs, case.spec)
+
+
+def gradients(side, implementation, inputs):
+    return results(side, "merge_states", inputs, implementation=implementation)
+
+
+@pytest.mark.parametrize("case", merge_cases(), ids=lambda case: case.name)
+def test_gradients_are_within_budget(side, implementation, torch_device, case):
+    inputs = make_inputs(case, torch_device)
+    assert_within_budget(gradients(side, implementation, inputs), inputs, case.spec)
+
+
+def test_a_state_that_saw_nothing_has_gradients_of_zero(side, implementation, torch_device):
+    case = MergeCase("nothing", dtype="float32", head_dim_v=16)
+    inputs = make_inputs(case, torch_device)
+    found = gradients(side, implementation, inputs)
+    nothing = inputs["lses"] == -torch.inf
+    assert nothing.any()
+    assert (found["dlses"][nothing] == 0).all()
+    assert (found["douts"][nothing.mT] == 0).all()
+    assert all(found[name].isfinite().all() for name in ("douts", "dlses"))
+
+
+def test_the_gradients_of_parts_merged_are_those_of_the_whole(side, implementation, torch_device):
+    """The chain rule by hand: the merge's gradients are those that each part is given."""
+    case = FlashCase("parts", 1, 20, 48, heads_q=4, head_dim=16, dtype="float32", softcap=5.0)
+    inputs = make_inputs(case, torch_device)
+    options = case.options | {"implementation": "reference"}  # of the parts, not of the merge
+    parts = [
+        inputs | {name: inputs[name][:, keys].contiguous() for name in "kv"}
+        for keys in (slice(0, 17), slice(17, 20), slice(20, 48))
+    ]
+    states = [attention(side, part, **options) for part in parts]
+    merged = {f"{x}s": torch.stack([state[x] for state in states]) for x in ("out", "lse")}
+    merged = gradients(side, implementation, merged | {x: inputs[x] for x in ("dout", "dlse")})
+    found = [
+        attention(side, part | {"dout": dout, "dlse": dlse}, **options)
+        for part, dout, dlse in zip(parts, merged["douts"], merged["dlses"], strict=True)
+    ]
+    got = {
+        "out": merged["out"],
+        "lse": merged["lse"],
+        "dq": sum(part["dq"] for part in found),
+        **{x: torch.cat([part[x] for part in found], dim=1) for x in ("dk", "dv")},
+    }
     assert_within_budget(got, inputs, case.spec)

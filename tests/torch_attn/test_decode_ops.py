@@ -3,6 +3,7 @@
 import gc
 import inspect
 import sys
+from functools import partial
 from textwrap import dedent
 from typing import NamedTuple
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.autograd import forward_ad
-from torch.func import grad, jvp
+from torch.func import grad, jvp, vmap
 from torch.library import opcheck
 
 import torch_attn
@@ -24,6 +25,7 @@ PAGE_SIZE, MAX_PAGES, HEADS_Q, HEADS_KV, DIM, DIM_V = 4, 3, 4, 2, 32, 16
 LENGTHS = (0, 1, 5, 12, 7)
 NO_GRADIENT = "{}: a gradient is not supported; give it operands that need none"
 ALL = pytest.mark.parametrize("function", ["paged_decode", "append_kv", "merge_states"])
+FOR_INFERENCE = pytest.mark.parametrize("function", ["paged_decode", "append_kv"])
 
 
 class Problem(NamedTuple):
@@ -112,7 +114,10 @@ def test_opcheck(torch_device, implementation, kv_dtype):
 
 
 def test_opcheck_merge(torch_device, implementation):
-    opcheck(ops.merge_states, problem(torch_device).merge_arguments(implementation))
+    outs, lses, _ = problem(torch_device, (3, 4), 2).merge_arguments(implementation)
+    opcheck(ops.merge_states_bwd, (torch.ones_like(outs[0]), None, outs, lses))
+    states = outs.requires_grad_(), lses.requires_grad_()
+    opcheck(ops.merge_states, (*states, implementation))
 
 
 def step(p: Problem, tokens: bool) -> tuple[Tensor, ...]:
@@ -267,7 +272,7 @@ def losses(function: str, p: Problem):
     return lambda x: merge_states(outs, x)[0].sum(), lses
 
 
-@ALL
+@FOR_INFERENCE
 def test_a_gradient_is_refused(torch_device, function):
     loss, x = losses(function, problem(torch_device))
     message = "^" + NO_GRADIENT.format(function)
@@ -296,6 +301,57 @@ def test_no_gradient_is_asked_for(torch_device, function):
     assert_equal(loss(weights.detach()), want)
     other = torch.ones((), device=torch_device)
     assert_equal(grad(lambda w: w * loss(x).float())(other), want.float())
+
+
+def merge_loss(outs: Tensor, lses: Tensor) -> Tensor:
+    """A loss of both results of a merge."""
+    out, lse = merge_states(outs, lses)
+    return (out.float() ** 2).sum() + lse.sin().sum()
+
+
+def test_gradients_of_a_merge_compiled_and_by_torch_func(torch_device):
+    torch._dynamo.reset()
+    states = problem(torch_device).merge_arguments("")[:2]
+
+    def recorded(loss):
+        leaves = [x.clone().requires_grad_() for x in states]
+        return torch.autograd.grad(loss(*leaves), leaves)
+
+    want = recorded(merge_loss)
+    assert_equal(grad(merge_loss, (0, 1))(*states), want)
+    assert_equal(recorded(torch.compile(merge_loss, fullgraph=True, backend="aot_eager")), want)
+    others = [-x for x in states]
+    many = [torch.stack(pair) for pair in zip(states, others, strict=True)]
+    mapped = vmap(grad(merge_loss, (0, 1)))(*many)
+    both = zip(want, grad(merge_loss, (0, 1))(*others), strict=True)
+    assert_equal(mapped, tuple(map(torch.stack, both)))
+
+
+def test_a_merge_whose_out_or_lse_is_not_used(torch_device):
+    outs, lses, _ = problem(torch_device).merge_arguments("")
+    ones = torch.ones_like(lses[0])
+    for used, (dout, dlse) in enumerate([(torch.ones_like(outs[0]), None), (0 * outs[0], ones)]):
+        leaves = outs.clone().requires_grad_(), lses.clone().requires_grad_()
+        got = torch.autograd.grad(merge_states(*leaves)[used].sum(), leaves)
+        assert_equal(got, ops.merge_states_bwd(dout, dlse, outs, lses))
+
+
+def test_other_derivatives_of_a_merge_are_refused(torch_device):
+    outs, lses, _ = problem(torch_device).merge_arguments("")
+    loss = partial(merge_loss, outs)
+    message = "^merge_states: {} is not supported; reverse mode, once, is"
+    with pytest.raises(NotImplementedError, match=message.format("forward mode")):
+        jvp(loss, (lses,), (lses,))
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(lses, lses)
+        with pytest.raises(NotImplementedError, match=message.format("forward mode")):
+            loss(dual)
+    with pytest.raises(NotImplementedError, match=message.format("a second derivative")):
+        grad(lambda x: grad(loss)(x).sum())(lses)
+    leaf = lses.clone().requires_grad_()
+    (dlses,) = torch.autograd.grad(loss(leaf), leaf, create_graph=True)
+    with pytest.raises(NotImplementedError, match=message.format("a second derivative")):
+        dlses.sum().backward()
 
 
 def test_reference_computes_in_float32_under_autocast(torch_device):

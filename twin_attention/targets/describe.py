@@ -29,6 +29,8 @@ def describe_call(function: str, describe_operation: Callable[[str], Explanation
     """
     operation = _OPERATIONS[function]
     said = describe_operation(operation)
+    if operation == "combine" and said.execution != "framework":
+        return replace(said, backward="the framework's own operations")
     if operation != "flash_fwd":
         return said
     try:
