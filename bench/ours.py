@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from bench.calls import compiled, jax_call, torch_call
 from bench.job import Call, Subject
-from interop.parity.cases import DecodeCase, FlashCase
+from bench.peers.packed_peers import offsets_of
+from interop.parity.cases import DecodeCase, FlashCase, VarlenCase
 from twin_attention.targets.family import FAMILIES
 from twin_attention.targets.target import use_target
 
@@ -43,6 +44,12 @@ def flash_factories(targets: Sequence[str], compiling: bool = True) -> dict[Subj
     return {Subject(*key): partial(_flash, *key) for key in keys}
 
 
+def packed_factories(targets: Sequence[str]) -> dict[Subject, Factory]:
+    """Return factories of calls, which take (case, operation, tensors) as peers' do."""
+    keys = product(("torch triton", "jax triton"), targets)
+    return {Subject(*key): partial(_packed, *key) for key in keys}
+
+
 def decode_factories(targets: Sequence[str]) -> dict[Subject, Factory]:
     """Return factories of calls, which take (case, tensors) as peers' do."""
     names = ("jax mosaic", "torch triton", "jax triton")
@@ -65,6 +72,35 @@ def _flash(name: str, target: str, case: FlashCase, operation: str, tensors: Any
     prepare = jax_call if side == "pallas_attn" else torch_call
     with use_target(target):
         call = prepare(attend, operation, tensors)
+    return _for_target(call, target)
+
+
+def _packed(name: str, target: str, case: VarlenCase, operation: str, tensors: Any) -> Call:
+    side, family = NAMES[name]
+    attention = import_module(side).flash_attention_varlen
+    attention = partial(attention, **case.options, implementation=family)
+    offsets: Any = offsets_of(case, tensors[0].device)
+
+    def attend(q, k, v):
+        return attention(q, k, v, offsets, offsets)
+
+    if side == "torch_attn":
+        with use_target(target):
+            call = torch_call(attend, operation, tensors)
+        return _for_target(call, target)
+
+    import jax
+
+    from interop.exchange import to_jax
+
+    offsets = to_jax(offsets)
+    with use_target(target):
+        if operation == "forward":
+            # The offsets are arguments: as constants they would be folded into what is compiled.
+            arrays = (*map(to_jax, tensors[:3]), offsets, offsets)
+            call = Call(partial(jax.jit(attention), *arrays), lambda out: (out,))
+        else:
+            call = jax_call(attend, operation, tensors)
     return _for_target(call, target)
 
 

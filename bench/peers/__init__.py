@@ -1,6 +1,7 @@
 """The libraries that the twins are compared with, each of which may be absent.
 
-A flash factory takes (case, operation, tensors), tensors q, k, v and dout [B, S, H, D] of torch; a
+A flash factory takes (case, operation, tensors), tensors q, k, v and dout [B, S, H, D] of torch, or
+[T, H, D] one of packed sequences; a
 decode factory takes (case, tensors), a `bench.suites.decode_inputs.DecodeTensors`. Both return a
 `bench.job.Call` and raise `bench.job.Absent` if the peer is not installed or does not do the case.
 Peers are imported when they are asked for a call.
@@ -10,7 +11,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 
 from bench.job import Call
-from bench.peers import flashinfer, jax_peers, torch_peers
+from bench.peers import flashinfer, jax_peers, packed_peers, torch_peers
 
 FLASH: Mapping[str, Callable[..., Call]] = {
     "eager": torch_peers.eager,
@@ -23,6 +24,16 @@ FLASH: Mapping[str, Callable[..., Call]] = {
     "jax Pallas mha": jax_peers.pallas_mha,
     "tokamax Mosaic": partial(jax_peers.tokamax, "mosaic"),
     "tokamax Triton": partial(jax_peers.tokamax, "triton"),
+}
+PACKED: Mapping[str, Callable[..., Call]] = {
+    "FA2 varlen": packed_peers.fa2_varlen,
+    "FA3 varlen": packed_peers.fa3_varlen,
+    "FlexAttention": packed_peers.flex,
+    "FA2 padded": partial(packed_peers.padded, FLASH["FA2"]),
+    "cuDNN padded": partial(packed_peers.padded, FLASH["cuDNN"]),
+    "tokamax Mosaic padded": partial(packed_peers.padded, FLASH["tokamax Mosaic"]),
+    "jax.nn cuDNN padded": partial(packed_peers.padded, FLASH["jax.nn cuDNN"]),
+    "jax.nn XLA": packed_peers.jax_masked,
 }
 DECODE: Mapping[str, Callable[..., Call]] = {
     "FlashInfer": flashinfer.decode,

@@ -78,8 +78,8 @@ def problem(case: dict[str, Any]) -> str:
     """Return a case in one line: its problem, or its name where it has none."""
     if "head_dim" not in case:
         return case["name"]
-    text = re.sub(r"\b(S|H)q(\d+) \1kv\2\b", r"\1\2", problem_text(case))
-    if "lengths" in case and case["max_pages"] == -(-max(case["lengths"]) // case["page_size"]):
+    text = re.sub(r"\b(S|H|T)q(\d+) \1kv\2\b", r"\1\2", problem_text(case))
+    if "max_pages" in case and case["max_pages"] == -(-max(case["lengths"]) // case["page_size"]):
         text = re.sub(r"pages \d+x", "pages ", text)  # as many as the sequence needs
     return text.replace("pages ", "pages=")
 

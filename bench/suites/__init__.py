@@ -29,6 +29,7 @@ SUITES = {
     "kvcache": "paged decode of one sequence and of batches, over KV lengths",
     "fa2": "FlashAttention-2's shapes in fp16, with clocks and power",
     "eager": "flash attention against eager attention, with the memory they take",
+    "packed": "documents of different lengths in one batch without padding, beside every peer",
     "host": "the host's share of calls on small problems",
 }
 

@@ -163,7 +163,7 @@ def problem_text(problem: dict[str, Any]) -> str:
     """Return a case's fields in one line, defaults left out."""
     if "padding" in problem:
         queries, keys = zip(*problem["lengths"], problem["padding"], strict=True)
-        words = [f"N{len(problem['lengths'])} Tq{sum(queries)} Tkv{sum(keys)}"]
+        words = [f"N{len(problem['lengths'])} Tq{sum(queries)} Tkv{sum(keys)} longest={max(keys)}"]
     elif "lengths" in problem:
         lengths = problem["lengths"]
         counts = f"B{len(lengths)} T{problem['tokens'] or 1} Skv{max(lengths, default=0)}"

@@ -127,7 +127,7 @@ def test_a_log_has_one_line_a_case_and_no_progress_bar(fake_twins, tmp_path, cap
     printed = capsys.readouterr().out
     lines = [line for line in printed.splitlines() if line.endswith("passed")]
     names = [line.split()[0] for line in lines]
-    assert names == ["no-keys", "no-batch", "decode-no-sequence"]
+    assert names == ["no-keys", "no-batch", "decode-no-sequence", "merge-no-state"]
     assert "elapsed" not in printed
 
 
@@ -135,7 +135,7 @@ def test_the_header_describes_a_case_that_is_not_empty(fake_twins, tmp_path, mon
     monkeypatch.setattr(harness, "explain", lambda subject, case, inputs: case.name)
     empty, full = flash_cases("quick", "no-keys")[0], flash_cases("quick", "one-token")[0]
     monkeypatch.setattr(command, "flash_cases", lambda suite, pattern: [empty, full])
-    for kind in ("varlen_cases", "decode_cases"):
+    for kind in ("varlen_cases", "decode_cases", "merge_cases"):
         monkeypatch.setattr(command, kind, lambda suite, pattern: [])
     parity(tmp_path)
     facts = json.loads((tmp_path / "parity.json").read_text())["facts"]
@@ -149,7 +149,8 @@ def test_a_report_keeps_the_order_of_the_cases(fake_twins, tmp_path, monkeypatch
 
     monkeypatch.setattr(command, "run_cases", backwards)
     assert parity(tmp_path, "--filter", "no-", "--jobs", "2") == 0
-    assert list(verdicts(tmp_path)) == ["no-keys", "no-batch", "decode-no-sequence"]
+    names = ["no-keys", "no-batch", "decode-no-sequence", "merge-no-state"]
+    assert list(verdicts(tmp_path)) == names
 
 
 def test_list_names_the_chosen_cases_and_runs_nothing(tmp_path, capsys):

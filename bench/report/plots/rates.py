@@ -20,7 +20,8 @@ _OF_LENGTH = ("name", "batch", "seq_q", "seq_kv", "lengths", "max_pages")
 
 def length(record: Record) -> int:
     """Return the keys of the longest sequence."""
-    return max(record.case.get("lengths") or [record.case["seq_kv"]])
+    lengths = record.case.get("lengths") or [record.case["seq_kv"]]
+    return max(max(x) if isinstance(x, list | tuple) else x for x in lengths)
 
 
 def split_series(records: Sequence[Record]) -> tuple[list[list[Record]], list[Record]]:
@@ -126,6 +127,8 @@ def short(length: int) -> str:
 
 def _family(record: Record) -> str:
     case = record.case
+    if "padding" in case:  # packed sequences, whose lengths differ
+        return case["name"]
     rest = {name: value for name, value in case.items() if name not in _OF_LENGTH}
     if "lengths" in case:
         rest |= {"sequences": len(case["lengths"]), "wide": _has_wide_table(record)}

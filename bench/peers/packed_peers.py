@@ -1,0 +1,192 @@
+"""Attention over packed sequences by other libraries: from offsets, by a mask, or padded.
+
+A factory takes (case, operation, tensors), tensors q, k, v and dout [T, H, D] of torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
+
+from bench.calls import compiled, jax_call, torch_call
+from bench.job import Absent, Call
+from bench.peers.limits import HALF, load
+from interop.parity.cases import FlashCase, VarlenCase
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+SCORES_MAX = 1 << 35  # bytes of float32 scores; beside them there are masks and probabilities
+
+
+def fa2_varlen(case: VarlenCase, operation: str, tensors) -> Call:
+    """Return a call of the FlashAttention-2 in torch, as `torch.nn.attention.varlen` calls it."""
+    _check(case)
+    attend = _aten()._flash_attention_forward
+    offsets, longest = offsets_of(case, tensors[0].device), max(document_lengths(case))
+
+    def forward(q, k, v):
+        ends = (offsets, offsets, longest, longest)
+        return attend(q, k, v, *ends, 0.0, case.causal, False, scale=case.scale)[0]
+
+    return torch_call(forward, operation, tensors)
+
+
+def fa3_varlen(case: VarlenCase, operation: str, tensors) -> Call:
+    """Return a call of FlashAttention-3's kernels for Hopper, from the package fa3-fwd."""
+    _check(case, dtypes=("bfloat16",))
+    if operation != "forward":
+        raise Absent("its package has the forward alone")
+    attend = getattr(load("fa3_fwd_interface"), "flash_attn_varlen_func", None)
+    if attend is None:
+        raise Absent("its package has no flash_attn_varlen_func")
+    offsets, longest = offsets_of(case, tensors[0].device), max(document_lengths(case))
+
+    def forward(q, k, v):
+        ends = (offsets, offsets, longest, longest)
+        out = attend(q, k, v, *ends, softmax_scale=case.scale, causal=case.causal)
+        return out[0] if isinstance(out, tuple) else out
+
+    return torch_call(forward, operation, tensors)
+
+
+def flex(case: VarlenCase, operation: str, tensors) -> Call:
+    """Return a call of compiled FlexAttention whose block mask, of documents, is made beforehand.
+
+    Compiling takes some 10 s for every shape.
+    """
+    _check(case, dtypes=(*HALF, "float32"))
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    document = _documents(case, tensors[0].device)
+
+    def visible(batch, head, query, key):
+        seen = document[query] == document[key]
+        return seen & (query >= key) if case.causal else seen
+
+    # Uncompiled, it would hold a bool for every pair of tokens.
+    tokens, device = len(document), document.device
+    mask = compiled(create_block_mask)(visible, None, None, tokens, tokens, device)
+    attention = compiled(flex_attention)
+
+    def attend(q, k, v):
+        grouped = case.heads_q != case.heads_kv
+        return attention(q, k, v, block_mask=mask, scale=case.scale, enable_gqa=grouped)
+
+    call = torch_call(attend, operation, [x[None] for x in tensors], heads_first=True)
+    return _converted(call, lambda x: x[0])
+
+
+def jax_masked(case: VarlenCase, operation: str, tensors) -> Call:
+    """Return a call of XLA's attention in `jax.nn` over all tokens, with a mask of documents."""
+    _check(case)
+    tokens = len(tensors[0])
+    if (scores := 4 * case.heads_q * tokens**2) > SCORES_MAX:
+        raise Absent(f"its scores would take {scores >> 30} GiB")
+    import jax
+
+    from interop.exchange import to_jax
+
+    document = to_jax(_documents(case, tensors[0].device))
+
+    def attend(q, k, v):
+        mask = (document[:, None] == document[None, :])[None, None]
+        return jax.nn.dot_product_attention(
+            q, k, v, mask=mask, scale=case.scale, is_causal=case.causal, implementation="xla"
+        )
+
+    call = jax_call(attend, operation, [x[None] for x in tensors])
+    return _converted(call, lambda x: x[0])
+
+
+def padded(
+    factory: Callable[..., Call], case: VarlenCase, operation: str, tensors: Sequence[Tensor]
+) -> Call:
+    """Return a flash peer's call on the documents as a batch padded to the longest one.
+
+    The batch is made beforehand. What a causal mask shows of a document is no padding, which comes
+    behind it; the gradient of padding is 0.
+
+    Args:
+        factory: the peer's, which takes (case, operation, tensors).
+        case, operation, tensors: as those of the other factories here.
+    """
+    _check(case)
+    if not case.causal:
+        raise Absent("without a causal mask it would see padding")
+    import torch
+
+    lengths = torch.tensor(document_lengths(case), device=tensors[0].device)
+    batch, longest = len(lengths), int(lengths.max())
+    is_token = torch.arange(longest, device=lengths.device) < lengths[:, None]
+
+    def pad(x: Tensor) -> Tensor:
+        rows = x.new_zeros(batch, longest, *x.shape[1:])
+        rows[is_token] = x
+        return rows
+
+    dense = FlashCase(
+        case.name, batch, longest, longest, case.heads_q, case.heads_kv, case.head_dim,
+        case.head_dim_v, case.dtype, case.causal, case.scale,
+    )  # fmt: skip
+    call = factory(dense, operation, [pad(x) for x in tensors])
+    return _converted(call, lambda x: _to_torch(x)[is_token])
+
+
+def _aten() -> Any:
+    """Return torch's own operators."""
+    import torch
+
+    return torch.ops.aten
+
+
+def document_lengths(case: VarlenCase) -> list[int]:
+    """Return the tokens of each document."""
+    return [queries for queries, _ in case.lengths]
+
+
+def offsets_of(case: VarlenCase, device: Any) -> Tensor:
+    """Return where documents begin, and the last one ends, [N + 1] int32."""
+    import torch
+
+    offsets = [0, *accumulate(document_lengths(case))]
+    return torch.tensor(offsets, dtype=torch.int32, device=device)
+
+
+def _documents(case: VarlenCase, device: Any) -> Tensor:
+    """Return each token's document, [T] int32."""
+    import torch
+
+    lengths = torch.tensor(document_lengths(case), device=device)
+    numbers = torch.arange(len(lengths), dtype=torch.int32, device=device)
+    return numbers.repeat_interleave(lengths)
+
+
+def _check(case: VarlenCase, dtypes: tuple[str, ...] = HALF) -> None:
+    """Refuse what an adapter does not pass on to its peer.
+
+    Raises:
+        Absent: the peer does not do the case; the text says why.
+    """
+    if case.window_size is not None or case.softcap is not None or case.sinks:
+        raise Absent("this adapter has neither windows, capped scores nor sinks")
+    if case.dtype not in dtypes:
+        raise Absent(f"takes {' and '.join(dtypes)}, not {case.dtype}")
+    if any(queries != keys for queries, keys in case.lengths) or any(case.padding):
+        raise Absent("this adapter has documents of as many queries as keys, without padding")
+
+
+def _converted(call: Call, convert: Callable[[Any], Any]) -> Call:
+    """Return a call with each array of its result converted."""
+    result = call.result
+    assert result is not None
+    return call._replace(result=lambda found: [convert(x) for x in result(found)])
+
+
+def _to_torch(x: Any) -> Tensor:
+    import torch
+
+    from interop.exchange import to_torch
+
+    return x if isinstance(x, torch.Tensor) else to_torch(x)
