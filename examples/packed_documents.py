@@ -1,0 +1,40 @@
+"""Documents of different lengths for a toy model to learn, packed one after the other."""
+
+from __future__ import annotations
+
+from itertools import accumulate, pairwise
+from typing import NamedTuple
+
+import numpy as np
+
+from examples.toy_model import VOCABULARY
+
+LENGTHS = (23, 1, 9, 17)
+TOKENS = 64  # with padding: the same for documents of other lengths, as compiled code needs it
+NO_TARGET = -1
+
+
+class Packed(NamedTuple):
+    """A batch of documents without a dimension for them.
+
+    Attributes:
+        tokens: [TOKENS], the documents' tokens, then padding.
+        targets: [TOKENS], the token that follows each one in its document; `NO_TARGET` for the last
+            one of a document, and for padding.
+        offsets: [N + 1] int32, where each document begins, and where the last one ends.
+    """
+
+    tokens: np.ndarray
+    targets: np.ndarray
+    offsets: np.ndarray
+
+
+def make_documents() -> Packed:
+    """Make documents in which each token tells the next one; they are the same every time."""
+    offsets = np.array([0, *accumulate(LENGTHS)], np.int32)
+    tokens = np.zeros(TOKENS, np.int32)
+    targets = np.full(TOKENS, NO_TARGET, np.int32)
+    for first, (begin, end) in enumerate(pairwise(offsets)):
+        tokens[begin:end] = (7 * first + 5 * np.arange(end - begin)) % VOCABULARY
+        targets[begin : end - 1] = tokens[begin + 1 : end]
+    return Packed(tokens, targets, offsets)
