@@ -105,8 +105,8 @@ def padded(
 ) -> Call:
     """Return a flash peer's call on the documents as a batch padded to the longest one.
 
-    The batch is made beforehand. What a causal mask shows of a document is no padding, which comes
-    behind it; the gradient of padding is 0.
+    The batch is made beforehand, its length a multiple of 64. What a causal mask shows of a
+    document is no padding, which comes behind it; the gradient of padding is 0.
 
     Args:
         factory: the peer's, which takes (case, operation, tensors).
@@ -118,7 +118,7 @@ def padded(
     import torch
 
     lengths = torch.tensor(document_lengths(case), device=tensors[0].device)
-    batch, longest = len(lengths), int(lengths.max())
+    batch, longest = len(lengths), -(-max(document_lengths(case)) // 64) * 64
     is_token = torch.arange(longest, device=lengths.device) < lengths[:, None]
 
     def pad(x: Tensor) -> Tensor:
