@@ -472,6 +472,10 @@ def test_explain_a_cpu():
     assert (asked.implementation, asked.execution) == ("triton", "interpreter")
     assert (asked.device, asked.target) == ("cpu", None)
     assert (set(asked.configs), asked.num_splits) == ({"paged_decode"}, 1)
+    states = p.merge_arguments("")[:2]
+    merged = explain(merge_states, *states, implementation="triton")
+    assert merged.backward == "the framework's own operations"
+    assert explain(merge_states, *states).backward is None  # as the reference's
     split = explain(paged_decode, p.q, *p.cache, implementation="triton", num_splits=3)
     assert (set(split.configs), split.num_splits) == ({"paged_decode", "combine"}, 3)
     assert str(split).endswith("splits of each sequence: 3")
