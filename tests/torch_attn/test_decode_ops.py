@@ -336,6 +336,22 @@ def test_a_merge_whose_out_or_lse_is_not_used(torch_device):
         assert_equal(got, ops.merge_states_bwd(dout, dlse, outs, lses))
 
 
+def test_a_merge_is_recorded_after_calls_that_were_not(torch_device):
+    """On a GPU the first one is kept, and the later ones replay it."""
+    states = problem(torch_device).merge_arguments("")[:2]
+    want = merge_states(*states)
+    assert_equal(merge_states(*states), want)
+    others = [-x for x in states]
+    leaves = [x.clone().requires_grad_() for x in others]
+    got = merge_states(*leaves)
+    assert all(x.requires_grad for x in got)
+    ones = tuple(map(torch.ones_like, got))
+    gradients = torch.autograd.grad(got, leaves, ones)
+    assert_equal(gradients, ops.merge_states_bwd(*ones, *others))
+    assert_equal(tuple(x.detach() for x in got), merge_states(*others))
+    assert_equal(merge_states(*states), want)
+
+
 def test_other_derivatives_of_a_merge_are_refused(torch_device):
     outs, lses, _ = problem(torch_device).merge_arguments("")
     loss = partial(merge_loss, outs)
