@@ -9,15 +9,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from interop.parity.cases import Case, DecodeCase, FlashCase
+from interop.parity.cases import DecodeCase, FlashCase
 from twin_attention.contract.spec import DecodeSpec, MergeSpec
 from twin_attention.targets.config import HEAD_DIMS
 from twin_attention.targets.kernels import KERNELS, Spec
 
 SOFTCAPS = (None, 30.0)
 
+TimedCase = FlashCase | DecodeCase
 
-def cases(kernel: str) -> Iterator[Case]:
+
+def cases(kernel: str) -> Iterator[TimedCase]:
     """Return the cases of a kernel that is tuned, the largest head size of a row first."""
     if KERNELS[kernel].function == "paged_decode":
         return _decode_cases(kernel)

@@ -18,8 +18,8 @@ from pathlib import Path
 from rich.console import Console
 
 from interop.parity.arguments import count
-from interop.parity.cases import Case
 from tuning.search import survey
+from tuning.search.cases import TimedCase
 from tuning.search.search import Found, Run, Tools, show, tune
 from tuning.search.space import TUNED
 from tuning.search.table import ConfigTable, Row
@@ -130,7 +130,7 @@ def _gpu_tools(pool: Executor, table: ConfigTable, side: str, target: str) -> To
     where = [known["device"].partition(" (")[0], *(f"{x} {known[x]}" for x in VERSIONS[side])]
     major, minor = torch.cuda.get_device_capability()
 
-    def calls(row: Row, case: Case) -> Callable[[KernelConfig], Run]:
+    def calls(row: Row, case: TimedCase) -> Callable[[KernelConfig], Run]:
         gc.collect()  # the last row's tensors
         torch.cuda.empty_cache()
         return Trials(side, target, row.kernel, case).call

@@ -13,9 +13,8 @@ from rich.console import Console
 from rich.progress import track
 
 from bench.records import Times
-from interop.parity.cases import Case
 from interop.rendering.tables import to_terminal
-from tuning.search.cases import cases, reader
+from tuning.search.cases import TimedCase, cases, reader
 from tuning.search.space import candidates
 from tuning.search.survey import Survey
 from tuning.search.table import ConfigTable, Row
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
     from bench.timing import Timing
 
 Run = Callable[[], Any]
-Surveyor = Callable[[Row, Case, Sequence[KernelConfig]], Iterable[Survey]]
+Surveyor = Callable[[Row, TimedCase, Sequence[KernelConfig]], Iterable[Survey]]
 Timer = Callable[[Mapping[KernelConfig, Run]], "dict[KernelConfig, Timing]"]
 
 
@@ -40,7 +39,7 @@ class Tools(NamedTuple):
     """
 
     survey: Surveyor
-    calls: Callable[[Row, Case], Callable[[KernelConfig], Run]]
+    calls: Callable[[Row, TimedCase], Callable[[KernelConfig], Run]]
     timer: Timer
     note: Callable[[Found], str]
 
@@ -171,7 +170,7 @@ def show(
         console.print(f"{row}: {fit} of {len(configs) - 1} are fit to run", highlight=False)
 
 
-def case_of(table: ConfigTable, row: Row) -> Case:
+def case_of(table: ConfigTable, row: Row) -> TimedCase:
     """Return the case that stands for a row.
 
     Raises:
@@ -202,7 +201,7 @@ def describe(config: KernelConfig) -> str:
     return f"{config.tile}, {config.num_warps} warps, {config.num_stages} stages"
 
 
-def _space(table: ConfigTable, target: str, row: Row) -> tuple[Case, list[KernelConfig]]:
+def _space(table: ConfigTable, target: str, row: Row) -> tuple[TimedCase, list[KernelConfig]]:
     """Return a row's case and all of its configurations, the present one first."""
     case = case_of(table, row)
     return case, [row.config, *candidates(row.kernel, case.spec, row.config, target)]

@@ -16,8 +16,7 @@ from hashlib import sha256
 from multiprocessing import get_context
 from typing import NamedTuple
 
-from interop.parity.cases import Case
-from tuning.search.cases import reader
+from tuning.search.cases import TimedCase, reader
 from tuning.search.table import ConfigTable, Row
 from tuning.static.gate import FRAMEWORKS, Problem, compiler, failures, problems
 from tuning.static.resources import Resources, measure
@@ -82,7 +81,7 @@ def survey(
     target: str,
     device: str | None,
     row: Row,
-    case: Case,
+    case: TimedCase,
     configs: Sequence[KernelConfig],
 ) -> Iterator[Survey]:
     """Compile configurations of a row, as many at a time as there are processes.

@@ -8,11 +8,11 @@ from importlib import import_module
 from typing import Any
 
 from interop.exchange import to_torch
-from interop.parity.cases import Case
 from interop.parity.check import worst
 from interop.parity.inputs import make_inputs
 from interop.parity.oracle import expectations, parts_of
 from interop.parity.sides import SIDES, prepare_jax, prepare_torch
+from tuning.search.cases import TimedCase
 from twin_attention.contract.operands import DecodeOperands, FlashOperands
 from twin_attention.targets.config import use_configs
 from twin_attention.targets.family import portable_backend
@@ -31,7 +31,7 @@ class Trials:
     """
 
     def __init__(
-        self, side: str, target: str, kernel: str, case: Case, device: str = "cuda"
+        self, side: str, target: str, kernel: str, case: TimedCase, device: str = "cuda"
     ) -> None:
         """Make the case's tensors on the device, and ask the oracle for their results."""
         self._side, self._kernel, self._function = side, kernel, KERNELS[kernel].function
