@@ -6,12 +6,15 @@ from twin_attention.contract.operands import (
     AppendOperands,
     DecodeOperands,
     FlashOperands,
+    PagedOperands,
     VarlenOperands,
     describe_operands,
 )
 
 
-@pytest.mark.parametrize("cls", [FlashOperands, VarlenOperands, DecodeOperands, AppendOperands])
+@pytest.mark.parametrize(
+    "cls", [FlashOperands, VarlenOperands, DecodeOperands, PagedOperands, AppendOperands]
+)
 def test_each_operand_is_described_by_its_name(cls):
     operands = cls(*range(len(cls._fields)))
     got = describe_operands(operands, lambda name, x: (name, x))

@@ -70,6 +70,28 @@ class DecodeOperands(NamedTuple, Generic[X]):
     v_scale: X | None = None
 
 
+class PagedOperands(NamedTuple, Generic[X]):
+    """Operands of `paged_attention`.
+
+    Attributes:
+        q: [Tq, Hq, D], the new tokens of all sequences one after the other.
+        k_pages, v_pages, block_tables, seq_lens: as in `DecodeOperands`.
+        cu_seqlens_q: [B + 1] int32, the offset of each sequence's first new token, and after them
+            where the last one's end; tokens from there on are padding.
+        sinks, k_scale, v_scale: as in `DecodeOperands`.
+    """
+
+    q: X
+    k_pages: X
+    v_pages: X
+    block_tables: X
+    seq_lens: X
+    cu_seqlens_q: X
+    sinks: X | None = None
+    k_scale: X | None = None
+    v_scale: X | None = None
+
+
 class AppendOperands(NamedTuple, Generic[X]):
     """Operands of `append_kv`.
 

@@ -16,8 +16,20 @@ from typing import Any
 
 from array_api_compat import array_namespace, device
 
-from twin_attention.contract.operands import DecodeOperands, FlashOperands, VarlenOperands
-from twin_attention.contract.spec import AttentionSpec, DecodeSpec, PagedCache, VarlenSpec, Window
+from twin_attention.contract.operands import (
+    DecodeOperands,
+    FlashOperands,
+    PagedOperands,
+    VarlenOperands,
+)
+from twin_attention.contract.spec import (
+    AttentionSpec,
+    DecodeSpec,
+    PagedCache,
+    PagedSpec,
+    VarlenSpec,
+    Window,
+)
 
 Array = Any
 
@@ -312,6 +324,63 @@ def paged_forward(operands: DecodeOperands, spec: DecodeSpec, dtype: Any) -> tup
     heads = (spec.batch, spec.heads_q, spec.tokens)
     out = xp.reshape(xp.matmul(p, v), (*heads, spec.head_dim_v))
     return xp.permute_dims(out, (0, 2, 1, 3)), xp.reshape(lse, heads)
+
+
+def ragged_forward(operands: PagedOperands, spec: PagedSpec, dtype: Any) -> tuple[Array, Array]:
+    """Attention of any number of new tokens a sequence over a paged cache, and log-sum-exp.
+
+    Nothing but values depends on offsets, lengths and tables, so that it can be traced. All tokens
+    meet the keys of all sequences: memory is O(Tq · B · capacity).
+
+    Args:
+        operands: those of the call.
+        spec: semantics; its shapes are those of the operands.
+        dtype: dtype of every operation.
+
+    Returns:
+        out [Tq, Hq, Dv] and lse [Hq, Tq] (natural log), both in `dtype`. A token that sees no key,
+        such as padding, gives 0, and -inf or its head's sink.
+    """
+    q, k_pages, v_pages, block_tables, seq_lens, offsets, sinks, k_scale, v_scale = operands
+    xp = array_namespace(q, k_pages, v_pages)
+    cache, on = spec.cache, device(q)
+    length = xp.clip(seq_lens, 0, cache.capacity if cache.num_pages else 0)
+    key = xp.arange(cache.capacity, dtype=length.dtype, device=on)[None, :]
+    exists = key < length[:, None]  # [B, capacity]
+    sequence = _sequence_of_tokens(xp, offsets, spec.tokens)
+    is_token = sequence < spec.batch
+    # The last token of a sequence stands at its last key.
+    own = xp.where(is_token, sequence, xp.zeros_like(sequence))
+    token = xp.arange(spec.tokens, dtype=offsets.dtype, device=on)
+    position = xp.take(length - offsets[1:], own, axis=0) + token
+    seen = is_token[:, None] & (key <= position[:, None])  # [Tq, capacity]
+    if spec.window_left is not None:
+        seen = seen & (key >= position[:, None] - min(spec.window_left, cache.capacity))
+    of_sequence = sequence[:, None] == xp.arange(spec.batch, dtype=sequence.dtype, device=on)
+    seen = of_sequence[:, :, None] & seen[:, None, :]  # [Tq, B, capacity]
+
+    one = AttentionSpec(
+        batch=1,
+        seq_q=spec.tokens,
+        seq_kv=spec.batch * cache.capacity,
+        heads_q=spec.heads_q,
+        heads_kv=spec.heads_kv,
+        head_dim=spec.head_dim,
+        head_dim_v=spec.head_dim_v,
+        dtype=spec.dtype,
+        scale=spec.scale,
+        softcap=spec.softcap,
+    )
+
+    def keys(pages: Array, scale: Array | None) -> Array:
+        x = _gather(xp, pages, block_tables, exists, scale, cache, dtype)
+        x = xp.permute_dims(x, (0, 2, 1, 3))
+        return xp.reshape(x, (1, one.seq_kv, cache.heads, x.shape[-1]))
+
+    q = _clear_padding(xp, q, is_token)
+    batch = FlashOperands(q, keys(k_pages, k_scale), keys(v_pages, v_scale), sinks)
+    out, lse = _forward(xp, batch, one, xp.reshape(seen, (one.seq_q, one.seq_kv)), dtype)
+    return out[0, ...], lse[0, ...]
 
 
 def merge(outs: Array, lses: Array, dtype: Any) -> tuple[Array, Array]:

@@ -15,6 +15,7 @@ from twin_attention.contract.operands import (
     AppendOperands,
     DecodeOperands,
     FlashOperands,
+    PagedOperands,
     VarlenOperands,
 )
 
@@ -254,7 +255,9 @@ class PagedCache:
     dtype: str
 
     @classmethod
-    def of(cls, operands: DecodeOperands | AppendOperands, dtype: str) -> PagedCache:
+    def of(
+        cls, operands: DecodeOperands | PagedOperands | AppendOperands, dtype: str
+    ) -> PagedCache:
         """Describe the cache of operands that fit together; `dtype` is the pool's."""
         num_pages, page_size, heads, head_dim = operands.k_pages.shape
         return cls(
@@ -363,6 +366,11 @@ class DecodeSpec:
         return self.heads_q // self.heads_kv if self.heads_kv else 1
 
     @property
+    def rows(self) -> int:
+        """Query rows that read the keys of one kv head of a sequence: tokens × query heads."""
+        return self.tokens * self.group_size
+
+    @property
     def reach(self) -> int:
         """The most keys that the tokens of a sequence see, by the shapes."""
         if self.window_left is None:
@@ -395,6 +403,55 @@ class DecodeSpec:
         position = min(max(length, 0), self.cache.capacity) - self.tokens + token
         begin = 0 if self.window_left is None else max(0, position - self.window_left)
         return range(begin, max(begin, position + 1))
+
+
+@dataclass(frozen=True)
+class PagedSpec(DecodeSpec):
+    """A paged decode of any number of new tokens a sequence, which is data on the device.
+
+    `tokens` are those of all sequences together, one after the other. Positions and visible keys
+    are those of each `sequence`.
+    """
+
+    @classmethod
+    def of(
+        cls,
+        operands: PagedOperands,
+        dtype: str,
+        kv_dtype: str,
+        scale: float | None,
+        window_left: int | None,
+        softcap: float | None,
+        num_splits: int | None,
+    ) -> PagedSpec:
+        """Describe the problem of operands that fit together; `kv_dtype` is the pool's."""
+        tokens, heads_q, head_dim = operands.q.shape
+        return cls(
+            batch=operands.cu_seqlens_q.shape[0] - 1,
+            tokens=tokens,
+            heads_q=heads_q,
+            cache=PagedCache.of(operands, kv_dtype),
+            dtype=dtype,
+            scale=scale_or_default(scale, head_dim),
+            window_left=window_left,
+            softcap=softcap,
+            num_splits=num_splits,
+        )
+
+    @property
+    def rows(self) -> int:
+        """Query rows that read the keys of one kv head of a sequence, in the mean, rounded up."""
+        return -(-self.tokens // max(1, self.batch)) * self.group_size
+
+    def merge(self, num_splits: int) -> MergeSpec:
+        """Return the problem of merging the results of its splits: one batch of all tokens."""
+        return MergeSpec(num_splits, 1, self.tokens, self.heads_q, self.head_dim_v, self.dtype)
+
+    def sequence(self, tokens: int) -> DecodeSpec:
+        """Return the problem of one of its sequences by itself, which has so many new tokens."""
+        same: dict[str, Any] = {x.name: getattr(self, x.name) for x in fields(DecodeSpec)}
+        same["batch"], same["tokens"] = 1, tokens
+        return DecodeSpec(**same)
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from twin_attention.contract.operands import (
     AppendOperands,
     DecodeOperands,
     FlashOperands,
+    PagedOperands,
     VarlenOperands,
 )
 from twin_attention.contract.spec import (
@@ -34,6 +35,7 @@ from twin_attention.contract.spec import (
     DecodeSpec,
     MergeSpec,
     PagedCache,
+    PagedSpec,
     VarlenSpec,
     Window,
 )
@@ -107,7 +109,7 @@ class FlashOptions(NamedTuple):
 
 
 class DecodeOptions(NamedTuple):
-    """The options of `paged_decode`, checked; without a scale it follows from the head size."""
+    """The options of a paged decode, checked; without a scale it follows from the head size."""
 
     scale: float | None
     window_left: int | None
@@ -206,16 +208,25 @@ def check_paged_decode(operands: DecodeOperands[Operand], options: DecodeOptions
     if len(q.shape) not in (3, 4):
         expected = "3 or 4 dimensions [B, Hq, D] or [B, T, Hq, D]"
         fail(ValueError, q.name, expected, f"shape {q.shape}")
-    cache = _check_cache(q, operands)
-    *_, heads_q, head_dim = q.shape
-    if head_dim != cache.head_dim:
-        fail(ValueError, "q", f"k_pages' head size {cache.head_dim}", head_dim)
-    if (cache.heads == 0 and heads_q != 0) or (cache.heads != 0 and heads_q % cache.heads != 0):
-        expected = f"a number of heads divisible by k_pages' {cache.heads}"
-        fail(ValueError, "q", expected, heads_q)
-    _check_scales(cache, q, operands)
-    _check_sinks(operands)
+    cache = _check_cache(q, operands, *q.shape[:-2])
+    _check_queries(operands, cache)
     return DecodeSpec.of(operands, q.dtype, cache.dtype, *options)
+
+
+def check_paged_attention(operands: PagedOperands[Operand], options: DecodeOptions) -> PagedSpec:
+    """Check the operands of `paged_attention` and describe the problem.
+
+    Raises:
+        As `check_paged_decode`.
+    """
+    q, offsets = operands.q, operands.cu_seqlens_q
+    if len(q.shape) != 3:
+        fail(ValueError, q.name, "3 dimensions [Tq, Hq, D]", f"shape {q.shape}")
+    _check_offsets(offsets)
+    cache = _check_cache(q, operands, offsets.shape[0] - 1)
+    _check_device(offsets, q)
+    _check_queries(operands, cache)
+    return PagedSpec.of(operands, q.dtype, cache.dtype, *options)
 
 
 def check_append_kv(operands: AppendOperands[Operand]) -> PagedCache:
@@ -228,7 +239,7 @@ def check_append_kv(operands: AppendOperands[Operand]) -> PagedCache:
     if len(k_new.shape) not in (3, 4):
         expected = "3 or 4 dimensions [B, Hkv, D] or [B, T, Hkv, D]"
         fail(ValueError, k_new.name, expected, f"shape {k_new.shape}")
-    cache = _check_cache(k_new, operands)
+    cache = _check_cache(k_new, operands, *k_new.shape[:-2])
     expected = (*k_new.shape[:-2], cache.heads)
     for x, size in ((k_new, cache.head_dim), (v_new, cache.head_dim_v)):
         if x.shape != (*expected, size):
@@ -345,9 +356,19 @@ def check_offset_values(name: str, offsets: np.ndarray, tokens: int) -> None:
 
 
 def _check_cache(
-    new: Operand, operands: DecodeOperands[Operand] | AppendOperands[Operand]
+    new: Operand,
+    operands: DecodeOperands[Operand] | PagedOperands[Operand] | AppendOperands[Operand],
+    batch: int,
+    tokens: int = 1,
 ) -> PagedCache:
-    """Check what `paged_decode` and `append_kv` take alike; `new` is q, or the new keys."""
+    """Check what the functions of a paged cache take alike.
+
+    Args:
+        new: q, or the new keys.
+        operands: all of them.
+        batch: how many sequences there are.
+        tokens: how many new ones each has, where that is limited.
+    """
     k_pages, v_pages = operands.k_pages, operands.v_pages
     block_tables, seq_lens = operands.block_tables, operands.seq_lens
     _check_pool(k_pages)
@@ -364,9 +385,8 @@ def _check_cache(
         fail(ValueError, "v_pages", expected, v_pages.shape[:3])
     for x in (k_pages, v_pages):
         _check_head_dim(x)
-    batch, *tokens, _, _ = new.shape
-    if tokens and tokens[0] > TOKENS_MAX:
-        fail(NotImplementedError, new.name, f"at most {TOKENS_MAX} new tokens", tokens[0])
+    if tokens > TOKENS_MAX:
+        fail(NotImplementedError, new.name, f"at most {TOKENS_MAX} new tokens", tokens)
     _check_tables(k_pages, block_tables, seq_lens, batch)
     for x in (k_pages, v_pages, block_tables, seq_lens):
         _check_device(x, new)
@@ -400,10 +420,24 @@ def _check_tables(k_pages: Operand, block_tables: Operand, seq_lens: Operand, ba
         fail(NotImplementedError, "block_tables", "a capacity of less than 2^31 keys", capacity)
 
 
+def _check_queries(
+    operands: DecodeOperands[Operand] | PagedOperands[Operand], cache: PagedCache
+) -> None:
+    """Check what a decode takes beside its cache: heads, scales and sinks."""
+    *_, heads_q, head_dim = operands.q.shape
+    if head_dim != cache.head_dim:
+        fail(ValueError, "q", f"k_pages' head size {cache.head_dim}", head_dim)
+    if (cache.heads == 0 and heads_q != 0) or (cache.heads != 0 and heads_q % cache.heads != 0):
+        expected = f"a number of heads divisible by k_pages' {cache.heads}"
+        fail(ValueError, "q", expected, heads_q)
+    _check_scales(cache, operands.q, operands)
+    _check_sinks(operands)
+
+
 def _check_scales(
     cache: PagedCache,
     new: Operand,
-    operands: DecodeOperands[Operand] | AppendOperands[Operand],
+    operands: DecodeOperands[Operand] | PagedOperands[Operand] | AppendOperands[Operand],
 ) -> None:
     for name, x in (("k_scale", operands.k_scale), ("v_scale", operands.v_scale)):
         if not cache.is_quantized:
@@ -468,19 +502,23 @@ def _check_qkv(
         _check_rows(x)
 
 
-def _check_offsets(cu_seqlens_q: Operand, cu_seqlens_kv: Operand) -> None:
-    for x in (cu_seqlens_q, cu_seqlens_kv):
+def _check_offsets(cu_seqlens_q: Operand, *others: Operand) -> None:
+    for x in (cu_seqlens_q, *others):
         if len(x.shape) != 1 or x.shape[0] < 1:
             fail(ValueError, x.name, "shape (N + 1,) for N sequences", x.shape)
         _check_dtype(x, "int32")
         _check_rows(x)
-    if cu_seqlens_kv.shape != cu_seqlens_q.shape:
-        expected = f"cu_seqlens_q's {cu_seqlens_q.shape[0]} offsets"
-        fail(ValueError, cu_seqlens_kv.name, expected, cu_seqlens_kv.shape[0])
+    for x in others:
+        if x.shape != cu_seqlens_q.shape:
+            expected = f"cu_seqlens_q's {cu_seqlens_q.shape[0]} offsets"
+            fail(ValueError, x.name, expected, x.shape[0])
 
 
 def _check_sinks(
-    operands: FlashOperands[Operand] | VarlenOperands[Operand] | DecodeOperands[Operand],
+    operands: FlashOperands[Operand]
+    | VarlenOperands[Operand]
+    | DecodeOperands[Operand]
+    | PagedOperands[Operand],
 ) -> None:
     q, sinks = operands.q, operands.sinks
     if sinks is None:
