@@ -16,6 +16,7 @@ from twin_attention.contract.operands import (
     AppendOperands,
     DecodeOperands,
     FlashOperands,
+    PagedOperands,
     VarlenOperands,
 )
 from twin_attention.contract.spec import (
@@ -23,6 +24,7 @@ from twin_attention.contract.spec import (
     DecodeSpec,
     MergeSpec,
     PagedCache,
+    PagedSpec,
     VarlenSpec,
 )
 from twin_attention.targets.family import Backend
@@ -63,6 +65,15 @@ def paged_decode(
     """Compute out and lse in float32, on keys and values copied out of their pages."""
     with jax.default_matmul_precision("highest"):
         out, lse = reference.paged_forward(operands, spec, jnp.float32)
+    return out.astype(operands.q.dtype), lse
+
+
+def paged_attention(
+    operands: PagedOperands[Array], spec: PagedSpec, backend: Backend
+) -> tuple[Array, Array]:
+    """Compute out and lse in float32, with O(Tq · B · capacity) memory."""
+    with jax.default_matmul_precision("highest"):
+        out, lse = reference.ragged_forward(operands, spec, jnp.float32)
     return out.astype(operands.q.dtype), lse
 
 

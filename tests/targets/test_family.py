@@ -5,11 +5,13 @@ from dataclasses import replace
 
 import pytest
 
+from interop.parity.cases import PagedCase
 from twin_attention.contract.spec import AttentionSpec, PagedCache, VarlenSpec
 from twin_attention.targets import family
 from twin_attention.targets.describe import describe, describe_call
 from twin_attention.targets.family import FAMILIES, Backend, Family, choose
 from twin_attention.targets.kernels import FAMILY_KERNELS
+from twin_attention.targets.splits import ROWS_OF_CHUNKS, block_rows, decode_kernel
 
 SPEC = AttentionSpec(1, 128, 128, 2, 2, 64, 64, "float16", 0.125)
 GLUON, GLUON_SM90, TRITON, REFERENCE = FAMILIES["torch_attn"]
@@ -103,6 +105,25 @@ def test_packed_sequences_run_in_the_portable_kernels(package, target):
         assert (backend.family.name, backend.family.folder) == ("triton", "portable")
         assert any(line.endswith(": its kernels take no packed sequences") for line in passed_over)
         assert backend.configs(spec) == backend.configs(spec.sequence(128, 128))
+
+
+@pytest.mark.parametrize("package", ["torch_attn", "pallas_attn"])
+def test_paged_attention_runs_in_the_portable_kernels(package):
+    case = PagedCase("", (9,) * 4, heads_q=16, heads_kv=4, head_dim=128, new_tokens=(512,) * 4)
+    spec = case.spec
+    backend, _ = choose(package, None, "paged_attention", spec, "sm90", True)
+    assert (backend.family.name, backend.family.folder) == ("triton", "portable")
+    chunks = backend.configs(spec)["paged_attention"]
+    assert (decode_kernel(spec), block_rows(spec, chunks)) == ("paged_attention", chunks.max_rows)
+    few = replace(spec, tokens=spec.batch + 1)
+    assert (decode_kernel(few), block_rows(few, chunks)) == ("paged_attention", ROWS_OF_CHUNKS)
+    decodes = replace(spec, tokens=spec.batch)
+    of_decode = backend.configs(spec.sequence(1))["paged_decode"]
+    assert backend.configs(decodes)["paged_decode"] == of_decode
+    assert (decode_kernel(decodes), block_rows(decodes, of_decode)) == ("paged_decode", 16)
+    explicit = {"torch_attn": "gluon", "pallas_attn": "mosaic"}[package]
+    with pytest.raises(NotImplementedError, match="it has flash attention alone"):
+        choose(package, explicit, "paged_attention", spec, "sm90", True)
 
 
 def test_dq_has_a_kernel_of_its_own_where_that_is_faster():

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from interop.parity.cases import DecodeCase
+from interop.parity.cases import DecodeCase, PagedCase
 from twin_attention.targets.kernels import DecodeConfig
 from twin_attention.targets.splits import choose_splits
 
@@ -34,3 +34,17 @@ def test_splits_fill_the_sms_and_none_is_without_a_tile():
     rows = replace(deep, max_rows=64)
     assert choose_splits(decode(1 << 20, **many), rows, 132) == 4  # 1 program of many query rows
     assert choose_splits(decode(1 << 20, head_dim=64, **many), rows, 132) == 16
+
+
+def test_chunks_are_split_until_each_sm_has_a_program():
+    case = PagedCase(
+        "splits", (9,), new_tokens=(512,), heads_q=32, heads_kv=8, head_dim=128, max_pages=2048
+    )
+    config = DecodeConfig(max_rows=128, block_kv=64, num_warps=8, num_stages=3)
+    assert choose_splits(case.spec, config, 132) == 1  # 16 tiles of each kv head
+    half = replace(case, new_tokens=(200,), padding=56)
+    assert choose_splits(half.spec, config, 132) == 2
+    single = replace(case, new_tokens=(1,))
+    assert choose_splits(single.spec, CONFIG, 132) == choose_splits(
+        single.spec.sequence(1), CONFIG, 132
+    )

@@ -13,7 +13,15 @@ from triton.compiler import CompiledKernel
 from triton.runtime.jit import JITFunction
 
 from interop.parity.cases import FlashCase
-from torch_attn import append_kv, calls, flash_attention, launch, paged_decode, targets
+from torch_attn import (
+    append_kv,
+    calls,
+    flash_attention,
+    launch,
+    paged_attention,
+    paged_decode,
+    targets,
+)
 from torch_attn.dispatch import choose
 from torch_attn.replay import Capture
 from twin_attention.contract.operands import FlashOperands
@@ -143,7 +151,9 @@ def test_every_kernel_is_prepared_from_its_call_alone(monkeypatch):
         return original(name, kernel, prepare, *rest, **options)
 
     original = launch.launch
-    portable = ("flash_fwd", "flash_bwd", "paged_decode", "append_kv", "combine")
+    portable = (
+        "flash_fwd", "flash_bwd", "paged_decode", "paged_attention", "append_kv", "combine",
+    )  # fmt: skip
     for name in ("gradients", *(f"portable.{name}" for name in portable)):
         monkeypatch.setattr(import_module(f"torch_attn.kernels.{name}"), "launch", spy)
     q, k, v = (torch.zeros(1, 16, 2, 16, requires_grad=True) for _ in range(3))
@@ -153,9 +163,11 @@ def test_every_kernel_is_prepared_from_its_call_alone(monkeypatch):
     new = torch.zeros(1, 1, 2, 16, dtype=torch.float16)
     append_kv(new, new, pages, pages.clone(), tables, lengths, implementation="triton")
     paged_decode(new, pages, pages, tables, lengths, num_splits=2, implementation="triton")
+    queries, offsets = new[0].repeat(2, 1, 1), torch.tensor([0, 2]).int()
+    paged_attention(queries, pages, pages, tables, lengths, offsets, implementation="triton")
     assert set(prepared) == {
         "flash_fwd", "flash_bwd_preprocess", "flash_bwd_dq", "flash_bwd_dkdv", "append_kv",
-        "paged_decode", "combine",
+        "paged_decode", "paged_attention", "combine",
     }  # fmt: skip
     for function in prepared.values():
         assert isinstance(function, FunctionType)

@@ -17,6 +17,7 @@ from twin_attention.contract.operands import (
     AppendOperands,
     DecodeOperands,
     FlashOperands,
+    PagedOperands,
     VarlenOperands,
 )
 from twin_attention.contract.spec import (
@@ -24,6 +25,7 @@ from twin_attention.contract.spec import (
     DecodeSpec,
     MergeSpec,
     PagedCache,
+    PagedSpec,
     VarlenSpec,
 )
 from twin_attention.targets.family import Backend
@@ -66,6 +68,15 @@ def paged_decode(
     """Compute out and lse in float32, on keys and values copied out of their pages."""
     with without_autocast(operands.q.device):
         out, lse = reference.paged_forward(operands, spec, torch.float32)
+    return out.to(operands.q.dtype).contiguous(), lse
+
+
+def paged_attention(
+    operands: PagedOperands[Tensor], spec: PagedSpec, backend: Backend
+) -> tuple[Tensor, Tensor]:
+    """Compute out and lse in float32, with O(Tq · B · capacity) memory."""
+    with without_autocast(operands.q.device):
+        out, lse = reference.ragged_forward(operands, spec, torch.float32)
     return out.to(operands.q.dtype).contiguous(), lse
 
 

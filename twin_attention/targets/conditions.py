@@ -30,7 +30,7 @@ def _has_many_keys(spec: Spec) -> bool:
 
 def _has_many_rows(spec: Spec) -> bool:
     """Return True for a decode of more than 32 query rows (tokens × query heads) per kv head."""
-    return isinstance(spec, DecodeSpec) and spec.tokens * spec.group_size > 32
+    return isinstance(spec, DecodeSpec) and spec.rows > 32
 
 
 def _has_few_keys(spec: Spec) -> bool:
@@ -59,7 +59,7 @@ def _has_many_programs(spec: Spec) -> bool:
     """
     if not _chooses_splits(spec):
         return False
-    rows, programs = spec.tokens * spec.group_size, spec.batch * spec.heads_kv
+    rows, programs = spec.rows, spec.batch * spec.heads_kv
     large = max(spec.head_dim, spec.head_dim_v) > 128
     if spec.cache.is_quantized:
         return (384 if large else 640) < programs <= 2048

@@ -9,12 +9,13 @@ from twin_attention.contract.explain import Explanation
 from twin_attention.contract.spec import AttentionSpec, DecodeSpec
 from twin_attention.targets.family import Backend
 from twin_attention.targets.kernels import FAMILY_KERNELS, Spec
-from twin_attention.targets.splits import choose_splits
+from twin_attention.targets.splits import choose_splits, decode_kernel
 
 _OPERATIONS = {
     "flash_attention": "flash_fwd",
     "flash_attention_varlen": "flash_fwd",
     "paged_decode": "paged_decode",
+    "paged_attention": "paged_attention",
     "append_kv": "append_kv",
     "merge_states": "combine",
 }
@@ -76,7 +77,9 @@ def describe(
         configs = {name: x for name, x in configs.items() if kernels[name].function == operation}
     splits = None
     if runs_kernels and isinstance(spec, DecodeSpec):
-        splits = choose_splits(spec, configs["paged_decode"], num_sms)
+        kernel = decode_kernel(spec)
+        configs = {kernel: configs[kernel]}
+        splits = choose_splits(spec, configs[kernel], num_sms)
         if splits > 1:
             configs |= backend.configs(spec.merge(splits))
     if not runs_kernels:

@@ -9,7 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, cast
 
-from twin_attention.contract.spec import AttentionSpec, DecodeSpec, MergeSpec, PagedCache
+from twin_attention.contract.spec import (
+    AttentionSpec,
+    DecodeSpec,
+    MergeSpec,
+    PagedCache,
+    PagedSpec,
+)
 
 Spec = AttentionSpec | DecodeSpec | MergeSpec | PagedCache
 
@@ -93,10 +99,11 @@ class PreprocessConfig(KernelConfig):
 
 @dataclass(frozen=True)
 class DecodeConfig(KernelConfig):
-    """Configure `paged_decode`.
+    """Configure `paged_decode` or `paged_attention`.
 
     Attributes:
-        max_rows: most query rows per program. Fewer are padded to a power of two, at least 16.
+        max_rows: most query rows per program. Fewer are padded to a power of two, at least 16, or
+            64 in `paged_attention`.
         block_kv: keys of a tile.
         num_warps: warps per program.
         num_stages: depth of the load pipeline, two for each tile that is loaded ahead.
@@ -200,6 +207,12 @@ KERNELS = {
     ),
     "paged_decode": Kernel(
         DecodeSpec, DecodeConfig, "paged_decode",
+        products=("d", "dv"), accumulators=("dv",),  # s, p·v
+        stationary="max_rows",
+    ),
+    # Of batches with more tokens than sequences; others run with the numbers of paged_decode.
+    "paged_attention": Kernel(
+        PagedSpec, DecodeConfig, "paged_attention",
         products=("d", "dv"), accumulators=("dv",),  # s, p·v
         stationary="max_rows",
     ),

@@ -2,16 +2,45 @@
 
 from __future__ import annotations
 
-from twin_attention.contract.spec import SPLITS_MAX, DecodeSpec
+from twin_attention.contract.spec import SPLITS_MAX, DecodeSpec, PagedSpec
 from twin_attention.targets.conditions import KEYS_OF_ONE_SPLIT
 from twin_attention.targets.config import padded_head_dim
 from twin_attention.targets.kernels import DecodeConfig, WarpDecodeConfig
 
+ROWS_OF_CHUNKS = 64  # the least that a program has where a sequence may have many new tokens
+
+
+def decode_kernel(spec: DecodeSpec) -> str:
+    """Return whose configuration a paged decode runs with: paged_decode or paged_attention.
+
+    Nothing is known of the sequences but how many tokens all have together. With more than one
+    each in the mean, some may have very many, and small tiles would read their keys too often.
+    """
+    has_chunks = isinstance(spec, PagedSpec) and spec.tokens > spec.batch
+    return "paged_attention" if has_chunks else "paged_decode"
+
 
 def block_rows(spec: DecodeSpec, config: DecodeConfig) -> int:
-    """Return the query rows per program: a power of two from 16 to the configured `max_rows`."""
-    rows = spec.tokens * spec.group_size
-    return min(config.max_rows, max(16, 1 << (rows - 1).bit_length()))
+    """Return the query rows per program: a power of two up to the configured `max_rows`."""
+    least = ROWS_OF_CHUNKS if decode_kernel(spec) == "paged_attention" else 16
+    return min(config.max_rows, max(least, 1 << (spec.rows - 1).bit_length()))
+
+
+def num_row_tiles(spec: PagedSpec, rows: int) -> int:
+    """Return the tiles of `rows` query rows that the sequences of a kv head own: at least theirs.
+
+    The lengths are on the device; see `sequences.py` of the kernels.
+    """
+    return spec.tokens * spec.group_size // rows + spec.batch + 1
+
+
+def skips_masks(spec: PagedSpec) -> bool:
+    """Return True if tiles of keys that all rows of a program see get no mask.
+
+    That is a second loop, which costs a program of few rows more than the masks: it waits for its
+    keys, and a loop fills its pipeline before it waits for less.
+    """
+    return decode_kernel(spec) == "paged_attention"
 
 
 def tiles_ahead(config: DecodeConfig) -> int:
@@ -23,16 +52,18 @@ def tiles_ahead(config: DecodeConfig) -> int:
 
 
 def programs_at_once(head_dim: int, config: DecodeConfig) -> int:
-    """Return how many programs per SM saturate memory bandwidth.
+    """Return how many programs per SM saturate memory bandwidth, or tensor cores.
 
     A program of a small head size has fewer bytes in flight, so more programs are needed. One of a
     larger size with many query rows is the fastest alone: two hardly fit shared memory, and on an
-    A100 they do not.
+    A100 they do not. More than 64 rows are those of chunks: one program has an SM's registers.
     """
     if isinstance(config, WarpDecodeConfig):
         return config.num_programs
     size = padded_head_dim(head_dim)
-    if tiles_ahead(config) == 1:
+    if config.max_rows > 64:
+        programs = 1
+    elif tiles_ahead(config) == 1:
         programs = 3
     elif config.max_rows <= 32 or size <= 64:
         programs = 2
@@ -52,7 +83,7 @@ def choose_splits(spec: DecodeSpec, config: DecodeConfig, num_sms: int) -> int:
         return spec.num_splits
     if spec.reach <= KEYS_OF_ONE_SPLIT:
         return 1
-    tiles = -(-spec.tokens * spec.group_size // block_rows(spec, config))
+    tiles = -(-spec.rows // block_rows(spec, config))
     programs = spec.batch * spec.heads_kv * tiles
     resident = programs_at_once(max(spec.head_dim, spec.head_dim_v), config) * num_sms
     visits = -(-spec.reach // config.block_kv)

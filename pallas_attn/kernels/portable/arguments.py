@@ -14,14 +14,13 @@ from twin_attention.targets.config import padded_head_dim
 def decode_arguments(
     spec: DecodeSpec, k_pages: Any, v_pages: Any, target: str | None
 ) -> dict[str, Any]:
-    """Return the arguments that describe a paged decode, except those of its splits."""
+    """Return the arguments that describe a paged decode, but for its tokens and its splits."""
     rule = spec.scores
     return cache_arguments(spec.cache, k_pages, v_pages) | {
         "scale": rule.scale,
         "exp2_scale": rule.exp2_scale,
         "softcap": rule.softcap,
         "window_left": spec.bounded_window.left,
-        "tokens": spec.tokens,
         "group_size": spec.group_size,
         "scale_first": rule.scale_first,
         "upcast": ptx.choose_upcast(spec.cache.dtype, target),

@@ -13,7 +13,7 @@ from pallas_attn.kernels.portable.pages import keys_of_sequence, load_rows_at, s
 from pallas_attn.kernels.portable.softmax import LN2, LOG2E, add_sink
 from pallas_attn.kernels.portable.tiles import arange, cdiv, load_rows
 from pallas_attn.launch import launch
-from twin_attention.contract.operands import DecodeOperands
+from twin_attention.contract.operands import DecodeOperands, PagedOperands
 from twin_attention.contract.spec import DecodeSpec, MergeSpec
 from twin_attention.targets.config import padded_head_dim
 from twin_attention.targets.family import Backend
@@ -103,24 +103,25 @@ def combine(outs: Array, lses: Array, spec: MergeSpec, backend: Backend) -> tupl
 def merge_splits(
     outs: Array,
     lses: Array,
-    out: Array,
-    lse: Array,
-    operands: DecodeOperands[Array],
+    out: Array | None,
+    lse: Array | None,
+    operands: DecodeOperands[Array] | PagedOperands[Array],
     spec: DecodeSpec,
-    block_kv: int,
+    block_kv: int | None,
     backend: Backend,
 ) -> tuple[Array, Array]:
     """Call `combine_kernel` on the splits of a paged decode; it writes into out and lse.
 
     Args:
         operands: those of the decode.
-        block_kv: keys of a tile of the decode.
+        block_kv: keys of a tile of the decode; None if every split has written its part, one
+            without keys too. Then nothing is in out and lse, which are None.
 
     Returns:
         out [B, T, Hq, Dv] in q's dtype and lse [B, Hq, T] float32.
     """
     states = spec.merge(len(outs))
-    sinks, seq_lens = operands.sinks, operands.seq_lens
+    sinks, seq_lens = operands.sinks, None if block_kv is None else operands.seq_lens
     return _launch(outs, lses, out, lse, sinks, seq_lens, states, backend, spec, block_kv)
 
 

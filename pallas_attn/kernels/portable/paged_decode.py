@@ -169,7 +169,7 @@ def paged_decode(
     config = backend.configs(spec)["paged_decode"]
     rows = block_rows(spec, config)
     splits = choose_splits(spec, config, num_sms(backend.target))
-    tiles = pl.cdiv(spec.tokens * spec.group_size, rows)
+    tiles = pl.cdiv(spec.rows, rows)
     if spec.cache.is_quantized:
         operands = operands._replace(
             k_pages=as_packed(operands.k_pages), v_pages=as_packed(operands.v_pages)
@@ -207,7 +207,7 @@ def paged_decode(
             lses_spec,
         ),
         decode_arguments(spec, k_pages, v_pages, backend.target)
-        | {"num_splits": splits, "block_rows": rows},
+        | {"tokens": spec.tokens, "num_splits": splits, "block_rows": rows},
         spec,
         backend,
     )

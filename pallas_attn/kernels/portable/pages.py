@@ -15,6 +15,34 @@ def keys_of_sequence(len_ref, capacity, tokens, window_left):
     return begin, end
 
 
+def keys_of_tokens(length, tokens, first, last, window_left):
+    """Return the range begin .. end of keys that tokens first .. last of a sequence see.
+
+    It is empty where `first` is no token. Token t of `tokens` stands at length - tokens + t.
+    """
+    diagonal = length - tokens
+    end = jnp.where(first < tokens, jnp.maximum(diagonal + last + 1, 0), 0)
+    begin = 0
+    if window_left is not None:
+        begin = jnp.minimum(jnp.maximum(diagonal + first - window_left, 0), end)
+    return begin, end
+
+
+def tiles_at_edges(position, last_position, first, count, window_left, block):
+    """Return how many of tiles first .. first + count need a mask, as (before, full, after).
+
+    They are those of queries that stand at position .. last_position: `before` of them at the
+    window's edge, then `full` that all of these see whole, then `after` at the diagonal.
+    """
+    before = 0
+    if window_left is not None:
+        begin = cdiv(jnp.maximum(last_position - window_left, 0), block)
+        before = jnp.minimum(jnp.maximum(begin - first, 0), count)
+    end = jnp.maximum(position + 1, 0) // block
+    full = jnp.minimum(jnp.maximum(end - first - before, 0), count - before)
+    return before, full, count - before - full
+
+
 def share_of_tiles(begin, end, split, num_splits, block):
     """Return the tiles of keys begin .. end that one split visits, as (first, count, total).
 
@@ -34,19 +62,22 @@ def splits_with_keys(begin, end, num_splits, block):
     return cdiv(total, jnp.maximum(share, 1))
 
 
-def locate_keys(table_ref, start, length, num_pages, page_size, block_kv):
+def locate_keys(table_ref, start, length, num_pages, page_size, block_kv, sequence=None):
     """Return page and slot of keys start .. start + block_kv of a sequence.
+
+    The table is the sequence's, or that of all if `sequence` is given.
 
     Table entries past the sequence's last page are not read. A page id out of range, which is
     the caller's mistake, becomes one within the pool.
     """
+    row = () if sequence is None else (sequence,)
     offset = arange(block_kv)
     if page_size % block_kv == 0:
-        page = plt.load(table_ref.at[start // page_size])
+        page = plt.load(table_ref.at[*row, start // page_size])
         slot = start % page_size + offset
     else:
         key = start + offset
-        page = plt.load(table_ref.at[key // page_size], mask=key < length, other=0)
+        page = plt.load(table_ref.at[*row, key // page_size], mask=key < length, other=0)
         slot = key % page_size
     page = jnp.broadcast_to(jnp.minimum(jnp.maximum(page, 0), num_pages - 1), (block_kv,))
     return page, slot

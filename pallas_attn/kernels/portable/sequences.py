@@ -55,12 +55,33 @@ def locate_tile(cu_seqlens_ref, cu_seqlens_other_ref, tile, num_rows, num_rows_o
     return sequence, first, start, end, first_other, size_other
 
 
-def first_tile(first, sequence, block):
-    """Return the first tile that a sequence owns, from its first row."""
-    return first // block + sequence
+def locate_tokens(cu_seqlens_ref, tile, num_tokens, rows, block):
+    """Find the sequence that owns a tile, where each token has `rows` rows, one after the other.
+
+    Args:
+        cu_seqlens_ref: [N + 1] offsets, in tokens.
+        tile: of all sequences' tiles.
+        num_tokens: of the axis.
+        rows: of a token.
+        block: rows of a tile.
+
+    Returns:
+        (sequence, first, tokens, start): the sequence's first token and how many it has, within the
+        axis; the tile's first row, counted from the sequence's. A tile behind the last one of its
+        sequence starts behind its last row.
+    """
+    sequence = find_sequence(cu_seqlens_ref, tile, block, rows)
+    first, tokens = rows_of_sequence(cu_seqlens_ref, sequence, num_tokens, num_tokens)
+    start = jnp.maximum(tile - first_tile(first, sequence, block, rows), 0) * block
+    return sequence, first, tokens, start
 
 
-def find_sequence(cu_seqlens_ref, tile, block):
+def first_tile(first, sequence, block, rows=1):
+    """Return the first tile that a sequence owns, from its first token of `rows` rows each."""
+    return first * rows // block + sequence
+
+
+def find_sequence(cu_seqlens_ref, tile, block, rows=1):
     """Return the last sequence whose first tile is not behind `tile`, 0 .. N."""
     first = np.int32(0)
     count = cu_seqlens_ref.shape[0]
@@ -69,7 +90,7 @@ def find_sequence(cu_seqlens_ref, tile, block):
         sequence = first + arange(SEARCH_WIDTH) * step
         exists = sequence < cu_seqlens_ref.shape[0]
         offset = plt.load(cu_seqlens_ref.at[sequence], mask=exists, other=0)
-        begun = exists & (first_tile(offset, sequence, block) <= tile)
+        begun = exists & (first_tile(offset, sequence, block, rows) <= tile)
         passed = jnp.maximum(jnp.sum(begun.astype(jnp.int32), dtype=jnp.int32) - 1, 0)
         first = first + passed * step
         count = step

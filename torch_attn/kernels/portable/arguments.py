@@ -5,26 +5,24 @@ from __future__ import annotations
 from typing import Any
 
 from torch_attn.launch import Layout
-from twin_attention.contract.operands import AppendOperands, DecodeOperands
+from twin_attention.contract.operands import AppendOperands, DecodeOperands, PagedOperands
 from twin_attention.contract.spec import DecodeSpec, PagedCache
 from twin_attention.targets import ptx
 from twin_attention.targets.config import padded_head_dim
 
 
 def decode_arguments(
-    spec: DecodeSpec, target: str | None, operands: DecodeOperands[Layout]
+    spec: DecodeSpec, target: str | None, operands: DecodeOperands[Layout] | PagedOperands[Layout]
 ) -> dict[str, Any]:
-    """Return the arguments that describe a paged decode, except those of its splits."""
+    """Return the arguments that describe a paged decode, but for its tokens and its splits."""
     rule = spec.scores
     pools = operands.k_pages, operands.v_pages
     return cache_arguments(spec.cache, operands) | {
-        "q_strides": operands.q.strides[:3],
-        "batch_size": spec.batch,
+        "q_strides": operands.q.strides[:-1],
         "scale": rule.scale,
         "exp2_scale": rule.exp2_scale,
         "softcap": rule.softcap,
         "window_left": spec.bounded_window.left,
-        "TOKENS": spec.tokens,
         "GROUP_SIZE": spec.group_size,
         "SCALE_FIRST": rule.scale_first,
         "UPCAST": ptx.choose_upcast(spec.cache.dtype, target),
@@ -33,7 +31,8 @@ def decode_arguments(
 
 
 def cache_arguments(
-    cache: PagedCache, operands: DecodeOperands[Layout] | AppendOperands[Layout]
+    cache: PagedCache,
+    operands: DecodeOperands[Layout] | PagedOperands[Layout] | AppendOperands[Layout],
 ) -> dict[str, Any]:
     """Return the arguments that describe a paged cache.
 

@@ -12,7 +12,7 @@ from triton.language.extra.cuda import gdc_wait
 from torch_attn.kernels.portable.pages import keys_of_sequence, load_rows_at, splits_with_keys
 from torch_attn.kernels.portable.softmax import LN2, LOG2E, add_sink
 from torch_attn.launch import KernelCall, Prepared, launch
-from twin_attention.contract.operands import DecodeOperands
+from twin_attention.contract.operands import DecodeOperands, PagedOperands
 from twin_attention.contract.spec import DecodeSpec, MergeSpec
 from twin_attention.targets.config import padded_head_dim
 from twin_attention.targets.family import Backend
@@ -122,21 +122,22 @@ def merge_splits(
     lses: Tensor,
     out: Tensor,
     lse: Tensor,
-    operands: DecodeOperands[Tensor],
+    operands: DecodeOperands[Tensor] | PagedOperands[Tensor],
     spec: DecodeSpec,
-    block_kv: int,
+    block_kv: int | None,
     backend: Backend,
 ) -> None:
     """Launch `combine_kernel` on the splits of a paged decode; see its BLOCK_KEYS.
 
     Args:
         operands: those of the decode.
-        block_kv: keys of a tile of the decode.
+        block_kv: keys of a tile of the decode; None if every split has written its part, one
+            without keys too.
         backend: that of the decode. On SM90 the merge starts while the decode still runs, which
             expects it.
     """
     states = spec.merge(len(outs))
-    sinks, seq_lens = operands.sinks, operands.seq_lens
+    sinks, seq_lens = operands.sinks, None if block_kv is None else operands.seq_lens
     _launch(outs, lses, sinks, seq_lens, out, lse, states, backend, spec, block_kv)
 
 
@@ -152,7 +153,7 @@ def _launch(
     decode: DecodeSpec | None = None,
     block_keys: int | None = None,
 ) -> None:
-    """Launch the kernel; decode and block_keys are given where the states are splits."""
+    """Launch the kernel; decode is given where the states are splits, block_keys as there."""
     overlap = decode is not None and backend.target == "sm90"
     launch(
         "combine",

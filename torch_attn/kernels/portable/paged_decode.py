@@ -223,10 +223,12 @@ def _prepare(call: KernelCall) -> Prepared:
     spec, (splits,) = call.spec, call.constants
     operands = DecodeOperands._make(call.layouts[: len(DecodeOperands._fields)])
     rows = block_rows(spec, call.config)
-    tiles = triton.cdiv(spec.tokens * spec.group_size, rows)
+    tiles = triton.cdiv(spec.rows, rows)
     arguments = decode_arguments(spec, call.target, operands)
     return (tiles * spec.heads_kv * spec.batch, splits), arguments | {
+        "batch_size": spec.batch,
         "num_splits": splits,
+        "TOKENS": spec.tokens,
         "PDL": splits > 1 and call.target == "sm90",
         "BLOCK_ROWS": rows,
     }

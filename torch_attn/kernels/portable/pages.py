@@ -15,6 +15,36 @@ def keys_of_sequence(lens_ptr, batch, capacity, tokens, window_left):
 
 
 @triton.jit
+def keys_of_tokens(length, tokens, first, last, window_left):
+    """Return the range begin .. end of keys that tokens first .. last of a sequence see.
+
+    It is empty where `first` is no token. Token t of `tokens` stands at length - tokens + t.
+    """
+    diagonal = length - tokens
+    end = tl.where(first < tokens, tl.maximum(diagonal + last + 1, 0), 0)
+    begin = 0
+    if window_left is not None:
+        begin = tl.minimum(tl.maximum(diagonal + first - window_left, 0), end)
+    return begin, end
+
+
+@triton.jit
+def tiles_at_edges(position, last_position, first, count, window_left, BLOCK: tl.constexpr):
+    """Return how many of tiles first .. first + count need a mask, as (before, full, after).
+
+    They are those of queries that stand at position .. last_position: `before` of them at the
+    window's edge, then `full` that all of these see whole, then `after` at the diagonal.
+    """
+    before = 0
+    if window_left is not None:
+        begin = tl.cdiv(tl.maximum(last_position - window_left, 0), BLOCK)
+        before = tl.minimum(tl.maximum(begin - first, 0), count)
+    end = tl.maximum(position + 1, 0) // BLOCK
+    full = tl.minimum(tl.maximum(end - first - before, 0), count - before)
+    return before, full, count - before - full
+
+
+@triton.jit
 def share_of_tiles(begin, end, split, num_splits, BLOCK: tl.constexpr):
     """Return the tiles of keys begin .. end that one split visits, as (first, count, total).
 

@@ -69,13 +69,40 @@ def locate_tile(
 
 
 @triton.jit
-def first_tile(first, sequence, BLOCK: tl.constexpr):
-    """Return the first tile that a sequence owns, from its first row."""
-    return first // BLOCK + sequence
+def locate_tokens(
+    cu_seqlens_ptr, tile, num_tokens, num_sequences, ROWS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Find the sequence that owns a tile, where each token has ROWS rows, one after the other.
+
+    Args:
+        cu_seqlens_ptr: [N + 1] offsets, in tokens.
+        tile: of all sequences' tiles.
+        num_tokens: of the axis.
+        num_sequences: N.
+        ROWS: of a token.
+        BLOCK: rows of a tile.
+
+    Returns:
+        (sequence, first, tokens, start): the sequence's first token and how many it has, within the
+        axis; the tile's first row, counted from the sequence's. A tile behind the last one of its
+        sequence starts behind its last row.
+    """
+    sequence = find_sequence(cu_seqlens_ptr, tile, num_sequences, BLOCK, ROWS)
+    first, tokens = rows_of_sequence(
+        cu_seqlens_ptr, sequence, num_tokens, num_sequences, num_tokens
+    )
+    start = tl.maximum(tile - first_tile(first, sequence, BLOCK, ROWS), 0) * BLOCK
+    return sequence, first, tokens, start
 
 
 @triton.jit
-def find_sequence(cu_seqlens_ptr, tile, num_sequences, BLOCK: tl.constexpr):
+def first_tile(first, sequence, BLOCK: tl.constexpr, ROWS: tl.constexpr = 1):
+    """Return the first tile that a sequence owns, from its first token of ROWS rows each."""
+    return first * ROWS // BLOCK + sequence
+
+
+@triton.jit
+def find_sequence(cu_seqlens_ptr, tile, num_sequences, BLOCK: tl.constexpr, ROWS: tl.constexpr = 1):
     """Return the last sequence whose first tile is not behind `tile`, 0 .. N."""
     first = 0
     count = num_sequences + 1
@@ -85,7 +112,7 @@ def find_sequence(cu_seqlens_ptr, tile, num_sequences, BLOCK: tl.constexpr):
         exists = sequence < count
         sequence += first
         offset = tl.load(cu_seqlens_ptr + sequence, mask=exists, other=0)
-        begun = exists & (first_tile(offset, sequence, BLOCK) <= tile)
+        begun = exists & (first_tile(offset, sequence, BLOCK, ROWS) <= tile)
         passed = tl.maximum(tl.sum(begun.to(tl.int32), 0) - 1, 0) * step
         first += passed
         count = tl.minimum(count - passed, step)

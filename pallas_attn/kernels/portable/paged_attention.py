@@ -1,0 +1,257 @@
+"""Paged attention: any number of new tokens a sequence over a cache in pages, split over the keys.
+
+The new tokens of all sequences lie one after the other (`sequences`). Otherwise it is a paged
+decode: each split of the keys gives a partial output and its log-sum-exp; `combine` merges them.
+FlashAttention-2 (Dao 2023) and Flash-Decoding (Dao et al. 2023) over the pages of PagedAttention
+(Kwon et al. 2023).
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+
+from pallas_attn.kernels.portable.arguments import decode_arguments
+from pallas_attn.kernels.portable.combine import merge_splits
+from pallas_attn.kernels.portable.pages import (
+    keys_of_tokens,
+    load_rows_at,
+    locate_keys,
+    share_of_tiles,
+    tiles_at_edges,
+)
+from pallas_attn.kernels.portable.quantized import (
+    add_pv,
+    as_packed,
+    load_q,
+    scores,
+    store_out,
+    unpack,
+)
+from pallas_attn.kernels.portable.scores import attention_mask
+from pallas_attn.kernels.portable.sequences import locate_tokens
+from pallas_attn.kernels.portable.softmax import LN2, add_sink, online_softmax_update
+from pallas_attn.kernels.portable.tiles import arange, count_tiles, tile_start
+from pallas_attn.launch import launch
+from pallas_attn.targets import num_sms
+from twin_attention.contract.operands import PagedOperands
+from twin_attention.contract.spec import PagedSpec
+from twin_attention.targets.config import padded_head_dim
+from twin_attention.targets.family import Backend
+from twin_attention.targets.splits import (
+    block_rows,
+    choose_splits,
+    decode_kernel,
+    num_row_tiles,
+    skips_masks,
+)
+
+
+def paged_attention_kernel(
+    q_ref,
+    k_ref,
+    v_ref,
+    tables_ref,
+    lens_ref,
+    cu_seqlens_q_ref,
+    sinks_ref,
+    k_scale_ref,
+    v_scale_ref,
+    out_ref,
+    lse_ref,
+    *,
+    num_tokens,
+    num_sequences,
+    num_pages,
+    max_pages,
+    num_splits,
+    scale,
+    exp2_scale,
+    softcap,
+    window_left,
+    heads_kv,
+    group_size,
+    page_size,
+    head_dim,
+    head_dim_v,
+    block_d,
+    block_dv,
+    scale_first,
+    upcast,
+    skips_masks,
+    block_rows,
+    block_kv,
+):
+    """One program computes block_rows rows of one kv head of a sequence over one split of the keys.
+
+    Row r of a sequence is its token ``r // group_size`` of query head ``r % group_size`` of the
+    group, so that the keys and values are read once for all of them. Operands, of this program's kv
+    head: q [Tq, group, D], pools k [P, page_size, D] and v [P, page_size, Dv]; tables
+    [B, max_pages], lens [B] and cu_seqlens_q [B + 1], int32; sinks [group] and scales [], float32,
+    or None; of its split out [Tq, group, Dv] and lse [group, Tq] (float32, natural log): the result
+    of one split, a part of several, to which sinks are not given. Grid: (kv heads, row tiles of
+    `locate_tokens`) in one axis, kv heads fastest, and splits. Loop invariant:
+    `online_softmax_update`. Accumulation: float32, exponents in base 2, p cast to the products'
+    dtype. A row that sees no key, such as padding, gives 0, and -inf or its sink. block_rows and
+    block_kv are powers of two, at least 16.
+
+    upcast: as in `paged_decode_kernel`. q, k, v, acc and out are lists of tiles.
+
+    skips_masks: tiles of keys that all rows see have a loop of their own, without a mask.
+    """
+    # Locate the rows and the split's share of the keys that they see.
+    split = pl.program_id(1)
+    sequence, first_token, tokens, start_row = locate_tokens(
+        cu_seqlens_q_ref, pl.program_id(0) // heads_kv, num_tokens, group_size, block_rows
+    )
+    length = plt.load(
+        lens_ref.at[jnp.minimum(sequence, num_sequences - 1)],
+        mask=sequence < num_sequences,
+        other=0,
+    )
+    length = jnp.minimum(jnp.maximum(length, 0), max_pages * page_size)
+    first = start_row // group_size
+    last = jnp.minimum((start_row + block_rows - 1) // group_size, tokens - 1)
+    begin, end = keys_of_tokens(length, tokens, first, last, window_left)
+    first_tile, count, _ = share_of_tiles(begin, end, split, num_splits, block_kv)
+    if k_scale_ref is not None:
+        scale = scale * k_scale_ref[...]
+
+    # Load the queries; they stay.
+    row = start_row + arange(block_rows)
+    token, head = row // group_size, row % group_size
+    is_row = token < tokens
+    q_row = first_token + token
+    q, scale = load_q(q_ref, (q_row, head), is_row, scale, head_dim, block_d, upcast)
+    diagonal = length - tokens
+    position = diagonal + token
+    m_i = jnp.full((block_rows,), float("-inf"), jnp.float32)
+    l_i = jnp.zeros((block_rows,), jnp.float32)
+    acc = [jnp.zeros((block_rows, block_dv), jnp.float32) for _ in q]
+
+    # Visit the split's tiles of keys; only tiles at the edges are masked.
+    before, full, after = count, 0, 0
+    if skips_masks:
+        before, full, after = tiles_at_edges(
+            diagonal + first, diagonal + last, first_tile, count, window_left, block_kv
+        )
+    for masked in (False, True)[0 if skips_masks else 1 :]:
+
+        def visit(index, carry, masked=masked):
+            m_i, l_i, acc = carry
+            start = tile_start(index, first_tile * block_kv, before, full, block_kv, masked)
+            key = start + arange(block_kv)
+            exists = key < end
+            page, slot = locate_keys(
+                tables_ref, start, end, num_pages, page_size, block_kv, sequence
+            )
+            # s = scale · q kᵀ
+            k = load_rows_at(k_ref, (page, slot), exists, head_dim, block_d)
+            s = scores(q, unpack(k, upcast), scale, softcap, scale_first)
+            if masked:
+                s = attention_mask(s, position[:, None], key[None, :], end, window_left, 0)
+            # p = exp(s - max), and rescale what was accumulated
+            p, alpha, m_i, l_i = online_softmax_update(s, m_i, l_i, exp2_scale)
+            acc = [x * alpha[:, None] for x in acc]
+            p = p.astype(q[0].dtype)
+            # acc += p v
+            v = load_rows_at(v_ref, (page, slot), exists, head_dim_v, block_dv)
+            acc = add_pv(acc, p, unpack(v, upcast))
+            return m_i, l_i, acc
+
+        tiles = count_tiles(before, full, after, masked)
+        m_i, l_i, acc = lax.fori_loop(0, tiles, visit, (m_i, l_i, acc))
+
+    # Normalise and store.
+    if sinks_ref is not None:
+        alpha, m_i, l_i = add_sink(sinks_ref[head], m_i, l_i)
+        acc = [x * alpha[:, None] for x in acc]
+    l_safe = jnp.where(l_i == 0.0, 1.0, l_i)
+    lse = m_i * LN2 + jnp.log(l_safe)
+    out = [x / l_safe[:, None] for x in acc]
+    if v_scale_ref is not None:
+        v_scale = v_scale_ref[...]
+        out = [x * v_scale for x in out]
+    plt.store(lse_ref.at[head, q_row], lse, mask=is_row)
+    store_out(out_ref, out, (q_row, head), is_row, head_dim_v, block_dv)
+
+
+def paged_attention(
+    operands: PagedOperands[Array], spec: PagedSpec, backend: Backend
+) -> tuple[Array, Array]:
+    """Call `paged_attention_kernel`, and `combine` where there is more than one split.
+
+    Returns:
+        out [Tq, Hq, Dv] in q's dtype and lse [Hq, Tq] float32.
+    """
+    kernel = decode_kernel(spec)
+    config = backend.configs(spec)[kernel]
+    rows, group, heads_kv = block_rows(spec, config), spec.group_size, spec.heads_kv
+    splits = choose_splits(spec, config, num_sms(backend.target))
+    if spec.cache.is_quantized:
+        operands = operands._replace(
+            k_pages=as_packed(operands.k_pages), v_pages=as_packed(operands.v_pages)
+        )
+    q, k_pages, v_pages, block_tables, seq_lens, offsets, sinks, k_scale, v_scale = operands
+    if splits > 1:
+        sinks = None  # they count once, in the merge
+    shape = (splits, spec.tokens, spec.heads_q, spec.head_dim_v)
+    outs = jax.ShapeDtypeStruct(shape, q.dtype if splits == 1 else jnp.float32)
+    lses = jax.ShapeDtypeStruct((splits, spec.heads_q, spec.tokens), jnp.float32)
+
+    def of_head(block, *place):
+        """Return the BlockSpec of a block at a place: "head" and "split" are the program's."""
+
+        def index(program, split):
+            return tuple({"head": program % heads_kv, "split": split}.get(x, x) for x in place)
+
+        return pl.BlockSpec(block, index)
+
+    def of_pool(x):
+        return of_head((*x.shape[:2], None, padded_head_dim(x.shape[3])), 0, 0, "head", 0)
+
+    def of_scale(x):
+        return None if x is None else of_head((None,) * x.ndim, *("head",) * x.ndim)
+
+    def of_all(x):
+        return of_head(x.shape, *(0,) * x.ndim)
+
+    outs, lses = launch(
+        kernel,
+        paged_attention_kernel,
+        lambda config: (num_row_tiles(spec, rows) * heads_kv, splits),
+        (q, k_pages, v_pages, block_tables, seq_lens, offsets, sinks, k_scale, v_scale),
+        (
+            of_head((spec.tokens, group, padded_head_dim(spec.head_dim)), 0, "head", 0),
+            of_pool(k_pages),
+            of_pool(v_pages),
+            of_all(block_tables),
+            of_all(seq_lens),
+            of_all(offsets),
+            None if sinks is None else of_head((group,), "head"),
+            of_scale(k_scale),
+            of_scale(v_scale),
+        ),
+        (outs, lses),
+        (
+            of_head((None, spec.tokens, group, padded_head_dim(shape[3])), "split", 0, "head", 0),
+            of_head((None, group, spec.tokens), "split", "head", 0),
+        ),
+        decode_arguments(spec, k_pages, v_pages, backend.target)
+        | {
+            "num_tokens": spec.tokens,
+            "num_sequences": spec.batch,
+            "num_splits": splits,
+            "heads_kv": heads_kv,
+            "skips_masks": skips_masks(spec),
+            "block_rows": rows,
+        },
+        spec,
+        backend,
+    )
+    if splits == 1:
+        return outs[0], lses[0]
+    outs, lses = outs[:, None], lses[:, None]
+    out, lse = merge_splits(outs, lses, None, None, operands, spec, None, backend)
+    return out[0], lse[0]

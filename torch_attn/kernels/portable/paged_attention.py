@@ -1,0 +1,246 @@
+"""Paged attention: any number of new tokens a sequence over a cache in pages, split over the keys.
+
+The new tokens of all sequences lie one after the other (`sequences`). Otherwise it is a paged
+decode: each split of the keys gives a partial output and its log-sum-exp; `combine` merges them.
+FlashAttention-2 (Dao 2023) and Flash-Decoding (Dao et al. 2023) over the pages of PagedAttention
+(Kwon et al. 2023).
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents
+
+from torch_attn.kernels.portable.arguments import decode_arguments
+from torch_attn.kernels.portable.combine import merge_splits
+from torch_attn.kernels.portable.pages import (
+    keys_of_tokens,
+    load_rows_at,
+    locate_keys,
+    share_of_tiles,
+    tiles_at_edges,
+)
+from torch_attn.kernels.portable.quantized import (
+    add_pv,
+    as_packed,
+    load_q,
+    scores,
+    store_out,
+    unpack,
+)
+from torch_attn.kernels.portable.scores import attention_mask
+from torch_attn.kernels.portable.sequences import locate_tokens
+from torch_attn.kernels.portable.softmax import LN2, add_sink, online_softmax_update
+from torch_attn.kernels.portable.tiles import count_tiles, tile_start
+from torch_attn.launch import KernelCall, Prepared, launch
+from torch_attn.targets import num_sms
+from twin_attention.contract.operands import PagedOperands
+from twin_attention.contract.spec import PagedSpec
+from twin_attention.targets.family import Backend
+from twin_attention.targets.splits import (
+    block_rows,
+    choose_splits,
+    decode_kernel,
+    num_row_tiles,
+    skips_masks,
+)
+
+
+@triton.jit(
+    do_not_specialize=["num_tokens", "num_sequences", "num_pages", "max_pages", "window_left"]
+)
+def paged_attention_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    tables_ptr,
+    lens_ptr,
+    cu_seqlens_q_ptr,
+    sinks_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
+    out_ptr,
+    lse_ptr,
+    q_strides,
+    k_scale_stride,
+    v_scale_stride,
+    table_stride,
+    num_tokens,
+    num_sequences,
+    num_pages,
+    max_pages,
+    num_splits,
+    scale,
+    exp2_scale,
+    softcap,
+    window_left,
+    K_STRIDES: tl.constexpr,
+    V_STRIDES: tl.constexpr,
+    HEADS_KV: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    SCALE_FIRST: tl.constexpr,
+    UPCAST: tl.constexpr,
+    PAST_2G: tl.constexpr,
+    PDL: tl.constexpr,
+    SKIPS_MASKS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_KV: tl.constexpr,
+):
+    """One program computes BLOCK_ROWS rows of one kv head of a sequence over one split of the keys.
+
+    Row r of a sequence is its token ``r // GROUP_SIZE`` of query head ``r % GROUP_SIZE`` of the
+    group, so that the keys and values are read once for all of them. Operands: q [Tq, Hq, D], pools
+    k [P, page_size, Hkv, D] and v [P, page_size, Hkv, Dv] with the given strides and a contiguous
+    last dimension; tables [B, max_pages], lens [B] and cu_seqlens_q [B + 1], int32; sinks [Hq] and
+    scales [] or [Hkv], float32, or None; out [splits, Tq, Hq, Dv] and lse [splits, Hq, Tq]
+    (float32, natural log), contiguous: the result of one split, the parts of several, to which
+    sinks are not given. Grid: (kv heads, row tiles of `locate_tokens`) in one axis, kv heads
+    fastest, and splits. Loop invariant: `online_softmax_update`. Accumulation: float32, exponents
+    in base 2, p cast to the products' dtype. A row that sees no key, such as padding, gives 0, and
+    -inf or its sink. PAST_2G: a head of a pool spans 2^31 elements or more. BLOCK_ROWS and BLOCK_KV
+    are powers of two, at least 16.
+
+    UPCAST: as in `paged_decode_kernel`. q, k, v, acc and out are tuples of tiles.
+
+    SKIPS_MASKS: tiles of keys that all rows see have a loop of their own, without a mask.
+
+    PDL: a launch that depends on this one may begin to start (CUDA's programmatic dependent
+    launch).
+    """
+    if PDL:
+        gdc_launch_dependents()
+    # Locate the rows and the split's share of the keys that they see.
+    head_kv = tl.program_id(0) % HEADS_KV
+    split = tl.program_id(1)
+    sequence, first_token, tokens, start_row = locate_tokens(
+        cu_seqlens_q_ptr, tl.program_id(0) // HEADS_KV, num_tokens, num_sequences, GROUP_SIZE,
+        BLOCK_ROWS,
+    )  # fmt: skip
+    length = tl.load(lens_ptr + sequence, mask=sequence < num_sequences, other=0)
+    length = tl.minimum(tl.maximum(length, 0), max_pages * PAGE_SIZE)
+    first = start_row // GROUP_SIZE
+    last = tl.minimum((start_row + BLOCK_ROWS - 1) // GROUP_SIZE, tokens - 1)
+    begin, end = keys_of_tokens(length, tokens, first, last, window_left)
+    first_tile, count, _ = share_of_tiles(begin, end, split, num_splits, BLOCK_KV)
+    table_ptr = tables_ptr + sequence.to(tl.int64) * table_stride
+    k_base = k_ptr + head_kv.to(tl.int64) * K_STRIDES[2]
+    v_base = v_ptr + head_kv.to(tl.int64) * V_STRIDES[2]
+    if k_scale_ptr is not None:
+        scale *= tl.load(k_scale_ptr + head_kv * k_scale_stride)
+
+    # Load the queries; they stay.
+    row = start_row + tl.arange(0, BLOCK_ROWS)
+    token = row // GROUP_SIZE
+    head = head_kv * GROUP_SIZE + row % GROUP_SIZE
+    is_row = token < tokens
+    q_row = (first_token + token).to(tl.int64)
+    q, scale = load_q(q_ptr, (q_row, head), q_strides, is_row, scale, HEAD_DIM, BLOCK_D, UPCAST)
+    diagonal = length - tokens
+    position = diagonal + token
+    m_i = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
+    l_i = tl.zeros([BLOCK_ROWS], tl.float32)
+    acc = [tl.zeros([BLOCK_ROWS, BLOCK_DV], tl.float32) for _ in q]
+
+    # Visit the split's tiles of keys; only tiles at the edges are masked.
+    before, full, after = count, 0, 0
+    if SKIPS_MASKS:
+        before, full, after = tiles_at_edges(
+            diagonal + first, diagonal + last, first_tile, count, window_left, BLOCK_KV
+        )
+    for masked in tl.static_range(0 if SKIPS_MASKS else 1, 2):
+        for index in tl.range(0, count_tiles(before, full, after, masked)):
+            start = tile_start(index, first_tile * BLOCK_KV, before, full, BLOCK_KV, masked)
+            key = start + tl.arange(0, BLOCK_KV)
+            exists = key < end
+            page, slot = locate_keys(table_ptr, start, end, num_pages, PAGE_SIZE, BLOCK_KV, PAST_2G)
+            # s = scale · q kᵀ
+            k = load_rows_at(k_base, (page, slot), K_STRIDES, exists, HEAD_DIM, BLOCK_D)
+            s = scores(q, unpack(k, UPCAST), scale, softcap, SCALE_FIRST)
+            if masked:
+                s = attention_mask(s, position[:, None], key[None, :], end, window_left, 0)
+            # p = exp(s - max), and rescale what was accumulated
+            p, alpha, m_i, l_i = online_softmax_update(s, m_i, l_i, exp2_scale)
+            acc = [x * alpha[:, None] for x in acc]
+            p = p.to(q[0].dtype)
+            # acc += p v
+            v = load_rows_at(v_base, (page, slot), V_STRIDES, exists, HEAD_DIM_V, BLOCK_DV)
+            acc = add_pv(acc, p, unpack(v, UPCAST))
+
+    # Normalise and store.
+    if sinks_ptr is not None:
+        sink = tl.load(sinks_ptr + head, mask=is_row, other=float("-inf"))
+        alpha, m_i, l_i = add_sink(sink, m_i, l_i)
+        acc = [x * alpha[:, None] for x in acc]
+    l_safe = tl.where(l_i == 0.0, 1.0, l_i)
+    lse = m_i * LN2 + tl.log(l_safe)
+    out = [x / l_safe[:, None] for x in acc]
+    if v_scale_ptr is not None:
+        v_scale = tl.load(v_scale_ptr + head_kv * v_scale_stride)
+        out = [x * v_scale for x in out]
+    heads_q: tl.constexpr = HEADS_KV * GROUP_SIZE
+    row_size: tl.constexpr = HEAD_DIM_V * len(out)
+    split = split.to(tl.int64)
+    lse_row = (split * heads_q + head) * num_tokens + q_row
+    out_row = (split * num_tokens + q_row) * heads_q + head
+    tl.store(lse_ptr + lse_row, lse, mask=is_row)
+    store_out(out_ptr, out, (out_row,), (row_size,), is_row, HEAD_DIM_V, BLOCK_DV)
+
+
+def paged_attention(
+    operands: PagedOperands[Tensor], spec: PagedSpec, backend: Backend
+) -> tuple[Tensor, Tensor]:
+    """Launch `paged_attention_kernel`, and `combine` where there is more than one split.
+
+    Returns:
+        out [Tq, Hq, Dv] in q's dtype and lse [Hq, Tq] float32, both contiguous.
+    """
+    kernel = decode_kernel(spec)
+    config = backend.configs(spec)[kernel]
+    if spec.cache.is_quantized:
+        operands = operands._replace(
+            k_pages=as_packed(operands.k_pages), v_pages=as_packed(operands.v_pages)
+        )
+    q = operands.q
+    splits = choose_splits(spec, config, num_sms(q.device, backend.target))
+    out = q.new_empty((spec.tokens, spec.heads_q, spec.head_dim_v))
+    lse = q.new_empty((spec.heads_q, spec.tokens), dtype=torch.float32)
+    outs, lses, given = out, lse, operands
+    if splits > 1:
+        outs = lse.new_empty((splits, *out.shape))
+        lses = lse.new_empty((splits, *lse.shape))
+        given = operands._replace(sinks=None)  # they count once, in the merge
+
+    launch(
+        kernel,
+        paged_attention_kernel,
+        _prepare,
+        (*given, outs, lses),
+        spec,
+        backend,
+        splits,
+    )
+    if splits > 1:
+        merge_splits(outs.unsqueeze(1), lses.unsqueeze(1), out, lse, operands, spec, None, backend)
+    return out, lse
+
+
+def _prepare(call: KernelCall) -> Prepared:
+    """Return grid and arguments of `paged_attention_kernel`."""
+    spec, (splits,) = call.spec, call.constants
+    operands = PagedOperands._make(call.layouts[: len(PagedOperands._fields)])
+    rows = block_rows(spec, call.config)
+    arguments = decode_arguments(spec, call.target, operands)
+    return (num_row_tiles(spec, rows) * spec.heads_kv, splits), arguments | {
+        "num_tokens": spec.tokens,
+        "num_sequences": spec.batch,
+        "num_splits": splits,
+        "PDL": splits > 1 and call.target == "sm90",
+        "SKIPS_MASKS": skips_masks(spec),
+        "BLOCK_ROWS": rows,
+    }
