@@ -23,6 +23,7 @@ from interop.parity.cases import (
     decode_cases,
     flash_cases,
     merge_cases,
+    paged_cases,
     varlen_cases,
 )
 from interop.parity.records import ORACLE, CaseResult, Report, problem_text, title
@@ -130,7 +131,7 @@ def _run(
 
 
 def _choose(suite: str, pattern: str) -> list[Case]:
-    kinds = (flash_cases, varlen_cases, decode_cases, merge_cases)
+    kinds = (flash_cases, varlen_cases, decode_cases, paged_cases, merge_cases)
     return [case for cases in kinds for case in cases(suite, pattern)]
 
 

@@ -19,6 +19,7 @@ from twin_attention.contract.spec import (
     DecodeSpec,
     MergeSpec,
     PagedCache,
+    PagedSpec,
     VarlenSpec,
     Window,
     scale_or_default,
@@ -200,6 +201,28 @@ class DecodeCase:
 
 
 @dataclass(frozen=True)
+class PagedCase(DecodeCase):
+    """One call of `paged_attention`.
+
+    Attributes:
+        lengths: keys of each sequence, the new tokens counted in.
+        new_tokens: how many of them each has, one after the other in q [Tq, Hq, D].
+        padding: tokens after the last sequence's.
+        tokens: None.
+    """
+
+    new_tokens: tuple[int, ...] = ()
+    padding: int = 0
+
+    @property
+    def spec(self) -> PagedSpec:
+        """Return the problem with its defaults resolved; its pool has some unused pages."""
+        same: dict[str, Any] = dict(vars(super().spec))
+        same["tokens"] = sum(self.new_tokens) + self.padding
+        return PagedSpec(**same)
+
+
+@dataclass(frozen=True)
 class MergeCase:
     """One call of `merge_states`.
 
@@ -230,7 +253,7 @@ class MergeCase:
         )
 
 
-Case = FlashCase | VarlenCase | DecodeCase | MergeCase
+Case = FlashCase | VarlenCase | DecodeCase | PagedCase | MergeCase
 Change = tuple[str, dict[str, Any]]  # part of a case's name, and the fields that differ
 
 
@@ -256,6 +279,16 @@ def decode_cases(suite: str = "quick", pattern: str = "") -> list[DecodeCase]:
         "quick": [_quick_decode()],
         "full": [_quick_decode(), _full_decode()],
         "large": [_large_decode()],
+    }[suite]
+    return [case for group in groups for case in group if pattern in case.name]
+
+
+def paged_cases(suite: str = "quick", pattern: str = "") -> list[PagedCase]:
+    """Return the cases of a suite whose names contain `pattern`."""
+    groups = {
+        "quick": [_quick_paged()],
+        "full": [_quick_paged(), _full_paged()],
+        "large": [_large_paged()],
     }[suite]
     return [case for group in groups for case in group if pattern in case.name]
 
@@ -479,6 +512,65 @@ def _large_decode() -> Iterator[DecodeCase]:
     yield replace(base, name="large-decode-ragged", lengths=tuple(range(1, 8192, 257)))
     # 2^31 elements of a pool are passed by page id times page size.
     yield replace(base, name="large-decode-2g-elements", lengths=(8192,) * 260, heads_kv=8)
+
+
+def _quick_paged() -> Iterator[PagedCase]:
+    # A chunk in the middle of its prompt, a whole prompt, decodes.
+    yield PagedCase("paged-mixed", (170, 41, 90, 1), new_tokens=(37, 41, 1, 1), max_pages=11)
+    yield PagedCase(
+        "paged-all-options", (150, 9, 70), new_tokens=(20, 9, 2), padding=3, page_size=32,
+        dtype="float16", kv_dtype="int8", scale_shape=(2,), window_size=(40, 0), softcap=20.0,
+        sinks=True, scale=0.2, num_splits=2,
+    )  # fmt: skip
+    # Sequences without new tokens, without keys, and with more tokens than keys.
+    yield PagedCase(
+        "paged-page-7", (60, 33, 0, 4), new_tokens=(20, 0, 3, 7), padding=9, page_size=7,
+        max_pages=19, heads_q=6, head_dim=72, head_dim_v=48,
+    )  # fmt: skip
+
+
+def _full_paged() -> Iterator[PagedCase]:
+    base = PagedCase(
+        "paged-full", (700, 333, 1, 0, 511, 64), new_tokens=(333, 333, 1, 0, 65, 64), padding=40,
+        heads_q=8, page_size=64, max_pages=11,
+    )  # fmt: skip
+    for dtype, short in (("bfloat16", "bf16"), ("float16", "fp16")):
+        for name, changes in _full_paged_changes():
+            yield replace(base, name=f"{base.name}-{short}-{name}", dtype=dtype, **changes)
+
+
+def _full_paged_changes() -> Iterator[Change]:
+    for kv_dtype, d in product((None, "int8", "float8_e4m3fn"), (16, 64, 128, 256)):
+        yield (
+            f"d{d}{'' if kv_dtype is None else '-' + kv_dtype}",
+            {"head_dim": d, "kv_dtype": kv_dtype},
+        )
+    for d in (32, 128, 256):
+        yield f"softcap-d{d}", {"head_dim": d, "softcap": 5.0}
+    yield "d192-dv128", {"head_dim": 192, "head_dim_v": 128}
+    for size in (1, 48, 256):
+        yield f"page{size}", {"page_size": size, "max_pages": -(-701 // size)}
+    for heads_q, heads_kv in ((4, 4), (6, 2), (32, 1)):
+        yield f"heads{heads_q}-{heads_kv}", {"heads_q": heads_q, "heads_kv": heads_kv}
+    for splits in (1, 2, 7):
+        yield f"splits{splits}", {"num_splits": splits}
+    for left in (0, 63, 5000):
+        yield f"window{left}", {"window_size": (left, 0)}
+    yield "sinks", {"sinks": True, "num_splits": 3}
+    # One token each, and more sequences than a step of the search reads offsets of.
+    yield "one-each", {"new_tokens": (1,) * 6, "padding": 0, "num_splits": 2}
+    many = tuple(i % 5 for i in range(300))
+    lengths = tuple(i % 60 for i in range(300))
+    yield "300-sequences", {"lengths": lengths, "new_tokens": many, "max_pages": 1}
+
+
+def _large_paged() -> Iterator[PagedCase]:
+    base = PagedCase("", heads_q=32, heads_kv=8, head_dim=128, max_pages=512)
+    chunks, decodes = (4096, 8192, 1000), tuple(range(1, 8192, 512))
+    yield replace(
+        base, name="large-paged-mixed", lengths=(*chunks, *decodes),
+        new_tokens=(512, 512, 1000, *(1 for _ in decodes)),
+    )  # fmt: skip
 
 
 def _quick_merge() -> Iterator[MergeCase]:

@@ -13,7 +13,7 @@ from interop.parity.inputs import Tensors
 from interop.parity.oracle import Expectation, Spec, expectations, sample_of
 from interop.parity.records import ORACLE, Comparison
 from interop.parity.sides import Subject, twins
-from twin_attention.contract.spec import MergeSpec, VarlenSpec
+from twin_attention.contract.spec import MergeSpec, PagedSpec, VarlenSpec
 from twin_attention.contract.tolerances import (
     Agreement,
     compare_lse,
@@ -105,7 +105,7 @@ def check_layout(results: Tensors, inputs: Tensors, spec: Spec, case: str) -> No
     """
     first = inputs["outs" if isinstance(spec, MergeSpec) else "q"]
     rows = first.shape[1:-1] if isinstance(spec, MergeSpec) else first.shape[:-1]
-    heads = 0 if isinstance(spec, VarlenSpec) else 1
+    heads = 0 if isinstance(spec, VarlenSpec | PagedSpec) else 1
     layouts = {f"d{name}": (tuple(x.shape), x.dtype) for name, x in inputs.items()} | {
         "out": ((*rows, spec.head_dim_v), first.dtype),
         "lse": ((*rows[:heads], rows[-1], *rows[heads:-1]), torch.float32),

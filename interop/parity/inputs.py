@@ -8,7 +8,7 @@ from zlib import crc32
 
 import torch
 
-from interop.parity.cases import Case, DecodeCase, FlashCase, MergeCase, VarlenCase
+from interop.parity.cases import Case, DecodeCase, FlashCase, MergeCase, PagedCase, VarlenCase
 from twin_attention.contract.reference import quantize
 from twin_attention.contract.validate import fail
 
@@ -36,8 +36,8 @@ def make_inputs(case: Case, device: str) -> Tensors:
         gradients also has dout in its dtype and dlse [B, Hq, Sq] in float32, as a varlen case has
         without B; there q, k, v and dout are NaN in the padding. A decode case has
         its pages in random order; what no sequence uses is poisoned: pages, slots past the
-        lengths, table entries. A merge case has dout and dlse as well; parts that saw no key, one
-        in five and all parts of the first row, hold NaN.
+        lengths, table entries; and of a paged case, q in the padding. A merge case has dout and
+        dlse as well; parts that saw no key, one in five and all parts of the first row, hold NaN.
 
     Raises:
         ValueError: a "strided" case whose q, k and v do not fit one packed tensor.
@@ -121,8 +121,7 @@ def _decode_inputs(case: DecodeCase, normal: Normal, order: torch.Tensor) -> Ten
     """Make the inputs of a decode case, whose sequences take the pool's pages in `order`."""
     spec, cache = case.spec, case.spec.cache
     dtype, device = getattr(torch, case.dtype), order.device
-    tokens = () if case.tokens is None else (case.tokens,)
-    inputs = {"q": normal((spec.batch, *tokens, spec.heads_q, spec.head_dim), dtype)}
+    inputs = {"q": normal((*_rows(case), spec.heads_q, spec.head_dim), dtype)}
 
     lengths = torch.tensor(case.lengths, dtype=torch.int32, device=device)
     pages = order[: spec.batch * cache.max_pages].view(spec.batch, cache.max_pages)
@@ -142,9 +141,20 @@ def _decode_inputs(case: DecodeCase, normal: Normal, order: torch.Tensor) -> Ten
     no_pages = torch.tensor(NO_PAGES, device=device)[torch.arange(cache.max_pages) % 2]
     inputs["block_tables"] = torch.where(exists[:, :, 0], pages, no_pages).int()
     inputs["seq_lens"] = lengths
+    if isinstance(case, PagedCase):
+        offsets = torch.tensor([0, *accumulate(case.new_tokens)], dtype=torch.int32)
+        inputs["cu_seqlens_q"] = offsets.to(device)
+        inputs["q"][int(offsets[-1]) :] = torch.nan
     if case.sinks:
         inputs["sinks"] = normal((spec.heads_q,), torch.float32)
     return inputs
+
+
+def _rows(case: DecodeCase) -> tuple[int, ...]:
+    """Return the leading dimensions of a decode's q."""
+    if isinstance(case, PagedCase):
+        return (case.spec.tokens,)
+    return (case.spec.batch,) if case.tokens is None else (case.spec.batch, case.tokens)
 
 
 def _poison(pool: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:

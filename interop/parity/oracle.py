@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from itertools import product
+from itertools import pairwise, product
 from random import Random
 from typing import Any
 
@@ -24,14 +24,22 @@ from twin_attention.contract.reference import (
     merge_backward,
     paged_forward,
 )
-from twin_attention.contract.spec import AttentionSpec, DecodeSpec, MergeSpec, VarlenSpec, Window
+from twin_attention.contract.spec import (
+    AttentionSpec,
+    DecodeSpec,
+    MergeSpec,
+    PagedSpec,
+    VarlenSpec,
+    Window,
+)
 
 SAMPLE_ABOVE = 1 << 30  # elements of q, 8 GiB in float64: a larger problem is only sampled
 STRETCH = 4096  # a sample of a longer sequence is a stretch of it
 SCORES = 1 << 25  # at a time: 256 MiB for each copy in float64
 SAMPLES = 4  # heads or sequences
 
-Spec = AttentionSpec | DecodeSpec | MergeSpec  # or a VarlenSpec, which is an AttentionSpec
+# Or a VarlenSpec or PagedSpec, which is one of these.
+Spec = AttentionSpec | DecodeSpec | MergeSpec
 
 
 @dataclass(frozen=True)
@@ -107,7 +115,7 @@ def sample_of(spec: Spec) -> list[Part]:
 
     Packed sequences are one part, and so is a merge.
     """
-    if isinstance(spec, VarlenSpec | MergeSpec):
+    if isinstance(spec, VarlenSpec | PagedSpec | MergeSpec):
         return [Part(spec)]
     parts = _sequences(spec) if isinstance(spec, DecodeSpec) else _heads(spec)
     if len(parts) <= SAMPLES:
@@ -128,6 +136,8 @@ def evaluate(inputs: Tensors, spec: Spec, dtype: torch.dtype) -> Tensors:
     Returns:
         out and lse, with dout also the operands' gradients; shaped as the sides' results.
     """
+    if isinstance(spec, PagedSpec):
+        return _evaluate_paged(inputs, spec, dtype)
     if isinstance(spec, DecodeSpec):
         return _evaluate_decode(inputs, spec, dtype)
     if isinstance(spec, VarlenSpec):
@@ -199,6 +209,22 @@ def _evaluate_decode(inputs: Tensors, spec: DecodeSpec, dtype: torch.dtype) -> T
         found["out"][:], found["lse"][:] = paged_forward(DecodeOperands(**x), narrow, dtype)
     if inputs["q"].ndim == 3:
         return {"out": results["out"].squeeze(1), "lse": results["lse"].squeeze(2)}
+    return results
+
+
+def _evaluate_paged(inputs: Tensors, spec: PagedSpec, dtype: torch.dtype) -> Tensors:
+    """Evaluate each sequence as a decode of its own. Padding sees no key."""
+    bounds = inputs["cu_seqlens_q"].tolist()
+    results = {name: x[0] for name, x in _empty_results(inputs["q"][None], spec, dtype).items()}
+    nothing = inputs["sinks"][:, None] if "sinks" in inputs else -torch.inf
+    results["out"][:], results["lse"][:] = 0, nothing
+    for b, (begin, end) in enumerate(pairwise(bounds)):
+        one, tokens = slice(b, b + 1), slice(begin, end)
+        own = {name: x for name, x in inputs.items() if name != "cu_seqlens_q"}
+        own |= {name: inputs[name][one] for name in ("block_tables", "seq_lens")}
+        own["q"] = inputs["q"][None, tokens]
+        found = _evaluate_decode(own, spec.sequence(end - begin), dtype)
+        results["out"][tokens], results["lse"][:, tokens] = found["out"][0], found["lse"][0]
     return results
 
 

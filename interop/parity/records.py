@@ -161,7 +161,11 @@ def title(subject: str, against: str) -> str:
 
 def problem_text(problem: dict[str, Any]) -> str:
     """Return a case's fields in one line, defaults left out."""
-    if "padding" in problem:
+    if "new_tokens" in problem:
+        lengths, tokens = problem["lengths"], sum(problem["new_tokens"]) + problem["padding"]
+        words = [f"B{len(lengths)} Tq{tokens} Skv{max(lengths, default=0)}"]
+        words.append("pages {max_pages}x{page_size}".format(**problem))
+    elif "padding" in problem:
         queries, keys = zip(*problem["lengths"], problem["padding"], strict=True)
         words = [f"N{len(problem['lengths'])} Tq{sum(queries)} Tkv{sum(keys)} longest={max(keys)}"]
     elif "lengths" in problem:

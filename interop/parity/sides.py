@@ -14,7 +14,7 @@ import torch
 import pallas_attn
 import torch_attn
 from interop.exchange import to_jax, to_torch
-from interop.parity.cases import Case, DecodeCase, MergeCase, VarlenCase
+from interop.parity.cases import Case, DecodeCase, MergeCase, PagedCase, VarlenCase
 from interop.parity.inputs import Tensors
 from twin_attention.contract.explain import Explanation
 from twin_attention.targets.family import FAMILIES
@@ -69,7 +69,9 @@ def plan(implementations: Sequence[str], targets: Sequence[str | None]) -> list[
 
 def supports(subject: Subject, case: Case) -> bool:
     """Return True if a family of the subject's name has the case's problem."""
-    kinds = {DecodeCase: ("paged_decode",), MergeCase: ("combine",)}
+    kinds = {
+        DecodeCase: ("paged_decode",), PagedCase: ("paged_attention",), MergeCase: ("combine",),
+    }  # fmt: skip
     operations = kinds.get(type(case), ("flash_fwd", "flash_bwd"))
     families = [x for x in FAMILIES[subject.side] if x.name == subject.implementation]
     return all(
@@ -222,7 +224,8 @@ def leaves(results: Any) -> tuple[Any, ...]:
 
 def _function(case: Case) -> str:
     named = {
-        VarlenCase: "flash_attention_varlen", DecodeCase: "paged_decode", MergeCase: "merge_states",
+        VarlenCase: "flash_attention_varlen", DecodeCase: "paged_decode",
+        PagedCase: "paged_attention", MergeCase: "merge_states",
     }  # fmt: skip
     return named.get(type(case), "flash_attention")
 

@@ -9,13 +9,20 @@ from interop.parity.cases import (
     DecodeCase,
     FlashCase,
     MergeCase,
+    PagedCase,
     VarlenCase,
     decode_cases,
     flash_cases,
     merge_cases,
+    paged_cases,
     varlen_cases,
 )
-from twin_attention.contract.operands import DecodeOperands, FlashOperands, VarlenOperands
+from twin_attention.contract.operands import (
+    DecodeOperands,
+    FlashOperands,
+    PagedOperands,
+    VarlenOperands,
+)
 from twin_attention.contract.spec import (
     DECODE_DTYPES,
     DTYPES,
@@ -30,6 +37,7 @@ from twin_attention.contract.validate import (
     check_flash_attention_varlen,
     check_flash_options,
     check_merge_states,
+    check_paged_attention,
     check_paged_decode,
 )
 from twin_attention.targets.config import PACKAGES, find_configs, load_table, table_path
@@ -37,12 +45,12 @@ from twin_attention.targets.target import TARGETS
 
 EVERY = {case.name: case for suite in SUITES for case in flash_cases(suite)}
 EVERY_DECODE = {case.name: case for suite in SUITES for case in decode_cases(suite)}
-
+EVERY_PAGED = {case.name: case for suite in SUITES for case in paged_cases(suite)}
 EVERY_VARLEN = {case.name: case for suite in SUITES for case in varlen_cases(suite)}
 
 EVERY_MERGE = {case.name: case for suite in SUITES for case in merge_cases(suite)}
 
-KINDS = (flash_cases, varlen_cases, decode_cases, merge_cases)
+KINDS = (flash_cases, varlen_cases, decode_cases, paged_cases, merge_cases)
 of_all_kinds = pytest.mark.parametrize("cases", KINDS)
 
 
@@ -107,7 +115,7 @@ def test_a_merge_case_describes_the_call_that_validation_accepts(case: MergeCase
 def test_the_full_suite_reaches_every_configuration(package, target):
     path = table_path(package, target)
     reached = set()
-    for case in [*flash_cases("full"), *decode_cases("full")]:
+    for case in [*flash_cases("full"), *decode_cases("full"), *paged_cases("full")]:
         specs = [case.spec]
         if isinstance(case, DecodeCase):
             specs += [case.spec.merge(2), case.spec.cache]
@@ -167,7 +175,29 @@ def test_a_decode_case_describes_the_call_that_validation_accepts(case: DecodeCa
     assert check_paged_decode(operands, options) == spec
 
 
-@pytest.mark.parametrize("case", EVERY_DECODE.values(), ids=EVERY_DECODE)
+@pytest.mark.parametrize("case", EVERY_PAGED.values(), ids=EVERY_PAGED)
+def test_a_paged_case_describes_the_call_that_validation_accepts(case: PagedCase):
+    spec, cache = case.spec, case.spec.cache
+    options = check_decode_options(**case.options, return_lse=True)
+    pool = (cache.num_pages, cache.page_size, cache.heads)
+    operands = PagedOperands(
+        Operand("q", (spec.tokens, spec.heads_q, spec.head_dim), case.dtype),
+        Operand("k_pages", (*pool, cache.head_dim), cache.dtype),
+        Operand("v_pages", (*pool, cache.head_dim_v), cache.dtype),
+        Operand("block_tables", (spec.batch, cache.max_pages), "int32"),
+        Operand("seq_lens", (spec.batch,), "int32"),
+        Operand("cu_seqlens_q", (len(case.new_tokens) + 1,), "int32"),
+        Operand("sinks", (spec.heads_q,), "float32") if case.sinks else None,
+        Operand("k_scale", case.scale_shape, "float32") if cache.is_quantized else None,
+        Operand("v_scale", case.scale_shape, "float32") if cache.is_quantized else None,
+    )
+    assert check_paged_attention(operands, options) == spec
+
+
+EVERY_CACHE = EVERY_DECODE | EVERY_PAGED
+
+
+@pytest.mark.parametrize("case", EVERY_CACHE.values(), ids=EVERY_CACHE)
 def test_a_decode_case_has_room_for_its_sequences(case: DecodeCase):
     cache = case.spec.cache
     assert max(case.lengths, default=0) <= cache.capacity or case.spec.is_empty

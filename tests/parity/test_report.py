@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from interop.parity.cases import DecodeCase, FlashCase
+from interop.parity.cases import DecodeCase, FlashCase, PagedCase
 from interop.parity.records import (
     ORACLE,
     CaseResult,
@@ -135,3 +135,9 @@ def test_a_decode_problem_in_one_line():
     heads = DecodeCase("x", lengths=(), head_dim_v=72, kv_dtype="int8", scale_shape=(2,))
     expected = "B0 T1 Skv0 pages 8x16 Hq4 Hkv2 D64 Dv72 bfloat16 kv_dtype=int8 scales of heads"
     assert problem_text(asdict(heads)) == expected
+
+
+def test_a_paged_problem_says_how_many_tokens_it_has():
+    case = PagedCase("any", (100, 30), new_tokens=(20, 1), padding=3)
+    expected = "B2 Tq24 Skv100 pages 8x16 Hq4 Hkv2 D64 bfloat16"
+    assert problem_text(asdict(case)) == expected

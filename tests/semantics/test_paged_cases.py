@@ -1,0 +1,28 @@
+"""Every named case of paged attention, on both sides, within the error budget."""
+
+import pytest
+
+from interop.parity.cases import paged_cases
+from interop.parity.inputs import make_inputs
+from tests.oracle import assert_within_budget
+from tests.sides import EXPLICIT, IMPLEMENTATIONS
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """The plain reference runs the quick suite, the kernels the suite that was chosen."""
+    suites = dict.fromkeys(IMPLEMENTATIONS, metafunc.config.getoption("--suite"))
+    suites["reference"] = "quick"
+    runs = [
+        (name, case)
+        for name, suite in suites.items()
+        if name not in EXPLICIT
+        for case in paged_cases(suite)
+    ]
+    metafunc.parametrize(("by", "case"), runs, ids=[f"{name}-{case.name}" for name, case in runs])
+
+
+def test_paged_attention(side, by, case, torch_device):
+    """What no sequence uses is NaN, or no page at all; so is q in the padding."""
+    inputs = make_inputs(case, torch_device)
+    got = side.call("paged_attention", inputs, return_lse=True, implementation=by, **case.options)
+    assert_within_budget(got, inputs, case.spec)
