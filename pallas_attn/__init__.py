@@ -3,6 +3,7 @@
 from pallas_attn.decode import append_kv, check_pages, merge_states, paged_decode
 from pallas_attn.explain import explain
 from pallas_attn.flash import flash_attention
+from pallas_attn.paged import paged_attention
 from pallas_attn.varlen import check_offsets, flash_attention_varlen
 
 __all__ = [
@@ -13,5 +14,6 @@ __all__ = [
     "flash_attention",
     "flash_attention_varlen",
     "merge_states",
+    "paged_attention",
     "paged_decode",
 ]

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from pallas_attn import decode, flash, varlen
+from pallas_attn import decode, flash, paged, varlen
 from pallas_attn.dispatch import check_implementation, choose
 from pallas_attn.targets import cuda_devices, num_sms, target_of
 from twin_attention.contract.explain import Explanation
@@ -20,6 +20,7 @@ _PROBLEMS = {
     flash.flash_attention: flash.problem_of_flash,
     varlen.flash_attention_varlen: varlen.problem_of_varlen,
     decode.paged_decode: decode.problem_of_decode,
+    paged.paged_attention: paged.problem_of_paged,
     decode.append_kv: decode.problem_of_append,
     decode.merge_states: decode.problem_of_merge,
 }
@@ -32,8 +33,8 @@ def explain(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Expla
     and the answer is for the default device.
 
     Args:
-        function: `flash_attention`, `flash_attention_varlen`, `paged_decode`, `append_kv` or
-            `merge_states`.
+        function: `flash_attention`, `flash_attention_varlen`, `paged_decode`, `paged_attention`,
+            `append_kv` or `merge_states`.
         args, kwargs: its arguments.
 
     Returns:

@@ -158,6 +158,16 @@ def flashinfer(dtype: torch.dtype) -> dict[str, Any]:
             outs.append(plain(q[b : b + 1], keys, values)[0][0])
         return torch.stack(outs)
 
+    def run_prefill(q, kv_cache):
+        indptr, indices, last = (names[x] for x in ("indptr", "indices", "last_page_len"))
+        outs = []
+        for b in range(len(indptr) - 1):
+            new = q[names["qo_indptr"][b] : names["qo_indptr"][b + 1]]
+            pages = indices[indptr[b] : indptr[b + 1]]
+            keys, values = (gather(x, pages, (len(pages) - 1) * 4 + last[b]) for x in kv_cache)
+            outs.append(plain(new, keys, values, None, True)[0])
+        return torch.cat(outs)
+
     def run_hnd(q, kv_cache):
         return run(q, [x.transpose(1, 2) for x in kv_cache])
 
@@ -166,9 +176,12 @@ def flashinfer(dtype: torch.dtype) -> dict[str, Any]:
         "single_decode_with_kv_cache": lambda q, k, v: plain(q[None], k, v)[0][0],
         "wrapper": SimpleNamespace(run=run),
         "hnd_wrapper": SimpleNamespace(run=run_hnd),
+        "prefill_wrapper": SimpleNamespace(run=run_prefill),
         "log": math.log,
         **{name: x[0] for name, x in qkv(dtype).items()},
         "q1": draw(2, 4, dtype=dtype),
+        "qp": draw(5, 4, dtype=dtype),
+        "qo_indptr": torch.tensor([0, 2, 5], dtype=torch.int32),
         **cache(dtype, "k_pages", "v_pages"),
     }
     names["k_hnd"], names["v_hnd"] = (
@@ -204,6 +217,8 @@ def vllm(dtype: torch.dtype) -> dict[str, Any]:
         "value": draw(2, 2, dtype=dtype) + 1,
         **cache(dtype, "key_cache", "value_cache"),
         "one_each": torch.tensor([0, 1, 2]),
+        "qp": draw(5, 4, dtype=dtype),
+        "query_start_loc": torch.tensor([0, 2, 5], dtype=torch.int32),
         "sinks": SINKS.to(dtype),
         "seq_lens": torch.tensor([5, 9], dtype=torch.int32),
     }

@@ -8,6 +8,7 @@ from torch_attn.decode import (
 )
 from torch_attn.explain import explain
 from torch_attn.flash import flash_attention
+from torch_attn.paged import paged_attention
 from torch_attn.varlen import check_offsets, flash_attention_varlen
 
 __all__ = [
@@ -18,5 +19,6 @@ __all__ = [
     "flash_attention",
     "flash_attention_varlen",
     "merge_states",
+    "paged_attention",
     "paged_decode",
 ]

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch_attn import decode_ops
 from torch_attn.calls import Call, is_recorded, keep, recall
 from torch_attn.dispatch import Implementation, check_implementation
-from torch_attn.operands import autocast_dtype, check_tensor, operand
+from torch_attn.operands import cast_float32, check_tensor, operand
 from twin_attention.contract.operands import AppendOperands, DecodeOperands, describe_operands
 from twin_attention.contract.spec import DecodeSpec, MergeSpec, PagedCache
 from twin_attention.contract.validate import (
@@ -130,7 +130,7 @@ def paged_decode(
         out, lse = paged_decode(q, k_pages, v_pages, block_tables, seq_lens, return_lse=True)
     """
     if torch.is_autocast_enabled("cuda"):
-        q = _autocast("q", q)
+        q = cast_float32("q", q)
     operands = DecodeOperands(q, k_pages, v_pages, block_tables, seq_lens, sinks, k_scale, v_scale)
     options = (scale, window_size, softcap, num_splits, return_lse, implementation)
     call = None if is_recorded(operands) else recall("paged_decode", operands, options)
@@ -143,7 +143,7 @@ def _check_and_decode(
 ) -> tuple[Tensor, Tensor]:
     """Check the arguments of `paged_decode` and run the operator."""
     scale, window_size, softcap, num_splits, return_lse, implementation = options
-    operands = DecodeOperands(_autocast("q", operands.q), *operands[1:])
+    operands = DecodeOperands(cast_float32("q", operands.q), *operands[1:])
     checked = check_decode_options(
         scale=scale, window_size=window_size, softcap=softcap, num_splits=num_splits,
         return_lse=return_lse,
@@ -239,7 +239,7 @@ def append_kv(
         assert torch.equal(k_pages[3, 9], k_new[0])
     """
     if torch.is_autocast_enabled("cuda"):
-        k_new, v_new = _autocast("k_new", k_new), _autocast("v_new", v_new)
+        k_new, v_new = cast_float32("k_new", k_new), cast_float32("v_new", v_new)
     operands = AppendOperands(
         k_new, v_new, k_pages, v_pages, block_tables, seq_lens, k_scale, v_scale
     )
@@ -257,7 +257,7 @@ def _check_and_append(
 ) -> None:
     """Check the arguments of `append_kv` and run the operator."""
     operands = operands._replace(
-        k_new=_autocast("k_new", operands.k_new), v_new=_autocast("v_new", operands.v_new)
+        k_new=cast_float32("k_new", operands.k_new), v_new=cast_float32("v_new", operands.v_new)
     )
     check_implementation(implementation)
     if not torch.compiler.is_compiling():
@@ -388,7 +388,7 @@ def problem_of_decode(
 ) -> tuple[torch.device, DecodeSpec]:
     """Check the arguments of `paged_decode` and return the device and the problem."""
     if torch.is_autocast_enabled("cuda"):
-        q = _autocast("q", q)
+        q = cast_float32("q", q)
     operands = DecodeOperands(q, *cache, sinks=sinks, k_scale=k_scale, v_scale=v_scale)
     described = describe_operands(operands, operand)
     return q.device, check_paged_decode(described, check_decode_options(**options))
@@ -398,7 +398,7 @@ def problem_of_append(
     k_new: Any, v_new: Any, *cache: Any, **scales: Any
 ) -> tuple[torch.device, PagedCache]:
     """Check the arguments of `append_kv` and return the device and the cache."""
-    k_new, v_new = _autocast("k_new", k_new), _autocast("v_new", v_new)
+    k_new, v_new = cast_float32("k_new", k_new), cast_float32("v_new", v_new)
     operands = AppendOperands(k_new, v_new, *cache, **scales)
     return k_new.device, check_append_kv(describe_operands(operands, operand))
 
@@ -407,13 +407,3 @@ def problem_of_merge(outs: Any, lses: Any) -> tuple[torch.device, MergeSpec]:
     """Check the arguments of `merge_states` and return the device and the problem."""
     spec = decode_ops.check_merge(outs, lses)
     return outs.device, spec
-
-
-def _autocast(name: str, x: Any) -> Tensor:
-    """Return a tensor as it will be used: float32 has autocast's dtype where that is on.
-
-    A 16-bit tensor stays, unlike in `flash_attention`: it has to agree with the cache.
-    """
-    check_tensor(name, x)
-    dtype = autocast_dtype(x.device)
-    return x if dtype is None or x.dtype != torch.float32 else x.to(dtype)

@@ -101,6 +101,19 @@ def cast_inputs(q: Any, k: Any, v: Any) -> tuple[Tensor, Tensor, Tensor]:
     return q, k, v
 
 
+def cast_float32(name: str, x: Any) -> Tensor:
+    """Return a decode's tensor as it will be used: autocast casts float32, where it is on.
+
+    A 16-bit tensor stays, unlike in `flash_attention`: it has to agree with the cache.
+
+    Raises:
+        TypeError: `x` is not a `torch.Tensor`.
+    """
+    check_tensor(name, x)
+    dtype = autocast_dtype(x.device)
+    return x if dtype is None or x.dtype != torch.float32 else x.to(dtype)
+
+
 def without_autocast(device: torch.device) -> AbstractContextManager[object]:
     """Turn autocast off inside the block."""
     if autocast_dtype(device) is None:

@@ -12,6 +12,7 @@ DECODE = {
     "block_tables": ((2, 4), "int32"),
     "seq_lens": ((2,), "int32"),
 }
+PAGED = DECODE | {"q": ((7, 4, 32), "bfloat16"), "cu_seqlens_q": ((3,), "int32")}
 INT8 = {
     "k_pages": ((9, 8, 2, 32), "int8"),
     "v_pages": ((9, 8, 2, 48), "int8"),
@@ -231,11 +232,67 @@ MERGE_MISTAKES = [
         {"lses": ((5, 2, 4), "float32")}, {},
     ),
 ]  # fmt: skip
-FUNCTIONS = {"paged_decode": DECODE, "append_kv": APPEND, "merge_states": MERGE}
+PAGED_MISTAKES = [
+    (
+        ValueError, "q: expected 3 dimensions [Tq, Hq, D], got shape (1, 7, 4, 32)",
+        {"q": ((1, 7, 4, 32), "bfloat16")}, {},
+    ),
+    (
+        ValueError, "cu_seqlens_q: expected shape (N + 1,) for N sequences, got (1, 3)",
+        {"cu_seqlens_q": ((1, 3), "int32")}, {},
+    ),
+    (
+        ValueError, "cu_seqlens_q: expected shape (N + 1,) for N sequences, got (0,)",
+        {"cu_seqlens_q": ((0,), "int32")}, {},
+    ),
+    (
+        TypeError, "cu_seqlens_q: expected dtype int32, got int64",
+        {"cu_seqlens_q": ((3,), "int64")}, {},
+    ),
+    (
+        ValueError, "block_tables: expected shape (3, max_pages), got (2, 4)",
+        {"cu_seqlens_q": ((4,), "int32")}, {},
+    ),
+    (ValueError, "seq_lens: expected shape (2,), got (3,)", {"seq_lens": ((3,), "int32")}, {}),
+    (
+        NotImplementedError, "q: expected dtype float16, bfloat16, got float32",
+        {"q": ((7, 4, 32), "float32")}, {},
+    ),
+    (
+        TypeError, "k_pages: expected q's bfloat16, int8, float8_e4m3fn, got float16",
+        {"k_pages": ((9, 8, 2, 32), "float16")}, {},
+    ),
+    (
+        ValueError, "q: expected k_pages' head size 32, got 40",
+        {"q": ((7, 4, 40), "bfloat16")}, {},
+    ),
+    (
+        ValueError, "q: expected a number of heads divisible by k_pages' 2, got 3",
+        {"q": ((7, 3, 32), "bfloat16")}, {},
+    ),
+    (
+        ValueError, "k_scale: expected a scale for a cache in int8, got None",
+        INT8 | {"k_scale": None}, {},
+    ),
+    (
+        ValueError, "sinks: expected shape (4,), one of each head, got (2,)",
+        {"sinks": ((2,), "float32")}, {},
+    ),
+    (ValueError, f"{SPLITS}0", {}, {"num_splits": 0}),
+    (TypeError, f"{WINDOW}4", {}, {"window_size": 4}),
+]  # fmt: skip
+FUNCTIONS = {
+    "paged_decode": DECODE,
+    "paged_attention": PAGED,
+    "append_kv": APPEND,
+    "merge_states": MERGE,
+}
 MISTAKES = [
     (name, *mistake)
     for name, mistakes in zip(
-        FUNCTIONS, (DECODE_MISTAKES, APPEND_MISTAKES, MERGE_MISTAKES), strict=True
+        FUNCTIONS,
+        (DECODE_MISTAKES, PAGED_MISTAKES, APPEND_MISTAKES, MERGE_MISTAKES),
+        strict=True,
     )
     for mistake in mistakes
 ]

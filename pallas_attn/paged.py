@@ -1,0 +1,157 @@
+"""The public function of paged attention: any number of new tokens over a paged cache."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, overload
+
+import jax
+
+from pallas_attn.dispatch import Implementation, choose_backends
+from pallas_attn.operands import device_of, operand
+from pallas_attn.paged_ops import attend
+from pallas_attn.targets import Device
+from twin_attention.contract.operands import PagedOperands, describe_operands
+from twin_attention.contract.spec import PagedSpec
+from twin_attention.contract.validate import check_decode_options, check_paged_attention
+
+
+@overload
+def paged_attention(
+    q: jax.Array, k_pages: jax.Array, v_pages: jax.Array, block_tables: jax.Array,
+    seq_lens: jax.Array, cu_seqlens_q: jax.Array,
+    *,
+    scale: float | None = ..., window_size: tuple[int | None, int | None] | None = ...,
+    softcap: float | None = ..., sinks: jax.Array | None = ..., k_scale: jax.Array | None = ...,
+    v_scale: jax.Array | None = ..., num_splits: int | None = ..., return_lse: Literal[False] = ...,
+    implementation: Implementation | None = ...,
+) -> jax.Array: ...  # fmt: skip
+@overload
+def paged_attention(
+    q: jax.Array, k_pages: jax.Array, v_pages: jax.Array, block_tables: jax.Array,
+    seq_lens: jax.Array, cu_seqlens_q: jax.Array,
+    *,
+    scale: float | None = ..., window_size: tuple[int | None, int | None] | None = ...,
+    softcap: float | None = ..., sinks: jax.Array | None = ..., k_scale: jax.Array | None = ...,
+    v_scale: jax.Array | None = ..., num_splits: int | None = ..., return_lse: Literal[True],
+    implementation: Implementation | None = ...,
+) -> tuple[jax.Array, jax.Array]: ...  # fmt: skip
+@overload
+def paged_attention(
+    q: jax.Array, k_pages: jax.Array, v_pages: jax.Array, block_tables: jax.Array,
+    seq_lens: jax.Array, cu_seqlens_q: jax.Array,
+    *,
+    scale: float | None = ..., window_size: tuple[int | None, int | None] | None = ...,
+    softcap: float | None = ..., sinks: jax.Array | None = ..., k_scale: jax.Array | None = ...,
+    v_scale: jax.Array | None = ..., num_splits: int | None = ..., return_lse: bool,
+    implementation: Implementation | None = ...,
+) -> jax.Array | tuple[jax.Array, jax.Array]: ...  # fmt: skip
+def paged_attention(
+    q: jax.Array,
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    block_tables: jax.Array,
+    seq_lens: jax.Array,
+    cu_seqlens_q: jax.Array,
+    *,
+    scale: float | None = None,
+    window_size: tuple[int | None, int | None] | None = None,
+    softcap: float | None = None,
+    sinks: jax.Array | None = None,
+    k_scale: jax.Array | None = None,
+    v_scale: jax.Array | None = None,
+    num_splits: int | None = None,
+    return_lse: bool = False,
+    implementation: Implementation | None = None,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """Exact attention of any number of new tokens a sequence over keys and values kept in pages.
+
+    It is `paged_decode` for chunks of prompts, whole prompts and single tokens in one batch.
+    Sequence b has the new tokens ``cu_seqlens_q[b] .. cu_seqlens_q[b + 1]``, T of them, and
+    ``seq_lens[b]`` keys, n of them, in the pages of its row of the table. The new tokens' own keys
+    are there already: token t stands at position ``p = n - T + t`` and sees keys up to p. T may be
+    0. Tokens past the last offset are padding and may hold NaN. They see no key: a token that sees
+    none gives 0, and log-sum-exp -inf or its head's sink.
+
+    The grid follows from Tq, B and max_pages. Offsets, lengths and tables are read on the device:
+    nothing waits for it and nothing is planned beforehand, so that
+    a jitted function runs with others without being traced anew. Nothing checks them
+    (`check_offsets` and `check_pages` do); whatever they are, nothing outside the arrays is read or
+    written. Lengths and page ids out of range, and what may hold anything, are as in
+    `paged_decode`.
+
+    Works under `jit`, `vmap` and `lax.scan`. It has no derivative. The target of the kernel (see
+    `twin_attention.targets.target`) is fixed while tracing.
+
+    Args:
+        q: [Tq, Hq, D], float16 or bfloat16. D is 16 to 256 in steps of 8.
+        k_pages: [P, page_size, Hkv, D], q's dtype, int8 or float8_e4m3fn: one pool for all
+            sequences. page_size is 1 to 256; Hq is a multiple of Hkv.
+        v_pages: [P, page_size, Hkv, Dv], k_pages' dtype. Dv has D's limits and need not be D.
+        block_tables: [B, max_pages] int32, ids of pages.
+        seq_lens: [B] int32, keys of each sequence, the new tokens counted in.
+        cu_seqlens_q: [B + 1] int32, offsets of the sequences' new tokens: 0 first, never
+            decreasing, Tq at most.
+        scale: factor of the scores; None is ``D ** -0.5``.
+        window_size: (left, right): a token sees keys from p - left on. None, for the pair or left,
+            is unlimited; right changes nothing.
+        softcap: scores become ``softcap * tanh(score / softcap)``, before the masks.
+        sinks: [Hq] float32, a logit of each head that counts in the softmax's denominator and in
+            the log-sum-exp, and has no value. None is no such logit.
+        k_scale, v_scale: [] or [Hkv] float32, for an 8-bit cache only: keys and values are what
+            the pool holds times this.
+        num_splits: parts, 1 to 256, that the keys of some tokens are worked on in; with it given, a
+            sequence's result is bitwise the same for the same Tq and B, whatever else is in the
+            batch. None chooses by the shapes.
+        return_lse: return the log-sum-exp of the scores as well.
+        implementation: "triton" (Pallas kernels in the Triton lowering; on a CPU in the Pallas
+            interpreter), "reference" (plain JAX in float32, O(Tq · B · max_pages · page_size)
+            memory), or None: the kernels on a CUDA device, the reference elsewhere.
+
+    Returns:
+        out [Tq, Hq, Dv] in q's dtype; with `return_lse` the pair (out, lse), lse [Hq, Tq] in
+        float32, natural logarithm.
+
+    Raises:
+        TypeError: an argument is not a `jax.Array` or has the wrong type or dtype.
+        ValueError: shapes, devices or values that contradict each other.
+        NotImplementedError: a dtype, head size, page size or device without kernels; a
+            derivative.
+
+    Source: Kwon et al. 2023 (PagedAttention); Agrawal et al. 2023 (SARATHI, chunked prefills with
+    decodes); Dao et al. 2023 (Flash-Decoding).
+
+    Example::
+
+        import jax
+        import jax.numpy as jnp
+        from pallas_attn import paged_attention
+
+        keys = jax.random.split(jax.random.key(0), 2)
+        k_pages, v_pages = jax.random.normal(keys[0], (2, 8, 16, 2, 64), jnp.bfloat16)
+        block_tables = jnp.array([[3, 0], [5, 6]], jnp.int32)
+        seq_lens = jnp.array([9, 32], jnp.int32)
+        cu_seqlens_q = jnp.array([0, 1, 21], jnp.int32)  # a decode, and a chunk of 20 tokens
+        q = jax.random.normal(keys[1], (21, 4, 64), jnp.bfloat16)
+        attention = jax.jit(paged_attention)
+        out = attention(q, k_pages, v_pages, block_tables, seq_lens, cu_seqlens_q)
+    """
+    operands = PagedOperands(
+        q, k_pages, v_pages, block_tables, seq_lens, cu_seqlens_q, sinks, k_scale, v_scale
+    )
+    options = check_decode_options(
+        scale=scale, window_size=window_size, softcap=softcap, num_splits=num_splits,
+        return_lse=return_lse,
+    )  # fmt: skip
+    spec = check_paged_attention(describe_operands(operands, operand), options)
+    backends = choose_backends(implementation, "paged_attention", device_of(q), spec)
+    out, lse = attend(operands, spec, backends)
+    return (out, lse) if return_lse else out
+
+
+def problem_of_paged(
+    q: Any, *others: Any, sinks: Any, k_scale: Any, v_scale: Any, **options: Any
+) -> tuple[Device | None, PagedSpec]:
+    """Check the arguments of `paged_attention` and return the device and the problem."""
+    operands = PagedOperands(q, *others, sinks=sinks, k_scale=k_scale, v_scale=v_scale)
+    described = describe_operands(operands, operand)
+    return device_of(q), check_paged_attention(described, check_decode_options(**options))

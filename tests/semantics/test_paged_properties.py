@@ -1,0 +1,140 @@
+"""Laws of paged attention between two calls, and beside the other functions."""
+
+from dataclasses import replace
+from itertools import accumulate
+
+import pytest
+import torch
+
+from interop.parity.cases import PagedCase
+from interop.parity.inputs import make_inputs
+from tests.oracle import assert_twins
+
+# A chunk of a prompt, nothing new, a whole prompt, a decode; pages straddle the tiles of keys.
+CASE = PagedCase(
+    "law", lengths=(80, 20, 9, 40), new_tokens=(12, 0, 9, 1), padding=3, heads_q=2, heads_kv=1,
+    head_dim=32, head_dim_v=16, dtype="float16", page_size=5, max_pages=17, num_splits=1,
+)  # fmt: skip
+HOSTILE = ([9, 2, 70, -8, 3], [-(2**31), 5, 5, 2**31 - 1, 0])
+
+
+def attend(side, implementation, inputs, case=CASE, **options):
+    options = case.options | {"implementation": implementation} | options
+    return side.call("paged_attention", inputs, return_lse=True, **options)
+
+
+def equal(a, b) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def offsets(lengths, device) -> torch.Tensor:
+    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
+
+
+def test_single_tokens_are_a_paged_decode(side, implementation, torch_device):
+    """Bit for bit in the kernels, which have the same tiles."""
+    lengths = {"lengths": (80, 0, 33), "new_tokens": (1, 1, 1), "padding": 0}
+    case = replace(CASE, **lengths, num_splits=1, sinks=True)
+    inputs = make_inputs(case, torch_device)
+    got = attend(side, implementation, inputs, case)
+    options = case.options | {"implementation": implementation, "return_lse": True}
+    operands = {name: x for name, x in inputs.items() if name != "cu_seqlens_q"}
+    out, lse = side.call("paged_decode", operands, **options)
+    want = out, lse.mT
+    if implementation == "reference" or (side.api.__name__, side.device) == ("pallas_attn", "cpu"):
+        # Its products may choose their order; in Pallas's interpreter XLA compiles each kernel.
+        results = (dict(zip(("out", "lse"), x, strict=True)) for x in (got, want))
+        assert_twins(*results, inputs, case.spec)
+    else:
+        assert equal(got, want)
+
+
+def test_gathered_keys_give_flash_attention_varlen(side, implementation, torch_device):
+    inputs = make_inputs(CASE, torch_device)
+    results = dict(zip(("out", "lse"), attend(side, implementation, inputs), strict=True))
+    packed = {name: inputs[name] for name in ("q", "cu_seqlens_q")}
+    packed["cu_seqlens_kv"] = offsets(CASE.lengths, torch_device)
+    for name in "kv":
+        keys = [
+            inputs[f"{name}_pages"][table[: -(-n // CASE.page_size)].long()].flatten(0, 1)[:n]
+            for table, n in zip(inputs["block_tables"], CASE.lengths, strict=True)
+        ]
+        packed[name] = torch.cat(keys)
+    options = {"causal": True, "return_lse": True, "implementation": implementation}
+    other = side.call("flash_attention_varlen", packed, **options)
+    assert_twins(results, dict(zip(("out", "lse"), other, strict=True)), inputs, CASE.spec)
+
+
+def test_sequences_do_not_meet(side, implementation, torch_device):
+    """Bit for bit in the kernels: neither the others' tokens, keys nor order matter."""
+    if implementation == "reference":
+        pytest.skip("its products may choose their order")
+    inputs = make_inputs(CASE, torch_device)
+    cu, order = inputs["cu_seqlens_q"], [3, 2, 0, 1]
+    rows = [torch.arange(cu[b], cu[b + 1], device=torch_device) for b in order]
+    rows.append(torch.arange(cu[-1], len(inputs["q"]), device=torch_device))
+    rows = torch.cat(rows)
+    other = {name: inputs[name][order] for name in ("block_tables", "seq_lens")}
+    other |= {
+        "q": inputs["q"][rows],
+        "cu_seqlens_q": offsets([CASE.new_tokens[b] for b in order], torch_device),
+    }
+    out, lse = attend(side, implementation, inputs)
+    assert equal((out[rows], lse[:, rows]), attend(side, implementation, inputs | other))
+
+
+def test_lengths_and_page_ids_that_are_wrong(side, implementation, torch_device):
+    """Past the capacity, below 0, out of the pool: the others' results keep their bits."""
+    inputs = make_inputs(CASE, torch_device)
+    for name in ("k_pages", "v_pages"):
+        inputs[name] = inputs[name].nan_to_num(1.0)
+    wrong = {name: inputs[name].clone() for name in ("seq_lens", "block_tables")}
+    wrong["seq_lens"][[0, 3]] = torch.tensor([2**31 - 1, -5], dtype=torch.int32).to(torch_device)
+    wrong["block_tables"][0] = -7
+    wrong["block_tables"][0, 3:] = 2**31 - 1
+    want, got = (attend(side, implementation, x) for x in (inputs, inputs | wrong))
+    first, whole, last = slice(0, 12), slice(12, 21), slice(21, None)
+    assert got[0][first].isfinite().all()
+    assert got[1][:, first].isfinite().all()
+    assert torch.equal(got[0][whole], want[0][whole])
+    assert torch.equal(got[1][:, whole], want[1][:, whole])
+    assert not got[0][last].any()
+    assert (got[1][:, last] == -torch.inf).all()
+
+
+@pytest.mark.parametrize("bad", HOSTILE, ids=str)
+def test_offsets_that_are_wrong(side, implementation, torch_device, bad):
+    """They give wrong numbers, and the next call the right ones."""
+    inputs = make_inputs(CASE, torch_device)
+    want = attend(side, implementation, inputs)
+    wrong = torch.tensor(bad, dtype=torch.int32, device=torch_device)
+    out, lse = attend(side, implementation, inputs | {"cu_seqlens_q": wrong})
+    assert (out.shape, lse.shape) == (want[0].shape, want[1].shape)
+    assert equal(attend(side, implementation, inputs), want)
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize(
+    "sizes",
+    [{"batch": 0}, {"tokens": 0}, {"heads_q": 0}, {"max_pages": 0}, {"num_pages": 0}],
+    ids=str,
+)
+def test_sizes_of_zero(side, implementation, torch_device, sizes, sinks):
+    some = {"batch": 2, "tokens": 5, "heads_q": 4, "max_pages": 3, "num_pages": 6}
+    batch, tokens, heads_q, max_pages, num_pages = (some | sizes).values()
+    inputs = {
+        "q": torch.ones(tokens, heads_q, 32, dtype=torch.bfloat16),
+        "k_pages": torch.ones(num_pages, 4, 2, 32, dtype=torch.bfloat16),
+        "v_pages": torch.ones(num_pages, 4, 2, 16, dtype=torch.bfloat16),
+        "block_tables": torch.zeros(batch, max_pages, dtype=torch.int32),
+        "seq_lens": torch.full((batch,), 7, dtype=torch.int32),
+        "cu_seqlens_q": torch.arange(batch + 1, dtype=torch.int32),
+    }
+    if sinks:
+        inputs["sinks"] = torch.arange(heads_q, dtype=torch.float32)
+    inputs = {name: x.to(torch_device) for name, x in inputs.items()}
+    out, lse = attend(side, implementation, inputs, PagedCase(""))
+    assert (out.shape, out.dtype) == ((tokens, heads_q, 16), torch.bfloat16)
+    assert (lse.shape, lse.dtype) == ((heads_q, tokens), torch.float32)
+    assert not out.any()
+    assert (lse == (inputs["sinks"][:, None] if sinks else -torch.inf)).all()

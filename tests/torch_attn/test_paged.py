@@ -1,0 +1,143 @@
+"""Check `torch_attn.paged_attention`: where its tiles are, its operator, what it refuses."""
+
+from itertools import accumulate
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from torch_attn import explain, paged_attention
+from torch_attn.interpreter import interpreted
+from torch_attn.kernels.portable.sequences import locate_tokens
+
+op = torch.ops.torch_attn.paged_attention.default
+
+
+def offsets(*lengths: int) -> torch.Tensor:
+    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+
+
+def operands(dtype: torch.dtype = torch.bfloat16) -> tuple[torch.Tensor, ...]:
+    """Return the operands of 2 sequences, of 3 and 4 tokens, and of 2 tokens of padding."""
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(9, 4, 16, generator=generator).to(dtype)
+    pools = torch.randn(2, 5, 8, 2, 16, generator=generator).bfloat16()
+    tables = torch.tensor([[3, 1], [0, 4]], dtype=torch.int32)
+    return q, *pools, tables, torch.tensor([13, 4], dtype=torch.int32), offsets(3, 4)
+
+
+@triton.jit
+def _locate_kernel(
+    cu_seqlens, found, num_tokens, num_sequences, ROWS: tl.constexpr, BLOCK: tl.constexpr
+):
+    tile = tl.program_id(0)
+    place = locate_tokens(cu_seqlens, tile, num_tokens, num_sequences, ROWS, BLOCK)
+    for i in tl.static_range(4):
+        tl.store(found + tile * 4 + i, place[i])
+
+
+def locate(cu, num_tokens: int, rows: int, block: int) -> list[list[int]]:
+    """Return (sequence, first, tokens, start) of each tile."""
+    count = len(cu) - 1
+    tiles = num_tokens * rows // block + count + 1
+    found = torch.empty(tiles, 4, dtype=torch.int32)
+    numbers = {"ROWS": rows, "BLOCK": block}
+    interpreted(_locate_kernel)[(tiles,)](cu, found, num_tokens, count, **numbers)
+    return found.tolist()
+
+
+@pytest.mark.parametrize(
+    ("lengths", "rows"),
+    [((), 3), ((0,), 3), ((7, 0, 30, 1, 1), 3), ((7, 0, 30, 1, 1), 40), ((1,) * 130, 1)],
+)
+def test_tiles_have_each_row_of_each_sequence_once(lengths, rows):
+    cu = offsets(*lengths)
+    total, seen = int(cu[-1]) + 4, []
+    for sequence, first, tokens, start in locate(cu, total, rows, 16):
+        ends = [*cu.tolist(), total]
+        assert (first, first + tokens) == (ends[sequence], ends[sequence + 1])
+        end = min(start + 16, tokens * rows)
+        seen += [first * rows + row for row in range(start, end)]
+    assert sorted(seen) == [*range(total * rows)]
+
+
+@settings(max_examples=5, deadline=None)
+@given(
+    st.lists(st.integers(-(2**31), 2**31 - 1) | st.integers(-9, 60), min_size=3, max_size=3),
+    st.sampled_from([1, 5]),
+)
+def test_no_offsets_lead_outside_the_tensors(cu, rows):
+    for sequence, first, tokens, start in locate(torch.tensor(cu).int(), 50, rows, 16):
+        assert 0 <= sequence <= 2
+        assert 0 <= first <= first + tokens <= 50
+        assert 0 <= start <= 50 * rows + 3 * 16
+
+
+def test_opcheck():
+    options = (None, 5, None, 2, "triton")
+    torch.library.opcheck(op, (*operands(), torch.randn(4), None, None, *options))
+
+
+def test_compile_with_other_offsets_is_one_graph():
+    torch.compiler.reset()
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    attend = torch.compile(paged_attention, backend=backend, fullgraph=True)
+    *others, _ = operands()
+    for cu in (offsets(3, 4), offsets(0, 9), offsets(8, 1)):
+        torch.testing.assert_close(attend(*others, cu), paged_attention(*others, cu))
+    assert len(graphs) == 1
+
+
+def test_autocast_casts_queries_and_never_the_cache():
+    with torch.autocast("cpu", torch.bfloat16):
+        assert paged_attention(*operands(torch.float32)).dtype == torch.bfloat16
+    with pytest.raises(NotImplementedError, match=r"^q: expected dtype"):
+        paged_attention(*operands(torch.float32))
+
+
+def test_what_has_no_rule_is_refused():
+    q, *others = operands()
+    message = "paged_attention: vmap is not supported; pack the sequences of the whole batch"
+    with pytest.raises(NotImplementedError, match=f"^{message}$"):
+        torch.vmap(lambda q: paged_attention(q, *others))(q[None])
+    with pytest.raises(NotImplementedError, match=r"^paged_attention: a gradient is not supported"):
+        paged_attention(q.requires_grad_(), *others)
+    with torch.no_grad():
+        paged_attention(q, *others)
+
+
+def test_explain_names_the_kernels():
+    options = {"implementation": "triton", "num_splits": 2}
+    found = explain(paged_attention, *operands(), **options)
+    assert (found.implementation, found.execution) == ("triton", "interpreter")
+    assert ([*found.configs], found.num_splits) == (["paged_attention", "combine"], 2)
+    q, *others, _ = operands()
+    found = explain(paged_attention, q[:2], *others, offsets(1, 1), implementation="triton")
+    assert [*found.configs] == ["paged_decode"]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_replay_a_cuda_graph_with_other_offsets():
+    given = [x.cuda() for x in operands()]
+    paged_attention(*given)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = paged_attention(*given)
+    for cu, lengths in (
+        (offsets(3, 4), [13, 4]),
+        (offsets(0, 9), [1, 16]),
+        (offsets(8, 1), [9, 2]),
+    ):
+        given[4].copy_(torch.tensor(lengths))
+        given[5].copy_(cu)
+        out.fill_(torch.nan)
+        graph.replay()
+        assert torch.equal(out, paged_attention(*given))

@@ -1,0 +1,177 @@
+"""The public function of paged attention: any number of new tokens over a paged cache."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, overload
+
+import torch
+from torch import Tensor
+
+from torch_attn import paged_ops
+from torch_attn.calls import Call, is_recorded, keep, recall
+from torch_attn.dispatch import Implementation, check_implementation
+from torch_attn.operands import cast_float32, operand
+from twin_attention.contract.operands import PagedOperands, describe_operands
+from twin_attention.contract.spec import PagedSpec
+from twin_attention.contract.validate import check_decode_options, check_paged_attention
+
+
+@overload
+def paged_attention(
+    q: Tensor, k_pages: Tensor, v_pages: Tensor, block_tables: Tensor, seq_lens: Tensor,
+    cu_seqlens_q: Tensor,
+    *,
+    scale: float | None = ..., window_size: tuple[int | None, int | None] | None = ...,
+    softcap: float | None = ..., sinks: Tensor | None = ..., k_scale: Tensor | None = ...,
+    v_scale: Tensor | None = ..., num_splits: int | None = ..., return_lse: Literal[False] = ...,
+    implementation: Implementation | None = ...,
+) -> Tensor: ...  # fmt: skip
+@overload
+def paged_attention(
+    q: Tensor, k_pages: Tensor, v_pages: Tensor, block_tables: Tensor, seq_lens: Tensor,
+    cu_seqlens_q: Tensor,
+    *,
+    scale: float | None = ..., window_size: tuple[int | None, int | None] | None = ...,
+    softcap: float | None = ..., sinks: Tensor | None = ..., k_scale: Tensor | None = ...,
+    v_scale: Tensor | None = ..., num_splits: int | None = ..., return_lse: Literal[True],
+    implementation: Implementation | None = ...,
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+@overload
+def paged_attention(
+    q: Tensor, k_pages: Tensor, v_pages: Tensor, block_tables: Tensor, seq_lens: Tensor,
+    cu_seqlens_q: Tensor,
+    *,
+    scale: float | None = ..., window_size: tuple[int | None, int | None] | None = ...,
+    softcap: float | None = ..., sinks: Tensor | None = ..., k_scale: Tensor | None = ...,
+    v_scale: Tensor | None = ..., num_splits: int | None = ..., return_lse: bool,
+    implementation: Implementation | None = ...,
+) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
+def paged_attention(
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    cu_seqlens_q: Tensor,
+    *,
+    scale: float | None = None,
+    window_size: tuple[int | None, int | None] | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    num_splits: int | None = None,
+    return_lse: bool = False,
+    implementation: Implementation | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Exact attention of any number of new tokens a sequence over keys and values kept in pages.
+
+    It is `paged_decode` for chunks of prompts, whole prompts and single tokens in one batch.
+    Sequence b has the new tokens ``cu_seqlens_q[b] .. cu_seqlens_q[b + 1]``, T of them, and
+    ``seq_lens[b]`` keys, n of them, in the pages of its row of the table. The new tokens' own keys
+    are there already: token t stands at position ``p = n - T + t`` and sees keys up to p. T may be
+    0. Tokens past the last offset are padding and may hold NaN. They see no key: a token that sees
+    none gives 0, and log-sum-exp -inf or its head's sink.
+
+    The grid follows from Tq, B and max_pages. Offsets, lengths and tables are read on the device:
+    nothing waits for it and nothing is planned beforehand, so that
+    a CUDA graph may be replayed with others. Nothing checks them (`check_offsets` and `check_pages`
+    do); whatever they are, nothing outside the tensors is read or written. Lengths and page ids out
+    of range, and what may hold anything, are as in `paged_decode`.
+
+    Works under `torch.compile` (`fullgraph`, static and dynamic shapes) and autocast, which casts a
+    float32 q; it never casts the cache. It has no derivative and no `vmap`.
+
+    Args:
+        q: [Tq, Hq, D], float16 or bfloat16. D is 16 to 256 in steps of 8. Any strides with
+            a contiguous last dimension, as for all operands.
+        k_pages: [P, page_size, Hkv, D], q's dtype, int8 or float8_e4m3fn: one pool for all
+            sequences. page_size is 1 to 256; Hq is a multiple of Hkv. The rows of an 8-bit pool
+            begin at even offsets.
+        v_pages: [P, page_size, Hkv, Dv], k_pages' dtype. Dv has D's limits and need not be D.
+        block_tables: [B, max_pages] int32, ids of pages.
+        seq_lens: [B] int32, keys of each sequence, the new tokens counted in.
+        cu_seqlens_q: [B + 1] int32, offsets of the sequences' new tokens: 0 first, never
+            decreasing, Tq at most.
+        scale: factor of the scores; None is ``D ** -0.5``.
+        window_size: (left, right): a token sees keys from p - left on. None, for the pair or left,
+            is unlimited; right changes nothing.
+        softcap: scores become ``softcap * tanh(score / softcap)``, before the masks.
+        sinks: [Hq] float32, a logit of each head that counts in the softmax's denominator and in
+            the log-sum-exp, and has no value. None is no such logit.
+        k_scale, v_scale: [] or [Hkv] float32, for an 8-bit cache only: keys and values are what
+            the pool holds times this.
+        num_splits: parts, 1 to 256, that the keys of some tokens are worked on in; with it given, a
+            sequence's result is bitwise the same for the same Tq and B, whatever else is in the
+            batch. None chooses by the shapes.
+        return_lse: return the log-sum-exp of the scores as well.
+        implementation: "triton" (Triton kernels; on a CPU in Triton's interpreter), "reference"
+            (plain torch in float32, O(Tq · B · max_pages · page_size) memory), or None: the
+            kernels on a CUDA device, the reference elsewhere.
+
+    Returns:
+        out [Tq, Hq, Dv] in q's dtype; with `return_lse` the pair (out, lse), lse [Hq, Tq] in
+        float32, natural logarithm.
+
+    Raises:
+        TypeError: an argument is not a `torch.Tensor` or has the wrong type or dtype.
+        ValueError: shapes, devices, strides or values that contradict each other.
+        NotImplementedError: a dtype, head size, page size or device without kernels; an operand
+            that requires grad while gradients are recorded.
+
+    Source: Kwon et al. 2023 (PagedAttention); Agrawal et al. 2023 (SARATHI, chunked prefills with
+    decodes); Dao et al. 2023 (Flash-Decoding).
+
+    Example::
+
+        import torch
+        from torch_attn import paged_attention
+
+        k_pages, v_pages = torch.randn(2, 8, 16, 2, 64, dtype=torch.bfloat16)
+        block_tables = torch.tensor([[3, 0], [5, 6]], dtype=torch.int32)
+        seq_lens = torch.tensor([9, 32], dtype=torch.int32)
+        cu_seqlens_q = torch.tensor([0, 1, 21], dtype=torch.int32)  # a decode, a chunk of 20
+        q = torch.randn(21, 4, 64, dtype=torch.bfloat16)
+        out = paged_attention(q, k_pages, v_pages, block_tables, seq_lens, cu_seqlens_q)
+    """
+    if torch.is_autocast_enabled("cuda"):
+        q = cast_float32("q", q)
+    operands = PagedOperands(
+        q, k_pages, v_pages, block_tables, seq_lens, cu_seqlens_q, sinks, k_scale, v_scale
+    )
+    options = (scale, window_size, softcap, num_splits, return_lse, implementation)
+    call = None if is_recorded(operands) else recall("paged_attention", operands, options)
+    out, lse = _check_and_attend(operands, options) if call is None else call(*operands)
+    return (out, lse) if return_lse else out
+
+
+def _check_and_attend(
+    operands: PagedOperands[Tensor], options: tuple[Any, ...]
+) -> tuple[Tensor, Tensor]:
+    """Check the arguments of `paged_attention` and run the operator."""
+    scale, window_size, softcap, num_splits, return_lse, implementation = options
+    operands = operands._replace(q=cast_float32("q", operands.q))
+    checked = check_decode_options(
+        scale=scale, window_size=window_size, softcap=softcap, num_splits=num_splits,
+        return_lse=return_lse,
+    )  # fmt: skip
+    check_implementation(implementation)
+    if not torch.compiler.is_compiling():  # there the operator's fake kernel checks the operands
+        spec = check_paged_attention(describe_operands(operands, operand), checked)
+        if not (spec.is_empty or is_recorded(operands)):
+            call = Call(
+                "paged_attention", paged_ops.attend, spec, implementation, operands.q.device
+            )
+            if keep("paged_attention", operands, options, call):
+                return call(*operands)
+    return paged_ops.paged_attention(*operands, *checked, implementation)
+
+
+def problem_of_paged(
+    q: Any, *others: Any, sinks: Any, k_scale: Any, v_scale: Any, **options: Any
+) -> tuple[torch.device, PagedSpec]:
+    """Check the arguments of `paged_attention` and return the device and the problem."""
+    q = cast_float32("q", q)
+    operands = PagedOperands(q, *others, sinks=sinks, k_scale=k_scale, v_scale=v_scale)
+    described = describe_operands(operands, operand)
+    return q.device, check_paged_attention(described, check_decode_options(**options))
