@@ -12,6 +12,7 @@ from multiprocessing import get_context
 import pytest
 
 from tuning.static.gate import (
+    CHUNK_FEATURES,
     DECODE_FEATURES,
     FRAMEWORKS,
     Problem,
@@ -40,7 +41,12 @@ def chosen(framework: str, target: str) -> list[Problem]:
         for problem in problems(framework, target)
         if problem.feature in ("causal", "decode")
         or (problem.dtype == "bfloat16" and problem.head_dim in (64, 128))
+        if problem.feature not in CHUNK_FEATURES or is_usual_chunk(problem)
     ]
+
+
+def is_usual_chunk(problem: Problem) -> bool:
+    return (problem.feature, problem.dtype, problem.head_dim) == ("chunks", "bfloat16", 128)
 
 
 def name(problem: Problem) -> str:
@@ -53,8 +59,9 @@ def name(problem: Problem) -> str:
 def test_shipped_configuration_is_fit_for_sm80(problem):
     verdicts = check(problem)
     kernels = {"flash_fwd", "flash_bwd_preprocess", "flash_bwd_dq", "flash_bwd_dkdv"}
-    if problem.feature in DECODE_FEATURES:
-        kernels = {"paged_decode", "append_kv"}
+    if problem.feature in DECODE_FEATURES | CHUNK_FEATURES:
+        is_chunk = problem.feature in CHUNK_FEATURES
+        kernels = {"paged_attention"} if is_chunk else {"paged_decode", "append_kv"}
         kernels |= {"combine"} if (problem.spec.num_splits or 1) > 1 else set()
     assert {verdict.kernel for verdict in verdicts} == kernels
     assert not {v.kernel: v.failures for v in verdicts if v.failures}

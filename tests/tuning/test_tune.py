@@ -10,7 +10,7 @@ from rich.console import Console
 
 from bench.records import Times
 from interop.parity import environment
-from interop.parity.cases import DecodeCase, FlashCase
+from interop.parity.cases import DecodeCase, FlashCase, PagedCase
 from tuning import __main__ as main
 from tuning.search import command, survey
 from tuning.search import search as rows
@@ -395,6 +395,9 @@ TRIALS = {
     "flash_bwd_dq": FlashCase("trial", 1, 64, 64, 1, 1, 16, causal=True),
     "flash_bwd_dkdv": FlashCase("trial", 1, 64, 64, 1, 1, 16, causal=True),
     "paged_decode": DecodeCase("trial", (40,), tokens=1, heads_q=2, heads_kv=1, head_dim=16),
+    "paged_attention": PagedCase(
+        "trial", (40,), new_tokens=(9,), heads_q=2, heads_kv=1, head_dim=16
+    ),
     "combine": DecodeCase(
         "trial", (40,), tokens=1, heads_q=2, heads_kv=1, head_dim=16, num_splits=2
     ),
@@ -405,7 +408,8 @@ TRIALS = {
 @pytest.mark.parametrize("package", command.VERSIONS)
 def test_a_trial_runs_the_configuration_and_checks_it(package, kernel, torch_device):
     trials = Trials(package, "sm80", kernel, TRIALS[kernel], torch_device)
-    small = {"paged_decode": DecodeConfig(32, 16, 4, 1), "combine": CombineConfig(16, 4, 1)}
+    small = dict.fromkeys(("paged_decode", "paged_attention"), DecodeConfig(32, 16, 4, 1))
+    small["combine"] = CombineConfig(16, 4, 1)
     results = trials.call(small.get(kernel, FlashConfig(32, 16, 4, 1)))()
     assert trials.error(results) <= 1
     assert trials.error([results[0] * 1.1, *results[1:]]) > 1

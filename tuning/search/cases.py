@@ -9,18 +9,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from interop.parity.cases import DecodeCase, FlashCase
+from interop.parity.cases import DecodeCase, FlashCase, PagedCase
 from twin_attention.contract.spec import DecodeSpec, MergeSpec
 from twin_attention.targets.config import HEAD_DIMS
 from twin_attention.targets.kernels import KERNELS, Spec
 
 SOFTCAPS = (None, 30.0)
 
-TimedCase = FlashCase | DecodeCase
+TimedCase = FlashCase | DecodeCase  # or a PagedCase, which is one of these
 
 
 def cases(kernel: str) -> Iterator[TimedCase]:
     """Return the cases of a kernel that is tuned, the largest head size of a row first."""
+    if kernel == "paged_attention":
+        return _paged_cases()
     if KERNELS[kernel].function == "paged_decode":
         return _decode_cases(kernel)
     return _flash_cases(gradients=kernel != "flash_fwd")
@@ -65,6 +67,20 @@ def _decode_cases(kernel: str) -> Iterator[DecodeCase]:
                 yield replace(case, name=f"{name}-short", lengths=(256,), max_pages=16)
                 crowd = (2048,) * 256 if cache else (4096,) * 64
                 yield replace(case, name=f"{name}-crowded", lengths=crowd)
+
+
+def _paged_cases() -> Iterator[PagedCase]:
+    """Yield chunks of 512 tokens in the middle of their prompts."""
+    base = PagedCase(
+        "", (4096,) * 8, new_tokens=(512,) * 8, heads_q=32, heads_kv=8, page_size=16, max_pages=256,
+        sinks=True,
+    )  # fmt: skip
+    for dtype in ("bfloat16", "int8"):
+        cache = {} if dtype == base.dtype else {"kv_dtype": dtype, "scale_shape": (base.heads_kv,)}
+        for head_dim in reversed(HEAD_DIMS):
+            for softcap in SOFTCAPS:
+                name = _name("chunks", dtype, head_dim, softcap)
+                yield replace(base, name=name, head_dim=head_dim, softcap=softcap, **cache)
 
 
 def _name(kind: str, dtype: str, head_dim: int, softcap: float | None) -> str:

@@ -38,6 +38,8 @@ SPACE: dict[type[KernelConfig], dict[str, tuple[int, ...]]] = {
         "num_stages": (1, 2, 3),
     },
 }
+# Chunks of prompts reach it.
+ROWS_OF_CHUNKS = {"max_rows": (32, 64, 128)}
 TUNED = tuple(name for name, kernel in KERNELS.items() if kernel.config in SPACE)
 _REGISTERS = 192  # of a thread's 255; operands and addresses take the rest
 
@@ -55,6 +57,8 @@ def candidates(
     """
     make = KERNELS[kernel].config
     values = {name: (value,) for name, value in vars(present).items()} | SPACE[make]
+    if kernel == "paged_attention":
+        values |= ROWS_OF_CHUNKS
     found = (make(**dict(zip(values, point, strict=True))) for point in product(*values.values()))
     fitting = [
         config for config in found if config != present and may_fit(kernel, spec, config, target)

@@ -13,7 +13,7 @@ from interop.parity.inputs import make_inputs
 from interop.parity.oracle import expectations, parts_of
 from interop.parity.sides import SIDES, prepare_jax, prepare_torch
 from tuning.search.cases import TimedCase
-from twin_attention.contract.operands import DecodeOperands, FlashOperands
+from twin_attention.contract.operands import DecodeOperands, FlashOperands, PagedOperands
 from twin_attention.targets.config import use_configs
 from twin_attention.targets.family import portable_backend
 from twin_attention.targets.kernels import KERNELS, KernelConfig
@@ -40,7 +40,8 @@ class Trials:
         inputs = make_inputs(case, device)
         self._expected = expectations(inputs, parts_of(case.spec))
         arrays = SIDES[side]().share(inputs)
-        kind = DecodeOperands if self._function == "paged_decode" else FlashOperands
+        kinds = {"paged_decode": DecodeOperands, "paged_attention": PagedOperands}
+        kind = kinds.get(self._function, FlashOperands)
         operands = kind(*map(arrays.get, kind._fields))
         self._arguments: tuple[Any, ...] = (operands,)
         if self._function == "flash_bwd":

@@ -6,8 +6,8 @@ do not overlap. Left out are shared memory, and on the FMA units the softmax's s
 and masks and the conversion of a quantised cache.
 
 Tiles of k and v (q and dout for dk and dv) are read again and again by programs that run at the
-same time, and come from L2: ``cp.async.cg`` passes by L1. A decode reads its cache once, from
-device memory.
+same time, and come from L2: ``cp.async.cg`` passes by L1. So do those that chunks of prompts share.
+A decode reads its cache once, from device memory.
 
 Rates of one SM per cycle:
 
@@ -132,7 +132,7 @@ def count(
         case FlashConfig() | DecodeConfig():
             rows, source = rows_per_tile(spec, config), "L2"
             loaded = config.block_kv * (spec.head_dim + spec.head_dim_v) * itemsize
-            if isinstance(config, DecodeConfig):
+            if kernel == "paged_decode":
                 source = "device memory"
             elif described.stationary == "block_kv":  # lse2 and delta come with q and dout
                 loaded = rows * ((spec.head_dim + spec.head_dim_v) * itemsize + 2 * 4)

@@ -22,7 +22,7 @@ from importlib import import_module
 from itertools import product
 from typing import Any
 
-from interop.parity.cases import DecodeCase, FlashCase
+from interop.parity.cases import DecodeCase, FlashCase, PagedCase
 from tuning.static.bound import Bound, bound
 from tuning.static.resources import Resources, measure
 from twin_attention.contract.spec import (
@@ -30,6 +30,7 @@ from twin_attention.contract.spec import (
     QUANTIZED_DTYPES,
     AttentionSpec,
     DecodeSpec,
+    PagedSpec,
     VarlenSpec,
 )
 from twin_attention.targets import sm80, sm90
@@ -60,7 +61,15 @@ DECODE_FEATURES: dict[str, dict[str, Any]] = {
         "softcap": 30.0, "num_splits": 1,
     },
 }  # fmt: skip
-FEATURES = (*FLASH_FEATURES, *DECODE_FEATURES)
+# Of paged attention with chunks of prompts.
+CHUNK_FEATURES: dict[str, dict[str, Any]] = {
+    "chunks": {"num_splits": 2},
+    "chunks-all-options": {
+        "page_size": 256, "max_pages": 4, "window_size": (600, None), "softcap": 30.0,
+        "num_splits": 1,
+    },
+}  # fmt: skip
+FEATURES = (*FLASH_FEATURES, *DECODE_FEATURES, *CHUNK_FEATURES)
 DTYPES = {16: ("bfloat16",), 32: ("float32",), 8: QUANTIZED_DTYPES}
 # Families of each framework whose tables are checked, with their targets.
 FAMILIES = {
@@ -130,6 +139,8 @@ class Problem:
         batch = 4
         if self.feature == "decode-crowded":
             batch = 256 if self.dtype in QUANTIZED_DTYPES else 128
+        if self.feature in CHUNK_FEATURES:
+            return paged_spec(self.dtype, self.head_dim, **CHUNK_FEATURES[self.feature])
         options = {"max_pages": 64} | DECODE_FEATURES[self.feature]
         return decode_spec(self.dtype, self.head_dim, batch, 4, **options)
 
@@ -159,6 +170,16 @@ def decode_spec(
     ).spec  # fmt: skip
 
 
+def paged_spec(kv_dtype: str, head_dim: int, **options: Any) -> PagedSpec:
+    """Return a batch of 4 chunks of a prompt, otherwise as `decode_spec`."""
+    dtype = "float16" if kv_dtype in QUANTIZED_DTYPES else kv_dtype
+    options = {"heads_q": 16, "heads_kv": 4, "max_pages": 64} | options
+    return PagedCase(
+        "", (1,) * 4, new_tokens=(512,) * 4, head_dim=head_dim, dtype=dtype, kv_dtype=kv_dtype,
+        **options,
+    ).spec  # fmt: skip
+
+
 @dataclass(frozen=True)
 class Verdict:
     """One compiled kernel: its resources, its bound, and the reasons why it fails."""
@@ -182,7 +203,8 @@ def problems(framework: str, target: str, family: str = "triton") -> Iterator[Pr
             if feature != "packed" and problem.spec.head_dim >= HEAD_DIM_MIN:
                 yield problem
         return
-    for features, dtype_bits in ((FLASH_FEATURES, (16, 32)), (DECODE_FEATURES, (8, 16))):
+    paged = DECODE_FEATURES | CHUNK_FEATURES
+    for features, dtype_bits in ((FLASH_FEATURES, (16, 32)), (paged, (8, 16))):
         for bits, head_dim in product(dtype_bits, HEAD_DIMS):
             for dtype, feature in product(DTYPES[bits], features):
                 problem = Problem(framework, target, dtype, head_dim, feature)

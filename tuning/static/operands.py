@@ -9,9 +9,10 @@ from twin_attention.contract.operands import (
     AppendOperands,
     DecodeOperands,
     FlashOperands,
+    PagedOperands,
     VarlenOperands,
 )
-from twin_attention.contract.spec import AttentionSpec, DecodeSpec, VarlenSpec
+from twin_attention.contract.spec import AttentionSpec, DecodeSpec, PagedSpec, VarlenSpec
 
 X = TypeVar("X")
 Empty = Callable[..., X]  # a dtype's name and a shape: an array without values
@@ -53,6 +54,17 @@ def decode_operands(spec: DecodeSpec, empty: Empty[X]) -> DecodeOperands[X]:
         sinks=empty("float32", spec.heads_q),
         k_scale=scale,
         v_scale=scale,
+    )
+
+
+def paged_operands(spec: PagedSpec, empty: Empty[X]) -> PagedOperands[X]:
+    """Return the operands of `paged_attention`, otherwise as those of a decode."""
+    return PagedOperands(
+        **decode_operands(spec, empty)._asdict()
+        | {
+            "q": empty(spec.dtype, spec.tokens, spec.heads_q, spec.head_dim),
+            "cu_seqlens_q": empty("int32", spec.batch + 1),
+        }
     )
 
 

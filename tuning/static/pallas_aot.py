@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -13,9 +14,10 @@ from pallas_attn import lowering
 from pallas_attn.kernels.portable.append_kv import append_kv
 from pallas_attn.kernels.portable.flash_bwd import flash_bwd
 from pallas_attn.kernels.portable.flash_fwd import flash_fwd
+from pallas_attn.kernels.portable.paged_attention import paged_attention
 from pallas_attn.kernels.portable.paged_decode import paged_decode
-from tuning.static.operands import append_operands, decode_operands, flash_operands
-from twin_attention.contract.spec import AttentionSpec, DecodeSpec
+from tuning.static.operands import append_operands, decode_operands, flash_operands, paged_operands
+from twin_attention.contract.spec import AttentionSpec, DecodeSpec, PagedSpec
 from twin_attention.targets.family import Backend, portable_backend
 from twin_attention.targets.kernels import KernelConfig
 
@@ -40,6 +42,9 @@ def compile_kernels(
     backend = portable_backend("pallas_attn", target)
     if isinstance(spec, AttentionSpec):
         function, operands = _flash(spec, backend, sinks)
+    elif isinstance(spec, PagedSpec):
+        function = partial(paged_attention, spec=spec, backend=backend)
+        operands = (paged_operands(spec, _empty),)
     else:
         function, operands = _decode(spec, backend)
     with lowering.recording(limit) as compiled:

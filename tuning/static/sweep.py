@@ -19,7 +19,14 @@ from itertools import product
 from typing import Any
 
 from interop.parity.cases import FlashCase
-from tuning.static.gate import DTYPES, FRAMEWORKS, compiler, decode_spec, shared_memory_limit
+from tuning.static.gate import (
+    DTYPES,
+    FRAMEWORKS,
+    compiler,
+    decode_spec,
+    paged_spec,
+    shared_memory_limit,
+)
 from tuning.static.shared_memory import only_shared_memory
 from twin_attention.contract.spec import AttentionSpec, DecodeSpec, Window
 from twin_attention.targets.config import HEAD_DIMS, find_configs, table_path
@@ -163,7 +170,9 @@ def _structures(spec: AttentionSpec, configs: Mapping[str, Any]) -> Iterator[tup
 
 
 def _decodes(row: Row) -> Iterator[DecodeSpec]:
-    """Return few to many query rows, small and large pages, few and many keys, split or not."""
+    """Return few to many query rows, small and large pages, few and many keys, split or not, and
+    chunks of prompts.
+    """
     for tokens, page_size, pages, splits in (
         (1, 16, 1, 1), (1, 256, 8, 4), (2, 64, 16, None), (3, 256, 2, 1),
         (5, 16, 64, 4), (8, 1, 300, None), (16, 128, 8, 1), (16, 32, 100, 4),
@@ -172,4 +181,9 @@ def _decodes(row: Row) -> Iterator[DecodeSpec]:
             row.dtype, row.head_dim, 4, 2, tokens=tokens, page_size=page_size, max_pages=pages,
             window_size=None if tokens % 2 else (600, None), num_splits=splits,
             softcap=30.0 if row.capped else None,
+        )  # fmt: skip
+    for page_size, pages, window in ((16, 64, None), (256, 8, (600, None)), (1, 300, None)):
+        yield paged_spec(
+            row.dtype, row.head_dim, page_size=page_size, max_pages=pages, window_size=window,
+            num_splits=1 if window else 2, softcap=30.0 if row.capped else None,
         )  # fmt: skip
