@@ -322,7 +322,8 @@ def plan(target="sm80", device=None):
     ("target", "resources", "reason"),
     [
         ("sm80", {}, None),
-        ("sm80", {"spill_stores": 4}, "causal: spills 4 B of stores"),
+        ("sm80", {"spill_stores": 32, "spill_loads": 32}, None),
+        ("sm80", {"spill_stores": 36}, "causal: spills 36 B of stores"),
         ("sm90", {"spill_stores": 4, "wgmma": 8}, None),
         ("sm90", {"spill_stores": 4000, "spill_loads": 100, "wgmma": 8}, "causal: spills 4100 B"),
         ("sm80", {"shared": 200_000}, "causal: 200000 B of shared memory"),

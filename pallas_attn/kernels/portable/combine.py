@@ -41,9 +41,10 @@ def combine_kernel(
     """One program merges one row.
 
     Operands, of this program's row: outs [N, Dv], lses [N] (float32, natural log); the head's sink
-    [] float32 or None; out [Dv] and lse []. Grid: (heads, tokens, batch). A part whose lse is -inf
-    has no keys: its output does not count, and may hold anything. Accumulation: float32, exponents
-    in base 2, block_states parts at a time.
+    [] float32 or None; out [Dv] and lse []. Grid: (heads and tokens, batch), heads fastest; only
+    the first axis can have more than 65535 programs. A part whose lse is -inf has no keys: its
+    output does not count, and may hold anything. Accumulation: float32, exponents in base 2,
+    block_states parts at a time.
 
     block_keys: the states are the splits of `paged_decode_kernel`, whose tiles have that many keys,
     and len [] is the length, int32. Only splits with keys are read, and where there is at most one
@@ -145,19 +146,19 @@ def _launch(
     )
     block_dv = padded_head_dim(spec.head_dim_v)
 
-    def out_index(head, token, batch):
-        return batch, token, head, 0
+    def out_index(row, batch):
+        return batch, row // spec.heads, row % spec.heads, 0
 
-    def lse_index(head, token, batch):
-        return batch, head, token
+    def lse_index(row, batch):
+        return batch, row % spec.heads, row // spec.heads
 
     states = (spec.num_states, None, None, None)
     outs_spec = pl.BlockSpec((*states, block_dv), lambda *i: (0, *out_index(*i)))
     lses_spec = pl.BlockSpec(states, lambda *i: (0, *lse_index(*i)))
     out_spec = pl.BlockSpec((None, None, None, block_dv), out_index)
     lse_spec = pl.BlockSpec((None,) * 3, lse_index)
-    sink_spec = pl.BlockSpec((None,), lambda head, token, batch: (head,))
-    length_spec = pl.BlockSpec((None,), lambda head, token, batch: (batch,))
+    sink_spec = pl.BlockSpec((None,), lambda row, batch: (row % spec.heads,))
+    length_spec = pl.BlockSpec((None,), lambda row, batch: (batch,))
     operands = (outs, lses, out, lse, sinks, seq_lens)
     in_specs = (outs_spec, lses_spec, out_spec, lse_spec, sink_spec, length_spec)
     capacity = 0 if decode is None else decode.cache.capacity
@@ -165,7 +166,7 @@ def _launch(
     return launch(
         "combine",
         combine_kernel,
-        lambda config: (spec.heads, spec.tokens, spec.batch),
+        lambda config: (spec.heads * spec.tokens, spec.batch),
         operands,
         tuple(None if x is None else y for x, y in zip(operands, in_specs, strict=True)),
         results,
