@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
 
-from torch_attn.flash_ops import flash_bwd, flash_fwd
+from torch_attn.flash_ops import DENSE
 
 _NUM_OPTIONS = 6
 
@@ -58,7 +58,7 @@ def _placements(k: Any) -> list[_Placement]:
     return found
 
 
-@register_sharding(flash_fwd)
+@register_sharding(DENSE.fwd)
 def _shard_forward(q, k, v, sinks, *options):
     no_options = [None] * _NUM_OPTIONS
     found = []
@@ -68,7 +68,7 @@ def _shard_forward(q, k, v, sinks, *options):
     return found
 
 
-@register_sharding(flash_bwd)
+@register_sharding(DENSE.bwd)
 def _shard_backward(dout, dlse, q, k, v, sinks, out, lse, *options):
     no_options = [None] * _NUM_OPTIONS
     found = []

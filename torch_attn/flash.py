@@ -9,15 +9,11 @@ from torch import Tensor
 
 from torch_attn.calls import Call, keep, recall
 from torch_attn.dispatch import Implementation, check_implementation
-from torch_attn.flash_ops import attend, flash_fwd, forward, pack, spec_of
-from torch_attn.operands import cast_inputs, operand
-from twin_attention.contract.operands import FlashOperands, describe_operands
+from torch_attn.flash_ops import DENSE, pack
+from torch_attn.operands import cast_inputs
+from twin_attention.contract.operands import FlashOperands
 from twin_attention.contract.spec import AttentionSpec
-from twin_attention.contract.validate import (
-    FlashOptions,
-    check_flash_attention,
-    check_flash_options,
-)
+from twin_attention.contract.validate import check_flash_options
 
 
 @overload
@@ -120,7 +116,7 @@ def flash_attention(
     if call is None:
         out, lse = _check_and_attend(operands, options)
     else:
-        out, lse = attend(call, operands, return_lse)
+        out, lse = DENSE.attend(call, operands, return_lse)
     return (out, lse) if return_lse else out  # pyright: ignore[reportReturnType]
 
 
@@ -140,11 +136,11 @@ def _check_and_attend(
     )
     check_implementation(implementation)
     if not torch.compiler.is_compiling():  # there the operator's fake kernel checks the operands
-        spec = _check_operands(operands, checked)
-        call = Call("flash_fwd", forward, spec, implementation, operands.q.device)
+        spec = DENSE.check(operands, checked)
+        call = Call("flash_fwd", DENSE.forward, spec, implementation, operands.q.device)
         if keep("flash_attention", operands, options, call):
-            return attend(call, operands, return_lse)
-    return flash_fwd(*operands, *pack(checked, implementation))
+            return DENSE.attend(call, operands, return_lse)
+    return DENSE.fwd(*operands, *pack(checked, implementation))
 
 
 def problem_of_flash(
@@ -153,13 +149,7 @@ def problem_of_flash(
     """Check the arguments of `flash_attention` and return the device and the problem."""
     operands = FlashOperands(*cast_inputs(q, k, v), sinks)
     checked = check_flash_options(deterministic=or_as_torch_says(deterministic), **options)
-    return operands.q.device, _check_operands(operands, checked)
-
-
-def _check_operands(operands: FlashOperands[Tensor], options: FlashOptions) -> AttentionSpec:
-    """Check the operands with checked options and return the problem."""
-    check_flash_attention(describe_operands(operands, operand), options)
-    return spec_of(operands, options)
+    return operands.q.device, DENSE.check(operands, checked)
 
 
 def or_as_torch_says(deterministic: Any) -> Any:

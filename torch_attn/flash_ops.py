@@ -1,8 +1,9 @@
-"""The torch operators `torch_attn::flash_fwd` and `torch_attn::flash_bwd`: what PyTorch sees.
+"""The torch operators of flash attention, dense and packed: what PyTorch sees of them.
 
-Each has a kernel for every backend, which runs a kernel family (`torch_attn.dispatch`), a fake
-kernel for tracing, a batching rule for `vmap`, and a derivative: that of flash_fwd calls
-flash_bwd, that of flash_bwd refuses (a second derivative). They are registered with
+`torch_attn::flash_fwd`, `::flash_bwd`, `::flash_varlen_fwd` and `::flash_varlen_bwd`. Each has a
+kernel for every backend, which runs a kernel family (`torch_attn.dispatch`), a fake kernel for
+tracing, a batching rule for `vmap`, and a derivative: that of a forward calls its backward, that of
+a backward refuses (a second derivative). They are registered with
 `torch.library.Library`, which costs a quarter of the host time of `torch.library.custom_op` on
 every call. Derivatives are autograd Functions on the operators' Autograd key rather than
 `torch.library.register_autograd`, which gives zero tangents in forward mode without an error and
@@ -15,7 +16,7 @@ and 2.13; ``tests/torch_attn/test_ops.py`` and ``test_decode_ops.py`` guard it).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NoReturn
@@ -25,13 +26,15 @@ from torch import Tensor
 
 from torch_attn.calls import Call, is_recorded, keep, recall
 from torch_attn.operands import dtype_name, operand, rows_aligned, schema
-from twin_attention.contract.operands import FlashOperands, describe_operands
-from twin_attention.contract.spec import AttentionSpec, Window
+from twin_attention.contract.operands import FlashOperands, VarlenOperands, describe_operands
+from twin_attention.contract.spec import AttentionSpec, VarlenSpec, Window
 from twin_attention.contract.validate import (
     FlashOptions,
     check_flash_attention,
+    check_flash_attention_varlen,
     no_gradient,
     not_differentiable,
+    not_mapped,
 )
 
 _library = torch.library.Library("torch_attn", "DEF")
@@ -41,20 +44,6 @@ OPTIONS = (
 )
 # The kernels read strides: the compiler must hand over tensors as the program laid them out.
 TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
-_OPERANDS, _NUM_OPERANDS = schema(FlashOperands), len(FlashOperands._fields)
-# An operator cannot return None: a gradient of an operand that was left out has no element.
-_GRADIENTS = ", ".join(f"Tensor d{name}" for name in FlashOperands._fields)
-_library.define(
-    f"flash_fwd({_OPERANDS}, {OPTIONS}) -> (Tensor out, Tensor lse)",
-    tags=TAGS,
-)
-_library.define(
-    f"flash_bwd(Tensor dout, Tensor? dlse, {_OPERANDS}, Tensor out, Tensor lse, {OPTIONS}) -> "
-    f"({_GRADIENTS})",
-    tags=TAGS,
-)
-flash_fwd = torch.ops.torch_attn.flash_fwd.default
-flash_bwd = torch.ops.torch_attn.flash_bwd.default
 
 _TORCH_FUNC = torch._C.DispatchKeySet(
     torch._C.DispatchKey.FuncTorchDynamicLayerFrontMode
@@ -79,114 +68,166 @@ def pack(options: FlashOptions, implementation: Any) -> tuple[Any, ...]:
     return scale, window.left, window.right, softcap, deterministic, implementation
 
 
-def unpack(args: Sequence[Any]) -> tuple[FlashOperands[Tensor], list[Any], FlashOptions, Any]:
-    """Split an operator's arguments, those of flash_bwd from its operands on.
-
-    Returns:
-        operands, the forward's results where they follow, options, implementation.
-    """
-    *results, scale, left, right, softcap, deterministic, implementation = args[_NUM_OPERANDS:]
-    options = FlashOptions(scale, Window(left, right), softcap, deterministic)
-    return FlashOperands._make(args[:_NUM_OPERANDS]), results, options, implementation
-
-
-def spec_of(
-    operands: FlashOperands[Tensor], options: FlashOptions, *others: Tensor
-) -> AttentionSpec:
-    """Describe the problem of checked arguments; `others` are read as well."""
-    spec = AttentionSpec.of(operands, dtype_name(operands.q.dtype), *options)
-    return replace(spec, rows_aligned=rows_aligned(*operands[:3], *others))
-
-
-def forward(function, spec, backend, *operands: Tensor | None):
-    """Run a family's flash_fwd."""
-    return function(FlashOperands._make(operands), spec, backend)
-
-
-def _backward(function, spec, backend, dout, dlse, *tensors: Tensor | None):
-    """Run a family's flash_bwd."""
-    *operands, out, lse = tensors
-    return function(dout, dlse, FlashOperands._make(operands), out, lse, spec, backend)
-
-
-def _run_forward(*args):
-    known = _Forward.name, args[:_NUM_OPERANDS], args[_NUM_OPERANDS:]
-    call = recall(*known)
-    if call is None:
-        operands, _, options, implementation = unpack(args)
-        spec = spec_of(operands, options)
-        call = Call("flash_fwd", forward, spec, implementation, operands.q.device)
-        keep(*known, call)
-    return call(*args[:_NUM_OPERANDS])
-
-
-def _run_backward(dout, dlse, *args):
-    dout, dlse = readable(dout, dlse)
-    end = _NUM_OPERANDS + 2
-    tensors = dout, dlse, *args[:end]
-    known = Backward.name, tensors, args[end:]
-    call = recall(*known)
-    if call is None:
-        operands, _, options, implementation = unpack(args)
-        spec = spec_of(operands, options, dout)
-        call = Call("flash_bwd", _backward, spec, implementation, dout.device)
-        keep(*known, call)
-    return with_left_out(call(*tensors), dout)
-
-
-def readable(dout: Tensor, dlse: Tensor | None) -> tuple[Tensor, Tensor | None]:
+def _readable(dout: Tensor, dlse: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """Return gradients that the kernels take; a copy only of what comes expanded."""
     dout = dout if dout.stride(-1) == 1 else dout.contiguous()
     return dout, None if dlse is None else dlse.contiguous()
 
 
-def _fake_forward(*args):
-    operands, _, options, _ = unpack(args)
-    check_flash_attention(describe_operands(operands, operand), options)
-    q = operands.q
-    batch, seq_q, heads_q, _ = q.shape
-    out = q.new_empty((batch, seq_q, heads_q, operands.v.shape[3]))
-    return out, q.new_empty((batch, heads_q, seq_q), dtype=torch.float32)
-
-
-def _fake_backward(dout, dlse, *args):
-    operands, *_ = unpack(args)
-    return with_left_out((None if x is None else x.new_empty(x.shape) for x in operands), dout)
-
-
-def with_left_out(gradients: Iterable[Tensor | None], like: Tensor) -> tuple[Tensor, ...]:
-    """Return gradients with an empty one for each operand that was left out."""
+def _with_left_out(gradients: Iterable[Tensor | None], like: Tensor) -> tuple[Tensor, ...]:
+    """Return gradients with an empty one for each operand that has none."""
     empty = (like.new_empty(0, dtype=torch.float32) if x is None else x for x in gradients)
     return tuple(empty)
 
 
-# The axis of the heads, by the number of axes: in [B, S, H, D], [B, H, S] and [H].
-_HEADS = {4: 2, 3: 1, 1: 0}
+def _has_gradient(x: Tensor | None) -> bool:
+    return x is not None and x.is_floating_point()
 
 
-def _batch(op, num_tensors, info, in_dims, *args):
-    """Apply the rule of `vmap`: the mapped dimension joins the batch, or with sinks, which have
-    none, the heads.
+class FlashOperators:
+    """The operators of one kind of operands, a forward and its backward.
+
+    Attributes:
+        fwd, bwd: the operators.
     """
-    tensors = list(zip(args[:num_tensors], in_dims[:num_tensors], strict=True))
-    axis = dict.fromkeys(_HEADS, 0)
-    if any(x is not None and x.ndim - (dim is not None) == 1 for x, dim in tensors):
-        axis = _HEADS
 
-    def fold(x, dim):
-        if x is None:
-            return None
-        to = axis[x.ndim - (dim is not None)]
-        if dim is None:
-            x = x.unsqueeze(to).expand(*x.shape[:to], info.batch_size, *x.shape[to:])
-        else:
-            x = x.movedim(dim, to)
-        return x.flatten(to, to + 1)
+    def __init__(
+        self,
+        name: str,
+        operands: type[Any],
+        spec: type[AttentionSpec],
+        check: Callable[[Any, FlashOptions], Any],
+        batch: Callable[..., Any],
+    ) -> None:
+        """Define and register the operators.
 
-    outputs = op(*(fold(x, dim) for x, dim in tensors), *args[num_tensors:])
-    dims = [axis[x.ndim] for x in outputs]
-    sizes = (info.batch_size, -1)
-    return tuple(x.unflatten(dim, sizes) for x, dim in zip(outputs, dims, strict=True)), tuple(dims)
+        Args:
+            name: theirs, before "_fwd" and "_bwd".
+            operands: the class of their operands.
+            spec: the class of their problems.
+            check: check described operands, with options.
+            batch: the rule of `vmap`, from an operator and the number of its tensors.
+        """
+        self._operands, self._spec, self._check = operands, spec, check
+        self._num_operands = count = len(operands._fields)
+        tensors = schema(operands)
+        # An operator cannot return None: a gradient that does not exist has no element.
+        gradients = ", ".join(f"Tensor d{field}" for field in operands._fields)
+        _library.define(f"{name}_fwd({tensors}, {OPTIONS}) -> (Tensor out, Tensor lse)", tags=TAGS)
+        _library.define(
+            f"{name}_bwd(Tensor dout, Tensor? dlse, {tensors}, Tensor out, Tensor lse, {OPTIONS}) "
+            f"-> ({gradients})",
+            tags=TAGS,
+        )
+        self.fwd: torch._ops.OpOverload = getattr(torch.ops.torch_attn, f"{name}_fwd").default
+        self.bwd: torch._ops.OpOverload = getattr(torch.ops.torch_attn, f"{name}_bwd").default
+        self._fwd_name, self._bwd_name = self.fwd.name(), self.bwd.name()
+
+        class Forward(_Forward):
+            operators, op, name, num_tensors = self, self.fwd, self._fwd_name, count
+
+        class Backward(_Backward):
+            op, name, num_tensors = self.bwd, self._bwd_name, count + 4
+
+        class Kept(_Kept):
+            operators = self
+
+        # As in `Differentiable.call`.
+        self._record = super(torch.autograd.Function, Kept).apply  # pyright: ignore[reportAttributeAccessIssue]
+        self._register(Forward, self._run_forward, self._fake_forward, batch)
+        self._register(Backward, self._run_backward, self._fake_backward, batch)
+
+    def _register(self, function: type[Differentiable], run, fake, batch) -> None:
+        op, name = function.op, function.name
+        torch.library.register_fake(name, fake, lib=_library)
+        _library.impl(name, run, "CompositeExplicitAutograd")  # every backend
+        _library.impl(name, function.call, "Autograd")
+        torch.library.register_vmap(name, partial(batch, op, function.num_tensors), lib=_library)
+
+    def unpack(self, args: Sequence[Any]) -> tuple[Any, list[Any], FlashOptions, Any]:
+        """Split an operator's arguments, those of a backward from its operands on.
+
+        Returns:
+            operands, the forward's results where they follow, options, implementation.
+        """
+        count = self._num_operands
+        *results, scale, left, right, softcap, deterministic, implementation = args[count:]
+        options = FlashOptions(scale, Window(left, right), softcap, deterministic)
+        return self._operands._make(args[:count]), results, options, implementation
+
+    def spec_of(self, operands: Any, options: FlashOptions, *others: Tensor) -> Any:
+        """Describe the problem of checked arguments; `others` are read as well."""
+        spec = self._spec.of(operands, dtype_name(operands.q.dtype), *options)
+        return replace(spec, rows_aligned=rows_aligned(*operands[:3], *others))
+
+    def check(self, operands: Any, options: FlashOptions) -> Any:
+        """Check the operands with checked options and return the problem."""
+        self._check(describe_operands(operands, operand), options)
+        return self.spec_of(operands, options)
+
+    def forward(self, function, spec, backend, *operands: Tensor | None):
+        """Run a family's flash_fwd."""
+        return function(self._operands._make(operands), spec, backend)
+
+    def backward(self, function, spec, backend, dout, dlse, *tensors: Tensor | None):
+        """Run a family's flash_bwd."""
+        *operands, out, lse = tensors
+        return function(dout, dlse, self._operands._make(operands), out, lse, spec, backend)
+
+    def gradients(self, dout, dlse, *args) -> tuple[Tensor | None, ...]:
+        """Call the backward; returns None for an operand that has no gradient."""
+        gradients = self.bwd(dout, dlse, *args)
+        return tuple(
+            dx if _has_gradient(x) else None for dx, x in zip(gradients, args, strict=False)
+        )
+
+    def _run_forward(self, *args):
+        count = self._num_operands
+        known = self._fwd_name, args[:count], args[count:]
+        call = recall(*known)
+        if call is None:
+            operands, _, options, implementation = self.unpack(args)
+            spec = self.spec_of(operands, options)
+            call = Call("flash_fwd", self.forward, spec, implementation, operands.q.device)
+            keep(*known, call)
+        return call(*args[:count])
+
+    def _run_backward(self, dout, dlse, *args):
+        dout, dlse = _readable(dout, dlse)
+        end = self._num_operands + 2
+        tensors = dout, dlse, *args[:end]
+        known = self._bwd_name, tensors, args[end:]
+        call = recall(*known)
+        if call is None:
+            operands, _, options, implementation = self.unpack(args)
+            spec = self.spec_of(operands, options, dout)
+            call = Call("flash_bwd", self.backward, spec, implementation, dout.device)
+            keep(*known, call)
+        return _with_left_out(call(*tensors), dout)
+
+    def _fake_forward(self, *args):
+        operands, _, options, _ = self.unpack(args)
+        self._check(describe_operands(operands, operand), options)
+        q = operands.q
+        *batch, seq_q, heads_q, _ = q.shape
+        out = q.new_empty((*batch, seq_q, heads_q, operands.v.shape[-1]))
+        return out, q.new_empty((*batch, heads_q, seq_q), dtype=torch.float32)
+
+    def _fake_backward(self, dout, dlse, *args):
+        operands, *_ = self.unpack(args)
+        gradients = (x.new_empty(x.shape) if _has_gradient(x) else None for x in operands)
+        return _with_left_out(gradients, dout)
+
+    def attend(
+        self, call: Call, operands: tuple[Tensor | None, ...], return_lse: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """Run a forward that is kept, past the dispatcher. lse may be None if it is not
+        returned.
+        """
+        if not is_recorded(operands):
+            return call(*operands)
+        results = self._record(call, return_lse, *operands)
+        return results if return_lse else (results, None)
 
 
 class Differentiable(torch.autograd.Function):
@@ -231,30 +272,27 @@ class Differentiable(torch.autograd.Function):
 
 
 class _Forward(Differentiable):
-    op, name, num_tensors = flash_fwd, "torch_attn::flash_fwd", _NUM_OPERANDS
+    operators: FlashOperators
 
-    @staticmethod
-    def setup_context(ctx, inputs, output) -> None:
-        ctx.options = inputs[_NUM_OPERANDS:]
-        ctx.save_for_backward(*inputs[:_NUM_OPERANDS], *output)
+    @classmethod
+    def setup_context(cls, ctx, inputs, output) -> None:
+        ctx.options = inputs[cls.num_tensors :]
+        ctx.save_for_backward(*inputs[: cls.num_tensors], *output)
         ctx.set_materialize_grads(False)
 
-    @staticmethod
-    def backward(ctx, dout, dlse):
-        *operands, out, lse = ctx.saved_tensors
+    @classmethod
+    def backward(cls, ctx, dout, dlse):
+        out = ctx.saved_tensors[-2]
         dout = torch.zeros_like(out) if dout is None else dout
-        gradients = flash_bwd(dout, dlse, *operands, out, lse, *ctx.options)
-        present = (None if x is None else dx for dx, x in zip(gradients, operands, strict=True))
-        return *present, *(None for _ in ctx.options)
+        gradients = cls.operators.gradients(dout, dlse, *ctx.saved_tensors, *ctx.options)
+        return *gradients, *(None for _ in ctx.options)
 
 
-class Backward(Differentiable):
-    op, name, num_tensors = flash_bwd, "torch_attn::flash_bwd", _NUM_OPERANDS + 4
-
+class _Backward(Differentiable):
     @classmethod
     def recalled(cls, args: tuple[Any, ...]) -> Any:
         gradients = super().recalled(args)
-        return None if gradients is None else with_left_out(gradients, args[0])
+        return None if gradients is None else _with_left_out(gradients, args[0])
 
     @staticmethod
     def setup_context(ctx, inputs, output) -> None:
@@ -267,21 +305,13 @@ class Backward(Differentiable):
         )
 
 
-def attend(
-    call: Call, operands: FlashOperands[Tensor], return_lse: bool
-) -> tuple[Tensor, Tensor | None]:
-    """Run a forward that is kept, past the dispatcher. lse may be None if it is not returned."""
-    if not is_recorded(operands):
-        return call(*operands)
-    results = _record(call, return_lse, *operands)
-    return results if return_lse else (results, None)
-
-
 class _Kept(torch.autograd.Function):
     """A forward that is kept, and its derivative: their kernels, past the dispatcher.
 
     An lse that the caller has not asked for is no output: autograd has less to keep of it.
     """
+
+    operators: FlashOperators
 
     @staticmethod
     def forward(ctx, call, return_lse, *operands):
@@ -291,10 +321,10 @@ class _Kept(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         return (out, lse) if return_lse else out
 
-    @staticmethod
-    def backward(ctx, dout, dlse=None):
+    @classmethod
+    def backward(cls, ctx, dout, dlse=None):
         *operands, out, lse = ctx.saved_tensors
-        dout, dlse = readable(torch.zeros_like(out) if dout is None else dout, dlse)
+        dout, dlse = _readable(torch.zeros_like(out) if dout is None else dout, dlse)
         forward, spec = ctx.call, ctx.call.spec
         # All else that the call depends on follows from its forward's.
         known = forward, (dout, dlse), ()
@@ -303,30 +333,53 @@ class _Kept(torch.autograd.Function):
             call = recall(*known)
             if call is None:
                 found = replace(spec, rows_aligned=spec.rows_aligned and rows_aligned(dout))
-                found = Call("flash_bwd", _backward, found, forward.implementation, dout.device)
+                run = cls.operators.backward
+                found = Call("flash_bwd", run, found, forward.implementation, dout.device)
                 call = found if keep(*known, found) else None
         if call is None:  # the operator refuses a second derivative, and has a rule for `vmap`
             options = FlashOptions(spec.scale, spec.window, spec.softcap, spec.deterministic)
             options = pack(options, forward.implementation)
-            gradients = flash_bwd(dout, dlse, *operands, out, lse, *options)
-            present = (None if x is None else dx for dx, x in zip(gradients, operands, strict=True))
-            return None, None, *present
+            return None, None, *cls.operators.gradients(dout, dlse, *operands, out, lse, *options)
         return None, None, *call(dout, dlse, *operands, out, lse)
 
-    jvp = Differentiable.jvp
+    jvp = Differentiable.jvp  # pyright: ignore[reportAssignmentType]
 
 
-# As in `Differentiable.call`.
-_record = super(torch.autograd.Function, _Kept).apply  # pyright: ignore[reportAttributeAccessIssue]
+# The axis of the heads, by the number of axes: in [B, S, H, D], [B, H, S] and [H].
+_HEADS = {4: 2, 3: 1, 1: 0}
 
 
-def _register(function: type[Differentiable], run, fake) -> None:
-    op, name = function.op, function.name
-    torch.library.register_fake(name, fake, lib=_library)
-    _library.impl(name, run, "CompositeExplicitAutograd")  # every backend
-    _library.impl(name, function.call, "Autograd")
-    torch.library.register_vmap(name, partial(_batch, op, function.num_tensors), lib=_library)
+def _batch(op, num_tensors, info, in_dims, *args):
+    """Apply the rule of `vmap`: the mapped dimension joins the batch, or with sinks, which have
+    none, the heads.
+    """
+    tensors = list(zip(args[:num_tensors], in_dims[:num_tensors], strict=True))
+    axis = dict.fromkeys(_HEADS, 0)
+    if any(x is not None and x.ndim - (dim is not None) == 1 for x, dim in tensors):
+        axis = _HEADS
+
+    def fold(x, dim):
+        if x is None:
+            return None
+        to = axis[x.ndim - (dim is not None)]
+        if dim is None:
+            x = x.unsqueeze(to).expand(*x.shape[:to], info.batch_size, *x.shape[to:])
+        else:
+            x = x.movedim(dim, to)
+        return x.flatten(to, to + 1)
+
+    outputs = op(*(fold(x, dim) for x, dim in tensors), *args[num_tensors:])
+    dims = [axis[x.ndim] for x in outputs]
+    sizes = (info.batch_size, -1)
+    return tuple(x.unflatten(dim, sizes) for x, dim in zip(outputs, dims, strict=True)), tuple(dims)
 
 
-_register(_Forward, _run_forward, _fake_forward)
-_register(Backward, _run_backward, _fake_backward)
+def _refuse_to_batch(*_: Any) -> NoReturn:
+    """Refuse `vmap`: sequences of another batch are further sequences of a packed one."""
+    not_mapped("flash_attention_varlen")
+
+
+DENSE = FlashOperators("flash", FlashOperands, AttentionSpec, check_flash_attention, _batch)
+PACKED = FlashOperators(
+    "flash_varlen", VarlenOperands, VarlenSpec, check_flash_attention_varlen, _refuse_to_batch
+)

@@ -21,17 +21,17 @@ from __future__ import annotations
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
-from torch_attn.flash_ops import spec_of, unpack
+from torch_attn.flash_ops import DENSE
 from twin_attention.contract import cost
 
 
 @register_flop_formula(torch.ops.torch_attn.flash_fwd, get_raw=True)
 def _forward(*args, **_) -> int:
-    operands, _, options, _ = unpack(args)
-    return cost.forward_flops(spec_of(operands, options))
+    operands, _, options, _ = DENSE.unpack(args)
+    return cost.forward_flops(DENSE.spec_of(operands, options))
 
 
 @register_flop_formula(torch.ops.torch_attn.flash_bwd, get_raw=True)
 def _backward(dout, dlse, *args, **_) -> int:
-    operands, _, options, _ = unpack(args)
-    return cost.backward_flops(spec_of(operands, options))
+    operands, _, options, _ = DENSE.unpack(args)
+    return cost.backward_flops(DENSE.spec_of(operands, options))

@@ -10,14 +10,11 @@ from torch import Tensor
 from torch_attn.calls import Call, keep, recall
 from torch_attn.dispatch import Implementation, check_implementation
 from torch_attn.flash import or_as_torch_says
-from torch_attn.flash_ops import pack
+from torch_attn.flash_ops import PACKED, pack
 from torch_attn.operands import cast_inputs, operand
-from torch_attn.varlen_ops import attend, flash_varlen_fwd, forward, spec_of
-from twin_attention.contract.operands import VarlenOperands, describe_operands
+from twin_attention.contract.operands import VarlenOperands
 from twin_attention.contract.spec import VarlenSpec
 from twin_attention.contract.validate import (
-    FlashOptions,
-    check_flash_attention_varlen,
     check_flash_options,
     check_offset_values,
     check_offsets_arguments,
@@ -134,7 +131,7 @@ def flash_attention_varlen(
     if call is None:
         out, lse = _check_and_attend(operands, options)
     else:
-        out, lse = attend(call, operands, return_lse)
+        out, lse = PACKED.attend(call, operands, return_lse)
     return (out, lse) if return_lse else out  # pyright: ignore[reportReturnType]
 
 
@@ -154,11 +151,11 @@ def _check_and_attend(
     )
     check_implementation(implementation)
     if not torch.compiler.is_compiling():  # there the operator's fake kernel checks the operands
-        spec = _check_operands(operands, checked)
-        call = Call("flash_fwd", forward, spec, implementation, operands.q.device)
+        spec = PACKED.check(operands, checked)
+        call = Call("flash_fwd", PACKED.forward, spec, implementation, operands.q.device)
         if keep("flash_attention_varlen", operands, options, call):
-            return attend(call, operands, return_lse)
-    return flash_varlen_fwd(*operands, *pack(checked, implementation))
+            return PACKED.attend(call, operands, return_lse)
+    return PACKED.fwd(*operands, *pack(checked, implementation))
 
 
 def check_offsets(
@@ -198,10 +195,4 @@ def problem_of_varlen(
     """Check the arguments of `flash_attention_varlen` and return the device and the problem."""
     operands = VarlenOperands(*cast_inputs(q, k, v), *offsets, sinks=sinks)
     checked = check_flash_options(deterministic=or_as_torch_says(deterministic), **options)
-    return operands.q.device, _check_operands(operands, checked)
-
-
-def _check_operands(operands: VarlenOperands[Tensor], options: FlashOptions) -> VarlenSpec:
-    """Check the operands with checked options and return the problem."""
-    check_flash_attention_varlen(describe_operands(operands, operand), options)
-    return spec_of(operands, options)
+    return operands.q.device, PACKED.check(operands, checked)

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch_attn import append_kv, calls, flash_attention, paged_decode
 from torch_attn.calls import Call, is_recorded, keep, recall
 from torch_attn.dispatch import choose
-from torch_attn.flash_ops import forward
+from torch_attn.flash_ops import DENSE
 from twin_attention.contract.spec import AttentionSpec
 from twin_attention.targets.config import use_configs
 from twin_attention.targets.target import use_target
@@ -46,7 +46,7 @@ def gpu(monkeypatch):
 
 
 def remember(*operands, options=OPTIONS, spec=SPEC, implementation=None):
-    call = Call("flash_fwd", forward, spec, implementation, operands[0].device)
+    call = Call("flash_fwd", DENSE.forward, spec, implementation, operands[0].device)
     return keep("f", operands, options, call)
 
 

@@ -20,7 +20,7 @@ from torch.library import opcheck
 
 from torch_attn import explain, flash_attention
 from torch_attn.dispatch import choose
-from torch_attn.flash_ops import flash_bwd, flash_fwd
+from torch_attn.flash_ops import DENSE
 from torch_attn.operands import rows_aligned
 from twin_attention.contract.operands import FlashOperands
 from twin_attention.contract.spec import AttentionSpec
@@ -72,23 +72,23 @@ def assert_same(got, want):
 
 def backward_arguments(operands, with_dlse=True):
     given = FlashOperands(*(x.detach() for x in operands))
-    out, lse = flash_fwd(*given, *OPTIONS)
+    out, lse = DENSE.fwd(*given, *OPTIONS)
     dlse = torch.randn_like(lse) if with_dlse else None
     return torch.randn_like(out), dlse, *given, out, lse, *OPTIONS
 
 
 def test_opcheck_forward(operands):
-    opcheck(flash_fwd, (*FlashOperands(*operands), *OPTIONS))
+    opcheck(DENSE.fwd, (*FlashOperands(*operands), *OPTIONS))
 
 
 def test_opcheck_forward_of_strided_views(torch_device):
     packed = torch.randn(BATCH, SEQ, HEADS, 3 * DIM, device=torch_device)
-    opcheck(flash_fwd, (*FlashOperands(*packed.split(DIM, dim=-1)), *OPTIONS))
+    opcheck(DENSE.fwd, (*FlashOperands(*packed.split(DIM, dim=-1)), *OPTIONS))
 
 
 @pytest.mark.parametrize("with_dlse", [True, False])
 def test_opcheck_backward(operands, with_dlse):
-    opcheck(flash_bwd, backward_arguments(operands, with_dlse))
+    opcheck(DENSE.bwd, backward_arguments(operands, with_dlse))
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
@@ -130,9 +130,9 @@ def test_fake_outputs_are_laid_out_as_real_ones(torch_device, implementation, wi
     options = (*OPTIONS[:-1], implementation)
     given = FlashOperands(q, k, v, torch.randn(4, device=torch_device) if with_sinks else None)
     meta = [None if x is None else x.to("meta") for x in given]
-    real, fake = flash_fwd(*given, *options), flash_fwd(*meta, *options)
-    real += flash_bwd(real[0], real[1], *given, *real, *options)
-    fake += flash_bwd(fake[0], fake[1], *meta, *fake, *options)
+    real, fake = DENSE.fwd(*given, *options), DENSE.fwd(*meta, *options)
+    real += DENSE.bwd(real[0], real[1], *given, *real, *options)
+    fake += DENSE.bwd(fake[0], fake[1], *meta, *fake, *options)
     for x, y in zip(real, fake, strict=True):
         assert x.shape == y.shape
         assert x.dtype == y.dtype
