@@ -25,7 +25,7 @@ FORMER_NAMES = {
     },
 }
 # Of cases: earlier records lack these fields, which then have these defaults.
-LATER_FIELDS = {"sinks": False, "deterministic": False}
+LATER_FIELDS = {"sinks": False, "deterministic": False, "segments": ""}
 ABLATION = "torch triton without softmax"  # its result is wrong on purpose (see `bench.ablation`)
 # Of packed sequences: the dense kernel on another problem of as many FLOPs (`bench.suites.packed`).
 YARDSTICKS = {"torch triton": "torch triton dense", "jax triton": "jax triton dense"}

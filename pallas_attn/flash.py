@@ -21,7 +21,8 @@ def flash_attention(
     q: jax.Array, k: jax.Array, v: jax.Array, *,
     causal: bool = ..., scale: float | None = ...,
     window_size: tuple[int | None, int | None] | None = ..., softcap: float | None = ...,
-    sinks: jax.Array | None = ..., deterministic: bool | None = ...,
+    sinks: jax.Array | None = ..., q_segment_ids: jax.Array | None = ...,
+    kv_segment_ids: jax.Array | None = ..., deterministic: bool | None = ...,
     return_lse: Literal[False] = ..., implementation: Implementation | None = ...,
 ) -> jax.Array: ...  # fmt: skip
 @overload
@@ -29,7 +30,8 @@ def flash_attention(
     q: jax.Array, k: jax.Array, v: jax.Array, *,
     causal: bool = ..., scale: float | None = ...,
     window_size: tuple[int | None, int | None] | None = ..., softcap: float | None = ...,
-    sinks: jax.Array | None = ..., deterministic: bool | None = ...,
+    sinks: jax.Array | None = ..., q_segment_ids: jax.Array | None = ...,
+    kv_segment_ids: jax.Array | None = ..., deterministic: bool | None = ...,
     return_lse: Literal[True], implementation: Implementation | None = ...,
 ) -> tuple[jax.Array, jax.Array]: ...  # fmt: skip
 @overload
@@ -37,7 +39,8 @@ def flash_attention(
     q: jax.Array, k: jax.Array, v: jax.Array, *,
     causal: bool = ..., scale: float | None = ...,
     window_size: tuple[int | None, int | None] | None = ..., softcap: float | None = ...,
-    sinks: jax.Array | None = ..., deterministic: bool | None = ...,
+    sinks: jax.Array | None = ..., q_segment_ids: jax.Array | None = ...,
+    kv_segment_ids: jax.Array | None = ..., deterministic: bool | None = ...,
     return_lse: bool, implementation: Implementation | None = ...,
 ) -> jax.Array | tuple[jax.Array, jax.Array]: ...  # fmt: skip
 def flash_attention(
@@ -50,6 +53,8 @@ def flash_attention(
     window_size: tuple[int | None, int | None] | None = None,
     softcap: float | None = None,
     sinks: jax.Array | None = None,
+    q_segment_ids: jax.Array | None = None,
+    kv_segment_ids: jax.Array | None = None,
     deterministic: bool | None = None,
     return_lse: bool = False,
     implementation: Implementation | None = None,
@@ -77,6 +82,11 @@ def flash_attention(
         softcap: scores become ``softcap * tanh(score / softcap)``, before the masks.
         sinks: [Hq] float32, a logit of each head that counts in the softmax's denominator and in
             the log-sum-exp, and has no value. None is no such logit.
+        q_segment_ids: [B, Sq] int32, the segment of each query, in any order: it sees keys of its
+            own segment alone. A negative one is padding, which sees nothing and is seen by nothing,
+            and whose q, k and v may hold NaN. Tiles whose ranges of ids do not meet are skipped.
+            None, as for the keys: every query sees all keys.
+        kv_segment_ids: [B, Skv] int32, the segment of each key.
         deterministic: True: the backward gives the same bits every time. False: it may add in any
             order, which is faster where the kernels can. None: as
             ``--xla_gpu_deterministic_ops`` in ``XLA_FLAGS`` says.
@@ -116,17 +126,25 @@ def flash_attention(
         deterministic=or_as_xla_says(deterministic),
         return_lse=return_lse,
     )
-    operands = FlashOperands(q, k, v, sinks)
+    operands = FlashOperands(q, k, v, sinks, q_segment_ids, kv_segment_ids)
     spec = check_flash_attention(describe_operands(operands, operand), options)
     backends = choose_backends(implementation, "flash_fwd", device_of(q), spec)
     return attention(operands, spec, backends, implementation, return_lse)
 
 
 def problem_of_flash(
-    q: Any, k: Any, v: Any, *, sinks: Any, deterministic: Any, **options: Any
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    sinks: Any,
+    q_segment_ids: Any,
+    kv_segment_ids: Any,
+    deterministic: Any,
+    **options: Any,
 ) -> tuple[Device | None, AttentionSpec]:
     """Check the arguments of `flash_attention` and return the device and the problem."""
-    operands = FlashOperands(q, k, v, sinks)
+    operands = FlashOperands(q, k, v, sinks, q_segment_ids, kv_segment_ids)
     described = describe_operands(operands, operand)
     checked = check_flash_options(deterministic=or_as_xla_says(deterministic), **options)
     return device_of(q), check_flash_attention(described, checked)

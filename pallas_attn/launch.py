@@ -58,6 +58,14 @@ def of_all(x: Any) -> pl.BlockSpec | None:
     return pl.BlockSpec(x.shape, lambda tile, head, batch: (0,) * len(x.shape))
 
 
+def of_batch(x: Any) -> pl.BlockSpec | None:
+    """Return what a program reads of `x`: [B, ...] gives [...]; None gives None."""
+    if x is None:
+        return None
+    rest = (0,) * (len(x.shape) - 1)
+    return pl.BlockSpec((None, *x.shape[1:]), lambda tile, head, batch: (batch, *rest))
+
+
 def of_group(x: Any, group_size: int) -> pl.BlockSpec:
     """Return what a program reads of `x`: the rows of all heads that share the grid's kv head.
 

@@ -126,6 +126,8 @@ def sdpa(dtype: torch.dtype) -> dict[str, Any]:
         "Sq": SQ,
         "Skv": SKV,
         "Slong": 9,
+        "q_ids": torch.tensor([[0, 0, 0, 1, 1], [4, 3, 4, 3, 3]], dtype=torch.int32)[:, :SQ],
+        "kv_ids": torch.tensor([[0, 0, 0, 1, 1, 0, 1, 1], [3, 4] * 4], dtype=torch.int32)[:, :SKV],
     }
 
 

@@ -31,15 +31,17 @@ class _Placement(NamedTuple):
         whole: [B, S, H, D] tensors.
         rows: [B, H, S] tensors.
         sinks, dsinks: [H], the operand and its gradient.
+        ids: [B, S] segment ids.
     """
 
     whole: Any = Replicate()
     rows: Any = Replicate()
     sinks: Any = Replicate()
     dsinks: Any = Replicate()
+    ids: Any = Replicate()
 
 
-_BATCH = _Placement(Shard(0), Shard(0), Replicate(), Partial())
+_BATCH = _Placement(Shard(0), Shard(0), Replicate(), Partial(), Shard(0))
 _HEADS = _Placement(Shard(2), Shard(1), Shard(0), Shard(0))
 
 
@@ -59,22 +61,24 @@ def _placements(k: Any) -> list[_Placement]:
 
 
 @register_sharding(DENSE.fwd)
-def _shard_forward(q, k, v, sinks, *options):
+def _shard_forward(q, k, v, sinks, q_ids, kv_ids, *options):
     no_options = [None] * _NUM_OPTIONS
     found = []
     for p in _placements(k):
         x, of_sinks = p.whole, None if sinks is None else p.sinks
-        found.append(([x, p.rows], [x, x, x, of_sinks, *no_options]))
+        ids = (None if of is None else p.ids for of in (q_ids, kv_ids))
+        found.append(([x, p.rows], [x, x, x, of_sinks, *ids, *no_options]))
     return found
 
 
 @register_sharding(DENSE.bwd)
-def _shard_backward(dout, dlse, q, k, v, sinks, out, lse, *options):
+def _shard_backward(dout, dlse, q, k, v, sinks, q_ids, kv_ids, out, lse, *options):
     no_options = [None] * _NUM_OPTIONS
     found = []
     for p in _placements(k):
         x, of_dlse = p.whole, None if dlse is None else p.rows
         of_sinks, of_dsinks = (None, Replicate()) if sinks is None else (p.sinks, p.dsinks)
-        gradients = [x, x, x, of_dsinks]
-        found.append((gradients, [x, of_dlse, x, x, x, of_sinks, x, p.rows, *no_options]))
+        ids = (None if of is None else p.ids for of in (q_ids, kv_ids))
+        gradients = [x, x, x, of_dsinks, Replicate(), Replicate()]
+        found.append((gradients, [x, of_dlse, x, x, x, of_sinks, *ids, x, p.rows, *no_options]))
     return found

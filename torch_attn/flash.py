@@ -21,7 +21,8 @@ def flash_attention(
     q: Tensor, k: Tensor, v: Tensor, *,
     causal: bool = ..., scale: float | None = ...,
     window_size: tuple[int | None, int | None] | None = ..., softcap: float | None = ...,
-    sinks: Tensor | None = ..., deterministic: bool | None = ...,
+    sinks: Tensor | None = ..., q_segment_ids: Tensor | None = ...,
+    kv_segment_ids: Tensor | None = ..., deterministic: bool | None = ...,
     return_lse: Literal[False] = ..., implementation: Implementation | None = ...,
 ) -> Tensor: ...  # fmt: skip
 @overload
@@ -29,7 +30,8 @@ def flash_attention(
     q: Tensor, k: Tensor, v: Tensor, *,
     causal: bool = ..., scale: float | None = ...,
     window_size: tuple[int | None, int | None] | None = ..., softcap: float | None = ...,
-    sinks: Tensor | None = ..., deterministic: bool | None = ...,
+    sinks: Tensor | None = ..., q_segment_ids: Tensor | None = ...,
+    kv_segment_ids: Tensor | None = ..., deterministic: bool | None = ...,
     return_lse: Literal[True], implementation: Implementation | None = ...,
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 @overload
@@ -37,7 +39,8 @@ def flash_attention(
     q: Tensor, k: Tensor, v: Tensor, *,
     causal: bool = ..., scale: float | None = ...,
     window_size: tuple[int | None, int | None] | None = ..., softcap: float | None = ...,
-    sinks: Tensor | None = ..., deterministic: bool | None = ...,
+    sinks: Tensor | None = ..., q_segment_ids: Tensor | None = ...,
+    kv_segment_ids: Tensor | None = ..., deterministic: bool | None = ...,
     return_lse: bool, implementation: Implementation | None = ...,
 ) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 def flash_attention(
@@ -50,6 +53,8 @@ def flash_attention(
     window_size: tuple[int | None, int | None] | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    q_segment_ids: Tensor | None = None,
+    kv_segment_ids: Tensor | None = None,
     deterministic: bool | None = None,
     return_lse: bool = False,
     implementation: Implementation | None = None,
@@ -76,6 +81,11 @@ def flash_attention(
         softcap: scores become ``softcap * tanh(score / softcap)``, before the masks.
         sinks: [Hq] float32, a logit of each head that counts in the softmax's denominator and in
             the log-sum-exp, and has no value. None is no such logit.
+        q_segment_ids: [B, Sq] int32, the segment of each query, in any order: it sees keys of its
+            own segment alone. A negative one is padding, which sees nothing and is seen by nothing,
+            and whose q, k and v may hold NaN. Tiles whose ranges of ids do not meet are skipped.
+            None, as for the keys: every query sees all keys.
+        kv_segment_ids: [B, Skv] int32, the segment of each key.
         deterministic: True: the backward gives the same bits every time. False: it may add in any
             order, which is faster where the kernels can. None: as
             ``torch.are_deterministic_algorithms_enabled()`` says.
@@ -107,9 +117,9 @@ def flash_attention(
         out, lse = flash_attention(q, k, v, causal=True, return_lse=True)
         out.sum().backward()
     """
-    operands = FlashOperands(q, k, v, sinks)
+    operands = FlashOperands(q, k, v, sinks, q_segment_ids, kv_segment_ids)
     if torch.is_autocast_enabled("cuda"):
-        operands = FlashOperands(*cast_inputs(q, k, v), sinks)
+        operands = FlashOperands(*cast_inputs(q, k, v), *operands[3:])
     deterministic = or_as_torch_says(deterministic)
     options = (causal, scale, window_size, softcap, deterministic, return_lse, implementation)
     call = recall("flash_attention", operands, options)
@@ -125,7 +135,7 @@ def _check_and_attend(
 ) -> tuple[Tensor, Tensor | None]:
     """Check the arguments of `flash_attention` and run the operator."""
     causal, scale, window_size, softcap, deterministic, return_lse, implementation = options
-    operands = FlashOperands(*cast_inputs(*given[:3]), given.sinks)
+    operands = FlashOperands(*cast_inputs(*given[:3]), *given[3:])
     checked = check_flash_options(
         causal=causal,
         scale=scale,
@@ -144,10 +154,18 @@ def _check_and_attend(
 
 
 def problem_of_flash(
-    q: Any, k: Any, v: Any, *, sinks: Any, deterministic: Any, **options: Any
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    sinks: Any,
+    q_segment_ids: Any,
+    kv_segment_ids: Any,
+    deterministic: Any,
+    **options: Any,
 ) -> tuple[torch.device, AttentionSpec]:
     """Check the arguments of `flash_attention` and return the device and the problem."""
-    operands = FlashOperands(*cast_inputs(q, k, v), sinks)
+    operands = FlashOperands(*cast_inputs(q, k, v), sinks, q_segment_ids, kv_segment_ids)
     checked = check_flash_options(deterministic=or_as_torch_says(deterministic), **options)
     return operands.q.device, DENSE.check(operands, checked)
 

@@ -35,6 +35,7 @@ from twin_attention.contract.validate import (
     no_gradient,
     not_differentiable,
     not_mapped,
+    not_mapped_with_sinks,
 )
 
 _library = torch.library.Library("torch_attn", "DEF")
@@ -345,22 +346,31 @@ class _Kept(torch.autograd.Function):
     jvp = Differentiable.jvp  # pyright: ignore[reportAssignmentType]
 
 
-# The axis of the heads, by the number of axes: in [B, S, H, D], [B, H, S] and [H].
+# The axis that a mapped dimension joins, by the number of axes: in [B, S, H, D], [B, H, S], [B, S]
+# and [H]. That of the batch, or that of the heads.
+_BATCH = {4: 0, 3: 0, 2: 0, 1: 0}
 _HEADS = {4: 2, 3: 1, 1: 0}
 
 
 def _batch(op, num_tensors, info, in_dims, *args):
     """Apply the rule of `vmap`: the mapped dimension joins the batch, or with sinks, which have
-    none, the heads.
+    none, the heads, which segment ids are the same for.
+
+    Raises:
+        NotImplementedError: segment ids that are mapped, with sinks.
     """
     tensors = list(zip(args[:num_tensors], in_dims[:num_tensors], strict=True))
-    axis = dict.fromkeys(_HEADS, 0)
+    axis = _BATCH
     if any(x is not None and x.ndim - (dim is not None) == 1 for x, dim in tensors):
         axis = _HEADS
 
     def fold(x, dim):
         if x is None:
             return None
+        if x.dtype == torch.int32 and axis is _HEADS:
+            if dim is not None:
+                not_mapped_with_sinks()
+            return x
         to = axis[x.ndim - (dim is not None)]
         if dim is None:
             x = x.unsqueeze(to).expand(*x.shape[:to], info.batch_size, *x.shape[to:])

@@ -13,7 +13,8 @@ before the mode is made::
     print(counter.get_total_flops())
 
 Only pairs of query and key that see each other are counted, unlike for
-`scaled_dot_product_attention`, of which torch counts all. The backward counts its five products.
+`scaled_dot_product_attention`, of which torch counts all; segment ids, which are data, hide none.
+The backward counts its five products.
 """
 
 from __future__ import annotations

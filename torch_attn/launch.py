@@ -22,7 +22,8 @@ from twin_attention.targets.kernels import KernelConfig, Spec
 
 # Arguments that change from call to call: one compiled kernel serves all of their values.
 UNSPECIALIZED = ["seq_q", "seq_kv", "diagonal", "num_sequences", "window_left", "window_right"]
-_DENSE: dict[str, Any] = dict.fromkeys(("num_sequences", "cu_seqlens_q_ptr", "cu_seqlens_kv_ptr"))
+_OFFSETS = "cu_seqlens_q_ptr", "cu_seqlens_kv_ptr"
+_SEGMENTS = "q_segment_ids_ptr", "kv_segment_ids_ptr", "ranges_ptr"
 
 _recorded: tuple[Callable[[str], float], list[tuple[str, KernelConfig, Any]]] | None = None
 
@@ -45,8 +46,13 @@ def flash_arguments(spec: AttentionSpec) -> dict[str, Any]:
 
 
 def sequence_arguments(spec: AttentionSpec) -> dict[str, Any]:
-    """Return the arguments that tell packed sequences from a dense batch."""
-    return {"num_sequences": spec.num_sequences} if isinstance(spec, VarlenSpec) else _DENSE
+    """Return the arguments that tell packed sequences and segments from a dense batch.
+
+    These are the operands that are left out. Those of segments come last.
+    """
+    packed = isinstance(spec, VarlenSpec)
+    left_out = () if spec.segmented else _SEGMENTS if packed else _OFFSETS + _SEGMENTS
+    return {"num_sequences": spec.num_sequences if packed else None} | dict.fromkeys(left_out)
 
 
 def stride_arguments(**layouts: Layout) -> dict[str, Any]:

@@ -38,6 +38,8 @@ class FlashCase:
             v [B, Skv, Hkv, Dv].
         causal, scale, window_size, softcap: the call's options.
         sinks: give one logit a head.
+        segments: "" for none; "documents" for segment ids in order with padding behind them;
+            "shuffled" for ids and padding in any order.
         deterministic: the call's option, for the backward.
         gradients: run the backward as well.
         layout: "contiguous", or "strided" for q, k, v that are views of one packed torch tensor
@@ -58,6 +60,7 @@ class FlashCase:
     window_size: tuple[int | None, int | None] | None = None
     softcap: float | None = None
     sinks: bool = False
+    segments: str = ""
     deterministic: bool = False
     gradients: bool = True
     layout: str = "contiguous"
@@ -85,6 +88,7 @@ class FlashCase:
             self.batch, self.seq_q, self.seq_kv, self.heads_q, self.heads_kv, self.head_dim,
             self.shapes[2][3], self.dtype, scale_or_default(self.scale, self.head_dim),
             Window.of(self.causal, self.window_size), self.softcap, self.deterministic,
+            segmented=bool(self.segments),
         )  # fmt: skip
 
 
@@ -324,6 +328,16 @@ def _quick() -> Iterator[FlashCase]:
     yield replace(
         base, name="sinks", seq_q=131, seq_kv=37, heads_q=4, heads_kv=2, causal=True, sinks=True
     )
+    yield replace(base, name="segments", segments="documents", causal=True)
+    yield replace(
+        base, name="segments-shuffled", segments="shuffled", batch=2, seq_q=70, seq_kv=90,
+        heads_kv=1, dtype="float16",
+    )  # fmt: skip
+    yield replace(
+        base, name="segments-all-options", segments="documents", seq_q=97, heads_q=4, head_dim=72,
+        head_dim_v=48, causal=True, window_size=(40, None), softcap=30.0, sinks=True, scale=0.2,
+        deterministic=True,
+    )  # fmt: skip
     yield replace(base, name="deterministic", causal=True, deterministic=True)
     yield replace(base, name="strided", layout="strided", causal=True)
     yield replace(base, name="one-token", seq_q=1, seq_kv=1)
@@ -367,6 +381,12 @@ def _full_changes() -> Iterator[Change]:
     yield "sinks-64x0", {**sinks, "seq_q": 64, "seq_kv": 0}
     yield "sinks-softcap", {**sinks, "softcap": 5.0, "head_dim": 128}
     yield "sinks-window", {"sinks": True, "window_size": (70, 5)}
+    for d in (16, 32, 64, 128, 256):
+        documents = {"segments": "documents", "head_dim": d}
+        yield f"segments-d{d}", {**documents, "causal": True}
+    yield "segments-shuffled", {"segments": "shuffled", "seq_kv": 401, "sinks": True}
+    yield "segments-softcap", {"segments": "documents", "softcap": 5.0, "head_dim": 128}
+    yield "segments-window", {"segments": "shuffled", "window_size": (70, 5)}
     for heads_q, heads_kv in ((8, 8), (8, 1), (6, 2)):
         yield f"heads{heads_q}-{heads_kv}", {"heads_q": heads_q, "heads_kv": heads_kv}
     for scale in (0.0, -0.3, 1.0):

@@ -32,7 +32,8 @@ def make_inputs(case: Case, device: str) -> Tensors:
 
     Returns:
         The tensors of the call by argument name, normally distributed. Of a "strided" flash case,
-        q, k and v are views of one packed tensor [B, S, Hq + 2 Hkv, D]. A flash case with
+        q, k and v are views of one packed tensor [B, S, Hq + 2 Hkv, D]; with segment ids q, k, v
+        and dout are NaN in the padding. A flash case with
         gradients also has dout in its dtype and dlse [B, Hq, Sq] in float32, as a varlen case has
         without B; there q, k, v and dout are NaN in the padding. A decode case has
         its pages in random order; what no sequence uses is poisoned: pages, slots past the
@@ -72,10 +73,24 @@ def _flash_inputs(case: FlashCase, normal: Normal) -> Tensors:
     inputs = {"q": q, "k": k, "v": v}
     if case.sinks:
         inputs["sinks"] = normal((spec.heads_q,), torch.float32)
+    if case.segments:
+        inputs["q_segment_ids"] = _segment_ids(case, normal, spec.seq_q)
+        inputs["kv_segment_ids"] = _segment_ids(case, normal, spec.seq_kv)
     if case.gradients:
         inputs["dout"] = normal((spec.batch, spec.seq_q, spec.heads_q, spec.head_dim_v), dtype)
         inputs["dlse"] = normal((spec.batch, spec.heads_q, spec.seq_q), torch.float32)
+    for name, of in (("q", "q"), ("k", "kv"), ("v", "kv"), ("dout", "q")):
+        if case.segments and name in inputs:
+            inputs[name][inputs[f"{of}_segment_ids"] < 0] = torch.nan
     return inputs
+
+
+def _segment_ids(case: FlashCase, normal: Normal, size: int) -> torch.Tensor:
+    """Make the segment ids [B, size] of queries or of keys: of a few segments and of padding."""
+    if case.segments == "shuffled":
+        return (2 * normal((case.batch, size), torch.float32).abs()).int() - 1
+    number = torch.linspace(0, 4.5, size, device=normal((1,), torch.float32).device).int()
+    return torch.where(number < 4, number, -1).int().expand(case.batch, size).contiguous()
 
 
 def _varlen_inputs(case: VarlenCase, normal: Normal, device: str) -> Tensors:

@@ -150,10 +150,13 @@ def evaluate(inputs: Tensors, spec: Spec, dtype: torch.dtype) -> Tensors:
 def _evaluate_flash(inputs: Tensors, spec: AttentionSpec, dtype: torch.dtype) -> Tensors:
     results = _empty_results(inputs["q"], spec, dtype)
     names = [name for name in FlashOperands._fields if name in inputs]
+    differentiable = [name for name in names if inputs[name].is_floating_point()]
     if "dout" in inputs:
         # Sums over chunks; the chunks' own rounding is that of a plain run in `dtype`.
         exact = torch.promote_types(dtype, torch.float32)
-        results |= {f"d{name}": torch.zeros_like(inputs[name], dtype=exact) for name in names}
+        results |= {
+            f"d{name}": torch.zeros_like(inputs[name], dtype=exact) for name in differentiable
+        }
     for chunk in _chunks(spec):
         x, found = chunk.crop(inputs), chunk.crop(results)
         operands = FlashOperands(**{name: x[name] for name in names})
@@ -161,7 +164,7 @@ def _evaluate_flash(inputs: Tensors, spec: AttentionSpec, dtype: torch.dtype) ->
         if "dout" in x:
             dout, dlse = x["dout"], x.get("dlse")
             gradients = attention_backward(dout, dlse, operands, chunk.spec, dtype)
-            for name in names:
+            for name in differentiable:
                 found[f"d{name}"] += getattr(gradients, name)
     return {name: x.to(dtype) for name, x in results.items()}
 
@@ -275,6 +278,7 @@ def _block(spec: AttentionSpec, batch: int, head: int, queries: slice, keys: sli
     where |= dict.fromkeys(("k", "v", "dk", "dv"), (one, keys, heads_kv))
     where |= dict.fromkeys(("lse", "dlse"), (one, heads_q, queries))
     where |= dict.fromkeys(("sinks", "dsinks"), heads_q)
+    where |= {"q_segment_ids": (one, queries), "kv_segment_ids": (one, keys)}
     ahead = (spec.seq_q - queries.stop) - (spec.seq_kv - keys.stop)
     left, right = spec.window.left, spec.window.right
     window = Window(

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from pallas_attn.kernels.portable.segments import segment_ranges, segments_of
 from pallas_attn.kernels.portable.sequences import offsets_of, with_batch, without_batch
 from pallas_attn.kernels.portable.softmax import LOG2E
 from pallas_attn.kernels.portable.tiles import ROW_PADDING
@@ -34,7 +35,7 @@ class Inputs(NamedTuple):
     delta: Array
 
 
-Launch = Callable[..., Any]  # from inputs, problem and backend; offsets of packed sequences follow
+Launch = Callable[..., Any]  # from inputs, problem and backend; then offsets or segments
 
 
 def prepare_rows(
@@ -100,14 +101,16 @@ def make_flash_bwd(
         q, k, v, dout, dlse, out, lse = with_batch(
             spec, operands.q, operands.k, operands.v, dout, dlse, out, lse
         )
-        offsets = offsets_of(operands)
-        lse2, delta = preprocess(dout, dlse, out, lse, spec, backend, *offsets[:1])
+        offsets, segments = offsets_of(operands), segments_of(operands)
+        ranges = [segment_ranges(x) for x in segments]
+        queries = *offsets[:1], *segments[:1]
+        lse2, delta = preprocess(dout, dlse, out, lse, spec, backend, *queries)
         inputs = Inputs(q, k, v, dout, lse2, delta)
         if launch_fused is not None and "flash_bwd_fused" in backend.configs(spec):
             dq, dk, dv = launch_fused(inputs, spec, backend)
         else:
-            dq = launch_dq(inputs, spec, backend, *offsets)
-            dk, dv = launch_dkdv(inputs, spec, backend, *offsets)
+            dq = launch_dq(inputs, spec, backend, *offsets, *segments, *ranges[1:])
+            dk, dv = launch_dkdv(inputs, spec, backend, *offsets, *segments, *ranges[:1])
         dq, dk, dv = without_batch(spec, dq, dk, dv)
         dsinks = sinks_gradient(operands.sinks, lse2, delta)
         gradients = {"q": dq, "k": dk, "v": dv, "sinks": dsinks}

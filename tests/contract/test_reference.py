@@ -18,7 +18,7 @@ SPEC = AttentionSpec(
 )  # fmt: skip
 
 
-def attention_by_rows(q, k, v, sinks, spec):
+def attention_by_rows(q, k, v, sinks, q_ids, kv_ids, spec):
     """The definition: each row by itself, over the keys that it sees, and over a key of value 0."""
     outs, lses = [], []
     for b in range(spec.batch):
@@ -26,6 +26,8 @@ def attention_by_rows(q, k, v, sinks, spec):
             kv_head = h // (spec.heads_q // spec.heads_kv)
             for i in range(spec.seq_q):
                 keys = list(spec.visible_keys(i))
+                if q_ids is not None:
+                    keys = [j for j in keys if 0 <= q_ids[b, i] == kv_ids[b, j]]
                 if not keys and sinks is None:
                     outs.append(q.new_zeros(spec.head_dim_v))
                     lses.append(q.new_tensor(float("-inf")))
@@ -61,6 +63,14 @@ def sinks_of(spec):
     return torch.linspace(-1, 1.5, spec.heads_q, dtype=torch.float64)
 
 
+def ids_of(spec, seed=1):
+    """Segments of queries and of keys, some of them padding; None for a problem without."""
+    make = torch.Generator().manual_seed(seed)
+    sizes = (spec.batch, spec.seq_q), (spec.batch, spec.seq_kv)
+    ids = [torch.randint(-2, 3, size, generator=make, dtype=torch.int32) for size in sizes]
+    return ids if spec.segmented else [None, None]
+
+
 def problem(spec, sinks=False):
     """Operands, dout and dlse in numpy."""
     *qkv, dout, dlse = (x.numpy() for x in inputs_of(spec))
@@ -86,14 +96,16 @@ specs = st.builds(
     scale=st.sampled_from([0.0, 0.3, -0.5, 2.0]),
     window=st.builds(Window, sides, sides),
     softcap=st.none() | st.sampled_from([0.5, 5.0]),
+    segmented=st.booleans(),
 )
 
 
 @given(specs, st.booleans())
 def test_forward_and_backward_equal_the_definition(spec, with_sinks):
     q, k, v, dout, dlse = inputs_of(spec)
-    operands = FlashOperands(q, k, v, sinks_of(spec) if with_sinks else None)
-    given = [x.requires_grad_() for x in present(operands)]
+    ids = ids_of(spec)
+    operands = FlashOperands(q, k, v, sinks_of(spec) if with_sinks else None, *ids)
+    given = [x.requires_grad_() for x in present(operands[:4])]
     out, lse = attention_by_rows(*operands, spec)
     seen = torch.isfinite(lse)
     # Where a row sees no key its lse is a constant, so its gradient drops out.
@@ -104,13 +116,14 @@ def test_forward_and_backward_equal_the_definition(spec, with_sinks):
         else [torch.zeros_like(x) for x in given]
     )
 
-    arrays = [x.detach().numpy() for x in given]
-    got_out, got_lse = attention_forward(FlashOperands(*arrays), spec, np.float64)
+    for x, of in zip((q, k, v, dout), (0, 1, 1, 0), strict=True):
+        if spec.segmented:  # what padding holds does not matter
+            x.detach()[ids[of] < 0] = torch.nan
+    arrays = operands._make(None if x is None else x.detach().numpy() for x in operands)
+    got_out, got_lse = attention_forward(arrays, spec, np.float64)
     close(got_out, out.detach())
     close(got_lse, lse.detach())
-    gradients = attention_backward(
-        dout.numpy(), dlse.numpy(), FlashOperands(*arrays), spec, np.float64
-    )
+    gradients = attention_backward(dout.numpy(), dlse.numpy(), arrays, spec, np.float64)
     for got, want in zip(present(gradients), wanted, strict=True):
         close(got, want)
 
@@ -151,7 +164,7 @@ def test_a_row_without_keys_has_its_sink_as_lse(sink, dtype):
     out, lse = attention_forward(operands, spec, dtype)
     assert (out[:, :3] == 0).all()
     assert (lse[:, :, :3] == sink).all()
-    dq, *_, dsinks = attention_backward(dout, dlse, operands, spec, dtype)
+    dq, _dk, _dv, dsinks, *_ = attention_backward(dout, dlse, operands, spec, dtype)
     assert (dq[:, :3] == 0).all()
     if sink == -800:  # too small to count in a row with keys
         np.testing.assert_allclose(dsinks, dlse[:, :, :3].sum((0, 2)), rtol=1e-5)
@@ -164,7 +177,8 @@ def test_a_sink_of_minus_infinity_is_none():
     want = attention_forward(operands, spec, np.float64)
     got = attention_forward(with_sinks, spec, np.float64)
     want += attention_backward(dout, dlse, operands, spec, np.float64)[:3]
-    *gradients, dsinks = attention_backward(dout, dlse, with_sinks, spec, np.float64)
+    found = attention_backward(dout, dlse, with_sinks, spec, np.float64)
+    gradients, dsinks = found[:3], found.sinks
     assert all(np.array_equal(a, b) for a, b in zip((*got, *gradients), want, strict=True))
     assert (dsinks == 0).all()
 
@@ -190,7 +204,8 @@ def test_empty_problems_keep_their_shapes(sizes, window, sinks):
     assert lse.shape == dlse.shape
     assert (out == 0).all()
     assert (lse == (operands.sinks[:, None] if sinks else -np.inf)).all()
-    *gradients, dsinks = attention_backward(dout, dlse, operands, spec, np.float64)
+    found = attention_backward(dout, dlse, operands, spec, np.float64)
+    gradients, dsinks = found[:3], found.sinks
     for got, x in zip(gradients, operands[:3], strict=True):
         assert got.shape == x.shape
         assert (got == 0).all()
@@ -225,13 +240,14 @@ def test_namespaces_agree():
     import jax.numpy as jnp
 
     q, k, v, dout, dlse, sinks = (x.float().numpy() for x in (*inputs_of(SPEC), sinks_of(SPEC)))
-    spec = replace(SPEC, window=Window(3, 1), softcap=4.0)
+    spec = replace(SPEC, window=Window(3, 1), softcap=4.0, segmented=True)
+    ids = [x.numpy() for x in ids_of(spec)]
 
     def run(convert, dtype):
-        x = FlashOperands(*map(convert, (q, k, v, sinks)))
+        x = FlashOperands(*map(convert, (q, k, v, sinks, *ids)))
         out, lse = attention_forward(x, spec, dtype)
         gradients = attention_backward(convert(dout), convert(dlse), x, spec, dtype)
-        return [np.asarray(a) for a in (out, lse, *gradients)]
+        return [np.asarray(a) for a in (out, lse, *present(gradients))]
 
     by_numpy, by_torch = run(np.asarray, np.float32), run(torch.asarray, torch.float32)
     with jax.default_matmul_precision("highest"):  # JAX's default on a GPU is TF32

@@ -98,6 +98,10 @@ def test_a_case_describes_the_call_that_validation_accepts(case: FlashCase):
     operands = FlashOperands(
         *(Operand(name, shape, case.dtype) for name, shape in zip("qkv", case.shapes, strict=True)),
         Operand("sinks", (case.heads_q,), "float32") if case.sinks else None,
+        *(
+            Operand(f"{name}_segment_ids", shape[:2], "int32") if case.segments else None
+            for name, shape in zip(("q", "kv"), case.shapes, strict=False)
+        ),
     )
     assert check_flash_attention(operands, options) == case.spec
 
@@ -135,6 +139,7 @@ def test_suites_cover_every_option(suite):
     assert any(case.shapes[0][3] != case.shapes[2][3] for case in cases)
     assert any(case.softcap and case.window_size and case.causal for case in flash_cases("quick"))
     assert any(case.layout == "strided" for case in cases)
+    assert {case.segments for case in cases} == {"", "documents", "shuffled"}
     assert any(case.scale is not None for case in cases)
     assert any(case.spec.is_empty for case in cases)
 

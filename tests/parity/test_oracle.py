@@ -37,6 +37,7 @@ def assert_same(got, want):
     [
         CASE, replace(CASE, batch=0), replace(CASE, seq_kv=0), replace(CASE, seq_q=0),
         replace(CASE, sinks=True), replace(CASE, seq_kv=0, sinks=True),
+        replace(CASE, segments="shuffled", sinks=True),
     ],
 )  # fmt: skip
 def test_slicing_agrees_with_unsliced(case, torch_device):

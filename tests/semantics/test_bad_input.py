@@ -9,6 +9,7 @@ import torch
 Q, K, V = (2, 5, 4, 32), (2, 7, 2, 32), (2, 7, 2, 48)
 SIZE = "expected a head size from 16 to 256 in steps of 8, got "
 WINDOW = "window_size: expected None or a pair (left, right) of non-negative integers or None, got "
+INT_IDS = {"q_segment_ids": "int32", "kv_segment_ids": "int32"}
 
 # name: (exception, message, changed shapes, changed dtypes, options)
 MISTAKES = {
@@ -119,6 +120,27 @@ MISTAKES = {
     ),
     "dtype of sinks": (
         TypeError, "sinks: expected dtype float32, got bfloat16", {"sinks": (4,)}, {}, {},
+    ),
+    "ids of queries alone": (
+        ValueError, "kv_segment_ids: expected ids of queries and of keys, or of neither, got None",
+        {"q_segment_ids": (2, 5)}, {"q_segment_ids": "int32"}, {},
+    ),
+    "ids of keys alone": (
+        ValueError, "q_segment_ids: expected ids of queries and of keys, or of neither, got None",
+        {"kv_segment_ids": (2, 7)}, {"kv_segment_ids": "int32"}, {},
+    ),
+    "ids of one sequence": (
+        ValueError, "q_segment_ids: expected shape (2, 5), one of each token, got (5,)",
+        {"q_segment_ids": (5,), "kv_segment_ids": (2, 7)}, INT_IDS, {},
+    ),
+    "ids of another length": (
+        ValueError, "kv_segment_ids: expected shape (2, 7), one of each token, got (2, 5)",
+        {"q_segment_ids": (2, 5), "kv_segment_ids": (2, 5)}, INT_IDS, {},
+    ),
+    "dtype of ids": (
+        TypeError, "kv_segment_ids: expected dtype int32, got int64",
+        {"q_segment_ids": (2, 5), "kv_segment_ids": (2, 7)}, INT_IDS | {"kv_segment_ids": "int64"},
+        {},
     ),
     "causal of a number": (TypeError, "causal: expected a bool, got int", {}, {}, {"causal": 1}),
 }  # fmt: skip

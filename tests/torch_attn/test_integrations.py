@@ -87,7 +87,26 @@ def local(x: torch.Tensor, placements, mesh: DeviceMesh) -> torch.Tensor:
     for i, placement in enumerate(placements):
         if isinstance(placement, Shard):
             x = x.chunk(mesh.size(i), placement.dim)[0]
-    return x.detach().clone().requires_grad_()
+    return x.detach().clone().requires_grad_(x.is_floating_point())
+
+
+@pytest.mark.parametrize("placement", [Shard(0), Shard(2)], ids=str)
+def test_segment_ids_go_with_the_batch(mesh, placement):
+    def attend(q, k, v, q_ids, kv_ids):
+        ids = {"q_segment_ids": q_ids, "kv_segment_ids": kv_ids}
+        out = torch_attn.flash_attention(q, k, v, **ids)
+        return out, *torch.autograd.grad(out, (q, k, v), 2 * out)
+
+    segments = [torch.arange(4 * size).view(4, size).int() % 3 - 1 for size in (5, 7)]
+    whole = [*tensors(), *segments]
+    shards = []
+    for x in whole:
+        of_ids = placement if placement == Shard(0) else Replicate()
+        placed = [placement if x.ndim == 4 else of_ids]
+        shards.append(DTensor.from_local(local(x, placed, mesh), mesh, placed))
+    for x, want in zip(attend(*shards), attend(*whole), strict=True):
+        assert x.placements == (placement,)
+        torch.testing.assert_close(x.to_local(), local(want, [placement], mesh))
 
 
 def test_heads_that_do_not_divide_are_not_sharded(mesh):

@@ -262,10 +262,10 @@ def test_vmap(qkv):
 def test_vmap_with_sinks(qkv, mapped, implementation):
     """Each is mapped by itself or with the others, and has a gradient of each of its own."""
     q, k, v = (x.detach() for x in qkv)
-    one = FlashOperands(q, k, v, torch.randn(HEADS, device=q.device))
-    many = [torch.stack([x, 2 * x, -x]) for x in one]
-    dims = [0 if mapped in (name, "all") else None for name in one._fields]
-    given = [x if dim is None else y for x, y, dim in zip(one, many, dims, strict=True)]
+    one = {"q": q, "k": k, "v": v, "sinks": torch.randn(HEADS, device=q.device)}
+    many = [torch.stack([x, 2 * x, -x]) for x in one.values()]
+    dims = [0 if mapped in (name, "all") else None for name in one]
+    given = [x if dim is None else y for x, y, dim in zip(one.values(), many, dims, strict=True)]
 
     def attend(q, k, v, sinks):
         out, lse = flash_attention(

@@ -9,6 +9,7 @@ import torch
 import triton
 from torch import Tensor
 
+from torch_attn.kernels.portable.segments import segment_ranges, segments_of
 from torch_attn.kernels.portable.sequences import offsets_of
 from torch_attn.kernels.portable.softmax import LOG2E
 from torch_attn.launch import KernelCall, Prepared, launch
@@ -61,8 +62,10 @@ def make_flash_bwd(
             The gradient of each operand, in its dtype, contiguous.
         """
         q, k, v = operands.q, operands.k, operands.v
-        offsets = offsets_of(operands)
-        lse2, delta = preprocess(dout, dlse, out, lse, spec, backend, *offsets[:1])
+        offsets, segments = offsets_of(operands), segments_of(operands)
+        ranges = [segment_ranges(x) for x in segments]
+        queries = *offsets[:1], *segments[:1]
+        lse2, delta = preprocess(dout, dlse, out, lse, spec, backend, *queries)
         grads = tuple(x.new_empty(x.shape) for x in (q, k, v))
         inputs = (q, k, v, dout, lse2, delta)
         if postprocess is not None and "flash_bwd_fused" in backend.configs(spec):
@@ -73,8 +76,9 @@ def make_flash_bwd(
             launch("flash_bwd_postprocess", *postprocess, (sums, grads[0]), spec, backend)
         else:
             no_sums = () if postprocess is None else (None,)
-            launch("flash_bwd_dq", *dq, (*inputs, grads[0], *offsets), spec, backend, **options)
-            tensors = (*inputs, *grads[1:], *no_sums, *offsets)
+            tensors = (*inputs, grads[0], *offsets, *segments, *ranges[1:])
+            launch("flash_bwd_dq", *dq, tensors, spec, backend, **options)
+            tensors = (*inputs, *grads[1:], *no_sums, *offsets, *segments, *ranges[:1])
             launch("flash_bwd_dkdv", *dkdv, tensors, spec, backend, **options)
         dsinks = sinks_gradient(operands.sinks, lse2, delta)
         gradients = dict(zip(("q", "k", "v", "sinks"), (*grads, dsinks), strict=True))

@@ -45,6 +45,11 @@ def _flash_cases(gradients: bool) -> Iterator[FlashCase]:
                     _name("flash", dtype, head_dim, softcap), batch, 4096, 4096, heads, heads,
                     head_dim, dtype=dtype, causal=True, softcap=softcap, gradients=gradients,
                 )  # fmt: skip
+            if dtype == "bfloat16":
+                yield FlashCase(
+                    _name("segments", dtype, head_dim, None), batch, 4096, 4096, heads, heads,
+                    head_dim, dtype=dtype, causal=True, segments="documents", gradients=gradients,
+                )  # fmt: skip
 
 
 def _decode_cases(kernel: str) -> Iterator[DecodeCase]:

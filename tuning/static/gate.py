@@ -50,6 +50,7 @@ FLASH_FEATURES: dict[str, dict[str, Any]] = {
     "all-options": {"window_size": (256, 128), "softcap": 30.0, "sinks": True},
     "odd-head-size": {"causal": True},
     "packed": {"causal": True},
+    "segments": {"causal": True},
 }
 DECODE_FEATURES: dict[str, dict[str, Any]] = {
     "decode": {"tokens": 1, "num_splits": 4},
@@ -84,7 +85,8 @@ _AOT = {
     ("jax", "triton"): "tuning.static.pallas_aot",
     ("jax", "mosaic"): "tuning.static.mosaic_aot",
 }
-# Packed sequences are compiled in this dtype and these head sizes alone.
+# Features of the portable kernels alone, which are compiled in this dtype and these head sizes.
+_PORTABLE_FEATURES = ("packed", "segments")
 _PACKED = ("bfloat16", (64, 128))
 # The explicit kernels' head sizes: of each row the largest, and those that need two column pieces.
 _EXPLICIT_HEAD_DIMS = (16, 32, 64, 80, 96, 128, 192, 256)
@@ -135,6 +137,8 @@ class Problem:
             case = FlashCase("", 2, 2048, 2048, 4, 2, head_dim, dtype=self.dtype, **options)
             if self.feature == "packed":
                 return VarlenSpec(**vars(replace(case.spec, batch=1)), num_sequences=8)
+            if self.feature == "segments":
+                return replace(case.spec, segmented=True)
             return case.spec
         batch = 4
         if self.feature == "decode-crowded":
@@ -200,7 +204,7 @@ def problems(framework: str, target: str, family: str = "triton") -> Iterator[Pr
     if family != "triton":
         for head_dim, feature in product(_EXPLICIT_HEAD_DIMS, FLASH_FEATURES):
             problem = Problem(framework, target, "bfloat16", head_dim, feature, family)
-            if feature != "packed" and problem.spec.head_dim >= HEAD_DIM_MIN:
+            if feature not in _PORTABLE_FEATURES and problem.spec.head_dim >= HEAD_DIM_MIN:
                 yield problem
         return
     paged = DECODE_FEATURES | CHUNK_FEATURES
@@ -209,7 +213,9 @@ def problems(framework: str, target: str, family: str = "triton") -> Iterator[Pr
             for dtype, feature in product(DTYPES[bits], features):
                 problem = Problem(framework, target, dtype, head_dim, feature)
                 size = problem.spec.head_dim
-                if feature == "packed" and (dtype != _PACKED[0] or size not in _PACKED[1]):
+                if feature in _PORTABLE_FEATURES and (
+                    dtype != _PACKED[0] or size not in _PACKED[1]
+                ):
                     continue
                 if size >= HEAD_DIM_MIN and padded_head_dim(size) == head_dim:
                     yield problem
@@ -217,7 +223,9 @@ def problems(framework: str, target: str, family: str = "triton") -> Iterator[Pr
 
 def _mosaic_problems(target: str) -> Iterator[Problem]:
     flash = [("bfloat16", *x) for x in product(_MOSAIC_HEAD_DIMS, ("causal",))]
-    features = [feature for feature in FLASH_FEATURES if feature != "causal"]
+    features = [
+        feature for feature in FLASH_FEATURES if feature not in ("causal", *_PORTABLE_FEATURES)
+    ]
     flash += [("bfloat16", *x) for x in product(_MOSAIC_HEAD_DIMS_WITH_FEATURES, features)]
     paged = product((*DTYPES[16], *DTYPES[8]), _PAGED_HEAD_DIMS, _PAGED_FEATURES)
     for dtype, head_dim, feature in (*flash, *paged):

@@ -21,7 +21,10 @@ Empty = Callable[..., X]  # a dtype's name and a shape: an array without values
 def flash_operands(
     spec: AttentionSpec, empty: Empty[X], sinks: bool
 ) -> FlashOperands[X] | VarlenOperands[X]:
-    """Return the operands of `flash_attention`, or of its packed form, with sinks or without."""
+    """Return the operands of `flash_attention`, or of its packed form, with sinks or without.
+
+    There are segment ids where the problem has them.
+    """
     if isinstance(spec, VarlenSpec):
         return VarlenOperands(
             q=empty(spec.dtype, spec.seq_q, spec.heads_q, spec.head_dim),
@@ -37,6 +40,8 @@ def flash_operands(
         k=empty(spec.dtype, *keys, spec.head_dim),
         v=empty(spec.dtype, *keys, spec.head_dim_v),
         sinks=empty("float32", spec.heads_q) if sinks else None,
+        q_segment_ids=empty("int32", spec.batch, spec.seq_q) if spec.segmented else None,
+        kv_segment_ids=empty("int32", spec.batch, spec.seq_kv) if spec.segmented else None,
     )
 
 

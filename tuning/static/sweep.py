@@ -5,9 +5,9 @@ compiler, which turns a loop of one step into plain code. That can take more sha
 long loops that the configurations were chosen for. So each kernel of flash attention is compiled
 once for every combination of steps that lengths of a few tiles give, over full, causal and windowed
 masks. Paged decoding reads its lengths on the device; its code depends on the query rows, the pages
-and the options. In `torch_attn` all lengths are run-time values, and a few problems do. A kernel
-that does not fit as configured gets fewer stages (`compile_to_fit`), and is refused only where that
-does not help.
+and the options. In `torch_attn` all lengths are run-time values, and a few problems do; with
+segment ids, which tell the steps on the device, one does. A kernel that does not fit as configured
+gets fewer stages (`compile_to_fit`), and is refused only where that does not help.
 """
 
 from __future__ import annotations
@@ -90,8 +90,11 @@ def problems(row: Row, windows: Sequence[Window] = WINDOWS) -> Sequence[Attentio
         return list(_decodes(row))
     if row.framework == "torch":
         spec = _flash(row, 203, 331)
-        return [replace(spec, window=window) for window in windows]
-    return list(_flash_of_all_structures(row, windows))
+        segmented = replace(spec, window=windows[-1], segmented=True)
+        return [segmented, *(replace(spec, window=window) for window in windows)]
+    # With segment ids the steps are known on the device alone.
+    segmented = replace(_flash(row, 203, 331, windows[-1]), segmented=True)
+    return [segmented, *_flash_of_all_structures(row, windows)]
 
 
 def sweep(row: Row, windows: Sequence[Window] = WINDOWS) -> tuple[int, list[Misfit]]:

@@ -20,12 +20,16 @@ class FlashOperands(NamedTuple, Generic[X]):
         k: [B, Skv, Hkv, D].
         v: [B, Skv, Hkv, Dv].
         sinks: [Hq] float32, one logit a head in the denominator, or None.
+        q_segment_ids, kv_segment_ids: [B, Sq] and [B, Skv] int32, the segment of each token,
+            negative for padding; or None, both of them.
     """
 
     q: X
     k: X
     v: X
     sinks: X | None = None
+    q_segment_ids: X | None = None
+    kv_segment_ids: X | None = None
 
 
 class VarlenOperands(NamedTuple, Generic[X]):

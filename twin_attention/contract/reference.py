@@ -51,7 +51,9 @@ def attention_forward(
         sees no key gives 0, and -inf or its head's sink.
     """
     xp = array_namespace(operands.q)
-    return _forward(xp, operands, spec, visibility(xp, spec, device(operands.q)), dtype)
+    seen = visibility(xp, spec, device(operands.q))
+    operands, seen, _ = _apply_segments(xp, operands, seen)
+    return _forward(xp, operands, spec, seen, dtype)
 
 
 def attention_backward(
@@ -73,7 +75,27 @@ def attention_backward(
     """
     xp = array_namespace(operands.q)
     seen = visibility(xp, spec, device(operands.q))
+    operands, seen, is_query = _apply_segments(xp, operands, seen)
+    if is_query is not None:
+        dout = _clear_padding(xp, dout, is_query)
     return _backward(xp, dout, dlse, operands, spec, seen, dtype)
+
+
+def _apply_segments(
+    xp: Any, operands: FlashOperands, seen: Array | None
+) -> tuple[FlashOperands, Array | None, Array | None]:
+    """Return operands without their padding, the mask [B, Sq, Skv] of the keys that each query sees
+    of those in `seen` [Sq, Skv], and which queries are no padding, [B, Sq]. Without segment ids
+    nothing changes, and the last is None.
+    """
+    q, k, v, sinks, q_ids, kv_ids = operands
+    if q_ids is None or kv_ids is None:
+        return operands, seen, None
+    is_query, is_key = q_ids >= 0, kv_ids >= 0
+    same = (q_ids[:, :, None] == kv_ids[:, None, :]) & is_query[:, :, None]
+    seen = same if seen is None else same & seen[None, :, :]
+    q, k, v = (_clear_padding(xp, x, kept) for x, kept in ((q, is_query), (k, is_key), (v, is_key)))
+    return FlashOperands(q, k, v, sinks), seen, is_query
 
 
 def varlen_forward(operands: VarlenOperands, spec: VarlenSpec, dtype: Any) -> tuple[Array, Array]:
@@ -111,9 +133,9 @@ def varlen_backward(
     """
     xp = array_namespace(operands.q)
     batch, seen, is_query = _as_one_sequence(xp, operands, spec)
-    dout = _clear_padding(xp, dout, is_query)
+    dout = _clear_padding(xp, dout, is_query)[None, ...]
     dlse = None if dlse is None else dlse[None, ...]
-    dq, dk, dv, dsinks = _backward(xp, dout, dlse, batch, spec, seen, dtype)
+    dq, dk, dv, dsinks, *_ = _backward(xp, dout, dlse, batch, spec, seen, dtype)
     return VarlenOperands(dq[0, ...], dk[0, ...], dv[0, ...], None, None, dsinks)
 
 
@@ -134,7 +156,10 @@ def _as_one_sequence(
     diagonal = xp.take(cu_kv - cu_q, following, axis=0)
     position = xp.arange(spec.seq_q, device=device(q)) + diagonal
     seen = seen & _in_window(xp, position, spec)
-    q, k, v = (_clear_padding(xp, x, kept) for x, kept in ((q, is_query), (k, is_key), (v, is_key)))
+    cleared = (
+        _clear_padding(xp, x, x_kept) for x, x_kept in ((q, is_query), (k, is_key), (v, is_key))
+    )
+    q, k, v = (x[None, ...] for x in cleared)
     return FlashOperands(q, k, v, sinks), seen, is_query
 
 
@@ -146,8 +171,8 @@ def _sequence_of_tokens(xp: Any, offsets: Array, tokens: int) -> Array:
 
 
 def _clear_padding(xp: Any, x: Array, kept: Array) -> Array:
-    """Return tokens [T, H, D] as a batch of one with padding, which may hold NaN, at 0."""
-    return xp.where(kept[:, None, None], x, xp.zeros_like(x))[None, ...]
+    """Return tokens [..., S, H, D] with padding, which may hold NaN, at 0."""
+    return xp.where(kept[..., None, None], x, xp.zeros_like(x))
 
 
 def _forward(
@@ -245,8 +270,11 @@ def _scores(
         t = xp.tanh(s / spec.softcap)
         s, dcap = t * spec.softcap, 1 - t * t
     if seen is not None:
-        group = (spec.group_size, *seen.shape)
-        seen = xp.reshape(xp.broadcast_to(seen, group), s.shape[-2:])
+        # [Sq, Skv], or [B, Sq, Skv], for each query head of a kv head.
+        *batch, seq_q, seq_kv = seen.shape
+        shape = (*batch, spec.group_size, seq_q, seq_kv)
+        seen = xp.broadcast_to(seen[..., None, :, :], shape)
+        seen = xp.reshape(seen, (*batch, *(1 for _ in batch), *s.shape[-2:]))
         s = xp.where(seen, s, xp.full_like(s, float("-inf")))
     return s, dcap
 

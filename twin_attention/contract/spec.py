@@ -96,6 +96,7 @@ class AttentionSpec:
         softcap: scores become ``softcap * tanh(score / softcap)``; None leaves them.
         deterministic: a backward gives the same bits every time; False allows sums in any order.
         rows_aligned: every row of the operands begins at a multiple of 16 bytes, as TMA wants it.
+        segmented: there are segment ids. Which keys they hide is data on the device.
     """
 
     batch: int
@@ -111,6 +112,7 @@ class AttentionSpec:
     softcap: float | None = None
     deterministic: bool = False
     rows_aligned: bool = True
+    segmented: bool = False
 
     @classmethod
     def of(
@@ -138,6 +140,7 @@ class AttentionSpec:
             window=window,
             softcap=softcap,
             deterministic=bool(deterministic),
+            segmented=operands.q_segment_ids is not None,
         )
 
     @property
@@ -171,7 +174,7 @@ class AttentionSpec:
         return self.window.bounded(self.seq_q + self.seq_kv)
 
     def visible_keys(self, query: int) -> range:
-        """Return the keys that one query sees."""
+        """Return the keys that one query sees, of all segments."""
         position = query + self.diagonal
         begin, end = 0, self.seq_kv
         if self.window.left is not None:

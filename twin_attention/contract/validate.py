@@ -99,6 +99,14 @@ def not_mapped(function: str) -> NoReturn:
     )
 
 
+def not_mapped_with_sinks() -> NoReturn:
+    """Refuse `vmap` over segment ids with sinks, which have no batch that it could join."""
+    raise NotImplementedError(
+        "flash_attention: vmap over segment ids with sinks is not supported; "
+        "call it for each, or share the ids"
+    )
+
+
 class FlashOptions(NamedTuple):
     """The options of `flash_attention`, checked; without a scale it follows from the head size."""
 
@@ -176,6 +184,7 @@ def check_flash_attention(operands: FlashOperands[Operand], options: FlashOption
     """
     _check_qkv(operands, ("[B, Sq, Hq, D]", "[B, Skv, Hkv, D]", "[B, Skv, Hkv, Dv]"))
     _check_sinks(operands)
+    _check_segment_ids(operands)
     return AttentionSpec.of(operands, operands.q.dtype, *options)
 
 
@@ -528,6 +537,23 @@ def _check_sinks(
         fail(ValueError, "sinks", f"shape {q.shape[-2:-1]}, one of each head", sinks.shape)
     _check_device(sinks, q)
     _check_rows(sinks)
+
+
+def _check_segment_ids(operands: FlashOperands[Operand]) -> None:
+    q_ids, kv_ids = operands.q_segment_ids, operands.kv_segment_ids
+    if q_ids is None and kv_ids is None:
+        return
+    for name, x in (("q_segment_ids", q_ids), ("kv_segment_ids", kv_ids)):
+        if x is None:
+            fail(ValueError, name, "ids of queries and of keys, or of neither", None)
+    assert q_ids is not None
+    assert kv_ids is not None
+    for x, of in ((q_ids, operands.q), (kv_ids, operands.k)):
+        _check_dtype(x, "int32")
+        if x.shape != of.shape[:2]:
+            fail(ValueError, x.name, f"shape {of.shape[:2]}, one of each token", x.shape)
+        _check_device(x, operands.q)
+        _check_rows(x)
 
 
 def _check_float(x: Operand, dtypes: tuple[str, ...]) -> None:

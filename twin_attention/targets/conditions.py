@@ -23,6 +23,11 @@ def _has_window(spec: Spec) -> bool:
     return isinstance(spec, AttentionSpec) and spec.window != Window()
 
 
+def _has_segments(spec: Spec) -> bool:
+    """Return True for a flash attention with segment ids, which need more registers."""
+    return isinstance(spec, AttentionSpec) and spec.segmented
+
+
 def _has_many_keys(spec: Spec) -> bool:
     """Return True for a flash attention of at least 2048 keys."""
     return isinstance(spec, AttentionSpec) and spec.seq_kv >= 2048
@@ -80,6 +85,7 @@ def _chooses_splits(spec: Spec) -> TypeGuard[DecodeSpec]:
 CONDITIONS: dict[str, Callable[[Spec], bool]] = {
     "softcap": _has_softcap,
     "window": _has_window,
+    "segments": _has_segments,
     ">= 2048 keys": _has_many_keys,
     "> 32 rows": _has_many_rows,
     "<= 256 keys": _has_few_keys,

@@ -21,6 +21,8 @@ def supports(operation: str, spec: Spec, target: str | None) -> str | None:
         return "it has flash attention alone"
     if isinstance(spec, VarlenSpec):
         return "its kernels take no packed sequences"
+    if spec.segmented:
+        return "its kernels take no segment ids"
     if target != "sm90":
         return "its kernels are for SM90"
     if spec.dtype_bits != 16:

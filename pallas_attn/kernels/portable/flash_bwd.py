@@ -14,6 +14,12 @@ from jax.experimental import pallas as pl
 
 from pallas_attn.kernels.gradients import make_flash_bwd
 from pallas_attn.kernels.portable.scores import add_product, dot, visible_scores
+from pallas_attn.kernels.portable.segments import (
+    STAYS,
+    VISITED,
+    load_segments,
+    meeting_tiles,
+)
 from pallas_attn.kernels.portable.sequences import (
     count_sequence_tiles,
     first_tile,
@@ -34,7 +40,7 @@ from pallas_attn.kernels.portable.tiles import (
     tile_start,
     visible_tiles,
 )
-from pallas_attn.launch import flash_arguments, launch, of_all, of_group, of_head
+from pallas_attn.launch import flash_arguments, launch, of_all, of_batch, of_group, of_head
 from twin_attention.targets.config import padded_head_dim
 
 
@@ -44,6 +50,7 @@ def flash_bwd_preprocess_kernel(
     lse_ref,
     dlse_ref,
     cu_seqlens_q_ref,
+    q_segment_ids_ref,
     lse2_ref,
     delta_ref,
     *,
@@ -60,7 +67,8 @@ def flash_bwd_preprocess_kernel(
     [Sq rounded up to ROW_PADDING], all float32. Grid: (query tiles, heads, batch).
 
     Packed sequences, as in `flash_fwd_kernel`: lse2 and delta have `count_sequence_tiles` of
-    ROW_PADDING rows, so that each sequence begins a tile. dout counts as 0 in padding.
+    ROW_PADDING rows, so that each sequence begins a tile. dout counts as 0 in padding, and in that
+    of segment ids q_segment_ids [Sq] int32, or None.
     """
     # Locate the rows.
     padded = pl.program_id(0) * block_q
@@ -74,7 +82,8 @@ def flash_bwd_preprocess_kernel(
         seq_dout = first_dout + size_dout
 
     # delta = rowsum(dout ∘ out) - dlse
-    do = load_tile(dout_ref, start_q, seq_dout, block_q, head_dim_v, True)
+    _segment_q, is_query = load_segments(q_segment_ids_ref, start_q, seq_q, block_q, STAYS)
+    do = load_tile(dout_ref, start_q, seq_dout, block_q, head_dim_v, True, is_query)
     out = load_tile(out_ref, start_q, seq_q, block_q, head_dim_v, True)
     delta = jnp.sum(do.astype(jnp.float32) * out.astype(jnp.float32), 1)
     lse = load_rows(lse_ref, start_q, seq_q, block_q, float("inf"))
@@ -96,6 +105,9 @@ def flash_bwd_dq_kernel(
     delta_ref,
     cu_seqlens_q_ref,
     cu_seqlens_kv_ref,
+    q_segment_ids_ref,
+    kv_segment_ids_ref,
+    ranges_ref,
     dq_ref,
     *,
     seq_q,
@@ -116,7 +128,8 @@ def flash_bwd_dq_kernel(
     dout [Sq, Dv], lse2 and delta of `flash_bwd_preprocess_kernel`. Grid, diagonal, rule: as
     in `flash_fwd_kernel`. Loop invariant: dq is Σ ds k over the keys so far. Accumulation: float32,
     exponents in base 2, ds cast to k's dtype for ds·k. A row that sees no key gives 0. Packed
-    sequences: as in `flash_fwd_kernel`; lse2 and delta as `flash_bwd_preprocess_kernel` has them.
+    sequences, segment ids: as in `flash_fwd_kernel`; lse2 and delta as
+    `flash_bwd_preprocess_kernel` has them.
     """
     # Locate the tile of queries.
     num_tiles = count_sequence_tiles(seq_q, num_sequences, block_q)
@@ -132,8 +145,9 @@ def flash_bwd_dq_kernel(
         lse2_ref, delta_ref = Rows(lse2_ref, moved), Rows(delta_ref, moved)
 
     # Load the queries and what belongs to their rows; they stay.
-    q = load_tile(q_ref, start_q, seq_q, block_q, head_dim, True)
-    do = load_tile(dout_ref, start_q, seq_q, block_q, head_dim_v, True)
+    segment_q, is_query = load_segments(q_segment_ids_ref, start_q, seq_q, block_q, STAYS)
+    q = load_tile(q_ref, start_q, seq_q, block_q, head_dim, True, is_query)
+    do = load_tile(dout_ref, start_q, seq_q, block_q, head_dim_v, True, is_query)
     rows = start_q + arange(block_q)
     position = rows + diagonal
     lse2 = load_padded_rows(lse2_ref, start_q, block_q)
@@ -144,21 +158,28 @@ def flash_bwd_dq_kernel(
     begin, before, full, after = visible_tiles(
         start_q, seq_q, seq_kv, diagonal, window_left, window_right, block_q, block_kv
     )
+    if ranges_ref is not None:
+        begin, before, full, after = meeting_tiles(
+            segment_q, ranges_ref, seq_kv, begin, before, full, after, block_kv
+        )
     for masked in (False, True):
 
         def visit(index, dq, masked=masked):
             start_kv = tile_start(index, begin, before, full, block_kv, masked)
             # s = scale · q kᵀ
-            k = load_tile(k_ref, start_kv, seq_kv, block_kv, head_dim, masked)
+            segment_kv, is_key = load_segments(
+                kv_segment_ids_ref, start_kv, seq_kv, block_kv, VISITED
+            )
+            k = load_tile(k_ref, start_kv, seq_kv, block_kv, head_dim, masked, is_key)
             key = start_kv + arange(block_kv)
             s, dcap = visible_scores(
                 q, k, position[:, None], key[None, :], seq_kv, rule, window_left, window_right,
-                masked,
+                masked, segment_q, segment_kv,
             )  # fmt: skip
             # p = exp(s - lse)
             p = jnp.exp2(s * rule.exp2_scale - lse2[:, None])
             # dp = dout vᵀ
-            v = load_tile(v_ref, start_kv, seq_kv, block_kv, head_dim_v, masked)
+            v = load_tile(v_ref, start_kv, seq_kv, block_kv, head_dim_v, masked, is_key)
             dp = dot(do, v.T)
             # ds = p ∘ (dp - delta) ∘ dcap
             ds = p * (dp - delta[:, None]) * dcap
@@ -180,6 +201,9 @@ def flash_bwd_dkdv_kernel(
     delta_ref,
     cu_seqlens_q_ref,
     cu_seqlens_kv_ref,
+    q_segment_ids_ref,
+    kv_segment_ids_ref,
+    ranges_ref,
     dk_ref,
     dv_ref,
     *,
@@ -204,8 +228,8 @@ def flash_bwd_dkdv_kernel(
     dp, ds are transposed (keys down, queries across), so that they are left operands as they are.
     Loop invariant: dk is Σ dsᵀ q and dv is Σ pᵀ dout over the query heads and queries so far.
     Accumulation: float32, exponents in base 2, p and ds cast to the inputs' dtype for their
-    products. A key that no query sees gives 0. Packed sequences: as in `flash_bwd_dq_kernel`, with
-    tiles of keys.
+    products. A key that no query sees gives 0. Packed sequences, segment ids: as in
+    `flash_bwd_dq_kernel`, with tiles of keys, and the ranges of the queries' ids.
     """
     # Locate the tile of keys.
     tile = pl.program_id(0)
@@ -220,8 +244,9 @@ def flash_bwd_dkdv_kernel(
         lse2_ref, delta_ref = Rows(lse2_ref, first_row), Rows(delta_ref, first_row)
 
     # Load the keys and values; they stay.
-    k = load_tile(k_ref, start_kv, seq_kv, block_kv, head_dim, True)
-    v = load_tile(v_ref, start_kv, seq_kv, block_kv, head_dim_v, True)
+    segment_kv, is_key = load_segments(kv_segment_ids_ref, start_kv, seq_kv, block_kv, STAYS)
+    k = load_tile(k_ref, start_kv, seq_kv, block_kv, head_dim, True, is_key)
+    v = load_tile(v_ref, start_kv, seq_kv, block_kv, head_dim_v, True, is_key)
     key = start_kv + arange(block_kv) - diagonal  # counted as queries are
     dk = jnp.zeros((block_kv, padded_head_dim(head_dim)), jnp.float32)
     dv = jnp.zeros((block_kv, padded_head_dim(head_dim_v)), jnp.float32)
@@ -230,6 +255,10 @@ def flash_bwd_dkdv_kernel(
     begin, before, full, after = visible_tiles(
         start_kv, seq_kv, seq_q, -diagonal, window_right, window_left, block_kv, block_q
     )
+    if ranges_ref is not None:
+        begin, before, full, after = meeting_tiles(
+            segment_kv, ranges_ref, seq_q, begin, before, full, after, block_q
+        )
     for masked in (False, True):
         count = count_tiles(before, full, after, masked)
 
@@ -238,16 +267,18 @@ def flash_bwd_dkdv_kernel(
             member, index = split_step(step, count, group_size)
             start_q = tile_start(index, begin, before, full, block_q, masked)
             # sᵀ = scale · k qᵀ
-            q = load_tile(q_ref, start_q, seq_q, block_q, head_dim, masked, member)
+            segment_q, is_query = load_segments(q_segment_ids_ref, start_q, seq_q, block_q, VISITED)
+            q = load_tile(q_ref, start_q, seq_q, block_q, head_dim, masked, is_query, member)
             rows = start_q + arange(block_q)
             s, dcap = visible_scores(
-                k, q, rows[None, :], key[:, None], None, rule, window_left, window_right, masked
-            )
+                k, q, rows[None, :], key[:, None], None, rule, window_left, window_right, masked,
+                segment_kv, segment_q,
+            )  # fmt: skip
             # pᵀ = exp(sᵀ - lse)
             lse2 = load_padded_rows(lse2_ref, start_q, block_q, member)
             p = jnp.exp2(s * rule.exp2_scale - lse2[None, :])
             # dpᵀ = v doutᵀ
-            do = load_tile(dout_ref, start_q, seq_q, block_q, head_dim_v, masked, member)
+            do = load_tile(dout_ref, start_q, seq_q, block_q, head_dim_v, masked, is_query, member)
             dp = dot(v, do.T)
             # dv += pᵀ dout
             dv = add_product(dv, p.astype(do.dtype), do)
@@ -265,7 +296,7 @@ def flash_bwd_dkdv_kernel(
     store_tile(dv_ref, dv, start_kv, seq_kv, block_kv, head_dim_v)
 
 
-def launch_preprocess(dout, dlse, out, lse, spec, backend, cu_seqlens_q=None):
+def launch_preprocess(dout, dlse, out, lse, spec, backend, cu_seqlens_q=None, q_segment_ids=None):
     """Call `flash_bwd_preprocess_kernel`; returns lse2 and delta."""
     num_sequences = num_sequences_of(spec)
     num_rows = count_sequence_tiles(spec.seq_q, num_sequences, ROW_PADDING) * ROW_PADDING
@@ -275,8 +306,8 @@ def launch_preprocess(dout, dlse, out, lse, spec, backend, cu_seqlens_q=None):
         "flash_bwd_preprocess",
         flash_bwd_preprocess_kernel,
         lambda config: (num_rows // config.block_q, spec.heads_q, spec.batch),
-        (*operands, cu_seqlens_q),
-        (*map(of_head, operands), of_all(cu_seqlens_q)),
+        (*operands, cu_seqlens_q, q_segment_ids),
+        (*map(of_head, operands), of_all(cu_seqlens_q), of_batch(q_segment_ids)),
         (rows, rows),
         (of_head(rows), of_head(rows)),
         {"seq_q": spec.seq_q, "num_sequences": num_sequences, "head_dim_v": spec.head_dim_v},
@@ -285,10 +316,11 @@ def launch_preprocess(dout, dlse, out, lse, spec, backend, cu_seqlens_q=None):
     )
 
 
-def launch_dq(inputs, spec, backend, cu_seqlens_q=None, cu_seqlens_kv=None):
+def launch_dq(inputs, spec, backend, cu_seqlens_q=None, cu_seqlens_kv=None, *segments):
     """Call `flash_bwd_dq_kernel`; returns dq."""
     q, k, v, *of_rows = inputs
     offsets, num_sequences = (cu_seqlens_q, cu_seqlens_kv), num_sequences_of(spec)
+    segments = segments or (None, None, None)
 
     def grid(config):
         tiles = count_sequence_tiles(spec.seq_q, num_sequences, config.block_q)
@@ -298,12 +330,13 @@ def launch_dq(inputs, spec, backend, cu_seqlens_q=None, cu_seqlens_kv=None):
         "flash_bwd_dq",
         flash_bwd_dq_kernel,
         grid,
-        (*inputs, *offsets),
+        (*inputs, *offsets, *segments),
         (
             of_head(q),
             *(of_head(x, spec.group_size) for x in (k, v)),
             *map(of_head, of_rows),
             *map(of_all, offsets),
+            *map(of_batch, segments),
         ),
         (jax.ShapeDtypeStruct(q.shape, q.dtype),),
         (of_head(q),),
@@ -314,10 +347,11 @@ def launch_dq(inputs, spec, backend, cu_seqlens_q=None, cu_seqlens_kv=None):
     return dq
 
 
-def launch_dkdv(inputs, spec, backend, cu_seqlens_q=None, cu_seqlens_kv=None):
+def launch_dkdv(inputs, spec, backend, cu_seqlens_q=None, cu_seqlens_kv=None, *segments):
     """Call `flash_bwd_dkdv_kernel`; returns dk and dv."""
     (q, k, v, *of_rows), group = inputs, spec.group_size
     offsets, num_sequences = (cu_seqlens_q, cu_seqlens_kv), num_sequences_of(spec)
+    segments = segments or (None, None, None)
 
     def grid(config):
         tiles = count_sequence_tiles(spec.seq_kv, num_sequences, config.block_kv)
@@ -327,13 +361,14 @@ def launch_dkdv(inputs, spec, backend, cu_seqlens_q=None, cu_seqlens_kv=None):
         "flash_bwd_dkdv",
         flash_bwd_dkdv_kernel,
         grid,
-        (*inputs, *offsets),
+        (*inputs, *offsets, *segments),
         (
             of_group(q, group),
             of_head(k),
             of_head(v),
             *(of_group(x, group) for x in of_rows),
             *map(of_all, offsets),
+            *map(of_batch, segments),
         ),
         tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (k, v)),
         (of_head(k), of_head(v)),

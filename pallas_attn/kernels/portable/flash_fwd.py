@@ -10,6 +10,14 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from pallas_attn.kernels.portable.scores import dot, visible_scores
+from pallas_attn.kernels.portable.segments import (
+    STAYS,
+    VISITED,
+    load_segments,
+    meeting_tiles,
+    segment_ranges,
+    segments_of,
+)
 from pallas_attn.kernels.portable.sequences import (
     count_sequence_tiles,
     locate_tile,
@@ -29,7 +37,7 @@ from pallas_attn.kernels.portable.tiles import (
     tile_start,
     visible_tiles,
 )
-from pallas_attn.launch import flash_arguments, launch, of_all, of_head
+from pallas_attn.launch import flash_arguments, launch, of_all, of_batch, of_head
 from twin_attention.contract.operands import FlashOperands, VarlenOperands
 from twin_attention.contract.spec import AttentionSpec
 from twin_attention.targets.config import padded_head_dim
@@ -43,6 +51,9 @@ def flash_fwd_kernel(
     sink_ref,
     cu_seqlens_q_ref,
     cu_seqlens_kv_ref,
+    q_segment_ids_ref,
+    kv_segment_ids_ref,
+    ranges_ref,
     out_ref,
     lse_ref,
     *,
@@ -71,6 +82,9 @@ def flash_fwd_kernel(
     Packed sequences: cu_seqlens_q and cu_seqlens_kv [num_sequences + 1] int32, otherwise all three
     None. Sq and Skv are the numbers of all tokens, and the grid has `count_sequence_tiles` of
     queries.
+
+    Segment ids, of this program's batch: q_segment_ids [Sq] and kv_segment_ids [Skv] int32, and
+    ranges, the `segment_ranges` of the keys', otherwise all three None.
     """
     # Locate the tile of queries.
     num_tiles = count_sequence_tiles(seq_q, num_sequences, block_q)
@@ -85,7 +99,8 @@ def flash_fwd_kernel(
         k_ref, v_ref = Rows(k_ref, first_kv), Rows(v_ref, first_kv)
 
     # Load the queries; they stay.
-    q = load_tile(q_ref, start_q, seq_q, block_q, head_dim, True)
+    segment_q, is_query = load_segments(q_segment_ids_ref, start_q, seq_q, block_q, STAYS)
+    q = load_tile(q_ref, start_q, seq_q, block_q, head_dim, True, is_query)
     rows = start_q + arange(block_q)
     position = rows + diagonal
     m_i = jnp.full((block_q,), float("-inf"), jnp.float32)
@@ -99,23 +114,30 @@ def flash_fwd_kernel(
     begin, before, full, after = visible_tiles(
         start_q, seq_q, seq_kv, diagonal, window_left, window_right, block_q, block_kv
     )
+    if ranges_ref is not None:
+        begin, before, full, after = meeting_tiles(
+            segment_q, ranges_ref, seq_kv, begin, before, full, after, block_kv
+        )
     for masked in (False, True):
 
         def visit(index, carry, masked=masked):
             start_kv = tile_start(index, begin, before, full, block_kv, masked)
             m_i, l_i, acc = carry
             # s = scale · q kᵀ
-            k = load_tile(k_ref, start_kv, seq_kv, block_kv, head_dim, masked)
+            segment_kv, is_key = load_segments(
+                kv_segment_ids_ref, start_kv, seq_kv, block_kv, VISITED
+            )
+            k = load_tile(k_ref, start_kv, seq_kv, block_kv, head_dim, masked, is_key)
             key = start_kv + arange(block_kv)
             s, _ = visible_scores(
                 q, k, position[:, None], key[None, :], seq_kv, rule, window_left, window_right,
-                masked,
+                masked, segment_q, segment_kv,
             )  # fmt: skip
             # p = exp(s - max), and rescale what was accumulated
             p, alpha, m_i, l_i = online_softmax_update(s, m_i, l_i, rule.exp2_scale)
             acc = acc * alpha[:, None]
             # acc += p v
-            v = load_tile(v_ref, start_kv, seq_kv, block_kv, head_dim_v, masked)
+            v = load_tile(v_ref, start_kv, seq_kv, block_kv, head_dim_v, masked, is_key)
             acc = acc + dot(p.astype(v.dtype), v)
             return m_i, l_i, acc
 
@@ -144,6 +166,8 @@ def flash_fwd(
     q, k, v = with_batch(spec, operands.q, operands.k, operands.v)
     sinks, group = operands.sinks, spec.group_size
     offsets, num_sequences = offsets_of(operands) or (None, None), num_sequences_of(spec)
+    segments = segments_of(operands)
+    segments = (*segments, *map(segment_ranges, segments[1:])) or (None, None, None)
     out = jax.ShapeDtypeStruct((*q.shape[:3], spec.head_dim_v), q.dtype)
     lse = jax.ShapeDtypeStruct((spec.batch, spec.heads_q, spec.seq_q), jnp.float32)
 
@@ -155,8 +179,15 @@ def flash_fwd(
         "flash_fwd",
         flash_fwd_kernel,
         grid,
-        (q, k, v, sinks, *offsets),
-        (of_head(q), of_head(k, group), of_head(v, group), of_head(sinks), *map(of_all, offsets)),
+        (q, k, v, sinks, *offsets, *segments),
+        (
+            of_head(q),
+            of_head(k, group),
+            of_head(v, group),
+            of_head(sinks),
+            *map(of_all, offsets),
+            *map(of_batch, segments),
+        ),
         (out, lse),
         (of_head(out), of_head(lse)),
         flash_arguments(spec) | {"num_sequences": num_sequences},

@@ -6,7 +6,19 @@ from jax import lax
 from pallas_attn.kernels.portable.softmax import LOG2E
 
 
-def visible_scores(a, b, position, key, end, rule, window_left, window_right, masked):
+def visible_scores(
+    a,
+    b,
+    position,
+    key,
+    end,
+    rule,
+    window_left,
+    window_right,
+    masked,
+    segment_a=None,
+    segment_b=None,
+):
     """Compute the scores of a tile: from the operands of q·k to what the softmax takes.
 
     Everything that changes a score, or hides it, does so here.
@@ -19,6 +31,8 @@ def visible_scores(a, b, position, key, end, rule, window_left, window_right, ma
         rule: `twin_attention.contract.spec.ScoreRule`.
         window_left, window_right: keys seen on each side of a position; None is unlimited.
         masked: the tile has hidden keys.
+        segment_a, segment_b: segments of the rows of a and of b, which no row that does not exist
+            shares; None hides nothing.
 
     Returns:
         (s, dcap): a · bᵀ scaled, capped and masked, float32; and the derivative of the cap, 1
@@ -28,7 +42,10 @@ def visible_scores(a, b, position, key, end, rule, window_left, window_right, ma
     dcap = 1.0
     if rule.softcap is not None:
         dcap = softcap_derivative(s, rule.softcap)
-    if masked:
+    if segment_a is not None:
+        s = attention_mask(s, position, key, None, window_left, window_right)
+        s = jnp.where(segment_a[:, None] == segment_b[None, :], s, float("-inf"))
+    elif masked:
         s = attention_mask(s, position, key, end, window_left, window_right)
     return s, dcap
 

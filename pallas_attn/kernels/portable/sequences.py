@@ -114,9 +114,12 @@ def num_sequences_of(spec: AttentionSpec) -> int | None:
 
 
 def offsets_of(operands: FlashOperands[Any] | VarlenOperands[Any]) -> tuple[Any, ...]:
-    """Return the operands that a kernel has for packed sequences alone."""
+    """Return the operands that a kernel has for packed sequences alone.
+
+    Segment ids follow them: there they are None.
+    """
     if isinstance(operands, FlashOperands):
-        return ()
+        return () if operands.q_segment_ids is None else (None, None)
     return operands.cu_seqlens_q, operands.cu_seqlens_kv
 
 

@@ -107,18 +107,19 @@ def locate_rows(ref, start):
     return ref.ref, ref.first + (start & (2**bits - 1))
 
 
-def load_tile(ref, start, num_rows, block_rows, size, mask_rows, head=None):
+def load_tile(ref, start, num_rows, block_rows, size, mask_rows, exists=None, head=None):
     """Load rows start .. start + block_rows of a [num_rows, size] matrix.
 
-    Columns are padded with zeros to a power of two. mask_rows: rows past `num_rows` give 0. head:
-    the matrix is ``ref[:, head, :]``.
+    Columns are padded with zeros to a power of two. mask_rows: rows past `num_rows` give 0, and
+    with `exists` [block_rows] those where it is False. head: the matrix is ``ref[:, head, :]``.
     """
     block_size = padded_head_dim(size)
     rows = arange(block_rows)[:, None]
     cols = arange(block_size)[None, :]
     tile = tile_of(ref, start, block_rows, block_size, head)
     if mask_rows:
-        return plt.load(tile, mask=(rows < num_rows - start) & (cols < size), other=0.0)
+        kept = rows < num_rows - start if exists is None else exists[:, None]
+        return plt.load(tile, mask=kept & (cols < size), other=0.0)
     if block_size != size:
         shape = (block_rows, block_size)
         return plt.load(tile, mask=jnp.broadcast_to(cols < size, shape), other=0.0)

@@ -15,6 +15,13 @@ from torch import Tensor
 
 from torch_attn.kernels.gradients import make_flash_bwd
 from torch_attn.kernels.portable.scores import add_product, visible_scores
+from torch_attn.kernels.portable.segments import (
+    BLOCK_IDS,
+    STAYS,
+    VISITED,
+    load_segments,
+    meeting_tiles,
+)
 from torch_attn.kernels.portable.sequences import (
     count_sequence_tiles,
     first_tile,
@@ -55,6 +62,7 @@ def flash_bwd_preprocess_kernel(
     lse2_ptr,
     delta_ptr,
     cu_seqlens_q_ptr,
+    q_segment_ids_ptr,
     dout_strides,
     out_strides,
     seq_q,
@@ -73,7 +81,8 @@ def flash_bwd_preprocess_kernel(
     one axis.
 
     Packed sequences, as in `flash_fwd_kernel`: lse2 and delta have `count_sequence_tiles` of
-    ROW_PADDING rows, so that each sequence begins a tile. dout counts as 0 in padding.
+    ROW_PADDING rows, so that each sequence begins a tile. dout counts as 0 in padding, and in that
+    of segment ids q_segment_ids [B, Sq] int32, contiguous, or None.
     """
     num_rows = count_sequence_tiles(seq_q, num_sequences, ROW_PADDING) * ROW_PADDING
     num_tiles = num_rows // BLOCK_Q
@@ -94,7 +103,12 @@ def flash_bwd_preprocess_kernel(
         delta_ptr += padded - start_q
     dout_base = head_base(dout_ptr, dout_strides, batch, head, ALIGN)
     out_base = head_base(out_ptr, out_strides, batch, head, ALIGN)
-    do = load_tile(dout_base, start_q, seq_dout, dout_strides[1], BLOCK_Q, HEAD_DIM_V, True)
+    if q_segment_ids_ptr is not None:
+        q_segment_ids_ptr += batch * seq_q
+    _segment_q, is_query = load_segments(q_segment_ids_ptr, start_q, seq_q, BLOCK_Q, STAYS)
+    do = load_tile(
+        dout_base, start_q, seq_dout, dout_strides[1], BLOCK_Q, HEAD_DIM_V, True, is_query
+    )
     out = load_tile(out_base, start_q, seq_q, out_strides[1], BLOCK_Q, HEAD_DIM_V, True)
     delta = tl.sum(do.to(tl.float32) * out.to(tl.float32), 1)
     rows = start_q + tl.arange(0, BLOCK_Q)
@@ -119,6 +133,9 @@ def flash_bwd_dq_kernel(
     dq_ptr,
     cu_seqlens_q_ptr,
     cu_seqlens_kv_ptr,
+    q_segment_ids_ptr,
+    kv_segment_ids_ptr,
+    ranges_ptr,
     q_strides,
     k_strides,
     v_strides,
@@ -142,7 +159,8 @@ def flash_bwd_dq_kernel(
 
     Operands: q, k, v, dout with strides as in `flash_fwd_kernel`; lse2 and delta of
     `flash_bwd_preprocess_kernel` and dq [B, Sq, Hq, D] contiguous. Grid, diagonal, rule,
-    packed sequences: as in `flash_fwd_kernel`. Loop invariant: dq is Σ ds k over the keys so far.
+    packed sequences, segment ids: as in `flash_fwd_kernel`. Loop invariant: dq is Σ ds k over the
+    keys so far.
     Accumulation: float32, exponents in base 2, ds cast to k's dtype for ds·k. A row that sees no
     key gives 0.
     """
@@ -158,6 +176,10 @@ def flash_bwd_dq_kernel(
             cu_seqlens_q_ptr, cu_seqlens_kv_ptr, tile, seq_q, seq_kv, num_sequences, BLOCK_Q
         )
         batch, diagonal = tl.cast(0, tl.int64), seq_kv - seq_q
+    if ranges_ptr is not None:
+        q_segment_ids_ptr += batch * seq_q
+        kv_segment_ids_ptr += batch * seq_kv
+        ranges_ptr += batch * 3 * tl.cdiv(seq_kv, BLOCK_IDS)
     head_kv = head // GROUP_SIZE
     k_base = head_base(k_ptr, k_strides, batch, head_kv, ALIGN, first_kv)
     v_base = head_base(v_ptr, v_strides, batch, head_kv, ALIGN, first_kv)
@@ -165,8 +187,9 @@ def flash_bwd_dq_kernel(
     # Load the queries and what belongs to their rows; they stay.
     q_base = head_base(q_ptr, q_strides, batch, head, ALIGN)
     dout_base = head_base(dout_ptr, dout_strides, batch, head, ALIGN)
-    q = load_tile(q_base, start_q, seq_q, q_strides[1], BLOCK_Q, HEAD_DIM, True)
-    do = load_tile(dout_base, start_q, seq_q, dout_strides[1], BLOCK_Q, HEAD_DIM_V, True)
+    segment_q, is_query = load_segments(q_segment_ids_ptr, start_q, seq_q, BLOCK_Q, STAYS)
+    q = load_tile(q_base, start_q, seq_q, q_strides[1], BLOCK_Q, HEAD_DIM, True, is_query)
+    do = load_tile(dout_base, start_q, seq_q, dout_strides[1], BLOCK_Q, HEAD_DIM_V, True, is_query)
     rows = start_q + tl.arange(0, BLOCK_Q)
     position = rows + diagonal
     offset = (batch * heads_q + head) * count_sequence_tiles(
@@ -182,20 +205,31 @@ def flash_bwd_dq_kernel(
     begin, before, full, after = visible_tiles(
         start_q, seq_q, seq_kv, diagonal, window_left, window_right, BLOCK_Q, BLOCK_KV
     )
+    if ranges_ptr is not None:
+        begin, before, full, after = meeting_tiles(
+            segment_q, ranges_ptr, seq_kv, begin, before, full, after, BLOCK_KV
+        )
     for masked in tl.static_range(2):
         for index in tl.range(0, count_tiles(before, full, after, masked)):
             start_kv = tile_start(index, begin, before, full, BLOCK_KV, masked)
             # s = scale · q kᵀ
-            k = load_tile(k_base, start_kv, seq_kv, k_strides[1], BLOCK_KV, HEAD_DIM, masked)
+            segment_kv, is_key = load_segments(
+                kv_segment_ids_ptr, start_kv, seq_kv, BLOCK_KV, VISITED
+            )
+            k = load_tile(
+                k_base, start_kv, seq_kv, k_strides[1], BLOCK_KV, HEAD_DIM, masked, is_key
+            )
             key = start_kv + tl.arange(0, BLOCK_KV)
             s, dcap = visible_scores(
                 q, k, position[:, None], key[None, :], seq_kv, rule, window_left, window_right,
-                masked,
+                masked, segment_q, segment_kv,
             )  # fmt: skip
             # p = exp(s - lse)
             p = tl.exp2(s * rule.exp2_scale - lse2[:, None])
             # dp = dout vᵀ
-            v = load_tile(v_base, start_kv, seq_kv, v_strides[1], BLOCK_KV, HEAD_DIM_V, masked)
+            v = load_tile(
+                v_base, start_kv, seq_kv, v_strides[1], BLOCK_KV, HEAD_DIM_V, masked, is_key
+            )
             dp = tl.dot(do, tl.trans(v), input_precision="ieee")
             # ds = p ∘ (dp - delta) ∘ dcap
             ds = p * (dp - delta[:, None]) * dcap
@@ -220,6 +254,9 @@ def flash_bwd_dkdv_kernel(
     dv_ptr,
     cu_seqlens_q_ptr,
     cu_seqlens_kv_ptr,
+    q_segment_ids_ptr,
+    kv_segment_ids_ptr,
+    ranges_ptr,
     q_strides,
     k_strides,
     v_strides,
@@ -248,7 +285,8 @@ def flash_bwd_dkdv_kernel(
     Σ pᵀ dout over the query heads and queries so far. Accumulation: float32, exponents in base 2,
     p and ds cast to the inputs' dtype for their products. A key that no query sees gives 0.
 
-    Packed sequences: as in `flash_fwd_kernel`, with `count_sequence_tiles` of keys.
+    Packed sequences: as in `flash_fwd_kernel`, with `count_sequence_tiles` of keys. Segment ids: as
+    there, with the ranges of the queries'.
     """
     # Locate the tile of keys.
     num_tiles = count_sequence_tiles(seq_kv, num_sequences, BLOCK_KV)
@@ -263,12 +301,17 @@ def flash_bwd_dkdv_kernel(
             cu_seqlens_kv_ptr, cu_seqlens_q_ptr, tile, seq_kv, seq_q, num_sequences, BLOCK_KV
         )
         batch, diagonal = tl.cast(0, tl.int64), seq_kv - seq_q
+    if ranges_ptr is not None:
+        q_segment_ids_ptr += batch * seq_q
+        kv_segment_ids_ptr += batch * seq_kv
+        ranges_ptr += batch * 3 * tl.cdiv(seq_q, BLOCK_IDS)
 
     # Load the keys and values; they stay.
     k_base = head_base(k_ptr, k_strides, batch, head_kv, ALIGN)
     v_base = head_base(v_ptr, v_strides, batch, head_kv, ALIGN)
-    k = load_tile(k_base, start_kv, seq_kv, k_strides[1], BLOCK_KV, HEAD_DIM, True)
-    v = load_tile(v_base, start_kv, seq_kv, v_strides[1], BLOCK_KV, HEAD_DIM_V, True)
+    segment_kv, is_key = load_segments(kv_segment_ids_ptr, start_kv, seq_kv, BLOCK_KV, STAYS)
+    k = load_tile(k_base, start_kv, seq_kv, k_strides[1], BLOCK_KV, HEAD_DIM, True, is_key)
+    v = load_tile(v_base, start_kv, seq_kv, v_strides[1], BLOCK_KV, HEAD_DIM_V, True, is_key)
     key = start_kv + tl.arange(0, BLOCK_KV) - diagonal  # counted as queries are
     dk = tl.zeros([BLOCK_KV, padded_head_dim(HEAD_DIM)], tl.float32)
     dv = tl.zeros([BLOCK_KV, padded_head_dim(HEAD_DIM_V)], tl.float32)
@@ -277,6 +320,10 @@ def flash_bwd_dkdv_kernel(
     begin, before, full, after = visible_tiles(
         start_kv, seq_kv, seq_q, -diagonal, window_right, window_left, BLOCK_KV, BLOCK_Q
     )
+    if ranges_ptr is not None:
+        begin, before, full, after = meeting_tiles(
+            segment_kv, ranges_ptr, seq_q, begin, before, full, after, BLOCK_Q
+        )
     for masked in tl.static_range(2):
         count = count_tiles(before, full, after, masked)
         for step in tl.range(0, count * GROUP_SIZE):
@@ -294,16 +341,20 @@ def flash_bwd_dkdv_kernel(
             if num_sequences is not None:
                 offset += first_tile(first_q, sequence, ROW_PADDING).to(tl.int64) * ROW_PADDING
             # sᵀ = scale · k qᵀ
-            q = load_tile(q_base, row_q, end_q, q_strides[1], BLOCK_Q, HEAD_DIM, masked)
+            segment_q, is_query = load_segments(q_segment_ids_ptr, row_q, end_q, BLOCK_Q, VISITED)
+            q = load_tile(q_base, row_q, end_q, q_strides[1], BLOCK_Q, HEAD_DIM, masked, is_query)
             rows = start_q + tl.arange(0, BLOCK_Q)
             s, dcap = visible_scores(
-                k, q, rows[None, :], key[:, None], None, rule, window_left, window_right, masked
-            )
+                k, q, rows[None, :], key[:, None], None, rule, window_left, window_right, masked,
+                segment_kv, segment_q,
+            )  # fmt: skip
             # pᵀ = exp(sᵀ - lse)
             lse2 = tl.load(lse2_ptr + offset + rows)
             p = tl.exp2(s * rule.exp2_scale - lse2[None, :])
             # dpᵀ = v doutᵀ
-            do = load_tile(dout_base, row_q, end_q, dout_strides[1], BLOCK_Q, HEAD_DIM_V, masked)
+            do = load_tile(
+                dout_base, row_q, end_q, dout_strides[1], BLOCK_Q, HEAD_DIM_V, masked, is_query
+            )
             dp = tl.dot(v, tl.trans(do), input_precision="ieee")
             # dv += pᵀ dout
             dv = add_product(dv, p.to(do.dtype), do)
@@ -329,9 +380,13 @@ def preprocess(
     lse: Tensor,
     spec: AttentionSpec,
     backend: Backend,
-    *cu_seqlens_q: Tensor,
+    *queries: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Launch `flash_bwd_preprocess_kernel`, for packed sequences with `cu_seqlens_q`.
+    """Launch `flash_bwd_preprocess_kernel`.
+
+    Args:
+        dout, dlse, out, lse, spec, backend: as `flash_bwd` has them.
+        queries: for packed sequences cu_seqlens_q; with segment ids None and q_segment_ids.
 
     Returns:
         lse2 and delta, [B, Hq, Sq rounded up to ROW_PADDING] float32.
@@ -342,7 +397,7 @@ def preprocess(
         "flash_bwd_preprocess",
         flash_bwd_preprocess_kernel,
         _prepare_preprocess,
-        (dout, out, lse, dlse, lse2, delta, *cu_seqlens_q),
+        (dout, out, lse, dlse, lse2, delta, *queries),
         spec,
         backend,
     )

@@ -10,6 +10,15 @@ import triton.language as tl
 from torch import Tensor
 
 from torch_attn.kernels.portable.scores import visible_scores
+from torch_attn.kernels.portable.segments import (
+    BLOCK_IDS,
+    STAYS,
+    VISITED,
+    load_segments,
+    meeting_tiles,
+    segment_ranges,
+    segments_of,
+)
 from torch_attn.kernels.portable.sequences import (
     count_sequence_tiles,
     locate_tile,
@@ -49,6 +58,9 @@ def flash_fwd_kernel(
     lse_ptr,
     cu_seqlens_q_ptr,
     cu_seqlens_kv_ptr,
+    q_segment_ids_ptr,
+    kv_segment_ids_ptr,
+    ranges_ptr,
     q_strides,
     k_strides,
     v_strides,
@@ -81,6 +93,9 @@ def flash_fwd_kernel(
     Packed sequences: cu_seqlens_q and cu_seqlens_kv [num_sequences + 1] int32, otherwise all three
     None. Tensors have no batch axis, Sq and Skv are the numbers of all tokens, and the grid has
     `count_sequence_tiles` of queries.
+
+    Segment ids: q_segment_ids [B, Sq] and kv_segment_ids [B, Skv] int32 contiguous, and ranges, the
+    `segment_ranges` of the keys', otherwise all three None.
     """
     # Locate the tile of queries.
     num_tiles = count_sequence_tiles(seq_q, num_sequences, BLOCK_Q)
@@ -95,13 +110,18 @@ def flash_fwd_kernel(
             cu_seqlens_q_ptr, cu_seqlens_kv_ptr, tile, seq_q, seq_kv, num_sequences, BLOCK_Q
         )
         batch, diagonal = tl.cast(0, tl.int64), seq_kv - seq_q
+    if ranges_ptr is not None:
+        q_segment_ids_ptr += batch * seq_q
+        kv_segment_ids_ptr += batch * seq_kv
+        ranges_ptr += batch * 3 * tl.cdiv(seq_kv, BLOCK_IDS)
     head_kv = head // GROUP_SIZE
     k_base = head_base(k_ptr, k_strides, batch, head_kv, ALIGN, first_kv)
     v_base = head_base(v_ptr, v_strides, batch, head_kv, ALIGN, first_kv)
 
     # Load the queries; they stay.
     q_base = head_base(q_ptr, q_strides, batch, head, ALIGN)
-    q = load_tile(q_base, start_q, seq_q, q_strides[1], BLOCK_Q, HEAD_DIM, True)
+    segment_q, is_query = load_segments(q_segment_ids_ptr, start_q, seq_q, BLOCK_Q, STAYS)
+    q = load_tile(q_base, start_q, seq_q, q_strides[1], BLOCK_Q, HEAD_DIM, True, is_query)
     rows = start_q + tl.arange(0, BLOCK_Q)
     position = rows + diagonal
     m_i = tl.full([BLOCK_Q], float("-inf"), tl.float32)
@@ -115,21 +135,32 @@ def flash_fwd_kernel(
     begin, before, full, after = visible_tiles(
         start_q, seq_q, seq_kv, diagonal, window_left, window_right, BLOCK_Q, BLOCK_KV
     )
+    if ranges_ptr is not None:
+        begin, before, full, after = meeting_tiles(
+            segment_q, ranges_ptr, seq_kv, begin, before, full, after, BLOCK_KV
+        )
     for masked in tl.static_range(2):
         for index in tl.range(0, count_tiles(before, full, after, masked)):
             start_kv = tile_start(index, begin, before, full, BLOCK_KV, masked)
             # s = scale · q kᵀ
-            k = load_tile(k_base, start_kv, seq_kv, k_strides[1], BLOCK_KV, HEAD_DIM, masked)
+            segment_kv, is_key = load_segments(
+                kv_segment_ids_ptr, start_kv, seq_kv, BLOCK_KV, VISITED
+            )
+            k = load_tile(
+                k_base, start_kv, seq_kv, k_strides[1], BLOCK_KV, HEAD_DIM, masked, is_key
+            )
             key = start_kv + tl.arange(0, BLOCK_KV)
             s, _ = visible_scores(
                 q, k, position[:, None], key[None, :], seq_kv, rule, window_left, window_right,
-                masked,
+                masked, segment_q, segment_kv,
             )  # fmt: skip
             # p = exp(s - max), and rescale what was accumulated
             p, alpha, m_i, l_i = online_softmax_update(s, m_i, l_i, rule.exp2_scale)
             acc = acc * alpha[:, None]
             # acc += p v
-            v = load_tile(v_base, start_kv, seq_kv, v_strides[1], BLOCK_KV, HEAD_DIM_V, masked)
+            v = load_tile(
+                v_base, start_kv, seq_kv, v_strides[1], BLOCK_KV, HEAD_DIM_V, masked, is_key
+            )
             acc = tl.dot(p.to(v.dtype), v, acc, input_precision="ieee")
 
     # Normalise and store.
@@ -158,11 +189,14 @@ def flash_fwd(
     q = operands.q
     out = q.new_empty((*q.shape[:-1], spec.head_dim_v))
     lse = q.new_empty((*q.shape[:-3], spec.heads_q, spec.seq_q), dtype=torch.float32)
+    segments = segments_of(operands)
+    ranges = map(segment_ranges, segments[1:])
+    tensors = (q, operands.k, operands.v, operands.sinks, out, lse)
     launch(
         "flash_fwd",
         flash_fwd_kernel,
         _prepare,
-        (q, operands.k, operands.v, operands.sinks, out, lse, *offsets_of(operands)),
+        (*tensors, *offsets_of(operands), *segments, *ranges),
         spec,
         backend,
         maxnreg=_register_limit(spec, backend.target),
@@ -178,6 +212,7 @@ def _register_limit(spec: AttentionSpec, target: str | None) -> int | None:
     """
     size = max(spec.head_dim, spec.head_dim_v)
     is_near = target == "sm90" and spec.dtype_bits == 16 and spec.softcap is None
+    is_near = is_near and not spec.segmented
     return 128 if is_near and 32 < size <= 64 else None
 
 

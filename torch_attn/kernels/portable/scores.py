@@ -7,7 +7,19 @@ from torch_attn.kernels.portable.softmax import LOG2E
 
 
 @triton.jit
-def visible_scores(a, b, position, key, end, rule, window_left, window_right, MASKED: tl.constexpr):
+def visible_scores(
+    a,
+    b,
+    position,
+    key,
+    end,
+    rule,
+    window_left,
+    window_right,
+    MASKED: tl.constexpr,
+    segment_a=None,
+    segment_b=None,
+):
     """Compute the scores of a tile: from the operands of q·k to what the softmax takes.
 
     Everything that changes a score, or hides it, does so here.
@@ -20,6 +32,8 @@ def visible_scores(a, b, position, key, end, rule, window_left, window_right, MA
         rule: `twin_attention.contract.spec.ScoreRule`.
         window_left, window_right: keys seen on each side of a position; None is unlimited.
         MASKED: the tile has hidden keys.
+        segment_a, segment_b: segments of the rows of a and of b, which no row that does not exist
+            shares; None hides nothing.
 
     Returns:
         (s, dcap): a · bᵀ scaled, capped and masked, float32; and the derivative of the cap, 1
@@ -29,7 +43,10 @@ def visible_scores(a, b, position, key, end, rule, window_left, window_right, MA
     dcap = 1.0
     if rule.softcap is not None:
         dcap = softcap_derivative(s, rule.softcap)
-    if MASKED:
+    if segment_a is not None:
+        s = attention_mask(s, position, key, None, window_left, window_right)
+        s = tl.where(segment_a[:, None] == segment_b[None, :], s, float("-inf"))
+    elif MASKED:
         s = attention_mask(s, position, key, end, window_left, window_right)
     return s, dcap
 

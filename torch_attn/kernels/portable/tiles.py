@@ -108,11 +108,12 @@ def load_tile(
     BLOCK_ROWS: tl.constexpr,
     SIZE: tl.constexpr,
     MASK_ROWS: tl.constexpr,
+    exists=None,
 ):
     """Load rows start .. start + BLOCK_ROWS of a [num_rows, SIZE] matrix.
 
     Columns are padded with zeros to a power of two. STRIDE is the distance of rows in elements.
-    MASK_ROWS: rows past `num_rows` give 0.
+    MASK_ROWS: rows past `num_rows` give 0, and with `exists` [BLOCK_ROWS] those where it is False.
     """
     BLOCK_SIZE: tl.constexpr = padded_head_dim(SIZE)
     rows = tl.arange(0, BLOCK_ROWS)[:, None]
@@ -121,7 +122,8 @@ def load_tile(
         rows = rows.to(tl.int64)
     pointers = base + tl.cast(start, tl.int64) * STRIDE + rows * STRIDE + cols
     if MASK_ROWS:
-        x = tl.load(pointers, mask=(rows < num_rows - start) & (cols < SIZE), other=0.0)
+        kept = rows < num_rows - start if exists is None else exists[:, None]
+        x = tl.load(pointers, mask=kept & (cols < SIZE), other=0.0)
     elif BLOCK_SIZE != SIZE:
         x = tl.load(pointers, mask=cols < SIZE, other=0.0)
     else:

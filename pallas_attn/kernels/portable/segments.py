@@ -1,0 +1,117 @@
+"""Segment ids: which tiles may hold keys of a query's segment, and who belongs to it.
+
+Ids come in any order. For every BLOCK_IDS tokens the host computes a range of their ids, and a
+program visits the tiles of the other axis from the first block whose range meets its own tokens' to
+the last one. All of these tiles are masked by their ids. Those before the first block with padding
+are loaded without a mask, so that no load of theirs waits for ids.
+
+Padding has negative ids and may hold NaN: it is loaded as 0.
+"""
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.experimental.pallas import triton as plt
+
+from pallas_attn.kernels.portable.tiles import arange, cdiv, load_rows, maximum, minimum
+from twin_attention.contract.operands import FlashOperands, VarlenOperands
+
+# Tokens of a block, which has one range of ids.
+BLOCK_IDS = 64
+# Ranges that a step of the search reads at a time: one step covers 32768 tokens.
+SCAN_WIDTH = 512
+# Where the range of a block without an id begins.
+LARGEST_ID = 2**31 - 1
+# Ids of padding in the tokens that stay, and in those that are visited: they are not equal.
+STAYS, VISITED = -2, -1
+
+
+def load_segments(ids_ref, start, num_rows, block, padding):
+    """Load the ids of rows start .. start + block, `padding` for padding and past `num_rows`.
+
+    Returns:
+        (ids, exists): [block] each, or None, None without ids. exists: a row is no padding.
+    """
+    if ids_ref is None:
+        return None, None
+    ids = load_rows(ids_ref, start, num_rows, block, padding)
+    exists = ids >= 0
+    return jnp.where(exists, ids, padding), exists
+
+
+def meeting_tiles(ids, ranges_ref, size_other, begin, before, full, after, block):
+    """Narrow what `visible_tiles` returned to the tiles that may hold tokens of some segments.
+
+    Args:
+        ids: segments of the rows that stay, negative for padding.
+        ranges_ref: [3, blocks] int32, those that `segment_ranges` computed for the other axis.
+        size_other: its length.
+        begin, before, full, after: as `visible_tiles` returns them.
+        block: rows of a tile of the other axis.
+
+    Returns (begin, before, full, after) again, but that every tile needs its scores masked. The
+    full ones need no mask for their loads: their rows exist and none is padding.
+    """
+    least = jnp.min(jnp.where(ids < 0, LARGEST_ID, ids))
+    greatest = jnp.max(ids)
+    num_blocks = cdiv(size_other, BLOCK_IDS)
+    end = minimum(cdiv(begin + (before + full + after) * block, BLOCK_IDS), num_blocks)
+
+    def scan(start, end, visit, carry):
+        steps = cdiv(maximum(end - start, 0), SCAN_WIDTH)
+        blocks = lambda step: start + step * SCAN_WIDTH + arange(SCAN_WIDTH)  # noqa: E731
+        return lax.fori_loop(np.int32(0), steps, lambda step, x: visit(blocks(step), x), carry)
+
+    # The first and the last block that may hold their tokens.
+    def find(i, carry):
+        first, stop = carry
+        low = plt.load(ranges_ref.at[0, i], mask=i < end, other=LARGEST_ID)
+        high = plt.load(ranges_ref.at[1, i], mask=i < end, other=VISITED)
+        meets = (low <= greatest) & (high >= least)
+        first = jnp.minimum(first, jnp.where(meets, i, num_blocks))
+        return first, jnp.maximum(stop, jnp.where(meets, i + 1, 0))
+
+    first = jnp.full((SCAN_WIDTH,), num_blocks, jnp.int32)
+    stop = jnp.zeros((SCAN_WIDTH,), jnp.int32)
+    first, stop = scan(begin // BLOCK_IDS, end, find, (first, stop))
+    begin = jnp.maximum(begin, jnp.min(first) * BLOCK_IDS // block * block)
+    end = jnp.max(stop)
+    visible = cdiv(jnp.maximum(end * BLOCK_IDS - begin, 0), block)
+
+    # The first block from there on that has padding.
+    def find_padding(i, padded):
+        any_id = plt.load(ranges_ref.at[2, i], mask=i < end, other=0)
+        return jnp.minimum(padded, jnp.where(any_id < 0, i, end))
+
+    padded = jnp.full((SCAN_WIDTH,), 0, jnp.int32) + end
+    padded = scan(begin // BLOCK_IDS, end, find_padding, padded)
+    full = jnp.maximum(jnp.min(padded) * BLOCK_IDS - begin, 0) // block
+    return begin, 0, full, visible - full
+
+
+def segment_ranges(ids: Array) -> Array:
+    """Compute the range of ids of every BLOCK_IDS tokens.
+
+    Args:
+        ids: [B, S] int32.
+
+    Returns:
+        [B, 3, blocks] int32: the least id that is not negative, LARGEST_ID if there is none; the
+        greatest; and the least of all, which is negative in a block with padding. What the last
+        block lacks counts as padding.
+    """
+    batch, size = ids.shape
+    blocks = cdiv(size, BLOCK_IDS)
+    padding = ((0, 0), (0, blocks * BLOCK_IDS - size))
+    ids = jnp.pad(ids, padding, constant_values=VISITED)
+    ids = ids.reshape(batch, blocks, BLOCK_IDS)
+    least = jnp.where(ids < 0, LARGEST_ID, ids).min(2)
+    return jnp.stack((least, ids.max(2), ids.min(2)), 1)
+
+
+def segments_of(operands: FlashOperands[Array] | VarlenOperands[Array]) -> tuple[Array, ...]:
+    """Return the ids of queries and of keys; nothing without them."""
+    if not isinstance(operands, FlashOperands) or operands.q_segment_ids is None:
+        return ()
+    assert operands.kv_segment_ids is not None
+    return operands.q_segment_ids, operands.kv_segment_ids

@@ -1,0 +1,114 @@
+"""Segment ids: which tiles may hold keys of a query's segment, and who belongs to it.
+
+Ids come in any order. For every BLOCK_IDS tokens the host computes a range of their ids, and a
+program visits the tiles of the other axis from the first block whose range meets its own tokens' to
+the last one. All of these tiles are masked by their ids. Those before the first block with padding
+are loaded without a mask, so that no load of theirs waits for ids.
+
+Padding has negative ids and may hold NaN: it is loaded as 0.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from twin_attention.contract.operands import FlashOperands, VarlenOperands
+
+# Tokens of a block, which has one range of ids.
+BLOCK_IDS = tl.constexpr(64)
+# Ranges that a step of the search reads at a time: one step covers 32768 tokens.
+SCAN_WIDTH = tl.constexpr(512)
+# Where the range of a block without an id begins.
+LARGEST_ID = tl.constexpr(2**31 - 1)
+# Ids of padding in the tokens that stay, and in those that are visited: they are not equal.
+STAYS, VISITED = tl.constexpr(-2), tl.constexpr(-1)
+
+
+@triton.jit
+def load_segments(ids_ptr, start, num_rows, BLOCK: tl.constexpr, PADDING: tl.constexpr):
+    """Load the ids of rows start .. start + BLOCK, `PADDING` for padding and past `num_rows`.
+
+    Returns:
+        (ids, exists): [BLOCK] each, or None, None without ids. exists: a row is no padding.
+    """
+    if ids_ptr is None:
+        ids, exists = None, None
+    else:
+        rows = start + tl.arange(0, BLOCK)
+        ids = tl.load(ids_ptr + rows, mask=rows < num_rows, other=PADDING)
+        exists = ids >= 0
+        ids = tl.where(exists, ids, PADDING)
+    return ids, exists
+
+
+@triton.jit
+def meeting_tiles(ids, ranges_ptr, size_other, begin, before, full, after, BLOCK: tl.constexpr):
+    """Narrow what `visible_tiles` returned to the tiles that may hold tokens of some segments.
+
+    Args:
+        ids: segments of the rows that stay, negative for padding.
+        ranges_ptr: [3, blocks] int32, those that `segment_ranges` computed for the other axis.
+        size_other: its length.
+        begin, before, full, after: as `visible_tiles` returns them.
+        BLOCK: rows of a tile of the other axis.
+
+    Returns (begin, before, full, after) again, but that every tile needs its scores masked. The
+    full ones need no mask for their loads: their rows exist and none is padding.
+    """
+    least = tl.min(tl.where(ids < 0, LARGEST_ID, ids), 0)
+    greatest = tl.max(ids, 0)
+    num_blocks = tl.cdiv(size_other, BLOCK_IDS)
+    end = tl.minimum(tl.cdiv(begin + (before + full + after) * BLOCK, BLOCK_IDS), num_blocks)
+    # The first and the last block that may hold their tokens.
+    block = tl.arange(0, SCAN_WIDTH)
+    first = tl.full([SCAN_WIDTH], 0, tl.int32) + num_blocks
+    stop = tl.zeros([SCAN_WIDTH], tl.int32)
+    for start in tl.range(begin // BLOCK_IDS, end, SCAN_WIDTH, num_stages=1):
+        i = start + block
+        low = tl.load(ranges_ptr + i, mask=i < end, other=LARGEST_ID)
+        high = tl.load(ranges_ptr + num_blocks + i, mask=i < end, other=VISITED)
+        meets = (low <= greatest) & (high >= least)
+        first = tl.minimum(first, tl.where(meets, i, num_blocks))
+        stop = tl.maximum(stop, tl.where(meets, i + 1, 0))
+    begin = tl.maximum(begin, tl.min(first, 0) * BLOCK_IDS // BLOCK * BLOCK)
+    end = tl.max(stop, 0)
+    visible = tl.cdiv(tl.maximum(end * BLOCK_IDS - begin, 0), BLOCK)
+    # The first block from there on that has padding.
+    padded = tl.full([SCAN_WIDTH], 0, tl.int32) + end
+    for start in tl.range(begin // BLOCK_IDS, end, SCAN_WIDTH, num_stages=1):
+        i = start + block
+        any_id = tl.load(ranges_ptr + 2 * num_blocks + i, mask=i < end, other=0)
+        padded = tl.minimum(padded, tl.where(any_id < 0, i, end))
+    full = tl.maximum(tl.min(padded, 0) * BLOCK_IDS - begin, 0) // BLOCK
+    return begin, 0, full, visible - full
+
+
+def segment_ranges(ids: Tensor) -> Tensor:
+    """Compute the range of ids of every BLOCK_IDS tokens.
+
+    Args:
+        ids: [B, S] int32.
+
+    Returns:
+        [B, 3, blocks] int32: the least id that is not negative, LARGEST_ID if there is none; the
+        greatest; and the least of all, which is negative in a block with padding. What the last
+        block lacks counts as padding.
+    """
+    batch, size = ids.shape
+    blocks = triton.cdiv(size, BLOCK_IDS.value)
+    ids = torch.constant_pad_nd(ids, [0, blocks * BLOCK_IDS.value - size], VISITED.value)
+    ids = ids.view(batch, blocks, BLOCK_IDS.value)
+    ranges = ids.new_empty((batch, 3, blocks))
+    ranges[:, 0] = ids.masked_fill(ids < 0, LARGEST_ID.value).amin(2)
+    ranges[:, 1] = ids.amax(2)
+    ranges[:, 2] = ids.amin(2)
+    return ranges
+
+
+def segments_of(operands: FlashOperands[Tensor] | VarlenOperands[Tensor]) -> tuple[Tensor, ...]:
+    """Return the ids of queries and of keys, contiguous; nothing without them."""
+    if not isinstance(operands, FlashOperands) or operands.q_segment_ids is None:
+        return ()
+    assert operands.kv_segment_ids is not None
+    return operands.q_segment_ids.contiguous(), operands.kv_segment_ids.contiguous()
