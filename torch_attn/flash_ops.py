@@ -283,9 +283,9 @@ class _Forward(Differentiable):
 
     @classmethod
     def backward(cls, ctx, dout, dlse):
-        out = ctx.saved_tensors[-2]
+        *operands, out, lse = ctx.saved_tensors  # once: a checkpoint computes them here
         dout = torch.zeros_like(out) if dout is None else dout
-        gradients = cls.operators.gradients(dout, dlse, *ctx.saved_tensors, *ctx.options)
+        gradients = cls.operators.gradients(dout, dlse, *operands, out, lse, *ctx.options)
         return *gradients, *(None for _ in ctx.options)
 
 

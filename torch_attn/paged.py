@@ -150,7 +150,7 @@ def _check_and_attend(
 ) -> tuple[Tensor, Tensor]:
     """Check the arguments of `paged_attention` and run the operator."""
     scale, window_size, softcap, num_splits, return_lse, implementation = options
-    operands = operands._replace(q=cast_float32("q", operands.q))
+    operands = PagedOperands(cast_float32("q", operands.q), *operands[1:])
     checked = check_decode_options(
         scale=scale, window_size=window_size, softcap=softcap, num_splits=num_splits,
         return_lse=return_lse,

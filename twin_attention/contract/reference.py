@@ -405,7 +405,7 @@ def ragged_forward(operands: PagedOperands, spec: PagedSpec, dtype: Any) -> tupl
         x = xp.permute_dims(x, (0, 2, 1, 3))
         return xp.reshape(x, (1, one.seq_kv, cache.heads, x.shape[-1]))
 
-    q = _clear_padding(xp, q, is_token)
+    q = _clear_padding(xp, q, is_token)[None, ...]
     batch = FlashOperands(q, keys(k_pages, k_scale), keys(v_pages, v_scale), sinks)
     out, lse = _forward(xp, batch, one, xp.reshape(seen, (one.seq_q, one.seq_kv)), dtype)
     return out[0, ...], lse[0, ...]

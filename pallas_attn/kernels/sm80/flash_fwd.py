@@ -251,7 +251,7 @@ def flash_fwd(
         "flash_fwd",
         functools.partial(flash_fwd_kernel, together=sections(spec, backend)),
         lambda config: pl.cdiv(spec.seq_q, config.block_q) * spec.heads_q * spec.batch,
-        operands,
+        operands[:4],  # no segment ids
         (
             jax.ShapeDtypeStruct((*q.shape[:3], spec.head_dim_v), q.dtype),
             jax.ShapeDtypeStruct((spec.batch, spec.heads_q, spec.seq_q), jnp.float32),

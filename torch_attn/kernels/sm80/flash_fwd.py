@@ -203,7 +203,8 @@ def flash_fwd(
     q = operands.q
     out = q.new_empty((*q.shape[:3], spec.head_dim_v))
     lse = q.new_empty((spec.batch, spec.heads_q, spec.seq_q), dtype=torch.float32)
-    launch("flash_fwd", flash_fwd_kernel, _prepare, (*operands, out, lse), spec, backend)
+    tensors = (*operands[:4], out, lse)  # no segment ids
+    launch("flash_fwd", flash_fwd_kernel, _prepare, tensors, spec, backend)
     return out, lse
 
 

@@ -464,7 +464,7 @@ def flash_fwd(
     q = operands.q
     out = q.new_empty((*q.shape[:3], spec.head_dim_v))
     lse = q.new_empty((spec.batch, spec.heads_q, spec.seq_q), dtype=torch.float32)
-    tensors = (*operands, out, lse)
+    tensors = (*operands[:4], out, lse)  # no segment ids
     # Four warps are one consumer; Triton adds those of the other parts.
     launch("flash_fwd", flash_fwd_kernel, _prepare, tensors, spec, backend, num_warps=4)
     return out, lse
