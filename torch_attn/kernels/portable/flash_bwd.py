@@ -105,7 +105,9 @@ def flash_bwd_preprocess_kernel(
     out_base = head_base(out_ptr, out_strides, batch, head, ALIGN)
     if q_segment_ids_ptr is not None:
         q_segment_ids_ptr += batch * seq_q
-    _segment_q, is_query = load_segments(q_segment_ids_ptr, start_q, seq_q, BLOCK_Q, STAYS)
+    _segment_q, is_query = None, None
+    if q_segment_ids_ptr is not None:
+        _segment_q, is_query = load_segments(q_segment_ids_ptr, start_q, seq_q, BLOCK_Q, STAYS)
     do = load_tile(
         dout_base, start_q, seq_dout, dout_strides[1], BLOCK_Q, HEAD_DIM_V, True, is_query
     )
@@ -187,7 +189,9 @@ def flash_bwd_dq_kernel(
     # Load the queries and what belongs to their rows; they stay.
     q_base = head_base(q_ptr, q_strides, batch, head, ALIGN)
     dout_base = head_base(dout_ptr, dout_strides, batch, head, ALIGN)
-    segment_q, is_query = load_segments(q_segment_ids_ptr, start_q, seq_q, BLOCK_Q, STAYS)
+    segment_q, is_query = None, None
+    if q_segment_ids_ptr is not None:
+        segment_q, is_query = load_segments(q_segment_ids_ptr, start_q, seq_q, BLOCK_Q, STAYS)
     q = load_tile(q_base, start_q, seq_q, q_strides[1], BLOCK_Q, HEAD_DIM, True, is_query)
     do = load_tile(dout_base, start_q, seq_q, dout_strides[1], BLOCK_Q, HEAD_DIM_V, True, is_query)
     rows = start_q + tl.arange(0, BLOCK_Q)
@@ -213,9 +217,11 @@ def flash_bwd_dq_kernel(
         for index in tl.range(0, count_tiles(before, full, after, masked)):
             start_kv = tile_start(index, begin, before, full, BLOCK_KV, masked)
             # s = scale · q kᵀ
-            segment_kv, is_key = load_segments(
-                kv_segment_ids_ptr, start_kv, seq_kv, BLOCK_KV, VISITED
-            )
+            segment_kv, is_key = None, None
+            if kv_segment_ids_ptr is not None:
+                segment_kv, is_key = load_segments(
+                    kv_segment_ids_ptr, start_kv, seq_kv, BLOCK_KV, VISITED
+                )
             k = load_tile(
                 k_base, start_kv, seq_kv, k_strides[1], BLOCK_KV, HEAD_DIM, masked, is_key
             )
@@ -309,7 +315,9 @@ def flash_bwd_dkdv_kernel(
     # Load the keys and values; they stay.
     k_base = head_base(k_ptr, k_strides, batch, head_kv, ALIGN)
     v_base = head_base(v_ptr, v_strides, batch, head_kv, ALIGN)
-    segment_kv, is_key = load_segments(kv_segment_ids_ptr, start_kv, seq_kv, BLOCK_KV, STAYS)
+    segment_kv, is_key = None, None
+    if kv_segment_ids_ptr is not None:
+        segment_kv, is_key = load_segments(kv_segment_ids_ptr, start_kv, seq_kv, BLOCK_KV, STAYS)
     k = load_tile(k_base, start_kv, seq_kv, k_strides[1], BLOCK_KV, HEAD_DIM, True, is_key)
     v = load_tile(v_base, start_kv, seq_kv, v_strides[1], BLOCK_KV, HEAD_DIM_V, True, is_key)
     key = start_kv + tl.arange(0, BLOCK_KV) - diagonal  # counted as queries are
@@ -341,7 +349,11 @@ def flash_bwd_dkdv_kernel(
             if num_sequences is not None:
                 offset += first_tile(first_q, sequence, ROW_PADDING).to(tl.int64) * ROW_PADDING
             # sᵀ = scale · k qᵀ
-            segment_q, is_query = load_segments(q_segment_ids_ptr, row_q, end_q, BLOCK_Q, VISITED)
+            segment_q, is_query = None, None
+            if q_segment_ids_ptr is not None:
+                segment_q, is_query = load_segments(
+                    q_segment_ids_ptr, row_q, end_q, BLOCK_Q, VISITED
+                )
             q = load_tile(q_base, row_q, end_q, q_strides[1], BLOCK_Q, HEAD_DIM, masked, is_query)
             rows = start_q + tl.arange(0, BLOCK_Q)
             s, dcap = visible_scores(

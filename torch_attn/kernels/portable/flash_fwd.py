@@ -120,7 +120,9 @@ def flash_fwd_kernel(
 
     # Load the queries; they stay.
     q_base = head_base(q_ptr, q_strides, batch, head, ALIGN)
-    segment_q, is_query = load_segments(q_segment_ids_ptr, start_q, seq_q, BLOCK_Q, STAYS)
+    segment_q, is_query = None, None
+    if q_segment_ids_ptr is not None:
+        segment_q, is_query = load_segments(q_segment_ids_ptr, start_q, seq_q, BLOCK_Q, STAYS)
     q = load_tile(q_base, start_q, seq_q, q_strides[1], BLOCK_Q, HEAD_DIM, True, is_query)
     rows = start_q + tl.arange(0, BLOCK_Q)
     position = rows + diagonal
@@ -143,9 +145,11 @@ def flash_fwd_kernel(
         for index in tl.range(0, count_tiles(before, full, after, masked)):
             start_kv = tile_start(index, begin, before, full, BLOCK_KV, masked)
             # s = scale · q kᵀ
-            segment_kv, is_key = load_segments(
-                kv_segment_ids_ptr, start_kv, seq_kv, BLOCK_KV, VISITED
-            )
+            segment_kv, is_key = None, None
+            if kv_segment_ids_ptr is not None:
+                segment_kv, is_key = load_segments(
+                    kv_segment_ids_ptr, start_kv, seq_kv, BLOCK_KV, VISITED
+                )
             k = load_tile(
                 k_base, start_kv, seq_kv, k_strides[1], BLOCK_KV, HEAD_DIM, masked, is_key
             )

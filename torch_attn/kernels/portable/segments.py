@@ -30,16 +30,12 @@ def load_segments(ids_ptr, start, num_rows, BLOCK: tl.constexpr, PADDING: tl.con
     """Load the ids of rows start .. start + BLOCK, `PADDING` for padding and past `num_rows`.
 
     Returns:
-        (ids, exists): [BLOCK] each, or None, None without ids. exists: a row is no padding.
+        (ids, exists): [BLOCK] each. exists: a row is no padding.
     """
-    if ids_ptr is None:
-        ids, exists = None, None
-    else:
-        rows = start + tl.arange(0, BLOCK)
-        ids = tl.load(ids_ptr + rows, mask=rows < num_rows, other=PADDING)
-        exists = ids >= 0
-        ids = tl.where(exists, ids, PADDING)
-    return ids, exists
+    rows = start + tl.arange(0, BLOCK)
+    ids = tl.load(ids_ptr + rows, mask=rows < num_rows, other=PADDING)
+    exists = ids >= 0
+    return tl.where(exists, ids, PADDING), exists
 
 
 @triton.jit
