@@ -22,7 +22,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def test_paged_attention(side, by, case, torch_device):
-    """What no sequence uses is NaN, or no page at all; so is q in the padding."""
+    """Hold a case to its budget, with NaN, or ids of no page, in all that no sequence uses."""
     inputs = make_inputs(case, torch_device)
     got = side.call("paged_attention", inputs, return_lse=True, implementation=by, **case.options)
     assert_within_budget(got, inputs, case.spec)

@@ -103,10 +103,9 @@ def flash_bwd_preprocess_kernel(
         delta_ptr += padded - start_q
     dout_base = head_base(dout_ptr, dout_strides, batch, head, ALIGN)
     out_base = head_base(out_ptr, out_strides, batch, head, ALIGN)
-    if q_segment_ids_ptr is not None:
-        q_segment_ids_ptr += batch * seq_q
     _segment_q, is_query = None, None
     if q_segment_ids_ptr is not None:
+        q_segment_ids_ptr += batch * seq_q
         _segment_q, is_query = load_segments(q_segment_ids_ptr, start_q, seq_q, BLOCK_Q, STAYS)
     do = load_tile(
         dout_base, start_q, seq_dout, dout_strides[1], BLOCK_Q, HEAD_DIM_V, True, is_query

@@ -30,7 +30,8 @@ def load_segments(ids_ptr, start, num_rows, BLOCK: tl.constexpr, PADDING: tl.con
     """Load the ids of rows start .. start + BLOCK, `PADDING` for padding and past `num_rows`.
 
     Returns:
-        (ids, exists): [BLOCK] each. exists: a row is no padding.
+        (ids, exists): [BLOCK] each. exists: a row is no padding. Kernels have None for both without
+        ids; here Triton 3.6 could not return it.
     """
     rows = start + tl.arange(0, BLOCK)
     ids = tl.load(ids_ptr + rows, mask=rows < num_rows, other=PADDING)
