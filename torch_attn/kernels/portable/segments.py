@@ -35,8 +35,8 @@ def load_segments(ids_ptr, start, num_rows, BLOCK: tl.constexpr, PADDING: tl.con
     """
     rows = start + tl.arange(0, BLOCK)
     ids = tl.load(ids_ptr + rows, mask=rows < num_rows, other=PADDING)
-    exists = ids >= 0
-    return tl.where(exists, ids, PADDING), exists
+    ids = tl.where(ids < 0, PADDING, ids)
+    return ids, ids >= 0
 
 
 @triton.jit
