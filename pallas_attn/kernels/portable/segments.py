@@ -35,8 +35,8 @@ def load_segments(ids_ref, start, num_rows, block, padding):
     if ids_ref is None:
         return None, None
     ids = load_rows(ids_ref, start, num_rows, block, padding)
-    exists = ids >= 0
-    return jnp.where(exists, ids, padding), exists
+    ids = jnp.where(ids < 0, padding, ids)
+    return ids, ids >= 0
 
 
 def meeting_tiles(ids, ranges_ref, size_other, begin, before, full, after, block):
