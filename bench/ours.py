@@ -52,8 +52,14 @@ def packed_factories(targets: Sequence[str]) -> dict[Subject, Factory]:
 
 def decode_factories(targets: Sequence[str]) -> dict[Subject, Factory]:
     """Return factories of calls, which take (case, tensors) as peers' do."""
-    names = ("jax mosaic", "torch triton", "jax triton")
-    return {Subject(*key): partial(_decode, *key) for key in product(names, targets)}
+    keys = product(("jax mosaic", "torch triton", "jax triton"), targets)
+    return {Subject(*key): partial(_paged, "paged_decode", *key) for key in keys}
+
+
+def prefill_factories(targets: Sequence[str]) -> dict[Subject, Factory]:
+    """Return factories of calls, which take (case, tensors) as peers' do."""
+    keys = product(("torch triton", "jax triton"), targets)
+    return {Subject(*key): partial(_paged, "paged_attention", *key) for key in keys}
 
 
 def _has_kernels(name: str, target: str) -> bool:
@@ -104,9 +110,9 @@ def _packed(name: str, target: str, case: VarlenCase, operation: str, tensors: A
     return _for_target(call, target)
 
 
-def _decode(name: str, target: str, case: DecodeCase, tensors: DecodeTensors) -> Call:
+def _paged(function: str, name: str, target: str, case: DecodeCase, tensors: DecodeTensors) -> Call:
     side, family = NAMES[name]
-    attend = import_module(side).paged_decode
+    attend = getattr(import_module(side), function)
     attend = partial(attend, **case.options, implementation=family)
     arguments: dict[str, Any] = tensors.arguments
     if side == "pallas_attn":

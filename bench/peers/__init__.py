@@ -1,10 +1,10 @@
 """The libraries that the twins are compared with, each of which may be absent.
 
 A flash factory takes (case, operation, tensors), tensors q, k, v and dout [B, S, H, D] of torch, or
-[T, H, D] one of packed sequences; a
-decode factory takes (case, tensors), a `bench.suites.decode_inputs.DecodeTensors`. Both return a
-`bench.job.Call` and raise `bench.job.Absent` if the peer is not installed or does not do the case.
-Peers are imported when they are asked for a call.
+[T, H, D] one of packed sequences; a decode or prefill factory takes (case, tensors), a
+`bench.suites.decode_inputs.DecodeTensors`. Both return a `bench.job.Call` and raise
+`bench.job.Absent` if the peer is not installed or does not do the case. Peers are imported when
+they are asked for a call.
 """
 
 from collections.abc import Callable, Mapping
@@ -40,3 +40,4 @@ DECODE: Mapping[str, Callable[..., Call]] = {
     "FA2 dense": partial(torch_peers.sdpa_decode, "FLASH_ATTENTION"),
     "cuDNN dense": partial(torch_peers.sdpa_decode, "CUDNN_ATTENTION"),
 }
+PREFILL: Mapping[str, Callable[..., Call]] = {"FlashInfer": flashinfer.prefill}

@@ -1,4 +1,4 @@
-"""FlashInfer's decoding from a paged cache, planned outside of the timed call.
+"""FlashInfer's attention over a paged cache, planned outside of the timed call.
 
 It compiles a module for each wrapper, head size and pair of dtypes, for up to a minute. The modules
 of the suite kvcache are compiled in parallel at the first call, so that a run waits once.
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from bench.job import Absent, Call
 from bench.peers.limits import load
-from interop.parity.cases import DecodeCase
+from interop.parity.cases import DecodeCase, PagedCase
 
 if TYPE_CHECKING:
     from bench.suites.decode_inputs import DecodeTensors
@@ -32,15 +32,28 @@ def decode(case: DecodeCase, tensors: DecodeTensors) -> Call:
     One token a sequence goes through BatchDecodeWithPagedKVCacheWrapper, without its option of
     tensor cores, which is slower there; several go through BatchPrefillWithPagedKVCacheWrapper.
     """
+    _check_case(case)
+    load("flashinfer")  # absent before anything is compiled
+    _compile_ahead(tensors.q.device.type)
+    run = _planned(case, tensors)
+    return Call(run, lambda out: (out.view(tensors.q.shape),))
+
+
+def prefill(case: PagedCase, tensors: DecodeTensors) -> Call:
+    """Return a call of its prefill kernels, which take any number of new tokens a sequence."""
+    _check_case(case)
+    if case.padding:
+        raise Absent("it leaves padding as it is")
+    return Call(_planned(case, tensors), lambda out: (out,))
+
+
+def _check_case(case: DecodeCase) -> None:
+    """Raise `Absent` for a case that this adapter does not do."""
     spec = case.spec
     if spec.cache.dtype == "int8" or case.scale_shape:
         raise Absent("neither int8 nor a scale for each head")
     if case.sinks or spec.head_dim != spec.head_dim_v:
         raise Absent("this adapter has neither sinks nor values of another size")
-    load("flashinfer")  # absent before anything is compiled
-    _compile_ahead(tensors.q.device.type)
-    run = _planned(case, tensors)
-    return Call(run, lambda out: (out.view(tensors.q.shape),))
 
 
 @cache
@@ -65,7 +78,7 @@ def _planned(case: DecodeCase, tensors: DecodeTensors) -> Callable[[], Any]:
     flashinfer = load("flashinfer")
 
     spec = case.spec
-    q = tensors.q.view(spec.batch * spec.tokens, spec.heads_q, spec.head_dim)
+    q = tensors.q.view(-1, spec.heads_q, spec.head_dim)
     used = -(-tensors.seq_lens // spec.cache.page_size)
     indptr = torch.nn.functional.pad(used.cumsum(0, dtype=torch.int32), (1, 0))
     is_used = torch.arange(spec.cache.max_pages, device=used.device) < used[:, None]
@@ -81,12 +94,14 @@ def _planned(case: DecodeCase, tensors: DecodeTensors) -> Callable[[], Any]:
         "kv_data_type": tensors.k_pages.dtype,
     }
     workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=q.device)
-    if spec.tokens == 1:
+    rows = tensors.cu_seqlens_q
+    if rows is None and spec.tokens == 1:
         wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD")
         wrapper.plan(*pages, *sizes, **options)
     else:
         wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD")
-        rows = torch.arange(spec.batch + 1, dtype=torch.int32, device=q.device) * spec.tokens
+        if rows is None:
+            rows = torch.arange(spec.batch + 1, dtype=torch.int32, device=q.device) * spec.tokens
         wrapper.plan(rows, *pages, *sizes, causal=True, **options)
     scales = {
         name: float(scale)

@@ -16,15 +16,16 @@ NO_PAGE = -1
 
 @dataclass(frozen=True)
 class DecodeTensors:
-    """Arguments of a `paged_decode`, as `interop.parity.inputs` makes them.
+    """Arguments of a `paged_decode` or `paged_attention`, as `interop.parity.inputs` makes them.
 
     Attributes:
-        q: [B, T, Hq, D].
+        q: [B, T, Hq, D], of a `paged_attention` [Tq, Hq, D].
         k_pages, v_pages: [P, page_size, Hkv, D]. The sequences' pages lie in random order; pages
             and slots that no sequence uses hold NaN.
         block_tables: [B, max_pages] int32; past a sequence's last page it holds no page's id.
         seq_lens: [B] int32.
         k_scale, v_scale: of a quantised cache, [] or [Hkv] float32; else None.
+        cu_seqlens_q: of a `paged_attention`, [B + 1] int32; else None.
     """
 
     q: Tensor
@@ -34,6 +35,7 @@ class DecodeTensors:
     seq_lens: Tensor
     k_scale: Tensor | None = None
     v_scale: Tensor | None = None
+    cu_seqlens_q: Tensor | None = None
 
     @property
     def arguments(self) -> dict[str, Tensor]:

@@ -49,7 +49,7 @@ class Part:
     Attributes:
         spec: the problem that the part is by itself.
         where: index of the part in inputs and results of the whole problem, by name; a tensor
-            without one is the part's as it is.
+            without one, or without dimensions, is the part's as it is.
         inner: the part's queries and keys that are compared; None compares all.
     """
 
@@ -59,7 +59,7 @@ class Part:
 
     def crop(self, tensors: Tensors) -> Tensors:
         """Return views of the part in inputs or results of the whole problem."""
-        return {name: x[self.where.get(name, ...)] for name, x in tensors.items()}
+        return {name: x[self.where.get(name, ...)] if x.ndim else x for name, x in tensors.items()}
 
     def crop_inner(self, results: Tensors) -> Tensors:
         """Return what is compared of the part's results: no sum over other parts as well."""
@@ -113,11 +113,14 @@ def parts_of(spec: Spec) -> list[Part]:
 def sample_of(spec: Spec) -> list[Part]:
     """Return a few kv heads or sequences: the first, the last and two between, always the same.
 
-    Packed sequences are one part, and so is a merge.
+    Packed sequences are one part, and so is a merge; of a paged attention the parts are kv heads.
     """
-    if isinstance(spec, VarlenSpec | PagedSpec | MergeSpec):
+    if isinstance(spec, VarlenSpec | MergeSpec):
         return [Part(spec)]
-    parts = _sequences(spec) if isinstance(spec, DecodeSpec) else _heads(spec)
+    if isinstance(spec, PagedSpec):
+        parts = _paged_heads(spec)
+    else:
+        parts = _sequences(spec) if isinstance(spec, DecodeSpec) else _heads(spec)
     if len(parts) <= SAMPLES:
         return parts
     between = Random(0).sample(range(1, len(parts) - 1), SAMPLES - 2)
@@ -251,6 +254,21 @@ def _empty_results(
 def _sequences(spec: DecodeSpec) -> list[Part]:
     one, names = replace(spec, batch=1), ("q", "block_tables", "seq_lens", "out", "lse")
     return [Part(one, dict.fromkeys(names, slice(b, b + 1))) for b in range(spec.batch)]
+
+
+def _paged_heads(spec: PagedSpec) -> list[Part]:
+    """Return the kv heads, each over all sequences."""
+    group, every = spec.group_size, slice(None)
+    one = replace(spec, heads_q=group, cache=replace(spec.cache, heads=1))
+
+    def part(head: int) -> Part:
+        heads_q, heads_kv = slice(head * group, head * group + group), slice(head, head + 1)
+        where: dict[str, Any] = dict.fromkeys(("q", "out"), (every, heads_q))
+        where |= dict.fromkeys(("lse", "sinks"), heads_q)
+        where |= dict.fromkeys(("k_pages", "v_pages"), (every, every, heads_kv))
+        return Part(one, where | dict.fromkeys(("k_scale", "v_scale"), heads_kv))
+
+    return [part(head) for head in range(spec.heads_kv)]
 
 
 def _heads(spec: AttentionSpec) -> list[Part]:

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from bench.job import Absent
-from bench.peers import DECODE, FLASH, flashinfer, torch_peers
+from bench.peers import DECODE, FLASH, PREFILL, flashinfer, torch_peers
 from bench.suites import kvcache
 from bench.suites.decode_inputs import decode_tensors
 from bench.suites.flash_jobs import flash_jobs
-from interop.parity.cases import DecodeCase, FlashCase
+from interop.parity.cases import DecodeCase, FlashCase, PagedCase
 from interop.parity.check import sample_check
 from interop.parity.inputs import make_inputs
 from torch_attn import flash_attention
@@ -225,7 +225,9 @@ class Wrapper:
         *rows, self.indptr, self.indices, self.last_page_len, hq, hkv, dim, page_size = args
         assert all(x.dtype == torch.int32 for x in args[: len(rows) + 3])
         assert bool(rows) == causal
-        tokens = int(rows[0][1]) if rows else 1
+        batch = len(self.last_page_len)
+        self.rows = rows[0] if rows else torch.arange(batch + 1)
+        tokens = int(self.rows[1])
         self.spec = AttentionSpec(
             1, tokens, 0, hq, hkv, dim, dim, "bfloat16", sm_scale,
             Window(None if window_left < 0 else window_left, 0), logits_soft_cap,
@@ -240,8 +242,11 @@ class Wrapper:
             pages = self.indices[self.indptr[b] : self.indptr[b + 1]]
             length = (len(pages) - 1) * self.page_size + int(last)
             k, v = (x[pages].to(q.dtype).flatten(0, 1)[None, :length] for x in cache)
-            spec = replace(self.spec, seq_kv=length, scale=self.spec.scale * k_scale)
-            rows = q[b * spec.seq_q : (b + 1) * spec.seq_q][None]
+            begin, end = self.rows[b : b + 2].tolist()
+            spec = replace(
+                self.spec, seq_q=end - begin, seq_kv=length, scale=self.spec.scale * k_scale
+            )
+            rows = q[begin:end][None]
             outs.append(
                 attention_forward(FlashOperands(rows, k, v), spec, torch.float32)[0][0] * v_scale
             )
@@ -269,6 +274,31 @@ def test_flashinfer_gets_the_pages_and_plans_once(monkeypatch, options, wrapper)
     for _ in range(2):
         assert check_decode(case, tensors)(call.result(call.run())) <= 1
     assert Wrapper.planned == 1
+
+
+CHUNKS = PagedCase(
+    "chunks", lengths=(5, 33, 16), heads_q=4, heads_kv=2, head_dim=16, page_size=8, max_pages=6,
+    new_tokens=(5, 1, 9),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("options", [{}, {"new_tokens": (1, 1, 1)}, {"window_size": (9, 0)}])
+def test_flashinfers_prefill_takes_any_number_of_new_tokens(monkeypatch, options):
+    monkeypatch.setitem(sys.modules, "flashinfer", SimpleNamespace(**{PREFILL_WRAPPER: Wrapper}))
+    monkeypatch.setattr(flashinfer, "WORKSPACE_BYTES", 64)
+    monkeypatch.setattr(Wrapper, "planned", 0)
+    case = replace(CHUNKS, **options)
+    tensors = decode_tensors(case, "cpu")
+    call = PREFILL["FlashInfer"](case, tensors)
+    for _ in range(2):
+        assert check_decode(case, tensors)(call.result(call.run())) <= 1
+    assert Wrapper.planned == 1
+
+
+@pytest.mark.parametrize("options", [{"padding": 3}, {"sinks": True}, {"kv_dtype": "int8"}])
+def test_flashinfers_prefill_is_absent_where_it_would_drop_something(options):
+    with pytest.raises(Absent):
+        PREFILL["FlashInfer"](replace(CHUNKS, **options), None)
 
 
 def test_flashinfer_compiles_once_ahead_what_the_decode_suite_needs(monkeypatch):

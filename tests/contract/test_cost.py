@@ -13,9 +13,11 @@ from twin_attention.contract.cost import (
     decode_flops,
     forward_bytes,
     forward_flops,
+    paged_bytes,
+    paged_flops,
     visible_pairs,
 )
-from twin_attention.contract.spec import AttentionSpec, DecodeSpec, PagedCache, Window
+from twin_attention.contract.spec import AttentionSpec, DecodeSpec, PagedCache, PagedSpec, Window
 
 SPEC = AttentionSpec(
     batch=2, seq_q=3, seq_kv=5, heads_q=4, heads_kv=2, head_dim=16, head_dim_v=24,
@@ -83,6 +85,16 @@ def test_bytes_of_a_decode():
     tables, lengths = 4 * (2 + 4), 4 * 3
     assert cache_bytes(DECODE, LENGTHS) == keys
     assert decode_bytes(DECODE, LENGTHS) == q + keys + tables + lengths + out + lse
+
+
+def test_a_paged_attention_costs_what_its_sequences_do():
+    spec = PagedSpec(**vars(replace(DECODE, tokens=6)))
+    sequences = [(0, 7), (5, 20), (1, 9)]
+    pairs = 4 * (sum(range(16, 21)) + 9)
+    assert paged_flops(spec, sequences) == 2 * (16 + 24) * pairs
+    each = [decode_bytes(spec.sequence(tokens), [keys]) for tokens, keys in sequences]
+    assert each[0] == 4  # its length
+    assert paged_bytes(spec, sequences) == sum(each) + 4 * 4
 
 
 def test_keys_before_the_window_are_not_read():

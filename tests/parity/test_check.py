@@ -7,7 +7,7 @@ import torch
 
 from interop.exchange import to_jax
 from interop.parity import harness, oracle
-from interop.parity.cases import DecodeCase, FlashCase
+from interop.parity.cases import DecodeCase, FlashCase, PagedCase
 from interop.parity.check import check_layout, compare, sample_check
 from interop.parity.inputs import make_inputs
 from interop.parity.oracle import evaluate, expectations, parts_of
@@ -94,6 +94,26 @@ def test_results_of_jax_are_checked_as_well(torch_device):
     (out,) = plain(case, inputs, ("out",))
     check = sample_check(inputs, case.spec, ("out",))
     assert check([to_jax(out, copy=True)]) == check([out])
+
+
+PAGED = PagedCase(
+    "paged", (5, 40, 33), new_tokens=(5, 20, 0), heads_q=12, heads_kv=6, kv_dtype="int8",
+    padding=2, sinks=True,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("scale_shape", [(), (6,)])
+def test_a_wrong_element_of_a_sampled_head_of_pages_is_found(scale_shape, torch_device):
+    case = replace(PAGED, scale_shape=scale_shape)
+    inputs = make_inputs(case, torch_device)
+    check = sample_check(inputs, case.spec, ("out", "lse"))
+    out, lse = plain(case, inputs, ("out", "lse"))
+    lse = evaluate(inputs, case.spec, torch.float32)["lse"]
+    assert 0 < check([out, lse]) <= 1
+    for x, last in ((out, (-1, -1, -1)), (lse, (-1, -1))):  # of the last head
+        x[last] += 1
+        assert check([out, lse]) > 1
+        x[last] -= 1
 
 
 @pytest.mark.parametrize("case", DECODE, ids=lambda case: case.name)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from twin_attention.contract.spec import AttentionSpec, DecodeSpec, VarlenSpec
+from twin_attention.contract.spec import AttentionSpec, DecodeSpec, PagedSpec, VarlenSpec
 
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4}
 
@@ -88,6 +88,20 @@ def decode_bytes(spec: DecodeSpec, lengths: Sequence[int]) -> int:
         + cache_bytes(spec, lengths)
         + 4 * (spec.batch + entries)
     )
+
+
+def paged_flops(spec: PagedSpec, sequences: Sequence[tuple[int, int]]) -> int:
+    """Count as `decode_flops` does for sequences of these numbers of new tokens and of keys."""
+    return sum(decode_flops(spec.sequence(tokens), [keys]) for tokens, keys in sequences)
+
+
+def paged_bytes(spec: PagedSpec, sequences: Sequence[tuple[int, int]]) -> int:
+    """Count as `decode_bytes` does for sequences of these numbers of new tokens and of keys.
+
+    The offsets of the sequences are operands as well.
+    """
+    each = sum(decode_bytes(spec.sequence(tokens), [keys]) for tokens, keys in sequences)
+    return each + 4 * (spec.batch + 1)
 
 
 def _keys_seen(spec: DecodeSpec, length: int) -> range:

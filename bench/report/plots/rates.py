@@ -127,7 +127,7 @@ def short(length: int) -> str:
 
 def _family(record: Record) -> str:
     case = record.case
-    if "padding" in case:  # packed sequences, whose lengths differ
+    if "padding" in case and "new_tokens" not in case:  # packed sequences, whose lengths differ
         return case["name"]
     rest = {name: value for name, value in case.items() if name not in _OF_LENGTH}
     if "lengths" in case:
@@ -155,6 +155,7 @@ def _title(record: Record) -> str:
         sequences = len(case["lengths"])
         words.append(f"{sequences} sequence{'s' if sequences > 1 else ''}")
         words += [f"{case['tokens']} tokens"] if (case["tokens"] or 1) > 1 else []
+        words += [f"{sum(case['new_tokens'])} new tokens"] if "new_tokens" in case else []
         words.append(f"pages of {case['page_size']}")
         words += ["wide table"] if _has_wide_table(record) else []
     words.append(case.get("kv_dtype") or case["dtype"])

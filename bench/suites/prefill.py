@@ -1,0 +1,120 @@
+"""Prefill in chunks: new tokens of several sequences over a paged cache, beside single tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+from bench import ours
+from bench.job import Call, Check, Job, Subject
+from bench.peers import PREFILL
+from bench.records import Record
+from bench.suites import Cells
+from bench.suites.decode_jobs import DecodeFactories, DecodeFactory, decode_inputs
+from interop.parity.cases import DecodeCase, PagedCase
+from twin_attention.contract.cost import paged_bytes, paged_flops
+
+if TYPE_CHECKING:
+    from bench.suites.decode_inputs import DecodeTensors
+
+TITLE = "Prefill over pages"
+NOTE = (
+    "bfloat16, 32 query heads and 8 kv heads of size 128. One call of paged_attention has the new "
+    "tokens of all sequences, each of which sees the cache up to itself: chunks of 512 tokens, "
+    "chunks beside single tokens ('mixed'), or single tokens alone ('single'), where "
+    "'paged_decode' is that function of the same side on the same tensors. The pages lie in "
+    "random order. FLOPs are those of the pairs of a token and a key that it sees; the least "
+    "traffic counts each key once. FlashInfer is its BatchPrefillWithPagedKVCacheWrapper, planned "
+    "outside of the timing."
+)
+
+CHUNK, CHUNKS = 512, 8
+LENGTHS = (4096, 8192, 16384, 32768)  # keys, those of the chunk counted in
+PAGE_SIZES = (16, 64)
+BATCH, BATCH_LENGTH = 64, 8192  # sequences with single tokens among them
+
+
+def jobs(targets: Sequence[str], pattern: str = "") -> list[Job]:
+    """Return the job of every case whose name contains `pattern`.
+
+    Args:
+        targets: of our kernels, the device's own first.
+        pattern: part of a case's name.
+    """
+    return [_job(case, targets) for case in cases() if pattern in case.name]
+
+
+def cases() -> list[PagedCase]:
+    """Return chunks over every length, chunks beside single tokens, and single tokens."""
+    chunks = (CHUNK,) * CHUNKS
+    found = [
+        _case(f"chunks-{CHUNKS}x{length}-page{page_size}", chunks, length, page_size)
+        for page_size in PAGE_SIZES
+        for length in LENGTHS
+    ]
+    mixed, single = (*chunks, *(1,) * (BATCH - CHUNKS)), (1,) * BATCH
+    for name, new_tokens in (("mixed", mixed), ("single", single)):
+        case = f"{name}-{BATCH}x{BATCH_LENGTH}-page{PAGE_SIZES[0]}"
+        found.append(_case(case, new_tokens, BATCH_LENGTH, PAGE_SIZES[0]))
+    return found
+
+
+def columns(record: Record) -> Cells:
+    """Return the shape of the batch and both rates."""
+    case, rate = record.case, record.bytes_per_second
+    return {
+        "sequences": len(case["lengths"]),
+        "chunks": sum(n > 1 for n in case["new_tokens"]),
+        "new tokens": sum(case["new_tokens"]),
+        "KV length": max(case["lengths"]),
+        "page": case["page_size"],
+        "TFLOP/s": record.tflops,
+        "GB/s": None if rate is None else rate / 1e9,
+    }
+
+
+def _case(name: str, new_tokens: tuple[int, ...], length: int, page_size: int) -> PagedCase:
+    return PagedCase(
+        name, (length,) * len(new_tokens), heads_q=32, heads_kv=8, head_dim=128,
+        page_size=page_size, max_pages=length // page_size, new_tokens=new_tokens,
+    )  # fmt: skip
+
+
+def _job(case: PagedCase, targets: Sequence[str]) -> Job:
+    sequences = list(zip(case.new_tokens, case.lengths, strict=True))
+    factories = _factories(targets)
+    if is_single := set(case.new_tokens) == {1}:
+        factories |= _decode_factories(targets)
+    return Job(
+        case=asdict(case),
+        operation="decode" if is_single else "forward",  # whose rate is a bandwidth, or FLOPs
+        flops=paged_flops(case.spec, sequences),
+        bytes=paged_bytes(case.spec, sequences),
+        inputs=partial(decode_inputs, case),
+        factories={s: partial(factory, case) for s, factory in factories.items()},
+        check=partial(_check, case),
+    )
+
+
+def _factories(targets: Sequence[str]) -> DecodeFactories:
+    return ours.prefill_factories(targets) | {Subject(name): f for name, f in PREFILL.items()}
+
+
+def _decode_factories(targets: Sequence[str]) -> DecodeFactories:
+    """Return `paged_decode` of both sides, for a batch of single tokens."""
+    return {
+        Subject(f"{name} paged_decode", target): partial(_decode, factory)
+        for (name, target), factory in ours.decode_factories(targets).items()
+    }
+
+
+def _decode(factory: DecodeFactory, case: DecodeCase, tensors: DecodeTensors) -> Call:
+    return factory(case, replace(tensors, cu_seqlens_q=None))
+
+
+def _check(case: PagedCase, tensors: DecodeTensors) -> Check:
+    from interop.parity.check import sample_check
+
+    return sample_check(tensors.arguments, case.spec, ("out",))
