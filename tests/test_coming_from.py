@@ -140,7 +140,11 @@ def jax_nn(dtype: torch.dtype) -> dict[str, Any]:
         "attend": jax.nn.dot_product_attention,
         "flash_attention": pallas_attn.flash_attention,
         **{name: jax.numpy.asarray(x.numpy()) for name, x in qkv(dtype).items()},
+        **{name: getattr(jax.numpy, name) for name in ("where", "arange")},
+        "nq": jax.numpy.array([SQ, 2], jax.numpy.int32),
+        "nkv": jax.numpy.array([3, SKV], jax.numpy.int32),
         "Sq": SQ,
+        "Skv": SKV,
     }
 
 

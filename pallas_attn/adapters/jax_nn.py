@@ -13,6 +13,9 @@ from pallas_attn import flash_attention
 from pallas_attn.dispatch import Implementation
 from twin_attention.contract.validate import fail
 
+# jax.nn's score of a hidden key.
+_HIDDEN = -0.7 * float(jnp.finfo(jnp.float32).max)
+
 
 def dot_product_attention(
     query: ArrayLike,
@@ -23,8 +26,8 @@ def dot_product_attention(
     *,
     scale: float | None = None,
     is_causal: bool = False,
-    query_seq_lengths: None = None,
-    key_value_seq_lengths: None = None,
+    query_seq_lengths: ArrayLike | None = None,
+    key_value_seq_lengths: ArrayLike | None = None,
     local_window_size: int | tuple[int, int] | None = None,
     implementation: Implementation | None = None,
     return_residual: bool = False,
@@ -33,6 +36,8 @@ def dot_product_attention(
 
     Positions are aligned top-left as in `jax.nn`: query i stands at key position i, whatever the
     lengths. Keys that no query sees are cut off, which leaves a window of `flash_attention`.
+    Lengths become segment ids, read on the device alone; tiles of padding are skipped. As there, a
+    query past its length gives 0, and one within it that sees no key the mean of all values.
 
     Args:
         query: [B, T, N, H] or [T, N, H], float16, bfloat16 or float32. H is 16 to 256 in steps of
@@ -42,7 +47,8 @@ def dot_product_attention(
         bias, mask: None.
         scale: factor of the scores; None is ``H ** -0.5``.
         is_causal: query i sees keys up to i.
-        query_seq_lengths, key_value_seq_lengths: None.
+        query_seq_lengths, key_value_seq_lengths: [B] int32, tokens of each sequence that are no
+            padding. None is all of them.
         local_window_size: (left, right), or one number for both: query i sees keys from i - left
             to i + right, at least one of them.
         implementation: pallas_attn's: "mosaic", "triton", "reference" or None. "xla" and "cudnn"
@@ -51,11 +57,14 @@ def dot_product_attention(
 
     Returns:
         out, query's shape and dtype; with `return_residual` the pair (out, lse), lse [B, T, N] or
-        [T, N] in the query's dtype, natural logarithm, without a gradient.
+        [T, N] in the query's dtype, natural logarithm, without a gradient. lse of a query that sees
+        no key is 0.7 times the least float32.
 
     Raises:
-        NotImplementedError: a bias, a mask or lengths are given; the window leaves a query no key
-            (where jax.nn takes the mean of all values).
+        NotImplementedError: a bias or a mask is given; the window leaves a query no key, whatever
+            the lengths.
+        TypeError: lengths that are not int32.
+        ValueError: lengths of another shape than [B].
         What `pallas_attn.flash_attention` raises.
 
     Example::
@@ -66,12 +75,7 @@ def dot_product_attention(
         q, k, v = jax.random.normal(jax.random.key(0), (3, 1, 128, 4, 64))
         out = jax.jit(lambda *qkv: dot_product_attention(*qkv, is_causal=True))(q, k, v)
     """
-    for name, x in (
-        ("bias", bias),
-        ("mask", mask),
-        ("query_seq_lengths", query_seq_lengths),
-        ("key_value_seq_lengths", key_value_seq_lengths),
-    ):
+    for name, x in (("bias", bias), ("mask", mask)):
         if x is not None:
             fail(NotImplementedError, name, "None", type(x).__name__)
     operands = {"query": query, "key": key, "value": value}
@@ -83,6 +87,7 @@ def dot_product_attention(
     if v.shape[1] != k.shape[1]:
         fail(ValueError, "value", f"key's length {k.shape[1]}", v.shape[1])
 
+    values = v
     if isinstance(local_window_size, int):
         local_window_size = (local_window_size, local_window_size)
     left = right = None
@@ -103,18 +108,43 @@ def dot_product_attention(
             if left < 0:
                 expected = "a window with a key for each query"
                 fail(NotImplementedError, "local_window_size", expected, local_window_size)
+    q_ids = kv_ids = None
+    if query_seq_lengths is not None or key_value_seq_lengths is not None:
+        q_ids = _segment_ids("query_seq_lengths", query_seq_lengths, *q.shape[:2])
+        kv_ids = _segment_ids("key_value_seq_lengths", key_value_seq_lengths, *k.shape[:2])
     out, lse = flash_attention(
         q,
         k,
         v,
         scale=scale,
         window_size=(left, right),
+        q_segment_ids=q_ids,
+        kv_segment_ids=kv_ids,
         return_lse=True,
         implementation=implementation,
     )
-    shape = arrays["query"].shape[:-1]
-    out = out.reshape(*shape, out.shape[-1])
+    lse = jax.lax.stop_gradient(lse.transpose(0, 2, 1))  # [B, T, N]
+    if q_ids is not None:
+        # jax.nn's scores of hidden keys are finite, so that those of such a query are all the same.
+        sees_nothing = jnp.isneginf(lse)
+        lse = jnp.where(sees_nothing, _HIDDEN, lse)
+        mean = values.mean(1, keepdims=True, dtype=jnp.float32)
+        mean = jnp.repeat(mean, q.shape[2] // v.shape[2], axis=2)
+        takes_mean = sees_nothing & (q_ids >= 0)[:, :, None]
+        out = jnp.where(takes_mean[..., None], mean, out).astype(out.dtype)
+    out = out.reshape(*arrays["query"].shape[:-1], out.shape[-1])
     if not return_residual:
         return out
-    lse = jax.lax.stop_gradient(lse.transpose(0, 2, 1).reshape(shape))
-    return out, lse.astype(out.dtype)
+    return out, lse.reshape(out.shape[:-1]).astype(out.dtype)
+
+
+def _segment_ids(name: str, lengths: ArrayLike | None, batch: int, size: int) -> jax.Array:
+    """Return segment ids [B, size]: 0, and -1 in the padding past each sequence's length."""
+    if lengths is None:
+        return jnp.zeros((batch, size), jnp.int32)
+    lengths = jnp.asarray(lengths)
+    if lengths.dtype != jnp.int32:
+        fail(TypeError, name, "int32", lengths.dtype)
+    if lengths.shape != (batch,):
+        fail(ValueError, name, f"shape ({batch},)", lengths.shape)
+    return jnp.where(jnp.arange(size) < lengths[:, None], 0, -1).astype(jnp.int32)

@@ -72,6 +72,47 @@ def test_gradients(seq_q, seq_kv):
     assert_like_jax(gradient, inputs(seq_q, seq_kv), "gradient", **options)
 
 
+# All tokens and none, lengths past the range, and queries without a key.
+LENGTHS_OF = {
+    "query_seq_lengths": jnp.array([9, 3, 0, 5, 2, 50, -1], jnp.int32),
+    "key_value_seq_lengths": jnp.array([7, 2, 5, 0, 6, 1, 70], jnp.int32),
+}
+
+
+@pytest.mark.parametrize(
+    ("seq_q", "seq_kv", "causal", "window"),
+    [(5, 9, False, None), (5, 9, True, (2, 0)), (9, 7, True, None), (9, 7, False, (3, 1))],
+)
+def test_lengths(seq_q, seq_kv, causal, window):
+    options = {"is_causal": causal, "local_window_size": window, **LENGTHS_OF}
+    operands = inputs(seq_q, seq_kv, batch=(7,))
+    assert_like_jax(jax.jit, operands, return_residual=True, **options)
+
+    def gradient(attention):
+        return jax.grad(lambda *qkv: jnp.sum(jnp.sin(attention(*qkv))), argnums=(0, 1, 2))
+
+    assert_like_jax(gradient, operands, "gradient", **options)
+
+
+@pytest.mark.parametrize("name", LENGTHS_OF)
+def test_lengths_of_one_side(name):
+    options = {name: LENGTHS_OF[name], "is_causal": True, "return_residual": True}
+    assert_like_jax(jax.jit, inputs(5, 9, batch=(7,)), **options)
+
+
+def test_lengths_in_the_kernels():
+    operands = inputs(9, 7, batch=(7,))
+    lengths, names = LENGTHS_OF.values(), [*LENGTHS_OF]
+    attend = jax.jit(
+        lambda implementation, qkv, *given: dot_product_attention(
+            *qkv, implementation=implementation, **dict(zip(names, given, strict=True))
+        ),
+        static_argnums=0,
+    )
+    got, want = (attend(name, operands, *lengths) for name in ("triton", "reference"))
+    np.testing.assert_allclose(*(np.asarray(x, np.float32) for x in (got, want)), atol=0.02)
+
+
 def test_numpy_arrays():
     q, k, v = (np.array(x) for x in inputs(5, 7))
     assert jnp.array_equal(dot_product_attention(q, k, v), dot_product_attention(*inputs(5, 7)))
@@ -86,10 +127,13 @@ LENGTHS = jnp.array([3, 4], jnp.int32)
     [
         ({"bias": MASK * 1.0}, NotImplementedError, "bias: expected None, got ArrayImpl"),
         ({"mask": MASK}, NotImplementedError, "mask: expected None"),
-        ({"query_seq_lengths": LENGTHS}, NotImplementedError, "query_seq_lengths: expected None"),
         (
-            {"key_value_seq_lengths": LENGTHS},
-            NotImplementedError, "key_value_seq_lengths: expected None",
+            {"query_seq_lengths": LENGTHS.astype(jnp.int16)},
+            TypeError, "query_seq_lengths: expected int32, got int16",
+        ),
+        (
+            {"key_value_seq_lengths": LENGTHS[:1]},
+            ValueError, "key_value_seq_lengths: expected shape (2,), got (1,)",
         ),
         (
             {"local_window_size": (1, 0)},

@@ -1,19 +1,23 @@
 """`torch_attn` as an attention implementation of Hugging Face transformers.
 
 transformers asks one registered function for a mask, once for each kind of layer, and hands the
-mask to another in every layer. Here the mask is a `Window`, not a tensor: what the mask function
-cannot say as a window it refuses, so that no part of a mask is lost on the way.
+mask to another in every layer. Here the mask is a `Mask`, not a tensor of scores: what the mask
+function cannot say as a window and segments it refuses, so that no part of a mask is lost on the
+way.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import causal_mask_function
 
-from torch_attn import flash_attention
+from torch_attn import flash_attention, flash_attention_varlen
 from twin_attention.contract.spec import Window
 from twin_attention.contract.validate import fail
 
@@ -21,6 +25,8 @@ from twin_attention.contract.validate import fail
 _WITHOUT_EFFECT = {
     "cache_position",
     "logits_to_keep",
+    "max_length_k",
+    "max_length_q",
     "num_items_in_batch",
     "output_hidden_states",
     "output_router_logits",
@@ -31,15 +37,36 @@ _WITHOUT_EFFECT = {
 }
 
 
+@dataclass(frozen=True)
+class Mask:
+    """A mask of transformers.
+
+    Attributes:
+        window: the keys around its own position that a token sees.
+        segment_ids: [B, S] int32, the sequence of each token where several are packed; a token
+            sees its own sequence alone. None is one sequence a row.
+    """
+
+    window: Window
+    segment_ids: Tensor | None = None
+
+
 def register(name: str = "torch_attn") -> None:
     """Make `torch_attn` known to transformers as ``attn_implementation=name``.
 
     Causal models, sliding windows, bidirectional encoders, softcap, sinks and GQA work, in training
-    and with a cache that grows (`DynamicCache`, transformers' default). Padding in a batch, packed
-    sequences, chunked attention, static caches, dropout, position biases and attention weights are
-    refused when a model meets them. Under `torch.compile` with `fullgraph` leave
-    `attention_mask` out and the cache on: otherwise transformers builds a mask for padding or for
-    packed sequences while tracing.
+    and with a cache that grows (`DynamicCache`, transformers' default). Padding in a batch, chunked
+    attention, static caches, dropout, position biases and attention weights are refused when a
+    model meets them. Under `torch.compile` with `fullgraph` leave `attention_mask` out and the
+    cache on: otherwise transformers builds a mask for padding or for packed sequences while
+    tracing.
+
+    Sequences packed into one row, as `DataCollatorWithFlattening` makes them, are kept apart in
+    either of two ways. The first is `cu_seq_lens_q` and `cu_seq_lens_k`
+    (``return_flash_attn_kwargs=True``), in every model; the kernels do not need `max_length_q` and
+    `max_length_k`. The second is `position_ids` that restart, where the model's eager attention
+    minds them: without `attention_mask`, without a cache (``use_cache=False``), and not in gpt-oss,
+    whose mask does not depend on them.
 
     Args:
         name: the name to give to `from_pretrained`, `from_config` or `set_attn_implementation`.
@@ -66,27 +93,30 @@ def register(name: str = "torch_attn") -> None:
         fail(ValueError, "name", 'a name without "flash"', repr(name))
     # A type checker takes these class methods for `abc.ABCMeta.register`.
     AttentionInterface.register(name, attention_forward)  # pyright: ignore[reportCallIssue]
-    AttentionMaskInterface.register(name, mask_window)  # pyright: ignore[reportCallIssue]
+    AttentionMaskInterface.register(name, make_mask)  # pyright: ignore[reportCallIssue]
 
 
-def mask_window(
+def make_mask(
     batch_size: int,
     q_length: int,
     kv_length: int,
     q_offset: int = 0,
     kv_offset: int = 0,
+    mask_function: Callable[..., Tensor] | None = None,
     attention_mask: Tensor | None = None,
     local_size: int | None = None,
     allow_is_causal_skip: bool = True,
     allow_is_bidirectional_skip: bool = False,
     config: Any = None,
     **others: Any,
-) -> Window:
-    """Return the window that transformers' mask is, or refuse it.
+) -> Mask:
+    """Return the window and the segments that transformers' mask is, or refuse it.
 
     Args:
         q_length, q_offset: the queries are tokens q_offset to q_offset + q_length.
         kv_length, kv_offset: likewise the keys.
+        mask_function: transformers' own function of the mask, read where the mask is neither causal
+            nor bidirectional.
         attention_mask: [B, tokens seen] bool, False where a token is padding; None is no padding.
         local_size: the sliding window, or the chunk size of chunked attention.
         allow_is_causal_skip: the mask is causal, apart from padding and `local_size`.
@@ -100,15 +130,16 @@ def mask_window(
     if local_size is not None and getattr(config, "attention_chunk_size", None) is not None:
         fail(NotImplementedError, "attention_chunk_size", "None", config.attention_chunk_size)
     end = kv_offset + kv_length
-    if allow_is_causal_skip:
+    segment_ids = None if allow_is_causal_skip else _packed_sequences(mask_function)
+    if allow_is_causal_skip or segment_ids is not None:
         window = Window(None if local_size is None else local_size - 1, 0)
     elif allow_is_bidirectional_skip:
         window = Window(local_size, local_size)
     elif q_length == 1 and bool(q_offset + 1 != end):
         _refuse_static_cache(end)
     else:
-        expected = "a causal, sliding-window or bidirectional mask"
-        got = "packed sequences or a mask function of the model's own"
+        expected = "a causal, sliding-window, packed or bidirectional mask"
+        got = "a mask function of the model's own"
         fail(NotImplementedError, "attention_mask", expected, got)
     if window != Window() and bool(q_offset + q_length != end):
         _refuse_static_cache(end)
@@ -123,7 +154,7 @@ def mask_window(
                 "it, and ignore the padding in the loss)",
                 "a batch with padding",
             )
-    return window
+    return Mask(window, segment_ids)
 
 
 def attention_forward(
@@ -131,7 +162,7 @@ def attention_forward(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Window | None,
+    attention_mask: Mask | None,
     *,
     scaling: float | None = None,
     softcap: float | None = None,
@@ -139,6 +170,8 @@ def attention_forward(
     dropout: float = 0.0,
     is_causal: bool | None = None,
     sliding_window: int | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    cu_seq_lens_k: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Compute a layer's attention as transformers' attention interface asks for it.
@@ -146,13 +179,15 @@ def attention_forward(
     Args:
         module: the layer's attention. Its `is_causal` counts where there is no mask.
         query: [B, Hq, Sq, D]; key [B, Hkv, Skv, D]; value [B, Hkv, Skv, Dv].
-        attention_mask: the `Window` of the registered mask function, or None.
+        attention_mask: the `Mask` of the registered mask function, or None.
         scaling: factor of the scores; None is ``D ** -0.5``.
         softcap: scores become ``softcap * tanh(score / softcap)``; None leaves them.
         s_aux: [Hq], sinks; None is none.
         dropout: 0.0.
         is_causal: overrides the module's; must agree with a mask.
         sliding_window: unused, the mask has it.
+        cu_seq_lens_q, cu_seq_lens_k: [N + 1], offsets of sequences that are packed into the
+            batch's rows, one row after the other, instead of the mask's segments. None is none.
         others: what transformers passes to every layer.
 
     Returns:
@@ -161,13 +196,17 @@ def attention_forward(
     Raises:
         NotImplementedError: dropout, a mask as a tensor, or an option in `others` that attention
             depends on.
-        What `torch_attn.flash_attention` raises.
+        ValueError: one of `cu_seq_lens_q` and `cu_seq_lens_k` without the other.
+        What `torch_attn.flash_attention` and `flash_attention_varlen` raise.
     """
     if dropout != 0:
         fail(NotImplementedError, "dropout", "0.0 (attention_dropout of the config)", dropout)
     for name, option in others.items():
         if name not in _WITHOUT_EFFECT and option is not None and option is not False:
             fail(NotImplementedError, name, "None or False", type(option).__name__)
+    if (cu_seq_lens_q is None) != (cu_seq_lens_k is None):
+        missing = "cu_seq_lens_q" if cu_seq_lens_q is None else "cu_seq_lens_k"
+        fail(ValueError, missing, "cu_seq_lens_q and cu_seq_lens_k, or neither", None)
     if attention_mask is None:
         if sliding_window is not None:
             expected = "a mask of the registered mask function beside sliding_window"
@@ -176,22 +215,58 @@ def attention_forward(
         if causal is None:
             expected = "a bool where there is no attention_mask"
             fail(NotImplementedError, "is_causal", expected, None)
-        attention_mask = Window(None, 0) if causal else Window()
-    elif not isinstance(attention_mask, Window):
+        attention_mask = Mask(Window(None, 0) if causal else Window())
+    elif not isinstance(attention_mask, Mask):
         expected = "the mask that torch_attn's mask function made"
         fail(NotImplementedError, "attention_mask", expected, type(attention_mask).__name__)
-    elif is_causal is not None and query.shape[2] > 1 and is_causal != (attention_mask.right == 0):
+    elif (
+        is_causal is not None
+        and query.shape[2] > 1
+        and is_causal != (attention_mask.window.right == 0)
+    ):
         fail(NotImplementedError, "is_causal", "what the model's mask says", is_causal)
-    out = flash_attention(
-        query.transpose(1, 2),
-        key.transpose(1, 2),
-        value.transpose(1, 2),
-        scale=scaling,
-        window_size=(attention_mask.left, attention_mask.right),
-        softcap=softcap,
-        sinks=None if s_aux is None else s_aux.float(),  # a model has them in its own dtype
-    )
-    return out, None
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    options: dict[str, Any] = {
+        "scale": scaling,
+        "window_size": (attention_mask.window.left, attention_mask.window.right),
+        "softcap": softcap,
+        "sinks": None if s_aux is None else s_aux.float(),  # a model has them in its own dtype
+    }
+    if cu_seq_lens_q is not None and cu_seq_lens_k is not None:
+        out = flash_attention_varlen(
+            q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), cu_seq_lens_q.int(),
+            cu_seq_lens_k.int(), **options,
+        )  # fmt: skip
+        return out.unflatten(0, q.shape[:2]), None
+    ids = attention_mask.segment_ids
+    return flash_attention(q, k, v, q_segment_ids=ids, kv_segment_ids=ids, **options), None
+
+
+def _packed_sequences(mask_function: Callable[..., Tensor] | None) -> Tensor | None:
+    """Return the segment ids of a mask of packed sequences, None for any other mask function.
+
+    transformers hands over the function alone: the ids are in its closure. A function that is not
+    exactly the one of `packed_sequence_compatibility_function`, over a causal or sliding mask of
+    transformers, is another.
+    """
+    both = _closure(mask_function, "and_masks").get("mask_functions", ())
+    if len(both) != 2:
+        return None
+    packed = _closure(both[0], "packed_sequence_mask_function")
+    within = _closure(both[1], "remap_positions_for_packed_sequence").get("mask_function")
+    sliding = _closure(within, "and_masks").get("mask_functions", (None,))
+    is_sliding = len(sliding) == 2 and bool(_closure(sliding[0], "sliding_window_overlay"))
+    if not packed or (sliding[1] if is_sliding else within) is not causal_mask_function:
+        return None
+    return packed["packed_sequence_mask"].int()
+
+
+def _closure(function: Any, maker: str) -> dict[str, Any]:
+    """Return the variables that a mask function has from its maker; none if another made it."""
+    if not getattr(function, "__qualname__", "").startswith(f"{maker}.<locals>."):
+        return {}
+    cells = (cell.cell_contents for cell in function.__closure__)
+    return dict(zip(function.__code__.co_freevars, cells, strict=True))
 
 
 def _refuse_static_cache(length: int) -> None:
