@@ -12,9 +12,10 @@ before the mode is made::
         torch_attn.flash_attention(q, k, v, causal=True)
     print(counter.get_total_flops())
 
-Only pairs of query and key that see each other are counted, unlike for
-`scaled_dot_product_attention`, of which torch counts all; segment ids, which are data, hide none.
-The backward counts its five products.
+Only pairs of query and key that the window keeps are counted, unlike for
+`scaled_dot_product_attention`, of which torch counts all. What follows from data is left out: with
+segment ids the count is that without, and `flash_attention_varlen` counts nothing. The backward
+counts its five products.
 """
 
 from __future__ import annotations

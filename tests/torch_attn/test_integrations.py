@@ -131,6 +131,21 @@ def test_flops_are_counted(implementation):
     assert counter.get_total_flops() == backward_flops(spec)
 
 
+def test_flops_do_not_depend_on_data():
+    q, k, v = tensors()
+    offsets = torch.tensor([0, 3, 5], dtype=torch.int32)
+    ids = [torch.zeros(x.shape[:2], dtype=torch.int32).fill_(-1) for x in (q, k)]
+    counts = []
+    for options in ({}, dict(zip(("q_segment_ids", "kv_segment_ids"), ids, strict=True))):
+        with FlopCounterMode(display=False) as counter:
+            torch_attn.flash_attention(q, k, v, **options).sum().backward()
+        counts.append(counter.get_total_flops())
+    assert counts[0] == counts[1] > 0
+    with FlopCounterMode(display=False) as counter:
+        torch_attn.flash_attention_varlen(q[0], k[0], v[0], offsets, offsets).sum().backward()
+    assert counter.get_total_flops() == 0
+
+
 def test_torch_attn_does_not_import_them():
     script = (
         "import sys, torch_attn; print([m for m in"
