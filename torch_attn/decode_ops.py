@@ -1,7 +1,7 @@
 """The torch operators of decoding: `torch_attn::paged_decode`, `::append_kv`, `::merge_states`.
 
 Each has a kernel for every backend and a fake kernel for tracing; `merge_states` alone has a
-derivative, `::merge_states_bwd`.
+derivative, `::merge_states_bwd`, and both of these a batching rule for `vmap`.
 `torch_attn.flash_ops` says why they are registered as they are. None waits for the device: lengths
 and page tables are read there, so a CUDA graph may be replayed with others. The exception is the
 reference of append_kv.
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from torch_attn.calls import Call, keep, recall
-from torch_attn.flash_ops import TAGS, Differentiable, without_gradient
+from torch_attn.flash_ops import TAGS, Differentiable, join, without_gradient
 from torch_attn.kernels import reference
 from torch_attn.operands import dtype_name, operand, schema
 from twin_attention.contract.operands import AppendOperands, DecodeOperands, describe_operands
@@ -193,6 +193,21 @@ class _MergeBackward(_Merge):
         )
 
 
+def _batch_merge(op, axes, info, in_dims, *args):
+    """Apply the rule of `vmap`: the mapped dimension joins the batch.
+
+    Args:
+        op: the operator.
+        axes: of the batch in each tensor among its arguments, and in its results.
+    """
+    of_tensors, of_results = axes
+    size, count = info.batch_size, len(of_tensors)
+    tensors = zip(args[:count], in_dims[:count], of_tensors, strict=True)
+    joined = (None if x is None else join(x, dim, axis, size) for x, dim, axis in tensors)
+    results = op(*joined, *args[count:])
+    return tuple(x.unflatten(of_results, (size, -1)) for x in results), (of_results, of_results)
+
+
 def _register(op: torch._ops.OpOverload, run, fake, autograd) -> None:
     name = op.name()
     torch.library.register_fake(name, fake, lib=_library)
@@ -204,3 +219,6 @@ _register(paged_decode, _run_decode, _fake_decode, partial(without_gradient, pag
 _register(append_kv, _run_append, _fake_append, partial(without_gradient, append_kv))
 _register(merge_states, _run_merge, _fake_merge, _Merge.call)
 _register(merge_states_bwd, reference.combine_bwd, _fake_merge_backward, _MergeBackward.call)
+for _op, _axes in ((merge_states, ((1, 1), 0)), (merge_states_bwd, ((0, 0, 1, 1), 1))):
+    _rule = partial(_batch_merge, _op, _axes)
+    torch.library.register_vmap(_op.name(), _rule, lib=_library)

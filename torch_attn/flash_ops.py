@@ -352,6 +352,22 @@ _BATCH = {4: 0, 3: 0, 2: 0, 1: 0}
 _HEADS = {4: 2, 3: 1, 1: 0}
 
 
+def join(x: Tensor, dim: int | None, axis: int, size: int) -> Tensor:
+    """Return a tensor whose dimension that `vmap` maps, of this size, has joined another axis.
+
+    Args:
+        x: a tensor, with the mapped dimension.
+        dim: the mapped dimension; None expands the tensor.
+        axis: the other one, without the mapped dimension.
+        size: of the mapped dimension.
+    """
+    if dim is None:
+        x = x.unsqueeze(axis).expand(*x.shape[:axis], size, *x.shape[axis:])
+    else:
+        x = x.movedim(dim, axis)
+    return x.flatten(axis, axis + 1)
+
+
 def _batch(op, num_tensors, info, in_dims, *args):
     """Apply the rule of `vmap`: the mapped dimension joins the batch, or with sinks, which have
     none, the heads, which segment ids are the same for.
@@ -371,12 +387,7 @@ def _batch(op, num_tensors, info, in_dims, *args):
             if dim is not None:
                 not_mapped_with_sinks()
             return x
-        to = axis[x.ndim - (dim is not None)]
-        if dim is None:
-            x = x.unsqueeze(to).expand(*x.shape[:to], info.batch_size, *x.shape[to:])
-        else:
-            x = x.movedim(dim, to)
-        return x.flatten(to, to + 1)
+        return join(x, dim, axis[x.ndim - (dim is not None)], info.batch_size)
 
     outputs = op(*(fold(x, dim) for x, dim in tensors), *args[num_tensors:])
     dims = [axis[x.ndim] for x in outputs]

@@ -3,6 +3,7 @@
 import gc
 import inspect
 import sys
+import warnings
 from functools import partial
 from textwrap import dedent
 from typing import NamedTuple
@@ -325,6 +326,25 @@ def test_gradients_of_a_merge_compiled_and_by_torch_func(torch_device):
     mapped = vmap(grad(merge_loss, (0, 1)))(*many)
     both = zip(want, grad(merge_loss, (0, 1))(*others), strict=True)
     assert_equal(mapped, tuple(map(torch.stack, both)))
+
+
+@pytest.mark.parametrize("in_dims", [(0, 0), (3, 2), (None, 1), (2, None)])
+def test_vmap_of_a_merge_and_of_its_gradient(in_dims, torch_device):
+    states = problem(torch_device).merge_arguments("")[:2]
+    many, samples = [], []
+    for x, dim in zip(states, in_dims, strict=True):
+        each = [x, x, x] if dim is None else [x, -x, x / 2]
+        samples.append(each)
+        many.append(x if dim is None else torch.stack(each, dim))
+    gradients = grad(merge_loss, (0, 1))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # that it loops over the samples
+        for function in (merge_states, gradients):
+            one_by_one = [function(*sample) for sample in zip(*samples, strict=True)]
+            want = tuple(map(torch.stack, zip(*one_by_one, strict=True)))
+            torch.testing.assert_close(vmap(function, in_dims)(*many), want)
+        nested = vmap(vmap(gradients, in_dims))(*(torch.stack([-x, x]) for x in many))
+    torch.testing.assert_close(tuple(x[1] for x in nested), want)
 
 
 def test_a_merge_whose_out_or_lse_is_not_used(torch_device):
