@@ -321,14 +321,22 @@ def test_a_layer_without_its_mask_is_refused(mask, options, message):
     assert str(caught.value).startswith(message)
 
 
-def test_refuses_a_mask_function_of_the_users():
+@pytest.mark.parametrize("position_ids", [None, torch.arange(8)[None] % 5])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"or_mask_function": lambda *_: torch.tensor(True)},
+        {"and_mask_function": lambda *_: torch.tensor(True)},
+        {"block_sequence_ids": torch.arange(8)[None].expand(2, 8) // 2},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_refuses_a_mask_function_of_the_users(options, position_ids):
     from transformers.masking_utils import create_causal_mask
 
-    llama = model("Llama")
+    config, x = model("Llama").config, torch.zeros(2, 8, 64)
     with pytest.raises(NotImplementedError, match="attention_mask: expected a causal, sliding"):
-        create_causal_mask(
-            llama.config, torch.zeros(2, 8, 64), None, None, or_mask_function=lambda *_: True
-        )
+        create_causal_mask(config, x, None, None, position_ids, **options)
 
 
 def test_refuses_a_name_that_transformers_takes_for_flash_attn():

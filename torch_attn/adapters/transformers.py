@@ -63,10 +63,10 @@ def register(name: str = "torch_attn") -> None:
 
     Sequences packed into one row, as `DataCollatorWithFlattening` makes them, are kept apart in
     either of two ways. The first is `cu_seq_lens_q` and `cu_seq_lens_k`
-    (``return_flash_attn_kwargs=True``), in every model; the kernels do not need `max_length_q` and
-    `max_length_k`. The second is `position_ids` that restart, where the model's eager attention
-    minds them: without `attention_mask`, without a cache (``use_cache=False``), and not in gpt-oss,
-    whose mask does not depend on them.
+    (``return_flash_attn_kwargs=True``), which models hand to their attention; the kernels do not
+    need `max_length_q` and `max_length_k`. The second is `position_ids` that restart, where the
+    model's eager attention minds them: without `attention_mask`, without a cache
+    (``use_cache=False``), and not in gpt-oss, whose mask does not depend on them.
 
     Args:
         name: the name to give to `from_pretrained`, `from_config` or `set_attn_implementation`.
