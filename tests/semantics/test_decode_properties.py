@@ -17,7 +17,7 @@ from tests.sides import takes
 
 # Pages that fill no tile and straddle two, and a sequence that every split has a part of.
 CASE = DecodeCase(
-    "law", lengths=(70, 0, 33, 150), tokens=2, heads_q=4, heads_kv=2, head_dim=32, head_dim_v=16,
+    "law", lengths=(70, 0, 33, 150), tokens=2, heads_q=2, heads_kv=1, head_dim=32, head_dim_v=16,
     dtype="float16", page_size=5, max_pages=30, num_splits=3,
 )  # fmt: skip
 
@@ -193,10 +193,11 @@ def test_a_window_may_be_wider_than_32_bits(side, implementation, torch_device):
 
 def test_sinks_of_any_size(side, implementation, torch_device):
     """Sinks that are nothing, next to nothing, and everything; of sequences without keys too."""
-    inputs = make_inputs(replace(CASE, sinks=True), torch_device)
+    case = replace(CASE, heads_q=4, heads_kv=2, sinks=True)
+    inputs = make_inputs(case, torch_device)
     sinks = torch.tensor([-torch.inf, -300.0, 0.5, 300.0], device=torch_device)
-    out, lse = got = decode(side, implementation, inputs | {"sinks": sinks})
-    assert_within_budget(got, inputs | {"sinks": sinks}, CASE.spec)
+    out, lse = got = decode(side, implementation, inputs | {"sinks": sinks}, case)
+    assert_within_budget(got, inputs | {"sinks": sinks}, case.spec)
     without_keys = CASE.lengths.index(0)
     assert (out[without_keys] == 0).all()
     assert torch.equal(lse[without_keys], sinks[:, None].expand_as(lse[without_keys]))

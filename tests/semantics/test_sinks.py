@@ -11,7 +11,7 @@ from tests.oracle import assert_within_budget
 from tests.sides import attention
 
 CASE = FlashCase(
-    "sinks", seq_q=70, seq_kv=50, heads_q=4, heads_kv=2, head_dim=32, dtype="float32", causal=True,
+    "sinks", seq_q=70, seq_kv=50, heads_q=2, heads_kv=1, head_dim=32, dtype="float32", causal=True,
     sinks=True,
 )  # fmt: skip
 EMPTY = slice(0, CASE.seq_q - CASE.seq_kv)  # queries that see no key

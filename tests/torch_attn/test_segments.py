@@ -16,7 +16,7 @@ OPTIONS = (None, None, 0, None, True)
 def operands(torch_device):
     """q, k, v and the ids of queries and of keys."""
     torch.manual_seed(0)
-    shapes = (2, 9, 2, 16), (2, 11, 2, 16), (2, 11, 2, 24)
+    shapes = (1, 9, 2, 16), (1, 11, 2, 16), (1, 11, 2, 24)
     q, k, v = (torch.randn(shape, device=torch_device) for shape in shapes)
     ids = (torch.randint(-1, 3, x.shape[:2], device=torch_device).int() for x in (q, k))
     return q, k, v, *ids
