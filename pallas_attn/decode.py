@@ -12,9 +12,10 @@ from pallas_attn.dispatch import Implementation, choose_backends
 from pallas_attn.operands import device_of, operand
 from pallas_attn.targets import Device
 from twin_attention.contract.operands import AppendOperands, DecodeOperands, describe_operands
-from twin_attention.contract.spec import DecodeSpec, MergeSpec, PagedCache
+from twin_attention.contract.spec import AppendSpec, DecodeSpec, MergeSpec
 from twin_attention.contract.validate import (
     check_append_kv,
+    check_append_options,
     check_decode_options,
     check_merge_states,
     check_page_ids,
@@ -147,6 +148,33 @@ def paged_decode(
     return (out, lse) if return_lse else out
 
 
+@overload
+def append_kv(
+    k_new: jax.Array, v_new: jax.Array, k_pages: jax.Array, v_pages: jax.Array,
+    block_tables: jax.Array, seq_lens: jax.Array, *, cu_seqlens_q: jax.Array | None = ...,
+    q: None = ..., rotary_cos: jax.Array | None = ...,
+    rotary_sin: jax.Array | None = ..., rotary_interleaved: bool = ...,
+    k_scale: jax.Array | None = ..., v_scale: jax.Array | None = ...,
+    implementation: Implementation | None = ...,
+) -> tuple[jax.Array, jax.Array]: ...  # fmt: skip
+@overload
+def append_kv(
+    k_new: jax.Array, v_new: jax.Array, k_pages: jax.Array, v_pages: jax.Array,
+    block_tables: jax.Array, seq_lens: jax.Array, *, cu_seqlens_q: jax.Array | None = ...,
+    q: jax.Array, rotary_cos: jax.Array,
+    rotary_sin: jax.Array, rotary_interleaved: bool = ...,
+    k_scale: jax.Array | None = ..., v_scale: jax.Array | None = ...,
+    implementation: Implementation | None = ...,
+) -> tuple[jax.Array, jax.Array, jax.Array]: ...  # fmt: skip
+@overload
+def append_kv(
+    k_new: jax.Array, v_new: jax.Array, k_pages: jax.Array, v_pages: jax.Array,
+    block_tables: jax.Array, seq_lens: jax.Array, *, cu_seqlens_q: jax.Array | None = ...,
+    q: jax.Array | None, rotary_cos: jax.Array | None = ...,
+    rotary_sin: jax.Array | None = ..., rotary_interleaved: bool = ...,
+    k_scale: jax.Array | None = ..., v_scale: jax.Array | None = ...,
+    implementation: Implementation | None = ...,
+) -> tuple[jax.Array, ...]: ...  # fmt: skip
 def append_kv(
     k_new: jax.Array,
     v_new: jax.Array,
@@ -155,17 +183,32 @@ def append_kv(
     block_tables: jax.Array,
     seq_lens: jax.Array,
     *,
+    cu_seqlens_q: jax.Array | None = None,
+    q: jax.Array | None = None,
+    rotary_cos: jax.Array | None = None,
+    rotary_sin: jax.Array | None = None,
+    rotary_interleaved: bool = False,
     k_scale: jax.Array | None = None,
     v_scale: jax.Array | None = None,
     implementation: Implementation | None = None,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, ...]:
     """Write new tokens' keys and values into their pages, and return the cache.
 
-    Token t goes to position ``seq_lens[b] - T + t``. What has no place is not written: a position
-    below 0 or past the table's capacity, or a page id out of range. An 8-bit cache stores
+    Token t of T goes to position ``p = seq_lens[b] - T + t``. What has no place is not written: a
+    position below 0 or past the table's capacity, or a page id out of range. An 8-bit cache stores
     ``x / scale``, rounded to nearest even; int8 is clamped to ±127, float8_e4m3fn to ±448. Where
     ``x / scale`` is NaN, int8 stores 0 and float8_e4m3fn NaN. Of two tokens that go to one slot,
     either may stay.
+
+    With `cu_seqlens_q` the sequences have any number of new tokens each, packed one after the
+    other. Tokens past the last offset are padding, which may hold NaN and is not written. Offsets
+    are read on the device; any numbers are clamped, so that nothing outside the tensors is read or
+    written.
+
+    With `rotary_cos` and `rotary_sin` keys are rotated before they are written (rotary embedding),
+    and queries `q` of the same tokens are returned rotated. A pair (x, y) of the first R dimensions
+    becomes ``(x cos - y sin, y cos + x sin)``, with row p of the tables, in float32; it is rounded
+    once, to q's or the cache's dtype. A position below 0 or past the tables' rows rotates to NaN.
 
     The results are new arrays. Pools that a jitted function owns, because they are donated to it
     or carried through its loop, are written in place; others are copied first, as in every call
@@ -175,20 +218,30 @@ def append_kv(
     has no derivative.
 
     Args:
-        k_new: [B, Hkv, D], or [B, T, Hkv, D] with T up to 16, float16 or bfloat16.
-        v_new: [B, Hkv, Dv] or [B, T, Hkv, Dv], k_new's dtype.
+        k_new: [B, Hkv, D], or [B, T, Hkv, D] with T up to 16, or with `cu_seqlens_q`
+            [Tq, Hkv, D]; float16 or bfloat16.
+        v_new: k_new's shape with Dv last, k_new's dtype.
         k_pages: [P, page_size, Hkv, D], k_new's dtype, int8 or float8_e4m3fn. page_size is 1 to
             256, D is 16 to 256 in steps of 8.
         v_pages: [P, page_size, Hkv, Dv], k_pages' dtype. Dv has D's limits and need not be D.
         block_tables: [B, max_pages] int32, ids of pages.
         seq_lens: [B] int32, keys of each sequence, the new tokens counted in.
+        cu_seqlens_q: [B + 1] int32, the offset of each sequence's first new token, and after them
+            where the last one's end.
+        q: k_new's shape with Hq heads, a multiple of Hkv, and its dtype. Only with rotation.
+        rotary_cos, rotary_sin: [positions, R / 2], float32 or k_new's dtype, both or neither. R is
+            2 to D; dimensions of a head from R on are not rotated.
+        rotary_interleaved: pair i is dimensions 2i and 2i + 1 (GPT-J), not i and i + R / 2
+            (GPT-NeoX, Llama).
         k_scale, v_scale: [] or [Hkv] float32, for an 8-bit cache only.
-        implementation: "mosaic" (a kernel in Pallas's Mosaic GPU; from jax 0.11 on), "triton" (a
-            Pallas kernel in the Triton lowering; on a CPU in the Pallas interpreter), "reference"
-            (plain JAX), or None: the kernel on a CUDA device, the reference elsewhere.
+        implementation: "mosaic" (a kernel in Pallas's Mosaic GPU, without `cu_seqlens_q` and
+            rotation; from jax 0.11 on), "triton" (a Pallas kernel in the Triton lowering; on a CPU
+            in the Pallas interpreter), "reference" (plain JAX), or None: the kernel on a CUDA
+            device, the reference elsewhere.
 
     Returns:
-        k_pages and v_pages with the new tokens, shaped and typed as those given.
+        k_pages and v_pages with the new tokens, shaped and typed as those given. With q the triple
+        (q, k_pages, v_pages), whose q is 0 in the padding.
 
     Raises:
         TypeError: an argument is not a `jax.Array` or has the wrong type or dtype.
@@ -196,7 +249,7 @@ def append_kv(
         NotImplementedError: a dtype, head size, page size, number of tokens or device without
             kernels; a derivative.
 
-    Source: Kwon et al. 2023 (PagedAttention).
+    Source: Kwon et al. 2023 (PagedAttention); Su et al. 2021 (RoFormer) for the rotation.
 
     Example::
 
@@ -211,13 +264,27 @@ def append_kv(
         append = jax.jit(append_kv, donate_argnames=("k_pages", "v_pages"))
         k_pages, v_pages = append(k_new, v_new, k_pages, v_pages, block_tables, seq_lens + 1)
         assert jnp.array_equal(k_pages[3, 9], k_new[0])
+
+        # Prompts of 5 and of 3 tokens, and queries; keys and queries are rotated.
+        angles = jnp.arange(32)[:, None] / 10000 ** (jnp.arange(32) / 32)
+        rotation = {"rotary_cos": jnp.cos(angles), "rotary_sin": jnp.sin(angles)}
+        lengths, offsets = jnp.array([5, 3], jnp.int32), jnp.array([0, 5, 8], jnp.int32)
+        q = jax.random.normal(jax.random.key(1), (8, 4, 64), jnp.bfloat16)
+        k_new, v_new = jax.random.normal(jax.random.key(2), (2, 8, 2, 64), jnp.bfloat16)
+        q, k_pages, v_pages = append(
+            k_new, v_new, k_pages, v_pages, block_tables, lengths,
+            cu_seqlens_q=offsets, q=q, **rotation,
+        )
     """
     operands = AppendOperands(
-        k_new, v_new, k_pages, v_pages, block_tables, seq_lens, k_scale, v_scale
-    )
-    cache = check_append_kv(describe_operands(operands, operand))
-    backends = choose_backends(implementation, "append_kv", device_of(k_new), cache)
-    return append(operands, cache, backends)
+        k_new, v_new, k_pages, v_pages, block_tables, seq_lens, k_scale, v_scale, cu_seqlens_q, q,
+        rotary_cos, rotary_sin,
+    )  # fmt: skip
+    interleaved = check_append_options(rotary_interleaved)
+    spec = check_append_kv(describe_operands(operands, operand), interleaved)
+    backends = choose_backends(implementation, "append_kv", device_of(k_new), spec)
+    k_pages, v_pages, *rotated = append(operands, spec, backends)
+    return (*rotated, k_pages, v_pages)
 
 
 def merge_states(
@@ -323,10 +390,13 @@ def problem_of_decode(
     return device_of(q), check_paged_decode(described, check_decode_options(**options))
 
 
-def problem_of_append(k_new: Any, *others: Any, **scales: Any) -> tuple[Device | None, PagedCache]:
-    """Check the arguments of `append_kv` and return the device and the cache."""
-    described = describe_operands(AppendOperands(k_new, *others, **scales), operand)
-    return device_of(k_new), check_append_kv(described)
+def problem_of_append(
+    k_new: Any, *others: Any, rotary_interleaved: Any, **optional: Any
+) -> tuple[Device | None, AppendSpec]:
+    """Check the arguments of `append_kv` and return the device and the problem."""
+    described = describe_operands(AppendOperands(k_new, *others, **optional), operand)
+    interleaved = check_append_options(rotary_interleaved)
+    return device_of(k_new), check_append_kv(described, interleaved)
 
 
 def problem_of_merge(outs: Any, lses: Any) -> tuple[Device | None, MergeSpec]:

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from pallas_attn.dispatch import Backends, run_on_platform
 from pallas_attn.kernels import reference
 from twin_attention.contract.operands import AppendOperands, DecodeOperands
-from twin_attention.contract.spec import DecodeSpec, MergeSpec, PagedCache
+from twin_attention.contract.spec import AppendSpec, DecodeSpec, MergeSpec
 from twin_attention.contract.validate import no_gradient, not_differentiable
 
 
@@ -54,24 +54,27 @@ def decode(
 @partial(jax.custom_jvp, nondiff_argnums=(1, 2))
 @partial(jax.jit, static_argnums=(1, 2))
 def append(
-    operands: AppendOperands[jax.Array], cache: PagedCache, backends: Backends
-) -> tuple[jax.Array, jax.Array]:
-    """Return the pools with new tokens written.
+    operands: AppendOperands[jax.Array], spec: AppendSpec, backends: Backends
+) -> tuple[jax.Array, ...]:
+    """Return the pools with new tokens written, and the rotated queries if there are any.
 
     Args:
         operands: as `pallas_attn.append_kv` takes them.
-        cache: describes the pools and tables.
+        spec: the problem; its shapes and dtypes are those of the operands.
         backends: what to run where.
 
     Returns:
-        k_pages and v_pages, in the memory of those given where XLA may write there.
+        k_pages and v_pages, in the memory of those given where XLA may write there; and q.
     """
-    k_new, v_new = operands.k_new, operands.v_new
-    if cache.is_empty or k_new.size == 0:
-        return operands.k_pages, operands.v_pages
-    if k_new.ndim == 3:
-        operands = operands._replace(k_new=k_new[:, None], v_new=v_new[:, None])
-    return run_on_platform(backends, "append_kv", cache, operands)
+    k_new, v_new, q = operands.k_new, operands.v_new, operands.q
+    if k_new.ndim == 3 and not spec.packed:
+        k_new, v_new = k_new[:, None], v_new[:, None]
+        operands = operands._replace(k_new=k_new, v_new=v_new, q=None if q is None else q[:, None])
+    if spec.is_empty:
+        found = reference.append_kv(operands, spec, backends.elsewhere)
+    else:
+        found = run_on_platform(backends, "append_kv", spec, operands)
+    return found if q is None else (*found[:2], found[2].reshape(q.shape))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3))

@@ -32,8 +32,6 @@ class TorchSide(sides.TorchSide):
         if name == "flash_attention":
             # Otherwise poisoned memory decides, whose switch is that of deterministic algorithms.
             options.setdefault("deterministic", False)
-        if name == "append_kv":  # which writes in place
-            operands = operands | {x: operands[x].clone() for x in ("k_pages", "v_pages")}
         with poisoned_memory(), _skipped_if_unsupported(options.get("implementation")):
             return super().call(name, operands, *gradients, **options)
 

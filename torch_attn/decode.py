@@ -13,9 +13,10 @@ from torch_attn.calls import Call, is_recorded, keep, recall
 from torch_attn.dispatch import Implementation, check_implementation
 from torch_attn.operands import cast_float32, check_tensor, operand
 from twin_attention.contract.operands import AppendOperands, DecodeOperands, describe_operands
-from twin_attention.contract.spec import DecodeSpec, MergeSpec, PagedCache
+from twin_attention.contract.spec import AppendSpec, DecodeSpec, MergeSpec
 from twin_attention.contract.validate import (
     check_append_kv,
+    check_append_options,
     check_decode_options,
     check_page_ids,
     check_paged_decode,
@@ -177,6 +178,29 @@ def _with_tokens(
     return out.squeeze(1), lse.squeeze(2)
 
 
+@overload
+def append_kv(
+    k_new: Tensor, v_new: Tensor, k_pages: Tensor, v_pages: Tensor, block_tables: Tensor,
+    seq_lens: Tensor, *, cu_seqlens_q: Tensor | None = ..., q: None = ...,
+    rotary_cos: Tensor | None = ..., rotary_sin: Tensor | None = ...,
+    rotary_interleaved: bool = ..., k_scale: Tensor | None = ..., v_scale: Tensor | None = ...,
+    implementation: Implementation | None = ...,
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+@overload
+def append_kv(
+    k_new: Tensor, v_new: Tensor, k_pages: Tensor, v_pages: Tensor, block_tables: Tensor,
+    seq_lens: Tensor, *, cu_seqlens_q: Tensor | None = ..., q: Tensor, rotary_cos: Tensor,
+    rotary_sin: Tensor, rotary_interleaved: bool = ..., k_scale: Tensor | None = ...,
+    v_scale: Tensor | None = ..., implementation: Implementation | None = ...,
+) -> tuple[Tensor, Tensor, Tensor]: ...  # fmt: skip
+@overload
+def append_kv(
+    k_new: Tensor, v_new: Tensor, k_pages: Tensor, v_pages: Tensor, block_tables: Tensor,
+    seq_lens: Tensor, *, cu_seqlens_q: Tensor | None = ..., q: Tensor | None,
+    rotary_cos: Tensor | None = ..., rotary_sin: Tensor | None = ...,
+    rotary_interleaved: bool = ..., k_scale: Tensor | None = ..., v_scale: Tensor | None = ...,
+    implementation: Implementation | None = ...,
+) -> tuple[Tensor, ...]: ...  # fmt: skip
 def append_kv(
     k_new: Tensor,
     v_new: Tensor,
@@ -185,38 +209,62 @@ def append_kv(
     block_tables: Tensor,
     seq_lens: Tensor,
     *,
+    cu_seqlens_q: Tensor | None = None,
+    q: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    rotary_interleaved: bool = False,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
     implementation: Implementation | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     """Write new tokens' keys and values into their pages, in place.
 
-    Token t goes to position ``seq_lens[b] - T + t``. What has no place is not written: a position
-    below 0 or past the table's capacity, or a page id out of range. An 8-bit cache stores
+    Token t of T goes to position ``p = seq_lens[b] - T + t``. What has no place is not written: a
+    position below 0 or past the table's capacity, or a page id out of range. An 8-bit cache stores
     ``x / scale``, rounded to nearest even; int8 is clamped to ±127, float8_e4m3fn to ±448. Where
     ``x / scale`` is NaN, int8 stores 0 and float8_e4m3fn NaN. Of two tokens that go to one slot,
     either may stay.
 
+    With `cu_seqlens_q` the sequences have any number of new tokens each, packed one after the
+    other. Tokens past the last offset are padding, which may hold NaN and is not written. Offsets
+    are read on the device; any numbers are clamped, so that nothing outside the tensors is read or
+    written.
+
+    With `rotary_cos` and `rotary_sin` keys are rotated before they are written (rotary embedding),
+    and queries `q` of the same tokens are returned rotated. A pair (x, y) of the first R dimensions
+    becomes ``(x cos - y sin, y cos + x sin)``, with row p of the tables, in float32; it is rounded
+    once, to q's or the cache's dtype. A position below 0 or past the tables' rows rotates to NaN.
+
     Works under `torch.compile`. The kernels wait for nothing, so that a CUDA graph may be replayed
-    with other lengths and tables; the reference waits for the device. Autocast casts float32 k_new
-    and v_new. It has no derivative.
+    with other lengths and tables; the reference waits for the device. Autocast casts float32 k_new,
+    v_new and q. It has no derivative.
 
     Args:
-        k_new: [B, Hkv, D], or [B, T, Hkv, D] with T up to 16, float16 or bfloat16. Any strides
-            with a contiguous last dimension, as for all operands.
-        v_new: [B, Hkv, Dv] or [B, T, Hkv, Dv], k_new's dtype.
+        k_new: [B, Hkv, D], or [B, T, Hkv, D] with T up to 16, or with `cu_seqlens_q`
+            [Tq, Hkv, D]; float16 or bfloat16. Any strides with a contiguous last dimension, as for
+            all operands.
+        v_new: k_new's shape with Dv last, k_new's dtype.
         k_pages: [P, page_size, Hkv, D], k_new's dtype, int8 or float8_e4m3fn. page_size is 1 to
             256, D is 16 to 256 in steps of 8.
         v_pages: [P, page_size, Hkv, Dv], k_pages' dtype. Dv has D's limits and need not be D.
         block_tables: [B, max_pages] int32, ids of pages.
         seq_lens: [B] int32, keys of each sequence, the new tokens counted in.
+        cu_seqlens_q: [B + 1] int32, the offset of each sequence's first new token, and after them
+            where the last one's end.
+        q: k_new's shape with Hq heads, a multiple of Hkv, and its dtype. Only with rotation.
+        rotary_cos, rotary_sin: [positions, R / 2], float32 or k_new's dtype, both or neither. R is
+            2 to D; dimensions of a head from R on are not rotated.
+        rotary_interleaved: pair i is dimensions 2i and 2i + 1 (GPT-J), not i and i + R / 2
+            (GPT-NeoX, Llama).
         k_scale, v_scale: [] or [Hkv] float32, for an 8-bit cache only.
         implementation: "triton" (a Triton kernel; on a CPU in Triton's interpreter), "reference"
             (plain torch), or None: the kernel on a CUDA device, the reference
             elsewhere.
 
     Returns:
-        k_pages and v_pages, the tensors that were given.
+        k_pages and v_pages, the tensors that were given. With q the triple (q, k_pages, v_pages),
+        whose q is new and contiguous, and 0 in the padding.
 
     Raises:
         TypeError: an argument is not a `torch.Tensor` or has the wrong type or dtype.
@@ -224,7 +272,7 @@ def append_kv(
         NotImplementedError: a dtype, head size, page size, number of tokens or device without
             kernels; an operand that requires grad while gradients are recorded.
 
-    Source: Kwon et al. 2023 (PagedAttention).
+    Source: Kwon et al. 2023 (PagedAttention); Su et al. 2021 (RoFormer) for the rotation.
 
     Example::
 
@@ -237,51 +285,80 @@ def append_kv(
         k_new, v_new = torch.randn(2, 2, 2, 64, dtype=torch.bfloat16)
         append_kv(k_new, v_new, k_pages, v_pages, block_tables, seq_lens + 1)
         assert torch.equal(k_pages[3, 9], k_new[0])
+
+        # Prompts of 5 and of 3 tokens, and queries; keys and queries are rotated.
+        angles = torch.arange(32)[:, None] / 10000 ** (torch.arange(32) / 32)
+        rotation = {"rotary_cos": angles.cos(), "rotary_sin": angles.sin()}
+        lengths = torch.tensor([5, 3], dtype=torch.int32)
+        offsets = torch.tensor([0, 5, 8], dtype=torch.int32)
+        q = torch.randn(8, 4, 64, dtype=torch.bfloat16)
+        k_new, v_new = torch.randn(2, 8, 2, 64, dtype=torch.bfloat16)
+        q, k_pages, v_pages = append_kv(
+            k_new, v_new, k_pages, v_pages, block_tables, lengths,
+            cu_seqlens_q=offsets, q=q, **rotation,
+        )
     """
     if torch.is_autocast_enabled("cuda"):
         k_new, v_new = cast_float32("k_new", k_new), cast_float32("v_new", v_new)
+        q = None if q is None else cast_float32("q", q)
     operands = AppendOperands(
-        k_new, v_new, k_pages, v_pages, block_tables, seq_lens, k_scale, v_scale
-    )
-    call = None if is_recorded(operands) else recall("append_kv", operands, (implementation,))
+        k_new, v_new, k_pages, v_pages, block_tables, seq_lens, k_scale, v_scale, cu_seqlens_q, q,
+        rotary_cos, rotary_sin,
+    )  # fmt: skip
+    options = rotary_interleaved, implementation
+    call = None if is_recorded(operands) else recall("append_kv", operands, options)
     if call is None:
-        _check_and_append(operands, implementation)
+        q_out = _check_and_append(operands, *options)
     else:
-        call(*operands)
+        (q_out,) = call(*operands)
         decode_ops.count_write(operands)
-    return k_pages, v_pages
+    return (k_pages, v_pages) if q_out is None else (q_out, k_pages, v_pages)
 
 
 def _check_and_append(
-    operands: AppendOperands[Tensor], implementation: Implementation | None
-) -> None:
-    """Check the arguments of `append_kv` and run the operator."""
+    operands: AppendOperands[Tensor],
+    rotary_interleaved: bool,
+    implementation: Implementation | None,
+) -> Tensor | None:
+    """Check the arguments of `append_kv` and run the operator; return the rotated queries."""
+    q = operands.q
     operands = operands._replace(
-        k_new=cast_float32("k_new", operands.k_new), v_new=cast_float32("v_new", operands.v_new)
+        k_new=cast_float32("k_new", operands.k_new),
+        v_new=cast_float32("v_new", operands.v_new),
+        q=None if q is None else cast_float32("q", q),
     )
+    options = check_append_options(rotary_interleaved), implementation
     check_implementation(implementation)
     if not torch.compiler.is_compiling():
-        cache = check_append_kv(describe_operands(operands, operand))
-        if not (cache.is_empty or is_recorded(operands)) and operands.k_new.numel():
-            call = Call("append_kv", _append, cache, implementation, operands.k_new.device)
-            if keep("append_kv", operands, (implementation,), call):
-                call(*operands)
+        spec = check_append_kv(describe_operands(operands, operand), rotary_interleaved)
+        if not (spec.is_empty or is_recorded(operands)):
+            call = Call("append_kv", _append, spec, implementation, operands.k_new.device)
+            if keep("append_kv", operands, options, call):
+                (q_out,) = call(*operands)
                 decode_ops.count_write(operands)
-                return
-    decode_ops.append_kv(*_with_new_tokens(operands), implementation)
+                return q_out
+    given = _with_new_tokens(operands)
+    q_out = decode_ops.append_kv(*given, *options)
+    if q is None:
+        return None
+    return q_out if given is operands else q_out.squeeze(1)
 
 
-def _append(function, cache, backend, *operands: Tensor | None) -> None:
+def _append(function, spec, backend, *operands: Tensor | None) -> tuple[Tensor | None]:
     """Run a family's append_kv."""
-    function(_with_new_tokens(AppendOperands._make(operands)), cache, backend)
+    operands = AppendOperands._make(operands)
+    given = _with_new_tokens(operands)
+    q_out = function(given, spec, backend)
+    return (q_out if q_out is None or given is operands else q_out.squeeze(1),)
 
 
 def _with_new_tokens(operands: AppendOperands[Tensor]) -> AppendOperands[Tensor]:
-    """Return the operands with k_new and v_new as [B, T, Hkv, D]."""
-    if operands.k_new.ndim == 4:
+    """Return the operands with k_new, v_new and q as [B, T, heads, D], but for packed ones."""
+    k_new, v_new, q = operands.k_new, operands.v_new, operands.q
+    if k_new.ndim == 4 or operands.cu_seqlens_q is not None:
         return operands
-    k_new, v_new = operands.k_new.unsqueeze(1), operands.v_new.unsqueeze(1)
-    return operands._replace(k_new=k_new, v_new=v_new)
+    q = None if q is None else q.unsqueeze(1)
+    return operands._replace(k_new=k_new.unsqueeze(1), v_new=v_new.unsqueeze(1), q=q)
 
 
 def merge_states(
@@ -395,12 +472,14 @@ def problem_of_decode(
 
 
 def problem_of_append(
-    k_new: Any, v_new: Any, *cache: Any, **scales: Any
-) -> tuple[torch.device, PagedCache]:
-    """Check the arguments of `append_kv` and return the device and the cache."""
+    k_new: Any, v_new: Any, *cache: Any, q: Any, rotary_interleaved: Any, **others: Any
+) -> tuple[torch.device, AppendSpec]:
+    """Check the arguments of `append_kv` and return the device and the problem."""
     k_new, v_new = cast_float32("k_new", k_new), cast_float32("v_new", v_new)
-    operands = AppendOperands(k_new, v_new, *cache, **scales)
-    return k_new.device, check_append_kv(describe_operands(operands, operand))
+    q = None if q is None else cast_float32("q", q)
+    operands = AppendOperands(k_new, v_new, *cache, q=q, **others)
+    described = describe_operands(operands, operand)
+    return k_new.device, check_append_kv(described, check_append_options(rotary_interleaved))
 
 
 def problem_of_merge(outs: Any, lses: Any) -> tuple[torch.device, MergeSpec]:

@@ -20,7 +20,7 @@ from torch_attn.flash_ops import TAGS, Differentiable, join, without_gradient
 from torch_attn.kernels import reference
 from torch_attn.operands import dtype_name, operand, schema
 from twin_attention.contract.operands import AppendOperands, DecodeOperands, describe_operands
-from twin_attention.contract.spec import DecodeSpec, MergeSpec, PagedCache
+from twin_attention.contract.spec import AppendSpec, DecodeSpec, MergeSpec
 from twin_attention.contract.validate import (
     DecodeOptions,
     check_append_kv,
@@ -36,7 +36,8 @@ _library.define(
     tags=TAGS,
 )
 _library.define(
-    f"append_kv({schema(AppendOperands, ('k_pages', 'v_pages'))}, str? implementation) -> ()",
+    f"append_kv({schema(AppendOperands, ('k_pages', 'v_pages'))}, bool rotary_interleaved, "
+    "str? implementation) -> Tensor",
     tags=TAGS,
 )
 _library.define(
@@ -100,24 +101,31 @@ def _allocate_outputs(operands: DecodeOperands[Tensor]) -> tuple[Tensor, Tensor]
     return out, out.new_empty((batch, heads_q, tokens), dtype=torch.float32)
 
 
-def _append(function, cache, backend, *operands: Tensor | None) -> None:
+def _append(function, spec, backend, *operands: Tensor | None) -> tuple[Tensor | None]:
     """Run a family's append_kv."""
-    function(AppendOperands._make(operands), cache, backend)
+    return (function(AppendOperands._make(operands), spec, backend),)
 
 
 def _run_append(*args):
-    *tensors, implementation = args
+    *tensors, interleaved, implementation = args
     operands = AppendOperands._make(tensors)
-    known = "torch_attn::append_kv", operands, (implementation,)
+    known = "torch_attn::append_kv", operands, (interleaved, implementation)
     call = recall(*known)
     if call is None:
-        cache = PagedCache.of(operands, dtype_name(operands.k_pages.dtype))
-        if cache.is_empty or operands.k_new.numel() == 0:
-            return
-        call = Call("append_kv", _append, cache, implementation, operands.k_new.device)
-        keep(*known, call)
-    call(*operands)
-    count_write(operands)
+        dtype, kv_dtype = (dtype_name(x.dtype) for x in (operands.k_new, operands.k_pages))
+        spec = AppendSpec.of(operands, dtype, kv_dtype, interleaved)
+        call = Call("append_kv", _append, spec, implementation, operands.k_new.device)
+        if not spec.is_empty:
+            keep(*known, call)
+    (q,) = call(*operands)
+    if not call.spec.is_empty:
+        count_write(operands)
+    return _or_nothing(q, operands)
+
+
+def _or_nothing(q: Tensor | None, operands: AppendOperands[Tensor]) -> Tensor:
+    """Return the rotated queries; an empty tensor if there are none, since a tensor is due."""
+    return operands.k_new.new_empty(0) if q is None else q
 
 
 def count_write(operands: AppendOperands[Tensor]) -> None:
@@ -126,7 +134,11 @@ def count_write(operands: AppendOperands[Tensor]) -> None:
 
 
 def _fake_append(*args):
-    check_append_kv(describe_operands(AppendOperands._make(args[:-1]), operand))
+    *tensors, interleaved, _ = args
+    operands = AppendOperands._make(tensors)
+    check_append_kv(describe_operands(operands, operand), interleaved)
+    q = operands.q
+    return _or_nothing(None if q is None else q.new_empty(q.shape), operands)
 
 
 def _merge(function, spec, backend, outs: Tensor, lses: Tensor):

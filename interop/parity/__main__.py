@@ -20,6 +20,7 @@ from interop.parity.arguments import count, make_folder, require
 from interop.parity.cases import (
     SUITES,
     Case,
+    append_cases,
     decode_cases,
     flash_cases,
     merge_cases,
@@ -131,7 +132,7 @@ def _run(
 
 
 def _choose(suite: str, pattern: str) -> list[Case]:
-    kinds = (flash_cases, varlen_cases, decode_cases, paged_cases, merge_cases)
+    kinds = (flash_cases, varlen_cases, decode_cases, paged_cases, append_cases, merge_cases)
     return [case for cases in kinds for case in cases(suite, pattern)]
 
 

@@ -15,6 +15,7 @@ from itertools import product
 from typing import Any
 
 from twin_attention.contract.spec import (
+    AppendSpec,
     AttentionSpec,
     DecodeSpec,
     MergeSpec,
@@ -227,6 +228,66 @@ class PagedCase(DecodeCase):
 
 
 @dataclass(frozen=True)
+class AppendCase:
+    """One call of `append_kv`.
+
+    Attributes:
+        name: unique, and what `--filter` matches.
+        lengths: keys of each sequence, the new tokens counted in.
+        tokens: new tokens T of each, in k_new [B, T, Hkv, D]; where they are packed, 0.
+        new_tokens: how many each has, packed in k_new [Tq, Hkv, D]; None for T of each.
+        padding: tokens after the last sequence's.
+        heads_q: query heads that are rotated as well; 0 gives no q.
+        heads_kv, head_dim, head_dim_v, dtype: of the new tokens and of the pools.
+        page_size, max_pages, kv_dtype, scale_shape: as in `DecodeCase`.
+        rotary_dim, positions: of the rotation, 0 for none; rows of its tables.
+        rotary_interleaved: the call's option.
+    """
+
+    name: str
+    lengths: tuple[int, ...]
+    tokens: int = 0
+    new_tokens: tuple[int, ...] | None = None
+    padding: int = 0
+    heads_q: int = 0
+    heads_kv: int = 2
+    head_dim: int = 64
+    head_dim_v: int | None = None
+    dtype: str = "bfloat16"
+    page_size: int = 16
+    max_pages: int = 8
+    kv_dtype: str | None = None
+    scale_shape: tuple[int, ...] = ()
+    rotary_dim: int = 0
+    positions: int = 128
+    rotary_interleaved: bool = False
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Return the call's arguments other than tensors."""
+        return {"rotary_interleaved": self.rotary_interleaved}
+
+    @property
+    def spec(self) -> AppendSpec:
+        """Return the problem; its pool has some unused pages."""
+        packed = self.new_tokens is not None
+        head_dim_v = self.head_dim if self.head_dim_v is None else self.head_dim_v
+        return AppendSpec(
+            batch=len(self.lengths),
+            tokens=self.tokens if self.new_tokens is None else sum(self.new_tokens) + self.padding,
+            cache=PagedCache(
+                len(self.lengths) * self.max_pages + 3, self.page_size, self.max_pages,
+                self.heads_kv, self.head_dim, head_dim_v, self.kv_dtype or self.dtype,
+            ),
+            dtype=self.dtype,
+            heads_q=self.heads_q,
+            packed=packed,
+            rotary_dim=self.rotary_dim,
+            interleaved=self.rotary_dim > 0 and self.rotary_interleaved,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
 class MergeCase:
     """One call of `merge_states`.
 
@@ -257,7 +318,7 @@ class MergeCase:
         )
 
 
-Case = FlashCase | VarlenCase | DecodeCase | PagedCase | MergeCase
+Case = FlashCase | VarlenCase | DecodeCase | PagedCase | AppendCase | MergeCase
 Change = tuple[str, dict[str, Any]]  # part of a case's name, and the fields that differ
 
 
@@ -293,6 +354,16 @@ def paged_cases(suite: str = "quick", pattern: str = "") -> list[PagedCase]:
         "quick": [_quick_paged()],
         "full": [_quick_paged(), _full_paged()],
         "large": [_large_paged()],
+    }[suite]
+    return [case for group in groups for case in group if pattern in case.name]
+
+
+def append_cases(suite: str = "quick", pattern: str = "") -> list[AppendCase]:
+    """Return the cases of a suite whose names contain `pattern`."""
+    groups = {
+        "quick": [_quick_append()],
+        "full": [_quick_append(), _full_append()],
+        "large": [_large_append()],
     }[suite]
     return [case for group in groups for case in group if pattern in case.name]
 
@@ -590,6 +661,52 @@ def _large_paged() -> Iterator[PagedCase]:
     yield replace(
         base, name="large-paged-mixed", lengths=(*chunks, *decodes),
         new_tokens=(512, 512, 1000, *(1 for _ in decodes)),
+    )  # fmt: skip
+
+
+def _quick_append() -> Iterator[AppendCase]:
+    # Tokens before the first position and past the capacity; sequences without tokens; padding.
+    yield AppendCase(
+        "append-packed", (30, 2, 40, 9), new_tokens=(21, 4, 5, 0), padding=2, page_size=7,
+        max_pages=5, head_dim_v=48, kv_dtype="int8", scale_shape=(2,),
+    )  # fmt: skip
+    yield AppendCase(
+        "append-rotary", (30, 3, 40), new_tokens=(21, 3, 1), padding=2, heads_q=4, rotary_dim=64
+    )
+    yield AppendCase(
+        "append-rotary-interleaved", (30, 40), tokens=3, heads_q=6, head_dim=72, rotary_dim=40,
+        kv_dtype="float8_e4m3fn", rotary_interleaved=True, dtype="float16",
+    )  # fmt: skip
+
+
+def _full_append() -> Iterator[AppendCase]:
+    lengths, new = (300, 2, 512, 9, 128), (300, 1, 17, 0, 64)
+    base = AppendCase(
+        "append-full", lengths, new_tokens=new, padding=9, heads_q=8, page_size=64, positions=512
+    )
+    kinds = product(("bfloat16", "float16"), (None, "int8", "float8_e4m3fn"), (False, True))
+    for (dtype, kv_dtype, interleaved), d in product(kinds, (16, 64, 128, 256)):
+        name = f"{base.name}-{dtype}-d{d}-{kv_dtype}{'-interleaved' * interleaved}"
+        yield replace(
+            base, name=name, dtype=dtype, kv_dtype=kv_dtype, head_dim=d, rotary_dim=d,
+            rotary_interleaved=interleaved,
+        )  # fmt: skip
+    for d, rotary in ((16, 2), (80, 48), (128, 126)):
+        yield replace(base, name=f"{base.name}-d{d}-r{rotary}", head_dim=d, rotary_dim=rotary)
+    for tokens in (1, 3, 16):
+        dense = {"new_tokens": None, "tokens": tokens, "lengths": (300, 20, 512), "padding": 0}
+        yield replace(base, name=f"{base.name}-tokens{tokens}", rotary_dim=64, **dense)
+    # More sequences than a step of the search reads offsets of.
+    many = {"lengths": tuple(i % 60 for i in range(300)), "max_pages": 1}
+    many["new_tokens"] = tuple(i % 5 for i in range(300))
+    yield replace(base, name=f"{base.name}-300-sequences", rotary_dim=64, **many)
+
+
+def _large_append() -> Iterator[AppendCase]:
+    # 2^31 elements of a pool are passed by page id times page size.
+    yield AppendCase(
+        "large-append-2g-elements", (8192,) * 260, new_tokens=(64,) * 260, heads_q=32, heads_kv=8,
+        head_dim=128, max_pages=512, rotary_dim=128, positions=8192,
     )  # fmt: skip
 
 

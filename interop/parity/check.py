@@ -13,7 +13,7 @@ from interop.parity.inputs import Tensors
 from interop.parity.oracle import Expectation, Spec, expectations, sample_of
 from interop.parity.records import ORACLE, Comparison
 from interop.parity.sides import Subject, twins
-from twin_attention.contract.spec import MergeSpec, PagedSpec, VarlenSpec
+from twin_attention.contract.spec import AppendSpec, MergeSpec, PagedSpec, VarlenSpec
 from twin_attention.contract.tolerances import (
     Agreement,
     compare_lse,
@@ -32,7 +32,7 @@ def agreements(results: Tensors, expected: Expectation) -> dict[str, Agreement]:
         ref, lp = expected.ref[name], expected.lp[name]
         if name == "lse":
             return compare_lse(got, ref)
-        kind = "output" if name == "out" else "gradient"
+        kind = "gradient" if name.startswith("d") else "output"
         return compare_to_reference(got, ref, lp, expected.part.spec.dtype, kind)
 
     return {name: agreement(name, x) for name, x in expected.crop(results).items()}
@@ -103,13 +103,16 @@ def check_layout(results: Tensors, inputs: Tensors, spec: Spec, case: str) -> No
     Raises:
         ValueError: such a result.
     """
-    first = inputs["outs" if isinstance(spec, MergeSpec) else "q"]
+    first = inputs[{MergeSpec: "outs", AppendSpec: "k_new"}.get(type(spec), "q")]
     rows = first.shape[1:-1] if isinstance(spec, MergeSpec) else first.shape[:-1]
     heads = 0 if isinstance(spec, VarlenSpec | PagedSpec) else 1
-    layouts = {f"d{name}": (tuple(x.shape), x.dtype) for name, x in inputs.items()} | {
+    alike = {name: (tuple(x.shape), x.dtype) for name, x in inputs.items()}
+    layouts = {f"d{name}": layout for name, layout in alike.items()} | {
         "out": ((*rows, spec.head_dim_v), first.dtype),
         "lse": ((*rows[:heads], rows[-1], *rows[heads:-1]), torch.float32),
     }
+    if isinstance(spec, AppendSpec):  # of the pools, and of rotated queries
+        layouts = alike
     for name, got in results.items():
         shape, dtype = layouts[name]
         if (tuple(got.shape), got.dtype, got.device) != (shape, dtype, first.device):

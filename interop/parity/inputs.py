@@ -8,7 +8,15 @@ from zlib import crc32
 
 import torch
 
-from interop.parity.cases import Case, DecodeCase, FlashCase, MergeCase, PagedCase, VarlenCase
+from interop.parity.cases import (
+    AppendCase,
+    Case,
+    DecodeCase,
+    FlashCase,
+    MergeCase,
+    PagedCase,
+    VarlenCase,
+)
 from twin_attention.contract.reference import quantize
 from twin_attention.contract.validate import fail
 
@@ -37,8 +45,10 @@ def make_inputs(case: Case, device: str) -> Tensors:
         gradients also has dout in its dtype and dlse [B, Hq, Sq] in float32, as a varlen case has
         without B; there q, k, v and dout are NaN in the padding. A decode case has
         its pages in random order; what no sequence uses is poisoned: pages, slots past the
-        lengths, table entries; and of a paged case, q in the padding. A merge case has dout and
-        dlse as well; parts that saw no key, one in five and all parts of the first row, hold NaN.
+        lengths, table entries; and of a paged case, q in the padding. An append case has pools
+        without poison, so that all of them is compared, and NaN in the padding of k_new, v_new and
+        q. A merge case has dout and dlse as well; parts that saw no key, one in five and all parts
+        of the first row, hold NaN.
 
     Raises:
         ValueError: a "strided" case whose q, k and v do not fit one packed tensor.
@@ -48,9 +58,11 @@ def make_inputs(case: Case, device: str) -> Tensors:
     def normal(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return torch.randn(shape, generator=generator, dtype=dtype, device=device)
 
-    if isinstance(case, DecodeCase):
+    if isinstance(case, DecodeCase | AppendCase):
         num_pages = case.spec.cache.num_pages
         order = torch.randperm(num_pages, generator=generator, device=device)
+        if isinstance(case, AppendCase):
+            return _append_inputs(case, normal, order)
         return _decode_inputs(case, normal, order)
     if isinstance(case, VarlenCase):
         return _varlen_inputs(case, normal, device)
@@ -138,24 +150,13 @@ def _decode_inputs(case: DecodeCase, normal: Normal, order: torch.Tensor) -> Ten
     dtype, device = getattr(torch, case.dtype), order.device
     inputs = {"q": normal((*_rows(case), spec.heads_q, spec.head_dim), dtype)}
 
-    lengths = torch.tensor(case.lengths, dtype=torch.int32, device=device)
-    pages = order[: spec.batch * cache.max_pages].view(spec.batch, cache.max_pages)
-    key = torch.arange(cache.capacity, device=device).view(cache.max_pages, cache.page_size)
-    exists = key < lengths[:, None, None]  # [B, max_pages, page_size]
+    inputs |= _pools(case, normal)
+    tables, exists = _tables(case, order)
     used = torch.zeros(cache.num_pages, cache.page_size, dtype=torch.bool, device=device)
-    used[pages] = exists
-
-    for x, head_dim in (("k", spec.head_dim), ("v", spec.head_dim_v)):
-        pool = normal((cache.num_pages, cache.page_size, cache.heads, head_dim), dtype)
-        if cache.is_quantized:
-            factor = 1 + torch.sigmoid(normal(case.scale_shape, torch.float32))
-            scale = inputs[f"{x}_scale"] = factor * SMALLEST_SCALE[cache.dtype]
-            pool = quantize(pool, scale, cache, getattr(torch, cache.dtype))
-        inputs[f"{x}_pages"] = _poison(pool, ~used)
-
-    no_pages = torch.tensor(NO_PAGES, device=device)[torch.arange(cache.max_pages) % 2]
-    inputs["block_tables"] = torch.where(exists[:, :, 0], pages, no_pages).int()
-    inputs["seq_lens"] = lengths
+    used[order[: spec.batch * cache.max_pages].view(spec.batch, cache.max_pages)] = exists
+    for name in ("k_pages", "v_pages"):
+        _poison(inputs[name], ~used)
+    inputs |= tables
     if isinstance(case, PagedCase):
         offsets = torch.tensor([0, *accumulate(case.new_tokens)], dtype=torch.int32)
         inputs["cu_seqlens_q"] = offsets.to(device)
@@ -163,6 +164,54 @@ def _decode_inputs(case: DecodeCase, normal: Normal, order: torch.Tensor) -> Ten
     if case.sinks:
         inputs["sinks"] = normal((spec.heads_q,), torch.float32)
     return inputs
+
+
+def _append_inputs(case: AppendCase, normal: Normal, order: torch.Tensor) -> Tensors:
+    """Make the inputs of an append case, whose sequences take the pool's pages in `order`."""
+    spec, dtype = case.spec, getattr(torch, case.dtype)
+    rows = (spec.tokens,) if spec.packed else (spec.batch, spec.tokens)
+    inputs = {
+        "k_new": normal((*rows, spec.cache.heads, spec.head_dim), dtype),
+        "v_new": normal((*rows, spec.cache.heads, spec.head_dim_v), dtype),
+    }
+    if case.heads_q:
+        inputs["q"] = normal((*rows, case.heads_q, spec.head_dim), dtype)
+    if case.new_tokens is not None:
+        offsets = torch.tensor([0, *accumulate(case.new_tokens)], dtype=torch.int32)
+        for x in inputs.values():
+            x[int(offsets[-1]) :] = torch.nan
+        inputs["cu_seqlens_q"] = offsets.to(order.device)
+    if case.rotary_dim:
+        angles = 3 * normal((case.positions, case.rotary_dim // 2), torch.float32)
+        inputs |= {"rotary_cos": angles.cos(), "rotary_sin": angles.sin()}
+    return inputs | _pools(case, normal) | _tables(case, order)[0]
+
+
+def _pools(case: DecodeCase | AppendCase, normal: Normal) -> Tensors:
+    """Make the pools of a case, and their scales."""
+    cache, pools = case.spec.cache, {}
+    for x, head_dim in (("k", cache.head_dim), ("v", cache.head_dim_v)):
+        shape = (cache.num_pages, cache.page_size, cache.heads, head_dim)
+        pool = normal(shape, getattr(torch, case.dtype))
+        if cache.is_quantized:
+            factor = 1 + torch.sigmoid(normal(case.scale_shape, torch.float32))
+            scale = pools[f"{x}_scale"] = factor * SMALLEST_SCALE[cache.dtype]
+            pool = quantize(pool, scale, cache, getattr(torch, cache.dtype))
+        pools[f"{x}_pages"] = pool
+    return pools
+
+
+def _tables(case: DecodeCase | AppendCase, order: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+    """Make the tables and lengths of a case; return them, and which slots of them have a key."""
+    cache, device = case.spec.cache, order.device
+    batch = len(case.lengths)
+    lengths = torch.tensor(case.lengths, dtype=torch.int32, device=device)
+    pages = order[: batch * cache.max_pages].view(batch, cache.max_pages)
+    key = torch.arange(cache.capacity, device=device).view(cache.max_pages, cache.page_size)
+    exists = key < lengths[:, None, None]  # [B, max_pages, page_size]
+    no_pages = torch.tensor(NO_PAGES, device=device)[torch.arange(cache.max_pages) % 2]
+    tables = torch.where(exists[:, :, 0], pages, no_pages).int()
+    return {"block_tables": tables, "seq_lens": lengths}, exists
 
 
 def _rows(case: DecodeCase) -> tuple[int, ...]:

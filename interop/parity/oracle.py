@@ -23,8 +23,11 @@ from twin_attention.contract.reference import (
     merge,
     merge_backward,
     paged_forward,
+    quantize,
+    rotate,
 )
 from twin_attention.contract.spec import (
+    AppendSpec,
     AttentionSpec,
     DecodeSpec,
     MergeSpec,
@@ -39,7 +42,7 @@ SCORES = 1 << 25  # at a time: 256 MiB for each copy in float64
 SAMPLES = 4  # heads or sequences
 
 # Or a VarlenSpec or PagedSpec, which is one of these.
-Spec = AttentionSpec | DecodeSpec | MergeSpec
+Spec = AttentionSpec | DecodeSpec | AppendSpec | MergeSpec
 
 
 @dataclass(frozen=True)
@@ -101,7 +104,7 @@ def parts_of(spec: Spec) -> list[Part]:
 
     Samples lie at the start, on both sides of element 2^31, and at the end of q.
     """
-    if isinstance(spec, DecodeSpec | VarlenSpec | MergeSpec):
+    if isinstance(spec, DecodeSpec | VarlenSpec | AppendSpec | MergeSpec):
         return [Part(spec)]
     elements = spec.batch * spec.seq_q * spec.heads_q * spec.head_dim
     if elements <= SAMPLE_ABOVE:
@@ -113,9 +116,10 @@ def parts_of(spec: Spec) -> list[Part]:
 def sample_of(spec: Spec) -> list[Part]:
     """Return a few kv heads or sequences: the first, the last and two between, always the same.
 
-    Packed sequences are one part, and so is a merge; of a paged attention the parts are kv heads.
+    Packed sequences are one part, and so is an append or a merge; of a paged attention the parts
+    are kv heads.
     """
-    if isinstance(spec, VarlenSpec | MergeSpec):
+    if isinstance(spec, VarlenSpec | AppendSpec | MergeSpec):
         return [Part(spec)]
     if isinstance(spec, PagedSpec):
         parts = _paged_heads(spec)
@@ -137,8 +141,11 @@ def evaluate(inputs: Tensors, spec: Spec, dtype: torch.dtype) -> Tensors:
         dtype: of all operations and results.
 
     Returns:
-        out and lse, with dout also the operands' gradients; shaped as the sides' results.
+        out and lse, with dout also the operands' gradients; of an append the pools, and q where
+        it is given. Shaped as the sides' results.
     """
+    if isinstance(spec, AppendSpec):
+        return _evaluate_append(inputs, spec, dtype)
     if isinstance(spec, PagedSpec):
         return _evaluate_paged(inputs, spec, dtype)
     if isinstance(spec, DecodeSpec):
@@ -232,6 +239,37 @@ def _evaluate_paged(inputs: Tensors, spec: PagedSpec, dtype: torch.dtype) -> Ten
         found = _evaluate_decode(own, spec.sequence(end - begin), dtype)
         results["out"][tokens], results["lse"][:, tokens] = found["out"][0], found["lse"][0]
     return results
+
+
+def _evaluate_append(inputs: Tensors, spec: AppendSpec, dtype: torch.dtype) -> Tensors:
+    """Append each sequence by itself, token by token. Queries of padding are 0."""
+    cache = spec.cache
+    new = {name: inputs[name].flatten(0, -3) for name in ("k_new", "v_new", "q") if name in inputs}
+    bounds = range(0, spec.batch * spec.tokens + 1, max(1, spec.tokens))
+    if spec.packed:
+        bounds = inputs["cu_seqlens_q"].tolist()
+    pools = {name: inputs[name].to(dtype, copy=True) for name in ("k_pages", "v_pages")}
+    q = torch.zeros_like(inputs["q"], dtype=dtype) if "q" in inputs else None
+    for b, (begin, end) in enumerate(pairwise(bounds)):
+        length, table = int(inputs["seq_lens"][b]), inputs["block_tables"][b].tolist()
+        own = {name: x[begin:end].to(dtype) for name, x in new.items()}
+        if spec.rotary_dim:
+            position = torch.arange(begin, end, device=new["k_new"].device) - end + length
+            angles = inputs["rotary_cos"], inputs["rotary_sin"]
+            for name in own.keys() - {"v_new"}:
+                own[name] = rotate(own[name], position, *angles, spec.interleaved, dtype)
+        if q is not None:
+            q.flatten(0, -3)[begin:end] = own["q"]
+        for x in ("k", "v"):
+            if cache.is_quantized:
+                stored = getattr(torch, cache.dtype)
+                own[f"{x}_new"] = quantize(own[f"{x}_new"], inputs[f"{x}_scale"], cache, stored)
+            for t, key in enumerate(own[f"{x}_new"]):
+                p = length - (end - begin) + t
+                if 0 <= p < cache.capacity and 0 <= table[p // cache.page_size] < cache.num_pages:
+                    page, slot = table[p // cache.page_size], p % cache.page_size
+                    pools[f"{x}_pages"][page, slot] = key.to(dtype)
+    return pools if q is None else {"q": q, **pools}
 
 
 def _evaluate_merge(inputs: Tensors, dtype: torch.dtype) -> Tensors:

@@ -12,7 +12,10 @@ from interop.parity.records import Report
 from interop.rendering.plots import BUDGET_COLOUR, COLOURS, MUTED_COLOUR, RULE_COLOUR, legend, quiet
 from twin_attention.contract.operands import FlashOperands
 
-OUTPUTS = ("out", "lse", *(f"d{name}" for name in FlashOperands._fields), "douts", "dlses")
+OUTPUTS = (
+    "out", "lse", *(f"d{name}" for name in FlashOperands._fields), "douts", "dlses",
+    "q", "k_pages", "v_pages",
+)  # fmt: skip
 LEFT_EDGE = 1e-3
 LANE_HEIGHT = 0.8
 

@@ -14,14 +14,21 @@ import torch
 import pallas_attn
 import torch_attn
 from interop.exchange import to_jax, to_torch
-from interop.parity.cases import Case, DecodeCase, MergeCase, PagedCase, VarlenCase
+from interop.parity.cases import (
+    AppendCase,
+    Case,
+    DecodeCase,
+    MergeCase,
+    PagedCase,
+    VarlenCase,
+)
 from interop.parity.inputs import Tensors
 from twin_attention.contract.explain import Explanation
 from twin_attention.targets.family import FAMILIES
 from twin_attention.targets.target import TARGETS, use_target
 
 Attend = Callable[..., Any]  # an array, or a tuple of arrays, from arrays
-OUTPUTS, GRADIENTS = ("out", "lse"), ("dout", "dlse")
+OUTPUTS, GRADIENTS, POOLS = ("out", "lse"), ("dout", "dlse"), ("k_pages", "v_pages")
 
 
 @dataclass(frozen=True)
@@ -70,7 +77,8 @@ def plan(implementations: Sequence[str], targets: Sequence[str | None]) -> list[
 def supports(subject: Subject, case: Case) -> bool:
     """Return True if a family of the subject's name has the case's problem."""
     kinds = {
-        DecodeCase: ("paged_decode",), PagedCase: ("paged_attention",), MergeCase: ("combine",),
+        DecodeCase: ("paged_decode",), PagedCase: ("paged_attention",),
+        AppendCase: ("append_kv",), MergeCase: ("combine",),
     }  # fmt: skip
     operations = kinds.get(type(case), ("flash_fwd", "flash_bwd"))
     families = [x for x in FAMILIES[subject.side] if x.name == subject.implementation]
@@ -87,7 +95,7 @@ def twins(group: Sequence[Subject]) -> list[tuple[Subject, Subject]]:
 
 
 def run(subject: Subject, case: Case, inputs: Tensors) -> Tensors:
-    """Return a subject's out and lse of a case; with dout among the inputs also dq, dk and dv."""
+    """Return a subject's results of a case, by name: see `results`."""
     options = {**case.options, "implementation": subject.implementation}
     with use_target(subject.target):
         # A new side: what another one has traced may be another target's.
@@ -105,12 +113,18 @@ def explain(subject: Subject, case: Case, inputs: Tensors) -> Explanation:
 
 
 def results(side: Side, function: str, inputs: Tensors, **options: Any) -> Tensors:
-    """Call a function that returns out and lse; differentiate it where dout and dlse are given."""
+    """Call a function that returns out and lse; differentiate it where dout and dlse are given.
+
+    `append_kv` returns the pools, and q where it is given.
+    """
     operands = {name: x for name, x in inputs.items() if name not in GRADIENTS}
     gradients = [inputs[name] for name in GRADIENTS if name in inputs]
-    if function != "merge_states":
+    if function not in ("merge_states", "append_kv"):
         options["return_lse"] = True
     found = side.call(function, operands, gradients, **options)
+    if function == "append_kv":
+        names = (*(["q"] if "q" in operands else []), *POOLS)
+        return dict(zip(names, found, strict=True))
     names = (*OUTPUTS, *(f"d{name}" for name, x in operands.items() if x.is_floating_point()))
     return dict(zip(names, found, strict=False))
 
@@ -135,7 +149,11 @@ class TorchSide:
             gradients: of its outputs; with them the gradients of all operands but integers are
                 returned as well.
             options: its other arguments.
+
+        `append_kv` gets copies of the pools, because it writes in place.
         """
+        if name == "append_kv":
+            operands = operands | {x: operands[x].clone() for x in POOLS}
         attend = _by_position(partial(getattr(self.api, name), **options), operands)
         call = prepare_torch(
             attend, "both" if gradients else "forward", [*operands.values()], gradients
@@ -225,7 +243,7 @@ def leaves(results: Any) -> tuple[Any, ...]:
 def _function(case: Case) -> str:
     named = {
         VarlenCase: "flash_attention_varlen", DecodeCase: "paged_decode",
-        PagedCase: "paged_attention", MergeCase: "merge_states",
+        PagedCase: "paged_attention", AppendCase: "append_kv", MergeCase: "merge_states",
     }  # fmt: skip
     return named.get(type(case), "flash_attention")
 

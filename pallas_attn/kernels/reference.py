@@ -20,10 +20,10 @@ from twin_attention.contract.operands import (
     VarlenOperands,
 )
 from twin_attention.contract.spec import (
+    AppendSpec,
     AttentionSpec,
     DecodeSpec,
     MergeSpec,
-    PagedCache,
     PagedSpec,
     VarlenSpec,
 )
@@ -78,32 +78,38 @@ def paged_attention(
 
 
 def append_kv(
-    operands: AppendOperands[Array], cache: PagedCache, backend: Backend
-) -> tuple[Array, Array]:
-    """Return the pools with new tokens in their pages."""
-    slots = _slots(operands, cache)
-    return (
-        _write(operands.k_pages, operands.k_new, slots, operands.k_scale, cache),
-        _write(operands.v_pages, operands.v_new, slots, operands.v_scale, cache),
-    )
+    operands: AppendOperands[Array], spec: AppendSpec, backend: Backend
+) -> tuple[Array, ...]:
+    """Return the pools with new tokens in their pages, and the rotated queries if there are any."""
+    k_new, q = reference.rotate_new(operands, spec, jnp.float32)
+    pools = operands.k_pages, operands.v_pages
+    if not spec.is_empty:
+        slots = _slots(operands, spec)
+        pools = (
+            _write(operands.k_pages, k_new, slots, operands.k_scale, spec.cache),
+            _write(operands.v_pages, operands.v_new, slots, operands.v_scale, spec.cache),
+        )
+    return pools if q is None else (*pools, q.astype(operands.k_new.dtype))
 
 
-def _slots(operands, cache):
-    """Return page and slot of each new token, [B, T] each; the page is past the pool if none is.
+def _slots(operands, spec):
+    """Return page and slot of each new token, [B, T] or [Tq] each.
 
-    Negative ids would count from the end of the pool, so they become ids past it.
+    The page is past the pool if there is none. Negative ids would count from the end of the pool,
+    so they become ids past it.
     """
-    tokens, lengths = operands.k_new.shape[1], operands.seq_lens
-    position = lengths[:, None] - tokens + jnp.arange(tokens, dtype=lengths.dtype)
-    column, slot = position // cache.page_size, position % cache.page_size
-    page = jnp.take_along_axis(operands.block_tables, column, axis=1, mode="fill", fill_value=-1)
-    return jnp.where((position >= 0) & (page >= 0), page, cache.num_pages), slot
+    page_size = spec.cache.page_size
+    position, sequence, is_token = reference.positions_of_new(operands, spec)
+    column, slot = position // page_size, position % page_size
+    page = operands.block_tables.at[sequence, column].get(mode="fill", fill_value=-1)
+    exists = is_token & (position >= 0) & (page >= 0)
+    return jnp.where(exists, page, spec.cache.num_pages), slot
 
 
 def _write(pages, new, slots, scale, cache):
     if scale is not None:
         new = reference.quantize(new, scale, cache, pages.dtype)
-    return pages.at[slots].set(new, mode="drop")
+    return pages.at[slots].set(new.astype(pages.dtype), mode="drop")
 
 
 def combine(outs: Array, lses: Array, spec: MergeSpec, backend: Backend) -> tuple[Array, Array]:

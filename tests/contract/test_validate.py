@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from twin_attention.contract.operands import AppendOperands, DecodeOperands, FlashOperands
-from twin_attention.contract.spec import MergeSpec, PagedCache, Window
+from twin_attention.contract.spec import AppendSpec, MergeSpec, PagedCache, Window
 from twin_attention.contract.validate import (
     Operand,
     check_append_kv,
@@ -290,6 +290,14 @@ APPEND = {
     "k_new": Operand("k_new", (2, 3, 2, 32), "float16", "cpu"),
     "v_new": Operand("v_new", (2, 3, 2, 48), "float16", "cpu"),
 } | {name: x for name, x in DECODE.items() if name not in ("q", "sinks")}
+APPEND_ALL = APPEND | {
+    "cu_seqlens_q": Operand("cu_seqlens_q", (3,), "int32", "cpu"),
+    "k_new": Operand("k_new", (17, 2, 32), "float16", "cpu"),
+    "v_new": Operand("v_new", (17, 2, 48), "float16", "cpu"),
+    "q": Operand("q", (17, 4, 32), "float16", "cpu"),
+    "rotary_cos": Operand("rotary_cos", (9, 16), "float16", "cpu"),
+    "rotary_sin": Operand("rotary_sin", (9, 16), "float16", "cpu"),
+}
 MERGE = {
     "outs": Operand("outs", (5, 2, 3, 4, 48), "float32", "cpu"),
     "lses": Operand("lses", (5, 2, 4, 3), "float32", "cpu"),
@@ -343,10 +351,18 @@ def test_positions_fit_in_32_bits():
 
 
 def test_right_writes_and_merges_are_described():
-    assert check_append_kv(AppendOperands(**APPEND)) == CACHE
+    spec = AppendSpec(2, 3, CACHE, "float16")
+    assert check_append_kv(AppendOperands(**APPEND), True) == spec
     single = {"k_new": Operand("k_new", (2, 2, 32), "float16")}
     single["v_new"] = Operand("v_new", (2, 2, 48), "float16")
-    assert check_append_kv(AppendOperands(**APPEND | single)) == CACHE
+    assert check_append_kv(AppendOperands(**APPEND | single), False) == replace(spec, tokens=1)
+    packed = {"cu_seqlens_q": Operand("cu_seqlens_q", (3,), "int32")}
+    packed |= {name: x._replace(shape=(17, *x.shape[1:])) for name, x in single.items()}
+    packed |= {"q": Operand("q", (17, 4, 32), "float16")}
+    packed |= {x: Operand(x, (9, 5), "float32") for x in ("rotary_cos", "rotary_sin")}
+    assert check_append_kv(AppendOperands(**APPEND | packed), True) == AppendSpec(
+        2, 17, CACHE, "float16", heads_q=4, packed=True, rotary_dim=10, interleaved=True
+    )
     assert check_merge_states(**MERGE) == MergeSpec(5, 2, 3, 4, 48, "float32")
     outs, lses = Operand("outs", (5, 2, 4, 48), "float32"), Operand("lses", (5, 2, 4), "float32")
     assert check_merge_states(outs, lses) == MergeSpec(5, 2, 1, 4, 48, "float32")
@@ -356,7 +372,7 @@ OF_DECODING = [
     (check, operands, name)
     for check, operands in (
         (check_decode, DECODE),
-        (lambda operands: check_append_kv(AppendOperands(**operands)), APPEND),
+        (lambda operands: check_append_kv(AppendOperands(**operands), False), APPEND_ALL),
         (lambda operands: check_merge_states(**operands), MERGE),
     )
     for name in list(operands)[1:]

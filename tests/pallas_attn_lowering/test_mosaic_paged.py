@@ -12,7 +12,7 @@ import pytest
 from interop.parity.cases import DecodeCase
 from pallas_attn import append_kv, merge_states, paged_decode
 from pallas_attn.dispatch import choose
-from twin_attention.contract.spec import MergeSpec
+from twin_attention.contract.spec import AppendSpec, MergeSpec
 from twin_attention.targets.family import FAMILIES
 from twin_attention.targets.target import TARGETS, use_target
 
@@ -201,11 +201,25 @@ def test_under_scan():
 def test_they_run_where_they_are_asked_for(kv_dtype, target):
     spec = replace(CASE, kv_dtype=kv_dtype).spec
     merge = MergeSpec(2, 1, 1, 4, 64, "bfloat16")
+    append = AppendSpec(spec.batch, 1, spec.cache, spec.dtype)
     for operation, problem in (
-        ("paged_decode", spec), ("append_kv", spec.cache), ("combine", merge)
+        ("paged_decode", spec), ("append_kv", append), ("combine", merge)
     ):  # fmt: skip
         assert choose("mosaic", operation, target, problem)[0].family is PAGED
         assert choose(None, operation, target, problem)[0].family is PORTABLE
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"packed": True}, "its kernels take no packed sequences"),
+        ({"rotary_dim": 64}, "its kernels rotate nothing"),
+    ],
+)
+def test_packed_and_rotated_tokens_are_refused(change, reason):
+    append = AppendSpec(2, 1, CASE.spec.cache, CASE.dtype, **change)
+    with pytest.raises(NotImplementedError, match=f"'mosaic': .* and {reason}$"):
+        choose("mosaic", "append_kv", "sm90", append)
 
 
 def test_what_16_bytes_do_not_divide_is_refused():

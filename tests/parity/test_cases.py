@@ -6,11 +6,13 @@ import pytest
 
 from interop.parity.cases import (
     SUITES,
+    AppendCase,
     DecodeCase,
     FlashCase,
     MergeCase,
     PagedCase,
     VarlenCase,
+    append_cases,
     decode_cases,
     flash_cases,
     merge_cases,
@@ -18,6 +20,7 @@ from interop.parity.cases import (
     varlen_cases,
 )
 from twin_attention.contract.operands import (
+    AppendOperands,
     DecodeOperands,
     FlashOperands,
     PagedOperands,
@@ -32,6 +35,7 @@ from twin_attention.contract.spec import (
 )
 from twin_attention.contract.validate import (
     Operand,
+    check_append_kv,
     check_decode_options,
     check_flash_attention,
     check_flash_attention_varlen,
@@ -50,7 +54,9 @@ EVERY_VARLEN = {case.name: case for suite in SUITES for case in varlen_cases(sui
 
 EVERY_MERGE = {case.name: case for suite in SUITES for case in merge_cases(suite)}
 
-KINDS = (flash_cases, varlen_cases, decode_cases, paged_cases, merge_cases)
+EVERY_APPEND = {case.name: case for suite in SUITES for case in append_cases(suite)}
+
+KINDS = (flash_cases, varlen_cases, decode_cases, paged_cases, append_cases, merge_cases)
 of_all_kinds = pytest.mark.parametrize("cases", KINDS)
 
 
@@ -119,10 +125,11 @@ def test_a_merge_case_describes_the_call_that_validation_accepts(case: MergeCase
 def test_the_full_suite_reaches_every_configuration(package, target):
     path = table_path(package, target)
     reached = set()
-    for case in [*flash_cases("full"), *decode_cases("full"), *paged_cases("full")]:
+    kinds = (flash_cases, decode_cases, paged_cases, append_cases)
+    for case in [case for cases in kinds for case in cases("full")]:
         specs = [case.spec]
         if isinstance(case, DecodeCase):
-            specs += [case.spec.merge(2), case.spec.cache]
+            specs += [case.spec.merge(2)]
         reached |= {id(config) for spec in specs for config in find_configs(path, spec).values()}
     rows = [(kernel, row) for kernel, rows in load_table(path, "portable").items() for row in rows]
     assert not [(kernel, row) for kernel, row in rows if id(row.config) not in reached]
@@ -197,6 +204,31 @@ def test_a_paged_case_describes_the_call_that_validation_accepts(case: PagedCase
         Operand("v_scale", case.scale_shape, "float32") if cache.is_quantized else None,
     )
     assert check_paged_attention(operands, options) == spec
+
+
+@pytest.mark.parametrize("case", EVERY_APPEND.values(), ids=EVERY_APPEND)
+def test_an_append_case_describes_the_call_that_validation_accepts(case: AppendCase):
+    spec, cache = case.spec, case.spec.cache
+    rows = (spec.tokens,) if spec.packed else (spec.batch, spec.tokens)
+    pool = (cache.num_pages, cache.page_size, cache.heads)
+    scale = (case.scale_shape, "float32") if cache.is_quantized else None
+    rotation = ((case.positions, case.rotary_dim // 2), "float32") if case.rotary_dim else None
+    described = {
+        "k_new": ((*rows, cache.heads, cache.head_dim), case.dtype),
+        "v_new": ((*rows, cache.heads, cache.head_dim_v), case.dtype),
+        "k_pages": ((*pool, cache.head_dim), cache.dtype),
+        "v_pages": ((*pool, cache.head_dim_v), cache.dtype),
+        "block_tables": ((spec.batch, cache.max_pages), "int32"),
+        "seq_lens": ((spec.batch,), "int32"),
+        "k_scale": scale,
+        "v_scale": scale,
+        "cu_seqlens_q": ((spec.batch + 1,), "int32") if spec.packed else None,
+        "q": ((*rows, case.heads_q, cache.head_dim), case.dtype) if case.heads_q else None,
+        "rotary_cos": rotation,
+        "rotary_sin": rotation,
+    }
+    operands = {name: Operand(name, *x) for name, x in described.items() if x is not None}
+    assert check_append_kv(AppendOperands(**operands), case.rotary_interleaved) == spec
 
 
 EVERY_CACHE = EVERY_DECODE | EVERY_PAGED

@@ -10,6 +10,7 @@ from interop.parity import __main__ as command
 from interop.parity import arguments as checks
 from interop.parity import harness
 from interop.parity.cases import (
+    append_cases,
     decode_cases,
     flash_cases,
     merge_cases,
@@ -41,7 +42,7 @@ def failed(case: dict) -> set[tuple[str, str, str]]:
 def test_right_results_pass(fake_twins, tmp_path, capsys):
     assert parity(tmp_path, "--filter", "e-") == 0
     cases = verdicts(tmp_path)
-    kinds = flash_cases, varlen_cases, decode_cases, paged_cases, merge_cases
+    kinds = flash_cases, varlen_cases, decode_cases, paged_cases, append_cases, merge_cases
     chosen = [case for cases in kinds for case in cases("quick", "e-")]
     assert list(cases) == [case.name for case in chosen]
     assert {case["status"] for case in cases.values()} == {"passed"}
@@ -141,7 +142,7 @@ def test_the_header_describes_a_case_that_is_not_empty(fake_twins, tmp_path, mon
     monkeypatch.setattr(harness, "explain", lambda subject, case, inputs: case.name)
     empty, full = flash_cases("quick", "no-keys")[0], flash_cases("quick", "one-token")[0]
     monkeypatch.setattr(command, "flash_cases", lambda suite, pattern: [empty, full])
-    for kind in ("varlen_cases", "decode_cases", "paged_cases", "merge_cases"):
+    for kind in ("varlen_cases", "decode_cases", "paged_cases", "append_cases", "merge_cases"):
         monkeypatch.setattr(command, kind, lambda suite, pattern: [])
     parity(tmp_path)
     facts = json.loads((tmp_path / "parity.json").read_text())["facts"]
@@ -165,7 +166,7 @@ def test_list_names_the_chosen_cases_and_runs_nothing(tmp_path, capsys):
     expected = [
         case.name
         for suite in ("full", "large")
-        for kind in (flash_cases, varlen_cases, decode_cases, paged_cases)
+        for kind in (flash_cases, varlen_cases, decode_cases, paged_cases, append_cases)
         for case in kind(suite, "d128")
     ]
     assert names == expected

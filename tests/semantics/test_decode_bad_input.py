@@ -23,6 +23,15 @@ APPEND = {
     "k_new": ((2, 3, 2, 32), "bfloat16"),
     "v_new": ((2, 3, 2, 48), "bfloat16"),
 } | {name: DECODE[name] for name in ("k_pages", "v_pages", "block_tables", "seq_lens")}
+# Packed new tokens, and rotation of their keys and queries.
+APPEND_PACKED = APPEND | {
+    "k_new": ((17, 2, 32), "bfloat16"),
+    "v_new": ((17, 2, 48), "bfloat16"),
+    "cu_seqlens_q": ((3,), "int32"),
+    "q": ((17, 4, 32), "bfloat16"),
+    "rotary_cos": ((50, 12), "float32"),
+    "rotary_sin": ((50, 12), "float32"),
+}
 MERGE = {"outs": ((5, 2, 3, 4, 48), "bfloat16"), "lses": ((5, 2, 4, 3), "float32")}
 
 SIZE = "expected a head size from 16 to 256 in steps of 8, got "
@@ -232,6 +241,79 @@ MERGE_MISTAKES = [
         {"lses": ((5, 2, 4), "float32")}, {},
     ),
 ]  # fmt: skip
+ROTARY = "expected shape (positions, R / 2) with R from 2 to k_pages' head size 32, got "
+PACKED_MISTAKES = [
+    (
+        ValueError,
+        "k_new: expected 3 dimensions [Tq, Hkv, D] with cu_seqlens_q, got shape (2, 3, 2, 32)",
+        {"k_new": ((2, 3, 2, 32), "bfloat16")}, {},
+    ),
+    (
+        ValueError, "v_new: expected shape (17, 2, 48), got (16, 2, 48)",
+        {"v_new": ((16, 2, 48), "bfloat16")}, {},
+    ),
+    (
+        ValueError, "cu_seqlens_q: expected shape (N + 1,) for N sequences, got (0,)",
+        {"cu_seqlens_q": ((0,), "int32")}, {},
+    ),
+    (
+        TypeError, "cu_seqlens_q: expected dtype int32, got int64",
+        {"cu_seqlens_q": ((3,), "int64")}, {},
+    ),
+    (
+        ValueError, "block_tables: expected shape (3, max_pages), got (2, 4)",
+        {"cu_seqlens_q": ((4,), "int32")}, {},
+    ),
+    (
+        ValueError, "q: expected None without rotary_cos and rotary_sin, got shape (17, 4, 32)",
+        {"rotary_cos": None, "rotary_sin": None}, {},
+    ),
+    (
+        ValueError, "rotary_sin: expected both rotary_cos and rotary_sin, or neither, got None",
+        {"rotary_sin": None}, {},
+    ),
+    (
+        ValueError, "rotary_cos: expected both rotary_cos and rotary_sin, or neither, got None",
+        {"rotary_cos": None, "q": None}, {},
+    ),
+    (
+        TypeError, "rotary_cos: expected dtype float32 or k_new's bfloat16, got float16",
+        {"rotary_cos": ((50, 12), "float16")}, {},
+    ),
+    (
+        TypeError, "rotary_sin: expected rotary_cos' dtype float32, got bfloat16",
+        {"rotary_sin": ((50, 12), "bfloat16")}, {},
+    ),
+    (ValueError, f"rotary_cos: {ROTARY}(50, 17)", {"rotary_cos": ((50, 17), "float32")}, {}),
+    (ValueError, f"rotary_cos: {ROTARY}(50, 0)", {"rotary_cos": ((50, 0), "float32")}, {}),
+    (ValueError, f"rotary_cos: {ROTARY}(0, 12)", {"rotary_cos": ((0, 12), "float32")}, {}),
+    (ValueError, f"rotary_cos: {ROTARY}(50,)", {"rotary_cos": ((50,), "float32")}, {}),
+    (
+        ValueError, "rotary_sin: expected rotary_cos' shape (50, 12), got (49, 12)",
+        {"rotary_sin": ((49, 12), "float32")}, {},
+    ),
+    (
+        ValueError, "q: expected shape (17, Hq, 32), got (16, 4, 32)",
+        {"q": ((16, 4, 32), "bfloat16")}, {},
+    ),
+    (
+        ValueError, "q: expected shape (17, Hq, 32), got (17, 4, 40)",
+        {"q": ((17, 4, 40), "bfloat16")}, {},
+    ),
+    (
+        ValueError, "q: expected shape (17, Hq, 32), got (1, 17, 4, 32)",
+        {"q": ((1, 17, 4, 32), "bfloat16")}, {},
+    ),
+    (
+        ValueError, "q: expected a number of heads divisible by k_pages' 2, got 3",
+        {"q": ((17, 3, 32), "bfloat16")}, {},
+    ),
+    (
+        TypeError, "q: expected k_new's dtype bfloat16, got float16",
+        {"q": ((17, 4, 32), "float16")}, {},
+    ),
+    (TypeError, "rotary_interleaved: expected a bool, got int", {}, {"rotary_interleaved": 1}),
+]  # fmt: skip
 PAGED_MISTAKES = [
     (
         ValueError, "q: expected 3 dimensions [Tq, Hq, D], got shape (1, 7, 4, 32)",
@@ -288,14 +370,14 @@ FUNCTIONS = {
     "merge_states": MERGE,
 }
 MISTAKES = [
-    (name, *mistake)
+    (name, FUNCTIONS[name], *mistake)
     for name, mistakes in zip(
         FUNCTIONS,
         (DECODE_MISTAKES, PAGED_MISTAKES, APPEND_MISTAKES, MERGE_MISTAKES),
         strict=True,
     )
     for mistake in mistakes
-]
+] + [("append_kv", APPEND_PACKED, *mistake) for mistake in PACKED_MISTAKES]
 
 
 def operands_of(side, described):
@@ -303,12 +385,14 @@ def operands_of(side, described):
 
 
 @pytest.mark.parametrize(
-    ("name", "error", "message", "changes", "options"),
+    ("name", "good", "error", "message", "changes", "options"),
     MISTAKES,
-    ids=[f"{name}-{message}" for name, _, message, *_ in MISTAKES],
+    ids=[f"{name}-{message}" for name, _, _, message, *_ in MISTAKES],
 )
-def test_one_mistake_one_message(side, implementation, name, error, message, changes, options):
-    operands = operands_of(side, FUNCTIONS[name] | changes)
+def test_one_mistake_one_message(
+    side, implementation, name, good, error, message, changes, options
+):
+    operands = operands_of(side, good | changes)
     function = getattr(side.api, name)
     for call in (function, partial(side.trace, function)):
         with pytest.raises(error) as raised:
@@ -318,7 +402,7 @@ def test_one_mistake_one_message(side, implementation, name, error, message, cha
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_what_is_no_tensor(side, name):
-    operands = operands_of(side, FUNCTIONS[name])
+    operands = operands_of(side, APPEND_PACKED if name == "append_kv" else FUNCTIONS[name])
     for operand in operands:
         with pytest.raises(TypeError) as raised:
             getattr(side.api, name)(**operands | {operand: [1.0]})
@@ -335,15 +419,21 @@ def test_an_unknown_implementation(side, name):
 
 @pytest.mark.parametrize(
     ("name", "operand"),
-    [(name, operand) for name, good in FUNCTIONS.items() for operand in good if operand != "lses"],
+    [
+        (name, operand)
+        for name, good in (FUNCTIONS | {"append_kv": APPEND_PACKED}).items()
+        for operand in good
+        if operand != "lses"
+    ],
 )
 def test_a_last_dimension_that_is_not_contiguous(implementation, torch_device, name, operand):
     """torch alone: JAX arrays have no strides."""
     import torch_attn
 
+    good = APPEND_PACKED if name == "append_kv" else FUNCTIONS[name]
     operands = {
         n: torch.zeros(shape, dtype=getattr(torch, dtype), device=torch_device)
-        for n, (shape, dtype) in FUNCTIONS[name].items()
+        for n, (shape, dtype) in good.items()
     }
     operands[operand] = operands[operand].repeat_interleave(2, dim=-1)[..., ::2]
     message = f"{operand}: expected a contiguous last dimension, got a stride other than 1"

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from interop.parity.cases import DecodeCase, FlashCase
-from twin_attention.contract.spec import AttentionSpec, DecodeSpec, PagedCache
+from twin_attention.contract.spec import AppendSpec, AttentionSpec, DecodeSpec, PagedCache
 from twin_attention.targets.conditions import CONDITIONS
 from twin_attention.targets.config import (
     PACKAGES,
@@ -114,7 +114,7 @@ def test_every_paged_problem_has_a_row(head_dim, dtype, target):
     decode = DecodeSpec(2, 1, 4, cache, "float16", 0.1)
     for spec, kernel in (
         (decode, "paged_decode"),
-        (cache, "append_kv"),
+        (AppendSpec(2, 1, cache, "float16"), "append_kv"),
         (decode.merge(3), "combine"),
     ):
         assert [*find_configs(path, spec, "paged")] == [kernel]
@@ -305,7 +305,7 @@ def test_the_block_says_which_kernels_were_looked_up():
         assert not read
         current_configs("torch_attn", "sm80", decode(256))
         assert read == {"paged_decode"}
-        current_configs("torch_attn", "sm80", decode(256).cache)
+        current_configs("torch_attn", "sm80", AppendSpec(2, 1, decode(256).cache, "float16"))
     current_configs("torch_attn", "sm80", FLASH)
     assert read == {"paged_decode", "append_kv"}
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from interop.parity.cases import PagedCase
-from twin_attention.contract.spec import AttentionSpec, PagedCache, VarlenSpec
+from twin_attention.contract.spec import AppendSpec, AttentionSpec, PagedCache, VarlenSpec
 from twin_attention.targets import family
 from twin_attention.targets.describe import describe, describe_call
 from twin_attention.targets.family import FAMILIES, Backend, Family, choose
@@ -63,8 +63,8 @@ def test_the_explicit_kernels_are_the_best_choice_for_sm80():
     reason = "gluon: its products take float16 and bfloat16, not float32"
     others = (reason, "gluon: its kernels are for SM90")
     assert choice(None, "sm80", wide) == (Backend(TRITON, "sm80"), others)
-    cache = PagedCache(3, 16, 4, 2, 64, 64, "float16")
-    assert choice(None, "sm80", cache)[1] == ("gluon: it has flash attention alone",)
+    append = AppendSpec(2, 1, PagedCache(3, 16, 4, 2, 64, 64, "float16"), "float16")
+    assert choice(None, "sm80", append)[1] == ("gluon: it has flash attention alone",)
     with pytest.raises(NotImplementedError, match=r"and it has no interpreter$"):
         choice("gluon", None)
 

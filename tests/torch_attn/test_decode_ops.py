@@ -51,7 +51,9 @@ class Problem(NamedTuple):
         return self.q, *self.cache, self.sinks, self.scale, self.scale, *options
 
     def append_arguments(self, implementation: str) -> tuple:
-        return self.k_new, self.v_new, *self.cache, self.scale, self.scale, implementation
+        left_out = (None,) * 4
+        operands = self.k_new, self.v_new, *self.cache, self.scale, self.scale, *left_out
+        return *operands, False, implementation
 
     def merge_arguments(self, implementation: str) -> tuple:
         outs = torch.stack([self.q, -self.q, 2 * self.q])

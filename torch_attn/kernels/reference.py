@@ -21,6 +21,7 @@ from twin_attention.contract.operands import (
     VarlenOperands,
 )
 from twin_attention.contract.spec import (
+    AppendSpec,
     AttentionSpec,
     DecodeSpec,
     MergeSpec,
@@ -80,20 +81,25 @@ def paged_attention(
     return out.to(operands.q.dtype).contiguous(), lse
 
 
-def append_kv(operands: AppendOperands[Tensor], cache: PagedCache, backend: Backend) -> None:
-    """Write new tokens into their pages."""
-    slots = _slots(operands, cache)
-    _write(operands.k_pages, operands.k_new, slots, operands.k_scale, cache)
-    _write(operands.v_pages, operands.v_new, slots, operands.v_scale, cache)
+def append_kv(
+    operands: AppendOperands[Tensor], spec: AppendSpec, backend: Backend
+) -> Tensor | None:
+    """Write new tokens into their pages; return the rotated queries, or None without them."""
+    k_new, q = reference.rotate_new(operands, spec, torch.float32)
+    if not spec.is_empty:
+        slots = _slots(operands, spec)
+        _write(operands.k_pages, k_new, slots, operands.k_scale, spec.cache)
+        _write(operands.v_pages, operands.v_new, slots, operands.v_scale, spec.cache)
+    return None if q is None else q.to(operands.k_new.dtype).contiguous()
 
 
-def _slots(operands: AppendOperands[Tensor], cache: PagedCache) -> tuple[Tensor, Tensor, Tensor]:
-    """Return page, slot, and whether there is one, of each new token, [B, T] each."""
-    tokens, lengths = operands.k_new.shape[1], operands.seq_lens.long()
-    position = lengths[:, None] + torch.arange(-tokens, 0, device=lengths.device)
-    within = (position >= 0) & (position < cache.capacity)
+def _slots(operands: AppendOperands[Tensor], spec: AppendSpec) -> tuple[Tensor, Tensor, Tensor]:
+    """Return page, slot, and whether there is one, of each new token, [B, T] or [Tq] each."""
+    cache = spec.cache
+    position, sequence, within = reference.positions_of_new(operands, spec)
+    within = within & (position >= 0) & (position < cache.capacity)
     column = position.clamp(0, cache.capacity - 1) // cache.page_size
-    page = operands.block_tables.long().gather(1, column)
+    page = operands.block_tables[sequence, column]
     within &= (page >= 0) & (page < cache.num_pages)
     return page, position % cache.page_size, within
 
@@ -108,7 +114,7 @@ def _write(
     page, slot, within = slots
     if scale is not None:
         new = reference.quantize(new, scale, cache, pages.dtype)
-    pages[page[within], slot[within]] = new[within]
+    pages[page[within], slot[within]] = new[within].to(pages.dtype)
 
 
 def combine(outs: Tensor, lses: Tensor, spec: MergeSpec, backend: Backend) -> tuple[Tensor, Tensor]:

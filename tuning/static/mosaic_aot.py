@@ -26,7 +26,7 @@ import jax.numpy as jnp
 from jax.experimental import topologies
 
 from pallas_attn import targets
-from tuning.static.operands import append_operands, decode_operands, flash_operands
+from tuning.static.operands import append_operands, append_spec, decode_operands, flash_operands
 from twin_attention.contract.spec import AttentionSpec, DecodeSpec
 from twin_attention.targets.family import FAMILIES, Backend, Family
 from twin_attention.targets.kernels import KernelConfig
@@ -169,7 +169,7 @@ def _call(spec, target, sinks, empty):
         return out, lse, gradients
 
     def decode_and_append(decoded, appended):
-        pools = run("append_kv")(appended, spec.cache, backend)
+        pools = run("append_kv")(appended, append_spec(spec, appended), backend)
         return pools, run("paged_decode")(decoded, spec, backend)
 
     if isinstance(spec, AttentionSpec):

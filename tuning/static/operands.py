@@ -12,7 +12,13 @@ from twin_attention.contract.operands import (
     PagedOperands,
     VarlenOperands,
 )
-from twin_attention.contract.spec import AttentionSpec, DecodeSpec, PagedSpec, VarlenSpec
+from twin_attention.contract.spec import (
+    AppendSpec,
+    AttentionSpec,
+    DecodeSpec,
+    PagedSpec,
+    VarlenSpec,
+)
 
 X = TypeVar("X")
 Empty = Callable[..., X]  # a dtype's name and a shape: an array without values
@@ -74,16 +80,35 @@ def paged_operands(spec: PagedSpec, empty: Empty[X]) -> PagedOperands[X]:
 
 
 def append_operands(spec: DecodeSpec, empty: Empty[X]) -> AppendOperands[X]:
-    """Return the operands of the `append_kv` before a decode."""
+    """Return the operands of the `append_kv` before a decode.
+
+    Before a `paged_attention` it is packed, and rotates all dimensions of keys and queries.
+    """
     cache, into = spec.cache, decode_operands(spec, empty)
-    new = (spec.dtype, spec.batch, spec.tokens, cache.heads)
+    new, more = (spec.dtype, spec.batch, spec.tokens), {}
+    if isinstance(spec, PagedSpec):
+        new, rotation = (spec.dtype, spec.tokens), (cache.capacity, cache.head_dim // 2)
+        more = {
+            "cu_seqlens_q": empty("int32", spec.batch + 1),
+            "q": empty(*new, spec.heads_q, spec.head_dim),
+            "rotary_cos": empty("float32", *rotation),
+            "rotary_sin": empty("float32", *rotation),
+        }
     return AppendOperands(
-        k_new=empty(*new, cache.head_dim),
-        v_new=empty(*new, cache.head_dim_v),
+        k_new=empty(*new, cache.heads, cache.head_dim),
+        v_new=empty(*new, cache.heads, cache.head_dim_v),
         k_pages=into.k_pages,
         v_pages=into.v_pages,
         block_tables=into.block_tables,
         seq_lens=into.seq_lens,
         k_scale=into.k_scale,
         v_scale=into.v_scale,
+        **more,
     )
+
+
+def append_spec(
+    spec: DecodeSpec, operands: AppendOperands, interleaved: bool = False
+) -> AppendSpec:
+    """Return the problem of the `append_kv` before a decode."""
+    return AppendSpec.of(operands, spec.dtype, spec.cache.dtype, interleaved)

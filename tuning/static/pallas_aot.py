@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import jax
@@ -16,7 +15,13 @@ from pallas_attn.kernels.portable.flash_bwd import flash_bwd
 from pallas_attn.kernels.portable.flash_fwd import flash_fwd
 from pallas_attn.kernels.portable.paged_attention import paged_attention
 from pallas_attn.kernels.portable.paged_decode import paged_decode
-from tuning.static.operands import append_operands, decode_operands, flash_operands, paged_operands
+from tuning.static.operands import (
+    append_operands,
+    append_spec,
+    decode_operands,
+    flash_operands,
+    paged_operands,
+)
 from twin_attention.contract.spec import AttentionSpec, DecodeSpec, PagedSpec
 from twin_attention.targets.family import Backend, portable_backend
 from twin_attention.targets.kernels import KernelConfig
@@ -42,9 +47,6 @@ def compile_kernels(
     backend = portable_backend("pallas_attn", target)
     if isinstance(spec, AttentionSpec):
         function, operands = _flash(spec, backend, sinks)
-    elif isinstance(spec, PagedSpec):
-        function = partial(paged_attention, spec=spec, backend=backend)
-        operands = (paged_operands(spec, _empty),)
     else:
         function, operands = _decode(spec, backend)
     with lowering.recording(limit) as compiled:
@@ -61,11 +63,15 @@ def _flash(spec: AttentionSpec, backend: Backend, sinks: bool):
 
 
 def _decode(spec: DecodeSpec, backend: Backend):
-    def decode_and_append(decoded, appended):
-        pools = append_kv(appended, spec.cache, backend)
-        return pools, paged_decode(decoded, spec, backend)
+    def append_and_decode(appended, decoded):
+        found = append_kv(appended, append_spec(spec, appended), backend)
+        if isinstance(spec, PagedSpec):
+            return found, paged_attention(decoded, spec, backend)
+        return found, paged_decode(decoded, spec, backend)
 
-    return decode_and_append, (decode_operands(spec, _empty), append_operands(spec, _empty))
+    is_packed = isinstance(spec, PagedSpec)
+    decoded = paged_operands(spec, _empty) if is_packed else decode_operands(spec, _empty)
+    return append_and_decode, (append_operands(spec, _empty), decoded)
 
 
 def _empty(dtype: str, *shape: int) -> jax.ShapeDtypeStruct:

@@ -13,7 +13,13 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
 from torch_attn import launch
-from tuning.static.operands import append_operands, decode_operands, flash_operands, paged_operands
+from tuning.static.operands import (
+    append_operands,
+    append_spec,
+    decode_operands,
+    flash_operands,
+    paged_operands,
+)
 from twin_attention.contract.spec import AttentionSpec, DecodeSpec, PagedSpec
 from twin_attention.targets.family import FAMILIES, Backend
 from twin_attention.targets.kernels import KernelConfig
@@ -52,11 +58,13 @@ def compile_kernels(
             for deterministic in (False, True) if has_backward else ():
                 one = replace(spec, deterministic=deterministic)
                 run("flash_bwd")(out, lse, operands, out, lse, one, backend)
-        elif isinstance(spec, PagedSpec):
-            run("paged_attention")(paged_operands(spec, _empty), spec, backend)
         else:
-            run("paged_decode")(decode_operands(spec, _empty), spec, backend)
-            run("append_kv")(append_operands(spec, _empty), spec.cache, backend)
+            if isinstance(spec, PagedSpec):
+                run("paged_attention")(paged_operands(spec, _empty), spec, backend)
+            else:
+                run("paged_decode")(decode_operands(spec, _empty), spec, backend)
+            operands = append_operands(spec, _empty)
+            run("append_kv")(operands, append_spec(spec, operands), backend)
     return list({kernel[0]: kernel for kernel in compiled}.values())
 
 

@@ -101,8 +101,11 @@ class AppendOperands(NamedTuple, Generic[X]):
 
     Attributes:
         k_new, v_new: [B, T, Hkv, D] and [B, T, Hkv, Dv], or without T where the public function
-            takes them.
+            takes them; with `cu_seqlens_q` packed, [Tq, Hkv, D] and [Tq, Hkv, Dv].
         k_pages, v_pages, block_tables, seq_lens, k_scale, v_scale: as in `DecodeOperands`.
+        cu_seqlens_q: as in `PagedOperands`, or None.
+        q: [B, T, Hq, D] or [Tq, Hq, D], rotated as the keys are, or None.
+        rotary_cos, rotary_sin: [positions, R / 2], the rotation of each position, or None.
     """
 
     k_new: X
@@ -113,6 +116,10 @@ class AppendOperands(NamedTuple, Generic[X]):
     seq_lens: X
     k_scale: X | None = None
     v_scale: X | None = None
+    cu_seqlens_q: X | None = None
+    q: X | None = None
+    rotary_cos: X | None = None
+    rotary_sin: X | None = None
 
 
 def describe_operands(operands: Any, operand: Callable[[str, Any], Any]) -> Any:

@@ -17,12 +17,14 @@ from typing import Any
 from array_api_compat import array_namespace, device
 
 from twin_attention.contract.operands import (
+    AppendOperands,
     DecodeOperands,
     FlashOperands,
     PagedOperands,
     VarlenOperands,
 )
 from twin_attention.contract.spec import (
+    AppendSpec,
     AttentionSpec,
     DecodeSpec,
     PagedCache,
@@ -411,6 +413,90 @@ def ragged_forward(operands: PagedOperands, spec: PagedSpec, dtype: Any) -> tupl
     return out[0, ...], lse[0, ...]
 
 
+def positions_of_new(operands: AppendOperands, spec: AppendSpec) -> tuple[Array, Array, Array]:
+    """Return where new tokens go: position, sequence, and whether they are tokens.
+
+    Each is [B, T], or [Tq] of packed ones. Padding counts as a token at position 0 of sequence 0.
+    """
+    lengths, offsets = operands.seq_lens, operands.cu_seqlens_q
+    xp, on = array_namespace(lengths), device(lengths)
+    token = xp.arange(spec.tokens, dtype=lengths.dtype, device=on)
+    if offsets is None:
+        position = lengths[:, None] - spec.tokens + token
+        sequence = xp.arange(spec.batch, dtype=lengths.dtype, device=on)[:, None]
+        sequence = xp.broadcast_to(sequence, position.shape)
+        return position, sequence, xp.ones_like(position, dtype=xp.bool)
+    sequence = _sequence_of_tokens(xp, offsets, spec.tokens)
+    is_token = sequence < spec.batch
+    sequence = xp.where(is_token, sequence, xp.zeros_like(sequence))
+    if spec.batch == 0:
+        return xp.zeros_like(token), sequence, is_token
+    position = xp.take(lengths - offsets[1:], sequence, axis=0) + token
+    return xp.where(is_token, position, xp.zeros_like(position)), sequence, is_token
+
+
+def rotate(
+    x: Array, position: Array, cos: Array, sin: Array, interleaved: bool, dtype: Any
+) -> Array:
+    """Rotate pairs of dimensions by the angles of positions (rotary embedding).
+
+    With the angle a of a pair (x, y): ``x cos a - y sin a`` and ``y cos a + x sin a``.
+
+    Args:
+        x: [..., H, D].
+        position: [...].
+        cos, sin: [positions, R / 2]. Dimensions of `x` from R on are not rotated.
+        interleaved: pair i is dimensions 2i and 2i + 1, not i and i + R / 2.
+        dtype: dtype of every operation.
+
+    Returns:
+        `x` rotated, in `dtype`. Where cos and sin have no row of a position, what is rotated is
+        NaN.
+
+    Source: Su et al. 2021 (RoFormer).
+    """
+    xp = array_namespace(x)
+    rows, half = cos.shape
+    known = (position >= 0) & (position < rows)
+    row = xp.reshape(xp.where(known, position, xp.zeros_like(position)), (-1,))
+
+    def angles(table: Array) -> Array:
+        found = xp.take(xp.astype(table, dtype), row, axis=0)
+        found = xp.reshape(found, (*position.shape, 1, half))
+        return xp.where(known[..., None, None], found, xp.full_like(found, float("nan")))
+
+    x, cos, sin = xp.astype(x, dtype), angles(cos), angles(sin)
+    first, second = x[..., :half], x[..., half : 2 * half]
+    if interleaved:
+        first, second = x[..., 0 : 2 * half : 2], x[..., 1 : 2 * half : 2]
+    pair = first * cos - second * sin, second * cos + first * sin
+    if interleaved:
+        rotated = xp.reshape(xp.stack(pair, axis=-1), (*first.shape[:-1], 2 * half))
+    else:
+        rotated = xp.concat(pair, axis=-1)
+    return xp.concat([rotated, x[..., 2 * half :]], axis=-1)
+
+
+def rotate_new(
+    operands: AppendOperands, spec: AppendSpec, dtype: Any
+) -> tuple[Array, Array | None]:
+    """Return the new keys, and the queries if there are any, rotated at their positions.
+
+    Queries of padding are 0. Without rotation, k_new and None.
+    """
+    k_new, q = operands.k_new, operands.q
+    cos, sin = operands.rotary_cos, operands.rotary_sin
+    if cos is None:
+        return k_new, None
+    xp = array_namespace(k_new)
+    position, _, is_token = positions_of_new(operands, spec)
+    k_new = rotate(k_new, position, cos, sin, spec.interleaved, dtype)
+    if q is not None:
+        q = _clear_padding(xp, q, is_token) if spec.packed else q
+        q = rotate(q, position, cos, sin, spec.interleaved, dtype)
+    return k_new, q
+
+
 def merge(outs: Array, lses: Array, dtype: Any) -> tuple[Array, Array]:
     """Attention over the union of disjoint sets of keys, from the attention over each.
 
@@ -465,7 +551,7 @@ def _merge_weights(xp: Any, outs: Array, lses: Array, dtype: Any) -> tuple[Array
 
 
 def quantize(x: Array, scale: Array, cache: PagedCache, dtype: Any) -> Array:
-    """Return `x` [B, T, Hkv, D] as a quantised cache stores it: ``x / scale``, rounded, clamped.
+    """Return `x` [..., Hkv, D] as a quantised cache stores it: ``x / scale``, rounded, clamped.
 
     A NaN becomes 0 in int8 and stays NaN in float8_e4m3fn.
 

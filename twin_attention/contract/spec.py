@@ -295,6 +295,71 @@ class PagedCache:
 
 
 @dataclass(frozen=True)
+class AppendSpec:
+    """One append of new tokens to a paged cache.
+
+    Token ``t`` of a sequence of length ``n`` goes to position ``n - tokens + t``.
+
+    Attributes:
+        batch, tokens: sequences, and new tokens of each; if `packed`, of all of them together.
+        cache: where keys and values go.
+        dtype: of the new tokens.
+        heads_q: query heads that are rotated as well.
+        packed: the new tokens lie one after the other. How many a sequence has is data on the
+            device.
+        rotary_dim: leading dimensions of a key and of a query that are rotated; 0 is none.
+        interleaved: a pair that is rotated is dimensions 2i and 2i + 1, not i and
+            i + rotary_dim / 2.
+    """
+
+    batch: int
+    tokens: int
+    cache: PagedCache
+    dtype: str
+    heads_q: int = 0
+    packed: bool = False
+    rotary_dim: int = 0
+    interleaved: bool = False
+
+    @classmethod
+    def of(
+        cls, operands: AppendOperands, dtype: str, kv_dtype: str, interleaved: bool
+    ) -> AppendSpec:
+        """Describe the problem of operands that fit together; `kv_dtype` is the pool's."""
+        q, cos, offsets = operands.q, operands.rotary_cos, operands.cu_seqlens_q
+        packed = offsets is not None
+        tokens = operands.k_new.shape[:-2]
+        return cls(
+            batch=offsets.shape[0] - 1 if packed else tokens[0],
+            tokens=1 if len(tokens) == 1 and not packed else tokens[-1],
+            cache=PagedCache.of(operands, kv_dtype),
+            dtype=dtype,
+            heads_q=0 if q is None else q.shape[-2],
+            packed=packed,
+            rotary_dim=0 if cos is None else 2 * cos.shape[1],
+            interleaved=cos is not None and interleaved,
+        )
+
+    @property
+    def head_dim(self) -> int:
+        return self.cache.head_dim
+
+    @property
+    def head_dim_v(self) -> int:
+        return self.cache.head_dim_v
+
+    @property
+    def dtype_bits(self) -> int:
+        """Bits of an element of the cache."""
+        return self.cache.dtype_bits
+
+    @property
+    def is_empty(self) -> bool:
+        """True when there is nothing to write to the cache."""
+        return 0 in (self.batch, self.tokens, self.cache.heads) or self.cache.is_empty
+
+
+@dataclass(frozen=True)
 class DecodeSpec:
     """One paged decode: shapes, dtypes and semantics, with every default resolved.
 

@@ -31,6 +31,7 @@ from twin_attention.contract.spec import (
     SPLITS_MAX,
     TOKENS_MAX,
     WINDOW_UNLIMITED,
+    AppendSpec,
     AttentionSpec,
     DecodeSpec,
     MergeSpec,
@@ -174,6 +175,15 @@ def check_decode_options(
     )
 
 
+def check_append_options(rotary_interleaved: Any) -> bool:
+    """Check the option of `append_kv` and return it.
+
+    Raises:
+        TypeError: it is no bool.
+    """
+    return _check_flag("rotary_interleaved", rotary_interleaved)
+
+
 def check_flash_attention(operands: FlashOperands[Operand], options: FlashOptions) -> AttentionSpec:
     """Check the operands of `flash_attention` and describe the problem.
 
@@ -238,17 +248,25 @@ def check_paged_attention(operands: PagedOperands[Operand], options: DecodeOptio
     return PagedSpec.of(operands, q.dtype, cache.dtype, *options)
 
 
-def check_append_kv(operands: AppendOperands[Operand]) -> PagedCache:
-    """Check every argument of `append_kv` and describe the cache.
+def check_append_kv(operands: AppendOperands[Operand], interleaved: bool) -> AppendSpec:
+    """Check the operands of `append_kv` and describe the problem.
 
     Raises:
         As `check_paged_decode`.
     """
-    k_new, v_new = operands.k_new, operands.v_new
-    if len(k_new.shape) not in (3, 4):
-        expected = "3 or 4 dimensions [B, Hkv, D] or [B, T, Hkv, D]"
-        fail(ValueError, k_new.name, expected, f"shape {k_new.shape}")
-    cache = _check_cache(k_new, operands, *k_new.shape[:-2])
+    k_new, v_new, offsets = operands.k_new, operands.v_new, operands.cu_seqlens_q
+    if offsets is not None:
+        if len(k_new.shape) != 3:
+            expected = "3 dimensions [Tq, Hkv, D] with cu_seqlens_q"
+            fail(ValueError, k_new.name, expected, f"shape {k_new.shape}")
+        _check_offsets(offsets)
+        cache = _check_cache(k_new, operands, offsets.shape[0] - 1)
+        _check_device(offsets, k_new)
+    else:
+        if len(k_new.shape) not in (3, 4):
+            expected = "3 or 4 dimensions [B, Hkv, D] or [B, T, Hkv, D]"
+            fail(ValueError, k_new.name, expected, f"shape {k_new.shape}")
+        cache = _check_cache(k_new, operands, *k_new.shape[:-2])
     expected = (*k_new.shape[:-2], cache.heads)
     for x, size in ((k_new, cache.head_dim), (v_new, cache.head_dim_v)):
         if x.shape != (*expected, size):
@@ -257,7 +275,8 @@ def check_append_kv(operands: AppendOperands[Operand]) -> PagedCache:
     _check_device(v_new, k_new)
     _check_rows(v_new)
     _check_scales(cache, k_new, operands)
-    return cache
+    _check_rotary(operands, cache)
+    return AppendSpec.of(operands, k_new.dtype, cache.dtype, interleaved)
 
 
 def check_merge_states(outs: Operand, lses: Operand) -> MergeSpec:
@@ -433,14 +452,19 @@ def _check_queries(
     operands: DecodeOperands[Operand] | PagedOperands[Operand], cache: PagedCache
 ) -> None:
     """Check what a decode takes beside its cache: heads, scales and sinks."""
-    *_, heads_q, head_dim = operands.q.shape
+    head_dim = operands.q.shape[-1]
     if head_dim != cache.head_dim:
         fail(ValueError, "q", f"k_pages' head size {cache.head_dim}", head_dim)
+    _check_heads(operands.q, cache)
+    _check_scales(cache, operands.q, operands)
+    _check_sinks(operands)
+
+
+def _check_heads(q: Operand, cache: PagedCache) -> None:
+    heads_q = q.shape[-2]
     if (cache.heads == 0 and heads_q != 0) or (cache.heads != 0 and heads_q % cache.heads != 0):
         expected = f"a number of heads divisible by k_pages' {cache.heads}"
         fail(ValueError, "q", expected, heads_q)
-    _check_scales(cache, operands.q, operands)
-    _check_sinks(operands)
 
 
 def _check_scales(
@@ -461,6 +485,40 @@ def _check_scales(
             fail(ValueError, name, expected, x.shape)
         _check_device(x, new)
         _check_rows(x)
+
+
+def _check_rotary(operands: AppendOperands[Operand], cache: PagedCache) -> None:
+    k_new, q, cos, sin = operands.k_new, operands.q, operands.rotary_cos, operands.rotary_sin
+    if cos is None or sin is None:
+        for name, x in (("rotary_cos", cos), ("rotary_sin", sin)):
+            if x is None and cos is not sin:
+                fail(ValueError, name, "both rotary_cos and rotary_sin, or neither", None)
+        if q is not None:
+            expected = "None without rotary_cos and rotary_sin"
+            fail(ValueError, "q", expected, f"shape {q.shape}")
+        return
+    if cos.dtype not in ("float32", k_new.dtype):
+        fail(TypeError, "rotary_cos", f"dtype float32 or k_new's {k_new.dtype}", cos.dtype)
+    _check_dtype(sin, cos.dtype, "rotary_cos' ")
+    if len(cos.shape) != 2 or cos.shape[0] < 1 or not 1 <= cos.shape[1] <= cache.head_dim // 2:
+        expected = f"shape (positions, R / 2) with R from 2 to k_pages' head size {cache.head_dim}"
+        fail(ValueError, "rotary_cos", expected, cos.shape)
+    if sin.shape != cos.shape:
+        fail(ValueError, "rotary_sin", f"rotary_cos' shape {cos.shape}", sin.shape)
+    for x in (cos, sin):
+        _check_device(x, k_new)
+        _check_rows(x)
+    if q is None:
+        return
+    tokens = k_new.shape[:-2]
+    heads = q.shape[-2] if len(q.shape) == len(k_new.shape) else None
+    if heads is None or q.shape != (*tokens, heads, cache.head_dim):
+        expected = f"shape ({', '.join(map(str, tokens))}, Hq, {cache.head_dim})"
+        fail(ValueError, "q", expected, q.shape)
+    _check_heads(q, cache)
+    _check_dtype(q, k_new.dtype, "k_new's ")
+    _check_device(q, k_new)
+    _check_rows(q)
 
 
 def _check_integer(name: str, value: Any, least: int, most: int, or_else: str = "") -> int:

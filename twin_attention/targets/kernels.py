@@ -10,14 +10,14 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, cast
 
 from twin_attention.contract.spec import (
+    AppendSpec,
     AttentionSpec,
     DecodeSpec,
     MergeSpec,
-    PagedCache,
     PagedSpec,
 )
 
-Spec = AttentionSpec | DecodeSpec | MergeSpec | PagedCache
+Spec = AttentionSpec | DecodeSpec | MergeSpec | AppendSpec
 
 
 class KernelConfig:
@@ -149,7 +149,7 @@ class AppendConfig(KernelConfig):
     """Configure `append_kv`, which has no loop.
 
     Attributes:
-        block_heads: kv heads per program.
+        block_heads: heads per program, of keys and values and of queries.
         num_warps: warps per program.
     """
 
@@ -217,7 +217,7 @@ KERNELS = {
         stationary="max_rows",
     ),
     "combine": Kernel(MergeSpec, CombineConfig, "paged_decode"),
-    "append_kv": Kernel(PagedCache, AppendConfig, "append_kv"),
+    "append_kv": Kernel(AppendSpec, AppendConfig, "append_kv"),
 }  # fmt: skip
 
 # The kernels of each family, by its folder in ``kernels`` and ``configs``.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from twin_attention.contract.spec import AttentionSpec, DecodeSpec, PagedSpec
+from twin_attention.contract.spec import AppendSpec, AttentionSpec, DecodeSpec, PagedSpec
 from twin_attention.targets.kernels import Spec
 
 
@@ -10,8 +10,10 @@ def supports(spec: Spec) -> str | None:
     """Return None for a problem that the kernels cover, else the reason why they do not."""
     if isinstance(spec, AttentionSpec):
         return "it has paged caches alone"
-    if isinstance(spec, PagedSpec):
+    if isinstance(spec, PagedSpec) or (isinstance(spec, AppendSpec) and spec.packed):
         return "its kernels take no packed sequences"
+    if isinstance(spec, AppendSpec) and spec.rotary_dim:
+        return "its kernels rotate nothing"
     if isinstance(spec, DecodeSpec) and spec.cache.is_quantized and _odd_units(spec):
         return "its copies of 16 bytes take head sizes that are multiples of 16 in 8 bits"
     return None

@@ -10,7 +10,7 @@ from pallas_attn.kernels.paged.registers import THREADS, divide, thread_index
 from pallas_attn.kernels.portable.quantized import round_to
 from pallas_attn.kernels.sm80.launch import launch
 from twin_attention.contract.operands import AppendOperands
-from twin_attention.contract.spec import PagedCache
+from twin_attention.contract.spec import AppendSpec
 from twin_attention.targets.family import Backend
 
 
@@ -70,25 +70,25 @@ def append_kv_kernel(
 
 
 def append_kv(
-    operands: AppendOperands[Array], cache: PagedCache, backend: Backend
+    operands: AppendOperands[Array], spec: AppendSpec, backend: Backend
 ) -> tuple[Array, Array]:
     """Call `append_kv_kernel`.
 
     Returns:
         k_pages and v_pages with the new tokens, in the memory of those given where XLA allows it.
     """
-    k_new, v_new, k_pages, v_pages, block_tables, seq_lens, *scales = operands
+    k_new, v_new = operands.k_new, operands.v_new
     batch, tokens, heads, _ = k_new.shape
-    scales = [None if x is None else x.reshape(-1) for x in scales]
-    pools = k_pages, v_pages
+    scales = [None if x is None else x.reshape(-1) for x in (operands.k_scale, operands.v_scale)]
+    pools = operands.k_pages, operands.v_pages
     return launch(
         "append_kv",
         append_kv_kernel,
         lambda config: pl.cdiv(heads, config.block_heads) * tokens * batch,
-        (k_new, v_new, block_tables, seq_lens, *scales),
+        (k_new, v_new, operands.block_tables, operands.seq_lens, *scales),
         tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in pools),
         lambda config: (),
-        cache,
+        spec,
         backend,
         problem={},
         aliased=pools,

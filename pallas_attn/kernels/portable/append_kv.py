@@ -9,10 +9,12 @@ from jax.experimental.pallas import triton as plt
 from pallas_attn.kernels.portable.arguments import cache_arguments
 from pallas_attn.kernels.portable.pages import load_rows_at, store_rows_at
 from pallas_attn.kernels.portable.quantized import quantize
+from pallas_attn.kernels.portable.rotary import load_rotation, rotate
+from pallas_attn.kernels.portable.sequences import locate_tokens
 from pallas_attn.kernels.portable.tiles import arange
 from pallas_attn.launch import launch
 from twin_attention.contract.operands import AppendOperands
-from twin_attention.contract.spec import PagedCache
+from twin_attention.contract.spec import AppendSpec
 from twin_attention.targets.config import padded_head_dim
 from twin_attention.targets.family import Backend
 
@@ -26,18 +28,29 @@ def append_kv_kernel(
     len_ref,
     k_scale_ref,
     v_scale_ref,
+    cu_seqlens_ref,
+    q_ref,
+    cos_ref,
+    sin_ref,
     k_ref,
     v_ref,
+    q_out_ref=None,
     *,
+    num_tokens,
+    num_sequences,
+    num_positions,
     num_pages,
     max_pages,
-    tokens,
+    heads_q,
     heads_kv,
     page_size,
     head_dim,
     head_dim_v,
+    pairs,
+    interleaved,
     block_d,
     block_dv,
+    block_pairs,
     compiled,
     block_heads,
 ):
@@ -48,27 +61,110 @@ def append_kv_kernel(
     table [max_pages] and len [], int32; scales [] or [Hkv], float32, or None. Grid: (head tiles,
     tokens, batch). Token t goes to position ``len - tokens + t``; a position outside the table, or
     a page outside the pool, is not written.
+
+    Packed tokens: all of k_new [Tq, Hkv, D], v_new [Tq, Hkv, Dv], tables [B, max_pages], lens [B]
+    and cu_seqlens [B + 1], otherwise None. Grid: (head tiles, tiles of one row of `locate_tokens`).
+    Padding is not written.
+
+    Rotation: cos and sin [positions, pairs], otherwise None. Keys are rotated in float32 by the
+    angles of their positions, and so are queries q of the same tokens, or None; q_out is 0 in the
+    padding. Tiles of heads are those of q, of which keys and values have no more.
     """
-    # Locate the token's slot.
-    position = len_ref[...] - tokens + pl.program_id(1)
-    exists = (position >= 0) & (position < max_pages * page_size)
-    page = plt.load(table_ref.at[jnp.maximum(position, 0) // page_size], mask=exists, other=0)
+    # Locate the token and its slot.
+    head = pl.program_id(0) * block_heads + arange(block_heads)
+    if cu_seqlens_ref is None:
+        position = len_ref[...] - num_tokens + pl.program_id(1)
+        exists = (position >= 0) & (position < max_pages * page_size)
+        own, place = (), (head,)
+        q_reads = head < heads_q
+        q_writes = q_reads
+    else:
+        sequence, first, tokens, token = locate_tokens(
+            cu_seqlens_ref, pl.program_id(1), num_tokens, 1, 1
+        )
+        is_token = (sequence < num_sequences) & (token < tokens)
+        sequence = jnp.minimum(sequence, num_sequences - 1)
+        position = jnp.where(is_token, len_ref[sequence] - tokens + token, 0)
+        exists = is_token & (position >= 0) & (position < max_pages * page_size)
+        own, place = (sequence,), (jnp.minimum(first + token, num_tokens - 1), head)
+        q_reads = is_token & (head < heads_q)
+        q_writes = (token < tokens) & (head < heads_q)
+    entry = jnp.maximum(position, 0) // page_size
+    page = plt.load(table_ref.at[(*own, entry)], mask=exists, other=0)
     exists = exists & (page >= 0) & (page < num_pages)
     slot = jnp.maximum(position, 0) % page_size
-    head = pl.program_id(0) * block_heads + arange(block_heads)
     writes = (head < heads_kv) & exists
 
-    # Copy the key and the value, quantised where the cache is.
-    k_new = load_rows_at(k_new_ref, (head,), writes, head_dim, block_d)
+    # Copy the key and the value, rotated if asked for, and quantised where the cache is.
+    cos = sin = None
+    if cos_ref is not None:
+        cos, sin = load_rotation(cos_ref, sin_ref, position, num_positions, pairs, block_pairs)
+    k_scale = None
     if k_scale_ref is not None:
-        scale = load_scale(k_scale_ref, head, writes)
-        k_new = quantize(k_new, scale[:, None], k_ref.dtype, compiled)
-    store_rows_at(k_ref, k_new, (page, slot, head), writes, head_dim, block_d)
-    v_new = load_rows_at(v_new_ref, (head,), writes, head_dim_v, block_dv)
+        k_scale = load_scale(k_scale_ref, head, writes)
+    copy_rows(
+        k_new_ref, place, writes, k_ref, (page, slot, head), writes, k_scale, cos, sin, head_dim,
+        block_d, pairs, block_pairs, interleaved, compiled,
+    )  # fmt: skip
+    v_scale = None
     if v_scale_ref is not None:
-        scale = load_scale(v_scale_ref, head, writes)
-        v_new = quantize(v_new, scale[:, None], v_ref.dtype, compiled)
-    store_rows_at(v_ref, v_new, (page, slot, head), writes, head_dim_v, block_dv)
+        v_scale = load_scale(v_scale_ref, head, writes)
+    copy_rows(
+        v_new_ref, place, writes, v_ref, (page, slot, head), writes, v_scale, None, None,
+        head_dim_v, block_dv, pairs, block_pairs, interleaved, compiled,
+    )  # fmt: skip
+
+    # Rotate the queries.
+    if q_ref is not None:
+        copy_rows(
+            q_ref, place, q_reads, q_out_ref, place, q_writes, None, cos, sin, head_dim, block_d,
+            pairs, block_pairs, interleaved, compiled,
+        )  # fmt: skip
+
+
+def copy_rows(
+    source,
+    source_index,
+    reads,
+    target,
+    target_index,
+    writes,
+    scale,
+    cos,
+    sin,
+    size,
+    block_size,
+    pairs,
+    block_pairs,
+    interleaved,
+    compiled,
+):
+    """Copy rows of one tensor to another, rotated with cos and sin, quantised with a scale.
+
+    `reads` and `writes` say which rows are; one that is not read is 0. The first `pairs` pairs of
+    columns are rotated.
+    """
+
+    def load(*columns):
+        return load_rows_at(source, source_index, reads, *columns)
+
+    def store(x, *columns):
+        if scale is not None:
+            x = quantize(x, scale[:, None], target.dtype, compiled)
+        store_rows_at(target, x, target_index, writes, *columns)
+
+    if cos is None:
+        store(load(size, block_size), size, block_size)
+        return
+    second, step = (1, 2) if interleaved else (pairs, 1)
+    x = load(pairs, block_pairs, 0, step)
+    y = load(pairs, block_pairs, second, step)
+    x, y = rotate(x, y, cos, sin)
+    store(x, pairs, block_pairs, 0, step)
+    store(y, pairs, block_pairs, second, step)
+    if size > 2 * pairs:
+        rest = size - 2 * pairs
+        store(load(rest, block_size, 2 * pairs), rest, block_size, 2 * pairs)
 
 
 def load_scale(ref, head, writes):
@@ -79,47 +175,77 @@ def load_scale(ref, head, writes):
 
 
 def append_kv(
-    operands: AppendOperands[Array], cache: PagedCache, backend: Backend
-) -> tuple[Array, Array]:
+    operands: AppendOperands[Array], spec: AppendSpec, backend: Backend
+) -> tuple[Array, ...]:
     """Call `append_kv_kernel`.
 
     Returns:
-        k_pages and v_pages with the new tokens, in the memory of those given where XLA allows it.
+        k_pages and v_pages with the new tokens, in the memory of those given where XLA allows it;
+        and the rotated queries, if there are any.
     """
-    k_new, v_new, k_pages, v_pages, _, _, k_scale, v_scale = operands
-    batch, tokens, heads, _ = k_new.shape
+    cache, q, cos = spec.cache, operands.q, operands.rotary_cos
+    pairs = spec.rotary_dim // 2
 
-    def token_spec(x):
-        block = (None, None, heads, padded_head_dim(x.shape[3]))
+    def of_token(x):
+        if x is None or spec.packed:
+            return of_rows(x)
+        block = (None, None, x.shape[2], padded_head_dim(x.shape[3]))
         return pl.BlockSpec(block, lambda tile, token, batch: (batch, token, 0, 0))
 
-    def whole_spec(x):
+    def of_sequence(x):
+        if spec.packed:
+            return of_all(x)
+        rest = (0,) * (x.ndim - 1)
+        return pl.BlockSpec((None, *x.shape[1:]), lambda tile, token, batch: (batch, *rest))
+
+    def of_all(x):
+        return None if x is None else pl.BlockSpec(x.shape, lambda *_: (0,) * x.ndim)
+
+    def of_rows(x):
         if x is None:
             return None
-        shape = (*x.shape[:-1], padded_head_dim(x.shape[-1])) if x.ndim == 4 else x.shape
+        shape = (*x.shape[:-1], padded_head_dim(x.shape[-1]))
         return pl.BlockSpec(shape, lambda *_: (0,) * x.ndim)
 
-    pools = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (k_pages, v_pages))
+    outputs = operands.k_pages, operands.v_pages, *(() if q is None else (q,))
+    outputs = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in outputs)
+    out_specs = *map(of_rows, outputs[:2]), *map(of_token, outputs[2:])
+    rows = (spec.tokens + spec.batch + 1,) if spec.packed else (spec.tokens, spec.batch)
+    heads = max(cache.heads, spec.heads_q)
     return launch(
         "append_kv",
         append_kv_kernel,
-        lambda config: (pl.cdiv(heads, config.block_heads), tokens, batch),
+        lambda config: (pl.cdiv(heads, config.block_heads), *rows),
         operands,
         (
-            token_spec(k_new),
-            token_spec(v_new),
-            whole_spec(k_pages),
-            whole_spec(v_pages),
-            pl.BlockSpec((None, cache.max_pages), lambda tile, token, batch: (batch, 0)),
-            pl.BlockSpec((None,), lambda tile, token, batch: (batch,)),
-            whole_spec(k_scale),
-            whole_spec(v_scale),
+            of_token(operands.k_new),
+            of_token(operands.v_new),
+            of_rows(operands.k_pages),
+            of_rows(operands.v_pages),
+            of_sequence(operands.block_tables),
+            of_sequence(operands.seq_lens),
+            of_all(operands.k_scale),
+            of_all(operands.v_scale),
+            of_all(operands.cu_seqlens_q),
+            of_token(q),
+            of_rows(cos),
+            of_rows(operands.rotary_sin),
         ),
-        pools,
-        tuple(map(whole_spec, pools)),
-        cache_arguments(cache, k_pages, v_pages)
-        | {"tokens": tokens, "heads_kv": heads, "compiled": not backend.interpreted},
-        cache,
+        outputs,
+        out_specs,
+        cache_arguments(cache, operands.k_pages, operands.v_pages)
+        | {
+            "num_tokens": spec.tokens,
+            "num_sequences": spec.batch,
+            "num_positions": None if cos is None else cos.shape[0],
+            "heads_q": spec.heads_q,
+            "heads_kv": cache.heads,
+            "pairs": pairs,
+            "interleaved": spec.interleaved,
+            "block_pairs": padded_head_dim(pairs),
+            "compiled": not backend.interpreted,
+        },
+        spec,
         backend,
         aliases={2: 0, 3: 1},
     )

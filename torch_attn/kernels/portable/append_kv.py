@@ -1,5 +1,7 @@
 """Write the keys and values of new tokens into the pages of a cache."""
 
+from collections.abc import Sequence
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -7,13 +9,18 @@ from torch import Tensor
 from torch_attn.kernels.portable.arguments import cache_arguments
 from torch_attn.kernels.portable.pages import load_rows_at, store_rows_at
 from torch_attn.kernels.portable.quantized import as_bits, quantize
-from torch_attn.launch import KernelCall, Prepared, launch
+from torch_attn.kernels.portable.rotary import load_rotation, rotate
+from torch_attn.kernels.portable.sequences import locate_tokens
+from torch_attn.launch import KernelCall, Layout, Prepared, launch
 from twin_attention.contract.operands import AppendOperands
-from twin_attention.contract.spec import PagedCache
+from twin_attention.contract.spec import AppendSpec
+from twin_attention.targets.config import padded_head_dim
 from twin_attention.targets.family import Backend
 
 
-@triton.jit(do_not_specialize=["num_pages", "max_pages"])
+@triton.jit(
+    do_not_specialize=["num_tokens", "num_sequences", "num_positions", "num_pages", "max_pages"]
+)
 def append_kv_kernel(
     k_new_ptr,
     v_new_ptr,
@@ -23,22 +30,36 @@ def append_kv_kernel(
     lens_ptr,
     k_scale_ptr,
     v_scale_ptr,
+    cu_seqlens_ptr,
+    q_ptr,
+    cos_ptr,
+    sin_ptr,
+    q_out_ptr,
     k_new_strides,
     v_new_strides,
+    q_strides,
+    rotation_strides,
     k_scale_stride,
     v_scale_stride,
     table_stride,
+    num_tokens,
+    num_sequences,
+    num_positions,
     num_pages,
     max_pages,
     K_STRIDES: tl.constexpr,
     V_STRIDES: tl.constexpr,
+    HEADS_Q: tl.constexpr,
     HEADS_KV: tl.constexpr,
     TOKENS: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_V: tl.constexpr,
+    PAIRS: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
+    BLOCK_PAIRS: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
 ):
     """One program writes one token of one sequence, BLOCK_HEADS heads of it.
@@ -46,50 +67,186 @@ def append_kv_kernel(
     Operands: k_new [B, T, Hkv, D] and v_new [B, T, Hkv, Dv], pools, tables, lens and scales as in
     `paged_decode_kernel`. Grid: (head tiles, tokens, batch) in one axis. Token t goes to position
     ``len - TOKENS + t``; a position outside the table, or a page outside the pool, is not written.
+
+    Packed tokens: k_new [Tq, Hkv, D], v_new [Tq, Hkv, Dv] and cu_seqlens [B + 1], otherwise None.
+    Grid: (head tiles, tiles of one row of `locate_tokens`). Padding is not written.
+
+    Rotation: cos and sin [positions, PAIRS], otherwise None. Keys are rotated in float32 by the
+    angles of their positions, and so are queries q of the same tokens, or None; q_out is contiguous
+    and 0 in the padding. Tiles of heads are those of q, of which keys and values have no more.
     """
-    # Locate the token's slot.
-    num_tiles: tl.constexpr = (HEADS_KV + BLOCK_HEADS - 1) // BLOCK_HEADS
+    # Locate the token and its slot.
+    heads: tl.constexpr = HEADS_Q if HEADS_Q > HEADS_KV else HEADS_KV
+    num_tiles: tl.constexpr = (heads + BLOCK_HEADS - 1) // BLOCK_HEADS
     tile = tl.program_id(0) % num_tiles
-    token = tl.program_id(0) // num_tiles % TOKENS
-    batch = (tl.program_id(0) // num_tiles // TOKENS).to(tl.int64)
-    position = tl.load(lens_ptr + batch) - TOKENS + token
-    exists = (position >= 0) & (position < max_pages * PAGE_SIZE)
+    head = tile * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS).to(tl.int64)
+    if cu_seqlens_ptr is None:
+        token = tl.program_id(0) // num_tiles % TOKENS
+        batch = (tl.program_id(0) // num_tiles // TOKENS).to(tl.int64)
+        position = tl.load(lens_ptr + batch) - TOKENS + token
+        exists = (position >= 0) & (position < max_pages * PAGE_SIZE)
+        place = (batch, token, head)
+        row = batch * TOKENS + token
+        q_reads = head < HEADS_Q
+        q_writes = q_reads
+    else:
+        sequence, first, tokens, token = locate_tokens(
+            cu_seqlens_ptr, tl.program_id(0) // num_tiles, num_tokens, num_sequences, 1, 1
+        )
+        batch = sequence.to(tl.int64)
+        is_token = (sequence < num_sequences) & (token < tokens)
+        position = tl.load(lens_ptr + batch, mask=is_token, other=0) - tokens + token
+        position = tl.where(is_token, position, 0)
+        exists = is_token & (position >= 0) & (position < max_pages * PAGE_SIZE)
+        row = (first + token).to(tl.int64)
+        place = (row, head)
+        q_reads = is_token & (head < HEADS_Q)
+        q_writes = (token < tokens) & (head < HEADS_Q)
     entry = tables_ptr + batch * table_stride + position // PAGE_SIZE
     page = tl.load(entry, mask=exists, other=0).to(tl.int64)
     exists = exists & (page >= 0) & (page < num_pages)
     slot = (position % PAGE_SIZE).to(tl.int64)
-    head = tile * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS).to(tl.int64)
     writes = exists & (head < HEADS_KV)
 
-    # Copy the key and the value, quantised where the cache is.
-    k_new = load_rows_at(k_new_ptr, (batch, token, head), k_new_strides, writes, HEAD_DIM, BLOCK_D)
+    # Copy the key and the value, rotated if asked for, and quantised where the cache is.
+    cos = None
+    sin = None
+    if cos_ptr is not None:
+        cos, sin = load_rotation(
+            cos_ptr, sin_ptr, rotation_strides, position, num_positions, PAIRS, BLOCK_PAIRS
+        )
+    k_scale = None
     if k_scale_ptr is not None:
-        scale = tl.load(k_scale_ptr + head * k_scale_stride, mask=writes, other=1.0)
-        k_new = quantize(k_new, scale[:, None], k_ptr.dtype.element_ty)
-    store_rows_at(k_ptr, k_new, (page, slot, head), K_STRIDES, writes, HEAD_DIM, BLOCK_D)
-    v_new = load_rows_at(
-        v_new_ptr, (batch, token, head), v_new_strides, writes, HEAD_DIM_V, BLOCK_DV
-    )
+        k_scale = tl.load(k_scale_ptr + head * k_scale_stride, mask=writes, other=1.0)
+    copy_rows(
+        k_new_ptr, place, k_new_strides, writes, k_ptr, (page, slot, head), K_STRIDES, writes,
+        k_scale, cos, sin, HEAD_DIM, BLOCK_D, PAIRS, BLOCK_PAIRS, INTERLEAVED,
+    )  # fmt: skip
+    v_scale = None
     if v_scale_ptr is not None:
-        scale = tl.load(v_scale_ptr + head * v_scale_stride, mask=writes, other=1.0)
-        v_new = quantize(v_new, scale[:, None], v_ptr.dtype.element_ty)
-    store_rows_at(v_ptr, v_new, (page, slot, head), V_STRIDES, writes, HEAD_DIM_V, BLOCK_DV)
+        v_scale = tl.load(v_scale_ptr + head * v_scale_stride, mask=writes, other=1.0)
+    copy_rows(
+        v_new_ptr, place, v_new_strides, writes, v_ptr, (page, slot, head), V_STRIDES, writes,
+        v_scale, None, None, HEAD_DIM_V, BLOCK_DV, PAIRS, BLOCK_PAIRS, INTERLEAVED,
+    )  # fmt: skip
+
+    # Rotate the queries.
+    if q_ptr is not None:
+        copy_rows(
+            q_ptr, place, q_strides, q_reads, q_out_ptr, (row * HEADS_Q + head,), (HEAD_DIM,),
+            q_writes, None, cos, sin, HEAD_DIM, BLOCK_D, PAIRS, BLOCK_PAIRS, INTERLEAVED,
+        )  # fmt: skip
 
 
-def append_kv(operands: AppendOperands[Tensor], cache: PagedCache, backend: Backend) -> None:
-    """Launch `append_kv_kernel`, which writes into k_pages and v_pages."""
+@triton.jit
+def copy_rows(
+    source,
+    source_index,
+    source_strides,
+    reads,
+    target,
+    target_index,
+    target_strides,
+    writes,
+    scale,
+    cos,
+    sin,
+    SIZE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    PAIRS: tl.constexpr,
+    BLOCK_PAIRS: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+):
+    """Copy rows of one tensor to another, rotated with cos and sin, quantised with a scale.
+
+    `reads` and `writes` say which rows are; one that is not read is 0. The first PAIRS pairs of
+    columns are rotated.
+    """
+    if cos is None:
+        x = load_rows_at(source, source_index, source_strides, reads, SIZE, BLOCK_SIZE)
+        store_new(target, x, scale, target_index, target_strides, writes, SIZE, BLOCK_SIZE, 0, 1)
+    else:
+        second: tl.constexpr = 1 if INTERLEAVED else PAIRS
+        step: tl.constexpr = 2 if INTERLEAVED else 1
+        x = load_rows_at(source, source_index, source_strides, reads, PAIRS, BLOCK_PAIRS, 0, step)
+        y = load_rows_at(
+            source, source_index, source_strides, reads, PAIRS, BLOCK_PAIRS, second, step
+        )
+        x, y = rotate(x, y, cos, sin)
+        store_new(
+            target, x, scale, target_index, target_strides, writes, PAIRS, BLOCK_PAIRS, 0, step
+        )
+        store_new(
+            target, y, scale, target_index, target_strides, writes, PAIRS, BLOCK_PAIRS, second, step
+        )
+        if SIZE > 2 * PAIRS:
+            rest: tl.constexpr = SIZE - 2 * PAIRS
+            x = load_rows_at(
+                source, source_index, source_strides, reads, rest, BLOCK_SIZE, 2 * PAIRS
+            )
+            store_new(
+                target, x, scale, target_index, target_strides, writes, rest, BLOCK_SIZE,
+                2 * PAIRS, 1,
+            )  # fmt: skip
+
+
+@triton.jit
+def store_new(
+    base,
+    x,
+    scale,
+    index,
+    strides,
+    is_row,
+    SIZE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    FIRST: tl.constexpr,
+    STEP: tl.constexpr,
+):
+    """Store rows as `store_rows_at` does, quantised if there is a scale of each."""
+    if scale is not None:
+        x = quantize(x, scale[:, None], base.dtype.element_ty)
+    store_rows_at(base, x, index, strides, is_row, SIZE, BLOCK_SIZE, FIRST, STEP)
+
+
+def append_kv(
+    operands: AppendOperands[Tensor], spec: AppendSpec, backend: Backend
+) -> Tensor | None:
+    """Launch `append_kv_kernel`, which writes into k_pages and v_pages.
+
+    Returns:
+        The rotated queries, contiguous, or None without q.
+    """
     bits = operands._replace(k_pages=as_bits(operands.k_pages), v_pages=as_bits(operands.v_pages))
-    launch("append_kv", append_kv_kernel, _prepare, bits, cache, backend)
+    q = operands.q
+    q_out = None if q is None else q.new_empty(q.shape)
+    launch("append_kv", append_kv_kernel, _prepare, (*bits, q_out), spec, backend)
+    return q_out
 
 
 def _prepare(call: KernelCall) -> Prepared:
     """Return grid and arguments of `append_kv_kernel`."""
-    operands = AppendOperands._make(call.layouts)
-    k_new, v_new = operands.k_new, operands.v_new
-    batch, tokens, heads, _ = k_new.shape
-    grid = (triton.cdiv(heads, call.config.block_heads) * tokens * batch,)
-    return grid, cache_arguments(call.spec, operands) | {
-        "k_new_strides": k_new.strides[:3],
-        "v_new_strides": v_new.strides[:3],
-        "TOKENS": tokens,
+    spec = call.spec
+    operands = AppendOperands._make(call.layouts[:-1])
+    cos, sin, pairs = operands.rotary_cos, operands.rotary_sin, spec.rotary_dim // 2
+    tiles = triton.cdiv(max(spec.cache.heads, spec.heads_q), call.config.block_heads)
+    rows = spec.tokens + spec.batch + 1 if spec.packed else spec.tokens * spec.batch
+    return (tiles * rows,), cache_arguments(spec.cache, operands) | {
+        "k_new_strides": _row_strides(operands.k_new),
+        "v_new_strides": _row_strides(operands.v_new),
+        "q_strides": _row_strides(operands.q),
+        "rotation_strides": None if cos is None else (cos.strides[0], sin.strides[0]),
+        "num_tokens": spec.tokens if spec.packed else None,
+        "num_sequences": spec.batch if spec.packed else None,
+        "num_positions": None if cos is None else cos.shape[0],
+        "HEADS_Q": spec.heads_q,
+        "TOKENS": None if spec.packed else spec.tokens,
+        "PAIRS": pairs,
+        "BLOCK_PAIRS": padded_head_dim(pairs),
+        "INTERLEAVED": spec.interleaved,
     }
+
+
+def _row_strides(x: Layout | None) -> Sequence[int] | None:
+    """Return the strides of a tensor's rows."""
+    return None if x is None else x.strides[:-1]
