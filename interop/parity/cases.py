@@ -684,13 +684,9 @@ def _full_append() -> Iterator[AppendCase]:
     base = AppendCase(
         "append-full", lengths, new_tokens=new, padding=9, heads_q=8, page_size=64, positions=512
     )
-    kinds = product(("bfloat16", "float16"), (None, "int8", "float8_e4m3fn"), (False, True))
-    for (dtype, kv_dtype, interleaved), d in product(kinds, (16, 64, 128, 256)):
-        name = f"{base.name}-{dtype}-d{d}-{kv_dtype}{'-interleaved' * interleaved}"
-        yield replace(
-            base, name=name, dtype=dtype, kv_dtype=kv_dtype, head_dim=d, rotary_dim=d,
-            rotary_interleaved=interleaved,
-        )  # fmt: skip
+    for dtype, short in (("bfloat16", "bf16"), ("float16", "fp16")):
+        for name, changes in _full_append_changes():
+            yield replace(base, name=f"{base.name}-{short}-{name}", dtype=dtype, **changes)
     for d, rotary in ((16, 2), (80, 48), (128, 126)):
         yield replace(base, name=f"{base.name}-d{d}-r{rotary}", head_dim=d, rotary_dim=rotary)
     for tokens in (1, 3, 16):
@@ -700,6 +696,14 @@ def _full_append() -> Iterator[AppendCase]:
     many = {"lengths": tuple(i % 60 for i in range(300)), "max_pages": 1}
     many["new_tokens"] = tuple(i % 5 for i in range(300))
     yield replace(base, name=f"{base.name}-300-sequences", rotary_dim=64, **many)
+
+
+def _full_append_changes() -> Iterator[Change]:
+    for kv_dtype, d in product((None, "int8", "float8_e4m3fn"), (16, 64, 128, 256)):
+        name = f"d{d}{'' if kv_dtype is None else '-' + kv_dtype}"
+        sizes = {"head_dim": d, "kv_dtype": kv_dtype, "rotary_dim": d}
+        yield name, sizes
+        yield f"{name}-interleaved", {**sizes, "rotary_interleaved": True}
 
 
 def _large_append() -> Iterator[AppendCase]:
