@@ -63,6 +63,13 @@ def plain(
     return torch.einsum("hij,jhd->ihd", s.softmax(-1)[..., : len(k)], v), s.logsumexp(-1)
 
 
+def rotate(x: Tensor, turns: Tensor, lengths: Tensor) -> Tensor:
+    """Rotate interleaved pairs of [B, T, H, D] as complex numbers."""
+    position = lengths[:, None] + torch.arange(x.shape[1])
+    pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
+    return torch.view_as_real(pairs * turns[position][:, :, None]).flatten(-2).to(x.dtype)
+
+
 def gather(pages: Tensor, table: Tensor, length: Tensor) -> Tensor:
     """One sequence's keys or values, out of their pages."""
     return pages[table.long()].flatten(0, 1)[: int(length)]
@@ -76,9 +83,12 @@ def flash_attn(dtype: torch.dtype) -> dict[str, Any]:
         return torch.stack([plain(*qkv, *options)[0] for qkv in zip(q, k, v, strict=True)])
 
     def flash_attn_with_kvcache(
-        q, k_cache, v_cache, k=None, v=None, *, cache_seqlens, block_table,
-        causal=False, window_size=(-1, -1),
+        q, k_cache, v_cache, k=None, v=None, *, rotary_cos=None, rotary_sin=None, cache_seqlens,
+        block_table, causal=False, window_size=(-1, -1),
     ):  # fmt: skip
+        if rotary_cos is not None:
+            turns = torch.complex(rotary_cos.float(), rotary_sin.float())
+            q, k = (rotate(x, turns, cache_seqlens) for x in (q, k))
         outs = []
         for b, (table, n) in enumerate(zip(block_table, cache_seqlens, strict=True)):
             keys, values = gather(k_cache, table, n), gather(v_cache, table, n)
@@ -97,7 +107,10 @@ def flash_attn(dtype: torch.dtype) -> dict[str, Any]:
         for x, h in (("q", 4), ("k", 2), ("v", 2))
         for t in (1, 3)
     }
+    angles = draw(12, dtype=torch.float32)[:, :8]
     return {
+        "cos": angles.cos().to(dtype),
+        "sin": angles.sin().to(dtype),
         "flash_attn_func": flash_attn_func,
         "flash_attn_with_kvcache": flash_attn_with_kvcache,
         "flash_attn_varlen_func": flash_attn_varlen_func,
@@ -228,9 +241,14 @@ def vllm(dtype: torch.dtype) -> dict[str, Any]:
         "sinks": SINKS.to(dtype),
         "seq_lens": torch.tensor([5, 9], dtype=torch.int32),
     }
-    last = names["seq_lens"].long() - 1
-    pages = names["table"].long().gather(1, last[:, None] // 4)[:, 0]
-    return names | {"slot_mapping": pages * 4 + last % 4}
+    names |= {"kp": draw(5, 2, dtype=dtype), "vp": draw(5, 2, dtype=dtype) + 1}
+
+    def slots(sequence: list[int], position: list[int]) -> Tensor:
+        pages = names["table"][sequence, [p // 4 for p in position]]
+        return pages.long() * 4 + torch.tensor(position) % 4
+
+    one_each, packed = ([0, 1], [4, 8]), ([0, 0, 1, 1, 1], [3, 4, 6, 7, 8])
+    return names | {"slot_mapping": slots(*one_each), "slots": slots(*packed)}
 
 
 def transformers(dtype: torch.dtype) -> dict[str, Any]:

@@ -13,12 +13,11 @@ from twin_attention.contract.tolerances import compare_to_reference
 
 # Sequences of three new tokens and of none; their keys go past a page's end.
 CASE = AppendCase(
-    "law", lengths=(7, 4, 12), new_tokens=(3, 0, 3), padding=2, heads_q=4, head_dim=32,
-    head_dim_v=16, dtype="float16", page_size=5, max_pages=3, rotary_dim=24, positions=16,
+    "law", lengths=(7, 4, 12), new_tokens=(3, 0, 3), padding=2, heads_q=4, head_dim=16,
+    head_dim_v=16, dtype="float16", page_size=5, max_pages=3, rotary_dim=16, positions=16,
 )  # fmt: skip
 DENSE = replace(CASE, lengths=(7, 12), new_tokens=None, tokens=3, padding=0)
 NEW = ("k_new", "v_new", "q")
-both = pytest.mark.parametrize("interleaved", [False, True])
 
 
 def append(side, implementation, inputs, **options):
@@ -31,11 +30,8 @@ def assert_equal(got, want):
         assert torch.equal(a.float(), b.float())
 
 
-@pytest.mark.parametrize("kv_dtype", [None, "int8"])
-def test_packed_sequences_are_appended_as_one_by_one(
-    bitwise_side, implementation, torch_device, kv_dtype
-):
-    inputs = make_inputs(replace(CASE, kv_dtype=kv_dtype), torch_device)
+def test_packed_sequences_are_appended_as_one_by_one(bitwise_side, implementation, torch_device):
+    inputs = make_inputs(replace(CASE, kv_dtype="int8"), torch_device)
     got = append(bitwise_side, implementation, inputs)
     one, q = {n: x for n, x in inputs.items() if n != "cu_seqlens_q"}, torch.zeros_like(got[0])
     for b, (begin, end) in enumerate(pairwise(inputs["cu_seqlens_q"].tolist())):
@@ -47,22 +43,20 @@ def test_packed_sequences_are_appended_as_one_by_one(
     assert_equal(got, (q, one["k_pages"], one["v_pages"]))
 
 
-def test_single_tokens_in_every_form(bitwise_side, implementation, torch_device):
+def test_single_tokens_are_packed_as_they_are(bitwise_side, implementation, torch_device):
+    """Without the dimension T, and with offsets."""
     inputs = make_inputs(replace(DENSE, tokens=1), torch_device)
-    want = append(bitwise_side, implementation, inputs)
     flat = inputs | {name: inputs[name][:, 0] for name in NEW}
     offsets = {"cu_seqlens_q": torch.arange(3, dtype=torch.int32, device=torch_device)}
-    for form in (flat, flat | offsets):
-        q, *pools = append(bitwise_side, implementation, form)
-        assert_equal((q[:, None], *pools), want)
+    want = append(bitwise_side, implementation, flat)
+    assert_equal(append(bitwise_side, implementation, flat | offsets), want)
 
 
-@both
-def test_angles_of_zero_rotate_nothing(side, implementation, torch_device, interleaved):
+def test_angles_of_zero_rotate_nothing(side, implementation, torch_device):
     inputs = make_inputs(DENSE, torch_device)
     inputs["rotary_cos"].fill_(1)
     inputs["rotary_sin"].zero_()
-    got = append(side, implementation, inputs, rotary_interleaved=interleaved)
+    got = append(side, implementation, inputs)
     plain = {n: x for n, x in inputs.items() if n != "q" and not n.startswith("rotary")}
     assert_equal(got, (inputs["q"], *append(side, implementation, plain)))
 
@@ -106,19 +100,17 @@ def test_scores_depend_on_the_difference_of_positions(side, implementation, torc
         assert compare_to_reference(scores(q, k), ref, lp, "float16", "output").ok
 
 
-@both
-def test_a_position_without_a_row_rotates_to_nan(side, implementation, torch_device, interleaved):
+def test_a_position_without_a_row_rotates_to_nan(side, implementation, torch_device):
     """Tokens before the first position, and past the last row of the tables."""
-    inputs = make_inputs(replace(DENSE, lengths=(2, 12), positions=11), torch_device)
-    q, k, v = append(side, implementation, inputs, rotary_interleaved=interleaved)
+    inputs = make_inputs(replace(DENSE, lengths=(2, 12), positions=11, rotary_dim=12), torch_device)
+    q, k, v = append(side, implementation, inputs)
     is_nan = torch.zeros_like(q, dtype=torch.bool)
-    is_nan[0, 0, :, : DENSE.rotary_dim] = is_nan[1, 2, :, : DENSE.rotary_dim] = True
+    is_nan[0, 0, :, :12] = is_nan[1, 2, :, :12] = True
     assert torch.equal(q.isnan(), is_nan)
-    rest = slice(DENSE.rotary_dim, None)
-    assert torch.equal(q[..., rest], inputs["q"][..., rest])
+    assert torch.equal(q[..., 12:], inputs["q"][..., 12:])
     page, slot = inputs["block_tables"][1, 2], 11 % DENSE.page_size
     is_nan = torch.zeros_like(k, dtype=torch.bool)
-    is_nan[page, slot, :, : DENSE.rotary_dim] = True
+    is_nan[page, slot, :, :12] = True
     assert torch.equal(k.isnan(), is_nan)
     assert not v.isnan().any()
 

@@ -7,6 +7,7 @@ import torch
 
 from torch_attn import append_kv, flash_attention, paged_decode
 from torch_attn.adapters.flash_attn import flash_attn_func, flash_attn_with_kvcache
+from twin_attention.contract.reference import rotate
 
 
 def draw(*shape: int, dtype: torch.dtype = torch.float16) -> torch.Tensor:
@@ -123,6 +124,27 @@ def test_decode(table: bool, tokens: int, new: int | None):
     assert torch.equal(theirs["v_cache"].flatten(0, 1), ours["v_pages"].flatten(0, 1))
 
 
+@pytest.mark.parametrize("tokens", [1, 3])
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_decode_with_rotation(tokens: int, interleaved: bool):
+    """The rotation is that of float64 at the positions, before the call, rounded to float16."""
+    theirs, ours = map(copied, cached(True))
+    q, k, v = draw(2, tokens, 4, 16), draw(2, tokens, 2, 16), draw(2, tokens, 2, 24)
+    angles = draw(12, 6, dtype=torch.float32)
+    rotation = {"rotary_cos": angles.cos(), "rotary_sin": angles.sin()}
+    got = flash_attn_with_kvcache(
+        q, **theirs, k=k, v=v, cache_seqlens=LENGTHS, causal=True, **rotation,
+        rotary_interleaved=interleaved,
+    )  # fmt: skip
+    position = LENGTHS[:, None] + torch.arange(tokens)
+    q, k = (
+        rotate(x, position, *rotation.values(), interleaved, torch.float64).half() for x in (q, k)
+    )
+    append_kv(k, v, *ours.values(), LENGTHS + tokens)
+    assert_equal(theirs["k_cache"], ours["k_pages"])
+    assert_equal(got, paged_decode(q, *ours.values(), LENGTHS + tokens))
+
+
 def test_lengths_as_a_number_or_absent():
     theirs, ours = cached(False)
     q = draw(2, 1, 4, 16)
@@ -168,8 +190,15 @@ NEW = draw(2, 1, 2, 16)
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"rotary_cos": ROTATION}, NotImplementedError, "rotary_cos: expected None, got Tensor"),
-        ({"rotary_sin": ROTATION}, NotImplementedError, "rotary_sin: expected None"),
+        ({"rotary_cos": ROTATION}, ValueError, "k: expected new keys with rotary_cos and rotary"),
+        (
+            {"rotary_sin": ROTATION, "k": NEW, "v": draw(2, 1, 2, 24), "cache_seqlens": 3},
+            ValueError, "rotary_cos: expected both rotary_cos and rotary_sin, or neither",
+        ),
+        (
+            {"rotary_sin": ROTATION, "k": draw(2, 2, 2, 16), "v": NEW, "cache_seqlens": 3},
+            NotImplementedError, "k: expected q's 1 new tokens with rotary_cos",
+        ),
         ({"cache_batch_idx": INDEX}, NotImplementedError, "cache_batch_idx: expected None"),
         ({"cache_leftpad": INDEX}, NotImplementedError, "cache_leftpad: expected None"),
         ({"alibi_slopes": torch.ones(4)}, NotImplementedError, "alibi_slopes: expected None"),

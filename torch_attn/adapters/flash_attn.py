@@ -152,8 +152,8 @@ def flash_attn_with_kvcache(
     v_cache: Tensor,
     k: Tensor | None = None,
     v: Tensor | None = None,
-    rotary_cos: None = None,
-    rotary_sin: None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
     cache_seqlens: int | Tensor | None = None,
     cache_batch_idx: None = None,
     cache_leftpad: None = None,
@@ -170,7 +170,8 @@ def flash_attn_with_kvcache(
     """Compute what `flash_attn.flash_attn_with_kvcache` computes, with `torch_attn.paged_decode`.
 
     A dense cache is read as pages of the largest size, up to 256, that divides its length; nothing
-    is copied. With k and v, `append_kv` writes them into the cache first, in place.
+    is copied. With k and v, `append_kv` writes them into the cache first, in place, and rotates k
+    and q.
 
     Args:
         q: [B, T, Hq, D], T from 1 to 16, float16 or bfloat16.
@@ -179,7 +180,8 @@ def flash_attn_with_kvcache(
         v_cache: [B, S, Hkv, Dv] or [P, page_size, Hkv, Dv], q's dtype.
         k: [B, T_new, Hkv, D], T_new up to 16, new keys to append; None appends nothing.
         v: [B, T_new, Hkv, Dv], given where k is.
-        rotary_cos, rotary_sin: None. Rotate q and k before the call.
+        rotary_cos, rotary_sin: [positions, R / 2], q's dtype or float32: rotate k and q, which have
+            the same tokens then, at their positions. Only with k.
         cache_seqlens: [B] int32 or an int, the keys in the cache **before** k is appended. None is
             a full cache.
         cache_batch_idx, cache_leftpad: None.
@@ -189,7 +191,7 @@ def flash_attn_with_kvcache(
             `window_size` ends in 0, which means the same.
         window_size: (left, right), a token sees keys from p - left on; -1 is unlimited.
         softcap: scores become ``softcap * tanh(score / softcap)``; 0.0 leaves them.
-        rotary_interleaved: either; it describes a rotation that is not done.
+        rotary_interleaved: pairs are dimensions 2i and 2i + 1, not i and i + R / 2.
         alibi_slopes: None.
         num_splits: parts, up to 256, that each sequence's keys are worked on in; 0 chooses.
         return_softmax_lse: return the log-sum-exp as well.
@@ -199,10 +201,11 @@ def flash_attn_with_kvcache(
         [B, Hq, T] in float32, natural logarithm.
 
     Raises:
-        NotImplementedError: rotation, ALiBi, `cache_batch_idx`, `cache_leftpad`, or several tokens
-            without a causal mask are asked for.
-        ValueError: only one of k and v is given; k comes without `cache_seqlens`; a dense cache
-            has another batch size than q, or gaps between its sequences.
+        NotImplementedError: ALiBi, `cache_batch_idx`, `cache_leftpad`, several tokens without a
+            causal mask, or rotation with T_new other than T are asked for.
+        ValueError: only one of k and v is given; rotation without k; k comes without
+            `cache_seqlens`; a dense cache has another batch size than q, or gaps between its
+            sequences.
         What `torch_attn.paged_decode` and `torch_attn.append_kv` raise.
 
     Example::
@@ -216,10 +219,7 @@ def flash_attn_with_kvcache(
         lengths = torch.tensor([0, 7, 100, 511], dtype=torch.int32)
         out = flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens=lengths)
     """
-    del rotary_interleaved
     _absent(
-        rotary_cos=rotary_cos,
-        rotary_sin=rotary_sin,
         cache_batch_idx=cache_batch_idx,
         cache_leftpad=cache_leftpad,
         alibi_slopes=alibi_slopes,
@@ -229,6 +229,12 @@ def flash_attn_with_kvcache(
     for name, x, layout in (("q", q, "[B, T, Hq, D]"), ("k", k, "[B, T_new, Hkv, D]")):
         if x is not None and x.ndim != 4:
             fail(ValueError, name, f"4 dimensions {layout}", f"shape {tuple(x.shape)}")
+    rotates = rotary_cos is not None or rotary_sin is not None
+    if rotates and k is None:
+        fail(ValueError, "k", "new keys with rotary_cos and rotary_sin", None)
+    if rotates and k is not None and k.shape[1] != q.shape[1]:
+        expected = f"q's {q.shape[1]} new tokens with rotary_cos and rotary_sin"
+        fail(NotImplementedError, "k", expected, k.shape[1])
     if q.shape[1] > 1 and not causal and window_size[1] != 0:
         fail(NotImplementedError, "causal", f"True for {q.shape[1]} new tokens", causal)
     if block_table is None:
@@ -241,7 +247,14 @@ def flash_attn_with_kvcache(
         cache_seqlens = torch.full((len(q),), cache_seqlens, dtype=torch.int32, device=q.device)
     if k is not None and v is not None:
         cache_seqlens = cache_seqlens + k.shape[1]
-        append_kv(k, v, k_cache, v_cache, block_table, cache_seqlens)
+        cache = k_cache, v_cache, block_table, cache_seqlens
+        if rotates:
+            q, *_ = append_kv(
+                k, v, *cache, q=q, rotary_cos=rotary_cos, rotary_sin=rotary_sin,
+                rotary_interleaved=rotary_interleaved,
+            )  # fmt: skip
+        else:
+            append_kv(k, v, *cache)
     return paged_decode(
         q,
         k_cache,

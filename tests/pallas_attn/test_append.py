@@ -1,0 +1,65 @@
+"""Packed and rotated appends in `pallas_attn` under JAX's transformations."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from interop.parity.cases import AppendCase
+from interop.parity.inputs import make_inputs
+from pallas_attn import append_kv, explain
+from pallas_attn.lowering import recording
+
+POOLS = ("k_pages", "v_pages")
+CASE = AppendCase(
+    "transformations", lengths=(7, 12), new_tokens=(3, 1), padding=1, heads_q=4, head_dim=16,
+    dtype="float16", page_size=5, max_pages=3, rotary_dim=16, positions=16,
+)  # fmt: skip
+
+
+@pytest.fixture
+def operands():
+    return {name: jnp.asarray(x.numpy()) for name, x in make_inputs(CASE, "cpu").items()}
+
+
+def test_donated_pools_are_written_in_place(operands):
+    want = append_kv(**operands, implementation="reference")
+    append = jax.jit(append_kv, donate_argnames=POOLS, static_argnames="implementation")
+    memory = [operands[name].unsafe_buffer_pointer() for name in POOLS]
+    got = append(**operands, implementation="reference")
+    assert [pool.unsafe_buffer_pointer() for pool in got[1:]] == memory
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_allclose(np.asarray(a, "f4"), np.asarray(b, "f4"), rtol=2**-10)
+
+
+def test_lowered_for_cuda_it_is_one_kernel_that_shares_the_memory_of_donated_pools(operands):
+    append = jax.jit(append_kv, donate_argnames=POOLS)
+    with recording() as kernels:
+        lowered = append.trace(**operands).lower(lowering_platforms=("cuda",))
+    text = lowered.as_text()
+    assert [name for name, *_ in kernels] == ["append_kv"]
+    for output, operand in ((0, 2), (1, 3)):
+        shared = f"output_tuple_indices = [{output}], operand_index = {operand}"
+        assert f"output_operand_alias<{shared}" in text
+        assert f"tf.aliasing_output = {output + 1}" in text
+
+
+def test_vmap(operands):
+    """Of other queries and keys, each with pools of its own."""
+    names = ("k_new", "q")
+    others = [operands, operands | {name: operands[name][::-1] for name in names}]
+    stacked = {name: jnp.stack([x[name] for x in others]) for name in names}
+
+    def append(new):
+        return append_kv(**operands | new, implementation="triton")
+
+    for i, got in enumerate(zip(*jax.jit(jax.vmap(append))(stacked), strict=True)):
+        want = append_kv(**others[i], implementation="reference")
+        for a, b in zip(got, want, strict=True):
+            np.testing.assert_allclose(np.asarray(a, "f4"), np.asarray(b, "f4"), rtol=2**-10)
+
+
+def test_explain(operands):
+    assert [*explain(append_kv, **operands, implementation="triton").configs] == ["append_kv"]
+    with pytest.raises(TypeError, match=r"^rotary_interleaved: expected a bool, got int"):
+        explain(append_kv, **operands, rotary_interleaved=1)

@@ -1,0 +1,88 @@
+"""Packed and rotated appends in `torch_attn` as a torch operator."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch.library import opcheck
+
+from interop.parity.cases import AppendCase
+from interop.parity.inputs import make_inputs
+from torch_attn import append_kv, decode_ops, explain
+from twin_attention.contract.operands import AppendOperands
+
+DENSE = AppendCase(
+    "ops", lengths=(7, 12), tokens=3, heads_q=4, head_dim=16, page_size=5, max_pages=3,
+    rotary_dim=16, positions=16,
+)  # fmt: skip
+PACKED = AppendCase(**vars(DENSE) | {"tokens": 0, "new_tokens": (3, 1), "padding": 1})
+
+
+def inputs_of(case, device):
+    """The operands; padding is a number, since opcheck compares what it writes."""
+    return {name: torch.nan_to_num(x) for name, x in make_inputs(case, device).items()}
+
+
+def appended(inputs, **options):
+    pools = {name: inputs[name].clone() for name in ("k_pages", "v_pages")}
+    return append_kv(**inputs | pools, **options)
+
+
+def assert_equal(got, want):
+    torch.testing.assert_close(got, want, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(("case", "by"), [(DENSE, "reference"), (PACKED, "triton")])
+def test_opcheck(torch_device, case, by):
+    operands = AppendOperands(**inputs_of(case, torch_device))
+    opcheck(decode_ops.append_kv, (*operands, True, by))
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compile(torch_device, dynamic):
+    torch._dynamo.reset()
+    compiled = torch.compile(appended, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    for case in (DENSE, PACKED):
+        inputs = inputs_of(case, torch_device)
+        assert_equal(compiled(inputs), appended(inputs))
+
+
+def test_queries_of_one_token_keep_their_shape(torch_device):
+    inputs = inputs_of(AppendCase(**vars(DENSE) | {"tokens": 1}), torch_device)
+    flat = inputs | {name: inputs[name][:, 0] for name in ("k_new", "v_new", "q")}
+    q, *_ = appended(flat)
+    assert q.is_contiguous()
+    assert_equal(q, appended(inputs)[0][:, 0])
+
+
+def test_any_strides(torch_device):
+    """q, k and v are views of one projection, cos and sin halves of one table."""
+    inputs = inputs_of(DENSE, torch_device)
+    want = appended(inputs, implementation="triton")
+    packed = torch.cat([inputs[name] for name in ("q", "k_new", "v_new")], dim=2)
+    views = dict(zip(("q", "k_new", "v_new"), packed.split((4, 2, 2), dim=2), strict=True))
+    table = torch.cat([inputs["rotary_cos"], inputs["rotary_sin"]], dim=1)
+    views |= dict(zip(("rotary_cos", "rotary_sin"), table.chunk(2, dim=1), strict=True))
+    assert_equal(appended(inputs | views, implementation="triton"), want)
+
+
+def test_autocast_casts_queries_as_well(torch_device):
+    inputs = inputs_of(DENSE, torch_device)
+    wide = inputs | {name: inputs[name].float() for name in ("k_new", "v_new", "q")}
+    with torch.autocast(torch_device, torch.bfloat16):
+        assert_equal(appended(wide), appended(inputs))
+
+
+@pytest.mark.parametrize("name", ["q", "rotary_cos"])
+def test_a_gradient_is_refused(torch_device, name):
+    inputs = inputs_of(DENSE, torch_device)
+    inputs[name].requires_grad_()
+    with pytest.raises(NotImplementedError, match=r"^append_kv: a gradient is not supported"):
+        append_kv(**inputs)
+
+
+def test_explain(torch_device):
+    call = partial(explain, append_kv, **inputs_of(PACKED, torch_device))
+    assert [*call(implementation="triton").configs] == ["append_kv"]
+    with pytest.raises(TypeError, match=r"^rotary_interleaved: expected a bool, got int"):
+        call(rotary_interleaved=1)
