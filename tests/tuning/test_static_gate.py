@@ -11,6 +11,7 @@ from multiprocessing import get_context
 
 import pytest
 
+from interop.parity.cases import AppendCase
 from tuning.static.gate import (
     CHUNK_FEATURES,
     DECODE_FEATURES,
@@ -22,7 +23,7 @@ from tuning.static.gate import (
     not_compiled,
     problems,
 )
-from tuning.static.resources import Resources
+from tuning.static.resources import Resources, measure
 from tuning.static.shared_memory import only_shared_memory
 from twin_attention.targets.kernels import (
     FAMILY_KERNELS,
@@ -57,10 +58,30 @@ def test_shipped_configuration_is_fit_for_sm80(problem):
     kernels = {"flash_fwd", "flash_bwd_preprocess", "flash_bwd_dq", "flash_bwd_dkdv"}
     if problem.feature in DECODE_FEATURES | CHUNK_FEATURES:
         is_chunk = problem.feature in CHUNK_FEATURES
-        kernels = {"paged_attention"} if is_chunk else {"paged_decode", "append_kv"}
+        kernels = {"paged_attention" if is_chunk else "paged_decode", "append_kv"}
         kernels |= {"combine"} if (problem.spec.num_splits or 1) > 1 else set()
     assert {verdict.kernel for verdict in verdicts} == kernels
     assert not {v.kernel: v.failures for v in verdicts if v.failures}
+
+
+# Packed or not, each kind of cache, all of a head or a part of it, both kinds of pairs.
+APPENDS = [
+    AppendCase("packed", (9,), new_tokens=(20,), head_dim=80, kv_dtype="float8_e4m3fn"),
+    AppendCase("halves", (9,), tokens=2, head_dim=128, rotary_dim=96, kv_dtype="int8"),
+    AppendCase(
+        "interleaved", (9,), new_tokens=(20,), heads_q=8, head_dim=128, rotary_dim=128,
+        rotary_interleaved=True,
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", APPENDS, ids=lambda case: case.name)
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_every_kind_of_append_kv_compiles_without_spills(framework, target, case):
+    ((kernel, _, compiled),) = compiler(framework)(case.spec, target)
+    resources = measure(compiled, target)
+    assert (kernel, resources.spill_stores, resources.spill_loads) == ("append_kv", 0, 0)
 
 
 def test_explicit_kernels_are_fit_for_sm80():

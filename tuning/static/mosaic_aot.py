@@ -169,12 +169,13 @@ def _call(spec, target, sinks, empty):
         return out, lse, gradients
 
     def decode_and_append(decoded, appended):
-        pools = run("append_kv")(appended, append_spec(spec, appended), backend)
+        pools = run("append_kv")(appended, append, backend)
         return pools, run("paged_decode")(decoded, spec, backend)
 
     if isinstance(spec, AttentionSpec):
         return flash, (flash_operands(spec, empty, sinks),)
-    return decode_and_append, (decode_operands(spec, empty), append_operands(spec, empty))
+    append = append_spec(spec)
+    return decode_and_append, (decode_operands(spec, empty), append_operands(append, empty))
 
 
 @cache

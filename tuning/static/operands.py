@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TypeVar
 
 from twin_attention.contract.operands import (
@@ -79,36 +80,35 @@ def paged_operands(spec: PagedSpec, empty: Empty[X]) -> PagedOperands[X]:
     )
 
 
-def append_operands(spec: DecodeSpec, empty: Empty[X]) -> AppendOperands[X]:
-    """Return the operands of the `append_kv` before a decode.
+def append_spec(spec: DecodeSpec) -> AppendSpec:
+    """Return the `append_kv` before a decode.
 
     Before a `paged_attention` it is packed, and rotates all dimensions of keys and queries.
     """
-    cache, into = spec.cache, decode_operands(spec, empty)
-    new, more = (spec.dtype, spec.batch, spec.tokens), {}
-    if isinstance(spec, PagedSpec):
-        new, rotation = (spec.dtype, spec.tokens), (cache.capacity, cache.head_dim // 2)
-        more = {
-            "cu_seqlens_q": empty("int32", spec.batch + 1),
-            "q": empty(*new, spec.heads_q, spec.head_dim),
-            "rotary_cos": empty("float32", *rotation),
-            "rotary_sin": empty("float32", *rotation),
-        }
+    plain = AppendSpec(spec.batch, spec.tokens, spec.cache, spec.dtype)
+    if not isinstance(spec, PagedSpec):
+        return plain
+    return replace(plain, packed=True, heads_q=spec.heads_q, rotary_dim=spec.head_dim)
+
+
+def append_operands(spec: AppendSpec, empty: Empty[X]) -> AppendOperands[X]:
+    """Return the operands of `append_kv`, with a scale of each kv head, as the problem has them."""
+    cache = spec.cache
+    pages = (cache.num_pages, cache.page_size, cache.heads)
+    new = (spec.dtype, spec.tokens) if spec.packed else (spec.dtype, spec.batch, spec.tokens)
+    scale = empty("float32", cache.heads) if cache.is_quantized else None
+    rotation = empty("float32", cache.capacity, spec.rotary_dim // 2) if spec.rotary_dim else None
     return AppendOperands(
         k_new=empty(*new, cache.heads, cache.head_dim),
         v_new=empty(*new, cache.heads, cache.head_dim_v),
-        k_pages=into.k_pages,
-        v_pages=into.v_pages,
-        block_tables=into.block_tables,
-        seq_lens=into.seq_lens,
-        k_scale=into.k_scale,
-        v_scale=into.v_scale,
-        **more,
+        k_pages=empty(cache.dtype, *pages, cache.head_dim),
+        v_pages=empty(cache.dtype, *pages, cache.head_dim_v),
+        block_tables=empty("int32", spec.batch, cache.max_pages),
+        seq_lens=empty("int32", spec.batch),
+        k_scale=scale,
+        v_scale=scale,
+        cu_seqlens_q=empty("int32", spec.batch + 1) if spec.packed else None,
+        q=empty(*new, spec.heads_q, cache.head_dim) if spec.heads_q else None,
+        rotary_cos=rotation,
+        rotary_sin=rotation,
     )
-
-
-def append_spec(
-    spec: DecodeSpec, operands: AppendOperands, interleaved: bool = False
-) -> AppendSpec:
-    """Return the problem of the `append_kv` before a decode."""
-    return AppendSpec.of(operands, spec.dtype, spec.cache.dtype, interleaved)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -22,13 +23,13 @@ from tuning.static.operands import (
     flash_operands,
     paged_operands,
 )
-from twin_attention.contract.spec import AttentionSpec, DecodeSpec, PagedSpec
+from twin_attention.contract.spec import AppendSpec, AttentionSpec, DecodeSpec, PagedSpec
 from twin_attention.targets.family import Backend, portable_backend
 from twin_attention.targets.kernels import KernelConfig
 
 
 def compile_kernels(
-    spec: AttentionSpec | DecodeSpec,
+    spec: AttentionSpec | DecodeSpec | AppendSpec,
     target: str,
     limit: Callable[[str], float] = lambda kernel: math.inf,
     sinks: bool = False,
@@ -47,6 +48,8 @@ def compile_kernels(
     backend = portable_backend("pallas_attn", target)
     if isinstance(spec, AttentionSpec):
         function, operands = _flash(spec, backend, sinks)
+    elif isinstance(spec, AppendSpec):
+        function, operands = _append(spec, backend)
     else:
         function, operands = _decode(spec, backend)
     with lowering.recording(limit) as compiled:
@@ -63,15 +66,20 @@ def _flash(spec: AttentionSpec, backend: Backend, sinks: bool):
 
 
 def _decode(spec: DecodeSpec, backend: Backend):
+    append, (appended,) = _append(append_spec(spec), backend)
+
     def append_and_decode(appended, decoded):
-        found = append_kv(appended, append_spec(spec, appended), backend)
         if isinstance(spec, PagedSpec):
-            return found, paged_attention(decoded, spec, backend)
-        return found, paged_decode(decoded, spec, backend)
+            return append(appended), paged_attention(decoded, spec, backend)
+        return append(appended), paged_decode(decoded, spec, backend)
 
     is_packed = isinstance(spec, PagedSpec)
     decoded = paged_operands(spec, _empty) if is_packed else decode_operands(spec, _empty)
-    return append_and_decode, (append_operands(spec, _empty), decoded)
+    return append_and_decode, (appended, decoded)
+
+
+def _append(spec: AppendSpec, backend: Backend):
+    return partial(append_kv, spec=spec, backend=backend), (append_operands(spec, _empty),)
 
 
 def _empty(dtype: str, *shape: int) -> jax.ShapeDtypeStruct:

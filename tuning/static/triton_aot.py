@@ -20,13 +20,13 @@ from tuning.static.operands import (
     flash_operands,
     paged_operands,
 )
-from twin_attention.contract.spec import AttentionSpec, DecodeSpec, PagedSpec
+from twin_attention.contract.spec import AppendSpec, AttentionSpec, DecodeSpec, PagedSpec
 from twin_attention.targets.family import FAMILIES, Backend
 from twin_attention.targets.kernels import KernelConfig
 
 
 def compile_kernels(
-    spec: AttentionSpec | DecodeSpec,
+    spec: AttentionSpec | DecodeSpec | AppendSpec,
     target: str,
     limit: Callable[[str], float] = lambda kernel: math.inf,
     sinks: bool = False,
@@ -61,10 +61,10 @@ def compile_kernels(
         else:
             if isinstance(spec, PagedSpec):
                 run("paged_attention")(paged_operands(spec, _empty), spec, backend)
-            else:
+            elif isinstance(spec, DecodeSpec):
                 run("paged_decode")(decode_operands(spec, _empty), spec, backend)
-            operands = append_operands(spec, _empty)
-            run("append_kv")(operands, append_spec(spec, operands), backend)
+            append = spec if isinstance(spec, AppendSpec) else append_spec(spec)
+            run("append_kv")(append_operands(append, _empty), append, backend)
     return list({kernel[0]: kernel for kernel in compiled}.values())
 
 
