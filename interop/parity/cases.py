@@ -667,11 +667,11 @@ def _large_paged() -> Iterator[PagedCase]:
 def _quick_append() -> Iterator[AppendCase]:
     # Tokens before the first position and past the capacity; sequences without tokens; padding.
     yield AppendCase(
-        "append-packed", (30, 2, 40, 9), new_tokens=(21, 4, 5, 0), padding=2, page_size=7,
+        "append-packed", (20, 2, 38, 9), new_tokens=(17, 4, 4, 0), padding=2, page_size=7,
         max_pages=5, head_dim_v=48, kv_dtype="int8", scale_shape=(2,),
     )  # fmt: skip
     yield AppendCase(
-        "append-rotary", (30, 3, 40), new_tokens=(21, 3, 1), padding=2, heads_q=4, rotary_dim=64
+        "append-rotary", (30, 3, 40), new_tokens=(4, 3, 1), padding=2, heads_q=4, rotary_dim=64
     )
     yield AppendCase(
         "append-rotary-interleaved", (30, 40), tokens=3, heads_q=6, head_dim=72, rotary_dim=40,
