@@ -241,7 +241,7 @@ def append_kv(
 
     Returns:
         k_pages and v_pages with the new tokens, shaped and typed as those given. With q the triple
-        (q, k_pages, v_pages), whose q is 0 in the padding.
+        (q, k_pages, v_pages), whose q is new, and 0 in the padding.
 
     Raises:
         TypeError: an argument is not a `jax.Array` or has the wrong type or dtype.

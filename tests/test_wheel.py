@@ -14,7 +14,14 @@ PACKAGES = {"twin_attention", "torch_attn", "pallas_attn", "interop"}
 # The other framework cannot be imported, and a folder of the user's own is called interop.
 PRELUDE = """
 import sys
-sys.modules[{blocked!r}] = None
+from importlib.abc import MetaPathFinder
+
+class NotInstalled(MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == {blocked!r}:
+            raise ModuleNotFoundError(name)
+
+sys.meta_path.insert(0, NotInstalled())
 import interop
 assert interop.MINE
 """

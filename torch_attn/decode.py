@@ -264,7 +264,7 @@ def append_kv(
 
     Returns:
         k_pages and v_pages, the tensors that were given. With q the triple (q, k_pages, v_pages),
-        whose q is new and contiguous, and 0 in the padding.
+        whose q is new, and 0 in the padding.
 
     Raises:
         TypeError: an argument is not a `torch.Tensor` or has the wrong type or dtype.
