@@ -138,7 +138,9 @@ def add_missing(directory: Path, needed: list[str]) -> None:
     say("installing " + ", ".join(missing))
     python = str(directory / "bin" / "python")
     pip = [sys.executable, "-m", "pip", "--python", python, "--disable-pip-version-check"]
-    if subprocess.run([*pip, "install", "-qq", "--retries", "1", *missing]).returncode:
+    # A newer Flax, say, would otherwise bring a newer JAX.
+    held = [f"{name}=={installed_version(name)}" for name in FRAMEWORKS]
+    if subprocess.run([*pip, "install", "-qq", "--retries", "1", *missing, *held]).returncode:
         sys.exit(
             "setup: these packages are missing and could not be installed: "
             + ", ".join(missing)

@@ -1,0 +1,111 @@
+"""Causal attention of the PyTorch model, by name.
+
+Each function takes q [B, S, Hq, D] and k, v [B, S, Hkv, D], and returns [B, S, Hq, D].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from models.config import ModelConfig
+from torch_attn import explain, flash_attention
+from twin_attention.contract.validate import fail
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def twin(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Compute attention with this project's kernels; on a CPU with their reference."""
+    return flash_attention(q, k, v, causal=True)
+
+
+def eager(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Compute ``softmax(q kᵀ / sqrt(D)) v`` with all scores in memory."""
+    q, k, v = heads_first(q, k, v)
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
+    hidden = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool, device=q.device).triu(1)
+    scores = (q @ k.transpose(2, 3)) * q.shape[3] ** -0.5
+    weights = scores.masked_fill(hidden, float("-inf")).softmax(dim=-1)
+    return (weights @ v).transpose(1, 2)
+
+
+def sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Compute attention with the backend of `scaled_dot_product_attention` that torch chooses."""
+    q, k, v = heads_first(q, k, v)
+    grouped = q.shape[1] != k.shape[1]
+    out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+    return out.transpose(1, 2)
+
+
+def cudnn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Compute attention with cuDNN's kernels."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        return sdpa(q, k, v)
+
+
+def flex(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Compute attention with compiled FlexAttention; each new length compiles."""
+    attend, mask_of = _flex()
+    grouped = q.shape[2] != k.shape[2]
+    mask = mask_of(q.shape[1], q.device)
+    return attend(*heads_first(q, k, v), block_mask=mask, enable_gqa=grouped).transpose(1, 2)
+
+
+@cache
+def _flex() -> tuple[Callable[..., Tensor], Callable]:
+    """Return compiled FlexAttention, and a function of length and device that gives its mask."""
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    def visible(batch, head, query, key):
+        return query >= key
+
+    @cache
+    def mask_of(length: int, device: torch.device):
+        return create_block_mask(visible, None, None, length, length, device)
+
+    return torch.compile(flex_attention), mask_of
+
+
+def heads_first(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Return views [B, H, S, D] of tensors [B, S, H, D]."""
+    return tuple(x.transpose(1, 2) for x in tensors)
+
+
+ATTENTIONS: dict[str, Attend] = {
+    "twin": twin, "eager": eager, "sdpa": sdpa, "cudnn": cudnn, "flex": flex,
+}  # fmt: skip
+
+
+def choose_attention(
+    name: str, config: ModelConfig, device: torch.device, dtype: torch.dtype
+) -> Attend:
+    """Return the attention of a name, if this machine runs it for the model.
+
+    Raises:
+        ValueError: an unknown name.
+        NotImplementedError: a head size, dtype or device that it does not take.
+    """
+    if name not in ATTENTIONS:
+        fail(ValueError, "attention", f"one of {', '.join(ATTENTIONS)}", repr(name))
+    if name == "twin":
+        shape = (1, 1, config.num_heads, config.head_dim)
+        q = torch.empty(shape, dtype=dtype, device=device)
+        explain(flash_attention, q, q, q, causal=True)
+    if name in ("cudnn", "flex") and device.type != "cuda":
+        fail(NotImplementedError, "attention", f"a CUDA device for {name!r}", device.type)
+    if name == "cudnn":
+        if dtype not in (torch.float16, torch.bfloat16):
+            got = str(dtype).removeprefix("torch.")
+            fail(NotImplementedError, "attention", "float16 or bfloat16 for 'cudnn'", got)
+        capability = torch.cuda.get_device_capability(device)
+        if capability < (8, 0):
+            expected = "compute capability 8.0 or newer for 'cudnn'"
+            fail(NotImplementedError, "attention", expected, "{}.{}".format(*capability))
+    return ATTENTIONS[name]

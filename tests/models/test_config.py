@@ -1,0 +1,63 @@
+"""Sizes of the models, their parameters, and what is refused before anything is allocated."""
+
+from dataclasses import replace
+
+import pytest
+
+from models.config import SIZES, ModelConfig, make_config
+
+TINY = make_config("tiny")
+
+
+@pytest.mark.parametrize("form", ["modern", "gpt"])
+@pytest.mark.parametrize("size", SIZES)
+def test_every_size_has_a_head_size_of_the_kernels(size, form):
+    config = make_config(size, form)
+    assert config.head_dim % 8 == 0
+    assert 16 <= config.head_dim <= 256
+
+
+def test_the_gpt_form_has_the_sizes_of_the_reports():
+    config = make_config("XL", "gpt")
+    assert config == ModelConfig(10_000, 1600, 6400, 48, 25, 25, "layernorm", "gelu")
+    # Blocks of 4 d² for attention and 8 d² for the MLP, an embedding and a head.
+    weights = 48 * 12 * 1600**2 + 2 * 10_000 * 1600
+    assert config.num_parameters == weights + (2 * 48 + 1) * 2 * 1600
+
+
+def test_both_forms_have_about_as_many_mlp_parameters():
+    for size in list(SIZES)[1:]:
+        modern, gpt = make_config(size), make_config(size, "gpt")
+        assert 1 <= 3 * modern.d_ff / (2 * gpt.d_ff) < 1.02
+        assert modern.d_ff % 64 == 0
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "changes"),
+    [
+        (TypeError, "d_ff: expected an int, got float", {"d_ff": 96.0}),
+        (ValueError, "num_layers: expected 1 or more, got 0", {"num_layers": 0}),
+        (
+            ValueError,
+            r"d_model: expected an even multiple of num_heads \(3\), got 32",
+            {"num_heads": 3, "num_heads_kv": 3},
+        ),
+        (
+            ValueError,
+            r"num_heads_kv: expected a divisor of num_heads \(2\), got 4",
+            {"num_heads_kv": 4},
+        ),
+        (ValueError, "norm: expected .* got 'batchnorm'", {"norm": "batchnorm"}),
+        (ValueError, "mlp: expected .* got 'relu'", {"mlp": "relu"}),
+    ],
+)
+def test_wrong_fields_are_refused(error, message, changes):
+    with pytest.raises(error, match=message):
+        replace(TINY, **changes)
+
+
+def test_unknown_sizes_and_forms_are_refused():
+    with pytest.raises(ValueError, match=r"size: expected one of tiny, S, .* got 'XXL'"):
+        make_config("XXL")
+    with pytest.raises(ValueError, match=r"form: expected .* got 'old'"):
+        make_config("S", "old")  # type: ignore[arg-type]
