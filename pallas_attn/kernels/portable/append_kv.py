@@ -63,15 +63,16 @@ def append_kv_kernel(
     a page outside the pool, is not written.
 
     Packed tokens: all of k_new [Tq, Hkv, D], v_new [Tq, Hkv, Dv], tables [B, max_pages], lens [B]
-    and cu_seqlens [B + 1], otherwise None. Grid: (head tiles, tiles of one row of `locate_tokens`).
-    Padding is not written.
+    and cu_seqlens [B + 1], otherwise None. Grid: (tiles of one row of `locate_tokens`, head tiles),
+    since only the first axis can have more than 65535 programs. Padding is not written.
 
     Rotation: cos and sin [positions, pairs], otherwise None. Keys are rotated in float32 by the
     angles of their positions, and so are queries q of the same tokens, or None; q_out is 0 in the
     padding. Tiles of heads are those of q, of which keys and values have no more.
     """
     # Locate the token and its slot.
-    head = pl.program_id(0) * block_heads + arange(block_heads)
+    tile = pl.program_id(0 if cu_seqlens_ref is None else 1)
+    head = tile * block_heads + arange(block_heads)
     if cu_seqlens_ref is None:
         position = len_ref[...] - num_tokens + pl.program_id(1)
         exists = (position >= 0) & (position < max_pages * page_size)
@@ -80,7 +81,7 @@ def append_kv_kernel(
         q_writes = q_reads
     else:
         sequence, first, tokens, token = locate_tokens(
-            cu_seqlens_ref, pl.program_id(1), num_tokens, 1, 1
+            cu_seqlens_ref, pl.program_id(0), num_tokens, 1, 1
         )
         is_token = (sequence < num_sequences) & (token < tokens)
         sequence = jnp.minimum(sequence, num_sequences - 1)
@@ -210,12 +211,18 @@ def append_kv(
     outputs = operands.k_pages, operands.v_pages, *(() if q is None else (q,))
     outputs = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in outputs)
     out_specs = *map(of_rows, outputs[:2]), *map(of_token, outputs[2:])
-    rows = (spec.tokens + spec.batch + 1,) if spec.packed else (spec.tokens, spec.batch)
     heads = max(cache.heads, spec.heads_q)
+
+    def grid(config):
+        tiles = pl.cdiv(heads, config.block_heads)
+        if spec.packed:
+            return spec.tokens + spec.batch + 1, tiles
+        return tiles, spec.tokens, spec.batch
+
     return launch(
         "append_kv",
         append_kv_kernel,
-        lambda config: (pl.cdiv(heads, config.block_heads), *rows),
+        grid,
         operands,
         (
             of_token(operands.k_new),
