@@ -161,11 +161,11 @@ def title(subject: str, against: str) -> str:
 
 def problem_text(problem: dict[str, Any]) -> str:
     """Return a case's fields in one line, defaults left out."""
-    if "new_tokens" in problem:
+    if problem.get("new_tokens") is not None:
         lengths, tokens = problem["lengths"], sum(problem["new_tokens"]) + problem["padding"]
         words = [f"B{len(lengths)} Tq{tokens} Skv{max(lengths, default=0)}"]
         words.append("pages {max_pages}x{page_size}".format(**problem))
-    elif "padding" in problem:
+    elif "lengths" in problem and "max_pages" not in problem:
         queries, keys = zip(*problem["lengths"], problem["padding"], strict=True)
         words = [f"N{len(problem['lengths'])} Tq{sum(queries)} Tkv{sum(keys)} longest={max(keys)}"]
     elif "lengths" in problem:
@@ -181,7 +181,10 @@ def problem_text(problem: dict[str, Any]) -> str:
     if problem["head_dim_v"] is not None:
         words.append(f"Dv{problem['head_dim_v']}")
     words.append(problem["dtype"])
-    words += [name for name in ("causal", "sinks") if problem.get(name)]
+    if problem.get("rotary_dim"):
+        words.append(f"rotary={problem['rotary_dim']}")
+    flags = ("causal", "sinks", "rotary_interleaved")
+    words += [name.removeprefix("rotary_") for name in flags if problem.get(name)]
     for name in ("kv_dtype", "scale", "window_size", "softcap", "num_splits"):
         if problem.get(name) is not None:
             words.append(f"{name}={problem[name]}")

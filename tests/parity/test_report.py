@@ -7,7 +7,19 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from interop.parity.cases import DecodeCase, FlashCase, PagedCase
+from interop.parity.cases import (
+    SUITES,
+    AppendCase,
+    DecodeCase,
+    FlashCase,
+    PagedCase,
+    append_cases,
+    decode_cases,
+    flash_cases,
+    merge_cases,
+    paged_cases,
+    varlen_cases,
+)
 from interop.parity.records import (
     ORACLE,
     CaseResult,
@@ -141,3 +153,19 @@ def test_a_paged_problem_says_how_many_tokens_it_has():
     case = PagedCase("any", (100, 30), new_tokens=(20, 1), padding=3)
     expected = "B2 Tq24 Skv100 pages 8x16 Hq4 Hkv2 D64 bfloat16"
     assert problem_text(asdict(case)) == expected
+
+
+def test_an_append_in_one_line():
+    packed = AppendCase("x", (9, 40), new_tokens=(4, 1), padding=2, rotary_dim=64, heads_q=4)
+    expected = "B2 Tq7 Skv40 pages 8x16 Hq4 Hkv2 D64 bfloat16 rotary=64"
+    assert problem_text(asdict(packed)) == expected
+    equal = replace(packed, tokens=3, new_tokens=None, padding=0, rotary_interleaved=True)
+    expected = "B2 T3 Skv40 pages 8x16 Hq4 Hkv2 D64 bfloat16 rotary=64 interleaved"
+    assert problem_text(asdict(equal)) == expected
+
+
+@pytest.mark.parametrize("suite", SUITES)
+def test_every_case_has_a_line(suite):
+    kinds = (flash_cases, varlen_cases, decode_cases, paged_cases, append_cases, merge_cases)
+    for case in (case for kind in kinds for case in kind(suite)):
+        assert case.dtype in problem_text(asdict(case)), case.name
