@@ -6,6 +6,7 @@ EXTRAS ?=
 PYTEST_ARGS ?=
 PARITY_ARGS ?=
 BENCH_ARGS ?=
+STATIC_ARGS ?=
 
 PY := $(VENV)/bin/python
 SETUP = @$(PYTHON) tools/setup_env.py --venv $(VENV) $(EXTRAS)
@@ -34,13 +35,13 @@ bench: ## time both sides beside their peers, on a GPU; BENCH_ARGS="--resume"
 	$(SETUP) bench
 	$(PY) -m bench all $(BENCH_ARGS)
 
-sm80: ## compile every kernel for SM80, no GPU needed, and check the resources it takes
+sm80: ## compile every kernel for SM80, no GPU needed, and check its resources; STATIC_ARGS="--every 4"
 	$(SETUP) bench
-	$(PY) -m tuning static --target sm80
+	$(PY) -m tuning static --target sm80 $(STATIC_ARGS)
 
 sm90: ## the same for SM90
 	$(SETUP) bench
-	$(PY) -m tuning static --target sm90
+	$(PY) -m tuning static --target sm90 $(STATIC_ARGS)
 
 lint: ## ruff: style and format
 	$(SETUP) dev

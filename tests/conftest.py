@@ -6,6 +6,12 @@ import os
 # memory, and cuBLAS is deterministic only with a workspace of fixed size.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+# pytest-xdist starts a worker for each core: threads of their own would only be in their way.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
+import gc
 
 import pytest
 import torch
@@ -57,6 +63,12 @@ def bitwise_side(request: pytest.FixtureRequest, torch_device: str) -> Side:
 def implementation(request: pytest.FixtureRequest) -> str:
     """Each implementation that this machine runs; on a CPU "triton" is interpreted."""
     return request.param
+
+
+def pytest_collection_finish() -> None:
+    """Keep the garbage collector from walking through the frameworks, over and over."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import asdict
 from functools import partial
@@ -47,7 +48,7 @@ def main(arguments: list[str] | None = None) -> int:
     if not suites:
         parser.error(
             f"--filter: expected part of a case's name in suite {options.suite!r}, "
-            f"got {options.filter!r}"
+            f"got {' '.join(options.filter)!r}"
         )
     if options.list:
         for case in chain(*suites.values()):
@@ -92,8 +93,9 @@ def _run(
     console = Console()
     cases = list(chain(*suites.values()))
     subjects = [subject for group in groups for subject in group]
+    texts = " or ".join(repr(text) for text in options.filter)
     chosen = f"{options.suite}, {len(cases)} cases" + (
-        f" with {options.filter!r} in the name" if options.filter else ""
+        f" with {texts} in the name" if any(options.filter) else ""
     )
     jobs = {
         suite: options.jobs or choose_jobs(device, suite, len(members))
@@ -131,9 +133,10 @@ def _run(
     return 130 if interrupted else 0
 
 
-def _choose(suite: str, pattern: str) -> list[Case]:
+def _choose(suite: str, texts: Sequence[str]) -> list[Case]:
     kinds = (flash_cases, varlen_cases, decode_cases, paged_cases, append_cases, merge_cases)
-    return [case for cases in kinds for case in cases(suite, pattern)]
+    found = [case for cases in kinds for case in cases(suite)]
+    return [case for case in found if any(text in case.name for text in texts)]
 
 
 def _first_that_launches(cases: list[Case]) -> Case:
@@ -151,7 +154,11 @@ def _parser() -> argparse.ArgumentParser:
         "--suite", choices=(*SUITES, "all"), default="quick", help="which cases (default: quick)"
     )
     parser.add_argument(
-        "--filter", metavar="TEXT", default="", help="only cases with TEXT in their name"
+        "--filter",
+        metavar="TEXT",
+        nargs="+",
+        default=[""],
+        help="only cases with one of these texts in their name",
     )
     parser.add_argument("--list", action="store_true", help="list the chosen cases and stop")
     parser.add_argument(

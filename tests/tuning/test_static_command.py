@@ -84,6 +84,24 @@ def test_targets(arguments, targets, monkeypatch):
     assert {problem.target for problem in selected} == targets
 
 
+def test_one_problem_of_four_has_something_of_everything(monkeypatch):
+    selected = []
+    monkeypatch.setattr(command, "_check_all", lambda problems, *_: selected.extend(problems) or [])
+    monkeypatch.setattr(command, "not_compiled", lambda problem: None)
+
+    def found(*arguments):
+        selected.clear()
+        main(["static", "--target", "sm80", *arguments])
+        tables = {(problem.framework, problem.family) for problem in selected}
+        fields = ({getattr(problem, name) for problem in selected} for name in ("dtype", "feature"))
+        return len(selected), tables, *fields
+
+    all_of_them, *everything = found()
+    some, *something = found("--every", "4")
+    assert some == -(-all_of_them // 4)
+    assert something == everything
+
+
 def test_what_is_not_compiled_has_a_reason(monkeypatch, capsys):
     selected = []
     reason = {"mosaic": "its kernels need jax 0.11"}

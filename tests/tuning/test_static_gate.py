@@ -1,7 +1,7 @@
 """The gate on shipped configurations: no spilled tiles, shared memory that fits, tensor cores used.
 
-``make sm80`` compiles every configuration with every feature and fails as `check` does. Here one
-configuration stands for all: each feature is compiled once, and a float32 and an 8-bit one.
+``make sm80`` compiles every configuration with every feature and fails as `check` does. Here a few
+stand for all, most of them features of one configuration.
 """
 
 from concurrent.futures import ProcessPoolExecutor

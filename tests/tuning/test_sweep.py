@@ -1,6 +1,6 @@
 """No valid problem is refused for want of shared memory.
 
-``python -m tuning static --sweep`` compiles every row; here are six problems of one near the
+``python -m tuning static --sweep`` compiles every row; here are two problems of one near the
 limits.
 """
 
@@ -57,33 +57,23 @@ def stages_that_fit(specs):
     ]
 
 
-@pytest.mark.parametrize(
-    ("dtype", "head_dim", "seq_q", "seq_kv", "stages"),
-    [
-        ("bfloat16", 128, 128, 375, (2, 3)),
-        ("float16", 192, 113, 203, (1, 2)),
-        ("bfloat16", 256, 128, 192, (1, 2)),
-    ],
-)
-def test_a_short_loop_beside_a_pipeline_takes_fewer_stages(
-    in_a_process, dtype, head_dim, seq_q, seq_kv, stages
-):
+def test_a_short_loop_beside_a_pipeline_takes_fewer_stages(in_a_process):
     """The short problem's queries see one full tile of keys and two or more masked ones."""
-    short = FlashCase("", 1, seq_q, seq_kv, 2, 2, head_dim, dtype=dtype, causal=True).spec
+    short = FlashCase("", 1, 113, 203, 2, 2, 192, dtype="float16", causal=True).spec
     long = replace(short, seq_q=1024, seq_kv=1024)
-    assert tuple(in_a_process(stages_that_fit, [short, long])) == stages
+    assert in_a_process(stages_that_fit, [short, long]) == [1, 2]
 
 
-def misfits_of_six(row):
-    specs = problems(row, (Window(right=0),))[:6]
+def misfits_of_two(row):
+    specs = problems(row, (Window(right=0),))[:2]
     with only_shared_memory():
         return len(specs), [misfit for spec in specs for misfit in misfits_of(row, spec)]
 
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_no_short_problem_is_refused(in_a_process, target):
-    count, misfits = in_a_process(misfits_of_six, replace(ROW, target=target))
-    assert count == 6
+    count, misfits = in_a_process(misfits_of_two, replace(ROW, target=target))
+    assert count == 2
     assert not [misfit for misfit in misfits if misfit.refused]
 
 

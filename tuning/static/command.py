@@ -49,6 +49,13 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     parser.add_argument("--feature", choices=FEATURES, action="append", help="default: all")
     parser.add_argument("--dtype", choices=sum(DTYPES.values(), ()), help="default: all")
     parser.add_argument("--head-dim", type=int, help="padded head size; default: all")
+    parser.add_argument(
+        "--every",
+        type=count,
+        default=1,
+        metavar="N",
+        help="compile one problem of N, of each feature; default: all",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there as well")
     parser.add_argument("--jobs", type=count, metavar="N", help="processes; default: one per core")
     parser.add_argument(
@@ -106,7 +113,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _select(arguments: argparse.Namespace) -> list[Problem]:
-    """Return the problems that the options leave; exit with code 2 if they leave none."""
+    """Return the problems that the options leave; exit with code 2 if they leave none.
+
+    Each feature has its share of one in N.
+    """
     found = [
         problem
         for target in arguments.target or TARGETS
@@ -130,7 +140,9 @@ def _select(arguments: argparse.Namespace) -> list[Problem]:
         arguments.refuse(
             "expected --feature, --dtype and --head-dim that some kernel has together, got none"
         )
-    return selected
+    in_groups = sorted(selected, key=lambda problem: (problem.target, problem.feature))
+    chosen = set(in_groups[:: arguments.every])
+    return [problem for problem in selected if problem in chosen]
 
 
 def _check_all(
