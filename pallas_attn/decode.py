@@ -343,9 +343,14 @@ def merge_states(
 
 
 def check_pages(
-    k_pages: jax.Array, block_tables: jax.Array, seq_lens: jax.Array, *, num_new_tokens: int = 1
+    k_pages: jax.Array,
+    block_tables: jax.Array,
+    seq_lens: jax.Array,
+    cu_seqlens_q: jax.Array | None = None,
+    *,
+    num_new_tokens: int | None = None,
 ) -> None:
-    """Check the lengths and page ids that `paged_decode` and `append_kv` take as data, unchecked.
+    """Check what the functions of a paged cache take as data, unchecked: lengths, ids and offsets.
 
     Waits for the device and reads values, so it is for debugging and not for traced code.
 
@@ -353,15 +358,19 @@ def check_pages(
         k_pages: [P, page_size, Hkv, D], the pool of keys.
         block_tables: [B, max_pages] int32.
         seq_lens: [B] int32, keys of each sequence, the new tokens counted in.
-        num_new_tokens: how many tokens at the end of each sequence `append_kv` writes, 0 to 16. No
-            two sequences may have theirs in one page. 0 takes sequences that are only read.
+        cu_seqlens_q: [B + 1] int32, the offsets of packed new tokens, which tell how many tokens
+            at the end of each sequence `append_kv` writes. No two sequences may have theirs in one
+            page.
+        num_new_tokens: the same number for each, 0 to 16, where there are no offsets. 0 takes
+            sequences that are only read, None is 1.
 
     Raises:
         TypeError: an argument is not a `jax.Array` or has the wrong type or dtype, or it has no
             values because it is traced (`jax.errors.TracerArrayConversionError`).
-        ValueError: shapes that contradict each other; a length that is negative or exceeds the
-            capacity ``max_pages * page_size``; a used table entry that is no page of the pool; two
-            sequences with new tokens in one page. The message names the first such sequence.
+        ValueError: shapes that contradict each other; offsets that `check_offsets` refuses; a
+            length that is negative or exceeds the capacity ``max_pages * page_size``; a used table
+            entry that is no page of the pool; two sequences with new tokens in one page. The
+            message names the first such sequence.
         NotImplementedError: a page size or capacity that `paged_decode` does not take.
 
     Example::
@@ -375,10 +384,15 @@ def check_pages(
     """
     pool = operand("k_pages", k_pages)
     tables, lengths = operand("block_tables", block_tables), operand("seq_lens", seq_lens)
-    check_pages_arguments(pool, tables, lengths, num_new_tokens)
-    num_pages, page_size = pool.shape[:2]
-    data = np.asarray(block_tables), np.asarray(seq_lens)
-    check_page_ids(*data, num_pages, page_size, num_new_tokens)
+    offsets = None if cu_seqlens_q is None else operand("cu_seqlens_q", cu_seqlens_q)
+    check_pages_arguments(pool, tables, lengths, offsets, num_new_tokens)
+    check_page_ids(
+        np.asarray(block_tables),
+        np.asarray(seq_lens),
+        None if cu_seqlens_q is None else np.asarray(cu_seqlens_q),
+        num_new_tokens,
+        k_pages.shape[:2],
+    )
 
 
 def problem_of_decode(

@@ -516,6 +516,34 @@ def test_check_pages_finds_a_page_that_two_sequences_write(side):
     assert str(raised.value) == message
 
 
+def test_check_pages_takes_offsets_of_packed_tokens(side):
+    """Sequence 0 has one new token, in page 2, and sequence 1 four, in pages 3 and 2."""
+    check_pages(side, SHARED, [17, 20, 24], [0, 1, 1, 9])
+    message = "block_tables[1, 2]: expected a page that sequence 0 does not write to as well, got 2"
+    with pytest.raises(ValueError) as raised:  # noqa: PT011
+        check_pages(side, SHARED, [17, 20, 24], [0, 1, 5, 9])
+    assert str(raised.value) == message
+
+
+@pytest.mark.parametrize(
+    ("offsets", "options", "message"),
+    [
+        ([0, 2, 1, 4], {}, "cu_seqlens_q[2]: expected an offset from 2 to 2147483647, got 1"),
+        ([1, 2, 3, 4], {}, "cu_seqlens_q[0]: expected 0, got 1"),
+        ([0, 2, 3], {}, "cu_seqlens_q: expected shape (4,), got (3,)"),
+        (
+            [0, 1, 2, 3],
+            {"num_new_tokens": 1},
+            "num_new_tokens: expected None beside cu_seqlens_q, got 1",
+        ),
+    ],
+)
+def test_check_pages_refuses_offsets(side, offsets, options, message):
+    with pytest.raises(ValueError) as raised:  # noqa: PT011
+        check_pages(side, SHARED, [17, 16, 24], offsets, **options)
+    assert str(raised.value) == message
+
+
 @pytest.mark.parametrize(
     ("error", "message", "changes"),
     [
@@ -567,11 +595,13 @@ def test_check_pages_refuses_a_number_of_new_tokens(side, number, error):
     assert str(raised.value) == message
 
 
-def check_pages(side, tables, lengths, **options):
+def check_pages(side, tables, lengths, offsets=None, **options):
     arguments = {
         "k_pages": torch.zeros(9, 8, 2, 32),
         "block_tables": torch.tensor(tables).int(),
         "seq_lens": torch.tensor(lengths).int(),
     }
+    if offsets is not None:
+        arguments["cu_seqlens_q"] = torch.tensor(offsets).int()
     arguments = {name: x.to(side.device) for name, x in arguments.items()}
     assert side.api.check_pages(**side.share(arguments), **options) is None

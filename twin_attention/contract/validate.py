@@ -302,34 +302,58 @@ def check_merge_states(outs: Operand, lses: Operand) -> MergeSpec:
 
 
 def check_pages_arguments(
-    k_pages: Operand, block_tables: Operand, seq_lens: Operand, num_new_tokens: Any
+    k_pages: Operand,
+    block_tables: Operand,
+    seq_lens: Operand,
+    cu_seqlens_q: Operand | None,
+    num_new_tokens: Any,
 ) -> None:
     """Check the arguments of `check_pages`, but for what they hold.
 
     Raises:
-        As `check_paged_decode`.
+        As `check_append_kv`.
     """
-    _check_integer("num_new_tokens", num_new_tokens, 0, TOKENS_MAX)
+    if num_new_tokens is not None:
+        _check_integer("num_new_tokens", num_new_tokens, 0, TOKENS_MAX)
+        if cu_seqlens_q is not None:
+            fail(ValueError, "num_new_tokens", "None beside cu_seqlens_q", num_new_tokens)
     _check_pool(k_pages)
-    batch = (block_tables if len(block_tables.shape) == 2 else seq_lens).shape[:1]
-    _check_tables(k_pages, block_tables, seq_lens, *batch or (0,))
+    batch, *_ = (block_tables if len(block_tables.shape) == 2 else seq_lens).shape[:1] or (0,)
+    _check_tables(k_pages, block_tables, seq_lens, batch)
+    if cu_seqlens_q is not None:
+        _check_dtype(cu_seqlens_q, "int32")
+        if cu_seqlens_q.shape != (batch + 1,):
+            fail(ValueError, "cu_seqlens_q", f"shape {(batch + 1,)}", cu_seqlens_q.shape)
 
 
 def check_page_ids(
-    tables: np.ndarray, lengths: np.ndarray, num_pages: int, page_size: int, num_new_tokens: int
+    tables: np.ndarray,
+    lengths: np.ndarray,
+    offsets: np.ndarray | None,
+    num_new_tokens: int | None,
+    pool: Sequence[int],
 ) -> None:
     """Check the data that tells where a decode reads and writes: lengths, and the page ids in use.
 
     Args:
         tables: [B, max_pages] integers.
         lengths: [B] integers.
-        num_pages, page_size: of the pool.
-        num_new_tokens: how many tokens at the end of each sequence are written.
+        offsets: [B + 1] integers, of new tokens that are packed, or None.
+        num_new_tokens: how many tokens at the end of each sequence are written where they are not
+            packed; None is 1.
+        pool: its pages and the size of a page.
 
     Raises:
-        ValueError: a length out of the tables' capacity, or a page id that is not in the pool, of
-            the first sequence where this is so; or a page where two sequences have new tokens.
+        ValueError: offsets as `check_offset_values` refuses them; a length out of the tables'
+            capacity, or a page id that is not in the pool, of the first sequence where this is so;
+            or a page where two sequences have new tokens.
     """
+    num_pages, page_size = pool
+    if offsets is None:
+        new = np.full(lengths.shape, 1 if num_new_tokens is None else num_new_tokens)
+    else:
+        check_offset_values("cu_seqlens_q", offsets, WINDOW_UNLIMITED)
+        new = np.diff(offsets)
     capacity = tables.shape[1] * page_size
     used = np.arange(tables.shape[1]) * page_size < lengths[:, None]
     missing = used & ((tables < 0) | (tables >= num_pages))
@@ -341,7 +365,7 @@ def check_page_ids(
         expected = f"one of the pool's {num_pages} pages"
         fail(ValueError, f"block_tables[{b}, {i}]", expected, tables[b, i])
     end = np.arange(1, tables.shape[1] + 1) * page_size
-    written = used & (end > lengths[:, None] - num_new_tokens) & (num_new_tokens > 0)
+    written = used & (end > (lengths - new)[:, None]) & (new > 0)[:, None]
     writers: dict[int, int] = {}
     for b, i in np.argwhere(written):
         page = int(tables[b, i])
