@@ -14,6 +14,7 @@ from bench.report.plots.rates import by_case, over_length, split_series
 from bench.report.plots.ratios import ratios
 from bench.report.plots.roofline import roofline
 from bench.report.plots.style import styles
+from bench.report.plots.training import steps
 from bench.report.tables import SHOWN, groups, is_batch, labels, names
 from bench.sampling import Sample
 
@@ -56,6 +57,9 @@ def of_suite(
         bounds: the peaks of the same run.
         log: clocks and power over the run, if the suite wrote them.
     """
+    if records[0].suite == "end-to-end":
+        yield _training(records)
+        return
     looks, where = styles(records), _setting(records)
     for operation, group in groups(records, lambda r: r.operation).items():
         peak, name = bounds.of(group[0]), operation.capitalize()
@@ -84,8 +88,16 @@ def of_suite(
         yield Picture(title, caption, over_jobs(records))
 
 
+def _training(records: Sequence[Record]) -> Picture:
+    caption = "Medians of each phase, timed by itself; the number is that of the whole step."
+    return Picture(f"Training steps ({_setting(records)})", caption, steps(records))
+
+
 def headline(run: Sequence[Record]) -> Iterator[tuple[str, Picture]]:
-    """Draw causal flash attention over length and decodes of batches, each with a short name."""
+    """Draw what a summary shows, each picture with a short name.
+
+    It is causal flash attention over length, decodes of batches, and training steps.
+    """
     shown = [record for record in run if record.implementation in SHOWN]
     for operation in ("forward", "backward"):
         group = [r for r in shown if (r.suite, r.operation) == ("flash", operation)]
@@ -105,6 +117,8 @@ def headline(run: Sequence[Record]) -> Iterator[tuple[str, Picture]]:
         title = f"Paged decode of one token ({_setting(group)})"
         picture = by_case(group, peak, styles(group))
         yield "decode", Picture(title, _above(group, peak), picture)
+    if trained := [record for record in run if record.suite == "end-to-end"]:
+        yield "steps", _training(trained)
 
 
 def _setting(records: Sequence[Record]) -> str:
