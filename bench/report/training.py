@@ -14,6 +14,7 @@ from bench.training.steps import OPERATIONS, WARMUPS, mean_after
 from interop.rendering.tables import Grid
 
 GAINS = "A step with our attention: the others' time, of its framework and mode, over its own"
+PEAKS = "MB by category at the peak of a step"
 _STATUSES = {"out of memory": "OOM", "failed": "error"}
 _BEFORE = "what keeps all scores"
 _EAGER = {"torch": "eager", "jax": "xla"}

@@ -33,8 +33,9 @@ SUITES = {
     "prefill": "chunks of prompts and single tokens over a paged cache, beside FlashInfer",
     "host": "the host's share of calls on small problems",
     "end-to-end": "whole training steps of a transformer with each attention",
+    "memory": "a training step's memory by category, with our attention and without",
 }
-ON_CPU = ("end-to-end",)  # run a tiny model there
+ON_CPU = ("end-to-end", "memory")  # run a tiny model there
 
 
 class Suite(Protocol):

@@ -31,7 +31,7 @@ PEER_PACKAGES = ("flashinfer-python", "tokamax")
 def add_parsers(commands: argparse._SubParsersAction) -> None:
     """Add a command for each suite, and "all", to ``python -m bench``."""
     for name, text in SUITES.items():
-        parser = commands.add_parser(name, help=f"time {text}", description=f"Time {text}.")
+        parser = commands.add_parser(name, help=f"measure {text}", description=f"Measure {text}.")
         parser.add_argument("--json", type=Path, metavar="FILE", help="append records")
         parser.add_argument(
             "--gpu-log", type=Path, metavar="FILE", help="append clocks and power, as CSV"

@@ -17,6 +17,7 @@ import optax
 from flax import nnx
 
 from bench.training.case import PHASES, TrainingCase
+from bench.training.timeline import Timeline, add_point, empty_timeline
 from models.jax_model import Transformer, next_token_loss
 
 LEARNING_RATE = 3e-4
@@ -124,9 +125,31 @@ class JaxTraining:
         self.optimizer()
         beside = {"forward": 0, "backward": saved, "optimizer": gradients, "step": 0}
         peaks = {
-            name: resident + beside[name] + self.programs[name].added for name in self.programs
+            name: resident + beside[name] + program.temporaries + program.results
+            for name, program in self.programs.items()
         }
         return saved, peaks
+
+    def timeline(self) -> Timeline:
+        """Run a step and return the memory before, during and after each phase's program.
+
+        XLA does not tell what its temporaries are: they are "other". To be called after
+        `time_step`, which compiles.
+        """
+        there = {"parameters": num_bytes(self.params), "optimizer state": num_bytes(self.moments)}
+        saved = {"saved activations": num_bytes(self.forward())}
+        made = {"gradients": num_bytes(self.backward())}
+        self.optimizer()
+        within = {"forward": saved, "backward": saved | made, "optimizer": made}
+        after = {"forward": saved, "backward": made, "optimizer": {}}
+        found = empty_timeline()
+        add_point(found, "forward", there)
+        for phase in PHASES:
+            program = self.programs[phase]
+            other = program.temporaries + (program.results if phase == "optimizer" else 0)
+            add_point(found, phase, there | within[phase] | {"other": other})
+            add_point(found, phase, there | after[phase])
+        return found
 
 
 class Program:
@@ -152,11 +175,10 @@ class Program:
         return self.compiled.memory_analysis().temp_size_in_bytes
 
     @property
-    def added(self) -> int:
-        """Return the bytes that a call takes beside its arguments: temporaries and results."""
+    def results(self) -> int:
+        """Return the bytes of results that do not take the memory of an argument."""
         plan = self.compiled.memory_analysis()
-        results = plan.output_size_in_bytes - plan.alias_size_in_bytes
-        return plan.temp_size_in_bytes + results
+        return plan.output_size_in_bytes - plan.alias_size_in_bytes
 
 
 def num_bytes(arrays: Any) -> int:

@@ -11,6 +11,7 @@ from bench.job import Absent, Subject
 from bench.records import Record, failed
 from bench.sampling import Sampler
 from bench.training.case import TrainingCase
+from bench.training.timeline import Timeline
 
 Show = Callable[[str], object]
 
@@ -27,6 +28,8 @@ class Training(Protocol):
     def time_step(self) -> dict[str, float]: ...
 
     def memory(self) -> tuple[int | None, dict[str, int]]: ...
+
+    def timeline(self) -> Timeline: ...
 
 
 # Returns the fields of each operation's record.

@@ -51,16 +51,17 @@ def observe(training: Training, case: TrainingCase, show: Show) -> dict[str, dic
     show("measuring memory")
     saved, peaks = training.memory()
     return {
-        operation: _fields(times, case.flops(operation))
+        operation: fields(times, WARMUPS[-1], case.flops(operation))
         | {"memory": peaks.get(operation), "held": saved if operation == "forward" else None}
         for operation, times in steps.items()
     }
 
 
-def _fields(steps: Sequence[float], flops: int) -> dict[str, Any]:
+def fields(steps: Sequence[float], warmup: int, flops: int) -> dict[str, Any]:
+    """Return a record's times, steps and rate; its rounds are thirds of the steps that count."""
     from bench.timing import summarize
 
-    rounds = np.array_split(steps[WARMUPS[-1] :], 3)
-    times = summarize([third.tolist() for third in rounds])
+    thirds = np.array_split(steps[warmup:], 3)
+    times = summarize([third.tolist() for third in thirds if third.size])
     tflops = flops / times.median / 1e9 if flops else None
     return {"times": times, "steps": tuple(steps), "tflops": tflops}

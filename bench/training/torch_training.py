@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from bench.training.case import PHASES, TrainingCase
+from bench.training.timeline import Timeline
 from models.torch_model import Transformer, next_token_loss
 
 LEARNING_RATE = 3e-4
@@ -84,6 +85,12 @@ class TorchTraining:
             if phase == "forward":
                 saved = torch.cuda.memory_allocated() - before
         return saved, peaks | {"step": max(peaks.values())}
+
+    def timeline(self) -> Timeline:
+        """Run a step and return its memory by category; to be called after `time_step`."""
+        from bench.training.torch_memory import record_timeline
+
+        return record_timeline(self)
 
 
 def _clock(is_cuda: bool) -> tuple[Callable[[], Any], Callable[[Any, Any], float]]:

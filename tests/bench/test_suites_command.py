@@ -179,8 +179,8 @@ def measured(monkeypatch, record):
 def test_all_runs_every_suite_and_reports(gpu, measured, tmp_path):
     path = tmp_path / "bench.jsonl"
     assert command.main(["all", "--json", str(path)]) == 0
-    names = ["flash", "kvcache", "fa2", "eager", "packed", "prefill", "host", "end-to-end"]
-    assert measured.names == names
+    kernels = ["flash", "kvcache", "fa2", "eager", "packed", "prefill", "host"]
+    assert measured.names == [*kernels, "end-to-end", "memory"]
     assert measured.names == list(SUITES)
     logs = {name: log for name, log in measured.logs.items() if log is not None}
     assert logs == {"fa2": tmp_path / "bench-fa2-gpu.csv"}
