@@ -22,7 +22,8 @@ _UNITS = ((1e9, "GB"), (1e6, "MB"))
 
 def peaks_by_case(records: Sequence[Record]) -> Figure:
     """Draw a bar for each implementation of each case: its categories at the peak."""
-    shown = [record for record in records if record.status != "absent"]
+    cases = groups(records, lambda record: record.case["name"]).values()
+    shown = [record for group in cases for record in group if record.status != "absent"]
     texts = [f"{record.case['name']}, {record.label}" for record in shown]
     size = (name_width(texts) + 7, 0.24 * len(shown) + 1.2)
     figure = Figure(figsize=size, layout="constrained")
