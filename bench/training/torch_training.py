@@ -32,10 +32,10 @@ class TorchTraining:
     """
 
     def __init__(self, case: TrainingCase, attention: str, device: str, compiled: bool) -> None:
+        torch.compiler.reset()  # what another case compiled neither counts nor keeps its memory
         torch.manual_seed(0)
         dtypes = {name: getattr(torch, dtype) for name, dtype in case.dtypes.items()}
         self.model = Transformer(case.config, attention, device=device, **dtypes)
-        torch.compiler.reset()  # what another case compiled does not count
         if compiled:
             for layer in self.model.layers:
                 layer.compile(dynamic=False)
