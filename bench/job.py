@@ -75,6 +75,10 @@ class Job:
     writes: int | None = None
     time: Timer | None = None
 
+    @property
+    def title(self) -> str:
+        return f"{self.case['name']} {self.operation}"
+
     def plan(self, origin: dict[str, Any]) -> dict[Subject, Record]:
         """Return the records that measuring would fill."""
         return {

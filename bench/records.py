@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 import zlib
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -29,6 +30,7 @@ LATER_FIELDS = {"sinks": False, "deterministic": False, "segments": ""}
 ABLATION = "torch triton without softmax"  # its result is wrong on purpose (see `bench.ablation`)
 # Of packed sequences: the dense kernel on another problem of as many FLOPs (`bench.suites.packed`).
 YARDSTICKS = {"torch triton": "torch triton dense", "jax triton": "jax triton dense"}
+_OUT_OF_MEMORY = re.compile("out of memory|failed to allocate", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -67,8 +69,9 @@ class Record:
     Attributes:
         suite: the suite that it was measured for.
         case: the case's fields, its "name" among them.
-        operation: of one call: "forward", "backward", "both", "decode" or "append"; "peak" is a
-            rate of the device in the same run (see `bench.peaks`).
+        operation: of one call: "forward", "backward", "both", "decode" or "append"; of training
+            also "optimizer" and "step", all three together; "peak" is a rate of the device in the
+            same run (see `bench.peaks`).
         implementation: framework and kernel family, such as "torch triton"; or a peer's name.
         target: what our own kernels were compiled for; None for a peer.
         device, versions, commit, date: where, with what and when it ran.
@@ -86,8 +89,10 @@ class Record:
         bytes_per_second: least traffic over `times`.
         reads, writes: bytes of that traffic, by direction.
         error: the worst error over its budget, by the gate.
-        memory: bytes that a call adds at its peak.
+        memory: bytes that a call adds at its peak; of training, all bytes at the peak.
         held: bytes of a forward's output and its saved activations, before a backward.
+        steps: milliseconds of each training step from the first on, which compiles.
+        timeline: bytes by category over a training step (see `bench.training.timeline`).
         gpu: clocks, power, temperature and throttle reasons while it was timed (see
             `bench.sampling`).
     """
@@ -116,6 +121,8 @@ class Record:
     memory: int | None = None
     held: int | None = None
     gpu: dict[str, Any] | None = None
+    steps: tuple[float, ...] = ()
+    timeline: dict[str, list] | None = None
 
     def __post_init__(self) -> None:
         if self.status not in get_args(Status):
@@ -160,6 +167,13 @@ def origin(suite: str, facts: dict[str, str]) -> dict[str, Any]:
     apart = ("device", "commit", "date")
     versions = {name: value for name, value in facts.items() if name not in apart}
     return {"suite": suite, "versions": versions} | {name: facts[name] for name in apart}
+
+
+def failed(record: Record, error: Exception) -> Record:
+    """Return the record with the error as its status and message."""
+    message = f"{type(error).__name__}: {error}".strip()
+    status = "out of memory" if _OUT_OF_MEMORY.search(message) else "failed"
+    return replace(record, status=status, message=message.splitlines()[0])
 
 
 def stem(path: Path) -> str:
@@ -220,7 +234,9 @@ def load(path: Path) -> list[Record]:
             for name, today in FORMER_NAMES.items():
                 if (former := fields.get(name)) in today:
                     fields[name] = today[former]
-            records.append(Record(**fields | {"kernels": tuple(fields["kernels"])}))
+            for name in ("kernels", "steps"):
+                fields[name] = tuple(fields.get(name, ()))
+            records.append(Record(**fields))
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{path}:{number}: expected a record, got {error!r}") from error
     return records

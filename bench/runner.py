@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -15,16 +14,16 @@ from rich.console import Console
 from rich.progress import Progress, TaskID
 
 from bench.job import Absent, Call, Check, Job, Subject, Timer
-from bench.records import Record, append, load
+from bench.records import Record, append, failed, load
 from bench.report.tables import brief
 from bench.sampling import Sampler
+from bench.training.job import TrainingJob
 from interop.rendering.tables import PROGRESS, progress_columns, to_terminal
 
 if TYPE_CHECKING:
     from bench.timing import Timing
 
 INTERRUPTED = 130  # the exit code
-_OUT_OF_MEMORY = re.compile("out of memory|failed to allocate", re.IGNORECASE)
 
 Run = Callable[[], Any]
 
@@ -49,7 +48,7 @@ class Instruments(NamedTuple):
 
 
 def run_suite(
-    jobs: Sequence[Job],
+    jobs: Sequence[Job | TrainingJob],
     origin: dict[str, Any],
     instruments: Instruments,
     console: Console,
@@ -76,18 +75,23 @@ def run_suite(
     with suppress(KeyboardInterrupt), progress:
         task = progress.add_task("", total=len(jobs))
         for job in jobs:
-            title = f"{job.case['name']} {job.operation}"
-            todo = {s: r for s, r in job.plan(origin).items() if r.key not in records}
+            title = job.title
+            plan: dict[Any, Record] = {**job.plan(origin)}
+            todo = {part: record for part, record in plan.items() if record.key not in records}
             sampler, start = instruments.sample(), time.monotonic()
             show = partial(_show, progress, task, title)
-            measured = measure(job, todo, instruments, sampler, show)
+            if isinstance(job, TrainingJob):
+                with instruments.limit():
+                    measured = job.measure(todo, sampler, show)
+            else:
+                measured = measure(job, todo, instruments, sampler, show)
             instruments.release()
             if path is not None:
                 append(path, measured)
             if log is not None:
                 sampler.write(log, title)
-            for record in measured:
-                records[record.key] = record
+            records |= {record.key: record for record in measured}
+            for record in {(r.label, r.message): r for r in measured}.values():
                 if record.message is not None:
                     progress.console.print(
                         f"{title}, {record.label}: {record.status}: {record.message}",
@@ -135,7 +139,7 @@ def measure(
         inputs = job.inputs()
         check = None if job.check is None else job.check(inputs)
     except Exception as error:
-        return [_failed(record, error) for record in planned.values()]
+        return [failed(record, error) for record in planned.values()]
     done: list[Record] = []
     waiting = list(planned)
     while waiting:
@@ -184,7 +188,7 @@ def _prepare(
     except Absent as absent:
         return replace(record, status="absent", message=str(absent)), None
     except Exception as error:
-        return _failed(record, error), None
+        return failed(record, error), None
     record = replace(record, error=error)
     if error <= 1:
         return record, call.run
@@ -208,7 +212,7 @@ def _time(
         gpu = sampler.summary()
     except Exception as error:
         if len(ready) == 1:
-            return [_failed(record, error) for record, _ in ready.values()]
+            return [failed(record, error) for record, _ in ready.values()]
     else:
         return [_filled(record, job, timings[s], gpu) for s, (record, _) in ready.items()]
     alone = [_time(job, {s: ready[s]}, instruments, sampler) for s in ready]
@@ -230,9 +234,3 @@ def _filled(record: Record, job: Job, timing: Timing, gpu: dict[str, Any] | None
         memory=timing.memory,
         gpu=gpu,
     )
-
-
-def _failed(record: Record, error: Exception) -> Record:
-    message = f"{type(error).__name__}: {error}".strip()
-    status = "out of memory" if _OUT_OF_MEMORY.search(message) else "failed"
-    return replace(record, status=status, message=message.splitlines()[0])

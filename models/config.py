@@ -11,6 +11,7 @@ from twin_attention.contract.validate import fail
 
 NORM_EPS = 1e-5
 INIT_STD = 0.02
+DTYPES = ("float16", "bfloat16", "float32", "float64")  # of parameters and of arithmetic
 
 
 @dataclass(frozen=True)
@@ -141,3 +142,14 @@ def make_config(
     else:
         fail(ValueError, "form", '"modern" or "gpt"', repr(form))
     return replace(config, **changes)
+
+
+def check_dtypes(dtype: str, compute_dtype: str) -> None:
+    """Refuse dtypes, by their names, in which the models do not compute.
+
+    Raises:
+        ValueError: a name that is not in `DTYPES`.
+    """
+    for name, got in (("dtype", dtype), ("compute_dtype", compute_dtype)):
+        if got not in DTYPES:
+            fail(ValueError, name, f"one of {', '.join(DTYPES)}", got)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from models.config import INIT_STD, NORM_EPS, ModelConfig
+from models.config import INIT_STD, NORM_EPS, ModelConfig, check_dtypes
 from models.jax_attention import Attend, choose_attention
 from models.jax_decode import PagedCache
 
@@ -20,10 +20,12 @@ class Transformer(nnx.Module):
         config: the shape.
         attention: "twin" (this project's), "xla" or "cudnn".
         rngs: of the weights; None is ``nnx.Rngs(0)``.
-        dtype: of parameters and activations. Norms, rotations and the loss compute in float32.
+        dtype: of parameters.
+        compute_dtype: of the layers' arithmetic and results; None is `dtype`. Norms, rotations and
+            the loss compute in float32.
 
     Raises:
-        ValueError: an unknown attention.
+        ValueError: an unknown attention or dtype.
         NotImplementedError: an attention that the device does not run for this dtype and head size.
     """
 
@@ -34,10 +36,13 @@ class Transformer(nnx.Module):
         *,
         rngs: nnx.Rngs | None = None,
         dtype: jnp.dtype = jnp.float32,
+        compute_dtype: jnp.dtype | None = None,
     ) -> None:
         self.config = config
-        self.attend = choose_attention(attention, config, dtype)
-        options = {"param_dtype": dtype, "dtype": dtype, "rngs": rngs or nnx.Rngs(0)}
+        compute_dtype = dtype if compute_dtype is None else compute_dtype
+        check_dtypes(*(jnp.dtype(x).name for x in (dtype, compute_dtype)))
+        self.attend = choose_attention(attention, config, compute_dtype)
+        options = {"param_dtype": dtype, "dtype": compute_dtype, "rngs": rngs or nnx.Rngs(0)}
         normal = nnx.initializers.normal(INIT_STD)
         self.embed = nnx.Embed(config.vocab_size, config.d_model, embedding_init=normal, **options)
         self.layers = nnx.List(Block(config, options) for _ in range(config.num_layers))

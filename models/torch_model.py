@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from models.config import INIT_STD, NORM_EPS, ModelConfig
+from models.config import INIT_STD, NORM_EPS, ModelConfig, check_dtypes
 from models.torch_attention import Attend, choose_attention
 from models.torch_decode import PagedCache
 
@@ -20,10 +22,13 @@ class Transformer(nn.Module):
         config: the shape.
         attention: "twin" (this project's), "eager", "sdpa", "cudnn" or "flex".
         device: where parameters are made; None is the CPU.
-        dtype: of parameters and activations. Norms, rotations and the loss compute in float32.
+        dtype: of parameters.
+        compute_dtype: of matrix products and attention; None is `dtype`. Another one is torch's
+            autocast, which leaves the residual stream in `dtype`. Norms, rotations and the loss
+            compute in float32.
 
     Raises:
-        ValueError: an unknown attention.
+        ValueError: an unknown attention or dtype.
         NotImplementedError: an attention that the device does not run for this dtype and head size.
     """
 
@@ -34,11 +39,14 @@ class Transformer(nn.Module):
         *,
         device: str | torch.device | None = None,
         dtype: torch.dtype = torch.float32,
+        compute_dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         device = torch.device(device or "cpu")
         self.config = config
-        self.attend = choose_attention(attention, config, device, dtype)
+        self.compute_dtype = compute_dtype or dtype
+        check_dtypes(*(str(x).removeprefix("torch.") for x in (dtype, self.compute_dtype)))
+        self.attend = choose_attention(attention, config, device, self.compute_dtype)
         # No buffer: `.to(bfloat16)` would round it.
         self.frequencies = torch.tensor(config.rotary_frequencies, device=device)
         options = {"device": device, "dtype": dtype}
@@ -54,10 +62,11 @@ class Transformer(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         """Return the logits [B, S, vocab_size] of tokens [B, S]."""
         positions = torch.arange(tokens.shape[1], device=tokens.device)
-        x, rotary = self.embed(tokens), self.rotary(positions)
-        for layer in self.layers:
-            x = layer(x, rotary, self.attend)
-        return self.logits(x)
+        with self.autocast():
+            x, rotary = self.embed(tokens), self.rotary(positions)
+            for layer in self.layers:
+                x = layer(x, rotary, self.attend)
+            return self.logits(x)
 
     def decode(self, tokens: Tensor, cache: PagedCache) -> tuple[Tensor, PagedCache]:
         """Return the logits [B, T, vocab_size] of T new tokens, and the cache with them in it.
@@ -65,10 +74,18 @@ class Transformer(nn.Module):
         T is at most 16. The cache given is not to be used any more.
         """
         cache = cache.extended(tokens.shape[1])
-        x, rotary = self.embed(tokens), self.rotary(cache.positions(tokens.shape[1]))
-        for i, layer in enumerate(self.layers):
-            x = layer(x, rotary, cache.attend(i))
-        return self.logits(x), cache
+        with self.autocast():
+            x, rotary = self.embed(tokens), self.rotary(cache.positions(tokens.shape[1]))
+            for i, layer in enumerate(self.layers):
+                x = layer(x, rotary, cache.attend(i))
+            return self.logits(x), cache
+
+    def autocast(self) -> AbstractContextManager:
+        """Return the context in which layers compute in `compute_dtype`."""
+        weight = self.embed.weight
+        if weight.dtype == self.compute_dtype:
+            return nullcontext()
+        return torch.autocast(weight.device.type, self.compute_dtype)
 
     def rotary(self, positions: Tensor) -> Rotary:
         """Return cosine and sine, [..., S, 1, head_dim / 2] in float32, of positions [..., S]."""

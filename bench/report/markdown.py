@@ -11,6 +11,7 @@ from bench.records import Record
 from bench.report.plots import Picture, headline
 from bench.report.sections import SPEEDS, facts, notes, peaks_table, sections
 from bench.report.tables import SHOWN, by_operation, is_batch, rates, runs, speeds
+from bench.report.training import GAINS, PEAKS
 from interop.rendering.plots import to_svg
 from interop.rendering.tables import Grid, to_markdown
 
@@ -32,9 +33,9 @@ def summary(name: str, records: Sequence[Record]) -> dict[str, str]:
             parts += ["### Measured peaks", to_markdown(grid)]
         for section in sections(run):
             tables = dict(section.tables)
-            grid = tables.pop(SPEEDS, None)
+            first = next((heading for heading in (SPEEDS, GAINS, PEAKS) if heading in tables), None)
             parts += [f"### {section.title}", section.note]
-            parts += [f"{SPEEDS}:", to_markdown(grid)] if grid else []
+            parts += [f"{first}:", to_markdown(tables.pop(first))] if first else []
             parts += [_folded(*named) for named in tables.items() if "milliseconds" not in named[0]]
     plots = {file: _standalone(picture) for file, picture in pictures.items()}
     return {f"{name}.md": "\n\n".join(parts) + "\n", **plots}

@@ -55,7 +55,9 @@ def sections(run: Sequence[Record]) -> list[Section]:
         parts = by_operation(record for record in group if record.operation != "peak")
         if records := [record for part in parts.values() for record in part]:
             suite, own = suites.load(name), peaks(group)
-            tables = _tables(records, suite.columns, own)
+            make = getattr(suite, "tables", None)
+            tables = make(records) if make else _tables(records, suite.columns, own)
+            tables = {heading: grid for heading, grid in tables.items() if len(grid) > 1}
             rows = every(records, suite.columns, own)
             found.append(Section(suite.TITLE, suite.NOTE, records, own, tables, rows))
     return found
@@ -74,7 +76,7 @@ def _tables(
             tables[f"{name}, MB added at the peak (saved by the forward)"] = memory(group)
     tables[SPEEDS] = speeds(records)
     tables["Without a time"] = unmeasured(records)
-    return {heading: grid for heading, grid in tables.items() if len(grid) > 1}
+    return tables
 
 
 def statuses(records: Sequence[Record]) -> str:

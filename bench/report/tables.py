@@ -6,14 +6,16 @@ import csv
 import io
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict
-from typing import Any
+from dataclasses import asdict, replace
+from typing import Any, TypeVar
 
 from bench.peaks import Peak, Peaks, peaks
 from bench.records import Record
 from bench.suites import Cells
 from interop.parity.records import problem_text
 from interop.rendering.tables import Grid
+
+Item = TypeVar("Item")
 
 # What a summary shows: the twins and the peers that a reader compares them with first.
 SHOWN = {
@@ -23,9 +25,9 @@ SHOWN = {
 _RATIOS = ("eager", "SDPA", "FA2")  # peers whose time over each implementation's is a column
 
 
-def groups(records: Iterable[Record], key: Callable[[Record], Any]) -> dict[Any, list[Record]]:
-    """Return the records by a key, in the order in which keys first appear."""
-    found: dict[Any, list[Record]] = {}
+def groups(records: Iterable[Item], key: Callable[[Item], Any]) -> dict[Any, list[Item]]:
+    """Return records, or groups of them, by a key, in the order in which keys first appear."""
+    found: dict[Any, list[Item]] = {}
     for record in records:
         found.setdefault(key(record), []).append(record)
     return found
@@ -195,8 +197,11 @@ def unmeasured(records: Sequence[Record]) -> Grid:
 
 
 def to_csv(records: Iterable[Record]) -> str:
-    """Return a row for each record and a column for each field, nested fields among them."""
-    rows = [_flat(asdict(record)) for record in records]
+    """Return a row for each record and a column for each field, nested fields among them.
+
+    The timelines of memory, which are long, are in the records alone.
+    """
+    rows = [_flat(asdict(replace(record, timeline=None))) for record in records]
     buffer = io.StringIO()
     fields = list(dict.fromkeys(name for row in rows for name in row))
     writer = csv.DictWriter(buffer, fields, lineterminator="\n")

@@ -1,13 +1,14 @@
 """The suites by their command's name.
 
-Suite "a" is the module `bench.suites.a`, imported when its command runs. It offers:
+Suite "a-b" is the module `bench.suites.a_b`, imported when its command runs. It offers:
 
 - ``TITLE``, ``NOTE``: of its tables; the note says what one call is and what the columns count;
-- ``jobs(targets, pattern) -> list[Job]``: of cases whose name contains `pattern`, with our own
-  kernels compiled for each of `targets`;
+- ``jobs(targets, pattern)``: a list of `Job`s, or `TrainingJob`s, of cases whose name contains
+  `pattern`, with our own kernels compiled for each of `targets`; (None,) is a CPU;
 - ``columns(record)``: the record's own cells of the suite's table, by title. A record without a
   time is asked as well. The report adds what every table has, as far as its title is not taken:
-  implementation, milliseconds, spread, limits, ratio to the best peer, status.
+  implementation, milliseconds, spread, limits, ratio to the best peer, status;
+- ``tables(records)``, if it has tables by heading in place of those that every suite has.
 
 Jobs are timed by `bench.timing.time_calls` unless they bring a timer of their own (`Job.time`), as
 those of "host" do.
@@ -17,9 +18,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from importlib import import_module
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
-from bench.job import Job
 from bench.records import Record
 
 Cells = dict[str, str | float | None]
@@ -32,7 +32,10 @@ SUITES = {
     "packed": "documents of different lengths in one batch without padding, beside every peer",
     "prefill": "chunks of prompts and single tokens over a paged cache, beside FlashInfer",
     "host": "the host's share of calls on small problems",
+    "end-to-end": "whole training steps of a transformer with each attention",
+    "memory": "a training step's memory by category, with our attention and without",
 }
+ON_CPU = ("end-to-end", "memory")  # run a tiny model there
 
 
 class Suite(Protocol):
@@ -41,11 +44,11 @@ class Suite(Protocol):
     TITLE: str
     NOTE: str
 
-    def jobs(self, targets: Sequence[str], pattern: str = "") -> list[Job]: ...
+    def jobs(self, targets: Sequence[Any], pattern: str = "") -> list[Any]: ...
 
     def columns(self, record: Record) -> Cells: ...
 
 
 def load(name: str) -> Suite:
     """Import a suite's module."""
-    return cast(Suite, import_module(f"bench.suites.{name}"))
+    return cast(Suite, import_module(f"bench.suites.{name.replace('-', '_')}"))

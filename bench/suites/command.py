@@ -20,7 +20,7 @@ from bench.records import load as read
 from bench.report import command as report
 from bench.runner import INTERRUPTED, Instruments, run_suite
 from bench.sampling import Sampler, log_path, nvml_reader
-from bench.suites import SUITES, load
+from bench.suites import ON_CPU, SUITES, load
 from interop.parity.arguments import make_folder
 from twin_attention.targets.target import TARGETS
 
@@ -31,11 +31,17 @@ PEER_PACKAGES = ("flashinfer-python", "tokamax")
 def add_parsers(commands: argparse._SubParsersAction) -> None:
     """Add a command for each suite, and "all", to ``python -m bench``."""
     for name, text in SUITES.items():
-        parser = commands.add_parser(name, help=f"time {text}", description=f"Time {text}.")
+        parser = commands.add_parser(name, help=f"measure {text}", description=f"Measure {text}.")
         parser.add_argument("--json", type=Path, metavar="FILE", help="append records")
         parser.add_argument(
             "--gpu-log", type=Path, metavar="FILE", help="append clocks and power, as CSV"
         )
+        if name in ON_CPU:
+            parser.add_argument(
+                "--device",
+                choices=("cuda", "cpu"),
+                help="cpu is a tiny case, to see that all of it runs (default: %(default)s)",
+            )
         _add_arguments(parser, partial(_run, [name]))
     text = f"the suites {', '.join(SUITES)}, then their report"
     parser = commands.add_parser("all", help=text, description=f"Run {text}.")
@@ -65,7 +71,7 @@ def _add_arguments(
         metavar="GIB",
         help="memory of the GPU that an implementation may take; what needs more is out of memory",
     )
-    parser.set_defaults(run=run, refuse=parser.error)
+    parser.set_defaults(run=run, refuse=parser.error, device="cuda")
 
 
 def _run_all(arguments: argparse.Namespace) -> int:
@@ -82,7 +88,8 @@ def _run(names: Sequence[str], arguments: argparse.Namespace) -> int:
     """Run suites, as far as the filter leaves jobs of them; return the exit code."""
     chosen = _choose(names, arguments)
     _prepare(arguments)
-    facts = _facts()  # once: a file of records under version control changes while it is written
+    # Once: a file of records under version control changes while it is written.
+    facts = _facts(arguments.device)
     code = 0
     for name in chosen:
         if len(names) == 1:
@@ -101,7 +108,8 @@ def _choose(names: Sequence[str], arguments: argparse.Namespace) -> list[str]:
         arguments.refuse("--resume: expected --json FILE beside it, got none")
     if arguments.memory_cap is not None and not arguments.memory_cap > 0:
         arguments.refuse(f"--memory-cap: expected more than 0 GiB, got {arguments.memory_cap:g}")
-    chosen = [name for name in names if load(name).jobs(TARGETS, arguments.filter)]
+    targets = TARGETS if arguments.device == "cuda" else (None,)
+    chosen = [name for name in names if load(name).jobs(targets, arguments.filter)]
     if not chosen:
         arguments.refuse(f"--filter: expected part of a case's name, got {arguments.filter!r}")
     if arguments.json is not None:
@@ -135,7 +143,11 @@ def _prepare(arguments: argparse.Namespace) -> None:
         os.environ["XLA_CLIENT_MEM_FRACTION"] = str(fraction)
     from interop.parity.environment import choose_device
 
-    if choose_device() == "cpu":
+    if arguments.device == "cpu":
+        import jax
+
+        jax.config.update("jax_platforms", "cpu")
+    elif choose_device() == "cpu":
         arguments.refuse("expected a CUDA GPU that torch and JAX both see, found none")
 
 
@@ -179,8 +191,8 @@ def _measure(
     from interop.parity.environment import choose_targets
 
     suite = load(name)
-    targets = [target for target in choose_targets("cuda", None) if target is not None]
-    jobs = suite.jobs(targets, arguments.filter)
+    jobs = suite.jobs(choose_targets(arguments.device, None), arguments.filter)
+    peaks = peak_jobs() if arguments.device == "cuda" else []
     console = Console(width=None if sys.stdout.isatty() else 160)
     console.rule(suite.TITLE)
     console.print(*(f"{name} {value}" for name, value in facts.items()), sep=", ")
@@ -196,7 +208,7 @@ def _measure(
     gc.freeze()  # objects of the frameworks' import need no search after each job
     try:
         code = run_suite(
-            [*peak_jobs(), *jobs], origin(name, facts), instruments, console, arguments.json,
+            [*peaks, *jobs], origin(name, facts), instruments, console, arguments.json,
             arguments.resume, log,
         )  # fmt: skip
     finally:
@@ -205,7 +217,7 @@ def _measure(
     return code
 
 
-def _facts() -> dict[str, str]:
+def _facts(device: str) -> dict[str, str]:
     """Return the facts of this run, the peers' versions among them."""
     import torch
 
@@ -215,4 +227,4 @@ def _facts() -> dict[str, str]:
     for package in PEER_PACKAGES:
         with suppress(PackageNotFoundError):
             found[package] = version(package)
-    return {name: str(value) for name, value in found.items()} | facts("cuda")
+    return {name: str(value) for name, value in found.items()} | facts(device)

@@ -23,7 +23,7 @@ def gpu(monkeypatch):
     """As if there were a GPU."""
     monkeypatch.setattr(environment, "choose_device", lambda: "cuda")
     monkeypatch.setattr(environment, "choose_targets", lambda device, target: ("sm90", "sm80"))
-    monkeypatch.setattr(suites, "_facts", lambda: FACTS)
+    monkeypatch.setattr(suites, "_facts", lambda device: FACTS)
     monkeypatch.setattr(suites, "nvml_reader", lambda: None)
 
 
@@ -179,7 +179,8 @@ def measured(monkeypatch, record):
 def test_all_runs_every_suite_and_reports(gpu, measured, tmp_path):
     path = tmp_path / "bench.jsonl"
     assert command.main(["all", "--json", str(path)]) == 0
-    assert measured.names == ["flash", "kvcache", "fa2", "eager", "packed", "prefill", "host"]
+    kernels = ["flash", "kvcache", "fa2", "eager", "packed", "prefill", "host"]
+    assert measured.names == [*kernels, "end-to-end", "memory"]
     assert measured.names == list(SUITES)
     logs = {name: log for name, log in measured.logs.items() if log is not None}
     assert logs == {"fa2": tmp_path / "bench-fa2-gpu.csv"}

@@ -10,10 +10,12 @@ from matplotlib.figure import Figure
 from bench.peaks import Peak, Peaks, peaks
 from bench.records import Record
 from bench.report.plots.clocks import over_jobs, over_time
+from bench.report.plots.memory import over_a_step, peaks_by_case
 from bench.report.plots.rates import by_case, over_length, split_series
 from bench.report.plots.ratios import ratios
 from bench.report.plots.roofline import roofline
 from bench.report.plots.style import styles
+from bench.report.plots.training import steps
 from bench.report.tables import SHOWN, groups, is_batch, labels, names
 from bench.sampling import Sample
 
@@ -56,6 +58,9 @@ def of_suite(
         bounds: the peaks of the same run.
         log: clocks and power over the run, if the suite wrote them.
     """
+    if records[0].suite in ("end-to-end", "memory"):
+        yield from (picture for _, picture in _training(records))
+        return
     looks, where = styles(records), _setting(records)
     for operation, group in groups(records, lambda r: r.operation).items():
         peak, name = bounds.of(group[0]), operation.capitalize()
@@ -84,8 +89,24 @@ def of_suite(
         yield Picture(title, caption, over_jobs(records))
 
 
+def _training(records: Sequence[Record]) -> Iterator[tuple[str, Picture]]:
+    """Draw the records of "end-to-end" or of "memory", each picture with a short name."""
+    where = _setting(records)
+    if records[0].suite == "end-to-end":
+        caption = "Medians of each phase, timed by itself; the number is that of the whole step."
+        yield "steps", Picture(f"Training steps ({where})", caption, steps(records))
+        return
+    yield "memory", Picture(f"Memory at the peak of a step ({where})", "", peaks_by_case(records))
+    if figure := over_a_step(records):
+        caption = "From left to right: of torch allocations in order; of JAX its programs."
+        yield "timeline", Picture(f"Memory over a step ({where})", caption, figure)
+
+
 def headline(run: Sequence[Record]) -> Iterator[tuple[str, Picture]]:
-    """Draw causal flash attention over length and decodes of batches, each with a short name."""
+    """Draw what a summary shows, each picture with a short name.
+
+    It is causal flash attention over length, decodes of batches, and training.
+    """
     shown = [record for record in run if record.implementation in SHOWN]
     for operation in ("forward", "backward"):
         group = [r for r in shown if (r.suite, r.operation) == ("flash", operation)]
@@ -105,6 +126,9 @@ def headline(run: Sequence[Record]) -> Iterator[tuple[str, Picture]]:
         title = f"Paged decode of one token ({_setting(group)})"
         picture = by_case(group, peak, styles(group))
         yield "decode", Picture(title, _above(group, peak), picture)
+    for suite in ("end-to-end", "memory"):
+        if trained := [record for record in run if record.suite == suite]:
+            yield from _training(trained)
 
 
 def _setting(records: Sequence[Record]) -> str:

@@ -1,0 +1,103 @@
+"""Whole training steps of `models/` with each attention, in both frameworks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+
+from bench.job import Subject
+from bench.records import Record
+from bench.report.training import GAINS, gains, mfu, phases, status, warmups
+from bench.suites import Cells
+from bench.training.case import ATTENTIONS, TrainingCase
+from bench.training.job import TrainingJob, start
+from bench.training.steps import OPERATIONS, WARMUPS, observe
+from interop.rendering.tables import Grid
+
+TITLE = "Training steps"
+NOTE = (
+    "A step is a forward with its loss, a backward and an AdamW update, of a transformer of "
+    "`models/` on random tokens. A case is a size, batch x context, and a dtype: 'mixed' is "
+    "bfloat16 products on float32 parameters. Names are the framework and its attention; "
+    "'compiled' has each block under torch.compile, and JAX is jitted. In torch the phases of a "
+    "step lie between events on the device, and the step is all of them; in JAX each phase is a "
+    "program of its own and the step another one, which the host waits for. Means are of up to 10 "
+    "steps after a warm-up of 0, 1 or 5; the first step compiles what is not in a cache on disk. "
+    "FLOPs are the model's, with a backward of two forwards and no optimizer; MFU is their rate "
+    "over the datasheet's for bfloat16, whatever the dtype. Saved is what a forward leaves for its "
+    "backward, memory all that is allocated at the peak, parameters and optimizer included; of JAX "
+    "it is what XLA plans. A CPU's memory is not known to torch."
+)
+
+TINY = TrainingCase("tiny", 2, 64)
+# In order of worth, as a run may be cut off.
+CASES = (
+    *(TrainingCase("M", 1, context) for context in (4096, 16384)),
+    *(TrainingCase("S", 1, context) for context in (1024, 4096, 16384, 65536)),
+    *(TrainingCase("S", 4, 1024, dtype) for dtype in ("mixed", "float32", "bfloat16")),
+    TrainingCase("S", 16, 1024),
+    *(TrainingCase(size, 4, 256, form="gpt") for size in ("S", "M", "L", "XL", "2.7B")),
+    *(TrainingCase(size, 4, 256, "float32", "gpt") for size in ("S", "M", "L", "XL", "2.7B")),
+)
+COMPILED = ("M-1x4096-mixed", "S-4x1024-mixed", "tiny-2x64-mixed")
+IN_JAX = ("M-1x4096-mixed", "S-1x16384-mixed", "S-4x1024-mixed", "tiny-2x64-mixed")
+OF_GPT = ("twin", "eager")  # the form with LayerNorm and GELU is that of older reports
+
+
+def jobs(targets: Sequence[str | None], pattern: str = "") -> list[TrainingJob]:
+    """Return the jobs of every case whose name contains `pattern`, those of torch first.
+
+    JAX keeps the memory that it once took, so that torch would have less after it.
+
+    Args:
+        targets: of our kernels, the first one counts; None is the CPU, with the tiny model.
+        pattern: part of a case's name.
+    """
+    target = targets[0]
+    cases = CASES if target is not None else (TINY,)
+    chosen = [case for case in cases if pattern in case.name]
+    return [job for side in ATTENTIONS for case in chosen for job in _jobs(case, side, target)]
+
+
+def _jobs(case: TrainingCase, framework: str, target: str | None) -> Iterator[TrainingJob]:
+    modes = {"torch": ("", " compiled"), "jax": ("",)}[framework]
+    for mode in modes:
+        if (mode and case.name not in COMPILED) or (framework == "jax" and case.name not in IN_JAX):
+            continue
+        for attention in ATTENTIONS[framework]:
+            if case.form == "gpt" and attention not in OF_GPT:
+                continue
+            name = f"{framework} {attention}{mode}"
+            subject = Subject(name, target if attention == "twin" else None)
+            device = "cpu" if target is None else "cuda"
+            begin = partial(start, case, framework, attention, device, compiled=bool(mode))
+            yield TrainingJob(case, subject, begin, observe, OPERATIONS)
+
+
+def columns(record: Record) -> Cells:
+    """Return the model, its tokens, the rate and the memory."""
+    case = record.case
+    tokens = record.operation != "optimizer" and record.times and case["batch"] * case["context"]
+    return {
+        "model": f"{case['form']} {case['size']}",
+        "batch": case["batch"],
+        "context": case["context"],
+        "dtype": case["dtype"],
+        "tokens/s": 1e3 * tokens / record.times.median if tokens and record.times else None,
+        "MFU": mfu(record),
+        "of datasheet": None,
+        "saved, MB": None if record.held is None else record.held / 1e6,
+        "memory, MB": None if record.memory is None else record.memory / 1e6,
+        "status": status(record),
+    }
+
+
+def tables(records: Sequence[Record]) -> dict[str, Grid]:
+    """Return what attention gains a step, each phase with its memory, and means by warm-up."""
+    after = ", ".join(map(str, WARMUPS))
+    deviation = "mean ± standard deviation"
+    return {
+        GAINS: gains(records),
+        f"Phases after a warm-up of {WARMUPS[-1]} steps ({deviation})": phases(records),
+        f"Phases after a warm-up of {after} steps, ms ({deviation})": warmups(records),
+    }

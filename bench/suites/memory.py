@@ -1,0 +1,94 @@
+"""Memory over a training step of `models/`, by category, with our attention and without."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from bench.job import Subject
+from bench.records import Record
+from bench.report.tables import number
+from bench.report.training import PEAKS, status
+from bench.suites import Cells
+from bench.training.case import TrainingCase
+from bench.training.job import Show, Training, TrainingJob, start
+from bench.training.steps import fields
+from bench.training.timeline import CATEGORIES, peak, shortened, totals
+from interop.rendering.tables import Grid
+
+TITLE = "Memory of a training step"
+NOTE = (
+    "One step of a forward with its loss, a backward and an AdamW update, of a transformer of "
+    "`models/` on random tokens, not the first: the optimizer's state is there before. A case is a "
+    "size, batch x context, and a dtype. Saved activations are what a forward leaves for its "
+    "backward. Of torch every allocation is counted, from the allocator's history; of JAX the "
+    "arrays that are there and what XLA plans for the program of each phase. 'Other' is temporary, "
+    "but for tokens and constants."
+)
+
+CONTEXTS = (1024, 2048, 4096, 8192, 16384)
+JAX_CONTEXTS = (4096, 16384)  # JAX compiles for every shape
+TINY = TrainingCase("tiny", 2, 64)
+ATTENTIONS = {"torch": ("twin", "eager", "sdpa"), "jax": ("twin", "xla")}
+_STEPS = 3  # before memory is looked at; the first compiles
+
+
+def jobs(targets: Sequence[str | None], pattern: str = "") -> list[TrainingJob]:
+    """Return the jobs of every case whose name contains `pattern`, those of torch first.
+
+    Args:
+        targets: of our kernels, the first one counts; None is the CPU, with the tiny model.
+        pattern: part of a case's name.
+    """
+    target = targets[0]
+    device = "cpu" if target is None else "cuda"
+    cases = [TINY] if target is None else [TrainingCase("S", 1, context) for context in CONTEXTS]
+    found = []
+    for side, attentions in ATTENTIONS.items():
+        for case in (case for case in cases if pattern in case.name):
+            if side == "jax" and case is not TINY and case.context not in JAX_CONTEXTS:
+                continue
+            for name in attentions:
+                subject = Subject(f"{side} {name}", target if name == "twin" else None)
+                begin = partial(start, case, side, name, device)
+                found.append(TrainingJob(case, subject, begin, observe, ("step",)))
+    return found
+
+
+def observe(training: Training, case: TrainingCase, show: Show) -> dict[str, dict[str, Any]]:
+    """Return the memory of a step by category, after a few that are timed."""
+    steps = []
+    for i in range(_STEPS):
+        show(f"step {i + 1}")
+        steps.append(training.time_step()["step"])
+    show("recording memory")
+    timeline = training.timeline()
+    found = {"timeline": shortened(timeline), "memory": max(totals(timeline))}
+    return {"step": fields(steps, 1, case.flops("step")) | found}
+
+
+def columns(record: Record) -> Cells:
+    """Return the model, its tokens and what is there at the peak, by category."""
+    case = record.case
+    at_peak = peak(record.timeline) if record.timeline else {}
+    return {
+        "model": f"{case['form']} {case['size']}",
+        "batch": case["batch"],
+        "context": case["context"],
+        "dtype": case["dtype"],
+        **{f"{name}, MB": at_peak[name] / 1e6 for name in at_peak},
+        "memory, MB": None if record.memory is None else record.memory / 1e6,
+        "status": status(record),
+    }
+
+
+def tables(records: Sequence[Record]) -> dict[str, Grid]:
+    """Return the categories at each step's peak."""
+    rows = [["case", "implementation", *CATEGORIES, "all", "status"]]
+    for record in records:
+        at_peak = peak(record.timeline) if record.timeline else {}
+        cells = [number(at_peak[name] / 1e6) if at_peak else "" for name in CATEGORIES]
+        whole = number(record.memory / 1e6) if record.memory else ""
+        rows.append([record.case["name"], record.label, *cells, whole, status(record)])
+    return {PEAKS: rows}

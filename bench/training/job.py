@@ -1,0 +1,108 @@
+"""Run a training and keep a record for each of its operations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from typing import Any, Protocol
+
+from bench.job import Absent, Subject
+from bench.records import Record, failed
+from bench.sampling import Sampler
+from bench.training.case import TrainingCase
+from bench.training.timeline import Timeline
+
+Show = Callable[[str], object]
+
+
+class Training(Protocol):
+    """What `TorchTraining` and `JaxTraining` do."""
+
+    def forward(self) -> object: ...
+
+    def backward(self) -> object: ...
+
+    def optimizer(self) -> object: ...
+
+    def time_step(self) -> dict[str, float]: ...
+
+    def memory(self) -> tuple[int | None, dict[str, int]]: ...
+
+    def timeline(self) -> Timeline: ...
+
+
+# Returns the fields of each operation's record.
+Observe = Callable[[Training, TrainingCase, Show], Mapping[str, dict[str, Any]]]
+
+
+@dataclass(frozen=True)
+class TrainingJob:
+    """One model with one attention, which is made, observed and gone before the next one.
+
+    Attributes:
+        training: the model and its batch.
+        subject: the implementation's name in records.
+        start: makes the training, or raises `Absent`.
+        observe: takes its measurements.
+        operations: those that `observe` returns.
+    """
+
+    training: TrainingCase
+    subject: Subject
+    start: Callable[[], Training]
+    observe: Observe
+    operations: Sequence[str]
+
+    @property
+    def case(self) -> dict[str, Any]:
+        return self.training.fields
+
+    @property
+    def title(self) -> str:
+        return f"{self.training.name} {self.subject.implementation}"
+
+    def plan(self, origin: dict[str, Any]) -> dict[str, Record]:
+        """Return the records that measuring would fill, by operation."""
+        shared = {"case": self.case, **self.subject._asdict(), **origin}
+        return {name: Record(operation=name, **shared) for name in self.operations}
+
+    def measure(self, planned: Mapping[str, Record], sampler: Sampler, show: Show) -> list[Record]:
+        """Fill the planned records; an error becomes the status of all of them."""
+        if not planned:
+            return []
+        show("making the model")
+        try:
+            training = self.start()
+            with sampler:
+                found = self.observe(training, self.training, show)
+        except (Absent, NotImplementedError) as reason:
+            absent = {"status": "absent", "message": str(reason)}
+            return [replace(record, **absent) for record in planned.values()]
+        except Exception as error:
+            return [failed(record, error) for record in planned.values()]
+        gpu = sampler.summary()
+        return [
+            replace(record, status="ok", gpu=gpu, **found[operation])
+            for operation, record in planned.items()
+        ]
+
+
+def start(
+    case: TrainingCase, framework: str, attention: str, device: str, compiled: bool = False
+) -> Training:
+    """Make a training.
+
+    Raises:
+        Absent: JAX without Flax or Optax.
+        NotImplementedError: an attention that the device does not run for this case.
+    """
+    if framework == "torch":
+        from bench.training.torch_training import TorchTraining
+
+        return TorchTraining(case, attention, device, compiled)
+    if missing := [name for name in ("flax", "optax") if find_spec(name) is None]:
+        raise Absent(f"{' and '.join(missing)} not installed")
+    from bench.training.jax_training import JaxTraining
+
+    return JaxTraining(case, attention)

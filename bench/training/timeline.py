@@ -1,0 +1,134 @@
+"""Memory over a training step by category, from what an allocator did."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from bench.training.case import PHASES
+
+CATEGORIES: tuple[str, ...] = (
+    "parameters",
+    "optimizer state",
+    "gradients",
+    "saved activations",
+    "other",
+)
+_MOST_POINTS = 300
+
+Timeline = dict[str, list]  # "phase", and bytes by category, of each point in time
+Blocks = Mapping[int, int]  # bytes by address
+
+
+class Event(NamedTuple):
+    """An allocation, or with less than 0 bytes the end of one."""
+
+    address: int
+    num_bytes: int
+
+
+class Owned(NamedTuple):
+    """Memory of known tensors, by address.
+
+    Attributes:
+        parameters, optimizer: there before the step.
+        gradients: there after the backward.
+    """
+
+    parameters: Blocks
+    optimizer: Blocks
+    gradients: Blocks
+
+
+def timeline_of(start: Blocks, events: Mapping[str, Sequence[Event]], owned: Owned) -> Timeline:
+    """Return the bytes of each category after each event of a step.
+
+    What a forward allocates and leaves is a saved activation, its loss included. What is neither
+    that nor memory of a known tensor is "other", such as temporaries and tokens.
+
+    Args:
+        start: blocks that are there before the step.
+        events: of each phase, in order. Ends of blocks that nothing began are left out.
+        owned: memory of known tensors.
+    """
+    found = empty_timeline()
+    now: dict[str, int] = dict.fromkeys(CATEGORIES, 0)
+    open_blocks: dict[int, tuple[str, int]] = {}
+
+    def begin(address: int, num_bytes: int, category: str) -> None:
+        open_blocks[address] = category, num_bytes
+        now[category] += num_bytes
+
+    for address, num_bytes in start.items():
+        known = {"parameters": owned.parameters, "optimizer state": owned.optimizer}
+        fitting = (name for name, blocks in known.items() if address in blocks)
+        begin(address, num_bytes, next(fitting, "other"))
+    add_point(found, PHASES[0], now)
+    for phase in PHASES:
+        left = _left(events[phase])
+        for i, (address, num_bytes) in enumerate(events[phase]):
+            if num_bytes > 0:
+                category = _category(phase, address, owned) if left.get(address) == i else "other"
+                begin(address, num_bytes, category)
+            elif address in open_blocks:
+                category, size = open_blocks.pop(address)
+                now[category] -= size
+            else:
+                continue
+            add_point(found, phase, now)
+    return found
+
+
+def empty_timeline() -> Timeline:
+    return {name: [] for name in ("phase", *CATEGORIES)}
+
+
+def add_point(timeline: Timeline, phase: str, num_bytes: Mapping[str, int]) -> None:
+    """Append a point in time; categories that are not given have no bytes."""
+    timeline["phase"].append(phase)
+    for category in CATEGORIES:
+        timeline[category].append(num_bytes.get(category, 0))
+
+
+def totals(timeline: Timeline) -> list[int]:
+    """Return the bytes of all categories at each point."""
+    return [sum(point) for point in zip(*(timeline[name] for name in CATEGORIES), strict=True)]
+
+
+def peak(timeline: Timeline) -> dict[str, int]:
+    """Return the bytes of each category at the point with the most."""
+    total = totals(timeline)
+    at = total.index(max(total))
+    return {category: timeline[category][at] for category in CATEGORIES}
+
+
+def shortened(timeline: Timeline, most: int = _MOST_POINTS) -> Timeline:
+    """Return at most about so many points: of those in a row in one phase the highest."""
+    total = totals(timeline)
+    width = -(-len(total) // most)
+    kept: dict[Any, int] = {}
+    for i, phase in enumerate(timeline["phase"]):
+        place = phase, i // width
+        if place not in kept or total[i] > total[kept[place]]:
+            kept[place] = i
+    return {name: [values[i] for i in kept.values()] for name, values in timeline.items()}
+
+
+def _left(events: Sequence[Event]) -> dict[int, int]:
+    """Return by address which event began a block that is there after all of them."""
+    found: dict[int, int] = {}
+    for i, (address, num_bytes) in enumerate(events):
+        if num_bytes > 0:
+            found[address] = i
+        else:
+            found.pop(address, None)
+    return found
+
+
+def _category(phase: str, address: int, owned: Owned) -> str:
+    """Return the category of a block that a phase leaves."""
+    if phase == "forward":
+        return "saved activations"
+    if phase == "backward":
+        return "gradients" if address in owned.gradients else "other"
+    return "optimizer state" if address in owned.optimizer else "other"

@@ -1,0 +1,111 @@
+"""Training steps of the PyTorch model; `jax_training` is its twin."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from bench.training.case import PHASES, TrainingCase
+from bench.training.timeline import Timeline
+from models.torch_model import Transformer, next_token_loss
+
+LEARNING_RATE = 3e-4
+
+
+class TorchTraining:
+    """A model with its AdamW optimizer and one batch of random tokens.
+
+    Args:
+        case: the model and the batch.
+        attention: a name of `models.torch_attention`.
+        device: "cuda" or "cpu".
+        compiled: each block under torch.compile. Blocks share their code, so that it is compiled
+            once.
+
+    Raises:
+        ValueError: an unknown attention.
+        NotImplementedError: an attention that the device does not run for this dtype and head size.
+    """
+
+    def __init__(self, case: TrainingCase, attention: str, device: str, compiled: bool) -> None:
+        torch.compiler.reset()  # what another case compiled neither counts nor keeps its memory
+        torch.manual_seed(0)
+        dtypes = {name: getattr(torch, dtype) for name, dtype in case.dtypes.items()}
+        self.model = Transformer(case.config, attention, device=device, **dtypes)
+        if compiled:
+            for layer in self.model.layers:
+                layer.compile(dynamic=False)
+        self.parameters = list(self.model.parameters())
+        self.adamw = torch.optim.AdamW(self.parameters, LEARNING_RATE, fused=True)
+        shape = (case.batch, case.context + 1)
+        self.tokens = torch.randint(case.config.vocab_size, shape, device=device)
+        self.loss: torch.Tensor | None = None
+
+    def forward(self) -> None:
+        self.loss = next_token_loss(self.model, self.tokens)
+
+    def backward(self) -> None:
+        assert self.loss is not None
+        self.loss.backward()
+        self.loss = None
+
+    def optimizer(self) -> None:
+        self.adamw.step()
+        self.adamw.zero_grad()
+
+    def time_step(self) -> dict[str, float]:
+        """Return the milliseconds of each phase of a step, and of all of it, on one clock.
+
+        On a GPU the clock is an event in the stream behind each phase, which makes nothing wait.
+        """
+        mark, between = _clock(self.tokens.is_cuda)
+        marks = [mark()]
+        for phase in PHASES:
+            getattr(self, phase)()
+            marks.append(mark())
+        phases = [between(*pair) for pair in pairwise(marks)]
+        return dict(zip(PHASES, phases, strict=True)) | {"step": between(marks[0], marks[-1])}
+
+    def memory(self) -> tuple[int | None, dict[str, int]]:
+        """Return the bytes that a forward leaves, and all bytes at the peak of each phase.
+
+        torch counts no bytes on a CPU.
+        """
+        if not self.tokens.is_cuda:
+            return None, {}
+        before, saved, peaks = torch.cuda.memory_allocated(), 0, {}
+        for phase in PHASES:
+            torch.cuda.reset_peak_memory_stats()
+            getattr(self, phase)()
+            peaks[phase] = torch.cuda.max_memory_allocated()
+            if phase == "forward":
+                saved = torch.cuda.memory_allocated() - before
+        return saved, peaks | {"step": max(peaks.values())}
+
+    def timeline(self) -> Timeline:
+        """Run a step and return its memory by category; to be called after `time_step`."""
+        from bench.training.torch_memory import record_timeline
+
+        return record_timeline(self)
+
+
+def _clock(is_cuda: bool) -> tuple[Callable[[], Any], Callable[[Any, Any], float]]:
+    """Return a function that marks a time, and one that gives milliseconds between two marks."""
+    if not is_cuda:
+        return time.perf_counter, lambda start, end: (end - start) * 1e3
+
+    def mark() -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def between(start: torch.cuda.Event, end: torch.cuda.Event) -> float:
+        end.synchronize()
+        return start.elapsed_time(end)
+
+    torch.cuda.synchronize()
+    return mark, between

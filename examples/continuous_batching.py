@@ -1,0 +1,71 @@
+"""Continuous batching: requests enter a running batch as soon as others leave it."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+# From the slots' next tokens [slots] and tokens in the cache so far [slots], both int32, the
+# likeliest tokens after them [slots].
+Step = Callable[[np.ndarray, np.ndarray], np.ndarray]
+
+
+@dataclass
+class Request:
+    """A prompt and how many tokens to continue it by.
+
+    Attributes:
+        prompt: at least one token.
+        num_tokens: at least one.
+        answer: the tokens so far.
+        served: the first and the last step at which it was in the batch.
+    """
+
+    prompt: bytes
+    num_tokens: int
+    answer: list[int] = field(default_factory=list)
+    served: tuple[int, int] = (-1, -1)
+
+    def token(self, position: int) -> int:
+        """Return the token to be fed at a position: the prompt's, then the answer's."""
+        if position < len(self.prompt):
+            return self.prompt[position]
+        return self.answer[position - len(self.prompt)]
+
+
+def serve(requests: Sequence[Request], slots: int, step: Step) -> int:
+    """Answer all requests, at most `slots` at once; return the number of steps.
+
+    Each step feeds every slot one token, of a prompt or of an answer, so that a request begins
+    while others go on. A slot's pages are used again by its next request: what is in the cache
+    past a sequence's length never matters.
+    """
+    waiting = deque(requests)
+    running: list[Request | None] = [None] * slots
+    lengths = np.zeros(slots, np.int32)
+    steps = 0
+    while waiting or any(running):
+        for slot in range(slots):
+            if running[slot] is None and waiting:
+                running[slot], lengths[slot] = waiting.popleft(), 0
+        tokens = np.zeros(slots, np.int32)
+        for slot, request in enumerate(running):
+            if request is None:
+                lengths[slot] = 0  # an empty slot writes its first place again and again
+            else:
+                tokens[slot] = request.token(lengths[slot])
+        likeliest = step(tokens, lengths)
+        lengths += 1
+        for slot, request in enumerate(running):
+            if request is None:
+                continue
+            request.served = steps if request.served[0] < 0 else request.served[0], steps
+            if lengths[slot] >= len(request.prompt):
+                request.answer.append(int(likeliest[slot]))
+            if len(request.answer) == request.num_tokens:
+                running[slot] = None
+        steps += 1
+    return steps

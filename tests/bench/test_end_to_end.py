@@ -1,0 +1,208 @@
+"""Whole training steps: what is refused, counted, timed, kept, and shown."""
+
+import io
+from dataclasses import replace
+
+import pytest
+from rich.console import Console
+
+from bench import __main__ as command
+from bench.job import Subject
+from bench.records import Record, load
+from bench.report.plots.training import steps as draw_steps
+from bench.report.sections import sections
+from bench.report.training import GAINS, gains, phases, status, warmups
+from bench.runner import Instruments, run_suite
+from bench.sampling import Sampler
+from bench.suites import end_to_end
+from bench.training.case import ATTENTIONS, PHASES, TrainingCase
+from bench.training.job import TrainingJob, start
+from bench.training.steps import OPERATIONS, REPEATS, WARMUPS, mean_after, observe
+from models import jax_attention, torch_attention
+from models.config import make_config
+from tests.bench.conftest import ORIGIN
+
+CASE = TrainingCase("tiny", 2, 64)
+OURS, EAGER, SDPA = Subject("torch twin", "sm90"), Subject("torch eager"), Subject("torch sdpa")
+COMPILATION = 1000.0
+
+
+class Fake:
+    """A training whose phases take 1, 2 and 3 units of milliseconds, after a slow first step."""
+
+    def __init__(self, unit=1.0):
+        self.unit = unit
+        self.first = True
+
+    def time_step(self):
+        extra, self.first = COMPILATION * self.first, False
+        times = {name: extra + i * self.unit for i, name in enumerate(PHASES, 1)}
+        return times | {"step": sum(times.values())}
+
+    def memory(self):
+        return 500, dict(zip(OPERATIONS, (1000, 3000, 2000, 3000), strict=True))
+
+
+def raises(error):
+    def begin():
+        raise error
+
+    return begin
+
+
+def job(subject=OURS, begin=Fake, case=CASE):
+    return TrainingJob(case, subject, begin, observe, OPERATIONS)
+
+
+def run(*jobs, **options):
+    """Run jobs with no device; returns what was printed."""
+    console = Console(file=io.StringIO(), width=200)
+    instruments = Instruments(lambda calls: {}, print, lambda: Sampler(None), lambda: None)
+    origin = ORIGIN | {"suite": "end-to-end", "device": "NVIDIA H200 (fake)"}
+    assert run_suite(jobs, origin, instruments, console, **options) == 0
+    return console.file.getvalue()
+
+
+@pytest.fixture
+def records(tmp_path) -> list[Record]:
+    """Ours, two peers of which one is out of memory, and a peer that is absent."""
+    path = tmp_path / "records.jsonl"
+    oom = raises(RuntimeError("CUDA out of memory.\nTried"))
+    absent = raises(NotImplementedError("attention: expected a CUDA device"))
+    others = job(SDPA, lambda: Fake(2.0)), job(EAGER, oom), job(Subject("jax cudnn"), absent)
+    run(job(), *others, path=path)
+    return load(path)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"size": "XXL"}, "size: expected one of tiny, S, M, L, XL, 2.7B, got 'XXL'"),
+        ({"form": "old"}, 'form: expected "modern" or "gpt", got \'old\''),
+        ({"dtype": "int8"}, "dtype: expected one of float32, mixed, bfloat16, got 'int8'"),
+        ({"batch": 0}, "batch: expected 1 or more, got 0"),
+        ({"context": 0}, "context: expected 1 or more, got 0"),
+    ],
+)
+def test_wrong_cases_are_refused(wrong, message):
+    with pytest.raises(ValueError, match=message):
+        replace(CASE, **wrong)
+
+
+def test_attentions_are_those_of_the_models():
+    assert ATTENTIONS["torch"] == tuple(torch_attention.ATTENTIONS)
+    assert ATTENTIONS["jax"] == tuple(jax_attention.ATTENTIONS)
+    with pytest.raises(ValueError, match=r"attention: expected one of .* got 'flash'"):
+        start(CASE, "torch", "flash", "cpu")
+
+
+def test_flops_are_those_of_the_model():
+    # 256 x 32 of the head; in each of two layers q, k, v, o, and three of the MLP; norms.
+    weights = 256 * 32 + 2 * (32 * (32 + 16 + 16 + 32) + 3 * 32 * 128 + 2 * 32) + 32
+    pairs = 2 * 2 * 64 * 65 // 2  # of each layer: sequences, heads, and what the mask keeps
+    forward = 2 * weights * 2 * 64 + 2 * 4 * 16 * pairs
+    counted = [CASE.flops(operation) for operation in OPERATIONS]
+    assert counted == [forward, 2 * forward, 0, 3 * forward]
+
+
+def test_a_mean_leaves_out_its_warmup():
+    steps = [100.0, 1.0, 3.0]
+    assert mean_after(steps, 1) == (2.0, pytest.approx(2**0.5))
+    assert mean_after(steps, 0)[0] == pytest.approx(104 / 3)
+    assert mean_after(steps, 2) is None
+    assert mean_after([0.0] * REPEATS + [100.0], 0) == (0.0, 0.0)
+
+
+def test_records_keep_every_step(records):
+    ours = {r.operation: r for r in records if r.label == "torch twin sm90"}
+    assert tuple(ours) == OPERATIONS
+    backward = ours["backward"]
+    assert backward.steps == (COMPILATION + 2.0, *[2.0] * (WARMUPS[-1] + REPEATS - 1))
+    assert backward.times.median == 2.0
+    assert backward.tflops == pytest.approx(CASE.flops("backward") / 2e-3 / 1e12)
+    assert ours["optimizer"].tflops is None
+    assert [r.memory for r in ours.values()] == [1000, 3000, 2000, 3000]
+    assert [r.held for r in ours.values()] == [500, None, None, None]
+
+
+def test_what_has_no_time_says_why(records):
+    texts = {r.label: status(r) for r in records}
+    assert texts == {
+        "torch twin sm90": "ok", "torch sdpa": "ok", "torch eager": "OOM",
+        "jax cudnn": "absent (attention: expected a CUDA device)",
+    }  # fmt: skip
+    error = replace(records[-1], status="failed", message="ValueError: no")
+    assert status(error) == "error (ValueError: no)"
+
+
+def test_a_run_is_resumed(tmp_path):
+    path = tmp_path / "records.jsonl"
+    run(job(), path=path)
+    run(job(begin=raises(AssertionError)), job(SDPA), path=path, resume=True)
+    assert [(r.label, r.status) for r in load(path)] == [
+        *[("torch twin sm90", "ok")] * 4,
+        *[("torch sdpa", "ok")] * 4,
+    ]
+
+
+def test_tables(records):
+    titles, row = gains(records)
+    ours = dict(zip(titles, row, strict=True))
+    assert (ours["best other"], ours["best other / this"]) == ("sdpa", "2.00")
+    assert row[-1] == "OOM"
+    titles, *rows = phases(records)
+    first = dict(zip(titles, rows[0], strict=True))
+    assert first["backward, ms"] == "2.00 ± 0.00"
+    assert first["tokens/s"] == "21333"  # 128 in 6 ms
+    assert first["MFU"].endswith("%")
+    assert first["forward peak, MB"] == "0.00100"
+    assert [row[-1] for row in rows][2:] == ["OOM", "absent (attention: expected a CUDA device)"]
+    titles, first, _ = warmups(records)
+    shown = dict(zip(titles, first, strict=True))
+    assert shown["forward, 0"].startswith("101 ± 316")
+    assert shown["forward, 1"] == shown["forward, 5"] == "1.00 ± 0.00"
+    (section,) = sections(records)
+    assert next(iter(section.tables)) == GAINS
+    assert len(section.every) == 1 + len(records)
+
+
+def test_the_picture_holds_the_medians(records):
+    panel = draw_steps(records).axes[0]
+    bars = [(bar.get_x(), bar.get_width()) for bar in panel.patches]
+    assert bars == [(0, 1), (1, 2), (3, 3), (0, 2), (2, 4), (6, 6)]
+    assert [text.get_text() for text in panel.texts] == ["6.00", "12.0", "out of memory"]
+
+
+def test_the_default_cases():
+    jobs = end_to_end.jobs(("sm90", "sm80"))
+    assert {job.subject.target for job in jobs} == {"sm90", None}
+    assert len({(job.title, job.subject) for job in jobs}) == len(jobs)
+    assert {f"{case}" for case in end_to_end.COMPILED} & {job.training.name for job in jobs}
+    frameworks = [job.subject.implementation.split()[0] for job in jobs]
+    assert frameworks == sorted(frameworks, reverse=True)  # torch first
+    assert end_to_end.jobs(("sm90",), "no such case") == []
+
+
+def test_it_runs_on_a_cpu(monkeypatch, tmp_path):
+    pytest.importorskip("flax")
+    pytest.importorskip("optax")
+    monkeypatch.setattr(end_to_end, "ATTENTIONS", {"torch": ("eager", "flex"), "jax": ("xla",)})
+    monkeypatch.setattr(end_to_end, "COMPILED", ())
+    config = make_config("tiny", num_layers=1)
+    monkeypatch.setattr(TrainingCase, "config", config)
+    path = tmp_path / "records.jsonl"
+    assert command.main(["end-to-end", "--device", "cpu", "--json", str(path)]) == 0
+    found = {(r.label, r.operation): r for r in load(path)}
+    for label in ("torch eager", "jax xla"):
+        for operation in OPERATIONS:
+            assert found[label, operation].status == "ok"
+            assert len(found[label, operation].steps) >= WARMUPS[-1] + 2
+    assert "expected a CUDA device for 'flex'" in found["torch flex", "step"].message
+    # A backward needs what the forward saved; a step all of the optimizer's state.
+    saved, forward, step = (
+        found["jax xla", "forward"].held, found["jax xla", "forward"].memory,
+        found["jax xla", "step"].memory,
+    )  # fmt: skip
+    parameters = 4 * config.num_parameters
+    assert 0 < saved < forward
+    assert step > 3 * parameters
