@@ -15,14 +15,14 @@ import jax
 
 from pallas_attn.dispatch import Backends, Implementation, run_on_platform
 from pallas_attn.kernels import reference
-from twin_attention.contract.operands import FlashOperands, VarlenOperands
+from twin_attention.contract.operands import AttentionOperands
 from twin_attention.contract.spec import AttentionSpec
 from twin_attention.contract.validate import not_differentiable
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4))
 def attention(
-    operands: FlashOperands[jax.Array] | VarlenOperands[jax.Array],
+    operands: AttentionOperands[jax.Array],
     spec: AttentionSpec,
     backends: Backends,
     implementation: Implementation | None,

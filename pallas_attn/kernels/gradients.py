@@ -13,7 +13,7 @@ from pallas_attn.kernels.portable.segments import segment_ranges, segments_of
 from pallas_attn.kernels.portable.sequences import offsets_of, with_batch, without_batch
 from pallas_attn.kernels.portable.softmax import LOG2E
 from pallas_attn.kernels.portable.tiles import ROW_PADDING
-from twin_attention.contract.operands import FlashOperands, VarlenOperands
+from twin_attention.contract.operands import AttentionOperands
 from twin_attention.contract.spec import AttentionSpec
 from twin_attention.targets.family import Backend
 
@@ -68,7 +68,7 @@ def make_flash_bwd(
     launch_dq: Launch,
     launch_dkdv: Launch,
     launch_fused: Launch | None = None,
-) -> Callable[..., FlashOperands[Array] | VarlenOperands[Array]]:
+) -> Callable[..., AttentionOperands[Array]]:
     """Return the `flash_bwd` of a family.
 
     Args:
@@ -82,12 +82,12 @@ def make_flash_bwd(
     def flash_bwd(
         dout: Array,
         dlse: Array | None,
-        operands: FlashOperands[Array] | VarlenOperands[Array],
+        operands: AttentionOperands[Array],
         out: Array,
         lse: Array,
         spec: AttentionSpec,
         backend: Backend,
-    ) -> FlashOperands[Array] | VarlenOperands[Array]:
+    ) -> AttentionOperands[Array]:
         """Call the kernels of the backward. Packed sequences have no batch axis.
 
         Args:

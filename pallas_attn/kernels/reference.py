@@ -5,8 +5,6 @@ Each function takes and returns what the kernel of the same name does.
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jax import Array
@@ -14,10 +12,9 @@ from jax import Array
 from twin_attention.contract import reference
 from twin_attention.contract.operands import (
     AppendOperands,
+    AttentionOperands,
     DecodeOperands,
-    FlashOperands,
     PagedOperands,
-    VarlenOperands,
 )
 from twin_attention.contract.spec import (
     AppendSpec,
@@ -25,17 +22,15 @@ from twin_attention.contract.spec import (
     DecodeSpec,
     MergeSpec,
     PagedSpec,
-    VarlenSpec,
 )
 from twin_attention.targets.family import Backend
 
 
 def flash_fwd(
-    operands: FlashOperands[Array] | VarlenOperands[Array], spec: AttentionSpec, backend: Backend
+    operands: AttentionOperands[Array], spec: AttentionSpec, backend: Backend
 ) -> tuple[Array, Array]:
     """Compute out and lse in float32, with O(Sq · Skv) memory."""
-    is_packed = isinstance(spec, VarlenSpec)
-    forward: Any = reference.varlen_forward if is_packed else reference.attention_forward
+    forward = reference.forward_of(spec)
     with jax.default_matmul_precision("highest"):
         out, lse = forward(operands, spec, jnp.float32)
     return out.astype(operands.q.dtype), lse
@@ -44,15 +39,14 @@ def flash_fwd(
 def flash_bwd(
     dout: Array,
     dlse: Array | None,
-    operands: FlashOperands[Array] | VarlenOperands[Array],
+    operands: AttentionOperands[Array],
     out: Array,
     lse: Array,
     spec: AttentionSpec,
     backend: Backend,
-) -> FlashOperands[Array] | VarlenOperands[Array]:
+) -> AttentionOperands[Array]:
     """Compute the operands' gradients in float32, with O(Sq · Skv) memory."""
-    is_packed = isinstance(spec, VarlenSpec)
-    backward: Any = reference.varlen_backward if is_packed else reference.attention_backward
+    backward = reference.backward_of(spec)
     with jax.default_matmul_precision("highest"):
         gradients = backward(dout, dlse, operands, spec, jnp.float32)
     both = zip(gradients, operands, strict=True)

@@ -13,7 +13,7 @@ from torch_attn.kernels.portable.segments import segment_ranges, segments_of
 from torch_attn.kernels.portable.sequences import offsets_of
 from torch_attn.kernels.portable.softmax import LOG2E
 from torch_attn.launch import KernelCall, Prepared, launch
-from twin_attention.contract.operands import FlashOperands, VarlenOperands
+from twin_attention.contract.operands import AttentionOperands
 from twin_attention.contract.spec import AttentionSpec
 from twin_attention.targets.family import Backend
 
@@ -28,7 +28,7 @@ def make_flash_bwd(
     postprocess: Kernel | None = None,
     sum_columns: Callable[[int], int] | None = None,
     **options: Hashable,
-) -> Callable[..., FlashOperands[Tensor] | VarlenOperands[Tensor]]:
+) -> Callable[..., AttentionOperands[Tensor]]:
     """Return the `flash_bwd` of a family.
 
     Args:
@@ -43,12 +43,12 @@ def make_flash_bwd(
     def flash_bwd(
         dout: Tensor,
         dlse: Tensor | None,
-        operands: FlashOperands[Tensor] | VarlenOperands[Tensor],
+        operands: AttentionOperands[Tensor],
         out: Tensor,
         lse: Tensor,
         spec: AttentionSpec,
         backend: Backend,
-    ) -> FlashOperands[Tensor] | VarlenOperands[Tensor]:
+    ) -> AttentionOperands[Tensor]:
         """Launch the kernels of the backward: those that the problem has configurations for.
 
         Packed sequences have no batch axis.

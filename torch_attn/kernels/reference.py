@@ -6,8 +6,6 @@ device.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -15,10 +13,9 @@ from torch_attn.operands import without_autocast
 from twin_attention.contract import reference
 from twin_attention.contract.operands import (
     AppendOperands,
+    AttentionOperands,
     DecodeOperands,
-    FlashOperands,
     PagedOperands,
-    VarlenOperands,
 )
 from twin_attention.contract.spec import (
     AppendSpec,
@@ -27,17 +24,15 @@ from twin_attention.contract.spec import (
     MergeSpec,
     PagedCache,
     PagedSpec,
-    VarlenSpec,
 )
 from twin_attention.targets.family import Backend
 
 
 def flash_fwd(
-    operands: FlashOperands[Tensor] | VarlenOperands[Tensor], spec: AttentionSpec, backend: Backend
+    operands: AttentionOperands[Tensor], spec: AttentionSpec, backend: Backend
 ) -> tuple[Tensor, Tensor]:
     """Compute out and lse in float32, with O(Sq · Skv) memory."""
-    is_packed = isinstance(spec, VarlenSpec)
-    forward: Any = reference.varlen_forward if is_packed else reference.attention_forward
+    forward = reference.forward_of(spec)
     with without_autocast(operands.q.device):
         out, lse = forward(operands, spec, torch.float32)
     return out.to(operands.q.dtype).contiguous(), lse
@@ -46,15 +41,14 @@ def flash_fwd(
 def flash_bwd(
     dout: Tensor,
     dlse: Tensor | None,
-    operands: FlashOperands[Tensor] | VarlenOperands[Tensor],
+    operands: AttentionOperands[Tensor],
     out: Tensor,
     lse: Tensor,
     spec: AttentionSpec,
     backend: Backend,
-) -> FlashOperands[Tensor] | VarlenOperands[Tensor]:
+) -> AttentionOperands[Tensor]:
     """Compute the operands' gradients in float32, with O(Sq · Skv) memory."""
-    is_packed = isinstance(spec, VarlenSpec)
-    backward: Any = reference.varlen_backward if is_packed else reference.attention_backward
+    backward = reference.backward_of(spec)
     with without_autocast(out.device):
         gradients = backward(dout, dlse, operands, spec, torch.float32)
     return operands._make(

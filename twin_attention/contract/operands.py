@@ -52,6 +52,30 @@ class VarlenOperands(NamedTuple, Generic[X]):
     sinks: X | None = None
 
 
+class BlockSparseOperands(NamedTuple, Generic[X]):
+    """Operands of `block_sparse_attention`.
+
+    Attributes:
+        q, k, v: as in `FlashOperands`.
+        kv_counts, kv_tiles, q_counts, q_tiles: the lists of
+            `twin_attention.contract.block_mask.BlockMask`.
+        sinks: [Hq] float32, one logit a head in the denominator, or None.
+    """
+
+    q: X
+    k: X
+    v: X
+    kv_counts: X
+    kv_tiles: X
+    q_counts: X
+    q_tiles: X
+    sinks: X | None = None
+
+
+# Of the operations that the flash attention kernels run.
+AttentionOperands = FlashOperands[X] | VarlenOperands[X] | BlockSparseOperands[X]
+
+
 class DecodeOperands(NamedTuple, Generic[X]):
     """Operands of `paged_decode`.
 

@@ -18,6 +18,7 @@ from array_api_compat import array_namespace, device
 
 from twin_attention.contract.operands import (
     AppendOperands,
+    BlockSparseOperands,
     DecodeOperands,
     FlashOperands,
     PagedOperands,
@@ -26,6 +27,7 @@ from twin_attention.contract.operands import (
 from twin_attention.contract.spec import (
     AppendSpec,
     AttentionSpec,
+    BlockSparseSpec,
     DecodeSpec,
     PagedCache,
     PagedSpec,
@@ -172,13 +174,83 @@ def _sequence_of_tokens(xp: Any, offsets: Array, tokens: int) -> Array:
     return xp.sum(xp.astype(begun, offsets.dtype), axis=1, dtype=offsets.dtype)
 
 
+def block_sparse_forward(
+    operands: BlockSparseOperands, spec: BlockSparseSpec, dtype: Any
+) -> tuple[Array, Array]:
+    """Attention output and log-sum-exp over the tiles that a block mask keeps.
+
+    The mask is that of the tiles of keys which each tile of queries keeps.
+
+    Args:
+        operands, spec, dtype: as `attention_forward` takes them.
+
+    Returns:
+        out and lse, as `attention_forward` returns them.
+    """
+    xp = array_namespace(operands.q)
+    return _forward(xp, operands, spec, _kept_keys(xp, operands, spec), dtype)
+
+
+def block_sparse_backward(
+    dout: Array,
+    dlse: Array | None,
+    operands: BlockSparseOperands,
+    spec: BlockSparseSpec,
+    dtype: Any,
+) -> BlockSparseOperands[Array]:
+    """Compute the gradients of `block_sparse_forward`; lists have none.
+
+    Args:
+        dout, dlse, operands, spec, dtype: as `attention_backward` takes them.
+
+    Returns:
+        The gradient of each operand, in `dtype`.
+    """
+    xp = array_namespace(operands.q)
+    seen = _kept_keys(xp, operands, spec)
+    dq, dk, dv, dsinks, *_ = _backward(xp, dout, dlse, operands, spec, seen, dtype)
+    return BlockSparseOperands(dq, dk, dv, None, None, None, None, dsinks)
+
+
+def _kept_keys(xp: Any, operands: BlockSparseOperands, spec: BlockSparseSpec) -> Array:
+    """Return the mask [Bm, Hm, Sq, Skv] of the keys in the window and in tiles that are kept."""
+    counts, tiles, on = operands.kv_counts, operands.kv_tiles, device(operands.q)
+    listed = xp.arange(tiles.shape[-1], device=on) < counts[..., None]
+    tile = xp.arange(operands.q_counts.shape[-1], device=on)
+    kept = xp.any((tiles[..., None] == tile) & listed[..., None], axis=-2)
+    query = xp.arange(spec.seq_q, device=on) // spec.tile_q
+    key = xp.arange(spec.seq_kv, device=on) // spec.tile_kv
+    kept = xp.take(xp.take(kept, query, axis=2), key, axis=3)
+    seen = visibility(xp, spec, on)
+    return kept if seen is None else kept & seen
+
+
+# Of packed sequences and block masks; every other attention is dense.
+_FORWARD = {VarlenSpec: varlen_forward, BlockSparseSpec: block_sparse_forward}
+_BACKWARD = {VarlenSpec: varlen_backward, BlockSparseSpec: block_sparse_backward}
+
+
+def forward_of(spec: AttentionSpec) -> Any:
+    """Return the forward of a problem: `attention_forward`, or that of its kind."""
+    return _FORWARD.get(type(spec), attention_forward)
+
+
+def backward_of(spec: AttentionSpec) -> Any:
+    """Return the backward of a problem: `attention_backward`, or that of its kind."""
+    return _BACKWARD.get(type(spec), attention_backward)
+
+
 def _clear_padding(xp: Any, x: Array, kept: Array) -> Array:
     """Return tokens [..., S, H, D] with padding, which may hold NaN, at 0."""
     return xp.where(kept[..., None, None], x, xp.zeros_like(x))
 
 
 def _forward(
-    xp: Any, operands: FlashOperands, spec: AttentionSpec, seen: Array | None, dtype: Any
+    xp: Any,
+    operands: FlashOperands | BlockSparseOperands,
+    spec: AttentionSpec,
+    seen: Array | None,
+    dtype: Any,
 ) -> tuple[Array, Array]:
     q, k, v = _by_kv_head(xp, operands, spec, dtype)
     s, _ = _scores(xp, q, k, spec, seen)
@@ -191,7 +263,7 @@ def _backward(
     xp: Any,
     dout: Array,
     dlse: Array | None,
-    operands: FlashOperands,
+    operands: FlashOperands | BlockSparseOperands,
     spec: AttentionSpec,
     seen: Array | None,
     dtype: Any,
@@ -243,7 +315,9 @@ def _in_window(xp: Any, position: Array, spec: AttentionSpec) -> Array:
     return seen
 
 
-def _by_kv_head(xp: Any, operands: FlashOperands, spec: AttentionSpec, dtype: Any):
+def _by_kv_head(
+    xp: Any, operands: FlashOperands | BlockSparseOperands, spec: AttentionSpec, dtype: Any
+):
     """Return q as [B, Hkv, group · Sq, D], so that no key is copied; k, v as [B, Hkv, Skv, D]."""
     k, v = (xp.permute_dims(xp.astype(x, dtype), (0, 2, 1, 3)) for x in (operands.k, operands.v))
     return _rows(xp, operands.q, spec, dtype), k, v
@@ -272,11 +346,11 @@ def _scores(
         t = xp.tanh(s / spec.softcap)
         s, dcap = t * spec.softcap, 1 - t * t
     if seen is not None:
-        # [Sq, Skv], or [B, Sq, Skv], for each query head of a kv head.
-        *batch, seq_q, seq_kv = seen.shape
-        shape = (*batch, spec.group_size, seq_q, seq_kv)
-        seen = xp.broadcast_to(seen[..., None, :, :], shape)
-        seen = xp.reshape(seen, (*batch, *(1 for _ in batch), *s.shape[-2:]))
+        # [Sq, Skv], [B, Sq, Skv] or [B or 1, Hq or 1, Sq, Skv]: the rows of s by query head.
+        if seen.ndim == 3:
+            seen = seen[:, None, :, :]
+        shape = (spec.batch, spec.heads_q, spec.seq_q, spec.seq_kv)
+        seen = xp.reshape(xp.broadcast_to(seen, shape), s.shape)
         s = xp.where(seen, s, xp.full_like(s, float("-inf")))
     return s, dcap
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from twin_attention.contract.operands import (
     AppendOperands,
+    BlockSparseOperands,
     DecodeOperands,
     FlashOperands,
     PagedOperands,
@@ -23,6 +24,7 @@ DTYPES = ("float16", "bfloat16", "float32")
 HEAD_DIM_MIN, HEAD_DIM_MAX, HEAD_DIM_STEP = 16, 256, 8
 DECODE_DTYPES = ("float16", "bfloat16")
 QUANTIZED_DTYPES = ("int8", "float8_e4m3fn")
+TILE_SIZES = (64, 128)  # of a block mask, queries and keys
 PAGE_SIZE_MAX, TOKENS_MAX, SPLITS_MAX = 256, 16, 256
 WINDOW_UNLIMITED = 2**31 - 1  # no length is greater: positions have 32 bits
 _BITS = {"float32": 32, "float16": 16, "bfloat16": 16, "int8": 8, "float8_e4m3fn": 8}
@@ -231,6 +233,52 @@ class VarlenSpec(AttentionSpec):
         same: dict[str, Any] = {x.name: getattr(self, x.name) for x in fields(AttentionSpec)}
         same["seq_q"], same["seq_kv"] = seq_q, seq_kv
         return AttentionSpec(**same)
+
+
+def tile_size(length: int, tiles: int) -> int | None:
+    """Return the size of a block mask's tiles, from a length and their number; None if none fits.
+
+    Where several sizes fit there is one tile, whose size does not matter.
+    """
+    return next((size for size in TILE_SIZES if tiles == -(-length // size)), None)
+
+
+@dataclass(frozen=True)
+class BlockSparseSpec(AttentionSpec):
+    """An attention over the tiles that a block mask keeps. Which these are is data on the device.
+
+    Attributes:
+        tile_q, tile_kv: queries and keys of a tile, each one of `TILE_SIZES`.
+        mask_batch, mask_heads: how many sequences and heads have a mask of their own: all of them,
+            or 1 for one mask of all.
+    """
+
+    tile_q: int = field(kw_only=True)
+    tile_kv: int = field(kw_only=True)
+    mask_batch: int = field(kw_only=True)
+    mask_heads: int = field(kw_only=True)
+
+    @classmethod
+    def of(
+        cls,
+        operands: BlockSparseOperands,
+        dtype: str,
+        scale: float | None,
+        window: Window,
+        softcap: float | None,
+        deterministic: bool | None,
+    ) -> BlockSparseSpec:
+        """Describe the problem of operands that fit together."""
+        dense = FlashOperands(operands.q, operands.k, operands.v)
+        same = AttentionSpec.of(dense, dtype, scale, window, softcap, deterministic)
+        mask_batch, mask_heads, tiles_q = operands.kv_counts.shape
+        return cls(
+            **vars(same),
+            tile_q=tile_size(same.seq_q, tiles_q) or 0,
+            tile_kv=tile_size(same.seq_kv, operands.q_counts.shape[2]) or 0,
+            mask_batch=mask_batch,
+            mask_heads=mask_heads,
+        )
 
 
 @dataclass(frozen=True)

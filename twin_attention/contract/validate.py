@@ -15,6 +15,7 @@ import numpy as np
 
 from twin_attention.contract.operands import (
     AppendOperands,
+    BlockSparseOperands,
     DecodeOperands,
     FlashOperands,
     PagedOperands,
@@ -29,16 +30,19 @@ from twin_attention.contract.spec import (
     PAGE_SIZE_MAX,
     QUANTIZED_DTYPES,
     SPLITS_MAX,
+    TILE_SIZES,
     TOKENS_MAX,
     WINDOW_UNLIMITED,
     AppendSpec,
     AttentionSpec,
+    BlockSparseSpec,
     DecodeSpec,
     MergeSpec,
     PagedCache,
     PagedSpec,
     VarlenSpec,
     Window,
+    tile_size,
 )
 
 
@@ -212,6 +216,70 @@ def check_flash_attention_varlen(
         _check_device(x, operands.q)
     _check_sinks(operands)
     return VarlenSpec.of(operands, operands.q.dtype, *options)
+
+
+def check_block_sparse_attention(
+    operands: BlockSparseOperands[Operand], options: FlashOptions
+) -> BlockSparseSpec:
+    """Check the operands of `block_sparse_attention` and describe the problem.
+
+    Raises:
+        As `check_flash_attention`.
+    """
+    _check_qkv(operands, ("[B, Sq, Hq, D]", "[B, Skv, Hkv, D]", "[B, Skv, Hkv, Dv]"))
+    q, k = operands.q, operands.k
+    of_queries, of_keys = operands.kv_counts, operands.q_counts
+    lists = ((of_queries, operands.kv_tiles), (of_keys, operands.q_tiles))
+    for counts, tiles in lists:
+        for x in (counts, tiles):
+            _check_dtype(x, "int32")
+            _check_device(x, q)
+        if len(counts.shape) != 3:
+            expected = "3 dimensions [B or 1, Hq or 1, tiles]"
+            fail(ValueError, counts.name, expected, f"shape {counts.shape}")
+    _check_mask_axes(of_queries, of_queries.shape[:2], q)
+    if of_keys.shape[:2] != of_queries.shape[:2]:
+        expected = f"kv_counts' masks {of_queries.shape[:2]}"
+        fail(ValueError, of_keys.name, expected, of_keys.shape[:2])
+    _check_number_of_tiles(of_queries, of_queries.shape[2], q.shape[1], "queries")
+    _check_number_of_tiles(of_keys, of_keys.shape[2], k.shape[1], "keys")
+    for counts, tiles in lists:
+        *expected, width = (*counts.shape, tiles.shape[-1] if tiles.shape else 0)
+        if tiles.shape != (*expected, width) or (width == 0 and 0 not in expected):
+            got = tiles.shape
+            fail(ValueError, tiles.name, f"{counts.name}' {counts.shape} lists of a width", got)
+    _check_sinks(operands)
+    return BlockSparseSpec.of(operands, q.dtype, *options)
+
+
+def check_kept_tiles(kept: Operand, q: Operand, k: Operand) -> None:
+    """Check a block mask of booleans; q and k are not checked.
+
+    Raises:
+        TypeError: another dtype.
+        ValueError: a shape that does not fit q and k.
+    """
+    _check_dtype(kept, "bool")
+    if not 2 <= len(kept.shape) <= 4:
+        expected = "2 to 4 dimensions [B or 1, Hq or 1, tiles_q, tiles_kv]"
+        fail(ValueError, kept.name, expected, f"shape {kept.shape}")
+    _check_device(kept, q)
+    if len(q.shape) == len(k.shape) == 4:
+        *masks, tiles_q, tiles_kv = (1,) * (4 - len(kept.shape)) + kept.shape
+        _check_mask_axes(kept, tuple(masks), q)
+        _check_number_of_tiles(kept, tiles_q, q.shape[1], "queries")
+        _check_number_of_tiles(kept, tiles_kv, k.shape[1], "keys")
+
+
+def check_tiles(least: int = 0, **numbers: Any) -> None:
+    """Refuse what is no number of tiles, or less than `least`.
+
+    Raises:
+        TypeError: it is no integer.
+        ValueError: it is out of range.
+    """
+    for name, value in numbers.items():
+        _check_integer(name, value, least, WINDOW_UNLIMITED)
 
 
 def check_paged_decode(operands: DecodeOperands[Operand], options: DecodeOptions) -> DecodeSpec:
@@ -562,7 +630,8 @@ def check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
 
 
 def _check_qkv(
-    operands: FlashOperands[Operand] | VarlenOperands[Operand], layouts: tuple[str, str, str]
+    operands: FlashOperands[Operand] | VarlenOperands[Operand] | BlockSparseOperands[Operand],
+    layouts: tuple[str, str, str],
 ) -> None:
     q, k, v = operands.q, operands.k, operands.v
     for x, layout in zip((q, k, v), layouts, strict=True):
@@ -593,6 +662,22 @@ def _check_qkv(
         _check_rows(x)
 
 
+def _check_mask_axes(x: Operand, masks: tuple[int, ...], q: Operand) -> None:
+    """Check how many masks there are, of sequences and of heads."""
+    batch, _, heads, _ = q.shape
+    if masks[0] not in (1, batch):
+        fail(ValueError, x.name, f"masks of 1 or {batch} sequences", masks[0])
+    if masks[1] not in (1, heads):
+        fail(ValueError, x.name, f"masks of 1 or {heads} heads", masks[1])
+
+
+def _check_number_of_tiles(x: Operand, tiles: int, length: int, what: str) -> None:
+    if tile_size(length, tiles) is None:
+        fits = dict.fromkeys(-(-length // size) for size in TILE_SIZES)
+        expected = f"{' or '.join(map(str, fits))} tiles for {length} {what}"
+        fail(ValueError, x.name, expected, tiles)
+
+
 def _check_offsets(cu_seqlens_q: Operand, *others: Operand) -> None:
     for x in (cu_seqlens_q, *others):
         if len(x.shape) != 1 or x.shape[0] < 1:
@@ -608,6 +693,7 @@ def _check_offsets(cu_seqlens_q: Operand, *others: Operand) -> None:
 def _check_sinks(
     operands: FlashOperands[Operand]
     | VarlenOperands[Operand]
+    | BlockSparseOperands[Operand]
     | DecodeOperands[Operand]
     | PagedOperands[Operand],
 ) -> None:

@@ -38,7 +38,7 @@ from pallas_attn.kernels.portable.tiles import (
     visible_tiles,
 )
 from pallas_attn.launch import flash_arguments, launch, of_all, of_batch, of_head
-from twin_attention.contract.operands import FlashOperands, VarlenOperands
+from twin_attention.contract.operands import AttentionOperands
 from twin_attention.contract.spec import AttentionSpec
 from twin_attention.targets.config import padded_head_dim
 from twin_attention.targets.family import Backend
@@ -155,7 +155,7 @@ def flash_fwd_kernel(
 
 
 def flash_fwd(
-    operands: FlashOperands[Array] | VarlenOperands[Array], spec: AttentionSpec, backend: Backend
+    operands: AttentionOperands[Array], spec: AttentionSpec, backend: Backend
 ) -> tuple[Array, Array]:
     """Call `flash_fwd_kernel`.
 

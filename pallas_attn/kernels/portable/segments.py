@@ -14,7 +14,7 @@ from jax import Array, lax
 from jax.experimental.pallas import triton as plt
 
 from pallas_attn.kernels.portable.tiles import arange, cdiv, load_rows, maximum, minimum
-from twin_attention.contract.operands import FlashOperands, VarlenOperands
+from twin_attention.contract.operands import AttentionOperands, FlashOperands
 
 # Tokens of a block, which has one range of ids.
 BLOCK_IDS = 64
@@ -109,7 +109,7 @@ def segment_ranges(ids: Array) -> Array:
     return jnp.stack((least, ids.max(2), ids.min(2)), 1)
 
 
-def segments_of(operands: FlashOperands[Array] | VarlenOperands[Array]) -> tuple[Array, ...]:
+def segments_of(operands: AttentionOperands[Array]) -> tuple[Array, ...]:
     """Return the ids of queries and of keys; nothing without them."""
     if not isinstance(operands, FlashOperands) or operands.q_segment_ids is None:
         return ()

@@ -43,7 +43,7 @@ from torch_attn.launch import (
     launch,
     stride_arguments,
 )
-from twin_attention.contract.operands import FlashOperands, VarlenOperands
+from twin_attention.contract.operands import AttentionOperands
 from twin_attention.contract.spec import AttentionSpec
 from twin_attention.targets.family import Backend
 
@@ -180,7 +180,7 @@ def flash_fwd_kernel(
 
 
 def flash_fwd(
-    operands: FlashOperands[Tensor] | VarlenOperands[Tensor],
+    operands: AttentionOperands[Tensor],
     spec: AttentionSpec,
     backend: Backend,
 ) -> tuple[Tensor, Tensor]:

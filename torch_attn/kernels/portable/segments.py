@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from twin_attention.contract.operands import FlashOperands, VarlenOperands
+from twin_attention.contract.operands import AttentionOperands, FlashOperands
 
 # Tokens of a block, which has one range of ids.
 BLOCK_IDS = tl.constexpr(64)
@@ -103,7 +103,7 @@ def segment_ranges(ids: Tensor) -> Tensor:
     return ranges
 
 
-def segments_of(operands: FlashOperands[Tensor] | VarlenOperands[Tensor]) -> tuple[Tensor, ...]:
+def segments_of(operands: AttentionOperands[Tensor]) -> tuple[Tensor, ...]:
     """Return the ids of queries and of keys, contiguous; nothing without them."""
     if not isinstance(operands, FlashOperands) or operands.q_segment_ids is None:
         return ()

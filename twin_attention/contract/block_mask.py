@@ -1,0 +1,161 @@
+"""Block masks: which tiles of the scores block-sparse attention computes.
+
+A tile is 64 or 128 queries by 64 or 128 keys. A mask is an array of booleans, True for a tile that
+is kept: ``[tiles_q, tiles_kv]``, where a mask of each head, and of each sequence, has axes for them
+in front. The number of tiles tells their size, since lengths are known: 1000 queries are 16 tiles
+of 64, or 8 of 128. The last tile may be cut off by the end of a sequence.
+
+Kernels take the same mask as lists, a `BlockMask`: for every tile of queries the tiles of keys that
+are kept, which the forward and dq walk, and for every tile of keys those of queries, for dk and dv.
+So the cost is that of the tiles that are kept. Causal masks and windows apply within them: a tile
+that they hide is skipped, and only those at their edges are masked.
+
+The functions below make masks of NumPy, which ``|`` and ``&`` combine. They count in tiles, and
+tile i of the queries stands at tile ``i + tiles_kv - tiles_q`` of the keys, as queries do at keys.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import numpy as np
+from array_api_compat import array_namespace
+
+from twin_attention.contract.validate import check_tiles, fail
+
+X = TypeVar("X")
+
+
+class BlockMask(NamedTuple, Generic[X]):
+    """The tiles that a block mask keeps, as lists: int32 arrays of one framework, on one device.
+
+    Bm is 1 or B, and Hm is 1 or Hq: one mask of all sequences or heads, or one of each. Each list
+    holds increasing numbers. Nothing checks that on the device: other lists give other results,
+    but no memory outside the operands is read. What follows a list's count never matters.
+
+    Args:
+        kv_counts: [Bm, Hm, tiles_q], how many tiles of keys a tile of queries keeps.
+        kv_tiles: [Bm, Hm, tiles_q, width], which these are. Any width from the largest count on.
+        q_counts: [Bm, Hm, tiles_kv], how many tiles of queries keep a tile of keys.
+        q_tiles: [Bm, Hm, tiles_kv, width], which these are.
+
+    Example::
+
+        import numpy as np
+        from torch_attn import BlockMask
+
+        mask = BlockMask.of(np.tri(4, dtype=bool))  # of a torch.Tensor or a jax.Array as well
+        assert mask.kv_counts.tolist() == [[[1, 2, 3, 4]]]
+    """
+
+    kv_counts: X
+    kv_tiles: X
+    q_counts: X
+    q_tiles: X
+
+    @classmethod
+    def of(cls, kept: Any) -> BlockMask[Any]:
+        """Return the lists of a mask, as arrays of its own library. It can be traced.
+
+        Args:
+            kept: [tiles_q, tiles_kv], [Hm, tiles_q, tiles_kv] or [Bm, Hm, tiles_q, tiles_kv] bool.
+        """
+        xp = array_namespace(kept)
+        kept = xp.reshape(kept, (*(1,) * (4 - kept.ndim), *kept.shape))
+
+        def lists(kept: Any) -> tuple[Any, Any]:
+            dropped = xp.astype(xp.logical_not(kept), xp.int32)
+            return (
+                xp.sum(1 - dropped, axis=-1, dtype=xp.int32),
+                xp.astype(xp.argsort(dropped, axis=-1, stable=True), xp.int32),
+            )
+
+        return cls(*lists(kept), *lists(xp.matrix_transpose(kept)))
+
+
+def local_tiles(tiles_q: int, tiles_kv: int, left: int, right: int) -> np.ndarray:
+    """Return the mask of a band: each tile sees `left` tiles before its own and `right` after.
+
+    Returns:
+        [tiles_q, tiles_kv] bool.
+    """
+    check_tiles(tiles_q=tiles_q, tiles_kv=tiles_kv, left=left, right=right)
+    ahead = _tiles_ahead(tiles_q, tiles_kv)
+    return (ahead >= -left) & (ahead <= right)
+
+
+def strided_tiles(tiles_q: int, tiles_kv: int, stride: int) -> np.ndarray:
+    """Return the mask of a stride: each tile sees its own and every `stride`-th from there.
+
+    Source: Child et al. 2019 (Sparse Transformers), section 4.3.
+
+    Returns:
+        [tiles_q, tiles_kv] bool.
+    """
+    check_tiles(tiles_q=tiles_q, tiles_kv=tiles_kv)
+    check_tiles(least=1, stride=stride)
+    return _tiles_ahead(tiles_q, tiles_kv) % stride == 0
+
+
+def global_tiles(tiles_q: int, tiles_kv: int, num_tiles: int) -> np.ndarray:
+    """Return the mask of global tiles: the first `num_tiles` see all, and all see these.
+
+    Source: Zaheer et al. 2020 (BigBird), section 2.
+
+    Returns:
+        [tiles_q, tiles_kv] bool.
+    """
+    check_tiles(tiles_q=tiles_q, tiles_kv=tiles_kv, num_tiles=num_tiles)
+    query, key = np.ogrid[:tiles_q, :tiles_kv]
+    return (query < num_tiles) | (key < num_tiles)
+
+
+def random_tiles(tiles_q: int, tiles_kv: int, num_tiles: int, seed: int) -> np.ndarray:
+    """Return a random mask: each tile of queries sees `num_tiles` tiles of keys, or all if fewer.
+
+    Returns:
+        [tiles_q, tiles_kv] bool, the same for the same seed.
+    """
+    check_tiles(tiles_q=tiles_q, tiles_kv=tiles_kv, num_tiles=num_tiles, seed=seed)
+    rank = np.random.default_rng(seed).random((tiles_q, tiles_kv)).argsort(1).argsort(1)
+    return rank < num_tiles
+
+
+def document_tiles(q_ids: np.ndarray, kv_ids: np.ndarray, tile_q: int, tile_kv: int) -> np.ndarray:
+    """Return the mask of tiles that share a document.
+
+    Where documents begin at multiples of a tile, this is what segment ids do. Other tiles are kept
+    as a whole, and show a query its neighbours in them.
+
+    Args:
+        q_ids: [Sq], or [B, Sq], the document of each query; a negative one is padding.
+        kv_ids: [Skv] or [B, Skv], the same of the keys.
+        tile_q, tile_kv: sizes of a tile.
+
+    Returns:
+        [tiles_q, tiles_kv] bool, or [B, 1, tiles_q, tiles_kv].
+    """
+    check_tiles(least=1, tile_q=tile_q, tile_kv=tile_kv)
+    q_ids, kv_ids = np.asarray(q_ids), np.asarray(kv_ids)
+    if q_ids.ndim not in (1, 2) or q_ids.shape[:-1] != kv_ids.shape[:-1]:
+        fail(ValueError, "kv_ids", f"q_ids' batch {q_ids.shape[:-1]} of 1 axis", kv_ids.shape[:-1])
+    if q_ids.ndim == 2:
+        pairs = zip(q_ids, kv_ids, strict=True)
+        return np.stack([document_tiles(*pair, tile_q, tile_kv) for pair in pairs])[:, None]
+    documents = np.unique(q_ids[q_ids >= 0])
+
+    def has(ids: np.ndarray, tile: int) -> np.ndarray:
+        """Return which documents each tile has tokens of, [tiles, documents]."""
+        ids = np.pad(ids, (0, -len(ids) % tile), constant_values=-1).reshape(-1, tile)
+        found = np.zeros((len(ids), len(documents)), bool)
+        for n, document in enumerate(documents):
+            found[:, n] = (ids == document).any(1)
+        return found
+
+    return has(q_ids, tile_q) @ has(kv_ids, tile_kv).T
+
+
+def _tiles_ahead(tiles_q: int, tiles_kv: int) -> np.ndarray:
+    """Return how many tiles each tile of keys is ahead of where a tile of queries stands."""
+    query, key = np.ogrid[:tiles_q, :tiles_kv]
+    return key - (query + tiles_kv - tiles_q)
