@@ -1,13 +1,17 @@
 """Attention kernels in JAX Pallas, the twins of `torch_attn`'s Triton kernels."""
 
+from pallas_attn.block_sparse import block_sparse_attention
 from pallas_attn.decode import append_kv, check_pages, merge_states, paged_decode
 from pallas_attn.explain import explain
 from pallas_attn.flash import flash_attention
 from pallas_attn.paged import paged_attention
 from pallas_attn.varlen import check_offsets, flash_attention_varlen
+from twin_attention.contract.block_mask import BlockMask
 
 __all__ = [
+    "BlockMask",
     "append_kv",
+    "block_sparse_attention",
     "check_offsets",
     "check_pages",
     "explain",

@@ -1,5 +1,6 @@
 """Flash attention and paged decode for PyTorch, in Triton. Importing it loads no Triton, no JAX."""
 
+from torch_attn.block_sparse import block_sparse_attention
 from torch_attn.decode import (
     append_kv,
     check_pages,
@@ -10,9 +11,12 @@ from torch_attn.explain import explain
 from torch_attn.flash import flash_attention
 from torch_attn.paged import paged_attention
 from torch_attn.varlen import check_offsets, flash_attention_varlen
+from twin_attention.contract.block_mask import BlockMask
 
 __all__ = [
+    "BlockMask",
     "append_kv",
+    "block_sparse_attention",
     "check_offsets",
     "check_pages",
     "explain",

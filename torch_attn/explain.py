@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from torch_attn import decode, flash, paged, varlen
+from torch_attn import block_sparse, decode, flash, paged, varlen
 from torch_attn.dispatch import check_implementation, choose
 from torch_attn.targets import num_sms
 from twin_attention.contract.explain import Explanation
@@ -19,6 +19,7 @@ from twin_attention.targets.target import requested_target
 _PROBLEMS = {
     flash.flash_attention: flash.problem_of_flash,
     varlen.flash_attention_varlen: varlen.problem_of_varlen,
+    block_sparse.block_sparse_attention: block_sparse.problem_of_block_sparse,
     decode.paged_decode: decode.problem_of_decode,
     paged.paged_attention: paged.problem_of_paged,
     decode.append_kv: decode.problem_of_append,
@@ -30,8 +31,8 @@ def explain(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Expla
     """Say what a function of this package would run for the same arguments, and why; run nothing.
 
     Args:
-        function: `flash_attention`, `flash_attention_varlen`, `paged_decode`, `paged_attention`,
-            `append_kv` or `merge_states`.
+        function: `flash_attention`, `flash_attention_varlen`, `block_sparse_attention`,
+            `paged_decode`, `paged_attention`, `append_kv` or `merge_states`.
         args, kwargs: its arguments.
 
     Returns:

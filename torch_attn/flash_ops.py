@@ -1,6 +1,7 @@
-"""The torch operators of flash attention, dense and packed: what PyTorch sees of them.
+"""The torch operators of flash attention, dense, packed and sparse: what PyTorch sees of them.
 
-`torch_attn::flash_fwd`, `::flash_bwd`, `::flash_varlen_fwd` and `::flash_varlen_bwd`. Each has a
+`torch_attn::flash_fwd`, `::flash_bwd`, `::flash_varlen_fwd`, `::flash_varlen_bwd`,
+`::block_sparse_fwd` and `::block_sparse_bwd`. Each has a
 kernel for every backend, which runs a kernel family (`torch_attn.dispatch`), a fake kernel for
 tracing, a batching rule for `vmap`, and a derivative: that of a forward calls its backward, that of
 a backward refuses (a second derivative). They are registered with
@@ -26,16 +27,23 @@ from torch import Tensor
 
 from torch_attn.calls import Call, is_recorded, keep, recall
 from torch_attn.operands import dtype_name, operand, rows_aligned, schema
-from twin_attention.contract.operands import FlashOperands, VarlenOperands, describe_operands
-from twin_attention.contract.spec import AttentionSpec, VarlenSpec, Window
+from twin_attention.contract.operands import (
+    BlockSparseOperands,
+    FlashOperands,
+    VarlenOperands,
+    describe_operands,
+)
+from twin_attention.contract.spec import AttentionSpec, BlockSparseSpec, VarlenSpec, Window
 from twin_attention.contract.validate import (
     FlashOptions,
+    check_block_sparse_attention,
     check_flash_attention,
     check_flash_attention_varlen,
     no_gradient,
     not_differentiable,
     not_mapped,
     not_mapped_with_sinks,
+    not_mapped_with_sinks_and_mask,
 )
 
 _library = torch.library.Library("torch_attn", "DEF")
@@ -395,6 +403,33 @@ def _batch(op, num_tensors, info, in_dims, *args):
     return tuple(x.unflatten(dim, sizes) for x, dim in zip(outputs, dims, strict=True)), tuple(dims)
 
 
+def _batch_sparse(op, num_tensors, info, in_dims, *args):
+    """Apply the rule of `vmap`: the mapped dimension joins the batch, where sinks have none.
+
+    A mask of all sequences stays one, unless it is mapped.
+
+    Raises:
+        NotImplementedError: there are sinks.
+    """
+    batch = args[0].shape[1 if in_dims[0] == 0 else 0]
+
+    def fold(x, dim):
+        if x is None:
+            return None
+        if x.ndim - (dim is not None) == 1:
+            not_mapped_with_sinks_and_mask()
+        if x.dtype == torch.int32 and dim is None and len(x) == 1:
+            return x
+        if x.dtype == torch.int32 and dim is not None:
+            x, dim = x.movedim(dim, 0), 0
+            x = x.expand(-1, batch, *x.shape[2:])
+        return join(x, dim, 0, info.batch_size)
+
+    tensors = zip(args[:num_tensors], in_dims[:num_tensors], strict=True)
+    outputs = op(*(fold(x, dim) for x, dim in tensors), *args[num_tensors:])
+    return tuple(x.unflatten(0, (info.batch_size, -1)) for x in outputs), (0,) * len(outputs)
+
+
 def _refuse_to_batch(*_: Any) -> NoReturn:
     """Refuse `vmap`: sequences of another batch are further sequences of a packed one."""
     not_mapped("flash_attention_varlen")
@@ -403,4 +438,11 @@ def _refuse_to_batch(*_: Any) -> NoReturn:
 DENSE = FlashOperators("flash", FlashOperands, AttentionSpec, check_flash_attention, _batch)
 PACKED = FlashOperators(
     "flash_varlen", VarlenOperands, VarlenSpec, check_flash_attention_varlen, _refuse_to_batch
+)
+SPARSE = FlashOperators(
+    "block_sparse",
+    BlockSparseOperands,
+    BlockSparseSpec,
+    check_block_sparse_attention,
+    _batch_sparse,
 )

@@ -15,7 +15,7 @@ from torch_attn.driver import launcher_of
 from torch_attn.replay import Launcher, current_capture
 from torch_attn.targets import shared_memory
 from torch_attn.tensor_maps import TensorMap
-from twin_attention.contract.spec import AttentionSpec, VarlenSpec
+from twin_attention.contract.spec import AttentionSpec, BlockSparseSpec, VarlenSpec
 from twin_attention.targets.config import compile_to_fit
 from twin_attention.targets.family import Backend
 from twin_attention.targets.kernels import KernelConfig, Spec
@@ -24,6 +24,7 @@ from twin_attention.targets.kernels import KernelConfig, Spec
 UNSPECIALIZED = ["seq_q", "seq_kv", "diagonal", "num_sequences", "window_left", "window_right"]
 _OFFSETS = "cu_seqlens_q_ptr", "cu_seqlens_kv_ptr"
 _SEGMENTS = "q_segment_ids_ptr", "kv_segment_ids_ptr", "ranges_ptr"
+_LISTS = "counts_ptr", "tiles_ptr"
 
 _recorded: tuple[Callable[[str], float], list[tuple[str, KernelConfig, Any]]] | None = None
 
@@ -46,12 +47,17 @@ def flash_arguments(spec: AttentionSpec) -> dict[str, Any]:
 
 
 def sequence_arguments(spec: AttentionSpec) -> dict[str, Any]:
-    """Return the arguments that tell packed sequences and segments from a dense batch.
+    """Return the arguments that tell packed sequences, segments and block masks from a dense batch.
 
-    These are the operands that are left out. Those of segments come last.
+    These are the operands that are left out. Those of block masks come last.
     """
     packed = isinstance(spec, VarlenSpec)
-    left_out = () if spec.segmented else _SEGMENTS if packed else _OFFSETS + _SEGMENTS
+    if isinstance(spec, BlockSparseSpec):
+        left_out = ()
+    elif spec.segmented:
+        left_out = _LISTS
+    else:
+        left_out = (() if packed else _OFFSETS) + _SEGMENTS + _LISTS
     return {"num_sequences": spec.num_sequences if packed else None} | dict.fromkeys(left_out)
 
 

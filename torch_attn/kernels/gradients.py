@@ -9,6 +9,7 @@ import torch
 import triton
 from torch import Tensor
 
+from torch_attn.kernels.portable.block_mask import lists_of_keys, lists_of_queries
 from torch_attn.kernels.portable.segments import segment_ranges, segments_of
 from torch_attn.kernels.portable.sequences import offsets_of
 from torch_attn.kernels.portable.softmax import LOG2E
@@ -76,9 +77,10 @@ def make_flash_bwd(
             launch("flash_bwd_postprocess", *postprocess, (sums, grads[0]), spec, backend)
         else:
             no_sums = () if postprocess is None else (None,)
-            tensors = (*inputs, grads[0], *offsets, *segments, *ranges[1:])
+            keys, queries = lists_of_keys(operands), lists_of_queries(operands)
+            tensors = (*inputs, grads[0], *offsets, *segments, *ranges[1:], *keys)
             launch("flash_bwd_dq", *dq, tensors, spec, backend, **options)
-            tensors = (*inputs, *grads[1:], *no_sums, *offsets, *segments, *ranges[:1])
+            tensors = (*inputs, *grads[1:], *no_sums, *offsets, *segments, *ranges[:1], *queries)
             launch("flash_bwd_dkdv", *dkdv, tensors, spec, backend, **options)
         dsinks = sinks_gradient(operands.sinks, lse2, delta)
         gradients = dict(zip(("q", "k", "v", "sinks"), (*grads, dsinks), strict=True))

@@ -112,6 +112,13 @@ def not_mapped_with_sinks() -> NoReturn:
     )
 
 
+def not_mapped_with_sinks_and_mask() -> NoReturn:
+    """Refuse `vmap` of a block-sparse attention with sinks, which have no batch to join."""
+    raise NotImplementedError(
+        "block_sparse_attention: vmap with sinks is not supported; call it for each"
+    )
+
+
 class FlashOptions(NamedTuple):
     """The options of `flash_attention`, checked; without a scale it follows from the head size."""
 

@@ -40,10 +40,17 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from twin_attention.contract.spec import AttentionSpec, MergeSpec
+from twin_attention.contract.spec import AttentionSpec, BlockSparseSpec, MergeSpec
 from twin_attention.contract.validate import check_choice, fail
 from twin_attention.targets.conditions import CONDITIONS
-from twin_attention.targets.kernels import FAMILY_KERNELS, KERNELS, Kernel, KernelConfig, Spec
+from twin_attention.targets.kernels import (
+    FAMILY_KERNELS,
+    KERNELS,
+    FlashConfig,
+    Kernel,
+    KernelConfig,
+    Spec,
+)
 
 PACKAGES = ("torch_attn", "pallas_attn")
 KEYS = ("dtype_bits", "head_dim", "when")
@@ -180,6 +187,8 @@ def current_configs(
 ) -> Mapping[str, Any]:
     """Return the configuration of each of a problem's kernels, with the changes of `use_configs`.
 
+    No tile is larger than one of a block mask, which is walked in whole kernel tiles.
+
     Args:
         package: one of `PACKAGES`.
         target: "sm80" or "sm90".
@@ -195,7 +204,20 @@ def current_configs(
             if numbers.keys() <= vars(configs[change.kernel]).keys():
                 new = replace(configs[change.kernel], **numbers)
                 configs = {**configs, change.kernel: new}
+    if isinstance(spec, BlockSparseSpec):
+        return {kernel: _within_tiles(config, spec) for kernel, config in configs.items()}
     return configs
+
+
+def _within_tiles(config: KernelConfig, spec: Spec) -> KernelConfig:
+    """Return the configuration with no larger tiles than a block mask has."""
+    if not (isinstance(spec, BlockSparseSpec) and isinstance(config, FlashConfig)):
+        return config
+    return replace(
+        config,
+        block_q=min(config.block_q, spec.tile_q),
+        block_kv=min(config.block_kv, spec.tile_kv),
+    )
 
 
 @lru_cache(maxsize=1024)
@@ -217,7 +239,7 @@ def smaller_configs(
         config: its configuration.
     """
     rows = load_table(table_path(package, target, folder), folder)[kernel]
-    own, *others = (row.config for row in rows if row.serves(spec))
+    own, *others = (_within_tiles(row.config, spec) for row in rows if row.serves(spec))
     return tuple(others) if config == own else ()
 
 

@@ -14,6 +14,7 @@ from twin_attention.targets.splits import choose_splits, decode_kernel
 _OPERATIONS = {
     "flash_attention": "flash_fwd",
     "flash_attention_varlen": "flash_fwd",
+    "block_sparse_attention": "flash_fwd",
     "paged_decode": "paged_decode",
     "paged_attention": "paged_attention",
     "append_kv": "append_kv",

@@ -5,7 +5,7 @@ A producer warp loads tiles with TMA; consumer warpgroups multiply them with wgm
 
 from __future__ import annotations
 
-from twin_attention.contract.spec import AttentionSpec, VarlenSpec
+from twin_attention.contract.spec import AttentionSpec, BlockSparseSpec, VarlenSpec
 from twin_attention.targets.kernels import Spec
 
 
@@ -21,6 +21,8 @@ def supports(operation: str, spec: Spec, target: str | None) -> str | None:
         return "it has flash attention alone"
     if isinstance(spec, VarlenSpec):
         return "its kernels take no packed sequences"
+    if isinstance(spec, BlockSparseSpec):
+        return "its kernels take no block masks"
     if spec.segmented:
         return "its kernels take no segment ids"
     if target != "sm90":

@@ -14,6 +14,13 @@ import triton.language as tl
 from torch import Tensor
 
 from torch_attn.kernels.gradients import make_flash_bwd
+from torch_attn.kernels.portable.block_mask import (
+    find_list,
+    kept_row,
+    kept_tiles,
+    list_arguments,
+    num_lists_of_group,
+)
 from torch_attn.kernels.portable.scores import add_product, visible_scores
 from torch_attn.kernels.portable.segments import (
     BLOCK_IDS,
@@ -137,6 +144,8 @@ def flash_bwd_dq_kernel(
     q_segment_ids_ptr,
     kv_segment_ids_ptr,
     ranges_ptr,
+    counts_ptr,
+    tiles_ptr,
     q_strides,
     k_strides,
     v_strides,
@@ -146,6 +155,8 @@ def flash_bwd_dq_kernel(
     diagonal,
     num_sequences,
     heads_q,
+    list_strides,
+    list_width,
     rule,
     window_left,
     window_right,
@@ -153,6 +164,8 @@ def flash_bwd_dq_kernel(
     GROUP_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_V: tl.constexpr,
+    TILE_Q: tl.constexpr,
+    TILE_KV: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_KV: tl.constexpr,
 ):
@@ -160,10 +173,9 @@ def flash_bwd_dq_kernel(
 
     Operands: q, k, v, dout with strides as in `flash_fwd_kernel`; lse2 and delta of
     `flash_bwd_preprocess_kernel` and dq [B, Sq, Hq, D] contiguous. Grid, diagonal, rule,
-    packed sequences, segment ids: as in `flash_fwd_kernel`. Loop invariant: dq is Σ ds k over the
-    keys so far.
-    Accumulation: float32, exponents in base 2, ds cast to k's dtype for ds·k. A row that sees no
-    key gives 0.
+    packed sequences, segment ids, block mask: as in `flash_fwd_kernel`. Loop invariant: dq is
+    Σ ds k over the keys so far. Accumulation: float32, exponents in base 2, ds cast to k's dtype
+    for ds·k. A row that sees no key gives 0.
     """
     # Locate the tile of queries.
     num_tiles = count_sequence_tiles(seq_q, num_sequences, BLOCK_Q)
@@ -212,9 +224,18 @@ def flash_bwd_dq_kernel(
         begin, before, full, after = meeting_tiles(
             segment_q, ranges_ptr, seq_kv, begin, before, full, after, BLOCK_KV
         )
+    if tiles_ptr is not None:
+        tiles_ptr, count = find_list(
+            counts_ptr, tiles_ptr, list_strides, list_width, batch, head, start_q // TILE_Q
+        )
+        begin, before, full, after = kept_tiles(
+            tiles_ptr, count, begin, before, full, after, BLOCK_KV, TILE_KV
+        )
     for masked in tl.static_range(2):
         for index in tl.range(0, count_tiles(before, full, after, masked)):
             start_kv = tile_start(index, begin, before, full, BLOCK_KV, masked)
+            if tiles_ptr is not None:
+                start_kv = kept_row(tiles_ptr, start_kv, seq_kv, TILE_KV, masked)
             # s = scale · q kᵀ
             segment_kv, is_key = None, None
             if kv_segment_ids_ptr is not None:
@@ -262,6 +283,8 @@ def flash_bwd_dkdv_kernel(
     q_segment_ids_ptr,
     kv_segment_ids_ptr,
     ranges_ptr,
+    counts_ptr,
+    tiles_ptr,
     q_strides,
     k_strides,
     v_strides,
@@ -271,6 +294,8 @@ def flash_bwd_dkdv_kernel(
     diagonal,
     num_sequences,
     heads_q,
+    list_strides,
+    list_width,
     rule,
     window_left,
     window_right,
@@ -278,6 +303,9 @@ def flash_bwd_dkdv_kernel(
     GROUP_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_V: tl.constexpr,
+    TILE_Q: tl.constexpr,
+    TILE_KV: tl.constexpr,
+    GROUP_LISTS: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_KV: tl.constexpr,
 ):
@@ -291,7 +319,8 @@ def flash_bwd_dkdv_kernel(
     p and ds cast to the inputs' dtype for their products. A key that no query sees gives 0.
 
     Packed sequences: as in `flash_fwd_kernel`, with `count_sequence_tiles` of keys. Segment ids: as
-    there, with the ranges of the queries'.
+    there, with the ranges of the queries'. Block mask: as there, with the `lists_of_queries`;
+    GROUP_LISTS is how many lists the query heads of a kv head have, GROUP_SIZE or 1.
     """
     # Locate the tile of keys.
     num_tiles = count_sequence_tiles(seq_kv, num_sequences, BLOCK_KV)
@@ -331,49 +360,66 @@ def flash_bwd_dkdv_kernel(
         begin, before, full, after = meeting_tiles(
             segment_kv, ranges_ptr, seq_q, begin, before, full, after, BLOCK_Q
         )
-    for masked in tl.static_range(2):
-        count = count_tiles(before, full, after, masked)
-        for step in tl.range(0, count * GROUP_SIZE):
-            member, index = split_step(step, count, GROUP_SIZE)
-            start_q = tile_start(index, begin, before, full, BLOCK_Q, masked)
-            head = head_kv * GROUP_SIZE + member
-            row_q, end_q = start_q, seq_q
-            if num_sequences is not None:
-                row_q, end_q = first_q + start_q, first_q + seq_q
-            q_base = head_base(q_ptr, q_strides, batch, head, ALIGN)
-            dout_base = head_base(dout_ptr, dout_strides, batch, head, ALIGN)
-            offset = (batch * heads_q + head) * count_sequence_tiles(
-                total_q, num_sequences, ROW_PADDING
-            ) * ROW_PADDING  # fmt: skip
-            if num_sequences is not None:
-                offset += first_tile(first_q, sequence, ROW_PADDING).to(tl.int64) * ROW_PADDING
-            # sᵀ = scale · k qᵀ
-            segment_q, is_query = None, None
-            if q_segment_ids_ptr is not None:
-                segment_q, is_query = load_segments(
-                    q_segment_ids_ptr, row_q, end_q, BLOCK_Q, VISITED
-                )
-            q = load_tile(q_base, row_q, end_q, q_strides[1], BLOCK_Q, HEAD_DIM, masked, is_query)
-            rows = start_q + tl.arange(0, BLOCK_Q)
-            s, dcap = visible_scores(
-                k, q, rows[None, :], key[:, None], None, rule, window_left, window_right, masked,
-                segment_kv, segment_q,
+    # With lists of each head one head after the other, otherwise all of the group together.
+    for first_member in tl.range(0, GROUP_LISTS):
+        first, num_before, num_full, num_after = begin, before, full, after
+        list_ptr = tiles_ptr
+        if tiles_ptr is not None:
+            list_ptr, kept = find_list(
+                counts_ptr, tiles_ptr, list_strides, list_width, batch,
+                head_kv * GROUP_SIZE + first_member, start_kv // TILE_KV,
             )  # fmt: skip
-            # pᵀ = exp(sᵀ - lse)
-            lse2 = tl.load(lse2_ptr + offset + rows)
-            p = tl.exp2(s * rule.exp2_scale - lse2[None, :])
-            # dpᵀ = v doutᵀ
-            do = load_tile(
-                dout_base, row_q, end_q, dout_strides[1], BLOCK_Q, HEAD_DIM_V, masked, is_query
+            first, num_before, num_full, num_after = kept_tiles(
+                list_ptr, kept, begin, before, full, after, BLOCK_Q, TILE_Q
             )
-            dp = tl.dot(v, tl.trans(do), input_precision="ieee")
-            # dv += pᵀ dout
-            dv = add_product(dv, p.to(do.dtype), do)
-            # dsᵀ = pᵀ ∘ (dpᵀ - delta) ∘ dcapᵀ
-            delta = tl.load(delta_ptr + offset + rows)
-            ds = p * (dp - delta[None, :]) * dcap
-            # dk += dsᵀ q
-            dk = add_product(dk, ds.to(q.dtype), q)
+        for masked in tl.static_range(2):
+            count = count_tiles(num_before, num_full, num_after, masked)
+            for step in tl.range(0, count * (GROUP_SIZE // GROUP_LISTS)):
+                member, index = split_step(step, count, GROUP_SIZE // GROUP_LISTS)
+                start_q = tile_start(index, first, num_before, num_full, BLOCK_Q, masked)
+                if tiles_ptr is not None:
+                    start_q = kept_row(list_ptr, start_q, seq_q, TILE_Q, masked)
+                    member += first_member
+                head = head_kv * GROUP_SIZE + member
+                row_q, end_q = start_q, seq_q
+                if num_sequences is not None:
+                    row_q, end_q = first_q + start_q, first_q + seq_q
+                q_base = head_base(q_ptr, q_strides, batch, head, ALIGN)
+                dout_base = head_base(dout_ptr, dout_strides, batch, head, ALIGN)
+                offset = (batch * heads_q + head) * count_sequence_tiles(
+                    total_q, num_sequences, ROW_PADDING
+                ) * ROW_PADDING  # fmt: skip
+                if num_sequences is not None:
+                    offset += first_tile(first_q, sequence, ROW_PADDING).to(tl.int64) * ROW_PADDING
+                # sᵀ = scale · k qᵀ
+                segment_q, is_query = None, None
+                if q_segment_ids_ptr is not None:
+                    segment_q, is_query = load_segments(
+                        q_segment_ids_ptr, row_q, end_q, BLOCK_Q, VISITED
+                    )
+                q = load_tile(
+                    q_base, row_q, end_q, q_strides[1], BLOCK_Q, HEAD_DIM, masked, is_query
+                )
+                rows = start_q + tl.arange(0, BLOCK_Q)
+                s, dcap = visible_scores(
+                    k, q, rows[None, :], key[:, None], None, rule, window_left, window_right,
+                    masked, segment_kv, segment_q,
+                )  # fmt: skip
+                # pᵀ = exp(sᵀ - lse)
+                lse2 = tl.load(lse2_ptr + offset + rows)
+                p = tl.exp2(s * rule.exp2_scale - lse2[None, :])
+                # dpᵀ = v doutᵀ
+                do = load_tile(
+                    dout_base, row_q, end_q, dout_strides[1], BLOCK_Q, HEAD_DIM_V, masked, is_query
+                )
+                dp = tl.dot(v, tl.trans(do), input_precision="ieee")
+                # dv += pᵀ dout
+                dv = add_product(dv, p.to(do.dtype), do)
+                # dsᵀ = pᵀ ∘ (dpᵀ - delta) ∘ dcapᵀ
+                delta = tl.load(delta_ptr + offset + rows)
+                ds = p * (dp - delta[None, :]) * dcap
+                # dk += dsᵀ q
+                dk = add_product(dk, ds.to(q.dtype), q)
 
     # Scale and store.
     dk_row = heads_kv * HEAD_DIM
@@ -439,12 +485,14 @@ def _prepare_dkdv(call: KernelCall) -> Prepared:
     """Return grid and arguments of `flash_bwd_dkdv_kernel`."""
     spec = call.spec
     tiles = num_sequence_tiles(spec, spec.seq_kv, call.config.block_kv)
-    return (tiles * spec.heads_kv * spec.batch,), _arguments(call)
+    arguments = _arguments(call) | {"GROUP_LISTS": num_lists_of_group(spec)}
+    return (tiles * spec.heads_kv * spec.batch,), arguments
 
 
 def _arguments(call: KernelCall) -> dict[str, Any]:
     q, k, v, dout, *_ = call.layouts
-    return flash_arguments(call.spec) | stride_arguments(q=q, k=k, v=v, dout=dout)
+    strides = stride_arguments(q=q, k=k, v=v, dout=dout)
+    return flash_arguments(call.spec) | strides | list_arguments(call)
 
 
 def _padded_rows(spec: AttentionSpec) -> int:

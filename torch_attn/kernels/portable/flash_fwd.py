@@ -9,6 +9,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from torch_attn.kernels.portable.block_mask import (
+    find_list,
+    kept_row,
+    kept_tiles,
+    list_arguments,
+    lists_of_keys,
+)
 from torch_attn.kernels.portable.scores import visible_scores
 from torch_attn.kernels.portable.segments import (
     BLOCK_IDS,
@@ -44,7 +51,7 @@ from torch_attn.launch import (
     stride_arguments,
 )
 from twin_attention.contract.operands import AttentionOperands
-from twin_attention.contract.spec import AttentionSpec
+from twin_attention.contract.spec import AttentionSpec, BlockSparseSpec
 from twin_attention.targets.family import Backend
 
 
@@ -61,6 +68,8 @@ def flash_fwd_kernel(
     q_segment_ids_ptr,
     kv_segment_ids_ptr,
     ranges_ptr,
+    counts_ptr,
+    tiles_ptr,
     q_strides,
     k_strides,
     v_strides,
@@ -69,6 +78,8 @@ def flash_fwd_kernel(
     diagonal,
     num_sequences,
     heads_q,
+    list_strides,
+    list_width,
     rule,
     window_left,
     window_right,
@@ -76,6 +87,8 @@ def flash_fwd_kernel(
     GROUP_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_V: tl.constexpr,
+    TILE_Q: tl.constexpr,
+    TILE_KV: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_KV: tl.constexpr,
 ):
@@ -96,6 +109,10 @@ def flash_fwd_kernel(
 
     Segment ids: q_segment_ids [B, Sq] and kv_segment_ids [B, Skv] int32 contiguous, and ranges, the
     `segment_ranges` of the keys', otherwise all three None.
+
+    Block mask: counts and tiles, the `lists_of_keys`, with list_strides as `find_list` takes them,
+    list_width tiles each, and a tile of TILE_Q by TILE_KV, multiples of BLOCK_Q and BLOCK_KV;
+    otherwise all None.
     """
     # Locate the tile of queries.
     num_tiles = count_sequence_tiles(seq_q, num_sequences, BLOCK_Q)
@@ -141,9 +158,18 @@ def flash_fwd_kernel(
         begin, before, full, after = meeting_tiles(
             segment_q, ranges_ptr, seq_kv, begin, before, full, after, BLOCK_KV
         )
+    if tiles_ptr is not None:
+        tiles_ptr, count = find_list(
+            counts_ptr, tiles_ptr, list_strides, list_width, batch, head, start_q // TILE_Q
+        )
+        begin, before, full, after = kept_tiles(
+            tiles_ptr, count, begin, before, full, after, BLOCK_KV, TILE_KV
+        )
     for masked in tl.static_range(2):
         for index in tl.range(0, count_tiles(before, full, after, masked)):
             start_kv = tile_start(index, begin, before, full, BLOCK_KV, masked)
+            if tiles_ptr is not None:
+                start_kv = kept_row(tiles_ptr, start_kv, seq_kv, TILE_KV, masked)
             # s = scale · q kᵀ
             segment_kv, is_key = None, None
             if kv_segment_ids_ptr is not None:
@@ -200,7 +226,7 @@ def flash_fwd(
         "flash_fwd",
         flash_fwd_kernel,
         _prepare,
-        (*tensors, *offsets_of(operands), *segments, *ranges),
+        (*tensors, *offsets_of(operands), *segments, *ranges, *lists_of_keys(operands)),
         spec,
         backend,
         maxnreg=_register_limit(spec, backend.target),
@@ -216,7 +242,7 @@ def _register_limit(spec: AttentionSpec, target: str | None) -> int | None:
     """
     size = max(spec.head_dim, spec.head_dim_v)
     is_near = target == "sm90" and spec.dtype_bits == 16 and spec.softcap is None
-    is_near = is_near and not spec.segmented
+    is_near = is_near and not spec.segmented and not isinstance(spec, BlockSparseSpec)
     return 128 if is_near and 32 < size <= 64 else None
 
 
@@ -225,5 +251,5 @@ def _prepare(call: KernelCall) -> Prepared:
     spec = call.spec
     q, k, v, *_ = call.layouts
     tiles = num_sequence_tiles(spec, spec.seq_q, call.config.block_q)
-    arguments = flash_arguments(spec) | stride_arguments(q=q, k=k, v=v)
+    arguments = flash_arguments(spec) | stride_arguments(q=q, k=k, v=v) | list_arguments(call)
     return (tiles * spec.heads_q * spec.batch,), arguments

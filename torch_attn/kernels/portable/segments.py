@@ -13,7 +13,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from twin_attention.contract.operands import AttentionOperands, FlashOperands
+from twin_attention.contract.operands import (
+    AttentionOperands,
+    BlockSparseOperands,
+    FlashOperands,
+)
 
 # Tokens of a block, which has one range of ids.
 BLOCK_IDS = tl.constexpr(64)
@@ -81,17 +85,20 @@ def meeting_tiles(ids, ranges_ptr, size_other, begin, before, full, after, BLOCK
     return begin, 0, full, visible - full
 
 
-def segment_ranges(ids: Tensor) -> Tensor:
+def segment_ranges(ids: Tensor | None) -> Tensor | None:
     """Compute the range of ids of every BLOCK_IDS tokens.
 
     Args:
-        ids: [B, S] int32.
+        ids: [B, S] int32, or None.
 
     Returns:
+        None without ids, otherwise
         [B, 3, blocks] int32: the least id that is not negative, LARGEST_ID if there is none; the
         greatest; and the least of all, which is negative in a block with padding. What the last
         block lacks counts as padding.
     """
+    if ids is None:
+        return None
     batch, size = ids.shape
     blocks = triton.cdiv(size, BLOCK_IDS.value)
     ids = torch.constant_pad_nd(ids, [0, blocks * BLOCK_IDS.value - size], VISITED.value)
@@ -103,8 +110,13 @@ def segment_ranges(ids: Tensor) -> Tensor:
     return ranges
 
 
-def segments_of(operands: AttentionOperands[Tensor]) -> tuple[Tensor, ...]:
-    """Return the ids of queries and of keys, contiguous; nothing without them."""
+def segments_of(operands: AttentionOperands[Tensor]) -> tuple[Tensor | None, ...]:
+    """Return the ids of queries and of keys, contiguous; nothing without them.
+
+    Lists of tiles follow them: there they are None.
+    """
+    if isinstance(operands, BlockSparseOperands):
+        return None, None
     if not isinstance(operands, FlashOperands) or operands.q_segment_ids is None:
         return ()
     assert operands.kv_segment_ids is not None

@@ -13,7 +13,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from twin_attention.contract.operands import FlashOperands, VarlenOperands
+from twin_attention.contract.operands import AttentionOperands, FlashOperands, VarlenOperands
 from twin_attention.contract.spec import AttentionSpec, VarlenSpec
 
 # Offsets that a step of the search reads at a time: one step finds one of 127 sequences.
@@ -138,11 +138,12 @@ def num_sequence_tiles(spec: AttentionSpec, num_rows: int, block: int) -> int:
     return triton.cdiv(num_rows, block)
 
 
-def offsets_of(operands: FlashOperands[Any] | VarlenOperands[Any]) -> tuple[Any, ...]:
+def offsets_of(operands: AttentionOperands[Any]) -> tuple[Any, ...]:
     """Return the operands that a kernel has for packed sequences alone.
 
-    Segment ids follow them: there they are None.
+    Segment ids or lists of tiles follow them: there they are None.
     """
-    if isinstance(operands, FlashOperands):
-        return () if operands.q_segment_ids is None else (None, None)
-    return operands.cu_seqlens_q, operands.cu_seqlens_kv
+    if isinstance(operands, VarlenOperands):
+        return operands.cu_seqlens_q, operands.cu_seqlens_kv
+    is_dense = isinstance(operands, FlashOperands) and operands.q_segment_ids is None
+    return () if is_dense else (None, None)

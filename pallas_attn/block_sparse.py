@@ -1,0 +1,157 @@
+"""The public function of block-sparse attention: check the arguments, choose the code, run it."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, overload
+
+import jax
+
+from pallas_attn.dispatch import Implementation, choose_backends
+from pallas_attn.flash import or_as_xla_says
+from pallas_attn.flash_ops import attention
+from pallas_attn.operands import device_of, operand
+from pallas_attn.targets import Device
+from twin_attention.contract.block_mask import BlockMask
+from twin_attention.contract.operands import BlockSparseOperands, describe_operands
+from twin_attention.contract.spec import BlockSparseSpec
+from twin_attention.contract.validate import (
+    check_block_sparse_attention,
+    check_flash_options,
+    check_kept_tiles,
+)
+
+
+@overload
+def block_sparse_attention(
+    q: jax.Array, k: jax.Array, v: jax.Array,
+    block_mask: BlockMask[jax.Array] | jax.Array, *,
+    causal: bool = ..., scale: float | None = ...,
+    window_size: tuple[int | None, int | None] | None = ..., softcap: float | None = ...,
+    sinks: jax.Array | None = ..., deterministic: bool | None = ...,
+    return_lse: Literal[False] = ..., implementation: Implementation | None = ...,
+) -> jax.Array: ...  # fmt: skip
+@overload
+def block_sparse_attention(
+    q: jax.Array, k: jax.Array, v: jax.Array,
+    block_mask: BlockMask[jax.Array] | jax.Array, *,
+    causal: bool = ..., scale: float | None = ...,
+    window_size: tuple[int | None, int | None] | None = ..., softcap: float | None = ...,
+    sinks: jax.Array | None = ..., deterministic: bool | None = ...,
+    return_lse: Literal[True], implementation: Implementation | None = ...,
+) -> tuple[jax.Array, jax.Array]: ...  # fmt: skip
+@overload
+def block_sparse_attention(
+    q: jax.Array, k: jax.Array, v: jax.Array,
+    block_mask: BlockMask[jax.Array] | jax.Array, *,
+    causal: bool = ..., scale: float | None = ...,
+    window_size: tuple[int | None, int | None] | None = ..., softcap: float | None = ...,
+    sinks: jax.Array | None = ..., deterministic: bool | None = ...,
+    return_lse: bool, implementation: Implementation | None = ...,
+) -> jax.Array | tuple[jax.Array, jax.Array]: ...  # fmt: skip
+def block_sparse_attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    block_mask: BlockMask[jax.Array] | jax.Array,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    window_size: tuple[int | None, int | None] | None = None,
+    softcap: float | None = None,
+    sinks: jax.Array | None = None,
+    deterministic: bool | None = None,
+    return_lse: bool = False,
+    implementation: Implementation | None = None,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """Exact attention over the tiles that a block mask keeps; the others cost nothing.
+
+    Query i sees key j if their tile is kept, and `causal` and `window_size` show it, as in
+    `flash_attention`: query i stands at key position ``p = i + Skv - Sq``. All else is as there. A
+    query that sees no key, such as one without a tile, gives 0, log-sum-exp -inf or its head's
+    sink, and gradients 0 but for the sink's. Kernels do not read keys and values of tiles that no
+    query keeps.
+
+    Give lists where a mask serves several calls: of booleans they are made in each. Nothing checks
+    what lists hold; whatever it is, no memory outside the operands is touched. Works under the
+    transformations that `flash_attention` does; a `BlockMask` is a pytree. Differentiable once, in
+    reverse mode.
+
+    Args:
+        q: [B, Sq, Hq, D], float16, bfloat16 or float32. D is 16 to 256 in steps of 8.
+        k: [B, Skv, Hkv, D], q's dtype. Hq is a multiple of Hkv.
+        v: [B, Skv, Hkv, Dv], q's dtype. Dv has D's limits and need not be D.
+        block_mask: the tiles that are kept, True in [tiles_q, tiles_kv] bool with optional axes
+            for heads (1 or Hq) and, before them, sequences (1 or B); or the same as lists, a
+            `BlockMask`. Tiles have 64 or 128 queries, and 64 or 128 keys: tiles_q is Sq / 64 or
+            Sq / 128 rounded up, and tiles_kv the same of Skv.
+        causal: query i sees keys up to p.
+        scale: factor of the scores; None is ``D ** -0.5``.
+        window_size: (left, right): query i sees keys from p - left to p + right. None, for the
+            pair or a side, is unlimited.
+        softcap: scores become ``softcap * tanh(score / softcap)``, before the masks.
+        sinks: [Hq] float32, a logit of each head that counts in the softmax's denominator and in
+            the log-sum-exp, and has no value. None is no such logit.
+        deterministic: True: the backward gives the same bits every time. False: it may add in any
+            order, which is faster where the kernels can. None: as
+            ``--xla_gpu_deterministic_ops`` in ``XLA_FLAGS`` says.
+        return_lse: return the log-sum-exp of the scores as well. It is differentiable.
+        implementation: "triton" (Pallas kernels in the Triton lowering; on a CPU in the Pallas
+            interpreter), "reference" (plain JAX in float32, O(Sq · Skv) memory), or None: the
+            fastest kernels for the problem on a CUDA device, the reference elsewhere.
+
+    Returns:
+        out [B, Sq, Hq, Dv] in q's dtype; with `return_lse` the pair (out, lse), lse [B, Hq, Sq]
+        in float32, natural logarithm.
+
+    Raises:
+        TypeError: an argument is not a `jax.Array` or has the wrong type or dtype.
+        ValueError: shapes, devices or values that contradict each other.
+        NotImplementedError: a dtype, head size or device without kernels; a second derivative.
+
+    Source: Zaheer et al. 2020 (BigBird); Dao et al. 2022 (FlashAttention), section 3.3.
+
+    Example::
+
+        import jax
+        import jax.numpy as jnp
+        from pallas_attn import BlockMask, block_sparse_attention
+        from twin_attention.contract.block_mask import global_tiles, local_tiles
+
+        q, k, v = jax.random.normal(jax.random.key(0), (3, 1, 256, 4, 64))
+        kept = local_tiles(4, 4, left=1, right=0) | global_tiles(4, 4, 1)  # tiles of 64
+        mask = BlockMask.of(jnp.asarray(kept))
+        attention = jax.jit(lambda *operands: block_sparse_attention(*operands, causal=True))
+        out = attention(q, k, v, mask)
+    """
+    options = check_flash_options(
+        causal=causal,
+        scale=scale,
+        window_size=window_size,
+        softcap=softcap,
+        deterministic=or_as_xla_says(deterministic),
+        return_lse=return_lse,
+    )
+    operands = _operands(q, k, v, block_mask, sinks)
+    spec = check_block_sparse_attention(describe_operands(operands, operand), options)
+    backends = choose_backends(implementation, "flash_fwd", device_of(q), spec)
+    return attention(operands, spec, backends, implementation, return_lse)
+
+
+def _operands(
+    q: Any, k: Any, v: Any, block_mask: Any, sinks: Any
+) -> BlockSparseOperands[jax.Array]:
+    """Return the operands as the kernels take them: the mask as lists."""
+    if not isinstance(block_mask, BlockMask):
+        described = operand("block_mask", block_mask), operand("q", q), operand("k", k)
+        check_kept_tiles(*described)
+        block_mask = BlockMask.of(block_mask)
+    return BlockSparseOperands(q, k, v, *block_mask, sinks=sinks)
+
+
+def problem_of_block_sparse(
+    q: Any, k: Any, v: Any, block_mask: Any, *, sinks: Any, deterministic: Any, **options: Any
+) -> tuple[Device | None, BlockSparseSpec]:
+    """Check the arguments of `block_sparse_attention` and return the device and the problem."""
+    described = describe_operands(_operands(q, k, v, block_mask, sinks), operand)
+    checked = check_flash_options(deterministic=or_as_xla_says(deterministic), **options)
+    return device_of(q), check_block_sparse_attention(described, checked)

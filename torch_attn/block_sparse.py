@@ -1,0 +1,171 @@
+"""The public function of block-sparse attention: check the arguments, run the operator."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, overload
+
+import torch
+from torch import Tensor
+
+from torch_attn.calls import Call, keep, recall
+from torch_attn.dispatch import Implementation, check_implementation
+from torch_attn.flash import or_as_torch_says
+from torch_attn.flash_ops import SPARSE, pack
+from torch_attn.operands import cast_inputs, operand
+from twin_attention.contract.block_mask import BlockMask
+from twin_attention.contract.operands import BlockSparseOperands
+from twin_attention.contract.spec import BlockSparseSpec
+from twin_attention.contract.validate import check_flash_options, check_kept_tiles
+
+
+@overload
+def block_sparse_attention(
+    q: Tensor, k: Tensor, v: Tensor, block_mask: BlockMask[Tensor] | Tensor, *,
+    causal: bool = ..., scale: float | None = ...,
+    window_size: tuple[int | None, int | None] | None = ..., softcap: float | None = ...,
+    sinks: Tensor | None = ..., deterministic: bool | None = ...,
+    return_lse: Literal[False] = ..., implementation: Implementation | None = ...,
+) -> Tensor: ...  # fmt: skip
+@overload
+def block_sparse_attention(
+    q: Tensor, k: Tensor, v: Tensor, block_mask: BlockMask[Tensor] | Tensor, *,
+    causal: bool = ..., scale: float | None = ...,
+    window_size: tuple[int | None, int | None] | None = ..., softcap: float | None = ...,
+    sinks: Tensor | None = ..., deterministic: bool | None = ...,
+    return_lse: Literal[True], implementation: Implementation | None = ...,
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+@overload
+def block_sparse_attention(
+    q: Tensor, k: Tensor, v: Tensor, block_mask: BlockMask[Tensor] | Tensor, *,
+    causal: bool = ..., scale: float | None = ...,
+    window_size: tuple[int | None, int | None] | None = ..., softcap: float | None = ...,
+    sinks: Tensor | None = ..., deterministic: bool | None = ...,
+    return_lse: bool, implementation: Implementation | None = ...,
+) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
+def block_sparse_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    block_mask: BlockMask[Tensor] | Tensor,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    window_size: tuple[int | None, int | None] | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    deterministic: bool | None = None,
+    return_lse: bool = False,
+    implementation: Implementation | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Exact attention over the tiles that a block mask keeps; the others cost nothing.
+
+    Query i sees key j if their tile is kept, and `causal` and `window_size` show it, as in
+    `flash_attention`: query i stands at key position ``p = i + Skv - Sq``. All else is as there. A
+    query that sees no key, such as one without a tile, gives 0, log-sum-exp -inf or its head's
+    sink, and gradients 0 but for the sink's. Kernels do not read keys and values of tiles that no
+    query keeps.
+
+    Give lists where a mask serves several calls: of booleans they are made in each. Nothing checks
+    what lists hold; whatever it is, no memory outside the operands is touched. Works under
+    autograd, `torch.compile`, `torch.func` (`grad`, `vjp`, and `vmap` without sinks) and autocast,
+    as `flash_attention` does. Differentiable once, in reverse mode.
+
+    Args:
+        q: [B, Sq, Hq, D], float16, bfloat16 or float32. D is 16 to 256 in steps of 8. Any strides
+            with a contiguous last dimension, as for k and v.
+        k: [B, Skv, Hkv, D], q's dtype. Hq is a multiple of Hkv.
+        v: [B, Skv, Hkv, Dv], q's dtype. Dv has D's limits and need not be D.
+        block_mask: the tiles that are kept, True in [tiles_q, tiles_kv] bool with optional axes
+            for heads (1 or Hq) and, before them, sequences (1 or B); or the same as lists, a
+            `BlockMask`. Tiles have 64 or 128 queries, and 64 or 128 keys: tiles_q is Sq / 64 or
+            Sq / 128 rounded up, and tiles_kv the same of Skv.
+        causal: query i sees keys up to p.
+        scale: factor of the scores; None is ``D ** -0.5``.
+        window_size: (left, right): query i sees keys from p - left to p + right. None, for the
+            pair or a side, is unlimited.
+        softcap: scores become ``softcap * tanh(score / softcap)``, before the masks.
+        sinks: [Hq] float32, a logit of each head that counts in the softmax's denominator and in
+            the log-sum-exp, and has no value. None is no such logit.
+        deterministic: True: the backward gives the same bits every time. False: it may add in any
+            order, which is faster where the kernels can. None: as
+            ``torch.are_deterministic_algorithms_enabled()`` says.
+        return_lse: return the log-sum-exp of the scores as well. It is differentiable.
+        implementation: "triton" (Triton kernels; on a CPU in Triton's interpreter), "reference"
+            (plain torch in float32, O(Sq · Skv) memory), or None: the fastest kernels for the
+            problem on a CUDA device, the reference elsewhere.
+
+    Returns:
+        out [B, Sq, Hq, Dv] in q's dtype; with `return_lse` the pair (out, lse), lse [B, Hq, Sq]
+        in float32, natural logarithm. Both are contiguous.
+
+    Raises:
+        TypeError: an argument is not a `torch.Tensor` or has the wrong type or dtype.
+        ValueError: shapes, devices, strides or values that contradict each other.
+        NotImplementedError: a dtype, head size or device without kernels; forward mode; a second
+            derivative.
+
+    Source: Zaheer et al. 2020 (BigBird); Dao et al. 2022 (FlashAttention), section 3.3.
+
+    Example::
+
+        import torch
+        from torch_attn import BlockMask, block_sparse_attention
+        from twin_attention.contract.block_mask import global_tiles, local_tiles
+
+        q, k, v = torch.randn(3, 1, 256, 4, 64, requires_grad=True)
+        kept = local_tiles(4, 4, left=1, right=0) | global_tiles(4, 4, 1)  # tiles of 64
+        mask = BlockMask.of(torch.from_numpy(kept))
+        out = block_sparse_attention(q, k, v, mask, causal=True)
+        out.sum().backward()
+    """
+    operands = _operands(q, k, v, block_mask, sinks)
+    deterministic = or_as_torch_says(deterministic)
+    options = (causal, scale, window_size, softcap, deterministic, return_lse, implementation)
+    call = recall("block_sparse_attention", operands, options)
+    if call is None:
+        out, lse = _check_and_attend(operands, options)
+    else:
+        out, lse = SPARSE.attend(call, operands, return_lse)
+    return (out, lse) if return_lse else out  # pyright: ignore[reportReturnType]
+
+
+def _check_and_attend(
+    operands: BlockSparseOperands[Tensor], options: tuple[Any, ...]
+) -> tuple[Tensor, Tensor | None]:
+    """Check the arguments of `block_sparse_attention` and run the operator."""
+    causal, scale, window_size, softcap, deterministic, return_lse, implementation = options
+    checked = check_flash_options(
+        causal=causal,
+        scale=scale,
+        window_size=window_size,
+        softcap=softcap,
+        deterministic=deterministic,
+        return_lse=return_lse,
+    )
+    check_implementation(implementation)
+    if not torch.compiler.is_compiling():  # there the operator's fake kernel checks the operands
+        spec = SPARSE.check(operands, checked)
+        call = Call("flash_fwd", SPARSE.forward, spec, implementation, operands.q.device)
+        if keep("block_sparse_attention", operands, options, call):
+            return SPARSE.attend(call, operands, return_lse)
+    return SPARSE.fwd(*operands, *pack(checked, implementation))
+
+
+def _operands(q: Any, k: Any, v: Any, block_mask: Any, sinks: Any) -> BlockSparseOperands[Tensor]:
+    """Return the operands as the kernels take them: cast by autocast, and the mask as lists."""
+    q, k, v = cast_inputs(q, k, v)
+    if not isinstance(block_mask, BlockMask):
+        if not torch.compiler.is_compiling():  # there the operator's fake kernel checks the lists
+            described = operand("block_mask", block_mask), operand("q", q), operand("k", k)
+            check_kept_tiles(*described)
+        block_mask = BlockMask.of(block_mask)
+    return BlockSparseOperands(q, k, v, *block_mask, sinks=sinks)
+
+
+def problem_of_block_sparse(
+    q: Any, k: Any, v: Any, block_mask: Any, *, sinks: Any, deterministic: Any, **options: Any
+) -> tuple[torch.device, BlockSparseSpec]:
+    """Check the arguments of `block_sparse_attention` and return the device and the problem."""
+    operands = _operands(q, k, v, block_mask, sinks)
+    checked = check_flash_options(deterministic=or_as_torch_says(deterministic), **options)
+    return operands.q.device, SPARSE.check(operands, checked)

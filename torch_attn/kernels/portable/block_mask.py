@@ -1,0 +1,125 @@
+"""Block masks: the tiles that a list keeps, of those that some rows see.
+
+`twin_attention.contract.block_mask.BlockMask` has a list for each tile of an axis: the tiles of the
+other axis that it keeps, in increasing order. Those that the window hides are at both ends of it,
+and those that it shows whole lie together. So a program walks a part of its list as dense rows are
+walked, a tile that needs a mask or one that needs none at a time: the rows of the kept tiles, one
+after the other, take the place of the other axis.
+
+Lists are data that nobody checked. Counts are clamped to the lists, and tiles to the tensors.
+"""
+
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from torch_attn.launch import KernelCall
+from twin_attention.contract.operands import AttentionOperands, BlockSparseOperands
+from twin_attention.contract.spec import AttentionSpec, BlockSparseSpec
+
+# Tiles of a list that a step of the search reads at a time.
+LIST_SCAN_WIDTH = tl.constexpr(256)
+# A tile behind all others.
+NO_TILE = tl.constexpr(2**31 - 1)
+
+
+@triton.jit
+def find_list(counts_ptr, tiles_ptr, strides, width, batch, head, tile):
+    """Return a tile's list and how many tiles it has, at most `width`.
+
+    `strides` are the lists of a sequence and of a head, 0 where all share theirs.
+    """
+    index = batch * strides[0] + head * strides[1] + tile
+    return tiles_ptr + index * width, tl.minimum(tl.load(counts_ptr + index), width)
+
+
+@triton.jit
+def kept_tiles(
+    list_ptr, count, begin, before, full, after, BLOCK: tl.constexpr, TILE: tl.constexpr
+):
+    """Narrow what `visible_tiles` returned to the tiles of a list.
+
+    Args:
+        list_ptr, count: the list and how many tiles it has.
+        begin, before, full, after: as `visible_tiles` returns them.
+        BLOCK: rows of a kernel's tile of the other axis.
+        TILE: rows of a tile of the mask, a multiple.
+
+    Returns (begin, before, full, after) again, of the rows of the listed tiles, one after the
+    other; `kept_row` finds them.
+    """
+    # The tiles of the mask that are seen, of which those from `whole` on are seen whole.
+    first = begin // TILE
+    whole = tl.cdiv(begin + before * BLOCK, TILE)
+    whole_end = tl.maximum((begin + (before + full) * BLOCK) // TILE, whole)
+    end = tl.cdiv(begin + (before + full + after) * BLOCK, TILE)
+    # How many of the list are before each.
+    n_first = tl.zeros([LIST_SCAN_WIDTH], tl.int32)
+    n_whole = tl.zeros([LIST_SCAN_WIDTH], tl.int32)
+    n_whole_end = tl.zeros([LIST_SCAN_WIDTH], tl.int32)
+    n_end = tl.zeros([LIST_SCAN_WIDTH], tl.int32)
+    for start in tl.range(0, count, LIST_SCAN_WIDTH, num_stages=1):
+        i = start + tl.arange(0, LIST_SCAN_WIDTH)
+        tile = tl.load(list_ptr + i, mask=i < count, other=NO_TILE)
+        n_first += (tile < first).to(tl.int32)
+        n_whole += (tile < whole).to(tl.int32)
+        n_whole_end += (tile < whole_end).to(tl.int32)
+        n_end += (tile < end).to(tl.int32)
+    first, whole = tl.sum(n_first, 0), tl.sum(n_whole, 0)
+    whole_end, end = tl.sum(n_whole_end, 0), tl.sum(n_end, 0)
+    per_tile: tl.constexpr = TILE // BLOCK
+    return (
+        first * TILE,
+        (whole - first) * per_tile,
+        (whole_end - whole) * per_tile,
+        (end - whole_end) * per_tile,
+    )
+
+
+@triton.jit
+def kept_row(list_ptr, row, size_other, TILE: tl.constexpr, MASKED: tl.constexpr):
+    """Return the row of the other axis that is `row` of the listed tiles, one after the other.
+
+    It is within the axis, and without `MASKED` in a tile that exists whole.
+    """
+    num_tiles = size_other // TILE
+    if MASKED:
+        num_tiles = tl.cdiv(size_other, TILE)
+    tile = tl.load(list_ptr + row // TILE)
+    return tl.minimum(tl.maximum(tile, 0), num_tiles - 1) * TILE + row % TILE
+
+
+def lists_of_keys(operands: AttentionOperands[Tensor]) -> tuple[Tensor, ...]:
+    """Return counts and tiles of the keys that queries keep, contiguous; nothing without a mask."""
+    if not isinstance(operands, BlockSparseOperands):
+        return ()
+    return operands.kv_counts.contiguous(), operands.kv_tiles.contiguous()
+
+
+def lists_of_queries(operands: AttentionOperands[Tensor]) -> tuple[Tensor, ...]:
+    """Return counts and tiles of the queries that keep keys, contiguous; nothing without a mask."""
+    if not isinstance(operands, BlockSparseOperands):
+        return ()
+    return operands.q_counts.contiguous(), operands.q_tiles.contiguous()
+
+
+def list_arguments(call: KernelCall) -> dict[str, Any]:
+    """Return the arguments that describe the lists, the last operand of a kernel with a mask."""
+    spec = call.spec
+    if not isinstance(spec, BlockSparseSpec):
+        return dict.fromkeys(("list_strides", "list_width", "TILE_Q", "TILE_KV"))
+    batch, heads, lists, width = call.layouts[-1].shape
+    return {
+        "list_strides": (0 if batch == 1 else heads * lists, 0 if heads == 1 else lists),
+        "list_width": width,
+        "TILE_Q": spec.tile_q,
+        "TILE_KV": spec.tile_kv,
+    }
+
+
+def num_lists_of_group(spec: AttentionSpec) -> int:
+    """Return how many masks the query heads of one kv head have: one each, or one of all."""
+    has_own = isinstance(spec, BlockSparseSpec) and spec.mask_heads > 1
+    return spec.group_size if has_own else 1
