@@ -66,6 +66,41 @@ def of_batch(x: Any) -> pl.BlockSpec | None:
     return pl.BlockSpec((None, *x.shape[1:]), lambda tile, head, batch: (batch, *rest))
 
 
+def of_lists(x: Any, num_lists: int) -> pl.BlockSpec | None:
+    """Return what a program reads of `x`, lists of tiles; None gives None.
+
+    Args:
+        x: [B or 1, H or 1, ...] gives [num_lists, ...], those of its sequence and heads.
+        num_lists: heads of `x` that the grid's head has, 1 if all share them.
+    """
+    if x is None:
+        return None
+    has_batch, has_heads = x.shape[0] > 1, x.shape[1] > 1
+    rest = (0,) * (len(x.shape) - 2)
+    return pl.BlockSpec(
+        (None, num_lists, *x.shape[2:]),
+        lambda tile, head, batch: (batch if has_batch else 0, head if has_heads else 0, *rest),
+    )
+
+
+def optional_operands(
+    found: Sequence[Any], num_lists: int = 1
+) -> tuple[tuple[Any, ...], tuple[pl.BlockSpec | None, ...]]:
+    """Return a kernel's operands for packed sequences, segments and block masks: all of them.
+
+    Args:
+        found: the first of them. Those that follow are None.
+        num_lists: as `of_lists` takes it.
+
+    Returns:
+        Two offsets, three operands of segments and two of lists, and what a program reads of each.
+    """
+    found = (*found, *(None,) * (7 - len(found)))
+    offsets, segments, lists = found[:2], found[2:5], found[5:]
+    of_each = *map(of_all, offsets), *map(of_batch, segments)
+    return found, (*of_each, *(of_lists(x, num_lists) for x in lists))
+
+
 def of_group(x: Any, group_size: int) -> pl.BlockSpec:
     """Return what a program reads of `x`: the rows of all heads that share the grid's kv head.
 

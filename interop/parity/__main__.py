@@ -18,16 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from interop.parity.arguments import count, make_folder, require
-from interop.parity.cases import (
-    SUITES,
-    Case,
-    append_cases,
-    decode_cases,
-    flash_cases,
-    merge_cases,
-    paged_cases,
-    varlen_cases,
-)
+from interop.parity.cases import KINDS, SUITES, Case
 from interop.parity.records import ORACLE, CaseResult, Report, problem_text, title
 from interop.parity.workers import run_cases
 from twin_attention.targets.target import TARGETS
@@ -134,8 +125,7 @@ def _run(
 
 
 def _choose(suite: str, texts: Sequence[str]) -> list[Case]:
-    kinds = (flash_cases, varlen_cases, decode_cases, paged_cases, append_cases, merge_cases)
-    found = [case for cases in kinds for case in cases(suite)]
+    found = [case for cases in KINDS for case in cases(suite)]
     return [case for case in found if any(text in case.name for text in texts)]
 
 

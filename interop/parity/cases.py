@@ -17,6 +17,7 @@ from typing import Any
 from twin_attention.contract.spec import (
     AppendSpec,
     AttentionSpec,
+    BlockSparseSpec,
     DecodeSpec,
     MergeSpec,
     PagedCache,
@@ -141,6 +142,41 @@ class VarlenCase:
             self.dtype, scale_or_default(self.scale, self.head_dim),
             Window.of(self.causal, self.window_size), self.softcap, self.deterministic,
             num_sequences=len(self.lengths),
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class BlockSparseCase(FlashCase):
+    """One call of `block_sparse_attention`.
+
+    Attributes:
+        tile_q, tile_kv: queries and keys of a tile of the mask.
+        own_masks: "" for one mask of all; "heads" for one of each head; "all" for one of each
+            head of each sequence.
+        kept: share of the tiles that are kept, at random.
+        segments, layout: as in `FlashCase`, but always their defaults.
+    """
+
+    tile_q: int = 64
+    tile_kv: int = 64
+    own_masks: str = ""
+    kept: float = 0.5
+
+    @property
+    def mask_shape(self) -> tuple[int, ...]:
+        """Return the shape of the mask."""
+        batch = self.batch if self.own_masks == "all" else 1
+        tiles = -(-self.seq_q // self.tile_q), -(-self.seq_kv // self.tile_kv)
+        return batch, self.heads_q if self.own_masks else 1, *tiles
+
+    @property
+    def spec(self) -> BlockSparseSpec:
+        """Return the problem with its defaults resolved."""
+        same: dict[str, Any] = dict(vars(super().spec))
+        mask_batch, mask_heads, *_ = self.mask_shape
+        return BlockSparseSpec(
+            **same, tile_q=self.tile_q, tile_kv=self.tile_kv, mask_batch=mask_batch,
+            mask_heads=mask_heads,
         )  # fmt: skip
 
 
@@ -318,6 +354,7 @@ class MergeCase:
         )
 
 
+# Or a BlockSparseCase, which is a FlashCase.
 Case = FlashCase | VarlenCase | DecodeCase | PagedCase | AppendCase | MergeCase
 Change = tuple[str, dict[str, Any]]  # part of a case's name, and the fields that differ
 
@@ -334,6 +371,16 @@ def varlen_cases(suite: str = "quick", pattern: str = "") -> list[VarlenCase]:
         "quick": [_quick_varlen()],
         "full": [_quick_varlen(), _full_varlen()],
         "large": [_large_varlen()],
+    }[suite]
+    return [case for group in groups for case in group if pattern in case.name]
+
+
+def block_sparse_cases(suite: str = "quick", pattern: str = "") -> list[BlockSparseCase]:
+    """Return the cases of a suite whose names contain `pattern`."""
+    groups = {
+        "quick": [_quick_block_sparse()],
+        "full": [_quick_block_sparse(), _full_block_sparse()],
+        "large": [_large_block_sparse()],
     }[suite]
     return [case for group in groups for case in group if pattern in case.name]
 
@@ -376,6 +423,13 @@ def merge_cases(suite: str = "quick", pattern: str = "") -> list[MergeCase]:
         "large": [_large_merge()],
     }[suite]
     return [case for group in groups for case in group if pattern in case.name]
+
+
+# The cases of each function.
+KINDS = (
+    flash_cases, varlen_cases, block_sparse_cases, decode_cases, paged_cases, append_cases,
+    merge_cases,
+)  # fmt: skip
 
 
 def _quick() -> Iterator[FlashCase]:
@@ -523,6 +577,63 @@ def _large_varlen() -> Iterator[VarlenCase]:
     base = VarlenCase("", lengths, padding=(0, 0), heads_q=16, heads_kv=4)
     for d in (64, 128):
         yield replace(base, name=f"large-varlen-d{d}", head_dim=d)
+
+
+def _quick_block_sparse() -> Iterator[BlockSparseCase]:
+    base = BlockSparseCase("", batch=1, seq_q=130, seq_kv=200, head_dim=16)
+    yield replace(base, name="block-sparse-causal", causal=True, own_masks="heads")
+    yield replace(
+        base, name="block-sparse-gqa-fp32", seq_q=70, heads_q=4, tile_kv=128, dtype="float32"
+    )
+    yield replace(
+        base, name="block-sparse-all-options", batch=2, seq_kv=130, heads_kv=1, own_masks="all",
+        tile_q=128, head_dim=24, head_dim_v=16, dtype="float16", window_size=(90, 20), softcap=20.0,
+        sinks=True, scale=0.2,
+    )  # fmt: skip
+
+
+def _full_block_sparse() -> Iterator[BlockSparseCase]:
+    for dtype, short in (("bfloat16", "bf16"), ("float16", "fp16"), ("float32", "fp32")):
+        base = BlockSparseCase(
+            f"block-sparse-full-{short}",
+            2,
+            700,
+            700,
+            4,
+            2,
+            dtype=dtype,
+            own_masks="heads",
+            kept=0.3,
+        )
+        for name, changes in _full_block_sparse_changes():
+            yield replace(base, name=f"{base.name}-{name}", **changes)
+
+
+def _full_block_sparse_changes() -> Iterator[Change]:
+    for d, tile in product((16, 40, 64, 96, 128, 256), (64, 128)):
+        sizes = {"head_dim": d, "tile_q": tile, "tile_kv": tile}
+        yield f"d{d}-tile{tile}", sizes
+        yield f"d{d}-tile{tile}-causal", {**sizes, "causal": True}
+    yield "d192-dv128", {"head_dim": 192, "head_dim_v": 128}
+    yield "tile64-128", {"tile_kv": 128, "own_masks": "all"}
+    yield "tile128-64", {"tile_q": 128, "own_masks": ""}
+    for seq_q, seq_kv in ((1, 513), (513, 1), (401, 900), (900, 401), (0, 64), (64, 0)):
+        yield f"{seq_q}x{seq_kv}", {"seq_q": seq_q, "seq_kv": seq_kv, "causal": True}
+    yield "window", {"window_size": (200, 70)}
+    yield "softcap", {"softcap": 5.0, "head_dim": 128}
+    yield "sinks", {"sinks": True, "causal": True}
+    yield "all-kept", {"kept": 1.0}
+    yield "none-kept", {"kept": 0.0}
+    yield "heads8-1", {"heads_q": 8, "heads_kv": 1, "own_masks": "all"}
+
+
+def _large_block_sparse() -> Iterator[BlockSparseCase]:
+    # Longer lists than a step of the search reads.
+    base = BlockSparseCase("", batch=1, seq_q=32768, seq_kv=32768, heads_q=4, kept=0.1)
+    for d in (64, 128):
+        heads = {"head_dim": d, "own_masks": "heads"}
+        yield replace(base, name=f"large-block-sparse-d{d}", **heads)
+        yield replace(base, name=f"large-block-sparse-d{d}-causal", causal=True, **heads)
 
 
 def _quick_decode() -> Iterator[DecodeCase]:

@@ -10,6 +10,7 @@ import torch
 
 from interop.parity.cases import (
     AppendCase,
+    BlockSparseCase,
     Case,
     DecodeCase,
     FlashCase,
@@ -41,9 +42,9 @@ def make_inputs(case: Case, device: str) -> Tensors:
     Returns:
         The tensors of the call by argument name, normally distributed. Of a "strided" flash case,
         q, k and v are views of one packed tensor [B, S, Hq + 2 Hkv, D]; with segment ids q, k, v
-        and dout are NaN in the padding. A flash case with
-        gradients also has dout in its dtype and dlse [B, Hq, Sq] in float32, as a varlen case has
-        without B; there q, k, v and dout are NaN in the padding. A decode case has
+        and dout are NaN in the padding. A block-sparse case has a mask of booleans. A flash case
+        with gradients also has dout in its dtype and dlse [B, Hq, Sq] in float32, as a varlen case
+        has without B; there q, k, v and dout are NaN in the padding. A decode case has
         its pages in random order; what no sequence uses is poisoned: pages, slots past the
         lengths, table entries; and of a paged case, q in the padding. An append case has pools
         without poison, so that all of them is compared, and NaN in the padding of k_new, v_new and
@@ -85,6 +86,8 @@ def _flash_inputs(case: FlashCase, normal: Normal) -> Tensors:
     inputs = {"q": q, "k": k, "v": v}
     if case.sinks:
         inputs["sinks"] = normal((spec.heads_q,), torch.float32)
+    if isinstance(case, BlockSparseCase):
+        inputs["block_mask"] = _block_mask(case, inputs["q"].device)
     if case.segments:
         inputs["q_segment_ids"] = _segment_ids(case, normal, spec.seq_q)
         inputs["kv_segment_ids"] = _segment_ids(case, normal, spec.seq_kv)
@@ -103,6 +106,12 @@ def _segment_ids(case: FlashCase, normal: Normal, size: int) -> torch.Tensor:
         return (2 * normal((case.batch, size), torch.float32).abs()).int() - 1
     number = torch.linspace(0, 4.5, size, device=normal((1,), torch.float32).device).int()
     return torch.where(number < 4, number, -1).int().expand(case.batch, size).contiguous()
+
+
+def _block_mask(case: BlockSparseCase, device: torch.device) -> torch.Tensor:
+    """Make the mask of a block-sparse case, the same on every device."""
+    generator = torch.Generator().manual_seed(crc32(case.name.encode()))
+    return (torch.rand(case.mask_shape, generator=generator) < case.kept).to(device)
 
 
 def _varlen_inputs(case: VarlenCase, normal: Normal, device: str) -> Tensors:

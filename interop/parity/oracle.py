@@ -16,10 +16,11 @@ from typing import Any
 import torch
 
 from interop.parity.inputs import Tensors
-from twin_attention.contract.operands import DecodeOperands, FlashOperands
+from twin_attention.contract.block_mask import BlockMask
+from twin_attention.contract.operands import BlockSparseOperands, DecodeOperands, FlashOperands
 from twin_attention.contract.reference import (
-    attention_backward,
-    attention_forward,
+    backward_of,
+    forward_of,
     merge,
     merge_backward,
     paged_forward,
@@ -29,6 +30,7 @@ from twin_attention.contract.reference import (
 from twin_attention.contract.spec import (
     AppendSpec,
     AttentionSpec,
+    BlockSparseSpec,
     DecodeSpec,
     MergeSpec,
     PagedSpec,
@@ -161,6 +163,7 @@ def _evaluate_flash(inputs: Tensors, spec: AttentionSpec, dtype: torch.dtype) ->
     results = _empty_results(inputs["q"], spec, dtype)
     names = [name for name in FlashOperands._fields if name in inputs]
     differentiable = [name for name in names if inputs[name].is_floating_point()]
+    forward, backward = forward_of(spec), backward_of(spec)
     if "dout" in inputs:
         # Sums over chunks; the chunks' own rounding is that of a plain run in `dtype`.
         exact = torch.promote_types(dtype, torch.float32)
@@ -169,11 +172,14 @@ def _evaluate_flash(inputs: Tensors, spec: AttentionSpec, dtype: torch.dtype) ->
         }
     for chunk in _chunks(spec):
         x, found = chunk.crop(inputs), chunk.crop(results)
-        operands = FlashOperands(**{name: x[name] for name in names})
-        found["out"][:], found["lse"][:] = attention_forward(operands, chunk.spec, dtype)
+        operands: Any = FlashOperands(**{name: x[name] for name in names})
+        if isinstance(spec, BlockSparseSpec):
+            lists = BlockMask.of(x["block_mask"])
+            operands = BlockSparseOperands(*operands[:3], *lists, sinks=operands.sinks)
+        found["out"][:], found["lse"][:] = forward(operands, chunk.spec, dtype)
         if "dout" in x:
             dout, dlse = x["dout"], x.get("dlse")
-            gradients = attention_backward(dout, dlse, operands, chunk.spec, dtype)
+            gradients = backward(dout, dlse, operands, chunk.spec, dtype)
             for name in differentiable:
                 found[f"d{name}"] += getattr(gradients, name)
     return {name: x.to(dtype) for name, x in results.items()}
@@ -317,6 +323,8 @@ def _heads(spec: AttentionSpec) -> list[Part]:
 def _chunks(spec: AttentionSpec) -> Iterator[Part]:
     """Yield the kv heads, so many queries at a time that their scores are at most `SCORES`."""
     size = max(1, SCORES // max(1, spec.group_size * spec.seq_kv))
+    if isinstance(spec, BlockSparseSpec):  # whole tiles
+        size = -(-size // spec.tile_q) * spec.tile_q
     starts = range(0, spec.seq_q, size)
     for b, h, start in product(range(spec.batch), range(spec.heads_kv), starts):
         queries = slice(start, min(start + size, spec.seq_q))
@@ -342,6 +350,12 @@ def _block(spec: AttentionSpec, batch: int, head: int, queries: slice, keys: sli
     )
     lengths = {"seq_q": queries.stop - queries.start, "seq_kv": keys.stop - keys.start}
     own = replace(spec, batch=1, heads_q=group, heads_kv=1, window=window, **lengths)
+    if isinstance(own, BlockSparseSpec):  # all keys, and queries from the start of a tile
+        tiles = slice(queries.start // own.tile_q, -(-queries.stop // own.tile_q))
+        sequences = one if own.mask_batch > 1 else slice(0, 1)
+        heads = heads_q if own.mask_heads > 1 else slice(0, 1)
+        where["block_mask"] = (sequences, heads, tiles)
+        own = replace(own, mask_batch=1, mask_heads=group if own.mask_heads > 1 else 1)
     return Part(own, where)
 
 

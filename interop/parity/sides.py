@@ -16,6 +16,7 @@ import torch_attn
 from interop.exchange import to_jax, to_torch
 from interop.parity.cases import (
     AppendCase,
+    BlockSparseCase,
     Case,
     DecodeCase,
     MergeCase,
@@ -242,8 +243,9 @@ def leaves(results: Any) -> tuple[Any, ...]:
 
 def _function(case: Case) -> str:
     named = {
-        VarlenCase: "flash_attention_varlen", DecodeCase: "paged_decode",
-        PagedCase: "paged_attention", AppendCase: "append_kv", MergeCase: "merge_states",
+        VarlenCase: "flash_attention_varlen", BlockSparseCase: "block_sparse_attention",
+        DecodeCase: "paged_decode", PagedCase: "paged_attention", AppendCase: "append_kv",
+        MergeCase: "merge_states",
     }  # fmt: skip
     return named.get(type(case), "flash_attention")
 

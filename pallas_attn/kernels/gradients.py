@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from pallas_attn.kernels.portable.block_mask import lists_of_keys, lists_of_queries
 from pallas_attn.kernels.portable.segments import segment_ranges, segments_of
 from pallas_attn.kernels.portable.sequences import offsets_of, with_batch, without_batch
 from pallas_attn.kernels.portable.softmax import LOG2E
@@ -35,7 +36,7 @@ class Inputs(NamedTuple):
     delta: Array
 
 
-Launch = Callable[..., Any]  # from inputs, problem and backend; then offsets or segments
+Launch = Callable[..., Any]  # from inputs, problem and backend; then what `optional_operands` takes
 
 
 def prepare_rows(
@@ -109,8 +110,9 @@ def make_flash_bwd(
         if launch_fused is not None and "flash_bwd_fused" in backend.configs(spec):
             dq, dk, dv = launch_fused(inputs, spec, backend)
         else:
-            dq = launch_dq(inputs, spec, backend, *offsets, *segments, *ranges[1:])
-            dk, dv = launch_dkdv(inputs, spec, backend, *offsets, *segments, *ranges[:1])
+            keys, queries = lists_of_keys(operands), lists_of_queries(operands)
+            dq = launch_dq(inputs, spec, backend, *offsets, *segments, *ranges[1:], *keys)
+            dk, dv = launch_dkdv(inputs, spec, backend, *offsets, *segments, *ranges[:1], *queries)
         dq, dk, dv = without_batch(spec, dq, dk, dv)
         dsinks = sinks_gradient(operands.sinks, lse2, delta)
         gradients = {"q": dq, "k": dk, "v": dv, "sinks": dsinks}

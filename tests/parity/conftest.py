@@ -23,7 +23,7 @@ def fake_twins(monkeypatch: pytest.MonkeyPatch) -> Callable[[Spoil], None]:
 
     def run(subject: Subject, case: Case, inputs: Tensors) -> Tensors:
         results = evaluate(inputs, case.spec, torch.float64)
-        dtypes = dict.fromkeys(("lse", "dlses"), torch.float32)
+        dtypes = dict.fromkeys(("lse", "dlses", "dsinks"), torch.float32)
         own = getattr(torch, case.spec.dtype)
         results = {name: x.to(dtypes.get(name, own)) for name, x in results.items()}
         for spoil in spoilers:

@@ -5,14 +5,17 @@ from collections import Counter
 import pytest
 
 from interop.parity.cases import (
+    KINDS,
     SUITES,
     AppendCase,
+    BlockSparseCase,
     DecodeCase,
     FlashCase,
     MergeCase,
     PagedCase,
     VarlenCase,
     append_cases,
+    block_sparse_cases,
     decode_cases,
     flash_cases,
     merge_cases,
@@ -21,6 +24,7 @@ from interop.parity.cases import (
 )
 from twin_attention.contract.operands import (
     AppendOperands,
+    BlockSparseOperands,
     DecodeOperands,
     FlashOperands,
     PagedOperands,
@@ -36,10 +40,12 @@ from twin_attention.contract.spec import (
 from twin_attention.contract.validate import (
     Operand,
     check_append_kv,
+    check_block_sparse_attention,
     check_decode_options,
     check_flash_attention,
     check_flash_attention_varlen,
     check_flash_options,
+    check_kept_tiles,
     check_merge_states,
     check_paged_attention,
     check_paged_decode,
@@ -52,11 +58,12 @@ EVERY_DECODE = {case.name: case for suite in SUITES for case in decode_cases(sui
 EVERY_PAGED = {case.name: case for suite in SUITES for case in paged_cases(suite)}
 EVERY_VARLEN = {case.name: case for suite in SUITES for case in varlen_cases(suite)}
 
+EVERY_BLOCK_SPARSE = {case.name: case for suite in SUITES for case in block_sparse_cases(suite)}
+
 EVERY_MERGE = {case.name: case for suite in SUITES for case in merge_cases(suite)}
 
 EVERY_APPEND = {case.name: case for suite in SUITES for case in append_cases(suite)}
 
-KINDS = (flash_cases, varlen_cases, decode_cases, paged_cases, append_cases, merge_cases)
 of_all_kinds = pytest.mark.parametrize("cases", KINDS)
 
 
@@ -82,6 +89,23 @@ def test_a_pattern_selects_by_name(cases):
     chosen = cases("full", "bf16")
     assert chosen
     assert chosen == [case for case in cases("full") if "bf16" in case.name]
+
+
+@pytest.mark.parametrize("case", EVERY_BLOCK_SPARSE.values(), ids=EVERY_BLOCK_SPARSE)
+def test_a_block_sparse_case_describes_the_call_that_validation_accepts(case: BlockSparseCase):
+    options, mask = check_flash_options(**case.options, return_lse=True), case.mask_shape
+    q, k, v = (Operand(n, x, case.dtype) for n, x in zip("qkv", case.shapes, strict=True))
+    check_kept_tiles(Operand("block_mask", mask, "bool"), q, k)
+    *masks, tiles_q, tiles_kv = mask
+    lists = {
+        "kv_counts": (*masks, tiles_q), "kv_tiles": (*masks, tiles_q, tiles_kv),
+        "q_counts": (*masks, tiles_kv), "q_tiles": (*masks, tiles_kv, tiles_q),
+    }  # fmt: skip
+    operands = BlockSparseOperands(
+        q, k, v, *(Operand(name, shape, "int32") for name, shape in lists.items()),
+        sinks=Operand("sinks", (case.heads_q,), "float32") if case.sinks else None,
+    )  # fmt: skip
+    assert check_block_sparse_attention(operands, options) == case.spec
 
 
 @pytest.mark.parametrize("case", EVERY_VARLEN.values(), ids=EVERY_VARLEN)

@@ -9,14 +9,7 @@ import pytest
 from interop.parity import __main__ as command
 from interop.parity import arguments as checks
 from interop.parity import harness
-from interop.parity.cases import (
-    append_cases,
-    decode_cases,
-    flash_cases,
-    merge_cases,
-    paged_cases,
-    varlen_cases,
-)
+from interop.parity.cases import KINDS, flash_cases
 from interop.parity.records import ORACLE
 
 OUTPUTS = ("out", "lse", "dq", "dk", "dv")
@@ -42,8 +35,7 @@ def failed(case: dict) -> set[tuple[str, str, str]]:
 def test_right_results_pass(fake_twins, tmp_path, capsys):
     assert parity(tmp_path, "--filter", "e-") == 0
     cases = verdicts(tmp_path)
-    kinds = flash_cases, varlen_cases, decode_cases, paged_cases, append_cases, merge_cases
-    chosen = [case for cases in kinds for case in cases("quick", "e-")]
+    chosen = [case for cases in KINDS for case in cases("quick", "e-")]
     assert list(cases) == [case.name for case in chosen]
     assert {case["status"] for case in cases.values()} == {"passed"}
     printed = capsys.readouterr().out
@@ -141,9 +133,7 @@ def test_a_log_has_one_line_a_case_and_no_progress_bar(fake_twins, tmp_path, cap
 def test_the_header_describes_a_case_that_is_not_empty(fake_twins, tmp_path, monkeypatch):
     monkeypatch.setattr(harness, "explain", lambda subject, case, inputs: case.name)
     empty, full = flash_cases("quick", "no-keys")[0], flash_cases("quick", "one-token")[0]
-    monkeypatch.setattr(command, "flash_cases", lambda suite, pattern: [empty, full])
-    for kind in ("varlen_cases", "decode_cases", "paged_cases", "append_cases", "merge_cases"):
-        monkeypatch.setattr(command, kind, lambda suite, pattern: [])
+    monkeypatch.setattr(command, "KINDS", (lambda suite: [empty, full],))
     parity(tmp_path)
     facts = json.loads((tmp_path / "parity.json").read_text())["facts"]
     assert facts["torch_attn triton"] == facts["pallas_attn triton"] == "one-token"
@@ -164,10 +154,7 @@ def test_list_names_the_chosen_cases_and_runs_nothing(tmp_path, capsys):
     assert parity(tmp_path, "--list", "--suite", "all", "--filter", "d128") == 0
     names = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
     expected = [
-        case.name
-        for suite in ("full", "large")
-        for kind in (flash_cases, varlen_cases, decode_cases, paged_cases, append_cases)
-        for case in kind(suite, "d128")
+        case.name for suite in ("full", "large") for kind in KINDS for case in kind(suite, "d128")
     ]
     assert names == expected
     assert not list(tmp_path.iterdir())

@@ -8,17 +8,12 @@ from dataclasses import asdict, replace
 import pytest
 
 from interop.parity.cases import (
+    KINDS,
     SUITES,
     AppendCase,
     DecodeCase,
     FlashCase,
     PagedCase,
-    append_cases,
-    decode_cases,
-    flash_cases,
-    merge_cases,
-    paged_cases,
-    varlen_cases,
 )
 from interop.parity.records import (
     ORACLE,
@@ -166,6 +161,5 @@ def test_an_append_in_one_line():
 
 @pytest.mark.parametrize("suite", SUITES)
 def test_every_case_has_a_line(suite):
-    kinds = (flash_cases, varlen_cases, decode_cases, paged_cases, append_cases, merge_cases)
-    for case in (case for kind in kinds for case in kind(suite)):
+    for case in (case for kind in KINDS for case in kind(suite)):
         assert case.dtype in problem_text(asdict(case)), case.name

@@ -29,6 +29,7 @@ from twin_attention.contract.spec import (
     HEAD_DIM_MIN,
     QUANTIZED_DTYPES,
     AttentionSpec,
+    BlockSparseSpec,
     DecodeSpec,
     PagedSpec,
     VarlenSpec,
@@ -51,6 +52,8 @@ FLASH_FEATURES: dict[str, dict[str, Any]] = {
     "odd-head-size": {"causal": True},
     "packed": {"causal": True},
     "segments": {"causal": True},
+    "tiles-of-128": {"causal": True},
+    "tiles-of-64": {"causal": True},
 }
 DECODE_FEATURES: dict[str, dict[str, Any]] = {
     "decode": {"tokens": 1, "num_splits": 4},
@@ -85,9 +88,10 @@ _AOT = {
     ("jax", "triton"): "tuning.static.pallas_aot",
     ("jax", "mosaic"): "tuning.static.mosaic_aot",
 }
-# Features of the portable kernels alone, which are compiled in this dtype and these head sizes.
-_PORTABLE_FEATURES = ("packed", "segments")
-_PACKED = ("bfloat16", (64, 128))
+# Features of the portable kernels alone, which are compiled in bfloat16 and these head sizes.
+_PORTABLE_FEATURES = {
+    "packed": (64, 128), "segments": (64, 128), "tiles-of-128": HEAD_DIMS, "tiles-of-64": (64, 128),
+}  # fmt: skip
 # The explicit kernels' head sizes: of each row the largest, and those that need two column pieces.
 _EXPLICIT_HEAD_DIMS = (16, 32, 64, 80, 96, 128, 192, 256)
 # Mosaic's, which take longer to compile: of each row the largest, and one of two pieces; those with
@@ -139,6 +143,11 @@ class Problem:
                 return VarlenSpec(**vars(replace(case.spec, batch=1)), num_sequences=8)
             if self.feature == "segments":
                 return replace(case.spec, segmented=True)
+            if self.feature.startswith("tiles-of-"):
+                tile = int(self.feature.removeprefix("tiles-of-"))
+                heads = case.heads_q
+                sizes = {"tile_q": tile, "tile_kv": tile, "mask_batch": 1, "mask_heads": heads}
+                return BlockSparseSpec(**vars(case.spec), **sizes)
             return case.spec
         batch = 4
         if self.feature == "decode-crowded":
@@ -214,7 +223,7 @@ def problems(framework: str, target: str, family: str = "triton") -> Iterator[Pr
                 problem = Problem(framework, target, dtype, head_dim, feature)
                 size = problem.spec.head_dim
                 if feature in _PORTABLE_FEATURES and (
-                    dtype != _PACKED[0] or size not in _PACKED[1]
+                    dtype != "bfloat16" or size not in _PORTABLE_FEATURES[feature]
                 ):
                     continue
                 if size >= HEAD_DIM_MIN and padded_head_dim(size) == head_dim:

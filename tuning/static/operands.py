@@ -8,6 +8,8 @@ from typing import TypeVar
 
 from twin_attention.contract.operands import (
     AppendOperands,
+    AttentionOperands,
+    BlockSparseOperands,
     DecodeOperands,
     FlashOperands,
     PagedOperands,
@@ -16,6 +18,7 @@ from twin_attention.contract.operands import (
 from twin_attention.contract.spec import (
     AppendSpec,
     AttentionSpec,
+    BlockSparseSpec,
     DecodeSpec,
     PagedSpec,
     VarlenSpec,
@@ -25,10 +28,8 @@ X = TypeVar("X")
 Empty = Callable[..., X]  # a dtype's name and a shape: an array without values
 
 
-def flash_operands(
-    spec: AttentionSpec, empty: Empty[X], sinks: bool
-) -> FlashOperands[X] | VarlenOperands[X]:
-    """Return the operands of `flash_attention`, or of its packed form, with sinks or without.
+def flash_operands(spec: AttentionSpec, empty: Empty[X], sinks: bool) -> AttentionOperands[X]:
+    """Return the operands of a problem's function, with sinks or without.
 
     There are segment ids where the problem has them.
     """
@@ -42,6 +43,19 @@ def flash_operands(
             sinks=empty("float32", spec.heads_q) if sinks else None,
         )
     keys = (spec.batch, spec.seq_kv, spec.heads_kv)
+    if isinstance(spec, BlockSparseSpec):
+        tiles = -(-spec.seq_q // spec.tile_q), -(-spec.seq_kv // spec.tile_kv)
+        masks = ("int32", spec.mask_batch, spec.mask_heads)
+        return BlockSparseOperands(
+            q=empty(spec.dtype, spec.batch, spec.seq_q, spec.heads_q, spec.head_dim),
+            k=empty(spec.dtype, *keys, spec.head_dim),
+            v=empty(spec.dtype, *keys, spec.head_dim_v),
+            kv_counts=empty(*masks, tiles[0]),
+            kv_tiles=empty(*masks, *tiles),
+            q_counts=empty(*masks, tiles[1]),
+            q_tiles=empty(*masks, *tiles[::-1]),
+            sinks=empty("float32", spec.heads_q) if sinks else None,
+        )
     return FlashOperands(
         q=empty(spec.dtype, spec.batch, spec.seq_q, spec.heads_q, spec.head_dim),
         k=empty(spec.dtype, *keys, spec.head_dim),

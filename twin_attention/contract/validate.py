@@ -250,11 +250,11 @@ def check_block_sparse_attention(
         fail(ValueError, of_keys.name, expected, of_keys.shape[:2])
     _check_number_of_tiles(of_queries, of_queries.shape[2], q.shape[1], "queries")
     _check_number_of_tiles(of_keys, of_keys.shape[2], k.shape[1], "keys")
+    is_empty = 0 in (q.shape[1], k.shape[1])
     for counts, tiles in lists:
-        *expected, width = (*counts.shape, tiles.shape[-1] if tiles.shape else 0)
-        if tiles.shape != (*expected, width) or (width == 0 and 0 not in expected):
-            got = tiles.shape
-            fail(ValueError, tiles.name, f"{counts.name}' {counts.shape} lists of a width", got)
+        if tiles.shape[:-1] != counts.shape or (tiles.shape[-1] == 0 and not is_empty):
+            expected = f"shape ({', '.join(map(str, counts.shape))}, width) and a width from 1 on"
+            fail(ValueError, tiles.name, expected, tiles.shape)
     _check_sinks(operands)
     return BlockSparseSpec.of(operands, q.dtype, *options)
 

@@ -13,6 +13,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_attn.kernels.gradients import make_flash_bwd
+from pallas_attn.kernels.portable.block_mask import (
+    find_list,
+    kept_row,
+    kept_tiles,
+    list_arguments,
+    num_lists_of_group,
+)
 from pallas_attn.kernels.portable.scores import add_product, dot, visible_scores
 from pallas_attn.kernels.portable.segments import (
     STAYS,
@@ -40,7 +47,15 @@ from pallas_attn.kernels.portable.tiles import (
     tile_start,
     visible_tiles,
 )
-from pallas_attn.launch import flash_arguments, launch, of_all, of_batch, of_group, of_head
+from pallas_attn.launch import (
+    flash_arguments,
+    launch,
+    of_all,
+    of_batch,
+    of_group,
+    of_head,
+    optional_operands,
+)
 from twin_attention.targets.config import padded_head_dim
 
 
@@ -108,6 +123,8 @@ def flash_bwd_dq_kernel(
     q_segment_ids_ref,
     kv_segment_ids_ref,
     ranges_ref,
+    counts_ref,
+    tiles_ref,
     dq_ref,
     *,
     seq_q,
@@ -119,6 +136,8 @@ def flash_bwd_dq_kernel(
     window_right,
     head_dim,
     head_dim_v,
+    tile_q,
+    tile_kv,
     block_q,
     block_kv,
 ):
@@ -128,7 +147,7 @@ def flash_bwd_dq_kernel(
     dout [Sq, Dv], lse2 and delta of `flash_bwd_preprocess_kernel`. Grid, diagonal, rule: as
     in `flash_fwd_kernel`. Loop invariant: dq is Σ ds k over the keys so far. Accumulation: float32,
     exponents in base 2, ds cast to k's dtype for ds·k. A row that sees no key gives 0. Packed
-    sequences, segment ids: as in `flash_fwd_kernel`; lse2 and delta as
+    sequences, segment ids, block mask: as in `flash_fwd_kernel`; lse2 and delta as
     `flash_bwd_preprocess_kernel` has them.
     """
     # Locate the tile of queries.
@@ -162,10 +181,18 @@ def flash_bwd_dq_kernel(
         begin, before, full, after = meeting_tiles(
             segment_q, ranges_ref, seq_kv, begin, before, full, after, block_kv
         )
+    tiles = None
+    if tiles_ref is not None:
+        tiles, count = find_list(counts_ref, tiles_ref, 0, start_q // tile_q)
+        begin, before, full, after = kept_tiles(
+            tiles, count, begin, before, full, after, block_kv, tile_kv
+        )
     for masked in (False, True):
 
         def visit(index, dq, masked=masked):
             start_kv = tile_start(index, begin, before, full, block_kv, masked)
+            if tiles is not None:
+                start_kv = kept_row(tiles, start_kv, seq_kv, tile_kv, masked)
             # s = scale · q kᵀ
             segment_kv, is_key = load_segments(
                 kv_segment_ids_ref, start_kv, seq_kv, block_kv, VISITED
@@ -204,10 +231,13 @@ def flash_bwd_dkdv_kernel(
     q_segment_ids_ref,
     kv_segment_ids_ref,
     ranges_ref,
+    counts_ref,
+    tiles_ref,
     dk_ref,
     dv_ref,
     *,
     group_size,
+    group_lists,
     seq_q,
     seq_kv,
     diagonal,
@@ -217,6 +247,8 @@ def flash_bwd_dkdv_kernel(
     window_right,
     head_dim,
     head_dim_v,
+    tile_q,
+    tile_kv,
     block_q,
     block_kv,
 ):
@@ -229,7 +261,9 @@ def flash_bwd_dkdv_kernel(
     Loop invariant: dk is Σ dsᵀ q and dv is Σ pᵀ dout over the query heads and queries so far.
     Accumulation: float32, exponents in base 2, p and ds cast to the inputs' dtype for their
     products. A key that no query sees gives 0. Packed sequences, segment ids: as in
-    `flash_bwd_dq_kernel`, with tiles of keys, and the ranges of the queries' ids.
+    `flash_bwd_dq_kernel`, with tiles of keys, and the ranges of the queries' ids. Block mask: as
+    there, with the `lists_of_queries`, counts [group_lists, tiles] and tiles [group_lists, tiles,
+    width]; group_lists is how many the query heads of a kv head have, group_size or 1.
     """
     # Locate the tile of keys.
     tile = pl.program_id(0)
@@ -259,37 +293,60 @@ def flash_bwd_dkdv_kernel(
         begin, before, full, after = meeting_tiles(
             segment_kv, ranges_ref, seq_q, begin, before, full, after, block_q
         )
-    for masked in (False, True):
-        count = count_tiles(before, full, after, masked)
 
-        def visit(step, carry, masked=masked, count=count):
-            dk, dv = carry
-            member, index = split_step(step, count, group_size)
-            start_q = tile_start(index, begin, before, full, block_q, masked)
-            # sᵀ = scale · k qᵀ
-            segment_q, is_query = load_segments(q_segment_ids_ref, start_q, seq_q, block_q, VISITED)
-            q = load_tile(q_ref, start_q, seq_q, block_q, head_dim, masked, is_query, member)
-            rows = start_q + arange(block_q)
-            s, dcap = visible_scores(
-                k, q, rows[None, :], key[:, None], None, rule, window_left, window_right, masked,
-                segment_kv, segment_q,
-            )  # fmt: skip
-            # pᵀ = exp(sᵀ - lse)
-            lse2 = load_padded_rows(lse2_ref, start_q, block_q, member)
-            p = jnp.exp2(s * rule.exp2_scale - lse2[None, :])
-            # dpᵀ = v doutᵀ
-            do = load_tile(dout_ref, start_q, seq_q, block_q, head_dim_v, masked, is_query, member)
-            dp = dot(v, do.T)
-            # dv += pᵀ dout
-            dv = add_product(dv, p.astype(do.dtype), do)
-            # dsᵀ = pᵀ ∘ (dpᵀ - delta) ∘ dcapᵀ
-            delta = load_padded_rows(delta_ref, start_q, block_q, member)
-            ds = p * (dp - delta[None, :]) * dcap
-            # dk += dsᵀ q
-            dk = add_product(dk, ds.astype(q.dtype), q)
-            return dk, dv
+    def walk(first_member, carry):
+        first_member = jnp.int32(first_member)
+        first, num_before, num_full, num_after, tiles = begin, before, full, after, None
+        if tiles_ref is not None:
+            tiles, kept = find_list(counts_ref, tiles_ref, first_member, start_kv // tile_kv)
+            first, num_before, num_full, num_after = kept_tiles(
+                tiles, kept, begin, before, full, after, block_q, tile_q
+            )
+        for masked in (False, True):
+            count = count_tiles(num_before, num_full, num_after, masked)
 
-        dk, dv = lax.fori_loop(0, count * group_size, visit, (dk, dv))
+            def visit(step, carry, masked=masked, count=count):
+                dk, dv = carry
+                member, index = split_step(step, count, group_size // group_lists)
+                start_q = tile_start(index, first, num_before, num_full, block_q, masked)
+                if tiles is not None:
+                    start_q = kept_row(tiles, start_q, seq_q, tile_q, masked)
+                    member = member + first_member
+                # sᵀ = scale · k qᵀ
+                segment_q, is_query = load_segments(
+                    q_segment_ids_ref, start_q, seq_q, block_q, VISITED
+                )
+                q = load_tile(q_ref, start_q, seq_q, block_q, head_dim, masked, is_query, member)
+                rows = start_q + arange(block_q)
+                s, dcap = visible_scores(
+                    k, q, rows[None, :], key[:, None], None, rule, window_left, window_right,
+                    masked, segment_kv, segment_q,
+                )  # fmt: skip
+                # pᵀ = exp(sᵀ - lse)
+                lse2 = load_padded_rows(lse2_ref, start_q, block_q, member)
+                p = jnp.exp2(s * rule.exp2_scale - lse2[None, :])
+                # dpᵀ = v doutᵀ
+                do = load_tile(
+                    dout_ref, start_q, seq_q, block_q, head_dim_v, masked, is_query, member
+                )
+                dp = dot(v, do.T)
+                # dv += pᵀ dout
+                dv = add_product(dv, p.astype(do.dtype), do)
+                # dsᵀ = pᵀ ∘ (dpᵀ - delta) ∘ dcapᵀ
+                delta = load_padded_rows(delta_ref, start_q, block_q, member)
+                ds = p * (dp - delta[None, :]) * dcap
+                # dk += dsᵀ q
+                dk = add_product(dk, ds.astype(q.dtype), q)
+                return dk, dv
+
+            carry = lax.fori_loop(0, count * (group_size // group_lists), visit, carry)
+        return carry
+
+    # With lists of each head one head after the other, otherwise all of the group together.
+    if group_lists == 1:
+        dk, dv = walk(0, (dk, dv))
+    else:
+        dk, dv = lax.fori_loop(0, group_lists, walk, (dk, dv))
 
     # Scale and store.
     store_tile(dk_ref, dk * rule.scale, start_kv, seq_kv, block_kv, head_dim)
@@ -316,11 +373,11 @@ def launch_preprocess(dout, dlse, out, lse, spec, backend, cu_seqlens_q=None, q_
     )
 
 
-def launch_dq(inputs, spec, backend, cu_seqlens_q=None, cu_seqlens_kv=None, *segments):
+def launch_dq(inputs, spec, backend, *others):
     """Call `flash_bwd_dq_kernel`; returns dq."""
     q, k, v, *of_rows = inputs
-    offsets, num_sequences = (cu_seqlens_q, cu_seqlens_kv), num_sequences_of(spec)
-    segments = segments or (None, None, None)
+    others, of_others = optional_operands(others)
+    num_sequences = num_sequences_of(spec)
 
     def grid(config):
         tiles = count_sequence_tiles(spec.seq_q, num_sequences, config.block_q)
@@ -330,28 +387,27 @@ def launch_dq(inputs, spec, backend, cu_seqlens_q=None, cu_seqlens_kv=None, *seg
         "flash_bwd_dq",
         flash_bwd_dq_kernel,
         grid,
-        (*inputs, *offsets, *segments),
+        (*inputs, *others),
         (
             of_head(q),
             *(of_head(x, spec.group_size) for x in (k, v)),
             *map(of_head, of_rows),
-            *map(of_all, offsets),
-            *map(of_batch, segments),
+            *of_others,
         ),
         (jax.ShapeDtypeStruct(q.shape, q.dtype),),
         (of_head(q),),
-        flash_arguments(spec) | {"num_sequences": num_sequences},
+        flash_arguments(spec) | list_arguments(spec) | {"num_sequences": num_sequences},
         spec,
         backend,
     )
     return dq
 
 
-def launch_dkdv(inputs, spec, backend, cu_seqlens_q=None, cu_seqlens_kv=None, *segments):
+def launch_dkdv(inputs, spec, backend, *others):
     """Call `flash_bwd_dkdv_kernel`; returns dk and dv."""
     (q, k, v, *of_rows), group = inputs, spec.group_size
-    offsets, num_sequences = (cu_seqlens_q, cu_seqlens_kv), num_sequences_of(spec)
-    segments = segments or (None, None, None)
+    num_sequences, num_lists = num_sequences_of(spec), num_lists_of_group(spec)
+    others, of_others = optional_operands(others, num_lists)
 
     def grid(config):
         tiles = count_sequence_tiles(spec.seq_kv, num_sequences, config.block_kv)
@@ -361,18 +417,19 @@ def launch_dkdv(inputs, spec, backend, cu_seqlens_q=None, cu_seqlens_kv=None, *s
         "flash_bwd_dkdv",
         flash_bwd_dkdv_kernel,
         grid,
-        (*inputs, *offsets, *segments),
+        (*inputs, *others),
         (
             of_group(q, group),
             of_head(k),
             of_head(v),
             *(of_group(x, group) for x in of_rows),
-            *map(of_all, offsets),
-            *map(of_batch, segments),
+            *of_others,
         ),
         tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (k, v)),
         (of_head(k), of_head(v)),
-        flash_arguments(spec) | {"group_size": group, "num_sequences": num_sequences},
+        flash_arguments(spec)
+        | list_arguments(spec)
+        | {"group_size": group, "group_lists": num_lists, "num_sequences": num_sequences},
         spec,
         backend,
     )

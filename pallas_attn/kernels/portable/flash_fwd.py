@@ -9,6 +9,13 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
+from pallas_attn.kernels.portable.block_mask import (
+    find_list,
+    kept_row,
+    kept_tiles,
+    list_arguments,
+    lists_of_keys,
+)
 from pallas_attn.kernels.portable.scores import dot, visible_scores
 from pallas_attn.kernels.portable.segments import (
     STAYS,
@@ -37,7 +44,7 @@ from pallas_attn.kernels.portable.tiles import (
     tile_start,
     visible_tiles,
 )
-from pallas_attn.launch import flash_arguments, launch, of_all, of_batch, of_head
+from pallas_attn.launch import flash_arguments, launch, of_head, optional_operands
 from twin_attention.contract.operands import AttentionOperands
 from twin_attention.contract.spec import AttentionSpec
 from twin_attention.targets.config import padded_head_dim
@@ -54,6 +61,8 @@ def flash_fwd_kernel(
     q_segment_ids_ref,
     kv_segment_ids_ref,
     ranges_ref,
+    counts_ref,
+    tiles_ref,
     out_ref,
     lse_ref,
     *,
@@ -66,6 +75,8 @@ def flash_fwd_kernel(
     window_right,
     head_dim,
     head_dim_v,
+    tile_q,
+    tile_kv,
     block_q,
     block_kv,
 ):
@@ -85,6 +96,10 @@ def flash_fwd_kernel(
 
     Segment ids, of this program's batch: q_segment_ids [Sq] and kv_segment_ids [Skv] int32, and
     ranges, the `segment_ranges` of the keys', otherwise all three None.
+
+    Block mask, of this program's batch and head: counts [1, tiles] and tiles [1, tiles, width], the
+    `lists_of_keys`, and a tile of tile_q by tile_kv, multiples of block_q and block_kv; otherwise
+    all None.
     """
     # Locate the tile of queries.
     num_tiles = count_sequence_tiles(seq_q, num_sequences, block_q)
@@ -118,10 +133,18 @@ def flash_fwd_kernel(
         begin, before, full, after = meeting_tiles(
             segment_q, ranges_ref, seq_kv, begin, before, full, after, block_kv
         )
+    tiles = None
+    if tiles_ref is not None:
+        tiles, count = find_list(counts_ref, tiles_ref, 0, start_q // tile_q)
+        begin, before, full, after = kept_tiles(
+            tiles, count, begin, before, full, after, block_kv, tile_kv
+        )
     for masked in (False, True):
 
         def visit(index, carry, masked=masked):
             start_kv = tile_start(index, begin, before, full, block_kv, masked)
+            if tiles is not None:
+                start_kv = kept_row(tiles, start_kv, seq_kv, tile_kv, masked)
             m_i, l_i, acc = carry
             # s = scale · q kᵀ
             segment_kv, is_key = load_segments(
@@ -165,9 +188,11 @@ def flash_fwd(
     """
     q, k, v = with_batch(spec, operands.q, operands.k, operands.v)
     sinks, group = operands.sinks, spec.group_size
-    offsets, num_sequences = offsets_of(operands) or (None, None), num_sequences_of(spec)
-    segments = segments_of(operands)
-    segments = (*segments, *map(segment_ranges, segments[1:])) or (None, None, None)
+    num_sequences, segments = num_sequences_of(spec), segments_of(operands)
+    ranges = map(segment_ranges, segments[1:])
+    others, of_others = optional_operands(
+        (*offsets_of(operands), *segments, *ranges, *lists_of_keys(operands))
+    )
     out = jax.ShapeDtypeStruct((*q.shape[:3], spec.head_dim_v), q.dtype)
     lse = jax.ShapeDtypeStruct((spec.batch, spec.heads_q, spec.seq_q), jnp.float32)
 
@@ -179,18 +204,17 @@ def flash_fwd(
         "flash_fwd",
         flash_fwd_kernel,
         grid,
-        (q, k, v, sinks, *offsets, *segments),
+        (q, k, v, sinks, *others),
         (
             of_head(q),
             of_head(k, group),
             of_head(v, group),
             of_head(sinks),
-            *map(of_all, offsets),
-            *map(of_batch, segments),
+            *of_others,
         ),
         (out, lse),
         (of_head(out), of_head(lse)),
-        flash_arguments(spec) | {"num_sequences": num_sequences},
+        flash_arguments(spec) | list_arguments(spec) | {"num_sequences": num_sequences},
         spec,
         backend,
     )

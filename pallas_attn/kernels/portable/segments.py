@@ -14,7 +14,11 @@ from jax import Array, lax
 from jax.experimental.pallas import triton as plt
 
 from pallas_attn.kernels.portable.tiles import arange, cdiv, load_rows, maximum, minimum
-from twin_attention.contract.operands import AttentionOperands, FlashOperands
+from twin_attention.contract.operands import (
+    AttentionOperands,
+    BlockSparseOperands,
+    FlashOperands,
+)
 
 # Tokens of a block, which has one range of ids.
 BLOCK_IDS = 64
@@ -89,17 +93,20 @@ def meeting_tiles(ids, ranges_ref, size_other, begin, before, full, after, block
     return begin, 0, full, visible - full
 
 
-def segment_ranges(ids: Array) -> Array:
+def segment_ranges(ids: Array | None) -> Array | None:
     """Compute the range of ids of every BLOCK_IDS tokens.
 
     Args:
-        ids: [B, S] int32.
+        ids: [B, S] int32, or None.
 
     Returns:
+        None without ids, otherwise
         [B, 3, blocks] int32: the least id that is not negative, LARGEST_ID if there is none; the
         greatest; and the least of all, which is negative in a block with padding. What the last
         block lacks counts as padding.
     """
+    if ids is None:
+        return None
     batch, size = ids.shape
     blocks = cdiv(size, BLOCK_IDS)
     padding = ((0, 0), (0, blocks * BLOCK_IDS - size))
@@ -109,8 +116,13 @@ def segment_ranges(ids: Array) -> Array:
     return jnp.stack((least, ids.max(2), ids.min(2)), 1)
 
 
-def segments_of(operands: AttentionOperands[Array]) -> tuple[Array, ...]:
-    """Return the ids of queries and of keys; nothing without them."""
+def segments_of(operands: AttentionOperands[Array]) -> tuple[Array | None, ...]:
+    """Return the ids of queries and of keys; nothing without them.
+
+    Lists of tiles follow them: there they are None.
+    """
+    if isinstance(operands, BlockSparseOperands):
+        return None, None
     if not isinstance(operands, FlashOperands) or operands.q_segment_ids is None:
         return ()
     assert operands.kv_segment_ids is not None

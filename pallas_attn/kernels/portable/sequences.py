@@ -15,7 +15,7 @@ import numpy as np
 from jax.experimental.pallas import triton as plt
 
 from pallas_attn.kernels.portable.tiles import arange, cdiv
-from twin_attention.contract.operands import FlashOperands, VarlenOperands
+from twin_attention.contract.operands import AttentionOperands, FlashOperands, VarlenOperands
 from twin_attention.contract.spec import AttentionSpec, VarlenSpec
 
 # Offsets that a step of the search reads at a time: one step finds one of 127 sequences.
@@ -113,14 +113,15 @@ def num_sequences_of(spec: AttentionSpec) -> int | None:
     return spec.num_sequences if isinstance(spec, VarlenSpec) else None
 
 
-def offsets_of(operands: FlashOperands[Any] | VarlenOperands[Any]) -> tuple[Any, ...]:
+def offsets_of(operands: AttentionOperands[Any]) -> tuple[Any, ...]:
     """Return the operands that a kernel has for packed sequences alone.
 
-    Segment ids follow them: there they are None.
+    Segment ids or lists of tiles follow them: there they are None.
     """
-    if isinstance(operands, FlashOperands):
-        return () if operands.q_segment_ids is None else (None, None)
-    return operands.cu_seqlens_q, operands.cu_seqlens_kv
+    if isinstance(operands, VarlenOperands):
+        return operands.cu_seqlens_q, operands.cu_seqlens_kv
+    is_dense = isinstance(operands, FlashOperands) and operands.q_segment_ids is None
+    return () if is_dense else (None, None)
 
 
 def with_batch(spec: AttentionSpec, *tensors: Any) -> tuple[Any, ...]:

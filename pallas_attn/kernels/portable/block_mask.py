@@ -1,0 +1,121 @@
+"""Block masks: the tiles that a list keeps, of those that some rows see.
+
+`twin_attention.contract.block_mask.BlockMask` has a list for each tile of an axis: the tiles of the
+other axis that it keeps, in increasing order. Those that the window hides are at both ends of it,
+and those that it shows whole lie together. So a program walks a part of its list as dense rows are
+walked, a tile that needs a mask or one that needs none at a time: the rows of the kept tiles, one
+after the other, take the place of the other axis.
+
+Lists are data that nobody checked. Counts are clamped to the lists, and tiles to the tensors.
+"""
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.experimental.pallas import triton as plt
+
+from pallas_attn.kernels.portable.tiles import arange, cdiv
+from twin_attention.contract.operands import AttentionOperands, BlockSparseOperands
+from twin_attention.contract.spec import AttentionSpec, BlockSparseSpec
+
+# Tiles of a list that a step of the search reads at a time.
+LIST_SCAN_WIDTH = 256
+# A tile behind all others.
+NO_TILE = 2**31 - 1
+
+
+class List(NamedTuple):
+    """A list of tiles: ``tiles_ref[head, tile]``."""
+
+    tiles_ref: Any
+    head: Any
+    tile: Any
+
+
+def find_list(counts_ref, tiles_ref, head, tile):
+    """Return a tile's list and how many tiles it has, at most the list's width."""
+    count = jnp.minimum(counts_ref[head, tile], tiles_ref.shape[2])
+    return List(tiles_ref, head, tile), count
+
+
+def kept_tiles(tiles, count, begin, before, full, after, block, tile):
+    """Narrow what `visible_tiles` returned to the tiles of a list.
+
+    Args:
+        tiles, count: the list and how many tiles it has.
+        begin, before, full, after: as `visible_tiles` returns them.
+        block: rows of a kernel's tile of the other axis.
+        tile: rows of a tile of the mask, a multiple.
+
+    Returns (begin, before, full, after) again, of the rows of the listed tiles, one after the
+    other; `kept_row` finds them.
+    """
+    # The tiles of the mask that are seen, of which those from `whole` on are seen whole.
+    first = begin // tile
+    whole = cdiv(begin + before * block, tile)
+    whole_end = jnp.maximum((begin + (before + full) * block) // tile, whole)
+    end = cdiv(begin + (before + full + after) * block, tile)
+
+    # How many of the list are before each.
+    def scan(step, carry):
+        n_first, n_whole, n_whole_end, n_end = carry
+        i = lax.convert_element_type(step, jnp.int32) * LIST_SCAN_WIDTH + arange(LIST_SCAN_WIDTH)
+        listed = plt.load(
+            tiles.tiles_ref.at[tiles.head, tiles.tile, i], mask=i < count, other=NO_TILE
+        )
+        n_first = n_first + (listed < first).astype(jnp.int32)
+        n_whole = n_whole + (listed < whole).astype(jnp.int32)
+        n_whole_end = n_whole_end + (listed < whole_end).astype(jnp.int32)
+        n_end = n_end + (listed < end).astype(jnp.int32)
+        return n_first, n_whole, n_whole_end, n_end
+
+    zeros = (jnp.zeros((LIST_SCAN_WIDTH,), jnp.int32),) * 4
+    steps = cdiv(jnp.maximum(count, 0), LIST_SCAN_WIDTH)
+    counts = lax.fori_loop(np.int32(0), steps, scan, zeros)
+    first, whole, whole_end, end = (jnp.sum(x, dtype=jnp.int32) for x in counts)
+    per_tile = tile // block
+    return (
+        first * tile,
+        (whole - first) * per_tile,
+        (whole_end - whole) * per_tile,
+        (end - whole_end) * per_tile,
+    )
+
+
+def kept_row(tiles, row, size_other, tile, masked):
+    """Return the row of the other axis that is `row` of the listed tiles, one after the other.
+
+    It is within the axis, and without `masked` in a tile that exists whole.
+    """
+    num_tiles = cdiv(size_other, tile) if masked else size_other // tile
+    listed = tiles.tiles_ref[tiles.head, tiles.tile, row // tile]
+    return jnp.minimum(jnp.maximum(listed, 0), num_tiles - 1) * tile + row % tile
+
+
+def lists_of_keys(operands: AttentionOperands[Array]) -> tuple[Array, ...]:
+    """Return counts and tiles of the keys that queries keep; nothing without a mask."""
+    if not isinstance(operands, BlockSparseOperands):
+        return ()
+    return operands.kv_counts, operands.kv_tiles
+
+
+def lists_of_queries(operands: AttentionOperands[Array]) -> tuple[Array, ...]:
+    """Return counts and tiles of the queries that keep keys; nothing without a mask."""
+    if not isinstance(operands, BlockSparseOperands):
+        return ()
+    return operands.q_counts, operands.q_tiles
+
+
+def list_arguments(spec: AttentionSpec) -> dict[str, Any]:
+    """Return the arguments that describe the tiles of a mask."""
+    if not isinstance(spec, BlockSparseSpec):
+        return dict.fromkeys(("tile_q", "tile_kv"))
+    return {"tile_q": spec.tile_q, "tile_kv": spec.tile_kv}
+
+
+def num_lists_of_group(spec: AttentionSpec) -> int:
+    """Return how many masks the query heads of one kv head have: one each, or one of all."""
+    has_own = isinstance(spec, BlockSparseSpec) and spec.mask_heads > 1
+    return spec.group_size if has_own else 1

@@ -1,0 +1,213 @@
+"""Block masks: laws that tie them to calls without any, and what lists may hold."""
+
+import pytest
+import torch
+
+from interop.exchange import to_torch
+from interop.parity.cases import BlockSparseCase
+from interop.parity.inputs import make_inputs
+from interop.parity.sides import results
+from tests.sides import attention
+from twin_attention.contract.block_mask import BlockMask, document_tiles
+from twin_attention.targets.config import use_configs
+
+CASE = BlockSparseCase(
+    "sparse", batch=1, seq_q=150, seq_kv=200, heads_q=2, heads_kv=2, head_dim=16, head_dim_v=24,
+    dtype="float32", causal=True, own_masks="heads",
+)  # fmt: skip
+# As large as the mask's: fewer steps for the interpreters.
+LARGE_TILES = {
+    kernel: {"block_q": 64, "block_kv": 64}
+    for kernel in ("flash_fwd", "flash_bwd_dq", "flash_bwd_dkdv")
+}
+OPTIONS = CASE.options | {"implementation": "triton"}
+
+
+def sparse(side, inputs):
+    with use_configs(LARGE_TILES):
+        return results(side, "block_sparse_attention", inputs, **OPTIONS)
+
+
+def assert_same(got, want):
+    assert got.keys() == want.keys()
+    for name, x in want.items():
+        torch.testing.assert_close(got[name], x, rtol=1e-5, atol=1e-5)
+
+
+@pytest.fixture
+def inputs(torch_device):
+    return make_inputs(CASE, torch_device)
+
+
+def mask_of(inputs, *rows):
+    """Return the mask [1, 1, 3, 4] of these rows, such as ".##."; 64 queries and keys a tile."""
+    kept = [[[[tile == "#" for tile in row] for row in rows]]]
+    return torch.tensor(kept, device=inputs["q"].device)
+
+
+def test_all_tiles_are_flash_attention(side, inputs):
+    plain = {name: x for name, x in inputs.items() if name != "block_mask"}
+    inputs["block_mask"] = torch.ones_like(inputs["block_mask"])
+    want = attention(side, plain, **CASE.options, implementation="reference")
+    assert_same(sparse(side, inputs), want)
+
+
+def test_whole_documents_are_segments(side, inputs, torch_device):
+    ids = torch.tensor([0, 2, 1, 2]).repeat_interleave(64)[None].int()
+    q_ids, kv_ids = ids[:, :150].contiguous(), ids[:, :200].contiguous()
+    kept = document_tiles(q_ids.numpy(), kv_ids.numpy(), 64, 64)
+    inputs["block_mask"] = torch.from_numpy(kept).to(torch_device).expand(1, 2, 3, 4).contiguous()
+    plain = {name: x for name, x in inputs.items() if name != "block_mask"}
+    plain["q_segment_ids"], plain["kv_segment_ids"] = (
+        q_ids.to(torch_device),
+        kv_ids.to(torch_device),
+    )
+    want = attention(side, plain, **CASE.options, implementation="reference")
+    assert_same(sparse(side, inputs), want)
+
+
+def test_a_dropped_tile_has_no_influence(side, inputs):
+    """Bit for bit: kernels do not read it."""
+    inputs["block_mask"] = mask_of(inputs, "#.#.", "....", "#.##").expand(1, 2, 3, 4).contiguous()
+    want = sparse(side, inputs)
+    for name in ("k", "v"):
+        inputs[name][:, 64:128] = torch.nan
+    for name in ("q", "dout"):
+        inputs[name][:, 64:128] = torch.nan
+    got = sparse(side, inputs)
+    for name in ("out", "dq"):  # the tile of queries without keys gives what a NaN does not reach
+        assert (want[name][:, 64:128] == 0).all()
+    assert (got["lse"][..., 64:128] == -torch.inf).all()
+    assert (got["out"][:, 64:128] == 0).all()
+    for name in ("dk", "dv"):
+        assert (got[name][:, 64:128] == 0).all()
+        assert torch.equal(got[name], want[name])
+    rows = [*range(64), *range(128, 150)]
+    for name in ("out", "dq"):
+        assert torch.equal(got[name][:, rows], want[name][:, rows])
+
+
+def test_heads_may_be_permuted(side, inputs):
+    """Of multi-head attention, with their masks."""
+    got = sparse(side, inputs)
+    axes = {"q": 2, "k": 2, "v": 2, "dout": 2, "dlse": 1, "block_mask": 1}
+    swapped = sparse(side, {name: x.flip(axes[name]) for name, x in inputs.items()})
+    for name, x in got.items():
+        assert torch.equal(swapped[name].flip(1 if name == "lse" else 2), x)
+
+
+def lists_forward(side, inputs, lists):
+    """Call the kernels with a mask as lists; return out and lse."""
+    operands = side.share({name: inputs[name] for name in "qkv"})
+    mask = BlockMask(**side.share(lists._asdict()))
+    with use_configs(LARGE_TILES):
+        found = side.api.block_sparse_attention(
+            **operands, block_mask=mask, causal=True, return_lse=True, implementation="triton"
+        )
+    return tuple(x if torch.is_tensor(x) else to_torch(x) for x in found)
+
+
+def test_what_follows_the_count_of_a_list_does_not_matter(side, inputs):
+    lists = BlockMask.of(inputs["block_mask"])
+    want = lists_forward(side, inputs, lists)
+    place = torch.arange(lists.kv_tiles.shape[-1], device=lists.kv_tiles.device)
+    spoiled = torch.where(place < lists.kv_counts[..., None], lists.kv_tiles, -(2**31))
+    got = lists_forward(side, inputs, lists._replace(kv_tiles=spoiled.int()))
+    for a, b in zip(got, want, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("tile", [-(2**31), -1, 4, 2**31 - 1])
+def test_tiles_that_do_not_exist_are_not_read(side, inputs, tile):
+    """At the ends of a list nothing is seen there. A list in disorder gives some keys' values."""
+    lists = BlockMask.of(mask_of(inputs, "##..", "##..", "##.."))
+    want = lists_forward(side, inputs, lists)
+    place, count = (0, 3) if tile < 0 else (2, 3)
+    ids = [0, 1]
+    ids.insert(place, tile)
+    own = lists.kv_tiles.clone()
+    own[..., :3] = torch.tensor(ids, dtype=torch.int32)
+    changed = lists._replace(kv_tiles=own, kv_counts=torch.full_like(lists.kv_counts, count))
+    for a, b in zip(lists_forward(side, inputs, changed), want, strict=True):
+        assert torch.equal(a, b)
+    inputs["v"][:] = 1.0
+    disorder = lists._replace(
+        kv_tiles=torch.full_like(own, tile), kv_counts=torch.full_like(lists.kv_counts, 99)
+    )
+    out, _ = lists_forward(side, inputs, disorder)
+    ones = torch.ones_like(out)
+    assert (torch.isclose(out, ones) | (out == 0)).all()
+
+
+MASK = (1, 2, 3, 4)
+LISTS = {
+    "kv_counts": (1, 2, 3), "kv_tiles": (1, 2, 3, 4), "q_counts": (1, 2, 4),
+    "q_tiles": (1, 2, 4, 3),
+}  # fmt: skip
+WIDTH = "width) and a width from 1 on"
+# name: (exception, message, shape of the mask or changed shapes of lists, changed dtypes)
+MISTAKES = {
+    "numbers": (TypeError, "block_mask: expected dtype bool, got int32", MASK, "int32"),
+    "rank": (
+        ValueError,
+        "block_mask: expected 2 to 4 dimensions [B or 1, Hq or 1, tiles_q, tiles_kv], "
+        "got shape (4,)", (4,), "bool",
+    ),
+    "tiles of queries": (
+        ValueError, "block_mask: expected 3 or 2 tiles for 150 queries, got 4", (4, 4), "bool",
+    ),
+    "tiles of keys": (
+        ValueError, "block_mask: expected 4 or 2 tiles for 200 keys, got 3", (1, 3, 3), "bool",
+    ),
+    "heads": (
+        ValueError, "block_mask: expected masks of 1 or 2 heads, got 3", (3, 3, 4), "bool",
+    ),
+    "sequences": (
+        ValueError, "block_mask: expected masks of 1 or 1 sequences, got 2", (2, 1, 3, 4), "bool",
+    ),
+    "list of floats": (
+        TypeError, "kv_tiles: expected dtype int32, got float32", {}, {"kv_tiles": "float32"},
+    ),
+    "counts without heads": (
+        ValueError, "q_counts: expected 3 dimensions [B or 1, Hq or 1, tiles], got shape (4,)",
+        {"q_counts": (4,)}, {},
+    ),
+    "lists of another mask": (
+        ValueError, "q_counts: expected kv_counts' masks (1, 2), got (1, 1)",
+        {"q_counts": (1, 1, 4), "q_tiles": (1, 1, 4, 3)}, {},
+    ),
+    "counts of other tiles": (
+        ValueError, "q_counts: expected 4 or 2 tiles for 200 keys, got 3",
+        {"q_counts": (1, 2, 3), "q_tiles": (1, 2, 3, 3)}, {},
+    ),
+    "fewer lists than counts": (
+        ValueError, f"kv_tiles: expected shape (1, 2, 3, {WIDTH}, got (1, 2, 2, 4)",
+        {"kv_tiles": (1, 2, 2, 4)}, {},
+    ),
+    "lists of no width": (
+        ValueError, f"q_tiles: expected shape (1, 2, 4, {WIDTH}, got (1, 2, 4, 0)",
+        {"q_tiles": (1, 2, 4, 0)}, {},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_one_mistake_one_message(side, implementation, mistake):
+    error, message, shapes, dtypes = MISTAKES[mistake]
+    shapes_qkv = {"q": (1, 150, 2, 16), "k": (1, 200, 1, 16), "v": (1, 200, 1, 16)}
+    operands = {name: side.zeros(shape, "float32") for name, shape in shapes_qkv.items()}
+    if isinstance(shapes, dict):
+        mask = BlockMask(*(side.zeros(shape, dtypes.get(name, "int32"))
+                           for name, shape in (LISTS | shapes).items()))  # fmt: skip
+    else:
+        mask = side.zeros(shapes, dtypes)
+    with pytest.raises(error) as raised:
+        side.api.block_sparse_attention(**operands, block_mask=mask, implementation=implementation)
+    assert (raised.type, str(raised.value)) == (error, message)
+
+
+def test_what_is_no_mask(side):
+    q = side.zeros((1, 64, 1, 16), "float32")
+    with pytest.raises(TypeError) as raised:
+        side.api.block_sparse_attention(q, q, q, [[True]])
+    assert str(raised.value) == f"block_mask: expected {side.tensor}, got list"
