@@ -14,8 +14,8 @@ before the mode is made::
 
 Only pairs of query and key that the window keeps are counted, unlike for
 `scaled_dot_product_attention`, of which torch counts all. What follows from data is left out: with
-segment ids the count is that without, and `flash_attention_varlen` counts nothing. The backward
-counts its five products.
+segment ids the count is that without, and `flash_attention_varlen` and `block_sparse_attention`
+count nothing. The backward counts its five products.
 """
 
 from __future__ import annotations
