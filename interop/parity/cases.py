@@ -582,9 +582,7 @@ def _large_varlen() -> Iterator[VarlenCase]:
 def _quick_block_sparse() -> Iterator[BlockSparseCase]:
     base = BlockSparseCase("", batch=1, seq_q=130, seq_kv=200, head_dim=16)
     yield replace(base, name="block-sparse-causal", causal=True, own_masks="heads")
-    yield replace(
-        base, name="block-sparse-gqa-fp32", seq_q=70, heads_q=4, tile_kv=128, dtype="float32"
-    )
+    yield replace(base, name="block-sparse-fp32", seq_q=70, heads_q=4, tile_kv=128, dtype="float32")
     yield replace(
         base, name="block-sparse-all-options", batch=2, seq_kv=130, heads_kv=1, own_masks="all",
         tile_q=128, head_dim=24, head_dim_v=16, dtype="float16", window_size=(90, 20), softcap=20.0,

@@ -174,8 +174,8 @@ def _evaluate_flash(inputs: Tensors, spec: AttentionSpec, dtype: torch.dtype) ->
         x, found = chunk.crop(inputs), chunk.crop(results)
         operands: Any = FlashOperands(**{name: x[name] for name in names})
         if isinstance(spec, BlockSparseSpec):
-            lists = BlockMask.of(x["block_mask"])
-            operands = BlockSparseOperands(*operands[:3], *lists, sinks=operands.sinks)
+            lists = BlockMask.of(x["block_mask"])._asdict()
+            operands = BlockSparseOperands(**{name: x[name] for name in names}, **lists)
         found["out"][:], found["lse"][:] = forward(operands, chunk.spec, dtype)
         if "dout" in x:
             dout, dlse = x["dout"], x.get("dlse")

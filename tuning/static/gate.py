@@ -22,14 +22,13 @@ from importlib import import_module
 from itertools import product
 from typing import Any
 
-from interop.parity.cases import DecodeCase, FlashCase, PagedCase
+from interop.parity.cases import BlockSparseCase, DecodeCase, FlashCase, PagedCase
 from tuning.static.bound import Bound, bound
 from tuning.static.resources import Resources, measure
 from twin_attention.contract.spec import (
     HEAD_DIM_MIN,
     QUANTIZED_DTYPES,
     AttentionSpec,
-    BlockSparseSpec,
     DecodeSpec,
     PagedSpec,
     VarlenSpec,
@@ -145,9 +144,8 @@ class Problem:
                 return replace(case.spec, segmented=True)
             if self.feature.startswith("tiles-of-"):
                 tile = int(self.feature.removeprefix("tiles-of-"))
-                heads = case.heads_q
-                sizes = {"tile_q": tile, "tile_kv": tile, "mask_batch": 1, "mask_heads": heads}
-                return BlockSparseSpec(**vars(case.spec), **sizes)
+                sizes = {"tile_q": tile, "tile_kv": tile, "own_masks": "heads"}
+                return BlockSparseCase(**vars(case), **sizes).spec
             return case.spec
         batch = 4
         if self.feature == "decode-crowded":
