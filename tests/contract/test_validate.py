@@ -395,9 +395,9 @@ PAGE = "expected one of the pool's 5 pages, got "
 
 
 def test_what_tables_and_lengths_may_hold():
-    check_page_ids(TABLES, np.array([12, 0, 8], np.int32), 5, 4, 1)
-    check_page_ids(np.empty((2, 0), np.int32), np.zeros(2, np.int32), 0, 4, 1)
-    check_page_ids(np.empty((0, 3), np.int32), np.empty(0, np.int32), 5, 4, 1)
+    check_page_ids(TABLES, np.array([12, 0, 8], np.int32), None, 1, (5, 4))
+    check_page_ids(np.empty((2, 0), np.int32), np.zeros(2, np.int32), None, 1, (0, 4))
+    check_page_ids(np.empty((0, 3), np.int32), np.empty(0, np.int32), None, 1, (5, 4))
 
 
 @pytest.mark.parametrize(
@@ -412,10 +412,10 @@ def test_what_tables_and_lengths_may_hold():
 )
 def test_the_first_sequence_that_leaves_the_pool_is_named(lengths, message):
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        check_page_ids(TABLES, np.array(lengths, np.int32), 5, 4, 1)
+        check_page_ids(TABLES, np.array(lengths, np.int32), None, 1, (5, 4))
 
 
 def test_a_pool_without_pages_has_no_key():
     message = "block_tables[0, 0]: expected one of the pool's 0 pages, got 0"
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        check_page_ids(np.zeros((1, 2), np.int32), np.array([1], np.int32), 0, 4, 1)
+        check_page_ids(np.zeros((1, 2), np.int32), np.array([1], np.int32), None, 1, (0, 4))

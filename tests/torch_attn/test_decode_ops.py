@@ -327,7 +327,8 @@ def test_gradients_of_a_merge_compiled_and_by_torch_func(torch_device):
     many = [torch.stack(pair) for pair in zip(states, others, strict=True)]
     mapped = vmap(grad(merge_loss, (0, 1)))(*many)
     both = zip(want, grad(merge_loss, (0, 1))(*others), strict=True)
-    assert_equal(mapped, tuple(map(torch.stack, both)))
+    # torch rounds an element as its place in a vector says, which the batch changes.
+    torch.testing.assert_close(mapped, tuple(map(torch.stack, both)))
 
 
 @pytest.mark.parametrize("in_dims", [(0, 0), (3, 2), (None, 1), (2, None)])
