@@ -117,7 +117,7 @@ def test_what_follows_the_count_of_a_list_does_not_matter(side, inputs):
         assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("tile", [-1, 2**31 - 1])
+@pytest.mark.parametrize("tile", [-1, 4, 2**31 - 1])
 def test_tiles_that_do_not_exist_are_not_read(side, inputs, tile):
     """At the ends of a list nothing is seen there. A list in disorder gives some keys' values."""
     lists = BlockMask.of(mask_of(inputs, "##..", "##..", "##.."))
