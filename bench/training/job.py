@@ -17,7 +17,7 @@ Show = Callable[[str], object]
 
 
 class Training(Protocol):
-    """What `TorchTraining` and `JaxTraining` do."""
+    """A model with its optimizer and one batch: `TorchTraining` or `JaxTraining`."""
 
     def forward(self) -> object: ...
 

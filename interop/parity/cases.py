@@ -9,10 +9,10 @@ A case's name says what it covers; its suite says how large it is:
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any
+from typing import Any, TypeVar
 
 from twin_attention.contract.spec import (
     AppendSpec,
@@ -357,72 +357,43 @@ class MergeCase:
 # Or a BlockSparseCase, which is a FlashCase.
 Case = FlashCase | VarlenCase | DecodeCase | PagedCase | AppendCase | MergeCase
 Change = tuple[str, dict[str, Any]]  # part of a case's name, and the fields that differ
+C = TypeVar("C", bound=Case)
+Make = Callable[[], Iterator[C]]
 
 
 def flash_cases(suite: str = "quick", pattern: str = "") -> list[FlashCase]:
     """Return the cases of a suite whose names contain `pattern`."""
-    groups = {"quick": [_quick()], "full": [_quick(), _full()], "large": [_large()]}[suite]
-    return [case for group in groups for case in group if pattern in case.name]
+    return _choose(suite, pattern, _quick, _full, _large)
 
 
 def varlen_cases(suite: str = "quick", pattern: str = "") -> list[VarlenCase]:
     """Return the cases of a suite whose names contain `pattern`."""
-    groups = {
-        "quick": [_quick_varlen()],
-        "full": [_quick_varlen(), _full_varlen()],
-        "large": [_large_varlen()],
-    }[suite]
-    return [case for group in groups for case in group if pattern in case.name]
+    return _choose(suite, pattern, _quick_varlen, _full_varlen, _large_varlen)
 
 
 def block_sparse_cases(suite: str = "quick", pattern: str = "") -> list[BlockSparseCase]:
     """Return the cases of a suite whose names contain `pattern`."""
-    groups = {
-        "quick": [_quick_block_sparse()],
-        "full": [_quick_block_sparse(), _full_block_sparse()],
-        "large": [_large_block_sparse()],
-    }[suite]
-    return [case for group in groups for case in group if pattern in case.name]
+    return _choose(suite, pattern, _quick_block_sparse, _full_block_sparse, _large_block_sparse)
 
 
 def decode_cases(suite: str = "quick", pattern: str = "") -> list[DecodeCase]:
     """Return the cases of a suite whose names contain `pattern`."""
-    groups = {
-        "quick": [_quick_decode()],
-        "full": [_quick_decode(), _full_decode()],
-        "large": [_large_decode()],
-    }[suite]
-    return [case for group in groups for case in group if pattern in case.name]
+    return _choose(suite, pattern, _quick_decode, _full_decode, _large_decode)
 
 
 def paged_cases(suite: str = "quick", pattern: str = "") -> list[PagedCase]:
     """Return the cases of a suite whose names contain `pattern`."""
-    groups = {
-        "quick": [_quick_paged()],
-        "full": [_quick_paged(), _full_paged()],
-        "large": [_large_paged()],
-    }[suite]
-    return [case for group in groups for case in group if pattern in case.name]
+    return _choose(suite, pattern, _quick_paged, _full_paged, _large_paged)
 
 
 def append_cases(suite: str = "quick", pattern: str = "") -> list[AppendCase]:
     """Return the cases of a suite whose names contain `pattern`."""
-    groups = {
-        "quick": [_quick_append()],
-        "full": [_quick_append(), _full_append()],
-        "large": [_large_append()],
-    }[suite]
-    return [case for group in groups for case in group if pattern in case.name]
+    return _choose(suite, pattern, _quick_append, _full_append, _large_append)
 
 
 def merge_cases(suite: str = "quick", pattern: str = "") -> list[MergeCase]:
     """Return the cases of a suite whose names contain `pattern`."""
-    groups = {
-        "quick": [_quick_merge()],
-        "full": [_quick_merge(), _full_merge()],
-        "large": [_large_merge()],
-    }[suite]
-    return [case for group in groups for case in group if pattern in case.name]
+    return _choose(suite, pattern, _quick_merge, _full_merge, _large_merge)
 
 
 # The cases of each function.
@@ -430,6 +401,11 @@ KINDS = (
     flash_cases, varlen_cases, block_sparse_cases, decode_cases, paged_cases, append_cases,
     merge_cases,
 )  # fmt: skip
+
+
+def _choose(suite: str, pattern: str, quick: Make[C], full: Make[C], large: Make[C]) -> list[C]:
+    makers = {"quick": [quick], "full": [quick, full], "large": [large]}[suite]
+    return [case for make in makers for case in make() if pattern in case.name]
 
 
 def _quick() -> Iterator[FlashCase]:

@@ -1,4 +1,4 @@
-"""What docs/numerics.md says of accumulators: 0.01 added a thousand times, by hand and as dV."""
+"""Check the accumulators of docs/numerics.md: 0.01 added a thousand times, by hand and as dV."""
 
 import re
 from pathlib import Path

@@ -88,7 +88,7 @@ def test_a_dropped_tile_has_no_influence(side, inputs):
 
 
 def test_heads_may_be_permuted(side, inputs):
-    """Of multi-head attention, with their masks."""
+    """Each head moves with its mask."""
     got = sparse(side, inputs)
     axes = {"q": 2, "k": 2, "v": 2, "dout": 2, "dlse": 1, "block_mask": 1}
     swapped = sparse(side, {name: x.flip(axes[name]) for name, x in inputs.items()})
