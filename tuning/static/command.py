@@ -115,7 +115,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _select(arguments: argparse.Namespace) -> list[Problem]:
     """Return the problems that the options leave; exit with code 2 if they leave none.
 
-    Each feature has its share of one in N.
+    Of each feature there is one at least.
     """
     found = [
         problem
@@ -140,9 +140,14 @@ def _select(arguments: argparse.Namespace) -> list[Problem]:
         arguments.refuse(
             "expected --feature, --dtype and --head-dim that some kernel has together, got none"
         )
-    in_groups = sorted(selected, key=lambda problem: (problem.target, problem.feature))
-    chosen = set(in_groups[:: arguments.every])
+    chosen: set[Problem] = set()
+    for _, group in groupby(sorted(selected, key=_feature_of), _feature_of):
+        chosen.update([*group][:: arguments.every])
     return [problem for problem in selected if problem in chosen]
+
+
+def _feature_of(problem: Problem) -> tuple[str, str]:
+    return problem.target, problem.feature
 
 
 def _check_all(
