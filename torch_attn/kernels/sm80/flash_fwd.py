@@ -86,6 +86,10 @@ def flash_fwd_kernel(
     NUM_STAGES 1: one tile of k and one of v. v arrives under q·kᵀ, the next k under the softmax
     and p·v. NUM_STAGES 2: two of each. The next k and v arrive under the whole step, which then
     has one barrier in place of two. ASYNC: rows are aligned to 16 bytes, see `fetch_tile`.
+
+    Tiles at the edges come first, so that the tile after a full one is full and fetched without a
+    mask. Where acc takes most registers they come last: otherwise the compiler copies acc in each
+    step of the full ones, at head size 256 in 130 of 1018 instructions, which takes 6 % more time.
     """
     # Locate the tile of queries.
     index, tile = longest_first(gl.cdiv(seq_q, BLOCK_Q), together)
@@ -98,6 +102,8 @@ def flash_fwd_kernel(
     begin, before, full, after = visible_tiles(
         start_q, seq_q, seq_kv, diagonal, window_left, window_right, BLOCK_Q, BLOCK_KV
     )
+    EDGES_LAST: gl.constexpr = HEAD_DIM_V > 192
+    ORDER: gl.constexpr = (0, 2, 1) if EDGES_LAST else (1, -1, -1)
 
     # Start to fetch the queries and the first keys.
     dtype: gl.constexpr = q_ptr.dtype.element_ty
@@ -107,7 +113,7 @@ def flash_fwd_kernel(
     v_tile = allocate_tile(dtype, NUM_STAGES, BLOCK_KV, HEAD_DIM_V)
     q_base = head_base(q_ptr, q_strides, batch, head, ALIGN)
     fetch_tile(q_tile, 0, q_base, start_q, seq_q, q_strides[1], HEAD_DIM, True, ASYNC)
-    first = step_start(0, begin, before, full, after, BLOCK_KV)
+    first = step_start(0, begin, before, full, after, BLOCK_KV, EDGES_LAST)
     fetch_tile(k_tile, 0, k_base, first, seq_kv, k_strides[1], HEAD_DIM, True, ASYNC)
     if NUM_STAGES == 2:
         fetch_tile(v_tile, 0, v_base, first, seq_kv, v_strides[1], HEAD_DIM_V, True, ASYNC)
@@ -130,12 +136,12 @@ def flash_fwd_kernel(
     step = 0
     total = before + full + after
     start_kv = first
-    for masked in gl.static_range(1, -1, -1):
+    for masked in gl.static_range(ORDER[0], ORDER[1], ORDER[2]):
         for _index in range(count_tiles(before, full, after, masked)):
             step += 1
             # The last step fetches its own tile again, and nobody reads it.
             follow = gl.minimum(step, total - 1)
-            next_kv = step_start(follow, begin, before, full, after, BLOCK_KV)
+            next_kv = step_start(follow, begin, before, full, after, BLOCK_KV, EDGES_LAST)
             if NUM_STAGES == 1:
                 # Wait for the keys; fetch the values.
                 slot = 0
@@ -148,11 +154,12 @@ def flash_fwd_kernel(
                 slot = (step & 1) ^ 1
                 wait(0)
                 fetch_tile(
-                    k_tile, slot ^ 1, k_base, next_kv, seq_kv, k_strides[1], HEAD_DIM, masked, ASYNC
-                )
+                    k_tile, slot ^ 1, k_base, next_kv, seq_kv, k_strides[1], HEAD_DIM,
+                    masked or EDGES_LAST, ASYNC,
+                )  # fmt: skip
                 fetch_tile(
-                    v_tile, slot ^ 1, v_base, next_kv, seq_kv, v_strides[1], HEAD_DIM_V, masked,
-                    ASYNC,
+                    v_tile, slot ^ 1, v_base, next_kv, seq_kv, v_strides[1], HEAD_DIM_V,
+                    masked or EDGES_LAST, ASYNC,
                 )  # fmt: skip
             commit()
             # s = scale · q kᵀ
@@ -162,8 +169,9 @@ def flash_fwd_kernel(
                 # Wait for the values; fetch the next keys.
                 wait(0)
                 fetch_tile(
-                    k_tile, 0, k_base, next_kv, seq_kv, k_strides[1], HEAD_DIM, masked, ASYNC
-                )
+                    k_tile, 0, k_base, next_kv, seq_kv, k_strides[1], HEAD_DIM,
+                    masked or EDGES_LAST, ASYNC,
+                )  # fmt: skip
                 commit()
             key = start_kv + gl.arange(0, BLOCK_KV, gl.SliceLayout(0, layout))
             s, _ = visible_scores(

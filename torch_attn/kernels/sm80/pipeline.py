@@ -94,14 +94,20 @@ def shared_layout(width):
 
 
 @gluon.jit
-def step_start(step, begin, before, full, after, BLOCK: gl.constexpr):
-    """Return the first row of the tile of a step: the tiles at the edges first, then the full ones.
+def step_start(
+    step, begin, before, full, after, BLOCK: gl.constexpr, EDGES_LAST: gl.constexpr = False
+):
+    """Return the first row of the tile of a step: those at the edges first, then the full ones.
 
-    `begin` .. `after` are what `portable.tiles.visible_tiles` returns. Full tiles last: the tile
-    after a full one is full, so that it is fetched without a mask.
+    EDGES_LAST: the full ones first. `begin` .. `after` are what `portable.tiles.visible_tiles`
+    returns.
     """
-    edge = gl.where(step < before, step, step + full)
-    tile = gl.where(step < before + after, edge, step - after)
+    if EDGES_LAST:
+        edge = gl.where(step < before + full, step - full, step)
+        tile = gl.where(step < full, step + before, edge)
+    else:
+        edge = gl.where(step < before, step, step + full)
+        tile = gl.where(step < before + after, edge, step - after)
     return begin + tile * BLOCK
 
 
