@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeGuard
 
-from twin_attention.contract.spec import AttentionSpec, DecodeSpec, Window
+from twin_attention.contract.spec import AttentionSpec, BlockSparseSpec, DecodeSpec, Window
 from twin_attention.targets.kernels import Spec
 from twin_attention.targets.target import NUM_SMS
 
@@ -26,6 +26,11 @@ def _has_window(spec: Spec) -> bool:
 def _has_segments(spec: Spec) -> bool:
     """Return True for a flash attention with segment ids, which need more registers."""
     return isinstance(spec, AttentionSpec) and spec.segmented
+
+
+def _has_block_mask(spec: Spec) -> bool:
+    """Return True for a flash attention with a block mask, whose tiles bound a kernel's."""
+    return isinstance(spec, BlockSparseSpec)
 
 
 def _has_many_keys(spec: Spec) -> bool:
@@ -86,6 +91,7 @@ CONDITIONS: dict[str, Callable[[Spec], bool]] = {
     "softcap": _has_softcap,
     "window": _has_window,
     "segments": _has_segments,
+    "block mask": _has_block_mask,
     ">= 2048 keys": _has_many_keys,
     "> 32 rows": _has_many_rows,
     "<= 256 keys": _has_few_keys,

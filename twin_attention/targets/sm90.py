@@ -22,7 +22,10 @@ def supports(operation: str, spec: Spec, target: str | None) -> str | None:
     if isinstance(spec, VarlenSpec):
         return "its kernels take no packed sequences"
     if isinstance(spec, BlockSparseSpec):
-        return "its kernels take no block masks"
+        if operation == "flash_bwd":
+            return "its backward takes no block masks"
+        if (spec.tile_q, spec.tile_kv) != (128, 128):
+            return "its block masks have tiles of 128 queries by 128 keys"
     if spec.segmented:
         return "its kernels take no segment ids"
     if target != "sm90":

@@ -16,11 +16,13 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_attn.kernels.portable.block_mask import list_arguments, lists_of_keys
 from pallas_attn.kernels.portable.softmax import LN2, LOG2E
 from pallas_attn.kernels.portable.tiles import visible_tiles
 from pallas_attn.kernels.sm80.flash_fwd import RESCALE_ABOVE, add_columns
 from pallas_attn.kernels.sm80.scores import as_rows
 from pallas_attn.kernels.sm80.workarounds import rescale, store_row_values
+from pallas_attn.kernels.sm90.block_mask import find_list, kept_row, kept_tiles
 from pallas_attn.kernels.sm90.launch import launch, size_of
 from pallas_attn.kernels.sm90.pipeline import (
     WGMMA,
@@ -43,7 +45,7 @@ from pallas_attn.kernels.sm90.schedule import make_schedule
 from pallas_attn.kernels.sm90.scores import hide_keys, scaled_scores
 from pallas_attn.kernels.sm90.workarounds import finish_before_wait, pass_turn, take_turn
 from pallas_attn.targets import num_sms
-from twin_attention.contract.operands import FlashOperands
+from twin_attention.contract.operands import AttentionOperands
 from twin_attention.contract.spec import AttentionSpec
 from twin_attention.targets.family import Backend
 from twin_attention.targets.target import SHARED_MEMORY_LIMIT
@@ -54,6 +56,8 @@ def flash_fwd_kernel(
     k_ref,
     v_ref,
     sink_ref,
+    counts_ref,
+    tiles_ref,
     schedule_ref,
     out_ref,
     lse_ref,
@@ -76,6 +80,8 @@ def flash_fwd_kernel(
     window_right,
     head_dim,
     head_dim_v,
+    tile_q,
+    tile_kv,
     block_q,
     block_kv,
     num_warps,
@@ -95,6 +101,9 @@ def flash_fwd_kernel(
     p = exp2(s · exp2_scale - m_i), l_i holds Σ p as 8 partial sums a row and acc is Σ p v.
     Accumulation: float32, exponents in base 2, p cast to v's dtype for p·v. A row that sees no key
     gives 0, and -inf or its sink.
+
+    Block mask: counts and tiles, the `lists_of_keys`, and the sizes of its tiles, tile_q and
+    tile_kv; otherwise all None.
     """
     warpgroups = num_warps // 4 - 1
     program = lax.axis_index("program")
@@ -113,13 +122,23 @@ def flash_fwd_kernel(
         begin, before, full, after = visible_tiles(
             start_q, seq_q, seq_kv, diagonal, window_left, window_right, block_q, block_kv
         )
+        if tiles_ref is not None:
+            listed, count = find_list(counts_ref, tiles_ref, batch, head, start_q // tile_q)
+            begin, before, full, after = kept_tiles(
+                listed, count, tiles_ref.shape[3], (begin, before, full, after), window_left,
+                window_right, block_kv, tile_kv,
+            )  # fmt: skip
 
-        def start_kv(step):
-            return tile_start(step, begin, before, full, after, block_kv, last_start)
+        def keys(step):
+            """Return the first key of a step's tile, and where keys end, None if after it."""
+            start = tile_start(step, begin, before, full, after, block_kv, last_start)
+            if tiles_ref is not None:
+                return kept_row(listed, count, start, seq_kv, tile_kv)
+            return start, seq_kv if seq_kv % block_kv else None
 
         # One tile is visited where none is seen, and hides all.
         steps = jnp.maximum(before + full + after, 1)
-        return batch, head, start_q, start_kv, before + after, steps
+        return batch, head, start_q, keys, before + after, steps
 
     def produce():
         """Load what the consumers work on, as soon as there is room."""
@@ -130,13 +149,13 @@ def flash_fwd_kernel(
             load_tile(matrix, tiles.tile(slot), batch, head // group_size, start, full.at[slot])
 
         def load_all(tile, step):
-            batch, head, start_q, start_kv, _, steps = locate(tile)
+            batch, head, start_q, keys, _, steps = locate(tile)
 
             def load_k(x):
-                load(k_ref, k_tiles, k_full, k_empty, batch, head, start_kv(x), step + x)
+                load(k_ref, k_tiles, k_full, k_empty, batch, head, keys(x)[0], step + x)
 
             def load_v(x):
-                load(v_ref, v_tiles, v_full, v_empty, batch, head, start_kv(x), step + x)
+                load(v_ref, v_tiles, v_full, v_empty, batch, head, keys(x)[0], step + x)
 
             load_k(program * 0)
             for w in range(warpgroups):
@@ -180,7 +199,7 @@ def flash_fwd_kernel(
                 pass_turn(w, warpgroups)
 
         def compute(tile, step):
-            batch, head, start_q, start_kv, masked_steps, steps = locate(tile)
+            batch, head, start_q, keys, masked_steps, steps = locate(tile)
             start_row = start_q + w * WGMMA_ROWS
             has_masked = not (isinstance(masked_steps, int) and masked_steps == 0)
             sink = None if sink_ref is None else sink_ref[head] * LOG2E
@@ -189,9 +208,8 @@ def flash_fwd_kernel(
                 """Return p, the new maximum, and the factor of what refers to the old one."""
                 s = scaled_scores(s, rule)
                 if masked:
-                    end = seq_kv if seq_kv % block_kv else None
                     position = start_row + diagonal
-                    s = hide_keys(s, position, start_kv(x), end, window_left, window_right)
+                    s = hide_keys(s, position, *keys(x), window_left, window_right)
                 m_new = s.max(axis=1) * rule.exp2_scale
                 m_new = jnp.where(m_new - m_i > RESCALE_ABOVE, m_new, m_i)
                 m_safe = jnp.where(m_new == float("-inf"), 0.0, m_new) if masked else m_new
@@ -302,7 +320,7 @@ def flash_fwd_kernel(
 
 
 def flash_fwd(
-    operands: FlashOperands[Array], spec: AttentionSpec, backend: Backend
+    operands: AttentionOperands[Array], spec: AttentionSpec, backend: Backend
 ) -> tuple[Array, Array]:
     """Call `flash_fwd_kernel`.
 
@@ -344,7 +362,13 @@ def flash_fwd(
     return launch(
         "flash_fwd",
         flash_fwd_kernel,
-        operands[:4],  # no segment ids
+        (
+            operands.q,
+            operands.k,
+            operands.v,
+            operands.sinks,
+            *(lists_of_keys(operands) or (None, None)),
+        ),
         make_schedule(spec, config.block_q, config.block_kv, num_sms(backend.target)),
         (
             jax.ShapeDtypeStruct((*operands.q.shape[:3], spec.head_dim_v), dtype),
@@ -354,4 +378,5 @@ def flash_fwd(
         spec,
         config,
         shares_memory=shares_memory,
+        **list_arguments(spec),
     )

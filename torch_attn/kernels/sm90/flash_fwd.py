@@ -20,10 +20,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from torch_attn.kernels.portable.block_mask import list_arguments, lists_of_keys
 from torch_attn.kernels.portable.softmax import LN2, LOG2E, add_sink
 from torch_attn.kernels.portable.tiles import visible_tiles
-from torch_attn.kernels.sm80.pipeline import step_start
 from torch_attn.kernels.sm80.softmax import add_columns, online_softmax_update
+from torch_attn.kernels.sm90.block_mask import kept_start, kept_tiles
 from torch_attn.kernels.sm90.pipeline import (
     K_READ,
     MAX_STAGES,
@@ -59,8 +60,8 @@ from torch_attn.launch import (
     launch,
 )
 from torch_attn.targets import num_sms
-from twin_attention.contract.operands import FlashOperands
-from twin_attention.contract.spec import AttentionSpec, Window
+from twin_attention.contract.operands import AttentionOperands
+from twin_attention.contract.spec import AttentionSpec, BlockSparseSpec, Window
 from twin_attention.targets.family import Backend
 from twin_attention.targets.kernels import SpecializedConfig
 
@@ -81,6 +82,8 @@ def flash_fwd_kernel(
     sinks_ptr,
     out,
     lse_ptr,
+    counts_ptr,
+    tiles_ptr,
     q_1,
     q_2,
     k_1,
@@ -96,11 +99,15 @@ def flash_fwd_kernel(
     rule,
     window_left,
     window_right,
+    list_strides,
+    list_width,
     num_items,
     together,
     GROUP_SIZE: gl.constexpr,
     HEAD_DIM: gl.constexpr,
     HEAD_DIM_V: gl.constexpr,
+    TILE_Q: gl.constexpr,
+    TILE_KV: gl.constexpr,
     BLOCK_Q: gl.constexpr,
     BLOCK_KV: gl.constexpr,
     NUM_STAGES: gl.constexpr,
@@ -125,6 +132,8 @@ def flash_fwd_kernel(
         num_items: tiles of queries of all heads, one work item each.
         together: heads whose tiles follow each other by length, see `_locate`.
         EDGES: some tile of keys needs a mask.
+        counts_ptr, tiles_ptr, list_strides, list_width, TILE_Q, TILE_KV: a block mask, as in the
+            portable kernel, or None, all of them.
         AHEAD: the first q·kᵀ of an item is issued with the last p·v of the item before, for which
             there are two tiles of queries in shared memory.
         OUT_IN_Q: the output is staged in the queries' shared memory, where there is no more.
@@ -156,14 +165,17 @@ def flash_fwd_kernel(
             [
                 (_consume, (
                     tiles, barriers, results, problem, rule, window_left, window_right, sinks_ptr,
+                    (counts_ptr, tiles_ptr, list_strides, list_width, TILE_Q, TILE_KV),
                     0, BLOCK_Q, HEAD_DIM, HEAD_DIM_V, PING_PONG, EDGES, AHEAD, OUT_IN_Q,
                 )),
                 (_consume, (
                     tiles, barriers, results, problem, rule, window_left, window_right, sinks_ptr,
+                    (counts_ptr, tiles_ptr, list_strides, list_width, TILE_Q, TILE_KV),
                     1, BLOCK_Q, HEAD_DIM, HEAD_DIM_V, PING_PONG, EDGES, AHEAD, OUT_IN_Q,
                 )),
                 (_produce, (
                     tiles, barriers, loads, problem, (window_left, window_right),
+                    (counts_ptr, tiles_ptr, list_strides, list_width, TILE_Q, TILE_KV),
                     BLOCK_Q, GROUP_SIZE, HEAD_DIM, HEAD_DIM_V,
                 )),
             ],
@@ -175,18 +187,22 @@ def flash_fwd_kernel(
             [
                 (_consume, (
                     tiles, barriers, results, problem, rule, window_left, window_right, sinks_ptr,
+                    (counts_ptr, tiles_ptr, list_strides, list_width, TILE_Q, TILE_KV),
                     0, BLOCK_Q, HEAD_DIM, HEAD_DIM_V, PING_PONG, EDGES, AHEAD, OUT_IN_Q,
                 )),
                 (_consume, (
                     tiles, barriers, results, problem, rule, window_left, window_right, sinks_ptr,
+                    (counts_ptr, tiles_ptr, list_strides, list_width, TILE_Q, TILE_KV),
                     1, BLOCK_Q, HEAD_DIM, HEAD_DIM_V, PING_PONG, EDGES, AHEAD, OUT_IN_Q,
                 )),
                 (_consume, (
                     tiles, barriers, results, problem, rule, window_left, window_right, sinks_ptr,
+                    (counts_ptr, tiles_ptr, list_strides, list_width, TILE_Q, TILE_KV),
                     2, BLOCK_Q, HEAD_DIM, HEAD_DIM_V, PING_PONG, EDGES, AHEAD, OUT_IN_Q,
                 )),
                 (_produce, (
                     tiles, barriers, loads, problem, (window_left, window_right),
+                    (counts_ptr, tiles_ptr, list_strides, list_width, TILE_Q, TILE_KV),
                     BLOCK_Q, GROUP_SIZE, HEAD_DIM, HEAD_DIM_V,
                 )),
             ],
@@ -204,7 +220,13 @@ def _item(turn):
 
 @gluon.jit
 def _locate(
-    item, problem, window_left, window_right, BLOCK_Q: gl.constexpr, BLOCK_KV: gl.constexpr
+    item,
+    problem,
+    window_left,
+    window_right,
+    lists,
+    BLOCK_Q: gl.constexpr,
+    BLOCK_KV: gl.constexpr,
 ):
     """Return batch, head, first row and tiles of keys of a work item.
 
@@ -213,8 +235,8 @@ def _locate(
     other, and a program that had a longer one has a shorter one in the next turn. `heads_together`
     counts how well that works out.
 
-    The tiles of keys are what `visible_tiles` returns; where nothing is visible, one masked tile,
-    so that no consumer has to do without.
+    The tiles of keys are what `visible_tiles` or `kept_tiles` returns; where nothing is visible,
+    one masked tile, so that no consumer has to do without.
     """
     seq_q, seq_kv, diagonal, heads_q, num_items, together = problem
     num_tiles = gl.cdiv(seq_q, BLOCK_Q)
@@ -222,12 +244,18 @@ def _locate(
     rest = item - first * num_tiles
     heads = gl.minimum(together, num_items // num_tiles - first)
     index = first + rest % heads
+    batch, head = index // heads_q, index % heads_q
     start_q = (num_tiles - 1 - rest // heads) * BLOCK_Q
     begin, before, full, after = visible_tiles(
         start_q, seq_q, seq_kv, diagonal, window_left, window_right, BLOCK_Q, BLOCK_KV
     )
+    if lists[0] is not None:
+        begin, before, full, after = kept_tiles(
+            lists, batch, head, start_q, (begin, before, full, after), window_left, window_right,
+            BLOCK_KV,
+        )  # fmt: skip
     before = gl.maximum(before, 1 - full - after)
-    return index // heads_q, index % heads_q, start_q, (begin, before, full, after)
+    return batch, head, start_q, (begin, before, full, after)
 
 
 @gluon.jit
@@ -237,6 +265,7 @@ def _produce(
     loads,
     problem,
     window,
+    lists,
     BLOCK_Q: gl.constexpr,
     GROUP_SIZE: gl.constexpr,
     HEAD_DIM: gl.constexpr,
@@ -256,9 +285,9 @@ def _produce(
     item = _item(0)
     while item < problem[4]:
         batch, head, start_q, visible = _locate(
-            item, problem, window[0], window[1], BLOCK_Q, BLOCK_KV
+            item, problem, window[0], window[1], lists, BLOCK_Q, BLOCK_KV
         )
-        begin, before, full, after = visible
+        _begin, before, full, after = visible
         head_kv = head // GROUP_SIZE
         total = before + full + after
         for i in range(total + 1):
@@ -267,7 +296,7 @@ def _produce(
                 slot = step % NUM_STAGES
                 if step >= NUM_STAGES:
                     wait_for_all(K_READ + slot, READERS)
-                row = step_start(i, begin, before, full, after, BLOCK_KV)
+                row = kept_start(lists, batch, head, start_q, i, visible, BLOCK_KV)
                 load_tile(k, k_tile, slot, batch, head_kv, row, k_full.index(slot), HEAD_DIM)
             if i == 0:
                 phase = turn * NUM_CONSUMERS // NUM_TILES_Q & 1
@@ -282,7 +311,7 @@ def _produce(
                 slot = (step - 1) % NUM_STAGES
                 if step > NUM_STAGES:
                     wait_for_all(V_READ + slot, READERS)
-                row = step_start(i - 1, begin, before, full, after, BLOCK_KV)
+                row = kept_start(lists, batch, head, start_q, i - 1, visible, BLOCK_KV)
                 load_tile(v, v_tile, slot, batch, head_kv, row, v_full.index(slot), HEAD_DIM_V)
             step += 1
         step -= 1
@@ -300,6 +329,7 @@ def _consume(
     window_left,
     window_right,
     sinks_ptr,
+    lists,
     CONSUMER: gl.constexpr,
     BLOCK_Q: gl.constexpr,
     HEAD_DIM: gl.constexpr,
@@ -339,9 +369,9 @@ def _consume(
         arrive(K_READ, READERS)
     while item < num_items:
         batch, head, start_q, visible = _locate(
-            item, problem, window_left, window_right, BLOCK_Q, BLOCK_KV
+            item, problem, window_left, window_right, lists, BLOCK_Q, BLOCK_KV
         )
-        begin, before, full, after = visible
+        _begin, before, full, after = visible
         rows = start_q + CONSUMER * 64 + gl.arange(0, 64, of_row)
         position = rows + diagonal
         m_i = gl.full([64], float("-inf"), gl.float32, of_row)
@@ -361,7 +391,7 @@ def _consume(
             arrive(K_READ + slot, READERS)
         s = scaled_scores(s, rule)
         if EDGES:
-            start_kv = step_start(0, begin, before, full, after, BLOCK_KV)
+            start_kv = kept_start(lists, batch, head, start_q, 0, visible, BLOCK_KV)
             s = hide(s, position, start_kv, seq_kv, window_left, window_right)
         e, _alpha, m_i, l_i = online_softmax_update(s, m_i, l_i, rule.exp2_scale, EDGES)
         packed = pack(e, dtype)
@@ -393,7 +423,7 @@ def _consume(
                 # p = exp(s - max)
                 s = scaled_scores(s, rule)
                 if masked:
-                    start_kv = step_start(index, begin, before, full, after, BLOCK_KV)
+                    start_kv = kept_start(lists, batch, head, start_q, index, visible, BLOCK_KV)
                     s = hide(s, position, start_kv, seq_kv, window_left, window_right)
                 e, alpha, m_i, l_i = online_softmax_update(s, m_i, l_i, rule.exp2_scale, masked)
                 # Rescale what was accumulated
@@ -454,7 +484,7 @@ def _consume(
 
 
 def flash_fwd(
-    operands: FlashOperands[Tensor], spec: AttentionSpec, backend: Backend
+    operands: AttentionOperands[Tensor], spec: AttentionSpec, backend: Backend
 ) -> tuple[Tensor, Tensor]:
     """Launch `flash_fwd_kernel`.
 
@@ -464,7 +494,8 @@ def flash_fwd(
     q = operands.q
     out = q.new_empty((*q.shape[:3], spec.head_dim_v))
     lse = q.new_empty((spec.batch, spec.heads_q, spec.seq_q), dtype=torch.float32)
-    tensors = (*operands[:4], out, lse)  # no segment ids
+    q, k, v, sinks = operands.q, operands.k, operands.v, operands.sinks
+    tensors = (q, k, v, sinks, out, lse, *lists_of_keys(operands))
     # Four warps are one consumer; Triton adds those of the other parts.
     launch("flash_fwd", flash_fwd_kernel, _prepare, tensors, spec, backend, num_warps=4)
     return out, lse
@@ -475,7 +506,8 @@ def _prepare(call: KernelCall) -> Prepared:
     spec, config = call.spec, call.config
     assert isinstance(spec, AttentionSpec)
     assert isinstance(config, SpecializedConfig)
-    q, k, v, _sinks, out, _lse = call.layouts
+    q, k, v, _sinks, out, _lse, *_lists = call.layouts
+    has_mask = isinstance(spec, BlockSparseSpec)
     num_tiles = triton.cdiv(spec.seq_q, config.block_q)
     items = num_tiles * spec.heads_q * spec.batch
     programs = min(items, num_sms(call.device, call.target))
@@ -488,12 +520,13 @@ def _prepare(call: KernelCall) -> Prepared:
     arguments = flash_arguments(spec) | {
         "num_items": items,
         "together": heads_together(spec, config.block_q, config.block_kv, programs),
-        "EDGES": spec.window != Window() or spec.seq_kv % config.block_kv != 0,
+        # A list may be empty, and the one tile that is visited for it hides all.
+        "EDGES": has_mask or spec.window != Window() or spec.seq_kv % config.block_kv != 0,
         "AHEAD": max(spec.head_dim, spec.head_dim_v) <= AHEAD_HEAD_DIM
         and room_for(spec, config, 2),
         "OUT_IN_Q": out_in_q(spec, config),
     }
-    return (programs,), arguments | maps
+    return (programs,), arguments | maps | list_arguments(call)
 
 
 @lru_cache(maxsize=1024)
