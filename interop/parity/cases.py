@@ -561,8 +561,8 @@ def _quick_block_sparse() -> Iterator[BlockSparseCase]:
     yield replace(base, name="block-sparse-fp32", seq_q=70, heads_q=4, tile_kv=128, dtype="float32")
     yield replace(
         base, name="block-sparse-all-options", batch=2, seq_kv=130, heads_kv=1, own_masks="all",
-        tile_q=128, head_dim=24, head_dim_v=16, dtype="float16", window_size=(90, 20), softcap=20.0,
-        sinks=True, scale=0.2,
+        tile_q=128, tile_kv=128, head_dim=24, head_dim_v=16, dtype="float16", window_size=(90, 20),
+        softcap=20.0, sinks=True, scale=0.2,
     )  # fmt: skip
 
 
@@ -591,14 +591,15 @@ def _full_block_sparse_changes() -> Iterator[Change]:
     yield "d192-dv128", {"head_dim": 192, "head_dim_v": 128}
     yield "tile64-128", {"tile_kv": 128, "own_masks": "all"}
     yield "tile128-64", {"tile_q": 128, "own_masks": ""}
+    large = {"tile_q": 128, "tile_kv": 128}
     for seq_q, seq_kv in ((1, 513), (513, 1), (401, 900), (900, 401), (0, 64), (64, 0)):
-        yield f"{seq_q}x{seq_kv}", {"seq_q": seq_q, "seq_kv": seq_kv, "causal": True}
-    yield "window", {"window_size": (200, 70)}
+        yield f"{seq_q}x{seq_kv}", {**large, "seq_q": seq_q, "seq_kv": seq_kv, "causal": True}
+    yield "window", {**large, "window_size": (200, 70)}
     yield "softcap", {"softcap": 5.0, "head_dim": 128}
-    yield "sinks", {"sinks": True, "causal": True}
-    yield "all-kept", {"kept": 1.0}
-    yield "none-kept", {"kept": 0.0}
-    yield "heads8-1", {"heads_q": 8, "heads_kv": 1, "own_masks": "all"}
+    yield "sinks", {**large, "sinks": True, "causal": True}
+    yield "all-kept", {**large, "kept": 1.0}
+    yield "none-kept", {**large, "kept": 0.0}
+    yield "heads8-1", {**large, "heads_q": 8, "heads_kv": 1, "own_masks": "all"}
 
 
 def _large_block_sparse() -> Iterator[BlockSparseCase]:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_attn import flash_attention
+from pallas_attn import BlockMask, block_sparse_attention, flash_attention
 from twin_attention.contract.spec import AttentionSpec, Window
 from twin_attention.targets.config import use_configs
 from twin_attention.targets.family import FAMILIES
@@ -67,6 +67,16 @@ def kernels(text):
 )
 def test_the_forward_is_lowered(operands, options):
     assert kernels(lower(partial(attention, **options), *operands)) == ["mosaic_gpu_v2"]
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window_size": (90, 20)}])
+@pytest.mark.parametrize("head_dim", [64, 256])
+def test_a_block_mask_is_lowered(head_dim, options):
+    counts = jax.ShapeDtypeStruct((1, 4, 3), "int32")
+    tiles = jax.ShapeDtypeStruct((1, 4, 3, 2), "int32")
+    sparse = partial(block_sparse_attention, implementation="mosaic", **options)
+    text = lower(sparse, *arrays(head_dim), BlockMask(counts, tiles, counts, tiles))
+    assert kernels(text) == ["mosaic_gpu_v2"]
 
 
 def test_with_sinks():

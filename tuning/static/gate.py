@@ -87,10 +87,13 @@ _AOT = {
     ("jax", "triton"): "tuning.static.pallas_aot",
     ("jax", "mosaic"): "tuning.static.mosaic_aot",
 }
-# Features of the portable kernels alone, which are compiled in bfloat16 and these head sizes.
+# Features that other kernels lack, for which the portable ones are compiled in bfloat16 and these
+# head sizes.
 _PORTABLE_FEATURES = {
     "packed": (64, 128), "segments": (64, 128), "tiles-of-128": HEAD_DIMS, "tiles-of-64": (64, 128),
 }  # fmt: skip
+# Those of them that the explicit kernels of a target have.
+_EXPLICIT_FEATURES = {("tiles-of-128", "sm90")}
 # The explicit kernels' head sizes: of each row the largest, and those that need two column pieces.
 _EXPLICIT_HEAD_DIMS = (16, 32, 64, 80, 96, 128, 192, 256)
 # Mosaic's, which take longer to compile: of each row the largest, and one of two pieces; those with
@@ -211,7 +214,10 @@ def problems(framework: str, target: str, family: str = "triton") -> Iterator[Pr
     if family != "triton":
         for head_dim, feature in product(_EXPLICIT_HEAD_DIMS, FLASH_FEATURES):
             problem = Problem(framework, target, "bfloat16", head_dim, feature, family)
-            if feature not in _PORTABLE_FEATURES and problem.spec.head_dim >= HEAD_DIM_MIN:
+            has_feature = (
+                feature not in _PORTABLE_FEATURES or (feature, target) in _EXPLICIT_FEATURES
+            )
+            if has_feature and problem.spec.head_dim >= HEAD_DIM_MIN:
                 yield problem
         return
     paged = DECODE_FEATURES | CHUNK_FEATURES

@@ -22,7 +22,7 @@ def kept_tiles(
     window_right,
     BLOCK: gl.constexpr,
 ):
-    """Narrow what `visible_tiles` returned to the tiles of a list: `portable.block_mask.kept_tiles`.
+    """Narrow what `visible_tiles` returned to the tiles of a list: as the portable `kept_tiles`.
 
     Args:
         lists: counts, tiles, strides and width of the lists, as `find_list` takes them, and the
@@ -41,7 +41,9 @@ def kept_tiles(
     whole_end = gl.maximum((begin + (before + full) * BLOCK) // TILE, whole_tile)
     whole_end = _count_before(tiles_ptr, count, whole_end)
     if window_right is not None:
-        end = _count_before(tiles_ptr, count, gl.cdiv(begin + (before + full + after) * BLOCK, TILE))
+        end = _count_before(
+            tiles_ptr, count, gl.cdiv(begin + (before + full + after) * BLOCK, TILE)
+        )
     PER_TILE: gl.constexpr = TILE // BLOCK
     return (
         first * TILE,
