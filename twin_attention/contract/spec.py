@@ -281,6 +281,70 @@ class BlockSparseSpec(AttentionSpec):
         )
 
 
+class Dilation(NamedTuple):
+    """One pair of dilated attention: segments of a sequence, and which of their tokens are kept.
+
+    Kv head h, with its query heads, keeps the positions p with ``p % rate == h % rate``.
+
+    Attributes:
+        segment_length: tokens of a segment.
+        rate: of that many tokens one is kept.
+    """
+
+    segment_length: int
+    rate: int
+
+    @property
+    def kept(self) -> int:
+        """Tokens of a segment that a head keeps."""
+        return self.segment_length // self.rate
+
+
+def dilated_calls(dilations: tuple[Dilation, ...]) -> tuple[tuple[Dilation, ...], ...]:
+    """Return the pairs that keep equally many tokens of a segment together: each is one call of the
+    kernels. Their order does not depend on that of the pairs.
+    """
+    dilations = tuple(sorted(dilations))
+    lengths = dict.fromkeys(x.kept for x in dilations)
+    return tuple(tuple(x for x in dilations if x.kept == kept) for kept in lengths)
+
+
+@dataclass(frozen=True)
+class DilatedSpec(AttentionSpec):
+    """A dilated attention: a merge of attentions within segments, each over some of their tokens.
+
+    Attributes:
+        dilations: the pairs of segment length and rate.
+    """
+
+    dilations: tuple[Dilation, ...] = field(kw_only=True)
+
+    @classmethod
+    def of(
+        cls,
+        operands: FlashOperands,
+        dtype: str,
+        scale: float | None,
+        window: Window,
+        softcap: float | None,
+        deterministic: bool | None,
+        *,
+        dilations: tuple[Dilation, ...],
+    ) -> DilatedSpec:
+        """Describe the problem of operands that fit together."""
+        same = AttentionSpec.of(operands, dtype, scale, window, softcap, deterministic)
+        return cls(**vars(same), dilations=dilations)
+
+    @property
+    def longest_call(self) -> AttentionSpec:
+        """The problem of that one of its `dilated_calls` whose segments keep the most tokens."""
+        call = max(dilated_calls(self.dilations), key=lambda call: call[0].kept)
+        same: dict[str, Any] = {x.name: getattr(self, x.name) for x in fields(AttentionSpec)}
+        same["batch"] *= sum(self.seq_q // x.segment_length for x in call)
+        same["seq_q"] = same["seq_kv"] = call[0].kept
+        return AttentionSpec(**same)
+
+
 @dataclass(frozen=True)
 class PagedCache:
     """A pool of pages and the tables that give each sequence its pages.
