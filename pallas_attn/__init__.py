@@ -2,6 +2,7 @@
 
 from pallas_attn.block_sparse import block_sparse_attention
 from pallas_attn.decode import append_kv, check_pages, merge_states, paged_decode
+from pallas_attn.dilated import dilated_attention
 from pallas_attn.explain import explain
 from pallas_attn.flash import flash_attention
 from pallas_attn.paged import paged_attention
@@ -14,6 +15,7 @@ __all__ = [
     "block_sparse_attention",
     "check_offsets",
     "check_pages",
+    "dilated_attention",
     "explain",
     "flash_attention",
     "flash_attention_varlen",

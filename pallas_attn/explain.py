@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from pallas_attn import block_sparse, decode, flash, paged, varlen
+from pallas_attn import block_sparse, decode, dilated, flash, paged, varlen
 from pallas_attn.dispatch import check_implementation, choose
 from pallas_attn.targets import cuda_devices, num_sms, target_of
 from twin_attention.contract.explain import Explanation
@@ -20,6 +20,7 @@ _PROBLEMS = {
     flash.flash_attention: flash.problem_of_flash,
     varlen.flash_attention_varlen: varlen.problem_of_varlen,
     block_sparse.block_sparse_attention: block_sparse.problem_of_block_sparse,
+    dilated.dilated_attention: dilated.problem_of_dilated,
     decode.paged_decode: decode.problem_of_decode,
     paged.paged_attention: paged.problem_of_paged,
     decode.append_kv: decode.problem_of_append,
@@ -35,7 +36,8 @@ def explain(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Expla
 
     Args:
         function: `flash_attention`, `flash_attention_varlen`, `block_sparse_attention`,
-            `paged_decode`, `paged_attention`, `append_kv` or `merge_states`.
+            `dilated_attention` (of which it describes the `flash_attention` of the longest
+            segments), `paged_decode`, `paged_attention`, `append_kv` or `merge_states`.
         args, kwargs: its arguments.
 
     Returns:

@@ -7,6 +7,7 @@ from torch_attn.decode import (
     merge_states,
     paged_decode,
 )
+from torch_attn.dilated import dilated_attention
 from torch_attn.explain import explain
 from torch_attn.flash import flash_attention
 from torch_attn.paged import paged_attention
@@ -19,6 +20,7 @@ __all__ = [
     "block_sparse_attention",
     "check_offsets",
     "check_pages",
+    "dilated_attention",
     "explain",
     "flash_attention",
     "flash_attention_varlen",

@@ -32,6 +32,7 @@ from twin_attention.contract.spec import (
     AttentionSpec,
     BlockSparseSpec,
     DecodeSpec,
+    DilatedSpec,
     MergeSpec,
     PagedSpec,
     VarlenSpec,
@@ -106,7 +107,7 @@ def parts_of(spec: Spec) -> list[Part]:
 
     Samples lie at the start, on both sides of element 2^31, and at the end of q.
     """
-    if isinstance(spec, DecodeSpec | VarlenSpec | AppendSpec | MergeSpec):
+    if isinstance(spec, DecodeSpec | DilatedSpec | VarlenSpec | AppendSpec | MergeSpec):
         return [Part(spec)]
     elements = spec.batch * spec.seq_q * spec.heads_q * spec.head_dim
     if elements <= SAMPLE_ABOVE:
@@ -118,10 +119,10 @@ def parts_of(spec: Spec) -> list[Part]:
 def sample_of(spec: Spec) -> list[Part]:
     """Return a few kv heads or sequences: the first, the last and two between, always the same.
 
-    Packed sequences are one part, and so is an append or a merge; of a paged attention the parts
-    are kv heads.
+    Packed sequences are one part, and so is a dilated attention, an append or a merge; of a paged
+    attention the parts are kv heads.
     """
-    if isinstance(spec, VarlenSpec | AppendSpec | MergeSpec):
+    if isinstance(spec, DilatedSpec | VarlenSpec | AppendSpec | MergeSpec):
         return [Part(spec)]
     if isinstance(spec, PagedSpec):
         parts = _paged_heads(spec)
@@ -321,7 +322,13 @@ def _heads(spec: AttentionSpec) -> list[Part]:
 
 
 def _chunks(spec: AttentionSpec) -> Iterator[Part]:
-    """Yield the kv heads, so many queries at a time that their scores are at most `SCORES`."""
+    """Yield the kv heads, so many queries at a time that their scores are at most `SCORES`.
+
+    A dilated attention is one chunk: which tokens a head keeps follows from its number.
+    """
+    if isinstance(spec, DilatedSpec):
+        yield Part(spec)
+        return
     size = max(1, SCORES // max(1, spec.group_size * spec.seq_kv))
     if isinstance(spec, BlockSparseSpec):  # whole tiles
         size = -(-size // spec.tile_q) * spec.tile_q

@@ -19,6 +19,7 @@ from interop.parity.cases import (
     BlockSparseCase,
     Case,
     DecodeCase,
+    DilatedCase,
     MergeCase,
     PagedCase,
     VarlenCase,
@@ -244,8 +245,8 @@ def leaves(results: Any) -> tuple[Any, ...]:
 def _function(case: Case) -> str:
     named = {
         VarlenCase: "flash_attention_varlen", BlockSparseCase: "block_sparse_attention",
-        DecodeCase: "paged_decode", PagedCase: "paged_attention", AppendCase: "append_kv",
-        MergeCase: "merge_states",
+        DilatedCase: "dilated_attention", DecodeCase: "paged_decode", PagedCase: "paged_attention",
+        AppendCase: "append_kv", MergeCase: "merge_states",
     }  # fmt: skip
     return named.get(type(case), "flash_attention")
 

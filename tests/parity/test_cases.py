@@ -10,6 +10,7 @@ from interop.parity.cases import (
     AppendCase,
     BlockSparseCase,
     DecodeCase,
+    DilatedCase,
     FlashCase,
     MergeCase,
     PagedCase,
@@ -17,6 +18,7 @@ from interop.parity.cases import (
     append_cases,
     block_sparse_cases,
     decode_cases,
+    dilated_cases,
     flash_cases,
     merge_cases,
     paged_cases,
@@ -42,6 +44,8 @@ from twin_attention.contract.validate import (
     check_append_kv,
     check_block_sparse_attention,
     check_decode_options,
+    check_dilated_attention,
+    check_dilations,
     check_flash_attention,
     check_flash_attention_varlen,
     check_flash_options,
@@ -59,6 +63,8 @@ EVERY_PAGED = {case.name: case for suite in SUITES for case in paged_cases(suite
 EVERY_VARLEN = {case.name: case for suite in SUITES for case in varlen_cases(suite)}
 
 EVERY_BLOCK_SPARSE = {case.name: case for suite in SUITES for case in block_sparse_cases(suite)}
+
+EVERY_DILATED = {case.name: case for suite in SUITES for case in dilated_cases(suite)}
 
 EVERY_MERGE = {case.name: case for suite in SUITES for case in merge_cases(suite)}
 
@@ -106,6 +112,16 @@ def test_a_block_sparse_case_describes_the_call_that_validation_accepts(case: Bl
         sinks=Operand("sinks", (case.heads_q,), "float32") if case.sinks else None,
     )  # fmt: skip
     assert check_block_sparse_attention(operands, options) == case.spec
+
+
+@pytest.mark.parametrize("case", EVERY_DILATED.values(), ids=EVERY_DILATED)
+def test_a_dilated_case_describes_the_call_that_validation_accepts(case: DilatedCase):
+    options = dict(case.options)
+    dilations = check_dilations(options.pop("segment_lengths"), options.pop("dilation_rates"))
+    checked = check_flash_options(**options, window_size=None, return_lse=True)
+    q, k, v = (Operand(n, x, case.dtype) for n, x in zip("qkv", case.shapes, strict=True))
+    found = check_dilated_attention(FlashOperands(q, k, v), dilations, checked)
+    assert found == case.spec
 
 
 @pytest.mark.parametrize("case", EVERY_VARLEN.values(), ids=EVERY_VARLEN)

@@ -15,6 +15,7 @@ _OPERATIONS = {
     "flash_attention": "flash_fwd",
     "flash_attention_varlen": "flash_fwd",
     "block_sparse_attention": "flash_fwd",
+    "dilated_attention": "flash_fwd",
     "paged_decode": "paged_decode",
     "paged_attention": "paged_attention",
     "append_kv": "append_kv",

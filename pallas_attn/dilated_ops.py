@@ -1,0 +1,98 @@
+"""The tokens that dilated attention keeps: taken out for the kernels, and put back in their place.
+
+A gather is a slice of an array with one more column, and putting in place is its transpose: no
+indices, and no sum whose order is open. XLA fuses each into one loop, as it does their derivatives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from twin_attention.contract.spec import Dilation
+
+Pairs = tuple[Dilation, ...]
+
+
+@partial(jax.jit, static_argnums=(1, 2))
+def take(x: jax.Array, call: Pairs, heads_kv: int) -> jax.Array:
+    """Return the tokens that the heads keep, each segment as a batch entry.
+
+    Args:
+        x: [B, S, H, D].
+        call: pairs that keep equally many tokens of a segment.
+        heads_kv: how many groups the H heads are.
+
+    Returns:
+        [B · segments, kept, H, D], the segments of one pair after those of another.
+    """
+    return jnp.concatenate([_gather(x, pair, heads_kv) for pair in call])
+
+
+@partial(jax.jit, static_argnums=(1, 2, 3))
+def place(
+    states: Sequence[tuple[jax.Array, jax.Array]],
+    calls: tuple[Pairs, ...],
+    heads_kv: int,
+    rows: tuple[int, int],
+) -> tuple[jax.Array, jax.Array]:
+    """Put the results of calls where their tokens are.
+
+    Args:
+        states: out [B · segments, kept, Hq, Dv] and lse [B · segments, Hq, kept] of each call.
+        calls: its pairs.
+        heads_kv: how many groups the heads are.
+        rows: B and S.
+
+    Returns:
+        outs [N, B, S, Hq, Dv] and lses [N, B, Hq, S] of the N pairs, as `merge_states` takes them.
+        Where a head keeps nothing lse is -inf, and out is 0.
+    """
+    (batch, tokens), heads = rows, states[0][0].shape[2]
+    outs, lses = [], []
+    for call, (out, lse) in zip(calls, states, strict=True):
+        sizes = [batch * (tokens // pair.segment_length) for pair in call]
+        parts = (jnp.split(x, np.cumsum(sizes)[:-1]) for x in (out, _as_rows(lse)))
+        for pair, out_kept, lse_kept in zip(call, *parts, strict=True):
+            outs.append(_scatter(out_kept, pair, heads_kv, rows))
+            lse = _scatter(lse_kept, pair, heads_kv, rows)[..., 0]
+            kept = _is_kept(pair, heads_kv, tokens, heads)
+            lses.append(jnp.where(kept, lse, -jnp.inf).mT)
+    return jnp.stack(outs), jnp.stack(lses)
+
+
+def _gather(x: jax.Array, pair: Dilation, heads_kv: int) -> jax.Array:
+    """Return what a pair keeps, as `take` does."""
+    (batch, tokens, heads, size), rate = x.shape, pair.rate
+    if rate > 1:
+        # Offset o of head h, in rows of one more column than heads, is at column h - o of row o.
+        rows, width = (batch, tokens // rate), heads // max(1, heads_kv) * size
+        x = x.reshape(*rows, rate * heads_kv, width)
+        x = jnp.pad(x, ((0, 0), (0, 0), (0, rate), (0, 0)))
+        x = x.reshape(*rows, rate, heads_kv + 1, width)[:, :, :, :heads_kv:rate]
+        x = x.swapaxes(2, 3)  # [B, S / rate, round, offset, width]
+        x = x.reshape(*rows, x.shape[2] * rate, width)[:, :, :heads_kv]
+    segments = tokens // pair.segment_length
+    return x.reshape(batch * segments, pair.kept, heads, size)
+
+
+def _scatter(kept: jax.Array, pair: Dilation, heads_kv: int, rows: tuple[int, int]) -> jax.Array:
+    """Return [B, S, H, D] with what a pair keeps in its place, and 0 elsewhere."""
+    full = jax.ShapeDtypeStruct((*rows, *kept.shape[2:]), kept.dtype)
+    gather = partial(_gather, pair=pair, heads_kv=heads_kv)
+    return jax.linear_transpose(gather, full)(kept)[0]
+
+
+def _is_kept(pair: Dilation, heads_kv: int, tokens: int, heads: int) -> np.ndarray:
+    """Return which tokens each head keeps, [S, H]."""
+    head = np.arange(heads) // max(1, heads // max(1, heads_kv))
+    return np.arange(tokens)[:, None] % pair.rate == head % pair.rate
+
+
+def _as_rows(lse: jax.Array) -> jax.Array:
+    """Return a log-sum-exp [..., H, S] as [..., S, H, 1]."""
+    return lse.mT[..., None]

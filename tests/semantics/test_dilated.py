@@ -1,0 +1,186 @@
+"""Dilated attention: laws that tie it to other calls, and what it refuses."""
+
+from functools import partial
+
+import pytest
+import torch
+
+from interop.parity.cases import DilatedCase
+from interop.parity.inputs import make_inputs
+from interop.parity.sides import results
+from tests.sides import attention
+
+CASE = DilatedCase(
+    "dilated", batch=2, seq_q=48, seq_kv=48, heads_q=6, heads_kv=3, head_dim=16, head_dim_v=24,
+    dtype="float32", causal=True, segment_lengths=(12, 24, 48), dilation_rates=(1, 2, 4),
+)  # fmt: skip
+SHARED = {"causal": True, "deterministic": False}
+
+
+def dilated(side, inputs, segment_lengths, dilation_rates, **options):
+    pairs = {"segment_lengths": segment_lengths, "dilation_rates": dilation_rates}
+    return results(side, "dilated_attention", inputs, **SHARED | pairs | options)
+
+
+@pytest.fixture
+def inputs(torch_device):
+    return make_inputs(CASE, torch_device)
+
+
+def assert_equal(got, want):
+    assert got.keys() == want.keys()
+    for name, x in want.items():
+        assert torch.equal(got[name], x), name
+
+
+def assert_close(got, want):
+    assert got.keys() == want.keys()
+    for name, x in want.items():
+        torch.testing.assert_close(got[name], x, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("by", ["reference", "triton"])
+def test_one_whole_segment_is_flash_attention(bitwise_side, inputs, by):
+    want = attention(bitwise_side, inputs, **SHARED, implementation=by)
+    assert_equal(dilated(bitwise_side, inputs, (48,), (1,), implementation=by), want)
+
+
+def test_segments_are_sequences(side, inputs):
+    """Of one pair of rate 1."""
+    axis = {"lse": 2, "dlse": 2}
+    parts = [
+        attention(
+            side,
+            {n: x.narrow(axis.get(n, 1), start, 16).contiguous() for n, x in inputs.items()},
+            **SHARED,
+        )
+        for start in (0, 16, 32)
+    ]
+    want = {n: torch.cat([part[n] for part in parts], axis.get(n, 1)) for n in parts[0]}
+    assert_close(dilated(side, inputs, (16,), (1,)), want)
+
+
+def test_pairs_have_no_order(side, inputs):
+    want = dilated(side, inputs, (12, 24, 16), (1, 2, 4))
+    assert_equal(dilated(side, inputs, (16, 12, 24), (4, 1, 2)), want)
+
+
+def test_a_pair_given_twice_counts_twice(side, inputs):
+    want = dilated(side, inputs, (12,), (1,))
+    got = dilated(side, inputs, (12, 12), (1, 1))
+    want["lse"] += torch.log(torch.tensor(2.0))
+    assert_close(got, want)
+
+
+def test_sequences_do_not_meet(bitwise_side, inputs):
+    want = dilated(bitwise_side, inputs, (12, 24, 16), (1, 2, 4))
+    changed = {name: torch.cat([x[:1], torch.full_like(x[1:], torch.nan)])
+               for name, x in inputs.items()}  # fmt: skip
+    got = dilated(bitwise_side, changed, (12, 24, 16), (1, 2, 4))
+    assert_equal({n: x[:1] for n, x in got.items()}, {n: x[:1] for n, x in want.items()})
+
+
+@pytest.mark.parametrize("pairs", [((24,), (8,)), ((24, 48), (8, 16)), ((12,), (4,))], ids=str)
+def test_tokens_that_no_pair_keeps(side, inputs, pairs):
+    """They may hold NaN, as may the gradient of their output."""
+    got = dilated(side, inputs, *pairs)
+    position, head = torch.arange(48)[:, None], torch.arange(6) // 2
+    kept = torch.zeros(48, 6, dtype=torch.bool)
+    for rate in pairs[1]:
+        kept |= position % rate == head % rate
+    kept = kept.to(inputs["q"].device)
+    assert torch.equal(got["lse"].isfinite(), kept.T.expand(2, 6, 48))
+    for name in ("out", "dq", "dk", "dv"):
+        x = got[name]
+        dropped = ~kept if x.shape[2] == 6 else ~kept[:, ::2]
+        assert not x[:, dropped].any()
+        assert x[:, ~dropped].any(-1).all() or name == "dq"  # a first query's dq is 0: one key
+    for name, x in inputs.items():
+        if name == "dlse":
+            x.mT[:, ~kept] = torch.nan
+        else:
+            x[:, ~kept if x.shape[2] == 6 else ~kept[:, ::2]] = torch.nan
+    assert_equal(dilated(side, inputs, *pairs), got)
+
+
+@pytest.mark.parametrize("shape", [(0, 48, 6, 3), (2, 0, 6, 3), (2, 48, 0, 0)], ids=str)
+def test_nothing_to_do(side, torch_device, shape):
+    batch, tokens, heads_q, heads_kv = shape
+    make = {"device": torch_device}
+    inputs = {
+        "q": torch.zeros(batch, tokens, heads_q, 16, **make),
+        "k": torch.zeros(batch, tokens, heads_kv, 16, **make),
+        "v": torch.zeros(batch, tokens, heads_kv, 24, **make),
+        "dout": torch.zeros(batch, tokens, heads_q, 24, **make),
+        "dlse": torch.zeros(batch, heads_q, tokens, **make),
+    }
+    for pairs in (((12, 24, 16), (1, 2, 4)), ((12,), (1,)), ((12,), (4,))):
+        got = dilated(side, inputs, *pairs)
+        assert got["out"].shape == inputs["dout"].shape
+        assert got["lse"].shape == inputs["dlse"].shape
+
+
+LIST = "expected a list or tuple of integers, one or more, got "
+INTEGER = "expected an integer from 1 to 2147483647, got "
+Q, K, V = (2, 48, 6, 16), (2, 48, 3, 16), (2, 48, 3, 24)
+# name: (exception, message, changed shapes, changed options)
+MISTAKES = {
+    "no pairs": (ValueError, f"segment_lengths: {LIST}[]", {}, {"segment_lengths": []}),
+    "no rates": (ValueError, f"dilation_rates: {LIST}()", {}, {"dilation_rates": ()}),
+    "one number": (TypeError, f"segment_lengths: {LIST}24", {}, {"segment_lengths": 24}),
+    "text": (TypeError, f"dilation_rates: {LIST}'12'", {}, {"dilation_rates": "12"}),
+    "fewer rates": (
+        ValueError, "dilation_rates: expected segment_lengths' 2 numbers, got 1",
+        {}, {"dilation_rates": [1]},
+    ),
+    "fraction": (
+        TypeError, f"segment_lengths[1]: {INTEGER}24.0", {}, {"segment_lengths": [12, 24.0]},
+    ),
+    "bool": (TypeError, f"dilation_rates[0]: {INTEGER}True", {}, {"dilation_rates": [True, 2]}),
+    "rate of 0": (ValueError, f"dilation_rates[1]: {INTEGER}0", {}, {"dilation_rates": [1, 0]}),
+    "negative length": (
+        ValueError, f"segment_lengths[0]: {INTEGER}-12", {}, {"segment_lengths": [-12, 24]},
+    ),
+    "rate that does not divide": (
+        ValueError, "segment_lengths[1]: expected a multiple of its rate 5, got 24",
+        {}, {"dilation_rates": [1, 5]},
+    ),
+    "length that does not divide": (
+        ValueError, "segment_lengths[1]: expected a divisor of q's length 48, got 32",
+        {}, {"segment_lengths": [12, 32]},
+    ),
+    "length of k": (
+        ValueError, "k: expected q's length 48, got 24", {"k": (2, 24, 3, 16), "v": (2, 24, 3, 24)},
+        {},
+    ),
+    "rank of q": (
+        ValueError, "q: expected 4 dimensions [B, S, Hq, D], got shape (48, 6, 16)",
+        {"q": (48, 6, 16)}, {},
+    ),
+    "heads of q": (
+        ValueError, "q: expected a number of heads divisible by k's 3, got 4",
+        {"q": (2, 48, 4, 16)}, {},
+    ),
+    "causal of a number": (TypeError, "causal: expected a bool, got int", {}, {"causal": 1}),
+    "unknown implementation": (ValueError, None, {}, {"implementation": "cudnn"}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_one_mistake_one_message(side, mistake):
+    error, message, shapes, options = MISTAKES[mistake]
+    shapes = {"q": Q, "k": K, "v": V} | shapes
+    operands = {name: side.zeros(shape, "float32") for name, shape in shapes.items()}
+    options = {"segment_lengths": [12, 24], "dilation_rates": [1, 2]} | options
+    function = side.api.dilated_attention
+    for call in (function, partial(side.api.explain, function), partial(side.trace, function)):
+        with pytest.raises(error) as raised:
+            call(**operands, **options)
+        assert message is None or (raised.type, str(raised.value)) == (error, message)
+
+
+def test_what_is_no_tensor(side):
+    q = side.zeros((1, 16, 1, 16), "float32")
+    with pytest.raises(TypeError) as raised:
+        side.api.dilated_attention(q, [1.0], q, [16], [1])
+    assert str(raised.value) == f"k: expected {side.tensor}, got list"

@@ -1,0 +1,70 @@
+"""Dilated attention in the ways in which PyTorch may call it."""
+
+import pytest
+import torch
+from torch.func import grad, jvp, vmap
+
+from torch_attn import dilated_attention, explain
+
+# Of one call, of two of which one copies nothing, and of one pair.
+PAIRS = [((8, 16, 32), (1, 2, 4)), ((16, 32), (1, 4)), ((16,), (1,)), ((32,), (4,))]
+every_pair = pytest.mark.parametrize("pairs", PAIRS, ids=str)
+
+
+@pytest.fixture
+def operands(torch_device):
+    torch.manual_seed(0)
+    shapes = (2, 32, 6, 16), (2, 32, 3, 16), (2, 32, 3, 24)
+    return [torch.randn(shape, device=torch_device, requires_grad=True) for shape in shapes]
+
+
+def loss(q, k, v, pairs):
+    out, lse = dilated_attention(q, k, v, *pairs, causal=True, return_lse=True)
+    return out.square().sum() + lse.clamp(-9).sum()
+
+
+@pytest.mark.parametrize("pairs", PAIRS[:2], ids=str)
+def test_compile(operands, pairs):
+    """With other pairs too, whose numbers torch might take as variables."""
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    got = torch.autograd.grad(compiled(*operands, pairs), operands)
+    want = torch.autograd.grad(loss(*operands, pairs), operands)
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@every_pair
+def test_vmap_of_grad(operands, pairs):
+    q, k, v = (x.detach() for x in operands)
+    qs = torch.stack([q, 2 * q])
+    got = vmap(lambda q: grad(loss)(q, k, v, pairs))(qs)
+    want = torch.stack([grad(loss)(q, k, v, pairs) for q in qs])
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+@every_pair
+def test_other_derivatives_are_refused(operands, pairs):
+    q, k, v = operands
+    with pytest.raises(NotImplementedError, match="forward mode"):
+        jvp(lambda q: loss(q, k, v, pairs), (q,), (q,))
+    (dq,) = torch.autograd.grad(loss(q, k, v, pairs), q, create_graph=True)
+    with pytest.raises(NotImplementedError, match="second derivative"):
+        dq.sum().backward()
+
+
+def test_views_of_a_packed_projection(operands):
+    packed = torch.cat([*operands[:2], operands[1]], 2)
+    views = packed.split((6, 3, 3), 2)
+    for pairs in PAIRS:
+        got = dilated_attention(*views, *pairs)
+        want = dilated_attention(*(x.contiguous() for x in views), *pairs)
+        assert torch.equal(got, want)
+
+
+def test_explain_describes_the_longest_call(operands):
+    said = explain(dilated_attention, *operands, (16, 32), (1, 4), implementation="triton")
+    assert (said.implementation, said.execution) in (
+        ("triton", "interpreter"),
+        ("triton", "compiled"),
+    )
+    assert {"flash_fwd", "flash_bwd_dq", "flash_bwd_dkdv"} <= said.configs.keys()

@@ -1,0 +1,161 @@
+"""The public function of dilated attention: gather what is kept, attend, merge."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal, overload
+
+import torch
+from torch import Tensor
+
+from torch_attn.decode import merge_states
+from torch_attn.dilated_ops import place, take
+from torch_attn.dispatch import Implementation
+from torch_attn.flash import flash_attention, or_as_torch_says
+from torch_attn.operands import cast_inputs, operand
+from twin_attention.contract.operands import FlashOperands, describe_operands
+from twin_attention.contract.spec import AttentionSpec, DilatedSpec, dilated_calls
+from twin_attention.contract.validate import (
+    check_dilated_attention,
+    check_dilations,
+    check_flash_options,
+    check_segments,
+)
+
+
+@overload
+def dilated_attention(
+    q: Tensor, k: Tensor, v: Tensor, segment_lengths: Sequence[int],
+    dilation_rates: Sequence[int], *,
+    causal: bool = ..., scale: float | None = ..., softcap: float | None = ...,
+    deterministic: bool | None = ..., return_lse: Literal[False] = ...,
+    implementation: Implementation | None = ...,
+) -> Tensor: ...  # fmt: skip
+@overload
+def dilated_attention(
+    q: Tensor, k: Tensor, v: Tensor, segment_lengths: Sequence[int],
+    dilation_rates: Sequence[int], *,
+    causal: bool = ..., scale: float | None = ..., softcap: float | None = ...,
+    deterministic: bool | None = ..., return_lse: Literal[True],
+    implementation: Implementation | None = ...,
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+@overload
+def dilated_attention(
+    q: Tensor, k: Tensor, v: Tensor, segment_lengths: Sequence[int],
+    dilation_rates: Sequence[int], *,
+    causal: bool = ..., scale: float | None = ..., softcap: float | None = ...,
+    deterministic: bool | None = ..., return_lse: bool,
+    implementation: Implementation | None = ...,
+) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
+def dilated_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    segment_lengths: Sequence[int],
+    dilation_rates: Sequence[int],
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    softcap: float | None = None,
+    deterministic: bool | None = None,
+    return_lse: bool = False,
+    implementation: Implementation | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Exact attention within segments of several lengths, the longer the sparser.
+
+    Pair i cuts the sequence into segments of ``segment_lengths[i]`` tokens. In each, kv head h and
+    its query heads keep the tokens at positions p with ``p % r == h % r``, r being
+    ``dilation_rates[i]``, and attend among these. What the pairs give for a token is merged as
+    `merge_states` does, each weighted by its sum of exponentials; a key that several pairs show a
+    query counts as often. A token that a head keeps in no pair gives 0, log-sum-exp -inf and
+    gradients 0.
+
+    The tokens that are kept are gathered, so that the kernels are those of `flash_attention`. Pairs
+    that keep equally many tokens of a segment share one call, as all do whose lengths are in the
+    proportion of their rates. One pair of rate 1 copies nothing.
+
+    Works under autograd, `torch.compile`, `torch.func` (`grad`, `vjp`, `vmap`) and autocast, as
+    `flash_attention` does. Differentiable once, in reverse mode.
+
+
+    Args:
+        q: [B, S, Hq, D], float16, bfloat16 or float32. D is 16 to 256 in steps of 8. Any strides
+            with a contiguous last dimension, as for k and v.
+        k: [B, S, Hkv, D], q's dtype. Hq is a multiple of Hkv.
+        v: [B, S, Hkv, Dv], q's dtype. Dv has D's limits and need not be D.
+        segment_lengths: tokens of a segment, of each pair; a list or tuple. Each divides S.
+        dilation_rates: of how many tokens a head keeps one, of each pair; a list or tuple. Each
+            divides its segment length. It may exceed the number of heads.
+        causal: a query sees keys up to its own position.
+        scale: factor of the scores; None is ``D ** -0.5``.
+        softcap: scores become ``softcap * tanh(score / softcap)``, before the mask.
+        deterministic: True: the backward gives the same bits every time. False: it may add in any
+            order, which is faster where the kernels can. None: as
+            ``torch.are_deterministic_algorithms_enabled()`` says.
+        return_lse: return the log-sum-exp of the scores as well. It is differentiable.
+        implementation: of `flash_attention`. The merge runs with it where it is
+            "triton" or "reference", and with None otherwise.
+
+    Returns:
+        out [B, S, Hq, Dv] in q's dtype; with `return_lse` the pair (out, lse), lse [B, Hq, S]
+        in float32, natural logarithm.
+
+    Raises:
+        TypeError: an argument is not a `torch.Tensor` or has the wrong type or dtype.
+        ValueError: shapes, devices, strides or values that contradict each other.
+        NotImplementedError: a dtype, head size or device without kernels; forward mode; a second
+            derivative.
+
+
+    Source: Ding et al. 2023 (LongNet), sections 2.2 and 2.3.
+
+    Example::
+
+        import torch
+        from torch_attn import dilated_attention
+
+        q, k, v = torch.randn(3, 1, 256, 4, 64, requires_grad=True)
+        out = dilated_attention(q, k, v, [64, 128, 256], [1, 2, 4], causal=True)
+        out.sum().backward()
+    """
+    q, k, v = cast_inputs(q, k, v)
+    options: dict[str, Any] = {"causal": causal, "scale": scale, "softcap": softcap}
+    options["deterministic"] = or_as_torch_says(deterministic)
+    if torch.compiler.is_compiling():  # there the operators' fake kernels check the operands
+        dilations = check_dilations(segment_lengths, dilation_rates)
+        check_segments(dilations, q.shape[1])
+    else:
+        pairs = segment_lengths, dilation_rates
+        dilations = _check(q, k, v, *pairs, return_lse=return_lse, **options).dilations
+    calls, heads_kv = dilated_calls(dilations), k.shape[2]
+    states = []
+    for call in calls:
+        kept = [take(x, call, heads_kv) for x in (q, k, v)]
+        options |= {"return_lse": True, "implementation": implementation}
+        states.append(flash_attention(*kept, **options))
+    outs, lses = place(states, calls, heads_kv, q.shape[:2])
+    if len(outs) == 1:
+        out, lse = outs[0], lses[0]
+    else:
+        merging = implementation if implementation in ("triton", "reference") else None
+        out, lse = merge_states(outs, lses, implementation=merging)
+    return (out, lse) if return_lse else out
+
+
+def _check(
+    q: Any, k: Any, v: Any, segment_lengths: Any, dilation_rates: Any, **options: Any
+) -> DilatedSpec:
+    """Check the arguments of `dilated_attention` and describe the problem."""
+    checked = check_flash_options(window_size=None, **options)
+    dilations = check_dilations(segment_lengths, dilation_rates)
+    operands = describe_operands(FlashOperands(q, k, v), operand)
+    return check_dilated_attention(operands, dilations, checked)
+
+
+def problem_of_dilated(
+    q: Any, k: Any, v: Any, *pairs: Any, deterministic: Any, **options: Any
+) -> tuple[torch.device, AttentionSpec]:
+    """Check the arguments of `dilated_attention` and return the device and its longest call."""
+    q, k, v = cast_inputs(q, k, v)
+    spec = _check(q, k, v, *pairs, deterministic=or_as_torch_says(deterministic), **options)
+    return q.device, spec.longest_call
