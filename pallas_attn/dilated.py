@@ -76,7 +76,6 @@ def dilated_attention(
     Works under the transformations that `flash_attention` does. Differentiable once, in reverse
     mode.
 
-
     Args:
         q: [B, S, Hq, D], float16, bfloat16 or float32. D is 16 to 256 in steps of 8.
         k: [B, S, Hkv, D], q's dtype. Hq is a multiple of Hkv.
@@ -102,7 +101,6 @@ def dilated_attention(
         TypeError: an argument is not a `jax.Array` or has the wrong type or dtype.
         ValueError: shapes, devices or values that contradict each other.
         NotImplementedError: a dtype, head size or device without kernels; a second derivative.
-
 
     Source: Ding et al. 2023 (LongNet), sections 2.2 and 2.3.
 

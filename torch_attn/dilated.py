@@ -77,7 +77,6 @@ def dilated_attention(
     Works under autograd, `torch.compile`, `torch.func` (`grad`, `vjp`, `vmap`) and autocast, as
     `flash_attention` does. Differentiable once, in reverse mode.
 
-
     Args:
         q: [B, S, Hq, D], float16, bfloat16 or float32. D is 16 to 256 in steps of 8. Any strides
             with a contiguous last dimension, as for k and v.
@@ -105,7 +104,6 @@ def dilated_attention(
         ValueError: shapes, devices, strides or values that contradict each other.
         NotImplementedError: a dtype, head size or device without kernels; forward mode; a second
             derivative.
-
 
     Source: Ding et al. 2023 (LongNet), sections 2.2 and 2.3.
 
