@@ -109,6 +109,11 @@ def test_tiles_have_each_row_of_each_sequence_once(lengths, rows):
     assert sorted(seen) == [*range(total * rows)]
 
 
+def test_the_first_tile_of_each_sequence_comes_before_the_others():
+    tiles = located(offsets(30, 0, 1, 17), 52, 1, 16)
+    assert [(sequence, start) for sequence, *_, start in tiles[:5]] == [(n, 0) for n in range(5)]
+
+
 @pytest.mark.parametrize("rows", [1, 5])
 @pytest.mark.parametrize(
     "bad", [[0, 500, -9, 30], [-5, -4, 1, 1], [2**31 - 1] * 4, [7, -(2**31), 4, 3]], ids=str

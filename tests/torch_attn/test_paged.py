@@ -64,6 +64,11 @@ def test_tiles_have_each_row_of_each_sequence_once(lengths, rows):
     assert sorted(seen) == [*range(total * rows)]
 
 
+def test_the_first_tile_of_each_sequence_comes_before_the_others():
+    tiles = locate(offsets(30, 0, 1, 17), 52, 1, 16)
+    assert [(sequence, start) for sequence, *_, start in tiles[:5]] == [(n, 0) for n in range(5)]
+
+
 @settings(max_examples=5, deadline=None)
 @given(
     st.lists(st.integers(-(2**31), 2**31 - 1) | st.integers(-9, 60), min_size=3, max_size=3),

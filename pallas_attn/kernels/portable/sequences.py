@@ -58,6 +58,10 @@ def locate_tile(cu_seqlens_ref, cu_seqlens_other_ref, tile, num_rows, num_rows_o
 def locate_tokens(cu_seqlens_ref, tile, num_tokens, rows, block):
     """Find the sequence that owns a tile, where each token has `rows` rows, one after the other.
 
+    The first tiles of all sequences come before the others, so that in a batch of single tokens the
+    first programs have all the work. Of the others sequence n owns those from ``cu_seqlens[n] *
+    rows // block`` on, which are again at least as many as it has.
+
     Args:
         cu_seqlens_ref: [N + 1] offsets, in tokens.
         tile: of all sequences' tiles.
@@ -70,19 +74,26 @@ def locate_tokens(cu_seqlens_ref, tile, num_tokens, rows, block):
         axis; the tile's first row, counted from the sequence's. A tile behind the last one of its
         sequence starts behind its last row.
     """
-    sequence = find_sequence(cu_seqlens_ref, tile, block, rows)
+    num_sequences = cu_seqlens_ref.shape[0] - 1
+    is_first = tile <= num_sequences
+    other = tile - num_sequences - 1
+    owner = find_sequence(cu_seqlens_ref, other, block, rows)
+    sequence = jnp.where(is_first, tile, owner)
     first, tokens = rows_of_sequence(cu_seqlens_ref, sequence, num_tokens, num_tokens)
-    start = jnp.maximum(tile - first_tile(first, sequence, block, rows), 0) * block
-    return sequence, first, tokens, start
+    index = jnp.where(is_first, 0, jnp.maximum(other - first * rows // block, 0) + 1)
+    return sequence, first, tokens, index * block
 
 
-def first_tile(first, sequence, block, rows=1):
-    """Return the first tile that a sequence owns, from its first token of `rows` rows each."""
-    return first * rows // block + sequence
+def first_tile(first, sequence, block):
+    """Return the first tile that a sequence owns, from its first row."""
+    return first // block + sequence
 
 
-def find_sequence(cu_seqlens_ref, tile, block, rows=1):
-    """Return the last sequence whose first tile is not behind `tile`, 0 .. N."""
+def find_sequence(cu_seqlens_ref, tile, block, rows=None):
+    """Return the last sequence whose tiles do not begin behind `tile`, 0 .. N.
+
+    With `rows`, tiles are those behind the sequences' first ones, as in `locate_tokens`.
+    """
     first = np.int32(0)
     count = cu_seqlens_ref.shape[0]
     while count > 1:
@@ -90,7 +101,11 @@ def find_sequence(cu_seqlens_ref, tile, block, rows=1):
         sequence = first + arange(SEARCH_WIDTH) * step
         exists = sequence < cu_seqlens_ref.shape[0]
         offset = plt.load(cu_seqlens_ref.at[sequence], mask=exists, other=0)
-        begun = exists & (first_tile(offset, sequence, block, rows) <= tile)
+        if rows is None:
+            begin = first_tile(offset, sequence, block)
+        else:
+            begin = offset * rows // block
+        begun = exists & (begin <= tile)
         passed = jnp.maximum(jnp.sum(begun.astype(jnp.int32), dtype=jnp.int32) - 1, 0)
         first = first + passed * step
         count = step

@@ -74,6 +74,10 @@ def locate_tokens(
 ):
     """Find the sequence that owns a tile, where each token has ROWS rows, one after the other.
 
+    The first tiles of all sequences come before the others, so that in a batch of single tokens the
+    first programs have all the work. Of the others sequence n owns those from ``cu_seqlens[n] *
+    ROWS // BLOCK`` on, which are again at least as many as it has.
+
     Args:
         cu_seqlens_ptr: [N + 1] offsets, in tokens.
         tile: of all sequences' tiles.
@@ -87,23 +91,31 @@ def locate_tokens(
         axis; the tile's first row, counted from the sequence's. A tile behind the last one of its
         sequence starts behind its last row.
     """
-    sequence = find_sequence(cu_seqlens_ptr, tile, num_sequences, BLOCK, ROWS)
+    is_first = tile <= num_sequences
+    other = tile - num_sequences - 1
+    owner = find_sequence(cu_seqlens_ptr, other, num_sequences, BLOCK, ROWS)
+    sequence = tl.where(is_first, tile, owner)
     first, tokens = rows_of_sequence(
         cu_seqlens_ptr, sequence, num_tokens, num_sequences, num_tokens
     )
-    start = tl.maximum(tile - first_tile(first, sequence, BLOCK, ROWS), 0) * BLOCK
-    return sequence, first, tokens, start
+    index = tl.where(is_first, 0, tl.maximum(other - first * ROWS // BLOCK, 0) + 1)
+    return sequence, first, tokens, index * BLOCK
 
 
 @triton.jit
-def first_tile(first, sequence, BLOCK: tl.constexpr, ROWS: tl.constexpr = 1):
-    """Return the first tile that a sequence owns, from its first token of ROWS rows each."""
-    return first * ROWS // BLOCK + sequence
+def first_tile(first, sequence, BLOCK: tl.constexpr):
+    """Return the first tile that a sequence owns, from its first row."""
+    return first // BLOCK + sequence
 
 
 @triton.jit
-def find_sequence(cu_seqlens_ptr, tile, num_sequences, BLOCK: tl.constexpr, ROWS: tl.constexpr = 1):
-    """Return the last sequence whose first tile is not behind `tile`, 0 .. N."""
+def find_sequence(
+    cu_seqlens_ptr, tile, num_sequences, BLOCK: tl.constexpr, ROWS: tl.constexpr = None
+):
+    """Return the last sequence whose tiles do not begin behind `tile`, 0 .. N.
+
+    With ROWS, tiles are those behind the sequences' first ones, as in `locate_tokens`.
+    """
     first = 0
     count = num_sequences + 1
     while count > 1:
@@ -112,7 +124,11 @@ def find_sequence(cu_seqlens_ptr, tile, num_sequences, BLOCK: tl.constexpr, ROWS
         exists = sequence < count
         sequence += first
         offset = tl.load(cu_seqlens_ptr + sequence, mask=exists, other=0)
-        begun = exists & (first_tile(offset, sequence, BLOCK, ROWS) <= tile)
+        if ROWS is None:
+            begin = first_tile(offset, sequence, BLOCK)
+        else:
+            begin = offset * ROWS // BLOCK
+        begun = exists & (begin <= tile)
         passed = tl.maximum(tl.sum(begun.to(tl.int32), 0) - 1, 0) * step
         first += passed
         count = tl.minimum(count - passed, step)
