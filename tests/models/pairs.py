@@ -24,7 +24,8 @@ def make_pair(
     As they are, the tiny model's blocks add next to nothing to its embedding.
     """
     torch.manual_seed(0)
-    of_torch = torch_model.Transformer(config, attention[0], device=device)
+    # Made on a CPU: a GPU's random numbers are others.
+    of_torch = torch_model.Transformer(config, attention[0]).to(device)
     with torch.no_grad():
         for parameter in of_torch.parameters():
             if parameter.ndim == 2:
