@@ -269,16 +269,26 @@ def check_kept_tiles(kept: Operand, q: Operand, k: Operand) -> None:
         TypeError: another dtype.
         ValueError: a shape that does not fit q and k.
     """
-    _check_dtype(kept, "bool")
-    if not 2 <= len(kept.shape) <= 4:
-        expected = "2 to 4 dimensions [B or 1, Hq or 1, tiles_q, tiles_kv]"
-        fail(ValueError, kept.name, expected, f"shape {kept.shape}")
+    check_mask(kept)
     _check_device(kept, q)
     if len(q.shape) == len(k.shape) == 4:
         *masks, tiles_q, tiles_kv = (1,) * (4 - len(kept.shape)) + kept.shape
         _check_mask_axes(kept, tuple(masks), q)
         _check_number_of_tiles(kept, tiles_q, q.shape[1], "queries")
         _check_number_of_tiles(kept, tiles_kv, k.shape[1], "keys")
+
+
+def check_mask(kept: Operand) -> None:
+    """Check a block mask of booleans by itself.
+
+    Raises:
+        TypeError: another dtype.
+        ValueError: another number of dimensions.
+    """
+    _check_dtype(kept, "bool")
+    if not 2 <= len(kept.shape) <= 4:
+        expected = "2 to 4 dimensions [B or 1, Hq or 1, tiles_q, tiles_kv]"
+        fail(ValueError, kept.name, expected, f"shape {kept.shape}")
 
 
 def check_tiles(least: int = 0, **numbers: Any) -> None:
@@ -690,6 +700,25 @@ def _check_integer(name: str, value: Any, least: int, most: int, or_else: str = 
     if not least <= integer <= most:
         fail(ValueError, name, expected, integer)
     return integer
+
+
+def check_heads(d_model: Any, num_heads: Any, num_heads_kv: Any) -> tuple[int, int]:
+    """Check the sizes of a multi-head module; return the head size and the number of kv heads.
+
+    Raises:
+        TypeError: one is no integer.
+        ValueError: one is less than 1, or does not divide what it has to.
+    """
+    for name, x in (("d_model", d_model), ("num_heads", num_heads)):
+        _check_integer(name, x, 1, WINDOW_UNLIMITED)
+    if d_model % num_heads:
+        fail(ValueError, "num_heads", f"a divisor of d_model {d_model}", num_heads)
+    if num_heads_kv is None:
+        return d_model // num_heads, num_heads
+    _check_integer("num_heads_kv", num_heads_kv, 1, WINDOW_UNLIMITED, or_else="None or ")
+    if num_heads % num_heads_kv:
+        fail(ValueError, "num_heads_kv", f"a divisor of num_heads {num_heads}", num_heads_kv)
+    return d_model // num_heads, num_heads_kv
 
 
 def check_choice(name: str, value: Any, choices: Sequence[str]) -> None:

@@ -1,0 +1,182 @@
+"""Multi-head attention as Flax NNX modules: projections around the sparse functions.
+
+The one file that needs flax, which the extra `models` installs; importing `pallas_attn` does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from pallas_attn.block_sparse import block_sparse_attention
+from pallas_attn.dilated import dilated_attention
+from pallas_attn.dispatch import Implementation, check_implementation
+from pallas_attn.operands import operand
+from twin_attention.contract.block_mask import BlockMask
+from twin_attention.contract.validate import check_dilations, check_heads, check_mask
+
+
+class _MultiHeadAttention(nnx.Module):
+    """Projections of tokens to q, k and v, and of what `attend` gives back to tokens."""
+
+    def __init__(
+        self,
+        d_model: int,
+        num_heads: int,
+        num_heads_kv: int | None,
+        implementation: Implementation | None,
+        **options: Any,
+    ) -> None:
+        head_dim, num_heads_kv = check_heads(d_model, num_heads, num_heads_kv)
+        check_implementation(implementation)
+        self.head_dim, self.implementation = head_dim, implementation
+        self.q_proj = nnx.Linear(d_model, num_heads * head_dim, **options)
+        self.k_proj = nnx.Linear(d_model, num_heads_kv * head_dim, **options)
+        self.v_proj = nnx.Linear(d_model, num_heads_kv * head_dim, **options)
+        self.out_proj = nnx.Linear(num_heads * head_dim, d_model, **options)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Return [B, S, d_model] of tokens [B, S, d_model]."""
+        projected = (project(x) for project in (self.q_proj, self.k_proj, self.v_proj))
+        rows, size = x.shape[:-1], self.head_dim
+        q, k, v = (y.reshape(*rows, y.shape[-1] // size, size) for y in projected)
+        return self.out_proj(self.attend(q, k, v).reshape(*rows, q.shape[2] * size))
+
+    def attend(self, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        """Return the attention [B, S, Hq, D] of projected tokens."""
+        raise NotImplementedError
+
+
+class MultiHeadDilatedAttention(_MultiHeadAttention):
+    """Self-attention by `dilated_attention`, between projections to heads and back.
+
+    Parameters are those of four `nnx.Linear`: q_proj, k_proj, v_proj and out_proj. Takes and
+    returns [B, S, d_model].
+
+    Args:
+        d_model: size of a token, D · num_heads.
+        num_heads: query heads.
+        segment_lengths, dilation_rates: of each pair, as `dilated_attention` takes them.
+        num_heads_kv: kv heads, a divisor of num_heads; None is num_heads.
+        causal: a token sees those up to itself.
+        bias: of the projections.
+        implementation: as `dilated_attention` takes it.
+        rngs: of the parameters.
+        dtype: of the projections' arithmetic and results; None is that of tokens and parameters.
+        param_dtype: of the parameters.
+
+    Raises:
+        TypeError, ValueError: numbers, pairs or a mask that are refused.
+
+    Source: Ding et al. 2023 (LongNet), section 2.3.
+
+    Example::
+
+        import jax.numpy as jnp
+        from flax import nnx
+        from pallas_attn.modules import MultiHeadDilatedAttention
+
+        attention = MultiHeadDilatedAttention(
+            128, 4, [64, 128, 256], [1, 2, 4], causal=True, rngs=nnx.Rngs(0)
+        )
+        out = attention(jnp.ones((2, 256, 128)))
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        num_heads: int,
+        segment_lengths: Sequence[int],
+        dilation_rates: Sequence[int],
+        num_heads_kv: int | None = None,
+        *,
+        causal: bool = False,
+        bias: bool = False,
+        implementation: Implementation | None = None,
+        rngs: nnx.Rngs,
+        dtype: jnp.dtype | None = None,
+        param_dtype: jnp.dtype = jnp.float32,
+    ) -> None:
+        options = {"use_bias": bias, "rngs": rngs, "dtype": dtype, "param_dtype": param_dtype}
+        super().__init__(d_model, num_heads, num_heads_kv, implementation, **options)
+        check_dilations(segment_lengths, dilation_rates)
+        self.segment_lengths, self.dilation_rates = tuple(segment_lengths), tuple(dilation_rates)
+        self.causal = causal
+
+    def attend(self, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        pairs = self.segment_lengths, self.dilation_rates
+        options: dict[str, Any] = {"causal": self.causal, "implementation": self.implementation}
+        return dilated_attention(q, k, v, *pairs, **options)
+
+
+class MaskList(nnx.Variable):
+    """A list of a block mask: data of a module, and no parameter."""
+
+
+class MultiHeadBlockSparseAttention(_MultiHeadAttention):
+    """Self-attention by `block_sparse_attention`, between projections to heads and back.
+
+    Parameters are those of `MultiHeadDilatedAttention`; the mask's lists are `MaskList`s. Takes and
+    returns [B, S, d_model], S being what the mask is for.
+
+    Args:
+        d_model: size of a token, D · num_heads.
+        num_heads: query heads.
+        block_mask: the tiles that are kept, as `block_sparse_attention` takes them; of
+            booleans the lists are made once.
+        num_heads_kv: kv heads, a divisor of num_heads; None is num_heads.
+        causal: a token sees those up to itself.
+        bias: of the projections.
+        implementation: as `block_sparse_attention` takes it.
+        rngs: of the parameters.
+        dtype: of the projections' arithmetic and results; None is that of tokens and parameters.
+        param_dtype: of the parameters.
+
+    Raises:
+        TypeError, ValueError: numbers, pairs or a mask that are refused.
+
+    Source: Zaheer et al. 2020 (BigBird).
+
+    Example::
+
+        import jax.numpy as jnp
+        from flax import nnx
+        from pallas_attn.modules import MultiHeadBlockSparseAttention
+        from twin_attention.contract.block_mask import local_tiles
+
+        mask = jnp.asarray(local_tiles(4, 4, left=1, right=0))  # 4 tiles of 64 tokens
+        attention = MultiHeadBlockSparseAttention(128, 4, mask, causal=True, rngs=nnx.Rngs(0))
+        out = attention(jnp.ones((2, 256, 128)))
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        num_heads: int,
+        block_mask: BlockMask[jax.Array] | jax.Array,
+        num_heads_kv: int | None = None,
+        *,
+        causal: bool = False,
+        bias: bool = False,
+        implementation: Implementation | None = None,
+        rngs: nnx.Rngs,
+        dtype: jnp.dtype | None = None,
+        param_dtype: jnp.dtype = jnp.float32,
+    ) -> None:
+        options = {"use_bias": bias, "rngs": rngs, "dtype": dtype, "param_dtype": param_dtype}
+        super().__init__(d_model, num_heads, num_heads_kv, implementation, **options)
+        if not isinstance(block_mask, BlockMask):
+            check_mask(operand("block_mask", block_mask))
+            block_mask = BlockMask.of(block_mask)
+        for name, x in block_mask._asdict().items():
+            setattr(self, name, MaskList(x))
+        self.causal = causal
+
+    def attend(self, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        mask = BlockMask(*(getattr(self, name)[...] for name in BlockMask._fields))
+        options: dict[str, Any] = {"causal": self.causal, "implementation": self.implementation}
+        return block_sparse_attention(q, k, v, mask, **options)

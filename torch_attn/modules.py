@@ -1,0 +1,164 @@
+"""Multi-head attention as PyTorch modules: projections around the sparse functions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torch_attn.block_sparse import block_sparse_attention
+from torch_attn.dilated import dilated_attention
+from torch_attn.dispatch import Implementation, check_implementation
+from torch_attn.operands import operand
+from twin_attention.contract.block_mask import BlockMask
+from twin_attention.contract.validate import check_dilations, check_heads, check_mask
+
+
+class _MultiHeadAttention(nn.Module):
+    """Projections of tokens to q, k and v, and of what `attend` gives back to tokens."""
+
+    def __init__(
+        self,
+        d_model: int,
+        num_heads: int,
+        num_heads_kv: int | None,
+        implementation: Implementation | None,
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        head_dim, num_heads_kv = check_heads(d_model, num_heads, num_heads_kv)
+        check_implementation(implementation)
+        self.head_dim, self.implementation = head_dim, implementation
+        self.q_proj = nn.Linear(d_model, num_heads * head_dim, **options)
+        self.k_proj = nn.Linear(d_model, num_heads_kv * head_dim, **options)
+        self.v_proj = nn.Linear(d_model, num_heads_kv * head_dim, **options)
+        self.out_proj = nn.Linear(num_heads * head_dim, d_model, **options)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return [B, S, d_model] of tokens [B, S, d_model]."""
+        projections = (self.q_proj, self.k_proj, self.v_proj)
+        q, k, v = (project(x).unflatten(-1, (-1, self.head_dim)) for project in projections)
+        return self.out_proj(self.attend(q, k, v).flatten(2))
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Return the attention [B, S, Hq, D] of projected tokens."""
+        raise NotImplementedError
+
+
+class MultiHeadDilatedAttention(_MultiHeadAttention):
+    """Self-attention by `dilated_attention`, between projections to heads and back.
+
+    Parameters are those of four `torch.nn.Linear`: q_proj, k_proj, v_proj and out_proj. Takes and
+    returns [B, S, d_model].
+
+    Args:
+        d_model: size of a token, D · num_heads.
+        num_heads: query heads.
+        segment_lengths, dilation_rates: of each pair, as `dilated_attention` takes them.
+        num_heads_kv: kv heads, a divisor of num_heads; None is num_heads.
+        causal: a token sees those up to itself.
+        bias: of the projections.
+        implementation: as `dilated_attention` takes it.
+        device, dtype: of the parameters.
+
+    Raises:
+        TypeError, ValueError: numbers, pairs or a mask that are refused.
+
+    Source: Ding et al. 2023 (LongNet), section 2.3.
+
+    Example::
+
+        import torch
+        from torch_attn.modules import MultiHeadDilatedAttention
+
+        attention = MultiHeadDilatedAttention(128, 4, [64, 128, 256], [1, 2, 4], causal=True)
+        out = attention(torch.randn(2, 256, 128))
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        num_heads: int,
+        segment_lengths: Sequence[int],
+        dilation_rates: Sequence[int],
+        num_heads_kv: int | None = None,
+        *,
+        causal: bool = False,
+        bias: bool = False,
+        implementation: Implementation | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        options = {"bias": bias, "device": device, "dtype": dtype}
+        super().__init__(d_model, num_heads, num_heads_kv, implementation, **options)
+        check_dilations(segment_lengths, dilation_rates)
+        self.segment_lengths, self.dilation_rates = tuple(segment_lengths), tuple(dilation_rates)
+        self.causal = causal
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        pairs = self.segment_lengths, self.dilation_rates
+        options: dict[str, Any] = {"causal": self.causal, "implementation": self.implementation}
+        return dilated_attention(q, k, v, *pairs, **options)
+
+
+class MultiHeadBlockSparseAttention(_MultiHeadAttention):
+    """Self-attention by `block_sparse_attention`, between projections to heads and back.
+
+    Parameters are those of `MultiHeadDilatedAttention`; the mask's lists are buffers, which
+    `state_dict` leaves out. Takes and returns [B, S, d_model], S being what the mask is for.
+
+    Args:
+        d_model: size of a token, D · num_heads.
+        num_heads: query heads.
+        block_mask: the tiles that are kept, as `block_sparse_attention` takes them; of
+            booleans the lists are made once.
+        num_heads_kv: kv heads, a divisor of num_heads; None is num_heads.
+        causal: a token sees those up to itself.
+        bias: of the projections.
+        implementation: as `block_sparse_attention` takes it.
+        device, dtype: of the parameters; the mask goes to the device as well.
+
+    Raises:
+        TypeError, ValueError: numbers, pairs or a mask that are refused.
+
+    Source: Zaheer et al. 2020 (BigBird).
+
+    Example::
+
+        import torch
+        from torch_attn.modules import MultiHeadBlockSparseAttention
+        from twin_attention.contract.block_mask import local_tiles
+
+        mask = torch.from_numpy(local_tiles(4, 4, left=1, right=0))  # 4 tiles of 64 tokens
+        attention = MultiHeadBlockSparseAttention(128, 4, mask, causal=True)
+        out = attention(torch.randn(2, 256, 128))
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        num_heads: int,
+        block_mask: BlockMask[Tensor] | Tensor,
+        num_heads_kv: int | None = None,
+        *,
+        causal: bool = False,
+        bias: bool = False,
+        implementation: Implementation | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        options = {"bias": bias, "device": device, "dtype": dtype}
+        super().__init__(d_model, num_heads, num_heads_kv, implementation, **options)
+        if not isinstance(block_mask, BlockMask):
+            check_mask(operand("block_mask", block_mask))
+            block_mask = BlockMask.of(block_mask)
+        for name, x in block_mask._asdict().items():
+            self.register_buffer(name, x.to(device or x.device), persistent=False)
+        self.causal = causal
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        mask = BlockMask(*(self.get_buffer(name) for name in BlockMask._fields))
+        options: dict[str, Any] = {"causal": self.causal, "implementation": self.implementation}
+        return block_sparse_attention(q, k, v, mask, **options)
