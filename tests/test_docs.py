@@ -29,7 +29,7 @@ WITH_EXAMPLES = [name for name, page in PAGES.items() if examples(page)]
 def test_examples_run(name: str):
     if name == "docs/coming-from.md":
         pytest.importorskip("transformers")
-    if name == "docs/models.md":
+    if name in ("docs/models.md", "docs/patterns.md"):
         pytest.importorskip("flax")
     names: dict[str, object] = {}
     for example in examples(PAGES[name]):
