@@ -13,18 +13,26 @@ before the mode is made::
     print(counter.get_total_flops())
 
 Only pairs of query and key that the window keeps are counted, unlike for
-`scaled_dot_product_attention`, of which torch counts all. What follows from data is left out: with
-segment ids the count is that without, and `flash_attention_varlen` and `block_sparse_attention`
-count nothing. The backward counts its five products.
+`scaled_dot_product_attention`, of which torch counts all. The backward counts its five products.
+Most of what follows from data is left out: with segment ids the count is that without, and
+`flash_attention_varlen` counts nothing. Of `block_sparse_attention` the tiles that its mask keeps
+are counted, which waits for the device; of a fake tensor's mask, which holds no data, all tiles.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
 import torch
+from torch._subclasses.fake_tensor import is_fake
 from torch.utils.flop_counter import register_flop_formula
 
-from torch_attn.flash_ops import DENSE
+from torch_attn.flash_ops import DENSE, SPARSE
 from twin_attention.contract import cost
+from twin_attention.contract.block_mask import BlockMask
+from twin_attention.contract.spec import BlockSparseSpec
 
 
 @register_flop_formula(torch.ops.torch_attn.flash_fwd, get_raw=True)
@@ -37,3 +45,27 @@ def _forward(*args, **_) -> int:
 def _backward(dout, dlse, *args, **_) -> int:
     operands, _, options, _ = DENSE.unpack(args)
     return cost.backward_flops(DENSE.spec_of(operands, options))
+
+
+@register_flop_formula(torch.ops.torch_attn.block_sparse_fwd, get_raw=True)
+def _sparse_forward(*args, **_) -> int:
+    return _of_mask(args, cost.forward_flops, cost.block_sparse_forward_flops)
+
+
+@register_flop_formula(torch.ops.torch_attn.block_sparse_bwd, get_raw=True)
+def _sparse_backward(dout, dlse, *args, **_) -> int:
+    return _of_mask(args, cost.backward_flops, cost.block_sparse_backward_flops)
+
+
+def _of_mask(
+    args: tuple[Any, ...],
+    of_all: Callable[[BlockSparseSpec], int],
+    of_kept: Callable[[BlockSparseSpec, BlockMask[np.ndarray]], int],
+) -> int:
+    """Count an operator's call by the mask among its arguments, of all tiles if that is fake."""
+    operands, _, options, _ = SPARSE.unpack(args)
+    spec = SPARSE.spec_of(operands, options)
+    lists = [getattr(operands, name) for name in BlockMask._fields]
+    if any(map(is_fake, lists)):
+        return of_all(spec)
+    return of_kept(spec, BlockMask(*(x.numpy(force=True) for x in lists)))

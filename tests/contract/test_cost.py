@@ -2,12 +2,18 @@
 
 from dataclasses import replace
 
+import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from twin_attention.contract.block_mask import BlockMask
 from twin_attention.contract.cost import (
     backward_bytes,
     backward_flops,
+    block_sparse_backward_flops,
+    block_sparse_forward_flops,
+    block_sparse_pairs,
     cache_bytes,
     decode_bytes,
     decode_flops,
@@ -17,7 +23,14 @@ from twin_attention.contract.cost import (
     paged_flops,
     visible_pairs,
 )
-from twin_attention.contract.spec import AttentionSpec, DecodeSpec, PagedCache, PagedSpec, Window
+from twin_attention.contract.spec import (
+    AttentionSpec,
+    BlockSparseSpec,
+    DecodeSpec,
+    PagedCache,
+    PagedSpec,
+    Window,
+)
 
 SPEC = AttentionSpec(
     batch=2, seq_q=3, seq_kv=5, heads_q=4, heads_kv=2, head_dim=16, head_dim_v=24,
@@ -56,6 +69,49 @@ def test_flops_of_each_matrix_product():
     assert backward_flops(SPEC) == s + dp + dv + dk + dq
     square = replace(SPEC, head_dim_v=16)
     assert backward_flops(square) == 2.5 * forward_flops(square)
+
+
+def sparse(masks=(1, 1), **fields):
+    """A problem with tiles of 64 queries and 128 keys, the last ones cut off."""
+    of_mask = {"tile_q": 64, "tile_kv": 128, "mask_batch": masks[0], "mask_heads": masks[1]}
+    return BlockSparseSpec(**vars(replace(SPEC, seq_q=150, seq_kv=300)) | of_mask | fields)
+
+
+WINDOWS = [Window(), Window(None, 0), Window(40, None), Window(70, 5), Window(0, 0)]
+
+
+@pytest.mark.parametrize("window", WINDOWS, ids=str)
+@pytest.mark.parametrize("masks", [(1, 1), (1, 4), (2, 4)], ids=str)
+def test_pairs_of_a_mask_are_those_of_its_tiles_that_the_window_shows(window, masks):
+    spec = sparse(masks, window=window)
+    kept = np.random.default_rng(0).random((*masks, 3, 3)) < 0.5
+    pairs = sum(
+        bool(kept[b * (masks[0] > 1), h * (masks[1] > 1), query // 64, key // 128])
+        for b, h, query in np.ndindex(2, 4, 150)
+        for key in spec.visible_keys(query)
+    )
+    mask = BlockMask.of(kept)
+    assert block_sparse_pairs(spec, mask) == pairs > 0
+    assert block_sparse_forward_flops(spec, mask) == 2 * (16 + 24) * pairs
+    assert block_sparse_backward_flops(spec, mask) == 2 * (3 * 16 + 2 * 24) * pairs
+
+
+def test_a_mask_of_all_tiles_costs_what_no_mask_does():
+    for spec in (sparse(window=Window(None, 0)), sparse(batch=0), sparse(seq_q=0, seq_kv=0)):
+        tiles = -(-spec.seq_q // 64), -(-spec.seq_kv // 128)
+        mask = BlockMask.of(np.ones(tiles, bool))
+        assert block_sparse_forward_flops(spec, mask) == forward_flops(spec)
+        assert block_sparse_backward_flops(spec, mask) == backward_flops(spec)
+
+
+def test_entries_that_no_kernel_reads_cost_nothing():
+    spec = sparse()
+    mask = BlockMask.of(np.ones((3, 3), bool))
+    tiles = mask.kv_tiles.copy()
+    tiles[0, 0, 1] = (-1, 3, 2**31 - 1)
+    counts = np.array([[[0, 3, 9]]], np.int32)
+    mask = mask._replace(kv_counts=counts, kv_tiles=tiles)
+    assert block_sparse_pairs(spec, mask) == 2 * 4 * (150 - 128) * 300
 
 
 def test_bytes_of_each_operand():

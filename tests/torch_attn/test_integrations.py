@@ -5,6 +5,7 @@ import sys
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import (
     DeviceMesh,
     DTensor,
@@ -131,7 +132,29 @@ def test_flops_are_counted(implementation):
     assert counter.get_total_flops() == backward_flops(spec)
 
 
-def test_flops_do_not_depend_on_data():
+def test_flops_are_those_of_the_tiles_that_a_mask_keeps():
+    q, k, v = (torch.randn(2, n, 4, 16, requires_grad=True) for n in (100, 130, 130))
+    kept = torch.tensor([[1, 0, 1], [0, 1, 0]]).bool()
+
+    def counts(kept, causal):
+        with FlopCounterMode(display=False) as counter:
+            out = torch_attn.block_sparse_attention(q, k, v, kept, causal=causal)
+        with FlopCounterMode(display=False) as of_backward:
+            out.sum().backward()
+        return counter.get_total_flops(), of_backward.get_total_flops()
+
+    for causal in (False, True):
+        seen = torch.ones(100, 130).tril(30) if causal else torch.ones(100, 130)
+        of_pairs = kept.repeat_interleave(64, 0)[:100].repeat_interleave(64, 1)[:, :130]
+        pairs = int((of_pairs * seen).sum())
+        assert counts(kept, causal) == (2 * (16 + 16) * 2 * 4 * pairs, 2 * 5 * 16 * 2 * 4 * pairs)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        q, k, v = (mode.from_tensor(x) for x in (q, k, v))
+        pairs = 100 * 130
+        assert counts(mode.from_tensor(kept), False)[0] == 2 * (16 + 16) * 2 * 4 * pairs
+
+
+def test_flops_do_not_depend_on_other_data():
     q, k, v = tensors()
     offsets = torch.tensor([0, 3, 5], dtype=torch.int32)
     ids = [torch.zeros(x.shape[:2], dtype=torch.int32).fill_(-1) for x in (q, k)]

@@ -1,40 +1,65 @@
 """Cost of a problem: pairs attended, floating-point operations, bytes of device memory.
 
-The cost of a decode, or of packed sequences, depends on their lengths, which are no part of the
-description.
+The cost of a decode, or of packed sequences, depends on their lengths, and that of block-sparse
+attention on its mask, which are no part of the description.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
-from twin_attention.contract.spec import AttentionSpec, DecodeSpec, PagedSpec, VarlenSpec
+import numpy as np
+
+from twin_attention.contract.block_mask import BlockMask
+from twin_attention.contract.spec import (
+    AttentionSpec,
+    BlockSparseSpec,
+    DecodeSpec,
+    PagedSpec,
+    VarlenSpec,
+)
 
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4}
 
 
 def visible_pairs(spec: AttentionSpec) -> int:
     """Count the query-key pairs that the window keeps, in one head of one sequence."""
-    left, right = spec.window.left, spec.window.right
-    end = spec.seq_q * spec.seq_kv
-    begin = 0
-    if right is not None:
-        end = _sum_of_clamped(spec.diagonal + right + 1, spec.seq_q, spec.seq_kv)
-    if left is not None:
-        begin = _sum_of_clamped(spec.diagonal - left, spec.seq_q, spec.seq_kv)
-    return end - begin
+    return int(_pairs_before(spec, 0, spec.seq_q, spec.seq_kv))
+
+
+def block_sparse_pairs(spec: BlockSparseSpec, mask: BlockMask[np.ndarray]) -> int:
+    """Count the pairs that the window and a block mask keep, in all heads of all sequences."""
+    starts = np.arange(0, spec.seq_q, spec.tile_q)[:, None]
+    rows = np.minimum(spec.tile_q, spec.seq_q - starts)
+    edges = np.append(np.arange(0, spec.seq_kv, spec.tile_kv), spec.seq_kv)
+    of_tiles = np.diff(_pairs_before(spec, starts, rows, edges), axis=1)  # [tiles_q, tiles_kv]
+    tiles, width = mask.kv_tiles, mask.kv_tiles.shape[-1]
+    kept = np.arange(width) < mask.kv_counts[..., None]
+    kept &= (tiles >= 0) & (tiles < of_tiles.shape[1])
+    where = np.nonzero(kept)
+    pairs = int(of_tiles[where[2], tiles[where]].sum())
+    return spec.batch * spec.heads_q // max(1, spec.mask_batch * spec.mask_heads) * pairs
 
 
 def forward_flops(spec: AttentionSpec) -> int:
     """Count the operations of the two matrix products, q·kᵀ and p·v."""
-    pairs = spec.batch * spec.heads_q * visible_pairs(spec)
-    return 2 * (spec.head_dim + spec.head_dim_v) * pairs
+    return _forward_flops(spec, spec.batch * spec.heads_q * visible_pairs(spec))
 
 
 def backward_flops(spec: AttentionSpec) -> int:
     """Count the operations of the matrix products s, dp, dv, dk, dq (2.5 forwards when D = Dv)."""
-    pairs = spec.batch * spec.heads_q * visible_pairs(spec)
-    return 2 * (3 * spec.head_dim + 2 * spec.head_dim_v) * pairs
+    return _backward_flops(spec, spec.batch * spec.heads_q * visible_pairs(spec))
+
+
+def block_sparse_forward_flops(spec: BlockSparseSpec, mask: BlockMask[np.ndarray]) -> int:
+    """Count as `forward_flops` does, of the pairs that this mask keeps."""
+    return _forward_flops(spec, block_sparse_pairs(spec, mask))
+
+
+def block_sparse_backward_flops(spec: BlockSparseSpec, mask: BlockMask[np.ndarray]) -> int:
+    """Count as `backward_flops` does, of the pairs that this mask keeps."""
+    return _backward_flops(spec, block_sparse_pairs(spec, mask))
 
 
 def varlen_forward_flops(spec: VarlenSpec, lengths: Sequence[tuple[int, int]]) -> int:
@@ -117,9 +142,29 @@ def _operand_bytes(spec: AttentionSpec) -> int:
     return spec.batch * rows * both * ITEMSIZE[spec.dtype]
 
 
-def _sum_of_clamped(start: int, count: int, limit: int) -> int:
+def _forward_flops(spec: AttentionSpec, pairs: int) -> int:
+    return 2 * (spec.head_dim + spec.head_dim_v) * pairs
+
+
+def _backward_flops(spec: AttentionSpec, pairs: int) -> int:
+    return 2 * (3 * spec.head_dim + 2 * spec.head_dim_v) * pairs
+
+
+def _pairs_before(spec: AttentionSpec, start: Any, rows: Any, edge: Any) -> Any:
+    """Count the pairs in the window of `rows` queries from `start` on with the keys before `edge`.
+
+    Takes integers, or arrays of them that broadcast.
+    """
+    left, right = spec.window.left, spec.window.right
+    position = spec.diagonal + start
+    end = rows * edge if right is None else _sum_of_clamped(position + right + 1, rows, edge)
+    begin = 0 if left is None else _sum_of_clamped(position - left, rows, edge)
+    return end - begin
+
+
+def _sum_of_clamped(start: Any, count: Any, limit: Any) -> Any:
     """Sum of min(max(start + i, 0), limit) for i in range(count)."""
-    first = min(max(-start, 0), count)
-    last = min(max(limit - start, 0), count)
-    ramp = sum((start + first, start + last - 1)) * (last - first) // 2
+    first = np.clip(-start, 0, count)
+    last = np.clip(limit - start, 0, count)
+    ramp = (2 * start + first + last - 1) * (last - first) // 2
     return ramp + limit * (count - last)
