@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from bench.job import Call
@@ -19,9 +20,9 @@ def torch_call(
     """Return a call of `attend` in torch.
 
     Args:
-        attend: takes q, k, v [B, S, H, D] and returns out.
+        attend: takes q, k, v [B, S, H, D], and integers that follow them, and returns out.
         operation: "forward", "backward" or "both".
-        tensors: q, k, v and dout [B, S, H, D].
+        tensors: q, k, v [B, S, H, D], integers that they need beside them, and dout.
         heads_first: `attend` takes and returns [B, H, S, D], views of the same memory.
     """
     import torch
@@ -39,12 +40,23 @@ def torch_call(
 
 
 def jax_call(attend: Attend, operation: str, tensors: Sequence[Tensor]) -> Call:
-    """Return a jitted call of `attend` in JAX, on the memory of torch's tensors."""
+    """Return a jitted call of `attend` in JAX, on the memory of torch's tensors.
+
+    Args:
+        attend, operation, tensors: as those of `torch_call`.
+    """
     from interop.exchange import to_jax
     from interop.parity.sides import leaves, prepare_jax
 
     *inputs, dout = map(to_jax, tensors)
-    return Call(prepare_jax(attend, operation, inputs, dout), leaves)
+    run = prepare_jax(attend, operation, inputs, dout)
+    return Call(run, leaves, planned=partial(_planned, run))
+
+
+def _planned(run: partial) -> int:
+    """Return the bytes of temporaries and results that XLA plans for a call that was made."""
+    plan = run.func.lower(*run.args).compile().memory_analysis()  # compiled before: JAX keeps it
+    return plan.temp_size_in_bytes + plan.output_size_in_bytes
 
 
 def compiled(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:

@@ -40,11 +40,14 @@ class Call(NamedTuple):
             of a forward or a decode, (dq, dk, dv) of a backward, (out, dq, dk, dv) of both,
             (k_pages, v_pages) of an append. None for an ablation, whose result is wrong on purpose.
         saved: bytes of a forward's output and saved activations before a backward, None if unknown.
+        planned: returns the bytes that a call adds, where its compiler plans them; to be called
+            after `run`. None where the timer sees them.
     """
 
     run: Callable[[], Any]
     result: Callable[[Any], Sequence[Any]] | None
     saved: int | None = None
+    planned: Callable[[], int] | None = None
 
 
 @dataclass(frozen=True)

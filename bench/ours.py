@@ -78,7 +78,7 @@ def _flash(name: str, target: str, case: FlashCase, operation: str, tensors: Any
     prepare = jax_call if side == "pallas_attn" else torch_call
     with use_target(target):
         call = prepare(attend, operation, tensors)
-    return _for_target(call, target)
+    return for_target(call, target)
 
 
 def _packed(name: str, target: str, case: VarlenCase, operation: str, tensors: Any) -> Call:
@@ -93,7 +93,7 @@ def _packed(name: str, target: str, case: VarlenCase, operation: str, tensors: A
     if side == "torch_attn":
         with use_target(target):
             call = torch_call(attend, operation, tensors)
-        return _for_target(call, target)
+        return for_target(call, target)
 
     import jax
 
@@ -107,7 +107,7 @@ def _packed(name: str, target: str, case: VarlenCase, operation: str, tensors: A
             call = Call(partial(jax.jit(attention), *arrays), lambda out: (out,))
         else:
             call = jax_call(attend, operation, tensors)
-    return _for_target(call, target)
+    return for_target(call, target)
 
 
 def _paged(function: str, name: str, target: str, case: DecodeCase, tensors: DecodeTensors) -> Call:
@@ -122,10 +122,10 @@ def _paged(function: str, name: str, target: str, case: DecodeCase, tensors: Dec
 
         attend = jax.jit(attend)
         arguments = {name: to_jax(x) for name, x in arguments.items()}
-    return _for_target(Call(partial(attend, **arguments), lambda out: (out,)), target)
+    return for_target(Call(partial(attend, **arguments), lambda out: (out,)), target)
 
 
-def _for_target(call: Call, target: str) -> Call:
+def for_target(call: Call, target: str) -> Call:
     """Return the call, with kernels of the target whenever it runs.
 
     JAX too may compile at any call: once more after a peer's import has changed its settings.

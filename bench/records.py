@@ -30,6 +30,8 @@ LATER_FIELDS = {"sinks": False, "deterministic": False, "segments": ""}
 ABLATION = "torch triton without softmax"  # its result is wrong on purpose (see `bench.ablation`)
 # Of packed sequences: the dense kernel on another problem of as many FLOPs (`bench.suites.packed`).
 YARDSTICKS = {"torch triton": "torch triton dense", "jax triton": "jax triton dense"}
+# Of patterns: flash attention of all pairs, beside attention to some (`bench.suites.patterns`).
+DENSE = ("torch dense", "jax dense")
 _OUT_OF_MEMORY = re.compile("out of memory|failed to allocate", re.IGNORECASE)
 
 
@@ -89,7 +91,8 @@ class Record:
         bytes_per_second: least traffic over `times`.
         reads, writes: bytes of that traffic, by direction.
         error: the worst error over its budget, by the gate.
-        memory: bytes that a call adds at its peak; of training, all bytes at the peak.
+        memory: bytes that a call adds at its peak, of JAX as far as XLA plans them; of training,
+            all bytes at the peak.
         held: bytes of a forward's output and its saved activations, before a backward.
         steps: milliseconds of each training step from the first on, which compiles.
         timeline: bytes by category over a training step (see `bench.training.timeline`).
@@ -142,7 +145,7 @@ class Record:
     @property
     def is_ablation(self) -> bool:
         """Return True if it computes something else, so that its time compares with no peer's."""
-        return self.implementation in (ABLATION, *YARDSTICKS.values())
+        return self.implementation in (ABLATION, *YARDSTICKS.values(), *DENSE)
 
     @property
     def run(self) -> str:

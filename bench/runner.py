@@ -181,7 +181,7 @@ def _prepare(
             call = factory(inputs)
             result = call.run()
             instruments.wait(result)
-        record = replace(record, held=call.saved)
+        record = replace(record, held=call.saved, memory=call.planned and call.planned())
         if check is None or call.result is None:
             return record, call.run
         error = check(call.result(result))
@@ -231,6 +231,6 @@ def _filled(record: Record, job: Job, timing: Timing, gpu: dict[str, Any] | None
         kernels=timing.kernels,
         tflops=job.flops / seconds / 1e12 if job.flops else None,
         bytes_per_second=job.bytes / seconds if job.bytes else None,
-        memory=timing.memory,
+        memory=record.memory if timing.memory is None else timing.memory,
         gpu=gpu,
     )

@@ -123,7 +123,7 @@ def memory(records: Sequence[Record]) -> Grid:
     """Return megabytes that calls of one operation add and, in brackets, what a forward saved."""
 
     def cell(record: Record) -> str:
-        if record.memory is None:  # of JAX it is not known
+        if record.memory is None:  # of JAX it may be unknown
             return "" if record.times else record.status
         saved = "" if record.held is None else f" ({number(record.held / 1e6)})"
         return number(record.memory / 1e6) + saved

@@ -30,6 +30,7 @@ SUITES = {
     "fa2": "FlashAttention-2's shapes in fp16, with clocks and power",
     "eager": "flash attention against eager attention, with the memory they take",
     "packed": "documents of different lengths in one batch without padding, beside every peer",
+    "patterns": "block-sparse and dilated attention, beside dense attention and every peer",
     "prefill": "chunks of prompts and single tokens over a paged cache, beside FlashInfer",
     "host": "the host's share of calls on small problems",
     "end-to-end": "whole training steps of a transformer with each attention",

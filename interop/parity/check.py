@@ -10,7 +10,7 @@ import torch
 
 from interop.exchange import to_torch
 from interop.parity.inputs import Tensors
-from interop.parity.oracle import Expectation, Spec, expectations, sample_of
+from interop.parity.oracle import SAMPLES, Expectation, Spec, expectations, sample_of
 from interop.parity.records import ORACLE, Comparison
 from interop.parity.sides import Subject, twins
 from twin_attention.contract.spec import AppendSpec, MergeSpec, PagedSpec, VarlenSpec
@@ -44,7 +44,7 @@ def worst(results: Tensors, expected: Sequence[Expectation]) -> float:
 
 
 def sample_check(
-    inputs: Tensors, spec: Spec, names: Sequence[str]
+    inputs: Tensors, spec: Spec, names: Sequence[str], samples: int = SAMPLES
 ) -> Callable[[Sequence[Any]], float]:
     """Return a check of results on all rows of a few heads, or of a few sequences of a decode.
 
@@ -54,11 +54,18 @@ def sample_check(
         inputs: of the problem.
         spec: the problem.
         names: of the results that are checked, in order.
+        samples: how many heads or sequences, 2 or more.
 
     Returns:
         A function from those results, torch's or JAX's, to their `worst` error over its budget.
     """
-    expected = expectations(inputs, sample_of(spec))
+    return check_of(expectations(inputs, sample_of(spec, samples)), names)
+
+
+def check_of(
+    expected: Sequence[Expectation], names: Sequence[str]
+) -> Callable[[Sequence[Any]], float]:
+    """Return a check as `sample_check` does, of results that are known."""
 
     def check(arrays: Sequence[Any]) -> float:
         tensors = (x.detach() if isinstance(x, torch.Tensor) else to_torch(x) for x in arrays)

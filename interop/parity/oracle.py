@@ -116,8 +116,8 @@ def parts_of(spec: Spec) -> list[Part]:
     return [_around(spec, element) for element in places if element < elements]
 
 
-def sample_of(spec: Spec) -> list[Part]:
-    """Return a few kv heads or sequences: the first, the last and two between, always the same.
+def sample_of(spec: Spec, samples: int = SAMPLES) -> list[Part]:
+    """Return a few kv heads or sequences: the first, the last and some between, always the same.
 
     Packed sequences are one part, and so is a dilated attention, an append or a merge; of a paged
     attention the parts are kv heads.
@@ -128,9 +128,9 @@ def sample_of(spec: Spec) -> list[Part]:
         parts = _paged_heads(spec)
     else:
         parts = _sequences(spec) if isinstance(spec, DecodeSpec) else _heads(spec)
-    if len(parts) <= SAMPLES:
+    if len(parts) <= samples:
         return parts
-    between = Random(0).sample(range(1, len(parts) - 1), SAMPLES - 2)
+    between = Random(0).sample(range(1, len(parts) - 1), samples - 2)
     return [parts[i] for i in (0, *sorted(between), len(parts) - 1)]
 
 

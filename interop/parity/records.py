@@ -188,6 +188,10 @@ def problem_text(problem: dict[str, Any]) -> str:
     for name in ("kv_dtype", "scale", "window_size", "softcap", "num_splits"):
         if problem.get(name) is not None:
             words.append(f"{name}={problem[name]}")
+    if problem.get("pattern"):
+        words.append(problem["pattern"])
+    if problem.get("dilation_rates"):
+        words.append(f"rates={tuple(problem['dilation_rates'])}")
     if problem.get("scale_shape"):
         words.append("scales of heads")
     if problem.get("layout") == "strided":

@@ -223,9 +223,7 @@ def prepare_torch(
     return both
 
 
-def prepare_jax(
-    attend: Attend, operation: str, operands: Sequence[Any], dout: Any
-) -> Callable[[], Any]:
+def prepare_jax(attend: Attend, operation: str, operands: Sequence[Any], dout: Any) -> partial[Any]:
     """Return a jitted call on JAX arrays, as `prepare_torch` does on tensors."""
     if operation == "forward":
         return partial(jax.jit(attend), *operands)

@@ -1,0 +1,81 @@
+"""Attention over the tiles that a block mask keeps, by other libraries.
+
+A factory takes (case, operation, tensors): a `bench.suites.pattern_cases.SparseCase`, and q, k, v
+and dout [B, S, H, D] of torch.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from bench.calls import compiled, jax_call, torch_call
+from bench.job import Call
+from twin_attention.contract.block_mask import BlockMask
+
+if TYPE_CHECKING:
+    from bench.suites.pattern_cases import SparseCase
+
+
+def flex(case: SparseCase, operation: str, tensors) -> Call:
+    """Return a call of compiled FlexAttention whose block mask is made beforehand.
+
+    Compiling takes some 10 s for every shape.
+    """
+    from torch.nn.attention.flex_attention import flex_attention
+
+    attend = partial(
+        compiled(flex_attention), block_mask=flex_mask(case, tensors[0].device), scale=case.scale
+    )
+    return torch_call(attend, operation, tensors, heads_first=True)
+
+
+def flex_mask(case: SparseCase, device: Any) -> Any:
+    """Return FlexAttention's mask: tiles that are seen as a whole, and a causal mask's edge.
+
+    Its function of positions is applied at the edge alone.
+    """
+    import torch
+    from torch.nn.attention.flex_attention import BlockMask as FlexMask
+
+    tiles = case.tiles
+    edge = np.zeros_like(tiles)
+    if case.causal:
+        tiles = np.tril(tiles)
+        edge = tiles & np.eye(len(tiles), dtype=bool)
+    lists = [*BlockMask.of(edge)[:2], *BlockMask.of(tiles & ~edge)[:2]]
+    return FlexMask.from_kv_blocks(
+        *(torch.from_numpy(x).to(device) for x in lists),
+        BLOCK_SIZE=(case.tile_q, case.tile_kv),
+        mask_mod=_causal if case.causal else None,
+        seq_lengths=(case.seq_q, case.seq_kv),
+    )
+
+
+def jax_masked(case: SparseCase, operation: str, tensors) -> Call:
+    """Return a call of XLA's attention in `jax.nn` with a mask of pairs, made in each call."""
+    import jax
+    import jax.numpy as jnp
+    import torch
+
+    precision = "highest" if case.dtype == "float32" else "default"
+
+    def attend(q, k, v, tiles):
+        mask = jnp.repeat(tiles, case.tile_q, axis=0)[: case.seq_q]
+        mask = jnp.repeat(mask, case.tile_kv, axis=1)[:, : case.seq_kv]
+        with jax.default_matmul_precision(precision):
+            return jax.nn.dot_product_attention(
+                q, k, v, mask=mask[None, None], scale=case.scale, is_causal=case.causal,
+                implementation="xla",
+            )  # fmt: skip
+
+    *qkv, dout = tensors
+    # The tiles are an argument: a constant would be folded into a mask when it is compiled.
+    tiles = torch.tensor(case.tiles, device=dout.device)
+    return jax_call(attend, operation, [*qkv, tiles, dout])
+
+
+def _causal(batch, head, query, key):
+    return query >= key
