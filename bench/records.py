@@ -72,8 +72,8 @@ class Record:
         suite: the suite that it was measured for.
         case: the case's fields, its "name" among them.
         operation: of one call: "forward", "backward", "both", "decode" or "append"; of training
-            also "optimizer" and "step", all three together; "peak" is a rate of the device in the
-            same run (see `bench.peaks`).
+            also "optimizer" and "step", all three together; of inference "prefill" and "decode";
+            "peak" is a rate of the device in the same run (see `bench.peaks`).
         implementation: framework and kernel family, such as "torch triton"; or a peer's name.
         target: what our own kernels were compiled for; None for a peer.
         device, versions, commit, date: where, with what and when it ran.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -169,7 +170,7 @@ def rotate(x: Tensor, rotary: Rotary) -> Tensor:
     return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x.dtype)
 
 
-def next_token_loss(model: Transformer, tokens: Tensor) -> Tensor:
+def next_token_loss(model: Callable[[Tensor], Tensor], tokens: Tensor) -> Tensor:
     """Return the mean cross-entropy, in nats, of each of tokens [B, S + 1] but the first."""
     logits = model(tokens[:, :-1])
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))

@@ -33,7 +33,7 @@ SUITES = {
     "patterns": "block-sparse and dilated attention, beside dense attention and every peer",
     "prefill": "chunks of prompts and single tokens over a paged cache, beside FlashInfer",
     "host": "the host's share of calls on small problems",
-    "end-to-end": "whole training steps of a transformer with each attention",
+    "end-to-end": "training steps, prefill and decode of transformers with each attention",
     "memory": "a training step's memory by category, with our attention and without",
 }
 ON_CPU = ("end-to-end", "memory")  # run a tiny model there

@@ -25,7 +25,7 @@ from interop.parity.arguments import make_folder
 from twin_attention.targets.target import TARGETS
 
 GIB = 2**30
-PEER_PACKAGES = ("flashinfer-python", "tokamax")
+PEER_PACKAGES = ("flashinfer-python", "tokamax", "transformers")
 
 
 def add_parsers(commands: argparse._SubParsersAction) -> None:

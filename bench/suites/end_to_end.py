@@ -1,4 +1,4 @@
-"""Whole training steps of `models/` with each attention, in both frameworks."""
+"""Training steps and inference of `models/` with each attention, in both frameworks."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from functools import partial
 
 from bench.job import Subject
 from bench.records import Record
-from bench.report.training import GAINS, gains, mfu, phases, status, warmups
+from bench.report.training import GAINS, gains, inference, mfu, phases, status, warmups
 from bench.suites import Cells
-from bench.training.case import ATTENTIONS, TrainingCase
-from bench.training.job import TrainingJob, start
+from bench.training.case import ATTENTIONS, FORM_ATTENTIONS, INFERENCE, TrainingCase
+from bench.training.job import TrainingJob, start, start_inference
 from bench.training.steps import OPERATIONS, WARMUPS, observe
 from interop.rendering.tables import Grid
 
-TITLE = "Training steps"
+TITLE = "Training steps and inference"
 NOTE = (
     "A step is a forward with its loss, a backward and an AdamW update, of a transformer of "
     "`models/` on random tokens. A case is a size, batch x context, and a dtype: 'mixed' is "
@@ -26,13 +26,18 @@ NOTE = (
     "FLOPs are the model's, with a backward of two forwards and no optimizer; MFU is their rate "
     "over the datasheet's for bfloat16, whatever the dtype. Saved is what a forward leaves for its "
     "backward, memory all that is allocated at the peak, parameters and optimizer included; of JAX "
-    "it is what XLA plans. A CPU's memory is not known to torch."
+    "it is what XLA plans. A CPU's memory is not known to torch. 'llama' is Hugging Face's Llama "
+    "in the same shapes: 'twin' is our attention by the library's adapter, the others are "
+    "transformers' own. A prefill takes a prompt of the context's length until the first token is "
+    "there, a decode from there to the second one, over a cache that grows (DynamicCache); the "
+    "host waits for both, and there are no gradients."
 )
 
-TINY = TrainingCase("tiny", 2, 64)
+TINY = (TrainingCase("tiny", 2, 64), TrainingCase("tiny", 2, 64, "bfloat16", "llama"))
 # In order of worth, as a run may be cut off.
 CASES = (
     *(TrainingCase("M", 1, context) for context in (4096, 16384)),
+    TrainingCase("M", 1, 4096, "bfloat16", "llama"),
     *(TrainingCase("S", 1, context) for context in (1024, 4096, 16384, 65536)),
     *(TrainingCase("S", 4, 1024, dtype) for dtype in ("mixed", "float32", "bfloat16")),
     TrainingCase("S", 16, 1024),
@@ -41,7 +46,6 @@ CASES = (
 )
 COMPILED = ("M-1x4096-mixed", "S-4x1024-mixed", "tiny-2x64-mixed")
 IN_JAX = ("M-1x4096-mixed", "S-1x16384-mixed", "S-4x1024-mixed", "tiny-2x64-mixed")
-OF_GPT = ("twin", "eager")  # the form with LayerNorm and GELU is that of older reports
 
 
 def jobs(targets: Sequence[str | None], pattern: str = "") -> list[TrainingJob]:
@@ -50,11 +54,11 @@ def jobs(targets: Sequence[str | None], pattern: str = "") -> list[TrainingJob]:
     JAX keeps the memory that it once took, so that torch would have less after it.
 
     Args:
-        targets: of our kernels, the first one counts; None is the CPU, with the tiny model.
+        targets: of our kernels, the first one counts; None is the CPU, with tiny models.
         pattern: part of a case's name.
     """
     target = targets[0]
-    cases = CASES if target is not None else (TINY,)
+    cases = CASES if target is not None else TINY
     chosen = [case for case in cases if pattern in case.name]
     return [job for side in ATTENTIONS for case in chosen for job in _jobs(case, side, target)]
 
@@ -65,11 +69,14 @@ def _jobs(case: TrainingCase, framework: str, target: str | None) -> Iterator[Tr
         if (mode and case.name not in COMPILED) or (framework == "jax" and case.name not in IN_JAX):
             continue
         for attention in ATTENTIONS[framework]:
-            if case.form == "gpt" and attention not in OF_GPT:
+            if attention not in FORM_ATTENTIONS.get(case.form, ATTENTIONS[framework]):
                 continue
             name = f"{framework} {attention}{mode}"
             subject = Subject(name, target if attention == "twin" else None)
             device = "cpu" if target is None else "cuda"
+            if case.form == "llama":
+                begin = partial(start_inference, case, attention, device)
+                yield TrainingJob(case, subject, begin, observe, INFERENCE)
             begin = partial(start, case, framework, attention, device, compiled=bool(mode))
             yield TrainingJob(case, subject, begin, observe, OPERATIONS)
 
@@ -77,7 +84,8 @@ def _jobs(case: TrainingCase, framework: str, target: str | None) -> Iterator[Tr
 def columns(record: Record) -> Cells:
     """Return the model, its tokens, the rate and the memory."""
     case = record.case
-    tokens = record.operation != "optimizer" and record.times and case["batch"] * case["context"]
+    length = {"optimizer": 0, "decode": 1}.get(record.operation, case["context"])
+    tokens = case["batch"] * length
     return {
         "model": f"{case['form']} {case['size']}",
         "batch": case["batch"],
@@ -93,11 +101,12 @@ def columns(record: Record) -> Cells:
 
 
 def tables(records: Sequence[Record]) -> dict[str, Grid]:
-    """Return what attention gains a step, each phase with its memory, and means by warm-up."""
+    """Return what attention gains a step, phases with their memory, and means by warm-up."""
     after = ", ".join(map(str, WARMUPS))
     deviation = "mean ± standard deviation"
     return {
         GAINS: gains(records),
         f"Phases after a warm-up of {WARMUPS[-1]} steps ({deviation})": phases(records),
+        f"Inference after a warm-up of {WARMUPS[-1]} prompts ({deviation})": inference(records),
         f"Phases after a warm-up of {after} steps, ms ({deviation})": warmups(records),
     }

@@ -1,1 +1,1 @@
-"""Whole training steps of `models/`, for the suites "end-to-end" and "memory"."""
+"""Training steps and inference of `models/`, for the suites "end-to-end" and "memory"."""

@@ -21,7 +21,14 @@ ATTENTIONS = {
     "torch": ("twin", "eager", "sdpa", "cudnn", "flex"),
     "jax": ("twin", "xla", "cudnn"),
 }
+# Of a model with attention other than every one of its framework.
+FORM_ATTENTIONS = {
+    "gpt": ("twin", "eager"),  # the form with LayerNorm and GELU is that of older reports
+    "llama": ("twin", "eager", "sdpa", "flex"),  # what `models.llama` knows
+}
+FORMS = ("modern", *FORM_ATTENTIONS)
 PHASES = ("forward", "backward", "optimizer")
+INFERENCE = ("prefill", "decode")  # of the prompt, and of one token after it
 
 
 @dataclass(frozen=True)
@@ -29,7 +36,8 @@ class TrainingCase:
     """A model, a batch and dtypes.
 
     Attributes:
-        size, form: of `models.config.make_config`.
+        size: of `models.config.make_config`.
+        form: of `make_config`, or "llama": `models.llama`, in the shape of the modern form.
         batch: sequences of a step.
         context: tokens of a sequence that the model predicts from.
         dtype: a name of `DTYPES`; "mixed" is bfloat16 arithmetic on float32 parameters.
@@ -42,10 +50,12 @@ class TrainingCase:
     batch: int
     context: int
     dtype: str = "mixed"
-    form: Literal["modern", "gpt"] = "modern"
+    form: Literal["modern", "gpt", "llama"] = "modern"
 
     def __post_init__(self) -> None:
-        make_config(self.size, self.form)
+        if self.form not in FORMS:
+            fail(ValueError, "form", f"one of {', '.join(FORMS)}", repr(self.form))
+        make_config(self.size)
         if self.dtype not in DTYPES:
             fail(ValueError, "dtype", f"one of {', '.join(DTYPES)}", repr(self.dtype))
         for name in ("batch", "context"):
@@ -54,7 +64,7 @@ class TrainingCase:
 
     @property
     def name(self) -> str:
-        form = "gpt-" if self.form == "gpt" else ""
+        form = "" if self.form == "modern" else f"{self.form}-"
         return f"{form}{self.size}-{self.batch}x{self.context}-{self.dtype}"
 
     @property
@@ -64,7 +74,7 @@ class TrainingCase:
 
     @property
     def config(self) -> ModelConfig:
-        return make_config(self.size, self.form)
+        return make_config(self.size, "gpt" if self.form == "gpt" else "modern")
 
     @property
     def dtypes(self) -> dict[str, str]:
@@ -76,14 +86,21 @@ class TrainingCase:
         """Count the model's operations: its matrix products and the pairs that the mask keeps.
 
         A backward has twice a forward's; what it computes once more does not count, nor does the
-        optimizer. So they are those of model FLOPs utilisation. Source: Chowdhery et al. 2022.
+        optimizer. So they are those of model FLOPs utilisation. A prefill and a decode predict one
+        token of each sequence. Source: Chowdhery et al. 2022.
         """
-        config = self.config
-        looked_up = 0 if config.tied_head else config.vocab_size * config.d_model
-        products = 2 * (config.num_parameters - looked_up) * self.batch * self.context
+        config, tokens = self.config, self.context
+        queries, keys, predicted = {
+            "prefill": (tokens, tokens, 1),
+            "decode": (1, tokens + 1, 1),
+        }.get(operation, (tokens, tokens, tokens))
+        head = config.vocab_size * config.d_model
+        looked_up = 0 if config.tied_head else head
+        layers = config.num_parameters - looked_up - head
+        products = 2 * self.batch * (layers * queries + head * predicted)
         attention = FlashCase(
-            self.name, self.batch, self.context, self.context, config.num_heads,
-            config.num_heads_kv, config.head_dim, causal=True,
+            self.name, self.batch, queries, keys, config.num_heads, config.num_heads_kv,
+            config.head_dim, causal=True,
         )  # fmt: skip
         forward = products + config.num_layers * forward_flops(attention.spec)
-        return {"forward": 1, "backward": 2, "optimizer": 0, "step": 3}[operation] * forward
+        return {"backward": 2, "optimizer": 0, "step": 3}.get(operation, 1) * forward

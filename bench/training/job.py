@@ -1,4 +1,4 @@
-"""Run a training and keep a record for each of its operations."""
+"""Run a training, or an inference, and keep a record for each of its operations."""
 
 from __future__ import annotations
 
@@ -16,24 +16,22 @@ from bench.training.timeline import Timeline
 Show = Callable[[str], object]
 
 
-class Training(Protocol):
-    """A model with its optimizer and one batch: `TorchTraining` or `JaxTraining`."""
-
-    def forward(self) -> object: ...
-
-    def backward(self) -> object: ...
-
-    def optimizer(self) -> object: ...
+class Steps(Protocol):
+    """A model with one batch: `Inference`, `TorchTraining` or `JaxTraining`."""
 
     def time_step(self) -> dict[str, float]: ...
 
     def memory(self) -> tuple[int | None, dict[str, int]]: ...
 
+
+class Training(Steps, Protocol):
+    """A model with its optimizer and one batch: `TorchTraining` or `JaxTraining`."""
+
     def timeline(self) -> Timeline: ...
 
 
-# Returns the fields of each operation's record.
-Observe = Callable[[Training, TrainingCase, Show], Mapping[str, dict[str, Any]]]
+# Returns the fields of each operation's record, of what a job starts.
+Observe = Callable[[Any, TrainingCase, Show], Mapping[str, dict[str, Any]]]
 
 
 @dataclass(frozen=True)
@@ -43,14 +41,14 @@ class TrainingJob:
     Attributes:
         training: the model and its batch.
         subject: the implementation's name in records.
-        start: makes the training, or raises `Absent`.
+        start: makes the training or the inference, or raises `Absent`.
         observe: takes its measurements.
         operations: those that `observe` returns.
     """
 
     training: TrainingCase
     subject: Subject
-    start: Callable[[], Training]
+    start: Callable[[], Steps]
     observe: Observe
     operations: Sequence[str]
 
@@ -94,9 +92,11 @@ def start(
     """Make a training.
 
     Raises:
-        Absent: JAX without Flax or Optax.
+        Absent: JAX without Flax or Optax, or "llama" without a transformers that has it.
         NotImplementedError: an attention that the device does not run for this case.
     """
+    if case.form == "llama":
+        _import_llama()
     if framework == "torch":
         from bench.training.torch_training import TorchTraining
 
@@ -106,3 +106,23 @@ def start(
     from bench.training.jax_training import JaxTraining
 
     return JaxTraining(case, attention)
+
+
+def start_inference(case: TrainingCase, attention: str, device: str) -> Steps:
+    """Make an inference of a case of the form "llama".
+
+    Raises:
+        Absent: no transformers that has the model.
+        NotImplementedError: an attention that the device does not run for this case.
+    """
+    _import_llama()
+    from bench.training.inference import Inference
+
+    return Inference(case, attention, device)
+
+
+def _import_llama() -> None:
+    try:
+        import models.llama  # noqa: F401
+    except ImportError as error:  # not installed, or too old for the adapter
+        raise Absent(f"transformers: {error}") from error

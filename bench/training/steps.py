@@ -1,4 +1,4 @@
-"""Time the steps of a training from the first one on."""
+"""Time the steps of a training, or of an inference, from the first one on."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from bench.training.case import PHASES, TrainingCase
-from bench.training.job import Show, Training
+from bench.training.job import Show, Steps
 
 WARMUPS = (0, 1, 5)  # steps that a mean leaves out; what is timed leaves out the most
 REPEATS = 10  # steps of a mean
@@ -36,14 +36,14 @@ def mean_after(steps: Sequence[float], warmup: int) -> Mean | None:
     return Mean(fmean(counted), stdev(counted)) if len(counted) > 1 else None
 
 
-def observe(training: Training, case: TrainingCase, show: Show) -> dict[str, dict[str, Any]]:
-    """Return times, rates and memory of each phase and of the whole step."""
-    steps: dict[str, list[float]] = {operation: [] for operation in OPERATIONS}
+def observe(training: Steps, case: TrainingCase, show: Show) -> dict[str, dict[str, Any]]:
+    """Return times, rates and memory of each phase, and of a training's whole step."""
+    steps: dict[str, list[float]] = {}
     start = time.monotonic()
     for i in range(WARMUPS[-1] + REPEATS):
         show(f"step {i + 1}")
         for operation, milliseconds in training.time_step().items():
-            steps[operation].append(milliseconds)
+            steps.setdefault(operation, []).append(milliseconds)
         if i == 0:
             start = time.monotonic()
         elif i + 1 >= WARMUPS[-1] + _FEWEST and time.monotonic() - start > _SECONDS:

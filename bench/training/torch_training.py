@@ -1,17 +1,20 @@
-"""Training steps of the PyTorch model; `jax_training` is its twin."""
+"""Training steps of the PyTorch models; `jax_training` is its twin."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from bench.training.case import PHASES, TrainingCase
 from bench.training.timeline import Timeline
 from models.torch_model import Transformer, next_token_loss
+
+if TYPE_CHECKING:
+    from models.llama import Llama
 
 LEARNING_RATE = 3e-4
 
@@ -21,7 +24,7 @@ class TorchTraining:
 
     Args:
         case: the model and the batch.
-        attention: a name of `models.torch_attention`.
+        attention: a name of `models.torch_attention`, or of `models.llama` for its form.
         device: "cuda" or "cpu".
         compiled: each block under torch.compile. Blocks share their code, so that it is compiled
             once.
@@ -32,17 +35,14 @@ class TorchTraining:
     """
 
     def __init__(self, case: TrainingCase, attention: str, device: str, compiled: bool) -> None:
-        torch.compiler.reset()  # what another case compiled neither counts nor keeps its memory
-        torch.manual_seed(0)
-        dtypes = {name: getattr(torch, dtype) for name, dtype in case.dtypes.items()}
-        self.model = Transformer(case.config, attention, device=device, **dtypes)
+        self.model = make_model(case, attention, device)
         if compiled:
+            assert isinstance(self.model, Transformer)
             for layer in self.model.layers:
                 layer.compile(dynamic=False)
         self.parameters = list(self.model.parameters())
         self.adamw = torch.optim.AdamW(self.parameters, LEARNING_RATE, fused=True)
-        shape = (case.batch, case.context + 1)
-        self.tokens = torch.randint(case.config.vocab_size, shape, device=device)
+        self.tokens = make_tokens(case, device)
         self.loss: torch.Tensor | None = None
 
     def forward(self) -> None:
@@ -91,6 +91,24 @@ class TorchTraining:
         from bench.training.torch_memory import record_timeline
 
         return record_timeline(self)
+
+
+def make_model(case: TrainingCase, attention: str, device: str) -> Transformer | Llama:
+    """Return the model of a case, with nothing compiled before it."""
+    torch.compiler.reset()  # what another case compiled neither counts nor keeps its memory
+    torch.manual_seed(0)
+    dtypes = {name: getattr(torch, dtype) for name, dtype in case.dtypes.items()}
+    if case.form == "llama":
+        from models.llama import Llama
+
+        return Llama(case.config, attention, device=device, **dtypes)
+    return Transformer(case.config, attention, device=device, **dtypes)
+
+
+def make_tokens(case: TrainingCase, device: str) -> torch.Tensor:
+    """Return random tokens [batch, context + 1]."""
+    shape = (case.batch, case.context + 1)
+    return torch.randint(case.config.vocab_size, shape, device=device)
 
 
 def _clock(is_cuda: bool) -> tuple[Callable[[], Any], Callable[[Any, Any], float]]:

@@ -1,28 +1,32 @@
 """Whole training steps: what is refused, counted, timed, kept, and shown."""
 
 import io
+import sys
 from dataclasses import replace
+from functools import partial
+from types import ModuleType
 
 import pytest
 from rich.console import Console
 
 from bench import __main__ as command
-from bench.job import Subject
+from bench.job import Absent, Subject
 from bench.records import Record, load
 from bench.report.plots.training import steps as draw_steps
 from bench.report.sections import sections
-from bench.report.training import GAINS, gains, phases, status, warmups
+from bench.report.training import GAINS, gains, inference, phases, status, warmups
 from bench.runner import Instruments, run_suite
 from bench.sampling import Sampler
 from bench.suites import end_to_end
-from bench.training.case import ATTENTIONS, PHASES, TrainingCase
-from bench.training.job import TrainingJob, start
+from bench.training.case import ATTENTIONS, FORM_ATTENTIONS, INFERENCE, PHASES, TrainingCase
+from bench.training.job import TrainingJob, start, start_inference
 from bench.training.steps import OPERATIONS, REPEATS, WARMUPS, mean_after, observe
 from models import jax_attention, torch_attention
 from models.config import make_config
 from tests.bench.conftest import ORIGIN
 
 CASE = TrainingCase("tiny", 2, 64)
+LLAMA = replace(CASE, dtype="bfloat16", form="llama")
 OURS, EAGER, SDPA = Subject("torch twin", "sm90"), Subject("torch eager"), Subject("torch sdpa")
 COMPILATION = 1000.0
 
@@ -41,6 +45,16 @@ class Fake:
 
     def memory(self):
         return 500, dict(zip(OPERATIONS, (1000, 3000, 2000, 3000), strict=True))
+
+
+class FakeInference:
+    """A prefill of 4 milliseconds and a decode of 2."""
+
+    def time_step(self):
+        return {"prefill": 4.0, "decode": 2.0}
+
+    def memory(self):
+        return None, {"prefill": 1000, "decode": 2000}
 
 
 def raises(error):
@@ -78,7 +92,7 @@ def records(tmp_path) -> list[Record]:
     ("wrong", "message"),
     [
         ({"size": "XXL"}, "size: expected one of tiny, S, M, L, XL, 2.7B, got 'XXL'"),
-        ({"form": "old"}, 'form: expected "modern" or "gpt", got \'old\''),
+        ({"form": "old"}, "form: expected one of modern, gpt, llama, got 'old'"),
         ({"dtype": "int8"}, "dtype: expected one of float32, mixed, bfloat16, got 'int8'"),
         ({"batch": 0}, "batch: expected 1 or more, got 0"),
         ({"context": 0}, "context: expected 1 or more, got 0"),
@@ -103,6 +117,11 @@ def test_flops_are_those_of_the_model():
     forward = 2 * weights * 2 * 64 + 2 * 4 * 16 * pairs
     counted = [CASE.flops(operation) for operation in OPERATIONS]
     assert counted == [forward, 2 * forward, 0, 3 * forward]
+    assert LLAMA.flops("forward") == forward
+    # One token of each sequence goes through the head, and it alone through the layers.
+    head, layers = 256 * 32, weights - 256 * 32
+    assert LLAMA.flops("prefill") == forward - 2 * head * 2 * 63
+    assert LLAMA.flops("decode") == 2 * 2 * (layers + head) + 2 * 4 * 16 * 2 * 2 * 65
 
 
 def test_a_mean_leaves_out_its_warmup():
@@ -166,6 +185,42 @@ def test_tables(records):
     assert len(section.every) == 1 + len(records)
 
 
+def test_an_inference_and_a_training_of_a_llama_are_rows_of_their_own(tmp_path):
+    path = tmp_path / "records.jsonl"
+    oom = raises(RuntimeError("CUDA out of memory."))
+    run(
+        TrainingJob(LLAMA, OURS, FakeInference, observe, INFERENCE),
+        job(OURS, case=LLAMA),
+        TrainingJob(LLAMA, SDPA, FakeInference, observe, INFERENCE),
+        job(SDPA, oom, LLAMA),
+        path=path,
+    )
+    records = load(path)
+    titles, *rows = inference(records)
+    assert [row[1:] for row in rows] == [
+        [name, "4.00 ± 0.00", "2.00 ± 0.00", rows[0][4], "0.00100", "0.00200", "ok"]
+        for name in ("torch twin sm90", "torch sdpa")
+    ]
+    assert titles[4:] == ["prefill MFU", "prefill peak, MB", "decode peak, MB", "status"]
+    assert [row[-1] for row in phases(records)] == ["status", "ok", "OOM"]
+    rates = {r.operation: end_to_end.columns(r)["tokens/s"] for r in records if r.times}
+    assert rates["prefill"] == 1e3 * 2 * 64 / 4
+    assert rates["decode"] == 1e3 * 2 / 2
+    assert rates["optimizer"] is None
+
+
+@pytest.mark.parametrize("begin", [start_inference, partial(start, framework="torch")])
+def test_without_a_transformers_that_has_it_a_llama_is_absent(monkeypatch, begin):
+    pytest.importorskip("transformers")
+    monkeypatch.delitem(sys.modules, "models.llama", raising=False)
+    monkeypatch.setitem(sys.modules, "transformers", ModuleType("transformers"))  # too old
+    with pytest.raises(Absent, match=r"^transformers: cannot import name 'AutoModelForCausalLM'"):
+        begin(LLAMA, attention="sdpa", device="cpu")
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(Absent, match=r"^transformers: "):
+        begin(LLAMA, attention="sdpa", device="cpu")
+
+
 def test_the_picture_holds_the_medians(records):
     panel = draw_steps(records).axes[0]
     bars = [(bar.get_x(), bar.get_width()) for bar in panel.patches]
@@ -176,11 +231,30 @@ def test_the_picture_holds_the_medians(records):
 def test_the_default_cases():
     jobs = end_to_end.jobs(("sm90", "sm80"))
     assert {job.subject.target for job in jobs} == {"sm90", None}
-    assert len({(job.title, job.subject) for job in jobs}) == len(jobs)
+    assert len({(job.title, job.subject, job.operations) for job in jobs}) == len(jobs)
     assert {f"{case}" for case in end_to_end.COMPILED} & {job.training.name for job in jobs}
     frameworks = [job.subject.implementation.split()[0] for job in jobs]
     assert frameworks == sorted(frameworks, reverse=True)  # torch first
     assert end_to_end.jobs(("sm90",), "no such case") == []
+    llamas = end_to_end.jobs(("sm90", "sm80"), "llama")
+    assert [(job.title, job.operations) for job in llamas] == [
+        (f"llama-M-1x4096-bfloat16 torch {attention}", operations)
+        for attention in FORM_ATTENTIONS["llama"]
+        for operations in (INFERENCE, OPERATIONS)
+    ]
+
+
+def test_a_llama_runs_on_a_cpu(tmp_path):
+    pytest.importorskip("transformers")
+    path = tmp_path / "records.jsonl"
+    options = ["--device", "cpu", "--filter", "llama", "--json", str(path)]
+    assert command.main(["end-to-end", *options]) == 0
+    found = {(r.label, r.operation): r for r in load(path)}
+    for attention in ("twin", "eager", "sdpa"):
+        for operation in (*INFERENCE, *OPERATIONS):
+            assert found[f"torch {attention}", operation].status == "ok"
+    for operation in ("prefill", "step"):
+        assert "expected a CUDA device for 'flex'" in found["torch flex", operation].message
 
 
 def test_it_runs_on_a_cpu(monkeypatch, tmp_path):
@@ -191,7 +265,8 @@ def test_it_runs_on_a_cpu(monkeypatch, tmp_path):
     config = make_config("tiny", num_layers=1)
     monkeypatch.setattr(TrainingCase, "config", config)
     path = tmp_path / "records.jsonl"
-    assert command.main(["end-to-end", "--device", "cpu", "--json", str(path)]) == 0
+    options = ["--device", "cpu", "--filter", CASE.name, "--json", str(path)]
+    assert command.main(["end-to-end", *options]) == 0
     found = {(r.label, r.operation): r for r in load(path)}
     for label in ("torch eager", "jax xla"):
         for operation in OPERATIONS:

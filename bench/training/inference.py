@@ -1,0 +1,69 @@
+"""Prefill and decode of the Llama in `models/`, without gradients."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from bench.training.case import INFERENCE, TrainingCase
+from bench.training.torch_training import make_model, make_tokens
+from models.llama import Llama
+
+
+class Inference:
+    """A model with a prompt of random tokens, and the token after it.
+
+    Args:
+        case: the model and the prompts.
+        attention: a name of `models.llama`.
+        device: "cuda" or "cpu".
+
+    Raises:
+        ValueError: an unknown attention.
+        NotImplementedError: an attention that the device does not run for this dtype and head size.
+    """
+
+    def __init__(self, case: TrainingCase, attention: str, device: str) -> None:
+        model = make_model(case, attention, device).eval()
+        assert isinstance(model, Llama)
+        self.model = model
+        self.prompt = make_tokens(case, device)[:, :-1]
+        self.token = self.cache = None
+
+    @torch.no_grad()
+    def prefill(self) -> None:
+        self.token, self.cache = self.model.decode(self.prompt)
+
+    @torch.no_grad()
+    def decode(self) -> None:
+        assert self.token is not None
+        self.model.decode(self.token, self.cache)
+        self.token = self.cache = None
+
+    def time_step(self) -> dict[str, float]:
+        """Return the milliseconds until the first token is there, and from there to the next."""
+        found, start = {}, self._now()
+        for phase in INFERENCE:
+            getattr(self, phase)()
+            end = self._now()
+            found[phase], start = (end - start) * 1e3, end
+        return found
+
+    def memory(self) -> tuple[None, dict[str, int]]:
+        """Return None, as a forward leaves nothing, and all bytes at the peak of each phase.
+
+        torch counts no bytes on a CPU.
+        """
+        peaks = {}
+        for phase in INFERENCE if self.prompt.is_cuda else ():
+            torch.cuda.reset_peak_memory_stats()
+            getattr(self, phase)()
+            peaks[phase] = torch.cuda.max_memory_allocated()
+        return None, peaks
+
+    def _now(self) -> float:
+        """Return the seconds on a clock when the device has done everything."""
+        if self.prompt.is_cuda:
+            torch.cuda.synchronize()
+        return time.perf_counter()
