@@ -27,7 +27,10 @@ FORMER_NAMES = {
 }
 # Of cases: earlier records lack these fields, which then have these defaults.
 LATER_FIELDS = {"sinks": False, "deterministic": False, "segments": ""}
-ABLATION = "torch triton without softmax"  # its result is wrong on purpose (see `bench.ablation`)
+# Of our forward with another softmax (see `bench.ablation`), by the ends of their names.
+WITHOUT_SOFTMAX = "without softmax"  # its result is wrong on purpose
+WITH_BARRIERS = "with barriers"
+ABLATIONS = (WITHOUT_SOFTMAX, WITH_BARRIERS)
 # Of packed sequences: the dense kernel on another problem of as many FLOPs (`bench.suites.packed`).
 YARDSTICKS = {"torch triton": "torch triton dense", "jax triton": "jax triton dense"}
 # Of patterns: flash attention of all pairs, beside attention to some (`bench.suites.patterns`).
@@ -144,8 +147,9 @@ class Record:
 
     @property
     def is_ablation(self) -> bool:
-        """Return True if it computes something else, so that its time compares with no peer's."""
-        return self.implementation in (ABLATION, *YARDSTICKS.values(), *DENSE)
+        """Return True if it computes something else, or with barriers: it compares with no peer."""
+        name = self.implementation
+        return name.endswith(ABLATIONS) or name in (*YARDSTICKS.values(), *DENSE)
 
     @property
     def run(self) -> str:

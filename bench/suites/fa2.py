@@ -1,16 +1,18 @@
-"""The forward at shapes that FlashAttention-2 is often timed at, and without its softmax."""
+"""The forward at shapes that FlashAttention-2 is often timed at, and what its softmax costs."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from importlib import import_module
 from itertools import product
 from typing import TYPE_CHECKING
 
 from bench import ours
+from bench.calls import jax_call, torch_call
 from bench.job import Call, Job, Subject
 from bench.peers import FLASH
-from bench.records import ABLATION, Record
+from bench.records import ABLATIONS, WITH_BARRIERS, WITHOUT_SOFTMAX, Record
 from bench.suites import Cells
 from bench.suites.flash_jobs import FlashFactories, flash_jobs
 from interop.parity.cases import FlashCase
@@ -24,9 +26,11 @@ TITLE = "FlashAttention-2's shapes"
 NOTE = (
     "float16, 32 query heads, head size 128, forward. FLOPs of a causal rectangle are those of "
     "the pairs that its mask keeps, not half of all; the mask is aligned to the last query and "
-    f"key. '{ABLATION}' is the shipped kernel compiled with p = s: the loads and the two matrix "
-    "products alone, whose result is wrong on purpose. Clocks and power are in the log beside the "
-    "records."
+    f"key. '{WITHOUT_SOFTMAX}' is the shipped kernel compiled with p = s: the loads and the two "
+    f"matrix products alone, whose result is wrong on purpose. '{WITH_BARRIERS}' is the shipped "
+    "kernel whose warps wait for each other before the softmax of each tile and after it, so that "
+    "none computes its softmax while another one of the block multiplies. Clocks and power are in "
+    "the log beside the records."
 )
 
 HEADS_Q, HEAD_DIM = 32, 128
@@ -74,16 +78,31 @@ def _factories(targets: Sequence[str], case: FlashCase) -> FlashFactories:
         for target in targets[1:]:
             del factories[Subject("jax triton", target)]
     factories |= {Subject(name): FLASH[name] for name in PEERS}
-    if not case.causal:  # hidden scores are -inf, which needs the softmax
-        factories |= {Subject(ABLATION, t): partial(_without_softmax, t) for t in targets}
-    return factories
+    if case.causal:  # hidden scores are -inf, which needs the softmax
+        return factories
+    shipped = [s for s in factories if s.implementation in ("torch triton", "jax triton")]
+    return factories | {
+        Subject(f"{name} {ablation}", target): partial(_ablation, name, ablation, target)
+        for ablation, (name, target) in product(ABLATIONS, shipped)
+    }
 
 
-def _without_softmax(target: str, case: FlashCase, operation: str, tensors: list[Tensor]) -> Call:
-    from bench.ablation import flash_fwd_without_softmax
+def _ablation(
+    name: str,
+    ablation: str,
+    target: str | None,
+    case: FlashCase,
+    operation: str,
+    tensors: list[Tensor],
+) -> Call:
+    side, _ = ours.NAMES[name]
+    flash_fwd = import_module(f"bench.ablation.{side}").flash_fwd(ablation)
+    backend = portable_backend(side, target if tensors[0].is_cuda else None)
 
-    *qkv, _ = tensors
-    operands = FlashOperands(*qkv)
-    forward = flash_fwd_without_softmax()
-    backend = portable_backend("torch_attn", target if operands.q.is_cuda else None)
-    return Call(lambda: forward(operands, case.spec, backend), result=None)
+    def attend(q, k, v):
+        out, _ = flash_fwd(FlashOperands(q, k, v), case.spec, backend)
+        return out
+
+    prepare = jax_call if side == "pallas_attn" else torch_call
+    call = prepare(attend, operation, tensors)
+    return call._replace(result=None) if ablation == WITHOUT_SOFTMAX else call

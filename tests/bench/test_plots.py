@@ -6,7 +6,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from bench.peaks import Peak, Peaks
-from bench.records import ABLATION, Record, Times
+from bench.records import ABLATIONS, Record, Times
 from bench.report.plots import Picture, of_run, of_suite
 from bench.report.plots.clocks import over_time
 from bench.report.plots.rates import short, split_series
@@ -80,8 +80,9 @@ def test_heat_map_holds_the_ratios(records):
     assert [text.get_text() for text in panel.texts] == ["1.50"]
 
 
-def test_an_ablation_is_compared_with_no_peer(record, records):
-    ablation = record(implementation=ABLATION, target="sm90")
+@pytest.mark.parametrize("name", ABLATIONS)
+def test_an_ablation_is_compared_with_no_peer(record, records, name):
+    ablation = record(implementation=f"torch triton {name}", target="sm90")
     heat_map = figure(of_suite([*records, ablation], BOUNDS), "Forward: peer's time / ours")
     assert [axes.get_title(loc="left") for axes in heat_map.axes] == ["torch triton sm90"]
     assert [row[1] for row in speeds([*records, ablation])[1:]] == ["torch triton sm90"]

@@ -1,0 +1,64 @@
+"""Build the Triton forward without its softmax, or with barriers around it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from bench.ablation import ptx
+from bench.ablation.substitute import with_names
+from bench.records import WITH_BARRIERS, WITHOUT_SOFTMAX
+from torch_attn.kernels.portable import flash_fwd as shipped
+from torch_attn.kernels.portable.softmax import online_softmax_update
+
+WAIT: Any = tl.constexpr(ptx.WAIT)
+WAIT_CONSTRAINTS: Any = tl.constexpr(ptx.WAIT_CONSTRAINTS)
+WAIT_PACK: Any = tl.constexpr(ptx.WAIT_PACK)
+
+
+@triton.jit
+def no_softmax_update(s, m_i, l_i, exp2_scale):
+    """Return the scores as p, without sums and rescaling."""
+    return s, tl.full(m_i.shape, 1.0, tl.float32), m_i, l_i
+
+
+@triton.jit
+def wait_for_block(x):
+    """Return x [rows] when all warps of the block have come here.
+
+    With `tl.debug_barrier` in a loop Triton loads no tile ahead.
+    """
+    return tl.inline_asm_elementwise(
+        WAIT, WAIT_CONSTRAINTS, [x], tl.float32, is_pure=False, pack=WAIT_PACK
+    )
+
+
+@triton.jit
+def update_between_barriers(s, m_i, l_i, exp2_scale):
+    """Return what the shipped update does, which no warp begins or leaves before the others."""
+    m_i = wait_for_block(m_i)
+    p, alpha, m_i, l_i = online_softmax_update(s, m_i, l_i, exp2_scale)
+    alpha = wait_for_block(alpha)
+    return p, alpha, m_i, l_i
+
+
+UPDATES = {WITHOUT_SOFTMAX: no_softmax_update, WITH_BARRIERS: update_between_barriers}
+
+
+@cache
+def flash_fwd(ablation: str) -> Callable[..., Any]:
+    """Return a `torch_attn.kernels.portable.flash_fwd.flash_fwd` with another update.
+
+    Args:
+        ablation: "without softmax" is ``(q · kᵀ) · v``, unscaled, with a log-sum-exp of -inf, for
+            problems without a mask, since hidden scores are -inf. "with barriers" is for GPUs.
+    """
+    kernel = shipped.flash_fwd_kernel
+    built = triton.jit(do_not_specialize=kernel.do_not_specialize)(
+        with_names(kernel.fn, online_softmax_update=UPDATES[ablation])
+    )
+    return with_names(shipped.flash_fwd, flash_fwd_kernel=built)
