@@ -19,21 +19,8 @@ GROUND = ", ".join(
     ("modules", "forbidden"),
     [
         (GROUND, {"jax", "torch", "triton"}),
-        (
-            "torch_attn",
-            {"jax", "pallas_attn", "transformers", "torch_attn.adapters", "torch_attn.modules"},
-        ),
-        (
-            "pallas_attn",
-            {
-                "torch",
-                "triton",
-                "flax",
-                "torch_attn",
-                "pallas_attn.adapters",
-                "pallas_attn.modules",
-            },
-        ),
+        ("torch_attn", {"jax", "pallas_attn", "transformers", "torch_attn.adapters"}),
+        ("pallas_attn", {"torch", "triton", "flax", "torch_attn", "pallas_attn.adapters"}),
     ],
     ids=["ground", "torch_attn", "pallas_attn"],
 )
