@@ -1,6 +1,6 @@
 """Attention kernels in JAX Pallas, the twins of `torch_attn`'s Triton kernels."""
 
-from pallas_attn.block_sparse import block_sparse_attention
+from pallas_attn.block_sparse import block_sparse_attention, check_block_mask
 from pallas_attn.decode import append_kv, check_pages, merge_states, paged_decode
 from pallas_attn.dilated import dilated_attention
 from pallas_attn.explain import explain
@@ -13,6 +13,7 @@ __all__ = [
     "BlockMask",
     "append_kv",
     "block_sparse_attention",
+    "check_block_mask",
     "check_offsets",
     "check_pages",
     "dilated_attention",

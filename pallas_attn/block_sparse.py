@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal, overload
 
 import jax
+import numpy as np
 
 from pallas_attn.dispatch import Implementation, choose_backends
 from pallas_attn.flash import or_as_xla_says
@@ -18,6 +19,9 @@ from twin_attention.contract.validate import (
     check_block_sparse_attention,
     check_flash_options,
     check_kept_tiles,
+    check_list_values,
+    check_lists,
+    fail,
 )
 
 
@@ -72,9 +76,9 @@ def block_sparse_attention(
     query keeps.
 
     Give lists where a mask serves several calls: of booleans they are made in each. Nothing checks
-    what lists hold; whatever it is, no memory outside the operands is touched. Works under the
-    transformations that `flash_attention` does; a `BlockMask` is a pytree. Differentiable once, in
-    reverse mode.
+    what lists hold (`check_block_mask` does); whatever it is, no memory outside the operands is
+    touched. Works under the transformations that `flash_attention` does; a `BlockMask` is a pytree.
+    Differentiable once, in reverse mode.
 
     Args:
         q: [B, Sq, Hq, D], float16, bfloat16 or float32. D is 16 to 256 in steps of 8.
@@ -146,6 +150,35 @@ def _operands(
         check_kept_tiles(*described)
         block_mask = BlockMask.of(block_mask)
     return BlockSparseOperands(q, k, v, *block_mask, sinks=sinks)
+
+
+def check_block_mask(block_mask: BlockMask[jax.Array]) -> None:
+    """Check the lists that `block_sparse_attention` takes as data, unchecked.
+
+    Waits for the device and reads values, so it is for debugging and not for traced code.
+
+    Args:
+        block_mask: the tiles that are kept, as lists.
+
+    Raises:
+        TypeError: it is no `BlockMask`, or a list is not a `jax.Array` or has the wrong dtype, or
+            it has no values because it is traced (`jax.errors.TracerArrayConversionError`).
+        ValueError: shapes that contradict each other; a count that is negative or exceeds the
+            tiles; a tile in a list that does not exist or does not come after the one before it; a
+            tile in a list of one direction that the other one's lacks. The message names the first
+            such entry or list.
+
+    Example::
+
+        import jax.numpy as jnp
+        from pallas_attn import BlockMask, check_block_mask
+
+        check_block_mask(BlockMask.of(jnp.tri(4, dtype=bool)))
+    """
+    if not isinstance(block_mask, BlockMask):
+        fail(TypeError, "block_mask", "a BlockMask", type(block_mask).__name__)
+    check_lists(*describe_operands(block_mask, operand))
+    check_list_values(*(np.asarray(x) for x in block_mask))
 
 
 def problem_of_block_sparse(

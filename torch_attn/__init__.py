@@ -1,6 +1,6 @@
 """Flash attention and paged decode for PyTorch, in Triton. Importing it loads no Triton, no JAX."""
 
-from torch_attn.block_sparse import block_sparse_attention
+from torch_attn.block_sparse import block_sparse_attention, check_block_mask
 from torch_attn.decode import (
     append_kv,
     check_pages,
@@ -18,6 +18,7 @@ __all__ = [
     "BlockMask",
     "append_kv",
     "block_sparse_attention",
+    "check_block_mask",
     "check_offsets",
     "check_pages",
     "dilated_attention",

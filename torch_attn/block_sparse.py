@@ -13,9 +13,15 @@ from torch_attn.flash import or_as_torch_says
 from torch_attn.flash_ops import SPARSE, pack
 from torch_attn.operands import cast_inputs, operand
 from twin_attention.contract.block_mask import BlockMask
-from twin_attention.contract.operands import BlockSparseOperands
+from twin_attention.contract.operands import BlockSparseOperands, describe_operands
 from twin_attention.contract.spec import BlockSparseSpec
-from twin_attention.contract.validate import check_flash_options, check_kept_tiles
+from twin_attention.contract.validate import (
+    check_flash_options,
+    check_kept_tiles,
+    check_list_values,
+    check_lists,
+    fail,
+)
 
 
 @overload
@@ -66,7 +72,8 @@ def block_sparse_attention(
     query keeps.
 
     Give lists where a mask serves several calls: of booleans they are made in each. Nothing checks
-    what lists hold; whatever it is, no memory outside the operands is touched. Works under
+    what lists hold (`check_block_mask` does); whatever it is, no memory outside the operands is
+    touched. Works under
     autograd, `torch.compile`, `torch.func` (`grad`, `vjp`, and `vmap` without sinks) and autocast,
     as `flash_attention` does. Differentiable once, in reverse mode.
 
@@ -160,6 +167,34 @@ def _operands(q: Any, k: Any, v: Any, block_mask: Any, sinks: Any) -> BlockSpars
             check_kept_tiles(*described)
         block_mask = BlockMask.of(block_mask)
     return BlockSparseOperands(q, k, v, *block_mask, sinks=sinks)
+
+
+def check_block_mask(block_mask: BlockMask[Tensor]) -> None:
+    """Check the lists that `block_sparse_attention` takes as data, unchecked.
+
+    Waits for the device and reads values, so it is for debugging and not for a CUDA graph.
+
+    Args:
+        block_mask: the tiles that are kept, as lists.
+
+    Raises:
+        TypeError: it is no `BlockMask`, or a list is not a `torch.Tensor` or has the wrong dtype.
+        ValueError: shapes that contradict each other; a count that is negative or exceeds the
+            tiles; a tile in a list that does not exist or does not come after the one before it; a
+            tile in a list of one direction that the other one's lacks. The message names the first
+            such entry or list.
+
+    Example::
+
+        import torch
+        from torch_attn import BlockMask, check_block_mask
+
+        check_block_mask(BlockMask.of(torch.ones(4, 4).tril().bool()))
+    """
+    if not isinstance(block_mask, BlockMask):
+        fail(TypeError, "block_mask", "a BlockMask", type(block_mask).__name__)
+    check_lists(*describe_operands(block_mask, operand))
+    check_list_values(*(x.numpy(force=True) for x in block_mask))
 
 
 def problem_of_block_sparse(

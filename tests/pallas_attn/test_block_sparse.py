@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_attn import BlockMask, block_sparse_attention, explain
+from pallas_attn import BlockMask, block_sparse_attention, check_block_mask, explain
 
 
 @pytest.fixture
@@ -54,6 +54,13 @@ def test_vmap_over_masks(operands):
         return jax.grad(loss)(q, k, v, mask, "triton")
 
     assert_close(jax.vmap(gradient)(masks), jnp.stack([*map(gradient, masks)]))
+
+
+def test_check_block_mask_needs_values(operands):
+    mask = BlockMask.of(operands[-1])
+    assert check_block_mask(mask) is None
+    with pytest.raises(jax.errors.TracerArrayConversionError):
+        jax.jit(check_block_mask)(mask)
 
 
 def test_explain(operands):

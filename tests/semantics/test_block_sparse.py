@@ -1,5 +1,7 @@
 """Block masks: laws that tie them to calls without any, and what lists may hold."""
 
+import re
+
 import pytest
 import torch
 
@@ -211,3 +213,64 @@ def test_what_is_no_mask(side):
     with pytest.raises(TypeError) as raised:
         side.api.block_sparse_attention(q, q, q, [[True]])
     assert str(raised.value) == f"block_mask: expected {side.tensor}, got list"
+
+
+def check_lists(side, mask, **changes):
+    """Check a mask with some lists changed at a place: `kv_tiles=((0, 0, 1, 0), 7)`."""
+    lists = mask._asdict()
+    for name, (place, value) in changes.items():
+        lists[name] = lists[name].clone()
+        lists[name][place] = value
+    return side.api.check_block_mask(BlockMask(**side.share(lists)))
+
+
+@pytest.fixture
+def tiles(inputs):
+    """The lists of two heads' masks of 3 x 4 tiles."""
+    return BlockMask.of(mask_of(inputs, "##.#", "....", "..##").repeat(1, 2, 1, 1))
+
+
+def test_check_block_mask_takes_what_is_right(side, tiles):
+    assert check_lists(side, tiles) is None
+    check_lists(side, tiles, kv_tiles=((0, 0, 0, 3), -9), q_tiles=((0, 1, 2, 1), 2**31 - 1))
+    check_lists(side, tiles._replace(kv_tiles=tiles.kv_tiles[..., :3].contiguous()))
+    nothing = torch.zeros(1, 1, 0, 4, dtype=torch.bool, device=tiles.q_tiles.device)
+    check_lists(side, BlockMask.of(nothing))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"kv_counts": ((0, 1, 2), -1)},
+         "kv_counts[0, 1, 2]: expected a count from 0 to 4, got -1"),
+        ({"q_counts": ((0, 0, 3), 4)}, "q_counts[0, 0, 3]: expected a count from 0 to 3, got 4"),
+        ({"kv_tiles": ((0, 1, 0, 2), 4)},
+         "kv_tiles[0, 1, 0, 2]: expected a tile from 2 to 3, got 4"),
+        ({"kv_tiles": ((0, 0, 0, 0), -1)},
+         "kv_tiles[0, 0, 0, 0]: expected a tile from 0 to 3, got -1"),
+        ({"q_tiles": ((0, 0, 3, 1), 0)}, "q_tiles[0, 0, 3, 1]: expected a tile from 1 to 2, got 0"),
+        ({"kv_tiles": ((0, 1, 0, 1), 2)},
+         "kv_tiles[0, 1, 0]: expected tile 1 in it, as q_tiles[0, 1, 1] has tile 0, got none"),
+        ({"q_counts": ((0, 0, 2), 0)},
+         "q_tiles[0, 0, 2]: expected tile 2 in it, as kv_tiles[0, 0, 2] has tile 2, got none"),
+        # The first of several: counts before tiles, of queries' lists before keys'.
+        ({"kv_tiles": ((0, 0, 0, 1), 9), "q_tiles": ((0, 0, 0, 0), 9)},
+         "kv_tiles[0, 0, 0, 1]: expected a tile from 1 to 3, got 9"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_check_block_mask_names_the_first_bad_entry(side, tiles, changes, message):
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        check_lists(side, tiles, **changes)
+
+
+def test_check_block_mask_refuses_what_block_sparse_attention_does(side, tiles):
+    with pytest.raises(TypeError, match=r"^block_mask: expected a BlockMask, got "):
+        side.api.check_block_mask(tiles.kv_tiles > 0)
+    with pytest.raises(TypeError, match=r"^q_tiles: expected dtype int32, got"):
+        check_lists(side, tiles._replace(q_tiles=tiles.q_tiles.float()))
+    one = {name: getattr(tiles, name)[:, :1].contiguous() for name in ("q_counts", "q_tiles")}
+    with pytest.raises(ValueError, match=r"^q_counts: expected kv_counts' masks \(1, 2\), got"):
+        check_lists(side, tiles._replace(**one))
+    with pytest.raises(ValueError, match=r"^kv_tiles: expected shape \(1, 2, 3, width\) and"):
+        check_lists(side, tiles._replace(kv_tiles=tiles.kv_tiles[..., :0]))
