@@ -14,6 +14,7 @@ GAINS = "Speed-ups by patterns: the others' time over this"
 DOUBLINGS = "The time of twice the tokens over this one"
 NAMES = {"forward": "Forward", "both": "Forward and backward"}
 _OWN = ("dense", "standard")  # of the same framework
+_APART = (*_OWN, "module")  # whose speed-ups are not shown
 
 
 def rows(records: Sequence[Record], columns: Callable[[Record], Cells]) -> dict[str, Grid]:
@@ -30,7 +31,7 @@ def rows(records: Sequence[Record], columns: Callable[[Record], Cells]) -> dict[
 
 def gains(records: Sequence[Record]) -> dict[str, Grid]:
     """Return how much faster our attention by a pattern is than each other implementation."""
-    ours = [r for r in records if r.times and not r.is_peer and _kind(r) not in _OWN]
+    ours = [r for r in records if r.times and not r.is_peer and _kind(r) not in _APART]
     peers = list(dict.fromkeys(r.label for r in records if r.is_peer))
     grid = [["case", "pass", "implementation", *(f"{x} / this" for x in (*_OWN, *peers))]]
     rows_of = {operation: by_case(group) for operation, group in by_operation(records).items()}

@@ -17,6 +17,7 @@ from bench.suites import Cells
 from bench.suites.flash_jobs import flash_tensors
 from bench.suites.pattern_calls import pattern_factories
 from bench.suites.pattern_cases import SparseCase, dense_case, pattern_cases
+from bench.suites.pattern_modules import module_factories
 from interop.parity.cases import DilatedCase, FlashCase
 from interop.rendering.tables import Grid
 from twin_attention.contract.cost import (
@@ -36,7 +37,9 @@ NOTE = (
     "segments of 2048 to 32768 tokens and rates of 1 to 16 in bfloat16, as far as they fit; in "
     "float32 segments of 128 to 512 and rates of 1 to 4, which are 1 where it is 'undilated'. "
     "'dense' is flash_attention without the pattern, 'standard' the formula of dilated attention: "
-    "a call of flash_attention for each pair, merged by the framework's operations. Ours run with "
+    "a call of flash_attention for each pair, merged by the framework's operations. 'module' is "
+    "the multi-head module, whose FLOPs leave out its four projections; in float32 they multiply "
+    "without TF32. Of its results the output is checked. Ours run with "
     "the implementation that they choose. FlexAttention is compiled, with a block mask made "
     "beforehand; jax.nn XLA makes its mask of pairs in each call. FLOPs are those of the pairs "
     "that the pattern keeps, of the dense rows as well, so that rates compare as times do. Memory "
@@ -45,16 +48,18 @@ NOTE = (
 )
 
 HEADS = 2  # whose rows are checked
-# Lengths at which an implementation is timed where it is not at all: it compiles for every shape,
-# or takes over a second a call.
+# Where an implementation is timed, if not everywhere: it compiles for every shape, or takes over a
+# second. All of it is to take minutes.
 AT_LENGTHS: Mapping[str, tuple[int, ...]] = {
-    "torch dense": (512, 1024, 4096, 16384, 32768, 65536),
-    "jax block-sparse": (512, 1024, 32768, 65536, 131072),
-    "jax dense": (1024, 32768),
-    "jax dilated": (512, 1024, 32768, 65536, 131072),
-    "jax standard": (1024, 32768),
-    "FlexAttention": (1024, 32768, 131072),
-    "jax.nn XLA": (512, 1024, 4096, 16384, 32768),
+    "torch dense": (1024, 16384, 32768, 65536),
+    "torch module": (1024, 32768),
+    "jax block-sparse": (1024, 32768),
+    "jax dense": (32768,),
+    "jax dilated": (1024, 65536, 131072),
+    "jax standard": (1024, 65536),
+    "jax module": (1024,),
+    "FlexAttention": (1024, 32768),
+    "jax.nn XLA": (1024, 4096, 32768),
 }
 OPERATIONS: tuple[Operation, ...] = ("forward", "both")
 
@@ -101,6 +106,8 @@ def _sparse_job(case: SparseCase, operation: Operation, target: str) -> Job:
     forward = block_sparse_forward_flops(case.spec, case.mask)
     backward = block_sparse_backward_flops(case.spec, case.mask)
     ours = pattern_factories(("block-sparse", "dense"), target)
+    if case.pattern == "random":
+        ours |= module_factories(target, _sparse_check)
     factories = {
         s: partial(_checked, factory) if s.implementation in DENSE else factory
         for s, factory in ours.items()
@@ -111,6 +118,8 @@ def _sparse_job(case: SparseCase, operation: Operation, target: str) -> Job:
 
 def _dilated_job(case: DilatedCase, operation: Operation, target: str) -> Job:
     factories = pattern_factories(("dilated", "standard"), target)
+    if set(case.dilation_rates) != {1}:
+        factories |= module_factories(target, dilated_check)
     return _job(case, operation, dilated_flops(case), factories, dilated_check)
 
 

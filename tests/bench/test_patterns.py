@@ -3,6 +3,7 @@
 from contextlib import nullcontext
 from dataclasses import asdict, replace
 from functools import partial
+from itertools import product
 
 import numpy as np
 import pytest
@@ -24,6 +25,7 @@ from bench.suites.pattern_cases import SparseCase, dense_case, pattern_cases
 from bench.suites.patterns import columns, jobs, tables
 from bench.timing import Timing
 from interop.parity.cases import DilatedCase
+from interop.parity.sides import leaves
 
 TARGETS = ["sm90", "sm80"]
 SPARSE_CASE = SparseCase(
@@ -76,16 +78,17 @@ def test_every_subject_at_every_case():
     found = jobs(TARGETS)
     assert [job.operation for job in found] == ["forward", "both"] * (len(found) // 2)
     assert found[0].case["seq_q"] == 32768  # what counts most comes first
-    names = [job.case["name"] for job in found]
-    assert len(names) == 2 * len(set(names)) == 46
+    assert len(found) == 2 * len({job.case["name"] for job in found}) == 46
     for job in found:
-        kinds = ("dilated", "standard") if "dilated" in job.title else ("block-sparse", "dense")
-        ours = {Subject(f"{side} {kind}", "sm90") for side in ("torch", "jax") for kind in kinds}
-        peers = set() if "dilated" in job.title else {Subject(name) for name in SPARSE}
+        pattern = job.title.partition("-")[0]
+        kinds = ("dilated", "standard") if "dilated" in pattern else ("block-sparse", "dense")
+        kinds += ("module",) if pattern in ("random", "dilated") else ()
+        ours = {Subject(" ".join(name), "sm90") for name in product(("torch", "jax"), kinds)}
+        peers = set() if "dilated" in pattern else {Subject(name) for name in SPARSE}
         assert set(job.factories) == ours | peers
     assert {job.case["name"] for job in jobs(TARGETS, "l-bf16-1x4")} == {"local-bf16-1x4096x16"}
     longest = next(job for job in found if job.case["seq_q"] == 131072)
-    with pytest.raises(Absent, match=r"timed at 512, 1024, .* tokens only"):
+    with pytest.raises(Absent, match=r"timed at 1024, 16384, .* tokens only"):
         longest.factories[Subject("torch dense", "sm90")]([])
 
 
@@ -112,7 +115,9 @@ def test_our_calls_are_right_and_the_gate_sees_what_is_wrong(case, operation):
         assert (call.planned is None) == subject.implementation.startswith("torch")
         assert call.planned is None or call.planned() > tensors[0].nbytes
         if call.result is None:
-            assert subject.implementation.endswith(" dense")
+            assert subject.implementation.endswith((" dense", " module"))
+            gradients = 5 if "module" in subject.implementation else 3  # of x and of weights
+            assert len(leaves(found)) == 1 + gradients * (operation == "both")
             continue
         arrays = call.result(found)
         assert len(arrays) == (1 if operation == "forward" else 4)
@@ -122,10 +127,11 @@ def test_our_calls_are_right_and_the_gate_sees_what_is_wrong(case, operation):
 
 
 @pytest.mark.usefixtures("at_all_lengths")
-def test_dense_attention_is_checked_by_itself(monkeypatch):
-    factory = job_of(SPARSE_CASE, "forward").factories[Subject("torch dense", "sm90")]
-    tensors = flash_tensors(dense_case(SPARSE_CASE), "cpu")
+@pytest.mark.parametrize("name", ["torch dense", "torch module", "jax module"])
+def test_what_computes_something_else_is_checked_by_itself(monkeypatch, name):
     monkeypatch.setattr(patterns, "_sparse_check", lambda *_: lambda arrays: 2.0)
+    factory = job_of(SPARSE_CASE, "forward").factories[Subject(name, "sm90")]
+    tensors = flash_tensors(dense_case(SPARSE_CASE), "cpu")
     with pytest.raises(ValueError, match="its error is 2 times the budget"):
         factory(tensors)
 
