@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -99,6 +99,33 @@ def takes(side: Side, implementation: str, case: Case) -> bool:
 
 
 IMPLEMENTATIONS = _implementations()
+
+
+def choose_runs(
+    metafunc: pytest.Metafunc,
+    cases: Callable[[str], Sequence[Any]],
+    explicit: Callable[[Any], bool] = lambda case: True,
+) -> None:
+    """Run a test for each implementation, as `by`, and each `case` of its suite.
+
+    The plain reference runs the quick suite, the kernels the suite that was chosen.
+
+    Args:
+        metafunc: of `pytest_generate_tests`.
+        cases: returns a suite's.
+        explicit: tells which of them the explicit kernels run.
+    """
+    suites = dict.fromkeys(IMPLEMENTATIONS, metafunc.config.getoption("--suite"))
+    suites["reference"] = "quick"
+    runs = [
+        (name, case)
+        for name, suite in suites.items()
+        for case in cases(suite)
+        if name not in EXPLICIT or explicit(case)
+    ]
+    metafunc.parametrize(("by", "case"), runs, ids=[f"{name}-{case.name}" for name, case in runs])
+
+
 Side = TorchSide | PallasSide
 SIDES: dict[str, type[Side]] = {"torch_attn": TorchSide, "pallas_attn": PallasSide}
 

@@ -5,15 +5,11 @@ import pytest
 from interop.parity.cases import flash_cases
 from interop.parity.inputs import make_inputs
 from tests.oracle import assert_within_budget
-from tests.sides import IMPLEMENTATIONS, attention
+from tests.sides import attention, choose_runs
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """The plain reference runs the quick suite, the kernels the suite that was chosen."""
-    suites = dict.fromkeys(IMPLEMENTATIONS, metafunc.config.getoption("--suite"))
-    suites["reference"] = "quick"
-    runs = [(name, case) for name, suite in suites.items() for case in flash_cases(suite)]
-    metafunc.parametrize(("by", "case"), runs, ids=[f"{name}-{case.name}" for name, case in runs])
+    choose_runs(metafunc, flash_cases)
 
 
 def test_forward_and_gradients(side, by, case, torch_device):

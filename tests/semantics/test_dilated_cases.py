@@ -6,15 +6,11 @@ from interop.parity.cases import dilated_cases
 from interop.parity.inputs import make_inputs
 from interop.parity.sides import results
 from tests.oracle import assert_within_budget
-from tests.sides import IMPLEMENTATIONS
+from tests.sides import choose_runs
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """The plain reference runs the quick suite, the kernels the suite that was chosen."""
-    suites = dict.fromkeys(IMPLEMENTATIONS, metafunc.config.getoption("--suite"))
-    suites["reference"] = "quick"
-    runs = [(name, case) for name, suite in suites.items() for case in dilated_cases(suite)]
-    metafunc.parametrize(("by", "case"), runs, ids=[f"{name}-{case.name}" for name, case in runs])
+    choose_runs(metafunc, dilated_cases)
 
 
 def test_forward_and_gradients(side, by, case, torch_device):

@@ -5,20 +5,11 @@ import pytest
 from interop.parity.cases import paged_cases
 from interop.parity.inputs import make_inputs
 from tests.oracle import assert_within_budget
-from tests.sides import EXPLICIT, IMPLEMENTATIONS
+from tests.sides import choose_runs
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """The plain reference runs the quick suite, the kernels the suite that was chosen."""
-    suites = dict.fromkeys(IMPLEMENTATIONS, metafunc.config.getoption("--suite"))
-    suites["reference"] = "quick"
-    runs = [
-        (name, case)
-        for name, suite in suites.items()
-        if name not in EXPLICIT
-        for case in paged_cases(suite)
-    ]
-    metafunc.parametrize(("by", "case"), runs, ids=[f"{name}-{case.name}" for name, case in runs])
+    choose_runs(metafunc, paged_cases, explicit=lambda case: False)
 
 
 def test_paged_attention(side, by, case, torch_device):

@@ -6,20 +6,11 @@ from interop.parity.cases import varlen_cases
 from interop.parity.inputs import make_inputs
 from interop.parity.sides import results
 from tests.oracle import assert_within_budget
-from tests.sides import EXPLICIT, IMPLEMENTATIONS
+from tests.sides import choose_runs
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """The plain reference runs the quick suite, the kernels the suite that was chosen."""
-    suites = dict.fromkeys(IMPLEMENTATIONS, metafunc.config.getoption("--suite"))
-    suites["reference"] = "quick"
-    runs = [
-        (name, case)
-        for name, suite in suites.items()
-        if name not in EXPLICIT
-        for case in varlen_cases(suite)
-    ]
-    metafunc.parametrize(("by", "case"), runs, ids=[f"{name}-{case.name}" for name, case in runs])
+    choose_runs(metafunc, varlen_cases, explicit=lambda case: False)
 
 
 def test_forward_and_gradients(side, by, case, torch_device):
