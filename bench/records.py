@@ -147,7 +147,7 @@ class Record:
 
     @property
     def is_ablation(self) -> bool:
-        """Return True if it computes something else, or with barriers: it compares with no peer."""
+        """Return True if it waits or computes something else: its time compares with no peer's."""
         name = self.implementation
         return name.endswith(ABLATIONS) or name in (*YARDSTICKS.values(), *DENSE)
 
