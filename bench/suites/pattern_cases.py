@@ -24,7 +24,7 @@ KEPT = 0.1  # share of the tiles of a random mask
 BAND, GLOBAL = 8, 1  # tiles that a tile of queries sees up to its own, and tiles that all see
 DILATIONS = {2048: 1, 4096: 2, 8192: 4, 16384: 8, 32768: 16}  # LongNet's rates of segments
 SHORT_DILATIONS = {128: 1, 256: 2, 512: 4}
-HALF_LENGTHS = (32768, 65536, 131072, 4096, 16384)  # in order of worth
+LENGTHS, SHORTER = (32768, 65536, 131072), (4096, 16384)  # of bfloat16
 FLOAT_SHAPES = ((1, 512, 8), (2, 1024, 16))  # batch, length and heads
 
 
@@ -81,10 +81,15 @@ def dense_case(case: FlashCase) -> FlashCase:
 
 
 def _shapes() -> Iterator[FlashCase]:
-    for n in HALF_LENGTHS:
-        yield FlashCase(f"bf16-1x{n}x16", 1, n, n, 16, 16, 128)
+    """Yield the shapes in order of worth, as a run may be cut off."""
+    yield from map(_of_length, LENGTHS)
     for b, n, h in FLOAT_SHAPES:
         yield FlashCase(f"fp32-{b}x{n}x{h}", b, n, n, h, h, 64, dtype="float32")
+    yield from map(_of_length, SHORTER)
+
+
+def _of_length(n: int) -> FlashCase:
+    return FlashCase(f"bf16-1x{n}x16", 1, n, n, 16, 16, 128)
 
 
 def _of_shape(kind: type[C], name: str, shape: FlashCase, **of_pattern: Any) -> C:
