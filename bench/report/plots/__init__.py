@@ -127,7 +127,7 @@ def headline(run: Sequence[Record]) -> Iterator[tuple[str, Picture]]:
         picture = by_case(group, peak, styles(group))
         yield "decode", Picture(title, _above(group, peak), picture)
     for suite in ("end-to-end", "memory"):
-        if trained := [record for record in run if record.suite == suite]:
+        if trained := [r for r in run if r.suite == suite and r.operation != "peak"]:
             yield from _training(trained)
 
 
