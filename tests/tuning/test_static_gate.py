@@ -185,8 +185,9 @@ FIT = Resources(
     ("target", "change", "failure"),
     [
         ("sm80", {}, None),
-        ("sm80", {"spill_loads": 32}, None),
-        ("sm80", {"spill_loads": 36}, "spills 0 B of stores, 36 B of loads"),
+        ("sm80", {"spill_loads": 124, "loop_spills": 32}, None),
+        ("sm80", {"spill_loads": 128}, "spills 0 B of stores, 128 B of loads"),
+        ("sm80", {"spill_loads": 36, "loop_spills": 36}, "spills 0 B of stores, 36 B of loads"),
         ("sm80", {"shared": 99 * 1024 + 1}, "101377 B of shared memory, of 101376"),
         ("sm80", {"mma": 0}, "no mma.sync"),
         ("sm80", {"cp_async": 0}, "no cp.async"),

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from bench.records import Times
 from interop.parity import environment
-from interop.parity.cases import DecodeCase, FlashCase, PagedCase
+from interop.parity.cases import BlockSparseCase, DecodeCase, FlashCase, PagedCase
 from tuning import __main__ as main
 from tuning.search import command, survey
 from tuning.search import search as rows
@@ -322,8 +322,8 @@ def plan(target="sm80", device=None):
     ("target", "resources", "reason"),
     [
         ("sm80", {}, None),
-        ("sm80", {"spill_stores": 32, "spill_loads": 32}, None),
-        ("sm80", {"spill_stores": 36}, "causal: spills 36 B of stores"),
+        ("sm80", {"spill_stores": 124, "spill_loads": 124}, None),
+        ("sm80", {"spill_stores": 128}, "causal: spills 128 B of stores"),
         ("sm90", {"spill_stores": 4, "wgmma": 8}, None),
         ("sm90", {"spill_stores": 4000, "spill_loads": 100, "wgmma": 8}, "causal: spills 4100 B"),
         ("sm80", {"shared": 200_000}, "causal: 200000 B of shared memory"),
@@ -403,6 +403,13 @@ TRIALS = {
         "trial", (40,), tokens=1, heads_q=2, heads_kv=1, head_dim=16, num_splits=2
     ),
 }
+
+
+@pytest.mark.parametrize("package", command.VERSIONS)
+def test_a_trial_of_a_block_mask(package, torch_device):
+    case = BlockSparseCase("trial", 1, 128, 128, 1, 1, 16)
+    trials = Trials(package, "sm80", "flash_bwd_dkdv", case, torch_device)
+    assert trials.error(trials.call(FlashConfig(64, 64, 4, 1))()) <= 1
 
 
 @pytest.mark.parametrize("kernel", TRIALS)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from interop.parity.cases import DecodeCase, FlashCase, PagedCase
+from interop.parity.cases import BlockSparseCase, DecodeCase, FlashCase, PagedCase
 from twin_attention.contract.spec import DecodeSpec, MergeSpec
 from twin_attention.targets.config import HEAD_DIMS
 from twin_attention.targets.kernels import KERNELS, Spec
@@ -49,6 +49,11 @@ def _flash_cases(gradients: bool) -> Iterator[FlashCase]:
                 yield FlashCase(
                     _name("segments", dtype, head_dim, None), batch, 4096, 4096, heads, heads,
                     head_dim, dtype=dtype, causal=True, segments="documents", gradients=gradients,
+                )  # fmt: skip
+                yield BlockSparseCase(
+                    _name("block-mask", dtype, head_dim, None), batch, 4096, 4096, heads, heads,
+                    head_dim, dtype=dtype, causal=True, gradients=gradients, tile_q=128,
+                    tile_kv=128, kept=0.25,
                 )  # fmt: skip
 
 

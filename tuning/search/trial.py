@@ -13,7 +13,13 @@ from interop.parity.inputs import make_inputs
 from interop.parity.oracle import expectations, parts_of
 from interop.parity.sides import SIDES, prepare_jax, prepare_torch
 from tuning.search.cases import TimedCase
-from twin_attention.contract.operands import DecodeOperands, FlashOperands, PagedOperands
+from twin_attention.contract.block_mask import BlockMask
+from twin_attention.contract.operands import (
+    BlockSparseOperands,
+    DecodeOperands,
+    FlashOperands,
+    PagedOperands,
+)
 from twin_attention.targets.config import use_configs
 from twin_attention.targets.family import portable_backend
 from twin_attention.targets.kernels import KERNELS, KernelConfig
@@ -41,7 +47,10 @@ class Trials:
         self._expected = expectations(inputs, parts_of(case.spec))
         arrays = SIDES[side]().share(inputs)
         kinds = {"paged_decode": DecodeOperands, "paged_attention": PagedOperands}
-        kind = kinds.get(self._function, FlashOperands)
+        kind: Any = kinds.get(self._function, FlashOperands)
+        if "block_mask" in arrays:
+            kind = BlockSparseOperands
+            arrays |= BlockMask.of(arrays["block_mask"])._asdict()
         operands = kind(*map(arrays.get, kind._fields))
         self._arguments: tuple[Any, ...] = (operands,)
         if self._function == "flash_bwd":
