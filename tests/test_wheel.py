@@ -78,7 +78,7 @@ def test_it_holds_the_packages_and_nothing_else(wheel):
     tables = {str(path.relative_to(ROOT)) for path in ROOT.glob("*_attn/configs/*/*.toml")}
     assert tables <= set(names)
     assert "torch_attn/configs/sm80/sm80.toml" in tables
-    assert size < 1_250_000, f"{size} bytes unpacked"
+    assert size < 1_500_000, f"{size} bytes unpacked"
 
 
 @pytest.mark.parametrize(

@@ -165,7 +165,7 @@ def test_a_merge_case_describes_the_call_that_validation_accepts(case: MergeCase
 def test_the_full_suite_reaches_every_configuration(package, target):
     path = table_path(package, target)
     reached = set()
-    kinds = (flash_cases, decode_cases, paged_cases, append_cases)
+    kinds = (flash_cases, block_sparse_cases, decode_cases, paged_cases, append_cases)
     for case in [case for cases in kinds for case in cases("full")]:
         specs = [case.spec]
         if isinstance(case, DecodeCase):
