@@ -97,9 +97,10 @@ def block_sparse_attention(
             order, which is faster where the kernels can. None: as
             ``torch.are_deterministic_algorithms_enabled()`` says.
         return_lse: return the log-sum-exp of the scores as well. It is differentiable.
-        implementation: "triton" (Triton kernels; on a CPU in Triton's interpreter), "reference"
-            (plain torch in float32, O(Sq · Skv) memory), or None: the fastest kernels for the
-            problem on a CUDA device, the reference elsewhere.
+        implementation: "triton" (Triton kernels; on a CPU in Triton's interpreter), "gluon"
+            (explicit kernels of the forward for SM90, tiles of 128 by 128), "reference" (plain
+            torch in float32, O(Sq · Skv) memory), or None: the fastest kernels for the problem on
+            a CUDA device, the reference elsewhere.
 
     Returns:
         out [B, Sq, Hq, Dv] in q's dtype; with `return_lse` the pair (out, lse), lse [B, Hq, Sq]
