@@ -57,11 +57,6 @@ class SparseCase(BlockSparseCase):
 def pattern_cases() -> Iterator[SparseCase | DilatedCase]:
     """Yield every pattern at every shape, those of float32 with rates of 1 as well."""
     for shape in _shapes():
-        for pattern in ("random", "local"):
-            yield _of_shape(
-                SparseCase, f"{pattern}-{shape.name}", shape, tile_q=TILE, tile_kv=TILE, kept=KEPT,
-                pattern=pattern, causal=pattern == "local",
-            )  # fmt: skip
         rates = DILATIONS if shape.dtype == "bfloat16" else SHORT_DILATIONS
         lengths = tuple(length for length in rates if length <= shape.seq_q)
         yield _of_shape(
@@ -72,6 +67,11 @@ def pattern_cases() -> Iterator[SparseCase | DilatedCase]:
             yield _of_shape(
                 DilatedCase, f"undilated-{shape.name}", shape, segment_lengths=lengths,
                 dilation_rates=(1,) * len(lengths),
+            )  # fmt: skip
+        for pattern in ("random", "local"):
+            yield _of_shape(
+                SparseCase, f"{pattern}-{shape.name}", shape, tile_q=TILE, tile_kv=TILE, kept=KEPT,
+                pattern=pattern, causal=pattern == "local",
             )  # fmt: skip
 
 

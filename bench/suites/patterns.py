@@ -59,7 +59,7 @@ AT_LENGTHS: Mapping[str, tuple[int, ...]] = {
     "jax standard": (1024, 65536),
     "jax module": (1024,),
     "FlexAttention": (1024, 32768),
-    "jax.nn XLA": (1024, 4096, 32768),
+    "jax.nn XLA": (1024, 4096),
 }
 OPERATIONS: tuple[Operation, ...] = ("forward", "both")
 
