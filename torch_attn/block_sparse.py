@@ -7,10 +7,9 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
-from torch_attn.calls import Call, keep, recall
-from torch_attn.dispatch import Implementation, check_implementation
+from torch_attn.dispatch import Implementation
 from torch_attn.flash import or_as_torch_says
-from torch_attn.flash_ops import SPARSE, pack
+from torch_attn.flash_ops import SPARSE
 from torch_attn.operands import cast_inputs, operand
 from twin_attention.contract.block_mask import BlockMask
 from twin_attention.contract.operands import BlockSparseOperands, describe_operands
@@ -129,34 +128,7 @@ def block_sparse_attention(
     operands = _operands(q, k, v, block_mask, sinks)
     deterministic = or_as_torch_says(deterministic)
     options = (causal, scale, window_size, softcap, deterministic, return_lse, implementation)
-    call = recall("block_sparse_attention", operands, options)
-    if call is None:
-        out, lse = _check_and_attend(operands, options)
-    else:
-        out, lse = SPARSE.attend(call, operands, return_lse)
-    return (out, lse) if return_lse else out  # pyright: ignore[reportReturnType]
-
-
-def _check_and_attend(
-    operands: BlockSparseOperands[Tensor], options: tuple[Any, ...]
-) -> tuple[Tensor, Tensor | None]:
-    """Check the arguments of `block_sparse_attention` and run the operator."""
-    causal, scale, window_size, softcap, deterministic, return_lse, implementation = options
-    checked = check_flash_options(
-        causal=causal,
-        scale=scale,
-        window_size=window_size,
-        softcap=softcap,
-        deterministic=deterministic,
-        return_lse=return_lse,
-    )
-    check_implementation(implementation)
-    if not torch.compiler.is_compiling():  # there the operator's fake kernel checks the operands
-        spec = SPARSE.check(operands, checked)
-        call = Call("flash_fwd", SPARSE.forward, spec, implementation, operands.q.device)
-        if keep("block_sparse_attention", operands, options, call):
-            return SPARSE.attend(call, operands, return_lse)
-    return SPARSE.fwd(*operands, *pack(checked, implementation))
+    return SPARSE(operands, *options)
 
 
 def _operands(q: Any, k: Any, v: Any, block_mask: Any, sinks: Any) -> BlockSparseOperands[Tensor]:

@@ -7,9 +7,8 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
-from torch_attn.calls import Call, keep, recall
-from torch_attn.dispatch import Implementation, check_implementation
-from torch_attn.flash_ops import DENSE, pack
+from torch_attn.dispatch import Implementation
+from torch_attn.flash_ops import DENSE
 from torch_attn.operands import cast_inputs
 from twin_attention.contract.operands import FlashOperands
 from twin_attention.contract.spec import AttentionSpec
@@ -118,39 +117,9 @@ def flash_attention(
         out.sum().backward()
     """
     operands = FlashOperands(q, k, v, sinks, q_segment_ids, kv_segment_ids)
-    if torch.is_autocast_enabled("cuda"):
-        operands = FlashOperands(*cast_inputs(q, k, v), *operands[3:])
     deterministic = or_as_torch_says(deterministic)
     options = (causal, scale, window_size, softcap, deterministic, return_lse, implementation)
-    call = recall("flash_attention", operands, options)
-    if call is None:
-        out, lse = _check_and_attend(operands, options)
-    else:
-        out, lse = DENSE.attend(call, operands, return_lse)
-    return (out, lse) if return_lse else out  # pyright: ignore[reportReturnType]
-
-
-def _check_and_attend(
-    given: FlashOperands[Tensor], options: tuple[Any, ...]
-) -> tuple[Tensor, Tensor | None]:
-    """Check the arguments of `flash_attention` and run the operator."""
-    causal, scale, window_size, softcap, deterministic, return_lse, implementation = options
-    operands = FlashOperands(*cast_inputs(*given[:3]), *given[3:])
-    checked = check_flash_options(
-        causal=causal,
-        scale=scale,
-        window_size=window_size,
-        softcap=softcap,
-        deterministic=deterministic,
-        return_lse=return_lse,
-    )
-    check_implementation(implementation)
-    if not torch.compiler.is_compiling():  # there the operator's fake kernel checks the operands
-        spec = DENSE.check(operands, checked)
-        call = Call("flash_fwd", DENSE.forward, spec, implementation, operands.q.device)
-        if keep("flash_attention", operands, options, call):
-            return DENSE.attend(call, operands, return_lse)
-    return DENSE.fwd(*operands, *pack(checked, implementation))
+    return DENSE(operands, *options)
 
 
 def problem_of_flash(

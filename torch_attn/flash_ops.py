@@ -26,7 +26,8 @@ import torch
 from torch import Tensor
 
 from torch_attn.calls import Call, is_recorded, keep, recall
-from torch_attn.operands import dtype_name, operand, rows_aligned, schema
+from torch_attn.dispatch import check_implementation
+from torch_attn.operands import cast_inputs, dtype_name, operand, rows_aligned, schema
 from twin_attention.contract.operands import (
     BlockSparseOperands,
     FlashOperands,
@@ -39,6 +40,7 @@ from twin_attention.contract.validate import (
     check_block_sparse_attention,
     check_flash_attention,
     check_flash_attention_varlen,
+    check_flash_options,
     no_gradient,
     not_differentiable,
     not_mapped,
@@ -226,6 +228,53 @@ class FlashOperators:
         operands, *_ = self.unpack(args)
         gradients = (x.new_empty(x.shape) if _has_gradient(x) else None for x in operands)
         return _with_left_out(gradients, dout)
+
+    def __call__(self, operands: Any, *options: Any) -> Any:
+        """Run the public function: a call that is kept, or the operator after every check.
+
+        Args:
+            operands: as the caller gave them.
+            options: causal, scale, window_size, softcap, deterministic, return_lse and
+                implementation, as the caller gave them.
+
+        Returns:
+            out; with return_lse the pair (out, lse).
+        """
+        return_lse = options[5]
+        if torch.is_autocast_enabled("cuda"):
+            operands = self._cast(operands)
+        call = recall(self, operands, options)
+        if call is None:
+            out, lse = self._check_and_attend(operands, *options)
+        else:
+            out, lse = self.attend(call, operands, return_lse)
+        return (out, lse) if return_lse else out
+
+    def _check_and_attend(
+        self, given, causal, scale, window_size, softcap, deterministic, return_lse, implementation
+    ) -> tuple[Tensor, Tensor | None]:
+        operands = self._cast(given)
+        checked = check_flash_options(
+            causal=causal,
+            scale=scale,
+            window_size=window_size,
+            softcap=softcap,
+            deterministic=deterministic,
+            return_lse=return_lse,
+        )
+        check_implementation(implementation)
+        # The operator's fake kernel checks the operands while torch.compile traces.
+        if not torch.compiler.is_compiling():
+            spec = self.check(operands, checked)
+            call = Call("flash_fwd", self.forward, spec, implementation, operands.q.device)
+            options = causal, scale, window_size, softcap, deterministic, return_lse, implementation
+            if keep(self, operands, options, call):
+                return self.attend(call, operands, return_lse)
+        return self.fwd(*operands, *pack(checked, implementation))
+
+    def _cast(self, operands: Any) -> Any:
+        """Return operands as autocast has them."""
+        return self._operands(*cast_inputs(*operands[:3]), *operands[3:])
 
     def attend(
         self, call: Call, operands: tuple[Tensor | None, ...], return_lse: bool

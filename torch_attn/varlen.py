@@ -7,10 +7,9 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
-from torch_attn.calls import Call, keep, recall
-from torch_attn.dispatch import Implementation, check_implementation
+from torch_attn.dispatch import Implementation
 from torch_attn.flash import or_as_torch_says
-from torch_attn.flash_ops import PACKED, pack
+from torch_attn.flash_ops import PACKED
 from torch_attn.operands import cast_inputs, operand
 from twin_attention.contract.operands import VarlenOperands
 from twin_attention.contract.spec import VarlenSpec
@@ -123,39 +122,9 @@ def flash_attention_varlen(
         out.sum().backward()
     """
     operands = VarlenOperands(q, k, v, cu_seqlens_q, cu_seqlens_kv, sinks)
-    if torch.is_autocast_enabled("cuda"):
-        operands = VarlenOperands(*cast_inputs(q, k, v), cu_seqlens_q, cu_seqlens_kv, sinks)
     deterministic = or_as_torch_says(deterministic)
     options = (causal, scale, window_size, softcap, deterministic, return_lse, implementation)
-    call = recall("flash_attention_varlen", operands, options)
-    if call is None:
-        out, lse = _check_and_attend(operands, options)
-    else:
-        out, lse = PACKED.attend(call, operands, return_lse)
-    return (out, lse) if return_lse else out  # pyright: ignore[reportReturnType]
-
-
-def _check_and_attend(
-    given: VarlenOperands[Tensor], options: tuple[Any, ...]
-) -> tuple[Tensor, Tensor | None]:
-    """Check the arguments of `flash_attention_varlen` and run the operator."""
-    causal, scale, window_size, softcap, deterministic, return_lse, implementation = options
-    operands = VarlenOperands(*cast_inputs(*given[:3]), *given[3:])
-    checked = check_flash_options(
-        causal=causal,
-        scale=scale,
-        window_size=window_size,
-        softcap=softcap,
-        deterministic=deterministic,
-        return_lse=return_lse,
-    )
-    check_implementation(implementation)
-    if not torch.compiler.is_compiling():  # there the operator's fake kernel checks the operands
-        spec = PACKED.check(operands, checked)
-        call = Call("flash_fwd", PACKED.forward, spec, implementation, operands.q.device)
-        if keep("flash_attention_varlen", operands, options, call):
-            return PACKED.attend(call, operands, return_lse)
-    return PACKED.fwd(*operands, *pack(checked, implementation))
+    return PACKED(operands, *options)
 
 
 def check_offsets(
