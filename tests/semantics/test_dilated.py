@@ -46,7 +46,7 @@ def test_one_whole_segment_is_flash_attention(bitwise_side, inputs, by):
 
 
 def test_segments_are_sequences(side, inputs):
-    """Of one pair of rate 1."""
+    """Attend within each segment as a sequence of its own: one pair of rate 1."""
     axis = {"lse": 2, "dlse": 2}
     parts = [
         attention(

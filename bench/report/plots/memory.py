@@ -73,7 +73,11 @@ def _step(axes: Axes, record: Record, divisor: float) -> None:
     points = range(len(timeline["phase"]))
     layers = [[x / divisor for x in timeline[category]] for category in CATEGORIES]
     colours = [_COLOURS[category] for category in CATEGORIES]
-    axes.stackplot(points, layers, labels=CATEGORIES, colors=colours, linewidth=0, step="post")
+    areas = axes.stackplot(
+        points, layers, labels=CATEGORIES, colors=colours, linewidth=0, step="post"
+    )
+    for area in areas:
+        area.set_rasterized(True)  # as paths, thousands of points take ten times the bytes
     starts = [next(group)[0] for _, group in groupby(enumerate(timeline["phase"]), lambda x: x[1])]
     for start in starts[1:]:
         axes.axvline(start, color=MUTED_COLOUR, linewidth=0.8)
