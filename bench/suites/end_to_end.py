@@ -38,6 +38,7 @@ TINY = (TrainingCase("tiny", 2, 64), TrainingCase("tiny", 2, 64, "bfloat16", "ll
 CASES = (
     *(TrainingCase("M", 1, context) for context in (4096, 16384)),
     TrainingCase("M", 1, 4096, "bfloat16", "llama"),
+    TrainingCase("M", 4, 4096),
     *(TrainingCase("S", 1, context) for context in (1024, 4096, 16384, 65536)),
     *(TrainingCase("S", 4, 1024, dtype) for dtype in ("mixed", "float32", "bfloat16")),
     TrainingCase("S", 16, 1024),
