@@ -128,7 +128,7 @@ def block_sparse_attention(
     operands = _operands(q, k, v, block_mask, sinks)
     deterministic = or_as_torch_says(deterministic)
     options = (causal, scale, window_size, softcap, deterministic, return_lse, implementation)
-    return SPARSE(operands, *options)
+    return SPARSE(operands, options)
 
 
 def _operands(q: Any, k: Any, v: Any, block_mask: Any, sinks: Any) -> BlockSparseOperands[Tensor]:

@@ -3,22 +3,24 @@
 The first call with given layouts and options is checked, described and dispatched, and its kernels
 are compiled. All of that follows from the call's key, so a call with the same key only replays what
 the first one allocated and launched (`torch_attn.replay`). The key has no tensor and no address in
-it, only an address's alignment, which Triton compiles for.
+it, only an address's alignment, which Triton compiles for. The last call with the same options is
+tried before a key is made: a guard of `torch.compile` compares the operands with it, in C++.
 
 Beside `torch_attn.flash_ops`, `torch_attn.replay` and `torch_attn.driver` this is where private
-torch API is used: ``torch._C`` says which modes and transformations are active.
+torch API is used: ``torch._C`` has the guard and says which modes and transformations are active.
 ``tests/torch_attn/test_calls.py`` guards it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from contextlib import suppress
 from functools import partial
+from operator import itemgetter
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._dynamo.guards import TensorGuards  # pyright: ignore[reportAttributeAccessIssue]
 from torch.autograd import forward_ad
 from torch.nn import Parameter
 
@@ -33,8 +35,36 @@ Key = tuple[Hashable, ...]
 Run = Callable[..., Any]
 
 _calls: dict[Key, Call] = {}
+_last: dict[Key, Call] = {}  # the last call with given options
 _CALLS_MAX = 4096
 _PLAIN = (Tensor, Parameter)
+
+
+class Guard:
+    """Recognises operands of the same types, layouts and `requires_grad`, in the same modes.
+
+    It does not where one tensor is several operands.
+    """
+
+    def __init__(self, operands: tuple[Any, ...]) -> None:
+        """Take operands that begin at multiples of 16 bytes, as those recognised do."""
+        given = [i for i, x in enumerate(operands) if x is not None]
+        self._count = len(given)
+        self._tensors = (
+            itemgetter(*given) if len(given) > 1 else itemgetter(slice(given[0], given[0] + 1))
+        )
+        tensors = self._tensors(operands)
+        guards = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+        self._check = guards.check
+
+    def __call__(self, operands: tuple[Any, ...]) -> bool:
+        """Return True for operands that are as many as the guard's, and like them."""
+        tensors = self._tensors(operands)
+        return (
+            self._check(*tensors)
+            and len([x for x in operands if x is not None]) == self._count
+            and not [x for x in tensors if x.data_ptr() % 16]
+        )
 
 
 class Call:
@@ -45,6 +75,8 @@ class Call:
         implementation: what the caller asked for.
         backend: what runs it.
         is_kept: `recall` finds it.
+        is_recorded: autograd records it, if it is kept.
+        guard: recognises its operands, if it is kept and they are aligned.
     """
 
     def __init__(
@@ -59,7 +91,8 @@ class Call:
         name = "reference" if spec.is_empty else implementation
         self.spec, self.implementation = spec, implementation
         self.backend, _ = choose(name, operation, device, spec)
-        self.is_kept = False
+        self.is_kept = self.is_recorded = False
+        self.guard: Guard | None = None
         self._host = partial(run, self.backend.family.function(operation), spec, self.backend)
         self._replay: Replay | None = None
 
@@ -73,12 +106,20 @@ class Call:
         return results
 
 
-def _key(
-    function: Hashable, operands: tuple[Any, ...], options: tuple[Hashable, ...]
-) -> Key | None:
-    """Return all that a call depends on but the operands' values.
+def _question(function: Hashable, options: tuple[Hashable, ...]) -> Key:
+    """Return all that a call depends on but its operands and what is active around it.
 
     Options count with their types: 1 is not True.
+    """
+    types = tuple(map(type, options))
+    if tuple in types:
+        types += tuple([tuple(map(type, x)) for x in options if type(x) is tuple])
+    enabled = torch.is_grad_enabled()
+    return function, options, types, enabled, requested_target(), requested_configs()
+
+
+def _key(question: Key, operands: tuple[Any, ...]) -> Key | None:
+    """Return all that a call depends on but the operands' values.
 
     Returns:
         The key. None for a call that the dispatcher has to see: a mode or a transformation is
@@ -93,10 +134,7 @@ def _key(
     layouts = _layouts(operands)
     if layouts is None:
         return None
-    types = tuple(map(type, options))
-    if tuple in types:
-        types += tuple([tuple(map(type, x)) for x in options if type(x) is tuple])
-    return (function, layouts, options, types, requested_target(), requested_configs())
+    return question, layouts, is_recorded(operands)
 
 
 def _layouts(operands: tuple[Any, ...]) -> Key | None:
@@ -130,11 +168,28 @@ def recall(
     """
     if torch.compiler.is_compiling():
         return None
-    key = _key(function, operands, options)
+    question = _question(function, options)
     try:
-        return None if key is None else _calls.get(key)
+        last = _last.get(question)
     except TypeError:  # an option that has no hash
         return None
+    if last is None:
+        return None
+    # A guard sees neither modes of `__torch_function__` nor tangents.
+    if (
+        last.guard is not None
+        and last.guard(operands)
+        and not torch._C._is_torch_function_mode_enabled()
+        and forward_ad._current_level < 0
+    ):
+        return last
+    key = _key(question, operands)
+    call = None if key is None else _calls.get(key)
+    if call is not None:
+        _last[question] = call
+        if call.guard is not None and not call.guard(operands):  # kept elsewhere in the dispatcher
+            call.guard = Guard(operands)
+    return call
 
 
 def keep(
@@ -144,15 +199,24 @@ def keep(
 
     It is if it launches compiled kernels, and the dispatcher need not see it.
     """
-    key = None if torch.compiler.is_compiling() else _key(function, operands, options)
-    if key is None or call.backend.target is None:
+    if torch.compiler.is_compiling() or call.backend.target is None:
+        return False
+    question = _question(function, options)
+    key = _key(question, operands)
+    if key is None:
         return False
     if len(_calls) >= _CALLS_MAX:
         _calls.clear()
-    with suppress(TypeError):  # an option that has no hash
-        _calls[key] = call
-        call.is_kept = True
-    return call.is_kept
+        _last.clear()
+    call.is_recorded = is_recorded(operands)
+    if all(x is None or x.data_ptr() % 16 == 0 for x in operands):
+        call.guard = Guard(operands)
+    try:
+        _calls[key] = _last[question] = call
+    except TypeError:  # an option that has no hash
+        return False
+    call.is_kept = True
+    return True
 
 
 def is_recorded(tensors: tuple[Any, ...]) -> bool:

@@ -134,7 +134,7 @@ def paged_decode(
         q = cast_float32("q", q)
     operands = DecodeOperands(q, k_pages, v_pages, block_tables, seq_lens, sinks, k_scale, v_scale)
     options = (scale, window_size, softcap, num_splits, return_lse, implementation)
-    call = None if is_recorded(operands) else recall("paged_decode", operands, options)
+    call = recall("paged_decode", operands, options)
     out, lse = _check_and_decode(operands, options) if call is None else call(*operands)
     return (out, lse) if return_lse else out
 
@@ -306,7 +306,7 @@ def append_kv(
         rotary_cos, rotary_sin,
     )  # fmt: skip
     options = rotary_interleaved, implementation
-    call = None if is_recorded(operands) else recall("append_kv", operands, options)
+    call = recall("append_kv", operands, options)
     if call is None:
         q_out = _check_and_append(operands, *options)
     else:

@@ -116,10 +116,10 @@ def flash_attention(
         out, lse = flash_attention(q, k, v, causal=True, return_lse=True)
         out.sum().backward()
     """
-    operands = FlashOperands(q, k, v, sinks, q_segment_ids, kv_segment_ids)
+    operands = (q, k, v, sinks, q_segment_ids, kv_segment_ids)
     deterministic = or_as_torch_says(deterministic)
     options = (causal, scale, window_size, softcap, deterministic, return_lse, implementation)
-    return DENSE(operands, *options)
+    return DENSE(operands, options)
 
 
 def problem_of_flash(

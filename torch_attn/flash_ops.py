@@ -229,7 +229,7 @@ class FlashOperators:
         gradients = (x.new_empty(x.shape) if _has_gradient(x) else None for x in operands)
         return _with_left_out(gradients, dout)
 
-    def __call__(self, operands: Any, *options: Any) -> Any:
+    def __call__(self, operands: tuple[Any, ...], options: tuple[Any, ...]) -> Any:
         """Run the public function: a call that is kept, or the operator after every check.
 
         Args:
@@ -240,19 +240,19 @@ class FlashOperators:
         Returns:
             out; with return_lse the pair (out, lse).
         """
-        return_lse = options[5]
         if torch.is_autocast_enabled("cuda"):
             operands = self._cast(operands)
         call = recall(self, operands, options)
         if call is None:
-            out, lse = self._check_and_attend(operands, *options)
+            out, lse = self._check_and_attend(operands, options)
         else:
-            out, lse = self.attend(call, operands, return_lse)
-        return (out, lse) if return_lse else out
+            out, lse = self.attend(call, operands, options[5])
+        return (out, lse) if options[5] else out
 
     def _check_and_attend(
-        self, given, causal, scale, window_size, softcap, deterministic, return_lse, implementation
+        self, given: tuple[Any, ...], options: tuple[Any, ...]
     ) -> tuple[Tensor, Tensor | None]:
+        causal, scale, window_size, softcap, deterministic, return_lse, implementation = options
         operands = self._cast(given)
         checked = check_flash_options(
             causal=causal,
@@ -267,7 +267,6 @@ class FlashOperators:
         if not torch.compiler.is_compiling():
             spec = self.check(operands, checked)
             call = Call("flash_fwd", self.forward, spec, implementation, operands.q.device)
-            options = causal, scale, window_size, softcap, deterministic, return_lse, implementation
             if keep(self, operands, options, call):
                 return self.attend(call, operands, return_lse)
         return self.fwd(*operands, *pack(checked, implementation))
@@ -282,7 +281,7 @@ class FlashOperators:
         """Run a forward that is kept, past the dispatcher. lse may be None if it is not
         returned.
         """
-        if not is_recorded(operands):
+        if not call.is_recorded:
             return call(*operands)
         results = self._record(call, return_lse, *operands)
         return results if return_lse else (results, None)
@@ -300,9 +299,11 @@ class Differentiable(torch.autograd.Function):
     def call(cls, *args):
         """Run the operator so that a backward will find its way."""
         if not torch._C._are_functorch_transforms_active():
+            results = cls.recalled(args)
+            if results is not None:
+                return results
             if not is_recorded(args):
-                results = cls.recalled(args)
-                return cls.forward(*args) if results is None else results
+                return cls.forward(*args)
             # Function.apply binds the signature on every call, which takes longer than a launch.
             bound = super(torch.autograd.Function, cls)
             return bound.apply(*args)  # pyright: ignore[reportAttributeAccessIssue]

@@ -140,7 +140,7 @@ def paged_attention(
         q, k_pages, v_pages, block_tables, seq_lens, cu_seqlens_q, sinks, k_scale, v_scale
     )
     options = (scale, window_size, softcap, num_splits, return_lse, implementation)
-    call = None if is_recorded(operands) else recall("paged_attention", operands, options)
+    call = recall("paged_attention", operands, options)
     out, lse = _check_and_attend(operands, options) if call is None else call(*operands)
     return (out, lse) if return_lse else out
 

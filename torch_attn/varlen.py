@@ -124,7 +124,7 @@ def flash_attention_varlen(
     operands = VarlenOperands(q, k, v, cu_seqlens_q, cu_seqlens_kv, sinks)
     deterministic = or_as_torch_says(deterministic)
     options = (causal, scale, window_size, softcap, deterministic, return_lse, implementation)
-    return PACKED(operands, *options)
+    return PACKED(operands, options)
 
 
 def check_offsets(

@@ -80,7 +80,7 @@ def test_kernels_are_launched_for_the_target(monkeypatch, operation):
     from torch_attn.kernels.portable import flash_bwd, flash_fwd
 
     monkeypatch.setattr(family, "_function", family._function.__wrapped__)  # without its cache
-    monkeypatch.delenv("TWIN_ATTENTION_TARGET", raising=False)
+    monkeypatch.setattr("twin_attention.targets.target._environment", None)
     seen = []
 
     def spy(module, name):

@@ -133,7 +133,7 @@ def test_the_target_is_the_devices_own_or_the_one_asked_for(monkeypatch):
     hopper, ampere, ada, turing = map(Gpu, ("9.0", "8.0", "8.9", "7.5"))
     devices = (hopper, ampere, ada, turing)
     monkeypatch.setattr("pallas_attn.targets.cuda_devices", lambda: devices)
-    monkeypatch.delenv("TWIN_ATTENTION_TARGET", raising=False)
+    monkeypatch.setattr("twin_attention.targets.target._environment", None)
     elsewhere = Backend(REFERENCE)
     interpreted = Backend(KERNELS, interpreted=True)
     sm80, sm90 = Backend(KERNELS, "sm80"), Backend(KERNELS, "sm90")
@@ -155,7 +155,7 @@ def test_explicit_kernels_run_on_cuda_devices_alone(qkv, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr("pallas_attn.targets.cuda_devices", lambda: (ampere, hopper))
         patch.setattr("pallas_attn.dispatch.cuda_devices", lambda: (ampere, hopper))
-        patch.delenv("TWIN_ATTENTION_TARGET", raising=False)
+        patch.setattr("twin_attention.targets.target._environment", None)
         for device, mosaic in ((ampere, sm80), (hopper, sm90)):
             found = choose_backends(None, "flash_fwd", device, IN_16_BITS)
             assert found == Backends(mosaic, Backend(REFERENCE))

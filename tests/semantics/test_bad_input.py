@@ -213,7 +213,7 @@ def test_arguments_after_the_tensors_are_named(side):
 
 @pytest.mark.parametrize("asked", [None, "reference", "triton"])
 def test_explain_refuses_a_wrong_target(side, monkeypatch, asked):
-    monkeypatch.setenv("TWIN_ATTENTION_TARGET", "banana")
+    monkeypatch.setattr("twin_attention.targets.target._environment", "banana")
     message = "^TWIN_ATTENTION_TARGET: expected None or one of 'sm80', 'sm90', got 'banana'$"
     q, k, v = (side.zeros(shape, "float16") for shape in (Q, K, V))
     with pytest.raises(ValueError, match=message):

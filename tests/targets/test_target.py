@@ -1,10 +1,14 @@
 """The switch between Hopper and SM80 code."""
 
+import os
 import re
+import subprocess
+import sys
 import threading
 
 import pytest
 
+from twin_attention.targets import target
 from twin_attention.targets.target import requested_target, resolve_target, use_target
 
 VARIABLE = "TWIN_ATTENTION_TARGET"
@@ -12,18 +16,21 @@ VARIABLE = "TWIN_ATTENTION_TARGET"
 
 @pytest.fixture(autouse=True)
 def no_target_asked_for(monkeypatch):
-    monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.setattr(target, "_environment", None)
 
 
 def test_nothing_is_asked_for_by_default():
     assert requested_target() is None
 
 
-def test_the_environment_asks(monkeypatch):
-    monkeypatch.setenv(VARIABLE, "sm80")
-    assert requested_target() == "sm80"
-    monkeypatch.setenv(VARIABLE, "")
-    assert requested_target() is None
+@pytest.mark.parametrize(("value", "expected"), [("sm80", "sm80"), ("", None)])
+def test_the_environment_asks(value, expected):
+    program = "from twin_attention.targets import target; print(target.requested_target())"
+    environment = os.environ | {VARIABLE: value}
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout.strip() == str(expected)
 
 
 def test_an_unknown_target_is_refused(monkeypatch):
@@ -31,14 +38,14 @@ def test_an_unknown_target_is_refused(monkeypatch):
     with pytest.raises(ValueError, match=f"^{message}$"), use_target("sm70"):
         pass
     assert requested_target() is None
-    monkeypatch.setenv(VARIABLE, "ampere")
+    monkeypatch.setattr(target, "_environment", "ampere")
     message = f"{VARIABLE}: expected None or one of 'sm80', 'sm90', got 'ampere'"
     with pytest.raises(ValueError, match=f"^{message}$"):
         requested_target()
 
 
 def test_the_context_wins_over_the_environment_and_nests(monkeypatch):
-    monkeypatch.setenv(VARIABLE, "sm90")
+    monkeypatch.setattr(target, "_environment", "sm90")
     with use_target("sm80"):
         assert requested_target() == "sm80"
         with use_target("sm90"):

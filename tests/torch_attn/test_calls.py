@@ -6,11 +6,12 @@ from threading import Barrier
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torch_attn import append_kv, calls, flash_attention, paged_decode
-from torch_attn.calls import Call, is_recorded, keep, recall
+from torch_attn.calls import Call, Guard, is_recorded, keep, recall
 from torch_attn.dispatch import choose
 from torch_attn.flash_ops import DENSE
 from twin_attention.contract.spec import AttentionSpec
@@ -40,9 +41,11 @@ class Fake:
 def gpu(monkeypatch):
     """A machine with a GPU as far as calls are concerned."""
     monkeypatch.setattr(calls, "_PLAIN", (Fake,))
+    monkeypatch.setattr(calls, "Guard", lambda operands: lambda others: False)
     monkeypatch.setattr(calls, "_calls", {})
+    monkeypatch.setattr(calls, "_last", {})
     monkeypatch.setattr("torch_attn.targets._properties", lambda device: ((9, 0), 132, 227 * 1024))
-    monkeypatch.delenv("TWIN_ATTENTION_TARGET", raising=False)
+    monkeypatch.setattr("twin_attention.targets.target._environment", None)
 
 
 def remember(*operands, options=OPTIONS, spec=SPEC, implementation=None):
@@ -108,7 +111,7 @@ def test_the_switches_are_a_part_of_the_call(gpu, monkeypatch):
     with use_configs({"flash_fwd": {"block_q": 16}}):
         assert recall("f", (Fake(),), OPTIONS) is None
     assert recall("f", (Fake(),), OPTIONS).backend.target == "sm90"
-    monkeypatch.setenv("TWIN_ATTENTION_TARGET", "sm80")
+    monkeypatch.setattr("twin_attention.targets.target._environment", "sm80")
     assert recall("f", (Fake(),), OPTIONS).backend.target == "sm80"
 
 
@@ -150,6 +153,116 @@ def test_what_is_kept_has_a_limit(gpu, monkeypatch):
     for scale in range(5):
         remember(Fake(), options=(float(scale),))
         assert len(calls._calls) <= 2
+
+
+def tensor(*shape, **options):
+    return torch.zeros(shape or (1, 4, 2, 64), **options)
+
+
+def test_a_guard_recognises_other_tensors_of_the_same_layouts():
+    guard = Guard((tensor(), None, tensor(3)))
+    assert guard((tensor() + 1, None, tensor(3)))
+    assert Guard((None, tensor()))((None, tensor()))
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda: tensor(1, 5, 2, 64),
+        lambda: tensor(1, 2, 4, 64).transpose(1, 2),
+        lambda: tensor(dtype=torch.float16),
+        lambda: tensor(device="meta"),
+        lambda: tensor(requires_grad=True),
+        lambda: tensor(513)[1:].view(1, 4, 2, 64),
+        lambda: torch.nn.Parameter(tensor(), requires_grad=False),
+        lambda: torch._neg_view(tensor()),
+        lambda: torch._efficientzerotensor((1, 4, 2, 64)),
+        lambda: tensor().to_sparse(),
+        lambda: None,
+        lambda: 1,
+    ],
+)
+def test_a_guard_does_not_recognise(other):
+    first = tensor()
+    guard = Guard((first, first + 1))
+    assert guard((first, tensor()))
+    assert not guard((first, other()))
+
+
+def test_a_guard_knows_which_operands_are_left_out():
+    x, y = tensor(), tensor(3)
+    guard = Guard((x, None, y))
+    assert not guard((x, y, None))
+    assert not guard((x, tensor(), y))
+    assert not guard((x, None, None))
+
+
+def test_a_guard_recognises_nothing_in_other_modes():
+    x = tensor()
+    guard, found = Guard((x,)), []
+    with DispatchMode():
+        assert not guard((x,))
+    with torch.autocast("cpu"):
+        assert not guard((x,))
+    torch.func.grad(lambda y: found.append(guard((x,)) or guard((y,))) or y.sum())(tensor())
+    assert found == [False]
+    assert guard((x,))
+
+
+@pytest.fixture
+def cpu(monkeypatch):
+    """A machine whose CPU takes the place of a GPU."""
+    monkeypatch.setattr(calls, "_calls", {})
+    monkeypatch.setattr(calls, "_last", {})
+    monkeypatch.setattr(Tensor, "is_cuda", True)
+    monkeypatch.setattr("torch_attn.targets._properties", lambda device: ((9, 0), 132, 227 * 1024))
+    monkeypatch.setattr("twin_attention.targets.target._environment", None)
+
+
+def remember_tensors(*operands):
+    call = Call("flash_fwd", DENSE.forward, SPEC, None, torch.device("cuda", 0))
+    assert keep("f", operands, OPTIONS, call)
+    return call
+
+
+def test_the_last_call_is_found_without_a_key(cpu, monkeypatch):
+    x, y = tensor(dtype=torch.float16), tensor(1, 5, 2, 64, dtype=torch.float16)
+    of_x, of_y = remember_tensors(x), remember_tensors(y)
+    asked, make = [], calls._key
+    monkeypatch.setattr(calls, "_key", lambda *a: asked.append(a) or make(*a))
+    assert [recall("f", (z,), OPTIONS) for z in (y, y, x, x, x, y)] == [
+        of_y, of_y, of_x, of_x, of_x, of_y
+    ]  # fmt: skip
+    assert len(asked) == 2  # where the layout changes
+    with FunctionMode():
+        assert recall("f", (y,), OPTIONS) is None
+
+
+def test_a_call_that_autograd_records_is_another(cpu):
+    x = tensor(requires_grad=True)
+    recorded = remember_tensors(x)
+    assert recorded.is_recorded
+    with torch.no_grad():
+        assert recall("f", (x,), OPTIONS) is None
+        alone = remember_tensors(x)
+        assert not alone.is_recorded
+        assert recall("f", (x,), OPTIONS) is alone
+    assert recall("f", (x,), OPTIONS) is recorded
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(x.detach(), tensor())
+        assert recall("f", (dual,), OPTIONS) is recorded  # which refuses forward mode
+        assert recall("f", (x.detach(),), OPTIONS) is None
+
+
+def test_a_tensor_that_begins_elsewhere_has_a_call_of_its_own(cpu):
+    memory = torch.zeros(1, 4, 2, 65)
+    aligned, other = memory.flatten()[:512], memory.flatten()[1:513]
+    remember_tensors(aligned)
+    assert recall("f", (other,), OPTIONS) is None
+    call = remember_tensors(other)
+    for _ in range(2):
+        assert recall("f", (other,), OPTIONS) is call
+        assert recall("f", (aligned,), OPTIONS) is not call
 
 
 def test_what_autograd_records():
@@ -236,11 +349,13 @@ def test_a_decode_that_requires_grad_is_refused_after_a_call_was_kept():
 @needs_a_gpu
 def test_threads_may_call_at_once(monkeypatch):
     monkeypatch.setattr(calls, "_calls", {})
+    monkeypatch.setattr(calls, "_last", {})
     problems = [inputs() for _ in range(4)] + [
         [x[:, : 8 * n] for x in inputs()] for n in range(1, 5)
     ]
     wanted = [flash_attention(*qkv, causal=True) for qkv in problems]
     calls._calls.clear()
+    calls._last.clear()
 
     def work(start):
         for step in range(200):
@@ -274,6 +389,7 @@ def test_threads_may_make_the_first_call_and_its_backward_at_once(monkeypatch):
     wanted = {n: gradients(n) for n in range(1, 5)}
     together = Barrier(8)
     monkeypatch.setattr(calls, "_calls", {})
+    monkeypatch.setattr(calls, "_last", {})
     with ThreadPoolExecutor(8) as pool:
         for done in [pool.submit(work, start) for start in range(8)]:
             done.result(120)
@@ -282,7 +398,8 @@ def test_threads_may_make_the_first_call_and_its_backward_at_once(monkeypatch):
 @needs_a_gpu
 def test_every_backward_follows_the_switches_that_it_runs_under(monkeypatch):
     monkeypatch.setattr(calls, "_calls", {})
-    monkeypatch.delenv("TWIN_ATTENTION_TARGET", raising=False)
+    monkeypatch.setattr(calls, "_last", {})
+    monkeypatch.setattr("twin_attention.targets.target._environment", None)
     native = choose(None, "flash_bwd", torch.device("cuda"), SPEC)[0].target
     q, k, v = (x.requires_grad_() for x in inputs())
 

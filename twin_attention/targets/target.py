@@ -1,7 +1,8 @@
 """The code that a GPU runs: its own generation's, or SM80 code on a Hopper card.
 
 A Hopper card can run SM80 (Ampere) kernels, so that they can be tested and timed where no
-Ampere card is at hand. Set the environment variable ``TWIN_ATTENTION_TARGET=sm80``, or::
+Ampere card is at hand. Set the environment variable ``TWIN_ATTENTION_TARGET=sm80`` before this
+module is imported, or::
 
     from twin_attention.targets.target import use_target
 
@@ -27,6 +28,7 @@ SHARED_MEMORY_LIMIT = {"sm80": 163 * 1024, "sm90": 227 * 1024}
 SHARED_MEMORY_OF_SMALLER_CARDS = 99 * 1024  # compute capability 8.6, 8.9 and 12.0
 NUM_SMS = {"sm80": 108, "sm90": 132}  # of an A100 and of an H100 or H200
 _VARIABLE = "TWIN_ATTENTION_TARGET"
+_environment = os.environ.get(_VARIABLE) or None
 _override: str | None = None
 
 
@@ -38,9 +40,9 @@ def requested_target() -> str | None:
     """
     if _override is not None:
         return _override
-    target = os.environ.get(_VARIABLE) or None
-    check_choice(_VARIABLE, target, TARGETS)
-    return target
+    if _environment is not None:
+        check_choice(_VARIABLE, _environment, TARGETS)
+    return _environment
 
 
 @contextmanager
