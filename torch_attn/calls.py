@@ -49,10 +49,9 @@ class Guard:
     def __init__(self, operands: tuple[Any, ...]) -> None:
         """Take operands that begin at multiples of 16 bytes, as those recognised do."""
         given = [i for i, x in enumerate(operands) if x is not None]
-        self._count = len(given)
-        self._tensors = (
-            itemgetter(*given) if len(given) > 1 else itemgetter(slice(given[0], given[0] + 1))
-        )
+        self._count, first = len(given), given[0]
+        # Of one index it would get no tuple.
+        self._tensors = itemgetter(*(given if len(given) > 1 else [slice(first, first + 1)]))
         tensors = self._tensors(operands)
         guards = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
         self._check = guards.check
@@ -122,13 +121,14 @@ def _key(question: Key, operands: tuple[Any, ...]) -> Key | None:
     """Return all that a call depends on but the operands' values.
 
     Returns:
-        The key. None for a call that the dispatcher has to see: a mode or a transformation is
-        active, or an operand is no plain tensor on a CUDA device.
+        The key. None for a call that the dispatcher has to see: a mode, a transformation or forward
+        mode is active, or an operand is no plain tensor on a CUDA device.
     """
     if (
         torch._C._len_torch_dispatch_stack()
         or torch._C._is_torch_function_mode_enabled()
         or torch._C._are_functorch_transforms_active()
+        or forward_ad._current_level >= 0
     ):
         return None
     layouts = _layouts(operands)
@@ -175,7 +175,7 @@ def recall(
         return None
     if last is None:
         return None
-    # A guard sees neither modes of `__torch_function__` nor tangents.
+    # A guard sees neither modes of `__torch_function__` nor forward mode.
     if (
         last.guard is not None
         and last.guard(operands)
