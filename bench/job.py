@@ -6,7 +6,7 @@ A suite lists `Job`s and measures nothing itself; `bench.runner` runs them.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from bench.records import Record
@@ -25,6 +25,11 @@ class Subject(NamedTuple):
 
     implementation: str
     target: str | None = None
+
+    def is_one_of(self, texts: Sequence[str]) -> bool:
+        """Return True if its name, such as "torch triton sm90", contains one of the texts."""
+        name = " ".join(filter(None, self))
+        return any(text in name for text in texts)
 
 
 class Absent(Exception):
@@ -81,6 +86,11 @@ class Job:
     @property
     def title(self) -> str:
         return f"{self.case['name']} {self.operation}"
+
+    def only(self, texts: Sequence[str]) -> Job | None:
+        """Return the job of the implementations that are one of the texts; None without any."""
+        chosen = {s: make for s, make in self.factories.items() if Subject(*s).is_one_of(texts)}
+        return replace(self, factories=chosen) if chosen else None
 
     def plan(self, origin: dict[str, Any]) -> dict[Subject, Record]:
         """Return the records that measuring would fill."""

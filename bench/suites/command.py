@@ -15,12 +15,14 @@ from pathlib import Path
 
 from rich.console import Console
 
+from bench.job import Job
 from bench.records import drop_unfinished_line, origin
 from bench.records import load as read
 from bench.report import command as report
 from bench.runner import INTERRUPTED, Instruments, run_suite
 from bench.sampling import Sampler, log_path, nvml_reader
 from bench.suites import ON_CPU, SUITES, load
+from bench.training.job import TrainingJob
 from interop.parity.arguments import make_folder
 from twin_attention.targets.target import TARGETS
 
@@ -60,6 +62,13 @@ def _add_arguments(
     parser: argparse.ArgumentParser, run: Callable[[argparse.Namespace], int]
 ) -> None:
     parser.add_argument("--filter", default="", help="part of a case's name")
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        metavar="TEXT",
+        default=[""],
+        help="parts of implementations' names; those with none of them are left out",
+    )
     parser.add_argument(
         "--resume",
         action="store_true",
@@ -109,12 +118,21 @@ def _choose(names: Sequence[str], arguments: argparse.Namespace) -> list[str]:
     if arguments.memory_cap is not None and not arguments.memory_cap > 0:
         arguments.refuse(f"--memory-cap: expected more than 0 GiB, got {arguments.memory_cap:g}")
     targets = TARGETS if arguments.device == "cuda" else (None,)
-    chosen = [name for name in names if load(name).jobs(targets, arguments.filter)]
-    if not chosen:
+    found = {name: load(name).jobs(targets, arguments.filter) for name in names}
+    if not any(found.values()):
         arguments.refuse(f"--filter: expected part of a case's name, got {arguments.filter!r}")
+    chosen = [name for name, jobs in found.items() if _only(jobs, arguments.only)]
+    if not chosen:
+        got = ", ".join(map(repr, arguments.only))
+        arguments.refuse(f"--only: expected part of an implementation's name, got {got}")
     if arguments.json is not None:
         _prepare_file(arguments.json, arguments)
     return chosen
+
+
+def _only(jobs: Sequence[Job | TrainingJob], texts: Sequence[str]) -> list[Job | TrainingJob]:
+    """Return the jobs of the implementations whose names contain one of the texts."""
+    return [left for job in jobs if (left := job.only(texts)) is not None]
 
 
 def _prepare_file(path: Path, arguments: argparse.Namespace) -> None:
@@ -192,6 +210,7 @@ def _measure(
 
     suite = load(name)
     jobs = suite.jobs(choose_targets(arguments.device, None), arguments.filter)
+    jobs = _only(jobs, arguments.only)
     peaks = peak_jobs() if arguments.device == "cuda" else []
     console = Console(width=None if sys.stdout.isatty() else 160)
     console.rule(suite.TITLE)

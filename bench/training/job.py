@@ -60,6 +60,10 @@ class TrainingJob:
     def title(self) -> str:
         return f"{self.training.name} {self.subject.implementation}"
 
+    def only(self, texts: Sequence[str]) -> TrainingJob | None:
+        """Return the job if its implementation is one of the texts."""
+        return self if self.subject.is_one_of(texts) else None
+
     def plan(self, origin: dict[str, Any]) -> dict[str, Record]:
         """Return the records that measuring would fill, by operation."""
         shared = {"case": self.case, **self.subject._asdict(), **origin}

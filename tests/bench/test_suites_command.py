@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from bench import __main__ as command
+from bench.job import Job, Subject
 from bench.peaks import peak_jobs
 from bench.records import append, load
 from bench.suites import SUITES
@@ -29,6 +30,11 @@ def gpu(monkeypatch):
 
 def suite(name, jobs):
     return SimpleNamespace(TITLE=name, NOTE="", jobs=lambda targets, pattern: jobs)
+
+
+def job(*names):
+    factories = {Subject(name, "sm90"): pytest.fail for name in names}
+    return Job({"name": "case"}, "forward", 0, 0, lambda: None, factories)
 
 
 @pytest.mark.parametrize("name", [*SUITES, "all"])
@@ -62,6 +68,10 @@ def test_what_it_cannot_do_it_refuses(gpu, monkeypatch, capsys, arguments, messa
     [
         (["--resume"], "--resume: expected --json FILE beside it, got none"),
         (["--filter", "x" * 9], "--filter: expected part of a case's name, got 'xxxxxxxxx'"),
+        (
+            ["--only", "zz", "FA9"],
+            "--only: expected part of an implementation's name, got 'zz', 'FA9'",
+        ),
         (["--memory-cap", "-1"], "--memory-cap: expected more than 0 GiB, got -1"),
         (["--json", "/proc/x/y"], "--json: expected a folder that can be made, got '/proc/x'"),
         (["--json", "/"], "--json: expected a plain file to append to, got '/'"),
@@ -133,7 +143,7 @@ def test_a_memory_cap_holds_both_frameworks(gpu, monkeypatch):
             raise MemoryError
         return 0
 
-    monkeypatch.setattr(suites, "load", lambda name: suite(name, [name]))
+    monkeypatch.setattr(suites, "load", lambda name: suite(name, [job("torch triton")]))
     monkeypatch.setattr(suites, "run_suite", run_suite)
     assert command.main(["flash", "--memory-cap", "20"]) == 0
     assert taken == [0.25, 1.0]
@@ -148,14 +158,15 @@ def test_a_suite_runs_after_the_peaks_of_the_device(gpu, monkeypatch, tmp_path, 
         called.append((jobs, origin, path, resume, log))
         return 130
 
-    monkeypatch.setattr(suites, "load", lambda name: suite("The title", [name]))
+    found = [job("torch triton", "jax triton", "FA2"), job("torch triton")]
+    monkeypatch.setattr(suites, "load", lambda name: suite("The title", found))
     monkeypatch.setattr(suites, "run_suite", run_suite)
     path, log = tmp_path / "records.jsonl", tmp_path / "gpu.csv"
-    options = ["--json", str(path), "--resume", "--gpu-log", str(log)]
+    options = ["--json", str(path), "--resume", "--gpu-log", str(log), "--only", "jax", "FA2"]
     assert command.main(["eager", *options]) == 130
     ((jobs, origin, *rest),) = called
-    assert [job.case["name"] for job in jobs[:-1]] == ["matmul", "read", "copy"]
-    assert jobs[-1] == "eager"
+    assert [job.case["name"] for job in jobs] == ["matmul", "read", "copy", "case"]
+    assert list(jobs[-1].factories) == [Subject("jax triton", "sm90"), Subject("FA2", "sm90")]
     assert origin["suite"] == "eager"
     assert rest == [path, True, log]
     assert "The title" in capsys.readouterr().out
