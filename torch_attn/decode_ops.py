@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from torch_attn.calls import Call, keep, recall
-from torch_attn.flash_ops import TAGS, Differentiable, join, without_gradient
-from torch_attn.kernels import reference
+from torch_attn.flash_ops import TAGS, Differentiable, join, readable, without_gradient
 from torch_attn.operands import dtype_name, operand, schema
 from twin_attention.contract.operands import AppendOperands, DecodeOperands, describe_operands
 from twin_attention.contract.spec import AppendSpec, DecodeSpec, MergeSpec
@@ -45,8 +44,8 @@ _library.define(
     tags=TAGS,
 )
 _library.define(
-    "merge_states_bwd(Tensor dout, Tensor? dlse, Tensor outs, Tensor lses) -> "
-    "(Tensor douts, Tensor dlses)",
+    "merge_states_bwd(Tensor dout, Tensor? dlse, Tensor outs, Tensor lses, "
+    "str? implementation=None) -> (Tensor douts, Tensor dlses)",
     tags=TAGS,
 )
 paged_decode = torch.ops.torch_attn.paged_decode.default
@@ -168,7 +167,24 @@ def _allocate_merged(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
     return outs.new_empty(outs.shape[1:]), lses.new_empty(lses.shape[1:])
 
 
-def _fake_merge_backward(dout, dlse, outs, lses):
+def _merge_backward(function, spec, backend, *tensors: Tensor | None):
+    """Run a family's combine_bwd."""
+    return function(*tensors, spec, backend)
+
+
+def _run_merge_backward(dout, dlse, outs, lses, implementation=None):
+    dout, dlse = readable(dout, dlse)
+    tensors = dout, dlse, outs, lses
+    known = "torch_attn::merge_states_bwd", tensors, (implementation,)
+    call = recall(*known)
+    if call is None:
+        spec = MergeSpec(*outs.shape, dtype=dtype_name(outs.dtype))
+        call = Call("combine_bwd", _merge_backward, spec, implementation, outs.device)
+        keep(*known, call)
+    return call(*tensors)
+
+
+def _fake_merge_backward(dout, dlse, outs, lses, implementation=None):
     return outs.new_empty(outs.shape), lses.new_empty(lses.shape)
 
 
@@ -177,14 +193,15 @@ class _Merge(Differentiable):
 
     @staticmethod
     def setup_context(ctx, inputs, output) -> None:
-        ctx.save_for_backward(*inputs[:2])
+        *states, ctx.implementation = inputs
+        ctx.save_for_backward(*states)
         ctx.set_materialize_grads(False)
 
     @staticmethod
     def backward(ctx, dout, dlse):
         outs, lses = ctx.saved_tensors
         dout = outs.new_zeros(outs.shape[1:]) if dout is None else dout
-        return *merge_states_bwd(dout, dlse, outs, lses), None
+        return *merge_states_bwd(dout, dlse, outs, lses, ctx.implementation), None
 
     @staticmethod
     def jvp(*_: Any) -> NoReturn:
@@ -230,7 +247,7 @@ def _register(op: torch._ops.OpOverload, run, fake, autograd) -> None:
 _register(paged_decode, _run_decode, _fake_decode, partial(without_gradient, paged_decode))
 _register(append_kv, _run_append, _fake_append, partial(without_gradient, append_kv))
 _register(merge_states, _run_merge, _fake_merge, _Merge.call)
-_register(merge_states_bwd, reference.combine_bwd, _fake_merge_backward, _MergeBackward.call)
+_register(merge_states_bwd, _run_merge_backward, _fake_merge_backward, _MergeBackward.call)
 for _op, _axes in ((merge_states, ((1, 1), 0)), (merge_states_bwd, ((0, 0, 1, 1), 1))):
     _rule = partial(_batch_merge, _op, _axes)
     torch.library.register_vmap(_op.name(), _rule, lib=_library)

@@ -79,7 +79,7 @@ def pack(options: FlashOptions, implementation: Any) -> tuple[Any, ...]:
     return scale, window.left, window.right, softcap, deterministic, implementation
 
 
-def _readable(dout: Tensor, dlse: Tensor | None) -> tuple[Tensor, Tensor | None]:
+def readable(dout: Tensor, dlse: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """Return gradients that the kernels take; a copy only of what comes expanded."""
     dout = dout if dout.stride(-1) == 1 else dout.contiguous()
     return dout, None if dlse is None else dlse.contiguous()
@@ -204,7 +204,7 @@ class FlashOperators:
         return call(*args[:count])
 
     def _run_backward(self, dout, dlse, *args):
-        dout, dlse = _readable(dout, dlse)
+        dout, dlse = readable(dout, dlse)
         end = self._num_operands + 2
         tensors = dout, dlse, *args[:end]
         known = self._bwd_name, tensors, args[end:]
@@ -383,7 +383,7 @@ class _Kept(torch.autograd.Function):
     @classmethod
     def backward(cls, ctx, dout, dlse=None):
         *operands, out, lse = ctx.saved_tensors
-        dout, dlse = _readable(torch.zeros_like(out) if dout is None else dout, dlse)
+        dout, dlse = readable(torch.zeros_like(out) if dout is None else dout, dlse)
         forward, spec = ctx.call, ctx.call.spec
         # All else that the call depends on follows from its forward's.
         known = forward, (dout, dlse), ()

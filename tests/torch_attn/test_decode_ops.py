@@ -375,6 +375,25 @@ def test_a_merge_is_recorded_after_calls_that_were_not(torch_device):
     assert_equal(merge_states(*states), want)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize(("parts", "head_dim"), [(1, 16), (3, 64), (20, 24)])
+def test_the_gradients_of_a_merge_by_a_kernel(torch_device, parts, head_dim, dtype):
+    """Of strided parts; one without keys may hold anything, and a row may see no key at all."""
+    torch.manual_seed(0)
+    outs = torch.randn(parts, 2, 3, 5, head_dim, device=torch_device).to(dtype)
+    lses = 3 * torch.randn(parts, 2, 3, 5, device=torch_device)
+    outs[0, 0, 0, 0], lses[0, 0, 0, 0], lses[:, 1, 2, 4] = torch.nan, -torch.inf, -torch.inf
+    dout, dlse = torch.randn_like(outs[0]).transpose(1, 2), torch.randn_like(lses[0])
+    outs = outs.transpose(2, 3)
+    for gradients in ((dout, dlse), (dout, None)):
+        got, want = (
+            ops.merge_states_bwd(*gradients, outs, lses, name) for name in ("triton", "reference")
+        )
+        for x, y in zip(got, want, strict=True):
+            assert (x.shape, x.stride(), x.dtype) == (y.shape, y.stride(), y.dtype)
+            torch.testing.assert_close(x, y)
+
+
 def test_other_derivatives_of_a_merge_are_refused(torch_device):
     outs, lses, _ = problem(torch_device).merge_arguments("")
     loss = partial(merge_loss, outs)

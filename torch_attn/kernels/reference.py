@@ -118,9 +118,14 @@ def combine(outs: Tensor, lses: Tensor, spec: MergeSpec, backend: Backend) -> tu
 
 
 def combine_bwd(
-    dout: Tensor, dlse: Tensor | None, outs: Tensor, lses: Tensor
+    dout: Tensor,
+    dlse: Tensor | None,
+    outs: Tensor,
+    lses: Tensor,
+    spec: MergeSpec,
+    backend: Backend,
 ) -> tuple[Tensor, Tensor]:
-    """Compute the gradients of `combine` in float32: the backward of every family.
+    """Compute the gradients of `combine` in float32.
 
     With ``w = softmax(lses)`` and ``dp_n = dout · out_n``: ``d out_n = w_n dout`` and
     ``d lse_n = w_n (dp_n - Σ_m w_m dp_m + dlse)``. It takes one part after the other: beside the
