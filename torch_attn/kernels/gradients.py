@@ -11,11 +11,11 @@ from torch import Tensor
 
 from torch_attn.kernels.portable.block_mask import lists_of_keys, lists_of_queries
 from torch_attn.kernels.portable.segments import segment_ranges, segments_of
-from torch_attn.kernels.portable.sequences import offsets_of
+from torch_attn.kernels.portable.sequences import num_padded_rows, offsets_of
 from torch_attn.kernels.portable.softmax import LOG2E
-from torch_attn.launch import KernelCall, Prepared, launch
+from torch_attn.launch import KernelCall, Prepared, launch, sequence_arguments
 from twin_attention.contract.operands import AttentionOperands
-from twin_attention.contract.spec import AttentionSpec
+from twin_attention.contract.spec import AttentionSpec, VarlenSpec
 from twin_attention.targets.family import Backend
 
 # A kernel and the function that prepares its launch.
@@ -72,9 +72,10 @@ def make_flash_bwd(
         if postprocess is not None and "flash_bwd_fused" in backend.configs(spec):
             assert sum_columns is not None
             sums = lse2.new_empty((*lse2.shape, sum_columns(spec.head_dim))).zero_()
-            tensors = (*inputs, *grads[1:], sums)
+            tensors = (*inputs, *grads[1:], sums, *offsets)
             launch("flash_bwd_fused", *dkdv, tensors, spec, backend, **options)
-            launch("flash_bwd_postprocess", *postprocess, (sums, grads[0]), spec, backend)
+            tensors = (sums, grads[0], *offsets[:1])
+            launch("flash_bwd_postprocess", *postprocess, tensors, spec, backend)
         else:
             no_sums = () if postprocess is None else (None,)
             keys, queries = lists_of_keys(operands), lists_of_queries(operands)
@@ -100,11 +101,12 @@ def sinks_gradient(sinks: Tensor | None, lse2: Tensor, delta: Tensor) -> Tensor 
 def prepare_postprocess(call: KernelCall) -> Prepared:
     """Return grid and arguments of a `flash_bwd_postprocess_kernel`."""
     spec = call.spec
-    tiles = triton.cdiv(spec.seq_q, call.config.block_q)
+    rows = num_padded_rows(spec) if isinstance(spec, VarlenSpec) else spec.seq_q
+    tiles = triton.cdiv(rows, call.config.block_q)
     arguments = {
         "seq_q": spec.seq_q,
         "heads_q": spec.heads_q,
         "scale": spec.scale,
         "HEAD_DIM": spec.head_dim,
-    }
+    } | sequence_arguments(spec)
     return (tiles * spec.heads_q * spec.batch,), arguments

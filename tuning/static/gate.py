@@ -93,7 +93,7 @@ _PORTABLE_FEATURES = {
     "packed": (64, 128), "segments": (64, 128), "tiles-of-128": HEAD_DIMS, "tiles-of-64": (64, 128),
 }  # fmt: skip
 # Those of them that the explicit kernels of a target have.
-_EXPLICIT_FEATURES = {("tiles-of-128", "sm90")}
+_EXPLICIT_FEATURES = {("packed", "sm80"), ("tiles-of-128", "sm90")}
 # The explicit kernels' head sizes: of each row the largest, and those that need two column pieces.
 _EXPLICIT_HEAD_DIMS = (16, 32, 64, 80, 96, 128, 192, 256)
 # Mosaic's, which take longer to compile: of each row the largest, and one of two pieces; those with

@@ -5,7 +5,7 @@ They copy 16 bytes at a time with cp.async, read operands with ldmatrix, and mul
 
 from __future__ import annotations
 
-from twin_attention.contract.spec import AttentionSpec, BlockSparseSpec, VarlenSpec
+from twin_attention.contract.spec import AttentionSpec, BlockSparseSpec
 from twin_attention.targets.kernels import Spec
 
 
@@ -19,8 +19,6 @@ def supports(operation: str, spec: Spec, target: str | None) -> str | None:
     """
     if not isinstance(spec, AttentionSpec):
         return "it has flash attention alone"
-    if isinstance(spec, VarlenSpec):
-        return "its kernels take no packed sequences"
     if isinstance(spec, BlockSparseSpec):
         return "its kernels take no block masks"
     if spec.segmented:

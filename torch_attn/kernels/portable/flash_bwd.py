@@ -33,6 +33,7 @@ from torch_attn.kernels.portable.sequences import (
     count_sequence_tiles,
     first_tile,
     locate_tile,
+    num_padded_rows,
     num_sequence_tiles,
 )
 from torch_attn.kernels.portable.softmax import LOG2E
@@ -448,7 +449,7 @@ def preprocess(
     Returns:
         lse2 and delta, [B, Hq, Sq rounded up to ROW_PADDING] float32.
     """
-    rows = (spec.batch, spec.heads_q, _padded_rows(spec))
+    rows = (spec.batch, spec.heads_q, num_padded_rows(spec))
     lse2, delta = (lse.new_empty(rows) for _ in range(2))
     launch(
         "flash_bwd_preprocess",
@@ -470,7 +471,7 @@ def _prepare_preprocess(call: KernelCall) -> Prepared:
         "HEAD_DIM_V": spec.head_dim_v,
     }
     arguments |= sequence_arguments(spec)
-    tiles = _padded_rows(spec) // call.config.block_q
+    tiles = num_padded_rows(spec) // call.config.block_q
     return (tiles * spec.heads_q * spec.batch,), arguments
 
 
@@ -493,10 +494,6 @@ def _arguments(call: KernelCall) -> dict[str, Any]:
     q, k, v, dout, *_ = call.layouts
     strides = stride_arguments(q=q, k=k, v=v, dout=dout)
     return flash_arguments(call.spec) | strides | list_arguments(call)
-
-
-def _padded_rows(spec: AttentionSpec) -> int:
-    return num_sequence_tiles(spec, spec.seq_q, ROW_PADDING.value) * ROW_PADDING.value
 
 
 flash_bwd = make_flash_bwd(

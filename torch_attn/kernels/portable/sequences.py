@@ -13,6 +13,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
+from torch_attn.kernels.portable.tiles import ROW_PADDING
 from twin_attention.contract.operands import AttentionOperands, FlashOperands, VarlenOperands
 from twin_attention.contract.spec import AttentionSpec, VarlenSpec
 
@@ -56,6 +57,24 @@ def locate_tile(
         that of an empty sequence: start and end are first, and size_other is 0.
     """
     sequence = find_sequence(cu_seqlens_ptr, tile, num_sequences, BLOCK)
+    return rows_of_tile(
+        cu_seqlens_ptr, cu_seqlens_other_ptr, sequence, tile, num_rows, num_rows_other,
+        num_sequences, BLOCK,
+    )  # fmt: skip
+
+
+@triton.jit
+def rows_of_tile(
+    cu_seqlens_ptr,
+    cu_seqlens_other_ptr,
+    sequence,
+    tile,
+    num_rows,
+    num_rows_other,
+    num_sequences,
+    BLOCK: tl.constexpr,
+):
+    """Return what `locate_tile` does, of a tile that `sequence` owns."""
     first, size = rows_of_sequence(cu_seqlens_ptr, sequence, num_rows, num_sequences, num_rows)
     first_other, size_other = rows_of_sequence(
         cu_seqlens_other_ptr, sequence, num_rows_other, num_sequences, 0
@@ -152,6 +171,11 @@ def num_sequence_tiles(spec: AttentionSpec, num_rows: int, block: int) -> int:
     if isinstance(spec, VarlenSpec):
         return num_rows // block + spec.num_sequences + 1
     return triton.cdiv(num_rows, block)
+
+
+def num_padded_rows(spec: AttentionSpec) -> int:
+    """Return the rows of the row vectors that the backward's kernels share."""
+    return num_sequence_tiles(spec, spec.seq_q, ROW_PADDING.value) * ROW_PADDING.value
 
 
 def offsets_of(operands: AttentionOperands[Any]) -> tuple[Any, ...]:

@@ -7,12 +7,16 @@ from the kernel of dk and dv, in any order, with five. Dao 2023, FlashAttention-
 
 from typing import Any
 
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from torch_attn.kernels.gradients import make_flash_bwd, prepare_postprocess
 from torch_attn.kernels.portable.flash_bwd import preprocess
+from torch_attn.kernels.portable.sequences import (
+    count_sequence_tiles,
+    first_tile,
+    num_sequence_tiles,
+)
 from torch_attn.kernels.portable.tiles import (
     ROW_PADDING,
     count_tiles,
@@ -42,6 +46,7 @@ from torch_attn.kernels.sm80.pipeline import (
 )
 from torch_attn.kernels.sm80.schedule import longest_first
 from torch_attn.kernels.sm80.scores import visible_scores
+from torch_attn.kernels.sm80.sequences import locate_tile
 from torch_attn.launch import UNSPECIALIZED, KernelCall, Prepared, flash_arguments
 from torch_attn.targets import num_sms
 from twin_attention.targets.sm80 import heads_together
@@ -56,6 +61,8 @@ def flash_bwd_dq_kernel(
     lse2_ptr,
     delta_ptr,
     dq_ptr,
+    cu_seqlens_q_ptr,
+    cu_seqlens_kv_ptr,
     q_strides,
     k_strides,
     v_strides,
@@ -63,6 +70,7 @@ def flash_bwd_dq_kernel(
     seq_q,
     seq_kv,
     diagonal,
+    num_sequences,
     heads_q,
     rule,
     window_left,
@@ -79,21 +87,27 @@ def flash_bwd_dq_kernel(
 ):
     """One program computes BLOCK_Q rows of dq of one query head; a warp has 16 rows or more.
 
-    Operands, loop invariant and accumulation: as in the portable `flash_bwd_dq_kernel`. Grid:
-    (query tiles · heads · batch), in the order of `longest_first`.
+    Operands, packed sequences, loop invariant and accumulation: as in the portable
+    `flash_bwd_dq_kernel`. Grid: (query tiles · heads · batch), in the order of `longest_first`.
     A warp has all keys of its rows, so that ds is the left operand of ds·k in the registers where
     it was computed. NUM_STAGES 1: the next k and v are fetched at the end of a step, and the other
     programs of the SM work meanwhile; 2: they arrive under the whole step.
     """
     # Locate the tile of queries.
-    num_tiles = gl.cdiv(seq_q, BLOCK_Q)
+    num_tiles = count_sequence_tiles(seq_q, num_sequences, BLOCK_Q)
     index, tile = longest_first(num_tiles, together)
     head = index % heads_q
     batch = (index // heads_q).to(gl.int64)
     start_q = tile * BLOCK_Q
+    total_q, first_kv = seq_q, None
+    if num_sequences is not None:
+        sequence, first_q, start_q, seq_q, first_kv, seq_kv = locate_tile(
+            cu_seqlens_q_ptr, cu_seqlens_kv_ptr, tile, seq_q, seq_kv, num_sequences, BLOCK_Q
+        )
+        diagonal = seq_kv - seq_q
     head_kv = head // GROUP_SIZE
-    k_base = head_base(k_ptr, k_strides, batch, head_kv, ALIGN)
-    v_base = head_base(v_ptr, v_strides, batch, head_kv, ALIGN)
+    k_base = head_base(k_ptr, k_strides, batch, head_kv, ALIGN, first_kv)
+    v_base = head_base(v_ptr, v_strides, batch, head_kv, ALIGN, first_kv)
     begin, before, full, after = visible_tiles(
         start_q, seq_q, seq_kv, diagonal, window_left, window_right, BLOCK_Q, BLOCK_KV
     )
@@ -115,7 +129,11 @@ def flash_bwd_dq_kernel(
     commit()
     rows = start_q + gl.arange(0, BLOCK_Q, gl.SliceLayout(1, layout))
     position = rows + diagonal
-    offset = (batch * heads_q + head) * gl.cdiv(seq_q, ROW_PADDING) * ROW_PADDING
+    offset = (batch * heads_q + head) * count_sequence_tiles(
+        total_q, num_sequences, ROW_PADDING
+    ) * ROW_PADDING  # fmt: skip
+    if num_sequences is not None:
+        offset += first_tile(first_q, sequence, ROW_PADDING).to(gl.int64) * ROW_PADDING - first_q
     lse2 = gl.load(lse2_ptr + offset + rows)
     delta = gl.load(delta_ptr + offset + rows)
     dq = zeros(BLOCK_Q, HEAD_DIM, layout)
@@ -189,6 +207,8 @@ def flash_bwd_dkdv_kernel(
     dk_ptr,
     dv_ptr,
     dq_sum_ptr,
+    cu_seqlens_q_ptr,
+    cu_seqlens_kv_ptr,
     q_strides,
     k_strides,
     v_strides,
@@ -196,6 +216,7 @@ def flash_bwd_dkdv_kernel(
     seq_q,
     seq_kv,
     diagonal,
+    num_sequences,
     heads_q,
     rule,
     window_left,
@@ -212,10 +233,10 @@ def flash_bwd_dkdv_kernel(
 ):
     """One program computes BLOCK_KV rows of dk and dv of one kv head, summed over its query heads.
 
-    Operands, loop invariant and accumulation: as in the portable `flash_bwd_dkdv_kernel`. Grid:
-    (key tiles · kv heads · batch), in the order of `longest_first`.
+    Operands, packed sequences, loop invariant and accumulation: as in the portable
+    `flash_bwd_dkdv_kernel`. Grid: (key tiles · kv heads · batch), in the order of `longest_first`.
     dq_sum_ptr: None, or dq's float32 sums in the order of `add_to_sum`, zero at first, to which
-    the program adds ds k; the order of these additions is not fixed.
+    the program adds ds k; the order of these additions is not fixed. They have the rows of lse2.
 
     With 32 keys a warp, p and ds are left operands in the registers where they were computed.
     With fewer, two warps share the rows of a product, each with half of the columns, which reads
@@ -225,12 +246,19 @@ def flash_bwd_dkdv_kernel(
     programs; 2: they arrive under the whole step.
     """
     # Locate the tile of keys.
-    num_tiles = gl.cdiv(seq_kv, BLOCK_KV)
+    num_tiles = count_sequence_tiles(seq_kv, num_sequences, BLOCK_KV)
     heads_kv = heads_q // GROUP_SIZE
     index, tile = longest_first(num_tiles, together)
-    start_kv = (num_tiles - 1 - tile) * BLOCK_KV  # the first keys are seen by most queries
+    tile = num_tiles - 1 - tile  # the first keys are seen by most queries
+    start_kv = tile * BLOCK_KV
     head_kv = index % heads_kv
     batch = (index // heads_kv).to(gl.int64)
+    total_q, first_q = seq_q, None
+    if num_sequences is not None:
+        sequence, _first_kv, start_kv, seq_kv, first_q, seq_q = locate_tile(
+            cu_seqlens_kv_ptr, cu_seqlens_q_ptr, tile, seq_kv, seq_q, num_sequences, BLOCK_KV
+        )
+        diagonal = seq_kv - seq_q
     begin, before, full, after = visible_tiles(
         start_kv, seq_kv, seq_q, -diagonal, window_right, window_left, BLOCK_KV, BLOCK_Q
     )
@@ -254,8 +282,8 @@ def flash_bwd_dkdv_kernel(
     v_base = head_base(v_ptr, v_strides, batch, head_kv, ALIGN)
     member, start = group_step(0, begin, before, full, after, BLOCK_Q, GROUP_SIZE)
     head = head_kv * GROUP_SIZE + member
-    q_base = head_base(q_ptr, q_strides, batch, head, ALIGN)
-    do_base = head_base(dout_ptr, dout_strides, batch, head, ALIGN)
+    q_base = head_base(q_ptr, q_strides, batch, head, ALIGN, first_q)
+    do_base = head_base(dout_ptr, dout_strides, batch, head, ALIGN, first_q)
     fetch_tile(k_tile, 0, k_base, start_kv, seq_kv, k_strides[1], HEAD_DIM, True, ASYNC)
     fetch_tile(v_tile, 0, v_base, start_kv, seq_kv, v_strides[1], HEAD_DIM_V, True, ASYNC)
     fetch_tile(q_tile, 0, q_base, start, seq_q, q_strides[1], HEAD_DIM, True, ASYNC)
@@ -263,7 +291,12 @@ def flash_bwd_dkdv_kernel(
     commit()
     # Keys are counted as queries are.
     key = start_kv + gl.arange(0, BLOCK_KV, gl.SliceLayout(1, layout)) - diagonal
-    padded_rows = gl.cdiv(seq_q, ROW_PADDING) * ROW_PADDING
+    padded_rows = count_sequence_tiles(total_q, num_sequences, ROW_PADDING) * ROW_PADDING
+    if num_sequences is not None:
+        # Where the sequence's rows of lse2, delta and the sums begin.
+        first_row = first_tile(first_q, sequence, ROW_PADDING) * ROW_PADDING
+        lse2_ptr += first_row
+        delta_ptr += first_row
     dk = zeros(BLOCK_KV, HEAD_DIM, layout)
     dv = zeros(BLOCK_KV, HEAD_DIM_V, layout)
 
@@ -276,6 +309,8 @@ def flash_bwd_dkdv_kernel(
             rows = start + gl.arange(0, BLOCK_Q, gl.SliceLayout(0, layout))
             start_q = start
             row_base = (batch * heads_q + head) * padded_rows
+            if num_sequences is not None:
+                start_q += first_row
             lse2 = gl.load(lse2_ptr + row_base + rows)
             delta = gl.load(delta_ptr + row_base + rows)
             slot = step % NUM_STAGES
@@ -284,8 +319,8 @@ def flash_bwd_dkdv_kernel(
             follow = gl.minimum(step, total - 1)
             member, start = group_step(follow, begin, before, full, after, BLOCK_Q, GROUP_SIZE)
             head = head_kv * GROUP_SIZE + member
-            q_base = head_base(q_ptr, q_strides, batch, head, ALIGN)
-            do_base = head_base(dout_ptr, dout_strides, batch, head, ALIGN)
+            q_base = head_base(q_ptr, q_strides, batch, head, ALIGN, first_q)
+            do_base = head_base(dout_ptr, dout_strides, batch, head, ALIGN, first_q)
             # Wait for the queries; fetch the next ones.
             wait(0)
             if NUM_STAGES == 2:
@@ -351,11 +386,13 @@ def flash_bwd_dkdv_kernel(
     store_rows(dk_base, scale_all(dk, rule.scale), start_kv, seq_kv, dk_row, HEAD_DIM)
 
 
-@gluon.jit(do_not_specialize=["seq_q"])
+@gluon.jit(do_not_specialize=["seq_q", "num_sequences"])
 def flash_bwd_postprocess_kernel(
     dq_sum_ptr,
     dq_ptr,
+    cu_seqlens_q_ptr,
     seq_q,
+    num_sequences,
     heads_q,
     scale,
     HEAD_DIM: gl.constexpr,
@@ -363,15 +400,25 @@ def flash_bwd_postprocess_kernel(
 ):
     """Scale and store BLOCK_Q rows of dq of one head from the sums of `add_to_sum`.
 
-    dq [B, Sq, Hq, D] contiguous. Grid: (query tiles, heads, batch) in one axis.
+    dq [B, Sq, Hq, D] contiguous. Grid: (query tiles, heads, batch) in one axis; for packed
+    sequences, as in `flash_bwd_dq_kernel`, tiles of the sums, in which each begins a tile.
     """
     num_tiles = gl.cdiv(seq_q, BLOCK_Q)
+    if num_sequences is not None:
+        num_tiles = count_sequence_tiles(seq_q, num_sequences, ROW_PADDING) * ROW_PADDING // BLOCK_Q
     start_q = gl.program_id(0) % num_tiles * BLOCK_Q
     head = gl.program_id(0) // num_tiles % heads_q
     batch = (gl.program_id(0) // num_tiles // heads_q).to(gl.int64)
-    padded_rows = gl.cdiv(seq_q, ROW_PADDING) * ROW_PADDING
+    padded_rows = count_sequence_tiles(seq_q, num_sequences, ROW_PADDING) * ROW_PADDING
+    padded = start_q
+    if num_sequences is not None:
+        _sequence, _first_q, start_q, seq_q, _first_q, _size_q = locate_tile(
+            cu_seqlens_q_ptr, cu_seqlens_q_ptr, padded // ROW_PADDING, seq_q, seq_q, num_sequences,
+            ROW_PADDING,
+        )  # fmt: skip
+        start_q += padded % ROW_PADDING
     sum_base = dq_sum_ptr + (batch * heads_q + head) * padded_rows * padded_size(HEAD_DIM)
-    dq = load_sum(sum_base, start_q, padded_rows, BLOCK_Q, HEAD_DIM, product_layout(gl.num_warps()))
+    dq = load_sum(sum_base, padded, padded_rows, BLOCK_Q, HEAD_DIM, product_layout(gl.num_warps()))
     dq_row = heads_q * HEAD_DIM
     dq_base = dq_ptr + batch * seq_q * dq_row + head * HEAD_DIM
     store_rows(dq_base, scale_all(dq, scale), start_q, seq_q, dq_row, HEAD_DIM)
@@ -431,14 +478,14 @@ def scale_all(x, factor):
 def _prepare_dq(call: KernelCall) -> Prepared:
     """Return grid and arguments of `flash_bwd_dq_kernel`."""
     spec = call.spec
-    tiles = triton.cdiv(spec.seq_q, call.config.block_q)
+    tiles = num_sequence_tiles(spec, spec.seq_q, call.config.block_q)
     return (tiles * spec.heads_q * spec.batch,), _arguments(call, tiles)
 
 
 def _prepare_dkdv(call: KernelCall) -> Prepared:
     """Return grid and arguments of `flash_bwd_dkdv_kernel`."""
     spec = call.spec
-    tiles = triton.cdiv(spec.seq_kv, call.config.block_kv)
+    tiles = num_sequence_tiles(spec, spec.seq_kv, call.config.block_kv)
     return (tiles * spec.heads_kv * spec.batch,), _arguments(call, tiles)
 
 

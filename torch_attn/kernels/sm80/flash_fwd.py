@@ -6,11 +6,15 @@ and that p stays in registers. Dao 2023, FlashAttention-2, algorithm 1.
 """
 
 import torch
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from torch_attn.kernels.portable.sequences import (
+    count_sequence_tiles,
+    num_sequence_tiles,
+    offsets_of,
+)
 from torch_attn.kernels.portable.softmax import LN2, LOG2E, add_sink
 from torch_attn.kernels.portable.tiles import count_tiles, head_base, visible_tiles
 from torch_attn.kernels.sm80.pipeline import (
@@ -30,6 +34,7 @@ from torch_attn.kernels.sm80.pipeline import (
 )
 from torch_attn.kernels.sm80.schedule import longest_first
 from torch_attn.kernels.sm80.scores import visible_scores
+from torch_attn.kernels.sm80.sequences import locate_tile
 from torch_attn.kernels.sm80.softmax import add_columns, online_softmax_update
 from torch_attn.launch import (
     UNSPECIALIZED,
@@ -39,7 +44,7 @@ from torch_attn.launch import (
     launch,
 )
 from torch_attn.targets import num_sms
-from twin_attention.contract.operands import FlashOperands
+from twin_attention.contract.operands import AttentionOperands
 from twin_attention.contract.spec import AttentionSpec
 from twin_attention.targets.family import Backend
 from twin_attention.targets.sm80 import heads_together
@@ -53,12 +58,15 @@ def flash_fwd_kernel(
     sinks_ptr,
     out_ptr,
     lse_ptr,
+    cu_seqlens_q_ptr,
+    cu_seqlens_kv_ptr,
     q_strides,
     k_strides,
     v_strides,
     seq_q,
     seq_kv,
     diagonal,
+    num_sequences,
     heads_q,
     rule,
     window_left,
@@ -76,8 +84,9 @@ def flash_fwd_kernel(
 ):
     """One program computes BLOCK_Q rows of one query head; each warp has BLOCK_Q / num_warps rows.
 
-    Operands, loop invariant, accumulation and the row that sees no key: as in the portable
-    `flash_fwd_kernel`. Grid: (query tiles · heads · batch), in the order of `longest_first`.
+    Operands, packed sequences, loop invariant, accumulation and the row that sees no key: as in the
+    portable `flash_fwd_kernel`. Grid: (query tiles · heads · batch), in the order of
+    `longest_first`.
 
     With 32 rows a warp, a fragment of k or v that a warp reads from shared memory feeds two
     products. A warp has all keys of its rows, so the running softmax needs no other warp, and p is
@@ -92,13 +101,20 @@ def flash_fwd_kernel(
     step of the full ones, at head size 256 in 130 of 1018 instructions, which takes 6 % more time.
     """
     # Locate the tile of queries.
-    index, tile = longest_first(gl.cdiv(seq_q, BLOCK_Q), together)
+    index, tile = longest_first(count_sequence_tiles(seq_q, num_sequences, BLOCK_Q), together)
     head = index % heads_q
     batch = (index // heads_q).to(gl.int64)
     start_q = tile * BLOCK_Q
+    total_q, first_kv = seq_q, None
+    if num_sequences is not None:
+        # Queries are counted from the first of all, keys from the sequence's first.
+        _sequence, _first_q, start_q, seq_q, first_kv, seq_kv = locate_tile(
+            cu_seqlens_q_ptr, cu_seqlens_kv_ptr, tile, seq_q, seq_kv, num_sequences, BLOCK_Q
+        )
+        diagonal = seq_kv - seq_q
     head_kv = head // GROUP_SIZE
-    k_base = head_base(k_ptr, k_strides, batch, head_kv, ALIGN)
-    v_base = head_base(v_ptr, v_strides, batch, head_kv, ALIGN)
+    k_base = head_base(k_ptr, k_strides, batch, head_kv, ALIGN, first_kv)
+    v_base = head_base(v_ptr, v_strides, batch, head_kv, ALIGN, first_kv)
     begin, before, full, after = visible_tiles(
         start_q, seq_q, seq_kv, diagonal, window_left, window_right, BLOCK_Q, BLOCK_KV
     )
@@ -197,21 +213,22 @@ def flash_fwd_kernel(
     out_base = out_ptr + batch * seq_q * out_row + head * HEAD_DIM_V
     out = scale_rows(acc, 1.0 / l_safe)
     store_rows(out_base, out, start_q, seq_q, out_row, HEAD_DIM_V)
-    gl.store(lse_ptr + (batch * heads_q + head) * seq_q + rows, lse, mask=rows < seq_q)
+    gl.store(lse_ptr + (batch * heads_q + head) * total_q + rows, lse, mask=rows < seq_q)
 
 
 def flash_fwd(
-    operands: FlashOperands[Tensor], spec: AttentionSpec, backend: Backend
+    operands: AttentionOperands[Tensor], spec: AttentionSpec, backend: Backend
 ) -> tuple[Tensor, Tensor]:
     """Launch `flash_fwd_kernel`.
 
     Returns:
-        out [B, Sq, Hq, Dv] in q's dtype and lse [B, Hq, Sq] float32, both contiguous.
+        out [B, Sq, Hq, Dv] in q's dtype and lse [B, Hq, Sq] float32, both contiguous; without B for
+        packed sequences.
     """
     q = operands.q
-    out = q.new_empty((*q.shape[:3], spec.head_dim_v))
-    lse = q.new_empty((spec.batch, spec.heads_q, spec.seq_q), dtype=torch.float32)
-    tensors = (*operands[:4], out, lse)  # no segment ids
+    out = q.new_empty((*q.shape[:-1], spec.head_dim_v))
+    lse = q.new_empty((*q.shape[:-3], spec.heads_q, spec.seq_q), dtype=torch.float32)
+    tensors = (q, operands.k, operands.v, operands.sinks, out, lse, *offsets_of(operands))
     launch("flash_fwd", flash_fwd_kernel, _prepare, tensors, spec, backend)
     return out, lse
 
@@ -220,7 +237,7 @@ def _prepare(call: KernelCall) -> Prepared:
     """Return grid and arguments of `flash_fwd_kernel`."""
     spec = call.spec
     q, k, v, *_ = call.layouts
-    tiles = triton.cdiv(spec.seq_q, call.config.block_q)
+    tiles = num_sequence_tiles(spec, spec.seq_q, call.config.block_q)
     together = heads_together(spec, tiles, num_sms(call.device, call.target))
     arguments = flash_arguments(spec) | copy_arguments(q=q, k=k, v=v) | {"together": together}
     return (tiles * spec.heads_q * spec.batch,), arguments
