@@ -11,7 +11,14 @@ from jax import Array
 
 from pallas_attn.kernels.portable.block_mask import lists_of_keys, lists_of_queries
 from pallas_attn.kernels.portable.segments import segment_ranges, segments_of
-from pallas_attn.kernels.portable.sequences import offsets_of, with_batch, without_batch
+from pallas_attn.kernels.portable.sequences import (
+    count_sequence_tiles,
+    first_tile,
+    offsets_of,
+    rows_of_tile,
+    with_batch,
+    without_batch,
+)
 from pallas_attn.kernels.portable.softmax import LOG2E
 from pallas_attn.kernels.portable.tiles import ROW_PADDING
 from twin_attention.contract.operands import AttentionOperands
@@ -46,22 +53,64 @@ def prepare_rows(
     lse: Array,
     spec: AttentionSpec,
     backend: Backend,
+    cu_seqlens_q: Array | None = None,
 ) -> tuple[Array, Array]:
     """Compute lse2 and delta of every row, [B, Hq, Sq rounded up to ROW_PADDING] float32.
 
     XLA makes one kernel of it. lse2 is lse in base 2, or +inf where a row saw no key or does not
-    exist, so that ``exp2(s - lse2)`` is 0 there.
+    exist, so that ``exp2(s - lse2)`` is 0 there. Packed sequences: `count_sequence_tiles` of
+    ROW_PADDING rows, so that each sequence begins a tile. dout counts as 0 in padding.
     """
     products = dout.astype(jnp.float32) * out.astype(jnp.float32)
     delta = jnp.swapaxes(jnp.sum(products, 3), 1, 2)
+    lse2 = jnp.where(lse == float("-inf"), float("inf"), lse) * LOG2E
+    if cu_seqlens_q is not None:
+        row, is_row, is_token = _rows_of_tiles(cu_seqlens_q, spec.seq_q)
+        delta = jnp.where(is_token, delta[..., row], 0.0)
+        if dlse is not None:
+            delta = delta - jnp.where(is_row, dlse[..., row], 0.0)
+        return jnp.where(is_row, lse2[..., row], float("inf")), delta
     if dlse is not None:
         delta = delta - dlse
-    lse2 = jnp.where(lse == float("-inf"), float("inf"), lse) * LOG2E
     padding = ((0, 0), (0, 0), (0, -lse.shape[2] % ROW_PADDING))
     return (
         jnp.pad(lse2, padding, constant_values=float("inf")),
         jnp.pad(delta, padding),
     )
+
+
+def _rows_of_tiles(cu_seqlens: Array, num_rows: int) -> tuple[Array, Array, Array]:
+    """Return where the rows of row vectors are from, which are padded so that sequences begin tiles.
+
+    Returns:
+        The row of the axis of each; whether there is one; and whether that is no padding.
+    """
+    numbers = jnp.arange(cu_seqlens.shape[0], dtype=jnp.int32)
+    tiles = count_sequence_tiles(num_rows, cu_seqlens.shape[0] - 1, ROW_PADDING)
+    tile = jnp.arange(tiles, dtype=jnp.int32)[:, None]
+    begins = first_tile(cu_seqlens, numbers, ROW_PADDING)
+    sequence = _last_begun(begins, tile)
+    _sequence, _first, start, end, first_dout, size_dout = rows_of_tile(
+        cu_seqlens, cu_seqlens, sequence, tile, num_rows, num_rows, ROW_PADDING
+    )
+    row = start + jnp.arange(ROW_PADDING, dtype=jnp.int32)
+    is_row, is_token = row < end, row < first_dout + size_dout
+    row = jnp.minimum(row, num_rows - 1)
+    return row.reshape(-1), is_row.reshape(-1), is_token.reshape(-1)
+
+
+def _rows_in_tiles(cu_seqlens: Array, num_rows: int) -> Array:
+    """Return at which place each row of the axis is in such row vectors."""
+    row = jnp.arange(num_rows, dtype=jnp.int32)
+    sequence = _last_begun(cu_seqlens, row)
+    first = cu_seqlens[sequence]
+    return first_tile(first, sequence, ROW_PADDING) * ROW_PADDING + row - first
+
+
+def _last_begun(begins: Array, place: Array) -> Array:
+    """Return the last of those that begin at or before a place, or the first of all."""
+    found = jnp.searchsorted(begins, place, side="right", method="scan_unrolled")
+    return jnp.maximum(found.astype(jnp.int32) - 1, 0)
 
 
 def make_flash_bwd(
@@ -108,7 +157,7 @@ def make_flash_bwd(
         lse2, delta = preprocess(dout, dlse, out, lse, spec, backend, *queries)
         inputs = Inputs(q, k, v, dout, lse2, delta)
         if launch_fused is not None and "flash_bwd_fused" in backend.configs(spec):
-            dq, dk, dv = launch_fused(inputs, spec, backend)
+            dq, dk, dv = launch_fused(inputs, spec, backend, *offsets)
         else:
             keys, queries = lists_of_keys(operands), lists_of_queries(operands)
             dq = launch_dq(inputs, spec, backend, *offsets, *segments, *ranges[1:], *keys)
@@ -126,8 +175,10 @@ def dq_sums(lse2: Array, columns: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((*lse2.shape[:2], lse2.shape[2] * columns), jnp.float32)
 
 
-def dq_of_sums(ordered: Array, spec: AttentionSpec) -> Array:
-    """Return dq, scaled, from its sums [B, rows, Hq, columns] in the usual order."""
+def dq_of_sums(ordered: Array, spec: AttentionSpec, cu_seqlens_q: Array | None = None) -> Array:
+    """Return dq, scaled, from its sums [B, rows of lse2, Hq, columns] in the usual order."""
+    if cu_seqlens_q is not None:
+        ordered = ordered[:, _rows_in_tiles(cu_seqlens_q, spec.seq_q)]
     dq = ordered[:, : spec.seq_q, :, : spec.head_dim]
     return (dq * spec.scale).astype(spec.dtype)
 

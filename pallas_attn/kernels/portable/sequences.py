@@ -45,6 +45,15 @@ def locate_tile(cu_seqlens_ref, cu_seqlens_other_ref, tile, num_rows, num_rows_o
         that of an empty sequence: start and end are first, and size_other is 0.
     """
     sequence = find_sequence(cu_seqlens_ref, tile, block)
+    return rows_of_tile(
+        cu_seqlens_ref, cu_seqlens_other_ref, sequence, tile, num_rows, num_rows_other, block
+    )
+
+
+def rows_of_tile(
+    cu_seqlens_ref, cu_seqlens_other_ref, sequence, tile, num_rows, num_rows_other, block
+):
+    """Return what `locate_tile` does, of a tile that `sequence` owns."""
     first, size = rows_of_sequence(cu_seqlens_ref, sequence, num_rows, num_rows)
     first_other, size_other = rows_of_sequence(cu_seqlens_other_ref, sequence, num_rows_other, 0)
     index = jnp.maximum(tile - first_tile(first, sequence, block), 0)

@@ -17,7 +17,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_attn.kernels.gradients import dq_of_sums, dq_sums, make_flash_bwd, prepare_rows
-from pallas_attn.kernels.portable.tiles import visible_tiles
+from pallas_attn.kernels.portable.sequences import (
+    count_sequence_tiles,
+    first_tile,
+    num_sequences_of,
+)
+from pallas_attn.kernels.portable.tiles import ROW_PADDING, visible_tiles
 from pallas_attn.kernels.sm80.launch import launch
 from pallas_attn.kernels.sm80.pipeline import (
     CHUNK,
@@ -26,6 +31,7 @@ from pallas_attn.kernels.sm80.pipeline import (
     add_product_shared,
     allocate_tile,
     fetch_tile,
+    fills_tiles,
     load_vector,
     padded_columns,
     product_scores,
@@ -36,6 +42,7 @@ from pallas_attn.kernels.sm80.pipeline import (
 )
 from pallas_attn.kernels.sm80.schedule import longest_first, sections
 from pallas_attn.kernels.sm80.scores import as_columns, as_rows, iota, visible_scores
+from pallas_attn.kernels.sm80.sequences import locate_tile
 from pallas_attn.kernels.sm80.workarounds import (
     add_to_sums,
     commit,
@@ -52,6 +59,8 @@ def flash_bwd_dq_kernel(
     dout_ref,
     lse2_ref,
     delta_ref,
+    cu_seqlens_q_ref,
+    cu_seqlens_kv_ref,
     dq_ref,
     q_tile,
     dout_tile,
@@ -62,6 +71,7 @@ def flash_bwd_dq_kernel(
     seq_q,
     seq_kv,
     diagonal,
+    num_sequences,
     rule,
     window_left,
     window_right,
@@ -79,7 +89,8 @@ def flash_bwd_dq_kernel(
     Dv]; lse2 and delta [B, Hq, Sq rounded up to ROW_PADDING] float32, lse2 in base 2 and +inf where
     a row saw no key or does not exist; in shared memory a tile of q and of dout, and num_stages of
     k and of v (1: the next arrive at the end of a step; 2: under the whole step). Grid, diagonal,
-    rule, together: as in `flash_fwd_kernel`. Loop invariant: dq is Σ ds k over the keys so far.
+    rule, together: as in `flash_fwd_kernel`. Packed sequences: as there, and lse2 and delta are
+    those of `prepare_rows`. Loop invariant: dq is Σ ds k over the keys so far.
     Accumulation: float32, exponents in base 2, ds cast to k's dtype for ds·k. A row that sees no
     key gives 0.
     """
@@ -88,17 +99,25 @@ def flash_bwd_dq_kernel(
     warpgroup = lax.axis_index("warpgroup") if warpgroups > 1 else 0
     program = lax.axis_index("program")
     heads_q = q_ref.shape[2]
-    num_tiles = pl.cdiv(seq_q, block_q)
+    num_tiles = count_sequence_tiles(seq_q, num_sequences, block_q)
     num_heads = q_ref.shape[0] * heads_q
     index, tile = longest_first(program, num_tiles, num_heads, together(num_tiles))
-    start_q = tile * block_q
+    start_q, first_row, first_kv = tile * block_q, 0, 0
+    if num_sequences is not None:
+        sequence, first_q, start_q, seq_q, first_kv, seq_kv = locate_tile(
+            cu_seqlens_q_ref, cu_seqlens_kv_ref, tile, seq_q, seq_kv, block_q
+        )
+        diagonal = seq_kv - seq_q
+        first_row = first_tile(first_q, sequence, ROW_PADDING) * ROW_PADDING - first_q
     head = index % heads_q
     batch = index // heads_q
     rows = block_q // warpgroups
     layout = plgpu.Layout.MMA_ACC(q_ref.dtype)
     start_row = start_q + warpgroup * rows
     head_kv = head // group_size
-    k, v = (Head(ref, batch, head_kv) for ref in (k_ref, v_ref))
+    q, dout = (Head(ref, batch, head, seq_q) for ref in (q_ref, dout_ref))
+    k, v = (Head(ref, batch, head_kv, first_kv + seq_kv) for ref in (k_ref, v_ref))
+    fills_q, fills_kv = fills_tiles(seq_q, block_q), fills_tiles(seq_kv, block_kv)
     begin, before, full, after = visible_tiles(
         start_q, seq_q, seq_kv, diagonal, window_left, window_right, block_q, block_kv
     )
@@ -108,13 +127,11 @@ def flash_bwd_dq_kernel(
     def fetch(step, slot):
         """Fetch the keys and values of a step; a program without steps fetches some tile."""
         start = step_start(step, begin, before, full, after, block_kv)
-        if window_left is not None or window_right is not None:
+        if num_sequences is None and (window_left is not None or window_right is not None):
             start = jnp.clip(start, 0, last_start)
+        start = first_kv + start
         for source, tiles in ((k, k_tiles), (v, v_tiles)):
-            fetch_tile(
-                source, tiles.at[slot], start, block_kv, warpgroup, warpgroups,
-                seq_kv % block_kv == 0,
-            )  # fmt: skip
+            fetch_tile(source, tiles.at[slot], start, block_kv, warpgroup, warpgroups, fills_kv)
 
     def fetch_next(step, slot):
         """Fetch the keys and values of the step that follows, if there is one."""
@@ -123,13 +140,12 @@ def flash_bwd_dq_kernel(
 
     # Start to fetch the queries, what belongs to their rows, and the first keys and values.
     q_tile, dout_tile = q_tile.at[warpgroup], dout_tile.at[warpgroup]
-    all_exist = seq_q % block_q == 0
-    fetch_tile(Head(q_ref, batch, head), q_tile, start_row, rows, all_exist=all_exist)
-    fetch_tile(Head(dout_ref, batch, head), dout_tile, start_row, rows, all_exist=all_exist)
+    fetch_tile(q, q_tile, start_row, rows, all_exist=fills_q)
+    fetch_tile(dout, dout_tile, start_row, rows, all_exist=fills_q)
     fetch(program * 0, 0)
     commit()
     lse2, delta = (
-        load_vector(ref.at[batch, head, pl.ds(start_row, rows)], layout.reduce(1))
+        load_vector(ref.at[batch, head, pl.ds(first_row + start_row, rows)], layout.reduce(1))
         for ref in (lse2_ref, delta_ref)
     )
 
@@ -148,7 +164,7 @@ def flash_bwd_dq_kernel(
         if masked:
             position = iota(s.shape, 0, layout) + (start_row + diagonal)
             key = iota(s.shape, 1, layout) + start_kv
-        end = seq_kv if seq_kv % block_kv else None
+        end = None if fills_kv else seq_kv
         s, dcap = visible_scores(
             s, position, key, end, rule, window_left, window_right, masked, layout
         )
@@ -175,7 +191,7 @@ def flash_bwd_dq_kernel(
     # Scale and store.
     q_tile[...] = (dq * rule.scale).astype(dq_ref.dtype)
     warpgroup_barrier()
-    num_rows = None if all_exist else seq_q
+    num_rows = None if fills_q else seq_q
     store_rows(q_tile, tile_transforms(head_dim), dq_ref, batch, head, start_row, num_rows)
 
 
@@ -186,6 +202,8 @@ def flash_bwd_dkdv_kernel(
     dout_ref,
     lse2_ref,
     delta_ref,
+    cu_seqlens_q_ref,
+    cu_seqlens_kv_ref,
     dk_ref,
     dv_ref,
     dq_sum_ref,
@@ -200,6 +218,7 @@ def flash_bwd_dkdv_kernel(
     seq_q,
     seq_kv,
     diagonal,
+    num_sequences,
     rule,
     window_left,
     window_right,
@@ -213,9 +232,9 @@ def flash_bwd_dkdv_kernel(
 ):
     """One program computes block_kv rows of dk and dv of one kv head, summed over its query heads.
 
-    Operands as in `flash_bwd_dq_kernel`, dk and dv like k and v; dq_sum is None, or dq's float32
-    sums in the order of `add_to_sums`, 0 at first, to which the program adds ds k; the order of
-    these additions is not fixed. In shared memory a tile of k and of v, num_stages of q and of dout
+    Operands and packed sequences as in `flash_bwd_dq_kernel`, dk and dv like k and v; dq_sum is
+    None, or dq's float32 sums in the order of `add_to_sums`, 0 at first, with the rows of lse2, to
+    which the program adds ds k; the order of these additions is not fixed. In shared memory a tile of k and of v, num_stages of q and of dout
     (1: the next arrive after dk; 2: under the whole step), and what p and ds need. Grid: (key tiles
     · kv heads · batch), in the order of `longest_first`. Tiles of s,
     p, dp, ds are transposed (keys down, queries across). Loop invariant: dk is Σ dsᵀ q and dv is
@@ -231,10 +250,18 @@ def flash_bwd_dkdv_kernel(
     warpgroup = lax.axis_index("warpgroup") if warpgroups > 1 else 0
     program = lax.axis_index("program")
     heads_kv = k_ref.shape[2]
-    num_tiles = pl.cdiv(seq_kv, block_kv)
+    num_tiles = count_sequence_tiles(seq_kv, num_sequences, block_kv)
     num_heads = q_ref.shape[0] * heads_kv
     index, tile = longest_first(program, num_tiles, num_heads, together(num_tiles))
-    start_kv = (num_tiles - 1 - tile) * block_kv  # the first keys are seen by most queries
+    tile = num_tiles - 1 - tile  # the first keys are seen by most queries
+    start_kv, first_row, first_q = tile * block_kv, 0, 0
+    if num_sequences is not None:
+        sequence, _first_kv, start_kv, seq_kv, first_q, seq_q = locate_tile(
+            cu_seqlens_kv_ref, cu_seqlens_q_ref, tile, seq_kv, seq_q, block_kv
+        )
+        diagonal = seq_kv - seq_q
+        first_row = first_tile(first_q, sequence, ROW_PADDING) * ROW_PADDING
+    fills_q, fills_kv = fills_tiles(seq_q, block_q), fills_tiles(seq_kv, block_kv)
     head_kv = index % heads_kv
     batch = index // heads_kv
     rows = block_kv // warpgroups
@@ -247,7 +274,7 @@ def flash_bwd_dkdv_kernel(
         start_kv, seq_kv, seq_q, -diagonal, window_right, window_left, block_kv, block_q
     )
     end = None
-    if dq_sum_ref is not None and seq_kv % block_kv:
+    if dq_sum_ref is not None and not fills_kv:
         # Keys that do not exist are hidden in every tile: their ds, times 0, must be finite.
         end = seq_kv - diagonal
         ends = start_kv + block_kv > seq_kv
@@ -260,13 +287,12 @@ def flash_bwd_dkdv_kernel(
         """Fetch the queries and dout of a step; a program without steps fetches some tile."""
         head = head_kv * group_size + member
         start = step_start(step, begin, before, full, after, block_q)
-        if window_left is not None or window_right is not None:
+        if num_sequences is None and (window_left is not None or window_right is not None):
             start = jnp.clip(start, 0, last_start)
+        start = first_q + start
         for ref, tiles in ((q_ref, q_tiles), (dout_ref, dout_tiles)):
-            fetch_tile(
-                Head(ref, batch, head), tiles.at[slot], start, block_q, warpgroup, warpgroups,
-                seq_q % block_q == 0,
-            )  # fmt: skip
+            source = Head(ref, batch, head, first_q + seq_q)
+            fetch_tile(source, tiles.at[slot], start, block_q, warpgroup, warpgroups, fills_q)
 
     def fetch_next(member, step, slot):
         """Fetch the queries and dout of the step that follows, if there is one."""
@@ -291,9 +317,9 @@ def flash_bwd_dkdv_kernel(
 
     # Start to fetch the keys, the values and the first queries.
     k_tile, v_tile = k_tiles.at[warpgroup], v_tiles.at[warpgroup]
-    all_exist = seq_kv % block_kv == 0
-    fetch_tile(Head(k_ref, batch, head_kv), k_tile, start_row, rows, all_exist=all_exist)
-    fetch_tile(Head(v_ref, batch, head_kv), v_tile, start_row, rows, all_exist=all_exist)
+    k, v = (Head(ref, batch, head_kv, seq_kv) for ref in (k_ref, v_ref))
+    fetch_tile(k, k_tile, start_row, rows, all_exist=fills_kv)
+    fetch_tile(v, v_tile, start_row, rows, all_exist=fills_kv)
     first = program * 0
     fetch(first, first, 0)
     commit()
@@ -310,7 +336,7 @@ def flash_bwd_dkdv_kernel(
             slot = (member * steps + step) % 2
             fetch_next(member, step, 1 - slot)
         lse2, delta = (
-            load_vector(ref.at[batch, head, pl.ds(start_q, block_q)], layout.reduce(0))
+            load_vector(ref.at[batch, head, pl.ds(first_row + start_q, block_q)], layout.reduce(0))
             for ref in (lse2_ref, delta_ref)
         )
         # sᵀ = scale · k qᵀ
@@ -354,7 +380,8 @@ def flash_bwd_dkdv_kernel(
                 dq = add_product_shared(
                     dq, ds_tiles.at[w * warpgroups + warpgroup].T, k_tiles.at[w]
                 )
-            add_to_sums(dq, dq_sum_ref, batch, head, start_q + warpgroup * columns)
+            row = first_row + start_q + warpgroup * columns
+            add_to_sums(dq, dq_sum_ref, batch, head, row)
         return dk, dv
 
     def visit_head(member, carry):
@@ -377,12 +404,12 @@ def flash_bwd_dkdv_kernel(
     k_tile[...] = (dk * rule.scale).astype(dk_ref.dtype)
     v_tile[...] = dv.astype(dv_ref.dtype)
     warpgroup_barrier()
-    num_rows = None if all_exist else seq_kv
+    num_rows = None if fills_kv else seq_kv
     for tile, ref, size in ((k_tile, dk_ref, head_dim), (v_tile, dv_ref, head_dim_v)):
         store_rows(tile, tile_transforms(size), ref, batch, head_kv, start_row, num_rows)
 
 
-def launch_dq(inputs, spec, backend):
+def launch_dq(inputs, spec, backend, *offsets):
     """Call `flash_bwd_dq_kernel`; returns dq."""
     q, sizes = inputs.q, (spec.head_dim, spec.head_dim_v)
 
@@ -394,11 +421,15 @@ def launch_dq(inputs, spec, backend):
             *(allocate_tile(q.dtype, config.num_stages, config.block_kv, x) for x in sizes),
         )
 
+    def programs(config):
+        tiles = count_sequence_tiles(spec.seq_q, num_sequences_of(spec), config.block_q)
+        return tiles * spec.heads_q * spec.batch
+
     (dq,) = launch(
         "flash_bwd_dq",
         functools.partial(flash_bwd_dq_kernel, together=sections(spec, backend)),
-        lambda config: pl.cdiv(spec.seq_q, config.block_q) * spec.heads_q * spec.batch,
-        inputs,
+        programs,
+        (*inputs, *(offsets or (None, None))),
         (jax.ShapeDtypeStruct(q.shape, q.dtype),),
         tiles,
         spec,
@@ -407,13 +438,14 @@ def launch_dq(inputs, spec, backend):
     return dq
 
 
-def launch_fused(inputs, spec, backend):
+def launch_fused(inputs, spec, backend, *offsets):
     """Call `flash_bwd_dkdv_kernel` with sums for dq; returns dq, dk and dv."""
-    dk, dv, sums = launch_dkdv(inputs, spec, backend, "flash_bwd_fused")
-    return dq_of_sums(order_sums(sums, padded_columns(spec.head_dim)), spec), dk, dv
+    dk, dv, sums = launch_dkdv(inputs, spec, backend, *offsets, name="flash_bwd_fused")
+    ordered = order_sums(sums, padded_columns(spec.head_dim))
+    return dq_of_sums(ordered, spec, *offsets[:1]), dk, dv
 
 
-def launch_dkdv(inputs, spec, backend, name="flash_bwd_dkdv"):
+def launch_dkdv(inputs, spec, backend, *offsets, name="flash_bwd_dkdv"):
     """Call `flash_bwd_dkdv_kernel`; returns dk and dv, and with "flash_bwd_fused" dq's sums."""
     dq_sum = None
     if name == "flash_bwd_fused":
@@ -433,11 +465,15 @@ def launch_dkdv(inputs, spec, backend, name="flash_bwd_dkdv"):
             ds_tiles,
         )
 
+    def programs(config):
+        tiles = count_sequence_tiles(spec.seq_kv, num_sequences_of(spec), config.block_kv)
+        return tiles * spec.heads_kv * spec.batch
+
     return launch(
         name,
         functools.partial(flash_bwd_dkdv_kernel, together=sections(spec, backend)),
-        lambda config: pl.cdiv(spec.seq_kv, config.block_kv) * spec.heads_kv * spec.batch,
-        inputs,
+        programs,
+        (*inputs, *(offsets or (None, None))),
         (*(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in inputs[1:3]), dq_sum),
         tiles,
         spec,

@@ -20,6 +20,13 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_attn.kernels.portable.sequences import (
+    count_sequence_tiles,
+    num_sequences_of,
+    offsets_of,
+    with_batch,
+    without_batch,
+)
 from pallas_attn.kernels.portable.softmax import LN2, LOG2E
 from pallas_attn.kernels.portable.tiles import visible_tiles
 from pallas_attn.kernels.sm80.launch import launch
@@ -28,6 +35,7 @@ from pallas_attn.kernels.sm80.pipeline import (
     add_product,
     allocate_tile,
     fetch_tile,
+    fills_tiles,
     load_left,
     padded_columns,
     product_scores,
@@ -38,6 +46,7 @@ from pallas_attn.kernels.sm80.pipeline import (
 )
 from pallas_attn.kernels.sm80.schedule import longest_first, sections
 from pallas_attn.kernels.sm80.scores import as_rows, iota, visible_scores
+from pallas_attn.kernels.sm80.sequences import locate_tile
 from pallas_attn.kernels.sm80.workarounds import (
     commit,
     rescale,
@@ -45,7 +54,7 @@ from pallas_attn.kernels.sm80.workarounds import (
     store_rows,
     warpgroup_barrier,
 )
-from twin_attention.contract.operands import FlashOperands
+from twin_attention.contract.operands import AttentionOperands
 from twin_attention.contract.spec import AttentionSpec
 from twin_attention.targets.family import Backend
 
@@ -57,6 +66,8 @@ def flash_fwd_kernel(
     k_ref,
     v_ref,
     sink_ref,
+    cu_seqlens_q_ref,
+    cu_seqlens_kv_ref,
     out_ref,
     lse_ref,
     q_and_out_tiles,
@@ -67,6 +78,7 @@ def flash_fwd_kernel(
     seq_q,
     seq_kv,
     diagonal,
+    num_sequences,
     rule,
     window_left,
     window_right,
@@ -85,7 +97,8 @@ def flash_fwd_kernel(
     out [B, Sq, Hq, Dv], lse [B, Hq, Sq] (float32, natural log); in shared memory a tile of q, and
     num_stages tiles of k and of v. Query i stands at key position i + diagonal; rule:
     `twin_attention.contract.spec.ScoreRule`. Grid: (query tiles · heads · batch), in the order of
-    `longest_first`; together: the heads of a section, a function of their tiles. Loop invariant:
+    `longest_first`; together: the heads of a section, a function of their tiles. Packed sequences:
+    as in the portable `flash_fwd_kernel`, a batch of one. Loop invariant:
     m_i is at most RESCALE_ABOVE below the row maximum so far (base 2), and with
     p = exp2(s · exp2_scale - m_i), l_i holds Σ p as 8 partial sums a row and acc is Σ p v.
     Accumulation: float32, exponents in base 2, p cast to v's dtype for p·v. A row that sees no key
@@ -97,18 +110,24 @@ def flash_fwd_kernel(
     warpgroup = lax.axis_index("warpgroup") if warpgroups > 1 else 0
     program = lax.axis_index("program")
     heads_q = q_ref.shape[2]
-    num_tiles = pl.cdiv(seq_q, block_q)
+    num_tiles = count_sequence_tiles(seq_q, num_sequences, block_q)
     num_heads = q_ref.shape[0] * heads_q
     index, tile = longest_first(program, num_tiles, num_heads, together(num_tiles))
     batch, head = index // heads_q, index % heads_q
-    start_q = tile * block_q
+    start_q, first_kv = tile * block_q, 0
+    if num_sequences is not None:
+        # Queries are counted from the first of all, keys from the sequence's first.
+        _sequence, _first_q, start_q, seq_q, first_kv, seq_kv = locate_tile(
+            cu_seqlens_q_ref, cu_seqlens_kv_ref, tile, seq_q, seq_kv, block_q
+        )
+        diagonal = seq_kv - seq_q
     rows = block_q // warpgroups
     layout = plgpu.Layout.MMA_ACC(q_ref.dtype)
     start_row = start_q + warpgroup * rows
     head_kv = head // group_size
-    q, k, v = (
-        Head(ref, batch, h) for ref, h in ((q_ref, head), (k_ref, head_kv), (v_ref, head_kv))
-    )
+    q = Head(q_ref, batch, head, seq_q)
+    k, v = (Head(ref, batch, head_kv, first_kv + seq_kv) for ref in (k_ref, v_ref))
+    fills_q, fills_kv = fills_tiles(seq_q, block_q), fills_tiles(seq_kv, block_kv)
     begin, before, full, after = visible_tiles(
         start_q, seq_q, seq_kv, diagonal, window_left, window_right, block_q, block_kv
     )
@@ -118,11 +137,10 @@ def flash_fwd_kernel(
     def fetch(source, tiles, step, slot):
         """Fetch the tile of a step; a program without steps fetches some tile."""
         start = step_start(step, begin, before, full, after, block_kv)
-        if window_left is not None or window_right is not None:
+        if num_sequences is None and (window_left is not None or window_right is not None):
             start = jnp.clip(start, 0, last_start)
-        fetch_tile(
-            source, tiles.at[slot], start, block_kv, warpgroup, warpgroups, seq_kv % block_kv == 0
-        )
+        start = first_kv + start
+        fetch_tile(source, tiles.at[slot], start, block_kv, warpgroup, warpgroups, fills_kv)
 
     def fetch_next(step, slot, *pairs):
         """Fetch the tiles of the step that follows, if there is one."""
@@ -136,7 +154,7 @@ def flash_fwd_kernel(
 
     # Start to fetch the queries and the first keys.
     q_tile, out_tile = (tiles.at[warpgroup] for tiles in q_and_out_tiles)
-    fetch_tile(q, q_tile, start_row, rows, all_exist=seq_q % block_q == 0)
+    fetch_tile(q, q_tile, start_row, rows, all_exist=fills_q)
     commit()
     first = program * 0
     fetch(k, k_tiles, first, 0)
@@ -167,7 +185,7 @@ def flash_fwd_kernel(
         if masked:
             position = iota(s.shape, 0, layout) + (start_row + diagonal)
             key = iota(s.shape, 1, layout) + start_kv
-        end = seq_kv if seq_kv % block_kv else None
+        end = None if fills_kv else seq_kv
         s, _ = visible_scores(
             s, position, key, end, rule, window_left, window_right, masked, layout
         )
@@ -211,7 +229,7 @@ def flash_fwd_kernel(
         l_i = l_i + jnp.exp2(sink - m_safe)
     l_safe = jnp.where(l_i == 0.0, 1.0, l_i)
     lse = m_i * LN2 + jnp.log(l_safe)
-    num_rows = None if seq_q % block_q == 0 else seq_q
+    num_rows = None if fills_q else seq_q
     store_row_values(lse, lse_ref, batch, head, start_row, num_rows, layout.reduce(1))
     out = acc * as_rows(1.0 / l_safe, acc)
     out_tile[...] = out.astype(out_ref.dtype)
@@ -229,14 +247,16 @@ def add_columns(x):
 
 
 def flash_fwd(
-    operands: FlashOperands[Array], spec: AttentionSpec, backend: Backend
+    operands: AttentionOperands[Array], spec: AttentionSpec, backend: Backend
 ) -> tuple[Array, Array]:
     """Call `flash_fwd_kernel`.
 
     Returns:
-        out [B, Sq, Hq, Dv] in q's dtype and lse [B, Hq, Sq] float32.
+        out [B, Sq, Hq, Dv] in q's dtype and lse [B, Hq, Sq] float32; without B for packed
+        sequences.
     """
-    q, k = operands.q, operands.k
+    q, k, v = with_batch(spec, operands.q, operands.k, operands.v)
+    offsets = offsets_of(operands) or (None, None)
     sizes = (spec.head_dim, spec.head_dim_v)
 
     def tiles(config):
@@ -247,11 +267,15 @@ def flash_fwd(
             *(allocate_tile(k.dtype, config.num_stages, config.block_kv, x) for x in sizes),
         )
 
-    return launch(
+    def programs(config):
+        tiles = count_sequence_tiles(spec.seq_q, num_sequences_of(spec), config.block_q)
+        return tiles * spec.heads_q * spec.batch
+
+    out, lse = launch(
         "flash_fwd",
         functools.partial(flash_fwd_kernel, together=sections(spec, backend)),
-        lambda config: pl.cdiv(spec.seq_q, config.block_q) * spec.heads_q * spec.batch,
-        operands[:4],  # no segment ids
+        programs,
+        (q, k, v, operands.sinks, *offsets),
         (
             jax.ShapeDtypeStruct((*q.shape[:3], spec.head_dim_v), q.dtype),
             jax.ShapeDtypeStruct((spec.batch, spec.heads_q, spec.seq_q), jnp.float32),
@@ -260,3 +284,4 @@ def flash_fwd(
         spec,
         backend,
     )
+    return without_batch(spec, out, lse)

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_attn.kernels.portable.sequences import num_sequences_of
 from pallas_attn.kernels.sm80.lowering import SM80Params
 from pallas_attn.launch import flash_arguments
 from pallas_attn.targets import cuda_devices, note_config
@@ -58,7 +59,10 @@ def launch(
     config = fitting_config(name, tiles, spec, backend)
     scratch = tiles(config)
     if problem is None:
-        problem = flash_arguments(spec) | {"group_size": spec.group_size}
+        problem = flash_arguments(spec) | {
+            "group_size": spec.group_size,
+            "num_sequences": num_sequences_of(spec),
+        }
     takes = inspect.signature(kernel).parameters
     arguments = vars(config) | problem
     arguments = {key: value for key, value in arguments.items() if key in takes}

@@ -27,15 +27,18 @@ class Head(NamedTuple):
     Attributes:
         matrix: reference, [B, S, H, D].
         batch, head: which one.
+        num_rows: those from this one on do not exist.
     """
 
     matrix: object
     batch: object
     head: object
+    num_rows: object
 
-    @property
-    def num_rows(self) -> int:
-        return self.matrix.shape[1]
+
+def fills_tiles(num_rows, block: int) -> bool:
+    """Return True where the last tile has all of its rows; the rows of a sequence are not known."""
+    return isinstance(num_rows, int) and num_rows % block == 0
 
 
 def padded_columns(size: int) -> int:

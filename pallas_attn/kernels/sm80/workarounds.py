@@ -28,13 +28,17 @@ def copy_rows(matrix, tile, transforms, batch, head, start, num_rows):
         tile: [rows, width] in shared memory, width at least D; its columns from D on become 0.
         transforms: the tile's.
         batch, head, start: int32 scalars.
-        num_rows: rows from this one on become 0; None where all of the tile's rows exist.
+        num_rows: rows from this one on become 0, a number or an int32 scalar; None where all of the
+            tile's rows exist.
     """
+    scalars = batch, head, start, *_if_traced(num_rows)
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(transforms), *[_SCALAR] * 3))
-    def copy(_, matrix, tile, batch, head, start):
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(), plgpu.RefType(transforms), *[_SCALAR] * len(scalars))
+    )
+    def copy(_, matrix, tile, batch, head, start, end=num_rows):
         for exists, source, destination, size in _units(
-            matrix, tile, transforms, batch, head, start, num_rows
+            matrix, tile, transforms, batch, head, start, end
         ):
             i32 = ir.IntegerType.get_signless(32)
             read = None
@@ -44,7 +48,7 @@ def copy_rows(matrix, tile, transforms, batch, head, start, num_rows):
             modifier = cache.CG if size == 16 else cache.CA
             nvvm.cp_async_shared_global(destination, source, size, modifier, cp_size=read)
 
-    copy(matrix, tile, batch, head, start)
+    copy(matrix, tile, *scalars)
 
 
 @plgpu.inline_mgpu()
@@ -58,11 +62,14 @@ def commit(_):
 
 def store_rows(tile, transforms, matrix, batch, head, start, num_rows):
     """Store rows and columns that exist from shared memory; see `copy_rows`."""
+    scalars = batch, head, start, *_if_traced(num_rows)
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(transforms), *[_SCALAR] * 3))
-    def store(_, matrix, tile, batch, head, start):
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(), plgpu.RefType(transforms), *[_SCALAR] * len(scalars))
+    )
+    def store(_, matrix, tile, batch, head, start, end=num_rows):
         for exists, destination, source, size in _units(
-            matrix, tile, transforms, batch, head, start, num_rows
+            matrix, tile, transforms, batch, head, start, end
         ):
             unit = ir.VectorType.get((size // 4,), ir.IntegerType.get_signless(32))
             x = llvm.load(unit, source)
@@ -72,7 +79,7 @@ def store_rows(tile, transforms, matrix, batch, head, start, num_rows):
                 with mgpu.when(exists):
                     llvm.store(x, destination)
 
-    store(matrix, tile, batch, head, start)
+    store(matrix, tile, *scalars)
 
 
 def store_row_values(x, vector, batch, head, start, num_rows, layout):
@@ -85,15 +92,16 @@ def store_row_values(x, vector, batch, head, start, num_rows, layout):
         num_rows: see `copy_rows`.
         layout: such as that of a sum's rows.
     """
+    scalars = batch, head, start, *_if_traced(num_rows)
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout, *[_SCALAR] * 3))
-    def store(_, vector, x, batch, head, start):
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout, *[_SCALAR] * len(scalars)))
+    def store(_, vector, x, batch, head, start, end=num_rows):
         f32 = ir.F32Type.get()
         i32 = ir.IntegerType.get_signless(32)
         base = _pointer(vector, batch, head, start)
         left = None
-        if num_rows is not None:
-            left = arith.subi(mgpu.c(num_rows, i32), start.registers.item())
+        if end is not None:
+            left = arith.subi(_scalar(end), start.registers.item())
 
         def store_one(value, index):
             row = arith.index_cast(i32, index[0])
@@ -107,7 +115,7 @@ def store_row_values(x, vector, batch, head, start, num_rows, layout):
 
         x.foreach(store_one)
 
-    store(vector, x, batch, head, start)
+    store(vector, x, *scalars)
 
 
 def add_to_sums(x, sums, batch, head, start):
@@ -175,7 +183,7 @@ def _units(matrix, tile, transforms, batch, head, start, num_rows):
     # Rows from this thread's first on that exist.
     left = None
     if num_rows is not None:
-        left = arith.subi(arith.subi(mgpu.c(num_rows, i32), start.registers.item()), row)
+        left = arith.subi(arith.subi(_scalar(num_rows), start.registers.item()), row)
     less = arith.CmpIPredicate.slt
     transfers = mgpu.FragmentedArray.transfer_tiled(tile, swizzle, layout, shape, optimized=False)
     columns_apart = layout.base_tile_shape[1]
@@ -191,6 +199,18 @@ def _units(matrix, tile, transforms, batch, head, start, num_rows):
             base, [mgpu.c(row_offset * stride + column_offset, i64)], element
         )
         yield exists, there, pointer, layout.vector_length * mgpu.bitwidth(element) // 8
+
+
+def _if_traced(num_rows):
+    """Return a number of rows as the scalars that a function of MLIR takes: a traced one alone."""
+    return () if num_rows is None or isinstance(num_rows, int) else (num_rows,)
+
+
+def _scalar(num_rows):
+    """Return a number, or the scalar of a traced one, in MLIR."""
+    if isinstance(num_rows, int):
+        return mgpu.c(num_rows, ir.IntegerType.get_signless(32))
+    return num_rows.registers.item()
 
 
 def _pointer(array, *indices):

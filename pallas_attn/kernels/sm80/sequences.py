@@ -1,0 +1,34 @@
+"""Packed sequences: as `pallas_attn.kernels.portable.sequences`, with a search of scalars.
+
+It takes no layout, and no warp waits for another.
+"""
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from pallas_attn.kernels.portable.sequences import first_tile, rows_of_tile
+
+
+def locate_tile(cu_seqlens_ref, cu_seqlens_other_ref, tile, num_rows, num_rows_other, block):
+    """Find the sequence that owns a tile: as the portable `locate_tile`."""
+    sequence = find_sequence(cu_seqlens_ref, tile, block)
+    return rows_of_tile(
+        cu_seqlens_ref, cu_seqlens_other_ref, sequence, tile, num_rows, num_rows_other, block
+    )
+
+
+def find_sequence(cu_seqlens_ref, tile, block):
+    """Return the last sequence whose tiles do not begin behind `tile`, 0 .. N."""
+    num_sequences = cu_seqlens_ref.shape[0] - 1
+
+    def halve(_, range_):
+        first, count = range_
+        half = count // 2
+        middle = first + half
+        begun = first_tile(cu_seqlens_ref[middle], middle, block) <= tile
+        return jnp.where(begun, middle, first), jnp.where(begun, count - half, half)
+
+    steps = np.int32(num_sequences.bit_length())
+    range_ = jnp.int32(0), jnp.int32(num_sequences + 1)
+    return lax.fori_loop(np.int32(0), steps, halve, range_)[0]
