@@ -46,7 +46,8 @@ def flash_factories(targets: Sequence[str], compiling: bool = True) -> dict[Subj
 
 def packed_factories(targets: Sequence[str]) -> dict[Subject, Factory]:
     """Return factories of calls, which take (case, operation, tensors) as peers' do."""
-    keys = product(("torch triton", "jax triton"), targets)
+    explicit = product(("torch gluon", "jax mosaic"), [x for x in targets if x == "sm80"])
+    keys = *explicit, *product(("torch triton", "jax triton"), targets)
     return {Subject(*key): partial(_packed, *key) for key in keys}
 
 

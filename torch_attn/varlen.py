@@ -95,9 +95,10 @@ def flash_attention_varlen(
             order, which is faster where the kernels can. None: as
             ``torch.are_deterministic_algorithms_enabled()`` says.
         return_lse: return the log-sum-exp of the scores as well. It is differentiable.
-        implementation: "triton" (Triton kernels; on a CPU in Triton's interpreter), "reference"
-            (plain torch in float32, O(Tq · Tkv) memory), or None: the
-            fastest kernels for the problem on a CUDA device, the reference elsewhere.
+        implementation: "gluon" (explicit kernels for SM80), "triton"
+            (Triton kernels; on a CPU in Triton's interpreter), "reference" (plain torch in float32,
+            O(Tq · Tkv) memory), or None: the fastest kernels for the problem on a CUDA device, the
+            reference elsewhere.
 
     Returns:
         out [Tq, Hq, Dv] in q's dtype; with `return_lse` the pair (out, lse), lse [Hq, Tq] in

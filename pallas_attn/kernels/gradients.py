@@ -80,10 +80,10 @@ def prepare_rows(
 
 
 def _rows_of_tiles(cu_seqlens: Array, num_rows: int) -> tuple[Array, Array, Array]:
-    """Return where the rows of row vectors are from, which are padded so that sequences begin tiles.
+    """Return which row of the axis each row of lse2 and delta is, where sequences begin tiles.
 
     Returns:
-        The row of the axis of each; whether there is one; and whether that is no padding.
+        The row of each; whether there is one; and whether that is no padding.
     """
     numbers = jnp.arange(cu_seqlens.shape[0], dtype=jnp.int32)
     tiles = count_sequence_tiles(num_rows, cu_seqlens.shape[0] - 1, ROW_PADDING)
@@ -100,7 +100,7 @@ def _rows_of_tiles(cu_seqlens: Array, num_rows: int) -> tuple[Array, Array, Arra
 
 
 def _rows_in_tiles(cu_seqlens: Array, num_rows: int) -> Array:
-    """Return at which place each row of the axis is in such row vectors."""
+    """Return the row of lse2 and delta that each row of the axis is."""
     row = jnp.arange(num_rows, dtype=jnp.int32)
     sequence = _last_begun(cu_seqlens, row)
     first = cu_seqlens[sequence]

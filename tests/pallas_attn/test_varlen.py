@@ -9,16 +9,22 @@ import pytest
 from jax.experimental import pallas as pl
 
 from pallas_attn import check_offsets, explain, flash_attention, flash_attention_varlen
-from pallas_attn.kernels.portable.sequences import count_sequence_tiles, locate_tile
+from pallas_attn.kernels.gradients import dq_of_sums, prepare_rows
+from pallas_attn.kernels.portable import sequences as portable
+from pallas_attn.kernels.portable.flash_bwd import launch_preprocess
+from pallas_attn.kernels.portable.sequences import count_sequence_tiles
+from pallas_attn.kernels.portable.softmax import LOG2E
+from pallas_attn.kernels.sm80 import sequences as sm80
 from pallas_attn.operands import operand
 from twin_attention.contract import reference
 from twin_attention.contract.operands import VarlenOperands, describe_operands
 from twin_attention.contract.spec import VarlenSpec, Window
 from twin_attention.contract.tolerances import compare_lse, compare_to_reference
+from twin_attention.targets.family import portable_backend
 
 TOKENS_Q, TOKENS_KV, HEADS_Q, HEADS_KV, HEAD_DIM, HEAD_DIM_V = 70, 90, 4, 2, 16, 24
 OPTIONS = {"causal": True, "return_lse": True}
-# The explicit families refuse packed sequences.
+# The explicit families have no interpreter.
 portable_or_reference = pytest.mark.parametrize("implementation", ["reference", "triton"])
 # Lengths of (queries, keys) of each sequence; the rest is padding.
 LENGTHS = [
@@ -156,7 +162,7 @@ def test_one_sequence_is_flash_attention_bit_for_bit(problems):
     np.testing.assert_array_equal(got[1][:, 37:], np.broadcast_to(sinks[:, None], (4, 33)))
 
 
-def located(cu_q, cu_kv, block, tokens_q=TOKENS_Q, tokens_kv=TOKENS_KV):
+def located(locate_tile, cu_q, cu_kv, block, tokens_q=TOKENS_Q, tokens_kv=TOKENS_KV):
     """Return what `locate_tile` says of each tile of queries, [tiles, 6]."""
     tiles = count_sequence_tiles(tokens_q, len(cu_q) - 1, block)
 
@@ -171,9 +177,15 @@ def located(cu_q, cu_kv, block, tokens_q=TOKENS_Q, tokens_kv=TOKENS_KV):
     return np.asarray(call(jnp.asarray(cu_q, jnp.int32), jnp.asarray(cu_kv, jnp.int32)))
 
 
+both_searches = pytest.mark.parametrize(
+    "locate_tile", [portable.locate_tile, sm80.locate_tile], ids=["portable", "sm80"]
+)
+
+
+@both_searches
 @pytest.mark.parametrize("num_sequences", [0, 1, 3, 127, 300])
 @pytest.mark.parametrize("block", [16, 128])
-def test_tiles_have_each_token_of_each_sequence_once(num_sequences, block):
+def test_tiles_have_each_token_of_each_sequence_once(locate_tile, num_sequences, block):
     rng = np.random.default_rng(num_sequences)
     tokens_q, tokens_kv = 1000, 900
     cu_q, cu_kv = (
@@ -182,7 +194,7 @@ def test_tiles_have_each_token_of_each_sequence_once(num_sequences, block):
     )
     owner = np.full(tokens_q, -1)
     for sequence, first, start, end, first_kv, size_kv in located(
-        cu_q, cu_kv, block, tokens_q, tokens_kv
+        locate_tile, cu_q, cu_kv, block, tokens_q, tokens_kv
     ):
         rows = slice(start, min(start + block, end))
         assert (owner[rows] == -1).all()
@@ -196,18 +208,38 @@ def test_tiles_have_each_token_of_each_sequence_once(num_sequences, block):
     np.testing.assert_array_equal(owner, np.repeat(np.arange(num_sequences + 1), lengths))
 
 
+@both_searches
 @pytest.mark.parametrize(
     "bad",
     [[0, 500, -9, 30, 2], [-5, -4, -3, 1, 1], [2**31 - 1] * 5, [7, 6, -(2**31), 4, 3]],
     ids=str,
 )
-def test_wrong_offsets_stay_inside_the_tensors(bad):
+def test_wrong_offsets_stay_inside_the_tensors(bad, locate_tile):
     for cu_q, cu_kv in ((bad, [0, 1, 2, 3, 4]), ([0, 1, 2, 3, 4], bad), (bad, bad)):
-        sequence, first, start, end, first_kv, size_kv = located(cu_q, cu_kv, 16).T
+        sequence, first, start, end, first_kv, size_kv = located(locate_tile, cu_q, cu_kv, 16).T
         assert ((sequence >= 0) & (sequence <= 4)).all()
         assert ((first >= 0) & (first <= start) & (start <= end) & (end <= TOKENS_Q)).all()
         assert ((first_kv >= 0) & (size_kv >= 0) & (first_kv + size_kv <= TOKENS_KV)).all()
         assert (size_kv[end == first] == 0).all()
+
+
+def test_rows_by_xla_are_those_of_the_kernel(problems):
+    """The explicit kernels have no kernel of their own for lse2, delta and dq."""
+    operands, dout, dlse = problems[0]
+    spec = VarlenSpec.of(operands, "float32", 1.0, Window(), None, False)
+    out, lse = jnp.nan_to_num(dout), jnp.where(dlse > 1, -jnp.inf, dlse)
+    arguments = dout[None], dlse[None], out[None], lse[None]
+    cu_q = operands.cu_seqlens_q
+    lse2, delta = prepare_rows(*arguments, spec, None, cu_q)
+    want = launch_preprocess(*arguments, spec, portable_backend("pallas_attn", None), cu_q)
+    np.testing.assert_array_equal(lse2, want[0])
+    np.testing.assert_allclose(delta, want[1], atol=1e-5)
+    numbers = jnp.broadcast_to(
+        jnp.arange(lse2.shape[2])[:, None, None], (lse2.shape[2], 1, HEAD_DIM)
+    )
+    (rows,) = dq_of_sums(numbers[None], spec, cu_q)[..., 0, 0].astype(jnp.int32)
+    saw_a_key = lse > -jnp.inf
+    np.testing.assert_array_equal(lse2[0][:, rows][saw_a_key], (lse * LOG2E)[saw_a_key])
 
 
 def test_check_offsets_names_the_first_bad_one():

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_attn import flash_attention
+from pallas_attn import flash_attention, flash_attention_varlen
 from twin_attention.contract.spec import AttentionSpec
 from twin_attention.targets import family
 from twin_attention.targets.family import FAMILIES, Backend
@@ -98,6 +98,22 @@ def test_every_row_is_traced(head_dim, deterministic):
 def test_forward_and_backward_are_lowered(operands, options, number):
     text = lower(gradients(**options), *operands)
     assert kernels(text) == ["mosaic_gpu_v2"] * number
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_packed_sequences_are_lowered(deterministic):
+    def function(*operands):
+        options = {"causal": True, "deterministic": deterministic, "implementation": "mosaic"}
+        attention = partial(flash_attention_varlen, **options)
+        out, pullback = jax.vjp(lambda *qkv: attention(*qkv, *operands[3:]), *operands[:3])
+        return pullback(out)
+
+    tokens = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in arrays(64)]
+    offsets = jax.ShapeDtypeStruct((6,), "int32")
+    text = lower(function, *tokens, offsets, offsets)
+    assert kernels(text) == ["mosaic_gpu_v2"] * (3 if deterministic else 2)
+    batched = [jax.ShapeDtypeStruct((3, *x.shape), x.dtype) for x in (*tokens, offsets, offsets)]
+    assert kernels(lower(jax.vmap(function), *batched)) == kernels(text)
 
 
 def test_sums_take_the_memory_of_zeros():

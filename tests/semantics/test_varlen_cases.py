@@ -10,7 +10,7 @@ from tests.sides import choose_runs
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    choose_runs(metafunc, varlen_cases, explicit=lambda case: False)
+    choose_runs(metafunc, varlen_cases)
 
 
 def test_forward_and_gradients(side, by, case, torch_device):

@@ -16,7 +16,8 @@ from tests.sides import poisoned_memory
 from torch_attn import check_offsets, explain, flash_attention, flash_attention_varlen
 from torch_attn.adapters.flash_attn import flash_attn_varlen_func
 from torch_attn.interpreter import interpreted
-from torch_attn.kernels.portable.sequences import first_tile, locate_tile
+from torch_attn.kernels.portable.sequences import find_sequence, first_tile, rows_of_tile
+from torch_attn.kernels.sm80.sequences import find_sequence as find_by_scalars
 from twin_attention.targets.config import use_configs
 
 SMALL_TILES = {
@@ -105,11 +106,15 @@ def test_a_packed_batch_has_the_bits_of_its_sequences_one_by_one(options):
 @triton.jit
 def _locate_kernel(
     cu_seqlens, cu_seqlens_other, found, num_rows, num_rows_other, num_sequences,
-    BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr, BY_SCALARS: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
-    sequence, first, start, end, first_other, size_other = locate_tile(
-        cu_seqlens, cu_seqlens_other, tile, num_rows, num_rows_other, num_sequences, BLOCK
+    if BY_SCALARS:
+        owner = find_by_scalars(cu_seqlens, tile, num_sequences, BLOCK)
+    else:
+        owner = find_sequence(cu_seqlens, tile, num_sequences, BLOCK)
+    sequence, first, start, end, first_other, size_other = rows_of_tile(
+        cu_seqlens, cu_seqlens_other, owner, tile, num_rows, num_rows_other, num_sequences, BLOCK
     )
     padded = first_tile(first, sequence, BLOCK) * BLOCK + start - first
     tl.store(found + tile * 6 + 0, sequence)
@@ -120,22 +125,27 @@ def _locate_kernel(
     tl.store(found + tile * 6 + 5, padded)
 
 
-def locate(cu: torch.Tensor, cu_other: torch.Tensor, rows: int, rows_other: int, block: int):
+def locate(by_scalars: bool, cu: torch.Tensor, cu_other: torch.Tensor, rows: int, rows_other: int):
     """Return what the kernels are told of each tile, and how many tiles there are."""
-    tiles = rows // block + len(cu)
+    tiles = rows // 16 + len(cu)
     found = torch.zeros(tiles, 6, dtype=torch.int32)
     sizes = rows, rows_other, len(cu) - 1
-    interpreted(_locate_kernel)[(tiles,)](cu, cu_other, found, *sizes, BLOCK=block)
+    options = {"BLOCK": 16, "BY_SCALARS": by_scalars}
+    interpreted(_locate_kernel)[(tiles,)](cu, cu_other, found, *sizes, **options)
     return found.tolist(), tiles
 
 
+both_searches = pytest.mark.parametrize("by_scalars", [False, True])
+
+
+@both_searches
 @pytest.mark.parametrize("count", [0, 1, 5, 127, 128, 300])
-def test_every_row_is_in_one_tile_of_its_sequence(count):
+def test_every_row_is_in_one_tile_of_its_sequence(count, by_scalars):
     lengths = torch.arange(count) * 7 % 23 * (torch.arange(count) % 3 > 0)
     lengths_other = torch.arange(count) % 5
     cu, cu_other = offsets(*lengths), offsets(*lengths_other)
     rows = int(cu[-1]) + 37
-    found, tiles = locate(cu, cu_other, rows, int(cu_other[-1]) + 9, 16)
+    found, tiles = locate(by_scalars, cu, cu_other, rows, int(cu_other[-1]) + 9)
     seen, stored = [], []
     for sequence, start, end, first_other, size_other, padded in found:
         for row in range(start, min(start + 16, end)):
@@ -156,11 +166,12 @@ def test_every_row_is_in_one_tile_of_its_sequence(count):
 anything = st.lists(st.integers(-(2**31), 2**31 - 1) | st.integers(-9, 60), min_size=3, max_size=3)
 
 
+@both_searches
 @settings(max_examples=30, deadline=None)
 @given(anything, anything)
-def test_no_offsets_lead_outside_the_tensors(one, other):
+def test_no_offsets_lead_outside_the_tensors(by_scalars, one, other):
     cu, cu_other = (torch.tensor(x, dtype=torch.int32) for x in (one, other))
-    found, tiles = locate(cu, cu_other, 50, 40, 16)
+    found, tiles = locate(by_scalars, cu, cu_other, 50, 40)
     for _, start, end, first_other, size_other, padded in found:
         assert 0 <= start <= end <= 50
         assert 0 <= first_other <= first_other + size_other <= 40

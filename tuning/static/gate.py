@@ -238,7 +238,9 @@ def problems(framework: str, target: str, family: str = "triton") -> Iterator[Pr
 def _mosaic_problems(target: str) -> Iterator[Problem]:
     flash = [("bfloat16", *x) for x in product(_MOSAIC_HEAD_DIMS, ("causal",))]
     features = [
-        feature for feature in FLASH_FEATURES if feature not in ("causal", *_PORTABLE_FEATURES)
+        feature
+        for feature in FLASH_FEATURES
+        if feature not in ("causal", *_PORTABLE_FEATURES) or (feature, target) in _EXPLICIT_FEATURES
     ]
     flash += [("bfloat16", *x) for x in product(_MOSAIC_HEAD_DIMS_WITH_FEATURES, features)]
     paged = product((*DTYPES[16], *DTYPES[8]), _PAGED_HEAD_DIMS, _PAGED_FEATURES)

@@ -3,13 +3,13 @@
 It takes no layout, and no warp waits for another.
 """
 
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
+import triton
+import triton.language as tl
 
 from torch_attn.kernels.portable.sequences import first_tile, rows_of_tile
 
 
-@gluon.jit
+@triton.jit
 def locate_tile(
     cu_seqlens_ptr,
     cu_seqlens_other_ptr,
@@ -17,7 +17,7 @@ def locate_tile(
     num_rows,
     num_rows_other,
     num_sequences,
-    BLOCK: gl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     """Find the sequence that owns a tile: as the portable `locate_tile`."""
     sequence = find_sequence(cu_seqlens_ptr, tile, num_sequences, BLOCK)
@@ -27,15 +27,15 @@ def locate_tile(
     )  # fmt: skip
 
 
-@gluon.jit
-def find_sequence(cu_seqlens_ptr, tile, num_sequences, BLOCK: gl.constexpr):
+@triton.jit
+def find_sequence(cu_seqlens_ptr, tile, num_sequences, BLOCK: tl.constexpr):
     """Return the last sequence whose tiles do not begin behind `tile`, 0 .. N."""
     first = 0
     count = num_sequences + 1
     while count > 1:
         half = count // 2
         middle = first + half
-        begun = first_tile(gl.load(cu_seqlens_ptr + middle), middle, BLOCK) <= tile
-        first = gl.where(begun, middle, first)
-        count = gl.where(begun, count - half, half)
+        begun = first_tile(tl.load(cu_seqlens_ptr + middle), middle, BLOCK) <= tile
+        first = tl.where(begun, middle, first)
+        count = tl.where(begun, count - half, half)
     return first
