@@ -234,10 +234,8 @@ def test_rows_by_xla_are_those_of_the_kernel(problems):
     want = launch_preprocess(*arguments, spec, portable_backend("pallas_attn", None), cu_q)
     np.testing.assert_array_equal(lse2, want[0])
     np.testing.assert_allclose(delta, want[1], atol=1e-5)
-    numbers = jnp.broadcast_to(
-        jnp.arange(lse2.shape[2])[:, None, None], (lse2.shape[2], 1, HEAD_DIM)
-    )
-    (rows,) = dq_of_sums(numbers[None], spec, cu_q)[..., 0, 0].astype(jnp.int32)
+    numbers = jnp.arange(lse2.shape[2])[None, :, None, None]
+    (rows,) = dq_of_sums(numbers, spec, cu_q)[..., 0, 0].astype(jnp.int32)
     saw_a_key = lse > -jnp.inf
     np.testing.assert_array_equal(lse2[0][:, rows][saw_a_key], (lse * LOG2E)[saw_a_key])
 

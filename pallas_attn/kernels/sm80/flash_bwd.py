@@ -238,8 +238,9 @@ def flash_bwd_dkdv_kernel(
     of k and of v, num_stages of q and of dout (1: the next arrive after dk; 2: under the whole
     step), and what p and ds need. Grid: (key tiles · kv heads · batch), in the order of
     `longest_first`. Tiles of s, p, dp, ds are transposed (keys down, queries across). Loop
-    invariant: dk is Σ dsᵀ q and dv is Σ pᵀ dout over the query heads and queries so far. Accumulation: float32, exponents in base 2, p
-    and ds cast to the inputs' dtype for their products. A key that no query sees gives 0.
+    invariant: dk is Σ dsᵀ q and dv is Σ pᵀ dout over the query heads and queries so far.
+    Accumulation: float32, exponents in base 2, p and ds cast to the inputs' dtype for their
+    products. A key that no query sees gives 0.
 
     A warp that can have 32 rows of its own has them whole, so that p and ds are left operands where
     they were computed. Otherwise two warps share 32 rows, each with half of the columns, which
