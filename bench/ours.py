@@ -15,6 +15,7 @@ from bench.calls import compiled, jax_call, torch_call
 from bench.job import Call, Subject
 from bench.peers.packed_peers import offsets_of
 from interop.parity.cases import DecodeCase, FlashCase, VarlenCase
+from twin_attention.contract.spec import PagedSpec
 from twin_attention.targets.family import FAMILIES
 from twin_attention.targets.target import use_target
 
@@ -57,10 +58,23 @@ def decode_factories(targets: Sequence[str]) -> dict[Subject, Factory]:
     return {Subject(*key): partial(_paged, "paged_decode", *key) for key in keys}
 
 
-def prefill_factories(targets: Sequence[str]) -> dict[Subject, Factory]:
-    """Return factories of calls, which take (case, tensors) as peers' do."""
-    keys = product(("torch triton", "jax triton"), targets)
+def prefill_factories(spec: PagedSpec, targets: Sequence[str]) -> dict[Subject, Factory]:
+    """Return factories of calls, which take (case, tensors) as peers' do.
+
+    Args:
+        spec: the problem, which some families have no kernels for.
+        targets: to compile for.
+    """
+    names = ("torch gluon", "jax mosaic", "torch triton", "jax triton")
+    keys = [key for key in product(names, targets) if has_chunks(key[0], spec, key[1])]
     return {Subject(*key): partial(_paged, "paged_attention", *key) for key in keys}
+
+
+def has_chunks(name: str, spec: PagedSpec, target: str) -> bool:
+    """Return True if a family has kernels for a `paged_attention` here."""
+    side, wanted = NAMES[name]
+    families = [family for family in FAMILIES[side] if family.name == wanted]
+    return any(x.supports("paged_attention", spec, target) is None for x in families)
 
 
 def _has_kernels(name: str, target: str) -> bool:

@@ -103,9 +103,10 @@ def paged_attention(
             sequence's result is bitwise the same for the same Tq and B, whatever else is in the
             batch. None chooses by the shapes.
         return_lse: return the log-sum-exp of the scores as well.
-        implementation: "triton" (Pallas kernels in the Triton lowering; on a CPU in the Pallas
-            interpreter), "reference" (plain JAX in float32, O(Tq · B · max_pages · page_size)
-            memory), or None: the kernels on a CUDA device, the reference elsewhere.
+        implementation: "mosaic" (explicit kernels for SM90 and long chunks; from jax 0.11 on),
+            "triton" (Pallas kernels in the Triton lowering; on a CPU in the Pallas interpreter),
+            "reference" (plain JAX in float32, O(Tq · B · max_pages · page_size) memory), or None:
+            the fastest kernels for the problem on a CUDA device, the reference elsewhere.
 
     Returns:
         out [Tq, Hq, Dv] in q's dtype; with `return_lse` the pair (out, lse), lse [Hq, Tq] in

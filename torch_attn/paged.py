@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, Literal, overload
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 from torch_attn import paged_ops
 from torch_attn.calls import Call, is_recorded, keep, recall
 from torch_attn.dispatch import Implementation, check_implementation
-from torch_attn.operands import cast_float32, operand
+from torch_attn.operands import cast_float32, operand, rows_aligned
 from twin_attention.contract.operands import PagedOperands, describe_operands
 from twin_attention.contract.spec import PagedSpec
 from twin_attention.contract.validate import check_decode_options, check_paged_attention
@@ -105,9 +106,10 @@ def paged_attention(
             sequence's result is bitwise the same for the same Tq and B, whatever else is in the
             batch. None chooses by the shapes.
         return_lse: return the log-sum-exp of the scores as well.
-        implementation: "triton" (Triton kernels; on a CPU in Triton's interpreter), "reference"
-            (plain torch in float32, O(Tq · B · max_pages · page_size) memory), or None: the
-            kernels on a CUDA device, the reference elsewhere.
+        implementation: "gluon" (explicit kernels for SM90 and long chunks), "triton" (Triton
+            kernels; on a CPU in Triton's interpreter), "reference" (plain torch in float32,
+            O(Tq · B · max_pages · page_size) memory), or None: the fastest kernels for the problem
+            on a CUDA device, the reference elsewhere.
 
     Returns:
         out [Tq, Hq, Dv] in q's dtype; with `return_lse` the pair (out, lse), lse [Hq, Tq] in
@@ -158,6 +160,7 @@ def _check_and_attend(
     check_implementation(implementation)
     if not torch.compiler.is_compiling():  # there the operator's fake kernel checks the operands
         spec = check_paged_attention(describe_operands(operands, operand), checked)
+        spec = replace(spec, rows_aligned=rows_aligned(*operands[:3]))
         if not (spec.is_empty or is_recorded(operands)):
             call = Call(
                 "paged_attention", paged_ops.attend, spec, implementation, operands.q.device
@@ -174,4 +177,5 @@ def problem_of_paged(
     q = cast_float32("q", q)
     operands = PagedOperands(q, *others, sinks=sinks, k_scale=k_scale, v_scale=v_scale)
     described = describe_operands(operands, operand)
-    return q.device, check_paged_attention(described, check_decode_options(**options))
+    spec = check_paged_attention(described, check_decode_options(**options))
+    return q.device, replace(spec, rows_aligned=rows_aligned(*operands[:3]))

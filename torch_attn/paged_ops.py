@@ -6,6 +6,7 @@ refused: sequences of another batch are further sequences of a packed one.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any, NoReturn
 
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from torch_attn.calls import Call, keep, recall
 from torch_attn.flash_ops import TAGS, without_gradient
-from torch_attn.operands import dtype_name, operand, schema
+from torch_attn.operands import dtype_name, operand, rows_aligned, schema
 from twin_attention.contract.operands import PagedOperands, describe_operands
 from twin_attention.contract.spec import PagedSpec
 from twin_attention.contract.validate import DecodeOptions, check_paged_attention, not_mapped
@@ -42,6 +43,7 @@ def _run(*args):
         q, sinks = operands.q, operands.sinks
         kv_dtype = dtype_name(operands.k_pages.dtype)
         spec = PagedSpec.of(operands, dtype_name(q.dtype), kv_dtype, *options)
+        spec = replace(spec, rows_aligned=rows_aligned(*operands[:3]))
         if spec.is_empty:
             out, lse = _allocate_outputs(operands)
             lse = lse.fill_(-torch.inf) if sinks is None else lse.copy_(sinks[:, None])

@@ -38,11 +38,26 @@ class TensorMap(NamedTuple):
             layout: the tile's in shared memory.
         """
         order = 0, 2, 1, 3
+        shape, strides = (tuple(x[i] for i in order) for x in (shape, strides))
+        return cls.of_boxes(operand, shape, strides, (1, 1, *box), layout)
+
+    @classmethod
+    def of_boxes(
+        cls,
+        operand: int,
+        shape: tuple[int, ...],
+        strides: tuple[int, ...],
+        box: tuple[int, ...],
+        layout: Any,
+    ) -> TensorMap:
+        """Describe a tensor as it is; `box` is the shape of what an instruction loads of it."""
+        *outer, last = zip(shape, strides, strict=True)
+        # The stride of an axis with one element may be anything; TMA wants it aligned.
+        aligned = [stride if size > 1 else shape[-1] for size, stride in outer]
         fields = {
-            "shape": [shape[i] for i in order],
-            # The stride of an axis with one element may be anything; TMA wants it aligned.
-            "strides": [strides[i] if shape[i] > 1 or i == 3 else shape[3] for i in order],
-            "block_shape": [1, 1, *box],
+            "shape": list(shape),
+            "strides": [*aligned, last[1]],
+            "block_shape": list(box),
             "layout": layout,
         }
         return cls(operand, fields)

@@ -84,7 +84,7 @@ def _case(name: str, new_tokens: tuple[int, ...], length: int, page_size: int) -
 
 def _job(case: PagedCase, targets: Sequence[str]) -> Job:
     sequences = list(zip(case.new_tokens, case.lengths, strict=True))
-    factories = _factories(targets)
+    factories = _factories(case, targets)
     if is_single := set(case.new_tokens) == {1}:
         factories |= _decode_factories(targets)
     return Job(
@@ -98,8 +98,10 @@ def _job(case: PagedCase, targets: Sequence[str]) -> Job:
     )
 
 
-def _factories(targets: Sequence[str]) -> DecodeFactories:
-    return ours.prefill_factories(targets) | {Subject(name): f for name, f in PREFILL.items()}
+def _factories(case: PagedCase, targets: Sequence[str]) -> DecodeFactories:
+    return ours.prefill_factories(case.spec, targets) | {
+        Subject(name): f for name, f in PREFILL.items()
+    }
 
 
 def _decode_factories(targets: Sequence[str]) -> DecodeFactories:

@@ -793,6 +793,12 @@ def _quick_paged() -> Iterator[PagedCase]:
         max_pages=19, heads_q=6, head_dim=72, head_dim_v=48,
     )  # fmt: skip
 
+    # Keys that are not split, so that explicit kernels have them.
+    yield PagedCase(
+        "paged-chunks", (200, 70), new_tokens=(70, 5), padding=3, heads_q=8, page_size=32,
+        max_pages=7, window_size=(90, 0), sinks=True, num_splits=1,
+    )  # fmt: skip
+
 
 def _full_paged() -> Iterator[PagedCase]:
     base = PagedCase(
@@ -819,6 +825,16 @@ def _full_paged_changes() -> Iterator[Change]:
         yield f"heads{heads_q}-{heads_kv}", {"heads_q": heads_q, "heads_kv": heads_kv}
     for splits in (1, 2, 7):
         yield f"splits{splits}", {"num_splits": splits}
+    for d in (80, 128, 256):
+        yield f"one-part-d{d}", {"head_dim": d, "num_splits": 1}
+    for heads_q, size in ((2, 16), (16, 128), (64, 256)):
+        yield (
+            f"one-part-heads{heads_q}-page{size}",
+            {
+                "heads_q": heads_q, "page_size": size, "max_pages": -(-701 // size),
+                "softcap": 5.0, "num_splits": 1,
+            },
+        )  # fmt: skip
     for left in (0, 63, 5000):
         yield f"window{left}", {"window_size": (left, 0)}
     yield "sinks", {"sinks": True, "num_splits": 3}

@@ -16,7 +16,12 @@ from bench.suites.prefill import cases, columns, jobs
 from interop.parity.cases import PagedCase
 
 TARGETS = ["sm90", "sm80"]
-OURS = {Subject(name, t) for name in ("torch triton", "jax triton") for t in TARGETS}
+PORTABLE = {Subject(name, t) for name in ("torch triton", "jax triton") for t in TARGETS}
+EXPLICIT = {
+    Subject(name, "sm90")
+    for name in ("torch gluon", "jax mosaic")
+    if ours.has_chunks(name, cases()[0].spec, "sm90")
+}
 DECODE = {Subject(f"{name} paged_decode", t) for name, t in ours.decode_factories(TARGETS)}
 SMALL = PagedCase(
     "small", lengths=(9, 40, 33), heads_q=4, heads_kv=2, head_dim=16, page_size=8, max_pages=5,
@@ -46,9 +51,9 @@ def test_every_subject_and_paged_decode_beside_single_tokens():
     *found, single = jobs(TARGETS)
     for job in found:
         assert job.operation == "forward"
-        assert set(job.factories) == OURS | {Subject("FlashInfer")}
+        assert set(job.factories) == PORTABLE | EXPLICIT | {Subject("FlashInfer")}
     assert single.operation == "decode"
-    assert set(single.factories) == OURS | {Subject("FlashInfer")} | DECODE
+    assert set(single.factories) == PORTABLE | {Subject("FlashInfer")} | DECODE
     assert [job.case["name"] for job in jobs(TARGETS, "8x4096")] == [
         "chunks-8x4096-page16", "chunks-8x4096-page64",
     ]  # fmt: skip
@@ -98,7 +103,10 @@ def test_columns_tables_and_plots_of_its_records(record, tmp_path):
     }  # fmt: skip
     (section,) = sections(records)
     forward, decode = (section.tables[x] for x in ("Forward, TFLOP/s", "Decode, GB/s"))
-    assert forward[0][1:] == ["torch triton sm90", "jax triton sm90", "FlashInfer"]
+    assert forward[0][1:] == [
+        *sorted(map(" ".join, EXPLICIT), reverse=True), "torch triton sm90", "jax triton sm90",
+        "FlashInfer",
+    ]  # fmt: skip
     assert "torch triton paged_decode sm90" in decode[0]
     assert (len(forward), len(decode)) == (10, 2)
     assert len({row[0] for row in forward}) == 10

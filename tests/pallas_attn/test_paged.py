@@ -11,6 +11,7 @@ from jax.experimental import pallas as pl
 
 from pallas_attn import explain, paged_attention
 from pallas_attn.kernels.portable.sequences import locate_tokens
+from pallas_attn.kernels.sm90 import sequences as scalars
 
 
 def offsets(*lengths):
@@ -84,13 +85,13 @@ def test_explain():
     assert [*said.configs] == ["paged_attention", "combine"]
 
 
-def located(cu, num_tokens, rows, block):
+def located(cu, num_tokens, rows, block, locate=locate_tokens):
     """Return (sequence, first, tokens, start) of each tile, [tiles, 4]."""
     tiles = num_tokens * rows // block + len(cu)
 
     def kernel(cu_ref, found_ref):
         tile = pl.program_id(0)
-        for i, x in enumerate(locate_tokens(cu_ref, tile, num_tokens, rows, block)):
+        for i, x in enumerate(locate(cu_ref, tile, num_tokens, rows, block)):
             found_ref[tile, i] = x
 
     shape = jax.ShapeDtypeStruct((tiles, 4), jnp.int32)
@@ -99,11 +100,12 @@ def located(cu, num_tokens, rows, block):
 
 @pytest.mark.parametrize("lengths", [(7, 0, 30, 1, 1), (1,) * 130])
 @pytest.mark.parametrize("rows", [1, 40])
-def test_tiles_have_each_row_of_each_sequence_once(lengths, rows):
+@pytest.mark.parametrize("locate", [locate_tokens, scalars.locate_tokens])
+def test_tiles_have_each_row_of_each_sequence_once(lengths, rows, locate):
     cu = offsets(*lengths)
     total, seen = sum(lengths) + 4, []
     ends = [*cu.tolist(), total]
-    for sequence, first, tokens, start in located(cu, total, rows, 16):
+    for sequence, first, tokens, start in located(cu, total, rows, 16, locate):
         assert (first, first + tokens) == (ends[sequence], ends[sequence + 1])
         seen += [first * rows + row for row in range(start, min(start + 16, tokens * rows))]
     assert sorted(seen) == [*range(total * rows)]
@@ -115,11 +117,13 @@ def test_the_first_tile_of_each_sequence_comes_before_the_others():
 
 
 @pytest.mark.parametrize("rows", [1, 5])
+@pytest.mark.parametrize("locate", [locate_tokens, scalars.locate_tokens])
 @pytest.mark.parametrize(
     "bad", [[0, 500, -9, 30], [-5, -4, 1, 1], [2**31 - 1] * 4, [7, -(2**31), 4, 3]], ids=str
 )
-def test_wrong_offsets_stay_inside_the_arrays(bad, rows):
-    sequence, first, tokens, start = located(jnp.asarray(bad, jnp.int32), 50, rows, 16).T
+def test_wrong_offsets_stay_inside_the_arrays(bad, rows, locate):
+    cu = jnp.asarray(bad, jnp.int32)
+    sequence, first, tokens, start = located(cu, 50, rows, 16, locate).T
     assert ((sequence >= 0) & (sequence <= 3)).all()
     assert ((first >= 0) & (tokens >= 0) & (first + tokens <= 50)).all()
     assert (start >= 0).all()

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_attn import BlockMask, block_sparse_attention, flash_attention
+from pallas_attn import BlockMask, block_sparse_attention, flash_attention, paged_attention
 from twin_attention.contract.spec import AttentionSpec, Window
 from twin_attention.targets.config import use_configs
 from twin_attention.targets.family import FAMILIES
@@ -67,6 +67,34 @@ def kernels(text):
 )
 def test_the_forward_is_lowered(operands, options):
     assert kernels(lower(partial(attention, **options), *operands)) == ["mosaic_gpu_v2"]
+
+
+def chunks(page_size, heads_q, head_dim, head_dim_v, dtype="bfloat16"):
+    pools = (20, page_size, 2, head_dim), (20, page_size, 2, head_dim_v)
+    shapes = (300, heads_q, head_dim), *pools
+    numbers = (jax.ShapeDtypeStruct(shape, "int32") for shape in ((3, 8), (3,), (4,)))
+    return [*(jax.ShapeDtypeStruct(shape, dtype) for shape in shapes), *numbers]
+
+
+@pytest.mark.parametrize(
+    ("operands", "options"),
+    [
+        (chunks(16, 8, 128, 128), {}),
+        (chunks(128, 4, 64, 64, dtype="float16"), {"window_size": (90, 0), "softcap": 5.0}),
+        (chunks(32, 128, 72, 48), {"return_lse": True}),
+        (chunks(256, 16, 256, 128), {"scale": -0.1}),
+    ],
+)
+def test_chunks_over_pages_are_lowered(operands, options):
+    attend = partial(paged_attention, num_splits=1, implementation="mosaic", **options)
+    assert kernels(lower(attend, *operands)) == ["mosaic_gpu_v2"]
+    with jax.enable_x64(True):
+        assert kernels(lower(attend, *operands)) == ["mosaic_gpu_v2"]
+    batched = [jax.ShapeDtypeStruct((3, *x.shape), x.dtype) for x in operands]
+    assert kernels(lower(jax.vmap(attend), *batched)) == ["mosaic_gpu_v2"]
+    sinks = jax.ShapeDtypeStruct(operands[0].shape[1:2], "float32")
+    text = lower(lambda sinks, *x: attend(*x, sinks=sinks), sinks, *operands)
+    assert kernels(text) == ["mosaic_gpu_v2"]
 
 
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"window_size": (90, 20)}])

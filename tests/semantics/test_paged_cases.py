@@ -9,7 +9,7 @@ from tests.sides import choose_runs
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    choose_runs(metafunc, paged_cases, explicit=lambda case: False)
+    choose_runs(metafunc, paged_cases, explicit=lambda case: case.num_splits == 1)
 
 
 def test_paged_attention(side, by, case, torch_device):

@@ -7,7 +7,7 @@ import pytest
 
 from interop.parity.cases import PagedCase
 from twin_attention.contract.spec import AppendSpec, AttentionSpec, PagedCache, VarlenSpec
-from twin_attention.targets import family
+from twin_attention.targets import family, sm90
 from twin_attention.targets.describe import describe, describe_call
 from twin_attention.targets.family import FAMILIES, Backend, Family, choose
 from twin_attention.targets.kernels import FAMILY_KERNELS
@@ -41,14 +41,14 @@ def choice(implementation, target, spec=SPEC, interpretable=True, operation="fla
     return choose("torch_attn", implementation, operation, spec, target, interpretable)
 
 
-def described(package, target, spec, implementation=None):
-    """Describe a call of flash_attention on a card."""
+def described(package, target, spec, implementation=None, function="flash_attention"):
+    """Describe a call of a function on a card."""
 
     def describe_operation(operation):
         chosen = choose(package, implementation, operation, spec, target, True)
         return describe(implementation, operation, *chosen, spec, "a card", 108)
 
-    return describe_call("flash_attention", describe_operation)
+    return describe_call(function, describe_operation)
 
 
 @pytest.mark.parametrize("target", ["sm80", "sm90"])
@@ -67,7 +67,10 @@ def test_the_explicit_kernels_are_the_best_choice_for_sm80():
     others = (reason, "gluon: its kernels are for SM90")
     assert choice(None, "sm80", wide) == (Backend(TRITON, "sm80"), others)
     append = AppendSpec(2, 1, PagedCache(3, 16, 4, 2, 64, 64, "float16"), "float16")
-    assert choice(None, "sm80", append)[1] == ("gluon: it has flash attention alone",)
+    assert choice(None, "sm80", append)[1] == (
+        "gluon: it has flash attention alone",
+        "gluon: it has flash attention and paged attention alone",
+    )
     with pytest.raises(NotImplementedError, match=r"and it has no interpreter$"):
         choice("gluon", None)
 
@@ -113,7 +116,7 @@ def test_packed_sequences_run_in_the_portable_kernels_on_sm90(package):
 def test_paged_attention_runs_in_the_portable_kernels(package):
     case = PagedCase("", (9,) * 4, heads_q=16, heads_kv=4, head_dim=128, new_tokens=(512,) * 4)
     spec = case.spec
-    backend, _ = choose(package, None, "paged_attention", spec, "sm90", True)
+    backend, _ = choose(package, None, "paged_attention", spec, "sm80", True)
     assert (backend.family.name, backend.family.folder) == ("triton", "portable")
     chunks = backend.configs(spec)["paged_attention"]
     assert (decode_kernel(spec), block_rows(spec, chunks)) == ("paged_attention", chunks.max_rows)
@@ -125,7 +128,40 @@ def test_paged_attention_runs_in_the_portable_kernels(package):
     assert (decode_kernel(decodes), block_rows(decodes, of_decode)) == ("paged_decode", 16)
     explicit = {"torch_attn": "gluon", "pallas_attn": "mosaic"}[package]
     with pytest.raises(NotImplementedError, match="it has flash attention alone"):
-        choose(package, explicit, "paged_attention", spec, "sm90", True)
+        choose(package, explicit, "paged_attention", spec, "sm80", True)
+
+
+CHUNKS = PagedCase("", (9,) * 4, heads_q=16, heads_kv=4, head_dim=128, new_tokens=(512,) * 4).spec
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({}, None),
+        ({"tokens": 4 * 31 + 1, "num_splits": 1}, None),  # rounded up, 32 tokens of 4 heads
+        ({"tokens": 4 * 31}, "its paged attention is for chunks, of 128 query rows in the mean"),
+        ({"heads_q": 20}, "its kv heads have a power of two of query heads, at most 64"),
+        ({"rows_aligned": False}, "TMA loads rows that begin at multiples of 16 bytes"),
+        ({"num_splits": 2}, "it does not split keys"),
+        ({"tokens": 510}, "it does not split keys"),  # 64 programs leave half of the SMs idle
+        ({"tokens": 510, "num_splits": 1}, None),
+        ({"cache": replace(CHUNKS.cache, dtype="int8")},
+         "its products take float16 and bfloat16, not int8"),
+        ({"cache": replace(CHUNKS.cache, page_size=48)},
+         "its pages have a power of two of keys, at least 16"),
+        ({"cache": replace(CHUNKS.cache, page_size=256)}, None),
+    ],
+)  # fmt: skip
+def test_long_chunks_run_in_the_explicit_kernels(changes, reason):
+    spec = replace(CHUNKS, **changes)
+    backend, passed_over = choose("torch_attn", None, "paged_attention", spec, "sm90", True)
+    assert backend == Backend(GLUON_SM90 if reason is None else TRITON, "sm90")
+    assert passed_over[1:] == (() if reason is None else (f"gluon: {reason}",))
+    assert sm90.supports("paged_attention", spec, "sm90") == reason
+    assert sm90.supports("paged_attention", spec, "sm80") == "its kernels are for SM90"
+    if reason is None:
+        said = described("torch_attn", "sm90", spec, function="paged_attention")
+        assert ([*said.configs], said.num_splits) == (["paged_attention"], 1)
 
 
 def test_dq_has_a_kernel_of_its_own_where_that_is_faster():

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch_attn import explain, paged_attention
 from torch_attn.interpreter import interpreted
 from torch_attn.kernels.portable.sequences import locate_tokens
+from torch_attn.kernels.sm90 import sequences as scalars
 
 op = torch.ops.torch_attn.paged_attention.default
 
@@ -31,20 +32,29 @@ def operands(dtype: torch.dtype = torch.bfloat16) -> tuple[torch.Tensor, ...]:
 
 @triton.jit
 def _locate_kernel(
-    cu_seqlens, found, num_tokens, num_sequences, ROWS: tl.constexpr, BLOCK: tl.constexpr
+    cu_seqlens,
+    found,
+    num_tokens,
+    num_sequences,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SCALARS: tl.constexpr,
 ):
     tile = tl.program_id(0)
-    place = locate_tokens(cu_seqlens, tile, num_tokens, num_sequences, ROWS, BLOCK)
+    if SCALARS:
+        place = scalars.locate_tokens(cu_seqlens, tile, num_tokens, num_sequences, ROWS, BLOCK)
+    else:
+        place = locate_tokens(cu_seqlens, tile, num_tokens, num_sequences, ROWS, BLOCK)
     for i in tl.static_range(4):
         tl.store(found + tile * 4 + i, place[i])
 
 
-def locate(cu, num_tokens: int, rows: int, block: int) -> list[list[int]]:
+def locate(cu, num_tokens: int, rows: int, block: int, of_scalars: bool = False) -> list[list[int]]:
     """Return (sequence, first, tokens, start) of each tile."""
     count = len(cu) - 1
     tiles = num_tokens * rows // block + count + 1
     found = torch.empty(tiles, 4, dtype=torch.int32)
-    numbers = {"ROWS": rows, "BLOCK": block}
+    numbers = {"ROWS": rows, "BLOCK": block, "SCALARS": of_scalars}
     interpreted(_locate_kernel)[(tiles,)](cu, found, num_tokens, count, **numbers)
     return found.tolist()
 
@@ -53,10 +63,11 @@ def locate(cu, num_tokens: int, rows: int, block: int) -> list[list[int]]:
     ("lengths", "rows"),
     [((), 3), ((0,), 3), ((7, 0, 30, 1, 1), 3), ((7, 0, 30, 1, 1), 40), ((1,) * 130, 1)],
 )
-def test_tiles_have_each_row_of_each_sequence_once(lengths, rows):
+@pytest.mark.parametrize("of_scalars", [False, True])
+def test_tiles_have_each_row_of_each_sequence_once(lengths, rows, of_scalars):
     cu = offsets(*lengths)
     total, seen = int(cu[-1]) + 4, []
-    for sequence, first, tokens, start in locate(cu, total, rows, 16):
+    for sequence, first, tokens, start in locate(cu, total, rows, 16, of_scalars):
         ends = [*cu.tolist(), total]
         assert (first, first + tokens) == (ends[sequence], ends[sequence + 1])
         end = min(start + 16, tokens * rows)
@@ -73,9 +84,11 @@ def test_the_first_tile_of_each_sequence_comes_before_the_others():
 @given(
     st.lists(st.integers(-(2**31), 2**31 - 1) | st.integers(-9, 60), min_size=3, max_size=3),
     st.sampled_from([1, 5]),
+    st.booleans(),
 )
-def test_no_offsets_lead_outside_the_tensors(cu, rows):
-    for sequence, first, tokens, start in locate(torch.tensor(cu).int(), 50, rows, 16):
+def test_no_offsets_lead_outside_the_tensors(cu, rows, of_scalars):
+    cu = torch.tensor(cu).int()
+    for sequence, first, tokens, start in locate(cu, 50, rows, 16, of_scalars):
         assert 0 <= sequence <= 2
         assert 0 <= first <= first + tokens <= 50
         assert 0 <= start <= 50 * rows + 3 * 16

@@ -27,6 +27,7 @@ from tuning.static.resources import Resources, measure
 from tuning.static.shared_memory import only_shared_memory
 from twin_attention.targets.kernels import (
     FAMILY_KERNELS,
+    CombineConfig,
     DecodeConfig,
     FlashConfig,
     FwdConfig,
@@ -91,7 +92,11 @@ def test_explicit_kernels_are_fit_for_sm80():
 
 
 def test_explicit_kernels_are_fit_for_sm90():
-    verdicts = check(Problem("torch", "sm90", "bfloat16", 80, "causal", "gluon"))
+    verdicts = [
+        verdict
+        for feature in ("causal", "chunks-in-one-part")
+        for verdict in check(Problem("torch", "sm90", "bfloat16", 80, feature, "gluon"))
+    ]
     assert {v.kernel for v in verdicts} == {*FAMILY_KERNELS["sm90"]}
     assert not {v.kernel: v.failures for v in verdicts if v.failures}
 
@@ -295,4 +300,5 @@ def test_a_decode_needs_tensor_cores_of_either_kind(target):
     assert failures(problem, "paged_decode", config, replace(FIT, mma=0, wgmma=0)) == (
         "no mma.sync or wgmma",
     )
-    assert failures(problem, "combine", config, replace(FIT, mma=0, wgmma=0, cp_async=0)) == ()
+    combine, without = CombineConfig(16, 4, 1), replace(FIT, mma=0, wgmma=0, cp_async=0)
+    assert failures(problem, "combine", combine, without) == ()

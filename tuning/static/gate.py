@@ -72,7 +72,12 @@ CHUNK_FEATURES: dict[str, dict[str, Any]] = {
         "num_splits": 1,
     },
 }  # fmt: skip
-FEATURES = (*FLASH_FEATURES, *DECODE_FEATURES, *CHUNK_FEATURES)
+# Those of them that the explicit kernels have, and small pages.
+EXPLICIT_CHUNK_FEATURES: dict[str, dict[str, Any]] = {
+    "chunks-in-one-part": {"num_splits": 1},
+    "chunks-all-options": CHUNK_FEATURES["chunks-all-options"],
+}
+FEATURES = (*FLASH_FEATURES, *DECODE_FEATURES, *CHUNK_FEATURES, "chunks-in-one-part")
 DTYPES = {16: ("bfloat16",), 32: ("float32",), 8: QUANTIZED_DTYPES}
 # Families of each framework whose tables are checked, with their targets.
 FAMILIES = {
@@ -154,8 +159,9 @@ class Problem:
         batch = 4
         if self.feature == "decode-crowded":
             batch = 256 if self.dtype in QUANTIZED_DTYPES else 128
-        if self.feature in CHUNK_FEATURES:
-            return paged_spec(self.dtype, self.head_dim, **CHUNK_FEATURES[self.feature])
+        chunks = CHUNK_FEATURES | EXPLICIT_CHUNK_FEATURES
+        if self.feature in chunks:
+            return paged_spec(self.dtype, self.head_dim, **chunks[self.feature])
         options = {"max_pages": 64} | DECODE_FEATURES[self.feature]
         return decode_spec(self.dtype, self.head_dim, batch, 4, **options)
 
@@ -220,6 +226,9 @@ def problems(framework: str, target: str, family: str = "triton") -> Iterator[Pr
             )
             if has_feature and problem.spec.head_dim >= HEAD_DIM_MIN:
                 yield problem
+        chunks = EXPLICIT_CHUNK_FEATURES if target == "sm90" else ()
+        for head_dim, feature in product(_EXPLICIT_HEAD_DIMS, chunks):
+            yield Problem(framework, target, "bfloat16", head_dim, feature, family)
         return
     paged = DECODE_FEATURES | CHUNK_FEATURES
     for features, dtype_bits in ((FLASH_FEATURES, (16, 32)), (paged, (8, 16))):
@@ -244,7 +253,9 @@ def _mosaic_problems(target: str) -> Iterator[Problem]:
     ]
     flash += [("bfloat16", *x) for x in product(_MOSAIC_HEAD_DIMS_WITH_FEATURES, features)]
     paged = product((*DTYPES[16], *DTYPES[8]), _PAGED_HEAD_DIMS, _PAGED_FEATURES)
-    for dtype, head_dim, feature in (*flash, *paged):
+    chunks = EXPLICIT_CHUNK_FEATURES if target == "sm90" else ()
+    chunks = (("bfloat16", *x) for x in product(_PAGED_HEAD_DIMS, chunks))
+    for dtype, head_dim, feature in (*flash, *paged, *chunks):
         problem = Problem("jax", target, dtype, head_dim, feature, "mosaic")
         yield problem
         if target == "sm80" and feature in ("causal", "decode"):
@@ -330,7 +341,7 @@ def failures(
         limit = problem.shared_memory or SHARED_MEMORY_LIMIT[target]
     if resources.shared > limit:
         found.append(f"{resources.shared} B of shared memory, of {limit}")
-    described = find_kernel(kernel)
+    described = find_kernel(kernel, type(config))
     if problem.dtype == "float32" or not described.products:
         return tuple(found)
     if isinstance(config, DecodeConfig):

@@ -26,8 +26,14 @@ import jax.numpy as jnp
 from jax.experimental import topologies
 
 from pallas_attn import targets
-from tuning.static.operands import append_operands, append_spec, decode_operands, flash_operands
-from twin_attention.contract.spec import AttentionSpec, DecodeSpec
+from tuning.static.operands import (
+    append_operands,
+    append_spec,
+    decode_operands,
+    flash_operands,
+    paged_operands,
+)
+from twin_attention.contract.spec import AttentionSpec, DecodeSpec, PagedSpec
 from twin_attention.targets.family import FAMILIES, Backend, Family
 from twin_attention.targets.kernels import KernelConfig
 from twin_attention.targets.target import NUM_SMS, SHARED_MEMORY_LIMIT
@@ -92,8 +98,7 @@ class Compiled:
 
 def missing(spec: AttentionSpec | DecodeSpec, target: str) -> str | None:
     """Return why nothing can be compiled on this machine, None if it can."""
-    operation = "flash_fwd" if isinstance(spec, AttentionSpec) else "paged_decode"
-    reason = _family(spec, target).supports(operation, spec, target)
+    reason = _family(spec, target).supports(_operation(spec), spec, target)
     if reason is None and not any(_is_installed(plugin) for plugin in _PLUGINS):
         return "they are compiled by JAX's CUDA plugin (pip install 'jax[cuda13]'), which is absent"
     return reason
@@ -141,9 +146,15 @@ def compile_kernels(
 
 
 def _family(spec: AttentionSpec | DecodeSpec, target: str) -> Family:
-    folder = target if isinstance(spec, AttentionSpec) else "paged"
+    folder = "paged" if _operation(spec) == "paged_decode" else target
     families = FAMILIES["pallas_attn"]
     return next(x for x in families if (x.name, x.folder) == ("mosaic", folder))
+
+
+def _operation(spec: AttentionSpec | DecodeSpec) -> str:
+    if isinstance(spec, AttentionSpec):
+        return "flash_fwd"
+    return "paged_attention" if isinstance(spec, PagedSpec) else "paged_decode"
 
 
 @cache
@@ -174,6 +185,9 @@ def _call(spec, target, sinks, empty):
 
     if isinstance(spec, AttentionSpec):
         return flash, (flash_operands(spec, empty, sinks),)
+    if isinstance(spec, PagedSpec):
+        operands = paged_operands(spec, empty)
+        return lambda x: run("paged_attention")(x, spec, backend), (operands,)
     append = append_spec(spec)
     return decode_and_append, (decode_operands(spec, empty), append_operands(append, empty))
 

@@ -64,7 +64,8 @@ def compile_kernels(
             elif isinstance(spec, DecodeSpec):
                 run("paged_decode")(decode_operands(spec, _empty), spec, backend)
             append = spec if isinstance(spec, AppendSpec) else append_spec(spec)
-            run("append_kv")(append_operands(append, _empty), append, backend)
+            if chosen.supports("append_kv", append, target) is None:
+                run("append_kv")(append_operands(append, _empty), append, backend)
     return list({kernel[0]: kernel for kernel in compiled}.values())
 
 

@@ -591,7 +591,12 @@ class PagedSpec(DecodeSpec):
 
     `tokens` are those of all sequences together, one after the other. Positions and visible keys
     are those of each `sequence`.
+
+    Attributes:
+        rows_aligned: as in `AttentionSpec`.
     """
+
+    rows_aligned: bool = True
 
     @classmethod
     def of(

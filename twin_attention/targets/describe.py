@@ -8,7 +8,7 @@ from dataclasses import replace
 from twin_attention.contract.explain import Explanation
 from twin_attention.contract.spec import AttentionSpec, DecodeSpec
 from twin_attention.targets.family import Backend
-from twin_attention.targets.kernels import FAMILY_KERNELS, Spec
+from twin_attention.targets.kernels import FAMILY_KERNELS, DecodeConfig, Spec
 from twin_attention.targets.splits import choose_splits, decode_kernel
 
 _OPERATIONS = {
@@ -81,7 +81,8 @@ def describe(
     if runs_kernels and isinstance(spec, DecodeSpec):
         kernel = decode_kernel(spec)
         configs = {kernel: configs[kernel]}
-        splits = choose_splits(spec, configs[kernel], num_sms)
+        is_split = isinstance(configs[kernel], DecodeConfig)
+        splits = choose_splits(spec, configs[kernel], num_sms) if is_split else 1
         if splits > 1:
             configs |= backend.configs(spec.merge(splits))
     if not runs_kernels:

@@ -255,10 +255,19 @@ FAMILY_KERNELS = {
         "flash_bwd_postprocess": Kernel(
             AttentionSpec, PreprocessConfig, "flash_bwd", deterministic=False
         ),
+        "paged_attention": replace(
+            KERNELS["paged_attention"], config=SpecializedConfig, stationary="block_q"
+        ),
     },
 }  # fmt: skip
 
 
-def find_kernel(name: str) -> Kernel:
-    """Return the kernel of this name in the first family that has one: they do the same work."""
-    return next(kernels[name] for kernels in FAMILY_KERNELS.values() if name in kernels)
+def find_kernel(name: str, config: type[KernelConfig] = KernelConfig) -> Kernel:
+    """Return the kernel of this name in the first family that has one: they do the same work.
+
+    Args:
+        name: the kernel's.
+        config: a class of configurations, which the family's kernel has.
+    """
+    found = (kernels[name] for kernels in FAMILY_KERNELS.values() if name in kernels)
+    return next(kernel for kernel in found if issubclass(kernel.config, config))

@@ -5,20 +5,26 @@ A producer warp loads tiles with TMA; consumer warpgroups multiply them with wgm
 
 from __future__ import annotations
 
-from twin_attention.contract.spec import AttentionSpec, BlockSparseSpec, VarlenSpec
+from twin_attention.contract.spec import AttentionSpec, BlockSparseSpec, PagedSpec, VarlenSpec
 from twin_attention.targets.kernels import Spec
+from twin_attention.targets.target import NUM_SMS
+
+# Query rows of a kv head's program in paged attention; with fewer in the mean, most are padding.
+LEAST_ROWS = 128
 
 
 def supports(operation: str, spec: Spec, target: str | None) -> str | None:
     """Return None for a problem that the kernels cover, else the reason why they do not.
 
     Args:
-        operation: "flash_fwd" or "flash_bwd".
+        operation: "flash_fwd", "flash_bwd" or "paged_attention".
         spec: the problem.
         target: "sm80", "sm90", or None in an interpreter.
     """
+    if isinstance(spec, PagedSpec) and operation == "paged_attention":
+        return _supports_paged(spec, target)
     if not isinstance(spec, AttentionSpec):
-        return "it has flash attention alone"
+        return "it has flash attention and paged attention alone"
     if isinstance(spec, VarlenSpec):
         return "its kernels take no packed sequences"
     if isinstance(spec, BlockSparseSpec):
@@ -46,6 +52,28 @@ def _supports_backward(spec: AttentionSpec) -> str | None:
     if 0 < spec.seq_kv < 16:
         # With one key ds is 0: what wgmma rounds otherwise than delta's sum is all that is left.
         return "its backward takes at least 16 keys"
+    return None
+
+
+def _supports_paged(spec: PagedSpec, target: str | None) -> str | None:
+    """Return None for a paged attention that the kernels cover, else the reason why they do not."""
+    page_size, group_size = spec.cache.page_size, spec.group_size
+    if target != "sm90":
+        return "its kernels are for SM90"
+    if spec.dtype_bits != 16:
+        return f"its products take float16 and bfloat16, not {spec.cache.dtype}"
+    if page_size not in (16, 32, 64, 128, 256):
+        return "its pages have a power of two of keys, at least 16"
+    if group_size not in (1, 2, 4, 8, 16, 32, 64):
+        return "its kv heads have a power of two of query heads, at most 64"
+    if not spec.rows_aligned:
+        return "TMA loads rows that begin at multiples of 16 bytes"
+    if spec.rows < LEAST_ROWS:
+        return f"its paged attention is for chunks, of {LEAST_ROWS} query rows in the mean"
+    programs = spec.batch * spec.heads_kv * -(-spec.rows // LEAST_ROWS)
+    needs_splits = spec.num_splits is None and 2 * programs <= NUM_SMS["sm90"]
+    if needs_splits or spec.num_splits not in (None, 1):
+        return "it does not split keys"
     return None
 
 

@@ -83,12 +83,18 @@ def locate_tokens(cu_seqlens_ref, tile, num_tokens, rows, block):
         axis; the tile's first row, counted from the sequence's. A tile behind the last one of its
         sequence starts behind its last row.
     """
+    other = tile - cu_seqlens_ref.shape[0]
+    owner = find_sequence(cu_seqlens_ref, other, block, rows)
+    return tokens_of_tile(cu_seqlens_ref, tile, owner, num_tokens, rows, block)
+
+
+def tokens_of_tile(cu_seqlens_ref, tile, owner, num_tokens, rows, block):
+    """Return what `locate_tokens` does; `owner` has the tile if it is none of the first ones."""
     num_sequences = cu_seqlens_ref.shape[0] - 1
     is_first = tile <= num_sequences
-    other = tile - num_sequences - 1
-    owner = find_sequence(cu_seqlens_ref, other, block, rows)
     sequence = jnp.where(is_first, tile, owner)
     first, tokens = rows_of_sequence(cu_seqlens_ref, sequence, num_tokens, num_tokens)
+    other = tile - num_sequences - 1
     index = jnp.where(is_first, 0, jnp.maximum(other - first * rows // block, 0) + 1)
     return sequence, first, tokens, index * block
 

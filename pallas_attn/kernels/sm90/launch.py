@@ -54,18 +54,40 @@ def launch(
     Raises:
         NotImplementedError: the configuration does not fit the device's shared memory.
     """
+    arguments |= flash_arguments(spec) | vars(config) | {"group_size": spec.group_size}
+    return launch_programs(
+        name, kernel, schedule.shape[0], (*operands, jnp.asarray(schedule)), out_shape, memory,
+        config, num_sums, **arguments,
+    )  # fmt: skip
+
+
+def launch_programs(
+    name: str,
+    kernel: Callable[..., None],
+    programs: int,
+    operands: Sequence[Array | None],
+    out_shape: Sequence[jax.ShapeDtypeStruct],
+    memory: dict[str, Any],
+    config: KernelConfig,
+    num_sums: int = 0,
+    **arguments: Any,
+) -> Any:
+    """Call a kernel: `launch`, of any problem.
+
+    Args:
+        programs: how many to launch.
+        arguments: keyword arguments of the kernel beside memory.
+    """
     check_memory(name, memory, config)
     note_config(name, config)
-    arguments |= flash_arguments(spec) | vars(config) | {"group_size": spec.group_size}
     inputs = [x for x in operands if x is not None]
     sums = [zeros_of_batch(x.shape)(*inputs) for x in out_shape[len(out_shape) - num_sums :]]
 
     def body(*refs, **memory):
-        of_inputs, (of_schedule, *rest) = iter(refs[: len(inputs)]), refs[len(inputs) :]
+        of_inputs, rest = iter(refs[: len(inputs)]), refs[len(inputs) + num_sums :]
         kernel(
             *(None if x is None else next(of_inputs) for x in operands),
-            of_schedule,
-            *rest[num_sums:],
+            *rest,
             **memory,
             **arguments,
         )
@@ -74,7 +96,7 @@ def launch(
         body,
         out_type=tuple(out_shape),
         scratch_types=memory,
-        grid=(schedule.shape[0],),
+        grid=(programs,),
         grid_names=("program",),
         num_threads=config.num_warps // 4,
         thread_name="warpgroup",
@@ -87,7 +109,7 @@ def launch(
             reduction_scratch_bytes=0,
             num_aliased=num_sums,
         ),
-    )(*inputs, jnp.asarray(schedule), *sums)
+    )(*inputs, *sums)
 
 
 def check_memory(name: str, memory: Any, config: KernelConfig) -> None:

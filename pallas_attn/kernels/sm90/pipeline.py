@@ -38,6 +38,17 @@ class Tiles(NamedTuple):
         """Return one of the tiles."""
         return Tiles(*(tuple(piece.at[index] for piece in pieces) for pieces in self))
 
+    def rows(self, start: int, count: int) -> "Tiles":
+        """Return rows start .. start + count of a tile, multiples of 8."""
+        return self.tile(pl.ds(start, count))
+
+    def cut(self, columns: tuple[slice, ...]) -> "Tiles":
+        """Return a tile as wgmma sees it in pieces of these columns, where it is whole."""
+        if len(self.multiplied) == len(columns):
+            return self
+        (whole,) = self.multiplied
+        return Tiles((), tuple(columns_of(whole, x.start, x.stop) for x in columns))
+
 
 def piece_widths(size: int, is_whole: bool) -> tuple[int, ...]:
     """Return the columns of the pieces of a tile that holds rows of `size` elements.

@@ -1,6 +1,7 @@
 """Scores: the way from q·k to what the softmax takes, without the derivative of a cap."""
 
 import jax.numpy as jnp
+from jax import lax
 
 from pallas_attn.kernels.sm80.scores import iota, tanh
 from pallas_attn.kernels.sm90.pipeline import WGMMA
@@ -16,7 +17,7 @@ def scaled_scores(s, rule):
     return s
 
 
-def hide_keys(s, position, start_kv, end, window_left, window_right):
+def hide_keys(s, position, start_kv, end, window_left, window_right, rows_of_query=1):
     """Set the scores of keys that a query does not see to -inf: `portable.scores.attention_mask`.
 
     The window's end and the last key are one bound.
@@ -26,8 +27,12 @@ def hide_keys(s, position, start_kv, end, window_left, window_right):
         position: the key position of the first query.
         end: keys from this one on do not exist; None where all do.
         window_left, window_right: None for no bound.
+        rows_of_query: how many rows a query has, one after the other.
     """
-    row = iota((s.shape[0], 8), 0, WGMMA) + (position - start_kv)
+    row = iota((s.shape[0], 8), 0, WGMMA)
+    if rows_of_query > 1:
+        row = lax.div(row, rows_of_query)
+    row = row + (position - start_kv)
     column = iota((s.shape[0], 8), 1, WGMMA)
     upper = lower = None
     if window_right is not None:

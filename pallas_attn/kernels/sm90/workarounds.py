@@ -15,7 +15,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, nvvm
 
-from pallas_attn.kernels.sm80.workarounds import _pointer
+from pallas_attn.kernels.paged.registers import pointer_at, scalar
+from pallas_attn.kernels.sm80.workarounds import _dot, _pointer
 
 # ---- Take turns. Can go when plgpu has named barriers. -------------------------------------------
 
@@ -164,3 +165,94 @@ def add_to_sums(x, sums, batch, head, place):
             )  # fmt: skip
 
     add(sums, x, batch, head, place)
+
+
+# ---- Clear rows in shared memory. Can go when stores take a mask. --------------------------------
+
+
+def clear_rows(piece, count):
+    """Set rows `count` .. of a piece of a tile to 0, a row a thread.
+
+    Args:
+        piece: [rows, width] in shared memory, as wgmma sees it.
+        count: int32 scalar.
+    """
+    rows, width = piece.shape
+    block = min(width, 64)
+    transforms = plgpu.TilingTransform((8, block)), plgpu.SwizzleTransform(2 * block)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(transforms), plgpu.Layout.WG_SPLAT))
+    def clear(_, piece, count):
+        i8, i32 = (ir.IntegerType.get_signless(bits) for bits in (8, 32))
+        thread = arith.remui(mgpu_utils.thread_idx(), mgpu.c(128, i32))
+        less, at_least = arith.CmpIPredicate.slt, arith.CmpIPredicate.sge
+        is_cleared = arith.andi(
+            arith.cmpi(less, thread, mgpu.c(rows, i32)),
+            arith.cmpi(at_least, thread, count.registers.item()),
+        )
+        strides, _ = ir.MemRefType(piece.type).get_strides_and_offset()
+        row_block, row = (f(thread, mgpu.c(8, i32)) for f in (arith.divui, arith.remui))
+        offset = arith.addi(
+            arith.muli(row_block, mgpu.c(2 * strides[0], i32)),
+            arith.muli(row, mgpu.c(2 * strides[2], i32)),
+        )
+        pointer = mgpu_utils.getelementptr(mgpu_utils.memref_ptr(piece), [offset], i8)
+        unit = ir.VectorType.get((4,), i32)
+        zeros = mgpu_utils.bitcast(mgpu.c(0, ir.IntegerType.get_signless(128)), unit)
+        with mgpu.when(is_cleared):
+            for column_block in range(width // block):
+                for byte in range(0, 2 * block, 16):
+                    place = column_block * 2 * strides[1] + byte
+                    llvm.store(zeros, mgpu_utils.getelementptr(pointer, [place], i8))
+
+    clear(piece, count)
+
+
+# ---- Store rows of several heads, those that exist. Can go when stores take a mask. --------------
+
+
+def store_rows_of_heads(x, lse, out_ref, lse_ref, token, head, left, group_size):
+    """Store rows of a product: row r is token r // group_size of head r % group_size of a group.
+
+    Args:
+        x: [64, columns] float32.
+        lse: [64] float32.
+        out_ref, lse_ref: [Tq, Hq, Dv] and [Hq, Tq] in global memory.
+        token, head: int32 scalars, of the first row.
+        left: int32 scalar; rows from this one on are not stored.
+        group_size: query heads of a group.
+    """
+    layout = plgpu.Layout.WGMMA
+    scalars = [plgpu.Layout.WG_SPLAT] * 3
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(), plgpu.RefType(), layout, layout.reduce(1), *scalars)
+    )
+    def store(_, out, lses, x, lse, token, head, left):
+        i32 = ir.IntegerType.get_signless(32)
+        token, head, left = (x.registers.item() for x in (token, head, left))
+        out_type = ir.MemRefType(out.type)
+        size, element = out_type.shape[2], out_type.element_type
+        thread = arith.remui(mgpu_utils.thread_idx(), mgpu.c(128, i32))
+        warp, lane = (f(thread, mgpu.c(32, i32)) for f in (arith.divui, arith.remui))
+        first, quad = (f(lane, mgpu.c(4, i32)) for f in (arith.divui, arith.remui))
+        is_first = arith.cmpi(arith.CmpIPredicate.eq, quad, mgpu.c(0, i32))
+        column = arith.muli(quad, mgpu.c(2, i32))
+        pairs = x.registers.reshape(-1, 2)
+        for half in range(2):
+            row = _dot([warp, first, mgpu.c(1, i32)], [16, 1, 8 * half])
+            exists = arith.cmpi(arith.CmpIPredicate.slt, row, left)
+            of_token, of_head = (
+                f(row, mgpu.c(group_size, i32)) for f in (arith.divui, arith.remui)
+            )
+            place = arith.addi(token, of_token), arith.addi(head, of_head)
+            with mgpu.when(exists):
+                pointer = pointer_at(out, [(0, place[0]), (1, place[1]), (2, column)])
+                for i in range(size // 8):
+                    value = arith.truncf(ir.VectorType.get((2,), element), pairs[i, half])
+                    llvm.store(value, mgpu_utils.getelementptr(pointer, [8 * i], element))
+            with mgpu.when(arith.andi(exists, is_first)):
+                pointer = pointer_at(lses, [(0, place[1]), (1, place[0])])
+                llvm.store(scalar(lse.registers.flat[half]), pointer)
+
+    store(out_ref, lse_ref, x, lse, token, head, left)

@@ -110,13 +110,21 @@ def locate_tokens(
         axis; the tile's first row, counted from the sequence's. A tile behind the last one of its
         sequence starts behind its last row.
     """
+    owner = find_sequence(cu_seqlens_ptr, tile - num_sequences - 1, num_sequences, BLOCK, ROWS)
+    return tokens_of_tile(cu_seqlens_ptr, tile, owner, num_tokens, num_sequences, ROWS, BLOCK)
+
+
+@triton.jit
+def tokens_of_tile(
+    cu_seqlens_ptr, tile, owner, num_tokens, num_sequences, ROWS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Return what `locate_tokens` does; `owner` has the tile if it is none of the first ones."""
     is_first = tile <= num_sequences
-    other = tile - num_sequences - 1
-    owner = find_sequence(cu_seqlens_ptr, other, num_sequences, BLOCK, ROWS)
     sequence = tl.where(is_first, tile, owner)
     first, tokens = rows_of_sequence(
         cu_seqlens_ptr, sequence, num_tokens, num_sequences, num_tokens
     )
+    other = tile - num_sequences - 1
     index = tl.where(is_first, 0, tl.maximum(other - first * ROWS // BLOCK, 0) + 1)
     return sequence, first, tokens, index * BLOCK
 

@@ -72,9 +72,9 @@ def tile_bytes(rows, size):
 
 
 @triton.constexpr_function
-def box_layout(width, bits=16):
+def box_layout(width, bits=16, rank=4):
     """Return the layout of a piece in shared memory, which TMA and wgmma share."""
-    return gl.NVMMASharedLayout(min(128, width * bits // 8), bits, 4)
+    return gl.NVMMASharedLayout(min(128, width * bits // 8), bits, rank)
 
 
 @triton.constexpr_function

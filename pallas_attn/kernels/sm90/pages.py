@@ -1,0 +1,55 @@
+"""Pages: a tile of keys or values is a TMA copy for each of its pages."""
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_attn.kernels.sm90.pipeline import load_tile
+from pallas_attn.kernels.sm90.workarounds import clear_rows
+
+
+def find_pages(table_ref, sequence, start, end, num_pages, page_size, block):
+    """Return the pages of keys start .. start + block of a sequence.
+
+    A page from `end` on becomes `num_pages`, which is none. An id out of range, which is the
+    caller's mistake, becomes one within the pool.
+    """
+    last_page = lax.div(jnp.maximum(end - 1, 0), page_size)
+    pages = []
+    for first in range(0, block, min(page_size, block)):
+        key = start + first
+        page = table_ref[sequence, jnp.minimum(lax.div(key, page_size), last_page)]
+        page = jnp.minimum(jnp.maximum(page, 0), num_pages - 1)
+        pages.append(jnp.where(key < end, page, num_pages))
+    return pages
+
+
+def load_pages(pool, tile, pages, start, head, page_size, barrier):
+    """Start to load the keys from `start` on by TMA; a page that is none becomes 0.
+
+    Args:
+        pool: [P, page_size, Hkv, D] in global memory.
+        tile: `Tiles` of one tile.
+        pages: `find_pages`.
+        start, head: int32 scalars.
+        page_size: keys of a page.
+        barrier: completes when all pieces of all pages arrived.
+    """
+    rows = tile.copied[0].shape[0] // len(pages)
+    for i, page in enumerate(pages):
+        load_tile(pool, tile.rows(i * rows, rows), page, head, lax.rem(start, page_size), barrier)
+
+
+def clear_values(tile, count):
+    """Set what follows the first `count` values of a tile to 0.
+
+    It may be NaN, which a product with 0 keeps. Each consumer does so for itself: what another one
+    reads meanwhile changes to 0, or not at all.
+    """
+
+    @pl.when(count < tile.copied[0].shape[0])
+    def _():
+        for piece in tile.multiplied:
+            clear_rows(piece, count)
+        plgpu.commit_smem()

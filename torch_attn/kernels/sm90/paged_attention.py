@@ -1,0 +1,438 @@
+"""Paged attention of long chunks of new tokens, for SM90.
+
+The same formula as `torch_attn.kernels.portable.paged_attention`, in the parts of
+`torch_attn.kernels.sm90.flash_fwd`: a warp loads, with a TMA instruction for each page that a tile
+of keys has, and warpgroups compute. Shah et al. 2024, FlashAttention-3, over the pages of
+PagedAttention (Kwon et al. 2023).
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma_wait,
+)
+
+from torch_attn.kernels.portable.pages import keys_of_tokens, share_of_tiles, tiles_at_edges
+from torch_attn.kernels.portable.softmax import LN2, LOG2E, add_sink
+from torch_attn.kernels.sm80.pipeline import step_start
+from torch_attn.kernels.sm80.softmax import add_columns, online_softmax_update
+from torch_attn.kernels.sm90.pages import clear_values, find_pages, load_pages
+from torch_attn.kernels.sm90.pipeline import (
+    K_READ,
+    MAX_STAGES,
+    TURN,
+    V_READ,
+    add_product,
+    allocate_barriers,
+    allocate_tile,
+    arrive,
+    box_layout,
+    load_box,
+    map_arguments,
+    num_pieces,
+    pack,
+    piece_start,
+    piece_width,
+    product_layout,
+    product_scores,
+    scale_rows,
+    tile_bytes,
+    unpack,
+    wait_for_all,
+    wait_product,
+    zeros,
+)
+from torch_attn.kernels.sm90.scores import hide, scaled_scores
+from torch_attn.kernels.sm90.sequences import locate_tokens
+from torch_attn.launch import KernelCall, Layout, Prepared, launch
+from torch_attn.tensor_maps import TensorMap
+from twin_attention.contract.operands import PagedOperands
+from twin_attention.contract.spec import PagedSpec
+from twin_attention.targets import sm90
+from twin_attention.targets.family import Backend
+from twin_attention.targets.kernels import SpecializedConfig
+from twin_attention.targets.splits import num_row_tiles
+
+
+@gluon.jit(
+    do_not_specialize=["num_tokens", "num_sequences", "num_pages", "capacity", "window_left"]
+)
+def paged_attention_kernel(
+    q,
+    k,
+    v,
+    tables_ptr,
+    lens_ptr,
+    cu_seqlens_q_ptr,
+    sinks_ptr,
+    out_ptr,
+    lse_ptr,
+    q_1,
+    q_2,
+    k_1,
+    k_2,
+    v_1,
+    v_2,
+    table_stride,
+    num_tokens,
+    num_sequences,
+    num_pages,
+    capacity,
+    rule,
+    window_left,
+    HEADS_KV: gl.constexpr,
+    GROUP_SIZE: gl.constexpr,
+    PAGE_SIZE: gl.constexpr,
+    HEAD_DIM: gl.constexpr,
+    HEAD_DIM_V: gl.constexpr,
+    BLOCK_Q: gl.constexpr,
+    BLOCK_KV: gl.constexpr,
+    NUM_STAGES: gl.constexpr,
+    PING_PONG: gl.constexpr,
+):
+    """One program computes BLOCK_Q rows of one kv head of a sequence.
+
+    Rows, and what they see, are those of the portable `paged_attention_kernel`, without splits. The
+    work of the warps is that of `torch_attn.kernels.sm90.flash_fwd`: a producer, and two consumers
+    of 64 rows each, which PING_PONG makes take turns. GROUP_SIZE is a power of two up to 64, and
+    PAGE_SIZE one from 16 on.
+
+    q, k and v are TMA descriptors: of [Tq, Hq, D], and of [P, Hkv, page_size, D], further ones for
+    further column pieces. out [Tq, Hq, Dv] and lse [Hq, Tq] are contiguous. Grid: (kv heads, row
+    tiles of `locate_tokens`) in one axis, kv heads fastest and the last tiles first, which see most
+    keys. Loop invariant and accumulation: as in `flash_fwd_kernel`.
+    """
+    gl.static_assert(BLOCK_Q == 128)
+    gl.static_assert(NUM_STAGES <= MAX_STAGES)
+    q_tile = allocate_tile(q.dtype, 2, 64, HEAD_DIM)
+    k_tile = allocate_tile(q.dtype, NUM_STAGES, BLOCK_KV, HEAD_DIM)
+    v_tile = allocate_tile(q.dtype, NUM_STAGES, BLOCK_KV, HEAD_DIM_V)
+    q_full = allocate_barriers(1)
+    k_full = allocate_barriers(NUM_STAGES)
+    v_full = allocate_barriers(NUM_STAGES)
+    fence_async_shared()
+
+    # Locate the rows, and the keys that they see.
+    program = gl.num_programs(0) - 1 - gl.program_id(0)
+    head_kv = program % HEADS_KV
+    sequence, first_token, tokens, start_row = locate_tokens(
+        cu_seqlens_q_ptr, program // HEADS_KV, num_tokens, num_sequences, GROUP_SIZE, BLOCK_Q
+    )
+    length = gl.load(lens_ptr + sequence, mask=sequence < num_sequences, other=0)
+    length = gl.minimum(gl.maximum(length, 0), capacity)
+    table_ptr = tables_ptr + sequence.to(gl.int64) * table_stride
+
+    tiles = (q_tile, k_tile, v_tile)
+    barriers = (q_full, k_full, v_full)
+    loads = ((q, q_1, q_2), (k, k_1, k_2), (v, v_1, v_2))
+    place = (head_kv, first_token, tokens, start_row, length)
+    # Constants, and what may be None, stand in the calls: variables would make tensors of them.
+    gl.warp_specialize(
+        [
+            (_consume, (
+                tiles, barriers, out_ptr, lse_ptr, place, num_tokens, rule, window_left, sinks_ptr,
+                0, HEADS_KV, GROUP_SIZE, HEAD_DIM, HEAD_DIM_V, BLOCK_Q, PING_PONG,
+            )),
+            (_consume, (
+                tiles, barriers, out_ptr, lse_ptr, place, num_tokens, rule, window_left, sinks_ptr,
+                1, HEADS_KV, GROUP_SIZE, HEAD_DIM, HEAD_DIM_V, BLOCK_Q, PING_PONG,
+            )),
+            (_produce, (
+                tiles, barriers, loads, place, table_ptr, num_pages, window_left,
+                GROUP_SIZE, PAGE_SIZE, HEAD_DIM, HEAD_DIM_V, BLOCK_Q,
+            )),
+        ],
+        [4, 1],
+        [232, 40],
+    )  # fmt: skip
+
+
+@gluon.jit
+def _visible_tiles(
+    place, window_left, GROUP_SIZE: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_KV: gl.constexpr
+):
+    """Return the tiles of keys that a program's rows see.
+
+    Returns:
+        (begin, end, before, full, after): the first tile's first key, and the end of the visible
+        keys; `before`, `full` and `after` as `tiles_at_edges` has them. Where nothing is visible
+        there is one masked tile, so that no consumer has to do without; a program that has no rows
+        has no tiles.
+    """
+    _head_kv, _first_token, tokens, start_row, length = place
+    first = start_row // GROUP_SIZE
+    last = gl.minimum((start_row + BLOCK_Q - 1) // GROUP_SIZE, tokens - 1)
+    begin, end = keys_of_tokens(length, tokens, first, last, window_left)
+    first_tile, count, _total = share_of_tiles(begin, end, 0, 1, BLOCK_KV)
+    diagonal = length - tokens
+    before, full, after = tiles_at_edges(
+        diagonal + first, diagonal + last, first_tile, count, window_left, BLOCK_KV
+    )
+    before = gl.where(first < tokens, gl.maximum(before, 1 - full - after), 0)
+    return first_tile * BLOCK_KV, end, before, full, after
+
+
+@gluon.jit
+def _produce(
+    tiles,
+    barriers,
+    loads,
+    place,
+    table_ptr,
+    num_pages,
+    window_left,
+    GROUP_SIZE: gl.constexpr,
+    PAGE_SIZE: gl.constexpr,
+    HEAD_DIM: gl.constexpr,
+    HEAD_DIM_V: gl.constexpr,
+    BLOCK_Q: gl.constexpr,
+):
+    """Load all that the consumers of a program multiply, one warp for all of them."""
+    q_tile, k_tile, v_tile = tiles
+    q_full, k_full, v_full = barriers
+    q, k, v = loads
+    head_kv, first_token, _tokens, start_row, _length = place
+    NUM_STAGES: gl.constexpr = k_tile[0].shape[0]
+    BLOCK_KV: gl.constexpr = k_tile[0].shape[3]
+    READERS: gl.constexpr = 2 * 128 + 32
+    begin, end, before, full, after = _visible_tiles(
+        place, window_left, GROUP_SIZE, BLOCK_Q, BLOCK_KV
+    )
+    total = before + full + after
+    for i in range(gl.where(total > 0, total + 1, 0)):
+        # Keys go one tile ahead of values, which is the order of use.
+        if i < total:
+            slot = i % NUM_STAGES
+            start = step_start(i, begin, before, full, after, BLOCK_KV)
+            pages = find_pages(table_ptr, start, end, num_pages, PAGE_SIZE, BLOCK_KV)
+            if i >= NUM_STAGES:
+                wait_for_all(K_READ + slot, READERS)
+            load_pages(
+                k, k_tile, slot, pages, start, head_kv, k_full.index(slot), PAGE_SIZE, HEAD_DIM
+            )
+        if i == 0:
+            token = first_token + start_row // GROUP_SIZE
+            mbarrier.expect(q_full.index(0), tile_bytes(BLOCK_Q, HEAD_DIM))
+            for consumer in gl.static_range(2):
+                first = token + consumer * (64 // GROUP_SIZE)
+                _load_queries(
+                    q, q_tile, consumer, first, head_kv, q_full.index(0), GROUP_SIZE, HEAD_DIM
+                )
+        else:
+            slot = (i - 1) % NUM_STAGES
+            start = step_start(i - 1, begin, before, full, after, BLOCK_KV)
+            pages = find_pages(table_ptr, start, end, num_pages, PAGE_SIZE, BLOCK_KV)
+            if i > NUM_STAGES:
+                wait_for_all(V_READ + slot, READERS)
+            load_pages(
+                v, v_tile, slot, pages, start, head_kv, v_full.index(slot), PAGE_SIZE, HEAD_DIM_V
+            )
+
+
+@gluon.jit
+def _load_queries(
+    maps, tile, slot, token, head_kv, full, GROUP_SIZE: gl.constexpr, SIZE: gl.constexpr
+):
+    """Load the 64 rows from a token on; `full` expects their bytes already."""
+    for i in gl.static_range(num_pieces(SIZE)):
+        box = tile[i].index(slot).reshape([64 // GROUP_SIZE, GROUP_SIZE, piece_width(SIZE, i)])
+        load_box(maps[i], [token, head_kv * GROUP_SIZE, piece_start(SIZE, i)], full, box)
+
+
+@gluon.jit
+def _consume(
+    tiles,
+    barriers,
+    out_ptr,
+    lse_ptr,
+    place,
+    num_tokens,
+    rule,
+    window_left,
+    sinks_ptr,
+    CONSUMER: gl.constexpr,
+    HEADS_KV: gl.constexpr,
+    GROUP_SIZE: gl.constexpr,
+    HEAD_DIM: gl.constexpr,
+    HEAD_DIM_V: gl.constexpr,
+    BLOCK_Q: gl.constexpr,
+    PING_PONG: gl.constexpr,
+):
+    """Compute 64 rows of a program."""
+    q_tile, k_tile, v_tile = tiles
+    q_full, k_full, v_full = barriers
+    head_kv, first_token, tokens, start_row, length = place
+    NUM_STAGES: gl.constexpr = k_tile[0].shape[0]
+    BLOCK_KV: gl.constexpr = k_tile[0].shape[3]
+    READERS: gl.constexpr = 2 * 128 + 32
+    dtype: gl.constexpr = q_tile[0].dtype
+    layout: gl.constexpr = product_layout(BLOCK_KV)
+    of_row: gl.constexpr = gl.SliceLayout(1, layout)
+    begin, end, before, full, after = _visible_tiles(
+        place, window_left, GROUP_SIZE, BLOCK_Q, BLOCK_KV
+    )
+    if before + full + after > 0:
+        if PING_PONG and CONSUMER == 1:
+            arrive(TURN, 256)
+        rows = start_row + CONSUMER * 64 + gl.arange(0, 64, of_row)
+        token = rows // GROUP_SIZE
+        head = head_kv * GROUP_SIZE + rows % GROUP_SIZE
+        position = length - tokens + token
+        is_row = token < tokens
+        m_i = gl.full([64], float("-inf"), gl.float32, of_row)
+        l_i = add_columns(gl.zeros([64, BLOCK_KV], gl.float32, layout))
+        if sinks_ptr is not None:
+            # The maximum has the sink from the start: acc is not rescaled for it at the end.
+            m_i = gl.maximum(m_i, gl.load(sinks_ptr + head) * LOG2E)
+        acc = zeros(64, HEAD_DIM_V)
+
+        # The first tile of keys
+        mbarrier.wait(q_full.index(0), 0)
+        mbarrier.wait(k_full.index(0), 0)
+        s = product_scores(q_tile, CONSUMER, k_tile, 0, HEAD_DIM, layout)
+        s = warpgroup_mma_wait(0, deps=(s,))
+        arrive(K_READ, READERS)
+        start = step_start(0, begin, before, full, after, BLOCK_KV)
+        s = hide(scaled_scores(s, rule), position, start, end, window_left, 0)
+        e, _alpha, m_i, l_i = online_softmax_update(s, m_i, l_i, rule.exp2_scale, True)
+        packed = pack(e, dtype)
+        clear_values(v_tile, 0, end - start, v_full.index(0), 0)
+
+        # Visit the other tiles of keys that these rows see; only tiles at the edges are masked.
+        index = 1
+        for masked in gl.static_range(1, -1, -1):
+            steps = before + full + after
+            if masked:
+                steps = before + after
+            while index < steps:
+                slot = index % NUM_STAGES
+                previous = (index - 1) % NUM_STAGES
+                # s = scale · q kᵀ, and acc += p v for the tile before
+                mbarrier.wait(k_full.index(slot), index // NUM_STAGES & 1)
+                if PING_PONG:
+                    wait_for_all(TURN + CONSUMER, 256)
+                s = product_scores(q_tile, CONSUMER, k_tile, slot, HEAD_DIM, layout)
+                mbarrier.wait(v_full.index(previous), (index - 1) // NUM_STAGES & 1)
+                p = unpack(packed, dtype, layout, "edge" if masked else "full")
+                acc = add_product(acc, p, v_tile, previous)
+                if PING_PONG:
+                    arrive(TURN + 1 - CONSUMER, 256)
+                s = warpgroup_mma_wait(num_pieces(HEAD_DIM_V), deps=(s,))
+                arrive(K_READ + slot, READERS)
+                # p = exp(s - max)
+                s = scaled_scores(s, rule)
+                if masked:
+                    start = step_start(index, begin, before, full, after, BLOCK_KV)
+                    s = hide(s, position, start, end, window_left, 0)
+                e, alpha, m_i, l_i = online_softmax_update(s, m_i, l_i, rule.exp2_scale, masked)
+                # Rescale what was accumulated
+                acc, p = wait_product(acc, p)
+                arrive(V_READ + previous, READERS)
+                acc = scale_rows(acc, alpha)
+                packed = pack(e, dtype)
+                if masked:
+                    clear_values(
+                        v_tile, slot, end - start, v_full.index(slot), index // NUM_STAGES & 1
+                    )
+                index += 1
+
+        # The last p·v
+        previous = (index - 1) % NUM_STAGES
+        mbarrier.wait(v_full.index(previous), (index - 1) // NUM_STAGES & 1)
+        p = unpack(packed, dtype, layout, "last")
+        acc = add_product(acc, p, v_tile, previous)
+        # Add the row sums of each quad.
+        l_i = gl.convert_layout(gl.sum(l_i, 1), of_row)
+        if sinks_ptr is not None:
+            _alpha, m_i, l_i = add_sink(gl.load(sinks_ptr + head), m_i, l_i)
+        l_safe = gl.where(l_i == 0.0, 1.0, l_i)
+        lse = m_i * LN2 + gl.log(l_safe)
+        gl.store(lse_ptr + head.to(gl.int64) * num_tokens + first_token + token, lse, mask=is_row)
+        acc, p = wait_product(acc, p)
+
+        # Normalise and store.
+        acc = scale_rows(acc, 1.0 / l_safe)
+        out_row = (first_token + token).to(gl.int64) * (HEADS_KV * GROUP_SIZE) + head
+        _store_rows(out_ptr, acc, out_row, is_row, HEAD_DIM_V)
+
+
+@gluon.jit
+def _store_rows(out_ptr, x, row, is_row, SIZE: gl.constexpr):
+    """Store rows of SIZE columns, those that exist, from where they were computed."""
+    for i in gl.static_range(num_pieces(SIZE)):
+        _store_piece(out_ptr, x[i], row, is_row, piece_start(SIZE, i), SIZE)
+
+
+@gluon.jit
+def _store_piece(out_ptr, x, row, is_row, FIRST: gl.constexpr, SIZE: gl.constexpr):
+    of_row: gl.constexpr = gl.SliceLayout(1, x.type.layout)
+    row = gl.convert_layout(row, of_row, assert_trivial=True)
+    is_row = gl.convert_layout(is_row, of_row, assert_trivial=True)
+    column = FIRST + gl.arange(0, x.shape[1], gl.SliceLayout(0, x.type.layout))
+    pointers = out_ptr + row[:, None] * SIZE + column[None, :]
+    gl.store(
+        pointers, x.to(out_ptr.dtype.element_ty), mask=is_row[:, None] & (column < SIZE)[None, :]
+    )
+
+
+def paged_attention(
+    operands: PagedOperands[Tensor], spec: PagedSpec, backend: Backend
+) -> tuple[Tensor, Tensor]:
+    """Launch `paged_attention_kernel`.
+
+    Returns:
+        out [Tq, Hq, Dv] in q's dtype and lse [Hq, Tq] float32, both contiguous.
+    """
+    q = operands.q
+    out = q.new_empty((spec.tokens, spec.heads_q, spec.head_dim_v))
+    lse = q.new_empty((spec.heads_q, spec.tokens), dtype=torch.float32)
+    tensors = (*operands[: PagedOperands._fields.index("k_scale")], out, lse)
+    # Four warps are one consumer; Triton adds those of the other parts.
+    launch("paged_attention", paged_attention_kernel, _prepare, tensors, spec, backend, num_warps=4)
+    return out, lse
+
+
+def _prepare(call: KernelCall) -> Prepared:
+    """Return grid and arguments of `paged_attention_kernel`."""
+    spec, config = call.spec, call.config
+    assert isinstance(spec, PagedSpec)
+    assert isinstance(config, SpecializedConfig)
+    q, k_pages, v_pages, block_tables, *_ = call.layouts
+    cache, rule = spec.cache, spec.scores
+    page_rows = min(cache.page_size, config.block_kv)
+    maps = (
+        _query_maps(q, spec.group_size)
+        | map_arguments("k", 1, k_pages, page_rows)
+        | map_arguments("v", 2, v_pages, page_rows)
+    )
+    arguments = {
+        "table_stride": block_tables.strides[0],
+        "num_tokens": spec.tokens,
+        "num_sequences": spec.batch,
+        "num_pages": cache.num_pages,
+        "capacity": cache.capacity,
+        "rule": rule._replace(scale_first=gl.constexpr(rule.scale_first)),
+        "window_left": spec.bounded_window.left,
+        "HEADS_KV": spec.heads_kv,
+        "GROUP_SIZE": spec.group_size,
+        "PAGE_SIZE": cache.page_size,
+        "HEAD_DIM": spec.head_dim,
+        "HEAD_DIM_V": spec.head_dim_v,
+    }
+    return (num_row_tiles(spec, config.block_q) * spec.heads_kv,), arguments | maps
+
+
+def _query_maps(layout: Layout, group_size: int) -> dict[str, Any]:
+    """Return the descriptors of q: boxes of 64 rows, so many tokens of a group of heads."""
+    names = ("q", "q_1", "q_2")
+    maps: dict[str, Any] = dict.fromkeys(names)
+    for name, width in zip(names, sm90.column_pieces(layout.shape[2]), strict=False):
+        box, in_shared = (64 // group_size, group_size, width), box_layout(width, rank=3)
+        maps[name] = TensorMap.of_boxes(0, layout.shape, layout.strides, box, in_shared)
+    return maps
