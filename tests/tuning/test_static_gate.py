@@ -31,6 +31,7 @@ from twin_attention.targets.kernels import (
     DecodeConfig,
     FlashConfig,
     FwdConfig,
+    PreprocessConfig,
     SpecializedConfig,
     WarpDecodeConfig,
 )
@@ -226,7 +227,8 @@ def test_what_needs_no_tensor_cores():
         float32 = Problem("jax", target, "float32", 64, "causal")
         assert failures(float32, "flash_fwd", config, without) == ()
         bfloat16 = replace(float32, dtype="bfloat16")
-        assert failures(bfloat16, "flash_bwd_preprocess", config, without) == ()
+        rows = PreprocessConfig(block_q=64, num_warps=4)
+        assert failures(bfloat16, "flash_bwd_preprocess", rows, without) == ()
         assert failures(bfloat16, "flash_bwd_dq", config, without) != ()
 
 
