@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 SCORES_MAX = 1 << 35  # bytes of float32 scores; beside them there are masks and probabilities
+# Arrays of the scores' size at once; a backward has the gradients of scores and probabilities too.
+ARRAYS = {"forward": 1, "backward": 4}
 
 
 def fa2_varlen(case: VarlenCase, operation: str, tensors) -> Call:
@@ -82,7 +84,7 @@ def jax_masked(case: VarlenCase, operation: str, tensors) -> Call:
     """Return a call of XLA's attention in `jax.nn` over all tokens, with a mask of documents."""
     _check(case)
     tokens = len(tensors[0])
-    if (scores := 4 * case.heads_q * tokens**2) > SCORES_MAX:
+    if (scores := ARRAYS[operation] * 4 * case.heads_q * tokens**2) > SCORES_MAX:
         raise Absent(f"its scores would take {scores >> 30} GiB")
     import jax
 

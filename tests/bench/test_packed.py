@@ -153,9 +153,11 @@ def test_a_peer_that_would_see_padding_or_needs_too_much_is_absent(stand_ins, mo
     tensors = packed_tensors(CASE, "cpu")
     with pytest.raises(Absent, match="it would see padding"):
         PACKED["FA2 padded"](replace(CASE, causal=False), "forward", tensors)
-    monkeypatch.setattr(packed_peers, "SCORES_MAX", 4 * 2 * 27**2 - 1)
-    with pytest.raises(Absent, match="its scores would take"):
-        PACKED["jax.nn XLA"](CASE, "forward", tensors)
+    scores = 4 * 2 * 27**2
+    for operation, limit in (("forward", scores - 1), ("backward", 4 * scores - 1)):
+        monkeypatch.setattr(packed_peers, "SCORES_MAX", limit)
+        with pytest.raises(Absent, match="its scores would take"):
+            PACKED["jax.nn XLA"](CASE, operation, tensors)
     monkeypatch.setitem(sys.modules, "fa3_fwd_interface", SimpleNamespace())
     with pytest.raises(Absent, match="has no flash_attn_varlen_func"):
         PACKED["FA3 varlen"](CASE, "forward", tensors)
