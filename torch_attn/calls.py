@@ -105,7 +105,7 @@ class Call:
         return results
 
 
-def _question(function: Hashable, options: tuple[Hashable, ...]) -> Key:
+def _options_key(function: Hashable, options: tuple[Hashable, ...]) -> Key:
     """Return all that a call depends on but its operands and what is active around it.
 
     Options count with their types: 1 is not True.
@@ -117,7 +117,7 @@ def _question(function: Hashable, options: tuple[Hashable, ...]) -> Key:
     return function, options, types, enabled, requested_target(), requested_configs()
 
 
-def _key(question: Key, operands: tuple[Any, ...]) -> Key | None:
+def _key(options_key: Key, operands: tuple[Any, ...]) -> Key | None:
     """Return all that a call depends on but the operands' values.
 
     Returns:
@@ -134,7 +134,7 @@ def _key(question: Key, operands: tuple[Any, ...]) -> Key | None:
     layouts = _layouts(operands)
     if layouts is None:
         return None
-    return question, layouts, is_recorded(operands)
+    return options_key, layouts, is_recorded(operands)
 
 
 def _layouts(operands: tuple[Any, ...]) -> Key | None:
@@ -168,9 +168,9 @@ def recall(
     """
     if torch.compiler.is_compiling():
         return None
-    question = _question(function, options)
+    options_key = _options_key(function, options)
     try:
-        last = _last.get(question)
+        last = _last.get(options_key)
     except TypeError:  # an option that has no hash
         return None
     if last is None:
@@ -183,10 +183,10 @@ def recall(
         and forward_ad._current_level < 0
     ):
         return last
-    key = _key(question, operands)
+    key = _key(options_key, operands)
     call = None if key is None else _calls.get(key)
     if call is not None:
-        _last[question] = call
+        _last[options_key] = call
         if call.guard is not None and not call.guard(operands):  # kept elsewhere in the dispatcher
             call.guard = Guard(operands)
     return call
@@ -201,8 +201,8 @@ def keep(
     """
     if torch.compiler.is_compiling() or call.backend.target is None:
         return False
-    question = _question(function, options)
-    key = _key(question, operands)
+    options_key = _options_key(function, options)
+    key = _key(options_key, operands)
     if key is None:
         return False
     if len(_calls) >= _CALLS_MAX:
@@ -212,7 +212,7 @@ def keep(
     if all(x is None or x.data_ptr() % 16 == 0 for x in operands):
         call.guard = Guard(operands)
     try:
-        _calls[key] = _last[question] = call
+        _calls[key] = _last[options_key] = call
     except TypeError:  # an option that has no hash
         return False
     call.is_kept = True

@@ -103,7 +103,7 @@ def test_number(value, text):
 
 @pytest.fixture(scope="module")
 def run():
-    """What a run on a GPU could leave."""
+    """Return what a run on a GPU could leave."""
     (run,) = runs(campaign())
     return run
 

@@ -124,7 +124,7 @@ def test_opcheck_merge(torch_device, implementation):
 
 
 def step(p: Problem, tokens: bool) -> tuple[Tensor, ...]:
-    """What a decoding loop does: write the new tokens, look at the cache in two parts, merge."""
+    """Write the new tokens, look at the cache in two parts and merge, as a decoding loop does."""
     q, k_new, v_new = (x if tokens else x[:, 0] for x in (p.q, p.k_new, p.v_new))
     append_kv(k_new, v_new, *p.cache)
     near = paged_decode(q, *p.cache, window_size=(5, 0), return_lse=True)
@@ -378,7 +378,7 @@ def test_a_merge_is_recorded_after_calls_that_were_not(torch_device):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize(("parts", "head_dim"), [(1, 16), (3, 64), (20, 24)])
 def test_the_gradients_of_a_merge_by_a_kernel(torch_device, parts, head_dim, dtype):
-    """Of strided parts; one without keys may hold anything, and a row may see no key at all."""
+    """Take strided parts, one without keys that holds NaN, and a row that sees no key at all."""
     torch.manual_seed(0)
     outs = torch.randn(parts, 2, 3, 5, head_dim, device=torch_device).to(dtype)
     lses = 3 * torch.randn(parts, 2, 3, 5, device=torch_device)
