@@ -42,7 +42,7 @@ from torch_attn.kernels.sm90.pipeline import (
     write_rows,
     zeros,
 )
-from torch_attn.kernels.sm90.schedule import persistent, place
+from torch_attn.kernels.sm90.schedule import head_and_tile, persistent, steps_of_keys, work_item
 from torch_attn.launch import UNSPECIALIZED, KernelCall, Prepared
 from twin_attention.contract.spec import Window
 
@@ -52,7 +52,7 @@ DO_READ = gl.constexpr(8)
 DS_WRITTEN = gl.constexpr(10)
 
 
-@gluon.jit(do_not_specialize=[*UNSPECIALIZED, "num_items", "alternate"])
+@gluon.jit(do_not_specialize=[*UNSPECIALIZED, "num_items", "together"])
 def flash_bwd_dkdv_kernel(
     q,
     k,
@@ -83,7 +83,7 @@ def flash_bwd_dkdv_kernel(
     window_left,
     window_right,
     num_items,
-    alternate,
+    together,
     GROUP_SIZE: gl.constexpr,
     HEAD_DIM: gl.constexpr,
     HEAD_DIM_V: gl.constexpr,
@@ -127,7 +127,7 @@ def flash_bwd_dkdv_kernel(
     barriers = (k_full, v_full, kv_read, q_full, do_full)
     loads = ((k, k_1, k_2), (v, v_1, v_2), (q, q_1, q_2), (dout, dout_1, dout_2), lse2, delta)
     stores = ((dk, dk_1, dk_2), (dv, dv_1, dv_2))
-    problem = (seq_q, seq_kv, diagonal, heads_q, num_items, alternate)
+    problem = (seq_q, seq_kv, diagonal, heads_q, num_items, together)
     # Constants, and what may be None, stand in the calls: variables would make tensors of them.
     gl.warp_specialize(
         [
@@ -157,7 +157,6 @@ def _ds_layout():
 @gluon.jit
 def _locate_keys(
     item,
-    turn,
     problem,
     window_left,
     window_right,
@@ -169,10 +168,10 @@ def _locate_keys(
 
     Queries up to ROW_PADDING exist for this purpose: their p is 0 without a mask.
     """
-    seq_q, seq_kv, diagonal, heads_q, _num_items, alternate = problem
+    seq_q, seq_kv, diagonal, heads_q, num_items, together = problem
     num_tiles = gl.cdiv(seq_kv, 128)
     heads_kv = heads_q // GROUP_SIZE
-    index, tile = place(item, turn, alternate, num_tiles)
+    index, tile = head_and_tile(item, num_items, together, num_tiles)
     start_kv = tile * 128
     padded_rows = gl.cdiv(seq_q, BLOCK_Q) * BLOCK_Q
     begin, before, full, after = visible_tiles(
@@ -212,10 +211,10 @@ def _produce_queries(
     rows_per_head = gl.cdiv(problem[0], ROW_PADDING) * (ROW_PADDING // BLOCK_Q)
     step = 0  # over all items
     turn = 0
-    item = gl.program_id(0)
+    item = work_item(0)
     while item < problem[4]:
         batch, head_kv, start_kv, visible = _locate_keys(
-            item, turn, problem, window_left, window_right, dq_sum_ptr is not None, GROUP_SIZE,
+            item, problem, window_left, window_right, dq_sum_ptr is not None, GROUP_SIZE,
             BLOCK_Q,
         )  # fmt: skip
         begin, before, full, after = visible
@@ -250,7 +249,7 @@ def _produce_queries(
             load_box(delta, [row, 0], ready, delta_row.index(slot))
             step += 1
         turn += 1
-        item += gl.num_programs(0)
+        item = work_item(turn)
 
 
 @gluon.jit
@@ -272,7 +271,7 @@ def _consume_queries(
     """Compute 64 rows of dk and dv of each of a program's work items."""
     k_tile, v_tile, q_tile, do_tile, _lse2_row, _delta_row, ds_buffer = tiles
     k_full, v_full, kv_read, q_full, do_full = barriers
-    seq_q, seq_kv, diagonal, heads_q, num_items, _alternate = problem
+    seq_q, seq_kv, diagonal, heads_q, num_items, _together = problem
     FUSED: gl.constexpr = dq_sum_ptr is not None
     NUM_STAGES: gl.constexpr = q_tile[0].shape[0]
     BLOCK_Q: gl.constexpr = q_tile[0].shape[3]
@@ -281,10 +280,10 @@ def _consume_queries(
     padded_rows = gl.cdiv(seq_q, ROW_PADDING) * ROW_PADDING
     step = 0  # over all items
     turn = 0
-    item = gl.program_id(0)
+    item = work_item(0)
     while item < num_items:
         batch, head_kv, start_kv, visible = _locate_keys(
-            item, turn, problem, window_left, window_right, FUSED, GROUP_SIZE, BLOCK_Q
+            item, problem, window_left, window_right, FUSED, GROUP_SIZE, BLOCK_Q
         )
         begin, before, full, after = visible
         # Keys are counted as queries are.
@@ -384,7 +383,7 @@ def _consume_queries(
         tma.store_wait(0)
         mbarrier.arrive(kv_read.index(CONSUMER), count=1)
         turn += 1
-        item += gl.num_programs(0)
+        item = work_item(turn)
 
 
 @gluon.jit
@@ -462,6 +461,6 @@ def prepare_dkdv(call: KernelCall) -> Prepared:
         | {"lse2": row_map(4, lse2, config.block_q), "delta": row_map(5, delta, config.block_q)}
     )
     ragged = dq_sum is not None and spec.seq_kv % config.block_kv != 0
-    tiles = triton.cdiv(spec.seq_kv, config.block_kv)
+    steps = steps_of_keys(spec, config.block_q, config.block_kv)
     edges = spec.window != Window() or ragged
-    return persistent(call, tiles, tiles * spec.heads_kv * spec.batch, maps | {"EDGES": edges})
+    return persistent(call, steps, spec.heads_kv * spec.batch, maps | {"EDGES": edges})

@@ -1,6 +1,5 @@
 """dq of the backward for SM90, in a kernel of its own."""
 
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -35,12 +34,12 @@ from torch_attn.kernels.sm90.pipeline import (
     write_rows,
     zeros,
 )
-from torch_attn.kernels.sm90.schedule import persistent, place
+from torch_attn.kernels.sm90.schedule import head_and_tile, persistent, steps_of_queries, work_item
 from torch_attn.launch import UNSPECIALIZED, KernelCall, Prepared
 from twin_attention.contract.spec import Window
 
 
-@gluon.jit(do_not_specialize=[*UNSPECIALIZED, "num_items", "alternate"])
+@gluon.jit(do_not_specialize=[*UNSPECIALIZED, "num_items", "together"])
 def flash_bwd_dq_kernel(
     q,
     k,
@@ -67,7 +66,7 @@ def flash_bwd_dq_kernel(
     window_left,
     window_right,
     num_items,
-    alternate,
+    together,
     GROUP_SIZE: gl.constexpr,
     HEAD_DIM: gl.constexpr,
     HEAD_DIM_V: gl.constexpr,
@@ -100,7 +99,7 @@ def flash_bwd_dq_kernel(
     loads = ((q, q_1, q_2), (dout, dout_1, dout_2), (k, k_1, k_2), (v, v_1, v_2))
     stores = (dq, dq_1, dq_2)
     rows = (lse2_ptr, delta_ptr)
-    problem = (seq_q, seq_kv, diagonal, heads_q, num_items, alternate)
+    problem = (seq_q, seq_kv, diagonal, heads_q, num_items, together)
     # Constants, and what may be None, stand in the calls: variables would make tensors of them.
     gl.warp_specialize(
         [
@@ -123,15 +122,15 @@ def flash_bwd_dq_kernel(
 
 
 @gluon.jit
-def _locate_queries(item, turn, problem, window_left, window_right, BLOCK_KV: gl.constexpr):
+def _locate_queries(item, problem, window_left, window_right, BLOCK_KV: gl.constexpr):
     """Return batch, head, first row and tiles of keys of a work item.
 
     The tiles of keys are what `visible_tiles` returns; where nothing is visible, one masked tile,
     so that no consumer has to do without.
     """
-    seq_q, seq_kv, diagonal, heads_q, _num_items, alternate = problem
+    seq_q, seq_kv, diagonal, heads_q, num_items, together = problem
     num_tiles = gl.cdiv(seq_q, 128)
-    index, tile = place(item, turn, alternate, num_tiles)
+    index, tile = head_and_tile(item, num_items, together, num_tiles)
     start_q = (num_tiles - 1 - tile) * 128
     begin, before, full, after = visible_tiles(
         start_q, seq_q, seq_kv, diagonal, window_left, window_right, 128, BLOCK_KV
@@ -159,10 +158,10 @@ def _produce_keys(
     BLOCK_KV: gl.constexpr = k_tile[0].shape[3]
     step = 0  # over all items
     turn = 0
-    item = gl.program_id(0)
+    item = work_item(0)
     while item < problem[4]:
         batch, head, start_q, visible = _locate_queries(
-            item, turn, problem, window[0], window[1], BLOCK_KV
+            item, problem, window[0], window[1], BLOCK_KV
         )
         begin, before, full, after = visible
         head_kv = head // GROUP_SIZE
@@ -188,7 +187,7 @@ def _produce_keys(
             load_tile(v, v_tile, slot, batch, head_kv, row, v_full.index(slot), HEAD_DIM_V)
             step += 1
         turn += 1
-        item += gl.num_programs(0)
+        item = work_item(turn)
 
 
 @gluon.jit
@@ -209,7 +208,7 @@ def _consume_keys(
     """Compute 64 rows of dq of each of a program's work items."""
     q_tile, do_tile, k_tile, v_tile = tiles
     q_full, do_full, q_read, k_full, v_full = barriers
-    seq_q, seq_kv, diagonal, heads_q, num_items, _alternate = problem
+    seq_q, seq_kv, diagonal, heads_q, num_items, _together = problem
     lse2_ptr, delta_ptr = rows_of
     NUM_STAGES: gl.constexpr = k_tile[0].shape[0]
     BLOCK_KV: gl.constexpr = k_tile[0].shape[3]
@@ -217,10 +216,10 @@ def _consume_keys(
     layout: gl.constexpr = product_layout(BLOCK_KV)
     step = 0  # over all items
     turn = 0
-    item = gl.program_id(0)
+    item = work_item(0)
     while item < num_items:
         batch, head, start_q, visible = _locate_queries(
-            item, turn, problem, window_left, window_right, BLOCK_KV
+            item, problem, window_left, window_right, BLOCK_KV
         )
         begin, before, full, after = visible
         rows = start_q + CONSUMER * 64 + gl.arange(0, 64, gl.SliceLayout(1, layout))
@@ -299,7 +298,7 @@ def _consume_keys(
         tma.store_wait(0)
         mbarrier.arrive(q_read.index(CONSUMER), count=1)
         turn += 1
-        item += gl.num_programs(0)
+        item = work_item(turn)
 
 
 @gluon.jit
@@ -335,5 +334,5 @@ def prepare_dq(call: KernelCall) -> Prepared:
         | map_arguments("dq", 6, dq, 64)
     )
     edges = spec.window != Window() or spec.seq_kv % config.block_kv != 0
-    tiles = triton.cdiv(spec.seq_q, config.block_q)
-    return persistent(call, tiles, tiles * spec.heads_q * spec.batch, maps | {"EDGES": edges})
+    steps = steps_of_queries(spec, config.block_q, config.block_kv)
+    return persistent(call, steps, spec.heads_q * spec.batch, maps | {"EDGES": edges})

@@ -6,10 +6,7 @@ waits for, and which products run under which softmax. Shah et al. 2024, FlashAt
 algorithms 1 and 2.
 """
 
-from functools import lru_cache
-
 import torch
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -51,15 +48,9 @@ from torch_attn.kernels.sm90.pipeline import (
     write_rows,
     zeros,
 )
+from torch_attn.kernels.sm90.schedule import head_and_tile, persistent, steps_of_queries, work_item
 from torch_attn.kernels.sm90.scores import hide, scaled_scores
-from torch_attn.launch import (
-    UNSPECIALIZED,
-    KernelCall,
-    Prepared,
-    flash_arguments,
-    launch,
-)
-from torch_attn.targets import num_sms
+from torch_attn.launch import UNSPECIALIZED, KernelCall, Prepared, launch
 from twin_attention.contract.operands import AttentionOperands
 from twin_attention.contract.spec import AttentionSpec, BlockSparseSpec, Window
 from twin_attention.targets.family import Backend
@@ -67,11 +58,6 @@ from twin_attention.targets.kernels import SpecializedConfig
 
 # Up to this head size the first product of the next item is issued ahead; above, that is slower.
 AHEAD_HEAD_DIM = 96
-
-# What an item takes beside its steps, in steps; items of a program and heads that are counted.
-ITEM_STEPS = 2
-ITEMS_COUNTED = 64
-HEADS_COUNTED = 24
 
 
 @gluon.jit(do_not_specialize=[*UNSPECIALIZED, "num_items", "together"])
@@ -130,7 +116,7 @@ def flash_fwd_kernel(
 
     Args:
         num_items: tiles of queries of all heads, one work item each.
-        together: heads whose tiles follow each other by length, see `_locate`.
+        together: heads whose tiles follow each other by length, see `head_and_tile`.
         EDGES: some tile of keys needs a mask.
         counts_ptr, tiles_ptr, list_strides, list_width, TILE_Q, TILE_KV: a block mask, as in the
             portable kernel, or None, all of them.
@@ -212,13 +198,6 @@ def flash_fwd_kernel(
 
 
 @gluon.jit
-def _item(turn):
-    """Return a program's work item of a turn; every other turn takes the programs in reverse."""
-    program, programs = gl.program_id(0), gl.num_programs(0)
-    return turn * programs + gl.where(turn & 1 == 0, program, programs - 1 - program)
-
-
-@gluon.jit
 def _locate(
     item,
     problem,
@@ -230,22 +209,14 @@ def _locate(
 ):
     """Return batch, head, first row and tiles of keys of a work item.
 
-    Items are in order of `together` heads at a time, of these the last tile of each head first,
-    which sees most keys under a causal mask. So the items of a turn are about as long as each
-    other, and a program that had a longer one has a shorter one in the next turn. `heads_together`
-    counts how well that works out.
-
     The tiles of keys are what `visible_tiles` or `kept_tiles` returns; where nothing is visible,
     one masked tile, so that no consumer has to do without.
     """
     seq_q, seq_kv, diagonal, heads_q, num_items, together = problem
     num_tiles = gl.cdiv(seq_q, BLOCK_Q)
-    first = item // (together * num_tiles) * together
-    rest = item - first * num_tiles
-    heads = gl.minimum(together, num_items // num_tiles - first)
-    index = first + rest % heads
+    index, tile = head_and_tile(item, num_items, together, num_tiles)
     batch, head = index // heads_q, index % heads_q
-    start_q = (num_tiles - 1 - rest // heads) * BLOCK_Q
+    start_q = (num_tiles - 1 - tile) * BLOCK_Q
     begin, before, full, after = visible_tiles(
         start_q, seq_q, seq_kv, diagonal, window_left, window_right, BLOCK_Q, BLOCK_KV
     )
@@ -282,7 +253,7 @@ def _produce(
     READERS: gl.constexpr = 128 * NUM_CONSUMERS + 32
     step = 0  # over all items
     turn = 0
-    item = _item(0)
+    item = work_item(0)
     while item < problem[4]:
         batch, head, start_q, visible = _locate(
             item, problem, window[0], window[1], lists, BLOCK_Q, BLOCK_KV
@@ -316,7 +287,7 @@ def _produce(
             step += 1
         step -= 1
         turn += 1
-        item = _item(turn)
+        item = work_item(turn)
 
 
 @gluon.jit
@@ -359,7 +330,7 @@ def _consume(
     turn = 0
     if PING_PONG and CONSUMER == NUM_CONSUMERS - 1:
         arrive(TURN, 256)
-    item = _item(0)
+    item = work_item(0)
     q_slot = CONSUMER
     if AHEAD:
         mbarrier.wait(q_full.index(CONSUMER), 0)
@@ -438,7 +409,7 @@ def _consume(
 
         # The last p·v, and q·kᵀ of the next item: of nothing and not looked at if there is none.
         turn += 1
-        item = _item(turn)
+        item = work_item(turn)
         previous = (step - 1) % NUM_STAGES
         if AHEAD:
             slot = step % NUM_STAGES
@@ -508,52 +479,19 @@ def _prepare(call: KernelCall) -> Prepared:
     assert isinstance(config, SpecializedConfig)
     q, k, v, _sinks, out, _lse, *_lists = call.layouts
     has_mask = isinstance(spec, BlockSparseSpec)
-    num_tiles = triton.cdiv(spec.seq_q, config.block_q)
-    items = num_tiles * spec.heads_q * spec.batch
-    programs = min(items, num_sms(call.device, call.target))
+    steps = steps_of_queries(spec, config.block_q, config.block_kv)
     maps = (
         map_arguments("q", 0, q, 64)
         | map_arguments("k", 1, k, config.block_kv)
         | map_arguments("v", 2, v, config.block_kv)
         | map_arguments("out", 4, out, 64)
     )
-    arguments = flash_arguments(spec) | {
-        "num_items": items,
-        "together": heads_together(spec, config.block_q, config.block_kv, programs),
+    arguments = {
         # A list may be empty, and the one tile that is visited for it hides all.
         "EDGES": has_mask or spec.window != Window() or spec.seq_kv % config.block_kv != 0,
         "AHEAD": max(spec.head_dim, spec.head_dim_v) <= AHEAD_HEAD_DIM
         and room_for(spec, config, 2),
         "OUT_IN_Q": out_in_q(spec, config),
     }
-    return (programs,), arguments | maps | list_arguments(call)
-
-
-@lru_cache(maxsize=1024)
-def heads_together(spec: AttentionSpec, block_q: int, block_kv: int, programs: int) -> int:
-    """Return how many heads' tiles are put in order of length, so that all programs end together.
-
-    The fewest heads that come within 1 % of the best balance: their keys and values are what
-    programs have in the L2 cache at a time.
-    """
-    steps = []
-    for start in range(0, spec.seq_q, block_q):
-        last = min(start + block_q, spec.seq_q) - 1
-        begin, end = spec.visible_keys(start).start, spec.visible_keys(last).stop
-        steps.append(max(triton.cdiv(end, block_kv) - begin // block_kv, 1) + ITEM_STEPS)
-    if min(steps) == max(steps):
-        return 1
-    num_tiles, heads = len(steps), spec.batch * spec.heads_q
-    counted = min(heads, triton.cdiv(ITEMS_COUNTED * programs, num_tiles))
-    cost = torch.tensor(steps[::-1])
-    item = torch.arange(counted * num_tiles)
-    turn, program = item // programs, item % programs
-    program = torch.where(turn % 2 == 0, program, programs - 1 - program)
-    balance = {}
-    for together in {*range(1, min(heads, HEADS_COUNTED) + 1), counted}:
-        first = item // (together * num_tiles) * together
-        size = (counted - first).clamp(max=together)
-        of_program = torch.zeros(programs, dtype=cost.dtype)
-        of_program.index_add_(0, program, cost[(item - first * num_tiles) // size])
-        balance[together] = float(of_program.sum() / (programs * of_program.max()))
-    return min(x for x in balance if balance[x] > max(balance.values()) - 0.01)
+    arguments |= maps | list_arguments(call)
+    return persistent(call, steps, spec.heads_q * spec.batch, arguments)

@@ -1,31 +1,109 @@
-"""The order in which the backward's programs take their work items."""
+"""The order in which persistent programs take their work items."""
 
+from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
+import torch
+import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from torch_attn.launch import KernelCall, Prepared, flash_arguments
 from torch_attn.targets import num_sms
+from twin_attention.contract.spec import AttentionSpec, Window
+
+# What an item takes beside its steps, in steps; items of a program and heads that are counted.
+ITEM_STEPS = 2
+ITEMS_COUNTED = 64
+HEADS_COUNTED = 24
 
 
 @gluon.jit
-def place(item, turn, alternate, num_tiles):
+def work_item(turn):
+    """Return a program's work item of a turn; every other turn takes the programs in reverse."""
+    program, programs = gl.program_id(0), gl.num_programs(0)
+    return turn * programs + gl.where(turn & 1 == 0, program, programs - 1 - program)
+
+
+@gluon.jit
+def head_and_tile(item, num_items, together, num_tiles):
     """Return the head of a work item, and which of the head's tiles it is, the longest being 0.
 
-    Programs take items at a constant distance. A program that got tiles of one length only would
-    finish late or early, so every other head (`alternate` 0), or every other turn of the programs
-    (1), goes through a head's tiles in reverse. The first is right where the distance is no
-    multiple of a head's tiles.
+    Items are in order of `together` heads at a time, of these the longest tile of each head first.
+    So the items of a turn are about as long as each other, and a program that had a longer one has
+    a shorter one in the next turn. `heads_together` counts how well that works out.
     """
-    index = item // num_tiles
-    tile = item % num_tiles
-    reverse = gl.where(alternate == 0, index, turn) & 1
-    return index, gl.where(reverse == 1, num_tiles - 1 - tile, tile)
+    first = item // (together * num_tiles) * together
+    rest = item - first * num_tiles
+    heads = gl.minimum(together, num_items // num_tiles - first)
+    return first + rest % heads, rest // heads
 
 
-def persistent(call: KernelCall, tiles: int, items: int, arguments: dict[str, Any]) -> Prepared:
-    """Return the grid of a kernel whose programs take work items in turn, and its arguments."""
+def persistent(
+    call: KernelCall, steps: tuple[int, ...], heads: int, arguments: dict[str, Any]
+) -> Prepared:
+    """Return the grid of a kernel whose programs take work items in turn, and its arguments.
+
+    Args:
+        steps: how many steps each tile of a head takes, the longest first.
+        heads: of all batch elements.
+        arguments: those that only this kernel has.
+    """
+    items = len(steps) * heads
     programs = min(items, num_sms(call.device, call.target))
-    schedule = {"num_items": items, "alternate": int(programs % tiles == 0)}
-    return (programs,), flash_arguments(call.spec) | schedule | arguments
+    order = {"num_items": items, "together": heads_together(steps, heads, programs)}
+    return (programs,), flash_arguments(call.spec) | order | arguments
+
+
+def steps_of_queries(spec: AttentionSpec, block_q: int, block_kv: int) -> tuple[int, ...]:
+    """Return how many tiles of keys each tile of queries visits, the last tile first."""
+    steps = []
+    for start in range(0, spec.seq_q, block_q):
+        last = min(start + block_q, spec.seq_q) - 1
+        begin, end = spec.visible_keys(start).start, spec.visible_keys(last).stop
+        steps.append(max(triton.cdiv(end, block_kv) - begin // block_kv, 1))
+    return tuple(reversed(steps))
+
+
+def steps_of_keys(spec: AttentionSpec, block_q: int, block_kv: int) -> tuple[int, ...]:
+    """Return how many tiles of queries each tile of keys visits, the first tile first."""
+    swapped = replace(
+        spec,
+        seq_q=spec.seq_kv,
+        seq_kv=spec.seq_q,
+        window=Window(spec.window.right, spec.window.left),
+    )
+    steps = steps_of_queries(swapped, block_kv, block_q)
+    return tuple(spec.group_size * each for each in reversed(steps))
+
+
+@lru_cache(maxsize=1024)
+def heads_together(steps: tuple[int, ...], heads: int, programs: int) -> int:
+    """Return how many heads' tiles are put in order of length, so that all programs end together.
+
+    The fewest heads that come within 1 % of the best balance: what their tiles share is what
+    programs have in the L2 cache at a time.
+    """
+    if min(steps) == max(steps):
+        return 1
+    num_tiles = len(steps)
+    counted = min(heads, triton.cdiv(ITEMS_COUNTED * programs, num_tiles))
+    balance = {
+        together: _balance(steps, counted, programs, together)
+        for together in {*range(1, min(heads, HEADS_COUNTED) + 1), counted}
+    }
+    return min(x for x in balance if balance[x] > max(balance.values()) - 0.01)
+
+
+def _balance(steps: tuple[int, ...], heads: int, programs: int, together: int) -> float:
+    """Return how long the mean program works, over the one that works longest."""
+    num_tiles = len(steps)
+    item = torch.arange(heads * num_tiles, device="cpu")
+    turn, program = item // programs, item % programs
+    program = torch.where(turn % 2 == 0, program, programs - 1 - program)
+    first = item // (together * num_tiles) * together
+    size = (heads - first).clamp(max=together)
+    cost = torch.tensor(steps, device="cpu")[(item - first * num_tiles) // size] + ITEM_STEPS
+    of_program = torch.zeros(programs, dtype=cost.dtype, device="cpu").index_add_(0, program, cost)
+    return float(of_program.sum() / (programs * of_program.max()))

@@ -1,0 +1,76 @@
+"""The order of work items of the explicit SM90 kernels, which run on GPUs alone."""
+
+import pytest
+
+from torch_attn.kernels.sm90.schedule import (
+    ITEM_STEPS,
+    heads_together,
+    steps_of_keys,
+    steps_of_queries,
+)
+from twin_attention.contract.spec import AttentionSpec, Window
+
+CAUSAL = Window(None, 0)
+
+
+def problem(batch, seq_q, seq_kv, heads_q, heads_kv, window=CAUSAL):
+    return AttentionSpec(batch, seq_q, seq_kv, heads_q, heads_kv, 64, 64, "bfloat16", 0.1, window)
+
+
+def deal(steps, heads, programs, together):
+    """Return how long each program works: longest tiles of `together` heads first, and back."""
+    items = [
+        steps[tile] + ITEM_STEPS
+        for first in range(0, heads, together)
+        for tile in range(len(steps))
+        for _ in range(first, min(first + together, heads))
+    ]
+    work = [0] * programs
+    for start in range(0, len(items), programs):
+        turn = range(programs) if start // programs % 2 == 0 else reversed(range(programs))
+        for program, item in zip(turn, items[start : start + programs], strict=False):
+            work[program] += item
+    return work
+
+
+@pytest.mark.parametrize(
+    "window", [Window(), CAUSAL, Window(150, 0), Window(0, 90), Window(64, 32)]
+)
+@pytest.mark.parametrize(("seq_q", "seq_kv"), [(300, 300), (1, 500), (999, 200), (200, 999)])
+def test_steps_count_the_tiles_with_visible_pairs(seq_q, seq_kv, window):
+    spec = problem(2, seq_q, seq_kv, 6, 2, window)
+    pairs = {
+        (query // 128, key // 64) for query in range(seq_q) for key in spec.visible_keys(query)
+    }
+    tiles = range(-(-seq_q // 128)), range(-(-seq_kv // 64))
+    visited = [max(sum((tile, key) in pairs for key in tiles[1]), 1) for tile in tiles[0]]
+    assert steps_of_queries(spec, 128, 64) == tuple(reversed(visited))
+    visited = [max(sum((tile, key) in pairs for tile in tiles[0]), 1) for key in tiles[1]]
+    assert steps_of_keys(spec, 128, 64) == tuple(3 * each for each in visited)
+
+
+@pytest.mark.parametrize(
+    ("batch", "seq", "heads_q", "heads_kv"),
+    [
+        (4, 4096, 16, 4),
+        (4, 4096, 16, 16),
+        (2, 8192, 16, 16),
+        (1, 16384, 32, 32),
+        (1, 4096, 16, 16),
+        (1, 4096, 32, 8),
+        (32, 512, 16, 16),
+        (1, 3000, 40, 40),
+    ],
+)
+def test_programs_of_causal_problems_end_together(batch, seq, heads_q, heads_kv):
+    spec = problem(batch, seq, seq, heads_q, heads_kv)
+    for steps, heads in (
+        (steps_of_queries(spec, 128, 128), batch * heads_q),
+        (steps_of_keys(spec, 64, 128), batch * heads_kv),
+    ):
+        work = deal(steps, heads, 132, heads_together(steps, heads, 132))
+        assert max(work) < 1.04 * sum(work) / len(work)
+
+
+def test_heads_of_equal_tiles_follow_each_other():
+    assert heads_together((32,) * 32, 16, 132) == 1
