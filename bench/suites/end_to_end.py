@@ -46,7 +46,13 @@ CASES = (
     *(TrainingCase(size, 4, 256, "float32", "gpt") for size in ("S", "M", "L", "XL", "2.7B")),
 )
 COMPILED = ("M-1x4096-mixed", "S-4x1024-mixed", "tiny-2x64-mixed")
-IN_JAX = ("M-1x4096-mixed", "S-1x16384-mixed", "S-4x1024-mixed", "tiny-2x64-mixed")
+IN_JAX = (
+    "M-1x4096-mixed",
+    "M-4x4096-mixed",
+    "S-1x16384-mixed",
+    "S-4x1024-mixed",
+    "tiny-2x64-mixed",
+)
 
 
 def jobs(targets: Sequence[str | None], pattern: str = "") -> list[TrainingJob]:
