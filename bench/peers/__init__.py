@@ -17,6 +17,7 @@ FLASH: Mapping[str, Callable[..., Call]] = {
     "eager": torch_peers.eager,
     "FA2": partial(torch_peers.sdpa, "FLASH_ATTENTION"),
     "FA3": torch_peers.fa3,
+    "FA4": torch_peers.fa4,
     "cuDNN": partial(torch_peers.sdpa, "CUDNN_ATTENTION"),
     "FlexAttention": torch_peers.flex,
     "jax.nn XLA": partial(jax_peers.jax_nn, "xla"),
@@ -28,6 +29,7 @@ FLASH: Mapping[str, Callable[..., Call]] = {
 PACKED: Mapping[str, Callable[..., Call]] = {
     "FA2 varlen": packed_peers.fa2_varlen,
     "FA3 varlen": packed_peers.fa3_varlen,
+    "FA4 varlen": packed_peers.fa4_varlen,
     "FlexAttention": packed_peers.flex,
     "FA2 padded": partial(packed_peers.padded, FLASH["FA2"]),
     "cuDNN padded": partial(packed_peers.padded, FLASH["cuDNN"]),

@@ -6,7 +6,7 @@ from importlib import import_module
 from types import ModuleType
 
 from bench.job import Absent
-from interop.parity.cases import DecodeCase, FlashCase
+from interop.parity.cases import DecodeCase, FlashCase, VarlenCase
 
 HALF = ("float16", "bfloat16")
 
@@ -49,6 +49,17 @@ def check_flash(
         raise Absent("its causal mask is aligned to the first query and key")
     if case.heads_q != case.heads_kv and not groups:
         raise Absent("no query heads that share a kv head")
+
+
+def check_fa4(case: FlashCase | VarlenCase) -> None:
+    """Refuse head sizes that FlashAttention-4 does not take on Hopper.
+
+    Raises:
+        Absent: a head size over 256, or no multiple of 8.
+    """
+    for head_dim in (case.spec.head_dim, case.spec.head_dim_v):
+        if head_dim > 256 or head_dim % 8:
+            raise Absent(f"takes head sizes up to 256 that 8 divides, not {head_dim}")
 
 
 def check_dense(case: DecodeCase) -> None:

@@ -6,12 +6,13 @@ A factory takes (case, operation, tensors), tensors q, k, v and dout [T, H, D] o
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from bench.calls import compiled, jax_call, torch_call
 from bench.job import Absent, Call
-from bench.peers.limits import HALF, load
+from bench.peers.limits import HALF, check_fa4, load
 from interop.parity.cases import FlashCase, VarlenCase
 
 if TYPE_CHECKING:
@@ -43,14 +44,15 @@ def fa3_varlen(case: VarlenCase, operation: str, tensors) -> Call:
     attend = getattr(load("fa3_fwd_interface"), "flash_attn_varlen_func", None)
     if attend is None:
         raise Absent("its package has no flash_attn_varlen_func")
-    offsets, longest = offsets_of(case, tensors[0].device), max(document_lengths(case))
+    return _flash_attn_varlen(attend, case, operation, tensors)
 
-    def forward(q, k, v):
-        ends = (offsets, offsets, longest, longest)
-        out = attend(q, k, v, *ends, softmax_scale=case.scale, causal=case.causal)
-        return out[0] if isinstance(out, tuple) else out
 
-    return torch_call(forward, operation, tensors)
+def fa4_varlen(case: VarlenCase, operation: str, tensors) -> Call:
+    """Return a call of FlashAttention-4's kernels in CuTe, from the package flash-attn-4."""
+    _check(case)
+    check_fa4(case)
+    attend = load("flash_attn.cute").flash_attn_varlen_func
+    return _flash_attn_varlen(attend, case, operation, tensors)
 
 
 def flex(case: VarlenCase, operation: str, tensors) -> Call:
@@ -134,6 +136,23 @@ def padded(
     )  # fmt: skip
     call = factory(dense, operation, [pad(x) for x in tensors])
     return _converted(call, lambda x: _to_torch(x)[is_token])
+
+
+def _flash_attn_varlen(
+    attend: Callable[..., Any], case: VarlenCase, operation: str, tensors: Sequence[Tensor]
+) -> Call:
+    """Return a call of a package's `flash_attn_varlen_func`, which may return more than out."""
+    offsets, longest = offsets_of(case, tensors[0].device), max(document_lengths(case))
+    attend = partial(
+        attend, cu_seqlens_q=offsets, cu_seqlens_k=offsets, max_seqlen_q=longest,
+        max_seqlen_k=longest, softmax_scale=case.scale, causal=case.causal,
+    )  # fmt: skip
+
+    def forward(q, k, v):
+        out = attend(q, k, v)
+        return out[0] if isinstance(out, tuple) else out
+
+    return torch_call(forward, operation, tensors)
 
 
 def _aten() -> Any:

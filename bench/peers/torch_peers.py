@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from bench.calls import compiled, torch_call
 from bench.job import Absent, Call
-from bench.peers.limits import HALF, check_dense, check_flash, load
+from bench.peers.limits import HALF, check_dense, check_fa4, check_flash, load
 from interop.parity.cases import DecodeCase, FlashCase
 
 if TYPE_CHECKING:
@@ -86,6 +86,22 @@ def fa3(case: FlashCase, operation: str, tensors) -> Call:
     attend = load("fa3_fwd_interface").flash_attn_func
     attend = partial(attend, softmax_scale=case.scale, causal=case.causal)
     return torch_call(attend, operation, tensors)
+
+
+def fa4(case: FlashCase, operation: str, tensors) -> Call:
+    """Return a call of FlashAttention-4's kernels in CuTe, from the package flash-attn-4.
+
+    Compiling takes some 5 s for every head size, with and without a causal mask.
+    """
+    check_flash(case, rectangles=True)
+    check_fa4(case)
+    attend = load("flash_attn.cute").flash_attn_func
+
+    def forward(q, k, v):
+        out, _ = attend(q, k, v, softmax_scale=case.scale, causal=case.causal)
+        return out
+
+    return torch_call(forward, operation, tensors)
 
 
 def sdpa_by_default(

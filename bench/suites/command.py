@@ -27,7 +27,7 @@ from interop.parity.arguments import make_folder
 from twin_attention.targets.target import TARGETS
 
 GIB = 2**30
-PEER_PACKAGES = ("flashinfer-python", "tokamax", "transformers")
+PEER_PACKAGES = ("fa3-fwd", "flash-attn-4", "flashinfer-python", "tokamax", "transformers")
 
 
 def add_parsers(commands: argparse._SubParsersAction) -> None:

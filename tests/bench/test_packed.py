@@ -113,9 +113,13 @@ def stand_ins(monkeypatch):
         assert (max_q, max_k, dropout, debug) == (max(LENGTHS), max(LENGTHS), 0.0, False)
         return (flash_attention_varlen(q, k, v, cu_q, cu_k, causal=causal, scale=scale),)
 
-    def fa3(q, k, v, cu_q, cu_k, max_q, max_k, *, softmax_scale, causal):
-        assert max_q == max_k == max(LENGTHS)
-        return flash_attention_varlen(q, k, v, cu_q, cu_k, causal=causal, scale=softmax_scale)
+    def fa3(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal):
+        assert max_seqlen_q == max_seqlen_k == max(LENGTHS)
+        offsets = cu_seqlens_q, cu_seqlens_k
+        return flash_attention_varlen(q, k, v, *offsets, causal=causal, scale=softmax_scale)
+
+    def fa4(q, k, v, qv=None, **options):  # qv is before the offsets, unlike in fa3
+        return fa3(q, k, v, **options), None
 
     def tokamax(*qkv, implementation, **options):
         return jax.nn.dot_product_attention(*qkv, **options)
@@ -123,9 +127,8 @@ def stand_ins(monkeypatch):
     aten = SimpleNamespace(_flash_attention_forward=flash_forward)
     monkeypatch.setattr(packed_peers, "_aten", lambda: aten)
     monkeypatch.setattr(packed_peers, "compiled", lambda function: function)
-    monkeypatch.setitem(
-        sys.modules, "fa3_fwd_interface", SimpleNamespace(flash_attn_varlen_func=fa3)
-    )
+    for module, function in (("fa3_fwd_interface", fa3), ("flash_attn.cute", fa4)):
+        monkeypatch.setitem(sys.modules, module, SimpleNamespace(flash_attn_varlen_func=function))
     monkeypatch.setitem(sys.modules, "tokamax", SimpleNamespace(dot_product_attention=tokamax))
 
 
@@ -161,6 +164,12 @@ def test_a_peer_that_would_see_padding_or_needs_too_much_is_absent(stand_ins, mo
     monkeypatch.setitem(sys.modules, "fa3_fwd_interface", SimpleNamespace())
     with pytest.raises(Absent, match="has no flash_attn_varlen_func"):
         PACKED["FA3 varlen"](CASE, "forward", tensors)
+
+
+def test_fa4_is_absent_at_a_head_size_that_it_does_not_take(stand_ins):
+    case = replace(CASE, head_dim=20)
+    with pytest.raises(Absent, match="takes head sizes up to 256 that 8 divides, not 20"):
+        PACKED["FA4 varlen"](case, "forward", packed_tensors(case, "cpu"))
 
 
 def test_columns_tables_and_plots_of_its_records(record):

@@ -39,6 +39,7 @@ TAKES = {
     "eager": HALF | {"rectangle", "float32"},
     "FA2": HALF | {"rectangle"},
     "FA3": HALF | {"rectangle"},
+    "FA4": HALF | {"rectangle"},
     "cuDNN": HALF,
     "FlexAttention": HALF | {"rectangle", "float32"},
     "jax.nn XLA": HALF | {"float32"},
@@ -65,12 +66,15 @@ def stand_ins(monkeypatch):
         assert implementation in ("mosaic", "triton")
         return jax.nn.dot_product_attention(*qkv, **options)
 
-    def flash_attn_func(*qkv, softmax_scale, causal):
+    def fa3(*qkv, softmax_scale, causal):
         return flash_attention(*qkv, scale=softmax_scale, causal=causal)
 
+    def fa4(*qkv, softmax_scale, causal):
+        return flash_attention(*qkv, scale=softmax_scale, causal=causal), None
+
     monkeypatch.setattr(torch_peers, "compiled", lambda function: function)
-    fa3 = SimpleNamespace(flash_attn_func=flash_attn_func)
-    monkeypatch.setitem(sys.modules, "fa3_fwd_interface", fa3)
+    for module, function in (("fa3_fwd_interface", fa3), ("flash_attn.cute", fa4)):
+        monkeypatch.setitem(sys.modules, module, SimpleNamespace(flash_attn_func=function))
     monkeypatch.setattr(jax_pallas, "mha", partial(jax_pallas.mha, interpret=True))
     monkeypatch.setitem(sys.modules, "tokamax", SimpleNamespace(dot_product_attention=attend))
 
@@ -102,9 +106,17 @@ def test_a_peer_is_absent_where_its_adapter_would_drop_an_option(peer, options):
         FLASH[peer](case, "forward", tensors_of(case))
 
 
+@pytest.mark.parametrize("options", [{"head_dim": 20}, {"head_dim_v": 264}])
+def test_fa4_is_absent_at_a_head_size_that_it_does_not_take(options):
+    case = replace(SQUARE, **options)
+    with pytest.raises(Absent, match=r"takes head sizes up to 256 that 8 divides, not (20|264)"):
+        FLASH["FA4"](case, "forward", tensors_of(case))
+
+
 @pytest.mark.parametrize(
     ("module", "make"),
     [
+        ("flash_attn.cute", lambda: FLASH["FA4"](SQUARE, "forward", tensors_of(SQUARE))),
         ("tokamax", lambda: FLASH["tokamax Mosaic"](SQUARE, "forward", tensors_of(SQUARE))),
         ("flashinfer", lambda: DECODE["FlashInfer"](PAGED, decode_tensors(PAGED, "cpu"))),
     ],
