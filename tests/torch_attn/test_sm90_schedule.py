@@ -2,13 +2,9 @@
 
 import pytest
 
-from torch_attn.kernels.sm90.schedule import (
-    ITEM_STEPS,
-    heads_together,
-    steps_of_keys,
-    steps_of_queries,
-)
+from torch_attn.kernels.sm90.schedule import ITEM_STEPS, heads_together
 from twin_attention.contract.spec import AttentionSpec, Window
+from twin_attention.targets.steps import steps_of_keys, steps_of_queries
 
 CAUSAL = Window(None, 0)
 
@@ -31,22 +27,6 @@ def deal(steps, heads, programs, together):
         for program, item in zip(turn, items[start : start + programs], strict=False):
             work[program] += item
     return work
-
-
-@pytest.mark.parametrize(
-    "window", [Window(), CAUSAL, Window(150, 0), Window(0, 90), Window(64, 32)]
-)
-@pytest.mark.parametrize(("seq_q", "seq_kv"), [(300, 300), (1, 500), (999, 200), (200, 999)])
-def test_steps_count_the_tiles_with_visible_pairs(seq_q, seq_kv, window):
-    spec = problem(2, seq_q, seq_kv, 6, 2, window)
-    pairs = {
-        (query // 128, key // 64) for query in range(seq_q) for key in spec.visible_keys(query)
-    }
-    tiles = range(-(-seq_q // 128)), range(-(-seq_kv // 64))
-    visited = [max(sum((tile, key) in pairs for key in tiles[1]), 1) for tile in tiles[0]]
-    assert steps_of_queries(spec, 128, 64) == tuple(reversed(visited))
-    visited = [max(sum((tile, key) in pairs for tile in tiles[0]), 1) for key in tiles[1]]
-    assert steps_of_keys(spec, 128, 64) == tuple(3 * each for each in visited)
 
 
 @pytest.mark.parametrize(

@@ -42,9 +42,10 @@ from torch_attn.kernels.sm90.pipeline import (
     write_rows,
     zeros,
 )
-from torch_attn.kernels.sm90.schedule import head_and_tile, persistent, steps_of_keys, work_item
+from torch_attn.kernels.sm90.schedule import head_and_tile, persistent, work_item
 from torch_attn.launch import UNSPECIALIZED, KernelCall, Prepared
 from twin_attention.contract.spec import Window
+from twin_attention.targets.steps import steps_of_keys
 
 # Named barriers of the kernel of dk and dv: one for each stage of q, and of dout; one for ds.
 Q_READ = gl.constexpr(6)

@@ -34,9 +34,10 @@ from torch_attn.kernels.sm90.pipeline import (
     write_rows,
     zeros,
 )
-from torch_attn.kernels.sm90.schedule import head_and_tile, persistent, steps_of_queries, work_item
+from torch_attn.kernels.sm90.schedule import head_and_tile, persistent, work_item
 from torch_attn.launch import UNSPECIALIZED, KernelCall, Prepared
 from twin_attention.contract.spec import Window
+from twin_attention.targets.steps import steps_of_queries
 
 
 @gluon.jit(do_not_specialize=[*UNSPECIALIZED, "num_items", "together"])

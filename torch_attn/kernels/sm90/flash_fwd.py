@@ -48,13 +48,14 @@ from torch_attn.kernels.sm90.pipeline import (
     write_rows,
     zeros,
 )
-from torch_attn.kernels.sm90.schedule import head_and_tile, persistent, steps_of_queries, work_item
+from torch_attn.kernels.sm90.schedule import head_and_tile, persistent, work_item
 from torch_attn.kernels.sm90.scores import hide, scaled_scores
 from torch_attn.launch import UNSPECIALIZED, KernelCall, Prepared, launch
 from twin_attention.contract.operands import AttentionOperands
 from twin_attention.contract.spec import AttentionSpec, BlockSparseSpec, Window
 from twin_attention.targets.family import Backend
 from twin_attention.targets.kernels import SpecializedConfig
+from twin_attention.targets.steps import steps_of_queries
 
 # Up to this head size the first product of the next item is issued ahead; above, that is slower.
 AHEAD_HEAD_DIM = 96

@@ -1,6 +1,5 @@
 """The order in which persistent programs take their work items."""
 
-from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -11,7 +10,6 @@ from triton.experimental.gluon import language as gl
 
 from torch_attn.launch import KernelCall, Prepared, flash_arguments
 from torch_attn.targets import num_sms
-from twin_attention.contract.spec import AttentionSpec, Window
 
 # What an item takes beside its steps, in steps; items of a program and heads that are counted.
 ITEM_STEPS = 2
@@ -54,28 +52,6 @@ def persistent(
     programs = min(items, num_sms(call.device, call.target))
     order = {"num_items": items, "together": heads_together(steps, heads, programs)}
     return (programs,), flash_arguments(call.spec) | order | arguments
-
-
-def steps_of_queries(spec: AttentionSpec, block_q: int, block_kv: int) -> tuple[int, ...]:
-    """Return how many tiles of keys each tile of queries visits, the last tile first."""
-    steps = []
-    for start in range(0, spec.seq_q, block_q):
-        last = min(start + block_q, spec.seq_q) - 1
-        begin, end = spec.visible_keys(start).start, spec.visible_keys(last).stop
-        steps.append(max(triton.cdiv(end, block_kv) - begin // block_kv, 1))
-    return tuple(reversed(steps))
-
-
-def steps_of_keys(spec: AttentionSpec, block_q: int, block_kv: int) -> tuple[int, ...]:
-    """Return how many tiles of queries each tile of keys visits, the first tile first."""
-    swapped = replace(
-        spec,
-        seq_q=spec.seq_kv,
-        seq_kv=spec.seq_q,
-        window=Window(spec.window.right, spec.window.left),
-    )
-    steps = steps_of_queries(swapped, block_kv, block_q)
-    return tuple(spec.group_size * each for each in reversed(steps))
 
 
 @lru_cache(maxsize=1024)

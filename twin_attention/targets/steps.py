@@ -1,0 +1,50 @@
+"""Count the steps of the tiles that the explicit SM90 kernels work on.
+
+A step multiplies a tile of queries of one head with a tile of keys.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from twin_attention.contract.spec import AttentionSpec, Window
+
+# A tile may take so much longer than an SM works in the mean before programs share it.
+MOST_OF_MEAN = 1.25
+
+
+def steps_of_queries(spec: AttentionSpec, block_q: int, block_kv: int) -> tuple[int, ...]:
+    """Return how many tiles of keys each tile of queries visits, the last tile first."""
+    steps = []
+    for start in range(0, spec.seq_q, block_q):
+        last = min(start + block_q, spec.seq_q) - 1
+        begin, end = spec.visible_keys(start).start, spec.visible_keys(last).stop
+        steps.append(max(-(-end // block_kv) - begin // block_kv, 1))
+    return tuple(reversed(steps))
+
+
+def steps_of_keys(spec: AttentionSpec, block_q: int, block_kv: int) -> tuple[int, ...]:
+    """Return how many tiles of a head's queries each tile of keys visits, the first tile first."""
+    swapped = replace(
+        spec,
+        seq_q=spec.seq_kv,
+        seq_kv=spec.seq_q,
+        window=Window(spec.window.right, spec.window.left),
+    )
+    return tuple(reversed(steps_of_queries(swapped, block_kv, block_q)))
+
+
+def splits_group(spec: AttentionSpec, block_q: int, block_kv: int, num_sms: int) -> bool:
+    """Return whether programs share a tile of keys, each with one query head of the kv head.
+
+    They add up dk and dv then. One program for all of them takes dk and dv to memory once, but
+    where kv heads are few, most SMs would wait for those with the longest tiles.
+
+    Args:
+        spec: the problem of a backward that sums dq.
+        block_q, block_kv: rows of a tile of q, and of k and v.
+        num_sms: SMs of the card.
+    """
+    steps = steps_of_keys(spec, block_q, block_kv)
+    mean = spec.batch * spec.heads_kv * sum(steps) / num_sms
+    return spec.group_size > 1 and max(steps) > MOST_OF_MEAN * mean
