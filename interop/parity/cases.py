@@ -528,7 +528,10 @@ def _full_changes() -> Iterator[Change]:
     for heads_q, heads_kv in ((8, 8), (8, 1), (6, 2)):
         yield f"heads{heads_q}-{heads_kv}", {"heads_q": heads_q, "heads_kv": heads_kv}
     for mask, causal in masks:  # several tiles for each SM
-        yield f"many-tiles{mask}", {"batch": 8, "heads_q": 20, "heads_kv": 10, **causal}
+        many = {"batch": 8, "heads_q": 20, "heads_kv": 10, **causal}
+        yield f"many-tiles{mask}", many
+        yield f"many-tiles-130x2100{mask}", {**many, "seq_q": 130, "seq_kv": 2100}
+        yield f"few-kv-heads{mask}", {"seq_kv": 2100, "heads_q": 8, "heads_kv": 1, **causal}
     for scale in (0.0, -0.3, 1.0):
         yield f"scale{scale:g}", {"scale": scale, "causal": True}
     for d in (64, 96, 128, 256):

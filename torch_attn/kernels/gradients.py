@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,10 +14,13 @@ from torch_attn.kernels.portable.block_mask import lists_of_keys, lists_of_queri
 from torch_attn.kernels.portable.segments import segment_ranges, segments_of
 from torch_attn.kernels.portable.sequences import num_padded_rows, offsets_of
 from torch_attn.kernels.portable.softmax import LOG2E
+from torch_attn.kernels.portable.tiles import ROW_PADDING
 from torch_attn.launch import KernelCall, Prepared, launch, sequence_arguments
+from torch_attn.targets import num_sms
 from twin_attention.contract.operands import AttentionOperands
 from twin_attention.contract.spec import AttentionSpec, VarlenSpec
 from twin_attention.targets.family import Backend
+from twin_attention.targets.steps import splits_group
 
 # A kernel and the function that prepares its launch.
 Kernel = tuple[Any, Callable[[KernelCall], Prepared]]
@@ -28,6 +32,7 @@ def make_flash_bwd(
     dkdv: Kernel,
     postprocess: Kernel | None = None,
     sum_columns: Callable[[int], int] | None = None,
+    num_sums: int = 0,
     **options: Hashable,
 ) -> Callable[..., AttentionOperands[Tensor]]:
     """Return the `flash_bwd` of a family.
@@ -35,9 +40,10 @@ def make_flash_bwd(
     Args:
         preprocess: compute lse2 and delta, as `portable.flash_bwd.preprocess` does.
         dq: the kernel of dq.
-        dkdv: the kernel of dk and dv. In a family with sums its last operand is these, or None.
+        dkdv: the kernel of dk and dv. In a family with sums these are its last operands, or None.
         postprocess: the kernel that makes dq of its float32 sums. None for a family without sums.
         sum_columns: the columns of the sums, from the head size.
+        num_sums: 1 for dq, 3 for dk and dv as well, in which programs may share a tile of keys.
         options: launch options of the kernels that multiply.
     """
 
@@ -71,13 +77,23 @@ def make_flash_bwd(
         inputs = (q, k, v, dout, lse2, delta)
         if postprocess is not None and "flash_bwd_fused" in backend.configs(spec):
             assert sum_columns is not None
-            sums = lse2.new_empty((*lse2.shape, sum_columns(spec.head_dim))).zero_()
-            tensors = (*inputs, *grads[1:], sums, *offsets)
+            summed = [(spec, grads[0], lse2.shape[-1])]
+            if num_sums == 3 and _splits_group(spec, backend, q.device):
+                rows = triton.cdiv(spec.seq_kv, ROW_PADDING.value) * ROW_PADDING.value
+                of_dk, of_dv = _as_queries(spec)
+                summed += [(of_dk, grads[1], rows), (of_dv, grads[2], rows)]
+            sums = [
+                lse2.new_empty((*lse2.shape[:-2], x.heads_q, rows, sum_columns(x.head_dim))).zero_()
+                for x, _grad, rows in summed
+            ]
+            no_sums = (None,) * (num_sums - len(sums))
+            tensors = (*inputs, *grads[1:], *sums, *no_sums, *offsets)
             launch("flash_bwd_fused", *dkdv, tensors, spec, backend, **options)
-            tensors = (sums, grads[0], *offsets[:1])
-            launch("flash_bwd_postprocess", *postprocess, tensors, spec, backend)
+            for (x, grad, _rows), values in zip(summed, sums, strict=True):
+                tensors = (values, grad, *offsets[:1])
+                launch("flash_bwd_postprocess", *postprocess, tensors, x, backend)
         else:
-            no_sums = () if postprocess is None else (None,)
+            no_sums = (None,) * num_sums
             keys, queries = lists_of_keys(operands), lists_of_queries(operands)
             tensors = (*inputs, grads[0], *offsets, *segments, *ranges[1:], *keys)
             launch("flash_bwd_dq", *dq, tensors, spec, backend, **options)
@@ -88,6 +104,17 @@ def make_flash_bwd(
         return operands._make(map(gradients.get, operands._fields))
 
     return flash_bwd
+
+
+def _splits_group(spec: AttentionSpec, backend: Backend, device: torch.device) -> bool:
+    config = backend.configs(spec)["flash_bwd_fused"]
+    return splits_group(spec, config.block_q, config.block_kv, num_sms(device, backend.target))
+
+
+def _as_queries(spec: AttentionSpec) -> tuple[AttentionSpec, AttentionSpec]:
+    """Return the problems whose dq is made of sums as dk is, and as dv is, which has no scale."""
+    keys = replace(spec, seq_q=spec.seq_kv, heads_q=spec.heads_kv)
+    return keys, replace(keys, head_dim=spec.head_dim_v, scale=1.0)
 
 
 def sinks_gradient(sinks: Tensor | None, lse2: Tensor, delta: Tensor) -> Tensor | None:

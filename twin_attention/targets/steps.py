@@ -6,6 +6,7 @@ A step multiplies a tile of queries of one head with a tile of keys.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import lru_cache
 
 from twin_attention.contract.spec import AttentionSpec, Window
 
@@ -13,6 +14,7 @@ from twin_attention.contract.spec import AttentionSpec, Window
 MOST_OF_MEAN = 1.25
 
 
+@lru_cache(maxsize=1024)
 def steps_of_queries(spec: AttentionSpec, block_q: int, block_kv: int) -> tuple[int, ...]:
     """Return how many tiles of keys each tile of queries visits, the last tile first."""
     steps = []
@@ -23,6 +25,7 @@ def steps_of_queries(spec: AttentionSpec, block_q: int, block_kv: int) -> tuple[
     return tuple(reversed(steps))
 
 
+@lru_cache(maxsize=1024)
 def steps_of_keys(spec: AttentionSpec, block_q: int, block_kv: int) -> tuple[int, ...]:
     """Return how many tiles of a head's queries each tile of keys visits, the first tile first."""
     swapped = replace(
@@ -34,6 +37,7 @@ def steps_of_keys(spec: AttentionSpec, block_q: int, block_kv: int) -> tuple[int
     return tuple(reversed(steps_of_queries(swapped, block_kv, block_q)))
 
 
+@lru_cache(maxsize=1024)
 def splits_group(spec: AttentionSpec, block_q: int, block_kv: int, num_sms: int) -> bool:
     """Return whether programs share a tile of keys, each with one query head of the kv head.
 

@@ -502,4 +502,5 @@ flash_bwd = make_flash_bwd(
     dkdv=(flash_bwd_dkdv_kernel, _prepare_dkdv),
     postprocess=(flash_bwd_postprocess_kernel, prepare_postprocess),
     sum_columns=padded_size,
+    num_sums=1,
 )

@@ -1,4 +1,4 @@
-"""dq's float32 sums: their order in memory, what adds to them, and the kernel that reads them."""
+"""Gradients' float32 sums: their order in memory, what adds to them, and what reads them."""
 
 import triton
 from triton.experimental import gluon
@@ -29,6 +29,12 @@ def consumer_blocks(size, consumer):
 
 
 @triton.constexpr_function
+def piece_start(size, index):
+    """Return the first column of a column piece."""
+    return sum(column_pieces(size)[:index])
+
+
+@triton.constexpr_function
 def block_piece(size, index):
     """Return the column piece that a block is in."""
     start, first = dq_blocks(size)[index][0], 0
@@ -48,7 +54,7 @@ def block_start(size, index):
 @triton.constexpr_function
 def block_offset(size, index):
     """Return the first column of a block in its piece."""
-    return dq_blocks(size)[index][0] - sum(column_pieces(size)[: block_piece(size, index)])
+    return dq_blocks(size)[index][0] - piece_start(size, block_piece(size, index))
 
 
 @triton.constexpr_function
@@ -97,6 +103,16 @@ def add_dq(dq_sum_ptr, dq, row, CONSUMER: gl.constexpr, HEAD_DIM: gl.constexpr):
     for i in gl.static_range(len(BLOCKS)):
         flat = _order_as_registers(dq[i])
         place = base + 64 * block_start(HEAD_DIM, _nth(BLOCKS, i))
+        gl.atomic_add(place + gl.arange(0, flat.shape[0], flat.type.layout), flat, sem="relaxed")
+
+
+@gluon.jit
+def add_rows(sum_ptr, x, row, SIZE: gl.constexpr):
+    """Add 64 rows of column pieces, from `row` on, to float32 sums in the order of `add_dq`."""
+    base = sum_ptr + row * sum_columns(SIZE)
+    for i in gl.static_range(len(x)):
+        flat = _order_as_registers(x[i])
+        place = base + 64 * piece_start(SIZE, i)
         gl.atomic_add(place + gl.arange(0, flat.shape[0], flat.type.layout), flat, sem="relaxed")
 
 

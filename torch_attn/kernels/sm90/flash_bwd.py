@@ -20,5 +20,6 @@ flash_bwd = make_flash_bwd(
     dkdv=(flash_bwd_dkdv_kernel, prepare_dkdv),
     postprocess=(flash_bwd_postprocess_kernel, prepare_postprocess),
     sum_columns=sum_columns,
+    num_sums=3,
     num_warps=4,
 )

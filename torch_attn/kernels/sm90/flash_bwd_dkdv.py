@@ -14,7 +14,7 @@ from torch_attn.kernels.portable.tiles import ROW_PADDING, visible_tiles
 from torch_attn.kernels.sm80.flash_bwd import scale_all
 from torch_attn.kernels.sm80.pipeline import group_step
 from torch_attn.kernels.sm80.scores import visible_scores
-from torch_attn.kernels.sm90.dq_sums import add_dq, start_dq
+from torch_attn.kernels.sm90.dq_sums import add_dq, add_rows, start_dq
 from torch_attn.kernels.sm90.pipeline import (
     READERS,
     add_product,
@@ -64,6 +64,8 @@ def flash_bwd_dkdv_kernel(
     dk,
     dv,
     dq_sum_ptr,
+    dk_sum_ptr,
+    dv_sum_ptr,
     q_1,
     q_2,
     k_1,
@@ -86,6 +88,7 @@ def flash_bwd_dkdv_kernel(
     num_items,
     together,
     GROUP_SIZE: gl.constexpr,
+    MEMBERS: gl.constexpr,
     HEAD_DIM: gl.constexpr,
     HEAD_DIM_V: gl.constexpr,
     BLOCK_Q: gl.constexpr,
@@ -103,6 +106,10 @@ def flash_bwd_dkdv_kernel(
     dq_sum_ptr: None, or dq's float32 sums in the order of `add_dq`, zero at first, to which the
     program adds ds·k. Both consumers write dsᵀ to shared memory then, and each multiplies some
     columns of ds·k over all of the tile's keys: BLOCK_Q is 64.
+
+    MEMBERS: how many query heads of a kv head's group a work item visits: all of them, or 1. Then
+    programs share a tile of keys, and add dk and dv to dk_sum_ptr and dv_sum_ptr [B, Hkv, rows] in
+    the same order, where they are None otherwise.
     """
     dtype: gl.constexpr = q.dtype
     gl.static_assert(BLOCK_KV == 128)
@@ -133,16 +140,18 @@ def flash_bwd_dkdv_kernel(
     gl.warp_specialize(
         [
             (_consume_queries, (
-                tiles, barriers, stores, problem, rule, window_left, window_right, dq_sum_ptr,
-                0, GROUP_SIZE, HEAD_DIM, HEAD_DIM_V, EDGES,
+                tiles, barriers, stores, problem, rule, window_left, window_right,
+                dq_sum_ptr, dk_sum_ptr, dv_sum_ptr,
+                0, GROUP_SIZE, MEMBERS, HEAD_DIM, HEAD_DIM_V, EDGES,
             )),
             (_consume_queries, (
-                tiles, barriers, stores, problem, rule, window_left, window_right, dq_sum_ptr,
-                1, GROUP_SIZE, HEAD_DIM, HEAD_DIM_V, EDGES,
+                tiles, barriers, stores, problem, rule, window_left, window_right,
+                dq_sum_ptr, dk_sum_ptr, dv_sum_ptr,
+                1, GROUP_SIZE, MEMBERS, HEAD_DIM, HEAD_DIM_V, EDGES,
             )),
             (_produce_queries, (
                 tiles, barriers, loads, problem, (window_left, window_right, dq_sum_ptr),
-                GROUP_SIZE, HEAD_DIM, HEAD_DIM_V,
+                GROUP_SIZE, MEMBERS, HEAD_DIM, HEAD_DIM_V,
             )),
         ],
         [4, 1],
@@ -162,16 +171,16 @@ def _locate_keys(
     window_left,
     window_right,
     FUSED: gl.constexpr,
-    GROUP_SIZE: gl.constexpr,
+    MEMBERS: gl.constexpr,
     BLOCK_Q: gl.constexpr,
 ):
-    """Return batch, kv head, first row and tiles of queries of a work item.
+    """Return batch, first query head, first row and tiles of queries of a work item.
 
     Queries up to ROW_PADDING exist for this purpose: their p is 0 without a mask.
     """
     seq_q, seq_kv, diagonal, heads_q, num_items, together = problem
     num_tiles = gl.cdiv(seq_kv, 128)
-    heads_kv = heads_q // GROUP_SIZE
+    items_of_batch = heads_q // MEMBERS
     index, tile = head_and_tile(item, num_items, together, num_tiles)
     start_kv = tile * 128
     padded_rows = gl.cdiv(seq_q, BLOCK_Q) * BLOCK_Q
@@ -188,7 +197,8 @@ def _locate_keys(
         before = gl.where(ragged, gl.maximum(total, 1), before)
         full = gl.where(ragged, 0, full)
         after = gl.where(ragged, 0, after)
-    return index // heads_kv, index % heads_kv, start_kv, (begin, before, full, after)
+    batch, head = index // items_of_batch, index % items_of_batch * MEMBERS
+    return batch, head, start_kv, (begin, before, full, after)
 
 
 @gluon.jit
@@ -199,6 +209,7 @@ def _produce_queries(
     problem,
     options,
     GROUP_SIZE: gl.constexpr,
+    MEMBERS: gl.constexpr,
     HEAD_DIM: gl.constexpr,
     HEAD_DIM_V: gl.constexpr,
 ):
@@ -214,14 +225,14 @@ def _produce_queries(
     turn = 0
     item = work_item(0)
     while item < problem[4]:
-        batch, head_kv, start_kv, visible = _locate_keys(
-            item, problem, window_left, window_right, dq_sum_ptr is not None, GROUP_SIZE,
-            BLOCK_Q,
-        )  # fmt: skip
+        batch, first_head, start_kv, visible = _locate_keys(
+            item, problem, window_left, window_right, dq_sum_ptr is not None, MEMBERS, BLOCK_Q
+        )
+        head_kv = first_head // GROUP_SIZE
         begin, before, full, after = visible
-        for i in range((before + full + after) * GROUP_SIZE):
-            member, start = group_step(i, begin, before, full, after, BLOCK_Q, GROUP_SIZE)
-            head = head_kv * GROUP_SIZE + member
+        for i in range((before + full + after) * MEMBERS):
+            member, start = group_step(i, begin, before, full, after, BLOCK_Q, MEMBERS)
+            head = first_head + member
             row = (batch * problem[3] + head) * rows_per_head + start // BLOCK_Q
             slot = step % NUM_STAGES
             if step >= NUM_STAGES:
@@ -263,8 +274,11 @@ def _consume_queries(
     window_left,
     window_right,
     dq_sum_ptr,
+    dk_sum_ptr,
+    dv_sum_ptr,
     CONSUMER: gl.constexpr,
     GROUP_SIZE: gl.constexpr,
+    MEMBERS: gl.constexpr,
     HEAD_DIM: gl.constexpr,
     HEAD_DIM_V: gl.constexpr,
     EDGES: gl.constexpr,
@@ -283,8 +297,8 @@ def _consume_queries(
     turn = 0
     item = work_item(0)
     while item < num_items:
-        batch, head_kv, start_kv, visible = _locate_keys(
-            item, problem, window_left, window_right, FUSED, GROUP_SIZE, BLOCK_Q
+        batch, first_head, start_kv, visible = _locate_keys(
+            item, problem, window_left, window_right, FUSED, MEMBERS, BLOCK_Q
         )
         begin, before, full, after = visible
         # Keys are counted as queries are.
@@ -301,20 +315,20 @@ def _consume_queries(
         mbarrier.wait(do_full.index(slot), step // NUM_STAGES & 1)
         dp = product_scores(v_tile, CONSUMER, do_tile, slot, HEAD_DIM_V, layout)
         s = warpgroup_mma_wait(num_pieces(HEAD_DIM_V), deps=(s,))
-        member, start = group_step(0, begin, before, full, after, BLOCK_Q, GROUP_SIZE)
+        member, start = group_step(0, begin, before, full, after, BLOCK_Q, MEMBERS)
         dv, ds = _from_scores(
             s, dp, dv, tiles, barriers, start, key, seq_kv - diagonal, step, rule, window_left,
             window_right, CONSUMER, FUSED, EDGES, HEAD_DIM_V,
         )  # fmt: skip
-        row = (batch * heads_q + head_kv * GROUP_SIZE + member).to(gl.int64) * padded_rows + start
+        row = (batch * heads_q + first_head + member).to(gl.int64) * padded_rows + start
 
         # Visit the other tiles that see these keys; only tiles at the edges are masked.
         index = 1
         step += 1
         for masked in gl.static_range(1 if EDGES else 0, -1, -1):
-            end = (before + full + after) * GROUP_SIZE
+            end = (before + full + after) * MEMBERS
             if masked:
-                end = (before + after) * GROUP_SIZE
+                end = (before + after) * MEMBERS
             while index < end:
                 slot = step % NUM_STAGES
                 previous = (step - 1) % NUM_STAGES
@@ -344,12 +358,12 @@ def _consume_queries(
                 else:
                     dk, s, left = wait_products(dk, s, left, num_pieces(HEAD_DIM_V))
                 arrive(Q_READ + previous, READERS)
-                member, start = group_step(index, begin, before, full, after, BLOCK_Q, GROUP_SIZE)
+                member, start = group_step(index, begin, before, full, after, BLOCK_Q, MEMBERS)
                 dv, ds = _from_scores(
                     s, dp, dv, tiles, barriers, start, key, seq_kv - diagonal, step, rule,
                     window_left, window_right, CONSUMER, FUSED, masked, HEAD_DIM_V,
                 )  # fmt: skip
-                head = batch * heads_q + head_kv * GROUP_SIZE + member
+                head = batch * heads_q + first_head + member
                 row = head.to(gl.int64) * padded_rows + start
                 index += 1
                 step += 1
@@ -362,11 +376,13 @@ def _consume_queries(
         else:
             left = unpack(ds, dtype, layout, "end")
             dk = add_product(dk, left, q_tile, previous)
-        # Store dv where v was, whose rows nobody else reads.
+        head_kv = first_head // GROUP_SIZE
         first = start_kv + CONSUMER * 64
-        write_rows(v_tile, CONSUMER, dv)
-        fence_async_shared()
-        store_tile(stores[1], v_tile, CONSUMER, batch, head_kv, first, HEAD_DIM_V)
+        if dv_sum_ptr is None:
+            # Store dv where v was, whose rows nobody else reads.
+            write_rows(v_tile, CONSUMER, dv)
+            fence_async_shared()
+            store_tile(stores[1], v_tile, CONSUMER, batch, head_kv, first, HEAD_DIM_V)
         if FUSED:
             dq = wait_sums(dq, num_pieces(HEAD_DIM))
             add_dq(dq_sum_ptr, dq, row, CONSUMER, HEAD_DIM)
@@ -375,13 +391,19 @@ def _consume_queries(
         else:
             dk, left = wait_product(dk, left)
         arrive(Q_READ + previous, READERS)
-        # Scale dk and store it where k was, when both have read it.
-        if FUSED:
-            wait_for_all(DS_WRITTEN, 256)
-        write_rows(k_tile, CONSUMER, scale_all(dk, rule.scale))
-        fence_async_shared()
-        store_tile(stores[0], k_tile, CONSUMER, batch, head_kv, first, HEAD_DIM)
-        tma.store_wait(0)
+        if dk_sum_ptr is not None:
+            padded_keys = gl.cdiv(seq_kv, ROW_PADDING) * ROW_PADDING
+            row = (batch * (heads_q // GROUP_SIZE) + head_kv).to(gl.int64) * padded_keys + first
+            add_rows(dv_sum_ptr, dv, row, HEAD_DIM_V)
+            add_rows(dk_sum_ptr, dk, row, HEAD_DIM)
+        else:
+            # Scale dk and store it where k was, when both have read it.
+            if FUSED:
+                wait_for_all(DS_WRITTEN, 256)
+            write_rows(k_tile, CONSUMER, scale_all(dk, rule.scale))
+            fence_async_shared()
+            store_tile(stores[0], k_tile, CONSUMER, batch, head_kv, first, HEAD_DIM)
+            tma.store_wait(0)
         mbarrier.arrive(kv_read.index(CONSUMER), count=1)
         turn += 1
         item = work_item(turn)
@@ -451,7 +473,7 @@ def _from_scores(
 def prepare_dkdv(call: KernelCall) -> Prepared:
     """Return grid and arguments of `flash_bwd_dkdv_kernel`."""
     spec, config = call.spec, call.config
-    q, k, v, dout, lse2, delta, dk, dv, dq_sum = call.layouts
+    q, k, v, dout, lse2, delta, dk, dv, dq_sum, dk_sum, _dv_sum = call.layouts
     maps = (
         map_arguments("q", 0, q, config.block_q)
         | map_arguments("k", 1, k, 64)
@@ -462,6 +484,9 @@ def prepare_dkdv(call: KernelCall) -> Prepared:
         | {"lse2": row_map(4, lse2, config.block_q), "delta": row_map(5, delta, config.block_q)}
     )
     ragged = dq_sum is not None and spec.seq_kv % config.block_kv != 0
+    members = spec.group_size if dk_sum is None else 1
     steps = steps_of_keys(spec, config.block_q, config.block_kv)
+    steps = tuple(members * each for each in steps)
     edges = spec.window != Window() or ragged
-    return persistent(call, steps, spec.heads_kv * spec.batch, maps | {"EDGES": edges})
+    arguments = maps | {"MEMBERS": members, "EDGES": edges}
+    return persistent(call, steps, spec.heads_q // members * spec.batch, arguments)
