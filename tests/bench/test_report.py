@@ -340,7 +340,14 @@ def test_command_names_a_file_it_cannot_use(tmp_path, capsys, content):
 
 COMMITTED = sorted(RESULTS.glob("*.jsonl.gz"), key=lambda path: path.name)
 # Flash attention has two plots; h200 has decode as well, steps are one, and patterns are tables.
-PLOTS = {"h200": 3, "h200-models": 3, "h200-models-4096": 1, "h200-patterns": 0}
+PLOTS = {
+    "h200": 3,
+    "h200-models": 3,
+    "h200-models-4096": 1,
+    "h200-packed": 0,
+    "h200-patterns": 0,
+    "h200-prefill": 0,
+}
 
 
 @pytest.mark.parametrize("path", COMMITTED, ids=stem)
