@@ -170,17 +170,26 @@ def make_flash_bwd(
     return flash_bwd
 
 
-def dq_sums(lse2: Array, columns: int) -> jax.ShapeDtypeStruct:
-    """Return the type of dq's float32 sums, [B, Hq, rows · columns], in the order of the family."""
-    return jax.ShapeDtypeStruct((*lse2.shape[:2], lse2.shape[2] * columns), jnp.float32)
+def gradient_sums(batch: int, heads: int, rows: int, columns: int) -> jax.ShapeDtypeStruct:
+    """Return the type of a gradient's float32 sums, in the order of the family."""
+    return jax.ShapeDtypeStruct((batch, heads, rows * columns), jnp.float32)
 
 
-def dq_of_sums(ordered: Array, spec: AttentionSpec, cu_seqlens_q: Array | None = None) -> Array:
-    """Return dq, scaled, from its sums [B, rows of lse2, Hq, columns] in the usual order."""
-    if cu_seqlens_q is not None:
-        ordered = ordered[:, _rows_in_tiles(cu_seqlens_q, spec.seq_q)]
-    dq = ordered[:, : spec.seq_q, :, : spec.head_dim]
-    return (dq * spec.scale).astype(spec.dtype)
+def gradient_of_sums(
+    ordered: Array, like: Array, scale: float = 1.0, cu_seqlens: Array | None = None
+) -> Array:
+    """Return the gradient of an operand from its sums.
+
+    Args:
+        ordered: the sums [B, rows, H, columns] in the usual order; packed sequences begin tiles.
+        like: the operand [B, S, H, D].
+        scale: a factor of the sums.
+        cu_seqlens: offsets of packed sequences.
+    """
+    _, rows, _, size = like.shape
+    if cu_seqlens is not None:
+        ordered = ordered[:, _rows_in_tiles(cu_seqlens, rows)]
+    return (ordered[:, :rows, :, :size] * scale).astype(like.dtype)
 
 
 def sinks_gradient(sinks: Array | None, lse2: Array, delta: Array) -> Array | None:

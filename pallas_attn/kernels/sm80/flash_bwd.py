@@ -16,7 +16,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_attn.kernels.gradients import dq_of_sums, dq_sums, make_flash_bwd, prepare_rows
+from pallas_attn.kernels.gradients import (
+    gradient_of_sums,
+    gradient_sums,
+    make_flash_bwd,
+    prepare_rows,
+)
 from pallas_attn.kernels.portable.sequences import (
     count_sequence_tiles,
     first_tile,
@@ -443,14 +448,14 @@ def launch_fused(inputs, spec, backend, *offsets):
     """Call `flash_bwd_dkdv_kernel` with sums for dq; returns dq, dk and dv."""
     dk, dv, sums = launch_dkdv(inputs, spec, backend, *offsets, name="flash_bwd_fused")
     ordered = order_sums(sums, padded_columns(spec.head_dim))
-    return dq_of_sums(ordered, spec, *offsets[:1]), dk, dv
+    return gradient_of_sums(ordered, inputs.q, spec.scale, *offsets[:1]), dk, dv
 
 
 def launch_dkdv(inputs, spec, backend, *offsets, name="flash_bwd_dkdv"):
     """Call `flash_bwd_dkdv_kernel`; returns dk and dv, and with "flash_bwd_fused" dq's sums."""
     dq_sum = None
     if name == "flash_bwd_fused":
-        dq_sum = dq_sums(inputs.lse2, padded_columns(spec.head_dim))
+        dq_sum = gradient_sums(*inputs.lse2.shape, padded_columns(spec.head_dim))
     dtype, sizes = inputs.q.dtype, (spec.head_dim, spec.head_dim_v)
 
     def tiles(config):

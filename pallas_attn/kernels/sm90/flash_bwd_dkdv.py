@@ -12,8 +12,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_attn.kernels.gradients import dq_of_sums, dq_sums
-from pallas_attn.kernels.portable.tiles import visible_tiles
+from pallas_attn.kernels.gradients import gradient_of_sums, gradient_sums
+from pallas_attn.kernels.portable.tiles import ROW_PADDING, visible_tiles
 from pallas_attn.kernels.sm80.scores import as_columns, iota, visible_scores
 from pallas_attn.kernels.sm80.workarounds import warpgroup_barrier
 from pallas_attn.kernels.sm90.launch import launch
@@ -44,6 +44,7 @@ from pallas_attn.kernels.sm90.schedule import make_schedule
 from pallas_attn.kernels.sm90.workarounds import add_to_sums, exchange_barrier, fence_async
 from pallas_attn.targets import num_sms
 from twin_attention.contract.spec import Window
+from twin_attention.targets.steps import splits_group
 
 
 def flash_bwd_dkdv_kernel(
@@ -57,6 +58,8 @@ def flash_bwd_dkdv_kernel(
     dk_ref,
     dv_ref,
     dq_sum_ref=None,
+    dk_sum_ref=None,
+    dv_sum_ref=None,
     *,
     k_tiles,
     v_tiles,
@@ -71,6 +74,7 @@ def flash_bwd_dkdv_kernel(
     q_empty,
     dout_full,
     dout_empty,
+    members,
     group_size,
     seq_q,
     seq_kv,
@@ -89,7 +93,10 @@ def flash_bwd_dkdv_kernel(
 
     Operands as in `flash_bwd_dq_kernel`, dk and dv like k and v; schedule [programs, 1 + most
     tiles] of tiles of keys; dq_sum is None, or dq's float32 sums in the order of `add_to_sums`, 0
-    at first, to which the program adds ds k; the order of these additions is not fixed. In shared
+    at first, to which the program adds ds k; the order of these additions is not fixed. members:
+    how many query heads of a kv head's group a work item visits: all of them, or 1. Then programs
+    share a tile of keys, and add to such sums of dk and dv, dk_sum and dv_sum [B, Hkv, Skv rounded
+    up to ROW_PADDING, columns], in place of dk and dv, which are None; else the sums are. In shared
     memory a tile of 64 rows of k and of v for each consumer warpgroup, num_stages tiles of q and of
     dout with lse2 and delta of their rows, their barriers, and for dq two tiles of dsᵀ for each
     warpgroup. Tiles of s, p, dp, ds are transposed (keys down, queries across). Loop invariant: dv
@@ -100,7 +107,7 @@ def flash_bwd_dkdv_kernel(
     """
     warpgroups = num_warps // 4 - 1
     program = lax.axis_index("program")
-    heads_kv = k_ref.shape[2]
+    parts = q_ref.shape[2] // members  # of the query heads, one a work item
     num_tiles = pl.cdiv(seq_kv, block_kv)
     last_start = pl.cdiv(seq_q, block_q) * block_q - block_q
     makes_dq = dq_sum_ref is not None
@@ -109,9 +116,9 @@ def flash_bwd_dkdv_kernel(
     )
 
     def locate(tile):
-        """Locate a tile of keys, and the tiles of queries that see it."""
+        """Locate a tile of keys and its query heads, and the tiles of queries that see it."""
         start_kv = tile % num_tiles * block_kv
-        batch, head = tile // num_tiles // heads_kv, tile // num_tiles % heads_kv
+        batch, first_head = tile // num_tiles // parts, tile // num_tiles % parts * members
         begin, before, full, after = visible_tiles(
             start_kv, seq_kv, seq_q, -diagonal, window_right, window_left, block_kv, block_q
         )
@@ -124,7 +131,8 @@ def flash_bwd_dkdv_kernel(
         def start_q(step):
             return tile_start(step, begin, before, full, after, block_q, last_start)
 
-        return batch, head, start_kv, start_q, *count_steps(before, full, after)
+        head_kv = first_head // group_size
+        return batch, head_kv, first_head, start_kv, start_q, *count_steps(before, full, after)
 
     def part_of_dq(w):
         """Return the first row, the columns and the tiles of keys of a warpgroup's part of dq."""
@@ -139,7 +147,7 @@ def flash_bwd_dkdv_kernel(
         """Load what the consumers work on, as soon as there is room."""
 
         def load_all(tile, step):
-            batch, head_kv, start_kv, start_q, _, steps = locate(tile)
+            batch, head_kv, first_head, start_kv, start_q, _, steps = locate(tile)
             for w in range(warpgroups):
                 start = start_kv + w * WGMMA_ROWS
                 plgpu.barrier_wait(kv_empty.at[w])
@@ -148,7 +156,7 @@ def flash_bwd_dkdv_kernel(
 
             def load_queries(index):
                 slot, start = (step + index) % num_stages, start_q(index % steps)
-                head = head_kv * group_size + index // steps
+                head = first_head + index // steps
 
                 def load(matrix, tiles, vector, rows, full, empty):
                     plgpu.barrier_wait(empty.at[slot])
@@ -160,8 +168,8 @@ def flash_bwd_dkdv_kernel(
                 load(q_ref, q_tiles, lse2_ref, lse2_rows, q_full, q_empty)
                 load(dout_ref, dout_tiles, delta_ref, delta_rows, dout_full, dout_empty)
 
-            pl.loop(0, steps * group_size)(load_queries)
-            return step + steps * group_size
+            pl.loop(0, steps * members)(load_queries)
+            return step + steps * members
 
         for_each_tile(schedule_ref, program, load_all)
 
@@ -197,7 +205,7 @@ def flash_bwd_dkdv_kernel(
             add_to_sums(dq, dq_sum_ref, batch, head, place)
 
         def compute(tile, step):
-            batch, head_kv, start_kv, start_q, masked_steps, steps = locate(tile)
+            batch, head_kv, first_head, start_kv, start_q, masked_steps, steps = locate(tile)
             start_row = start_kv + w * WGMMA_ROWS
             for x in range(warpgroups) if makes_dq else (w,):
                 plgpu.barrier_wait(kv_full.at[x])
@@ -232,7 +240,7 @@ def flash_bwd_dkdv_kernel(
                         @pl.when(index > 0)
                         def _():
                             before = index - 1
-                            head = head_kv * group_size + before // steps
+                            head = first_head + before // steps
                             add_dq(dq, batch, head, start_q(before % steps))
                     elif block_q > WGMMA_ROWS:
                         # The registers of ds are dp's.
@@ -292,13 +300,13 @@ def flash_bwd_dkdv_kernel(
                 zeros(WGMMA_ROWS, padded_columns(head_dim)),
                 zeros(WGMMA_ROWS, padded_columns(head_dim_v)),
             )
-            if group_size == 1:
+            if members == 1:
                 ds, dk, dv = visit_head(program * 0, carry)
             else:
-                ds, dk, dv = lax.fori_loop(0, group_size, visit_head, carry)
+                ds, dk, dv = lax.fori_loop(0, members, visit_head, carry)
 
             # dk += dsᵀ q of the last tile
-            end = step + steps * group_size
+            end = step + steps * members
             stored = (end - 1) % 2
 
             def last(dk_ref, dq_ref=None):
@@ -311,7 +319,7 @@ def flash_bwd_dkdv_kernel(
                 )  # fmt: skip
                 if makes_dq:
                     dq = wait_for(dq_ref, len(k.multiplied))
-                    add_dq(dq, batch, head_kv * group_size + group_size - 1, start_q(steps - 1))
+                    add_dq(dq, batch, first_head + (members - 1), start_q(steps - 1))
                 return wait_for(dk_ref, 0, ds)
 
             refs = [accumulator(*dk.shape)]
@@ -319,15 +327,19 @@ def flash_bwd_dkdv_kernel(
                 refs.append(accumulator(WGMMA_ROWS, columns.stop - columns.start))
             dk = pl.run_scoped(last, *refs)
 
-            # Scale and store.
             if makes_dq:
                 exchange_barrier(warpgroups)  # the others read these keys too
             else:
                 warpgroup_barrier()
-            store_tile(dk * rule.scale, k, dk_ref, batch, head_kv, start_row)
-            store_tile(dv, v, dv_ref, batch, head_kv, start_row)
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            if dk_sum_ref is None:
+                # Scale and store.
+                store_tile(dk * rule.scale, k, dk_ref, batch, head_kv, start_row)
+                store_tile(dv, v, dv_ref, batch, head_kv, start_row)
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             plgpu.barrier_arrive(kv_empty.at[w])
+            if dk_sum_ref is not None:
+                for x, sums in ((dk, dk_sum_ref), (dv, dv_sum_ref)):
+                    add_to_sums(x, sums, batch, head_kv, start_row * x.shape[1])
             return end
 
         for_each_tile(schedule_ref, program, compute)
@@ -337,17 +349,42 @@ def flash_bwd_dkdv_kernel(
 
 
 def launch_fused(inputs, spec, backend):
-    """Call `flash_bwd_dkdv_kernel` with sums for dq; returns dq, dk and dv."""
-    dk, dv, sums = launch_dkdv(inputs, spec, backend, "flash_bwd_fused")
-    return dq_of_sums(order_sums(sums, padded_columns(spec.head_dim)), spec), dk, dv
+    """Call `flash_bwd_dkdv_kernel` with sums; returns dq, dk and dv."""
+    columns, columns_v = padded_columns(spec.head_dim), padded_columns(spec.head_dim_v)
+    config = backend.configs(spec)["flash_bwd_fused"]
+    sums = [gradient_sums(*inputs.lse2.shape, columns)]
+    is_split = splits_group(spec, config.block_q, config.block_kv, num_sms(backend.target))
+    if is_split:
+        rows = pl.cdiv(spec.seq_kv, ROW_PADDING) * ROW_PADDING
+        sums += (
+            gradient_sums(spec.batch, spec.heads_kv, rows, columns),
+            gradient_sums(spec.batch, spec.heads_kv, rows, columns_v),
+        )
+    results = launch_dkdv(inputs, spec, backend, "flash_bwd_fused", sums)
+    if is_split:
+        dq, dk, dv = results
+        dk = gradient_of_sums(order_sums(dk, columns), inputs.k, spec.scale)
+        dv = gradient_of_sums(order_sums(dv, columns_v), inputs.v)
+    else:
+        dk, dv, dq = results
+    return gradient_of_sums(order_sums(dq, columns), inputs.q, spec.scale), dk, dv
 
 
-def launch_dkdv(inputs, spec, backend, name="flash_bwd_dkdv"):
-    """Call `flash_bwd_dkdv_kernel`; returns dk and dv, and with "flash_bwd_fused" dq's sums."""
+def launch_dkdv(inputs, spec, backend, name="flash_bwd_dkdv", sums=()):
+    """Call `flash_bwd_dkdv_kernel`.
+
+    Args:
+        inputs, spec, backend: operands, problem and target.
+        name: the configuration's, "flash_bwd_fused" with sums.
+        sums: types of float32 sums: of dq, or of dq, dk and dv, where programs share a group's tile
+            of keys.
+
+    Returns:
+        dk and dv, unless they are summed, and the sums.
+    """
     config = backend.configs(spec)[name]
-    sums = []
-    if name == "flash_bwd_fused":
-        sums.append(dq_sums(inputs.lse2, padded_columns(spec.head_dim)))
+    is_split = len(sums) == 3
+    members = 1 if is_split else spec.group_size
     warpgroups, stages = config.num_warps // 4 - 1, config.num_stages
     rows, queries = (warpgroups, WGMMA_ROWS), (stages, config.block_q)
     tiles, pieces = make_tiles(
@@ -383,11 +420,12 @@ def launch_dkdv(inputs, spec, backend, name="flash_bwd_dkdv"):
         spec,
         seq_q=spec.seq_kv,
         seq_kv=spec.seq_q,
-        heads_q=spec.heads_kv,
+        heads_q=spec.heads_q // members,
+        heads_kv=spec.heads_q // members,
         window=Window(spec.window.right, spec.window.left),
     )
+    outputs = (None if is_split else jax.ShapeDtypeStruct(x.shape, x.dtype) for x in inputs[1:3])
     schedule = make_schedule(turned, config.block_kv, config.block_q, num_sms(backend.target))
-    outputs = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (inputs.k, inputs.v))
     return launch(
         name,
         flash_bwd_dkdv_kernel,
@@ -398,6 +436,7 @@ def launch_dkdv(inputs, spec, backend, name="flash_bwd_dkdv"):
         spec,
         config,
         num_sums=len(sums),
+        members=members,
     )
 
 

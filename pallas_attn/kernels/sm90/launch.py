@@ -26,7 +26,7 @@ def launch(
     kernel: Callable[..., None],
     operands: Sequence[Array | None],
     schedule: np.ndarray,
-    out_shape: Sequence[jax.ShapeDtypeStruct],
+    out_shape: Sequence[jax.ShapeDtypeStruct | None],
     memory: dict[str, Any],
     spec: AttentionSpec,
     config: KernelConfig,
@@ -39,7 +39,7 @@ def launch(
         name: the kernel's name in the configuration tables.
         kernel: the function over references to the operands, the schedule and the outputs, and
             keyword arguments.
-        operands: inputs; for None the kernel gets None.
+        operands: inputs; for None, here and below, the kernel gets None.
         schedule: the tiles of each program, see `make_schedule`.
         out_shape: the outputs.
         memory: what a program has in shared memory.
@@ -66,7 +66,7 @@ def launch_programs(
     kernel: Callable[..., None],
     programs: int,
     operands: Sequence[Array | None],
-    out_shape: Sequence[jax.ShapeDtypeStruct],
+    out_shape: Sequence[jax.ShapeDtypeStruct | None],
     memory: dict[str, Any],
     config: KernelConfig,
     num_sums: int = 0,
@@ -81,20 +81,20 @@ def launch_programs(
     check_memory(name, memory, config)
     note_config(name, config)
     inputs = [x for x in operands if x is not None]
-    sums = [zeros_of_batch(x.shape)(*inputs) for x in out_shape[len(out_shape) - num_sums :]]
+    outputs = tuple(x for x in out_shape if x is not None)
+    sums = [zeros_of_batch(x.shape)(*inputs) for x in outputs[len(outputs) - num_sums :]]
 
     def body(*refs, **memory):
-        of_inputs, rest = iter(refs[: len(inputs)]), refs[len(inputs) + num_sums :]
+        rest = iter(refs[: len(inputs)] + refs[len(inputs) + num_sums :])
         kernel(
-            *(None if x is None else next(of_inputs) for x in operands),
-            *rest,
+            *(None if x is None else next(rest) for x in (*operands, *out_shape)),
             **memory,
             **arguments,
         )
 
     return plgpu.kernel(
         body,
-        out_type=tuple(out_shape),
+        out_type=outputs,
         scratch_types=memory,
         grid=(programs,),
         grid_names=("program",),
