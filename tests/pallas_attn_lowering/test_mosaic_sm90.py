@@ -160,6 +160,7 @@ def gradients(attention, *qkv):
         (arrays(64, seq_kv=2048), False, {"causal": True}),
         (arrays(64, 128, seq_kv=2049), False, {"scale": -0.1}),
         (arrays(96, seq_kv=2050), False, {"window_size": (30, 20)}),
+        (arrays(64, seq_kv=8192), False, {}),
         (arrays(64, 128, seq_kv=16), False, {}),
         (arrays(128, seq_q=304, seq_kv=304), True, {"softcap": 5.0}),
         (arrays(72, 40, seq_q=131, dtype="float16"), True, {}),
@@ -177,6 +178,32 @@ def test_the_backward_under_vmap():
     batched = [jax.ShapeDtypeStruct((3, *x.shape), x.dtype) for x in arrays(64, seq_kv=2048)]
     text = lower(partial(gradients, jax.vmap(attention)), *batched)
     assert kernels(text) == ["mosaic_gpu_v2"] * 2
+
+
+@pytest.mark.parametrize(
+    ("seq_kv", "programs", "sums"),
+    [
+        (2100, 17 * 4, [(1, 4, 384 * 80), (1, 2, 2176 * 80), (1, 2, 2176 * 48)]),
+        (8192, 64 * 2, [(1, 4, 384 * 80)]),
+    ],
+)
+def test_few_kv_heads_are_split(seq_kv, programs, sums, monkeypatch):
+    """Programs of a query head each add up dk and dv as well, where tiles of keys are few."""
+    made = {}
+
+    def kernel(*args, out_type, kernel_name, grid, **options):
+        made[kernel_name] = grid, out_type
+        return lambda *operands: [jnp.zeros(x.shape, x.dtype) for x in out_type]
+
+    monkeypatch.setattr(launch.plgpu, "kernel", kernel)
+    operands = arrays(72, 40, seq_kv=seq_kv)
+    with use_target("sm90"):
+        found = jax.eval_shape(partial(gradients, attention), *operands)
+    assert [(x.shape, x.dtype) for x in found] == [(x.shape, x.dtype) for x in operands]
+    grid, outputs = made["flash_bwd_fused"]
+    assert grid == (programs,)
+    assert [x.shape for x in outputs if x.dtype == jnp.float32] == sums
+    assert len(outputs) == 3
 
 
 def test_the_backward_of_large_heads_is_another_familys():

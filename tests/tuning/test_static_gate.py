@@ -15,6 +15,7 @@ from interop.parity.cases import AppendCase
 from tuning.static.gate import (
     CHUNK_FEATURES,
     DECODE_FEATURES,
+    FLASH_FEATURES,
     FRAMEWORKS,
     Problem,
     check,
@@ -35,7 +36,8 @@ from twin_attention.targets.kernels import (
     SpecializedConfig,
     WarpDecodeConfig,
 )
-from twin_attention.targets.target import SHARED_MEMORY_OF_SMALLER_CARDS, TARGETS
+from twin_attention.targets.steps import splits_group
+from twin_attention.targets.target import NUM_SMS, SHARED_MEMORY_OF_SMALLER_CARDS, TARGETS
 
 
 def chosen(framework: str, target: str) -> list[Problem]:
@@ -100,6 +102,14 @@ def test_explicit_kernels_are_fit_for_sm90():
     ]
     assert {v.kernel for v in verdicts} == {*FAMILY_KERNELS["sm90"]}
     assert not {v.kernel: v.failures for v in verdicts if v.failures}
+
+
+@pytest.mark.parametrize(("framework", "family"), [("torch", "gluon"), ("jax", "mosaic")])
+def test_explicit_backwards_share_tiles_of_keys_in_one_feature(framework, family):
+    for problem in problems(framework, "sm90", family):
+        if problem.feature in FLASH_FEATURES and problem.head_dim <= 128:
+            is_split = splits_group(problem.spec, 64, 128, NUM_SMS["sm90"])
+            assert is_split == (problem.feature == "few-kv-heads"), problem
 
 
 @pytest.mark.parametrize("shared_memory", [None, SHARED_MEMORY_OF_SMALLER_CARDS])

@@ -49,6 +49,7 @@ FLASH_FEATURES: dict[str, dict[str, Any]] = {
     "causal": {"causal": True},
     "all-options": {"window_size": (256, 128), "softcap": 30.0, "sinks": True},
     "odd-head-size": {"causal": True},
+    "few-kv-heads": {"causal": True, "batch": 1},
     "packed": {"causal": True},
     "segments": {"causal": True},
     "tiles-of-128": {"causal": True},
@@ -92,13 +93,14 @@ _AOT = {
     ("jax", "triton"): "tuning.static.pallas_aot",
     ("jax", "mosaic"): "tuning.static.mosaic_aot",
 }
-# Features that other kernels lack, for which the portable ones are compiled in bfloat16 and these
+# Features that not all kernels have, for which the portable ones are compiled in bfloat16 and these
 # head sizes.
 _PORTABLE_FEATURES = {
     "packed": (64, 128), "segments": (64, 128), "tiles-of-128": HEAD_DIMS, "tiles-of-64": (64, 128),
+    "few-kv-heads": (),
 }  # fmt: skip
 # Those of them that the explicit kernels of a target have.
-_EXPLICIT_FEATURES = {("packed", "sm80"), ("tiles-of-128", "sm90")}
+_EXPLICIT_FEATURES = {("packed", "sm80"), ("tiles-of-128", "sm90"), ("few-kv-heads", "sm90")}
 # The explicit kernels' head sizes: of each row the largest, and those that need two column pieces.
 _EXPLICIT_HEAD_DIMS = (16, 32, 64, 80, 96, 128, 192, 256)
 # Mosaic's, which take longer to compile: of each row the largest, and one of two pieces; those with
@@ -146,7 +148,8 @@ class Problem:
         if self.feature in FLASH_FEATURES:
             head_dim = self.head_dim - 8 if self.feature == "odd-head-size" else self.head_dim
             options = FLASH_FEATURES[self.feature]
-            case = FlashCase("", 2, 2048, 2048, 4, 2, head_dim, dtype=self.dtype, **options)
+            shape = {"batch": 8, "seq_q": 2048, "seq_kv": 2048, "heads_q": 4, "heads_kv": 2}
+            case = FlashCase("", head_dim=head_dim, dtype=self.dtype, **shape | options)
             if self.feature == "packed":
                 return VarlenSpec(**vars(replace(case.spec, batch=1)), num_sequences=8)
             if self.feature == "segments":
