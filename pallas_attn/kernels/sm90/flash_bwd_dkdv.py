@@ -118,7 +118,8 @@ def flash_bwd_dkdv_kernel(
     def locate(tile):
         """Locate a tile of keys and its query heads, and the tiles of queries that see it."""
         start_kv = tile % num_tiles * block_kv
-        batch, first_head = tile // num_tiles // parts, tile // num_tiles % parts * members
+        batch, part = tile // num_tiles // parts, tile // num_tiles % parts
+        head_kv = part // (group_size // members)
         begin, before, full, after = visible_tiles(
             start_kv, seq_kv, seq_q, -diagonal, window_right, window_left, block_kv, block_q
         )
@@ -131,8 +132,7 @@ def flash_bwd_dkdv_kernel(
         def start_q(step):
             return tile_start(step, begin, before, full, after, block_q, last_start)
 
-        head_kv = first_head // group_size
-        return batch, head_kv, first_head, start_kv, start_q, *count_steps(before, full, after)
+        return batch, head_kv, part, start_kv, start_q, *count_steps(before, full, after)
 
     def part_of_dq(w):
         """Return the first row, the columns and the tiles of keys of a warpgroup's part of dq."""
@@ -147,7 +147,7 @@ def flash_bwd_dkdv_kernel(
         """Load what the consumers work on, as soon as there is room."""
 
         def load_all(tile, step):
-            batch, head_kv, first_head, start_kv, start_q, _, steps = locate(tile)
+            batch, head_kv, part, start_kv, start_q, _, steps = locate(tile)
             for w in range(warpgroups):
                 start = start_kv + w * WGMMA_ROWS
                 plgpu.barrier_wait(kv_empty.at[w])
@@ -156,7 +156,7 @@ def flash_bwd_dkdv_kernel(
 
             def load_queries(index):
                 slot, start = (step + index) % num_stages, start_q(index % steps)
-                head = first_head + index // steps
+                head = part * members + index // steps
 
                 def load(matrix, tiles, vector, rows, full, empty):
                     plgpu.barrier_wait(empty.at[slot])
@@ -205,7 +205,7 @@ def flash_bwd_dkdv_kernel(
             add_to_sums(dq, dq_sum_ref, batch, head, place)
 
         def compute(tile, step):
-            batch, head_kv, first_head, start_kv, start_q, masked_steps, steps = locate(tile)
+            batch, head_kv, part, start_kv, start_q, masked_steps, steps = locate(tile)
             start_row = start_kv + w * WGMMA_ROWS
             for x in range(warpgroups) if makes_dq else (w,):
                 plgpu.barrier_wait(kv_full.at[x])
@@ -240,7 +240,7 @@ def flash_bwd_dkdv_kernel(
                         @pl.when(index > 0)
                         def _():
                             before = index - 1
-                            head = first_head + before // steps
+                            head = part * members + before // steps
                             add_dq(dq, batch, head, start_q(before % steps))
                     elif block_q > WGMMA_ROWS:
                         # The registers of ds are dp's.
@@ -319,7 +319,7 @@ def flash_bwd_dkdv_kernel(
                 )  # fmt: skip
                 if makes_dq:
                     dq = wait_for(dq_ref, len(k.multiplied))
-                    add_dq(dq, batch, first_head + (members - 1), start_q(steps - 1))
+                    add_dq(dq, batch, part * members + members - 1, start_q(steps - 1))
                 return wait_for(dk_ref, 0, ds)
 
             refs = [accumulator(*dk.shape)]
