@@ -210,8 +210,8 @@ class FlashOperators:
         known = self._bwd_name, tensors, args[end:]
         call = recall(*known)
         if call is None:
-            operands, _, options, implementation = self.unpack(args)
-            spec = self.spec_of(operands, options, dout)
+            operands, (out, _), options, implementation = self.unpack(args)
+            spec = self.spec_of(operands, options, dout, out)
             call = Call("flash_bwd", self.backward, spec, implementation, dout.device)
             keep(*known, call)
         return _with_left_out(call(*tensors), dout)

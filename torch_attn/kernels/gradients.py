@@ -27,23 +27,26 @@ Kernel = tuple[Any, Callable[[KernelCall], Prepared]]
 
 
 def make_flash_bwd(
-    preprocess: Callable[..., tuple[Tensor, Tensor]],
+    preprocess: Callable[..., None],
     dq: Kernel,
     dkdv: Kernel,
     postprocess: Kernel | None = None,
     sum_columns: Callable[[int], int] | None = None,
     num_sums: int = 0,
+    dq_prepares_rows: bool = False,
     **options: Hashable,
 ) -> Callable[..., AttentionOperands[Tensor]]:
     """Return the `flash_bwd` of a family.
 
     Args:
-        preprocess: compute lse2 and delta, as `portable.flash_bwd.preprocess` does.
+        preprocess: write lse2 and delta, as `portable.flash_bwd.preprocess` does.
         dq: the kernel of dq.
         dkdv: the kernel of dk and dv. In a family with sums these are its last operands, or None.
         postprocess: the kernel that makes dq of its float32 sums. None for a family without sums.
         sum_columns: the columns of the sums, from the head size.
         num_sums: 1 for dq, 3 for dk and dv as well, in which programs may share a tile of keys.
+        dq_prepares_rows: the kernel of dq writes lse2 and delta, from dout, out, lse and dlse; the
+            preprocess is for the sums alone.
         options: launch options of the kernels that multiply.
     """
 
@@ -72,10 +75,17 @@ def make_flash_bwd(
         offsets, segments = offsets_of(operands), segments_of(operands)
         ranges = [segment_ranges(x) for x in segments]
         queries = *offsets[:1], *segments[:1]
-        lse2, delta = preprocess(dout, dlse, out, lse, spec, backend, *queries)
+        of_rows = (spec.batch, spec.heads_q, num_padded_rows(spec))
+        lse2, delta = (lse.new_empty(of_rows) for _ in range(2))
+        has_sums = postprocess is not None and "flash_bwd_fused" in backend.configs(spec)
+        sources = (out, lse, dlse)
+        if has_sums or not dq_prepares_rows:
+            preprocess(dout, *sources, lse2, delta, spec, backend, *queries)
+            sources = ()
         grads = tuple(x.new_empty(x.shape) for x in (q, k, v))
         inputs = (q, k, v, dout, lse2, delta)
-        if postprocess is not None and "flash_bwd_fused" in backend.configs(spec):
+        if has_sums:
+            assert postprocess is not None
             assert sum_columns is not None
             summed = [(spec, grads[0], lse2.shape[-1])]
             if num_sums == 3 and _splits_group(spec, backend, q.device):
@@ -95,7 +105,8 @@ def make_flash_bwd(
         else:
             no_sums = (None,) * num_sums
             keys, queries = lists_of_keys(operands), lists_of_queries(operands)
-            tensors = (*inputs, grads[0], *offsets, *segments, *ranges[1:], *keys)
+            inputs_of_dq = (q, k, v, dout, *sources, lse2, delta)
+            tensors = (*inputs_of_dq, grads[0], *offsets, *segments, *ranges[1:], *keys)
             launch("flash_bwd_dq", *dq, tensors, spec, backend, **options)
             tensors = (*inputs, *grads[1:], *no_sums, *offsets, *segments, *ranges[:1], *queries)
             launch("flash_bwd_dkdv", *dkdv, tensors, spec, backend, **options)
@@ -118,7 +129,7 @@ def _as_queries(spec: AttentionSpec) -> tuple[AttentionSpec, AttentionSpec]:
 
 
 def sinks_gradient(sinks: Tensor | None, lse2: Tensor, delta: Tensor) -> Tensor | None:
-    """Compute the gradient of the sinks [Hq] from what `preprocess` returns."""
+    """Compute the gradient of the sinks [Hq] from lse2 and delta of all rows."""
     if sinks is None:
         return None
     p = torch.exp2(sinks[:, None] * LOG2E.value - lse2)

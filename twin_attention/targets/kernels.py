@@ -244,7 +244,7 @@ FAMILY_KERNELS = {
     },
     "sm90": {
         "flash_fwd": replace(KERNELS["flash_fwd"], config=SpecializedConfig),
-        "flash_bwd_preprocess": KERNELS["flash_bwd_preprocess"],
+        "flash_bwd_preprocess": replace(KERNELS["flash_bwd_preprocess"], deterministic=False),
         "flash_bwd_dq": replace(KERNELS["flash_bwd_dq"], deterministic=True),
         "flash_bwd_dkdv": replace(KERNELS["flash_bwd_dkdv"], deterministic=True),
         "flash_bwd_fused": Kernel(

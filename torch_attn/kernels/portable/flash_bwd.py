@@ -433,24 +433,22 @@ def flash_bwd_dkdv_kernel(
 
 def preprocess(
     dout: Tensor,
-    dlse: Tensor | None,
     out: Tensor,
     lse: Tensor,
+    dlse: Tensor | None,
+    lse2: Tensor,
+    delta: Tensor,
     spec: AttentionSpec,
     backend: Backend,
     *queries: Tensor | None,
-) -> tuple[Tensor, Tensor]:
+) -> None:
     """Launch `flash_bwd_preprocess_kernel`.
 
     Args:
-        dout, dlse, out, lse, spec, backend: as `flash_bwd` has them.
+        dout, out, lse, dlse, spec, backend: as `flash_bwd` has them.
+        lse2, delta: outputs, [B, Hq, Sq rounded up to ROW_PADDING] float32.
         queries: for packed sequences cu_seqlens_q; with segment ids None and q_segment_ids.
-
-    Returns:
-        lse2 and delta, [B, Hq, Sq rounded up to ROW_PADDING] float32.
     """
-    rows = (spec.batch, spec.heads_q, num_padded_rows(spec))
-    lse2, delta = (lse.new_empty(rows) for _ in range(2))
     launch(
         "flash_bwd_preprocess",
         flash_bwd_preprocess_kernel,
@@ -459,7 +457,6 @@ def preprocess(
         spec,
         backend,
     )
-    return lse2, delta
 
 
 def _prepare_preprocess(call: KernelCall) -> Prepared:

@@ -21,5 +21,6 @@ flash_bwd = make_flash_bwd(
     postprocess=(flash_bwd_postprocess_kernel, prepare_postprocess),
     sum_columns=sum_columns,
     num_sums=3,
+    dq_prepares_rows=True,
     num_warps=4,
 )

@@ -9,6 +9,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from torch_attn.kernels.portable.softmax import LOG2E
 from torch_attn.kernels.portable.tiles import ROW_PADDING, visible_tiles
 from torch_attn.kernels.sm80.flash_bwd import scale_all
 from torch_attn.kernels.sm80.pipeline import step_start
@@ -25,6 +26,7 @@ from torch_attn.kernels.sm90.pipeline import (
     map_arguments,
     num_pieces,
     pack,
+    piece,
     product_layout,
     product_scores,
     store_tile,
@@ -46,6 +48,9 @@ def flash_bwd_dq_kernel(
     k,
     v,
     dout,
+    out,
+    lse_ptr,
+    dlse_ptr,
     lse2_ptr,
     delta_ptr,
     dq,
@@ -57,6 +62,8 @@ def flash_bwd_dq_kernel(
     v_2,
     dout_1,
     dout_2,
+    out_1,
+    out_2,
     dq_1,
     dq_2,
     seq_q,
@@ -79,41 +86,45 @@ def flash_bwd_dq_kernel(
     """One program computes tiles of BLOCK_Q = 128 rows of dq, one after the other.
 
     Roles of the warps and descriptors: as in `flash_fwd_kernel`. A consumer issues ds·k of a tile
-    of keys with q·kᵀ of the next. Operands, loop invariant and accumulation: as in the portable
-    `flash_bwd_dq_kernel`.
+    of keys with q·kᵀ of the next. Under the first products of a tile it computes lse2 and delta of
+    its rows, and stores them for the kernel of dk and dv. Operands: those of the portable
+    `flash_bwd_preprocess_kernel` and `flash_bwd_dq_kernel`; lse2 and delta are outputs. Loop
+    invariant and accumulation: as in the latter.
     """
     dtype: gl.constexpr = q.dtype
     gl.static_assert(BLOCK_Q == 128)
     q_tile = allocate_tile(dtype, 2, 64, HEAD_DIM)
     do_tile = allocate_tile(dtype, 2, 64, HEAD_DIM_V)
+    out_tile = allocate_tile(dtype, 2, 64, HEAD_DIM_V)
     k_tile = allocate_tile(dtype, NUM_STAGES, BLOCK_KV, HEAD_DIM)
     v_tile = allocate_tile(dtype, NUM_STAGES, BLOCK_KV, HEAD_DIM_V)
     q_full = allocate_barriers(2)
     do_full = allocate_barriers(2)
+    out_full = allocate_barriers(2)
     q_read = allocate_barriers(2)
     k_full = allocate_barriers(NUM_STAGES)
     v_full = allocate_barriers(NUM_STAGES)
     fence_async_shared()
 
-    tiles = (q_tile, do_tile, k_tile, v_tile)
-    barriers = (q_full, do_full, q_read, k_full, v_full)
-    loads = ((q, q_1, q_2), (dout, dout_1, dout_2), (k, k_1, k_2), (v, v_1, v_2))
-    stores = (dq, dq_1, dq_2)
-    rows = (lse2_ptr, delta_ptr)
+    tiles = (q_tile, do_tile, out_tile, k_tile, v_tile)
+    barriers = (q_full, do_full, out_full, q_read, k_full, v_full)
+    of_queries = ((q, q_1, q_2), (dout, dout_1, dout_2), (out, out_1, out_2))
+    of_keys = ((k, k_1, k_2), (v, v_1, v_2))
+    stores = ((dq, dq_1, dq_2), lse2_ptr, delta_ptr)
     problem = (seq_q, seq_kv, diagonal, heads_q, num_items, together)
     # Constants, and what may be None, stand in the calls: variables would make tensors of them.
     gl.warp_specialize(
         [
             (_consume_keys, (
-                tiles, barriers, rows, stores, problem, rule, window_left, window_right,
-                0, HEAD_DIM, HEAD_DIM_V, EDGES,
+                tiles, barriers, lse_ptr, dlse_ptr, stores, problem, rule, window_left,
+                window_right, 0, HEAD_DIM, HEAD_DIM_V, EDGES,
             )),
             (_consume_keys, (
-                tiles, barriers, rows, stores, problem, rule, window_left, window_right,
-                1, HEAD_DIM, HEAD_DIM_V, EDGES,
+                tiles, barriers, lse_ptr, dlse_ptr, stores, problem, rule, window_left,
+                window_right, 1, HEAD_DIM, HEAD_DIM_V, EDGES,
             )),
             (_produce_keys, (
-                tiles, barriers, loads, problem, (window_left, window_right),
+                tiles, barriers, of_queries, of_keys, problem, (window_left, window_right),
                 GROUP_SIZE, HEAD_DIM, HEAD_DIM_V,
             )),
         ],
@@ -144,7 +155,8 @@ def _locate_queries(item, problem, window_left, window_right, BLOCK_KV: gl.const
 def _produce_keys(
     tiles,
     barriers,
-    loads,
+    of_queries,
+    of_keys,
     problem,
     window,
     GROUP_SIZE: gl.constexpr,
@@ -152,9 +164,10 @@ def _produce_keys(
     HEAD_DIM_V: gl.constexpr,
 ):
     """Load all that the consumers of dq multiply."""
-    q_tile, do_tile, k_tile, v_tile = tiles
-    q_full, do_full, q_read, k_full, v_full = barriers
-    q, dout, k, v = loads
+    q_tile, do_tile, out_tile, k_tile, v_tile = tiles
+    q_full, do_full, out_full, q_read, k_full, v_full = barriers
+    q, dout, out = of_queries
+    k, v = of_keys
     NUM_STAGES: gl.constexpr = k_tile[0].shape[0]
     BLOCK_KV: gl.constexpr = k_tile[0].shape[3]
     step = 0  # over all items
@@ -183,6 +196,10 @@ def _produce_keys(
                         dout, do_tile, consumer, batch, head, first, do_full.index(consumer),
                         HEAD_DIM_V,
                     )  # fmt: skip
+                    load_tile(
+                        out, out_tile, consumer, batch, head, first, out_full.index(consumer),
+                        HEAD_DIM_V,
+                    )  # fmt: skip
             if step >= NUM_STAGES:
                 wait_for_all(V_READ + slot, READERS)
             load_tile(v, v_tile, slot, batch, head_kv, row, v_full.index(slot), HEAD_DIM_V)
@@ -195,7 +212,8 @@ def _produce_keys(
 def _consume_keys(
     tiles,
     barriers,
-    rows_of,
+    lse_ptr,
+    dlse_ptr,
     stores,
     problem,
     rule,
@@ -207,14 +225,15 @@ def _consume_keys(
     EDGES: gl.constexpr,
 ):
     """Compute 64 rows of dq of each of a program's work items."""
-    q_tile, do_tile, k_tile, v_tile = tiles
-    q_full, do_full, q_read, k_full, v_full = barriers
+    q_tile, do_tile, out_tile, k_tile, v_tile = tiles
+    q_full, do_full, out_full, q_read, k_full, v_full = barriers
     seq_q, seq_kv, diagonal, heads_q, num_items, _together = problem
-    lse2_ptr, delta_ptr = rows_of
+    dq_maps, lse2_ptr, delta_ptr = stores
     NUM_STAGES: gl.constexpr = k_tile[0].shape[0]
     BLOCK_KV: gl.constexpr = k_tile[0].shape[3]
     dtype: gl.constexpr = q_tile[0].dtype
     layout: gl.constexpr = product_layout(BLOCK_KV)
+    of_row: gl.constexpr = gl.SliceLayout(1, layout)
     step = 0  # over all items
     turn = 0
     item = work_item(0)
@@ -223,12 +242,10 @@ def _consume_keys(
             item, problem, window_left, window_right, BLOCK_KV
         )
         begin, before, full, after = visible
-        rows = start_q + CONSUMER * 64 + gl.arange(0, 64, gl.SliceLayout(1, layout))
+        rows = start_q + CONSUMER * 64 + gl.arange(0, 64, of_row)
         position = rows + diagonal
-        padded_rows = gl.cdiv(seq_q, ROW_PADDING) * ROW_PADDING
-        offset = (batch * heads_q + head).to(gl.int64) * padded_rows
-        lse2 = gl.load(lse2_ptr + offset + rows)
-        delta = gl.load(delta_ptr + offset + rows)
+        first_row = (batch * heads_q + head).to(gl.int64) * seq_q
+        lse = gl.load(lse_ptr + first_row + rows, mask=rows < seq_q, other=float("inf"))
 
         # The first tile of keys has no ds·k to run under its exponentials.
         slot = step % NUM_STAGES
@@ -238,6 +255,16 @@ def _consume_keys(
         mbarrier.wait(do_full.index(CONSUMER), turn & 1)
         mbarrier.wait(v_full.index(slot), step // NUM_STAGES & 1)
         dp = product_scores(do_tile, CONSUMER, v_tile, slot, HEAD_DIM_V, layout)
+        # delta = rowsum(dout ∘ out) - dlse, and lse2: +inf where a row saw no key or does not exist
+        mbarrier.wait(out_full.index(CONSUMER), turn & 1)
+        delta = _dot_rows(do_tile, out_tile, CONSUMER, of_row)
+        if dlse_ptr is not None:
+            delta -= gl.load(dlse_ptr + first_row + rows, mask=rows < seq_q, other=0.0)
+        lse2 = gl.where(lse == float("-inf"), float("inf"), lse) * LOG2E
+        padded_rows = gl.cdiv(seq_q, ROW_PADDING) * ROW_PADDING
+        first_row = (batch * heads_q + head).to(gl.int64) * padded_rows
+        gl.store(lse2_ptr + first_row + rows, lse2)
+        gl.store(delta_ptr + first_row + rows, delta)
         s = warpgroup_mma_wait(num_pieces(HEAD_DIM_V), deps=(s,))
         key = step_start(0, begin, before, full, after, BLOCK_KV)
         p = _probabilities(
@@ -295,11 +322,23 @@ def _consume_keys(
         # Scale and store.
         write_rows(q_tile, CONSUMER, scale_all(dq, rule.scale))
         fence_async_shared()
-        store_tile(stores, q_tile, CONSUMER, batch, head, start_q + CONSUMER * 64, HEAD_DIM)
+        store_tile(dq_maps, q_tile, CONSUMER, batch, head, start_q + CONSUMER * 64, HEAD_DIM)
         tma.store_wait(0)
         mbarrier.arrive(q_read.index(CONSUMER), count=1)
         turn += 1
         item = work_item(turn)
+
+
+@gluon.jit
+def _dot_rows(a, b, slot, LAYOUT: gl.constexpr):
+    """Return the product of each row of a tile with that of another tile."""
+    dot = gl.zeros([a[0].shape[3]], gl.float32, LAYOUT)
+    for i in gl.static_range(len(a)):
+        layout: gl.constexpr = product_layout(a[i].shape[4])
+        products = piece(a[i], slot).load(layout).to(gl.float32)
+        products *= piece(b[i], slot).load(layout).to(gl.float32)
+        dot += gl.convert_layout(gl.sum(products, 1), LAYOUT, assert_trivial=True)
+    return dot
 
 
 @gluon.jit
@@ -326,13 +365,14 @@ def _probabilities(
 def prepare_dq(call: KernelCall) -> Prepared:
     """Return grid and arguments of `flash_bwd_dq_kernel`."""
     spec, config = call.spec, call.config
-    q, k, v, dout, _lse2, _delta, dq = call.layouts
+    q, k, v, dout, out, _lse, _dlse, _lse2, _delta, dq = call.layouts
     maps = (
         map_arguments("q", 0, q, 64)
         | map_arguments("k", 1, k, config.block_kv)
         | map_arguments("v", 2, v, config.block_kv)
         | map_arguments("dout", 3, dout, 64)
-        | map_arguments("dq", 6, dq, 64)
+        | map_arguments("out", 4, out, 64)
+        | map_arguments("dq", 9, dq, 64)
     )
     edges = spec.window != Window() or spec.seq_kv % config.block_kv != 0
     steps = steps_of_queries(spec, config.block_q, config.block_kv)
