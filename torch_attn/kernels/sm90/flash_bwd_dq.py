@@ -332,13 +332,17 @@ def _consume_keys(
 @gluon.jit
 def _dot_rows(a, b, slot, LAYOUT: gl.constexpr):
     """Return the product of each row of a tile with that of another tile."""
-    dot = gl.zeros([a[0].shape[3]], gl.float32, LAYOUT)
+    dot = gl.zeros([64], gl.float32, LAYOUT)
     for i in gl.static_range(len(a)):
-        layout: gl.constexpr = product_layout(a[i].shape[4])
-        products = piece(a[i], slot).load(layout).to(gl.float32)
-        products *= piece(b[i], slot).load(layout).to(gl.float32)
-        dot += gl.convert_layout(gl.sum(products, 1), LAYOUT, assert_trivial=True)
+        dot += _dot_pieces(piece(a[i], slot), piece(b[i], slot), LAYOUT)
     return dot
+
+
+@gluon.jit
+def _dot_pieces(a, b, LAYOUT: gl.constexpr):
+    layout: gl.constexpr = product_layout(a.shape[1])
+    products = a.load(layout).to(gl.float32) * b.load(layout).to(gl.float32)
+    return gl.convert_layout(gl.sum(products, 1), LAYOUT, assert_trivial=True)
 
 
 @gluon.jit
