@@ -43,6 +43,24 @@ class Inputs(NamedTuple):
     delta: Array
 
 
+class Sources(NamedTuple):
+    """Operands of a kernel of dq that computes lse2 and delta itself.
+
+    Attributes:
+        q, k, v, dout: as in `Inputs`.
+        out, lse: outputs of the forward.
+        dlse: the gradient of lse, or None for zero.
+    """
+
+    q: Array
+    k: Array
+    v: Array
+    dout: Array
+    out: Array
+    lse: Array
+    dlse: Array | None
+
+
 Launch = Callable[..., Any]  # from inputs, problem and backend; then what `optional_operands` takes
 
 
@@ -118,6 +136,7 @@ def make_flash_bwd(
     launch_dq: Launch,
     launch_dkdv: Launch,
     launch_fused: Launch | None = None,
+    dq_prepares_rows: bool = False,
 ) -> Callable[..., AttentionOperands[Array]]:
     """Return the `flash_bwd` of a family.
 
@@ -127,6 +146,8 @@ def make_flash_bwd(
         launch_dkdv: call the kernel of dk and dv; returns both.
         launch_fused: call the kernel of all three; returns dq, dk and dv. It runs where the problem
             has a configuration for it. None where the family has no such kernel.
+        dq_prepares_rows: launch_dq takes `Sources` and returns dq, lse2 and delta; the preprocess
+            is for the sums alone.
     """
 
     def flash_bwd(
@@ -154,13 +175,21 @@ def make_flash_bwd(
         offsets, segments = offsets_of(operands), segments_of(operands)
         ranges = [segment_ranges(x) for x in segments]
         queries = *offsets[:1], *segments[:1]
-        lse2, delta = preprocess(dout, dlse, out, lse, spec, backend, *queries)
+        has_sums = launch_fused is not None and "flash_bwd_fused" in backend.configs(spec)
+        dq = None
+        if has_sums or not dq_prepares_rows:
+            lse2, delta = preprocess(dout, dlse, out, lse, spec, backend, *queries)
+        else:
+            sources = Sources(q, k, v, dout, out, lse, dlse)
+            dq, lse2, delta = launch_dq(sources, spec, backend)
         inputs = Inputs(q, k, v, dout, lse2, delta)
-        if launch_fused is not None and "flash_bwd_fused" in backend.configs(spec):
+        if has_sums:
+            assert launch_fused is not None
             dq, dk, dv = launch_fused(inputs, spec, backend, *offsets)
         else:
             keys, queries = lists_of_keys(operands), lists_of_queries(operands)
-            dq = launch_dq(inputs, spec, backend, *offsets, *segments, *ranges[1:], *keys)
+            if dq is None:
+                dq = launch_dq(inputs, spec, backend, *offsets, *segments, *ranges[1:], *keys)
             dk, dv = launch_dkdv(inputs, spec, backend, *offsets, *segments, *ranges[:1], *queries)
         dq, dk, dv = without_batch(spec, dq, dk, dv)
         dsinks = sinks_gradient(operands.sinks, lse2, delta)

@@ -16,4 +16,6 @@ from pallas_attn.kernels.gradients import make_flash_bwd, prepare_rows
 from pallas_attn.kernels.sm90.flash_bwd_dkdv import launch_dkdv, launch_fused
 from pallas_attn.kernels.sm90.flash_bwd_dq import launch_dq
 
-flash_bwd = make_flash_bwd(prepare_rows, launch_dq, launch_dkdv, launch_fused)
+flash_bwd = make_flash_bwd(
+    prepare_rows, launch_dq, launch_dkdv, launch_fused, dq_prepares_rows=True
+)

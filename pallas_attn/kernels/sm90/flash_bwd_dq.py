@@ -8,10 +8,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_attn.kernels.portable.tiles import visible_tiles
-from pallas_attn.kernels.sm80.pipeline import load_vector
+from pallas_attn.kernels.portable.softmax import LOG2E
+from pallas_attn.kernels.portable.tiles import ROW_PADDING, visible_tiles
 from pallas_attn.kernels.sm80.scores import as_rows, iota, visible_scores
-from pallas_attn.kernels.sm80.workarounds import warpgroup_barrier
+from pallas_attn.kernels.sm80.workarounds import store_row_values, warpgroup_barrier
 from pallas_attn.kernels.sm90.launch import launch
 from pallas_attn.kernels.sm90.pipeline import (
     WGMMA,
@@ -35,6 +35,7 @@ from pallas_attn.kernels.sm90.programs import (
     step_ranges,
 )
 from pallas_attn.kernels.sm90.schedule import make_schedule
+from pallas_attn.kernels.sm90.workarounds import load_row_values
 from pallas_attn.targets import num_sms
 
 
@@ -43,13 +44,17 @@ def flash_bwd_dq_kernel(
     k_ref,
     v_ref,
     dout_ref,
+    out_ref,
+    lse_ref,
+    dlse_ref,
+    schedule_ref,
     lse2_ref,
     delta_ref,
-    schedule_ref,
     dq_ref,
     *,
     q_tiles,
     dout_tiles,
+    out_tiles,
     k_tiles,
     v_tiles,
     q_full,
@@ -74,11 +79,13 @@ def flash_bwd_dq_kernel(
 ):
     """One program computes tiles of block_q rows of dq of a query head, one after the other.
 
-    Operands: q and dq [B, Sq, Hq, D], k [B, Skv, Hkv, D], v [B, Skv, Hkv, Dv], dout [B, Sq, Hq,
-    Dv]; lse2 and delta [B, Hq, Sq rounded up to ROW_PADDING] float32, lse2 in base 2 and +inf where
-    a row saw no key or does not exist; schedule as in `flash_fwd_kernel`; in shared memory a tile
-    of 64 rows of q and of dout for each consumer warpgroup, num_stages tiles of k and of v, and
-    their barriers. Loop invariant: dq is Σ ds k over the keys before the last tile, and ds is that
+    Before the products of a tile it computes lse2 and delta of its rows, and stores them for the
+    kernel of dk and dv. Operands: q and dq [B, Sq, Hq, D], k [B, Skv, Hkv, D], v [B, Skv, Hkv, Dv],
+    dout and out [B, Sq, Hq, Dv], lse and dlse [B, Hq, Sq] float32 (dlse is None for zero); lse2 and
+    delta [B, Hq, Sq rounded up to ROW_PADDING, which is block_q] float32, lse2 in base 2 and +inf
+    where a row saw no key or does not exist; schedule as in `flash_fwd_kernel`; in shared memory a
+    tile of 64 rows of q, of dout and of out for each consumer warpgroup, num_stages tiles of k and
+    of v, and their barriers. Loop invariant: dq is Σ ds k over the keys before the last tile, and ds is that
     tile's. Accumulation: float32, exponents in base 2, ds cast to k's dtype for ds·k. A row that
     sees no key gives 0.
     """
@@ -87,8 +94,9 @@ def flash_bwd_dq_kernel(
     heads_q = q_ref.shape[2]
     num_tiles = pl.cdiv(seq_q, block_q)
     last_start = pl.cdiv(seq_kv, block_kv) * block_kv - block_kv
-    q_tiles, dout_tiles, k_tiles, v_tiles = (
-        Tiles(*views) for views in (q_tiles, dout_tiles, k_tiles, v_tiles)
+    of_row = WGMMA.reduce(1)
+    q_tiles, dout_tiles, out_tiles, k_tiles, v_tiles = (
+        Tiles(*views) for views in (q_tiles, dout_tiles, out_tiles, k_tiles, v_tiles)
     )
 
     def locate(tile):
@@ -115,6 +123,7 @@ def flash_bwd_dq_kernel(
                 plgpu.barrier_wait(q_empty.at[w])
                 load_tile(q_ref, q_tiles.tile(w), batch, head, start, q_full.at[w])
                 load_tile(dout_ref, dout_tiles.tile(w), batch, head, start, q_full.at[w])
+                load_tile(out_ref, out_tiles.tile(w), batch, head, start, q_full.at[w])
 
             @pl.loop(0, steps)
             def _(x):
@@ -142,11 +151,19 @@ def flash_bwd_dq_kernel(
         def compute(tile, step):
             batch, head, start_q, start_kv, masked_steps, steps = locate(tile)
             start_row = start_q + w * WGMMA_ROWS
-            lse2, delta = (
-                load_vector(ref.at[batch, head, pl.ds(start_row, WGMMA_ROWS)], WGMMA.reduce(1))
-                for ref in (lse2_ref, delta_ref)
-            )
+            place = batch, head, start_row
+            num_rows = None if seq_q % block_q == 0 else seq_q
+            lse = load_row_values(lse_ref, *place, num_rows, float("inf"))
+            dlse = 0.0
+            if dlse_ref is not None:
+                dlse = load_row_values(dlse_ref, *place, num_rows, 0.0)
             plgpu.barrier_wait(q_full.at[w])
+            # delta = rowsum(dout ∘ out) - dlse, and lse2: +inf where a row saw no key or does not
+            # exist
+            delta = dot_rows(dout, out_tiles.tile(w)) - dlse
+            lse2 = jnp.where(lse == float("-inf"), float("inf"), lse) * LOG2E
+            store_row_values(lse2, lse2_ref, *place, None, of_row)
+            store_row_values(delta, delta_ref, *place, None, of_row)
 
             # Visit the tiles of keys that these queries see; only edges are masked.
             def visit(x, carry, masked):
@@ -216,18 +233,26 @@ def flash_bwd_dq_kernel(
     run_warpgroups(warpgroups, consume, produce)
 
 
-def launch_dq(inputs, spec, backend):
-    """Call `flash_bwd_dq_kernel`; returns dq."""
+def dot_rows(a, b):
+    """Return the product of each row of a tile with that of another tile, float32."""
+    total = 0.0
+    for pieces in zip(a.multiplied, b.multiplied, strict=True):
+        x, y = (plgpu.load(piece, layout=WGMMA).astype(jnp.float32) for piece in pieces)
+        total = total + jnp.sum(x * y, axis=1)
+    return total
+
+
+def launch_dq(sources, spec, backend):
+    """Call `flash_bwd_dq_kernel`; returns dq, lse2 and delta."""
     config = backend.configs(spec)["flash_bwd_dq"]
     warpgroups, stages = config.num_warps // 4 - 1, config.num_stages
     rows, keys = (warpgroups, WGMMA_ROWS), (stages, config.block_kv)
     tiles, pieces = make_tiles(
-        spec, False, q_tiles=rows, dout_tiles=rows, k_tiles=keys, v_tiles=keys
+        spec, False, q_tiles=rows, dout_tiles=rows, out_tiles=rows, k_tiles=keys, v_tiles=keys
     )
+    of_queries = sum(pieces[name] for name in ("q_tiles", "dout_tiles", "out_tiles"))
     scratch = tiles | {
-        "q_full": plgpu.Barrier(
-            num_arrivals=pieces["q_tiles"] + pieces["dout_tiles"], num_barriers=warpgroups
-        ),
+        "q_full": plgpu.Barrier(num_arrivals=of_queries, num_barriers=warpgroups),
         "q_empty": plgpu.Barrier(num_barriers=warpgroups),
         "k_full": plgpu.Barrier(num_arrivals=pieces["k_tiles"], num_barriers=stages),
         "k_empty": plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages),
@@ -235,8 +260,10 @@ def launch_dq(inputs, spec, backend):
         "v_empty": plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages),
     }
     schedule = make_schedule(spec, config.block_q, config.block_kv, num_sms(backend.target))
-    outputs = (jax.ShapeDtypeStruct(inputs.q.shape, inputs.q.dtype),)
-    (dq,) = launch(
-        "flash_bwd_dq", flash_bwd_dq_kernel, inputs, schedule, outputs, scratch, spec, config
+    padded_rows = pl.cdiv(spec.seq_q, ROW_PADDING) * ROW_PADDING
+    rows = jax.ShapeDtypeStruct((*sources.lse.shape[:2], padded_rows), jnp.float32)
+    outputs = rows, rows, jax.ShapeDtypeStruct(sources.q.shape, sources.q.dtype)
+    lse2, delta, dq = launch(
+        "flash_bwd_dq", flash_bwd_dq_kernel, sources, schedule, outputs, scratch, spec, config
     )
-    return dq
+    return dq, lse2, delta

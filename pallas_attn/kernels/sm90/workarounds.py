@@ -167,6 +167,49 @@ def add_to_sums(x, sums, batch, head, place):
     add(sums, x, batch, head, place)
 
 
+# ---- Load rows that may not exist. Can go when loads take a mask. --------------------------------
+
+
+def load_row_values(vector, batch, head, start, num_rows, other):
+    """Load a number of each row of a product; for rows from `num_rows` on it is `other`.
+
+    Args:
+        vector: [B, H, S] float32 in global memory.
+        batch, head, start: int32 scalars.
+        num_rows: a number; None where all of the rows exist.
+        other: a number.
+
+    Returns:
+        [64] float32.
+    """
+    layout = plgpu.Layout.WGMMA.reduce(1)
+    shape = (64,)
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(), *[plgpu.Layout.WG_SPLAT] * 3),
+        return_type=plgpu.ShapeDtypeStruct(shape, np.dtype("float32"), layout),
+    )
+    def load(_, vector, batch, head, start):
+        i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
+        base = _pointer(vector, batch, head, start)
+
+        def load_one(value, index):
+            row = arith.index_cast(i32, index[0])
+            if num_rows is None:
+                return llvm.load(f32, mgpu_utils.getelementptr(base, [row], f32))
+            left = arith.subi(mgpu.c(num_rows, i32), start.registers.item())
+            exists = arith.cmpi(arith.CmpIPredicate.slt, row, left)
+            # The last row, which exists, for those that do not.
+            row = arith.minsi(row, arith.subi(left, mgpu.c(1, i32)))
+            x = llvm.load(f32, mgpu_utils.getelementptr(base, [row], f32))
+            return arith.select(exists, x, value)
+
+        others = mgpu.FragmentedArray.splat(mgpu.c(other, f32), shape, layout.to_mgpu())
+        return others.foreach(load_one, create_array=True)
+
+    return load(vector, batch, head, start)
+
+
 # ---- Clear rows in shared memory. Can go when stores take a mask. --------------------------------
 
 
