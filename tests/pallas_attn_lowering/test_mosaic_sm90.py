@@ -167,11 +167,15 @@ def gradients(attention, *qkv):
     ],
 )
 def test_the_backward_is_lowered(operands, deterministic, options):
-    """A kernel of its own for dq, or from 2048 keys on its sums from the kernel of dk and dv."""
+    """A kernel of its own for dq, or from 2048 keys on its sums from the kernel of dk and dv.
+
+    That of dq computes lse2 and delta as well; for the sums XLA does.
+    """
     function = partial(attention, deterministic=deterministic, **options)
     text = lower(partial(gradients, function), *operands)
     has_sums = not deterministic and operands[1].shape[1] >= 2048
     assert kernels(text) == ["mosaic_gpu_v2"] * (2 if has_sums else 3)
+    assert ("stablehlo.reduce" in text) == has_sums
 
 
 def test_the_backward_under_vmap():

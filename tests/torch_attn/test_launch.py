@@ -3,6 +3,7 @@
 import inspect
 import sys
 from contextlib import nullcontext
+from dataclasses import replace
 from importlib import import_module
 from types import FunctionType, SimpleNamespace
 
@@ -25,9 +26,10 @@ from torch_attn import (
 from torch_attn.dispatch import choose
 from torch_attn.flash_ops import DENSE
 from torch_attn.replay import Capture
+from tuning.static.operands import flash_operands
 from twin_attention.contract.operands import FlashOperands
 from twin_attention.contract.reference import attention_forward
-from twin_attention.targets.family import portable_backend
+from twin_attention.targets.family import FAMILIES, Backend, portable_backend
 from twin_attention.targets.target import use_target
 
 SPEC = FlashCase("", 1, 128, 128, 2, 2, 64, dtype="float16").spec
@@ -175,6 +177,32 @@ def test_every_kernel_is_prepared_from_its_call_alone(monkeypatch):
         assert function is getattr(sys.modules[function.__module__], function.__name__)
         hidden = function.__closure__, function.__defaults__, function.__kwdefaults__
         assert hidden == (None, None, None)
+
+
+@pytest.mark.parametrize(("seq_kv", "deterministic"), [(2048, False), (2047, False), (2048, True)])
+@pytest.mark.parametrize("target", ["sm80", "sm90"])
+def test_a_backward_launches_the_kernels_that_have_configurations(
+    target, seq_kv, deterministic, monkeypatch
+):
+    launched = {}
+    for name in ("gradients", "portable.flash_bwd"):
+        module = import_module(f"torch_attn.kernels.{name}")
+        monkeypatch.setattr(
+            module, "launch", lambda *args, **_: launched.update({args[0]: args[3]})
+        )
+    (family,) = (x for x in FAMILIES["torch_attn"] if x.folder == target)
+    spec = replace(SPEC, seq_q=200, seq_kv=seq_kv, deterministic=deterministic)
+    operands = flash_operands(spec, lambda dtype, *shape: torch.empty(shape), sinks=False)
+    out, lse = torch.empty_like(operands.q), torch.empty(1, 2, 200)
+    backend = Backend(family, target)
+    family.function("flash_bwd")(out, None, operands, out, lse, spec, backend)
+    assert [*launched] == [name for name in backend.configs(spec) if name != "flash_fwd"]
+    if (target, "flash_bwd_dq" in launched) == ("sm90", True):
+        # It reads what a preprocess would, and writes the rows that the kernel of dk and dv reads.
+        *_, read, given, dlse, lse2, delta, _dq = launched["flash_bwd_dq"]
+        assert (read is out, given is lse, dlse) == (True, True, None)
+        assert lse2.shape == delta.shape == (1, 2, 256)
+        assert all(x is y for x, y in zip(launched["flash_bwd_dkdv"][4:6], (lse2, delta)))
 
 
 def test_triton_launches_compiled_kernels_as_expected():

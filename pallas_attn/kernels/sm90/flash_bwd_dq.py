@@ -158,8 +158,7 @@ def flash_bwd_dq_kernel(
             if dlse_ref is not None:
                 dlse = load_row_values(dlse_ref, *place, num_rows, 0.0)
             plgpu.barrier_wait(q_full.at[w])
-            # delta = rowsum(dout ∘ out) - dlse, and lse2: +inf where a row saw no key or does not
-            # exist
+            # delta = rowsum(dout ∘ out) - dlse; lse2 is +inf for rows without a key or not there
             delta = dot_rows(dout, out_tiles.tile(w)) - dlse
             lse2 = jnp.where(lse == float("-inf"), float("inf"), lse) * LOG2E
             store_row_values(lse2, lse2_ref, *place, None, of_row)

@@ -86,8 +86,8 @@ def flash_bwd_dq_kernel(
     """One program computes tiles of BLOCK_Q = 128 rows of dq, one after the other.
 
     Roles of the warps and descriptors: as in `flash_fwd_kernel`. A consumer issues ds·k of a tile
-    of keys with q·kᵀ of the next. Under the first products of a tile it computes lse2 and delta of
-    its rows, and stores them for the kernel of dk and dv. Operands: those of the portable
+    of keys with q·kᵀ of the next. Under a tile's first q·kᵀ it computes lse2 and delta of its
+    rows, and stores them for the kernel of dk and dv. Operands: those of the portable
     `flash_bwd_preprocess_kernel` and `flash_bwd_dq_kernel`; lse2 and delta are outputs. Loop
     invariant and accumulation: as in the latter.
     """
@@ -252,10 +252,8 @@ def _consume_keys(
         mbarrier.wait(q_full.index(CONSUMER), turn & 1)
         mbarrier.wait(k_full.index(slot), step // NUM_STAGES & 1)
         s = product_scores(q_tile, CONSUMER, k_tile, slot, HEAD_DIM, layout)
+        # delta = rowsum(dout ∘ out) - dlse; lse2 is +inf where a row saw no key or does not exist
         mbarrier.wait(do_full.index(CONSUMER), turn & 1)
-        mbarrier.wait(v_full.index(slot), step // NUM_STAGES & 1)
-        dp = product_scores(do_tile, CONSUMER, v_tile, slot, HEAD_DIM_V, layout)
-        # delta = rowsum(dout ∘ out) - dlse, and lse2: +inf where a row saw no key or does not exist
         mbarrier.wait(out_full.index(CONSUMER), turn & 1)
         delta = _dot_rows(do_tile, out_tile, CONSUMER, of_row)
         if dlse_ptr is not None:
@@ -265,6 +263,8 @@ def _consume_keys(
         first_row = (batch * heads_q + head).to(gl.int64) * padded_rows
         gl.store(lse2_ptr + first_row + rows, lse2)
         gl.store(delta_ptr + first_row + rows, delta)
+        mbarrier.wait(v_full.index(slot), step // NUM_STAGES & 1)
+        dp = product_scores(do_tile, CONSUMER, v_tile, slot, HEAD_DIM_V, layout)
         s = warpgroup_mma_wait(num_pieces(HEAD_DIM_V), deps=(s,))
         key = step_start(0, begin, before, full, after, BLOCK_KV)
         p = _probabilities(
