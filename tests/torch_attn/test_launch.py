@@ -202,7 +202,8 @@ def test_a_backward_launches_the_kernels_that_have_configurations(
         *_, read, given, dlse, lse2, delta, _dq = launched["flash_bwd_dq"]
         assert (read is out, given is lse, dlse) == (True, True, None)
         assert lse2.shape == delta.shape == (1, 2, 256)
-        assert all(x is y for x, y in zip(launched["flash_bwd_dkdv"][4:6], (lse2, delta)))
+        rows = launched["flash_bwd_dkdv"][4:6]
+        assert all(x is y for x, y in zip(rows, (lse2, delta), strict=True))
 
 
 def test_triton_launches_compiled_kernels_as_expected():

@@ -85,9 +85,9 @@ def flash_bwd_dq_kernel(
     delta [B, Hq, Sq rounded up to ROW_PADDING, which is block_q] float32, lse2 in base 2 and +inf
     where a row saw no key or does not exist; schedule as in `flash_fwd_kernel`; in shared memory a
     tile of 64 rows of q, of dout and of out for each consumer warpgroup, num_stages tiles of k and
-    of v, and their barriers. Loop invariant: dq is Σ ds k over the keys before the last tile, and ds is that
-    tile's. Accumulation: float32, exponents in base 2, ds cast to k's dtype for ds·k. A row that
-    sees no key gives 0.
+    of v, and their barriers. Loop invariant: dq is Σ ds k over the keys before the last tile, and
+    ds is that tile's. Accumulation: float32, exponents in base 2, ds cast to k's dtype for ds·k. A
+    row that sees no key gives 0.
     """
     warpgroups = num_warps // 4 - 1
     program = lax.axis_index("program")

@@ -2,9 +2,10 @@
 
 The same formulas as `torch_attn.kernels.portable.flash_bwd`. What the compiler decides there is
 written here: a warp that does nothing but load, warpgroups that do nothing but compute, and which
-products run under which arithmetic. There are two ways to dq: a kernel of its own, which makes the
-same bits every time, with seven products in all; or float32 additions from the kernel of dk and dv,
-in any order, with five. Shah et al. 2024, FlashAttention-3, appendix B.
+products run under which arithmetic. There are two ways to dq: a kernel of its own, which prepares
+the rows as well and makes the same bits every time, with seven products in all; or float32
+additions from the kernel of dk and dv, in any order, with five. Shah et al. 2024, FlashAttention-3,
+appendix B.
 """
 
 from torch_attn.kernels.gradients import make_flash_bwd, prepare_postprocess
