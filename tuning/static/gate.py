@@ -148,7 +148,9 @@ class Problem:
         if self.feature in FLASH_FEATURES:
             head_dim = self.head_dim - 8 if self.feature == "odd-head-size" else self.head_dim
             options = FLASH_FEATURES[self.feature]
-            shape = {"batch": 8, "seq_q": 2048, "seq_kv": 2048, "heads_q": 4, "heads_kv": 2}
+            shape: dict[str, Any] = {
+                "batch": 8, "seq_q": 2048, "seq_kv": 2048, "heads_q": 4, "heads_kv": 2,
+            }  # fmt: skip
             case = FlashCase("", head_dim=head_dim, dtype=self.dtype, **shape | options)
             if self.feature == "packed":
                 return VarlenSpec(**vars(replace(case.spec, batch=1)), num_sequences=8)
