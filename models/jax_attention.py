@@ -32,7 +32,7 @@ def cudnn(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
     return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")
 
 
-ATTENTIONS: dict[str, Attend] = {"twin": twin, "xla": xla, "cudnn": cudnn}
+ATTENTIONS: dict[str, Attend] = {"twin": twin, "cudnn": cudnn, "xla": xla}
 
 
 def choose_attention(name: str, config: ModelConfig, dtype: jnp.dtype) -> Attend:

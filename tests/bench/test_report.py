@@ -343,7 +343,9 @@ COMMITTED = sorted(RESULTS.glob("*.jsonl.gz"), key=lambda path: path.name)
 PLOTS = {
     "h200": 3,
     "h200-models": 3,
+    "h200-fa2": 0,
     "h200-models-4096": 1,
+    "h200-models-4096-jax": 1,
     "h200-packed": 0,
     "h200-patterns": 0,
     "h200-prefill": 0,

@@ -19,7 +19,7 @@ on_a_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU runs them
 
 @pytest.mark.parametrize(
     ("side", "names"),
-    [(torch_model, "twin, eager, sdpa, cudnn, flex"), (jax_model, "twin, xla, cudnn")],
+    [(torch_model, "twin, eager, sdpa, cudnn, flex"), (jax_model, "twin, cudnn, xla")],
     ids=["torch", "jax"],
 )
 def test_unknown_names(side, names):
