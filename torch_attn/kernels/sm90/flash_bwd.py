@@ -10,9 +10,9 @@ appendix B.
 
 from torch_attn.kernels.gradients import make_flash_bwd, prepare_postprocess
 from torch_attn.kernels.portable.flash_bwd import preprocess
-from torch_attn.kernels.sm90.dq_sums import flash_bwd_postprocess_kernel, sum_columns
 from torch_attn.kernels.sm90.flash_bwd_dkdv import flash_bwd_dkdv_kernel, prepare_dkdv
 from torch_attn.kernels.sm90.flash_bwd_dq import flash_bwd_dq_kernel, prepare_dq
+from torch_attn.kernels.sm90.sums import flash_bwd_postprocess_kernel, sum_columns
 
 # Four warps are one consumer; Triton adds those of the other parts.
 flash_bwd = make_flash_bwd(

@@ -14,7 +14,6 @@ from torch_attn.kernels.portable.tiles import ROW_PADDING, visible_tiles
 from torch_attn.kernels.sm80.flash_bwd import scale_all
 from torch_attn.kernels.sm80.pipeline import group_step
 from torch_attn.kernels.sm80.scores import visible_scores
-from torch_attn.kernels.sm90.dq_sums import add_dq, add_rows, start_dq
 from torch_attn.kernels.sm90.pipeline import (
     READERS,
     add_product,
@@ -43,6 +42,7 @@ from torch_attn.kernels.sm90.pipeline import (
     zeros,
 )
 from torch_attn.kernels.sm90.schedule import head_and_tile, persistent, work_item
+from torch_attn.kernels.sm90.sums import add_dq, add_rows, start_dq
 from torch_attn.launch import UNSPECIALIZED, KernelCall, Prepared
 from twin_attention.contract.spec import Window
 from twin_attention.targets.steps import steps_of_keys
@@ -386,7 +386,6 @@ def _consume_queries(
         if FUSED:
             dq = wait_sums(dq, num_pieces(HEAD_DIM))
             add_dq(dq_sum_ptr, dq, row, CONSUMER, HEAD_DIM)
-        if FUSED:
             dk = wait_sums(dk, 0)
         else:
             dk, left = wait_product(dk, left)

@@ -118,7 +118,7 @@ def add_rows(sum_ptr, x, row, SIZE: gl.constexpr):
 
 @triton.constexpr_function
 def sum_columns(size):
-    """Return the columns of dq's sums."""
+    """Return the columns of a gradient's sums."""
     return sum(column_pieces(size))
 
 
@@ -139,9 +139,10 @@ def flash_bwd_postprocess_kernel(
     HEAD_DIM: gl.constexpr,
     BLOCK_Q: gl.constexpr,
 ):
-    """Scale and store 64 rows of dq of one head from the sums of `add_dq`.
+    """Scale and store 64 rows of a gradient of one head from the sums of `add_dq` or `add_rows`.
 
-    dq [B, Sq, Hq, D] contiguous. Grid: (query tiles, heads, batch) in one axis.
+    dq [B, Sq, Hq, D] contiguous; of dk and dv the problem has the keys' rows and heads. Grid:
+    (query tiles, heads, batch) in one axis.
     """
     gl.static_assert(BLOCK_Q == 64)
     num_tiles = gl.cdiv(seq_q, 64)
