@@ -21,28 +21,32 @@ def by_case(name, head_dims):
     return found
 
 
-@pytest.fixture(scope="module")
-def groups():
-    return by_case("h200.jsonl.gz", (64, 128))
-
-
 def is_long_decode(case):
     return case["tokens"] == 1 and case["kv_dtype"] is None and max(case["lengths"]) >= 1024
 
 
+def is_chunks(case):
+    return case["name"].startswith(("chunks", "mixed"))
+
+
+EXPLICIT = ("torch gluon sm90", "jax mosaic sm90")
+PORTABLE = ("torch triton sm90", "jax triton sm90")
+
+
 @pytest.mark.parametrize(
-    ("row", "suite", "operation", "keep", "peers"),
+    ("row", "records", "ours", "suite", "operation", "keep", "peers"),
     [
-        ("forward, ", "flash", "forward", None, ("FA2", "cuDNN", "FlexAttention")),
-        ("backward, ", "flash", "backward", None, ("FA2", "cuDNN", "FlexAttention")),
-        ("paged decode ", "kvcache", "decode", is_long_decode,
-         ("FA2 dense", "cuDNN dense", "FlashInfer")),
+        ("forward, ", "h200-sm90-fa4", EXPLICIT, "flash", "forward", None, ("FA4", "FA3", "cuDNN")),
+        ("backward, ", "h200-sm90-fa4", EXPLICIT, "flash", "backward", None, ("FA4", "cuDNN")),
+        ("prefill, ", "h200-prefill", EXPLICIT, "prefill", "forward", is_chunks, ("FlashInfer",)),
+        ("paged decode ", "h200", PORTABLE, "kvcache", "decode", is_long_decode,
+         ("cuDNN dense", "FlashInfer")),
     ],
 )  # fmt: skip
-def test_the_table(groups, row, suite, operation, keep, peers):
+def test_the_table(row, records, ours, suite, operation, keep, peers):
+    groups = by_case(f"{records}.jsonl.gz", (64, 128))
     (line,) = (line for line in README.splitlines() if line.startswith(f"| {row}"))
     for peer in peers:
-        ours = ("torch triton sm90", "jax triton sm90")
         least, most = speeds(groups, ours, suite, operation, peer, keep)
         assert f"{least:.2f} to {most:.2f}" in line, peer
 

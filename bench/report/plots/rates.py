@@ -40,9 +40,11 @@ def over_length(
     series: Sequence[Sequence[Record]], peak: Peak, looks: dict[str, Style], columns: int = 2
 ) -> Figure:
     """Draw a panel for each series of one operation, all on one scale."""
+    panel_width = 13 / columns  # inches
+    columns = min(columns, len(series))
     rows = -(-len(series) // columns)
     layout = ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.1)  # inches
-    figure = Figure(figsize=(13, 3.3 * rows + 0.6), layout=layout)
+    figure = Figure(figsize=(panel_width * columns, 3.3 * rows + 0.6), layout=layout)
     panels = figure.subplots(rows, columns, squeeze=False, sharey=True).ravel()
     rates = [peak.known_rate(record) for records in series for record in records]
     # Rates of single heads span orders; a bandwidth is read against its peak.
