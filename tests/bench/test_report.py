@@ -339,7 +339,7 @@ def test_command_names_a_file_it_cannot_use(tmp_path, capsys, content):
 
 
 COMMITTED = sorted(RESULTS.glob("*.jsonl.gz"), key=lambda path: path.name)
-# Flash attention has two plots; h200 has decode as well, steps are one, and patterns are tables.
+# Flash attention has two plots; h200 has decode as well, steps are one, and the rest are tables.
 PLOTS = {
     "h200": 3,
     "h200-models": 3,

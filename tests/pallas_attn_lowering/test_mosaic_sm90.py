@@ -192,7 +192,7 @@ def test_the_backward_under_vmap():
     ],
 )
 def test_few_kv_heads_are_split(seq_kv, programs, sums, monkeypatch):
-    """Programs of a query head each add up dk and dv as well, where tiles of keys are few."""
+    """Share tiles of keys where they are few: programs of one query head add up dk and dv."""
     made = {}
 
     def kernel(*args, out_type, kernel_name, grid, **options):

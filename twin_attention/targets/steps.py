@@ -28,13 +28,13 @@ def steps_of_queries(spec: AttentionSpec, block_q: int, block_kv: int) -> tuple[
 @lru_cache(maxsize=1024)
 def steps_of_keys(spec: AttentionSpec, block_q: int, block_kv: int) -> tuple[int, ...]:
     """Return how many tiles of a head's queries each tile of keys visits, the first tile first."""
-    swapped = replace(
-        spec,
-        seq_q=spec.seq_kv,
-        seq_kv=spec.seq_q,
-        window=Window(spec.window.right, spec.window.left),
-    )
-    return tuple(reversed(steps_of_queries(swapped, block_kv, block_q)))
+    return tuple(reversed(steps_of_queries(exchange_sides(spec), block_kv, block_q)))
+
+
+def exchange_sides(spec: AttentionSpec) -> AttentionSpec:
+    """Return the problem in which keys see queries as queries see keys, of as many heads."""
+    window = Window(spec.window.right, spec.window.left)
+    return replace(spec, seq_q=spec.seq_kv, seq_kv=spec.seq_q, window=window)
 
 
 @lru_cache(maxsize=1024)

@@ -43,8 +43,7 @@ from pallas_attn.kernels.sm90.programs import (
 from pallas_attn.kernels.sm90.schedule import make_schedule
 from pallas_attn.kernels.sm90.workarounds import add_to_sums, exchange_barrier, fence_async
 from pallas_attn.targets import num_sms
-from twin_attention.contract.spec import Window
-from twin_attention.targets.steps import splits_group
+from twin_attention.targets.steps import exchange_sides, splits_group
 
 
 def flash_bwd_dkdv_kernel(
@@ -415,15 +414,8 @@ def launch_dkdv(inputs, spec, backend, name="flash_bwd_dkdv", sums=()):
             inputs.q.dtype,
             transforms=(plgpu.TilingTransform((8, width)), plgpu.SwizzleTransform(2 * width)),
         )
-    # Keys see queries as queries see keys, the window turned round.
-    turned = replace(
-        spec,
-        seq_q=spec.seq_kv,
-        seq_kv=spec.seq_q,
-        heads_q=spec.heads_q // members,
-        heads_kv=spec.heads_q // members,
-        window=Window(spec.window.right, spec.window.left),
-    )
+    parts = spec.heads_q // members
+    turned = replace(exchange_sides(spec), heads_q=parts, heads_kv=parts)
     outputs = (None if is_split else jax.ShapeDtypeStruct(x.shape, x.dtype) for x in inputs[1:3])
     schedule = make_schedule(turned, config.block_kv, config.block_q, num_sms(backend.target))
     return launch(

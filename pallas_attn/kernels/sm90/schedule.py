@@ -7,8 +7,8 @@ from functools import cache
 
 import numpy as np
 
-from pallas_attn.kernels.portable.tiles import visible_tiles
 from twin_attention.contract.spec import AttentionSpec
+from twin_attention.targets.steps import steps_of_queries
 
 # Keys and values of heads that are worked on at the same time fit the L2 cache.
 L2_BYTES = 32 * 2**20
@@ -32,15 +32,8 @@ def make_schedule(spec: AttentionSpec, block_q: int, block_kv: int, most: int) -
         int32 [programs, 1 + most tiles]: the number of tiles, and their numbers; tile t of head h
         of batch element b has the number (b · heads + h) · tiles + t.
     """
-    window = spec.bounded_window
-    num_tiles = -(-spec.seq_q // block_q)
-    costs = []
-    for start in range(0, num_tiles * block_q, block_q):
-        _, before, full, after = visible_tiles(
-            start, spec.seq_q, spec.seq_kv, spec.diagonal, window.left, window.right, block_q,
-            block_kv,
-        )  # fmt: skip
-        costs.append(max(before + full + after, 1) + TILE_OVERHEAD)
+    costs = [x + TILE_OVERHEAD for x in reversed(steps_of_queries(spec, block_q, block_kv))]
+    num_tiles = len(costs)
     heads = spec.batch * spec.heads_q
     together = 1
     if min(costs) < max(costs):
