@@ -346,6 +346,8 @@ PLOTS = {
     "h200-fa2": 0,
     "h200-models-4096": 1,
     "h200-models-4096-jax": 1,
+    "h200-models-4x4096-jax": 1,
+    "h200-host": 0,
     "h200-packed": 0,
     "h200-patterns": 0,
     "h200-prefill": 0,
