@@ -16,7 +16,6 @@ from tests.torch_attn.gluon_interpreter import (
     READS_FIRST,
     WRITES_FIRST,
     Mode,
-    at_random,
     interpreted,
 )
 from torch_attn.kernels.sm90.flash_bwd import flash_bwd
@@ -26,7 +25,7 @@ from twin_attention.targets.conditions import CONDITIONS
 from twin_attention.targets.family import FAMILIES, Backend
 
 (GLUON,) = (x for x in FAMILIES["torch_attn"] if x.name == "gluon" and x.folder == "sm90")
-MODES = {"writes first": WRITES_FIRST, "reads first": READS_FIRST, "random": at_random(0)}
+MODES = {"writes first": WRITES_FIRST, "reads first": READS_FIRST, "random": Mode()}
 SUMMED = [
     "flash_bwd_preprocess",
     "flash_bwd_fused",
@@ -63,10 +62,36 @@ def check_backward(case: FlashCase, mode: Mode, programs: int = 3, replaced=None
 
 CASES = [
     FlashCase("full", **SMALL, seq_q=256, seq_kv=256),
+    FlashCase("causal", **SMALL, seq_q=200, seq_kv=300, head_dim=128, causal=True),
+    FlashCase("window", **SMALL, seq_q=320, seq_kv=320, window_size=(100, 20)),
+    FlashCase("softcap", **SMALL, seq_q=130, seq_kv=256, softcap=2.0, dtype="float16"),
+    FlashCase("ragged", 2, 100, 200, 2, 2, 80),
+    FlashCase("narrow values", 1, 140, 270, 2, 2, 96, 64, causal=True),
+    FlashCase("wide values", 1, 140, 270, 2, 2, 64, 128),
+    FlashCase("groups", 2, 150, 390, 4, 2, 64, causal=True),
+    FlashCase("hidden rows", **SMALL, seq_q=300, seq_kv=150, causal=True),
+]
+# One kv head, whose tiles of keys its query heads share.
+SHARED = [
+    FlashCase("shared keys", 1, 150, 270, 4, 1, 128, 64, causal=True),
+    FlashCase("shared keys, full", 1, 192, 256, 3, 1, 64, dtype="float16"),
 ]
 
 
 @pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_backward_that_sums_dq(case, mode):
-    assert set(check_backward(case, mode)) == set(SUMMED)
+    assert check_backward(case, mode) == SUMMED
+
+
+@pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
+@pytest.mark.parametrize("case", SHARED, ids=lambda case: case.name)
+def test_backward_that_sums_all(case, mode):
+    assert check_backward(case, mode) == SUMMED + 2 * SUMMED[-1:]
+
+
+@pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_deterministic_backward(case, mode):
+    case = replace(case, deterministic=True)
+    assert check_backward(case, mode) == ["flash_bwd_dq", "flash_bwd_dkdv"]

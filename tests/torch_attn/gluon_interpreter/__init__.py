@@ -1,0 +1,161 @@
+"""Run the explicit Gluon kernels of SM90 on a CPU: their own source, in plain Python.
+
+Gluon has no interpreter. Here a kernel's functions are rebuilt over globals in which the language's
+functions are the ones of this file, which compute on torch tensors. Layouts are carried as far as
+the source reads them; swizzles and registers do not exist.
+
+What is kept is the order of things. Partitions run in turn, never at the same time, and give way
+at each instruction that another one could notice. What the hardware does by itself happens at a
+time that a `Mode` chooses: TMA loads write shared memory, products and TMA stores read it. A kernel
+is right if it is right in all of them. Errors are raised for:
+
+- a product that is used before a wait has retired it, so a pending count that is too high;
+- shared memory written by a partition and read by a product or by TMA without a fence between;
+- a barrier that more threads arrive at than it has, or with other counts, or twice in a phase;
+- stores and products that nobody waits for;
+- partitions that all wait: a deadlock, with what each waits for.
+
+Missing waits show in the results: shared memory is NaN at first, and stale later.
+
+    with interpreted(WRITES_FIRST, programs=3):
+        grads = flash_bwd(dout, dlse, operands, out, lse, spec, Backend(family, "sm90"))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from inspect import getsource
+from itertools import product
+from types import FunctionType
+from typing import Any
+from unittest import mock
+
+import torch
+from triton.experimental.gluon._runtime import GluonJITFunction
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.runtime.jit import JITFunction
+
+from tests.torch_attn.gluon_interpreter.program import (
+    READS_FIRST,
+    WRITES_FIRST,
+    DeadlockError,
+    InterpreterError,
+    Mode,
+    Program,
+)
+from tests.torch_attn.gluon_interpreter.source import Source
+from tests.torch_attn.gluon_interpreter.values import Descriptor, Pointer, plain, scalar
+from torch_attn import interpreter, launch
+from torch_attn.tensor_maps import TensorMap
+from twin_attention.targets.target import NUM_SMS
+
+__all__ = [
+    "READS_FIRST",
+    "WRITES_FIRST",
+    "DeadlockError",
+    "InterpreterError",
+    "Mode",
+    "edited",
+    "interpret",
+    "interpreted",
+]
+
+
+def interpret(
+    kernel: JITFunction,
+    grid: tuple[int, ...],
+    mode: Mode = WRITES_FIRST,
+    num_warps: int = 4,
+    replace: dict[Any, Any] | None = None,
+    **arguments: Any,
+) -> None:
+    """Run a kernel on CPU tensors, its programs one after the other.
+
+    Args:
+        kernel: a `gluon.jit` function.
+        grid: the numbers of programs.
+        mode: the order of events.
+        num_warps: warps of the first partition.
+        replace: functions of the kernel, or of the language, and what runs in their place: other
+            functions in the kernel's language, such as those of `edited`.
+        arguments: the kernel's: tensors, Triton's `TensorDescriptor`, numbers, tuples of these.
+
+    Raises:
+        InterpreterError: see the list above.
+    """
+    source = Source(replace or {})
+    names = {p.name: p.is_constexpr for p in kernel.params}
+    values = {name: x if names[name] else argument(x) for name, x in arguments.items()}
+    run = source.translate(kernel)
+    for index in product(*map(range, grid)):
+        program = Program(index, grid, mode, num_warps)
+        program.run([(lambda: run(**values), num_warps)])
+
+
+def edited(function: JITFunction, old: str, new: str) -> FunctionType:
+    """Return a kernel's function with another text in its source, for `replace`.
+
+    Raises:
+        ValueError: the text is not there exactly once.
+    """
+    text = getsource(function.fn)
+    if text.count(old) != 1:
+        raise ValueError(f"{old!r} stands {text.count(old)} times in {function.fn.__name__}")
+    text = text[text.index("def ") :].replace(old, new)
+    names: dict[str, Any] = {}
+    exec(text, function.fn.__globals__, names)
+    return names[function.fn.__name__]
+
+
+@contextmanager
+def interpreted(
+    mode: Mode, programs: int = 3, replace: dict[Any, Any] | None = None
+) -> Iterator[list[str]]:
+    """Interpret the kernels that the library launches in the block; operands are on the CPU.
+
+    Args:
+        mode: the order of events.
+        programs: how many SMs there seem to be, so that a program takes several work items.
+        replace: see `interpret`.
+
+    Yields:
+        A list that grows by the names of the kernels.
+    """
+    launched: list[str] = []
+
+    def run(name, kernel, prepare, operands, spec, backend, constants, options):
+        config, device = backend.configs(spec)[name], operands[0].device
+        layouts = tuple(None if x is None else launch._layout(x) for x in operands)
+        call = launch.KernelCall(spec, constants, config, backend.target, device, layouts)
+        grid, arguments = prepare(call)
+        numbers = {field.upper(): x for field, x in vars(config).items()}
+        arguments = dict(zip(kernel.arg_names, operands, strict=False)) | arguments | numbers
+        arguments = {field: arguments[field] for field in kernel.arg_names}
+        launched.append(name)
+        if not isinstance(kernel, GluonJITFunction):
+            interpreter.interpreted(kernel)[grid](**arguments)
+            return
+        for field, x in arguments.items():
+            if isinstance(x, TensorMap):
+                arguments[field] = x.bind(operands[x.operand])
+        warps = options.get("num_warps", config.num_warps)
+        interpret(kernel, grid, mode, warps, replace, **arguments)
+
+    with mock.patch.object(launch, "_launch", run), mock.patch.dict(NUM_SMS, sm90=programs):
+        yield launched
+
+
+def argument(x: Any) -> Any:
+    """Return a runtime argument as a kernel sees it."""
+    if isinstance(x, torch.Tensor):
+        size = x.untyped_storage().nbytes() // x.itemsize - x.storage_offset()
+        return Pointer(x.as_strided((size,), (1,)), 0)
+    if isinstance(x, TensorDescriptor):
+        return Descriptor(x)
+    if isinstance(x, tuple):
+        items = [argument(item) for item in x]
+        return type(x)(*items) if hasattr(x, "_fields") else tuple(items)
+    if isinstance(x, float):
+        return torch.tensor(x, dtype=torch.float32).item()
+    return scalar(plain(x))

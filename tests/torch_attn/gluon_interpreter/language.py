@@ -1,0 +1,324 @@
+"""The language of Gluon on torch tensors: what stands in a kernel for its functions."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from itertools import product
+from typing import Any
+
+import torch
+import triton.language as tl
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia import hopper
+
+from tests.torch_attn.gluon_interpreter.program import Barrier, InterpreterError, now, pause
+from tests.torch_attn.gluon_interpreter.values import (
+    Descriptor,
+    Int,
+    Pointer,
+    Shared,
+    Tensor,
+    scalar,
+    torch_dtype,
+    values_of,
+)
+
+FAKES: dict[int, Any] = {}
+
+
+def _fake(*names: str, of: tuple[Any, ...] = (gl, tl)) -> Callable[[Any], Any]:
+    """Put a function in the place of the modules' functions that have a name."""
+
+    def register(function: Any) -> Any:
+        for module, name in product(of, names or (function.__name__.strip("_"),)):
+            if hasattr(module, name):
+                FAKES[id(getattr(module, name))] = function
+        return function
+
+    return register
+
+
+def _elementwise(function: Callable[..., Any], *args: Any) -> Any:
+    """Apply a function of torch's to tensors and numbers; of numbers alone it makes a number."""
+    like = next((x for x in args if isinstance(x, Tensor)), None)
+    values = [torch.as_tensor(values_of(x)) for x in args]
+    if like is None:
+        return scalar(function(*values).item())
+    dtype = like.raw.dtype
+    values = [
+        x if isinstance(a, Tensor) else x.to(dtype) for x, a in zip(values, args, strict=True)
+    ]
+    return Tensor(function(*values), like.layout)
+
+
+_fake("static_range")(range)
+_fake("range")(range)
+_fake("tensor")(Tensor)
+_fake("maximum")(lambda a, b: _elementwise(torch.fmax, a, b))
+_fake("minimum")(lambda a, b: _elementwise(torch.fmin, a, b))
+_fake("clamp")(lambda x, low, high, *_: Tensor(x.values.clamp(low, high), x.layout))
+_fake("exp2")(lambda x: _elementwise(torch.exp2, x))
+_fake("log2")(lambda x: _elementwise(torch.log2, x))
+_fake("abs")(lambda x: _elementwise(torch.abs, x))
+_fake("multiple_of", "max_contiguous")(lambda x, _: x)
+_fake("cast")(lambda x, dtype: x.to(dtype) if hasattr(x, "to") else scalar(x))
+_fake("sum")(lambda x, axis: Tensor(x.values.sum(axis)))
+_fake("max")(lambda x, axis: Tensor(x.values.amax(axis)))
+_fake("barrier", "thread_barrier")(lambda *_, **__: pause())
+_fake("num_warps")(lambda: now.partition.warps)
+_fake("program_id")(lambda axis: Int(now.program.index[axis]))
+_fake("num_programs")(lambda axis: Int(now.program.grid[axis]))
+_fake("reshape")(lambda x, shape: Tensor(x.values.reshape(tuple(shape))))
+_fake("permute")(lambda x, order: Tensor(x.values.permute(tuple(order))))
+_fake("join")(lambda a, b: Tensor(torch.stack((a.values, b.values), -1)))
+_fake("split")(lambda x: tuple(Tensor(part) for part in x.values.unbind(-1)))
+
+
+@_fake()
+def static_assert(condition: bool, message: str = "") -> None:
+    assert condition, message
+
+
+@_fake()
+def where(condition: Any, a: Any, b: Any) -> Any:
+    if not isinstance(condition, Tensor):
+        return scalar(a if condition else b)
+    tensors = [x for x in (a, b) if isinstance(x, Tensor)]
+    values = torch.where(condition.values, values_of(a), values_of(b))
+    return Tensor(values, tensors[0].layout if tensors else condition.layout)
+
+
+@_fake()
+def arange(start: int, end: int, layout: Any = None) -> Tensor:
+    return Tensor(torch.arange(start, end, dtype=torch.int32), layout)
+
+
+@_fake()
+def full(shape: Any, value: Any, dtype: Any, layout: Any = None) -> Tensor:
+    return Tensor(torch.full(tuple(shape), value, dtype=torch_dtype(dtype)), layout)
+
+
+@_fake()
+def zeros(shape: Any, dtype: Any, layout: Any = None) -> Tensor:
+    return full(shape, 0, dtype, layout)
+
+
+@_fake()
+def convert_layout(x: Tensor, layout: Any, assert_trivial: bool = False) -> Tensor:
+    return Tensor(x.values, layout)
+
+
+@_fake()
+def load(pointer: Pointer, mask: Any = None, other: Any = 0) -> Any:
+    offset, mask = pointer.select(mask)
+    found = pointer.memory[torch.where(mask, offset, 0)]
+    found = torch.where(mask, found, torch.as_tensor(other).to(found.dtype))
+    return Tensor(found) if found.ndim else scalar(found.item())
+
+
+@_fake()
+def store(pointer: Pointer, value: Any, mask: Any = None) -> None:
+    offset, mask = pointer.select(mask)
+    values = torch.as_tensor(values_of(value)).expand(offset.shape)
+    pointer.memory[offset[mask]] = values[mask].to(pointer.memory.dtype)
+
+
+@_fake()
+def atomic_add(pointer: Pointer, value: Tensor, mask: Any = None, **_: Any) -> None:
+    pause()
+    offset, mask = pointer.select(mask)
+    pointer.memory.index_add_(0, offset[mask], value.values[mask])
+
+
+def _pack(high: Tensor, low: Tensor, dtype: torch.dtype) -> Tensor:
+    pairs = torch.stack((low.values.to(dtype), high.values.to(dtype)), -1)
+    return Tensor(pairs.view(torch.int32).squeeze(-1), low.layout)
+
+
+def _unpack(words: Tensor) -> tuple[Tensor, ...]:
+    pairs = words.values.contiguous().unsqueeze(-1).view(torch.int16)
+    return tuple(Tensor(x, words.layout) for x in pairs.unbind(-1))
+
+
+_SEEN = "{ .reg .pred seen; setp.le.s32 seen, $1, $2; selp.f32 $0, $3, 0fFF800000, seen; }"
+_INSTRUCTIONS: dict[str, Callable[..., Any]] = {
+    r"cvt\.rn\.bf16x2\.f32 \$0, \$1, \$2;": lambda a, b: _pack(a, b, torch.bfloat16),
+    r"cvt\.rn\.f16x2\.f32 \$0, \$1, \$2;": lambda a, b: _pack(a, b, torch.float16),
+    r"mov\.b32 \{\$0, \$1\}, \$2;( //.*)?": _unpack,
+    r"rcp\.approx\.ftz\.f32 \$0, \$1;": lambda x: 1.0 / x,
+    r"ex2\.approx\.ftz\.f32 \$0, \$1;": lambda x: _elementwise(torch.exp2, x),
+    r"tanh\.approx\.f32 \$0, \$1;": lambda x: _elementwise(torch.tanh, x),
+    re.escape(_SEEN): lambda x, bound, s: where(x <= bound, s, float("-inf")),
+}
+
+
+@_fake()
+def inline_asm_elementwise(asm: str, _constraints: str, args: list[Any], **_: Any) -> Any:
+    named = re.fullmatch(r"bar\.(arrive|sync) \$1, (\d+); mov\.u32 \$0, 0;", asm)
+    if named:
+        return _meet(args[0], int(named[2]), waits=named[1] == "sync")
+    for pattern, function in _INSTRUCTIONS.items():
+        if re.fullmatch(pattern, asm):
+            return function(*args)
+    raise NotImplementedError(f"the interpreter of Gluon has no {asm!r}")
+
+
+def _meet(index: int, threads: int, waits: bool) -> None:
+    """Arrive at a named barrier, and wait for all."""
+    program = now.program
+    barrier = program.named[index]
+    phase = barrier.phase
+    barrier.arrive(now.partition, threads)
+    if waits:
+        program.pause(lambda: barrier.phase > phase, barrier)
+    else:
+        program.pause()
+
+
+@_fake()
+def allocate_shared_memory(dtype: Any, shape: Any, _layout: Any, value: Any = None) -> Shared:
+    dtype, shape = torch_dtype(dtype), tuple(shape)
+    poison = float("nan") if dtype.is_floating_point else torch.iinfo(dtype).max
+    unfenced = torch.zeros((*shape, dtype.itemsize), dtype=torch.uint8)
+    shared = Shared(torch.full(shape, poison, dtype=dtype), unfenced)
+    now.program.memory.append(shared)
+    if value is not None:
+        shared.store(value)
+    return shared
+
+
+@_fake()
+def warp_specialize(parts: Any, worker_warps: Any, _worker_registers: Any = None) -> None:
+    program = now.program
+    warps = (program.num_warps, *worker_warps)
+    functions = [lambda f=f, args=args: f(*args) for f, args in parts]
+    program.run(list(zip(functions, warps, strict=True)))
+
+
+# TMA, mbarriers and products.
+
+
+@_fake(of=(hopper,))
+def fence_async_shared(cluster: bool = False) -> None:
+    own = now.partition.index + 1
+    for buffer in now.program.memory:
+        buffer.unfenced[buffer.unfenced == own] = 0
+    pause()
+
+
+@_fake("init", of=(hopper.mbarrier,))
+def _init(barrier: Shared, count: int) -> None:
+    now.program.barriers[barrier.values.data_ptr()] = Barrier(count)
+    barrier.unfenced.fill_(now.partition.index + 1)
+
+
+@_fake("invalidate", of=(hopper.mbarrier,))
+def _invalidate(barrier: Shared) -> None:
+    del now.program.barriers[barrier.values.data_ptr()]
+
+
+@_fake("expect", of=(hopper.mbarrier,))
+def _expect(barrier: Shared, bytes: int, pred: bool = True) -> None:
+    if pred:
+        now.program.barrier(barrier).update(1, bytes)
+    pause()
+
+
+@_fake("arrive", of=(hopper.mbarrier,))
+def _arrive(barrier: Shared, *, count: int = 1, pred: bool = True) -> None:
+    if pred:
+        now.program.barrier(barrier).update(count, 0)
+    pause()
+
+
+@_fake("wait", of=(hopper.mbarrier,))
+def _wait(barrier: Shared, phase: int, pred: bool = True, deps: Any = ()) -> None:
+    if pred:
+        found = now.program.barrier(barrier)
+        now.program.pause(lambda: found.phase & 1 != phase & 1, found)
+
+
+@_fake("async_load", "async_copy_global_to_shared", of=(hopper.tma,))
+def _load_box(
+    descriptor: Descriptor, coord: Any, barrier: Shared, result: Shared, pred: bool = True
+) -> None:
+    if not pred:
+        return
+    program, coord = now.program, tuple(map(int, coord))
+    found = program.barrier(barrier)
+    barrier.check_fence()
+
+    def run() -> None:
+        source, target = descriptor.views(coord, result.values)
+        result.values.zero_()
+        target.copy_(source)
+        found.update(0, -result.values.numel() * result.values.itemsize)
+
+    program.load(run, found)
+
+
+def _write_box(descriptor: Descriptor, coord: Any, source: Shared, add: bool) -> None:
+    source.check_fence()
+    coord, program = tuple(map(int, coord)), now.program
+
+    def run() -> None:
+        target, box = descriptor.views(coord, source.values)
+        target.copy_(target + box if add else box)
+
+    program.issue(now.partition.stores, run)
+
+
+@_fake("async_store", "async_copy_shared_to_global", of=(hopper.tma,))
+def _store_box(descriptor: Descriptor, coord: Any, source: Shared) -> None:
+    _write_box(descriptor, coord, source, add=False)
+
+
+@_fake("async_atomic_add", of=(hopper.tma,))
+def add_box(descriptor: Descriptor, coord: Any, source: Shared) -> None:
+    _write_box(descriptor, coord, source, add=True)
+
+
+@_fake("store_wait", of=(hopper.tma,))
+def _store_wait(pendings: int, read_only: bool = True) -> None:
+    now.program.retire(now.partition.stores, pendings)
+
+
+_fake("reinterpret", "_reinterpret", of=(gl.shared_memory_descriptor,))(Shared.reinterpret)
+
+
+@_fake(of=(hopper,))
+def warpgroup_mma(
+    a: Any, b: Shared, acc: Tensor, *, use_acc: Any = True, is_async: bool = False, **_: Any
+) -> Tensor:
+    if (a.shape[0], b.shape[1]) != tuple(acc.shape) or a.shape[1] != b.shape[0]:
+        raise InterpreterError(f"a product of {a.shape} and {b.shape} into {acc.shape}")
+    for x in (a, b):
+        if isinstance(x, Shared):
+            x.check_fence()
+    left = a.values
+    sums = torch.empty_like(acc.raw)
+
+    def run() -> None:
+        values = left.float() @ b.values.float()
+        sums.copy_(values + acc.raw if use_acc else values)
+
+    work = now.program.issue(now.partition.products, run)
+    result = Tensor(sums, acc.layout, work)
+    return result if is_async else warpgroup_mma_wait(0, (result,))
+
+
+@_fake(of=(hopper,))
+def warpgroup_mma_wait(num_outstanding: int = 0, deps: Any = None) -> Any:
+    now.program.retire(now.partition.products, num_outstanding)
+    results = tuple(map(_awaited, deps))
+    return results[0] if len(results) == 1 else results
+
+
+def _awaited(x: Any) -> Any:
+    """Return what a wait makes of a tensor that it names: one that may be used."""
+    if x.product is None:
+        return x
+    if not x.product.retired:
+        raise InterpreterError("a wait leaves a product pending that it names")
+    return Tensor(x.raw, x.layout)

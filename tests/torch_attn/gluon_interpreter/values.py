@@ -1,0 +1,238 @@
+"""Values of a kernel: numbers, tensors, pointers, descriptors and shared memory."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import triton.language as tl
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from tests.torch_attn.gluon_interpreter.program import InterpreterError, Work, now, pause
+
+
+def plain(x: Any) -> Any:
+    return x.value if isinstance(x, tl.constexpr) else x
+
+
+class Int(int):
+    """An integer of a program; division rounds towards zero, as the hardware's does."""
+
+    def to(self, _dtype: Any) -> Int:
+        return self
+
+    def __neg__(self) -> Int:
+        return Int(-int(self))
+
+
+def scalar(x: Any) -> Any:
+    return Int(x) if isinstance(x, int) and not isinstance(x, bool) else x
+
+
+def _divide(a: int, b: int) -> int:
+    return abs(a) // abs(b) * (1 if (a < 0) == (b < 0) else -1)
+
+
+_INTEGER = {
+    "floordiv": _divide,
+    "mod": lambda a, b: a - b * _divide(a, b),
+    **{n: getattr(operator, n) for n in ("add", "sub", "mul", "and_", "or_", "xor")},
+    **{n: getattr(operator, n) for n in ("lshift", "rshift")},
+}
+_FLOAT = {
+    **_INTEGER,
+    "floordiv": lambda a, b: torch.div(a, b, rounding_mode="trunc"),
+    "mod": torch.fmod,
+    "truediv": operator.truediv,
+}
+_COMPARE = {n: getattr(operator, n) for n in ("lt", "le", "gt", "ge", "eq", "ne")}
+
+
+def _int_operator(function: Callable[..., Any], swapped: bool) -> Callable[..., Any]:
+    def apply(self: int, other: Any) -> Any:
+        if not isinstance(other, int):
+            return NotImplemented
+        a, b = (int(other), int(self)) if swapped else (int(self), int(other))
+        return Int(function(a, b))
+
+    return apply
+
+
+def _tensor_operator(function: Callable[..., Any], swapped: bool) -> Callable[..., Any]:
+    def apply(self: Tensor, other: Any) -> Any:
+        if not isinstance(other, Tensor | int | float):
+            return NotImplemented
+        a, b = self.values, values_of(other)
+        return Tensor(function(*((b, a) if swapped else (a, b))), self.layout)
+
+    return apply
+
+
+def torch_dtype(dtype: Any) -> torch.dtype:
+    """Return torch's dtype for Triton's."""
+    names = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "int1": "bool"}
+    return getattr(torch, names.get(dtype.name, dtype.name))
+
+
+def triton_dtype(dtype: torch.dtype) -> Any:
+    return getattr(gl, str(dtype).removeprefix("torch.").replace("bool", "int1"))
+
+
+class Tensor:
+    """A tensor in registers. The result of a product has values when it was waited for."""
+
+    def __init__(
+        self, values: torch.Tensor, layout: Any = None, product: Work | None = None
+    ) -> None:
+        self.raw, self.layout, self.product = values, layout, product
+
+    @property
+    def values(self) -> torch.Tensor:
+        if self.product is not None:
+            raise InterpreterError("a product is used before it was waited for")
+        return self.raw
+
+    @property
+    def shape(self) -> list[int]:
+        return list(self.raw.shape)
+
+    @property
+    def dtype(self) -> Any:
+        return triton_dtype(self.raw.dtype)
+
+    @property
+    def type(self) -> Any:
+        return SimpleNamespace(layout=self.layout, shape=self.shape, element_ty=self.dtype)
+
+    def __getitem__(self, index: Any) -> Tensor:
+        return Tensor(self.values[index], None)
+
+    def __neg__(self) -> Tensor:
+        return Tensor(-self.values, self.layout)
+
+    def __invert__(self) -> Tensor:
+        return Tensor(~self.values, self.layout)
+
+    def to(self, dtype: Any, bitcast: bool = False) -> Tensor:
+        dtype = torch_dtype(dtype)
+        values = self.values
+        return Tensor(values.view(dtype) if bitcast else values.to(dtype), self.layout)
+
+    __hash__ = None  # pyright: ignore[reportAssignmentType]
+
+
+for _name, _function in _FLOAT.items():
+    for _swapped in (False, True):
+        _method = f"__{'r' if _swapped else ''}{_name.rstrip('_')}__"
+        setattr(Tensor, _method, _tensor_operator(_function, _swapped))
+        if _name in _INTEGER:
+            setattr(Int, _method, _int_operator(_INTEGER[_name], _swapped))
+for _name, _function in _COMPARE.items():
+    setattr(Tensor, f"__{_name}__", _tensor_operator(_function, False))
+
+
+def values_of(x: Any) -> Any:
+    return x.values if isinstance(x, Tensor) else x
+
+
+class Pointer:
+    """Addresses of elements: memory, and one offset or a tensor of them."""
+
+    def __init__(self, memory: torch.Tensor, offset: Any) -> None:
+        self.memory, self.offset = memory, offset
+        self.dtype = SimpleNamespace(element_ty=triton_dtype(memory.dtype))
+
+    def __add__(self, offset: Any) -> Pointer:
+        return Pointer(self.memory, self.offset + offset)
+
+    def select(self, mask: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the offsets and which of them are used, checked."""
+        offset = torch.as_tensor(values_of(self.offset)).long()
+        mask = torch.as_tensor(True if mask is None else values_of(mask))
+        offset, mask = torch.broadcast_tensors(offset, mask)
+        used = offset[mask]
+        if used.numel() and (used.min() < 0 or used.max() >= len(self.memory)):
+            raise InterpreterError("an address outside its tensor")
+        return offset, mask
+
+
+class Descriptor:
+    """A TMA descriptor."""
+
+    def __init__(self, descriptor: TensorDescriptor) -> None:
+        base = descriptor.base
+        self.memory = base.as_strided(descriptor.shape, descriptor.strides)
+        self.box = tuple(descriptor.block_shape)
+        self.dtype = triton_dtype(base.dtype)
+
+    def views(self, coord: Iterable[int], box: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return what exists of a box, in global memory and in the box."""
+        if tuple(box.shape) != self.box or box.dtype != self.memory.dtype:
+            raise InterpreterError(f"a box of {self.box} for a buffer of {tuple(box.shape)}")
+        outside, inside = [], []
+        for first, size, end in zip(coord, self.box, self.memory.shape, strict=True):
+            begin, stop = (min(max(x, 0), end) for x in (first, first + size))
+            outside.append(slice(begin, stop))
+            inside.append(slice(begin - first, stop - first))
+        return self.memory[tuple(outside)], box[tuple(inside)]
+
+
+class Shared:
+    """A buffer in shared memory, or a view of one.
+
+    `unfenced` has a number for each byte: that of the partition which has written it without a
+    fence, counted from 1, else 0.
+    """
+
+    def __init__(self, values: torch.Tensor, unfenced: torch.Tensor) -> None:
+        self.values, self.unfenced = values, unfenced
+
+    @property
+    def shape(self) -> list[int]:
+        return list(self.values.shape)
+
+    @property
+    def dtype(self) -> Any:
+        return triton_dtype(self.values.dtype)
+
+    def index(self, i: int) -> Shared:
+        if not 0 <= i < len(self.values):
+            raise InterpreterError(f"index {i} of {len(self.values)} buffers")
+        return Shared(self.values[i], self.unfenced[i])
+
+    def slice(self, start: int, length: int, dim: int = 0) -> Shared:
+        return Shared(*(x.narrow(dim, start, length) for x in (self.values, self.unfenced)))
+
+    def permute(self, order: Iterable[int]) -> Shared:
+        order = tuple(order)
+        return Shared(self.values.permute(order), self.unfenced.permute(*order, len(order)))
+
+    def reshape(self, shape: Iterable[int]) -> Shared:
+        shape = tuple(shape)
+        return Shared(self.values.view(shape), self.unfenced.view(*shape, -1))
+
+    def reinterpret(self, dtype: Any, shape: Iterable[int], _layout: Any) -> Shared:
+        """View the same bytes as elements of another shape and dtype."""
+        dtype, shape = torch_dtype(dtype), tuple(shape)
+        values = self.values.view(-1).view(dtype).view(shape)
+        return Shared(values, self.unfenced.view(*shape, dtype.itemsize))
+
+    def load(self, layout: Any = None) -> Tensor:
+        pause()
+        return Tensor(self.values.clone(), layout)
+
+    def store(self, value: Tensor) -> None:
+        if value.shape != self.shape or value.dtype != self.dtype:
+            raise InterpreterError(f"{value.shape} {value.dtype} into {self.shape} {self.dtype}")
+        pause()
+        self.values.copy_(value.values)
+        self.unfenced.fill_(now.partition.index + 1)
+
+    def check_fence(self) -> None:
+        """Refuse to be read by a product or TMA while what is written is not fenced."""
+        if self.unfenced.any():
+            raise InterpreterError("shared memory is read by a product or TMA without a fence")
