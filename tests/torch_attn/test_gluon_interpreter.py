@@ -1,97 +1,154 @@
-"""The explicit kernels of SM90 in the interpreter of Gluon, in several orders of events."""
-
-from __future__ import annotations
-
-from dataclasses import replace
-from unittest import mock
+"""The interpreter of Gluon: a small kernel that is right, and all that can be wrong with it."""
 
 import pytest
 import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from interop.parity.cases import FlashCase
-from interop.parity.check import agreements
-from interop.parity.inputs import make_inputs
-from interop.parity.oracle import evaluate, expectations, parts_of
 from tests.torch_attn.gluon_interpreter import (
     READS_FIRST,
     WRITES_FIRST,
+    DeadlockError,
+    InterpreterError,
     Mode,
-    interpreted,
+    edited,
+    interpret,
 )
-from torch_attn.kernels.sm90.flash_bwd import flash_bwd
-from twin_attention.contract.operands import FlashOperands
-from twin_attention.targets import config
-from twin_attention.targets.conditions import CONDITIONS
-from twin_attention.targets.family import FAMILIES, Backend
+from torch_attn.kernels.sm90.pipeline import (
+    allocate_barriers,
+    arrive,
+    load_box,
+    product_layout,
+    store_box,
+    wait_for_all,
+)
 
-(GLUON,) = (x for x in FAMILIES["torch_attn"] if x.name == "gluon" and x.folder == "sm90")
-MODES = {"writes first": WRITES_FIRST, "reads first": READS_FIRST, "random": Mode()}
-SUMMED = [
-    "flash_bwd_preprocess",
-    "flash_bwd_fused",
-    "flash_bwd_postprocess",
-]
-SMALL = {"batch": 1, "heads_q": 1, "heads_kv": 1}
+STEPS = 4
+READ = gl.constexpr(8)
+MODES = [WRITES_FIRST, READS_FIRST, *(Mode(seed=seed) for seed in range(4))]
 
 
-@pytest.fixture(autouse=True)
-def _sums_of_few_keys():
-    """Sum dq for any number of keys."""
-    with mock.patch.dict(CONDITIONS, {">= 2048 keys": lambda spec: True}):
-        config._shipped.cache_clear()
-        yield
-    config._shipped.cache_clear()
+@gluon.jit
+def squares_kernel(x, out, STEPS: gl.constexpr):
+    """Compute x · xᵀ of tiles of 64 rows, one after the other; a partition loads them."""
+    tile = gl.allocate_shared_memory(x.dtype, [64, 64], x.layout)
+    result = gl.allocate_shared_memory(out.dtype, [64, 64], out.layout)
+    full = allocate_barriers(1)
+    fence_async_shared()
+    gl.warp_specialize(
+        [(_multiply, (out, tile, result, full, STEPS)), (_load, (x, tile, full, STEPS))], [1], [24]
+    )
 
 
-def check_backward(case: FlashCase, mode: Mode, programs: int = 3, replaced=None) -> list[str]:
-    """Hold the gradients of a case to the contract; returns the names of the kernels."""
-    inputs, spec = make_inputs(case, "cpu"), case.spec
-    spec = replace(spec, deterministic=case.deterministic)
-    (expected,) = expectations(inputs, parts_of(spec))
-    exact = evaluate(inputs, spec, torch.float32)
-    out, lse = exact["out"].to(inputs["q"].dtype), exact["lse"]
-    dout, dlse = inputs.pop("dout"), inputs.pop("dlse")
-    with interpreted(mode, programs, replaced) as launched:
-        operands = FlashOperands(**inputs)
-        gradients = flash_bwd(dout, dlse, operands, out, lse, spec, Backend(GLUON, "sm90"))
-    got = {f"d{name}": getattr(gradients, name) for name in ("q", "k", "v")}
-    for name, agreement in agreements(got, expected).items():
-        assert agreement.ok, (name, agreement)
-    return launched
+@gluon.jit
+def _load(x, tile, full, STEPS: gl.constexpr):
+    for step in range(STEPS):
+        if step > 0:
+            wait_for_all(READ, 160)
+        mbarrier.expect(full.index(0), 64 * 64 * 2)
+        load_box(x, [step * 64, 0], full.index(0), tile)
 
 
-CASES = [
-    FlashCase("full", **SMALL, seq_q=256, seq_kv=256),
-    FlashCase("causal", **SMALL, seq_q=200, seq_kv=300, head_dim=128, causal=True),
-    FlashCase("window", **SMALL, seq_q=320, seq_kv=320, window_size=(100, 20)),
-    FlashCase("softcap", **SMALL, seq_q=130, seq_kv=256, softcap=2.0, dtype="float16"),
-    FlashCase("ragged", 2, 100, 200, 2, 2, 80),
-    FlashCase("narrow values", 1, 140, 270, 2, 2, 96, 64, causal=True),
-    FlashCase("wide values", 1, 140, 270, 2, 2, 64, 128),
-    FlashCase("groups", 2, 150, 390, 4, 2, 64, causal=True),
-    FlashCase("hidden rows", **SMALL, seq_q=300, seq_kv=150, causal=True),
-]
-# One kv head, whose tiles of keys its query heads share.
-SHARED = [
-    FlashCase("shared keys", 1, 150, 270, 4, 1, 128, 64, causal=True),
-    FlashCase("shared keys, full", 1, 192, 256, 3, 1, 64, dtype="float16"),
-]
+@gluon.jit
+def _multiply(out, tile, result, full, STEPS: gl.constexpr):
+    for step in range(STEPS):
+        mbarrier.wait(full.index(0), step & 1)
+        acc = gl.zeros([64, 64], gl.float32, product_layout(64))
+        acc = warpgroup_mma(tile, tile.permute((1, 0)), acc, is_async=True)
+        acc = warpgroup_mma_wait(0, deps=(acc,))
+        arrive(READ, 160)
+        result.store(acc)
+        fence_async_shared()
+        store_box(out, [step * 64, 0], result)
+        tma.store_wait(0)
 
 
-@pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_backward_that_sums_dq(case, mode):
-    assert check_backward(case, mode) == SUMMED
+def squares(mode, replace=None):
+    """Run the kernel; returns its result and the right one."""
+    x = torch.randn(64 * STEPS - 10, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    out = torch.zeros(64 * STEPS - 10, 64)
+    layouts = [gl.NVMMASharedLayout(128, bits, 2) for bits in (16, 32)]
+    maps = [
+        TensorDescriptor(each, list(each.shape), list(each.stride()), [64, 64], layout)
+        for each, layout in zip((x, out), layouts, strict=True)
+    ]
+    interpret(squares_kernel, (1,), mode, replace=replace, x=maps[0], out=maps[1], STEPS=STEPS)
+    tiles = torch.nn.functional.pad(x.float(), (0, 0, 0, 10)).view(STEPS, 64, 64)
+    return out, (tiles @ tiles.mT).view(-1, 64)[: len(x)]
 
 
-@pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
-@pytest.mark.parametrize("case", SHARED, ids=lambda case: case.name)
-def test_backward_that_sums_all(case, mode):
-    assert check_backward(case, mode) == SUMMED + 2 * SUMMED[-1:]
+@pytest.mark.parametrize("mode", MODES)
+def test_a_kernel_that_is_right(mode):
+    got, want = squares(mode)
+    torch.testing.assert_close(got, want)
 
 
-@pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_deterministic_backward(case, mode):
-    case = replace(case, deterministic=True)
-    assert check_backward(case, mode) == ["flash_bwd_dq", "flash_bwd_dkdv"]
+WAIT = "acc = warpgroup_mma_wait(0, deps=(acc,))"
+ARRIVE = "arrive(READ, 160)"
+ERRORS = {
+    "a pending count": (_multiply, WAIT, WAIT.replace("0", "1"), "leaves a product pending"),
+    "no wait for a product": (_multiply, WAIT, "pass", "before it was waited for"),
+    "no fence": (_multiply, "fence_async_shared()", "pass", "without a fence"),
+    "no fence of barriers": (squares_kernel, "fence_async_shared()", "pass", "without a fence"),
+    "no wait for a store": (_multiply, "tma.store_wait(0)", "pass", "not awaited its stores"),
+    "two arrivals": (_multiply, ARRIVE, f"{ARRIVE}; {ARRIVE}", "arrives twice"),
+    "counts": (_multiply, ARRIVE, "arrive(READ, 192)", "192 and 160|160 and 192"),
+    "two owners": (_multiply, ARRIVE, f"{ARRIVE}; mbarrier.arrive(full.index(0))", "arrivals"),
+    "a shape": (_multiply, "result.store(acc)", "result.store(acc[:32])", "into"),
+    "a dtype": (_multiply, "result.store(acc)", "result.store(acc.to(gl.bfloat16))", "into"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mode", MODES[:2])
+@pytest.mark.parametrize(("function", "old", "new", "message"), ERRORS.values(), ids=ERRORS)
+def test_errors(function, old, new, message, mode):
+    with pytest.raises(InterpreterError, match=message):
+        squares(mode, {function: edited(function, old, new)})
+
+
+DEADLOCKS = {
+    "no arrival": (_multiply, ARRIVE, "pass"),
+    "too few bytes": (_load, "64 * 64 * 2", "64 * 64"),
+    "too many bytes": (_load, "64 * 64 * 2", "64 * 64 * 4"),
+    "a phase": (_multiply, "step & 1", "0 if step == 0 else 1 - (step & 1) if step > 2 else 1"),
+}
+
+
+@pytest.mark.parametrize("mode", MODES[:2])
+@pytest.mark.parametrize(("function", "old", "new"), DEADLOCKS.values(), ids=DEADLOCKS)
+def test_deadlocks(function, old, new, mode):
+    with pytest.raises(DeadlockError, match="partition 1: "):
+        squares(mode, {function: edited(function, old, new)})
+
+
+RACES = {
+    "read before it is loaded": (
+        READS_FIRST, _multiply, "mbarrier.wait(full.index(0), step & 1)", "pass"
+    ),
+    "loaded while it is read": (
+        WRITES_FIRST, _multiply, f"{WAIT}\n        arrive(READ, 160)", f"arrive(READ, 160); {WAIT}"
+    ),
+    "written while it is stored": (
+        WRITES_FIRST, _multiply, "tma.store_wait(0)", "tma.store_wait(1 if step < STEPS - 1 else 0)"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("mode", "function", "old", "new"), RACES.values(), ids=RACES)
+def test_races_make_wrong_results(mode, function, old, new):
+    got, want = squares(mode, {function: edited(function, old, new)})
+    assert not torch.allclose(got, want)
+
+
+def test_what_is_unknown_is_named():
+    unknown = edited(_multiply, "tma.store_wait(0)", "gl.histogram(acc, 4)")
+    with pytest.raises(NotImplementedError, match="histogram"):
+        squares(WRITES_FIRST, {_multiply: unknown})

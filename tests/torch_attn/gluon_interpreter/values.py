@@ -167,7 +167,7 @@ class Descriptor:
         base = descriptor.base
         self.memory = base.as_strided(descriptor.shape, descriptor.strides)
         self.box = tuple(descriptor.block_shape)
-        self.dtype = triton_dtype(base.dtype)
+        self.dtype, self.layout = triton_dtype(base.dtype), descriptor.layout
 
     def views(self, coord: Iterable[int], box: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return what exists of a box, in global memory and in the box."""

@@ -1,0 +1,123 @@
+"""The explicit kernels of SM90, interpreted on a CPU in several orders of events."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from unittest import mock
+
+import pytest
+import torch
+
+from interop.parity.cases import FlashCase
+from interop.parity.check import agreements
+from interop.parity.inputs import make_inputs
+from interop.parity.oracle import evaluate, expectations, parts_of
+from tests.torch_attn.gluon_interpreter import (
+    READS_FIRST,
+    WRITES_FIRST,
+    Mode,
+    interpreted,
+)
+from torch_attn.kernels.sm90.flash_bwd import flash_bwd
+from torch_attn.kernels.sm90.flash_fwd import flash_fwd
+from twin_attention.contract.operands import FlashOperands
+from twin_attention.targets import config
+from twin_attention.targets.conditions import CONDITIONS
+from twin_attention.targets.family import FAMILIES, Backend
+
+(GLUON,) = (x for x in FAMILIES["torch_attn"] if x.name == "gluon" and x.folder == "sm90")
+MODES = {"writes first": WRITES_FIRST, "reads first": READS_FIRST, "random": Mode()}
+SUMMED = [
+    "flash_bwd_preprocess",
+    "flash_bwd_fused",
+    "flash_bwd_postprocess",
+]
+SMALL = {"batch": 1, "heads_q": 1, "heads_kv": 1}
+
+
+@pytest.fixture(autouse=True)
+def _sums_of_few_keys():
+    """Sum dq for any number of keys."""
+    with mock.patch.dict(CONDITIONS, {">= 2048 keys": lambda spec: True}):
+        config._shipped.cache_clear()
+        yield
+    config._shipped.cache_clear()
+
+
+def check_backward(case: FlashCase, mode: Mode, programs: int = 3, replaced=None) -> list[str]:
+    """Hold the gradients of a case to the contract; returns the names of the kernels."""
+    inputs, spec = make_inputs(case, "cpu"), case.spec
+    spec = replace(spec, deterministic=case.deterministic)
+    (expected,) = expectations(inputs, parts_of(spec))
+    exact = evaluate(inputs, spec, torch.float32)
+    out, lse = exact["out"].to(inputs["q"].dtype), exact["lse"]
+    dout, dlse = inputs.pop("dout"), inputs.pop("dlse")
+    with interpreted(mode, programs, replaced) as launched:
+        operands = FlashOperands(**inputs)
+        gradients = flash_bwd(dout, dlse, operands, out, lse, spec, Backend(GLUON, "sm90"))
+    got = {f"d{name}": getattr(gradients, name) for name in ("q", "k", "v")}
+    for name, agreement in agreements(got, expected).items():
+        assert agreement.ok, (name, agreement)
+    return launched
+
+
+CASES = [
+    FlashCase("full", **SMALL, seq_q=256, seq_kv=256),
+    FlashCase("causal", **SMALL, seq_q=200, seq_kv=300, head_dim=128, causal=True),
+    FlashCase("window", **SMALL, seq_q=320, seq_kv=320, window_size=(100, 20)),
+    FlashCase("softcap", **SMALL, seq_q=130, seq_kv=256, softcap=2.0, dtype="float16"),
+    FlashCase("ragged", 2, 100, 200, 2, 2, 80),
+    FlashCase("narrow values", 1, 140, 270, 2, 2, 96, 64, causal=True),
+    FlashCase("wide values", 1, 140, 270, 2, 2, 64, 128),
+    FlashCase("groups", 2, 150, 390, 4, 2, 64, causal=True),
+    FlashCase("hidden rows", **SMALL, seq_q=300, seq_kv=150, causal=True),
+]
+# One kv head, whose tiles of keys its query heads share.
+SHARED = [
+    FlashCase("shared keys", 1, 150, 270, 4, 1, 128, 64, causal=True),
+    FlashCase("shared keys, full", 1, 192, 256, 3, 1, 64, dtype="float16"),
+]
+
+
+@pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_backward_that_sums_dq(case, mode):
+    assert check_backward(case, mode) == SUMMED
+
+
+@pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
+@pytest.mark.parametrize("case", SHARED, ids=lambda case: case.name)
+def test_backward_that_sums_all(case, mode):
+    assert check_backward(case, mode) == SUMMED + 2 * SUMMED[-1:]
+
+
+@pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_deterministic_backward(case, mode):
+    case = replace(case, deterministic=True)
+    assert check_backward(case, mode) == ["flash_bwd_dq", "flash_bwd_dkdv"]
+
+
+FORWARD = [
+    FlashCase("full", **SMALL, seq_q=256, seq_kv=256),
+    FlashCase("causal", **SMALL, seq_q=200, seq_kv=300, head_dim=128, causal=True),
+    FlashCase("window", **SMALL, seq_q=320, seq_kv=320, window_size=(100, 20)),
+    FlashCase("softcap", **SMALL, seq_q=130, seq_kv=256, softcap=2.0, dtype="float16"),
+    FlashCase("sinks", 2, 100, 200, 2, 2, 80, sinks=True),
+    FlashCase("narrow values", 1, 140, 270, 2, 1, 256, 64, causal=True),
+    FlashCase("hidden rows", **SMALL, seq_q=300, seq_kv=150, causal=True),
+]
+
+
+@pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
+@pytest.mark.parametrize("case", FORWARD, ids=lambda case: case.name)
+def test_forward(case, mode):
+    inputs, spec = make_inputs(replace(case, gradients=False), "cpu"), case.spec
+    (expected,) = expectations(inputs, parts_of(spec))
+    with interpreted(mode) as launched:
+        results = flash_fwd(FlashOperands(**inputs), spec, Backend(GLUON, "sm90"))
+    assert launched == ["flash_fwd"]
+    for name, agreement in agreements(
+        dict(zip(("out", "lse"), results, strict=True)), expected
+    ).items():
+        assert agreement.ok, (name, agreement)
