@@ -8,8 +8,7 @@ from typing import Any
 
 from triton.runtime.jit import ConstexprFunction, JITFunction
 
-from tests.torch_attn.gluon_interpreter import language
-from tests.torch_attn.gluon_interpreter.language import FAKES
+from tests.torch_attn.gluon_interpreter.language import FAKES, add_box
 from tests.torch_attn.gluon_interpreter.values import plain
 
 
@@ -46,7 +45,8 @@ class Source:
         if isinstance(x, ModuleType):
             return _Module(self, x)
         if getattr(x, "__triton_builtin__", False):
-            return getattr(language, x.__name__) if x.__name__ == "add_box" else _unknown(x)
+            # The project has an add_box of its own where Triton has none.
+            return add_box if x.__name__ == "add_box" else _unknown(x)
         return plain(x)
 
 
