@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 import torch
 
-from interop.parity.cases import FlashCase
+from interop.parity.cases import FlashCase, paged_cases
 from interop.parity.check import agreements
 from interop.parity.inputs import make_inputs
 from interop.parity.oracle import evaluate, expectations, parts_of
@@ -20,7 +20,8 @@ from tests.torch_attn.gluon_interpreter import (
 )
 from torch_attn.kernels.sm90.flash_bwd import flash_bwd
 from torch_attn.kernels.sm90.flash_fwd import flash_fwd
-from twin_attention.contract.operands import FlashOperands
+from torch_attn.kernels.sm90.paged_attention import paged_attention
+from twin_attention.contract.operands import FlashOperands, PagedOperands
 from twin_attention.targets import config
 from twin_attention.targets.conditions import CONDITIONS
 from twin_attention.targets.family import FAMILIES, Backend
@@ -93,6 +94,13 @@ def test_deterministic_backward(case, mode):
     assert check_backward(case, mode) == ["flash_bwd_dq", "flash_bwd_dkdv"]
 
 
+def check_forward(results, expected) -> None:
+    """Hold out and lse to the contract."""
+    got = dict(zip(("out", "lse"), results, strict=True))
+    for name, agreement in agreements(got, expected).items():
+        assert agreement.ok, (name, agreement)
+
+
 FORWARD = [
     FlashCase("full", 1, 256, 256, 1, 1),
     FlashCase("causal", 1, 200, 300, 1, 1, 128, causal=True),
@@ -112,6 +120,15 @@ def test_forward(case, mode):
     with interpreted(mode) as launched:
         results = flash_fwd(FlashOperands(**inputs), spec, Backend(GLUON, "sm90"))
     assert launched == ["flash_fwd"]
-    got = dict(zip(("out", "lse"), results, strict=True))
-    for name, agreement in agreements(got, expected).items():
-        assert agreement.ok, (name, agreement)
+    check_forward(results, expected)
+
+
+@pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
+def test_paged_attention(mode):
+    (case,) = paged_cases("quick", "paged-chunks")
+    inputs, spec = make_inputs(case, "cpu"), case.spec
+    (expected,) = expectations(inputs, parts_of(spec))
+    with interpreted(mode) as launched:
+        results = paged_attention(PagedOperands(**inputs), spec, Backend(GLUON, "sm90"))
+    assert launched == ["paged_attention"]
+    check_forward(results, expected)

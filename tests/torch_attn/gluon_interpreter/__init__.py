@@ -1,7 +1,7 @@
 """Run the explicit Gluon kernels of SM90 on a CPU: their own source, in plain Python.
 
 Gluon has no interpreter. Here a kernel's functions are rebuilt over globals in which the language's
-functions are the ones of this file, which compute on torch tensors. Layouts are carried as far as
+functions are those of `language`, which compute on torch tensors. Layouts are carried as far as
 the source reads them; swizzles and registers do not exist.
 
 What is kept is the order of things. Partitions run in turn, never at the same time, and give way
