@@ -22,7 +22,10 @@ from torch_attn.kernels.sm90.pipeline import (
     allocate_row,
     allocate_tile,
     arrive,
+    column_pieces,
+    left_scores,
     load_box,
+    load_left,
     load_pieces,
     map_arguments,
     num_pieces,
@@ -42,15 +45,27 @@ from torch_attn.kernels.sm90.pipeline import (
     zeros,
 )
 from torch_attn.kernels.sm90.schedule import head_and_tile, persistent, work_item
-from torch_attn.kernels.sm90.sums import add_dq, add_rows, start_dq
+from torch_attn.kernels.sm90.sums import (
+    add_dq,
+    add_rows,
+    allocate_dq,
+    map_sums,
+    start_dq,
+    write_dq,
+)
 from torch_attn.launch import UNSPECIALIZED, KernelCall, Prepared
 from twin_attention.contract.spec import Window
 from twin_attention.targets.steps import steps_of_keys
 
-# Named barriers of the kernel of dk and dv: one for each stage of q, and of dout; one for ds.
-Q_READ = gl.constexpr(6)
+# Named barriers, from the first that Triton leaves alone beside four parts: one for each stage of
+# q, and of dout; one for ds; and for each consumer's part of dq, when it is written and when free.
+Q_READ = gl.constexpr(5)
 DO_READ = gl.constexpr(8)
 DS_WRITTEN = gl.constexpr(10)
+DQ_WRITTEN = gl.constexpr(11)
+DQ_FREE = gl.constexpr(13)
+# Threads that meet there: a consumer's and those of the warp that adds.
+ADDERS = gl.constexpr(128 + 32)
 
 
 @gluon.jit(do_not_specialize=[*UNSPECIALIZED, "num_items", "together"])
@@ -63,7 +78,7 @@ def flash_bwd_dkdv_kernel(
     delta,
     dk,
     dv,
-    dq_sum_ptr,
+    dq_sum,
     dk_sum_ptr,
     dv_sum_ptr,
     q_1,
@@ -98,65 +113,92 @@ def flash_bwd_dkdv_kernel(
 ):
     """One program computes tiles of BLOCK_KV = 128 rows of dk and dv, one after the other.
 
-    A producer warp loads with TMA; two consumer warpgroups have 64 keys each. A consumer issues
-    dsᵀ·q of a tile of queries with k·qᵀ of the next; pᵀ and dsᵀ are left operands in the registers
-    where they were computed. Operands, loop invariant and accumulation: as in the portable
-    `flash_bwd_dkdv_kernel`.
+    A producer warp loads with TMA; two consumer warpgroups have 64 keys each and visit the tiles of
+    BLOCK_Q = 64 queries (`_visit_queries`). Operands, loop invariant and accumulation: as in the
+    portable `flash_bwd_dkdv_kernel`.
 
-    dq_sum_ptr: None, or dq's float32 sums in the order of `add_dq`, zero at first, to which the
+    dq_sum: None, or dq's float32 sums in the order of `write_dq`, zero at first, to which the
     program adds ds·k. Both consumers write dsᵀ to shared memory then, and each multiplies some
-    columns of ds·k over all of the tile's keys: BLOCK_Q is 64.
+    columns of ds·k over all of the tile's keys and writes them to shared memory, from where a
+    fourth part of one warp adds them.
 
     MEMBERS: how many query heads of a kv head's group a work item visits: all of them, or 1. Then
     programs share a tile of keys, and add dk and dv to dk_sum_ptr and dv_sum_ptr [B, Hkv, rows] in
     the same order, where they are None otherwise.
     """
     dtype: gl.constexpr = q.dtype
+    gl.static_assert(BLOCK_Q == 64)
     gl.static_assert(BLOCK_KV == 128)
     gl.static_assert(NUM_STAGES <= 2)
     k_tile = allocate_tile(dtype, 2, 64, HEAD_DIM)
     v_tile = allocate_tile(dtype, 2, 64, HEAD_DIM_V)
-    q_tile = allocate_tile(dtype, NUM_STAGES, BLOCK_Q, HEAD_DIM)
+    q_tile = allocate_tile(dtype, NUM_STAGES + 1, BLOCK_Q, HEAD_DIM)
     do_tile = allocate_tile(dtype, NUM_STAGES, BLOCK_Q, HEAD_DIM_V)
-    lse2_row = allocate_row(NUM_STAGES, BLOCK_Q)
+    lse2_row = allocate_row(NUM_STAGES + 1, BLOCK_Q)
     delta_row = allocate_row(NUM_STAGES, BLOCK_Q)
     ds_buffer = lse2_row
-    if dq_sum_ptr is not None:
-        gl.static_assert(BLOCK_Q == 64)
+    dq_tiles = ((), ())
+    if dq_sum is not None:
         ds_buffer = gl.allocate_shared_memory(dtype, [4, 64, BLOCK_Q], _ds_layout())
+        dq_tiles = (allocate_dq(0, HEAD_DIM), allocate_dq(1, HEAD_DIM))
     k_full = allocate_barriers(1)
     v_full = allocate_barriers(1)
     kv_read = allocate_barriers(2)
-    q_full = allocate_barriers(NUM_STAGES)
+    q_full = allocate_barriers(NUM_STAGES + 1)
     do_full = allocate_barriers(NUM_STAGES)
     fence_async_shared()
 
-    tiles = (k_tile, v_tile, q_tile, do_tile, lse2_row, delta_row, ds_buffer)
+    tiles = (k_tile, v_tile, q_tile, do_tile, lse2_row, delta_row, ds_buffer, dq_tiles)
     barriers = (k_full, v_full, kv_read, q_full, do_full)
     loads = ((k, k_1, k_2), (v, v_1, v_2), (q, q_1, q_2), (dout, dout_1, dout_2), lse2, delta)
     stores = ((dk, dk_1, dk_2), (dv, dv_1, dv_2))
     problem = (seq_q, seq_kv, diagonal, heads_q, num_items, together)
     # Constants, and what may be None, stand in the calls: variables would make tensors of them.
-    gl.warp_specialize(
-        [
-            (_consume_queries, (
-                tiles, barriers, stores, problem, rule, window_left, window_right,
-                dq_sum_ptr, dk_sum_ptr, dv_sum_ptr,
-                0, GROUP_SIZE, MEMBERS, HEAD_DIM, HEAD_DIM_V, EDGES,
-            )),
-            (_consume_queries, (
-                tiles, barriers, stores, problem, rule, window_left, window_right,
-                dq_sum_ptr, dk_sum_ptr, dv_sum_ptr,
-                1, GROUP_SIZE, MEMBERS, HEAD_DIM, HEAD_DIM_V, EDGES,
-            )),
-            (_produce_queries, (
-                tiles, barriers, loads, problem, (window_left, window_right, dq_sum_ptr),
-                GROUP_SIZE, MEMBERS, HEAD_DIM, HEAD_DIM_V,
-            )),
-        ],
-        [4, 1],
-        [240, 24],
-    )  # fmt: skip
+    if dq_sum is None:
+        gl.warp_specialize(
+            [
+                (_consume_queries, (
+                    tiles, barriers, stores, problem, rule, window_left, window_right,
+                    dk_sum_ptr, dv_sum_ptr,
+                    0, False, GROUP_SIZE, MEMBERS, HEAD_DIM, HEAD_DIM_V, EDGES,
+                )),
+                (_consume_queries, (
+                    tiles, barriers, stores, problem, rule, window_left, window_right,
+                    dk_sum_ptr, dv_sum_ptr,
+                    1, False, GROUP_SIZE, MEMBERS, HEAD_DIM, HEAD_DIM_V, EDGES,
+                )),
+                (_produce_queries, (
+                    tiles, barriers, loads, problem, (window_left, window_right),
+                    False, GROUP_SIZE, MEMBERS, HEAD_DIM, HEAD_DIM_V,
+                )),
+            ],
+            [4, 1],
+            [240, 24],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (_consume_queries, (
+                    tiles, barriers, stores, problem, rule, window_left, window_right,
+                    dk_sum_ptr, dv_sum_ptr,
+                    0, True, GROUP_SIZE, MEMBERS, HEAD_DIM, HEAD_DIM_V, EDGES,
+                )),
+                (_consume_queries, (
+                    tiles, barriers, stores, problem, rule, window_left, window_right,
+                    dk_sum_ptr, dv_sum_ptr,
+                    1, True, GROUP_SIZE, MEMBERS, HEAD_DIM, HEAD_DIM_V, EDGES,
+                )),
+                (_produce_queries, (
+                    tiles, barriers, loads, problem, (window_left, window_right),
+                    True, GROUP_SIZE, MEMBERS, HEAD_DIM, HEAD_DIM_V,
+                )),
+                (_add_queries, (
+                    tiles, problem, (window_left, window_right), dq_sum, MEMBERS, HEAD_DIM,
+                )),
+            ],
+            [4, 1, 1],
+            [240, 24, 24],
+        )  # fmt: skip
 
 
 @triton.constexpr_function
@@ -207,18 +249,20 @@ def _produce_queries(
     barriers,
     loads,
     problem,
-    options,
+    window,
+    FUSED: gl.constexpr,
     GROUP_SIZE: gl.constexpr,
     MEMBERS: gl.constexpr,
     HEAD_DIM: gl.constexpr,
     HEAD_DIM_V: gl.constexpr,
 ):
     """Load all that the consumers of dk and dv multiply, and what belongs to the queries' rows."""
-    k_tile, v_tile, q_tile, do_tile, lse2_row, delta_row, _ds_buffer = tiles
+    k_tile, v_tile, q_tile, do_tile, lse2_row, delta_row, _ds_buffer, _dq_tiles = tiles
     k_full, v_full, kv_read, q_full, do_full = barriers
     k, v, q, dout, lse2, delta = loads
-    window_left, window_right, dq_sum_ptr = options
-    NUM_STAGES: gl.constexpr = q_tile[0].shape[0]
+    window_left, window_right = window
+    Q_STAGES: gl.constexpr = q_tile[0].shape[0]
+    DO_STAGES: gl.constexpr = do_tile[0].shape[0]
     BLOCK_Q: gl.constexpr = q_tile[0].shape[3]
     rows_per_head = gl.cdiv(problem[0], ROW_PADDING) * (ROW_PADDING // BLOCK_Q)
     step = 0  # over all items
@@ -226,7 +270,7 @@ def _produce_queries(
     item = work_item(0)
     while item < problem[4]:
         batch, first_head, start_kv, visible = _locate_keys(
-            item, problem, window_left, window_right, dq_sum_ptr is not None, MEMBERS, BLOCK_Q
+            item, problem, window_left, window_right, FUSED, MEMBERS, BLOCK_Q
         )
         head_kv = first_head // GROUP_SIZE
         begin, before, full, after = visible
@@ -234,8 +278,8 @@ def _produce_queries(
             member, start = group_step(i, begin, before, full, after, BLOCK_Q, MEMBERS)
             head = first_head + member
             row = (batch * problem[3] + head) * rows_per_head + start // BLOCK_Q
-            slot = step % NUM_STAGES
-            if step >= NUM_STAGES:
+            slot = step % Q_STAGES
+            if step >= Q_STAGES:
                 wait_for_all(Q_READ + slot, READERS)
             ready = q_full.index(slot)
             mbarrier.expect(ready, tile_bytes(BLOCK_Q, HEAD_DIM) + 4 * BLOCK_Q)
@@ -253,7 +297,8 @@ def _produce_queries(
                 mbarrier.expect(ready, tile_bytes(128, HEAD_DIM_V))
                 load_pieces(v, v_tile, 0, batch, head_kv, start_kv, ready, HEAD_DIM_V)
                 load_pieces(v, v_tile, 1, batch, head_kv, start_kv + 64, ready, HEAD_DIM_V)
-            if step >= NUM_STAGES:
+            slot = step % DO_STAGES
+            if step >= DO_STAGES:
                 wait_for_all(DO_READ + slot, READERS)
             ready = do_full.index(slot)
             mbarrier.expect(ready, tile_bytes(BLOCK_Q, HEAD_DIM_V) + 4 * BLOCK_Q)
@@ -265,6 +310,43 @@ def _produce_queries(
 
 
 @gluon.jit
+def _add_queries(
+    tiles,
+    problem,
+    window,
+    dq_sum,
+    MEMBERS: gl.constexpr,
+    HEAD_DIM: gl.constexpr,
+):
+    """Add what the consumers write of each tile of dq to its sums."""
+    _k_tile, _v_tile, q_tile, _do_tile, _lse2_row, _delta_row, _ds_buffer, dq_tiles = tiles
+    window_left, window_right = window
+    BLOCK_Q: gl.constexpr = q_tile[0].shape[3]
+    tiles_per_head = gl.cdiv(problem[0], ROW_PADDING) * (ROW_PADDING // BLOCK_Q)
+    turn = 0
+    item = work_item(0)
+    while item < problem[4]:
+        batch, first_head, _start_kv, visible = _locate_keys(
+            item, problem, window_left, window_right, True, MEMBERS, BLOCK_Q
+        )
+        begin, before, full, after = visible
+        for i in range((before + full + after) * MEMBERS):
+            member, start = group_step(i, begin, before, full, after, BLOCK_Q, MEMBERS)
+            tile = (batch * problem[3] + first_head + member) * tiles_per_head + start // BLOCK_Q
+            tma.store_wait(0)
+            for consumer in gl.static_range(2):
+                if len(dq_tiles[consumer]) > 0:
+                    arrive(DQ_FREE + consumer, ADDERS)
+            for consumer in gl.static_range(2):
+                if len(dq_tiles[consumer]) > 0:
+                    wait_for_all(DQ_WRITTEN + consumer, ADDERS)
+                    add_dq(dq_sum, dq_tiles[consumer], tile, consumer, HEAD_DIM)
+        turn += 1
+        item = work_item(turn)
+    tma.store_wait(0)
+
+
+@gluon.jit
 def _consume_queries(
     tiles,
     barriers,
@@ -273,10 +355,10 @@ def _consume_queries(
     rule,
     window_left,
     window_right,
-    dq_sum_ptr,
     dk_sum_ptr,
     dv_sum_ptr,
     CONSUMER: gl.constexpr,
+    FUSED: gl.constexpr,
     GROUP_SIZE: gl.constexpr,
     MEMBERS: gl.constexpr,
     HEAD_DIM: gl.constexpr,
@@ -284,15 +366,14 @@ def _consume_queries(
     EDGES: gl.constexpr,
 ):
     """Compute 64 rows of dk and dv of each of a program's work items."""
-    k_tile, v_tile, q_tile, do_tile, _lse2_row, _delta_row, ds_buffer = tiles
-    k_full, v_full, kv_read, q_full, do_full = barriers
-    seq_q, seq_kv, diagonal, heads_q, num_items, _together = problem
-    FUSED: gl.constexpr = dq_sum_ptr is not None
-    NUM_STAGES: gl.constexpr = q_tile[0].shape[0]
+    k_tile, v_tile, q_tile, _do_tile, _lse2_row, _delta_row, ds_buffer, dq_tiles = tiles
+    k_full, v_full, kv_read, q_full, _do_full = barriers
+    _seq_q, seq_kv, diagonal, heads_q, num_items, _together = problem
+    Q_STAGES: gl.constexpr = q_tile[0].shape[0]
     BLOCK_Q: gl.constexpr = q_tile[0].shape[3]
+    SMALL: gl.constexpr = is_small(HEAD_DIM, HEAD_DIM_V)
     dtype: gl.constexpr = q_tile[0].dtype
     layout: gl.constexpr = product_layout(BLOCK_Q)
-    padded_rows = gl.cdiv(seq_q, ROW_PADDING) * ROW_PADDING
     step = 0  # over all items
     turn = 0
     item = work_item(0)
@@ -305,22 +386,28 @@ def _consume_queries(
         key = start_kv + CONSUMER * 64 + gl.arange(0, 64, gl.SliceLayout(1, layout)) - diagonal
         dk = zeros(64, HEAD_DIM)
         dv = zeros(64, HEAD_DIM_V)
+        last = step + (before + full + after) * MEMBERS - 1
 
         # The first tile of queries has no ds of a tile before.
-        slot = step % NUM_STAGES
         mbarrier.wait(k_full.index(0), turn & 1)
-        mbarrier.wait(q_full.index(slot), step // NUM_STAGES & 1)
-        s = product_scores(k_tile, CONSUMER, q_tile, slot, HEAD_DIM, layout)
+        mbarrier.wait(q_full.index(step % Q_STAGES), step // Q_STAGES & 1)
+        keys = None
+        values = None
+        if SMALL:
+            keys = load_left(k_tile, CONSUMER, HEAD_DIM, layout)
+        s = ()
+        if FUSED or SMALL:
+            s = (product_scores(k_tile, CONSUMER, q_tile, step % Q_STAGES, HEAD_DIM, layout),)
         mbarrier.wait(v_full.index(0), turn & 1)
-        mbarrier.wait(do_full.index(slot), step // NUM_STAGES & 1)
-        dp = product_scores(v_tile, CONSUMER, do_tile, slot, HEAD_DIM_V, layout)
-        s = warpgroup_mma_wait(num_pieces(HEAD_DIM_V), deps=(s,))
-        member, start = group_step(0, begin, before, full, after, BLOCK_Q, MEMBERS)
-        dv, ds = _from_scores(
-            s, dp, dv, tiles, barriers, start, key, seq_kv - diagonal, step, rule, window_left,
-            window_right, CONSUMER, FUSED, EDGES, HEAD_DIM_V,
+        if SMALL:
+            values = load_left(v_tile, CONSUMER, HEAD_DIM_V, layout)
+        s = wait_sums(s, 0)
+        start = group_step(0, begin, before, full, after, BLOCK_Q, MEMBERS)[1]
+        s, dk, dv, ds = _visit_queries(
+            s, dk, dv, None, keys, values, tiles, barriers, start, key, seq_kv - diagonal, step,
+            last, rule, window_left, window_right, CONSUMER, FUSED, EDGES, True, HEAD_DIM,
+            HEAD_DIM_V,
         )  # fmt: skip
-        row = (batch * heads_q + first_head + member).to(gl.int64) * padded_rows + start
 
         # Visit the other tiles that see these keys; only tiles at the edges are masked.
         index = 1
@@ -330,48 +417,19 @@ def _consume_queries(
             if masked:
                 end = (before + after) * MEMBERS
             while index < end:
-                slot = step % NUM_STAGES
-                previous = (step - 1) % NUM_STAGES
-                # dq += ds k and dk += dsᵀ q for the tile before, and sᵀ = scale · k qᵀ
-                if FUSED:
-                    dq = start_dq(ds_buffer, step - 1, k_tile, CONSUMER, HEAD_DIM)
-                    left = ds_buffer.index((step - 1) % 2 * 2 + CONSUMER)
-                    dk = add_shared(dk, left, q_tile, previous)
-                else:
-                    left = unpack(ds, dtype, layout, "loop")
-                    dk = add_product(dk, left, q_tile, previous)
-                mbarrier.wait(q_full.index(slot), step // NUM_STAGES & 1)
-                s = product_scores(k_tile, CONSUMER, q_tile, slot, HEAD_DIM, layout)
-                if FUSED:
-                    dq = wait_sums(dq, 2 * num_pieces(HEAD_DIM))
-                    add_dq(dq_sum_ptr, dq, row, CONSUMER, HEAD_DIM)
-                if BLOCK_Q == 128:
-                    # This frees the registers of ds for dp.
-                    dk, left = wait_product(dk, left, num_pieces(HEAD_DIM))
-                # dpᵀ = v doutᵀ
-                mbarrier.wait(do_full.index(slot), step // NUM_STAGES & 1)
-                dp = product_scores(v_tile, CONSUMER, do_tile, slot, HEAD_DIM_V, layout)
-                if BLOCK_Q == 128:
-                    s = warpgroup_mma_wait(num_pieces(HEAD_DIM_V), deps=(s,))
-                elif FUSED:
-                    dk, s = wait_product(dk, s, num_pieces(HEAD_DIM_V))
-                else:
-                    dk, s, left = wait_products(dk, s, left, num_pieces(HEAD_DIM_V))
-                arrive(Q_READ + previous, READERS)
-                member, start = group_step(index, begin, before, full, after, BLOCK_Q, MEMBERS)
-                dv, ds = _from_scores(
-                    s, dp, dv, tiles, barriers, start, key, seq_kv - diagonal, step, rule,
-                    window_left, window_right, CONSUMER, FUSED, masked, HEAD_DIM_V,
+                start = group_step(index, begin, before, full, after, BLOCK_Q, MEMBERS)[1]
+                s, dk, dv, ds = _visit_queries(
+                    s, dk, dv, ds, keys, values, tiles, barriers, start, key, seq_kv - diagonal,
+                    step, last, rule, window_left, window_right, CONSUMER, FUSED, masked, False,
+                    HEAD_DIM, HEAD_DIM_V,
                 )  # fmt: skip
-                head = batch * heads_q + first_head + member
-                row = head.to(gl.int64) * padded_rows + start
                 index += 1
                 step += 1
 
         # The last dq and dk
-        previous = (step - 1) % NUM_STAGES
+        previous = (step - 1) % Q_STAGES
         if FUSED:
-            dq = start_dq(ds_buffer, step - 1, k_tile, CONSUMER, HEAD_DIM)
+            dq = start_dq(ds_buffer, step - 1, k_tile, 0, CONSUMER, HEAD_DIM)
             dk = add_shared(dk, ds_buffer.index((step - 1) % 2 * 2 + CONSUMER), q_tile, previous)
         else:
             left = unpack(ds, dtype, layout, "end")
@@ -385,7 +443,7 @@ def _consume_queries(
             store_tile(stores[1], v_tile, CONSUMER, batch, head_kv, first, HEAD_DIM_V)
         if FUSED:
             dq = wait_sums(dq, num_pieces(HEAD_DIM))
-            add_dq(dq_sum_ptr, dq, row, CONSUMER, HEAD_DIM)
+            _hand_over(dq, dq_tiles[CONSUMER], CONSUMER)
             dk = wait_sums(dk, 0)
         else:
             dk, left = wait_product(dk, left)
@@ -408,65 +466,152 @@ def _consume_queries(
         item = work_item(turn)
 
 
+@triton.constexpr_function
+def is_small(head_dim, head_dim_v):
+    """Return True if a consumer's registers have room for its rows of k and v beside all else."""
+    return max(sum(column_pieces(head_dim)), sum(column_pieces(head_dim_v))) <= 64
+
+
 @gluon.jit
-def _from_scores(
+def _visit_queries(
     s,
-    dp,
+    dk,
     dv,
+    ds,
+    keys,
+    values,
     tiles,
     barriers,
     start,
     key,
     end,
     step,
+    last,
     rule,
     window_left,
     window_right,
     CONSUMER: gl.constexpr,
     FUSED: gl.constexpr,
     MASKED: gl.constexpr,
+    FIRST: gl.constexpr,
+    HEAD_DIM: gl.constexpr,
     HEAD_DIM_V: gl.constexpr,
 ):
-    """From s, and dp which is not awaited yet, add to dv; returns dv and packed ds. Keys are rows.
+    """Visit a tile of queries; returns s of the next tile, dk, dv, and packed ds. Keys are rows.
 
-    FUSED: ds is written to shared memory, and that of both consumers is there on return.
+    Products are issued so that some run under all arithmetic: dq and dk of the tile before, and dp,
+    under the exponentials; dv under ds; s of the next tile while ds is written. That s takes dp's
+    registers. In the pair of kernels, heads that are not small have no room for it: there s is
+    issued with dp. After the last tile, s is computed again and not used.
+
+    ds: that of the tile before. keys, values: None, or rows of k and v as left operands, so that
+        shared memory is read for q and dout alone.
     """
-    _k_tile, _v_tile, q_tile, do_tile, lse2_row, delta_row, ds_buffer = tiles
-    do_full = barriers[4]
-    NUM_STAGES: gl.constexpr = q_tile[0].shape[0]
+    k_tile, v_tile, q_tile, do_tile, lse2_row, delta_row, ds_buffer, dq_tiles = tiles
+    _k_full, _v_full, _kv_read, q_full, do_full = barriers
+    Q_STAGES: gl.constexpr = q_tile[0].shape[0]
+    DO_STAGES: gl.constexpr = do_tile[0].shape[0]
     BLOCK_Q: gl.constexpr = q_tile[0].shape[3]
+    SMALL: gl.constexpr = is_small(HEAD_DIM, HEAD_DIM_V)
+    AHEAD: gl.constexpr = FUSED or SMALL
+    S_PIECES: gl.constexpr = num_pieces(HEAD_DIM)
+    DP_PIECES: gl.constexpr = num_pieces(HEAD_DIM_V)
     dtype: gl.constexpr = q_tile[0].dtype
-    layout: gl.constexpr = s.type.layout
-    slot = step % NUM_STAGES
+    layout: gl.constexpr = product_layout(BLOCK_Q)
+    slot = step % DO_STAGES
+    previous = (step - 1) % Q_STAGES
+    # 0, which the compiler does not know: it would compute the descriptors of k and v before the
+    # loop, for which there are no registers.
+    fresh = step >> 30
+
+    # dq += ds k and dk += dsᵀ q for the tile before
+    if not FIRST:
+        if FUSED:
+            dq = start_dq(ds_buffer, step - 1, k_tile, fresh, CONSUMER, HEAD_DIM)
+        if AHEAD and not SMALL:
+            dk = add_shared(dk, ds_buffer.index((step - 1) % 2 * 2 + CONSUMER), q_tile, previous)
+        else:
+            left = unpack(ds, dtype, layout, "loop")
+            dk = add_product(dk, left, q_tile, previous)
+    if not AHEAD:
+        # sᵀ = scale · k qᵀ
+        mbarrier.wait(q_full.index(step % Q_STAGES), step // Q_STAGES & 1)
+        now = product_scores(k_tile, CONSUMER + fresh, q_tile, step % Q_STAGES, HEAD_DIM, layout)
+    elif not SMALL and not FIRST:
+        # dp takes the registers of dq.
+        dq = wait_sums(dq, S_PIECES)
+        _hand_over(dq, dq_tiles[CONSUMER], CONSUMER)
+    # dpᵀ = v doutᵀ
+    mbarrier.wait(do_full.index(slot), step // DO_STAGES & 1)
+    if SMALL:
+        dp = left_scores(values, do_tile, slot, HEAD_DIM_V, layout)
+    else:
+        dp = product_scores(v_tile, CONSUMER + fresh, do_tile, slot, HEAD_DIM_V, layout)
+
     # pᵀ = exp(sᵀ - lse)
-    lse2 = read_row(lse2_row, slot, layout)
+    if AHEAD:
+        now = s[0]
+    else:
+        now = warpgroup_mma_wait(DP_PIECES, deps=(now,))
+    lse2 = read_row(lse2_row, step % Q_STAGES, layout)
     rows = start + gl.arange(0, BLOCK_Q, gl.SliceLayout(0, layout))
     if not FUSED:
         end = None
-    s, dcap = visible_scores(
-        s, rows[None, :], key[:, None], end, rule, window_left, window_right, MASKED
+    now, dcap = visible_scores(
+        now, rows[None, :], key[:, None], end, rule, window_left, window_right, MASKED
     )
-    p = gl.exp2(s * rule.exp2_scale - lse2[None, :])
+    p = gl.exp2(now * rule.exp2_scale - lse2[None, :])
+    p_left = gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, layout, 2), assert_trivial=True)
+    if FUSED and SMALL and not FIRST:
+        dq = wait_sums(dq, S_PIECES + DP_PIECES)
+        _hand_over(dq, dq_tiles[CONSUMER], CONSUMER)
     # dv += pᵀ dout
-    left = gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, layout, 2), assert_trivial=True)
-    dv = add_product(dv, left, do_tile, slot)
+    dv = add_product(dv, p_left, do_tile, slot)
+
     # dsᵀ = pᵀ ∘ (dpᵀ - delta) ∘ dcapᵀ
     p = p * dcap
-    dp = warpgroup_mma_wait(num_pieces(HEAD_DIM_V), deps=(dp,))
+    if FIRST:
+        dp = warpgroup_mma_wait(DP_PIECES, deps=(dp,))
+    else:
+        if AHEAD and not SMALL:
+            dk, dp = wait_product(dk, dp, DP_PIECES)
+        else:
+            dk, dp, left = wait_products(dk, dp, left, DP_PIECES)
+        arrive(Q_READ + previous, READERS)
     delta = read_row(delta_row, slot, layout)
     ds = pack(p * (dp - delta[None, :]), dtype)
-    # What follows keeps ptxas from moving the last wait up: a barrier, or a branch.
+    if AHEAD:
+        # s of the next tile
+        following = gl.minimum(step + 1, last)
+        slot_q = following % Q_STAGES
+        mbarrier.wait(q_full.index(slot_q), following // Q_STAGES & 1)
+        if SMALL:
+            s = (left_scores(keys, q_tile, slot_q, HEAD_DIM, layout),)
+        else:
+            s = (product_scores(k_tile, CONSUMER + fresh, q_tile, slot_q, HEAD_DIM, layout),)
+    # What follows keeps ptxas from moving the last waits up: a barrier, or a branch.
     if FUSED:
         place = ds_buffer.index(step % 2 * 2 + CONSUMER)
-        values = unpack(ds, dtype, layout, "store")
-        place.store(gl.convert_layout(values, layout, assert_trivial=True))
+        written = unpack(ds, dtype, layout, "store")
+        place.store(gl.convert_layout(written, layout, assert_trivial=True))
         fence_async_shared()
         wait_for_all(DS_WRITTEN, 256)
     else:
-        mbarrier.wait(do_full.index(slot), step // NUM_STAGES & 1)
-    dv, left = wait_product(dv, left)
+        mbarrier.wait(do_full.index(slot), step // DO_STAGES & 1)
+    dv, p_left = wait_product(dv, p_left, S_PIECES if AHEAD else 0)
     arrive(DO_READ + slot, READERS)
-    return dv, ds
+    s = wait_sums(s, 0)
+    return s, dk, dv, ds
+
+
+@gluon.jit
+def _hand_over(dq, dq_tiles, CONSUMER: gl.constexpr):
+    """Write this consumer's part of a tile's dq, if it has one, for the warp that adds it."""
+    if len(dq) > 0:
+        wait_for_all(DQ_FREE + CONSUMER, ADDERS)
+        write_dq(dq_tiles, dq)
+        fence_async_shared()
+        arrive(DQ_WRITTEN + CONSUMER, ADDERS)
 
 
 def prepare_dkdv(call: KernelCall) -> Prepared:
@@ -482,6 +627,8 @@ def prepare_dkdv(call: KernelCall) -> Prepared:
         | map_arguments("dv", 7, dv, 64)
         | {"lse2": row_map(4, lse2, config.block_q), "delta": row_map(5, delta, config.block_q)}
     )
+    if dq_sum is not None:
+        maps["dq_sum"] = map_sums(8, dq_sum)
     ragged = dq_sum is not None and spec.seq_kv % config.block_kv != 0
     members = spec.group_size if dk_sum is None else 1
     steps = steps_of_keys(spec, config.block_q, config.block_kv)

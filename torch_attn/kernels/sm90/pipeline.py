@@ -170,6 +170,26 @@ def product_scores(a, a_slot, b, b_slot, SIZE: gl.constexpr, LAYOUT: gl.constexp
 
 
 @gluon.jit
+def load_left(tile, slot, SIZE: gl.constexpr, LAYOUT: gl.constexpr):
+    """Load a tile to registers, as the left operand of products whose sums have a layout."""
+    left = ()
+    for i in gl.static_range(num_pieces(SIZE)):
+        left = left + (piece(tile[i], slot).load(gl.DotOperandLayout(0, LAYOUT, 2)),)
+    return left
+
+
+@gluon.jit
+def left_scores(a, b, b_slot, SIZE: gl.constexpr, LAYOUT: gl.constexpr):
+    """Start to compute a · bᵀ over SIZE columns. a is what `load_left` returns."""
+    COLUMNS: gl.constexpr = b[0].shape[3]
+    s = gl.zeros([64, COLUMNS], gl.float32, LAYOUT)
+    for i in gl.static_range(num_pieces(SIZE)):
+        right = piece(b[i], b_slot).permute((1, 0))
+        s = warpgroup_mma(a[i], right, s, use_acc=i > 0, is_async=True)
+    return s
+
+
+@gluon.jit
 def zeros(ROWS: gl.constexpr, SIZE: gl.constexpr):
     """Return a sum of products, ROWS by SIZE, piece by piece."""
     acc = ()

@@ -1,5 +1,7 @@
 """Gradients' float32 sums: their order in memory, what adds to them, and what reads them."""
 
+import math
+
 import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -7,7 +9,13 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
 
 from torch_attn.kernels.portable.tiles import ROW_PADDING
 from torch_attn.kernels.sm80.pipeline import copy_layout
-from torch_attn.kernels.sm90.pipeline import column_pieces, piece, product_layout
+from torch_attn.kernels.sm90.pipeline import column_pieces, piece, product_layout, reinterpret
+from torch_attn.kernels.sm90.reduction import add_box
+from torch_attn.launch import Layout
+from torch_attn.tensor_maps import TensorMap
+
+# A box of sums, as one TMA instruction adds it, is 64 rows of 16 columns.
+BOX = gl.constexpr((4, 256))
 
 
 @triton.constexpr_function
@@ -69,22 +77,25 @@ def _nth(values, index):
 
 
 @gluon.jit
-def start_dq(ds_buffer, step, k_tile, CONSUMER: gl.constexpr, HEAD_DIM: gl.constexpr):
-    """Start to compute this consumer's part of ds·k, two products a block."""
+def start_dq(ds_buffer, step, k_tile, first, CONSUMER: gl.constexpr, HEAD_DIM: gl.constexpr):
+    """Start to compute this consumer's part of ds·k, two products a block.
+
+    k_tile: the keys are its tiles `first` and the next.
+    """
     BLOCKS: gl.constexpr = consumer_blocks(HEAD_DIM, CONSUMER)
     dq = ()
     for i in gl.static_range(len(BLOCKS)):
-        dq = dq + (_start_block(ds_buffer, step, k_tile, _nth(BLOCKS, i), HEAD_DIM),)
+        dq = dq + (_start_block(ds_buffer, step, k_tile, first, _nth(BLOCKS, i), HEAD_DIM),)
     return dq
 
 
 @gluon.jit
-def _start_block(ds_buffer, step, k_tile, BLOCK: gl.constexpr, HEAD_DIM: gl.constexpr):
+def _start_block(ds_buffer, step, k_tile, first, BLOCK: gl.constexpr, HEAD_DIM: gl.constexpr):
     WIDTH: gl.constexpr = block_width(HEAD_DIM, BLOCK)
     dq = gl.zeros([64, WIDTH], gl.float32, product_layout(WIDTH))
     for half in gl.static_range(2):
         left = ds_buffer.index(step % 2 * 2 + half).permute((1, 0))
-        right = piece(k_tile[block_piece(HEAD_DIM, BLOCK)], half)
+        right = piece(k_tile[block_piece(HEAD_DIM, BLOCK)], first + half)
         if right.shape[1] != WIDTH:
             right = right.slice(block_offset(HEAD_DIM, BLOCK), WIDTH, 1)
         dq = warpgroup_mma(left, right, dq, use_acc=half > 0, is_async=True)
@@ -92,23 +103,74 @@ def _start_block(ds_buffer, step, k_tile, BLOCK: gl.constexpr, HEAD_DIM: gl.cons
 
 
 @gluon.jit
-def add_dq(dq_sum_ptr, dq, row, CONSUMER: gl.constexpr, HEAD_DIM: gl.constexpr):
-    """Add this consumer's part of a tile's dq, from `row` on, to the float32 sums.
+def allocate_dq(CONSUMER: gl.constexpr, HEAD_DIM: gl.constexpr):
+    """Allocate shared memory for this consumer's part of a tile's dq, boxes of each block."""
+    BLOCKS: gl.constexpr = consumer_blocks(HEAD_DIM, CONSUMER)
+    tiles = ()
+    for i in gl.static_range(len(BLOCKS)):
+        tiles = tiles + (_allocate_boxes(block_width(HEAD_DIM, _nth(BLOCKS, i)) // 16),)
+    return tiles
 
-    The sums of 64 rows are consecutive, block by block, each in the order in which registers hold
-    it: four values of a thread, then the threads.
+
+@gluon.jit
+def _allocate_boxes(COUNT: gl.constexpr):
+    return gl.allocate_shared_memory(gl.float32, [COUNT, BOX[0], BOX[1]], box_of_sums_layout())
+
+
+@triton.constexpr_function
+def box_of_sums_layout():
+    """Return the layout of a box of sums in shared memory."""
+    return gl.NVMMASharedLayout(0, 32, 2)
+
+
+@gluon.jit
+def write_dq(dq_tiles, dq):
+    """Write this consumer's part of a tile's dq to shared memory.
+
+    The order is that of the sums in global memory. There 64 rows are consecutive, block by block,
+    each in the order in which registers hold it: four values of a thread, then the threads.
+    """
+    flat_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    for i in gl.static_range(len(dq)):
+        flat = _order_as_registers(dq[i])
+        reinterpret(dq_tiles[i], gl.float32, [flat.shape[0]], flat_layout).store(flat)
+
+
+@gluon.jit
+def add_dq(dq_sum, dq_tiles, tile, CONSUMER: gl.constexpr, HEAD_DIM: gl.constexpr):
+    """Start to add what a consumer wrote to the sums of a tile of 64 rows.
+
+    Tiles are counted over all heads.
     """
     BLOCKS: gl.constexpr = consumer_blocks(HEAD_DIM, CONSUMER)
-    base = dq_sum_ptr + row * sum_columns(HEAD_DIM)
+    first = tile * (64 * sum_columns(HEAD_DIM) // BOX[1])
     for i in gl.static_range(len(BLOCKS)):
-        flat = _order_as_registers(dq[i])
-        place = base + 64 * block_start(HEAD_DIM, _nth(BLOCKS, i))
-        gl.atomic_add(place + gl.arange(0, flat.shape[0], flat.type.layout), flat, sem="relaxed")
+        boxes_before = block_start(HEAD_DIM, _nth(BLOCKS, i)) // 16
+        _add_boxes(dq_sum, dq_tiles[i], first + boxes_before * BOX[0])
+
+
+@gluon.jit
+def _add_boxes(dq_sum, boxes, first):
+    COUNT: gl.constexpr = boxes.shape[0]
+    for i in gl.static_range(COUNT):
+        add_box(dq_sum, [first + i * BOX[0], 0], boxes.index(i))
+
+
+def map_sums(operand: int, layout: Layout) -> TensorMap:
+    """Return the descriptor of float32 sums as rows of boxes, in the order that memory has."""
+    columns = BOX.value[1]
+    fields = {
+        "shape": [math.prod(layout.shape) // columns, columns],
+        "strides": [columns, 1],
+        "block_shape": list(BOX.value),
+        "layout": box_of_sums_layout(),
+    }
+    return TensorMap(operand, fields)
 
 
 @gluon.jit
 def add_rows(sum_ptr, x, row, SIZE: gl.constexpr):
-    """Add 64 rows of column pieces, from `row` on, to float32 sums in the order of `add_dq`."""
+    """Add 64 rows of column pieces, from `row` on, to float32 sums in the order of `write_dq`."""
     base = sum_ptr + row * sum_columns(SIZE)
     for i in gl.static_range(len(x)):
         flat = _order_as_registers(x[i])
@@ -175,7 +237,7 @@ def _store_block(
 
 @gluon.jit
 def _load_block(base, WIDTH: gl.constexpr):
-    """Load a block that `add_dq` stores."""
+    """Load a block in the order of `write_dq`."""
     like = _order_as_registers(gl.zeros([64, WIDTH], gl.float32, product_layout(WIDTH)))
     flat = gl.load(base + gl.arange(0, 64 * WIDTH, like.type.layout))
     parts = gl.permute(gl.reshape(flat, [WIDTH // 8, 4, 8, 4, 2, 2]), [1, 4, 2, 0, 3, 5])
