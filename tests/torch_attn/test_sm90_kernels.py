@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 import torch
 
-from interop.parity.cases import FlashCase, paged_cases
+from interop.parity.cases import BlockSparseCase, FlashCase, paged_cases
 from interop.parity.check import agreements
 from interop.parity.inputs import make_inputs
 from interop.parity.oracle import evaluate, expectations, parts_of
@@ -18,10 +18,11 @@ from tests.torch_attn.gluon_interpreter import (
     Mode,
     interpreted,
 )
+from torch_attn import BlockMask
 from torch_attn.kernels.sm90.flash_bwd import flash_bwd
 from torch_attn.kernels.sm90.flash_fwd import flash_fwd
 from torch_attn.kernels.sm90.paged_attention import paged_attention
-from twin_attention.contract.operands import FlashOperands, PagedOperands
+from twin_attention.contract.operands import BlockSparseOperands, FlashOperands, PagedOperands
 from twin_attention.targets import config
 from twin_attention.targets.conditions import CONDITIONS
 from twin_attention.targets.family import FAMILIES, Backend
@@ -119,6 +120,21 @@ def test_forward(case, mode):
     (expected,) = expectations(inputs, parts_of(spec))
     with interpreted(mode) as launched:
         results = flash_fwd(FlashOperands(**inputs), spec, Backend(GLUON, "sm90"))
+    assert launched == ["flash_fwd"]
+    check_forward(results, expected)
+
+
+@pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
+def test_forward_with_a_block_mask(mode):
+    case = BlockSparseCase(
+        "block mask", 2, 400, 520, 2, 1, 96, causal=True, tile_q=128, tile_kv=128, own_masks="all"
+    )
+    inputs, spec = make_inputs(replace(case, gradients=False), "cpu"), case.spec
+    (expected,) = expectations(inputs, parts_of(spec))
+    lists = BlockMask.of(inputs.pop("block_mask"))._asdict()
+    operands = BlockSparseOperands(**inputs, **lists)
+    with interpreted(mode) as launched:
+        results = flash_fwd(operands, spec, Backend(GLUON, "sm90"))
     assert launched == ["flash_fwd"]
     check_forward(results, expected)
 
