@@ -6,29 +6,26 @@ from dataclasses import replace
 from unittest import mock
 
 import pytest
-import torch
 
 from interop.parity.cases import BlockSparseCase, FlashCase, paged_cases
-from interop.parity.check import agreements
 from interop.parity.inputs import make_inputs
-from interop.parity.oracle import evaluate, expectations, parts_of
-from tests.torch_attn.gluon_interpreter import (
-    READS_FIRST,
-    WRITES_FIRST,
-    Mode,
-    interpreted,
+from interop.parity.oracle import expectations, parts_of
+from tests.torch_attn.explicit_kernels import (
+    MODES,
+    check_backward,
+    check_forward,
+    check_results,
+    gluon_backend,
 )
+from tests.torch_attn.gluon_interpreter import interpreted
 from torch_attn import BlockMask
-from torch_attn.kernels.sm90.flash_bwd import flash_bwd
 from torch_attn.kernels.sm90.flash_fwd import flash_fwd
 from torch_attn.kernels.sm90.paged_attention import paged_attention
-from twin_attention.contract.operands import BlockSparseOperands, FlashOperands, PagedOperands
+from twin_attention.contract.operands import BlockSparseOperands, PagedOperands
 from twin_attention.targets import config
 from twin_attention.targets.conditions import CONDITIONS
-from twin_attention.targets.family import FAMILIES, Backend
 
-(GLUON,) = (x for x in FAMILIES["torch_attn"] if x.name == "gluon" and x.folder == "sm90")
-MODES = {"writes first": WRITES_FIRST, "reads first": READS_FIRST, "random": Mode()}
+BACKEND = gluon_backend("sm90")
 SUMMED = ["flash_bwd_preprocess", "flash_bwd_fused", "flash_bwd_postprocess"]
 
 
@@ -39,23 +36,6 @@ def _sums_of_few_keys():
         config._shipped.cache_clear()
         yield
     config._shipped.cache_clear()
-
-
-def check_backward(case: FlashCase, mode: Mode, programs: int = 3, replaced=None) -> list[str]:
-    """Hold the gradients of a case to the contract; returns the names of the kernels."""
-    inputs, spec = make_inputs(case, "cpu"), case.spec
-    spec = replace(spec, deterministic=case.deterministic)
-    (expected,) = expectations(inputs, parts_of(spec))
-    exact = evaluate(inputs, spec, torch.float32)
-    out, lse = exact["out"].to(inputs["q"].dtype), exact["lse"]
-    dout, dlse = inputs.pop("dout"), inputs.pop("dlse")
-    with interpreted(mode, programs, replaced) as launched:
-        operands = FlashOperands(**inputs)
-        gradients = flash_bwd(dout, dlse, operands, out, lse, spec, Backend(GLUON, "sm90"))
-    got = {f"d{name}": getattr(gradients, name) for name in ("q", "k", "v")}
-    for name, agreement in agreements(got, expected).items():
-        assert agreement.ok, (name, agreement)
-    return launched
 
 
 CASES = [
@@ -79,27 +59,20 @@ SHARED = [
 @pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_backward_that_sums_dq(case, mode):
-    assert check_backward(case, mode) == SUMMED
+    assert check_backward(case, mode, BACKEND) == SUMMED
 
 
 @pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
 @pytest.mark.parametrize("case", SHARED, ids=lambda case: case.name)
 def test_backward_that_sums_all(case, mode):
-    assert check_backward(case, mode) == SUMMED + 2 * SUMMED[-1:]
+    assert check_backward(case, mode, BACKEND) == SUMMED + 2 * SUMMED[-1:]
 
 
 @pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_deterministic_backward(case, mode):
     case = replace(case, deterministic=True)
-    assert check_backward(case, mode) == ["flash_bwd_dq", "flash_bwd_dkdv"]
-
-
-def check_forward(results, expected) -> None:
-    """Hold out and lse to the contract."""
-    got = dict(zip(("out", "lse"), results, strict=True))
-    for name, agreement in agreements(got, expected).items():
-        assert agreement.ok, (name, agreement)
+    assert check_backward(case, mode, BACKEND) == ["flash_bwd_dq", "flash_bwd_dkdv"]
 
 
 FORWARD = [
@@ -116,12 +89,7 @@ FORWARD = [
 @pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
 @pytest.mark.parametrize("case", FORWARD, ids=lambda case: case.name)
 def test_forward(case, mode):
-    inputs, spec = make_inputs(replace(case, gradients=False), "cpu"), case.spec
-    (expected,) = expectations(inputs, parts_of(spec))
-    with interpreted(mode) as launched:
-        results = flash_fwd(FlashOperands(**inputs), spec, Backend(GLUON, "sm90"))
-    assert launched == ["flash_fwd"]
-    check_forward(results, expected)
+    assert check_forward(case, mode, BACKEND) == ["flash_fwd"]
 
 
 @pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
@@ -134,9 +102,9 @@ def test_forward_with_a_block_mask(mode):
     lists = BlockMask.of(inputs.pop("block_mask"))._asdict()
     operands = BlockSparseOperands(**inputs, **lists)
     with interpreted(mode) as launched:
-        results = flash_fwd(operands, spec, Backend(GLUON, "sm90"))
+        results = flash_fwd(operands, spec, BACKEND)
     assert launched == ["flash_fwd"]
-    check_forward(results, expected)
+    check_results(dict(zip(("out", "lse"), results, strict=True)), expected)
 
 
 @pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
@@ -145,6 +113,6 @@ def test_paged_attention(mode):
     inputs, spec = make_inputs(case, "cpu"), case.spec
     (expected,) = expectations(inputs, parts_of(spec))
     with interpreted(mode) as launched:
-        results = paged_attention(PagedOperands(**inputs), spec, Backend(GLUON, "sm90"))
+        results = paged_attention(PagedOperands(**inputs), spec, BACKEND)
     assert launched == ["paged_attention"]
-    check_forward(results, expected)
+    check_results(dict(zip(("out", "lse"), results, strict=True)), expected)

@@ -1,0 +1,63 @@
+"""Checks of explicit Gluon kernels, interpreted on a CPU in several orders of events."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from interop.parity.cases import FlashCase, VarlenCase
+from interop.parity.check import agreements
+from interop.parity.inputs import make_inputs
+from interop.parity.oracle import Expectation, evaluate, expectations, parts_of
+from tests.torch_attn.gluon_interpreter import READS_FIRST, WRITES_FIRST, Mode, interpreted
+from twin_attention.contract.operands import FlashOperands, VarlenOperands
+from twin_attention.targets.family import FAMILIES, Backend
+
+MODES = {"writes first": WRITES_FIRST, "reads first": READS_FIRST, "random": Mode()}
+
+
+def gluon_backend(target: str) -> Backend:
+    """Return the family of explicit Gluon kernels for a target."""
+    (family,) = (x for x in FAMILIES["torch_attn"] if (x.name, x.folder) == ("gluon", target))
+    return Backend(family, target)
+
+
+def check_results(results: dict[str, torch.Tensor], expected: Expectation) -> None:
+    """Hold results to the contract."""
+    for name, agreement in agreements(results, expected).items():
+        assert agreement.ok, (name, agreement)
+
+
+def check_forward(
+    case: FlashCase | VarlenCase, mode: Mode, backend: Backend, replaced: Any = None
+) -> list[str]:
+    """Hold out and lse of a case to the contract; returns the names of the kernels."""
+    inputs, spec = make_inputs(case, "cpu"), case.spec
+    (expected,) = expectations(inputs, parts_of(spec))
+    del inputs["dout"], inputs["dlse"]
+    with interpreted(mode, replace=replaced) as launched:
+        results = backend.family.function("flash_fwd")(_operands(case)(**inputs), spec, backend)
+    check_results(dict(zip(("out", "lse"), results, strict=True)), expected)
+    return launched
+
+
+def check_backward(
+    case: FlashCase | VarlenCase, mode: Mode, backend: Backend, replaced: Any = None
+) -> list[str]:
+    """Hold the gradients of a case to the contract; returns the names of the kernels."""
+    inputs, spec = make_inputs(case, "cpu"), case.spec
+    (expected,) = expectations(inputs, parts_of(spec))
+    exact = evaluate(inputs, spec, torch.float32)
+    out, lse = exact["out"].to(inputs["q"].dtype), exact["lse"]
+    dout, dlse = inputs.pop("dout"), inputs.pop("dlse")
+    flash_bwd = backend.family.function("flash_bwd")
+    with interpreted(mode, replace=replaced) as launched:
+        gradients = flash_bwd(dout, dlse, _operands(case)(**inputs), out, lse, spec, backend)
+    named = gradients._asdict().items()
+    check_results({f"d{name}": x for name, x in named if x is not None}, expected)
+    return launched
+
+
+def _operands(case: FlashCase | VarlenCase) -> Any:
+    return VarlenOperands if isinstance(case, VarlenCase) else FlashOperands
