@@ -4,6 +4,7 @@ import pytest
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -22,6 +23,7 @@ from tests.torch_attn.gluon_interpreter import (
     edited,
     interpret,
 )
+from torch_attn.kernels.sm80 import pipeline as sm80
 from torch_attn.kernels.sm90.pipeline import (
     allocate_barriers,
     arrive,
@@ -148,6 +150,52 @@ RACES = {
 def test_races_make_wrong_results(mode, function, old, new):
     got, want = squares(mode, {function: edited(function, old, new)})
     assert not torch.allclose(got, want)
+
+
+@gluon.jit
+def square_kernel(x_ptr, out_ptr):
+    """Compute x · xᵀ of one tile with the instructions of SM80."""
+    layout: gl.constexpr = sm80.product_layout(4)
+    tile = gl.allocate_shared_memory(gl.bfloat16, [64, 64], sm80.shared_layout(64))
+    rows = gl.arange(0, 64, gl.SliceLayout(1, layout))[:, None]
+    places = rows * 64 + gl.arange(0, 64, gl.SliceLayout(0, layout))[None, :]
+    sm80.copy_async(tile, x_ptr + places)
+    sm80.commit()
+    sm80.wait(0)
+    a = tile.load(gl.DotOperandLayout(0, layout, 2))
+    b = tile.permute((1, 0)).load(gl.DotOperandLayout(1, layout, 2))
+    gl.store(out_ptr + places, mma_v2(a, b, gl.zeros([64, 64], gl.float32, layout)))
+
+
+def square(mode, old="", new=""):
+    """Run the kernel with another text; returns its result and the right one."""
+    x = torch.randn(64, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    out = torch.zeros(64, 64)
+    replace = {square_kernel: edited(square_kernel, old, new)} if old else None
+    interpret(square_kernel, (1,), mode, replace=replace, x_ptr=x, out_ptr=out)
+    return out, x.float() @ x.float().mT
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_kernel_of_sm80_that_is_right(mode):
+    got, want = square(mode)
+    torch.testing.assert_close(got, want)
+
+
+ERRORS_OF_SM80 = {
+    "no group of a copy": ("sm80.commit()", "pass", "not awaited its copies"),
+    "no wait for a group": ("sm80.wait(0)", "pass", "not awaited its groups"),
+    "a pending count": ("sm80.wait(0)", "sm80.wait(1)", "not awaited its groups"),
+    "a shape": ("(tile, x", "(tile.slice(0, 32), x", "into"),
+    "a layout": ("gl.DotOperandLayout(0,", "gl.DotOperandLayout(1,", "operand 0"),
+}
+
+
+@pytest.mark.parametrize("mode", MODES[:2])
+@pytest.mark.parametrize(("old", "new", "message"), ERRORS_OF_SM80.values(), ids=ERRORS_OF_SM80)
+def test_errors_of_sm80(old, new, message, mode):
+    with pytest.raises(InterpreterError, match=message):
+        square(mode, old, new)
 
 
 def test_what_is_unknown_is_named():

@@ -1,4 +1,4 @@
-"""Run the explicit Gluon kernels of SM90 on a CPU: their own source, in plain Python.
+"""Run the explicit Gluon kernels on a CPU: their own source, in plain Python.
 
 Gluon has no interpreter. Here a kernel's functions are rebuilt over globals in which the language's
 functions are those of `language`, which compute on torch tensors. Layouts are carried as far as
@@ -6,13 +6,14 @@ the source reads them; swizzles and registers do not exist.
 
 What is kept is the order of things. Partitions run in turn, never at the same time, and give way
 at each instruction that another one could notice. What the hardware does by itself happens at a
-time that a `Mode` chooses: TMA loads write shared memory, products and TMA stores read it. A kernel
-is right if it is right in all of them. Errors are raised for:
+time that a `Mode` chooses: TMA loads and cp.async write shared memory, wgmma and TMA stores read
+it. A kernel is right if it is right in all of them. The warps of a partition run in lockstep, so
+that a barrier which is missing between them is not found. Errors are raised for:
 
 - a product that is used before a wait has retired it, so a pending count that is too high;
 - shared memory written by a partition and read by a product or by TMA without a fence between;
 - a barrier that more threads arrive at than it has, or with other counts, or twice in a phase;
-- stores and products that nobody waits for;
+- stores, products and copies that nobody waits for;
 - partitions that all wait: a deadlock, with what each waits for.
 
 Missing waits show in the results: shared memory is NaN at first, and stale later.
@@ -142,7 +143,10 @@ def interpreted(
         warps = options.get("num_warps", config.num_warps)
         interpret(kernel, grid, mode, warps, replace, **arguments)
 
-    with mock.patch.object(launch, "_launch", run), mock.patch.dict(NUM_SMS, sm90=programs):
+    with (
+        mock.patch.object(launch, "_launch", run),
+        mock.patch.dict(NUM_SMS, sm80=programs, sm90=programs),
+    ):
         yield launched
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import triton.language as tl
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia import hopper
+from triton.experimental.gluon.language.nvidia import ampere, hopper
 
 from tests.torch_attn.gluon_interpreter.program import Barrier, InterpreterError, now, pause
 from tests.torch_attn.gluon_interpreter.values import (
@@ -70,7 +70,8 @@ _fake("barrier", "thread_barrier")(lambda *_, **__: pause())
 _fake("num_warps")(lambda: now.partition.warps)
 _fake("program_id")(lambda axis: Int(now.program.index[axis]))
 _fake("num_programs")(lambda axis: Int(now.program.grid[axis]))
-_fake("reshape")(lambda x, shape: Tensor(x.values.reshape(tuple(shape))))
+_fake("reshape")(lambda x, shape: x.reshape(tuple(shape)))
+_fake("expand_dims")(lambda x, axis: Tensor(x.values.unsqueeze(axis)))
 _fake("permute")(lambda x, order: Tensor(x.values.permute(tuple(order))))
 _fake("join")(lambda a, b: Tensor(torch.stack((a.values, b.values), -1)))
 _fake("split")(lambda x: tuple(Tensor(part) for part in x.values.unbind(-1)))
@@ -106,15 +107,13 @@ def zeros(shape: Any, dtype: Any, layout: Any = None) -> Tensor:
 
 
 @_fake()
-def convert_layout(x: Tensor, layout: Any, assert_trivial: bool = False) -> Tensor:
-    return Tensor(x.values, layout)
+def convert_layout(x: Any, layout: Any, assert_trivial: bool = False) -> Any:
+    return x if isinstance(x, Pointer) else Tensor(x.values, layout)
 
 
 @_fake()
 def load(pointer: Pointer, mask: Any = None, other: Any = 0) -> Any:
-    offset, mask = pointer.select(mask)
-    found = pointer.memory[torch.where(mask, offset, 0)]
-    found = torch.where(mask, found, torch.as_tensor(other).to(found.dtype))
+    found = pointer.read(mask, other)
     return Tensor(found) if found.ndim else scalar(found.item())
 
 
@@ -197,7 +196,45 @@ def warp_specialize(parts: Any, worker_warps: Any, _worker_registers: Any = None
     program.run(list(zip(functions, warps, strict=True)))
 
 
-# TMA, mbarriers and products.
+# SM80: cp.async and mma.sync.
+
+
+@_fake("async_load", "async_copy_global_to_shared", of=(ampere.async_copy,))
+def _copy_async(result: Shared, pointer: Pointer, mask: Any = None) -> None:
+    if result.shape != pointer.shape:
+        raise InterpreterError(f"a copy of {pointer.shape} into {result.shape}")
+    own = now.partition.index + 1
+
+    def run() -> None:
+        result.values.copy_(pointer.read(mask, 0))
+        result.unfenced.fill_(own)
+
+    now.program.copy(run)
+
+
+_fake("commit_group", of=(ampere.async_copy,))(lambda: now.program.commit())
+
+
+@_fake(of=(ampere.async_copy,))
+def wait_group(num_outstanding: int = 0) -> None:
+    now.program.wait_group(num_outstanding)
+
+
+@_fake(of=(ampere,))
+def mma_v2(a: Tensor, b: Tensor, acc: Tensor) -> Tensor:
+    _check_product(a, b, acc)
+    for i, x in enumerate((a, b)):
+        if x.layout != gl.DotOperandLayout(i, acc.layout, 2):
+            raise InterpreterError(f"operand {i} of a product has the layout {x.layout}")
+    return Tensor(a.values.float() @ b.values.float() + acc.values, acc.layout)
+
+
+def _check_product(a: Any, b: Any, acc: Tensor) -> None:
+    if [a.shape[0], b.shape[1]] != acc.shape or a.shape[1] != b.shape[0]:
+        raise InterpreterError(f"a product of {a.shape} and {b.shape} into {acc.shape}")
+
+
+# SM90: TMA, mbarriers and wgmma.
 
 
 @_fake(of=(hopper,))
@@ -292,8 +329,7 @@ _fake("reinterpret", "_reinterpret", of=(gl.shared_memory_descriptor,))(Shared.r
 def warpgroup_mma(
     a: Any, b: Shared, acc: Tensor, *, use_acc: Any = True, is_async: bool = False, **_: Any
 ) -> Tensor:
-    if (a.shape[0], b.shape[1]) != tuple(acc.shape) or a.shape[1] != b.shape[0]:
-        raise InterpreterError(f"a product of {a.shape} and {b.shape} into {acc.shape}")
+    _check_product(a, b, acc)
     for x in (a, b):
         if isinstance(x, Shared):
             x.check_fence()

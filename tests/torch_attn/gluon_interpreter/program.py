@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable
+from itertools import chain
 from random import Random
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -19,7 +20,8 @@ class Mode(NamedTuple):
     """When happens what the hardware does by itself, and who goes first. None is at random.
 
     Attributes:
-        loads_early: loads write when they are issued, else when nothing but they can go on.
+        loads_early: loads and copies write when they are issued, else loads when nothing but they
+            can go on, and copies when they are awaited.
         reads_early: products and stores read when they are issued, else when they are awaited.
         last_first: of the partitions that can run the last one goes first, else the first one.
         seed: of what is at random.
@@ -116,6 +118,8 @@ class Partition:
         self.done = False
         self.products: deque[Work] = deque()
         self.stores: deque[Work] = deque()
+        self.copies: list[Work] = []  # of no group yet
+        self.groups: deque[list[Work]] = deque()
 
 
 class Program:
@@ -167,7 +171,7 @@ class Program:
         try:
             if self.error is None:
                 function()
-                for kind in ("products", "stores"):
+                for kind in ("products", "stores", "copies", "groups"):
                     if getattr(partition, kind):
                         raise InterpreterError(f"a partition ends and has not awaited its {kind}")
         except BaseException as error:
@@ -231,6 +235,9 @@ class Program:
             if mode.reads_early is None and random.random() < self.eagerness:
                 for work in [*x.products, *x.stores]:
                     work.finish()
+            if mode.loads_early is None and random.random() < self.eagerness:
+                for work in [*chain.from_iterable(x.groups), *x.copies]:
+                    work.finish()
             if mode.last_first is None and random.random() < RESTLESSNESS:
                 x.priority = random.random()
 
@@ -241,6 +248,28 @@ class Program:
             work.finish()
         else:
             self.loads.append(work)
+        self.pause()
+
+    def copy(self, run: Callable[[], None]) -> None:
+        """Start what writes shared memory by itself and ends when its group is awaited."""
+        work = Work(run)
+        now.partition.copies.append(work)
+        if self.mode.loads_early:
+            work.finish()
+        self.pause()
+
+    def commit(self) -> None:
+        """Make a group of a partition's copies since the last one."""
+        own = now.partition
+        own.groups.append(own.copies)
+        own.copies = []
+
+    def wait_group(self, pending: int) -> None:
+        """Wait until only so many of a partition's latest groups are in flight."""
+        groups = now.partition.groups
+        while len(groups) > pending:
+            for work in groups.popleft():
+                work.finish()
         self.pause()
 
     def issue(self, queue: deque[Work], run: Callable[[], None]) -> Work:

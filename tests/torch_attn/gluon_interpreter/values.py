@@ -108,6 +108,9 @@ class Tensor:
     def type(self) -> Any:
         return SimpleNamespace(layout=self.layout, shape=self.shape, element_ty=self.dtype)
 
+    def reshape(self, shape: tuple[int, ...]) -> Tensor:
+        return Tensor(self.values.reshape(shape))
+
     def __getitem__(self, index: Any) -> Tensor:
         return Tensor(self.values[index], None)
 
@@ -148,6 +151,19 @@ class Pointer:
 
     def __add__(self, offset: Any) -> Pointer:
         return Pointer(self.memory, self.offset + offset)
+
+    @property
+    def shape(self) -> list[int]:
+        return self.offset.shape
+
+    def reshape(self, shape: tuple[int, ...]) -> Pointer:
+        return Pointer(self.memory, self.offset.reshape(shape))
+
+    def read(self, mask: Any, other: Any) -> torch.Tensor:
+        """Return the elements, and `other` where the mask is False."""
+        offset, mask = self.select(mask)
+        found = self.memory[torch.where(mask, offset, 0)]
+        return torch.where(mask, found, torch.as_tensor(other).to(found.dtype))
 
     def select(self, mask: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the offsets and which of them are used, checked."""

@@ -1,0 +1,85 @@
+"""The explicit kernels of SM80, interpreted on a CPU in several orders of events."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from interop.parity.cases import FlashCase, VarlenCase
+from tests.torch_attn.explicit_kernels import (
+    MODES,
+    check_backward,
+    check_forward,
+    gluon_backend,
+)
+from tests.torch_attn.gluon_interpreter import READS_FIRST, WRITES_FIRST, edited
+from torch_attn.kernels.sm80.flash_bwd import flash_bwd_dkdv_kernel, flash_bwd_dq_kernel
+from torch_attn.kernels.sm80.flash_fwd import flash_fwd_kernel
+
+BACKEND = gluon_backend("sm80")
+SUMMED = ["flash_bwd_preprocess", "flash_bwd_fused", "flash_bwd_postprocess"]
+DETERMINISTIC = ["flash_bwd_preprocess", "flash_bwd_dq", "flash_bwd_dkdv"]
+LENGTHS = ((40, 150), (0, 30), (1, 1), (130, 70))
+
+CASES = [
+    FlashCase("full", 1, 128, 192, 1, 1),
+    FlashCase("causal", 1, 100, 200, 1, 1, 128, causal=True),
+    FlashCase("window", 1, 200, 200, 1, 1, window_size=(70, 20)),
+    FlashCase("softcap", 1, 70, 128, 1, 1, 128, softcap=2.0, dtype="float16"),
+    FlashCase("ragged", 2, 70, 130, 1, 1, 80, sinks=True),
+    FlashCase("unaligned rows", 1, 70, 130, 1, 1, 20),
+    FlashCase("narrow values", 1, 70, 140, 2, 2, 96, 64, causal=True),
+    FlashCase("wide values", 1, 70, 140, 1, 1, 64, 128),
+    FlashCase("large heads", 1, 70, 140, 1, 1, 192, causal=True),
+    FlashCase("largest heads", 1, 70, 140, 1, 1, 256, causal=True),
+    FlashCase("groups", 2, 70, 200, 4, 2, causal=True),
+    FlashCase("hidden rows", 1, 200, 100, 1, 1, causal=True),
+    VarlenCase("packed", LENGTHS, sinks=True),
+    VarlenCase("packed groups", LENGTHS[:3], (0, 5), 2, 1, 96, dtype="float16"),
+]
+
+
+@pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_forward(case, mode):
+    assert check_forward(case, mode, BACKEND) == ["flash_fwd"]
+
+
+@pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_backward_that_sums_dq(case, mode):
+    assert check_backward(case, mode, BACKEND) == SUMMED
+
+
+@pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_deterministic_backward(case, mode):
+    case = replace(case, deterministic=True)
+    assert check_backward(case, mode, BACKEND) == DETERMINISTIC
+
+
+SLOT = "slot = (step & 1) ^ 1"
+NEXT = "# Wait for the queries; fetch the next ones.\n            wait(0)"
+RACES = {
+    "no wait": (
+        READS_FIRST, check_forward, flash_fwd_kernel, f"{SLOT}\n                wait(0)", SLOT
+    ),
+    "a group pending": (READS_FIRST, check_backward, flash_bwd_dkdv_kernel, NEXT, "wait(1)"),
+    "a stage too early": (WRITES_FIRST, check_forward, flash_fwd_kernel, SLOT, "slot = step & 1"),
+    "a stage overwritten": (
+        WRITES_FIRST, check_backward, flash_bwd_dkdv_kernel, "do_tile, slot ^ 1", "do_tile, slot"
+    ),
+    "a copy of no group": (
+        READS_FIRST, check_backward, flash_bwd_dq_kernel,
+        "v_tile, 0, v_base, first, seq_kv, v_strides[1], HEAD_DIM_V, True, ASYNC)\n    commit()",
+        "v_tile, 0, v_base, first, seq_kv, v_strides[1], HEAD_DIM_V, True, ASYNC)",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("mode", "check", "kernel", "old", "new"), RACES.values(), ids=RACES)
+def test_races_make_wrong_results(mode, check, kernel, old, new):
+    case = FlashCase("race", 1, 128, 192, 1, 1, deterministic=True)
+    with pytest.raises(AssertionError, match="Agreement"):
+        check(case, mode, BACKEND, {kernel: edited(kernel, old, new)})
