@@ -153,7 +153,8 @@ def flash_bwd_dkdv_kernel(
     loads = ((k, k_1, k_2), (v, v_1, v_2), (q, q_1, q_2), (dout, dout_1, dout_2), lse2, delta)
     stores = ((dk, dk_1, dk_2), (dv, dv_1, dv_2))
     problem = (seq_q, seq_kv, diagonal, heads_q, num_items, together)
-    # Constants, and what may be None, stand in the calls: variables would make tensors of them.
+    # Constants, and what may be None, stand in the calls: variables, or a sum of two lists, would
+    # make tensors of them.
     if dq_sum is None:
         gl.warp_specialize(
             [
@@ -528,7 +529,7 @@ def _visit_queries(
     if not FIRST:
         if FUSED:
             dq = start_dq(ds_buffer, step - 1, k_tile, fresh, CONSUMER, HEAD_DIM)
-        if AHEAD and not SMALL:
+        if FUSED and not SMALL:
             dk = add_shared(dk, ds_buffer.index((step - 1) % 2 * 2 + CONSUMER), q_tile, previous)
         else:
             left = unpack(ds, dtype, layout, "loop")
@@ -573,7 +574,7 @@ def _visit_queries(
     if FIRST:
         dp = warpgroup_mma_wait(DP_PIECES, deps=(dp,))
     else:
-        if AHEAD and not SMALL:
+        if FUSED and not SMALL:
             dk, dp = wait_product(dk, dp, DP_PIECES)
         else:
             dk, dp, left = wait_products(dk, dp, left, DP_PIECES)
