@@ -153,6 +153,54 @@ def test_races_make_wrong_results(mode, function, old, new):
 
 
 @gluon.jit
+def hand_over_kernel(out):
+    """Store a tile of ones that a partition writes by another one, which has the fence."""
+    tile = gl.allocate_shared_memory(out.dtype, [64, 64], out.layout)
+    gl.warp_specialize([(_write, (tile,)), (_store, (out, tile))], [1], [24])
+
+
+@gluon.jit
+def _write(tile):
+    tile.store(gl.full([64, 64], 1, gl.float32, product_layout(64)))
+    arrive(READ, 160)
+
+
+@gluon.jit
+def _store(out, tile):
+    wait_for_all(READ, 160)
+    fence_async_shared()
+    store_box(out, [0, 0], tile)
+    tma.store_wait(0)
+
+
+def hand_over(mode, old="", new=""):
+    """Run the kernel with another text of `_store`; returns its result."""
+    out = torch.zeros(64, 64)
+    layout = gl.NVMMASharedLayout(128, 32, 2)
+    replace = {_store: edited(_store, old, new)} if old else None
+    result = TensorDescriptor(out, [64, 64], [64, 1], [64, 64], layout)
+    interpret(hand_over_kernel, (1,), mode, replace=replace, out=result)
+    return out
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_fence_of_who_has_met_the_writer(mode):
+    assert (hand_over(mode) == 1).all()
+
+
+MEET = """wait_for_all(READ, 160)
+    fence_async_shared()"""
+FENCE_FIRST = """fence_async_shared()
+    wait_for_all(READ, 160)"""
+
+
+@pytest.mark.parametrize("new", ["wait_for_all(READ, 160)", FENCE_FIRST], ids=["none", "early"])
+def test_no_fence_of_who_has_met_the_writer(new):
+    with pytest.raises(InterpreterError, match="without a fence"):
+        hand_over(WRITES_FIRST, MEET, new)
+
+
+@gluon.jit
 def square_kernel(x_ptr, out_ptr):
     """Compute x · xᵀ of one tile with the instructions of SM80."""
     layout: gl.constexpr = sm80.product_layout(4)

@@ -169,7 +169,9 @@ def _meet(index: int, threads: int, waits: bool) -> None:
     program = now.program
     barrier = program.named[index]
     phase = barrier.phase
-    barrier.arrive(now.partition, threads)
+    if met := barrier.arrive(now.partition, threads, waits):
+        for buffer in program.memory:
+            buffer.unfenced[buffer.unfenced & met[0] != 0] |= met[1]
     if waits:
         program.pause(lambda: barrier.phase > phase, barrier)
     else:
@@ -203,7 +205,7 @@ def warp_specialize(parts: Any, worker_warps: Any, _worker_registers: Any = None
 def _copy_async(result: Shared, pointer: Pointer, mask: Any = None) -> None:
     if result.shape != pointer.shape:
         raise InterpreterError(f"a copy of {pointer.shape} into {result.shape}")
-    own = now.partition.index + 1
+    own = now.partition.bit
 
     def run() -> None:
         result.values.copy_(pointer.read(mask, 0))
@@ -239,16 +241,16 @@ def _check_product(a: Any, b: Any, acc: Tensor) -> None:
 
 @_fake(of=(hopper,))
 def fence_async_shared(cluster: bool = False) -> None:
-    own = now.partition.index + 1
+    own = now.partition.bit
     for buffer in now.program.memory:
-        buffer.unfenced[buffer.unfenced == own] = 0
+        buffer.unfenced[buffer.unfenced & own != 0] = 0
     pause()
 
 
 @_fake("init", of=(hopper.mbarrier,))
 def _init(barrier: Shared, count: int) -> None:
     now.program.barriers[barrier.values.data_ptr()] = Barrier(count)
-    barrier.unfenced.fill_(now.partition.index + 1)
+    barrier.unfenced.fill_(now.partition.bit)
 
 
 @_fake("invalidate", of=(hopper.mbarrier,))

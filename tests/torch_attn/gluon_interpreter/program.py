@@ -70,19 +70,26 @@ class NamedBarrier:
     def __init__(self) -> None:
         self.phase = self.threads = 0
         self.arrived: dict[int, int] = {}
+        self.all = self.waiting = 0  # bits of partitions
 
-    def arrive(self, partition: Partition, threads: int) -> None:
+    def arrive(self, partition: Partition, threads: int, waits: bool) -> tuple[int, int] | None:
+        """Count a partition's threads; return who has arrived and who waits if it is complete."""
         if self.arrived and threads != self.threads:
             raise InterpreterError(f"a named barrier of {self.threads} and {threads} threads")
         if partition.index in self.arrived:
             raise InterpreterError(f"partition {partition.index} arrives twice in a phase")
         self.threads = threads
         self.arrived[partition.index] = 32 * partition.warps
+        self.all |= partition.bit
+        self.waiting |= partition.bit * waits
         total = sum(self.arrived.values())
         if total > threads:
             raise InterpreterError(f"{total} threads at a named barrier of {threads}")
-        if total == threads:
-            self.phase, self.arrived = self.phase + 1, {}
+        if total < threads:
+            return None
+        met = self.all, self.waiting
+        self.phase, self.arrived, self.all, self.waiting = self.phase + 1, {}, 0, 0
+        return met
 
     def __repr__(self) -> str:
         return f"phase {self.phase}, arrived {self.arrived} of {self.threads}"
@@ -112,6 +119,7 @@ class Partition:
 
     def __init__(self, index: int, warps: int, priority: float) -> None:
         self.index, self.warps, self.priority = index, warps, priority
+        self.bit = 1 << index
         self.go = threading.Semaphore(0)
         self.ready: Callable[[], bool] = lambda: True
         self.waits_for: Any = None

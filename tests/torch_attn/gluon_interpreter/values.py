@@ -200,8 +200,8 @@ class Descriptor:
 class Shared:
     """A buffer in shared memory, or a view of one.
 
-    `unfenced` has a number for each byte: that of the partition which has written it without a
-    fence, counted from 1, else 0.
+    `unfenced` has a set of bits for each byte: of the partitions of which one has yet to fence what
+    is written there, the writer and those that have met it since at a named barrier.
     """
 
     def __init__(self, values: torch.Tensor, unfenced: torch.Tensor) -> None:
@@ -246,7 +246,7 @@ class Shared:
             raise InterpreterError(f"{value.shape} {value.dtype} into {self.shape} {self.dtype}")
         pause()
         self.values.copy_(value.values)
-        self.unfenced.fill_(now.partition.index + 1)
+        self.unfenced.fill_(now.partition.bit)
 
     def check_fence(self) -> None:
         """Refuse to be read by a product or TMA while what is written is not fenced."""

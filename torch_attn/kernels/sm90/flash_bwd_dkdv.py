@@ -341,6 +341,7 @@ def _add_queries(
             for consumer in gl.static_range(2):
                 if len(dq_tiles[consumer]) > 0:
                     wait_for_all(DQ_WRITTEN + consumer, ADDERS)
+                    fence_async_shared()
                     add_dq(dq_sum, dq_tiles[consumer], tile, consumer, HEAD_DIM)
         turn += 1
         item = work_item(turn)
@@ -534,34 +535,41 @@ def _visit_queries(
         else:
             left = unpack(ds, dtype, layout, "loop")
             dk = add_product(dk, left, q_tile, previous)
-    if not AHEAD:
-        # sᵀ = scale · k qᵀ
-        mbarrier.wait(q_full.index(step % Q_STAGES), step // Q_STAGES & 1)
-        now = product_scores(k_tile, CONSUMER + fresh, q_tile, step % Q_STAGES, HEAD_DIM, layout)
-    elif not SMALL and not FIRST:
-        # dp takes the registers of dq.
-        dq = wait_sums(dq, S_PIECES)
-        _hand_over(dq, dq_tiles[CONSUMER], CONSUMER)
+    if AHEAD and not SMALL:
+        # Before dq is stored: a look at a barrier would wait until the stores are done.
+        mbarrier.wait(do_full.index(slot), step // DO_STAGES & 1)
+        exponents, dcap = _exponents(
+            s[0], lse2_row, start, key, end, step, rule, window_left, window_right, MASKED
+        )
+        if not FIRST:
+            # dp takes the registers of dq.
+            dq = wait_sums(dq, S_PIECES)
+            _hand_over(dq, dq_tiles[CONSUMER], CONSUMER)
+    else:
+        if not AHEAD:
+            # sᵀ = scale · k qᵀ
+            slot_q = step % Q_STAGES
+            mbarrier.wait(q_full.index(slot_q), step // Q_STAGES & 1)
+            now = product_scores(k_tile, CONSUMER + fresh, q_tile, slot_q, HEAD_DIM, layout)
+        mbarrier.wait(do_full.index(slot), step // DO_STAGES & 1)
     # dpᵀ = v doutᵀ
-    mbarrier.wait(do_full.index(slot), step // DO_STAGES & 1)
     if SMALL:
         dp = left_scores(values, do_tile, slot, HEAD_DIM_V, layout)
     else:
         dp = product_scores(v_tile, CONSUMER + fresh, do_tile, slot, HEAD_DIM_V, layout)
 
     # pᵀ = exp(sᵀ - lse)
-    if AHEAD:
-        now = s[0]
-    else:
-        now = warpgroup_mma_wait(DP_PIECES, deps=(now,))
-    lse2 = read_row(lse2_row, step % Q_STAGES, layout)
-    rows = start + gl.arange(0, BLOCK_Q, gl.SliceLayout(0, layout))
-    if not FUSED:
-        end = None
-    now, dcap = visible_scores(
-        now, rows[None, :], key[:, None], end, rule, window_left, window_right, MASKED
-    )
-    p = gl.exp2(now * rule.exp2_scale - lse2[None, :])
+    if SMALL or not AHEAD:
+        if AHEAD:
+            now = s[0]
+        else:
+            now = warpgroup_mma_wait(DP_PIECES, deps=(now,))
+        if not FUSED:
+            end = None
+        exponents, dcap = _exponents(
+            now, lse2_row, start, key, end, step, rule, window_left, window_right, MASKED
+        )
+    p = gl.exp2(exponents)
     p_left = gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, layout, 2), assert_trivial=True)
     if FUSED and SMALL and not FIRST:
         dq = wait_sums(dq, S_PIECES + DP_PIECES)
@@ -606,12 +614,28 @@ def _visit_queries(
 
 
 @gluon.jit
+def _exponents(
+    s, lse2_row, start, key, end, step, rule, window_left, window_right, MASKED: gl.constexpr
+):
+    """Return the exponents of pᵀ = 2^(sᵀ - lse2), and dcapᵀ."""
+    layout: gl.constexpr = s.type.layout
+    lse2 = read_row(lse2_row, step % lse2_row.shape[0], layout)
+    rows = start + gl.arange(0, s.shape[1], gl.SliceLayout(0, layout))
+    s, dcap = visible_scores(
+        s, rows[None, :], key[:, None], end, rule, window_left, window_right, MASKED
+    )
+    return s * rule.exp2_scale - lse2[None, :], dcap
+
+
+@gluon.jit
 def _hand_over(dq, dq_tiles, CONSUMER: gl.constexpr):
-    """Write this consumer's part of a tile's dq, if it has one, for the warp that adds it."""
+    """Write this consumer's part of a tile's dq, if it has one, for the warp that adds it.
+
+    That warp has the fence: here it would wait until the stores are done.
+    """
     if len(dq) > 0:
         wait_for_all(DQ_FREE + CONSUMER, ADDERS)
         write_dq(dq_tiles, dq)
-        fence_async_shared()
         arrive(DQ_WRITTEN + CONSUMER, ADDERS)
 
 
