@@ -168,14 +168,20 @@ def test_dq_has_a_kernel_of_its_own_where_that_is_faster():
     """Or the backward has to be deterministic. That kernel prepares the rows as well."""
     ordered = {"flash_bwd_dq", "flash_bwd_dkdv"}
     sums = {"flash_bwd_preprocess", "flash_bwd_fused", "flash_bwd_postprocess"}
-    backend = Backend(GLUON_SM90, "sm90")
-    for seq_kv, deterministic, kernels in (
-        (2048, False, sums), (2047, False, ordered), (2048, True, ordered)
+    mosaic = FAMILIES["pallas_attn"][1]
+    for each, head_dim, summed in (
+        (GLUON_SM90, 64, 1024), (GLUON_SM90, 128, 2048), (mosaic, 64, 2048), (mosaic, 128, 2048)
     ):  # fmt: skip
-        spec = replace(SPEC, seq_kv=seq_kv, deterministic=deterministic)
-        assert backend.configs(spec).keys() == {"flash_fwd", *kernels}
-        found = Backend(FAMILIES["pallas_attn"][1], "sm90").configs(spec).keys()
-        assert found == {"flash_fwd", *kernels} - {"flash_bwd_preprocess", "flash_bwd_postprocess"}
+        for seq_kv, deterministic, kernels in (
+            (summed, False, sums), (summed - 1, False, ordered), (summed, True, ordered)
+        ):  # fmt: skip
+            spec = replace(
+                SPEC, head_dim=head_dim, head_dim_v=head_dim, seq_kv=seq_kv,
+                deterministic=deterministic,
+            )  # fmt: skip
+            if each is mosaic:  # XLA's kernels stand around it
+                kernels = kernels - {"flash_bwd_preprocess", "flash_bwd_postprocess"}
+            assert Backend(each, "sm90").configs(spec).keys() == {"flash_fwd", *kernels}
 
 
 def test_a_triton_without_gluon_is_a_reason(monkeypatch):

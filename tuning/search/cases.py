@@ -36,7 +36,10 @@ def reader(kernel: str, spec: Spec) -> Spec:
 
 
 def _flash_cases(gradients: bool) -> Iterator[FlashCase]:
-    """Yield causal cases, in which tiles with a mask and tiles without one both count."""
+    """Yield causal cases, in which tiles with a mask and tiles without one both count, and full.
+
+    A row that a causal case reads as well is not timed on a full one, which comes after it.
+    """
     for dtype, batch in (("bfloat16", 4), ("float32", 1)):  # float32 takes ten times as long
         for head_dim in reversed(HEAD_DIMS):
             heads = 2048 // head_dim
@@ -46,6 +49,10 @@ def _flash_cases(gradients: bool) -> Iterator[FlashCase]:
                     head_dim, dtype=dtype, causal=True, softcap=softcap, gradients=gradients,
                 )  # fmt: skip
             if dtype == "bfloat16":
+                yield FlashCase(
+                    _name("full", dtype, head_dim, None), batch, 4096, 4096, heads, heads,
+                    head_dim, dtype=dtype, gradients=gradients,
+                )  # fmt: skip
                 yield FlashCase(
                     _name("segments", dtype, head_dim, None), batch, 4096, 4096, heads, heads,
                     head_dim, dtype=dtype, causal=True, segments="documents", gradients=gradients,

@@ -44,9 +44,10 @@ from twin_attention.targets.target import (
 
 FRAMEWORKS = {"torch": "torch_attn", "jax": "pallas_attn"}
 # Fields of the case that has the feature, beside those in `Problem.spec`. Without a causal mask or
-# a window a kernel has one of the causal one's two loops.
+# a window a kernel has one of the causal one's two loops, in some tables in other tiles.
 FLASH_FEATURES: dict[str, dict[str, Any]] = {
     "causal": {"causal": True},
+    "full": {},
     "all-options": {"window_size": (256, 128), "softcap": 30.0, "sinks": True},
     "odd-head-size": {"causal": True},
     "few-kv-heads": {"causal": True, "batch": 1},
@@ -97,7 +98,7 @@ _AOT = {
 # head sizes.
 _PORTABLE_FEATURES = {
     "packed": (64, 128), "segments": (64, 128), "tiles-of-128": HEAD_DIMS, "tiles-of-64": (64, 128),
-    "few-kv-heads": (),
+    "few-kv-heads": (), "full": (128,),
 }  # fmt: skip
 # Those of them that the explicit kernels of a target have.
 _EXPLICIT_FEATURES = {("packed", "sm80"), ("tiles-of-128", "sm90"), ("few-kv-heads", "sm90")}

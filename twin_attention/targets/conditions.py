@@ -33,9 +33,9 @@ def _has_block_mask(spec: Spec) -> bool:
     return isinstance(spec, BlockSparseSpec)
 
 
-def _has_many_keys(spec: Spec) -> bool:
-    """Return True for a flash attention of at least 2048 keys."""
-    return isinstance(spec, AttentionSpec) and spec.seq_kv >= 2048
+def _has_keys(count: int) -> Callable[[Spec], bool]:
+    """Return the condition of a flash attention of at least so many keys."""
+    return lambda spec: isinstance(spec, AttentionSpec) and spec.seq_kv >= count
 
 
 def _has_many_rows(spec: Spec) -> bool:
@@ -92,7 +92,8 @@ CONDITIONS: dict[str, Callable[[Spec], bool]] = {
     "window": _has_window,
     "segments": _has_segments,
     "block mask": _has_block_mask,
-    ">= 2048 keys": _has_many_keys,
+    ">= 1024 keys": _has_keys(1024),
+    ">= 2048 keys": _has_keys(2048),
     "> 32 rows": _has_many_rows,
     "<= 256 keys": _has_few_keys,
     "many programs": _has_many_programs,
