@@ -201,7 +201,8 @@ class Shared:
     """A buffer in shared memory, or a view of one.
 
     `unfenced` has a set of bits for each byte: of the partitions of which one has yet to fence what
-    is written there, the writer and those that have met it since at a named barrier.
+    is written there, which are its writers and those that have met them since at a named barrier.
+    What is written as it was is no change: several may clear the same rows.
     """
 
     def __init__(self, values: torch.Tensor, unfenced: torch.Tensor) -> None:
@@ -245,8 +246,11 @@ class Shared:
         if value.shape != self.shape or value.dtype != self.dtype:
             raise InterpreterError(f"{value.shape} {value.dtype} into {self.shape} {self.dtype}")
         pause()
+        is_same = (self.values == value.values).unsqueeze(-1)
         self.values.copy_(value.values)
-        self.unfenced.fill_(now.partition.bit)
+        own = now.partition.bit
+        shared = torch.where(self.unfenced > 0, self.unfenced | own, 0)
+        self.unfenced.copy_(torch.where(is_same, shared, own))
 
     def check_fence(self) -> None:
         """Refuse to be read by a product or TMA while what is written is not fenced."""
