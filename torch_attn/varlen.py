@@ -95,7 +95,7 @@ def flash_attention_varlen(
             order, which is faster where the kernels can. None: as
             ``torch.are_deterministic_algorithms_enabled()`` says.
         return_lse: return the log-sum-exp of the scores as well. It is differentiable.
-        implementation: "gluon" (explicit kernels for SM80), "triton"
+        implementation: "gluon" (explicit kernels for SM80, and the forward for SM90), "triton"
             (Triton kernels; on a CPU in Triton's interpreter), "reference" (plain torch in float32,
             O(Tq · Tkv) memory), or None: the fastest kernels for the problem on a CUDA device, the
             reference elsewhere.

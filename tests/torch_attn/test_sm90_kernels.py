@@ -6,8 +6,9 @@ from dataclasses import replace
 from unittest import mock
 
 import pytest
+import torch
 
-from interop.parity.cases import BlockSparseCase, FlashCase, paged_cases
+from interop.parity.cases import BlockSparseCase, FlashCase, VarlenCase, paged_cases
 from interop.parity.inputs import make_inputs
 from interop.parity.oracle import expectations, parts_of
 from tests.torch_attn.explicit_kernels import (
@@ -17,11 +18,11 @@ from tests.torch_attn.explicit_kernels import (
     check_results,
     gluon_backend,
 )
-from tests.torch_attn.gluon_interpreter import interpreted
+from tests.torch_attn.gluon_interpreter import WRITES_FIRST, interpreted
 from torch_attn import BlockMask
 from torch_attn.kernels.sm90.flash_fwd import flash_fwd
 from torch_attn.kernels.sm90.paged_attention import paged_attention
-from twin_attention.contract.operands import BlockSparseOperands, PagedOperands
+from twin_attention.contract.operands import BlockSparseOperands, PagedOperands, VarlenOperands
 from twin_attention.targets import config
 from twin_attention.targets.conditions import CONDITIONS
 
@@ -76,6 +77,8 @@ def test_deterministic_backward(case, mode):
     assert check_backward(case, mode, BACKEND) == ["flash_bwd_dq", "flash_bwd_dkdv"]
 
 
+# Queries and keys of packed sequences.
+LENGTHS = ((140, 150), (0, 30), (1, 1), (130, 300), (50, 0))
 FORWARD = [
     FlashCase("full", 1, 256, 256, 1, 1),
     FlashCase("causal", 1, 200, 300, 1, 1, 128, causal=True),
@@ -84,6 +87,13 @@ FORWARD = [
     FlashCase("sinks", 2, 100, 200, 2, 2, 80, sinks=True),
     FlashCase("narrow values", 1, 140, 270, 2, 1, 256, 64, causal=True),
     FlashCase("hidden rows", 1, 300, 150, 1, 1, causal=True),
+    VarlenCase("packed", LENGTHS, sinks=True, causal=False),
+    VarlenCase("packed, causal", LENGTHS, (20, 9), 4, 2),
+    VarlenCase("packed, large heads", LENGTHS, (20, 9), 2, 1, 128),
+    VarlenCase("packed, window", LENGTHS[:3], (0, 5), 2, 2, 96, 64, window_size=(70, 20)),
+    VarlenCase("packed, softcap", LENGTHS[1:], head_dim=256, softcap=2.0, dtype="float16"),
+    VarlenCase("padding alone", (), (70, 40)),
+    VarlenCase("most without queries", ((3, 2), (0, 9), (0, 0), (0, 1), (0, 0)), (0, 0), 1, 1),
 ]
 
 
@@ -91,6 +101,39 @@ FORWARD = [
 @pytest.mark.parametrize("case", FORWARD, ids=lambda case: case.name)
 def test_forward(case, mode):
     assert check_forward(case, mode, BACKEND) == ["flash_fwd"]
+
+
+@pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_packed_sequences_do_not_see_their_neighbours(head_dim, mode):
+    case = VarlenCase("", ((30, 40), (150, 170), (60, 60)), (10, 10), head_dim=head_dim)
+    inputs, spec = make_inputs(case, "cpu"), case.spec
+    del inputs["dout"], inputs["dlse"]
+
+    def attend(x):
+        with interpreted(mode):
+            return flash_fwd(VarlenOperands(**x), spec, BACKEND)
+
+    out, lse = attend(inputs)
+    spoilt = {name: x.clone() for name, x in inputs.items()}
+    for name, begin, end in (("q", 30, 180), ("k", 40, 210), ("v", 40, 210)):
+        spoilt[name][begin:end] = torch.nan
+    others = torch.cat((torch.arange(30), torch.arange(180, spec.seq_q)))
+    spoilt_out, spoilt_lse = attend(spoilt)
+    torch.testing.assert_close(spoilt_out[others], out[others], rtol=0, atol=0)
+    torch.testing.assert_close(spoilt_lse[:, others], lse[:, others], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("offsets", [(-9, 300, 100, 500), (400, 0, 7, 2**31 - 1), (0, 20, 20, -1)])
+def test_no_offsets_lead_outside_the_tensors(offsets):
+    case = VarlenCase("", ((100, 90), (1, 30), (70, 0)), (10, 10))
+    inputs = make_inputs(case, "cpu")
+    del inputs["dout"], inputs["dlse"]
+    inputs["cu_seqlens_q"] = torch.tensor(offsets, dtype=torch.int32)
+    inputs["cu_seqlens_kv"] = inputs["cu_seqlens_q"].flip(0)
+    with interpreted(WRITES_FIRST) as launched:
+        flash_fwd(VarlenOperands(**inputs), case.spec, BACKEND)
+    assert launched == ["flash_fwd"]
 
 
 @pytest.mark.parametrize("mode", MODES.values(), ids=MODES)

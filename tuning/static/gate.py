@@ -101,7 +101,9 @@ _PORTABLE_FEATURES = {
     "few-kv-heads": (), "full": (128,),
 }  # fmt: skip
 # Those of them that the explicit kernels of a target have.
-_EXPLICIT_FEATURES = {("packed", "sm80"), ("tiles-of-128", "sm90"), ("few-kv-heads", "sm90")}
+_EXPLICIT_FEATURES = {
+    ("packed", "sm80"), ("packed", "sm90"), ("tiles-of-128", "sm90"), ("few-kv-heads", "sm90"),
+}  # fmt: skip
 # The explicit kernels' head sizes: of each row the largest, and those that need two column pieces.
 _EXPLICIT_HEAD_DIMS = (16, 32, 64, 80, 96, 128, 192, 256)
 # Mosaic's, which take longer to compile: of each row the largest, and one of two pieces; those with

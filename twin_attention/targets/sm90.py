@@ -25,8 +25,8 @@ def supports(operation: str, spec: Spec, target: str | None) -> str | None:
         return _supports_paged(spec, target)
     if not isinstance(spec, AttentionSpec):
         return "it has flash attention and paged attention alone"
-    if isinstance(spec, VarlenSpec):
-        return "its kernels take no packed sequences"
+    if isinstance(spec, VarlenSpec) and operation == "flash_bwd":
+        return "its backward takes no packed sequences"
     if isinstance(spec, BlockSparseSpec):
         if operation == "flash_bwd":
             return "its backward takes no block masks"

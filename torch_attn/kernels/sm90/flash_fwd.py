@@ -18,8 +18,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from torch_attn.kernels.portable.block_mask import list_arguments, lists_of_keys
+from torch_attn.kernels.portable.sequences import (
+    count_sequence_tiles,
+    num_sequence_tiles,
+    offsets_of,
+    rows_of_tile,
+)
 from torch_attn.kernels.portable.softmax import LN2, LOG2E, add_sink
 from torch_attn.kernels.portable.tiles import visible_tiles
+from torch_attn.kernels.sm80.sequences import locate_tile
 from torch_attn.kernels.sm80.softmax import add_columns, online_softmax_update
 from torch_attn.kernels.sm90.block_mask import kept_start, kept_tiles
 from torch_attn.kernels.sm90.pipeline import (
@@ -32,6 +39,7 @@ from torch_attn.kernels.sm90.pipeline import (
     allocate_tile,
     arrive,
     barrier,
+    clear_values,
     load_tile,
     map_arguments,
     num_pieces,
@@ -41,6 +49,7 @@ from torch_attn.kernels.sm90.pipeline import (
     product_scores,
     room_for,
     scale_rows,
+    store_rows,
     store_tile,
     unpack,
     wait_for_all,
@@ -52,7 +61,7 @@ from torch_attn.kernels.sm90.schedule import head_and_tile, persistent, work_ite
 from torch_attn.kernels.sm90.scores import hide, scaled_scores
 from torch_attn.launch import UNSPECIALIZED, KernelCall, Prepared, launch
 from twin_attention.contract.operands import AttentionOperands
-from twin_attention.contract.spec import AttentionSpec, BlockSparseSpec, Window
+from twin_attention.contract.spec import AttentionSpec, BlockSparseSpec, VarlenSpec, Window
 from twin_attention.targets.family import Backend
 from twin_attention.targets.kernels import SpecializedConfig
 from twin_attention.targets.steps import steps_of_queries
@@ -69,6 +78,8 @@ def flash_fwd_kernel(
     sinks_ptr,
     out,
     lse_ptr,
+    cu_seqlens_q_ptr,
+    cu_seqlens_kv_ptr,
     counts_ptr,
     tiles_ptr,
     q_1,
@@ -82,6 +93,7 @@ def flash_fwd_kernel(
     seq_q,
     seq_kv,
     diagonal,
+    num_sequences,
     heads_q,
     rule,
     window_left,
@@ -119,6 +131,8 @@ def flash_fwd_kernel(
         num_items: tiles of queries of all heads, one work item each.
         together: heads whose tiles follow each other by length, see `head_and_tile`.
         EDGES: some tile of keys needs a mask.
+        cu_seqlens_q_ptr, cu_seqlens_kv_ptr, num_sequences: packed sequences, as in the portable
+            kernel, or None, all of them. The tensors are a batch of one, and out is a pointer.
         counts_ptr, tiles_ptr, list_strides, list_width, TILE_Q, TILE_KV: a block mask, as in the
             portable kernel, or None, all of them.
         AHEAD: the first q·kᵀ of an item is issued with the last p·v of the item before, for which
@@ -133,7 +147,7 @@ def flash_fwd_kernel(
     k_tile = allocate_tile(dtype, NUM_STAGES, BLOCK_KV, HEAD_DIM)
     v_tile = allocate_tile(dtype, NUM_STAGES, BLOCK_KV, HEAD_DIM_V)
     out_tile = q_tile
-    if not OUT_IN_Q:
+    if num_sequences is None and not OUT_IN_Q:
         out_tile = allocate_tile(dtype, NUM_CONSUMERS, 64, HEAD_DIM_V)
     q_full = allocate_barriers(NUM_TILES_Q)
     q_read = allocate_barriers(NUM_TILES_Q)
@@ -152,16 +166,19 @@ def flash_fwd_kernel(
             [
                 (_consume, (
                     tiles, barriers, results, problem, rule, window_left, window_right, sinks_ptr,
+                    (cu_seqlens_q_ptr, cu_seqlens_kv_ptr, num_sequences),
                     (counts_ptr, tiles_ptr, list_strides, list_width, TILE_Q, TILE_KV),
                     0, BLOCK_Q, HEAD_DIM, HEAD_DIM_V, PING_PONG, EDGES, AHEAD, OUT_IN_Q,
                 )),
                 (_consume, (
                     tiles, barriers, results, problem, rule, window_left, window_right, sinks_ptr,
+                    (cu_seqlens_q_ptr, cu_seqlens_kv_ptr, num_sequences),
                     (counts_ptr, tiles_ptr, list_strides, list_width, TILE_Q, TILE_KV),
                     1, BLOCK_Q, HEAD_DIM, HEAD_DIM_V, PING_PONG, EDGES, AHEAD, OUT_IN_Q,
                 )),
                 (_produce, (
                     tiles, barriers, loads, problem, (window_left, window_right),
+                    (cu_seqlens_q_ptr, cu_seqlens_kv_ptr, num_sequences),
                     (counts_ptr, tiles_ptr, list_strides, list_width, TILE_Q, TILE_KV),
                     BLOCK_Q, GROUP_SIZE, HEAD_DIM, HEAD_DIM_V,
                 )),
@@ -174,21 +191,25 @@ def flash_fwd_kernel(
             [
                 (_consume, (
                     tiles, barriers, results, problem, rule, window_left, window_right, sinks_ptr,
+                    (cu_seqlens_q_ptr, cu_seqlens_kv_ptr, num_sequences),
                     (counts_ptr, tiles_ptr, list_strides, list_width, TILE_Q, TILE_KV),
                     0, BLOCK_Q, HEAD_DIM, HEAD_DIM_V, PING_PONG, EDGES, AHEAD, OUT_IN_Q,
                 )),
                 (_consume, (
                     tiles, barriers, results, problem, rule, window_left, window_right, sinks_ptr,
+                    (cu_seqlens_q_ptr, cu_seqlens_kv_ptr, num_sequences),
                     (counts_ptr, tiles_ptr, list_strides, list_width, TILE_Q, TILE_KV),
                     1, BLOCK_Q, HEAD_DIM, HEAD_DIM_V, PING_PONG, EDGES, AHEAD, OUT_IN_Q,
                 )),
                 (_consume, (
                     tiles, barriers, results, problem, rule, window_left, window_right, sinks_ptr,
+                    (cu_seqlens_q_ptr, cu_seqlens_kv_ptr, num_sequences),
                     (counts_ptr, tiles_ptr, list_strides, list_width, TILE_Q, TILE_KV),
                     2, BLOCK_Q, HEAD_DIM, HEAD_DIM_V, PING_PONG, EDGES, AHEAD, OUT_IN_Q,
                 )),
                 (_produce, (
                     tiles, barriers, loads, problem, (window_left, window_right),
+                    (cu_seqlens_q_ptr, cu_seqlens_kv_ptr, num_sequences),
                     (counts_ptr, tiles_ptr, list_strides, list_width, TILE_Q, TILE_KV),
                     BLOCK_Q, GROUP_SIZE, HEAD_DIM, HEAD_DIM_V,
                 )),
@@ -199,25 +220,70 @@ def flash_fwd_kernel(
 
 
 @gluon.jit
+def _find_tile(item, problem, offsets, BLOCK_Q: gl.constexpr):
+    """Return batch, head and tile of queries of a work item."""
+    seq_q, _seq_kv, _diagonal, heads_q, num_items, together = problem
+    num_tiles = count_sequence_tiles(seq_q, offsets[2], BLOCK_Q)
+    index, tile = head_and_tile(item, num_items, together, num_tiles)
+    return index // heads_q, index % heads_q, num_tiles - 1 - tile
+
+
+@gluon.jit
+def _next_item(turn, passed, problem, offsets, BLOCK_Q: gl.constexpr):
+    """Return a program's work item of a turn, past those of packed sequences that have no rows.
+
+    Args:
+        turn: how many items the program has had.
+        passed: how many it has passed over.
+
+    Returns:
+        (item, sequence, passed): the sequence that owns the item's tile, 0 of a dense batch.
+    """
+    item = work_item(turn + passed)
+    sequence = 0
+    if offsets[2] is not None:
+        is_empty = item < problem[4]
+        while is_empty:
+            _batch, _head, tile = _find_tile(item, problem, offsets, BLOCK_Q)
+            sequence, _first, start_q, end_q, _first_kv, _size_kv = locate_tile(
+                offsets[0], offsets[1], tile, problem[0], problem[1], offsets[2], BLOCK_Q
+            )
+            is_empty = start_q == end_q
+            passed = gl.where(is_empty, passed + 1, passed)
+            item = work_item(turn + passed)
+            is_empty = is_empty & (item < problem[4])
+    return item, sequence, passed
+
+
+@gluon.jit
 def _locate(
     item,
+    sequence,
     problem,
     window_left,
     window_right,
+    offsets,
     lists,
     BLOCK_Q: gl.constexpr,
     BLOCK_KV: gl.constexpr,
 ):
-    """Return batch, head, first row and tiles of keys of a work item.
+    """Return batch, head, rows, keys and tiles of keys of a work item.
 
-    The tiles of keys are what `visible_tiles` or `kept_tiles` returns; where nothing is visible,
-    one masked tile, so that no consumer has to do without.
+    rows are the first, the end of all that its head or sequence has, and their diagonal: of packed
+    sequences they are counted from the first of all. keys are the first of the sequence, from which
+    they are counted, and how many it has. The tiles of keys are what `visible_tiles` or
+    `kept_tiles` returns; where nothing is visible, one masked tile, so that no consumer has to do
+    without.
     """
-    seq_q, seq_kv, diagonal, heads_q, num_items, together = problem
-    num_tiles = gl.cdiv(seq_q, BLOCK_Q)
-    index, tile = head_and_tile(item, num_items, together, num_tiles)
-    batch, head = index // heads_q, index % heads_q
-    start_q = (num_tiles - 1 - tile) * BLOCK_Q
+    seq_q, seq_kv, diagonal, _heads_q, _num_items, _together = problem
+    batch, head, tile = _find_tile(item, problem, offsets, BLOCK_Q)
+    start_q = tile * BLOCK_Q
+    first_kv = 0
+    if offsets[2] is not None:
+        _sequence, _first_q, start_q, seq_q, first_kv, seq_kv = rows_of_tile(
+            offsets[0], offsets[1], sequence, tile, seq_q, seq_kv, offsets[2], BLOCK_Q
+        )
+        diagonal = seq_kv - seq_q
     begin, before, full, after = visible_tiles(
         start_q, seq_q, seq_kv, diagonal, window_left, window_right, BLOCK_Q, BLOCK_KV
     )
@@ -227,7 +293,8 @@ def _locate(
             BLOCK_KV,
         )  # fmt: skip
     before = gl.maximum(before, 1 - full - after)
-    return batch, head, start_q, (begin, before, full, after)
+    rows, keys = (start_q, seq_q, diagonal), (first_kv, seq_kv)
+    return batch, head, rows, keys, (begin, before, full, after)
 
 
 @gluon.jit
@@ -237,6 +304,7 @@ def _produce(
     loads,
     problem,
     window,
+    offsets,
     lists,
     BLOCK_Q: gl.constexpr,
     GROUP_SIZE: gl.constexpr,
@@ -254,11 +322,13 @@ def _produce(
     READERS: gl.constexpr = 128 * NUM_CONSUMERS + 32
     step = 0  # over all items
     turn = 0
-    item = work_item(0)
+    passed = 0
+    item, sequence, passed = _next_item(turn, passed, problem, offsets, BLOCK_Q)
     while item < problem[4]:
-        batch, head, start_q, visible = _locate(
-            item, problem, window[0], window[1], lists, BLOCK_Q, BLOCK_KV
+        batch, head, rows, keys, visible = _locate(
+            item, sequence, problem, window[0], window[1], offsets, lists, BLOCK_Q, BLOCK_KV
         )
+        start_q, first_kv = rows[0], keys[0]
         _begin, before, full, after = visible
         head_kv = head // GROUP_SIZE
         total = before + full + after
@@ -268,7 +338,7 @@ def _produce(
                 slot = step % NUM_STAGES
                 if step >= NUM_STAGES:
                     wait_for_all(K_READ + slot, READERS)
-                row = kept_start(lists, batch, head, start_q, i, visible, BLOCK_KV)
+                row = first_kv + kept_start(lists, batch, head, start_q, i, visible, BLOCK_KV)
                 load_tile(k, k_tile, slot, batch, head_kv, row, k_full.index(slot), HEAD_DIM)
             if i == 0:
                 phase = turn * NUM_CONSUMERS // NUM_TILES_Q & 1
@@ -283,12 +353,12 @@ def _produce(
                 slot = (step - 1) % NUM_STAGES
                 if step > NUM_STAGES:
                     wait_for_all(V_READ + slot, READERS)
-                row = kept_start(lists, batch, head, start_q, i - 1, visible, BLOCK_KV)
+                row = first_kv + kept_start(lists, batch, head, start_q, i - 1, visible, BLOCK_KV)
                 load_tile(v, v_tile, slot, batch, head_kv, row, v_full.index(slot), HEAD_DIM_V)
             step += 1
         step -= 1
         turn += 1
-        item = work_item(turn)
+        item, sequence, passed = _next_item(turn, passed, problem, offsets, BLOCK_Q)
 
 
 @gluon.jit
@@ -301,6 +371,7 @@ def _consume(
     window_left,
     window_right,
     sinks_ptr,
+    offsets,
     lists,
     CONSUMER: gl.constexpr,
     BLOCK_Q: gl.constexpr,
@@ -314,8 +385,9 @@ def _consume(
     """Compute 64 rows of each of a program's work items."""
     q_tile, k_tile, v_tile, out_tile = tiles
     q_full, q_read, k_full, v_full = barriers
-    seq_q, seq_kv, diagonal, heads_q, num_items, _together = problem
+    total_q, _total_kv, _diagonal, heads_q, num_items, _together = problem
     stores, lse_ptr = results
+    IS_PACKED: gl.constexpr = offsets[2] is not None
     NUM_CONSUMERS: gl.constexpr = BLOCK_Q // 64
     NUM_TILES_Q: gl.constexpr = q_tile[0].shape[0]
     NUM_STAGES: gl.constexpr = k_tile[0].shape[0]
@@ -331,18 +403,25 @@ def _consume(
     turn = 0
     if PING_PONG and CONSUMER == NUM_CONSUMERS - 1:
         arrive(TURN, 256)
-    item = work_item(0)
+    passed = 0
+    item, sequence, passed = _next_item(turn, passed, problem, offsets, BLOCK_Q)
     q_slot = CONSUMER
     if AHEAD:
-        mbarrier.wait(q_full.index(CONSUMER), 0)
-        mbarrier.wait(k_full.index(0), 0)
+        # Only a program of packed sequences may have no item.
+        exists = not IS_PACKED or item < num_items
+        if exists:
+            mbarrier.wait(q_full.index(CONSUMER), 0)
+            mbarrier.wait(k_full.index(0), 0)
         s = product_scores(q_tile, CONSUMER, k_tile, 0, HEAD_DIM, layout)
         s = warpgroup_mma_wait(0, deps=(s,))
-        arrive(K_READ, READERS)
+        if exists:
+            arrive(K_READ, READERS)
     while item < num_items:
-        batch, head, start_q, visible = _locate(
-            item, problem, window_left, window_right, lists, BLOCK_Q, BLOCK_KV
+        batch, head, place, keys, visible = _locate(
+            item, sequence, problem, window_left, window_right, offsets, lists, BLOCK_Q, BLOCK_KV
         )
+        start_q, seq_q, diagonal = place
+        _first_kv, seq_kv = keys
         _begin, before, full, after = visible
         rows = start_q + CONSUMER * 64 + gl.arange(0, 64, of_row)
         position = rows + diagonal
@@ -367,6 +446,11 @@ def _consume(
             s = hide(s, position, start_kv, seq_kv, window_left, window_right)
         e, _alpha, m_i, l_i = online_softmax_update(s, m_i, l_i, rule.exp2_scale, EDGES)
         packed = pack(e, dtype)
+        if IS_PACKED:
+            slot = step % NUM_STAGES
+            clear_values(
+                v_tile, slot, seq_kv - start_kv, v_full.index(slot), step // NUM_STAGES & 1
+            )
 
         # Visit the other tiles of keys that these queries see; only tiles at the edges are masked.
         index = 1
@@ -403,6 +487,10 @@ def _consume(
                 arrive(V_READ + previous, READERS)
                 acc = scale_rows(acc, alpha)
                 packed = pack(e, dtype)
+                if IS_PACKED and masked:
+                    clear_values(
+                        v_tile, slot, seq_kv - start_kv, v_full.index(slot), step // NUM_STAGES & 1
+                    )
                 index += 1
                 step += 1
         if not OUT_IN_Q:
@@ -410,7 +498,7 @@ def _consume(
 
         # The last p·v, and q·kᵀ of the next item: of nothing and not looked at if there is none.
         turn += 1
-        item = work_item(turn)
+        item, sequence, passed = _next_item(turn, passed, problem, offsets, BLOCK_Q)
         previous = (step - 1) % NUM_STAGES
         if AHEAD:
             slot = step % NUM_STAGES
@@ -436,22 +524,26 @@ def _consume(
             _alpha, m_i, l_i = add_sink(gl.load(sinks_ptr + head), m_i, l_i)
         l_safe = gl.where(l_i == 0.0, 1.0, l_i)
         lse = m_i * LN2 + gl.log(l_safe)
-        lse_row = (batch * heads_q + head).to(gl.int64) * seq_q
+        lse_row = (batch * heads_q + head).to(gl.int64) * total_q
         gl.store(lse_ptr + lse_row + rows, lse, mask=rows < seq_q)
         acc, p = wait_product(acc, p)
         arrive(V_READ + previous, READERS)
 
         # Normalise and store.
         acc = scale_rows(acc, 1.0 / l_safe)
-        if not OUT_IN_Q:
-            tma.store_wait(0)
-            barrier()
-        write_rows(out_tile, CONSUMER, acc)
-        fence_async_shared()
-        store_tile(stores, out_tile, CONSUMER, batch, head, start_q + CONSUMER * 64, HEAD_DIM_V)
-        if OUT_IN_Q:
-            tma.store_wait(0)
-            mbarrier.arrive(q_read.index(CONSUMER), count=1)
+        if IS_PACKED:
+            # The rows that follow are another sequence's.
+            store_rows(stores[0], acc, rows.to(gl.int64) * heads_q + head, rows < seq_q, HEAD_DIM_V)
+        else:
+            if not OUT_IN_Q:
+                tma.store_wait(0)
+                barrier()
+            write_rows(out_tile, CONSUMER, acc)
+            fence_async_shared()
+            store_tile(stores, out_tile, CONSUMER, batch, head, start_q + CONSUMER * 64, HEAD_DIM_V)
+            if OUT_IN_Q:
+                tma.store_wait(0)
+                mbarrier.arrive(q_read.index(CONSUMER), count=1)
     tma.store_wait(0)
 
 
@@ -461,13 +553,14 @@ def flash_fwd(
     """Launch `flash_fwd_kernel`.
 
     Returns:
-        out [B, Sq, Hq, Dv] in q's dtype and lse [B, Hq, Sq] float32, both contiguous.
+        out [B, Sq, Hq, Dv] in q's dtype and lse [B, Hq, Sq] float32, both contiguous; without B for
+        packed sequences.
     """
     q = operands.q
-    out = q.new_empty((*q.shape[:3], spec.head_dim_v))
-    lse = q.new_empty((spec.batch, spec.heads_q, spec.seq_q), dtype=torch.float32)
-    q, k, v, sinks = operands.q, operands.k, operands.v, operands.sinks
-    tensors = (q, k, v, sinks, out, lse, *lists_of_keys(operands))
+    out = q.new_empty((*q.shape[:-1], spec.head_dim_v))
+    lse = q.new_empty((*q.shape[:-3], spec.heads_q, spec.seq_q), dtype=torch.float32)
+    tensors = (q, operands.k, operands.v, operands.sinks, out, lse)
+    tensors = (*tensors, *offsets_of(operands), *lists_of_keys(operands))
     # Four warps are one consumer; Triton adds those of the other parts.
     launch("flash_fwd", flash_fwd_kernel, _prepare, tensors, spec, backend, num_warps=4)
     return out, lse
@@ -478,21 +571,30 @@ def _prepare(call: KernelCall) -> Prepared:
     spec, config = call.spec, call.config
     assert isinstance(spec, AttentionSpec)
     assert isinstance(config, SpecializedConfig)
-    q, k, v, _sinks, out, _lse, *_lists = call.layouts
-    has_mask = isinstance(spec, BlockSparseSpec)
-    steps = steps_of_queries(spec, config.block_q, config.block_kv)
+    q, k, v, _sinks, out, *_ = call.layouts
+    is_packed = isinstance(spec, VarlenSpec)
+    if is_packed:  # no tile is known to be longer than another
+        steps = (1,) * num_sequence_tiles(spec, spec.seq_q, config.block_q)
+    else:
+        steps = steps_of_queries(spec, config.block_q, config.block_kv)
     maps = (
         map_arguments("q", 0, q, 64)
         | map_arguments("k", 1, k, config.block_kv)
         | map_arguments("v", 2, v, config.block_kv)
-        | map_arguments("out", 4, out, 64)
     )
+    if is_packed:
+        maps |= dict.fromkeys(("out_1", "out_2"))
+    else:
+        maps |= map_arguments("out", 4, out, 64)
     arguments = {
         # A list may be empty, and the one tile that is visited for it hides all.
-        "EDGES": has_mask or spec.window != Window() or spec.seq_kv % config.block_kv != 0,
+        "EDGES": is_packed
+        or isinstance(spec, BlockSparseSpec)
+        or spec.window != Window()
+        or spec.seq_kv % config.block_kv != 0,
         "AHEAD": max(spec.head_dim, spec.head_dim_v) <= AHEAD_HEAD_DIM
         and room_for(spec, config, 2),
-        "OUT_IN_Q": out_in_q(spec, config),
+        "OUT_IN_Q": out_in_q(spec, config) and not is_packed,
     }
     arguments |= maps | list_arguments(call)
     return persistent(call, steps, spec.heads_q * spec.batch, arguments)

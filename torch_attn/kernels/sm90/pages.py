@@ -2,13 +2,11 @@
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from torch_attn.kernels.sm90.pipeline import (
-    barrier,
     load_box,
     num_pieces,
-    piece,
     piece_start,
     tile_bytes,
 )
@@ -52,28 +50,3 @@ def load_pages(
                 piece_start(SIZE, j),
             ]
             load_box(maps[j], place, full, rows)
-
-
-@gluon.jit
-def clear_values(tile, slot, count, full, phase):
-    """Set what follows the first `count` values of a tile to 0, once `full` has completed.
-
-    It may be NaN, which a product with 0 keeps. Each consumer does so for itself: what another one
-    reads meanwhile changes to 0, or not at all.
-    """
-    if count < tile[0].shape[3]:
-        mbarrier.wait(full, phase)
-        for i in gl.static_range(len(tile)):
-            for j in gl.static_range(tile[0].shape[3] // 16):
-                _clear_rows(piece(tile[i], slot).slice(16 * j, 16, dim=0), count - 16 * j)
-        fence_async_shared()
-        barrier()
-
-
-@gluon.jit
-def _clear_rows(rows, count):
-    if count < 16:
-        layout: gl.constexpr = gl.BlockedLayout([1, 2], [4, 8], [4, 1], [1, 0])
-        x = rows.load(layout)
-        row = gl.arange(0, 16, gl.SliceLayout(1, layout))
-        rows.store(gl.where((row < count)[:, None], x, 0.0))

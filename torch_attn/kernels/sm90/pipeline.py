@@ -15,6 +15,7 @@ import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
     mbarrier,
     tma,
     warpgroup_mma,
@@ -315,6 +316,50 @@ def write_rows(tile, slot, x):
         piece(tile[i], slot).store(x[i].to(tile[i].dtype))
 
 
+@gluon.jit
+def clear_values(tile, slot, count, full, phase):
+    """Set what follows the first `count` values of a tile to 0, once `full` has completed.
+
+    It may be NaN, which a product with 0 keeps. Each consumer does so for itself: what another one
+    reads meanwhile changes to 0, or not at all.
+    """
+    if count < tile[0].shape[3]:
+        mbarrier.wait(full, phase)
+        for i in gl.static_range(len(tile)):
+            for j in gl.static_range(tile[0].shape[3] // 16):
+                _clear_rows(piece(tile[i], slot).slice(16 * j, 16, dim=0), count - 16 * j)
+        fence_async_shared()
+        barrier()
+
+
+@gluon.jit
+def _clear_rows(rows, count):
+    if count < 16:
+        layout: gl.constexpr = gl.BlockedLayout([1, 2], [4, 8], [4, 1], [1, 0])
+        x = rows.load(layout)
+        row = gl.arange(0, 16, gl.SliceLayout(1, layout))
+        rows.store(gl.where((row < count)[:, None], x, 0.0))
+
+
+@gluon.jit
+def store_rows(out_ptr, x, row, is_row, SIZE: gl.constexpr):
+    """Store rows of SIZE columns, those that exist, from where they were computed."""
+    for i in gl.static_range(num_pieces(SIZE)):
+        _store_piece(out_ptr, x[i], row, is_row, piece_start(SIZE, i), SIZE)
+
+
+@gluon.jit
+def _store_piece(out_ptr, x, row, is_row, FIRST: gl.constexpr, SIZE: gl.constexpr):
+    of_row: gl.constexpr = gl.SliceLayout(1, x.type.layout)
+    row = gl.convert_layout(row, of_row, assert_trivial=True)
+    is_row = gl.convert_layout(is_row, of_row, assert_trivial=True)
+    column = FIRST + gl.arange(0, x.shape[1], gl.SliceLayout(0, x.type.layout))
+    pointers = out_ptr + row[:, None] * SIZE + column[None, :]
+    gl.store(
+        pointers, x.to(out_ptr.dtype.element_ty), mask=is_row[:, None] & (column < SIZE)[None, :]
+    )
+
+
 def map_arguments(name: str, operand: int, layout: Layout, rows: int) -> dict[str, Any]:
     """Return the descriptors of an operand, one for each column piece of its tiles.
 
@@ -326,9 +371,11 @@ def map_arguments(name: str, operand: int, layout: Layout, rows: int) -> dict[st
     """
     names = (name, f"{name}_1", f"{name}_2")
     maps: dict[str, Any] = dict.fromkeys(names)
-    for name, width in zip(names, sm90.column_pieces(layout.shape[3]), strict=False):
-        box = rows, width
-        maps[name] = TensorMap.of(operand, layout.shape, layout.strides, box, box_layout(width))
+    shape, strides = layout.shape, layout.strides
+    if len(shape) == 3:  # packed sequences are a batch of one
+        shape, strides = (1, *shape), (0, *strides)
+    for name, width in zip(names, sm90.column_pieces(shape[3]), strict=False):
+        maps[name] = TensorMap.of(operand, shape, strides, (rows, width), box_layout(width))
     return maps
 
 

@@ -10,6 +10,7 @@ from triton.experimental.gluon import language as gl
 
 from torch_attn.launch import KernelCall, Prepared, flash_arguments
 from torch_attn.targets import num_sms
+from twin_attention.contract.spec import VarlenSpec
 
 # What an item takes beside its steps, in steps; items of a program and heads that are counted.
 ITEM_STEPS = 2
@@ -50,7 +51,10 @@ def persistent(
     """
     items = len(steps) * heads
     programs = min(items, num_sms(call.device, call.target))
-    order = {"num_items": items, "together": heads_together(steps, heads, programs)}
+    # Tiles of packed sequences follow each other as they are.
+    is_packed = isinstance(call.spec, VarlenSpec)
+    together = heads if is_packed else heads_together(steps, heads, programs)
+    order = {"num_items": items, "together": together}
     return (programs,), flash_arguments(call.spec) | order | arguments
 
 
