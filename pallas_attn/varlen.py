@@ -96,10 +96,10 @@ def flash_attention_varlen(
             order, which is faster where the kernels can. None: as
             ``--xla_gpu_deterministic_ops`` in ``XLA_FLAGS`` says.
         return_lse: return the log-sum-exp of the scores as well. It is differentiable.
-        implementation: "mosaic" (explicit kernels for SM80; from jax 0.11 on), "triton" (Pallas
-            kernels in the Triton lowering; on a CPU in the Pallas interpreter), "reference" (plain
-            JAX in float32, O(Tq · Tkv) memory), or None: the fastest kernels for the problem on a
-            CUDA device, the reference elsewhere.
+        implementation: "mosaic" (explicit kernels for SM80, and the forward for SM90; from jax 0.11
+            on), "triton" (Pallas kernels in the Triton lowering; on a CPU in the Pallas
+            interpreter), "reference" (plain JAX in float32, O(Tq · Tkv) memory), or None: the
+            fastest kernels for the problem on a CUDA device, the reference elsewhere.
 
     Returns:
         out [Tq, Hq, Dv] in q's dtype; with `return_lse` the pair (out, lse), lse [Hq, Tq] in

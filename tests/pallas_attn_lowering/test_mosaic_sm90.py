@@ -11,7 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_attn import BlockMask, block_sparse_attention, flash_attention, paged_attention
+from pallas_attn import (
+    BlockMask,
+    block_sparse_attention,
+    flash_attention,
+    flash_attention_varlen,
+    paged_attention,
+)
 from twin_attention.contract.spec import AttentionSpec, Window
 from twin_attention.targets.config import use_configs
 from twin_attention.targets.family import FAMILIES
@@ -105,6 +111,55 @@ def test_a_block_mask_is_lowered(head_dim, options):
     sparse = partial(block_sparse_attention, implementation="mosaic", **options)
     text = lower(sparse, *arrays(head_dim), BlockMask(counts, tiles, counts, tiles))
     assert kernels(text) == ["mosaic_gpu_v2"]
+
+
+def sequences(operands):
+    """Return the operands of five packed sequences, from those of a batch of one."""
+    offsets = jax.ShapeDtypeStruct((6,), "int32")
+    return [*(jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in operands), offsets, offsets]
+
+
+@pytest.mark.parametrize(
+    ("operands", "options"),
+    [
+        (arrays(64), {"causal": True}),
+        (arrays(96, 40, seq_q=131, dtype="float16"), {"return_lse": True}),
+        (arrays(128, seq_kv=303), {"softcap": 5.0}),
+        (arrays(72, 192), {"scale": -0.1}),
+        (arrays(256, seq_kv=70), {"window_size": (30, 20)}),
+    ],
+)
+def test_packed_sequences_are_lowered(operands, options):
+    packed = partial(flash_attention_varlen, implementation="mosaic", **options)
+    assert kernels(lower(packed, *sequences(operands))) == ["mosaic_gpu_v2"]
+
+
+def test_packed_sequences_are_lowered_everywhere():
+    packed, operands = (
+        partial(flash_attention_varlen, implementation="mosaic"),
+        sequences(arrays(64)),
+    )
+    with jax.enable_x64(True):
+        assert kernels(lower(packed, *operands)) == ["mosaic_gpu_v2"]
+    batched = [jax.ShapeDtypeStruct((3, *x.shape), x.dtype) for x in operands]
+    assert kernels(lower(jax.vmap(packed), *batched)) == ["mosaic_gpu_v2"]
+    sinks = jax.ShapeDtypeStruct((4,), "float32")
+    text = lower(lambda sinks, *x: packed(*x, sinks=sinks), sinks, *operands)
+    assert kernels(text) == ["mosaic_gpu_v2"]
+
+
+def test_the_backward_of_packed_sequences_is_another_familys():
+    def function(implementation, *operands):
+        packed = partial(flash_attention_varlen, implementation=implementation)
+        return gradients(lambda *qkv: packed(*qkv, *operands[3:]), *operands[:3])
+
+    operands = sequences(arrays(64))
+    with use_target("sm90"):
+        traced = jax.jit(partial(function, None)).trace(*operands)
+        names = {*re.findall(r"\bname=(flash_(?:fwd|bwd)\w*)", str(traced.jaxpr))}
+        assert names == {"flash_fwd", "flash_bwd_preprocess", "flash_bwd_dq", "flash_bwd_dkdv"}
+        with pytest.raises(NotImplementedError, match="its backward takes no packed sequences"):
+            jax.jit(partial(function, "mosaic")).trace(*operands)
 
 
 def test_with_sinks():

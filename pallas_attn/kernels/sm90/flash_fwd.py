@@ -9,6 +9,8 @@ of queries after the other. m_i grows only where a score passes it by RESCALE_AB
 """
 
 import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,10 +19,19 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_attn.kernels.portable.block_mask import list_arguments, lists_of_keys
+from pallas_attn.kernels.portable.sequences import (
+    count_sequence_tiles,
+    num_sequences_of,
+    offsets_of,
+    with_batch,
+    without_batch,
+)
 from pallas_attn.kernels.portable.softmax import LN2, LOG2E
-from pallas_attn.kernels.portable.tiles import visible_tiles
+from pallas_attn.kernels.portable.tiles import cdiv, maximum, visible_tiles
 from pallas_attn.kernels.sm80.flash_fwd import RESCALE_ABOVE, add_columns
+from pallas_attn.kernels.sm80.pipeline import allocate_tile
 from pallas_attn.kernels.sm80.scores import as_rows
+from pallas_attn.kernels.sm80.sequences import locate_tile
 from pallas_attn.kernels.sm80.workarounds import rescale, store_row_values
 from pallas_attn.kernels.sm90.block_mask import find_list, kept_row, kept_tiles
 from pallas_attn.kernels.sm90.launch import launch, size_of
@@ -31,16 +42,20 @@ from pallas_attn.kernels.sm90.pipeline import (
     accumulator,
     add_scores,
     add_values,
+    clear_values,
+    count_boxes,
     is_whole,
     load_tile,
     padded_columns,
+    store_rows_of_tile,
     store_tile,
     tile_start,
     tile_views,
+    value_views,
     wait_for,
     zeros,
 )
-from pallas_attn.kernels.sm90.programs import for_each_tile, run_warpgroups
+from pallas_attn.kernels.sm90.programs import for_each_item, for_each_tile, run_warpgroups
 from pallas_attn.kernels.sm90.schedule import make_schedule
 from pallas_attn.kernels.sm90.scores import hide_keys, scaled_scores
 from pallas_attn.kernels.sm90.workarounds import finish_before_wait, pass_turn, take_turn
@@ -51,11 +66,36 @@ from twin_attention.targets.family import Backend
 from twin_attention.targets.target import SHARED_MEMORY_LIMIT
 
 
+class Work(NamedTuple):
+    """A tile of queries, and the tiles of keys that it sees.
+
+    Attributes:
+        batch, head: which ones.
+        start_q, end_q: its first row, and the end of its sequence's.
+        first_kv: the first row of its sequence's keys; None without packed sequences.
+        diagonal: the key position of row 0.
+        keys: the first key of a step's tile, and where keys end, None if after it.
+        masked_steps, steps: how many tiles of keys are at edges, which come first, and in all.
+    """
+
+    batch: Any
+    head: Any
+    start_q: Any
+    end_q: Any
+    first_kv: Any
+    diagonal: Any
+    keys: Callable[..., tuple]
+    masked_steps: Any
+    steps: Any
+
+
 def flash_fwd_kernel(
     q_ref,
     k_ref,
     v_ref,
     sink_ref,
+    cu_seqlens_q_ref,
+    cu_seqlens_kv_ref,
     counts_ref,
     tiles_ref,
     schedule_ref,
@@ -75,6 +115,7 @@ def flash_fwd_kernel(
     seq_q,
     seq_kv,
     diagonal,
+    num_sequences,
     rule,
     window_left,
     window_right,
@@ -102,26 +143,40 @@ def flash_fwd_kernel(
     Accumulation: float32, exponents in base 2, p cast to v's dtype for p·v. A row that sees no key
     gives 0, and -inf or its sink.
 
+    Packed sequences: as in the portable `flash_fwd_kernel`, a batch of one; schedule is None. Items
+    are tiles of a head, heads fastest and the last tiles first, which see most keys. A program
+    takes every so many of them and skips a tile without rows.
+
     Block mask: counts and tiles, the `lists_of_keys`, and the sizes of its tiles, tile_q and
     tile_kv; otherwise all None.
     """
     warpgroups = num_warps // 4 - 1
     program = lax.axis_index("program")
     heads_q = q_ref.shape[2]
-    num_tiles = pl.cdiv(seq_q, block_q)
-    last_start = pl.cdiv(seq_kv, block_kv) * block_kv - block_kv
+    is_packed = num_sequences is not None
+    num_tiles = count_sequence_tiles(seq_q, num_sequences, block_q)
     views = q_and_out[0] if shares_memory else zip(*q_and_out, strict=True)
     views = [refs if shares_memory else (*refs[0], *refs[1]) for refs in views]
-    q_tiles, out_tiles = [Tiles(*refs[:2]) for refs in views], [Tiles(*refs[2:]) for refs in views]
+    q_tiles, out_tiles = [Tiles(*refs[:2]) for refs in views], [refs[2:] for refs in views]
     k_tiles, v_tiles = Tiles(*k_tiles), Tiles(*v_tiles)
 
-    def locate(tile):
+    def locate(item):
         """Locate a tile of queries, and the tiles of keys that it sees."""
-        start_q = tile % num_tiles * block_q
-        batch, head = tile // num_tiles // heads_q, tile // num_tiles % heads_q
+        if is_packed:
+            # Queries are counted from the first of all, keys from the sequence's first.
+            batch, head, tile = item * 0, item % heads_q, num_tiles - 1 - item // heads_q
+            _sequence, _first_q, start_q, end_q, first_kv, end_kv = locate_tile(
+                cu_seqlens_q_ref, cu_seqlens_kv_ref, tile, seq_q, seq_kv, block_q
+            )
+            offset = end_kv - end_q
+        else:
+            start_q = item % num_tiles * block_q
+            batch, head = item // num_tiles // heads_q, item // num_tiles % heads_q
+            end_q, first_kv, end_kv, offset = seq_q, None, seq_kv, diagonal
         begin, before, full, after = visible_tiles(
-            start_q, seq_q, seq_kv, diagonal, window_left, window_right, block_q, block_kv
+            start_q, end_q, end_kv, offset, window_left, window_right, block_q, block_kv
         )
+        last_start = maximum(cdiv(end_kv, block_kv) * block_kv - block_kv, 0)
         if tiles_ref is not None:
             listed, count = find_list(counts_ref, tiles_ref, batch, head, start_q // tile_q)
             begin, before, full, after = kept_tiles(
@@ -134,28 +189,46 @@ def flash_fwd_kernel(
             start = tile_start(step, begin, before, full, after, block_kv, last_start)
             if tiles_ref is not None:
                 return kept_row(listed, count, start, seq_kv, tile_kv)
-            return start, seq_kv if seq_kv % block_kv else None
+            return start, end_kv if is_packed or seq_kv % block_kv else None
 
         # One tile is visited where none is seen, and hides all.
         steps = jnp.maximum(before + full + after, 1)
-        return batch, head, start_q, keys, before + after, steps
+        return Work(batch, head, start_q, end_q, first_kv, offset, keys, before + after, steps)
+
+    def for_each(body):
+        """Call body(`Work`, steps before) for each tile of this program."""
+
+        def visit(item, step):
+            work = locate(item)
+            if not is_packed:
+                return body(work, step)
+            has_rows = work.start_q < work.end_q
+            return lax.cond(has_rows, lambda: body(work, step), lambda: step)
+
+        if is_packed:
+            for_each_item(num_tiles * heads_q, program, visit)
+        else:
+            for_each_tile(schedule_ref, program, visit)
 
     def produce():
         """Load what the consumers work on, as soon as there is room."""
 
-        def load(matrix, tiles, full, empty, batch, head, start, step):
-            slot = step % num_stages
-            plgpu.barrier_wait(empty.at[slot])
-            load_tile(matrix, tiles.tile(slot), batch, head // group_size, start, full.at[slot])
+        def load_all(work, step):
+            batch, head, start_q, steps = work.batch, work.head, work.start_q, work.steps
 
-        def load_all(tile, step):
-            batch, head, start_q, keys, _, steps = locate(tile)
+            def load(matrix, tiles, full, empty, x):
+                start, _ = work.keys(x)
+                if is_packed:
+                    start = work.first_kv + start
+                slot = (step + x) % num_stages
+                plgpu.barrier_wait(empty.at[slot])
+                load_tile(matrix, tiles.tile(slot), batch, head // group_size, start, full.at[slot])
 
             def load_k(x):
-                load(k_ref, k_tiles, k_full, k_empty, batch, head, keys(x)[0], step + x)
+                load(k_ref, k_tiles, k_full, k_empty, x)
 
             def load_v(x):
-                load(v_ref, v_tiles, v_full, v_empty, batch, head, keys(x)[0], step + x)
+                load(v_ref, v_tiles, v_full, v_empty, x)
 
             load_k(program * 0)
             for w in range(warpgroups):
@@ -171,14 +244,14 @@ def flash_fwd_kernel(
             load_v(steps - 1)
             return step + steps
 
-        for_each_tile(schedule_ref, program, load_all)
+        for_each(load_all)
 
     def consume(w):
         """Compute the rows of consumer warpgroup w, a number: each has its own code."""
         turn = ping_pong and warpgroups > 1
         # With turns the first warpgroup waits for tiles, and the others for their turn.
         waits = ping_pong < 2 or not turn or w == 0
-        q, out_tile = q_tiles[w], out_tiles[w]
+        q = q_tiles[w]
 
         # All tiles are free, and the first warpgroup has the first turn.
         plgpu.barrier_arrive(q_empty.at[w])
@@ -189,7 +262,7 @@ def flash_fwd_kernel(
             pass_turn(w, warpgroups)
 
         def begin_products(full, in_turn=True):
-            if waits:
+            if waits and full is not None:
                 plgpu.barrier_wait(full)
             if turn and in_turn:
                 take_turn(w, warpgroups)
@@ -198,9 +271,10 @@ def flash_fwd_kernel(
             if turn and in_turn:
                 pass_turn(w, warpgroups)
 
-        def compute(tile, step):
-            batch, head, start_q, keys, masked_steps, steps = locate(tile)
-            start_row = start_q + w * WGMMA_ROWS
+        def compute(work, step):
+            batch, head, keys = work.batch, work.head, work.keys
+            masked_steps, steps = work.masked_steps, work.steps
+            start_row = work.start_q + w * WGMMA_ROWS
             has_masked = not (isinstance(masked_steps, int) and masked_steps == 0)
             sink = None if sink_ref is None else sink_ref[head] * LOG2E
 
@@ -208,13 +282,28 @@ def flash_fwd_kernel(
                 """Return p, the new maximum, and the factor of what refers to the old one."""
                 s = scaled_scores(s, rule)
                 if masked:
-                    position = start_row + diagonal
+                    position = start_row + work.diagonal
                     s = hide_keys(s, position, *keys(x), window_left, window_right)
                 m_new = s.max(axis=1) * rule.exp2_scale
                 m_new = jnp.where(m_new - m_i > RESCALE_ABOVE, m_new, m_i)
                 m_safe = jnp.where(m_new == float("-inf"), 0.0, m_new) if masked else m_new
                 p = jnp.exp2(s * rule.exp2_scale - as_rows(m_safe, s))
                 return p, m_new, jnp.exp2(m_i - m_safe)
+
+            def wait_for_edge(x):
+                """Wait for the values of a tile at an edge, which may pass those of a sequence."""
+                if waits:
+                    slot = (step + x) % num_stages
+                    plgpu.barrier_wait(v_full.at[slot])
+                    start, end = keys(x)
+                    clear_values(v_tiles.tile(slot), end - start)
+
+            def wait_for_values(x, slot):
+                """Wait for the values of a tile, unless `wait_for_edge` has."""
+                if waits and is_packed:
+                    pl.when(x >= end_masked)(lambda: plgpu.barrier_wait(v_full.at[slot]))
+                elif waits:
+                    plgpu.barrier_wait(v_full.at[slot])
 
             # s = scale · q kᵀ and p of the first tile of keys
             slot = step % num_stages
@@ -234,20 +323,24 @@ def flash_fwd_kernel(
             l_i = add_columns(p)
             p = p.astype(v_ref.dtype)
             acc = zeros(WGMMA_ROWS, padded_columns(head_dim_v))
+            if is_packed:
+                wait_for_edge(program * 0)
 
             # Visit the other tiles of keys that these queries see; only edges are masked.
             def visit(x, carry, masked):
                 p, m_i, l_i, acc = carry
                 slot, previous = (step + x) % num_stages, (step + x - 1) % num_stages
 
+                if is_packed and not masked:
+                    wait_for_values(x - 1, previous)
                 # Before the accumulator, which the assembler then need not set to 0.
                 begin_products(k_full.at[slot])
 
                 def overlap(s_ref, acc_ref):
                     # Start s = scale · q kᵀ, and acc += p v of the tile before.
                     add_scores(s_ref, q, k_tiles.tile(slot))
-                    if waits:
-                        plgpu.barrier_wait(v_full.at[previous])
+                    if not is_packed:
+                        wait_for_values(x - 1, previous)
                     acc_ref[...] = acc
                     v = v_tiles.tile(previous)
                     add_values(acc_ref, p, v)
@@ -268,9 +361,12 @@ def flash_fwd_kernel(
                     new, l_new = rescale(new, l_i, as_rows(alpha, l_i), WGMMA)
                     return p_new.astype(p.dtype), m_new, l_new + sums, new
 
-                return pl.run_scoped(
+                carry = pl.run_scoped(
                     overlap, accumulator(WGMMA_ROWS, block_kv), accumulator(*acc.shape)
                 )
+                if is_packed and masked:
+                    wait_for_edge(x)
+                return carry
 
             carry = p, m_i, l_i, acc
             end_masked = 1
@@ -284,7 +380,8 @@ def flash_fwd_kernel(
             if not shares_memory:
                 plgpu.barrier_arrive(q_empty.at[w])
             slot = (step + steps - 1) % num_stages
-            begin_products(v_full.at[slot], ping_pong == 2)
+            wait_for_values(steps - 1, slot)
+            begin_products(None, ping_pong == 2)
 
             def last(acc_ref):
                 acc_ref[...] = acc
@@ -297,7 +394,7 @@ def flash_fwd_kernel(
                     total = total + jnp.exp2(sink - m_safe)
                 l_safe = jnp.where(total == 0.0, 1.0, total)
                 lse = m_i * LN2 + jnp.log(l_safe)
-                num_rows = None if seq_q % block_q == 0 else seq_q
+                num_rows = work.end_q if is_packed or seq_q % block_q else None
                 store_row_values(lse, lse_ref, batch, head, start_row, num_rows, WGMMA.reduce(1))
                 return wait_for(acc_ref, 0, p), 1.0 / l_safe
 
@@ -307,13 +404,17 @@ def flash_fwd_kernel(
             # Normalise and store.
             out = acc * as_rows(factor, acc)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            store_tile(out, out_tile, out_ref, batch, head, start_row)
+            if is_packed:
+                (tile,) = out_tiles[w]
+                store_rows_of_tile(out, tile.at[0], out_ref, batch, head, start_row, work.end_q)
+            else:
+                store_tile(out, Tiles(*out_tiles[w]), out_ref, batch, head, start_row)
             if shares_memory:
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 plgpu.barrier_arrive(q_empty.at[w])
             return step + steps
 
-        for_each_tile(schedule_ref, program, compute)
+        for_each(compute)
         plgpu.wait_smem_to_gmem(0)
 
     run_warpgroups(warpgroups, consume, produce)
@@ -325,12 +426,15 @@ def flash_fwd(
     """Call `flash_fwd_kernel`.
 
     Returns:
-        out [B, Sq, Hq, Dv] in q's dtype and lse [B, Hq, Sq] float32.
+        out [B, Sq, Hq, Dv] in q's dtype and lse [B, Hq, Sq] float32; without B for packed
+        sequences.
     """
-    dtype = operands.q.dtype
-    scores_whole = is_whole(spec.head_dim, spec.seq_q, spec.seq_kv)
-    v_whole = is_whole(spec.head_dim_v, spec.seq_kv)
-    out_whole = is_whole(spec.head_dim_v, spec.seq_q)
+    q, k, v = with_batch(spec, operands.q, operands.k, operands.v)
+    dtype, num_sequences = q.dtype, num_sequences_of(spec)
+    is_packed = num_sequences is not None  # their tiles begin anywhere
+    scores_whole = not is_packed and is_whole(spec.head_dim, spec.seq_q, spec.seq_kv)
+    v_whole = not is_packed and is_whole(spec.head_dim_v, spec.seq_kv)
+    out_whole = not is_packed and is_whole(spec.head_dim_v, spec.seq_q)
 
     config = backend.configs(spec)["flash_fwd"]
 
@@ -340,11 +444,13 @@ def flash_fwd(
         out = tile_views(dtype, (WGMMA_ROWS,), spec.head_dim_v, out_whole)
         k = tile_views(dtype, (stages, config.block_kv), spec.head_dim, scores_whole)
         v = tile_views(dtype, (stages, config.block_kv), spec.head_dim_v, v_whole)
+        if is_packed:
+            out = (allocate_tile(dtype, 1, WGMMA_ROWS, spec.head_dim_v),)
+            v = value_views(dtype, stages, config.block_kv, spec.head_dim_v)
         q_and_out = ((*q, *out),) if shares_memory else (q, out)
-        pieces = [len(tiles[0]) for tiles in (q, k, v)]
         q_full, k_full, v_full = (
-            plgpu.Barrier(num_arrivals=arrivals, num_barriers=count)
-            for arrivals, count in zip(pieces, (warpgroups, stages, stages), strict=True)
+            plgpu.Barrier(num_arrivals=count_boxes(views), num_barriers=count)
+            for views, count in ((q, warpgroups), (k, stages), (v, stages))
         )
         return {
             "q_and_out": [[plgpu.RefUnion(*x) for _ in range(warpgroups)] for x in q_and_out],
@@ -359,24 +465,33 @@ def flash_fwd(
         }
 
     shares_memory = size_of(memory(False)) > SHARED_MEMORY_LIMIT["sm90"]
-    return launch(
+    programs = num_sms(backend.target)
+    if is_packed:
+        num_tiles = count_sequence_tiles(spec.seq_q, num_sequences, config.block_q)
+        schedule = min(num_tiles * spec.heads_q, programs)
+    else:
+        schedule = make_schedule(spec, config.block_q, config.block_kv, programs)
+    out, lse = launch(
         "flash_fwd",
         flash_fwd_kernel,
         (
-            operands.q,
-            operands.k,
-            operands.v,
+            q,
+            k,
+            v,
             operands.sinks,
+            *(offsets_of(operands) or (None, None)),
             *(lists_of_keys(operands) or (None, None)),
         ),
-        make_schedule(spec, config.block_q, config.block_kv, num_sms(backend.target)),
+        schedule,
         (
-            jax.ShapeDtypeStruct((*operands.q.shape[:3], spec.head_dim_v), dtype),
+            jax.ShapeDtypeStruct((*q.shape[:3], spec.head_dim_v), dtype),
             jax.ShapeDtypeStruct((spec.batch, spec.heads_q, spec.seq_q), jnp.float32),
         ),
         memory(shares_memory),
         spec,
         config,
+        num_sequences=num_sequences,
         shares_memory=shares_memory,
         **list_arguments(spec),
     )
+    return without_batch(spec, out, lse)

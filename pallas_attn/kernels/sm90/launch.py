@@ -25,7 +25,7 @@ def launch(
     name: str,
     kernel: Callable[..., None],
     operands: Sequence[Array | None],
-    schedule: np.ndarray,
+    schedule: np.ndarray | int,
     out_shape: Sequence[jax.ShapeDtypeStruct | None],
     memory: dict[str, Any],
     spec: AttentionSpec,
@@ -40,7 +40,8 @@ def launch(
         kernel: the function over references to the operands, the schedule and the outputs, and
             keyword arguments.
         operands: inputs; for None, here and below, the kernel gets None.
-        schedule: the tiles of each program, see `make_schedule`.
+        schedule: the tiles of each program, see `make_schedule`; or how many programs to launch,
+            for a kernel that finds their tiles itself and gets None.
         out_shape: the outputs.
         memory: what a program has in shared memory.
         spec: the problem.
@@ -55,9 +56,12 @@ def launch(
         NotImplementedError: the configuration does not fit the device's shared memory.
     """
     arguments |= flash_arguments(spec) | vars(config) | {"group_size": spec.group_size}
+    programs, tiles = schedule, None
+    if not isinstance(schedule, int):
+        programs, tiles = schedule.shape[0], jnp.asarray(schedule)
     return launch_programs(
-        name, kernel, schedule.shape[0], (*operands, jnp.asarray(schedule)), out_shape, memory,
-        config, num_sums, **arguments,
+        name, kernel, programs, (*operands, tiles), out_shape, memory, config, num_sums,
+        **arguments,
     )  # fmt: skip
 
 
@@ -92,7 +96,7 @@ def launch_programs(
             **arguments,
         )
 
-    return plgpu.kernel(
+    call = plgpu.kernel(
         body,
         out_type=outputs,
         scratch_types=memory,
@@ -109,7 +113,9 @@ def launch_programs(
             reduction_scratch_bytes=0,
             num_aliased=num_sums,
         ),
-    )(*inputs, *sums)
+    )
+    with jax.enable_x64(False):  # a kernel's integers have 32 bits
+        return call(*inputs, *sums)
 
 
 def check_memory(name: str, memory: Any, config: KernelConfig) -> None:

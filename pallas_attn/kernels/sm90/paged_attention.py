@@ -20,7 +20,7 @@ from pallas_attn.kernels.sm80.flash_fwd import RESCALE_ABOVE, add_columns
 from pallas_attn.kernels.sm80.scores import as_rows, iota
 from pallas_attn.kernels.sm80.workarounds import rescale
 from pallas_attn.kernels.sm90.launch import launch_programs
-from pallas_attn.kernels.sm90.pages import clear_values, find_pages, load_pages
+from pallas_attn.kernels.sm90.pages import find_pages, load_pages
 from pallas_attn.kernels.sm90.pipeline import (
     WGMMA,
     WGMMA_ROWS,
@@ -28,6 +28,7 @@ from pallas_attn.kernels.sm90.pipeline import (
     accumulator,
     add_scores,
     add_values,
+    clear_values,
     is_whole,
     padded_columns,
     tile_start,
@@ -328,22 +329,21 @@ def paged_attention(
         "v_full": plgpu.Barrier(num_arrivals=pages * len(v[0]), num_barriers=stages),
         "v_empty": plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages),
     }
-    with jax.enable_x64(False):  # a kernel's integers have 32 bits
-        return launch_programs(
-            "paged_attention",
-            paged_attention_kernel,
-            num_row_tiles(spec, config.block_q) * spec.heads_kv,
-            operands[: PagedOperands._fields.index("k_scale")],
-            (
-                jax.ShapeDtypeStruct((spec.tokens, spec.heads_q, spec.head_dim_v), dtype),
-                jax.ShapeDtypeStruct((spec.heads_q, spec.tokens), jnp.float32),
-            ),
-            memory,
-            config,
-            rule=spec.scores,
-            window_left=spec.bounded_window.left,
-            **vars(config),
-        )
+    return launch_programs(
+        "paged_attention",
+        paged_attention_kernel,
+        num_row_tiles(spec, config.block_q) * spec.heads_kv,
+        operands[: PagedOperands._fields.index("k_scale")],
+        (
+            jax.ShapeDtypeStruct((spec.tokens, spec.heads_q, spec.head_dim_v), dtype),
+            jax.ShapeDtypeStruct((spec.heads_q, spec.tokens), jnp.float32),
+        ),
+        memory,
+        config,
+        rule=spec.scores,
+        window_left=spec.bounded_window.left,
+        **vars(config),
+    )
 
 
 def _query_views(dtype, group_size, size):

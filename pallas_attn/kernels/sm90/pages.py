@@ -2,11 +2,8 @@
 
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_attn.kernels.sm90.pipeline import load_tile
-from pallas_attn.kernels.sm90.workarounds import clear_rows
 
 
 def find_pages(table_ref, sequence, start, end, num_pages, page_size, block):
@@ -39,17 +36,3 @@ def load_pages(pool, tile, pages, start, head, page_size, barrier):
     rows = tile.copied[0].shape[0] // len(pages)
     for i, page in enumerate(pages):
         load_tile(pool, tile.rows(i * rows, rows), page, head, lax.rem(start, page_size), barrier)
-
-
-def clear_values(tile, count):
-    """Set what follows the first `count` values of a tile to 0.
-
-    It may be NaN, which a product with 0 keeps. Each consumer does so for itself: what another one
-    reads meanwhile changes to 0, or not at all.
-    """
-
-    @pl.when(count < tile.copied[0].shape[0])
-    def _():
-        for piece in tile.multiplied:
-            clear_rows(piece, count)
-        plgpu.commit_smem()

@@ -9,20 +9,27 @@ import math
 from typing import NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_attn.kernels.sm80.pipeline import tile_transforms
+from pallas_attn.kernels.sm80.workarounds import store_rows
+from pallas_attn.kernels.sm90.workarounds import clear_rows
+
 WGMMA = plgpu.Layout.WGMMA
 WGMMA_ROWS = 64  # rows of a product of one warpgroup
+BLOCK = 64  # columns with the longest swizzle
 
 
 class Tiles(NamedTuple):
     """Tiles of one operand in shared memory, each in pieces of columns.
 
     Attributes:
-        copied: the pieces as TMA sees them, [count, rows, columns of the piece] each.
-        multiplied: the same memory as wgmma sees it, in blocks of 8 rows.
+        copied: the pieces as TMA sees them, [count, rows, columns of the piece] each; or one of
+            `value_views`, in blocks.
+        multiplied: the same memory as wgmma sees it, in blocks of `block_rows` rows.
     """
 
     copied: tuple
@@ -33,6 +40,20 @@ class Tiles(NamedTuple):
         """The columns that each piece holds."""
         widths = [piece.shape[-1] for piece in self.copied]
         return tuple(slice(sum(widths[:i]), sum(widths[: i + 1])) for i in range(len(widths)))
+
+    @property
+    def block_rows(self) -> int:
+        """The rows of a block: 8, or those of `value_views`."""
+        return 8 if len(self.copied[0].shape) == 2 else BLOCK
+
+    def boxes(self):
+        """Yield what TMA copies of a tile at a time, its first row in the tile and its columns."""
+        if self.block_rows == 8:
+            yield from zip(self.copied, (0,) * len(self.copied), self.columns, strict=True)
+            return
+        (blocks,) = self.copied
+        for i, j in np.ndindex(blocks.shape[:2]):
+            yield blocks.at[i, j], i * BLOCK, slice(j * BLOCK, (j + 1) * BLOCK)
 
     def tile(self, index) -> "Tiles":
         """Return one of the tiles."""
@@ -94,6 +115,27 @@ def tile_views(dtype, shape, size, is_whole, widths=None):
     return tuple(copied), tuple(multiplied)
 
 
+def value_views(dtype, count, rows, size):
+    """Return what `tile_views` does for values that begin at any row, in blocks of 64 by 64.
+
+    TMA copies a block at a time, and one product takes all columns. In pieces they are products of
+    64 columns each, which the assembler runs one after the other with a head size of 256.
+    """
+    if size % BLOCK or size == BLOCK:
+        return tile_views(dtype, (count, rows), size, False)
+    tiling, swizzle = plgpu.TilingTransform((BLOCK, BLOCK)), plgpu.SwizzleTransform(2 * BLOCK)
+    shape = count, rows // BLOCK, size // BLOCK, BLOCK, BLOCK
+    copied = plgpu.SMEM(shape, dtype, transforms=(swizzle,))
+    multiplied = plgpu.SMEM((count, rows, size), dtype, transforms=(tiling, swizzle))
+    return (copied,), (multiplied,)
+
+
+def count_boxes(views) -> int:
+    """Return how many copies fill a tile, of types of tiles."""
+    copied, _ = views
+    return sum(math.prod(x.shape[1:-2]) for x in copied)
+
+
 def load_tile(matrix, tile, batch, head, start, barrier):
     """Start to load rows start .. of one head by TMA; rows and columns that do not exist become 0.
 
@@ -103,10 +145,9 @@ def load_tile(matrix, tile, batch, head, start, barrier):
         batch, head, start: int32 scalars.
         barrier: completes when all pieces arrived.
     """
-    for piece, columns in zip(tile.copied, tile.columns, strict=True):
-        plgpu.copy_gmem_to_smem(
-            _rows_of(matrix, piece, columns, batch, head, start), piece, barrier
-        )
+    for box, row, columns in tile.boxes():
+        first = start + row if row else start
+        plgpu.copy_gmem_to_smem(_rows_of(matrix, box, columns, batch, head, first), box, barrier)
 
 
 def store_tile(x, tile, matrix, batch, head, start):
@@ -119,6 +160,30 @@ def store_tile(x, tile, matrix, batch, head, start):
             piece, _rows_of(matrix, piece, columns, batch, head, start), commit_group=False
         )
     plgpu.commit_smem_to_gmem_group()
+
+
+def store_rows_of_tile(x, tile, matrix, batch, head, start, num_rows):
+    """Store x to rows start .. of one head, those before `num_rows`, through `tile`.
+
+    tile: `sm80.pipeline.allocate_tile`, which no thread reads any more.
+    """
+    tile[...] = x.astype(tile.dtype)
+    plgpu.commit_smem()
+    store_rows(tile, tile_transforms(matrix.shape[3]), matrix, batch, head, start, num_rows)
+
+
+def clear_values(tile, count):
+    """Set what follows the first `count` values of a tile to 0.
+
+    It may be NaN, which a product with 0 keeps. Each consumer does so for itself: what another one
+    reads meanwhile changes to 0, or not at all.
+    """
+
+    @pl.when(count < tile.multiplied[0].shape[0])
+    def _():
+        for piece in tile.multiplied:
+            clear_rows(piece, count, tile.block_rows)
+        plgpu.commit_smem()
 
 
 def _rows_of(matrix, piece, columns, batch, head, start):

@@ -213,16 +213,17 @@ def load_row_values(vector, batch, head, start, num_rows, other):
 # ---- Clear rows in shared memory. Can go when stores take a mask. --------------------------------
 
 
-def clear_rows(piece, count):
+def clear_rows(piece, count, block_rows):
     """Set rows `count` .. of a piece of a tile to 0, a row a thread.
 
     Args:
         piece: [rows, width] in shared memory, as wgmma sees it.
         count: int32 scalar.
+        block_rows: rows of its blocks.
     """
     rows, width = piece.shape
     block = min(width, 64)
-    transforms = plgpu.TilingTransform((8, block)), plgpu.SwizzleTransform(2 * block)
+    transforms = plgpu.TilingTransform((block_rows, block)), plgpu.SwizzleTransform(2 * block)
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(transforms), plgpu.Layout.WG_SPLAT))
     def clear(_, piece, count):
@@ -234,7 +235,7 @@ def clear_rows(piece, count):
             arith.cmpi(at_least, thread, count.registers.item()),
         )
         strides, _ = ir.MemRefType(piece.type).get_strides_and_offset()
-        row_block, row = (f(thread, mgpu.c(8, i32)) for f in (arith.divui, arith.remui))
+        row_block, row = (f(thread, mgpu.c(block_rows, i32)) for f in (arith.divui, arith.remui))
         offset = arith.addi(
             arith.muli(row_block, mgpu.c(2 * strides[0], i32)),
             arith.muli(row, mgpu.c(2 * strides[2], i32)),
