@@ -77,6 +77,23 @@ def test_deterministic_backward(case, mode):
     assert check_backward(case, mode, BACKEND) == ["flash_bwd_dq", "flash_bwd_dkdv"]
 
 
+LARGE = [
+    FlashCase("256", 1, 192, 256, 1, 1, 256, softcap=2.0, dtype="float16"),
+    FlashCase("192, groups", 1, 150, 270, 4, 2, 192, causal=True),
+    FlashCase("136, window", 1, 200, 330, 1, 1, 136, window_size=(100, 20)),
+    FlashCase("narrow values", 1, 140, 200, 1, 1, 256, 64, causal=True),
+    FlashCase("wide values", 2, 130, 140, 1, 1, 64, 256),
+    FlashCase("hidden rows", 1, 200, 100, 1, 1, 160, causal=True),
+]
+
+
+@pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
+@pytest.mark.parametrize("case", LARGE, ids=lambda case: case.name)
+def test_backward_of_large_heads(case, mode):
+    kernels = ["flash_bwd_dq", "flash_bwd_dkdv", "flash_bwd_dkdv"]
+    assert check_backward(case, mode, BACKEND) == kernels
+
+
 # Queries and keys of packed sequences.
 LENGTHS = ((140, 150), (0, 30), (1, 1), (130, 300), (50, 0))
 FORWARD = [

@@ -29,7 +29,7 @@ Kernel = tuple[Any, Callable[[KernelCall], Prepared]]
 def make_flash_bwd(
     preprocess: Callable[..., None],
     dq: Kernel,
-    dkdv: Kernel,
+    dkdv: tuple[Kernel, ...],
     postprocess: Kernel | None = None,
     sum_columns: Callable[[int], int] | None = None,
     num_sums: int = 0,
@@ -41,7 +41,8 @@ def make_flash_bwd(
     Args:
         preprocess: write lse2 and delta, as `portable.flash_bwd.preprocess` does.
         dq: the kernel of dq.
-        dkdv: the kernel of dk and dv. In a family with sums these are its last operands, or None.
+        dkdv: the kernel of dk and dv, or one of each, which take the same operands. In a family
+            with sums these are the last operands, or None.
         postprocess: the kernel that makes dq of its float32 sums. None for a family without sums.
         sum_columns: the columns of the sums, from the head size.
         num_sums: 1 for dq, 3 for dk and dv as well, in which programs may share a tile of keys.
@@ -98,7 +99,7 @@ def make_flash_bwd(
             ]
             no_sums = (None,) * (num_sums - len(sums))
             tensors = (*inputs, *grads[1:], *sums, *no_sums, *offsets)
-            launch("flash_bwd_fused", *dkdv, tensors, spec, backend, **options)
+            launch("flash_bwd_fused", *dkdv[0], tensors, spec, backend, **options)
             for (x, grad, _rows), values in zip(summed, sums, strict=True):
                 tensors = (values, grad, *offsets[:1])
                 launch("flash_bwd_postprocess", *postprocess, tensors, x, backend)
@@ -109,7 +110,8 @@ def make_flash_bwd(
             tensors = (*inputs_of_dq, grads[0], *offsets, *segments, *ranges[1:], *keys)
             launch("flash_bwd_dq", *dq, tensors, spec, backend, **options)
             tensors = (*inputs, *grads[1:], *no_sums, *offsets, *segments, *ranges[:1], *queries)
-            launch("flash_bwd_dkdv", *dkdv, tensors, spec, backend, **options)
+            for kernel in dkdv:
+                launch("flash_bwd_dkdv", *kernel, tensors, spec, backend, **options)
         dsinks = sinks_gradient(operands.sinks, lse2, delta)
         gradients = dict(zip(("q", "k", "v", "sinks"), (*grads, dsinks), strict=True))
         return operands._make(map(gradients.get, operands._fields))

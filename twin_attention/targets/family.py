@@ -15,6 +15,7 @@ from importlib import import_module
 from importlib.metadata import version
 from typing import Any, NamedTuple
 
+from twin_attention.contract.spec import AttentionSpec
 from twin_attention.contract.validate import fail
 from twin_attention.targets import paged, sm80, sm90
 from twin_attention.targets.config import current_configs, smaller_configs
@@ -102,6 +103,8 @@ def _mosaic_sm90_supports(operation: str, spec: Spec, target: str | None) -> str
 
     A JAX array has no strides: its rows lie one after the other, at multiples of 16 bytes.
     """
+    if operation == "flash_bwd" and isinstance(spec, AttentionSpec) and sm90.has_large_heads(spec):
+        return "its backward takes heads of at most 128"
     return (
         sm90.supports(operation, spec, target)
         or _older_jax()

@@ -47,12 +47,15 @@ def supports(operation: str, spec: Spec, target: str | None) -> str | None:
 
 def _supports_backward(spec: AttentionSpec) -> str | None:
     """Return None for a backward that the kernels cover, else the reason why they do not."""
-    if max(spec.head_dim, spec.head_dim_v) > 128:
-        return "its backward takes heads of at most 128"
     if 0 < spec.seq_kv < 16:
         # With one key ds is 0: what wgmma rounds otherwise than delta's sum is all that is left.
         return "its backward takes at least 16 keys"
     return None
+
+
+def has_large_heads(spec: AttentionSpec) -> bool:
+    """Return True for a backward in which dk and dv have a kernel each: those of `torch_attn`."""
+    return max(spec.head_dim, spec.head_dim_v) > 128
 
 
 def _supports_paged(spec: PagedSpec, target: str | None) -> str | None:

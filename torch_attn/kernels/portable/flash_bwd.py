@@ -494,5 +494,7 @@ def _arguments(call: KernelCall) -> dict[str, Any]:
 
 
 flash_bwd = make_flash_bwd(
-    preprocess, dq=(flash_bwd_dq_kernel, _prepare_dq), dkdv=(flash_bwd_dkdv_kernel, _prepare_dkdv)
+    preprocess,
+    dq=(flash_bwd_dq_kernel, _prepare_dq),
+    dkdv=((flash_bwd_dkdv_kernel, _prepare_dkdv),),
 )

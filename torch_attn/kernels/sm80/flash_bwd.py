@@ -499,7 +499,7 @@ def _arguments(call: KernelCall, tiles: int) -> dict[str, Any]:
 flash_bwd = make_flash_bwd(
     preprocess,
     dq=(flash_bwd_dq_kernel, _prepare_dq),
-    dkdv=(flash_bwd_dkdv_kernel, _prepare_dkdv),
+    dkdv=((flash_bwd_dkdv_kernel, _prepare_dkdv),),
     postprocess=(flash_bwd_postprocess_kernel, prepare_postprocess),
     sum_columns=padded_size,
     num_sums=1,

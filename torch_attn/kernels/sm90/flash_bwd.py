@@ -5,23 +5,55 @@ written here: a warp that does nothing but load, warpgroups that do nothing but 
 products run under which arithmetic. There are two ways to dq: a kernel of its own, which prepares
 the rows as well and makes the same bits every time, with seven products in all; or float32
 additions from the kernel of dk and dv, in any order, with five. Shah et al. 2024, FlashAttention-3,
-appendix B.
+appendix B. Of heads above 128 the sums of one gradient fill the registers, so that dq, dk and dv
+each have a kernel, with eight products in all.
 """
+
+from torch import Tensor
 
 from torch_attn.kernels.gradients import make_flash_bwd, prepare_postprocess
 from torch_attn.kernels.portable.flash_bwd import preprocess
+from torch_attn.kernels.sm90.flash_bwd_dk import flash_bwd_dk_kernel, prepare_dk
 from torch_attn.kernels.sm90.flash_bwd_dkdv import flash_bwd_dkdv_kernel, prepare_dkdv
 from torch_attn.kernels.sm90.flash_bwd_dq import flash_bwd_dq_kernel, prepare_dq
+from torch_attn.kernels.sm90.flash_bwd_dv import flash_bwd_dv_kernel, prepare_dv
 from torch_attn.kernels.sm90.sums import flash_bwd_postprocess_kernel, sum_columns
+from twin_attention.contract.operands import AttentionOperands
+from twin_attention.contract.spec import AttentionSpec
+from twin_attention.targets.family import Backend
+from twin_attention.targets.sm90 import has_large_heads
 
 # Four warps are one consumer; Triton adds those of the other parts.
-flash_bwd = make_flash_bwd(
+_NUM_WARPS = 4
+
+_flash_bwd_small = make_flash_bwd(
     preprocess,
     dq=(flash_bwd_dq_kernel, prepare_dq),
-    dkdv=(flash_bwd_dkdv_kernel, prepare_dkdv),
+    dkdv=((flash_bwd_dkdv_kernel, prepare_dkdv),),
     postprocess=(flash_bwd_postprocess_kernel, prepare_postprocess),
     sum_columns=sum_columns,
     num_sums=3,
     dq_prepares_rows=True,
-    num_warps=4,
+    num_warps=_NUM_WARPS,
 )
+_flash_bwd_large = make_flash_bwd(
+    preprocess,
+    dq=(flash_bwd_dq_kernel, prepare_dq),
+    dkdv=((flash_bwd_dk_kernel, prepare_dk), (flash_bwd_dv_kernel, prepare_dv)),
+    dq_prepares_rows=True,
+    num_warps=_NUM_WARPS,
+)
+
+
+def flash_bwd(
+    dout: Tensor,
+    dlse: Tensor | None,
+    operands: AttentionOperands[Tensor],
+    out: Tensor,
+    lse: Tensor,
+    spec: AttentionSpec,
+    backend: Backend,
+) -> AttentionOperands[Tensor]:
+    """Launch the kernels of the backward for the head size: see `make_flash_bwd`."""
+    run = _flash_bwd_large if has_large_heads(spec) else _flash_bwd_small
+    return run(dout, dlse, operands, out, lse, spec, backend)

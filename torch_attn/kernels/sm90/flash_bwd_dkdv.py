@@ -10,7 +10,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from torch_attn.kernels.portable.tiles import ROW_PADDING, visible_tiles
+from torch_attn.kernels.portable.tiles import ROW_PADDING
 from torch_attn.kernels.sm80.flash_bwd import scale_all
 from torch_attn.kernels.sm80.pipeline import group_step
 from torch_attn.kernels.sm80.scores import visible_scores
@@ -24,9 +24,7 @@ from torch_attn.kernels.sm90.pipeline import (
     arrive,
     column_pieces,
     left_scores,
-    load_box,
     load_left,
-    load_pieces,
     map_arguments,
     num_pieces,
     pack,
@@ -35,7 +33,6 @@ from torch_attn.kernels.sm90.pipeline import (
     read_row,
     row_map,
     store_tile,
-    tile_bytes,
     unpack,
     wait_for_all,
     wait_product,
@@ -44,7 +41,8 @@ from torch_attn.kernels.sm90.pipeline import (
     write_rows,
     zeros,
 )
-from torch_attn.kernels.sm90.schedule import head_and_tile, persistent, work_item
+from torch_attn.kernels.sm90.queries import DO_READ, Q_READ, locate_keys, produce_queries
+from torch_attn.kernels.sm90.schedule import persistent, work_item
 from torch_attn.kernels.sm90.sums import (
     add_dq,
     add_rows,
@@ -57,10 +55,8 @@ from torch_attn.launch import UNSPECIALIZED, KernelCall, Prepared
 from twin_attention.contract.spec import Window
 from twin_attention.targets.steps import steps_of_keys
 
-# Named barriers, from the first that Triton leaves alone beside four parts: one for each stage of
-# q, and of dout; one for ds; and for each consumer's part of dq, when it is written and when free.
-Q_READ = gl.constexpr(5)
-DO_READ = gl.constexpr(8)
+# Named barriers beside those of `queries`: one for ds; and for each consumer's part of dq, when it
+# is written and when free.
 DS_WRITTEN = gl.constexpr(10)
 DQ_WRITTEN = gl.constexpr(11)
 DQ_FREE = gl.constexpr(13)
@@ -148,6 +144,7 @@ def flash_bwd_dkdv_kernel(
     do_full = allocate_barriers(NUM_STAGES)
     fence_async_shared()
 
+    loaded = (k_tile, v_tile, q_tile, do_tile, lse2_row, delta_row)
     tiles = (k_tile, v_tile, q_tile, do_tile, lse2_row, delta_row, ds_buffer, dq_tiles)
     barriers = (k_full, v_full, kv_read, q_full, do_full)
     loads = ((k, k_1, k_2), (v, v_1, v_2), (q, q_1, q_2), (dout, dout_1, dout_2), lse2, delta)
@@ -168,8 +165,8 @@ def flash_bwd_dkdv_kernel(
                     dk_sum_ptr, dv_sum_ptr,
                     1, False, GROUP_SIZE, MEMBERS, HEAD_DIM, HEAD_DIM_V, EDGES,
                 )),
-                (_produce_queries, (
-                    tiles, barriers, loads, problem, (window_left, window_right),
+                (produce_queries, (
+                    loaded, barriers, loads, problem, (window_left, window_right),
                     False, GROUP_SIZE, MEMBERS, HEAD_DIM, HEAD_DIM_V,
                 )),
             ],
@@ -189,8 +186,8 @@ def flash_bwd_dkdv_kernel(
                     dk_sum_ptr, dv_sum_ptr,
                     1, True, GROUP_SIZE, MEMBERS, HEAD_DIM, HEAD_DIM_V, EDGES,
                 )),
-                (_produce_queries, (
-                    tiles, barriers, loads, problem, (window_left, window_right),
+                (produce_queries, (
+                    loaded, barriers, loads, problem, (window_left, window_right),
                     True, GROUP_SIZE, MEMBERS, HEAD_DIM, HEAD_DIM_V,
                 )),
                 (_add_queries, (
@@ -205,109 +202,6 @@ def flash_bwd_dkdv_kernel(
 @triton.constexpr_function
 def _ds_layout():
     return gl.NVMMASharedLayout(128, 16, 2)
-
-
-@gluon.jit
-def _locate_keys(
-    item,
-    problem,
-    window_left,
-    window_right,
-    FUSED: gl.constexpr,
-    MEMBERS: gl.constexpr,
-    BLOCK_Q: gl.constexpr,
-):
-    """Return batch, first query head, first row and tiles of queries of a work item.
-
-    Queries up to ROW_PADDING exist for this purpose: their p is 0 without a mask.
-    """
-    seq_q, seq_kv, diagonal, heads_q, num_items, together = problem
-    num_tiles = gl.cdiv(seq_kv, 128)
-    items_of_batch = heads_q // MEMBERS
-    index, tile = head_and_tile(item, num_items, together, num_tiles)
-    start_kv = tile * 128
-    padded_rows = gl.cdiv(seq_q, BLOCK_Q) * BLOCK_Q
-    begin, before, full, after = visible_tiles(
-        start_kv, seq_kv, padded_rows, -diagonal, window_right, window_left, 128, BLOCK_Q
-    )
-    total = before + full + after
-    # Where nothing is visible, one masked tile, so that no consumer has to do without.
-    begin = gl.where(total == 0, 0, begin)
-    before = gl.where(total == 0, 1, before)
-    if FUSED:
-        # Keys that do not exist are hidden in every tile: their ds, times 0, must be finite.
-        ragged = start_kv + 128 > seq_kv
-        before = gl.where(ragged, gl.maximum(total, 1), before)
-        full = gl.where(ragged, 0, full)
-        after = gl.where(ragged, 0, after)
-    batch, head = index // items_of_batch, index % items_of_batch * MEMBERS
-    return batch, head, start_kv, (begin, before, full, after)
-
-
-@gluon.jit
-def _produce_queries(
-    tiles,
-    barriers,
-    loads,
-    problem,
-    window,
-    FUSED: gl.constexpr,
-    GROUP_SIZE: gl.constexpr,
-    MEMBERS: gl.constexpr,
-    HEAD_DIM: gl.constexpr,
-    HEAD_DIM_V: gl.constexpr,
-):
-    """Load all that the consumers of dk and dv multiply, and what belongs to the queries' rows."""
-    k_tile, v_tile, q_tile, do_tile, lse2_row, delta_row, _ds_buffer, _dq_tiles = tiles
-    k_full, v_full, kv_read, q_full, do_full = barriers
-    k, v, q, dout, lse2, delta = loads
-    window_left, window_right = window
-    Q_STAGES: gl.constexpr = q_tile[0].shape[0]
-    DO_STAGES: gl.constexpr = do_tile[0].shape[0]
-    BLOCK_Q: gl.constexpr = q_tile[0].shape[3]
-    rows_per_head = gl.cdiv(problem[0], ROW_PADDING) * (ROW_PADDING // BLOCK_Q)
-    step = 0  # over all items
-    turn = 0
-    item = work_item(0)
-    while item < problem[4]:
-        batch, first_head, start_kv, visible = _locate_keys(
-            item, problem, window_left, window_right, FUSED, MEMBERS, BLOCK_Q
-        )
-        head_kv = first_head // GROUP_SIZE
-        begin, before, full, after = visible
-        for i in range((before + full + after) * MEMBERS):
-            member, start = group_step(i, begin, before, full, after, BLOCK_Q, MEMBERS)
-            head = first_head + member
-            row = (batch * problem[3] + head) * rows_per_head + start // BLOCK_Q
-            slot = step % Q_STAGES
-            if step >= Q_STAGES:
-                wait_for_all(Q_READ + slot, READERS)
-            ready = q_full.index(slot)
-            mbarrier.expect(ready, tile_bytes(BLOCK_Q, HEAD_DIM) + 4 * BLOCK_Q)
-            load_pieces(q, q_tile, slot, batch, head, start, ready, HEAD_DIM)
-            load_box(lse2, [row, 0], ready, lse2_row.index(slot))
-            if i == 0:
-                # After q, which does not wait for the end of the item before.
-                mbarrier.wait(kv_read.index(0), (turn & 1) ^ 1)
-                mbarrier.wait(kv_read.index(1), (turn & 1) ^ 1)
-                ready = k_full.index(0)
-                mbarrier.expect(ready, tile_bytes(128, HEAD_DIM))
-                load_pieces(k, k_tile, 0, batch, head_kv, start_kv, ready, HEAD_DIM)
-                load_pieces(k, k_tile, 1, batch, head_kv, start_kv + 64, ready, HEAD_DIM)
-                ready = v_full.index(0)
-                mbarrier.expect(ready, tile_bytes(128, HEAD_DIM_V))
-                load_pieces(v, v_tile, 0, batch, head_kv, start_kv, ready, HEAD_DIM_V)
-                load_pieces(v, v_tile, 1, batch, head_kv, start_kv + 64, ready, HEAD_DIM_V)
-            slot = step % DO_STAGES
-            if step >= DO_STAGES:
-                wait_for_all(DO_READ + slot, READERS)
-            ready = do_full.index(slot)
-            mbarrier.expect(ready, tile_bytes(BLOCK_Q, HEAD_DIM_V) + 4 * BLOCK_Q)
-            load_pieces(dout, do_tile, slot, batch, head, start, ready, HEAD_DIM_V)
-            load_box(delta, [row, 0], ready, delta_row.index(slot))
-            step += 1
-        turn += 1
-        item = work_item(turn)
 
 
 @gluon.jit
@@ -327,7 +221,7 @@ def _add_queries(
     turn = 0
     item = work_item(0)
     while item < problem[4]:
-        batch, first_head, _start_kv, visible = _locate_keys(
+        batch, first_head, _start_kv, visible = locate_keys(
             item, problem, window_left, window_right, True, MEMBERS, BLOCK_Q
         )
         begin, before, full, after = visible
@@ -380,7 +274,7 @@ def _consume_queries(
     turn = 0
     item = work_item(0)
     while item < num_items:
-        batch, first_head, start_kv, visible = _locate_keys(
+        batch, first_head, start_kv, visible = locate_keys(
             item, problem, window_left, window_right, FUSED, MEMBERS, BLOCK_Q
         )
         begin, before, full, after = visible

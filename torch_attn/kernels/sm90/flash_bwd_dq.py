@@ -10,9 +10,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from torch_attn.kernels.portable.softmax import LOG2E
-from torch_attn.kernels.portable.tiles import ROW_PADDING, visible_tiles
+from torch_attn.kernels.portable.tiles import ROW_PADDING, head_base, visible_tiles
 from torch_attn.kernels.sm80.flash_bwd import scale_all
-from torch_attn.kernels.sm80.pipeline import step_start
+from torch_attn.kernels.sm80.pipeline import copy_layout, step_start
 from torch_attn.kernels.sm80.scores import visible_scores
 from torch_attn.kernels.sm90.pipeline import (
     K_READ,
@@ -27,6 +27,7 @@ from torch_attn.kernels.sm90.pipeline import (
     num_pieces,
     pack,
     piece,
+    piece_start,
     product_layout,
     product_scores,
     store_tile,
@@ -37,8 +38,9 @@ from torch_attn.kernels.sm90.pipeline import (
     zeros,
 )
 from torch_attn.kernels.sm90.schedule import head_and_tile, persistent, work_item
-from torch_attn.launch import UNSPECIALIZED, KernelCall, Prepared
+from torch_attn.launch import UNSPECIALIZED, KernelCall, Prepared, stride_arguments
 from twin_attention.contract.spec import Window
+from twin_attention.targets import sm90
 from twin_attention.targets.steps import steps_of_queries
 
 
@@ -66,6 +68,7 @@ def flash_bwd_dq_kernel(
     out_2,
     dq_1,
     dq_2,
+    out_strides,
     seq_q,
     seq_kv,
     diagonal,
@@ -82,6 +85,7 @@ def flash_bwd_dq_kernel(
     BLOCK_KV: gl.constexpr,
     NUM_STAGES: gl.constexpr,
     EDGES: gl.constexpr,
+    ALIGN: gl.constexpr,
 ):
     """One program computes tiles of BLOCK_Q = 128 rows of dq, one after the other.
 
@@ -90,20 +94,26 @@ def flash_bwd_dq_kernel(
     rows, and stores them for the kernel of dk and dv. Operands: those of the portable
     `flash_bwd_preprocess_kernel` and `flash_bwd_dq_kernel`; lse2 and delta are outputs. Loop
     invariant and accumulation: as in the latter.
+
+    out, out_strides, ALIGN: its descriptor and None; or, where shared memory has no room for its
+        rows, nor for more than NUM_STAGES - 1 tiles of v, its pointer and `stride_arguments`.
     """
     dtype: gl.constexpr = q.dtype
     gl.static_assert(BLOCK_Q == 128)
     q_tile = allocate_tile(dtype, 2, 64, HEAD_DIM)
     do_tile = allocate_tile(dtype, 2, 64, HEAD_DIM_V)
-    out_tile = allocate_tile(dtype, 2, 64, HEAD_DIM_V)
+    out_tile = ()
+    if out_strides is None:
+        out_tile = allocate_tile(dtype, 2, 64, HEAD_DIM_V)
+    V_STAGES: gl.constexpr = NUM_STAGES if out_strides is None else NUM_STAGES - 1
     k_tile = allocate_tile(dtype, NUM_STAGES, BLOCK_KV, HEAD_DIM)
-    v_tile = allocate_tile(dtype, NUM_STAGES, BLOCK_KV, HEAD_DIM_V)
+    v_tile = allocate_tile(dtype, V_STAGES, BLOCK_KV, HEAD_DIM_V)
     q_full = allocate_barriers(2)
     do_full = allocate_barriers(2)
     out_full = allocate_barriers(2)
     q_read = allocate_barriers(2)
     k_full = allocate_barriers(NUM_STAGES)
-    v_full = allocate_barriers(NUM_STAGES)
+    v_full = allocate_barriers(V_STAGES)
     fence_async_shared()
 
     tiles = (q_tile, do_tile, out_tile, k_tile, v_tile)
@@ -116,12 +126,12 @@ def flash_bwd_dq_kernel(
     gl.warp_specialize(
         [
             (_consume_keys, (
-                tiles, barriers, lse_ptr, dlse_ptr, stores, problem, rule, window_left,
-                window_right, 0, HEAD_DIM, HEAD_DIM_V, EDGES,
+                tiles, barriers, (out, out_strides), lse_ptr, dlse_ptr, stores, problem, rule,
+                window_left, window_right, 0, HEAD_DIM, HEAD_DIM_V, EDGES, ALIGN,
             )),
             (_consume_keys, (
-                tiles, barriers, lse_ptr, dlse_ptr, stores, problem, rule, window_left,
-                window_right, 1, HEAD_DIM, HEAD_DIM_V, EDGES,
+                tiles, barriers, (out, out_strides), lse_ptr, dlse_ptr, stores, problem, rule,
+                window_left, window_right, 1, HEAD_DIM, HEAD_DIM_V, EDGES, ALIGN,
             )),
             (_produce_keys, (
                 tiles, barriers, of_queries, of_keys, problem, (window_left, window_right),
@@ -169,6 +179,7 @@ def _produce_keys(
     q, dout, out = of_queries
     k, v = of_keys
     NUM_STAGES: gl.constexpr = k_tile[0].shape[0]
+    V_STAGES: gl.constexpr = v_tile[0].shape[0]
     BLOCK_KV: gl.constexpr = k_tile[0].shape[3]
     step = 0  # over all items
     turn = 0
@@ -196,11 +207,13 @@ def _produce_keys(
                         dout, do_tile, consumer, batch, head, first, do_full.index(consumer),
                         HEAD_DIM_V,
                     )  # fmt: skip
-                    load_tile(
-                        out, out_tile, consumer, batch, head, first, out_full.index(consumer),
-                        HEAD_DIM_V,
-                    )  # fmt: skip
-            if step >= NUM_STAGES:
+                    if len(out_tile) > 0:
+                        load_tile(
+                            out, out_tile, consumer, batch, head, first, out_full.index(consumer),
+                            HEAD_DIM_V,
+                        )  # fmt: skip
+            slot = step % V_STAGES
+            if step >= V_STAGES:
                 wait_for_all(V_READ + slot, READERS)
             load_tile(v, v_tile, slot, batch, head_kv, row, v_full.index(slot), HEAD_DIM_V)
             step += 1
@@ -212,6 +225,7 @@ def _produce_keys(
 def _consume_keys(
     tiles,
     barriers,
+    out_rows,
     lse_ptr,
     dlse_ptr,
     stores,
@@ -223,6 +237,7 @@ def _consume_keys(
     HEAD_DIM: gl.constexpr,
     HEAD_DIM_V: gl.constexpr,
     EDGES: gl.constexpr,
+    ALIGN: gl.constexpr,
 ):
     """Compute 64 rows of dq of each of a program's work items."""
     q_tile, do_tile, out_tile, k_tile, v_tile = tiles
@@ -230,6 +245,7 @@ def _consume_keys(
     seq_q, seq_kv, diagonal, heads_q, num_items, _together = problem
     dq_maps, lse2_ptr, delta_ptr = stores
     NUM_STAGES: gl.constexpr = k_tile[0].shape[0]
+    V_STAGES: gl.constexpr = v_tile[0].shape[0]
     BLOCK_KV: gl.constexpr = k_tile[0].shape[3]
     dtype: gl.constexpr = q_tile[0].dtype
     layout: gl.constexpr = product_layout(BLOCK_KV)
@@ -249,13 +265,21 @@ def _consume_keys(
 
         # The first tile of keys has no ds·k to run under its exponentials.
         slot = step % NUM_STAGES
+        slot_v = step % V_STAGES
         mbarrier.wait(q_full.index(CONSUMER), turn & 1)
         mbarrier.wait(k_full.index(slot), step // NUM_STAGES & 1)
         s = product_scores(q_tile, CONSUMER, k_tile, slot, HEAD_DIM, layout)
         # delta = rowsum(dout ∘ out) - dlse; lse2 is +inf where a row saw no key or does not exist
         mbarrier.wait(do_full.index(CONSUMER), turn & 1)
-        mbarrier.wait(out_full.index(CONSUMER), turn & 1)
-        delta = _dot_rows(do_tile, out_tile, CONSUMER, of_row)
+        if len(out_tile) > 0:
+            mbarrier.wait(out_full.index(CONSUMER), turn & 1)
+            delta = _dot_rows(do_tile, out_tile, CONSUMER, of_row)
+        else:
+            base = head_base(out_rows[0], out_rows[1], batch, head, ALIGN)
+            first = start_q + CONSUMER * 64
+            delta = _dot_loaded(
+                do_tile, CONSUMER, base, first, seq_q, out_rows[1][1], HEAD_DIM_V, of_row
+            )
         if dlse_ptr is not None:
             delta -= gl.load(dlse_ptr + first_row + rows, mask=rows < seq_q, other=0.0)
         lse2 = gl.where(lse == float("-inf"), float("inf"), lse) * LOG2E
@@ -263,8 +287,8 @@ def _consume_keys(
         first_row = (batch * heads_q + head).to(gl.int64) * padded_rows
         gl.store(lse2_ptr + first_row + rows, lse2)
         gl.store(delta_ptr + first_row + rows, delta)
-        mbarrier.wait(v_full.index(slot), step // NUM_STAGES & 1)
-        dp = product_scores(do_tile, CONSUMER, v_tile, slot, HEAD_DIM_V, layout)
+        mbarrier.wait(v_full.index(slot_v), step // V_STAGES & 1)
+        dp = product_scores(do_tile, CONSUMER, v_tile, slot_v, HEAD_DIM_V, layout)
         s = warpgroup_mma_wait(num_pieces(HEAD_DIM_V), deps=(s,))
         key = step_start(0, begin, before, full, after, BLOCK_KV)
         p = _probabilities(
@@ -272,7 +296,7 @@ def _consume_keys(
             EDGES, BLOCK_KV,
         )  # fmt: skip
         dp = warpgroup_mma_wait(0, deps=(dp,))
-        arrive(V_READ + slot, READERS)
+        arrive(V_READ + slot_v, READERS)
         ds = pack(p * (dp - delta[:, None]), dtype)
         dq = zeros(64, HEAD_DIM)
 
@@ -285,6 +309,7 @@ def _consume_keys(
                 end = before + after
             while index < end:
                 slot = step % NUM_STAGES
+                slot_v = step % V_STAGES
                 previous = (step - 1) % NUM_STAGES
                 # dq += ds k for the tile before, and s = scale · q kᵀ
                 left = unpack(ds, dtype, layout, "loop")
@@ -294,8 +319,8 @@ def _consume_keys(
                 dq, left = wait_product(dq, left, num_pieces(HEAD_DIM))
                 arrive(K_READ + previous, READERS)
                 # dp = dout vᵀ
-                mbarrier.wait(v_full.index(slot), step // NUM_STAGES & 1)
-                dp = product_scores(do_tile, CONSUMER, v_tile, slot, HEAD_DIM_V, layout)
+                mbarrier.wait(v_full.index(slot_v), step // V_STAGES & 1)
+                dp = product_scores(do_tile, CONSUMER, v_tile, slot_v, HEAD_DIM_V, layout)
                 # p = exp(s - lse)
                 s = warpgroup_mma_wait(num_pieces(HEAD_DIM_V), deps=(s,))
                 key = step_start(index, begin, before, full, after, BLOCK_KV)
@@ -304,9 +329,9 @@ def _consume_keys(
                     window_right, masked, BLOCK_KV,
                 )  # fmt: skip
                 # This wait passes at once. Its branch keeps ptxas from moving the next one up.
-                mbarrier.wait(v_full.index(slot), step // NUM_STAGES & 1)
+                mbarrier.wait(v_full.index(slot_v), step // V_STAGES & 1)
                 dp = warpgroup_mma_wait(0, deps=(dp,))
-                arrive(V_READ + slot, READERS)
+                arrive(V_READ + slot_v, READERS)
                 # ds = p ∘ (dp - delta) ∘ dcap
                 ds = pack(p * (dp - delta[:, None]), dtype)
                 index += 1
@@ -346,6 +371,46 @@ def _dot_pieces(a, b, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
+def _dot_loaded(
+    tile,
+    slot,
+    base,
+    start,
+    num_rows,
+    STRIDE: gl.constexpr,
+    SIZE: gl.constexpr,
+    LAYOUT: gl.constexpr,
+):
+    """Return the product of each row of a tile with that of a matrix in memory, from `start` on."""
+    dot = gl.zeros([64], gl.float32, LAYOUT)
+    for i in gl.static_range(len(tile)):
+        dot += _dot_loaded_piece(
+            piece(tile[i], slot), base, start, num_rows, STRIDE, piece_start(SIZE, i), SIZE, LAYOUT
+        )
+    return dot
+
+
+@gluon.jit
+def _dot_loaded_piece(
+    a,
+    base,
+    start,
+    num_rows,
+    STRIDE: gl.constexpr,
+    FIRST: gl.constexpr,
+    SIZE: gl.constexpr,
+    LAYOUT: gl.constexpr,
+):
+    layout: gl.constexpr = copy_layout(a.shape[1], 4)
+    rows = start + gl.arange(0, 64, gl.SliceLayout(1, layout))[:, None]
+    columns = FIRST + gl.arange(0, a.shape[1], gl.SliceLayout(0, layout))[None, :]
+    exists = (rows < num_rows) & (columns < SIZE)
+    b = gl.load(base + rows.to(gl.int64) * STRIDE + columns, mask=exists, other=0.0)
+    products = a.load(layout).to(gl.float32) * b.to(gl.float32)
+    return gl.convert_layout(gl.sum(products, 1), LAYOUT)
+
+
+@gluon.jit
 def _probabilities(
     s,
     position,
@@ -375,9 +440,12 @@ def prepare_dq(call: KernelCall) -> Prepared:
         | map_arguments("k", 1, k, config.block_kv)
         | map_arguments("v", 2, v, config.block_kv)
         | map_arguments("dout", 3, dout, 64)
-        | map_arguments("out", 4, out, 64)
         | map_arguments("dq", 9, dq, 64)
     )
+    if sm90.has_large_heads(spec):
+        maps |= {"out_1": None, "out_2": None} | stride_arguments(out=out)
+    else:
+        maps |= map_arguments("out", 4, out, 64) | {"out_strides": None, "ALIGN": None}
     edges = spec.window != Window() or spec.seq_kv % config.block_kv != 0
     steps = steps_of_queries(spec, config.block_q, config.block_kv)
     return persistent(call, steps, spec.heads_q * spec.batch, maps | {"EDGES": edges})

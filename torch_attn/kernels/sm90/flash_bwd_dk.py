@@ -1,0 +1,261 @@
+"""dk of the backward for SM90, of heads above 128, in a kernel of its own."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma_wait,
+)
+
+from torch_attn.kernels.sm80.flash_bwd import scale_all
+from torch_attn.kernels.sm80.pipeline import group_step
+from torch_attn.kernels.sm90.pipeline import (
+    READERS,
+    add_product,
+    allocate_barriers,
+    allocate_row,
+    allocate_tile,
+    arrive,
+    map_arguments,
+    num_pieces,
+    pack,
+    product_layout,
+    product_scores,
+    read_row,
+    row_map,
+    store_tile,
+    unpack,
+    wait_product,
+    write_rows,
+    zeros,
+)
+from torch_attn.kernels.sm90.queries import (
+    DO_READ,
+    Q_READ,
+    locate_keys,
+    persistent_keys,
+    probabilities,
+    produce_queries,
+)
+from torch_attn.kernels.sm90.schedule import work_item
+from torch_attn.launch import UNSPECIALIZED, KernelCall, Prepared
+
+
+@gluon.jit(do_not_specialize=[*UNSPECIALIZED, "num_items", "together"])
+def flash_bwd_dk_kernel(
+    q,
+    k,
+    v,
+    dout,
+    lse2,
+    delta,
+    dk,
+    dv_ptr,
+    q_1,
+    q_2,
+    k_1,
+    k_2,
+    v_1,
+    v_2,
+    dout_1,
+    dout_2,
+    dk_1,
+    dk_2,
+    seq_q,
+    seq_kv,
+    diagonal,
+    heads_q,
+    rule,
+    window_left,
+    window_right,
+    num_items,
+    together,
+    GROUP_SIZE: gl.constexpr,
+    HEAD_DIM: gl.constexpr,
+    HEAD_DIM_V: gl.constexpr,
+    BLOCK_Q: gl.constexpr,
+    BLOCK_KV: gl.constexpr,
+    NUM_STAGES: gl.constexpr,
+    EDGES: gl.constexpr,
+):
+    """One program computes tiles of BLOCK_KV = 128 rows of dk, one after the other.
+
+    A producer warp loads with TMA; two consumer warpgroups have 64 keys each and visit the tiles of
+    BLOCK_Q = 64 queries. Operands, loop invariant and accumulation: as in the portable
+    `flash_bwd_dkdv_kernel`. dv is that of `flash_bwd_dv_kernel`: the registers have room for one of
+    the two.
+    """
+    dtype: gl.constexpr = q.dtype
+    gl.static_assert(BLOCK_Q == 64)
+    gl.static_assert(BLOCK_KV == 128)
+    gl.static_assert(NUM_STAGES <= 2)
+    k_tile = allocate_tile(dtype, 2, 64, HEAD_DIM)
+    v_tile = allocate_tile(dtype, 2, 64, HEAD_DIM_V)
+    q_tile = allocate_tile(dtype, NUM_STAGES + 1, BLOCK_Q, HEAD_DIM)
+    do_tile = allocate_tile(dtype, NUM_STAGES, BLOCK_Q, HEAD_DIM_V)
+    lse2_row = allocate_row(NUM_STAGES + 1, BLOCK_Q)
+    delta_row = allocate_row(NUM_STAGES, BLOCK_Q)
+    k_full = allocate_barriers(1)
+    v_full = allocate_barriers(1)
+    kv_read = allocate_barriers(2)
+    q_full = allocate_barriers(NUM_STAGES + 1)
+    do_full = allocate_barriers(NUM_STAGES)
+    fence_async_shared()
+
+    tiles = (k_tile, v_tile, q_tile, do_tile, lse2_row, delta_row)
+    barriers = (k_full, v_full, kv_read, q_full, do_full)
+    loads = ((k, k_1, k_2), (v, v_1, v_2), (q, q_1, q_2), (dout, dout_1, dout_2), lse2, delta)
+    problem = (seq_q, seq_kv, diagonal, heads_q, num_items, together)
+    # Constants, and what may be None, stand in the calls: variables would make tensors of them.
+    gl.warp_specialize(
+        [
+            (_consume_queries, (
+                tiles, barriers, (dk, dk_1, dk_2), problem, rule, window_left, window_right,
+                0, GROUP_SIZE, HEAD_DIM, HEAD_DIM_V, EDGES,
+            )),
+            (_consume_queries, (
+                tiles, barriers, (dk, dk_1, dk_2), problem, rule, window_left, window_right,
+                1, GROUP_SIZE, HEAD_DIM, HEAD_DIM_V, EDGES,
+            )),
+            (produce_queries, (
+                tiles, barriers, loads, problem, (window_left, window_right),
+                False, GROUP_SIZE, GROUP_SIZE, HEAD_DIM, HEAD_DIM_V,
+            )),
+        ],
+        [4, 1],
+        [240, 24],
+    )  # fmt: skip
+
+
+@gluon.jit
+def _consume_queries(
+    tiles,
+    barriers,
+    dk_maps,
+    problem,
+    rule,
+    window_left,
+    window_right,
+    CONSUMER: gl.constexpr,
+    GROUP_SIZE: gl.constexpr,
+    HEAD_DIM: gl.constexpr,
+    HEAD_DIM_V: gl.constexpr,
+    EDGES: gl.constexpr,
+):
+    """Compute 64 rows of dk of each of a program's work items. Keys are rows."""
+    k_tile, v_tile, q_tile, do_tile, lse2_row, delta_row = tiles
+    k_full, v_full, kv_read, q_full, do_full = barriers
+    _seq_q, _seq_kv, diagonal, _heads_q, num_items, _together = problem
+    Q_STAGES: gl.constexpr = q_tile[0].shape[0]
+    DO_STAGES: gl.constexpr = do_tile[0].shape[0]
+    BLOCK_Q: gl.constexpr = q_tile[0].shape[3]
+    dtype: gl.constexpr = q_tile[0].dtype
+    layout: gl.constexpr = product_layout(BLOCK_Q)
+    step = 0  # over all items
+    turn = 0
+    item = work_item(0)
+    while item < num_items:
+        batch, first_head, start_kv, visible = locate_keys(
+            item, problem, window_left, window_right, False, GROUP_SIZE, BLOCK_Q
+        )
+        begin, before, full, after = visible
+        # Keys are counted as queries are.
+        key = start_kv + CONSUMER * 64 + gl.arange(0, 64, gl.SliceLayout(1, layout)) - diagonal
+
+        # The first tile of queries has no dsᵀ·q to run under its exponentials.
+        slot = step % DO_STAGES
+        mbarrier.wait(k_full.index(0), turn & 1)
+        mbarrier.wait(q_full.index(step % Q_STAGES), step // Q_STAGES & 1)
+        s = product_scores(k_tile, CONSUMER, q_tile, step % Q_STAGES, HEAD_DIM, layout)
+        mbarrier.wait(v_full.index(0), turn & 1)
+        mbarrier.wait(do_full.index(slot), step // DO_STAGES & 1)
+        dp = product_scores(v_tile, CONSUMER, do_tile, slot, HEAD_DIM_V, layout)
+        s = warpgroup_mma_wait(num_pieces(HEAD_DIM_V), deps=(s,))
+        start = group_step(0, begin, before, full, after, BLOCK_Q, GROUP_SIZE)[1]
+        lse2 = read_row(lse2_row, step % Q_STAGES, layout)
+        p, dcap = probabilities(
+            s, start, key[:, None], lse2[None, :], rule, window_left, window_right, EDGES
+        )
+        p = p * dcap
+        dp = warpgroup_mma_wait(0, deps=(dp,))
+        delta = read_row(delta_row, slot, layout)
+        ds = pack(p * (dp - delta[None, :]), dtype)
+        arrive(DO_READ + slot, READERS)
+        dk = zeros(64, HEAD_DIM)
+
+        # Visit the other tiles that see these keys; only tiles at the edges are masked.
+        index = 1
+        step += 1
+        for masked in gl.static_range(1 if EDGES else 0, -1, -1):
+            end = (before + full + after) * GROUP_SIZE
+            if masked:
+                end = (before + after) * GROUP_SIZE
+            while index < end:
+                slot = step % DO_STAGES
+                previous = (step - 1) % Q_STAGES
+                # 0, which the compiler does not know: it would compute the descriptors of k and v
+                # before the loop, for which there are no registers.
+                fresh = step >> 30
+                # dk += dsᵀ q for the tile before, and sᵀ = scale · k qᵀ
+                left = unpack(ds, dtype, layout, "loop")
+                dk = add_product(dk, left, q_tile, previous)
+                mbarrier.wait(q_full.index(step % Q_STAGES), step // Q_STAGES & 1)
+                s = product_scores(
+                    k_tile, CONSUMER + fresh, q_tile, step % Q_STAGES, HEAD_DIM, layout
+                )
+                dk, left = wait_product(dk, left, num_pieces(HEAD_DIM))
+                arrive(Q_READ + previous, READERS)
+                # dpᵀ = v doutᵀ
+                mbarrier.wait(do_full.index(slot), step // DO_STAGES & 1)
+                dp = product_scores(v_tile, CONSUMER + fresh, do_tile, slot, HEAD_DIM_V, layout)
+                # pᵀ = exp(sᵀ - lse)
+                s = warpgroup_mma_wait(num_pieces(HEAD_DIM_V), deps=(s,))
+                start = group_step(index, begin, before, full, after, BLOCK_Q, GROUP_SIZE)[1]
+                lse2 = read_row(lse2_row, step % Q_STAGES, layout)
+                p, dcap = probabilities(
+                    s, start, key[:, None], lse2[None, :], rule, window_left, window_right, masked
+                )
+                p = p * dcap
+                # This wait passes at once. Its branch keeps ptxas from moving the next one up.
+                mbarrier.wait(do_full.index(slot), step // DO_STAGES & 1)
+                dp = warpgroup_mma_wait(0, deps=(dp,))
+                # dsᵀ = pᵀ ∘ (dpᵀ - delta) ∘ dcapᵀ
+                delta = read_row(delta_row, slot, layout)
+                ds = pack(p * (dp - delta[None, :]), dtype)
+                arrive(DO_READ + slot, READERS)
+                index += 1
+                step += 1
+
+        # The last dsᵀ·q
+        previous = (step - 1) % Q_STAGES
+        left = unpack(ds, dtype, layout, "end")
+        dk = add_product(dk, left, q_tile, previous)
+        dk, left = wait_product(dk, left)
+        arrive(Q_READ + previous, READERS)
+
+        # Scale dk and store it where k was, whose rows nobody else reads.
+        write_rows(k_tile, CONSUMER, scale_all(dk, rule.scale))
+        fence_async_shared()
+        first = start_kv + CONSUMER * 64
+        store_tile(dk_maps, k_tile, CONSUMER, batch, first_head // GROUP_SIZE, first, HEAD_DIM)
+        tma.store_wait(0)
+        mbarrier.arrive(kv_read.index(CONSUMER), count=1)
+        turn += 1
+        item = work_item(turn)
+
+
+def prepare_dk(call: KernelCall) -> Prepared:
+    """Return grid and arguments of `flash_bwd_dk_kernel`."""
+    q, k, v, dout, lse2, delta, dk, _dv = call.layouts
+    block_q = call.config.block_q
+    maps = (
+        map_arguments("q", 0, q, block_q)
+        | map_arguments("k", 1, k, 64)
+        | map_arguments("v", 2, v, 64)
+        | map_arguments("dout", 3, dout, block_q)
+        | map_arguments("dk", 6, dk, 64)
+        | {"lse2": row_map(4, lse2, block_q), "delta": row_map(5, delta, block_q)}
+    )
+    return persistent_keys(call, maps)
