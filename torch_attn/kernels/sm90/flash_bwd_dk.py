@@ -218,11 +218,11 @@ def _consume_queries(
                     s, start, key[:, None], lse2[None, :], rule, window_left, window_right, masked
                 )
                 p = p * dcap
+                delta = read_row(delta_row, slot, layout)
                 # This wait passes at once. Its branch keeps ptxas from moving the next one up.
                 mbarrier.wait(do_full.index(slot), step // DO_STAGES & 1)
                 dp = warpgroup_mma_wait(0, deps=(dp,))
                 # dsᵀ = pᵀ ∘ (dpᵀ - delta) ∘ dcapᵀ
-                delta = read_row(delta_row, slot, layout)
                 ds = pack(p * (dp - delta[None, :]), dtype)
                 arrive(DO_READ + slot, READERS)
                 index += 1

@@ -311,16 +311,21 @@ def _consume_keys(
                 slot = step % NUM_STAGES
                 slot_v = step % V_STAGES
                 previous = (step - 1) % NUM_STAGES
+                own = CONSUMER
+                if len(out_tile) == 0:
+                    # 0, which the compiler does not know: it would compute the descriptors of q and
+                    # dout before the loop, for which there are no registers.
+                    own += step >> 30
                 # dq += ds k for the tile before, and s = scale · q kᵀ
                 left = unpack(ds, dtype, layout, "loop")
                 dq = add_product(dq, left, k_tile, previous)
                 mbarrier.wait(k_full.index(slot), step // NUM_STAGES & 1)
-                s = product_scores(q_tile, CONSUMER, k_tile, slot, HEAD_DIM, layout)
+                s = product_scores(q_tile, own, k_tile, slot, HEAD_DIM, layout)
                 dq, left = wait_product(dq, left, num_pieces(HEAD_DIM))
                 arrive(K_READ + previous, READERS)
                 # dp = dout vᵀ
                 mbarrier.wait(v_full.index(slot_v), step // V_STAGES & 1)
-                dp = product_scores(do_tile, CONSUMER, v_tile, slot_v, HEAD_DIM_V, layout)
+                dp = product_scores(do_tile, own, v_tile, slot_v, HEAD_DIM_V, layout)
                 # p = exp(s - lse)
                 s = warpgroup_mma_wait(num_pieces(HEAD_DIM_V), deps=(s,))
                 key = step_start(index, begin, before, full, after, BLOCK_KV)
