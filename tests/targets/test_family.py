@@ -87,20 +87,16 @@ def test_the_explicit_kernels_are_the_best_for_sm90():
         spec = replace(SPEC, **problem)
         assert choice(None, "sm90", spec) == (Backend(TRITON, "sm90"), others)
     assert choice(None, "sm90", VarlenSpec(**vars(SPEC), num_sequences=3)) == chosen
-    spec = replace(SPEC, seq_kv=16)
-    assert choice("gluon", "sm90", spec, operation="flash_bwd") == chosen
-    for problem, reason in (
-        ({"head_dim": 136}, "its backward takes heads of at most 128"),
-        ({"head_dim_v": 136}, "its backward takes heads of at most 128"),
-        ({"seq_kv": 15}, "its backward takes at least 16 keys"),
-    ):
+    for problem in ({"seq_kv": 16}, {"head_dim": 256}, {"head_dim_v": 136}):
         spec = replace(SPEC, **problem)
-        assert choice(None, "sm90", spec) == chosen
-        others = (other, f"gluon: {reason}")
-        backward = choice(None, "sm90", spec, operation="flash_bwd")
-        assert backward == (Backend(TRITON, "sm90"), others)
-        with pytest.raises(NotImplementedError, match=rf"for SM80 and {reason}$"):
-            choice("gluon", "sm90", spec, operation="flash_bwd")
+        assert choice("gluon", "sm90", spec, operation="flash_bwd") == chosen
+    spec = replace(SPEC, seq_kv=15)
+    assert choice(None, "sm90", spec) == chosen
+    reason = "its backward takes at least 16 keys"
+    backward = choice(None, "sm90", spec, operation="flash_bwd")
+    assert backward == (Backend(TRITON, "sm90"), (other, f"gluon: {reason}"))
+    with pytest.raises(NotImplementedError, match=rf"for SM80 and {reason}$"):
+        choice("gluon", "sm90", spec, operation="flash_bwd")
 
 
 @pytest.mark.parametrize("package", ["torch_attn", "pallas_attn"])
@@ -222,10 +218,11 @@ def test_a_jax_without_mosaic_gpu_is_a_reason(monkeypatch):
     for operation in ("flash_fwd", "flash_bwd"):
         chosen = choose("pallas_attn", None, operation, SPEC, "sm90", True)
         assert chosen == (Backend(sm90, "sm90"), (other,))
-    large = replace(SPEC, head_dim_v=136)
-    chosen = choose("pallas_attn", None, "flash_bwd", large, "sm90", True)
     refused = "mosaic: its backward takes heads of at most 128"
-    assert chosen == (Backend(triton, "sm90"), (other, refused))
+    for problem in ({"head_dim": 136}, {"head_dim_v": 136}):
+        large = replace(SPEC, **problem)
+        chosen = choose("pallas_attn", None, "flash_bwd", large, "sm90", True)
+        assert chosen == (Backend(triton, "sm90"), (other, refused))
     imported.clear()
     monkeypatch.setattr(family, "version", lambda name: "0.9.2")
     old = "its kernels need jax 0.11 or newer, not 0.9.2"

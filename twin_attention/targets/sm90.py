@@ -53,9 +53,9 @@ def _supports_backward(spec: AttentionSpec) -> str | None:
     return None
 
 
-def has_large_heads(spec: AttentionSpec) -> bool:
-    """Return True for a backward in which dk and dv have a kernel each: those of `torch_attn`."""
-    return max(spec.head_dim, spec.head_dim_v) > 128
+def has_large_heads(spec: Spec) -> bool:
+    """Return True for a backward whose dk and dv need a kernel each, which `torch_attn` has."""
+    return isinstance(spec, AttentionSpec) and max(spec.head_dim, spec.head_dim_v) > 128
 
 
 def _supports_paged(spec: PagedSpec, target: str | None) -> str | None:
