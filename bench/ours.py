@@ -12,7 +12,7 @@ from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from bench.calls import compiled, jax_call, torch_call
-from bench.job import Call, Subject
+from bench.job import Absent, Call, Subject
 from bench.peers.packed_peers import offsets_of
 from interop.parity.cases import DecodeCase, FlashCase, VarlenCase
 from twin_attention.contract.spec import PagedSpec
@@ -47,9 +47,9 @@ def flash_factories(targets: Sequence[str], compiling: bool = True) -> dict[Subj
 
 def packed_factories(targets: Sequence[str]) -> dict[Subject, Factory]:
     """Return factories of calls, which take (case, operation, tensors) as peers' do."""
-    explicit = product(("torch gluon", "jax mosaic"), [x for x in targets if x == "sm80"])
-    keys = *explicit, *product(("torch triton", "jax triton"), targets)
-    return {Subject(*key): partial(_packed, *key) for key in keys}
+    names = [name for name in NAMES if not name.endswith(" compiled")]
+    keys = [key for key in product(names, targets) if _has_kernels(*key)]
+    return {Subject(*key): partial(_packed_or_absent, *key) for key in keys}
 
 
 def decode_factories(targets: Sequence[str]) -> dict[Subject, Factory]:
@@ -94,6 +94,14 @@ def _flash(name: str, target: str, case: FlashCase, operation: str, tensors: Any
     with use_target(target):
         call = prepare(attend, operation, tensors)
     return for_target(call, target)
+
+
+def _packed_or_absent(*problem: Any) -> Call:
+    """Return the call of a family that has packed sequences in this pass."""
+    try:
+        return _packed(*problem)
+    except NotImplementedError as error:
+        raise Absent(str(error)) from error
 
 
 def _packed(name: str, target: str, case: VarlenCase, operation: str, tensors: Any) -> Call:
