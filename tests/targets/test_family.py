@@ -86,7 +86,6 @@ def test_the_explicit_kernels_are_the_best_for_sm90():
         others = (other, f"gluon: {reason}")
         spec = replace(SPEC, **problem)
         assert choice(None, "sm90", spec) == (Backend(TRITON, "sm90"), others)
-    assert choice(None, "sm90", VarlenSpec(**vars(SPEC), num_sequences=3)) == chosen
     for problem in ({"seq_kv": 16}, {"head_dim": 256}, {"head_dim_v": 136}):
         spec = replace(SPEC, **problem)
         assert choice("gluon", "sm90", spec, operation="flash_bwd") == chosen
@@ -99,9 +98,27 @@ def test_the_explicit_kernels_are_the_best_for_sm90():
         choice("gluon", "sm90", spec, operation="flash_bwd")
 
 
+@pytest.mark.parametrize(
+    ("package", "head_dims", "reason"),
+    [
+        ("torch_attn", (64, 72), None), ("torch_attn", (256, 64), None),
+        ("torch_attn", (64, 64), "its packed sequences have heads of more than 64"),
+        ("pallas_attn", (64, 64), "its packed sequences have heads of more than 64"),
+        ("pallas_attn", (128, 136), "its packed sequences have heads of at most 128"),
+    ],
+)  # fmt: skip
+def test_packed_sequences_are_explicit_on_sm90_where_that_is_faster(package, head_dims, reason):
+    spec = replace(SPEC, head_dim=head_dims[0], head_dim_v=head_dims[1])
+    spec = VarlenSpec(**vars(spec), num_sequences=3)
+    backend, passed_over = choose(package, None, "flash_fwd", spec, "sm90", True)
+    assert backend.family.folder == ("sm90" if reason is None else "portable")
+    if reason is not None:
+        assert any(line.endswith(f": {reason}") for line in passed_over)
+
+
 @pytest.mark.parametrize("package", ["torch_attn", "pallas_attn"])
 def test_the_backward_of_packed_sequences_is_portable_on_sm90(package):
-    spec = VarlenSpec(**vars(SPEC), num_sequences=3)
+    spec = VarlenSpec(**vars(replace(SPEC, head_dim=128)), num_sequences=3)
     assert sm90.supports("flash_fwd", spec, "sm90") is None
     backend, passed_over = choose(package, None, "flash_bwd", spec, "sm90", True)
     assert (backend.family.name, backend.family.folder) == ("triton", "portable")

@@ -9,7 +9,6 @@ from twin_attention.contract.spec import (
     AttentionSpec,
     BlockSparseSpec,
     DecodeSpec,
-    VarlenSpec,
     Window,
 )
 from twin_attention.targets.kernels import Spec
@@ -37,11 +36,6 @@ def _has_segments(spec: Spec) -> bool:
 def _has_block_mask(spec: Spec) -> bool:
     """Return True for a flash attention with a block mask, whose tiles bound a kernel's."""
     return isinstance(spec, BlockSparseSpec)
-
-
-def _is_packed(spec: Spec) -> bool:
-    """Return True for packed sequences, whose lengths are not known."""
-    return isinstance(spec, VarlenSpec)
 
 
 def _has_keys(count: int) -> Callable[[Spec], bool]:
@@ -103,7 +97,6 @@ CONDITIONS: dict[str, Callable[[Spec], bool]] = {
     "window": _has_window,
     "segments": _has_segments,
     "block mask": _has_block_mask,
-    "packed": _is_packed,
     ">= 1024 keys": _has_keys(1024),
     ">= 2048 keys": _has_keys(2048),
     "> 32 rows": _has_many_rows,

@@ -42,6 +42,8 @@ def supports(operation: str, spec: Spec, target: str | None) -> str | None:
         return "TMA loads rows that begin at multiples of 16 bytes"
     if operation == "flash_bwd":
         return _supports_backward(spec)
+    if isinstance(spec, VarlenSpec) and max(spec.head_dim, spec.head_dim_v) <= 64:
+        return "its packed sequences have heads of more than 64"
     return None
 
 
