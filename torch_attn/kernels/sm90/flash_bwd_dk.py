@@ -34,9 +34,9 @@ from torch_attn.kernels.sm90.pipeline import (
 from torch_attn.kernels.sm90.queries import (
     DO_READ,
     Q_READ,
+    exponents,
     locate_keys,
     persistent_keys,
-    probabilities,
     produce_queries,
 )
 from torch_attn.kernels.sm90.schedule import work_item
@@ -175,9 +175,8 @@ def _consume_queries(
         s = warpgroup_mma_wait(num_pieces(HEAD_DIM_V), deps=(s,))
         start = group_step(0, begin, before, full, after, BLOCK_Q, GROUP_SIZE)[1]
         lse2 = read_row(lse2_row, step % Q_STAGES, layout)
-        p, dcap = probabilities(
-            s, start, key[:, None], lse2[None, :], rule, window_left, window_right, EDGES
-        )
+        power, dcap = exponents(s, lse2, start, key, None, rule, window_left, window_right, EDGES)
+        p = gl.exp2(power)
         p = p * dcap
         dp = warpgroup_mma_wait(0, deps=(dp,))
         delta = read_row(delta_row, slot, layout)
@@ -214,9 +213,10 @@ def _consume_queries(
                 s = warpgroup_mma_wait(num_pieces(HEAD_DIM_V), deps=(s,))
                 start = group_step(index, begin, before, full, after, BLOCK_Q, GROUP_SIZE)[1]
                 lse2 = read_row(lse2_row, step % Q_STAGES, layout)
-                p, dcap = probabilities(
-                    s, start, key[:, None], lse2[None, :], rule, window_left, window_right, masked
+                power, dcap = exponents(
+                    s, lse2, start, key, None, rule, window_left, window_right, masked
                 )
+                p = gl.exp2(power)
                 p = p * dcap
                 delta = read_row(delta_row, slot, layout)
                 # This wait passes at once. Its branch keeps ptxas from moving the next one up.

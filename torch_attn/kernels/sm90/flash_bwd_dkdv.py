@@ -13,7 +13,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from torch_attn.kernels.portable.tiles import ROW_PADDING
 from torch_attn.kernels.sm80.flash_bwd import scale_all
 from torch_attn.kernels.sm80.pipeline import group_step
-from torch_attn.kernels.sm80.scores import visible_scores
 from torch_attn.kernels.sm90.pipeline import (
     READERS,
     add_product,
@@ -41,7 +40,13 @@ from torch_attn.kernels.sm90.pipeline import (
     write_rows,
     zeros,
 )
-from torch_attn.kernels.sm90.queries import DO_READ, Q_READ, locate_keys, produce_queries
+from torch_attn.kernels.sm90.queries import (
+    DO_READ,
+    Q_READ,
+    exponents,
+    locate_keys,
+    produce_queries,
+)
 from torch_attn.kernels.sm90.schedule import persistent, work_item
 from torch_attn.kernels.sm90.sums import (
     add_dq,
@@ -432,8 +437,9 @@ def _visit_queries(
     if AHEAD and not SMALL:
         # Before dq is stored: a look at a barrier would wait until the stores are done.
         mbarrier.wait(do_full.index(slot), step // DO_STAGES & 1)
-        exponents, dcap = _exponents(
-            s[0], lse2_row, start, key, end, step, rule, window_left, window_right, MASKED
+        lse2 = read_row(lse2_row, step % Q_STAGES, layout)
+        power, dcap = exponents(
+            s[0], lse2, start, key, end, rule, window_left, window_right, MASKED
         )
         if not FIRST:
             # dp takes the registers of dq.
@@ -460,10 +466,9 @@ def _visit_queries(
             now = warpgroup_mma_wait(DP_PIECES, deps=(now,))
         if not FUSED:
             end = None
-        exponents, dcap = _exponents(
-            now, lse2_row, start, key, end, step, rule, window_left, window_right, MASKED
-        )
-    p = gl.exp2(exponents)
+        lse2 = read_row(lse2_row, step % Q_STAGES, layout)
+        power, dcap = exponents(now, lse2, start, key, end, rule, window_left, window_right, MASKED)
+    p = gl.exp2(power)
     p_left = gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, layout, 2), assert_trivial=True)
     if FUSED and SMALL and not FIRST:
         dq = wait_sums(dq, S_PIECES + DP_PIECES)
@@ -505,20 +510,6 @@ def _visit_queries(
     arrive(DO_READ + slot, READERS)
     s = wait_sums(s, 0)
     return s, dk, dv, ds
-
-
-@gluon.jit
-def _exponents(
-    s, lse2_row, start, key, end, step, rule, window_left, window_right, MASKED: gl.constexpr
-):
-    """Return the exponents of pᵀ = 2^(sᵀ - lse2), and dcapᵀ."""
-    layout: gl.constexpr = s.type.layout
-    lse2 = read_row(lse2_row, step % lse2_row.shape[0], layout)
-    rows = start + gl.arange(0, s.shape[1], gl.SliceLayout(0, layout))
-    s, dcap = visible_scores(
-        s, rows[None, :], key[:, None], end, rule, window_left, window_right, MASKED
-    )
-    return s * rule.exp2_scale - lse2[None, :], dcap
 
 
 @gluon.jit

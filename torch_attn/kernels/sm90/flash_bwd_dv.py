@@ -34,9 +34,9 @@ from torch_attn.kernels.sm90.pipeline import (
 from torch_attn.kernels.sm90.queries import (
     DO_READ,
     Q_READ,
+    exponents,
     locate_keys,
     persistent_keys,
-    probabilities,
     produce_queries,
 )
 from torch_attn.kernels.sm90.schedule import work_item
@@ -172,9 +172,8 @@ def _consume_queries(
         start = group_step(0, begin, before, full, after, BLOCK_Q, GROUP_SIZE)[1]
         lse2 = read_row(lse2_row, slot, layout)
         arrive(Q_READ + slot, READERS)
-        p, _dcap = probabilities(
-            s, start, key[:, None], lse2[None, :], rule, window_left, window_right, EDGES
-        )
+        power, _dcap = exponents(s, lse2, start, key, None, rule, window_left, window_right, EDGES)
+        p = gl.exp2(power)
         packed = pack(p, dtype)
         dv = zeros(64, HEAD_DIM_V)
 
@@ -199,9 +198,10 @@ def _consume_queries(
                 start = group_step(index, begin, before, full, after, BLOCK_Q, GROUP_SIZE)[1]
                 lse2 = read_row(lse2_row, slot, layout)
                 arrive(Q_READ + slot, READERS)
-                p, _dcap = probabilities(
-                    s, start, key[:, None], lse2[None, :], rule, window_left, window_right, masked
+                power, _dcap = exponents(
+                    s, lse2, start, key, None, rule, window_left, window_right, masked
                 )
+                p = gl.exp2(power)
                 # This wait passes at once. Its branch keeps ptxas from moving the next one up.
                 mbarrier.wait(do_full.index(previous), (step - 1) // DO_STAGES & 1)
                 dv, left = wait_product(dv, left)

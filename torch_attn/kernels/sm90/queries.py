@@ -138,11 +138,16 @@ def produce_queries(
 
 
 @gluon.jit
-def probabilities(s, start_q, key, lse2, rule, window_left, window_right, MASKED: gl.constexpr):
-    """Return pᵀ and the derivative of the cap. Keys are rows."""
+def exponents(s, lse2, start_q, key, end, rule, window_left, window_right, MASKED: gl.constexpr):
+    """Return the exponents of pᵀ = 2^(sᵀ - lse2), and the derivative of the cap. Keys are rows.
+
+    end: the first key that does not exist, counted as `key` is; None where others hide them.
+    """
     rows = start_q + gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout))
-    s, dcap = visible_scores(s, rows[None, :], key, None, rule, window_left, window_right, MASKED)
-    return gl.exp2(s * rule.exp2_scale - lse2), dcap
+    s, dcap = visible_scores(
+        s, rows[None, :], key[:, None], end, rule, window_left, window_right, MASKED
+    )
+    return s * rule.exp2_scale - lse2[None, :], dcap
 
 
 def persistent_keys(call: KernelCall, arguments: dict[str, Any]) -> Prepared:
