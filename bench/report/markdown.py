@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from textwrap import wrap
 
 from matplotlib.font_manager import FontProperties
 
@@ -17,6 +18,7 @@ from interop.rendering.plots import to_svg
 from interop.rendering.tables import Grid, to_markdown
 
 BEGIN, END = "<!-- tables of the records: begin -->", "<!-- tables of the records: end -->"
+LETTERS_PER_INCH = 10  # of a picture's title
 
 
 def summary(name: str, records: Sequence[Record]) -> dict[str, str]:
@@ -87,5 +89,6 @@ def _folded(title: str, grid: Grid) -> str:
 def _standalone(picture: Picture) -> str:
     """Return a picture as a file of its own: its title inside, on white, letters as outlines."""
     (legend,) = picture.figure.legends
-    legend.set_title(picture.title, FontProperties(size=11, weight="bold"))
+    title = "\n".join(wrap(picture.title, int(picture.figure.get_figwidth() * LETTERS_PER_INCH)))
+    legend.set_title(title, FontProperties(size=11, weight="bold"))
     return to_svg(picture.figure, standalone=True)
