@@ -445,6 +445,9 @@ def _visit_queries(
             # dp takes the registers of dq.
             dq = wait_sums(dq, S_PIECES)
             _hand_over(dq, dq_tiles[CONSUMER], CONSUMER)
+        if fresh > 0:
+            # This is never so. Without a branch here ptxas spills, and serializes the products.
+            mbarrier.wait(do_full.index(slot), step // DO_STAGES & 1)
     else:
         if not AHEAD:
             # sᵀ = scale · k qᵀ
