@@ -5,12 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeGuard
 
-from twin_attention.contract.spec import (
-    AttentionSpec,
-    BlockSparseSpec,
-    DecodeSpec,
-    Window,
-)
+from twin_attention.contract.spec import AttentionSpec, BlockSparseSpec, DecodeSpec, Window
 from twin_attention.targets.kernels import Spec
 from twin_attention.targets.target import NUM_SMS
 

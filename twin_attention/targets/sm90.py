@@ -56,7 +56,7 @@ def _supports_backward(spec: AttentionSpec) -> str | None:
 
 
 def has_large_heads(spec: Spec) -> bool:
-    """Return True for a backward whose dk and dv need a kernel each, which `torch_attn` has."""
+    """Return True for heads of more than 128, whose dk and dv need a kernel each."""
     return isinstance(spec, AttentionSpec) and max(spec.head_dim, spec.head_dim_v) > 128
 
 

@@ -258,4 +258,4 @@ def prepare_dk(call: KernelCall) -> Prepared:
         | map_arguments("dk", 6, dk, 64)
         | {"lse2": row_map(4, lse2, block_q), "delta": row_map(5, delta, block_q)}
     )
-    return persistent_keys(call, maps)
+    return persistent_keys(call, call.spec.group_size, maps)

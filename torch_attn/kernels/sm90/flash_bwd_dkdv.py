@@ -45,9 +45,10 @@ from torch_attn.kernels.sm90.queries import (
     Q_READ,
     exponents,
     locate_keys,
+    persistent_keys,
     produce_queries,
 )
-from torch_attn.kernels.sm90.schedule import persistent, work_item
+from torch_attn.kernels.sm90.schedule import work_item
 from torch_attn.kernels.sm90.sums import (
     add_dq,
     add_rows,
@@ -57,8 +58,6 @@ from torch_attn.kernels.sm90.sums import (
     write_dq,
 )
 from torch_attn.launch import UNSPECIALIZED, KernelCall, Prepared
-from twin_attention.contract.spec import Window
-from twin_attention.targets.steps import steps_of_keys
 
 # Named barriers beside those of `queries`: one for ds; and for each consumer's part of dq, when it
 # is written and when free.
@@ -544,8 +543,4 @@ def prepare_dkdv(call: KernelCall) -> Prepared:
         maps["dq_sum"] = map_sums(8, dq_sum)
     ragged = dq_sum is not None and spec.seq_kv % config.block_kv != 0
     members = spec.group_size if dk_sum is None else 1
-    steps = steps_of_keys(spec, config.block_q, config.block_kv)
-    steps = tuple(members * each for each in steps)
-    edges = spec.window != Window() or ragged
-    arguments = maps | {"MEMBERS": members, "EDGES": edges}
-    return persistent(call, steps, spec.heads_q // members * spec.batch, arguments)
+    return persistent_keys(call, members, maps | {"MEMBERS": members}, ragged)

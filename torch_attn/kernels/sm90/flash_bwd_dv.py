@@ -240,4 +240,4 @@ def prepare_dv(call: KernelCall) -> Prepared:
         | map_arguments("dv", 7, dv, 64)
         | {"lse2": row_map(4, lse2, block_q)}
     )
-    return persistent_keys(call, maps)
+    return persistent_keys(call, call.spec.group_size, maps)

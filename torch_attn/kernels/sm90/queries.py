@@ -150,10 +150,18 @@ def exponents(s, lse2, start_q, key, end, rule, window_left, window_right, MASKE
     return s * rule.exp2_scale - lse2[None, :], dcap
 
 
-def persistent_keys(call: KernelCall, arguments: dict[str, Any]) -> Prepared:
-    """Return `persistent` of a kernel whose work items are tiles of keys of a kv head."""
+def persistent_keys(
+    call: KernelCall, members: int, arguments: dict[str, Any], ragged: bool = False
+) -> Prepared:
+    """Return `persistent` of a kernel whose work items are tiles of keys.
+
+    Args:
+        members: query heads that an item visits, all of a kv head's or one.
+        arguments: those that only this kernel has.
+        ragged: keys that do not exist are hidden in every tile.
+    """
     spec, config = call.spec, call.config
     steps = steps_of_keys(spec, config.block_q, config.block_kv)
-    steps = tuple(spec.group_size * each for each in steps)
-    arguments = arguments | {"EDGES": spec.window != Window()}
-    return persistent(call, steps, spec.heads_kv * spec.batch, arguments)
+    steps = tuple(members * each for each in steps)
+    arguments = arguments | {"EDGES": spec.window != Window() or ragged}
+    return persistent(call, steps, spec.heads_q // members * spec.batch, arguments)
