@@ -1,11 +1,13 @@
 """Calls of the two sides' public functions, for each target.
 
-"torch triton compiled" is torch_attn under `torch.compile`; pallas_attn is always jitted.
+"torch triton compiled" is torch_attn under `torch.compile`; pallas_attn is always jitted. Calls
+whose name ends in "deterministic" make the same bits in every backward.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from itertools import product
@@ -24,31 +26,36 @@ if TYPE_CHECKING:
 
 Factory = Callable[..., Call]
 # Side and family.
-NAMES = {
+FAMILY_NAMES = {
     "torch gluon": ("torch_attn", "gluon"),
     "jax mosaic": ("pallas_attn", "mosaic"),
     "torch triton": ("torch_attn", "triton"),
     "jax triton": ("pallas_attn", "triton"),
+}
+# Other ways to call flash attention.
+VARIANTS = {
+    "torch gluon deterministic": ("torch_attn", "gluon"),
+    "jax mosaic deterministic": ("pallas_attn", "mosaic"),
     "torch triton compiled": ("torch_attn", "triton"),
 }
+NAMES = FAMILY_NAMES | VARIANTS
 
 
-def flash_factories(targets: Sequence[str], compiling: bool = True) -> dict[Subject, Factory]:
+def flash_factories(targets: Sequence[str], variants: bool = True) -> dict[Subject, Factory]:
     """Return factories of calls, which take (case, operation, tensors) as peers' do.
 
     Args:
         targets: to compile for.
-        compiling: "torch triton compiled" as well.
+        variants: compiled and deterministic calls as well.
     """
-    names = [name for name in NAMES if compiling or not name.endswith(" compiled")]
+    names = NAMES if variants else FAMILY_NAMES
     keys = [key for key in product(names, targets) if _has_kernels(*key)]
     return {Subject(*key): partial(_flash, *key) for key in keys}
 
 
 def packed_factories(targets: Sequence[str]) -> dict[Subject, Factory]:
     """Return factories of calls, which take (case, operation, tensors) as peers' do."""
-    names = [name for name in NAMES if not name.endswith(" compiled")]
-    keys = [key for key in product(names, targets) if _has_kernels(*key)]
+    keys = [key for key in product(FAMILY_NAMES, targets) if _has_kernels(*key)]
     return {Subject(*key): partial(_packed_or_absent, *key) for key in keys}
 
 
@@ -65,8 +72,7 @@ def prefill_factories(spec: PagedSpec, targets: Sequence[str]) -> dict[Subject, 
         spec: the problem, which some families have no kernels for.
         targets: to compile for.
     """
-    names = ("torch gluon", "jax mosaic", "torch triton", "jax triton")
-    keys = [key for key in product(names, targets) if has_chunks(key[0], spec, key[1])]
+    keys = [key for key in product(FAMILY_NAMES, targets) if has_chunks(key[0], spec, key[1])]
     return {Subject(*key): partial(_paged, "paged_attention", *key) for key in keys}
 
 
@@ -87,8 +93,12 @@ def _has_kernels(name: str, target: str) -> bool:
 def _flash(name: str, target: str, case: FlashCase, operation: str, tensors: Any) -> Call:
     side, family = NAMES[name]
     attention = import_module(side).flash_attention
+    if name.endswith(" deterministic"):
+        if operation == "forward":
+            raise Absent("every forward is deterministic")
+        case = replace(case, deterministic=True)
     attend = partial(attention, **case.options, implementation=family)
-    if name == "torch triton compiled":
+    if name.endswith(" compiled"):
         attend = compiled(attend, fullgraph=True)
     prepare = jax_call if side == "pallas_attn" else torch_call
     with use_target(target):

@@ -81,7 +81,7 @@ def _cases() -> tuple[list[FlashCase], list[FlashCase]]:
 
 
 def _factories(targets: Sequence[str], case: FlashCase) -> FlashFactories:
-    twins = ours.flash_factories(targets, compiling=False)
+    twins = ours.flash_factories(targets, variants=False)
     # Those of every dtype.
     jax_twin, torch_twin = (
         {s: factory for s, factory in twins.items() if s.implementation == name}

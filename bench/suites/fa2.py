@@ -73,7 +73,7 @@ def columns(record: Record) -> Cells:
 
 
 def _factories(targets: Sequence[str], case: FlashCase) -> FlashFactories:
-    factories = ours.flash_factories(targets, compiling=False)
+    factories = ours.flash_factories(targets, variants=False)
     if case.heads_kv != case.heads_q:  # JAX compiles for every shape
         for target in targets[1:]:
             del factories[Subject("jax triton", target)]

@@ -1,11 +1,13 @@
 """The twins' calls in the interpreters, for the target that was asked for."""
 
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
 
+import torch_attn
 from bench import calls, ours
-from bench.job import Subject
+from bench.job import Absent, Subject
 from bench.suites.decode_inputs import decode_tensors
 from bench.suites.flash_jobs import flash_jobs
 from interop.parity.cases import DecodeCase, FlashCase
@@ -28,10 +30,11 @@ def tensors_of(case):
 def test_every_implementation_for_every_target():
     factories = ours.flash_factories(["sm90", "sm80"])
     names = ("torch gluon", "jax mosaic", "torch triton", "jax triton")
+    variants = ("torch gluon deterministic", "jax mosaic deterministic", "torch triton compiled")
     assert list(factories) == [
-        Subject(name, t) for name in (*names, "torch triton compiled") for t in ("sm90", "sm80")
+        Subject(name, t) for name in (*names, *variants) for t in ("sm90", "sm80")
     ]
-    native = ours.flash_factories(["sm90"], compiling=False)
+    native = ours.flash_factories(["sm90"], variants=False)
     assert list(native) == [Subject(name, "sm90") for name in names]
     assert list(ours.decode_factories(["sm80"])) == [
         Subject(name, "sm80") for name in ("jax mosaic", "torch triton", "jax triton")
@@ -55,6 +58,23 @@ def test_a_call_of_flash_attention_is_right_every_time(monkeypatch, implementati
     call = ours.flash_factories(["sm80"])[implementation, "sm80"](CASE, operation, tensors)
     for _ in range(2):
         assert check(call.result(call.run())) <= 1
+
+
+def test_a_deterministic_call_asks_for_it_in_the_backward_alone(monkeypatch):
+    asked = []
+
+    def attend(*_, deterministic, implementation, **options):
+        asked.append((deterministic, implementation))
+        raise NotImplementedError
+
+    monkeypatch.setattr(torch_attn, "flash_attention", attend)
+    for name in ("torch gluon", "torch gluon deterministic"):
+        make = ours.flash_factories(["sm90"])[name, "sm90"]
+        with suppress(NotImplementedError):
+            make(CASE, "backward", tensors_of(CASE))
+    assert asked == [(False, "gluon"), (True, "gluon")]
+    with pytest.raises(Absent, match="every forward is deterministic"):
+        make(CASE, "forward", tensors_of(CASE))
 
 
 @pytest.mark.parametrize(
