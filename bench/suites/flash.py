@@ -30,7 +30,7 @@ TOKENS, CHANNELS = 16384, 2048
 LENGTHS, HEAD_DIMS = (512, 4096, 16384), (64, 128, 256)
 # Every shape is compiled anew, in seconds: the whole suite is to take minutes.
 AT_LENGTH, AT_HEAD_DIM = 4096, 128
-ONE_LENGTH = ("eager", "jax.nn cuDNN", "tokamax Mosaic")
+ONE_LENGTH = ("eager", "jax.nn cuDNN")
 ONE_SHAPE = (
     "torch triton compiled", "FlexAttention", "jax.nn XLA", "jax Pallas mha", "tokamax Triton",
 )  # fmt: skip
