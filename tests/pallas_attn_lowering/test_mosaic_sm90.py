@@ -127,6 +127,8 @@ def sequences(operands):
         (arrays(128, seq_kv=303), {"softcap": 5.0}),
         (arrays(72, 128), {"scale": -0.1}),
         (arrays(64, 112, seq_kv=70), {"window_size": (30, 20)}),
+        (arrays(192, 128, seq_q=300), {"causal": True, "softcap": 5.0}),
+        (arrays(256), {}),
     ],
 )
 def test_packed_sequences_are_lowered(operands, options):

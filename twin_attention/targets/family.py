@@ -15,7 +15,6 @@ from importlib import import_module
 from importlib.metadata import version
 from typing import Any, NamedTuple
 
-from twin_attention.contract.spec import VarlenSpec
 from twin_attention.contract.validate import fail
 from twin_attention.targets import paged, sm80, sm90
 from twin_attention.targets.config import current_configs, smaller_configs
@@ -106,8 +105,6 @@ def _mosaic_sm90_supports(operation: str, spec: Spec, target: str | None) -> str
     reason = sm90.supports(operation, spec, target)
     if reason is None and operation == "flash_bwd" and sm90.has_large_heads(spec):
         reason = "its backward takes heads of at most 128"
-    if reason is None and isinstance(spec, VarlenSpec) and sm90.has_large_heads(spec):
-        reason = "its packed sequences have heads of at most 128"
     return reason or _older_jax() or _import_error(f"pallas_attn.kernels.sm90.{operation}")
 
 
