@@ -107,7 +107,11 @@ def test_the_explicit_kernels_are_the_best_for_sm90():
     ],
 )
 @pytest.mark.parametrize("package", ["torch_attn", "pallas_attn"])
-def test_packed_sequences_are_explicit_on_sm90_where_that_is_faster(package, head_dims, reason):
+def test_packed_sequences_are_explicit_on_sm90_where_that_is_faster(
+    monkeypatch, package, head_dims, reason
+):
+    monkeypatch.setattr(family, "_older_jax", lambda: None)
+    monkeypatch.setattr(family, "_import_error", lambda module: None)
     spec = replace(SPEC, head_dim=head_dims[0], head_dim_v=head_dims[1])
     spec = VarlenSpec(**vars(spec), num_sequences=3)
     backend, passed_over = choose(package, None, "flash_fwd", spec, "sm90", True)
