@@ -13,15 +13,18 @@ from twin_attention.targets.kernels import KernelConfig
 from twin_attention.targets.target import NUM_SMS, requested_target, resolve_target
 
 Device = Any  # a jax.Device, which type checkers take for a variable
-_described: ContextVar[tuple[Device, dict[str, KernelConfig]] | None] = ContextVar(
-    "described", default=None
-)
+Noted = dict[str, tuple[str, KernelConfig]]
+_described: ContextVar[tuple[Device, Noted] | None] = ContextVar("described", default=None)
 
 
 @contextmanager
-def described(card: Device) -> Iterator[dict[str, KernelConfig]]:
-    """Choose for a card that this machine lacks; yields what Mosaic kernels get, by their names."""
-    configs: dict[str, KernelConfig] = {}
+def described(card: Device) -> Iterator[Noted]:
+    """Choose for a card that this machine lacks.
+
+    Yields what Mosaic kernels get, by their names in the code: the name in the tables, and the
+    configuration.
+    """
+    configs: Noted = {}
     token = _described.set((card, configs))
     try:
         yield configs
@@ -29,10 +32,10 @@ def described(card: Device) -> Iterator[dict[str, KernelConfig]]:
         _described.reset(token)
 
 
-def note_config(kernel: str, config: KernelConfig) -> None:
-    """Tell `described` which configuration a kernel gets."""
+def note_config(name: str, config: KernelConfig, kernel_name: str | None = None) -> None:
+    """Tell `described` which configuration a kernel gets; kernel_name is as `name` if None."""
     if (found := _described.get()) is not None:
-        found[1][kernel] = config
+        found[1][kernel_name or name] = name, config
 
 
 def cuda_devices() -> Sequence[Device]:

@@ -534,6 +534,10 @@ def _full_changes() -> Iterator[Change]:
         yield f"few-kv-heads{mask}", {"seq_kv": 2100, "heads_q": 8, "heads_kv": 1, **causal}
     for scale in (0.0, -0.3, 1.0):
         yield f"scale{scale:g}", {"scale": scale, "causal": True}
+    for d in (136, 192, 256):  # with a kernel each for dq, dk and dv
+        options = {"window_size": (70, 5), "softcap": 5.0, "sinks": True}
+        yield f"all-options-d{d}", {"head_dim": d, "seq_kv": 450, **options}
+        yield f"d{d}-641x127-causal", {"head_dim": d, "seq_q": 641, "seq_kv": 127, "causal": True}
     for d in (64, 96, 128, 256):
         yield f"deterministic-d{d}", {"head_dim": d, "causal": True, "deterministic": True}
     yield "strided", {"layout": "strided"}

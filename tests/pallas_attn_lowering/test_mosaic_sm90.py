@@ -267,17 +267,22 @@ def test_few_kv_heads_are_split(seq_kv, programs, sums, monkeypatch):
     assert len(outputs) == 3
 
 
-def test_the_backward_of_large_heads_is_another_familys():
-    with use_target("sm90"):
-        traced = jax.jit(partial(gradients, flash_attention)).trace(*arrays(136))
-        names = re.findall(r"\bname=(flash_(?:fwd|bwd)\w*)", str(traced.jaxpr))
-        assert names == ["flash_fwd", "flash_bwd_preprocess", "flash_bwd_dq", "flash_bwd_dkdv"]
-        with pytest.raises(NotImplementedError, match="its backward takes heads of at most 128"):
-            jax.jit(partial(gradients, attention)).trace(*arrays(136))
+@pytest.mark.parametrize(
+    ("operands", "options"),
+    [
+        (arrays(256), {"causal": True}),
+        (arrays(192, 128, seq_q=131, dtype="float16"), {"softcap": 5.0}),
+        (arrays(72, 136, seq_kv=2100), {"window_size": (90, 20)}),
+    ],
+)
+def test_the_backward_of_large_heads_is_lowered(operands, options):
+    """A kernel each for dq, dk and dv, with any number of keys."""
+    text = lower(partial(gradients, partial(attention, **options)), *operands)
+    assert kernels(text) == ["mosaic_gpu_v2"] * 4
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("head_dim", range(16, 129, 8))
+@pytest.mark.parametrize("head_dim", range(16, 257, 8))
 def test_every_head_size_of_the_backward_fits(head_dim, deterministic, monkeypatch):
     checked, check = [], launch.check_memory
     monkeypatch.setattr(launch, "check_memory", lambda *args: checked.append(args))
@@ -288,13 +293,13 @@ def test_every_head_size_of_the_backward_fits(head_dim, deterministic, monkeypat
     monkeypatch.setattr(launch.plgpu, "kernel", kernel)
     function = partial(gradients, partial(attention, deterministic=deterministic))
     with use_target("sm90"):
-        for sizes in ((head_dim,), (head_dim, 128), (128, head_dim)):
+        largest = 128 if head_dim <= 128 else 256
+        for sizes in ((head_dim,), (head_dim, largest), (largest, head_dim)):
             operands = arrays(*sizes, seq_kv=2048)
             jax.jit(function).trace(*operands)
-    assert {name for name, *_ in checked} == {
-        "flash_fwd",
-        *(("flash_bwd_dq", "flash_bwd_dkdv") if deterministic else ("flash_bwd_fused",)),
-    }
+    sums_dq = not deterministic and head_dim <= 128
+    backward = ("flash_bwd_fused",) if sums_dq else ("flash_bwd_dq", "flash_bwd_dkdv")
+    assert {name for name, *_ in checked} == {"flash_fwd", *backward}
     for arguments in checked:
         check(*arguments)
 

@@ -239,11 +239,9 @@ def test_a_jax_without_mosaic_gpu_is_a_reason(monkeypatch):
     for operation in ("flash_fwd", "flash_bwd"):
         chosen = choose("pallas_attn", None, operation, SPEC, "sm90", True)
         assert chosen == (Backend(sm90, "sm90"), (other,))
-    refused = "mosaic: its backward takes heads of at most 128"
-    for problem in ({"head_dim": 136}, {"head_dim_v": 136}):
-        large = replace(SPEC, **problem)
-        chosen = choose("pallas_attn", None, "flash_bwd", large, "sm90", True)
-        assert chosen == (Backend(triton, "sm90"), (other, refused))
+    refused = "mosaic: its backward takes at least 16 keys"
+    chosen = choose("pallas_attn", None, "flash_bwd", replace(SPEC, seq_kv=15), "sm90", True)
+    assert chosen == (Backend(triton, "sm90"), (other, refused))
     imported.clear()
     monkeypatch.setattr(family, "version", lambda name: "0.9.2")
     old = "its kernels need jax 0.11 or newer, not 0.9.2"

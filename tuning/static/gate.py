@@ -108,7 +108,7 @@ _EXPLICIT_FEATURES = {
 _EXPLICIT_HEAD_DIMS = (16, 32, 64, 80, 96, 128, 192, 256)
 # Mosaic's, which take longer to compile: of each row the largest, and one of two pieces; those with
 # other features than a mask; those of paged caches.
-_MOSAIC_HEAD_DIMS = (64, 96, 128, 256)
+_MOSAIC_HEAD_DIMS = (64, 96, 128, 192, 256)
 _MOSAIC_HEAD_DIMS_WITH_FEATURES = (64, 128)
 _PAGED_HEAD_DIMS = (64, 128, 256)
 _PAGED_FEATURES = ("decode", "decode-all-options")

@@ -136,10 +136,10 @@ def compile_kernels(
         entry = re.search(r"\.entry (\w+)_mosaic_gpu_kernel", ptx)
         if entry is None:
             continue
-        config = configs[entry[1]]
+        name, config = configs[entry[1]]
         metadata = SimpleNamespace(shared=shared[entry[1]], num_warps=config.num_warps)
         asm = {"ptx": ptx, "cubin": _assemble(ptx)}
-        found.append((entry[1], config, Compiled(asm, metadata)))
+        found.append((name, config, Compiled(asm, metadata)))
     if not found:
         raise RuntimeError(f"JAX's CUDA plugin printed no kernel of {spec} for {target}")
     return found

@@ -102,10 +102,11 @@ def _mosaic_sm90_supports(operation: str, spec: Spec, target: str | None) -> str
 
     A JAX array has no strides: its rows lie one after the other, at multiples of 16 bytes.
     """
-    reason = sm90.supports(operation, spec, target)
-    if reason is None and operation == "flash_bwd" and sm90.has_large_heads(spec):
-        reason = "its backward takes heads of at most 128"
-    return reason or _older_jax() or _import_error(f"pallas_attn.kernels.sm90.{operation}")
+    return (
+        sm90.supports(operation, spec, target)
+        or _older_jax()
+        or _import_error(f"pallas_attn.kernels.sm90.{operation}")
+    )
 
 
 def _mosaic_paged_supports(operation: str, spec: Spec, target: str | None) -> str | None:

@@ -7,15 +7,47 @@ Dao 2023, FlashAttention-2, algorithm 2. There are two ways to dq: a kernel of i
 prepares the rows as well and makes the same bits every time, with seven products in all; or float32
 additions from the kernel of dk and dv, in any order, with five.
 
+Of heads above 128 the sums of one gradient fill the registers, so that dq, dk and dv each have a
+kernel, with eight products in all.
+
 Placed by hand, as in the forward: a producer warp loads tiles by TMA; consumer warpgroups multiply,
 with p and ds from registers where they were computed. A step begins with the last products of the
 step before, so that they and the next scores are in flight together.
 """
 
+from jax import Array
+
 from pallas_attn.kernels.gradients import make_flash_bwd, prepare_rows
+from pallas_attn.kernels.sm90.flash_bwd_dk import launch_dk
 from pallas_attn.kernels.sm90.flash_bwd_dkdv import launch_dkdv, launch_fused
 from pallas_attn.kernels.sm90.flash_bwd_dq import launch_dq
+from pallas_attn.kernels.sm90.flash_bwd_dv import launch_dv
+from twin_attention.contract.operands import AttentionOperands
+from twin_attention.contract.spec import AttentionSpec
+from twin_attention.targets.family import Backend
+from twin_attention.targets.sm90 import has_large_heads
 
-flash_bwd = make_flash_bwd(
+
+def _launch_dk_and_dv(inputs, spec, backend):
+    """Call the kernels of dk and of dv."""
+    return launch_dk(inputs, spec, backend), launch_dv(inputs, spec, backend)
+
+
+_flash_bwd_small = make_flash_bwd(
     prepare_rows, launch_dq, launch_dkdv, launch_fused, dq_prepares_rows=True
 )
+_flash_bwd_large = make_flash_bwd(prepare_rows, launch_dq, _launch_dk_and_dv, dq_prepares_rows=True)
+
+
+def flash_bwd(
+    dout: Array,
+    dlse: Array | None,
+    operands: AttentionOperands[Array],
+    out: Array,
+    lse: Array,
+    spec: AttentionSpec,
+    backend: Backend,
+) -> AttentionOperands[Array]:
+    """Call the kernels of the backward for the head size: see `make_flash_bwd`."""
+    run = _flash_bwd_large if has_large_heads(spec) else _flash_bwd_small
+    return run(dout, dlse, operands, out, lse, spec, backend)

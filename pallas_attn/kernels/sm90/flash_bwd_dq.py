@@ -10,6 +10,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_attn.kernels.portable.softmax import LOG2E
 from pallas_attn.kernels.portable.tiles import ROW_PADDING, visible_tiles
+from pallas_attn.kernels.sm80.flash_fwd import add_columns
 from pallas_attn.kernels.sm80.scores import as_rows, iota, visible_scores
 from pallas_attn.kernels.sm80.workarounds import store_row_values, warpgroup_barrier
 from pallas_attn.kernels.sm90.launch import launch
@@ -20,9 +21,10 @@ from pallas_attn.kernels.sm90.pipeline import (
     accumulator,
     add_scores,
     add_values,
+    block_tiles,
+    blocks_of,
     load_tile,
     make_tiles,
-    padded_columns,
     store_tile,
     tile_start,
     wait_for,
@@ -35,8 +37,13 @@ from pallas_attn.kernels.sm90.programs import (
     step_ranges,
 )
 from pallas_attn.kernels.sm90.schedule import make_schedule
-from pallas_attn.kernels.sm90.workarounds import load_row_values
+from pallas_attn.kernels.sm90.workarounds import (
+    dot_loaded_rows,
+    finish_before_wait,
+    load_row_values,
+)
 from pallas_attn.targets import num_sms
+from twin_attention.targets.sm90 import has_large_heads
 
 
 def flash_bwd_dq_kernel(
@@ -54,9 +61,9 @@ def flash_bwd_dq_kernel(
     *,
     q_tiles,
     dout_tiles,
-    out_tiles,
     k_tiles,
     v_tiles,
+    out_tiles=None,
     q_full,
     q_empty,
     k_full,
@@ -88,6 +95,9 @@ def flash_bwd_dq_kernel(
     of v, and their barriers. Loop invariant: dq is Σ ds k over the keys before the last tile, and
     ds is that tile's. Accumulation: float32, exponents in base 2, ds cast to k's dtype for ds·k. A
     row that sees no key gives 0.
+
+    out_tiles: None where shared memory has no room for its rows, which are then read as they are,
+        nor for more than num_stages - 1 tiles of v.
     """
     warpgroups = num_warps // 4 - 1
     program = lax.axis_index("program")
@@ -95,9 +105,14 @@ def flash_bwd_dq_kernel(
     num_tiles = pl.cdiv(seq_q, block_q)
     last_start = pl.cdiv(seq_kv, block_kv) * block_kv - block_kv
     of_row = WGMMA.reduce(1)
-    q_tiles, dout_tiles, out_tiles, k_tiles, v_tiles = (
-        Tiles(*views) for views in (q_tiles, dout_tiles, out_tiles, k_tiles, v_tiles)
+    v_stages = v_full.shape[0]
+    k_tiles, k_blocks = k_tiles[:2], k_tiles[2:]
+    q_tiles, dout_tiles, k_tiles, v_tiles = (
+        Tiles(*views) for views in (q_tiles, dout_tiles, k_tiles, v_tiles)
     )
+    scored_tiles = blocks_of(*k_blocks[0]) if k_blocks else k_tiles  # what q multiplies
+    if out_tiles is not None:
+        out_tiles = Tiles(*out_tiles)
 
     def locate(tile):
         """Locate a tile of queries, and the tiles of keys that it sees."""
@@ -123,13 +138,15 @@ def flash_bwd_dq_kernel(
                 plgpu.barrier_wait(q_empty.at[w])
                 load_tile(q_ref, q_tiles.tile(w), batch, head, start, q_full.at[w])
                 load_tile(dout_ref, dout_tiles.tile(w), batch, head, start, q_full.at[w])
-                load_tile(out_ref, out_tiles.tile(w), batch, head, start, q_full.at[w])
+                if out_tiles is not None:
+                    load_tile(out_ref, out_tiles.tile(w), batch, head, start, q_full.at[w])
 
             @pl.loop(0, steps)
             def _(x):
                 slot, start = (step + x) % num_stages, start_kv(x)
                 plgpu.barrier_wait(k_empty.at[slot])
                 load_tile(k_ref, k_tiles.tile(slot), batch, head_kv, start, k_full.at[slot])
+                slot = (step + x) % v_stages
                 plgpu.barrier_wait(v_empty.at[slot])
                 load_tile(v_ref, v_tiles.tile(slot), batch, head_kv, start, v_full.at[slot])
 
@@ -141,12 +158,10 @@ def flash_bwd_dq_kernel(
         """Compute the rows of consumer warpgroup w, a number: each has its own code."""
         q, dout = q_tiles.tile(w), dout_tiles.tile(w)
 
-        # All tiles are free; the first step gives the last tile of keys back.
         plgpu.barrier_arrive(q_empty.at[w])
-        for slot in range(num_stages):
-            if slot < num_stages - 1:
-                plgpu.barrier_arrive(k_empty.at[slot])
-            plgpu.barrier_arrive(v_empty.at[slot])
+        for empty in (k_empty, v_empty):
+            for slot in range(empty.shape[0]):
+                plgpu.barrier_arrive(empty.at[slot])
 
         def compute(tile, step):
             batch, head, start_q, start_kv, masked_steps, steps = locate(tile)
@@ -157,29 +172,53 @@ def flash_bwd_dq_kernel(
             dlse = 0.0
             if dlse_ref is not None:
                 dlse = load_row_values(dlse_ref, *place, num_rows, 0.0)
-            plgpu.barrier_wait(q_full.at[w])
             # delta = rowsum(dout ∘ out) - dlse; lse2 is +inf for rows without a key or not there
-            delta = dot_rows(dout, out_tiles.tile(w)) - dlse
+            if out_tiles is None:
+                delta = dot_loaded_rows(dout_ref, out_ref, *place, num_rows) - dlse
+                plgpu.barrier_wait(q_full.at[w])
+            else:
+                plgpu.barrier_wait(q_full.at[w])
+                delta = dot_rows(dout, out_tiles.tile(w)) - dlse
             lse2 = jnp.where(lse == float("-inf"), float("inf"), lse) * LOG2E
             store_row_values(lse2, lse2_ref, *place, None, of_row)
             store_row_values(delta, delta_ref, *place, None, of_row)
 
             # Visit the tiles of keys that these queries see; only edges are masked.
             def visit(x, carry, masked):
-                ds, dq = carry
-                slot, previous = (step + x) % num_stages, (step + x - 1) % num_stages
-                multiplied = k_tiles.tile(jnp.where(x == 0, slot, previous))  # ds is 0 at first
+                now = step + x
+                slot, slot_v, previous = now % num_stages, now % v_stages, (now - 1) % num_stages
+                own = w
+                if out_tiles is None:
+                    # w, which the compiler does not know: it would compute the descriptors of q and
+                    # dout before the loop, for which there are no registers.
+                    own = w + (now >> 30)
+                q, dout = q_tiles.tile(own), dout_tiles.tile(own)
 
-                def overlap(s_ref, dp_ref, dq_ref):
+                def overlap(dq_ref=None):
                     # Start dq += ds k of the tile before, s = scale · q kᵀ, dp = dout vᵀ.
+                    if dq_ref is not None:
+                        ds, dq = carry
+                        dq_ref[...] = dq
+                        add_values(dq_ref, ds, k_tiles.tile(previous))
                     plgpu.barrier_wait(k_full.at[slot])
-                    dq_ref[...] = dq
-                    add_values(dq_ref, ds, multiplied)
-                    add_scores(s_ref, q, k_tiles.tile(slot))
-                    new = wait_for(dq_ref, len(q.multiplied), ds)
-                    plgpu.barrier_arrive(k_empty.at[previous])
-                    plgpu.barrier_wait(v_full.at[slot])
-                    add_scores(dp_ref, dout, v_tiles.tile(slot))
+                    return pl.run_scoped(
+                        functools.partial(scores, dq_ref), accumulator(WGMMA_ROWS, block_kv)
+                    )
+
+                def scores(dq_ref, s_ref):
+                    add_scores(s_ref, q, scored_tiles.tile(slot))
+                    dq = zeros(WGMMA_ROWS, q.columns[-1].stop)
+                    if dq_ref is not None:
+                        dq = wait_for(dq_ref, len(q.multiplied), carry[0])
+                        plgpu.barrier_arrive(k_empty.at[previous])
+                    plgpu.barrier_wait(v_full.at[slot_v])
+                    ds = pl.run_scoped(
+                        functools.partial(differences, s_ref), accumulator(WGMMA_ROWS, block_kv)
+                    )
+                    return ds, dq
+
+                def differences(s_ref, dp_ref):
+                    add_scores(dp_ref, dout, v_tiles.tile(slot_v))
                     # p = exp(s - lse)
                     s = wait_for(s_ref, len(dout.multiplied))
                     position = key = None
@@ -191,33 +230,34 @@ def flash_bwd_dq_kernel(
                         s, position, key, end, rule, window_left, window_right, masked, WGMMA
                     )
                     p = jnp.exp2(s * rule.exp2_scale - as_rows(lse2, s)) * dcap
+                    p = lax.optimization_barrier(p)
+                    finish_before_wait(add_columns(p))
                     # ds = p ∘ (dp - delta) ∘ dcap
                     dp = wait_for(dp_ref, 0, p)
-                    plgpu.barrier_arrive(v_empty.at[slot])
-                    return (p * (dp - as_rows(delta, dp))).astype(ds.dtype), new
+                    plgpu.barrier_arrive(v_empty.at[slot_v])
+                    return (p * (dp - as_rows(delta, dp))).astype(k_ref.dtype)
 
-                return pl.run_scoped(
-                    overlap,
-                    accumulator(WGMMA_ROWS, block_kv),
-                    accumulator(WGMMA_ROWS, block_kv),
-                    accumulator(*dq.shape),
-                )
+                if carry is None:
+                    return overlap()
+                return pl.run_scoped(overlap, accumulator(*carry[1].shape))
 
-            carry = (
-                zeros(WGMMA_ROWS, block_kv).astype(k_ref.dtype),
-                zeros(WGMMA_ROWS, padded_columns(head_dim)),
-            )
-            for masked, lower, upper in step_ranges(masked_steps, steps):
+            # The first tile of keys has no ds k to run under its exponentials.
+            ranges = step_ranges(masked_steps, steps, first=1)
+            carry = visit(program * 0, None, masked=ranges[0][0])
+            for masked, lower, upper in ranges:
                 carry = lax.fori_loop(lower, upper, functools.partial(visit, masked=masked), carry)
             ds, dq = carry
 
             # dq += ds k of the last tile
+            previous = (step + steps - 1) % num_stages
+
             def last(dq_ref):
                 dq_ref[...] = dq
-                add_values(dq_ref, ds, k_tiles.tile((step + steps - 1) % num_stages))
+                add_values(dq_ref, ds, k_tiles.tile(previous))
                 return wait_for(dq_ref, 0, ds)
 
             dq = pl.run_scoped(last, accumulator(*dq.shape))
+            plgpu.barrier_arrive(k_empty.at[previous])
 
             # Scale and store.
             warpgroup_barrier()
@@ -246,17 +286,29 @@ def launch_dq(sources, spec, backend):
     config = backend.configs(spec)["flash_bwd_dq"]
     warpgroups, stages = config.num_warps // 4 - 1, config.num_stages
     rows, keys = (warpgroups, WGMMA_ROWS), (stages, config.block_kv)
-    tiles, pieces = make_tiles(
-        spec, False, q_tiles=rows, dout_tiles=rows, out_tiles=rows, k_tiles=keys, v_tiles=keys
-    )
-    of_queries = sum(pieces[name] for name in ("q_tiles", "dout_tiles", "out_tiles"))
+    if has_large_heads(spec):
+        v_stages = stages - 1
+        tiles, pieces = block_tiles(
+            spec,
+            "k_tiles",
+            q_tiles=rows,
+            dout_tiles=rows,
+            k_tiles=keys,
+            v_tiles=(v_stages, config.block_kv),
+        )
+    else:
+        v_stages = stages
+        tiles, pieces = make_tiles(
+            spec, False, q_tiles=rows, dout_tiles=rows, out_tiles=rows, k_tiles=keys, v_tiles=keys
+        )
+    of_queries = sum(pieces.get(name, 0) for name in ("q_tiles", "dout_tiles", "out_tiles"))
     scratch = tiles | {
         "q_full": plgpu.Barrier(num_arrivals=of_queries, num_barriers=warpgroups),
         "q_empty": plgpu.Barrier(num_barriers=warpgroups),
         "k_full": plgpu.Barrier(num_arrivals=pieces["k_tiles"], num_barriers=stages),
         "k_empty": plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages),
-        "v_full": plgpu.Barrier(num_arrivals=pieces["v_tiles"], num_barriers=stages),
-        "v_empty": plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages),
+        "v_full": plgpu.Barrier(num_arrivals=pieces["v_tiles"], num_barriers=v_stages),
+        "v_empty": plgpu.Barrier(num_arrivals=warpgroups, num_barriers=v_stages),
     }
     schedule = make_schedule(spec, config.block_q, config.block_kv, num_sms(backend.target))
     padded_rows = pl.cdiv(spec.seq_q, ROW_PADDING) * ROW_PADDING

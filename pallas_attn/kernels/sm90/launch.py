@@ -31,6 +31,7 @@ def launch(
     spec: AttentionSpec,
     config: KernelConfig,
     num_sums: int = 0,
+    kernel_name: str | None = None,
     **arguments: Any,
 ) -> Any:
     """Call a kernel whose programs work on one tile after the other.
@@ -47,6 +48,7 @@ def launch(
         spec: the problem.
         config: the kernel's configuration.
         num_sums: the last outputs, float32, that are 0 when the kernel starts.
+        kernel_name: the kernel's name in the code, where it is another one.
         arguments: keyword arguments of the kernel beside the problem, the configuration and memory.
 
     Returns:
@@ -61,7 +63,7 @@ def launch(
         programs, tiles = schedule.shape[0], jnp.asarray(schedule)
     return launch_programs(
         name, kernel, programs, (*operands, tiles), out_shape, memory, config, num_sums,
-        **arguments,
+        kernel_name, **arguments,
     )  # fmt: skip
 
 
@@ -74,6 +76,7 @@ def launch_programs(
     memory: dict[str, Any],
     config: KernelConfig,
     num_sums: int = 0,
+    kernel_name: str | None = None,
     **arguments: Any,
 ) -> Any:
     """Call a kernel: `launch`, of any problem.
@@ -83,7 +86,7 @@ def launch_programs(
         arguments: keyword arguments of the kernel beside memory.
     """
     check_memory(name, memory, config)
-    note_config(name, config)
+    note_config(name, config, kernel_name)
     inputs = [x for x in operands if x is not None]
     outputs = tuple(x for x in out_shape if x is not None)
     sums = [zeros_of_batch(x.shape)(*inputs) for x in outputs[len(outputs) - num_sums :]]
@@ -104,7 +107,7 @@ def launch_programs(
         grid_names=("program",),
         num_threads=config.num_warps // 4,
         thread_name="warpgroup",
-        kernel_name=name,
+        kernel_name=kernel_name or name,
         compiler_params=AliasingParams(
             approx_math=True,
             lowering_semantics=plgpu.LoweringSemantics.Lane,

@@ -37,8 +37,8 @@ class Tiles(NamedTuple):
 
     @property
     def columns(self) -> tuple[slice, ...]:
-        """The columns that each piece holds."""
-        widths = [piece.shape[-1] for piece in self.copied]
+        """The columns that each piece holds that wgmma sees."""
+        widths = [piece.shape[-1] for piece in self.multiplied]
         return tuple(slice(sum(widths[:i]), sum(widths[: i + 1])) for i in range(len(widths)))
 
     @property
@@ -155,9 +155,10 @@ def store_tile(x, tile, matrix, batch, head, start):
     for piece, columns in zip(tile.multiplied, tile.columns, strict=True):
         piece[...] = x[:, columns].astype(piece.dtype)
     plgpu.commit_smem()
-    for piece, columns in zip(tile.copied, tile.columns, strict=True):
+    for box, row, columns in tile.boxes():
+        first = start + row if row else start
         plgpu.copy_smem_to_gmem(
-            piece, _rows_of(matrix, piece, columns, batch, head, start), commit_group=False
+            box, _rows_of(matrix, box, columns, batch, head, first), commit_group=False
         )
     plgpu.commit_smem_to_gmem_group()
 
@@ -264,6 +265,32 @@ def make_tiles(spec, ds_is_shared, **counts):
         tiles[name] = plgpu.RefUnion(*tile_views(dtype, shape, size, whole, widths))
         pieces[name] = len(widths)
     return tiles, pieces
+
+
+def block_tiles(spec, values=None, **counts):
+    """Return what `make_tiles` does, of rows that are padded to blocks of 64 columns with zeros.
+
+    values: the tiles of 64 rows that ds or p multiplies, all columns in one product: `value_views`,
+        and for scores its blocks, which `blocks_of` makes tiles of.
+    """
+    tiles, pieces = {}, {}
+    for name, (count, rows) in counts.items():
+        size = spec.head_dim if name in ("q_tiles", "k_tiles") else spec.head_dim_v
+        blocks = -(-size // BLOCK)
+        dtype = jnp.dtype(spec.dtype)
+        widths = (BLOCK,) * blocks
+        views = tile_views(dtype, (count, rows), size, False, widths)
+        if name == values:
+            assert rows == BLOCK
+            (block,) = tile_views(dtype, (count, blocks, rows), BLOCK, False)[1]
+            views = *value_views(dtype, count, rows, blocks * BLOCK), (block,)
+        tiles[name], pieces[name] = plgpu.RefUnion(*views), blocks
+    return tiles, pieces
+
+
+def blocks_of(blocks) -> Tiles:
+    """Return tiles of values in pieces of 64 columns, as scores multiply them."""
+    return Tiles((), tuple(blocks.at[:, i] for i in range(blocks.shape[1])))
 
 
 def ds_width(head_dim):

@@ -5,6 +5,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_attn.kernels.portable.tiles import maximum
+
 # Registers of a thread of a consumer and of the producer, by the number of consumer warpgroups.
 REGISTERS = {1: (240, 24), 2: (240, 24), 3: (160, 32)}
 
@@ -55,8 +57,9 @@ def count_steps(before, full, after):
     return masked if is_static else jnp.where(full == 0, steps, masked), steps
 
 
-def step_ranges(masked_steps, steps):
-    """Return (masked, lower, upper) of the steps at edges, and of the others."""
+def step_ranges(masked_steps, steps, first=0):
+    """Return (masked, lower, upper) of the steps at edges, and of the others, from `first` on."""
     if isinstance(masked_steps, int) and masked_steps == 0:
-        return ((False, 0, steps),)
-    return ((True, 0, masked_steps), (False, masked_steps, steps))
+        return ((False, first, steps),)
+    end_masked = maximum(masked_steps, first)
+    return ((True, first, end_masked), (False, end_masked, steps))

@@ -13,7 +13,7 @@ import numpy as np
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, nvvm
+from jaxlib.mlir.dialects import arith, llvm, nvvm, vector
 
 from pallas_attn.kernels.paged.registers import pointer_at, scalar
 from pallas_attn.kernels.sm80.workarounds import _dot, _pointer
@@ -208,6 +208,80 @@ def load_row_values(vector, batch, head, start, num_rows, other):
         return others.foreach(load_one, create_array=True)
 
     return load(vector, batch, head, start)
+
+
+# ---- Multiply rows in global memory. Can go when loads take a mask. -----------------------------
+
+
+def dot_loaded_rows(a, b, batch, head, start, num_rows):
+    """Multiply rows start .. of two matrices, element by element, and add up a row.
+
+    The four threads that share a row of a product read 16 bytes each at a time.
+
+    Args:
+        a, b: [B, S, H, D] in global memory, D a multiple of 8.
+        batch, head, start: int32 scalars.
+        num_rows: a number; rows from this one on give 0. None where all of the rows exist.
+
+    Returns:
+        [64] float32.
+    """
+    layout = plgpu.Layout.WGMMA
+    shape = (64, 8)
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(), plgpu.RefType(), *[plgpu.Layout.WG_SPLAT] * 3),
+        return_type=plgpu.ShapeDtypeStruct(shape, np.dtype("float32"), layout),
+    )
+    def multiply(_, a, b, batch, head, start):
+        i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
+        batch, head, start = (x.registers.item() for x in (batch, head, start))
+        size = ir.MemRefType(a.type).shape[3]
+        unit = ir.VectorType.get((8,), ir.MemRefType(a.type).element_type)
+        wide = ir.VectorType.get((8,), f32)
+        less = arith.CmpIPredicate.slt
+        thread = arith.remui(mgpu_utils.thread_idx(), mgpu.c(128, i32))
+        warp, lane = (f(thread, mgpu.c(32, i32)) for f in (arith.divui, arith.remui))
+        row, quad = (f(lane, mgpu.c(4, i32)) for f in (arith.divui, arith.remui))
+        row = _dot([warp, row], [16, 1])
+        none = vector.broadcast(wide, mgpu.c(0.0, f32))
+        halves = []
+        for half in (0, 8):
+            place, exists = arith.addi(row, mgpu.c(half, i32)), None
+            if num_rows is not None:
+                left = arith.subi(mgpu.c(num_rows, i32), start)
+                exists = arith.cmpi(less, place, left)
+                # The last row, which exists, for those that do not.
+                place = arith.minsi(place, arith.subi(left, mgpu.c(1, i32)))
+            place = [(0, batch), (1, arith.addi(start, place)), (2, head)]
+            sums = none
+            for first in range(0, size, 32):
+                column = _dot([quad, mgpu.c(1, i32)], [8, first])
+                inside = exists
+                if first + 32 > size:
+                    is_column = arith.cmpi(less, column, mgpu.c(size, i32))
+                    inside = is_column if exists is None else arith.andi(exists, is_column)
+                    column = arith.minsi(column, mgpu.c(size - 8, i32))
+                x, y = (
+                    arith.extf(wide, llvm.load(unit, pointer_at(z, [*place, (3, column)])))
+                    for z in (a, b)
+                )
+                product = arith.mulf(x, y)
+                if inside is not None:
+                    product = arith.select(inside, product, none)
+                sums = arith.addf(sums, product)
+            halves.append(sums)
+        registers = mgpu.FragmentedArray.splat(mgpu.c(0.0, f32), shape, layout.to_mgpu()).registers
+        for i, sums in enumerate(halves):
+            parts = [llvm.extractelement(sums, mgpu.c(j, i32)) for j in range(8)]
+            pair = [functools.reduce(arith.addf, parts[j::2]) for j in (0, 1)]
+            register = registers.flat[i]
+            for j, total in enumerate(pair):
+                register = llvm.insertelement(register, total, mgpu.c(j, i32))
+            registers.flat[i] = register
+        return mgpu.FragmentedArray(_registers=registers, _layout=layout.to_mgpu(), _is_signed=None)
+
+    return multiply(a, b, batch, head, start).sum(axis=1)
 
 
 # ---- Clear rows in shared memory. Can go when stores take a mask. --------------------------------
