@@ -215,8 +215,8 @@ def gradients(attention, *qkv):
     ("operands", "deterministic", "options"),
     [
         (arrays(64, seq_kv=2048), False, {"causal": True}),
-        (arrays(64, 128, seq_kv=2049), False, {"scale": -0.1}),
-        (arrays(96, seq_kv=2050), False, {"window_size": (30, 20)}),
+        (arrays(64, 128, seq_kv=2049, dtype="float16"), False, {"scale": -0.1}),
+        (arrays(96, seq_kv=2050), False, {"window_size": (30, 20), "softcap": 5.0}),
         (arrays(64, seq_kv=8192), False, {}),
         (arrays(64, 128, seq_kv=16), False, {}),
         (arrays(128, seq_q=304, seq_kv=304), True, {"softcap": 5.0}),
@@ -326,6 +326,9 @@ def test_what_does_not_fit_is_refused():
     refused = pytest.raises(NotImplementedError, match="flash_bwd_fused: expected at most 232448 b")
     with use_configs({"flash_bwd_fused": {"num_stages": 9}}), refused:
         lower(partial(gradients, attention), *arrays(128, seq_kv=2048))
+    refused = pytest.raises(NotImplementedError, match="flash_bwd_fused: expected block_q=64, got ")
+    with use_configs({"flash_bwd_fused": {"block_q": 128}}), refused:
+        lower(partial(gradients, attention), *arrays(64, seq_kv=2048))
 
 
 @pytest.mark.parametrize(
@@ -355,7 +358,7 @@ def hide(s, upper, lower):
 
 @pytest.mark.parametrize("end", [None, 230])
 @pytest.mark.parametrize("window", [(None, 0), (None, 7), (9, 3), (20, None)])
-def test_keys_are_hidden_by_two_bounds(window, end, monkeypatch):
+def test_scores_are_hidden_by_two_bounds(window, end, monkeypatch):
     monkeypatch.setattr(scores, "hide", hide)
     monkeypatch.setattr(
         scores, "iota", lambda shape, axis, _: jax.lax.broadcasted_iota("int32", shape, axis)
@@ -367,6 +370,8 @@ def test_keys_are_hidden_by_two_bounds(window, end, monkeypatch):
     assert np.isinf(want).any()
     assert np.isfinite(want).any()
     np.testing.assert_array_equal(scores.hide_keys(s, position, start_kv, end, *window), want)
+    transposed = scores.hide_queries(s.T, start_kv, position, end, *window)
+    np.testing.assert_array_equal(transposed, want.T)
 
 
 @pytest.mark.parametrize("window", [Window(), Window(None, 0), Window(100, 20)])

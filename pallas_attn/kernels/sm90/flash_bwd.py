@@ -12,7 +12,8 @@ kernel, with eight products in all.
 
 Placed by hand, as in the forward: a producer warp loads tiles by TMA; consumer warpgroups multiply,
 with p and ds from registers where they were computed. A step begins with the last products of the
-step before, so that they and the next scores are in flight together.
+step before, so that they and the next scores are in flight together. Where dq is summed, the next
+scores are a step ahead.
 """
 
 from jax import Array

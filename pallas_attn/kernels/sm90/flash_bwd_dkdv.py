@@ -41,9 +41,24 @@ from pallas_attn.kernels.sm90.programs import (
     step_ranges,
 )
 from pallas_attn.kernels.sm90.schedule import make_schedule
-from pallas_attn.kernels.sm90.workarounds import add_to_sums, exchange_barrier, fence_async
+from pallas_attn.kernels.sm90.scores import hide_queries
+from pallas_attn.kernels.sm90.workarounds import (
+    add_dq,
+    add_to_sums,
+    await_copies,
+    await_reads,
+    exchange_barrier,
+    fence_async,
+    named_barrier,
+    write_dq,
+)
 from pallas_attn.targets import num_sms
+from twin_attention.contract.validate import fail
 from twin_attention.targets.steps import exchange_sides, splits_group
+
+# Named barriers beside those of `workarounds`: for each consumer's part of dq, when it is written
+# and when free. Threads that meet there: a consumer's and those of the warp that adds.
+DQ_WRITTEN, DQ_FREE, ADDERS = 7, 9, 128 + 32
 
 
 def flash_bwd_dkdv_kernel(
@@ -67,6 +82,7 @@ def flash_bwd_dkdv_kernel(
     lse2_rows,
     delta_rows,
     ds_tiles=None,
+    dq_tiles=None,
     kv_full,
     kv_empty,
     q_full,
@@ -97,12 +113,16 @@ def flash_bwd_dkdv_kernel(
     share a tile of keys, and add to such sums of dk and dv, dk_sum and dv_sum [B, Hkv, Skv rounded
     up to ROW_PADDING, columns], in place of dk and dv, which are None; else the sums are. In shared
     memory a tile of 64 rows of k and of v for each consumer warpgroup, num_stages tiles of q and of
-    dout with lse2 and delta of their rows, their barriers, and for dq two tiles of dsᵀ for each
-    warpgroup. Tiles of s, p, dp, ds are transposed (keys down, queries across). Loop invariant: dv
-    is Σ pᵀ dout over the query heads and queries so far, dk is Σ dsᵀ q over those before the last
-    tile, and ds is that tile's. Accumulation: float32, exponents in base 2, p and ds cast to the
-    inputs' dtype for their products, and ds computed from the p that was cast. A key that no query
-    sees gives 0.
+    dout with lse2 and delta of their rows, and their barriers; for dq one more tile of q, two tiles
+    of dsᵀ for each warpgroup, and its part of a tile's dq, which a warp of the producer adds. Tiles
+    of s, p, dp, ds are transposed (keys down, queries across). Loop invariant: dv is Σ pᵀ dout over
+    the query heads and queries so far, dk is Σ dsᵀ q over those before the last tile, and ds is
+    that tile's. Accumulation: float32, exponents in base 2, p and ds cast to the inputs' dtype for
+    their products. A key that no query sees gives 0.
+
+    Products are issued so that some run under all arithmetic, where dq is summed: dq and dk of the
+    tile before, and dp, under the exponentials; dv under ds; s of the next tile while ds is
+    written. Heads that are small have k and v in registers.
     """
     warpgroups = num_warps // 4 - 1
     program = lax.axis_index("program")
@@ -110,6 +130,16 @@ def flash_bwd_dkdv_kernel(
     num_tiles = pl.cdiv(seq_kv, block_kv)
     last_start = pl.cdiv(seq_q, block_q) * block_q - block_q
     makes_dq = dq_sum_ref is not None
+    small = makes_dq and is_small(head_dim, head_dim_v)
+    q_stages = lse2_rows.shape[0]
+    size = padded_columns(head_dim)
+    # Each warpgroup's part of dq: some columns over all keys, or all columns over its own ones.
+    has_columns = small or size > 64
+    dq_columns = [
+        slice(min(64 * w, size), min(64 * w + 64, size)) if has_columns else slice(0, size)
+        for w in range(warpgroups)
+    ]
+    writers = [w for w in range(warpgroups) if dq_columns[w].start < dq_columns[w].stop]
     k_tiles, v_tiles, q_tiles, dout_tiles = (
         Tiles(*views) for views in (k_tiles, v_tiles, q_tiles, dout_tiles)
     )
@@ -133,62 +163,87 @@ def flash_bwd_dkdv_kernel(
 
         return batch, head_kv, part, start_kv, start_q, *count_steps(before, full, after)
 
-    def part_of_dq(w):
-        """Return the first row, the columns and the tiles of keys of a warpgroup's part of dq."""
-        size, keys = padded_columns(head_dim), range(warpgroups)
-        if block_q > WGMMA_ROWS:
-            return w * WGMMA_ROWS, slice(0, size), keys
-        if size > 64:
-            return 0, slice(w * 64, 64 if w == 0 else size), keys
-        return 0, slice(0, size), (w,)
-
     def produce():
         """Load what the consumers work on, as soon as there is room."""
 
+        def load(matrix, tiles, vector, rows, full, empty, now, *place):
+            slot = now % rows.shape[0]
+            batch, head, start = place
+            plgpu.barrier_wait(empty.at[slot])
+            load_tile(matrix, tiles.tile(slot), *place, full.at[slot])
+            plgpu.copy_gmem_to_smem(
+                vector.at[batch, head, pl.ds(start, block_q)], rows.at[slot], full.at[slot]
+            )
+
+        load_q = functools.partial(load, q_ref, q_tiles, lse2_ref, lse2_rows, q_full, q_empty)
+        load_dout = functools.partial(
+            load, dout_ref, dout_tiles, delta_ref, delta_rows, dout_full, dout_empty
+        )
+
         def load_all(tile, step):
             batch, head_kv, part, start_kv, start_q, _, steps = locate(tile)
-            for w in range(warpgroups):
-                start = start_kv + w * WGMMA_ROWS
-                plgpu.barrier_wait(kv_empty.at[w])
-                load_tile(k_ref, k_tiles.tile(w), batch, head_kv, start, kv_full.at[w])
-                load_tile(v_ref, v_tiles.tile(w), batch, head_kv, start, kv_full.at[w])
+
+            def load_keys():
+                for w in range(warpgroups):
+                    start = start_kv + w * WGMMA_ROWS
+                    plgpu.barrier_wait(kv_empty.at[w])
+                    load_tile(k_ref, k_tiles.tile(w), batch, head_kv, start, kv_full.at[w])
+                    load_tile(v_ref, v_tiles.tile(w), batch, head_kv, start, kv_full.at[w])
 
             def load_queries(index):
-                slot, start = (step + index) % num_stages, start_q(index % steps)
-                head = part * members + index // steps
-
-                def load(matrix, tiles, vector, rows, full, empty):
-                    plgpu.barrier_wait(empty.at[slot])
-                    load_tile(matrix, tiles.tile(slot), batch, head, start, full.at[slot])
-                    plgpu.copy_gmem_to_smem(
-                        vector.at[batch, head, pl.ds(start, block_q)], rows.at[slot], full.at[slot]
-                    )
-
-                load(q_ref, q_tiles, lse2_ref, lse2_rows, q_full, q_empty)
-                load(dout_ref, dout_tiles, delta_ref, delta_rows, dout_full, dout_empty)
+                now = step + index
+                place = batch, part * members + index // steps, start_q(index % steps)
+                load_q(now, *place)
+                # After q, which does not wait for the end of the tile before.
+                pl.when(index == 0)(load_keys)
+                load_dout(now, *place)
 
             pl.loop(0, steps * members)(load_queries)
             return step + steps * members
 
-        for_each_tile(schedule_ref, program, load_all)
+        end = for_each_tile(schedule_ref, program, load_all)
+        if makes_dq:
+            load_q(end, program * 0, program * 0, program * 0)  # for an s that is not used
+
+    def add():
+        """Add what the consumers write of each tile of dq to its sums."""
+
+        def add_all(tile, step):
+            batch, _, part, _, start_q, _, steps = locate(tile)
+
+            def add_tile(index):
+                head, start = part * members + index // steps, start_q(index % steps)
+                await_reads()
+                for w in writers:
+                    named_barrier("arrive", DQ_FREE + w, ADDERS)
+                for w in writers:
+                    named_barrier("sync", DQ_WRITTEN + w, ADDERS)
+                    columns = dq_columns[w]
+                    place = start * size + columns.start * WGMMA_ROWS
+                    count = WGMMA_ROWS * (columns.stop - columns.start)
+                    add_dq(dq_tiles.at[w], count, dq_sum_ref, batch, head, place)
+
+            pl.loop(0, steps * members)(add_tile)
+            return step
+
+        for_each_tile(schedule_ref, program, add_all)
+        await_copies()
 
     def consume(w):
         """Compute the rows of consumer warpgroup w, a number: each has its own code."""
-        k, v = k_tiles.tile(w), v_tiles.tile(w)
+        k, v, columns = k_tiles.tile(w), v_tiles.tile(w), dq_columns[w]
 
         # All tiles are free; the first step gives the last tile of queries back.
         plgpu.barrier_arrive(kv_empty.at[w])
+        for slot in range(q_stages - 1):
+            plgpu.barrier_arrive(q_empty.at[slot])
         for slot in range(num_stages):
-            if slot < num_stages - 1:
-                plgpu.barrier_arrive(q_empty.at[slot])
             plgpu.barrier_arrive(dout_empty.at[slot])
-
-        first_row, columns, tiles_of_keys = part_of_dq(w)
 
         def start_dq(dq_ref, stored):
             """Start dq = ds k of this warpgroup's part."""
-            for x in tiles_of_keys:
-                ds = ds_tiles.at[stored, x, :, pl.ds(first_row, WGMMA_ROWS)].T
+            for x in range(warpgroups) if has_columns else (w,):
+                ds = ds_tiles.at[stored, x].T
                 keys = k_tiles.tile(x)
                 for piece, held in zip(keys.multiplied, keys.columns, strict=True):
                     lower, upper = max(held.start, columns.start), min(held.stop, columns.stop)
@@ -199,57 +254,149 @@ def flash_bwd_dkdv_kernel(
                             columns_of(piece, lower - held.start, upper - held.start),
                         )
 
-        def add_dq(dq, batch, head, start):
-            place = (start + first_row) * padded_columns(head_dim) + columns.start * WGMMA_ROWS
-            add_to_sums(dq, dq_sum_ref, batch, head, place)
+        def hand_over(dq):
+            """Write this warpgroup's part of dq for the warp that adds it."""
+            named_barrier("sync", DQ_FREE + w, ADDERS)
+            write_dq(dq, dq_tiles.at[w])
+            named_barrier("arrive", DQ_WRITTEN + w, ADDERS)
+
+        def share_ds(ds, step):
+            """Write ds where all warpgroups read it."""
+            ds_tiles.at[step % 2, w][...] = ds
+            fence_async()
+            exchange_barrier(warpgroups)
 
         def compute(tile, step):
-            batch, head_kv, part, start_kv, start_q, masked_steps, steps = locate(tile)
+            batch, head_kv, _, start_kv, start_q, masked_steps, steps = locate(tile)
             start_row = start_kv + w * WGMMA_ROWS
+            no_ds = zeros(WGMMA_ROWS, block_q).astype(k_ref.dtype)
             for x in range(warpgroups) if makes_dq else (w,):
                 plgpu.barrier_wait(kv_full.at[x])
             if makes_dq:
-                ds_tiles.at[(step - 1) % 2, w][...] = zeros(WGMMA_ROWS, block_q).astype(k_ref.dtype)
-                fence_async()
-                exchange_barrier(warpgroups)
+                share_ds(no_ds, step - 1)
+            s = keys = values = None
+            if small:
+                keys, values = (
+                    tuple(plgpu.load(x, layout=WGMMA) for x in tile.multiplied) for tile in (k, v)
+                )
+            if makes_dq:
+                # Not a constant, or the compiler would see that `fresh` is one in all steps. For a
+                # group not surely positive: with no way around a loop ptxas serializes products.
+                steps = steps + (step >> 30 if members == 1 else step & -(2**30))
+
+                # sᵀ = scale · k qᵀ of the first tile, for which the tile of keys before waited.
+                def first(s_ref):
+                    start_scores(s_ref, keys, k, q_tiles.tile(lax.rem(step, q_stages)))
+                    return wait_for(s_ref, 0, keys)
+
+                @pl.when(step == 0)
+                def _():
+                    plgpu.barrier_wait(q_full.at[0])
+
+                s = pl.run_scoped(first, accumulator(WGMMA_ROWS, block_q))
+
+            end = step + steps * members
 
             # Visit the tiles of queries that see these keys; only tiles at the edges are masked.
             def visit(x, carry, member, masked):
-                ds, dk, dv = carry
+                s, ds, dk, dv = carry
                 index = member * steps + x
                 now = step + index
-                slot, previous = now % num_stages, (now - 1) % num_stages
-                multiplied = q_tiles.tile(jnp.where(index == 0, slot, previous))  # ds is 0 at first
+                slot, q_slot = now % num_stages, lax.rem(now, q_stages)
+                previous, following = (lax.rem(now + x, q_stages) for x in (q_stages - 1, 1))
+                # 0, which the compiler does not know: it would compute the descriptors of k and v
+                # before the loop, for which there are no registers.
+                fresh = now >> 30 if makes_dq else 0
+                is_first = index == fresh
+                multiplied = q_tiles.tile(jnp.where(is_first, q_slot, previous))  # ds is 0 at first
                 dout = dout_tiles.tile(slot)
+                lse2_row, delta_row = lse2_rows.at[q_slot], delta_rows.at[slot]
 
-                def overlap(s_ref, dp_ref, dk_ref, dv_ref, dq_ref=None):
-                    # Start dk += dsᵀ q of the tile before, sᵀ = scale · k qᵀ, dpᵀ = v doutᵀ.
-                    plgpu.barrier_wait(q_full.at[slot])
-                    if makes_dq:
-                        start_dq(dq_ref, (now - 1) % 2)
+                def overlap_ahead(s_ref, dp_ref, dk_ref, dv_ref, dq_ref=None):
+                    """Multiply dq, dk, dp under the exponentials, dv under ds, s one tile ahead."""
+
+                    def start_dp():
+                        dp_ref[...] = zeros(WGMMA_ROWS, block_q)
+                        start_scores(dp_ref, values, v_tiles.tile(w + fresh), dout)
+
+                    def finish_dq(pending, *read):
+                        if dq_ref is not None:
+                            dq = wait_for(dq_ref, pending, *read)
+                            pl.when(jnp.logical_not(is_first))(lambda: hand_over(dq))
+
+                    # Start dq = ds k and dk += dsᵀ q of the tile before.
+                    stored = (now - 1) % 2
+                    if dq_ref is not None:
+                        start_dq(dq_ref, stored)
                     dk_ref[...] = dk
-                    add_values(
-                        dk_ref, ds_tiles.at[(now - 1) % 2, w] if makes_dq else ds, multiplied
+                    add_values(dk_ref, ds if small else ds_tiles.at[stored, w], multiplied)
+                    # Before dq is stored: a look at a barrier would wait until the stores are done.
+                    plgpu.barrier_wait(dout_full.at[slot])
+                    # Start dpᵀ = v doutᵀ.
+                    if small:
+                        start_dp()
+                    # pᵀ = exp(sᵀ - lse)
+                    visible, dcap = visible_scores(
+                        s, None, None, None, rule, None, None, False, WGMMA
                     )
-                    add_scores(s_ref, k, q_tiles.tile(slot))
-                    pieces = len(k.multiplied)
-                    if makes_dq:
-                        dq = wait_for(dq_ref, 2 * pieces)
+                    if masked:
+                        hide = functools.partial(
+                            hide_queries,
+                            first_key=start_row - diagonal,  # keys are counted as queries are
+                            start_q=start_q(x),
+                            end=seq_kv - diagonal if seq_kv % block_kv else None,
+                            window_left=window_left,
+                            window_right=window_right,
+                        )
+                        visible = lax.cond(x < masked_steps, hide, lambda s: s, visible)
+                    lse2 = plgpu.load(lse2_row, layout=WGMMA.reduce(0))
+                    power = visible * rule.exp2_scale - as_columns(lse2, visible, WGMMA)
+                    if not small:
+                        # dp takes the registers of dq.
+                        power = lax.optimization_barrier(power)
+                        finish_dq(len(multiplied.multiplied))
+                        start_dp()
+                    p = jnp.exp2(power)
+                    p_cast, p = p.astype(k_ref.dtype), p * dcap
+                    if small:
+                        p_cast, p = lax.optimization_barrier((p_cast, p))
+                        finish_dq(len(multiplied.multiplied) + len(dout.multiplied), p_cast)
+                    # Start dv += pᵀ dout.
+                    dv_ref[...] = dv
+                    add_values(dv_ref, p_cast, dout)
+                    # dsᵀ = pᵀ ∘ (dpᵀ - delta) ∘ dcapᵀ
+                    dp = plgpu.wgmma_accumulator_load(dp_ref, wait_n=len(dout.multiplied))
+                    dk_new = plgpu.wgmma_accumulator_load(dk_ref, wait_n=None)
+                    dp, dk_new, p, _ = lax.optimization_barrier((dp, dk_new, p, ds))
+                    plgpu.barrier_arrive(q_empty.at[previous])
+                    delta = plgpu.load(delta_row, layout=WGMMA.reduce(0))
+                    ds_new = (p * (dp - as_columns(delta, dp, WGMMA))).astype(k_ref.dtype)
+                    ds_new = lax.optimization_barrier(ds_new)
+                    # Start sᵀ = scale · k qᵀ of the next tile; behind the last one it is not used.
+                    plgpu.barrier_wait(q_full.at[following])
+                    s_ref[...] = zeros(WGMMA_ROWS, block_q)
+                    start_scores(s_ref, keys, k_tiles.tile(w + fresh), q_tiles.tile(following))
+                    share_ds(ds_new, now)
+                    dv_new = wait_for(dv_ref, len(k.multiplied), p_cast)
+                    plgpu.barrier_arrive(dout_empty.at[slot])
+                    return wait_for(s_ref, 0), ds_new if small else None, dk_new, dv_new
 
-                        @pl.when(index > 0)
-                        def _():
-                            before = index - 1
-                            head = part * members + before // steps
-                            add_dq(dq, batch, head, start_q(before % steps))
-                    elif block_q > WGMMA_ROWS:
+                def overlap(s_ref, dp_ref, dk_ref, dv_ref):
+                    """Multiply dp under the exponentials, and dv under ds."""
+                    # Start dk += dsᵀ q of the tile before, sᵀ = scale · k qᵀ, dpᵀ = v doutᵀ.
+                    plgpu.barrier_wait(q_full.at[q_slot])
+                    dk_ref[...] = dk
+                    add_values(dk_ref, ds, multiplied)
+                    add_scores(s_ref, k, q_tiles.tile(q_slot))
+                    if block_q > WGMMA_ROWS:
                         # The registers of ds are dp's.
-                        dk_new = wait_for(dk_ref, pieces, ds)
+                        dk_new = wait_for(dk_ref, len(k.multiplied), ds)
                         plgpu.barrier_arrive(q_empty.at[previous])
                     plgpu.barrier_wait(dout_full.at[slot])
                     add_scores(dp_ref, v, dout)
                     # pᵀ = exp(sᵀ - lse)
                     s = wait_for(s_ref, len(v.multiplied))
-                    if makes_dq or block_q <= WGMMA_ROWS:
+                    if block_q <= WGMMA_ROWS:
                         dk_new = plgpu.wgmma_accumulator_load(dk_ref, wait_n=None)
                         s, dk_new, _ = lax.optimization_barrier((s, dk_new, ds))
                         plgpu.barrier_arrive(q_empty.at[previous])
@@ -257,11 +404,10 @@ def flash_bwd_dkdv_kernel(
                     if masked:
                         position = iota(s.shape, 1, WGMMA) + start_q(x)
                         key = iota(s.shape, 0, WGMMA) + (start_row - diagonal)  # as queries are
-                    end = seq_kv - diagonal if makes_dq and seq_kv % block_kv else None
                     s, dcap = visible_scores(
-                        s, position, key, end, rule, window_left, window_right, masked, WGMMA
+                        s, position, key, None, rule, window_left, window_right, masked, WGMMA
                     )
-                    lse2 = plgpu.load(lse2_rows.at[slot], layout=WGMMA.reduce(0))
+                    lse2 = plgpu.load(lse2_row, layout=WGMMA.reduce(0))
                     p = jnp.exp2(s * rule.exp2_scale - as_columns(lse2, s, WGMMA))
                     # dv += pᵀ dout
                     p_cast = p.astype(k_ref.dtype)
@@ -271,58 +417,57 @@ def flash_bwd_dkdv_kernel(
                     dp = plgpu.wgmma_accumulator_load(dp_ref, wait_n=len(dout.multiplied))
                     dp, weight = lax.optimization_barrier((dp, p_cast))
                     weight = weight.astype(jnp.float32) if rule.softcap is None else p * dcap
-                    delta = plgpu.load(delta_rows.at[slot], layout=WGMMA.reduce(0))
+                    delta = plgpu.load(delta_row, layout=WGMMA.reduce(0))
                     ds_new = (weight * (dp - as_columns(delta, dp, WGMMA))).astype(k_ref.dtype)
-                    if makes_dq:
-                        ds_tiles.at[now % 2, w][...] = ds_new
-                        ds_new = ds
-                        fence_async()
-                        exchange_barrier(warpgroups)
                     dv_new = wait_for(dv_ref, 0, p_cast)
                     plgpu.barrier_arrive(dout_empty.at[slot])
-                    return ds_new, dk_new, dv_new
+                    return None, ds_new, dk_new, dv_new
 
                 refs = [accumulator(WGMMA_ROWS, block_q)] * 2
                 refs += [accumulator(*dk.shape), accumulator(*dv.shape)]
-                if makes_dq:
+                if not makes_dq:
+                    return pl.run_scoped(overlap, *refs)
+                if w in writers:
                     refs.append(accumulator(WGMMA_ROWS, columns.stop - columns.start))
-                return pl.run_scoped(overlap, *refs)
+                return pl.run_scoped(overlap_ahead, *refs)
+
+            carry = (
+                s,
+                None if makes_dq and not small else no_ds,
+                zeros(WGMMA_ROWS, padded_columns(head_dim)),
+                zeros(WGMMA_ROWS, padded_columns(head_dim_v)),
+            )
+            ranges = step_ranges(masked_steps, steps)
+            if makes_dq:
+                # In one loop: ptxas finds no registers for s of two.
+                ranges = ((len(ranges) > 1, 0, steps),)
 
             def visit_head(member, carry):
-                for masked, lower, upper in step_ranges(masked_steps, steps):
+                for masked, lower, upper in ranges:
                     body = functools.partial(visit, member=member, masked=masked)
                     carry = lax.fori_loop(lower, upper, body, carry)
                 return carry
 
-            carry = (
-                jnp.int32(0) if makes_dq else zeros(WGMMA_ROWS, block_q).astype(k_ref.dtype),
-                zeros(WGMMA_ROWS, padded_columns(head_dim)),
-                zeros(WGMMA_ROWS, padded_columns(head_dim_v)),
-            )
             if members == 1:
-                ds, dk, dv = visit_head(program * 0, carry)
+                _, ds, dk, dv = visit_head(program * 0, carry)
             else:
-                ds, dk, dv = lax.fori_loop(0, members, visit_head, carry)
+                _, ds, dk, dv = lax.fori_loop(0, members, visit_head, carry)
 
             # dk += dsᵀ q of the last tile
-            end = step + steps * members
             stored = (end - 1) % 2
 
             def last(dk_ref, dq_ref=None):
-                if makes_dq:
+                if dq_ref is not None:
                     start_dq(dq_ref, stored)
                 dk_ref[...] = dk
-                add_values(
-                    dk_ref, ds_tiles.at[stored, w] if makes_dq else ds,
-                    q_tiles.tile((end - 1) % num_stages),
-                )  # fmt: skip
-                if makes_dq:
-                    dq = wait_for(dq_ref, len(k.multiplied))
-                    add_dq(dq, batch, part * members + members - 1, start_q(steps - 1))
+                left = ds_tiles.at[stored, w] if ds is None else ds
+                add_values(dk_ref, left, q_tiles.tile((end - 1) % q_stages))
+                if dq_ref is not None:
+                    hand_over(wait_for(dq_ref, len(k.multiplied)))
                 return wait_for(dk_ref, 0, ds)
 
             refs = [accumulator(*dk.shape)]
-            if makes_dq:
+            if makes_dq and w in writers:
                 refs.append(accumulator(WGMMA_ROWS, columns.stop - columns.start))
             dk = pl.run_scoped(last, *refs)
 
@@ -344,13 +489,26 @@ def flash_bwd_dkdv_kernel(
         for_each_tile(schedule_ref, program, compute)
         plgpu.wait_smem_to_gmem(0)
 
-    run_warpgroups(warpgroups, consume, produce)
+    run_warpgroups(warpgroups, consume, produce, *([add] if makes_dq else []))
+
+
+def start_scores(s, rows, q, k):
+    """Start s += q kᵀ as `add_scores` does; rows: q in registers, or None."""
+    for q_piece, k_piece in zip(rows or q.multiplied, k.multiplied, strict=True):
+        plgpu.wgmma(s, q_piece, k_piece.T)
+
+
+def is_small(head_dim, head_dim_v):
+    """Return True if a consumer's registers have room for its rows of k and v beside all else."""
+    return max(padded_columns(head_dim), padded_columns(head_dim_v)) <= 64
 
 
 def launch_fused(inputs, spec, backend):
     """Call `flash_bwd_dkdv_kernel` with sums; returns dq, dk and dv."""
     columns, columns_v = padded_columns(spec.head_dim), padded_columns(spec.head_dim_v)
     config = backend.configs(spec)["flash_bwd_fused"]
+    if config.block_q != WGMMA_ROWS:
+        fail(NotImplementedError, "flash_bwd_fused", f"block_q={WGMMA_ROWS}", config)
     sums = [gradient_sums(*inputs.lse2.shape, columns)]
     is_split = splits_group(spec, config.block_q, config.block_kv, num_sms(backend.target))
     if is_split:
@@ -385,25 +543,25 @@ def launch_dkdv(inputs, spec, backend, name="flash_bwd_dkdv", sums=()):
     is_split = len(sums) == 3
     members = 1 if is_split else spec.group_size
     warpgroups, stages = config.num_warps // 4 - 1, config.num_stages
-    rows, queries = (warpgroups, WGMMA_ROWS), (stages, config.block_q)
+    rows = warpgroups, WGMMA_ROWS
+    queries, douts = (stages + bool(sums), config.block_q), (stages, config.block_q)
     tiles, pieces = make_tiles(
         spec,
         bool(sums),
         k_tiles=rows,
         v_tiles=rows,
         q_tiles=queries,
-        dout_tiles=queries,
+        dout_tiles=douts,
     )
-    vector = plgpu.SMEM(queries, jnp.float32)
     scratch = tiles | {
-        "lse2_rows": vector,
-        "delta_rows": vector,
+        "lse2_rows": plgpu.SMEM(queries, jnp.float32),
+        "delta_rows": plgpu.SMEM(douts, jnp.float32),
         "kv_full": plgpu.Barrier(
             num_arrivals=pieces["k_tiles"] + pieces["v_tiles"], num_barriers=warpgroups
         ),
         "kv_empty": plgpu.Barrier(num_barriers=warpgroups),
-        "q_full": plgpu.Barrier(num_arrivals=pieces["q_tiles"] + 1, num_barriers=stages),
-        "q_empty": plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages),
+        "q_full": plgpu.Barrier(num_arrivals=pieces["q_tiles"] + 1, num_barriers=queries[0]),
+        "q_empty": plgpu.Barrier(num_arrivals=warpgroups, num_barriers=queries[0]),
         "dout_full": plgpu.Barrier(num_arrivals=pieces["dout_tiles"] + 1, num_barriers=stages),
         "dout_empty": plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages),
     }
@@ -414,6 +572,8 @@ def launch_dkdv(inputs, spec, backend, name="flash_bwd_dkdv", sums=()):
             inputs.q.dtype,
             transforms=(plgpu.TilingTransform((8, width)), plgpu.SwizzleTransform(2 * width)),
         )
+        size = WGMMA_ROWS * min(64, padded_columns(spec.head_dim))
+        scratch["dq_tiles"] = plgpu.SMEM((warpgroups, size), jnp.float32)
     parts = spec.heads_q // members
     turned = replace(exchange_sides(spec), heads_q=parts, heads_kv=parts)
     outputs = (None if is_split else jax.ShapeDtypeStruct(x.shape, x.dtype) for x in inputs[1:3])

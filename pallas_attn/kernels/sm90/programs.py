@@ -11,8 +11,8 @@ from pallas_attn.kernels.portable.tiles import maximum
 REGISTERS = {1: (240, 24), 2: (240, 24), 3: (160, 32)}
 
 
-def run_warpgroups(warpgroups, consume, produce):
-    """Run consume(w) in each consumer warpgroup, and `produce` in one warp of the producer."""
+def run_warpgroups(warpgroups, consume, *parts):
+    """Run consume(w) in each consumer warpgroup, and each of `parts` in a warp of the last one."""
     warpgroup = lax.axis_index("warpgroup")
     for_consumer, for_producer = REGISTERS[warpgroups]
     for w in range(warpgroups):
@@ -28,16 +28,20 @@ def run_warpgroups(warpgroups, consume, produce):
 
         @plgpu.warp_map
         def _(warp):
-            pl.when(warp == 0)(produce)
+            for i, part in enumerate(parts):
+                pl.when(warp == i)(part)
 
 
 def for_each_tile(schedule_ref, program, body):
-    """Call body(tile, steps before) for each tile of this program."""
+    """Call body(tile, steps before) for each tile of this program; return how many steps it has.
+
+    body returns its steps and those before.
+    """
 
     def visit(i, step):
         return body(schedule_ref[program, i], step)
 
-    lax.fori_loop(1, schedule_ref[program, 0] + 1, visit, jnp.int32(0))
+    return lax.fori_loop(1, schedule_ref[program, 0] + 1, visit, jnp.int32(0))
 
 
 def for_each_item(num_items, program, body):

@@ -43,3 +43,23 @@ def hide_keys(s, position, start_kv, end, window_left, window_right, rows_of_que
     if window_left is not None:
         lower = row - window_left - column
     return hide(s, upper, lower)
+
+
+def hide_queries(s, first_key, start_q, end, window_left, window_right):
+    """Set the scores of queries that do not see a key to -inf: `hide_keys`, of transposed scores.
+
+    Args:
+        s: [64, queries], of the queries from `start_q` on.
+        first_key: the first key, counted as queries are.
+        end: keys from this one on do not exist; None where all do.
+        window_left, window_right: None for no bound.
+    """
+    row = iota((s.shape[0], 8), 0, WGMMA)
+    column = iota((s.shape[0], 8), 1, WGMMA)
+    key = row + (first_key - start_q) - column
+    upper = None if window_left is None else key + window_left
+    lower = None if window_right is None else key - window_right
+    if end is not None:
+        exists = row < end - first_key
+        lower = jnp.where(exists, -(2**30) if lower is None else lower, 2**30)
+    return hide(s, upper, lower)

@@ -23,20 +23,22 @@ from pallas_attn.kernels.sm80.workarounds import _dot, _pointer
 
 def take_turn(warpgroup: int, warpgroups: int) -> None:
     """Wait until the warpgroup before passed the turn."""
-    _named_barrier("sync", warpgroup, warpgroups)
+    named_barrier("sync", warpgroups + 2 + warpgroup, 256)
 
 
 def pass_turn(warpgroup: int, warpgroups: int) -> None:
     """Give the turn to the next warpgroup."""
-    _named_barrier("arrive", (warpgroup + 1) % warpgroups, warpgroups)
+    named_barrier("arrive", warpgroups + 2 + (warpgroup + 1) % warpgroups, 256)
 
 
-def _named_barrier(operation: str, warpgroup: int, warpgroups: int) -> None:
-    text = f"bar.{operation} {warpgroups + 2 + warpgroup}, 256;"
+def named_barrier(operation: str, number: int, threads: int) -> None:
+    """Arrive at a named barrier of so many threads, and with "sync", not "arrive", wait there."""
+    text = f"bar.{operation} $0, {threads};"
 
     @plgpu.inline_mgpu()
     def barrier(_):
-        llvm.inline_asm(ir.Type.parse("!llvm.void"), [], text, "", has_side_effects=True)
+        n = mgpu.c(number, ir.IntegerType.get_signless(32))
+        llvm.inline_asm(ir.Type.parse("!llvm.void"), [n], text, "r", has_side_effects=True)
 
     barrier()
 
@@ -71,13 +73,7 @@ def finish_before_wait(sums):
 
 def exchange_barrier(warpgroups: int) -> None:
     """Wait for the other consumer warpgroups; what they stored to shared memory is seen then."""
-    text = f"bar.sync {2 * warpgroups + 2}, {128 * warpgroups};"
-
-    @plgpu.inline_mgpu()
-    def barrier(_):
-        llvm.inline_asm(ir.Type.parse("!llvm.void"), [], text, "", has_side_effects=True)
-
-    barrier()
+    named_barrier("sync", 2 * warpgroups + 2, 128 * warpgroups)
 
 
 @plgpu.inline_mgpu()
@@ -128,7 +124,7 @@ def hide(s, upper, lower):
     return select(s, *bounds)
 
 
-# ---- Add to global memory. Can go when plgpu has atomic additions of four floats. ----------------
+# ---- Add to global memory. Can go when plgpu adds four floats at once, and by bulk copies. -------
 
 
 def add_to_sums(x, sums, batch, head, place):
@@ -143,28 +139,100 @@ def add_to_sums(x, sums, batch, head, place):
         sums: [B, H, size] in global memory.
         batch, head, place: int32 scalars; place is that of the first block.
     """
-    columns = x.shape[1]
     scalar = plgpu.Layout.WG_SPLAT
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WGMMA, *[scalar] * 3))
     def add(_, sums, x, batch, head, place):
-        i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
-        thread = arith.remui(mgpu_utils.thread_idx(), mgpu.c(128, i32))
-        offset = arith.muli(thread, mgpu.c(4, i32))
-        base = mgpu_utils.getelementptr(_pointer(sums, batch, head, place), [offset], f32)
-        for i, halves in enumerate(x.registers.reshape(columns // 8, 2)):
-            values = [
-                llvm.extractelement(pair, mgpu.c(column, i32))
-                for pair in halves
-                for column in (0, 1)
-            ]
-            text = f"red.relaxed.gpu.global.add.v4.f32 [$0 + {2048 * i}], {{$1, $2, $3, $4}};"
-            llvm.inline_asm(
-                ir.Type.parse("!llvm.void"), [base, *values], text, "l,f,f,f,f",
-                has_side_effects=True,
-            )  # fmt: skip
+        pointer = _pointer(sums, batch, head, place)
+        _for_each_block(x, pointer, "red.relaxed.gpu.global.add.v4.f32")
 
     add(sums, x, batch, head, place)
+
+
+def write_dq(dq, buffer):
+    """Write a product of 64 rows to shared memory, in the order of `add_to_sums`.
+
+    Args:
+        dq: [64, columns] float32.
+        buffer: at least 64 * columns float32 numbers.
+    """
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WGMMA))
+    def write(_, buffer, dq):
+        _for_each_block(dq, mgpu_utils.memref_ptr(buffer), "st.shared.v4.f32")
+
+    write(buffer, dq)
+
+
+def _for_each_block(x, pointer, instruction):
+    """Take x to memory in blocks of 64 rows and 8 columns: four floats of a thread each.
+
+    Args:
+        x: [64, columns] float32, in registers.
+        pointer: the place of the first block.
+        instruction: PTX of an address and a vector of four floats.
+    """
+    i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
+    thread = arith.remui(mgpu_utils.thread_idx(), mgpu.c(128, i32))
+    offset = arith.muli(thread, mgpu.c(4, i32))
+    base = mgpu_utils.getelementptr(pointer, [offset], f32)
+    kind = "l"
+    if "shared" in instruction:
+        kind, base = "r", llvm.ptrtoint(i32, base)  # an address of 32 bits
+    for i, halves in enumerate(x.registers.reshape(-1, 2)):
+        values = [
+            llvm.extractelement(pair, mgpu.c(column, i32)) for pair in halves for column in (0, 1)
+        ]
+        text = f"{instruction} [$0 + {2048 * i}], {{$1, $2, $3, $4}};"
+        llvm.inline_asm(
+            ir.Type.parse("!llvm.void"), [base, *values], text, kind + ",f,f,f,f",
+            has_side_effects=True,
+        )  # fmt: skip
+
+
+def add_dq(buffer, size, sums, batch, head, place):
+    """Start to add what `write_dq` wrote to float32 sums of one head: in one warp, after a barrier.
+
+    Its thread that copies makes the stores of all visible to the copy: the others need not wait.
+
+    Args:
+        buffer: float32 numbers in shared memory.
+        size: how many of them are added, by one copy of one thread.
+        sums, batch, head, place: as in `add_to_sums`.
+    """
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), *[plgpu.Layout.WG_SPLAT] * 3))
+    def add(_, buffer, sums, batch, head, place):
+        i32 = ir.IntegerType.get_signless(32)
+        thread = arith.remui(mgpu_utils.thread_idx(), mgpu.c(32, i32))
+        text = (
+            "{ .reg .pred p; setp.eq.s32 p, $2, 0; @p fence.proxy.async.shared::cta; "
+            "@p cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 "
+            f"[$0], [$1], {4 * size}; @p cp.async.bulk.commit_group; }}"
+        )
+        places = (
+            _pointer(sums, batch, head, place),
+            llvm.ptrtoint(i32, mgpu_utils.memref_ptr(buffer)),
+        )
+        llvm.inline_asm(
+            ir.Type.parse("!llvm.void"), [*places, thread], text, "l,r,r", has_side_effects=True
+        )
+
+    add(buffer, sums, batch, head, place)
+
+
+@plgpu.inline_mgpu()
+def await_copies(_):
+    """Wait until this thread's copies from shared memory are done."""
+    text = "cp.async.bulk.wait_group 0;"
+    llvm.inline_asm(ir.Type.parse("!llvm.void"), [], text, "", has_side_effects=True)
+
+
+@plgpu.inline_mgpu()
+def await_reads(_):
+    """Wait until this thread's copies from shared memory have read it."""
+    text = "cp.async.bulk.wait_group.read 0;"
+    llvm.inline_asm(ir.Type.parse("!llvm.void"), [], text, "", has_side_effects=True)
 
 
 # ---- Load rows that may not exist. Can go when loads take a mask. --------------------------------
