@@ -26,7 +26,7 @@ FORMER_NAMES = {
     },
 }
 # Of cases: earlier records lack these fields, which then have these defaults.
-LATER_FIELDS = {"sinks": False, "deterministic": False, "segments": ""}
+LATER_FIELDS = {"sinks": False, "deterministic": False, "segments": "", "precision": "ieee"}
 # Of our forward with another softmax (see `bench.ablation`), by the ends of their names.
 WITHOUT_SOFTMAX = "without softmax"  # its result is wrong on purpose
 WITH_BARRIERS = "with barriers"

@@ -14,7 +14,7 @@ from pallas_attn.operands import device_of, operand
 from pallas_attn.targets import Device
 from twin_attention.contract.block_mask import BlockMask
 from twin_attention.contract.operands import BlockSparseOperands, describe_operands
-from twin_attention.contract.spec import BlockSparseSpec
+from twin_attention.contract.spec import BlockSparseSpec, Precision
 from twin_attention.contract.validate import (
     check_block_sparse_attention,
     check_flash_options,
@@ -31,7 +31,7 @@ def block_sparse_attention(
     block_mask: BlockMask[jax.Array] | jax.Array, *,
     causal: bool = ..., scale: float | None = ...,
     window_size: tuple[int | None, int | None] | None = ..., softcap: float | None = ...,
-    sinks: jax.Array | None = ..., deterministic: bool | None = ...,
+    sinks: jax.Array | None = ..., deterministic: bool | None = ..., precision: Precision = ...,
     return_lse: Literal[False] = ..., implementation: Implementation | None = ...,
 ) -> jax.Array: ...  # fmt: skip
 @overload
@@ -40,7 +40,7 @@ def block_sparse_attention(
     block_mask: BlockMask[jax.Array] | jax.Array, *,
     causal: bool = ..., scale: float | None = ...,
     window_size: tuple[int | None, int | None] | None = ..., softcap: float | None = ...,
-    sinks: jax.Array | None = ..., deterministic: bool | None = ...,
+    sinks: jax.Array | None = ..., deterministic: bool | None = ..., precision: Precision = ...,
     return_lse: Literal[True], implementation: Implementation | None = ...,
 ) -> tuple[jax.Array, jax.Array]: ...  # fmt: skip
 @overload
@@ -49,7 +49,7 @@ def block_sparse_attention(
     block_mask: BlockMask[jax.Array] | jax.Array, *,
     causal: bool = ..., scale: float | None = ...,
     window_size: tuple[int | None, int | None] | None = ..., softcap: float | None = ...,
-    sinks: jax.Array | None = ..., deterministic: bool | None = ...,
+    sinks: jax.Array | None = ..., deterministic: bool | None = ..., precision: Precision = ...,
     return_lse: bool, implementation: Implementation | None = ...,
 ) -> jax.Array | tuple[jax.Array, jax.Array]: ...  # fmt: skip
 def block_sparse_attention(
@@ -64,6 +64,7 @@ def block_sparse_attention(
     softcap: float | None = None,
     sinks: jax.Array | None = None,
     deterministic: bool | None = None,
+    precision: Precision = "ieee",
     return_lse: bool = False,
     implementation: Implementation | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
@@ -98,6 +99,8 @@ def block_sparse_attention(
         deterministic: True: the backward gives the same bits every time. False: it may add in any
             order, which is faster where the kernels can. None: as
             ``--xla_gpu_deterministic_ops`` in ``XLA_FLAGS`` says.
+        precision: of float32 products. "ieee", or "tf32": their operands lose all but 10 bits of
+            their mantissas, for tensor cores, which take them so. No effect on 16-bit operands.
         return_lse: return the log-sum-exp of the scores as well. It is differentiable.
         implementation: "triton" (Pallas kernels in the Triton lowering; on a CPU in the Pallas
             interpreter), "mosaic" (explicit kernels of the forward for SM90, tiles of 128 by 128),
@@ -134,6 +137,7 @@ def block_sparse_attention(
         window_size=window_size,
         softcap=softcap,
         deterministic=or_as_xla_says(deterministic),
+        precision=precision,
         return_lse=return_lse,
     )
     operands = _operands(q, k, v, block_mask, sinks)

@@ -14,7 +14,7 @@ from pallas_attn.flash import flash_attention, or_as_xla_says
 from pallas_attn.operands import device_of, operand
 from pallas_attn.targets import Device
 from twin_attention.contract.operands import FlashOperands, describe_operands
-from twin_attention.contract.spec import AttentionSpec, DilatedSpec, dilated_calls
+from twin_attention.contract.spec import AttentionSpec, DilatedSpec, Precision, dilated_calls
 from twin_attention.contract.validate import (
     check_dilated_attention,
     check_dilations,
@@ -27,7 +27,7 @@ def dilated_attention(
     q: jax.Array, k: jax.Array, v: jax.Array, segment_lengths: Sequence[int],
     dilation_rates: Sequence[int], *,
     causal: bool = ..., scale: float | None = ..., softcap: float | None = ...,
-    deterministic: bool | None = ..., return_lse: Literal[False] = ...,
+    deterministic: bool | None = ..., precision: Precision = ..., return_lse: Literal[False] = ...,
     implementation: Implementation | None = ...,
 ) -> jax.Array: ...  # fmt: skip
 @overload
@@ -35,7 +35,7 @@ def dilated_attention(
     q: jax.Array, k: jax.Array, v: jax.Array, segment_lengths: Sequence[int],
     dilation_rates: Sequence[int], *,
     causal: bool = ..., scale: float | None = ..., softcap: float | None = ...,
-    deterministic: bool | None = ..., return_lse: Literal[True],
+    deterministic: bool | None = ..., precision: Precision = ..., return_lse: Literal[True],
     implementation: Implementation | None = ...,
 ) -> tuple[jax.Array, jax.Array]: ...  # fmt: skip
 @overload
@@ -43,7 +43,7 @@ def dilated_attention(
     q: jax.Array, k: jax.Array, v: jax.Array, segment_lengths: Sequence[int],
     dilation_rates: Sequence[int], *,
     causal: bool = ..., scale: float | None = ..., softcap: float | None = ...,
-    deterministic: bool | None = ..., return_lse: bool,
+    deterministic: bool | None = ..., precision: Precision = ..., return_lse: bool,
     implementation: Implementation | None = ...,
 ) -> jax.Array | tuple[jax.Array, jax.Array]: ...  # fmt: skip
 def dilated_attention(
@@ -57,6 +57,7 @@ def dilated_attention(
     scale: float | None = None,
     softcap: float | None = None,
     deterministic: bool | None = None,
+    precision: Precision = "ieee",
     return_lse: bool = False,
     implementation: Implementation | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
@@ -89,6 +90,8 @@ def dilated_attention(
         deterministic: True: the backward gives the same bits every time. False: it may add in any
             order, which is faster where the kernels can. None: as
             ``--xla_gpu_deterministic_ops`` in ``XLA_FLAGS`` says.
+        precision: of float32 products. "ieee", or "tf32": their operands lose all but 10 bits of
+            their mantissas, for tensor cores, which take them so. No effect on 16-bit operands.
         return_lse: return the log-sum-exp of the scores as well. It is differentiable.
         implementation: of `flash_attention`. The merge runs with it where it is
             "triton" or "reference", and with None otherwise.
@@ -115,6 +118,7 @@ def dilated_attention(
     """
     options: dict[str, Any] = {"causal": causal, "scale": scale, "softcap": softcap}
     options["deterministic"] = or_as_xla_says(deterministic)
+    options["precision"] = precision
     spec = _check(q, k, v, segment_lengths, dilation_rates, return_lse=return_lse, **options)
     calls, heads_kv = dilated_calls(spec.dilations), spec.heads_kv
     states = []

@@ -12,7 +12,7 @@ from pallas_attn.flash_ops import attention
 from pallas_attn.operands import device_of, operand
 from pallas_attn.targets import Device
 from twin_attention.contract.operands import FlashOperands, describe_operands
-from twin_attention.contract.spec import AttentionSpec
+from twin_attention.contract.spec import AttentionSpec, Precision
 from twin_attention.contract.validate import check_flash_attention, check_flash_options
 
 
@@ -23,6 +23,7 @@ def flash_attention(
     window_size: tuple[int | None, int | None] | None = ..., softcap: float | None = ...,
     sinks: jax.Array | None = ..., q_segment_ids: jax.Array | None = ...,
     kv_segment_ids: jax.Array | None = ..., deterministic: bool | None = ...,
+    precision: Precision = ...,
     return_lse: Literal[False] = ..., implementation: Implementation | None = ...,
 ) -> jax.Array: ...  # fmt: skip
 @overload
@@ -32,6 +33,7 @@ def flash_attention(
     window_size: tuple[int | None, int | None] | None = ..., softcap: float | None = ...,
     sinks: jax.Array | None = ..., q_segment_ids: jax.Array | None = ...,
     kv_segment_ids: jax.Array | None = ..., deterministic: bool | None = ...,
+    precision: Precision = ...,
     return_lse: Literal[True], implementation: Implementation | None = ...,
 ) -> tuple[jax.Array, jax.Array]: ...  # fmt: skip
 @overload
@@ -41,6 +43,7 @@ def flash_attention(
     window_size: tuple[int | None, int | None] | None = ..., softcap: float | None = ...,
     sinks: jax.Array | None = ..., q_segment_ids: jax.Array | None = ...,
     kv_segment_ids: jax.Array | None = ..., deterministic: bool | None = ...,
+    precision: Precision = ...,
     return_lse: bool, implementation: Implementation | None = ...,
 ) -> jax.Array | tuple[jax.Array, jax.Array]: ...  # fmt: skip
 def flash_attention(
@@ -56,6 +59,7 @@ def flash_attention(
     q_segment_ids: jax.Array | None = None,
     kv_segment_ids: jax.Array | None = None,
     deterministic: bool | None = None,
+    precision: Precision = "ieee",
     return_lse: bool = False,
     implementation: Implementation | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
@@ -90,6 +94,8 @@ def flash_attention(
         deterministic: True: the backward gives the same bits every time. False: it may add in any
             order, which is faster where the kernels can. None: as
             ``--xla_gpu_deterministic_ops`` in ``XLA_FLAGS`` says.
+        precision: of float32 products. "ieee", or "tf32": their operands lose all but 10 bits of
+            their mantissas, for tensor cores, which take them so. No effect on 16-bit operands.
         return_lse: return the log-sum-exp of the scores as well. It is differentiable.
         implementation: "mosaic" (explicit kernels for SM80 and SM90; from jax 0.11 on), "triton"
             (Pallas kernels in the Triton lowering; on a CPU in the Pallas interpreter), "reference"
@@ -124,6 +130,7 @@ def flash_attention(
         window_size=window_size,
         softcap=softcap,
         deterministic=or_as_xla_says(deterministic),
+        precision=precision,
         return_lse=return_lse,
     )
     operands = FlashOperands(q, k, v, sinks, q_segment_ids, kv_segment_ids)

@@ -13,7 +13,7 @@ from pallas_attn.flash_ops import attention
 from pallas_attn.operands import device_of, operand
 from pallas_attn.targets import Device
 from twin_attention.contract.operands import VarlenOperands, describe_operands
-from twin_attention.contract.spec import VarlenSpec
+from twin_attention.contract.spec import Precision, VarlenSpec
 from twin_attention.contract.validate import (
     check_flash_attention_varlen,
     check_flash_options,
@@ -28,7 +28,7 @@ def flash_attention_varlen(
     *,
     causal: bool = ..., scale: float | None = ...,
     window_size: tuple[int | None, int | None] | None = ..., softcap: float | None = ...,
-    sinks: jax.Array | None = ..., deterministic: bool | None = ...,
+    sinks: jax.Array | None = ..., deterministic: bool | None = ..., precision: Precision = ...,
     return_lse: Literal[False] = ..., implementation: Implementation | None = ...,
 ) -> jax.Array: ...  # fmt: skip
 @overload
@@ -37,7 +37,7 @@ def flash_attention_varlen(
     *,
     causal: bool = ..., scale: float | None = ...,
     window_size: tuple[int | None, int | None] | None = ..., softcap: float | None = ...,
-    sinks: jax.Array | None = ..., deterministic: bool | None = ...,
+    sinks: jax.Array | None = ..., deterministic: bool | None = ..., precision: Precision = ...,
     return_lse: Literal[True], implementation: Implementation | None = ...,
 ) -> tuple[jax.Array, jax.Array]: ...  # fmt: skip
 @overload
@@ -46,7 +46,7 @@ def flash_attention_varlen(
     *,
     causal: bool = ..., scale: float | None = ...,
     window_size: tuple[int | None, int | None] | None = ..., softcap: float | None = ...,
-    sinks: jax.Array | None = ..., deterministic: bool | None = ...,
+    sinks: jax.Array | None = ..., deterministic: bool | None = ..., precision: Precision = ...,
     return_lse: bool, implementation: Implementation | None = ...,
 ) -> jax.Array | tuple[jax.Array, jax.Array]: ...  # fmt: skip
 def flash_attention_varlen(
@@ -62,6 +62,7 @@ def flash_attention_varlen(
     softcap: float | None = None,
     sinks: jax.Array | None = None,
     deterministic: bool | None = None,
+    precision: Precision = "ieee",
     return_lse: bool = False,
     implementation: Implementation | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
@@ -95,6 +96,8 @@ def flash_attention_varlen(
         deterministic: True: the backward gives the same bits every time. False: it may add in any
             order, which is faster where the kernels can. None: as
             ``--xla_gpu_deterministic_ops`` in ``XLA_FLAGS`` says.
+        precision: of float32 products. "ieee", or "tf32": their operands lose all but 10 bits of
+            their mantissas, for tensor cores, which take them so. No effect on 16-bit operands.
         return_lse: return the log-sum-exp of the scores as well. It is differentiable.
         implementation: "mosaic" (explicit kernels for SM80, and the forward for SM90; from jax 0.11
             on), "triton" (Pallas kernels in the Triton lowering; on a CPU in the Pallas
@@ -130,6 +133,7 @@ def flash_attention_varlen(
         window_size=window_size,
         softcap=softcap,
         deterministic=or_as_xla_says(deterministic),
+        precision=precision,
         return_lse=return_lse,
     )
     operands = VarlenOperands(q, k, v, cu_seqlens_q, cu_seqlens_kv, sinks)

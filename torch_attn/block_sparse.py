@@ -13,7 +13,7 @@ from torch_attn.flash_ops import SPARSE
 from torch_attn.operands import cast_inputs, operand
 from twin_attention.contract.block_mask import BlockMask
 from twin_attention.contract.operands import BlockSparseOperands, describe_operands
-from twin_attention.contract.spec import BlockSparseSpec
+from twin_attention.contract.spec import BlockSparseSpec, Precision
 from twin_attention.contract.validate import (
     check_flash_options,
     check_kept_tiles,
@@ -28,7 +28,7 @@ def block_sparse_attention(
     q: Tensor, k: Tensor, v: Tensor, block_mask: BlockMask[Tensor] | Tensor, *,
     causal: bool = ..., scale: float | None = ...,
     window_size: tuple[int | None, int | None] | None = ..., softcap: float | None = ...,
-    sinks: Tensor | None = ..., deterministic: bool | None = ...,
+    sinks: Tensor | None = ..., deterministic: bool | None = ..., precision: Precision = ...,
     return_lse: Literal[False] = ..., implementation: Implementation | None = ...,
 ) -> Tensor: ...  # fmt: skip
 @overload
@@ -36,7 +36,7 @@ def block_sparse_attention(
     q: Tensor, k: Tensor, v: Tensor, block_mask: BlockMask[Tensor] | Tensor, *,
     causal: bool = ..., scale: float | None = ...,
     window_size: tuple[int | None, int | None] | None = ..., softcap: float | None = ...,
-    sinks: Tensor | None = ..., deterministic: bool | None = ...,
+    sinks: Tensor | None = ..., deterministic: bool | None = ..., precision: Precision = ...,
     return_lse: Literal[True], implementation: Implementation | None = ...,
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 @overload
@@ -44,7 +44,7 @@ def block_sparse_attention(
     q: Tensor, k: Tensor, v: Tensor, block_mask: BlockMask[Tensor] | Tensor, *,
     causal: bool = ..., scale: float | None = ...,
     window_size: tuple[int | None, int | None] | None = ..., softcap: float | None = ...,
-    sinks: Tensor | None = ..., deterministic: bool | None = ...,
+    sinks: Tensor | None = ..., deterministic: bool | None = ..., precision: Precision = ...,
     return_lse: bool, implementation: Implementation | None = ...,
 ) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 def block_sparse_attention(
@@ -59,6 +59,7 @@ def block_sparse_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     deterministic: bool | None = None,
+    precision: Precision = "ieee",
     return_lse: bool = False,
     implementation: Implementation | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -95,6 +96,8 @@ def block_sparse_attention(
         deterministic: True: the backward gives the same bits every time. False: it may add in any
             order, which is faster where the kernels can. None: as
             ``torch.are_deterministic_algorithms_enabled()`` says.
+        precision: of float32 products. "ieee", or "tf32": their operands lose all but 10 bits of
+            their mantissas, for tensor cores, which take them so. No effect on 16-bit operands.
         return_lse: return the log-sum-exp of the scores as well. It is differentiable.
         implementation: "triton" (Triton kernels; on a CPU in Triton's interpreter), "gluon"
             (explicit kernels of the forward for SM90, tiles of 128 by 128), "reference" (plain
@@ -127,7 +130,8 @@ def block_sparse_attention(
     """
     operands = _operands(q, k, v, block_mask, sinks)
     deterministic = or_as_torch_says(deterministic)
-    options = (causal, scale, window_size, softcap, deterministic, return_lse, implementation)
+    numbers = causal, scale, window_size, softcap, deterministic, precision
+    options = (*numbers, return_lse, implementation)
     return SPARSE(operands, options)
 
 

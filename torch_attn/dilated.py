@@ -14,7 +14,7 @@ from torch_attn.dispatch import Implementation
 from torch_attn.flash import flash_attention, or_as_torch_says
 from torch_attn.operands import cast_inputs, operand
 from twin_attention.contract.operands import FlashOperands, describe_operands
-from twin_attention.contract.spec import AttentionSpec, DilatedSpec, dilated_calls
+from twin_attention.contract.spec import AttentionSpec, DilatedSpec, Precision, dilated_calls
 from twin_attention.contract.validate import (
     check_dilated_attention,
     check_dilations,
@@ -28,7 +28,7 @@ def dilated_attention(
     q: Tensor, k: Tensor, v: Tensor, segment_lengths: Sequence[int],
     dilation_rates: Sequence[int], *,
     causal: bool = ..., scale: float | None = ..., softcap: float | None = ...,
-    deterministic: bool | None = ..., return_lse: Literal[False] = ...,
+    deterministic: bool | None = ..., precision: Precision = ..., return_lse: Literal[False] = ...,
     implementation: Implementation | None = ...,
 ) -> Tensor: ...  # fmt: skip
 @overload
@@ -36,7 +36,7 @@ def dilated_attention(
     q: Tensor, k: Tensor, v: Tensor, segment_lengths: Sequence[int],
     dilation_rates: Sequence[int], *,
     causal: bool = ..., scale: float | None = ..., softcap: float | None = ...,
-    deterministic: bool | None = ..., return_lse: Literal[True],
+    deterministic: bool | None = ..., precision: Precision = ..., return_lse: Literal[True],
     implementation: Implementation | None = ...,
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 @overload
@@ -44,7 +44,7 @@ def dilated_attention(
     q: Tensor, k: Tensor, v: Tensor, segment_lengths: Sequence[int],
     dilation_rates: Sequence[int], *,
     causal: bool = ..., scale: float | None = ..., softcap: float | None = ...,
-    deterministic: bool | None = ..., return_lse: bool,
+    deterministic: bool | None = ..., precision: Precision = ..., return_lse: bool,
     implementation: Implementation | None = ...,
 ) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 def dilated_attention(
@@ -58,6 +58,7 @@ def dilated_attention(
     scale: float | None = None,
     softcap: float | None = None,
     deterministic: bool | None = None,
+    precision: Precision = "ieee",
     return_lse: bool = False,
     implementation: Implementation | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -91,6 +92,8 @@ def dilated_attention(
         deterministic: True: the backward gives the same bits every time. False: it may add in any
             order, which is faster where the kernels can. None: as
             ``torch.are_deterministic_algorithms_enabled()`` says.
+        precision: of float32 products. "ieee", or "tf32": their operands lose all but 10 bits of
+            their mantissas, for tensor cores, which take them so. No effect on 16-bit operands.
         return_lse: return the log-sum-exp of the scores as well. It is differentiable.
         implementation: of `flash_attention`. The merge runs with it where it is
             "triton" or "reference", and with None otherwise.
@@ -119,6 +122,7 @@ def dilated_attention(
     q, k, v = cast_inputs(q, k, v)
     options: dict[str, Any] = {"causal": causal, "scale": scale, "softcap": softcap}
     options["deterministic"] = or_as_torch_says(deterministic)
+    options["precision"] = precision
     if torch.compiler.is_compiling():  # there the operators' fake kernels check the operands
         dilations = check_dilations(segment_lengths, dilation_rates)
         check_segments(dilations, q.shape[1])

@@ -21,7 +21,7 @@ from torch.distributed.tensor.experimental import register_sharding
 
 from torch_attn.flash_ops import DENSE
 
-_NUM_OPTIONS = 6
+_NUM_OPTIONS = 7
 
 
 class _Placement(NamedTuple):

@@ -11,7 +11,7 @@ from torch_attn.dispatch import Implementation
 from torch_attn.flash_ops import DENSE
 from torch_attn.operands import cast_inputs
 from twin_attention.contract.operands import FlashOperands
-from twin_attention.contract.spec import AttentionSpec
+from twin_attention.contract.spec import AttentionSpec, Precision
 from twin_attention.contract.validate import check_flash_options
 
 
@@ -22,6 +22,7 @@ def flash_attention(
     window_size: tuple[int | None, int | None] | None = ..., softcap: float | None = ...,
     sinks: Tensor | None = ..., q_segment_ids: Tensor | None = ...,
     kv_segment_ids: Tensor | None = ..., deterministic: bool | None = ...,
+    precision: Precision = ...,
     return_lse: Literal[False] = ..., implementation: Implementation | None = ...,
 ) -> Tensor: ...  # fmt: skip
 @overload
@@ -31,6 +32,7 @@ def flash_attention(
     window_size: tuple[int | None, int | None] | None = ..., softcap: float | None = ...,
     sinks: Tensor | None = ..., q_segment_ids: Tensor | None = ...,
     kv_segment_ids: Tensor | None = ..., deterministic: bool | None = ...,
+    precision: Precision = ...,
     return_lse: Literal[True], implementation: Implementation | None = ...,
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 @overload
@@ -40,6 +42,7 @@ def flash_attention(
     window_size: tuple[int | None, int | None] | None = ..., softcap: float | None = ...,
     sinks: Tensor | None = ..., q_segment_ids: Tensor | None = ...,
     kv_segment_ids: Tensor | None = ..., deterministic: bool | None = ...,
+    precision: Precision = ...,
     return_lse: bool, implementation: Implementation | None = ...,
 ) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 def flash_attention(
@@ -55,6 +58,7 @@ def flash_attention(
     q_segment_ids: Tensor | None = None,
     kv_segment_ids: Tensor | None = None,
     deterministic: bool | None = None,
+    precision: Precision = "ieee",
     return_lse: bool = False,
     implementation: Implementation | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -88,6 +92,8 @@ def flash_attention(
         deterministic: True: the backward gives the same bits every time. False: it may add in any
             order, which is faster where the kernels can. None: as
             ``torch.are_deterministic_algorithms_enabled()`` says.
+        precision: of float32 products. "ieee", or "tf32": their operands lose all but 10 bits of
+            their mantissas, for tensor cores, which take them so. No effect on 16-bit operands.
         return_lse: return the log-sum-exp of the scores as well. It is differentiable.
         implementation: "gluon" (explicit kernels for SM80 and SM90), "triton"
             (Triton kernels; on a CPU in Triton's interpreter), "reference" (plain torch in float32,
@@ -118,7 +124,8 @@ def flash_attention(
     """
     operands = (q, k, v, sinks, q_segment_ids, kv_segment_ids)
     deterministic = or_as_torch_says(deterministic)
-    options = (causal, scale, window_size, softcap, deterministic, return_lse, implementation)
+    numbers = causal, scale, window_size, softcap, deterministic, precision
+    options = (*numbers, return_lse, implementation)
     return DENSE(operands, options)
 
 

@@ -51,7 +51,7 @@ from twin_attention.contract.validate import (
 _library = torch.library.Library("torch_attn", "DEF")
 OPTIONS = (
     "float? scale, SymInt? window_left, SymInt? window_right, float? softcap, bool deterministic, "
-    "str? implementation"
+    "str precision, str? implementation"
 )
 # The kernels read strides: the compiler must hand over tensors as the program laid them out.
 TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
@@ -75,8 +75,8 @@ def without_gradient(op: torch._ops.OpOverload, *args: Any) -> Any:
 
 def pack(options: FlashOptions, implementation: Any) -> tuple[Any, ...]:
     """Return an operator's arguments after its tensors."""
-    scale, window, softcap, deterministic = options
-    return scale, window.left, window.right, softcap, deterministic, implementation
+    scale, window, *others = options
+    return scale, window.left, window.right, *others, implementation
 
 
 def readable(dout: Tensor, dlse: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -162,8 +162,10 @@ class FlashOperators:
             operands, the forward's results where they follow, options, implementation.
         """
         count = self._num_operands
-        *results, scale, left, right, softcap, deterministic, implementation = args[count:]
-        options = FlashOptions(scale, Window(left, right), softcap, deterministic)
+        *results, scale, left, right, softcap, deterministic, precision, implementation = args[
+            count:
+        ]
+        options = FlashOptions(scale, Window(left, right), softcap, deterministic, precision)
         return self._operands._make(args[:count]), results, options, implementation
 
     def spec_of(self, operands: Any, options: FlashOptions, *others: Tensor) -> Any:
@@ -234,8 +236,8 @@ class FlashOperators:
 
         Args:
             operands: as the caller gave them.
-            options: causal, scale, window_size, softcap, deterministic, return_lse and
-                implementation, as the caller gave them.
+            options: causal, scale, window_size, softcap, deterministic, precision, return_lse
+                and implementation, as the caller gave them.
 
         Returns:
             out; with return_lse the pair (out, lse).
@@ -243,16 +245,18 @@ class FlashOperators:
         if torch.is_autocast_enabled("cuda"):
             operands = self._cast(operands)
         call = recall(self, operands, options)
+        *_, return_lse, _implementation = options
         if call is None:
             out, lse = self._check_and_attend(operands, options)
         else:
-            out, lse = self.attend(call, operands, options[5])
-        return (out, lse) if options[5] else out
+            out, lse = self.attend(call, operands, return_lse)
+        return (out, lse) if return_lse else out
 
     def _check_and_attend(
         self, given: tuple[Any, ...], options: tuple[Any, ...]
     ) -> tuple[Tensor, Tensor | None]:
-        causal, scale, window_size, softcap, deterministic, return_lse, implementation = options
+        causal, scale, window_size, softcap, *others, return_lse, implementation = options
+        deterministic, precision = others
         operands = self._cast(given)
         checked = check_flash_options(
             causal=causal,
@@ -260,6 +264,7 @@ class FlashOperators:
             window_size=window_size,
             softcap=softcap,
             deterministic=deterministic,
+            precision=precision,
             return_lse=return_lse,
         )
         check_implementation(implementation)
@@ -396,7 +401,9 @@ class _Kept(torch.autograd.Function):
                 found = Call("flash_bwd", run, found, forward.implementation, dout.device)
                 call = found if keep(*known, found) else None
         if call is None:  # the operator refuses a second derivative, and has a rule for `vmap`
-            options = FlashOptions(spec.scale, spec.window, spec.softcap, spec.deterministic)
+            options = FlashOptions(
+                spec.scale, spec.window, spec.softcap, spec.deterministic, spec.precision
+            )
             options = pack(options, forward.implementation)
             return None, None, *cls.operators.gradients(dout, dlse, *operands, out, lse, *options)
         return None, None, *call(dout, dlse, *operands, out, lse)

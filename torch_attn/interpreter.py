@@ -17,6 +17,8 @@ This is the one place of `torch_attn` that uses private Triton API, namely
 - `create_splat` takes a comparison of scalars for int32 in Triton 3.9, which no mask may be.
 - `_implicit_cvt` imports Gluon, which wraps the functions of `triton.language` when it is imported.
   That must not be while they are patched, or no Gluon kernel compiles afterwards.
+- `create_dot` multiplies in IEEE precision whatever it is asked for. `_Builder` gives it operands
+  in TF32, as tensor cores take them.
 - ``tensor.__index__`` calls ``int`` on an array of one element, which NumPy 2.4 refuses, so that
   Triton 3.6 cannot run a loop whose bounds are known only at run time.
 
@@ -123,6 +125,8 @@ class _Builder(InterpreterBuilder):
         return super().create_fp_to_fp(src, dst_type, rounding)
 
     def create_dot(self, a, b, d, input_precision, max_num_imprecise_acc) -> TensorHandle:
+        if input_precision == interpreter._ir.INPUT_PRECISION.TF32:
+            a, b = map(_as_tf32, (a, b))
         # Only for speed: cast inside the product, bfloat16 takes four times as long.
         a, b = (self.cast_impl(x, tl.float32) if x.data.dtype == BFLOAT16 else x for x in (a, b))
         return super().create_dot(a, b, d, input_precision, max_num_imprecise_acc)
@@ -130,6 +134,13 @@ class _Builder(InterpreterBuilder):
 
 _builder = _Builder()
 _semantic = TritonSemantic(_builder)
+
+
+def _as_tf32(value: TensorHandle) -> TensorHandle:
+    """Return a float32 operand as tensor cores take it; others as they are."""
+    if value.data.dtype != np.float32:
+        return value
+    return TensorHandle((value.data.view(np.int32) & -(1 << 13)).view(np.float32), tl.float32)
 
 
 def _bits(value: TensorHandle) -> TensorHandle:

@@ -37,7 +37,9 @@ def flash_arguments(spec: AttentionSpec) -> dict[str, Any]:
         "seq_kv": spec.seq_kv,
         "diagonal": spec.diagonal,
         "heads_q": spec.heads_q,
-        "rule": rule._replace(scale_first=tl.constexpr(rule.scale_first)),
+        "rule": rule._replace(
+            scale_first=tl.constexpr(rule.scale_first), precision=tl.constexpr(rule.precision)
+        ),
         "window_left": window.left,
         "window_right": window.right,
         "GROUP_SIZE": spec.group_size,

@@ -12,7 +12,7 @@ from torch_attn.flash import or_as_torch_says
 from torch_attn.flash_ops import PACKED
 from torch_attn.operands import cast_inputs, operand
 from twin_attention.contract.operands import VarlenOperands
-from twin_attention.contract.spec import VarlenSpec
+from twin_attention.contract.spec import Precision, VarlenSpec
 from twin_attention.contract.validate import (
     check_flash_options,
     check_offset_values,
@@ -26,7 +26,7 @@ def flash_attention_varlen(
     *,
     causal: bool = ..., scale: float | None = ...,
     window_size: tuple[int | None, int | None] | None = ..., softcap: float | None = ...,
-    sinks: Tensor | None = ..., deterministic: bool | None = ...,
+    sinks: Tensor | None = ..., deterministic: bool | None = ..., precision: Precision = ...,
     return_lse: Literal[False] = ..., implementation: Implementation | None = ...,
 ) -> Tensor: ...  # fmt: skip
 @overload
@@ -35,7 +35,7 @@ def flash_attention_varlen(
     *,
     causal: bool = ..., scale: float | None = ...,
     window_size: tuple[int | None, int | None] | None = ..., softcap: float | None = ...,
-    sinks: Tensor | None = ..., deterministic: bool | None = ...,
+    sinks: Tensor | None = ..., deterministic: bool | None = ..., precision: Precision = ...,
     return_lse: Literal[True], implementation: Implementation | None = ...,
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 @overload
@@ -44,7 +44,7 @@ def flash_attention_varlen(
     *,
     causal: bool = ..., scale: float | None = ...,
     window_size: tuple[int | None, int | None] | None = ..., softcap: float | None = ...,
-    sinks: Tensor | None = ..., deterministic: bool | None = ...,
+    sinks: Tensor | None = ..., deterministic: bool | None = ..., precision: Precision = ...,
     return_lse: bool, implementation: Implementation | None = ...,
 ) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 def flash_attention_varlen(
@@ -60,6 +60,7 @@ def flash_attention_varlen(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     deterministic: bool | None = None,
+    precision: Precision = "ieee",
     return_lse: bool = False,
     implementation: Implementation | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -94,6 +95,8 @@ def flash_attention_varlen(
         deterministic: True: the backward gives the same bits every time. False: it may add in any
             order, which is faster where the kernels can. None: as
             ``torch.are_deterministic_algorithms_enabled()`` says.
+        precision: of float32 products. "ieee", or "tf32": their operands lose all but 10 bits of
+            their mantissas, for tensor cores, which take them so. No effect on 16-bit operands.
         return_lse: return the log-sum-exp of the scores as well. It is differentiable.
         implementation: "gluon" (explicit kernels for SM80, and the forward for SM90), "triton"
             (Triton kernels; on a CPU in Triton's interpreter), "reference" (plain torch in float32,
@@ -124,7 +127,8 @@ def flash_attention_varlen(
     """
     operands = VarlenOperands(q, k, v, cu_seqlens_q, cu_seqlens_kv, sinks)
     deterministic = or_as_torch_says(deterministic)
-    options = (causal, scale, window_size, softcap, deterministic, return_lse, implementation)
+    numbers = causal, scale, window_size, softcap, deterministic, precision
+    options = (*numbers, return_lse, implementation)
     return PACKED(operands, options)
 
 

@@ -24,6 +24,7 @@ from twin_attention.contract.spec import (
     MergeSpec,
     PagedCache,
     PagedSpec,
+    Precision,
     VarlenSpec,
     Window,
     scale_or_default,
@@ -45,6 +46,7 @@ class FlashCase:
         segments: "" for none; "documents" for segment ids in order with padding behind them;
             "shuffled" for ids and padding in any order.
         deterministic: the call's option, for the backward.
+        precision: the call's option.
         gradients: run the backward as well.
         layout: "contiguous", or "strided" for q, k, v that are views of one packed torch tensor
             (JAX arrays have no strides: there the case runs contiguous).
@@ -66,13 +68,14 @@ class FlashCase:
     sinks: bool = False
     segments: str = ""
     deterministic: bool = False
+    precision: Precision = "ieee"
     gradients: bool = True
     layout: str = "contiguous"
 
     @property
     def options(self) -> dict[str, Any]:
         """Return the call's arguments other than tensors."""
-        names = ("causal", "scale", "window_size", "softcap", "deterministic")
+        names = ("causal", "scale", "window_size", "softcap", "deterministic", "precision")
         return {name: getattr(self, name) for name in names}
 
     @property
@@ -92,7 +95,7 @@ class FlashCase:
             self.batch, self.seq_q, self.seq_kv, self.heads_q, self.heads_kv, self.head_dim,
             self.shapes[2][3], self.dtype, scale_or_default(self.scale, self.head_dim),
             Window.of(self.causal, self.window_size), self.softcap, self.deterministic,
-            segmented=bool(self.segments),
+            self.precision, segmented=bool(self.segments),
         )  # fmt: skip
 
 
@@ -109,6 +112,7 @@ class VarlenCase:
         causal, scale, window_size, softcap: the call's options.
         sinks: give one logit a head.
         deterministic: the call's option, for the backward.
+        precision: the call's option.
     """
 
     name: str
@@ -125,11 +129,12 @@ class VarlenCase:
     softcap: float | None = None
     sinks: bool = False
     deterministic: bool = False
+    precision: Precision = "ieee"
 
     @property
     def options(self) -> dict[str, Any]:
         """Return the call's arguments other than tensors."""
-        names = ("causal", "scale", "window_size", "softcap", "deterministic")
+        names = ("causal", "scale", "window_size", "softcap", "deterministic", "precision")
         return {name: getattr(self, name) for name in names}
 
     @property
@@ -143,7 +148,7 @@ class VarlenCase:
             1, tokens_q, tokens_kv, self.heads_q, self.heads_kv, self.head_dim, head_dim_v,
             self.dtype, scale_or_default(self.scale, self.head_dim),
             Window.of(self.causal, self.window_size), self.softcap, self.deterministic,
-            num_sequences=len(self.lengths),
+            self.precision, num_sequences=len(self.lengths),
         )  # fmt: skip
 
 
@@ -200,6 +205,7 @@ class DilatedCase(FlashCase):
         """Return the call's arguments other than tensors."""
         names = (
             "segment_lengths", "dilation_rates", "causal", "scale", "softcap", "deterministic",
+            "precision",
         )  # fmt: skip
         return {name: getattr(self, name) for name in names}
 
@@ -451,6 +457,7 @@ def _quick() -> Iterator[FlashCase]:
     yield replace(base, name="bf16-causal", causal=True)
     yield replace(base, name="fp16-causal", causal=True, dtype="float16")
     yield replace(base, name="fp32-causal", causal=True, dtype="float32")
+    yield replace(base, name="tf32-causal", causal=True, dtype="float32", precision="tf32")
     yield replace(base, name="gqa", heads_q=4, heads_kv=2, causal=True)
     yield replace(base, name="mqa-d128", heads_q=4, heads_kv=1, head_dim=128)
     yield replace(base, name="prime-cross", seq_q=37, seq_kv=131, causal=True)
@@ -488,6 +495,25 @@ def _full() -> Iterator[FlashCase]:
         base = FlashCase(f"full-{short}", 2, 333, 333, heads_q=4, heads_kv=2, dtype=dtype)
         for name, changes in _full_changes():
             yield replace(base, name=f"{base.name}-{name}", **changes)
+    base = FlashCase("", 2, 333, 333, 4, 2, dtype="float32", precision="tf32")
+    for name, changes in _full_tf32_changes():
+        yield replace(base, name=f"full-tf32-{name}", **changes)
+
+
+def _full_tf32_changes() -> Iterator[Change]:
+    for d, causal in product((16, 32, 40, 64, 80, 96, 128, 192, 256), (False, True)):
+        yield f"d{d}{'-causal' if causal else ''}", {"head_dim": d, "causal": causal}
+    yield "d64-dv128", {"head_dim": 64, "head_dim_v": 128, "causal": True}
+    for seq_q, seq_kv in ((1, 1), (1, 509), (509, 1), (127, 641), (641, 127), (0, 64), (64, 0)):
+        yield f"{seq_q}x{seq_kv}", {"seq_q": seq_q, "seq_kv": seq_kv, "causal": True}
+    for d in (32, 64, 128, 256):
+        yield f"softcap-d{d}", {"softcap": 5.0, "head_dim": d, "causal": True}
+    yield "window", {"window_size": (70, 5)}
+    yield "sinks", {"sinks": True, "causal": True}
+    yield "segments", {"segments": "documents", "causal": True}
+    yield "heads8-1", {"heads_q": 8, "heads_kv": 1}
+    yield "scale-0.3", {"scale": -0.3}
+    yield "strided", {"layout": "strided"}
 
 
 def _full_changes() -> Iterator[Change]:
@@ -580,6 +606,9 @@ def _full_varlen() -> Iterator[VarlenCase]:
     for dtype, short in (("bfloat16", "bf16"), ("float16", "fp16"), ("float32", "fp32")):
         for name, changes in _full_varlen_changes():
             yield replace(base, name=f"{base.name}-{short}-{name}", dtype=dtype, **changes)
+    base = replace(base, dtype="float32", precision="tf32")
+    for d in (32, 64, 128, 256):
+        yield replace(base, name=f"{base.name}-tf32-d{d}", head_dim=d)
 
 
 def _full_varlen_changes() -> Iterator[Change]:

@@ -13,12 +13,13 @@ from interop.parity.inputs import Tensors
 from interop.parity.oracle import SAMPLES, Expectation, Spec, expectations, sample_of
 from interop.parity.records import ORACLE, Comparison
 from interop.parity.sides import Subject, twins
-from twin_attention.contract.spec import AppendSpec, MergeSpec, PagedSpec, VarlenSpec
+from twin_attention.contract.spec import AppendSpec, AttentionSpec, MergeSpec, PagedSpec, VarlenSpec
 from twin_attention.contract.tolerances import (
     Agreement,
     compare_lse,
     compare_to_reference,
     compare_twins,
+    lse_tolerance,
 )
 from twin_attention.contract.validate import fail
 
@@ -28,12 +29,16 @@ NAN = Agreement(math.inf, 0.0, math.inf, 0.0, finite=False)
 def agreements(results: Tensors, expected: Expectation) -> dict[str, Agreement]:
     """Hold results of a whole problem, some or all of them, to the oracle's."""
 
+    spec = expected.part.spec
+    is_tf32 = isinstance(spec, AttentionSpec) and spec.precision == "tf32"
+    dtype = "tf32" if is_tf32 else spec.dtype
+
     def agreement(name: str, got: torch.Tensor) -> Agreement:
         ref, lp = expected.ref[name], expected.lp[name]
         if name == "lse":
-            return compare_lse(got, ref)
+            return compare_lse(got, ref, lse_tolerance(ref, lp, dtype))
         kind = "gradient" if name.startswith("d") else "output"
-        return compare_to_reference(got, ref, lp, expected.part.spec.dtype, kind)
+        return compare_to_reference(got, ref, lp, dtype, kind)
 
     return {name: agreement(name, x) for name, x in expected.crop(results).items()}
 
@@ -101,7 +106,9 @@ def compare(
 
 def compare_sides(name: str, a: torch.Tensor, b: torch.Tensor, *budgets: Agreement) -> Agreement:
     """Hold both sides' results to each other; `budgets` are those of a and b to the oracle."""
-    return compare_lse(a, b) if name == "lse" else compare_twins(a, b, *budgets)
+    if name == "lse":
+        return compare_lse(a, b, max(budget.max_budget for budget in budgets))
+    return compare_twins(a, b, *budgets)
 
 
 def check_layout(results: Tensors, inputs: Tensors, spec: Spec, case: str) -> None:

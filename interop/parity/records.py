@@ -181,6 +181,8 @@ def problem_text(problem: dict[str, Any]) -> str:
     if problem["head_dim_v"] is not None:
         words.append(f"Dv{problem['head_dim_v']}")
     words.append(problem["dtype"])
+    if problem.get("precision", "ieee") != "ieee":
+        words.append(problem["precision"])
     if problem.get("rotary_dim"):
         words.append(f"rotary={problem['rotary_dim']}")
     flags = ("causal", "sinks", "rotary_interleaved")

@@ -1,6 +1,7 @@
 """The oracle, held to attention written as one loop over rows, and to its automatic derivative."""
 
 from dataclasses import replace
+from importlib import import_module
 
 import numpy as np
 import pytest
@@ -255,6 +256,36 @@ def test_namespaces_agree():
     for other in (by_torch, by_jax):
         for a, b in zip(by_numpy, other, strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("library", ["numpy", "torch", "jax.numpy"])
+def test_tf32_products_lose_the_last_bits_of_their_operands(library):
+    """Results are those of operands without these bits, and those in float64 have all of them."""
+    import jax
+
+    xp = import_module(library)
+    q, k, v, dout, dlse = (x.float() for x in inputs_of(SPEC))
+    cut = [(x.view(torch.int32) & -(1 << 13)).view(torch.float32) for x in (q, k, v, dout)]
+    in_tf32 = replace(SPEC, precision="tf32")
+
+    def run(spec, dtype, q, k, v, dout):
+        x = FlashOperands(*(xp.asarray(x.numpy()) for x in (q, k, v)))
+        given = (xp.asarray(y.numpy()) for y in (dout, dlse))
+        out, lse = attention_forward(x, spec, dtype)
+        return [
+            np.asarray(y) for y in (out, lse, *present(attention_backward(*given, x, spec, dtype)))
+        ]
+
+    with jax.default_matmul_precision("highest"), jax.enable_x64(True):
+        found = run(in_tf32, xp.float32, q, k, v, dout)
+        of_cut = run(in_tf32, xp.float32, *cut)
+        of_ieee = run(SPEC, xp.float32, q, k, v, dout)
+        in_float64 = [run(spec, xp.float64, q, k, v, dout) for spec in (SPEC, in_tf32)]
+    for a, b, c in zip(found, of_cut, of_ieee, strict=True):
+        np.testing.assert_array_equal(a, b)
+        assert 1e-5 < np.abs(a - c).max() < 1e-2 * max(1, np.abs(c).max())
+    for a, b in zip(*in_float64, strict=True):
+        np.testing.assert_array_equal(a, b)
 
 
 def test_visibility_is_the_specs_rule():

@@ -11,6 +11,7 @@ from twin_attention.contract.tolerances import (
     compare_lse,
     compare_to_reference,
     compare_twins,
+    lse_tolerance,
     ulp,
 )
 
@@ -23,6 +24,12 @@ def test_ulp_is_the_distance_to_the_next_number(dtype, value):
     at = torch.tensor(abs(value)).to(getattr(torch, dtype))
     above = torch.nextafter(at, torch.tensor(INF, dtype=at.dtype))
     assert ulp(float(at), dtype) == ulp(-float(at), dtype) == float(above) - float(at)
+
+
+def test_ulp_of_tf32():
+    """A float16's bits of mantissa, a float32's exponents."""
+    assert [ulp(x, "tf32") for x in (1.0, 3.0, 2.0**20)] == [2.0**-10, 2.0**-9, 2.0**10]
+    assert ulp(0.0, "tf32") == 2.0**-136
 
 
 def test_ulp_of_numbers_below_the_normal_ones():
@@ -42,6 +49,18 @@ def test_the_budget_is_a_multiple_of_the_plain_runs_error(kind, max_factor, rmse
     assert agreement.rmse == pytest.approx(0.05)
     assert agreement.max_budget == pytest.approx(max_factor * 0.2 + 2 * 2.0**-10)
     assert agreement.rmse_budget == pytest.approx(rmse_factor * math.sqrt((0.01 + 0.04) / 4))
+
+
+def test_an_lse_in_tf32_has_the_error_of_its_scores():
+    ref = np.array([4.0, 0.5, -INF])
+    lp = ref + np.array([0.08, 0.001, 0.0])
+    for dtype in ("float16", "bfloat16", "float32"):
+        assert lse_tolerance(ref, lp, dtype) == 1e-5
+    tolerance = lse_tolerance(ref, lp, "tf32")
+    assert tolerance == pytest.approx(1e-5 + 2 * 0.02)
+    assert compare_lse(ref + 0.9 * tolerance, ref, tolerance).ok
+    assert not compare_lse(ref + 1.1 * tolerance, ref, tolerance).ok
+    assert not compare_lse(ref + 1.1e-5, ref).ok
 
 
 def test_a_plain_run_without_error_leaves_ulps():

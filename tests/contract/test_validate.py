@@ -32,7 +32,7 @@ GOOD = {
 }
 NO_OPTIONS = {
     "causal": False, "scale": None, "window_size": None, "softcap": None, "deterministic": None,
-    "return_lse": False,
+    "precision": "ieee", "return_lse": False,
 }  # fmt: skip
 
 WINDOW = "window_size: expected None or a pair (left, right) of non-negative integers or None, got "

@@ -40,7 +40,7 @@ GOOD = {
 }
 NO_OPTIONS = {
     "causal": False, "scale": None, "window_size": None, "softcap": None, "deterministic": None,
-    "return_lse": False,
+    "precision": "ieee", "return_lse": False,
 }  # fmt: skip
 OFFSETS = np.array([0, 3, 3, 8, 9], np.int32), np.array([0, 5, 7, 10, 10], np.int32)
 

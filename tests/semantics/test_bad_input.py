@@ -110,6 +110,14 @@ MISTAKES = {
     "deterministic of a number": (
         TypeError, "deterministic: expected None or a bool, got int", {}, {}, {"deterministic": 1},
     ),
+    "unknown precision": (
+        ValueError, "precision: expected one of 'ieee', 'tf32', got 'bf16'",
+        {}, {}, {"precision": "bf16"},
+    ),
+    "no precision": (
+        ValueError, "precision: expected one of 'ieee', 'tf32', got None",
+        {}, {}, {"precision": None},
+    ),
     "sinks of the kv heads": (
         ValueError, "sinks: expected shape (4,), one of each head, got (2,)",
         {"sinks": (2,)}, {"sinks": "float32"}, {},

@@ -21,7 +21,8 @@ SCORES = {
 }
 OPTIONS = {
     "flash_attention": SCORES
-    | {"causal": ["no", "False", 1, [], None, 0.0], "deterministic": ["yes", 1, 0.0]},
+    | {"causal": ["no", "False", 1, [], None, 0.0], "deterministic": ["yes", 1, 0.0]}
+    | {"precision": ["bf16", None, 1]},
     "paged_decode": SCORES | {"num_splits": [True, 0, 257, 2.0]},
     "append_kv": {"implementation": IMPLEMENTATIONS, "rotary_interleaved": [1, None, "no"]},
     "merge_states": {"implementation": IMPLEMENTATIONS},
@@ -102,6 +103,10 @@ def test_determinism_is_known_while_tracing():
     assert traces_of("flash_attention", "deterministic", [None, True, False, True]) == 3
 
 
+def test_precision_is_known_while_tracing():
+    assert traces_of("flash_attention", "precision", ["ieee", "tf32", "ieee"]) == 2
+
+
 def test_torchs_own_determinism_is_a_guard():
     """Without the option, each setting of torch's has a trace."""
     torch._dynamo.reset()
@@ -120,7 +125,7 @@ def test_torchs_own_determinism_is_a_guard():
     finally:
         torch.use_deterministic_algorithms(before)
     calls = [node for graph in graphs for node in graph.graph.nodes if node.op == "call_function"]
-    assert [call.args[-2] for call in calls if "flash_fwd" in str(call.target)] == [False, True]
+    assert [call.args[-3] for call in calls if "flash_fwd" in str(call.target)] == [False, True]
 
 
 def test_gradients_with_a_window_that_is_not_known_while_tracing():

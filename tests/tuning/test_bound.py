@@ -126,6 +126,13 @@ def test_few_rows_are_bound_by_l2():
     assert found.cycles["tensor cores"] == 384
 
 
+def test_tf32_is_multiplied_by_tensor_cores_at_half_the_rate():
+    spec = replace(FLASH, dtype="float32", precision="tf32")
+    cycles = bound("flash_fwd", spec, TILES, "sm80").cycles
+    of_16_bits = bound("flash_fwd", FLASH, TILES, "sm80").cycles["tensor cores"]
+    assert cycles["tensor cores, TF32"] == 2 * of_16_bits
+
+
 def test_float32_is_multiplied_by_fma_units():
     found = bound("flash_fwd", replace(FLASH, dtype="float32"), TILES, "sm80")
     assert (found.limit, found.cycles[found.limit]) == ("FMA units", 128 * 64 * 192 / 64)

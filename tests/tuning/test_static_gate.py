@@ -168,6 +168,17 @@ def test_four_programs_of_head_size_64_share_an_sm_of_sm90():
     assert forward.resources.spill_loads <= 16  # scalars, no part of a tile
 
 
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_float32_products_are_of_tensor_cores_where_tf32_was_asked_for(framework):
+    for feature in ("tf32", "causal"):
+        verdicts = check(Problem(framework, "sm80", "float32", 16, feature))
+        assert not {v.kernel: v.failures for v in verdicts if v.failures}
+        of_products = {"flash_fwd", "flash_bwd_dq", "flash_bwd_dkdv"}
+        for verdict in verdicts:
+            wanted = feature == "tf32" and verdict.kernel in of_products
+            assert (verdict.resources.mma > 0) == wanted
+
+
 def test_compiled_kernels_take_the_exponentials_that_the_bound_counts():
     verdicts = check(Problem("torch", "sm80", "bfloat16", 64, "causal"))
     counted = [verdict for verdict in verdicts if verdict.bound.tile.special]

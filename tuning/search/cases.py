@@ -40,6 +40,12 @@ def _flash_cases(gradients: bool) -> Iterator[FlashCase]:
 
     A row that a causal case reads as well is not timed on a full one, which comes after it.
     """
+    for head_dim in reversed(HEAD_DIMS):
+        heads = 2048 // head_dim
+        yield FlashCase(
+            _name("flash", "tf32", head_dim, None), 2, 4096, 4096, heads, heads, head_dim,
+            dtype="float32", precision="tf32", causal=True, gradients=gradients,
+        )  # fmt: skip
     for dtype, batch in (("bfloat16", 4), ("float32", 1)):  # float32 takes ten times as long
         for head_dim in reversed(HEAD_DIMS):
             heads = 2048 // head_dim

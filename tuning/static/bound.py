@@ -13,7 +13,7 @@ Rates of one SM per cycle:
 
 - Tensor cores: 1024 dense FP16 or BF16 multiply-adds on an A100 (4 tensor cores of 256; NVIDIA A100
   Tensor Core GPU Architecture, 2020), 2048 on an H100 or H200 (4 of 512; NVIDIA H100 Tensor Core
-  GPU Architecture, 2022).
+  GPU Architecture, 2022); half as many of TF32.
 - FMA units: 64 and 128 float32 multiply-adds; special-function units: 16 base-2 exponentials or
   reciprocals on both (CUDA C++ Programming Guide, "Throughput of Native Arithmetic Instructions",
   compute capabilities 8.0 and 9.0).
@@ -45,6 +45,7 @@ from twin_attention.targets.target import NUM_SMS
 
 _MULTIPLY_ADDS = {
     "tensor cores": {"sm80": 1024, "sm90": 2048},
+    "tensor cores, TF32": {"sm80": 512, "sm90": 1024},
     "FMA units": {"sm80": 64, "sm90": 128},
 }
 _SPECIAL_FUNCTIONS = 16
@@ -101,14 +102,22 @@ def bound(
 ) -> Bound:
     """Count a tile of a kernel, as `count` does, and find its bound on a target."""
     tile = count(kernel, spec, config, padded, cap_functions)
-    on_tensor_cores = bool(find_kernel(kernel).products) and spec.dtype_bits < 32
-    unit = "tensor cores" if on_tensor_cores else "FMA units"
+    unit = "FMA units"
+    if find_kernel(kernel).products and uses_tensor_cores(spec):
+        unit = "tensor cores" if spec.dtype_bits < 32 else "tensor cores, TF32"
     cycles = {
         unit: tile.flops / 2 / _MULTIPLY_ADDS[unit][target],
         "special functions": tile.special / _SPECIAL_FUNCTIONS,
         tile.source: tile.bytes * NUM_SMS[target] / _BYTES[tile.source][target],
     }
     return Bound(tile, tile.flops / tile.bytes, cycles, max(cycles, key=lambda name: cycles[name]))
+
+
+def uses_tensor_cores(spec: AttentionSpec | DecodeSpec) -> bool:
+    """Return False for products in IEEE float32, which tensor cores do not have."""
+    if spec.dtype_bits < 32:
+        return True
+    return isinstance(spec, AttentionSpec) and spec.precision == "tf32"
 
 
 def count(

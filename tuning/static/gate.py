@@ -1,10 +1,11 @@
 """Judge every shipped configuration by its compiled code.
 
-A kernel fails when it takes more shared memory than the target has or, on 16-bit inputs, has lost
-its tensor-core instructions. On SM80 it also fails when it spills registers, or has lost the
-asynchronous copies of a load pipeline (more than one stage), and forward and decode have to fit the
-smaller cards that run SM80 code; SM90's configurations are chosen by times, which include the cost
-of spills. float32 multiplies in IEEE precision, without tensor cores.
+A kernel fails when it takes more shared memory than the target has or, on 16-bit inputs or in
+TF32, has lost its tensor-core instructions. On SM80 it also fails when it spills registers, or has
+lost the asynchronous copies of a load pipeline (more than one stage), and forward and decode have
+to fit the smaller cards that run SM80 code; SM90's configurations are chosen by times, which
+include the cost of spills. float32 multiplies in IEEE precision, without tensor cores, unless TF32
+is asked for.
 
 The explicit kernels are chosen by times as well, and take nearly all registers on purpose. They
 fail where a step of the main loop spills as much as a tile has. Those of SM80 and of paged caches
@@ -23,7 +24,7 @@ from itertools import product
 from typing import Any
 
 from interop.parity.cases import BlockSparseCase, DecodeCase, FlashCase, PagedCase
-from tuning.static.bound import Bound, bound
+from tuning.static.bound import Bound, bound, uses_tensor_cores
 from tuning.static.resources import Resources, measure
 from twin_attention.contract.spec import (
     HEAD_DIM_MIN,
@@ -50,12 +51,16 @@ FLASH_FEATURES: dict[str, dict[str, Any]] = {
     "full": {},
     "all-options": {"window_size": (256, 128), "softcap": 30.0, "sinks": True},
     "odd-head-size": {"causal": True},
+    "tf32": {"causal": True, "precision": "tf32"},
+    "tf32-all-options": {
+        "precision": "tf32", "window_size": (256, 128), "softcap": 30.0, "sinks": True,
+    },
     "few-kv-heads": {"causal": True, "batch": 1},
     "packed": {"causal": True},
     "segments": {"causal": True},
     "tiles-of-128": {"causal": True},
     "tiles-of-64": {"causal": True},
-}
+}  # fmt: skip
 DECODE_FEATURES: dict[str, dict[str, Any]] = {
     "decode": {"tokens": 1, "num_splits": 4},
     "decode-short": {"tokens": 1, "max_pages": 16},
@@ -94,11 +99,11 @@ _AOT = {
     ("jax", "triton"): "tuning.static.pallas_aot",
     ("jax", "mosaic"): "tuning.static.mosaic_aot",
 }
-# Features that not all kernels have, for which the portable ones are compiled in bfloat16 and these
-# head sizes.
+# Features that not all kernels have, for which the portable ones are compiled in bfloat16, or in
+# float32 for TF32, and these head sizes.
 _PORTABLE_FEATURES = {
     "packed": (64, 128), "segments": (64, 128), "tiles-of-128": HEAD_DIMS, "tiles-of-64": (64, 128),
-    "few-kv-heads": (), "full": (128,),
+    "few-kv-heads": (), "full": (128,), "tf32": HEAD_DIMS, "tf32-all-options": HEAD_DIMS,
 }  # fmt: skip
 # Those of them that the explicit kernels of a target have.
 _EXPLICIT_FEATURES = {
@@ -244,8 +249,9 @@ def problems(framework: str, target: str, family: str = "triton") -> Iterator[Pr
             for dtype, feature in product(DTYPES[bits], features):
                 problem = Problem(framework, target, dtype, head_dim, feature)
                 size = problem.spec.head_dim
+                wanted = "float32" if feature.startswith("tf32") else "bfloat16"
                 if feature in _PORTABLE_FEATURES and (
-                    dtype != "bfloat16" or size not in _PORTABLE_FEATURES[feature]
+                    dtype != wanted or size not in _PORTABLE_FEATURES[feature]
                 ):
                     continue
                 if size >= HEAD_DIM_MIN and padded_head_dim(size) == head_dim:
@@ -359,7 +365,7 @@ def failures(
     if resources.shared > limit:
         found.append(f"{resources.shared} B of shared memory, of {limit}")
     described = find_kernel(kernel, type(config))
-    if problem.dtype == "float32" or not described.products:
+    if not (described.products and uses_tensor_cores(problem.spec)):
         return tuple(found)
     if isinstance(config, DecodeConfig):
         if not resources.mma + resources.wgmma:

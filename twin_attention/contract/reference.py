@@ -4,7 +4,8 @@ Everything is computed in one dtype, the caller's choice:
 
 - float64 gives the reference that both implementations are held to;
 - the inputs' own dtype gives `lp`, the plain low-precision run that sets the error budget;
-- float32 gives the ``"reference"`` implementation of `pallas_attn` and `torch_attn`.
+- float32 gives the ``"reference"`` implementation of `pallas_attn` and `torch_attn`. With
+  `precision` "tf32" its products take the operands as tensor cores do, and it is that `lp` as well.
 
 Memory is O(Sq · Skv). Source: Vaswani et al. 2017, eq. 1; gradients as in Dao et al. 2022
 (FlashAttention), appendix B.2.
@@ -325,7 +326,7 @@ def _forward(
     q, k, v = _by_kv_head(xp, operands, spec, dtype)
     s, _ = _scores(xp, q, k, spec, seen)
     p, _, lse = _normalize(xp, s, _of_rows(xp, operands.sinks, spec, spec.seq_q, dtype))
-    out = xp.matmul(p, v)
+    out = _product(xp, p, v, spec)
     return _to_heads(xp, out, spec), xp.reshape(lse, (spec.batch, spec.heads_q, spec.seq_q))
 
 
@@ -343,16 +344,16 @@ def _backward(
     s, dcap = _scores(xp, q, k, spec, seen)
     sink = _of_rows(xp, operands.sinks, spec, spec.seq_q, dtype)
     p, p_sink, _ = _normalize(xp, s, sink)
-    dp = xp.matmul(dout, xp.matrix_transpose(v))
+    dp = _product(xp, dout, xp.matrix_transpose(v), spec)
     delta = xp.sum(p * dp, axis=-1, keepdims=True)
     if dlse is not None:
         delta = delta - xp.reshape(xp.astype(dlse, dtype), delta.shape)
     ds = p * (dp - delta)
     if dcap is not None:
         ds = ds * dcap
-    dq = xp.matmul(ds, k) * spec.scale
-    dk = xp.matmul(xp.matrix_transpose(ds), q) * spec.scale
-    dv = xp.matmul(xp.matrix_transpose(p), dout)
+    dq = _product(xp, ds, k, spec) * spec.scale
+    dk = _product(xp, xp.matrix_transpose(ds), q, spec) * spec.scale
+    dv = _product(xp, xp.matrix_transpose(p), dout, spec)
     dsinks = None
     if p_sink is not None:
         dsink = xp.reshape(-p_sink * delta, (spec.batch, spec.heads_q, spec.seq_q))
@@ -363,6 +364,15 @@ def _backward(
         xp.permute_dims(dv, (0, 2, 1, 3)),
         dsinks,
     )
+
+
+def _product(xp: Any, a: Array, b: Array, spec: AttentionSpec) -> Array:
+    """Multiply matrices; with `precision` "tf32" float32 operands lose the last 13 bits of their
+    mantissas, as in tensor cores, which do not round.
+    """
+    if spec.precision == "tf32" and a.dtype == xp.float32:
+        a, b = ((x.view(xp.int32) & -(1 << 13)).view(xp.float32) for x in (a, b))
+    return xp.matmul(a, b)
 
 
 def visibility(xp: Any, spec: AttentionSpec, on: Any) -> Array | None:
@@ -410,7 +420,7 @@ def _scores(
     xp: Any, q: Array, k: Array, spec: AttentionSpec, seen: Array | None
 ) -> tuple[Array, Array | None]:
     """Compute scores after scale, softcap and mask, and the derivative of the softcap."""
-    s = xp.matmul(q, xp.matrix_transpose(k)) * spec.scale
+    s = _product(xp, q, xp.matrix_transpose(k), spec) * spec.scale
     dcap = None
     if spec.softcap is not None:
         t = xp.tanh(s / spec.softcap)

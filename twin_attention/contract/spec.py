@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, fields
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 from twin_attention.contract.operands import (
     AppendOperands,
@@ -21,6 +21,8 @@ from twin_attention.contract.operands import (
 )
 
 DTYPES = ("float16", "bfloat16", "float32")
+Precision = Literal["ieee", "tf32"]  # of the products of float32 operands
+PRECISIONS = get_args(Precision)
 HEAD_DIM_MIN, HEAD_DIM_MAX, HEAD_DIM_STEP = 16, 256, 8
 DECODE_DTYPES = ("float16", "bfloat16")
 QUANTIZED_DTYPES = ("int8", "float8_e4m3fn")
@@ -64,15 +66,23 @@ class ScoreRule(NamedTuple):
         scale_first: multiply q·k by the scale before anything else. Otherwise `exp2_scale` contains
             the scale, so that it costs no instruction of its own.
         exp2_scale: factor that takes a score to base 2: ``exp(score) = exp2(exp2_scale * score)``.
+        precision: how float32 operands multiply, a `Precision`, in every product.
     """
 
     scale: float
     softcap: float | None
     scale_first: bool
     exp2_scale: float
+    precision: Precision = "ieee"
 
     @classmethod
-    def of(cls, scale: float, softcap: float | None, scale_first: bool = False) -> ScoreRule:
+    def of(
+        cls,
+        scale: float,
+        softcap: float | None,
+        scale_first: bool = False,
+        precision: Precision = "ieee",
+    ) -> ScoreRule:
         """Return the rule of a problem.
 
         The exponent takes the scale over only where no softcap stands between, and the scale is
@@ -81,7 +91,8 @@ class ScoreRule(NamedTuple):
         vanished would be NaN.
         """
         scale_first = scale_first or softcap is not None or not 2.0**-126 <= scale < 2.0**127
-        return cls(scale, softcap, scale_first, math.log2(math.e) * (1.0 if scale_first else scale))
+        exp2_scale = math.log2(math.e) * (1.0 if scale_first else scale)
+        return cls(scale, softcap, scale_first, exp2_scale, precision)
 
 
 @dataclass(frozen=True)
@@ -97,6 +108,7 @@ class AttentionSpec:
         window: visibility rule, `causal` included.
         softcap: scores become ``softcap * tanh(score / softcap)``; None leaves them.
         deterministic: a backward gives the same bits every time; False allows sums in any order.
+        precision: how float32 operands multiply, a `Precision`; "ieee" in 16 bits.
         rows_aligned: every row of the operands begins at a multiple of 16 bytes, as TMA wants it.
         segmented: there are segment ids. Which keys they hide is data on the device.
     """
@@ -113,6 +125,7 @@ class AttentionSpec:
     window: Window = Window()
     softcap: float | None = None
     deterministic: bool = False
+    precision: Precision = "ieee"
     rows_aligned: bool = True
     segmented: bool = False
 
@@ -125,6 +138,7 @@ class AttentionSpec:
         window: Window,
         softcap: float | None,
         deterministic: bool | None,
+        precision: Precision = "ieee",
     ) -> AttentionSpec:
         """Describe the problem of operands that fit together."""
         batch, seq_q, heads_q, head_dim = operands.q.shape
@@ -142,6 +156,7 @@ class AttentionSpec:
             window=window,
             softcap=softcap,
             deterministic=bool(deterministic),
+            precision=precision if dtype == "float32" else "ieee",
             segmented=operands.q_segment_ids is not None,
         )
 
@@ -168,7 +183,7 @@ class AttentionSpec:
     @property
     def scores(self) -> ScoreRule:
         """The way from q·k to the exponent."""
-        return ScoreRule.of(self.scale, self.softcap)
+        return ScoreRule.of(self.scale, self.softcap, precision=self.precision)
 
     @property
     def bounded_window(self) -> Window:
@@ -208,6 +223,7 @@ class VarlenSpec(AttentionSpec):
         window: Window,
         softcap: float | None,
         deterministic: bool | None,
+        precision: Precision = "ieee",
     ) -> VarlenSpec:
         """Describe the problem of operands that fit together."""
         tokens_q, heads_q, head_dim = operands.q.shape
@@ -225,6 +241,7 @@ class VarlenSpec(AttentionSpec):
             window=window,
             softcap=softcap,
             deterministic=bool(deterministic),
+            precision=precision if dtype == "float32" else "ieee",
             num_sequences=operands.cu_seqlens_q.shape[0] - 1,
         )
 
@@ -267,10 +284,11 @@ class BlockSparseSpec(AttentionSpec):
         window: Window,
         softcap: float | None,
         deterministic: bool | None,
+        precision: Precision = "ieee",
     ) -> BlockSparseSpec:
         """Describe the problem of operands that fit together."""
         dense = FlashOperands(operands.q, operands.k, operands.v)
-        same = AttentionSpec.of(dense, dtype, scale, window, softcap, deterministic)
+        same = AttentionSpec.of(dense, dtype, scale, window, softcap, deterministic, precision)
         mask_batch, mask_heads, tiles_q = operands.kv_counts.shape
         return cls(
             **vars(same),
@@ -328,11 +346,12 @@ class DilatedSpec(AttentionSpec):
         window: Window,
         softcap: float | None,
         deterministic: bool | None,
+        precision: Precision = "ieee",
         *,
         dilations: tuple[Dilation, ...],
     ) -> DilatedSpec:
         """Describe the problem of operands that fit together."""
-        same = AttentionSpec.of(operands, dtype, scale, window, softcap, deterministic)
+        same = AttentionSpec.of(operands, dtype, scale, window, softcap, deterministic, precision)
         return cls(**vars(same), dilations=dilations)
 
     @property

@@ -1,8 +1,9 @@
 """The error budget: the one place that says how wrong a result may be.
 
 `ref` is the float64 oracle on the already-rounded inputs, `lp` the same formula run plainly in
-the inputs' dtype (see `reference`). A result may be a small multiple worse than `lp`, in its
-largest error and in its root mean square; nothing may be NaN or infinite where `ref` is not.
+the inputs' dtype (see `reference`), its products in TF32 where that was asked for. A result may be
+a small multiple worse than `lp`, in its largest error and in its root mean square; nothing may be
+NaN or infinite where `ref` is not.
 """
 
 from __future__ import annotations
@@ -30,8 +31,9 @@ LSE_TOLERANCE = 1e-5
 # and again in base 2, and ds inherits that times dp, which is several units large.
 FLOAT32_CLASS = 4e-6
 
-MANTISSA_BITS = {"float16": 10, "bfloat16": 7, "float32": 23}
-MIN_EXPONENT = {"float16": -14, "bfloat16": -126, "float32": -126}
+# "tf32" is the format of products with `precision` "tf32", whatever the results' dtype.
+MANTISSA_BITS = {"float16": 10, "bfloat16": 7, "tf32": 10, "float32": 23}
+MIN_EXPONENT = {"float16": -14, "bfloat16": -126, "tf32": -126, "float32": -126}
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,7 @@ def compare_to_reference(got: Array, ref: Array, lp: Array, dtype: str, kind: st
         got: the result, in any floating dtype.
         ref: float64 oracle, same shape.
         lp: the oracle's formula in the inputs' dtype, same shape.
-        dtype: the inputs' dtype name.
+        dtype: the inputs' dtype name, or "tf32".
         kind: "output" or "gradient".
     """
     largest = _max_abs(ref)
@@ -95,8 +97,8 @@ def compare_to_reference(got: Array, ref: Array, lp: Array, dtype: str, kind: st
     return Agreement(error, max(budget, floor), rmse, max(rmse_budget, floor), finite)
 
 
-def compare_lse(got: Array, ref: Array) -> Agreement:
-    """Hold a log-sum-exp to `LSE_TOLERANCE`, relative where |lse| > 1; -inf must be met exactly."""
+def compare_lse(got: Array, ref: Array, tolerance: float = LSE_TOLERANCE) -> Agreement:
+    """Hold a log-sum-exp to a tolerance, relative where |lse| > 1; -inf must be met exactly."""
     xp = array_namespace(ref)
     got, ref = xp.astype(got, xp.float64), xp.astype(ref, xp.float64)
     empty = xp.isinf(ref)
@@ -104,7 +106,22 @@ def compare_lse(got: Array, ref: Array) -> Agreement:
     zero = xp.zeros_like(ref)
     got, ref = xp.where(empty, zero, got), xp.where(empty, zero, ref)
     error = _max_abs((got - ref) / xp.where(xp.abs(ref) > 1, xp.abs(ref), xp.ones_like(ref)))
-    return Agreement(error, LSE_TOLERANCE, error, LSE_TOLERANCE, same)
+    return Agreement(error, tolerance, error, tolerance, same)
+
+
+def lse_tolerance(ref: Array, lp: Array, dtype: str) -> float:
+    """Return the tolerance of a log-sum-exp.
+
+    Products of 16-bit numbers are exact in float32, so that scores have an error of that class.
+    Those of TF32 have one of their own: there lp's largest error counts as an output's does.
+
+    Args:
+        ref, lp: as `compare_to_reference` takes them.
+        dtype: likewise.
+    """
+    if dtype != "tf32":
+        return LSE_TOLERANCE
+    return LSE_TOLERANCE + MAX_ERROR_FACTOR["output"] * compare_lse(lp, ref).max_error
 
 
 def compare_twins(a: Array, b: Array, budget_a: Agreement, budget_b: Agreement) -> Agreement:

@@ -29,6 +29,7 @@ from twin_attention.contract.spec import (
     HEAD_DIM_MIN,
     HEAD_DIM_STEP,
     PAGE_SIZE_MAX,
+    PRECISIONS,
     QUANTIZED_DTYPES,
     SPLITS_MAX,
     TILE_SIZES,
@@ -43,6 +44,7 @@ from twin_attention.contract.spec import (
     MergeSpec,
     PagedCache,
     PagedSpec,
+    Precision,
     VarlenSpec,
     Window,
     tile_size,
@@ -129,6 +131,7 @@ class FlashOptions(NamedTuple):
     window: Window
     softcap: float | None
     deterministic: bool | None
+    precision: Precision
 
 
 class DecodeOptions(NamedTuple):
@@ -147,6 +150,7 @@ def check_flash_options(
     window_size: Any,
     softcap: Any,
     deterministic: Any,
+    precision: Any,
     return_lse: Any,
 ) -> FlashOptions:
     """Check the options of `flash_attention`.
@@ -155,7 +159,7 @@ def check_flash_options(
     `torch.compile` traces them.
 
     Raises:
-        ValueError: a number that is out of range.
+        ValueError: a number that is out of range, or a name that is no choice.
         TypeError: an option of the wrong type.
     """
     _check_flag("return_lse", return_lse)
@@ -166,6 +170,7 @@ def check_flash_options(
         None
         if deterministic is None
         else _check_flag("deterministic", deterministic, or_else="None or "),
+        _check_precision(precision),
     )
 
 
@@ -904,6 +909,12 @@ def _check_flag(name: str, value: Any, or_else: str = "") -> bool:
     if not isinstance(value, bool):
         fail(TypeError, name, f"{or_else}a bool", type_name(value))
     return value
+
+
+def _check_precision(precision: Any) -> Precision:
+    if precision not in PRECISIONS:
+        fail(ValueError, "precision", "one of " + ", ".join(map(repr, PRECISIONS)), repr(precision))
+    return precision
 
 
 def _resolve_scale(scale: Any) -> float | None:

@@ -18,6 +18,11 @@ def _has_softcap(spec: Spec) -> bool:
     return isinstance(spec, AttentionSpec | DecodeSpec) and spec.softcap is not None
 
 
+def _multiplies_in_tf32(spec: Spec) -> bool:
+    """Return True for float32 operands whose products are made by tensor cores."""
+    return isinstance(spec, AttentionSpec) and spec.precision == "tf32"
+
+
 def _has_window(spec: Spec) -> bool:
     """Return True if queries see keys up to a bound, such as a causal mask."""
     return isinstance(spec, AttentionSpec) and spec.window != Window()
@@ -89,6 +94,7 @@ def _chooses_splits(spec: Spec) -> TypeGuard[DecodeSpec]:
 # What the column `when` of the tables may say.
 CONDITIONS: dict[str, Callable[[Spec], bool]] = {
     "softcap": _has_softcap,
+    "tf32": _multiplies_in_tf32,
     "window": _has_window,
     "segments": _has_segments,
     "block mask": _has_block_mask,

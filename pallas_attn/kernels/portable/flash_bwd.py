@@ -20,7 +20,7 @@ from pallas_attn.kernels.portable.block_mask import (
     list_arguments,
     num_lists_of_group,
 )
-from pallas_attn.kernels.portable.scores import add_product, dot, visible_scores
+from pallas_attn.kernels.portable.scores import add_product, as_multiplied, dot, visible_scores
 from pallas_attn.kernels.portable.segments import (
     STAYS,
     VISITED,
@@ -72,12 +72,15 @@ def flash_bwd_preprocess_kernel(
     seq_q,
     num_sequences,
     head_dim_v,
+    precision,
     block_q,
 ):
     """Prepare the rows for the other kernels; one program has block_q rows of a head.
 
     ``delta = rowsum(dout ∘ out) - dlse``, and lse2 is lse in base 2, or +inf where a row saw no
-    key or does not exist, so that ``exp2(s - lse2)`` is 0 there. Operands, of this program's batch
+    key or does not exist, so that ``exp2(s - lse2)`` is 0 there. dout counts as products of the
+    precision take it, so that ds cancels where a row sees one key. Operands, of this program's
+    batch
     and head: dout and out [Sq, Dv], lse and dlse [Sq] (dlse is None for zero); lse2 and delta
     [Sq rounded up to ROW_PADDING], all float32. Grid: (query tiles, heads, batch).
 
@@ -100,6 +103,7 @@ def flash_bwd_preprocess_kernel(
     _segment_q, is_query = load_segments(q_segment_ids_ref, start_q, seq_q, block_q, STAYS)
     do = load_tile(dout_ref, start_q, seq_dout, block_q, head_dim_v, True, is_query)
     out = load_tile(out_ref, start_q, seq_q, block_q, head_dim_v, True)
+    do = as_multiplied(do, precision)
     delta = jnp.sum(do.astype(jnp.float32) * out.astype(jnp.float32), 1)
     lse = load_rows(lse_ref, start_q, seq_q, block_q, float("inf"))
     lse2 = jnp.where(lse == float("-inf"), float("inf"), lse) * LOG2E
@@ -207,11 +211,11 @@ def flash_bwd_dq_kernel(
             p = jnp.exp2(s * rule.exp2_scale - lse2[:, None])
             # dp = dout vᵀ
             v = load_tile(v_ref, start_kv, seq_kv, block_kv, head_dim_v, masked, is_key)
-            dp = dot(do, v.T)
+            dp = dot(do, v.T, rule.precision)
             # ds = p ∘ (dp - delta) ∘ dcap
             ds = p * (dp - delta[:, None]) * dcap
             # dq += ds k
-            return dq + dot(ds.astype(k.dtype), k)
+            return dq + dot(ds.astype(k.dtype), k, rule.precision)
 
         dq = lax.fori_loop(0, count_tiles(before, full, after, masked), visit, dq)
 
@@ -329,14 +333,14 @@ def flash_bwd_dkdv_kernel(
                 do = load_tile(
                     dout_ref, start_q, seq_q, block_q, head_dim_v, masked, is_query, member
                 )
-                dp = dot(v, do.T)
+                dp = dot(v, do.T, rule.precision)
                 # dv += pᵀ dout
-                dv = add_product(dv, p.astype(do.dtype), do)
+                dv = add_product(dv, p.astype(do.dtype), do, rule.precision)
                 # dsᵀ = pᵀ ∘ (dpᵀ - delta) ∘ dcapᵀ
                 delta = load_padded_rows(delta_ref, start_q, block_q, member)
                 ds = p * (dp - delta[None, :]) * dcap
                 # dk += dsᵀ q
-                dk = add_product(dk, ds.astype(q.dtype), q)
+                dk = add_product(dk, ds.astype(q.dtype), q, rule.precision)
                 return dk, dv
 
             carry = lax.fori_loop(0, count * (group_size // group_lists), visit, carry)
@@ -367,7 +371,13 @@ def launch_preprocess(dout, dlse, out, lse, spec, backend, cu_seqlens_q=None, q_
         (*map(of_head, operands), of_all(cu_seqlens_q), of_batch(q_segment_ids)),
         (rows, rows),
         (of_head(rows), of_head(rows)),
-        {"seq_q": spec.seq_q, "num_sequences": num_sequences, "head_dim_v": spec.head_dim_v},
+        {
+            "seq_q": spec.seq_q,
+            "num_sequences": num_sequences,
+            "head_dim_v": spec.head_dim_v,
+            # Products in the interpreter are IEEE's.
+            "precision": "ieee" if backend.interpreted else spec.precision,
+        },
         spec,
         backend,
     )

@@ -161,7 +161,7 @@ def flash_fwd_kernel(
             acc = acc * alpha[:, None]
             # acc += p v
             v = load_tile(v_ref, start_kv, seq_kv, block_kv, head_dim_v, masked, is_key)
-            acc = acc + dot(p.astype(v.dtype), v)
+            acc = acc + dot(p.astype(v.dtype), v, rule.precision)
             return m_i, l_i, acc
 
         count = count_tiles(before, full, after, masked)

@@ -38,7 +38,7 @@ def visible_scores(
         (s, dcap): a · bᵀ scaled, capped and masked, float32; and the derivative of the cap, 1
         without one.
     """
-    s = attention_scores(a, b, rule.scale, rule.softcap, rule.scale_first)
+    s = attention_scores(a, b, rule.scale, rule.softcap, rule.scale_first, None, rule.precision)
     dcap = 1.0
     if rule.softcap is not None:
         dcap = softcap_derivative(s, rule.softcap)
@@ -50,12 +50,12 @@ def visible_scores(
     return s, dcap
 
 
-def attention_scores(a, b, scale, softcap, scale_first, more=None):
+def attention_scores(a, b, scale, softcap, scale_first, more=None, precision="ieee"):
     """Compute a · bᵀ in float32, scaled where the exponent cannot do it, then capped.
 
     `more` is added to the product: that of further columns.
     """
-    s = dot(a, b.T)
+    s = dot(a, b.T, precision)
     if more is not None:
         s = more + s
     if scale_first:
@@ -65,16 +65,27 @@ def attention_scores(a, b, scale, softcap, scale_first, more=None):
     return s
 
 
-def add_product(acc, a, b):
+def add_product(acc, a, b, precision):
     """Compute acc + a · b, accumulated in float32.
 
-    In float32 the product is summed by itself first, so that a sum over a long sequence is rounded
-    at acc's magnitude once a tile instead of once a row. It is subtracted, negated, because Triton
-    turns an addition back into a product that starts from acc.
+    In IEEE float32 the product is summed by itself first, so that a sum over a long sequence is
+    rounded at acc's magnitude once a tile instead of once a row. It is subtracted, negated, because
+    Triton turns an addition back into a product that starts from acc.
     """
-    if a.dtype == jnp.float32:
-        return acc - dot(-a, b)
-    return acc + dot(a, b)
+    if a.dtype == jnp.float32 and precision == "ieee":
+        return acc - dot(-a, b, precision)
+    return acc + dot(a, b, precision)
+
+
+def as_multiplied(x, precision):
+    """Return an operand of a product as tensor cores take it.
+
+    In TF32 they read no more than the first 10 bits of a mantissa, and do not round.
+    """
+    if x.dtype == jnp.float32 and precision == "tf32":
+        bits = lax.bitcast_convert_type(x, jnp.int32) & -(1 << 13)
+        x = lax.bitcast_convert_type(bits, jnp.float32)
+    return x
 
 
 def softcap_derivative(s, softcap):
@@ -107,7 +118,8 @@ def attention_mask(s, position, key, end, window_left, window_right):
     return s
 
 
-def dot(a, b):
-    """Compute a · b, accumulated in float32; float32 operands multiply in IEEE precision."""
-    precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
-    return jnp.dot(a, b, precision=precision, preferred_element_type=jnp.float32)
+def dot(a, b, precision="ieee"):
+    """Compute a · b, accumulated in float32; float32 operands multiply in the given precision."""
+    chosen = {"ieee": lax.Precision.HIGHEST, "tf32": lax.Precision.HIGH}[precision]
+    chosen = chosen if a.dtype == jnp.float32 else None
+    return jnp.dot(a, b, precision=chosen, preferred_element_type=jnp.float32)

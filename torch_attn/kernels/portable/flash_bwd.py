@@ -21,7 +21,7 @@ from torch_attn.kernels.portable.block_mask import (
     list_arguments,
     num_lists_of_group,
 )
-from torch_attn.kernels.portable.scores import add_product, visible_scores
+from torch_attn.kernels.portable.scores import add_product, as_multiplied, visible_scores
 from torch_attn.kernels.portable.segments import (
     BLOCK_IDS,
     STAYS,
@@ -78,12 +78,14 @@ def flash_bwd_preprocess_kernel(
     heads_q,
     ALIGN: tl.constexpr,
     HEAD_DIM_V: tl.constexpr,
+    PRECISION: tl.constexpr,
     BLOCK_Q: tl.constexpr,
 ):
     """Prepare the rows for the other kernels; one program has BLOCK_Q rows of a head.
 
     ``delta = rowsum(dout ∘ out) - dlse``, and lse2 is lse in base 2, or +inf where a row saw no
-    key or does not exist, so that ``exp2(s - lse2)`` is 0 there. Operands: dout and out
+    key or does not exist, so that ``exp2(s - lse2)`` is 0 there. dout counts as products of
+    the precision take it, so that ds cancels where a row sees one key. Operands: dout and out
     [B, Sq, Hq, Dv] with the given strides; lse and dlse [B, Hq, Sq] contiguous; lse2 and
     delta [B, Hq, Sq rounded up to ROW_PADDING], all float32. Grid: (query tiles, heads, batch) in
     one axis.
@@ -119,6 +121,7 @@ def flash_bwd_preprocess_kernel(
         dout_base, start_q, seq_dout, dout_strides[1], BLOCK_Q, HEAD_DIM_V, True, is_query
     )
     out = load_tile(out_base, start_q, seq_q, out_strides[1], BLOCK_Q, HEAD_DIM_V, True)
+    do = as_multiplied(do, PRECISION)
     delta = tl.sum(do.to(tl.float32) * out.to(tl.float32), 1)
     rows = start_q + tl.arange(0, BLOCK_Q)
     offset = (batch * heads_q + head) * total_q
@@ -257,11 +260,11 @@ def flash_bwd_dq_kernel(
             v = load_tile(
                 v_base, start_kv, seq_kv, v_strides[1], BLOCK_KV, HEAD_DIM_V, masked, is_key
             )
-            dp = tl.dot(do, tl.trans(v), input_precision="ieee")
+            dp = tl.dot(do, tl.trans(v), input_precision=rule.precision)
             # ds = p ∘ (dp - delta) ∘ dcap
             ds = p * (dp - delta[:, None]) * dcap
             # dq += ds k
-            dq = tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")
+            dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=rule.precision)
 
     # Scale and store.
     dq_row = heads_q * HEAD_DIM
@@ -413,14 +416,14 @@ def flash_bwd_dkdv_kernel(
                 do = load_tile(
                     dout_base, row_q, end_q, dout_strides[1], BLOCK_Q, HEAD_DIM_V, masked, is_query
                 )
-                dp = tl.dot(v, tl.trans(do), input_precision="ieee")
+                dp = tl.dot(v, tl.trans(do), input_precision=rule.precision)
                 # dv += pᵀ dout
-                dv = add_product(dv, p.to(do.dtype), do)
+                dv = add_product(dv, p.to(do.dtype), do, rule.precision)
                 # dsᵀ = pᵀ ∘ (dpᵀ - delta) ∘ dcapᵀ
                 delta = tl.load(delta_ptr + offset + rows)
                 ds = p * (dp - delta[None, :]) * dcap
                 # dk += dsᵀ q
-                dk = add_product(dk, ds.to(q.dtype), q)
+                dk = add_product(dk, ds.to(q.dtype), q, rule.precision)
 
     # Scale and store.
     dk_row = heads_kv * HEAD_DIM
@@ -466,6 +469,7 @@ def _prepare_preprocess(call: KernelCall) -> Prepared:
         "seq_q": spec.seq_q,
         "heads_q": spec.heads_q,
         "HEAD_DIM_V": spec.head_dim_v,
+        "PRECISION": spec.precision,
     }
     arguments |= sequence_arguments(spec)
     tiles = num_padded_rows(spec) // call.config.block_q

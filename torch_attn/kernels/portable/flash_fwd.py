@@ -191,7 +191,7 @@ def flash_fwd_kernel(
             v = load_tile(
                 v_base, start_kv, seq_kv, v_strides[1], BLOCK_KV, HEAD_DIM_V, masked, is_key
             )
-            acc = tl.dot(p.to(v.dtype), v, acc, input_precision="ieee")
+            acc = tl.dot(p.to(v.dtype), v, acc, input_precision=rule.precision)
 
     # Normalise and store.
     if sinks_ptr is not None:

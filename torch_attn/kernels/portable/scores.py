@@ -39,7 +39,7 @@ def visible_scores(
         (s, dcap): a · bᵀ scaled, capped and masked, float32; and the derivative of the cap, 1
         without one.
     """
-    s = attention_scores(a, b, rule.scale, rule.softcap, rule.scale_first)
+    s = attention_scores(a, b, rule.scale, rule.softcap, rule.scale_first, None, rule.precision)
     dcap = 1.0
     if rule.softcap is not None:
         dcap = softcap_derivative(s, rule.softcap)
@@ -52,12 +52,14 @@ def visible_scores(
 
 
 @triton.jit
-def attention_scores(a, b, scale, softcap, SCALE_FIRST: tl.constexpr, more=None):
+def attention_scores(
+    a, b, scale, softcap, SCALE_FIRST: tl.constexpr, more=None, PRECISION: tl.constexpr = "ieee"
+):
     """Compute a · bᵀ in float32, scaled where the exponent cannot do it, then capped.
 
     `more` is added to the product: that of further columns.
     """
-    s = tl.dot(a, tl.trans(b), more, input_precision="ieee")
+    s = tl.dot(a, tl.trans(b), more, input_precision=PRECISION)
     if SCALE_FIRST:
         s = s * scale
     if softcap is not None:
@@ -66,18 +68,30 @@ def attention_scores(a, b, scale, softcap, SCALE_FIRST: tl.constexpr, more=None)
 
 
 @triton.jit
-def add_product(acc, a, b):
+def add_product(acc, a, b, PRECISION: tl.constexpr):
     """Compute acc + a · b, accumulated in float32.
 
-    In float32 the product is summed by itself first, so that a sum over a long sequence is rounded
-    at acc's magnitude once a tile instead of once a row. It is subtracted, negated, because Triton
-    turns an addition back into a product that starts from acc.
+    In IEEE float32 the product is summed by itself first, so that a sum over a long sequence is
+    rounded at acc's magnitude once a tile instead of once a row. It is subtracted, negated, because
+    Triton turns an addition back into a product that starts from acc.
     """
-    if a.dtype == tl.float32:
-        acc = acc - tl.dot(-a, b, input_precision="ieee")
+    if a.dtype == tl.float32 and PRECISION == "ieee":
+        acc = acc - tl.dot(-a, b, input_precision=PRECISION)
     else:
-        acc = tl.dot(a, b, acc)
+        acc = tl.dot(a, b, acc, input_precision=PRECISION)
     return acc
+
+
+@triton.jit
+def as_multiplied(x, PRECISION: tl.constexpr):
+    """Return an operand of a product as tensor cores take it.
+
+    In TF32 they read no more than the first 10 bits of a mantissa, and do not round.
+    """
+    if x.dtype == tl.float32 and PRECISION == "tf32":
+        bits = x.to(tl.int32, bitcast=True) & -(1 << 13)
+        x = bits.to(tl.float32, bitcast=True)
+    return x
 
 
 @triton.jit

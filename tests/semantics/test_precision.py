@@ -1,0 +1,87 @@
+"""The option `precision`: what it does to products, and what it leaves alone."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from interop.parity.cases import BlockSparseCase, DilatedCase, FlashCase, VarlenCase
+from interop.parity.inputs import make_inputs
+from interop.parity.sides import results
+from tests.oracle import assert_within_budget
+from tests.sides import attention
+
+CASE = FlashCase("precision", 1, 40, 50, 2, 1, 16, dtype="float32", causal=True, precision="tf32")
+ONE_KEY = replace(CASE, name="precision-one-key", seq_q=20, seq_kv=1, causal=False)
+EACH_FUNCTION = {
+    "flash_attention": CASE,
+    "flash_attention_varlen": VarlenCase(
+        "precision-varlen", ((20, 30), (9, 4)), (3, 3), head_dim=16, dtype="float32",
+        precision="tf32",
+    ),
+    "block_sparse_attention": BlockSparseCase(
+        "precision-sparse", 1, 90, 130, 2, 1, 16, dtype="float32", precision="tf32"
+    ),
+    "dilated_attention": DilatedCase(
+        "precision-dilated", 1, 96, 96, 2, 2, 16, dtype="float32", precision="tf32",
+        segment_lengths=(48, 96), dilation_rates=(1, 2),
+    ),
+}  # fmt: skip
+
+
+def as_tf32(x):
+    return (x.view(torch.int32) & -(1 << 13)).view(torch.float32)
+
+
+def multiplies_in_tf32(side, implementation, device):
+    """Pallas's interpreter multiplies in IEEE precision, whatever is asked for."""
+    in_pallas = side.api.__name__ == "pallas_attn"
+    return device == "cuda" or implementation == "reference" or not in_pallas
+
+
+def equal(a, b):
+    return all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.fixture(params=["triton", "reference"])
+def portable(request):
+    return request.param
+
+
+def test_products_lose_the_last_bits_of_their_operands(side, portable, torch_device):
+    """Of one key p is 1: the output is its value, as the product takes it."""
+    inputs = make_inputs(ONE_KEY, torch_device)
+    got = attention(side, inputs, implementation=portable, **ONE_KEY.options)
+    value = inputs["v"]
+    if multiplies_in_tf32(side, portable, torch_device):
+        value = as_tf32(value)
+        assert not torch.equal(value, inputs["v"])
+    assert torch.equal(got["out"], value.expand_as(got["out"]))
+    assert_within_budget(got, inputs, ONE_KEY.spec)
+
+
+def test_ieee_is_the_default(side, portable, torch_device):
+    inputs = make_inputs(CASE, torch_device)
+    options = {"causal": True, "implementation": portable}
+    default = attention(side, inputs, **options)
+    assert equal(default, attention(side, inputs, precision="ieee", **options))
+    assert_within_budget(default, inputs, replace(CASE, precision="ieee").spec)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_it_has_no_effect_in_16_bits(side, portable, torch_device, dtype):
+    case = replace(CASE, dtype=dtype)
+    inputs = make_inputs(case, torch_device)
+    options = {"causal": True, "implementation": portable}
+    found = [attention(side, inputs, precision=x, **options) for x in ("ieee", "tf32")]
+    assert equal(*found)
+
+
+@pytest.mark.parametrize("function", EACH_FUNCTION)
+def test_every_function_takes_it(side, torch_device, function):
+    case = EACH_FUNCTION[function]
+    inputs = make_inputs(case, torch_device)
+    found = results(side, function, inputs, implementation="reference", **case.options)
+    assert_within_budget(found, inputs, case.spec)
+    options = case.options | {"implementation": "reference", "precision": "ieee"}
+    assert not equal(found, results(side, function, inputs, **options))
