@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from bench.suites.decode_inputs import DecodeTensors
 
 FLASH_ATTENTION = "FLASH_ATTENTION"  # FlashAttention-2; CUDNN_ATTENTION is cuDNN's
+# Memory-efficient attention. A float32 product is three of TF32, at torch's default and always.
+EFFICIENT_ATTENTION = "EFFICIENT_ATTENTION"
 
 
 def eager(case: FlashCase, operation: str, tensors) -> Call:
@@ -71,7 +73,8 @@ def flex(case: FlashCase, operation: str, tensors) -> Call:
 
 def sdpa(backend: str, case: FlashCase, operation: str, tensors) -> Call:
     """Return a call of the backend, a name of `torch.nn.attention.SDPBackend`."""
-    check_flash(case, rectangles=backend == FLASH_ATTENTION)
+    dtypes = (*HALF, "float32") if backend == EFFICIENT_ATTENTION else HALF
+    check_flash(case, dtypes=dtypes, rectangles=backend == FLASH_ATTENTION)
     attend = _attention(
         backend, case.causal, case.seq_q, case.seq_kv, case.scale, case.heads_q != case.heads_kv
     )

@@ -29,6 +29,7 @@ SUITES = {
     "kvcache": "paged decode of one sequence and of batches, over KV lengths",
     "fa2": "FlashAttention-2's shapes in fp16, with clocks and power",
     "eager": "flash attention against eager attention, with the memory they take",
+    "float32": "flash attention in float32, with IEEE products and with TF32",
     "packed": "documents of different lengths in one batch without padding, beside every peer",
     "patterns": "block-sparse and dilated attention, beside dense attention and every peer",
     "prefill": "chunks of prompts and single tokens over a paged cache, beside FlashInfer",

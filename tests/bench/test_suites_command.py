@@ -190,7 +190,17 @@ def measured(monkeypatch, record):
 def test_all_runs_every_suite_and_reports(gpu, measured, tmp_path):
     path = tmp_path / "bench.jsonl"
     assert command.main(["all", "--json", str(path)]) == 0
-    kernels = ["flash", "kvcache", "fa2", "eager", "packed", "patterns", "prefill", "host"]
+    kernels = [
+        "flash",
+        "kvcache",
+        "fa2",
+        "eager",
+        "float32",
+        "packed",
+        "patterns",
+        "prefill",
+        "host",
+    ]
     assert measured.names == [*kernels, "end-to-end", "memory"]
     assert measured.names == list(SUITES)
     logs = {name: log for name, log in measured.logs.items() if log is not None}

@@ -1,0 +1,69 @@
+"""Flash attention in float32, its products in IEEE precision and in TF32, beside torch's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from itertools import product
+
+from bench import ours
+from bench.job import Job, Subject
+from bench.peers import torch_peers
+from bench.records import Record
+from bench.suites import Cells
+from bench.suites.flash_jobs import FlashFactories, flash_jobs
+from interop.parity.cases import FlashCase
+from twin_attention.contract.spec import PRECISIONS
+
+TITLE = "Flash attention in float32"
+NOTE = (
+    "4 sequences of 4096 tokens in 16 heads. The precision is our option, and that of the budget "
+    "which results are held to. SDPA efficient is torch's memory-efficient attention at its "
+    "default precision: each product is made of three TF32 products, about as exact as IEEE's. "
+    "Beside either precision it is the same call. FLOPs are those of the pairs that the mask "
+    "keeps, 2.5 times as many backward. A backward is timed by itself, on a graph that is made "
+    "beforehand."
+)
+
+HEAD_DIMS = (64, 128)
+
+
+def jobs(targets: Sequence[str], pattern: str = "") -> list[Job]:
+    """Return forward and backward of every case whose name contains `pattern`.
+
+    Args:
+        targets: of our kernels, the device's own first.
+        pattern: part of a case's name.
+    """
+    chosen = [case for case in cases() if pattern in case.name]
+    return flash_jobs(chosen, ("forward", "backward"), partial(_factories, targets))
+
+
+def cases() -> list[FlashCase]:
+    """Return every head size and precision, without and with a causal mask."""
+    return [
+        FlashCase(
+            f"{precision}-d{head_dim}" + ("-causal" if causal else ""), 4, 4096, 4096, 16, 16,
+            head_dim, dtype="float32", causal=causal, precision=precision,
+        )
+        for head_dim, causal, precision in product(HEAD_DIMS, (False, True), PRECISIONS)
+    ]  # fmt: skip
+
+
+def columns(record: Record) -> Cells:
+    """Return shape, precision, pass and rate."""
+    case = record.case
+    return {
+        "d": case["head_dim"],
+        "causal": "yes" if case["causal"] else "no",
+        "precision": case["precision"],
+        "pass": record.operation,
+        "TFLOP/s": record.tflops,
+    }
+
+
+def _factories(targets: Sequence[str], case: FlashCase) -> FlashFactories:
+    twins = ours.flash_factories(targets, variants=False)
+    portable = {s: make for s, make in twins.items() if s.implementation.endswith(" triton")}
+    efficient = partial(torch_peers.sdpa, torch_peers.EFFICIENT_ATTENTION)
+    return portable | {Subject("SDPA efficient"): efficient}
