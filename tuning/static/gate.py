@@ -125,7 +125,7 @@ _LOOP_SPILLS_MAX = 255
 # the least tile takes: paged_attention keeps 112 for its last lines (Triton 3.9, head size 64).
 _SCALAR_SPILLS_MAX = 32
 _SPILLS_MAX = 127
-_WGMMA_ROWS = 64  # a wgmma instruction multiplies this many rows
+_WGMMA_ROWS, _WGMMA_WARPS = 64, 4  # a wgmma instruction multiplies so many rows, in so many warps
 
 
 @dataclass(frozen=True)
@@ -370,7 +370,7 @@ def failures(
     if isinstance(config, DecodeConfig):
         if not resources.mma + resources.wgmma:
             found.append("no mma.sync or wgmma")
-    elif target == "sm90" and getattr(config, described.stationary) >= _WGMMA_ROWS:
+    elif target == "sm90" and _may_use_wgmma(config, getattr(config, described.stationary)):
         if not resources.wgmma:
             found.append("no wgmma")
     elif not resources.mma:
@@ -387,3 +387,8 @@ def failures(
     if is_specialized and resources.serialized:
         found.append("waits for each wgmma")
     return tuple(found)
+
+
+def _may_use_wgmma(config: KernelConfig, rows: int) -> bool:
+    """Return False for a tile that has fewer rows or warps than the instruction."""
+    return rows >= _WGMMA_ROWS and config.num_warps >= _WGMMA_WARPS
