@@ -123,6 +123,7 @@ def flash_attention(
         q, k, v = jax.random.normal(jax.random.key(0), (3, 1, 128, 4, 64))
         attention = jax.jit(lambda *qkv: flash_attention(*qkv, causal=True, return_lse=True))
         out, lse = attention(q, k, v)
+        fast = flash_attention(q, k, v, precision="tf32")  # less exact
     """
     options = check_flash_options(
         causal=causal,

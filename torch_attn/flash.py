@@ -121,6 +121,7 @@ def flash_attention(
         q, k, v = torch.randn(3, 1, 128, 4, 64, requires_grad=True)
         out, lse = flash_attention(q, k, v, causal=True, return_lse=True)
         out.sum().backward()
+        fast = flash_attention(q, k, v, precision="tf32")  # less exact
     """
     operands = (q, k, v, sinks, q_segment_ids, kv_segment_ids)
     deterministic = or_as_torch_says(deterministic)
