@@ -98,7 +98,7 @@ def flash_attention_varlen(
         precision: of float32 products. "ieee", or "tf32": their operands lose all but 10 bits of
             their mantissas, for tensor cores, which take them so. No effect on 16-bit operands.
         return_lse: return the log-sum-exp of the scores as well. It is differentiable.
-        implementation: "gluon" (explicit kernels for SM80, and the forward for SM90), "triton"
+        implementation: "gluon" (explicit kernels for SM80 and SM90), "triton"
             (Triton kernels; on a CPU in Triton's interpreter), "reference" (plain torch in float32,
             O(Tq · Tkv) memory), or None: the fastest kernels for the problem on a CUDA device, the
             reference elsewhere.

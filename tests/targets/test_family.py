@@ -120,11 +120,12 @@ def test_packed_sequences_are_explicit_on_sm90_where_that_is_faster(
         assert any(line.endswith(f": {reason}") for line in passed_over)
 
 
-@pytest.mark.parametrize("package", ["torch_attn", "pallas_attn"])
-def test_the_backward_of_packed_sequences_is_portable_on_sm90(package):
+def test_the_backward_of_packed_sequences_on_sm90():
     spec = VarlenSpec(**vars(replace(SPEC, head_dim=128)), num_sequences=3)
-    assert sm90.supports("flash_fwd", spec, "sm90") is None
-    backend, passed_over = choose(package, None, "flash_bwd", spec, "sm90", True)
+    for problem in (spec, replace(spec, head_dim=256)):
+        backend, _ = choice(None, "sm90", problem, operation="flash_bwd")
+        assert backend == Backend(GLUON_SM90, "sm90")
+    backend, passed_over = choose("pallas_attn", None, "flash_bwd", spec, "sm90", True)
     assert (backend.family.name, backend.family.folder) == ("triton", "portable")
     assert any(line.endswith(": its backward takes no packed sequences") for line in passed_over)
     assert backend.configs(spec) == backend.configs(spec.sequence(128, 128))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 
 from interop.parity.cases import BlockSparseCase, FlashCase, VarlenCase, paged_cases
 from interop.parity.inputs import make_inputs
-from interop.parity.oracle import expectations, parts_of
+from interop.parity.oracle import evaluate, expectations, parts_of
 from tests.torch_attn.explicit_kernels import (
     MODES,
     check_backward,
@@ -18,8 +19,9 @@ from tests.torch_attn.explicit_kernels import (
     check_results,
     gluon_backend,
 )
-from tests.torch_attn.gluon_interpreter import WRITES_FIRST, interpreted
+from tests.torch_attn.gluon_interpreter import WRITES_FIRST, Mode, interpreted
 from torch_attn import BlockMask
+from torch_attn.kernels.sm90.flash_bwd import flash_bwd
 from torch_attn.kernels.sm90.flash_fwd import flash_fwd
 from torch_attn.kernels.sm90.paged_attention import paged_attention
 from twin_attention.contract.operands import BlockSparseOperands, PagedOperands, VarlenOperands
@@ -51,6 +53,14 @@ CASES = [
     FlashCase("groups", 2, 150, 390, 4, 2, 64, causal=True),
     FlashCase("hidden rows", 1, 300, 150, 1, 1, causal=True),
 ]
+# Queries and keys of packed sequences.
+LENGTHS = ((140, 150), (0, 30), (1, 1), (50, 0))
+PACKED = [
+    VarlenCase("packed", LENGTHS, (9, 9), 1, 1, sinks=True),
+    VarlenCase("packed, full", ((70, 150), (30, 40)), (70, 30), 2, 1, causal=False),
+    VarlenCase("packed, large heads", ((140, 150), (9, 70)), (20, 9), 1, 1, 128, 96),
+    VarlenCase("packed, softcap", ((70, 150),), (5, 5), 1, 1, 80, softcap=2.0),
+]
 # One kv head, whose tiles of keys its query heads share.
 SHARED = [
     FlashCase("shared keys", 1, 150, 270, 4, 1, 128, 64, causal=True),
@@ -59,7 +69,7 @@ SHARED = [
 
 
 @pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", CASES + PACKED, ids=lambda case: case.name)
 def test_backward_that_sums_dq(case, mode):
     assert check_backward(case, mode, BACKEND) == SUMMED
 
@@ -71,7 +81,7 @@ def test_backward_that_sums_all(case, mode):
 
 
 @pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", CASES + PACKED, ids=lambda case: case.name)
 def test_deterministic_backward(case, mode):
     case = replace(case, deterministic=True)
     assert check_backward(case, mode, BACKEND) == ["flash_bwd_dq", "flash_bwd_dkdv"]
@@ -84,6 +94,8 @@ LARGE = [
     FlashCase("narrow values", 1, 140, 200, 1, 1, 256, 64, causal=True),
     FlashCase("wide values", 2, 130, 140, 1, 1, 64, 256),
     FlashCase("hidden rows", 1, 200, 100, 1, 1, 160, causal=True),
+    VarlenCase("packed", ((70, 150), (0, 30), (50, 0)), (9, 9), 1, 1, 256, sinks=True),
+    VarlenCase("packed, groups", ((140, 90), (9, 70)), (20, 9), 2, 1, 192, 128),
 ]
 
 
@@ -94,8 +106,6 @@ def test_backward_of_large_heads(case, mode):
     assert check_backward(case, mode, BACKEND) == kernels
 
 
-# Queries and keys of packed sequences.
-LENGTHS = ((140, 150), (0, 30), (1, 1), (130, 300), (50, 0))
 FORWARD = [
     FlashCase("full", 1, 256, 256, 1, 1),
     FlashCase("causal", 1, 200, 300, 1, 1, 128, causal=True),
@@ -105,7 +115,7 @@ FORWARD = [
     FlashCase("narrow values", 1, 140, 270, 2, 1, 256, 64, causal=True),
     FlashCase("hidden rows", 1, 300, 150, 1, 1, causal=True),
     VarlenCase("packed", LENGTHS, sinks=True, causal=False),
-    VarlenCase("packed, causal", LENGTHS, (20, 9), 4, 2),
+    VarlenCase("packed, causal", ((140, 150), (130, 300), (9, 9)), (20, 9), 2, 1),
     VarlenCase("packed, large heads", LENGTHS, (20, 9), 2, 1, 128),
     VarlenCase("packed, window", LENGTHS[:3], (0, 5), 2, 2, 96, 64, window_size=(70, 20)),
     VarlenCase("packed, softcap", LENGTHS[1:], head_dim=256, softcap=2.0, dtype="float16"),
@@ -120,37 +130,71 @@ def test_forward(case, mode):
     assert check_forward(case, mode, BACKEND) == ["flash_fwd"]
 
 
+NEIGHBOURS = (("q", 30, 180), ("k", 40, 210), ("v", 40, 210), ("dout", 30, 180))
+
+
+def _spoilt(head_dim):
+    """Return a packed case, its inputs, and the same with NaN in a sequence between others."""
+    case = VarlenCase("", ((30, 40), (150, 170), (60, 60)), (10, 10), 1, 1, head_dim)
+    inputs = make_inputs(case, "cpu")
+    spoilt = {name: x.clone() for name, x in inputs.items()}
+    for name, begin, end in NEIGHBOURS:
+        spoilt[name][begin:end] = torch.nan
+    return case, inputs, spoilt
+
+
+def _operands(inputs) -> Any:
+    return VarlenOperands(*map(inputs.get, VarlenOperands._fields))
+
+
+def _without(x, begin, end):
+    return torch.cat((x[:begin], x[end:]))
+
+
 @pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_packed_sequences_do_not_see_their_neighbours(head_dim, mode):
-    case = VarlenCase("", ((30, 40), (150, 170), (60, 60)), (10, 10), head_dim=head_dim)
-    inputs, spec = make_inputs(case, "cpu"), case.spec
-    del inputs["dout"], inputs["dlse"]
-
-    def attend(x):
+    case, *both = _spoilt(head_dim)
+    results = []
+    for inputs in both:
+        operands = _operands(inputs)
         with interpreted(mode):
-            return flash_fwd(VarlenOperands(**x), spec, BACKEND)
+            out, lse = flash_fwd(operands, case.spec, BACKEND)
+        results.append((_without(out, 30, 180), _without(lse.T, 30, 180)))
+    torch.testing.assert_close(results[1], results[0], rtol=0, atol=0)
 
-    out, lse = attend(inputs)
-    spoilt = {name: x.clone() for name, x in inputs.items()}
-    for name, begin, end in (("q", 30, 180), ("k", 40, 210), ("v", 40, 210)):
-        spoilt[name][begin:end] = torch.nan
-    others = torch.cat((torch.arange(30), torch.arange(180, spec.seq_q)))
-    spoilt_out, spoilt_lse = attend(spoilt)
-    torch.testing.assert_close(spoilt_out[others], out[others], rtol=0, atol=0)
-    torch.testing.assert_close(spoilt_lse[:, others], lse[:, others], rtol=0, atol=0)
+
+@pytest.mark.parametrize(
+    ("head_dim", "deterministic"), [(64, False), (128, False), (64, True), (256, True)]
+)
+def test_gradients_of_packed_sequences_do_not_see_their_neighbours(head_dim, deterministic):
+    case, *both = _spoilt(head_dim)
+    exact = evaluate(both[0], case.spec, torch.float32)
+    results = []
+    for inputs in both:
+        operands = _operands(inputs)
+        out, lse = exact["out"].to(inputs["q"].dtype), exact["lse"].clone()
+        if inputs is both[1]:
+            out[30:180], lse[:, 30:180] = torch.nan, torch.nan
+        spec = replace(case.spec, deterministic=deterministic)
+        with interpreted(Mode()):
+            gradients = flash_bwd(inputs["dout"], None, operands, out, lse, spec, BACKEND)
+        dq, dk, dv = gradients[:3]
+        results.append((_without(dq, 30, 180), _without(dk, 40, 210), _without(dv, 40, 210)))
+    torch.testing.assert_close(results[1], results[0], rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("offsets", [(-9, 300, 100, 500), (400, 0, 7, 2**31 - 1), (0, 20, 20, -1)])
 def test_no_offsets_lead_outside_the_tensors(offsets):
-    case = VarlenCase("", ((100, 90), (1, 30), (70, 0)), (10, 10))
+    case = VarlenCase("", ((100, 90), (1, 30), (70, 0)), (10, 10), 1, 1)
     inputs = make_inputs(case, "cpu")
-    del inputs["dout"], inputs["dlse"]
     inputs["cu_seqlens_q"] = torch.tensor(offsets, dtype=torch.int32)
     inputs["cu_seqlens_kv"] = inputs["cu_seqlens_q"].flip(0)
+    operands = _operands(inputs)
     with interpreted(WRITES_FIRST) as launched:
-        flash_fwd(VarlenOperands(**inputs), case.spec, BACKEND)
-    assert launched == ["flash_fwd"]
+        out, lse = flash_fwd(operands, case.spec, BACKEND)
+        flash_bwd(inputs["dout"], None, operands, out, lse, case.spec, BACKEND)
+    assert launched == ["flash_fwd", *SUMMED]
 
 
 @pytest.mark.parametrize("mode", MODES.values(), ids=MODES)

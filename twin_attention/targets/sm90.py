@@ -25,8 +25,6 @@ def supports(operation: str, spec: Spec, target: str | None) -> str | None:
         return _supports_paged(spec, target)
     if not isinstance(spec, AttentionSpec):
         return "it has flash attention and paged attention alone"
-    if isinstance(spec, VarlenSpec) and operation == "flash_bwd":
-        return "its backward takes no packed sequences"
     if isinstance(spec, BlockSparseSpec):
         if operation == "flash_bwd":
             return "its backward takes no block masks"
@@ -40,10 +38,10 @@ def supports(operation: str, spec: Spec, target: str | None) -> str | None:
         return f"its products take float16 and bfloat16, not {spec.dtype}"
     if not spec.rows_aligned:
         return "TMA loads rows that begin at multiples of 16 bytes"
-    if operation == "flash_bwd":
-        return _supports_backward(spec)
     if isinstance(spec, VarlenSpec) and max(spec.head_dim, spec.head_dim_v) <= 64:
         return "its packed sequences have heads of more than 64"
+    if operation == "flash_bwd":
+        return _supports_backward(spec)
     return None
 
 

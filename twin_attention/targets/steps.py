@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import lru_cache
 
-from twin_attention.contract.spec import AttentionSpec, Window
+from twin_attention.contract.spec import AttentionSpec, VarlenSpec, Window
 
 # A tile may take so much longer than an SM works in the mean before programs share it.
 MOST_OF_MEAN = 1.25
@@ -16,7 +16,12 @@ MOST_OF_MEAN = 1.25
 
 @lru_cache(maxsize=1024)
 def steps_of_queries(spec: AttentionSpec, block_q: int, block_kv: int) -> tuple[int, ...]:
-    """Return how many tiles of keys each tile of queries visits, the last tile first."""
+    """Return how many tiles of keys each tile of queries visits, the last tile first.
+
+    Tiles of packed sequences count as equally long: their lengths are data on the device.
+    """
+    if isinstance(spec, VarlenSpec):
+        return (1,) * (spec.seq_q // block_q + spec.num_sequences + 1)
     steps = []
     for start in range(0, spec.seq_q, block_q):
         last = min(start + block_q, spec.seq_q) - 1
@@ -42,7 +47,8 @@ def splits_group(spec: AttentionSpec, block_q: int, block_kv: int, num_sms: int)
     """Return whether programs share a tile of keys, each with one query head of the kv head.
 
     They add up dk and dv then. One program for all of them takes dk and dv to memory once, but
-    where kv heads are few, most SMs would wait for those with the longest tiles.
+    where kv heads are few, most SMs would wait for those with the longest tiles. The sums have no
+    rows for packed sequences.
 
     Args:
         spec: the problem of a backward that sums dq.
@@ -51,4 +57,5 @@ def splits_group(spec: AttentionSpec, block_q: int, block_kv: int, num_sms: int)
     """
     steps = steps_of_keys(spec, block_q, block_kv)
     mean = spec.batch * spec.heads_kv * sum(steps) / num_sms
-    return spec.group_size > 1 and max(steps) > MOST_OF_MEAN * mean
+    is_packed = isinstance(spec, VarlenSpec)
+    return not is_packed and spec.group_size > 1 and max(steps) > MOST_OF_MEAN * mean

@@ -25,7 +25,9 @@ from torch_attn.kernels.sm90.pipeline import (
     product_scores,
     read_row,
     row_map,
+    store_rows,
     store_tile,
+    stored_arguments,
     unpack,
     wait_product,
     write_rows,
@@ -34,12 +36,14 @@ from torch_attn.kernels.sm90.pipeline import (
 from torch_attn.kernels.sm90.queries import (
     DO_READ,
     Q_READ,
+    clear_keys,
+    clear_queries,
     exponents,
     locate_keys,
     persistent_keys,
     produce_queries,
 )
-from torch_attn.kernels.sm90.schedule import work_item
+from torch_attn.kernels.sm90.schedule import next_item
 from torch_attn.launch import UNSPECIALIZED, KernelCall, Prepared
 
 
@@ -53,6 +57,8 @@ def flash_bwd_dk_kernel(
     delta,
     dk,
     dv_ptr,
+    cu_seqlens_q_ptr,
+    cu_seqlens_kv_ptr,
     q_1,
     q_2,
     k_1,
@@ -66,6 +72,7 @@ def flash_bwd_dk_kernel(
     seq_q,
     seq_kv,
     diagonal,
+    num_sequences,
     heads_q,
     rule,
     window_left,
@@ -107,20 +114,23 @@ def flash_bwd_dk_kernel(
     tiles = (k_tile, v_tile, q_tile, do_tile, lse2_row, delta_row)
     barriers = (k_full, v_full, kv_read, q_full, do_full)
     loads = ((k, k_1, k_2), (v, v_1, v_2), (q, q_1, q_2), (dout, dout_1, dout_2), lse2, delta)
-    problem = (seq_q, seq_kv, diagonal, heads_q, num_items, together)
+    problem = (seq_kv, seq_q, diagonal, heads_q, num_items, together)
     # Constants, and what may be None, stand in the calls: variables would make tensors of them.
     gl.warp_specialize(
         [
             (_consume_queries, (
-                tiles, barriers, (dk, dk_1, dk_2), problem, rule, window_left, window_right,
-                0, GROUP_SIZE, HEAD_DIM, HEAD_DIM_V, EDGES,
+                tiles, barriers, (dk, dk_1, dk_2), problem,
+                (cu_seqlens_kv_ptr, cu_seqlens_q_ptr, num_sequences),
+                rule, window_left, window_right, 0, GROUP_SIZE, HEAD_DIM, HEAD_DIM_V, EDGES,
             )),
             (_consume_queries, (
-                tiles, barriers, (dk, dk_1, dk_2), problem, rule, window_left, window_right,
-                1, GROUP_SIZE, HEAD_DIM, HEAD_DIM_V, EDGES,
+                tiles, barriers, (dk, dk_1, dk_2), problem,
+                (cu_seqlens_kv_ptr, cu_seqlens_q_ptr, num_sequences),
+                rule, window_left, window_right, 1, GROUP_SIZE, HEAD_DIM, HEAD_DIM_V, EDGES,
             )),
             (produce_queries, (
-                tiles, barriers, loads, problem, (window_left, window_right),
+                tiles, barriers, loads, problem,
+                (cu_seqlens_kv_ptr, cu_seqlens_q_ptr, num_sequences), (window_left, window_right),
                 False, GROUP_SIZE, GROUP_SIZE, HEAD_DIM, HEAD_DIM_V,
             )),
         ],
@@ -135,6 +145,7 @@ def _consume_queries(
     barriers,
     dk_maps,
     problem,
+    offsets,
     rule,
     window_left,
     window_right,
@@ -147,7 +158,8 @@ def _consume_queries(
     """Compute 64 rows of dk of each of a program's work items. Keys are rows."""
     k_tile, v_tile, q_tile, do_tile, lse2_row, delta_row = tiles
     k_full, v_full, kv_read, q_full, do_full = barriers
-    _seq_q, _seq_kv, diagonal, _heads_q, num_items, _together = problem
+    _total_kv, _total_q, _diagonal, heads_q, num_items, _together = problem
+    IS_PACKED: gl.constexpr = offsets[2] is not None
     Q_STAGES: gl.constexpr = q_tile[0].shape[0]
     DO_STAGES: gl.constexpr = do_tile[0].shape[0]
     BLOCK_Q: gl.constexpr = q_tile[0].shape[3]
@@ -155,11 +167,13 @@ def _consume_queries(
     layout: gl.constexpr = product_layout(BLOCK_Q)
     step = 0  # over all items
     turn = 0
-    item = work_item(0)
+    passed = 0
+    item, sequence, passed = next_item(turn, passed, problem, offsets, 128, False)
     while item < num_items:
-        batch, first_head, start_kv, visible = locate_keys(
-            item, problem, window_left, window_right, False, GROUP_SIZE, BLOCK_Q
+        batch, first_head, keys, queries, visible = locate_keys(
+            item, sequence, problem, offsets, window_left, window_right, False, GROUP_SIZE, BLOCK_Q
         )
+        start_kv, seq_kv, diagonal = keys
         begin, before, full, after = visible
         # Keys are counted as queries are.
         key = start_kv + CONSUMER * 64 + gl.arange(0, 64, gl.SliceLayout(1, layout)) - diagonal
@@ -168,6 +182,11 @@ def _consume_queries(
         slot = step % DO_STAGES
         mbarrier.wait(k_full.index(0), turn & 1)
         mbarrier.wait(q_full.index(step % Q_STAGES), step // Q_STAGES & 1)
+        if IS_PACKED:
+            clear_queries(q_tile, q_full, step, 0, queries, visible, GROUP_SIZE)
+            clear_queries(do_tile, do_full, step, 0, queries, visible, GROUP_SIZE)
+            clear_keys(k_tile, CONSUMER, k_full.index(0), turn & 1, keys, queries)
+            clear_keys(v_tile, CONSUMER, v_full.index(0), turn & 1, keys, queries)
         s = product_scores(k_tile, CONSUMER, q_tile, step % Q_STAGES, HEAD_DIM, layout)
         mbarrier.wait(v_full.index(0), turn & 1)
         mbarrier.wait(do_full.index(slot), step // DO_STAGES & 1)
@@ -192,6 +211,10 @@ def _consume_queries(
             if masked:
                 end = (before + after) * GROUP_SIZE
             while index < end:
+                if IS_PACKED and masked:
+                    begun = step - index
+                    clear_queries(q_tile, q_full, begun, index, queries, visible, GROUP_SIZE)
+                    clear_queries(do_tile, do_full, begun, index, queries, visible, GROUP_SIZE)
                 slot = step % DO_STAGES
                 previous = (step - 1) % Q_STAGES
                 # 0, which the compiler does not know: it would compute the descriptors of k and v
@@ -236,26 +259,32 @@ def _consume_queries(
         arrive(Q_READ + previous, READERS)
 
         # Scale dk and store it where k was, whose rows nobody else reads.
-        write_rows(k_tile, CONSUMER, scale_all(dk, rule.scale))
-        fence_async_shared()
-        first = start_kv + CONSUMER * 64
-        store_tile(dk_maps, k_tile, CONSUMER, batch, first_head // GROUP_SIZE, first, HEAD_DIM)
-        tma.store_wait(0)
+        dk = scale_all(dk, rule.scale)
+        head_kv = first_head // GROUP_SIZE
+        if IS_PACKED:
+            row = (key + diagonal).to(gl.int64) * (heads_q // GROUP_SIZE) + head_kv
+            store_rows(dk_maps[0], dk, row, key + diagonal < seq_kv, HEAD_DIM)
+        else:
+            write_rows(k_tile, CONSUMER, dk)
+            fence_async_shared()
+            first = start_kv + CONSUMER * 64
+            store_tile(dk_maps, k_tile, CONSUMER, batch, head_kv, first, HEAD_DIM)
+            tma.store_wait(0)
         mbarrier.arrive(kv_read.index(CONSUMER), count=1)
         turn += 1
-        item = work_item(turn)
+        item, sequence, passed = next_item(turn, passed, problem, offsets, 128, False)
 
 
 def prepare_dk(call: KernelCall) -> Prepared:
     """Return grid and arguments of `flash_bwd_dk_kernel`."""
-    q, k, v, dout, lse2, delta, dk, _dv = call.layouts
+    q, k, v, dout, lse2, delta, dk, *_ = call.layouts
     block_q = call.config.block_q
     maps = (
         map_arguments("q", 0, q, block_q)
         | map_arguments("k", 1, k, 64)
         | map_arguments("v", 2, v, 64)
         | map_arguments("dout", 3, dout, block_q)
-        | map_arguments("dk", 6, dk, 64)
+        | stored_arguments(call.spec, "dk", 6, dk, 64)
         | {"lse2": row_map(4, lse2, block_q), "delta": row_map(5, delta, block_q)}
     )
     return persistent_keys(call, call.spec.group_size, maps)

@@ -10,6 +10,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from torch_attn.kernels.portable.sequences import count_sequence_tiles
 from torch_attn.kernels.portable.tiles import ROW_PADDING
 from torch_attn.kernels.sm80.flash_bwd import scale_all
 from torch_attn.kernels.sm80.pipeline import group_step
@@ -31,7 +32,9 @@ from torch_attn.kernels.sm90.pipeline import (
     product_scores,
     read_row,
     row_map,
+    store_rows,
     store_tile,
+    stored_arguments,
     unpack,
     wait_for_all,
     wait_product,
@@ -43,12 +46,14 @@ from torch_attn.kernels.sm90.pipeline import (
 from torch_attn.kernels.sm90.queries import (
     DO_READ,
     Q_READ,
+    clear_keys,
+    clear_queries,
     exponents,
     locate_keys,
     persistent_keys,
     produce_queries,
 )
-from torch_attn.kernels.sm90.schedule import work_item
+from torch_attn.kernels.sm90.schedule import next_item
 from torch_attn.kernels.sm90.sums import (
     add_dq,
     add_rows,
@@ -81,6 +86,8 @@ def flash_bwd_dkdv_kernel(
     dq_sum,
     dk_sum_ptr,
     dv_sum_ptr,
+    cu_seqlens_q_ptr,
+    cu_seqlens_kv_ptr,
     q_1,
     q_2,
     k_1,
@@ -96,6 +103,7 @@ def flash_bwd_dkdv_kernel(
     seq_q,
     seq_kv,
     diagonal,
+    num_sequences,
     heads_q,
     rule,
     window_left,
@@ -125,6 +133,9 @@ def flash_bwd_dkdv_kernel(
     MEMBERS: how many query heads of a kv head's group a work item visits: all of them, or 1. Then
     programs share a tile of keys, and add dk and dv to dk_sum_ptr and dv_sum_ptr [B, Hkv, rows] in
     the same order, where they are None otherwise.
+
+    Packed sequences, as in `flash_fwd_kernel`: rows of lse2, delta and dq_sum as in the portable
+    kernel; the programs do not share tiles of keys then.
     """
     dtype: gl.constexpr = q.dtype
     gl.static_assert(BLOCK_Q == 64)
@@ -153,24 +164,30 @@ def flash_bwd_dkdv_kernel(
     barriers = (k_full, v_full, kv_read, q_full, do_full)
     loads = ((k, k_1, k_2), (v, v_1, v_2), (q, q_1, q_2), (dout, dout_1, dout_2), lse2, delta)
     stores = ((dk, dk_1, dk_2), (dv, dv_1, dv_2))
-    problem = (seq_q, seq_kv, diagonal, heads_q, num_items, together)
+    problem = (seq_kv, seq_q, diagonal, heads_q, num_items, together)
     # Constants, and what may be None, stand in the calls: variables, or a sum of two lists, would
     # make tensors of them.
     if dq_sum is None:
         gl.warp_specialize(
             [
                 (_consume_queries, (
-                    tiles, barriers, stores, problem, rule, window_left, window_right,
+                    tiles, barriers, stores, problem,
+                    (cu_seqlens_kv_ptr, cu_seqlens_q_ptr, num_sequences),
+                    rule, window_left, window_right,
                     dk_sum_ptr, dv_sum_ptr,
                     0, False, GROUP_SIZE, MEMBERS, HEAD_DIM, HEAD_DIM_V, EDGES,
                 )),
                 (_consume_queries, (
-                    tiles, barriers, stores, problem, rule, window_left, window_right,
+                    tiles, barriers, stores, problem,
+                    (cu_seqlens_kv_ptr, cu_seqlens_q_ptr, num_sequences),
+                    rule, window_left, window_right,
                     dk_sum_ptr, dv_sum_ptr,
                     1, False, GROUP_SIZE, MEMBERS, HEAD_DIM, HEAD_DIM_V, EDGES,
                 )),
                 (produce_queries, (
-                    loaded, barriers, loads, problem, (window_left, window_right),
+                    loaded, barriers, loads, problem,
+                    (cu_seqlens_kv_ptr, cu_seqlens_q_ptr, num_sequences),
+                    (window_left, window_right),
                     False, GROUP_SIZE, MEMBERS, HEAD_DIM, HEAD_DIM_V,
                 )),
             ],
@@ -181,21 +198,29 @@ def flash_bwd_dkdv_kernel(
         gl.warp_specialize(
             [
                 (_consume_queries, (
-                    tiles, barriers, stores, problem, rule, window_left, window_right,
+                    tiles, barriers, stores, problem,
+                    (cu_seqlens_kv_ptr, cu_seqlens_q_ptr, num_sequences),
+                    rule, window_left, window_right,
                     dk_sum_ptr, dv_sum_ptr,
                     0, True, GROUP_SIZE, MEMBERS, HEAD_DIM, HEAD_DIM_V, EDGES,
                 )),
                 (_consume_queries, (
-                    tiles, barriers, stores, problem, rule, window_left, window_right,
+                    tiles, barriers, stores, problem,
+                    (cu_seqlens_kv_ptr, cu_seqlens_q_ptr, num_sequences),
+                    rule, window_left, window_right,
                     dk_sum_ptr, dv_sum_ptr,
                     1, True, GROUP_SIZE, MEMBERS, HEAD_DIM, HEAD_DIM_V, EDGES,
                 )),
                 (produce_queries, (
-                    loaded, barriers, loads, problem, (window_left, window_right),
+                    loaded, barriers, loads, problem,
+                    (cu_seqlens_kv_ptr, cu_seqlens_q_ptr, num_sequences),
+                    (window_left, window_right),
                     True, GROUP_SIZE, MEMBERS, HEAD_DIM, HEAD_DIM_V,
                 )),
                 (_add_queries, (
-                    tiles, problem, (window_left, window_right), dq_sum, MEMBERS, HEAD_DIM,
+                    tiles, problem,
+                    (cu_seqlens_kv_ptr, cu_seqlens_q_ptr, num_sequences),
+                    (window_left, window_right), dq_sum, MEMBERS, HEAD_DIM,
                 )),
             ],
             [4, 1, 1],
@@ -212,6 +237,7 @@ def _ds_layout():
 def _add_queries(
     tiles,
     problem,
+    offsets,
     window,
     dq_sum,
     MEMBERS: gl.constexpr,
@@ -221,17 +247,21 @@ def _add_queries(
     _k_tile, _v_tile, q_tile, _do_tile, _lse2_row, _delta_row, _ds_buffer, dq_tiles = tiles
     window_left, window_right = window
     BLOCK_Q: gl.constexpr = q_tile[0].shape[3]
-    tiles_per_head = gl.cdiv(problem[0], ROW_PADDING) * (ROW_PADDING // BLOCK_Q)
+    tiles_per_head = count_sequence_tiles(problem[1], offsets[2], ROW_PADDING) * (
+        ROW_PADDING // BLOCK_Q
+    )
     turn = 0
-    item = work_item(0)
+    passed = 0
+    item, sequence, passed = next_item(turn, passed, problem, offsets, 128, False)
     while item < problem[4]:
-        batch, first_head, _start_kv, visible = locate_keys(
-            item, problem, window_left, window_right, True, MEMBERS, BLOCK_Q
+        batch, first_head, _keys, queries, visible = locate_keys(
+            item, sequence, problem, offsets, window_left, window_right, True, MEMBERS, BLOCK_Q
         )
         begin, before, full, after = visible
         for i in range((before + full + after) * MEMBERS):
             member, start = group_step(i, begin, before, full, after, BLOCK_Q, MEMBERS)
-            tile = (batch * problem[3] + first_head + member) * tiles_per_head + start // BLOCK_Q
+            tile = (batch * problem[3] + first_head + member) * tiles_per_head
+            tile += (queries[2] + start) // BLOCK_Q
             tma.store_wait(0)
             for consumer in gl.static_range(2):
                 if len(dq_tiles[consumer]) > 0:
@@ -242,7 +272,7 @@ def _add_queries(
                     fence_async_shared()
                     add_dq(dq_sum, dq_tiles[consumer], tile, consumer, HEAD_DIM)
         turn += 1
-        item = work_item(turn)
+        item, sequence, passed = next_item(turn, passed, problem, offsets, 128, False)
     tma.store_wait(0)
 
 
@@ -252,6 +282,7 @@ def _consume_queries(
     barriers,
     stores,
     problem,
+    offsets,
     rule,
     window_left,
     window_right,
@@ -266,9 +297,10 @@ def _consume_queries(
     EDGES: gl.constexpr,
 ):
     """Compute 64 rows of dk and dv of each of a program's work items."""
-    k_tile, v_tile, q_tile, _do_tile, _lse2_row, _delta_row, ds_buffer, dq_tiles = tiles
-    k_full, v_full, kv_read, q_full, _do_full = barriers
-    _seq_q, seq_kv, diagonal, heads_q, num_items, _together = problem
+    k_tile, v_tile, q_tile, do_tile, _lse2_row, _delta_row, ds_buffer, dq_tiles = tiles
+    k_full, v_full, kv_read, q_full, do_full = barriers
+    _total_kv, _total_q, _diagonal, heads_q, num_items, _together = problem
+    IS_PACKED: gl.constexpr = offsets[2] is not None
     Q_STAGES: gl.constexpr = q_tile[0].shape[0]
     BLOCK_Q: gl.constexpr = q_tile[0].shape[3]
     SMALL: gl.constexpr = is_small(HEAD_DIM, HEAD_DIM_V)
@@ -276,11 +308,13 @@ def _consume_queries(
     layout: gl.constexpr = product_layout(BLOCK_Q)
     step = 0  # over all items
     turn = 0
-    item = work_item(0)
+    passed = 0
+    item, sequence, passed = next_item(turn, passed, problem, offsets, 128, False)
     while item < num_items:
-        batch, first_head, start_kv, visible = locate_keys(
-            item, problem, window_left, window_right, FUSED, MEMBERS, BLOCK_Q
+        batch, first_head, place, queries, visible = locate_keys(
+            item, sequence, problem, offsets, window_left, window_right, FUSED, MEMBERS, BLOCK_Q
         )
+        start_kv, seq_kv, diagonal = place
         begin, before, full, after = visible
         # Keys are counted as queries are.
         key = start_kv + CONSUMER * 64 + gl.arange(0, 64, gl.SliceLayout(1, layout)) - diagonal
@@ -293,6 +327,13 @@ def _consume_queries(
         mbarrier.wait(q_full.index(step % Q_STAGES), step // Q_STAGES & 1)
         keys = None
         values = None
+        if IS_PACKED:
+            clear_queries(q_tile, q_full, step, 0, queries, visible, MEMBERS)
+            clear_queries(do_tile, do_full, step, 0, queries, visible, MEMBERS)
+            clear_queries(q_tile, q_full, step, 1, queries, visible, MEMBERS)
+            for half in gl.static_range(2):
+                clear_keys(k_tile, half, k_full.index(0), turn & 1, place, queries)
+                clear_keys(v_tile, half, v_full.index(0), turn & 1, place, queries)
         if SMALL:
             keys = load_left(k_tile, CONSUMER, HEAD_DIM, layout)
         s = ()
@@ -318,6 +359,10 @@ def _consume_queries(
                 end = (before + after) * MEMBERS
             while index < end:
                 start = group_step(index, begin, before, full, after, BLOCK_Q, MEMBERS)[1]
+                if IS_PACKED and masked:
+                    begun = step - index
+                    clear_queries(do_tile, do_full, begun, index, queries, visible, MEMBERS)
+                    clear_queries(q_tile, q_full, begun, index + 1, queries, visible, MEMBERS)
                 s, dk, dv, ds = _visit_queries(
                     s, dk, dv, ds, keys, values, tiles, barriers, start, key, seq_kv - diagonal,
                     step, last, rule, window_left, window_right, CONSUMER, FUSED, masked, False,
@@ -336,7 +381,11 @@ def _consume_queries(
             dk = add_product(dk, left, q_tile, previous)
         head_kv = first_head // GROUP_SIZE
         first = start_kv + CONSUMER * 64
-        if dv_sum_ptr is None:
+        if IS_PACKED:
+            row = (key + diagonal).to(gl.int64) * (heads_q // GROUP_SIZE) + head_kv
+            is_row = key + diagonal < seq_kv
+            store_rows(stores[1][0], dv, row, is_row, HEAD_DIM_V)
+        elif dv_sum_ptr is None:
             # Store dv where v was, whose rows nobody else reads.
             write_rows(v_tile, CONSUMER, dv)
             fence_async_shared()
@@ -348,7 +397,9 @@ def _consume_queries(
         else:
             dk, left = wait_product(dk, left)
         arrive(Q_READ + previous, READERS)
-        if dk_sum_ptr is not None:
+        if IS_PACKED:
+            store_rows(stores[0][0], scale_all(dk, rule.scale), row, is_row, HEAD_DIM)
+        elif dk_sum_ptr is not None:
             padded_keys = gl.cdiv(seq_kv, ROW_PADDING) * ROW_PADDING
             row = (batch * (heads_q // GROUP_SIZE) + head_kv).to(gl.int64) * padded_keys + first
             add_rows(dv_sum_ptr, dv, row, HEAD_DIM_V)
@@ -363,7 +414,7 @@ def _consume_queries(
             tma.store_wait(0)
         mbarrier.arrive(kv_read.index(CONSUMER), count=1)
         turn += 1
-        item = work_item(turn)
+        item, sequence, passed = next_item(turn, passed, problem, offsets, 128, False)
 
 
 @triton.constexpr_function
@@ -529,14 +580,14 @@ def _hand_over(dq, dq_tiles, CONSUMER: gl.constexpr):
 def prepare_dkdv(call: KernelCall) -> Prepared:
     """Return grid and arguments of `flash_bwd_dkdv_kernel`."""
     spec, config = call.spec, call.config
-    q, k, v, dout, lse2, delta, dk, dv, dq_sum, dk_sum, _dv_sum = call.layouts
+    q, k, v, dout, lse2, delta, dk, dv, dq_sum, dk_sum, *_ = call.layouts
     maps = (
         map_arguments("q", 0, q, config.block_q)
         | map_arguments("k", 1, k, 64)
         | map_arguments("v", 2, v, 64)
         | map_arguments("dout", 3, dout, config.block_q)
-        | map_arguments("dk", 6, dk, 64)
-        | map_arguments("dv", 7, dv, 64)
+        | stored_arguments(spec, "dk", 6, dk, 64)
+        | stored_arguments(spec, "dv", 7, dv, 64)
         | {"lse2": row_map(4, lse2, config.block_q), "delta": row_map(5, delta, config.block_q)}
     )
     if dq_sum is not None:

@@ -9,11 +9,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from torch_attn.kernels.portable.sequences import count_sequence_tiles
 from torch_attn.kernels.portable.softmax import LOG2E
 from torch_attn.kernels.portable.tiles import ROW_PADDING, head_base, visible_tiles
 from torch_attn.kernels.sm80.flash_bwd import scale_all
 from torch_attn.kernels.sm80.pipeline import copy_layout, step_start
 from torch_attn.kernels.sm80.scores import visible_scores
+from torch_attn.kernels.sm80.sequences import locate_tile
 from torch_attn.kernels.sm90.pipeline import (
     K_READ,
     READERS,
@@ -22,6 +24,7 @@ from torch_attn.kernels.sm90.pipeline import (
     allocate_barriers,
     allocate_tile,
     arrive,
+    clear_rows,
     load_tile,
     map_arguments,
     num_pieces,
@@ -30,7 +33,9 @@ from torch_attn.kernels.sm90.pipeline import (
     piece_start,
     product_layout,
     product_scores,
+    store_rows,
     store_tile,
+    stored_arguments,
     unpack,
     wait_for_all,
     wait_product,
@@ -39,7 +44,7 @@ from torch_attn.kernels.sm90.pipeline import (
 )
 from torch_attn.kernels.sm90.schedule import head_and_tile, persistent, work_item
 from torch_attn.launch import UNSPECIALIZED, KernelCall, Prepared, stride_arguments
-from twin_attention.contract.spec import Window
+from twin_attention.contract.spec import VarlenSpec, Window
 from twin_attention.targets import sm90
 from twin_attention.targets.steps import steps_of_queries
 
@@ -56,6 +61,8 @@ def flash_bwd_dq_kernel(
     lse2_ptr,
     delta_ptr,
     dq,
+    cu_seqlens_q_ptr,
+    cu_seqlens_kv_ptr,
     q_1,
     q_2,
     k_1,
@@ -72,6 +79,7 @@ def flash_bwd_dq_kernel(
     seq_q,
     seq_kv,
     diagonal,
+    num_sequences,
     heads_q,
     rule,
     window_left,
@@ -93,7 +101,8 @@ def flash_bwd_dq_kernel(
     of keys with q·kᵀ of the next. Under a tile's first q·kᵀ it computes lse2 and delta of its
     rows, and stores them for the kernel of dk and dv. Operands: those of the portable
     `flash_bwd_preprocess_kernel` and `flash_bwd_dq_kernel`; lse2 and delta are outputs. Loop
-    invariant and accumulation: as in the latter.
+    invariant and accumulation: as in the latter. Packed sequences, as in `flash_fwd_kernel`: a tile
+    without rows prepares those of its tile of lse2 and delta.
 
     out, out_strides, ALIGN: its descriptor and None; or, where shared memory has no room for its
         rows, nor for more than NUM_STAGES - 1 tiles of v, its pointer and `stride_arguments`.
@@ -126,15 +135,18 @@ def flash_bwd_dq_kernel(
     gl.warp_specialize(
         [
             (_consume_keys, (
-                tiles, barriers, (out, out_strides), lse_ptr, dlse_ptr, stores, problem, rule,
+                tiles, barriers, (out, out_strides), lse_ptr, dlse_ptr, stores, problem,
+                (cu_seqlens_q_ptr, cu_seqlens_kv_ptr, num_sequences), rule,
                 window_left, window_right, 0, HEAD_DIM, HEAD_DIM_V, EDGES, ALIGN,
             )),
             (_consume_keys, (
-                tiles, barriers, (out, out_strides), lse_ptr, dlse_ptr, stores, problem, rule,
+                tiles, barriers, (out, out_strides), lse_ptr, dlse_ptr, stores, problem,
+                (cu_seqlens_q_ptr, cu_seqlens_kv_ptr, num_sequences), rule,
                 window_left, window_right, 1, HEAD_DIM, HEAD_DIM_V, EDGES, ALIGN,
             )),
             (_produce_keys, (
-                tiles, barriers, of_queries, of_keys, problem, (window_left, window_right),
+                tiles, barriers, of_queries, of_keys, problem,
+                (cu_seqlens_q_ptr, cu_seqlens_kv_ptr, num_sequences), (window_left, window_right),
                 GROUP_SIZE, HEAD_DIM, HEAD_DIM_V,
             )),
         ],
@@ -144,21 +156,33 @@ def flash_bwd_dq_kernel(
 
 
 @gluon.jit
-def _locate_queries(item, problem, window_left, window_right, BLOCK_KV: gl.constexpr):
-    """Return batch, head, first row and tiles of keys of a work item.
+def _locate_queries(item, problem, offsets, window_left, window_right, BLOCK_KV: gl.constexpr):
+    """Return batch, head, rows, keys, rows to read and tiles of keys of a work item.
 
-    The tiles of keys are what `visible_tiles` returns; where nothing is visible, one masked tile,
-    so that no consumer has to do without.
+    rows and keys: as `flash_fwd` has them, and how far lse2's and delta's rows are from the
+    queries. Of q and dout no rows are read in padding. The tiles of keys are what `visible_tiles`
+    returns; where nothing is visible, one masked tile, so that no consumer has to do without.
     """
     seq_q, seq_kv, diagonal, heads_q, num_items, together = problem
-    num_tiles = gl.cdiv(seq_q, 128)
+    num_tiles = count_sequence_tiles(seq_q, offsets[2], 128)
     index, tile = head_and_tile(item, num_items, together, num_tiles)
-    start_q = (num_tiles - 1 - tile) * 128
+    tile = num_tiles - 1 - tile
+    start_q = tile * 128
+    first_kv, shift, read_rows = 0, 0, 64
+    if offsets[2] is not None:
+        sequence, _first_q, start_q, seq_q, first_kv, seq_kv = locate_tile(
+            offsets[0], offsets[1], tile, seq_q, seq_kv, offsets[2], 128
+        )
+        diagonal = seq_kv - seq_q
+        shift = tile * 128 - start_q
+        read_rows = gl.where(sequence < offsets[2], 64, 0)
     begin, before, full, after = visible_tiles(
         start_q, seq_q, seq_kv, diagonal, window_left, window_right, 128, BLOCK_KV
     )
     before = gl.maximum(before, 1 - full - after)
-    return index // heads_q, index % heads_q, start_q, (begin, before, full, after)
+    batch, head = index // heads_q, index % heads_q
+    rows, keys = (start_q, seq_q, diagonal, shift), (first_kv, seq_kv)
+    return batch, head, rows, keys, read_rows, (begin, before, full, after)
 
 
 @gluon.jit
@@ -168,6 +192,7 @@ def _produce_keys(
     of_queries,
     of_keys,
     problem,
+    offsets,
     window,
     GROUP_SIZE: gl.constexpr,
     HEAD_DIM: gl.constexpr,
@@ -185,14 +210,15 @@ def _produce_keys(
     turn = 0
     item = work_item(0)
     while item < problem[4]:
-        batch, head, start_q, visible = _locate_queries(
-            item, problem, window[0], window[1], BLOCK_KV
+        batch, head, rows, keys, _read_rows, visible = _locate_queries(
+            item, problem, offsets, window[0], window[1], BLOCK_KV
         )
+        start_q = rows[0]
         begin, before, full, after = visible
         head_kv = head // GROUP_SIZE
         for i in range(before + full + after):
             slot = step % NUM_STAGES
-            row = step_start(i, begin, before, full, after, BLOCK_KV)
+            row = keys[0] + step_start(i, begin, before, full, after, BLOCK_KV)
             if step >= NUM_STAGES:
                 wait_for_all(K_READ + slot, READERS)
             load_tile(k, k_tile, slot, batch, head_kv, row, k_full.index(slot), HEAD_DIM)
@@ -230,6 +256,7 @@ def _consume_keys(
     dlse_ptr,
     stores,
     problem,
+    offsets,
     rule,
     window_left,
     window_right,
@@ -242,8 +269,9 @@ def _consume_keys(
     """Compute 64 rows of dq of each of a program's work items."""
     q_tile, do_tile, out_tile, k_tile, v_tile = tiles
     q_full, do_full, out_full, q_read, k_full, v_full = barriers
-    seq_q, seq_kv, diagonal, heads_q, num_items, _together = problem
+    total_q, _total_kv, _diagonal, heads_q, num_items, _together = problem
     dq_maps, lse2_ptr, delta_ptr = stores
+    IS_PACKED: gl.constexpr = offsets[2] is not None
     NUM_STAGES: gl.constexpr = k_tile[0].shape[0]
     V_STAGES: gl.constexpr = v_tile[0].shape[0]
     BLOCK_KV: gl.constexpr = k_tile[0].shape[3]
@@ -254,13 +282,15 @@ def _consume_keys(
     turn = 0
     item = work_item(0)
     while item < num_items:
-        batch, head, start_q, visible = _locate_queries(
-            item, problem, window_left, window_right, BLOCK_KV
+        batch, head, place, keys, read_rows, visible = _locate_queries(
+            item, problem, offsets, window_left, window_right, BLOCK_KV
         )
+        start_q, seq_q, diagonal, shift = place
+        _first_kv, seq_kv = keys
         begin, before, full, after = visible
         rows = start_q + CONSUMER * 64 + gl.arange(0, 64, of_row)
         position = rows + diagonal
-        first_row = (batch * heads_q + head).to(gl.int64) * seq_q
+        first_row = (batch * heads_q + head).to(gl.int64) * total_q
         lse = gl.load(lse_ptr + first_row + rows, mask=rows < seq_q, other=float("inf"))
 
         # The first tile of keys has no ds·k to run under its exponentials.
@@ -268,6 +298,13 @@ def _consume_keys(
         slot_v = step % V_STAGES
         mbarrier.wait(q_full.index(CONSUMER), turn & 1)
         mbarrier.wait(k_full.index(slot), step // NUM_STAGES & 1)
+        if IS_PACKED:
+            # What is another sequence's, or padding, may be NaN.
+            rest = seq_kv - step_start(0, begin, before, full, after, BLOCK_KV)
+            clear_rows(k_tile, slot, rest, k_full.index(slot), step // NUM_STAGES & 1)
+            clear_rows(v_tile, slot_v, rest, v_full.index(slot_v), step // V_STAGES & 1)
+            clear_rows(q_tile, CONSUMER, read_rows, q_full.index(CONSUMER), turn & 1)
+            clear_rows(do_tile, CONSUMER, read_rows, do_full.index(CONSUMER), turn & 1)
         s = product_scores(q_tile, CONSUMER, k_tile, slot, HEAD_DIM, layout)
         # delta = rowsum(dout ∘ out) - dlse; lse2 is +inf where a row saw no key or does not exist
         mbarrier.wait(do_full.index(CONSUMER), turn & 1)
@@ -280,11 +317,13 @@ def _consume_keys(
             delta = _dot_loaded(
                 do_tile, CONSUMER, base, first, seq_q, out_rows[1][1], HEAD_DIM_V, of_row
             )
+        if IS_PACKED:
+            delta = gl.where(rows < seq_q, delta, 0.0)
         if dlse_ptr is not None:
             delta -= gl.load(dlse_ptr + first_row + rows, mask=rows < seq_q, other=0.0)
         lse2 = gl.where(lse == float("-inf"), float("inf"), lse) * LOG2E
-        padded_rows = gl.cdiv(seq_q, ROW_PADDING) * ROW_PADDING
-        first_row = (batch * heads_q + head).to(gl.int64) * padded_rows
+        padded_rows = count_sequence_tiles(total_q, offsets[2], ROW_PADDING) * ROW_PADDING
+        first_row = (batch * heads_q + head).to(gl.int64) * padded_rows + shift
         gl.store(lse2_ptr + first_row + rows, lse2)
         gl.store(delta_ptr + first_row + rows, delta)
         mbarrier.wait(v_full.index(slot_v), step // V_STAGES & 1)
@@ -316,6 +355,10 @@ def _consume_keys(
                     # 0, which the compiler does not know: it would compute the descriptors of q and
                     # dout before the loop, for which there are no registers.
                     own += step >> 30
+                if IS_PACKED and masked:
+                    rest = seq_kv - step_start(index, begin, before, full, after, BLOCK_KV)
+                    clear_rows(k_tile, slot, rest, k_full.index(slot), step // NUM_STAGES & 1)
+                    clear_rows(v_tile, slot_v, rest, v_full.index(slot_v), step // V_STAGES & 1)
                 # dq += ds k for the tile before, and s = scale · q kᵀ
                 left = unpack(ds, dtype, layout, "loop")
                 dq = add_product(dq, left, k_tile, previous)
@@ -350,10 +393,15 @@ def _consume_keys(
         arrive(K_READ + previous, READERS)
 
         # Scale and store.
-        write_rows(q_tile, CONSUMER, scale_all(dq, rule.scale))
-        fence_async_shared()
-        store_tile(dq_maps, q_tile, CONSUMER, batch, head, start_q + CONSUMER * 64, HEAD_DIM)
-        tma.store_wait(0)
+        dq = scale_all(dq, rule.scale)
+        if IS_PACKED:
+            row = rows.to(gl.int64) * heads_q + head
+            store_rows(dq_maps[0], dq, row, rows < seq_q, HEAD_DIM)
+        else:
+            write_rows(q_tile, CONSUMER, dq)
+            fence_async_shared()
+            store_tile(dq_maps, q_tile, CONSUMER, batch, head, start_q + CONSUMER * 64, HEAD_DIM)
+            tma.store_wait(0)
         mbarrier.arrive(q_read.index(CONSUMER), count=1)
         turn += 1
         item = work_item(turn)
@@ -439,18 +487,19 @@ def _probabilities(
 def prepare_dq(call: KernelCall) -> Prepared:
     """Return grid and arguments of `flash_bwd_dq_kernel`."""
     spec, config = call.spec, call.config
-    q, k, v, dout, out, _lse, _dlse, _lse2, _delta, dq = call.layouts
+    q, k, v, dout, out, _lse, _dlse, _lse2, _delta, dq, *_ = call.layouts
     maps = (
         map_arguments("q", 0, q, 64)
         | map_arguments("k", 1, k, config.block_kv)
         | map_arguments("v", 2, v, config.block_kv)
         | map_arguments("dout", 3, dout, 64)
-        | map_arguments("dq", 9, dq, 64)
+        | stored_arguments(spec, "dq", 9, dq, 64)
     )
     if sm90.has_large_heads(spec):
         maps |= {"out_1": None, "out_2": None} | stride_arguments(out=out)
     else:
         maps |= map_arguments("out", 4, out, 64) | {"out_strides": None, "ALIGN": None}
-    edges = spec.window != Window() or spec.seq_kv % config.block_kv != 0
+    is_packed = isinstance(spec, VarlenSpec)
+    edges = is_packed or spec.window != Window() or spec.seq_kv % config.block_kv != 0
     steps = steps_of_queries(spec, config.block_q, config.block_kv)
     return persistent(call, steps, spec.heads_q * spec.batch, maps | {"EDGES": edges})

@@ -25,7 +25,9 @@ from torch_attn.kernels.sm90.pipeline import (
     product_scores,
     read_row,
     row_map,
+    store_rows,
     store_tile,
+    stored_arguments,
     unpack,
     wait_product,
     write_rows,
@@ -34,12 +36,14 @@ from torch_attn.kernels.sm90.pipeline import (
 from torch_attn.kernels.sm90.queries import (
     DO_READ,
     Q_READ,
+    clear_keys,
+    clear_queries,
     exponents,
     locate_keys,
     persistent_keys,
     produce_queries,
 )
-from torch_attn.kernels.sm90.schedule import work_item
+from torch_attn.kernels.sm90.schedule import next_item
 from torch_attn.launch import UNSPECIALIZED, KernelCall, Prepared
 
 
@@ -53,6 +57,8 @@ def flash_bwd_dv_kernel(
     delta_ptr,
     dk_ptr,
     dv,
+    cu_seqlens_q_ptr,
+    cu_seqlens_kv_ptr,
     q_1,
     q_2,
     k_1,
@@ -64,6 +70,7 @@ def flash_bwd_dv_kernel(
     seq_q,
     seq_kv,
     diagonal,
+    num_sequences,
     heads_q,
     rule,
     window_left,
@@ -106,20 +113,23 @@ def flash_bwd_dv_kernel(
     loaded = (k_tile, (), q_tile, do_tile, lse2_row, lse2_row)
     barriers = (k_full, k_full, kv_read, q_full, do_full)
     loads = ((k, k_1, k_2), (), (q, q_1, q_2), (dout, dout_1, dout_2), lse2, lse2)
-    problem = (seq_q, seq_kv, diagonal, heads_q, num_items, together)
+    problem = (seq_kv, seq_q, diagonal, heads_q, num_items, together)
     # Constants, and what may be None, stand in the calls: variables would make tensors of them.
     gl.warp_specialize(
         [
             (_consume_queries, (
-                tiles, barriers, (dv, dv_1, dv_2), problem, rule, window_left, window_right,
-                0, GROUP_SIZE, HEAD_DIM, HEAD_DIM_V, EDGES,
+                tiles, barriers, (dv, dv_1, dv_2), problem,
+                (cu_seqlens_kv_ptr, cu_seqlens_q_ptr, num_sequences),
+                rule, window_left, window_right, 0, GROUP_SIZE, HEAD_DIM, HEAD_DIM_V, EDGES,
             )),
             (_consume_queries, (
-                tiles, barriers, (dv, dv_1, dv_2), problem, rule, window_left, window_right,
-                1, GROUP_SIZE, HEAD_DIM, HEAD_DIM_V, EDGES,
+                tiles, barriers, (dv, dv_1, dv_2), problem,
+                (cu_seqlens_kv_ptr, cu_seqlens_q_ptr, num_sequences),
+                rule, window_left, window_right, 1, GROUP_SIZE, HEAD_DIM, HEAD_DIM_V, EDGES,
             )),
             (produce_queries, (
-                loaded, barriers, loads, problem, (window_left, window_right),
+                loaded, barriers, loads, problem,
+                (cu_seqlens_kv_ptr, cu_seqlens_q_ptr, num_sequences), (window_left, window_right),
                 False, GROUP_SIZE, GROUP_SIZE, HEAD_DIM, HEAD_DIM_V,
             )),
         ],
@@ -134,6 +144,7 @@ def _consume_queries(
     barriers,
     dv_maps,
     problem,
+    offsets,
     rule,
     window_left,
     window_right,
@@ -146,7 +157,8 @@ def _consume_queries(
     """Compute 64 rows of dv of each of a program's work items. Keys are rows."""
     k_tile, dv_tile, q_tile, do_tile, lse2_row = tiles
     k_full, _v_full, kv_read, q_full, do_full = barriers
-    _seq_q, _seq_kv, diagonal, _heads_q, num_items, _together = problem
+    _total_kv, _total_q, _diagonal, heads_q, num_items, _together = problem
+    IS_PACKED: gl.constexpr = offsets[2] is not None
     Q_STAGES: gl.constexpr = q_tile[0].shape[0]
     DO_STAGES: gl.constexpr = do_tile[0].shape[0]
     BLOCK_Q: gl.constexpr = q_tile[0].shape[3]
@@ -154,11 +166,13 @@ def _consume_queries(
     layout: gl.constexpr = product_layout(BLOCK_Q)
     step = 0  # over all items
     turn = 0
-    item = work_item(0)
+    passed = 0
+    item, sequence, passed = next_item(turn, passed, problem, offsets, 128, False)
     while item < num_items:
-        batch, first_head, start_kv, visible = locate_keys(
-            item, problem, window_left, window_right, False, GROUP_SIZE, BLOCK_Q
+        batch, first_head, keys, queries, visible = locate_keys(
+            item, sequence, problem, offsets, window_left, window_right, False, GROUP_SIZE, BLOCK_Q
         )
+        start_kv, seq_kv, diagonal = keys
         begin, before, full, after = visible
         # Keys are counted as queries are.
         key = start_kv + CONSUMER * 64 + gl.arange(0, 64, gl.SliceLayout(1, layout)) - diagonal
@@ -167,6 +181,10 @@ def _consume_queries(
         slot = step % Q_STAGES
         mbarrier.wait(k_full.index(0), turn & 1)
         mbarrier.wait(q_full.index(slot), step // Q_STAGES & 1)
+        if IS_PACKED:
+            clear_queries(q_tile, q_full, step, 0, queries, visible, GROUP_SIZE)
+            clear_queries(do_tile, do_full, step, 0, queries, visible, GROUP_SIZE)
+            clear_keys(k_tile, CONSUMER, k_full.index(0), turn & 1, keys, queries)
         s = product_scores(k_tile, CONSUMER, q_tile, slot, HEAD_DIM, layout)
         s = warpgroup_mma_wait(0, deps=(s,))
         start = group_step(0, begin, before, full, after, BLOCK_Q, GROUP_SIZE)[1]
@@ -185,6 +203,10 @@ def _consume_queries(
             if masked:
                 end = (before + after) * GROUP_SIZE
             while index < end:
+                if IS_PACKED and masked:
+                    begun = step - index
+                    clear_queries(q_tile, q_full, begun, index, queries, visible, GROUP_SIZE)
+                    clear_queries(do_tile, do_full, begun, index, queries, visible, GROUP_SIZE)
                 slot = step % Q_STAGES
                 previous = (step - 1) % DO_STAGES
                 # sᵀ = scale · k qᵀ, and dv += pᵀ dout for the tile before
@@ -219,25 +241,30 @@ def _consume_queries(
         arrive(DO_READ + previous, READERS)
 
         # Store. Nobody else reads these rows of k.
-        write_rows(dv_tile, CONSUMER, dv)
-        fence_async_shared()
-        first = start_kv + CONSUMER * 64
-        store_tile(dv_maps, dv_tile, CONSUMER, batch, first_head // GROUP_SIZE, first, HEAD_DIM_V)
-        tma.store_wait(0)
+        head_kv = first_head // GROUP_SIZE
+        if IS_PACKED:
+            row = (key + diagonal).to(gl.int64) * (heads_q // GROUP_SIZE) + head_kv
+            store_rows(dv_maps[0], dv, row, key + diagonal < seq_kv, HEAD_DIM_V)
+        else:
+            write_rows(dv_tile, CONSUMER, dv)
+            fence_async_shared()
+            first = start_kv + CONSUMER * 64
+            store_tile(dv_maps, dv_tile, CONSUMER, batch, head_kv, first, HEAD_DIM_V)
+            tma.store_wait(0)
         mbarrier.arrive(kv_read.index(CONSUMER), count=1)
         turn += 1
-        item = work_item(turn)
+        item, sequence, passed = next_item(turn, passed, problem, offsets, 128, False)
 
 
 def prepare_dv(call: KernelCall) -> Prepared:
     """Return grid and arguments of `flash_bwd_dv_kernel`."""
-    q, k, _v, dout, lse2, _delta, _dk, dv = call.layouts
+    q, k, _v, dout, lse2, _delta, _dk, dv, *_ = call.layouts
     block_q = call.config.block_q
     maps = (
         map_arguments("q", 0, q, block_q)
         | map_arguments("k", 1, k, 64)
         | map_arguments("dout", 3, dout, block_q)
-        | map_arguments("dv", 7, dv, 64)
+        | stored_arguments(call.spec, "dv", 7, dv, 64)
         | {"lse2": row_map(4, lse2, block_q)}
     )
     return persistent_keys(call, call.spec.group_size, maps)

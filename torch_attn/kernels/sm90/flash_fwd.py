@@ -18,15 +18,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from torch_attn.kernels.portable.block_mask import list_arguments, lists_of_keys
-from torch_attn.kernels.portable.sequences import (
-    count_sequence_tiles,
-    num_sequence_tiles,
-    offsets_of,
-    rows_of_tile,
-)
+from torch_attn.kernels.portable.sequences import count_sequence_tiles, offsets_of, rows_of_tile
 from torch_attn.kernels.portable.softmax import LN2, LOG2E, add_sink
 from torch_attn.kernels.portable.tiles import visible_tiles
-from torch_attn.kernels.sm80.sequences import locate_tile
 from torch_attn.kernels.sm80.softmax import add_columns, online_softmax_update
 from torch_attn.kernels.sm90.block_mask import kept_start, kept_tiles
 from torch_attn.kernels.sm90.pipeline import (
@@ -39,7 +33,7 @@ from torch_attn.kernels.sm90.pipeline import (
     allocate_tile,
     arrive,
     barrier,
-    clear_values,
+    clear_rows,
     load_tile,
     map_arguments,
     num_pieces,
@@ -51,13 +45,14 @@ from torch_attn.kernels.sm90.pipeline import (
     scale_rows,
     store_rows,
     store_tile,
+    stored_arguments,
     unpack,
     wait_for_all,
     wait_product,
     write_rows,
     zeros,
 )
-from torch_attn.kernels.sm90.schedule import head_and_tile, persistent, work_item
+from torch_attn.kernels.sm90.schedule import head_and_tile, next_item, persistent
 from torch_attn.kernels.sm90.scores import hide, scaled_scores
 from torch_attn.launch import UNSPECIALIZED, KernelCall, Prepared, launch
 from twin_attention.contract.operands import AttentionOperands
@@ -220,42 +215,6 @@ def flash_fwd_kernel(
 
 
 @gluon.jit
-def _find_tile(item, problem, offsets, BLOCK_Q: gl.constexpr):
-    """Return batch, head and tile of queries of a work item."""
-    seq_q, _seq_kv, _diagonal, heads_q, num_items, together = problem
-    num_tiles = count_sequence_tiles(seq_q, offsets[2], BLOCK_Q)
-    index, tile = head_and_tile(item, num_items, together, num_tiles)
-    return index // heads_q, index % heads_q, num_tiles - 1 - tile
-
-
-@gluon.jit
-def _next_item(turn, passed, problem, offsets, BLOCK_Q: gl.constexpr):
-    """Return a program's work item of a turn, past those of packed sequences that have no rows.
-
-    Args:
-        turn: how many items the program has had.
-        passed: how many it has passed over.
-
-    Returns:
-        (item, sequence, passed): the sequence that owns the item's tile, 0 of a dense batch.
-    """
-    item = work_item(turn + passed)
-    sequence = 0
-    if offsets[2] is not None:
-        is_empty = item < problem[4]
-        while is_empty:
-            _batch, _head, tile = _find_tile(item, problem, offsets, BLOCK_Q)
-            sequence, _first, start_q, end_q, _first_kv, _size_kv = locate_tile(
-                offsets[0], offsets[1], tile, problem[0], problem[1], offsets[2], BLOCK_Q
-            )
-            is_empty = start_q == end_q
-            passed = gl.where(is_empty, passed + 1, passed)
-            item = work_item(turn + passed)
-            is_empty = is_empty & (item < problem[4])
-    return item, sequence, passed
-
-
-@gluon.jit
 def _locate(
     item,
     sequence,
@@ -275,8 +234,11 @@ def _locate(
     `kept_tiles` returns; where nothing is visible, one masked tile, so that no consumer has to do
     without.
     """
-    seq_q, seq_kv, diagonal, _heads_q, _num_items, _together = problem
-    batch, head, tile = _find_tile(item, problem, offsets, BLOCK_Q)
+    seq_q, seq_kv, diagonal, heads_q, num_items, together = problem
+    num_tiles = count_sequence_tiles(seq_q, offsets[2], BLOCK_Q)
+    index, tile = head_and_tile(item, num_items, together, num_tiles)
+    batch, head = index // heads_q, index % heads_q
+    tile = num_tiles - 1 - tile
     start_q = tile * BLOCK_Q
     first_kv = 0
     if offsets[2] is not None:
@@ -323,7 +285,7 @@ def _produce(
     step = 0  # over all items
     turn = 0
     passed = 0
-    item, sequence, passed = _next_item(turn, passed, problem, offsets, BLOCK_Q)
+    item, sequence, passed = next_item(turn, passed, problem, offsets, BLOCK_Q, True)
     while item < problem[4]:
         batch, head, rows, keys, visible = _locate(
             item, sequence, problem, window[0], window[1], offsets, lists, BLOCK_Q, BLOCK_KV
@@ -358,7 +320,7 @@ def _produce(
             step += 1
         step -= 1
         turn += 1
-        item, sequence, passed = _next_item(turn, passed, problem, offsets, BLOCK_Q)
+        item, sequence, passed = next_item(turn, passed, problem, offsets, BLOCK_Q, True)
 
 
 @gluon.jit
@@ -404,7 +366,7 @@ def _consume(
     if PING_PONG and CONSUMER == NUM_CONSUMERS - 1:
         arrive(TURN, 256)
     passed = 0
-    item, sequence, passed = _next_item(turn, passed, problem, offsets, BLOCK_Q)
+    item, sequence, passed = next_item(turn, passed, problem, offsets, BLOCK_Q, True)
     q_slot = CONSUMER
     if AHEAD:
         # Only a program of packed sequences may have no item.
@@ -448,9 +410,7 @@ def _consume(
         packed = pack(e, dtype)
         if IS_PACKED:
             slot = step % NUM_STAGES
-            clear_values(
-                v_tile, slot, seq_kv - start_kv, v_full.index(slot), step // NUM_STAGES & 1
-            )
+            clear_rows(v_tile, slot, seq_kv - start_kv, v_full.index(slot), step // NUM_STAGES & 1)
 
         # Visit the other tiles of keys that these queries see; only tiles at the edges are masked.
         index = 1
@@ -488,7 +448,7 @@ def _consume(
                 acc = scale_rows(acc, alpha)
                 packed = pack(e, dtype)
                 if IS_PACKED and masked:
-                    clear_values(
+                    clear_rows(
                         v_tile, slot, seq_kv - start_kv, v_full.index(slot), step // NUM_STAGES & 1
                     )
                 index += 1
@@ -498,7 +458,7 @@ def _consume(
 
         # The last p·v, and q·kᵀ of the next item: of nothing and not looked at if there is none.
         turn += 1
-        item, sequence, passed = _next_item(turn, passed, problem, offsets, BLOCK_Q)
+        item, sequence, passed = next_item(turn, passed, problem, offsets, BLOCK_Q, True)
         previous = (step - 1) % NUM_STAGES
         if AHEAD:
             slot = step % NUM_STAGES
@@ -573,19 +533,13 @@ def _prepare(call: KernelCall) -> Prepared:
     assert isinstance(config, SpecializedConfig)
     q, k, v, _sinks, out, *_ = call.layouts
     is_packed = isinstance(spec, VarlenSpec)
-    if is_packed:  # no tile is known to be longer than another
-        steps = (1,) * num_sequence_tiles(spec, spec.seq_q, config.block_q)
-    else:
-        steps = steps_of_queries(spec, config.block_q, config.block_kv)
+    steps = steps_of_queries(spec, config.block_q, config.block_kv)
     maps = (
         map_arguments("q", 0, q, 64)
         | map_arguments("k", 1, k, config.block_kv)
         | map_arguments("v", 2, v, config.block_kv)
+        | stored_arguments(spec, "out", 4, out, 64)
     )
-    if is_packed:
-        maps |= dict.fromkeys(("out_1", "out_2"))
-    else:
-        maps |= map_arguments("out", 4, out, 64)
     arguments = {
         # A list may be empty, and the one tile that is visited for it hides all.
         "EDGES": is_packed

@@ -33,7 +33,7 @@ from torch_attn.kernels.sm90.pipeline import (
     allocate_tile,
     arrive,
     box_layout,
-    clear_values,
+    clear_rows,
     load_box,
     map_arguments,
     num_pieces,
@@ -304,7 +304,7 @@ def _consume(
         s = hide(scaled_scores(s, rule), position, start, end, window_left, 0)
         e, _alpha, m_i, l_i = online_softmax_update(s, m_i, l_i, rule.exp2_scale, True)
         packed = pack(e, dtype)
-        clear_values(v_tile, 0, end - start, v_full.index(0), 0)
+        clear_rows(v_tile, 0, end - start, v_full.index(0), 0)
 
         # Visit the other tiles of keys that these rows see; only tiles at the edges are masked.
         index = 1
@@ -339,7 +339,7 @@ def _consume(
                 acc = scale_rows(acc, alpha)
                 packed = pack(e, dtype)
                 if masked:
-                    clear_values(
+                    clear_rows(
                         v_tile, slot, end - start, v_full.index(slot), index // NUM_STAGES & 1
                     )
                 index += 1

@@ -24,7 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from torch_attn.launch import Layout
 from torch_attn.tensor_maps import TensorMap
-from twin_attention.contract.spec import AttentionSpec
+from twin_attention.contract.spec import AttentionSpec, VarlenSpec
 from twin_attention.targets import sm90
 from twin_attention.targets.kernels import SpecializedConfig
 from twin_attention.targets.target import SHARED_MEMORY_LIMIT
@@ -317,8 +317,8 @@ def write_rows(tile, slot, x):
 
 
 @gluon.jit
-def clear_values(tile, slot, count, full, phase):
-    """Set what follows the first `count` values of a tile to 0, once `full` has completed.
+def clear_rows(tile, slot, count, full, phase):
+    """Set what follows the first `count` rows of a tile to 0, once `full` has completed.
 
     It may be NaN, which a product with 0 keeps. Each consumer does so for itself: what another one
     reads meanwhile changes to 0, or not at all.
@@ -327,13 +327,13 @@ def clear_values(tile, slot, count, full, phase):
         mbarrier.wait(full, phase)
         for i in gl.static_range(len(tile)):
             for j in gl.static_range(tile[0].shape[3] // 16):
-                _clear_rows(piece(tile[i], slot).slice(16 * j, 16, dim=0), count - 16 * j)
+                _clear_sixteen(piece(tile[i], slot).slice(16 * j, 16, dim=0), count - 16 * j)
         fence_async_shared()
         barrier()
 
 
 @gluon.jit
-def _clear_rows(rows, count):
+def _clear_sixteen(rows, count):
     if count < 16:
         layout: gl.constexpr = gl.BlockedLayout([1, 2], [4, 8], [4, 1], [1, 0])
         x = rows.load(layout)
@@ -377,6 +377,15 @@ def map_arguments(name: str, operand: int, layout: Layout, rows: int) -> dict[st
     for name, width in zip(names, sm90.column_pieces(shape[3]), strict=False):
         maps[name] = TensorMap.of(operand, shape, strides, (rows, width), box_layout(width))
     return maps
+
+
+def stored_arguments(
+    spec: AttentionSpec, name: str, operand: int, layout: Layout, rows: int
+) -> dict[str, Any]:
+    """Return the descriptors of a result; of packed sequences none, which `store_rows` stores."""
+    if isinstance(spec, VarlenSpec):
+        return dict.fromkeys((f"{name}_1", f"{name}_2"))
+    return map_arguments(name, operand, layout, rows)
 
 
 def room_for(spec: AttentionSpec, config: SpecializedConfig, tiles_q: int) -> bool:

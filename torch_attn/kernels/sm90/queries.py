@@ -6,19 +6,25 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from torch_attn.kernels.portable.sequences import (
+    count_sequence_tiles,
+    first_tile,
+    rows_of_tile,
+)
 from torch_attn.kernels.portable.tiles import ROW_PADDING, visible_tiles
 from torch_attn.kernels.sm80.pipeline import group_step
 from torch_attn.kernels.sm80.scores import visible_scores
 from torch_attn.kernels.sm90.pipeline import (
     READERS,
+    clear_rows,
     load_box,
     load_pieces,
     tile_bytes,
     wait_for_all,
 )
-from torch_attn.kernels.sm90.schedule import head_and_tile, persistent, work_item
+from torch_attn.kernels.sm90.schedule import head_and_tile, next_item, persistent
 from torch_attn.launch import KernelCall, Prepared
-from twin_attention.contract.spec import Window
+from twin_attention.contract.spec import VarlenSpec, Window
 from twin_attention.targets.steps import steps_of_keys
 
 # Named barriers, from the first that Triton leaves alone beside four parts: one for each stage of
@@ -30,25 +36,41 @@ DO_READ = gl.constexpr(8)
 @gluon.jit
 def locate_keys(
     item,
+    sequence,
     problem,
+    offsets,
     window_left,
     window_right,
     FUSED: gl.constexpr,
     MEMBERS: gl.constexpr,
     BLOCK_Q: gl.constexpr,
 ):
-    """Return batch, first query head, first row and tiles of queries of a work item.
+    """Return batch, first query head, keys, queries and tiles of queries of a work item.
 
-    Queries up to ROW_PADDING exist for this purpose: their p is 0 without a mask.
+    keys are the first, the end of all that its head or sequence has, and their diagonal: of packed
+    sequences they are counted from the first of all. queries are the first of the sequence, from
+    which they are counted, how many it has, and their first row of lse2, delta and the sums.
+
+    Queries up to ROW_PADDING exist for this purpose: their p is 0 without a mask. Not those of
+    packed sequences, where they are another sequence's.
     """
-    seq_q, seq_kv, diagonal, heads_q, num_items, together = problem
-    num_tiles = gl.cdiv(seq_kv, 128)
+    seq_kv, seq_q, diagonal, heads_q, num_items, together = problem
+    num_tiles = count_sequence_tiles(seq_kv, offsets[2], 128)
     items_of_batch = heads_q // MEMBERS
     index, tile = head_and_tile(item, num_items, together, num_tiles)
     start_kv = tile * 128
-    padded_rows = gl.cdiv(seq_q, BLOCK_Q) * BLOCK_Q
+    first_q, first_row = 0, 0
+    if offsets[2] is None:
+        rows_q = gl.cdiv(seq_q, BLOCK_Q) * BLOCK_Q
+    else:
+        _sequence, _first_kv, start_kv, seq_kv, first_q, seq_q = rows_of_tile(
+            offsets[0], offsets[1], sequence, tile, seq_kv, seq_q, offsets[2], 128
+        )
+        diagonal = seq_kv - seq_q
+        first_row = first_tile(first_q, sequence, ROW_PADDING) * ROW_PADDING
+        rows_q = seq_q
     begin, before, full, after = visible_tiles(
-        start_kv, seq_kv, padded_rows, -diagonal, window_right, window_left, 128, BLOCK_Q
+        start_kv, seq_kv, rows_q, -diagonal, window_right, window_left, 128, BLOCK_Q
     )
     total = before + full + after
     # Where nothing is visible, one masked tile, so that no consumer has to do without.
@@ -61,7 +83,8 @@ def locate_keys(
         full = gl.where(ragged, 0, full)
         after = gl.where(ragged, 0, after)
     batch, head = index // items_of_batch, index % items_of_batch * MEMBERS
-    return batch, head, start_kv, (begin, before, full, after)
+    keys, queries = (start_kv, seq_kv, diagonal), (first_q, seq_q, first_row)
+    return batch, head, keys, queries, (begin, before, full, after)
 
 
 @gluon.jit
@@ -70,6 +93,7 @@ def produce_queries(
     barriers,
     loads,
     problem,
+    offsets,
     window,
     FUSED: gl.constexpr,
     GROUP_SIZE: gl.constexpr,
@@ -90,26 +114,31 @@ def produce_queries(
     Q_STAGES: gl.constexpr = q_tile[0].shape[0]
     DO_STAGES: gl.constexpr = do_tile[0].shape[0]
     BLOCK_Q: gl.constexpr = q_tile[0].shape[3]
-    rows_per_head = gl.cdiv(problem[0], ROW_PADDING) * (ROW_PADDING // BLOCK_Q)
+    rows_per_head = count_sequence_tiles(problem[1], offsets[2], ROW_PADDING) * (
+        ROW_PADDING // BLOCK_Q
+    )
     step = 0  # over all items
     turn = 0
-    item = work_item(0)
+    passed = 0
+    item, sequence, passed = next_item(turn, passed, problem, offsets, 128, False)
     while item < problem[4]:
-        batch, first_head, start_kv, visible = locate_keys(
-            item, problem, window_left, window_right, FUSED, MEMBERS, BLOCK_Q
+        batch, first_head, keys, queries, visible = locate_keys(
+            item, sequence, problem, offsets, window_left, window_right, FUSED, MEMBERS, BLOCK_Q
         )
+        start_kv = keys[0]
+        first_q, _seq_q, first_row = queries
         head_kv = first_head // GROUP_SIZE
         begin, before, full, after = visible
         for i in range((before + full + after) * MEMBERS):
             member, start = group_step(i, begin, before, full, after, BLOCK_Q, MEMBERS)
             head = first_head + member
-            row = (batch * problem[3] + head) * rows_per_head + start // BLOCK_Q
+            row = (batch * problem[3] + head) * rows_per_head + (first_row + start) // BLOCK_Q
             slot = step % Q_STAGES
             if step >= Q_STAGES:
                 wait_for_all(Q_READ + slot, READERS)
             ready = q_full.index(slot)
             mbarrier.expect(ready, tile_bytes(BLOCK_Q, HEAD_DIM) + 4 * BLOCK_Q)
-            load_pieces(q, q_tile, slot, batch, head, start, ready, HEAD_DIM)
+            load_pieces(q, q_tile, slot, batch, head, first_q + start, ready, HEAD_DIM)
             load_box(lse2, [row, 0], ready, lse2_row.index(slot))
             if i == 0:
                 # After q, which does not wait for the end of the item before.
@@ -129,12 +158,41 @@ def produce_queries(
                 wait_for_all(DO_READ + slot, READERS)
             ready = do_full.index(slot)
             mbarrier.expect(ready, tile_bytes(BLOCK_Q, HEAD_DIM_V) + DELTA_BYTES)
-            load_pieces(dout, do_tile, slot, batch, head, start, ready, HEAD_DIM_V)
+            load_pieces(dout, do_tile, slot, batch, head, first_q + start, ready, HEAD_DIM_V)
             if WITH_V:
                 load_box(delta, [row, 0], ready, delta_row.index(slot))
             step += 1
         turn += 1
-        item = work_item(turn)
+        item, sequence, passed = next_item(turn, passed, problem, offsets, 128, False)
+
+
+@gluon.jit
+def clear_queries(tile, full, first, index, queries, visible, MEMBERS: gl.constexpr):
+    """Clear what is another sequence's, or padding, of a tile of queries or dout: it may be NaN.
+
+    No product is in flight here: among products the compiler would wait for each.
+
+    Args:
+        first: the item's first step.
+        index: of the tile among the item's; one behind the last is the last.
+    """
+    STAGES: gl.constexpr = tile[0].shape[0]
+    BLOCK_Q: gl.constexpr = tile[0].shape[3]
+    begin, before, full_tiles, after = visible
+    index = gl.minimum(index, (before + full_tiles + after) * MEMBERS - 1)
+    start = group_step(index, begin, before, full_tiles, after, BLOCK_Q, MEMBERS)[1]
+    slot = (first + index) % STAGES
+    clear_rows(tile, slot, queries[1] - start, full.index(slot), (first + index) // STAGES & 1)
+
+
+@gluon.jit
+def clear_keys(tile, half, full, phase, keys, queries):
+    """Clear what is another sequence's, or padding, of 64 rows of a tile of keys or values.
+
+    Keys that no query sees may be NaN as well, and have a gradient of 0.
+    """
+    count = gl.where(queries[1] > 0, keys[1] - keys[0] - 64 * half, 0)
+    clear_rows(tile, half, count, full, phase)
 
 
 @gluon.jit
@@ -163,5 +221,6 @@ def persistent_keys(
     spec, config = call.spec, call.config
     steps = steps_of_keys(spec, config.block_q, config.block_kv)
     steps = tuple(members * each for each in steps)
-    arguments = arguments | {"EDGES": spec.window != Window() or ragged}
+    edges = isinstance(spec, VarlenSpec) or spec.window != Window() or ragged
+    arguments = arguments | {"EDGES": edges}
     return persistent(call, steps, spec.heads_q // members * spec.batch, arguments)

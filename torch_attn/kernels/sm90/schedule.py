@@ -8,6 +8,8 @@ import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from torch_attn.kernels.portable.sequences import count_sequence_tiles
+from torch_attn.kernels.sm80.sequences import locate_tile
 from torch_attn.launch import KernelCall, Prepared, flash_arguments
 from torch_attn.targets import num_sms
 from twin_attention.contract.spec import VarlenSpec
@@ -37,6 +39,39 @@ def head_and_tile(item, num_items, together, num_tiles):
     rest = item - first * num_tiles
     heads = gl.minimum(together, num_items // num_tiles - first)
     return first + rest % heads, rest // heads
+
+
+@gluon.jit
+def next_item(turn, passed, problem, offsets, BLOCK: gl.constexpr, LAST_FIRST: gl.constexpr):
+    """Return a program's work item of a turn, past those of packed sequences that have no rows.
+
+    Args:
+        turn: how many items the program has had.
+        passed: how many it has passed over.
+        problem: rows of the tiles' axis and of the other one; num_items and together are the last.
+        offsets: those of both axes and num_sequences, or None, all of them.
+        LAST_FIRST: the last tile is the longest.
+
+    Returns:
+        (item, sequence, passed): the sequence that owns the item's tile, 0 of a dense batch.
+    """
+    item = work_item(turn + passed)
+    sequence = 0
+    if offsets[2] is not None:
+        is_empty = item < problem[4]
+        while is_empty:
+            num_tiles = count_sequence_tiles(problem[0], offsets[2], BLOCK)
+            _index, tile = head_and_tile(item, problem[4], problem[5], num_tiles)
+            if LAST_FIRST:
+                tile = num_tiles - 1 - tile
+            sequence, _first, start, end, _first_other, _size_other = locate_tile(
+                offsets[0], offsets[1], tile, problem[0], problem[1], offsets[2], BLOCK
+            )
+            is_empty = start == end
+            passed = gl.where(is_empty, passed + 1, passed)
+            item = work_item(turn + passed)
+            is_empty = is_empty & (item < problem[4])
+    return item, sequence, passed
 
 
 def persistent(

@@ -7,8 +7,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
 
+from torch_attn.kernels.portable.sequences import count_sequence_tiles
 from torch_attn.kernels.portable.tiles import ROW_PADDING
 from torch_attn.kernels.sm80.pipeline import copy_layout
+from torch_attn.kernels.sm80.sequences import locate_tile
 from torch_attn.kernels.sm90.pipeline import column_pieces, piece, product_layout, reinterpret
 from torch_attn.kernels.sm90.reduction import add_box
 from torch_attn.launch import Layout
@@ -191,11 +193,13 @@ def _order_as_registers(x):
     return gl.reshape(gl.permute(parts, [3, 0, 2, 4, 1, 5]), [64 * x.shape[1]])
 
 
-@gluon.jit(do_not_specialize=["seq_q"])
+@gluon.jit(do_not_specialize=["seq_q", "num_sequences"])
 def flash_bwd_postprocess_kernel(
     dq_sum_ptr,
     dq_ptr,
+    cu_seqlens_q_ptr,
     seq_q,
+    num_sequences,
     heads_q,
     scale,
     HEAD_DIM: gl.constexpr,
@@ -204,15 +208,24 @@ def flash_bwd_postprocess_kernel(
     """Scale and store 64 rows of a gradient of one head from the sums of `add_dq` or `add_rows`.
 
     dq [B, Sq, Hq, D] contiguous; of dk and dv the problem has the keys' rows and heads. Grid:
-    (query tiles, heads, batch) in one axis.
+    (query tiles, heads, batch) in one axis; for packed sequences tiles of the sums, in which each
+    begins one of ROW_PADDING rows.
     """
     gl.static_assert(BLOCK_Q == 64)
     num_tiles = gl.cdiv(seq_q, 64)
+    if num_sequences is not None:
+        num_tiles = count_sequence_tiles(seq_q, num_sequences, ROW_PADDING) * (ROW_PADDING // 64)
     start_q = gl.program_id(0) % num_tiles * 64
     head = gl.program_id(0) // num_tiles % heads_q
     batch = (gl.program_id(0) // num_tiles // heads_q).to(gl.int64)
-    padded_rows = gl.cdiv(seq_q, ROW_PADDING) * ROW_PADDING
+    padded_rows = count_sequence_tiles(seq_q, num_sequences, ROW_PADDING) * ROW_PADDING
     row = (batch * heads_q + head) * padded_rows + start_q
+    if num_sequences is not None:
+        _sequence, _first, first_q, seq_q, _first_other, _size_other = locate_tile(
+            cu_seqlens_q_ptr, cu_seqlens_q_ptr, start_q // ROW_PADDING, seq_q, seq_q,
+            num_sequences, ROW_PADDING,
+        )  # fmt: skip
+        start_q = first_q + start_q % ROW_PADDING
     base = dq_sum_ptr + row * sum_columns(HEAD_DIM)
     dq_row = heads_q * HEAD_DIM
     dq_base = dq_ptr + batch * seq_q * dq_row + head * HEAD_DIM
