@@ -6,8 +6,10 @@ Exit codes: 0 done, 1 a check failed, 2 bad arguments, a missing package or no G
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 
+from bench.journal import VARIABLE, supervise
 from interop.parity.arguments import require
 
 REPORTING = ("matplotlib", "numpy", "rich")
@@ -33,4 +35,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main() if VARIABLE in os.environ else supervise(sys.argv[1:]))

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.progress import Progress, TaskID
 
 from bench.job import Absent, Call, Check, Job, Subject, Timer
+from bench.journal import Journal
 from bench.records import Record, append, failed, load
 from bench.report.tables import brief
 from bench.sampling import Sampler
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from bench.timing import Timing
 
 INTERRUPTED = 130  # the exit code
+NO_JOURNAL = Journal()
 
 Run = Callable[[], Any]
 
@@ -55,6 +57,7 @@ def run_suite(
     path: Path | None = None,
     resume: bool = False,
     log: Path | None = None,
+    journal: Journal = NO_JOURNAL,
 ) -> int:
     """Measure every job and print the table; returns the exit code.
 
@@ -65,10 +68,12 @@ def run_suite(
         path: file that records are appended to.
         resume: take from `path` what is measured already; what failed there is tried again.
         log: file that samples of clocks and power are appended to, as CSV.
+        journal: of this run; what processes before this one have measured is not measured again.
     """
     records = {}
     if resume and path is not None and path.exists():
         records = {r.key: r for r in load(path) if r.status != "failed"}
+    records |= journal.measured
     planned = [record.key for job in jobs for record in job.plan(origin).values()]
     code = INTERRUPTED
     progress = Progress(*progress_columns(), console=console, **PROGRESS)
@@ -81,13 +86,17 @@ def run_suite(
             sampler, start = instruments.sample(), time.monotonic()
             show = partial(_show, progress, task, title)
             if isinstance(job, TrainingJob):
+                journal.begin(todo.values())
                 with instruments.limit():
                     measured = job.measure(todo, sampler, show)
             else:
-                measured = measure(job, todo, instruments, sampler, show)
+                measured = []
+                for together in _apart(todo, journal.suspects):
+                    measured += measure(job, together, instruments, sampler, show, journal)
             instruments.release()
             if path is not None:
                 append(path, measured)
+            journal.end(measured)
             if log is not None:
                 sampler.write(log, title)
             records |= {record.key: record for record in measured}
@@ -105,6 +114,12 @@ def run_suite(
     if code == INTERRUPTED:
         console.print("Interrupted; what was measured is kept.")
     return code
+
+
+def _apart(todo: dict[Any, Record], suspects: set[str]) -> list[dict[Any, Record]]:
+    """Return the records to measure together: all but the suspects, each of which is alone."""
+    alone = [{part: record} for part, record in todo.items() if record.key in suspects]
+    return [{part: r for part, r in todo.items() if r.key not in suspects}, *alone]
 
 
 def _show(progress: Progress, task: TaskID, title: str, step: str) -> None:
@@ -126,6 +141,7 @@ def measure(
     instruments: Instruments,
     sampler: Sampler,
     show: Callable[[str], object],
+    journal: Journal = NO_JOURNAL,
 ) -> list[Record]:
     """Fill the planned records of one job; an error becomes the status of what it stopped.
 
@@ -135,6 +151,7 @@ def measure(
     if not planned:
         return []
     show("making tensors")
+    journal.begin(planned.values())
     try:
         inputs = job.inputs()
         check = None if job.check is None else job.check(inputs)
@@ -146,6 +163,7 @@ def measure(
         ready: dict[Subject, tuple[Record, Run]] = {}
         for subject in list(waiting):
             show(f"{planned[subject].label} compiles and is checked")
+            journal.begin([planned[subject]])
             record, call = _prepare(
                 planned[subject], job.factories[subject], inputs, check, instruments
             )
@@ -159,7 +177,7 @@ def measure(
             else:
                 ready[subject] = record, call
         show("timing")
-        done += _time(job, ready, instruments, sampler)
+        done += _time(job, ready, instruments, sampler, journal)
         ready.clear()
         call = None
         if waiting:
@@ -201,11 +219,13 @@ def _time(
     ready: Mapping[Subject, tuple[Record, Run]],
     instruments: Instruments,
     sampler: Sampler,
+    journal: Journal,
 ) -> list[Record]:
     """Time calls against each other; if that fails, each by itself, to find the culprit."""
     if not ready:
         return []
     timer = job.time or instruments.time
+    journal.begin(record for record, _ in ready.values())
     try:
         with sampler:
             timings = timer({subject: call for subject, (_, call) in ready.items()})
@@ -215,7 +235,7 @@ def _time(
             return [failed(record, error) for record, _ in ready.values()]
     else:
         return [_filled(record, job, timings[s], gpu) for s, (record, _) in ready.items()]
-    alone = [_time(job, {s: ready[s]}, instruments, sampler) for s in ready]
+    alone = [_time(job, {s: ready[s]}, instruments, sampler, journal) for s in ready]
     return [record for records in alone for record in records]
 
 

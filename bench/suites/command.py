@@ -16,10 +16,11 @@ from pathlib import Path
 from rich.console import Console
 
 from bench.job import Job
-from bench.records import drop_unfinished_line, origin
+from bench.journal import VARIABLE, Journal
+from bench.records import append, drop_unfinished_line, origin
 from bench.records import load as read
 from bench.report import command as report
-from bench.runner import INTERRUPTED, Instruments, run_suite
+from bench.runner import INTERRUPTED, NO_JOURNAL, Instruments, run_suite
 from bench.sampling import Sampler, log_path, nvml_reader
 from bench.suites import ON_CPU, SUITES, load
 from bench.training.job import TrainingJob
@@ -100,12 +101,15 @@ def _run(names: Sequence[str], arguments: argparse.Namespace) -> int:
     # Once: a file of records under version control changes while it is written.
     facts = _facts(arguments.device)
     code = 0
+    journal = Journal(Path(os.environ[VARIABLE])) if VARIABLE in os.environ else NO_JOURNAL
+    if path := arguments.json:
+        append(path, journal.crashed)
     for name in chosen:
         if len(names) == 1:
             log = arguments.gpu_log
         else:
             log = log_path(arguments.json, name) if name == "fa2" else None
-        code = _measure(name, arguments, facts, log)
+        code = _measure(name, arguments, facts, log, journal)
         if code == INTERRUPTED:
             break
     return code
@@ -199,7 +203,11 @@ def _torch_limit(fraction: float | None) -> Iterator[None]:
 
 
 def _measure(
-    name: str, arguments: argparse.Namespace, facts: dict[str, str], log: Path | None
+    name: str,
+    arguments: argparse.Namespace,
+    facts: dict[str, str],
+    log: Path | None,
+    journal: Journal,
 ) -> int:
     """Run one suite; return the exit code."""
     import torch
@@ -228,7 +236,7 @@ def _measure(
     try:
         code = run_suite(
             [*peaks, *jobs], origin(name, facts), instruments, console, arguments.json,
-            arguments.resume, log,
+            arguments.resume, log, journal,
         )  # fmt: skip
     finally:
         gc.unfreeze()

@@ -154,7 +154,7 @@ def test_a_memory_cap_holds_both_frameworks(gpu, monkeypatch):
 def test_a_suite_runs_after_the_peaks_of_the_device(gpu, monkeypatch, tmp_path, capsys):
     called = []
 
-    def run_suite(jobs, origin, instruments, console, path, resume, log):
+    def run_suite(jobs, origin, instruments, console, path, resume, log, journal):
         called.append((jobs, origin, path, resume, log))
         return 130
 
@@ -177,7 +177,7 @@ def measured(monkeypatch, record):
     """Suites that write a record at once; gives their names, and the codes that they return."""
     done = SimpleNamespace(names=[], logs={}, codes={})
 
-    def measure(name, arguments, facts, log):
+    def measure(name, arguments, facts, log, journal):
         append(arguments.json, [record()])
         done.names.append(name)
         done.logs[name] = log

@@ -1,0 +1,87 @@
+"""Go on behind an implementation that ends the process, as a segmentation fault in a library does.
+
+`supervise` runs a command in a process of its own. That one writes to a `Journal` what it has
+measured, and before each step whose kernels they are. If a signal of `CRASHES` ends it, another one
+takes from there what was measured, and knows what crashed.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from bench.records import Record, append, load
+
+CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
+VARIABLE = "TWIN_ATTENTION_JOURNAL"  # the folder of the run's journal
+_COMMAND = [sys.executable, "-m", "bench"]
+_MEASURED, _RUNNING = "measured.jsonl", "running.jsonl"
+
+
+class Journal:
+    """Records of a run that outlive its process, in a folder; without one, none do.
+
+    Attributes:
+        measured: by key, what processes before this one have measured.
+        crashed: of these, what ended one of them, as rows that say so.
+        suspects: keys of what ran together when one ended.
+    """
+
+    def __init__(self, folder: Path | None = None) -> None:
+        self._folder = folder
+        running = self._load(_RUNNING)
+        message = "its process crashed"
+        self.crashed = [replace(record, status="failed", message=message) for record in running]
+        self.suspects: set[str] = set()
+        if len({record.label for record in running}) > 1:
+            self.crashed, self.suspects = [], {record.key for record in running}
+        self.end(self.crashed)
+        self.measured = {record.key: record for record in self._load(_MEASURED)}
+
+    def begin(self, records: Iterable[Record]) -> None:
+        """Note what runs next: if the process ends, one of them is why."""
+        if self._folder is not None:
+            (self._folder / _RUNNING).unlink(missing_ok=True)
+            append(self._folder / _RUNNING, records)
+
+    def end(self, records: Iterable[Record]) -> None:
+        """Note what was measured; nothing runs."""
+        if self._folder is not None:
+            append(self._folder / _MEASURED, records)
+            (self._folder / _RUNNING).unlink(missing_ok=True)
+
+    def _load(self, name: str) -> list[Record]:
+        if self._folder is None or not (self._folder / name).exists():
+            return []
+        return load(self._folder / name)
+
+
+def supervise(arguments: Sequence[str]) -> int:
+    """Run ``python -m bench`` in a process of its own, again while it crashes at an implementation.
+
+    Returns:
+        The exit code.
+    """
+    handlers = {x: signal.getsignal(x) for x in (signal.SIGINT, signal.SIGTERM)}
+    with TemporaryDirectory() as folder:
+        try:
+            while True:
+                process = subprocess.Popen(
+                    [*_COMMAND, *arguments], env=os.environ | {VARIABLE: folder}
+                )
+                # A terminal sends Ctrl-C to that process as well, which ends in its own time.
+                signal.signal(signal.SIGINT, lambda *_: None)
+                signal.signal(signal.SIGTERM, lambda *_, process=process: process.terminate())
+                code = process.wait()
+                if -code not in CRASHES or not Path(folder, _RUNNING).exists():
+                    return code if code >= 0 else 128 - code
+                print(f"{signal.Signals(-code).name}: the run goes on behind it", file=sys.stderr)
+        finally:
+            for each, handler in handlers.items():
+                signal.signal(each, handler)

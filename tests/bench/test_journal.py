@@ -1,0 +1,97 @@
+"""What a run has measured outlives its process, and what ended it is not run again."""
+
+import signal
+import sys
+import textwrap
+
+import pytest
+
+from bench import journal
+from bench.journal import Journal, supervise
+from bench.records import load
+
+
+@pytest.fixture
+def planned(record):
+    return lambda name: record(implementation=name, target=None, status="planned", times=None)
+
+
+def test_what_one_process_measured_the_next_one_has(tmp_path, planned):
+    first, second = planned("FA2"), planned("Flex")
+    before = Journal(tmp_path)
+    before.begin([first])
+    before.end([first])
+    before.begin([second])
+    after = Journal(tmp_path)
+    assert [(r.label, r.status) for r in after.crashed] == [("Flex", "failed")]
+    assert list(after.measured) == [first.key, second.key]
+    assert Journal(tmp_path).crashed == []
+
+
+def test_of_those_that_ran_together_none_is_to_blame_yet(tmp_path, planned):
+    together = [planned("FA2"), planned("Flex")]
+    Journal(tmp_path).begin(together)
+    after = Journal(tmp_path)
+    assert (after.crashed, after.measured) == ([], {})
+    assert after.suspects == {r.key for r in together}
+
+
+def test_without_a_folder_nothing_is_kept(record):
+    kept = Journal()
+    kept.begin([record()])
+    kept.end([record()])
+    assert (kept.measured, kept.crashed) == ({}, [])
+
+
+SUITE = """
+    import io, os, signal, sys
+    from pathlib import Path
+    from types import SimpleNamespace
+    from rich.console import Console
+    from bench.job import Call, Job, Subject
+    from bench.journal import VARIABLE, Journal
+    from bench.records import Times, append
+    from bench.runner import Instruments, run_suite
+    from bench.sampling import Sampler
+
+    def timer(calls):
+        for call in calls.values():
+            call()
+        time = Times(2.0, 2.0, 2.0)
+        timing = SimpleNamespace(
+            busy=time, span=time, host=time, kernels=(), events=2.0, memory=None
+        )
+        return dict.fromkeys(calls, timing)
+
+    def factory(bad):
+        calls = []
+        def run():
+            calls.append(bad)
+            if bad and len(calls) == 2:
+                os.kill(os.getpid(), signal.SIGSEGV)
+        return lambda tensors: Call(run, None)
+
+    path = Path(sys.argv[-1])
+    factories = {Subject(name): factory(name == "bad") for name in ("good", "bad", "better")}
+    jobs = [Job({"name": "a"}, "forward", 0, 0, lambda: None, factories)]
+    origin = {"suite": "s", "device": "GPU", "versions": {}, "commit": "c", "date": "d"}
+    instruments = Instruments(timer, lambda x: x, lambda: Sampler(None), lambda: None)
+    journal = Journal(Path(os.environ[VARIABLE]))
+    append(path, journal.crashed)
+    print("started", file=sys.stderr)
+    console = Console(file=io.StringIO())
+    sys.exit(run_suite(jobs, origin, instruments, console, path, journal=journal))
+"""
+
+
+def test_a_crash_is_a_row_and_the_run_goes_on(monkeypatch, tmp_path, capfd):
+    path = tmp_path / "records.jsonl"
+    monkeypatch.setattr(journal, "_COMMAND", [sys.executable, "-c", textwrap.dedent(SUITE)])
+    handlers = [signal.getsignal(x) for x in (signal.SIGINT, signal.SIGTERM)]
+    assert supervise([str(path)]) == 0
+    assert [signal.getsignal(x) for x in (signal.SIGINT, signal.SIGTERM)] == handlers
+    rows = {(r.case["name"], r.label): (r.status, r.message) for r in load(path)}
+    bad = ("failed", "its process crashed")
+    assert rows == {("a", "good"): ("ok", None), ("a", "bad"): bad, ("a", "better"): ("ok", None)}
+    # Timed beside others, then alone, then not at all.
+    assert capfd.readouterr().err.count("started") == 3
