@@ -6,7 +6,13 @@ from types import SimpleNamespace
 import pytest
 
 from interop.parity.cases import DecodeCase, FlashCase
-from twin_attention.contract.spec import AppendSpec, AttentionSpec, DecodeSpec, PagedCache
+from twin_attention.contract.spec import (
+    AppendSpec,
+    AttentionSpec,
+    DecodeSpec,
+    PagedCache,
+    VarlenSpec,
+)
 from twin_attention.targets.conditions import CONDITIONS
 from twin_attention.targets.config import (
     PACKAGES,
@@ -269,6 +275,13 @@ def test_few_keys():
 def test_many_programs(sequences, changes, condition):
     spec = decode(4096, lengths=(1,) * sequences, **changes)
     assert conditions(spec) == ({condition} if condition else set())
+
+
+@pytest.mark.parametrize(("tokens", "held"), [(6143, {1024}), (6144, {1024, 2048}), (3071, set())])
+def test_the_mean_of_packed_sequences_counts_as_their_keys(tokens, held):
+    spec = FlashCase("when", 1, tokens, tokens, 1, 1).spec
+    spec = VarlenSpec(**vars(spec), num_sequences=3)
+    assert conditions(spec) == {f">= {keys} keys" for keys in held}
 
 
 def test_softcap_holds_beside_others():

@@ -5,7 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeGuard
 
-from twin_attention.contract.spec import AttentionSpec, BlockSparseSpec, DecodeSpec, Window
+from twin_attention.contract.spec import (
+    AttentionSpec,
+    BlockSparseSpec,
+    DecodeSpec,
+    VarlenSpec,
+    Window,
+)
 from twin_attention.targets.kernels import Spec
 from twin_attention.targets.target import NUM_SMS
 
@@ -39,8 +45,16 @@ def _has_block_mask(spec: Spec) -> bool:
 
 
 def _has_keys(count: int) -> Callable[[Spec], bool]:
-    """Return the condition of a flash attention of at least so many keys."""
-    return lambda spec: isinstance(spec, AttentionSpec) and spec.seq_kv >= count
+    """Return the condition of a flash attention of at least so many keys.
+
+    Of packed sequences their mean counts: the lengths are data on the device.
+    """
+
+    def has_keys(spec: Spec) -> bool:
+        sequences = spec.num_sequences if isinstance(spec, VarlenSpec) else 1
+        return isinstance(spec, AttentionSpec) and spec.seq_kv >= count * sequences
+
+    return has_keys
 
 
 def _has_many_rows(spec: Spec) -> bool:
