@@ -64,7 +64,7 @@ _fake("log")(lambda x: _elementwise(torch.log, x))
 _fake("abs")(lambda x: _elementwise(torch.abs, x))
 _fake("multiple_of", "max_contiguous")(lambda x, _: x)
 _fake("cast")(lambda x, dtype: x.to(dtype) if hasattr(x, "to") else scalar(x))
-_fake("sum")(lambda x, axis: Tensor(x.values.sum(axis)))
+_fake("sum")(lambda x, axis: _tensor_or_scalar(x.values.sum(axis)))
 _fake("max")(lambda x, axis: Tensor(x.values.amax(axis)))
 _fake("barrier", "thread_barrier")(lambda *_, **__: pause())
 _fake("num_warps")(lambda: now.partition.warps)
@@ -113,8 +113,11 @@ def convert_layout(x: Any, layout: Any, assert_trivial: bool = False) -> Any:
 
 @_fake()
 def load(pointer: Pointer, mask: Any = None, other: Any = 0) -> Any:
-    found = pointer.read(mask, other)
-    return Tensor(found) if found.ndim else scalar(found.item())
+    return _tensor_or_scalar(pointer.read(mask, other))
+
+
+def _tensor_or_scalar(x: torch.Tensor) -> Any:
+    return Tensor(x) if x.ndim else scalar(x.item())
 
 
 @_fake()
@@ -125,10 +128,13 @@ def store(pointer: Pointer, value: Any, mask: Any = None) -> None:
 
 
 @_fake()
-def atomic_add(pointer: Pointer, value: Tensor, mask: Any = None, **_: Any) -> None:
+def atomic_add(pointer: Pointer, value: Any, mask: Any = None, **_: Any) -> Any:
     pause()
+    before = load(pointer, mask)
     offset, mask = pointer.select(mask)
-    pointer.memory.index_add_(0, offset[mask], value.values[mask])
+    values = torch.as_tensor(values_of(value), dtype=pointer.memory.dtype).expand(offset.shape)
+    pointer.memory.index_add_(0, offset[mask], values[mask])
+    return before
 
 
 def _pack(high: Tensor, low: Tensor, dtype: torch.dtype) -> Tensor:

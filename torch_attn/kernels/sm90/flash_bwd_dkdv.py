@@ -252,7 +252,7 @@ def _add_queries(
     )
     turn = 0
     passed = 0
-    item, sequence, passed = next_item(turn, passed, problem, offsets, 128, False)
+    item, sequence, passed = next_item(turn, passed, problem, offsets, 128)
     while item < problem[4]:
         batch, first_head, _keys, queries, visible = locate_keys(
             item, sequence, problem, offsets, window_left, window_right, True, MEMBERS, BLOCK_Q
@@ -272,7 +272,7 @@ def _add_queries(
                     fence_async_shared()
                     add_dq(dq_sum, dq_tiles[consumer], tile, consumer, HEAD_DIM)
         turn += 1
-        item, sequence, passed = next_item(turn, passed, problem, offsets, 128, False)
+        item, sequence, passed = next_item(turn, passed, problem, offsets, 128)
     tma.store_wait(0)
 
 
@@ -309,7 +309,7 @@ def _consume_queries(
     step = 0  # over all items
     turn = 0
     passed = 0
-    item, sequence, passed = next_item(turn, passed, problem, offsets, 128, False)
+    item, sequence, passed = next_item(turn, passed, problem, offsets, 128)
     while item < num_items:
         batch, first_head, place, queries, visible = locate_keys(
             item, sequence, problem, offsets, window_left, window_right, FUSED, MEMBERS, BLOCK_Q
@@ -414,7 +414,7 @@ def _consume_queries(
             tma.store_wait(0)
         mbarrier.arrive(kv_read.index(CONSUMER), count=1)
         turn += 1
-        item, sequence, passed = next_item(turn, passed, problem, offsets, 128, False)
+        item, sequence, passed = next_item(turn, passed, problem, offsets, 128)
 
 
 @triton.constexpr_function

@@ -167,7 +167,7 @@ def _consume_queries(
     step = 0  # over all items
     turn = 0
     passed = 0
-    item, sequence, passed = next_item(turn, passed, problem, offsets, 128, False)
+    item, sequence, passed = next_item(turn, passed, problem, offsets, 128)
     while item < num_items:
         batch, first_head, keys, queries, visible = locate_keys(
             item, sequence, problem, offsets, window_left, window_right, False, GROUP_SIZE, BLOCK_Q
@@ -253,7 +253,7 @@ def _consume_queries(
             tma.store_wait(0)
         mbarrier.arrive(kv_read.index(CONSUMER), count=1)
         turn += 1
-        item, sequence, passed = next_item(turn, passed, problem, offsets, 128, False)
+        item, sequence, passed = next_item(turn, passed, problem, offsets, 128)
 
 
 def prepare_dv(call: KernelCall) -> Prepared:

@@ -18,7 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from torch_attn.kernels.portable.block_mask import list_arguments, lists_of_keys
-from torch_attn.kernels.portable.sequences import count_sequence_tiles, offsets_of, rows_of_tile
+from torch_attn.kernels.portable.sequences import count_sequence_tiles, offsets_of
 from torch_attn.kernels.portable.softmax import LN2, LOG2E, add_sink
 from torch_attn.kernels.portable.tiles import visible_tiles
 from torch_attn.kernels.sm80.softmax import add_columns, online_softmax_update
@@ -52,7 +52,15 @@ from torch_attn.kernels.sm90.pipeline import (
     write_rows,
     zeros,
 )
-from torch_attn.kernels.sm90.schedule import head_and_tile, next_item, persistent
+from torch_attn.kernels.sm90.schedule import (
+    allocate_hand_over,
+    hand_over,
+    head_and_tile,
+    persistent,
+    receive,
+    take_item,
+    work_item,
+)
 from torch_attn.kernels.sm90.scores import hide, scaled_scores
 from torch_attn.launch import UNSPECIALIZED, KernelCall, Prepared, launch
 from twin_attention.contract.operands import AttentionOperands
@@ -73,6 +81,7 @@ def flash_fwd_kernel(
     sinks_ptr,
     out,
     lse_ptr,
+    counter_ptr,
     cu_seqlens_q_ptr,
     cu_seqlens_kv_ptr,
     counts_ptr,
@@ -128,6 +137,8 @@ def flash_fwd_kernel(
         EDGES: some tile of keys needs a mask.
         cu_seqlens_q_ptr, cu_seqlens_kv_ptr, num_sequences: packed sequences, as in the portable
             kernel, or None, all of them. The tensors are a batch of one, and out is a pointer.
+        counter_ptr: [1], zero at first: of packed sequences the producer takes the items as they
+            come, see `take_item`, and tells the consumers; else None.
         counts_ptr, tiles_ptr, list_strides, list_width, TILE_Q, TILE_KV: a block mask, as in the
             portable kernel, or None, all of them.
         AHEAD: the first q·kᵀ of an item is issued with the last p·v of the item before, for which
@@ -152,6 +163,9 @@ def flash_fwd_kernel(
 
     tiles = (q_tile, k_tile, v_tile, out_tile)
     barriers = (q_full, q_read, k_full, v_full)
+    shared = ()
+    if num_sequences is not None:
+        shared = allocate_hand_over(NUM_CONSUMERS)
     loads = ((q, q_1, q_2), (k, k_1, k_2), (v, v_1, v_2))
     results = ((out, out_1, out_2), lse_ptr)
     problem = (seq_q, seq_kv, diagonal, heads_q, num_items, together)
@@ -160,19 +174,22 @@ def flash_fwd_kernel(
         gl.warp_specialize(
             [
                 (_consume, (
-                    tiles, barriers, results, problem, rule, window_left, window_right, sinks_ptr,
+                    tiles, barriers, shared, results, problem, rule,
+                    window_left, window_right, sinks_ptr,
                     (cu_seqlens_q_ptr, cu_seqlens_kv_ptr, num_sequences),
                     (counts_ptr, tiles_ptr, list_strides, list_width, TILE_Q, TILE_KV),
                     0, BLOCK_Q, HEAD_DIM, HEAD_DIM_V, PING_PONG, EDGES, AHEAD, OUT_IN_Q,
                 )),
                 (_consume, (
-                    tiles, barriers, results, problem, rule, window_left, window_right, sinks_ptr,
+                    tiles, barriers, shared, results, problem, rule,
+                    window_left, window_right, sinks_ptr,
                     (cu_seqlens_q_ptr, cu_seqlens_kv_ptr, num_sequences),
                     (counts_ptr, tiles_ptr, list_strides, list_width, TILE_Q, TILE_KV),
                     1, BLOCK_Q, HEAD_DIM, HEAD_DIM_V, PING_PONG, EDGES, AHEAD, OUT_IN_Q,
                 )),
                 (_produce, (
-                    tiles, barriers, loads, problem, (window_left, window_right),
+                    tiles, barriers, shared, counter_ptr, loads, problem,
+                    (window_left, window_right),
                     (cu_seqlens_q_ptr, cu_seqlens_kv_ptr, num_sequences),
                     (counts_ptr, tiles_ptr, list_strides, list_width, TILE_Q, TILE_KV),
                     BLOCK_Q, GROUP_SIZE, HEAD_DIM, HEAD_DIM_V,
@@ -185,25 +202,29 @@ def flash_fwd_kernel(
         gl.warp_specialize(
             [
                 (_consume, (
-                    tiles, barriers, results, problem, rule, window_left, window_right, sinks_ptr,
+                    tiles, barriers, shared, results, problem, rule,
+                    window_left, window_right, sinks_ptr,
                     (cu_seqlens_q_ptr, cu_seqlens_kv_ptr, num_sequences),
                     (counts_ptr, tiles_ptr, list_strides, list_width, TILE_Q, TILE_KV),
                     0, BLOCK_Q, HEAD_DIM, HEAD_DIM_V, PING_PONG, EDGES, AHEAD, OUT_IN_Q,
                 )),
                 (_consume, (
-                    tiles, barriers, results, problem, rule, window_left, window_right, sinks_ptr,
+                    tiles, barriers, shared, results, problem, rule,
+                    window_left, window_right, sinks_ptr,
                     (cu_seqlens_q_ptr, cu_seqlens_kv_ptr, num_sequences),
                     (counts_ptr, tiles_ptr, list_strides, list_width, TILE_Q, TILE_KV),
                     1, BLOCK_Q, HEAD_DIM, HEAD_DIM_V, PING_PONG, EDGES, AHEAD, OUT_IN_Q,
                 )),
                 (_consume, (
-                    tiles, barriers, results, problem, rule, window_left, window_right, sinks_ptr,
+                    tiles, barriers, shared, results, problem, rule,
+                    window_left, window_right, sinks_ptr,
                     (cu_seqlens_q_ptr, cu_seqlens_kv_ptr, num_sequences),
                     (counts_ptr, tiles_ptr, list_strides, list_width, TILE_Q, TILE_KV),
                     2, BLOCK_Q, HEAD_DIM, HEAD_DIM_V, PING_PONG, EDGES, AHEAD, OUT_IN_Q,
                 )),
                 (_produce, (
-                    tiles, barriers, loads, problem, (window_left, window_right),
+                    tiles, barriers, shared, counter_ptr, loads, problem,
+                    (window_left, window_right),
                     (cu_seqlens_q_ptr, cu_seqlens_kv_ptr, num_sequences),
                     (counts_ptr, tiles_ptr, list_strides, list_width, TILE_Q, TILE_KV),
                     BLOCK_Q, GROUP_SIZE, HEAD_DIM, HEAD_DIM_V,
@@ -215,9 +236,30 @@ def flash_fwd_kernel(
 
 
 @gluon.jit
+def _next_item(turn, problem, offsets, shared, counter_ptr, BLOCK_Q: gl.constexpr):
+    """Return the producer's work item of a turn, and its place if sequences are packed."""
+    if offsets[2] is None:
+        item, place = work_item(turn), (0, 0, 0, 0)
+    else:
+        item, place = take_item(counter_ptr, problem, offsets, BLOCK_Q)
+        hand_over(shared, turn, item, place)
+    return item, place
+
+
+@gluon.jit
+def _own_item(turn, offsets, shared, CONSUMER: gl.constexpr):
+    """Return what `_next_item` gave the producer in this turn."""
+    if offsets[2] is None:
+        item, place = work_item(turn), (0, 0, 0, 0)
+    else:
+        item, place = receive(shared, turn, CONSUMER)
+    return item, place
+
+
+@gluon.jit
 def _locate(
     item,
-    sequence,
+    place,
     problem,
     window_left,
     window_right,
@@ -226,7 +268,7 @@ def _locate(
     BLOCK_Q: gl.constexpr,
     BLOCK_KV: gl.constexpr,
 ):
-    """Return batch, head, rows, keys and tiles of keys of a work item.
+    """Return batch, head, rows, keys and tiles of keys of a work item; `place` is packed rows'.
 
     rows are the first, the end of all that its head or sequence has, and their diagonal: of packed
     sequences they are counted from the first of all. keys are the first of the sequence, from which
@@ -242,9 +284,7 @@ def _locate(
     start_q = tile * BLOCK_Q
     first_kv = 0
     if offsets[2] is not None:
-        _sequence, _first_q, start_q, seq_q, first_kv, seq_kv = rows_of_tile(
-            offsets[0], offsets[1], sequence, tile, seq_q, seq_kv, offsets[2], BLOCK_Q
-        )
+        start_q, seq_q, first_kv, seq_kv = place
         diagonal = seq_kv - seq_q
     begin, before, full, after = visible_tiles(
         start_q, seq_q, seq_kv, diagonal, window_left, window_right, BLOCK_Q, BLOCK_KV
@@ -263,6 +303,8 @@ def _locate(
 def _produce(
     tiles,
     barriers,
+    shared,
+    counter_ptr,
     loads,
     problem,
     window,
@@ -284,11 +326,10 @@ def _produce(
     READERS: gl.constexpr = 128 * NUM_CONSUMERS + 32
     step = 0  # over all items
     turn = 0
-    passed = 0
-    item, sequence, passed = next_item(turn, passed, problem, offsets, BLOCK_Q, True)
+    item, place = _next_item(turn, problem, offsets, shared, counter_ptr, BLOCK_Q)
     while item < problem[4]:
         batch, head, rows, keys, visible = _locate(
-            item, sequence, problem, window[0], window[1], offsets, lists, BLOCK_Q, BLOCK_KV
+            item, place, problem, window[0], window[1], offsets, lists, BLOCK_Q, BLOCK_KV
         )
         start_q, first_kv = rows[0], keys[0]
         _begin, before, full, after = visible
@@ -320,13 +361,14 @@ def _produce(
             step += 1
         step -= 1
         turn += 1
-        item, sequence, passed = next_item(turn, passed, problem, offsets, BLOCK_Q, True)
+        item, place = _next_item(turn, problem, offsets, shared, counter_ptr, BLOCK_Q)
 
 
 @gluon.jit
 def _consume(
     tiles,
     barriers,
+    shared,
     results,
     problem,
     rule,
@@ -365,8 +407,7 @@ def _consume(
     turn = 0
     if PING_PONG and CONSUMER == NUM_CONSUMERS - 1:
         arrive(TURN, 256)
-    passed = 0
-    item, sequence, passed = next_item(turn, passed, problem, offsets, BLOCK_Q, True)
+    item, place = _own_item(turn, offsets, shared, CONSUMER)
     q_slot = CONSUMER
     if AHEAD:
         # Only a program of packed sequences may have no item.
@@ -379,10 +420,10 @@ def _consume(
         if exists:
             arrive(K_READ, READERS)
     while item < num_items:
-        batch, head, place, keys, visible = _locate(
-            item, sequence, problem, window_left, window_right, offsets, lists, BLOCK_Q, BLOCK_KV
+        batch, head, positions, keys, visible = _locate(
+            item, place, problem, window_left, window_right, offsets, lists, BLOCK_Q, BLOCK_KV
         )
-        start_q, seq_q, diagonal = place
+        start_q, seq_q, diagonal = positions
         _first_kv, seq_kv = keys
         _begin, before, full, after = visible
         rows = start_q + CONSUMER * 64 + gl.arange(0, 64, of_row)
@@ -458,7 +499,7 @@ def _consume(
 
         # The last p·v, and q·kᵀ of the next item: of nothing and not looked at if there is none.
         turn += 1
-        item, sequence, passed = next_item(turn, passed, problem, offsets, BLOCK_Q, True)
+        item, place = _own_item(turn, offsets, shared, CONSUMER)
         previous = (step - 1) % NUM_STAGES
         if AHEAD:
             slot = step % NUM_STAGES
@@ -519,7 +560,8 @@ def flash_fwd(
     q = operands.q
     out = q.new_empty((*q.shape[:-1], spec.head_dim_v))
     lse = q.new_empty((*q.shape[:-3], spec.heads_q, spec.seq_q), dtype=torch.float32)
-    tensors = (q, operands.k, operands.v, operands.sinks, out, lse)
+    counter = q.new_zeros(1, dtype=torch.int32) if isinstance(spec, VarlenSpec) else None
+    tensors = (q, operands.k, operands.v, operands.sinks, out, lse, counter)
     tensors = (*tensors, *offsets_of(operands), *lists_of_keys(operands))
     # Four warps are one consumer; Triton adds those of the other parts.
     launch("flash_fwd", flash_fwd_kernel, _prepare, tensors, spec, backend, num_warps=4)

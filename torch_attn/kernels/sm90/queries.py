@@ -120,7 +120,7 @@ def produce_queries(
     step = 0  # over all items
     turn = 0
     passed = 0
-    item, sequence, passed = next_item(turn, passed, problem, offsets, 128, False)
+    item, sequence, passed = next_item(turn, passed, problem, offsets, 128)
     while item < problem[4]:
         batch, first_head, keys, queries, visible = locate_keys(
             item, sequence, problem, offsets, window_left, window_right, FUSED, MEMBERS, BLOCK_Q
@@ -163,7 +163,7 @@ def produce_queries(
                 load_box(delta, [row, 0], ready, delta_row.index(slot))
             step += 1
         turn += 1
-        item, sequence, passed = next_item(turn, passed, problem, offsets, 128, False)
+        item, sequence, passed = next_item(turn, passed, problem, offsets, 128)
 
 
 @gluon.jit

@@ -7,9 +7,11 @@ import torch
 import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from torch_attn.kernels.portable.sequences import count_sequence_tiles
 from torch_attn.kernels.sm80.sequences import locate_tile
+from torch_attn.kernels.sm90.pipeline import allocate_barriers
 from torch_attn.launch import KernelCall, Prepared, flash_arguments
 from torch_attn.targets import num_sms
 from twin_attention.contract.spec import VarlenSpec
@@ -42,7 +44,7 @@ def head_and_tile(item, num_items, together, num_tiles):
 
 
 @gluon.jit
-def next_item(turn, passed, problem, offsets, BLOCK: gl.constexpr, LAST_FIRST: gl.constexpr):
+def next_item(turn, passed, problem, offsets, BLOCK: gl.constexpr):
     """Return a program's work item of a turn, past those of packed sequences that have no rows.
 
     Args:
@@ -50,7 +52,6 @@ def next_item(turn, passed, problem, offsets, BLOCK: gl.constexpr, LAST_FIRST: g
         passed: how many it has passed over.
         problem: rows of the tiles' axis and of the other one; num_items and together are the last.
         offsets: those of both axes and num_sequences, or None, all of them.
-        LAST_FIRST: the last tile is the longest.
 
     Returns:
         (item, sequence, passed): the sequence that owns the item's tile, 0 of a dense batch.
@@ -62,8 +63,6 @@ def next_item(turn, passed, problem, offsets, BLOCK: gl.constexpr, LAST_FIRST: g
         while is_empty:
             num_tiles = count_sequence_tiles(problem[0], offsets[2], BLOCK)
             _index, tile = head_and_tile(item, problem[4], problem[5], num_tiles)
-            if LAST_FIRST:
-                tile = num_tiles - 1 - tile
             sequence, _first, start, end, _first_other, _size_other = locate_tile(
                 offsets[0], offsets[1], tile, problem[0], problem[1], offsets[2], BLOCK
             )
@@ -72,6 +71,79 @@ def next_item(turn, passed, problem, offsets, BLOCK: gl.constexpr, LAST_FIRST: g
             item = work_item(turn + passed)
             is_empty = is_empty & (item < problem[4])
     return item, sequence, passed
+
+
+@gluon.jit
+def take_item(counter_ptr, problem, offsets, BLOCK: gl.constexpr):
+    """Take the next item of packed sequences that has rows, in the order from the last tile on.
+
+    All programs count together, so that one whose items are short takes more of them.
+
+    Args:
+        counter_ptr: how many items all programs have taken.
+        problem, offsets: as in `next_item`.
+
+    Returns:
+        (item, place): place is what `locate_tile` returns from the tile's first row on.
+    """
+    item = gl.atomic_add(counter_ptr, 1, sem="relaxed")
+    start, end, first_other, size_other = 0, 0, 0, 0
+    is_empty = item < problem[4]
+    while is_empty:
+        num_tiles = count_sequence_tiles(problem[0], offsets[2], BLOCK)
+        _index, tile = head_and_tile(item, problem[4], problem[5], num_tiles)
+        _sequence, _first, start, end, first_other, size_other = locate_tile(
+            offsets[0], offsets[1], num_tiles - 1 - tile, problem[0], problem[1], offsets[2], BLOCK
+        )
+        is_empty = start == end
+        if is_empty:
+            item = gl.atomic_add(counter_ptr, 1, sem="relaxed")
+        is_empty = is_empty & (item < problem[4])
+    return item, (start, end, first_other, size_other)
+
+
+@gluon.jit
+def allocate_hand_over(NUM_CONSUMERS: gl.constexpr):
+    """Allocate shared memory for an item and its place; barriers for when it is there, and read."""
+    layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    values = gl.allocate_shared_memory(gl.int32, [8], layout)
+    return values, allocate_barriers(1), allocate_barriers(NUM_CONSUMERS)
+
+
+@gluon.jit
+def _fields():
+    # Each thread has all of them.
+    layout: gl.constexpr = gl.BlockedLayout([8], [32], [gl.num_warps()], [0])
+    return gl.arange(0, 8, layout)
+
+
+@gluon.jit
+def hand_over(shared, turn, item, place):
+    """Give the consumers an item and its place, when they have read those of the turn before."""
+    values, written, read = shared
+    NUM_CONSUMERS: gl.constexpr = read.shape[0]
+    for consumer in gl.static_range(NUM_CONSUMERS):
+        mbarrier.wait(read.index(consumer), (turn & 1) ^ 1)
+    field = _fields()
+    x = gl.where(field == 0, item, field)
+    for i in gl.static_range(4):
+        x = gl.where(field == i + 1, place[i], x)
+    values.store(x)
+    mbarrier.arrive(written.index(0), count=1)
+
+
+@gluon.jit
+def receive(shared, turn, CONSUMER: gl.constexpr):
+    """Return what `hand_over` gave in a turn: (item, place)."""
+    values, written, read = shared
+    mbarrier.wait(written.index(0), turn & 1)
+    field = _fields()
+    x = values.load(field.type.layout)
+    mbarrier.arrive(read.index(CONSUMER), count=1)
+    item = gl.sum(gl.where(field == 0, x, 0), 0)
+    start, end = gl.sum(gl.where(field == 1, x, 0), 0), gl.sum(gl.where(field == 2, x, 0), 0)
+    first, size = gl.sum(gl.where(field == 3, x, 0), 0), gl.sum(gl.where(field == 4, x, 0), 0)
+    return item, (start, end, first, size)
 
 
 def persistent(
