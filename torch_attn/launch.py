@@ -15,7 +15,7 @@ from torch_attn.driver import launcher_of
 from torch_attn.replay import Launcher, current_capture
 from torch_attn.targets import shared_memory
 from torch_attn.tensor_maps import TensorMap
-from twin_attention.contract.spec import AttentionSpec, BlockSparseSpec, VarlenSpec
+from twin_attention.contract.spec import AttentionSpec, BlockSparseSpec, ScoreRule, VarlenSpec
 from twin_attention.targets.config import compile_to_fit
 from twin_attention.targets.family import Backend
 from twin_attention.targets.kernels import KernelConfig, Spec
@@ -31,21 +31,26 @@ _recorded: tuple[Callable[[str], float], list[tuple[str, KernelConfig, Any]]] | 
 
 def flash_arguments(spec: AttentionSpec) -> dict[str, Any]:
     """Return the arguments that describe a problem, as every flash attention kernel takes them."""
-    rule, window = spec.scores, spec.bounded_window
+    window = spec.bounded_window
     return {
         "seq_q": spec.seq_q,
         "seq_kv": spec.seq_kv,
         "diagonal": spec.diagonal,
         "heads_q": spec.heads_q,
-        "rule": rule._replace(
-            scale_first=tl.constexpr(rule.scale_first), precision=tl.constexpr(rule.precision)
-        ),
+        "rule": rule_argument(spec.scores),
         "window_left": window.left,
         "window_right": window.right,
         "GROUP_SIZE": spec.group_size,
         "HEAD_DIM": spec.head_dim,
         "HEAD_DIM_V": spec.head_dim_v,
     } | sequence_arguments(spec)
+
+
+def rule_argument(rule: ScoreRule) -> ScoreRule:
+    """Return a rule as kernels take it, with what is no number known while they are compiled."""
+    return rule._replace(
+        scale_first=tl.constexpr(rule.scale_first), precision=tl.constexpr(rule.precision)
+    )
 
 
 def sequence_arguments(spec: AttentionSpec) -> dict[str, Any]:

@@ -83,7 +83,7 @@ def scores(q, k, scale, softcap, SCALE_FIRST: tl.constexpr):
     more = None
     if len(q) == 2:
         more = tl.dot(q[1], tl.trans(k[1]))
-    return attention_scores(q[0], k[0], scale, softcap, SCALE_FIRST, more)
+    return attention_scores(q[0], k[0], scale, softcap, SCALE_FIRST, "ieee", more)
 
 
 @triton.jit

@@ -39,7 +39,7 @@ def visible_scores(
         (s, dcap): a · bᵀ scaled, capped and masked, float32; and the derivative of the cap, 1
         without one.
     """
-    s = attention_scores(a, b, rule.scale, rule.softcap, rule.scale_first, None, rule.precision)
+    s = attention_scores(a, b, rule.scale, rule.softcap, rule.scale_first, rule.precision)
     dcap = 1.0
     if rule.softcap is not None:
         dcap = softcap_derivative(s, rule.softcap)
@@ -53,7 +53,7 @@ def visible_scores(
 
 @triton.jit
 def attention_scores(
-    a, b, scale, softcap, SCALE_FIRST: tl.constexpr, more=None, PRECISION: tl.constexpr = "ieee"
+    a, b, scale, softcap, SCALE_FIRST: tl.constexpr, PRECISION: tl.constexpr, more=None
 ):
     """Compute a · bᵀ in float32, scaled where the exponent cannot do it, then capped.
 

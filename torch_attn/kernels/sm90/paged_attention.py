@@ -52,7 +52,7 @@ from torch_attn.kernels.sm90.pipeline import (
 )
 from torch_attn.kernels.sm90.scores import hide, scaled_scores
 from torch_attn.kernels.sm90.sequences import locate_tokens
-from torch_attn.launch import KernelCall, Layout, Prepared, launch
+from torch_attn.launch import KernelCall, Layout, Prepared, launch, rule_argument
 from torch_attn.tensor_maps import TensorMap
 from twin_attention.contract.operands import PagedOperands
 from twin_attention.contract.spec import PagedSpec
@@ -387,7 +387,7 @@ def _prepare(call: KernelCall) -> Prepared:
     assert isinstance(spec, PagedSpec)
     assert isinstance(config, SpecializedConfig)
     q, k_pages, v_pages, block_tables, *_ = call.layouts
-    cache, rule = spec.cache, spec.scores
+    cache = spec.cache
     page_rows = min(cache.page_size, config.block_kv)
     maps = (
         _query_maps(q, spec.group_size)
@@ -400,7 +400,7 @@ def _prepare(call: KernelCall) -> Prepared:
         "num_sequences": spec.batch,
         "num_pages": cache.num_pages,
         "capacity": cache.capacity,
-        "rule": rule._replace(scale_first=gl.constexpr(rule.scale_first)),
+        "rule": rule_argument(spec.scores),
         "window_left": spec.bounded_window.left,
         "HEADS_KV": spec.heads_kv,
         "GROUP_SIZE": spec.group_size,
