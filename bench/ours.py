@@ -109,9 +109,11 @@ def _flash(name: str, target: str, case: FlashCase, operation: str, tensors: Any
 def _packed_or_absent(*problem: Any) -> Call:
     """Return the call of a family that has packed sequences in this pass."""
     try:
-        return _packed(*problem)
+        call = _packed(*problem)
+        call.run()
     except NotImplementedError as error:
         raise Absent(str(error)) from error
+    return call
 
 
 def _packed(name: str, target: str, case: VarlenCase, operation: str, tensors: Any) -> Call:
