@@ -94,7 +94,8 @@ def flash_bwd_dq_kernel(
     tile of 64 rows of q, of dout and of out for each consumer warpgroup, num_stages tiles of k and
     of v, and their barriers. Loop invariant: dq is Σ ds k over the keys before the last tile, and
     ds is that tile's. Accumulation: float32, exponents in base 2, ds cast to k's dtype for ds·k. A
-    row that sees no key gives 0.
+    row that sees no key gives 0. Large heads have code of its own for the first tile of keys. For
+    small ones that would be too much for the instruction cache, so that they multiply a ds of 0.
 
     out_tiles: None where shared memory has no room for its rows, which are then read as they are,
         nor for more than num_stages - 1 tiles of v.
@@ -111,7 +112,8 @@ def flash_bwd_dq_kernel(
         Tiles(*views) for views in (q_tiles, dout_tiles, k_tiles, v_tiles)
     )
     scored_tiles = blocks_of(*k_blocks[0]) if k_blocks else k_tiles  # what q multiplies
-    if out_tiles is not None:
+    is_large = out_tiles is None
+    if not is_large:
         out_tiles = Tiles(*out_tiles)
 
     def locate(tile):
@@ -138,7 +140,7 @@ def flash_bwd_dq_kernel(
                 plgpu.barrier_wait(q_empty.at[w])
                 load_tile(q_ref, q_tiles.tile(w), batch, head, start, q_full.at[w])
                 load_tile(dout_ref, dout_tiles.tile(w), batch, head, start, q_full.at[w])
-                if out_tiles is not None:
+                if not is_large:
                     load_tile(out_ref, out_tiles.tile(w), batch, head, start, q_full.at[w])
 
             @pl.loop(0, steps)
@@ -158,10 +160,12 @@ def flash_bwd_dq_kernel(
         """Compute the rows of consumer warpgroup w, a number: each has its own code."""
         q, dout = q_tiles.tile(w), dout_tiles.tile(w)
 
+        # All tiles are free; for small heads the first step gives the last tile of keys back.
         plgpu.barrier_arrive(q_empty.at[w])
-        for empty in (k_empty, v_empty):
-            for slot in range(empty.shape[0]):
-                plgpu.barrier_arrive(empty.at[slot])
+        for slot in range(num_stages if is_large else num_stages - 1):
+            plgpu.barrier_arrive(k_empty.at[slot])
+        for slot in range(v_stages):
+            plgpu.barrier_arrive(v_empty.at[slot])
 
         def compute(tile, step):
             batch, head, start_q, start_kv, masked_steps, steps = locate(tile)
@@ -173,7 +177,7 @@ def flash_bwd_dq_kernel(
             if dlse_ref is not None:
                 dlse = load_row_values(dlse_ref, *place, num_rows, 0.0)
             # delta = rowsum(dout ∘ out) - dlse; lse2 is +inf for rows without a key or not there
-            if out_tiles is None:
+            if is_large:
                 delta = dot_loaded_rows(dout_ref, out_ref, *place, num_rows) - dlse
                 plgpu.barrier_wait(q_full.at[w])
             else:
@@ -188,34 +192,39 @@ def flash_bwd_dq_kernel(
                 now = step + x
                 slot, slot_v, previous = now % num_stages, now % v_stages, (now - 1) % num_stages
                 own = w
-                if out_tiles is None:
+                if is_large:
                     # w, which the compiler does not know: it would compute the descriptors of q and
                     # dout before the loop, for which there are no registers.
                     own = w + (now >> 30)
                 q, dout = q_tiles.tile(own), dout_tiles.tile(own)
 
-                def overlap(dq_ref=None):
+                def overlap(s_ref=None, dp_ref=None, dq_ref=None):
                     # Start dq += ds k of the tile before, s = scale · q kᵀ, dp = dout vᵀ.
+                    if not is_large:
+                        plgpu.barrier_wait(k_full.at[slot])
                     if dq_ref is not None:
                         ds, dq = carry
                         dq_ref[...] = dq
-                        add_values(dq_ref, ds, k_tiles.tile(previous))
-                    plgpu.barrier_wait(k_full.at[slot])
-                    return pl.run_scoped(
-                        functools.partial(scores, dq_ref), accumulator(WGMMA_ROWS, block_kv)
-                    )
+                        multiplied = previous if is_large else jnp.where(x == 0, slot, previous)
+                        add_values(dq_ref, ds, k_tiles.tile(multiplied))
+                    if is_large:
+                        plgpu.barrier_wait(k_full.at[slot])
+                    return with_sums(s_ref, functools.partial(scores, dq_ref, dp_ref))
 
-                def scores(dq_ref, s_ref):
+                def with_sums(ref, function):
+                    """Call a function with sums of scores: those there, or else new ones."""
+                    if ref is not None:
+                        return function(ref)
+                    return pl.run_scoped(function, accumulator(WGMMA_ROWS, block_kv))
+
+                def scores(dq_ref, dp_ref, s_ref):
                     add_scores(s_ref, q, scored_tiles.tile(slot))
                     dq = zeros(WGMMA_ROWS, q.columns[-1].stop)
                     if dq_ref is not None:
                         dq = wait_for(dq_ref, len(q.multiplied), carry[0])
                         plgpu.barrier_arrive(k_empty.at[previous])
                     plgpu.barrier_wait(v_full.at[slot_v])
-                    ds = pl.run_scoped(
-                        functools.partial(differences, s_ref), accumulator(WGMMA_ROWS, block_kv)
-                    )
-                    return ds, dq
+                    return with_sums(dp_ref, functools.partial(differences, s_ref)), dq
 
                 def differences(s_ref, dp_ref):
                     add_scores(dp_ref, dout, v_tiles.tile(slot_v))
@@ -230,8 +239,9 @@ def flash_bwd_dq_kernel(
                         s, position, key, end, rule, window_left, window_right, masked, WGMMA
                     )
                     p = jnp.exp2(s * rule.exp2_scale - as_rows(lse2, s)) * dcap
-                    p = lax.optimization_barrier(p)
-                    finish_before_wait(add_columns(p))
+                    if is_large:
+                        p = lax.optimization_barrier(p)
+                        finish_before_wait(add_columns(p))
                     # ds = p ∘ (dp - delta) ∘ dcap
                     dp = wait_for(dp_ref, 0, p)
                     plgpu.barrier_arrive(v_empty.at[slot_v])
@@ -239,11 +249,19 @@ def flash_bwd_dq_kernel(
 
                 if carry is None:
                     return overlap()
-                return pl.run_scoped(overlap, accumulator(*carry[1].shape))
+                sums = accumulator(*carry[1].shape)
+                if is_large:
+                    return pl.run_scoped(lambda dq_ref: overlap(dq_ref=dq_ref), sums)
+                return pl.run_scoped(overlap, *[accumulator(WGMMA_ROWS, block_kv)] * 2, sums)
 
-            # The first tile of keys has no ds k to run under its exponentials.
-            ranges = step_ranges(masked_steps, steps, first=1)
-            carry = visit(program * 0, None, masked=ranges[0][0])
+            if is_large:
+                # The first tile of keys has no ds k to run under its exponentials.
+                ranges = step_ranges(masked_steps, steps, first=1)
+                carry = visit(program * 0, None, masked=ranges[0][0])
+            else:
+                ranges = step_ranges(masked_steps, steps)
+                no_ds = zeros(WGMMA_ROWS, block_kv).astype(k_ref.dtype)
+                carry = no_ds, zeros(WGMMA_ROWS, q.columns[-1].stop)
             for masked, lower, upper in ranges:
                 carry = lax.fori_loop(lower, upper, functools.partial(visit, masked=masked), carry)
             ds, dq = carry
@@ -257,7 +275,8 @@ def flash_bwd_dq_kernel(
                 return wait_for(dq_ref, 0, ds)
 
             dq = pl.run_scoped(last, accumulator(*dq.shape))
-            plgpu.barrier_arrive(k_empty.at[previous])
+            if is_large:
+                plgpu.barrier_arrive(k_empty.at[previous])
 
             # Scale and store.
             warpgroup_barrier()
