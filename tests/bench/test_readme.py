@@ -34,17 +34,20 @@ PORTABLE = ("torch triton sm90", "jax triton sm90")
 
 
 @pytest.mark.parametrize(
-    ("row", "records", "ours", "suite", "operation", "keep", "peers"),
+    ("row", "records", "sizes", "ours", "suite", "operation", "keep", "peers"),
     [
-        ("forward, ", "h200-sm90-fa4", EXPLICIT, "flash", "forward", None, ("FA4", "FA3", "cuDNN")),
-        ("backward, ", "h200-sm90-fa4", EXPLICIT, "flash", "backward", None, ("FA4", "cuDNN")),
-        ("prefill, ", "h200-prefill", EXPLICIT, "prefill", "forward", is_chunks, ("FlashInfer",)),
-        ("paged decode ", "h200", PORTABLE, "kvcache", "decode", is_long_decode,
+        ("forward, ", "h200-sm90-fa4", (64, 128, 256), EXPLICIT, "flash", "forward", None,
+         ("FA4", "FA3", "cuDNN")),
+        ("backward, ", "h200-sm90-fa4", (64, 128, 256), EXPLICIT, "flash", "backward", None,
+         ("FA4", "cuDNN")),
+        ("prefill, ", "h200-prefill", (128,), EXPLICIT, "prefill", "forward", is_chunks,
+         ("FlashInfer",)),
+        ("paged decode ", "h200", (64, 128), PORTABLE, "kvcache", "decode", is_long_decode,
          ("cuDNN dense", "FlashInfer")),
     ],
 )  # fmt: skip
-def test_the_table(row, records, ours, suite, operation, keep, peers):
-    groups = by_case(f"{records}.jsonl.gz", (64, 128))
+def test_the_table(row, records, sizes, ours, suite, operation, keep, peers):
+    groups = by_case(f"{records}.jsonl.gz", sizes)
     (line,) = (line for line in README.splitlines() if line.startswith(f"| {row}"))
     for peer in peers:
         least, most = speeds(groups, ours, suite, operation, peer, keep)

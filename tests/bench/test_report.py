@@ -349,6 +349,7 @@ PLOTS = {
     "h200-models-4x4096-jax": 1,
     "h200-host": 0,
     "h200-packed": 0,
+    "h200-packed-65536": 0,
     "h200-patterns": 0,
     "h200-prefill": 0,
 }
