@@ -125,6 +125,9 @@ def test_the_backward_of_packed_sequences_on_sm90():
     for problem in (spec, replace(spec, head_dim=256)):
         backend, _ = choice(None, "sm90", problem, operation="flash_bwd")
         assert backend == Backend(GLUON_SM90, "sm90")
+    short = replace(spec, num_sequences=9)
+    with pytest.raises(NotImplementedError, match=r"takes at least 16 keys, in the mean$"):
+        choice("gluon", "sm90", short, operation="flash_bwd")
     backend, passed_over = choose("pallas_attn", None, "flash_bwd", spec, "sm90", True)
     assert (backend.family.name, backend.family.folder) == ("triton", "portable")
     assert any(line.endswith(": its backward takes no packed sequences") for line in passed_over)

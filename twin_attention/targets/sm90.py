@@ -47,9 +47,10 @@ def supports(operation: str, spec: Spec, target: str | None) -> str | None:
 
 def _supports_backward(spec: AttentionSpec) -> str | None:
     """Return None for a backward that the kernels cover, else the reason why they do not."""
-    if 0 < spec.seq_kv < 16:
+    sequences = spec.num_sequences if isinstance(spec, VarlenSpec) else 1
+    if 0 < spec.seq_kv < 16 * sequences:
         # With one key ds is 0: what wgmma rounds otherwise than delta's sum is all that is left.
-        return "its backward takes at least 16 keys"
+        return "its backward takes at least 16 keys" + ", in the mean" * (sequences > 1)
     return None
 
 
