@@ -1,4 +1,4 @@
-"""What a run has measured outlives its process, and what ended it is not run again."""
+"""Keep what a run has measured when its process crashes, and never run again what crashed it."""
 
 import signal
 import sys

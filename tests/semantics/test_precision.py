@@ -49,7 +49,7 @@ def portable(request):
 
 
 def test_products_lose_the_last_bits_of_their_operands(side, portable, torch_device):
-    """Of one key p is 1: the output is its value, as the product takes it."""
+    """Return the value itself where there is one key, as the product takes it: p is 1."""
     inputs = make_inputs(ONE_KEY, torch_device)
     got = attention(side, inputs, implementation=portable, **ONE_KEY.options)
     value = inputs["v"]

@@ -370,7 +370,7 @@ def failures(
     if isinstance(config, DecodeConfig):
         if not resources.mma + resources.wgmma:
             found.append("no mma.sync or wgmma")
-    elif target == "sm90" and _may_use_wgmma(config, getattr(config, described.stationary)):
+    elif target == "sm90" and _needs_wgmma(problem, config, described.stationary):
         if not resources.wgmma:
             found.append("no wgmma")
     elif not resources.mma:
@@ -389,6 +389,7 @@ def failures(
     return tuple(found)
 
 
-def _may_use_wgmma(config: KernelConfig, rows: int) -> bool:
-    """Return False for a tile that has fewer rows or warps than the instruction."""
-    return rows >= _WGMMA_ROWS and config.num_warps >= _WGMMA_WARPS
+def _needs_wgmma(problem: Problem, config: KernelConfig, stationary: str) -> bool:
+    """Return False for a tile of too few rows, and for one in TF32 of two warps, chosen by time."""
+    is_small = problem.dtype == "float32" and config.num_warps < _WGMMA_WARPS
+    return getattr(config, stationary) >= _WGMMA_ROWS and not is_small

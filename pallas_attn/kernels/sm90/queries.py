@@ -26,7 +26,7 @@ from twin_attention.targets.steps import exchange_sides
 
 
 class Rows(NamedTuple):
-    """What belongs to the tiles of queries in shared memory.
+    """Tiles of queries in shared memory, with a number for each row and their barriers.
 
     Attributes:
         matrix: q or dout, in global memory.
