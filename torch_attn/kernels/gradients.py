@@ -34,6 +34,7 @@ def make_flash_bwd(
     sum_columns: Callable[[int], int] | None = None,
     num_sums: int = 0,
     dq_prepares_rows: bool = False,
+    item_counter: Callable[[Tensor, AttentionSpec], Tensor | None] | None = None,
     **options: Hashable,
 ) -> Callable[..., AttentionOperands[Tensor]]:
     """Return the `flash_bwd` of a family.
@@ -48,6 +49,8 @@ def make_flash_bwd(
         num_sums: 1 for dq, 3 for dk and dv as well, in which programs may share a tile of keys.
         dq_prepares_rows: the kernel of dq writes lse2 and delta, from dout, out, lse and dlse; the
             preprocess is for the sums alone.
+        item_counter: make the counter of a launch, which stands before the offsets of packed
+            sequences in the kernels that multiply.
         options: launch options of the kernels that multiply.
     """
 
@@ -85,6 +88,10 @@ def make_flash_bwd(
             sources = ()
         grads = tuple(x.new_empty(x.shape) for x in (q, k, v))
         inputs = (q, k, v, dout, lse2, delta)
+
+        def counter() -> tuple[Tensor | None, ...]:
+            return () if item_counter is None else (item_counter(q, spec),)
+
         if has_sums:
             assert postprocess is not None
             assert sum_columns is not None
@@ -98,7 +105,7 @@ def make_flash_bwd(
                 for x, _grad, rows in summed
             ]
             no_sums = (None,) * (num_sums - len(sums))
-            tensors = (*inputs, *grads[1:], *sums, *no_sums, *offsets)
+            tensors = (*inputs, *grads[1:], *sums, *no_sums, *counter(), *offsets)
             launch("flash_bwd_fused", *dkdv[0], tensors, spec, backend, **options)
             for (x, grad, _rows), values in zip(summed, sums, strict=True):
                 tensors = (values, grad, *offsets[:1])
@@ -107,10 +114,12 @@ def make_flash_bwd(
             no_sums = (None,) * num_sums
             keys, queries = lists_of_keys(operands), lists_of_queries(operands)
             inputs_of_dq = (q, k, v, dout, *sources, lse2, delta)
-            tensors = (*inputs_of_dq, grads[0], *offsets, *segments, *ranges[1:], *keys)
+            tensors = (*inputs_of_dq, grads[0], *counter(), *offsets)
+            tensors = (*tensors, *segments, *ranges[1:], *keys)
             launch("flash_bwd_dq", *dq, tensors, spec, backend, **options)
-            tensors = (*inputs, *grads[1:], *no_sums, *offsets, *segments, *ranges[:1], *queries)
+            masks = (*segments, *ranges[:1], *queries)
             for kernel in dkdv:
+                tensors = (*inputs, *grads[1:], *no_sums, *counter(), *offsets, *masks)
                 launch("flash_bwd_dkdv", *kernel, tensors, spec, backend, **options)
         dsinks = sinks_gradient(operands.sinks, lse2, delta)
         gradients = dict(zip(("q", "k", "v", "sinks"), (*grads, dsinks), strict=True))

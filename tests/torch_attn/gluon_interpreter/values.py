@@ -246,7 +246,8 @@ class Shared:
         if value.shape != self.shape or value.dtype != self.dtype:
             raise InterpreterError(f"{value.shape} {value.dtype} into {self.shape} {self.dtype}")
         pause()
-        is_same = (self.values == value.values).unsqueeze(-1)
+        is_same = torch.isclose(self.values, value.values, rtol=0, atol=0, equal_nan=True)
+        is_same = is_same.unsqueeze(-1)
         self.values.copy_(value.values)
         own = now.partition.bit
         shared = torch.where(self.unfenced > 0, self.unfenced | own, 0)

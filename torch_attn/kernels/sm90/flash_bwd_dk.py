@@ -25,12 +25,10 @@ from torch_attn.kernels.sm90.pipeline import (
     product_scores,
     read_row,
     row_map,
-    store_rows,
-    store_tile,
+    store_result,
     stored_arguments,
     unpack,
     wait_product,
-    write_rows,
     zeros,
 )
 from torch_attn.kernels.sm90.queries import (
@@ -43,7 +41,7 @@ from torch_attn.kernels.sm90.queries import (
     persistent_keys,
     produce_queries,
 )
-from torch_attn.kernels.sm90.schedule import next_item
+from torch_attn.kernels.sm90.schedule import allocate_hand_over, own_item
 from torch_attn.launch import UNSPECIALIZED, KernelCall, Prepared
 
 
@@ -57,6 +55,7 @@ def flash_bwd_dk_kernel(
     delta,
     dk,
     dv_ptr,
+    counter_ptr,
     cu_seqlens_q_ptr,
     cu_seqlens_kv_ptr,
     q_1,
@@ -113,23 +112,26 @@ def flash_bwd_dk_kernel(
 
     tiles = (k_tile, v_tile, q_tile, do_tile, lse2_row, delta_row)
     barriers = (k_full, v_full, kv_read, q_full, do_full)
+    shared = ()
+    if num_sequences is not None:
+        shared = allocate_hand_over(2)
     loads = ((k, k_1, k_2), (v, v_1, v_2), (q, q_1, q_2), (dout, dout_1, dout_2), lse2, delta)
     problem = (seq_kv, seq_q, diagonal, heads_q, num_items, together)
     # Constants, and what may be None, stand in the calls: variables would make tensors of them.
     gl.warp_specialize(
         [
             (_consume_queries, (
-                tiles, barriers, (dk, dk_1, dk_2), problem,
+                tiles, barriers, shared, (dk, dk_1, dk_2), problem,
                 (cu_seqlens_kv_ptr, cu_seqlens_q_ptr, num_sequences),
                 rule, window_left, window_right, 0, GROUP_SIZE, HEAD_DIM, HEAD_DIM_V, EDGES,
             )),
             (_consume_queries, (
-                tiles, barriers, (dk, dk_1, dk_2), problem,
+                tiles, barriers, shared, (dk, dk_1, dk_2), problem,
                 (cu_seqlens_kv_ptr, cu_seqlens_q_ptr, num_sequences),
                 rule, window_left, window_right, 1, GROUP_SIZE, HEAD_DIM, HEAD_DIM_V, EDGES,
             )),
             (produce_queries, (
-                tiles, barriers, loads, problem,
+                tiles, barriers, shared, counter_ptr, loads, problem,
                 (cu_seqlens_kv_ptr, cu_seqlens_q_ptr, num_sequences), (window_left, window_right),
                 False, GROUP_SIZE, GROUP_SIZE, HEAD_DIM, HEAD_DIM_V,
             )),
@@ -143,6 +145,7 @@ def flash_bwd_dk_kernel(
 def _consume_queries(
     tiles,
     barriers,
+    shared,
     dk_maps,
     problem,
     offsets,
@@ -167,11 +170,10 @@ def _consume_queries(
     layout: gl.constexpr = product_layout(BLOCK_Q)
     step = 0  # over all items
     turn = 0
-    passed = 0
-    item, sequence, passed = next_item(turn, passed, problem, offsets, 128)
+    item, place = own_item(turn, offsets, shared, CONSUMER)
     while item < num_items:
         batch, first_head, keys, queries, visible = locate_keys(
-            item, sequence, problem, offsets, window_left, window_right, False, GROUP_SIZE, BLOCK_Q
+            item, place, problem, offsets, window_left, window_right, False, GROUP_SIZE, BLOCK_Q
         )
         start_kv, seq_kv, diagonal = keys
         begin, before, full, after = visible
@@ -261,18 +263,14 @@ def _consume_queries(
         # Scale dk and store it where k was, whose rows nobody else reads.
         dk = scale_all(dk, rule.scale)
         head_kv = first_head // GROUP_SIZE
-        if IS_PACKED:
-            row = (key + diagonal).to(gl.int64) * (heads_q // GROUP_SIZE) + head_kv
-            store_rows(dk_maps[0], dk, row, key + diagonal < seq_kv, HEAD_DIM)
-        else:
-            write_rows(k_tile, CONSUMER, dk)
-            fence_async_shared()
-            first = start_kv + CONSUMER * 64
-            store_tile(dk_maps, k_tile, CONSUMER, batch, head_kv, first, HEAD_DIM)
-            tma.store_wait(0)
+        store_result(
+            dk_maps, k_tile, CONSUMER, dk, batch, head_kv, start_kv, seq_kv,
+            heads_q // GROUP_SIZE, IS_PACKED, HEAD_DIM,
+        )  # fmt: skip
+        tma.store_wait(0)
         mbarrier.arrive(kv_read.index(CONSUMER), count=1)
         turn += 1
-        item, sequence, passed = next_item(turn, passed, problem, offsets, 128)
+        item, place = own_item(turn, offsets, shared, CONSUMER)
 
 
 def prepare_dk(call: KernelCall) -> Prepared:

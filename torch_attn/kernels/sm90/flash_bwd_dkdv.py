@@ -32,15 +32,13 @@ from torch_attn.kernels.sm90.pipeline import (
     product_scores,
     read_row,
     row_map,
-    store_rows,
-    store_tile,
+    store_result,
     stored_arguments,
     unpack,
     wait_for_all,
     wait_product,
     wait_products,
     wait_sums,
-    write_rows,
     zeros,
 )
 from torch_attn.kernels.sm90.queries import (
@@ -53,7 +51,7 @@ from torch_attn.kernels.sm90.queries import (
     persistent_keys,
     produce_queries,
 )
-from torch_attn.kernels.sm90.schedule import next_item
+from torch_attn.kernels.sm90.schedule import allocate_hand_over, own_item
 from torch_attn.kernels.sm90.sums import (
     add_dq,
     add_rows,
@@ -86,6 +84,7 @@ def flash_bwd_dkdv_kernel(
     dq_sum,
     dk_sum_ptr,
     dv_sum_ptr,
+    counter_ptr,
     cu_seqlens_q_ptr,
     cu_seqlens_kv_ptr,
     q_1,
@@ -135,7 +134,7 @@ def flash_bwd_dkdv_kernel(
     the same order, where they are None otherwise.
 
     Packed sequences, as in `flash_fwd_kernel`: rows of lse2, delta and dq_sum as in the portable
-    kernel; the programs do not share tiles of keys then.
+    kernel; the programs do not share tiles of keys then. counter_ptr: as there.
     """
     dtype: gl.constexpr = q.dtype
     gl.static_assert(BLOCK_Q == 64)
@@ -164,6 +163,9 @@ def flash_bwd_dkdv_kernel(
     barriers = (k_full, v_full, kv_read, q_full, do_full)
     loads = ((k, k_1, k_2), (v, v_1, v_2), (q, q_1, q_2), (dout, dout_1, dout_2), lse2, delta)
     stores = ((dk, dk_1, dk_2), (dv, dv_1, dv_2))
+    shared = ()
+    if num_sequences is not None:
+        shared = allocate_hand_over(2 if dq_sum is None else 3)
     problem = (seq_kv, seq_q, diagonal, heads_q, num_items, together)
     # Constants, and what may be None, stand in the calls: variables, or a sum of two lists, would
     # make tensors of them.
@@ -171,21 +173,21 @@ def flash_bwd_dkdv_kernel(
         gl.warp_specialize(
             [
                 (_consume_queries, (
-                    tiles, barriers, stores, problem,
+                    tiles, barriers, shared, stores, problem,
                     (cu_seqlens_kv_ptr, cu_seqlens_q_ptr, num_sequences),
                     rule, window_left, window_right,
                     dk_sum_ptr, dv_sum_ptr,
                     0, False, GROUP_SIZE, MEMBERS, HEAD_DIM, HEAD_DIM_V, EDGES,
                 )),
                 (_consume_queries, (
-                    tiles, barriers, stores, problem,
+                    tiles, barriers, shared, stores, problem,
                     (cu_seqlens_kv_ptr, cu_seqlens_q_ptr, num_sequences),
                     rule, window_left, window_right,
                     dk_sum_ptr, dv_sum_ptr,
                     1, False, GROUP_SIZE, MEMBERS, HEAD_DIM, HEAD_DIM_V, EDGES,
                 )),
                 (produce_queries, (
-                    loaded, barriers, loads, problem,
+                    loaded, barriers, shared, counter_ptr, loads, problem,
                     (cu_seqlens_kv_ptr, cu_seqlens_q_ptr, num_sequences),
                     (window_left, window_right),
                     False, GROUP_SIZE, MEMBERS, HEAD_DIM, HEAD_DIM_V,
@@ -198,27 +200,27 @@ def flash_bwd_dkdv_kernel(
         gl.warp_specialize(
             [
                 (_consume_queries, (
-                    tiles, barriers, stores, problem,
+                    tiles, barriers, shared, stores, problem,
                     (cu_seqlens_kv_ptr, cu_seqlens_q_ptr, num_sequences),
                     rule, window_left, window_right,
                     dk_sum_ptr, dv_sum_ptr,
                     0, True, GROUP_SIZE, MEMBERS, HEAD_DIM, HEAD_DIM_V, EDGES,
                 )),
                 (_consume_queries, (
-                    tiles, barriers, stores, problem,
+                    tiles, barriers, shared, stores, problem,
                     (cu_seqlens_kv_ptr, cu_seqlens_q_ptr, num_sequences),
                     rule, window_left, window_right,
                     dk_sum_ptr, dv_sum_ptr,
                     1, True, GROUP_SIZE, MEMBERS, HEAD_DIM, HEAD_DIM_V, EDGES,
                 )),
                 (produce_queries, (
-                    loaded, barriers, loads, problem,
+                    loaded, barriers, shared, counter_ptr, loads, problem,
                     (cu_seqlens_kv_ptr, cu_seqlens_q_ptr, num_sequences),
                     (window_left, window_right),
                     True, GROUP_SIZE, MEMBERS, HEAD_DIM, HEAD_DIM_V,
                 )),
                 (_add_queries, (
-                    tiles, problem,
+                    tiles, shared, problem,
                     (cu_seqlens_kv_ptr, cu_seqlens_q_ptr, num_sequences),
                     (window_left, window_right), dq_sum, MEMBERS, HEAD_DIM,
                 )),
@@ -236,6 +238,7 @@ def _ds_layout():
 @gluon.jit
 def _add_queries(
     tiles,
+    shared,
     problem,
     offsets,
     window,
@@ -251,11 +254,10 @@ def _add_queries(
         ROW_PADDING // BLOCK_Q
     )
     turn = 0
-    passed = 0
-    item, sequence, passed = next_item(turn, passed, problem, offsets, 128)
+    item, place = own_item(turn, offsets, shared, 2)
     while item < problem[4]:
         batch, first_head, _keys, queries, visible = locate_keys(
-            item, sequence, problem, offsets, window_left, window_right, True, MEMBERS, BLOCK_Q
+            item, place, problem, offsets, window_left, window_right, True, MEMBERS, BLOCK_Q
         )
         begin, before, full, after = visible
         for i in range((before + full + after) * MEMBERS):
@@ -272,7 +274,7 @@ def _add_queries(
                     fence_async_shared()
                     add_dq(dq_sum, dq_tiles[consumer], tile, consumer, HEAD_DIM)
         turn += 1
-        item, sequence, passed = next_item(turn, passed, problem, offsets, 128)
+        item, place = own_item(turn, offsets, shared, 2)
     tma.store_wait(0)
 
 
@@ -280,6 +282,7 @@ def _add_queries(
 def _consume_queries(
     tiles,
     barriers,
+    shared,
     stores,
     problem,
     offsets,
@@ -308,13 +311,12 @@ def _consume_queries(
     layout: gl.constexpr = product_layout(BLOCK_Q)
     step = 0  # over all items
     turn = 0
-    passed = 0
-    item, sequence, passed = next_item(turn, passed, problem, offsets, 128)
+    item, place = own_item(turn, offsets, shared, CONSUMER)
     while item < num_items:
-        batch, first_head, place, queries, visible = locate_keys(
-            item, sequence, problem, offsets, window_left, window_right, FUSED, MEMBERS, BLOCK_Q
+        batch, first_head, positions, queries, visible = locate_keys(
+            item, place, problem, offsets, window_left, window_right, FUSED, MEMBERS, BLOCK_Q
         )
-        start_kv, seq_kv, diagonal = place
+        start_kv, seq_kv, diagonal = positions
         begin, before, full, after = visible
         # Keys are counted as queries are.
         key = start_kv + CONSUMER * 64 + gl.arange(0, 64, gl.SliceLayout(1, layout)) - diagonal
@@ -332,8 +334,8 @@ def _consume_queries(
             clear_queries(do_tile, do_full, step, 0, queries, visible, MEMBERS)
             clear_queries(q_tile, q_full, step, 1, queries, visible, MEMBERS)
             for half in gl.static_range(2):
-                clear_keys(k_tile, half, k_full.index(0), turn & 1, place, queries)
-                clear_keys(v_tile, half, v_full.index(0), turn & 1, place, queries)
+                clear_keys(k_tile, half, k_full.index(0), turn & 1, positions, queries)
+                clear_keys(v_tile, half, v_full.index(0), turn & 1, positions, queries)
         if SMALL:
             keys = load_left(k_tile, CONSUMER, HEAD_DIM, layout)
         s = ()
@@ -381,15 +383,12 @@ def _consume_queries(
             dk = add_product(dk, left, q_tile, previous)
         head_kv = first_head // GROUP_SIZE
         first = start_kv + CONSUMER * 64
-        if IS_PACKED:
-            row = (key + diagonal).to(gl.int64) * (heads_q // GROUP_SIZE) + head_kv
-            is_row = key + diagonal < seq_kv
-            store_rows(stores[1][0], dv, row, is_row, HEAD_DIM_V)
-        elif dv_sum_ptr is None:
+        if dv_sum_ptr is None:
             # Store dv where v was, whose rows nobody else reads.
-            write_rows(v_tile, CONSUMER, dv)
-            fence_async_shared()
-            store_tile(stores[1], v_tile, CONSUMER, batch, head_kv, first, HEAD_DIM_V)
+            store_result(
+                stores[1], v_tile, CONSUMER, dv, batch, head_kv, start_kv, seq_kv,
+                heads_q // GROUP_SIZE, IS_PACKED, HEAD_DIM_V,
+            )  # fmt: skip
         if FUSED:
             dq = wait_sums(dq, num_pieces(HEAD_DIM))
             _hand_over(dq, dq_tiles[CONSUMER], CONSUMER)
@@ -397,9 +396,7 @@ def _consume_queries(
         else:
             dk, left = wait_product(dk, left)
         arrive(Q_READ + previous, READERS)
-        if IS_PACKED:
-            store_rows(stores[0][0], scale_all(dk, rule.scale), row, is_row, HEAD_DIM)
-        elif dk_sum_ptr is not None:
+        if dk_sum_ptr is not None:
             padded_keys = gl.cdiv(seq_kv, ROW_PADDING) * ROW_PADDING
             row = (batch * (heads_q // GROUP_SIZE) + head_kv).to(gl.int64) * padded_keys + first
             add_rows(dv_sum_ptr, dv, row, HEAD_DIM_V)
@@ -408,13 +405,14 @@ def _consume_queries(
             # Scale dk and store it where k was, when both have read it.
             if FUSED:
                 wait_for_all(DS_WRITTEN, 256)
-            write_rows(k_tile, CONSUMER, scale_all(dk, rule.scale))
-            fence_async_shared()
-            store_tile(stores[0], k_tile, CONSUMER, batch, head_kv, first, HEAD_DIM)
+            store_result(
+                stores[0], k_tile, CONSUMER, scale_all(dk, rule.scale), batch, head_kv, start_kv,
+                seq_kv, heads_q // GROUP_SIZE, IS_PACKED, HEAD_DIM,
+            )  # fmt: skip
             tma.store_wait(0)
         mbarrier.arrive(kv_read.index(CONSUMER), count=1)
         turn += 1
-        item, sequence, passed = next_item(turn, passed, problem, offsets, 128)
+        item, place = own_item(turn, offsets, shared, CONSUMER)
 
 
 @triton.constexpr_function

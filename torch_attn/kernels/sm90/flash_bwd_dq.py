@@ -15,7 +15,6 @@ from torch_attn.kernels.portable.tiles import ROW_PADDING, head_base, visible_ti
 from torch_attn.kernels.sm80.flash_bwd import scale_all
 from torch_attn.kernels.sm80.pipeline import copy_layout, step_start
 from torch_attn.kernels.sm80.scores import visible_scores
-from torch_attn.kernels.sm80.sequences import locate_tile
 from torch_attn.kernels.sm90.pipeline import (
     K_READ,
     READERS,
@@ -33,16 +32,20 @@ from torch_attn.kernels.sm90.pipeline import (
     piece_start,
     product_layout,
     product_scores,
-    store_rows,
-    store_tile,
+    store_result,
     stored_arguments,
     unpack,
     wait_for_all,
     wait_product,
-    write_rows,
     zeros,
 )
-from torch_attn.kernels.sm90.schedule import head_and_tile, persistent, work_item
+from torch_attn.kernels.sm90.schedule import (
+    allocate_hand_over,
+    head_and_tile,
+    next_item,
+    own_item,
+    persistent,
+)
 from torch_attn.launch import UNSPECIALIZED, KernelCall, Prepared, stride_arguments
 from twin_attention.contract.spec import VarlenSpec, Window
 from twin_attention.targets import sm90
@@ -61,6 +64,7 @@ def flash_bwd_dq_kernel(
     lse2_ptr,
     delta_ptr,
     dq,
+    counter_ptr,
     cu_seqlens_q_ptr,
     cu_seqlens_kv_ptr,
     q_1,
@@ -101,8 +105,8 @@ def flash_bwd_dq_kernel(
     of keys with q·kᵀ of the next. Under a tile's first q·kᵀ it computes lse2 and delta of its
     rows, and stores them for the kernel of dk and dv. Operands: those of the portable
     `flash_bwd_preprocess_kernel` and `flash_bwd_dq_kernel`; lse2 and delta are outputs. Loop
-    invariant and accumulation: as in the latter. Packed sequences, as in `flash_fwd_kernel`: a tile
-    without rows prepares those of its tile of lse2 and delta.
+    invariant and accumulation: as in the latter. Packed sequences and counter_ptr, as in
+    `flash_fwd_kernel`: of a tile without rows the producer prepares those of lse2 and delta.
 
     out, out_strides, ALIGN: its descriptor and None; or, where shared memory has no room for its
         rows, nor for more than NUM_STAGES - 1 tiles of v, its pointer and `stride_arguments`.
@@ -127,6 +131,9 @@ def flash_bwd_dq_kernel(
 
     tiles = (q_tile, do_tile, out_tile, k_tile, v_tile)
     barriers = (q_full, do_full, out_full, q_read, k_full, v_full)
+    shared = ()
+    if num_sequences is not None:
+        shared = allocate_hand_over(2)
     of_queries = ((q, q_1, q_2), (dout, dout_1, dout_2), (out, out_1, out_2))
     of_keys = ((k, k_1, k_2), (v, v_1, v_2))
     stores = ((dq, dq_1, dq_2), lse2_ptr, delta_ptr)
@@ -135,19 +142,21 @@ def flash_bwd_dq_kernel(
     gl.warp_specialize(
         [
             (_consume_keys, (
-                tiles, barriers, (out, out_strides), lse_ptr, dlse_ptr, stores, problem,
+                tiles, barriers, shared, (out, out_strides), lse_ptr, dlse_ptr, stores,
+                problem,
                 (cu_seqlens_q_ptr, cu_seqlens_kv_ptr, num_sequences), rule,
                 window_left, window_right, 0, HEAD_DIM, HEAD_DIM_V, EDGES, ALIGN,
             )),
             (_consume_keys, (
-                tiles, barriers, (out, out_strides), lse_ptr, dlse_ptr, stores, problem,
+                tiles, barriers, shared, (out, out_strides), lse_ptr, dlse_ptr, stores,
+                problem,
                 (cu_seqlens_q_ptr, cu_seqlens_kv_ptr, num_sequences), rule,
                 window_left, window_right, 1, HEAD_DIM, HEAD_DIM_V, EDGES, ALIGN,
             )),
             (_produce_keys, (
-                tiles, barriers, of_queries, of_keys, problem,
-                (cu_seqlens_q_ptr, cu_seqlens_kv_ptr, num_sequences), (window_left, window_right),
-                GROUP_SIZE, HEAD_DIM, HEAD_DIM_V,
+                tiles, barriers, shared, counter_ptr, (lse2_ptr, delta_ptr), of_queries, of_keys,
+                problem, (cu_seqlens_q_ptr, cu_seqlens_kv_ptr, num_sequences),
+                (window_left, window_right), GROUP_SIZE, HEAD_DIM, HEAD_DIM_V,
             )),
         ],
         [4, 1],
@@ -156,23 +165,24 @@ def flash_bwd_dq_kernel(
 
 
 @gluon.jit
-def _locate_queries(item, problem, offsets, window_left, window_right, BLOCK_KV: gl.constexpr):
+def _locate_queries(
+    item, place, problem, offsets, window_left, window_right, BLOCK_KV: gl.constexpr
+):
     """Return batch, head, rows, keys, rows to read and tiles of keys of a work item.
 
+    `place`: of `next_item`.
     rows and keys: as `flash_fwd` has them, and how far lse2's and delta's rows are from the
     queries. Of q and dout no rows are read in padding. The tiles of keys are what `visible_tiles`
     returns; where nothing is visible, one masked tile, so that no consumer has to do without.
     """
     seq_q, seq_kv, diagonal, heads_q, num_items, together = problem
-    num_tiles = count_sequence_tiles(seq_q, offsets[2], 128)
-    index, tile = head_and_tile(item, num_items, together, num_tiles)
-    tile = num_tiles - 1 - tile
-    start_q = tile * 128
     first_kv, shift, read_rows = 0, 0, 64
-    if offsets[2] is not None:
-        sequence, _first_q, start_q, seq_q, first_kv, seq_kv = locate_tile(
-            offsets[0], offsets[1], tile, seq_q, seq_kv, offsets[2], 128
-        )
+    if offsets[2] is None:
+        num_tiles = gl.cdiv(seq_q, 128)
+        index, tile = head_and_tile(item, num_items, together, num_tiles)
+        start_q = (num_tiles - 1 - tile) * 128
+    else:
+        index, tile, start_q, seq_q, first_kv, seq_kv, sequence = place
         diagonal = seq_kv - seq_q
         shift = tile * 128 - start_q
         read_rows = gl.where(sequence < offsets[2], 64, 0)
@@ -189,6 +199,9 @@ def _locate_queries(item, problem, offsets, window_left, window_right, BLOCK_KV:
 def _produce_keys(
     tiles,
     barriers,
+    shared,
+    counter_ptr,
+    row_ptrs,
     of_queries,
     of_keys,
     problem,
@@ -208,10 +221,10 @@ def _produce_keys(
     BLOCK_KV: gl.constexpr = k_tile[0].shape[3]
     step = 0  # over all items
     turn = 0
-    item = work_item(0)
+    item, place = next_item(turn, problem, offsets, shared, counter_ptr, 128, True, row_ptrs)
     while item < problem[4]:
         batch, head, rows, keys, _read_rows, visible = _locate_queries(
-            item, problem, offsets, window[0], window[1], BLOCK_KV
+            item, place, problem, offsets, window[0], window[1], BLOCK_KV
         )
         start_q = rows[0]
         begin, before, full, after = visible
@@ -244,13 +257,14 @@ def _produce_keys(
             load_tile(v, v_tile, slot, batch, head_kv, row, v_full.index(slot), HEAD_DIM_V)
             step += 1
         turn += 1
-        item = work_item(turn)
+        item, place = next_item(turn, problem, offsets, shared, counter_ptr, 128, True, row_ptrs)
 
 
 @gluon.jit
 def _consume_keys(
     tiles,
     barriers,
+    shared,
     out_rows,
     lse_ptr,
     dlse_ptr,
@@ -280,12 +294,12 @@ def _consume_keys(
     of_row: gl.constexpr = gl.SliceLayout(1, layout)
     step = 0  # over all items
     turn = 0
-    item = work_item(0)
+    item, place = own_item(turn, offsets, shared, CONSUMER)
     while item < num_items:
-        batch, head, place, keys, read_rows, visible = _locate_queries(
-            item, problem, offsets, window_left, window_right, BLOCK_KV
+        batch, head, positions, keys, read_rows, visible = _locate_queries(
+            item, place, problem, offsets, window_left, window_right, BLOCK_KV
         )
-        start_q, seq_q, diagonal, shift = place
+        start_q, seq_q, diagonal, shift = positions
         _first_kv, seq_kv = keys
         begin, before, full, after = visible
         rows = start_q + CONSUMER * 64 + gl.arange(0, 64, of_row)
@@ -392,19 +406,16 @@ def _consume_keys(
         dq, left = wait_product(dq, left)
         arrive(K_READ + previous, READERS)
 
-        # Scale and store.
+        # Scale and store where q was.
         dq = scale_all(dq, rule.scale)
-        if IS_PACKED:
-            row = rows.to(gl.int64) * heads_q + head
-            store_rows(dq_maps[0], dq, row, rows < seq_q, HEAD_DIM)
-        else:
-            write_rows(q_tile, CONSUMER, dq)
-            fence_async_shared()
-            store_tile(dq_maps, q_tile, CONSUMER, batch, head, start_q + CONSUMER * 64, HEAD_DIM)
-            tma.store_wait(0)
+        store_result(
+            dq_maps, q_tile, CONSUMER, dq, batch, head, start_q, seq_q, heads_q,
+            IS_PACKED, HEAD_DIM,
+        )  # fmt: skip
+        tma.store_wait(0)
         mbarrier.arrive(q_read.index(CONSUMER), count=1)
         turn += 1
-        item = work_item(turn)
+        item, place = own_item(turn, offsets, shared, CONSUMER)
 
 
 @gluon.jit

@@ -18,7 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from torch_attn.kernels.portable.block_mask import list_arguments, lists_of_keys
-from torch_attn.kernels.portable.sequences import count_sequence_tiles, offsets_of
+from torch_attn.kernels.portable.sequences import offsets_of
 from torch_attn.kernels.portable.softmax import LN2, LOG2E, add_sink
 from torch_attn.kernels.portable.tiles import visible_tiles
 from torch_attn.kernels.sm80.softmax import add_columns, online_softmax_update
@@ -43,23 +43,20 @@ from torch_attn.kernels.sm90.pipeline import (
     product_scores,
     room_for,
     scale_rows,
-    store_rows,
-    store_tile,
+    store_result,
     stored_arguments,
     unpack,
     wait_for_all,
     wait_product,
-    write_rows,
     zeros,
 )
 from torch_attn.kernels.sm90.schedule import (
     allocate_hand_over,
-    hand_over,
     head_and_tile,
+    item_counter,
+    next_item,
+    own_item,
     persistent,
-    receive,
-    take_item,
-    work_item,
 )
 from torch_attn.kernels.sm90.scores import hide, scaled_scores
 from torch_attn.launch import UNSPECIALIZED, KernelCall, Prepared, launch
@@ -138,7 +135,7 @@ def flash_fwd_kernel(
         cu_seqlens_q_ptr, cu_seqlens_kv_ptr, num_sequences: packed sequences, as in the portable
             kernel, or None, all of them. The tensors are a batch of one, and out is a pointer.
         counter_ptr: [1], zero at first: of packed sequences the producer takes the items as they
-            come, see `take_item`, and tells the consumers; else None.
+            come, see `next_item`, and tells the consumers; else None.
         counts_ptr, tiles_ptr, list_strides, list_width, TILE_Q, TILE_KV: a block mask, as in the
             portable kernel, or None, all of them.
         AHEAD: the first q·kᵀ of an item is issued with the last p·v of the item before, for which
@@ -153,7 +150,7 @@ def flash_fwd_kernel(
     k_tile = allocate_tile(dtype, NUM_STAGES, BLOCK_KV, HEAD_DIM)
     v_tile = allocate_tile(dtype, NUM_STAGES, BLOCK_KV, HEAD_DIM_V)
     out_tile = q_tile
-    if num_sequences is None and not OUT_IN_Q:
+    if not OUT_IN_Q:
         out_tile = allocate_tile(dtype, NUM_CONSUMERS, 64, HEAD_DIM_V)
     q_full = allocate_barriers(NUM_TILES_Q)
     q_read = allocate_barriers(NUM_TILES_Q)
@@ -236,27 +233,6 @@ def flash_fwd_kernel(
 
 
 @gluon.jit
-def _next_item(turn, problem, offsets, shared, counter_ptr, BLOCK_Q: gl.constexpr):
-    """Return the producer's work item of a turn, and its place if sequences are packed."""
-    if offsets[2] is None:
-        item, place = work_item(turn), (0, 0, 0, 0)
-    else:
-        item, place = take_item(counter_ptr, problem, offsets, BLOCK_Q)
-        hand_over(shared, turn, item, place)
-    return item, place
-
-
-@gluon.jit
-def _own_item(turn, offsets, shared, CONSUMER: gl.constexpr):
-    """Return what `_next_item` gave the producer in this turn."""
-    if offsets[2] is None:
-        item, place = work_item(turn), (0, 0, 0, 0)
-    else:
-        item, place = receive(shared, turn, CONSUMER)
-    return item, place
-
-
-@gluon.jit
 def _locate(
     item,
     place,
@@ -277,15 +253,15 @@ def _locate(
     without.
     """
     seq_q, seq_kv, diagonal, heads_q, num_items, together = problem
-    num_tiles = count_sequence_tiles(seq_q, offsets[2], BLOCK_Q)
-    index, tile = head_and_tile(item, num_items, together, num_tiles)
-    batch, head = index // heads_q, index % heads_q
-    tile = num_tiles - 1 - tile
-    start_q = tile * BLOCK_Q
     first_kv = 0
-    if offsets[2] is not None:
-        start_q, seq_q, first_kv, seq_kv = place
+    if offsets[2] is None:
+        num_tiles = gl.cdiv(seq_q, BLOCK_Q)
+        index, tile = head_and_tile(item, num_items, together, num_tiles)
+        start_q = (num_tiles - 1 - tile) * BLOCK_Q
+    else:
+        index, _tile, start_q, seq_q, first_kv, seq_kv, _sequence = place
         diagonal = seq_kv - seq_q
+    batch, head = index // heads_q, index % heads_q
     begin, before, full, after = visible_tiles(
         start_q, seq_q, seq_kv, diagonal, window_left, window_right, BLOCK_Q, BLOCK_KV
     )
@@ -326,7 +302,7 @@ def _produce(
     READERS: gl.constexpr = 128 * NUM_CONSUMERS + 32
     step = 0  # over all items
     turn = 0
-    item, place = _next_item(turn, problem, offsets, shared, counter_ptr, BLOCK_Q)
+    item, place = next_item(turn, problem, offsets, shared, counter_ptr, BLOCK_Q, True, ())
     while item < problem[4]:
         batch, head, rows, keys, visible = _locate(
             item, place, problem, window[0], window[1], offsets, lists, BLOCK_Q, BLOCK_KV
@@ -361,7 +337,7 @@ def _produce(
             step += 1
         step -= 1
         turn += 1
-        item, place = _next_item(turn, problem, offsets, shared, counter_ptr, BLOCK_Q)
+        item, place = next_item(turn, problem, offsets, shared, counter_ptr, BLOCK_Q, True, ())
 
 
 @gluon.jit
@@ -407,7 +383,7 @@ def _consume(
     turn = 0
     if PING_PONG and CONSUMER == NUM_CONSUMERS - 1:
         arrive(TURN, 256)
-    item, place = _own_item(turn, offsets, shared, CONSUMER)
+    item, place = own_item(turn, offsets, shared, CONSUMER)
     q_slot = CONSUMER
     if AHEAD:
         # Only a program of packed sequences may have no item.
@@ -499,7 +475,7 @@ def _consume(
 
         # The last p·v, and q·kᵀ of the next item: of nothing and not looked at if there is none.
         turn += 1
-        item, place = _own_item(turn, offsets, shared, CONSUMER)
+        item, place = own_item(turn, offsets, shared, CONSUMER)
         previous = (step - 1) % NUM_STAGES
         if AHEAD:
             slot = step % NUM_STAGES
@@ -532,19 +508,16 @@ def _consume(
 
         # Normalise and store.
         acc = scale_rows(acc, 1.0 / l_safe)
-        if IS_PACKED:
-            # The rows that follow are another sequence's.
-            store_rows(stores[0], acc, rows.to(gl.int64) * heads_q + head, rows < seq_q, HEAD_DIM_V)
-        else:
-            if not OUT_IN_Q:
-                tma.store_wait(0)
-                barrier()
-            write_rows(out_tile, CONSUMER, acc)
-            fence_async_shared()
-            store_tile(stores, out_tile, CONSUMER, batch, head, start_q + CONSUMER * 64, HEAD_DIM_V)
-            if OUT_IN_Q:
-                tma.store_wait(0)
-                mbarrier.arrive(q_read.index(CONSUMER), count=1)
+        if not OUT_IN_Q:
+            tma.store_wait(0)
+            barrier()
+        store_result(
+            stores, out_tile, CONSUMER, acc, batch, head, start_q, seq_q, heads_q,
+            IS_PACKED, HEAD_DIM_V,
+        )  # fmt: skip
+        if OUT_IN_Q:
+            tma.store_wait(0)
+            mbarrier.arrive(q_read.index(CONSUMER), count=1)
     tma.store_wait(0)
 
 
@@ -560,8 +533,7 @@ def flash_fwd(
     q = operands.q
     out = q.new_empty((*q.shape[:-1], spec.head_dim_v))
     lse = q.new_empty((*q.shape[:-3], spec.heads_q, spec.seq_q), dtype=torch.float32)
-    counter = q.new_zeros(1, dtype=torch.int32) if isinstance(spec, VarlenSpec) else None
-    tensors = (q, operands.k, operands.v, operands.sinks, out, lse, counter)
+    tensors = (q, operands.k, operands.v, operands.sinks, out, lse, item_counter(q, spec))
     tensors = (*tensors, *offsets_of(operands), *lists_of_keys(operands))
     # Four warps are one consumer; Triton adds those of the other parts.
     launch("flash_fwd", flash_fwd_kernel, _prepare, tensors, spec, backend, num_warps=4)
@@ -590,7 +562,7 @@ def _prepare(call: KernelCall) -> Prepared:
         or spec.seq_kv % config.block_kv != 0,
         "AHEAD": max(spec.head_dim, spec.head_dim_v) <= AHEAD_HEAD_DIM
         and room_for(spec, config, 2),
-        "OUT_IN_Q": out_in_q(spec, config) and not is_packed,
+        "OUT_IN_Q": out_in_q(spec, config),
     }
     arguments |= maps | list_arguments(call)
     return persistent(call, steps, spec.heads_q * spec.batch, arguments)

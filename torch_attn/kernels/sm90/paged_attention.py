@@ -43,7 +43,6 @@ from torch_attn.kernels.sm90.pipeline import (
     product_layout,
     product_scores,
     scale_rows,
-    store_rows,
     tile_bytes,
     unpack,
     wait_for_all,
@@ -361,7 +360,26 @@ def _consume(
         # Normalise and store.
         acc = scale_rows(acc, 1.0 / l_safe)
         out_row = (first_token + token).to(gl.int64) * (HEADS_KV * GROUP_SIZE) + head
-        store_rows(out_ptr, acc, out_row, is_row, HEAD_DIM_V)
+        _store_rows(out_ptr, acc, out_row, is_row, HEAD_DIM_V)
+
+
+@gluon.jit
+def _store_rows(out_ptr, x, row, is_row, SIZE: gl.constexpr):
+    """Store rows of SIZE columns, those that exist, from where they were computed."""
+    for i in gl.static_range(num_pieces(SIZE)):
+        _store_piece(out_ptr, x[i], row, is_row, piece_start(SIZE, i), SIZE)
+
+
+@gluon.jit
+def _store_piece(out_ptr, x, row, is_row, FIRST: gl.constexpr, SIZE: gl.constexpr):
+    of_row: gl.constexpr = gl.SliceLayout(1, x.type.layout)
+    row = gl.convert_layout(row, of_row, assert_trivial=True)
+    is_row = gl.convert_layout(is_row, of_row, assert_trivial=True)
+    column = FIRST + gl.arange(0, x.shape[1], gl.SliceLayout(0, x.type.layout))
+    pointers = out_ptr + row[:, None] * SIZE + column[None, :]
+    gl.store(
+        pointers, x.to(out_ptr.dtype.element_ty), mask=is_row[:, None] & (column < SIZE)[None, :]
+    )
 
 
 def paged_attention(

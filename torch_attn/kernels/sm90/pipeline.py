@@ -22,6 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from torch_attn.kernels.sm80.pipeline import copy_layout
 from torch_attn.launch import Layout
 from torch_attn.tensor_maps import TensorMap
 from twin_attention.contract.spec import AttentionSpec, VarlenSpec
@@ -342,22 +343,46 @@ def _clear_sixteen(rows, count):
 
 
 @gluon.jit
-def store_rows(out_ptr, x, row, is_row, SIZE: gl.constexpr):
-    """Store rows of SIZE columns, those that exist, from where they were computed."""
-    for i in gl.static_range(num_pieces(SIZE)):
-        _store_piece(out_ptr, x[i], row, is_row, piece_start(SIZE, i), SIZE)
+def store_result(
+    maps,
+    tile,
+    slot,
+    x,
+    batch,
+    head,
+    start,
+    end,
+    heads,
+    IS_PACKED: gl.constexpr,
+    SIZE: gl.constexpr,
+):
+    """Start to store 64 rows of a result, by way of a tile in shared memory that nobody reads.
+
+    Args:
+        maps: descriptors; of packed sequences the first is a pointer, as the rows from `end` on are
+            another sequence's.
+        slot: of the tile; the first row is start + 64 * slot.
+        heads: of the result.
+    """
+    write_rows(tile, slot, x)
+    fence_async_shared()
+    first = start + slot * 64
+    if IS_PACKED:
+        barrier()
+        for i in gl.static_range(num_pieces(SIZE)):
+            _store_rows(maps[0], piece(tile[i], slot), head, first, end, heads, i, SIZE)
+    else:
+        store_tile(maps, tile, slot, batch, head, first, SIZE)
 
 
 @gluon.jit
-def _store_piece(out_ptr, x, row, is_row, FIRST: gl.constexpr, SIZE: gl.constexpr):
-    of_row: gl.constexpr = gl.SliceLayout(1, x.type.layout)
-    row = gl.convert_layout(row, of_row, assert_trivial=True)
-    is_row = gl.convert_layout(is_row, of_row, assert_trivial=True)
-    column = FIRST + gl.arange(0, x.shape[1], gl.SliceLayout(0, x.type.layout))
-    pointers = out_ptr + row[:, None] * SIZE + column[None, :]
-    gl.store(
-        pointers, x.to(out_ptr.dtype.element_ty), mask=is_row[:, None] & (column < SIZE)[None, :]
-    )
+def _store_rows(out_ptr, rows, head, first, end, heads, INDEX: gl.constexpr, SIZE: gl.constexpr):
+    layout: gl.constexpr = copy_layout(rows.shape[1], 4)
+    row = first + gl.arange(0, rows.shape[0], gl.SliceLayout(1, layout))
+    column = piece_start(SIZE, INDEX) + gl.arange(0, rows.shape[1], gl.SliceLayout(0, layout))
+    offset = (row.to(gl.int64) * heads + head) * SIZE
+    exists = (row < end)[:, None] & (column < SIZE)[None, :]
+    gl.store(out_ptr + offset[:, None] + column[None, :], rows.load(layout), exists)
 
 
 def map_arguments(name: str, operand: int, layout: Layout, rows: int) -> dict[str, Any]:
@@ -382,7 +407,7 @@ def map_arguments(name: str, operand: int, layout: Layout, rows: int) -> dict[st
 def stored_arguments(
     spec: AttentionSpec, name: str, operand: int, layout: Layout, rows: int
 ) -> dict[str, Any]:
-    """Return the descriptors of a result; of packed sequences none, which `store_rows` stores."""
+    """Return the descriptors of a result; of packed sequences none: see `store_result`."""
     if isinstance(spec, VarlenSpec):
         return dict.fromkeys((f"{name}_1", f"{name}_2"))
     return map_arguments(name, operand, layout, rows)

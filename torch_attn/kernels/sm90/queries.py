@@ -9,7 +9,6 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from torch_attn.kernels.portable.sequences import (
     count_sequence_tiles,
     first_tile,
-    rows_of_tile,
 )
 from torch_attn.kernels.portable.tiles import ROW_PADDING, visible_tiles
 from torch_attn.kernels.sm80.pipeline import group_step
@@ -36,7 +35,7 @@ DO_READ = gl.constexpr(8)
 @gluon.jit
 def locate_keys(
     item,
-    sequence,
+    place,
     problem,
     offsets,
     window_left,
@@ -47,6 +46,8 @@ def locate_keys(
 ):
     """Return batch, first query head, keys, queries and tiles of queries of a work item.
 
+    `place`: of `next_item`.
+
     keys are the first, the end of all that its head or sequence has, and their diagonal: of packed
     sequences they are counted from the first of all. queries are the first of the sequence, from
     which they are counted, how many it has, and their first row of lse2, delta and the sums.
@@ -55,17 +56,15 @@ def locate_keys(
     packed sequences, where they are another sequence's.
     """
     seq_kv, seq_q, diagonal, heads_q, num_items, together = problem
-    num_tiles = count_sequence_tiles(seq_kv, offsets[2], 128)
+    num_tiles = gl.cdiv(seq_kv, 128)
     items_of_batch = heads_q // MEMBERS
-    index, tile = head_and_tile(item, num_items, together, num_tiles)
-    start_kv = tile * 128
     first_q, first_row = 0, 0
     if offsets[2] is None:
+        index, tile = head_and_tile(item, num_items, together, num_tiles)
+        start_kv = tile * 128
         rows_q = gl.cdiv(seq_q, BLOCK_Q) * BLOCK_Q
     else:
-        _sequence, _first_kv, start_kv, seq_kv, first_q, seq_q = rows_of_tile(
-            offsets[0], offsets[1], sequence, tile, seq_kv, seq_q, offsets[2], 128
-        )
+        index, _tile, start_kv, seq_kv, first_q, seq_q, sequence = place
         diagonal = seq_kv - seq_q
         first_row = first_tile(first_q, sequence, ROW_PADDING) * ROW_PADDING
         rows_q = seq_q
@@ -91,6 +90,8 @@ def locate_keys(
 def produce_queries(
     tiles,
     barriers,
+    shared,
+    counter_ptr,
     loads,
     problem,
     offsets,
@@ -119,11 +120,10 @@ def produce_queries(
     )
     step = 0  # over all items
     turn = 0
-    passed = 0
-    item, sequence, passed = next_item(turn, passed, problem, offsets, 128)
+    item, place = next_item(turn, problem, offsets, shared, counter_ptr, 128, False, ())
     while item < problem[4]:
         batch, first_head, keys, queries, visible = locate_keys(
-            item, sequence, problem, offsets, window_left, window_right, FUSED, MEMBERS, BLOCK_Q
+            item, place, problem, offsets, window_left, window_right, FUSED, MEMBERS, BLOCK_Q
         )
         start_kv = keys[0]
         first_q, _seq_q, first_row = queries
@@ -163,7 +163,7 @@ def produce_queries(
                 load_box(delta, [row, 0], ready, delta_row.index(slot))
             step += 1
         turn += 1
-        item, sequence, passed = next_item(turn, passed, problem, offsets, 128)
+        item, place = next_item(turn, problem, offsets, shared, counter_ptr, 128, False, ())
 
 
 @gluon.jit

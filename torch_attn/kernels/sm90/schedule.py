@@ -14,12 +14,14 @@ from torch_attn.kernels.sm80.sequences import locate_tile
 from torch_attn.kernels.sm90.pipeline import allocate_barriers
 from torch_attn.launch import KernelCall, Prepared, flash_arguments
 from torch_attn.targets import num_sms
-from twin_attention.contract.spec import VarlenSpec
+from twin_attention.contract.spec import AttentionSpec, VarlenSpec
 
 # What an item takes beside its steps, in steps; items of a program and heads that are counted.
 ITEM_STEPS = 2
 ITEMS_COUNTED = 64
 HEADS_COUNTED = 24
+# Heads of packed sequences that share the L2 cache at a time, at most.
+PACKED_HEADS = 8
 
 
 @gluon.jit
@@ -44,70 +46,86 @@ def head_and_tile(item, num_items, together, num_tiles):
 
 
 @gluon.jit
-def next_item(turn, passed, problem, offsets, BLOCK: gl.constexpr):
-    """Return a program's work item of a turn, past those of packed sequences that have no rows.
+def next_item(
+    turn,
+    problem,
+    offsets,
+    shared,
+    counter_ptr,
+    BLOCK: gl.constexpr,
+    LAST_FIRST: gl.constexpr,
+    row_ptrs,
+):
+    """Return the producer's work item of a turn, and its place if sequences are packed.
+
+    Programs take those of packed sequences from a counter, so that one whose items are short takes
+    more of them. Tiles without rows are passed over. The other warps have `own_item`.
 
     Args:
         turn: how many items the program has had.
-        passed: how many it has passed over.
         problem: rows of the tiles' axis and of the other one; num_items and together are the last.
         offsets: those of both axes and num_sequences, or None, all of them.
+        shared: what `allocate_hand_over` returns, or () of a dense batch.
+        counter_ptr: how many items all programs have taken, or None.
+        LAST_FIRST: the last tile is the longest.
+        row_ptrs: lse2 and delta, which are prepared for tiles that are passed over; or ().
 
     Returns:
-        (item, sequence, passed): the sequence that owns the item's tile, 0 of a dense batch.
+        (item, place): place is head and tile, start, end, first_other and size_other of
+        `locate_tile`, and the sequence.
     """
-    item = work_item(turn + passed)
-    sequence = 0
+    item, place = work_item(turn), (0, 0, 0, 0, 0, 0, 0)
     if offsets[2] is not None:
-        is_empty = item < problem[4]
-        while is_empty:
-            num_tiles = count_sequence_tiles(problem[0], offsets[2], BLOCK)
-            _index, tile = head_and_tile(item, problem[4], problem[5], num_tiles)
-            sequence, _first, start, end, _first_other, _size_other = locate_tile(
-                offsets[0], offsets[1], tile, problem[0], problem[1], offsets[2], BLOCK
-            )
-            is_empty = start == end
-            passed = gl.where(is_empty, passed + 1, passed)
-            item = work_item(turn + passed)
-            is_empty = is_empty & (item < problem[4])
-    return item, sequence, passed
+        item, place = _take_item(counter_ptr, problem, offsets, BLOCK, LAST_FIRST)
+        while (item < problem[4]) & (place[2] == place[3]):
+            if len(row_ptrs) > 0:
+                _prepare_rows(row_ptrs, place, problem, offsets, BLOCK)
+            item, place = _take_item(counter_ptr, problem, offsets, BLOCK, LAST_FIRST)
+        _hand_over(shared, turn, item, place)
+    return item, place
 
 
 @gluon.jit
-def take_item(counter_ptr, problem, offsets, BLOCK: gl.constexpr):
-    """Take the next item of packed sequences that has rows, in the order from the last tile on.
+def own_item(turn, offsets, shared, READER: gl.constexpr):
+    """Return what `next_item` gave the producer in this turn; READER counts those who ask."""
+    item, place = work_item(turn), (0, 0, 0, 0, 0, 0, 0)
+    if offsets[2] is not None:
+        item, place = _receive(shared, turn, READER)
+    return item, place
 
-    All programs count together, so that one whose items are short takes more of them.
 
-    Args:
-        counter_ptr: how many items all programs have taken.
-        problem, offsets: as in `next_item`.
-
-    Returns:
-        (item, place): place is what `locate_tile` returns from the tile's first row on.
-    """
+@gluon.jit
+def _take_item(counter_ptr, problem, offsets, BLOCK: gl.constexpr, LAST_FIRST: gl.constexpr):
     item = gl.atomic_add(counter_ptr, 1, sem="relaxed")
-    start, end, first_other, size_other = 0, 0, 0, 0
-    is_empty = item < problem[4]
-    while is_empty:
-        num_tiles = count_sequence_tiles(problem[0], offsets[2], BLOCK)
-        _index, tile = head_and_tile(item, problem[4], problem[5], num_tiles)
-        _sequence, _first, start, end, first_other, size_other = locate_tile(
-            offsets[0], offsets[1], num_tiles - 1 - tile, problem[0], problem[1], offsets[2], BLOCK
-        )
-        is_empty = start == end
-        if is_empty:
-            item = gl.atomic_add(counter_ptr, 1, sem="relaxed")
-        is_empty = is_empty & (item < problem[4])
-    return item, (start, end, first_other, size_other)
+    # There may be none left: then the place is that of the last one.
+    num_tiles = count_sequence_tiles(problem[0], offsets[2], BLOCK)
+    existing = gl.minimum(item, problem[4] - 1)
+    head, tile = head_and_tile(existing, problem[4], problem[5], num_tiles)
+    if LAST_FIRST:
+        tile = num_tiles - 1 - tile
+    sequence, _first, start, end, first_other, size_other = locate_tile(
+        offsets[0], offsets[1], tile, problem[0], problem[1], offsets[2], BLOCK
+    )
+    return item, (head, tile, start, end, first_other, size_other, sequence)
 
 
 @gluon.jit
-def allocate_hand_over(NUM_CONSUMERS: gl.constexpr):
+def _prepare_rows(row_ptrs, place, problem, offsets, BLOCK: gl.constexpr):
+    """Store lse2 and delta of a tile of ROW_PADDING rows that do not exist: p and ds are 0."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    tiles = count_sequence_tiles(problem[0], offsets[2], BLOCK)
+    first = (place[0].to(gl.int64) * tiles + place[1]) * BLOCK
+    rows = first + gl.arange(0, BLOCK, layout)
+    gl.store(row_ptrs[0] + rows, gl.full([BLOCK], float("inf"), gl.float32, layout))
+    gl.store(row_ptrs[1] + rows, gl.zeros([BLOCK], gl.float32, layout))
+
+
+@gluon.jit
+def allocate_hand_over(READERS: gl.constexpr):
     """Allocate shared memory for an item and its place; barriers for when it is there, and read."""
     layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     values = gl.allocate_shared_memory(gl.int32, [8], layout)
-    return values, allocate_barriers(1), allocate_barriers(NUM_CONSUMERS)
+    return values, allocate_barriers(1), allocate_barriers(READERS)
 
 
 @gluon.jit
@@ -118,32 +136,32 @@ def _fields():
 
 
 @gluon.jit
-def hand_over(shared, turn, item, place):
-    """Give the consumers an item and its place, when they have read those of the turn before."""
+def _hand_over(shared, turn, item, place):
+    """Give the others an item and its place, when they have read those of the turn before."""
     values, written, read = shared
-    NUM_CONSUMERS: gl.constexpr = read.shape[0]
-    for consumer in gl.static_range(NUM_CONSUMERS):
-        mbarrier.wait(read.index(consumer), (turn & 1) ^ 1)
+    READERS: gl.constexpr = read.shape[0]
+    for reader in gl.static_range(READERS):
+        mbarrier.wait(read.index(reader), (turn & 1) ^ 1)
     field = _fields()
     x = gl.where(field == 0, item, field)
-    for i in gl.static_range(4):
+    for i in gl.static_range(7):
         x = gl.where(field == i + 1, place[i], x)
     values.store(x)
     mbarrier.arrive(written.index(0), count=1)
 
 
 @gluon.jit
-def receive(shared, turn, CONSUMER: gl.constexpr):
-    """Return what `hand_over` gave in a turn: (item, place)."""
+def _receive(shared, turn, READER: gl.constexpr):
+    """Return what `_hand_over` gave in a turn: (item, place)."""
     values, written, read = shared
     mbarrier.wait(written.index(0), turn & 1)
     field = _fields()
     x = values.load(field.type.layout)
-    mbarrier.arrive(read.index(CONSUMER), count=1)
-    item = gl.sum(gl.where(field == 0, x, 0), 0)
-    start, end = gl.sum(gl.where(field == 1, x, 0), 0), gl.sum(gl.where(field == 2, x, 0), 0)
-    first, size = gl.sum(gl.where(field == 3, x, 0), 0), gl.sum(gl.where(field == 4, x, 0), 0)
-    return item, (start, end, first, size)
+    mbarrier.arrive(read.index(READER), count=1)
+    place = ()
+    for i in gl.static_range(7):
+        place = place + (gl.sum(gl.where(field == i + 1, x, 0), 0),)
+    return gl.sum(gl.where(field == 0, x, 0), 0), place
 
 
 def persistent(
@@ -158,11 +176,18 @@ def persistent(
     """
     items = len(steps) * heads
     programs = min(items, num_sms(call.device, call.target))
-    # Tiles of packed sequences follow each other as they are.
-    is_packed = isinstance(call.spec, VarlenSpec)
-    together = heads if is_packed else heads_together(steps, heads, programs)
+    if isinstance(call.spec, VarlenSpec):
+        # Their tiles follow each other as they are.
+        together = triton.cdiv(heads, triton.cdiv(heads, PACKED_HEADS))
+    else:
+        together = heads_together(steps, heads, programs)
     order = {"num_items": items, "together": together}
     return (programs,), flash_arguments(call.spec) | order | arguments
+
+
+def item_counter(q: torch.Tensor, spec: AttentionSpec) -> torch.Tensor | None:
+    """Return the counter of a launch's work items [1], 0; None of a dense batch."""
+    return q.new_zeros(1, dtype=torch.int32) if isinstance(spec, VarlenSpec) else None
 
 
 @lru_cache(maxsize=1024)
