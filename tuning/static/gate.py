@@ -56,7 +56,7 @@ FLASH_FEATURES: dict[str, dict[str, Any]] = {
         "precision": "tf32", "window_size": (256, 128), "softcap": 30.0, "sinks": True,
     },
     "few-kv-heads": {"causal": True, "batch": 1},
-    "packed": {"causal": True, "seq_q": 16384, "seq_kv": 16384},  # in the mean 2048
+    "packed": {"causal": True, "seq_q": 16384, "seq_kv": 16384},  # of 8 sequences
     "segments": {"causal": True},
     "tiles-of-128": {"causal": True},
     "tiles-of-64": {"causal": True},

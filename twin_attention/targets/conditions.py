@@ -47,12 +47,13 @@ def _has_block_mask(spec: Spec) -> bool:
 def _has_keys(count: int) -> Callable[[Spec], bool]:
     """Return the condition of a flash attention of at least so many keys.
 
-    Of packed sequences their mean counts: the lengths are data on the device.
+    The lengths of packed sequences are data on the device. N of T keys count as 2T / (N + 1), which
+    the sequence of a key has in the mean if all ways to cut T keys are as likely.
     """
 
     def has_keys(spec: Spec) -> bool:
         sequences = spec.num_sequences if isinstance(spec, VarlenSpec) else 1
-        return isinstance(spec, AttentionSpec) and spec.seq_kv >= count * sequences
+        return isinstance(spec, AttentionSpec) and 2 * spec.seq_kv >= count * (sequences + 1)
 
     return has_keys
 
