@@ -21,8 +21,8 @@ from pallas_attn.kernels.sm90.pipeline import (
     add_scores,
     add_values,
     block_tiles,
-    blocks_of,
     store_tile,
+    values_and_factors,
     wait_for,
     zeros,
 )
@@ -89,9 +89,8 @@ def flash_bwd_dk_kernel(
         block_kv=block_kv,
     )  # fmt: skip
     k_tiles, v_tiles = (Tiles(*tiles) for tiles in (k_tiles, v_tiles))
-    *q_tiles, (q_blocks,) = q_tiles
-    q_blocks = blocks_of(q_blocks)
-    queries = Rows(q_ref, Tiles(*q_tiles), lse2_ref, lse2_rows, q_full, q_empty)
+    q_tiles, q_blocks = values_and_factors(q_tiles)
+    queries = Rows(q_ref, q_tiles, lse2_ref, lse2_rows, q_full, q_empty)
     douts = Rows(dout_ref, Tiles(*dout_tiles), delta_ref, delta_rows, dout_full, dout_empty)
 
     def produce():

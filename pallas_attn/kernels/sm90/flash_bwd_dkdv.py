@@ -28,9 +28,10 @@ from pallas_attn.kernels.sm90.pipeline import (
     ds_width,
     load_tile,
     make_tiles,
-    padded_columns,
     store_tile,
     tile_start,
+    value_columns,
+    values_and_factors,
     wait_for,
     zeros,
 )
@@ -132,7 +133,10 @@ def flash_bwd_dkdv_kernel(
     makes_dq = dq_sum_ref is not None
     small = makes_dq and is_small(head_dim, head_dim_v)
     q_stages = lse2_rows.shape[0]
-    size = padded_columns(head_dim)
+    size, size_v = value_columns(head_dim), value_columns(head_dim_v)
+    # With sums of all three and a window ptxas serializes products unless one head is a loop too.
+    is_tight = dk_sum_ref is not None and window_left is not None and max(size, size_v) > 96
+    loops_over_heads = members > 1 or is_tight
     # Each warpgroup's part of dq: some columns over all keys, or all columns over its own ones.
     has_columns = small or size > 64
     dq_columns = [
@@ -140,8 +144,9 @@ def flash_bwd_dkdv_kernel(
         for w in range(warpgroups)
     ]
     writers = [w for w in range(warpgroups) if dq_columns[w].start < dq_columns[w].stop]
-    k_tiles, v_tiles, q_tiles, dout_tiles = (
-        Tiles(*views) for views in (k_tiles, v_tiles, q_tiles, dout_tiles)
+    k_tiles, v_tiles = Tiles(*k_tiles), Tiles(*v_tiles)
+    (q_tiles, q_factors), (dout_tiles, dout_factors) = map(
+        values_and_factors, (q_tiles, dout_tiles)
     )
 
     def locate(tile):
@@ -267,7 +272,7 @@ def flash_bwd_dkdv_kernel(
             exchange_barrier(warpgroups)
 
         def compute(tile, step):
-            batch, head_kv, _, start_kv, start_q, masked_steps, steps = locate(tile)
+            located = batch, head_kv, _, start_kv, start_q, masked_steps, steps = locate(tile)
             start_row = start_kv + w * WGMMA_ROWS
             no_ds = zeros(WGMMA_ROWS, block_q).astype(k_ref.dtype)
             for x in range(warpgroups) if makes_dq else (w,):
@@ -280,13 +285,13 @@ def flash_bwd_dkdv_kernel(
                     tuple(plgpu.load(x, layout=WGMMA) for x in tile.multiplied) for tile in (k, v)
                 )
             if makes_dq:
-                # Not a constant, or the compiler would see that `fresh` is one in all steps. For a
-                # group not surely positive: with no way around a loop ptxas serializes products.
-                steps = steps + (step >> 30 if members == 1 else step & -(2**30))
+                # Not a constant, or the compiler would see that `fresh` is one in all steps. With a
+                # loop of heads not surely positive: with no way around ptxas serializes products.
+                steps = steps + (step & -(2**30) if loops_over_heads else step >> 30)
 
                 # sᵀ = scale · k qᵀ of the first tile, for which the tile of keys before waited.
                 def first(s_ref):
-                    start_scores(s_ref, keys, k, q_tiles.tile(lax.rem(step, q_stages)))
+                    start_scores(s_ref, keys, k, q_factors.tile(lax.rem(step, q_stages)))
                     return wait_for(s_ref, 0, keys)
 
                 @pl.when(step == 0)
@@ -317,7 +322,9 @@ def flash_bwd_dkdv_kernel(
 
                     def start_dp():
                         dp_ref[...] = zeros(WGMMA_ROWS, block_q)
-                        start_scores(dp_ref, values, v_tiles.tile(w + fresh), dout)
+                        start_scores(
+                            dp_ref, values, v_tiles.tile(w + fresh), dout_factors.tile(slot)
+                        )
 
                     def finish_dq(pending, *read):
                         if dq_ref is not None:
@@ -340,14 +347,21 @@ def flash_bwd_dkdv_kernel(
                         s, None, None, None, rule, None, None, False, WGMMA
                     )
                     if masked:
-                        hide = functools.partial(
-                            hide_queries,
-                            first_key=start_row - diagonal,  # keys are counted as queries are
-                            start_q=start_q(x),
-                            end=seq_kv - diagonal if seq_kv % block_kv else None,
-                            window_left=window_left,
-                            window_right=window_right,
-                        )
+
+                        def hide(s):
+                            # For want of registers the tile is located again.
+                            place = locate(tile + fresh) if is_tight else located
+                            _, _, _, start_kv, start_q, _, _ = place
+                            return hide_queries(
+                                s,
+                                # Keys are counted as queries are.
+                                first_key=start_kv + w * WGMMA_ROWS - diagonal,
+                                start_q=start_q(x),
+                                end=seq_kv - diagonal if seq_kv % block_kv else None,
+                                window_left=window_left,
+                                window_right=window_right,
+                            )
+
                         visible = lax.cond(x < masked_steps, hide, lambda s: s, visible)
                     lse2 = plgpu.load(lse2_row, layout=WGMMA.reduce(0))
                     power = visible * rule.exp2_scale - as_columns(lse2, visible, WGMMA)
@@ -375,7 +389,7 @@ def flash_bwd_dkdv_kernel(
                     # Start sᵀ = scale · k qᵀ of the next tile; behind the last one it is not used.
                     plgpu.barrier_wait(q_full.at[following])
                     s_ref[...] = zeros(WGMMA_ROWS, block_q)
-                    start_scores(s_ref, keys, k_tiles.tile(w + fresh), q_tiles.tile(following))
+                    start_scores(s_ref, keys, k_tiles.tile(w + fresh), q_factors.tile(following))
                     share_ds(ds_new, now)
                     dv_new = wait_for(dv_ref, len(k.multiplied), p_cast)
                     plgpu.barrier_arrive(dout_empty.at[slot])
@@ -387,13 +401,13 @@ def flash_bwd_dkdv_kernel(
                     plgpu.barrier_wait(q_full.at[q_slot])
                     dk_ref[...] = dk
                     add_values(dk_ref, ds, multiplied)
-                    add_scores(s_ref, k, q_tiles.tile(q_slot))
+                    add_scores(s_ref, k, q_factors.tile(q_slot))
                     if block_q > WGMMA_ROWS:
                         # The registers of ds are dp's.
                         dk_new = wait_for(dk_ref, len(k.multiplied), ds)
                         plgpu.barrier_arrive(q_empty.at[previous])
                     plgpu.barrier_wait(dout_full.at[slot])
-                    add_scores(dp_ref, v, dout)
+                    add_scores(dp_ref, v, dout_factors.tile(slot))
                     # pᵀ = exp(sᵀ - lse)
                     s = wait_for(s_ref, len(v.multiplied))
                     if block_q <= WGMMA_ROWS:
@@ -434,8 +448,8 @@ def flash_bwd_dkdv_kernel(
             carry = (
                 s,
                 None if makes_dq and not small else no_ds,
-                zeros(WGMMA_ROWS, padded_columns(head_dim)),
-                zeros(WGMMA_ROWS, padded_columns(head_dim_v)),
+                zeros(WGMMA_ROWS, size),
+                zeros(WGMMA_ROWS, size_v),
             )
             ranges = step_ranges(masked_steps, steps)
             if makes_dq:
@@ -448,10 +462,11 @@ def flash_bwd_dkdv_kernel(
                     carry = lax.fori_loop(lower, upper, body, carry)
                 return carry
 
-            if members == 1:
+            if not loops_over_heads:
                 _, ds, dk, dv = visit_head(program * 0, carry)
             else:
-                _, ds, dk, dv = lax.fori_loop(0, members, visit_head, carry)
+                heads = members + (step & -(2**30)) if is_tight else members
+                _, ds, dk, dv = lax.fori_loop(0, heads, visit_head, carry)
 
             # dk += dsᵀ q of the last tile
             stored = (end - 1) % 2
@@ -500,12 +515,12 @@ def start_scores(s, rows, q, k):
 
 def is_small(head_dim, head_dim_v):
     """Return True if a consumer's registers have room for its rows of k and v beside all else."""
-    return max(padded_columns(head_dim), padded_columns(head_dim_v)) <= 64
+    return max(head_dim, head_dim_v) <= 64
 
 
 def launch_fused(inputs, spec, backend):
     """Call `flash_bwd_dkdv_kernel` with sums; returns dq, dk and dv."""
-    columns, columns_v = padded_columns(spec.head_dim), padded_columns(spec.head_dim_v)
+    columns, columns_v = value_columns(spec.head_dim), value_columns(spec.head_dim_v)
     config = backend.configs(spec)["flash_bwd_fused"]
     if config.block_q != WGMMA_ROWS:
         fail(NotImplementedError, "flash_bwd_fused", f"block_q={WGMMA_ROWS}", config)
@@ -548,6 +563,7 @@ def launch_dkdv(inputs, spec, backend, name="flash_bwd_dkdv", sums=()):
     tiles, pieces = make_tiles(
         spec,
         bool(sums),
+        ("dout_tiles",) if sums else ("q_tiles", "dout_tiles"),
         k_tiles=rows,
         v_tiles=rows,
         q_tiles=queries,
@@ -572,7 +588,7 @@ def launch_dkdv(inputs, spec, backend, name="flash_bwd_dkdv", sums=()):
             inputs.q.dtype,
             transforms=(plgpu.TilingTransform((8, width)), plgpu.SwizzleTransform(2 * width)),
         )
-        size = WGMMA_ROWS * min(64, padded_columns(spec.head_dim))
+        size = WGMMA_ROWS * min(64, value_columns(spec.head_dim))
         scratch["dq_tiles"] = plgpu.SMEM((warpgroups, size), jnp.float32)
     parts = spec.heads_q // members
     turned = replace(exchange_sides(spec), heads_q=parts, heads_kv=parts)

@@ -22,11 +22,11 @@ from pallas_attn.kernels.sm90.pipeline import (
     add_scores,
     add_values,
     block_tiles,
-    blocks_of,
     load_tile,
     make_tiles,
     store_tile,
     tile_start,
+    values_and_factors,
     wait_for,
     zeros,
 )
@@ -107,11 +107,8 @@ def flash_bwd_dq_kernel(
     last_start = pl.cdiv(seq_kv, block_kv) * block_kv - block_kv
     of_row = WGMMA.reduce(1)
     v_stages = v_full.shape[0]
-    k_tiles, k_blocks = k_tiles[:2], k_tiles[2:]
-    q_tiles, dout_tiles, k_tiles, v_tiles = (
-        Tiles(*views) for views in (q_tiles, dout_tiles, k_tiles, v_tiles)
-    )
-    scored_tiles = blocks_of(*k_blocks[0]) if k_blocks else k_tiles  # what q multiplies
+    q_tiles, dout_tiles, v_tiles = (Tiles(*views) for views in (q_tiles, dout_tiles, v_tiles))
+    k_tiles, scored_tiles = values_and_factors(k_tiles)
     is_large = out_tiles is None
     if not is_large:
         out_tiles = Tiles(*out_tiles)

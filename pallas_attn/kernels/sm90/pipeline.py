@@ -244,12 +244,15 @@ def wait_for(ref, wait_n, *read):
     return lax.optimization_barrier((x, *read))[0]
 
 
-def make_tiles(spec, ds_is_shared, **counts):
+def make_tiles(spec, ds_is_shared, values=None, **counts):
     """Return the types of tiles of q, k, v and dout in shared memory, and each one's pieces.
 
     Args:
         spec: the problem.
         ds_is_shared: ds is in shared memory, and multiplies pieces of q and of k of its width.
+        values: the tiles that p or ds in registers multiplies. With these all rows are padded to
+            `value_columns`, and these tiles, of 64 rows and two blocks of columns, are
+            `value_block_views`: the assembler would run one product of two after the other.
         **counts: (tiles, rows) of each.
     """
     tiles, pieces = {}, {}
@@ -258,11 +261,16 @@ def make_tiles(spec, ds_is_shared, **counts):
         size = spec.head_dim if is_scores else spec.head_dim_v
         whole = is_whole(size, spec.seq_q, spec.seq_kv)
         widths = piece_widths(size, whole)
-        if ds_is_shared and is_scores and not whole:
+        if values is not None and not whole:
+            columns = value_columns(size)
             width = ds_width(size)
-            widths = (width,) * (sum(widths) // width)
+            if columns > 96 or (ds_is_shared and is_scores):
+                widths = (width,) * (columns // width)
         dtype = jnp.dtype(spec.dtype)
-        tiles[name] = plgpu.RefUnion(*tile_views(dtype, shape, size, whole, widths))
+        views = tile_views(dtype, shape, size, whole, widths)
+        if name in (values or ()) and widths == (BLOCK, BLOCK) and shape[1] == BLOCK:
+            views = value_block_views(dtype, *shape, 2 * BLOCK)
+        tiles[name] = plgpu.RefUnion(*views)
         pieces[name] = len(widths)
     return tiles, pieces
 
@@ -270,8 +278,8 @@ def make_tiles(spec, ds_is_shared, **counts):
 def block_tiles(spec, values=None, **counts):
     """Return what `make_tiles` does, of rows that are padded to blocks of 64 columns with zeros.
 
-    values: the tiles of 64 rows that ds or p multiplies, all columns in one product: `value_views`,
-        and for scores its blocks, which `blocks_of` makes tiles of.
+    values: the tiles of 64 rows that ds or p multiplies, all columns in one product: these are
+        `value_block_views`.
     """
     tiles, pieces = {}, {}
     for name, (count, rows) in counts.items():
@@ -281,18 +289,36 @@ def block_tiles(spec, values=None, **counts):
         widths = (BLOCK,) * blocks
         views = tile_views(dtype, (count, rows), size, False, widths)
         if name == values:
-            assert rows == BLOCK
-            (block,) = tile_views(dtype, (count, blocks, rows), BLOCK, False)[1]
-            views = *value_views(dtype, count, rows, blocks * BLOCK), (block,)
+            views = value_block_views(dtype, count, rows, blocks * BLOCK)
         tiles[name], pieces[name] = plgpu.RefUnion(*views), blocks
     return tiles, pieces
 
 
-def blocks_of(blocks) -> Tiles:
-    """Return tiles of values in pieces of 64 columns, as scores multiply them."""
-    return Tiles((), tuple(blocks.at[:, i] for i in range(blocks.shape[1])))
+def value_block_views(dtype, count, rows, size):
+    """Return `value_views` of tiles of 64 rows, and what `values_and_factors` makes tiles of."""
+    assert rows == BLOCK
+    (block,) = tile_views(dtype, (count, size // BLOCK, rows), BLOCK, False)[1]
+    return *value_views(dtype, count, rows, size), (block,)
+
+
+def values_and_factors(views) -> tuple[Tiles, Tiles]:
+    """Return tiles as ds or p multiplies them, and as scores do: in pieces of 64 columns.
+
+    Both are the same where there are no `value_block_views`.
+    """
+    copied, multiplied, *blocks = views
+    tiles = Tiles(copied, multiplied)
+    if not blocks:
+        return tiles, tiles
+    ((block,),) = blocks
+    return tiles, Tiles((), tuple(block.at[:, i] for i in range(block.shape[1])))
+
+
+def value_columns(size):
+    """Return the columns of rows of `size` elements in the kernel of dk and dv: up to 96 or 128."""
+    return padded_columns(size) if size <= 96 else -(-size // BLOCK) * BLOCK
 
 
 def ds_width(head_dim):
     """Return the columns of a block of ds: wgmma wants both operands swizzled alike."""
-    return math.gcd(padded_columns(head_dim), 64)
+    return math.gcd(value_columns(head_dim), BLOCK)
