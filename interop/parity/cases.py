@@ -518,7 +518,8 @@ def _full_tf32_changes() -> Iterator[Change]:
 
 def _full_changes() -> Iterator[Change]:
     masks = (("", {}), ("-causal", {"causal": True}))
-    for d, (mask, causal) in product((16, 24, 32, 40, 64, 80, 96, 128, 160, 192, 256), masks):
+    sizes = (16, 24, 32, 40, 64, 80, 96, 112, 128, 160, 192, 240, 256)
+    for d, (mask, causal) in product(sizes, masks):
         yield f"d{d}{mask}", {"head_dim": d, **causal}
     for d, dv in ((16, 256), (256, 16), (64, 128), (192, 128), (104, 72)):
         yield f"d{d}-dv{dv}", {"head_dim": d, "head_dim_v": dv, "causal": True}
@@ -530,6 +531,8 @@ def _full_changes() -> Iterator[Change]:
         yield f"{seq_q}x{seq_kv}{mask}", {"seq_q": seq_q, "seq_kv": seq_kv, **causal}
     for d, (mask, causal) in product((16, 40, 64, 128), masks):  # dq summed in any order
         yield f"130x2100-d{d}{mask}", {"seq_q": 130, "seq_kv": 2100, "head_dim": d, **causal}
+    long = {"seq_q": 130, "seq_kv": 1100, "head_dim": 256}
+    yield "130x1100-d256-causal", {**long, "causal": True}  # with fewer keys another row
     for window in ((0, 0), (17, 0), (100, 60), (None, 40), (200, None), (0, None), (None, 0)):
         name = f"window-{window[0]}-{window[1]}"
         yield name, {"window_size": window, "seq_q": 401}
@@ -558,6 +561,9 @@ def _full_changes() -> Iterator[Change]:
         yield f"many-tiles{mask}", many
         yield f"many-tiles-130x2100{mask}", {**many, "seq_q": 130, "seq_kv": 2100}
         yield f"few-kv-heads{mask}", {"seq_kv": 2100, "heads_q": 8, "heads_kv": 1, **causal}
+    for d in (120, 128):  # few kv heads
+        window = {"window_size": (300, 50), "head_dim": d, "heads_q": 8, "heads_kv": 1}
+        yield f"few-kv-heads-window-d{d}", {"seq_kv": 2100, **window}
     for scale in (0.0, -0.3, 1.0):
         yield f"scale{scale:g}", {"scale": scale, "causal": True}
     for d in (136, 192, 256):  # with a kernel each for dq, dk and dv

@@ -49,6 +49,7 @@ FRAMEWORKS = {"torch": "torch_attn", "jax": "pallas_attn"}
 FLASH_FEATURES: dict[str, dict[str, Any]] = {
     "causal": {"causal": True},
     "full": {},
+    "short": {"causal": True, "batch": 32, "seq_q": 512, "seq_kv": 512},
     "all-options": {"window_size": (256, 128), "softcap": 30.0, "sinks": True},
     "odd-head-size": {"causal": True},
     "tf32": {"causal": True, "precision": "tf32"},
@@ -56,6 +57,7 @@ FLASH_FEATURES: dict[str, dict[str, Any]] = {
         "precision": "tf32", "window_size": (256, 128), "softcap": 30.0, "sinks": True,
     },
     "few-kv-heads": {"causal": True, "batch": 1},
+    "few-kv-heads-window": {"window_size": (256, 128), "batch": 1},
     "packed": {"causal": True, "seq_q": 16384, "seq_kv": 16384},  # of 8 sequences
     "segments": {"causal": True},
     "tiles-of-128": {"causal": True},
@@ -103,11 +105,13 @@ _AOT = {
 # float32 for TF32, and these head sizes.
 _PORTABLE_FEATURES = {
     "packed": (64, 128), "segments": (64, 128), "tiles-of-128": HEAD_DIMS, "tiles-of-64": (64, 128),
-    "few-kv-heads": (), "full": (128,), "tf32": HEAD_DIMS, "tf32-all-options": HEAD_DIMS,
+    "few-kv-heads": (), "few-kv-heads-window": (), "short": (), "full": (128,),
+    "tf32": HEAD_DIMS, "tf32-all-options": HEAD_DIMS,
 }  # fmt: skip
 # Those of them that the explicit kernels of a target have.
 _EXPLICIT_FEATURES = {
     ("packed", "sm80"), ("packed", "sm90"), ("tiles-of-128", "sm90"), ("few-kv-heads", "sm90"),
+    ("few-kv-heads-window", "sm90"),
 }  # fmt: skip
 # The explicit kernels' head sizes: of each row the largest, and those that need two column pieces.
 _EXPLICIT_HEAD_DIMS = (16, 32, 64, 80, 96, 128, 192, 256)
@@ -115,6 +119,7 @@ _EXPLICIT_HEAD_DIMS = (16, 32, 64, 80, 96, 128, 192, 256)
 # other features than a mask; those of paged caches.
 _MOSAIC_HEAD_DIMS = (64, 96, 128, 192, 256)
 _MOSAIC_HEAD_DIMS_WITH_FEATURES = (64, 128)
+_MOSAIC_HEAD_DIMS_OF_SHORT = (192, 256)  # of rows of their own under a mask
 _PAGED_HEAD_DIMS = (64, 128, 256)
 _PAGED_FEATURES = ("decode", "decode-all-options")
 # Bytes that a thread of an explicit kernel may spill and read in a step: the bounds and addresses
@@ -266,6 +271,8 @@ def _mosaic_problems(target: str) -> Iterator[Problem]:
         if feature not in ("causal", *_PORTABLE_FEATURES) or (feature, target) in _EXPLICIT_FEATURES
     ]
     flash += [("bfloat16", *x) for x in product(_MOSAIC_HEAD_DIMS_WITH_FEATURES, features)]
+    short = _MOSAIC_HEAD_DIMS_OF_SHORT if target == "sm90" else ()
+    flash += [("bfloat16", head_dim, "short") for head_dim in short]
     paged = product((*DTYPES[16], *DTYPES[8]), _PAGED_HEAD_DIMS, _PAGED_FEATURES)
     chunks = EXPLICIT_CHUNK_FEATURES if target == "sm90" else ()
     chunks = (("bfloat16", *x) for x in product(_PAGED_HEAD_DIMS, chunks))
