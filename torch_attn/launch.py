@@ -49,7 +49,9 @@ def flash_arguments(spec: AttentionSpec) -> dict[str, Any]:
 def rule_argument(rule: ScoreRule) -> ScoreRule:
     """Return a rule as kernels take it, with what is no number known while they are compiled."""
     return rule._replace(
-        scale_first=tl.constexpr(rule.scale_first), precision=tl.constexpr(rule.precision)
+        scale_first=tl.constexpr(rule.scale_first),
+        precision=tl.constexpr(rule.precision),
+        small_cap=tl.constexpr(rule.small_cap),
     )
 
 

@@ -76,8 +76,23 @@ def test_visible_keys_follow_the_written_rule(seq_q, seq_kv, left, right):
 def test_the_exponent_takes_the_scale_where_it_can(scale, softcap, scale_first):
     rule = spec_of(1, 1, scale=scale, softcap=softcap).scores
     exp2_scale = math.log2(math.e) * (1.0 if scale_first else scale)
-    assert rule == ScoreRule(scale, softcap, scale_first, exp2_scale)
+    assert rule[:4] == (scale, softcap, scale_first, exp2_scale)
     assert replace(DECODE, scale=scale, softcap=softcap).scores == rule
+
+
+@pytest.mark.parametrize(
+    ("scale", "softcap", "cap_scale", "small_cap"),
+    [
+        (0.25, None, None, False),
+        (0.25, 5.0, 0.05, True),
+        (-0.25, 55.0, -0.25 / 55, True),
+        (0.25, 56.0, 0.25 / 56, False),
+        (-8.0, 2.0**-126, -(2.0**120), True),
+    ],
+)
+def test_a_rule_has_what_a_softcap_needs(scale, softcap, cap_scale, small_cap):
+    rule = spec_of(1, 1, scale=scale, softcap=softcap).scores
+    assert (rule.cap_scale, rule.small_cap) == (cap_scale, small_cap)
 
 
 def test_scores_of_a_quantised_cache_are_scaled_first():

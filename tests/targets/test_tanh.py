@@ -4,7 +4,7 @@ import functools
 
 import numpy as np
 
-from twin_attention.targets.tanh import LIMIT, P, Q
+from twin_attention.targets.tanh import LIMIT, NEAR, NEAR_LIMIT, P, Q
 
 
 def _tanh(x):
@@ -31,3 +31,12 @@ def test_it_is_constant_beyond_the_limit_and_never_above_1():
     assert np.abs(_tanh(np.linspace(-20, 20, 100_001, dtype=np.float32))).max() <= 1
     assert _tanh(np.float32(0)) == 0
     assert np.isnan(_tanh(np.float32(np.nan)))
+
+
+def test_the_polynomial_near_0_has_a_relative_error_of_at_most_5e_6():
+    x = np.linspace(1e-6, NEAR_LIMIT, 200_001, dtype=np.float32)
+    x2 = x * x
+    coefficients = np.asarray(NEAR, np.float32)
+    got = x * functools.reduce(lambda y, c: y * x2 + c, coefficients[::-1])
+    assert got.dtype == np.float32
+    assert np.abs(got / np.tanh(x.astype(np.float64)) - 1).max() <= 5e-6

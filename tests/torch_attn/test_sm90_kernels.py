@@ -47,6 +47,7 @@ CASES = [
     FlashCase("causal", 1, 200, 300, 1, 1, 128, causal=True),
     FlashCase("window", 1, 320, 320, 1, 1, window_size=(100, 20)),
     FlashCase("softcap", 1, 130, 256, 1, 1, softcap=2.0, dtype="float16"),
+    FlashCase("large softcap", 1, 130, 256, 1, 1, softcap=60.0, causal=True),
     FlashCase("ragged", 2, 100, 200, 2, 2, 80),
     FlashCase("narrow values", 1, 140, 270, 2, 2, 96, 64, causal=True),
     FlashCase("wide values", 1, 140, 270, 2, 2, 64, 128),
@@ -112,6 +113,12 @@ FORWARD = [
     FlashCase("causal", 1, 200, 300, 1, 1, 128, causal=True),
     FlashCase("window", 1, 320, 320, 1, 1, window_size=(100, 20)),
     FlashCase("softcap", 1, 130, 256, 1, 1, softcap=2.0, dtype="float16"),
+    FlashCase("softcap, sinks", 1, 130, 256, 2, 1, softcap=2.0, sinks=True),
+    FlashCase("softcap, hidden rows", 1, 300, 150, 1, 1, 256, causal=True, softcap=9.0),
+    FlashCase(
+        "softcap, hidden rows, sinks", 1, 130, 64, 1, 1, causal=True, softcap=9.0, sinks=True
+    ),
+    FlashCase("large softcap", 1, 70, 128, 1, 1, softcap=60.0),
     FlashCase("sinks", 2, 100, 200, 2, 2, 80, sinks=True),
     FlashCase("narrow values", 1, 140, 270, 2, 1, 256, 64, causal=True),
     FlashCase("hidden rows", 1, 300, 150, 1, 1, causal=True),

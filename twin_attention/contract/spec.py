@@ -57,6 +57,12 @@ class Window:
         )
 
 
+# Exponentials of scores up to here, and sums of them, are far from what float32 holds: 2 to the
+# power of 79.
+SMALL_CAP = 55.0
+_MAX_CAP_SCALE = 2.0**120
+
+
 class ScoreRule(NamedTuple):
     """The way from q·k to the exponent of the softmax, as every kernel goes it.
 
@@ -67,6 +73,9 @@ class ScoreRule(NamedTuple):
             the scale, so that it costs no instruction of its own.
         exp2_scale: factor that takes a score to base 2: ``exp(score) = exp2(exp2_scale * score)``.
         precision: how float32 operands multiply, a `Precision`, in every product.
+        cap_scale: factor of q·k in the softcap's tanh, ``scale / softcap``; None without a softcap.
+        small_cap: there is a softcap of at most `SMALL_CAP`, so that exponentials of scores need no
+            maximum subtracted.
     """
 
     scale: float
@@ -74,6 +83,8 @@ class ScoreRule(NamedTuple):
     scale_first: bool
     exp2_scale: float
     precision: Precision = "ieee"
+    cap_scale: float | None = None
+    small_cap: bool = False
 
     @classmethod
     def of(
@@ -92,7 +103,12 @@ class ScoreRule(NamedTuple):
         """
         scale_first = scale_first or softcap is not None or not 2.0**-126 <= scale < 2.0**127
         exp2_scale = math.log2(math.e) * (1.0 if scale_first else scale)
-        return cls(scale, softcap, scale_first, exp2_scale, precision)
+        if softcap is None:
+            return cls(scale, softcap, scale_first, exp2_scale, precision)
+        # Products with it are finite, and tanh is 1 long before.
+        cap_scale = max(-_MAX_CAP_SCALE, min(scale / softcap, _MAX_CAP_SCALE))
+        small_cap = softcap <= SMALL_CAP
+        return cls(scale, softcap, scale_first, exp2_scale, precision, cap_scale, small_cap)
 
 
 @dataclass(frozen=True)

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import math
+import struct
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from twin_attention.contract.spec import QUANTIZED_DTYPES
+from twin_attention.targets import tanh
+
+# So many maxima of a thread's scores are found side by side: one alone would wait for itself.
+_CHAINS = 4
 
 # Each converts one byte of both packed pairs in a register to a float16; see `Upcast`.
 
@@ -85,3 +92,98 @@ def choose_upcast(cache_dtype: str, target: str | None) -> Upcast | None:
     else:
         low, high = _FLOAT8_SM90.format(half="low"), _FLOAT8_SM90.format(half="high")
     return Upcast(float8, _REGISTERS + low + "}", _REGISTERS + high + "}")
+
+
+def cap_scores(count: int, *, exact: bool, exponential: bool = False) -> str:
+    """Return PTX that turns a thread's products q·k, s, into ``b · tanh(a · s)``.
+
+    The operands are `count` results, and as many s, a and b; a and b are the same for all. Where
+    all s of a warp are near 0, the tanh is a short polynomial, of five instructions. A branch leads
+    to another formula where one is not.
+
+    Args:
+        exact: that is the rational function of `tanh`; otherwise ``1 - 2 / (exp(2x) + 1)``, whose
+            error is a few times 1e-7 of b, not of the result.
+        exponential: the results are 2 to the power of ``b · tanh(a · s)``.
+    """
+    s = [f"${count + i}" for i in range(count)]
+    a, b = f"${2 * count}", f"${3 * count}"
+    coefficients = [f"c{i}" for i in range(len(tanh.NEAR))]
+    far = _rational if exact else _from_exponential
+    lines = [
+        "{ .reg .pred near;",
+        f".reg .f32 a2, x, y, z, {', '.join([*coefficients, *(f'm{i}' for i in range(_CHAINS))])};",
+        *_largest(s),
+        f"mul.f32 a2, {a}, {a};",
+        f"mul.f32 x, {a}, {b};",
+    ]
+    for c, value in zip(coefficients, tanh.NEAR, strict=True):
+        lines += [f"mul.f32 {c}, x, {_float(value)};", "mul.f32 x, x, a2;"]
+    lines += ["mul.f32 y, m0, m0;", "mul.f32 y, y, a2;"]
+    lines += [f"setp.le.f32 near, y, {_float(tanh.NEAR_LIMIT**2)};"]
+    # Not with a coefficient that float32 does not hold.
+    lines += [f"abs.f32 x, {coefficients[-1]};", "setp.lt.and.f32 near, x, 0f7F800000, near;"]
+    lines += ["vote.sync.all.pred near, near, -1;", "@near bra polynomial;"]
+    end = ["ex2.approx.ftz.f32 y, y;"] if exponential else []
+    for i, x in enumerate(s):
+        lines += [*far(x, a, b), *end, f"mov.f32 ${i}, y;"]
+    lines += ["bra end;", "polynomial:"]
+    for i, x in enumerate(s):
+        lines += [f"mul.f32 z, {x}, {x};", *_polynomial("y", "z", coefficients)]
+        lines += [f"mul.f32 y, y, {x};", *end, f"mov.f32 ${i}, y;"]
+    return " ".join([*lines, "end: }"])
+
+
+def cap_constraints(count: int) -> str:
+    """Return the constraints of `cap_scores`."""
+    return ",".join(["=&f"] * count + ["f"] * (3 * count))
+
+
+def _largest(s: list[str]) -> list[str]:
+    """Return the PTX that finds the largest magnitude, or a NaN, in several chains at a time."""
+    chains = [s[i::_CHAINS] for i in range(_CHAINS)]
+    lines = [f"abs.f32 m{i}, {first};" for i, (first, *_) in enumerate(chains)]
+    for others in zip(*(chain[1:] for chain in chains), strict=True):
+        for i, x in enumerate(others):
+            lines += [f"abs.f32 x, {x};", f"max.NaN.f32 m{i}, m{i}, x;"]
+    return lines + [f"max.NaN.f32 m0, m0, m{i};" for i in range(1, _CHAINS)]
+
+
+def _rational(s: str, a: str, b: str) -> list[str]:
+    """Return the PTX of ``y = b · tanh(a · s)`` as `tanh.P` and `tanh.Q` have it."""
+    return [
+        f"mul.f32 x, {s}, {a};",
+        f"min.NaN.f32 x, x, {_float(tanh.LIMIT)};",
+        f"max.NaN.f32 x, x, {_float(-tanh.LIMIT)};",
+        "mul.f32 a2, x, x;",
+        *_polynomial("y", "a2", map(_float, tanh.P)),
+        *_polynomial("z", "a2", map(_float, tanh.Q)),
+        "rcp.approx.ftz.f32 z, z;",
+        f"mul.f32 x, x, {b};",
+        "mul.f32 y, y, z;",
+        "mul.f32 y, y, x;",
+    ]
+
+
+def _from_exponential(s: str, a: str, b: str) -> list[str]:
+    """Return the PTX of ``y = b - 2b / (exp(2 · a · s) + 1)``."""
+    return [
+        f"mul.f32 z, {a}, {_float(2 * math.log2(math.e))};",
+        f"mul.f32 x, {s}, z;",
+        "ex2.approx.ftz.f32 x, x;",
+        "add.f32 x, x, 0f3F800000;",
+        "rcp.approx.ftz.f32 x, x;",
+        f"mul.f32 z, {b}, {_float(-2.0)};",
+        f"fma.rn.f32 y, x, z, {b};",
+    ]
+
+
+def _polynomial(result: str, x: str, coefficients: Iterable[str]) -> list[str]:
+    """Return the PTX of a polynomial by Horner's rule, from the constant on."""
+    *others, last = coefficients
+    lines = [f"fma.rn.f32 {result}, {last}, {x}, {others.pop()};"]
+    return lines + [f"fma.rn.f32 {result}, {result}, {x}, {c};" for c in reversed(others)]
+
+
+def _float(x: float) -> str:
+    return "0f" + struct.pack(">f", x).hex().upper()

@@ -16,3 +16,7 @@ Q = (
     0.00024403801042044087,
     2.5946641978028856e-07,
 )
+
+# tanh(x) = x · NEAR(x²) for |x| <= NEAR_LIMIT, to a relative error of 5e-6.
+NEAR_LIMIT = 0.375
+NEAR = (0.99999571, -0.33278066, 0.12264755)

@@ -14,7 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_attn.kernels.gradients import gradient_of_sums, gradient_sums
 from pallas_attn.kernels.portable.tiles import ROW_PADDING, visible_tiles
-from pallas_attn.kernels.sm80.scores import as_columns, iota, visible_scores
+from pallas_attn.kernels.sm80.scores import as_columns, iota
 from pallas_attn.kernels.sm80.workarounds import warpgroup_barrier
 from pallas_attn.kernels.sm90.launch import launch
 from pallas_attn.kernels.sm90.pipeline import (
@@ -42,7 +42,7 @@ from pallas_attn.kernels.sm90.programs import (
     step_ranges,
 )
 from pallas_attn.kernels.sm90.schedule import make_schedule
-from pallas_attn.kernels.sm90.scores import hide_queries
+from pallas_attn.kernels.sm90.scores import hide_queries, visible_scores
 from pallas_attn.kernels.sm90.workarounds import (
     add_dq,
     add_to_sums,
@@ -343,8 +343,8 @@ def flash_bwd_dkdv_kernel(
                     if small:
                         start_dp()
                     # pᵀ = exp(sᵀ - lse)
-                    visible, dcap = visible_scores(
-                        s, None, None, None, rule, None, None, False, WGMMA
+                    visible, exp2_scale, dcap = visible_scores(
+                        s, None, None, None, rule, None, None, False
                     )
                     if masked:
 
@@ -364,7 +364,7 @@ def flash_bwd_dkdv_kernel(
 
                         visible = lax.cond(x < masked_steps, hide, lambda s: s, visible)
                     lse2 = plgpu.load(lse2_row, layout=WGMMA.reduce(0))
-                    power = visible * rule.exp2_scale - as_columns(lse2, visible, WGMMA)
+                    power = visible * exp2_scale - as_columns(lse2, visible, WGMMA)
                     if not small:
                         # dp takes the registers of dq.
                         power = lax.optimization_barrier(power)
@@ -418,11 +418,11 @@ def flash_bwd_dkdv_kernel(
                     if masked:
                         position = iota(s.shape, 1, WGMMA) + start_q(x)
                         key = iota(s.shape, 0, WGMMA) + (start_row - diagonal)  # as queries are
-                    s, dcap = visible_scores(
-                        s, position, key, None, rule, window_left, window_right, masked, WGMMA
+                    s, exp2_scale, dcap = visible_scores(
+                        s, position, key, None, rule, window_left, window_right, masked
                     )
                     lse2 = plgpu.load(lse2_row, layout=WGMMA.reduce(0))
-                    p = jnp.exp2(s * rule.exp2_scale - as_columns(lse2, s, WGMMA))
+                    p = jnp.exp2(s * exp2_scale - as_columns(lse2, s, WGMMA))
                     # dv += pᵀ dout
                     p_cast = p.astype(k_ref.dtype)
                     dv_ref[...] = dv

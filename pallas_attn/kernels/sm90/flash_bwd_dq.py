@@ -11,7 +11,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_attn.kernels.portable.softmax import LOG2E
 from pallas_attn.kernels.portable.tiles import ROW_PADDING, visible_tiles
 from pallas_attn.kernels.sm80.flash_fwd import add_columns
-from pallas_attn.kernels.sm80.scores import as_rows, iota, visible_scores
+from pallas_attn.kernels.sm80.scores import as_rows, iota
 from pallas_attn.kernels.sm80.workarounds import store_row_values, warpgroup_barrier
 from pallas_attn.kernels.sm90.launch import launch
 from pallas_attn.kernels.sm90.pipeline import (
@@ -37,6 +37,7 @@ from pallas_attn.kernels.sm90.programs import (
     step_ranges,
 )
 from pallas_attn.kernels.sm90.schedule import make_schedule
+from pallas_attn.kernels.sm90.scores import visible_scores
 from pallas_attn.kernels.sm90.workarounds import (
     dot_loaded_rows,
     finish_before_wait,
@@ -232,10 +233,10 @@ def flash_bwd_dq_kernel(
                         position = iota(s.shape, 0, WGMMA) + (start_row + diagonal)
                         key = iota(s.shape, 1, WGMMA) + start_kv(x)
                     end = seq_kv if seq_kv % block_kv else None
-                    s, dcap = visible_scores(
-                        s, position, key, end, rule, window_left, window_right, masked, WGMMA
+                    s, exp2_scale, dcap = visible_scores(
+                        s, position, key, end, rule, window_left, window_right, masked
                     )
-                    p = jnp.exp2(s * rule.exp2_scale - as_rows(lse2, s)) * dcap
+                    p = jnp.exp2(s * exp2_scale - as_rows(lse2, s)) * dcap
                     if is_large:
                         p = lax.optimization_barrier(p)
                         finish_before_wait(add_columns(p))

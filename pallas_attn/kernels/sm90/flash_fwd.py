@@ -28,7 +28,7 @@ from pallas_attn.kernels.portable.sequences import (
 )
 from pallas_attn.kernels.portable.softmax import LN2, LOG2E
 from pallas_attn.kernels.portable.tiles import cdiv, maximum, visible_tiles
-from pallas_attn.kernels.sm80.flash_fwd import RESCALE_ABOVE, add_columns
+from pallas_attn.kernels.sm80.flash_fwd import add_columns
 from pallas_attn.kernels.sm80.pipeline import allocate_tile
 from pallas_attn.kernels.sm80.scores import as_rows
 from pallas_attn.kernels.sm80.sequences import locate_tile
@@ -57,7 +57,7 @@ from pallas_attn.kernels.sm90.pipeline import (
 )
 from pallas_attn.kernels.sm90.programs import for_each_item, for_each_tile, run_warpgroups
 from pallas_attn.kernels.sm90.schedule import make_schedule
-from pallas_attn.kernels.sm90.scores import hide_keys, scaled_scores
+from pallas_attn.kernels.sm90.scores import hide_keys, scaled_scores, softmax_update
 from pallas_attn.kernels.sm90.workarounds import finish_before_wait, pass_turn, take_turn
 from pallas_attn.targets import num_sms
 from twin_attention.contract.operands import AttentionOperands
@@ -153,6 +153,8 @@ def flash_fwd_kernel(
     warpgroups = num_warps // 4 - 1
     program = lax.axis_index("program")
     heads_q = q_ref.shape[2]
+    # Exponentials of capped scores need no maximum in a dtype with the range of float32.
+    bounded = rule.small_cap and v_ref.dtype == jnp.bfloat16
     is_packed = num_sequences is not None
     num_tiles = count_sequence_tiles(seq_q, num_sequences, block_q)
     views = q_and_out[0] if shares_memory else zip(*q_and_out, strict=True)
@@ -280,15 +282,11 @@ def flash_fwd_kernel(
 
             def softmax(s, x, m_i, masked):
                 """Return p, the new maximum, and the factor of what refers to the old one."""
-                s = scaled_scores(s, rule)
                 if masked:
                     position = start_row + work.diagonal
+                    s = scaled_scores(s, rule)
                     s = hide_keys(s, position, *keys(x), window_left, window_right)
-                m_new = s.max(axis=1) * rule.exp2_scale
-                m_new = jnp.where(m_new - m_i > RESCALE_ABOVE, m_new, m_i)
-                m_safe = jnp.where(m_new == float("-inf"), 0.0, m_new) if masked else m_new
-                p = jnp.exp2(s * rule.exp2_scale - as_rows(m_safe, s))
-                return p, m_new, jnp.exp2(m_i - m_safe)
+                return softmax_update(s, m_i, rule, masked, bounded)
 
             def wait_for_edge(x):
                 """Wait for the values of a tile at an edge, which may pass those of a sequence."""
@@ -317,7 +315,8 @@ def flash_fwd_kernel(
 
             s = pl.run_scoped(first, accumulator(WGMMA_ROWS, block_kv))
             plgpu.barrier_arrive(k_empty.at[slot])
-            m_i = jnp.full((WGMMA_ROWS,), float("-inf") if sink is None else sink, jnp.float32)
+            start = float("-inf") if sink is None else sink
+            m_i = jnp.full((WGMMA_ROWS,), 0.0 if bounded else start, jnp.float32)
             m_i = plgpu.layout_cast(m_i, WGMMA.reduce(1))
             p, m_i, _ = softmax(s, program * 0, m_i, has_masked)
             l_i = add_columns(p)
@@ -358,7 +357,9 @@ def flash_fwd_kernel(
                     new = plgpu.wgmma_accumulator_load(acc_ref, wait_n=0)
                     new, _ = lax.optimization_barrier((new, p))
                     plgpu.barrier_arrive(v_empty.at[previous])
-                    new, l_new = rescale(new, l_i, as_rows(alpha, l_i), WGMMA)
+                    l_new = l_i
+                    if not bounded:
+                        new, l_new = rescale(new, l_i, as_rows(alpha, l_i), WGMMA)
                     return p_new.astype(p.dtype), m_new, l_new + sums, new
 
                 carry = pl.run_scoped(
@@ -388,15 +389,21 @@ def flash_fwd_kernel(
                 add_values(acc_ref, p, v_tiles.tile(slot))
                 end_products(ping_pong == 2)
                 # Add the row sums of each quad, and store lse.
-                total = l_i.sum(axis=1)
+                total, m_end, alpha = l_i.sum(axis=1), m_i, 1.0
+                if bounded:
+                    m_end = jnp.where(total == 0.0, float("-inf"), 0.0)
+                    if sink is not None:
+                        m_end = jnp.maximum(m_end, sink)
+                        alpha = jnp.exp2(-jnp.maximum(m_end, 0.0))
+                        total = total * alpha
                 if sink is not None:
-                    m_safe = jnp.where(m_i == float("-inf"), 0.0, m_i)
+                    m_safe = jnp.where(m_end == float("-inf"), 0.0, m_end)
                     total = total + jnp.exp2(sink - m_safe)
                 l_safe = jnp.where(total == 0.0, 1.0, total)
-                lse = m_i * LN2 + jnp.log(l_safe)
+                lse = m_end * LN2 + jnp.log(l_safe)
                 num_rows = work.end_q if is_packed or seq_q % block_q else None
                 store_row_values(lse, lse_ref, batch, head, start_row, num_rows, WGMMA.reduce(1))
-                return wait_for(acc_ref, 0, p), 1.0 / l_safe
+                return wait_for(acc_ref, 0, p), alpha / l_safe
 
             acc, factor = pl.run_scoped(last, accumulator(*acc.shape))
             plgpu.barrier_arrive(v_empty.at[slot])

@@ -16,7 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_attn.kernels.portable.pages import keys_of_tokens, share_of_tiles, tiles_at_edges
 from pallas_attn.kernels.portable.softmax import LN2, LOG2E
-from pallas_attn.kernels.sm80.flash_fwd import RESCALE_ABOVE, add_columns
+from pallas_attn.kernels.sm80.flash_fwd import add_columns
 from pallas_attn.kernels.sm80.scores import as_rows, iota
 from pallas_attn.kernels.sm80.workarounds import rescale
 from pallas_attn.kernels.sm90.launch import launch_programs
@@ -37,7 +37,7 @@ from pallas_attn.kernels.sm90.pipeline import (
     zeros,
 )
 from pallas_attn.kernels.sm90.programs import run_warpgroups
-from pallas_attn.kernels.sm90.scores import hide_keys, scaled_scores
+from pallas_attn.kernels.sm90.scores import hide_keys, scaled_scores, softmax_update
 from pallas_attn.kernels.sm90.sequences import locate_tokens
 from pallas_attn.kernels.sm90.workarounds import (
     finish_before_wait,
@@ -175,14 +175,10 @@ def paged_attention_kernel(
 
         def softmax(s, step, m_i, masked):
             """Return p, the new maximum, and the factor of what refers to the old one."""
-            s = scaled_scores(s, rule)
             if masked:
+                s = scaled_scores(s, rule)
                 s = hide_keys(s, position, key_of(step), end, window_left, 0, group_size)
-            m_new = s.max(axis=1) * rule.exp2_scale
-            m_new = jnp.where(m_new - m_i > RESCALE_ABOVE, m_new, m_i)
-            m_safe = jnp.where(m_new == float("-inf"), 0.0, m_new) if masked else m_new
-            p = jnp.exp2(s * rule.exp2_scale - as_rows(m_safe, s))
-            return p, m_new, jnp.exp2(m_i - m_safe)
+            return softmax_update(s, m_i, rule, masked, bounded=False)
 
         def wait_for_values(step):
             """Wait for the values of a tile at an edge, which may pass the end of the keys."""

@@ -9,7 +9,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_attn.kernels.portable.tiles import split_step, visible_tiles
-from pallas_attn.kernels.sm80.scores import as_columns, iota, visible_scores
+from pallas_attn.kernels.sm80.scores import as_columns, iota
 from pallas_attn.kernels.sm90.launch import launch
 from pallas_attn.kernels.sm90.pipeline import (
     WGMMA,
@@ -21,6 +21,7 @@ from pallas_attn.kernels.sm90.pipeline import (
 )
 from pallas_attn.kernels.sm90.programs import count_steps, for_each_tile
 from pallas_attn.kernels.sm90.schedule import make_schedule
+from pallas_attn.kernels.sm90.scores import visible_scores
 from pallas_attn.targets import num_sms
 from twin_attention.targets.steps import exchange_sides
 
@@ -146,8 +147,10 @@ def exponents(s, lse2, start_q, start_key, rule, window_left, window_right, mask
     if masked:
         position = iota(s.shape, 1, WGMMA) + start_q
         key = iota(s.shape, 0, WGMMA) + start_key
-    s, dcap = visible_scores(s, position, key, None, rule, window_left, window_right, masked, WGMMA)
-    return s * rule.exp2_scale - as_columns(lse2, s, WGMMA), dcap
+    s, exp2_scale, dcap = visible_scores(
+        s, position, key, None, rule, window_left, window_right, masked
+    )
+    return s * exp2_scale - as_columns(lse2, s, WGMMA), dcap
 
 
 def launch_keys(kernel_name, kernel, inputs, gradient, memory, values, stages, spec, backend):

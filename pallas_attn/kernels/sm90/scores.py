@@ -1,20 +1,67 @@
-"""Scores: the way from q·k to what the softmax takes, without the derivative of a cap."""
+"""Scores: the way from q·k to what the softmax takes."""
 
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_attn.kernels.sm80.scores import iota, tanh
+from pallas_attn.kernels.portable.scores import attention_mask
+from pallas_attn.kernels.sm80.flash_fwd import RESCALE_ABOVE
+from pallas_attn.kernels.sm80.scores import as_rows, iota
 from pallas_attn.kernels.sm90.pipeline import WGMMA
-from pallas_attn.kernels.sm90.workarounds import hide
+from pallas_attn.kernels.sm90.workarounds import cap, hide
 
 
 def scaled_scores(s, rule):
     """Scale products q·k, in registers, where the exponent cannot do it, and cap them."""
-    if rule.scale_first:
-        s = s * rule.scale
     if rule.softcap is not None:
-        s = rule.softcap * tanh(s * (1.0 / rule.softcap), WGMMA)
+        s = _cap(s, rule, rule.softcap)
+    elif rule.scale_first:
+        s = s * rule.scale
     return s
+
+
+def visible_scores(s, position, key, end, rule, window_left, window_right, masked):
+    """Turn products q·k into what the softmax takes: `portable.scores.visible_scores`.
+
+    Returns (s, exp2_scale, dcap): the scores, as parts of the cap where there is one; what takes
+    them to base 2; and the derivative of the cap, 1 without one.
+    """
+    exp2_scale = rule.exp2_scale
+    dcap = 1.0
+    if rule.softcap is None:
+        s = scaled_scores(s, rule)
+    else:
+        s = _cap(s, rule, 1.0)
+        exp2_scale = exp2_scale * rule.softcap
+        dcap = 1.0 - s * s
+    if masked:
+        s = attention_mask(s, position, key, end, window_left, window_right)
+    return s, exp2_scale, dcap
+
+
+def softmax_update(s, m_i, rule, masked, bounded):
+    """Return p, the new maximum, and the factor of what refers to the old one.
+
+    s: scores if masked, otherwise products q·k.
+    bounded: a cap bounds the exponentials, so that m_i stays as it is, and there is no factor.
+    """
+    if bounded:
+        if masked:
+            p = jnp.exp2(s * rule.exp2_scale)
+        else:
+            p = _cap(s, rule, rule.softcap * rule.exp2_scale, exponential=True)
+        return p, m_i, None
+    if not masked:
+        s = scaled_scores(s, rule)
+    m_new = s.max(axis=1) * rule.exp2_scale
+    m_new = jnp.where(m_new - m_i > RESCALE_ABOVE, m_new, m_i)
+    m_safe = jnp.where(m_new == float("-inf"), 0.0, m_new) if masked else m_new
+    p = jnp.exp2(s * rule.exp2_scale - as_rows(m_safe, s))
+    return p, m_new, jnp.exp2(m_i - m_safe)
+
+
+def _cap(s, rule, b, exponential=False):
+    """Return ``b * tanh(score / softcap)`` of products q·k, or 2 to the power of that."""
+    return cap(s, rule.cap_scale, b, exact=not rule.small_cap, exponential=exponential)
 
 
 def hide_keys(s, position, start_kv, end, window_left, window_right, rows_of_query=1):

@@ -17,6 +17,7 @@ from jaxlib.mlir.dialects import arith, llvm, nvvm, vector
 
 from pallas_attn.kernels.paged.registers import pointer_at, scalar
 from pallas_attn.kernels.sm80.workarounds import _dot, _pointer
+from twin_attention.targets import ptx
 
 # ---- Take turns. Can go when plgpu has named barriers. -------------------------------------------
 
@@ -122,6 +123,41 @@ def hide(s, upper, lower):
         return mgpu.FragmentedArray(_registers=registers, _layout=s.layout, _is_signed=None)
 
     return select(s, *bounds)
+
+
+# ---- Cap scores. Can go when a kernel can branch where all lanes of a warp agree. ----------------
+
+
+def cap(s, a, b, *, exact, exponential):
+    """Return ``b * tanh(a * s)``, or 2 to the power of it: `twin_attention.targets.ptx.cap_scores`.
+
+    Args:
+        s: [64, columns] float32.
+        a, b, exact, exponential: as there; a and b are numbers.
+    """
+    layout = plgpu.Layout.WGMMA
+
+    @plgpu.inline_mgpu(
+        arg_types=(layout,), return_type=plgpu.ShapeDtypeStruct(s.shape, s.dtype, layout)
+    )
+    def replace(_, s):
+        i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
+        places = [mgpu.c(i, i32) for i in (0, 1)]
+        numbers = [llvm.extractelement(pair, i) for pair in s.registers.flat for i in places]
+        count = len(numbers)
+        text = ptx.cap_scores(count, exact=exact, exponential=exponential)
+        operands = [*numbers, *[mgpu.c(a, f32)] * count, *[mgpu.c(b, f32)] * count]
+        struct = llvm.StructType.get_literal([f32] * count)
+        capped = llvm.inline_asm(struct, operands, text, ptx.cap_constraints(count))
+        results = iter([llvm.extractvalue(f32, capped, [i]) for i in range(count)])
+        registers = np.empty_like(s.registers)
+        for index, pair in np.ndenumerate(s.registers):
+            for place in places:
+                pair = llvm.insertelement(pair, next(results), place)
+            registers[index] = pair
+        return mgpu.FragmentedArray(_registers=registers, _layout=s.layout, _is_signed=None)
+
+    return replace(s)
 
 
 # ---- Add to global memory. Can go when plgpu adds four floats at once, and by bulk copies. -------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable
 from itertools import product
@@ -23,6 +24,8 @@ from tests.torch_attn.gluon_interpreter.values import (
     torch_dtype,
     values_of,
 )
+from twin_attention.targets.ptx import cap_scores
+from twin_attention.targets.tanh import NEAR, NEAR_LIMIT
 
 FAKES: dict[int, Any] = {}
 
@@ -147,6 +150,19 @@ def _unpack(words: Tensor) -> tuple[Tensor, ...]:
     return tuple(Tensor(x, words.layout) for x in pairs.unbind(-1))
 
 
+def _cap(s: Tensor, a: Any, b: Any, exact: bool, exponential: bool) -> Tensor:
+    """Do what `ptx.cap_scores` does, each score for itself."""
+
+    def cap(s: torch.Tensor, a: Any, b: Any) -> torch.Tensor:
+        x = s * a
+        near = functools.reduce(lambda y, c: x * x * y + c, reversed(NEAR)) * x * b
+        far = x.tanh() * b if exact else b - 2 * b / ((2 * x).exp() + 1)
+        y = torch.where(x.abs() <= NEAR_LIMIT, near, far)
+        return y.exp2() if exponential else y
+
+    return _elementwise(cap, s, a, b)
+
+
 _SEEN = "{ .reg .pred seen; setp.le.s32 seen, $1, $2; selp.f32 $0, $3, 0fFF800000, seen; }"
 _INSTRUCTIONS: dict[str, Callable[..., Any]] = {
     r"cvt\.rn\.bf16x2\.f32 \$0, \$1, \$2;": lambda a, b: _pack(a, b, torch.bfloat16),
@@ -156,6 +172,11 @@ _INSTRUCTIONS: dict[str, Callable[..., Any]] = {
     r"ex2\.approx\.ftz\.f32 \$0, \$1;": lambda x: _elementwise(torch.exp2, x),
     r"tanh\.approx\.f32 \$0, \$1;": lambda x: _elementwise(torch.tanh, x),
     re.escape(_SEEN): lambda x, bound, s: where(x <= bound, s, float("-inf")),
+} | {
+    re.escape(cap_scores(count, exact=exact, exponential=exponential)): functools.partial(
+        _cap, exact=exact, exponential=exponential
+    )
+    for count, exact, exponential in product((32, 64), (False, True), (False, True))
 }
 
 

@@ -14,7 +14,6 @@ from torch_attn.kernels.portable.softmax import LOG2E
 from torch_attn.kernels.portable.tiles import ROW_PADDING, head_base, visible_tiles
 from torch_attn.kernels.sm80.flash_bwd import scale_all
 from torch_attn.kernels.sm80.pipeline import copy_layout, step_start
-from torch_attn.kernels.sm80.scores import visible_scores
 from torch_attn.kernels.sm90.pipeline import (
     K_READ,
     READERS,
@@ -46,6 +45,7 @@ from torch_attn.kernels.sm90.schedule import (
     own_item,
     persistent,
 )
+from torch_attn.kernels.sm90.scores import visible_scores
 from torch_attn.launch import UNSPECIALIZED, KernelCall, Prepared, stride_arguments
 from twin_attention.contract.spec import VarlenSpec, Window
 from twin_attention.targets import sm90
@@ -489,10 +489,10 @@ def _probabilities(
 ):
     """Return p ∘ dcap, the factor of dp - delta in ds. Queries are rows."""
     key = start_kv + gl.arange(0, BLOCK_KV, gl.SliceLayout(0, s.type.layout))
-    s, dcap = visible_scores(
+    s, scale, dcap = visible_scores(
         s, position, key[None, :], end, rule, window_left, window_right, MASKED
     )
-    return gl.exp2(s * rule.exp2_scale - lse2) * dcap
+    return gl.exp2(s * scale - lse2) * dcap
 
 
 def prepare_dq(call: KernelCall) -> Prepared:

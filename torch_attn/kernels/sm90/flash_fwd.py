@@ -21,7 +21,7 @@ from torch_attn.kernels.portable.block_mask import list_arguments, lists_of_keys
 from torch_attn.kernels.portable.sequences import offsets_of
 from torch_attn.kernels.portable.softmax import LN2, LOG2E, add_sink
 from torch_attn.kernels.portable.tiles import visible_tiles
-from torch_attn.kernels.sm80.softmax import add_columns, online_softmax_update
+from torch_attn.kernels.sm80.softmax import add_columns
 from torch_attn.kernels.sm90.block_mask import kept_start, kept_tiles
 from torch_attn.kernels.sm90.pipeline import (
     K_READ,
@@ -58,7 +58,7 @@ from torch_attn.kernels.sm90.schedule import (
     own_item,
     persistent,
 )
-from torch_attn.kernels.sm90.scores import hide, scaled_scores
+from torch_attn.kernels.sm90.scores import hide, scaled_scores, softmax_update
 from torch_attn.launch import UNSPECIALIZED, KernelCall, Prepared, launch
 from twin_attention.contract.operands import AttentionOperands
 from twin_attention.contract.spec import AttentionSpec, BlockSparseSpec, VarlenSpec, Window
@@ -379,6 +379,8 @@ def _consume(
     dtype: gl.constexpr = q_tile[0].dtype
     layout: gl.constexpr = product_layout(BLOCK_KV)
     of_row: gl.constexpr = gl.SliceLayout(1, layout)
+    # Exponentials of capped scores need no maximum in a dtype with the range of float32.
+    BOUNDED: gl.constexpr = rule.small_cap and dtype == gl.bfloat16
     step = 0  # over all items
     turn = 0
     if PING_PONG and CONSUMER == NUM_CONSUMERS - 1:
@@ -404,9 +406,9 @@ def _consume(
         _begin, before, full, after = visible
         rows = start_q + CONSUMER * 64 + gl.arange(0, 64, of_row)
         position = rows + diagonal
-        m_i = gl.full([64], float("-inf"), gl.float32, of_row)
+        m_i = gl.full([64], 0.0 if BOUNDED else float("-inf"), gl.float32, of_row)
         l_i = add_columns(gl.zeros([64, BLOCK_KV], gl.float32, layout))
-        if sinks_ptr is not None:
+        if sinks_ptr is not None and not BOUNDED:
             # The maximum has the sink from the start: acc is not rescaled for it at the end.
             m_i = gl.maximum(m_i, gl.load(sinks_ptr + head) * LOG2E)
         acc = zeros(64, HEAD_DIM_V)
@@ -419,11 +421,11 @@ def _consume(
             s = product_scores(q_tile, CONSUMER, k_tile, slot, HEAD_DIM, layout)
             s = warpgroup_mma_wait(0, deps=(s,))
             arrive(K_READ + slot, READERS)
-        s = scaled_scores(s, rule)
         if EDGES:
+            s = scaled_scores(s, rule)
             start_kv = kept_start(lists, batch, head, start_q, 0, visible, BLOCK_KV)
             s = hide(s, position, start_kv, seq_kv, window_left, window_right)
-        e, _alpha, m_i, l_i = online_softmax_update(s, m_i, l_i, rule.exp2_scale, EDGES)
+        e, _alpha, m_i, l_i = softmax_update(s, m_i, l_i, rule, EDGES, BOUNDED)
         packed = pack(e, dtype)
         if IS_PACKED:
             slot = step % NUM_STAGES
@@ -454,11 +456,11 @@ def _consume(
                 s = warpgroup_mma_wait(num_pieces(HEAD_DIM_V), deps=(s,))
                 arrive(K_READ + slot, READERS)
                 # p = exp(s - max)
-                s = scaled_scores(s, rule)
                 if masked:
+                    s = scaled_scores(s, rule)
                     start_kv = kept_start(lists, batch, head, start_q, index, visible, BLOCK_KV)
                     s = hide(s, position, start_kv, seq_kv, window_left, window_right)
-                e, alpha, m_i, l_i = online_softmax_update(s, m_i, l_i, rule.exp2_scale, masked)
+                e, alpha, m_i, l_i = softmax_update(s, m_i, l_i, rule, masked, BOUNDED)
                 # Rescale what was accumulated
                 acc, p = wait_product(acc, p)
                 arrive(V_READ + previous, READERS)
@@ -497,8 +499,13 @@ def _consume(
                 arrive(K_READ + slot, READERS)
         # Add the row sums of each quad.
         l_i = gl.convert_layout(gl.sum(l_i, 1), of_row)
+        if BOUNDED:
+            m_i = gl.where(l_i == 0.0, float("-inf"), m_i)
+        rescale = 1.0
         if sinks_ptr is not None:
-            _alpha, m_i, l_i = add_sink(gl.load(sinks_ptr + head), m_i, l_i)
+            alpha, m_i, l_i = add_sink(gl.load(sinks_ptr + head), m_i, l_i)
+            if BOUNDED:
+                rescale = alpha
         l_safe = gl.where(l_i == 0.0, 1.0, l_i)
         lse = m_i * LN2 + gl.log(l_safe)
         lse_row = (batch * heads_q + head).to(gl.int64) * total_q
@@ -507,7 +514,7 @@ def _consume(
         arrive(V_READ + previous, READERS)
 
         # Normalise and store.
-        acc = scale_rows(acc, 1.0 / l_safe)
+        acc = scale_rows(acc, rescale / l_safe)
         if not OUT_IN_Q:
             tma.store_wait(0)
             barrier()

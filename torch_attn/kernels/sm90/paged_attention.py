@@ -21,7 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from torch_attn.kernels.portable.pages import keys_of_tokens, share_of_tiles, tiles_at_edges
 from torch_attn.kernels.portable.softmax import LN2, LOG2E, add_sink
 from torch_attn.kernels.sm80.pipeline import step_start
-from torch_attn.kernels.sm80.softmax import add_columns, online_softmax_update
+from torch_attn.kernels.sm80.softmax import add_columns
 from torch_attn.kernels.sm90.pages import find_pages, load_pages
 from torch_attn.kernels.sm90.pipeline import (
     K_READ,
@@ -49,7 +49,7 @@ from torch_attn.kernels.sm90.pipeline import (
     wait_product,
     zeros,
 )
-from torch_attn.kernels.sm90.scores import hide, scaled_scores
+from torch_attn.kernels.sm90.scores import hide, scaled_scores, softmax_update
 from torch_attn.kernels.sm90.sequences import locate_tokens
 from torch_attn.launch import KernelCall, Layout, Prepared, launch, rule_argument
 from torch_attn.tensor_maps import TensorMap
@@ -301,7 +301,7 @@ def _consume(
         arrive(K_READ, READERS)
         start = step_start(0, begin, before, full, after, BLOCK_KV)
         s = hide(scaled_scores(s, rule), position, start, end, window_left, 0)
-        e, _alpha, m_i, l_i = online_softmax_update(s, m_i, l_i, rule.exp2_scale, True)
+        e, _alpha, m_i, l_i = softmax_update(s, m_i, l_i, rule, True, False)
         packed = pack(e, dtype)
         clear_rows(v_tile, 0, end - start, v_full.index(0), 0)
 
@@ -327,11 +327,11 @@ def _consume(
                 s = warpgroup_mma_wait(num_pieces(HEAD_DIM_V), deps=(s,))
                 arrive(K_READ + slot, READERS)
                 # p = exp(s - max)
-                s = scaled_scores(s, rule)
                 if masked:
+                    s = scaled_scores(s, rule)
                     start = step_start(index, begin, before, full, after, BLOCK_KV)
                     s = hide(s, position, start, end, window_left, 0)
-                e, alpha, m_i, l_i = online_softmax_update(s, m_i, l_i, rule.exp2_scale, masked)
+                e, alpha, m_i, l_i = softmax_update(s, m_i, l_i, rule, masked, False)
                 # Rescale what was accumulated
                 acc, p = wait_product(acc, p)
                 arrive(V_READ + previous, READERS)

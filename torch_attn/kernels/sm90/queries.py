@@ -12,7 +12,6 @@ from torch_attn.kernels.portable.sequences import (
 )
 from torch_attn.kernels.portable.tiles import ROW_PADDING, visible_tiles
 from torch_attn.kernels.sm80.pipeline import group_step
-from torch_attn.kernels.sm80.scores import visible_scores
 from torch_attn.kernels.sm90.pipeline import (
     READERS,
     clear_rows,
@@ -22,6 +21,7 @@ from torch_attn.kernels.sm90.pipeline import (
     wait_for_all,
 )
 from torch_attn.kernels.sm90.schedule import head_and_tile, next_item, persistent
+from torch_attn.kernels.sm90.scores import visible_scores
 from torch_attn.launch import KernelCall, Prepared
 from twin_attention.contract.spec import VarlenSpec, Window
 from twin_attention.targets.steps import steps_of_keys
@@ -202,10 +202,10 @@ def exponents(s, lse2, start_q, key, end, rule, window_left, window_right, MASKE
     end: the first key that does not exist, counted as `key` is; None where others hide them.
     """
     rows = start_q + gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout))
-    s, dcap = visible_scores(
+    s, scale, dcap = visible_scores(
         s, rows[None, :], key[:, None], end, rule, window_left, window_right, MASKED
     )
-    return s * rule.exp2_scale - lse2[None, :], dcap
+    return s * scale - lse2[None, :], dcap
 
 
 def persistent_keys(
