@@ -464,6 +464,7 @@ def _quick() -> Iterator[FlashCase]:
     yield replace(base, name="more-queries", seq_q=131, seq_kv=37, causal=True)
     yield replace(base, name="window", window_size=(48, 16))
     yield replace(base, name="softcap", softcap=20.0, dtype="float16")
+    yield replace(base, name="softcap-far", softcap=2.0, seq_kv=200, causal=True, sinks=True)
     yield replace(base, name="d80-dv48", head_dim=80, head_dim_v=48)
     yield replace(
         base, name="all-options", seq_q=97, heads_q=4, heads_kv=2, head_dim=72, causal=True,

@@ -132,7 +132,8 @@ def count(
     Args:
         padded: the columns that a tile has for a head size.
         cap_functions: special functions of a score's softcap. A hyperbolic tangent by exponentials
-            takes one, and the reciprocal of a division; a quotient of polynomials the latter alone.
+            takes one, and the reciprocal of a division; a quotient of polynomials the latter alone;
+            a polynomial, where scores are small, none.
     """
     described = find_kernel(kernel)
     sizes = {"d": padded(spec.head_dim), "dv": padded(spec.head_dim_v)}

@@ -51,6 +51,7 @@ FLASH_FEATURES: dict[str, dict[str, Any]] = {
     "full": {},
     "short": {"causal": True, "batch": 32, "seq_q": 512, "seq_kv": 512},
     "all-options": {"window_size": (256, 128), "softcap": 30.0, "sinks": True},
+    "softcap": {"softcap": 30.0},
     "odd-head-size": {"causal": True},
     "tf32": {"causal": True, "precision": "tf32"},
     "tf32-all-options": {
@@ -105,13 +106,13 @@ _AOT = {
 # float32 for TF32, and these head sizes.
 _PORTABLE_FEATURES = {
     "packed": (64, 128), "segments": (64, 128), "tiles-of-128": HEAD_DIMS, "tiles-of-64": (64, 128),
-    "few-kv-heads": (), "few-kv-heads-window": (), "short": (), "full": (128,),
+    "softcap": (), "few-kv-heads": (), "few-kv-heads-window": (), "short": (), "full": (128,),
     "tf32": HEAD_DIMS, "tf32-all-options": HEAD_DIMS,
 }  # fmt: skip
 # Those of them that the explicit kernels of a target have.
 _EXPLICIT_FEATURES = {
     ("packed", "sm80"), ("packed", "sm90"), ("tiles-of-128", "sm90"), ("few-kv-heads", "sm90"),
-    ("few-kv-heads-window", "sm90"),
+    ("few-kv-heads-window", "sm90"), ("softcap", "sm90"),
 }  # fmt: skip
 # The explicit kernels' head sizes: of each row the largest, and those that need two column pieces.
 _EXPLICIT_HEAD_DIMS = (16, 32, 64, 80, 96, 128, 192, 256)
@@ -326,7 +327,7 @@ def check(problem: Problem, changes: Mapping[str, Mapping[str, int]] = {}) -> li
         "gluon": partial(_columns, problem.target),
         "mosaic": _columns_of_mosaic,
     }[problem.family]
-    cap_functions = 2 if problem.family == "triton" else 1
+    cap_functions = 2 if problem.family == "triton" else 1 if problem.target == "sm80" else 0
     verdicts = []
     for kernel, config, binary in compiled:
         resources = measure(binary, problem.target)
