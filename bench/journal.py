@@ -2,7 +2,8 @@
 
 `supervise` runs a command in a process of its own. That one writes to a `Journal` what it has
 measured, and before each step whose kernels they are. If a signal of `CRASHES` ends it, another one
-takes from there what was measured, and knows what crashed.
+takes from there what was measured, and knows what crashed. What ran when SIGTERM ended it, as
+``timeout`` does, is named.
 """
 
 from __future__ import annotations
@@ -79,9 +80,20 @@ def supervise(arguments: Sequence[str]) -> int:
                 signal.signal(signal.SIGINT, lambda *_: None)
                 signal.signal(signal.SIGTERM, lambda *_, process=process: process.terminate())
                 code = process.wait()
+                if code == -signal.SIGTERM:
+                    print(f"SIGTERM during: {_names(Path(folder, _RUNNING))}", file=sys.stderr)
                 if -code not in CRASHES or not Path(folder, _RUNNING).exists():
                     return code if code >= 0 else 128 - code
                 print(f"{signal.Signals(-code).name}: the run goes on behind it", file=sys.stderr)
         finally:
             for each, handler in handlers.items():
                 signal.signal(each, handler)
+
+
+def _names(running: Path) -> str:
+    """Return the case and the implementations that a journal has as running."""
+    records = load(running) if running.exists() else []
+    if not records:
+        return "no implementation"
+    labels = ", ".join(record.label for record in records)
+    return f"{records[0].case['name']} {records[0].operation}, {labels}"

@@ -95,3 +95,10 @@ def test_a_crash_is_a_row_and_the_run_goes_on(monkeypatch, tmp_path, capfd):
     assert rows == {("a", "good"): ("ok", None), ("a", "bad"): bad, ("a", "better"): ("ok", None)}
     # Timed beside others, then alone, then not at all.
     assert capfd.readouterr().err.count("started") == 3
+
+
+def test_what_ran_when_it_was_terminated_is_named(monkeypatch, tmp_path, capfd):
+    suite = textwrap.dedent(SUITE).replace("len(calls) == 2", "True").replace("SEGV", "TERM")
+    monkeypatch.setattr(journal, "_COMMAND", [sys.executable, "-c", suite])
+    assert supervise([str(tmp_path / "records.jsonl")]) == 128 + signal.SIGTERM
+    assert capfd.readouterr().err.splitlines() == ["started", "SIGTERM during: a forward, bad"]
