@@ -379,7 +379,7 @@ def _consume(
     dtype: gl.constexpr = q_tile[0].dtype
     layout: gl.constexpr = product_layout(BLOCK_KV)
     of_row: gl.constexpr = gl.SliceLayout(1, layout)
-    # Exponentials of capped scores need no maximum in a dtype with the range of float32.
+    # Capped, scores need no maximum in a dtype with the range of float32: m_i stays 0.
     BOUNDED: gl.constexpr = rule.small_cap and dtype == gl.bfloat16
     step = 0  # over all items
     turn = 0
