@@ -281,7 +281,15 @@ def test_many_programs(sequences, changes, condition):
 def test_packed_sequences_count_as_that_of_a_key_has_in_the_mean(tokens, held):
     spec = FlashCase("when", 1, tokens, tokens, 1, 1).spec
     spec = VarlenSpec(**vars(spec), num_sequences=3)
-    assert conditions(spec) == {f">= {keys} keys" for keys in held}
+    assert conditions(spec) == {"packed"} | {f">= {keys} keys" for keys in held}
+
+
+def test_short_tiles_of_256_are_those_of_a_dense_batch():
+    (family,) = (x for x in FAMILIES["pallas_attn"] if (x.name, x.folder) == ("mosaic", "sm90"))
+    short = FlashCase("", 1, 512, 512, 1, 1, 256, causal=True).spec
+    packed = VarlenSpec(**vars(short), num_sequences=1)
+    for spec, rows in ((short, 64), (replace(short, seq_kv=1024), 128), (packed, 128)):
+        assert Backend(family, "sm90").configs(spec)["flash_fwd"].block_q == rows
 
 
 def test_softcap_holds_beside_others():

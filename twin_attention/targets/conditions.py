@@ -44,6 +44,11 @@ def _has_block_mask(spec: Spec) -> bool:
     return isinstance(spec, BlockSparseSpec)
 
 
+def _is_packed(spec: Spec) -> bool:
+    """Return True for a flash attention of packed sequences."""
+    return isinstance(spec, VarlenSpec)
+
+
 def _has_keys(count: int) -> Callable[[Spec], bool]:
     """Return the condition of a flash attention of at least so many keys.
 
@@ -113,6 +118,7 @@ CONDITIONS: dict[str, Callable[[Spec], bool]] = {
     "window": _has_window,
     "segments": _has_segments,
     "block mask": _has_block_mask,
+    "packed": _is_packed,
     ">= 1024 keys": _has_keys(1024),
     ">= 2048 keys": _has_keys(2048),
     "> 32 rows": _has_many_rows,
