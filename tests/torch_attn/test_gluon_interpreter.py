@@ -200,6 +200,15 @@ def test_no_fence_of_who_has_met_the_writer(new):
         hand_over(WRITES_FIRST, MEET, new)
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_two_writers_that_have_not_met(mode):
+    write = "tile.store(gl.zeros([64, 64], gl.float32, product_layout(64)))"
+    with pytest.raises(InterpreterError, match="has not met its writer"):
+        hand_over(mode, MEET, f"{write}\n    {MEET}")
+    in_turn = f"wait_for_all(READ, 160)\n    {write}\n    fence_async_shared()"
+    assert (hand_over(mode, MEET, in_turn) == 0).all()
+
+
 @gluon.jit
 def square_kernel(x_ptr, out_ptr):
     """Compute x · xᵀ of one tile with the instructions of SM80."""

@@ -61,6 +61,8 @@ PACKED = [
     VarlenCase("packed, full", ((70, 150), (30, 40)), (70, 30), 2, 1, causal=False),
     VarlenCase("packed, large heads", ((140, 150), (9, 70)), (20, 9), 1, 1, 128, 96),
     VarlenCase("packed, softcap", ((70, 150),), (5, 5), 1, 1, 80, softcap=2.0),
+    # One tile of queries: a consumer may be at its end before the other one has begun.
+    VarlenCase("packed, short, full", ((30, 70), (9, 40)), (70, 30), 1, 1, 128, causal=False),
     VarlenCase("packed, many heads", ((140, 9), (0, 1)), (0, 0), 9, 9, 32),
 ]
 # One kv head, whose tiles of keys its query heads share.

@@ -12,6 +12,7 @@ that a barrier which is missing between them is not found. Errors are raised for
 
 - a product that is used before a wait has retired it, so a pending count that is too high;
 - shared memory written by a partition and read by a product or by TMA without a fence between;
+- shared memory overwritten by a partition that has met its last writer at no barrier since;
 - a barrier that more threads arrive at than it has, or with other counts, or twice in a phase;
 - stores, products and copies that nobody waits for;
 - partitions that all wait: a deadlock, with what each waits for.

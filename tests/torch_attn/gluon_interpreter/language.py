@@ -198,7 +198,8 @@ def _meet(index: int, threads: int, waits: bool) -> None:
     phase = barrier.phase
     if met := barrier.arrive(now.partition, threads, waits):
         for buffer in program.memory:
-            buffer.unfenced[buffer.unfenced & met[0] != 0] |= met[1]
+            for bits in (buffer.unfenced, buffer.known):
+                bits[bits & met[0] != 0] |= met[1]
     if waits:
         program.pause(lambda: barrier.phase > phase, barrier)
     else:
@@ -209,8 +210,8 @@ def _meet(index: int, threads: int, waits: bool) -> None:
 def allocate_shared_memory(dtype: Any, shape: Any, _layout: Any, value: Any = None) -> Shared:
     dtype, shape = torch_dtype(dtype), tuple(shape)
     poison = float("nan") if dtype.is_floating_point else torch.iinfo(dtype).max
-    unfenced = torch.zeros((*shape, dtype.itemsize), dtype=torch.uint8)
-    shared = Shared(torch.full(shape, poison, dtype=dtype), unfenced)
+    of_bytes = torch.zeros((2, *shape, dtype.itemsize), dtype=torch.uint8)
+    shared = Shared(torch.full(shape, poison, dtype=dtype), *of_bytes)
     now.program.memory.append(shared)
     if value is not None:
         shared.store(value)
@@ -222,6 +223,8 @@ def warp_specialize(parts: Any, worker_warps: Any, _worker_registers: Any = None
     program = now.program
     warps = (program.num_warps, *worker_warps)
     functions = [lambda f=f, args=args: f(*args) for f, args in parts]
+    for buffer in program.memory:
+        buffer.known.zero_()
     program.run(list(zip(functions, warps, strict=True)))
 
 
@@ -288,14 +291,14 @@ def _invalidate(barrier: Shared) -> None:
 @_fake("expect", of=(hopper.mbarrier,))
 def _expect(barrier: Shared, bytes: int, pred: bool = True) -> None:
     if pred:
-        now.program.barrier(barrier).update(1, bytes)
+        now.program.barrier(barrier).update(1, bytes, now.partition)
     pause()
 
 
 @_fake("arrive", of=(hopper.mbarrier,))
 def _arrive(barrier: Shared, *, count: int = 1, pred: bool = True) -> None:
     if pred:
-        now.program.barrier(barrier).update(count, 0)
+        now.program.barrier(barrier).update(count, 0, now.partition)
     pause()
 
 
@@ -304,6 +307,8 @@ def _wait(barrier: Shared, phase: int, pred: bool = True, deps: Any = ()) -> Non
     if pred:
         found = now.program.barrier(barrier)
         now.program.pause(lambda: found.phase & 1 != phase & 1, found)
+        for buffer in now.program.memory:
+            buffer.known[buffer.known & found.met != 0] |= now.partition.bit
 
 
 @_fake("async_load", "async_copy_global_to_shared", of=(hopper.tma,))
@@ -320,6 +325,7 @@ def _load_box(
         source, target = descriptor.views(coord, result.values)
         result.values.zero_()
         target.copy_(source)
+        result.known.zero_()
         found.update(0, -result.values.numel() * result.values.itemsize)
 
     program.load(run, found)

@@ -46,19 +46,22 @@ class DeadlockError(InterpreterError):
 
 
 class Barrier:
-    """An mbarrier."""
+    """An mbarrier; `met` has the bits of the partitions that arrived in the last phase."""
 
     def __init__(self, count: int) -> None:
         self.count = self.missing = count
         self.bytes = self.phase = 0
+        self.arrived = self.met = 0
 
-    def update(self, arrivals: int, expected: int) -> None:
+    def update(self, arrivals: int, expected: int, by: Partition | None = None) -> None:
         self.missing -= arrivals
         self.bytes += expected
+        self.arrived |= by.bit if by else 0
         if self.missing < 0:
             raise InterpreterError(f"more than {self.count} arrivals at an mbarrier in a phase")
         if self.missing == 0 and self.bytes == 0:
             self.phase, self.missing = self.phase + 1, self.count
+            self.met, self.arrived = self.arrived, 0
 
     def __repr__(self) -> str:
         return f"phase {self.phase}, {self.missing} arrivals and {self.bytes} bytes missing"

@@ -203,10 +203,13 @@ class Shared:
     `unfenced` has a set of bits for each byte: of the partitions of which one has yet to fence what
     is written there, which are its writers and those that have met them since at a named barrier.
     What is written as it was is no change: several may clear the same rows.
+
+    `known` has those of the partitions that may write there: the last writers and those that have
+    met them since, at any barrier. It is 0 where all may, because TMA wrote there.
     """
 
-    def __init__(self, values: torch.Tensor, unfenced: torch.Tensor) -> None:
-        self.values, self.unfenced = values, unfenced
+    def __init__(self, values: torch.Tensor, unfenced: torch.Tensor, known: torch.Tensor) -> None:
+        self.values, self.unfenced, self.known = values, unfenced, known
 
     @property
     def shape(self) -> list[int]:
@@ -219,24 +222,28 @@ class Shared:
     def index(self, i: int) -> Shared:
         if not 0 <= i < len(self.values):
             raise InterpreterError(f"index {i} of {len(self.values)} buffers")
-        return Shared(self.values[i], self.unfenced[i])
+        return Shared(self.values[i], self.unfenced[i], self.known[i])
 
     def slice(self, start: int, length: int, dim: int = 0) -> Shared:
-        return Shared(*(x.narrow(dim, start, length) for x in (self.values, self.unfenced)))
+        parts = (self.values, self.unfenced, self.known)
+        return Shared(*(x.narrow(dim, start, length) for x in parts))
 
     def permute(self, order: Iterable[int]) -> Shared:
         order = tuple(order)
-        return Shared(self.values.permute(order), self.unfenced.permute(*order, len(order)))
+        of_bytes = (x.permute(*order, len(order)) for x in (self.unfenced, self.known))
+        return Shared(self.values.permute(order), *of_bytes)
 
     def reshape(self, shape: Iterable[int]) -> Shared:
         shape = tuple(shape)
-        return Shared(self.values.view(shape), self.unfenced.view(*shape, -1))
+        of_bytes = (x.view(*shape, -1) for x in (self.unfenced, self.known))
+        return Shared(self.values.view(shape), *of_bytes)
 
     def reinterpret(self, dtype: Any, shape: Iterable[int], _layout: Any) -> Shared:
         """View the same bytes as elements of another shape and dtype."""
         dtype, shape = torch_dtype(dtype), tuple(shape)
         values = self.values.view(-1).view(dtype).view(shape)
-        return Shared(values, self.unfenced.view(*shape, dtype.itemsize))
+        of_bytes = (x.view(*shape, dtype.itemsize) for x in (self.unfenced, self.known))
+        return Shared(values, *of_bytes)
 
     def load(self, layout: Any = None) -> Tensor:
         pause()
@@ -250,8 +257,11 @@ class Shared:
         is_same = is_same.unsqueeze(-1)
         self.values.copy_(value.values)
         own = now.partition.bit
-        shared = torch.where(self.unfenced > 0, self.unfenced | own, 0)
-        self.unfenced.copy_(torch.where(is_same, shared, own))
+        if (~is_same & (self.known > 0) & (self.known & own == 0)).any():
+            raise InterpreterError("shared memory is overwritten by who has not met its writer")
+        for bits in (self.unfenced, self.known):
+            shared = torch.where(bits > 0, bits | own, 0)
+            bits.copy_(torch.where(is_same, shared, own))
 
     def check_fence(self) -> None:
         """Refuse to be read by a product or TMA while what is written is not fenced."""

@@ -333,9 +333,12 @@ def _consume_queries(
             clear_queries(q_tile, q_full, step, 0, queries, visible, MEMBERS)
             clear_queries(do_tile, do_full, step, 0, queries, visible, MEMBERS)
             clear_queries(q_tile, q_full, step, 1, queries, visible, MEMBERS)
-            for half in gl.static_range(2):
-                clear_keys(k_tile, half, k_full.index(0), turn & 1, positions, queries)
-                clear_keys(v_tile, half, v_full.index(0), turn & 1, positions, queries)
+            # Of the other consumer's rows only those that dq multiplies: where v lies, and without
+            # dq k as well, that consumer may have stored its result by now.
+            if FUSED:
+                clear_keys(k_tile, 1 - CONSUMER, k_full.index(0), turn & 1, positions, queries)
+            clear_keys(k_tile, CONSUMER, k_full.index(0), turn & 1, positions, queries)
+            clear_keys(v_tile, CONSUMER, v_full.index(0), turn & 1, positions, queries)
         if SMALL:
             keys = load_left(k_tile, CONSUMER, HEAD_DIM, layout)
         s = ()
