@@ -10,14 +10,18 @@ from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from bench.calls import compiled, jax_call, torch_call
 from bench.job import Absent, Call
+from bench.peers.flex_masks import flex_mask
 from bench.peers.limits import HALF, check_fa4, load
 from interop.parity.cases import FlashCase, VarlenCase
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+FLEX_TILE = 128  # queries, and keys, of FlexAttention's tiles
 SCORES_MAX = 1 << 35  # bytes of float32 scores; beside them there are masks and probabilities
 # Arrays of the scores' size at once; a backward has the gradients of scores and probabilities too.
 ARRAYS = {"forward": 1, "backward": 4}
@@ -61,17 +65,9 @@ def flex(case: VarlenCase, operation: str, tensors) -> Call:
     Compiling takes some 10 s for every shape.
     """
     _check(case, dtypes=(*HALF, "float32"))
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+    from torch.nn.attention.flex_attention import flex_attention
 
-    document = _documents(case, tensors[0].device)
-
-    def visible(batch, head, query, key):
-        seen = document[query] == document[key]
-        return seen & (query >= key) if case.causal else seen
-
-    # Uncompiled, it would hold a bool for every pair of tokens.
-    tokens, device = len(document), document.device
-    mask = compiled(create_block_mask)(visible, None, None, tokens, tokens, device)
+    mask = document_mask(case, tensors[0].device)
     attention = compiled(flex_attention)
 
     def attend(q, k, v):
@@ -80,6 +76,26 @@ def flex(case: VarlenCase, operation: str, tensors) -> Call:
 
     call = torch_call(attend, operation, [x[None] for x in tensors], heads_first=True)
     return _converted(call, lambda x: x[0])
+
+
+def document_mask(case: VarlenCase, device: Any) -> Any:
+    """Return FlexAttention's mask of documents, which lie one after the other."""
+    document = _documents(case, device)
+    numbers = document.cpu().numpy()
+    ends = np.arange(FLEX_TILE, len(numbers) + FLEX_TILE, FLEX_TILE)
+    first, last = numbers[ends - FLEX_TILE], numbers[np.minimum(ends, len(numbers)) - 1]
+    kept = (first[:, None] <= last) & (last[:, None] >= first)
+    alone = (first == last) & (ends <= len(numbers))
+    whole = kept & alone[:, None] & alone
+    if case.causal:
+        kept, whole = np.tril(kept), np.tril(whole, -1)
+
+    def visible(batch, head, query, key):
+        seen = document[query] == document[key]
+        return seen & (query >= key) if case.causal else seen
+
+    tile, lengths = (FLEX_TILE, FLEX_TILE), (len(numbers), len(numbers))
+    return flex_mask(kept, whole, tile, lengths, visible, device)
 
 
 def jax_masked(case: VarlenCase, operation: str, tensors) -> Call:

@@ -13,7 +13,7 @@ import numpy as np
 
 from bench.calls import compiled, jax_call, torch_call
 from bench.job import Call
-from twin_attention.contract.block_mask import BlockMask
+from bench.peers.flex_masks import flex_mask
 
 if TYPE_CHECKING:
     from bench.suites.pattern_cases import SparseCase
@@ -27,31 +27,21 @@ def flex(case: SparseCase, operation: str, tensors) -> Call:
     from torch.nn.attention.flex_attention import flex_attention
 
     attend = partial(
-        compiled(flex_attention), block_mask=flex_mask(case, tensors[0].device), scale=case.scale
+        compiled(flex_attention), block_mask=sparse_mask(case, tensors[0].device), scale=case.scale
     )
     return torch_call(attend, operation, tensors, heads_first=True)
 
 
-def flex_mask(case: SparseCase, device: Any) -> Any:
-    """Return FlexAttention's mask: tiles that are seen as a whole, and a causal mask's edge.
-
-    Its function of positions is applied at the edge alone.
-    """
-    import torch
-    from torch.nn.attention.flex_attention import BlockMask as FlexMask
-
+def sparse_mask(case: SparseCase, device: Any) -> Any:
+    """Return FlexAttention's mask: tiles that are seen as a whole, and a causal mask's edge."""
     tiles = case.tiles
     edge = np.zeros_like(tiles)
     if case.causal:
         tiles = np.tril(tiles)
         edge = tiles & np.eye(len(tiles), dtype=bool)
-    lists = [*BlockMask.of(edge)[:2], *BlockMask.of(tiles & ~edge)[:2]]
-    return FlexMask.from_kv_blocks(
-        *(torch.from_numpy(x).to(device) for x in lists),
-        BLOCK_SIZE=(case.tile_q, case.tile_kv),
-        mask_mod=_causal if case.causal else None,
-        seq_lengths=(case.seq_q, case.seq_kv),
-    )
+    size, lengths = (case.tile_q, case.tile_kv), (case.seq_q, case.seq_kv)
+    visible = _causal if case.causal else None
+    return flex_mask(tiles, tiles & ~edge, size, lengths, visible, device)
 
 
 def jax_masked(case: SparseCase, operation: str, tensors) -> Call:

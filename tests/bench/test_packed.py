@@ -8,6 +8,8 @@ from types import SimpleNamespace
 
 import jax
 import pytest
+import torch
+from torch.nn.attention.flex_attention import create_block_mask
 
 from bench import ours
 from bench.job import Absent, Subject
@@ -139,6 +141,18 @@ def test_a_peer_is_right(stand_ins, peer):
     operation = "forward" if peer in ("FlexAttention", "FA3 varlen") else "backward"
     call = PACKED[peer](CASE, operation, tensors)
     assert gate(CASE, operation, tensors)(call.result(call.run())) <= 1
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("lengths", [(300, 5, 1, 414), (640,), (128, 256, 128), (100, 0, 29)])
+def test_the_mask_of_documents_is_that_of_its_pairs(lengths, causal):
+    case = replace(CASE, lengths=tuple((n, n) for n in lengths), causal=causal)
+    mask = packed_peers.document_mask(case, "cpu")
+    size = (sum(lengths), sum(lengths))
+    want = create_block_mask(mask.mask_mod, None, None, *size, device="cpu")
+    assert torch.equal(mask.to_dense()[0, 0], want.to_dense()[0, 0])
+    assert torch.equal(mask.full_kv_num_blocks, want.full_kv_num_blocks)
+    assert mask.seq_lengths == want.seq_lengths
 
 
 @pytest.mark.parametrize("peer", PACKED)

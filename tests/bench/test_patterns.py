@@ -11,7 +11,7 @@ import torch
 
 from bench.job import Absent, Subject
 from bench.peers import SPARSE
-from bench.peers.pattern_peers import flex_mask
+from bench.peers.pattern_peers import sparse_mask
 from bench.records import Times
 from bench.report import patterns as report
 from bench.report.markdown import summary
@@ -138,7 +138,7 @@ def test_what_computes_something_else_is_checked_by_itself(monkeypatch, name):
 
 @pytest.mark.parametrize("case", [SPARSE_CASE, LOCAL_CASE], ids=lambda x: x.name)
 def test_the_mask_of_flex_attention(case):
-    mask = flex_mask(case, "cpu")
+    mask = sparse_mask(case, "cpu")
     kept = np.tril(case.tiles) if case.causal else case.tiles
     assert (mask.to_dense()[0, 0].bool().numpy() == kept).all()
     edges = len(kept) if case.causal else 0
