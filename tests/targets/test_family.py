@@ -99,14 +99,14 @@ def test_the_explicit_kernels_are_the_best_for_sm90():
 
 
 @pytest.mark.parametrize(
-    ("head_dims", "reason"),
+    ("package", "head_dims", "reason"),
     [
-        ((64, 72), None),
-        ((256, 64), None),
-        ((64, 64), "its packed sequences have heads of more than 64"),
+        ("torch_attn", (64, 64), None),
+        ("pallas_attn", (64, 72), None),
+        ("pallas_attn", (256, 64), None),
+        ("pallas_attn", (64, 64), "its packed sequences have heads of more than 64"),
     ],
 )
-@pytest.mark.parametrize("package", ["torch_attn", "pallas_attn"])
 def test_packed_sequences_are_explicit_on_sm90_where_that_is_faster(
     monkeypatch, package, head_dims, reason
 ):

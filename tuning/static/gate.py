@@ -243,7 +243,7 @@ def problems(framework: str, target: str, family: str = "triton") -> Iterator[Pr
             has_feature = (
                 feature not in _PORTABLE_FEATURES or (feature, target) in _EXPLICIT_FEATURES
             )
-            if has_feature and problem.spec.head_dim >= HEAD_DIM_MIN and _is_covered(problem):
+            if has_feature and problem.spec.head_dim >= HEAD_DIM_MIN:
                 yield problem
         chunks = EXPLICIT_CHUNK_FEATURES if target == "sm90" else ()
         for head_dim, feature in product(_EXPLICIT_HEAD_DIMS, chunks):
@@ -279,18 +279,13 @@ def _mosaic_problems(target: str) -> Iterator[Problem]:
     chunks = (("bfloat16", *x) for x in product(_PAGED_HEAD_DIMS, chunks))
     for dtype, head_dim, feature in (*flash, *paged, *chunks):
         problem = Problem("jax", target, dtype, head_dim, feature, "mosaic")
-        if not _is_covered(problem):
+        if (target, feature) == ("sm90", "packed") and sm90.mosaic_leaves(
+            "flash_fwd", problem.spec
+        ):
             continue
         yield problem
         if target == "sm80" and feature in ("causal", "decode"):
             yield replace(problem, shared_memory=SHARED_MEMORY_OF_SMALLER_CARDS)
-
-
-def _is_covered(problem: Problem) -> bool:
-    """Return False for packed sequences of head sizes that the explicit kernels leave out."""
-    if problem.target != "sm90" or problem.feature != "packed":
-        return True
-    return sm90.supports("flash_fwd", problem.spec, "sm90") is None
 
 
 def not_compiled(problem: Problem) -> str | None:

@@ -15,7 +15,6 @@ from importlib import import_module
 from importlib.metadata import version
 from typing import Any, NamedTuple
 
-from twin_attention.contract.spec import VarlenSpec
 from twin_attention.contract.validate import fail
 from twin_attention.targets import paged, sm80, sm90
 from twin_attention.targets.config import current_configs, smaller_configs
@@ -103,10 +102,12 @@ def _mosaic_sm90_supports(operation: str, spec: Spec, target: str | None) -> str
 
     A JAX array has no strides: its rows lie one after the other, at multiples of 16 bytes.
     """
-    reason = sm90.supports(operation, spec, target)
-    if reason is None and operation == "flash_bwd" and isinstance(spec, VarlenSpec):
-        reason = "its backward takes no packed sequences"
-    return reason or _older_jax() or _import_error(f"pallas_attn.kernels.sm90.{operation}")
+    return (
+        sm90.supports(operation, spec, target)
+        or sm90.mosaic_leaves(operation, spec)
+        or _older_jax()
+        or _import_error(f"pallas_attn.kernels.sm90.{operation}")
+    )
 
 
 def _mosaic_paged_supports(operation: str, spec: Spec, target: str | None) -> str | None:

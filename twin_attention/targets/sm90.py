@@ -38,11 +38,18 @@ def supports(operation: str, spec: Spec, target: str | None) -> str | None:
         return f"its products take float16 and bfloat16, not {spec.dtype}"
     if not spec.rows_aligned:
         return "TMA loads rows that begin at multiples of 16 bytes"
-    if isinstance(spec, VarlenSpec) and max(spec.head_dim, spec.head_dim_v) <= 64:
-        return "its packed sequences have heads of more than 64"
     if operation == "flash_bwd":
         return _supports_backward(spec)
     return None
+
+
+def mosaic_leaves(operation: str, spec: Spec) -> str | None:
+    """Return why Mosaic's kernels leave out a problem that `supports` covers, or None."""
+    if not isinstance(spec, VarlenSpec):
+        return None
+    if max(spec.head_dim, spec.head_dim_v) <= 64:
+        return "its packed sequences have heads of more than 64"
+    return "its backward takes no packed sequences" if operation == "flash_bwd" else None
 
 
 def _supports_backward(spec: AttentionSpec) -> str | None:
