@@ -347,6 +347,7 @@ PLOTS = {
     "h200-models-4096": 1,
     "h200-models-4096-jax": 1,
     "h200-models-4x4096-jax": 1,
+    "h200-float32": 0,
     "h200-host": 0,
     "h200-packed": 0,
     "h200-packed-65536": 0,
