@@ -216,6 +216,7 @@ def gradients(attention, *qkv):
     [
         (arrays(64, seq_kv=2048), False, {"causal": True}),
         (arrays(64, 128, seq_kv=2049, dtype="float16"), False, {"scale": -0.1}),
+        (arrays(64, 48, seq_kv=2050), False, {"causal": True, "softcap": 5.0}),
         (arrays(96, seq_kv=2050), False, {"window_size": (30, 20), "softcap": 5.0}),
         (arrays(64, seq_kv=8192), False, {}),
         (arrays(120, 104, seq_kv=2050), False, {"window_size": (30, 20)}),

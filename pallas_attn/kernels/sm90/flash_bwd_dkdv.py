@@ -123,7 +123,9 @@ def flash_bwd_dkdv_kernel(
 
     Products are issued so that some run under all arithmetic, where dq is summed: dq and dk of the
     tile before, and dp, under the exponentials; dv under ds; s of the next tile while ds is
-    written. Heads that are small have k and v in registers.
+    written. Heads that are small have k and v in registers. With a softcap these have no room for
+    them: dq is taken from its registers before the exponentials, and s of the next tile is issued
+    with dv.
     """
     warpgroups = num_warps // 4 - 1
     program = lax.axis_index("program")
@@ -132,7 +134,12 @@ def flash_bwd_dkdv_kernel(
     last_start = pl.cdiv(seq_q, block_q) * block_q - block_q
     makes_dq = dq_sum_ref is not None
     small = makes_dq and is_small(head_dim, head_dim_v)
+    # The cap's derivative takes the registers of k and v, of which products have copies besides.
+    capped = small and rule.softcap is not None
+    holds_keys = small and not capped
     q_stages = lse2_rows.shape[0]
+    # Of two tiles of q, the next one takes the place of the one that dk frees after that.
+    s_before_ds = capped and q_stages > 2
     size, size_v = value_columns(head_dim), value_columns(head_dim_v)
     # With sums of all three and a window ptxas serializes products unless one head is a loop too.
     is_tight = dk_sum_ref is not None and window_left is not None and max(size, size_v) > 96
@@ -280,7 +287,7 @@ def flash_bwd_dkdv_kernel(
             if makes_dq:
                 share_ds(no_ds, step - 1)
             s = keys = values = None
-            if small:
+            if holds_keys:
                 keys, values = (
                     tuple(plgpu.load(x, layout=WGMMA) for x in tile.multiplied) for tile in (k, v)
                 )
@@ -331,6 +338,14 @@ def flash_bwd_dkdv_kernel(
                             dq = wait_for(dq_ref, pending, *read)
                             pl.when(jnp.logical_not(is_first))(lambda: hand_over(dq))
 
+                    def start_next_scores():
+                        # sᵀ = scale · k qᵀ of the next tile; behind the last one it is not used.
+                        plgpu.barrier_wait(q_full.at[following])
+                        s_ref[...] = zeros(WGMMA_ROWS, block_q)
+                        start_scores(
+                            s_ref, keys, k_tiles.tile(w + fresh), q_factors.tile(following)
+                        )
+
                     # Start dq = ds k and dk += dsᵀ q of the tile before.
                     stored = (now - 1) % 2
                     if dq_ref is not None:
@@ -362,9 +377,16 @@ def flash_bwd_dkdv_kernel(
                                 window_right=window_right,
                             )
 
-                        visible = lax.cond(x < masked_steps, hide, lambda s: s, visible)
+                        if not capped:
+                            visible = lax.cond(x < masked_steps, hide, lambda s: s, visible)
+                    if capped:
+                        # p and p ∘ dcap take the registers of dq.
+                        visible = lax.optimization_barrier(visible)
+                        finish_dq(len(multiplied.multiplied) + len(dout.multiplied))
                     lse2 = plgpu.load(lse2_row, layout=WGMMA.reduce(0))
                     power = visible * exp2_scale - as_columns(lse2, visible, WGMMA)
+                    if capped and masked:
+                        power = lax.cond(x < masked_steps, hide, lambda s: s, power)
                     if not small:
                         # dp takes the registers of dq.
                         power = lax.optimization_barrier(power)
@@ -372,24 +394,26 @@ def flash_bwd_dkdv_kernel(
                         start_dp()
                     p = jnp.exp2(power)
                     p_cast, p = p.astype(k_ref.dtype), p * dcap
-                    if small:
+                    if holds_keys:
                         p_cast, p = lax.optimization_barrier((p_cast, p))
                         finish_dq(len(multiplied.multiplied) + len(dout.multiplied), p_cast)
                     # Start dv += pᵀ dout.
                     dv_ref[...] = dv
                     add_values(dv_ref, p_cast, dout)
+                    pending = len(dout.multiplied)
+                    if s_before_ds:
+                        start_next_scores()
+                        pending += len(k.multiplied)
                     # dsᵀ = pᵀ ∘ (dpᵀ - delta) ∘ dcapᵀ
-                    dp = plgpu.wgmma_accumulator_load(dp_ref, wait_n=len(dout.multiplied))
+                    dp = plgpu.wgmma_accumulator_load(dp_ref, wait_n=pending)
                     dk_new = plgpu.wgmma_accumulator_load(dk_ref, wait_n=None)
                     dp, dk_new, p, _ = lax.optimization_barrier((dp, dk_new, p, ds))
                     plgpu.barrier_arrive(q_empty.at[previous])
                     delta = plgpu.load(delta_row, layout=WGMMA.reduce(0))
                     ds_new = (p * (dp - as_columns(delta, dp, WGMMA))).astype(k_ref.dtype)
                     ds_new = lax.optimization_barrier(ds_new)
-                    # Start sᵀ = scale · k qᵀ of the next tile; behind the last one it is not used.
-                    plgpu.barrier_wait(q_full.at[following])
-                    s_ref[...] = zeros(WGMMA_ROWS, block_q)
-                    start_scores(s_ref, keys, k_tiles.tile(w + fresh), q_factors.tile(following))
+                    if not s_before_ds:
+                        start_next_scores()
                     share_ds(ds_new, now)
                     dv_new = wait_for(dv_ref, len(k.multiplied), p_cast)
                     plgpu.barrier_arrive(dout_empty.at[slot])
