@@ -2,7 +2,7 @@
 
 import pytest
 
-from tuning.static.resources import _bytes_moved, _main_loop, occupancy
+from tuning.static.resources import _bytes_moved, _main_loops, _spills, occupancy
 
 SASS = """
         /*0010*/                   STL [R1+0x10], R5 ;
@@ -35,9 +35,9 @@ LOOPS = """
 
 
 def test_the_main_loop_is_the_last_with_products():
-    loop = _main_loop(LOOPS)
+    (loop,) = _main_loops(LOOPS)
     assert (loop.count("HMMA"), _bytes_moved("LDL", loop), _bytes_moved("STL", loop)) == (1, 4, 0)
-    assert _main_loop(SASS) == ""
+    assert _main_loops(SASS) == []
 
 
 NESTED = """
@@ -54,8 +54,31 @@ NESTED = """
 
 
 def test_the_main_loop_has_no_loop_in_it():
-    loop = _main_loop(NESTED)
+    (loop,) = _main_loops(NESTED)
     assert (loop.count("HGMMA"), _bytes_moved("LDL", loop), _bytes_moved("STL", loop)) == (1, 4, 0)
+
+
+SPECIALIZED = """
+        /*0010*/                   USETMAXREG.TRY_ALLOC.CTAPOOL UP0, 0xf0 ;
+        /*0020*/                   HGMMA.64x64x16.F32.BF16 R24, gdesc[UR4], RZ, !UPT ;
+        /*0030*/                   STL.128 [R1], R8 ;
+        /*0040*/              @P0 BRA 0x20 ;
+        /*0050*/                   HGMMA.64x64x16.F32.BF16 R24, gdesc[UR4], RZ, !UPT ;
+        /*0060*/                   STL.64 [R1], R8 ;
+        /*0070*/                   LDL.64 R8, [R1] ;
+        /*0080*/              @P0 BRA 0x50 ;
+        /*0090*/                   USETMAXREG.TRY_ALLOC.CTAPOOL UP0, 0xf0 ;
+        /*00a0*/                   HGMMA.64x64x16.F32.BF16 R24, gdesc[UR4], RZ, !UPT ;
+        /*00b0*/                   LDL R5, [R1+0x10] ;
+        /*00c0*/              @P0 BRA 0xa0 ;
+        /*00d0*/                   USETMAXREG.DEALLOC.CTAPOOL 0x18 ;
+        /*00e0*/                   LDL.128 R8, [R1] ;
+        /*00f0*/              @P0 BRA 0xe0 ;
+"""
+
+
+def test_warps_of_different_work_have_a_main_loop_each():
+    assert [_spills(loop) for loop in _main_loops(SPECIALIZED)] == [16, 4]
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
+from bisect import bisect
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -39,9 +40,10 @@ class Resources:
         registers: 32-bit registers per thread.
         spill_stores, spill_loads: bytes that a thread's spill instructions move, each counted once
             (as ``ptxas -v`` counts them).
-        loop_spills: the same, stores and loads together, of one step of the main loop: the last
-            one that multiplies on tensor cores, with no such loop in it, which is the one without a
-            mask. Not looked for in a portable kernel of wgmma.
+        loop_spills: the same, stores and loads together, of one step of the main loop, the most
+            where warps of different work have one each: the last that multiplies on tensor cores,
+            with no such loop in it, which is the one without a mask. Not looked for in a portable
+            kernel of wgmma.
         stack: bytes of a thread's stack frame.
         shared: bytes of shared memory per block.
         warps: warps per block.
@@ -81,7 +83,7 @@ def measure(compiled: CompiledKernel | Compiled, target: str) -> Resources:
         registers=registers,
         spill_stores=_bytes_moved("STL", sass),
         spill_loads=_bytes_moved("LDL", sass),
-        loop_spills=sum(_bytes_moved(opcode, _main_loop(sass)) for opcode in ("STL", "LDL")),
+        loop_spills=max(map(_spills, _main_loops(sass)), default=0),
         stack=stack,
         shared=shared,
         warps=warps,
@@ -111,8 +113,16 @@ def _bytes_moved(opcode: str, sass: str) -> int:
     return sum(widths) // 8
 
 
-def _main_loop(sass: str) -> str:
-    """Return the instructions of the last innermost loop with products; none if there is none.
+def _spills(sass: str) -> int:
+    """Return the bytes of all stores and loads of spilled registers."""
+    return _bytes_moved("STL", sass) + _bytes_moved("LDL", sass)
+
+
+def _main_loops(sass: str) -> list[str]:
+    """Return the instructions of the last innermost loop with products, of each consumer.
+
+    Warps of different work begin their code by setting their registers. A kernel without products
+    has no such loop.
 
     A loop is what lies between a branch and the place before it where the branch leads. What starts
     in a loop and ends behind it is none: the branch comes back from where a barrier is polled.
@@ -130,15 +140,15 @@ def _main_loop(sass: str) -> str:
         loop = "\n".join(text for address, text in instructions if begin <= address <= end)
         if re.search("HG?MMA", loop):
             loops.append((begin, end, loop))
-    innermost = [
-        loop
-        for begin, end, loop in loops
+    starts = [address for address, text in instructions if "USETMAXREG" in text]
+    main = {}
+    for begin, end, loop in loops:
         if not any(
             (begin <= start and stop < end) or start < begin <= stop < end
             for start, stop, _ in loops
-        )
-    ]
-    return innermost[-1] if innermost else ""
+        ):
+            main[bisect(starts, begin)] = loop
+    return list(main.values())
 
 
 def _cuobjdump(cubin: bytes, option: str) -> str:
