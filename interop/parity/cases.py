@@ -534,6 +534,7 @@ def _full_changes() -> Iterator[Change]:
         yield f"130x2100-d{d}{mask}", {"seq_q": 130, "seq_kv": 2100, "head_dim": d, **causal}
     long = {"seq_q": 130, "seq_kv": 1100, "head_dim": 256}
     yield "130x1100-d256-causal", {**long, "causal": True}  # with fewer keys another row
+    yield "130x1100-d256-window-20-5", {**long, "window_size": (20, 5)}
     for window in ((0, 0), (17, 0), (100, 60), (None, 40), (200, None), (0, None), (None, 0)):
         name = f"window-{window[0]}-{window[1]}"
         yield name, {"window_size": window, "seq_q": 401}

@@ -69,6 +69,8 @@ def kernels(text):
         (arrays(128, seq_q=304, seq_kv=304), {"softcap": 5.0}),
         (arrays(192), {"scale": -0.1}),
         (arrays(256, seq_kv=70), {"window_size": (30, 20)}),
+        (arrays(256, seq_kv=1104), {"causal": True}),
+        (arrays(240, seq_kv=1030), {"window_size": (30, 20)}),
     ],
 )
 def test_the_forward_is_lowered(operands, options):
@@ -380,9 +382,10 @@ def test_scores_are_hidden_by_two_bounds(window, end, monkeypatch):
 
 @pytest.mark.parametrize("window", [Window(), Window(None, 0), Window(100, 20)])
 @pytest.mark.parametrize(("batch", "seq_q", "seq_kv"), [(1, 300, 300), (3, 1, 500), (4, 999, 200)])
-def test_a_schedule_has_each_tile_once(batch, seq_q, seq_kv, window):
+@pytest.mark.parametrize("one_round", [False, True])
+def test_a_schedule_has_each_tile_once(batch, seq_q, seq_kv, window, one_round):
     spec = AttentionSpec(batch, seq_q, seq_kv, 6, 2, 64, 64, "bfloat16", 0.1, window)
-    schedule = make_schedule(spec, 128, 64, 10)
+    schedule = make_schedule(spec, 128, 64, 10, one_round)
     tiles = -(-seq_q // 128) * 6 * batch
     assert schedule.dtype == np.int32
     assert len(schedule) == min(tiles, 10)
@@ -395,3 +398,14 @@ def test_a_causal_schedule_is_balanced():
     steps = [sum(tile % 32 + 1 for tile in row[1 : 1 + row[0]])
              for row in make_schedule(spec, 128, 128, 132)]  # fmt: skip
     assert max(steps) < 1.03 * sum(steps) / len(steps)
+
+
+@pytest.mark.parametrize(("batch", "seq", "slack"), [(32, 512, 1.04), (5, 640, 1.2)])
+def test_a_schedule_of_one_round_reads_few_heads_at_a_time(batch, seq, slack):
+    spec = AttentionSpec(batch, seq, seq, 8, 8, 256, 256, "bfloat16", 0.1, Window(None, 0))
+    schedule, tiles = make_schedule(spec, 64, 64, 132, one_round=True), seq // 64
+    heads = {tile // tiles for tile in schedule[:, 1]}
+    assert len(heads) <= 2 * 132 // tiles
+    assert len({tile % tiles for tile in schedule[:, 1]}) == tiles
+    steps = [sum(tile % tiles + 2.5 for tile in row[1 : 1 + row[0]]) for row in schedule]
+    assert max(steps) < slack * sum(steps) / len(steps)

@@ -65,6 +65,9 @@ from twin_attention.contract.spec import AttentionSpec
 from twin_attention.targets.family import Backend
 from twin_attention.targets.target import SHARED_MEMORY_LIMIT
 
+# Larger heads visit the last tiles first, and few of them are worked on at a time. Level at 192.
+LARGE_HEAD = 224
+
 
 class Work(NamedTuple):
     """A tile of queries, and the tiles of keys that it sees.
@@ -128,15 +131,16 @@ def flash_fwd_kernel(
     num_warps,
     num_stages,
     ping_pong,
-    shares_memory,
+    out_sizes,
 ):
     """One program computes tiles of block_q rows of a query head, one after the other.
 
     Operands: q [B, Sq, Hq, D], k [B, Skv, Hkv, D], v [B, Skv, Hkv, Dv], sinks [Hq] float32 or None,
     schedule [programs, 1 + most tiles] int32 (see `make_schedule`), out [B, Sq, Hq, Dv], lse [B,
     Hq, Sq] (float32, natural log); in shared memory a tile of 64 rows of q and of out for each
-    consumer warpgroup, which may be the same memory, and num_stages tiles of k and of v, each with
-    a barrier that completes when it is full and one when it is empty. Query i stands at key
+    consumer warpgroup, and num_stages tiles of k and of v, each with a barrier that completes when
+    it is full and one when it is empty. out_sizes: how many columns of out are stored at a time, in
+    the same memory; one number where there is room for all of them. Query i stands at key
     position i + diagonal; rule: `twin_attention.contract.spec.ScoreRule`. Loop invariant: m_i is
     at most RESCALE_ABOVE below the row maximum so far (base 2), and with
     p = exp2(s · exp2_scale - m_i), l_i holds Σ p as 8 partial sums a row and acc is Σ p v.
@@ -157,10 +161,13 @@ def flash_fwd_kernel(
     bounded = rule.small_cap and v_ref.dtype == jnp.bfloat16
     is_packed = num_sequences is not None
     num_tiles = count_sequence_tiles(seq_q, num_sequences, block_q)
-    views = q_and_out[0] if shares_memory else zip(*q_and_out, strict=True)
-    views = [refs if shares_memory else (*refs[0], *refs[1]) for refs in views]
-    q_tiles, out_tiles = [Tiles(*refs[:2]) for refs in views], [refs[2:] for refs in views]
+    q_tiles, out_tiles = ([[*views] for views in tiles] for tiles in q_and_out)
+    q_tiles = [Tiles(*views) for views in q_tiles]
     k_tiles, v_tiles = Tiles(*k_tiles), Tiles(*v_tiles)
+    # Visit the last tiles first, which only the later warpgroups see.
+    last_first = block_q >= 2 * block_kv and window_right is not None
+    last_first = last_first and max(head_dim, head_dim_v) > LARGE_HEAD
+    last_first = last_first and not is_packed and tiles_ref is None
 
     def locate(item):
         """Locate a tile of queries, and the tiles of keys that it sees."""
@@ -188,6 +195,8 @@ def flash_fwd_kernel(
 
         def keys(step):
             """Return the first key of a step's tile, and where keys end, None if after it."""
+            if last_first:
+                step = jnp.where(step < before + after, before + after - 1 - step, step)
             start = tile_start(step, begin, before, full, after, block_kv, last_start)
             if tiles_ref is not None:
                 return kept_row(listed, count, start, seq_kv, tile_kv)
@@ -303,8 +312,27 @@ def flash_fwd_kernel(
                 elif waits:
                     plgpu.barrier_wait(v_full.at[slot])
 
+            # Pass over the tiles behind what these rows see.
+            skipped = 0
+            passes_over = last_first and w < warpgroups - 1
+            if passes_over:
+                last_key = start_row + WGMMA_ROWS - 1 + work.diagonal + window_right
+                skipped = cdiv(keys(program * 0)[0] - last_key, block_kv)
+                skipped = jnp.clip(skipped, 0, steps - 1)
+
+            def pass_over(full, empty, in_turn=True):
+                @pl.loop(0, skipped)
+                def _(x):
+                    slot = (step + x) % num_stages
+                    begin_products(full.at[slot], in_turn)
+                    end_products(in_turn)
+                    plgpu.barrier_arrive(empty.at[slot])
+
+            if passes_over:
+                pass_over(k_full, k_empty, ping_pong == 2)
+
             # s = scale · q kᵀ and p of the first tile of keys
-            slot = step % num_stages
+            slot = (step + skipped) % num_stages
             plgpu.barrier_wait(q_full.at[w])
             begin_products(k_full.at[slot], ping_pong == 2)
 
@@ -318,12 +346,14 @@ def flash_fwd_kernel(
             start = float("-inf") if sink is None else sink
             m_i = jnp.full((WGMMA_ROWS,), 0.0 if bounded else start, jnp.float32)
             m_i = plgpu.layout_cast(m_i, WGMMA.reduce(1))
-            p, m_i, _ = softmax(s, program * 0, m_i, has_masked)
+            p, m_i, _ = softmax(s, program * 0 + skipped, m_i, has_masked)
             l_i = add_columns(p)
             p = p.astype(v_ref.dtype)
             acc = zeros(WGMMA_ROWS, padded_columns(head_dim_v))
             if is_packed:
                 wait_for_edge(program * 0)
+            if passes_over:
+                pass_over(v_full, v_empty)
 
             # Visit the other tiles of keys that these queries see; only edges are masked.
             def visit(x, carry, masked):
@@ -370,16 +400,16 @@ def flash_fwd_kernel(
                 return carry
 
             carry = p, m_i, l_i, acc
-            end_masked = 1
+            second = end_masked = skipped + 1
             if has_masked:
-                end_masked = jnp.clip(masked_steps, 1, steps)
-                carry = lax.fori_loop(1, end_masked, functools.partial(visit, masked=True), carry)
+                end_masked = jnp.clip(masked_steps, second, steps)
+                masked = functools.partial(visit, masked=True)
+                carry = lax.fori_loop(second, end_masked, masked, carry)
             carry = lax.fori_loop(end_masked, steps, functools.partial(visit, masked=False), carry)
             p, m_i, l_i, acc = carry
 
             # acc += p v of the last tile
-            if not shares_memory:
-                plgpu.barrier_arrive(q_empty.at[w])
+            plgpu.barrier_arrive(q_empty.at[w])
             slot = (step + steps - 1) % num_stages
             wait_for_values(steps - 1, slot)
             begin_products(None, ping_pong == 2)
@@ -410,15 +440,18 @@ def flash_fwd_kernel(
 
             # Normalise and store.
             out = acc * as_rows(factor, acc)
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            if is_packed:
-                (tile,) = out_tiles[w]
-                store_rows_of_tile(out, tile.at[0], out_ref, batch, head, start_row, work.end_q)
-            else:
-                store_tile(out, Tiles(*out_tiles[w]), out_ref, batch, head, start_row)
-            if shares_memory:
+            for i, size in enumerate(out_sizes):
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                plgpu.barrier_arrive(q_empty.at[w])
+                matrix, first = out_ref, sum(out_sizes[:i])
+                part = out[:, first : first + padded_columns(size)]
+                if len(out_sizes) > 1:
+                    matrix = out_ref.at[:, :, :, pl.ds(first, size)]
+                if is_packed:
+                    tile = out_tiles[w][i].at[0]
+                    store_rows_of_tile(part, tile, matrix, batch, head, start_row, work.end_q)
+                else:
+                    tile = Tiles(*out_tiles[w][2 * i : 2 * i + 2])
+                    store_tile(part, tile, matrix, batch, head, start_row)
             return step + steps
 
         for_each(compute)
@@ -445,22 +478,25 @@ def flash_fwd(
 
     config = backend.configs(spec)["flash_fwd"]
 
-    def memory(shares_memory):
+    def out_views(size):
+        if is_packed:
+            return (allocate_tile(dtype, 1, WGMMA_ROWS, size),)
+        return tile_views(dtype, (WGMMA_ROWS,), size, out_whole)
+
+    def memory(out_sizes):
         warpgroups, stages = config.num_warps // 4 - 1, config.num_stages
         q = tile_views(dtype, (WGMMA_ROWS,), spec.head_dim, scores_whole)
-        out = tile_views(dtype, (WGMMA_ROWS,), spec.head_dim_v, out_whole)
+        out = [views for size in out_sizes for views in out_views(size)]
         k = tile_views(dtype, (stages, config.block_kv), spec.head_dim, scores_whole)
         v = tile_views(dtype, (stages, config.block_kv), spec.head_dim_v, v_whole)
-        if is_packed:
-            out = (allocate_tile(dtype, 1, WGMMA_ROWS, spec.head_dim_v),)
+        if is_packed or (spec.head_dim_v > LARGE_HEAD and not v_whole):
             v = value_views(dtype, stages, config.block_kv, spec.head_dim_v)
-        q_and_out = ((*q, *out),) if shares_memory else (q, out)
         q_full, k_full, v_full = (
             plgpu.Barrier(num_arrivals=count_boxes(views), num_barriers=count)
             for views, count in ((q, warpgroups), (k, stages), (v, stages))
         )
         return {
-            "q_and_out": [[plgpu.RefUnion(*x) for _ in range(warpgroups)] for x in q_and_out],
+            "q_and_out": [[plgpu.RefUnion(*x) for _ in range(warpgroups)] for x in (q, out)],
             "k_tiles": plgpu.RefUnion(*k),
             "v_tiles": plgpu.RefUnion(*v),
             "q_full": q_full,
@@ -471,13 +507,24 @@ def flash_fwd(
             "v_empty": plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages),
         }
 
-    shares_memory = size_of(memory(False)) > SHARED_MEMORY_LIMIT["sm90"]
+    # Of large heads there is no room for all columns of out at a time.
+    size_v = spec.head_dim_v
+    for most in (size_v, 128, 64):
+        out_sizes = tuple(min(most, size_v - first) for first in range(0, size_v, most))
+        if size_of(memory(out_sizes)) <= SHARED_MEMORY_LIMIT["sm90"]:
+            break
     programs = num_sms(backend.target)
     if is_packed:
         num_tiles = count_sequence_tiles(spec.seq_q, num_sequences, config.block_q)
         schedule = min(num_tiles * spec.heads_q, programs)
     else:
-        schedule = make_schedule(spec, config.block_q, config.block_kv, programs)
+        schedule = make_schedule(
+            spec,
+            config.block_q,
+            config.block_kv,
+            programs,
+            one_round=max(spec.head_dim, spec.head_dim_v) > LARGE_HEAD,
+        )
     out, lse = launch(
         "flash_fwd",
         flash_fwd_kernel,
@@ -494,11 +541,11 @@ def flash_fwd(
             jax.ShapeDtypeStruct((*q.shape[:3], spec.head_dim_v), dtype),
             jax.ShapeDtypeStruct((spec.batch, spec.heads_q, spec.seq_q), jnp.float32),
         ),
-        memory(shares_memory),
+        memory(out_sizes),
         spec,
         config,
         num_sequences=num_sequences,
-        shares_memory=shares_memory,
+        out_sizes=out_sizes,
         **list_arguments(spec),
     )
     return without_batch(spec, out, lse)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 from functools import cache
+from itertools import pairwise
 
 import numpy as np
 
@@ -17,16 +18,22 @@ TILE_OVERHEAD = 1.5
 
 
 @cache
-def make_schedule(spec: AttentionSpec, block_q: int, block_kv: int, most: int) -> np.ndarray:
+def make_schedule(
+    spec: AttentionSpec, block_q: int, block_kv: int, most: int, one_round: bool = False
+) -> np.ndarray:
     """Return which tiles of queries each program works on, in order.
 
     A tile goes to the program that is free first, the longest tiles first, for the heads whose keys
-    and values fit the L2 cache together.
+    and values fit the L2 cache together. The long tiles are the first to read these from memory:
+    programs that have long ones at the same time wait for it together.
 
     Args:
         spec: the problem.
         block_q, block_kv: rows of a tile of q, and of k and v.
         most: programs at most.
+        one_round: take only as many heads together as have a tile for each program, so that some
+            programs read from memory at any time. Heads that are too few for a round of their own
+            go with the last one, so that programs end together.
 
     Returns:
         int32 [programs, 1 + most tiles]: the number of tiles, and their numbers; tile t of head h
@@ -38,13 +45,18 @@ def make_schedule(spec: AttentionSpec, block_q: int, block_kv: int, most: int) -
     together = 1
     if min(costs) < max(costs):
         bytes_of_head = spec.seq_kv * (spec.head_dim + spec.head_dim_v) * 2
-        together = max(L2_BYTES // bytes_of_head, 1) * spec.group_size
+        heads_kv = L2_BYTES // bytes_of_head
+        if one_round:
+            heads_kv = most // (num_tiles * spec.group_size)
+        together = max(heads_kv, 1) * spec.group_size
+    sections = max(heads // together, 1) if one_round else -(-heads // together)
+    bounds = [*(section * together for section in range(sections)), heads]
     longest_first = sorted(range(num_tiles), key=lambda tile: (-costs[tile], -tile))
     order = [
         (head, tile)
-        for first in range(0, heads, together)
+        for first, end in pairwise(bounds)
         for tile in longest_first
-        for head in range(first, min(first + together, heads))
+        for head in range(first, end)
     ]
     programs = min(len(order), most)
     free = [(0.0, program) for program in range(programs)]
