@@ -54,6 +54,22 @@ def test_the_table(row, records, sizes, ours, suite, operation, keep, peers):
         assert f"{least:.2f} to {most:.2f}" in line, peer
 
 
+@pytest.mark.parametrize(
+    ("operation", "peers"),
+    [("forward", ("FA4 varlen", "FA3 varlen", "cuDNN padded")),
+     ("backward", ("FA4 varlen", "cuDNN padded"))],
+)  # fmt: skip
+def test_the_rows_of_packed_sequences(operation, peers):
+    groups = by_case("h200-packed-sm90.jsonl.gz", (64, 128))
+    for group in groups.values():
+        # What runs by default
+        group["jax"] = group.get("jax mosaic sm90", group["jax triton sm90"])
+    (line,) = (x for x in README.splitlines() if x.startswith(f"| packed sequences, {operation}"))
+    for peer in peers:
+        least, most = speeds(groups, ("torch gluon sm90", "jax"), "packed", operation, peer)
+        assert f"{least:.2f} to {most:.2f}" in line, (peer, least, most)
+
+
 def test_the_sentence_about_sm80_code():
     groups = by_case("h200-sm80.jsonl.gz", (64, 128, 256))
     ours = ("torch gluon sm80", "jax mosaic sm80")
