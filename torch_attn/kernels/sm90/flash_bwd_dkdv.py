@@ -333,8 +333,8 @@ def _consume_queries(
             clear_queries(q_tile, q_full, step, 0, queries, visible, MEMBERS)
             clear_queries(do_tile, do_full, step, 0, queries, visible, MEMBERS)
             clear_queries(q_tile, q_full, step, 1, queries, visible, MEMBERS)
-            # Of the other consumer's rows only those that dq multiplies: where v lies, and without
-            # dq k as well, that consumer may have stored its result by now.
+            # Clear the other consumer's rows only where dq needs them: both meet in each step then.
+            # Without dq that consumer may already have stored dk and dv where its rows were.
             if FUSED:
                 clear_keys(k_tile, 1 - CONSUMER, k_full.index(0), turn & 1, positions, queries)
             clear_keys(k_tile, CONSUMER, k_full.index(0), turn & 1, positions, queries)
