@@ -19,7 +19,7 @@ def flex_mask(
     visible: Callable[..., Any] | None,
     device: Any,
 ) -> Any:
-    """Return a mask of the kept tiles, without a look at any pair, as `create_block_mask` takes.
+    """Return a mask of the kept tiles. `create_block_mask` would evaluate every pair for it.
 
     Args:
         kept, whole: [tiles_q, tiles_kv] bool, tiles of which something or all is seen.
