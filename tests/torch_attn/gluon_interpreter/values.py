@@ -258,7 +258,8 @@ class Shared:
         self.values.copy_(value.values)
         own = now.partition.bit
         if (~is_same & (self.known > 0) & (self.known & own == 0)).any():
-            raise InterpreterError("shared memory is overwritten by who has not met its writer")
+            message = "shared memory is overwritten by a partition that has not met its writer"
+            raise InterpreterError(message)
         for bits in (self.unfenced, self.known):
             shared = torch.where(bits > 0, bits | own, 0)
             bits.copy_(torch.where(is_same, shared, own))
