@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,6 +17,8 @@ from twin_attention.contract.spec import AttentionSpec
 from twin_attention.targets.config import padded_head_dim
 from twin_attention.targets.family import Backend
 from twin_attention.targets.kernels import KernelConfig, Spec
+
+Place = Callable[[Any], tuple[Any, ...]]  # of a program in a grid, from its number
 
 
 def flash_arguments(spec: AttentionSpec) -> dict[str, Any]:
@@ -115,6 +118,15 @@ def of_group(x: Any, group_size: int) -> pl.BlockSpec:
     return pl.BlockSpec(block, lambda tile, head, batch: (batch, 0, head, 0))
 
 
+def _of_program(spec: pl.BlockSpec | None, place: Place) -> pl.BlockSpec | None:
+    """Return what a program of a number reads, where `spec` tells what one at a place does."""
+    if spec is None:
+        return None
+    index_map = spec.index_map
+    assert index_map is not None
+    return pl.BlockSpec(spec.block_shape, lambda program: index_map(*place(program)))
+
+
 def launch(
     name: str,
     kernel: Callable[..., None],
@@ -127,6 +139,7 @@ def launch(
     spec: Spec,
     backend: Backend,
     aliases: dict[int, int] | None = None,
+    order: Callable[[tuple[int, ...], KernelConfig], Place] | None = None,
 ) -> Any:
     """Call a kernel.
 
@@ -140,6 +153,8 @@ def launch(
         spec: the problem, which chooses the configuration.
         backend: the target to compile for, or the interpreter.
         aliases: inputs, by position, whose memory the outputs at the given positions take.
+        order: how programs take the places of the grid, from grid and configuration: what a
+            program's number tells. The kernel gets it as `place`.
 
     Returns:
         The outputs.
@@ -147,9 +162,16 @@ def launch(
     config, target = backend.configs(spec)[name], backend.target
     takes = inspect.signature(kernel).parameters
     arguments = problem | {key: value for key, value in vars(config).items() if key in takes}
+    sizes = grid(config)
+    if order is not None:
+        place = order(sizes, config)
+        in_specs, out_specs = (
+            tuple(_of_program(x, place) for x in specs) for specs in (in_specs, out_specs)
+        )
+        arguments["place"], sizes = place, (math.prod(sizes),)
     return pl.pallas_call(
         functools.partial(kernel, **arguments),
-        grid=grid(config),
+        grid=sizes,
         in_specs=in_specs,
         out_shape=out_shape,
         out_specs=out_specs,

@@ -21,7 +21,9 @@ from twin_attention.targets.family import Backend
 from twin_attention.targets.kernels import KernelConfig, Spec
 
 # Arguments that change from call to call: one compiled kernel serves all of their values.
-UNSPECIALIZED = ["seq_q", "seq_kv", "diagonal", "num_sequences", "window_left", "window_right"]
+UNSPECIALIZED = [
+    "seq_q", "seq_kv", "diagonal", "num_sequences", "together", "window_left", "window_right",
+]  # fmt: skip
 _OFFSETS = "cu_seqlens_q_ptr", "cu_seqlens_kv_ptr"
 _SEGMENTS = "q_segment_ids_ptr", "kv_segment_ids_ptr", "ranges_ptr"
 _LISTS = "counts_ptr", "tiles_ptr"

@@ -39,7 +39,6 @@ from jax.experimental.mosaic.gpu import fragmented_array  # noqa: E402
 from jax.experimental.pallas import mosaic_gpu as plgpu  # noqa: E402
 
 from pallas_attn.kernels.sm80 import launch, lowering  # noqa: E402
-from pallas_attn.kernels.sm80.schedule import longest_first  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -189,15 +188,6 @@ def test_a_smaller_row_is_one_of_the_table():
 
 
 # ---- Guards of private API ----
-
-
-@pytest.mark.parametrize(("num_heads", "together"), [(6, 2), (7, 3), (2, 5), (1, 1)])
-def test_programs_take_each_tile_once_and_the_last_tiles_first(num_heads, together):
-    num_tiles, together = 4, min(together, num_heads)
-    heads, tiles = longest_first(np.arange(4 * num_heads), num_tiles, num_heads, together)
-    assert {*zip(heads.tolist(), tiles.tolist(), strict=True)} == {*np.ndindex(num_heads, 4)}
-    ends_with = [tile for tile in (3, 2, 1, 0) for _ in range(together)]
-    assert tiles[-len(ends_with) :].tolist() == ends_with
 
 
 def test_the_architecture_is_asked_for_while_lowering(monkeypatch):

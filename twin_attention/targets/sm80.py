@@ -8,6 +8,8 @@ from __future__ import annotations
 from twin_attention.contract.spec import AttentionSpec, BlockSparseSpec
 from twin_attention.targets.kernels import Spec
 
+PROGRAMS_OF_SM = 2  # at a time, of most kernels
+
 
 def supports(operation: str, spec: Spec, target: str | None) -> str | None:
     """Return None for a problem that the kernels cover, else the reason why they do not.
@@ -40,24 +42,3 @@ def column_pieces(size: int) -> tuple[int, ...]:
     half = whole // 2
     rest = max(16, 1 << (size - half - 1).bit_length())
     return (half, rest) if rest < half else (whole,)
-
-
-def heads_together(spec: AttentionSpec, num_tiles: int, num_sms: int) -> int:
-    """Return how many heads' tiles a kernel takes in order of length.
-
-    Under a causal mask a head's last tile of queries takes longest, or its first of keys. With one
-    head after the other, the last programs to start are a whole head's, and most SMs idle while its
-    long tiles end. So the tiles of several heads are put in order together: twice as many tiles as
-    programs run at a time, two an SM. These are few enough that the L2 cache has their keys and
-    values: with as many queries as keys, at head size 128 and in tiles of 128 queries, 35 MB on an
-    H200 for any length.
-
-    Args:
-        spec: the problem.
-        num_tiles: tiles of queries of a head, or of keys of a kv head.
-        num_sms: SMs of the card.
-    """
-    window = spec.window
-    if window.right is None or window.left is not None:
-        return 1  # tiles are about as long as each other
-    return max(1, min(4 * num_sms // num_tiles, spec.batch * spec.heads_q))

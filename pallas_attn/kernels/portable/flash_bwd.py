@@ -20,6 +20,7 @@ from pallas_attn.kernels.portable.block_mask import (
     list_arguments,
     num_lists_of_group,
 )
+from pallas_attn.kernels.portable.schedule import order_programs
 from pallas_attn.kernels.portable.scores import add_product, as_multiplied, dot, visible_scores
 from pallas_attn.kernels.portable.segments import (
     STAYS,
@@ -131,6 +132,7 @@ def flash_bwd_dq_kernel(
     tiles_ref,
     dq_ref,
     *,
+    place,
     seq_q,
     seq_kv,
     diagonal,
@@ -148,15 +150,14 @@ def flash_bwd_dq_kernel(
     """One program computes block_q rows of dq of one query head.
 
     Operands, of this program's batch and head: q and dq [Sq, D], k [Skv, D], v [Skv, Dv],
-    dout [Sq, Dv], lse2 and delta of `flash_bwd_preprocess_kernel`. Grid, diagonal, rule: as
-    in `flash_fwd_kernel`. Loop invariant: dq is Σ ds k over the keys so far. Accumulation: float32,
-    exponents in base 2, ds cast to k's dtype for ds·k. A row that sees no key gives 0. Packed
-    sequences, segment ids, block mask: as in `flash_fwd_kernel`; lse2 and delta as
+    dout [Sq, Dv], lse2 and delta of `flash_bwd_preprocess_kernel`. Grid, place, diagonal, rule:
+    as in `flash_fwd_kernel`. Loop invariant: dq is Σ ds k over the keys so far. Accumulation:
+    float32, exponents in base 2, ds cast to k's dtype for ds·k. A row that sees no key gives 0.
+    Packed sequences, segment ids, block mask: as in `flash_fwd_kernel`; lse2 and delta as
     `flash_bwd_preprocess_kernel` has them.
     """
     # Locate the tile of queries.
-    num_tiles = count_sequence_tiles(seq_q, num_sequences, block_q)
-    tile = num_tiles - 1 - pl.program_id(0)
+    tile, _head, _batch = place(pl.program_id(0))
     start_q = tile * block_q
     if num_sequences is not None:
         sequence, first_q, start_q, seq_q, first_kv, seq_kv = locate_tile(
@@ -240,6 +241,7 @@ def flash_bwd_dkdv_kernel(
     dk_ref,
     dv_ref,
     *,
+    place,
     group_size,
     group_lists,
     seq_q,
@@ -259,18 +261,20 @@ def flash_bwd_dkdv_kernel(
     """One program computes block_kv rows of dk and dv of one kv head, summed over its query heads.
 
     Operands, of this program's batch and kv head: q [Sq, group, D], k and dk [Skv, D], v and dv
-    [Skv, Dv], dout [Sq, group, Dv], lse2 and delta [group, padded Sq]. Grid: (key tiles, kv
-    heads, batch), first tile first, since under a causal mask it is the longest. Tiles of s, p,
-    dp, ds are transposed (keys down, queries across), so that they are left operands as they are.
-    Loop invariant: dk is Σ dsᵀ q and dv is Σ pᵀ dout over the query heads and queries so far.
-    Accumulation: float32, exponents in base 2, p and ds cast to the inputs' dtype for their
-    products. A key that no query sees gives 0. Packed sequences, segment ids: as in
-    `flash_bwd_dq_kernel`, with tiles of keys, and the ranges of the queries' ids. Block mask: as
-    there, with the `lists_of_queries`, counts [group_lists, tiles] and tiles [group_lists, tiles,
-    width]; group_lists is how many the query heads of a kv head have, group_size or 1.
+    [Skv, Dv], dout [Sq, group, Dv], lse2 and delta [group, padded Sq]. Grid: (key tiles · kv heads
+    · batch), and place, as in `flash_fwd_kernel`. Tiles of s, p, dp, ds are transposed (keys down,
+    queries across), so that they are left operands as they are. Loop invariant: dk is Σ dsᵀ q and
+    dv is Σ pᵀ dout over the query heads and queries so far. Accumulation: float32, exponents in
+    base 2, p and ds cast to the inputs' dtype for their products. A key that no query sees gives 0.
+    Packed sequences, segment ids: as in `flash_bwd_dq_kernel`, with tiles of keys, and the ranges
+    of the queries' ids. Block mask: as there, with the `lists_of_queries`, counts [group_lists,
+    tiles] and tiles [group_lists, tiles, width]; group_lists is how many the query heads of a kv
+    head have, group_size or 1.
     """
     # Locate the tile of keys.
-    tile = pl.program_id(0)
+    tile, _head, _batch = place(pl.program_id(0))
+    # The first keys are seen by most queries.
+    tile = count_sequence_tiles(seq_kv, num_sequences, block_kv) - 1 - tile
     start_kv = tile * block_kv
     if num_sequences is not None:
         sequence, _first_kv, start_kv, seq_kv, first_q, seq_q = locate_tile(
@@ -409,6 +413,7 @@ def launch_dq(inputs, spec, backend, *others):
         flash_arguments(spec) | list_arguments(spec) | {"num_sequences": num_sequences},
         spec,
         backend,
+        order=order_programs(spec, backend, "block_q", spec.head_dim),
     )
     return dq
 
@@ -442,6 +447,7 @@ def launch_dkdv(inputs, spec, backend, *others):
         | {"group_size": group, "group_lists": num_lists, "num_sequences": num_sequences},
         spec,
         backend,
+        order=order_programs(spec, backend, "block_kv", spec.head_dim, spec.head_dim_v),
     )
 
 

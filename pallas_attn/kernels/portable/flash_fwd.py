@@ -16,6 +16,7 @@ from pallas_attn.kernels.portable.block_mask import (
     list_arguments,
     lists_of_keys,
 )
+from pallas_attn.kernels.portable.schedule import order_programs
 from pallas_attn.kernels.portable.scores import dot, visible_scores
 from pallas_attn.kernels.portable.segments import (
     STAYS,
@@ -66,6 +67,7 @@ def flash_fwd_kernel(
     out_ref,
     lse_ref,
     *,
+    place,
     seq_q,
     seq_kv,
     diagonal,
@@ -84,11 +86,11 @@ def flash_fwd_kernel(
 
     Operands, of this program's batch and head: q [Sq, D], k [Skv, D], v [Skv, Dv], the head's sink
     [] float32 or None, out [Sq, Dv], lse [Sq] (float32, natural log). Query i stands at key
-    position i + diagonal; rule: `twin_attention.contract.spec.ScoreRule`. Grid: (query tiles,
-    heads, batch), last tile first, since under a causal mask it is the longest. Loop invariant:
-    `online_softmax_update`. Accumulation: float32, exponents in base 2, p cast to v's dtype for
-    p·v. A row that sees no key gives 0, and -inf or its sink. block_q and block_kv are powers of
-    two, at least 16.
+    position i + diagonal; rule: `twin_attention.contract.spec.ScoreRule`. Grid: (query tiles ·
+    heads · batch), in the order of `longest_first`; place: a program's tile, head and batch
+    element, from its number. Loop invariant: `online_softmax_update`. Accumulation: float32,
+    exponents in base 2, p cast to v's dtype for p·v. A row that sees no key gives 0, and -inf or
+    its sink. block_q and block_kv are powers of two, at least 16.
 
     Packed sequences: cu_seqlens_q and cu_seqlens_kv [num_sequences + 1] int32, otherwise all three
     None. Sq and Skv are the numbers of all tokens, and the grid has `count_sequence_tiles` of
@@ -102,8 +104,7 @@ def flash_fwd_kernel(
     all None.
     """
     # Locate the tile of queries.
-    num_tiles = count_sequence_tiles(seq_q, num_sequences, block_q)
-    tile = num_tiles - 1 - pl.program_id(0)
+    tile, _head, _batch = place(pl.program_id(0))
     start_q = tile * block_q
     if num_sequences is not None:
         # Queries are counted from the first of all, keys from the sequence's first.
@@ -217,5 +218,6 @@ def flash_fwd(
         flash_arguments(spec) | list_arguments(spec) | {"num_sequences": num_sequences},
         spec,
         backend,
+        order=order_programs(spec, backend, "block_q", spec.head_dim_v),
     )
     return without_batch(spec, out, lse)

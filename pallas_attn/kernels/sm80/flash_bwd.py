@@ -22,6 +22,7 @@ from pallas_attn.kernels.gradients import (
     make_flash_bwd,
     prepare_rows,
 )
+from pallas_attn.kernels.portable.schedule import last_heads, longest_first
 from pallas_attn.kernels.portable.sequences import (
     count_sequence_tiles,
     first_tile,
@@ -45,7 +46,6 @@ from pallas_attn.kernels.sm80.pipeline import (
     wait,
     zeros,
 )
-from pallas_attn.kernels.sm80.schedule import longest_first, sections
 from pallas_attn.kernels.sm80.scores import as_columns, as_rows, iota, visible_scores
 from pallas_attn.kernels.sm80.sequences import locate_tile
 from pallas_attn.kernels.sm80.workarounds import (
@@ -55,6 +55,7 @@ from pallas_attn.kernels.sm80.workarounds import (
     store_rows,
     warpgroup_barrier,
 )
+from twin_attention.targets.sm80 import PROGRAMS_OF_SM
 
 
 def flash_bwd_dq_kernel(
@@ -433,7 +434,7 @@ def launch_dq(inputs, spec, backend, *offsets):
 
     (dq,) = launch(
         "flash_bwd_dq",
-        functools.partial(flash_bwd_dq_kernel, together=sections(spec, backend)),
+        functools.partial(flash_bwd_dq_kernel, together=last_heads(spec, backend, PROGRAMS_OF_SM)),
         programs,
         (*inputs, *(offsets or (None, None))),
         (jax.ShapeDtypeStruct(q.shape, q.dtype),),
@@ -477,7 +478,9 @@ def launch_dkdv(inputs, spec, backend, *offsets, name="flash_bwd_dkdv"):
 
     return launch(
         name,
-        functools.partial(flash_bwd_dkdv_kernel, together=sections(spec, backend)),
+        functools.partial(
+            flash_bwd_dkdv_kernel, together=last_heads(spec, backend, PROGRAMS_OF_SM)
+        ),
         programs,
         (*inputs, *(offsets or (None, None))),
         (*(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in inputs[1:3]), dq_sum),

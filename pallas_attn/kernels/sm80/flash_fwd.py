@@ -20,6 +20,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_attn.kernels.portable.schedule import last_heads, longest_first
 from pallas_attn.kernels.portable.sequences import (
     count_sequence_tiles,
     num_sequences_of,
@@ -44,7 +45,6 @@ from pallas_attn.kernels.sm80.pipeline import (
     wait,
     zeros,
 )
-from pallas_attn.kernels.sm80.schedule import longest_first, sections
 from pallas_attn.kernels.sm80.scores import as_rows, iota, visible_scores
 from pallas_attn.kernels.sm80.sequences import locate_tile
 from pallas_attn.kernels.sm80.workarounds import (
@@ -57,6 +57,7 @@ from pallas_attn.kernels.sm80.workarounds import (
 from twin_attention.contract.operands import AttentionOperands
 from twin_attention.contract.spec import AttentionSpec
 from twin_attention.targets.family import Backend
+from twin_attention.targets.sm80 import PROGRAMS_OF_SM
 
 RESCALE_ABOVE = 8.0  # in base 2
 
@@ -97,7 +98,7 @@ def flash_fwd_kernel(
     out [B, Sq, Hq, Dv], lse [B, Hq, Sq] (float32, natural log); in shared memory a tile of q, and
     num_stages tiles of k and of v. Query i stands at key position i + diagonal; rule:
     `twin_attention.contract.spec.ScoreRule`. Grid: (query tiles · heads · batch), in the order of
-    `longest_first`; together: the heads of a section, a function of their tiles. Packed sequences:
+    `longest_first`; together: a function of their tiles. Packed sequences:
     as in the portable `flash_fwd_kernel`, a batch of one. Loop invariant:
     m_i is at most RESCALE_ABOVE below the row maximum so far (base 2), and with
     p = exp2(s · exp2_scale - m_i), l_i holds Σ p as 8 partial sums a row and acc is Σ p v.
@@ -273,7 +274,7 @@ def flash_fwd(
 
     out, lse = launch(
         "flash_fwd",
-        functools.partial(flash_fwd_kernel, together=sections(spec, backend)),
+        functools.partial(flash_fwd_kernel, together=last_heads(spec, backend, PROGRAMS_OF_SM)),
         programs,
         (q, k, v, operands.sinks, *offsets),
         (

@@ -21,6 +21,7 @@ from torch_attn.kernels.portable.block_mask import (
     list_arguments,
     num_lists_of_group,
 )
+from torch_attn.kernels.portable.schedule import longest_first, order_argument
 from torch_attn.kernels.portable.scores import add_product, as_multiplied, visible_scores
 from torch_attn.kernels.portable.segments import (
     BLOCK_IDS,
@@ -59,6 +60,7 @@ from torch_attn.launch import (
 )
 from twin_attention.contract.spec import AttentionSpec
 from twin_attention.targets.family import Backend
+from twin_attention.targets.schedule import programs_of_sm
 
 
 @triton.jit(do_not_specialize=["seq_q", "num_sequences"])
@@ -159,6 +161,7 @@ def flash_bwd_dq_kernel(
     diagonal,
     num_sequences,
     heads_q,
+    together,
     list_strides,
     list_width,
     rule,
@@ -183,9 +186,9 @@ def flash_bwd_dq_kernel(
     """
     # Locate the tile of queries.
     num_tiles = count_sequence_tiles(seq_q, num_sequences, BLOCK_Q)
-    tile = num_tiles - 1 - tl.program_id(0) % num_tiles
-    head = tl.program_id(0) // num_tiles % heads_q
-    batch = (tl.program_id(0) // num_tiles // heads_q).to(tl.int64)
+    index, tile = longest_first(num_tiles, together)
+    head = index % heads_q
+    batch = (index // heads_q).to(tl.int64)
     start_q = tile * BLOCK_Q
     total_q, first_kv = seq_q, None
     if num_sequences is not None:
@@ -298,6 +301,7 @@ def flash_bwd_dkdv_kernel(
     diagonal,
     num_sequences,
     heads_q,
+    together,
     list_strides,
     list_width,
     rule,
@@ -316,11 +320,11 @@ def flash_bwd_dkdv_kernel(
     """One program computes BLOCK_KV rows of dk and dv of one kv head, summed over its query heads.
 
     Operands: as in `flash_bwd_dq_kernel`; dk [B, Skv, Hkv, D] and dv [B, Skv, Hkv, Dv] contiguous.
-    Grid: (key tiles, kv heads, batch) in one axis, key tiles fastest, first tile first, since
-    under a causal mask it is the longest. Tiles of s, p, dp, ds are transposed (keys down, queries
-    across), so that they are left operands as they are. Loop invariant: dk is Σ dsᵀ q and dv is
-    Σ pᵀ dout over the query heads and queries so far. Accumulation: float32, exponents in base 2,
-    p and ds cast to the inputs' dtype for their products. A key that no query sees gives 0.
+    Grid: (key tiles · kv heads · batch), in the order of `longest_first`. Tiles of s, p, dp, ds are
+    transposed (keys down, queries across), so that they are left operands as they are. Loop
+    invariant: dk is Σ dsᵀ q and dv is Σ pᵀ dout over the query heads and queries so far.
+    Accumulation: float32, exponents in base 2, p and ds cast to the inputs' dtype for their
+    products. A key that no query sees gives 0.
 
     Packed sequences: as in `flash_fwd_kernel`, with `count_sequence_tiles` of keys. Segment ids: as
     there, with the ranges of the queries'. Block mask: as there, with the `lists_of_queries`;
@@ -329,12 +333,13 @@ def flash_bwd_dkdv_kernel(
     # Locate the tile of keys.
     num_tiles = count_sequence_tiles(seq_kv, num_sequences, BLOCK_KV)
     heads_kv = heads_q // GROUP_SIZE
-    start_kv = tl.program_id(0) % num_tiles * BLOCK_KV
-    head_kv = tl.program_id(0) // num_tiles % heads_kv
-    batch = (tl.program_id(0) // num_tiles // heads_kv).to(tl.int64)
+    index, tile = longest_first(num_tiles, together)
+    tile = num_tiles - 1 - tile  # the first keys are seen by most queries
+    start_kv = tile * BLOCK_KV
+    head_kv = index % heads_kv
+    batch = (index // heads_kv).to(tl.int64)
     total_q = seq_q
     if num_sequences is not None:
-        tile = tl.program_id(0) % num_tiles
         sequence, _first_kv, start_kv, seq_kv, first_q, seq_q = locate_tile(
             cu_seqlens_kv_ptr, cu_seqlens_q_ptr, tile, seq_kv, seq_q, num_sequences, BLOCK_KV
         )
@@ -480,21 +485,23 @@ def _prepare_dq(call: KernelCall) -> Prepared:
     """Return grid and arguments of `flash_bwd_dq_kernel`."""
     spec = call.spec
     tiles = num_sequence_tiles(spec, spec.seq_q, call.config.block_q)
-    return (tiles * spec.heads_q * spec.batch,), _arguments(call)
+    programs = programs_of_sm(call.config.block_q, spec.head_dim)
+    return (tiles * spec.heads_q * spec.batch,), _arguments(call, tiles, programs)
 
 
 def _prepare_dkdv(call: KernelCall) -> Prepared:
     """Return grid and arguments of `flash_bwd_dkdv_kernel`."""
     spec = call.spec
     tiles = num_sequence_tiles(spec, spec.seq_kv, call.config.block_kv)
-    arguments = _arguments(call) | {"GROUP_LISTS": num_lists_of_group(spec)}
+    programs = programs_of_sm(call.config.block_kv, spec.head_dim, spec.head_dim_v)
+    arguments = _arguments(call, tiles, programs) | {"GROUP_LISTS": num_lists_of_group(spec)}
     return (tiles * spec.heads_kv * spec.batch,), arguments
 
 
-def _arguments(call: KernelCall) -> dict[str, Any]:
+def _arguments(call: KernelCall, tiles: int, programs: int) -> dict[str, Any]:
     q, k, v, dout, *_ = call.layouts
-    strides = stride_arguments(q=q, k=k, v=v, dout=dout)
-    return flash_arguments(call.spec) | strides | list_arguments(call)
+    arguments = flash_arguments(call.spec) | stride_arguments(q=q, k=k, v=v, dout=dout)
+    return arguments | list_arguments(call) | order_argument(call, tiles, programs)
 
 
 flash_bwd = make_flash_bwd(

@@ -16,6 +16,7 @@ from torch_attn.kernels.portable.block_mask import (
     list_arguments,
     lists_of_keys,
 )
+from torch_attn.kernels.portable.schedule import longest_first, order_argument
 from torch_attn.kernels.portable.scores import visible_scores
 from torch_attn.kernels.portable.segments import (
     BLOCK_IDS,
@@ -53,6 +54,7 @@ from torch_attn.launch import (
 from twin_attention.contract.operands import AttentionOperands
 from twin_attention.contract.spec import AttentionSpec, BlockSparseSpec
 from twin_attention.targets.family import Backend
+from twin_attention.targets.schedule import programs_of_sm
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
@@ -78,6 +80,7 @@ def flash_fwd_kernel(
     diagonal,
     num_sequences,
     heads_q,
+    together,
     list_strides,
     list_width,
     rule,
@@ -98,10 +101,10 @@ def flash_fwd_kernel(
     dimension and strides (batch, row, head), the row's a compile-time constant; sinks [Hq] float32
     or None; out [B, Sq, Hq, Dv] and lse [B, Hq, Sq] (float32, natural log) contiguous. Query i
     stands at key position i + diagonal; rule: `twin_attention.contract.spec.ScoreRule`. Grid:
-    (query tiles, heads, batch) in one axis, query tiles fastest, last tile first, since under a
-    causal mask it is the longest. Loop invariant: `online_softmax_update`. Accumulation: float32,
-    exponents in base 2, p cast to v's dtype for p·v. A row that sees no key gives 0, and -inf or
-    its sink. BLOCK_Q and BLOCK_KV are powers of two, at least 16.
+    (query tiles · heads · batch), in the order of `longest_first`. Loop invariant:
+    `online_softmax_update`. Accumulation: float32, exponents in base 2, p cast to v's dtype for
+    p·v. A row that sees no key gives 0, and -inf or its sink. BLOCK_Q and BLOCK_KV are powers of
+    two, at least 16.
 
     Packed sequences: cu_seqlens_q and cu_seqlens_kv [num_sequences + 1] int32, otherwise all three
     None. Tensors have no batch axis, Sq and Skv are the numbers of all tokens, and the grid has
@@ -116,9 +119,9 @@ def flash_fwd_kernel(
     """
     # Locate the tile of queries.
     num_tiles = count_sequence_tiles(seq_q, num_sequences, BLOCK_Q)
-    tile = num_tiles - 1 - tl.program_id(0) % num_tiles
-    head = tl.program_id(0) // num_tiles % heads_q
-    batch = (tl.program_id(0) // num_tiles // heads_q).to(tl.int64)
+    index, tile = longest_first(num_tiles, together)
+    head = index % heads_q
+    batch = (index // heads_q).to(tl.int64)
     start_q = tile * BLOCK_Q
     total_q, first_kv = seq_q, None
     if num_sequences is not None:
@@ -252,4 +255,6 @@ def _prepare(call: KernelCall) -> Prepared:
     q, k, v, *_ = call.layouts
     tiles = num_sequence_tiles(spec, spec.seq_q, call.config.block_q)
     arguments = flash_arguments(spec) | stride_arguments(q=q, k=k, v=v) | list_arguments(call)
+    programs = programs_of_sm(call.config.block_q, spec.head_dim_v)
+    arguments |= order_argument(call, tiles, programs)
     return (tiles * spec.heads_q * spec.batch,), arguments

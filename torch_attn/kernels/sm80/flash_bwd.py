@@ -12,6 +12,7 @@ from triton.experimental.gluon import language as gl
 
 from torch_attn.kernels.gradients import make_flash_bwd, prepare_postprocess
 from torch_attn.kernels.portable.flash_bwd import preprocess
+from torch_attn.kernels.portable.schedule import longest_first, order_argument
 from torch_attn.kernels.portable.sequences import (
     count_sequence_tiles,
     first_tile,
@@ -44,15 +45,13 @@ from torch_attn.kernels.sm80.pipeline import (
     wait,
     zeros,
 )
-from torch_attn.kernels.sm80.schedule import longest_first
 from torch_attn.kernels.sm80.scores import visible_scores
 from torch_attn.kernels.sm80.sequences import locate_tile
 from torch_attn.launch import UNSPECIALIZED, KernelCall, Prepared, flash_arguments
-from torch_attn.targets import num_sms
-from twin_attention.targets.sm80 import heads_together
+from twin_attention.targets.sm80 import PROGRAMS_OF_SM
 
 
-@gluon.jit(do_not_specialize=[*UNSPECIALIZED, "together"])
+@gluon.jit(do_not_specialize=UNSPECIALIZED)
 def flash_bwd_dq_kernel(
     q_ptr,
     k_ptr,
@@ -196,7 +195,7 @@ def flash_bwd_dq_kernel(
     store_rows(dq_base, scale_all(dq, rule.scale), start_q, seq_q, dq_row, HEAD_DIM)
 
 
-@gluon.jit(do_not_specialize=[*UNSPECIALIZED, "together"])
+@gluon.jit(do_not_specialize=UNSPECIALIZED)
 def flash_bwd_dkdv_kernel(
     q_ptr,
     k_ptr,
@@ -491,9 +490,8 @@ def _prepare_dkdv(call: KernelCall) -> Prepared:
 
 def _arguments(call: KernelCall, tiles: int) -> dict[str, Any]:
     q, k, v, dout, *_ = call.layouts
-    together = heads_together(call.spec, tiles, num_sms(call.device, call.target))
     arguments = flash_arguments(call.spec) | copy_arguments(q=q, k=k, v=v, dout=dout)
-    return arguments | {"together": together}
+    return arguments | order_argument(call, tiles, PROGRAMS_OF_SM)
 
 
 flash_bwd = make_flash_bwd(

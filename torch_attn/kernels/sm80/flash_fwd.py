@@ -10,6 +10,7 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from torch_attn.kernels.portable.schedule import longest_first, order_argument
 from torch_attn.kernels.portable.sequences import (
     count_sequence_tiles,
     num_sequence_tiles,
@@ -32,7 +33,6 @@ from torch_attn.kernels.sm80.pipeline import (
     wait,
     zeros,
 )
-from torch_attn.kernels.sm80.schedule import longest_first
 from torch_attn.kernels.sm80.scores import visible_scores
 from torch_attn.kernels.sm80.sequences import locate_tile
 from torch_attn.kernels.sm80.softmax import add_columns, online_softmax_update
@@ -43,14 +43,13 @@ from torch_attn.launch import (
     flash_arguments,
     launch,
 )
-from torch_attn.targets import num_sms
 from twin_attention.contract.operands import AttentionOperands
 from twin_attention.contract.spec import AttentionSpec
 from twin_attention.targets.family import Backend
-from twin_attention.targets.sm80 import heads_together
+from twin_attention.targets.sm80 import PROGRAMS_OF_SM
 
 
-@gluon.jit(do_not_specialize=[*UNSPECIALIZED, "together"])
+@gluon.jit(do_not_specialize=UNSPECIALIZED)
 def flash_fwd_kernel(
     q_ptr,
     k_ptr,
@@ -238,6 +237,6 @@ def _prepare(call: KernelCall) -> Prepared:
     spec = call.spec
     q, k, v, *_ = call.layouts
     tiles = num_sequence_tiles(spec, spec.seq_q, call.config.block_q)
-    together = heads_together(spec, tiles, num_sms(call.device, call.target))
-    arguments = flash_arguments(spec) | copy_arguments(q=q, k=k, v=v) | {"together": together}
+    arguments = flash_arguments(spec) | copy_arguments(q=q, k=k, v=v)
+    arguments |= order_argument(call, tiles, PROGRAMS_OF_SM)
     return (tiles * spec.heads_q * spec.batch,), arguments

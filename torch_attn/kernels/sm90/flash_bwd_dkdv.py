@@ -71,7 +71,7 @@ DQ_FREE = gl.constexpr(13)
 ADDERS = gl.constexpr(128 + 32)
 
 
-@gluon.jit(do_not_specialize=[*UNSPECIALIZED, "num_items", "together"])
+@gluon.jit(do_not_specialize=[*UNSPECIALIZED, "num_items"])
 def flash_bwd_dkdv_kernel(
     q,
     k,

@@ -52,7 +52,7 @@ from twin_attention.targets import sm90
 from twin_attention.targets.steps import steps_of_queries
 
 
-@gluon.jit(do_not_specialize=[*UNSPECIALIZED, "num_items", "together"])
+@gluon.jit(do_not_specialize=[*UNSPECIALIZED, "num_items"])
 def flash_bwd_dq_kernel(
     q,
     k,

@@ -45,7 +45,7 @@ from torch_attn.kernels.sm90.schedule import allocate_hand_over, own_item
 from torch_attn.launch import UNSPECIALIZED, KernelCall, Prepared
 
 
-@gluon.jit(do_not_specialize=[*UNSPECIALIZED, "num_items", "together"])
+@gluon.jit(do_not_specialize=[*UNSPECIALIZED, "num_items"])
 def flash_bwd_dv_kernel(
     q,
     k,

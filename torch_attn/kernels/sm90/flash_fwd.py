@@ -70,7 +70,7 @@ from twin_attention.targets.steps import steps_of_queries
 AHEAD_HEAD_DIM = 96
 
 
-@gluon.jit(do_not_specialize=[*UNSPECIALIZED, "num_items", "together"])
+@gluon.jit(do_not_specialize=[*UNSPECIALIZED, "num_items"])
 def flash_fwd_kernel(
     q,
     k,

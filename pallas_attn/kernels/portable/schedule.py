@@ -1,0 +1,53 @@
+"""The order in which programs take tiles."""
+
+import jax.numpy as jnp
+
+from pallas_attn.targets import num_sms
+from twin_attention.targets.schedule import heads_together, programs_of_sm
+
+
+def longest_first(program, num_tiles, num_heads, together):
+    """Return the head and the tile of a program, for heads whose later tiles take longer.
+
+    A GPU starts programs in order, each when another ends. One head follows the other, the last
+    tile first, but for the last `together` heads: of these the last tiles of all come first, so
+    that the grid ends with the shortest tiles, see `heads_together`.
+    """
+    place = num_tiles * num_heads - 1 - program  # counted from the end
+    together = min(together, num_heads)
+    is_last = place < together * num_tiles
+    head = jnp.where(is_last, place % together, place // num_tiles)
+    tile = jnp.where(is_last, place // together, place % num_tiles)
+    return head, tile
+
+
+def last_heads(spec, backend, programs):
+    """Return the `together` of `longest_first`, as a function of a head's tiles.
+
+    programs: how many an SM has at a time.
+    """
+    at_a_time = programs * num_sms(backend.target)
+    return lambda num_tiles: heads_together(spec, num_tiles, at_a_time)
+
+
+def order_programs(spec, backend, block, *sizes):
+    """Return the `order` that `pallas_attn.launch.launch` takes: that of `longest_first`.
+
+    Args:
+        spec, backend: problem and target.
+        block: rows of a program's tile, by its name in the configuration.
+        sizes: columns of each of a program's sums.
+    """
+
+    def order(grid, config):
+        num_tiles, heads, batch = grid
+        programs = programs_of_sm(getattr(config, block), *sizes)
+        together = last_heads(spec, backend, programs)(num_tiles)
+
+        def place(program):
+            index, tile = longest_first(program, num_tiles, heads * batch, together)
+            return tile, index % heads, index // heads
+
+        return place
+
+    return order

@@ -1,0 +1,82 @@
+"""The order in which kernels whose programs a GPU starts one after the other take tiles."""
+
+from heapq import heapreplace
+from random import Random
+
+import pytest
+
+from twin_attention.contract.spec import AttentionSpec, VarlenSpec, Window
+from twin_attention.targets.schedule import heads_together, programs_of_sm
+
+NUM_SMS = 132
+CAUSAL = Window(None, 0)
+
+
+def problem(batch, seq, heads, window=CAUSAL):
+    return AttentionSpec(batch, seq, seq, heads, heads, 128, 128, "float16", 0.125, window)
+
+
+def busy_share(costs, heads, together, num_programs):
+    """Return the share of busy time when programs take tiles in `longest_first`'s order.
+
+    costs: of the tiles of a head.
+    """
+    order = [*costs[::-1]] * (heads - together)
+    order += [cost for cost in costs[::-1] for _ in range(together)]
+    ends = [0] * num_programs
+    for cost in order:
+        heapreplace(ends, ends[0] + cost)
+    return sum(order) / (num_programs * max(ends))
+
+
+def steps(seq, block):
+    """Return the costs of a causal head's tiles: tiles of 64 keys, and what a program takes."""
+    return [(first + block) // 64 + 2 for first in range(0, seq, block)]
+
+
+@pytest.mark.parametrize("block", [64, 128])
+@pytest.mark.parametrize(
+    ("batch", "seq", "heads"), [(32, 512, 16), (4, 4096, 16), (3, 4096, 12), (1, 16384, 16)]
+)
+def test_causal_programs_end_together(batch, seq, heads, block):
+    programs = programs_of_sm(block, 128) * NUM_SMS
+    costs = steps(seq, block)
+    together = heads_together(problem(batch, seq, heads), len(costs), programs)
+    ordered, head_by_head = (
+        busy_share(costs, batch * heads, x, programs) for x in (together, 1)
+    )  # fmt: skip
+    assert ordered > 0.93
+    assert ordered > head_by_head + 0.005
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_programs_of_packed_sequences_end_together(seed):
+    rng = Random(seed)
+    lengths = [max(1, round(rng.lognormvariate(6.4, 1.0))) for _ in range(16)]
+    seq, heads, programs = sum(lengths), 16, 2 * NUM_SMS
+    base = problem(1, seq, heads)
+    spec = VarlenSpec(**vars(base), num_sequences=len(lengths))
+    costs = [cost for length in lengths for cost in steps(length, 64)]
+    together = heads_together(spec, len(costs), programs)
+    share = busy_share(costs, heads, together, programs)
+    assert share > 0.95 > busy_share(costs, heads, 1, programs)
+
+
+@pytest.mark.parametrize("window", [Window(), Window(100, None), Window(100, 0)])
+def test_tiles_of_one_length_are_taken_head_by_head(window):
+    assert heads_together(problem(4, 4096, 16, window), 32, 2 * NUM_SMS) == 1
+
+
+@pytest.mark.parametrize(("batch", "heads", "num_tiles"), [(1, 2, 4), (1, 1, 1000)])
+def test_no_more_heads_than_there_are(batch, heads, num_tiles):
+    together = heads_together(problem(batch, 512, heads), num_tiles, 2 * NUM_SMS)
+    assert together == min(heads, 4 * NUM_SMS // num_tiles or 1)
+
+
+@pytest.mark.parametrize(
+    ("block", "sizes", "programs"),
+    [(64, (64,), 4), (64, (128,), 4), (128, (128,), 2), (128, (256,), 1), (128, (128, 128), 1),
+     (16, (32,), 4), (64, (96,), 4)],
+)  # fmt: skip
+def test_an_sm_has_programs_whose_sums_fill_half_of_its_registers(block, sizes, programs):
+    assert programs_of_sm(block, *sizes) == programs

@@ -1,0 +1,32 @@
+"""The order in which programs take tiles."""
+
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from torch_attn.launch import KernelCall
+from torch_attn.targets import num_sms
+from twin_attention.targets.schedule import heads_together
+
+
+@triton.jit
+def longest_first(num_tiles, together):
+    """Return the head and the tile of a program, for heads whose later tiles take longer.
+
+    A GPU starts programs in order, each when another ends. One head follows the other, the last
+    tile first, but for the last `together` heads: of these the last tiles of all come first, so
+    that the grid ends with the shortest tiles, see `heads_together`.
+    """
+    place = tl.num_programs(0) - 1 - tl.program_id(0)  # counted from the end
+    together = tl.minimum(together, tl.num_programs(0) // num_tiles)
+    is_last = place < together * num_tiles
+    head = tl.where(is_last, place % together, place // num_tiles)
+    tile = tl.where(is_last, place // together, place % num_tiles)
+    return head, tile
+
+
+def order_argument(call: KernelCall, num_tiles: int, programs_of_sm: int) -> dict[str, Any]:
+    """Return `together` of `longest_first`, for a kernel of which an SM has so many programs."""
+    programs = programs_of_sm * num_sms(call.device, call.target)
+    return {"together": heads_together(call.spec, num_tiles, programs)}

@@ -1,0 +1,49 @@
+"""Choose the order in which programs that a GPU starts one after the other take tiles."""
+
+from __future__ import annotations
+
+from twin_attention.contract.spec import AttentionSpec, VarlenSpec
+from twin_attention.targets.config import padded_head_dim
+
+# Of an SM of every target: float32 registers.
+REGISTERS = 65536
+
+
+def programs_of_sm(block: int, *sizes: int) -> int:
+    """Return about how many programs of a portable kernel an SM has at a time, 1 to 4.
+
+    So many of them have sums in half of its registers.
+
+    Args:
+        block: rows of a program's tile.
+        sizes: columns of each of its sums.
+    """
+    sums = block * sum(map(padded_head_dim, sizes))
+    return max(1, min(4, REGISTERS // 2 // sums))
+
+
+def heads_together(spec: AttentionSpec, num_tiles: int, programs: int) -> int:
+    """Return of how many heads, the last ones, a kernel takes the tiles in order of length.
+
+    Under a causal mask a head's last tile of queries takes longest, or its first of keys. With one
+    head after the other, the last programs to start are a whole head's, and most SMs idle while its
+    long tiles end. So the tiles of the last heads are put in order together: twice as many tiles as
+    programs run at a time. The heads before follow each other, so that programs have tiles of all
+    lengths at a time, and few heads' keys and values are read at once.
+
+    Packed sequences follow each other, each with tiles of any length, and all heads are taken
+    together: the grid ends with the shortest tiles of some sequence in all heads, and what is read
+    at a time are few of the sequences.
+
+    Args:
+        spec: the problem.
+        num_tiles: tiles of queries of a head, or of keys of a kv head.
+        programs: how many run at a time on all SMs.
+    """
+    heads = spec.batch * spec.heads_q
+    if isinstance(spec, VarlenSpec):
+        return heads
+    window = spec.window
+    if window.right is None or window.left is not None:
+        return 1  # tiles are about as long as each other
+    return max(1, min(2 * programs // max(num_tiles, 1), heads))
