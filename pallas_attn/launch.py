@@ -132,9 +132,9 @@ def launch(
     kernel: Callable[..., None],
     grid: Callable[[KernelConfig], tuple[int, ...]],
     operands: Sequence[Array],
-    in_specs: Sequence[pl.BlockSpec],
+    in_specs: Sequence[pl.BlockSpec | None],
     out_shape: Sequence[jax.ShapeDtypeStruct],
-    out_specs: Sequence[pl.BlockSpec],
+    out_specs: Sequence[pl.BlockSpec | None],
     problem: dict[str, Any],
     spec: Spec,
     backend: Backend,
@@ -153,8 +153,8 @@ def launch(
         spec: the problem, which chooses the configuration.
         backend: the target to compile for, or the interpreter.
         aliases: inputs, by position, whose memory the outputs at the given positions take.
-        order: how programs take the places of the grid, from grid and configuration: what a
-            program's number tells. The kernel gets it as `place`.
+        order: from grid and configuration, the function that tells a program's place in the grid
+            from its number. The kernel gets that function as `place`.
 
     Returns:
         The outputs.
