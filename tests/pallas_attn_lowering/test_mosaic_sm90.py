@@ -32,9 +32,13 @@ if REASON is not None:
 from jax.experimental.pallas import mosaic_gpu as plgpu  # noqa: E402
 
 from pallas_attn.kernels.portable.scores import attention_mask  # noqa: E402
-from pallas_attn.kernels.sm90 import launch, scores  # noqa: E402
+from pallas_attn.kernels.sm90 import items, launch, scores  # noqa: E402
 from pallas_attn.kernels.sm90.pipeline import piece_widths  # noqa: E402
-from pallas_attn.kernels.sm90.schedule import make_schedule  # noqa: E402
+from pallas_attn.kernels.sm90.schedule import (  # noqa: E402
+    PACKED_HEADS,
+    head_and_tile,
+    make_schedule,
+)
 
 attention = partial(flash_attention, implementation="mosaic")
 
@@ -150,6 +154,68 @@ def test_packed_sequences_are_lowered_everywhere():
     sinks = jax.ShapeDtypeStruct((4,), "float32")
     text = lower(lambda sinks, *x: packed(*x, sinks=sinks), sinks, *operands)
     assert kernels(text) == ["mosaic_gpu_v2"]
+
+
+@pytest.mark.parametrize("heads", [1, 3, 8, 12, 20])
+@pytest.mark.parametrize("num_tiles", [2, 7, 30])
+def test_items_are_the_tiles_of_a_few_heads_at_a_time(heads, num_tiles):
+    item = jnp.arange(heads * num_tiles)
+    head, tile = (np.asarray(x) for x in head_and_tile(item, heads, num_tiles))
+    pairs = [*zip(head.tolist(), tile.tolist(), strict=True)]
+    assert sorted(pairs) == [(head, tile) for head in range(heads) for tile in range(num_tiles)]
+    parts = -(-heads // PACKED_HEADS)
+    for part in np.split(np.arange(heads * num_tiles), np.flatnonzero(np.diff(tile) < 0) + 1):
+        assert len({*head[part]}) <= -(-heads // parts)
+        assert (np.diff(tile[part]) >= 0).all()
+
+
+def places(monkeypatch, cu_seqlens, cu_seqlens_other, heads, last_first):
+    """Return the places of all items and of three more, as arrays."""
+    num_rows, num_rows_other, block = 1300, 1500, 128
+    taken = items.Items(
+        *(jnp.asarray(x, jnp.int32) for x in (cu_seqlens, cu_seqlens_other)),
+        num_rows, num_rows_other, heads, block, last_first,
+    )  # fmt: skip
+    num_items = heads * (num_rows // block + len(cu_seqlens))
+    monkeypatch.setattr(items, "take_item", lambda counter: counter)
+    found = jax.vmap(lambda item: items.take_place(item, taken))(jnp.arange(num_items + 3))
+    found = items.Place(*map(np.asarray, found))
+    assert (found.head[:num_items] >= 0).all()
+    assert (found.head[num_items:] == -1).all()
+    return items.Place(*(x[:num_items] for x in found))
+
+
+@pytest.mark.parametrize("last_first", [False, True])
+def test_items_have_each_row_of_each_head_once(last_first, monkeypatch):
+    lengths = [(300, 340), (0, 90), (700, 650), (1, 200), (129, 0), (128, 128)]
+    offsets = np.cumsum([(0, 0), *lengths], axis=0).T
+    owner = np.full((3, 1300), -1)
+    of_head = {head: [] for head in range(3)}
+    for place in zip(*places(monkeypatch, *offsets, 3, last_first), strict=True):
+        head, _tile, start, end, first_other, size_other, sequence = place
+        if start < end:
+            assert (owner[head, start : min(start + 128, end)] == -1).all()
+            owner[head, start : min(start + 128, end)] = sequence
+            of_head[head].append(start)
+            others = (*(other for _, other in lengths), 0)[sequence]
+            assert (first_other, size_other) == (offsets[1][sequence], others)
+    want = np.repeat(np.arange(7), [*(own for own, _ in lengths), 1300 - offsets[0][-1]])
+    np.testing.assert_array_equal(owner, np.broadcast_to(want, owner.shape))
+    for starts in of_head.values():
+        assert starts == sorted(starts, reverse=last_first)
+
+
+@pytest.mark.parametrize(
+    "bad", [[0, 500, -9, 30, 2], [2**31 - 1] * 5, [7, 6, -(2**31), 4, 3]], ids=str
+)
+def test_items_of_wrong_offsets_stay_inside_the_tensors(bad, monkeypatch):
+    good = [0, 1, 2, 3, 4]
+    for offsets in ((bad, good), (good, bad), (bad, bad)):
+        place = places(monkeypatch, *offsets, 2, True)
+        assert ((place.start >= 0) & (place.start <= place.end) & (place.end <= 1300)).all()
+        assert ((place.first_other >= 0) & (place.size_other >= 0)).all()
+        assert (place.first_other + place.size_other <= 1500).all()
+        assert ((place.sequence >= 0) & (place.sequence <= 4)).all()
 
 
 def test_the_backward_of_packed_sequences_is_another_familys():

@@ -127,16 +127,16 @@ def _size(tile: Any) -> int:
     return math.prod(tile.shape) * jnp.dtype(tile.dtype).itemsize
 
 
-def zeros_of_batch(shape: tuple[int, ...]) -> Callable[..., Array]:
-    """Return a function that gives float32 zeros; under `vmap` a batch of them, not one for all."""
+def zeros_of_batch(shape: tuple[int, ...], dtype: Any = jnp.float32) -> Callable[..., Array]:
+    """Return a function that gives zeros; under `vmap` a batch of them, not one for all."""
 
     @jax.custom_batching.custom_vmap
     def zeros(*_):
-        return jnp.zeros(shape, jnp.float32)
+        return jnp.zeros(shape, dtype)
 
     @zeros.def_vmap
     def _(axis_size, in_batched, *operands):
-        return zeros_of_batch((axis_size, *shape))(*operands), True
+        return zeros_of_batch((axis_size, *shape), dtype)(*operands), True
 
     return zeros
 

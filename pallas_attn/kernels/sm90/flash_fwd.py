@@ -31,9 +31,16 @@ from pallas_attn.kernels.portable.tiles import cdiv, maximum, visible_tiles
 from pallas_attn.kernels.sm80.flash_fwd import add_columns
 from pallas_attn.kernels.sm80.pipeline import allocate_tile
 from pallas_attn.kernels.sm80.scores import as_rows
-from pallas_attn.kernels.sm80.sequences import locate_tile
 from pallas_attn.kernels.sm80.workarounds import rescale, store_row_values
 from pallas_attn.kernels.sm90.block_mask import find_list, kept_row, kept_tiles
+from pallas_attn.kernels.sm90.items import (
+    Items,
+    allocate_hand_over,
+    for_each_place,
+    item_counter,
+    next_item,
+    own_item,
+)
 from pallas_attn.kernels.sm90.launch import launch, size_of
 from pallas_attn.kernels.sm90.pipeline import (
     WGMMA,
@@ -55,7 +62,7 @@ from pallas_attn.kernels.sm90.pipeline import (
     wait_for,
     zeros,
 )
-from pallas_attn.kernels.sm90.programs import for_each_item, for_each_tile, run_warpgroups
+from pallas_attn.kernels.sm90.programs import for_each_tile, run_warpgroups
 from pallas_attn.kernels.sm90.schedule import make_schedule
 from pallas_attn.kernels.sm90.scores import hide_keys, scaled_scores, softmax_update
 from pallas_attn.kernels.sm90.workarounds import finish_before_wait, pass_turn, take_turn
@@ -104,6 +111,7 @@ def flash_fwd_kernel(
     schedule_ref,
     out_ref,
     lse_ref,
+    counter_ref,
     *,
     q_and_out,
     k_tiles,
@@ -114,6 +122,7 @@ def flash_fwd_kernel(
     k_empty,
     v_full,
     v_empty,
+    hand_over,
     group_size,
     seq_q,
     seq_kv,
@@ -148,8 +157,8 @@ def flash_fwd_kernel(
     gives 0, and -inf or its sink.
 
     Packed sequences: as in the portable `flash_fwd_kernel`, a batch of one; schedule is None. Items
-    are tiles of a head, heads fastest and the last tiles first, which see most keys. A program
-    takes every so many of them and skips a tile without rows.
+    are tiles of a head, the last ones first, which see most keys. Programs take them from counter
+    [1], which is 0 at first; for a dense batch it is None, and so is hand_over.
 
     Block mask: counts and tiles, the `lists_of_keys`, and the sizes of its tiles, tile_q and
     tile_kv; otherwise all None.
@@ -170,13 +179,11 @@ def flash_fwd_kernel(
     last_first = last_first and not is_packed and tiles_ref is None
 
     def locate(item):
-        """Locate a tile of queries, and the tiles of keys that it sees."""
+        """Return the work of an item, which is a `Place` if sequences are packed."""
         if is_packed:
             # Queries are counted from the first of all, keys from the sequence's first.
-            batch, head, tile = item * 0, item % heads_q, num_tiles - 1 - item // heads_q
-            _sequence, _first_q, start_q, end_q, first_kv, end_kv = locate_tile(
-                cu_seqlens_q_ref, cu_seqlens_kv_ref, tile, seq_q, seq_kv, block_q
-            )
+            batch, head, start_q, end_q = program * 0, item.head, item.start, item.end
+            first_kv, end_kv = item.first_other, item.size_other
             offset = end_kv - end_q
         else:
             start_q = item % num_tiles * block_q
@@ -206,18 +213,14 @@ def flash_fwd_kernel(
         steps = jnp.maximum(before + full + after, 1)
         return Work(batch, head, start_q, end_q, first_kv, offset, keys, before + after, steps)
 
-    def for_each(body):
+    def for_each(body, next_place):
         """Call body(`Work`, steps before) for each tile of this program."""
 
         def visit(item, step):
-            work = locate(item)
-            if not is_packed:
-                return body(work, step)
-            has_rows = work.start_q < work.end_q
-            return lax.cond(has_rows, lambda: body(work, step), lambda: step)
+            return body(locate(item), step)
 
         if is_packed:
-            for_each_item(num_tiles * heads_q, program, visit)
+            for_each_place(next_place, visit)
         else:
             for_each_tile(schedule_ref, program, visit)
 
@@ -255,7 +258,10 @@ def flash_fwd_kernel(
             load_v(steps - 1)
             return step + steps
 
-        for_each(load_all)
+        items = Items(
+            cu_seqlens_q_ref, cu_seqlens_kv_ref, seq_q, seq_kv, heads_q, block_q, last_first=True
+        )
+        for_each(load_all, lambda: next_item(counter_ref, items, hand_over))
 
     def consume(w):
         """Compute the rows of consumer warpgroup w, a number: each has its own code."""
@@ -269,6 +275,8 @@ def flash_fwd_kernel(
         for slot in range(num_stages):
             plgpu.barrier_arrive(k_empty.at[slot])
             plgpu.barrier_arrive(v_empty.at[slot])
+        if is_packed:
+            plgpu.barrier_arrive(hand_over.read)
         if turn and w == warpgroups - 1:
             pass_turn(w, warpgroups)
 
@@ -454,7 +462,7 @@ def flash_fwd_kernel(
                     store_tile(part, tile, matrix, batch, head, start_row)
             return step + steps
 
-        for_each(compute)
+        for_each(compute, lambda: own_item(hand_over))
         plgpu.wait_smem_to_gmem(0)
 
     run_warpgroups(warpgroups, consume, produce)
@@ -505,6 +513,7 @@ def flash_fwd(
             "k_empty": plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages),
             "v_full": v_full,
             "v_empty": plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages),
+            "hand_over": allocate_hand_over(warpgroups) if is_packed else None,
         }
 
     # Of large heads there is no room for all columns of out at a time.
@@ -525,7 +534,7 @@ def flash_fwd(
             programs,
             one_round=max(spec.head_dim, spec.head_dim_v) > LARGE_HEAD,
         )
-    out, lse = launch(
+    out, lse, *_counter = launch(
         "flash_fwd",
         flash_fwd_kernel,
         (
@@ -540,10 +549,12 @@ def flash_fwd(
         (
             jax.ShapeDtypeStruct((*q.shape[:3], spec.head_dim_v), dtype),
             jax.ShapeDtypeStruct((spec.batch, spec.heads_q, spec.seq_q), jnp.float32),
+            item_counter() if is_packed else None,
         ),
         memory(out_sizes),
         spec,
         config,
+        num_sums=int(is_packed),
         num_sequences=num_sequences,
         out_sizes=out_sizes,
         **list_arguments(spec),

@@ -47,7 +47,7 @@ def launch(
         memory: what a program has in shared memory.
         spec: the problem.
         config: the kernel's configuration.
-        num_sums: the last outputs, float32, that are 0 when the kernel starts.
+        num_sums: the last outputs, sums and counters, that are 0 when the kernel starts.
         kernel_name: the kernel's name in the code, where it is another one.
         arguments: keyword arguments of the kernel beside the problem, the configuration and memory.
 
@@ -89,7 +89,7 @@ def launch_programs(
     note_config(name, config, kernel_name)
     inputs = [x for x in operands if x is not None]
     outputs = tuple(x for x in out_shape if x is not None)
-    sums = [zeros_of_batch(x.shape)(*inputs) for x in outputs[len(outputs) - num_sums :]]
+    sums = [zeros_of_batch(x.shape, x.dtype)(*inputs) for x in outputs[len(outputs) - num_sums :]]
 
     def body(*refs, **memory):
         rest = iter(refs[: len(inputs)] + refs[len(inputs) + num_sums :])

@@ -44,16 +44,6 @@ def for_each_tile(schedule_ref, program, body):
     return lax.fori_loop(1, schedule_ref[program, 0] + 1, visit, jnp.int32(0))
 
 
-def for_each_item(num_items, program, body):
-    """Call body(item, steps before) for the items of this program: every so many of them."""
-    programs = lax.axis_size("program")
-
-    def visit(i, step):
-        return body(program + i * programs, step)
-
-    lax.fori_loop(0, pl.cdiv(num_items - program, programs), visit, jnp.int32(0))
-
-
 def count_steps(before, full, after):
     """Return the number of masked steps, and of all: one, which hides all, where none is seen."""
     masked, steps = before + after, jnp.maximum(before + full + after, 1)

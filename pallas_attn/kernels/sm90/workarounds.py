@@ -15,7 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, nvvm, vector
 
-from pallas_attn.kernels.paged.registers import pointer_at, scalar
+from pallas_attn.kernels.paged.registers import NUMBER, pointer_at, scalar
 from pallas_attn.kernels.sm80.workarounds import _dot, _pointer
 from twin_attention.targets import ptx
 
@@ -269,6 +269,29 @@ def await_reads(_):
     """Wait until this thread's copies from shared memory have read it."""
     text = "cp.async.bulk.wait_group.read 0;"
     llvm.inline_asm(ir.Type.parse("!llvm.void"), [], text, "", has_side_effects=True)
+
+
+# ---- Count the work that is taken. Can go when plgpu has atomic operations. ----------------------
+
+
+@plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=NUMBER)
+def take_item(_, counter):
+    """Return how many items all programs have taken so far, and take one: in one warp."""
+    i32 = ir.IntegerType.get_signless(32)
+    lane = arith.remui(mgpu_utils.thread_idx(), mgpu.c(32, i32))
+    text = (
+        "{ .reg .pred p; .reg .b32 x; mov.b32 x, 0; setp.eq.s32 p, $2, 0; "
+        "@p atom.relaxed.gpu.global.add.s32 x, [$1], 1; "
+        "shfl.sync.idx.b32 $0, x, 0, 31, -1; }"
+    )
+    item = llvm.inline_asm(
+        i32,
+        [pointer_at(counter, [(0, mgpu.c(0, i32))]), lane],
+        text,
+        "=r,l,r",
+        has_side_effects=True,
+    )
+    return mgpu.FragmentedArray.splat(item, (), is_signed=True)
 
 
 # ---- Load rows that may not exist. Can go when loads take a mask. --------------------------------

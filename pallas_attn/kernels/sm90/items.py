@@ -1,0 +1,132 @@
+"""Packed sequences: programs take tiles from a counter in global memory, so that they end together.
+
+Lengths of sequences are data on the device: the host cannot deal tiles out. A program's producer
+takes an item, finds the sequence of its tile, and hands its place to the other warps.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_attn.kernels.portable.sequences import count_sequence_tiles
+from pallas_attn.kernels.sm80.sequences import locate_tile
+from pallas_attn.kernels.sm90.schedule import head_and_tile
+from pallas_attn.kernels.sm90.workarounds import take_item
+
+
+class Items(NamedTuple):
+    """The tiles of one axis of packed sequences, of all heads.
+
+    Attributes:
+        cu_seqlens_ref, cu_seqlens_other_ref: offsets of the tiles' axis and of the other one.
+        num_rows, num_rows_other: lengths of the axes.
+        heads: how many.
+        block: rows of a tile.
+        last_first: the last tile of a sequence is its longest.
+    """
+
+    cu_seqlens_ref: Any
+    cu_seqlens_other_ref: Any
+    num_rows: int
+    num_rows_other: int
+    heads: int
+    block: int
+    last_first: bool
+
+
+class Place(NamedTuple):
+    """Where the tile of an item is.
+
+    Attributes:
+        head, tile: which one, of all sequences' tiles; head is -1 when no item is left.
+        start, end: its first row, and the end of its sequence's.
+        first_other, size_other: the sequence's first row on the other axis, and how many it has.
+        sequence: the one that owns the tile.
+    """
+
+    head: Any
+    tile: Any
+    start: Any
+    end: Any
+    first_other: Any
+    size_other: Any
+    sequence: Any
+
+
+class HandOver(NamedTuple):
+    """A place in shared memory, and barriers for when it is there, and read."""
+
+    place: Any
+    written: Any
+    read: Any
+
+
+def item_counter() -> jax.ShapeDtypeStruct:
+    """Return the type of the counter of a launch's items: an output that is 0 at first."""
+    return jax.ShapeDtypeStruct((1,), jnp.int32)
+
+
+def allocate_hand_over(readers: int) -> HandOver:
+    """Return the types of what a program has in shared memory for a place.
+
+    readers: warpgroups and warps that read it; each arrives at `read` before its first item.
+    """
+    place = plgpu.SMEM((len(Place._fields),), jnp.int32)
+    return HandOver(place, plgpu.Barrier(), plgpu.Barrier(num_arrivals=readers))
+
+
+def next_item(counter_ref, items: Items, hand_over: HandOver) -> Place:
+    """Take the next tile that has rows, and hand it over: in the producer's warp."""
+    place = lax.while_loop(
+        lambda place: (place.head >= 0) & (place.start == place.end),
+        lambda _: take_place(counter_ref, items),
+        take_place(counter_ref, items),
+    )
+    plgpu.barrier_wait(hand_over.read)
+    for i, x in enumerate(place):
+        hand_over.place[i] = x
+    plgpu.barrier_arrive(hand_over.written)
+    return place
+
+
+def own_item(hand_over: HandOver) -> Place:
+    """Return what `next_item` gave the producer: in the other warps."""
+    plgpu.barrier_wait(hand_over.written)
+    place = Place(*(hand_over.place[i] for i in range(len(Place._fields))))
+    plgpu.barrier_arrive(hand_over.read)
+    return place
+
+
+def for_each_place(next_place, body):
+    """Call body(place, steps before), which returns its steps and those before, for all places.
+
+    next_place: returns a `Place`.
+    """
+
+    def visit(carry):
+        place, step = carry
+        step = body(place, step)
+        return next_place(), step
+
+    lax.while_loop(lambda carry: carry[0].head >= 0, visit, (next_place(), jnp.int32(0)))
+
+
+def take_place(counter_ref, items):
+    """Take the next item, and return its place; its tile may have no rows."""
+    offsets = items.cu_seqlens_ref, items.cu_seqlens_other_ref
+    num_sequences = items.cu_seqlens_ref.shape[0] - 1
+    num_tiles = count_sequence_tiles(items.num_rows, num_sequences, items.block)
+    item = take_item(counter_ref)
+    # There may be none left: then the rows are those of the last one.
+    exists = item < num_tiles * items.heads
+    item = jnp.minimum(item, num_tiles * items.heads - 1)
+    head, tile = head_and_tile(item, items.heads, num_tiles)
+    if items.last_first:
+        tile = num_tiles - 1 - tile
+    sequence, _first, *rows = locate_tile(
+        *offsets, tile, items.num_rows, items.num_rows_other, items.block
+    )
+    return Place(jnp.where(exists, head, -1), tile, *rows, sequence)
