@@ -3,8 +3,10 @@
 import functools
 
 import numpy as np
+import pytest
 
-from twin_attention.targets.tanh import LIMIT, NEAR, NEAR_LIMIT, P, Q
+from twin_attention.contract.spec import SMALL_CAP
+from twin_attention.targets.tanh import HIGH_BITS, LIMIT, NEAR, NEAR_LIMIT, SUM_BITS, P, Q
 
 
 def _tanh(x):
@@ -31,6 +33,27 @@ def test_it_is_constant_beyond_the_limit_and_never_above_1():
     assert np.abs(_tanh(np.linspace(-20, 20, 100_001, dtype=np.float32))).max() <= 1
     assert _tanh(np.float32(0)) == 0
     assert np.isnan(_tanh(np.float32(np.nan)))
+
+
+def _near(x):
+    x2 = x * x
+    return x * functools.reduce(lambda y, c: y * x2 + c, NEAR[::-1])
+
+
+def test_the_polynomial_near_0_rises_everywhere():
+    assert (np.diff(_near(np.linspace(-100, 100, 1_000_001))) > 0).all()
+
+
+LEAST = HIGH_BITS / _near(NEAR_LIMIT)  # b, in base 2
+
+
+@pytest.mark.parametrize("b", [LEAST, 1.1 * LEAST, 30 * np.log2(np.e), SMALL_CAP * np.log2(np.e)])
+def test_sums_of_exponentials_show_that_scores_are_near_0(b):
+    x = np.linspace(NEAR_LIMIT, 20, 1_000_001)
+    high = 2 ** (b * _near(NEAR_LIMIT))
+    error = 2 ** (-b * np.tanh(x)) - 2 ** (-b * _near(x))
+    assert error.min() >= 0
+    assert 32 * error.max() <= 2**-14 * 2**SUM_BITS / high
 
 
 def test_the_polynomial_near_0_has_a_relative_error_of_at_most_5e_6():

@@ -121,6 +121,9 @@ FORWARD = [
         "softcap, hidden rows, sinks", 1, 130, 64, 1, 1, causal=True, softcap=9.0, sinks=True
     ),
     FlashCase("large softcap", 1, 70, 128, 1, 1, softcap=60.0),
+    FlashCase("softcap, tiles", 1, 130, 384, 1, 1, softcap=2.0),
+    FlashCase("softcap, tiles, edges", 1, 200, 400, 1, 1, 128, causal=True, softcap=20.0),
+    FlashCase("softcap, tiles, 256", 1, 70, 192, 1, 1, 256, softcap=20.0),
     FlashCase("sinks", 2, 100, 200, 2, 2, 80, sinks=True),
     FlashCase("narrow values", 1, 140, 270, 2, 1, 256, 64, causal=True),
     FlashCase("hidden rows", 1, 300, 150, 1, 1, causal=True),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from twin_attention.contract.spec import QUANTIZED_DTYPES
@@ -12,6 +12,8 @@ from twin_attention.targets import tanh
 
 # So many maxima of a thread's scores are found side by side: one alone would wait for itself.
 _CHAINS = 4
+_LAST = f"c{len(tanh.NEAR) - 1}"  # the last coefficient of the polynomial
+_SMALLEST_NORMAL, _INFINITY = "0f00800000", "0f7F800000"
 
 # Each converts one byte of both packed pairs in a register to a float16; see `Upcast`.
 
@@ -108,35 +110,115 @@ def cap_scores(count: int, *, exact: bool, exponential: bool = False) -> str:
     """
     s = [f"${count + i}" for i in range(count)]
     a, b = f"${2 * count}", f"${3 * count}"
-    coefficients = [f"c{i}" for i in range(len(tanh.NEAR))]
     far = _rational if exact else _from_exponential
     lines = [
         "{ .reg .pred near;",
-        f".reg .f32 a2, x, y, z, {', '.join([*coefficients, *(f'm{i}' for i in range(_CHAINS))])};",
+        f".reg .f32 a2, x, y, z, {_names('c', len(tanh.NEAR))}, {_names('m', _CHAINS)};",
         *_largest(s),
-        f"mul.f32 a2, {a}, {a};",
-        f"mul.f32 x, {a}, {b};",
+        *_near_coefficients(a, b),
+        *_all_are_near(),
+        "@near bra polynomial;",
     ]
-    for c, value in zip(coefficients, tanh.NEAR, strict=True):
-        lines += [f"mul.f32 {c}, x, {_float(value)};", "mul.f32 x, x, a2;"]
-    lines += ["mul.f32 y, m0, m0;", "mul.f32 y, y, a2;"]
-    lines += [f"setp.le.f32 near, y, {_float(tanh.NEAR_LIMIT**2)};"]
-    # Not with a coefficient that float32 does not hold.
-    lines += [f"abs.f32 x, {coefficients[-1]};", "setp.lt.and.f32 near, x, 0f7F800000, near;"]
-    lines += ["vote.sync.all.pred near, near, -1;", "@near bra polynomial;"]
     end = ["ex2.approx.ftz.f32 y, y;"] if exponential else []
     for i, x in enumerate(s):
         lines += [*far(x, a, b), *end, f"mov.f32 ${i}, y;"]
     lines += ["bra end;", "polynomial:"]
     for i, x in enumerate(s):
-        lines += [f"mul.f32 z, {x}, {x};", *_polynomial("y", "z", coefficients)]
-        lines += [f"mul.f32 y, y, {x};", *end, f"mov.f32 ${i}, y;"]
+        lines += [*_near(x), *end, f"mov.f32 ${i}, y;"]
     return " ".join([*lines, "end: }"])
 
 
 def cap_constraints(count: int) -> str:
     """Return the constraints of `cap_scores`."""
     return ",".join(["=&f"] * count + ["f"] * (3 * count))
+
+
+def capped_exponentials(count: int) -> str:
+    """Return PTX that turns a thread's products q·k, s, into exponentials, packed, and their sums.
+
+    Exponentials are ``2 ** (b · tanh(a · s))``, a pair a result, as bfloat16. The operands are
+    `count` results, 32 at most; as many sums, each of the result's row; as many s that are first in
+    a pair, that are second, a and b. a and b are the same for all. Two rows take turns.
+
+    Nothing stands before the exponentials: they are computed as if all scores were near 0, and
+    their sums show whether that was right, see `tanh.SUM_BITS`. Where they leave doubt in a warp,
+    its largest score decides, as in `cap_scores`, and they are computed again if one is far.
+    """
+    first, second = ([f"${n * count + i}" for i in range(count)] for n in (2, 3))
+    a, b = f"${4 * count}", f"${5 * count}"
+
+    def exponentials(cap: Callable[[str], list[str]]) -> list[str]:
+        """Return the PTX of the results and of sum0 and sum2; `cap` gives that of a capped y."""
+        lines = []
+        for i, pair in enumerate(zip(first, second, strict=True)):
+            for place, s in enumerate(pair):
+                row = f"sum{i % 2 * 2 + place}"
+                lines += [*cap(s), f"ex2.approx.ftz.f32 e{place}, y;"]
+                lines += [
+                    f"add.f32 {row}, {row}, e{place};" if i > 1 else f"mov.f32 {row}, e{place};"
+                ]
+            lines += [f"cvt.rn.bf16x2.f32 ${i}, e1, e0;"]
+        return [*lines, "add.f32 sum0, sum0, sum1;", "add.f32 sum2, sum2, sum3;"]
+
+    largest = tanh.NEAR_LIMIT * sum(c * tanh.NEAR_LIMIT ** (2 * i) for i, c in enumerate(tanh.NEAR))
+    lines = [
+        "{ .reg .pred near;",
+        f".reg .f32 a2, x, y, z, {_names('c', len(tanh.NEAR))}, {_names('m', _CHAINS)};",
+        f".reg .f32 e0, e1, {_names('sum', 4)}, high, low;",
+        *_near_coefficients(a, b),
+        *exponentials(_near),
+        f"mul.f32 x, {b}, {_float(largest)};",
+        f"setp.ge.f32 near, x, {_float(tanh.HIGH_BITS)};",
+        "ex2.approx.ftz.f32 high, x;",
+        f"sub.f32 x, {_float(tanh.SUM_BITS)}, x;",
+        "ex2.approx.ftz.f32 low, x;",
+        # Without its last coefficient the polynomial falls far from 0.
+        f"abs.f32 x, {_LAST};",
+        f"setp.ge.and.f32 near, x, {_SMALLEST_NORMAL}, near;",
+        f"setp.lt.and.f32 near, x, {_INFINITY}, near;",
+    ]
+    for row in "sum0", "sum2":
+        lines += [f"setp.ge.and.f32 near, {row}, low, near;"]
+        lines += [f"setp.le.and.f32 near, {row}, high, near;"]
+    lines += ["vote.sync.all.pred near, near, -1;", "@near bra end;"]
+    pairs = zip(first, second, strict=True)
+    lines += [*_largest([s for pair in pairs for s in pair]), *_all_are_near(), "@near bra end;"]
+    lines += [*exponentials(lambda s: _from_exponential(s, a, b)), "end:"]
+    lines += [f"mov.f32 ${count + i}, sum{i % 2 * 2};" for i in range(count)]
+    return " ".join([*lines, "}"])
+
+
+def exponentials_constraints(count: int) -> str:
+    """Return the constraints of `capped_exponentials`."""
+    return ",".join(["=&r"] * count + ["=&f"] * count + ["f"] * (4 * count))
+
+
+def _near_coefficients(a: str, b: str) -> list[str]:
+    """Return the PTX of a2, a², and of what `_near` multiplies, `tanh.NEAR` times powers of a."""
+    lines = [f"mul.f32 a2, {a}, {a};", f"mul.f32 x, {a}, {b};"]
+    for i, value in enumerate(tanh.NEAR):
+        lines += [f"mul.f32 c{i}, x, {_float(value)};", "mul.f32 x, x, a2;"]
+    return lines
+
+
+def _near(s: str) -> list[str]:
+    """Return the PTX of ``y = b · tanh(a · s)`` where a · s is near 0."""
+    coefficients = [f"c{i}" for i in range(len(tanh.NEAR))]
+    lines = [f"mul.f32 z, {s}, {s};", *_polynomial("y", "z", coefficients)]
+    return [*lines, f"mul.f32 y, y, {s};"]
+
+
+def _all_are_near() -> list[str]:
+    """Return the PTX of the predicate `near`: all scores of a warp are, by m0 of `_largest`."""
+    return [
+        "mul.f32 y, m0, m0;",
+        "mul.f32 y, y, a2;",
+        f"setp.le.f32 near, y, {_float(tanh.NEAR_LIMIT**2)};",
+        # Not with a coefficient that float32 does not hold.
+        f"abs.f32 x, {_LAST};",
+        f"setp.lt.and.f32 near, x, {_INFINITY}, near;",
+        "vote.sync.all.pred near, near, -1;",
+    ]
 
 
 def _largest(s: list[str]) -> list[str]:
@@ -183,6 +265,10 @@ def _polynomial(result: str, x: str, coefficients: Iterable[str]) -> list[str]:
     *others, last = coefficients
     lines = [f"fma.rn.f32 {result}, {last}, {x}, {others.pop()};"]
     return lines + [f"fma.rn.f32 {result}, {result}, {x}, {c};" for c in reversed(others)]
+
+
+def _names(letter: str, count: int) -> str:
+    return ", ".join(f"{letter}{i}" for i in range(count))
 
 
 def _float(x: float) -> str:

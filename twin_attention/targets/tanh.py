@@ -20,3 +20,9 @@ Q = (
 # tanh(x) = x · NEAR(x²) for |x| <= NEAR_LIMIT, to a relative error of 5e-6.
 NEAR_LIMIT = 0.375
 NEAR = (0.99999571, -0.33278066, 0.12264755)
+
+# x · NEAR(x²) rises everywhere, so that exponentials of b times it tell by their size whether x is
+# near 0. Let `high` be what they are at NEAR_LIMIT. If a sum is at most `high`, no x is beyond
+# NEAR_LIMIT. Of those beyond -NEAR_LIMIT the exponentials come out too small, by at most 2^-14 of a
+# sum of up to 32 that is at least 2^SUM_BITS / high, if `high` is at least 2^HIGH_BITS.
+SUM_BITS, HIGH_BITS = 9, 8

@@ -24,7 +24,7 @@ from tests.torch_attn.gluon_interpreter.values import (
     torch_dtype,
     values_of,
 )
-from twin_attention.targets.ptx import cap_scores
+from twin_attention.targets.ptx import cap_scores, capped_exponentials
 from twin_attention.targets.tanh import NEAR, NEAR_LIMIT
 
 FAKES: dict[int, Any] = {}
@@ -69,6 +69,9 @@ _fake("multiple_of", "max_contiguous")(lambda x, _: x)
 _fake("cast")(lambda x, dtype: x.to(dtype) if hasattr(x, "to") else scalar(x))
 _fake("sum")(lambda x, axis: _tensor_or_scalar(x.values.sum(axis)))
 _fake("max")(lambda x, axis: Tensor(x.values.amax(axis)))
+_fake("reduce")(
+    lambda x, axis, combine: functools.reduce(combine, map(Tensor, x.values.unbind(axis)))
+)
 _fake("barrier", "thread_barrier")(lambda *_, **__: pause())
 _fake("num_warps")(lambda: now.partition.warps)
 _fake("program_id")(lambda axis: Int(now.program.index[axis]))
@@ -150,17 +153,24 @@ def _unpack(words: Tensor) -> tuple[Tensor, ...]:
     return tuple(Tensor(x, words.layout) for x in pairs.unbind(-1))
 
 
-def _cap(s: Tensor, a: Any, b: Any, exact: bool, exponential: bool) -> Tensor:
+def _cap(s: Tensor, a: Any, b: Any, exact: bool) -> Tensor:
     """Do what `ptx.cap_scores` does, each score for itself."""
 
     def cap(s: torch.Tensor, a: Any, b: Any) -> torch.Tensor:
         x = s * a
         near = functools.reduce(lambda y, c: x * x * y + c, reversed(NEAR)) * x * b
         far = x.tanh() * b if exact else b - 2 * b / ((2 * x).exp() + 1)
-        y = torch.where(x.abs() <= NEAR_LIMIT, near, far)
-        return y.exp2() if exponential else y
+        return torch.where(x.abs() <= NEAR_LIMIT, near, far)
 
     return _elementwise(cap, s, a, b)
+
+
+def _exponentials(first: Tensor, second: Tensor, a: Any, b: Any) -> tuple[Tensor, Tensor]:
+    """Do what `ptx.capped_exponentials` does; a thread has every fourth pair of a row."""
+    low, high = (_elementwise(torch.exp2, _cap(s, a, b, exact=False)) for s in (first, second))
+    fours = (low.values + high.values).unflatten(1, (-1, 4))
+    sums = fours.sum(1, keepdim=True).expand_as(fours).flatten(1)
+    return _pack(high, low, torch.bfloat16), Tensor(sums, low.layout)
 
 
 _SEEN = "{ .reg .pred seen; setp.le.s32 seen, $1, $2; selp.f32 $0, $3, 0fFF800000, seen; }"
@@ -173,11 +183,10 @@ _INSTRUCTIONS: dict[str, Callable[..., Any]] = {
     r"tanh\.approx\.f32 \$0, \$1;": lambda x: _elementwise(torch.tanh, x),
     re.escape(_SEEN): lambda x, bound, s: where(x <= bound, s, float("-inf")),
 } | {
-    re.escape(cap_scores(count, exact=exact, exponential=exponential)): functools.partial(
-        _cap, exact=exact, exponential=exponential
-    )
-    for count, exact, exponential in product((32, 64), (False, True), (False, True))
+    re.escape(cap_scores(count, exact=exact)): functools.partial(_cap, exact=exact)
+    for count, exact in product((32, 64), (False, True))
 }
+_INSTRUCTIONS |= {re.escape(capped_exponentials(count)): _exponentials for count in (8, 16, 32)}
 
 
 @_fake()

@@ -58,7 +58,14 @@ from torch_attn.kernels.sm90.schedule import (
     own_item,
     persistent,
 )
-from torch_attn.kernels.sm90.scores import hide, scaled_scores, softmax_update
+from torch_attn.kernels.sm90.scores import (
+    bounded_update,
+    hide,
+    join_columns,
+    scaled_scores,
+    softmax_update,
+    split_columns,
+)
 from torch_attn.launch import UNSPECIALIZED, KernelCall, Prepared, launch
 from twin_attention.contract.operands import AttentionOperands
 from twin_attention.contract.spec import AttentionSpec, BlockSparseSpec, VarlenSpec, Window
@@ -425,8 +432,11 @@ def _consume(
             s = scaled_scores(s, rule)
             start_kv = kept_start(lists, batch, head, start_q, 0, visible, BLOCK_KV)
             s = hide(s, position, start_kv, seq_kv, window_left, window_right)
-        e, _alpha, m_i, l_i = softmax_update(s, m_i, l_i, rule, EDGES, BOUNDED)
-        packed = pack(e, dtype)
+        if BOUNDED:
+            packed, l_i = bounded_update(s, l_i, rule, EDGES)
+        else:
+            e, _alpha, m_i, l_i = softmax_update(s, m_i, l_i, rule, EDGES)
+            packed = pack(e, dtype)
         if IS_PACKED:
             slot = step % NUM_STAGES
             clear_rows(v_tile, slot, seq_kv - start_kv, v_full.index(slot), step // NUM_STAGES & 1)
@@ -460,12 +470,22 @@ def _consume(
                     s = scaled_scores(s, rule)
                     start_kv = kept_start(lists, batch, head, start_q, index, visible, BLOCK_KV)
                     s = hide(s, position, start_kv, seq_kv, window_left, window_right)
-                e, alpha, m_i, l_i = softmax_update(s, m_i, l_i, rule, masked, BOUNDED)
-                # Rescale what was accumulated
-                acc, p = wait_product(acc, p)
-                arrive(V_READ + previous, READERS)
-                acc = scale_rows(acc, alpha)
-                packed = pack(e, dtype)
+                if BOUNDED:
+                    # Without a maximum each half goes by itself, and the second takes the registers
+                    # of the p that was multiplied.
+                    left, right = split_columns(s)
+                    left, l_i = bounded_update(left, l_i, rule, masked)
+                    acc, p = wait_product(acc, p)
+                    arrive(V_READ + previous, READERS)
+                    right, l_i = bounded_update(right, l_i, rule, masked)
+                    packed = join_columns(left, right, packed)
+                else:
+                    e, alpha, m_i, l_i = softmax_update(s, m_i, l_i, rule, masked)
+                    # Rescale what was accumulated
+                    acc, p = wait_product(acc, p)
+                    arrive(V_READ + previous, READERS)
+                    acc = scale_rows(acc, alpha)
+                    packed = pack(e, dtype)
                 if IS_PACKED and masked:
                     clear_rows(
                         v_tile, slot, seq_kv - start_kv, v_full.index(slot), step // NUM_STAGES & 1

@@ -301,7 +301,7 @@ def _consume(
         arrive(K_READ, READERS)
         start = step_start(0, begin, before, full, after, BLOCK_KV)
         s = hide(scaled_scores(s, rule), position, start, end, window_left, 0)
-        e, _alpha, m_i, l_i = softmax_update(s, m_i, l_i, rule, True, False)
+        e, _alpha, m_i, l_i = softmax_update(s, m_i, l_i, rule, True)
         packed = pack(e, dtype)
         clear_rows(v_tile, 0, end - start, v_full.index(0), 0)
 
@@ -331,7 +331,7 @@ def _consume(
                     s = scaled_scores(s, rule)
                     start = step_start(index, begin, before, full, after, BLOCK_KV)
                     s = hide(s, position, start, end, window_left, 0)
-                e, alpha, m_i, l_i = softmax_update(s, m_i, l_i, rule, masked, False)
+                e, alpha, m_i, l_i = softmax_update(s, m_i, l_i, rule, masked)
                 # Rescale what was accumulated
                 acc, p = wait_product(acc, p)
                 arrive(V_READ + previous, READERS)

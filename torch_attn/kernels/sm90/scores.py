@@ -5,13 +5,21 @@ from triton.experimental.gluon import language as gl
 
 from torch_attn.kernels.portable.scores import attention_mask
 from torch_attn.kernels.sm80.softmax import add_columns, online_softmax_update
-from twin_attention.targets.ptx import cap_constraints, cap_scores
+from torch_attn.kernels.sm90.pipeline import pack
+from twin_attention.targets.ptx import (
+    cap_constraints,
+    cap_scores,
+    capped_exponentials,
+    exponentials_constraints,
+)
 
 # By how many scores of a tile a thread has.
 _CAP = gl.constexpr({n: cap_scores(n, exact=False) for n in (32, 64)})
 _CAP_EXACTLY = gl.constexpr({n: cap_scores(n, exact=True) for n in (32, 64)})
-_CAP_EXP2 = gl.constexpr({n: cap_scores(n, exact=False, exponential=True) for n in (32, 64)})
 _CONSTRAINTS = gl.constexpr({n: cap_constraints(n) for n in (32, 64)})
+# By how many pairs.
+_EXP2 = gl.constexpr({n: capped_exponentials(n) for n in (8, 16, 32)})
+_EXP2_CONSTRAINTS = gl.constexpr({n: exponentials_constraints(n) for n in (8, 16, 32)})
 
 
 @gluon.jit
@@ -47,34 +55,62 @@ def visible_scores(s, position, key, end, rule, window_left, window_right, MASKE
 
 
 @gluon.jit
-def softmax_update(s, m_i, l_i, rule, MASKED: gl.constexpr, BOUNDED: gl.constexpr):
+def softmax_update(s, m_i, l_i, rule, MASKED: gl.constexpr):
     """Update the running softmax: `sm80.softmax.online_softmax_update`.
 
     s: scores if MASKED, otherwise products q·k.
-    BOUNDED: a cap bounds the exponentials, so that m_i stays as it is, and alpha is 1.
     """
-    if BOUNDED:
-        if MASKED:
-            p = gl.exp2(s * rule.exp2_scale)
-        else:
-            p = _cap_with(_CAP_EXP2, s, rule, rule.softcap * rule.exp2_scale)
-        alpha = gl.full(m_i.shape, 1.0, gl.float32, m_i.type.layout)
-        l_i += add_columns(p)
+    if not MASKED:
+        s = scaled_scores(s, rule)
+    return online_softmax_update(s, m_i, l_i, rule.exp2_scale, MASKED)
+
+
+@gluon.jit
+def bounded_update(s, l_i, rule, MASKED: gl.constexpr):
+    """Update the softmax where a cap bounds the exponentials, so that no maximum is subtracted.
+
+    s: scores if MASKED, otherwise products q·k.
+    Returns p, rounded and packed, and l_i.
+    """
+    if MASKED:
+        p = gl.exp2(s * rule.exp2_scale)
+        sums = add_columns(p)
+        packed = pack(p, gl.bfloat16)
     else:
-        if not MASKED:
-            s = scaled_scores(s, rule)
-        p, alpha, m_i, l_i = online_softmax_update(s, m_i, l_i, rule.exp2_scale, MASKED)
-    return p, alpha, m_i, l_i
+        PAIRS: gl.constexpr = s.shape[0] * s.shape[1] // 256
+        first, second = gl.split(gl.reshape(s, [s.shape[0], s.shape[1] // 2, 2]))
+        packed, sums = gl.inline_asm_elementwise(
+            _EXP2[PAIRS], _EXP2_CONSTRAINTS[PAIRS],
+            [first, second, rule.cap_scale, rule.softcap * rule.exp2_scale],
+            dtype=(gl.int32, gl.float32), is_pure=True, pack=PAIRS,
+        )  # fmt: skip
+        # A thread has its row's sum as often as it has a pair.
+        sums = gl.reduce(gl.reshape(sums, [s.shape[0], s.shape[1] // 8, 4]), 1, _first)
+    return packed, l_i + gl.convert_layout(sums, l_i.type.layout, assert_trivial=True)
+
+
+@gluon.jit
+def _first(a, b):
+    return a
+
+
+@gluon.jit
+def split_columns(s):
+    """Return the first half of the columns, and the other."""
+    return gl.split(gl.permute(gl.reshape(s, [s.shape[0], 2, s.shape[1] // 2]), (0, 2, 1)))
+
+
+@gluon.jit
+def join_columns(a, b, like):
+    """Return what has the columns of a, then those of b, in the layout of a tensor like it."""
+    x = gl.reshape(gl.permute(gl.join(a, b), (0, 2, 1)), like.shape)
+    return gl.convert_layout(x, like.type.layout, assert_trivial=True)
 
 
 @gluon.jit
 def _cap(s, rule, b):
     """Return ``b * tanh(score / softcap)`` of products q·k."""
-    return _cap_with(_CAP if rule.small_cap else _CAP_EXACTLY, s, rule, b)
-
-
-@gluon.jit
-def _cap_with(CODE: gl.constexpr, s, rule, b):
+    CODE: gl.constexpr = _CAP if rule.small_cap else _CAP_EXACTLY
     COUNT: gl.constexpr = s.shape[0] * s.shape[1] // 128
     return gl.inline_asm_elementwise(
         CODE[COUNT], _CONSTRAINTS[COUNT], [s, rule.cap_scale, b], dtype=gl.float32,

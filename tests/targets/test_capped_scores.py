@@ -1,0 +1,160 @@
+"""The PTX of capped scores, run by NumPy for the lanes of a warp."""
+
+import re
+
+import numpy as np
+import pytest
+
+from twin_attention.contract.spec import ScoreRule
+from twin_attention.targets.ptx import cap_scores, capped_exponentials
+
+LANES, COUNT = 32, 32
+LOG2E = np.log2(np.e)
+
+
+def _bits(x):
+    return np.asarray(x, np.float32).view(np.uint32)
+
+
+def _bfloat16(x):
+    """Round to the nearest bfloat16, ties to even."""
+    bits = _bits(x)
+    return (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
+
+
+def _flushed(x):
+    return np.where(np.abs(x) < np.float32(2.0**-126), np.float32(0), x)
+
+
+FUNCTIONS = {
+    "mov": lambda a: a,
+    "abs": np.abs,
+    "add": np.add,
+    "sub": np.subtract,
+    "mul": np.multiply,
+    "fma": lambda a, b, c: np.float32(np.float64(a) * b + c),
+    "max.NaN": np.maximum,
+    "min.NaN": np.minimum,
+    "rcp": lambda a: np.float32(1) / a,
+    "ex2": lambda a: _flushed(np.exp2(_flushed(a))),
+    "cvt": lambda high, low: _bfloat16(high) << 16 | _bfloat16(low),
+    "setp.ge": np.greater_equal,
+    "setp.le": np.less_equal,
+    "setp.lt": np.less,
+    "vote": lambda p, _mask: np.broadcast_to(p.all(), p.shape),
+}
+
+
+def _run(text, operands):
+    """Run PTX in which lanes go one way; returns registers and the number of the last branch."""
+    registers = dict(operands)
+    parts = [x for x in re.split(r"(?<=[;:{}])\s*", text) if x not in ("", "{", "}")]
+    labels = {x[:-1]: i for i, x in enumerate(parts) if x.endswith(":")}
+    branches = taken = i = 0
+    while i < len(parts):
+        if parts[i].startswith(".reg") or parts[i].endswith(":"):
+            i += 1
+            continue
+        guard, name, arguments = re.fullmatch(r"(?:@(\w+) )?([\w.]+) (.*);", parts[i]).groups()
+        i += 1
+        if name == "bra":
+            branches += 1
+            if guard is None or registers[guard].all():
+                taken = branches
+                i = labels[arguments]
+            else:
+                assert not registers[guard].any()
+            continue
+        target, *sources = arguments.split(", ")
+        values = [_value(x, registers) for x in sources]
+        accept = values.pop() if ".and." in name else None
+        (function,) = (f for key, f in FUNCTIONS.items() if f"{name}.".startswith(f"{key}."))
+        result = function(*values)
+        registers[target] = result if accept is None else result & accept
+    return registers, taken
+
+
+def _value(source, registers):
+    if source.startswith("0f"):
+        return np.full(LANES, int(source[2:], 16), np.uint32).view(np.float32)
+    return registers[source] if source != "-1" else None
+
+
+def _exponentials(s, a, b):
+    """Run `capped_exponentials` of [lanes, pairs, 2]; returns exponentials, sums and the branch."""
+    given = [s[:, :, 0].T, s[:, :, 1].T, np.full((COUNT, LANES), a), np.full((COUNT, LANES), b)]
+    names = [f"${i}" for i in range(2 * COUNT, 6 * COUNT)]
+    with np.errstate(all="ignore"):
+        registers, taken = _run(
+            capped_exponentials(COUNT),
+            zip(names, np.concatenate(given).astype(np.float32), strict=True),
+        )
+    words = np.stack([registers[f"${i}"] for i in range(COUNT)], 1)
+    pairs = np.stack([words << 16, words & 0xFFFF0000], -1).astype(np.uint32).view(np.float32)
+    sums = np.stack([registers[f"${COUNT + i}"] for i in range(COUNT)], 1)
+    return pairs, sums, taken
+
+
+def _scores(deviation, mean=0.0):
+    numbers = np.random.default_rng(0).normal(mean, deviation, (LANES, COUNT, 2))
+    return numbers.astype(np.float32)
+
+
+# Softcap, scores' deviation and mean, and the branch that is taken: the first where the sums show
+# that all are near, the second where the largest does, or none.
+CASES = {
+    "near": (30.0, 1.0, 0.0, 1),
+    "cap of 50": (50.0, 1.0, 0.0, 1),
+    "some far": (30.0, 5.0, 0.0, 0),
+    "all far": (30.0, 60.0, 0.0, 0),
+    "far and negative": (30.0, 1.0, -15.0, 0),
+    "low sums of what is near": (30.0, 0.1, -10.0, 2),
+    "a small cap": (10.0, 0.5, 0.0, 2),
+    "a small cap, far": (0.5, 1.0, 0.0, 0),
+}
+
+
+@pytest.mark.parametrize("scale", [0.125, -0.125, 1e3])
+@pytest.mark.parametrize(("softcap", "deviation", "mean", "branch"), CASES.values(), ids=CASES)
+def test_exponentials_are_right_and_computed_again_where_they_must(
+    softcap, deviation, mean, branch, scale
+):
+    scores = _scores(deviation, mean)
+    rule = ScoreRule.of(scale, softcap)
+    s = scores / np.float32(scale)
+    got, sums, taken = _exponentials(s, rule.cap_scale, softcap * LOG2E)
+    expected = np.exp(softcap * np.tanh(scores.astype(np.float64) / softcap))
+    rows = expected.sum(-1).reshape(LANES, COUNT // 2, 2).sum(1)
+    rows = np.tile(rows, COUNT // 2)
+    assert taken == branch
+    assert np.abs(sums / rows - 1).max() <= 2e-4
+    # An exponential is right beside its own rounding, and beside its row's sum.
+    error = np.abs(got - expected) - 2.0**-8 * expected
+    assert (error <= 2e-4 * rows[..., None]).all()
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_what_is_no_number_and_what_is_infinite(value):
+    s = _scores(1.0)
+    s[3, 5, 1] = value
+    got, sums, _ = _exponentials(s, 1 / 30, 30 * LOG2E)
+    expected = np.exp(30 * np.tanh(s.astype(np.float64) / 30))
+    rows = np.tile(expected.sum(-1).reshape(LANES, COUNT // 2, 2).sum(1), COUNT // 2)
+    np.testing.assert_allclose(sums, rows, rtol=2e-4)
+    assert np.isnan(got[3, 5, 1]) == np.isnan(value)
+
+
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("deviation", [1.0, 20.0])
+def test_capped_scores(exact, deviation):
+    scores = _scores(deviation)[:, :, 0]
+    given = [scores.T, np.full((COUNT, LANES), 1 / 30), np.full((COUNT, LANES), 30)]
+    names = [f"${i}" for i in range(COUNT, 4 * COUNT)]
+    with np.errstate(all="ignore"):
+        registers, _ = _run(
+            cap_scores(COUNT, exact=exact),
+            zip(names, np.concatenate(given).astype(np.float32), strict=True),
+        )
+    got = np.stack([registers[f"${i}"] for i in range(COUNT)], 1)
+    expected = 30 * np.tanh(scores.astype(np.float64) / 30)
+    np.testing.assert_allclose(got, expected, rtol=6e-6, atol=2e-5)
