@@ -181,7 +181,7 @@ def make_flash_bwd(
             lse2, delta = preprocess(dout, dlse, out, lse, spec, backend, *queries)
         else:
             sources = Sources(q, k, v, dout, out, lse, dlse)
-            dq, lse2, delta = launch_dq(sources, spec, backend)
+            dq, lse2, delta = launch_dq(sources, spec, backend, *offsets)
         inputs = Inputs(q, k, v, dout, lse2, delta)
         if has_sums:
             assert launch_fused is not None

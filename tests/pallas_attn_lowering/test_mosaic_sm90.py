@@ -218,18 +218,56 @@ def test_items_of_wrong_offsets_stay_inside_the_tensors(bad, monkeypatch):
         assert ((place.sequence >= 0) & (place.sequence <= 4)).all()
 
 
-def test_the_backward_of_packed_sequences_is_another_familys():
-    def function(implementation, *operands):
-        packed = partial(flash_attention_varlen, implementation=implementation)
-        return gradients(lambda *qkv: packed(*qkv, *operands[3:]), *operands[:3])
+def packed_gradients(*operands, **options):
+    """Return the gradients of packed sequences, from q, k, v, offsets and maybe sinks."""
 
-    operands = sequences(arrays(128))
+    def packed(q, k, v, *sinks):
+        given = dict(zip(("sinks",), sinks, strict=False))
+        return flash_attention_varlen(q, k, v, *operands[3:5], **given, **options)
+
+    return gradients(packed, *operands[:3], *operands[5:])
+
+
+@pytest.mark.parametrize(
+    ("operands", "options"),
+    [
+        (arrays(128, seq_q=4096, seq_kv=40960), {"causal": True}),
+        (arrays(96, 40, seq_q=131, dtype="float16"), {"softcap": 5.0}),
+        (arrays(72, 128, seq_kv=303), {"window_size": (30, 20)}),
+        (arrays(128, 16), {"scale": -0.1, "deterministic": True}),
+    ],
+)
+def test_the_backward_of_packed_sequences_is_lowered(operands, options):
+    """A kernel of its own for dq, with any number of keys."""
+    function = partial(packed_gradients, implementation="mosaic", **options)
+    assert kernels(lower(function, *sequences(operands))) == ["mosaic_gpu_v2"] * 3
+
+
+def test_the_backward_of_packed_sequences_is_lowered_everywhere():
+    operands = *sequences(arrays(128)), jax.ShapeDtypeStruct((4,), "float32")
+    assert kernels(lower(packed_gradients, *operands)) == ["mosaic_gpu_v2"] * 3
+    with jax.enable_x64(True):
+        assert kernels(lower(packed_gradients, *operands)) == ["mosaic_gpu_v2"] * 3
+    batched = [jax.ShapeDtypeStruct((3, *x.shape), x.dtype) for x in operands]
+    text = lower(jax.vmap(packed_gradients), *batched)
+    assert kernels(text) == ["mosaic_gpu_v2"] * 3
+
+
+def test_the_backward_of_packed_large_heads_is_another_familys():
+    operands = sequences(arrays(192))
     with use_target("sm90"):
-        traced = jax.jit(partial(function, None)).trace(*operands)
+        traced = jax.jit(packed_gradients).trace(*operands)
         names = {*re.findall(r"\bname=(flash_(?:fwd|bwd)\w*)", str(traced.jaxpr))}
         assert names == {"flash_fwd", "flash_bwd_preprocess", "flash_bwd_dq", "flash_bwd_dkdv"}
-        with pytest.raises(NotImplementedError, match="its backward takes no packed sequences"):
-            jax.jit(partial(function, "mosaic")).trace(*operands)
+        with pytest.raises(NotImplementedError, match="packed sequences has heads of at most 128"):
+            jax.jit(partial(packed_gradients, implementation="mosaic")).trace(*operands)
+
+
+def test_rows_of_packed_sequences_are_those_of_a_tile():
+    operands = sequences(arrays(128))
+    refused = pytest.raises(NotImplementedError, match="flash_bwd_dq: expected block_q=128, got")
+    with use_configs({"flash_bwd_dq": {"block_q": 64, "num_warps": 8}}), refused:
+        lower(partial(packed_gradients, implementation="mosaic"), *operands)
 
 
 def test_with_sinks():

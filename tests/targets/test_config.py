@@ -284,6 +284,16 @@ def test_packed_sequences_count_as_that_of_a_key_has_in_the_mean(tokens, held):
     assert conditions(spec) == {"packed"} | {f">= {keys} keys" for keys in held}
 
 
+def test_packed_sequences_of_mosaic_have_a_kernel_of_dq():
+    (family,) = (x for x in FAMILIES["pallas_attn"] if (x.name, x.folder) == ("mosaic", "sm90"))
+    dense = FlashCase("", 1, 4096, 4096, 1, 1, 128).spec
+    packed = VarlenSpec(**vars(dense), num_sequences=1)
+    for spec, has_sums in ((dense, True), (packed, False), (replace(dense, seq_kv=2047), False)):
+        configs = Backend(family, "sm90").configs(spec)
+        assert ("flash_bwd_fused" in configs) == has_sums
+        assert ("flash_bwd_dq" in configs) == (not has_sums)
+
+
 def test_short_tiles_of_256_are_those_of_a_dense_batch():
     (family,) = (x for x in FAMILIES["pallas_attn"] if (x.name, x.folder) == ("mosaic", "sm90"))
     short = FlashCase("", 1, 512, 512, 1, 1, 256, causal=True).spec

@@ -17,7 +17,7 @@ without one of these columns the rows serve all of its values:
   a quantised cache.
 - ``head_dim``: the largest head size.
 - ``when``: conditions of `twin_attention.targets.conditions` that all hold, joined by " and ";
-  "" always holds.
+  one after "not " is not to hold; "" always holds.
 
 The other columns are the fields of the kernel's configuration (`twin_attention.targets.kernels`).
 Kernels read the tables; nothing is tuned at run time. To run with other numbers::
@@ -83,9 +83,13 @@ def _matches(column: str, value: Any, spec: Any) -> bool:
     if column == "dtype_bits":
         return spec.dtype_bits == value
     if column == "when":
-        return not value or all(CONDITIONS[name](spec) for name in value.split(" and "))
+        return not value or all(_holds(condition, spec) for condition in value.split(" and "))
     sizes = (spec.head_dim_v,) if isinstance(spec, MergeSpec) else (spec.head_dim, spec.head_dim_v)
     return max(sizes) <= value
+
+
+def _holds(condition: str, spec: Any) -> bool:
+    return CONDITIONS[condition.removeprefix("not ")](spec) != condition.startswith("not ")
 
 
 def parse_table(text: str, kernels: Mapping[str, Kernel] = KERNELS) -> dict[str, tuple[Row, ...]]:
@@ -112,7 +116,7 @@ def parse_table(text: str, kernels: Mapping[str, Kernel] = KERNELS) -> dict[str,
                 fail(ValueError, name, f"rows of {columns}", row)
             key = dict(zip(keys, row, strict=False))
             for condition in filter(None, key.get("when", "").split(" and ")):
-                _check_name("when", condition, CONDITIONS)
+                _check_name("when", condition.removeprefix("not "), CONDITIONS)
             rows.append(Row(tuple(key.items()), kernel.config(*row[len(keys) :])))
         table[name] = tuple(rows)
     return table

@@ -49,7 +49,9 @@ def mosaic_leaves(operation: str, spec: Spec) -> str | None:
         return None
     if max(spec.head_dim, spec.head_dim_v) <= 64:
         return "its packed sequences have heads of more than 64"
-    return "its backward takes no packed sequences" if operation == "flash_bwd" else None
+    if operation == "flash_bwd" and has_large_heads(spec):
+        return "its backward of packed sequences has heads of at most 128"
+    return None
 
 
 def _supports_backward(spec: AttentionSpec) -> str | None:

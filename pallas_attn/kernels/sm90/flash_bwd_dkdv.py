@@ -4,7 +4,9 @@
 """
 
 import functools
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,10 +15,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_attn.kernels.gradients import gradient_of_sums, gradient_sums
-from pallas_attn.kernels.portable.tiles import ROW_PADDING, visible_tiles
+from pallas_attn.kernels.portable.sequences import first_tile
+from pallas_attn.kernels.portable.tiles import ROW_PADDING, cdiv, maximum, visible_tiles
 from pallas_attn.kernels.sm80.scores import as_columns, iota
 from pallas_attn.kernels.sm80.workarounds import warpgroup_barrier
 from pallas_attn.kernels.sm90.launch import launch
+from pallas_attn.kernels.sm90.packed_schedule import order_tiles, read_row
 from pallas_attn.kernels.sm90.pipeline import (
     WGMMA,
     WGMMA_ROWS,
@@ -24,10 +28,12 @@ from pallas_attn.kernels.sm90.pipeline import (
     accumulator,
     add_scores,
     add_values,
+    clear_values,
     columns_of,
     ds_width,
     load_tile,
     make_tiles,
+    store_rows_of_pieces,
     store_tile,
     tile_start,
     value_columns,
@@ -37,7 +43,7 @@ from pallas_attn.kernels.sm90.pipeline import (
 )
 from pallas_attn.kernels.sm90.programs import (
     count_steps,
-    for_each_tile,
+    for_each_packed_tile,
     run_warpgroups,
     step_ranges,
 )
@@ -62,6 +68,33 @@ from twin_attention.targets.steps import exchange_sides, splits_group
 DQ_WRITTEN, DQ_FREE, ADDERS = 7, 9, 128 + 32
 
 
+class Work(NamedTuple):
+    """A tile of keys and its query heads, and the tiles of queries that see it.
+
+    Attributes:
+        batch, head_kv, part: which ones; part is that of the query heads.
+        start_kv, end_kv: its first key, and the end of its sequence's.
+        first_q, end_q: the first row of its sequence's queries, and how many these are.
+        first_row: the first row of the sequence's lse2 and delta.
+        diagonal: the key position of query 0 of the sequence.
+        start_q: the first query of a step's tile, counted from the sequence's.
+        masked_steps, steps: how many tiles of queries are at edges, which come first, and in all.
+    """
+
+    batch: Any
+    head_kv: Any
+    part: Any
+    start_kv: Any
+    end_kv: Any
+    first_q: Any
+    end_q: Any
+    first_row: Any
+    diagonal: Any
+    start_q: Callable[..., Any]
+    masked_steps: Any
+    steps: Any
+
+
 def flash_bwd_dkdv_kernel(
     q_ref,
     k_ref,
@@ -69,6 +102,7 @@ def flash_bwd_dkdv_kernel(
     dout_ref,
     lse2_ref,
     delta_ref,
+    table_ref,
     schedule_ref,
     dk_ref,
     dv_ref,
@@ -121,6 +155,10 @@ def flash_bwd_dkdv_kernel(
     that tile's. Accumulation: float32, exponents in base 2, p and ds cast to the inputs' dtype for
     their products. A key that no query sees gives 0.
 
+    Packed sequences, without sums: as in `flash_bwd_dq_kernel`, with a table of tiles of keys. Of
+    those without queries in their sequence all factors are loaded as 0; of q and dout rows are
+    cleared.
+
     Products are issued so that some run under all arithmetic, where dq is summed: dq and dk of the
     tile before, and dp, under the exponentials; dv under ds; s of the next tile while ds is
     written. Heads that are small have k and v in registers. With a softcap these have no room for
@@ -131,7 +169,7 @@ def flash_bwd_dkdv_kernel(
     program = lax.axis_index("program")
     parts = q_ref.shape[2] // members  # of the query heads, one a work item
     num_tiles = pl.cdiv(seq_kv, block_kv)
-    last_start = pl.cdiv(seq_q, block_q) * block_q - block_q
+    is_packed = table_ref is not None
     makes_dq = dq_sum_ref is not None
     small = makes_dq and is_small(head_dim, head_dim_v)
     # The cap's derivative takes the registers of k and v, of which products have copies besides.
@@ -158,12 +196,21 @@ def flash_bwd_dkdv_kernel(
 
     def locate(tile):
         """Locate a tile of keys and its query heads, and the tiles of queries that see it."""
-        start_kv = tile % num_tiles * block_kv
-        batch, part = tile // num_tiles // parts, tile // num_tiles % parts
+        if is_packed:
+            # Keys are counted from the first of all, queries from the sequence's first.
+            part, row = tile
+            _, _, sequence, _, start_kv, end_kv, first_q, end_q = read_row(table_ref, row)
+            batch, offset = part * 0, end_kv - end_q
+            first_row = first_tile(first_q, sequence, ROW_PADDING) * ROW_PADDING
+        else:
+            start_kv = tile % num_tiles * block_kv
+            batch, part = tile // num_tiles // parts, tile // num_tiles % parts
+            first_q, end_q, first_row, end_kv, offset = 0, seq_q, 0, seq_kv, diagonal
         head_kv = part // (group_size // members)
         begin, before, full, after = visible_tiles(
-            start_kv, seq_kv, seq_q, -diagonal, window_right, window_left, block_kv, block_q
+            start_kv, end_kv, end_q, -offset, window_right, window_left, block_kv, block_q
         )
+        last_start = maximum(cdiv(end_q, block_q) * block_q - block_q, 0)
         if makes_dq and seq_kv % block_kv:
             # Keys that do not exist are hidden in every tile: their ds, times 0, must be finite.
             ends = start_kv + block_kv > seq_kv
@@ -173,18 +220,23 @@ def flash_bwd_dkdv_kernel(
         def start_q(step):
             return tile_start(step, begin, before, full, after, block_q, last_start)
 
-        return batch, head_kv, part, start_kv, start_q, *count_steps(before, full, after)
+        return Work(
+            batch, head_kv, part, start_kv, end_kv, first_q, end_q, first_row, offset, start_q,
+            *count_steps(before, full, after),
+        )  # fmt: skip
+
+    def for_each(body):
+        return for_each_packed_tile(table_ref, schedule_ref, parts, program, body)
 
     def produce():
         """Load what the consumers work on, as soon as there is room."""
 
-        def load(matrix, tiles, vector, rows, full, empty, now, *place):
+        def load(matrix, tiles, vector, rows, full, empty, now, batch, head, start, row):
             slot = now % rows.shape[0]
-            batch, head, start = place
             plgpu.barrier_wait(empty.at[slot])
-            load_tile(matrix, tiles.tile(slot), *place, full.at[slot])
+            load_tile(matrix, tiles.tile(slot), batch, head, start, full.at[slot])
             plgpu.copy_gmem_to_smem(
-                vector.at[batch, head, pl.ds(start, block_q)], rows.at[slot], full.at[slot]
+                vector.at[batch, head, pl.ds(row, block_q)], rows.at[slot], full.at[slot]
             )
 
         load_q = functools.partial(load, q_ref, q_tiles, lse2_ref, lse2_rows, q_full, q_empty)
@@ -193,7 +245,16 @@ def flash_bwd_dkdv_kernel(
         )
 
         def load_all(tile, step):
-            batch, head_kv, part, start_kv, start_q, _, steps = locate(tile)
+            work = locate(tile)
+            batch, head_kv, steps = work.batch, work.head_kv, work.steps
+            first_q, first_row, start_kv = work.first_q, work.first_row, work.start_kv
+            if is_packed:
+                # Without queries all factors are 0: what is past the last row. Keys may be padding,
+                # which may be NaN.
+                has_queries = work.end_q > 0
+                first_q = jnp.where(has_queries, first_q, seq_q)
+                first_row = jnp.where(has_queries, first_row, lse2_ref.shape[2])
+                start_kv = jnp.where(has_queries, start_kv, seq_kv)
 
             def load_keys():
                 for w in range(warpgroups):
@@ -204,7 +265,10 @@ def flash_bwd_dkdv_kernel(
 
             def load_queries(index):
                 now = step + index
-                place = batch, part * members + index // steps, start_q(index % steps)
+                start = work.start_q(index % steps)
+                place = batch, work.part * members + index // steps, start, start
+                if is_packed:
+                    place = *place[:2], first_q + start, first_row + start
                 load_q(now, *place)
                 # After q, which does not wait for the end of the tile before.
                 pl.when(index == 0)(load_keys)
@@ -213,18 +277,20 @@ def flash_bwd_dkdv_kernel(
             pl.loop(0, steps * members)(load_queries)
             return step + steps * members
 
-        end = for_each_tile(schedule_ref, program, load_all)
+        end = for_each(load_all)
         if makes_dq:
-            load_q(end, program * 0, program * 0, program * 0)  # for an s that is not used
+            load_q(end, *[program * 0] * 4)  # for an s that is not used
 
     def add():
         """Add what the consumers write of each tile of dq to its sums."""
 
         def add_all(tile, step):
-            batch, _, part, _, start_q, _, steps = locate(tile)
+            work = locate(tile)
+            batch, steps = work.batch, work.steps
 
             def add_tile(index):
-                head, start = part * members + index // steps, start_q(index % steps)
+                head = work.part * members + index // steps
+                start = work.start_q(index % steps)
                 await_reads()
                 for w in writers:
                     named_barrier("arrive", DQ_FREE + w, ADDERS)
@@ -238,7 +304,7 @@ def flash_bwd_dkdv_kernel(
             pl.loop(0, steps * members)(add_tile)
             return step
 
-        for_each_tile(schedule_ref, program, add_all)
+        for_each(add_all)
         await_copies()
 
     def consume(w):
@@ -279,8 +345,10 @@ def flash_bwd_dkdv_kernel(
             exchange_barrier(warpgroups)
 
         def compute(tile, step):
-            located = batch, head_kv, _, start_kv, start_q, masked_steps, steps = locate(tile)
-            start_row = start_kv + w * WGMMA_ROWS
+            work = locate(tile)
+            batch, head_kv, start_q = work.batch, work.head_kv, work.start_q
+            masked_steps, steps = work.masked_steps, work.steps
+            start_row = work.start_kv + w * WGMMA_ROWS
             no_ds = zeros(WGMMA_ROWS, block_q).astype(k_ref.dtype)
             for x in range(warpgroups) if makes_dq else (w,):
                 plgpu.barrier_wait(kv_full.at[x])
@@ -318,11 +386,20 @@ def flash_bwd_dkdv_kernel(
                 previous, following = (lax.rem(now + x, q_stages) for x in (q_stages - 1, 1))
                 # 0, which the compiler does not know: it would compute the descriptors of k and v
                 # before the loop, for which there are no registers.
-                fresh = now >> 30 if makes_dq else 0
+                fresh = now >> 30 if makes_dq or is_packed else 0
                 is_first = index == fresh
                 multiplied = q_tiles.tile(jnp.where(is_first, q_slot, previous))  # ds is 0 at first
                 dout = dout_tiles.tile(slot)
                 lse2_row, delta_row = lse2_rows.at[q_slot], delta_rows.at[slot]
+                may_end = is_packed and masked
+                if may_end:
+                    # What is another sequence's, or padding, may be NaN. No product is in flight
+                    # here: among products ptxas would wait for each.
+                    plgpu.barrier_wait(q_full.at[q_slot])
+                    plgpu.barrier_wait(dout_full.at[slot])
+                    left = work.end_q - start_q(x)
+                    clear_values(q_tiles.tile(q_slot), left)
+                    clear_values(dout, left)
 
                 def overlap_ahead(s_ref, dp_ref, dk_ref, dv_ref, dq_ref=None):
                     """Multiply dq, dk, dp under the exponentials, dv under ds, s one tile ahead."""
@@ -365,13 +442,12 @@ def flash_bwd_dkdv_kernel(
 
                         def hide(s):
                             # For want of registers the tile is located again.
-                            place = locate(tile + fresh) if is_tight else located
-                            _, _, _, start_kv, start_q, _, _ = place
+                            place = locate(tile + fresh) if is_tight else work
                             return hide_queries(
                                 s,
                                 # Keys are counted as queries are.
-                                first_key=start_kv + w * WGMMA_ROWS - diagonal,
-                                start_q=start_q(x),
+                                first_key=place.start_kv + w * WGMMA_ROWS - diagonal,
+                                start_q=place.start_q(x),
                                 end=seq_kv - diagonal if seq_kv % block_kv else None,
                                 window_left=window_left,
                                 window_right=window_right,
@@ -422,16 +498,22 @@ def flash_bwd_dkdv_kernel(
                 def overlap(s_ref, dp_ref, dk_ref, dv_ref):
                     """Multiply dp under the exponentials, and dv under ds."""
                     # Start dk += dsᵀ q of the tile before, sᵀ = scale · k qᵀ, dpᵀ = v doutᵀ.
-                    plgpu.barrier_wait(q_full.at[q_slot])
+                    if not may_end:
+                        plgpu.barrier_wait(q_full.at[q_slot])
                     dk_ref[...] = dk
                     add_values(dk_ref, ds, multiplied)
-                    add_scores(s_ref, k, q_factors.tile(q_slot))
+                    add_scores(s_ref, k_tiles.tile(w + fresh), q_factors.tile(q_slot))
                     if block_q > WGMMA_ROWS:
                         # The registers of ds are dp's.
                         dk_new = wait_for(dk_ref, len(k.multiplied), ds)
                         plgpu.barrier_arrive(q_empty.at[previous])
-                    plgpu.barrier_wait(dout_full.at[slot])
-                    add_scores(dp_ref, v, dout_factors.tile(slot))
+                    if may_end:
+                        # This is never so. Without a branch here ptxas finds too few registers, and
+                        # waits for each product.
+                        pl.when(now < 0)(lambda: plgpu.barrier_wait(dout_full.at[slot]))
+                    else:
+                        plgpu.barrier_wait(dout_full.at[slot])
+                    add_scores(dp_ref, v_tiles.tile(w + fresh), dout_factors.tile(slot))
                     # pᵀ = exp(sᵀ - lse)
                     s = wait_for(s_ref, len(v.multiplied))
                     if block_q <= WGMMA_ROWS:
@@ -439,12 +521,17 @@ def flash_bwd_dkdv_kernel(
                         s, dk_new, _ = lax.optimization_barrier((s, dk_new, ds))
                         plgpu.barrier_arrive(q_empty.at[previous])
                     position = key = None
-                    if masked:
+                    if masked and not is_packed:
                         position = iota(s.shape, 1, WGMMA) + start_q(x)
                         key = iota(s.shape, 0, WGMMA) + (start_row - diagonal)  # as queries are
                     s, exp2_scale, dcap = visible_scores(
-                        s, position, key, None, rule, window_left, window_right, masked
-                    )
+                        s, position, key, None, rule, window_left, window_right,
+                        masked and not is_packed,
+                    )  # fmt: skip
+                    if may_end and (window_left is not None or window_right is not None):
+                        # Bounds that are data take fewer registers so.
+                        place = start_row - work.diagonal, start_q(x), None
+                        s = hide_queries(s, *place, window_left, window_right)
                     lse2 = plgpu.load(lse2_row, layout=WGMMA.reduce(0))
                     p = jnp.exp2(s * exp2_scale - as_columns(lse2, s, WGMMA))
                     # dv += pᵀ dout
@@ -514,7 +601,12 @@ def flash_bwd_dkdv_kernel(
                 exchange_barrier(warpgroups)  # the others read these keys too
             else:
                 warpgroup_barrier()
-            if dk_sum_ref is None:
+            if is_packed:
+                # Scale and store.
+                end_kv = work.end_kv
+                store_rows_of_pieces(dk * rule.scale, k, dk_ref, batch, head_kv, start_row, end_kv)
+                store_rows_of_pieces(dv, v, dv_ref, batch, head_kv, start_row, end_kv)
+            elif dk_sum_ref is None:
                 # Scale and store.
                 store_tile(dk * rule.scale, k, dk_ref, batch, head_kv, start_row)
                 store_tile(dv, v, dv_ref, batch, head_kv, start_row)
@@ -525,7 +617,7 @@ def flash_bwd_dkdv_kernel(
                     add_to_sums(x, sums, batch, head_kv, start_row * x.shape[1])
             return end
 
-        for_each_tile(schedule_ref, program, compute)
+        for_each(compute)
         plgpu.wait_smem_to_gmem(0)
 
     run_warpgroups(warpgroups, consume, produce, *([add] if makes_dq else []))
@@ -556,7 +648,7 @@ def launch_fused(inputs, spec, backend):
             gradient_sums(spec.batch, spec.heads_kv, rows, columns),
             gradient_sums(spec.batch, spec.heads_kv, rows, columns_v),
         )
-    results = launch_dkdv(inputs, spec, backend, "flash_bwd_fused", sums)
+    results = launch_dkdv(inputs, spec, backend, name="flash_bwd_fused", sums=sums)
     if is_split:
         dq, dk, dv = results
         dk = gradient_of_sums(order_sums(dk, columns), inputs.k, spec.scale)
@@ -566,11 +658,12 @@ def launch_fused(inputs, spec, backend):
     return gradient_of_sums(order_sums(dq, columns), inputs.q, spec.scale), dk, dv
 
 
-def launch_dkdv(inputs, spec, backend, name="flash_bwd_dkdv", sums=()):
+def launch_dkdv(inputs, spec, backend, *offsets, name="flash_bwd_dkdv", sums=()):
     """Call `flash_bwd_dkdv_kernel`.
 
     Args:
         inputs, spec, backend: operands, problem and target.
+        offsets: those of packed sequences.
         name: the configuration's, "flash_bwd_fused" with sums.
         sums: types of float32 sums: of dq, or of dq, dk and dv, where programs share a group's tile
             of keys.
@@ -615,13 +708,19 @@ def launch_dkdv(inputs, spec, backend, name="flash_bwd_dkdv", sums=()):
         size = WGMMA_ROWS * min(64, value_columns(spec.head_dim))
         scratch["dq_tiles"] = plgpu.SMEM((warpgroups, size), jnp.float32)
     parts = spec.heads_q // members
-    turned = replace(exchange_sides(spec), heads_q=parts, heads_kv=parts)
+    turned = exchange_sides(spec)
     outputs = (None if is_split else jax.ShapeDtypeStruct(x.shape, x.dtype) for x in inputs[1:3])
-    schedule = make_schedule(turned, config.block_kv, config.block_q, num_sms(backend.target))
+    programs, table = num_sms(backend.target), None
+    if offsets:
+        table = order_tiles(*reversed(offsets), turned, config.block_kv, config.block_q)
+        schedule = min(table.shape[0] * parts, programs)
+    else:
+        turned = replace(turned, heads_q=parts, heads_kv=parts)
+        schedule = make_schedule(turned, config.block_kv, config.block_q, programs)
     return launch(
         name,
         flash_bwd_dkdv_kernel,
-        inputs,
+        (*inputs, table),
         schedule,
         (*outputs, *sums),
         scratch,

@@ -1,6 +1,8 @@
 """The backward's kernel of dq; `pallas_attn.kernels.sm90.flash_bwd` has the formulas."""
 
 import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -8,12 +10,19 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_attn.kernels.portable.sequences import count_sequence_tiles, num_sequences_of
 from pallas_attn.kernels.portable.softmax import LOG2E
-from pallas_attn.kernels.portable.tiles import ROW_PADDING, visible_tiles
+from pallas_attn.kernels.portable.tiles import ROW_PADDING, cdiv, maximum, visible_tiles
 from pallas_attn.kernels.sm80.flash_fwd import add_columns
 from pallas_attn.kernels.sm80.scores import as_rows, iota
 from pallas_attn.kernels.sm80.workarounds import store_row_values, warpgroup_barrier
 from pallas_attn.kernels.sm90.launch import launch
+from pallas_attn.kernels.sm90.packed_schedule import (
+    NUM_TILES,
+    TILE,
+    order_tiles,
+    read_row,
+)
 from pallas_attn.kernels.sm90.pipeline import (
     WGMMA,
     WGMMA_ROWS,
@@ -22,8 +31,10 @@ from pallas_attn.kernels.sm90.pipeline import (
     add_scores,
     add_values,
     block_tiles,
+    clear_values,
     load_tile,
     make_tiles,
+    store_rows_of_pieces,
     store_tile,
     tile_start,
     values_and_factors,
@@ -32,19 +43,47 @@ from pallas_attn.kernels.sm90.pipeline import (
 )
 from pallas_attn.kernels.sm90.programs import (
     count_steps,
-    for_each_tile,
+    for_each_item,
+    for_each_packed_tile,
     run_warpgroups,
     step_ranges,
 )
 from pallas_attn.kernels.sm90.schedule import make_schedule
-from pallas_attn.kernels.sm90.scores import visible_scores
+from pallas_attn.kernels.sm90.scores import hide_keys, visible_scores
 from pallas_attn.kernels.sm90.workarounds import (
     dot_loaded_rows,
     finish_before_wait,
     load_row_values,
 )
 from pallas_attn.targets import num_sms
+from twin_attention.contract.validate import fail
 from twin_attention.targets.sm90 import has_large_heads
+
+
+class Work(NamedTuple):
+    """A tile of queries, and the tiles of keys that it sees.
+
+    Attributes:
+        batch, head: which ones.
+        start_q, end_q: its first row, and the end of its sequence's.
+        first_row: its first row of lse2 and delta.
+        first_kv, end_kv: the first row of its sequence's keys, and how many these are.
+        diagonal: the key position of row 0.
+        start_kv: the first key of a step's tile.
+        masked_steps, steps: how many tiles of keys are at edges, which come first, and in all.
+    """
+
+    batch: Any
+    head: Any
+    start_q: Any
+    end_q: Any
+    first_row: Any
+    first_kv: Any
+    end_kv: Any
+    diagonal: Any
+    start_kv: Callable[..., Any]
+    masked_steps: Any
+    steps: Any
 
 
 def flash_bwd_dq_kernel(
@@ -55,6 +94,7 @@ def flash_bwd_dq_kernel(
     out_ref,
     lse_ref,
     dlse_ref,
+    table_ref,
     schedule_ref,
     lse2_ref,
     delta_ref,
@@ -98,6 +138,11 @@ def flash_bwd_dq_kernel(
     row that sees no key gives 0. Large heads have code of its own for the first tile of keys. For
     small ones that would be too much for the instruction cache, so that they multiply a ds of 0.
 
+    Packed sequences, of small heads: a batch of one; table is that of `order_tiles`, or else None,
+    and schedule is None. Each sequence begins a tile of lse2 and delta, as in `prepare_rows`. Rows
+    of a tile past its sequence's end are the next one's, or padding. They are not stored, and those
+    of k and v are cleared in shared memory. Queries without a key are loaded as 0.
+
     out_tiles: None where shared memory has no room for its rows, which are then read as they are,
         nor for more than num_stages - 1 tiles of v.
     """
@@ -105,7 +150,7 @@ def flash_bwd_dq_kernel(
     program = lax.axis_index("program")
     heads_q = q_ref.shape[2]
     num_tiles = pl.cdiv(seq_q, block_q)
-    last_start = pl.cdiv(seq_kv, block_kv) * block_kv - block_kv
+    is_packed = table_ref is not None
     of_row = WGMMA.reduce(1)
     v_stages = v_full.shape[0]
     q_tiles, dout_tiles, v_tiles = (Tiles(*views) for views in (q_tiles, dout_tiles, v_tiles))
@@ -116,23 +161,42 @@ def flash_bwd_dq_kernel(
 
     def locate(tile):
         """Locate a tile of queries, and the tiles of keys that it sees."""
-        start_q = tile % num_tiles * block_q
-        batch, head = tile // num_tiles // heads_q, tile // num_tiles % heads_q
+        if is_packed:
+            # Queries are counted from the first of all, keys from the sequence's first.
+            head, row = tile
+            number, _, _, _, start_q, end_q, first_kv, end_kv = read_row(table_ref, row)
+            batch, first_row, offset = head * 0, number * block_q, end_kv - end_q
+        else:
+            start_q = first_row = tile % num_tiles * block_q
+            batch, head = tile // num_tiles // heads_q, tile // num_tiles % heads_q
+            end_q, first_kv, end_kv, offset = seq_q, 0, seq_kv, diagonal
         begin, before, full, after = visible_tiles(
-            start_q, seq_q, seq_kv, diagonal, window_left, window_right, block_q, block_kv
+            start_q, end_q, end_kv, offset, window_left, window_right, block_q, block_kv
         )
+        last_start = maximum(cdiv(end_kv, block_kv) * block_kv - block_kv, 0)
 
         def start_kv(step):
             return tile_start(step, begin, before, full, after, block_kv, last_start)
 
-        return batch, head, start_q, start_kv, *count_steps(before, full, after)
+        return Work(
+            batch, head, start_q, end_q, first_row, first_kv, end_kv, offset, start_kv,
+            *count_steps(before, full, after),
+        )  # fmt: skip
+
+    def for_each(body):
+        for_each_packed_tile(table_ref, schedule_ref, heads_q, program, body)
 
     def produce():
         """Load what the consumers work on, as soon as there is room."""
 
         def load_all(tile, step):
-            batch, head, start_q, start_kv, _, steps = locate(tile)
+            work = locate(tile)
+            batch, head, steps = work.batch, work.head, work.steps
             head_kv = head // group_size
+            start_q = work.start_q
+            if is_packed:
+                # Queries without a key may be padding, which may be NaN; past the last row are 0.
+                start_q = jnp.where(work.end_kv > 0, start_q, seq_q)
             for w in range(warpgroups):
                 start = start_q + w * WGMMA_ROWS
                 plgpu.barrier_wait(q_empty.at[w])
@@ -143,7 +207,9 @@ def flash_bwd_dq_kernel(
 
             @pl.loop(0, steps)
             def _(x):
-                slot, start = (step + x) % num_stages, start_kv(x)
+                slot, start = (step + x) % num_stages, work.start_kv(x)
+                if is_packed:
+                    start = work.first_kv + start
                 plgpu.barrier_wait(k_empty.at[slot])
                 load_tile(k_ref, k_tiles.tile(slot), batch, head_kv, start, k_full.at[slot])
                 slot = (step + x) % v_stages
@@ -152,7 +218,7 @@ def flash_bwd_dq_kernel(
 
             return step + steps
 
-        for_each_tile(schedule_ref, program, load_all)
+        for_each(load_all)
 
     def consume(w):
         """Compute the rows of consumer warpgroup w, a number: each has its own code."""
@@ -166,10 +232,12 @@ def flash_bwd_dq_kernel(
             plgpu.barrier_arrive(v_empty.at[slot])
 
         def compute(tile, step):
-            batch, head, start_q, start_kv, masked_steps, steps = locate(tile)
-            start_row = start_q + w * WGMMA_ROWS
+            work = locate(tile)
+            batch, head, start_kv, end_kv = work.batch, work.head, work.start_kv, work.end_kv
+            masked_steps, steps = work.masked_steps, work.steps
+            start_row = work.start_q + w * WGMMA_ROWS
             place = batch, head, start_row
-            num_rows = None if seq_q % block_q == 0 else seq_q
+            num_rows = work.end_q if is_packed or seq_q % block_q else None
             lse = load_row_values(lse_ref, *place, num_rows, float("inf"))
             dlse = 0.0
             if dlse_ref is not None:
@@ -180,17 +248,34 @@ def flash_bwd_dq_kernel(
                 plgpu.barrier_wait(q_full.at[w])
             else:
                 plgpu.barrier_wait(q_full.at[w])
-                delta = dot_rows(dout, out_tiles.tile(w)) - dlse
+                delta = dot_rows(dout, out_tiles.tile(w))
+                if is_packed:
+                    # The next sequence's rows, or padding.
+                    delta = jnp.where(lse == float("inf"), 0.0, delta)
+                delta = delta - dlse
             lse2 = jnp.where(lse == float("-inf"), float("inf"), lse) * LOG2E
+            place = batch, head, work.first_row + w * WGMMA_ROWS
             store_row_values(lse2, lse2_ref, *place, None, of_row)
             store_row_values(delta, delta_ref, *place, None, of_row)
+            if is_packed:
+                # The gradient of padding's lse may be NaN.
+                delta = jnp.where(end_kv > 0, delta, 0.0)
 
             # Visit the tiles of keys that these queries see; only edges are masked.
             def visit(x, carry, masked):
                 now = step + x
                 slot, slot_v, previous = now % num_stages, now % v_stages, (now - 1) % num_stages
+                may_end = is_packed and masked
+                if may_end:
+                    # What is another sequence's, or padding, may be NaN. No product is in flight
+                    # here: among products ptxas would wait for each.
+                    plgpu.barrier_wait(k_full.at[slot])
+                    plgpu.barrier_wait(v_full.at[slot_v])
+                    left = end_kv - start_kv(x)
+                    clear_values(k_tiles.tile(slot), left)
+                    clear_values(v_tiles.tile(slot_v), left)
                 own = w
-                if is_large:
+                if is_large or is_packed:
                     # w, which the compiler does not know: it would compute the descriptors of q and
                     # dout before the loop, for which there are no registers.
                     own = w + (now >> 30)
@@ -198,7 +283,7 @@ def flash_bwd_dq_kernel(
 
                 def overlap(s_ref=None, dp_ref=None, dq_ref=None):
                     # Start dq += ds k of the tile before, s = scale · q kᵀ, dp = dout vᵀ.
-                    if not is_large:
+                    if not is_large and not may_end:
                         plgpu.barrier_wait(k_full.at[slot])
                     if dq_ref is not None:
                         ds, dq = carry
@@ -221,7 +306,12 @@ def flash_bwd_dq_kernel(
                     if dq_ref is not None:
                         dq = wait_for(dq_ref, len(q.multiplied), carry[0])
                         plgpu.barrier_arrive(k_empty.at[previous])
-                    plgpu.barrier_wait(v_full.at[slot_v])
+                    if may_end:
+                        # This is never so. Without a branch here ptxas finds too few registers, and
+                        # waits for each product.
+                        pl.when(now < 0)(lambda: plgpu.barrier_wait(v_full.at[slot_v]))
+                    else:
+                        plgpu.barrier_wait(v_full.at[slot_v])
                     return with_sums(dp_ref, functools.partial(differences, s_ref)), dq
 
                 def differences(s_ref, dp_ref):
@@ -229,13 +319,18 @@ def flash_bwd_dq_kernel(
                     # p = exp(s - lse)
                     s = wait_for(s_ref, len(dout.multiplied))
                     position = key = None
-                    if masked:
-                        position = iota(s.shape, 0, WGMMA) + (start_row + diagonal)
+                    if masked and not is_packed:
+                        position = iota(s.shape, 0, WGMMA) + (start_row + work.diagonal)
                         key = iota(s.shape, 1, WGMMA) + start_kv(x)
                     end = seq_kv if seq_kv % block_kv else None
                     s, exp2_scale, dcap = visible_scores(
-                        s, position, key, end, rule, window_left, window_right, masked
-                    )
+                        s, position, key, end, rule, window_left, window_right,
+                        masked and not is_packed,
+                    )  # fmt: skip
+                    if may_end:
+                        # Bounds that are data take fewer registers so.
+                        place = start_row + work.diagonal, start_kv(x), end_kv
+                        s = hide_keys(s, *place, window_left, window_right)
                     p = jnp.exp2(s * exp2_scale - as_rows(lse2, s)) * dcap
                     if is_large:
                         p = lax.optimization_barrier(p)
@@ -278,13 +373,34 @@ def flash_bwd_dq_kernel(
 
             # Scale and store.
             warpgroup_barrier()
-            store_tile(dq * rule.scale, q, dq_ref, batch, head, start_row)
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            dq = dq * rule.scale
+            if is_packed:
+                store_rows_of_pieces(dq, q, dq_ref, batch, head, start_row, work.end_q)
+            else:
+                store_tile(dq, q, dq_ref, batch, head, start_row)
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             plgpu.barrier_arrive(q_empty.at[w])
             return step + steps
 
-        for_each_tile(schedule_ref, program, compute)
-        plgpu.wait_smem_to_gmem(0)
+        for_each(compute)
+        if is_packed:
+            prepare_missing(w)
+        else:
+            plgpu.wait_smem_to_gmem(0)
+
+    def prepare_missing(w):
+        """Store lse2 and delta of the rows of tiles without any: p and ds are 0."""
+        num_tiles = table_ref[0, NUM_TILES]
+
+        def prepare(item, step):
+            number = table_ref[num_tiles + item // heads_q, TILE]
+            place = program * 0, item % heads_q, number * block_q + w * WGMMA_ROWS
+            for ref, value in ((lse2_ref, float("inf")), (delta_ref, 0.0)):
+                values = plgpu.layout_cast(jnp.full((WGMMA_ROWS,), value, jnp.float32), of_row)
+                store_row_values(values, ref, *place, None, of_row)
+            return step
+
+        for_each_item((table_ref.shape[0] - num_tiles) * heads_q, program, prepare)
 
     run_warpgroups(warpgroups, consume, produce)
 
@@ -298,7 +414,7 @@ def dot_rows(a, b):
     return total
 
 
-def launch_dq(sources, spec, backend):
+def launch_dq(sources, spec, backend, *offsets):
     """Call `flash_bwd_dq_kernel`; returns dq, lse2 and delta."""
     config = backend.configs(spec)["flash_bwd_dq"]
     warpgroups, stages = config.num_warps // 4 - 1, config.num_stages
@@ -327,11 +443,26 @@ def launch_dq(sources, spec, backend):
         "v_full": plgpu.Barrier(num_arrivals=pieces["v_tiles"], num_barriers=v_stages),
         "v_empty": plgpu.Barrier(num_arrivals=warpgroups, num_barriers=v_stages),
     }
-    schedule = make_schedule(spec, config.block_q, config.block_kv, num_sms(backend.target))
-    padded_rows = pl.cdiv(spec.seq_q, ROW_PADDING) * ROW_PADDING
+    programs, table = num_sms(backend.target), None
+    if offsets:
+        if config.block_q != ROW_PADDING:
+            fail(NotImplementedError, "flash_bwd_dq", f"block_q={ROW_PADDING}", config)
+        table = order_tiles(*offsets, spec, config.block_q, config.block_kv)
+        schedule = min(table.shape[0] * spec.heads_q, programs)
+    else:
+        schedule = make_schedule(spec, config.block_q, config.block_kv, programs)
+    num_tiles = count_sequence_tiles(spec.seq_q, num_sequences_of(spec), ROW_PADDING)
+    padded_rows = num_tiles * ROW_PADDING
     rows = jax.ShapeDtypeStruct((*sources.lse.shape[:2], padded_rows), jnp.float32)
     outputs = rows, rows, jax.ShapeDtypeStruct(sources.q.shape, sources.q.dtype)
     lse2, delta, dq = launch(
-        "flash_bwd_dq", flash_bwd_dq_kernel, sources, schedule, outputs, scratch, spec, config
+        "flash_bwd_dq",
+        flash_bwd_dq_kernel,
+        (*sources, table),
+        schedule,
+        outputs,
+        scratch,
+        spec,
+        config,
     )
     return dq, lse2, delta

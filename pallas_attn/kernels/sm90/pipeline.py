@@ -14,6 +14,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_attn.kernels.portable.sequences import num_sequences_of
 from pallas_attn.kernels.sm80.pipeline import tile_transforms
 from pallas_attn.kernels.sm80.workarounds import store_rows
 from pallas_attn.kernels.sm90.workarounds import clear_rows
@@ -173,6 +174,22 @@ def store_rows_of_tile(x, tile, matrix, batch, head, start, num_rows):
     store_rows(tile, tile_transforms(matrix.shape[3]), matrix, batch, head, start, num_rows)
 
 
+def store_rows_of_pieces(x, tile, matrix, batch, head, start, num_rows):
+    """Store x to rows start .. of one head, those before `num_rows`, through `tile`.
+
+    tile: `Tiles` of one tile, in pieces, which no thread reads any more.
+    """
+    for piece, columns in zip(tile.multiplied, tile.columns, strict=True):
+        piece[...] = x[:, columns].astype(piece.dtype)
+    plgpu.commit_smem()
+    for piece, columns in zip(tile.multiplied, tile.columns, strict=True):
+        width = min(columns.stop, matrix.shape[3]) - columns.start
+        if width > 0:
+            part = matrix.at[:, :, :, pl.ds(columns.start, width)]
+            transforms = tile_transforms(piece.shape[1])
+            store_rows(piece, transforms, part, batch, head, start, num_rows)
+
+
 def clear_values(tile, count):
     """Set what follows the first `count` values of a tile to 0.
 
@@ -259,7 +276,8 @@ def make_tiles(spec, ds_is_shared, values=None, **counts):
     for name, shape in counts.items():
         is_scores = name in ("q_tiles", "k_tiles")
         size = spec.head_dim if is_scores else spec.head_dim_v
-        whole = is_whole(size, spec.seq_q, spec.seq_kv)
+        is_packed = num_sequences_of(spec) is not None  # their tiles begin anywhere
+        whole = not is_packed and is_whole(size, spec.seq_q, spec.seq_kv)
         widths = piece_widths(size, whole)
         if values is not None and not whole:
             columns = value_columns(size)

@@ -16,7 +16,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, nvvm, vector
 
 from pallas_attn.kernels.paged.registers import NUMBER, pointer_at, scalar
-from pallas_attn.kernels.sm80.workarounds import _dot, _pointer
+from pallas_attn.kernels.sm80.workarounds import _dot, _if_traced, _pointer, _scalar
 from twin_attention.targets import ptx
 
 # ---- Take turns. Can go when plgpu has named barriers. -------------------------------------------
@@ -303,7 +303,7 @@ def load_row_values(vector, batch, head, start, num_rows, other):
     Args:
         vector: [B, H, S] float32 in global memory.
         batch, head, start: int32 scalars.
-        num_rows: a number; None where all of the rows exist.
+        num_rows: a number or an int32 scalar; None where all of the rows exist. One of them does.
         other: a number.
 
     Returns:
@@ -311,20 +311,21 @@ def load_row_values(vector, batch, head, start, num_rows, other):
     """
     layout = plgpu.Layout.WGMMA.reduce(1)
     shape = (64,)
+    scalars = batch, head, start, *_if_traced(num_rows)
 
     @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(), *[plgpu.Layout.WG_SPLAT] * 3),
+        arg_types=(plgpu.RefType(), *[plgpu.Layout.WG_SPLAT] * len(scalars)),
         return_type=plgpu.ShapeDtypeStruct(shape, np.dtype("float32"), layout),
     )
-    def load(_, vector, batch, head, start):
+    def load(_, vector, batch, head, start, end=num_rows):
         i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
         base = _pointer(vector, batch, head, start)
 
         def load_one(value, index):
             row = arith.index_cast(i32, index[0])
-            if num_rows is None:
+            if end is None:
                 return llvm.load(f32, mgpu_utils.getelementptr(base, [row], f32))
-            left = arith.subi(mgpu.c(num_rows, i32), start.registers.item())
+            left = arith.subi(_scalar(end), start.registers.item())
             exists = arith.cmpi(arith.CmpIPredicate.slt, row, left)
             # The last row, which exists, for those that do not.
             row = arith.minsi(row, arith.subi(left, mgpu.c(1, i32)))
@@ -334,7 +335,7 @@ def load_row_values(vector, batch, head, start, num_rows, other):
         others = mgpu.FragmentedArray.splat(mgpu.c(other, f32), shape, layout.to_mgpu())
         return others.foreach(load_one, create_array=True)
 
-    return load(vector, batch, head, start)
+    return load(vector, *scalars)
 
 
 # ---- Multiply rows in global memory. Can go when loads take a mask. -----------------------------
