@@ -21,7 +21,7 @@ from pallas_attn.kernels.portable.sequences import (
 )
 from pallas_attn.kernels.portable.softmax import LOG2E
 from pallas_attn.kernels.portable.tiles import ROW_PADDING
-from twin_attention.contract.operands import AttentionOperands
+from twin_attention.contract.operands import AttentionOperands, VarlenOperands
 from twin_attention.contract.spec import AttentionSpec
 from twin_attention.targets.family import Backend
 
@@ -173,6 +173,7 @@ def make_flash_bwd(
             spec, operands.q, operands.k, operands.v, dout, dlse, out, lse
         )
         offsets, segments = offsets_of(operands), segments_of(operands)
+        is_packed = isinstance(operands, VarlenOperands)
         ranges = [segment_ranges(x) for x in segments]
         queries = *offsets[:1], *segments[:1]
         has_sums = launch_fused is not None and "flash_bwd_fused" in backend.configs(spec)
@@ -192,7 +193,11 @@ def make_flash_bwd(
                 dq = launch_dq(inputs, spec, backend, *offsets, *segments, *ranges[1:], *keys)
             dk, dv = launch_dkdv(inputs, spec, backend, *offsets, *segments, *ranges[:1], *queries)
         dq, dk, dv = without_batch(spec, dq, dk, dv)
-        dsinks = sinks_gradient(operands.sinks, lse2, delta)
+        dsinks = None
+        if operands.sinks is not None:
+            # Rows that do not exist need not be there.
+            exists = _rows_of_tiles(offsets[0], spec.seq_q)[1] if is_packed else True
+            dsinks = sinks_gradient(operands.sinks, lse2, delta, exists)
         gradients = {"q": dq, "k": dk, "v": dv, "sinks": dsinks}
         return operands._make(map(gradients.get, operands._fields))
 
@@ -221,9 +226,7 @@ def gradient_of_sums(
     return (ordered[:, :rows, :, :size] * scale).astype(like.dtype)
 
 
-def sinks_gradient(sinks: Array | None, lse2: Array, delta: Array) -> Array | None:
-    """Compute the gradient of the sinks [Hq] from lse2 and delta of all rows."""
-    if sinks is None:
-        return None
+def sinks_gradient(sinks: Array, lse2: Array, delta: Array, exists: Array | bool = True) -> Array:
+    """Compute the gradient of the sinks [Hq] from lse2 and delta of all rows that exist."""
     p = jnp.exp2(sinks[:, None] * LOG2E - lse2)
-    return -jnp.sum(p * delta, (0, 2))
+    return -jnp.sum(jnp.where(exists, p * delta, 0.0), (0, 2))

@@ -9,7 +9,7 @@ import pytest
 from jax.experimental import pallas as pl
 
 from pallas_attn import check_offsets, explain, flash_attention, flash_attention_varlen
-from pallas_attn.kernels.gradients import gradient_of_sums, prepare_rows
+from pallas_attn.kernels.gradients import gradient_of_sums, prepare_rows, sinks_gradient
 from pallas_attn.kernels.portable import sequences as portable
 from pallas_attn.kernels.portable.flash_bwd import launch_preprocess
 from pallas_attn.kernels.portable.sequences import count_sequence_tiles
@@ -255,3 +255,10 @@ def test_explain(problems):
     said = explain(flash_attention_varlen, q, k, v, cu_q, cu_kv, implementation="triton")
     assert said.implementation == "triton"
     assert {"flash_fwd", "flash_bwd_dq", "flash_bwd_dkdv"} <= said.configs.keys()
+
+
+def test_rows_that_do_not_exist_may_hold_anything_for_the_sinks():
+    lse2, delta = jnp.ones((2, 1, 3, 4)).at[..., 2:].set(jnp.nan)
+    sinks, exists = jnp.ones(3), jnp.arange(4) < 2
+    got = sinks_gradient(sinks, lse2, delta, exists)
+    np.testing.assert_array_equal(got, sinks_gradient(sinks, lse2[..., :2], delta[..., :2]))

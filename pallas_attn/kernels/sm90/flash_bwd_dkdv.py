@@ -15,12 +15,23 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_attn.kernels.gradients import gradient_of_sums, gradient_sums
-from pallas_attn.kernels.portable.sequences import first_tile
+from pallas_attn.kernels.portable.sequences import (
+    count_sequence_tiles,
+    first_tile,
+    num_sequences_of,
+)
 from pallas_attn.kernels.portable.tiles import ROW_PADDING, cdiv, maximum, visible_tiles
 from pallas_attn.kernels.sm80.scores import as_columns, iota
 from pallas_attn.kernels.sm80.workarounds import warpgroup_barrier
+from pallas_attn.kernels.sm90.items import (
+    Items,
+    allocate_hand_over,
+    for_each_place,
+    item_counter,
+    next_item,
+    own_item,
+)
 from pallas_attn.kernels.sm90.launch import launch
-from pallas_attn.kernels.sm90.packed_schedule import order_tiles, read_row
 from pallas_attn.kernels.sm90.pipeline import (
     WGMMA,
     WGMMA_ROWS,
@@ -43,7 +54,7 @@ from pallas_attn.kernels.sm90.pipeline import (
 )
 from pallas_attn.kernels.sm90.programs import (
     count_steps,
-    for_each_packed_tile,
+    for_each_tile,
     run_warpgroups,
     step_ranges,
 )
@@ -102,13 +113,15 @@ def flash_bwd_dkdv_kernel(
     dout_ref,
     lse2_ref,
     delta_ref,
-    table_ref,
+    cu_seqlens_q_ref,
+    cu_seqlens_kv_ref,
     schedule_ref,
     dk_ref,
     dv_ref,
-    dq_sum_ref=None,
-    dk_sum_ref=None,
-    dv_sum_ref=None,
+    dq_sum_ref,
+    dk_sum_ref,
+    dv_sum_ref,
+    counter_ref,
     *,
     k_tiles,
     v_tiles,
@@ -124,6 +137,7 @@ def flash_bwd_dkdv_kernel(
     q_empty,
     dout_full,
     dout_empty,
+    hand_over,
     members,
     group_size,
     seq_q,
@@ -155,9 +169,9 @@ def flash_bwd_dkdv_kernel(
     that tile's. Accumulation: float32, exponents in base 2, p and ds cast to the inputs' dtype for
     their products. A key that no query sees gives 0.
 
-    Packed sequences, without sums: as in `flash_bwd_dq_kernel`, with a table of tiles of keys. Of
-    those without queries in their sequence all factors are loaded as 0; of q and dout rows are
-    cleared.
+    Packed sequences, without sums: as in `flash_bwd_dq_kernel`, with tiles of keys, the first ones
+    first. Of those without queries in their sequence all factors are loaded as 0; of q and dout
+    rows are cleared.
 
     Products are issued so that some run under all arithmetic, where dq is summed: dq and dk of the
     tile before, and dp, under the exponentials; dv under ds; s of the next tile while ds is
@@ -169,7 +183,7 @@ def flash_bwd_dkdv_kernel(
     program = lax.axis_index("program")
     parts = q_ref.shape[2] // members  # of the query heads, one a work item
     num_tiles = pl.cdiv(seq_kv, block_kv)
-    is_packed = table_ref is not None
+    is_packed = cu_seqlens_q_ref is not None
     makes_dq = dq_sum_ref is not None
     small = makes_dq and is_small(head_dim, head_dim_v)
     # The cap's derivative takes the registers of k and v, of which products have copies besides.
@@ -198,8 +212,7 @@ def flash_bwd_dkdv_kernel(
         """Locate a tile of keys and its query heads, and the tiles of queries that see it."""
         if is_packed:
             # Keys are counted from the first of all, queries from the sequence's first.
-            part, row = tile
-            _, _, sequence, _, start_kv, end_kv, first_q, end_q = read_row(table_ref, row)
+            part, _number, start_kv, end_kv, first_q, end_q, sequence = tile
             batch, offset = part * 0, end_kv - end_q
             first_row = first_tile(first_q, sequence, ROW_PADDING) * ROW_PADDING
         else:
@@ -225,8 +238,10 @@ def flash_bwd_dkdv_kernel(
             *count_steps(before, full, after),
         )  # fmt: skip
 
-    def for_each(body):
-        return for_each_packed_tile(table_ref, schedule_ref, parts, program, body)
+    def for_each(body, next_place):
+        if is_packed:
+            return for_each_place(next_place, body)
+        return for_each_tile(schedule_ref, program, body)
 
     def produce():
         """Load what the consumers work on, as soon as there is room."""
@@ -277,7 +292,10 @@ def flash_bwd_dkdv_kernel(
             pl.loop(0, steps * members)(load_queries)
             return step + steps * members
 
-        end = for_each(load_all)
+        items = Items(
+            cu_seqlens_kv_ref, cu_seqlens_q_ref, seq_kv, seq_q, parts, block_kv, last_first=False
+        )
+        end = for_each(load_all, lambda: next_item(counter_ref, items, hand_over))
         if makes_dq:
             load_q(end, *[program * 0] * 4)  # for an s that is not used
 
@@ -304,7 +322,7 @@ def flash_bwd_dkdv_kernel(
             pl.loop(0, steps * members)(add_tile)
             return step
 
-        for_each(add_all)
+        for_each(add_all, None)
         await_copies()
 
     def consume(w):
@@ -317,6 +335,8 @@ def flash_bwd_dkdv_kernel(
             plgpu.barrier_arrive(q_empty.at[slot])
         for slot in range(num_stages):
             plgpu.barrier_arrive(dout_empty.at[slot])
+        if is_packed:
+            plgpu.barrier_arrive(hand_over.read)
 
         def start_dq(dq_ref, stored):
             """Start dq = ds k of this warpgroup's part."""
@@ -332,7 +352,7 @@ def flash_bwd_dkdv_kernel(
                             columns_of(piece, lower - held.start, upper - held.start),
                         )
 
-        def hand_over(dq):
+        def hand_over_dq(dq):
             """Write this warpgroup's part of dq for the warp that adds it."""
             named_barrier("sync", DQ_FREE + w, ADDERS)
             write_dq(dq, dq_tiles.at[w])
@@ -413,7 +433,7 @@ def flash_bwd_dkdv_kernel(
                     def finish_dq(pending, *read):
                         if dq_ref is not None:
                             dq = wait_for(dq_ref, pending, *read)
-                            pl.when(jnp.logical_not(is_first))(lambda: hand_over(dq))
+                            pl.when(jnp.logical_not(is_first))(lambda: hand_over_dq(dq))
 
                     def start_next_scores():
                         # sᵀ = scale · k qᵀ of the next tile; behind the last one it is not used.
@@ -589,7 +609,7 @@ def flash_bwd_dkdv_kernel(
                 left = ds_tiles.at[stored, w] if ds is None else ds
                 add_values(dk_ref, left, q_tiles.tile((end - 1) % q_stages))
                 if dq_ref is not None:
-                    hand_over(wait_for(dq_ref, len(k.multiplied)))
+                    hand_over_dq(wait_for(dq_ref, len(k.multiplied)))
                 return wait_for(dk_ref, 0, ds)
 
             refs = [accumulator(*dk.shape)]
@@ -617,7 +637,7 @@ def flash_bwd_dkdv_kernel(
                     add_to_sums(x, sums, batch, head_kv, start_row * x.shape[1])
             return end
 
-        for_each(compute)
+        for_each(compute, lambda: own_item(hand_over))
         plgpu.wait_smem_to_gmem(0)
 
     run_warpgroups(warpgroups, consume, produce, *([add] if makes_dq else []))
@@ -710,25 +730,27 @@ def launch_dkdv(inputs, spec, backend, *offsets, name="flash_bwd_dkdv", sums=())
     parts = spec.heads_q // members
     turned = exchange_sides(spec)
     outputs = (None if is_split else jax.ShapeDtypeStruct(x.shape, x.dtype) for x in inputs[1:3])
-    programs, table = num_sms(backend.target), None
+    programs = num_sms(backend.target)
     if offsets:
-        table = order_tiles(*reversed(offsets), turned, config.block_kv, config.block_q)
-        schedule = min(table.shape[0] * parts, programs)
+        num_tiles = count_sequence_tiles(spec.seq_kv, num_sequences_of(spec), config.block_kv)
+        schedule = min(num_tiles * parts, programs)
     else:
         turned = replace(turned, heads_q=parts, heads_kv=parts)
         schedule = make_schedule(turned, config.block_kv, config.block_q, programs)
-    return launch(
+    no_sums = [None] * (3 - len(sums))
+    results = launch(
         name,
         flash_bwd_dkdv_kernel,
-        (*inputs, table),
+        (*inputs, *(offsets or (None, None))),
         schedule,
-        (*outputs, *sums),
-        scratch,
+        (*outputs, *sums, *no_sums, item_counter() if offsets else None),
+        scratch | {"hand_over": allocate_hand_over(warpgroups) if offsets else None},
         spec,
         config,
-        num_sums=len(sums),
+        num_sums=len(sums) + bool(offsets),
         members=members,
     )
+    return results[:2] if offsets else results
 
 
 def order_sums(sums, columns):

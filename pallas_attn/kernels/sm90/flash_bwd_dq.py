@@ -16,13 +16,15 @@ from pallas_attn.kernels.portable.tiles import ROW_PADDING, cdiv, maximum, visib
 from pallas_attn.kernels.sm80.flash_fwd import add_columns
 from pallas_attn.kernels.sm80.scores import as_rows, iota
 from pallas_attn.kernels.sm80.workarounds import store_row_values, warpgroup_barrier
-from pallas_attn.kernels.sm90.launch import launch
-from pallas_attn.kernels.sm90.packed_schedule import (
-    NUM_TILES,
-    TILE,
-    order_tiles,
-    read_row,
+from pallas_attn.kernels.sm90.items import (
+    Items,
+    allocate_hand_over,
+    for_each_place,
+    item_counter,
+    next_item,
+    own_item,
 )
+from pallas_attn.kernels.sm90.launch import launch
 from pallas_attn.kernels.sm90.pipeline import (
     WGMMA,
     WGMMA_ROWS,
@@ -43,8 +45,7 @@ from pallas_attn.kernels.sm90.pipeline import (
 )
 from pallas_attn.kernels.sm90.programs import (
     count_steps,
-    for_each_item,
-    for_each_packed_tile,
+    for_each_tile,
     run_warpgroups,
     step_ranges,
 )
@@ -94,11 +95,13 @@ def flash_bwd_dq_kernel(
     out_ref,
     lse_ref,
     dlse_ref,
-    table_ref,
+    cu_seqlens_q_ref,
+    cu_seqlens_kv_ref,
     schedule_ref,
     lse2_ref,
     delta_ref,
     dq_ref,
+    counter_ref,
     *,
     q_tiles,
     dout_tiles,
@@ -111,6 +114,7 @@ def flash_bwd_dq_kernel(
     k_empty,
     v_full,
     v_empty,
+    hand_over,
     group_size,
     seq_q,
     seq_kv,
@@ -138,10 +142,10 @@ def flash_bwd_dq_kernel(
     row that sees no key gives 0. Large heads have code of its own for the first tile of keys. For
     small ones that would be too much for the instruction cache, so that they multiply a ds of 0.
 
-    Packed sequences, of small heads: a batch of one; table is that of `order_tiles`, or else None,
-    and schedule is None. Each sequence begins a tile of lse2 and delta, as in `prepare_rows`. Rows
-    of a tile past its sequence's end are the next one's, or padding. They are not stored, and those
-    of k and v are cleared in shared memory. Queries without a key are loaded as 0.
+    Packed sequences, of small heads: as in `flash_fwd_kernel`. Each sequence begins a tile of lse2
+    and delta, as in `prepare_rows`; tiles without rows are not stored. Rows of a tile past its
+    sequence's end are the next one's, or padding. They are not stored, and those of k and v are
+    cleared in shared memory. Queries without a key are loaded as 0.
 
     out_tiles: None where shared memory has no room for its rows, which are then read as they are,
         nor for more than num_stages - 1 tiles of v.
@@ -150,7 +154,7 @@ def flash_bwd_dq_kernel(
     program = lax.axis_index("program")
     heads_q = q_ref.shape[2]
     num_tiles = pl.cdiv(seq_q, block_q)
-    is_packed = table_ref is not None
+    is_packed = cu_seqlens_q_ref is not None
     of_row = WGMMA.reduce(1)
     v_stages = v_full.shape[0]
     q_tiles, dout_tiles, v_tiles = (Tiles(*views) for views in (q_tiles, dout_tiles, v_tiles))
@@ -160,11 +164,10 @@ def flash_bwd_dq_kernel(
         out_tiles = Tiles(*out_tiles)
 
     def locate(tile):
-        """Locate a tile of queries, and the tiles of keys that it sees."""
+        """Return the work of a tile of queries, which is a `Place` if sequences are packed."""
         if is_packed:
             # Queries are counted from the first of all, keys from the sequence's first.
-            head, row = tile
-            number, _, _, _, start_q, end_q, first_kv, end_kv = read_row(table_ref, row)
+            head, number, start_q, end_q, first_kv, end_kv, _sequence = tile
             batch, first_row, offset = head * 0, number * block_q, end_kv - end_q
         else:
             start_q = first_row = tile % num_tiles * block_q
@@ -183,8 +186,11 @@ def flash_bwd_dq_kernel(
             *count_steps(before, full, after),
         )  # fmt: skip
 
-    def for_each(body):
-        for_each_packed_tile(table_ref, schedule_ref, heads_q, program, body)
+    def for_each(body, next_place):
+        if is_packed:
+            for_each_place(next_place, body)
+        else:
+            for_each_tile(schedule_ref, program, body)
 
     def produce():
         """Load what the consumers work on, as soon as there is room."""
@@ -218,7 +224,10 @@ def flash_bwd_dq_kernel(
 
             return step + steps
 
-        for_each(load_all)
+        items = Items(
+            cu_seqlens_q_ref, cu_seqlens_kv_ref, seq_q, seq_kv, heads_q, block_q, last_first=True
+        )
+        for_each(load_all, lambda: next_item(counter_ref, items, hand_over))
 
     def consume(w):
         """Compute the rows of consumer warpgroup w, a number: each has its own code."""
@@ -230,6 +239,8 @@ def flash_bwd_dq_kernel(
             plgpu.barrier_arrive(k_empty.at[slot])
         for slot in range(v_stages):
             plgpu.barrier_arrive(v_empty.at[slot])
+        if is_packed:
+            plgpu.barrier_arrive(hand_over.read)
 
         def compute(tile, step):
             work = locate(tile)
@@ -382,25 +393,9 @@ def flash_bwd_dq_kernel(
             plgpu.barrier_arrive(q_empty.at[w])
             return step + steps
 
-        for_each(compute)
-        if is_packed:
-            prepare_missing(w)
-        else:
+        for_each(compute, lambda: own_item(hand_over))
+        if not is_packed:
             plgpu.wait_smem_to_gmem(0)
-
-    def prepare_missing(w):
-        """Store lse2 and delta of the rows of tiles without any: p and ds are 0."""
-        num_tiles = table_ref[0, NUM_TILES]
-
-        def prepare(item, step):
-            number = table_ref[num_tiles + item // heads_q, TILE]
-            place = program * 0, item % heads_q, number * block_q + w * WGMMA_ROWS
-            for ref, value in ((lse2_ref, float("inf")), (delta_ref, 0.0)):
-                values = plgpu.layout_cast(jnp.full((WGMMA_ROWS,), value, jnp.float32), of_row)
-                store_row_values(values, ref, *place, None, of_row)
-            return step
-
-        for_each_item((table_ref.shape[0] - num_tiles) * heads_q, program, prepare)
 
     run_warpgroups(warpgroups, consume, produce)
 
@@ -443,26 +438,26 @@ def launch_dq(sources, spec, backend, *offsets):
         "v_full": plgpu.Barrier(num_arrivals=pieces["v_tiles"], num_barriers=v_stages),
         "v_empty": plgpu.Barrier(num_arrivals=warpgroups, num_barriers=v_stages),
     }
-    programs, table = num_sms(backend.target), None
+    num_tiles = count_sequence_tiles(spec.seq_q, num_sequences_of(spec), ROW_PADDING)
+    programs = num_sms(backend.target)
     if offsets:
         if config.block_q != ROW_PADDING:
             fail(NotImplementedError, "flash_bwd_dq", f"block_q={ROW_PADDING}", config)
-        table = order_tiles(*offsets, spec, config.block_q, config.block_kv)
-        schedule = min(table.shape[0] * spec.heads_q, programs)
+        schedule = min(num_tiles * spec.heads_q, programs)
     else:
         schedule = make_schedule(spec, config.block_q, config.block_kv, programs)
-    num_tiles = count_sequence_tiles(spec.seq_q, num_sequences_of(spec), ROW_PADDING)
     padded_rows = num_tiles * ROW_PADDING
     rows = jax.ShapeDtypeStruct((*sources.lse.shape[:2], padded_rows), jnp.float32)
-    outputs = rows, rows, jax.ShapeDtypeStruct(sources.q.shape, sources.q.dtype)
-    lse2, delta, dq = launch(
+    dq = jax.ShapeDtypeStruct(sources.q.shape, sources.q.dtype)
+    lse2, delta, dq, *_counter = launch(
         "flash_bwd_dq",
         flash_bwd_dq_kernel,
-        (*sources, table),
+        (*sources, *(offsets or (None, None))),
         schedule,
-        outputs,
-        scratch,
+        (rows, rows, dq, item_counter() if offsets else None),
+        scratch | {"hand_over": allocate_hand_over(warpgroups) if offsets else None},
         spec,
         config,
+        num_sums=int(bool(offsets)),
     )
     return dq, lse2, delta

@@ -6,7 +6,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_attn.kernels.portable.tiles import maximum
-from pallas_attn.kernels.sm90.packed_schedule import for_each_ordered_tile
 
 # Registers of a thread of a consumer and of the producer, by the number of consumer warpgroups.
 REGISTERS = {1: (240, 24), 2: (240, 24), 3: (160, 32)}
@@ -43,30 +42,6 @@ def for_each_tile(schedule_ref, program, body):
         return body(schedule_ref[program, i], step)
 
     return lax.fori_loop(1, schedule_ref[program, 0] + 1, visit, jnp.int32(0))
-
-
-def for_each_packed_tile(table_ref, schedule_ref, heads, program, body):
-    """Call body(tile, steps before) for each tile of this program, of packed sequences or not.
-
-    tile: as `for_each_tile` has it; with a table of `order_tiles`, a head and a row of the table.
-    """
-    if table_ref is None:
-        return for_each_tile(schedule_ref, program, body)
-
-    def visit(head, row, step):
-        return body((head, row), step)
-
-    return for_each_ordered_tile(table_ref, heads, program, visit)
-
-
-def for_each_item(num_items, program, body):
-    """Call body(item, steps before) for the items of this program: every so many of them."""
-    programs = lax.axis_size("program")
-
-    def visit(i, step):
-        return body(program + i * programs, step)
-
-    lax.fori_loop(0, pl.cdiv(num_items - program, programs), visit, jnp.int32(0))
 
 
 def count_steps(before, full, after):
