@@ -15,6 +15,7 @@ from torch_attn.kernels.portable.tiles import ROW_PADDING
 from torch_attn.kernels.sm80.flash_bwd import scale_all
 from torch_attn.kernels.sm80.pipeline import group_step
 from torch_attn.kernels.sm90.pipeline import (
+    HOLDS_CAPPED_KEYS,
     READERS,
     add_product,
     add_shared,
@@ -306,7 +307,7 @@ def _consume_queries(
     IS_PACKED: gl.constexpr = offsets[2] is not None
     Q_STAGES: gl.constexpr = q_tile[0].shape[0]
     BLOCK_Q: gl.constexpr = q_tile[0].shape[3]
-    SMALL: gl.constexpr = is_small(HEAD_DIM, HEAD_DIM_V)
+    SMALL: gl.constexpr = is_small(HEAD_DIM, HEAD_DIM_V, FUSED and rule.softcap is not None)
     dtype: gl.constexpr = q_tile[0].dtype
     layout: gl.constexpr = product_layout(BLOCK_Q)
     step = 0  # over all items
@@ -419,9 +420,13 @@ def _consume_queries(
 
 
 @triton.constexpr_function
-def is_small(head_dim, head_dim_v):
-    """Return True if a consumer's registers have room for its rows of k and v beside all else."""
-    return max(sum(column_pieces(head_dim)), sum(column_pieces(head_dim_v))) <= 64
+def is_small(head_dim, head_dim_v, capped_dq):
+    """Return True if a consumer's registers have room for its rows of k and v beside all else.
+
+    capped_dq: that is capped scores and dq.
+    """
+    columns = max(sum(column_pieces(head_dim)), sum(column_pieces(head_dim_v)))
+    return columns <= 64 and (HOLDS_CAPPED_KEYS or not capped_dq)
 
 
 @gluon.jit
@@ -464,7 +469,7 @@ def _visit_queries(
     Q_STAGES: gl.constexpr = q_tile[0].shape[0]
     DO_STAGES: gl.constexpr = do_tile[0].shape[0]
     BLOCK_Q: gl.constexpr = q_tile[0].shape[3]
-    SMALL: gl.constexpr = is_small(HEAD_DIM, HEAD_DIM_V)
+    SMALL: gl.constexpr = is_small(HEAD_DIM, HEAD_DIM_V, FUSED and rule.softcap is not None)
     AHEAD: gl.constexpr = FUSED or SMALL
     S_PIECES: gl.constexpr = num_pieces(HEAD_DIM)
     DP_PIECES: gl.constexpr = num_pieces(HEAD_DIM_V)

@@ -36,6 +36,9 @@ store_box = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 _descriptor = gl.shared_memory_descriptor
 reinterpret = getattr(_descriptor, "reinterpret", None) or _descriptor._reinterpret
+# 3.9's ptxas spills 572 bytes a step of a backward that holds k and v in registers beside capped
+# scores and dq; 3.6's spills 20 in all.
+HOLDS_CAPPED_KEYS = not hasattr(tma, "async_load")
 
 # Named barriers, from the first that Triton leaves alone: one for each consumer's turn, then one
 # for each stage of k, and of v.
