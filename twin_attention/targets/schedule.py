@@ -5,14 +5,14 @@ from __future__ import annotations
 from twin_attention.contract.spec import AttentionSpec, VarlenSpec
 from twin_attention.targets.config import padded_head_dim
 
-# Of an SM of every target: float32 registers.
+# 32-bit registers of an SM, on every target.
 REGISTERS = 65536
 
 
 def programs_of_sm(block: int, *sizes: int) -> int:
     """Return about how many programs of a portable kernel an SM has at a time, 1 to 4.
 
-    So many of them have sums in half of its registers.
+    Their sums take half of its registers.
 
     Args:
         block: rows of a program's tile.
@@ -23,7 +23,7 @@ def programs_of_sm(block: int, *sizes: int) -> int:
 
 
 def heads_together(spec: AttentionSpec, num_tiles: int, programs: int) -> int:
-    """Return of how many heads, the last ones, a kernel takes the tiles in order of length.
+    """Return how many heads, the last ones, have their tiles taken together, the longest first.
 
     Under a causal mask a head's last tile of queries takes longest, or its first of keys. With one
     head after the other, the last programs to start are a whole head's, and most SMs idle while its
@@ -32,8 +32,8 @@ def heads_together(spec: AttentionSpec, num_tiles: int, programs: int) -> int:
     lengths at a time, and few heads' keys and values are read at once.
 
     Packed sequences follow each other, each with tiles of any length, and all heads are taken
-    together: the grid ends with the shortest tiles of some sequence in all heads, and what is read
-    at a time are few of the sequences.
+    together: the grid ends with the shortest tiles of some sequence in all heads, and few of the
+    sequences are read at a time.
 
     Args:
         spec: the problem.
