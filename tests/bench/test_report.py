@@ -352,6 +352,7 @@ PLOTS = {
     "h200-packed": 0,
     "h200-packed-65536": 0,
     "h200-packed-sm90": 0,
+    "h200-packed-peers": 0,
     "h200-patterns": 0,
     "h200-prefill": 0,
     "h200-sm90-256": 0,
