@@ -98,10 +98,10 @@ def flash_fwd_kernel(
     out [B, Sq, Hq, Dv], lse [B, Hq, Sq] (float32, natural log); in shared memory a tile of q, and
     num_stages tiles of k and of v. Query i stands at key position i + diagonal; rule:
     `twin_attention.contract.spec.ScoreRule`. Grid: (query tiles · heads · batch), in the order of
-    `longest_first`; together: a function of their tiles. Packed sequences:
-    as in the portable `flash_fwd_kernel`, a batch of one. Loop invariant:
-    m_i is at most RESCALE_ABOVE below the row maximum so far (base 2), and with
-    p = exp2(s · exp2_scale - m_i), l_i holds Σ p as 8 partial sums a row and acc is Σ p v.
+    `longest_first`; together: what that takes, as a function of a head's tiles. Packed sequences:
+    as in the portable `flash_fwd_kernel`, a batch of one. Loop invariant: m_i is at most
+    RESCALE_ABOVE below the row maximum so far (base 2), and with p = exp2(s · exp2_scale - m_i),
+    l_i holds Σ p as 8 partial sums a row and acc is Σ p v.
     Accumulation: float32, exponents in base 2, p cast to v's dtype for p·v. A row that sees no key
     gives 0, and -inf or its sink. Each four warps have block_q · 4 / num_warps rows, a multiple of
     64.
