@@ -27,6 +27,7 @@ from torch_attn.kernels.sm90.paged_attention import paged_attention
 from twin_attention.contract.operands import BlockSparseOperands, PagedOperands, VarlenOperands
 from twin_attention.targets import config
 from twin_attention.targets.conditions import CONDITIONS
+from twin_attention.targets.config import use_configs
 
 BACKEND = gluon_backend("sm90")
 SUMMED = ["flash_bwd_preprocess", "flash_bwd_fused", "flash_bwd_postprocess"]
@@ -100,6 +101,9 @@ LARGE = [
     FlashCase("hidden rows", 1, 200, 100, 1, 1, 160, causal=True),
     VarlenCase("packed", ((70, 150), (0, 30), (50, 0)), (9, 9), 1, 1, 256, sinks=True),
     VarlenCase("packed, groups", ((140, 90), (9, 70)), (20, 9), 2, 1, 192, 128),
+    # With one tile of dout in shared memory, in several tiles at the edges.
+    VarlenCase("packed, narrow values", ((63, 133),), (9, 9), 2, 1, 200, 16, causal=False),
+    VarlenCase("packed, wide values", ((140, 90), (0, 20)), (20, 9), 1, 1, 64, 256),
 ]
 
 
@@ -234,3 +238,14 @@ def test_paged_attention(mode):
         results = paged_attention(PagedOperands(**inputs), spec, BACKEND)
     assert launched == ["paged_attention"]
     check_results(dict(zip(("out", "lse"), results, strict=True)), expected)
+
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "kernel", "stages"),
+    [(64, "flash_bwd_dq", 1), (192, "flash_bwd_dq", 4), (64, "flash_bwd_dkdv", 1)],
+)
+def test_stages_with_which_warps_would_wait_for_each_other_do_not_compile(head_dim, kernel, stages):
+    case = VarlenCase("", ((70, 150),), (9, 9), 1, 1, head_dim, deterministic=True)
+    with use_configs({kernel: {"num_stages": stages}}), pytest.raises(AssertionError, match="^$"):
+        check_backward(case, WRITES_FIRST, BACKEND)

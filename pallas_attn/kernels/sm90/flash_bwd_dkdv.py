@@ -692,6 +692,9 @@ def launch_dkdv(inputs, spec, backend, *offsets, name="flash_bwd_dkdv", sums=())
         dk and dv, unless they are summed, and the sums.
     """
     config = backend.configs(spec)[name]
+    if offsets and config.num_stages < 2:
+        # The next tile of queries is awaited, to be cleared, before the last one is released.
+        fail(NotImplementedError, name, "num_stages=2 for packed sequences", config)
     is_split = len(sums) == 3
     members = 1 if is_split else spec.group_size
     warpgroups, stages = config.num_warps // 4 - 1, config.num_stages

@@ -116,6 +116,7 @@ def flash_bwd_dq_kernel(
     layout: gl.constexpr = product_layout(gl.num_warps())
     q_tile = allocate_tile(dtype, 1, BLOCK_Q, HEAD_DIM)
     do_tile = allocate_tile(dtype, 1, BLOCK_Q, HEAD_DIM_V)
+    gl.static_assert(NUM_STAGES <= 2)
     k_tile = allocate_tile(dtype, NUM_STAGES, BLOCK_KV, HEAD_DIM)
     v_tile = allocate_tile(dtype, NUM_STAGES, BLOCK_KV, HEAD_DIM_V)
     q_base = head_base(q_ptr, q_strides, batch, head, ALIGN)
@@ -271,6 +272,7 @@ def flash_bwd_dkdv_kernel(
     layout: gl.constexpr = product_layout(gl.num_warps(), 1 if P_IN_REGISTERS else 2)
     k_tile = allocate_tile(dtype, 1, BLOCK_KV, HEAD_DIM)
     v_tile = allocate_tile(dtype, 1, BLOCK_KV, HEAD_DIM_V)
+    gl.static_assert(NUM_STAGES <= 2)
     q_tile = allocate_tile(dtype, NUM_STAGES, BLOCK_Q, HEAD_DIM)
     do_tile = allocate_tile(dtype, NUM_STAGES, BLOCK_Q, HEAD_DIM_V)
     if not P_IN_REGISTERS:

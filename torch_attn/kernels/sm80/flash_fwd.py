@@ -124,6 +124,7 @@ def flash_fwd_kernel(
     dtype: gl.constexpr = q_ptr.dtype.element_ty
     layout: gl.constexpr = product_layout(gl.num_warps())
     q_tile = allocate_tile(dtype, 1, BLOCK_Q, HEAD_DIM)
+    gl.static_assert(NUM_STAGES <= 2)
     k_tile = allocate_tile(dtype, NUM_STAGES, BLOCK_KV, HEAD_DIM)
     v_tile = allocate_tile(dtype, NUM_STAGES, BLOCK_KV, HEAD_DIM_V)
     q_base = head_base(q_ptr, q_strides, batch, head, ALIGN)

@@ -141,6 +141,9 @@ def flash_bwd_dkdv_kernel(
     gl.static_assert(BLOCK_Q == 64)
     gl.static_assert(BLOCK_KV == 128)
     gl.static_assert(NUM_STAGES <= 2)
+    if num_sequences is not None:
+        # The next tile of queries is awaited, to be cleared, before the last one is released.
+        gl.static_assert(NUM_STAGES == 2)
     k_tile = allocate_tile(dtype, 2, 64, HEAD_DIM)
     v_tile = allocate_tile(dtype, 2, 64, HEAD_DIM_V)
     q_tile = allocate_tile(dtype, NUM_STAGES + 1, BLOCK_Q, HEAD_DIM)

@@ -16,6 +16,7 @@ from torch_attn.kernels.sm80.flash_bwd import scale_all
 from torch_attn.kernels.sm80.pipeline import copy_layout, step_start
 from torch_attn.kernels.sm90.pipeline import (
     K_READ,
+    MAX_STAGES,
     READERS,
     V_READ,
     add_product,
@@ -113,6 +114,9 @@ def flash_bwd_dq_kernel(
     """
     dtype: gl.constexpr = q.dtype
     gl.static_assert(BLOCK_Q == 128)
+    # The next tile of keys is awaited before the last one is released.
+    gl.static_assert(NUM_STAGES >= 2)
+    gl.static_assert(NUM_STAGES <= MAX_STAGES)
     q_tile = allocate_tile(dtype, 2, 64, HEAD_DIM)
     do_tile = allocate_tile(dtype, 2, 64, HEAD_DIM_V)
     out_tile = ()
@@ -334,7 +338,8 @@ def _consume_keys(
         if IS_PACKED:
             delta = gl.where(rows < seq_q, delta, 0.0)
         if dlse_ptr is not None:
-            delta -= gl.load(dlse_ptr + first_row + rows, mask=rows < seq_q, other=0.0)
+            has_key = (rows < seq_q) & (lse != float("-inf"))
+            delta -= gl.load(dlse_ptr + first_row + rows, mask=has_key, other=0.0)
         lse2 = gl.where(lse == float("-inf"), float("inf"), lse) * LOG2E
         padded_rows = count_sequence_tiles(total_q, offsets[2], ROW_PADDING) * ROW_PADDING
         first_row = (batch * heads_q + head).to(gl.int64) * padded_rows + shift

@@ -185,7 +185,6 @@ def _consume_queries(
         mbarrier.wait(q_full.index(slot), step // Q_STAGES & 1)
         if IS_PACKED:
             clear_queries(q_tile, q_full, step, 0, queries, visible, GROUP_SIZE)
-            clear_queries(do_tile, do_full, step, 0, queries, visible, GROUP_SIZE)
             clear_keys(k_tile, CONSUMER, k_full.index(0), turn & 1, keys, queries)
         s = product_scores(k_tile, CONSUMER, q_tile, slot, HEAD_DIM, layout)
         s = warpgroup_mma_wait(0, deps=(s,))
@@ -206,9 +205,10 @@ def _consume_queries(
                 end = (before + after) * GROUP_SIZE
             while index < end:
                 if IS_PACKED and masked:
+                    # dout's next tile may need the place of this one: it is not there before.
                     begun = step - index
                     clear_queries(q_tile, q_full, begun, index, queries, visible, GROUP_SIZE)
-                    clear_queries(do_tile, do_full, begun, index, queries, visible, GROUP_SIZE)
+                    clear_queries(do_tile, do_full, begun, index - 1, queries, visible, GROUP_SIZE)
                 slot = step % Q_STAGES
                 previous = (step - 1) % DO_STAGES
                 # sᵀ = scale · k qᵀ, and dv += pᵀ dout for the tile before
@@ -233,6 +233,9 @@ def _consume_queries(
                 packed = pack(p, dtype)
                 index += 1
                 step += 1
+            if IS_PACKED and masked:
+                begun = step - index
+                clear_queries(do_tile, do_full, begun, index - 1, queries, visible, GROUP_SIZE)
 
         # The last pᵀ·dout
         previous = (step - 1) % DO_STAGES
