@@ -76,12 +76,15 @@ def prepare_rows(
     """Compute lse2 and delta of every row, [B, Hq, Sq rounded up to ROW_PADDING] float32.
 
     XLA makes one kernel of it. lse2 is lse in base 2, or +inf where a row saw no key or does not
-    exist, so that ``exp2(s - lse2)`` is 0 there. Packed sequences: `count_sequence_tiles` of
-    ROW_PADDING rows, so that each sequence begins a tile. dout counts as 0 in padding.
+    exist, so that ``exp2(s - lse2)`` is 0 there; dlse counts as 0 where a row saw no key. Packed
+    sequences: `count_sequence_tiles` of ROW_PADDING rows, so that each sequence begins a tile. dout
+    counts as 0 in padding.
     """
     products = dout.astype(jnp.float32) * out.astype(jnp.float32)
     delta = jnp.swapaxes(jnp.sum(products, 3), 1, 2)
     lse2 = jnp.where(lse == float("-inf"), float("inf"), lse) * LOG2E
+    if dlse is not None:
+        dlse = jnp.where(lse == float("-inf"), 0.0, dlse)
     if cu_seqlens_q is not None:
         row, is_row, is_token = _rows_of_tiles(cu_seqlens_q, spec.seq_q)
         delta = jnp.where(is_token, delta[..., row], 0.0)

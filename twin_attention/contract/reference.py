@@ -343,11 +343,12 @@ def _backward(
     dout = _rows(xp, dout, spec, dtype)
     s, dcap = _scores(xp, q, k, spec, seen)
     sink = _of_rows(xp, operands.sinks, spec, spec.seq_q, dtype)
-    p, p_sink, _ = _normalize(xp, s, sink)
+    p, p_sink, lse = _normalize(xp, s, sink)
     dp = _product(xp, dout, xp.matrix_transpose(v), spec)
     delta = xp.sum(p * dp, axis=-1, keepdims=True)
     if dlse is not None:
-        delta = delta - xp.reshape(xp.astype(dlse, dtype), delta.shape)
+        lse, dlse = (xp.reshape(xp.astype(x, dtype), delta.shape) for x in (lse, dlse))
+        delta = delta - xp.where(lse == -xp.inf, xp.zeros_like(dlse), dlse)
     ds = p * (dp - delta)
     if dcap is not None:
         ds = ds * dcap

@@ -79,11 +79,11 @@ def flash_bwd_preprocess_kernel(
     """Prepare the rows for the other kernels; one program has block_q rows of a head.
 
     ``delta = rowsum(dout ∘ out) - dlse``, and lse2 is lse in base 2, or +inf where a row saw no
-    key or does not exist, so that ``exp2(s - lse2)`` is 0 there. dout counts as products of the
-    precision take it, so that ds cancels where a row sees one key. Operands, of this program's
-    batch
-    and head: dout and out [Sq, Dv], lse and dlse [Sq] (dlse is None for zero); lse2 and delta
-    [Sq rounded up to ROW_PADDING], all float32. Grid: (query tiles, heads, batch).
+    key or does not exist, so that ``exp2(s - lse2)`` is 0 there. dlse counts as 0 in a row that saw
+    no key, and dout as products of the precision take it, so that ds cancels where a row sees one
+    key. Operands, of this program's batch and head: dout and out [Sq, Dv], lse and dlse [Sq] (dlse
+    is None for zero); lse2 and delta [Sq rounded up to ROW_PADDING], all float32. Grid: (query
+    tiles, heads, batch).
 
     Packed sequences, as in `flash_fwd_kernel`: lse2 and delta have `count_sequence_tiles` of
     ROW_PADDING rows, so that each sequence begins a tile. dout counts as 0 in padding, and in that
@@ -109,7 +109,8 @@ def flash_bwd_preprocess_kernel(
     lse = load_rows(lse_ref, start_q, seq_q, block_q, float("inf"))
     lse2 = jnp.where(lse == float("-inf"), float("inf"), lse) * LOG2E
     if dlse_ref is not None:
-        delta = delta - load_rows(dlse_ref, start_q, seq_q, block_q, 0.0)
+        dlse = load_rows(dlse_ref, start_q, seq_q, block_q, 0.0)
+        delta = delta - jnp.where(lse == float("-inf"), 0.0, dlse)
 
     # Store.
     lse2_ref[pl.ds(padded, block_q)] = lse2

@@ -253,6 +253,7 @@ def flash_bwd_dq_kernel(
             dlse = 0.0
             if dlse_ref is not None:
                 dlse = load_row_values(dlse_ref, *place, num_rows, 0.0)
+                dlse = jnp.where(lse == float("-inf"), 0.0, dlse)
             # delta = rowsum(dout ∘ out) - dlse; lse2 is +inf for rows without a key or not there
             if is_large:
                 delta = dot_loaded_rows(dout_ref, out_ref, *place, num_rows) - dlse

@@ -86,11 +86,11 @@ def flash_bwd_preprocess_kernel(
     """Prepare the rows for the other kernels; one program has BLOCK_Q rows of a head.
 
     ``delta = rowsum(dout ∘ out) - dlse``, and lse2 is lse in base 2, or +inf where a row saw no
-    key or does not exist, so that ``exp2(s - lse2)`` is 0 there. dout counts as products of
-    the precision take it, so that ds cancels where a row sees one key. Operands: dout and out
-    [B, Sq, Hq, Dv] with the given strides; lse and dlse [B, Hq, Sq] contiguous; lse2 and
-    delta [B, Hq, Sq rounded up to ROW_PADDING], all float32. Grid: (query tiles, heads, batch) in
-    one axis.
+    key or does not exist, so that ``exp2(s - lse2)`` is 0 there. dlse counts as 0 in a row that saw
+    no key, and dout as products of the precision take it, so that ds cancels where a row sees one
+    key. Operands: dout and out [B, Sq, Hq, Dv] with the given strides; lse and dlse [B, Hq, Sq]
+    contiguous; lse2 and delta [B, Hq, Sq rounded up to ROW_PADDING], all float32. Grid: (query
+    tiles, heads, batch) in one axis.
 
     Packed sequences, as in `flash_fwd_kernel`: lse2 and delta have `count_sequence_tiles` of
     ROW_PADDING rows, so that each sequence begins a tile. dout counts as 0 in padding, and in that
@@ -130,7 +130,8 @@ def flash_bwd_preprocess_kernel(
     lse = tl.load(lse_ptr + offset + rows, mask=rows < seq_q, other=float("inf"))
     lse2 = tl.where(lse == float("-inf"), float("inf"), lse) * LOG2E
     if dlse_ptr is not None:
-        delta -= tl.load(dlse_ptr + offset + rows, mask=rows < seq_q, other=0.0)
+        has_key = (rows < seq_q) & (lse != float("-inf"))
+        delta -= tl.load(dlse_ptr + offset + rows, mask=has_key, other=0.0)
     padded_offset = (batch * heads_q + head) * num_rows
     tl.store(lse2_ptr + padded_offset + rows, lse2)
     tl.store(delta_ptr + padded_offset + rows, delta)
