@@ -592,6 +592,8 @@ def _large() -> Iterator[FlashCase]:
         base, name="large-2g-elements-batch", batch=520, seq_q=2048, seq_kv=2048, gradients=False
     )
     yield replace(base, name="large-2g-elements-rows", batch=1, seq_q=1 << 20, seq_kv=1 << 20)
+    heads = {"heads_q": 33, "heads_kv": 3, "head_dim": 192}
+    yield replace(base, name="large-2g-elements-d192", batch=170, seq_q=2048, seq_kv=2048, **heads)
 
 
 def _quick_varlen() -> Iterator[VarlenCase]:

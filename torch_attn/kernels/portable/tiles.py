@@ -93,7 +93,7 @@ def head_base(pointer, strides, batch, head, ALIGN: tl.constexpr, first=None):
 
     `strides` are those of batch, row and head; ALIGN divides all of them.
     """
-    offset = batch * strides[0] + head.to(tl.int64) * strides[2]
+    offset = tl.cast(batch, tl.int64) * strides[0] + head.to(tl.int64) * strides[2]
     if first is not None:
         offset += first.to(tl.int64) * strides[1]
     return pointer + tl.multiple_of(offset, ALIGN)
