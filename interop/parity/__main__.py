@@ -1,5 +1,7 @@
 """Run both implementations on the same tensors and hold them to one error budget.
 
+With ``--fuzz`` the problems are random ones (`interop.parity.fuzz`).
+
 Exit codes: 0 every case passed, 1 a case failed, 2 bad arguments or a missing package,
 130 interrupted with no failure so far.
 """
@@ -64,6 +66,15 @@ def main(arguments: list[str] | None = None) -> int:
         got = " ".join(implementations)
         parser.error(f"--implementations: expected one with kernels for this device, got {got!r}")
     make_folder(parser.error, "--output", options.output)
+    from interop.parity.fuzz.command import fuzz, run_one
+
+    try:
+        if options.problem is not None:
+            return run_one(groups, device, options.problem)
+        if options.fuzz is not None:
+            return fuzz(groups, device, options.fuzz, options.seed, options.jobs, options.output)
+    except ValueError as error:
+        parser.error(f"--problem: {error}")
     return _run(suites, groups, device, options)
 
 
@@ -170,6 +181,18 @@ def _parser() -> argparse.ArgumentParser:
         help="processes that the cases are spread over, each with its own frameworks (default: "
         "on a GPU as many as cores, at most 14; on a CPU half as many, at most 2; no more than "
         "half the cases; 1 for suite large, a case of which may take most of a card's memory)",
+    )
+    parser.add_argument(
+        "--fuzz",
+        type=count,
+        metavar="SECONDS",
+        help="run random problems for so long, each with a time limit, in place of a suite",
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, metavar="N", help="of the random problems (default: 0)"
+    )
+    parser.add_argument(
+        "--problem", metavar="JSON", help="run one random problem again, as its failure printed it"
     )
     parser.add_argument(
         "--output",

@@ -98,10 +98,15 @@ def twins(group: Sequence[Subject]) -> list[tuple[Subject, Subject]]:
 
 def run(subject: Subject, case: Case, inputs: Tensors) -> Tensors:
     """Return a subject's results of a case, by name: see `results`."""
-    options = {**case.options, "implementation": subject.implementation}
     with use_target(subject.target):
         # A new side: what another one has traced may be another target's.
-        return results(SIDES[subject.side](), _function(case), inputs, **options)
+        return call(SIDES[subject.side](), case, inputs, subject.implementation)
+
+
+def call(side: Side, case: Case, inputs: Tensors, implementation: str) -> Tensors:
+    """Return a side's results of a case, by name: see `results`."""
+    options = {**case.options, "implementation": implementation}
+    return results(side, _function(case), inputs, **options)
 
 
 def explain(subject: Subject, case: Case, inputs: Tensors) -> Explanation:

@@ -1,68 +1,107 @@
-"""Cases spread over processes, each with its own frameworks and its own CUDA context."""
+"""Cases spread over processes, each with its own frameworks and its own CUDA context.
+
+A process says what it begins (`tell`), so that one that dies or hangs is reported with that.
+"""
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import signal
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable
 from contextlib import suppress
 from dataclasses import asdict
+from itertools import islice
 from multiprocessing.connection import Connection, wait
-from typing import Any
+from typing import Any, ClassVar, Protocol
 
-from interop.parity.cases import Case
 from interop.parity.records import CaseResult
 
-RunCase = Callable[[Case], CaseResult]
 # A forked process could not use the GPU that its parent uses.
 SPAWN = multiprocessing.get_context("spawn")
+# Cases of one process: XLA keeps memory of every program that it compiled.
+CASES_OF_A_PROCESS = 200
+
+_pipe: Connection | None = None  # of this process to its parent, if it is a worker
+
+
+class Named(Protocol):
+    """A dataclass with a name: a case, or what contains one."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    @property
+    def name(self) -> str: ...
+
+
+Run = Callable[[Any], CaseResult]
+
+
+def tell(step: str) -> None:
+    """Say what this process begins; without effect in one that is no worker."""
+    if _pipe is not None:
+        _pipe.send(step)
 
 
 def run_cases(
-    cases: Sequence[Case], run: RunCase, jobs: int, begin: Callable[[str], None]
+    cases: Iterable[Named],
+    run: Run,
+    jobs: int,
+    begin: Callable[[str], None],
+    limit: float | None = None,
 ) -> Generator[CaseResult]:
-    """Run cases in `jobs` processes, or in this one if `jobs` is 1; yield results as they come.
+    """Run cases in `jobs` processes and yield results as they come.
 
-    A process that dies fails its case. One whose case raised an exception is replaced, since
-    after an illegal memory access nothing else runs in a CUDA context. Closing the generator
-    ends all processes.
+    With one job and no limit they run in this process. A process that dies fails its case. One
+    whose case raised an exception is replaced, since after an illegal memory access nothing else
+    runs in a CUDA context. Closing the generator ends all processes.
 
     Args:
-        cases: the problems.
-        run: makes a case's result; picklable if `jobs` is not 1.
+        cases: the problems. The next one is taken when the result before it was yielded.
+        run: makes a case's result; picklable unless it runs in this process.
         jobs: number of processes.
         begin: told the name of each case that begins.
+        limit: seconds after which a process that says nothing hangs: it is ended, and its case
+            fails. None waits for ever.
     """
-    if jobs == 1:
+    if jobs == 1 and limit is None:
         for case in cases:
             begin(case.name)
             yield run(case)
         return
 
     busy: dict[Connection, _Worker] = {}
+    waiting = iter(cases)
 
-    def start(worker: _Worker, case: Case) -> None:
+    def start(worker: _Worker, case: Named) -> None:
         busy[worker.pipe] = worker
         worker.start(case)
         begin(case.name)
 
-    waiting = iter(cases[jobs:])
     try:
-        for case in cases[:jobs]:
-            start(_Worker(run), case)
+        for case in islice(waiting, jobs):
+            start(_Worker(run, limit), case)
         while busy:
-            ready = wait(list(busy))
-            for pipe in [pipe for pipe in busy if pipe in ready]:
-                worker = busy[pipe]
-                result = worker.result()
+            remaining = min(worker.remaining() for worker in busy.values())
+            ready = wait(list(busy), None if remaining == math.inf else remaining)
+            for worker in [*busy.values()]:
+                if worker.pipe in ready:
+                    result = worker.receive()
+                elif worker.remaining() == 0:
+                    result = worker.hung()
+                else:
+                    continue
+                if result is None:
+                    continue
+                yield result
                 case = next(waiting, None)
-                if case is None or result.errors:
-                    del busy[pipe]
+                ends = bool(result.errors) or worker.cases == CASES_OF_A_PROCESS
+                if case is None or ends:
+                    del busy[worker.pipe]
                     worker.end()
                 if case is not None:
-                    start(_Worker(run) if result.errors else worker, case)
-                yield result
+                    start(_Worker(run, limit) if ends else worker, case)
     finally:
         for worker in busy.values():
             worker.end()
@@ -71,41 +110,63 @@ def run_cases(
 class _Worker:
     """A process that runs one case after the other, seen from its parent."""
 
-    def __init__(self, run: RunCase):
+    def __init__(self, run: Run, limit: float | None):
         self.pipe, theirs = SPAWN.Pipe()
         self._process = SPAWN.Process(target=_serve, args=(theirs,), daemon=True)
         self._process.start()
         theirs.close()  # so that the pipe ends when the process does
+        self._limit = math.inf if limit is None else limit
+        self.cases = 0
         self._send(run)
 
-    def start(self, case: Case) -> None:
-        self._case, self._started = case, time.perf_counter()
+    def start(self, case: Named) -> None:
+        self._case, self._step = case, ""
+        self._started = self._heard = time.perf_counter()
+        self.cases += 1
         self._send(case)
 
-    def result(self) -> CaseResult:
-        """Return the result of the case; a failure if the process died."""
+    def remaining(self) -> float:
+        """Return the seconds that are left to the present step."""
+        return max(0.0, self._heard + self._limit - time.perf_counter())
+
+    def receive(self) -> CaseResult | None:
+        """Return the result of the case, a failure if the process died; None for a new step."""
         try:
-            return self.pipe.recv()
+            message = self.pipe.recv()
         except (EOFError, OSError):
             self._process.join()
             code = self._process.exitcode
             death = signal.Signals(-code).name if code and code < 0 else f"exit code {code}"
-        seconds, error = time.perf_counter() - self._started, f"worker process died: {death}"
-        return CaseResult(self._case.name, asdict(self._case), seconds, error=error)
+            return self._failure(f"worker process died: {death}")
+        if isinstance(message, CaseResult):
+            return message
+        self._step, self._heard = message, time.perf_counter()
+        return None
+
+    def hung(self) -> CaseResult:
+        """Return the result of a case whose present step took too long."""
+        return self._failure(f"hung: no result after {self._limit:g} seconds")
 
     def end(self) -> None:
         self._process.kill()
         self._process.join()
         self.pipe.close()
 
+    def _failure(self, error: str) -> CaseResult:
+        seconds = time.perf_counter() - self._started
+        where = f", in {self._step}" if self._step else ""
+        return CaseResult(self._case.name, asdict(self._case), seconds, error=error + where)
+
     def _send(self, message: Any) -> None:
-        with suppress(ConnectionError):  # a dead process is found out by `result`
+        with suppress(ConnectionError):  # a dead process is found out by `receive`
             self.pipe.send(message)
 
 
 def _serve(pipe: Connection) -> None:
     """Receive `run`, then answer each case with its result."""
+    global _pipe
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent too, which ends us
+    _pipe = pipe
     run = pipe.recv()
     while True:
         pipe.send(run(pipe.recv()))

@@ -240,12 +240,11 @@ def test_paged_attention(mode):
     check_results(dict(zip(("out", "lse"), results, strict=True)), expected)
 
 
-
 @pytest.mark.parametrize(
     ("head_dim", "kernel", "stages"),
     [(64, "flash_bwd_dq", 1), (192, "flash_bwd_dq", 4), (64, "flash_bwd_dkdv", 1)],
 )
 def test_stages_with_which_warps_would_wait_for_each_other_do_not_compile(head_dim, kernel, stages):
     case = VarlenCase("", ((70, 150),), (9, 9), 1, 1, head_dim, deterministic=True)
-    with use_configs({kernel: {"num_stages": stages}}), pytest.raises(AssertionError, match="^$"):
+    with use_configs({kernel: {"num_stages": stages}}), pytest.raises(AssertionError, match=r"^$"):
         check_backward(case, WRITES_FIRST, BACKEND)

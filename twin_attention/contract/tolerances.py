@@ -2,8 +2,8 @@
 
 `ref` is the float64 oracle on the already-rounded inputs, `lp` the same formula run plainly in
 the inputs' dtype (see `reference`), its products in TF32 where that was asked for. A result may be
-a small multiple worse than `lp`, in its largest error and in its root mean square; nothing may be
-NaN or infinite where `ref` is not.
+a small multiple worse than `lp`, in its largest error and in its root mean square. It is NaN or
+infinite where `ref` is, and nowhere else.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Agreement:
     Attributes:
         max_error, max_budget: largest absolute error.
         rmse, rmse_budget: root mean square error.
-        finite: False when NaN or an unexpected infinity was found.
+        finite: False when an unexpected NaN or infinity was found, or an expected one is missing.
     """
 
     max_error: float
@@ -125,19 +125,20 @@ def lse_tolerance(ref: Array, lp: Array, dtype: str) -> float:
 
 
 def compare_twins(a: Array, b: Array, budget_a: Agreement, budget_b: Agreement) -> Agreement:
-    """Hold two implementations to the sum of their budgets."""
+    """Hold two implementations to the sum of their budgets; neither may have a NaN."""
     error, rmse, finite = _errors(a, b)
+    has_nan = bool(array_namespace(a).any(array_namespace(a).isnan(a)))
     return Agreement(
         error,
         budget_a.max_budget + budget_b.max_budget,
         rmse,
         budget_a.rmse_budget + budget_b.rmse_budget,
-        finite,
+        finite and not has_nan,
     )
 
 
 def _errors(got: Array, want: Array) -> tuple[float, float, bool]:
-    """Return the largest absolute and the RMS error, and if infinities agree without a NaN."""
+    """Return the largest absolute and the RMS error, and if NaN and infinities agree."""
     xp = array_namespace(got, want)
     if math.prod(want.shape) == 0:
         return 0.0, 0.0, True
@@ -153,14 +154,17 @@ def _errors(got: Array, want: Array) -> tuple[float, float, bool]:
 
 
 def _same_infinities(xp: Any, got: Array, want: Array) -> bool:
-    """Return True if `got` has no NaN, and infinities where `want` has them, of the same sign."""
-    infinite = xp.isinf(got) | ~xp.isfinite(want)
-    return not bool(xp.any(xp.isnan(got))) and bool(xp.all(~infinite | (got == want)))
+    """Return True if `got` has NaN where `want` has it, and the same infinities."""
+    infinite = xp.isinf(got) | xp.isinf(want)
+    same_nan = bool(xp.all(xp.isnan(got) == xp.isnan(want)))
+    return same_nan and bool(xp.all(~infinite | (got == want)))
 
 
 def _max_abs(x: Array) -> float:
+    """Return the largest magnitude, 0 without a finite number."""
     xp = array_namespace(x)
-    return float(xp.max(xp.abs(x))) if math.prod(x.shape) else 0.0
+    finite = xp.where(xp.isfinite(x), xp.abs(x), xp.zeros_like(x))
+    return float(xp.max(finite)) if math.prod(x.shape) else 0.0
 
 
 def _over(error: float, budget: float) -> float:

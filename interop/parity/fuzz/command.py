@@ -1,0 +1,239 @@
+"""Run random problems for some time: ``--fuzz``; or one problem: ``--problem``."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+from rich.console import Console
+from rich.text import Text
+
+from interop.parity.environment import choose_jobs, facts
+from interop.parity.fuzz.problems import Problem, draw
+from interop.parity.fuzz.shrink import Failure, failures_of, shrink
+from interop.parity.fuzz.trial import run_problem
+from interop.parity.records import CaseResult
+from interop.parity.sides import Subject
+from interop.parity.table import failures, print_header
+from interop.parity.workers import run_cases
+
+# Tokens of a long sequence: an interpreter takes a second for as many.
+LONGEST = {"cpu": 40, "cuda": 700}
+# Seconds after which a step hangs. Compiling takes up to 40 of them, and more on a busy machine.
+LIMIT = {"cpu": 300.0, "cuda": 180.0}
+# Failures that are alike, of which smaller problems are looked for, and the seconds for each.
+SHRUNK, SHRINK_SECONDS = 2, 60.0
+
+
+@dataclass
+class Tally:
+    """What ran.
+
+    Attributes:
+        problems: how many.
+        runs: how many a subject ran of an operation, by (operation, subject).
+        failed: how many of these failed.
+        worst: the largest error over its budget.
+    """
+
+    problems: int = 0
+    runs: Counter[tuple[str, str]] = field(default_factory=Counter)
+    failed: Counter[tuple[str, str]] = field(default_factory=Counter)
+    worst: defaultdict[tuple[str, str], float] = field(default_factory=lambda: defaultdict(float))
+
+    def add(self, problem: Problem, result: CaseResult) -> None:
+        """Count the result of a problem."""
+        self.problems += 1
+        operation = type(problem.case).__name__.removesuffix("Case").lower()
+        subjects = {run.subject for run in result.runs} | {x for x, _ in failures_of(result)}
+        for subject in subjects:
+            self.runs[operation, subject] += 1
+        for subject in {subject for subject, _ in failures_of(result)}:
+            self.failed[operation, subject] += 1
+        for c in result.comparisons:
+            key = operation, c.subject.partition(",")[0]
+            self.worst[key] = max(self.worst[key], c.agreement.ratio)
+
+    def rows(self) -> list[tuple[str, str, int, int, float]]:
+        """Return a row for each operation and subject."""
+        return [
+            (*key, self.runs[key], self.failed[key], self.worst[key]) for key in sorted(self.runs)
+        ]
+
+
+@dataclass(frozen=True)
+class Found:
+    """A failure, and the smallest problem that was found to fail so."""
+
+    failures: frozenset[Failure]
+    lines: tuple[str, ...]
+    problem: Problem
+
+
+def fuzz(
+    groups: list[list[Subject]],
+    device: str,
+    seconds: float,
+    seed: int,
+    jobs: int | None,
+    output: Path,
+) -> int:
+    """Run random problems for some time and return the exit code.
+
+    Args:
+        groups: subjects by target.
+        device: "cuda" or "cpu".
+        seconds: to draw problems for; shrinking those that fail takes more.
+        seed: of the problems.
+        jobs: processes; None chooses.
+        output: folder for ``fuzz.json``.
+    """
+    console = Console()
+    jobs = jobs or choose_jobs(device, "quick", 1000)
+    header = {
+        "fuzz": f"seed {seed}, {seconds:g} seconds in {jobs} processes",
+        "implementations": ", ".join(x.label for group in groups for x in group),
+        **facts(device),
+    }
+    print_header(console, header)
+    run = partial(run_problem, groups=groups, device=device)
+    tally, failed = Tally(), _run_all(run, device, seconds, seed, jobs, console)
+    found = []
+    for problem, result in failed:
+        tally.add(problem, result)
+        if not result.ok:
+            found.append((problem, result))
+    shrunk = _shrink_all(found, run, LIMIT[device], jobs, console)
+    _print_tally(console, tally, len(found))
+    _write(output, header, tally, found, shrunk)
+    return 1 if found else 0
+
+
+def run_one(groups: list[list[Subject]], device: str, line: str) -> int:
+    """Run the problem of a line that a failure printed; return the exit code.
+
+    Raises:
+        ValueError: the line is no problem.
+    """
+    console, problem = Console(), Problem.of_line(line)
+    run = partial(run_problem, groups=groups, device=device)
+    (result,) = run_cases([problem], run, 1, lambda name: None, LIMIT[device])
+    tally = Tally()
+    tally.add(problem, result)
+    for text in failures(result):
+        _print(console, text, "red")
+    _print_tally(console, tally, 0 if result.ok else 1)
+    return 0 if result.ok else 1
+
+
+def _run_all(
+    run: Callable[[Problem], CaseResult],
+    device: str,
+    seconds: float,
+    seed: int,
+    jobs: int,
+    console: Console,
+) -> Iterator[tuple[Problem, CaseResult]]:
+    """Yield random problems and their results; print those that fail."""
+    until = time.monotonic() + seconds
+    drawn: dict[str, Problem] = {}
+
+    def problems() -> Iterator[Problem]:
+        for index in itertools.count():
+            if time.monotonic() > until:
+                return
+            problem = draw(seed, index, LONGEST[device])
+            drawn[problem.name] = problem
+            yield problem
+
+    with closing(
+        run_cases(problems(), run, max(2, jobs), lambda name: None, LIMIT[device])
+    ) as results:
+        for result in results:
+            problem = drawn.pop(result.name)
+            if not result.ok:
+                _print(console, f"{problem.name} failed", "bold red")
+                for text in failures(result):
+                    _print(console, f"    {text}", "red")
+                _print(console, f"    {reproduce(problem)}")
+            yield problem, result
+
+
+def reproduce(problem: Problem) -> str:
+    """Return the command that runs a problem."""
+    return f"python -m interop.parity --problem '{problem.to_line()}'"
+
+
+def _shrink_all(
+    found: list[tuple[Problem, CaseResult]],
+    run: Callable[[Problem], CaseResult],
+    limit: float,
+    jobs: int,
+    console: Console,
+) -> list[Found]:
+    """Look for smaller problems, a few of those that fail alike, and print them."""
+    chosen, alike = [], Counter()
+    for problem, result in found:
+        failures_found = frozenset(failures_of(result))
+        alike[failures_found] += 1
+        if alike[failures_found] <= SHRUNK:
+            chosen.append((problem, result, failures_found))
+
+    def search(item: tuple[Problem, CaseResult, frozenset[Failure]]) -> Found:
+        problem, result, failures_found = item
+        smallest = shrink(problem, set(failures_found), run, limit, SHRINK_SECONDS)
+        return Found(failures_found, tuple(failures(result)), smallest)
+
+    with ThreadPoolExecutor(max(1, jobs // 2)) as pool:
+        shrunk = [*pool.map(search, chosen)]
+    for one in shrunk:
+        subjects = ", ".join(f"{subject}: {kind}" for subject, kind in sorted(one.failures))
+        _print(console, f"\nsmallest with {subjects}", "bold")
+        _print(console, f"    {reproduce(one.problem)}")
+    return shrunk
+
+
+def _print_tally(console: Console, tally: Tally, num_failed: int) -> None:
+    _print(
+        console,
+        f"\n{'operation':13}{'implementation':26}{'problems':>9}{'failed':>8}{'worst':>8}",
+        "bold",
+    )
+    for operation, subject, runs, failed, worst in tally.rows():
+        style = "red" if failed else ""
+        _print(console, f"{operation:13}{subject:26}{runs:9}{failed:8}{worst:8.2f}", style)
+    style = "bold red" if num_failed else "green"
+    _print(console, f"\n{tally.problems} problems, {num_failed} failed", style)
+
+
+def _print(console: Console, text: str, style: str = "") -> None:
+    console.print(Text(text, style=style), soft_wrap=True)
+
+
+def _write(
+    folder: Path,
+    header: dict[str, str],
+    tally: Tally,
+    found: list[tuple[Problem, CaseResult]],
+    shrunk: list[Found],
+) -> None:
+    """Write ``fuzz.json``."""
+    names = ("operation", "implementation", "problems", "failed", "worst")
+    document = {
+        "facts": header,
+        "problems": tally.problems,
+        "runs": [dict(zip(names, row, strict=True)) for row in tally.rows()],
+        "failed": [
+            {"problem": problem.to_line(), "lines": failures(result)} for problem, result in found
+        ],
+        "smallest": [one.problem.to_line() for one in shrunk],
+    }
+    (folder / "fuzz.json").write_text(json.dumps(document, indent=1), encoding="utf-8")

@@ -1,0 +1,350 @@
+"""Draw a random problem, and write it as one line that brings it back."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, fields, replace
+from random import Random
+from typing import Any, NamedTuple
+
+from interop.parity.cases import (
+    AppendCase,
+    BlockSparseCase,
+    Case,
+    DecodeCase,
+    FlashCase,
+    MergeCase,
+    PagedCase,
+    VarlenCase,
+)
+from twin_attention.contract.spec import (
+    DECODE_DTYPES,
+    DTYPES,
+    HEAD_DIM_MAX,
+    HEAD_DIM_MIN,
+    HEAD_DIM_STEP,
+    PAGE_SIZE_MAX,
+    PRECISIONS,
+    QUANTIZED_DTYPES,
+    TILE_SIZES,
+    TOKENS_MAX,
+)
+
+# Problems in a row that differ in lengths and values alone, and so share compiled Triton kernels.
+VARIANTS = 4
+COMMON_HEAD_DIMS = (64, 128, 256, 80, 96, 192)
+# What a tensor that autograd saved comes back as, in a layout or at an address of another kind.
+HOOKS = ("contiguous", "unaligned", "heads first")
+KINDS = {
+    kind.__name__: kind
+    for kind in (
+        FlashCase, VarlenCase, BlockSparseCase, DecodeCase, PagedCase, AppendCase, MergeCase,
+    )
+}  # fmt: skip
+
+
+class Rows(NamedTuple):
+    """How the rows of a tensor lie in memory.
+
+    Attributes:
+        heads_first: the heads' dimension is stored before that of the tokens.
+        gap: elements of NaN behind each row.
+        offset: elements of NaN before the first row.
+    """
+
+    heads_first: bool = False
+    gap: int = 0
+    offset: int = 0
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A case, and all around it that must not change its results.
+
+    Attributes:
+        case: the problem; its name seeds the values.
+        rows: how operands lie in memory, by name; those that are not named are contiguous.
+        spread: standard deviation of q and k, where a case has such.
+        hook: what tensors that autograd saves come back as, one of `HOOKS`, or "" for as they were.
+        jax: run pallas_attn as well, which compiles anew for each shape.
+    """
+
+    case: Case
+    rows: dict[str, Rows] = field(default_factory=dict)
+    spread: float = 1.0
+    hook: str = ""
+    jax: bool = True
+
+    @property
+    def name(self) -> str:
+        return self.case.name
+
+    def to_line(self) -> str:
+        """Return the problem as JSON, defaults left out."""
+        own = {x.name: getattr(self.case, x.name) for x in fields(self.case)}
+        case = {x.name: own[x.name] for x in fields(self.case) if own[x.name] != x.default}
+        document: dict[str, Any] = {"kind": type(self.case).__name__, "case": case}
+        rest = asdict(replace(self, case=MergeCase("")))
+        default = asdict(Problem(MergeCase("")))
+        return json.dumps(document | {x: rest[x] for x in rest if rest[x] != default[x]})
+
+    @classmethod
+    def of_line(cls, line: str) -> Problem:
+        """Return the problem that `to_line` wrote.
+
+        Raises:
+            ValueError: the line is not such a problem.
+        """
+        try:
+            document = json.loads(line)
+            kind = KINDS[document.pop("kind")]
+            case = {name: _as_tuples(x) for name, x in document.pop("case").items()}
+            rows = {name: Rows(*x) for name, x in document.pop("rows", {}).items()}
+            return cls(kind(**case), rows, **document)
+        except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
+            raise ValueError(f"expected a problem as a failure prints it, got {line!r}") from error
+
+
+def _as_tuples(x: Any) -> Any:
+    return tuple(map(_as_tuples, x)) if isinstance(x, list) else x
+
+
+def draw(seed: int, index: int, longest: int) -> Problem:
+    """Return problem `index` of a seed.
+
+    Args:
+        seed: of the run.
+        index: of the problem. Those of one group of `VARIANTS` have the same kernels.
+        longest: tokens of a long sequence; one in ten is up to four times as long.
+    """
+    shared = _Draw(Random(f"{seed}/{index // VARIANTS}"), longest)
+    own = _Draw(Random(f"{seed}/{index // VARIANTS}/{index % VARIANTS}"), longest)
+    kind = shared.weighted(
+        (_flash, 8), (_varlen, 8), (_block_sparse, 2), (_decode, 3), (_paged, 4), (_append, 3),
+        (_merge, 1),
+    )  # fmt: skip
+    case = kind(f"fuzz-{seed}-{index}", shared, own)
+    differentiable = isinstance(case, FlashCase | VarlenCase)
+    return Problem(
+        case,
+        _rows(case, shared),
+        own.weighted((1.0, 8), (3.0, 1), (0.0, 1)) if differentiable else 1.0,
+        own.pick(*HOOKS) if differentiable and own.chance(0.25) else "",
+        index % VARIANTS == 0,
+    )
+
+
+class _Draw:
+    """Choices from one source of random numbers."""
+
+    def __init__(self, random: Random, longest: int) -> None:
+        self._random, self._longest = random, longest
+
+    def chance(self, share: float) -> bool:
+        return self._random.random() < share
+
+    def pick(self, *values: Any) -> Any:
+        return self._random.choice(values)
+
+    def weighted(self, *pairs: tuple[Any, float]) -> Any:
+        values, weights = zip(*pairs, strict=True)
+        return self._random.choices(values, weights)[0]
+
+    def integer(self, low: int, high: int) -> int:
+        return self._random.randint(low, high)
+
+    def real(self, low: float, high: float) -> float:
+        """Return a number between two, with few digits."""
+        return float(f"{self._random.uniform(low, high):.3g}")
+
+    def length(self) -> int:
+        """Return a number of tokens: few, about a multiple of a tile, or any."""
+        longest = self._longest * (4 if self.chance(0.1) else 1)
+        near = 64 * self.integer(1, max(1, longest // 64)) + self.integer(-1, 1)
+        return self.weighted(
+            (self.integer(0, 3), 1), (self.integer(1, 40), 2), (near, 4),
+            (self.integer(1, longest), 5),
+        )  # fmt: skip
+
+    def lengths(self, most: int) -> tuple[int, ...]:
+        """Return the lengths of up to `most` sequences, which together are about as one."""
+        count = self.integer(0, most)
+        return tuple(self.length() // max(1, count // 3) for _ in range(count))
+
+    def head_dim(self) -> int:
+        any_size = HEAD_DIM_STEP * self.integer(
+            HEAD_DIM_MIN // HEAD_DIM_STEP, HEAD_DIM_MAX // HEAD_DIM_STEP
+        )
+        return self.pick(*COMMON_HEAD_DIMS) if self.chance(0.5) else any_size
+
+    def heads(self) -> dict[str, int]:
+        heads_kv = self.weighted((1, 3), (2, 3), (3, 1), (4, 1))
+        return {"heads_q": heads_kv * self.weighted(*((n, 6 - n) for n in range(1, 6))),
+                "heads_kv": heads_kv}  # fmt: skip
+
+    def head_dims(self) -> dict[str, Any]:
+        head_dim_v = self.head_dim() if self.chance(0.4) else None
+        return {"head_dim": self.head_dim(), "head_dim_v": head_dim_v}
+
+    def side(self, reach: int) -> int | None:
+        """Return a side of a window."""
+        return self.pick(None, 0, 1, self.integer(0, 70), self.integer(0, reach + 9), 2**31)
+
+    def window(self, reach: int) -> tuple[int | None, int | None]:
+        return self.side(reach), self.side(reach)
+
+    def scale(self) -> float | None:
+        return self.weighted((None, 6), (self.real(-1, 1), 2), (0.0, 0.3), (self.real(0, 1e-3), 1))
+
+    def softcap(self) -> float:
+        return self.weighted(
+            (self.real(0.5, 60), 6), (self.real(60, 500), 1), (self.real(1e-3, 0.5), 1), (1e9, 1)
+        )
+
+
+def _options(shared: _Draw, own: _Draw, reach: int) -> dict[str, Any]:
+    """Draw the options that all functions of flash attention share."""
+    dtype = shared.weighted((DTYPES[0], 3), (DTYPES[1], 3), (DTYPES[2], 2))
+    return {
+        **shared.heads(),
+        **shared.head_dims(),
+        "dtype": dtype,
+        "precision": shared.pick(*PRECISIONS) if dtype == "float32" else PRECISIONS[0],
+        "causal": shared.chance(0.5),
+        "window_size": own.window(reach) if shared.chance(0.3) else None,
+        "softcap": shared.softcap() if shared.chance(0.25) else None,
+        "sinks": shared.chance(0.3),
+        "scale": own.scale() if shared.chance(0.4) else None,
+        "deterministic": shared.chance(0.5),
+    }
+
+
+def _flash(name: str, shared: _Draw, own: _Draw) -> FlashCase:
+    seq_q = own.length()
+    seq_kv = seq_q if own.chance(0.4) else own.length()
+    segments = shared.pick("documents", "shuffled") if shared.chance(0.25) else ""
+    options = _options(shared, own, seq_kv)
+    return FlashCase(
+        name, own.integer(1, 3), seq_q, seq_kv, **options, segments=segments,
+        gradients=shared.chance(0.85),
+    )  # fmt: skip
+
+
+def _varlen(name: str, shared: _Draw, own: _Draw) -> VarlenCase:
+    queries = own.lengths(12)
+    if own.chance(0.5):
+        lengths = tuple((n, n) for n in queries)
+    else:
+        lengths = tuple((n, own.length() // max(1, len(queries) // 3)) for n in queries)
+    padding = own.integer(0, 70) * own.pick(0, 1), own.integer(0, 70) * own.pick(0, 1)
+    options = _options(shared, own, max((n for _, n in lengths), default=0))
+    return VarlenCase(name, lengths, padding, **options)
+
+
+def _block_sparse(name: str, shared: _Draw, own: _Draw) -> BlockSparseCase:
+    seq_q, seq_kv = own.length(), own.length()
+    return BlockSparseCase(
+        name, own.integer(1, 3), seq_q, seq_kv, **_options(shared, own, seq_kv),
+        gradients=shared.chance(0.85), tile_q=shared.pick(*TILE_SIZES),
+        tile_kv=shared.pick(*TILE_SIZES), own_masks=shared.pick("", "heads", "all"),
+        kept=own.pick(0.0, 0.2, 0.5, 1.0),
+    )  # fmt: skip
+
+
+def _cache(shared: _Draw, lengths: tuple[int, ...]) -> dict[str, Any]:
+    """Draw a paged cache that has room for sequences of some lengths, and a bit more or less."""
+    page_size = shared.weighted((16, 4), (64, 2), (128, 1), (shared.integer(1, PAGE_SIZE_MAX), 3))
+    heads, head_dims = shared.heads(), shared.head_dims()
+    is_quantized = shared.chance(0.3)
+    return {
+        **heads,
+        **head_dims,
+        "dtype": shared.pick(*DECODE_DTYPES),
+        "page_size": page_size,
+        "max_pages": max(1, -(-max(lengths, default=0) // page_size) + shared.integer(-1, 2)),
+        "kv_dtype": shared.pick(*QUANTIZED_DTYPES) if is_quantized else None,
+        "scale_shape": shared.pick((), (heads["heads_kv"],)) if is_quantized else (),
+    }
+
+
+def _decode_options(shared: _Draw, own: _Draw, reach: int) -> dict[str, Any]:
+    return {
+        "sinks": shared.chance(0.3),
+        "scale": own.scale() if shared.chance(0.4) else None,
+        "window_size": own.window(reach) if shared.chance(0.3) else None,
+        "softcap": shared.softcap() if shared.chance(0.25) else None,
+        "num_splits": shared.pick(1, 2, 3, 7, 256) if shared.chance(0.3) else None,
+    }
+
+
+def _fitting(lengths: tuple[int, ...], cache: dict[str, Any]) -> tuple[int, ...]:
+    """Return lengths that the tables have room for."""
+    return tuple(min(n, cache["page_size"] * cache["max_pages"]) for n in lengths)
+
+
+def _decode(name: str, shared: _Draw, own: _Draw) -> DecodeCase:
+    lengths = own.lengths(9)
+    cache = _cache(shared, lengths)
+    tokens = shared.weighted((None, 3), (1, 1), (shared.integer(1, TOKENS_MAX), 3))
+    options = _decode_options(shared, own, max(lengths, default=0))
+    return DecodeCase(name, _fitting(lengths, cache), tokens, **cache, **options)
+
+
+def _paged(name: str, shared: _Draw, own: _Draw) -> PagedCase:
+    lengths = own.lengths(9)
+    cache = _cache(shared, lengths)
+    lengths = _fitting(lengths, cache)
+    most = own.weighted((1, 1), (20, 2), (10**9, 3))
+    new = tuple(min(n + own.integer(0, 2), own.integer(0, most)) for n in lengths)
+    return PagedCase(
+        name, lengths, **cache, **_decode_options(shared, own, max(lengths, default=0)),
+        new_tokens=new, padding=own.pick(0, own.integer(0, 70)),
+    )  # fmt: skip
+
+
+def _append(name: str, shared: _Draw, own: _Draw) -> AppendCase:
+    lengths = own.lengths(9)
+    cache = _cache(shared, lengths)
+    lengths = _fitting(lengths, cache)
+    heads_q = cache.pop("heads_q")
+    is_rotated = shared.chance(0.5)
+    # Of each sequence as many tokens, whose positions may be negative, or packed ones.
+    is_packed = shared.chance(0.5)
+    new = tuple(own.integer(0, n + 2) for n in lengths) if is_packed else None
+    return AppendCase(
+        name, lengths, 0 if is_packed else shared.integer(1, 20), new,
+        own.integer(0, 20) if is_packed else 0,
+        heads_q if is_rotated and shared.chance(0.5) else 0, **cache,
+        rotary_dim=2 * shared.integer(1, cache["head_dim"] // 2) if is_rotated else 0,
+        positions=own.pick(8, 128, 8192), rotary_interleaved=shared.chance(0.5),
+    )  # fmt: skip
+
+
+def _merge(name: str, shared: _Draw, own: _Draw) -> MergeCase:
+    return MergeCase(
+        name, own.integer(0, 12), own.integer(0, 4), own.integer(0, 40), shared.integer(1, 9),
+        shared.head_dim(), shared.pick(*DTYPES),
+    )  # fmt: skip
+
+
+Rowed = Callable[[], Rows]
+
+
+def _rows(case: Case, draw: _Draw) -> dict[str, Rows]:
+    """Draw how the operands of a case lie in memory: contiguous, aligned with gaps, or anyhow."""
+    names = {
+        FlashCase: ("q", "k", "v", "dout"), BlockSparseCase: ("q", "k", "v", "dout"),
+        VarlenCase: ("q", "k", "v", "dout"), DecodeCase: ("q", "k_pages", "v_pages"),
+        PagedCase: ("q", "k_pages", "v_pages"), AppendCase: ("k_new", "v_new"), MergeCase: (),
+    }[type(case)]  # fmt: skip
+
+    def aligned() -> Rows:
+        return Rows(draw.chance(0.5), draw.pick(0, 16, 48), draw.pick(0, 16))
+
+    def anyhow() -> Rows:
+        even = 2 if getattr(case, "kv_dtype", None) else 1  # rows of 8 bits begin at even offsets
+        return Rows(draw.chance(0.5), even * draw.integer(0, 9), even * draw.integer(0, 9))
+
+    chosen: Rowed | None = draw.weighted((None, 5), (aligned, 3), (anyhow, 2))
+    return {} if chosen is None else {name: chosen() for name in names if draw.chance(0.7)}

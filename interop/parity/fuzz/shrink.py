@@ -1,0 +1,206 @@
+"""Look for the smallest problem that fails in the same way."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import fields, replace
+from functools import partial
+from typing import Any
+
+from interop.parity.fuzz.problems import Problem
+from interop.parity.records import CaseResult
+from interop.parity.workers import run_cases
+
+# A failure: of which subject, and whether it is an exception, a hang, a death or wrong numbers.
+Failure = tuple[str, str]
+# What makes a problem smaller, in several ways.
+Change = Callable[[Problem], Iterator[Problem]]
+
+
+def failures_of(result: CaseResult) -> set[Failure]:
+    """Return how a problem failed."""
+    found = {(run.subject, _kind(run.error)) for run in result.runs if run.error}
+    if result.error is not None:
+        subject = result.error.rpartition(", in ")[2].partition(",")[0]
+        found.add((subject, _kind(result.error)))
+    return found | {(c.subject.partition(",")[0], "wrong") for c in result.comparisons if not c.ok}
+
+
+def _kind(error: str) -> str:
+    """Return the beginning of an error that says what happened, such as an exception's name."""
+    words = error.removeprefix("guarded: ").removeprefix("first: ").removeprefix("again: ")
+    return words.partition(":")[0]
+
+
+def shrink(
+    problem: Problem,
+    failures: set[Failure],
+    run: Callable[[Problem], CaseResult],
+    limit: float,
+    seconds: float,
+) -> Problem:
+    """Return the smallest problem found in some time that fails as a problem does.
+
+    Args:
+        problem: fails.
+        failures: how.
+        run: makes a problem's result, as `trial.run_problem`.
+        limit: seconds after which it hangs.
+        seconds: to search for.
+    """
+    search = _Search(problem, time.monotonic() + seconds)
+    for result in run_cases(search, run, 1, lambda name: None, limit):
+        if failures & failures_of(result):
+            search.accept()
+    return search.smallest
+
+
+class _Search:
+    """Problems to try, each a step smaller than the smallest that failed so far."""
+
+    def __init__(self, problem: Problem, until: float) -> None:
+        self.smallest, self._until = problem, until
+        self._tried: Problem = problem
+
+    def accept(self) -> None:
+        """Go on from the problem that was tried last."""
+        self.smallest = self._tried
+
+    def __iter__(self) -> Iterator[Problem]:
+        seen = {self.smallest.to_line()}
+        before = None
+        while before is not self.smallest:
+            before = self.smallest
+            for change in _CHANGES:
+                yield from self._repeated(change, seen)
+
+    def _repeated(self, change: Change, seen: set[str]) -> Iterator[Problem]:
+        """Try one kind of change as long as it helps, as halving a length."""
+        before = None
+        while before is not self.smallest:
+            before = self.smallest
+            for self._tried in _valid(change, before):
+                line = self._tried.to_line()
+                if time.monotonic() > self._until or before is not self.smallest:
+                    break
+                if line not in seen:
+                    seen.add(line)
+                    yield self._tried
+
+
+def _valid(change: Change, problem: Problem) -> Iterator[Problem]:
+    """Yield what a change makes of a problem, but for cases that cannot be described."""
+    try:
+        for smaller in change(problem):
+            _ = smaller.case.spec
+            yield smaller
+    except (ValueError, TypeError, ZeroDivisionError):
+        return
+
+
+def _plain_rows(problem: Problem) -> Iterator[Problem]:
+    if problem.rows:
+        yield replace(problem, rows={})
+    for name in problem.rows:
+        yield replace(problem, rows={x: y for x, y in problem.rows.items() if x != name})
+
+
+def _plain_values(problem: Problem) -> Iterator[Problem]:
+    yield replace(problem, hook="", spread=1.0)
+    yield replace(problem, hook="")
+    yield replace(problem, spread=1.0)
+    yield replace(problem, jax=False)
+
+
+def _default(name: str, problem: Problem) -> Iterator[Problem]:
+    (default,) = [x.default for x in fields(problem.case) if x.name == name] or [None]
+    if getattr(problem.case, name, default) != default:
+        yield _with(problem, **{name: default})
+
+
+def _smaller_count(name: str, problem: Problem) -> Iterator[Problem]:
+    count = getattr(problem.case, name, None)
+    if isinstance(count, int) and count > 1:
+        for smaller in (1, count // 2, count - 1):
+            yield _with(problem, **{name: smaller})
+
+
+def _fewer_heads(problem: Problem) -> Iterator[Problem]:
+    heads_q, heads_kv = (getattr(problem.case, f"heads_{x}", 0) for x in ("q", "kv"))
+    if heads_kv > 1:
+        group = heads_q // heads_kv
+        yield _with(problem, heads_q=group, heads_kv=1)
+        yield _with(problem, heads_q=2 * group, heads_kv=2)
+    if heads_q > heads_kv > 0:
+        yield _with(problem, heads_q=heads_kv)
+
+
+def _fewer_sequences(problem: Problem) -> Iterator[Problem]:
+    """Drop sequences, then halve them; packed new tokens go with them."""
+    lengths = getattr(problem.case, "lengths", ())
+    new = getattr(problem.case, "new_tokens", None) or ()
+
+    def kept(indices: list[int]) -> Problem:
+        some: dict[str, Any] = {"lengths": tuple(lengths[i] for i in indices)}
+        if new:
+            some["new_tokens"] = tuple(new[i] for i in indices)
+        return _with(problem, **some)
+
+    count = len(lengths)
+    if count > 1:
+        yield kept([*range(count // 2)])
+        yield kept([*range(count // 2, count)])
+        for i in range(count):
+            yield kept([x for x in range(count) if x != i])
+
+
+def _shorter_sequences(problem: Problem) -> Iterator[Problem]:
+    for name in ("lengths", "new_tokens"):
+        lengths = getattr(problem.case, name, None) or ()
+        for i, length in enumerate(lengths):
+            for smaller in _halves(length):
+                changed = (*lengths[:i], smaller, *lengths[i + 1 :])
+                yield _with(problem, **{name: changed})
+
+
+def _halves(length: Any) -> Iterator[Any]:
+    """Yield a shorter length; of a pair of lengths shorter ones of each."""
+    if isinstance(length, tuple):
+        for i, one in enumerate(length):
+            for smaller in _halves(one):
+                yield (*length[:i], smaller, *length[i + 1 :])
+    elif length > 1:
+        yield length // 2
+        yield length - 1
+
+
+def _smaller_heads(problem: Problem) -> Iterator[Problem]:
+    for name in ("head_dim", "head_dim_v"):
+        size = getattr(problem.case, name, None)
+        if isinstance(size, int):
+            for smaller in (16, 64, 128, size - 8):
+                if 16 <= smaller < size:
+                    yield _with(problem, **{name: smaller})
+
+
+def _with(problem: Problem, **changes: Any) -> Problem:
+    return replace(problem, case=replace(problem.case, **changes))
+
+
+_PLAIN = (
+    "sinks", "segments", "softcap", "window_size", "scale", "deterministic", "precision", "dtype",
+    "causal", "gradients", "head_dim_v", "padding", "rotary_dim", "rotary_interleaved", "kv_dtype",
+    "scale_shape", "num_splits", "own_masks", "tile_q", "tile_kv", "page_size", "positions",
+)  # fmt: skip
+_COUNTS = ("batch", "seq_q", "seq_kv", "tokens", "num_states", "heads", "max_pages")
+_CHANGES: tuple[Change, ...] = (
+    _plain_values,
+    _plain_rows,
+    *(partial(_default, name) for name in _PLAIN),
+    _fewer_heads,
+    _fewer_sequences,
+    *(partial(_smaller_count, name) for name in _COUNTS),
+    _shorter_sequences,
+    _smaller_heads,
+)

@@ -1,0 +1,163 @@
+"""Run one problem: every subject, several times, each time against the error budget."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, replace
+from typing import Any
+
+import torch
+
+from interop.parity.cases import Case, MergeCase
+from interop.parity.check import check_layout, compare
+from interop.parity.fuzz.memory import (
+    Guard,
+    lay_out,
+    poison_free_memory,
+    saved_as,
+    unchanged,
+)
+from interop.parity.fuzz.problems import Problem
+from interop.parity.harness import describe
+from interop.parity.inputs import Tensors, make_inputs
+from interop.parity.oracle import Expectation, expectations, parts_of
+from interop.parity.records import CaseResult, Comparison, RunRecord
+from interop.parity.sides import SIDES, Side, Subject, call, supports
+from interop.parity.workers import tell
+from twin_attention.targets.target import use_target
+
+REFUSED = "NotImplementedError: implementation: "
+
+
+def run_problem(problem: Problem, groups: list[list[Subject]], device: str) -> CaseResult:
+    """Run every subject that supports a problem; an exception becomes part of the result.
+
+    Args:
+        problem: as `problems.draw` makes one.
+        groups: subjects by target, as `sides.plan` returns them.
+        device: torch device of the inputs.
+    """
+    start = time.perf_counter()
+    runs: list[RunRecord] = []
+    comparisons: list[Comparison] = []
+    error = None
+    try:
+        tell("the oracle")
+        values = [_values(problem, device, again) for again in (False, True)]
+        for subject in (subject for group in groups for subject in group):
+            if not supports(subject, problem.case) or not (problem.jax or _is_torch(subject)):
+                continue
+            record, found = _run_subject(subject, problem, values)
+            runs += [] if record is None else [record]
+            comparisons += found
+    except Exception as failure:
+        error = describe(failure)
+    seconds = time.perf_counter() - start
+    return CaseResult(problem.name, asdict(problem.case), seconds, runs, comparisons, error)
+
+
+Values = tuple[Tensors, list[Expectation]]
+
+
+def _values(problem: Problem, device: str, again: bool) -> Values:
+    """Return inputs of a problem in their layouts, and the right results.
+
+    The gradient of the log-sum-exp is NaN where a row sees no key.
+    """
+    case = _again(problem.case) if again else problem.case
+    inputs = make_inputs(case, device)
+    for name in ("q", "k"):
+        if problem.spread != 1 and name in inputs:
+            inputs[name] *= problem.spread
+    expected = expectations(inputs, parts_of(case.spec))
+    if "dlse" in inputs and "sinks" not in inputs and not isinstance(case, MergeCase):
+        (whole,) = expected
+        inputs["dlse"] = inputs["dlse"].masked_fill(whole.ref["lse"].isneginf(), torch.nan)
+    for name, rows in problem.rows.items():
+        if name in inputs:
+            inputs[name] = lay_out(inputs[name], rows)
+    return inputs, expected
+
+
+def _again(case: Case) -> Case:
+    """Return a case of the same shapes with other values, and other lengths of its sequences."""
+    changed: dict[str, Any] = {"name": f"{case.name} again"}
+    for name in ("lengths", "new_tokens"):
+        if getattr(case, name, None):
+            changed[name] = getattr(case, name)[::-1]
+    return replace(case, **changed)
+
+
+def _run_subject(
+    subject: Subject, problem: Problem, values: Sequence[Values]
+) -> tuple[RunRecord | None, list[Comparison]]:
+    """Run a subject's rounds; a later one does not run where one before failed.
+
+    Returns:
+        What ran, None if the subject refuses the layout; and comparisons with the oracle.
+    """
+    start = time.perf_counter()
+    comparisons: list[Comparison] = []
+    side = SIDES[subject.side]()
+    for name in _rounds(subject, problem):
+        tell(f"{subject.label}, {name}")
+        inputs, expected = values[name == "again"]
+        if not _is_torch(subject):  # JAX arrays have no strides
+            inputs = {x: inputs[x].clone(memory_format=torch.contiguous_format) for x in inputs}
+        try:
+            results = _run_round(side, subject, problem, inputs, name)
+            check_layout(results, inputs, problem.case.spec, name)
+        except Exception as failure:
+            text = describe(failure)
+            if text.startswith(REFUSED) and not _is_aligned(inputs):
+                return None, comparisons
+            return RunRecord(subject.label, error=f"{name}: {text}"), comparisons
+        found = compare({subject: results}, expected)
+        comparisons += [replace(c, subject=f"{subject.label}, {name}") for c in found]
+        if not all(c.ok for c in found):
+            break
+    seconds = time.perf_counter() - start
+    return RunRecord(subject.label, seconds), comparisons
+
+
+def _rounds(subject: Subject, problem: Problem) -> tuple[str, ...]:
+    """Return what a subject does with a problem, in order.
+
+    "guarded" has guarded memory, and so goes through PyTorch's dispatcher; "first" is kept where
+    PyTorch calls are kept, on a GPU; "again" is the same call with other values and lengths.
+    """
+    if not _is_torch(subject):
+        return ("first", "again") if subject.target else ("first",)
+    if subject.target:
+        return "guarded", "first", "again"
+    return ("guarded", "again") if problem.hook else ("guarded",)
+
+
+def _run_round(
+    side: Side, subject: Subject, problem: Problem, inputs: Tensors, name: str
+) -> Tensors:
+    device = next(iter(inputs.values())).device
+    guard = Guard() if name == "guarded" else nullcontext()
+    hook = saved_as(problem.hook) if problem.hook and name == "again" else nullcontext()
+    poison_free_memory(device)
+    with use_target(subject.target), unchanged(inputs), guard, hook:
+        results = call(side, problem.case, inputs, subject.implementation)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+    if isinstance(guard, Guard):
+        guard.check()
+    return results
+
+
+def _is_torch(subject: Subject) -> bool:
+    return subject.side == "torch_attn"
+
+
+def _is_aligned(inputs: Tensors) -> bool:
+    """Return True if all rows begin at multiples of 16 bytes, as explicit kernels may demand."""
+    return all(
+        x.data_ptr() % 16 == 0 and all(stride * x.itemsize % 16 == 0 for stride in x.stride()[:-1])
+        for x in inputs.values()
+    )

@@ -1,0 +1,187 @@
+"""Random problems: what is drawn, laid out and judged, and what becomes of a problem that fails."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from dataclasses import asdict, replace
+
+import pytest
+import torch
+
+from interop.parity import __main__ as command
+from interop.parity.cases import FlashCase, VarlenCase
+from interop.parity.fuzz import trial
+from interop.parity.fuzz.memory import Guard, lay_out, saved_as, unchanged
+from interop.parity.fuzz.problems import HOOKS, KINDS, VARIANTS, Problem, Rows, draw
+from interop.parity.fuzz.shrink import failures_of, shrink
+from interop.parity.fuzz.trial import run_problem
+from interop.parity.records import CaseResult, RunRecord
+from interop.parity.sides import Subject
+from interop.parity.workers import run_cases, tell
+
+LONGEST = 40
+TORCH = Subject("torch_attn", "triton")
+
+
+def test_problems_are_valid_differ_and_come_back_from_their_lines():
+    problems = [draw(5, index, LONGEST) for index in range(400)]
+    assert {type(problem.case) for problem in problems} == set(KINDS.values())
+    lines = [problem.to_line() for problem in problems]
+    assert len(set(lines)) == len(lines)
+    for problem, line in zip(problems, lines, strict=True):
+        assert problem.case.spec.dtype == problem.case.dtype
+        assert Problem.of_line(line) == problem
+    assert draw(5, 7, LONGEST) == problems[7] != draw(6, 7, LONGEST)
+
+
+def test_problems_of_a_group_share_kernels():
+    for first in range(0, 200, VARIANTS):
+        group = [draw(3, first + i, LONGEST) for i in range(VARIANTS)]
+        assert [problem.jax for problem in group] == [True] + [False] * (VARIANTS - 1)
+        shared = ("dtype", "head_dim", "head_dim_v", "heads_q", "heads_kv", "causal", "sinks")
+        for name in shared:
+            assert len({getattr(problem.case, name, None) for problem in group}) == 1
+
+
+@pytest.mark.parametrize(
+    "line", ["", "{}", '{"kind": "?"}', '{"kind": "MergeCase", "case": {"x": 1}}']
+)
+def test_a_line_that_is_no_problem_is_refused(line):
+    with pytest.raises(ValueError, match="expected a problem as a failure prints it"):
+        Problem.of_line(line)
+
+
+@pytest.mark.parametrize("rows", [Rows(), Rows(True, 3, 1), Rows(False, 16, 8), Rows(True)])
+def test_a_layout_has_the_values_and_nan_around_them(rows):
+    x = torch.randn(2, 5, 3, 16)
+    laid_out = lay_out(x, rows)
+    torch.testing.assert_close(laid_out, x, rtol=0, atol=0)
+    assert laid_out.stride(-1) == 1
+    assert laid_out.storage_offset() == rows.offset
+    assert laid_out.stride(-3) == (16 + rows.gap if rows.heads_first else 3 * (16 + rows.gap))
+    storage = torch.empty(0).set_(laid_out.untyped_storage())
+    assert storage.isnan().sum() == rows.offset + 30 * rows.gap
+
+
+@pytest.mark.parametrize("place", [-1, 64])
+def test_a_write_beside_a_buffer_is_found(place):
+    with Guard() as guard:
+        x = torch.empty(8, 8)
+        assert x.isnan().all()
+    guard.check()
+    torch.as_strided(x, (1,), (1,), x.storage_offset() + place).fill_(0.0)
+    with pytest.raises(MemoryError, match="memory around"):
+        guard.check()
+
+
+def test_a_write_into_the_gap_of_an_operand_is_found():
+    tensors = {"q": lay_out(torch.randn(1, 4, 2, 16), Rows(False, 4))}
+    with unchanged(tensors):
+        pass
+    with pytest.raises(MemoryError, match=r"^q: written"), unchanged(tensors):
+        torch.as_strided(tensors["q"], (1,), (1,), 17).fill_(1.0)
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+def test_saved_tensors_come_back_with_their_values(hook):
+    x = torch.randn(1, 4, 2, 16, requires_grad=True)
+    with saved_as(hook):
+        y = (x * x).sum()
+    y.backward()
+    torch.testing.assert_close(x.grad, 2 * x.detach())
+
+
+SMALL = FlashCase("small", 1, 20, 30, 2, 1, 16, causal=True, scale=0.3)
+
+
+def test_a_right_problem_passes_in_every_layout():
+    problem = Problem(SMALL, {"q": Rows(True, 1, 1), "dout": Rows(True)}, 3.0, "unaligned")
+    result = run_problem(problem, [[TORCH, Subject("pallas_attn", "triton")]], "cpu")
+    assert result.ok, result
+    assert {c.subject for c in result.comparisons} == {
+        "torch_attn triton, guarded",
+        "torch_attn triton, again",
+        "pallas_attn triton, first",
+    }
+
+
+def test_a_wrong_element_is_found(monkeypatch):
+    def call(*arguments):
+        results = right(*arguments)
+        results["dk"].view(-1)[3] += 1.0
+        return results
+
+    right = trial.call
+    monkeypatch.setattr(trial, "call", call)
+    result = run_problem(Problem(SMALL), [[TORCH]], "cpu")
+    assert failures_of(result) == {("torch_attn triton", "wrong")}
+
+
+def result_of(problem: Problem, error: str | None = None) -> CaseResult:
+    runs = [RunRecord("torch_attn triton", error=error)]
+    return CaseResult(problem.name, asdict(problem.case), 0.0, runs)
+
+
+def fails_when_long(problem: Problem) -> CaseResult:
+    """Fail as a problem with 13 keys and more in one sequence of two heads and more."""
+    case = problem.case
+    longest = max(n for _, n in case.lengths)
+    wrong = longest >= 13 and case.heads_kv >= 2 and case.causal
+    return result_of(problem, "first: RuntimeError: no" if wrong else None)
+
+
+def hangs_or_dies(problem: Problem) -> CaseResult:
+    """Do what a problem's name says."""
+    tell("torch_attn gluon sm90, again")
+    if problem.name == "hangs":
+        time.sleep(600)
+    if problem.name == "dies":
+        os.kill(os.getpid(), signal.SIGSEGV)
+    return result_of(problem)
+
+
+def test_a_problem_is_shrunk_to_the_smallest_that_fails_alike():
+    case = VarlenCase(
+        "", ((4, 9), (30, 77), (5, 5)), (3, 4), 12, 4, 64, 32, softcap=2.0, sinks=True
+    )
+    problem = Problem(case, {"q": Rows(True, 1, 1)}, 3.0, "unaligned")
+    failures = failures_of(fails_when_long(problem))
+    smallest = shrink(problem, failures, fails_when_long, 60.0, 60.0)
+    expected = VarlenCase("", ((1, 13),), (0, 0), 2, 2, 16, causal=True)
+    assert smallest == Problem(replace(expected, padding=case.padding), jax=False) or (
+        smallest.case.lengths, smallest.case.heads_kv, smallest.case.head_dim, smallest.rows,
+    ) == (((1, 13),), 2, 16, {})  # fmt: skip
+
+
+def test_a_hang_and_a_death_are_named_and_the_others_go_on():
+    problems = [
+        Problem(replace(SMALL, name=name)) for name in ("hangs", "dies", "ends", "ends too")
+    ]
+    started = time.monotonic()
+    results = {x.name: x for x in run_cases(problems, hangs_or_dies, 2, lambda name: None, 8.0)}
+    assert time.monotonic() - started < 60
+    assert results["ends"].ok
+    assert results["ends too"].ok
+    where = "in torch_attn gluon sm90, again"
+    assert results["hangs"].error == f"hung: no result after 8 seconds, {where}"
+    assert results["dies"].error == f"worker process died: SIGSEGV, {where}"
+    assert failures_of(results["hangs"]) == {("torch_attn gluon sm90", "hung")}
+    assert failures_of(results["dies"]) == {("torch_attn gluon sm90", "worker process died")}
+
+
+def test_the_command_counts_what_ran(tmp_path, capsys):
+    arguments = ["--fuzz", "1", "--seed", "4", "--jobs", "2", "--implementations", "reference"]
+    assert command.main([*arguments, "--output", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    assert "seed 4, 1 seconds in 2 processes" in printed
+    assert "problems, 0 failed" in printed
+    assert (tmp_path / "fuzz.json").exists()
+
+
+def test_the_command_runs_one_problem(tmp_path, capsys):
+    line = Problem(SMALL, {"q": Rows(True, 1, 1)}).to_line()
+    arguments = ["--problem", line, "--implementations", "triton", "--output", str(tmp_path)]
+    assert command.main(arguments) == 0
+    assert "1 problems, 0 failed" in capsys.readouterr().out
