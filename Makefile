@@ -5,6 +5,7 @@ VENV ?= .venv
 EXTRAS ?=
 PYTEST_ARGS ?=
 PARITY_ARGS ?=
+FUZZ_ARGS ?= --fuzz 600 --seed 0
 BENCH_ARGS ?=
 STATIC_ARGS ?=
 
@@ -18,7 +19,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # Asked by the shell, once the environment is there.
 WORKERS = $$($(PY) -c 'import xdist' 2>/dev/null && printf -- '-n auto --maxprocesses 8 --dist worksteal')
 
-.PHONY: help parity test bench sm80 sm90 lint types imports check clean
+.PHONY: help parity fuzz test bench sm80 sm90 lint types imports check clean
 
 help: ## this list
 	@grep -E '^[a-z0-9]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9]+):[^#]*## /\1|/' | awk -F'|' '{ printf "  make %-9s %s\n", $$1, $$2 }'
@@ -26,6 +27,10 @@ help: ## this list
 parity: ## compare both sides with the oracle and with each other; PARITY_ARGS="--suite full"
 	$(SETUP) parity
 	$(PY) -m interop.parity $(PARITY_ARGS)
+
+fuzz: ## ten minutes of random problems; FUZZ_ARGS="--fuzz 60 --seed 7"
+	$(SETUP) parity
+	$(PY) -m interop.parity $(FUZZ_ARGS)
 
 test: ## run the test suite; PYTEST_ARGS="-k softcap"
 	$(SETUP) test

@@ -84,8 +84,8 @@ def prepare(call):
     return (3,), {"ROWS": call.layouts[0].shape[0], "SCALE": call.spec.scale}
 
 
-def run(kernel, x, backend=SM90, **options):
-    launch.launch("flash_fwd", kernel, prepare, (x,), SPEC, backend, **options)
+def run(kernel, x, backend=SM90, spec=SPEC, **options):
+    launch.launch("flash_fwd", kernel, prepare, (x,), spec, backend, **options)
 
 
 def test_a_launch_can_be_repeated(kernel):
@@ -118,6 +118,17 @@ def test_recording_compiles_only(kernel):
         run(kernel, operand(), portable_backend("torch_attn", "sm80"))
     assert [name for name, *_ in compiled] == ["flash_fwd"]
     assert not kernel.launched
+
+
+@pytest.mark.parametrize(
+    ("target", "aligned", "arch"),
+    [("sm90", True, None), ("sm90", False, "sm80"), ("sm80", True, "sm80")],
+)
+def test_rows_that_are_not_aligned_are_not_multiplied_by_wgmma(kernel, target, aligned, arch):
+    spec = replace(SPEC, rows_aligned=aligned)
+    run(kernel, operand(), portable_backend("torch_attn", target), spec)
+    ((_, _, arguments),) = kernel.compiled
+    assert arguments.get("arch") == arch
 
 
 def test_a_kernel_that_does_not_fit_gets_fewer_stages(kernel):
