@@ -125,6 +125,8 @@ FORWARD = [
         "softcap, hidden rows, sinks", 1, 130, 64, 1, 1, causal=True, softcap=9.0, sinks=True
     ),
     FlashCase("large softcap", 1, 70, 128, 1, 1, softcap=60.0),
+    FlashCase("softcap, one key a row", 1, 70, 70, 1, 1, 96, window_size=(0, 0), softcap=15.0),
+    FlashCase("softcap, one key", 1, 70, 1, 1, 1, 64, softcap=40.0),
     FlashCase("softcap, tiles", 1, 130, 384, 1, 1, softcap=2.0),
     FlashCase("softcap, tiles, edges", 1, 200, 400, 1, 1, 128, causal=True, softcap=20.0),
     FlashCase("softcap, tiles, 256", 1, 70, 192, 1, 1, 256, softcap=20.0),

@@ -64,7 +64,12 @@ from pallas_attn.kernels.sm90.pipeline import (
 )
 from pallas_attn.kernels.sm90.programs import for_each_tile, run_warpgroups
 from pallas_attn.kernels.sm90.schedule import make_schedule
-from pallas_attn.kernels.sm90.scores import hide_keys, scaled_scores, softmax_update
+from pallas_attn.kernels.sm90.scores import (
+    hide_keys,
+    rounding_of_one_key,
+    scaled_scores,
+    softmax_update,
+)
 from pallas_attn.kernels.sm90.workarounds import finish_before_wait, pass_turn, take_turn
 from pallas_attn.targets import num_sms
 from twin_attention.contract.operands import AttentionOperands
@@ -430,10 +435,16 @@ def flash_fwd_kernel(
                 total, m_end, alpha = l_i.sum(axis=1), m_i, 1.0
                 if bounded:
                     m_end = jnp.where(total == 0.0, float("-inf"), 0.0)
+                    num_keys = work.keys(program * 0)[1] if is_packed else seq_kv
+                    factor = rounding_of_one_key(
+                        total, start_row + work.diagonal, num_keys, window_left, window_right,
+                        v_ref.dtype,
+                    )  # fmt: skip
                     if sink is not None:
                         m_end = jnp.maximum(m_end, sink)
                         alpha = jnp.exp2(-jnp.maximum(m_end, 0.0))
                         total = total * alpha
+                    alpha = alpha * factor
                 if sink is not None:
                     m_safe = jnp.where(m_end == float("-inf"), 0.0, m_end)
                     total = total + jnp.exp2(sink - m_safe)

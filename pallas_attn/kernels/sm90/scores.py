@@ -92,6 +92,27 @@ def hide_keys(s, position, start_kv, end, window_left, window_right, rows_of_que
     return hide(s, upper, lower)
 
 
+def rounding_of_one_key(l_i, position, seq_kv, window_left, window_right, dtype):
+    """Return what out of a row that sees one key is multiplied with, 1 in other rows.
+
+    Without a maximum p of that key is not 1, and p·v has it rounded. So out becomes v exactly, and
+    the row's ds is 0.
+
+    Args:
+        l_i: row sums [64], here p itself.
+        position: the key position of the first row.
+    """
+    row = iota(l_i.shape, 0, WGMMA.reduce(1)) + position
+    first, last = row * 0, row * 0 + (seq_kv - 1)
+    if window_left is not None:
+        first = jnp.maximum(row - window_left, 0)
+    if window_right is not None:
+        last = jnp.minimum(row + window_right, seq_kv - 1)
+    rounded = l_i.astype(dtype).astype(jnp.float32)
+    has_one = (first == last) & (l_i > 0.0)
+    return jnp.where(has_one, l_i / jnp.where(has_one, rounded, 1.0), 1.0)
+
+
 def hide_queries(s, first_key, start_q, end, window_left, window_right):
     """Set the scores of queries that do not see a key to -inf: `hide_keys`, of transposed scores.
 

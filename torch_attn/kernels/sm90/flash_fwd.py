@@ -62,6 +62,7 @@ from torch_attn.kernels.sm90.scores import (
     bounded_update,
     hide,
     join_columns,
+    rounding_of_one_key,
     scaled_scores,
     softmax_update,
     split_columns,
@@ -519,13 +520,14 @@ def _consume(
                 arrive(K_READ + slot, READERS)
         # Add the row sums of each quad.
         l_i = gl.convert_layout(gl.sum(l_i, 1), of_row)
+        rescale = 1.0
         if BOUNDED:
             m_i = gl.where(l_i == 0.0, float("-inf"), m_i)
-        rescale = 1.0
+            rescale = rounding_of_one_key(l_i, position, seq_kv, window_left, window_right, dtype)
         if sinks_ptr is not None:
             alpha, m_i, l_i = add_sink(gl.load(sinks_ptr + head), m_i, l_i)
             if BOUNDED:
-                rescale = alpha
+                rescale = rescale * alpha
         l_safe = gl.where(l_i == 0.0, 1.0, l_i)
         lse = m_i * LN2 + gl.log(l_safe)
         lse_row = (batch * heads_q + head).to(gl.int64) * total_q

@@ -90,6 +90,22 @@ def bounded_update(s, l_i, rule, MASKED: gl.constexpr):
 
 
 @gluon.jit
+def rounding_of_one_key(l_i, position, seq_kv, window_left, window_right, dtype: gl.constexpr):
+    """Return what out of a row that sees one key is multiplied with, 1 in other rows.
+
+    Without a maximum p of that key is not 1, and p·v has it rounded. So out becomes v exactly, and
+    the row's ds is 0. l_i: row sums, here p itself.
+    """
+    first, last = position * 0, position * 0 + (seq_kv - 1)
+    if window_left is not None:
+        first = gl.maximum(position - window_left, 0)
+    if window_right is not None:
+        last = gl.minimum(position + window_right, seq_kv - 1)
+    rounded = l_i.to(dtype).to(gl.float32)
+    return gl.where((first == last) & (l_i > 0.0), l_i / rounded, 1.0)
+
+
+@gluon.jit
 def _first(a, b):
     return a
 
