@@ -144,17 +144,30 @@ def test_what_is_no_number_and_what_is_infinite(value):
     assert np.isnan(got[3, 5, 1]) == np.isnan(value)
 
 
-@pytest.mark.parametrize("exact", [False, True])
-@pytest.mark.parametrize("deviation", [1.0, 20.0])
-def test_capped_scores(exact, deviation):
-    scores = _scores(deviation)[:, :, 0]
-    given = [scores.T, np.full((COUNT, LANES), 1 / 30), np.full((COUNT, LANES), 30)]
+def _capped(scores, scale, exact=False):
+    """Run `cap_scores` with a cap of 30 on the products of scores of a scale."""
+    rule = ScoreRule.of(scale, 30.0)
+    products = (scores / np.float32(scale)).T
+    given = [products, np.full((COUNT, LANES), rule.cap_scale), np.full((COUNT, LANES), 30)]
     names = [f"${i}" for i in range(COUNT, 4 * COUNT)]
     with np.errstate(all="ignore"):
         registers, _ = _run(
             cap_scores(COUNT, exact=exact),
             zip(names, np.concatenate(given).astype(np.float32), strict=True),
         )
-    got = np.stack([registers[f"${i}"] for i in range(COUNT)], 1)
+    return np.stack([registers[f"${i}"] for i in range(COUNT)], 1)
+
+
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("deviation", [1.0, 20.0])
+def test_capped_scores(exact, deviation):
+    scores = _scores(deviation)[:, :, 0]
     expected = 30 * np.tanh(scores.astype(np.float64) / 30)
-    np.testing.assert_allclose(got, expected, rtol=6e-6, atol=2e-5)
+    np.testing.assert_allclose(_capped(scores, 1.0, exact), expected, rtol=6e-6, atol=2e-5)
+
+
+@pytest.mark.parametrize("scale", [1e-6, 1e-7, 1e-8, 1e-10])
+def test_a_small_scale_loses_no_coefficient(scale):
+    scores = np.full((LANES, COUNT), 11.0, np.float32)  # near 3/8 of the cap
+    expected = 30 * np.tanh(11.0 / 30)
+    np.testing.assert_allclose(_capped(scores, scale), expected, rtol=6e-6)

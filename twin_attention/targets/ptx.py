@@ -214,8 +214,9 @@ def _all_are_near() -> list[str]:
         "mul.f32 y, m0, m0;",
         "mul.f32 y, y, a2;",
         f"setp.le.f32 near, y, {_float(tanh.NEAR_LIMIT**2)};",
-        # Not with a coefficient that float32 does not hold.
+        # Not with a coefficient that float32 does not hold, or that has fewer bits there.
         f"abs.f32 x, {_LAST};",
+        f"setp.ge.and.f32 near, x, {_SMALLEST_NORMAL}, near;",
         f"setp.lt.and.f32 near, x, {_INFINITY}, near;",
         "vote.sync.all.pred near, near, -1;",
     ]
