@@ -1,6 +1,7 @@
 """The order of work items of the explicit SM90 kernels, which run on GPUs alone."""
 
 import pytest
+import torch
 
 from torch_attn.kernels.sm90.schedule import ITEM_STEPS, heads_together
 from twin_attention.contract.spec import AttentionSpec, Window
@@ -54,3 +55,14 @@ def test_programs_of_causal_problems_end_together(batch, seq, heads_q, heads_kv)
 
 def test_heads_of_equal_tiles_follow_each_other():
     assert heads_together((32,) * 32, 16, 132) == 1
+
+
+def test_the_default_dtype_changes_nothing():
+    steps = tuple(range(128, 0, -1))
+    want = heads_together.__wrapped__(steps, 16, 132)
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float16)
+    try:
+        assert heads_together.__wrapped__(steps, 16, 132) == want
+    finally:
+        torch.set_default_dtype(default)

@@ -216,6 +216,9 @@ def _balance(steps: tuple[int, ...], heads: int, programs: int, together: int) -
     program = torch.where(turn % 2 == 0, program, programs - 1 - program)
     first = item // (together * num_tiles) * together
     size = (heads - first).clamp(max=together)
-    cost = torch.tensor(steps, device="cpu")[(item - first * num_tiles) // size] + ITEM_STEPS
+    cost = (
+        torch.tensor(steps, dtype=torch.int64, device="cpu")[(item - first * num_tiles) // size]
+        + ITEM_STEPS
+    )
     of_program = torch.zeros(programs, dtype=cost.dtype, device="cpu").index_add_(0, program, cost)
-    return float(of_program.sum() / (programs * of_program.max()))
+    return int(of_program.sum()) / (programs * int(of_program.max()))
