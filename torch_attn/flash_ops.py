@@ -27,7 +27,14 @@ from torch import Tensor
 
 from torch_attn.calls import Call, is_recorded, keep, recall
 from torch_attn.dispatch import check_implementation
-from torch_attn.operands import cast_inputs, dtype_name, operand, rows_aligned, schema
+from torch_attn.operands import (
+    aligned,
+    cast_inputs,
+    dtype_name,
+    operand,
+    rows_aligned,
+    schema,
+)
 from twin_attention.contract.operands import (
     BlockSparseOperands,
     FlashOperands,
@@ -41,6 +48,7 @@ from twin_attention.contract.validate import (
     check_flash_attention,
     check_flash_attention_varlen,
     check_flash_options,
+    check_saved,
     no_gradient,
     not_differentiable,
     not_mapped,
@@ -183,9 +191,36 @@ class FlashOperators:
         return function(self._operands._make(operands), spec, backend)
 
     def backward(self, function, spec, backend, dout, dlse, *tensors: Tensor | None):
-        """Run a family's flash_bwd."""
+        """Run a family's flash_bwd, on copies of the tensors that TMA cannot read."""
         *operands, out, lse = tensors
+        if backend.family.folder == "sm90":
+            dout, out, *first = map(aligned, (dout, out, *operands[:3]))
+            operands[:3] = first
         return function(dout, dlse, self._operands._make(operands), out, lse, spec, backend)
+
+    def backward_call(
+        self, tensors: tuple[Any, ...], options: FlashOptions, implementation: Any
+    ) -> Call:
+        """Return the call of a backward, which follows from all tensors that it reads.
+
+        Tensors that autograd saved may have come back in another layout: hooks may have moved them.
+        A family that is asked for by name reads copies of those that are not aligned.
+
+        Args:
+            tensors: dout, dlse, the operands, out and lse.
+
+        Raises:
+            TypeError, ValueError: one has another dtype, shape or device than the forward had.
+        """
+        dout, _, *operands, out, lse = tensors
+        operands = self._operands._make(operands)
+        described = describe_operands(operands, operand)
+        self._check(described, options)
+        check_saved(operand("dout", dout), described.q, operand("out", out), operand("lse", lse))
+        spec = self.spec_of(operands, options, dout, out)
+        if implementation is not None:
+            spec = replace(spec, rows_aligned=True)
+        return Call("flash_bwd", self.backward, spec, implementation, dout.device)
 
     def gradients(self, dout, dlse, *args) -> tuple[Tensor | None, ...]:
         """Call the backward; returns None for an operand that has no gradient."""
@@ -212,9 +247,8 @@ class FlashOperators:
         known = self._bwd_name, tensors, args[end:]
         call = recall(*known)
         if call is None:
-            operands, (out, _), options, implementation = self.unpack(args)
-            spec = self.spec_of(operands, options, dout, out)
-            call = Call("flash_bwd", self.backward, spec, implementation, dout.device)
+            *_, options, implementation = self.unpack(args)
+            call = self.backward_call(tensors, options, implementation)
             keep(*known, call)
         return _with_left_out(call(*tensors), dout)
 
@@ -387,26 +421,26 @@ class _Kept(torch.autograd.Function):
 
     @classmethod
     def backward(cls, ctx, dout, dlse=None):
-        *operands, out, lse = ctx.saved_tensors
+        saved = ctx.saved_tensors
+        out = saved[-2]
         dout, dlse = readable(torch.zeros_like(out) if dout is None else dout, dlse)
         forward, spec = ctx.call, ctx.call.spec
+        options = FlashOptions(
+            spec.scale, spec.window, spec.softcap, spec.deterministic, spec.precision
+        )
+        tensors = dout, dlse, *saved
         # All else that the call depends on follows from its forward's.
-        known = forward, (dout, dlse), ()
+        known = forward, tensors, ()
         call = None
         if not torch.is_grad_enabled():
             call = recall(*known)
             if call is None:
-                found = replace(spec, rows_aligned=spec.rows_aligned and rows_aligned(dout))
-                run = cls.operators.backward
-                found = Call("flash_bwd", run, found, forward.implementation, dout.device)
+                found = cls.operators.backward_call(tensors, options, forward.implementation)
                 call = found if keep(*known, found) else None
         if call is None:  # the operator refuses a second derivative, and has a rule for `vmap`
-            options = FlashOptions(
-                spec.scale, spec.window, spec.softcap, spec.deterministic, spec.precision
-            )
-            options = pack(options, forward.implementation)
-            return None, None, *cls.operators.gradients(dout, dlse, *operands, out, lse, *options)
-        return None, None, *call(dout, dlse, *operands, out, lse)
+            packed = pack(options, forward.implementation)
+            return None, None, *cls.operators.gradients(*tensors, *packed)
+        return None, None, *call(*tensors)
 
     jvp = Differentiable.jvp  # pyright: ignore[reportAssignmentType]
 

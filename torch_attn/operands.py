@@ -54,6 +54,11 @@ def rows_aligned(*tensors: Tensor) -> bool:
     return True
 
 
+def aligned(x: Tensor) -> Tensor:
+    """Return a tensor whose rows begin at multiples of 16 bytes: a copy of one whose do not."""
+    return x if rows_aligned(x) else x.clone(memory_format=torch.contiguous_format)
+
+
 def schema(operands: Any, written: tuple[str, ...] = ()) -> str:
     """Return a torch operator's arguments for a class of operands; it writes into those named."""
 

@@ -1,6 +1,7 @@
 """A call that was checked before: when it is recognised, and that it does the same."""
 
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from threading import Barrier
 
 import numpy as np
@@ -272,6 +273,101 @@ def test_what_autograd_records():
     with torch.autograd.forward_ad.dual_level():
         dual = torch.autograd.forward_ad.make_dual(x.detach(), torch.ones(2))
         assert is_recorded((dual,))
+
+
+def rows():
+    return tensor(1, 16, 2, 64, dtype=torch.float16)
+
+
+@pytest.fixture
+def backwards(cpu, monkeypatch):
+    """Return a function that runs a kept forward and its backward, with saved tensors changed.
+
+    It returns the calls that the backward makes. No kernel runs.
+    """
+    monkeypatch.setattr(Tensor, "get_device", lambda x: 0)
+    spec = replace(SPEC, seq_q=16, seq_kv=16)
+    forward, made = Call("flash_fwd", DENSE.forward, spec, None, torch.device("cuda", 0)), []
+
+    def run(call, *tensors):
+        if call is forward:
+            return rows(), torch.zeros(1, 2, 16)
+        made.append(call)
+        return [rows() for _ in range(3)] + [None] * 3
+
+    def backward(unpack=lambda x: x, dout=None):
+        qkv = [rows().requires_grad_() for _ in range(3)]
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: x, unpack):
+            out = DENSE._record(forward, False, *qkv, None, None, None)
+            dout = torch.ones_like(out) if dout is None else dout
+            torch.autograd.grad(out, qkv, dout)
+        return made
+
+    monkeypatch.setattr(Call, "__call__", run)
+    cuda = torch.device("cuda", 0)
+    init = Call.__init__
+    monkeypatch.setattr(Call, "__init__", lambda call, *args: init(call, *args[:-1], cuda))
+    return backward, forward
+
+
+def unaligned(x):
+    memory = torch.zeros(x.numel() + 1, dtype=x.dtype)
+    return memory[1:].view(x.shape).copy_(x)
+
+
+def heads_first(x):
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def test_a_backward_follows_the_layouts_of_all_that_was_saved(backwards):
+    backward, _ = backwards
+    for unpack in (lambda x: x, heads_first, unaligned) * 2:
+        made = backward(unpack)
+    assert [made.index(call) for call in made] == [0, 1, 2] * 2  # recognised, each as its own
+    assert [call.spec.rows_aligned for call in made[:3]] == [True, True, False]
+    assert [call.backend.family.name for call in made[:3]] == ["gluon", "gluon", "triton"]
+
+
+@pytest.mark.parametrize(
+    ("unpack", "name"),
+    [
+        (lambda x: x.float(), "q: expected the saved dtype float16, got float32"),
+        (lambda x: x.half(), "lse: expected the saved dtype float32, got float16"),
+        (lambda x: x[:, :2], "out: expected the saved shape"),
+    ],
+    ids=["dtype", "log-sum-exp", "shape"],
+)
+def test_what_comes_back_as_another_tensor_is_refused(backwards, unpack, name):
+    backward, _ = backwards
+    backward()
+    with pytest.raises((TypeError, ValueError), match=name):
+        backward(unpack)
+
+
+def test_the_reference_refuses_what_comes_back_in_another_dtype():
+    q, k, v = (rows().requires_grad_() for _ in range(3))
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x.float()):
+        out = flash_attention(q, k, v)
+        with pytest.raises(TypeError, match="q: expected the saved dtype float16"):
+            out.sum().backward()
+
+
+def test_a_family_asked_for_by_name_reads_a_copy_of_what_is_not_aligned(backwards):
+    backward, forward = backwards
+    forward.implementation = "gluon"
+    (call,) = backward(dout=unaligned(rows()))
+    assert call.backend.family.folder == "sm90"
+    read = []
+
+    def function(dout, dlse, operands, out, lse, spec, backend):
+        read.extend((dout, *operands[:3], out))
+
+    x, odd = rows(), unaligned(rows() + 2)
+    DENSE.backward(function, call.spec, call.backend, odd, None, x, odd, x, *[None] * 3, odd, None)
+    assert all(y.data_ptr() % 16 == 0 for y in read)
+    assert all(torch.equal(y, odd) for y in (read[0], read[2], read[4]))
+    assert read[1] is x
+    assert read[3] is x
 
 
 # On a GPU: the second call, which is recognised, against the first.

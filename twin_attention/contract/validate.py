@@ -775,6 +775,24 @@ def check_heads(d_model: Any, num_heads: Any, num_heads_kv: Any) -> tuple[int, i
     return d_model // num_heads, num_heads_kv
 
 
+def check_saved(dout: Operand, q: Operand, out: Operand, lse: Operand) -> None:
+    """Refuse tensors that were saved for a backward and come back as others, but for their layout.
+
+    Args:
+        dout: the gradient of out, which has the dtype, shape and device of the forward's.
+        q, out, lse: as they come back; q agrees with the other operands.
+    """
+    for x in (q, out):
+        _check_dtype(x, dout.dtype, "the saved ")
+    _check_dtype(lse, "float32", "the saved ")
+    for x in (q, out, lse):
+        _check_device(x, dout)
+    *batch, rows, heads, _ = dout.shape
+    for x, shape in ((out, dout.shape), (lse, (*batch, heads, rows))):
+        if x.shape != shape:
+            fail(ValueError, x.name, f"the saved shape {list(shape)}", list(x.shape))
+
+
 def check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
     """Refuse a name that is not one of `choices` (None passes)."""
     if value is not None and value not in choices:
