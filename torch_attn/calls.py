@@ -6,9 +6,7 @@ the first one allocated and launched (`torch_attn.replay`). The key has no tenso
 it, only an address's alignment, which Triton compiles for. The last call with the same options is
 tried before a key is made: a guard of `torch.compile` compares the operands with it, in C++.
 
-Beside `torch_attn.flash_ops`, `torch_attn.replay` and `torch_attn.driver` this is where private
-torch API is used: ``torch._C`` has the guard and says which modes and transformations are active.
-``tests/torch_attn/test_calls.py`` guards it.
+What is private of torch comes from `torch_attn.private`; without it no call is kept.
 """
 
 from __future__ import annotations
@@ -20,10 +18,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._dynamo.guards import TensorGuards  # pyright: ignore[reportAttributeAccessIssue]
 from torch.autograd import forward_ad
 from torch.nn import Parameter
 
+from torch_attn import private
 from torch_attn.dispatch import Implementation, choose
 from torch_attn.replay import Replay, capture
 from twin_attention.targets.config import requested_configs
@@ -53,7 +51,7 @@ class Guard:
         # Of one index it would get no tuple.
         self._tensors = itemgetter(*(given if len(given) > 1 else [slice(first, first + 1)]))
         tensors = self._tensors(operands)
-        guards = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+        guards = private.TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
         self._check = guards.check
 
     def __call__(self, operands: tuple[Any, ...]) -> bool:
@@ -125,9 +123,9 @@ def _key(options_key: Key, operands: tuple[Any, ...]) -> Key | None:
         mode is active, or an operand is no plain tensor on a CUDA device.
     """
     if (
-        torch._C._len_torch_dispatch_stack()
-        or torch._C._is_torch_function_mode_enabled()
-        or torch._C._are_functorch_transforms_active()
+        private.len_dispatch_stack()
+        or private.is_function_mode_enabled()
+        or private.transforms_active()
         or forward_ad._current_level >= 0
     ):
         return None
@@ -179,7 +177,7 @@ def recall(
     if (
         last.guard is not None
         and last.guard(operands)
-        and not torch._C._is_torch_function_mode_enabled()
+        and not private.is_function_mode_enabled()
         and forward_ad._current_level < 0
     ):
         return last
@@ -199,7 +197,7 @@ def keep(
 
     It is if it launches compiled kernels, and the dispatcher need not see it.
     """
-    if torch.compiler.is_compiling() or call.backend.target is None:
+    if torch.compiler.is_compiling() or call.backend.target is None or not private.CAN_KEEP:
         return False
     options_key = _options_key(function, options)
     key = _key(options_key, operands)
@@ -222,7 +220,7 @@ def keep(
 def is_recorded(tensors: tuple[Any, ...]) -> bool:
     """Return True when autograd would record a function of these, or one has a tangent."""
     enabled = torch.is_grad_enabled()
-    dual = forward_ad._current_level >= 0
+    dual = private.may_be_dual()
     if not (enabled or dual):
         return False
     for x in tensors:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from torch_attn.calls import Call, keep, recall
-from torch_attn.flash_ops import TAGS, Differentiable, join, readable, without_gradient
+from torch_attn.flash_ops import RUN, TAGS, Differentiable, join, readable, without_gradient
 from torch_attn.operands import dtype_name, operand, schema
 from twin_attention.contract.operands import AppendOperands, DecodeOperands, describe_operands
 from twin_attention.contract.spec import AppendSpec, DecodeSpec, MergeSpec
@@ -241,6 +241,7 @@ def _register(op: torch._ops.OpOverload, run, fake, autograd) -> None:
     name = op.name()
     torch.library.register_fake(name, fake, lib=_library)
     _library.impl(name, run, "CompositeExplicitAutograd")  # every backend
+    RUN[name] = run
     _library.impl(name, autograd, "Autograd")
 
 

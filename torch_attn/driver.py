@@ -18,14 +18,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from triton import knobs
-from triton.backends.nvidia.driver import make_tensordesc_arg
 
+from torch_attn.private import find
 from torch_attn.replay import Launcher
 from torch_attn.tensor_maps import TensorMap
 
 # Encoded descriptors that a launch keeps of an operand, of 128 bytes each.
 _ADDRESSES_MAX = 256
+
+_knobs = find("triton", "knobs")
+_make_tensordesc_arg = find("triton.backends.nvidia.driver", "make_tensordesc_arg")
 
 
 def launcher_of(
@@ -42,17 +44,23 @@ def launcher_of(
     through_triton = compiled[grid]  # loads the kernel on the current device
     rest = arguments[num_operands:]
     maps = [(i, x) for i, x in enumerate(arguments) if isinstance(x, TensorMap)]
+
+    def launch_through_triton(stream: int, addresses: tuple[int | None, ...]) -> None:
+        values = [*addresses, *rest]
+        for i, tensor_map in maps:
+            values[i] = _at(tensor_map, addresses[tensor_map.operand])
+        through_triton(*values, stream=stream)
+
+    if _knobs is None or _make_tensordesc_arg is None:
+        return launch_through_triton
     launch_kernel, options, is_nested = _entry(compiled, grid, bool(maps))
     place = _placing(compiled, arguments, num_operands)
     x, y, z = grid
-    runtime = knobs.runtime
+    runtime = _knobs.runtime
 
     def launch(stream: int, addresses: tuple[int | None, ...]) -> None:
         if runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls:  # a profiler listens
-            values = [*addresses, *rest]
-            for i, tensor_map in maps:
-                values[i] = _at(tensor_map, addresses[tensor_map.operand])
-            through_triton(*values, stream=stream)
+            launch_through_triton(stream, addresses)
         elif is_nested:
             launch_kernel(x, y, z, stream, *options, place(addresses))
         else:
@@ -148,12 +156,12 @@ class _Descriptors(dict[Any, Any]):
 def _encode(tensor_map: TensorMap, metadata: Any, address: int | None) -> Any:
     """Return the encoded descriptor of an operand at an address."""
     descriptor = _at(tensor_map, address)
-    further = [None] * (len(signature(make_tensordesc_arg).parameters) - 2)  # since Triton 3.9
+    further = [None] * (len(signature(_make_tensordesc_arg).parameters) - 2)  # since Triton 3.9
     try:
-        return make_tensordesc_arg(descriptor, metadata, *further)[0]
+        return _make_tensordesc_arg(descriptor, metadata, *further)[0]
     except RuntimeError:  # a new thread has no CUDA context yet
         torch.cuda.mem_get_info()  # gives it one
-        return make_tensordesc_arg(descriptor, metadata, *further)[0]
+        return _make_tensordesc_arg(descriptor, metadata, *further)[0]
 
 
 def _at(tensor_map: TensorMap, address: int | None) -> Any:

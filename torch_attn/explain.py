@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from torch_attn import block_sparse, decode, dilated, flash, paged, varlen
+from torch_attn import block_sparse, decode, dilated, flash, paged, private, varlen
 from torch_attn.dispatch import check_implementation, choose
 from torch_attn.targets import num_sms
 from twin_attention.contract.explain import Explanation
@@ -68,4 +69,6 @@ def explain(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Expla
         count = num_sms(device, choice[0].target)
         return describe(implementation, operation, *choice, spec, name, count)
 
-    return describe_call(function.__name__, describe_operation)
+    said = describe_call(function.__name__, describe_operation)
+    notes = [note for note in (private.missing(), private.untested()) if note is not None]
+    return replace(said, reason="; ".join((said.reason, *notes)))

@@ -10,9 +10,7 @@ every call. Derivatives are autograd Functions on the operators' Autograd key ra
 `torch.library.register_autograd`, which gives zero tangents in forward mode without an error and
 fails under `torch.func.grad`.
 
-Private torch API is used here, in `torch_attn.calls` and in `torch_attn.driver`. Here it is the
-dispatch guards of ``torch._C`` in `without_gradient` and `Differentiable` (checked with torch 2.11
-and 2.13; ``tests/torch_attn/test_ops.py`` and ``test_decode_ops.py`` guard it).
+The dispatch guards of ``torch._C`` come from `torch_attn.private`.
 """
 
 from __future__ import annotations
@@ -25,6 +23,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from torch_attn import private
 from torch_attn.calls import Call, is_recorded, keep, recall
 from torch_attn.dispatch import check_implementation
 from torch_attn.operands import (
@@ -57,16 +56,13 @@ from twin_attention.contract.validate import (
 )
 
 _library = torch.library.Library("torch_attn", "DEF")
+RUN: dict[str, Callable[..., Any]] = {}  # the function of each operator, by its name
 OPTIONS = (
     "float? scale, SymInt? window_left, SymInt? window_right, float? softcap, bool deterministic, "
     "str precision, str? implementation"
 )
 # The kernels read strides: the compiler must hand over tensors as the program laid them out.
 TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
-
-_TORCH_FUNC = torch._C.DispatchKeySet(
-    torch._C.DispatchKey.FuncTorchDynamicLayerFrontMode
-) | torch._C.DispatchKeySet(torch._C.DispatchKey.PythonTLSSnapshot)
 
 
 def without_gradient(op: torch._ops.OpOverload, *args: Any) -> Any:
@@ -77,7 +73,14 @@ def without_gradient(op: torch._ops.OpOverload, *args: Any) -> Any:
     """
     if is_recorded(args):
         no_gradient(op.name().removeprefix("torch_attn::"))
-    with torch._C._AutoDispatchBelowAutograd():
+    return call_below_autograd(op, args)
+
+
+def call_below_autograd(op: torch._ops.OpOverload, args: tuple[Any, ...]) -> Any:
+    """Call an operator's kernel below the Autograd key; without a guard for that, its function."""
+    if private.below_autograd is None:
+        return RUN[op.name()](*args)
+    with private.below_autograd():
         return op(*args)
 
 
@@ -160,6 +163,7 @@ class FlashOperators:
         op, name = function.op, function.name
         torch.library.register_fake(name, fake, lib=_library)
         _library.impl(name, run, "CompositeExplicitAutograd")  # every backend
+        RUN[name] = run
         _library.impl(name, function.call, "Autograd")
         torch.library.register_vmap(name, partial(batch, op, function.num_tensors), lib=_library)
 
@@ -337,7 +341,7 @@ class Differentiable(torch.autograd.Function):
     @classmethod
     def call(cls, *args):
         """Run the operator so that a backward will find its way."""
-        if not torch._C._are_functorch_transforms_active():
+        if not private.transforms_active():
             results = cls.recalled(args)
             if results is not None:
                 return results
@@ -347,9 +351,7 @@ class Differentiable(torch.autograd.Function):
             bound = super(torch.autograd.Function, cls)
             return bound.apply(*args)  # pyright: ignore[reportAttributeAccessIssue]
         # torch.func calls this below its own dispatch key, but a Function has to start above it.
-        included = torch._C._dispatch_tls_local_include_set() | _TORCH_FUNC
-        excluded = torch._C._dispatch_tls_local_exclude_set() - _TORCH_FUNC
-        with torch._C._ForceDispatchKeyGuard(included, excluded):
+        with private.above_torch_func():
             return cls.apply(*args)
 
     @classmethod
@@ -361,8 +363,7 @@ class Differentiable(torch.autograd.Function):
 
     @classmethod
     def forward(cls, *args):
-        with torch._C._AutoDispatchBelowAutograd():
-            return cls.op(*args)
+        return call_below_autograd(cls.op, args)
 
     @staticmethod
     def jvp(*_: Any) -> NoReturn:

@@ -26,9 +26,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch._subclasses.fake_tensor import is_fake
 from torch.utils.flop_counter import register_flop_formula
 
+from torch_attn import private
 from torch_attn.flash_ops import DENSE, SPARSE
 from twin_attention.contract import cost
 from twin_attention.contract.block_mask import BlockMask
@@ -66,6 +66,6 @@ def _of_mask(
     operands, _, options, _ = SPARSE.unpack(args)
     spec = SPARSE.spec_of(operands, options)
     lists = [getattr(operands, name) for name in BlockMask._fields]
-    if any(map(is_fake, lists)):
+    if private.is_fake is not None and any(map(private.is_fake, lists)):
         return of_all(spec)
     return of_kept(spec, BlockMask(*(x.numpy(force=True) for x in lists)))

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from torch_attn.calls import Call, keep, recall
-from torch_attn.flash_ops import TAGS, without_gradient
+from torch_attn.flash_ops import RUN, TAGS, without_gradient
 from torch_attn.operands import dtype_name, operand, rows_aligned, schema
 from twin_attention.contract.operands import PagedOperands, describe_operands
 from twin_attention.contract.spec import PagedSpec
@@ -78,5 +78,6 @@ def _refuse_vmap(*_: Any) -> NoReturn:
 _name = paged_attention.name()
 torch.library.register_fake(_name, _fake, lib=_library)
 _library.impl(_name, _run, "CompositeExplicitAutograd")  # every backend
+RUN[_name] = _run
 _library.impl(_name, partial(without_gradient, paged_attention), "Autograd")
 torch.library.register_vmap(_name, _refuse_vmap, lib=_library)

@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._C._dynamo.guards import _empty_strided_cuda  # pyright: ignore[reportAttributeAccessIssue]
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
+
+from torch_attn import private
 
 # Launches a kernel on a stream, with the operands' addresses; None for one that is left out.
 Launcher = Callable[[int, "tuple[int | None, ...]"], None]
@@ -57,7 +57,7 @@ class _Operation(NamedTuple):
         return self.function.is_view and self.result.data_ptr() == self.args[0].data_ptr()
 
 
-class Capture(TorchDispatchMode):
+class Capture(private.TorchDispatchMode):
     """A block whose operations and launches are captured, in order."""
 
     def __init__(self) -> None:
@@ -90,7 +90,7 @@ class Capture(TorchDispatchMode):
 
 def current_capture() -> Capture | None:
     """Return the capture that the caller is in."""
-    mode = _get_current_dispatch_mode()
+    mode = private.current_mode()
     return mode if isinstance(mode, Capture) else None
 
 
@@ -128,9 +128,9 @@ class _Writer:
         # What the function reads besides its parameters.
         self._values: dict[str, Any] = {
             "torch": torch,
-            "empty": _empty_strided_cuda,
-            "device": torch._C._cuda_getDevice,
-            "stream_of": torch._C._cuda_getCurrentRawStream,
+            "empty": private.empty_strided_cuda,
+            "device": private.get_device,
+            "stream_of": private.get_stream,
         }
         self._names = dict(zip(map(id, operands), parameters, strict=True)) | {id(None): "None"}
         self._offsets: dict[int, int] = {}  # in the scratch memory, in bytes

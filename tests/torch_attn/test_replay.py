@@ -7,17 +7,17 @@ import pytest
 import torch
 from torch._C._dynamo.guards import _empty_strided_cpu
 
-from torch_attn import replay
+from torch_attn import private
 from torch_attn.replay import capture, current_capture
 
 
 @pytest.fixture(autouse=True)
 def cpu(monkeypatch):
     """Allocations on a CPU, and what a GPU is asked for."""
-    monkeypatch.setattr(replay, "_empty_strided_cuda", _empty_strided_cpu)
+    monkeypatch.setattr(private, "empty_strided_cuda", _empty_strided_cpu)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 5, raising=False)
+    monkeypatch.setattr(private, "get_device", lambda: 0)
+    monkeypatch.setattr(private, "get_stream", lambda index: 5)
 
 
 class Kernel:
@@ -84,7 +84,7 @@ def test_buffers_that_only_kernels_see_are_one_allocation(monkeypatch):
         kernel(x, rows, sums)
         return (x.new_empty(1),)
 
-    monkeypatch.setattr(replay, "_empty_strided_cuda", allocate)
+    monkeypatch.setattr(private, "empty_strided_cuda", allocate)
     x = torch.ones(4)
     _, again = capture(host, (x,))
     again(x)

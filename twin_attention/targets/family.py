@@ -83,6 +83,14 @@ def _gluon_sm90_supports(operation: str, spec: Spec, target: str | None) -> str 
     )
 
 
+def _triton_supports(operation: str, spec: Spec, target: str | None) -> str | None:
+    """Support every problem, with a Triton that has the names that the kernels use."""
+    reason = _import_error(f"torch_attn.kernels.portable.{operation}")
+    if reason is None and target is None:
+        reason = _import_error("torch_attn.interpreter")
+    return reason
+
+
 def _mosaic_sm80_supports(operation: str, spec: Spec, target: str | None) -> str | None:
     """Support what the SM80 kernels cover, with a JAX whose Mosaic GPU has the names they use.
 
@@ -133,7 +141,13 @@ FAMILIES = {
     "torch_attn": (
         Family("gluon", "torch_attn", "sm80", supports=_gluon_sm80_supports),
         Family("gluon", "torch_attn", "sm90", supports=_gluon_sm90_supports),
-        Family("triton", "torch_attn", "portable", has_interpreter=True),
+        Family(
+            "triton",
+            "torch_attn",
+            "portable",
+            has_interpreter=True,
+            supports=_triton_supports,
+        ),
         Family("reference", "torch_attn"),
     ),
     "pallas_attn": (

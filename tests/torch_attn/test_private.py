@@ -1,0 +1,58 @@
+"""A private name of torch or Triton that is gone costs speed, not the import."""
+
+import subprocess
+import sys
+
+import pytest
+
+from torch_attn import private
+
+NAMES = [
+    ("torch._C._dynamo.guards", "TensorGuards"),
+    ("torch._C._dynamo.guards", "_empty_strided_cuda"),
+    ("torch._C", "_AutoDispatchBelowAutograd"),
+    ("torch._C", "_ForceDispatchKeyGuard"),
+    ("torch._C", "_len_torch_dispatch_stack"),
+    ("torch._C", "_are_functorch_transforms_active"),
+    ("torch.utils._python_dispatch", "_get_current_dispatch_mode"),
+]
+
+# The name is gone for this project alone: torch itself needs it.
+PROGRAM = """
+import importlib, sys, torch
+place, name = sys.argv[1:]
+class Without:
+    def __getattr__(self, asked):
+        if asked == name:
+            raise AttributeError(asked)
+        return getattr(found, asked)
+found, real = importlib.import_module(place), importlib.import_module
+importlib.import_module = lambda x, *a: Without() if x == place else real(x, *a)
+import torch_attn
+importlib.import_module = real
+q, k, v = (torch.randn(1, 8, 2, 16, requires_grad=True) for _ in range(3))
+out = torch_attn.flash_attention(q, k, v)
+heads = (x.transpose(1, 2) for x in (q, k, v))
+want = torch.nn.functional.scaled_dot_product_attention(*heads).transpose(1, 2)
+for x, y in zip((out, *torch.autograd.grad(out.sum(), (q, k, v))),
+                (want, *torch.autograd.grad(want.sum(), (q, k, v)))):
+    torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5)
+merged, _ = torch_attn.merge_states(torch.ones(2, 1, 8, 2, 16), torch.zeros(2, 1, 2, 8))
+assert torch.equal(merged, torch.ones(1, 8, 2, 16))
+assert f"{place}.{name}" in str(torch_attn.explain(torch_attn.flash_attention, q, k, v))
+assert not torch_attn.private.CAN_KEEP
+"""
+
+
+@pytest.mark.parametrize(("place", "name"), NAMES, ids=lambda x: x)
+def test_without_a_private_name_calls_are_slower_and_right(place, name):
+    subprocess.run([sys.executable, "-c", PROGRAM, place, name], check=True, timeout=120)
+
+
+def test_nothing_is_missing_in_tested_versions():
+    assert private.missing() is None
+
+
+def test_newer_versions_are_named(monkeypatch):
+    monkeypatch.setattr(private, "TESTED", {"torch": (1, 0)})
+    assert "is newer than 1.0, the newest that was tested" in (private.untested() or "")

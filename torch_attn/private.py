@@ -1,0 +1,103 @@
+"""Every private name of torch, and those of Triton that launch: a renamed one costs speed alone.
+
+Each name is looked up once, when this module or its user is imported. What is missing is None, or a
+stand-in with the least that is right, and `explain` names it. Without the names in `CAN_KEEP` no
+call is kept and replayed; without Triton's, launches go through Triton. The interpreter's names are
+in `torch_attn.interpreter`: without them the family "triton" gives the reason.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+from torch.autograd import forward_ad
+
+# The newest versions that the names were checked with.
+TESTED = {"torch": (2, 13), "triton": (3, 9)}
+_missing: dict[str, None] = {}
+
+
+def find(module: str, name: str) -> Any:
+    """Return a module's private name; None, which `missing` will say, if it is not there."""
+    try:
+        return getattr(import_module(module), name)
+    except (ImportError, AttributeError):
+        _missing[f"{module}.{name}"] = None
+        return None
+
+
+TensorGuards = find("torch._C._dynamo.guards", "TensorGuards")
+empty_strided_cuda = find("torch._C._dynamo.guards", "_empty_strided_cuda")
+len_dispatch_stack = find("torch._C", "_len_torch_dispatch_stack")
+is_function_mode_enabled = find("torch._C", "_is_torch_function_mode_enabled")
+_transforms_active = find("torch._C", "_are_functorch_transforms_active")
+TorchDispatchMode = find("torch.utils._python_dispatch", "TorchDispatchMode") or object
+_current_mode = find("torch.utils._python_dispatch", "_get_current_dispatch_mode")
+_has_level = find("torch.autograd.forward_ad", "_current_level") is not None
+below_autograd = find("torch._C", "_AutoDispatchBelowAutograd")
+_included = find("torch._C", "_dispatch_tls_local_include_set")
+_excluded = find("torch._C", "_dispatch_tls_local_exclude_set")
+_force_keys = find("torch._C", "_ForceDispatchKeyGuard")
+_KeySet = find("torch._C", "DispatchKeySet")
+_Key = find("torch._C", "DispatchKey")
+# They are not in a torch without CUDA, which keeps no call.
+get_device = getattr(torch._C, "_cuda_getDevice", None)
+get_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+if torch.cuda.is_available():
+    for _name in ("_cuda_getDevice", "_cuda_getCurrentRawStream"):
+        find("torch._C", _name)
+
+CAN_KEEP = not _missing
+is_fake = find("torch._subclasses.fake_tensor", "is_fake")  # for flop counts
+
+
+def current_mode() -> Any:
+    """Return the dispatch mode that is active, or None."""
+    return None if _current_mode is None else _current_mode()
+
+
+def transforms_active() -> bool:
+    """Return True inside a transformation of `torch.func`."""
+    return _transforms_active is not None and _transforms_active()
+
+
+def may_be_dual() -> bool:
+    """Return False where forward mode is off."""
+    return not _has_level or forward_ad._current_level >= 0
+
+
+def above_torch_func() -> AbstractContextManager[Any]:
+    """Return a block in which calls start above the dispatch key of `torch.func`."""
+    if None in (_included, _excluded, _force_keys, _KeySet, _Key):
+        return nullcontext()
+    keys = _KeySet(_Key.FuncTorchDynamicLayerFrontMode) | _KeySet(_Key.PythonTLSSnapshot)
+    return _force_keys(_included() | keys, _excluded() - keys)
+
+
+def missing() -> str | None:
+    """Return which private names are missing and what runs without them; None if all are there."""
+    if not _missing:
+        return None
+    return f"calls take the slow path, without {', '.join(_missing)}"
+
+
+def untested() -> str | None:
+    """Return which versions are newer than the tested ones, or None."""
+    found = []
+    for name, tested in TESTED.items():
+        newest = _version(name)
+        if newest is not None and newest > tested:
+            newer, known = (".".join(map(str, x)) for x in (newest, tested))
+            found.append(f"{name} {newer} is newer than {known}, the newest that was tested")
+    return "; ".join(found) or None
+
+
+def _version(name: str) -> tuple[int, ...] | None:
+    try:
+        return tuple(map(int, version(name).split(".")[:2]))
+    except (PackageNotFoundError, ValueError):
+        return None
