@@ -15,7 +15,8 @@ from collections.abc import Callable, Sequence
 from copy import copy
 from inspect import getclosurevars, signature
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
+from weakref import WeakValueDictionary
 
 import torch
 
@@ -23,8 +24,10 @@ from torch_attn.private import find
 from torch_attn.replay import Launcher
 from torch_attn.tensor_maps import TensorMap
 
-# Encoded descriptors that a launch keeps of an operand, of 128 bytes each.
+# Encoded descriptors that a launch keeps of an operand, and all launches together. One takes about
+# 400 bytes with its Python objects: 26 MB at most.
 _ADDRESSES_MAX = 256
+_DESCRIPTORS_MAX = 65536
 
 _knobs = find("triton", "knobs")
 _make_tensordesc_arg = find("triton.backends.nvidia.driver", "make_tensordesc_arg")
@@ -141,14 +144,26 @@ def _placing(
 
 
 class _Descriptors(dict[Any, Any]):
-    """The encoded descriptors of an operand, by address; they are made when they are asked for."""
+    """The encoded descriptors of an operand, by address; they are made when they are asked for.
+
+    All launches together keep `_DESCRIPTORS_MAX`: with more, all are forgotten.
+    """
+
+    _all: ClassVar[WeakValueDictionary[int, _Descriptors]] = WeakValueDictionary()
+    _made: ClassVar[int] = 0  # since all were forgotten
 
     def __init__(self, tensor_map: TensorMap, metadata: Any) -> None:
         self._tensor_map, self._metadata = tensor_map, metadata
+        _Descriptors._all[id(self)] = self
 
     def __missing__(self, address: int | None) -> Any:
         if len(self) >= _ADDRESSES_MAX:
             self.clear()
+        if _Descriptors._made >= _DESCRIPTORS_MAX:
+            _Descriptors._made = 0
+            for descriptors in list(_Descriptors._all.values()):
+                descriptors.clear()
+        _Descriptors._made += 1
         self[address] = found = _encode(self._tensor_map, self._metadata, address)
         return found
 

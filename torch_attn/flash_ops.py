@@ -194,7 +194,7 @@ class FlashOperators:
         """Run a family's flash_fwd."""
         return function(self._operands._make(operands), spec, backend)
 
-    def backward(self, function, spec, backend, dout, dlse, *tensors: Tensor | None):
+    def backward(self, function, spec, backend, dout, dlse, *tensors: Any):
         """Run a family's flash_bwd, on copies of the tensors that TMA cannot read."""
         *operands, out, lse = tensors
         if backend.family.folder == "sm90":

@@ -113,3 +113,14 @@ def test_a_descriptor_is_encoded_once_for_an_address(utilities, compiled):
         launch(5, (x, 2048, x))
     assert utilities.encoded == [1024, 1024, 3072, 3072]
     assert compiled.launched[0] == compiled.launched[2] != compiled.launched[1]
+
+
+def test_all_launches_together_keep_few_descriptors(monkeypatch):
+    monkeypatch.setattr(driver, "_encode", lambda tensor_map, metadata, address: address)
+    monkeypatch.setattr(driver, "_DESCRIPTORS_MAX", 10)
+    monkeypatch.setattr(driver._Descriptors, "_made", 10)
+    kept = [driver._Descriptors(TensorMap(0, {}), METADATA) for _ in range(8)]
+    for address in range(25):
+        for descriptors in kept:
+            assert descriptors[address] == address
+            assert sum(map(len, kept)) <= 10
