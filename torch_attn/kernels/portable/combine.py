@@ -56,8 +56,8 @@ def combine_kernel(
     launched next waits for this one alone.
     """
     # Locate the row.
-    head = tl.program_id(0) % HEADS
-    token = tl.program_id(0) // HEADS % tokens
+    head = (tl.program_id(0) % HEADS).to(tl.int64)
+    token = (tl.program_id(0) // HEADS % tokens).to(tl.int64)
     batch = (tl.program_id(0) // HEADS // tokens).to(tl.int64)
     if BLOCK_KEYS is not None:
         begin, end = keys_of_sequence(lens_ptr, batch, capacity, tokens, window_left)

@@ -51,8 +51,8 @@ def combine_bwd_kernel(
     0; its output may hold anything. Accumulation: float32, BLOCK_STATES parts at a time.
     """
     # Locate the row.
-    head = tl.program_id(0) % HEADS
-    token = tl.program_id(0) // HEADS % tokens
+    head = (tl.program_id(0) % HEADS).to(tl.int64)
+    token = (tl.program_id(0) // HEADS % tokens).to(tl.int64)
     batch = (tl.program_id(0) // HEADS // tokens).to(tl.int64)
     outs_ptr += batch * outs_strides[1] + token * outs_strides[2] + head * outs_strides[3]
     lses_ptr += batch * lses_strides[1] + head * lses_strides[2] + token * lses_strides[3]
