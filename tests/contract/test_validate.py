@@ -36,7 +36,7 @@ NO_OPTIONS = {
 }  # fmt: skip
 
 WINDOW = "window_size: expected None or a pair (left, right) of non-negative integers or None, got "
-SOFTCAP = "softcap: expected a finite positive number or None, got "
+SOFTCAP = "softcap: expected a positive number up to 2**100 or None, got "
 SCALE = "scale: expected a finite number or None, got "
 SIZE = "expected a head size from 16 to 256 in steps of 8, got "
 
@@ -147,6 +147,7 @@ def test_wrong_tensors(error, message, changes):
         (ValueError, SCALE + str(-(10**400)), {"scale": -(10**400)}),
         (ValueError, SOFTCAP + "1e+60", {"softcap": 1e60}),
         (ValueError, SOFTCAP + "1e-60", {"softcap": 1e-60}),
+        (ValueError, SOFTCAP + str(2.0**101), {"softcap": 2.0**101}),
         (ValueError, SCALE + "nan", {"scale": float("nan")}),
         (ValueError, SCALE + "-inf", {"scale": float("-inf")}),
         (TypeError, SCALE + "str", {"scale": "0.1"}),
@@ -180,6 +181,15 @@ def test_a_right_call_is_described_with_its_defaults_resolved():
     assert spec.softcap is None
 
 
+def test_a_scale_that_the_softcap_would_flush_counts_as_0():
+    def scale(value, softcap):
+        return check(scale=value, softcap=softcap).scale
+
+    assert scale(-(2.0**-120), 2.0**6) == -(2.0**-120)
+    assert scale(-(2.0**-120), 2.0**7) == 0
+    assert scale(2.0**-120, None) == 2.0**-120
+
+
 def test_sinks_may_be_left_out_and_change_no_description():
     without = FlashOperands(*(GOOD[name] for name in "qkv"))
     assert check_flash_attention(without, check_flash_options(**NO_OPTIONS)) == check()
@@ -207,7 +217,7 @@ def test_finite_means_finite_in_float32():
     infinite = 2.0**128 - 2.0**103
     most = np.nextafter(infinite, 0)
     assert np.isfinite(np.float32(most))
-    assert check(scale=most, softcap=most).softcap == most
+    assert check(scale=most).scale == most
     with np.errstate(over="ignore"):
         assert np.isinf(np.float32(infinite))
     with pytest.raises(ValueError, match="scale: expected a finite number"):

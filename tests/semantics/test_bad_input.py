@@ -66,23 +66,23 @@ MISTAKES = {
         {}, {"k": "float8_e4m3fn"}, {},
     ),
     "softcap of zero": (
-        ValueError, "softcap: expected a finite positive number or None, got 0.0",
+        ValueError, "softcap: expected a positive number up to 2**100 or None, got 0.0",
         {}, {}, {"softcap": 0.0},
     ),
     "negative softcap": (
-        ValueError, "softcap: expected a finite positive number or None, got -5.0",
+        ValueError, "softcap: expected a positive number up to 2**100 or None, got -5.0",
         {}, {}, {"softcap": -5.0},
     ),
     "infinite softcap": (
-        ValueError, "softcap: expected a finite positive number or None, got inf",
+        ValueError, "softcap: expected a positive number up to 2**100 or None, got inf",
         {}, {}, {"softcap": float("inf")},
     ),
     "softcap of NaN": (
-        ValueError, "softcap: expected a finite positive number or None, got nan",
+        ValueError, "softcap: expected a positive number up to 2**100 or None, got nan",
         {}, {}, {"softcap": float("nan")},
     ),
     "softcap of text": (
-        TypeError, "softcap: expected a finite positive number or None, got str",
+        TypeError, "softcap: expected a positive number up to 2**100 or None, got str",
         {}, {}, {"softcap": "30"},
     ),
     "infinite scale": (
@@ -100,8 +100,12 @@ MISTAKES = {
         ValueError, "scale: expected a finite number or None, got 1e+300", {}, {}, {"scale": 1e300},
     ),
     "softcap out of float32": (
-        ValueError, "softcap: expected a finite positive number or None, got 1e+60",
+        ValueError, "softcap: expected a positive number up to 2**100 or None, got 1e+60",
         {}, {}, {"softcap": 1e60},
+    ),
+    "softcap that flushes scores": (
+        ValueError, "softcap: expected a positive number up to 2**100 or None, got 1e+35",
+        {}, {}, {"softcap": 1e35},
     ),
     "lse of text": (TypeError, "return_lse: expected a bool, got str", {}, {}, {"return_lse": ""}),
     "causal of numpy": (

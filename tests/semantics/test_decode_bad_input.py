@@ -167,7 +167,7 @@ DECODE_MISTAKES = [
     (ValueError, f"{WINDOW}(-1, 0)", {}, {"window_size": (-1, 0)}),
     (TypeError, f"{WINDOW}4", {}, {"window_size": 4}),
     (
-        ValueError, "softcap: expected a finite positive number or None, got 0.0",
+        ValueError, "softcap: expected a positive number up to 2**100 or None, got 0.0",
         {}, {"softcap": 0.0},
     ),
     (

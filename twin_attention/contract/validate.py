@@ -163,10 +163,11 @@ def check_flash_options(
         TypeError: an option of the wrong type.
     """
     _check_flag("return_lse", return_lse)
+    number, cap = _resolve_scale(scale), _resolve_softcap(softcap)
     return FlashOptions(
-        _resolve_scale(scale),
+        _scale_within(number, cap),
         Window.of(_check_flag("causal", causal), _resolve_window(window_size)),
-        _resolve_softcap(softcap),
+        cap,
         None
         if deterministic is None
         else _check_flag("deterministic", deterministic, or_else="None or "),
@@ -184,10 +185,11 @@ def check_decode_options(
     """
     _check_flag("return_lse", return_lse)
     left, _ = _resolve_window(window_size)
+    number, cap = _resolve_scale(scale), _resolve_softcap(softcap)
     return DecodeOptions(
-        _resolve_scale(scale),
+        _scale_within(number, cap),
         left,
-        _resolve_softcap(softcap),
+        cap,
         None
         if num_splits is None
         else _check_integer("num_splits", num_splits, 1, SPLITS_MAX, or_else="None or "),
@@ -942,11 +944,19 @@ def _resolve_scale(scale: Any) -> float | None:
 def _resolve_softcap(softcap: Any) -> float | None:
     if softcap is None:
         return None
-    expected = "a finite positive number or None"
+    expected = "a positive number up to 2**100 or None"
     value = _check_number("softcap", softcap, expected)
-    if value <= 0:
+    if not 0 < value <= 2.0**100:  # what a larger one divides would be flushed to 0
         fail(ValueError, "softcap", expected, softcap)
     return value
+
+
+def _scale_within(scale: float | None, softcap: float | None) -> float | None:
+    """Return the scale, or 0 where `scale / softcap`, which kernels use, is below normal numbers."""
+    if scale is None or softcap is None:
+        return scale
+    tiny = 2.0**-126 * softcap
+    return 0.0 if -tiny < scale < tiny else scale
 
 
 def _check_number(name: str, value: Any, expected: str) -> float:
