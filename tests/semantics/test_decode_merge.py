@@ -87,6 +87,30 @@ def test_lses_that_overflow_exp(side, implementation, torch_device):
         assert_merged(run(side, implementation, outs, lses + shift), outs, lses + shift)
 
 
+@pytest.mark.parametrize("size", [1e10, -1e10, 3e38, -3e38])
+def test_equal_states_of_any_lse_have_equal_weights(side, implementation, torch_device, size):
+    outs = torch.ones(2, 1, 1, 1, 16, device=torch_device)
+    outs[1] = 3
+    lses = torch.full((2, 1, 1, 1), size, device=torch_device)
+    inputs = {"outs": outs, "lses": lses, "dout": outs[0], "dlse": torch.zeros_like(lses[0])}
+    got = gradients(side, implementation, inputs)
+    assert (got["out"] == 2).all()
+    assert (got["lse"] == lses[0]).all()
+    assert (got["douts"] == 0.5).all()
+    assert got["dlses"].flatten().tolist() == [-8, 8]
+
+
+@pytest.mark.parametrize("size", [torch.inf, torch.nan])
+@pytest.mark.parametrize("num_states", [2, 33])
+def test_an_infinite_lse_gives_nan(side, implementation, torch_device, num_states, size):
+    outs, lses = states_of(num_states, torch_device)
+    lses[0, 0, 0, 0] = size
+    out, lse = run(side, implementation, outs, lses)
+    assert out[0, 0, 0].isnan().all()
+    assert lse[0, 0, 0].isnan()
+    assert not out[0, 1:].isnan().any()
+
+
 def test_no_state_and_no_row(side, implementation, torch_device):
     outs, lses = states_of(2, torch_device)
     out, lse = run(side, implementation, outs[:0], lses[:0])

@@ -699,6 +699,7 @@ def merge_backward(
 def _merge_weights(xp: Any, outs: Array, lses: Array, dtype: Any) -> tuple[Array, Array, Array]:
     """Return the parts' weights [N, B, S, H, 1], their outs with 0 where it is 0, and lse."""
     outs, lses = xp.astype(outs, dtype), xp.astype(lses, dtype)
+    lses = xp.where(lses == float("inf"), xp.full_like(lses, float("nan")), lses)
     weight, _, lse = _normalize(xp, xp.permute_dims(lses, (1, 2, 3, 0)))
     weight = xp.permute_dims(weight, (3, 0, 2, 1))[..., None]
     # A part that saw nothing has weight 0 and may hold anything.

@@ -952,7 +952,7 @@ def _resolve_softcap(softcap: Any) -> float | None:
 
 
 def _scale_within(scale: float | None, softcap: float | None) -> float | None:
-    """Return the scale, or 0 where `scale / softcap`, which kernels use, is below normal numbers."""
+    """Return the scale, or 0 where `scale / softcap` is below the normal numbers."""
     if scale is None or softcap is None:
         return scale
     tiny = 2.0**-126 * softcap

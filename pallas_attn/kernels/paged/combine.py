@@ -12,8 +12,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_attn.kernels.paged.memory import store_number
 from pallas_attn.kernels.paged.registers import WARPS, thread_index
+from pallas_attn.kernels.portable.combine import add_sink_to_states
 from pallas_attn.kernels.portable.pages import splits_with_keys
-from pallas_attn.kernels.portable.softmax import LN2, LOG2E, add_sink
+from pallas_attn.kernels.portable.softmax import LOG2E
 from pallas_attn.kernels.sm80.launch import launch
 from pallas_attn.kernels.sm80.workarounds import warpgroup_barrier
 from twin_attention.contract.operands import DecodeOperands
@@ -42,8 +43,7 @@ def combine_kernel(
     Operands: outs [N · B, T, H, Dv], lses [N · B, H, T] (float32, natural log); sinks [H] float32
     or None; out [B, T, H, Dv] and lse [B, H, T]. In shared memory a row and two numbers of each
     warp. Grid: (heads · tokens · batch). A part whose lse is -inf has no keys: its output does not
-    count, and may hold anything. Accumulation: float32, exponents in base 2, block_states parts of
-    a warp at a time.
+    count, and may hold anything. Accumulation: float32, block_states parts of a warp at a time.
 
     block_keys: the states are the splits of `paged_decode_kernel`, whose tiles have that many keys,
     and len [B] are the lengths, int32. Only splits with keys are read, and where there is at most
@@ -64,15 +64,15 @@ def combine_kernel(
         num_states = splits_with_keys(begin, end, num_states, block_keys)
 
     def merge(m_i, l_i, acc, lses, rows):
-        """Count parts, each its lse in base 2 and its row, into a running softmax."""
+        """Count parts, each its lse and its row, into a running softmax."""
         m_new = m_i
         for s in lses:
             m_new = jnp.maximum(m_new, s)
         m_safe = jnp.where(m_new == float("-inf"), 0.0, m_new)
-        alpha = jnp.exp2(m_i - m_safe)
+        alpha = jnp.exp2((m_i - m_safe) * LOG2E)
         l_i, acc = l_i * alpha, [x * alpha for x in acc]
         for s, row in zip(lses, rows, strict=True):
-            p = jnp.exp2(s - m_safe)
+            p = jnp.exp2((s - m_safe) * LOG2E)
             l_i = l_i + p
             row = [jnp.where(s > float("-inf"), x, 0.0) for x in row]
             acc = [x + p * y for x, y in zip(acc, row, strict=True)]
@@ -86,7 +86,7 @@ def combine_kernel(
                 part = (index * block_states + i) * WARPS + warp
                 exists = part < num_states
                 place = jnp.minimum(part, num_states - 1) * batches + batch
-                s = lses_ref[place, head, token] * LOG2E
+                s = lses_ref[place, head, token]
                 lses.append(jnp.where(exists, s, float("-inf")))
                 # Loaded without waiting for the lse, which says whether it counts.
                 rows.append([outs_ref[place, token, head, x].astype(jnp.float32) for x in columns])
@@ -114,16 +114,16 @@ def combine_kernel(
             m_safe = jnp.where(m_i == float("-inf"), 0.0, m_i)
             l_i, acc = zero, [zero for _ in columns]
             for i, s in enumerate(lses):
-                alpha = jnp.exp2(s - m_safe)
+                alpha = jnp.exp2((s - m_safe) * LOG2E)
                 l_i = l_i + numbers[i, 1] * alpha
                 acc = [x + parts[i, y] * alpha for x, y in zip(acc, columns, strict=True)]
 
             # Normalise and store.
             if sinks_ref is not None:
-                alpha, m_i, l_i = add_sink(sinks_ref[head], m_i, l_i)
+                alpha, m_i, l_i = add_sink_to_states(sinks_ref[head], m_i, l_i)
                 acc = [x * alpha for x in acc]
             l_safe = jnp.where(l_i == 0.0, 1.0, l_i)
-            store_number(m_i * LN2 + jnp.log(l_safe), lse_ref, batch, head, token)
+            store_number(m_i + jnp.log(l_safe), lse_ref, batch, head, token)
             for x, column in zip(acc, columns, strict=True):
                 out = (x / l_safe).astype(out_ref.dtype)
                 store_number(out, out_ref, batch, token, head, column)

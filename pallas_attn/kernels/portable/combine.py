@@ -10,7 +10,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from pallas_attn.kernels.portable.pages import keys_of_sequence, load_rows_at, splits_with_keys
-from pallas_attn.kernels.portable.softmax import LN2, LOG2E, add_sink
+from pallas_attn.kernels.portable.softmax import LOG2E
 from pallas_attn.kernels.portable.tiles import arange, cdiv, load_rows
 from pallas_attn.launch import launch
 from twin_attention.contract.operands import DecodeOperands, PagedOperands
@@ -43,8 +43,9 @@ def combine_kernel(
     Operands, of this program's row: outs [N, Dv], lses [N] (float32, natural log); the head's sink
     [] float32 or None; out [Dv] and lse []. Grid: (heads and tokens, batch), heads fastest; only
     the first axis can have more than 65535 programs. A part whose lse is -inf has no keys: its
-    output does not count, and may hold anything. Accumulation: float32, exponents in base 2,
-    block_states parts at a time.
+    output does not count, and may hold anything. Accumulation: float32, block_states
+    parts at a time. Of log-sum-exps the maximum is subtracted before the base becomes 2: equal
+    ones, however large, give weights of 1.
 
     block_keys: the states are the splits of `paged_decode_kernel`, whose tiles have that many keys,
     and len [] is the length, int32. Only splits with keys are read, and where there is at most one
@@ -64,14 +65,14 @@ def combine_kernel(
             start = lax.convert_element_type(index, jnp.int32) * block_states
             part = start + arange(block_states)
             is_part = part < num_states
-            s = load_rows(lses_ref, start, num_states, block_states, float("-inf")) * LOG2E
+            s = load_rows(lses_ref, start, num_states, block_states, float("-inf"))
             # Loaded without waiting for the lse, which says whether it counts.
             x = load_rows_at(outs_ref, (part,), is_part, head_dim_v, block_dv)
             x = jnp.where((s > float("-inf"))[:, None], x.astype(jnp.float32), 0.0)
             m_new = jnp.maximum(m_i, jnp.max(s, 0))
             m_safe = jnp.where(m_new == float("-inf"), 0.0, m_new)
-            p = jnp.exp2(s - m_safe)
-            alpha = jnp.exp2(m_i - m_safe)
+            p = jnp.exp2((s - m_safe) * LOG2E)
+            alpha = jnp.exp2((m_i - m_safe) * LOG2E)
             acc = acc * alpha + jnp.sum(p[:, None] * x, 0)
             l_i = l_i * alpha + jnp.sum(p, 0)
             return m_new, l_i, acc
@@ -82,14 +83,23 @@ def combine_kernel(
 
         # Normalise and store.
         if sink_ref is not None:
-            alpha, m_i, l_i = add_sink(sink_ref[...], m_i, l_i)
+            alpha, m_i, l_i = add_sink_to_states(sink_ref[...], m_i, l_i)
             acc = acc * alpha
         l_safe = jnp.where(l_i == 0.0, 1.0, l_i)
-        lse = m_i * LN2 + jnp.log(l_safe)
+        lse = m_i + jnp.log(l_safe)
         cols = arange(block_dv)
         out = (acc / l_safe).astype(out_ref.dtype)
         plt.store(out_ref.at[cols], out, mask=cols < head_dim_v)
         lse_ref[...] = lse
+
+
+def add_sink_to_states(sink, m_i, l_i):
+    """Do what `add_sink` does where the maximum is a natural logarithm."""
+    m_new = jnp.maximum(m_i, sink)
+    m_safe = jnp.where(m_new == float("-inf"), 0.0, m_new)
+    alpha = jnp.exp2((m_i - m_safe) * LOG2E)
+    l_i = l_i * alpha + jnp.exp2((sink - m_safe) * LOG2E)
+    return alpha, m_new, l_i
 
 
 def combine(outs: Array, lses: Array, spec: MergeSpec, backend: Backend) -> tuple[Array, Array]:

@@ -10,7 +10,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_wait
 
 from torch_attn.kernels.portable.pages import keys_of_sequence, load_rows_at, splits_with_keys
-from torch_attn.kernels.portable.softmax import LN2, LOG2E, add_sink
+from torch_attn.kernels.portable.softmax import LOG2E
 from torch_attn.launch import KernelCall, Prepared, launch
 from twin_attention.contract.operands import DecodeOperands, PagedOperands
 from twin_attention.contract.spec import DecodeSpec, MergeSpec
@@ -45,7 +45,8 @@ def combine_kernel(
     [N, B, H, S] (float32, natural log) with the given strides; sinks [H] float32 or None; out
     [B, S, H, Dv] and lse [B, H, S] contiguous. Grid: (heads, tokens, batch) in one axis, heads
     fastest. A part whose lse is -inf has no keys: its output does not count, and may hold anything.
-    Accumulation: float32, exponents in base 2, BLOCK_STATES parts at a time.
+    Accumulation: float32, BLOCK_STATES parts at a time. Of log-sum-exps the maximum is subtracted
+    before the base becomes 2: equal ones, however large, give weights of 1.
 
     BLOCK_KEYS: the states are the splits of `paged_decode_kernel`, whose tiles have that many keys,
     and lens [B] the lengths, int32. Only splits with keys are read, and where there is at most one
@@ -79,29 +80,39 @@ def combine_kernel(
     for start in tl.range(0, num_states, BLOCK_STATES):
         part = start + tl.arange(0, BLOCK_STATES).to(tl.int64)
         is_part = part < num_states
-        s = tl.load(lses_ptr + part * lses_strides[0], mask=is_part, other=float("-inf")) * LOG2E
+        s = tl.load(lses_ptr + part * lses_strides[0], mask=is_part, other=float("-inf"))
         # Loaded without waiting for the lse, which says whether it counts.
         x = load_rows_at(outs_ptr, (part,), outs_strides, is_part, HEAD_DIM_V, BLOCK_DV)
         x = tl.where((s > float("-inf"))[:, None], x.to(tl.float32), 0.0)
         m_new = tl.maximum(m_i, tl.max(s, 0))
         m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
-        p = tl.exp2(s - m_safe)
-        alpha = tl.exp2(m_i - m_safe)
+        p = tl.exp2((s - m_safe) * LOG2E)
+        alpha = tl.exp2((m_i - m_safe) * LOG2E)
         acc = acc * alpha + tl.sum(p[:, None] * x, 0)
         l_i = l_i * alpha + tl.sum(p, 0)
         m_i = m_new
 
     # Normalise and store.
     if sinks_ptr is not None:
-        alpha, m_i, l_i = add_sink(tl.load(sinks_ptr + head), m_i, l_i)
+        alpha, m_i, l_i = add_sink_to_states(tl.load(sinks_ptr + head), m_i, l_i)
         acc = acc * alpha
     l_safe = tl.where(l_i == 0.0, 1.0, l_i)
-    lse = m_i * LN2 + tl.log(l_safe)
+    lse = m_i + tl.log(l_safe)
     row = (batch * tokens + token) * HEADS + head
     cols = tl.arange(0, BLOCK_DV)
     out = (acc / l_safe).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + row * HEAD_DIM_V + cols, out, mask=cols < HEAD_DIM_V)
     tl.store(lse_ptr + (batch * HEADS + head) * tokens + token, lse)
+
+
+@triton.jit
+def add_sink_to_states(sink, m_i, l_i):
+    """Do what `add_sink` does where the maximum is a natural logarithm."""
+    m_new = tl.maximum(m_i, sink)
+    m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
+    alpha = tl.exp2((m_i - m_safe) * LOG2E)
+    l_i = l_i * alpha + tl.exp2((sink - m_safe) * LOG2E)
+    return alpha, m_new, l_i
 
 
 def combine(outs: Tensor, lses: Tensor, spec: MergeSpec, backend: Backend) -> tuple[Tensor, Tensor]:

@@ -18,8 +18,8 @@ from twin_attention.targets.family import Backend
 
 @triton.jit
 def _load_lse(lses_ptr, part, num_states, stride):
-    """Load log-sum-exps in base 2; that of a part that there is not is -inf."""
-    return tl.load(lses_ptr + part * stride, mask=part < num_states, other=float("-inf")) * LOG2E
+    """Load log-sum-exps; that of a part that there is not is -inf."""
+    return tl.load(lses_ptr + part * stride, mask=part < num_states, other=float("-inf"))
 
 
 @triton.jit
@@ -68,7 +68,7 @@ def combine_bwd_kernel(
         s = _load_lse(lses_ptr, part, num_states, lses_strides[0])
         m_new = tl.maximum(m_i, tl.max(s, 0))
         m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
-        l_i = l_i * tl.exp2(m_i - m_safe) + tl.sum(tl.exp2(s - m_safe), 0)
+        l_i = l_i * tl.exp2((m_i - m_safe) * LOG2E) + tl.sum(tl.exp2((s - m_safe) * LOG2E), 0)
         m_i = m_new
     m_safe = tl.where(m_i == float("-inf"), 0.0, m_i)
     l_safe = tl.where(l_i == 0.0, 1.0, l_i)
@@ -81,7 +81,7 @@ def combine_bwd_kernel(
         part = start + tl.arange(0, BLOCK_STATES).to(tl.int64)
         is_part = part < num_states
         s = _load_lse(lses_ptr, part, num_states, lses_strides[0])
-        w = tl.exp2(s - m_safe) / l_safe
+        w = tl.exp2((s - m_safe) * LOG2E) / l_safe
         x = load_rows_at(outs_ptr, (part,), outs_strides, is_part, HEAD_DIM_V, BLOCK_DV)
         x = tl.where((s > float("-inf"))[:, None], x.to(tl.float32), 0.0)
         dp = tl.sum(x * dout[None, :], 1)
@@ -101,7 +101,7 @@ def combine_bwd_kernel(
         part = start + tl.arange(0, BLOCK_STATES).to(tl.int64)
         is_part = part < num_states
         s = _load_lse(lses_ptr, part, num_states, lses_strides[0])
-        w = tl.exp2(s - m_safe) / l_safe
+        w = tl.exp2((s - m_safe) * LOG2E) / l_safe
         dp = tl.load(dlses_ptr + part * rows, mask=is_part, other=0.0)
         tl.store(dlses_ptr + part * rows, w * (dp - delta), mask=is_part)
 
