@@ -124,7 +124,7 @@ def _rows_in_tiles(cu_seqlens: Array, num_rows: int) -> Array:
     """Return the row of lse2 and delta that each row of the axis is."""
     row = jnp.arange(num_rows, dtype=jnp.int32)
     sequence = _last_begun(cu_seqlens, row)
-    first = cu_seqlens[sequence]
+    first = jnp.where(sequence > 0, cu_seqlens[sequence], 0)
     return first_tile(first, sequence, ROW_PADDING) * ROW_PADDING + row - first
 
 

@@ -113,6 +113,26 @@ def test_offsets_that_are_wrong(side, implementation, torch_device, bad):
     assert equal(attend(side, implementation, inputs), want)
 
 
+@pytest.mark.parametrize("first", [5, 2**31 - 1, -(2**31)])
+def test_the_first_offset_counts_as_0(side, implementation, torch_device, first):
+    inputs = make_inputs(CASE, torch_device)
+    want = attend(side, implementation, inputs)
+    inputs["cu_seqlens_q"][0] = first
+    assert equal(attend(side, implementation, inputs), want)
+
+
+@pytest.mark.parametrize("num_splits", [1, 3])
+@pytest.mark.parametrize("sinks", [False, True])
+def test_padding_sees_its_sink_alone(side, implementation, torch_device, sinks, num_splits):
+    case = replace(CASE, sinks=sinks, num_splits=num_splits)
+    inputs = make_inputs(case, torch_device)
+    out, lse = attend(side, implementation, inputs, case)
+    padding = slice(-case.padding, None)
+    assert (out[padding] == 0).all()
+    alone = inputs["sinks"][:, None] if sinks else torch.tensor(-torch.inf, device=torch_device)
+    torch.testing.assert_close(lse[:, padding], alone.expand(lse.shape[0], case.padding))
+
+
 @pytest.mark.parametrize("sinks", [False, True])
 @pytest.mark.parametrize(
     "sizes",

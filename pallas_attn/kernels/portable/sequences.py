@@ -6,6 +6,7 @@ sequence n owns the tiles from ``cu_seqlens[n] // block + n`` on, which are at l
 has. What follows the last offset is padding, and counts as sequence N, whose other axis is empty.
 
 Offsets are data that nobody checked. Any numbers are clamped to the tensors, and the search ends.
+The first offset counts as 0, so that no row comes before all sequences.
 """
 
 from typing import Any
@@ -115,7 +116,7 @@ def find_sequence(cu_seqlens_ref, tile, block, rows=None):
         step = cdiv(count, SEARCH_WIDTH)
         sequence = first + arange(SEARCH_WIDTH) * step
         exists = sequence < cu_seqlens_ref.shape[0]
-        offset = plt.load(cu_seqlens_ref.at[sequence], mask=exists, other=0)
+        offset = plt.load(cu_seqlens_ref.at[sequence], mask=exists & (sequence > 0), other=0)
         if rows is None:
             begin = first_tile(offset, sequence, block)
         else:
@@ -130,7 +131,7 @@ def find_sequence(cu_seqlens_ref, tile, block, rows=None):
 def rows_of_sequence(cu_seqlens_ref, sequence, num_rows, end_of_padding):
     """Return the first row of a sequence and how many it has, within an axis of `num_rows`."""
     num_sequences = cu_seqlens_ref.shape[0] - 1
-    first = cu_seqlens_ref[sequence]
+    first = jnp.where(sequence > 0, cu_seqlens_ref[sequence], 0)
     end = cu_seqlens_ref[jnp.minimum(sequence + 1, num_sequences)]
     end = jnp.where(sequence < num_sequences, end, end_of_padding)
     first = jnp.minimum(jnp.maximum(first, 0), num_rows)

@@ -6,6 +6,7 @@ sequence n owns the tiles from ``cu_seqlens[n] // BLOCK + n`` on, which are at l
 has. What follows the last offset is padding, and counts as sequence N, whose other axis is empty.
 
 Offsets are data that nobody checked. Any numbers are clamped to the tensors, and the search ends.
+The first offset counts as 0, so that no row comes before all sequences.
 """
 
 from typing import Any
@@ -150,7 +151,7 @@ def find_sequence(
         sequence = tl.arange(0, SEARCH_WIDTH) * step
         exists = sequence < count
         sequence += first
-        offset = tl.load(cu_seqlens_ptr + sequence, mask=exists, other=0)
+        offset = tl.load(cu_seqlens_ptr + sequence, mask=exists & (sequence > 0), other=0)
         if ROWS is None:
             begin = first_tile(offset, sequence, BLOCK)
         else:
@@ -165,7 +166,7 @@ def find_sequence(
 @triton.jit
 def rows_of_sequence(cu_seqlens_ptr, sequence, num_rows, num_sequences, end_of_padding):
     """Return the first row of a sequence and how many it has, within an axis of `num_rows`."""
-    first = tl.load(cu_seqlens_ptr + sequence)
+    first = tl.load(cu_seqlens_ptr + sequence, mask=sequence > 0, other=0)
     end = tl.load(
         cu_seqlens_ptr + sequence + 1, mask=sequence < num_sequences, other=end_of_padding
     )
