@@ -90,10 +90,13 @@ def pack(options: FlashOptions, implementation: Any) -> tuple[Any, ...]:
     return scale, window.left, window.right, *others, implementation
 
 
-def readable(dout: Tensor, dlse: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Return gradients that the kernels take; a copy only of what comes expanded."""
-    dout = dout if dout.stride(-1) == 1 else dout.contiguous()
-    return dout, None if dlse is None else dlse.contiguous()
+def readable(out: Tensor, lse: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Return results, or their gradients, that the kernels can read; a copy where they cannot.
+
+    Gradients may come expanded, and saved results in another layout.
+    """
+    out = out if out.stride(-1) == 1 else out.contiguous()
+    return out, None if lse is None else lse.contiguous()
 
 
 def _with_left_out(gradients: Iterable[Tensor | None], like: Tensor) -> tuple[Tensor, ...]:
@@ -195,8 +198,12 @@ class FlashOperators:
         return function(self._operands._make(operands), spec, backend)
 
     def backward(self, function, spec, backend, dout, dlse, *tensors: Any):
-        """Run a family's flash_bwd, on copies of the tensors that TMA cannot read."""
+        """Run a family's flash_bwd, on copies of the tensors that its kernels cannot read.
+
+        They read lse as the forward wrote it, and out by rows. TMA wants aligned rows.
+        """
         *operands, out, lse = tensors
+        out, lse = readable(out, lse)
         if backend.family.folder == "sm90":
             dout, out, *first = map(aligned, (dout, out, *operands[:3]))
             operands[:3] = first

@@ -107,6 +107,13 @@ def test_a_right_problem_passes_in_every_layout():
     }
 
 
+@pytest.mark.parametrize("hook", HOOKS)
+def test_gradients_are_right_however_saved_tensors_come_back(hook):
+    problem = Problem(replace(SMALL, batch=3, heads_q=4, heads_kv=2), hook=hook, jax=False)
+    result = run_problem(problem, [[TORCH]], "cpu")
+    assert result.ok, result
+
+
 def test_a_wrong_element_is_found(monkeypatch):
     def call(*arguments):
         results = right(*arguments)
