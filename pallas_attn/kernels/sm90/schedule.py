@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from functools import cache
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
@@ -21,7 +21,8 @@ TILE_OVERHEAD = 1.5
 PACKED_HEADS = 8
 
 
-@cache
+# Of the calls traced last: 4 bytes a tile, which is megabytes for the longest problems.
+@lru_cache(maxsize=16)
 def make_schedule(
     spec: AttentionSpec, block_q: int, block_kv: int, most: int, one_round: bool = False
 ) -> np.ndarray:
