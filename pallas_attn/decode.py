@@ -170,8 +170,8 @@ def append_kv(
 def append_kv(
     k_new: jax.Array, v_new: jax.Array, k_pages: jax.Array, v_pages: jax.Array,
     block_tables: jax.Array, seq_lens: jax.Array, *, cu_seqlens_q: jax.Array | None = ...,
-    q: jax.Array | None, rotary_cos: jax.Array | None = ...,
-    rotary_sin: jax.Array | None = ..., rotary_interleaved: bool = ...,
+    q: jax.Array | None, rotary_cos: jax.Array | None,
+    rotary_sin: jax.Array | None, rotary_interleaved: bool = ...,
     k_scale: jax.Array | None = ..., v_scale: jax.Array | None = ...,
     implementation: Implementation | None = ...,
 ) -> tuple[jax.Array, ...]: ...  # fmt: skip

@@ -17,7 +17,7 @@ from typing import assert_type
 import {framework}
 import {side}
 from {framework} import {array}
-from {side} import flash_attention, paged_decode
+from {side} import append_kv, flash_attention, paged_decode
 
 
 def use(x: {array}, flag: bool) -> None:
@@ -28,10 +28,14 @@ def use(x: {array}, flag: bool) -> None:
     assert_type(paged_decode(x, x, x, x, x, implementation="triton"), {array})
     assert_type(paged_decode(x, x, x, x, x, return_lse=True), tuple[{array}, {array}])
     assert_type(paged_decode(x, x, x, x, x, return_lse=flag), {array} | tuple[{array}, {array}])
+    assert_type(append_kv(x, x, x, x, x, x), tuple[{array}, {array}])
+    rotated = append_kv(x, x, x, x, x, x, q=x, rotary_cos=x, rotary_sin=x)
+    assert_type(rotated, tuple[{array}, {array}, {array}])
 """
-MISUSE = """
-    flash_attention(x, x, x, implementation="cudnn")
-"""
+MISUSES = (
+    'flash_attention(x, x, x, implementation="cudnn")',
+    "append_kv(x, x, x, x, x, x, q=x)",
+)
 # A section that names a module goes before one with a pattern.
 MYPY = """
 [mypy]
@@ -67,7 +71,8 @@ def programs(tmp_path_factory):
     ):  # fmt: skip
         uses = USES.format(side=side, framework=framework, array=array)
         (folder / f"{side}_right.py").write_text(uses)
-        (folder / f"{side}_wrong.py").write_text(uses + MISUSE)
+        for i, misuse in enumerate(MISUSES):
+            (folder / f"{side}_wrong_{i}.py").write_text(f"{uses}    {misuse}\n")
     return folder
 
 
@@ -79,9 +84,10 @@ def errors_of(command, folder, **options):
 
 
 def assert_right_but_for_the_misuse(errors):
-    assert [e for e in errors if "_wrong.py" not in e] == []
+    assert [e for e in errors if "_wrong_" not in e] == []
     for side in ("torch_attn", "pallas_attn"):
-        assert any(f"{side}_wrong.py" in e for e in errors), errors
+        for i in range(len(MISUSES)):
+            assert any(f"{side}_wrong_{i}.py" in e for e in errors), errors
 
 
 @installed("pyright")

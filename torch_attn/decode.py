@@ -197,7 +197,7 @@ def append_kv(
 def append_kv(
     k_new: Tensor, v_new: Tensor, k_pages: Tensor, v_pages: Tensor, block_tables: Tensor,
     seq_lens: Tensor, *, cu_seqlens_q: Tensor | None = ..., q: Tensor | None,
-    rotary_cos: Tensor | None = ..., rotary_sin: Tensor | None = ...,
+    rotary_cos: Tensor | None, rotary_sin: Tensor | None,
     rotary_interleaved: bool = ..., k_scale: Tensor | None = ..., v_scale: Tensor | None = ...,
     implementation: Implementation | None = ...,
 ) -> tuple[Tensor, ...]: ...  # fmt: skip
@@ -247,7 +247,8 @@ def append_kv(
         v_new: k_new's shape with Dv last, k_new's dtype.
         k_pages: [P, page_size, Hkv, D], k_new's dtype, int8 or float8_e4m3fn. page_size is 1 to
             256, D is 16 to 256 in steps of 8.
-        v_pages: [P, page_size, Hkv, Dv], k_pages' dtype. Dv has D's limits and need not be D.
+        v_pages: [P, page_size, Hkv, Dv], k_pages' dtype, other memory than k_pages. Dv has D's
+            limits and need not be D.
         block_tables: [B, max_pages] int32, ids of pages.
         seq_lens: [B] int32, keys of each sequence, the new tokens counted in.
         cu_seqlens_q: [B + 1] int32, the offset of each sequence's first new token, and after them
@@ -310,6 +311,7 @@ def append_kv(
     if call is None:
         q_out = _check_and_append(operands, *options)
     else:
+        decode_ops.check_pools(k_pages, v_pages)  # no address is in what `recall` goes by
         (q_out,) = call(*operands)
         decode_ops.count_write(operands)
     return (k_pages, v_pages) if q_out is None else (q_out, k_pages, v_pages)
@@ -331,6 +333,7 @@ def _check_and_append(
     check_implementation(implementation)
     if not torch.compiler.is_compiling():
         spec = check_append_kv(describe_operands(operands, operand), rotary_interleaved)
+        decode_ops.check_pools(operands.k_pages, operands.v_pages)
         if not (spec.is_empty or is_recorded(operands)):
             call = Call("append_kv", _append, spec, implementation, operands.k_new.device)
             if keep("append_kv", operands, options, call):

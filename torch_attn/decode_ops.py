@@ -26,6 +26,7 @@ from twin_attention.contract.validate import (
     check_merge_states,
     check_paged_decode,
     not_differentiable,
+    one_pool,
 )
 
 _library = torch.library.Library("torch_attn", "FRAGMENT")
@@ -100,6 +101,23 @@ def _allocate_outputs(operands: DecodeOperands[Tensor]) -> tuple[Tensor, Tensor]
     return out, out.new_empty((batch, heads_q, tokens), dtype=torch.float32)
 
 
+def check_pools(k_pages: Tensor, v_pages: Tensor) -> None:
+    """Refuse pools that begin at one address: values would overwrite keys.
+
+    Views that share a storage and no element begin at different addresses.
+    """
+    if k_pages is v_pages:
+        one_pool()
+    if torch.compiler.is_compiling() or type(k_pages) is not Tensor:
+        return  # the operator does it when it runs; a fake tensor warns of the question
+    try:
+        address = k_pages.data_ptr()
+        if address and address == v_pages.data_ptr():  # 0 without memory
+            one_pool()
+    except RuntimeError:  # a tensor of torch.func has no address
+        return
+
+
 def _append(function, spec, backend, *operands: Tensor | None) -> tuple[Tensor | None]:
     """Run a family's append_kv."""
     return (function(AppendOperands._make(operands), spec, backend),)
@@ -108,6 +126,7 @@ def _append(function, spec, backend, *operands: Tensor | None) -> tuple[Tensor |
 def _run_append(*args):
     *tensors, interleaved, implementation = args
     operands = AppendOperands._make(tensors)
+    check_pools(operands.k_pages, operands.v_pages)
     known = "torch_attn::append_kv", operands, (interleaved, implementation)
     call = recall(*known)
     if call is None:

@@ -253,6 +253,26 @@ def test_append_writes_into_strided_pools(torch_device, implementation):
     assert_equal(both, torch.cat([p.k_pages, p.v_pages], dim=-1))
 
 
+def test_append_refuses_one_memory_as_both_pools(torch_device, implementation):
+    p = problem(torch_device)
+    p = p._replace(v_new=p.k_new)
+    pool, other = p.k_pages.clone(), p.k_pages.clone()
+    both = torch.stack([pool, other], 1)
+    options = {"implementation": implementation}
+    message = "^v_pages: expected memory of its own, got k_pages' memory$"
+    for _ in range(2):  # also once a call of such operands is kept
+        for same in (pool, pool.view(pool.shape), pool[:]):
+            with pytest.raises(ValueError, match=message):
+                call("append_kv", p._replace(k_pages=pool, v_pages=same), **options)
+        assert_equal(pool, p.k_pages)
+        call("append_kv", p._replace(k_pages=pool.clone(), v_pages=other), **options)
+    call("append_kv", p._replace(k_pages=both[:, 0], v_pages=both[:, 1]), **options)
+    append = torch.compile(append_kv, fullgraph=True, backend="aot_eager")
+    with pytest.raises(Exception, match=message[1:-1]):
+        append(p.k_new, p.v_new, pool, pool, p.block_tables, p.seq_lens)
+    assert_equal(pool, p.k_pages)
+
+
 def test_autograd_sees_that_append_changed_the_pools(torch_device, implementation):
     p = problem(torch_device)
     x = torch.ones_like(p.k_pages, requires_grad=True)

@@ -102,6 +102,11 @@ def no_gradient(function: str) -> NoReturn:
     )
 
 
+def one_pool() -> NoReturn:
+    """Refuse one memory for the keys and the values of a cache that is written in place."""
+    fail(ValueError, "v_pages", "memory of its own", "k_pages' memory")
+
+
 def not_mapped(function: str) -> NoReturn:
     """Refuse `vmap` of a function whose operands are packed sequences."""
     raise NotImplementedError(
