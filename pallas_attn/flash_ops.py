@@ -77,10 +77,9 @@ def _backward(dout, dlse, operands, out, lse, spec, backends):
     return run_on_platform(backends, "flash_bwd", spec, dout, dlse, operands, out, lse)
 
 
-def _refuse_second_derivative(*_) -> NoReturn:
-    not_differentiable(
-        "a second derivative", "Compute it with a plain attention in jax.numpy operations."
-    )
+def _refuse_second_derivative(spec, *_) -> NoReturn:
+    instead = "Compute it with a plain attention in jax.numpy operations."
+    not_differentiable("a second derivative", instead, spec.function)
 
 
 _forward.defjvp(_refuse_second_derivative)

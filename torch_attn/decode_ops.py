@@ -209,6 +209,7 @@ def _fake_merge_backward(dout, dlse, outs, lses, implementation=None):
 
 class _Merge(Differentiable):
     op, name, num_tensors = merge_states, "torch_attn::merge_states", 2
+    function = "merge_states"
 
     @staticmethod
     def setup_context(ctx, inputs, output) -> None:

@@ -150,12 +150,15 @@ class FlashOperators:
 
         class Forward(_Forward):
             operators, op, name, num_tensors = self, self.fwd, self._fwd_name, count
+            function = spec.function
 
         class Backward(_Backward):
             op, name, num_tensors = self.bwd, self._bwd_name, count + 4
+            function = spec.function
 
         class Kept(_Kept):
             operators = self
+            function = spec.function
 
         # As in `Differentiable.call`.
         self._record = super(torch.autograd.Function, Kept).apply  # pyright: ignore[reportAttributeAccessIssue]
@@ -338,12 +341,17 @@ class FlashOperators:
 
 
 class Differentiable(torch.autograd.Function):
-    """An operator with a derivative in reverse mode; subclasses name it and define `backward`."""
+    """An operator with a derivative in reverse mode; subclasses name it and define `backward`.
+
+    Attributes:
+        function: the public function, as messages name it.
+    """
 
     generate_vmap_rule = True
     op: torch._ops.OpOverload
     name: str
     num_tensors: int
+    function: str
 
     @classmethod
     def call(cls, *args):
@@ -372,9 +380,9 @@ class Differentiable(torch.autograd.Function):
     def forward(cls, *args):
         return call_below_autograd(cls.op, args)
 
-    @staticmethod
-    def jvp(*_: Any) -> NoReturn:
-        not_differentiable("forward mode", "Use torch.func.vjp or Tensor.backward.")
+    @classmethod
+    def jvp(cls, *_: Any) -> NoReturn:
+        not_differentiable("forward mode", "Use torch.func.vjp or Tensor.backward.", cls.function)
 
 
 class _Forward(Differentiable):
@@ -404,11 +412,10 @@ class _Backward(Differentiable):
     def setup_context(ctx, inputs, output) -> None:
         pass
 
-    @staticmethod
-    def backward(*_: Any) -> NoReturn:
-        not_differentiable(
-            "a second derivative", "Compute it with a plain attention in torch operations."
-        )
+    @classmethod
+    def backward(cls, *_: Any) -> NoReturn:
+        instead = "Compute it with a plain attention in torch operations."
+        not_differentiable("a second derivative", instead, cls.function)
 
 
 class _Kept(torch.autograd.Function):
@@ -418,6 +425,7 @@ class _Kept(torch.autograd.Function):
     """
 
     operators: FlashOperators
+    function: str
 
     @staticmethod
     def forward(ctx, call, return_lse, *operands):
@@ -450,7 +458,9 @@ class _Kept(torch.autograd.Function):
             return None, None, *cls.operators.gradients(*tensors, *packed)
         return None, None, *call(*tensors)
 
-    jvp = Differentiable.jvp  # pyright: ignore[reportAssignmentType]
+    @classmethod
+    def jvp(cls, *_: Any) -> NoReturn:
+        not_differentiable("forward mode", "Use torch.func.vjp or Tensor.backward.", cls.function)
 
 
 # The axis that a mapped dimension joins, by the number of axes: in [B, S, H, D], [B, H, S], [B, S]

@@ -52,6 +52,18 @@ def test_vmap(operands, mapped):
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 
+def test_other_derivatives_are_refused(operands):
+    q, *others = operands
+    name = "^block_sparse_attention: "
+    with pytest.raises(NotImplementedError, match=f"{name}forward mode is not"):
+        torch.func.jvp(lambda q: block_sparse_attention(q, *others), (q,), (q,))
+    q.requires_grad_()
+    loss = block_sparse_attention(q, *others).sum()
+    (dq,) = torch.autograd.grad(loss, q, create_graph=True)
+    with pytest.raises(NotImplementedError, match=f"{name}a second derivative is not"):
+        dq.sum().backward()
+
+
 def test_vmap_with_sinks_is_refused(operands):
     q, k, v, kept = operands
     message = "^block_sparse_attention: vmap with sinks is not supported; "

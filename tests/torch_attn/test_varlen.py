@@ -227,11 +227,12 @@ def test_what_has_no_rule_is_refused():
     message = "flash_attention_varlen: vmap is not supported; pack the sequences of the whole batch"
     with pytest.raises(NotImplementedError, match=f"^{message}$"):
         torch.vmap(attend)(q[None])
-    with pytest.raises(NotImplementedError, match=r"forward mode is not supported"):
+    name = "flash_attention_varlen"
+    with pytest.raises(NotImplementedError, match=f"^{name}: forward mode is not"):
         torch.func.jvp(attend, (q,), (q,))
     q.requires_grad_()
     (dq,) = torch.autograd.grad(attend(q).sum(), q, create_graph=True)
-    with pytest.raises(NotImplementedError, match=r"a second derivative is not supported"):
+    with pytest.raises(NotImplementedError, match=f"^{name}: a second derivative is"):
         dq.sum().backward()
     assert torch.func.grad(lambda q: attend(q).sum())(q.detach()).equal(dq.detach())
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
 from twin_attention.contract.operands import (
     AppendOperands,
@@ -127,8 +127,10 @@ class AttentionSpec:
         precision: how float32 operands multiply, a `Precision`; "ieee" in 16 bits.
         rows_aligned: every row of the operands begins at a multiple of 16 bytes, as TMA wants it.
         segmented: there are segment ids. Which keys they hide is data on the device.
+        function: the public function, as messages name it.
     """
 
+    function: ClassVar[str] = "flash_attention"
     batch: int
     seq_q: int
     seq_kv: int
@@ -228,6 +230,7 @@ class VarlenSpec(AttentionSpec):
         num_sequences: how many share the axis of tokens.
     """
 
+    function: ClassVar[str] = "flash_attention_varlen"
     num_sequences: int = field(kw_only=True)
 
     @classmethod
@@ -286,6 +289,7 @@ class BlockSparseSpec(AttentionSpec):
             or 1 for one mask of all.
     """
 
+    function: ClassVar[str] = "block_sparse_attention"
     tile_q: int = field(kw_only=True)
     tile_kv: int = field(kw_only=True)
     mask_batch: int = field(kw_only=True)
