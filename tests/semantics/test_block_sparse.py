@@ -245,17 +245,17 @@ def test_check_block_mask_takes_what_is_right(side, tiles):
          "kv_counts[0, 1, 2]: expected a count from 0 to 4, got -1"),
         ({"q_counts": ((0, 0, 3), 4)}, "q_counts[0, 0, 3]: expected a count from 0 to 3, got 4"),
         ({"kv_tiles": ((0, 1, 0, 2), 4)},
-         "kv_tiles[0, 1, 0, 2]: expected a tile from 2 to 3, got 4"),
+         "kv_tiles[0, 1, 0, 2]: expected a tile from 0 to 3, got 4"),
         ({"kv_tiles": ((0, 0, 0, 0), -1)},
          "kv_tiles[0, 0, 0, 0]: expected a tile from 0 to 3, got -1"),
-        ({"q_tiles": ((0, 0, 3, 1), 0)}, "q_tiles[0, 0, 3, 1]: expected a tile from 1 to 2, got 0"),
+        ({"q_tiles": ((0, 0, 3, 1), 0)}, "q_tiles[0, 0, 3, 1]: expected a tile after 0, got 0"),
         ({"kv_tiles": ((0, 1, 0, 1), 2)},
          "kv_tiles[0, 1, 0]: expected tile 1 in it, as q_tiles[0, 1, 1] has tile 0, got none"),
         ({"q_counts": ((0, 0, 2), 0)},
          "q_tiles[0, 0, 2]: expected tile 2 in it, as kv_tiles[0, 0, 2] has tile 2, got none"),
         # The first of several: counts before tiles, of queries' lists before keys'.
         ({"kv_tiles": ((0, 0, 0, 1), 9), "q_tiles": ((0, 0, 0, 0), 9)},
-         "kv_tiles[0, 0, 0, 1]: expected a tile from 1 to 3, got 9"),
+         "kv_tiles[0, 0, 0, 1]: expected a tile from 0 to 3, got 9"),
     ],
     ids=str,
 )  # fmt: skip
@@ -274,3 +274,22 @@ def test_check_block_mask_refuses_what_block_sparse_attention_does(side, tiles):
         check_lists(side, tiles._replace(**one))
     with pytest.raises(ValueError, match=r"^kv_tiles: expected shape \(1, 2, 3, width\) and"):
         check_lists(side, tiles._replace(kv_tiles=tiles.kv_tiles[..., :0]))
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "error", "got"),
+    [
+        ((3,), "bool", ValueError, "2 to 4 dimensions"),
+        ((1, 1, 1, 3, 3), "bool", ValueError, "2 to 4 dimensions"),
+        ((3, 3), "float32", TypeError, "dtype bool, got float32"),
+    ],
+)
+def test_a_mask_is_checked_before_its_lists_are_made(side, shape, dtype, error, got):
+    with pytest.raises(error, match=f"^kept: expected {got}"):
+        BlockMask.of(side.zeros(shape, dtype))
+
+
+@pytest.mark.parametrize("kept", [None, [[True]], 1.0])
+def test_lists_are_made_of_arrays_alone(kept):
+    with pytest.raises(TypeError, match="^kept: expected an array of booleans, got "):
+        BlockMask.of(kept)

@@ -21,7 +21,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import numpy as np
 from array_api_compat import array_namespace
 
-from twin_attention.contract.validate import check_tiles, fail
+from twin_attention.contract.validate import Operand, check_mask, check_tiles, fail, type_name
 
 X = TypeVar("X")
 
@@ -59,8 +59,16 @@ class BlockMask(NamedTuple, Generic[X]):
 
         Args:
             kept: [tiles_q, tiles_kv], [Hm, tiles_q, tiles_kv] or [Bm, Hm, tiles_q, tiles_kv] bool.
+
+        Raises:
+            TypeError: it is no array of booleans.
+            ValueError: another number of dimensions.
         """
-        xp = array_namespace(kept)
+        try:
+            xp = array_namespace(kept)
+        except TypeError:
+            fail(TypeError, "kept", "an array of booleans", type_name(kept))
+        check_mask(Operand("kept", tuple(kept.shape), str(kept.dtype).removeprefix("torch.")))
         kept = xp.reshape(kept, (*(1,) * (4 - kept.ndim), *kept.shape))
 
         def lists(kept: Any) -> tuple[Any, Any]:

@@ -315,8 +315,11 @@ def _kept_by_lists(of: str, counts: np.ndarray, tiles: np.ndarray, limit: int) -
     least = np.zeros(tiles.shape, np.int64)
     least[..., 1:] = tiles[..., :-1].astype(np.int64) + 1
     for where in np.argwhere(listed & ((tiles < least) | (tiles >= limit)))[:1]:
-        expected = f"a tile from {least[tuple(where)]} to {limit - 1}"
-        fail(ValueError, f"{of}_tiles{where.tolist()}", expected, tiles[tuple(where)])
+        tile, first = int(tiles[tuple(where)]), int(least[tuple(where)])
+        expected = f"a tile from 0 to {limit - 1}"
+        if 0 <= tile < limit:  # it exists, and comes too early
+            expected = f"a tile after {first - 1}"
+        fail(ValueError, f"{of}_tiles{where.tolist()}", expected, tile)
     kept = np.zeros((*counts.shape, limit), bool)
     *rows, _ = entries = np.nonzero(listed)
     kept[(*rows, tiles[entries])] = True
