@@ -118,6 +118,23 @@ def test_forward_mode_is_refused_by_jax(problems, wrap):
         jax.jvp(wrap(flash_attention), (q, k, v), (q, k, v))
 
 
+@pytest.mark.parametrize(
+    ("option", "of"),
+    [
+        ("scale", lambda x: x),
+        ("softcap", lambda x: x),
+        ("causal", lambda x: x > 0),
+        ("window_size", lambda x: (x.astype(int), None)),
+    ],
+)
+def test_a_traced_option_is_refused_as_static(problems, option, of):
+    q, k, v, *_ = to_jax(problems[0])
+    attend = jax.jit(lambda x: flash_attention(q, k, v, **{option: of(x)}))
+    got = "got a traced value; options are static: pass it by static_argnames"
+    with pytest.raises(TypeError, match=f"^{option}: expected .*{got}"):
+        attend(0.5)
+
+
 def second_derivatives():
     def of_an_input(loss, q):
         return jax.grad(lambda q: jnp.sum(jax.grad(loss)(q)))(q)

@@ -71,6 +71,9 @@ class Operand(NamedTuple):
     even_rows: bool = True
 
 
+_HEAD_DIMS = f"a head size from {HEAD_DIM_MIN} to {HEAD_DIM_MAX} in steps of {HEAD_DIM_STEP}"
+
+
 def fail(error: type[Exception], name: str, expected: str, got: object) -> NoReturn:
     """Raise `error` in the project's one message format."""
     raise error(f"{name}: expected {expected}, got {got}")
@@ -85,6 +88,13 @@ def type_name(x: object) -> str:
     """Return the name of an object's type, with its module: numpy.bool is not bool."""
     cls = type(x)
     return cls.__name__ if cls.__module__ == "builtins" else f"{cls.__module__}.{cls.__name__}"
+
+
+def _got(x: object, described: str) -> str:
+    """Return how a message prints a wrong option; a value that JAX traces is no option."""
+    if any(cls.__name__ == "Tracer" for cls in type(x).__mro__):
+        return "a traced value; options are static: pass it by static_argnames"
+    return described
 
 
 def not_differentiable(what: str, instead: str, function: str = "flash_attention") -> NoReturn:
@@ -759,7 +769,7 @@ def _check_rotary(operands: AppendOperands[Operand], cache: PagedCache) -> None:
 def _check_integer(name: str, value: Any, least: int, most: int, or_else: str = "") -> int:
     expected = f"{or_else}an integer from {least} to {most}"
     if isinstance(value, bool) or not isinstance(value, Integral):
-        fail(TypeError, name, expected, repr(value))
+        fail(TypeError, name, expected, _got(value, repr(value)))
     integer = int(value)
     if not least <= integer <= most:
         fail(ValueError, name, expected, integer)
@@ -772,17 +782,22 @@ def check_heads(d_model: Any, num_heads: Any, num_heads_kv: Any) -> tuple[int, i
     Raises:
         TypeError: one is no integer.
         ValueError: one is less than 1, or does not divide what it has to.
+        NotImplementedError: a head size that the kernels do not take.
     """
     for name, x in (("d_model", d_model), ("num_heads", num_heads)):
         _check_integer(name, x, 1, WINDOW_UNLIMITED)
     if d_model % num_heads:
         fail(ValueError, "num_heads", f"a divisor of d_model {d_model}", num_heads)
+    head_dim = d_model // num_heads
+    if not _is_head_dim(head_dim):
+        expected = f"a number that makes d_model // num_heads {_HEAD_DIMS}"
+        fail(NotImplementedError, "num_heads", expected, f"{num_heads}, which makes it {head_dim}")
     if num_heads_kv is None:
-        return d_model // num_heads, num_heads
+        return head_dim, num_heads
     _check_integer("num_heads_kv", num_heads_kv, 1, WINDOW_UNLIMITED, or_else="None or ")
     if num_heads % num_heads_kv:
         fail(ValueError, "num_heads_kv", f"a divisor of num_heads {num_heads}", num_heads_kv)
-    return d_model // num_heads, num_heads_kv
+    return head_dim, num_heads_kv
 
 
 def check_saved(dout: Operand, q: Operand, out: Operand, lse: Operand) -> None:
@@ -922,10 +937,12 @@ def _check_device(x: Operand, other: Operand) -> None:
 
 
 def _check_head_dim(x: Operand) -> None:
-    size = x.shape[-1]
-    if size % HEAD_DIM_STEP or not HEAD_DIM_MIN <= size <= HEAD_DIM_MAX:
-        supported = f"a head size from {HEAD_DIM_MIN} to {HEAD_DIM_MAX} in steps of {HEAD_DIM_STEP}"
-        fail(NotImplementedError, x.name, supported, size)
+    if not _is_head_dim(x.shape[-1]):
+        fail(NotImplementedError, x.name, _HEAD_DIMS, x.shape[-1])
+
+
+def _is_head_dim(size: int) -> bool:
+    return size % HEAD_DIM_STEP == 0 and HEAD_DIM_MIN <= size <= HEAD_DIM_MAX
 
 
 def _check_rows(x: Operand) -> None:
@@ -935,7 +952,7 @@ def _check_rows(x: Operand) -> None:
 
 def _check_flag(name: str, value: Any, or_else: str = "") -> bool:
     if not isinstance(value, bool):
-        fail(TypeError, name, f"{or_else}a bool", type_name(value))
+        fail(TypeError, name, f"{or_else}a bool", _got(value, type_name(value)))
     return value
 
 
@@ -975,7 +992,7 @@ def _check_number(name: str, value: Any, expected: str) -> float:
     """
     infinite, tiny = 2.0**128 - 2.0**103, 2.0**-126  # what rounds to infinity; the least normal
     if isinstance(value, bool) or not isinstance(value, Real):
-        fail(TypeError, name, expected, type_name(value))
+        fail(TypeError, name, expected, _got(value, type_name(value)))
     try:
         number = float(value)
     except OverflowError:  # an integer or a fraction
@@ -995,7 +1012,7 @@ def _resolve_window(window_size: Any) -> tuple[int | None, int | None]:
         if side is None:
             continue
         if isinstance(side, bool) or not isinstance(side, Integral):
-            fail(TypeError, "window_size", expected, repr(tuple(window_size)))
+            fail(TypeError, "window_size", expected, _got(side, repr(tuple(window_size))))
         if side < 0:
             fail(ValueError, "window_size", expected, repr(tuple(window_size)))
     left, right = (
