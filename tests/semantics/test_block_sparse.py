@@ -291,5 +291,5 @@ def test_a_mask_is_checked_before_its_lists_are_made(side, shape, dtype, error, 
 
 @pytest.mark.parametrize("kept", [None, [[True]], 1.0])
 def test_lists_are_made_of_arrays_alone(kept):
-    with pytest.raises(TypeError, match="^kept: expected an array of booleans, got "):
+    with pytest.raises(TypeError, match=r"^kept: expected an array of booleans, got "):
         BlockMask.of(kept)
