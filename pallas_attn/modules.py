@@ -10,7 +10,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
+
+try:
+    from flax import nnx
+except ModuleNotFoundError as error:
+    if error.name != "flax":
+        raise
+    message = "pallas_attn.modules needs Flax: pip install 'twin-attention[models]'"
+    raise ModuleNotFoundError(message, name=error.name) from None
 
 from pallas_attn.block_sparse import block_sparse_attention
 from pallas_attn.dilated import dilated_attention

@@ -28,3 +28,24 @@ def test_importing_stays_on_its_side(modules, forbidden):
     script = f"import sys, {modules}; print(*sys.modules)"
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert not forbidden & set(run.stdout.split())
+
+
+@pytest.mark.parametrize(
+    ("module", "missing", "install"),
+    [
+        ("pallas_attn.modules", "flax", "twin-attention[models]"),
+        ("torch_attn.adapters.transformers", "transformers", "transformers>=5.23"),
+    ],
+)
+def test_a_missing_package_is_named_with_how_to_install_it(module, missing, install):
+    program = f"""
+import sys
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name == {missing!r}:
+            raise ModuleNotFoundError(name, name=name)
+sys.meta_path.insert(0, Missing())
+import {module}
+"""
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert result.stderr.rstrip().endswith(f"pip install '{install}'")

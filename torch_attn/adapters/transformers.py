@@ -14,8 +14,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.masking_utils import causal_mask_function
+
+try:
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import causal_mask_function
+except ModuleNotFoundError as error:
+    if error.name != "transformers":
+        raise
+    message = (
+        "torch_attn.adapters.transformers needs transformers: pip install 'transformers>=5.23'"
+    )
+    raise ModuleNotFoundError(message, name=error.name) from None
 
 from torch_attn import flash_attention, flash_attention_varlen
 from twin_attention.contract.spec import Window
