@@ -164,7 +164,7 @@ def test_explicit_kernels_run_on_cuda_devices_alone(qkv, monkeypatch):
             assert found == Backends(mosaic, mosaic)
         with pytest.raises(
             NotImplementedError,
-            match=r"SM80 and its backward takes at least 16 keys and it has paged caches",
+            match=r"SM80; its backward takes at least 16 keys; its kernels of paged caches",
         ):
             choose_backends("mosaic", "flash_bwd", hopper, replace(IN_16_BITS, seq_kv=15))
     on_cpu = [jax.device_put(x.astype(jnp.bfloat16), CPU) for x in qkv]

@@ -246,5 +246,5 @@ def choose(
         if line not in passed_over:  # families of one name may have one reason
             passed_over.append(line)
     expected = "None, or the name of one that supports the problem on this device"
-    reasons = " and ".join(line.partition(": ")[2] for line in passed_over)
+    reasons = "; ".join(line.partition(": ")[2] for line in passed_over)
     return fail(NotImplementedError, "implementation", expected, f"{implementation!r}: {reasons}")

@@ -9,7 +9,7 @@ from twin_attention.targets.kernels import Spec
 def supports(spec: Spec) -> str | None:
     """Return None for a problem that the kernels cover, else the reason why they do not."""
     if isinstance(spec, AttentionSpec):
-        return "it has paged caches alone"
+        return "its kernels of paged caches take no other attention"
     if isinstance(spec, PagedSpec) or (isinstance(spec, AppendSpec) and spec.packed):
         return "its kernels take no packed sequences"
     if isinstance(spec, AppendSpec) and spec.rotary_dim:
