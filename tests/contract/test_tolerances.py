@@ -77,6 +77,45 @@ def test_float32_class_is_the_floor():
         assert agreement.max_budget == agreement.rmse_budget == pytest.approx(floor)
 
 
+def _softmax(s):
+    """Return the softmax of each row, and its log-sum-exp."""
+    greatest = s.max(1, keepdims=True)
+    e = np.exp(s - greatest)
+    return e / e.sum(1, keepdims=True), np.log(e.sum(1, keepdims=True)) + greatest
+
+
+def _gradient_of_values(deviation, seed):
+    """Return dv as a kernel computes it, in float64, and plainly; and the log-sum-exps."""
+    random = np.random.default_rng(seed)
+    q, k = (random.normal(0, deviation, (n, 120)).astype(np.float32) for n in (9, 5))
+    dout = random.normal(0, 1, (9, 24)).astype(np.float32)
+    s = q @ k.T
+    # A kernel keeps lse of its own scores, in float32, and computes p from it in base 2.
+    base_2, kept = np.float32(np.log2(np.e)), np.float32(_softmax(s.astype(np.float64))[1])
+    fused = np.float64(s) * np.float64(base_2) - np.float64(kept * base_2)  # one multiply-add
+    p, lse = _softmax(q.astype(np.float64) @ k.T.astype(np.float64))
+    got = np.exp2(np.float32(fused)).T @ dout
+    return got, p.T @ dout.astype(np.float64), _softmax(s)[0].T @ dout, lse
+
+
+def test_large_scores_have_the_error_of_their_exponents():
+    ratios = []
+    for seed in range(100):
+        got, ref, lp, lse = _gradient_of_values(3.0, seed)
+        assert 17 < np.abs(lse).max() < 600
+        assert compare_to_reference(got, ref, lp, "float32", "gradient", lse).ok
+        ratios.append(compare_to_reference(got, ref, lp, "float32", "gradient").ratio)
+    assert max(ratios) > 1  # where lp happens to be nearly exact
+
+
+def test_small_scores_leave_the_floor_as_it_is():
+    got, ref, lp, lse = _gradient_of_values(0.3, 0)
+    budgets = [compare_to_reference(got, ref, lp, "float32", "gradient", x) for x in (lse, None)]
+    assert budgets[0] == budgets[1]
+    wrong = got + 2e-5 * np.abs(ref).max()
+    assert not compare_to_reference(wrong, ref, lp, "float32", "gradient", lse).ok
+
+
 def test_a_plain_run_that_overflows_leaves_ulps():
     ref, lp = np.tile([1.0, 2.0], 8), np.tile([INF, NAN], 8)
     agreement = compare_to_reference(ref, ref, lp, "float16", "gradient")

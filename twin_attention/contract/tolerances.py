@@ -30,6 +30,10 @@ LSE_TOLERANCE = 1e-5
 # recompute p from an lse that is rounded to float32, by half an ulp (2.4e-7 for lse from 4 to 8),
 # and again in base 2, and ds inherits that times dp, which is several units large.
 FLOAT32_CLASS = 4e-6
+# That grows with the scores: p = exp(s - lse) has the absolute errors of s and of lse as a relative
+# one. These are half an ulp each, and half an ulp each again in base 2: four times 2^-24 of |lse|,
+# since no key counts whose s is far below lse. It is more than 4e-6 where |lse| is above 17.
+EXPONENT_ERROR = 2.0**-22
 
 # "tf32" is the format of products with `precision` "tf32", whatever the results' dtype.
 MANTISSA_BITS = {"float16": 10, "bfloat16": 7, "tf32": 10, "float32": 23}
@@ -73,7 +77,9 @@ def ulp(value: float, dtype: str) -> float:
     return 2.0 ** (max(exponent, MIN_EXPONENT[dtype]) - MANTISSA_BITS[dtype])
 
 
-def compare_to_reference(got: Array, ref: Array, lp: Array, dtype: str, kind: str) -> Agreement:
+def compare_to_reference(
+    got: Array, ref: Array, lp: Array, dtype: str, kind: str, lse: Array | None = None
+) -> Agreement:
     """Hold an output or gradient to its budget.
 
     Args:
@@ -82,9 +88,11 @@ def compare_to_reference(got: Array, ref: Array, lp: Array, dtype: str, kind: st
         lp: the oracle's formula in the inputs' dtype, same shape.
         dtype: the inputs' dtype name, or "tf32".
         kind: "output" or "gradient".
+        lse: the oracle's log-sum-exps, of any shape, if it has some.
     """
     largest = _max_abs(ref)
-    floor = FLOAT32_CLASS * max(1.0, largest)
+    exponent = 0.0 if lse is None else _max_abs(lse)
+    floor = max(FLOAT32_CLASS, EXPONENT_ERROR * exponent) * max(1.0, largest)
     lp_max, lp_rmse, lp_finite = _errors(lp, ref)
     budget = MAX_ERROR_ULPS * ulp(largest, dtype)
     rmse_budget = ulp(largest, dtype)
