@@ -12,12 +12,13 @@ import torch
 
 from interop.parity import __main__ as command
 from interop.parity.cases import FlashCase, VarlenCase
+from interop.parity.check import NAN
 from interop.parity.fuzz import trial
 from interop.parity.fuzz.memory import Guard, lay_out, saved_as, unchanged
 from interop.parity.fuzz.problems import HOOKS, KINDS, VARIANTS, Problem, Rows, draw
 from interop.parity.fuzz.shrink import failures_of, shrink
 from interop.parity.fuzz.trial import run_problem
-from interop.parity.records import CaseResult, RunRecord
+from interop.parity.records import ORACLE, CaseResult, Comparison, RunRecord
 from interop.parity.sides import Subject
 from interop.parity.workers import run_cases, tell
 
@@ -135,8 +136,11 @@ def fails_when_long(problem: Problem) -> CaseResult:
     """Fail as a problem with 13 keys and more in one sequence of two heads and more."""
     case = problem.case
     longest = max(n for _, n in case.lengths)
-    wrong = longest >= 13 and case.heads_kv >= 2 and case.causal
-    return result_of(problem, "first: RuntimeError: no" if wrong else None)
+    result = result_of(problem)
+    if longest >= 13 and case.heads_kv >= 2 and case.causal:
+        # Wrong numbers: after an exception the next problem would have a new process.
+        result.comparisons.append(Comparison("torch_attn triton, first", ORACLE, "out", NAN))
+    return result
 
 
 def hangs_or_dies(problem: Problem) -> CaseResult:
@@ -155,11 +159,11 @@ def test_a_problem_is_shrunk_to_the_smallest_that_fails_alike():
     )
     problem = Problem(case, {"q": Rows(True, 1, 1)}, 3.0, "unaligned")
     failures = failures_of(fails_when_long(problem))
-    smallest = shrink(problem, failures, fails_when_long, 60.0, 60.0)
-    expected = VarlenCase("", ((1, 13),), (0, 0), 2, 2, 16, causal=True)
-    assert smallest == Problem(replace(expected, padding=case.padding), jax=False) or (
-        smallest.case.lengths, smallest.case.heads_kv, smallest.case.head_dim, smallest.rows,
-    ) == (((1, 13),), 2, 16, {})  # fmt: skip
+    smallest = shrink(problem, failures, fails_when_long, 60.0, 200.0)
+    (length,), heads_kv = smallest.case.lengths, smallest.case.heads_kv
+    assert (max(length), min(length), heads_kv, smallest.case.head_dim) == (13, 1, 2, 16)
+    assert (smallest.case.softcap, smallest.case.sinks) == (None, False)
+    assert (smallest.rows, smallest.hook, smallest.spread) == ({}, "", 1.0)
 
 
 def test_a_hang_and_a_death_are_named_and_the_others_go_on():
@@ -167,12 +171,12 @@ def test_a_hang_and_a_death_are_named_and_the_others_go_on():
         Problem(replace(SMALL, name=name)) for name in ("hangs", "dies", "ends", "ends too")
     ]
     started = time.monotonic()
-    results = {x.name: x for x in run_cases(problems, hangs_or_dies, 2, lambda name: None, 8.0)}
-    assert time.monotonic() - started < 60
+    results = {x.name: x for x in run_cases(problems, hangs_or_dies, 2, lambda name: None, 20.0)}
+    assert time.monotonic() - started < 120
     assert results["ends"].ok
     assert results["ends too"].ok
     where = "in torch_attn gluon sm90, again"
-    assert results["hangs"].error == f"hung: no result after 8 seconds, {where}"
+    assert results["hangs"].error == f"hung: no result after 20 seconds, {where}"
     assert results["dies"].error == f"worker process died: SIGSEGV, {where}"
     assert failures_of(results["hangs"]) == {("torch_attn gluon sm90", "hung")}
     assert failures_of(results["dies"]) == {("torch_attn gluon sm90", "worker process died")}
