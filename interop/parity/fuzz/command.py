@@ -35,7 +35,7 @@ SHRUNK, SHRINK_SECONDS = 2, 60.0
 
 @dataclass
 class Tally:
-    """What ran.
+    """Counts of what ran.
 
     Attributes:
         problems: how many.

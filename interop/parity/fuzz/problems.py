@@ -45,7 +45,7 @@ KINDS = {
 
 
 class Rows(NamedTuple):
-    """How the rows of a tensor lie in memory.
+    """The layout of a tensor's rows in memory.
 
     Attributes:
         heads_first: the heads' dimension is stored before that of the tokens.
