@@ -247,8 +247,7 @@ def append_kv(
         v_new: k_new's shape with Dv last, k_new's dtype.
         k_pages: [P, page_size, Hkv, D], k_new's dtype, int8 or float8_e4m3fn. page_size is 1 to
             256, D is 16 to 256 in steps of 8.
-        v_pages: [P, page_size, Hkv, Dv], k_pages' dtype, other memory than k_pages. Dv has D's
-            limits and need not be D.
+        v_pages: [P, page_size, Hkv, Dv], k_pages' dtype. Dv has D's limits and need not be D.
         block_tables: [B, max_pages] int32, ids of pages.
         seq_lens: [B] int32, keys of each sequence, the new tokens counted in.
         cu_seqlens_q: [B + 1] int32, the offset of each sequence's first new token, and after them
