@@ -94,8 +94,8 @@ def flash_attention(
         deterministic: True: the backward gives the same bits every time. False: it may add in any
             order, which is faster where the kernels can. None: as
             ``--xla_gpu_deterministic_ops`` in ``XLA_FLAGS`` says.
-        precision: of float32 products. "ieee", or "tf32": their operands lose all but 10 bits of
-            their mantissas, for tensor cores, which take them so. No effect on 16-bit operands.
+        precision: of float32 products. "ieee", or "tf32": their operands are rounded to 10 bits
+            of mantissa, for tensor cores, which take them so. No effect on 16-bit operands.
         return_lse: return the log-sum-exp of the scores as well. It is differentiable.
         implementation: "mosaic" (explicit kernels for SM80 and SM90; from jax 0.11 on), "triton"
             (Pallas kernels in the Triton lowering; on a CPU in the Pallas interpreter), "reference"

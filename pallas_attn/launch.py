@@ -21,14 +21,17 @@ from twin_attention.targets.kernels import KernelConfig, Spec
 Place = Callable[[Any], tuple[Any, ...]]  # of a program in a grid, from its number
 
 
-def flash_arguments(spec: AttentionSpec) -> dict[str, Any]:
-    """Return the arguments that describe a problem, as every flash attention kernel takes them."""
-    window = spec.bounded_window
+def flash_arguments(spec: AttentionSpec, interpreted: bool = False) -> dict[str, Any]:
+    """Return the arguments that describe a problem, as every flash attention kernel takes them.
+
+    Products in Pallas's interpreter are IEEE's, whatever the problem's precision.
+    """
+    window, rule = spec.bounded_window, spec.scores
     return {
         "seq_q": spec.seq_q,
         "seq_kv": spec.seq_kv,
         "diagonal": spec.diagonal,
-        "rule": spec.scores,
+        "rule": rule._replace(precision="ieee") if interpreted else rule,
         "window_left": window.left,
         "window_right": window.right,
         "head_dim": spec.head_dim,

@@ -96,8 +96,8 @@ def block_sparse_attention(
         deterministic: True: the backward gives the same bits every time. False: it may add in any
             order, which is faster where the kernels can. None: as
             ``torch.are_deterministic_algorithms_enabled()`` says.
-        precision: of float32 products. "ieee", or "tf32": their operands lose all but 10 bits of
-            their mantissas, for tensor cores, which take them so. No effect on 16-bit operands.
+        precision: of float32 products. "ieee", or "tf32": their operands are rounded to 10 bits
+            of mantissa, for tensor cores, which take them so. No effect on 16-bit operands.
         return_lse: return the log-sum-exp of the scores as well. It is differentiable.
         implementation: "triton" (Triton kernels; on a CPU in Triton's interpreter), "gluon"
             (explicit kernels of the forward for SM90, tiles of 128 by 128), "reference" (plain

@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from interop.parity.cases import BlockSparseCase, DilatedCase, FlashCase, VarlenCase
+from interop.parity.check import agreements
 from interop.parity.inputs import make_inputs
+from interop.parity.oracle import expectations, parts_of
 from interop.parity.sides import results
 from tests.oracle import assert_within_budget
 from tests.sides import attention
@@ -29,8 +31,18 @@ EACH_FUNCTION = {
 }  # fmt: skip
 
 
-def as_tf32(x):
+def cut(x):
+    """Return float32 numbers without the bits that tensor cores do not read."""
     return (x.view(torch.int32) & -(1 << 13)).view(torch.float32)
+
+
+def as_tf32(x):
+    """Round float32 numbers to TF32, ties away from 0: add a half, and cut."""
+    return cut((x.view(torch.int32) + (1 << 12)).view(torch.float32))
+
+
+def equal(a, b):
+    return all(torch.equal(a[name], b[name]) for name in a)
 
 
 def multiplies_in_tf32(side, implementation, device):
@@ -39,16 +51,12 @@ def multiplies_in_tf32(side, implementation, device):
     return device == "cuda" or implementation == "reference" or not in_pallas
 
 
-def equal(a, b):
-    return all(torch.equal(a[name], b[name]) for name in a)
-
-
 @pytest.fixture(params=["triton", "reference"])
 def portable(request):
     return request.param
 
 
-def test_products_lose_the_last_bits_of_their_operands(side, portable, torch_device):
+def test_products_round_their_operands(side, portable, torch_device):
     """Return the value itself where there is one key, as the product takes it: p is 1."""
     inputs = make_inputs(ONE_KEY, torch_device)
     got = attention(side, inputs, implementation=portable, **ONE_KEY.options)
@@ -56,6 +64,7 @@ def test_products_lose_the_last_bits_of_their_operands(side, portable, torch_dev
     if multiplies_in_tf32(side, portable, torch_device):
         value = as_tf32(value)
         assert not torch.equal(value, inputs["v"])
+        assert not torch.equal(value, cut(inputs["v"]))
     assert torch.equal(got["out"], value.expand_as(got["out"]))
     assert_within_budget(got, inputs, ONE_KEY.spec)
 
@@ -85,3 +94,31 @@ def test_every_function_takes_it(side, torch_device, function):
     assert_within_budget(found, inputs, case.spec)
     options = case.options | {"implementation": "reference", "precision": "ieee"}
     assert not equal(found, results(side, function, inputs, **options))
+
+
+def test_cut_operands_are_outside_of_the_budget(torch_device):
+    """The budget tells rounding from what tensor cores do without it."""
+    case = replace(CASE, seq_q=64, seq_kv=579, head_dim=128, causal=False)
+    inputs = make_inputs(case, torch_device)
+    (expected,) = expectations(inputs, parts_of(case.spec))
+
+    def forward(q, k, v, as_multiplied):
+        q, k, v = (as_multiplied(x.transpose(1, 2)).double() for x in (q, k, v))
+        s = (q * case.spec.scale) @ k.transpose(-1, -2)
+        out = as_multiplied(s.softmax(-1).float()).double() @ v
+        return {"out": out.transpose(1, 2).float(), "lse": s.logsumexp(-1).float()}
+
+    operands = inputs["q"], *(inputs[x].repeat_interleave(2, 2) for x in "kv")
+    for as_multiplied, ok in ((as_tf32, True), (cut, False)):
+        found = agreements(forward(*operands, as_multiplied), expected)
+        assert found["out"].ok == ok, found["out"]
+
+
+def test_numbers_that_are_not_finite_stay_so(side, portable, torch_device):
+    """A NaN of all bits does not become a small number, nor infinity a NaN."""
+    inputs = make_inputs(ONE_KEY, torch_device)
+    value = inputs["v"].view(torch.int32)
+    value[..., 0], value[..., 1], value[..., 2] = -1, 2**31 - 1, 0x7F800000
+    out = attention(side, inputs, implementation=portable, **ONE_KEY.options)["out"]
+    assert out[..., :2].isnan().all()
+    assert (out[..., 2] == torch.inf).all()

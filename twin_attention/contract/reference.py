@@ -368,12 +368,16 @@ def _backward(
 
 
 def _product(xp: Any, a: Array, b: Array, spec: AttentionSpec) -> Array:
-    """Multiply matrices; with `precision` "tf32" float32 operands lose the last 13 bits of their
-    mantissas, as in tensor cores, which do not round.
-    """
+    """Multiply matrices; with `precision` "tf32" float32 operands are rounded to TF32."""
     if spec.precision == "tf32" and a.dtype == xp.float32:
-        a, b = ((x.view(xp.int32) & -(1 << 13)).view(xp.float32) for x in (a, b))
+        a, b = (_as_tf32(xp, x) for x in (a, b))
     return xp.matmul(a, b)
+
+
+def _as_tf32(xp: Any, x: Array) -> Array:
+    """Round float32 numbers to 10 bits of mantissa: to nearest, ties away from 0."""
+    bits = (x.view(xp.int32) + (1 << 12)) & -(1 << 13)
+    return xp.where(xp.isfinite(x), bits.view(xp.float32), x)
 
 
 def visibility(xp: Any, spec: AttentionSpec, on: Any) -> Array | None:

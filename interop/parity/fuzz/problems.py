@@ -313,7 +313,7 @@ def _append(name: str, shared: _Draw, own: _Draw) -> AppendCase:
     is_packed = shared.chance(0.5)
     new = tuple(own.integer(0, n + 2) for n in lengths) if is_packed else None
     return AppendCase(
-        name, lengths, 0 if is_packed else shared.integer(1, 20), new,
+        name, lengths, 0 if is_packed else shared.integer(1, TOKENS_MAX), new,
         own.integer(0, 20) if is_packed else 0,
         heads_q if is_rotated and shared.chance(0.5) else 0, **cache,
         rotary_dim=2 * shared.integer(1, cache["head_dim"] // 2) if is_rotated else 0,

@@ -21,7 +21,13 @@ from pallas_attn.kernels.portable.block_mask import (
     num_lists_of_group,
 )
 from pallas_attn.kernels.portable.schedule import order_programs
-from pallas_attn.kernels.portable.scores import add_product, as_multiplied, dot, visible_scores
+from pallas_attn.kernels.portable.scores import (
+    add_product,
+    as_multiplied,
+    dot,
+    round_operand,
+    visible_scores,
+)
 from pallas_attn.kernels.portable.segments import (
     STAYS,
     VISITED,
@@ -173,6 +179,7 @@ def flash_bwd_dq_kernel(
     segment_q, is_query = load_segments(q_segment_ids_ref, start_q, seq_q, block_q, STAYS)
     q = load_tile(q_ref, start_q, seq_q, block_q, head_dim, True, is_query)
     do = load_tile(dout_ref, start_q, seq_q, block_q, head_dim_v, True, is_query)
+    q, do = round_operand(q, rule.precision), round_operand(do, rule.precision)
     rows = start_q + arange(block_q)
     position = rows + diagonal
     lse2 = load_padded_rows(lse2_ref, start_q, block_q)
@@ -204,6 +211,7 @@ def flash_bwd_dq_kernel(
                 kv_segment_ids_ref, start_kv, seq_kv, block_kv, VISITED
             )
             k = load_tile(k_ref, start_kv, seq_kv, block_kv, head_dim, masked, is_key)
+            k = round_operand(k, rule.precision)
             key = start_kv + arange(block_kv)
             s, dcap = visible_scores(
                 q, k, position[:, None], key[None, :], seq_kv, rule, window_left, window_right,
@@ -213,11 +221,13 @@ def flash_bwd_dq_kernel(
             p = jnp.exp2(s * rule.exp2_scale - lse2[:, None])
             # dp = dout vᵀ
             v = load_tile(v_ref, start_kv, seq_kv, block_kv, head_dim_v, masked, is_key)
+            v = round_operand(v, rule.precision)
             dp = dot(do, v.T, rule.precision)
             # ds = p ∘ (dp - delta) ∘ dcap
             ds = p * (dp - delta[:, None]) * dcap
             # dq += ds k
-            return dq + dot(ds.astype(k.dtype), k, rule.precision)
+            ds = round_operand(ds.astype(k.dtype), rule.precision)
+            return dq + dot(ds, k, rule.precision)
 
         dq = lax.fori_loop(0, count_tiles(before, full, after, masked), visit, dq)
 
@@ -290,6 +300,7 @@ def flash_bwd_dkdv_kernel(
     segment_kv, is_key = load_segments(kv_segment_ids_ref, start_kv, seq_kv, block_kv, STAYS)
     k = load_tile(k_ref, start_kv, seq_kv, block_kv, head_dim, True, is_key)
     v = load_tile(v_ref, start_kv, seq_kv, block_kv, head_dim_v, True, is_key)
+    k, v = round_operand(k, rule.precision), round_operand(v, rule.precision)
     key = start_kv + arange(block_kv) - diagonal  # counted as queries are
     dk = jnp.zeros((block_kv, padded_head_dim(head_dim)), jnp.float32)
     dv = jnp.zeros((block_kv, padded_head_dim(head_dim_v)), jnp.float32)
@@ -326,6 +337,7 @@ def flash_bwd_dkdv_kernel(
                     q_segment_ids_ref, start_q, seq_q, block_q, VISITED
                 )
                 q = load_tile(q_ref, start_q, seq_q, block_q, head_dim, masked, is_query, member)
+                q = round_operand(q, rule.precision)
                 rows = start_q + arange(block_q)
                 s, dcap = visible_scores(
                     k, q, rows[None, :], key[:, None], None, rule, window_left, window_right,
@@ -338,14 +350,17 @@ def flash_bwd_dkdv_kernel(
                 do = load_tile(
                     dout_ref, start_q, seq_q, block_q, head_dim_v, masked, is_query, member
                 )
+                do = round_operand(do, rule.precision)
                 dp = dot(v, do.T, rule.precision)
                 # dv += pᵀ dout
-                dv = add_product(dv, p.astype(do.dtype), do, rule.precision)
+                rounded = round_operand(p.astype(do.dtype), rule.precision)
+                dv = add_product(dv, rounded, do, rule.precision)
                 # dsᵀ = pᵀ ∘ (dpᵀ - delta) ∘ dcapᵀ
                 delta = load_padded_rows(delta_ref, start_q, block_q, member)
                 ds = p * (dp - delta[None, :]) * dcap
                 # dk += dsᵀ q
-                dk = add_product(dk, ds.astype(q.dtype), q, rule.precision)
+                ds = round_operand(ds.astype(q.dtype), rule.precision)
+                dk = add_product(dk, ds, q, rule.precision)
                 return dk, dv
 
             carry = lax.fori_loop(0, count * (group_size // group_lists), visit, carry)
@@ -411,7 +426,9 @@ def launch_dq(inputs, spec, backend, *others):
         ),
         (jax.ShapeDtypeStruct(q.shape, q.dtype),),
         (of_head(q),),
-        flash_arguments(spec) | list_arguments(spec) | {"num_sequences": num_sequences},
+        flash_arguments(spec, backend.interpreted)
+        | list_arguments(spec)
+        | {"num_sequences": num_sequences},
         spec,
         backend,
         order=order_programs(spec, backend, "block_q", spec.head_dim),
@@ -443,7 +460,7 @@ def launch_dkdv(inputs, spec, backend, *others):
         ),
         tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (k, v)),
         (of_head(k), of_head(v)),
-        flash_arguments(spec)
+        flash_arguments(spec, backend.interpreted)
         | list_arguments(spec)
         | {"group_size": group, "group_lists": num_lists, "num_sequences": num_sequences},
         spec,

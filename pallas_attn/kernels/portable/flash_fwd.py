@@ -17,7 +17,7 @@ from pallas_attn.kernels.portable.block_mask import (
     lists_of_keys,
 )
 from pallas_attn.kernels.portable.schedule import order_programs
-from pallas_attn.kernels.portable.scores import dot, visible_scores
+from pallas_attn.kernels.portable.scores import dot, round_operand, visible_scores
 from pallas_attn.kernels.portable.segments import (
     STAYS,
     VISITED,
@@ -117,6 +117,7 @@ def flash_fwd_kernel(
     # Load the queries; they stay.
     segment_q, is_query = load_segments(q_segment_ids_ref, start_q, seq_q, block_q, STAYS)
     q = load_tile(q_ref, start_q, seq_q, block_q, head_dim, True, is_query)
+    q = round_operand(q, rule.precision)
     rows = start_q + arange(block_q)
     position = rows + diagonal
     m_i = jnp.full((block_q,), float("-inf"), jnp.float32)
@@ -152,6 +153,7 @@ def flash_fwd_kernel(
                 kv_segment_ids_ref, start_kv, seq_kv, block_kv, VISITED
             )
             k = load_tile(k_ref, start_kv, seq_kv, block_kv, head_dim, masked, is_key)
+            k = round_operand(k, rule.precision)
             key = start_kv + arange(block_kv)
             s, _ = visible_scores(
                 q, k, position[:, None], key[None, :], seq_kv, rule, window_left, window_right,
@@ -162,7 +164,9 @@ def flash_fwd_kernel(
             acc = acc * alpha[:, None]
             # acc += p v
             v = load_tile(v_ref, start_kv, seq_kv, block_kv, head_dim_v, masked, is_key)
-            acc = acc + dot(p.astype(v.dtype), v, rule.precision)
+            v = round_operand(v, rule.precision)
+            p = round_operand(p.astype(v.dtype), rule.precision)
+            acc = acc + dot(p, v, rule.precision)
             return m_i, l_i, acc
 
         count = count_tiles(before, full, after, masked)
@@ -215,7 +219,9 @@ def flash_fwd(
         ),
         (out, lse),
         (of_head(out), of_head(lse)),
-        flash_arguments(spec) | list_arguments(spec) | {"num_sequences": num_sequences},
+        flash_arguments(spec, backend.interpreted)
+        | list_arguments(spec)
+        | {"num_sequences": num_sequences},
         spec,
         backend,
         order=order_programs(spec, backend, "block_q", spec.head_dim_v),

@@ -77,14 +77,24 @@ def add_product(acc, a, b, precision):
     return acc + dot(a, b, precision)
 
 
-def as_multiplied(x, precision):
-    """Return an operand of a product as tensor cores take it.
+def round_operand(x, precision):
+    """Round an operand of a product for TF32: tensor cores cut all but 10 bits of its mantissa.
 
-    In TF32 they read no more than the first 10 bits of a mantissa, and do not round.
+    Half of the last of these bits is added, which rounds to nearest, ties away from 0, as
+    ``cvt.rna.tf32`` does. Infinities and NaN stay.
     """
     if x.dtype == jnp.float32 and precision == "tf32":
-        bits = lax.bitcast_convert_type(x, jnp.int32) & -(1 << 13)
-        x = lax.bitcast_convert_type(bits, jnp.float32)
+        bits = lax.bitcast_convert_type(x, jnp.int32)
+        x = x + lax.bitcast_convert_type(bits & -(1 << 23), jnp.float32) * 2**-11
+    return x
+
+
+def as_multiplied(x, precision):
+    """Return an operand of a product as tensor cores take it: see `round_operand`."""
+    x = round_operand(x, precision)
+    if x.dtype == jnp.float32 and precision == "tf32":
+        bits = lax.bitcast_convert_type(x, jnp.int32)
+        x = lax.bitcast_convert_type(bits & -(1 << 13), jnp.float32)
     return x
 
 

@@ -22,7 +22,12 @@ from torch_attn.kernels.portable.block_mask import (
     num_lists_of_group,
 )
 from torch_attn.kernels.portable.schedule import longest_first, order_argument
-from torch_attn.kernels.portable.scores import add_product, as_multiplied, visible_scores
+from torch_attn.kernels.portable.scores import (
+    add_product,
+    as_multiplied,
+    round_operand,
+    visible_scores,
+)
 from torch_attn.kernels.portable.segments import (
     BLOCK_IDS,
     STAYS,
@@ -213,6 +218,7 @@ def flash_bwd_dq_kernel(
         segment_q, is_query = load_segments(q_segment_ids_ptr, start_q, seq_q, BLOCK_Q, STAYS)
     q = load_tile(q_base, start_q, seq_q, q_strides[1], BLOCK_Q, HEAD_DIM, True, is_query)
     do = load_tile(dout_base, start_q, seq_q, dout_strides[1], BLOCK_Q, HEAD_DIM_V, True, is_query)
+    q, do = round_operand(q, rule.precision), round_operand(do, rule.precision)
     rows = start_q + tl.arange(0, BLOCK_Q)
     position = rows + diagonal
     offset = (batch * heads_q + head) * count_sequence_tiles(
@@ -253,6 +259,7 @@ def flash_bwd_dq_kernel(
             k = load_tile(
                 k_base, start_kv, seq_kv, k_strides[1], BLOCK_KV, HEAD_DIM, masked, is_key
             )
+            k = round_operand(k, rule.precision)
             key = start_kv + tl.arange(0, BLOCK_KV)
             s, dcap = visible_scores(
                 q, k, position[:, None], key[None, :], seq_kv, rule, window_left, window_right,
@@ -264,11 +271,13 @@ def flash_bwd_dq_kernel(
             v = load_tile(
                 v_base, start_kv, seq_kv, v_strides[1], BLOCK_KV, HEAD_DIM_V, masked, is_key
             )
+            v = round_operand(v, rule.precision)
             dp = tl.dot(do, tl.trans(v), input_precision=rule.precision)
             # ds = p ∘ (dp - delta) ∘ dcap
             ds = p * (dp - delta[:, None]) * dcap
             # dq += ds k
-            dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=rule.precision)
+            ds = round_operand(ds.to(k.dtype), rule.precision)
+            dq = tl.dot(ds, k, dq, input_precision=rule.precision)
 
     # Scale and store.
     dq_row = heads_q * HEAD_DIM
@@ -358,6 +367,7 @@ def flash_bwd_dkdv_kernel(
         segment_kv, is_key = load_segments(kv_segment_ids_ptr, start_kv, seq_kv, BLOCK_KV, STAYS)
     k = load_tile(k_base, start_kv, seq_kv, k_strides[1], BLOCK_KV, HEAD_DIM, True, is_key)
     v = load_tile(v_base, start_kv, seq_kv, v_strides[1], BLOCK_KV, HEAD_DIM_V, True, is_key)
+    k, v = round_operand(k, rule.precision), round_operand(v, rule.precision)
     key = start_kv + tl.arange(0, BLOCK_KV) - diagonal  # counted as queries are
     dk = tl.zeros([BLOCK_KV, padded_head_dim(HEAD_DIM)], tl.float32)
     dv = tl.zeros([BLOCK_KV, padded_head_dim(HEAD_DIM_V)], tl.float32)
@@ -410,6 +420,7 @@ def flash_bwd_dkdv_kernel(
                 q = load_tile(
                     q_base, row_q, end_q, q_strides[1], BLOCK_Q, HEAD_DIM, masked, is_query
                 )
+                q = round_operand(q, rule.precision)
                 rows = start_q + tl.arange(0, BLOCK_Q)
                 s, dcap = visible_scores(
                     k, q, rows[None, :], key[:, None], None, rule, window_left, window_right,
@@ -422,14 +433,17 @@ def flash_bwd_dkdv_kernel(
                 do = load_tile(
                     dout_base, row_q, end_q, dout_strides[1], BLOCK_Q, HEAD_DIM_V, masked, is_query
                 )
+                do = round_operand(do, rule.precision)
                 dp = tl.dot(v, tl.trans(do), input_precision=rule.precision)
                 # dv += pᵀ dout
-                dv = add_product(dv, p.to(do.dtype), do, rule.precision)
+                rounded = round_operand(p.to(do.dtype), rule.precision)
+                dv = add_product(dv, rounded, do, rule.precision)
                 # dsᵀ = pᵀ ∘ (dpᵀ - delta) ∘ dcapᵀ
                 delta = tl.load(delta_ptr + offset + rows)
                 ds = p * (dp - delta[None, :]) * dcap
                 # dk += dsᵀ q
-                dk = add_product(dk, ds.to(q.dtype), q, rule.precision)
+                ds = round_operand(ds.to(q.dtype), rule.precision)
+                dk = add_product(dk, ds, q, rule.precision)
 
     # Scale and store.
     dk_row = heads_kv * HEAD_DIM

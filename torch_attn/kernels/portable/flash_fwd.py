@@ -17,7 +17,7 @@ from torch_attn.kernels.portable.block_mask import (
     lists_of_keys,
 )
 from torch_attn.kernels.portable.schedule import longest_first, order_argument
-from torch_attn.kernels.portable.scores import visible_scores
+from torch_attn.kernels.portable.scores import round_operand, visible_scores
 from torch_attn.kernels.portable.segments import (
     BLOCK_IDS,
     STAYS,
@@ -144,6 +144,7 @@ def flash_fwd_kernel(
     if q_segment_ids_ptr is not None:
         segment_q, is_query = load_segments(q_segment_ids_ptr, start_q, seq_q, BLOCK_Q, STAYS)
     q = load_tile(q_base, start_q, seq_q, q_strides[1], BLOCK_Q, HEAD_DIM, True, is_query)
+    q = round_operand(q, rule.precision)
     rows = start_q + tl.arange(0, BLOCK_Q)
     position = rows + diagonal
     m_i = tl.full([BLOCK_Q], float("-inf"), tl.float32)
@@ -182,6 +183,7 @@ def flash_fwd_kernel(
             k = load_tile(
                 k_base, start_kv, seq_kv, k_strides[1], BLOCK_KV, HEAD_DIM, masked, is_key
             )
+            k = round_operand(k, rule.precision)
             key = start_kv + tl.arange(0, BLOCK_KV)
             s, _ = visible_scores(
                 q, k, position[:, None], key[None, :], seq_kv, rule, window_left, window_right,
@@ -194,7 +196,9 @@ def flash_fwd_kernel(
             v = load_tile(
                 v_base, start_kv, seq_kv, v_strides[1], BLOCK_KV, HEAD_DIM_V, masked, is_key
             )
-            acc = tl.dot(p.to(v.dtype), v, acc, input_precision=rule.precision)
+            v = round_operand(v, rule.precision)
+            p = round_operand(p.to(v.dtype), rule.precision)
+            acc = tl.dot(p, v, acc, input_precision=rule.precision)
 
     # Normalise and store.
     if sinks_ptr is not None:

@@ -83,14 +83,24 @@ def add_product(acc, a, b, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def as_multiplied(x, PRECISION: tl.constexpr):
-    """Return an operand of a product as tensor cores take it.
+def round_operand(x, PRECISION: tl.constexpr):
+    """Round an operand of a product for TF32: tensor cores cut all but 10 bits of its mantissa.
 
-    In TF32 they read no more than the first 10 bits of a mantissa, and do not round.
+    Half of the last of these bits is added, which rounds to nearest, ties away from 0, as
+    ``cvt.rna.tf32`` does. Infinities and NaN stay.
     """
     if x.dtype == tl.float32 and PRECISION == "tf32":
-        bits = x.to(tl.int32, bitcast=True) & -(1 << 13)
-        x = bits.to(tl.float32, bitcast=True)
+        power = (x.to(tl.int32, bitcast=True) & -(1 << 23)).to(tl.float32, bitcast=True)
+        x = x + power * 0.00048828125  # 2^-11
+    return x
+
+
+@triton.jit
+def as_multiplied(x, PRECISION: tl.constexpr):
+    """Return an operand of a product as tensor cores take it: see `round_operand`."""
+    x = round_operand(x, PRECISION)
+    if x.dtype == tl.float32 and PRECISION == "tf32":
+        x = (x.to(tl.int32, bitcast=True) & -(1 << 13)).to(tl.float32, bitcast=True)
     return x
 
 
