@@ -88,6 +88,19 @@ def test_every_kind_of_append_kv_compiles_without_spills(framework, target, case
     assert (kernel, resources.spill_stores, resources.spill_loads) == ("append_kv", 0, 0)
 
 
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_int8_is_stored_as_the_integer_that_was_rounded(framework, target):
+    """The assembler stores no byte of a float: it would convert the float to an integer first.
+
+    With an odd number of pairs the second half of a key goes through shared memory on its way.
+    """
+    case = AppendCase("odd-pairs", (9,), tokens=1, head_dim=64, rotary_dim=62, kv_dtype="int8")
+    ((_, _, compiled),) = compiler(framework)(case.spec, target)
+    assert "STG.E.U8" in compiled.asm["sass"]
+    assert "F2I" not in compiled.asm["sass"]
+
+
 def test_explicit_kernels_are_fit_for_sm80():
     """A head size of two column pieces stands for all, which take minutes to compile."""
     verdicts = check(Problem("torch", "sm80", "bfloat16", 80, "causal", "gluon"))

@@ -16,8 +16,10 @@ from torch_attn.kernels.portable.scores import attention_scores
 from twin_attention.targets import ptx
 
 FLOAT8_MAX = tl.constexpr(448.0)  # the largest float8_e4m3fn
-ROUND_TO_INTEGER = tl.constexpr(12582912.0)  # 1.5 * 2^23: adding it rounds away the fraction
-ROUND_TO_INTEGER_BITS = tl.constexpr(0x4B400000)
+# 1.5 * 2^23 + 2: adding it rounds away the fraction. If the last byte of its bits were 0, the
+# compiler would store an int8 as that of the float sum, which ptxas 12.8 and 12.9 convert instead.
+ROUND_TO_INTEGER = tl.constexpr(12582914.0)
+ROUND_TO_INTEGER_BITS = tl.constexpr(0x4B400002)
 UPCAST_CONSTRAINTS = tl.constexpr(ptx.UPCAST_CONSTRAINTS)
 UPCAST_PACK = tl.constexpr(ptx.UPCAST_PACK)
 
