@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import torch_attn
-from interop.parity.cases import DecodeCase
+from interop.parity.cases import DecodeCase, PagedCase
 from interop.parity.inputs import make_inputs
 from tests.oracle import assert_within_budget
 from tests.sides import TorchSide
@@ -126,9 +126,17 @@ def test_writing_into_any_layout(implementation, torch_device, layout):
         assert torch.equal(got._base.isnan(), outside)
 
 
+def far_apart(x, axis):
+    """`x` where the last index of an axis lies 2^31 elements away. Untouched memory takes none."""
+    strides = list(x.transpose(0, axis).contiguous().transpose(0, axis).stride())
+    strides[axis] = 2**31 // (x.shape[axis] - 1) + 8
+    size = 1 + sum((n - 1) * stride for n, stride in zip(x.shape, strides, strict=True))
+    return x.new_empty(size).as_strided(x.shape, strides).copy_(x)
+
+
 @pytest.mark.parametrize("axis", [0, 1], ids=["pages", "slots"])
 def test_offsets_past_32_bits(torch_side, torch_device, axis):
-    """The last page, or slot, lies 2^31 elements away. Untouched memory takes none."""
+    """The last page, or slot, lies 2^31 elements away."""
     inputs = make_inputs(CASE, torch_device)
     tables, last = inputs["block_tables"], len(inputs["k_pages"]) - 1
     page = int(tables[2, 12])  # it holds the longest sequence's new tokens, and goes to the end
@@ -137,14 +145,49 @@ def test_offsets_past_32_bits(torch_side, torch_device, axis):
     for name in ("k_pages", "v_pages"):
         pool = inputs[name]
         pool[[page, last]] = pool[[last, page]]
-        strides = list(pool.stride())
-        strides[axis] = 2**31 // (pool.shape[axis] - 1) + 8
-        size = 1 + sum((n - 1) * stride for n, stride in zip(pool.shape, strides, strict=True))
-        memory = torch.empty(size, dtype=pool.dtype, device=torch_device)
-        far[name] = memory.as_strided(pool.shape, strides).copy_(pool)
+        far[name] = far_apart(pool, axis)
     assert_layout_does_not_matter(torch_side, "triton", inputs, far)
     pools = [inputs[name] for name in far]
     append("triton", inputs, pools)
     append("triton", inputs, list(far.values()))
     for got, want in zip(far.values(), pools, strict=True):
         assert torch.equal(got.nan_to_num(), want.nan_to_num())
+
+
+@pytest.mark.parametrize("axis", [1, 2], ids=["tokens", "heads"])
+def test_new_tokens_past_32_bits(torch_side, torch_device, axis):
+    """The last new token of a sequence, or the last head, lies 2^31 elements away."""
+    inputs = make_inputs(replace(CASE, tokens=3), torch_device)
+    far = {"q": far_apart(inputs["q"], axis)}
+    for a, b in zip(
+        decode(torch_side, "triton", inputs | far), decode(torch_side, "triton", inputs),
+        strict=True,
+    ):  # fmt: skip
+        assert torch.equal(a, b)
+    k_new = torch.cat([inputs["q"]] * 2, 2)[:, :, : CASE.heads_kv + 1]
+    pools = [inputs[name].nan_to_num(7.0) for name in ("k_pages", "v_pages")]
+    written = []
+    for new in (k_new, far_apart(k_new, axis)):
+        written.append([x.clone() for x in pools])
+        new = new[:, :, 1:]
+        torch_attn.append_kv(
+            new, new, *written[-1], inputs["block_tables"], inputs["seq_lens"],
+            implementation="triton",
+        )  # fmt: skip
+    for got, want in zip(*written, strict=True):
+        assert torch.equal(got, want)
+
+
+def test_heads_of_packed_tokens_past_32_bits(torch_side, torch_device):
+    """The last query head lies 2^31 elements away."""
+    case = PagedCase("strides", lengths=(7, 63), new_tokens=(2, 9), head_dim=24, num_splits=1)
+    inputs = make_inputs(case, torch_device)
+    results = [
+        torch_side.call(
+            "paged_attention", inputs | {"q": q}, return_lse=True, implementation="triton",
+            **case.options,
+        )
+        for q in (inputs["q"], far_apart(inputs["q"], 1))
+    ]  # fmt: skip
+    for got, want in zip(*results, strict=True):
+        assert torch.equal(got, want)

@@ -85,7 +85,7 @@ def append_kv_kernel(
         batch = (tl.program_id(0) // num_tiles // TOKENS).to(tl.int64)
         position = tl.load(lens_ptr + batch) - TOKENS + token
         exists = (position >= 0) & (position < max_pages * PAGE_SIZE)
-        place = (batch, token, head)
+        place = (batch, token.to(tl.int64), head)
         row = batch * TOKENS + token
         q_reads = head < HEADS_Q
         q_writes = q_reads

@@ -116,7 +116,7 @@ def paged_attention_kernel(
     if PDL:
         gdc_launch_dependents()
     # Locate the rows and the split's share of the keys that they see.
-    head_kv = tl.program_id(0) % HEADS_KV
+    head_kv = (tl.program_id(0) % HEADS_KV).to(tl.int64)
     split = tl.program_id(1)
     sequence, first_token, tokens, start_row = locate_tokens(
         cu_seqlens_q_ptr, tl.program_id(0) // HEADS_KV, num_tokens, num_sequences, GROUP_SIZE,
@@ -129,8 +129,8 @@ def paged_attention_kernel(
     begin, end = keys_of_tokens(length, tokens, first, last, window_left)
     first_tile, count, _ = share_of_tiles(begin, end, split, num_splits, BLOCK_KV)
     table_ptr = tables_ptr + sequence.to(tl.int64) * table_stride
-    k_base = k_ptr + head_kv.to(tl.int64) * K_STRIDES[2]
-    v_base = v_ptr + head_kv.to(tl.int64) * V_STRIDES[2]
+    k_base = k_ptr + head_kv * K_STRIDES[2]
+    v_base = v_ptr + head_kv * V_STRIDES[2]
     if k_scale_ptr is not None:
         scale *= tl.load(k_scale_ptr + head_kv * k_scale_stride)
 

@@ -105,7 +105,7 @@ def paged_decode_kernel(
     # Locate the rows and the split's share of the keys.
     num_tiles: tl.constexpr = (TOKENS * GROUP_SIZE + BLOCK_ROWS - 1) // BLOCK_ROWS
     tile = tl.program_id(0) % num_tiles
-    head_kv = tl.program_id(0) // num_tiles % HEADS_KV
+    head_kv = (tl.program_id(0) // num_tiles % HEADS_KV).to(tl.int64)
     batch = (tl.program_id(0) // num_tiles // HEADS_KV).to(tl.int64)
     split = tl.program_id(1) if outs_ptr is not None else 0
     capacity = max_pages * PAGE_SIZE
@@ -114,8 +114,8 @@ def paged_decode_kernel(
     # A split with all tiles gives the result, else each gives a part that `combine` merges.
     is_result = (split == 0) & (count == total)
     table_ptr = tables_ptr + batch * table_stride
-    k_base = k_ptr + head_kv.to(tl.int64) * K_STRIDES[2]
-    v_base = v_ptr + head_kv.to(tl.int64) * V_STRIDES[2]
+    k_base = k_ptr + head_kv * K_STRIDES[2]
+    v_base = v_ptr + head_kv * V_STRIDES[2]
     if k_scale_ptr is not None:
         scale *= tl.load(k_scale_ptr + head_kv * k_scale_stride)
 
@@ -124,9 +124,8 @@ def paged_decode_kernel(
     token = row // GROUP_SIZE
     head = head_kv * GROUP_SIZE + row % GROUP_SIZE
     is_row = token < TOKENS
-    q, scale = load_q(
-        q_ptr, (batch, token, head), q_strides, is_row, scale, HEAD_DIM, BLOCK_D, UPCAST
-    )
+    place = batch, token.to(tl.int64), head
+    q, scale = load_q(q_ptr, place, q_strides, is_row, scale, HEAD_DIM, BLOCK_D, UPCAST)
     position = length - TOKENS + token
     m_i = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
     l_i = tl.zeros([BLOCK_ROWS], tl.float32)
