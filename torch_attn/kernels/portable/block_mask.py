@@ -31,7 +31,7 @@ def find_list(counts_ptr, tiles_ptr, strides, width, batch, head, tile):
 
     `strides` are the lists of a sequence and of a head, 0 where all share theirs.
     """
-    index = tl.cast(batch, tl.int64) * strides[0] + head * strides[1] + tile
+    index = tl.cast(batch, tl.int64) * strides[0] + tl.cast(head, tl.int64) * strides[1] + tile
     return tiles_ptr + index * width, tl.minimum(tl.load(counts_ptr + index), width)
 
 

@@ -87,7 +87,7 @@ def combine_bwd_kernel(
         dp = tl.sum(x * dout[None, :], 1)
         delta += tl.sum(w * dp, 0)
         store_rows_at(
-            douts_ptr, w[:, None] * dout[None, :], (part,), (rows * HEAD_DIM_V,), is_part,
+            douts_ptr, w[:, None] * dout[None, :], (part * rows,), (HEAD_DIM_V,), is_part,
             HEAD_DIM_V, BLOCK_DV,
         )  # fmt: skip
         tl.store(dlses_ptr + part * rows, dp, mask=is_part)

@@ -433,6 +433,7 @@ def add_to_sum(base, x, start, num_rows):
     block in the order in which a product's registers hold it: the lanes of a warp add to 32
     neighbours at a time.
     """
+    start, num_rows = start.to(gl.int64), num_rows.to(gl.int64)
     first = 0
     for i in gl.static_range(len(x)):
         flat = _order_as_registers(x[i])
@@ -452,6 +453,7 @@ def _order_as_registers(x):
 @gluon.jit
 def load_sum(base, start, num_rows, ROWS: gl.constexpr, SIZE: gl.constexpr, LAYOUT: gl.constexpr):
     """Load what `add_to_sum` stores."""
+    start, num_rows = start.to(gl.int64), num_rows.to(gl.int64)
     x = ()
     for i in gl.static_range(num_pieces(SIZE)):
         place = base + (piece_start(SIZE, i) * num_rows + start * piece_width(SIZE, i))
