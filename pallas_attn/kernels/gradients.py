@@ -208,8 +208,11 @@ def make_flash_bwd(
 
 
 def gradient_sums(batch: int, heads: int, rows: int, columns: int) -> jax.ShapeDtypeStruct:
-    """Return the type of a gradient's float32 sums, in the order of the family."""
-    return jax.ShapeDtypeStruct((batch, heads, rows * columns), jnp.float32)
+    """Return the type of a gradient's float32 sums; tiles of rows are in the family's order.
+
+    A kernel's index of an axis has 32 bits: rows and columns are two.
+    """
+    return jax.ShapeDtypeStruct((batch, heads, rows, columns), jnp.float32)
 
 
 def gradient_of_sums(

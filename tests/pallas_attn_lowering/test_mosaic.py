@@ -120,6 +120,22 @@ def test_sums_take_the_memory_of_zeros():
     assert text.count("output_operand_alias<") == 1
 
 
+def test_no_axis_of_the_sums_takes_more_than_32_bits(monkeypatch):
+    """A head of 2^31 elements: kernels count along an axis in 32 bits."""
+    shapes = []
+
+    def kernel(*args, out_type, **options):
+        shapes.extend(x.shape for x in out_type)
+        return lambda *operands: [jnp.zeros(x.shape, x.dtype) for x in out_type]
+
+    monkeypatch.setattr(launch.plgpu, "kernel", kernel)
+    operands = [jax.ShapeDtypeStruct((1, 2**24, 1, 128), "bfloat16")] * 3
+    with use_target("sm80"):
+        jax.eval_shape(gradients(deterministic=False), *operands)
+    assert (1, 1, 2**24, 128) in shapes
+    assert max(map(max, shapes)) < 2**31
+
+
 def test_under_vmap_and_checkpoint():
     def function(*qkv):
         attention = partial(flash_attention, implementation="mosaic", deterministic=False)

@@ -354,8 +354,8 @@ def test_the_backward_under_vmap():
 @pytest.mark.parametrize(
     ("seq_kv", "programs", "sums"),
     [
-        (2100, 17 * 4, [(1, 4, 384 * 80), (1, 2, 2176 * 80), (1, 2, 2176 * 48)]),
-        (8192, 64 * 2, [(1, 4, 384 * 80)]),
+        (2100, 17 * 4, [(1, 4, 384, 80), (1, 2, 2176, 80), (1, 2, 2176, 48)]),
+        (8192, 64 * 2, [(1, 4, 384, 80)]),
     ],
 )
 def test_few_kv_heads_are_split(seq_kv, programs, sums, monkeypatch):
@@ -375,6 +375,22 @@ def test_few_kv_heads_are_split(seq_kv, programs, sums, monkeypatch):
     assert grid == (programs,)
     assert [x.shape for x in outputs if x.dtype == jnp.float32] == sums
     assert len(outputs) == 3
+
+
+def test_no_axis_of_the_sums_takes_more_than_32_bits(monkeypatch):
+    """A head of 2^31 elements: kernels count along an axis in 32 bits."""
+    shapes = []
+
+    def kernel(*args, out_type, **options):
+        shapes.extend(x.shape for x in out_type)
+        return lambda *operands: [jnp.zeros(x.shape, x.dtype) for x in out_type]
+
+    monkeypatch.setattr(launch.plgpu, "kernel", kernel)
+    operands = [jax.ShapeDtypeStruct((1, 2**24, 1, 128), "bfloat16")] * 3
+    with use_target("sm90"):
+        jax.eval_shape(partial(gradients, attention), *operands)
+    assert (1, 1, 2**24, 128) in shapes
+    assert max(map(max, shapes)) < 2**31
 
 
 @pytest.mark.parametrize(

@@ -448,8 +448,7 @@ def launch_dq(inputs, spec, backend, *offsets):
 def launch_fused(inputs, spec, backend, *offsets):
     """Call `flash_bwd_dkdv_kernel` with sums for dq; returns dq, dk and dv."""
     dk, dv, sums = launch_dkdv(inputs, spec, backend, *offsets, name="flash_bwd_fused")
-    ordered = order_sums(sums, padded_columns(spec.head_dim))
-    return gradient_of_sums(ordered, inputs.q, spec.scale, *offsets[:1]), dk, dv
+    return gradient_of_sums(order_sums(sums), inputs.q, spec.scale, *offsets[:1]), dk, dv
 
 
 def launch_dkdv(inputs, spec, backend, *offsets, name="flash_bwd_dkdv"):
@@ -491,12 +490,12 @@ def launch_dkdv(inputs, spec, backend, *offsets, name="flash_bwd_dkdv"):
     )
 
 
-def order_sums(sums, columns):
-    """Return what `add_to_sums` added up, [B, H, rows · columns], as [B, rows, H, columns]."""
-    batch, heads, size = sums.shape
-    blocks = sums.reshape(batch, heads, size // columns // 16, columns // 8, 2, 2, 8, 4)
+def order_sums(sums):
+    """Return what `add_to_sums` added up, [B, H, rows, columns], as [B, rows, H, columns]."""
+    batch, heads, rows, columns = sums.shape
+    blocks = sums.reshape(batch, heads, rows // 16, columns // 8, 2, 2, 8, 4)
     ordered = blocks.transpose(0, 2, 4, 6, 1, 3, 7, 5)
-    return ordered.reshape(batch, size // columns, heads, columns)
+    return ordered.reshape(batch, rows, heads, columns)
 
 
 flash_bwd = make_flash_bwd(prepare_rows, launch_dq, launch_dkdv, launch_fused)

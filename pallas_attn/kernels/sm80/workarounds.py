@@ -127,7 +127,7 @@ def add_to_sums(x, sums, batch, head, start):
 
     Args:
         x: [rows, columns] float32.
-        sums: [B, H, S · columns] in global memory.
+        sums: [B, H, S, columns] in global memory.
         batch, head, start: int32 scalars; start is a multiple of 16.
     """
     rows, columns = x.shape
@@ -152,7 +152,7 @@ def add_to_sums(x, sums, batch, head, start):
                     ir.Type.parse("!llvm.void"), [base, value], text, "l,f", has_side_effects=True
                 )
 
-    add(sums, x, batch, head, start * columns)
+    add(sums, x, batch, head, start)
 
 
 def _units(matrix, tile, transforms, batch, head, start, num_rows):

@@ -314,10 +314,7 @@ def flash_bwd_dkdv_kernel(
                     named_barrier("arrive", DQ_FREE + w, ADDERS)
                 for w in writers:
                     named_barrier("sync", DQ_WRITTEN + w, ADDERS)
-                    columns = dq_columns[w]
-                    place = start * size + columns.start * WGMMA_ROWS
-                    count = WGMMA_ROWS * (columns.stop - columns.start)
-                    add_dq(dq_tiles.at[w], count, dq_sum_ref, batch, head, place)
+                    add_dq(dq_tiles.at[w], dq_columns[w], dq_sum_ref, batch, head, start)
 
             pl.loop(0, steps * members)(add_tile)
             return step
@@ -634,7 +631,7 @@ def flash_bwd_dkdv_kernel(
             plgpu.barrier_arrive(kv_empty.at[w])
             if dk_sum_ref is not None:
                 for x, sums in ((dk, dk_sum_ref), (dv, dv_sum_ref)):
-                    add_to_sums(x, sums, batch, head_kv, start_row * x.shape[1])
+                    add_to_sums(x, sums, batch, head_kv, start_row)
             return end
 
         for_each(compute, lambda: own_item(hand_over))
@@ -671,11 +668,11 @@ def launch_fused(inputs, spec, backend):
     results = launch_dkdv(inputs, spec, backend, name="flash_bwd_fused", sums=sums)
     if is_split:
         dq, dk, dv = results
-        dk = gradient_of_sums(order_sums(dk, columns), inputs.k, spec.scale)
-        dv = gradient_of_sums(order_sums(dv, columns_v), inputs.v)
+        dk = gradient_of_sums(order_sums(dk), inputs.k, spec.scale)
+        dv = gradient_of_sums(order_sums(dv), inputs.v)
     else:
         dk, dv, dq = results
-    return gradient_of_sums(order_sums(dq, columns), inputs.q, spec.scale), dk, dv
+    return gradient_of_sums(order_sums(dq), inputs.q, spec.scale), dk, dv
 
 
 def launch_dkdv(inputs, spec, backend, *offsets, name="flash_bwd_dkdv", sums=()):
@@ -756,10 +753,10 @@ def launch_dkdv(inputs, spec, backend, *offsets, name="flash_bwd_dkdv", sums=())
     return results[:2] if offsets else results
 
 
-def order_sums(sums, columns):
-    """Return what `add_to_sums` added up, [B, H, rows · columns], as [B, rows, H, columns]."""
-    batch, heads, size = sums.shape
+def order_sums(sums):
+    """Return what `add_to_sums` added up, [B, H, rows, columns], as [B, rows, H, columns]."""
+    batch, heads, rows, columns = sums.shape
     # tile, 8 columns, warp, row, column pair, half of 16 rows, column of the pair
-    blocks = sums.reshape(batch, heads, size // columns // 64, columns // 8, 4, 8, 4, 2, 2)
+    blocks = sums.reshape(batch, heads, rows // 64, columns // 8, 4, 8, 4, 2, 2)
     ordered = blocks.transpose(0, 2, 4, 7, 5, 1, 3, 6, 8)
-    return ordered.reshape(batch, size // columns, heads, columns)
+    return ordered.reshape(batch, rows, heads, columns)

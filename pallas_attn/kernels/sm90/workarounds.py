@@ -163,7 +163,7 @@ def cap(s, a, b, *, exact, exponential):
 # ---- Add to global memory. Can go when plgpu adds four floats at once, and by bulk copies. -------
 
 
-def add_to_sums(x, sums, batch, head, place):
+def add_to_sums(x, sums, batch, head, start):
     """Add a product of 64 rows to float32 sums of one head.
 
     The sums lie in blocks of 64 rows and 8 columns, a block in the order in which a product's
@@ -172,17 +172,17 @@ def add_to_sums(x, sums, batch, head, place):
 
     Args:
         x: [64, columns] float32.
-        sums: [B, H, size] in global memory.
-        batch, head, place: int32 scalars; place is that of the first block.
+        sums: [B, H, S, columns] in global memory.
+        batch, head, start: int32 scalars; start is the first row, a multiple of 64.
     """
     scalar = plgpu.Layout.WG_SPLAT
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WGMMA, *[scalar] * 3))
-    def add(_, sums, x, batch, head, place):
-        pointer = _pointer(sums, batch, head, place)
+    def add(_, sums, x, batch, head, start):
+        pointer = _pointer(sums, batch, head, start)
         _for_each_block(x, pointer, "red.relaxed.gpu.global.add.v4.f32")
 
-    add(sums, x, batch, head, place)
+    add(sums, x, batch, head, start)
 
 
 def write_dq(dq, buffer):
@@ -226,20 +226,21 @@ def _for_each_block(x, pointer, instruction):
         )  # fmt: skip
 
 
-def add_dq(buffer, size, sums, batch, head, place):
+def add_dq(buffer, columns, sums, batch, head, start):
     """Start to add what `write_dq` wrote to float32 sums of one head: in one warp, after a barrier.
 
     Its thread that copies makes the stores of all visible to the copy: the others need not wait.
 
     Args:
         buffer: float32 numbers in shared memory.
-        size: how many of them are added, by one copy of one thread.
-        sums, batch, head, place: as in `add_to_sums`.
+        columns: those of 64 rows that are added, a slice, by one copy of one thread.
+        sums, batch, head, start: as in `add_to_sums`.
     """
+    first, size = 64 * columns.start, 64 * (columns.stop - columns.start)
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), *[plgpu.Layout.WG_SPLAT] * 3))
-    def add(_, buffer, sums, batch, head, place):
-        i32 = ir.IntegerType.get_signless(32)
+    def add(_, buffer, sums, batch, head, start):
+        i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
         thread = arith.remui(mgpu_utils.thread_idx(), mgpu.c(32, i32))
         text = (
             "{ .reg .pred p; setp.eq.s32 p, $2, 0; @p fence.proxy.async.shared::cta; "
@@ -247,14 +248,14 @@ def add_dq(buffer, size, sums, batch, head, place):
             f"[$0], [$1], {4 * size}; @p cp.async.bulk.commit_group; }}"
         )
         places = (
-            _pointer(sums, batch, head, place),
+            mgpu_utils.getelementptr(_pointer(sums, batch, head, start), [first], f32),
             llvm.ptrtoint(i32, mgpu_utils.memref_ptr(buffer)),
         )
         llvm.inline_asm(
             ir.Type.parse("!llvm.void"), [*places, thread], text, "l,r,r", has_side_effects=True
         )
 
-    add(buffer, sums, batch, head, place)
+    add(buffer, sums, batch, head, start)
 
 
 @plgpu.inline_mgpu()
