@@ -1,6 +1,7 @@
 """Mosaic GPU kernels of paged caches traced and lowered for both targets, on any machine."""
 
 import re
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 
@@ -227,6 +228,19 @@ def test_what_16_bytes_do_not_divide_is_refused():
     message = "it has flash attention and paged attention alone and its copies of 16 bytes take"
     with use_target("sm90"), pytest.raises(NotImplementedError, match=message):
         lower(mosaic(paged_decode), **operands(case))
+
+
+def test_pools_of_2_31_keys_are_refused():
+    """A lane tells the others the place of its key, below 0 for none."""
+    most = 2**31 // CASE.spec.cache.page_size - 1
+    for num_pages in (most, most + 1):
+        cache = replace(CASE.spec.cache, num_pages=num_pages)
+        refused = nullcontext()
+        if num_pages > most:
+            reason = "number the keys of a pool in 32 bits"
+            refused = pytest.raises(NotImplementedError, match=f"'mosaic': .*; .* {reason}$")
+        with refused:
+            choose("mosaic", "paged_decode", "sm90", replace(CASE.spec, cache=cache))
 
 
 class Card:
