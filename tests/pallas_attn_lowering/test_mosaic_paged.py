@@ -219,13 +219,13 @@ def test_they_run_where_they_are_asked_for(kv_dtype, target):
 )
 def test_packed_and_rotated_tokens_are_refused(change, reason):
     append = AppendSpec(2, 1, CASE.spec.cache, CASE.dtype, **change)
-    with pytest.raises(NotImplementedError, match=f"'mosaic': .* and {reason}$"):
+    with pytest.raises(NotImplementedError, match=f"'mosaic': .*; {reason}$"):
         choose("mosaic", "append_kv", "sm90", append)
 
 
 def test_what_16_bytes_do_not_divide_is_refused():
     case = replace(CASE, kv_dtype="int8", head_dim=72)
-    message = "it has flash attention and paged attention alone and its copies of 16 bytes take"
+    message = "it has flash attention and paged attention alone; its copies of 16 bytes take"
     with use_target("sm90"), pytest.raises(NotImplementedError, match=message):
         lower(mosaic(paged_decode), **operands(case))
 
