@@ -1,4 +1,10 @@
-"""Tiles: which of them a row sees, and how rows and columns of a head are read and written."""
+"""Tiles: which of them a row sees, and how rows and columns of a head are read and written.
+
+A tensor may have more than 2^31 elements, and a view may span more than it has. Numbers of rows,
+heads, pages and parts have 32 bits. In every kernel such a number gets 64 before it is multiplied
+by a stride. Rows counted from a tile's first keep 32, unless the tile spans 2^31 elements
+(`load_tile`), and so do pages and slots of a pool whose heads span less.
+"""
 
 import triton
 import triton.language as tl
