@@ -103,13 +103,17 @@ def choose_backends(
     """
     check_implementation(implementation)
     target = None if implementation == "reference" else target_of(device)
-    cuda, _ = choose(implementation, operation, target, spec)
-    may_be_cuda = device is None or device in cuda_devices()
-    compiles_only = cuda.runs_kernels and not cuda.family.has_interpreter
-    if implementation is not None and compiles_only and may_be_cuda:
-        elsewhere = cuda
-    else:
+    if device is not None and device not in cuda_devices():
+        # First, so that a refusal says what is wrong on this device.
         elsewhere, _ = choose(implementation, operation, None, spec)
+        cuda, _ = choose(implementation, operation, target, spec)
+    else:
+        cuda, _ = choose(implementation, operation, target, spec)
+        compiles_only = cuda.runs_kernels and not cuda.family.has_interpreter
+        if implementation is not None and compiles_only:
+            elsewhere = cuda
+        else:
+            elsewhere, _ = choose(implementation, operation, None, spec)
     return Backends(cuda, elsewhere, requested_configs())
 
 

@@ -175,6 +175,13 @@ def test_explicit_kernels_run_on_cuda_devices_alone(qkv, monkeypatch):
             jax.jit(partial(flash_attention, implementation="mosaic"))(*on_cpu)
 
 
+def test_a_family_without_an_interpreter_says_so_on_a_cpu(qkv):
+    on_cpu = [jax.device_put(x, CPU) for x in qkv]  # float32, which Mosaic does not take either
+    reason = "its kernels compile for CUDA devices only, and it has no interpreter"
+    with pytest.raises(NotImplementedError, match=f"got 'mosaic': {reason}$"):
+        flash_attention(*on_cpu, implementation="mosaic")
+
+
 def test_explain_the_best_choice(qkv):
     explanation = explain(flash_attention, *qkv)
     if ON_GPU:
