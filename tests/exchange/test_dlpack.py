@@ -402,5 +402,6 @@ def test_a_missing_framework_is_named_with_what_installs_it(package):
         "except ModuleNotFoundError as error:\n    print(error)"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    expected = f"interop.exchange needs JAX and PyTorch: pip install {package}\n"
+    install = f"pip install 'twin-attention[{package}]'"
+    expected = f"interop.exchange needs JAX and PyTorch: {install}\n"
     assert done.stdout == expected, done.stderr
