@@ -24,7 +24,12 @@ from pallas_attn.dilated import dilated_attention
 from pallas_attn.dispatch import Implementation, check_implementation
 from pallas_attn.operands import operand
 from twin_attention.contract.block_mask import BlockMask
-from twin_attention.contract.validate import check_dilations, check_heads, check_mask
+from twin_attention.contract.validate import (
+    check_dilations,
+    check_heads,
+    check_mask,
+    check_tokens,
+)
 
 
 class _MultiHeadAttention(nnx.Module):
@@ -48,6 +53,7 @@ class _MultiHeadAttention(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Return [B, S, d_model] of tokens [B, S, d_model]."""
+        check_tokens(x.shape, self.q_proj.in_features)
         projected = (project(x) for project in (self.q_proj, self.k_proj, self.v_proj))
         rows, size = x.shape[:-1], self.head_dim
         q, k, v = (y.reshape(*rows, y.shape[-1] // size, size) for y in projected)

@@ -13,7 +13,12 @@ from torch_attn.dilated import dilated_attention
 from torch_attn.dispatch import Implementation, check_implementation
 from torch_attn.operands import operand
 from twin_attention.contract.block_mask import BlockMask
-from twin_attention.contract.validate import check_dilations, check_heads, check_mask
+from twin_attention.contract.validate import (
+    check_dilations,
+    check_heads,
+    check_mask,
+    check_tokens,
+)
 
 
 class _MultiHeadAttention(nn.Module):
@@ -38,6 +43,7 @@ class _MultiHeadAttention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return [B, S, d_model] of tokens [B, S, d_model]."""
+        check_tokens(x.shape, self.q_proj.in_features)
         projections = (self.q_proj, self.k_proj, self.v_proj)
         q, k, v = (project(x).unflatten(-1, (-1, self.head_dim)) for project in projections)
         return self.out_proj(self.attend(q, k, v).flatten(2))

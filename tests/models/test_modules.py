@@ -1,6 +1,7 @@
 """The multi-head modules: both sides' with the same weights, and what they refuse."""
 
 import inspect
+import re
 
 import jax.numpy as jnp
 import numpy as np
@@ -117,6 +118,16 @@ def test_pairs_and_masks_are_checked_at_once():
             package.MultiHeadBlockSparseAttention(64, 4, zeros((2, 2)), **own)
         with pytest.raises(ValueError, match="implementation: expected None or one of"):
             package.MultiHeadDilatedAttention(64, 4, [64], [2], implementation="cudnn", **own)
+
+
+@pytest.mark.parametrize("shape", [(128, 64), (1, 2, 128, 64), (1, 128, 32)], ids=str)
+@pytest.mark.parametrize("name", NAMES)
+def test_a_call_names_its_own_argument(name, shape):
+    of_torch, of_jax = make_pair(name)
+    for module, x in ((of_torch, torch.zeros(shape)), (of_jax, jnp.zeros(shape))):
+        message = re.escape(f"x: expected shape [B, S, d_model 64], got {shape}")
+        with pytest.raises(ValueError, match=f"^{message}$"):
+            module(x)
 
 
 @pytest.mark.parametrize("name", NAMES)

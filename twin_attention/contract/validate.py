@@ -800,6 +800,16 @@ def check_heads(d_model: Any, num_heads: Any, num_heads_kv: Any) -> tuple[int, i
     return head_dim, num_heads_kv
 
 
+def check_tokens(shape: tuple[int, ...], d_model: int) -> None:
+    """Check the shape of what a multi-head module is called with.
+
+    Raises:
+        ValueError: it is not [B, S, d_model].
+    """
+    if len(shape) != 3 or shape[2] != d_model:
+        fail(ValueError, "x", f"shape [B, S, d_model {d_model}]", tuple(shape))
+
+
 def check_saved(dout: Operand, q: Operand, out: Operand, lse: Operand) -> None:
     """Refuse tensors that were saved for a backward and come back as others, but for their layout.
 
