@@ -1,4 +1,4 @@
-"""``python -m bench COMMAND``.
+"""Measure both sides beside their peers, report and compare.
 
 Exit codes: 0 done, 1 a check failed, 2 bad arguments, a missing package or no GPU, 130 interrupted.
 """
@@ -24,11 +24,15 @@ def main(argv: list[str] | None = None) -> int:
     from bench.report import command as report
     from bench.suites import command as suites
 
-    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    parser.set_defaults(run=None)
+    commands = parser.add_subparsers(metavar="COMMAND")
     suites.add_parsers(commands)
     report.add_parser(commands)
     compare.add_parser(commands)
     arguments = parser.parse_args(argv)
+    if arguments.run is None:
+        parser.print_help(sys.stderr)
+        return 2
     if arguments.run not in (report.run, compare.run):
         require(parser.error, RUNNING, "bench")
     return arguments.run(arguments)

@@ -1,4 +1,4 @@
-"""``python -m bench compare``: compare two runs of the same measurements; needs no GPU."""
+"""Compare two runs of the same measurements; needs no GPU."""
 
 from __future__ import annotations
 

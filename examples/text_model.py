@@ -1,7 +1,7 @@
 """Train a tiny model on this project's documentation, then serve it with continuous batching.
 
-``python -m examples.text_model torch`` or ``jax`` takes less than two minutes on a CPU. It draws
-the loss into ``reports/loss-torch.svg`` and prints how requests of several lengths are answered.
+It takes less than two minutes on a CPU, draws the loss into a picture, and prints how requests of
+several lengths are answered.
 """
 
 from __future__ import annotations

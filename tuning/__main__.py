@@ -1,4 +1,4 @@
-"""``python -m tuning COMMAND``.
+"""List what shipped configurations take, or search for better ones.
 
 Exit codes: 0 done, 1 a check failed, 2 bad arguments, a missing package or no GPU, 130 interrupted.
 """
@@ -20,10 +20,14 @@ def main(argv: list[str] | None = None) -> int:
     from tuning.search import command as search
     from tuning.static import command as static
 
-    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    parser.set_defaults(run=None)
+    commands = parser.add_subparsers(metavar="COMMAND")
     static.add_parser(commands)
     search.add_parser(commands)
     arguments = parser.parse_args(argv)
+    if arguments.run is None:
+        parser.print_help(sys.stderr)
+        return 2
     return arguments.run(arguments)
 
 

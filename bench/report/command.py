@@ -1,4 +1,4 @@
-"""``python -m bench report``: write tables, plots and a page of records; needs no GPU."""
+"""Write tables, plots and a page of records; needs no GPU."""
 
 from __future__ import annotations
 

@@ -110,6 +110,19 @@ def test_resuming_from_a_file_with_a_broken_line_is_refused(gpu, tmp_path, capsy
     _refused(capsys, ["flash", "--json", str(path), "--resume"], f"--resume: {path}:1: expected")
 
 
+def test_without_a_command_the_help_lists_them(capsys):
+    assert command.main([]) == 2
+    listed = capsys.readouterr().err
+    assert all(f"\n    {name}" in listed for name in (*SUITES, "report", "compare"))
+
+
+@pytest.mark.parametrize("arguments", [[], ["all"], ["flash"], ["report"], ["compare"]], ids=str)
+def test_the_help_has_no_markup(capsys, arguments):
+    with pytest.raises(SystemExit):
+        command.main([*arguments, "--help"])
+    assert "``" not in capsys.readouterr().out
+
+
 def test_a_missing_package_names_the_extra(monkeypatch, capsys):
     absent, real = {"rich", "torch"}, checks.find_spec
     monkeypatch.setattr(checks, "find_spec", lambda name: None if name in absent else real(name))

@@ -1,4 +1,4 @@
-"""``python -m tuning search``: search for better configurations on this GPU and write the tables.
+"""Search for better configurations on this GPU and write the tables.
 
 The space of a row is compiled without launching, and unfit configurations are dropped. Each other
 one is checked against the oracle, then timed against the best so far. A row changes only if the

@@ -1,4 +1,4 @@
-"""``python -m tuning static``: list the resources and the bound of every shipped configuration."""
+"""List the resources and the bound of every shipped configuration; needs no GPU."""
 
 from __future__ import annotations
 
@@ -43,7 +43,9 @@ _LABELS = ["kernel", "dtype", "D", "feature", "tile"]
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
     """Add the command to ``python -m tuning``."""
-    parser = commands.add_parser("static", help=__doc__, description=__doc__)
+    parser = commands.add_parser(
+        "static", help="list what shipped configurations take", description=__doc__
+    )
     parser.add_argument("--target", choices=TARGETS, action="append", help="default: both")
     parser.add_argument("--framework", choices=FRAMEWORKS, action="append", help="default: both")
     parser.add_argument("--feature", choices=FEATURES, action="append", help="default: all")
