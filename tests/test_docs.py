@@ -36,6 +36,11 @@ def test_examples_run(name: str):
         exec(compile(example, PAGES[name], "exec"), names)
 
 
+@pytest.mark.parametrize("number", range(len(examples(ROOT / "README.md"))))
+def test_an_example_of_the_readme_runs_alone(number: int):
+    exec(compile(examples(ROOT / "README.md")[number], "README.md", "exec"), {})
+
+
 def test_the_main_pages_have_examples():
     assert {"README.md", "docs/semantics.md", "docs/numerics.md"} <= set(WITH_EXAMPLES)
 

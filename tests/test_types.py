@@ -55,16 +55,9 @@ def installed(tool):
 
 @pytest.fixture(scope="module")
 def programs(tmp_path_factory):
-    """A folder of the README's examples, each with those that it continues, and of `USES`."""
+    """A folder of the README's examples, and of `USES`."""
     folder = tmp_path_factory.mktemp("programs")
-    readme = []
-    for example in examples(ROOT / "README.md"):
-        if example.lstrip().startswith("import"):
-            readme.append(example)
-        else:
-            readme[-1] += example.lstrip()
-    assert len(readme) > 2
-    for i, program in enumerate(readme):
+    for i, program in enumerate(examples(ROOT / "README.md")):
         (folder / f"readme_{i}.py").write_text(program)
     for side, framework, array in (
         ("torch_attn", "torch", "Tensor"), ("pallas_attn", "jax", "Array"),
