@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from pallas_attn import flash_attention
-from pallas_attn.dispatch import Implementation
+from pallas_attn.dispatch import IMPLEMENTATIONS, Implementation
 from twin_attention.contract.validate import fail
 
 # jax.nn's score of a hidden key.
@@ -35,9 +35,10 @@ def dot_product_attention(
     """Compute what `jax.nn.dot_product_attention` computes, with `pallas_attn.flash_attention`.
 
     Positions are aligned top-left as in `jax.nn`: query i stands at key position i, whatever the
-    lengths. Keys that no query sees are cut off, which leaves a window of `flash_attention`.
-    Lengths become segment ids, read on the device alone; tiles of padding are skipped. As there, a
-    query past its length gives 0, and one within it that sees no key the mean of all values.
+    lengths. Queries and keys at the end that see nothing are cut off, which leaves a window of
+    `flash_attention`. Lengths become segment ids, read on the device alone; tiles of padding are
+    skipped. As there, a query past its length gives 0, and one within it that sees no key the mean
+    of all values.
 
     Args:
         query: [B, T, N, H] or [T, N, H], float16, bfloat16 or float32. H is 16 to 256 in steps of
@@ -50,9 +51,9 @@ def dot_product_attention(
         query_seq_lengths, key_value_seq_lengths: [B] int32, tokens of each sequence that are no
             padding. None is all of them.
         local_window_size: (left, right), or one number for both: query i sees keys from i - left
-            to i + right, at least one of them.
+            to i + right. Negative numbers are no exception: (-1, 2) is the two keys after i.
         implementation: pallas_attn's: "mosaic", "triton", "reference" or None. "xla" and "cudnn"
-            are jax.nn's.
+            name the code of `jax.nn` and are refused.
         return_residual: return the log-sum-exp as well.
 
     Returns:
@@ -61,8 +62,7 @@ def dot_product_attention(
         no key is 0.7 times the least float32.
 
     Raises:
-        NotImplementedError: a bias or a mask is given; the window leaves a query no key, whatever
-            the lengths.
+        NotImplementedError: a bias, a mask, or an implementation of `jax.nn` is given.
         TypeError: lengths that are not int32.
         ValueError: lengths of another shape than [B].
         What `pallas_attn.flash_attention` raises.
@@ -78,6 +78,10 @@ def dot_product_attention(
     for name, x in (("bias", bias), ("mask", mask)):
         if x is not None:
             fail(NotImplementedError, name, "None", type(x).__name__)
+    if implementation in ("xla", "cudnn"):
+        expected = f"None or one of {', '.join(map(repr, IMPLEMENTATIONS))}, since"
+        expected = f"{expected} 'xla' and 'cudnn' run in jax.nn.dot_product_attention alone"
+        fail(NotImplementedError, "implementation", expected, repr(implementation))
     operands = {"query": query, "key": key, "value": value}
     arrays = {name: jnp.asarray(x) for name, x in operands.items()}
     for name, x in arrays.items():
@@ -87,50 +91,50 @@ def dot_product_attention(
     if v.shape[1] != k.shape[1]:
         fail(ValueError, "value", f"key's length {k.shape[1]}", v.shape[1])
 
-    values = v
+    num_queries, num_keys = q.shape[1], k.shape[1]
     if isinstance(local_window_size, int):
         local_window_size = (local_window_size, local_window_size)
-    left = right = None
-    if local_window_size is not None:
-        left, right = local_window_size
-        if left < 0 or right < 0:
-            fail(ValueError, "local_window_size", "non-negative integers", local_window_size)
+    left, right = (None, None) if local_window_size is None else local_window_size
     if is_causal:
-        right = 0
+        right = 0 if right is None else min(right, 0)
+    if left is not None:
+        num_queries = max(0, min(num_queries, num_keys + left))
     if right is not None:
-        seen = min(k.shape[1], q.shape[1] + right)
-        k, v = k[:, :seen], v[:, :seen]
-        # flash_attention places query i at key i + shift.
-        shift = seen - q.shape[1]
-        right -= shift
-        if left is not None:
-            left += shift
-            if left < 0:
-                expected = "a window with a key for each query"
-                fail(NotImplementedError, "local_window_size", expected, local_window_size)
+        num_keys = max(0, min(num_keys, num_queries + right))
+    # flash_attention places query i at key i + shift.
+    shift = num_keys - num_queries
+    window = (None if left is None else left + shift, None if right is None else right - shift)
+    if any(x is not None and x < 0 for x in window):  # no query sees a key
+        num_keys, window = 0, None
+    cut_off = q.shape[1] - num_queries
     q_ids = kv_ids = None
     if query_seq_lengths is not None or key_value_seq_lengths is not None:
         q_ids = _segment_ids("query_seq_lengths", query_seq_lengths, *q.shape[:2])
         kv_ids = _segment_ids("key_value_seq_lengths", key_value_seq_lengths, *k.shape[:2])
     out, lse = flash_attention(
-        q,
-        k,
-        v,
+        q[:, :num_queries],
+        k[:, :num_keys],
+        v[:, :num_keys],
         scale=scale,
-        window_size=(left, right),
-        q_segment_ids=q_ids,
-        kv_segment_ids=kv_ids,
+        window_size=window,
+        q_segment_ids=None if q_ids is None else q_ids[:, :num_queries],
+        kv_segment_ids=None if kv_ids is None else kv_ids[:, :num_keys],
         return_lse=True,
         implementation=implementation,
     )
     lse = jax.lax.stop_gradient(lse.transpose(0, 2, 1))  # [B, T, N]
-    if q_ids is not None:
+    if cut_off:
+        out = jnp.pad(out, ((0, 0), (0, cut_off), (0, 0), (0, 0)))
+        lse = jnp.pad(lse, ((0, 0), (0, cut_off), (0, 0)), constant_values=-jnp.inf)
+    first_sees_none = right is not None and right < 0  # query 0 sees no key
+    if k.shape[1] and (q_ids is not None or cut_off or first_sees_none or not num_keys):
         # jax.nn's scores of hidden keys are finite, so that those of such a query are all the same.
-        sees_nothing = jnp.isneginf(lse)
+        sees_nothing = takes_mean = jnp.isneginf(lse)
         lse = jnp.where(sees_nothing, _HIDDEN, lse)
-        mean = values.mean(1, keepdims=True, dtype=jnp.float32)
+        mean = v.mean(1, keepdims=True, dtype=jnp.float32)
         mean = jnp.repeat(mean, q.shape[2] // v.shape[2], axis=2)
-        takes_mean = sees_nothing & (q_ids >= 0)[:, :, None]
+        if q_ids is not None:
+            takes_mean &= (q_ids >= 0)[:, :, None]
         out = jnp.where(takes_mean[..., None], mean, out).astype(out.dtype)
     out = out.reshape(*arrays["query"].shape[:-1], out.shape[-1])
     if not return_residual:

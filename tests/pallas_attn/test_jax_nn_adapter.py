@@ -49,6 +49,23 @@ def test_alignment(seq_q, seq_kv, causal, window):
     assert_like_jax(jax.jit, operands, is_causal=causal, local_window_size=window)
 
 
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    "window",
+    # From queries that see nothing at the end to none that sees anything.
+    [(1, 0), (1, 2), (-1, 2), (-2, 9), (3, -1), (9, -2), (-8, 9), (-9, 12), (-1, -1), (2, -3), -4],
+)
+@pytest.mark.parametrize(("seq_q", "seq_kv"), [(9, 7), (5, 9)])
+def test_a_window_without_a_key_for_some_queries(seq_q, seq_kv, window, causal):
+    options = {"local_window_size": window, "is_causal": causal}
+    assert_like_jax(jax.jit, inputs(seq_q, seq_kv), return_residual=True, **options)
+
+    def gradient(attention):
+        return jax.grad(lambda *qkv: jnp.sum(jnp.sin(attention(*qkv))), argnums=(0, 1, 2))
+
+    assert_like_jax(gradient, inputs(seq_q, seq_kv), "gradient", **options)
+
+
 @pytest.mark.parametrize(
     ("operands", "options"),
     [
@@ -81,7 +98,16 @@ LENGTHS_OF = {
 
 @pytest.mark.parametrize(
     ("seq_q", "seq_kv", "causal", "window"),
-    [(5, 9, False, None), (5, 9, True, (2, 0)), (9, 7, True, None), (9, 7, False, (3, 1))],
+    [
+        (5, 9, False, None),
+        (5, 9, True, (2, 0)),
+        (9, 7, True, None),
+        (9, 7, False, (3, 1)),
+        (9, 7, False, (-1, 3)),
+        (9, 7, False, (1, 0)),
+        (5, 9, False, (2, -3)),
+        (5, 9, True, (-9, 1)),
+    ],
 )
 def test_lengths(seq_q, seq_kv, causal, window):
     options = {"is_causal": causal, "local_window_size": window, **LENGTHS_OF}
@@ -136,12 +162,12 @@ LENGTHS = jnp.array([3, 4], jnp.int32)
             ValueError, "key_value_seq_lengths: expected shape (2,), got (1,)",
         ),
         (
-            {"local_window_size": (1, 0)},
-            NotImplementedError, "local_window_size: expected a window with a key for each query",
+            {"implementation": "xla"}, NotImplementedError,
+            "implementation: expected None or one of 'mosaic', 'triton', 'reference', since "
+            "'xla' and 'cudnn' run in jax.nn.dot_product_attention alone, got 'xla'",
         ),
-        ({"local_window_size": (-1, 0)}, ValueError, "local_window_size: expected non-negative"),
-        ({"local_window_size": (9, -3)}, ValueError, "local_window_size: expected non-negative"),
-        ({"implementation": "cudnn"}, ValueError, "implementation: expected None or one of"),
+        ({"implementation": "cudnn"}, NotImplementedError, "implementation: expected None or one"),
+        ({"implementation": "flash"}, ValueError, "implementation: expected None or one of"),
         (
             {"value": jnp.zeros((2, 8, 2, 16)), "is_causal": True},
             ValueError, "value: expected key's length 7, got 8",
