@@ -114,7 +114,8 @@ def block_sparse_attention(
     Raises:
         TypeError: an argument is not a `jax.Array` or has the wrong type or dtype.
         ValueError: shapes, devices or values that contradict each other.
-        NotImplementedError: a dtype, head size or device without kernels; a second derivative.
+        NotImplementedError: a dtype, head size or device without kernels; forward mode; a second
+            derivative.
 
     Source: Zaheer et al. 2020 (BigBird); Dao et al. 2022 (FlashAttention), section 3.3.
 

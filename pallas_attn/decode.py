@@ -318,7 +318,8 @@ def merge_states(
     Raises:
         TypeError: an argument is not a `jax.Array` or has the wrong type or dtype.
         ValueError: shapes or devices that contradict each other.
-        NotImplementedError: a dtype, head size or device without kernels; a second derivative.
+        NotImplementedError: a dtype, head size or device without kernels; forward mode; a second
+            derivative.
 
     Source: Dao et al. 2022 (FlashAttention), section 3.1; Ye et al. 2025 (FlashInfer), section 2.2.
 

@@ -3,22 +3,22 @@
 From the outside in, each is a custom_jvp, whose only rule refuses a gradient, around a jitted
 function, so that a call outside `jit` compiles once. In it, `run_on_platform` takes the
 family of the platform. A merge has a gradient, as `pallas_attn.flash_ops` has it: a custom_vjp
-around functions such as these, which refuse the second one.
+around jitted functions.
 """
 
 from __future__ import annotations
 
 from functools import partial
-from typing import NoReturn
 
 import jax
 import jax.numpy as jnp
 
+from pallas_attn.derivatives import once
 from pallas_attn.dispatch import Backends, run_on_platform
 from pallas_attn.kernels import reference
 from twin_attention.contract.operands import AppendOperands, DecodeOperands
 from twin_attention.contract.spec import AppendSpec, DecodeSpec, MergeSpec
-from twin_attention.contract.validate import no_gradient, not_differentiable
+from twin_attention.contract.validate import no_gradient
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(1, 2))
@@ -77,7 +77,6 @@ def append(
     return found if q is None else (*found[:2], found[2].reshape(q.shape))
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def merge(
     outs: jax.Array, lses: jax.Array, spec: MergeSpec, backends: Backends
 ) -> tuple[jax.Array, jax.Array]:
@@ -91,12 +90,17 @@ def merge(
     Returns:
         out and lse, shaped as one of those given, in outs' dtype and float32.
     """
-    return _merge(outs, lses, spec, backends)
+    states = once((outs, lses), "merge_states")
+    return once(_merge(*states, spec, backends), "merge_states")
 
 
-@partial(jax.custom_jvp, nondiff_argnums=(2, 3))
-@partial(jax.jit, static_argnums=(2, 3))
+@partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def _merge(outs, lses, spec, backends):
+    return _merge_forward(outs, lses, spec, backends)
+
+
+@partial(jax.jit, static_argnums=(2, 3))
+def _merge_forward(outs, lses, spec, backends):
     if spec.is_empty:
         out = jnp.zeros(outs.shape[1:], outs.dtype)
         return out, jnp.full(lses.shape[1:], -jnp.inf, jnp.float32)
@@ -105,7 +109,6 @@ def _merge(outs, lses, spec, backends):
     return out.reshape(outs.shape[1:]), lse.reshape(lses.shape[1:])
 
 
-@partial(jax.custom_jvp, nondiff_argnums=(4,))
 @partial(jax.jit, static_argnums=(4,))
 def _merge_backward(dout, dlse, outs, lses, spec):
     batch, tokens, heads = spec.batch, spec.tokens, spec.heads
@@ -127,20 +130,13 @@ def _with_tokens(outs, lses, spec):
 
 
 def _merge_fwd(outs, lses, spec, backends):
-    return _merge(outs, lses, spec, backends), (outs, lses)
+    return _merge_forward(outs, lses, spec, backends), (outs, lses)
 
 
 def _merge_bwd(spec, backends, states, gradients):
     return _merge_backward(*gradients, *states, spec)
 
 
-def _refuse_second_derivative(*_) -> NoReturn:
-    instead = "Compute it with jax.numpy operations."
-    not_differentiable("a second derivative", instead, "merge_states")
-
-
 decode.defjvp(lambda *_: no_gradient("paged_decode"))
 append.defjvp(lambda *_: no_gradient("append_kv"))
-merge.defvjp(_merge_fwd, _merge_bwd)
-_merge.defjvp(_refuse_second_derivative)
-_merge_backward.defjvp(_refuse_second_derivative)
+_merge.defvjp(_merge_fwd, _merge_bwd)

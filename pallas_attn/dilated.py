@@ -8,6 +8,7 @@ from typing import Any, Literal, overload
 import jax
 
 from pallas_attn.decode import merge_states
+from pallas_attn.derivatives import once
 from pallas_attn.dilated_ops import place, take
 from pallas_attn.dispatch import Implementation
 from pallas_attn.flash import flash_attention, or_as_xla_says
@@ -103,7 +104,8 @@ def dilated_attention(
     Raises:
         TypeError: an argument is not a `jax.Array` or has the wrong type or dtype.
         ValueError: shapes, devices or values that contradict each other.
-        NotImplementedError: a dtype, head size or device without kernels; a second derivative.
+        NotImplementedError: a dtype, head size or device without kernels; forward mode; a second
+            derivative.
 
     Source: Ding et al. 2023 (LongNet), sections 2.2 and 2.3.
 
@@ -121,6 +123,7 @@ def dilated_attention(
     options["precision"] = precision
     spec = _check(q, k, v, segment_lengths, dilation_rates, return_lse=return_lse, **options)
     calls, heads_kv = dilated_calls(spec.dilations), spec.heads_kv
+    q, k, v = once((q, k, v), "dilated_attention")
     states = []
     for call in calls:
         kept = [take(x, call, heads_kv) for x in (q, k, v)]
@@ -132,7 +135,7 @@ def dilated_attention(
     else:
         merging = implementation if implementation in ("triton", "reference") else None
         out, lse = merge_states(outs, lses, implementation=merging)
-    return (out, lse) if return_lse else out
+    return once((out, lse) if return_lse else out, "dilated_attention")
 
 
 def _check(

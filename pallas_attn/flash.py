@@ -71,9 +71,8 @@ def flash_attention(
 
     Works under `jit`, `grad`, `vmap`, `jax.checkpoint`, `lax.scan`, and `shard_map` over batch or
     heads with ``check_vma=False``; plain `jit` gathers operands that are sharded. Differentiable
-    once, in reverse mode: `jvp` and `jacfwd` end in JAX's own TypeError for a `custom_vjp`
-    function, differentiating a gradient in NotImplementedError. The target of the kernels (see
-    `twin_attention.targets.target`) is fixed while tracing.
+    once, in reverse mode. The target of the kernels (see `twin_attention.targets.target`) is fixed
+    while tracing.
 
     Args:
         q: [B, Sq, Hq, D], float16, bfloat16 or float32. D is 16 to 256 in steps of 8.
@@ -109,8 +108,8 @@ def flash_attention(
     Raises:
         TypeError: an argument is not a `jax.Array` or has the wrong type or dtype.
         ValueError: shapes, devices or values that contradict each other.
-        NotImplementedError: a dtype, head size or device without kernels; a
-            second derivative.
+        NotImplementedError: a dtype, head size or device without kernels; forward mode; a second
+            derivative.
 
     Source: Dao et al. 2022 (FlashAttention), Dao 2023 (FlashAttention-2); for the sinks Agarwal et
     al. 2025 (gpt-oss).

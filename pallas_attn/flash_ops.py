@@ -1,26 +1,24 @@
 """Attention with its reverse-mode derivative: what JAX's transformations see.
 
-From the outside in: `attention` is a custom_vjp that keeps operands, out and lse for the backward.
-`_forward` and `_backward` are custom_jvps, whose only rule refuses a second derivative, around
-jitted functions, so that a call outside `jit` compiles once. In these, `run_on_platform` takes the
-family of the platform.
+From the outside in: `attention` refuses other derivatives (`pallas_attn.derivatives`), and
+`_attention` is a custom_vjp that keeps operands, out and lse for the backward. `_forward` and
+`_backward` are jitted, so that a call outside `jit` compiles once. In these, `run_on_platform`
+takes the family of the platform.
 """
 
 from __future__ import annotations
 
 from functools import partial
-from typing import NoReturn
 
 import jax
 
+from pallas_attn.derivatives import once
 from pallas_attn.dispatch import Backends, Implementation, run_on_platform
 from pallas_attn.kernels import reference
 from twin_attention.contract.operands import AttentionOperands
 from twin_attention.contract.spec import AttentionSpec
-from twin_attention.contract.validate import not_differentiable
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4))
 def attention(
     operands: AttentionOperands[jax.Array],
     spec: AttentionSpec,
@@ -43,6 +41,13 @@ def attention(
         out [B, Sq, Hq, Dv] in q's dtype, and with `return_lse` also lse [B, Hq, Sq], float32;
         without B for packed sequences.
     """
+    operands = once(operands, spec.function)
+    results = _attention(operands, spec, backends, implementation, return_lse)
+    return once(results, spec.function)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4))
+def _attention(operands, spec, backends, implementation, return_lse):
     out, lse = _forward(operands, spec, backends)
     return (out, lse) if return_lse else out
 
@@ -58,10 +63,9 @@ def _attention_bwd(spec, backends, implementation, return_lse, residuals, gradie
     return (_backward(dout, dlse, *residuals, spec, backends),)
 
 
-attention.defvjp(_attention_fwd, _attention_bwd)
+_attention.defvjp(_attention_fwd, _attention_bwd)
 
 
-@partial(jax.custom_jvp, nondiff_argnums=(1, 2))
 @partial(jax.jit, static_argnums=(1, 2))
 def _forward(operands, spec, backends):
     if spec.is_empty:  # runs no kernel
@@ -69,18 +73,8 @@ def _forward(operands, spec, backends):
     return run_on_platform(backends, "flash_fwd", spec, operands)
 
 
-@partial(jax.custom_jvp, nondiff_argnums=(5, 6))
 @partial(jax.jit, static_argnums=(5, 6))
 def _backward(dout, dlse, operands, out, lse, spec, backends):
     if spec.is_empty:
         return reference.flash_bwd(dout, dlse, operands, out, lse, spec, backends.elsewhere)
     return run_on_platform(backends, "flash_bwd", spec, dout, dlse, operands, out, lse)
-
-
-def _refuse_second_derivative(spec, *_) -> NoReturn:
-    instead = "Compute it with a plain attention in jax.numpy operations."
-    not_differentiable("a second derivative", instead, spec.function)
-
-
-_forward.defjvp(_refuse_second_derivative)
-_backward.defjvp(_refuse_second_derivative)

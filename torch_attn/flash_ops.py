@@ -414,7 +414,7 @@ class _Backward(Differentiable):
 
     @classmethod
     def backward(cls, *_: Any) -> NoReturn:
-        instead = "Compute it with a plain attention in torch operations."
+        instead = "Compute it with torch operations."
         not_differentiable("a second derivative", instead, cls.function)
 
 

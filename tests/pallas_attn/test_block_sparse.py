@@ -56,12 +56,6 @@ def test_vmap_over_masks(operands):
     assert_close(jax.vmap(gradient)(masks), jnp.stack([*map(gradient, masks)]))
 
 
-def test_second_derivatives_are_refused(operands):
-    message = "^block_sparse_attention: a second derivative is not"
-    with pytest.raises(NotImplementedError, match=message):
-        jax.grad(lambda q: jnp.sum(jax.grad(loss)(q, *operands[1:])))(operands[0])
-
-
 def test_check_block_mask_needs_values(operands):
     mask = BlockMask.of(operands[-1])
     assert check_block_mask(mask) is None

@@ -291,14 +291,6 @@ def test_gradients_of_a_merge_jitted_and_mapped():
                 assert agreement.ok, (name, agreement)
 
 
-def test_a_second_derivative_of_a_merge_is_refused():
-    outs, lses = jnp.zeros((3, 2, 4, 16)), jnp.zeros((3, 2, 4))
-    gradient = jax.grad(lambda outs: (merge_states(outs, lses)[0] ** 2).sum())
-    message = "^merge_states: a second derivative is not supported; reverse mode, once, is"
-    with pytest.raises(NotImplementedError, match=message):
-        jax.grad(lambda outs: gradient(outs).sum())(outs)
-
-
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
 def test_operands_that_need_no_gradient_are_taken_under_grad(decode, wrap):
     inputs = operands(CASE)

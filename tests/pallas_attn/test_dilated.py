@@ -35,13 +35,6 @@ def test_vmap_of_grad_under_jit(operands, pairs):
     np.testing.assert_allclose(got, jnp.stack([*map(gradient, qs)]), rtol=1e-4, atol=1e-5)
 
 
-@every_pair
-def test_a_second_derivative_is_refused(operands, pairs):
-    q, k, v = operands
-    with pytest.raises(NotImplementedError, match="second derivative"):
-        jax.grad(lambda q: jnp.sum(jax.grad(loss)(q, k, v, pairs)))(q)
-
-
 def test_explain_describes_the_longest_call(operands):
     said = explain(dilated_attention, *operands, (16, 32), (1, 4), implementation="triton")
     assert said.implementation == "triton"

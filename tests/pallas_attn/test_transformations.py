@@ -111,13 +111,6 @@ def test_gradients_through_a_scan(attention, problems):
         assert_right([x[i] for x in got], problem)
 
 
-@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
-def test_forward_mode_is_refused_by_jax(problems, wrap):
-    q, k, v, *_ = to_jax(problems[0])
-    with pytest.raises(TypeError, match=r"forward-mode autodiff .* custom_vjp"):
-        jax.jvp(wrap(flash_attention), (q, k, v), (q, k, v))
-
-
 @pytest.mark.parametrize(
     ("option", "of"),
     [
@@ -133,29 +126,6 @@ def test_a_traced_option_is_refused_as_static(problems, option, of):
     got = "got a traced value; options are static: pass it by static_argnames"
     with pytest.raises(TypeError, match=f"^{option}: expected .*{got}"):
         attend(0.5)
-
-
-def second_derivatives():
-    def of_an_input(loss, q):
-        return jax.grad(lambda q: jnp.sum(jax.grad(loss)(q)))(q)
-
-    def of_the_output_gradient(loss, q):
-        _, pullback = jax.vjp(loss, q)
-        return jax.grad(lambda dloss: jnp.sum(pullback(dloss)[0]))(1.0)
-
-    def of_forward_over_reverse(loss, q):
-        return jax.jvp(jax.grad(loss), (q,), (q,))
-
-    return of_an_input, of_the_output_gradient, of_forward_over_reverse
-
-
-@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
-@pytest.mark.parametrize("differentiate", second_derivatives(), ids=lambda f: f.__name__)
-def test_second_derivatives_are_refused(problems, differentiate, wrap):
-    q, k, v, *_ = to_jax(problems[0])
-    loss = wrap(lambda q: jnp.sum(flash_attention(q, k, v), dtype=jnp.float32))
-    with pytest.raises(NotImplementedError, match=r"^flash_attention: a second derivative is not"):
-        differentiate(loss, q)
 
 
 SHARDED = """

@@ -241,17 +241,6 @@ def test_rows_by_xla_are_those_of_the_kernel(problems):
     np.testing.assert_array_equal(lse2[0][:, rows][saw_a_key], (lse * LOG2E)[saw_a_key])
 
 
-def test_second_derivatives_are_refused():
-    x, cu = jnp.ones((8, 1, 16)), jnp.array([0, 3, 8])
-
-    def loss(q):
-        return jnp.sum(flash_attention_varlen(q, x, x, cu, cu))
-
-    message = "^flash_attention_varlen: a second derivative is not"
-    with pytest.raises(NotImplementedError, match=message):
-        jax.grad(lambda q: jnp.sum(jax.grad(loss)(q)))(x)
-
-
 def test_check_offsets_names_the_first_bad_one():
     good = jnp.array([0, 40, 100], jnp.int32)
     check_offsets(good, good, tokens_q=100, tokens_kv=128)
