@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from torch_attn.decode import merge_states
-from torch_attn.dilated_ops import place, take
+from torch_attn.dilated_ops import once, place, take
 from torch_attn.dispatch import Implementation
 from torch_attn.flash import flash_attention, or_as_torch_says
 from torch_attn.operands import cast_inputs, operand
@@ -129,6 +129,7 @@ def dilated_attention(
     else:
         pairs = segment_lengths, dilation_rates
         dilations = _check(q, k, v, *pairs, return_lse=return_lse, **options).dilations
+        q, k, v = once(q), once(k), once(v)
     calls, heads_kv = dilated_calls(dilations), k.shape[2]
     states = []
     for call in calls:

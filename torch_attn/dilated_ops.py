@@ -2,20 +2,28 @@
 
 A gather's derivative puts gradients in place, and the reverse: each is an autograd Function, whose
 backward writes one tensor. Both copy between views; there are no indices, and sums have one order.
+Operands pass through `once`, so that errors of other derivatives name `dilated_attention`, and none
+of the functions in it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from twin_attention.contract.spec import Dilation
+from twin_attention.contract.validate import not_differentiable
 
 Pairs = tuple[Dilation, ...]
+
+
+def once(x: Tensor) -> Tensor:
+    """Return a tensor as it is, and refuse all derivatives through it but one in reverse mode."""
+    return _Once.apply(x)  # pyright: ignore[reportReturnType]
 
 
 def take(x: Tensor, call: Pairs, heads_kv: int) -> Tensor:
@@ -56,6 +64,36 @@ def place(
         return out.reshape(1, *rows, *out.shape[2:]), lse.flatten(2, 3)[None]
     flat = (x for state in states for x in state)
     return _Place.apply(calls, heads_kv, rows, *flat)  # pyright: ignore[reportReturnType]
+
+
+class _Once(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x):
+        return x.view_as(x)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx, dx):  # pyright: ignore[reportIncompatibleMethodOverride]
+        return _Gradient.apply(dx)
+
+    @staticmethod
+    def jvp(*_: Any) -> NoReturn:
+        instead = "Use torch.func.vjp or Tensor.backward."
+        not_differentiable("forward mode", instead, "dilated_attention")
+
+
+class _Gradient(_Once):
+    """A gradient, which has no derivative itself."""
+
+    @staticmethod
+    def backward(*_: Any) -> NoReturn:
+        instead = "Compute it with torch operations."
+        not_differentiable("a second derivative", instead, "dilated_attention")
 
 
 class _Take(torch.autograd.Function):

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 from torch.func import grad, jvp, vmap
 
 from torch_attn import dilated_attention, explain
@@ -45,11 +46,26 @@ def test_vmap_of_grad(operands, pairs):
 @every_pair
 def test_other_derivatives_are_refused(operands, pairs):
     q, k, v = operands
-    with pytest.raises(NotImplementedError, match="forward mode"):
-        jvp(lambda q: loss(q, k, v, pairs), (q,), (q,))
-    (dq,) = torch.autograd.grad(loss(q, k, v, pairs), q, create_graph=True)
-    with pytest.raises(NotImplementedError, match="second derivative"):
-        dq.sum().backward()
+    message = "^dilated_attention: {} is not supported; reverse mode, once, is"
+    forward_mode, second = (message.format(x) for x in ("forward mode", "a second derivative"))
+
+    def of_q(q):
+        return loss(q, k, v, pairs)
+
+    with pytest.raises(NotImplementedError, match=forward_mode):
+        jvp(of_q, (q,), (q,))
+    with pytest.raises(NotImplementedError, match=forward_mode), forward_ad.dual_level():
+        of_q(forward_ad.make_dual(q, q))
+    for numbers in (q, k, v):
+        (gradient,) = torch.autograd.grad(of_q(q), numbers, create_graph=True)
+        with pytest.raises(NotImplementedError, match=second):
+            gradient.sum().backward()
+    factor = torch.ones((), requires_grad=True)
+    (dq,) = torch.autograd.grad(factor * of_q(q), q, create_graph=True)
+    with pytest.raises(NotImplementedError, match=second):
+        torch.autograd.grad(dq.sum(), factor)
+    with pytest.raises(NotImplementedError, match=second):
+        grad(lambda q: grad(of_q)(q).sum())(q)
 
 
 def test_views_of_a_packed_projection(operands):
