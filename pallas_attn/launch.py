@@ -17,6 +17,7 @@ from twin_attention.contract.spec import AttentionSpec
 from twin_attention.targets.config import padded_head_dim
 from twin_attention.targets.family import Backend
 from twin_attention.targets.kernels import KernelConfig, Spec
+from twin_attention.targets.sm90 import portable_uses_wgmma
 
 Place = Callable[[Any], tuple[Any, ...]]  # of a program in a grid, from its number
 
@@ -163,6 +164,8 @@ def launch(
         The outputs.
     """
     config, target = backend.configs(spec)[name], backend.target
+    if target == "sm90" and not portable_uses_wgmma(spec):
+        target = "sm80"
     takes = inspect.signature(kernel).parameters
     arguments = problem | {key: value for key, value in vars(config).items() if key in takes}
     sizes = grid(config)

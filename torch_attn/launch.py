@@ -18,13 +18,13 @@ from torch_attn.tensor_maps import TensorMap
 from twin_attention.contract.spec import (
     AttentionSpec,
     BlockSparseSpec,
-    PagedSpec,
     ScoreRule,
     VarlenSpec,
 )
 from twin_attention.targets.config import compile_to_fit
 from twin_attention.targets.family import Backend
 from twin_attention.targets.kernels import KernelConfig, Spec
+from twin_attention.targets.sm90 import portable_uses_wgmma
 
 # Arguments that change from call to call: one compiled kernel serves all of their values.
 UNSPECIALIZED = [
@@ -194,7 +194,7 @@ def _launch(
         interpreted(kernel)[grid](*operands, **arguments)
         return None
     options = {"enable_fp_fusion": True} | options  # Triton 3.10 turns it off unless asked
-    if target == "sm80" or not _may_use_wgmma(spec):
+    if target == "sm80" or not portable_uses_wgmma(spec):
         options["arch"] = "sm80"
 
     def positional(config: KernelConfig) -> tuple[tuple[int, ...], list[Any]]:
@@ -225,17 +225,6 @@ def _launch(
         stream = torch.cuda.current_stream().cuda_stream
         launcher(stream, tuple(None if x is None else x.data_ptr() for x in operands))
     return launcher
-
-
-def _may_use_wgmma(spec: Spec) -> bool:
-    """Return False where Triton would multiply tiles that were copied through registers.
-
-    Such tiles take turns in one place of shared memory. ptxas of CUDA 12.8, which Triton 3.6 has,
-    then computes wgmma's descriptor of the second of two tiles of unlike widths from an address
-    that is not the tile's: outputs are wrong, or an access is illegal. Products of SM80 have no
-    descriptors.
-    """
-    return not isinstance(spec, AttentionSpec | PagedSpec) or spec.rows_aligned
 
 
 def _layout(x: torch.Tensor) -> Layout:

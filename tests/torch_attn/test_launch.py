@@ -121,11 +121,16 @@ def test_recording_compiles_only(kernel):
 
 
 @pytest.mark.parametrize(
-    ("target", "aligned", "arch"),
-    [("sm90", True, None), ("sm90", False, "sm80"), ("sm80", True, "sm80")],
+    ("target", "changes", "arch"),
+    [
+        ("sm90", {}, None),
+        ("sm90", {"rows_aligned": False}, "sm80"),
+        ("sm90", {"dtype": "float32", "precision": "tf32"}, "sm80"),
+        ("sm80", {}, "sm80"),
+    ],
 )
-def test_rows_that_are_not_aligned_are_not_multiplied_by_wgmma(kernel, target, aligned, arch):
-    spec = replace(SPEC, rows_aligned=aligned)
+def test_tiles_that_go_through_registers_are_not_multiplied_by_wgmma(kernel, target, changes, arch):
+    spec = replace(SPEC, **changes)
     run(kernel, operand(), portable_backend("torch_attn", target), spec)
     ((_, _, arguments),) = kernel.compiled
     assert arguments.get("arch") == arch

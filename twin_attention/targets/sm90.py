@@ -1,4 +1,4 @@
-"""Say which problems the explicit SM90 kernels of both sides take.
+"""Say which problems the explicit SM90 kernels take, and which products of the others use wgmma.
 
 A producer warp loads tiles with TMA; consumer warpgroups multiply them with wgmma.
 """
@@ -41,6 +41,20 @@ def supports(operation: str, spec: Spec, target: str | None) -> str | None:
     if operation == "flash_bwd":
         return _supports_backward(spec)
     return None
+
+
+def portable_uses_wgmma(spec: Spec) -> bool:
+    """Return False for a problem whose tiles Triton would copy to wgmma through registers.
+
+    These are tiles of rows that are not aligned, and of TF32, whose operands are rounded. They take
+    turns in one place of shared memory. ptxas of CUDA 12.8, which Triton 3.6 has, then computes
+    wgmma's descriptor of the second of two tiles of unlike widths from an address that is not the
+    tile's: outputs are wrong, or an access is illegal. The products of SM80, mma.sync, have no
+    descriptors, and take operands from registers.
+    """
+    if isinstance(spec, AttentionSpec) and spec.dtype_bits == 32:
+        return spec.precision != "tf32"
+    return not isinstance(spec, AttentionSpec | PagedSpec) or spec.rows_aligned
 
 
 def mosaic_leaves(operation: str, spec: Spec) -> str | None:
