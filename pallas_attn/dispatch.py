@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 
+from pallas_attn import private
 from pallas_attn.targets import Device, cuda_devices, target_of
 from twin_attention.contract.spec import AttentionSpec
 from twin_attention.contract.validate import check_choice
@@ -103,6 +104,9 @@ def choose_backends(
     """
     check_implementation(implementation)
     target = None if implementation == "reference" else target_of(device)
+    on_cuda = bool(cuda_devices()) if device is None else device in cuda_devices()
+    if implementation == "triton" and not on_cuda and private.missing("triton"):
+        target = None  # nothing can be compiled: every platform has the interpreter
     if device is not None and device not in cuda_devices():
         # First, so that a refusal says what is wrong on this device.
         elsewhere, _ = choose(implementation, operation, None, spec)

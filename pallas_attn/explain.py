@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import jax
 
-from pallas_attn import block_sparse, decode, dilated, flash, paged, varlen
+from pallas_attn import block_sparse, decode, dilated, flash, paged, private, varlen
 from pallas_attn.dispatch import check_implementation, choose
 from pallas_attn.targets import cuda_devices, num_sms, target_of
 from twin_attention.contract.explain import Explanation
@@ -76,4 +77,6 @@ def explain(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Expla
         count = num_sms(choice[0].target)
         return describe(implementation, operation, *choice, spec, name, count)
 
-    return describe_call(function.__name__, describe_operation)
+    said = describe_call(function.__name__, describe_operation)
+    note = private.untested()
+    return said if note is None else replace(said, reason=f"{said.reason}; {note}")

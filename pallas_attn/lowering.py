@@ -6,9 +6,9 @@ compiles only for the device it runs on. Going around it has three reasons: a Ho
 SM80 code, what a machine without a GPU compiles and checks is what a GPU runs, and the twins differ
 by their sources alone.
 
-This is the one place that uses private API of JAX: the registry of Pallas lowering rules, the
-Triton lowering itself, and jaxlib's ``triton_kernel_call_ffi``. Checked with JAX 0.10.2 and
-0.11.2; ``tests/pallas_attn_lowering/test_lowering.py`` guards it, and says what to do when it
+This uses private API of JAX: the registry of Pallas lowering rules, the Triton lowering itself, and
+jaxlib's ``triton_kernel_call_ffi``. The names are in `pallas_attn.private`. Checked with JAX 0.10.2
+and 0.11.2; ``tests/pallas_attn_lowering/test_lowering.py`` guards it, and says what to do when it
 changes.
 """
 
@@ -24,11 +24,9 @@ from types import ModuleType
 from typing import Any
 
 import jax
-from jax._src.interpreters import mlir
-from jax._src.pallas import core as pallas_core
-from jax._src.pallas.triton import lowering as triton_lowering
-from jaxlib import gpu_triton
 
+from pallas_attn import private
+from pallas_attn.private import gpu_triton, mlir, pallas_core, triton_lowering
 from twin_attention.contract.validate import fail
 from twin_attention.targets.config import compile_to_fit
 from twin_attention.targets.kernels import KernelConfig
@@ -142,7 +140,8 @@ def _lower(
     return call(ctx, *operands, opaque=zlib.compress(launch.to_proto(name, b"")))
 
 
-pallas_core.register_lowering_rule(TritonCompilerParams, _lower, "gpu")
+if private.missing("triton") is None:  # otherwise no kernel is lowered
+    pallas_core.register_lowering_rule(TritonCompilerParams, _lower, "gpu")
 
 
 def _device() -> Any:

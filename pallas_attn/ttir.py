@@ -1,8 +1,8 @@
 """Compile a Triton module, given as text, with the Python `triton` package.
 
-The one place of `pallas_attn` that imports `triton`, and that only when a kernel is compiled. Of
-Triton's private API it uses ``triton._C.libtriton.ir``, to parse the text, and `ASTSource`'s
-methods. Checked with Triton 3.6 and 3.9; ``tests/pallas_attn_lowering/test_lowering.py`` guards it.
+It is imported only when a kernel is compiled. Of Triton's private API it uses
+``triton._C.libtriton.ir``, to parse the text, and `ASTSource`'s methods. Checked with Triton 3.6
+and 3.9; ``tests/pallas_attn_lowering/test_lowering.py`` guards it.
 """
 
 from __future__ import annotations
@@ -12,14 +12,12 @@ import tempfile
 from typing import Any
 
 import triton
-from triton._C.libtriton import ir
-from triton.backends.compiler import GPUTarget, Language
-from triton.compiler import ASTSource, CompiledKernel
 
+from pallas_attn.private import libtriton, triton_backend, triton_compiler
 from twin_attention.targets.kernels import KernelConfig
 
 
-class _TextSource(ASTSource):
+class _TextSource(triton_compiler.ASTSource):
     """A module in Triton's language as text.
 
     ``triton.compile("file.ttir")`` takes one too, but then leaves out the passes over Triton IR,
@@ -30,7 +28,7 @@ class _TextSource(ASTSource):
         self.name = name
         self.text = text
         self.ext = "ttir"
-        self.language = Language.TRITON
+        self.language = triton_backend.Language.TRITON
         self.signature: dict[str, str] = {}
 
     def hash(self) -> str:
@@ -40,14 +38,14 @@ class _TextSource(ASTSource):
         with tempfile.NamedTemporaryFile("w", suffix=".ttir") as file:
             file.write(self.text)
             file.flush()
-            module = ir.parse_mlir_module(file.name, context)
+            module = libtriton.ir.parse_mlir_module(file.name, context)
         module.context = context
         return module
 
 
 def compile_text(
     name: str, text: str, config: KernelConfig, target: str, capability: int
-) -> CompiledKernel:
+) -> Any:
     """Compile the module `text`, whose function is `name`.
 
     Args:
@@ -57,7 +55,7 @@ def compile_text(
     """
     return triton.compile(
         _TextSource(name, text),
-        target=GPUTarget("cuda", capability, 32),
+        target=triton_backend.GPUTarget("cuda", capability, 32),
         options={
             "num_warps": config.num_warps,
             "num_stages": config.num_stages,

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
 from torch.autograd import forward_ad
+
+from twin_attention.targets.versions import newer_versions
 
 # The newest versions that the names were checked with.
 TESTED = {"torch": (2, 13), "triton": (3, 9)}
@@ -87,17 +88,4 @@ def missing() -> str | None:
 
 def untested() -> str | None:
     """Return which versions are newer than the tested ones, or None."""
-    found = []
-    for name, tested in TESTED.items():
-        newest = _version(name)
-        if newest is not None and newest > tested:
-            newer, known = (".".join(map(str, x)) for x in (newest, tested))
-            found.append(f"{name} {newer} is newer than {known}, the newest that was tested")
-    return "; ".join(found) or None
-
-
-def _version(name: str) -> tuple[int, ...] | None:
-    try:
-        return tuple(map(int, version(name).split(".")[:2]))
-    except (PackageNotFoundError, ValueError):
-        return None
+    return newer_versions(TESTED)

@@ -91,6 +91,22 @@ def _triton_supports(operation: str, spec: Spec, target: str | None) -> str | No
     return reason
 
 
+def _missing_names(group: str) -> str | None:
+    """Return which private names of JAX or Triton the kernels of `pallas_attn` lack."""
+    return import_module("pallas_attn.private").missing(group)
+
+
+def _pallas_triton_supports(operation: str, spec: Spec, target: str | None) -> str | None:
+    """Support every problem, with a JAX and a Triton that have the names that kernels use.
+
+    Those to compile with are not needed in the interpreter.
+    """
+    reason = _import_error(f"pallas_attn.kernels.portable.{operation}")
+    if reason is None and target is not None:
+        reason = _missing_names("triton")
+    return reason
+
+
 def _mosaic_sm80_supports(operation: str, spec: Spec, target: str | None) -> str | None:
     """Support what the SM80 kernels cover, with a JAX whose Mosaic GPU has the names they use.
 
@@ -100,6 +116,7 @@ def _mosaic_sm80_supports(operation: str, spec: Spec, target: str | None) -> str
     return (
         sm80.supports(operation, spec, target)
         or _older_jax()
+        or _missing_names("mosaic")
         or _import_error("pallas_attn.kernels.sm80.flash_fwd")
         or _import_error("pallas_attn.kernels.sm80.flash_bwd")
     )
@@ -114,6 +131,7 @@ def _mosaic_sm90_supports(operation: str, spec: Spec, target: str | None) -> str
         sm90.supports(operation, spec, target)
         or sm90.mosaic_leaves(operation, spec)
         or _older_jax()
+        or _missing_names("mosaic")
         or _import_error(f"pallas_attn.kernels.sm90.{operation}")
     )
 
@@ -123,6 +141,7 @@ def _mosaic_paged_supports(operation: str, spec: Spec, target: str | None) -> st
     return (
         paged.supports(spec)
         or _older_jax()
+        or _missing_names("mosaic")
         or _import_error("pallas_attn.kernels.paged.paged_decode")
         or _import_error("pallas_attn.kernels.paged.append_kv")
     )
@@ -153,7 +172,13 @@ FAMILIES = {
     "pallas_attn": (
         Family("mosaic", "pallas_attn", "sm80", supports=_mosaic_sm80_supports),
         Family("mosaic", "pallas_attn", "sm90", supports=_mosaic_sm90_supports),
-        Family("triton", "pallas_attn", "portable", has_interpreter=True),
+        Family(
+            "triton",
+            "pallas_attn",
+            "portable",
+            has_interpreter=True,
+            supports=_pallas_triton_supports,
+        ),
         # Behind the portable kernels, so that it runs where it is asked for.
         Family("mosaic", "pallas_attn", "paged", supports=_mosaic_paged_supports),
         Family("reference", "pallas_attn"),

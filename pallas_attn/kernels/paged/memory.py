@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-from jax.experimental.mosaic import gpu as mgpu
-from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, nvvm
 
 from pallas_attn.kernels.paged.registers import (
     ROWS,
@@ -24,6 +20,7 @@ from pallas_attn.kernels.paged.registers import (
     scalar,
 )
 from pallas_attn.kernels.sm80.workarounds import _dot
+from pallas_attn.private import arith, ir, llvm, mgpu, mgpu_utils, nvvm
 
 UNIT = 8  # numbers that a thread loads or stores at a time
 # L2 fetches 128 bytes: half of them are for another program, or the next key, where rows have 64.

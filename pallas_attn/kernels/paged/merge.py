@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-from jax.experimental.mosaic import gpu as mgpu
-from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm
 
 from pallas_attn.kernels.paged.registers import (
     ROWS,
@@ -25,6 +21,7 @@ from pallas_attn.kernels.paged.registers import (
     warp_and_lane,
 )
 from pallas_attn.kernels.sm80.workarounds import _dot
+from pallas_attn.private import arith, ir, llvm, mgpu, mgpu_utils
 
 
 def merge_rows(x, scratch, add):

@@ -12,13 +12,10 @@ takes indices and a size to fetch to L2, and a kernel can be written for a warp.
 from __future__ import annotations
 
 import numpy as np
-from jax.experimental.mosaic import gpu as mgpu
-from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm
 
 from pallas_attn.kernels.sm80.workarounds import _dot
+from pallas_attn.private import arith, ir, llvm, mgpu, mgpu_utils
 from twin_attention.targets import ptx
 
 Layout = plgpu.Layout

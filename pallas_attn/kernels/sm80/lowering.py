@@ -1,8 +1,6 @@
 """Lower a kernel for SM80 on any device, and let its outputs take the memory of inputs.
 
-It can go when a kernel can name its architecture, and `plgpu.kernel` has aliases. This is the one
-file of the Mosaic GPU kernels that uses private API of JAX. It imports that by name, so that a JAX
-without it is seen before a call: the families then have a reason not to run.
+It can go when a kernel can name its architecture, and `plgpu.kernel` has aliases.
 """
 
 from __future__ import annotations
@@ -11,14 +9,9 @@ from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 
-import jax.experimental.mosaic.gpu.utils as mgpu_utils
-from jax._src.interpreters import mlir
-from jax._src.pallas.mpmd import (
-    _mpmd_map_fallback_lowering,
-    _mpmd_map_mgpu_lowering,
-    mpmd_map_p,
-)
 from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_attn.private import mgpu_utils, mlir, mpmd
 
 _lowers_sm80: ContextVar[bool] = ContextVar("lowers_sm80", default=False)
 _arch_of_device = mgpu_utils._infer_arch
@@ -55,16 +48,16 @@ def _infer_arch() -> tuple[int, int]:
 
 def _lower(ctx, *operands, **params):
     if params["interpret"]:
-        return _mpmd_map_fallback_lowering(ctx, *operands, **params)
+        return mpmd._mpmd_map_fallback_lowering(ctx, *operands, **params)
     compiler_params = params["compiler_params"]
     if not isinstance(compiler_params, AliasingParams):
-        return _mpmd_map_mgpu_lowering(ctx, *operands, **params)
+        return mpmd._mpmd_map_mgpu_lowering(ctx, *operands, **params)
     last = range(-compiler_params.num_aliased, 0)
     aliases = {len(ctx.avals_in) + i: len(ctx.avals_out) + i for i in last}
     params["input_output_aliases"] = aliases
     with _sm80() if isinstance(compiler_params, SM80Params) else nullcontext():
-        return _mpmd_map_mgpu_lowering(ctx, *operands, **params)
+        return mpmd._mpmd_map_mgpu_lowering(ctx, *operands, **params)
 
 
 mgpu_utils._infer_arch = _infer_arch
-mlir.register_lowering(mpmd_map_p, _lower, platform="cuda")
+mlir.register_lowering(mpmd.mpmd_map_p, _lower, platform="cuda")

@@ -5,13 +5,10 @@ Each entry ends with when it can go. This is the one file of the family that bui
 
 from __future__ import annotations
 
-import jax.experimental.mosaic.gpu.utils as mgpu_utils
 import numpy as np
-from jax.experimental.mosaic import gpu as mgpu
-from jax.experimental.mosaic.gpu.fragmented_array import tiled_copy_smem_gmem_layout
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, nvvm, scf
+
+from pallas_attn.private import arith, fragmented_array, ir, llvm, mgpu, mgpu_utils, nvvm, scf
 
 Layout = plgpu.Layout
 _SCALAR = Layout.WG_SPLAT
@@ -44,8 +41,8 @@ def copy_rows(matrix, tile, transforms, batch, head, start, num_rows):
             read = None
             if exists is not None:
                 read = arith.select(exists, mgpu.c(size, i32), mgpu.c(0, i32))
-            cache = nvvm.LoadCacheModifierKind
-            modifier = cache.CG if size == 16 else cache.CA
+            modifiers = nvvm.LoadCacheModifierKind.CA, nvvm.LoadCacheModifierKind.CG
+            modifier = modifiers[size == 16]
             nvvm.cp_async_shared_global(destination, source, size, modifier, cp_size=read)
 
     copy(matrix, tile, *scalars)
@@ -169,7 +166,9 @@ def _units(matrix, tile, transforms, batch, head, start, num_rows):
     row_tiles, column_tiles, tile_rows, tile_columns = tile_type.shape
     shape = row_tiles * tile_rows, column_tiles * tile_columns
     (_, stride, _, _), _ = ir.MemRefType(matrix.type).get_strides_and_offset()
-    layout = tiled_copy_smem_gmem_layout(row_tiles, column_tiles, swizzle, mgpu.bitwidth(element))
+    layout = fragmented_array.tiled_copy_smem_gmem_layout(
+        row_tiles, column_tiles, swizzle, mgpu.bitwidth(element)
+    )
     # Row and column of this thread's first transfer.
     place = [
         arith.addi(_dot(layout.lane_indices(), strides), _dot(layout.warp_indices(), strides))

@@ -8,15 +8,12 @@ from __future__ import annotations
 
 import functools
 
-import jax.experimental.mosaic.gpu.utils as mgpu_utils
 import numpy as np
-from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, nvvm, vector
 
 from pallas_attn.kernels.paged.registers import NUMBER, pointer_at, scalar
 from pallas_attn.kernels.sm80.workarounds import _dot, _if_traced, _pointer, _scalar
+from pallas_attn.private import arith, ir, llvm, mgpu, mgpu_utils, nvvm, vector
 from twin_attention.targets import ptx
 
 # ---- Take turns. Can go when plgpu has named barriers. -------------------------------------------

@@ -1,0 +1,130 @@
+"""Every private name of JAX and of Triton that this side uses: a renamed one costs speed alone.
+
+The table has them by the group that needs them: "triton", which the portable kernels are compiled
+with, and "mosaic", the kernels in Mosaic GPU. A family whose group lacks a name is refused before
+anything is traced, and `explain` names it. Pallas's interpreter needs none of them.
+
+Files import the modules from here, by the names in the table. They are looked up when they are
+asked for first, so that importing `pallas_attn` imports no compiler. One that is not there is None.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from operator import attrgetter
+from typing import Any
+
+from twin_attention.targets.versions import newer_versions
+
+# The newest versions that the names were checked with.
+TESTED = {"jax": (0, 11), "triton": (3, 9)}
+
+# Of each group the modules by their names here, each with its place and what is used of it.
+GROUPS: dict[str, dict[str, tuple[str, str]]] = {
+    "triton": {
+        "mlir": ("jax._src.interpreters.mlir", "sanitize_name"),
+        "pallas_core": ("jax._src.pallas.core", "register_lowering_rule"),
+        "triton_lowering": ("jax._src.pallas.triton.lowering", "lower_jaxpr_to_triton_module"),
+        "gpu_triton": ("jaxlib.gpu_triton", "TritonKernel TritonKernelCall create_array_parameter"),
+        "libtriton": ("triton._C.libtriton", "ir.parse_mlir_module"),
+        "triton_backend": ("triton.backends.compiler", "GPUTarget Language.TRITON"),
+        "triton_compiler": ("triton.compiler", "ASTSource"),
+    },
+    "mosaic": {
+        "mlir": ("jax._src.interpreters.mlir", "register_lowering"),
+        "mpmd": (
+            "jax._src.pallas.mpmd",
+            "_mpmd_map_fallback_lowering _mpmd_map_mgpu_lowering mpmd_map_p",
+        ),
+        "mgpu": (
+            "jax.experimental.mosaic.gpu",
+            "FragmentedArray FragmentedArray.foreach FragmentedArray.splat "
+            "FragmentedArray.transfer_tiled bitwidth c warpgroup_barrier when",
+        ),
+        "mgpu_utils": (
+            "jax.experimental.mosaic.gpu.utils",
+            "_infer_arch bitcast getelementptr memref_ptr shfl_bfly thread_idx warp_barrier",
+        ),
+        "fragmented_array": (
+            "jax.experimental.mosaic.gpu.fragmented_array",
+            "TiledLayout.base_tile_shape TiledLayout.lane_indices TiledLayout.registers_shape "
+            "TiledLayout.vector_length TiledLayout.warp_indices Tiling.tile_strides "
+            "tiled_copy_smem_gmem_layout",
+        ),
+        "ir": (
+            "jaxlib.mlir.ir",
+            "F16Type.get F32Type.get InsertionPoint IntegerType.get_signless MemRefType "
+            "MemRefType.element_type MemRefType.get_strides_and_offset MemRefType.shape "
+            "Type.parse VectorType VectorType.get",
+        ),
+        "arith": (
+            "jaxlib.mlir.dialects.arith",
+            "CmpFPredicate.UNE CmpIPredicate.eq CmpIPredicate.ne CmpIPredicate.sge "
+            "CmpIPredicate.sle CmpIPredicate.slt addf addi andi cmpf cmpi divui extf extsi extui "
+            "index_cast maximumf maxsi minsi mulf muli ori remui select shli shrui subi truncf "
+            "xori",
+        ),
+        "llvm": (
+            "jaxlib.mlir.dialects.llvm",
+            "PointerType.get StructType.get_literal addrspacecast extractelement extractvalue "
+            "inline_asm insertelement load mlir_undef ptrtoint store",
+        ),
+        "nvvm": (
+            "jaxlib.mlir.dialects.nvvm",
+            "LoadCacheModifierKind.CA LoadCacheModifierKind.CG ProxyKind.async_shared "
+            "SharedSpace.shared_cta ShflKind.idx cp_async_commit_group cp_async_shared_global "
+            "cp_async_wait_group fence_proxy shfl_sync",
+        ),
+        "scf": ("jaxlib.mlir.dialects.scf", "IfOp yield_"),
+        "vector": ("jaxlib.mlir.dialects.vector", "broadcast"),
+    },
+}
+
+
+def __getattr__(alias: str) -> Any:
+    """Return a module by its name in the table; None if it is not there."""
+    for modules in GROUPS.values():
+        if alias in modules:
+            return _module(modules[alias][0])
+    raise AttributeError(f"module {__name__!r} has no attribute {alias!r}")
+
+
+@cache
+def missing(group: str) -> str | None:
+    """Return which private names of a group are missing; None if all are there.
+
+    Triton, and jaxlib's plugin that launches what it compiles, may not be installed. That is told
+    when a kernel is lowered for a GPU.
+    """
+    absent = []
+    for place, names in GROUPS[group].values():
+        if find_spec(place.partition(".")[0]) is None:
+            continue
+        module = _module(place)
+        lacks = [name for name in names.split() if not _has(module, name)]
+        has_plugin = place != "jaxlib.gpu_triton" or module is None or lacks != names.split()
+        if has_plugin:
+            absent += [f"{place}.{name}" for name in lacks]
+    return f"private names that it needs are missing: {', '.join(absent)}" if absent else None
+
+
+def untested() -> str | None:
+    """Return which versions are newer than the tested ones, or None."""
+    return newer_versions(TESTED)
+
+
+def _module(place: str) -> Any:
+    try:
+        return import_module(place)
+    except (ImportError, AttributeError):
+        return None
+
+
+def _has(module: Any, name: str) -> bool:
+    try:
+        attrgetter(name)(module)
+    except AttributeError:
+        return False
+    return True

@@ -1,0 +1,28 @@
+"""Which of the installed packages are newer than those that private names were checked with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+
+
+def newer_versions(tested: Mapping[str, tuple[int, int]]) -> str | None:
+    """Return which packages are newer than the newest that were tested, or None.
+
+    Args:
+        tested: the first two numbers of a version, by the package's name.
+    """
+    found = []
+    for name, known in tested.items():
+        newest = _version(name)
+        if newest is not None and newest > known:
+            newer, older = (".".join(map(str, x)) for x in (newest, known))
+            found.append(f"{name} {newer} is newer than {older}, the newest that was tested")
+    return "; ".join(found) or None
+
+
+def _version(name: str) -> tuple[int, ...] | None:
+    try:
+        return tuple(map(int, version(name).split(".")[:2]))
+    except (PackageNotFoundError, ValueError):
+        return None
