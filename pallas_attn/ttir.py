@@ -43,9 +43,7 @@ class _TextSource(triton_compiler.ASTSource):
         return module
 
 
-def compile_text(
-    name: str, text: str, config: KernelConfig, target: str, capability: int
-) -> Any:
+def compile_text(name: str, text: str, config: KernelConfig, target: str, capability: int) -> Any:
     """Compile the module `text`, whose function is `name`.
 
     Args:

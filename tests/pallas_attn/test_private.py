@@ -1,0 +1,222 @@
+"""A private name of JAX or Triton that is gone costs speed, not the import, and is named."""
+
+import ast
+import json
+import os
+import re
+import subprocess
+import sys
+from collections import defaultdict
+from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax
+import pytest
+
+import pallas_attn
+from pallas_attn import dispatch, explain, flash_attention, private
+from pallas_attn.dispatch import Backends, choose_backends
+from twin_attention.contract.spec import AttentionSpec, DecodeSpec, PagedCache
+from twin_attention.targets import family
+from twin_attention.targets.family import FAMILIES, Backend
+
+NAMES = [
+    (group, place, name)
+    for group, modules in private.GROUPS.items()
+    for place, names in modules.values()
+    for name in names.split()
+]
+SPEC = AttentionSpec(1, 64, 64, 2, 2, 64, 64, "bfloat16", 0.125)
+DECODE = DecodeSpec(1, 1, 2, PagedCache(3, 16, 4, 2, 64, 64, "bfloat16"), "bfloat16", 0.125)
+MOSAIC, MOSAIC_SM90, TRITON, PAGED, REFERENCE = FAMILIES["pallas_attn"]
+PROBLEMS = {
+    "triton": [(TRITON, "flash_fwd", SPEC, "sm80"), (TRITON, "paged_decode", DECODE, "sm90")],
+    "mosaic": [
+        (MOSAIC, "flash_fwd", SPEC, "sm80"),
+        (MOSAIC_SM90, "flash_bwd", SPEC, "sm90"),
+        (PAGED, "paged_decode", DECODE, "sm80"),
+    ],
+}
+
+
+@pytest.fixture
+def without(monkeypatch):
+    """Return a function that takes a name from this project, or a module: JAX itself needs it."""
+
+    def take_away(place, name=None):
+        def found(asked):
+            if asked != place:
+                return import_module(asked)
+            if name is None:
+                raise ModuleNotFoundError(asked)
+            others = {x.partition(".")[0] for _, at, x in NAMES if at == place}
+            others -= {name.partition(".")[0]}
+            return SimpleNamespace(**{x: getattr(import_module(asked), x, None) for x in others})
+
+        monkeypatch.setattr(private, "import_module", found)
+        private.missing.cache_clear()
+
+    yield take_away
+    monkeypatch.undo()
+    private.missing.cache_clear()
+
+
+@pytest.mark.parametrize(("group", "place", "name"), NAMES, ids=lambda x: x)
+def test_a_family_that_lacks_a_name_says_so(group, place, name, without, monkeypatch):
+    monkeypatch.setattr(family, "_older_jax", lambda: None)
+    for gone in (name, None):
+        without(place, gone)
+        for found, *problem in PROBLEMS[group]:
+            reason = found.supports(*problem) or ""
+            assert reason.startswith("private names that it needs are missing: ")
+            assert f"{place}.{name}" in reason
+
+
+def test_without_the_compiler_the_reference_or_the_interpreter_runs(without, monkeypatch):
+    spec = replace(SPEC, dtype="float32")
+    cpu, interpreted = Backend(REFERENCE), Backend(TRITON, interpreted=True)
+    for name in ("triton._C.libtriton", "jax._src.pallas.triton.lowering"):
+        without(name)
+        assert choose_backends(None, "flash_fwd", None, spec) == Backends(cpu, cpu)
+        if jax.default_backend() == "cpu":
+            found = choose_backends("triton", "flash_fwd", None, spec)
+            assert found == Backends(interpreted, interpreted)
+    gpu = object()
+    monkeypatch.setattr(dispatch, "cuda_devices", lambda: (gpu,))
+    monkeypatch.setattr(dispatch, "target_of", lambda device: "sm80")
+    found = choose_backends("triton", "flash_fwd", jax.devices("cpu")[0], spec)
+    assert found == Backends(interpreted, interpreted)
+    for device in (gpu, None):
+        assert choose_backends(None, "flash_fwd", device, spec).cuda == cpu
+        with pytest.raises(NotImplementedError, match=r"are missing: jax\._src\.pallas\.triton"):
+            choose_backends("triton", "flash_fwd", device, spec)
+
+
+def test_without_triton_itself_lowering_for_a_gpu_says_so(monkeypatch):
+    monkeypatch.setitem(sys.modules, "triton", None)
+    private.missing.cache_clear()
+    assert private.missing("triton") is None
+    private.missing.cache_clear()
+
+
+# Each time this project is imported anew. One that a kernel is traced for has names of its own.
+PROGRAM = """
+import importlib, json, sys
+import jax, numpy as np
+real = importlib.import_module
+q, k, v = jax.random.normal(jax.random.key(0), (3, 1, 8, 2, 16))
+scores = np.einsum("bqhd,bkhd->bhqk", q, k) / 4
+p = np.exp(scores) / np.exp(scores).sum(-1, keepdims=True)
+want = np.einsum("bhqk,bkhd->bqhd", p, v)
+for group, place, name in json.loads(sys.argv[1]):
+    class Without:
+        def __getattr__(self, asked):
+            if asked == name.partition(".")[0]:
+                raise AttributeError(asked)
+            return getattr(real(place), asked)
+    for module in [x for x in sys.modules if x.startswith(("pallas_attn", "twin_attention"))]:
+        del sys.modules[module]
+    importlib.import_module = lambda x, *a: Without() if x == place else real(x, *a)
+    import pallas_attn
+    from pallas_attn import private
+    for implementation in (None, "triton"):
+        out = pallas_attn.flash_attention(q, k, v, implementation=implementation)
+        np.testing.assert_allclose(out, want, rtol=1e-4, atol=1e-5)
+    assert place == "jaxlib.gpu_triton" or f"{place}.{name}" in private.missing(group)
+    importlib.import_module = real
+"""
+
+
+@pytest.mark.parametrize("group", private.GROUPS)
+def test_without_a_private_name_calls_on_a_cpu_are_right(group):
+    """Each name of those to compile with; one of a module of Mosaic GPU's, for its time."""
+    names = [x for x in NAMES if x[0] == group]
+    if group == "mosaic":
+        names = [*{place: (group, place, name) for _, place, name in names}.values()]
+    command = [sys.executable, "-c", PROGRAM, json.dumps(names)]
+    subprocess.run(command, check=True, timeout=300, env={**os.environ, "JAX_PLATFORMS": "cpu"})
+
+
+def test_the_import_looks_no_compiler_up():
+    program = (
+        "import sys, pallas_attn\n"
+        "loaded = {'triton', 'jax.experimental.mosaic.gpu'} & {*sys.modules}\n"
+        "assert not loaded, loaded"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+
+
+def test_nothing_is_missing_in_tested_versions():
+    assert private.missing("triton") is None
+    if family._older_jax() is None:
+        assert private.missing("mosaic") is None
+
+
+def test_newer_versions_are_named(monkeypatch):
+    q = jax.random.normal(jax.random.key(0), (1, 8, 2, 16))
+    assert "newest that was tested" not in explain(flash_attention, q, q, q).reason
+    monkeypatch.setattr(private, "TESTED", {"jax": (0, 1)})
+    note = "is newer than 0.1, the newest that was tested"
+    assert explain(flash_attention, q, q, q).reason.endswith(note)
+
+
+# ---- The table has what the files use. ----
+
+
+def _used():
+    """Return by file what it uses of each module of the table: attributes, dots among them."""
+    found = {}
+    for file in Path(pallas_attn.__file__).parent.rglob("*.py"):
+        tree = ast.parse(file.read_text())
+        modules = {
+            alias.name
+            for node in ast.walk(tree)
+            if isinstance(node, ast.ImportFrom) and node.module == private.__name__
+            for alias in node.names
+        }
+        found[file] = used = defaultdict(set)
+        inner = {x.value for x in ast.walk(tree) if isinstance(x, ast.Attribute)}
+        renamed = {x.value for x in ast.walk(tree) if isinstance(x, ast.Assign)}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute | ast.Name) and node not in inner:
+                name, _, attribute = ast.unparse(node).partition(".")
+                if name in modules and re.fullmatch(r"[\w.]+", attribute):
+                    used[name].add(attribute)
+                assert attribute or name not in modules or node not in renamed
+    return found
+
+
+def test_every_attribute_that_the_files_use_is_in_the_table():
+    used = defaultdict(set)
+    for file, modules in _used().items():
+        group = "mosaic" if "kernels" in file.parts else "triton"
+        for module, names in modules.items():
+            used[group, module] |= names
+    attributes = {
+        node.attr
+        for file in _used()
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Attribute)
+    }
+    for group, modules in private.GROUPS.items():
+        for module, (_, names) in modules.items():
+            listed, of_module = {*names.split()}, used.pop((group, module))
+            assert of_module <= listed
+            # The others are of values, such as a class's methods.
+            assert {x.rpartition(".")[2] for x in listed - of_module} <= attributes
+    assert not used
+
+
+def test_no_other_file_imports_a_private_module():
+    for file in Path(pallas_attn.__file__).parent.rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            names = []
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                names = [f"{node.module}.{alias.name}" for alias in node.names]
+            for name in names:
+                private_places = ("jax._", "jaxlib", "jax.experimental.mosaic", "triton.")
+                assert not name.startswith(private_places), f"{file}: {name}"
