@@ -4,9 +4,9 @@ This is what Triton's `JITFunction.run` ends with: the same call of the C functi
 whose arguments were looked up beforehand, with operands as addresses, so that it asks neither the
 tensor nor the driver for them. Triton encodes the TMA descriptors of each launch anew; here the
 function gets those that earlier launches encoded for the same addresses. It is the one place of
-`torch_attn` that uses this private Triton API; of torch's it asks for the current device and
-stream. Checked with Triton 3.6 and 3.9; ``tests/torch_attn/test_launch.py`` and ``test_driver.py``
-guard it. The first says what to do when it changes.
+`torch_attn` that uses this private Triton API. A Triton that has not what is expected launches each
+kernel itself, more slowly. Checked with Triton 3.6 and 3.9; ``tests/torch_attn/test_launch.py`` and
+``test_driver.py`` guard it. The first says what to do when it changes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from torch_attn.private import find
+from torch_attn.private import find, note_missing
 from torch_attn.replay import Launcher
 from torch_attn.tensor_maps import TensorMap
 
@@ -29,8 +29,9 @@ from torch_attn.tensor_maps import TensorMap
 _ADDRESSES_MAX = 256
 _DESCRIPTORS_MAX = 65536
 
-_knobs = find("triton", "knobs")
+_runtime = find("triton", "knobs.runtime")
 _make_tensordesc_arg = find("triton.backends.nvidia.driver", "make_tensordesc_arg")
+_hooks = [find("triton", f"knobs.runtime.launch_{x}_hook.calls") for x in ("enter", "exit")]
 
 
 def launcher_of(
@@ -54,12 +55,16 @@ def launcher_of(
             values[i] = _at(tensor_map, addresses[tensor_map.operand])
         through_triton(*values, stream=stream)
 
-    if _knobs is None or _make_tensordesc_arg is None:
+    if None in (_runtime, _make_tensordesc_arg, *_hooks):
         return launch_through_triton
-    launch_kernel, options, is_nested = _entry(compiled, grid, bool(maps))
-    place = _placing(compiled, arguments, num_operands)
+    try:
+        launch_kernel, options, is_nested = _entry(compiled, bool(maps))
+        place = _placing(compiled, arguments, num_operands)
+    except (AttributeError, KeyError, StopIteration, TypeError, ValueError) as error:
+        note_missing(f"what launches a kernel in Triton ({error})")
+        return launch_through_triton
     x, y, z = grid
-    runtime = _knobs.runtime
+    runtime = _runtime
 
     def launch(stream: int, addresses: tuple[int | None, ...]) -> None:
         if runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls:  # a profiler listens
@@ -72,14 +77,15 @@ def launcher_of(
     return launch
 
 
-def _entry(
-    compiled: Any, grid: tuple[int, ...], has_maps: bool
-) -> tuple[Callable[..., None], list[Any], bool]:
+def _entry(compiled: Any, has_maps: bool) -> tuple[Callable[..., None], list[Any], bool]:
     """Return what launches a kernel below Triton's `CudaLauncher`, which looks for scratch memory.
 
     Returns:
         The function; its arguments between the stream and the kernel's; and True if it takes the
         kernel's as one, which it does since Triton 3.9.
+
+    Raises:
+        AttributeError, KeyError, TypeError, ValueError: the launcher is not as expected.
     """
     run = copy(compiled.run)
     # Below the part that encodes descriptors.
@@ -90,9 +96,13 @@ def _entry(
         return run, options, False
     seen: list[Any] = []
     run.launch = lambda *arguments: seen.extend(arguments)
-    argument = object()
+    argument, grid = object(), (2, 1, 0)  # no program, should another function be called
     run(*grid, 0, *options, argument)
-    return function, seen[4:-1], seen[-1] is not argument
+    *before, last = seen
+    is_nested = last is not argument
+    if before[:5] != [*grid, 0, compiled.function] or (is_nested and tuple(last) != (argument,)):
+        raise ValueError("the launcher passes other arguments on")
+    return function, before[4:], is_nested
 
 
 def _placing(

@@ -4,8 +4,9 @@ Triton's own switch, ``TRITON_INTERPRET=1``, is read when a kernel is defined an
 off for the whole process. `interpreted` chooses for each launch instead: inside a launch
 `triton.language` is patched to work on NumPy arrays, and put back afterwards.
 
-This is the one place of `torch_attn` that uses private Triton API, namely
-``triton.runtime.interpreter``. Checked with Triton 3.6 and 3.9; what is used and why:
+The private API of Triton here is ``triton.runtime.interpreter``. Without a name of it this import
+fails, and the family "triton" gives that as its reason not to run on a CPU. Checked with Triton 3.6
+and 3.9; what is used and why:
 
 - `_patch_lang` installs a builder in `triton.language` and returns the scope that undoes it;
   it is called once a launch for the whole language. (Triton calls it at every call of a helper
@@ -31,6 +32,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache, update_wrapper
+from operator import attrgetter
 from types import FunctionType, SimpleNamespace
 from typing import Any
 
@@ -44,6 +46,17 @@ from triton.runtime.jit import JITFunction
 
 with suppress(ImportError):  # see above; a Triton without Gluon has nothing to protect
     import triton.experimental.gluon.language  # noqa: F401
+
+# What is used besides the imports above.
+NAMES = (
+    "FunctionRewriter.rewrite_ast", "InterpreterBuilder.cast_impl", "InterpreterBuilder.create_dot",
+    "InterpreterBuilder.create_fp_to_fp", "InterpreterBuilder.create_masked_load",
+    "InterpreterBuilder.create_masked_store", "InterpreterBuilder.set_grid_dim",
+    "InterpreterBuilder.set_grid_idx", "_LangPatchScope.restore", "_LangPatchScope.set_attr",
+    "_get_np_dtype", "_implicit_cvt", "_ir.INPUT_PRECISION.TF32", "_patch_lang",
+    "interpreter_builder", "interpreter_semantic",
+)  # fmt: skip
+attrgetter(*NAMES)(interpreter)  # a missing one raises AttributeError
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 _lock = threading.Lock()

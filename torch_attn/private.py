@@ -3,13 +3,14 @@
 Each name is looked up once, when this module or its user is imported. What is missing is None, or a
 stand-in with the least that is right, and `explain` names it. Without the names in `CAN_KEEP` no
 call is kept and replayed; without Triton's, launches go through Triton. The interpreter's names are
-in `torch_attn.interpreter`: without them the family "triton" gives the reason.
+in `torch_attn.interpreter`: without them the family "triton" gives the reason on a CPU.
 """
 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -25,10 +26,15 @@ _missing: dict[str, None] = {}
 def find(module: str, name: str) -> Any:
     """Return a module's private name; None, which `missing` will say, if it is not there."""
     try:
-        return getattr(import_module(module), name)
+        return attrgetter(name)(import_module(module))
     except (ImportError, AttributeError):
-        _missing[f"{module}.{name}"] = None
+        note_missing(f"{module}.{name}")
         return None
+
+
+def note_missing(what: str) -> None:
+    """Let `missing` name what was looked for in vain."""
+    _missing[what] = None
 
 
 TensorGuards = find("torch._C._dynamo.guards", "TensorGuards")

@@ -9,7 +9,7 @@ from triton.backends.nvidia import driver as nvidia
 from triton.runtime import _allocation
 from triton.runtime import driver as runtime
 
-from torch_attn import driver
+from torch_attn import driver, private
 from torch_attn.tensor_maps import TensorMap
 
 X, Y, Z = (SimpleNamespace(data_ptr=lambda i=i: 1024 * i) for i in (1, 2, 3))
@@ -69,8 +69,8 @@ def compiled(monkeypatch):
         metadata, src, launched = kernel.metadata, kernel.src, kernel.launched
 
         def __getitem__(self, grid):
-            return lambda *arguments: self.run(
-                *grid, 5, self.function, self.packed_metadata, None, None, None, *arguments
+            return lambda *arguments, stream=5: self.run(
+                *grid, stream, self.function, self.packed_metadata, None, None, None, *arguments
             )
 
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
@@ -104,6 +104,44 @@ def test_a_kernel_with_scratch_memory_is_launched_by_tritons_launcher(
     arguments = [tensor_map(0), Y, tensor_map(2), tensor_map(2), 9, True]
     driver.launcher_of(compiled, (1, 2, 3), arguments, 3)(5, (1024, 2048, 3072))
     assert compiled.launched[0].count((6 * 64, 1, 5)) == 1
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda self, x, y, z, *rest: self.launch(z, y, x, *rest),
+        lambda self, x, y, z, *rest: self.launch(x, y, z, (rest, "as one")),
+        lambda self, *rest: self.launch(*rest[:-1], {"arguments": rest[-1]}),
+        lambda self, *rest: self.launch_kernel(*rest),
+    ],
+)
+def test_a_launcher_of_another_layout_is_left_to_triton(compiled, call, monkeypatch):
+    compiled.src.signature = {"y": "*fp32", "n": "i32"}
+    compiled.run.launch = compiled.run.launch_kernel = lambda *x: compiled.launched.append(x)
+    monkeypatch.setattr(nvidia.CudaLauncher, "__call__", call)
+    monkeypatch.setattr(private, "_missing", {})
+    driver.launcher_of(compiled, (1, 2, 3), [Y, 9], 1)(5, (2048,))
+    compiled.run(1, 2, 3, 5, 7, (4, 1, 0), None, None, None, 2048, 9)
+    launched = [x for x in compiled.launched if x[2] != 0]  # at most, no program was launched
+    assert launched == launched[:1] * 2
+    assert "what launches a kernel in Triton" in (private.missing() or "")
+
+
+def test_a_launcher_without_an_attribute_is_left_to_triton(utilities, compiled, monkeypatch):
+    monkeypatch.setattr(private, "_missing", {})
+    compiled.src.signature, launched = {"y": "*fp32", "n": "i32"}, []
+    monkeypatch.setattr(
+        type(compiled), "__getitem__", lambda self, grid: lambda *x, stream: launched.append(x)
+    )
+    for owner, name in (
+        (compiled.run, "launch"), (compiled.run, "global_scratch_size"),
+        (compiled.metadata, "tensordesc_meta"), (compiled.src, "signature"),
+    ):  # fmt: skip
+        with monkeypatch.context() as patch:
+            patch.delattr(owner, name)
+            driver.launcher_of(compiled, (1, 2, 3), [Y, 9], 1)(5, (2048,))
+        assert name in (private.missing() or "")
+    assert launched == [(2048, 9)] * 4
 
 
 def test_a_descriptor_is_encoded_once_for_an_address(utilities, compiled):

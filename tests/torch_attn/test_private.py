@@ -1,11 +1,16 @@
 """A private name of torch or Triton that is gone costs speed, not the import."""
 
+import ast
+import inspect
 import subprocess
 import sys
 
 import pytest
+import torch
 
-from torch_attn import private
+import torch_attn
+from torch_attn import interpreter, private
+from twin_attention.targets import family
 
 NAMES = [
     ("torch._C._dynamo.guards", "TensorGuards"),
@@ -28,7 +33,7 @@ class Without:
         return getattr(found, asked)
 found, real = importlib.import_module(place), importlib.import_module
 importlib.import_module = lambda x, *a: Without() if x == place else real(x, *a)
-import torch_attn
+import torch_attn, torch_attn.driver
 importlib.import_module = real
 q, k, v = (torch.randn(1, 8, 2, 16, requires_grad=True) for _ in range(3))
 out = torch_attn.flash_attention(q, k, v)
@@ -40,13 +45,42 @@ for x, y in zip((out, *torch.autograd.grad(out.sum(), (q, k, v))),
 merged, _ = torch_attn.merge_states(torch.ones(2, 1, 8, 2, 16), torch.zeros(2, 1, 2, 8))
 assert torch.equal(merged, torch.ones(1, 8, 2, 16))
 assert f"{place}.{name}" in str(torch_attn.explain(torch_attn.flash_attention, q, k, v))
-assert not torch_attn.private.CAN_KEEP
+assert torch_attn.private.CAN_KEEP == place.startswith("triton")
 """
 
+# Without these, launches go through Triton.
+TRITON = [
+    ("triton", "knobs"),
+    ("triton.backends.nvidia.driver", "make_tensordesc_arg"),
+]
 
-@pytest.mark.parametrize(("place", "name"), NAMES, ids=lambda x: x)
+
+@pytest.mark.parametrize(("place", "name"), [*NAMES, *TRITON], ids=lambda x: x)
 def test_without_a_private_name_calls_are_slower_and_right(place, name):
     subprocess.run([sys.executable, "-c", PROGRAM, place, name], check=True, timeout=120)
+
+
+@pytest.mark.parametrize("name", interpreter.NAMES)
+def test_without_a_name_of_the_interpreter_the_family_says_so(name, monkeypatch):
+    gone = "_ir" if name.startswith("_ir.") else name  # its members cannot be taken away
+    monkeypatch.delattr(f"triton.runtime.interpreter.{gone}")
+    monkeypatch.delitem(sys.modules, interpreter.__name__)
+    monkeypatch.setattr(family, "_import_error", family._import_error.__wrapped__)  # no cache
+    q = torch.randn(1, 8, 2, 16)
+    with pytest.raises(NotImplementedError, match=rf"cannot be imported: .*{gone.split('.')[-1]}"):
+        torch_attn.flash_attention(q, q, q, implementation="triton")
+    assert torch_attn.flash_attention(q, q, q).shape == q.shape
+
+
+def test_all_names_of_the_interpreter_are_looked_up():
+    """Those that are not imported by name, which an import looks up as well."""
+    tree = ast.parse(inspect.getsource(interpreter))
+    used = {
+        node.attr
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "interpreter"
+    }
+    assert used <= {name.partition(".")[0] for name in interpreter.NAMES}
 
 
 def test_nothing_is_missing_in_tested_versions():
