@@ -76,10 +76,13 @@ def test_a_family_that_lacks_a_name_says_so(group, place, name, without, monkeyp
 
 def test_without_the_compiler_the_reference_or_the_interpreter_runs(without, monkeypatch):
     spec = replace(SPEC, dtype="float32")
-    cpu, interpreted = Backend(REFERENCE), Backend(TRITON, interpreted=True)
+    reference, interpreted = Backend(REFERENCE), Backend(TRITON, interpreted=True)
     for name in ("triton._C.libtriton", "jax._src.pallas.triton.lowering"):
         without(name)
-        assert choose_backends(None, "flash_fwd", None, spec) == Backends(cpu, cpu)
+        assert choose_backends(None, "flash_fwd", None, spec) == Backends(reference, reference)
+        _, passed_over = dispatch.choose(None, "flash_fwd", "sm90", spec)  # as `explain` shows it
+        reason = f"triton: private names that it needs are missing: {name}."
+        assert any(line.startswith(reason) for line in passed_over)
         if jax.default_backend() == "cpu":
             found = choose_backends("triton", "flash_fwd", None, spec)
             assert found == Backends(interpreted, interpreted)
@@ -89,19 +92,20 @@ def test_without_the_compiler_the_reference_or_the_interpreter_runs(without, mon
     found = choose_backends("triton", "flash_fwd", jax.devices("cpu")[0], spec)
     assert found == Backends(interpreted, interpreted)
     for device in (gpu, None):
-        assert choose_backends(None, "flash_fwd", device, spec).cuda == cpu
+        assert choose_backends(None, "flash_fwd", device, spec).cuda == reference
         with pytest.raises(NotImplementedError, match=r"are missing: jax\._src\.pallas\.triton"):
             choose_backends("triton", "flash_fwd", device, spec)
 
 
-def test_without_triton_itself_lowering_for_a_gpu_says_so(monkeypatch):
+def test_a_triton_that_is_not_installed_is_no_missing_name(monkeypatch):
+    """`pallas_attn.lowering` says how to install it."""
     monkeypatch.setitem(sys.modules, "triton", None)
     private.missing.cache_clear()
     assert private.missing("triton") is None
     private.missing.cache_clear()
 
 
-# Each time this project is imported anew. One that a kernel is traced for has names of its own.
+# The project is imported anew for each name.
 PROGRAM = """
 import importlib, json, sys
 import jax, numpy as np
