@@ -164,7 +164,7 @@ def launch(
         The outputs.
     """
     config, target = backend.configs(spec)[name], backend.target
-    if target == "sm90" and not portable_uses_wgmma(spec):
+    if target == "sm90" and not portable_uses_wgmma(name, spec):
         target = "sm80"
     takes = inspect.signature(kernel).parameters
     arguments = problem | {key: value for key, value in vars(config).items() if key in takes}

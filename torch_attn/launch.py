@@ -194,7 +194,7 @@ def _launch(
         interpreted(kernel)[grid](*operands, **arguments)
         return None
     options = {"enable_fp_fusion": True} | options  # Triton 3.10 turns it off unless asked
-    if target == "sm80" or not portable_uses_wgmma(spec):
+    if target == "sm80" or not portable_uses_wgmma(name, spec):
         options["arch"] = "sm80"
 
     def positional(config: KernelConfig) -> tuple[tuple[int, ...], list[Any]]:

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from interop.parity.cases import PagedCase
+from interop.parity.cases import FlashCase, PagedCase
 from twin_attention.contract.spec import AppendSpec, AttentionSpec, PagedCache, VarlenSpec
 from twin_attention.targets import family, sm90
 from twin_attention.targets.describe import describe, describe_call
@@ -367,3 +367,19 @@ def test_families_of_one_name_are_tried_in_turn(fast, monkeypatch):
 def test_a_family_without_an_interpreter_says_so(fast):
     with pytest.raises(NotImplementedError, match=r"CUDA devices only, and it has no interpreter$"):
         choice("fast", None)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "sizes", "uses_wgmma"),
+    [
+        ("flash_fwd", (64, 64), False),
+        ("flash_bwd_dq", (64, 64), True),
+        ("flash_bwd_dkdv", (120, 128), True),
+        ("flash_bwd_dq", (64, 128), False),
+    ],
+)
+def test_tiles_of_tf32_that_are_unlike_are_not_multiplied_by_wgmma(kernel, sizes, uses_wgmma):
+    head_dim, head_dim_v = sizes
+    case = FlashCase("", 1, 64, 64, 2, 2, head_dim, head_dim_v, "float32", precision="tf32")
+    assert sm90.portable_uses_wgmma(kernel, case.spec) == uses_wgmma
+    assert sm90.portable_uses_wgmma(kernel, replace(case.spec, precision="ieee"))

@@ -125,6 +125,7 @@ def test_recording_compiles_only(kernel):
     [
         ("sm90", {}, None),
         ("sm90", {"rows_aligned": False}, "sm80"),
+        ("sm90", {"dtype": "float32"}, None),
         ("sm90", {"dtype": "float32", "precision": "tf32"}, "sm80"),
         ("sm80", {}, "sm80"),
     ],

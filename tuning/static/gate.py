@@ -131,7 +131,7 @@ _LOOP_SPILLS_MAX = 255
 # the least tile takes: paged_attention keeps 112 for its last lines (Triton 3.9, head size 64).
 _SCALAR_SPILLS_MAX = 32
 _SPILLS_MAX = 127
-_WGMMA_ROWS, _WGMMA_WARPS = 64, 4  # a wgmma instruction multiplies so many rows, in so many warps
+_WGMMA_ROWS = 64  # which a wgmma instruction multiplies
 
 
 @dataclass(frozen=True)
@@ -373,7 +373,7 @@ def failures(
     if isinstance(config, DecodeConfig):
         if not resources.mma + resources.wgmma:
             found.append("no mma.sync or wgmma")
-    elif target == "sm90" and _needs_wgmma(problem, config, described.stationary):
+    elif target == "sm90" and _needs_wgmma(problem, kernel, config, described.stationary):
         if not resources.wgmma:
             found.append("no wgmma")
     elif not resources.mma:
@@ -392,7 +392,8 @@ def failures(
     return tuple(found)
 
 
-def _needs_wgmma(problem: Problem, config: KernelConfig, stationary: str) -> bool:
-    """Return False for a tile of too few rows, and for one in TF32 of two warps, chosen by time."""
-    is_small = problem.dtype == "float32" and config.num_warps < _WGMMA_WARPS
-    return getattr(config, stationary) >= _WGMMA_ROWS and not is_small
+def _needs_wgmma(problem: Problem, kernel: str, config: KernelConfig, stationary: str) -> bool:
+    """Return False for a tile of too few rows, and for a kernel that multiplies with mma.sync."""
+    if problem.family == "triton" and not sm90.portable_uses_wgmma(kernel, problem.spec):
+        return False
+    return getattr(config, stationary) >= _WGMMA_ROWS

@@ -6,6 +6,7 @@ A producer warp loads tiles with TMA; consumer warpgroups multiply them with wgm
 from __future__ import annotations
 
 from twin_attention.contract.spec import AttentionSpec, BlockSparseSpec, PagedSpec, VarlenSpec
+from twin_attention.targets.config import padded_head_dim
 from twin_attention.targets.kernels import Spec
 from twin_attention.targets.target import NUM_SMS
 
@@ -43,18 +44,22 @@ def supports(operation: str, spec: Spec, target: str | None) -> str | None:
     return None
 
 
-def portable_uses_wgmma(spec: Spec) -> bool:
-    """Return False for a problem whose tiles Triton would copy to wgmma through registers.
+def portable_uses_wgmma(kernel: str, spec: Spec) -> bool:
+    """Return False where a portable kernel multiplies with SM80's mma.sync on SM90 too.
 
-    These are tiles of rows that are not aligned, and of TF32, whose operands are rounded. They take
-    turns in one place of shared memory. ptxas of CUDA 12.8, which Triton 3.6 has, then computes
-    wgmma's descriptor of the second of two tiles of unlike widths from an address that is not the
-    tile's: outputs are wrong, or an access is illegal. The products of SM80, mma.sync, have no
-    descriptors, and take operands from registers.
+    Triton copies some tiles to wgmma through registers: of rows that are not aligned, and of TF32,
+    whose operands are rounded there. They take turns in one place of shared memory. ptxas of CUDA
+    12.8, which Triton 3.6 has, then computes wgmma's descriptor of the second of two tiles of
+    unlike widths from an address that is not the tile's: outputs are wrong, or an access is
+    illegal. mma.sync has no descriptors, and takes operands from registers. A forward in TF32 is
+    faster with it.
     """
-    if isinstance(spec, AttentionSpec) and spec.dtype_bits == 32:
-        return spec.precision != "tf32"
-    return not isinstance(spec, AttentionSpec | PagedSpec) or spec.rows_aligned
+    if not isinstance(spec, AttentionSpec | PagedSpec):
+        return True
+    if isinstance(spec, AttentionSpec) and spec.dtype_bits == 32 and spec.precision == "tf32":
+        widths = {padded_head_dim(size) for size in (spec.head_dim, spec.head_dim_v)}
+        return kernel != "flash_fwd" and len(widths) == 1 and spec.rows_aligned
+    return spec.rows_aligned
 
 
 def mosaic_leaves(operation: str, spec: Spec) -> str | None:
