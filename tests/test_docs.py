@@ -8,7 +8,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PAGES = {
     page.relative_to(ROOT).as_posix(): page
-    for page in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/*.md")))
+    for page in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/**/*.md")))
 }
 # Blocks of ">>>" are sessions: a doctest of the page's own runs them.
 EXAMPLE = re.compile(r"^```python\n(?!>>> )(.*?)^```$", re.DOTALL | re.MULTILINE)
@@ -50,3 +50,18 @@ def test_links_lead_to_files(name: str):
     links = re.findall(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)", PAGES[name].read_text())
     missing = [link for link in links if not (PAGES[name].parent / link).exists()]
     assert not missing
+
+
+def anchors(page: Path) -> set[str]:
+    """Return the anchors that GitHub gives the headings of a page."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    titles = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_links_lead_to_headings(name: str):
+    page = PAGES[name]
+    links = re.findall(r"\]\(([^)#:\s]*)#([^)\s]+)\)", page.read_text())
+    pages = [(page.parent / link if link else page, anchor) for link, anchor in links]
+    assert not [x for x in pages if x[0].suffix == ".md" and x[1] not in anchors(x[0])]
