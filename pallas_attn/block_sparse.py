@@ -76,7 +76,7 @@ def block_sparse_attention(
     sink, and gradients 0 but for the sink's. Kernels do not read keys and values of tiles that no
     query keeps.
 
-    Give lists where a mask serves several calls: of booleans they are made in each. Nothing checks
+    Pass lists where a mask serves several calls: from booleans each call makes them. Nothing checks
     what lists hold (`check_block_mask` does); whatever it is, no memory outside the operands is
     touched. Works under the transformations that `flash_attention` does; a `BlockMask` is a pytree.
     Differentiable once, in reverse mode.
@@ -114,8 +114,8 @@ def block_sparse_attention(
     Raises:
         TypeError: an argument is not a `jax.Array` or has the wrong type or dtype.
         ValueError: shapes, devices or values that contradict each other.
-        NotImplementedError: a dtype, head size or device without kernels; forward mode; a second
-            derivative.
+        NotImplementedError: a dtype, head dimension or device without kernels; forward mode; a
+            second derivative.
 
     Source: Zaheer et al. 2020 (BigBird); Dao et al. 2022 (FlashAttention), section 3.3.
 

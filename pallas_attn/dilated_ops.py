@@ -1,6 +1,6 @@
-"""The tokens that dilated attention keeps: taken out for the kernels, and put back in their place.
+"""Gather the tokens that dilated attention keeps, and scatter its results.
 
-A gather is a slice of an array with one more column, and putting in place is its transpose: no
+A gather is a slice of an array with one more column, and a scatter is its transpose: no
 indices, and no sum whose order is open. XLA fuses each into one loop, as it does their derivatives.
 """
 
@@ -81,7 +81,7 @@ def _gather(x: jax.Array, pair: Dilation, heads_kv: int) -> jax.Array:
 
 
 def _scatter(kept: jax.Array, pair: Dilation, heads_kv: int, rows: tuple[int, int]) -> jax.Array:
-    """Return [B, S, H, D] with what a pair keeps in its place, and 0 elsewhere."""
+    """Return [B, S, H, D] with the tokens that a pair keeps, and 0 elsewhere."""
     full = jax.ShapeDtypeStruct((*rows, *kept.shape[2:]), kept.dtype)
     gather = partial(_gather, pair=pair, heads_kv=heads_kv)
     return jax.linear_transpose(gather, full)(kept)[0]

@@ -96,7 +96,7 @@ def optional_operands(
     """Return a kernel's operands for packed sequences, segments and block masks: all of them.
 
     Args:
-        found: the first of them. Those that follow are None.
+        found: the first of them. The others are None.
         num_lists: as `of_lists` takes it.
 
     Returns:
@@ -123,7 +123,7 @@ def of_group(x: Any, group_size: int) -> pl.BlockSpec:
 
 
 def _of_program(spec: pl.BlockSpec | None, place: Place) -> pl.BlockSpec | None:
-    """Return what a program of a number reads, where `spec` tells what one at a place does."""
+    """Return the `BlockSpec` by a program's number, where `spec` is by its position in the grid."""
     if spec is None:
         return None
     index_map = spec.index_map
@@ -157,8 +157,8 @@ def launch(
         spec: the problem, which chooses the configuration.
         backend: the target to compile for, or the interpreter.
         aliases: inputs, by position, whose memory the outputs at the given positions take.
-        order: from grid and configuration, the function that tells a program's place in the grid
-            from its number. The kernel gets that function as `place`.
+        order: from grid and configuration, the function that returns a program's position in the
+            grid from its number. The kernel gets that function as `place`.
 
     Returns:
         The outputs.

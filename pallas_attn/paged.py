@@ -99,7 +99,7 @@ def paged_attention(
             the log-sum-exp, and has no value. None is no such logit.
         k_scale, v_scale: [] or [Hkv] float32, for an 8-bit cache only: keys and values are what
             the pool holds times this.
-        num_splits: parts, 1 to 256, that the keys of some tokens are worked on in; with it given, a
+        num_splits: parts, 1 to 256, that the keys of some tokens are divided into; with it given, a
             sequence's result is bitwise the same for the same Tq and B, whatever else is in the
             batch. None chooses by the shapes.
         return_lse: return the log-sum-exp of the scores as well.
@@ -115,7 +115,7 @@ def paged_attention(
     Raises:
         TypeError: an argument is not a `jax.Array` or has the wrong type or dtype.
         ValueError: shapes, devices or values that contradict each other.
-        NotImplementedError: a dtype, head size, page size or device without kernels; a
+        NotImplementedError: a dtype, head dimension, page size or device without kernels; a
             derivative.
 
     Source: Kwon et al. 2023 (PagedAttention); Agrawal et al. 2023 (SARATHI, chunked prefills with

@@ -21,7 +21,7 @@ from twin_attention.targets.versions import newer_versions
 # The newest versions that the names were checked with.
 TESTED = {"jax": (0, 11), "triton": (3, 9)}
 
-# Of each group the modules by their names here, each with its place and what is used of it.
+# The modules of each group by alias, each with its import path and the names that are used.
 GROUPS: dict[str, dict[str, tuple[str, str]]] = {
     "triton": {
         "mlir": ("jax._src.interpreters.mlir", "sanitize_name"),
@@ -99,14 +99,14 @@ def missing(group: str) -> str | None:
     when a kernel is lowered for a GPU.
     """
     absent = []
-    for place, names in GROUPS[group].values():
-        if find_spec(place.partition(".")[0]) is None:
+    for path, names in GROUPS[group].values():
+        if find_spec(path.partition(".")[0]) is None:
             continue
-        module = _module(place)
+        module = _module(path)
         lacks = [name for name in names.split() if not _has(module, name)]
-        if place == "jaxlib.gpu_triton" and module is not None and lacks == names.split():
+        if path == "jaxlib.gpu_triton" and module is not None and lacks == names.split():
             continue  # without its plugin jaxlib has none of them
-        absent += [f"{place}.{name}" for name in lacks]
+        absent += [f"{path}.{name}" for name in lacks]
     return f"private names that it needs are missing: {', '.join(absent)}" if absent else None
 
 
@@ -115,9 +115,9 @@ def untested() -> str | None:
     return newer_versions(TESTED)
 
 
-def _module(place: str) -> Any:
+def _module(path: str) -> Any:
     try:
-        return import_module(place)
+        return import_module(path)
     except (ImportError, AttributeError):
         return None
 

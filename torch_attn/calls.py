@@ -1,12 +1,12 @@
-"""Calls that were checked before: the host's share of a call on a CUDA device.
+"""Cache of checked calls, replayed when layouts and options repeat.
 
 The first call with given layouts and options is checked, described and dispatched, and its kernels
 are compiled. All of that follows from the call's key, so a call with the same key only replays what
-the first one allocated and launched (`torch_attn.replay`). The key has no tensor and no address in
-it, only an address's alignment, which Triton compiles for. The last call with the same options is
+the first one allocated and launched (`torch_attn.replay`). The key holds no tensor and no address,
+only an address's alignment, which Triton compiles for. The last call with the same options is
 tried before a key is made: a guard of `torch.compile` compares the operands with it, in C++.
 
-What is private of torch comes from `torch_attn.private`; without it no call is kept.
+Private names of torch come from `torch_attn.private`; without them no call is cached.
 """
 
 from __future__ import annotations
@@ -41,21 +41,21 @@ _PLAIN = (Tensor, Parameter)
 class Guard:
     """Recognises operands of the same types, layouts and `requires_grad`, in the same modes.
 
-    It does not where one tensor is several operands.
+    It rejects a tensor passed as two operands.
     """
 
     def __init__(self, operands: tuple[Any, ...]) -> None:
         """Take operands that begin at multiples of 16 bytes, as those recognised do."""
         given = [i for i, x in enumerate(operands) if x is not None]
         self._count, first = len(given), given[0]
-        # Of one index it would get no tuple.
+        # itemgetter(i) returns an item, not a tuple.
         self._tensors = itemgetter(*(given if len(given) > 1 else [slice(first, first + 1)]))
         tensors = self._tensors(operands)
         guards = private.TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
         self._check = guards.check
 
     def __call__(self, operands: tuple[Any, ...]) -> bool:
-        """Return True for operands that are as many as the guard's, and like them."""
+        """Return True for operands that match the guard's, in number and each."""
         tensors = self._tensors(operands)
         return (
             self._check(*tensors)
@@ -65,7 +65,7 @@ class Guard:
 
 
 class Call:
-    """One operation on operands of one layout. One that is kept is replayed after the first time.
+    """An operation for one layout of operands; once cached, it is replayed.
 
     Attributes:
         spec: the problem.
@@ -136,7 +136,7 @@ def _key(options_key: Key, operands: tuple[Any, ...]) -> Key | None:
 
 
 def _layouts(operands: tuple[Any, ...]) -> Key | None:
-    """Return all that a launch depends on of operands; None if one is no plain CUDA tensor."""
+    """Return the operands' layouts, as a launch needs them; None if one is no plain CUDA tensor."""
     if type(operands[0]) not in _PLAIN or not operands[0].is_cuda:
         return None
     layouts: list[Any] = []
@@ -160,7 +160,7 @@ def recall(
     """Return the call that `keep` made for the same arguments, or None.
 
     Args:
-        function: what goes with one set of operands and options, such as a name.
+        function: first part of the key, such as the operator's name.
         operands: tensors, or None for what is left out.
         options: the other arguments, as the caller gave them.
     """
@@ -193,9 +193,9 @@ def recall(
 def keep(
     function: Hashable, operands: tuple[Any, ...], options: tuple[Hashable, ...], call: Call
 ) -> bool:
-    """Keep a call for `recall` with the same arguments; returns True if it is kept.
+    """Cache a call for `recall` with the same arguments; return True if it is cached.
 
-    It is if it launches compiled kernels, and the dispatcher need not see it.
+    A call is cached if it launches compiled kernels and need not pass through the dispatcher.
     """
     if torch.compiler.is_compiling() or call.backend.target is None or not private.CAN_KEEP:
         return False
@@ -218,7 +218,7 @@ def keep(
 
 
 def is_recorded(tensors: tuple[Any, ...]) -> bool:
-    """Return True when autograd would record a function of these, or one has a tangent."""
+    """Return True when autograd would record a function of these tensors, or one has a tangent."""
     enabled = torch.is_grad_enabled()
     dual = private.may_be_dual()
     if not (enabled or dual):

@@ -98,7 +98,7 @@ def paged_decode(
             the log-sum-exp, and has no value. None is no such logit.
         k_scale, v_scale: [] or [Hkv] float32, for an 8-bit cache only: keys and values are what
             the pool holds times this.
-        num_splits: parts, 1 to 256, that each sequence's keys are worked on in; with it given, a
+        num_splits: parts, 1 to 256, that each sequence's keys are divided into; with it given, a
             sequence's result is bitwise the same whatever else is in the batch. None chooses by
             the shapes.
         return_lse: return the log-sum-exp of the scores as well.
@@ -113,7 +113,7 @@ def paged_decode(
     Raises:
         TypeError: an argument is not a `torch.Tensor` or has the wrong type or dtype.
         ValueError: shapes, devices, strides or values that contradict each other.
-        NotImplementedError: a dtype, head size, page size, number of tokens or device without
+        NotImplementedError: a dtype, head dimension, page size, number of tokens or device without
             kernels; an operand that requires grad while gradients are recorded.
 
     Source: Kwon et al. 2023 (PagedAttention); Dao et al. 2023 (Flash-Decoding); for the sinks
@@ -220,11 +220,11 @@ def append_kv(
 ) -> tuple[Tensor, ...]:
     """Write new tokens' keys and values into their pages, in place.
 
-    Token t of T goes to position ``p = seq_lens[b] - T + t``. What has no place is not written: a
-    position below 0 or past the table's capacity, or a page id out of range. An 8-bit cache stores
-    ``x / scale``, rounded to nearest even; int8 is clamped to ±127, float8_e4m3fn to ±448. Where
-    ``x / scale`` is NaN, int8 stores 0 and float8_e4m3fn NaN. Of two tokens that go to one slot,
-    either may stay.
+    Token t of T goes to position ``p = seq_lens[b] - T + t``. A token whose position is below 0 or
+    past the table's capacity, or whose page id is out of range, is not written. An 8-bit cache
+    stores ``x / scale``, rounded to nearest even; int8 is clamped to ±127, float8_e4m3fn to ±448.
+    Where ``x / scale`` is NaN, int8 stores 0 and float8_e4m3fn NaN. Of two tokens that go to one
+    slot, either may stay.
 
     With `cu_seqlens_q` the sequences have any number of new tokens each, packed one after the
     other. Tokens past the last offset are padding, which may hold NaN and is not written. Offsets
@@ -269,7 +269,7 @@ def append_kv(
     Raises:
         TypeError: an argument is not a `torch.Tensor` or has the wrong type or dtype.
         ValueError: shapes, devices, strides or values that contradict each other.
-        NotImplementedError: a dtype, head size, page size, number of tokens or device without
+        NotImplementedError: a dtype, head dimension, page size, number of tokens or device without
             kernels; an operand that requires grad while gradients are recorded.
 
     Source: Kwon et al. 2023 (PagedAttention); Su et al. 2021 (RoFormer) for the rotation.
@@ -370,7 +370,7 @@ def merge_states(
 
     ``lse = log(sum(exp(lses)))`` and ``out = sum(exp(lses - lse) · outs)``, in float32. A part
     whose lse is -inf saw no key and may hold anything; a row that saw none in any part gives 0 and
-    -inf. A sink belongs into one part only.
+    -inf. A sink belongs to one part only.
 
     The gradients of `outs` and `lses` are computed in float32 by the framework's own operations,
     one part after the other; a part whose lse is -inf has gradients 0. Beside them the backward
@@ -394,8 +394,8 @@ def merge_states(
     Raises:
         TypeError: an argument is not a `torch.Tensor` or has the wrong type or dtype.
         ValueError: shapes, devices or strides that contradict each other.
-        NotImplementedError: a dtype, head size or device without kernels; forward mode; a second
-            derivative.
+        NotImplementedError: a dtype, head dimension or device without kernels; forward mode; a
+            second derivative.
 
     Source: Dao et al. 2022 (FlashAttention), section 3.1; Ye et al. 2025 (FlashInfer), section 2.2.
 

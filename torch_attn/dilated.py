@@ -105,8 +105,8 @@ def dilated_attention(
     Raises:
         TypeError: an argument is not a `torch.Tensor` or has the wrong type or dtype.
         ValueError: shapes, devices, strides or values that contradict each other.
-        NotImplementedError: a dtype, head size or device without kernels; forward mode; a second
-            derivative.
+        NotImplementedError: a dtype, head dimension or device without kernels; forward mode; a
+            second derivative.
 
     Source: Ding et al. 2023 (LongNet), sections 2.2 and 2.3.
 

@@ -1,6 +1,6 @@
-"""The tokens that dilated attention keeps: taken out for the kernels, and put back in their place.
+"""Gather the tokens that dilated attention keeps, and scatter its results.
 
-A gather's derivative puts gradients in place, and the reverse: each is an autograd Function, whose
+The derivative of a gather is a scatter, and the reverse: each is an autograd Function, whose
 backward writes one tensor. Both copy between views; there are no indices, and sums have one order.
 Operands pass through `once`, so that errors of other derivatives name `dilated_attention`, and none
 of the functions in it.

@@ -1,12 +1,12 @@
-"""Launch a compiled Triton kernel again, with the least work for the host.
+"""Relaunch a compiled Triton kernel with minimal host work.
 
-This is what Triton's `JITFunction.run` ends with: the same call of the C function that launches,
-whose arguments were looked up beforehand, with operands as addresses, so that it asks neither the
-tensor nor the driver for them. Triton encodes the TMA descriptors of each launch anew; here the
-function gets those that earlier launches encoded for the same addresses. It is the one place of
-`torch_attn` that uses this private Triton API. A Triton that has not what is expected launches each
-kernel itself, more slowly. Checked with Triton 3.6 and 3.9; ``tests/torch_attn/test_launch.py`` and
-``test_driver.py`` guard it. The first says what to do when it changes.
+Triton's `JITFunction.run` ends with a call of a C function that launches. This module makes the
+same call with arguments that were looked up beforehand and operands as addresses, so that it asks
+neither the tensor nor the driver for them. Triton encodes the TMA descriptors of each launch anew;
+here they are cached by address. No other module of `torch_attn` uses this private API of Triton.
+Where Triton lacks a part of it, Triton launches each kernel, more slowly. Checked with Triton 3.6
+and 3.9; ``tests/torch_attn/test_launch.py`` and ``test_driver.py`` guard it. The first says what to
+do when the API changes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch_attn.private import find, note_missing
 from torch_attn.replay import Launcher
 from torch_attn.tensor_maps import TensorMap
 
-# Encoded descriptors that a launch keeps of an operand, and all launches together. One takes about
+# Encoded descriptors that are cached for an operand of a launch, and in all. One takes about
 # 400 bytes with its Python objects: 26 MB at most.
 _ADDRESSES_MAX = 256
 _DESCRIPTORS_MAX = 65536
@@ -37,12 +37,12 @@ _hooks = [find("triton", f"knobs.runtime.launch_{x}_hook.calls") for x in ("ente
 def launcher_of(
     compiled: Any, grid: tuple[int, ...], arguments: list[Any], num_operands: int
 ) -> Launcher:
-    """Return what launches a kernel on the current device.
+    """Return a function that launches a kernel on the current device.
 
     Args:
         compiled: Triton's compiled kernel.
         grid: three numbers.
-        arguments: all arguments, the operands first; their addresses replace those.
+        arguments: all arguments, the operands first; addresses replace these.
         num_operands: how many operands there are.
     """
     through_triton = compiled[grid]  # loads the kernel on the current device
@@ -78,11 +78,13 @@ def launcher_of(
 
 
 def _entry(compiled: Any, has_maps: bool) -> tuple[Callable[..., None], list[Any], bool]:
-    """Return what launches a kernel below Triton's `CudaLauncher`, which looks for scratch memory.
+    """Return the function below Triton's `CudaLauncher` that launches a kernel.
+
+    `CudaLauncher` itself looks for scratch memory first.
 
     Returns:
         The function; its arguments between the stream and the kernel's; and True if it takes the
-        kernel's as one, which it does since Triton 3.9.
+        kernel's arguments as one tuple, as since Triton 3.9.
 
     Raises:
         AttributeError, KeyError, TypeError, ValueError: the launcher is not as expected.
@@ -110,9 +112,9 @@ def _placing(
 ) -> Callable[[tuple[int | None, ...]], Sequence[Any]]:
     """Return a function that makes a kernel's arguments of the operands' addresses.
 
-    The arguments of two calls differ in addresses and descriptors. The others are as few objects as
-    they can be, since a launch counts a reference to each: constants of the code are None, which
-    the launcher skips, and equal integers are one.
+    The arguments of two calls differ in addresses and descriptors. The others are shared, because
+    every launch increments their reference counts: constants of the code are None, which the
+    launcher skips, and equal integers are one object.
     """
     integers: dict[int, int] = {}
 
@@ -154,13 +156,13 @@ def _placing(
 
 
 class _Descriptors(dict[Any, Any]):
-    """The encoded descriptors of an operand, by address; they are made when they are asked for.
+    """The encoded descriptors of an operand, by address; made on demand.
 
-    All launches together keep `_DESCRIPTORS_MAX`: with more, all are forgotten.
+    All launches cache at most `_DESCRIPTORS_MAX`: with more, the cache is cleared.
     """
 
     _all: ClassVar[WeakValueDictionary[int, _Descriptors]] = WeakValueDictionary()
-    _made: ClassVar[int] = 0  # since all were forgotten
+    _made: ClassVar[int] = 0  # since the cache was cleared
 
     def __init__(self, tensor_map: TensorMap, metadata: Any) -> None:
         self._tensor_map, self._metadata = tensor_map, metadata

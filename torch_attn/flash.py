@@ -107,8 +107,8 @@ def flash_attention(
     Raises:
         TypeError: an argument is not a `torch.Tensor` or has the wrong type or dtype.
         ValueError: shapes, devices, strides or values that contradict each other.
-        NotImplementedError: a dtype, head size or device without kernels; forward mode; a second
-            derivative.
+        NotImplementedError: a dtype, head dimension or device without kernels; forward mode; a
+            second derivative.
 
     Source: Dao et al. 2022 (FlashAttention), Dao 2023 (FlashAttention-2); for the sinks Agarwal et
     al. 2025 (gpt-oss).

@@ -61,7 +61,7 @@ OPTIONS = (
     "float? scale, SymInt? window_left, SymInt? window_right, float? softcap, bool deterministic, "
     "str precision, str? implementation"
 )
-# The kernels read strides: the compiler must hand over tensors as the program laid them out.
+# The kernels read strides: the compiler must pass tensors as the program laid them out.
 TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
 
 
@@ -218,7 +218,7 @@ class FlashOperators:
         """Return the call of a backward, which follows from all tensors that it reads.
 
         Tensors that autograd saved may have come back in another layout: hooks may have moved them.
-        A family that is asked for by name reads copies of those that are not aligned.
+        A family that is asked for by name reads copies of unaligned tensors.
 
         Args:
             tensors: dout, dlse, the operands, out and lse.
@@ -419,9 +419,9 @@ class _Backward(Differentiable):
 
 
 class _Kept(torch.autograd.Function):
-    """A forward that is kept, and its derivative: their kernels, past the dispatcher.
+    """A cached forward and its derivative: their kernels, past the dispatcher.
 
-    An lse that the caller has not asked for is no output: autograd has less to keep of it.
+    An lse that the caller has not asked for is no output, so that autograd saves less.
     """
 
     operators: FlashOperators

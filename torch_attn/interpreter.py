@@ -17,7 +17,7 @@ and 3.9; what is used and why:
   gives wrong numbers without an error. `_Builder` holds it as `ml_dtypes.bfloat16`.
 - `create_splat` takes a comparison of scalars for int32 in Triton 3.9, which no mask may be.
 - `_implicit_cvt` imports Gluon, which wraps the functions of `triton.language` when it is imported.
-  That must not be while they are patched, or no Gluon kernel compiles afterwards.
+  That must not happen while they are patched, or no Gluon kernel compiles later.
 - `create_dot` multiplies in IEEE precision whatever it is asked for. `_Builder` gives it operands
   in TF32, as tensor cores take them.
 - ``tensor.__index__`` calls ``int`` on an array of one element, which NumPy 2.4 refuses, so that

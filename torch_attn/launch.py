@@ -55,7 +55,7 @@ def flash_arguments(spec: AttentionSpec) -> dict[str, Any]:
 
 
 def rule_argument(rule: ScoreRule) -> ScoreRule:
-    """Return a rule as kernels take it, with what is no number known while they are compiled."""
+    """Return a rule as kernels take it, with its non-numeric fields as constexprs."""
     return rule._replace(
         scale_first=tl.constexpr(rule.scale_first),
         precision=tl.constexpr(rule.precision),
@@ -94,7 +94,7 @@ def stride_arguments(**layouts: Layout) -> dict[str, Any]:
 
 
 class Layout(NamedTuple):
-    """All that a launch depends on of an operand, which is neither its values nor its address."""
+    """What a launch depends on in an operand: neither its values nor its address."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -102,8 +102,8 @@ class Layout(NamedTuple):
     is_aligned: bool  # to 16 bytes, which Triton compiles for
 
 
-# Grid, and arguments by name other than operands and tile sizes. A `TensorMap` that has the name of
-# an operand takes its place.
+# Grid, and arguments by name other than operands and tile sizes. A `TensorMap` replaces the operand
+# of its name.
 Prepared = tuple[tuple[int, ...], dict[str, Any]]
 
 
@@ -145,7 +145,7 @@ def launch(
 
     On a CUDA device a launch goes through Triton, which compiles, with fewer stages or a smaller
     configuration where the table's does not fit (`compile_to_fit`). A `torch_attn.replay.Capture`
-    around the call gets what launches the kernel again.
+    around the call gets a function that relaunches the kernel.
 
     Args:
         name: the kernel's name in the configuration tables.
@@ -175,7 +175,7 @@ def _launch(
     constants: tuple[Hashable, ...],
     options: dict[str, Hashable],
 ) -> Launcher | None:
-    """Launch a kernel; returns what launches it again, if it was compiled and launched."""
+    """Launch a kernel; return what relaunches it, if it was compiled."""
     device, target = operands[0].device, backend.target
     config = backend.configs(spec)[name]
     layouts = tuple(None if x is None else _layout(x) for x in operands)

@@ -1,6 +1,6 @@
 """The torch operator `torch_attn::paged_attention`: a kernel for every backend, and a fake kernel.
 
-It is registered as those of `torch_attn.decode_ops`, and waits for the device as little. `vmap` is
+It is registered like those of `torch_attn.decode_ops`, and never waits for the device. `vmap` is
 refused: sequences of another batch are further sequences of a packed one.
 """
 

@@ -1,14 +1,13 @@
 """Capture what a host function does, and replay it with other operands of the same layouts.
 
 A host function, such as ``kernels.portable.flash_bwd.flash_bwd``, allocates tensors and launches
-kernels. Which ones follows from its operands' layouts alone. So a `Replay` does the same again
-without it: it allocates and launches, with arguments that are prepared but for the addresses. It is
-a Python function that is written here, line by line: a loop over prepared steps takes half as long
-again.
+kernels. Which ones follows from its operands' layouts alone. So a `Replay` repeats them without the
+host function: it allocates and launches, with arguments of which only the addresses are new. It is
+a Python function, generated as source: interpreting the steps takes 50 % longer.
 
 A capture is a dispatch mode: it sees what torch does for the function, and `torch_attn.launch`
-tells it the launches. A view that only kernels read is the address of its base. Buffers that only
-kernels read and write are parts of one allocation.
+reports the launches. A view that only kernels read becomes the address of its base. Buffers that
+only kernels read and write are parts of one allocation.
 """
 
 from __future__ import annotations
@@ -98,7 +97,7 @@ def capture(function: Callable[..., Any], operands: Sequence[Tensor | None]) -> 
     """Call a host function on operands of a CUDA device, and capture what it does.
 
     Returns:
-        Its results, a tuple of tensors and None, or None; and what replays it.
+        The results, a tuple of tensors and None, or None; and the `Replay`.
     """
     # One tensor may be several operands here, and not the next time.
     own = [None if x is None else x.detach() for x in operands]
@@ -125,7 +124,7 @@ class _Writer:
         self._signature = ", ".join(parameters)
         device = next(x.device for x in operands if x is not None)
         self._device = torch.cuda.current_device() if device.index is None else device.index
-        # What the function reads besides its parameters.
+        # Global names of the function.
         self._values: dict[str, Any] = {
             "torch": torch,
             "empty": private.empty_strided_cuda,
@@ -175,7 +174,7 @@ class _Writer:
             self._lines.append("scratch_at = scratch.data_ptr()")
 
     def _operate(self, i: int, step: _Operation) -> None:
-        """Write an operation; one in place returns what has a name already."""
+        """Write an operation; the result of one in place has a name already."""
         arguments = [
             self._tensor(x) if isinstance(x, Tensor) else self._value(f"argument{i}_{n}", x)
             for n, x in enumerate(step.args)
@@ -206,14 +205,14 @@ class _Writer:
 def _reduce(
     steps: Sequence[_Launch | _Operation], results: Sequence[Tensor | None]
 ) -> tuple[list[_Launch | _Operation], dict[int, Tensor], dict[int, Tensor], dict[int, int]]:
-    """Find what can be done without a tensor.
+    """Find the tensors that a replay need not make.
 
     Tensors are keyed by their id.
 
     Returns:
         The steps but for allocations and views that are not needed; the tensors to allocate,
         or views with the layout that they are to have; those in scratch memory; and for each view
-        that is left out what stands for it.
+        that is left out the tensor in its stead.
     """
     allocated = {
         id(step.result): step.result
@@ -234,7 +233,7 @@ def _reduce(
         elif not step.is_allocation:
             view, base = id(step.result), id(step.args[0])
             only_launched = step.is_address_of_base and view not in read
-            # What is returned as a view alone is allocated as the view.
+            # A tensor returned only as a view gets the view's layout.
             stands_for = step.is_address_of_base and view not in computed and base in allocated
             if only_launched or (stands_for and base not in read):
                 bases[view] = base

@@ -18,7 +18,7 @@ def target_of(device: torch.device) -> str | None:
     """Return the target whose code runs on a device; None if it is no CUDA device.
 
     Raises:
-        ValueError: the target that was asked for is none.
+        ValueError: no such target.
         NotImplementedError: a CUDA device that nothing can be compiled for.
     """
     if device.type != "cuda":
@@ -47,7 +47,7 @@ def shared_memory(target: str, device: torch.device) -> int:
 def _properties(device: torch.device) -> tuple[tuple[int, int], int, int]:
     """Return compute capability, number of SMs, and bytes of shared memory that a block may have.
 
-    To ask each time takes microseconds.
+    Cached: each query takes microseconds.
     """
     properties: Any = torch.cuda.get_device_properties(device)
     capability = properties.major, properties.minor

@@ -110,8 +110,8 @@ def flash_attention_varlen(
     Raises:
         TypeError: an argument is not a `torch.Tensor` or has the wrong type or dtype.
         ValueError: shapes, devices or values that contradict each other.
-        NotImplementedError: a dtype, head size or device without kernels; forward mode; a second
-            derivative.
+        NotImplementedError: a dtype, head dimension or device without kernels; forward mode; a
+            second derivative.
 
     Source: Dao 2023 (FlashAttention-2), whose ``flash_attn_varlen_func`` takes such offsets.
 

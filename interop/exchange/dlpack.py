@@ -1,4 +1,4 @@
-"""Hand a tensor from one framework to the other through DLPack.
+"""Pass a tensor from one framework to the other through DLPack.
 
 Nothing here copies unless it was asked to: what cannot be shared is refused, with the way out
 in the message. The checks come first because the frameworks on their own narrow 64-bit types,
@@ -64,7 +64,7 @@ def to_jax(tensor: torch.Tensor, *, copy: bool | None = None) -> jax.Array:
     Raises:
         TypeError: not a plain dense tensor with memory of its own, or a 64-bit dtype while
             `jax_enable_x64` is off (with `copy=True` as well: JAX would narrow it).
-        ValueError: a tensor that requires grad, or that only a copy could hand over.
+        ValueError: a tensor that requires grad, or that only a copy could pass on.
         NotImplementedError: a dtype that the other side does not have.
 
     Example:
@@ -157,7 +157,7 @@ def _check_tensor(tensor: torch.Tensor) -> None:
 
 
 def _check_shareable(tensor: torch.Tensor) -> None:
-    """Refuse what only a copy can hand over."""
+    """Refuse what only a copy can pass on."""
     if tensor.is_conj() or tensor.is_neg():
         bit = "conjugate" if tensor.is_conj() else "negative"
         expected = "a tensor whose memory holds its values (copy=True makes a copy)"

@@ -1,4 +1,4 @@
-"""The parity harness: both implementations on the same tensors, held to one error budget.
+"""The parity harness: both implementations on the same tensors, with one error budget.
 
 ``python -m interop.parity`` makes each case's tensors once, in torch, hands them to JAX through
 `interop.exchange`, runs both frameworks, compares every output and gradient with the float64

@@ -1,4 +1,4 @@
-"""Run both implementations on the same tensors and hold them to one error budget.
+"""Run both implementations on the same tensors and compare them with one error budget.
 
 With ``--fuzz`` the problems are random ones (`interop.parity.fuzz`).
 
@@ -186,7 +186,7 @@ def _parser() -> argparse.ArgumentParser:
         "--fuzz",
         type=count,
         metavar="SECONDS",
-        help="run random problems for so long, each with a time limit, in place of a suite",
+        help="run random problems for SECONDS, each with a time limit, instead of a suite",
     )
     parser.add_argument(
         "--seed", type=int, default=0, metavar="N", help="of the random problems (default: 0)"

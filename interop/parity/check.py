@@ -1,4 +1,4 @@
-"""Hold results to their error budgets: against the oracle, and against the other side's."""
+"""Check results by their error budgets: against the oracle, and against the other side's."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NAN = Agreement(math.inf, 0.0, math.inf, 0.0, finite=False)
 
 
 def agreements(results: Tensors, expected: Expectation) -> dict[str, Agreement]:
-    """Hold results of a whole problem, some or all of them, to the oracle's."""
+    """Compare some or all results of a whole problem with the oracle's."""
 
     spec = expected.part.spec
     is_tf32 = isinstance(spec, AttentionSpec) and spec.precision == "tf32"
@@ -82,7 +82,7 @@ def check_of(
 def compare(
     results: Mapping[Subject, Tensors], expected: Sequence[Expectation]
 ) -> list[Comparison]:
-    """Hold every result to its budget, and each torch_attn to each pallas_attn result.
+    """Check every result by its budget, and each torch_attn against each pallas_attn result.
 
     Returns:
         One comparison for each subject and output and for each pair of twins and output; where
@@ -105,7 +105,7 @@ def compare(
 
 
 def compare_sides(name: str, a: torch.Tensor, b: torch.Tensor, *budgets: Agreement) -> Agreement:
-    """Hold both sides' results to each other; `budgets` are those of a and b to the oracle."""
+    """Compare both sides' results; `budgets` are those of a and b against the oracle."""
     if name == "lse":
         return compare_lse(a, b, max(budget.max_budget for budget in budgets))
     return compare_twins(a, b, *budgets)

@@ -132,8 +132,8 @@ def parts_of(spec: Spec) -> list[Part]:
     elements = spec.batch * spec.seq_q * spec.heads_q * spec.head_dim
     if elements <= SAMPLE_ABOVE:
         return [Part(spec)]
-    places = (0, (1 << 31) - 1, 1 << 31, elements - 1)
-    return [_around(spec, element) for element in places if element < elements]
+    samples = (0, (1 << 31) - 1, 1 << 31, elements - 1)
+    return [_around(spec, element) for element in samples if element < elements]
 
 
 def sample_of(spec: Spec, samples: int = SAMPLES) -> list[Part]:
@@ -342,7 +342,7 @@ def _heads(spec: AttentionSpec) -> list[Part]:
 
 
 def _chunks(spec: AttentionSpec) -> Iterator[Part]:
-    """Yield the kv heads, so many queries at a time that their scores are at most `SCORES`.
+    """Yield the kv heads in chunks of queries, of at most `SCORES` scores each.
 
     A dilated attention is one chunk: which tokens a head keeps follows from its number.
     """

@@ -53,8 +53,13 @@ def ratio_plot(report: Report) -> Figure:
     for (output, title), lane in lanes.items():
         y = outputs.index(output) * step + titles.index(title)
         spots = [
-            (min(max(ratio, LEFT_EDGE), right_edge), y + LANE_HEIGHT * (place - 0.5), ratio, name)
-            for name, place, ratio in lane
+            (
+                min(max(ratio, LEFT_EDGE), right_edge),
+                y + LANE_HEIGHT * (position - 0.5),
+                ratio,
+                name,
+            )
+            for name, position, ratio in lane
         ]
         _draw_lane(axes, y, spots, colours[title])
     for title, colour in colours.items():
@@ -64,12 +69,12 @@ def ratio_plot(report: Report) -> Figure:
 
 
 def _lanes(report: Report) -> dict[tuple[str, str], list[tuple[str, float, float]]]:
-    """Return by output and title: each case's name, its place from 0 to 1, and its ratio."""
+    """Return by output and title: each case's name, its position from 0 to 1, and its ratio."""
     lanes = defaultdict(list)
     for i, case in enumerate(report.cases):
         for c in case.comparisons:
-            place = (i + 0.5) / len(report.cases)
-            lanes[c.output, c.title].append((case.name, place, c.agreement.ratio))
+            position = (i + 0.5) / len(report.cases)
+            lanes[c.output, c.title].append((case.name, position, c.agreement.ratio))
     return lanes
 
 

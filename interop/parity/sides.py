@@ -169,7 +169,7 @@ class TorchSide:
 
 
 class PallasSide:
-    """pallas_attn on torch tensors, jitted. An object keeps what it has compiled."""
+    """pallas_attn on torch tensors, jitted. An object caches what it has compiled."""
 
     api = pallas_attn
     compiler_options: dict[str, bool] = {}  # noqa: RUF012 - of `jax.jit`; never changed

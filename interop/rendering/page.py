@@ -1,4 +1,4 @@
-"""Put a report together as one HTML page that needs nothing else."""
+"""Write a report as one HTML page that needs nothing else."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ NO_OPTIONS = {
 WINDOW = "window_size: expected None or a pair (left, right) of non-negative integers or None, got "
 SOFTCAP = "softcap: expected a positive number up to 2**100 or None, got "
 SCALE = "scale: expected a finite number or None, got "
-SIZE = "expected a head size from 16 to 256 in steps of 8, got "
+SIZE = "expected a head dimension from 16 to 256 in steps of 8, got "
 
 
 def check(changes=None, **options):
@@ -87,7 +87,7 @@ def check(changes=None, **options):
         (ValueError, "v: expected q's batch size 2, got 1", {"v": {"shape": (1, 7, 2, 48)}}),
         (ValueError, "v: expected k's length 7, got 6", {"v": {"shape": (2, 6, 2, 48)}}),
         (ValueError, "v: expected k's 2 heads, got 4", {"v": {"shape": (2, 7, 4, 48)}}),
-        (ValueError, "k: expected q's head size 32, got 40", {"k": {"shape": (2, 7, 2, 40)}}),
+        (ValueError, "k: expected q's head dimension 32, got 40", {"k": {"shape": (2, 7, 2, 40)}}),
         (
             ValueError,
             "q: expected a number of heads divisible by k's 2, got 5",

@@ -68,7 +68,7 @@ def check(changes=None, **options):
         ),
         (ValueError, "v: expected k's length 13, got 12", {"v": {"shape": (12, 2, 48)}}),
         (ValueError, "v: expected k's 2 heads, got 1", {"v": {"shape": (13, 1, 48)}}),
-        (ValueError, "k: expected q's head size 32, got 40", {"k": {"shape": (13, 2, 40)}}),
+        (ValueError, "k: expected q's head dimension 32, got 40", {"k": {"shape": (13, 2, 40)}}),
         (
             ValueError,
             "q: expected a number of heads divisible by k's 2, got 5",

@@ -110,7 +110,8 @@ def test_pairs_and_masks_are_checked_at_once():
         (torch_modules, torch.zeros, {}),
         (jax_modules, jnp.zeros, {"rngs": nnx.Rngs(0)}),
     ):
-        with pytest.raises(NotImplementedError, match=r"^num_heads: .*head size from 16 .*it 4$"):
+        message = r"^num_heads: .*head dimension from 16 .*it 4$"
+        with pytest.raises(NotImplementedError, match=message):
             package.MultiHeadDilatedAttention(64, 16, [4], [1], **own)
         with pytest.raises(ValueError, match="a multiple of its rate 3, got 64"):
             package.MultiHeadDilatedAttention(64, 4, [64], [3], **own)

@@ -259,7 +259,9 @@ def test_the_backward_of_packed_large_heads_is_another_familys():
         traced = jax.jit(packed_gradients).trace(*operands)
         names = {*re.findall(r"\bname=(flash_(?:fwd|bwd)\w*)", str(traced.jaxpr))}
         assert names == {"flash_fwd", "flash_bwd_preprocess", "flash_bwd_dq", "flash_bwd_dkdv"}
-        with pytest.raises(NotImplementedError, match="packed sequences has heads of at most 128"):
+        with pytest.raises(
+            NotImplementedError, match="packed sequences has head dimensions up to 128"
+        ):
             jax.jit(partial(packed_gradients, implementation="mosaic")).trace(*operands)
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 Q, K, V = (2, 5, 4, 32), (2, 7, 2, 32), (2, 7, 2, 48)
-SIZE = "expected a head size from 16 to 256 in steps of 8, got "
+SIZE = "expected a head dimension from 16 to 256 in steps of 8, got "
 WINDOW = "window_size: expected None or a pair (left, right) of non-negative integers or None, got "
 INT_IDS = {"q_segment_ids": "int32", "kv_segment_ids": "int32"}
 
@@ -29,8 +29,8 @@ MISTAKES = {
     "batch of v": (ValueError, "v: expected q's batch size 2, got 3", {"v": (3, 7, 2, 48)}, {}, {}),
     "length of v": (ValueError, "v: expected k's length 7, got 8", {"v": (2, 8, 2, 48)}, {}, {}),
     "heads of v": (ValueError, "v: expected k's 2 heads, got 1", {"v": (2, 7, 1, 48)}, {}, {}),
-    "head size of k": (
-        ValueError, "k: expected q's head size 32, got 64", {"k": (2, 7, 2, 64)}, {}, {},
+    "head dimension of k": (
+        ValueError, "k: expected q's head dimension 32, got 64", {"k": (2, 7, 2, 64)}, {}, {},
     ),
     "heads of q": (
         ValueError, "q: expected a number of heads divisible by k's 2, got 3",
@@ -40,13 +40,15 @@ MISTAKES = {
         ValueError, "q: expected a number of heads divisible by k's 0, got 4",
         {"k": (2, 7, 0, 32), "v": (2, 7, 0, 48)}, {}, {},
     ),
-    "head size too small": (
+    "head dimension too small": (
         NotImplementedError, f"q: {SIZE}8", {"q": (2, 5, 4, 8), "k": (2, 7, 2, 8)}, {}, {},
     ),
-    "head size too large": (
+    "head dimension too large": (
         NotImplementedError, f"q: {SIZE}264", {"q": (2, 5, 4, 264), "k": (2, 7, 2, 264)}, {}, {},
     ),
-    "head size between steps": (NotImplementedError, f"v: {SIZE}20", {"v": (2, 7, 2, 20)}, {}, {}),
+    "head dimension between steps": (
+        NotImplementedError, f"v: {SIZE}20", {"v": (2, 7, 2, 20)}, {}, {},
+    ),
     "dtype of k": (
         TypeError, "k: expected q's dtype bfloat16, got float16", {}, {"k": "float16"}, {},
     ),

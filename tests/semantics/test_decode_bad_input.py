@@ -34,7 +34,7 @@ APPEND_PACKED = APPEND | {
 }
 MERGE = {"outs": ((5, 2, 3, 4, 48), "bfloat16"), "lses": ((5, 2, 4, 3), "float32")}
 
-SIZE = "expected a head size from 16 to 256 in steps of 8, got "
+SIZE = "expected a head dimension from 16 to 256 in steps of 8, got "
 WINDOW = "window_size: expected None or a pair (left, right) of non-negative integers or None, got "
 SPLITS = "num_splits: expected None or an integer from 1 to 256, got "
 PAGES = "expected one of the pool's 9 pages, got "
@@ -120,7 +120,7 @@ DECODE_MISTAKES = [
     (ValueError, "seq_lens: expected shape (2,), got (3,)", {"seq_lens": ((3,), "int32")}, {}),
     (ValueError, "seq_lens: expected shape (2,), got (2, 1)", {"seq_lens": ((2, 1), "int32")}, {}),
     (
-        ValueError, "q: expected k_pages' head size 32, got 40",
+        ValueError, "q: expected k_pages' head dimension 32, got 40",
         {"q": ((2, 3, 4, 40), "bfloat16")}, {},
     ),
     (
@@ -241,7 +241,7 @@ MERGE_MISTAKES = [
         {"lses": ((5, 2, 4), "float32")}, {},
     ),
 ]  # fmt: skip
-ROTARY = "expected shape (positions, R / 2) with R from 2 to k_pages' head size 32, got "
+ROTARY = "expected shape (positions, R / 2) with R from 2 to k_pages' head dimension 32, got "
 PACKED_MISTAKES = [
     (
         ValueError,
@@ -345,7 +345,7 @@ PAGED_MISTAKES = [
         {"k_pages": ((9, 8, 2, 32), "float16")}, {},
     ),
     (
-        ValueError, "q: expected k_pages' head size 32, got 40",
+        ValueError, "q: expected k_pages' head dimension 32, got 40",
         {"q": ((7, 4, 40), "bfloat16")}, {},
     ),
     (

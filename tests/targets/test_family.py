@@ -18,10 +18,10 @@ GLUON, GLUON_SM90, TRITON, REFERENCE = FAMILIES["torch_attn"]
 
 
 def only_head_size_128(operation, spec, target):
-    """Support one head size, on Hopper."""
+    """Support one head dimension, on Hopper."""
     if target != "sm90":
         return "it is for sm90"
-    return None if spec.head_dim == 128 else f"head size {spec.head_dim}"
+    return None if spec.head_dim == 128 else f"head dimension {spec.head_dim}"
 
 
 def forward_alone(operation, spec, target):
@@ -104,7 +104,7 @@ def test_the_explicit_kernels_are_the_best_for_sm90():
         ("torch_attn", (64, 64), None),
         ("pallas_attn", (64, 72), None),
         ("pallas_attn", (256, 64), None),
-        ("pallas_attn", (64, 64), "its packed sequences have heads of more than 64"),
+        ("pallas_attn", (64, 64), "its packed sequences have head dimensions above 64"),
     ],
 )
 def test_packed_sequences_are_explicit_on_sm90_where_that_is_faster(
@@ -127,17 +127,17 @@ def test_the_backward_of_packed_sequences_on_sm90():
         backend, _ = choice(None, "sm90", problem, operation="flash_bwd")
         assert backend == Backend(GLUON_SM90, "sm90")
     short = replace(spec, num_sequences=9)
-    with pytest.raises(NotImplementedError, match=r"takes at least 16 keys, in the mean$"):
+    with pytest.raises(NotImplementedError, match=r"takes at least 16 keys, on average$"):
         choice("gluon", "sm90", short, operation="flash_bwd")
 
 
 @pytest.mark.parametrize(
     ("head_dims", "reason"),
     [
-        ((64, 64), "its packed sequences have heads of more than 64"),
+        ((64, 64), "its packed sequences have head dimensions above 64"),
         ((64, 72), None),
         ((128, 128), None),
-        ((136, 128), "its backward of packed sequences has heads of at most 128"),
+        ((136, 128), "its backward of packed sequences has head dimensions up to 128"),
     ],
 )
 def test_the_backward_of_packed_sequences_in_mosaic(monkeypatch, head_dims, reason):
@@ -179,7 +179,7 @@ CHUNKS = PagedCase("", (9,) * 4, heads_q=16, heads_kv=4, head_dim=128, new_token
     [
         ({}, None),
         ({"tokens": 4 * 31 + 1, "num_splits": 1}, None),  # rounded up, 32 tokens of 4 heads
-        ({"tokens": 4 * 31}, "its paged attention is for chunks, of 128 query rows in the mean"),
+        ({"tokens": 4 * 31}, "its paged attention is for chunks, of 128 query rows on average"),
         ({"heads_q": 20}, "its kv heads have a power of two of query heads, at most 64"),
         ({"rows_aligned": False}, "TMA loads rows that begin at multiples of 16 bytes"),
         ({"num_splits": 2}, "it does not split keys"),
@@ -306,13 +306,17 @@ def test_without_a_gpu_kernels_run_in_the_interpreter_when_asked_for():
 def test_the_first_family_that_supports_the_problem_runs_it(fast):
     small, large = SPEC, AttentionSpec(1, 128, 128, 2, 2, 128, 128, "float16", 0.125)
     assert choice(None, "sm90", large) == (Backend(fast, "sm90"), ())
-    assert choice(None, "sm90", small) == (Backend(TRITON, "sm90"), ("fast: head size 64",))
+    assert choice(None, "sm90", small) == (Backend(TRITON, "sm90"), ("fast: head dimension 64",))
     assert choice(None, "sm80", large) == (Backend(TRITON, "sm80"), ("fast: it is for sm90",))
 
 
 @pytest.mark.parametrize(
     ("target", "reason"),
-    [("sm90", "head size 64"), ("sm80", "it is for sm90"), (None, "its kernels compile for CUDA")],
+    [
+        ("sm90", "head dimension 64"),
+        ("sm80", "it is for sm90"),
+        (None, "its kernels compile for CUDA"),
+    ],
 )
 def test_a_name_is_a_request(fast, target, reason):
     with pytest.raises(NotImplementedError, match=f"^implementation: .*, got 'fast': {reason}"):
@@ -324,7 +328,7 @@ def test_an_explanation_names_what_was_passed_over(fast):
     reason = "the first that supports the problem on this device"
     assert said[:2] == [
         f"triton (compiled, sm90 code on a card): {reason}",
-        "  not fast: head size 64",
+        "  not fast: head dimension 64",
     ]
     assert said[2].startswith("  flash_fwd: FlashConfig(")
 
@@ -360,7 +364,7 @@ def test_families_of_one_name_are_tried_in_turn(fast, monkeypatch):
     monkeypatch.setitem(family.FAMILIES, "torch_attn", (other, fast, TRITON, REFERENCE))
     large = AttentionSpec(1, 128, 128, 2, 2, 128, 128, "float16", 0.125)
     assert choice("fast", "sm90", large) == (Backend(fast, "sm90"), ("fast: only even days",))
-    with pytest.raises(NotImplementedError, match=r"'fast': only even days; head size 64$"):
+    with pytest.raises(NotImplementedError, match=r"'fast': only even days; head dimension 64$"):
         choice("fast", "sm90")
 
 

@@ -170,7 +170,7 @@ def test_compile_does_not_trace_again_for_other_lengths(torch_device):
     [
         ("paged_decode", {"seq_lens": torch.zeros(5)}, "seq_lens: expected dtype int32"),
         ("append_kv", {"v_new": torch.zeros(5, 3, 2, 8).bfloat16()}, "v_new: expected shape"),
-        ("merge_states", {"q": torch.zeros(1, 1, 1, 20)}, "outs: expected a head size from"),
+        ("merge_states", {"q": torch.zeros(1, 1, 1, 20)}, "outs: expected a head dimension from"),
     ],
 )
 def test_compile_refuses_bad_input_while_tracing(torch_device, function, wrong, message):

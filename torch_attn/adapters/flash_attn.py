@@ -193,7 +193,7 @@ def flash_attn_with_kvcache(
         softcap: scores become ``softcap * tanh(score / softcap)``; 0.0 leaves them.
         rotary_interleaved: pairs are dimensions 2i and 2i + 1, not i and i + R / 2.
         alibi_slopes: None.
-        num_splits: parts, up to 256, that each sequence's keys are worked on in; 0 chooses.
+        num_splits: parts, up to 256, that each sequence's keys are divided into; 0 chooses.
         return_softmax_lse: return the log-sum-exp as well.
 
     Returns:

@@ -254,7 +254,7 @@ def attention_forward(
 def _packed_sequences(mask_function: Callable[..., Tensor] | None) -> Tensor | None:
     """Return the segment ids of a mask of packed sequences, None for any other mask function.
 
-    transformers hands over the function alone: the ids are in its closure. A function that is not
+    transformers passes the function alone: the ids are in its closure. A function that is not
     exactly the one of `packed_sequence_compatibility_function`, over a causal or sliding mask of
     transformers, is another.
     """

@@ -19,7 +19,7 @@ class Explanation:
         reason: one sentence on why.
         configs: the configuration of each kernel that would run. One that does not fit the device's
             shared memory runs with fewer stages (docs/targets.md).
-        num_splits: parts that a paged decode's sequences are worked on in; None elsewhere.
+        num_splits: parts that a paged decode divides each sequence's keys into; None elsewhere.
         passed_over: a line for each faster family that does not run the call, with the reason.
         backward: what a backward would run, or why it would be refused, where the forward's family
             does not run it; else None.

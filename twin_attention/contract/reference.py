@@ -2,7 +2,7 @@
 
 Everything is computed in one dtype, the caller's choice:
 
-- float64 gives the reference that both implementations are held to;
+- float64 gives the reference that both implementations are checked against;
 - the inputs' own dtype gives `lp`, the plain low-precision run that sets the error budget;
 - float32 gives the ``"reference"`` implementation of `pallas_attn` and `torch_attn`. With
   `precision` "tf32" its products take the operands as tensor cores do, and it is that `lp` as well.

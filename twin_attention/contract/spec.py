@@ -158,7 +158,7 @@ class AttentionSpec:
         deterministic: bool | None,
         precision: Precision = "ieee",
     ) -> AttentionSpec:
-        """Describe the problem of operands that fit together."""
+        """Describe the problem of matching operands."""
         batch, seq_q, heads_q, head_dim = operands.q.shape
         _, seq_kv, heads_kv, head_dim_v = operands.v.shape
         return cls(
@@ -244,7 +244,7 @@ class VarlenSpec(AttentionSpec):
         deterministic: bool | None,
         precision: Precision = "ieee",
     ) -> VarlenSpec:
-        """Describe the problem of operands that fit together."""
+        """Describe the problem of matching operands."""
         tokens_q, heads_q, head_dim = operands.q.shape
         tokens_kv, heads_kv, head_dim_v = operands.v.shape
         return cls(
@@ -306,7 +306,7 @@ class BlockSparseSpec(AttentionSpec):
         deterministic: bool | None,
         precision: Precision = "ieee",
     ) -> BlockSparseSpec:
-        """Describe the problem of operands that fit together."""
+        """Describe the problem of matching operands."""
         dense = FlashOperands(operands.q, operands.k, operands.v)
         same = AttentionSpec.of(dense, dtype, scale, window, softcap, deterministic, precision)
         mask_batch, mask_heads, tiles_q = operands.kv_counts.shape
@@ -339,8 +339,9 @@ class Dilation(NamedTuple):
 
 
 def dilated_calls(dilations: tuple[Dilation, ...]) -> tuple[tuple[Dilation, ...], ...]:
-    """Return the pairs that keep equally many tokens of a segment together: each is one call of the
-    kernels. Their order does not depend on that of the pairs.
+    """Group the pairs that keep equally many tokens of a segment, for one call of the kernels each.
+
+    Its order does not depend on that of the pairs.
     """
     dilations = tuple(sorted(dilations))
     lengths = dict.fromkeys(x.kept for x in dilations)
@@ -370,7 +371,7 @@ class DilatedSpec(AttentionSpec):
         *,
         dilations: tuple[Dilation, ...],
     ) -> DilatedSpec:
-        """Describe the problem of operands that fit together."""
+        """Describe the problem of matching operands."""
         same = AttentionSpec.of(operands, dtype, scale, window, softcap, deterministic, precision)
         return cls(**vars(same), dilations=dilations)
 
@@ -412,7 +413,7 @@ class PagedCache:
     def of(
         cls, operands: DecodeOperands | PagedOperands | AppendOperands, dtype: str
     ) -> PagedCache:
-        """Describe the cache of operands that fit together; `dtype` is the pool's."""
+        """Describe the cache of matching operands; `dtype` is the pool's."""
         num_pages, page_size, heads, head_dim = operands.k_pages.shape
         return cls(
             num_pages=num_pages,
@@ -431,7 +432,7 @@ class PagedCache:
 
     @property
     def is_empty(self) -> bool:
-        """True when it has no place for a key of any sequence."""
+        """True when it has no slot for a key of any sequence."""
         return 0 in (self.num_pages, self.capacity)
 
     @property
@@ -452,7 +453,7 @@ class AppendSpec:
     Token ``t`` of a sequence of length ``n`` goes to position ``n - tokens + t``.
 
     Attributes:
-        batch, tokens: sequences, and new tokens of each; if `packed`, of all of them together.
+        batch, tokens: sequences, and new tokens of each; if `packed`, of all of them.
         cache: where keys and values go.
         dtype: of the new tokens.
         heads_q: query heads that are rotated as well.
@@ -476,7 +477,7 @@ class AppendSpec:
     def of(
         cls, operands: AppendOperands, dtype: str, kv_dtype: str, interleaved: bool
     ) -> AppendSpec:
-        """Describe the problem of operands that fit together; `kv_dtype` is the pool's."""
+        """Describe the problem of matching operands; `kv_dtype` is the pool's."""
         q, cos, offsets = operands.q, operands.rotary_cos, operands.cu_seqlens_q
         packed = offsets is not None
         tokens = operands.k_new.shape[:-2]
@@ -524,7 +525,7 @@ class DecodeSpec:
         scale: factor of the scores q·k.
         window_left: keys seen to the left of the position; None is unlimited.
         softcap: scores become ``softcap * tanh(score / softcap)``; None leaves them.
-        num_splits: parts that each sequence's keys are worked on in; None leaves it to the side.
+        num_splits: parts that each sequence's keys are divided into; None leaves it to the side.
     """
 
     batch: int
@@ -548,7 +549,7 @@ class DecodeSpec:
         softcap: float | None,
         num_splits: int | None,
     ) -> DecodeSpec:
-        """Describe the problem of operands that fit together; `kv_dtype` is the pool's."""
+        """Describe the problem of matching operands; `kv_dtype` is the pool's."""
         batch, *tokens, heads_q, head_dim = operands.q.shape
         return cls(
             batch=batch,
@@ -628,7 +629,7 @@ class DecodeSpec:
 class PagedSpec(DecodeSpec):
     """A paged decode of any number of new tokens a sequence, which is data on the device.
 
-    `tokens` are those of all sequences together, one after the other. Positions and visible keys
+    `tokens` counts those of all sequences, one after the other. Positions and visible keys
     are those of each `sequence`.
 
     Attributes:
@@ -648,7 +649,7 @@ class PagedSpec(DecodeSpec):
         softcap: float | None,
         num_splits: int | None,
     ) -> PagedSpec:
-        """Describe the problem of operands that fit together; `kv_dtype` is the pool's."""
+        """Describe the problem of matching operands; `kv_dtype` is the pool's."""
         tokens, heads_q, head_dim = operands.q.shape
         return cls(
             batch=operands.cu_seqlens_q.shape[0] - 1,
@@ -664,7 +665,7 @@ class PagedSpec(DecodeSpec):
 
     @property
     def rows(self) -> int:
-        """Query rows that read the keys of one kv head of a sequence, in the mean, rounded up."""
+        """Mean query rows per kv head and sequence, rounded up."""
         return -(-self.tokens // max(1, self.batch)) * self.group_size
 
     def merge(self, num_splits: int) -> MergeSpec:
@@ -672,7 +673,7 @@ class PagedSpec(DecodeSpec):
         return MergeSpec(num_splits, 1, self.tokens, self.heads_q, self.head_dim_v, self.dtype)
 
     def sequence(self, tokens: int) -> DecodeSpec:
-        """Return the problem of one of its sequences by itself, which has so many new tokens."""
+        """Return the problem of one of its sequences by itself, with `tokens` new tokens."""
         same: dict[str, Any] = {x.name: getattr(self, x.name) for x in fields(DecodeSpec)}
         same["batch"], same["tokens"] = 1, tokens
         return DecodeSpec(**same)

@@ -1,4 +1,4 @@
-"""The error budget: the one place that says how wrong a result may be.
+"""The error budget: how wrong a result may be. No other module says so.
 
 `ref` is the float64 oracle on the already-rounded inputs, `lp` the same formula run plainly in
 the inputs' dtype (see `reference`), its products in TF32 where that was asked for. A result may be
@@ -20,7 +20,7 @@ Array = Any
 MAX_ERROR_FACTOR = {"output": 2.0, "gradient": 3.0}
 RMSE_FACTOR = {"output": 1.25, "gradient": 1.5}
 # The root mean square of fewer errors is chance: of 4 and 4 errors of one distribution it is 1.5
-# times as large every fifth time. These are held to the largest error alone.
+# times as large every fifth time. These are checked by the largest error alone.
 FEWEST_FOR_RMSE = 16
 MAX_ERROR_ULPS = 2
 LSE_TOLERANCE = 1e-5
@@ -80,7 +80,7 @@ def ulp(value: float, dtype: str) -> float:
 def compare_to_reference(
     got: Array, ref: Array, lp: Array, dtype: str, kind: str, lse: Array | None = None
 ) -> Agreement:
-    """Hold an output or gradient to its budget.
+    """Compare an output or gradient with its budget.
 
     Args:
         got: the result, in any floating dtype.
@@ -106,7 +106,7 @@ def compare_to_reference(
 
 
 def compare_lse(got: Array, ref: Array, tolerance: float = LSE_TOLERANCE) -> Agreement:
-    """Hold a log-sum-exp to a tolerance, relative where |lse| > 1; -inf must be met exactly."""
+    """Compare a log-sum-exp by a tolerance, relative where |lse| > 1; -inf must be met exactly."""
     xp = array_namespace(ref)
     got, ref = xp.astype(got, xp.float64), xp.astype(ref, xp.float64)
     empty = xp.isinf(ref)
@@ -133,7 +133,7 @@ def lse_tolerance(ref: Array, lp: Array, dtype: str) -> float:
 
 
 def compare_twins(a: Array, b: Array, budget_a: Agreement, budget_b: Agreement) -> Agreement:
-    """Hold two implementations to the sum of their budgets; neither may have a NaN."""
+    """Compare two implementations by the sum of their budgets; neither may have a NaN."""
     error, rmse, finite = _errors(a, b)
     has_nan = bool(array_namespace(a).any(array_namespace(a).isnan(a)))
     return Agreement(

@@ -1,4 +1,4 @@
-"""Argument checks: the only place that writes an error message about an argument.
+"""Argument checks. No other module writes an error message about an argument.
 
 Every message reads ``name: expected ..., got ...``. `ValueError` and `TypeError` are for what
 is wrong anywhere, `NotImplementedError` for what is valid but not supported here.
@@ -71,7 +71,7 @@ class Operand(NamedTuple):
     even_rows: bool = True
 
 
-_HEAD_DIMS = f"a head size from {HEAD_DIM_MIN} to {HEAD_DIM_MAX} in steps of {HEAD_DIM_STEP}"
+_HEAD_DIMS = f"a head dimension from {HEAD_DIM_MIN} to {HEAD_DIM_MAX} in steps of {HEAD_DIM_STEP}"
 
 
 def fail(error: type[Exception], name: str, expected: str, got: object) -> NoReturn:
@@ -140,7 +140,7 @@ def not_mapped_with_sinks_and_mask() -> NoReturn:
 
 
 class FlashOptions(NamedTuple):
-    """The options of `flash_attention`, checked; without a scale it follows from the head size."""
+    """Checked options of `flash_attention`; the default scale follows from the head dimension."""
 
     scale: float | None
     window: Window
@@ -150,7 +150,7 @@ class FlashOptions(NamedTuple):
 
 
 class DecodeOptions(NamedTuple):
-    """The options of a paged decode, checked; without a scale it follows from the head size."""
+    """Checked options of a paged decode; the default scale follows from the head dimension."""
 
     scale: float | None
     window_left: int | None
@@ -226,7 +226,7 @@ def check_flash_attention(operands: FlashOperands[Operand], options: FlashOption
     Raises:
         ValueError: ranks, sizes, devices, strides or values that contradict each other.
         TypeError: an argument of the wrong type or dtype.
-        NotImplementedError: a head size or dtype that the kernels do not take.
+        NotImplementedError: a head dimension or dtype that the kernels do not take.
     """
     _check_qkv(operands, ("[B, Sq, Hq, D]", "[B, Skv, Hkv, D]", "[B, Skv, Hkv, Dv]"))
     _check_sinks(operands)
@@ -299,7 +299,7 @@ def check_lists(kv_counts: Operand, kv_tiles: Operand, q_counts: Operand, q_tile
 def check_list_values(
     kv_counts: np.ndarray, kv_tiles: np.ndarray, q_counts: np.ndarray, q_tiles: np.ndarray
 ) -> None:
-    """Check the data of a block mask's lists, which fit each other.
+    """Check the data of a block mask's lists, whose shapes match.
 
     Raises:
         ValueError: a count out of range, or a tile in a list that does not exist or does not come
@@ -441,7 +441,7 @@ def check_paged_decode(operands: DecodeOperands[Operand], options: DecodeOptions
     Raises:
         ValueError: ranks, sizes, devices, strides or values that contradict each other.
         TypeError: an argument of the wrong type or dtype.
-        NotImplementedError: a head size, page size, dtype or number of tokens that the kernels
+        NotImplementedError: a head dimension, page size, dtype or number of tokens that the kernels
             do not take.
     """
     q = operands.q
@@ -506,7 +506,7 @@ def check_merge_states(outs: Operand, lses: Operand) -> MergeSpec:
     Raises:
         ValueError: ranks, sizes, devices or strides that contradict each other.
         TypeError: an argument of the wrong dtype.
-        NotImplementedError: a head size or dtype that the kernel does not take.
+        NotImplementedError: a head dimension or dtype that the kernel does not take.
     """
     if len(outs.shape) not in (4, 5):
         expected = "4 or 5 dimensions [N, B, H, Dv] or [N, B, S, H, Dv]"
@@ -699,7 +699,7 @@ def _check_queries(
     """Check what a decode takes beside its cache: heads, scales and sinks."""
     head_dim = operands.q.shape[-1]
     if head_dim != cache.head_dim:
-        fail(ValueError, "q", f"k_pages' head size {cache.head_dim}", head_dim)
+        fail(ValueError, "q", f"k_pages' head dimension {cache.head_dim}", head_dim)
     _check_heads(operands.q, cache)
     _check_scales(cache, operands.q, operands)
     _check_sinks(operands)
@@ -746,8 +746,8 @@ def _check_rotary(operands: AppendOperands[Operand], cache: PagedCache) -> None:
         fail(TypeError, "rotary_cos", f"dtype float32 or k_new's {k_new.dtype}", cos.dtype)
     _check_dtype(sin, cos.dtype, "rotary_cos' ")
     if len(cos.shape) != 2 or cos.shape[0] < 1 or not 1 <= cos.shape[1] <= cache.head_dim // 2:
-        expected = f"shape (positions, R / 2) with R from 2 to k_pages' head size {cache.head_dim}"
-        fail(ValueError, "rotary_cos", expected, cos.shape)
+        expected = "shape (positions, R / 2) with R from 2 to k_pages' head dimension "
+        fail(ValueError, "rotary_cos", f"{expected}{cache.head_dim}", cos.shape)
     if sin.shape != cos.shape:
         fail(ValueError, "rotary_sin", f"rotary_cos' shape {cos.shape}", sin.shape)
     for x in (cos, sin):
@@ -777,12 +777,12 @@ def _check_integer(name: str, value: Any, least: int, most: int, or_else: str = 
 
 
 def check_heads(d_model: Any, num_heads: Any, num_heads_kv: Any) -> tuple[int, int]:
-    """Check the sizes of a multi-head module; return the head size and the number of kv heads.
+    """Check the sizes of a multi-head module; return the head dimension and the number of kv heads.
 
     Raises:
         TypeError: one is no integer.
         ValueError: one is less than 1, or does not divide what it has to.
-        NotImplementedError: a head size that the kernels do not take.
+        NotImplementedError: a head dimension that the kernels do not take.
     """
     for name, x in (("d_model", d_model), ("num_heads", num_heads)):
         _check_integer(name, x, 1, WINDOW_UNLIMITED)
@@ -857,7 +857,7 @@ def _check_qkv(
     if v.shape[-2] != k.shape[-2]:
         fail(ValueError, "v", f"k's {k.shape[-2]} heads", v.shape[-2])
     if k.shape[-1] != q.shape[-1]:
-        fail(ValueError, "k", f"q's head size {q.shape[-1]}", k.shape[-1])
+        fail(ValueError, "k", f"q's head dimension {q.shape[-1]}", k.shape[-1])
     heads_q, heads_kv = q.shape[-2], k.shape[-2]
     if (heads_kv == 0 and heads_q != 0) or (heads_kv != 0 and heads_q % heads_kv != 0):
         fail(ValueError, "q", f"a number of heads divisible by k's {heads_kv}", heads_q)

@@ -50,10 +50,10 @@ def _is_packed(spec: Spec) -> bool:
 
 
 def _has_keys(count: int) -> Callable[[Spec], bool]:
-    """Return the condition of a flash attention of at least so many keys.
+    """Return the condition of a flash attention of at least `count` keys.
 
-    The lengths of packed sequences are data on the device. N of T keys count as 2T / (N + 1), which
-    the sequence of a key has in the mean if all ways to cut T keys are as likely.
+    The lengths of packed sequences are data on the device. N sequences of T keys count as
+    2T / (N + 1): the expected length of a random key's sequence.
     """
 
     def has_keys(spec: Spec) -> bool:
@@ -84,8 +84,8 @@ def _has_few_keys(spec: Spec) -> bool:
 def _has_many_programs(spec: Spec) -> bool:
     """Return True for a decode that should trade pipeline depth for occupancy.
 
-    That is: at most 32 query rows, `num_splits` not given, and so many programs (batch × kv heads)
-    that with the plain row the last wave of programs would leave most SMs of an H200 idle. The
+    That is: at most 32 query rows, `num_splits` not given, and a number of programs (batch × kv
+    heads) whose last wave, with the plain row, would leave most SMs of an H200 idle. The
     limits were measured there:
 
     - 16-bit cache, D up to 128: more than 384 programs, and at most 640 if a program has at most 16

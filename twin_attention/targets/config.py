@@ -15,7 +15,7 @@ without one of these columns the rows serve all of its values:
 
 - ``dtype_bits``: bits of an element of k and v: 16 for float16 and bfloat16, 32 for float32, 8 for
   a quantised cache.
-- ``head_dim``: the largest head size.
+- ``head_dim``: the largest head dimension.
 - ``when``: conditions of `twin_attention.targets.conditions` that all hold, joined by " and ";
   one after "not " is not to hold; "" always holds.
 
@@ -54,7 +54,7 @@ from twin_attention.targets.kernels import (
 
 PACKAGES = ("torch_attn", "pallas_attn")
 KEYS = ("dtype_bits", "head_dim", "when")
-HEAD_DIMS = (16, 32, 64, 128, 256)  # padded head sizes
+HEAD_DIMS = (16, 32, 64, 128, 256)  # padded head dimensions
 
 
 def padded_head_dim(head_dim: int) -> int:

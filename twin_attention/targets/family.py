@@ -3,7 +3,7 @@
 A side lists its families in order of speed, the reference last. ``implementation=None`` takes the
 first one that supports the problem on the device. A name is a request: no family of another name
 replaces it. One language may have kernels for several targets, or operations, each a family of its
-own. One behind another that supports as much runs where it is asked for by name.
+own. A family listed after one of equal coverage runs only on request.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ class Family:
 
 @cache
 def _function(family: Family, operation: str) -> Callable[..., Any]:
-    place = "reference" if family.folder is None else f"{family.folder}.{operation}"
-    return getattr(import_module(f"{family.package}.kernels.{place}"), operation)
+    module = "reference" if family.folder is None else f"{family.folder}.{operation}"
+    return getattr(import_module(f"{family.package}.kernels.{module}"), operation)
 
 
 @cache
@@ -99,7 +99,7 @@ def _missing_names(group: str) -> str | None:
 def _pallas_triton_supports(operation: str, spec: Spec, target: str | None) -> str | None:
     """Support every problem, with a JAX and a Triton that have the names that kernels use.
 
-    Those to compile with are not needed in the interpreter.
+    The interpreter needs no names of the compiler.
     """
     reason = _import_error(f"pallas_attn.kernels.portable.{operation}")
     if reason is None and target is not None:
@@ -110,8 +110,8 @@ def _pallas_triton_supports(operation: str, spec: Spec, target: str | None) -> s
 def _mosaic_sm80_supports(operation: str, spec: Spec, target: str | None) -> str | None:
     """Support what the SM80 kernels cover, with a JAX whose Mosaic GPU has the names they use.
 
-    `pallas_attn` asks on every machine, since it traces for CUDA on each. An older JAX is told by
-    its version, and with another one the import is that which tracing needs.
+    `pallas_attn` asks on every machine, since it traces for CUDA on each. An older JAX is detected
+    by its version; with a newer one the import is that which tracing needs anyway.
     """
     return (
         sm80.supports(operation, spec, target)

@@ -75,8 +75,9 @@ class SpecializedConfig(FlashConfig):
         block_q, block_kv: rows of a tile of q and of a tile of k and v.
         num_warps: warps per program: 4 for each 64 rows that stay, and the producer's 4.
         num_stages: tiles of k, and of v, in shared memory.
-        ping_pong: 0: the consumer warpgroups issue their products in any order; 1: in turn; 2: in
-            turn, and only the first waits for keys and values, since the others follow it.
+        ping_pong: 0: the consumer warpgroups issue their products in any order; 1: one
+            after the other; 2: as 1, and only the first waits for keys and values, since the others
+            follow it.
     """
 
     ping_pong: int
@@ -168,12 +169,12 @@ class Kernel:
         config: the class of its configurations.
         function: the function of its family that launches it, alone or with others.
         products: the matrix products of one tile, each by its size beside block_q and block_kv:
-            "d" is the head size of q and k, "dv" that of v.
+            "d" is the head dimension of q and k, "dv" that of v.
         accumulators: the float32 accumulators of a program, each by its number of columns.
         stationary: the field that counts the rows which a program keeps while it loops over the
             others.
-        deterministic: it is for backwards that are to be deterministic, or for those that need not
-            be; None is for both.
+        deterministic: True for deterministic backwards alone, False for the others alone, None
+            for both.
     """
 
     spec: type[Spec]

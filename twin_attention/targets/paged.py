@@ -15,7 +15,7 @@ def supports(spec: Spec) -> str | None:
     if isinstance(spec, AppendSpec) and spec.rotary_dim:
         return "its kernels rotate nothing"
     if isinstance(spec, DecodeSpec) and spec.cache.is_quantized and _odd_units(spec):
-        return "its copies of 16 bytes take head sizes that are multiples of 16 in 8 bits"
+        return "its copies of 16 bytes take head dimensions that are multiples of 16 in 8 bits"
     if isinstance(spec, DecodeSpec) and spec.cache.num_pages * spec.cache.page_size >= 2**31:
         return "its kernels number the keys of a pool in 32 bits"
     return None

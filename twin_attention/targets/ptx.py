@@ -10,7 +10,7 @@ from typing import NamedTuple
 from twin_attention.contract.spec import QUANTIZED_DTYPES
 from twin_attention.targets import tanh
 
-# So many maxima of a thread's scores are found side by side: one alone would wait for itself.
+# Independent maxima of a thread's scores, later merged: a single chain would wait for itself.
 _CHAINS = 4
 _LAST = f"c{len(tanh.NEAR) - 1}"  # the last coefficient of the polynomial
 _SMALLEST_NORMAL, _INFINITY = "0f00800000", "0f7F800000"

@@ -10,7 +10,7 @@ REGISTERS = 65536
 
 
 def programs_of_sm(block: int, *sizes: int) -> int:
-    """Return about how many programs of a portable kernel an SM has at a time, 1 to 4.
+    """Estimate how many programs of a portable kernel an SM holds at a time, 1 to 4.
 
     Their sums take half of its registers.
 
@@ -23,16 +23,16 @@ def programs_of_sm(block: int, *sizes: int) -> int:
 
 
 def heads_together(spec: AttentionSpec, num_tiles: int, programs: int) -> int:
-    """Return how many heads, the last ones, have their tiles taken together, the longest first.
+    """Return how many of the last heads are interleaved, their longest tiles first.
 
     Under a causal mask a head's last tile of queries takes longest, or its first of keys. With one
     head after the other, the last programs to start are a whole head's, and most SMs idle while its
-    long tiles end. So the tiles of the last heads are put in order together: twice as many tiles as
-    programs run at a time. The heads before follow each other, so that programs have tiles of all
+    long tiles end. So the tiles of the last heads are sorted as one list: twice as many tiles as
+    programs run at a time. The other heads follow each other, so that programs have tiles of all
     lengths at a time, and few heads' keys and values are read at once.
 
-    Packed sequences follow each other, each with tiles of any length, and all heads are taken
-    together: the grid ends with the shortest tiles of some sequence in all heads, and few of the
+    Packed sequences follow each other, each with tiles of any length, and all heads are
+    interleaved: the grid ends with the shortest tiles of some sequence in all heads, and few of the
     sequences are read at a time.
 
     Args:

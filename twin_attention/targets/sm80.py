@@ -35,8 +35,8 @@ def supports(operation: str, spec: Spec, target: str | None) -> str | None:
 def column_pieces(size: int) -> tuple[int, ...]:
     """Return the widths of the column pieces that the rows of a head are stored in.
 
-    A piece is a power of two and at least 16 wide, so a head size such as 96 takes a large and a
-    small piece, (64, 32), where one piece would be a third too wide.
+    A piece is a power of two and at least 16 wide, so a head dimension such as 96 takes a large and
+    a small piece, (64, 32), where one piece would be a third too wide.
     """
     whole = max(16, 1 << (size - 1).bit_length())
     half = whole // 2

@@ -10,7 +10,7 @@ from twin_attention.targets.config import padded_head_dim
 from twin_attention.targets.kernels import Spec
 from twin_attention.targets.target import NUM_SMS
 
-# Query rows of a kv head's program in paged attention; with fewer in the mean, most are padding.
+# Query rows of a kv head's program in paged attention; with fewer on average, most are padding.
 LEAST_ROWS = 128
 
 
@@ -48,7 +48,7 @@ def portable_uses_wgmma(kernel: str, spec: Spec) -> bool:
     """Return False where a portable kernel multiplies with SM80's mma.sync on SM90 too.
 
     Triton copies some tiles to wgmma through registers: of rows that are not aligned, and of TF32,
-    whose operands are rounded there. They take turns in one place of shared memory. ptxas of CUDA
+    whose operands are rounded there. They share one buffer of shared memory. ptxas of CUDA
     12.8, which Triton 3.6 has, then computes wgmma's descriptor of the second of two tiles of
     unlike widths from an address that is not the tile's: outputs are wrong, or an access is
     illegal. mma.sync has no descriptors, and takes operands from registers. A forward in TF32 is
@@ -67,9 +67,9 @@ def mosaic_leaves(operation: str, spec: Spec) -> str | None:
     if not isinstance(spec, VarlenSpec):
         return None
     if max(spec.head_dim, spec.head_dim_v) <= 64:
-        return "its packed sequences have heads of more than 64"
+        return "its packed sequences have head dimensions above 64"
     if operation == "flash_bwd" and has_large_heads(spec):
-        return "its backward of packed sequences has heads of at most 128"
+        return "its backward of packed sequences has head dimensions up to 128"
     return None
 
 
@@ -77,13 +77,13 @@ def _supports_backward(spec: AttentionSpec) -> str | None:
     """Return None for a backward that the kernels cover, else the reason why they do not."""
     sequences = spec.num_sequences if isinstance(spec, VarlenSpec) else 1
     if 0 < spec.seq_kv < 16 * sequences:
-        # With one key ds is 0: what wgmma rounds otherwise than delta's sum is all that is left.
-        return "its backward takes at least 16 keys" + ", in the mean" * (sequences > 1)
+        # With one key the exact ds is 0, so only rounding error would remain.
+        return "its backward takes at least 16 keys" + ", on average" * (sequences > 1)
     return None
 
 
 def has_large_heads(spec: Spec) -> bool:
-    """Return True for heads of more than 128, whose dk and dv need a kernel each."""
+    """Return True for head dimensions above 128, whose dk and dv need a kernel each."""
     return isinstance(spec, AttentionSpec) and max(spec.head_dim, spec.head_dim_v) > 128
 
 
@@ -101,7 +101,7 @@ def _supports_paged(spec: PagedSpec, target: str | None) -> str | None:
     if not spec.rows_aligned:
         return "TMA loads rows that begin at multiples of 16 bytes"
     if spec.rows < LEAST_ROWS:
-        return f"its paged attention is for chunks, of {LEAST_ROWS} query rows in the mean"
+        return f"its paged attention is for chunks, of {LEAST_ROWS} query rows on average"
     programs = spec.batch * spec.heads_kv * -(-spec.rows // LEAST_ROWS)
     needs_splits = spec.num_splits is None and 2 * programs <= NUM_SMS["sm90"]
     if needs_splits or spec.num_splits not in (None, 1):
@@ -112,8 +112,8 @@ def _supports_paged(spec: PagedSpec, target: str | None) -> str | None:
 def column_pieces(size: int) -> tuple[int, ...]:
     """Return the widths of the column pieces that a tile of a head is stored and multiplied in.
 
-    A piece is a power of two and at least 16 wide. As few pieces as give the least columns, three
-    at most: (64, 32, 16) for 112, (128, 64) for 192, and (256,) for 240.
+    A piece is a power of two and at least 16 wide. At most three pieces, with the
+    fewest columns: (64, 32, 16) for 112, (128, 64) for 192, and (256,) for 240.
     """
     rest, pieces = -(-size // 16) * 16, []
     while rest:

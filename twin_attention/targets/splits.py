@@ -1,4 +1,4 @@
-"""Choose in how many parts a paged decode works on each sequence's keys."""
+"""Choose into how many parts a paged decode divides each sequence's keys."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ ROWS_OF_CHUNKS = 64  # the least that a program has where a sequence may have ma
 def decode_kernel(spec: DecodeSpec) -> str:
     """Return whose configuration a paged decode runs with: paged_decode or paged_attention.
 
-    Nothing is known of the sequences but how many tokens all have together. With more than one
-    each in the mean, some may have very many, and small tiles would read their keys too often.
+    Only the number of tokens of all sequences is known. With more than one a sequence on average,
+    some may have very many, and small tiles would read their keys too often.
     """
     has_chunks = isinstance(spec, PagedSpec) and spec.tokens > spec.batch
     return "paged_attention" if has_chunks else "paged_decode"
@@ -29,7 +29,7 @@ def block_rows(spec: DecodeSpec, config: DecodeConfig) -> int:
 def num_row_tiles(spec: PagedSpec, rows: int) -> int:
     """Return the tiles of `rows` query rows that the sequences of a kv head own: at least theirs.
 
-    The lengths are on the device; see `sequences.py` of the kernels.
+    The lengths are on the device.
     """
     return spec.tokens * spec.group_size // rows + spec.batch + 1
 
@@ -54,9 +54,9 @@ def tiles_ahead(config: DecodeConfig) -> int:
 def programs_at_once(head_dim: int, config: DecodeConfig) -> int:
     """Return how many programs per SM saturate memory bandwidth, or tensor cores.
 
-    A program of a small head size has fewer bytes in flight, so more programs are needed. One of a
-    larger size with many query rows is the fastest alone: two hardly fit shared memory, and on an
-    A100 they do not. More than 64 rows are those of chunks: one program has an SM's registers.
+    A program of a small head dimension has fewer bytes in flight, so more programs are needed. One
+    of a larger size with many query rows is the fastest alone: two hardly fit shared memory, and on
+    an A100 they do not. More than 64 rows are those of chunks: one program has an SM's registers.
     """
     if isinstance(config, WarpDecodeConfig):
         return config.num_programs

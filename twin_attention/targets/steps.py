@@ -10,7 +10,7 @@ from functools import lru_cache
 
 from twin_attention.contract.spec import AttentionSpec, VarlenSpec, Window
 
-# A tile may take so much longer than an SM works in the mean before programs share it.
+# Programs share a tile that takes longer than this multiple of an SM's mean work.
 MOST_OF_MEAN = 1.25
 
 

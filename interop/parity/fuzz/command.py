@@ -91,7 +91,7 @@ def fuzz(
     Args:
         groups: subjects by target.
         device: "cuda" or "cpu".
-        seconds: to draw problems for; shrinking those that fail takes more.
+        seconds: to draw problems for; shrinking failures takes more.
         seed: of the problems.
         jobs: processes; None chooses.
         output: folder for ``fuzz.json``.
@@ -142,7 +142,7 @@ def _run_all(
     jobs: int,
     console: Console,
 ) -> Iterator[tuple[Problem, CaseResult]]:
-    """Yield random problems and their results; print those that fail."""
+    """Yield random problems and their results; print failures."""
     until = time.monotonic() + seconds
     drawn: dict[str, Problem] = {}
 
@@ -179,7 +179,7 @@ def _shrink_all(
     jobs: int,
     console: Console,
 ) -> list[Found]:
-    """Look for smaller problems, a few of those that fail alike, and print them."""
+    """Look for smaller problems that fail likewise, and print a few of them."""
     chosen, alike = [], Counter()
     for problem, result in found:
         failures_found = frozenset(failures_of(result))

@@ -40,7 +40,7 @@ def poisoned(count: int, dtype: torch.dtype, device: torch.device) -> torch.Tens
 
 
 def poison_free_memory(device: torch.device) -> None:
-    """Fill the memory that PyTorch's allocator hands out next, of small and of large blocks."""
+    """Fill the memory that PyTorch's allocator returns next, of small and of large blocks."""
     if device.type != "cuda":
         return
     torch.cuda.empty_cache()

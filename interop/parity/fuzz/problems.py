@@ -64,7 +64,7 @@ class Problem:
 
     Attributes:
         case: the problem; its name seeds the values.
-        rows: how operands lie in memory, by name; those that are not named are contiguous.
+        rows: how operands lie in memory, by name; others are contiguous.
         spread: standard deviation of q and k, where a case has such.
         hook: what tensors that autograd saves come back as, one of `HOOKS`, or "" for as they were.
         jax: run pallas_attn as well, which compiles anew for each shape.
@@ -168,7 +168,7 @@ class _Draw:
         )  # fmt: skip
 
     def lengths(self, most: int) -> tuple[int, ...]:
-        """Return the lengths of up to `most` sequences, which together are about as one."""
+        """Return the lengths of up to `most` sequences, whose sum is about that of one."""
         count = self.integer(0, most)
         return tuple(self.length() // max(1, count // 3) for _ in range(count))
 
@@ -309,7 +309,7 @@ def _append(name: str, shared: _Draw, own: _Draw) -> AppendCase:
     lengths = _fitting(lengths, cache)
     heads_q = cache.pop("heads_q")
     is_rotated = shared.chance(0.5)
-    # Of each sequence as many tokens, whose positions may be negative, or packed ones.
+    # The same number of tokens of each sequence, at positions that may be negative; or packed ones.
     is_packed = shared.chance(0.5)
     new = tuple(own.integer(0, n + 2) for n in lengths) if is_packed else None
     return AppendCase(
@@ -332,7 +332,7 @@ Rowed = Callable[[], Rows]
 
 
 def _rows(case: Case, draw: _Draw) -> dict[str, Rows]:
-    """Draw how the operands of a case lie in memory: contiguous, aligned with gaps, or anyhow."""
+    """Draw how the operands of a case lie in memory: contiguous, with aligned gaps, or anywhere."""
     names = {
         FlashCase: ("q", "k", "v", "dout"), BlockSparseCase: ("q", "k", "v", "dout"),
         VarlenCase: ("q", "k", "v", "dout"), DecodeCase: ("q", "k_pages", "v_pages"),
