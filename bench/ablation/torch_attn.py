@@ -12,8 +12,8 @@ import triton.language as tl
 from bench.ablation import ptx
 from bench.ablation.substitute import with_names
 from bench.records import WITH_BARRIERS, WITHOUT_SOFTMAX
+from torch_attn.kernels.library.softmax import online_softmax_update
 from torch_attn.kernels.portable import flash_fwd as shipped
-from torch_attn.kernels.portable.softmax import online_softmax_update
 
 WAIT: Any = tl.constexpr(ptx.WAIT)
 WAIT_CONSTRAINTS: Any = tl.constexpr(ptx.WAIT_CONSTRAINTS)

@@ -11,7 +11,7 @@ import triton.language as tl
 
 from interop.parity.cases import FlashCase
 from torch_attn.interpreter import interpreted
-from torch_attn.kernels.portable.block_mask import find_list
+from torch_attn.kernels.library.block_mask import find_list
 from torch_attn.kernels.portable.combine_bwd import combine_bwd_kernel
 from tuning.static.triton_aot import compile_kernels
 

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from torch_attn.interpreter import interpreted
-from torch_attn.kernels.portable.schedule import longest_first
+from torch_attn.kernels.library.schedule import longest_first
 
 
 @triton.jit

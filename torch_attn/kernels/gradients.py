@@ -10,11 +10,11 @@ import torch
 import triton
 from torch import Tensor
 
-from torch_attn.kernels.portable.block_mask import lists_of_keys, lists_of_queries
-from torch_attn.kernels.portable.segments import segment_ranges, segments_of
-from torch_attn.kernels.portable.sequences import num_padded_rows, offsets_of
-from torch_attn.kernels.portable.softmax import LOG2E
-from torch_attn.kernels.portable.tiles import ROW_PADDING
+from torch_attn.kernels.library.block_mask import lists_of_keys, lists_of_queries
+from torch_attn.kernels.library.segments import segment_ranges, segments_of
+from torch_attn.kernels.library.sequences import num_padded_rows, offsets_of
+from torch_attn.kernels.library.softmax import LOG2E
+from torch_attn.kernels.library.tiles import ROW_PADDING
 from torch_attn.launch import KernelCall, Prepared, launch, sequence_arguments
 from torch_attn.targets import num_sms
 from twin_attention.contract.operands import AttentionOperands

@@ -6,11 +6,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torch_attn.kernels.portable.arguments import cache_arguments
-from torch_attn.kernels.portable.pages import load_rows_at, store_rows_at
-from torch_attn.kernels.portable.quantized import as_bits, quantize
-from torch_attn.kernels.portable.rotary import load_rotation, rotate
-from torch_attn.kernels.portable.sequences import locate_tokens
+from torch_attn.kernels.library.arguments import cache_arguments
+from torch_attn.kernels.library.pages import load_rows_at, store_rows_at
+from torch_attn.kernels.library.quantized import as_bits, quantize
+from torch_attn.kernels.library.rotary import load_rotation, rotate
+from torch_attn.kernels.library.sequences import locate_tokens
 from torch_attn.launch import KernelCall, Layout, Prepared, launch
 from twin_attention.contract.operands import AppendOperands
 from twin_attention.contract.spec import AppendSpec

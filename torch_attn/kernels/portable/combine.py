@@ -9,8 +9,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_wait
 
-from torch_attn.kernels.portable.pages import keys_of_sequence, load_rows_at, splits_with_keys
-from torch_attn.kernels.portable.softmax import LOG2E
+from torch_attn.kernels.library.pages import keys_of_sequence, load_rows_at, splits_with_keys
+from torch_attn.kernels.library.softmax import LOG2E
 from torch_attn.launch import KernelCall, Prepared, launch
 from twin_attention.contract.operands import DecodeOperands, PagedOperands
 from twin_attention.contract.spec import DecodeSpec, MergeSpec

@@ -8,8 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torch_attn.kernels.portable.pages import load_rows_at, store_rows_at
-from torch_attn.kernels.portable.softmax import LOG2E
+from torch_attn.kernels.library.pages import load_rows_at, store_rows_at
+from torch_attn.kernels.library.softmax import LOG2E
 from torch_attn.launch import KernelCall, Prepared, launch
 from twin_attention.contract.spec import MergeSpec
 from twin_attention.targets.config import padded_head_dim

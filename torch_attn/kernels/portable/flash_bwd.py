@@ -14,36 +14,36 @@ import triton.language as tl
 from torch import Tensor
 
 from torch_attn.kernels.gradients import make_flash_bwd
-from torch_attn.kernels.portable.block_mask import (
+from torch_attn.kernels.library.block_mask import (
     find_list,
     kept_row,
     kept_tiles,
     list_arguments,
     num_lists_of_group,
 )
-from torch_attn.kernels.portable.schedule import longest_first, order_argument
-from torch_attn.kernels.portable.scores import (
+from torch_attn.kernels.library.schedule import longest_first, order_argument
+from torch_attn.kernels.library.scores import (
     add_product,
     as_multiplied,
     round_operand,
     visible_scores,
 )
-from torch_attn.kernels.portable.segments import (
+from torch_attn.kernels.library.segments import (
     BLOCK_IDS,
     STAYS,
     VISITED,
     load_segments,
     meeting_tiles,
 )
-from torch_attn.kernels.portable.sequences import (
+from torch_attn.kernels.library.sequences import (
     count_sequence_tiles,
     first_tile,
     locate_tile,
     num_padded_rows,
     num_sequence_tiles,
 )
-from torch_attn.kernels.portable.softmax import LOG2E
-from torch_attn.kernels.portable.tiles import (
+from torch_attn.kernels.library.softmax import LOG2E
+from torch_attn.kernels.library.tiles import (
     ROW_PADDING,
     count_tiles,
     head_base,

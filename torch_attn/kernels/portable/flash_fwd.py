@@ -9,16 +9,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torch_attn.kernels.portable.block_mask import (
+from torch_attn.kernels.library.block_mask import (
     find_list,
     kept_row,
     kept_tiles,
     list_arguments,
     lists_of_keys,
 )
-from torch_attn.kernels.portable.schedule import longest_first, order_argument
-from torch_attn.kernels.portable.scores import round_operand, visible_scores
-from torch_attn.kernels.portable.segments import (
+from torch_attn.kernels.library.schedule import longest_first, order_argument
+from torch_attn.kernels.library.scores import round_operand, visible_scores
+from torch_attn.kernels.library.segments import (
     BLOCK_IDS,
     STAYS,
     VISITED,
@@ -27,14 +27,14 @@ from torch_attn.kernels.portable.segments import (
     segment_ranges,
     segments_of,
 )
-from torch_attn.kernels.portable.sequences import (
+from torch_attn.kernels.library.sequences import (
     count_sequence_tiles,
     locate_tile,
     num_sequence_tiles,
     offsets_of,
 )
-from torch_attn.kernels.portable.softmax import LN2, LOG2E, add_sink, online_softmax_update
-from torch_attn.kernels.portable.tiles import (
+from torch_attn.kernels.library.softmax import LN2, LOG2E, add_sink, online_softmax_update
+from torch_attn.kernels.library.tiles import (
     count_tiles,
     head_base,
     load_tile,

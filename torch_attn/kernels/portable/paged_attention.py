@@ -12,16 +12,15 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents
 
-from torch_attn.kernels.portable.arguments import decode_arguments
-from torch_attn.kernels.portable.combine import merge_splits
-from torch_attn.kernels.portable.pages import (
+from torch_attn.kernels.library.arguments import decode_arguments
+from torch_attn.kernels.library.pages import (
     keys_of_tokens,
     load_rows_at,
     locate_keys,
     share_of_tiles,
     tiles_at_edges,
 )
-from torch_attn.kernels.portable.quantized import (
+from torch_attn.kernels.library.quantized import (
     add_pv,
     as_packed,
     load_q,
@@ -29,10 +28,11 @@ from torch_attn.kernels.portable.quantized import (
     store_out,
     unpack,
 )
-from torch_attn.kernels.portable.scores import attention_mask
-from torch_attn.kernels.portable.sequences import locate_tokens
-from torch_attn.kernels.portable.softmax import LN2, add_sink, online_softmax_update
-from torch_attn.kernels.portable.tiles import count_tiles, tile_start
+from torch_attn.kernels.library.scores import attention_mask
+from torch_attn.kernels.library.sequences import locate_tokens
+from torch_attn.kernels.library.softmax import LN2, add_sink, online_softmax_update
+from torch_attn.kernels.library.tiles import count_tiles, tile_start
+from torch_attn.kernels.portable.combine import merge_splits
 from torch_attn.launch import KernelCall, Prepared, launch
 from torch_attn.targets import num_sms
 from twin_attention.contract.operands import PagedOperands

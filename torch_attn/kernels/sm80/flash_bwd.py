@@ -11,19 +11,19 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from torch_attn.kernels.gradients import make_flash_bwd, prepare_postprocess
-from torch_attn.kernels.portable.flash_bwd import preprocess
-from torch_attn.kernels.portable.schedule import longest_first, order_argument
-from torch_attn.kernels.portable.sequences import (
+from torch_attn.kernels.library.schedule import longest_first, order_argument
+from torch_attn.kernels.library.sequences import (
     count_sequence_tiles,
     first_tile,
     num_sequence_tiles,
 )
-from torch_attn.kernels.portable.tiles import (
+from torch_attn.kernels.library.tiles import (
     ROW_PADDING,
     count_tiles,
     head_base,
     visible_tiles,
 )
+from torch_attn.kernels.portable.flash_bwd import preprocess
 from torch_attn.kernels.sm80.pipeline import (
     add_product,
     add_product_shared,

@@ -10,14 +10,14 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from torch_attn.kernels.portable.schedule import longest_first, order_argument
-from torch_attn.kernels.portable.sequences import (
+from torch_attn.kernels.library.schedule import longest_first, order_argument
+from torch_attn.kernels.library.sequences import (
     count_sequence_tiles,
     num_sequence_tiles,
     offsets_of,
 )
-from torch_attn.kernels.portable.softmax import LN2, LOG2E, add_sink
-from torch_attn.kernels.portable.tiles import count_tiles, head_base, visible_tiles
+from torch_attn.kernels.library.softmax import LN2, LOG2E, add_sink
+from torch_attn.kernels.library.tiles import count_tiles, head_base, visible_tiles
 from torch_attn.kernels.sm80.pipeline import (
     add_product,
     allocate_tile,

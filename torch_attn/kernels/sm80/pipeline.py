@@ -12,7 +12,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
-from torch_attn.kernels.portable.tiles import split_step
+from torch_attn.kernels.library.tiles import split_step
 from torch_attn.launch import Layout, stride_arguments
 from twin_attention.targets import sm80
 
@@ -99,7 +99,7 @@ def step_start(
 ):
     """Return the first row of the tile of a step: those at the edges first, then the full ones.
 
-    EDGES_LAST: the full ones first. `begin` .. `after` are what `portable.tiles.visible_tiles`
+    EDGES_LAST: the full ones first. `begin` .. `after` are what `library.tiles.visible_tiles`
     returns.
     """
     if EDGES_LAST:

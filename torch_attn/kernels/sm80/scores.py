@@ -4,7 +4,7 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from torch_attn.kernels.portable.scores import attention_mask
+from torch_attn.kernels.library.scores import attention_mask
 from twin_attention.targets.tanh import LIMIT, P, Q
 
 _LIMIT = gl.constexpr(LIMIT)
@@ -14,7 +14,7 @@ _Q = gl.constexpr(Q)
 
 @gluon.jit
 def visible_scores(s, position, key, end, rule, window_left, window_right, MASKED: gl.constexpr):
-    """Turn products q·k into what the softmax takes: `portable.scores.visible_scores`.
+    """Turn products q·k into what the softmax takes: `library.scores.visible_scores`.
 
     Returns (s, dcap): the scores and the derivative of the cap, 1 without one.
     """

@@ -1,4 +1,4 @@
-"""Packed sequences: as `torch_attn.kernels.portable.sequences`, with a search of scalars.
+"""Packed sequences: as `torch_attn.kernels.library.sequences`, with a search of scalars.
 
 It takes no layout, and no warp waits for another.
 """
@@ -6,7 +6,7 @@ It takes no layout, and no warp waits for another.
 import triton
 import triton.language as tl
 
-from torch_attn.kernels.portable.sequences import first_tile, rows_of_tile
+from torch_attn.kernels.library.sequences import first_tile, rows_of_tile
 
 
 @triton.jit

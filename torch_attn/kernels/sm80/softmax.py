@@ -12,7 +12,7 @@ def add_columns(x):
 
 @gluon.jit
 def online_softmax_update(s, m_i, l_i, exp2_scale, MASKED: gl.constexpr):
-    """Update the running softmax: `portable.softmax.online_softmax_update`.
+    """Update the running softmax: `library.softmax.online_softmax_update`.
 
     l_i is [rows, 4], the partial sums of `add_columns`: a row's lanes are added once, at the end.
     """

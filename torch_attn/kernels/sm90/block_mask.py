@@ -1,4 +1,4 @@
-"""Block masks: as `torch_attn.kernels.portable.block_mask`, of scalars.
+"""Block masks: as `torch_attn.kernels.library.block_mask`, of scalars.
 
 The producer and the consumers walk the same list, each for itself. A binary search finds the tiles
 that the window leaves: it takes no layout, and no warp waits for another.
@@ -7,7 +7,7 @@ that the window leaves: it takes no layout, and no warp waits for another.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from torch_attn.kernels.portable.block_mask import find_list
+from torch_attn.kernels.library.block_mask import find_list
 from torch_attn.kernels.sm80.pipeline import step_start
 
 

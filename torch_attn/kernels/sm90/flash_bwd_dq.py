@@ -9,9 +9,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from torch_attn.kernels.portable.sequences import count_sequence_tiles
-from torch_attn.kernels.portable.softmax import LOG2E
-from torch_attn.kernels.portable.tiles import ROW_PADDING, head_base, visible_tiles
+from torch_attn.kernels.library.sequences import count_sequence_tiles
+from torch_attn.kernels.library.softmax import LOG2E
+from torch_attn.kernels.library.tiles import ROW_PADDING, head_base, visible_tiles
 from torch_attn.kernels.sm80.flash_bwd import scale_all
 from torch_attn.kernels.sm80.pipeline import copy_layout, step_start
 from torch_attn.kernels.sm90.pipeline import (

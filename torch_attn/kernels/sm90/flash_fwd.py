@@ -17,10 +17,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from torch_attn.kernels.portable.block_mask import list_arguments, lists_of_keys
-from torch_attn.kernels.portable.sequences import offsets_of
-from torch_attn.kernels.portable.softmax import LN2, LOG2E, add_sink
-from torch_attn.kernels.portable.tiles import visible_tiles
+from torch_attn.kernels.library.block_mask import list_arguments, lists_of_keys
+from torch_attn.kernels.library.sequences import offsets_of
+from torch_attn.kernels.library.softmax import LN2, LOG2E, add_sink
+from torch_attn.kernels.library.tiles import visible_tiles
 from torch_attn.kernels.sm80.softmax import add_columns
 from torch_attn.kernels.sm90.block_mask import kept_start, kept_tiles
 from torch_attn.kernels.sm90.pipeline import (

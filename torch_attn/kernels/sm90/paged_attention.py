@@ -18,8 +18,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from torch_attn.kernels.portable.pages import keys_of_tokens, share_of_tiles, tiles_at_edges
-from torch_attn.kernels.portable.softmax import LN2, LOG2E, add_sink
+from torch_attn.kernels.library.pages import keys_of_tokens, share_of_tiles, tiles_at_edges
+from torch_attn.kernels.library.softmax import LN2, LOG2E, add_sink
 from torch_attn.kernels.sm80.pipeline import step_start
 from torch_attn.kernels.sm80.softmax import add_columns
 from torch_attn.kernels.sm90.pages import find_pages, load_pages

@@ -6,11 +6,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from torch_attn.kernels.portable.sequences import (
+from torch_attn.kernels.library.sequences import (
     count_sequence_tiles,
     first_tile,
 )
-from torch_attn.kernels.portable.tiles import ROW_PADDING, visible_tiles
+from torch_attn.kernels.library.tiles import ROW_PADDING, visible_tiles
 from torch_attn.kernels.sm80.pipeline import group_step
 from torch_attn.kernels.sm90.pipeline import (
     READERS,

@@ -9,7 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from torch_attn.kernels.portable.sequences import count_sequence_tiles
+from torch_attn.kernels.library.sequences import count_sequence_tiles
 from torch_attn.kernels.sm80.sequences import locate_tile
 from torch_attn.kernels.sm90.pipeline import allocate_barriers
 from torch_attn.launch import KernelCall, Prepared, flash_arguments

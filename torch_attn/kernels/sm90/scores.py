@@ -3,7 +3,7 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from torch_attn.kernels.portable.scores import attention_mask
+from torch_attn.kernels.library.scores import attention_mask
 from torch_attn.kernels.sm80.softmax import add_columns, online_softmax_update
 from torch_attn.kernels.sm90.pipeline import pack
 from twin_attention.targets.ptx import (
@@ -36,7 +36,7 @@ def scaled_scores(s, rule):
 
 @gluon.jit
 def visible_scores(s, position, key, end, rule, window_left, window_right, MASKED: gl.constexpr):
-    """Turn products q·k into what the softmax takes: `portable.scores.visible_scores`.
+    """Turn products q·k into what the softmax takes: `library.scores.visible_scores`.
 
     Returns (s, exp2_scale, dcap): the scores, as parts of the cap where there is one; what takes
     them to base 2; and the derivative of the cap, 1 without one.
@@ -136,7 +136,7 @@ def _cap(s, rule, b):
 
 @gluon.jit
 def hide(s, position, start_kv, end, window_left, window_right):
-    """Set the scores of keys that a query does not see to -inf: `portable.scores.attention_mask`.
+    """Set the scores of keys that a query does not see to -inf: `library.scores.attention_mask`.
 
     The window's end and the last key are one bound, a number for each row. A thread has two keys in
     eight: what it compares with its rows' bounds are the same constants in each tile.

@@ -1,4 +1,4 @@
-"""Packed sequences: as `torch_attn.kernels.portable.sequences`, of scalars.
+"""Packed sequences: as `torch_attn.kernels.library.sequences`, of scalars.
 
 They take no layout, so that Gluon kernels can call them.
 """
@@ -6,7 +6,7 @@ They take no layout, so that Gluon kernels can call them.
 import triton
 import triton.language as tl
 
-from torch_attn.kernels.portable.sequences import tokens_of_tile
+from torch_attn.kernels.library.sequences import tokens_of_tile
 
 
 @triton.jit

@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torch_attn.kernels.portable.pages import load_rows_at, store_rows_at
-from torch_attn.kernels.portable.scores import attention_scores
+from torch_attn.kernels.library.pages import load_rows_at, store_rows_at
+from torch_attn.kernels.library.scores import attention_scores
 from twin_attention.targets import ptx
 
 FLOAT8_MAX = tl.constexpr(448.0)  # the largest float8_e4m3fn

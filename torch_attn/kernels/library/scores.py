@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from torch_attn.kernels.portable.softmax import LOG2E
+from torch_attn.kernels.library.softmax import LOG2E
 
 
 @triton.jit

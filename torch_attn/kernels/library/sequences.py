@@ -14,7 +14,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from torch_attn.kernels.portable.tiles import ROW_PADDING
+from torch_attn.kernels.library.tiles import ROW_PADDING
 from twin_attention.contract.operands import AttentionOperands, FlashOperands, VarlenOperands
 from twin_attention.contract.spec import AttentionSpec, VarlenSpec
 
