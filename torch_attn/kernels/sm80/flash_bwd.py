@@ -10,6 +10,7 @@ from typing import Any
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from torch_attn.kernels.explicit.registers import scale_all
 from torch_attn.kernels.gradients import make_flash_bwd, prepare_postprocess
 from torch_attn.kernels.library.schedule import longest_first, order_argument
 from torch_attn.kernels.library.sequences import (
@@ -467,15 +468,6 @@ def _load_piece(base, ROWS: gl.constexpr, WIDTH: gl.constexpr, LAYOUT: gl.conste
     flat = gl.load(base + gl.arange(0, ROWS * WIDTH, like.type.layout))
     blocks = gl.permute(gl.reshape(flat, [ROWS // 16, WIDTH // 8, 2, 2, 8, 4]), [0, 2, 4, 1, 5, 3])
     return gl.reshape(blocks, [ROWS, WIDTH])
-
-
-@gluon.jit
-def scale_all(x, factor):
-    """Multiply a sum of products by a scalar."""
-    scaled = ()
-    for i in gl.static_range(len(x)):
-        scaled = scaled + (x[i] * factor,)
-    return scaled
 
 
 def _prepare_dq(call: KernelCall) -> Prepared:

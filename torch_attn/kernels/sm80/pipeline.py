@@ -12,6 +12,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
+from torch_attn.kernels.explicit.registers import copy_layout
 from torch_attn.kernels.library.tiles import split_step
 from torch_attn.launch import Layout, stride_arguments
 from twin_attention.targets import sm80
@@ -66,12 +67,6 @@ def padded_size(size):
 def product_layout(num_warps, across=1):
     """Return the layout of a sum of mma.sync products: `across` warps along columns."""
     return gl.NVMMADistributedLayout([2, 0], [num_warps // across, across], [16, 8])
-
-
-@triton.constexpr_function
-def copy_layout(width, num_warps):
-    """Return the layout of a copy of full rows, 16 bytes a thread."""
-    return gl.BlockedLayout([1, 8], [256 // width, width // 8], [num_warps, 1], [1, 0])
 
 
 @triton.constexpr_function

@@ -10,9 +10,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from torch_attn.kernels.explicit.registers import pack, scale_all, unpack
 from torch_attn.kernels.library.sequences import count_sequence_tiles
 from torch_attn.kernels.library.tiles import ROW_PADDING
-from torch_attn.kernels.sm80.flash_bwd import scale_all
 from torch_attn.kernels.sm80.pipeline import group_step
 from torch_attn.kernels.sm90.pipeline import (
     HOLDS_CAPPED_KEYS,
@@ -28,14 +28,12 @@ from torch_attn.kernels.sm90.pipeline import (
     load_left,
     map_arguments,
     num_pieces,
-    pack,
     product_layout,
     product_scores,
     read_row,
     row_map,
     store_result,
     stored_arguments,
-    unpack,
     wait_for_all,
     wait_product,
     wait_products,

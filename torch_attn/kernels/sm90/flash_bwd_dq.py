@@ -9,11 +9,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from torch_attn.kernels.explicit.registers import copy_layout, pack, scale_all, unpack
 from torch_attn.kernels.library.sequences import count_sequence_tiles
 from torch_attn.kernels.library.softmax import LOG2E
 from torch_attn.kernels.library.tiles import ROW_PADDING, head_base, visible_tiles
-from torch_attn.kernels.sm80.flash_bwd import scale_all
-from torch_attn.kernels.sm80.pipeline import copy_layout, step_start
+from torch_attn.kernels.sm80.pipeline import step_start
 from torch_attn.kernels.sm90.pipeline import (
     K_READ,
     MAX_STAGES,
@@ -27,14 +27,12 @@ from torch_attn.kernels.sm90.pipeline import (
     load_tile,
     map_arguments,
     num_pieces,
-    pack,
     piece,
     piece_start,
     product_layout,
     product_scores,
     store_result,
     stored_arguments,
-    unpack,
     wait_for_all,
     wait_product,
     zeros,

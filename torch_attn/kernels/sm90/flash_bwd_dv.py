@@ -9,6 +9,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from torch_attn.kernels.explicit.registers import pack, unpack
 from torch_attn.kernels.sm80.pipeline import group_step
 from torch_attn.kernels.sm90.pipeline import (
     READERS,
@@ -20,14 +21,12 @@ from torch_attn.kernels.sm90.pipeline import (
     column_pieces,
     map_arguments,
     num_pieces,
-    pack,
     product_layout,
     product_scores,
     read_row,
     row_map,
     store_result,
     stored_arguments,
-    unpack,
     wait_product,
     zeros,
 )

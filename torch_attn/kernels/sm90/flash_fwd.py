@@ -17,6 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from torch_attn.kernels.explicit.registers import join_columns, pack, split_columns, unpack
 from torch_attn.kernels.library.block_mask import list_arguments, lists_of_keys
 from torch_attn.kernels.library.sequences import offsets_of
 from torch_attn.kernels.library.softmax import LN2, LOG2E, add_sink
@@ -38,14 +39,12 @@ from torch_attn.kernels.sm90.pipeline import (
     map_arguments,
     num_pieces,
     out_in_q,
-    pack,
     product_layout,
     product_scores,
     room_for,
     scale_rows,
     store_result,
     stored_arguments,
-    unpack,
     wait_for_all,
     wait_product,
     zeros,
@@ -61,11 +60,9 @@ from torch_attn.kernels.sm90.schedule import (
 from torch_attn.kernels.sm90.scores import (
     bounded_update,
     hide,
-    join_columns,
     rounding_of_one_key,
     scaled_scores,
     softmax_update,
-    split_columns,
 )
 from torch_attn.launch import UNSPECIALIZED, KernelCall, Prepared, launch
 from twin_attention.contract.operands import AttentionOperands

@@ -18,6 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from torch_attn.kernels.explicit.registers import pack, unpack
 from torch_attn.kernels.library.pages import keys_of_tokens, share_of_tiles, tiles_at_edges
 from torch_attn.kernels.library.softmax import LN2, LOG2E, add_sink
 from torch_attn.kernels.sm80.pipeline import step_start
@@ -37,14 +38,12 @@ from torch_attn.kernels.sm90.pipeline import (
     load_box,
     map_arguments,
     num_pieces,
-    pack,
     piece_start,
     piece_width,
     product_layout,
     product_scores,
     scale_rows,
     tile_bytes,
-    unpack,
     wait_for_all,
     wait_product,
     zeros,

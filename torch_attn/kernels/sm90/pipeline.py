@@ -22,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from torch_attn.kernels.sm80.pipeline import copy_layout
+from torch_attn.kernels.explicit.registers import copy_layout
 from torch_attn.launch import Layout
 from torch_attn.tensor_maps import TensorMap
 from twin_attention.contract.spec import AttentionSpec, VarlenSpec
@@ -206,37 +206,6 @@ def zeros(ROWS: gl.constexpr, SIZE: gl.constexpr):
 @gluon.jit
 def _zeros_piece(ROWS: gl.constexpr, WIDTH: gl.constexpr):
     return gl.zeros([ROWS, WIDTH], gl.float32, product_layout(WIDTH))
-
-
-@gluon.jit
-def pack(x, DTYPE: gl.constexpr):
-    """Round to a 16-bit dtype, pairs of columns to a word: a loop would carry an element a word."""
-    low, high = gl.split(gl.reshape(x, [x.shape[0], x.shape[1] // 2, 2]))
-    return gl.inline_asm_elementwise(
-        pack_instruction(DTYPE), "=r,f,f", [high, low], dtype=gl.int32, is_pure=True, pack=1
-    )
-
-
-@triton.constexpr_function
-def pack_instruction(dtype):
-    """Return the PTX that rounds two numbers and packs them."""
-    return f"cvt.rn.{'bf16x2' if dtype == gl.bfloat16 else 'f16x2'}.f32 $0, $1, $2;"
-
-
-@gluon.jit
-def unpack(words, DTYPE: gl.constexpr, LAYOUT: gl.constexpr, PLACE: gl.constexpr):
-    """Return what was packed, as a left operand of products whose sums have a layout.
-
-    PLACE, a comment in PTX, is another one for each use: of two that look alike LLVM would make
-    one, before the loop, which then carries elements.
-    """
-    low, high = gl.inline_asm_elementwise(
-        "mov.b32 {$0, $1}, $2; // " + PLACE, "=h,=h,r", [words],
-        dtype=(gl.int16, gl.int16), is_pure=True, pack=1,
-    )  # fmt: skip
-    x = gl.reshape(gl.join(low, high), [words.shape[0], 2 * words.shape[1]])
-    x = x.to(DTYPE, bitcast=True)
-    return gl.convert_layout(x, gl.DotOperandLayout(0, LAYOUT, 2), assert_trivial=True)
 
 
 @gluon.jit

@@ -3,9 +3,9 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from torch_attn.kernels.explicit.registers import pack
 from torch_attn.kernels.library.scores import attention_mask
 from torch_attn.kernels.sm80.softmax import add_columns, online_softmax_update
-from torch_attn.kernels.sm90.pipeline import pack
 from twin_attention.targets.ptx import (
     cap_constraints,
     cap_scores,
@@ -108,19 +108,6 @@ def rounding_of_one_key(l_i, position, seq_kv, window_left, window_right, dtype:
 @gluon.jit
 def _first(a, b):
     return a
-
-
-@gluon.jit
-def split_columns(s):
-    """Return the first half of the columns, and the other."""
-    return gl.split(gl.permute(gl.reshape(s, [s.shape[0], 2, s.shape[1] // 2]), (0, 2, 1)))
-
-
-@gluon.jit
-def join_columns(a, b, like):
-    """Return what has the columns of a, then those of b, in the layout of a tensor like it."""
-    x = gl.reshape(gl.permute(gl.join(a, b), (0, 2, 1)), like.shape)
-    return gl.convert_layout(x, like.type.layout, assert_trivial=True)
 
 
 @gluon.jit
