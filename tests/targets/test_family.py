@@ -225,21 +225,27 @@ def test_dq_has_a_kernel_of_its_own_where_that_is_faster():
 
 
 def test_a_triton_without_gluon_is_a_reason(monkeypatch):
-    """Such as a version with other names: `torch_attn.kernels.sm80.pipeline` looks for two each."""
+    """Such as a version with other names: `torch_attn.kernels.explicit` looks for two each."""
     from triton.experimental.gluon import language
     from triton.experimental.gluon.language.nvidia import ampere
 
     monkeypatch.setattr(family, "_import_error", family._import_error.__wrapped__)  # no cache
-    for module in [name for name in sys.modules if name.startswith("torch_attn.kernels.sm80")]:
-        monkeypatch.delitem(sys.modules, module)
-    for name in ("barrier", "thread_barrier"):
-        monkeypatch.delattr(language, name, raising=False)
-    backend, (reason, _) = choice(None, "sm80")
-    assert backend == Backend(TRITON, "sm80")
-    assert reason.startswith("gluon: its kernels cannot be imported: module 'triton.exp")
+
+    def passed_over():
+        folders = "torch_attn.kernels.sm80", "torch_attn.kernels.explicit"
+        for module in [name for name in sys.modules if name.startswith(folders)]:
+            monkeypatch.delitem(sys.modules, module)
+        backend, (reason, _) = choice(None, "sm80")
+        assert backend == Backend(TRITON, "sm80")
+        return reason
+
+    with monkeypatch.context() as patch:
+        for name in ("barrier", "thread_barrier"):
+            patch.delattr(language, name, raising=False)
+        assert passed_over().startswith("gluon: its kernels cannot be imported: module 'triton.exp")
     monkeypatch.setitem(sys.modules, ampere.__name__, None)
-    _, (reason, _) = choice(None, "sm80")
-    assert reason.startswith("gluon: its kernels cannot be imported: import of triton.exp")
+    expected = "gluon: its kernels cannot be imported: import of triton.exp"
+    assert passed_over().startswith(expected)
 
 
 def test_a_jax_without_mosaic_gpu_is_a_reason(monkeypatch):

@@ -23,15 +23,9 @@ from tests.torch_attn.gluon_interpreter import (
     edited,
     interpret,
 )
+from torch_attn.kernels.explicit.barriers import allocate_barriers, arrive, wait_for_all
 from torch_attn.kernels.sm80 import pipeline as sm80
-from torch_attn.kernels.sm90.pipeline import (
-    allocate_barriers,
-    arrive,
-    load_box,
-    product_layout,
-    store_box,
-    wait_for_all,
-)
+from torch_attn.kernels.sm90.pipeline import load_box, product_layout, store_box
 
 STEPS = 4
 READ = gl.constexpr(8)

@@ -10,6 +10,7 @@ from typing import Any
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from torch_attn.kernels.explicit.barriers import barrier
 from torch_attn.kernels.explicit.registers import scale_all
 from torch_attn.kernels.gradients import make_flash_bwd, prepare_postprocess
 from torch_attn.kernels.library.schedule import longest_first, order_argument
@@ -18,18 +19,12 @@ from torch_attn.kernels.library.sequences import (
     first_tile,
     num_sequence_tiles,
 )
-from torch_attn.kernels.library.tiles import (
-    ROW_PADDING,
-    count_tiles,
-    head_base,
-    visible_tiles,
-)
+from torch_attn.kernels.library.tiles import ROW_PADDING, count_tiles, head_base, visible_tiles
 from torch_attn.kernels.portable.flash_bwd import preprocess
 from torch_attn.kernels.sm80.pipeline import (
     add_product,
     add_product_shared,
     allocate_tile,
-    barrier,
     commit,
     copy_arguments,
     fetch_tile,

@@ -36,13 +36,7 @@ from torch_attn.kernels.sm80.pipeline import (
 from torch_attn.kernels.sm80.scores import visible_scores
 from torch_attn.kernels.sm80.sequences import locate_tile
 from torch_attn.kernels.sm80.softmax import add_columns, online_softmax_update
-from torch_attn.launch import (
-    UNSPECIALIZED,
-    KernelCall,
-    Prepared,
-    flash_arguments,
-    launch,
-)
+from torch_attn.launch import UNSPECIALIZED, KernelCall, Prepared, flash_arguments, launch
 from twin_attention.contract.operands import AttentionOperands
 from twin_attention.contract.spec import AttentionSpec
 from twin_attention.targets.family import Backend

@@ -21,7 +21,6 @@ from twin_attention.targets import sm80
 copy_async = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 commit = async_copy.commit_group
 wait = async_copy.wait_group
-barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 
 # Columns of an operand that a thread holds at a time: more of them take registers from the sums.
 CHUNK = gl.constexpr(16)

@@ -9,15 +9,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from torch_attn.kernels.explicit.barriers import READERS, allocate_barriers, arrive
 from torch_attn.kernels.explicit.registers import pack, scale_all, unpack
 from torch_attn.kernels.sm80.pipeline import group_step
 from torch_attn.kernels.sm90.pipeline import (
-    READERS,
     add_product,
-    allocate_barriers,
     allocate_row,
     allocate_tile,
-    arrive,
     map_arguments,
     num_pieces,
     product_layout,

@@ -10,19 +10,17 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from torch_attn.kernels.explicit.barriers import READERS, allocate_barriers, arrive, wait_for_all
 from torch_attn.kernels.explicit.registers import pack, scale_all, unpack
 from torch_attn.kernels.library.sequences import count_sequence_tiles
 from torch_attn.kernels.library.tiles import ROW_PADDING
 from torch_attn.kernels.sm80.pipeline import group_step
 from torch_attn.kernels.sm90.pipeline import (
     HOLDS_CAPPED_KEYS,
-    READERS,
     add_product,
     add_shared,
-    allocate_barriers,
     allocate_row,
     allocate_tile,
-    arrive,
     column_pieces,
     left_scores,
     load_left,
@@ -34,7 +32,6 @@ from torch_attn.kernels.sm90.pipeline import (
     row_map,
     store_result,
     stored_arguments,
-    wait_for_all,
     wait_product,
     wait_products,
     wait_sums,
@@ -51,14 +48,7 @@ from torch_attn.kernels.sm90.queries import (
     produce_queries,
 )
 from torch_attn.kernels.sm90.schedule import allocate_hand_over, own_item
-from torch_attn.kernels.sm90.sums import (
-    add_dq,
-    add_rows,
-    allocate_dq,
-    map_sums,
-    start_dq,
-    write_dq,
-)
+from torch_attn.kernels.sm90.sums import add_dq, add_rows, allocate_dq, map_sums, start_dq, write_dq
 from torch_attn.launch import UNSPECIALIZED, KernelCall, Prepared
 
 # Named barriers beside those of `queries`: one for ds; and for each consumer's part of dq, when it

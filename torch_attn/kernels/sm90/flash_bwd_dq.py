@@ -9,20 +9,23 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from torch_attn.kernels.explicit.barriers import (
+    K_READ,
+    MAX_STAGES,
+    READERS,
+    V_READ,
+    allocate_barriers,
+    arrive,
+    wait_for_all,
+)
 from torch_attn.kernels.explicit.registers import copy_layout, pack, scale_all, unpack
 from torch_attn.kernels.library.sequences import count_sequence_tiles
 from torch_attn.kernels.library.softmax import LOG2E
 from torch_attn.kernels.library.tiles import ROW_PADDING, head_base, visible_tiles
 from torch_attn.kernels.sm80.pipeline import step_start
 from torch_attn.kernels.sm90.pipeline import (
-    K_READ,
-    MAX_STAGES,
-    READERS,
-    V_READ,
     add_product,
-    allocate_barriers,
     allocate_tile,
-    arrive,
     clear_rows,
     load_tile,
     map_arguments,
@@ -33,7 +36,6 @@ from torch_attn.kernels.sm90.pipeline import (
     product_scores,
     store_result,
     stored_arguments,
-    wait_for_all,
     wait_product,
     zeros,
 )

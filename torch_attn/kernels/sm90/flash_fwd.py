@@ -17,6 +17,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from torch_attn.kernels.explicit.barriers import (
+    K_READ,
+    MAX_STAGES,
+    TURN,
+    V_READ,
+    allocate_barriers,
+    arrive,
+    barrier,
+    wait_for_all,
+)
 from torch_attn.kernels.explicit.registers import join_columns, pack, split_columns, unpack
 from torch_attn.kernels.library.block_mask import list_arguments, lists_of_keys
 from torch_attn.kernels.library.sequences import offsets_of
@@ -25,15 +35,8 @@ from torch_attn.kernels.library.tiles import visible_tiles
 from torch_attn.kernels.sm80.softmax import add_columns
 from torch_attn.kernels.sm90.block_mask import kept_start, kept_tiles
 from torch_attn.kernels.sm90.pipeline import (
-    K_READ,
-    MAX_STAGES,
-    TURN,
-    V_READ,
     add_product,
-    allocate_barriers,
     allocate_tile,
-    arrive,
-    barrier,
     clear_rows,
     load_tile,
     map_arguments,
@@ -45,7 +48,6 @@ from torch_attn.kernels.sm90.pipeline import (
     scale_rows,
     store_result,
     stored_arguments,
-    wait_for_all,
     wait_product,
     zeros,
 )

@@ -18,6 +18,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from torch_attn.kernels.explicit.barriers import (
+    K_READ,
+    MAX_STAGES,
+    TURN,
+    V_READ,
+    allocate_barriers,
+    arrive,
+    wait_for_all,
+)
 from torch_attn.kernels.explicit.registers import pack, unpack
 from torch_attn.kernels.library.pages import keys_of_tokens, share_of_tiles, tiles_at_edges
 from torch_attn.kernels.library.softmax import LN2, LOG2E, add_sink
@@ -25,14 +34,8 @@ from torch_attn.kernels.sm80.pipeline import step_start
 from torch_attn.kernels.sm80.softmax import add_columns
 from torch_attn.kernels.sm90.pages import find_pages, load_pages
 from torch_attn.kernels.sm90.pipeline import (
-    K_READ,
-    MAX_STAGES,
-    TURN,
-    V_READ,
     add_product,
-    allocate_barriers,
     allocate_tile,
-    arrive,
     box_layout,
     clear_rows,
     load_box,
@@ -44,7 +47,6 @@ from torch_attn.kernels.sm90.pipeline import (
     product_scores,
     scale_rows,
     tile_bytes,
-    wait_for_all,
     wait_product,
     zeros,
 )

@@ -22,6 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from torch_attn.kernels.explicit.barriers import barrier
 from torch_attn.kernels.explicit.registers import copy_layout
 from torch_attn.launch import Layout
 from torch_attn.tensor_maps import TensorMap
@@ -33,21 +34,12 @@ from twin_attention.targets.target import SHARED_MEMORY_LIMIT
 # Triton 3.9 has other names than 3.6.
 load_box = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 store_box = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
-barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 _descriptor = gl.shared_memory_descriptor
 reinterpret = getattr(_descriptor, "reinterpret", None) or _descriptor._reinterpret
 # 3.9's ptxas spills 572 bytes a step of a backward that holds k and v in registers beside capped
 # scores and dq; 3.6's spills 20 in all.
 HOLDS_CAPPED_KEYS = not hasattr(tma, "async_load")
 
-# Named barriers, from the first that Triton leaves alone: one for each consumer's turn, then one
-# for each stage of k, and of v.
-TURN = gl.constexpr(6)
-K_READ = gl.constexpr(9)
-V_READ = gl.constexpr(12)
-MAX_STAGES = gl.constexpr(3)
-# Threads that meet at a barrier of a backward: both consumers' and the producer's.
-READERS = gl.constexpr(2 * 128 + 32)
 
 column_pieces = triton.constexpr_function(sm90.column_pieces)
 
@@ -88,32 +80,6 @@ def product_layout(width):
     return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, width, 16])
 
 
-@triton.constexpr_function
-def _barrier_instruction(instruction, num_threads):
-    return f"bar.{instruction} $1, {num_threads}; mov.u32 $0, 0;"
-
-
-@gluon.jit
-def _named_barrier(index, INSTRUCTION: gl.constexpr, NUM_THREADS: gl.constexpr):
-    """Run an instruction on a named barrier, for which Gluon has no word."""
-    gl.inline_asm_elementwise(
-        _barrier_instruction(INSTRUCTION, NUM_THREADS), "=r,r", [index], dtype=gl.int32,
-        is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@gluon.jit
-def arrive(index, NUM_THREADS: gl.constexpr):
-    """Arrive at a named barrier of so many threads; does not wait."""
-    _named_barrier(index, "arrive", NUM_THREADS)
-
-
-@gluon.jit
-def wait_for_all(index, NUM_THREADS: gl.constexpr):
-    """Arrive at a named barrier of so many threads and wait for all of them."""
-    _named_barrier(index, "sync", NUM_THREADS)
-
-
 @gluon.jit
 def allocate_tile(DTYPE: gl.constexpr, COUNT: gl.constexpr, ROWS: gl.constexpr, SIZE: gl.constexpr):
     """Allocate COUNT tiles of ROWS rows of SIZE columns; returns the buffers of the pieces."""
@@ -127,15 +93,6 @@ def allocate_tile(DTYPE: gl.constexpr, COUNT: gl.constexpr, ROWS: gl.constexpr, 
             ),
         )
     return tile
-
-
-@gluon.jit
-def allocate_barriers(COUNT: gl.constexpr):
-    """Allocate mbarriers at which one thread arrives."""
-    barriers = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(COUNT):
-        mbarrier.init(barriers.index(i), count=1)
-    return barriers
 
 
 @gluon.jit

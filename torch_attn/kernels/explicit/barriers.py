@@ -1,0 +1,57 @@
+"""Barriers: mbarriers, at which tiles arrive, and named barriers, at which warps meet.
+
+mbarriers say that a tile is there. Named barriers say that it is read: a warpgroup's arrival there
+is one instruction, where Gluon brings the warpgroup together before it arrives at an mbarrier.
+"""
+
+import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+# Triton 3.9 has another name than 3.6.
+barrier = getattr(gl, "barrier", None) or gl.thread_barrier
+
+# Named barriers, from the first that Triton leaves alone: one for each consumer's turn, then one
+# for each stage of k, and of v.
+TURN = gl.constexpr(6)
+K_READ = gl.constexpr(9)
+V_READ = gl.constexpr(12)
+MAX_STAGES = gl.constexpr(3)
+# Threads that meet at a barrier of a backward: both consumers' and the producer's.
+READERS = gl.constexpr(2 * 128 + 32)
+
+
+@triton.constexpr_function
+def _barrier_instruction(instruction, num_threads):
+    return f"bar.{instruction} $1, {num_threads}; mov.u32 $0, 0;"
+
+
+@gluon.jit
+def _named_barrier(index, INSTRUCTION: gl.constexpr, NUM_THREADS: gl.constexpr):
+    """Run an instruction on a named barrier, for which Gluon has no word."""
+    gl.inline_asm_elementwise(
+        _barrier_instruction(INSTRUCTION, NUM_THREADS), "=r,r", [index], dtype=gl.int32,
+        is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def arrive(index, NUM_THREADS: gl.constexpr):
+    """Arrive at a named barrier of so many threads; does not wait."""
+    _named_barrier(index, "arrive", NUM_THREADS)
+
+
+@gluon.jit
+def wait_for_all(index, NUM_THREADS: gl.constexpr):
+    """Arrive at a named barrier of so many threads and wait for all of them."""
+    _named_barrier(index, "sync", NUM_THREADS)
+
+
+@gluon.jit
+def allocate_barriers(COUNT: gl.constexpr):
+    """Allocate mbarriers at which one thread arrives."""
+    barriers = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(COUNT):
+        mbarrier.init(barriers.index(i), count=1)
+    return barriers

@@ -1,0 +1,1 @@
+"""The order in which a work item's steps visit its tiles."""
