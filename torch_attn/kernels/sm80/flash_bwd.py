@@ -12,6 +12,7 @@ from triton.experimental.gluon import language as gl
 
 from torch_attn.kernels.explicit.barriers import barrier
 from torch_attn.kernels.explicit.registers import scale_all
+from torch_attn.kernels.explicit.steps import group_step, step_start
 from torch_attn.kernels.gradients import make_flash_bwd, prepare_postprocess
 from torch_attn.kernels.library.schedule import longest_first, order_argument
 from torch_attn.kernels.library.sequences import (
@@ -28,7 +29,6 @@ from torch_attn.kernels.sm80.pipeline import (
     commit,
     copy_arguments,
     fetch_tile,
-    group_step,
     num_pieces,
     padded_size,
     piece_start,
@@ -36,7 +36,6 @@ from torch_attn.kernels.sm80.pipeline import (
     product_layout,
     product_scores,
     shared_layout,
-    step_start,
     store_rows,
     wait,
     zeros,

@@ -10,6 +10,7 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from torch_attn.kernels.explicit.steps import step_start
 from torch_attn.kernels.library.schedule import longest_first, order_argument
 from torch_attn.kernels.library.sequences import (
     count_sequence_tiles,
@@ -28,7 +29,6 @@ from torch_attn.kernels.sm80.pipeline import (
     product_layout,
     product_scores,
     scale_rows,
-    step_start,
     store_rows,
     wait,
     zeros,

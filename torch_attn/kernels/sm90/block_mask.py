@@ -7,8 +7,8 @@ that the window leaves: it takes no layout, and no warp waits for another.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from torch_attn.kernels.explicit.steps import step_start
 from torch_attn.kernels.library.block_mask import find_list
-from torch_attn.kernels.sm80.pipeline import step_start
 
 
 @gluon.jit

@@ -11,7 +11,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from torch_attn.kernels.explicit.barriers import READERS, allocate_barriers, arrive
 from torch_attn.kernels.explicit.registers import pack, scale_all, unpack
-from torch_attn.kernels.sm80.pipeline import group_step
+from torch_attn.kernels.explicit.steps import group_step
 from torch_attn.kernels.sm90.pipeline import (
     add_product,
     allocate_row,

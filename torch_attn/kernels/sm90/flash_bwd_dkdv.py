@@ -12,9 +12,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from torch_attn.kernels.explicit.barriers import READERS, allocate_barriers, arrive, wait_for_all
 from torch_attn.kernels.explicit.registers import pack, scale_all, unpack
+from torch_attn.kernels.explicit.steps import group_step
 from torch_attn.kernels.library.sequences import count_sequence_tiles
 from torch_attn.kernels.library.tiles import ROW_PADDING
-from torch_attn.kernels.sm80.pipeline import group_step
 from torch_attn.kernels.sm90.pipeline import (
     HOLDS_CAPPED_KEYS,
     add_product,

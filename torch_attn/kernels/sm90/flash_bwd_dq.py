@@ -19,10 +19,10 @@ from torch_attn.kernels.explicit.barriers import (
     wait_for_all,
 )
 from torch_attn.kernels.explicit.registers import copy_layout, pack, scale_all, unpack
+from torch_attn.kernels.explicit.steps import step_start
 from torch_attn.kernels.library.sequences import count_sequence_tiles
 from torch_attn.kernels.library.softmax import LOG2E
 from torch_attn.kernels.library.tiles import ROW_PADDING, head_base, visible_tiles
-from torch_attn.kernels.sm80.pipeline import step_start
 from torch_attn.kernels.sm90.pipeline import (
     add_product,
     allocate_tile,

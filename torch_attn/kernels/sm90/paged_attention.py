@@ -28,9 +28,9 @@ from torch_attn.kernels.explicit.barriers import (
     wait_for_all,
 )
 from torch_attn.kernels.explicit.registers import pack, unpack
+from torch_attn.kernels.explicit.steps import step_start
 from torch_attn.kernels.library.pages import keys_of_tokens, share_of_tiles, tiles_at_edges
 from torch_attn.kernels.library.softmax import LN2, LOG2E, add_sink
-from torch_attn.kernels.sm80.pipeline import step_start
 from torch_attn.kernels.sm80.softmax import add_columns
 from torch_attn.kernels.sm90.pages import find_pages, load_pages
 from torch_attn.kernels.sm90.pipeline import (
