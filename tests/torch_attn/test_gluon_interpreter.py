@@ -23,8 +23,8 @@ from tests.torch_attn.gluon_interpreter import (
     edited,
     interpret,
 )
+from torch_attn.kernels.explicit import cp_async, mma
 from torch_attn.kernels.explicit.barriers import allocate_barriers, arrive, wait_for_all
-from torch_attn.kernels.sm80 import pipeline as sm80
 from torch_attn.kernels.sm90.pipeline import load_box, product_layout, store_box
 
 STEPS = 4
@@ -206,13 +206,13 @@ def test_two_writers_that_have_not_met(mode):
 @gluon.jit
 def square_kernel(x_ptr, out_ptr):
     """Compute x · xᵀ of one tile with the instructions of SM80."""
-    layout: gl.constexpr = sm80.product_layout(4)
-    tile = gl.allocate_shared_memory(gl.bfloat16, [64, 64], sm80.shared_layout(64))
+    layout: gl.constexpr = mma.product_layout(4)
+    tile = gl.allocate_shared_memory(gl.bfloat16, [64, 64], cp_async.shared_layout(64))
     rows = gl.arange(0, 64, gl.SliceLayout(1, layout))[:, None]
     places = rows * 64 + gl.arange(0, 64, gl.SliceLayout(0, layout))[None, :]
-    sm80.copy_async(tile, x_ptr + places)
-    sm80.commit()
-    sm80.wait(0)
+    cp_async.copy_async(tile, x_ptr + places)
+    cp_async.commit()
+    cp_async.wait(0)
     a = tile.load(gl.DotOperandLayout(0, layout, 2))
     b = tile.permute((1, 0)).load(gl.DotOperandLayout(1, layout, 2))
     gl.store(out_ptr + places, mma_v2(a, b, gl.zeros([64, 64], gl.float32, layout)))
@@ -234,9 +234,9 @@ def test_a_kernel_of_sm80_that_is_right(mode):
 
 
 ERRORS_OF_SM80 = {
-    "no group of a copy": ("sm80.commit()", "pass", "not awaited its copies"),
-    "no wait for a group": ("sm80.wait(0)", "pass", "not awaited its groups"),
-    "a pending count": ("sm80.wait(0)", "sm80.wait(1)", "not awaited its groups"),
+    "no group of a copy": ("cp_async.commit()", "pass", "not awaited its copies"),
+    "no wait for a group": ("cp_async.wait(0)", "pass", "not awaited its groups"),
+    "a pending count": ("cp_async.wait(0)", "cp_async.wait(1)", "not awaited its groups"),
     "a shape": ("(tile, x", "(tile.slice(0, 32), x", "into"),
     "a layout": ("gl.DotOperandLayout(0,", "gl.DotOperandLayout(1,", "operand 0"),
 }

@@ -11,6 +11,26 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from torch_attn.kernels.explicit.barriers import barrier
+from torch_attn.kernels.explicit.cp_async import (
+    allocate_tile,
+    commit,
+    copy_arguments,
+    fetch_tile,
+    num_pieces,
+    padded_size,
+    piece_start,
+    piece_width,
+    shared_layout,
+    wait,
+)
+from torch_attn.kernels.explicit.mma import (
+    add_product,
+    add_product_shared,
+    product_layout,
+    product_scores,
+    store_rows,
+    zeros,
+)
 from torch_attn.kernels.explicit.registers import scale_all
 from torch_attn.kernels.explicit.steps import group_step, step_start
 from torch_attn.kernels.gradients import make_flash_bwd, prepare_postprocess
@@ -22,24 +42,6 @@ from torch_attn.kernels.library.sequences import (
 )
 from torch_attn.kernels.library.tiles import ROW_PADDING, count_tiles, head_base, visible_tiles
 from torch_attn.kernels.portable.flash_bwd import preprocess
-from torch_attn.kernels.sm80.pipeline import (
-    add_product,
-    add_product_shared,
-    allocate_tile,
-    commit,
-    copy_arguments,
-    fetch_tile,
-    num_pieces,
-    padded_size,
-    piece_start,
-    piece_width,
-    product_layout,
-    product_scores,
-    shared_layout,
-    store_rows,
-    wait,
-    zeros,
-)
 from torch_attn.kernels.sm80.scores import visible_scores
 from torch_attn.kernels.sm80.sequences import locate_tile
 from torch_attn.launch import UNSPECIALIZED, KernelCall, Prepared, flash_arguments

@@ -10,6 +10,22 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from torch_attn.kernels.explicit.cp_async import (
+    allocate_tile,
+    commit,
+    copy_arguments,
+    fetch_tile,
+    wait,
+)
+from torch_attn.kernels.explicit.mma import (
+    add_product,
+    load_left,
+    product_layout,
+    product_scores,
+    scale_rows,
+    store_rows,
+    zeros,
+)
 from torch_attn.kernels.explicit.steps import step_start
 from torch_attn.kernels.library.schedule import longest_first, order_argument
 from torch_attn.kernels.library.sequences import (
@@ -19,20 +35,6 @@ from torch_attn.kernels.library.sequences import (
 )
 from torch_attn.kernels.library.softmax import LN2, LOG2E, add_sink
 from torch_attn.kernels.library.tiles import count_tiles, head_base, visible_tiles
-from torch_attn.kernels.sm80.pipeline import (
-    add_product,
-    allocate_tile,
-    commit,
-    copy_arguments,
-    fetch_tile,
-    load_left,
-    product_layout,
-    product_scores,
-    scale_rows,
-    store_rows,
-    wait,
-    zeros,
-)
 from torch_attn.kernels.sm80.scores import visible_scores
 from torch_attn.kernels.sm80.sequences import locate_tile
 from torch_attn.kernels.sm80.softmax import add_columns, online_softmax_update

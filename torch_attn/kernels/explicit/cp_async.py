@@ -1,4 +1,4 @@
-"""Tiles in shared memory: how they are laid out, fetched and multiplied.
+"""Tiles in shared memory that cp.async fills.
 
 A tile holds rows of one head. Its columns are cut into pieces (`column_pieces`), and each piece is
 a buffer of its own, `COUNT` tiles deep. The 16-byte units of a row are permuted with the row's
@@ -10,7 +10,7 @@ from typing import Any
 import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from torch_attn.kernels.explicit.registers import copy_layout
 from torch_attn.launch import Layout, stride_arguments
@@ -20,10 +20,6 @@ from twin_attention.targets import sm80
 copy_async = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 commit = async_copy.commit_group
 wait = async_copy.wait_group
-
-# Columns of an operand that a thread holds at a time: more of them take registers from the sums.
-CHUNK = gl.constexpr(16)
-
 
 column_pieces = triton.constexpr_function(sm80.column_pieces)
 
@@ -47,24 +43,12 @@ def piece_start(size, index):
 
 
 @triton.constexpr_function
-def chunk(width):
-    """Return how many columns of a piece are multiplied at a time."""
-    return min(width, CHUNK.value)
-
-
-@triton.constexpr_function
 def padded_size(size):
     """Return the columns of all pieces together."""
     total = 0
     for width in column_pieces(size):
         total += width
     return total
-
-
-@triton.constexpr_function
-def product_layout(num_warps, across=1):
-    """Return the layout of a sum of mma.sync products: `across` warps along columns."""
-    return gl.NVMMADistributedLayout([2, 0], [num_warps // across, across], [16, 8])
 
 
 @triton.constexpr_function
@@ -187,124 +171,6 @@ def _row_pointers(
     if ALIGNED:
         pointers = gl.max_contiguous(gl.multiple_of(pointers, [1, 16]), [1, 8])
     return pointers
-
-
-@gluon.jit
-def load_left(tile, SIZE: gl.constexpr, LAYOUT: gl.constexpr):
-    """Load the first tile of a buffer as left operands, chunk by chunk."""
-    chunks = ()
-    for i in gl.static_range(num_pieces(SIZE)):
-        for j in gl.static_range(piece_width(SIZE, i) // chunk(piece_width(SIZE, i))):
-            chunks = chunks + (_load_chunk(tile[i].index(0), j, 0, LAYOUT),)
-    return chunks
-
-
-@gluon.jit
-def _load_chunk(buffer, INDEX: gl.constexpr, OPERAND: gl.constexpr, LAYOUT: gl.constexpr):
-    """Load some columns of a buffer as left operand 0, or transposed as right operand 1."""
-    STEP: gl.constexpr = chunk(buffer.shape[1])
-    part = buffer.slice(INDEX * STEP, STEP, 1)
-    if OPERAND == 1:
-        part = part.permute((1, 0))
-    return part.load(gl.DotOperandLayout(OPERAND, LAYOUT, 2))
-
-
-@gluon.jit
-def product_scores(a, b, slot, acc, SIZE: gl.constexpr):
-    """Compute acc + a · bᵀ over SIZE columns, a chunk of them at a time.
-
-    a is what `load_left` returns, or a buffer with one tile; b is a buffer of tiles.
-    """
-    LAYOUT: gl.constexpr = acc.type.layout
-    for i in gl.static_range(num_pieces(SIZE)):
-        for j in gl.static_range(piece_width(SIZE, i) // chunk(piece_width(SIZE, i))):
-            left = _left_chunk(a, i, j, SIZE, LAYOUT)
-            acc = mma_v2(left, _load_chunk(b[i].index(slot), j, 1, LAYOUT), acc)
-    return acc
-
-
-@gluon.jit
-def _left_chunk(
-    a, PIECE: gl.constexpr, INDEX: gl.constexpr, SIZE: gl.constexpr, LAYOUT: gl.constexpr
-):
-    """Return a left operand from registers or shared memory."""
-    if isinstance(a[0], gl.tensor):
-        left = a[piece_start(SIZE, PIECE) // chunk(piece_width(SIZE, 0)) + INDEX]
-    else:
-        left = _load_chunk(a[PIECE].index(0), INDEX, 0, LAYOUT)
-    return left
-
-
-@gluon.jit
-def zeros(ROWS: gl.constexpr, SIZE: gl.constexpr, LAYOUT: gl.constexpr):
-    """Return a sum of products, ROWS by SIZE, piece by piece."""
-    acc = ()
-    for i in gl.static_range(num_pieces(SIZE)):
-        acc = acc + (gl.zeros([ROWS, piece_width(SIZE, i)], gl.float32, LAYOUT),)
-    return acc
-
-
-@gluon.jit
-def scale_rows(acc, factor):
-    """Multiply the rows of a sum of products."""
-    scaled = ()
-    for i in gl.static_range(len(acc)):
-        scaled = scaled + (acc[i] * factor[:, None],)
-    return scaled
-
-
-@gluon.jit
-def add_product(acc, a, b, slot):
-    """Compute acc + a · b. a has the layout of a sum of products, b is a buffer of tiles."""
-    result = ()
-    for i in gl.static_range(len(acc)):
-        result = result + (_multiply_piece(acc[i], a, b[i].index(slot)),)
-    return result
-
-
-@gluon.jit
-def _multiply_piece(acc, a, buffer):
-    LAYOUT: gl.constexpr = acc.type.layout
-    left = gl.convert_layout(a, gl.DotOperandLayout(0, LAYOUT, 2), assert_trivial=True)
-    return mma_v2(left, buffer.load(gl.DotOperandLayout(1, LAYOUT, 2)), acc)
-
-
-@gluon.jit
-def add_product_shared(acc, a, b, slot):
-    """Compute acc + a · b, a chunk of rows of b at a time. a is a buffer, b a buffer of tiles."""
-    for j in gl.static_range(a.shape[1] // chunk(a.shape[1])):
-        acc = _multiply_chunk(acc, a, b, slot, j)
-    return acc
-
-
-@gluon.jit
-def _multiply_chunk(acc, a, b, slot, INDEX: gl.constexpr):
-    STEP: gl.constexpr = chunk(a.shape[1])
-    LAYOUT: gl.constexpr = acc[0].type.layout
-    left = a.slice(INDEX * STEP, STEP, 1).load(gl.DotOperandLayout(0, LAYOUT, 2))
-    result = ()
-    for i in gl.static_range(len(acc)):
-        right = b[i].index(slot).slice(INDEX * STEP, STEP, 0)
-        right = right.load(gl.DotOperandLayout(1, LAYOUT, 2))
-        result = result + (mma_v2(left, right, acc[i]),)
-    return result
-
-
-@gluon.jit
-def store_rows(base, x, start, num_rows, stride, SIZE: gl.constexpr):
-    """Store a sum of products as rows, none past `num_rows`, and no column past SIZE."""
-    for i in gl.static_range(len(x)):
-        _store_piece(base, x[i], start, num_rows, stride, piece_start(SIZE, i), SIZE)
-
-
-@gluon.jit
-def _store_piece(base, x, start, num_rows, stride, FIRST: gl.constexpr, SIZE: gl.constexpr):
-    layout: gl.constexpr = copy_layout(x.shape[1], gl.num_warps())
-    rows = gl.arange(0, x.shape[0], gl.SliceLayout(1, layout))[:, None]
-    cols = FIRST + gl.arange(0, x.shape[1], gl.SliceLayout(0, layout))[None, :]
-    pointers = base + (start + rows).to(gl.int64) * stride + cols
-    x = gl.convert_layout(x.to(base.dtype.element_ty), layout)
-    gl.store(pointers, x, (rows < num_rows - start) & (cols < SIZE))
 
 
 def copy_arguments(**layouts: Layout) -> dict[str, Any]:
