@@ -25,7 +25,8 @@ from tests.torch_attn.gluon_interpreter import (
 )
 from torch_attn.kernels.explicit import cp_async, mma
 from torch_attn.kernels.explicit.barriers import allocate_barriers, arrive, wait_for_all
-from torch_attn.kernels.sm90.pipeline import load_box, product_layout, store_box
+from torch_attn.kernels.explicit.tma import load_box, store_box
+from torch_attn.kernels.explicit.wgmma import product_layout
 
 STEPS = 4
 READ = gl.constexpr(8)

@@ -1,4 +1,4 @@
-"""TMA's additions in Triton, which `torch_attn/kernels/sm90/reduction.py` uses.
+"""TMA's additions in Triton, which `torch_attn/kernels/explicit/reduction.py` uses.
 
 When this fails after an update of Triton: if its language has a function that adds a box of shared
 memory to global memory, import that one in `reduction.py` and delete what is private there. If not,
@@ -11,7 +11,7 @@ tma = pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper").tm
 
 
 def test_triton_adds_boxes():
-    from torch_attn.kernels.sm90.reduction import add_box
+    from torch_attn.kernels.explicit.reduction import add_box
 
     if hasattr(tma, "async_atomic_add"):
         assert add_box is tma.async_atomic_add

@@ -13,30 +13,31 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from torch_attn.kernels.explicit.barriers import READERS, allocate_barriers, arrive, wait_for_all
 from torch_attn.kernels.explicit.registers import pack, scale_all, unpack
 from torch_attn.kernels.explicit.steps import group_step
-from torch_attn.kernels.library.sequences import count_sequence_tiles
-from torch_attn.kernels.library.tiles import ROW_PADDING
-from torch_attn.kernels.sm90.pipeline import (
-    HOLDS_CAPPED_KEYS,
-    add_product,
-    add_shared,
+from torch_attn.kernels.explicit.tma import (
     allocate_row,
     allocate_tile,
     column_pieces,
-    left_scores,
-    load_left,
     map_arguments,
     num_pieces,
-    product_layout,
-    product_scores,
     read_row,
     row_map,
     store_result,
     stored_arguments,
+)
+from torch_attn.kernels.explicit.wgmma import (
+    add_product,
+    add_shared,
+    left_scores,
+    load_left,
+    product_layout,
+    product_scores,
     wait_product,
     wait_products,
     wait_sums,
     zeros,
 )
+from torch_attn.kernels.library.sequences import count_sequence_tiles
+from torch_attn.kernels.library.tiles import ROW_PADDING
 from torch_attn.kernels.sm90.queries import (
     DO_READ,
     Q_READ,
@@ -50,6 +51,10 @@ from torch_attn.kernels.sm90.queries import (
 from torch_attn.kernels.sm90.schedule import allocate_hand_over, own_item
 from torch_attn.kernels.sm90.sums import add_dq, add_rows, allocate_dq, map_sums, start_dq, write_dq
 from torch_attn.launch import UNSPECIALIZED, KernelCall, Prepared
+
+# 3.9's ptxas spills 572 bytes a step of a backward that holds k and v in registers beside capped
+# scores and dq; 3.6's spills 20 in all.
+HOLDS_CAPPED_KEYS = not hasattr(tma, "async_load")
 
 # Named barriers beside those of `queries`: one for ds; and for each consumer's part of dq, when it
 # is written and when free.

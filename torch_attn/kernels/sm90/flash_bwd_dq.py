@@ -20,11 +20,7 @@ from torch_attn.kernels.explicit.barriers import (
 )
 from torch_attn.kernels.explicit.registers import copy_layout, pack, scale_all, unpack
 from torch_attn.kernels.explicit.steps import step_start
-from torch_attn.kernels.library.sequences import count_sequence_tiles
-from torch_attn.kernels.library.softmax import LOG2E
-from torch_attn.kernels.library.tiles import ROW_PADDING, head_base, visible_tiles
-from torch_attn.kernels.sm90.pipeline import (
-    add_product,
+from torch_attn.kernels.explicit.tma import (
     allocate_tile,
     clear_rows,
     load_tile,
@@ -32,13 +28,19 @@ from torch_attn.kernels.sm90.pipeline import (
     num_pieces,
     piece,
     piece_start,
-    product_layout,
-    product_scores,
     store_result,
     stored_arguments,
+)
+from torch_attn.kernels.explicit.wgmma import (
+    add_product,
+    product_layout,
+    product_scores,
     wait_product,
     zeros,
 )
+from torch_attn.kernels.library.sequences import count_sequence_tiles
+from torch_attn.kernels.library.softmax import LOG2E
+from torch_attn.kernels.library.tiles import ROW_PADDING, head_base, visible_tiles
 from torch_attn.kernels.sm90.schedule import (
     allocate_hand_over,
     head_and_tile,

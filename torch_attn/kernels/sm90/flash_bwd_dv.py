@@ -12,19 +12,21 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from torch_attn.kernels.explicit.barriers import READERS, allocate_barriers, arrive
 from torch_attn.kernels.explicit.registers import pack, unpack
 from torch_attn.kernels.explicit.steps import group_step
-from torch_attn.kernels.sm90.pipeline import (
-    add_product,
+from torch_attn.kernels.explicit.tma import (
     allocate_row,
     allocate_tile,
     column_pieces,
     map_arguments,
     num_pieces,
-    product_layout,
-    product_scores,
     read_row,
     row_map,
     store_result,
     stored_arguments,
+)
+from torch_attn.kernels.explicit.wgmma import (
+    add_product,
+    product_layout,
+    product_scores,
     wait_product,
     zeros,
 )

@@ -28,29 +28,29 @@ from torch_attn.kernels.explicit.barriers import (
     wait_for_all,
 )
 from torch_attn.kernels.explicit.registers import join_columns, pack, split_columns, unpack
+from torch_attn.kernels.explicit.tma import (
+    allocate_tile,
+    clear_rows,
+    load_tile,
+    map_arguments,
+    num_pieces,
+    store_result,
+    stored_arguments,
+)
+from torch_attn.kernels.explicit.wgmma import (
+    add_product,
+    product_layout,
+    product_scores,
+    scale_rows,
+    wait_product,
+    zeros,
+)
 from torch_attn.kernels.library.block_mask import list_arguments, lists_of_keys
 from torch_attn.kernels.library.sequences import offsets_of
 from torch_attn.kernels.library.softmax import LN2, LOG2E, add_sink
 from torch_attn.kernels.library.tiles import visible_tiles
 from torch_attn.kernels.sm80.softmax import add_columns
 from torch_attn.kernels.sm90.block_mask import kept_start, kept_tiles
-from torch_attn.kernels.sm90.pipeline import (
-    add_product,
-    allocate_tile,
-    clear_rows,
-    load_tile,
-    map_arguments,
-    num_pieces,
-    out_in_q,
-    product_layout,
-    product_scores,
-    room_for,
-    scale_rows,
-    store_result,
-    stored_arguments,
-    wait_product,
-    zeros,
-)
 from torch_attn.kernels.sm90.schedule import (
     allocate_hand_over,
     head_and_tile,
@@ -69,9 +69,11 @@ from torch_attn.kernels.sm90.scores import (
 from torch_attn.launch import UNSPECIALIZED, KernelCall, Prepared, launch
 from twin_attention.contract.operands import AttentionOperands
 from twin_attention.contract.spec import AttentionSpec, BlockSparseSpec, VarlenSpec, Window
+from twin_attention.targets import sm90
 from twin_attention.targets.family import Backend
 from twin_attention.targets.kernels import SpecializedConfig
 from twin_attention.targets.steps import steps_of_queries
+from twin_attention.targets.target import SHARED_MEMORY_LIMIT
 
 # Up to this head size the first product of the next item is issued ahead; above, that is slower.
 AHEAD_HEAD_DIM = 96
@@ -589,8 +591,22 @@ def _prepare(call: KernelCall) -> Prepared:
         or spec.window != Window()
         or spec.seq_kv % config.block_kv != 0,
         "AHEAD": max(spec.head_dim, spec.head_dim_v) <= AHEAD_HEAD_DIM
-        and room_for(spec, config, 2),
-        "OUT_IN_Q": out_in_q(spec, config),
+        and _room_for(spec, config, 2),
+        "OUT_IN_Q": _out_in_q(spec, config),
     }
     arguments |= maps | list_arguments(call)
     return persistent(call, steps, spec.heads_q * spec.batch, arguments)
+
+
+def _room_for(spec: AttentionSpec, config: SpecializedConfig, tiles_q: int) -> bool:
+    """Return True if shared memory has room for tiles of queries beside all others."""
+    columns, columns_v = (sum(sm90.column_pieces(d)) for d in (spec.head_dim, spec.head_dim_v))
+    keys = config.num_stages * config.block_kv
+    rows, rows_v = keys + tiles_q * config.block_q, keys + config.block_q
+    return 2 * (columns * rows + columns_v * rows_v) + 1024 <= SHARED_MEMORY_LIMIT["sm90"]
+
+
+def _out_in_q(spec: AttentionSpec, config: SpecializedConfig) -> bool:
+    """Return True if the output's tiles have to lie where the queries' were."""
+    columns, columns_v = (sum(sm90.column_pieces(d)) for d in (spec.head_dim, spec.head_dim_v))
+    return columns == columns_v and not _room_for(spec, config, 1)

@@ -4,7 +4,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from torch_attn.kernels.sm90.pipeline import load_box, num_pieces, piece_start, tile_bytes
+from torch_attn.kernels.explicit.tma import load_box, num_pieces, piece_start, tile_bytes
 
 
 @gluon.jit

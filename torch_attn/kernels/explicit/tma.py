@@ -1,12 +1,8 @@
-"""Tiles in shared memory: how they are laid out, loaded, released and multiplied.
+"""Tiles in shared memory that TMA fills and stores.
 
 A tile holds rows of one head. Its columns are cut into pieces (`column_pieces`), and each piece is
-a buffer of its own, `COUNT` tiles deep, which one TMA instruction fills. mbarriers say that a tile
-is there. Named barriers say that it is read: a warpgroup's arrival there is one instruction, where
-Gluon brings the warpgroup together before it arrives at an mbarrier.
+a buffer of its own, `COUNT` tiles deep, which one TMA instruction fills.
 """
-
-from __future__ import annotations
 
 import math
 from typing import Any
@@ -14,13 +10,7 @@ from typing import Any
 import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from torch_attn.kernels.explicit.barriers import barrier
 from torch_attn.kernels.explicit.registers import copy_layout
@@ -28,18 +18,12 @@ from torch_attn.launch import Layout
 from torch_attn.tensor_maps import TensorMap
 from twin_attention.contract.spec import AttentionSpec, VarlenSpec
 from twin_attention.targets import sm90
-from twin_attention.targets.kernels import SpecializedConfig
-from twin_attention.targets.target import SHARED_MEMORY_LIMIT
 
 # Triton 3.9 has other names than 3.6.
 load_box = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 store_box = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 _descriptor = gl.shared_memory_descriptor
 reinterpret = getattr(_descriptor, "reinterpret", None) or _descriptor._reinterpret
-# 3.9's ptxas spills 572 bytes a step of a backward that holds k and v in registers beside capped
-# scores and dq; 3.6's spills 20 in all.
-HOLDS_CAPPED_KEYS = not hasattr(tma, "async_load")
-
 
 column_pieces = triton.constexpr_function(sm90.column_pieces)
 
@@ -72,12 +56,6 @@ def tile_bytes(rows, size):
 def box_layout(width, bits=16, rank=4):
     """Return the layout of a piece in shared memory, which TMA and wgmma share."""
     return gl.NVMMASharedLayout(min(128, width * bits // 8), bits, rank)
-
-
-@triton.constexpr_function
-def product_layout(width):
-    """Return the layout of a warpgroup's sum of products, 64 rows of `width` columns."""
-    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, width, 16])
 
 
 @gluon.jit
@@ -117,126 +95,6 @@ def store_tile(maps, tile, slot, batch, head, row, SIZE: gl.constexpr):
     """Start to store a tile; rows and columns that do not exist are left out."""
     for i in gl.static_range(num_pieces(SIZE)):
         store_box(maps[i], [batch, head, row, piece_start(SIZE, i)], tile[i].index(slot))
-
-
-@gluon.jit
-def product_scores(a, a_slot, b, b_slot, SIZE: gl.constexpr, LAYOUT: gl.constexpr):
-    """Start to compute a · bᵀ over SIZE columns."""
-    ROWS: gl.constexpr = a[0].shape[3]
-    COLUMNS: gl.constexpr = b[0].shape[3]
-    s = gl.zeros([ROWS, COLUMNS], gl.float32, LAYOUT)
-    for i in gl.static_range(num_pieces(SIZE)):
-        right = piece(b[i], b_slot).permute((1, 0))
-        s = warpgroup_mma(piece(a[i], a_slot), right, s, use_acc=i > 0, is_async=True)
-    return s
-
-
-@gluon.jit
-def load_left(tile, slot, SIZE: gl.constexpr, LAYOUT: gl.constexpr):
-    """Load a tile to registers, as the left operand of products whose sums have a layout."""
-    left = ()
-    for i in gl.static_range(num_pieces(SIZE)):
-        left = left + (piece(tile[i], slot).load(gl.DotOperandLayout(0, LAYOUT, 2)),)
-    return left
-
-
-@gluon.jit
-def left_scores(a, b, b_slot, SIZE: gl.constexpr, LAYOUT: gl.constexpr):
-    """Start to compute a · bᵀ over SIZE columns. a is what `load_left` returns."""
-    COLUMNS: gl.constexpr = b[0].shape[3]
-    s = gl.zeros([64, COLUMNS], gl.float32, LAYOUT)
-    for i in gl.static_range(num_pieces(SIZE)):
-        right = piece(b[i], b_slot).permute((1, 0))
-        s = warpgroup_mma(a[i], right, s, use_acc=i > 0, is_async=True)
-    return s
-
-
-@gluon.jit
-def zeros(ROWS: gl.constexpr, SIZE: gl.constexpr):
-    """Return a sum of products, ROWS by SIZE, piece by piece."""
-    acc = ()
-    for i in gl.static_range(num_pieces(SIZE)):
-        acc = acc + (_zeros_piece(ROWS, piece_width(SIZE, i)),)
-    return acc
-
-
-@gluon.jit
-def _zeros_piece(ROWS: gl.constexpr, WIDTH: gl.constexpr):
-    return gl.zeros([ROWS, WIDTH], gl.float32, product_layout(WIDTH))
-
-
-@gluon.jit
-def add_product(acc, a, b, slot):
-    """Start to compute acc + a · b. a is in registers, b is a buffer of tiles."""
-    result = ()
-    for i in gl.static_range(len(acc)):
-        result = result + (_add_piece(acc[i], a, b[i], slot),)
-    return result
-
-
-@gluon.jit
-def _add_piece(acc, a, b, slot):
-    layout: gl.constexpr = gl.DotOperandLayout(0, product_layout(b.shape[4]), 2)
-    left = gl.convert_layout(a, layout, assert_trivial=True)
-    return warpgroup_mma(left, piece(b, slot), acc, is_async=True)
-
-
-@gluon.jit
-def wait_product(acc, a, PENDING: gl.constexpr = 0):
-    """Wait for products while PENDING later ones run; returns the sums, and the left operand a.
-
-    a is in registers, which were read till now.
-    """
-    done = warpgroup_mma_wait(PENDING, deps=acc + (a,))
-    sums = ()
-    for i in gl.static_range(len(acc)):
-        sums = sums + (done[i],)
-    return sums, done[len(acc)]
-
-
-@gluon.jit
-def wait_sums(acc, PENDING: gl.constexpr):
-    """Wait for products while PENDING later ones run."""
-    sums = ()
-    if len(acc) == 1:
-        sums = (warpgroup_mma_wait(PENDING, deps=acc),)
-    elif len(acc) > 1:
-        sums = warpgroup_mma_wait(PENDING, deps=acc)
-    return sums
-
-
-@gluon.jit
-def wait_products(acc, a, b, PENDING: gl.constexpr):
-    """Wait for products while PENDING later ones run; returns acc, a and b."""
-    done = warpgroup_mma_wait(PENDING, deps=acc + (a, b))
-    sums = ()
-    for i in gl.static_range(len(acc)):
-        sums = sums + (done[i],)
-    return sums, done[len(acc)], done[len(acc) + 1]
-
-
-@gluon.jit
-def add_shared(acc, a, b, slot):
-    """Start to compute acc + a · b. a is in shared memory, b is a buffer of tiles."""
-    result = ()
-    for i in gl.static_range(len(acc)):
-        result = result + (warpgroup_mma(a, piece(b[i], slot), acc[i], is_async=True),)
-    return result
-
-
-@gluon.jit
-def scale_rows(acc, factor):
-    """Multiply the rows of a sum of products."""
-    scaled = ()
-    for i in gl.static_range(len(acc)):
-        scaled = scaled + (_scale_piece(acc[i], factor),)
-    return scaled
-
-
-@gluon.jit
-def _scale_piece(x, factor):
-    layout: gl.constexpr = gl.SliceLayout(1, x.type.layout)
-    return x * gl.convert_layout(factor, layout, assert_trivial=True)[:, None]
 
 
 @gluon.jit
@@ -340,20 +198,6 @@ def stored_arguments(
     if isinstance(spec, VarlenSpec):
         return dict.fromkeys((f"{name}_1", f"{name}_2"))
     return map_arguments(name, operand, layout, rows)
-
-
-def room_for(spec: AttentionSpec, config: SpecializedConfig, tiles_q: int) -> bool:
-    """Return True if shared memory has room for tiles of queries beside all others."""
-    columns, columns_v = (sum(sm90.column_pieces(d)) for d in (spec.head_dim, spec.head_dim_v))
-    keys = config.num_stages * config.block_kv
-    rows, rows_v = keys + tiles_q * config.block_q, keys + config.block_q
-    return 2 * (columns * rows + columns_v * rows_v) + 1024 <= SHARED_MEMORY_LIMIT["sm90"]
-
-
-def out_in_q(spec: AttentionSpec, config: SpecializedConfig) -> bool:
-    """Return True if the output's tiles have to lie where the queries' were."""
-    columns, columns_v = (sum(sm90.column_pieces(d)) for d in (spec.head_dim, spec.head_dim_v))
-    return columns == columns_v and not room_for(spec, config, 1)
 
 
 @gluon.jit

@@ -1,0 +1,134 @@
+"""Products of wgmma, whose operands are tiles of `tma` or in registers."""
+
+import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
+
+from torch_attn.kernels.explicit.tma import num_pieces, piece, piece_width
+
+
+@triton.constexpr_function
+def product_layout(width):
+    """Return the layout of a warpgroup's sum of products, 64 rows of `width` columns."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, width, 16])
+
+
+@gluon.jit
+def product_scores(a, a_slot, b, b_slot, SIZE: gl.constexpr, LAYOUT: gl.constexpr):
+    """Start to compute a · bᵀ over SIZE columns."""
+    ROWS: gl.constexpr = a[0].shape[3]
+    COLUMNS: gl.constexpr = b[0].shape[3]
+    s = gl.zeros([ROWS, COLUMNS], gl.float32, LAYOUT)
+    for i in gl.static_range(num_pieces(SIZE)):
+        right = piece(b[i], b_slot).permute((1, 0))
+        s = warpgroup_mma(piece(a[i], a_slot), right, s, use_acc=i > 0, is_async=True)
+    return s
+
+
+@gluon.jit
+def load_left(tile, slot, SIZE: gl.constexpr, LAYOUT: gl.constexpr):
+    """Load a tile to registers, as the left operand of products whose sums have a layout."""
+    left = ()
+    for i in gl.static_range(num_pieces(SIZE)):
+        left = left + (piece(tile[i], slot).load(gl.DotOperandLayout(0, LAYOUT, 2)),)
+    return left
+
+
+@gluon.jit
+def left_scores(a, b, b_slot, SIZE: gl.constexpr, LAYOUT: gl.constexpr):
+    """Start to compute a · bᵀ over SIZE columns. a is what `load_left` returns."""
+    COLUMNS: gl.constexpr = b[0].shape[3]
+    s = gl.zeros([64, COLUMNS], gl.float32, LAYOUT)
+    for i in gl.static_range(num_pieces(SIZE)):
+        right = piece(b[i], b_slot).permute((1, 0))
+        s = warpgroup_mma(a[i], right, s, use_acc=i > 0, is_async=True)
+    return s
+
+
+@gluon.jit
+def zeros(ROWS: gl.constexpr, SIZE: gl.constexpr):
+    """Return a sum of products, ROWS by SIZE, piece by piece."""
+    acc = ()
+    for i in gl.static_range(num_pieces(SIZE)):
+        acc = acc + (_zeros_piece(ROWS, piece_width(SIZE, i)),)
+    return acc
+
+
+@gluon.jit
+def _zeros_piece(ROWS: gl.constexpr, WIDTH: gl.constexpr):
+    return gl.zeros([ROWS, WIDTH], gl.float32, product_layout(WIDTH))
+
+
+@gluon.jit
+def add_product(acc, a, b, slot):
+    """Start to compute acc + a · b. a is in registers, b is a buffer of tiles."""
+    result = ()
+    for i in gl.static_range(len(acc)):
+        result = result + (_add_piece(acc[i], a, b[i], slot),)
+    return result
+
+
+@gluon.jit
+def _add_piece(acc, a, b, slot):
+    layout: gl.constexpr = gl.DotOperandLayout(0, product_layout(b.shape[4]), 2)
+    left = gl.convert_layout(a, layout, assert_trivial=True)
+    return warpgroup_mma(left, piece(b, slot), acc, is_async=True)
+
+
+@gluon.jit
+def wait_product(acc, a, PENDING: gl.constexpr = 0):
+    """Wait for products while PENDING later ones run; returns the sums, and the left operand a.
+
+    a is in registers, which were read till now.
+    """
+    done = warpgroup_mma_wait(PENDING, deps=acc + (a,))
+    sums = ()
+    for i in gl.static_range(len(acc)):
+        sums = sums + (done[i],)
+    return sums, done[len(acc)]
+
+
+@gluon.jit
+def wait_sums(acc, PENDING: gl.constexpr):
+    """Wait for products while PENDING later ones run."""
+    sums = ()
+    if len(acc) == 1:
+        sums = (warpgroup_mma_wait(PENDING, deps=acc),)
+    elif len(acc) > 1:
+        sums = warpgroup_mma_wait(PENDING, deps=acc)
+    return sums
+
+
+@gluon.jit
+def wait_products(acc, a, b, PENDING: gl.constexpr):
+    """Wait for products while PENDING later ones run; returns acc, a and b."""
+    done = warpgroup_mma_wait(PENDING, deps=acc + (a, b))
+    sums = ()
+    for i in gl.static_range(len(acc)):
+        sums = sums + (done[i],)
+    return sums, done[len(acc)], done[len(acc) + 1]
+
+
+@gluon.jit
+def add_shared(acc, a, b, slot):
+    """Start to compute acc + a · b. a is in shared memory, b is a buffer of tiles."""
+    result = ()
+    for i in gl.static_range(len(acc)):
+        result = result + (warpgroup_mma(a, piece(b[i], slot), acc[i], is_async=True),)
+    return result
+
+
+@gluon.jit
+def scale_rows(acc, factor):
+    """Multiply the rows of a sum of products."""
+    scaled = ()
+    for i in gl.static_range(len(acc)):
+        scaled = scaled + (_scale_piece(acc[i], factor),)
+    return scaled
+
+
+@gluon.jit
+def _scale_piece(x, factor):
+    layout: gl.constexpr = gl.SliceLayout(1, x.type.layout)
+    return x * gl.convert_layout(factor, layout, assert_trivial=True)[:, None]
