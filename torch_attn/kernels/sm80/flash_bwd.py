@@ -31,6 +31,7 @@ from torch_attn.kernels.explicit.mma import (
     store_rows,
     zeros,
 )
+from torch_attn.kernels.explicit.mma_scores import visible_scores
 from torch_attn.kernels.explicit.registers import scale_all
 from torch_attn.kernels.explicit.steps import group_step, step_start
 from torch_attn.kernels.gradients import make_flash_bwd, prepare_postprocess
@@ -42,7 +43,6 @@ from torch_attn.kernels.library.sequences import (
 )
 from torch_attn.kernels.library.tiles import ROW_PADDING, count_tiles, head_base, visible_tiles
 from torch_attn.kernels.portable.flash_bwd import preprocess
-from torch_attn.kernels.sm80.scores import visible_scores
 from torch_attn.kernels.sm80.sequences import locate_tile
 from torch_attn.launch import UNSPECIALIZED, KernelCall, Prepared, flash_arguments
 from twin_attention.targets.sm80 import PROGRAMS_OF_SM

@@ -38,6 +38,7 @@ from torch_attn.kernels.explicit.wgmma import (
     wait_product,
     zeros,
 )
+from torch_attn.kernels.explicit.wgmma_scores import visible_scores
 from torch_attn.kernels.library.sequences import count_sequence_tiles
 from torch_attn.kernels.library.softmax import LOG2E
 from torch_attn.kernels.library.tiles import ROW_PADDING, head_base, visible_tiles
@@ -48,7 +49,6 @@ from torch_attn.kernels.sm90.schedule import (
     own_item,
     persistent,
 )
-from torch_attn.kernels.sm90.scores import visible_scores
 from torch_attn.launch import UNSPECIALIZED, KernelCall, Prepared, stride_arguments
 from twin_attention.contract.spec import VarlenSpec, Window
 from twin_attention.targets import sm90

@@ -28,6 +28,7 @@ from torch_attn.kernels.explicit.barriers import (
     wait_for_all,
 )
 from torch_attn.kernels.explicit.registers import join_columns, pack, split_columns, unpack
+from torch_attn.kernels.explicit.softmax import add_columns
 from torch_attn.kernels.explicit.tma import (
     allocate_tile,
     clear_rows,
@@ -45,11 +46,17 @@ from torch_attn.kernels.explicit.wgmma import (
     wait_product,
     zeros,
 )
+from torch_attn.kernels.explicit.wgmma_scores import (
+    bounded_update,
+    hide,
+    rounding_of_one_key,
+    scaled_scores,
+    softmax_update,
+)
 from torch_attn.kernels.library.block_mask import list_arguments, lists_of_keys
 from torch_attn.kernels.library.sequences import offsets_of
 from torch_attn.kernels.library.softmax import LN2, LOG2E, add_sink
 from torch_attn.kernels.library.tiles import visible_tiles
-from torch_attn.kernels.sm80.softmax import add_columns
 from torch_attn.kernels.sm90.block_mask import kept_start, kept_tiles
 from torch_attn.kernels.sm90.schedule import (
     allocate_hand_over,
@@ -58,13 +65,6 @@ from torch_attn.kernels.sm90.schedule import (
     next_item,
     own_item,
     persistent,
-)
-from torch_attn.kernels.sm90.scores import (
-    bounded_update,
-    hide,
-    rounding_of_one_key,
-    scaled_scores,
-    softmax_update,
 )
 from torch_attn.launch import UNSPECIALIZED, KernelCall, Prepared, launch
 from twin_attention.contract.operands import AttentionOperands

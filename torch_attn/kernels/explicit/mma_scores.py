@@ -1,4 +1,4 @@
-"""Scores: the way from q·k to what the softmax takes."""
+"""Scores of mma.sync: the way from q·k to what the softmax takes."""
 
 import triton.language as tl
 from triton.experimental import gluon

@@ -1,11 +1,11 @@
-"""Scores: the way from q·k to what the softmax takes."""
+"""Scores of wgmma: the way from q·k to what the softmax takes, and past it to p."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from torch_attn.kernels.explicit.registers import pack
+from torch_attn.kernels.explicit.softmax import add_columns, online_softmax_update
 from torch_attn.kernels.library.scores import attention_mask
-from torch_attn.kernels.sm80.softmax import add_columns, online_softmax_update
 from twin_attention.targets.ptx import (
     cap_constraints,
     cap_scores,
@@ -56,7 +56,7 @@ def visible_scores(s, position, key, end, rule, window_left, window_right, MASKE
 
 @gluon.jit
 def softmax_update(s, m_i, l_i, rule, MASKED: gl.constexpr):
-    """Update the running softmax: `sm80.softmax.online_softmax_update`.
+    """Update the running softmax: `softmax.online_softmax_update`.
 
     s: scores if MASKED, otherwise products q·k.
     """
