@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from torch_attn import explain, paged_attention
 from torch_attn.interpreter import interpreted
+from torch_attn.kernels.explicit import sequences as scalars
 from torch_attn.kernels.library.sequences import locate_tokens
-from torch_attn.kernels.sm90 import sequences as scalars
 
 op = torch.ops.torch_attn.paged_attention.default
 

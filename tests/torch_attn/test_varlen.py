@@ -16,8 +16,8 @@ from tests.sides import poisoned_memory
 from torch_attn import check_offsets, explain, flash_attention, flash_attention_varlen
 from torch_attn.adapters.flash_attn import flash_attn_varlen_func
 from torch_attn.interpreter import interpreted
+from torch_attn.kernels.explicit.sequences import find_sequence as find_by_scalars
 from torch_attn.kernels.library.sequences import find_sequence, first_tile, rows_of_tile
-from torch_attn.kernels.sm80.sequences import find_sequence as find_by_scalars
 from twin_attention.targets.config import use_configs
 
 SMALL_TILES = {

@@ -33,6 +33,7 @@ from torch_attn.kernels.explicit.mma import (
 )
 from torch_attn.kernels.explicit.mma_scores import visible_scores
 from torch_attn.kernels.explicit.registers import scale_all
+from torch_attn.kernels.explicit.sequences import locate_tile
 from torch_attn.kernels.explicit.steps import group_step, step_start
 from torch_attn.kernels.gradients import make_flash_bwd, prepare_postprocess
 from torch_attn.kernels.library.schedule import longest_first, order_argument
@@ -43,7 +44,6 @@ from torch_attn.kernels.library.sequences import (
 )
 from torch_attn.kernels.library.tiles import ROW_PADDING, count_tiles, head_base, visible_tiles
 from torch_attn.kernels.portable.flash_bwd import preprocess
-from torch_attn.kernels.sm80.sequences import locate_tile
 from torch_attn.launch import UNSPECIALIZED, KernelCall, Prepared, flash_arguments
 from twin_attention.targets.sm80 import PROGRAMS_OF_SM
 

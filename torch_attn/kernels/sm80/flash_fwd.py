@@ -27,6 +27,7 @@ from torch_attn.kernels.explicit.mma import (
     zeros,
 )
 from torch_attn.kernels.explicit.mma_scores import visible_scores
+from torch_attn.kernels.explicit.sequences import locate_tile
 from torch_attn.kernels.explicit.softmax import add_columns, online_softmax_update
 from torch_attn.kernels.explicit.steps import step_start
 from torch_attn.kernels.library.schedule import longest_first, order_argument
@@ -37,7 +38,6 @@ from torch_attn.kernels.library.sequences import (
 )
 from torch_attn.kernels.library.softmax import LN2, LOG2E, add_sink
 from torch_attn.kernels.library.tiles import count_tiles, head_base, visible_tiles
-from torch_attn.kernels.sm80.sequences import locate_tile
 from torch_attn.launch import UNSPECIALIZED, KernelCall, Prepared, flash_arguments, launch
 from twin_attention.contract.operands import AttentionOperands
 from twin_attention.contract.spec import AttentionSpec

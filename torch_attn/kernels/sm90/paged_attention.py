@@ -28,6 +28,7 @@ from torch_attn.kernels.explicit.barriers import (
     wait_for_all,
 )
 from torch_attn.kernels.explicit.registers import pack, unpack
+from torch_attn.kernels.explicit.sequences import locate_tokens
 from torch_attn.kernels.explicit.softmax import add_columns
 from torch_attn.kernels.explicit.steps import step_start
 from torch_attn.kernels.explicit.tma import (
@@ -53,7 +54,6 @@ from torch_attn.kernels.explicit.wgmma_scores import hide, scaled_scores, softma
 from torch_attn.kernels.library.pages import keys_of_tokens, share_of_tiles, tiles_at_edges
 from torch_attn.kernels.library.softmax import LN2, LOG2E, add_sink
 from torch_attn.kernels.sm90.pages import find_pages, load_pages
-from torch_attn.kernels.sm90.sequences import locate_tokens
 from torch_attn.launch import KernelCall, Layout, Prepared, launch, rule_argument
 from torch_attn.tensor_maps import TensorMap
 from twin_attention.contract.operands import PagedOperands

@@ -10,8 +10,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from torch_attn.kernels.explicit.barriers import allocate_barriers
+from torch_attn.kernels.explicit.sequences import locate_tile
 from torch_attn.kernels.library.sequences import count_sequence_tiles
-from torch_attn.kernels.sm80.sequences import locate_tile
 from torch_attn.launch import KernelCall, Prepared, flash_arguments
 from torch_attn.targets import num_sms
 from twin_attention.contract.spec import AttentionSpec, VarlenSpec

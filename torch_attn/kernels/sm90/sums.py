@@ -9,11 +9,11 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
 
 from torch_attn.kernels.explicit.reduction import add_box
 from torch_attn.kernels.explicit.registers import copy_layout
+from torch_attn.kernels.explicit.sequences import locate_tile
 from torch_attn.kernels.explicit.tma import column_pieces, piece, reinterpret
 from torch_attn.kernels.explicit.wgmma import product_layout
 from torch_attn.kernels.library.sequences import count_sequence_tiles
 from torch_attn.kernels.library.tiles import ROW_PADDING
-from torch_attn.kernels.sm80.sequences import locate_tile
 from torch_attn.launch import Layout
 from torch_attn.tensor_maps import TensorMap
 
