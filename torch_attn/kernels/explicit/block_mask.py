@@ -22,7 +22,7 @@ def kept_tiles(
     window_right,
     BLOCK: gl.constexpr,
 ):
-    """Narrow what `visible_tiles` returned to the tiles of a list: as the portable `kept_tiles`.
+    """Narrow what `visible_tiles` returned to the tiles of a list: as the library's `kept_tiles`.
 
     Args:
         lists: counts, tiles, strides and width of the lists, as `find_list` takes them, and the
