@@ -27,6 +27,7 @@ from torch_attn.kernels.explicit.barriers import (
     arrive,
     wait_for_all,
 )
+from torch_attn.kernels.explicit.pages import find_pages, load_pages
 from torch_attn.kernels.explicit.registers import pack, unpack
 from torch_attn.kernels.explicit.sequences import locate_tokens
 from torch_attn.kernels.explicit.softmax import add_columns
@@ -53,7 +54,6 @@ from torch_attn.kernels.explicit.wgmma import (
 from torch_attn.kernels.explicit.wgmma_scores import hide, scaled_scores, softmax_update
 from torch_attn.kernels.library.pages import keys_of_tokens, share_of_tiles, tiles_at_edges
 from torch_attn.kernels.library.softmax import LN2, LOG2E, add_sink
-from torch_attn.kernels.sm90.pages import find_pages, load_pages
 from torch_attn.launch import KernelCall, Layout, Prepared, launch, rule_argument
 from torch_attn.tensor_maps import TensorMap
 from twin_attention.contract.operands import PagedOperands
