@@ -11,13 +11,13 @@ each have a kernel, with eight products in all.
 
 from torch import Tensor
 
+from torch_attn.kernels.explicit.items import item_counter
 from torch_attn.kernels.gradients import make_flash_bwd, prepare_postprocess
 from torch_attn.kernels.portable.flash_bwd import preprocess
 from torch_attn.kernels.sm90.flash_bwd_dk import flash_bwd_dk_kernel, prepare_dk
 from torch_attn.kernels.sm90.flash_bwd_dkdv import flash_bwd_dkdv_kernel, prepare_dkdv
 from torch_attn.kernels.sm90.flash_bwd_dq import flash_bwd_dq_kernel, prepare_dq
 from torch_attn.kernels.sm90.flash_bwd_dv import flash_bwd_dv_kernel, prepare_dv
-from torch_attn.kernels.sm90.schedule import item_counter
 from torch_attn.kernels.sm90.sums import flash_bwd_postprocess_kernel, sum_columns
 from twin_attention.contract.operands import AttentionOperands
 from twin_attention.contract.spec import AttentionSpec

@@ -11,6 +11,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from torch_attn.kernels.explicit.barriers import READERS, allocate_barriers, arrive, wait_for_all
+from torch_attn.kernels.explicit.items import allocate_hand_over, own_item
 from torch_attn.kernels.explicit.registers import pack, scale_all, unpack
 from torch_attn.kernels.explicit.steps import group_step
 from torch_attn.kernels.explicit.tma import (
@@ -48,7 +49,6 @@ from torch_attn.kernels.sm90.queries import (
     persistent_keys,
     produce_queries,
 )
-from torch_attn.kernels.sm90.schedule import allocate_hand_over, own_item
 from torch_attn.kernels.sm90.sums import add_dq, add_rows, allocate_dq, map_sums, start_dq, write_dq
 from torch_attn.launch import UNSPECIALIZED, KernelCall, Prepared
 

@@ -18,6 +18,13 @@ from torch_attn.kernels.explicit.barriers import (
     arrive,
     wait_for_all,
 )
+from torch_attn.kernels.explicit.items import (
+    allocate_hand_over,
+    head_and_tile,
+    next_item,
+    own_item,
+    persistent,
+)
 from torch_attn.kernels.explicit.registers import copy_layout, pack, scale_all, unpack
 from torch_attn.kernels.explicit.steps import step_start
 from torch_attn.kernels.explicit.tma import (
@@ -42,13 +49,6 @@ from torch_attn.kernels.explicit.wgmma_scores import visible_scores
 from torch_attn.kernels.library.sequences import count_sequence_tiles
 from torch_attn.kernels.library.softmax import LOG2E
 from torch_attn.kernels.library.tiles import ROW_PADDING, head_base, visible_tiles
-from torch_attn.kernels.sm90.schedule import (
-    allocate_hand_over,
-    head_and_tile,
-    next_item,
-    own_item,
-    persistent,
-)
 from torch_attn.launch import UNSPECIALIZED, KernelCall, Prepared, stride_arguments
 from twin_attention.contract.spec import VarlenSpec, Window
 from twin_attention.targets import sm90

@@ -10,6 +10,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from torch_attn.kernels.explicit.barriers import READERS, allocate_barriers, arrive
+from torch_attn.kernels.explicit.items import allocate_hand_over, own_item
 from torch_attn.kernels.explicit.registers import pack, unpack
 from torch_attn.kernels.explicit.steps import group_step
 from torch_attn.kernels.explicit.tma import (
@@ -40,7 +41,6 @@ from torch_attn.kernels.sm90.queries import (
     persistent_keys,
     produce_queries,
 )
-from torch_attn.kernels.sm90.schedule import allocate_hand_over, own_item
 from torch_attn.launch import UNSPECIALIZED, KernelCall, Prepared
 
 

@@ -28,6 +28,14 @@ from torch_attn.kernels.explicit.barriers import (
     wait_for_all,
 )
 from torch_attn.kernels.explicit.block_mask import kept_start, kept_tiles
+from torch_attn.kernels.explicit.items import (
+    allocate_hand_over,
+    head_and_tile,
+    item_counter,
+    next_item,
+    own_item,
+    persistent,
+)
 from torch_attn.kernels.explicit.registers import join_columns, pack, split_columns, unpack
 from torch_attn.kernels.explicit.softmax import add_columns
 from torch_attn.kernels.explicit.tma import (
@@ -58,14 +66,6 @@ from torch_attn.kernels.library.block_mask import list_arguments, lists_of_keys
 from torch_attn.kernels.library.sequences import offsets_of
 from torch_attn.kernels.library.softmax import LN2, LOG2E, add_sink
 from torch_attn.kernels.library.tiles import visible_tiles
-from torch_attn.kernels.sm90.schedule import (
-    allocate_hand_over,
-    head_and_tile,
-    item_counter,
-    next_item,
-    own_item,
-    persistent,
-)
 from torch_attn.launch import UNSPECIALIZED, KernelCall, Prepared, launch
 from twin_attention.contract.operands import AttentionOperands
 from twin_attention.contract.spec import AttentionSpec, BlockSparseSpec, VarlenSpec, Window

@@ -7,12 +7,12 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from torch_attn.kernels.explicit.barriers import READERS, wait_for_all
+from torch_attn.kernels.explicit.items import head_and_tile, next_item, persistent
 from torch_attn.kernels.explicit.steps import group_step
 from torch_attn.kernels.explicit.tma import clear_rows, load_box, load_pieces, tile_bytes
 from torch_attn.kernels.explicit.wgmma_scores import visible_scores
 from torch_attn.kernels.library.sequences import count_sequence_tiles, first_tile
 from torch_attn.kernels.library.tiles import ROW_PADDING, visible_tiles
-from torch_attn.kernels.sm90.schedule import head_and_tile, next_item, persistent
 from torch_attn.launch import KernelCall, Prepared
 from twin_attention.contract.spec import VarlenSpec, Window
 from twin_attention.targets.steps import steps_of_keys

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from torch_attn.kernels.sm90.schedule import ITEM_STEPS, heads_together
+from torch_attn.kernels.explicit.items import ITEM_STEPS, heads_together
 from twin_attention.contract.spec import AttentionSpec, Window
 from twin_attention.targets.steps import steps_of_keys, steps_of_queries
 
