@@ -15,6 +15,7 @@ from torch_attn.kernels.library.segments import segment_ranges, segments_of
 from torch_attn.kernels.library.sequences import num_padded_rows, offsets_of
 from torch_attn.kernels.library.softmax import LOG2E
 from torch_attn.kernels.library.tiles import ROW_PADDING
+from torch_attn.kernels.preprocess import preprocess
 from torch_attn.launch import KernelCall, Prepared, launch, sequence_arguments
 from torch_attn.targets import num_sms
 from twin_attention.contract.operands import AttentionOperands
@@ -27,7 +28,6 @@ Kernel = tuple[Any, Callable[[KernelCall], Prepared]]
 
 
 def make_flash_bwd(
-    preprocess: Callable[..., None],
     dq: Kernel,
     dkdv: tuple[Kernel, ...],
     postprocess: Kernel | None = None,
@@ -40,7 +40,6 @@ def make_flash_bwd(
     """Return the `flash_bwd` of a family.
 
     Args:
-        preprocess: write lse2 and delta, as `portable.flash_bwd.preprocess` does.
         dq: the kernel of dq.
         dkdv: the kernel of dk and dv, or one of each, which take the same operands. In a family
             with sums these are the last operands, or None.

@@ -43,7 +43,6 @@ from torch_attn.kernels.library.sequences import (
     num_sequence_tiles,
 )
 from torch_attn.kernels.library.tiles import ROW_PADDING, count_tiles, head_base, visible_tiles
-from torch_attn.kernels.portable.flash_bwd import preprocess
 from torch_attn.launch import UNSPECIALIZED, KernelCall, Prepared, flash_arguments
 from twin_attention.targets.sm80 import PROGRAMS_OF_SM
 
@@ -487,7 +486,6 @@ def _arguments(call: KernelCall, tiles: int) -> dict[str, Any]:
 
 
 flash_bwd = make_flash_bwd(
-    preprocess,
     dq=(flash_bwd_dq_kernel, _prepare_dq),
     dkdv=((flash_bwd_dkdv_kernel, _prepare_dkdv),),
     postprocess=(flash_bwd_postprocess_kernel, prepare_postprocess),

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from torch_attn.kernels.explicit.items import item_counter
 from torch_attn.kernels.gradients import make_flash_bwd, prepare_postprocess
-from torch_attn.kernels.portable.flash_bwd import preprocess
 from torch_attn.kernels.sm90.flash_bwd_dk import flash_bwd_dk_kernel, prepare_dk
 from torch_attn.kernels.sm90.flash_bwd_dkdv import flash_bwd_dkdv_kernel, prepare_dkdv
 from torch_attn.kernels.sm90.flash_bwd_dq import flash_bwd_dq_kernel, prepare_dq
@@ -28,7 +27,6 @@ from twin_attention.targets.sm90 import has_large_heads
 _NUM_WARPS = 4
 
 _flash_bwd_small = make_flash_bwd(
-    preprocess,
     dq=(flash_bwd_dq_kernel, prepare_dq),
     dkdv=((flash_bwd_dkdv_kernel, prepare_dkdv),),
     postprocess=(flash_bwd_postprocess_kernel, prepare_postprocess),
@@ -39,7 +37,6 @@ _flash_bwd_small = make_flash_bwd(
     num_warps=_NUM_WARPS,
 )
 _flash_bwd_large = make_flash_bwd(
-    preprocess,
     dq=(flash_bwd_dq_kernel, prepare_dq),
     dkdv=((flash_bwd_dk_kernel, prepare_dk), (flash_bwd_dv_kernel, prepare_dv)),
     dq_prepares_rows=True,
