@@ -44,3 +44,13 @@ def add_sink(sink, m_i, l_i):
     alpha = tl.exp2(m_i - m_safe)
     l_i = l_i * alpha + tl.exp2(sink - m_safe)
     return alpha, m_new, l_i
+
+
+@triton.jit
+def add_sink_to_states(sink, m_i, l_i):
+    """Do what `add_sink` does where the maximum is a natural logarithm."""
+    m_new = tl.maximum(m_i, sink)
+    m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
+    alpha = tl.exp2((m_i - m_safe) * LOG2E)
+    l_i = l_i * alpha + tl.exp2((sink - m_safe) * LOG2E)
+    return alpha, m_new, l_i

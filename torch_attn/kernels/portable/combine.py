@@ -10,7 +10,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_wait
 
 from torch_attn.kernels.library.pages import keys_of_sequence, load_rows_at, splits_with_keys
-from torch_attn.kernels.library.softmax import LOG2E
+from torch_attn.kernels.library.softmax import LOG2E, add_sink_to_states
 from torch_attn.launch import KernelCall, Prepared, launch
 from twin_attention.contract.operands import DecodeOperands, PagedOperands
 from twin_attention.contract.spec import DecodeSpec, MergeSpec
@@ -103,16 +103,6 @@ def combine_kernel(
     out = (acc / l_safe).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + row * HEAD_DIM_V + cols, out, mask=cols < HEAD_DIM_V)
     tl.store(lse_ptr + (batch * HEADS + head) * tokens + token, lse)
-
-
-@triton.jit
-def add_sink_to_states(sink, m_i, l_i):
-    """Do what `add_sink` does where the maximum is a natural logarithm."""
-    m_new = tl.maximum(m_i, sink)
-    m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
-    alpha = tl.exp2((m_i - m_safe) * LOG2E)
-    l_i = l_i * alpha + tl.exp2((sink - m_safe) * LOG2E)
-    return alpha, m_new, l_i
 
 
 def combine(outs: Tensor, lses: Tensor, spec: MergeSpec, backend: Backend) -> tuple[Tensor, Tensor]:
