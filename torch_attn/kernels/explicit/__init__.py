@@ -1,6 +1,6 @@
-"""Building blocks of the explicit kernels, in Gluon.
+"""What the kernels in Gluon are built of: copies, products, barriers, registers, work items.
 
-What registers and shared memory hold, copies, products, barriers, work items and what Triton's
-versions lack have a file each, with the host functions that prepare their arguments. No kernel is
-here. It imports `library` and no family; the explicit families, `sm80` and `sm90`, import it.
+There is no kernel in it. What Triton 3.6's Gluon does not offer, or has under another name than
+3.9's, is in these files. The families `sm80` and `sm90` import it; it imports
+`torch_attn.kernels.library`, and no family.
 """
