@@ -28,30 +28,33 @@ def locate_tile(
 
 
 @triton.jit
-def find_sequence(cu_seqlens_ptr, tile, num_sequences, BLOCK: tl.constexpr):
-    """Return the last sequence whose tiles do not begin behind `tile`, 0 .. N."""
+def locate_tokens(
+    cu_seqlens_ptr, tile, num_tokens, num_sequences, ROWS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Find the sequence that owns a tile: as the library's `locate_tokens`."""
+    owner = find_sequence(cu_seqlens_ptr, tile - num_sequences - 1, num_sequences, BLOCK, ROWS)
+    return tokens_of_tile(cu_seqlens_ptr, tile, owner, num_tokens, num_sequences, ROWS, BLOCK)
+
+
+@triton.jit
+def find_sequence(
+    cu_seqlens_ptr, tile, num_sequences, BLOCK: tl.constexpr, ROWS: tl.constexpr = None
+):
+    """Return the last sequence whose tiles do not begin behind `tile`, 0 .. N, by a binary search.
+
+    With ROWS, tiles are those behind the sequences' first ones, as in `locate_tokens`.
+    """
     first = 0
     count = num_sequences + 1
     while count > 1:
         half = count // 2
         middle = first + half
-        begun = first_tile(tl.load(cu_seqlens_ptr + middle), middle, BLOCK) <= tile
+        offset = tl.load(cu_seqlens_ptr + middle)
+        if ROWS is None:
+            begin = first_tile(offset, middle, BLOCK)
+        else:
+            begin = offset * ROWS // BLOCK
+        begun = begin <= tile
         first = tl.where(begun, middle, first)
         count = tl.where(begun, count - half, half)
     return first
-
-
-@triton.jit
-def locate_tokens(
-    cu_seqlens_ptr, tile, num_tokens, num_sequences, ROWS: tl.constexpr, BLOCK: tl.constexpr
-):
-    """Find the sequence that owns a tile: as the library's `locate_tokens`, by a binary search."""
-    first = 0
-    count = num_sequences + 1
-    while count > 1:
-        half = count // 2
-        begin = tl.load(cu_seqlens_ptr + first + half) * ROWS // BLOCK
-        begun = begin <= tile - num_sequences - 1
-        first = tl.where(begun, first + half, first)
-        count = tl.where(begun, count - half, half)
-    return tokens_of_tile(cu_seqlens_ptr, tile, first, num_tokens, num_sequences, ROWS, BLOCK)

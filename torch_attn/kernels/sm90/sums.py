@@ -10,7 +10,7 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
 from torch_attn.kernels.explicit.reduction import add_box
 from torch_attn.kernels.explicit.registers import copy_layout
 from torch_attn.kernels.explicit.sequences import locate_tile
-from torch_attn.kernels.explicit.tma import column_pieces, piece, reinterpret
+from torch_attn.kernels.explicit.tma import column_pieces, piece, piece_start, reinterpret
 from torch_attn.kernels.explicit.wgmma import product_layout
 from torch_attn.kernels.library.sequences import count_sequence_tiles
 from torch_attn.kernels.library.tiles import ROW_PADDING
@@ -37,12 +37,6 @@ def consumer_blocks(size, consumer):
     """Return which of `dq_blocks` a consumer multiplies: the first one the first."""
     every = tuple(range(len(dq_blocks(size))))
     return every[:1] if consumer == 0 else every[1:]
-
-
-@triton.constexpr_function
-def piece_start(size, index):
-    """Return the first column of a column piece."""
-    return sum(column_pieces(size)[:index])
 
 
 @triton.constexpr_function
