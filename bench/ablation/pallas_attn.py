@@ -11,9 +11,9 @@ import jax.numpy as jnp
 from bench.ablation import ptx
 from bench.ablation.substitute import with_names
 from bench.records import WITH_BARRIERS, WITHOUT_SOFTMAX
+from pallas_attn.kernels.library.quantized import elementwise
+from pallas_attn.kernels.library.softmax import online_softmax_update
 from pallas_attn.kernels.portable import flash_fwd as shipped
-from pallas_attn.kernels.portable.quantized import elementwise
-from pallas_attn.kernels.portable.softmax import online_softmax_update
 
 
 def no_softmax_update(s, m_i, l_i, exp2_scale):

@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from pallas_attn.kernels.portable.block_mask import lists_of_keys, lists_of_queries
-from pallas_attn.kernels.portable.segments import segment_ranges, segments_of
-from pallas_attn.kernels.portable.sequences import (
+from pallas_attn.kernels.library.block_mask import lists_of_keys, lists_of_queries
+from pallas_attn.kernels.library.segments import segment_ranges, segments_of
+from pallas_attn.kernels.library.sequences import (
     count_sequence_tiles,
     first_tile,
     offsets_of,
@@ -19,8 +19,8 @@ from pallas_attn.kernels.portable.sequences import (
     with_batch,
     without_batch,
 )
-from pallas_attn.kernels.portable.softmax import LOG2E
-from pallas_attn.kernels.portable.tiles import ROW_PADDING
+from pallas_attn.kernels.library.softmax import LOG2E
+from pallas_attn.kernels.library.tiles import ROW_PADDING
 from twin_attention.contract.operands import AttentionOperands, VarlenOperands
 from twin_attention.contract.spec import AttentionSpec
 from twin_attention.targets.family import Backend

@@ -10,7 +10,7 @@ import pytest
 from jax.experimental import pallas as pl
 
 from pallas_attn import explain, paged_attention
-from pallas_attn.kernels.portable.sequences import locate_tokens
+from pallas_attn.kernels.library.sequences import locate_tokens
 from pallas_attn.kernels.sm90 import sequences as scalars
 
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from pallas_attn.kernels.portable.schedule import longest_first
+from pallas_attn.kernels.library.schedule import longest_first
 
 
 @pytest.mark.parametrize(("num_heads", "together"), [(6, 2), (7, 3), (2, 5), (1, 1), (4, 4)])

@@ -154,7 +154,7 @@ def _flash_of_all_structures(row: Row, windows: Sequence[Window]) -> Iterator[At
 
 def _structures(spec: AttentionSpec, configs: Mapping[str, Any]) -> Iterator[tuple]:
     """Return the steps of each kernel's two loops, where they are static."""
-    from pallas_attn.kernels.portable.tiles import visible_tiles  # which imports JAX
+    from pallas_attn.kernels.library.tiles import visible_tiles  # which imports JAX
 
     left, right = spec.window.left, spec.window.right
     for kernel in _WITH_TILES:

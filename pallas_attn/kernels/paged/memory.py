@@ -200,7 +200,7 @@ def load_split_queries(q, batch, head, rows, total, group_size, width):
     """Load rows as `load_queries` does, in float16: (even columns, odd columns, factor).
 
     A row of bfloat16 may exceed float16's range: it is divided by the factor, a power of two that
-    brings its largest element to 2^13 .. 2^14 (`pallas_attn.kernels.portable.quantized`).
+    brings its largest element to 2^13 .. 2^14 (`pallas_attn.kernels.library.quantized`).
 
     Args:
         width: columns of each operand.

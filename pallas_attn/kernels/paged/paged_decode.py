@@ -11,6 +11,9 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_attn.kernels.library.pages import share_of_tiles
+from pallas_attn.kernels.library.quantized import as_packed
+from pallas_attn.kernels.library.softmax import LN2, LOG2E
 from pallas_attn.kernels.paged.combine import merge_splits
 from pallas_attn.kernels.paged.memory import (
     copy_keys,
@@ -26,9 +29,6 @@ from pallas_attn.kernels.paged.merge import (
     store_rows_of_heads,
 )
 from pallas_attn.kernels.paged.registers import ROWS, WARPS, thread_index, upcast_pairs
-from pallas_attn.kernels.portable.pages import share_of_tiles
-from pallas_attn.kernels.portable.quantized import as_packed
-from pallas_attn.kernels.portable.softmax import LN2, LOG2E
 from pallas_attn.kernels.sm80.flash_fwd import RESCALE_ABOVE, add_columns
 from pallas_attn.kernels.sm80.launch import fitting_config, launch
 from pallas_attn.kernels.sm80.pipeline import (
@@ -89,7 +89,7 @@ def paged_decode_kernel(
 
     upcast: the pools are in 8 bits, given as packed pairs of columns, int16, and the products in
     float16. q, k, v and acc are lists of tiles, of one tile where upcast is None (see
-    `pallas_attn.kernels.portable.quantized`).
+    `pallas_attn.kernels.library.quantized`).
     """
     # Locate the rows and the split's share of the keys.
     batches, heads_kv = len_ref.shape[0], k_ref.shape[2]

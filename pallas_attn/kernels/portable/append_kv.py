@@ -6,12 +6,12 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from pallas_attn.kernels.portable.arguments import cache_arguments
-from pallas_attn.kernels.portable.pages import load_rows_at, store_rows_at
-from pallas_attn.kernels.portable.quantized import quantize
-from pallas_attn.kernels.portable.rotary import load_rotation, rotate
-from pallas_attn.kernels.portable.sequences import locate_tokens
-from pallas_attn.kernels.portable.tiles import arange
+from pallas_attn.kernels.library.arguments import cache_arguments
+from pallas_attn.kernels.library.pages import load_rows_at, store_rows_at
+from pallas_attn.kernels.library.quantized import quantize
+from pallas_attn.kernels.library.rotary import load_rotation, rotate
+from pallas_attn.kernels.library.sequences import locate_tokens
+from pallas_attn.kernels.library.tiles import arange
 from pallas_attn.launch import launch
 from twin_attention.contract.operands import AppendOperands
 from twin_attention.contract.spec import AppendSpec

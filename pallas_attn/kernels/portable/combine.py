@@ -9,9 +9,9 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from pallas_attn.kernels.portable.pages import keys_of_sequence, load_rows_at, splits_with_keys
-from pallas_attn.kernels.portable.softmax import LOG2E
-from pallas_attn.kernels.portable.tiles import arange, cdiv, load_rows
+from pallas_attn.kernels.library.pages import keys_of_sequence, load_rows_at, splits_with_keys
+from pallas_attn.kernels.library.softmax import LOG2E
+from pallas_attn.kernels.library.tiles import arange, cdiv, load_rows
 from pallas_attn.launch import launch
 from twin_attention.contract.operands import DecodeOperands, PagedOperands
 from twin_attention.contract.spec import DecodeSpec, MergeSpec

@@ -13,35 +13,35 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_attn.kernels.gradients import make_flash_bwd
-from pallas_attn.kernels.portable.block_mask import (
+from pallas_attn.kernels.library.block_mask import (
     find_list,
     kept_row,
     kept_tiles,
     list_arguments,
     num_lists_of_group,
 )
-from pallas_attn.kernels.portable.schedule import order_programs
-from pallas_attn.kernels.portable.scores import (
+from pallas_attn.kernels.library.schedule import order_programs
+from pallas_attn.kernels.library.scores import (
     add_product,
     as_multiplied,
     dot,
     round_operand,
     visible_scores,
 )
-from pallas_attn.kernels.portable.segments import (
+from pallas_attn.kernels.library.segments import (
     STAYS,
     VISITED,
     load_segments,
     meeting_tiles,
 )
-from pallas_attn.kernels.portable.sequences import (
+from pallas_attn.kernels.library.sequences import (
     count_sequence_tiles,
     first_tile,
     locate_tile,
     num_sequences_of,
 )
-from pallas_attn.kernels.portable.softmax import LOG2E
-from pallas_attn.kernels.portable.tiles import (
+from pallas_attn.kernels.library.softmax import LOG2E
+from pallas_attn.kernels.library.tiles import (
     ROW_PADDING,
     Rows,
     arange,

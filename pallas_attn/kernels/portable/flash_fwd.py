@@ -9,16 +9,16 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
-from pallas_attn.kernels.portable.block_mask import (
+from pallas_attn.kernels.library.block_mask import (
     find_list,
     kept_row,
     kept_tiles,
     list_arguments,
     lists_of_keys,
 )
-from pallas_attn.kernels.portable.schedule import order_programs
-from pallas_attn.kernels.portable.scores import dot, round_operand, visible_scores
-from pallas_attn.kernels.portable.segments import (
+from pallas_attn.kernels.library.schedule import order_programs
+from pallas_attn.kernels.library.scores import dot, round_operand, visible_scores
+from pallas_attn.kernels.library.segments import (
     STAYS,
     VISITED,
     load_segments,
@@ -26,7 +26,7 @@ from pallas_attn.kernels.portable.segments import (
     segment_ranges,
     segments_of,
 )
-from pallas_attn.kernels.portable.sequences import (
+from pallas_attn.kernels.library.sequences import (
     count_sequence_tiles,
     locate_tile,
     num_sequences_of,
@@ -34,8 +34,8 @@ from pallas_attn.kernels.portable.sequences import (
     with_batch,
     without_batch,
 )
-from pallas_attn.kernels.portable.softmax import LN2, LOG2E, add_sink, online_softmax_update
-from pallas_attn.kernels.portable.tiles import (
+from pallas_attn.kernels.library.softmax import LN2, LOG2E, add_sink, online_softmax_update
+from pallas_attn.kernels.library.tiles import (
     Rows,
     arange,
     count_tiles,

@@ -12,16 +12,15 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from pallas_attn.kernels.portable.arguments import decode_arguments
-from pallas_attn.kernels.portable.combine import merge_splits
-from pallas_attn.kernels.portable.pages import (
+from pallas_attn.kernels.library.arguments import decode_arguments
+from pallas_attn.kernels.library.pages import (
     keys_of_tokens,
     load_rows_at,
     locate_keys,
     share_of_tiles,
     tiles_at_edges,
 )
-from pallas_attn.kernels.portable.quantized import (
+from pallas_attn.kernels.library.quantized import (
     add_pv,
     as_packed,
     load_q,
@@ -29,10 +28,11 @@ from pallas_attn.kernels.portable.quantized import (
     store_out,
     unpack,
 )
-from pallas_attn.kernels.portable.scores import attention_mask
-from pallas_attn.kernels.portable.sequences import locate_tokens
-from pallas_attn.kernels.portable.softmax import LN2, add_sink, online_softmax_update
-from pallas_attn.kernels.portable.tiles import arange, count_tiles, tile_start
+from pallas_attn.kernels.library.scores import attention_mask
+from pallas_attn.kernels.library.sequences import locate_tokens
+from pallas_attn.kernels.library.softmax import LN2, add_sink, online_softmax_update
+from pallas_attn.kernels.library.tiles import arange, count_tiles, tile_start
+from pallas_attn.kernels.portable.combine import merge_splits
 from pallas_attn.launch import launch
 from pallas_attn.targets import num_sms
 from twin_attention.contract.operands import PagedOperands

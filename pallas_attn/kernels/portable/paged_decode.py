@@ -10,7 +10,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from pallas_attn.kernels.portable.arguments import (
+from pallas_attn.kernels.library.arguments import (
     decode_arguments,
     pool_spec,
     scale_spec,
@@ -19,14 +19,13 @@ from pallas_attn.kernels.portable.arguments import (
     split_spec,
     tokens_spec,
 )
-from pallas_attn.kernels.portable.combine import merge_splits
-from pallas_attn.kernels.portable.pages import (
+from pallas_attn.kernels.library.pages import (
     keys_of_sequence,
     load_rows_at,
     locate_keys,
     share_of_tiles,
 )
-from pallas_attn.kernels.portable.quantized import (
+from pallas_attn.kernels.library.quantized import (
     add_pv,
     as_packed,
     load_q,
@@ -34,9 +33,10 @@ from pallas_attn.kernels.portable.quantized import (
     store_out,
     unpack,
 )
-from pallas_attn.kernels.portable.scores import attention_mask
-from pallas_attn.kernels.portable.softmax import LN2, add_sink, online_softmax_update
-from pallas_attn.kernels.portable.tiles import arange
+from pallas_attn.kernels.library.scores import attention_mask
+from pallas_attn.kernels.library.softmax import LN2, add_sink, online_softmax_update
+from pallas_attn.kernels.library.tiles import arange
+from pallas_attn.kernels.portable.combine import merge_splits
 from pallas_attn.launch import launch
 from pallas_attn.targets import num_sms
 from twin_attention.contract.operands import DecodeOperands

@@ -22,13 +22,13 @@ from pallas_attn.kernels.gradients import (
     make_flash_bwd,
     prepare_rows,
 )
-from pallas_attn.kernels.portable.schedule import last_heads, longest_first
-from pallas_attn.kernels.portable.sequences import (
+from pallas_attn.kernels.library.schedule import last_heads, longest_first
+from pallas_attn.kernels.library.sequences import (
     count_sequence_tiles,
     first_tile,
     num_sequences_of,
 )
-from pallas_attn.kernels.portable.tiles import ROW_PADDING, visible_tiles
+from pallas_attn.kernels.library.tiles import ROW_PADDING, visible_tiles
 from pallas_attn.kernels.sm80.launch import launch
 from pallas_attn.kernels.sm80.pipeline import (
     CHUNK,

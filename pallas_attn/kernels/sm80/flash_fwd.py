@@ -20,16 +20,16 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_attn.kernels.portable.schedule import last_heads, longest_first
-from pallas_attn.kernels.portable.sequences import (
+from pallas_attn.kernels.library.schedule import last_heads, longest_first
+from pallas_attn.kernels.library.sequences import (
     count_sequence_tiles,
     num_sequences_of,
     offsets_of,
     with_batch,
     without_batch,
 )
-from pallas_attn.kernels.portable.softmax import LN2, LOG2E
-from pallas_attn.kernels.portable.tiles import visible_tiles
+from pallas_attn.kernels.library.softmax import LN2, LOG2E
+from pallas_attn.kernels.library.tiles import visible_tiles
 from pallas_attn.kernels.sm80.launch import launch
 from pallas_attn.kernels.sm80.pipeline import (
     Head,

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_attn.kernels.portable.sequences import num_sequences_of
+from pallas_attn.kernels.library.sequences import num_sequences_of
 from pallas_attn.kernels.sm80.lowering import SM80Params
 from pallas_attn.launch import flash_arguments
 from pallas_attn.targets import cuda_devices, note_config

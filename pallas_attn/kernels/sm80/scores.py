@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_attn.kernels.portable.scores import attention_mask
+from pallas_attn.kernels.library.scores import attention_mask
 from pallas_attn.kernels.sm80.workarounds import reciprocal
 from twin_attention.targets.tanh import LIMIT, P, Q
 
@@ -18,7 +18,7 @@ def visible_scores(s, position, key, end, rule, window_left, window_right, maske
         s: products, in `layout`.
         position, key: as `s`; the key position of each query, and each key.
         end, rule, window_left, window_right, masked:
-            see `pallas_attn.kernels.portable.scores.visible_scores`.
+            see `pallas_attn.kernels.library.scores.visible_scores`.
 
     Returns:
         (s, dcap): the scores; and the derivative of the cap, 1 without one.

@@ -1,4 +1,4 @@
-"""Packed sequences: as `pallas_attn.kernels.portable.sequences`, with a search of scalars.
+"""Packed sequences: as `pallas_attn.kernels.library.sequences`, with a search of scalars.
 
 It takes no layout, and no warp waits for another.
 """
@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_attn.kernels.portable.sequences import first_tile, rows_of_tile
+from pallas_attn.kernels.library.sequences import first_tile, rows_of_tile
 
 
 def locate_tile(cu_seqlens_ref, cu_seqlens_other_ref, tile, num_rows, num_rows_other, block):

@@ -1,4 +1,4 @@
-"""Block masks: as `pallas_attn.kernels.portable.block_mask`, of scalars.
+"""Block masks: as `pallas_attn.kernels.library.block_mask`, of scalars.
 
 The producer and the consumers walk the same list, each for itself. A binary search finds the tiles
 that the window leaves: it takes no layout, and no warp waits for another.
@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_attn.kernels.portable.tiles import cdiv
+from pallas_attn.kernels.library.tiles import cdiv
 
 
 def find_list(counts_ref, tiles_ref, batch, head, tile):

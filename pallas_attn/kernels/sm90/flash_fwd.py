@@ -18,16 +18,16 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_attn.kernels.portable.block_mask import list_arguments, lists_of_keys
-from pallas_attn.kernels.portable.sequences import (
+from pallas_attn.kernels.library.block_mask import list_arguments, lists_of_keys
+from pallas_attn.kernels.library.sequences import (
     count_sequence_tiles,
     num_sequences_of,
     offsets_of,
     with_batch,
     without_batch,
 )
-from pallas_attn.kernels.portable.softmax import LN2, LOG2E
-from pallas_attn.kernels.portable.tiles import cdiv, maximum, visible_tiles
+from pallas_attn.kernels.library.softmax import LN2, LOG2E
+from pallas_attn.kernels.library.tiles import cdiv, maximum, visible_tiles
 from pallas_attn.kernels.sm80.flash_fwd import add_columns
 from pallas_attn.kernels.sm80.pipeline import allocate_tile
 from pallas_attn.kernels.sm80.scores import as_rows

@@ -5,7 +5,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_attn.kernels.portable.tiles import maximum
+from pallas_attn.kernels.library.tiles import maximum
 
 # Registers of a thread of a consumer and of the producer, by the number of consumer warpgroups.
 REGISTERS = {1: (240, 24), 2: (240, 24), 3: (160, 32)}

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_attn.kernels.portable.scores import attention_mask
+from pallas_attn.kernels.library.scores import attention_mask
 from pallas_attn.kernels.sm80.flash_fwd import RESCALE_ABOVE
 from pallas_attn.kernels.sm80.scores import as_rows, iota
 from pallas_attn.kernels.sm90.pipeline import WGMMA
@@ -20,7 +20,7 @@ def scaled_scores(s, rule):
 
 
 def visible_scores(s, position, key, end, rule, window_left, window_right, masked):
-    """Turn products q·k into what the softmax takes: `portable.scores.visible_scores`.
+    """Turn products q·k into what the softmax takes: `library.scores.visible_scores`.
 
     Returns (s, exp2_scale, dcap): the scores, as parts of the cap where there is one; what takes
     them to base 2; and the derivative of the cap, 1 without one.
@@ -65,7 +65,7 @@ def _cap(s, rule, b, exponential=False):
 
 
 def hide_keys(s, position, start_kv, end, window_left, window_right, rows_of_query=1):
-    """Set the scores of keys that a query does not see to -inf: `portable.scores.attention_mask`.
+    """Set the scores of keys that a query does not see to -inf: `library.scores.attention_mask`.
 
     The window's end and the last key are one bound.
 

@@ -1,10 +1,10 @@
-"""Packed sequences: as `pallas_attn.kernels.portable.sequences`, of scalars."""
+"""Packed sequences: as `pallas_attn.kernels.library.sequences`, of scalars."""
 
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_attn.kernels.portable.sequences import tokens_of_tile
+from pallas_attn.kernels.library.sequences import tokens_of_tile
 
 
 def locate_tokens(cu_seqlens_ref, tile, num_tokens, rows, block):

@@ -7,7 +7,7 @@ RoFormer (Su et al. 2021). Pair i is dimensions i and i + R / 2 (GPT-NeoX), or 2
 import jax.numpy as jnp
 from jax.experimental.pallas import triton as plt
 
-from pallas_attn.kernels.portable.tiles import arange
+from pallas_attn.kernels.library.tiles import arange
 
 
 def load_rotation(cos_ref, sin_ref, position, num_positions, pairs, block):

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_attn.kernels.portable.softmax import LOG2E
+from pallas_attn.kernels.library.softmax import LOG2E
 
 
 def visible_scores(

@@ -16,7 +16,7 @@ import numpy as np
 from jax import Array, lax
 from jax.experimental.pallas import triton as plt
 
-from pallas_attn.kernels.portable.tiles import arange, cdiv
+from pallas_attn.kernels.library.tiles import arange, cdiv
 from twin_attention.contract.operands import AttentionOperands, BlockSparseOperands
 from twin_attention.contract.spec import AttentionSpec, BlockSparseSpec
 

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import triton as plt
 
-from pallas_attn.kernels.portable.pages import load_rows_at, store_rows_at
-from pallas_attn.kernels.portable.scores import attention_scores, dot
+from pallas_attn.kernels.library.pages import load_rows_at, store_rows_at
+from pallas_attn.kernels.library.scores import attention_scores, dot
 from twin_attention.targets import ptx
 
 FLOAT8_MAX = 448.0  # the largest float8_e4m3fn

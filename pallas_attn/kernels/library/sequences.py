@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas import triton as plt
 
-from pallas_attn.kernels.portable.tiles import arange, cdiv
+from pallas_attn.kernels.library.tiles import arange, cdiv
 from twin_attention.contract.operands import AttentionOperands, FlashOperands, VarlenOperands
 from twin_attention.contract.spec import AttentionSpec, VarlenSpec
 

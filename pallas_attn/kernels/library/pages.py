@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 from jax.experimental.pallas import triton as plt
 
-from pallas_attn.kernels.portable.tiles import arange, cdiv
+from pallas_attn.kernels.library.tiles import arange, cdiv
 
 
 def keys_of_sequence(len_ref, capacity, tokens, window_left):

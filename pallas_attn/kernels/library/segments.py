@@ -13,7 +13,7 @@ import numpy as np
 from jax import Array, lax
 from jax.experimental.pallas import triton as plt
 
-from pallas_attn.kernels.portable.tiles import arange, cdiv, load_rows, maximum, minimum
+from pallas_attn.kernels.library.tiles import arange, cdiv, load_rows, maximum, minimum
 from twin_attention.contract.operands import (
     AttentionOperands,
     BlockSparseOperands,
