@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_attn.kernels.explicit.addresses import linear_index, numbered, pointer_at
 from pallas_attn.kernels.paged.registers import (
     ROWS,
     SCALAR,
@@ -12,14 +13,11 @@ from pallas_attn.kernels.paged.registers import (
     as_register,
     column_of_thread,
     make_pair,
-    numbered,
     of_registers,
     place_of,
-    pointer_at,
     row_number,
     scalar,
 )
-from pallas_attn.kernels.sm80.workarounds import _dot
 from pallas_attn.private import arith, ir, llvm, mgpu, mgpu_utils, nvvm
 
 UNIT = 8  # numbers that a thread loads or stores at a time
@@ -35,7 +33,7 @@ def store_number(x, array, *index):
     def store(_, array, x, *index):
         i64 = ir.IntegerType.get_signless(64)
         strides, _ = ir.MemRefType(array.type).get_strides_and_offset()
-        offset = _dot([arith.extsi(i64, i.registers.item()) for i in index], strides)
+        offset = linear_index([arith.extsi(i64, i.registers.item()) for i in index], strides)
         value = x.registers.item()
         pointer = mgpu_utils.getelementptr(mgpu_utils.memref_ptr(array), [offset], value.type)
         llvm.store(value, pointer)
@@ -129,7 +127,7 @@ def copy_keys(pool, tile, transforms, head, places):
             )
             # Units of 16 bytes are permuted with the row.
             block, row = (f(row, mgpu.c(8, i32)) for f in (arith.divui, arith.remui))
-            byte = _dot([row, unit], [block_bytes, 16])
+            byte = linear_index([row, unit], [block_bytes, 16])
             swizzle = arith.andi(arith.shrui(byte, mgpu.c(3, i32)), mgpu.c(block_bytes - 16, i32))
             byte = arith.addi(arith.xori(byte, swizzle), arith.muli(block, mgpu.c(row_stride, i32)))
             here = mgpu_utils.getelementptr(target, [byte], i8)

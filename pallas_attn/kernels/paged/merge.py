@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_attn.kernels.explicit.addresses import linear_index, pointer_at
 from pallas_attn.kernels.paged.registers import (
     ROWS,
     SCALAR,
@@ -15,12 +16,10 @@ from pallas_attn.kernels.paged.registers import (
     column_of_thread,
     of_registers,
     place_of,
-    pointer_at,
     row_number,
     scalar,
     warp_and_lane,
 )
-from pallas_attn.kernels.sm80.workarounds import _dot
 from pallas_attn.private import arith, ir, llvm, mgpu, mgpu_utils
 
 
@@ -43,7 +42,7 @@ def merge_rows(x, scratch, add):
         row = arith.divui(lane, mgpu.c(4, i32))
         base = mgpu_utils.memref_ptr(scratch)
         rows_of_warp = x.shape[0] // WARPS
-        own = _dot([warp, row], [rows_of_warp, 1])
+        own = linear_index([warp, row], [rows_of_warp, 1])
         flat = list(enumerate(x.registers.flat))  # 8 rows apart
         for i, register in flat:
             place = arith.addi(own, mgpu.c(8 * i, i32))
@@ -129,7 +128,7 @@ def store_merged(scratch, factor, out, index, rows, total, group_size, columns, 
                     numbers = []
                     for part in range(parts):
                         at = (part * tiles + tile) * blocks * 2 + half
-                        offset = _dot([block, mgpu.c(at, i32)], [4 * THREADS, 2 * THREADS])
+                        offset = linear_index([block, mgpu.c(at, i32)], [4 * THREADS, 2 * THREADS])
                         there = mgpu_utils.getelementptr(base, [offset], f32)
                         value = None
                         for other in range(WARPS):

@@ -14,7 +14,6 @@ from __future__ import annotations
 import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_attn.kernels.sm80.workarounds import _dot
 from pallas_attn.private import arith, ir, llvm, mgpu, mgpu_utils
 from twin_attention.targets import ptx
 
@@ -126,23 +125,3 @@ def make_pair(low, high):
     pair = llvm.mlir_undef(ir.VectorType.get((2,), low.type))
     pair = llvm.insertelement(pair, low, mgpu.c(0, i32))
     return llvm.insertelement(pair, high, mgpu.c(1, i32))
-
-
-def numbered(index):
-    """Return (axis, index) of numbers of the kernel."""
-    return list(enumerate(x.registers.item() for x in index))
-
-
-def pointer_at(array, indices):
-    """Return the address, in 64 bits, at some (axis, index) of an array; the others are 0."""
-    i64 = ir.IntegerType.get_signless(64)
-    array_type = ir.MemRefType(array.type)
-    strides, _ = array_type.get_strides_and_offset()
-    offset = _dot(
-        [arith.extsi(i64, index) for _, index in indices], [strides[axis] for axis, _ in indices]
-    )
-    pointer = llvm.addrspacecast(llvm.PointerType.get(1), mgpu_utils.memref_ptr(array))
-    element = array_type.element_type
-    if mgpu.bitwidth(element) == 8:  # LLVM has no such floats
-        element = ir.IntegerType.get_signless(8)
-    return mgpu_utils.getelementptr(pointer, [offset], element)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_attn.kernels.explicit.addresses import as_scalar, if_traced, linear_index, pointer_to
 from pallas_attn.private import arith, fragmented_array, ir, llvm, mgpu, mgpu_utils, nvvm, scf
 
 Layout = plgpu.Layout
@@ -28,7 +29,7 @@ def copy_rows(matrix, tile, transforms, batch, head, start, num_rows):
         num_rows: rows from this one on become 0, a number or an int32 scalar; None where all of the
             tile's rows exist.
     """
-    scalars = batch, head, start, *_if_traced(num_rows)
+    scalars = batch, head, start, *if_traced(num_rows)
 
     @plgpu.inline_mgpu(
         arg_types=(plgpu.RefType(), plgpu.RefType(transforms), *[_SCALAR] * len(scalars))
@@ -59,7 +60,7 @@ def commit(_):
 
 def store_rows(tile, transforms, matrix, batch, head, start, num_rows):
     """Store rows and columns that exist from shared memory; see `copy_rows`."""
-    scalars = batch, head, start, *_if_traced(num_rows)
+    scalars = batch, head, start, *if_traced(num_rows)
 
     @plgpu.inline_mgpu(
         arg_types=(plgpu.RefType(), plgpu.RefType(transforms), *[_SCALAR] * len(scalars))
@@ -89,16 +90,16 @@ def store_row_values(x, vector, batch, head, start, num_rows, layout):
         num_rows: see `copy_rows`.
         layout: such as that of a sum's rows.
     """
-    scalars = batch, head, start, *_if_traced(num_rows)
+    scalars = batch, head, start, *if_traced(num_rows)
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout, *[_SCALAR] * len(scalars)))
     def store(_, vector, x, batch, head, start, end=num_rows):
         f32 = ir.F32Type.get()
         i32 = ir.IntegerType.get_signless(32)
-        base = _pointer(vector, batch, head, start)
+        base = pointer_to(vector, batch, head, start)
         left = None
         if end is not None:
-            left = arith.subi(_scalar(end), start.registers.item())
+            left = arith.subi(as_scalar(end), start.registers.item())
 
         def store_one(value, index):
             row = arith.index_cast(i32, index[0])
@@ -137,8 +138,8 @@ def add_to_sums(x, sums, batch, head, start):
         thread = arith.remui(mgpu_utils.thread_idx(), mgpu.c(128, i32))
         warp, lane = (f(thread, mgpu.c(32, i32)) for f in (arith.divui, arith.remui))
         row_warp, column_warp = (f(warp, mgpu.c(2, i32)) for f in (arith.divui, arith.remui))
-        offset = arith.addi(_dot([row_warp, column_warp], [columns * 16, 128]), lane)
-        base = mgpu_utils.getelementptr(_pointer(sums, batch, head, first), [offset], f32)
+        offset = arith.addi(linear_index([row_warp, column_warp], [columns * 16, 128]), lane)
+        base = mgpu_utils.getelementptr(pointer_to(sums, batch, head, first), [offset], f32)
         registers = x.registers.reshape(rows // 32, columns // 16, 2)
         for (i, j, half), pair in np.ndenumerate(registers):
             for parity in range(2):
@@ -171,18 +172,21 @@ def _units(matrix, tile, transforms, batch, head, start, num_rows):
     )
     # Row and column of this thread's first transfer.
     place = [
-        arith.addi(_dot(layout.lane_indices(), strides), _dot(layout.warp_indices(), strides))
+        arith.addi(
+            linear_index(layout.lane_indices(), strides),
+            linear_index(layout.warp_indices(), strides),
+        )
         for strides in (layout.tiling.tile_strides(axis)[2:] for axis in ((1, 0), (0, 1)))
     ]
     row, column = place
     offset = arith.addi(
         arith.muli(arith.extui(i64, row), mgpu.c(stride, i64)), arith.extui(i64, column)
     )
-    base = mgpu_utils.getelementptr(_pointer(matrix, batch, start, head), [offset], element)
+    base = mgpu_utils.getelementptr(pointer_to(matrix, batch, start, head), [offset], element)
     # Rows from this thread's first on that exist.
     left = None
     if num_rows is not None:
-        left = arith.subi(arith.subi(_scalar(num_rows), start.registers.item()), row)
+        left = arith.subi(arith.subi(as_scalar(num_rows), start.registers.item()), row)
     less = arith.CmpIPredicate.slt
     transfers = mgpu.FragmentedArray.transfer_tiled(tile, swizzle, layout, shape, optimized=False)
     columns_apart = layout.base_tile_shape[1]
@@ -198,39 +202,6 @@ def _units(matrix, tile, transforms, batch, head, start, num_rows):
             base, [mgpu.c(row_offset * stride + column_offset, i64)], element
         )
         yield exists, there, pointer, layout.vector_length * mgpu.bitwidth(element) // 8
-
-
-def _if_traced(num_rows):
-    """Return a number of rows as the scalars that a function of MLIR takes: a traced one alone."""
-    return () if num_rows is None or isinstance(num_rows, int) else (num_rows,)
-
-
-def _scalar(num_rows):
-    """Return a number, or the scalar of a traced one, in MLIR."""
-    if isinstance(num_rows, int):
-        return mgpu.c(num_rows, ir.IntegerType.get_signless(32))
-    return num_rows.registers.item()
-
-
-def _pointer(array, *indices):
-    """Return the address, in 64 bits, of ``array[*indices]``; further indices are 0."""
-    i64 = ir.IntegerType.get_signless(64)
-    array_type = ir.MemRefType(array.type)
-    strides, _ = array_type.get_strides_and_offset()
-    offset = _dot(
-        [arith.extsi(i64, index.registers.item()) for index in indices], strides[: len(indices)]
-    )
-    pointer = llvm.addrspacecast(llvm.PointerType.get(1), mgpu_utils.memref_ptr(array))
-    return mgpu_utils.getelementptr(pointer, [offset], array_type.element_type)
-
-
-def _dot(indices, strides):
-    """Return Σ index · stride; the strides are numbers."""
-    total = None
-    for index, stride in zip(indices, strides, strict=True):
-        product = arith.muli(index, mgpu.c(stride, index.type))
-        total = product if total is None else arith.addi(total, product)
-    return total
 
 
 # ---- Use a sum as a left operand. Can go when `layout_cast` takes MMA_ACC to MMA_LHS. -----------

@@ -11,8 +11,14 @@ import functools
 import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_attn.kernels.paged.registers import NUMBER, pointer_at, scalar
-from pallas_attn.kernels.sm80.workarounds import _dot, _if_traced, _pointer, _scalar
+from pallas_attn.kernels.explicit.addresses import (
+    as_scalar,
+    if_traced,
+    linear_index,
+    pointer_at,
+    pointer_to,
+)
+from pallas_attn.kernels.paged.registers import NUMBER, scalar
 from pallas_attn.private import arith, ir, llvm, mgpu, mgpu_utils, nvvm, vector
 from twin_attention.targets import ptx
 
@@ -176,7 +182,7 @@ def add_to_sums(x, sums, batch, head, start):
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WGMMA, *[scalar] * 3))
     def add(_, sums, x, batch, head, start):
-        pointer = _pointer(sums, batch, head, start)
+        pointer = pointer_to(sums, batch, head, start)
         _for_each_block(x, pointer, "red.relaxed.gpu.global.add.v4.f32")
 
     add(sums, x, batch, head, start)
@@ -245,7 +251,7 @@ def add_dq(buffer, columns, sums, batch, head, start):
             f"[$0], [$1], {4 * size}; @p cp.async.bulk.commit_group; }}"
         )
         places = (
-            mgpu_utils.getelementptr(_pointer(sums, batch, head, start), [first], f32),
+            mgpu_utils.getelementptr(pointer_to(sums, batch, head, start), [first], f32),
             llvm.ptrtoint(i32, mgpu_utils.memref_ptr(buffer)),
         )
         llvm.inline_asm(
@@ -309,7 +315,7 @@ def load_row_values(vector, batch, head, start, num_rows, other):
     """
     layout = plgpu.Layout.WGMMA.reduce(1)
     shape = (64,)
-    scalars = batch, head, start, *_if_traced(num_rows)
+    scalars = batch, head, start, *if_traced(num_rows)
 
     @plgpu.inline_mgpu(
         arg_types=(plgpu.RefType(), *[plgpu.Layout.WG_SPLAT] * len(scalars)),
@@ -317,13 +323,13 @@ def load_row_values(vector, batch, head, start, num_rows, other):
     )
     def load(_, vector, batch, head, start, end=num_rows):
         i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
-        base = _pointer(vector, batch, head, start)
+        base = pointer_to(vector, batch, head, start)
 
         def load_one(value, index):
             row = arith.index_cast(i32, index[0])
             if end is None:
                 return llvm.load(f32, mgpu_utils.getelementptr(base, [row], f32))
-            left = arith.subi(_scalar(end), start.registers.item())
+            left = arith.subi(as_scalar(end), start.registers.item())
             exists = arith.cmpi(arith.CmpIPredicate.slt, row, left)
             # The last row, which exists, for those that do not.
             row = arith.minsi(row, arith.subi(left, mgpu.c(1, i32)))
@@ -369,7 +375,7 @@ def dot_loaded_rows(a, b, batch, head, start, num_rows):
         thread = arith.remui(mgpu_utils.thread_idx(), mgpu.c(128, i32))
         warp, lane = (f(thread, mgpu.c(32, i32)) for f in (arith.divui, arith.remui))
         row, quad = (f(lane, mgpu.c(4, i32)) for f in (arith.divui, arith.remui))
-        row = _dot([warp, row], [16, 1])
+        row = linear_index([warp, row], [16, 1])
         none = vector.broadcast(wide, mgpu.c(0.0, f32))
         halves = []
         for half in (0, 8):
@@ -382,7 +388,7 @@ def dot_loaded_rows(a, b, batch, head, start, num_rows):
             place = [(0, batch), (1, arith.addi(start, place)), (2, head)]
             sums = none
             for first in range(0, size, 32):
-                column = _dot([quad, mgpu.c(1, i32)], [8, first])
+                column = linear_index([quad, mgpu.c(1, i32)], [8, first])
                 inside = exists
                 if first + 32 > size:
                     is_column = arith.cmpi(less, column, mgpu.c(size, i32))
@@ -484,7 +490,7 @@ def store_rows_of_heads(x, lse, out_ref, lse_ref, token, head, left, group_size)
         column = arith.muli(quad, mgpu.c(2, i32))
         pairs = x.registers.reshape(-1, 2)
         for half in range(2):
-            row = _dot([warp, first, mgpu.c(1, i32)], [16, 1, 8 * half])
+            row = linear_index([warp, first, mgpu.c(1, i32)], [16, 1, 8 * half])
             exists = arith.cmpi(arith.CmpIPredicate.slt, row, left)
             of_token, of_head = (
                 f(row, mgpu.c(group_size, i32)) for f in (arith.divui, arith.remui)

@@ -1,0 +1,56 @@
+"""Addresses in memory, in MLIR."""
+
+from pallas_attn.private import arith, ir, llvm, mgpu, mgpu_utils
+
+
+def if_traced(num_rows):
+    """Return a number of rows as the scalars that a function of MLIR takes: a traced one alone."""
+    return () if num_rows is None or isinstance(num_rows, int) else (num_rows,)
+
+
+def as_scalar(num_rows):
+    """Return a number, or the scalar of a traced one, in MLIR."""
+    if isinstance(num_rows, int):
+        return mgpu.c(num_rows, ir.IntegerType.get_signless(32))
+    return num_rows.registers.item()
+
+
+def pointer_to(array, *indices):
+    """Return the address, in 64 bits, of ``array[*indices]``; further indices are 0."""
+    i64 = ir.IntegerType.get_signless(64)
+    array_type = ir.MemRefType(array.type)
+    strides, _ = array_type.get_strides_and_offset()
+    offset = linear_index(
+        [arith.extsi(i64, index.registers.item()) for index in indices], strides[: len(indices)]
+    )
+    pointer = llvm.addrspacecast(llvm.PointerType.get(1), mgpu_utils.memref_ptr(array))
+    return mgpu_utils.getelementptr(pointer, [offset], array_type.element_type)
+
+
+def linear_index(indices, strides):
+    """Return Σ index · stride; the strides are numbers."""
+    total = None
+    for index, stride in zip(indices, strides, strict=True):
+        product = arith.muli(index, mgpu.c(stride, index.type))
+        total = product if total is None else arith.addi(total, product)
+    return total
+
+
+def numbered(index):
+    """Return (axis, index) of numbers of the kernel."""
+    return list(enumerate(x.registers.item() for x in index))
+
+
+def pointer_at(array, indices):
+    """Return the address, in 64 bits, at some (axis, index) of an array; the others are 0."""
+    i64 = ir.IntegerType.get_signless(64)
+    array_type = ir.MemRefType(array.type)
+    strides, _ = array_type.get_strides_and_offset()
+    offset = linear_index(
+        [arith.extsi(i64, index) for _, index in indices], [strides[axis] for axis, _ in indices]
+    )
+    pointer = llvm.addrspacecast(llvm.PointerType.get(1), mgpu_utils.memref_ptr(array))
+    element = array_type.element_type
+    if mgpu.bitwidth(element) == 8:  # LLVM has no such floats
+        element = ir.IntegerType.get_signless(8)
+    return mgpu_utils.getelementptr(pointer, [offset], element)
