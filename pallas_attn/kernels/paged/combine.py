@@ -10,10 +10,10 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_attn.kernels.explicit.registers import WARPS, thread_index
 from pallas_attn.kernels.library.pages import splits_with_keys
 from pallas_attn.kernels.library.softmax import LOG2E
 from pallas_attn.kernels.paged.memory import store_number
-from pallas_attn.kernels.paged.registers import WARPS, thread_index
 from pallas_attn.kernels.portable.combine import add_sink_to_states
 from pallas_attn.kernels.sm80.launch import launch
 from pallas_attn.kernels.sm80.workarounds import warpgroup_barrier

@@ -1,4 +1,10 @@
-"""Load, copy and store what paged attention needs; `registers.py` says when this can go."""
+"""Load, copy and store what paged attention needs.
+
+Here each warp of a program has keys of its own, and all of them have the same query rows. An array
+of the kernel has 16 rows a warp, as a product of four warps has them, so that one array holds what
+the four warps know of the same rows. It can go when cp.async takes indices and a size to fetch to
+L2, and a kernel can be written for a warp.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +12,7 @@ import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_attn.kernels.explicit.addresses import linear_index, numbered, pointer_at
-from pallas_attn.kernels.paged.registers import (
+from pallas_attn.kernels.explicit.registers import (
     ROWS,
     SCALAR,
     Layout,

@@ -1,4 +1,4 @@
-"""Merge what the warps of a program have; `registers.py` says when this can go."""
+"""Merge what the warps of a program have; `memory.py` says when this can go."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_attn.kernels.explicit.addresses import linear_index, pointer_at
-from pallas_attn.kernels.paged.registers import (
+from pallas_attn.kernels.explicit.registers import (
     ROWS,
     SCALAR,
     SUMS,

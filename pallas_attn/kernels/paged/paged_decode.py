@@ -11,6 +11,14 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_attn.kernels.explicit.registers import (
+    ROWS,
+    WARPS,
+    as_rows,
+    iota,
+    thread_index,
+    upcast_pairs,
+)
 from pallas_attn.kernels.library.pages import share_of_tiles
 from pallas_attn.kernels.library.quantized import as_packed
 from pallas_attn.kernels.library.softmax import LN2, LOG2E
@@ -28,7 +36,6 @@ from pallas_attn.kernels.paged.merge import (
     store_merged,
     store_rows_of_heads,
 )
-from pallas_attn.kernels.paged.registers import ROWS, WARPS, thread_index, upcast_pairs
 from pallas_attn.kernels.sm80.flash_fwd import RESCALE_ABOVE, add_columns
 from pallas_attn.kernels.sm80.launch import fitting_config, launch
 from pallas_attn.kernels.sm80.pipeline import (
@@ -38,7 +45,7 @@ from pallas_attn.kernels.sm80.pipeline import (
     tile_transforms,
     zeros,
 )
-from pallas_attn.kernels.sm80.scores import as_rows, iota, visible_scores
+from pallas_attn.kernels.sm80.scores import visible_scores
 from pallas_attn.kernels.sm80.workarounds import as_left_operand, commit, rescale, warpgroup_barrier
 from pallas_attn.targets import num_sms
 from twin_attention.contract.operands import DecodeOperands

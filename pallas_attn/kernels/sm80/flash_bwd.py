@@ -16,6 +16,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_attn.kernels.explicit.registers import as_columns, as_rows, iota
 from pallas_attn.kernels.gradients import (
     gradient_of_sums,
     gradient_sums,
@@ -46,7 +47,7 @@ from pallas_attn.kernels.sm80.pipeline import (
     wait,
     zeros,
 )
-from pallas_attn.kernels.sm80.scores import as_columns, as_rows, iota, visible_scores
+from pallas_attn.kernels.sm80.scores import visible_scores
 from pallas_attn.kernels.sm80.sequences import locate_tile
 from pallas_attn.kernels.sm80.workarounds import (
     add_to_sums,

@@ -20,6 +20,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_attn.kernels.explicit.registers import as_rows, iota
 from pallas_attn.kernels.library.schedule import last_heads, longest_first
 from pallas_attn.kernels.library.sequences import (
     count_sequence_tiles,
@@ -45,7 +46,7 @@ from pallas_attn.kernels.sm80.pipeline import (
     wait,
     zeros,
 )
-from pallas_attn.kernels.sm80.scores import as_rows, iota, visible_scores
+from pallas_attn.kernels.sm80.scores import visible_scores
 from pallas_attn.kernels.sm80.sequences import locate_tile
 from pallas_attn.kernels.sm80.workarounds import (
     commit,

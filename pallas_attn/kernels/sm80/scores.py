@@ -3,8 +3,6 @@
 import functools
 
 import jax.numpy as jnp
-from jax import lax
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_attn.kernels.library.scores import attention_mask
 from pallas_attn.kernels.sm80.workarounds import reciprocal
@@ -44,18 +42,3 @@ def tanh(x, layout):
 
 def _polynomial(coefficients, x):
     return functools.reduce(lambda y, c: y * x + c, reversed(coefficients))
-
-
-def iota(shape, axis, layout):
-    """Return the index along an axis, int32."""
-    return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=layout)
-
-
-def as_rows(x, like):
-    """Return x [rows] as an array of the shape [rows, n] of `like`."""
-    return lax.broadcast_in_dim(x, like.shape, [0])
-
-
-def as_columns(x, like, layout):
-    """Return x [n] as an array of the shape [rows, n] of `like`, which is in `layout`."""
-    return plgpu.layout_cast(lax.broadcast_in_dim(x, like.shape, [1]), layout)

@@ -9,11 +9,8 @@ import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_attn.kernels.explicit.addresses import as_scalar, if_traced, linear_index, pointer_to
+from pallas_attn.kernels.explicit.registers import SCALAR, Layout, of_registers
 from pallas_attn.private import arith, fragmented_array, ir, llvm, mgpu, mgpu_utils, nvvm, scf
-
-Layout = plgpu.Layout
-_SCALAR = Layout.WG_SPLAT
-
 
 # ---- Copy rows that may not exist. Can go when `copy_gmem_to_smem` takes OOBFillMode.ZEROS. -----
 
@@ -32,7 +29,7 @@ def copy_rows(matrix, tile, transforms, batch, head, start, num_rows):
     scalars = batch, head, start, *if_traced(num_rows)
 
     @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(), plgpu.RefType(transforms), *[_SCALAR] * len(scalars))
+        arg_types=(plgpu.RefType(), plgpu.RefType(transforms), *[SCALAR] * len(scalars))
     )
     def copy(_, matrix, tile, batch, head, start, end=num_rows):
         for exists, source, destination, size in _units(
@@ -63,7 +60,7 @@ def store_rows(tile, transforms, matrix, batch, head, start, num_rows):
     scalars = batch, head, start, *if_traced(num_rows)
 
     @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(), plgpu.RefType(transforms), *[_SCALAR] * len(scalars))
+        arg_types=(plgpu.RefType(), plgpu.RefType(transforms), *[SCALAR] * len(scalars))
     )
     def store(_, matrix, tile, batch, head, start, end=num_rows):
         for exists, destination, source, size in _units(
@@ -92,7 +89,7 @@ def store_row_values(x, vector, batch, head, start, num_rows, layout):
     """
     scalars = batch, head, start, *if_traced(num_rows)
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout, *[_SCALAR] * len(scalars)))
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout, *[SCALAR] * len(scalars)))
     def store(_, vector, x, batch, head, start, end=num_rows):
         f32 = ir.F32Type.get()
         i32 = ir.IntegerType.get_signless(32)
@@ -131,7 +128,7 @@ def add_to_sums(x, sums, batch, head, start):
     rows, columns = x.shape
 
     @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(), Layout.MMA_ACC(np.dtype("bfloat16"), m_warps=2), *[_SCALAR] * 3)
+        arg_types=(plgpu.RefType(), Layout.MMA_ACC(np.dtype("bfloat16"), m_warps=2), *[SCALAR] * 3)
     )
     def add(_, sums, x, batch, head, first):
         i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
@@ -301,7 +298,8 @@ def rescale(acc, l_i, alpha, layout):
             scf.yield_(old)
         new = iter(choice.results)
         return tuple(
-            _like(array, [next(new) for _ in range(array.registers.size)]) for array in arrays
+            of_registers(array, [next(new) for _ in range(array.registers.size)])
+            for array in arrays
         )
 
     return multiply(acc, l_i, alpha)
@@ -338,11 +336,4 @@ def _map(function, x):
         else:
             register = function(register)
         registers[index] = register
-    return _like(x, registers)
-
-
-def _like(x, registers):
-    """Return an array of other registers in the layout and shape of x."""
-    shaped = np.empty(x.registers.shape, object)
-    shaped.flat = list(np.ravel(registers))
-    return mgpu.FragmentedArray(_registers=shaped, _layout=x.layout, _is_signed=None)
+    return of_registers(x, list(registers.flat))

@@ -14,6 +14,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_attn.kernels.explicit.registers import as_columns, iota
 from pallas_attn.kernels.gradients import gradient_of_sums, gradient_sums
 from pallas_attn.kernels.library.sequences import (
     count_sequence_tiles,
@@ -21,7 +22,6 @@ from pallas_attn.kernels.library.sequences import (
     num_sequences_of,
 )
 from pallas_attn.kernels.library.tiles import ROW_PADDING, cdiv, maximum, visible_tiles
-from pallas_attn.kernels.sm80.scores import as_columns, iota
 from pallas_attn.kernels.sm80.workarounds import warpgroup_barrier
 from pallas_attn.kernels.sm90.items import (
     Items,

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_attn.kernels.explicit.registers import as_columns, iota
 from pallas_attn.kernels.library.tiles import split_step, visible_tiles
-from pallas_attn.kernels.sm80.scores import as_columns, iota
 from pallas_attn.kernels.sm90.launch import launch
 from pallas_attn.kernels.sm90.pipeline import (
     WGMMA,

@@ -18,7 +18,7 @@ from pallas_attn.kernels.explicit.addresses import (
     pointer_at,
     pointer_to,
 )
-from pallas_attn.kernels.paged.registers import NUMBER, scalar
+from pallas_attn.kernels.explicit.registers import NUMBER, scalar
 from pallas_attn.private import arith, ir, llvm, mgpu, mgpu_utils, nvvm, vector
 from twin_attention.targets import ptx
 

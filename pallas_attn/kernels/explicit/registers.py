@@ -1,17 +1,13 @@
-"""Write by hand what paged attention needs and JAX 0.11.2's Mosaic GPU does not offer.
+"""Numbers and tiles in registers: their layouts, and what a thread holds of them.
 
-Here each warp of a program has keys of its own, and all of them have the same query rows. An array
-of the kernel has 16 rows a warp, as a product of four warps has them, so that one array holds what
-the four warps know of the same rows. Numbers may differ among threads, though JAX takes them for
-scalars.
-
-This file has what `memory.py` and `merge.py` share. The three build MLIR. They can go when cp.async
-takes indices and a size to fetch to L2, and a kernel can be written for a warp.
+Numbers may differ among threads, though JAX takes them for scalars.
 """
 
 from __future__ import annotations
 
+import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_attn.private import arith, ir, llvm, mgpu, mgpu_utils
@@ -125,3 +121,18 @@ def make_pair(low, high):
     pair = llvm.mlir_undef(ir.VectorType.get((2,), low.type))
     pair = llvm.insertelement(pair, low, mgpu.c(0, i32))
     return llvm.insertelement(pair, high, mgpu.c(1, i32))
+
+
+def iota(shape, axis, layout):
+    """Return the index along an axis, int32."""
+    return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=layout)
+
+
+def as_rows(x, like):
+    """Return x [rows] as an array of the shape [rows, n] of `like`."""
+    return lax.broadcast_in_dim(x, like.shape, [0])
+
+
+def as_columns(x, like, layout):
+    """Return x [n] as an array of the shape [rows, n] of `like`, which is in `layout`."""
+    return plgpu.layout_cast(lax.broadcast_in_dim(x, like.shape, [1]), layout)
