@@ -11,6 +11,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_attn.kernels.explicit.barriers import warpgroup_barrier
 from pallas_attn.kernels.explicit.registers import (
     ROWS,
     WARPS,
@@ -46,7 +47,7 @@ from pallas_attn.kernels.sm80.pipeline import (
     zeros,
 )
 from pallas_attn.kernels.sm80.scores import visible_scores
-from pallas_attn.kernels.sm80.workarounds import as_left_operand, commit, rescale, warpgroup_barrier
+from pallas_attn.kernels.sm80.workarounds import as_left_operand, commit, rescale
 from pallas_attn.targets import num_sms
 from twin_attention.contract.operands import DecodeOperands
 from twin_attention.contract.spec import DecodeSpec

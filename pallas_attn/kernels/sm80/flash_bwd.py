@@ -16,6 +16,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_attn.kernels.explicit.barriers import program_barrier, warpgroup_barrier
 from pallas_attn.kernels.explicit.registers import as_columns, as_rows, iota
 from pallas_attn.kernels.gradients import (
     gradient_of_sums,
@@ -49,13 +50,7 @@ from pallas_attn.kernels.sm80.pipeline import (
 )
 from pallas_attn.kernels.sm80.scores import visible_scores
 from pallas_attn.kernels.sm80.sequences import locate_tile
-from pallas_attn.kernels.sm80.workarounds import (
-    add_to_sums,
-    commit,
-    program_barrier,
-    store_rows,
-    warpgroup_barrier,
-)
+from pallas_attn.kernels.sm80.workarounds import add_to_sums, commit, store_rows
 from twin_attention.targets.sm80 import PROGRAMS_OF_SM
 
 

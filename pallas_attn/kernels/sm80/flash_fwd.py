@@ -20,6 +20,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_attn.kernels.explicit.barriers import warpgroup_barrier
 from pallas_attn.kernels.explicit.registers import as_rows, iota
 from pallas_attn.kernels.library.schedule import last_heads, longest_first
 from pallas_attn.kernels.library.sequences import (
@@ -48,13 +49,7 @@ from pallas_attn.kernels.sm80.pipeline import (
 )
 from pallas_attn.kernels.sm80.scores import visible_scores
 from pallas_attn.kernels.sm80.sequences import locate_tile
-from pallas_attn.kernels.sm80.workarounds import (
-    commit,
-    rescale,
-    store_row_values,
-    store_rows,
-    warpgroup_barrier,
-)
+from pallas_attn.kernels.sm80.workarounds import commit, rescale, store_row_values, store_rows
 from twin_attention.contract.operands import AttentionOperands
 from twin_attention.contract.spec import AttentionSpec
 from twin_attention.targets.family import Backend

@@ -12,11 +12,8 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_attn.kernels.sm80.workarounds import (
-    as_left_operand,
-    copy_rows,
-    program_barrier,
-)
+from pallas_attn.kernels.explicit.barriers import program_barrier
+from pallas_attn.kernels.sm80.workarounds import as_left_operand, copy_rows
 
 CHUNK = 16  # rows of v that a product takes at a time: more of them take registers from the sums
 

@@ -226,33 +226,6 @@ def as_left_operand(p):
     return rename(p)
 
 
-# ---- Synchronise. Can go when plgpu has barriers of a warpgroup, and of all warpgroups, on SM80. -
-
-
-@plgpu.inline_mgpu()
-def warpgroup_barrier(_):
-    """Wait for the other threads of this warpgroup; their stores to shared memory are seen then."""
-    mgpu.warpgroup_barrier()
-
-
-def program_barrier(warpgroups: int) -> None:
-    """Wait for the other threads of this program.
-
-    Barrier 0 is the compiler's, 1 + w that of warpgroup w, and the next one this one's. Two thread
-    counts on one barrier are an illegal instruction.
-    """
-    if warpgroups == 1:
-        warpgroup_barrier()
-        return
-
-    @plgpu.inline_mgpu()
-    def barrier(_):
-        text = f"bar.sync {warpgroups + 1}, {128 * warpgroups};"
-        llvm.inline_asm(ir.Type.parse("!llvm.void"), [], text, "", has_side_effects=True)
-
-    barrier()
-
-
 # ---- Skip what no row of a warp needs. Can go when a kernel can branch on a vote of a warp. ------
 
 

@@ -14,6 +14,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_attn.kernels.explicit.barriers import (
+    exchange_barrier,
+    fence_async,
+    named_barrier,
+    warpgroup_barrier,
+)
 from pallas_attn.kernels.explicit.registers import as_columns, iota
 from pallas_attn.kernels.gradients import gradient_of_sums, gradient_sums
 from pallas_attn.kernels.library.sequences import (
@@ -22,7 +28,6 @@ from pallas_attn.kernels.library.sequences import (
     num_sequences_of,
 )
 from pallas_attn.kernels.library.tiles import ROW_PADDING, cdiv, maximum, visible_tiles
-from pallas_attn.kernels.sm80.workarounds import warpgroup_barrier
 from pallas_attn.kernels.sm90.items import (
     Items,
     allocate_hand_over,
@@ -65,16 +70,13 @@ from pallas_attn.kernels.sm90.workarounds import (
     add_to_sums,
     await_copies,
     await_reads,
-    exchange_barrier,
-    fence_async,
-    named_barrier,
     write_dq,
 )
 from pallas_attn.targets import num_sms
 from twin_attention.contract.validate import fail
 from twin_attention.targets.steps import exchange_sides, splits_group
 
-# Named barriers beside those of `workarounds`: for each consumer's part of dq, when it is written
+# Named barriers beside those of `barriers`: for each consumer's part of dq, when it is written
 # and when free. Threads that meet there: a consumer's and those of the warp that adds.
 DQ_WRITTEN, DQ_FREE, ADDERS = 7, 9, 128 + 32
 

@@ -10,8 +10,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_attn.kernels.explicit.barriers import warpgroup_barrier
 from pallas_attn.kernels.sm80.flash_fwd import add_columns
-from pallas_attn.kernels.sm80.workarounds import warpgroup_barrier
 from pallas_attn.kernels.sm90.pipeline import (
     WGMMA,
     WGMMA_ROWS,

@@ -18,6 +18,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_attn.kernels.explicit.barriers import pass_turn, take_turn
 from pallas_attn.kernels.explicit.registers import as_rows
 from pallas_attn.kernels.library.block_mask import list_arguments, lists_of_keys
 from pallas_attn.kernels.library.sequences import (
@@ -70,7 +71,7 @@ from pallas_attn.kernels.sm90.scores import (
     scaled_scores,
     softmax_update,
 )
-from pallas_attn.kernels.sm90.workarounds import finish_before_wait, pass_turn, take_turn
+from pallas_attn.kernels.sm90.workarounds import finish_before_wait
 from pallas_attn.targets import num_sms
 from twin_attention.contract.operands import AttentionOperands
 from twin_attention.contract.spec import AttentionSpec

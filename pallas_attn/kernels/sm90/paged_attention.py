@@ -14,6 +14,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_attn.kernels.explicit.barriers import pass_turn, take_turn
 from pallas_attn.kernels.explicit.registers import as_rows, iota
 from pallas_attn.kernels.library.pages import keys_of_tokens, share_of_tiles, tiles_at_edges
 from pallas_attn.kernels.library.softmax import LN2, LOG2E
@@ -39,12 +40,7 @@ from pallas_attn.kernels.sm90.pipeline import (
 from pallas_attn.kernels.sm90.programs import run_warpgroups
 from pallas_attn.kernels.sm90.scores import hide_keys, scaled_scores, softmax_update
 from pallas_attn.kernels.sm90.sequences import locate_tokens
-from pallas_attn.kernels.sm90.workarounds import (
-    finish_before_wait,
-    pass_turn,
-    store_rows_of_heads,
-    take_turn,
-)
+from pallas_attn.kernels.sm90.workarounds import finish_before_wait, store_rows_of_heads
 from twin_attention.contract.operands import PagedOperands
 from twin_attention.contract.spec import PagedSpec
 from twin_attention.targets.family import Backend

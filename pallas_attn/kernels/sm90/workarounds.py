@@ -19,33 +19,8 @@ from pallas_attn.kernels.explicit.addresses import (
     pointer_to,
 )
 from pallas_attn.kernels.explicit.registers import NUMBER, scalar
-from pallas_attn.private import arith, ir, llvm, mgpu, mgpu_utils, nvvm, vector
+from pallas_attn.private import arith, ir, llvm, mgpu, mgpu_utils, vector
 from twin_attention.targets import ptx
-
-# ---- Take turns. Can go when plgpu has named barriers. -------------------------------------------
-
-
-def take_turn(warpgroup: int, warpgroups: int) -> None:
-    """Wait until the warpgroup before passed the turn."""
-    named_barrier("sync", warpgroups + 2 + warpgroup, 256)
-
-
-def pass_turn(warpgroup: int, warpgroups: int) -> None:
-    """Give the turn to the next warpgroup."""
-    named_barrier("arrive", warpgroups + 2 + (warpgroup + 1) % warpgroups, 256)
-
-
-def named_barrier(operation: str, number: int, threads: int) -> None:
-    """Arrive at a named barrier of so many threads, and with "sync", not "arrive", wait there."""
-    text = f"bar.{operation} $0, {threads};"
-
-    @plgpu.inline_mgpu()
-    def barrier(_):
-        n = mgpu.c(number, ir.IntegerType.get_signless(32))
-        llvm.inline_asm(ir.Type.parse("!llvm.void"), [n], text, "r", has_side_effects=True)
-
-    barrier()
-
 
 # ---- Keep a wait in its place. Can go when ptxas does not move wgmma's waits up. -----------------
 
@@ -70,20 +45,6 @@ def finish_before_wait(sums):
         llvm.inline_asm(void, [total], text, "f", has_side_effects=True)
 
     branch(sums)
-
-
-# ---- Share what another warpgroup reads. Can go when plgpu has named barriers. -------------------
-
-
-def exchange_barrier(warpgroups: int) -> None:
-    """Wait for the other consumer warpgroups; what they stored to shared memory is seen then."""
-    named_barrier("sync", 2 * warpgroups + 2, 128 * warpgroups)
-
-
-@plgpu.inline_mgpu()
-def fence_async(_):
-    """Make this thread's stores to shared memory visible to wgmma and TMA, after a barrier."""
-    nvvm.fence_proxy(nvvm.ProxyKind.async_shared, space=nvvm.SharedSpace.shared_cta)
 
 
 # ---- Mask. Can go when LLVM no longer packs the predicates of a select into words. ---------------

@@ -1,0 +1,66 @@
+"""Barriers of a warpgroup, of a program, and between warpgroups.
+
+Barrier 0 is the compiler's, 1 + w that of warpgroup w; the next ones are free. These can go when
+plgpu has barriers of a warpgroup, and of all warpgroups, on SM80, and named ones.
+"""
+
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_attn.private import ir, llvm, mgpu, nvvm
+
+
+@plgpu.inline_mgpu()
+def warpgroup_barrier(_):
+    """Wait for the other threads of this warpgroup; their stores to shared memory are seen then."""
+    mgpu.warpgroup_barrier()
+
+
+def program_barrier(warpgroups: int) -> None:
+    """Wait for the other threads of this program.
+
+    Barrier 0 is the compiler's, 1 + w that of warpgroup w, and the next one this one's. Two thread
+    counts on one barrier are an illegal instruction.
+    """
+    if warpgroups == 1:
+        warpgroup_barrier()
+        return
+
+    @plgpu.inline_mgpu()
+    def barrier(_):
+        text = f"bar.sync {warpgroups + 1}, {128 * warpgroups};"
+        llvm.inline_asm(ir.Type.parse("!llvm.void"), [], text, "", has_side_effects=True)
+
+    barrier()
+
+
+def take_turn(warpgroup: int, warpgroups: int) -> None:
+    """Wait until the warpgroup before passed the turn."""
+    named_barrier("sync", warpgroups + 2 + warpgroup, 256)
+
+
+def pass_turn(warpgroup: int, warpgroups: int) -> None:
+    """Give the turn to the next warpgroup."""
+    named_barrier("arrive", warpgroups + 2 + (warpgroup + 1) % warpgroups, 256)
+
+
+def named_barrier(operation: str, number: int, threads: int) -> None:
+    """Arrive at a named barrier of so many threads, and with "sync", not "arrive", wait there."""
+    text = f"bar.{operation} $0, {threads};"
+
+    @plgpu.inline_mgpu()
+    def barrier(_):
+        n = mgpu.c(number, ir.IntegerType.get_signless(32))
+        llvm.inline_asm(ir.Type.parse("!llvm.void"), [n], text, "r", has_side_effects=True)
+
+    barrier()
+
+
+def exchange_barrier(warpgroups: int) -> None:
+    """Wait for the other consumer warpgroups; what they stored to shared memory is seen then."""
+    named_barrier("sync", 2 * warpgroups + 2, 128 * warpgroups)
+
+
+@plgpu.inline_mgpu()
+def fence_async(_):
+    """Make this thread's stores to shared memory visible to wgmma and TMA, after a barrier."""
+    nvvm.fence_proxy(nvvm.ProxyKind.async_shared, space=nvvm.SharedSpace.shared_cta)
