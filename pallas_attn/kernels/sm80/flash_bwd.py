@@ -17,6 +17,17 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_attn.kernels.explicit.barriers import program_barrier, warpgroup_barrier
+from pallas_attn.kernels.explicit.cp_async import (
+    Head,
+    allocate_tile,
+    commit,
+    fetch_tile,
+    fills_tiles,
+    padded_columns,
+    store_rows,
+    tile_transforms,
+    wait,
+)
 from pallas_attn.kernels.explicit.registers import as_columns, as_rows, iota
 from pallas_attn.kernels.gradients import (
     gradient_of_sums,
@@ -34,23 +45,16 @@ from pallas_attn.kernels.library.tiles import ROW_PADDING, visible_tiles
 from pallas_attn.kernels.sm80.launch import launch
 from pallas_attn.kernels.sm80.pipeline import (
     CHUNK,
-    Head,
     add_product,
     add_product_shared,
-    allocate_tile,
-    fetch_tile,
-    fills_tiles,
     load_vector,
-    padded_columns,
     product_scores,
     step_start,
-    tile_transforms,
-    wait,
     zeros,
 )
 from pallas_attn.kernels.sm80.scores import visible_scores
 from pallas_attn.kernels.sm80.sequences import locate_tile
-from pallas_attn.kernels.sm80.workarounds import add_to_sums, commit, store_rows
+from pallas_attn.kernels.sm80.workarounds import add_to_sums
 from twin_attention.targets.sm80 import PROGRAMS_OF_SM
 
 

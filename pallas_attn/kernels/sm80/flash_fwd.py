@@ -21,6 +21,17 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_attn.kernels.explicit.barriers import warpgroup_barrier
+from pallas_attn.kernels.explicit.cp_async import (
+    Head,
+    allocate_tile,
+    commit,
+    fetch_tile,
+    fills_tiles,
+    padded_columns,
+    store_rows,
+    tile_transforms,
+    wait,
+)
 from pallas_attn.kernels.explicit.registers import as_rows, iota
 from pallas_attn.kernels.library.schedule import last_heads, longest_first
 from pallas_attn.kernels.library.sequences import (
@@ -34,22 +45,15 @@ from pallas_attn.kernels.library.softmax import LN2, LOG2E
 from pallas_attn.kernels.library.tiles import visible_tiles
 from pallas_attn.kernels.sm80.launch import launch
 from pallas_attn.kernels.sm80.pipeline import (
-    Head,
     add_product,
-    allocate_tile,
-    fetch_tile,
-    fills_tiles,
     load_left,
-    padded_columns,
     product_scores,
     step_start,
-    tile_transforms,
-    wait,
     zeros,
 )
 from pallas_attn.kernels.sm80.scores import visible_scores
 from pallas_attn.kernels.sm80.sequences import locate_tile
-from pallas_attn.kernels.sm80.workarounds import commit, rescale, store_row_values, store_rows
+from pallas_attn.kernels.sm80.workarounds import rescale, store_row_values
 from twin_attention.contract.operands import AttentionOperands
 from twin_attention.contract.spec import AttentionSpec
 from twin_attention.targets.family import Backend

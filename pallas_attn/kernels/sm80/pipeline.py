@@ -5,88 +5,15 @@ blocks of 8 rows and at most 64 columns, whose 16-byte units are permuted with t
 that cp.async writes and ldmatrix reads eight rows without a bank conflict.
 """
 
-from typing import NamedTuple
-
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_attn.kernels.explicit.barriers import program_barrier
-from pallas_attn.kernels.sm80.workarounds import as_left_operand, copy_rows
+from pallas_attn.kernels.explicit.cp_async import block_columns, padded_columns
+from pallas_attn.kernels.sm80.workarounds import as_left_operand
 
 CHUNK = 16  # rows of v that a product takes at a time: more of them take registers from the sums
-
-
-class Head(NamedTuple):
-    """One head in global memory.
-
-    Attributes:
-        matrix: reference, [B, S, H, D].
-        batch, head: which one.
-        num_rows: those from this one on do not exist.
-    """
-
-    matrix: object
-    batch: object
-    head: object
-    num_rows: object
-
-
-def fills_tiles(num_rows, block: int) -> bool:
-    """Return True where the last tile has all of its rows; the rows of a sequence are not known."""
-    return isinstance(num_rows, int) and num_rows % block == 0
-
-
-def padded_columns(size: int) -> int:
-    """Return the columns of a tile that holds rows of `size` elements."""
-    return -(-size // 16) * 16
-
-
-def block_columns(size: int) -> int:
-    """Return the columns of a block of such a tile: 64, 32 or 16."""
-    return next(columns for columns in (64, 32, 16) if padded_columns(size) % columns == 0)
-
-
-def tile_transforms(size: int, block: int | None = None):
-    """Return how a tile of 16-bit rows of `size` elements lies in shared memory.
-
-    block: the columns of its blocks, `block_columns(size)` if None. Reads begin at blocks.
-    """
-    columns = block or block_columns(size)
-    return plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(2 * columns)
-
-
-def allocate_tile(dtype, count, rows, size, block=None):
-    """Return the type of `count` tiles of `rows` rows of `size` elements in shared memory."""
-    shape = (count, rows, padded_columns(size))
-    return plgpu.SMEM(shape, dtype, transforms=tile_transforms(size, block))
-
-
-def fetch_tile(source, tile, start, rows, warpgroup=0, warpgroups=1, all_exist=False):
-    """Copy rows start .. start + rows of a head to a tile; the caller commits.
-
-    Rows and columns that do not exist become 0. Each warpgroup copies its share of the rows.
-    all_exist: no row is missing.
-    """
-    share = rows // warpgroups
-    first = warpgroup * share
-    copy_rows(
-        source.matrix,
-        tile.at[pl.ds(first, share)],
-        tile_transforms(source.matrix.shape[3]),
-        source.batch,
-        source.head,
-        start + first,
-        None if all_exist else source.num_rows,
-    )
-
-
-def wait(pending, warpgroups=1):
-    """Wait for all but the last `pending` groups of copies, and for all threads of the program."""
-    plgpu.wait_gmem_to_smem(pending)
-    if warpgroups > 1:
-        program_barrier(warpgroups)
 
 
 def zeros(rows, columns, dtype, m_warps=4):

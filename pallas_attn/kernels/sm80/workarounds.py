@@ -10,71 +10,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_attn.kernels.explicit.addresses import as_scalar, if_traced, linear_index, pointer_to
 from pallas_attn.kernels.explicit.registers import SCALAR, Layout, of_registers
-from pallas_attn.private import arith, fragmented_array, ir, llvm, mgpu, mgpu_utils, nvvm, scf
-
-# ---- Copy rows that may not exist. Can go when `copy_gmem_to_smem` takes OOBFillMode.ZEROS. -----
-
-
-def copy_rows(matrix, tile, transforms, batch, head, start, num_rows):
-    """Start to copy rows start .. of one head to shared memory by cp.async, without a commit.
-
-    Args:
-        matrix: [B, S, H, D] in global memory.
-        tile: [rows, width] in shared memory, width at least D; its columns from D on become 0.
-        transforms: the tile's.
-        batch, head, start: int32 scalars.
-        num_rows: rows from this one on become 0, a number or an int32 scalar; None where all of the
-            tile's rows exist.
-    """
-    scalars = batch, head, start, *if_traced(num_rows)
-
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(), plgpu.RefType(transforms), *[SCALAR] * len(scalars))
-    )
-    def copy(_, matrix, tile, batch, head, start, end=num_rows):
-        for exists, source, destination, size in _units(
-            matrix, tile, transforms, batch, head, start, end
-        ):
-            i32 = ir.IntegerType.get_signless(32)
-            read = None
-            if exists is not None:
-                read = arith.select(exists, mgpu.c(size, i32), mgpu.c(0, i32))
-            modifiers = nvvm.LoadCacheModifierKind.CA, nvvm.LoadCacheModifierKind.CG
-            modifier = modifiers[size == 16]
-            nvvm.cp_async_shared_global(destination, source, size, modifier, cp_size=read)
-
-    copy(matrix, tile, *scalars)
-
-
-@plgpu.inline_mgpu()
-def commit(_):
-    """Close the group of copies that `wait_gmem_to_smem` counts."""
-    nvvm.cp_async_commit_group()
-
-
-# ---- Store rows that may not exist. Can go when stores take a mask. -----------------------------
-
-
-def store_rows(tile, transforms, matrix, batch, head, start, num_rows):
-    """Store rows and columns that exist from shared memory; see `copy_rows`."""
-    scalars = batch, head, start, *if_traced(num_rows)
-
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(), plgpu.RefType(transforms), *[SCALAR] * len(scalars))
-    )
-    def store(_, matrix, tile, batch, head, start, end=num_rows):
-        for exists, destination, source, size in _units(
-            matrix, tile, transforms, batch, head, start, end
-        ):
-            unit = ir.VectorType.get((size // 4,), ir.IntegerType.get_signless(32))
-            x = llvm.load(unit, source)
-            if exists is None:
-                llvm.store(x, destination)
-            else:
-                with mgpu.when(exists):
-                    llvm.store(x, destination)
-
-    store(matrix, tile, *scalars)
+from pallas_attn.private import arith, ir, llvm, mgpu, mgpu_utils, scf
 
 
 def store_row_values(x, vector, batch, head, start, num_rows, layout):
@@ -148,57 +84,6 @@ def add_to_sums(x, sums, batch, head, start):
                 )
 
     add(sums, x, batch, head, start)
-
-
-def _units(matrix, tile, transforms, batch, head, start, num_rows):
-    """Yield what each transfer of this thread is.
-
-    That is (exists, pointer to global memory, pointer to shared memory, bytes); exists is None
-    where it always does.
-    """
-    i32, i64 = (ir.IntegerType.get_signless(bits) for bits in (32, 64))
-    swizzle = transforms[1].swizzle
-    _, _, _, size = ir.MemRefType(matrix.type).shape
-    tile_type = ir.MemRefType(tile.type)
-    element = tile_type.element_type
-    row_tiles, column_tiles, tile_rows, tile_columns = tile_type.shape
-    shape = row_tiles * tile_rows, column_tiles * tile_columns
-    (_, stride, _, _), _ = ir.MemRefType(matrix.type).get_strides_and_offset()
-    layout = fragmented_array.tiled_copy_smem_gmem_layout(
-        row_tiles, column_tiles, swizzle, mgpu.bitwidth(element)
-    )
-    # Row and column of this thread's first transfer.
-    place = [
-        arith.addi(
-            linear_index(layout.lane_indices(), strides),
-            linear_index(layout.warp_indices(), strides),
-        )
-        for strides in (layout.tiling.tile_strides(axis)[2:] for axis in ((1, 0), (0, 1)))
-    ]
-    row, column = place
-    offset = arith.addi(
-        arith.muli(arith.extui(i64, row), mgpu.c(stride, i64)), arith.extui(i64, column)
-    )
-    base = mgpu_utils.getelementptr(pointer_to(matrix, batch, start, head), [offset], element)
-    # Rows from this thread's first on that exist.
-    left = None
-    if num_rows is not None:
-        left = arith.subi(arith.subi(as_scalar(num_rows), start.registers.item()), row)
-    less = arith.CmpIPredicate.slt
-    transfers = mgpu.FragmentedArray.transfer_tiled(tile, swizzle, layout, shape, optimized=False)
-    columns_apart = layout.base_tile_shape[1]
-    for _get, _update, base_index, pointer in transfers:
-        row_offset, column_offset = base_index()
-        exists = None
-        if left is not None:
-            exists = arith.cmpi(less, mgpu.c(row_offset, i32), left)
-        if column_offset + columns_apart > size:
-            inside = arith.cmpi(less, column, mgpu.c(size - column_offset, i32))
-            exists = inside if exists is None else arith.andi(exists, inside)
-        there = mgpu_utils.getelementptr(
-            base, [mgpu.c(row_offset * stride + column_offset, i64)], element
-        )
-        yield exists, there, pointer, layout.vector_length * mgpu.bitwidth(element) // 8
 
 
 # ---- Use a sum as a left operand. Can go when `layout_cast` takes MMA_ACC to MMA_LHS. -----------

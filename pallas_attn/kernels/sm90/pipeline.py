@@ -14,9 +14,8 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_attn.kernels.explicit.cp_async import store_rows, tile_transforms
 from pallas_attn.kernels.library.sequences import num_sequences_of
-from pallas_attn.kernels.sm80.pipeline import tile_transforms
-from pallas_attn.kernels.sm80.workarounds import store_rows
 from pallas_attn.kernels.sm90.workarounds import clear_rows
 
 WGMMA = plgpu.Layout.WGMMA
