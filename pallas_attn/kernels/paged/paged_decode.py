@@ -13,6 +13,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_attn.kernels.explicit.barriers import warpgroup_barrier
 from pallas_attn.kernels.explicit.cp_async import commit, padded_columns, tile_transforms
+from pallas_attn.kernels.explicit.mma import CHUNK, as_left_operand, load_right, zeros
 from pallas_attn.kernels.explicit.registers import (
     ROWS,
     WARPS,
@@ -40,9 +41,8 @@ from pallas_attn.kernels.paged.merge import (
 )
 from pallas_attn.kernels.sm80.flash_fwd import RESCALE_ABOVE, add_columns
 from pallas_attn.kernels.sm80.launch import fitting_config, launch
-from pallas_attn.kernels.sm80.pipeline import CHUNK, load_right, zeros
 from pallas_attn.kernels.sm80.scores import visible_scores
-from pallas_attn.kernels.sm80.workarounds import as_left_operand, rescale
+from pallas_attn.kernels.sm80.workarounds import rescale
 from pallas_attn.targets import num_sms
 from twin_attention.contract.operands import DecodeOperands
 from twin_attention.contract.spec import DecodeSpec

@@ -28,6 +28,13 @@ from pallas_attn.kernels.explicit.cp_async import (
     tile_transforms,
     wait,
 )
+from pallas_attn.kernels.explicit.mma import (
+    CHUNK,
+    add_product,
+    add_product_shared,
+    product_scores,
+    zeros,
+)
 from pallas_attn.kernels.explicit.registers import as_columns, as_rows, iota
 from pallas_attn.kernels.gradients import (
     gradient_of_sums,
@@ -43,15 +50,7 @@ from pallas_attn.kernels.library.sequences import (
 )
 from pallas_attn.kernels.library.tiles import ROW_PADDING, visible_tiles
 from pallas_attn.kernels.sm80.launch import launch
-from pallas_attn.kernels.sm80.pipeline import (
-    CHUNK,
-    add_product,
-    add_product_shared,
-    load_vector,
-    product_scores,
-    step_start,
-    zeros,
-)
+from pallas_attn.kernels.sm80.pipeline import load_vector, step_start
 from pallas_attn.kernels.sm80.scores import visible_scores
 from pallas_attn.kernels.sm80.sequences import locate_tile
 from pallas_attn.kernels.sm80.workarounds import add_to_sums

@@ -32,6 +32,7 @@ from pallas_attn.kernels.explicit.cp_async import (
     tile_transforms,
     wait,
 )
+from pallas_attn.kernels.explicit.mma import add_product, load_left, product_scores, zeros
 from pallas_attn.kernels.explicit.registers import as_rows, iota
 from pallas_attn.kernels.library.schedule import last_heads, longest_first
 from pallas_attn.kernels.library.sequences import (
@@ -44,13 +45,7 @@ from pallas_attn.kernels.library.sequences import (
 from pallas_attn.kernels.library.softmax import LN2, LOG2E
 from pallas_attn.kernels.library.tiles import visible_tiles
 from pallas_attn.kernels.sm80.launch import launch
-from pallas_attn.kernels.sm80.pipeline import (
-    add_product,
-    load_left,
-    product_scores,
-    step_start,
-    zeros,
-)
+from pallas_attn.kernels.sm80.pipeline import step_start
 from pallas_attn.kernels.sm80.scores import visible_scores
 from pallas_attn.kernels.sm80.sequences import locate_tile
 from pallas_attn.kernels.sm80.workarounds import rescale, store_row_values

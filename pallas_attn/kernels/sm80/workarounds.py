@@ -86,31 +86,6 @@ def add_to_sums(x, sums, batch, head, start):
     add(sums, x, batch, head, start)
 
 
-# ---- Use a sum as a left operand. Can go when `layout_cast` takes MMA_ACC to MMA_LHS. -----------
-
-
-def as_left_operand(p):
-    """Return p [rows, k], in the layout of a sum, in that of a left operand.
-
-    A thread holds the same elements in both, so that no instruction is needed.
-    """
-    dtype = p.dtype
-    left = Layout.MMA_LHS(dtype)
-
-    @plgpu.inline_mgpu(
-        arg_types=(Layout.MMA_ACC(dtype),),
-        return_type=plgpu.ShapeDtypeStruct(p.shape, dtype, left),
-    )
-    def rename(_, x):
-        row_tiles, column_tiles = x.registers.shape[:2]
-        registers = x.registers.reshape(row_tiles, column_tiles // 2, 2, 2)
-        layout = left.to_mgpu()
-        registers = np.ascontiguousarray(registers).reshape(layout.registers_shape(p.shape))
-        return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
-
-    return rename(p)
-
-
 # ---- Skip what no row of a warp needs. Can go when a kernel can branch on a vote of a warp. ------
 
 

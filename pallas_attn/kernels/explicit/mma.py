@@ -1,0 +1,87 @@
+"""Products of mma.sync, of tiles in shared memory and in registers."""
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_attn.kernels.explicit.cp_async import block_columns, padded_columns
+from pallas_attn.kernels.explicit.registers import Layout
+from pallas_attn.private import mgpu
+
+CHUNK = 16  # rows of v that a product takes at a time: more of them take registers from the sums
+
+
+def zeros(rows, columns, dtype, m_warps=4):
+    """Return a sum of products of `dtype` operands that is 0.
+
+    m_warps: of a warpgroup's warps, those with rows of their own; the others share their rows.
+    """
+    zero = jnp.zeros((rows, columns), jnp.float32)
+    return plgpu.layout_cast(zero, plgpu.Layout.MMA_ACC(dtype, m_warps=m_warps))
+
+
+def load_left(tile, m_warps=4):
+    """Load a tile as a left operand; see `zeros`."""
+    return plgpu.load(tile, layout=plgpu.Layout.MMA_LHS(tile.dtype, m_warps=m_warps))
+
+
+def load_right(tile, m_warps=4):
+    """Load a tile as a right operand; see `zeros`."""
+    return plgpu.load(tile, layout=plgpu.Layout.MMA_RHS(tile.dtype, m_warps=m_warps))
+
+
+def product_scores(a, b, size, m_warps=4):
+    """Compute a · bᵀ from shared memory, `block_columns(size)` columns at a time; see `zeros`.
+
+    `a` may be in registers, as a left operand of all of the columns.
+    """
+    s = zeros(a.shape[0], b.shape[0], b.dtype, m_warps)
+    if isinstance(a, Array):
+        return plgpu.mma(s, a, load_right(b.T))
+    for start in range(0, padded_columns(size), block_columns(size)):
+        columns = pl.ds(start, block_columns(size))
+        left, right = load_left(a.at[:, columns], m_warps), load_right(b.at[:, columns].T, m_warps)
+        s = plgpu.mma(s, left, right)
+    return s
+
+
+def add_product(acc, p, b):
+    """Compute acc + p · b, p in registers, as a sum is, and b in shared memory."""
+    p = p.astype(b.dtype)
+    for start in range(0, b.shape[0], CHUNK):
+        left = as_left_operand(p[:, start : start + CHUNK])
+        acc = plgpu.mma(acc, left, load_right(b.at[pl.ds(start, CHUNK)]))
+    return acc
+
+
+def add_product_shared(acc, a, b):
+    """Compute acc + a · b from shared memory, a in blocks of CHUNK; two warps share rows of acc."""
+    for start in range(0, b.shape[0], CHUNK):
+        rows = pl.ds(start, CHUNK)
+        acc = plgpu.mma(acc, load_left(a.at[:, rows], 2), load_right(b.at[rows], 2))
+    return acc
+
+
+# Can go when `layout_cast` takes MMA_ACC to MMA_LHS.
+def as_left_operand(p):
+    """Return p [rows, k], in the layout of a sum, in that of a left operand.
+
+    A thread holds the same elements in both, so that no instruction is needed.
+    """
+    dtype = p.dtype
+    left = Layout.MMA_LHS(dtype)
+
+    @plgpu.inline_mgpu(
+        arg_types=(Layout.MMA_ACC(dtype),),
+        return_type=plgpu.ShapeDtypeStruct(p.shape, dtype, left),
+    )
+    def rename(_, x):
+        row_tiles, column_tiles = x.registers.shape[:2]
+        registers = x.registers.reshape(row_tiles, column_tiles // 2, 2, 2)
+        layout = left.to_mgpu()
+        registers = np.ascontiguousarray(registers).reshape(layout.registers_shape(p.shape))
+        return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
+
+    return rename(p)
