@@ -22,6 +22,7 @@ from pallas_attn.kernels.explicit.registers import (
     thread_index,
     upcast_pairs,
 )
+from pallas_attn.kernels.explicit.softmax import RESCALE_ABOVE, add_columns, rescale
 from pallas_attn.kernels.library.pages import share_of_tiles
 from pallas_attn.kernels.library.quantized import as_packed
 from pallas_attn.kernels.library.softmax import LN2, LOG2E
@@ -39,10 +40,8 @@ from pallas_attn.kernels.paged.merge import (
     store_merged,
     store_rows_of_heads,
 )
-from pallas_attn.kernels.sm80.flash_fwd import RESCALE_ABOVE, add_columns
 from pallas_attn.kernels.sm80.launch import fitting_config, launch
 from pallas_attn.kernels.sm80.scores import visible_scores
-from pallas_attn.kernels.sm80.workarounds import rescale
 from pallas_attn.targets import num_sms
 from twin_attention.contract.operands import DecodeOperands
 from twin_attention.contract.spec import DecodeSpec

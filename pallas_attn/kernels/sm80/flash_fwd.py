@@ -34,6 +34,7 @@ from pallas_attn.kernels.explicit.cp_async import (
 )
 from pallas_attn.kernels.explicit.mma import add_product, load_left, product_scores, zeros
 from pallas_attn.kernels.explicit.registers import as_rows, iota
+from pallas_attn.kernels.explicit.softmax import RESCALE_ABOVE, add_columns, rescale
 from pallas_attn.kernels.library.schedule import last_heads, longest_first
 from pallas_attn.kernels.library.sequences import (
     count_sequence_tiles,
@@ -48,13 +49,11 @@ from pallas_attn.kernels.sm80.launch import launch
 from pallas_attn.kernels.sm80.pipeline import step_start
 from pallas_attn.kernels.sm80.scores import visible_scores
 from pallas_attn.kernels.sm80.sequences import locate_tile
-from pallas_attn.kernels.sm80.workarounds import rescale, store_row_values
+from pallas_attn.kernels.sm80.workarounds import store_row_values
 from twin_attention.contract.operands import AttentionOperands
 from twin_attention.contract.spec import AttentionSpec
 from twin_attention.targets.family import Backend
 from twin_attention.targets.sm80 import PROGRAMS_OF_SM
-
-RESCALE_ABOVE = 8.0  # in base 2
 
 
 def flash_fwd_kernel(
@@ -231,15 +230,6 @@ def flash_fwd_kernel(
     out_tile[...] = out.astype(out_ref.dtype)
     warpgroup_barrier()
     store_rows(out_tile, tile_transforms(head_dim_v), out_ref, batch, head, start_row, num_rows)
-
-
-def add_columns(x):
-    """Add up the columns that each thread has: [rows, n] gives 8 sums a row."""
-    parts = [x[:, start : start + 8] for start in range(0, x.shape[1], 8)]
-    while len(parts) > 1:
-        odd = parts[len(parts) // 2 * 2 :]
-        parts = [a + b for a, b in zip(parts[::2], parts[1::2], strict=False)] + odd
-    return parts[0]
 
 
 def flash_fwd(

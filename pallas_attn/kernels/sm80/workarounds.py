@@ -10,7 +10,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_attn.kernels.explicit.addresses import as_scalar, if_traced, linear_index, pointer_to
 from pallas_attn.kernels.explicit.registers import SCALAR, Layout, of_registers
-from pallas_attn.private import arith, ir, llvm, mgpu, mgpu_utils, scf
+from pallas_attn.private import arith, ir, llvm, mgpu, mgpu_utils
 
 
 def store_row_values(x, vector, batch, head, start, num_rows, layout):
@@ -84,58 +84,6 @@ def add_to_sums(x, sums, batch, head, start):
                 )
 
     add(sums, x, batch, head, start)
-
-
-# ---- Skip what no row of a warp needs. Can go when a kernel can branch on a vote of a warp. ------
-
-
-def rescale(acc, l_i, alpha, layout):
-    """Return acc · alpha and l_i · alpha; a warp whose rows all have alpha 1 skips it.
-
-    Args:
-        acc, l_i: [rows, columns] and [rows, 8], float32, in `layout`.
-        alpha: [rows, 8], each row one number.
-        layout: that of a sum: MMA_ACC or WGMMA.
-    """
-
-    @plgpu.inline_mgpu(
-        arg_types=(layout,) * 3,
-        return_type=tuple(plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout) for x in (acc, l_i)),
-    )
-    def multiply(_, acc, l_i, alpha):
-        i32 = ir.IntegerType.get_signless(32)
-        one, zero = mgpu.c(1.0, ir.F32Type.get()), mgpu.c(0, i32)
-        changed = None
-        for pair in alpha.registers.flat:
-            differs = arith.cmpf(arith.CmpFPredicate.UNE, llvm.extractelement(pair, zero), one)
-            changed = differs if changed is None else arith.ori(changed, differs)
-        text = (
-            "{ .reg .pred q; setp.ne.u32 q, $1, 0; vote.sync.any.pred q, q, 0xffffffff; "
-            "selp.u32 $0, 1, 0, q; }"
-        )
-        changed = arith.extui(i32, changed)
-        changed = llvm.inline_asm(i32, [changed], text, "=r,r", has_side_effects=True)
-        changed = arith.cmpi(arith.CmpIPredicate.ne, changed, zero)
-        arrays = acc, l_i
-        old = [x for array in arrays for x in array.registers.flat]
-        # A register's row tile and row half are its indices 0 and 4.
-        factors = [
-            alpha.registers[index[0], 0, 0, 0, index[4], 0, 0, 0, 0]
-            for array in arrays
-            for index in np.ndindex(array.registers.shape)
-        ]
-        choice = scf.IfOp(changed, [x.type for x in old], has_else=True)
-        with ir.InsertionPoint(choice.then_block):
-            scf.yield_([arith.mulf(x, factor) for x, factor in zip(old, factors, strict=True)])
-        with ir.InsertionPoint(choice.else_block):
-            scf.yield_(old)
-        new = iter(choice.results)
-        return tuple(
-            of_registers(array, [next(new) for _ in range(array.registers.size)])
-            for array in arrays
-        )
-
-    return multiply(acc, l_i, alpha)
 
 
 # ---- Divide fast. Can go when `approx_math` divides with rcp.approx. -----------------------------

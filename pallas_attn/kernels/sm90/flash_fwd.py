@@ -21,6 +21,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_attn.kernels.explicit.barriers import pass_turn, take_turn
 from pallas_attn.kernels.explicit.cp_async import allocate_tile
 from pallas_attn.kernels.explicit.registers import as_rows
+from pallas_attn.kernels.explicit.softmax import add_columns, rescale
 from pallas_attn.kernels.library.block_mask import list_arguments, lists_of_keys
 from pallas_attn.kernels.library.sequences import (
     count_sequence_tiles,
@@ -31,8 +32,7 @@ from pallas_attn.kernels.library.sequences import (
 )
 from pallas_attn.kernels.library.softmax import LN2, LOG2E
 from pallas_attn.kernels.library.tiles import cdiv, maximum, visible_tiles
-from pallas_attn.kernels.sm80.flash_fwd import add_columns
-from pallas_attn.kernels.sm80.workarounds import rescale, store_row_values
+from pallas_attn.kernels.sm80.workarounds import store_row_values
 from pallas_attn.kernels.sm90.block_mask import find_list, kept_row, kept_tiles
 from pallas_attn.kernels.sm90.items import (
     Items,

@@ -16,10 +16,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_attn.kernels.explicit.barriers import pass_turn, take_turn
 from pallas_attn.kernels.explicit.registers import as_rows, iota
+from pallas_attn.kernels.explicit.softmax import add_columns, rescale
 from pallas_attn.kernels.library.pages import keys_of_tokens, share_of_tiles, tiles_at_edges
 from pallas_attn.kernels.library.softmax import LN2, LOG2E
-from pallas_attn.kernels.sm80.flash_fwd import add_columns
-from pallas_attn.kernels.sm80.workarounds import rescale
 from pallas_attn.kernels.sm90.launch import launch_programs
 from pallas_attn.kernels.sm90.pages import find_pages, load_pages
 from pallas_attn.kernels.sm90.pipeline import (
