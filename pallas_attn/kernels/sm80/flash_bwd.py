@@ -35,6 +35,7 @@ from pallas_attn.kernels.explicit.mma import (
     product_scores,
     zeros,
 )
+from pallas_attn.kernels.explicit.mma_sums import add_to_sums
 from pallas_attn.kernels.explicit.registers import as_columns, as_rows, iota
 from pallas_attn.kernels.gradients import (
     gradient_of_sums,
@@ -53,7 +54,6 @@ from pallas_attn.kernels.sm80.launch import launch
 from pallas_attn.kernels.sm80.pipeline import load_vector, step_start
 from pallas_attn.kernels.sm80.scores import visible_scores
 from pallas_attn.kernels.sm80.sequences import locate_tile
-from pallas_attn.kernels.sm80.workarounds import add_to_sums
 from twin_attention.targets.sm80 import PROGRAMS_OF_SM
 
 

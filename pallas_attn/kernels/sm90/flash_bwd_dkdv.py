@@ -21,6 +21,7 @@ from pallas_attn.kernels.explicit.barriers import (
     warpgroup_barrier,
 )
 from pallas_attn.kernels.explicit.registers import as_columns, iota
+from pallas_attn.kernels.explicit.wgmma_sums import add_dq, add_to_sums, write_dq
 from pallas_attn.kernels.gradients import gradient_of_sums, gradient_sums
 from pallas_attn.kernels.library.sequences import (
     count_sequence_tiles,
@@ -65,13 +66,7 @@ from pallas_attn.kernels.sm90.programs import (
 )
 from pallas_attn.kernels.sm90.schedule import make_schedule
 from pallas_attn.kernels.sm90.scores import hide_queries, visible_scores
-from pallas_attn.kernels.sm90.workarounds import (
-    add_dq,
-    add_to_sums,
-    await_copies,
-    await_reads,
-    write_dq,
-)
+from pallas_attn.kernels.sm90.workarounds import await_copies, await_reads
 from pallas_attn.targets import num_sms
 from twin_attention.contract.validate import fail
 from twin_attention.targets.steps import exchange_sides, splits_group

@@ -1,0 +1,104 @@
+"""Add products of wgmma to float32 sums in global memory.
+
+It can go when plgpu adds four floats at once, and by bulk copies.
+"""
+
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_attn.kernels.explicit.addresses import pointer_to
+from pallas_attn.private import arith, ir, llvm, mgpu, mgpu_utils
+
+
+def add_to_sums(x, sums, batch, head, start):
+    """Add a product of 64 rows to float32 sums of one head.
+
+    The sums lie in blocks of 64 rows and 8 columns, a block in the order in which a product's
+    registers hold it (warp, row, column pair, row half, column), so that a thread adds 16 bytes,
+    and the lanes of a warp add to neighbours.
+
+    Args:
+        x: [64, columns] float32.
+        sums: [B, H, S, columns] in global memory.
+        batch, head, start: int32 scalars; start is the first row, a multiple of 64.
+    """
+    scalar = plgpu.Layout.WG_SPLAT
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WGMMA, *[scalar] * 3))
+    def add(_, sums, x, batch, head, start):
+        pointer = pointer_to(sums, batch, head, start)
+        _for_each_block(x, pointer, "red.relaxed.gpu.global.add.v4.f32")
+
+    add(sums, x, batch, head, start)
+
+
+def write_dq(dq, buffer):
+    """Write a product of 64 rows to shared memory, in the order of `add_to_sums`.
+
+    Args:
+        dq: [64, columns] float32.
+        buffer: at least 64 * columns float32 numbers.
+    """
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WGMMA))
+    def write(_, buffer, dq):
+        _for_each_block(dq, mgpu_utils.memref_ptr(buffer), "st.shared.v4.f32")
+
+    write(buffer, dq)
+
+
+def _for_each_block(x, pointer, instruction):
+    """Take x to memory in blocks of 64 rows and 8 columns: four floats of a thread each.
+
+    Args:
+        x: [64, columns] float32, in registers.
+        pointer: the place of the first block.
+        instruction: PTX of an address and a vector of four floats.
+    """
+    i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
+    thread = arith.remui(mgpu_utils.thread_idx(), mgpu.c(128, i32))
+    offset = arith.muli(thread, mgpu.c(4, i32))
+    base = mgpu_utils.getelementptr(pointer, [offset], f32)
+    kind = "l"
+    if "shared" in instruction:
+        kind, base = "r", llvm.ptrtoint(i32, base)  # an address of 32 bits
+    for i, halves in enumerate(x.registers.reshape(-1, 2)):
+        values = [
+            llvm.extractelement(pair, mgpu.c(column, i32)) for pair in halves for column in (0, 1)
+        ]
+        text = f"{instruction} [$0 + {2048 * i}], {{$1, $2, $3, $4}};"
+        llvm.inline_asm(
+            ir.Type.parse("!llvm.void"), [base, *values], text, kind + ",f,f,f,f",
+            has_side_effects=True,
+        )  # fmt: skip
+
+
+def add_dq(buffer, columns, sums, batch, head, start):
+    """Start to add what `write_dq` wrote to float32 sums of one head: in one warp, after a barrier.
+
+    Its thread that copies makes the stores of all visible to the copy: the others need not wait.
+
+    Args:
+        buffer: float32 numbers in shared memory.
+        columns: those of 64 rows that are added, a slice, by one copy of one thread.
+        sums, batch, head, start: as in `add_to_sums`.
+    """
+    first, size = 64 * columns.start, 64 * (columns.stop - columns.start)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), *[plgpu.Layout.WG_SPLAT] * 3))
+    def add(_, buffer, sums, batch, head, start):
+        i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
+        thread = arith.remui(mgpu_utils.thread_idx(), mgpu.c(32, i32))
+        text = (
+            "{ .reg .pred p; setp.eq.s32 p, $2, 0; @p fence.proxy.async.shared::cta; "
+            "@p cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 "
+            f"[$0], [$1], {4 * size}; @p cp.async.bulk.commit_group; }}"
+        )
+        places = (
+            mgpu_utils.getelementptr(pointer_to(sums, batch, head, start), [first], f32),
+            llvm.ptrtoint(i32, mgpu_utils.memref_ptr(buffer)),
+        )
+        llvm.inline_asm(
+            ir.Type.parse("!llvm.void"), [*places, thread], text, "l,r,r", has_side_effects=True
+        )
+
+    add(buffer, sums, batch, head, start)
