@@ -21,6 +21,16 @@ from pallas_attn.kernels.explicit.barriers import (
     warpgroup_barrier,
 )
 from pallas_attn.kernels.explicit.registers import as_columns, iota
+from pallas_attn.kernels.explicit.wgmma import (
+    WGMMA,
+    WGMMA_ROWS,
+    accumulator,
+    add_scores,
+    add_values,
+    columns_of,
+    wait_for,
+    zeros,
+)
 from pallas_attn.kernels.explicit.wgmma_sums import add_dq, add_to_sums, write_dq
 from pallas_attn.kernels.gradients import gradient_of_sums, gradient_sums
 from pallas_attn.kernels.library.sequences import (
@@ -39,14 +49,8 @@ from pallas_attn.kernels.sm90.items import (
 )
 from pallas_attn.kernels.sm90.launch import launch
 from pallas_attn.kernels.sm90.pipeline import (
-    WGMMA,
-    WGMMA_ROWS,
     Tiles,
-    accumulator,
-    add_scores,
-    add_values,
     clear_values,
-    columns_of,
     ds_width,
     load_tile,
     make_tiles,
@@ -55,8 +59,6 @@ from pallas_attn.kernels.sm90.pipeline import (
     tile_start,
     value_columns,
     values_and_factors,
-    wait_for,
-    zeros,
 )
 from pallas_attn.kernels.sm90.programs import (
     count_steps,

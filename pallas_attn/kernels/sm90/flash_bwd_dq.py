@@ -13,6 +13,16 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_attn.kernels.explicit.barriers import warpgroup_barrier
 from pallas_attn.kernels.explicit.registers import as_rows, iota
 from pallas_attn.kernels.explicit.softmax import add_columns
+from pallas_attn.kernels.explicit.wgmma import (
+    WGMMA,
+    WGMMA_ROWS,
+    accumulator,
+    add_scores,
+    add_values,
+    finish_before_wait,
+    wait_for,
+    zeros,
+)
 from pallas_attn.kernels.library.sequences import count_sequence_tiles, num_sequences_of
 from pallas_attn.kernels.library.softmax import LOG2E
 from pallas_attn.kernels.library.tiles import ROW_PADDING, cdiv, maximum, visible_tiles
@@ -27,12 +37,7 @@ from pallas_attn.kernels.sm90.items import (
 )
 from pallas_attn.kernels.sm90.launch import launch
 from pallas_attn.kernels.sm90.pipeline import (
-    WGMMA,
-    WGMMA_ROWS,
     Tiles,
-    accumulator,
-    add_scores,
-    add_values,
     block_tiles,
     clear_values,
     load_tile,
@@ -41,8 +46,6 @@ from pallas_attn.kernels.sm90.pipeline import (
     store_tile,
     tile_start,
     values_and_factors,
-    wait_for,
-    zeros,
 )
 from pallas_attn.kernels.sm90.programs import (
     count_steps,
@@ -52,11 +55,7 @@ from pallas_attn.kernels.sm90.programs import (
 )
 from pallas_attn.kernels.sm90.schedule import make_schedule
 from pallas_attn.kernels.sm90.scores import hide_keys, visible_scores
-from pallas_attn.kernels.sm90.workarounds import (
-    dot_loaded_rows,
-    finish_before_wait,
-    load_row_values,
-)
+from pallas_attn.kernels.sm90.workarounds import dot_loaded_rows, load_row_values
 from pallas_attn.targets import num_sms
 from twin_attention.contract.validate import fail
 from twin_attention.targets.sm90 import has_large_heads

@@ -12,18 +12,17 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_attn.kernels.explicit.barriers import warpgroup_barrier
 from pallas_attn.kernels.explicit.softmax import add_columns
-from pallas_attn.kernels.sm90.pipeline import (
+from pallas_attn.kernels.explicit.wgmma import (
     WGMMA,
     WGMMA_ROWS,
-    Tiles,
     accumulator,
     add_scores,
     add_values,
-    block_tiles,
-    store_tile,
+    finish_before_wait,
     wait_for,
     zeros,
 )
+from pallas_attn.kernels.sm90.pipeline import Tiles, block_tiles, store_tile
 from pallas_attn.kernels.sm90.programs import for_each_tile, run_warpgroups, step_ranges
 from pallas_attn.kernels.sm90.queries import (
     Rows,
@@ -32,7 +31,6 @@ from pallas_attn.kernels.sm90.queries import (
     locate_keys,
     produce_queries,
 )
-from pallas_attn.kernels.sm90.workarounds import finish_before_wait
 
 
 def flash_bwd_dv_kernel(

@@ -22,6 +22,16 @@ from pallas_attn.kernels.explicit.barriers import pass_turn, take_turn
 from pallas_attn.kernels.explicit.cp_async import allocate_tile
 from pallas_attn.kernels.explicit.registers import as_rows
 from pallas_attn.kernels.explicit.softmax import add_columns, rescale
+from pallas_attn.kernels.explicit.wgmma import (
+    WGMMA,
+    WGMMA_ROWS,
+    accumulator,
+    add_scores,
+    add_values,
+    finish_before_wait,
+    wait_for,
+    zeros,
+)
 from pallas_attn.kernels.library.block_mask import list_arguments, lists_of_keys
 from pallas_attn.kernels.library.sequences import (
     count_sequence_tiles,
@@ -44,12 +54,7 @@ from pallas_attn.kernels.sm90.items import (
 )
 from pallas_attn.kernels.sm90.launch import launch, size_of
 from pallas_attn.kernels.sm90.pipeline import (
-    WGMMA,
-    WGMMA_ROWS,
     Tiles,
-    accumulator,
-    add_scores,
-    add_values,
     clear_values,
     count_boxes,
     is_whole,
@@ -60,8 +65,6 @@ from pallas_attn.kernels.sm90.pipeline import (
     tile_start,
     tile_views,
     value_views,
-    wait_for,
-    zeros,
 )
 from pallas_attn.kernels.sm90.programs import for_each_tile, run_warpgroups
 from pallas_attn.kernels.sm90.schedule import make_schedule
@@ -71,7 +74,6 @@ from pallas_attn.kernels.sm90.scores import (
     scaled_scores,
     softmax_update,
 )
-from pallas_attn.kernels.sm90.workarounds import finish_before_wait
 from pallas_attn.targets import num_sms
 from twin_attention.contract.operands import AttentionOperands
 from twin_attention.contract.spec import AttentionSpec

@@ -17,29 +17,32 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_attn.kernels.explicit.barriers import pass_turn, take_turn
 from pallas_attn.kernels.explicit.registers import as_rows, iota
 from pallas_attn.kernels.explicit.softmax import add_columns, rescale
+from pallas_attn.kernels.explicit.wgmma import (
+    WGMMA,
+    WGMMA_ROWS,
+    accumulator,
+    add_scores,
+    add_values,
+    finish_before_wait,
+    wait_for,
+    zeros,
+)
 from pallas_attn.kernels.library.pages import keys_of_tokens, share_of_tiles, tiles_at_edges
 from pallas_attn.kernels.library.softmax import LN2, LOG2E
 from pallas_attn.kernels.sm90.launch import launch_programs
 from pallas_attn.kernels.sm90.pages import find_pages, load_pages
 from pallas_attn.kernels.sm90.pipeline import (
-    WGMMA,
-    WGMMA_ROWS,
     Tiles,
-    accumulator,
-    add_scores,
-    add_values,
     clear_values,
     is_whole,
     padded_columns,
     tile_start,
     tile_views,
-    wait_for,
-    zeros,
 )
 from pallas_attn.kernels.sm90.programs import run_warpgroups
 from pallas_attn.kernels.sm90.scores import hide_keys, scaled_scores, softmax_update
 from pallas_attn.kernels.sm90.sequences import locate_tokens
-from pallas_attn.kernels.sm90.workarounds import finish_before_wait, store_rows_of_heads
+from pallas_attn.kernels.sm90.workarounds import store_rows_of_heads
 from twin_attention.contract.operands import PagedOperands
 from twin_attention.contract.spec import PagedSpec
 from twin_attention.targets.family import Backend

@@ -10,16 +10,15 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-from jax import Array, lax
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_attn.kernels.explicit.cp_async import store_rows, tile_transforms
+from pallas_attn.kernels.explicit.wgmma import columns_of
 from pallas_attn.kernels.library.sequences import num_sequences_of
 from pallas_attn.kernels.sm90.workarounds import clear_rows
 
-WGMMA = plgpu.Layout.WGMMA
-WGMMA_ROWS = 64  # rows of a product of one warpgroup
 BLOCK = 64  # columns with the longest swizzle
 
 
@@ -210,29 +209,6 @@ def _rows_of(matrix, piece, columns, batch, head, start):
     return matrix.at[batch, pl.ds(start, rows), head, pl.ds(first, width)]
 
 
-def add_scores(s, q, k):
-    """Start s += q kᵀ, the products of one group a piece; s is an accumulator."""
-    for q_piece, k_piece in zip(q.multiplied, k.multiplied, strict=True):
-        plgpu.wgmma(s, q_piece, k_piece.T)
-
-
-def add_values(acc, p, v):
-    """Start acc += p v, p in registers, one group a piece; acc is an accumulator."""
-    for piece, columns in zip(v.multiplied, v.columns, strict=True):
-        part = acc if len(v.multiplied) == 1 else acc.at[:, columns]
-        plgpu.wgmma(part, p, piece)
-
-
-def accumulator(rows, columns):
-    """Return the type of a float32 accumulator of wgmma."""
-    return plgpu.ACC((rows, columns), jnp.float32)
-
-
-def zeros(rows, columns) -> Array:
-    """Return float32 zeros in the layout of an accumulator."""
-    return plgpu.layout_cast(jnp.zeros((rows, columns), jnp.float32), WGMMA)
-
-
 def tile_start(step, begin, before, full, after, block, last_start):
     """Return the first row of the tile of a step: masked ones, before and after, then full ones.
 
@@ -242,22 +218,6 @@ def tile_start(step, begin, before, full, after, block, last_start):
     tile = jnp.where(step < before, step, jnp.where(step < masked, step + full, step - after))
     start = begin + lax.convert_element_type(tile, jnp.int32) * block
     return jnp.clip(start, 0, last_start)
-
-
-def columns_of(ref, lower, upper):
-    """Return columns lower .. upper of an accumulator or of a piece of a tile."""
-    if upper - lower == ref.shape[-1]:
-        return ref
-    return ref.at[:, pl.ds(lower, upper - lower)]
-
-
-def wait_for(ref, wait_n, *read):
-    """Return an accumulator's sum when all but the last wait_n products are done.
-
-    read: operands in registers of products that are done then, which keep them until here.
-    """
-    x = plgpu.wgmma_accumulator_load(ref, wait_n=wait_n)
-    return lax.optimization_barrier((x, *read))[0]
 
 
 def make_tiles(spec, ds_is_shared, values=None, **counts):

@@ -5,8 +5,8 @@ from jax import lax
 
 from pallas_attn.kernels.explicit.registers import as_rows, iota
 from pallas_attn.kernels.explicit.softmax import RESCALE_ABOVE
+from pallas_attn.kernels.explicit.wgmma import WGMMA
 from pallas_attn.kernels.library.scores import attention_mask
-from pallas_attn.kernels.sm90.pipeline import WGMMA
 from pallas_attn.kernels.sm90.workarounds import cap, hide
 
 

@@ -22,31 +22,6 @@ from pallas_attn.kernels.explicit.registers import NUMBER, scalar
 from pallas_attn.private import arith, ir, llvm, mgpu, mgpu_utils, vector
 from twin_attention.targets import ptx
 
-# ---- Keep a wait in its place. Can go when ptxas does not move wgmma's waits up. -----------------
-
-
-def finish_before_wait(sums):
-    """Keep a wait for products that follows behind what leads to `sums`.
-
-    ptxas moves the wait above independent work, which then no longer runs under the products, but
-    not over a branch: this one depends on `sums`, and is never taken.
-
-    Args:
-        sums: [64, 8] float32, none -inf.
-    """
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA,))
-    def branch(_, sums):
-        places = [mgpu.c(i, ir.IntegerType.get_signless(32)) for i in (0, 1)]
-        numbers = [llvm.extractelement(pair, i) for pair in sums.registers.flat for i in places]
-        total = functools.reduce(arith.addf, numbers)
-        text = "{ .reg .pred q; setp.eq.f32 q, $0, 0fFF800000; @q nanosleep.u32 1; }"
-        void = ir.Type.parse("!llvm.void")
-        llvm.inline_asm(void, [total], text, "f", has_side_effects=True)
-
-    branch(sums)
-
-
 # ---- Mask. Can go when LLVM no longer packs the predicates of a select into words. ---------------
 
 

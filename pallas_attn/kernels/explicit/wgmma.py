@@ -1,0 +1,75 @@
+"""Products of wgmma: their accumulators, and the waits for them."""
+
+import functools
+
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_attn.private import arith, ir, llvm, mgpu
+
+WGMMA = plgpu.Layout.WGMMA
+WGMMA_ROWS = 64  # rows of a product of one warpgroup
+
+
+def add_scores(s, q, k):
+    """Start s += q kᵀ, the products of one group a piece; s is an accumulator."""
+    for q_piece, k_piece in zip(q.multiplied, k.multiplied, strict=True):
+        plgpu.wgmma(s, q_piece, k_piece.T)
+
+
+def add_values(acc, p, v):
+    """Start acc += p v, p in registers, one group a piece; acc is an accumulator."""
+    for piece, columns in zip(v.multiplied, v.columns, strict=True):
+        part = acc if len(v.multiplied) == 1 else acc.at[:, columns]
+        plgpu.wgmma(part, p, piece)
+
+
+def accumulator(rows, columns):
+    """Return the type of a float32 accumulator of wgmma."""
+    return plgpu.ACC((rows, columns), jnp.float32)
+
+
+def zeros(rows, columns) -> Array:
+    """Return float32 zeros in the layout of an accumulator."""
+    return plgpu.layout_cast(jnp.zeros((rows, columns), jnp.float32), WGMMA)
+
+
+def columns_of(ref, lower, upper):
+    """Return columns lower .. upper of an accumulator or of a piece of a tile."""
+    if upper - lower == ref.shape[-1]:
+        return ref
+    return ref.at[:, pl.ds(lower, upper - lower)]
+
+
+def wait_for(ref, wait_n, *read):
+    """Return an accumulator's sum when all but the last wait_n products are done.
+
+    read: operands in registers of products that are done then, which keep them until here.
+    """
+    x = plgpu.wgmma_accumulator_load(ref, wait_n=wait_n)
+    return lax.optimization_barrier((x, *read))[0]
+
+
+# Can go when ptxas does not move wgmma's waits up.
+def finish_before_wait(sums):
+    """Keep a wait for products that follows behind what leads to `sums`.
+
+    ptxas moves the wait above independent work, which then no longer runs under the products, but
+    not over a branch: this one depends on `sums`, and is never taken.
+
+    Args:
+        sums: [64, 8] float32, none -inf.
+    """
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA,))
+    def branch(_, sums):
+        places = [mgpu.c(i, ir.IntegerType.get_signless(32)) for i in (0, 1)]
+        numbers = [llvm.extractelement(pair, i) for pair in sums.registers.flat for i in places]
+        total = functools.reduce(arith.addf, numbers)
+        text = "{ .reg .pred q; setp.eq.f32 q, $0, 0fFF800000; @q nanosleep.u32 1; }"
+        void = ir.Type.parse("!llvm.void")
+        llvm.inline_asm(void, [total], text, "f", has_side_effects=True)
+
+    branch(sums)
