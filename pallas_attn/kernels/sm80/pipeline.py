@@ -7,12 +7,6 @@ that cp.async writes and ldmatrix reads eight rows without a bank conflict.
 
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental.pallas import mosaic_gpu as plgpu
-
-
-def load_vector(ref, layout):
-    """Load numbers of rows or of columns from global memory."""
-    return plgpu.load(ref, layout=layout, optimized=False)
 
 
 def step_start(step, begin, before, full, after, block):

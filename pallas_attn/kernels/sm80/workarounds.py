@@ -8,46 +8,8 @@ from __future__ import annotations
 import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_attn.kernels.explicit.addresses import as_scalar, if_traced, pointer_to
-from pallas_attn.kernels.explicit.registers import SCALAR, of_registers
-from pallas_attn.private import arith, ir, llvm, mgpu, mgpu_utils
-
-
-def store_row_values(x, vector, batch, head, start, num_rows, layout):
-    """Store a number a row, those of rows before `num_rows` alone.
-
-    Args:
-        x: [rows] float32, in `layout`.
-        vector: [B, H, S] in global memory.
-        batch, head, start: int32 scalars.
-        num_rows: see `copy_rows`.
-        layout: such as that of a sum's rows.
-    """
-    scalars = batch, head, start, *if_traced(num_rows)
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout, *[SCALAR] * len(scalars)))
-    def store(_, vector, x, batch, head, start, end=num_rows):
-        f32 = ir.F32Type.get()
-        i32 = ir.IntegerType.get_signless(32)
-        base = pointer_to(vector, batch, head, start)
-        left = None
-        if end is not None:
-            left = arith.subi(as_scalar(end), start.registers.item())
-
-        def store_one(value, index):
-            row = arith.index_cast(i32, index[0])
-            pointer = mgpu_utils.getelementptr(base, [row], f32)
-            if left is None:
-                llvm.store(value, pointer)
-            else:
-                exists = arith.cmpi(arith.CmpIPredicate.slt, row, left)
-                with mgpu.when(exists):
-                    llvm.store(value, pointer)
-
-        x.foreach(store_one)
-
-    store(vector, x, *scalars)
-
+from pallas_attn.kernels.explicit.registers import of_registers
+from pallas_attn.private import ir, llvm, mgpu
 
 # ---- Divide fast. Can go when `approx_math` divides with rcp.approx. -----------------------------
 

@@ -21,6 +21,7 @@ from pallas_attn.kernels.explicit.barriers import (
     warpgroup_barrier,
 )
 from pallas_attn.kernels.explicit.registers import as_columns, iota
+from pallas_attn.kernels.explicit.rows import store_rows_of_pieces
 from pallas_attn.kernels.explicit.wgmma import (
     WGMMA,
     WGMMA_ROWS,
@@ -54,7 +55,6 @@ from pallas_attn.kernels.sm90.pipeline import (
     ds_width,
     load_tile,
     make_tiles,
-    store_rows_of_pieces,
     store_tile,
     tile_start,
     value_columns,

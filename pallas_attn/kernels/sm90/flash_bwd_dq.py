@@ -12,6 +12,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_attn.kernels.explicit.barriers import warpgroup_barrier
 from pallas_attn.kernels.explicit.registers import as_rows, iota
+from pallas_attn.kernels.explicit.rows import (
+    dot_loaded_rows,
+    load_row_values,
+    store_row_values,
+    store_rows_of_pieces,
+)
 from pallas_attn.kernels.explicit.softmax import add_columns
 from pallas_attn.kernels.explicit.wgmma import (
     WGMMA,
@@ -26,7 +32,6 @@ from pallas_attn.kernels.explicit.wgmma import (
 from pallas_attn.kernels.library.sequences import count_sequence_tiles, num_sequences_of
 from pallas_attn.kernels.library.softmax import LOG2E
 from pallas_attn.kernels.library.tiles import ROW_PADDING, cdiv, maximum, visible_tiles
-from pallas_attn.kernels.sm80.workarounds import store_row_values
 from pallas_attn.kernels.sm90.items import (
     Items,
     allocate_hand_over,
@@ -42,7 +47,6 @@ from pallas_attn.kernels.sm90.pipeline import (
     clear_values,
     load_tile,
     make_tiles,
-    store_rows_of_pieces,
     store_tile,
     tile_start,
     values_and_factors,
@@ -55,7 +59,6 @@ from pallas_attn.kernels.sm90.programs import (
 )
 from pallas_attn.kernels.sm90.schedule import make_schedule
 from pallas_attn.kernels.sm90.scores import hide_keys, visible_scores
-from pallas_attn.kernels.sm90.workarounds import dot_loaded_rows, load_row_values
 from pallas_attn.targets import num_sms
 from twin_attention.contract.validate import fail
 from twin_attention.targets.sm90 import has_large_heads

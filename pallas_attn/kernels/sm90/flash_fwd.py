@@ -21,6 +21,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_attn.kernels.explicit.barriers import pass_turn, take_turn
 from pallas_attn.kernels.explicit.cp_async import allocate_tile
 from pallas_attn.kernels.explicit.registers import as_rows
+from pallas_attn.kernels.explicit.rows import store_row_values, store_rows_of_tile
 from pallas_attn.kernels.explicit.softmax import add_columns, rescale
 from pallas_attn.kernels.explicit.wgmma import (
     WGMMA,
@@ -42,7 +43,6 @@ from pallas_attn.kernels.library.sequences import (
 )
 from pallas_attn.kernels.library.softmax import LN2, LOG2E
 from pallas_attn.kernels.library.tiles import cdiv, maximum, visible_tiles
-from pallas_attn.kernels.sm80.workarounds import store_row_values
 from pallas_attn.kernels.sm90.block_mask import find_list, kept_row, kept_tiles
 from pallas_attn.kernels.sm90.items import (
     Items,
@@ -60,7 +60,6 @@ from pallas_attn.kernels.sm90.pipeline import (
     is_whole,
     load_tile,
     padded_columns,
-    store_rows_of_tile,
     store_tile,
     tile_start,
     tile_views,

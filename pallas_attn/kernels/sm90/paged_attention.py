@@ -16,6 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_attn.kernels.explicit.barriers import pass_turn, take_turn
 from pallas_attn.kernels.explicit.registers import as_rows, iota
+from pallas_attn.kernels.explicit.rows import store_rows_of_heads
 from pallas_attn.kernels.explicit.softmax import add_columns, rescale
 from pallas_attn.kernels.explicit.wgmma import (
     WGMMA,
@@ -42,7 +43,6 @@ from pallas_attn.kernels.sm90.pipeline import (
 from pallas_attn.kernels.sm90.programs import run_warpgroups
 from pallas_attn.kernels.sm90.scores import hide_keys, scaled_scores, softmax_update
 from pallas_attn.kernels.sm90.sequences import locate_tokens
-from pallas_attn.kernels.sm90.workarounds import store_rows_of_heads
 from twin_attention.contract.operands import PagedOperands
 from twin_attention.contract.spec import PagedSpec
 from twin_attention.targets.family import Backend

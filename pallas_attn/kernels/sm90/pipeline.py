@@ -14,7 +14,6 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_attn.kernels.explicit.cp_async import store_rows, tile_transforms
 from pallas_attn.kernels.explicit.wgmma import columns_of
 from pallas_attn.kernels.library.sequences import num_sequences_of
 from pallas_attn.kernels.sm90.workarounds import clear_rows
@@ -160,32 +159,6 @@ def store_tile(x, tile, matrix, batch, head, start):
             box, _rows_of(matrix, box, columns, batch, head, first), commit_group=False
         )
     plgpu.commit_smem_to_gmem_group()
-
-
-def store_rows_of_tile(x, tile, matrix, batch, head, start, num_rows):
-    """Store x to rows start .. of one head, those before `num_rows`, through `tile`.
-
-    tile: `sm80.pipeline.allocate_tile`, which no thread reads any more.
-    """
-    tile[...] = x.astype(tile.dtype)
-    plgpu.commit_smem()
-    store_rows(tile, tile_transforms(matrix.shape[3]), matrix, batch, head, start, num_rows)
-
-
-def store_rows_of_pieces(x, tile, matrix, batch, head, start, num_rows):
-    """Store x to rows start .. of one head, those before `num_rows`, through `tile`.
-
-    tile: `Tiles` of one tile, in pieces, which no thread reads any more.
-    """
-    for piece, columns in zip(tile.multiplied, tile.columns, strict=True):
-        piece[...] = x[:, columns].astype(piece.dtype)
-    plgpu.commit_smem()
-    for piece, columns in zip(tile.multiplied, tile.columns, strict=True):
-        width = min(columns.stop, matrix.shape[3]) - columns.start
-        if width > 0:
-            part = matrix.at[:, :, :, pl.ds(columns.start, width)]
-            transforms = tile_transforms(piece.shape[1])
-            store_rows(piece, transforms, part, batch, head, start, num_rows)
 
 
 def clear_values(tile, count):
