@@ -31,9 +31,9 @@ if REASON is not None:
 
 from jax.experimental.pallas import mosaic_gpu as plgpu  # noqa: E402
 
+from pallas_attn.kernels.explicit.tma import piece_widths  # noqa: E402
 from pallas_attn.kernels.library.scores import attention_mask  # noqa: E402
 from pallas_attn.kernels.sm90 import items, launch, scores  # noqa: E402
-from pallas_attn.kernels.sm90.pipeline import piece_widths  # noqa: E402
 from pallas_attn.kernels.sm90.schedule import (  # noqa: E402
     PACKED_HEADS,
     head_and_tile,

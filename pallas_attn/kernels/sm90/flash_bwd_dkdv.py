@@ -22,6 +22,14 @@ from pallas_attn.kernels.explicit.barriers import (
 )
 from pallas_attn.kernels.explicit.registers import as_columns, iota
 from pallas_attn.kernels.explicit.rows import store_rows_of_pieces
+from pallas_attn.kernels.explicit.tma import (
+    Tiles,
+    await_copies,
+    await_reads,
+    clear_values,
+    load_tile,
+    store_tile,
+)
 from pallas_attn.kernels.explicit.wgmma import (
     WGMMA,
     WGMMA_ROWS,
@@ -40,6 +48,13 @@ from pallas_attn.kernels.library.sequences import (
     num_sequences_of,
 )
 from pallas_attn.kernels.library.tiles import ROW_PADDING, cdiv, maximum, visible_tiles
+from pallas_attn.kernels.sm90.gradient_tiles import (
+    ds_width,
+    make_tiles,
+    tile_start,
+    value_columns,
+    values_and_factors,
+)
 from pallas_attn.kernels.sm90.items import (
     Items,
     allocate_hand_over,
@@ -49,17 +64,6 @@ from pallas_attn.kernels.sm90.items import (
     own_item,
 )
 from pallas_attn.kernels.sm90.launch import launch
-from pallas_attn.kernels.sm90.pipeline import (
-    Tiles,
-    clear_values,
-    ds_width,
-    load_tile,
-    make_tiles,
-    store_tile,
-    tile_start,
-    value_columns,
-    values_and_factors,
-)
 from pallas_attn.kernels.sm90.programs import (
     count_steps,
     for_each_tile,
@@ -68,7 +72,6 @@ from pallas_attn.kernels.sm90.programs import (
 )
 from pallas_attn.kernels.sm90.schedule import make_schedule
 from pallas_attn.kernels.sm90.scores import hide_queries, visible_scores
-from pallas_attn.kernels.sm90.workarounds import await_copies, await_reads
 from pallas_attn.targets import num_sms
 from twin_attention.contract.validate import fail
 from twin_attention.targets.steps import exchange_sides, splits_group

@@ -19,6 +19,7 @@ from pallas_attn.kernels.explicit.rows import (
     store_rows_of_pieces,
 )
 from pallas_attn.kernels.explicit.softmax import add_columns
+from pallas_attn.kernels.explicit.tma import Tiles, clear_values, load_tile, store_tile
 from pallas_attn.kernels.explicit.wgmma import (
     WGMMA,
     WGMMA_ROWS,
@@ -32,6 +33,12 @@ from pallas_attn.kernels.explicit.wgmma import (
 from pallas_attn.kernels.library.sequences import count_sequence_tiles, num_sequences_of
 from pallas_attn.kernels.library.softmax import LOG2E
 from pallas_attn.kernels.library.tiles import ROW_PADDING, cdiv, maximum, visible_tiles
+from pallas_attn.kernels.sm90.gradient_tiles import (
+    block_tiles,
+    make_tiles,
+    tile_start,
+    values_and_factors,
+)
 from pallas_attn.kernels.sm90.items import (
     Items,
     allocate_hand_over,
@@ -41,16 +48,6 @@ from pallas_attn.kernels.sm90.items import (
     own_item,
 )
 from pallas_attn.kernels.sm90.launch import launch
-from pallas_attn.kernels.sm90.pipeline import (
-    Tiles,
-    block_tiles,
-    clear_values,
-    load_tile,
-    make_tiles,
-    store_tile,
-    tile_start,
-    values_and_factors,
-)
 from pallas_attn.kernels.sm90.programs import (
     count_steps,
     for_each_tile,

@@ -23,6 +23,17 @@ from pallas_attn.kernels.explicit.cp_async import allocate_tile
 from pallas_attn.kernels.explicit.registers import as_rows
 from pallas_attn.kernels.explicit.rows import store_row_values, store_rows_of_tile
 from pallas_attn.kernels.explicit.softmax import add_columns, rescale
+from pallas_attn.kernels.explicit.tma import (
+    Tiles,
+    clear_values,
+    count_boxes,
+    is_whole,
+    load_tile,
+    padded_columns,
+    store_tile,
+    tile_views,
+    value_views,
+)
 from pallas_attn.kernels.explicit.wgmma import (
     WGMMA,
     WGMMA_ROWS,
@@ -44,6 +55,7 @@ from pallas_attn.kernels.library.sequences import (
 from pallas_attn.kernels.library.softmax import LN2, LOG2E
 from pallas_attn.kernels.library.tiles import cdiv, maximum, visible_tiles
 from pallas_attn.kernels.sm90.block_mask import find_list, kept_row, kept_tiles
+from pallas_attn.kernels.sm90.gradient_tiles import tile_start
 from pallas_attn.kernels.sm90.items import (
     Items,
     allocate_hand_over,
@@ -53,18 +65,6 @@ from pallas_attn.kernels.sm90.items import (
     own_item,
 )
 from pallas_attn.kernels.sm90.launch import launch, size_of
-from pallas_attn.kernels.sm90.pipeline import (
-    Tiles,
-    clear_values,
-    count_boxes,
-    is_whole,
-    load_tile,
-    padded_columns,
-    store_tile,
-    tile_start,
-    tile_views,
-    value_views,
-)
 from pallas_attn.kernels.sm90.programs import for_each_tile, run_warpgroups
 from pallas_attn.kernels.sm90.schedule import make_schedule
 from pallas_attn.kernels.sm90.scores import (

@@ -18,6 +18,13 @@ from pallas_attn.kernels.explicit.barriers import pass_turn, take_turn
 from pallas_attn.kernels.explicit.registers import as_rows, iota
 from pallas_attn.kernels.explicit.rows import store_rows_of_heads
 from pallas_attn.kernels.explicit.softmax import add_columns, rescale
+from pallas_attn.kernels.explicit.tma import (
+    Tiles,
+    clear_values,
+    is_whole,
+    padded_columns,
+    tile_views,
+)
 from pallas_attn.kernels.explicit.wgmma import (
     WGMMA,
     WGMMA_ROWS,
@@ -30,16 +37,9 @@ from pallas_attn.kernels.explicit.wgmma import (
 )
 from pallas_attn.kernels.library.pages import keys_of_tokens, share_of_tiles, tiles_at_edges
 from pallas_attn.kernels.library.softmax import LN2, LOG2E
+from pallas_attn.kernels.sm90.gradient_tiles import tile_start
 from pallas_attn.kernels.sm90.launch import launch_programs
 from pallas_attn.kernels.sm90.pages import find_pages, load_pages
-from pallas_attn.kernels.sm90.pipeline import (
-    Tiles,
-    clear_values,
-    is_whole,
-    padded_columns,
-    tile_start,
-    tile_views,
-)
 from pallas_attn.kernels.sm90.programs import run_warpgroups
 from pallas_attn.kernels.sm90.scores import hide_keys, scaled_scores, softmax_update
 from pallas_attn.kernels.sm90.sequences import locate_tokens

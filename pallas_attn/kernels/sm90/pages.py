@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_attn.kernels.sm90.pipeline import load_tile
+from pallas_attn.kernels.explicit.tma import load_tile
 
 
 def find_pages(table_ref, sequence, start, end, num_pages, page_size, block):

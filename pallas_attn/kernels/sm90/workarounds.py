@@ -93,20 +93,6 @@ def cap(s, a, b, *, exact, exponential):
     return replace(s)
 
 
-@plgpu.inline_mgpu()
-def await_copies(_):
-    """Wait until this thread's copies from shared memory are done."""
-    text = "cp.async.bulk.wait_group 0;"
-    llvm.inline_asm(ir.Type.parse("!llvm.void"), [], text, "", has_side_effects=True)
-
-
-@plgpu.inline_mgpu()
-def await_reads(_):
-    """Wait until this thread's copies from shared memory have read it."""
-    text = "cp.async.bulk.wait_group.read 0;"
-    llvm.inline_asm(ir.Type.parse("!llvm.void"), [], text, "", has_side_effects=True)
-
-
 # ---- Count the work that is taken. Can go when plgpu has atomic operations. ----------------------
 
 
@@ -128,45 +114,3 @@ def take_item(_, counter):
         has_side_effects=True,
     )
     return mgpu.FragmentedArray.splat(item, (), is_signed=True)
-
-
-# ---- Clear rows in shared memory. Can go when stores take a mask. --------------------------------
-
-
-def clear_rows(piece, count, block_rows):
-    """Set rows `count` .. of a piece of a tile to 0, a row a thread.
-
-    Args:
-        piece: [rows, width] in shared memory, as wgmma sees it.
-        count: int32 scalar.
-        block_rows: rows of its blocks.
-    """
-    rows, width = piece.shape
-    block = min(width, 64)
-    transforms = plgpu.TilingTransform((block_rows, block)), plgpu.SwizzleTransform(2 * block)
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(transforms), plgpu.Layout.WG_SPLAT))
-    def clear(_, piece, count):
-        i8, i32 = (ir.IntegerType.get_signless(bits) for bits in (8, 32))
-        thread = arith.remui(mgpu_utils.thread_idx(), mgpu.c(128, i32))
-        less, at_least = arith.CmpIPredicate.slt, arith.CmpIPredicate.sge
-        is_cleared = arith.andi(
-            arith.cmpi(less, thread, mgpu.c(rows, i32)),
-            arith.cmpi(at_least, thread, count.registers.item()),
-        )
-        strides, _ = ir.MemRefType(piece.type).get_strides_and_offset()
-        row_block, row = (f(thread, mgpu.c(block_rows, i32)) for f in (arith.divui, arith.remui))
-        offset = arith.addi(
-            arith.muli(row_block, mgpu.c(2 * strides[0], i32)),
-            arith.muli(row, mgpu.c(2 * strides[2], i32)),
-        )
-        pointer = mgpu_utils.getelementptr(mgpu_utils.memref_ptr(piece), [offset], i8)
-        unit = ir.VectorType.get((4,), i32)
-        zeros = mgpu_utils.bitcast(mgpu.c(0, ir.IntegerType.get_signless(128)), unit)
-        with mgpu.when(is_cleared):
-            for column_block in range(width // block):
-                for byte in range(0, 2 * block, 16):
-                    place = column_block * 2 * strides[1] + byte
-                    llvm.store(zeros, mgpu_utils.getelementptr(pointer, [place], i8))
-
-    clear(piece, count)

@@ -1,4 +1,4 @@
-"""Tiles in shared memory: how they are laid out, loaded by TMA, multiplied by wgmma and stored.
+"""Tiles in shared memory that TMA loads, wgmma multiplies, and TMA stores.
 
 A tile holds rows of one head in pieces of 64, 32 or 16 columns, the last padded with zeros. A row
 of a piece is as long as its swizzle, which permutes 16-byte units with the row's number, so that
@@ -8,15 +8,12 @@ wgmma reads eight rows without a bank conflict.
 import math
 from typing import NamedTuple
 
-import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_attn.kernels.explicit.wgmma import columns_of
-from pallas_attn.kernels.library.sequences import num_sequences_of
-from pallas_attn.kernels.sm90.workarounds import clear_rows
+from pallas_attn.private import arith, ir, llvm, mgpu, mgpu_utils
 
 BLOCK = 64  # columns with the longest swizzle
 
@@ -161,6 +158,27 @@ def store_tile(x, tile, matrix, batch, head, start):
     plgpu.commit_smem_to_gmem_group()
 
 
+def _rows_of(matrix, piece, columns, batch, head, start):
+    """Return where a piece lies in global memory; what passes the matrix's end does not exist."""
+    rows, width = piece.shape
+    first = columns.start + 0 * start  # traced: JAX refuses a static slice past the end
+    return matrix.at[batch, pl.ds(start, rows), head, pl.ds(first, width)]
+
+
+@plgpu.inline_mgpu()
+def await_copies(_):
+    """Wait until this thread's copies from shared memory are done."""
+    text = "cp.async.bulk.wait_group 0;"
+    llvm.inline_asm(ir.Type.parse("!llvm.void"), [], text, "", has_side_effects=True)
+
+
+@plgpu.inline_mgpu()
+def await_reads(_):
+    """Wait until this thread's copies from shared memory have read it."""
+    text = "cp.async.bulk.wait_group.read 0;"
+    llvm.inline_asm(ir.Type.parse("!llvm.void"), [], text, "", has_side_effects=True)
+
+
 def clear_values(tile, count):
     """Set what follows the first `count` values of a tile to 0.
 
@@ -175,100 +193,41 @@ def clear_values(tile, count):
         plgpu.commit_smem()
 
 
-def _rows_of(matrix, piece, columns, batch, head, start):
-    """Return where a piece lies in global memory; what passes the matrix's end does not exist."""
-    rows, width = piece.shape
-    first = columns.start + 0 * start  # traced: JAX refuses a static slice past the end
-    return matrix.at[batch, pl.ds(start, rows), head, pl.ds(first, width)]
-
-
-def tile_start(step, begin, before, full, after, block, last_start):
-    """Return the first row of the tile of a step: masked ones, before and after, then full ones.
-
-    A program that sees nothing visits one tile all the same, which exists.
-    """
-    masked = before + after
-    tile = jnp.where(step < before, step, jnp.where(step < masked, step + full, step - after))
-    start = begin + lax.convert_element_type(tile, jnp.int32) * block
-    return jnp.clip(start, 0, last_start)
-
-
-def make_tiles(spec, ds_is_shared, values=None, **counts):
-    """Return the types of tiles of q, k, v and dout in shared memory, and each one's pieces.
+# Can go when stores take a mask.
+def clear_rows(piece, count, block_rows):
+    """Set rows `count` .. of a piece of a tile to 0, a row a thread.
 
     Args:
-        spec: the problem.
-        ds_is_shared: ds is in shared memory, and multiplies pieces of q and of k of its width.
-        values: the tiles that p or ds in registers multiplies. With these all rows are padded to
-            `value_columns`, and these tiles, of 64 rows and two blocks of columns, are
-            `value_block_views`: the assembler would run one product of two after the other.
-        **counts: (tiles, rows) of each.
+        piece: [rows, width] in shared memory, as wgmma sees it.
+        count: int32 scalar.
+        block_rows: rows of its blocks.
     """
-    tiles, pieces = {}, {}
-    for name, shape in counts.items():
-        is_scores = name in ("q_tiles", "k_tiles")
-        size = spec.head_dim if is_scores else spec.head_dim_v
-        is_packed = num_sequences_of(spec) is not None  # their tiles begin anywhere
-        whole = not is_packed and is_whole(size, spec.seq_q, spec.seq_kv)
-        widths = piece_widths(size, whole)
-        if values is not None and not whole:
-            columns = value_columns(size)
-            width = ds_width(size)
-            if columns > 96 or (ds_is_shared and is_scores):
-                widths = (width,) * (columns // width)
-        dtype = jnp.dtype(spec.dtype)
-        views = tile_views(dtype, shape, size, whole, widths)
-        if name in (values or ()) and widths == (BLOCK, BLOCK) and shape[1] == BLOCK:
-            views = value_block_views(dtype, *shape, 2 * BLOCK)
-        tiles[name] = plgpu.RefUnion(*views)
-        pieces[name] = len(widths)
-    return tiles, pieces
+    rows, width = piece.shape
+    block = min(width, 64)
+    transforms = plgpu.TilingTransform((block_rows, block)), plgpu.SwizzleTransform(2 * block)
 
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(transforms), plgpu.Layout.WG_SPLAT))
+    def clear(_, piece, count):
+        i8, i32 = (ir.IntegerType.get_signless(bits) for bits in (8, 32))
+        thread = arith.remui(mgpu_utils.thread_idx(), mgpu.c(128, i32))
+        less, at_least = arith.CmpIPredicate.slt, arith.CmpIPredicate.sge
+        is_cleared = arith.andi(
+            arith.cmpi(less, thread, mgpu.c(rows, i32)),
+            arith.cmpi(at_least, thread, count.registers.item()),
+        )
+        strides, _ = ir.MemRefType(piece.type).get_strides_and_offset()
+        row_block, row = (f(thread, mgpu.c(block_rows, i32)) for f in (arith.divui, arith.remui))
+        offset = arith.addi(
+            arith.muli(row_block, mgpu.c(2 * strides[0], i32)),
+            arith.muli(row, mgpu.c(2 * strides[2], i32)),
+        )
+        pointer = mgpu_utils.getelementptr(mgpu_utils.memref_ptr(piece), [offset], i8)
+        unit = ir.VectorType.get((4,), i32)
+        zeros = mgpu_utils.bitcast(mgpu.c(0, ir.IntegerType.get_signless(128)), unit)
+        with mgpu.when(is_cleared):
+            for column_block in range(width // block):
+                for byte in range(0, 2 * block, 16):
+                    place = column_block * 2 * strides[1] + byte
+                    llvm.store(zeros, mgpu_utils.getelementptr(pointer, [place], i8))
 
-def block_tiles(spec, values=None, **counts):
-    """Return what `make_tiles` does, of rows that are padded to blocks of 64 columns with zeros.
-
-    values: the tiles of 64 rows that ds or p multiplies, all columns in one product: these are
-        `value_block_views`.
-    """
-    tiles, pieces = {}, {}
-    for name, (count, rows) in counts.items():
-        size = spec.head_dim if name in ("q_tiles", "k_tiles") else spec.head_dim_v
-        blocks = -(-size // BLOCK)
-        dtype = jnp.dtype(spec.dtype)
-        widths = (BLOCK,) * blocks
-        views = tile_views(dtype, (count, rows), size, False, widths)
-        if name == values:
-            views = value_block_views(dtype, count, rows, blocks * BLOCK)
-        tiles[name], pieces[name] = plgpu.RefUnion(*views), blocks
-    return tiles, pieces
-
-
-def value_block_views(dtype, count, rows, size):
-    """Return `value_views` of tiles of 64 rows, and what `values_and_factors` makes tiles of."""
-    assert rows == BLOCK
-    (block,) = tile_views(dtype, (count, size // BLOCK, rows), BLOCK, False)[1]
-    return *value_views(dtype, count, rows, size), (block,)
-
-
-def values_and_factors(views) -> tuple[Tiles, Tiles]:
-    """Return tiles as ds or p multiplies them, and as scores do: in pieces of 64 columns.
-
-    Both are the same where there are no `value_block_views`.
-    """
-    copied, multiplied, *blocks = views
-    tiles = Tiles(copied, multiplied)
-    if not blocks:
-        return tiles, tiles
-    ((block,),) = blocks
-    return tiles, Tiles((), tuple(block.at[:, i] for i in range(block.shape[1])))
-
-
-def value_columns(size):
-    """Return the columns of rows of `size` elements in the kernel of dk and dv: up to 96 or 128."""
-    return padded_columns(size) if size <= 96 else -(-size // BLOCK) * BLOCK
-
-
-def ds_width(head_dim):
-    """Return the columns of a block of ds: wgmma wants both operands swizzled alike."""
-    return math.gcd(value_columns(head_dim), BLOCK)
+    clear(piece, count)

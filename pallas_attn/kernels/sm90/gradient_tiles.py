@@ -1,0 +1,110 @@
+"""Tiles of q, k, v and dout in shared memory, as the kernels of the backward multiply them."""
+
+import math
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_attn.kernels.explicit.tma import (
+    BLOCK,
+    Tiles,
+    is_whole,
+    padded_columns,
+    piece_widths,
+    tile_views,
+    value_views,
+)
+from pallas_attn.kernels.library.sequences import num_sequences_of
+
+
+def tile_start(step, begin, before, full, after, block, last_start):
+    """Return the first row of the tile of a step: masked ones, before and after, then full ones.
+
+    A program that sees nothing visits one tile all the same, which exists.
+    """
+    masked = before + after
+    tile = jnp.where(step < before, step, jnp.where(step < masked, step + full, step - after))
+    start = begin + lax.convert_element_type(tile, jnp.int32) * block
+    return jnp.clip(start, 0, last_start)
+
+
+def make_tiles(spec, ds_is_shared, values=None, **counts):
+    """Return the types of tiles of q, k, v and dout in shared memory, and each one's pieces.
+
+    Args:
+        spec: the problem.
+        ds_is_shared: ds is in shared memory, and multiplies pieces of q and of k of its width.
+        values: the tiles that p or ds in registers multiplies. With these all rows are padded to
+            `value_columns`, and these tiles, of 64 rows and two blocks of columns, are
+            `value_block_views`: the assembler would run one product of two after the other.
+        **counts: (tiles, rows) of each.
+    """
+    tiles, pieces = {}, {}
+    for name, shape in counts.items():
+        is_scores = name in ("q_tiles", "k_tiles")
+        size = spec.head_dim if is_scores else spec.head_dim_v
+        is_packed = num_sequences_of(spec) is not None  # their tiles begin anywhere
+        whole = not is_packed and is_whole(size, spec.seq_q, spec.seq_kv)
+        widths = piece_widths(size, whole)
+        if values is not None and not whole:
+            columns = value_columns(size)
+            width = ds_width(size)
+            if columns > 96 or (ds_is_shared and is_scores):
+                widths = (width,) * (columns // width)
+        dtype = jnp.dtype(spec.dtype)
+        views = tile_views(dtype, shape, size, whole, widths)
+        if name in (values or ()) and widths == (BLOCK, BLOCK) and shape[1] == BLOCK:
+            views = value_block_views(dtype, *shape, 2 * BLOCK)
+        tiles[name] = plgpu.RefUnion(*views)
+        pieces[name] = len(widths)
+    return tiles, pieces
+
+
+def block_tiles(spec, values=None, **counts):
+    """Return what `make_tiles` does, of rows that are padded to blocks of 64 columns with zeros.
+
+    values: the tiles of 64 rows that ds or p multiplies, all columns in one product: these are
+        `value_block_views`.
+    """
+    tiles, pieces = {}, {}
+    for name, (count, rows) in counts.items():
+        size = spec.head_dim if name in ("q_tiles", "k_tiles") else spec.head_dim_v
+        blocks = -(-size // BLOCK)
+        dtype = jnp.dtype(spec.dtype)
+        widths = (BLOCK,) * blocks
+        views = tile_views(dtype, (count, rows), size, False, widths)
+        if name == values:
+            views = value_block_views(dtype, count, rows, blocks * BLOCK)
+        tiles[name], pieces[name] = plgpu.RefUnion(*views), blocks
+    return tiles, pieces
+
+
+def value_block_views(dtype, count, rows, size):
+    """Return `value_views` of tiles of 64 rows, and what `values_and_factors` makes tiles of."""
+    assert rows == BLOCK
+    (block,) = tile_views(dtype, (count, size // BLOCK, rows), BLOCK, False)[1]
+    return *value_views(dtype, count, rows, size), (block,)
+
+
+def values_and_factors(views) -> tuple[Tiles, Tiles]:
+    """Return tiles as ds or p multiplies them, and as scores do: in pieces of 64 columns.
+
+    Both are the same where there are no `value_block_views`.
+    """
+    copied, multiplied, *blocks = views
+    tiles = Tiles(copied, multiplied)
+    if not blocks:
+        return tiles, tiles
+    ((block,),) = blocks
+    return tiles, Tiles((), tuple(block.at[:, i] for i in range(block.shape[1])))
+
+
+def value_columns(size):
+    """Return the columns of rows of `size` elements in the kernel of dk and dv: up to 96 or 128."""
+    return padded_columns(size) if size <= 96 else -(-size // BLOCK) * BLOCK
+
+
+def ds_width(head_dim):
+    """Return the columns of a block of ds: wgmma wants both operands swizzled alike."""
+    return math.gcd(value_columns(head_dim), BLOCK)
