@@ -31,9 +31,10 @@ if REASON is not None:
 
 from jax.experimental.pallas import mosaic_gpu as plgpu  # noqa: E402
 
+from pallas_attn.kernels.explicit import wgmma_scores  # noqa: E402
 from pallas_attn.kernels.explicit.tma import piece_widths  # noqa: E402
 from pallas_attn.kernels.library.scores import attention_mask  # noqa: E402
-from pallas_attn.kernels.sm90 import items, launch, scores  # noqa: E402
+from pallas_attn.kernels.sm90 import items, launch  # noqa: E402
 from pallas_attn.kernels.sm90.schedule import (  # noqa: E402
     PACKED_HEADS,
     head_and_tile,
@@ -475,7 +476,7 @@ def test_registers_of_a_sum():
 
 
 def hide(s, upper, lower):
-    """`pallas_attn.kernels.sm90.workarounds.hide`, without PTX."""
+    """`pallas_attn.kernels.explicit.wgmma_scores.hide`, without PTX."""
     column = np.arange(s.shape[1])
     first, place = column // 8 * 8, column % 8
     for bound, is_seen in ((upper, np.less_equal), (lower, np.greater_equal)):
@@ -487,9 +488,9 @@ def hide(s, upper, lower):
 @pytest.mark.parametrize("end", [None, 230])
 @pytest.mark.parametrize("window", [(None, 0), (None, 7), (9, 3), (20, None)])
 def test_scores_are_hidden_by_two_bounds(window, end, monkeypatch):
-    monkeypatch.setattr(scores, "hide", hide)
+    monkeypatch.setattr(wgmma_scores, "hide", hide)
     monkeypatch.setattr(
-        scores, "iota", lambda shape, axis, _: jax.lax.broadcasted_iota("int32", shape, axis)
+        wgmma_scores, "iota", lambda shape, axis, _: jax.lax.broadcasted_iota("int32", shape, axis)
     )
     s = np.random.default_rng(0).standard_normal((64, 64), np.float32)
     position, start_kv = 180, 192
@@ -497,8 +498,8 @@ def test_scores_are_hidden_by_two_bounds(window, end, monkeypatch):
     want = attention_mask(s, queries, keys, end, *window)
     assert np.isinf(want).any()
     assert np.isfinite(want).any()
-    np.testing.assert_array_equal(scores.hide_keys(s, position, start_kv, end, *window), want)
-    transposed = scores.hide_queries(s.T, start_kv, position, end, *window)
+    np.testing.assert_array_equal(wgmma_scores.hide_keys(s, position, start_kv, end, *window), want)
+    transposed = wgmma_scores.hide_queries(s.T, start_kv, position, end, *window)
     np.testing.assert_array_equal(transposed, want.T)
 
 

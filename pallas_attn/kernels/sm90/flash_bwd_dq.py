@@ -30,6 +30,7 @@ from pallas_attn.kernels.explicit.wgmma import (
     wait_for,
     zeros,
 )
+from pallas_attn.kernels.explicit.wgmma_scores import hide_keys, visible_scores
 from pallas_attn.kernels.library.sequences import count_sequence_tiles, num_sequences_of
 from pallas_attn.kernels.library.softmax import LOG2E
 from pallas_attn.kernels.library.tiles import ROW_PADDING, cdiv, maximum, visible_tiles
@@ -55,7 +56,6 @@ from pallas_attn.kernels.sm90.programs import (
     step_ranges,
 )
 from pallas_attn.kernels.sm90.schedule import make_schedule
-from pallas_attn.kernels.sm90.scores import hide_keys, visible_scores
 from pallas_attn.targets import num_sms
 from twin_attention.contract.validate import fail
 from twin_attention.targets.sm90 import has_large_heads

@@ -44,6 +44,7 @@ from pallas_attn.kernels.explicit.wgmma import (
     wait_for,
     zeros,
 )
+from pallas_attn.kernels.explicit.wgmma_scores import hide_keys, scaled_scores
 from pallas_attn.kernels.library.block_mask import list_arguments, lists_of_keys
 from pallas_attn.kernels.library.sequences import (
     count_sequence_tiles,
@@ -67,12 +68,7 @@ from pallas_attn.kernels.sm90.items import (
 from pallas_attn.kernels.sm90.launch import launch, size_of
 from pallas_attn.kernels.sm90.programs import for_each_tile, run_warpgroups
 from pallas_attn.kernels.sm90.schedule import make_schedule
-from pallas_attn.kernels.sm90.scores import (
-    hide_keys,
-    rounding_of_one_key,
-    scaled_scores,
-    softmax_update,
-)
+from pallas_attn.kernels.sm90.scores import rounding_of_one_key, softmax_update
 from pallas_attn.targets import num_sms
 from twin_attention.contract.operands import AttentionOperands
 from twin_attention.contract.spec import AttentionSpec

@@ -35,13 +35,14 @@ from pallas_attn.kernels.explicit.wgmma import (
     wait_for,
     zeros,
 )
+from pallas_attn.kernels.explicit.wgmma_scores import hide_keys, scaled_scores
 from pallas_attn.kernels.library.pages import keys_of_tokens, share_of_tiles, tiles_at_edges
 from pallas_attn.kernels.library.softmax import LN2, LOG2E
 from pallas_attn.kernels.sm90.gradient_tiles import tile_start
 from pallas_attn.kernels.sm90.launch import launch_programs
 from pallas_attn.kernels.sm90.pages import find_pages, load_pages
 from pallas_attn.kernels.sm90.programs import run_warpgroups
-from pallas_attn.kernels.sm90.scores import hide_keys, scaled_scores, softmax_update
+from pallas_attn.kernels.sm90.scores import softmax_update
 from pallas_attn.kernels.sm90.sequences import locate_tokens
 from twin_attention.contract.operands import PagedOperands
 from twin_attention.contract.spec import PagedSpec

@@ -1,41 +1,11 @@
 """Scores: the way from q·k to what the softmax takes."""
 
 import jax.numpy as jnp
-from jax import lax
 
 from pallas_attn.kernels.explicit.registers import as_rows, iota
 from pallas_attn.kernels.explicit.softmax import RESCALE_ABOVE
 from pallas_attn.kernels.explicit.wgmma import WGMMA
-from pallas_attn.kernels.library.scores import attention_mask
-from pallas_attn.kernels.sm90.workarounds import cap, hide
-
-
-def scaled_scores(s, rule):
-    """Scale products q·k, in registers, where the exponent cannot do it, and cap them."""
-    if rule.softcap is not None:
-        s = _cap(s, rule, rule.softcap)
-    elif rule.scale_first:
-        s = s * rule.scale
-    return s
-
-
-def visible_scores(s, position, key, end, rule, window_left, window_right, masked):
-    """Turn products q·k into what the softmax takes: `library.scores.visible_scores`.
-
-    Returns (s, exp2_scale, dcap): the scores, as parts of the cap where there is one; what takes
-    them to base 2; and the derivative of the cap, 1 without one.
-    """
-    exp2_scale = rule.exp2_scale
-    dcap = 1.0
-    if rule.softcap is None:
-        s = scaled_scores(s, rule)
-    else:
-        s = _cap(s, rule, 1.0)
-        exp2_scale = exp2_scale * rule.softcap
-        dcap = 1.0 - s * s
-    if masked:
-        s = attention_mask(s, position, key, end, window_left, window_right)
-    return s, exp2_scale, dcap
+from pallas_attn.kernels.explicit.wgmma_scores import cap_products, scaled_scores
 
 
 def softmax_update(s, m_i, rule, masked, bounded):
@@ -48,7 +18,7 @@ def softmax_update(s, m_i, rule, masked, bounded):
         if masked:
             p = jnp.exp2(s * rule.exp2_scale)
         else:
-            p = _cap(s, rule, rule.softcap * rule.exp2_scale, exponential=True)
+            p = cap_products(s, rule, rule.softcap * rule.exp2_scale, exponential=True)
         return p, m_i, None
     if not masked:
         s = scaled_scores(s, rule)
@@ -57,39 +27,6 @@ def softmax_update(s, m_i, rule, masked, bounded):
     m_safe = jnp.where(m_new == float("-inf"), 0.0, m_new) if masked else m_new
     p = jnp.exp2(s * rule.exp2_scale - as_rows(m_safe, s))
     return p, m_new, jnp.exp2(m_i - m_safe)
-
-
-def _cap(s, rule, b, exponential=False):
-    """Return ``b * tanh(score / softcap)`` of products q·k, or 2 to the power of that."""
-    return cap(s, rule.cap_scale, b, exact=not rule.small_cap, exponential=exponential)
-
-
-def hide_keys(s, position, start_kv, end, window_left, window_right, rows_of_query=1):
-    """Set the scores of keys that a query does not see to -inf: `library.scores.attention_mask`.
-
-    The window's end and the last key are one bound.
-
-    Args:
-        s: [64, keys], of the keys from `start_kv` on.
-        position: the key position of the first query.
-        end: keys from this one on do not exist; None where all do.
-        window_left, window_right: None for no bound.
-        rows_of_query: how many rows a query has, one after the other.
-    """
-    row = iota((s.shape[0], 8), 0, WGMMA)
-    if rows_of_query > 1:
-        row = lax.div(row, rows_of_query)
-    row = row + (position - start_kv)
-    column = iota((s.shape[0], 8), 1, WGMMA)
-    upper = lower = None
-    if window_right is not None:
-        upper = row + window_right - column
-    if end is not None:
-        last = (end - 1 - start_kv) - column
-        upper = last if upper is None else jnp.minimum(upper, last)
-    if window_left is not None:
-        lower = row - window_left - column
-    return hide(s, upper, lower)
 
 
 def rounding_of_one_key(l_i, position, seq_kv, window_left, window_right, dtype):
@@ -111,23 +48,3 @@ def rounding_of_one_key(l_i, position, seq_kv, window_left, window_right, dtype)
     rounded = l_i.astype(dtype).astype(jnp.float32)
     has_one = (first == last) & (l_i > 0.0)
     return jnp.where(has_one, l_i / jnp.where(has_one, rounded, 1.0), 1.0)
-
-
-def hide_queries(s, first_key, start_q, end, window_left, window_right):
-    """Set the scores of queries that do not see a key to -inf: `hide_keys`, of transposed scores.
-
-    Args:
-        s: [64, queries], of the queries from `start_q` on.
-        first_key: the first key, counted as queries are.
-        end: keys from this one on do not exist; None where all do.
-        window_left, window_right: None for no bound.
-    """
-    row = iota((s.shape[0], 8), 0, WGMMA)
-    column = iota((s.shape[0], 8), 1, WGMMA)
-    key = row + (first_key - start_q) - column
-    upper = None if window_left is None else key + window_left
-    lower = None if window_right is None else key - window_right
-    if end is not None:
-        exists = row < end - first_key
-        lower = jnp.where(exists, -(2**30) if lower is None else lower, 2**30)
-    return hide(s, upper, lower)

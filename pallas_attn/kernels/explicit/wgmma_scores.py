@@ -1,0 +1,166 @@
+"""Scores: the way from a product of wgmma to what the softmax takes."""
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_attn.kernels.explicit.registers import iota
+from pallas_attn.kernels.explicit.wgmma import WGMMA
+from pallas_attn.kernels.library.scores import attention_mask
+from pallas_attn.private import ir, llvm, mgpu
+from twin_attention.targets import ptx
+
+
+def scaled_scores(s, rule):
+    """Scale products q·k, in registers, where the exponent cannot do it, and cap them."""
+    if rule.softcap is not None:
+        s = cap_products(s, rule, rule.softcap)
+    elif rule.scale_first:
+        s = s * rule.scale
+    return s
+
+
+def visible_scores(s, position, key, end, rule, window_left, window_right, masked):
+    """Turn products q·k into what the softmax takes: `library.scores.visible_scores`.
+
+    Returns (s, exp2_scale, dcap): the scores, as parts of the cap where there is one; what takes
+    them to base 2; and the derivative of the cap, 1 without one.
+    """
+    exp2_scale = rule.exp2_scale
+    dcap = 1.0
+    if rule.softcap is None:
+        s = scaled_scores(s, rule)
+    else:
+        s = cap_products(s, rule, 1.0)
+        exp2_scale = exp2_scale * rule.softcap
+        dcap = 1.0 - s * s
+    if masked:
+        s = attention_mask(s, position, key, end, window_left, window_right)
+    return s, exp2_scale, dcap
+
+
+def cap_products(s, rule, b, exponential=False):
+    """Return ``b * tanh(score / softcap)`` of products q·k, or 2 to the power of that."""
+    return cap(s, rule.cap_scale, b, exact=not rule.small_cap, exponential=exponential)
+
+
+def hide_keys(s, position, start_kv, end, window_left, window_right, rows_of_query=1):
+    """Set the scores of keys that a query does not see to -inf: `library.scores.attention_mask`.
+
+    The window's end and the last key are one bound.
+
+    Args:
+        s: [64, keys], of the keys from `start_kv` on.
+        position: the key position of the first query.
+        end: keys from this one on do not exist; None where all do.
+        window_left, window_right: None for no bound.
+        rows_of_query: how many rows a query has, one after the other.
+    """
+    row = iota((s.shape[0], 8), 0, WGMMA)
+    if rows_of_query > 1:
+        row = lax.div(row, rows_of_query)
+    row = row + (position - start_kv)
+    column = iota((s.shape[0], 8), 1, WGMMA)
+    upper = lower = None
+    if window_right is not None:
+        upper = row + window_right - column
+    if end is not None:
+        last = (end - 1 - start_kv) - column
+        upper = last if upper is None else jnp.minimum(upper, last)
+    if window_left is not None:
+        lower = row - window_left - column
+    return hide(s, upper, lower)
+
+
+def hide_queries(s, first_key, start_q, end, window_left, window_right):
+    """Set the scores of queries that do not see a key to -inf: `hide_keys`, of transposed scores.
+
+    Args:
+        s: [64, queries], of the queries from `start_q` on.
+        first_key: the first key, counted as queries are.
+        end: keys from this one on do not exist; None where all do.
+        window_left, window_right: None for no bound.
+    """
+    row = iota((s.shape[0], 8), 0, WGMMA)
+    column = iota((s.shape[0], 8), 1, WGMMA)
+    key = row + (first_key - start_q) - column
+    upper = None if window_left is None else key + window_left
+    lower = None if window_right is None else key - window_right
+    if end is not None:
+        exists = row < end - first_key
+        lower = jnp.where(exists, -(2**30) if lower is None else lower, 2**30)
+    return hide(s, upper, lower)
+
+
+# Can go when LLVM no longer packs the predicates of a select into words.
+def hide(s, upper, lower):
+    """Set numbers to -inf: those of columns above `upper` or below `lower`.
+
+    Args:
+        s: [64, columns] float32.
+        upper, lower: [64, 8] int32, or None for no bound: of each row, minus a column's place among
+            eight, so that a thread compares them with the same constants in each tile.
+    """
+    bounds = [x for x in (upper, lower) if x is not None]
+    layout = plgpu.Layout.WGMMA
+
+    @plgpu.inline_mgpu(
+        arg_types=(layout,) * (1 + len(bounds)),
+        return_type=plgpu.ShapeDtypeStruct(s.shape, s.dtype, layout),
+    )
+    def select(_, s, *bounds):
+        i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
+        comparisons = [c for c, x in (("ge", upper), ("le", lower)) if x is not None]
+        registers = np.empty_like(s.registers)
+        for index, pair in np.ndenumerate(s.registers):
+            # A register's row tile, column tile and row half are its indices 0, 1 and 4.
+            of_rows = (index[0], 0, *index[2:])
+            for parity in (0, 1):
+                place = mgpu.c(parity, i32)
+                x = llvm.extractelement(pair, place)
+                for comparison, bound in zip(comparisons, bounds, strict=True):
+                    limit = llvm.extractelement(bound.registers[of_rows], place)
+                    text = (
+                        f"{{ .reg .pred seen; setp.{comparison}.s32 seen, $1, {8 * index[1]}; "
+                        "selp.f32 $0, $2, 0fFF800000, seen; }"
+                    )
+                    x = llvm.inline_asm(f32, [limit, x], text, "=f,r,f")
+                pair = llvm.insertelement(pair, x, place)
+            registers[index] = pair
+        return mgpu.FragmentedArray(_registers=registers, _layout=s.layout, _is_signed=None)
+
+    return select(s, *bounds)
+
+
+# Can go when a kernel can branch where all lanes of a warp agree.
+def cap(s, a, b, *, exact, exponential):
+    """Return ``b * tanh(a * s)``, or 2 to the power of it: `twin_attention.targets.ptx.cap_scores`.
+
+    Args:
+        s: [64, columns] float32.
+        a, b, exact, exponential: as there; a and b are numbers.
+    """
+    layout = plgpu.Layout.WGMMA
+
+    @plgpu.inline_mgpu(
+        arg_types=(layout,), return_type=plgpu.ShapeDtypeStruct(s.shape, s.dtype, layout)
+    )
+    def replace(_, s):
+        i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
+        places = [mgpu.c(i, i32) for i in (0, 1)]
+        numbers = [llvm.extractelement(pair, i) for pair in s.registers.flat for i in places]
+        count = len(numbers)
+        text = ptx.cap_scores(count, exact=exact, exponential=exponential)
+        operands = [*numbers, *[mgpu.c(a, f32)] * count, *[mgpu.c(b, f32)] * count]
+        struct = llvm.StructType.get_literal([f32] * count)
+        capped = llvm.inline_asm(struct, operands, text, ptx.cap_constraints(count))
+        results = iter([llvm.extractvalue(f32, capped, [i]) for i in range(count)])
+        registers = np.empty_like(s.registers)
+        for index, pair in np.ndenumerate(s.registers):
+            for place in places:
+                pair = llvm.insertelement(pair, next(results), place)
+            registers[index] = pair
+        return mgpu.FragmentedArray(_registers=registers, _layout=s.layout, _is_signed=None)
+
+    return replace(s)
