@@ -22,7 +22,12 @@ from pallas_attn.kernels.explicit.barriers import pass_turn, take_turn
 from pallas_attn.kernels.explicit.cp_async import allocate_tile
 from pallas_attn.kernels.explicit.registers import as_rows
 from pallas_attn.kernels.explicit.rows import store_row_values, store_rows_of_tile
-from pallas_attn.kernels.explicit.softmax import add_columns, rescale
+from pallas_attn.kernels.explicit.softmax import (
+    add_columns,
+    rescale,
+    rounding_of_one_key,
+    softmax_update,
+)
 from pallas_attn.kernels.explicit.tma import (
     Tiles,
     clear_values,
@@ -68,7 +73,6 @@ from pallas_attn.kernels.sm90.items import (
 from pallas_attn.kernels.sm90.launch import launch, size_of
 from pallas_attn.kernels.sm90.programs import for_each_tile, run_warpgroups
 from pallas_attn.kernels.sm90.schedule import make_schedule
-from pallas_attn.kernels.sm90.scores import rounding_of_one_key, softmax_update
 from pallas_attn.targets import num_sms
 from twin_attention.contract.operands import AttentionOperands
 from twin_attention.contract.spec import AttentionSpec
