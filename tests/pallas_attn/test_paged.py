@@ -10,8 +10,8 @@ import pytest
 from jax.experimental import pallas as pl
 
 from pallas_attn import explain, paged_attention
+from pallas_attn.kernels.explicit import sequences as scalars
 from pallas_attn.kernels.library.sequences import locate_tokens
-from pallas_attn.kernels.sm90 import sequences as scalars
 
 
 def offsets(*lengths):

@@ -9,12 +9,12 @@ import pytest
 from jax.experimental import pallas as pl
 
 from pallas_attn import check_offsets, explain, flash_attention, flash_attention_varlen
+from pallas_attn.kernels.explicit import sequences as scalars
 from pallas_attn.kernels.gradients import gradient_of_sums, prepare_rows, sinks_gradient
 from pallas_attn.kernels.library import sequences as library
 from pallas_attn.kernels.library.sequences import count_sequence_tiles
 from pallas_attn.kernels.library.softmax import LOG2E
 from pallas_attn.kernels.portable.flash_bwd import launch_preprocess
-from pallas_attn.kernels.sm80 import sequences as sm80
 from pallas_attn.operands import operand
 from twin_attention.contract import reference
 from twin_attention.contract.operands import VarlenOperands, describe_operands
@@ -178,7 +178,7 @@ def located(locate_tile, cu_q, cu_kv, block, tokens_q=TOKENS_Q, tokens_kv=TOKENS
 
 
 both_searches = pytest.mark.parametrize(
-    "locate_tile", [library.locate_tile, sm80.locate_tile], ids=["library", "sm80"]
+    "locate_tile", [library.locate_tile, scalars.locate_tile], ids=["library", "scalars"]
 )
 
 

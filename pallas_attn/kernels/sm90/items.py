@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_attn.kernels.explicit.sequences import locate_tile
 from pallas_attn.kernels.library.sequences import count_sequence_tiles
-from pallas_attn.kernels.sm80.sequences import locate_tile
 from pallas_attn.kernels.sm90.schedule import head_and_tile
 from pallas_attn.kernels.sm90.workarounds import take_item
 

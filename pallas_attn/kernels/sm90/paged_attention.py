@@ -17,6 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_attn.kernels.explicit.barriers import pass_turn, take_turn
 from pallas_attn.kernels.explicit.registers import as_rows, iota
 from pallas_attn.kernels.explicit.rows import store_rows_of_heads
+from pallas_attn.kernels.explicit.sequences import locate_tokens
 from pallas_attn.kernels.explicit.softmax import add_columns, rescale, softmax_update
 from pallas_attn.kernels.explicit.tma import (
     Tiles,
@@ -42,7 +43,6 @@ from pallas_attn.kernels.sm90.gradient_tiles import tile_start
 from pallas_attn.kernels.sm90.launch import launch_programs
 from pallas_attn.kernels.sm90.pages import find_pages, load_pages
 from pallas_attn.kernels.sm90.programs import run_warpgroups
-from pallas_attn.kernels.sm90.sequences import locate_tokens
 from twin_attention.contract.operands import PagedOperands
 from twin_attention.contract.spec import PagedSpec
 from twin_attention.targets.family import Backend

@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_attn.kernels.library.sequences import first_tile, rows_of_tile
+from pallas_attn.kernels.library.sequences import first_tile, rows_of_tile, tokens_of_tile
 
 
 def locate_tile(cu_seqlens_ref, cu_seqlens_other_ref, tile, num_rows, num_rows_other, block):
-    """Find the sequence that owns a tile: as the portable `locate_tile`."""
+    """Find the sequence that owns a tile: as the library's `locate_tile`."""
     sequence = find_sequence(cu_seqlens_ref, tile, block)
     return rows_of_tile(
         cu_seqlens_ref, cu_seqlens_other_ref, sequence, tile, num_rows, num_rows_other, block
@@ -32,3 +32,19 @@ def find_sequence(cu_seqlens_ref, tile, block):
     steps = np.int32(num_sequences.bit_length())
     range_ = jnp.int32(0), jnp.int32(num_sequences + 1)
     return lax.fori_loop(np.int32(0), steps, halve, range_)[0]
+
+
+def locate_tokens(cu_seqlens_ref, tile, num_tokens, rows, block):
+    """Find the sequence that owns a tile: as the library's `locate_tokens`, by a binary search."""
+    offsets = cu_seqlens_ref.shape[0]
+
+    def halve(_, range_):
+        first, count = range_
+        half = count // 2
+        begun = cu_seqlens_ref[first + half] * rows // block <= tile - offsets
+        first = jnp.where(begun & (count > 1), first + half, first)
+        return first, jnp.where(begun, count - half, jnp.maximum(half, 1))
+
+    steps = np.int32(offsets.bit_length())
+    owner, _ = lax.fori_loop(np.int32(0), steps, halve, (jnp.int32(0), jnp.int32(offsets)))
+    return tokens_of_tile(cu_seqlens_ref, tile, owner, num_tokens, rows, block)
