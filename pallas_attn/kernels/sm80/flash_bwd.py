@@ -37,6 +37,7 @@ from pallas_attn.kernels.explicit.mma import (
 )
 from pallas_attn.kernels.explicit.mma_scores import visible_scores
 from pallas_attn.kernels.explicit.mma_sums import add_to_sums
+from pallas_attn.kernels.explicit.programs import step_start
 from pallas_attn.kernels.explicit.registers import as_columns, as_rows, iota
 from pallas_attn.kernels.explicit.rows import load_vector
 from pallas_attn.kernels.explicit.sequences import locate_tile
@@ -54,7 +55,6 @@ from pallas_attn.kernels.library.sequences import (
 )
 from pallas_attn.kernels.library.tiles import ROW_PADDING, visible_tiles
 from pallas_attn.kernels.sm80.launch import launch
-from pallas_attn.kernels.sm80.pipeline import step_start
 from twin_attention.targets.sm80 import PROGRAMS_OF_SM
 
 

@@ -11,6 +11,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_attn.kernels.explicit.barriers import warpgroup_barrier
+from pallas_attn.kernels.explicit.programs import for_each_tile, run_warpgroups, step_ranges
 from pallas_attn.kernels.explicit.registers import as_columns
 from pallas_attn.kernels.explicit.softmax import add_columns
 from pallas_attn.kernels.explicit.tma import Tiles, store_tile
@@ -25,7 +26,6 @@ from pallas_attn.kernels.explicit.wgmma import (
     zeros,
 )
 from pallas_attn.kernels.sm90.gradient_tiles import block_tiles, values_and_factors
-from pallas_attn.kernels.sm90.programs import for_each_tile, run_warpgroups, step_ranges
 from pallas_attn.kernels.sm90.queries import (
     Rows,
     exponents,

@@ -20,6 +20,13 @@ from pallas_attn.kernels.explicit.barriers import (
     named_barrier,
     warpgroup_barrier,
 )
+from pallas_attn.kernels.explicit.programs import (
+    count_steps,
+    for_each_tile,
+    run_warpgroups,
+    step_ranges,
+    tile_start,
+)
 from pallas_attn.kernels.explicit.registers import as_columns, iota
 from pallas_attn.kernels.explicit.rows import store_rows_of_pieces
 from pallas_attn.kernels.explicit.tma import (
@@ -52,7 +59,6 @@ from pallas_attn.kernels.library.tiles import ROW_PADDING, cdiv, maximum, visibl
 from pallas_attn.kernels.sm90.gradient_tiles import (
     ds_width,
     make_tiles,
-    tile_start,
     value_columns,
     values_and_factors,
 )
@@ -65,12 +71,6 @@ from pallas_attn.kernels.sm90.items import (
     own_item,
 )
 from pallas_attn.kernels.sm90.launch import launch
-from pallas_attn.kernels.sm90.programs import (
-    count_steps,
-    for_each_tile,
-    run_warpgroups,
-    step_ranges,
-)
 from pallas_attn.kernels.sm90.schedule import make_schedule
 from pallas_attn.targets import num_sms
 from twin_attention.contract.validate import fail

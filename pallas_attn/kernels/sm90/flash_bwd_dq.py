@@ -11,6 +11,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_attn.kernels.explicit.barriers import warpgroup_barrier
+from pallas_attn.kernels.explicit.programs import (
+    count_steps,
+    for_each_tile,
+    run_warpgroups,
+    step_ranges,
+    tile_start,
+)
 from pallas_attn.kernels.explicit.registers import as_rows, iota
 from pallas_attn.kernels.explicit.rows import (
     dot_loaded_rows,
@@ -34,12 +41,7 @@ from pallas_attn.kernels.explicit.wgmma_scores import hide_keys, visible_scores
 from pallas_attn.kernels.library.sequences import count_sequence_tiles, num_sequences_of
 from pallas_attn.kernels.library.softmax import LOG2E
 from pallas_attn.kernels.library.tiles import ROW_PADDING, cdiv, maximum, visible_tiles
-from pallas_attn.kernels.sm90.gradient_tiles import (
-    block_tiles,
-    make_tiles,
-    tile_start,
-    values_and_factors,
-)
+from pallas_attn.kernels.sm90.gradient_tiles import block_tiles, make_tiles, values_and_factors
 from pallas_attn.kernels.sm90.items import (
     Items,
     allocate_hand_over,
@@ -49,12 +51,6 @@ from pallas_attn.kernels.sm90.items import (
     own_item,
 )
 from pallas_attn.kernels.sm90.launch import launch
-from pallas_attn.kernels.sm90.programs import (
-    count_steps,
-    for_each_tile,
-    run_warpgroups,
-    step_ranges,
-)
 from pallas_attn.kernels.sm90.schedule import make_schedule
 from pallas_attn.targets import num_sms
 from twin_attention.contract.validate import fail

@@ -3,7 +3,6 @@
 import math
 
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_attn.kernels.explicit.tma import (
@@ -16,17 +15,6 @@ from pallas_attn.kernels.explicit.tma import (
     value_views,
 )
 from pallas_attn.kernels.library.sequences import num_sequences_of
-
-
-def tile_start(step, begin, before, full, after, block, last_start):
-    """Return the first row of the tile of a step: masked ones, before and after, then full ones.
-
-    A program that sees nothing visits one tile all the same, which exists.
-    """
-    masked = before + after
-    tile = jnp.where(step < before, step, jnp.where(step < masked, step + full, step - after))
-    start = begin + lax.convert_element_type(tile, jnp.int32) * block
-    return jnp.clip(start, 0, last_start)
 
 
 def make_tiles(spec, ds_is_shared, values=None, **counts):

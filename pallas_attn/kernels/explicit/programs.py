@@ -57,3 +57,21 @@ def step_ranges(masked_steps, steps, first=0):
         return ((False, first, steps),)
     end_masked = maximum(masked_steps, first)
     return ((True, first, end_masked), (False, end_masked, steps))
+
+
+def step_start(step, begin, before, full, after, block):
+    """Return the first row of the tile of a step: masked ones, before and after, then full ones."""
+    masked = before + after
+    tile = jnp.where(step < before, step, jnp.where(step < masked, step + full, step - after))
+    return begin + lax.convert_element_type(tile, jnp.int32) * block
+
+
+def tile_start(step, begin, before, full, after, block, last_start):
+    """Return the first row of the tile of a step: masked ones, before and after, then full ones.
+
+    A program that sees nothing visits one tile all the same, which exists.
+    """
+    masked = before + after
+    tile = jnp.where(step < before, step, jnp.where(step < masked, step + full, step - after))
+    start = begin + lax.convert_element_type(tile, jnp.int32) * block
+    return jnp.clip(start, 0, last_start)
