@@ -31,15 +31,15 @@ if REASON is not None:
 
 from jax.experimental.pallas import mosaic_gpu as plgpu  # noqa: E402
 
-from pallas_attn.kernels.explicit import wgmma_scores  # noqa: E402
-from pallas_attn.kernels.explicit.tma import piece_widths  # noqa: E402
-from pallas_attn.kernels.library.scores import attention_mask  # noqa: E402
-from pallas_attn.kernels.sm90 import items, launch  # noqa: E402
-from pallas_attn.kernels.sm90.schedule import (  # noqa: E402
+from pallas_attn.kernels.explicit import items, wgmma_scores  # noqa: E402
+from pallas_attn.kernels.explicit.schedule import (  # noqa: E402
     PACKED_HEADS,
     head_and_tile,
     make_schedule,
 )
+from pallas_attn.kernels.explicit.tma import piece_widths  # noqa: E402
+from pallas_attn.kernels.library.scores import attention_mask  # noqa: E402
+from pallas_attn.kernels.sm90 import launch  # noqa: E402
 
 attention = partial(flash_attention, implementation="mosaic")
 

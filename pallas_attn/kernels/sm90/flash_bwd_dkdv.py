@@ -20,6 +20,14 @@ from pallas_attn.kernels.explicit.barriers import (
     named_barrier,
     warpgroup_barrier,
 )
+from pallas_attn.kernels.explicit.items import (
+    Items,
+    allocate_hand_over,
+    for_each_place,
+    item_counter,
+    next_item,
+    own_item,
+)
 from pallas_attn.kernels.explicit.programs import (
     count_steps,
     for_each_tile,
@@ -29,6 +37,7 @@ from pallas_attn.kernels.explicit.programs import (
 )
 from pallas_attn.kernels.explicit.registers import as_columns, iota
 from pallas_attn.kernels.explicit.rows import store_rows_of_pieces
+from pallas_attn.kernels.explicit.schedule import make_schedule
 from pallas_attn.kernels.explicit.tma import (
     Tiles,
     await_copies,
@@ -62,16 +71,7 @@ from pallas_attn.kernels.sm90.gradient_tiles import (
     value_columns,
     values_and_factors,
 )
-from pallas_attn.kernels.sm90.items import (
-    Items,
-    allocate_hand_over,
-    for_each_place,
-    item_counter,
-    next_item,
-    own_item,
-)
 from pallas_attn.kernels.sm90.launch import launch
-from pallas_attn.kernels.sm90.schedule import make_schedule
 from pallas_attn.targets import num_sms
 from twin_attention.contract.validate import fail
 from twin_attention.targets.steps import exchange_sides, splits_group

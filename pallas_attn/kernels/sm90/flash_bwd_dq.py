@@ -11,6 +11,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_attn.kernels.explicit.barriers import warpgroup_barrier
+from pallas_attn.kernels.explicit.items import (
+    Items,
+    allocate_hand_over,
+    for_each_place,
+    item_counter,
+    next_item,
+    own_item,
+)
 from pallas_attn.kernels.explicit.programs import (
     count_steps,
     for_each_tile,
@@ -25,6 +33,7 @@ from pallas_attn.kernels.explicit.rows import (
     store_row_values,
     store_rows_of_pieces,
 )
+from pallas_attn.kernels.explicit.schedule import make_schedule
 from pallas_attn.kernels.explicit.softmax import add_columns
 from pallas_attn.kernels.explicit.tma import Tiles, clear_values, load_tile, store_tile
 from pallas_attn.kernels.explicit.wgmma import (
@@ -42,16 +51,7 @@ from pallas_attn.kernels.library.sequences import count_sequence_tiles, num_sequ
 from pallas_attn.kernels.library.softmax import LOG2E
 from pallas_attn.kernels.library.tiles import ROW_PADDING, cdiv, maximum, visible_tiles
 from pallas_attn.kernels.sm90.gradient_tiles import block_tiles, make_tiles, values_and_factors
-from pallas_attn.kernels.sm90.items import (
-    Items,
-    allocate_hand_over,
-    for_each_place,
-    item_counter,
-    next_item,
-    own_item,
-)
 from pallas_attn.kernels.sm90.launch import launch
-from pallas_attn.kernels.sm90.schedule import make_schedule
 from pallas_attn.targets import num_sms
 from twin_attention.contract.validate import fail
 from twin_attention.targets.sm90 import has_large_heads

@@ -20,9 +20,18 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_attn.kernels.explicit.barriers import pass_turn, take_turn
 from pallas_attn.kernels.explicit.cp_async import allocate_tile
+from pallas_attn.kernels.explicit.items import (
+    Items,
+    allocate_hand_over,
+    for_each_place,
+    item_counter,
+    next_item,
+    own_item,
+)
 from pallas_attn.kernels.explicit.programs import for_each_tile, run_warpgroups, tile_start
 from pallas_attn.kernels.explicit.registers import as_rows
 from pallas_attn.kernels.explicit.rows import store_row_values, store_rows_of_tile
+from pallas_attn.kernels.explicit.schedule import make_schedule
 from pallas_attn.kernels.explicit.softmax import (
     add_columns,
     rescale,
@@ -62,16 +71,7 @@ from pallas_attn.kernels.library.sequences import (
 from pallas_attn.kernels.library.softmax import LN2, LOG2E
 from pallas_attn.kernels.library.tiles import cdiv, maximum, visible_tiles
 from pallas_attn.kernels.sm90.block_mask import find_list, kept_row, kept_tiles
-from pallas_attn.kernels.sm90.items import (
-    Items,
-    allocate_hand_over,
-    for_each_place,
-    item_counter,
-    next_item,
-    own_item,
-)
 from pallas_attn.kernels.sm90.launch import launch, size_of
-from pallas_attn.kernels.sm90.schedule import make_schedule
 from pallas_attn.targets import num_sms
 from twin_attention.contract.operands import AttentionOperands
 from twin_attention.contract.spec import AttentionSpec
