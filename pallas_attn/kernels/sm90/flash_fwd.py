@@ -19,6 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_attn.kernels.explicit.barriers import pass_turn, take_turn
+from pallas_attn.kernels.explicit.block_mask import find_list, kept_row, kept_tiles
 from pallas_attn.kernels.explicit.cp_async import allocate_tile
 from pallas_attn.kernels.explicit.items import (
     Items,
@@ -70,7 +71,6 @@ from pallas_attn.kernels.library.sequences import (
 )
 from pallas_attn.kernels.library.softmax import LN2, LOG2E
 from pallas_attn.kernels.library.tiles import cdiv, maximum, visible_tiles
-from pallas_attn.kernels.sm90.block_mask import find_list, kept_row, kept_tiles
 from pallas_attn.kernels.sm90.launch import launch, size_of
 from pallas_attn.targets import num_sms
 from twin_attention.contract.operands import AttentionOperands

@@ -15,6 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_attn.kernels.explicit.barriers import pass_turn, take_turn
+from pallas_attn.kernels.explicit.pages import find_pages, load_pages
 from pallas_attn.kernels.explicit.programs import run_warpgroups, tile_start
 from pallas_attn.kernels.explicit.registers import as_rows, iota
 from pallas_attn.kernels.explicit.rows import store_rows_of_heads
@@ -41,7 +42,6 @@ from pallas_attn.kernels.explicit.wgmma_scores import hide_keys, scaled_scores
 from pallas_attn.kernels.library.pages import keys_of_tokens, share_of_tiles, tiles_at_edges
 from pallas_attn.kernels.library.softmax import LN2, LOG2E
 from pallas_attn.kernels.sm90.launch import launch_programs
-from pallas_attn.kernels.sm90.pages import find_pages, load_pages
 from twin_attention.contract.operands import PagedOperands
 from twin_attention.contract.spec import PagedSpec
 from twin_attention.targets.family import Backend

@@ -23,7 +23,7 @@ def find_list(counts_ref, tiles_ref, batch, head, tile):
 
 
 def kept_tiles(listed, count, width, visible, window_left, window_right, block, tile):
-    """Narrow what `visible_tiles` returned to the tiles of a list: as the portable `kept_tiles`.
+    """Narrow what `visible_tiles` returned to the tiles of a list: as the library's `kept_tiles`.
 
     Args:
         listed, count: as `find_list` returns them.
