@@ -1,7 +1,7 @@
 """Mosaic GPU kernels traced and lowered for SM80, on any machine.
 
-The tests at the end guard the private API of JAX that `lowering.py` and `workarounds.py` of
-`pallas_attn/kernels/sm80` use, beyond the names in `pallas_attn/private.py`. When one fails
+The tests at the end guard the private API of JAX that `lowering.py` and other files of
+`pallas_attn/kernels/explicit` use, beyond the names in `pallas_attn/private.py`. When one fails
 after an update of JAX, read in those files when its entry can go, and otherwise:
 
 - `mpmd`: compare ``jax/_src/pallas/mpmd.py``, whose rule for CUDA `_lower` calls, and adapt that.
@@ -36,7 +36,7 @@ from jax._src.pallas import mpmd  # noqa: E402
 from jax.experimental.mosaic.gpu import fragmented_array  # noqa: E402
 from jax.experimental.pallas import mosaic_gpu as plgpu  # noqa: E402
 
-from pallas_attn.kernels.sm80 import launch, lowering  # noqa: E402
+from pallas_attn.kernels.explicit import lowering, mma_launch  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -126,7 +126,7 @@ def test_no_axis_of_the_sums_takes_more_than_32_bits(monkeypatch):
         shapes.extend(x.shape for x in out_type)
         return lambda *operands: [jnp.zeros(x.shape, x.dtype) for x in out_type]
 
-    monkeypatch.setattr(launch.plgpu, "kernel", kernel)
+    monkeypatch.setattr(mma_launch.plgpu, "kernel", kernel)
     operands = [jax.ShapeDtypeStruct((1, 2**24, 1, 128), "bfloat16")] * 3
     with use_target("sm80"):
         jax.eval_shape(gradients(deterministic=False), *operands)
@@ -166,14 +166,14 @@ class Card:
 
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
 def test_a_smaller_card_takes_a_row_that_fits(head_dim, monkeypatch):
-    sizes, call = [], launch.plgpu.kernel
+    sizes, call = [], mma_launch.plgpu.kernel
 
     def kernel(*args, scratch_types, **options):
-        sizes.append(sum(map(launch._size, scratch_types)))
+        sizes.append(sum(map(mma_launch._size, scratch_types)))
         return call(*args, scratch_types=scratch_types, **options)
 
-    monkeypatch.setattr(launch, "cuda_devices", lambda: (Card(),))
-    monkeypatch.setattr(launch.plgpu, "kernel", kernel)
+    monkeypatch.setattr(mma_launch, "cuda_devices", lambda: (Card(),))
+    monkeypatch.setattr(mma_launch.plgpu, "kernel", kernel)
     for deterministic in (False, True):
         trace(gradients(deterministic=deterministic), *arrays(head_dim))
     assert len(sizes) == 2 + 3
@@ -181,7 +181,7 @@ def test_a_smaller_card_takes_a_row_that_fits(head_dim, monkeypatch):
 
 
 def test_what_fits_no_row_is_refused(monkeypatch):
-    monkeypatch.setattr(launch, "cuda_devices", lambda: (Card(),))
+    monkeypatch.setattr(mma_launch, "cuda_devices", lambda: (Card(),))
     monkeypatch.setattr(Card, "shared_memory_per_block_optin", 1024)
     with pytest.raises(NotImplementedError, match=r"flash_fwd: expected at most 1024 bytes .*sm80"):
         trace(partial(flash_attention, implementation="mosaic"), *arrays(64))
@@ -189,7 +189,7 @@ def test_what_fits_no_row_is_refused(monkeypatch):
 
 def test_the_least_rows_are_lowered(monkeypatch):
     """The only ones that no card here takes."""
-    monkeypatch.setattr(launch, "cuda_devices", lambda: (Card(),))
+    monkeypatch.setattr(mma_launch, "cuda_devices", lambda: (Card(),))
     assert len(kernels(lower(gradients(deterministic=False), *arrays(256)))) == 2
 
 

@@ -25,7 +25,7 @@ if REASON is not None:
 
 from jax.experimental.pallas import mosaic_gpu as plgpu  # noqa: E402
 
-from pallas_attn.kernels.sm80 import launch  # noqa: E402
+from pallas_attn.kernels.explicit import mma_launch  # noqa: E402
 
 CASES = (
     CASE,
@@ -250,15 +250,15 @@ class Card:
 @pytest.mark.parametrize("kv_dtype", [None, "int8"])
 @pytest.mark.parametrize("head_dim", [16, 64, 128, 192, 256])
 def test_a_smaller_card_takes_a_row_that_fits(head_dim, kv_dtype, monkeypatch):
-    sizes, call = [], launch.plgpu.kernel
+    sizes, call = [], mma_launch.plgpu.kernel
 
     def kernel(*args, scratch_types, **options):
-        sizes.append(sum(map(launch._size, scratch_types)))
+        sizes.append(sum(map(mma_launch._size, scratch_types)))
         return call(*args, scratch_types=scratch_types, **options)
 
     case = replace(CASE, head_dim=head_dim, kv_dtype=kv_dtype, num_splits=1)
-    monkeypatch.setattr(launch, "cuda_devices", lambda: (Card(),))
-    monkeypatch.setattr(launch.plgpu, "kernel", kernel)
+    monkeypatch.setattr(mma_launch, "cuda_devices", lambda: (Card(),))
+    monkeypatch.setattr(mma_launch.plgpu, "kernel", kernel)
     with use_target("sm80"):
         lower(mosaic(paged_decode, num_splits=1), **operands(case))
     assert max(sizes) <= 99 * 1024

@@ -31,7 +31,7 @@ if REASON is not None:
 
 from jax.experimental.pallas import mosaic_gpu as plgpu  # noqa: E402
 
-from pallas_attn.kernels.explicit import items, wgmma_scores  # noqa: E402
+from pallas_attn.kernels.explicit import items, wgmma_launch, wgmma_scores  # noqa: E402
 from pallas_attn.kernels.explicit.schedule import (  # noqa: E402
     PACKED_HEADS,
     head_and_tile,
@@ -39,7 +39,6 @@ from pallas_attn.kernels.explicit.schedule import (  # noqa: E402
 )
 from pallas_attn.kernels.explicit.tma import piece_widths  # noqa: E402
 from pallas_attn.kernels.library.scores import attention_mask  # noqa: E402
-from pallas_attn.kernels.sm90 import launch  # noqa: E402
 
 attention = partial(flash_attention, implementation="mosaic")
 
@@ -369,7 +368,7 @@ def test_few_kv_heads_are_split(seq_kv, programs, sums, monkeypatch):
         made[kernel_name] = grid, out_type
         return lambda *operands: [jnp.zeros(x.shape, x.dtype) for x in out_type]
 
-    monkeypatch.setattr(launch.plgpu, "kernel", kernel)
+    monkeypatch.setattr(wgmma_launch.plgpu, "kernel", kernel)
     operands = arrays(72, 40, seq_kv=seq_kv)
     with use_target("sm90"):
         found = jax.eval_shape(partial(gradients, attention), *operands)
@@ -388,7 +387,7 @@ def test_no_axis_of_the_sums_takes_more_than_32_bits(monkeypatch):
         shapes.extend(x.shape for x in out_type)
         return lambda *operands: [jnp.zeros(x.shape, x.dtype) for x in out_type]
 
-    monkeypatch.setattr(launch.plgpu, "kernel", kernel)
+    monkeypatch.setattr(wgmma_launch.plgpu, "kernel", kernel)
     operands = [jax.ShapeDtypeStruct((1, 2**24, 1, 128), "bfloat16")] * 3
     with use_target("sm90"):
         jax.eval_shape(partial(gradients, attention), *operands)
@@ -413,13 +412,13 @@ def test_the_backward_of_large_heads_is_lowered(operands, options):
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("head_dim", range(16, 257, 8))
 def test_every_head_size_of_the_backward_fits(head_dim, deterministic, monkeypatch):
-    checked, check = [], launch.check_memory
-    monkeypatch.setattr(launch, "check_memory", lambda *args: checked.append(args))
+    checked, check = [], wgmma_launch.check_memory
+    monkeypatch.setattr(wgmma_launch, "check_memory", lambda *args: checked.append(args))
 
     def kernel(*args, out_type, **options):
         return lambda *operands: [jnp.zeros(x.shape, x.dtype) for x in out_type]
 
-    monkeypatch.setattr(launch.plgpu, "kernel", kernel)
+    monkeypatch.setattr(wgmma_launch.plgpu, "kernel", kernel)
     function = partial(gradients, partial(attention, deterministic=deterministic))
     with use_target("sm90"):
         largest = 128 if head_dim <= 128 else 256
@@ -438,10 +437,10 @@ def test_every_head_size_fits(head_dim, monkeypatch):
     sizes = []
 
     def kernel(*args, scratch_types, **options):
-        sizes.append(launch.size_of(scratch_types))
+        sizes.append(wgmma_launch.size_of(scratch_types))
         raise NotImplementedError("stop")
 
-    monkeypatch.setattr(launch.plgpu, "kernel", kernel)
+    monkeypatch.setattr(wgmma_launch.plgpu, "kernel", kernel)
     for operands in (arrays(head_dim), arrays(head_dim, 256), arrays(256, head_dim)):
         with pytest.raises(NotImplementedError, match="stop"):
             lower(attention, *operands)

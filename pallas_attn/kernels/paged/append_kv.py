@@ -5,10 +5,10 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
+from pallas_attn.kernels.explicit.mma_launch import launch
 from pallas_attn.kernels.explicit.registers import THREADS, divide, thread_index
 from pallas_attn.kernels.library.quantized import round_to
 from pallas_attn.kernels.paged.memory import UNIT, load_unit, store_unit
-from pallas_attn.kernels.sm80.launch import launch
 from twin_attention.contract.operands import AppendOperands
 from twin_attention.contract.spec import AppendSpec
 from twin_attention.targets.family import Backend

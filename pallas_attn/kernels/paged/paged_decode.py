@@ -14,6 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_attn.kernels.explicit.barriers import warpgroup_barrier
 from pallas_attn.kernels.explicit.cp_async import commit, padded_columns, tile_transforms
 from pallas_attn.kernels.explicit.mma import CHUNK, as_left_operand, load_right, zeros
+from pallas_attn.kernels.explicit.mma_launch import fitting_config, launch
 from pallas_attn.kernels.explicit.mma_scores import visible_scores
 from pallas_attn.kernels.explicit.registers import (
     ROWS,
@@ -41,7 +42,6 @@ from pallas_attn.kernels.paged.merge import (
     store_merged,
     store_rows_of_heads,
 )
-from pallas_attn.kernels.sm80.launch import fitting_config, launch
 from pallas_attn.targets import num_sms
 from twin_attention.contract.operands import DecodeOperands
 from twin_attention.contract.spec import DecodeSpec

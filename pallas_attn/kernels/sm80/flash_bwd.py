@@ -35,6 +35,7 @@ from pallas_attn.kernels.explicit.mma import (
     product_scores,
     zeros,
 )
+from pallas_attn.kernels.explicit.mma_launch import launch
 from pallas_attn.kernels.explicit.mma_scores import visible_scores
 from pallas_attn.kernels.explicit.mma_sums import add_to_sums
 from pallas_attn.kernels.explicit.programs import step_start
@@ -54,7 +55,6 @@ from pallas_attn.kernels.library.sequences import (
     num_sequences_of,
 )
 from pallas_attn.kernels.library.tiles import ROW_PADDING, visible_tiles
-from pallas_attn.kernels.sm80.launch import launch
 from twin_attention.targets.sm80 import PROGRAMS_OF_SM
 
 

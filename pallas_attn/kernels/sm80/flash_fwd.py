@@ -33,6 +33,7 @@ from pallas_attn.kernels.explicit.cp_async import (
     wait,
 )
 from pallas_attn.kernels.explicit.mma import add_product, load_left, product_scores, zeros
+from pallas_attn.kernels.explicit.mma_launch import launch
 from pallas_attn.kernels.explicit.mma_scores import visible_scores
 from pallas_attn.kernels.explicit.programs import step_start
 from pallas_attn.kernels.explicit.registers import as_rows, iota
@@ -49,7 +50,6 @@ from pallas_attn.kernels.library.sequences import (
 )
 from pallas_attn.kernels.library.softmax import LN2, LOG2E
 from pallas_attn.kernels.library.tiles import visible_tiles
-from pallas_attn.kernels.sm80.launch import launch
 from twin_attention.contract.operands import AttentionOperands
 from twin_attention.contract.spec import AttentionSpec
 from twin_attention.targets.family import Backend

@@ -56,6 +56,7 @@ from pallas_attn.kernels.explicit.wgmma import (
     wait_for,
     zeros,
 )
+from pallas_attn.kernels.explicit.wgmma_launch import launch
 from pallas_attn.kernels.explicit.wgmma_scores import hide_queries, visible_scores
 from pallas_attn.kernels.explicit.wgmma_sums import add_dq, add_to_sums, write_dq
 from pallas_attn.kernels.gradients import gradient_of_sums, gradient_sums
@@ -71,7 +72,6 @@ from pallas_attn.kernels.sm90.gradient_tiles import (
     value_columns,
     values_and_factors,
 )
-from pallas_attn.kernels.sm90.launch import launch
 from pallas_attn.targets import num_sms
 from twin_attention.contract.validate import fail
 from twin_attention.targets.steps import exchange_sides, splits_group

@@ -46,12 +46,12 @@ from pallas_attn.kernels.explicit.wgmma import (
     wait_for,
     zeros,
 )
+from pallas_attn.kernels.explicit.wgmma_launch import launch
 from pallas_attn.kernels.explicit.wgmma_scores import hide_keys, visible_scores
 from pallas_attn.kernels.library.sequences import count_sequence_tiles, num_sequences_of
 from pallas_attn.kernels.library.softmax import LOG2E
 from pallas_attn.kernels.library.tiles import ROW_PADDING, cdiv, maximum, visible_tiles
 from pallas_attn.kernels.sm90.gradient_tiles import block_tiles, make_tiles, values_and_factors
-from pallas_attn.kernels.sm90.launch import launch
 from pallas_attn.targets import num_sms
 from twin_attention.contract.validate import fail
 from twin_attention.targets.sm90 import has_large_heads

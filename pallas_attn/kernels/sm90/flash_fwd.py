@@ -60,6 +60,7 @@ from pallas_attn.kernels.explicit.wgmma import (
     wait_for,
     zeros,
 )
+from pallas_attn.kernels.explicit.wgmma_launch import launch, size_of
 from pallas_attn.kernels.explicit.wgmma_scores import hide_keys, scaled_scores
 from pallas_attn.kernels.library.block_mask import list_arguments, lists_of_keys
 from pallas_attn.kernels.library.sequences import (
@@ -71,7 +72,6 @@ from pallas_attn.kernels.library.sequences import (
 )
 from pallas_attn.kernels.library.softmax import LN2, LOG2E
 from pallas_attn.kernels.library.tiles import cdiv, maximum, visible_tiles
-from pallas_attn.kernels.sm90.launch import launch, size_of
 from pallas_attn.targets import num_sms
 from twin_attention.contract.operands import AttentionOperands
 from twin_attention.contract.spec import AttentionSpec

@@ -38,10 +38,10 @@ from pallas_attn.kernels.explicit.wgmma import (
     wait_for,
     zeros,
 )
+from pallas_attn.kernels.explicit.wgmma_launch import launch_programs
 from pallas_attn.kernels.explicit.wgmma_scores import hide_keys, scaled_scores
 from pallas_attn.kernels.library.pages import keys_of_tokens, share_of_tiles, tiles_at_edges
 from pallas_attn.kernels.library.softmax import LN2, LOG2E
-from pallas_attn.kernels.sm90.launch import launch_programs
 from twin_attention.contract.operands import PagedOperands
 from twin_attention.contract.spec import PagedSpec
 from twin_attention.targets.family import Backend

@@ -13,10 +13,10 @@ from pallas_attn.kernels.explicit.registers import as_columns, iota
 from pallas_attn.kernels.explicit.schedule import make_schedule
 from pallas_attn.kernels.explicit.tma import Tiles, load_tile
 from pallas_attn.kernels.explicit.wgmma import WGMMA, WGMMA_ROWS
+from pallas_attn.kernels.explicit.wgmma_launch import launch
 from pallas_attn.kernels.explicit.wgmma_scores import visible_scores
 from pallas_attn.kernels.library.tiles import split_step, visible_tiles
 from pallas_attn.kernels.sm90.gradient_tiles import block_tiles
-from pallas_attn.kernels.sm90.launch import launch
 from pallas_attn.targets import num_sms
 from twin_attention.targets.steps import exchange_sides
 

@@ -1,4 +1,4 @@
-"""Call a kernel of this family."""
+"""Call a kernel that multiplies with mma.sync."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ import jax.numpy as jnp
 from jax import Array
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_attn.kernels.explicit.aliases import of_batch, zeros_of_batch
+from pallas_attn.kernels.explicit.lowering import SM80Params
 from pallas_attn.kernels.library.sequences import num_sequences_of
-from pallas_attn.kernels.sm80.lowering import SM80Params
 from pallas_attn.launch import flash_arguments
 from pallas_attn.targets import cuda_devices, note_config
 from twin_attention.contract.validate import fail
@@ -125,32 +126,3 @@ def _size(tile: Any) -> int:
     if isinstance(tile, plgpu.RefUnion):
         return max(map(_size, tile.refs))
     return math.prod(tile.shape) * jnp.dtype(tile.dtype).itemsize
-
-
-def zeros_of_batch(shape: tuple[int, ...], dtype: Any = jnp.float32) -> Callable[..., Array]:
-    """Return a function that gives zeros; under `vmap` a batch of them, not one for all."""
-
-    @jax.custom_batching.custom_vmap
-    def zeros(*_):
-        return jnp.zeros(shape, dtype)
-
-    @zeros.def_vmap
-    def _(axis_size, in_batched, *operands):
-        return zeros_of_batch((axis_size, *shape), dtype)(*operands), True
-
-    return zeros
-
-
-@jax.custom_batching.custom_vmap
-def of_batch(arrays: tuple[Array, ...], *_: Array) -> tuple[Array, ...]:
-    """Return arrays whose memory a kernel writes to; under `vmap` each element has its own."""
-    return arrays
-
-
-@of_batch.def_vmap
-def _(axis_size, in_batched, arrays, *operands):
-    pairs = zip(arrays, in_batched[0], strict=True)
-    arrays = tuple(
-        x if batched else jnp.broadcast_to(x, (axis_size, *x.shape)) for x, batched in pairs
-    )
-    return of_batch(arrays, *operands), (True,) * len(arrays)

@@ -1,4 +1,4 @@
-"""Call a kernel of this family."""
+"""Call a kernel that multiplies with wgmma."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import numpy as np
 from jax import Array
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_attn.kernels.sm80.launch import zeros_of_batch
-from pallas_attn.kernels.sm80.lowering import AliasingParams
+from pallas_attn.kernels.explicit.aliases import zeros_of_batch
+from pallas_attn.kernels.explicit.lowering import AliasingParams
 from pallas_attn.launch import flash_arguments
 from pallas_attn.targets import note_config
 from twin_attention.contract.spec import AttentionSpec
