@@ -41,3 +41,12 @@ def add_sink(sink, m_i, l_i):
     alpha = jnp.exp2(m_i - m_safe)
     l_i = l_i * alpha + jnp.exp2(sink - m_safe)
     return alpha, m_new, l_i
+
+
+def add_sink_to_states(sink, m_i, l_i):
+    """Do what `add_sink` does where the maximum is a natural logarithm."""
+    m_new = jnp.maximum(m_i, sink)
+    m_safe = jnp.where(m_new == float("-inf"), 0.0, m_new)
+    alpha = jnp.exp2((m_i - m_safe) * LOG2E)
+    l_i = l_i * alpha + jnp.exp2((sink - m_safe) * LOG2E)
+    return alpha, m_new, l_i

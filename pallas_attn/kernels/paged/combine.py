@@ -14,9 +14,8 @@ from pallas_attn.kernels.explicit.barriers import warpgroup_barrier
 from pallas_attn.kernels.explicit.mma_launch import launch
 from pallas_attn.kernels.explicit.registers import WARPS, thread_index
 from pallas_attn.kernels.library.pages import splits_with_keys
-from pallas_attn.kernels.library.softmax import LOG2E
+from pallas_attn.kernels.library.softmax import LOG2E, add_sink_to_states
 from pallas_attn.kernels.paged.memory import store_number
-from pallas_attn.kernels.portable.combine import add_sink_to_states
 from twin_attention.contract.operands import DecodeOperands
 from twin_attention.contract.spec import DecodeSpec, MergeSpec
 from twin_attention.targets.family import Backend

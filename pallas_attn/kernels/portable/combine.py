@@ -10,7 +10,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from pallas_attn.kernels.library.pages import keys_of_sequence, load_rows_at, splits_with_keys
-from pallas_attn.kernels.library.softmax import LOG2E
+from pallas_attn.kernels.library.softmax import LOG2E, add_sink_to_states
 from pallas_attn.kernels.library.tiles import arange, cdiv, load_rows
 from pallas_attn.launch import launch
 from twin_attention.contract.operands import DecodeOperands, PagedOperands
@@ -91,15 +91,6 @@ def combine_kernel(
         out = (acc / l_safe).astype(out_ref.dtype)
         plt.store(out_ref.at[cols], out, mask=cols < head_dim_v)
         lse_ref[...] = lse
-
-
-def add_sink_to_states(sink, m_i, l_i):
-    """Do what `add_sink` does where the maximum is a natural logarithm."""
-    m_new = jnp.maximum(m_i, sink)
-    m_safe = jnp.where(m_new == float("-inf"), 0.0, m_new)
-    alpha = jnp.exp2((m_i - m_safe) * LOG2E)
-    l_i = l_i * alpha + jnp.exp2((sink - m_safe) * LOG2E)
-    return alpha, m_new, l_i
 
 
 def combine(outs: Array, lses: Array, spec: MergeSpec, backend: Backend) -> tuple[Array, Array]:
