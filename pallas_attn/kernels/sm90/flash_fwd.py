@@ -33,12 +33,7 @@ from pallas_attn.kernels.explicit.programs import for_each_tile, run_warpgroups,
 from pallas_attn.kernels.explicit.registers import as_rows
 from pallas_attn.kernels.explicit.rows import store_row_values, store_rows_of_tile
 from pallas_attn.kernels.explicit.schedule import make_schedule
-from pallas_attn.kernels.explicit.softmax import (
-    add_columns,
-    rescale,
-    rounding_of_one_key,
-    softmax_update,
-)
+from pallas_attn.kernels.explicit.softmax import add_columns, rescale
 from pallas_attn.kernels.explicit.tma import (
     Tiles,
     clear_values,
@@ -61,7 +56,12 @@ from pallas_attn.kernels.explicit.wgmma import (
     zeros,
 )
 from pallas_attn.kernels.explicit.wgmma_launch import launch, size_of
-from pallas_attn.kernels.explicit.wgmma_scores import hide_keys, scaled_scores
+from pallas_attn.kernels.explicit.wgmma_scores import (
+    hide_keys,
+    rounding_of_one_key,
+    scaled_scores,
+    softmax_update,
+)
 from pallas_attn.kernels.library.block_mask import list_arguments, lists_of_keys
 from pallas_attn.kernels.library.sequences import (
     count_sequence_tiles,

@@ -20,7 +20,7 @@ from pallas_attn.kernels.explicit.programs import run_warpgroups, tile_start
 from pallas_attn.kernels.explicit.registers import as_rows, iota
 from pallas_attn.kernels.explicit.rows import store_rows_of_heads
 from pallas_attn.kernels.explicit.sequences import locate_tokens
-from pallas_attn.kernels.explicit.softmax import add_columns, rescale, softmax_update
+from pallas_attn.kernels.explicit.softmax import add_columns, rescale
 from pallas_attn.kernels.explicit.tma import (
     Tiles,
     clear_values,
@@ -39,7 +39,7 @@ from pallas_attn.kernels.explicit.wgmma import (
     zeros,
 )
 from pallas_attn.kernels.explicit.wgmma_launch import launch_programs
-from pallas_attn.kernels.explicit.wgmma_scores import hide_keys, scaled_scores
+from pallas_attn.kernels.explicit.wgmma_scores import hide_keys, scaled_scores, softmax_update
 from pallas_attn.kernels.library.pages import keys_of_tokens, share_of_tiles, tiles_at_edges
 from pallas_attn.kernels.library.softmax import LN2, LOG2E
 from twin_attention.contract.operands import PagedOperands
