@@ -1,11 +1,9 @@
-"""Divide a program's work: what each warpgroup does, tile after tile, step after step."""
+"""Divide a program's work: what each warpgroup does, tile after tile."""
 
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-
-from pallas_attn.kernels.library.tiles import maximum
 
 # Registers of a thread of a consumer and of the producer, by the number of consumer warpgroups.
 REGISTERS = {1: (240, 24), 2: (240, 24), 3: (160, 32)}
@@ -42,36 +40,3 @@ def for_each_tile(schedule_ref, program, body):
         return body(schedule_ref[program, i], step)
 
     return lax.fori_loop(1, schedule_ref[program, 0] + 1, visit, jnp.int32(0))
-
-
-def count_steps(before, full, after):
-    """Return the number of masked steps, and of all: one, which hides all, where none is seen."""
-    masked, steps = before + after, jnp.maximum(before + full + after, 1)
-    is_static = isinstance(masked, int)
-    return masked if is_static else jnp.where(full == 0, steps, masked), steps
-
-
-def step_ranges(masked_steps, steps, first=0):
-    """Return (masked, lower, upper) of the steps at edges, and of the others, from `first` on."""
-    if isinstance(masked_steps, int) and masked_steps == 0:
-        return ((False, first, steps),)
-    end_masked = maximum(masked_steps, first)
-    return ((True, first, end_masked), (False, end_masked, steps))
-
-
-def step_start(step, begin, before, full, after, block):
-    """Return the first row of the tile of a step: masked ones, before and after, then full ones."""
-    masked = before + after
-    tile = jnp.where(step < before, step, jnp.where(step < masked, step + full, step - after))
-    return begin + lax.convert_element_type(tile, jnp.int32) * block
-
-
-def tile_start(step, begin, before, full, after, block, last_start):
-    """Return the first row of the tile of a step: masked ones, before and after, then full ones.
-
-    A program that sees nothing visits one tile all the same, which exists.
-    """
-    masked = before + after
-    tile = jnp.where(step < before, step, jnp.where(step < masked, step + full, step - after))
-    start = begin + lax.convert_element_type(tile, jnp.int32) * block
-    return jnp.clip(start, 0, last_start)

@@ -38,10 +38,10 @@ from pallas_attn.kernels.explicit.mma import (
 from pallas_attn.kernels.explicit.mma_launch import launch
 from pallas_attn.kernels.explicit.mma_scores import visible_scores
 from pallas_attn.kernels.explicit.mma_sums import add_to_sums
-from pallas_attn.kernels.explicit.programs import step_start
 from pallas_attn.kernels.explicit.registers import as_columns, as_rows, iota
 from pallas_attn.kernels.explicit.rows import load_vector
 from pallas_attn.kernels.explicit.sequences import locate_tile
+from pallas_attn.kernels.explicit.steps import step_start
 from pallas_attn.kernels.gradients import (
     gradient_of_sums,
     gradient_sums,

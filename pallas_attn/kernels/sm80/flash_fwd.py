@@ -35,11 +35,11 @@ from pallas_attn.kernels.explicit.cp_async import (
 from pallas_attn.kernels.explicit.mma import add_product, load_left, product_scores, zeros
 from pallas_attn.kernels.explicit.mma_launch import launch
 from pallas_attn.kernels.explicit.mma_scores import visible_scores
-from pallas_attn.kernels.explicit.programs import step_start
 from pallas_attn.kernels.explicit.registers import as_rows, iota
 from pallas_attn.kernels.explicit.rows import store_row_values
 from pallas_attn.kernels.explicit.sequences import locate_tile
 from pallas_attn.kernels.explicit.softmax import RESCALE_ABOVE, add_columns, rescale
+from pallas_attn.kernels.explicit.steps import step_start
 from pallas_attn.kernels.library.schedule import last_heads, longest_first
 from pallas_attn.kernels.library.sequences import (
     count_sequence_tiles,

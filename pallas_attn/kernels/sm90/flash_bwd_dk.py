@@ -11,9 +11,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_attn.kernels.explicit.barriers import warpgroup_barrier
-from pallas_attn.kernels.explicit.programs import for_each_tile, run_warpgroups, step_ranges
+from pallas_attn.kernels.explicit.programs import for_each_tile, run_warpgroups
 from pallas_attn.kernels.explicit.registers import as_columns
 from pallas_attn.kernels.explicit.softmax import add_columns
+from pallas_attn.kernels.explicit.steps import step_ranges
 from pallas_attn.kernels.explicit.tma import Tiles, store_tile
 from pallas_attn.kernels.explicit.wgmma import (
     WGMMA,

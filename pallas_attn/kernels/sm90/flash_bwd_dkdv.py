@@ -28,16 +28,11 @@ from pallas_attn.kernels.explicit.items import (
     next_item,
     own_item,
 )
-from pallas_attn.kernels.explicit.programs import (
-    count_steps,
-    for_each_tile,
-    run_warpgroups,
-    step_ranges,
-    tile_start,
-)
+from pallas_attn.kernels.explicit.programs import for_each_tile, run_warpgroups
 from pallas_attn.kernels.explicit.registers import as_columns, iota
 from pallas_attn.kernels.explicit.rows import store_rows_of_pieces
 from pallas_attn.kernels.explicit.schedule import make_schedule
+from pallas_attn.kernels.explicit.steps import count_steps, step_ranges, tile_start
 from pallas_attn.kernels.explicit.tma import (
     Tiles,
     await_copies,

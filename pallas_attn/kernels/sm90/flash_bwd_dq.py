@@ -19,13 +19,7 @@ from pallas_attn.kernels.explicit.items import (
     next_item,
     own_item,
 )
-from pallas_attn.kernels.explicit.programs import (
-    count_steps,
-    for_each_tile,
-    run_warpgroups,
-    step_ranges,
-    tile_start,
-)
+from pallas_attn.kernels.explicit.programs import for_each_tile, run_warpgroups
 from pallas_attn.kernels.explicit.registers import as_rows, iota
 from pallas_attn.kernels.explicit.rows import (
     dot_loaded_rows,
@@ -35,6 +29,7 @@ from pallas_attn.kernels.explicit.rows import (
 )
 from pallas_attn.kernels.explicit.schedule import make_schedule
 from pallas_attn.kernels.explicit.softmax import add_columns
+from pallas_attn.kernels.explicit.steps import count_steps, step_ranges, tile_start
 from pallas_attn.kernels.explicit.tma import Tiles, clear_values, load_tile, store_tile
 from pallas_attn.kernels.explicit.wgmma import (
     WGMMA,

@@ -29,11 +29,12 @@ from pallas_attn.kernels.explicit.items import (
     next_item,
     own_item,
 )
-from pallas_attn.kernels.explicit.programs import for_each_tile, run_warpgroups, tile_start
+from pallas_attn.kernels.explicit.programs import for_each_tile, run_warpgroups
 from pallas_attn.kernels.explicit.registers import as_rows
 from pallas_attn.kernels.explicit.rows import store_row_values, store_rows_of_tile
 from pallas_attn.kernels.explicit.schedule import make_schedule
 from pallas_attn.kernels.explicit.softmax import add_columns, rescale
+from pallas_attn.kernels.explicit.steps import tile_start
 from pallas_attn.kernels.explicit.tma import (
     Tiles,
     clear_values,

@@ -16,11 +16,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_attn.kernels.explicit.barriers import pass_turn, take_turn
 from pallas_attn.kernels.explicit.pages import find_pages, load_pages
-from pallas_attn.kernels.explicit.programs import run_warpgroups, tile_start
+from pallas_attn.kernels.explicit.programs import run_warpgroups
 from pallas_attn.kernels.explicit.registers import as_rows, iota
 from pallas_attn.kernels.explicit.rows import store_rows_of_heads
 from pallas_attn.kernels.explicit.sequences import locate_tokens
 from pallas_attn.kernels.explicit.softmax import add_columns, rescale
+from pallas_attn.kernels.explicit.steps import tile_start
 from pallas_attn.kernels.explicit.tma import (
     Tiles,
     clear_values,

@@ -8,9 +8,10 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_attn.kernels.explicit.programs import count_steps, for_each_tile, tile_start
+from pallas_attn.kernels.explicit.programs import for_each_tile
 from pallas_attn.kernels.explicit.registers import as_columns, iota
 from pallas_attn.kernels.explicit.schedule import make_schedule
+from pallas_attn.kernels.explicit.steps import count_steps, tile_start
 from pallas_attn.kernels.explicit.tma import Tiles, load_tile
 from pallas_attn.kernels.explicit.wgmma import WGMMA, WGMMA_ROWS
 from pallas_attn.kernels.explicit.wgmma_launch import launch
