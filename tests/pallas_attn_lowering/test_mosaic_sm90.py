@@ -32,11 +32,8 @@ if REASON is not None:
 from jax.experimental.pallas import mosaic_gpu as plgpu  # noqa: E402
 
 from pallas_attn.kernels.explicit import items, wgmma_launch, wgmma_scores  # noqa: E402
-from pallas_attn.kernels.explicit.schedule import (  # noqa: E402
-    PACKED_HEADS,
-    head_and_tile,
-    make_schedule,
-)
+from pallas_attn.kernels.explicit.items import PACKED_HEADS, head_and_tile  # noqa: E402
+from pallas_attn.kernels.explicit.schedule import make_schedule  # noqa: E402
 from pallas_attn.kernels.explicit.tma import piece_widths  # noqa: E402
 from pallas_attn.kernels.library.scores import attention_mask  # noqa: E402
 

@@ -13,10 +13,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_attn.kernels.explicit.addresses import pointer_at
 from pallas_attn.kernels.explicit.registers import NUMBER
-from pallas_attn.kernels.explicit.schedule import head_and_tile
 from pallas_attn.kernels.explicit.sequences import locate_tile
 from pallas_attn.kernels.library.sequences import count_sequence_tiles
 from pallas_attn.private import arith, ir, llvm, mgpu, mgpu_utils
+
+# Heads of packed sequences that share the L2 cache at a time, at most.
+PACKED_HEADS = 8
 
 
 class Items(NamedTuple):
@@ -153,3 +155,16 @@ def take_item(_, counter):
         has_side_effects=True,
     )
     return mgpu.FragmentedArray.splat(item, (), is_signed=True)
+
+
+def head_and_tile(item: Any, heads: int, num_tiles: int) -> tuple[Any, Any]:
+    """Return the head of an item of packed sequences, and which of the head's tiles it is.
+
+    Items are in order of at most PACKED_HEADS heads at a time, of these the first tile of each head
+    first.
+    """
+    together = -(-heads // -(-heads // PACKED_HEADS))
+    first = item // (together * num_tiles) * together
+    rest = item - first * num_tiles
+    sharing = jnp.minimum(together, heads - first) if heads % together else together
+    return first + rest % sharing, rest // sharing

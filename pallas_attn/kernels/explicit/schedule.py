@@ -5,9 +5,7 @@ from __future__ import annotations
 import heapq
 from functools import lru_cache
 from itertools import pairwise
-from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 
 from twin_attention.contract.spec import AttentionSpec
@@ -17,8 +15,6 @@ from twin_attention.targets.steps import steps_of_queries
 L2_BYTES = 32 * 2**20
 # Time that a tile of queries takes beside its steps, in steps.
 TILE_OVERHEAD = 1.5
-# Heads of packed sequences that share the L2 cache at a time, at most.
-PACKED_HEADS = 8
 
 
 # Of the calls traced last: 4 bytes a tile, which is megabytes for the longest problems.
@@ -74,16 +70,3 @@ def make_schedule(
     for program, own in enumerate(tiles):
         schedule[program, : 1 + len(own)] = len(own), *own
     return schedule
-
-
-def head_and_tile(item: Any, heads: int, num_tiles: int) -> tuple[Any, Any]:
-    """Return the head of an item of packed sequences, and which of the head's tiles it is.
-
-    Items are in order of at most PACKED_HEADS heads at a time, of these the first tile of each head
-    first.
-    """
-    together = -(-heads // -(-heads // PACKED_HEADS))
-    first = item // (together * num_tiles) * together
-    rest = item - first * num_tiles
-    sharing = jnp.minimum(together, heads - first) if heads % together else together
-    return first + rest % sharing, rest // sharing
