@@ -17,14 +17,7 @@ def as_scalar(num_rows):
 
 def pointer_to(array, *indices):
     """Return the address, in 64 bits, of ``array[*indices]``; further indices are 0."""
-    i64 = ir.IntegerType.get_signless(64)
-    array_type = ir.MemRefType(array.type)
-    strides, _ = array_type.get_strides_and_offset()
-    offset = linear_index(
-        [arith.extsi(i64, index.registers.item()) for index in indices], strides[: len(indices)]
-    )
-    pointer = llvm.addrspacecast(llvm.PointerType.get(1), mgpu_utils.memref_ptr(array))
-    return mgpu_utils.getelementptr(pointer, [offset], array_type.element_type)
+    return pointer_at(array, [(axis, x.registers.item()) for axis, x in enumerate(indices)])
 
 
 def linear_index(indices, strides):
@@ -34,11 +27,6 @@ def linear_index(indices, strides):
         product = arith.muli(index, mgpu.c(stride, index.type))
         total = product if total is None else arith.addi(total, product)
     return total
-
-
-def numbered(index):
-    """Return (axis, index) of numbers of the kernel."""
-    return list(enumerate(x.registers.item() for x in index))
 
 
 def pointer_at(array, indices):

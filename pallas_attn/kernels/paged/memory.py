@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_attn.kernels.explicit.addresses import linear_index, numbered, pointer_at
+from pallas_attn.kernels.explicit.addresses import linear_index, pointer_at, pointer_to
 from pallas_attn.kernels.explicit.registers import (
     ROWS,
     SCALAR,
@@ -56,7 +56,7 @@ def load_unit(array, index):
     )
     def load(_, array, index):
         unit = ir.VectorType.get((UNIT,), ir.MemRefType(array.type).element_type)
-        value = llvm.load(unit, pointer_at(array, numbered(index)))
+        value = llvm.load(unit, pointer_to(array, *index))
         places = [mgpu.c(i, ir.IntegerType.get_signless(32)) for i in range(UNIT)]
         return [mgpu.FragmentedArray.splat(llvm.extractelement(value, i), ()) for i in places]
 
@@ -81,7 +81,7 @@ def store_unit(numbers, array, index):
         unit = llvm.mlir_undef(ir.VectorType.get((UNIT,), numbers[0].type))
         for i, x in enumerate(numbers):
             unit = llvm.insertelement(unit, x, mgpu.c(i, i32))
-        llvm.store(unit, pointer_at(array, numbered(index)))
+        llvm.store(unit, pointer_to(array, *index))
 
     store(array, list(numbers), tuple(index))
 
