@@ -29,11 +29,8 @@ def step_start(step, begin, before, full, after, block):
 
 
 def tile_start(step, begin, before, full, after, block, last_start):
-    """Return the first row of the tile of a step: masked ones, before and after, then full ones.
+    """Return what `step_start` does, of a program that visits one tile if it sees none.
 
-    A program that sees nothing visits one tile all the same, which exists.
+    last_start: the first row of the last tile.
     """
-    masked = before + after
-    tile = jnp.where(step < before, step, jnp.where(step < masked, step + full, step - after))
-    start = begin + lax.convert_element_type(tile, jnp.int32) * block
-    return jnp.clip(start, 0, last_start)
+    return jnp.clip(step_start(step, begin, before, full, after, block), 0, last_start)
