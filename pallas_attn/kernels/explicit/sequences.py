@@ -18,33 +18,28 @@ def locate_tile(cu_seqlens_ref, cu_seqlens_other_ref, tile, num_rows, num_rows_o
     )
 
 
-def find_sequence(cu_seqlens_ref, tile, block):
-    """Return the last sequence whose tiles do not begin behind `tile`, 0 .. N."""
+def locate_tokens(cu_seqlens_ref, tile, num_tokens, rows, block):
+    """Find the sequence that owns a tile: as the library's `locate_tokens`."""
+    owner = find_sequence(cu_seqlens_ref, tile - cu_seqlens_ref.shape[0], block, rows)
+    return tokens_of_tile(cu_seqlens_ref, tile, owner, num_tokens, rows, block)
+
+
+def find_sequence(cu_seqlens_ref, tile, block, rows=None):
+    """Return the last sequence whose tiles do not begin behind `tile`, 0 .. N.
+
+    With `rows`, tiles are those behind the sequences' first ones, as in `locate_tokens`.
+    """
     num_sequences = cu_seqlens_ref.shape[0] - 1
 
     def halve(_, range_):
         first, count = range_
         half = count // 2
         middle = first + half
-        begun = first_tile(cu_seqlens_ref[middle], middle, block) <= tile
+        offset = cu_seqlens_ref[middle]
+        begin = first_tile(offset, middle, block) if rows is None else offset * rows // block
+        begun = begin <= tile
         return jnp.where(begun, middle, first), jnp.where(begun, count - half, half)
 
     steps = np.int32(num_sequences.bit_length())
     range_ = jnp.int32(0), jnp.int32(num_sequences + 1)
     return lax.fori_loop(np.int32(0), steps, halve, range_)[0]
-
-
-def locate_tokens(cu_seqlens_ref, tile, num_tokens, rows, block):
-    """Find the sequence that owns a tile: as the library's `locate_tokens`, by a binary search."""
-    offsets = cu_seqlens_ref.shape[0]
-
-    def halve(_, range_):
-        first, count = range_
-        half = count // 2
-        begun = cu_seqlens_ref[first + half] * rows // block <= tile - offsets
-        first = jnp.where(begun & (count > 1), first + half, first)
-        return first, jnp.where(begun, count - half, jnp.maximum(half, 1))
-
-    steps = np.int32(offsets.bit_length())
-    owner, _ = lax.fori_loop(np.int32(0), steps, halve, (jnp.int32(0), jnp.int32(offsets)))
-    return tokens_of_tile(cu_seqlens_ref, tile, owner, num_tokens, rows, block)
