@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -49,7 +50,8 @@ def launch(
         config: the kernel's configuration.
         num_sums: the last outputs, sums and counters, that are 0 when the kernel starts.
         kernel_name: the kernel's name in the code, where it is another one.
-        arguments: keyword arguments of the kernel beside the problem, the configuration and memory.
+        arguments: keyword arguments of the kernel beside memory. It gets of these, the problem and
+            the configuration what it takes.
 
     Returns:
         The outputs.
@@ -58,6 +60,8 @@ def launch(
         NotImplementedError: the configuration does not fit the device's shared memory.
     """
     arguments |= flash_arguments(spec) | vars(config) | {"group_size": spec.group_size}
+    takes = inspect.signature(kernel).parameters
+    arguments = {name: value for name, value in arguments.items() if name in takes}
     programs, tiles = schedule, None
     if not isinstance(schedule, int):
         programs, tiles = schedule.shape[0], jnp.asarray(schedule)

@@ -20,9 +20,10 @@ from jax import Array
 
 from pallas_attn.kernels.gradients import make_flash_bwd, prepare_rows
 from pallas_attn.kernels.sm90.flash_bwd_dk import launch_dk
-from pallas_attn.kernels.sm90.flash_bwd_dkdv import launch_dkdv, launch_fused
+from pallas_attn.kernels.sm90.flash_bwd_dkdv import launch_dkdv
 from pallas_attn.kernels.sm90.flash_bwd_dq import launch_dq
 from pallas_attn.kernels.sm90.flash_bwd_dv import launch_dv
+from pallas_attn.kernels.sm90.flash_bwd_fused import launch_fused
 from twin_attention.contract.operands import AttentionOperands
 from twin_attention.contract.spec import AttentionSpec
 from twin_attention.targets.family import Backend

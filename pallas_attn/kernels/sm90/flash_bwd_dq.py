@@ -48,8 +48,100 @@ from pallas_attn.kernels.library.softmax import LOG2E
 from pallas_attn.kernels.library.tiles import ROW_PADDING, cdiv, maximum, visible_tiles
 from pallas_attn.kernels.sm90.gradient_tiles import block_tiles, make_tiles, values_and_factors
 from pallas_attn.targets import num_sms
+from twin_attention.contract.spec import ScoreRule
 from twin_attention.contract.validate import fail
 from twin_attention.targets.sm90 import has_large_heads
+
+
+class Inputs(NamedTuple):
+    """References to the operands, and to lse2 and delta; None for those that a problem has not."""
+
+    q: Any
+    k: Any
+    v: Any
+    dout: Any
+    out: Any
+    lse: Any
+    dlse: Any
+    cu_seqlens_q: Any
+    cu_seqlens_kv: Any
+    schedule: Any
+    counter: Any
+
+    @property
+    def packed(self) -> bool:
+        """The operands are packed sequences."""
+        return self.cu_seqlens_q is not None
+
+
+class Memory(NamedTuple):
+    """What a program has in shared memory, in the order of addresses.
+
+    Attributes:
+        q_tiles, dout_tiles, out_tiles: a tile of 64 rows for each consumer. out_tiles is None where
+            there is no room for it: its rows are then read as they are.
+        hand_over: where a program's warps find their next tile of packed sequences, else None.
+        k_tiles, v_tiles: num_stages tiles of keys; of values one less where out_tiles is None.
+        k_empty, k_full, v_empty, v_full: barriers of each of these: free, and loaded.
+        q_empty, q_full: likewise of each consumer's rows.
+    """
+
+    dout_tiles: Any
+    hand_over: Any
+    k_empty: Any
+    k_full: Any
+    k_tiles: Any
+    out_tiles: Any
+    q_empty: Any
+    q_full: Any
+    q_tiles: Any
+    v_empty: Any
+    v_full: Any
+    v_tiles: Any
+
+
+class Problem(NamedTuple):
+    """What all tiles have in common; see the kernel."""
+
+    seq_q: int
+    seq_kv: int
+    diagonal: int
+    window_left: int | None
+    window_right: int | None
+    block_q: int
+    block_kv: int
+
+
+class Outputs(NamedTuple):
+    """References to the outputs."""
+
+    lse2: Any
+    delta: Any
+    dq: Any
+
+
+class Kernel(NamedTuple):
+    """What the producer and the consumer warpgroups work on.
+
+    Attributes:
+        inputs, memory, problem, rule, outputs: operands, shared memory as `Tiles`, what all tiles
+            have in common, outputs.
+        scored_tiles: the tiles of k as the scores multiply them.
+        program: this program's number.
+    """
+
+    inputs: Inputs
+    memory: Memory
+    problem: Problem
+    rule: ScoreRule
+    outputs: Outputs
+    scored_tiles: Tiles
+    program: Any
+
+    @property
+    def large(self) -> bool:
+        """Heads are large."""
+        return self.memory.out_tiles is None
 
 
 class Work(NamedTuple):
@@ -94,31 +186,15 @@ def flash_bwd_dq_kernel(
     dq_ref,
     counter_ref,
     *,
-    q_tiles,
-    dout_tiles,
-    k_tiles,
-    v_tiles,
-    out_tiles=None,
-    q_full,
-    q_empty,
-    k_full,
-    k_empty,
-    v_full,
-    v_empty,
-    hand_over,
-    group_size,
+    memory,
     seq_q,
     seq_kv,
     diagonal,
     rule,
     window_left,
     window_right,
-    head_dim,
-    head_dim_v,
     block_q,
     block_kv,
-    num_warps,
-    num_stages,
 ):
     """One program computes tiles of block_q rows of dq of a query head, one after the other.
 
@@ -137,259 +213,359 @@ def flash_bwd_dq_kernel(
     and delta, as in `prepare_rows`; tiles without rows are not stored. Rows of a tile past its
     sequence's end are the next one's, or padding. They are not stored, and those of k and v are
     cleared in shared memory. Queries without a key are loaded as 0.
-
-    out_tiles: None where shared memory has no room for its rows, which are then read as they are,
-        nor for more than num_stages - 1 tiles of v.
     """
-    warpgroups = num_warps // 4 - 1
-    program = lax.axis_index("program")
-    heads_q = q_ref.shape[2]
-    num_tiles = pl.cdiv(seq_q, block_q)
-    is_packed = cu_seqlens_q_ref is not None
-    of_row = WGMMA.reduce(1)
-    v_stages = v_full.shape[0]
-    q_tiles, dout_tiles, v_tiles = (Tiles(*views) for views in (q_tiles, dout_tiles, v_tiles))
-    k_tiles, scored_tiles = values_and_factors(k_tiles)
-    is_large = out_tiles is None
-    if not is_large:
-        out_tiles = Tiles(*out_tiles)
+    k_tiles, scored_tiles = values_and_factors(memory.k_tiles)
+    tiles = {
+        name: Tiles(*views)
+        for name, views in memory._asdict().items()
+        if name in ("q_tiles", "dout_tiles", "out_tiles", "v_tiles") and views is not None
+    }
+    kernel = Kernel(
+        Inputs(
+            q_ref, k_ref, v_ref, dout_ref, out_ref, lse_ref, dlse_ref, cu_seqlens_q_ref,
+            cu_seqlens_kv_ref, schedule_ref, counter_ref,
+        ),
+        memory._replace(k_tiles=k_tiles, **tiles),
+        Problem(seq_q, seq_kv, diagonal, window_left, window_right, block_q, block_kv),
+        rule, Outputs(lse2_ref, delta_ref, dq_ref), scored_tiles, lax.axis_index("program"),
+    )  # fmt: skip
+    run_warpgroups(
+        memory.q_full.shape[0],
+        functools.partial(consume, kernel),
+        functools.partial(produce, kernel),
+    )
 
-    def locate(tile):
-        """Return the work of a tile of queries, which is a `Place` if sequences are packed."""
-        if is_packed:
-            # Queries are counted from the first of all, keys from the sequence's first.
-            head, number, start_q, end_q, first_kv, end_kv, _sequence = tile
-            batch, first_row, offset = head * 0, number * block_q, end_kv - end_q
+
+def locate(kernel, tile):
+    """Return the work of a tile of queries, which is a `Place` if sequences are packed."""
+    problem = kernel.problem
+    block_q, block_kv = problem.block_q, problem.block_kv
+    if kernel.inputs.packed:
+        # Queries are counted from the first of all, keys from the sequence's first.
+        head, number, start_q, end_q, first_kv, end_kv, _sequence = tile
+        batch, first_row, diagonal = head * 0, number * block_q, end_kv - end_q
+    else:
+        num_tiles, heads_q = pl.cdiv(problem.seq_q, block_q), kernel.inputs.q.shape[2]
+        start_q = first_row = tile % num_tiles * block_q
+        batch, head = tile // num_tiles // heads_q, tile // num_tiles % heads_q
+        end_q, first_kv, end_kv = problem.seq_q, 0, problem.seq_kv
+        diagonal = problem.diagonal
+    begin, before, full, after = visible_tiles(
+        start_q, end_q, end_kv, diagonal, problem.window_left, problem.window_right, block_q,
+        block_kv,
+    )  # fmt: skip
+    last_start = maximum(cdiv(end_kv, block_kv) * block_kv - block_kv, 0)
+
+    def start_kv(step):
+        return tile_start(step, begin, before, full, after, block_kv, last_start)
+
+    return Work(
+        batch, head, start_q, end_q, first_row, first_kv, end_kv, diagonal, start_kv,
+        *count_steps(before, full, after),
+    )  # fmt: skip
+
+
+def for_each(kernel, body, next_place):
+    """Call body(tile, steps before) for each tile of this program."""
+    if kernel.inputs.packed:
+        for_each_place(next_place, body)
+    else:
+        for_each_tile(kernel.inputs.schedule, kernel.program, body)
+
+
+def produce(kernel):
+    """Load what the consumers work on, as soon as there is room: in the producer's warp."""
+    inputs, memory, problem = kernel.inputs, kernel.memory, kernel.problem
+    num_stages, v_stages = memory.k_full.shape[0], memory.v_full.shape[0]
+    heads_q = inputs.q.shape[2]
+    of_queries = (inputs.q, memory.q_tiles), (inputs.dout, memory.dout_tiles)
+    if not kernel.large:
+        of_queries = *of_queries, (inputs.out, memory.out_tiles)
+
+    def load_all(tile, step):
+        work = locate(kernel, tile)
+        batch, head, steps = work.batch, work.head, work.steps
+        head_kv = head // (heads_q // inputs.k.shape[2])
+        start_q = work.start_q
+        if inputs.packed:
+            # Queries without a key may be padding, which may be NaN; past the last row are 0.
+            start_q = jnp.where(work.end_kv > 0, start_q, problem.seq_q)
+        for w in range(memory.q_full.shape[0]):
+            start, full = start_q + w * WGMMA_ROWS, memory.q_full.at[w]
+            plgpu.barrier_wait(memory.q_empty.at[w])
+            for matrix, tiles in of_queries:
+                load_tile(matrix, tiles.tile(w), batch, head, start, full)
+
+        @pl.loop(0, steps)
+        def _(x):
+            slot, start = (step + x) % num_stages, work.start_kv(x)
+            if inputs.packed:
+                start = work.first_kv + start
+            full, k = memory.k_full.at[slot], memory.k_tiles.tile(slot)
+            plgpu.barrier_wait(memory.k_empty.at[slot])
+            load_tile(inputs.k, k, batch, head_kv, start, full)
+            slot = (step + x) % v_stages
+            full, v = memory.v_full.at[slot], memory.v_tiles.tile(slot)
+            plgpu.barrier_wait(memory.v_empty.at[slot])
+            load_tile(inputs.v, v, batch, head_kv, start, full)
+
+        return step + steps
+
+    items = Items(
+        inputs.cu_seqlens_q, inputs.cu_seqlens_kv, problem.seq_q, problem.seq_kv, heads_q,
+        problem.block_q, last_first=True,
+    )  # fmt: skip
+    for_each(kernel, load_all, lambda: next_item(inputs.counter, items, memory.hand_over))
+
+
+def consume(kernel, w):
+    """Compute the rows of consumer warpgroup w, a number: each has its own code."""
+    memory, packed = kernel.memory, kernel.inputs.packed
+    num_stages, v_stages = memory.k_full.shape[0], memory.v_full.shape[0]
+
+    # All tiles are free; for small heads the first step gives the last tile of keys back.
+    plgpu.barrier_arrive(memory.q_empty.at[w])
+    for slot in range(num_stages if kernel.large else num_stages - 1):
+        plgpu.barrier_arrive(memory.k_empty.at[slot])
+    for slot in range(v_stages):
+        plgpu.barrier_arrive(memory.v_empty.at[slot])
+    if packed:
+        plgpu.barrier_arrive(memory.hand_over.read)
+
+    compute = functools.partial(compute_tile, kernel, w)
+    for_each(kernel, compute, lambda: own_item(memory.hand_over))
+    if not packed:
+        plgpu.wait_smem_to_gmem(0)
+
+
+class Rows(NamedTuple):
+    """A warpgroup's rows of a tile of queries.
+
+    Attributes:
+        w: the warpgroup's number.
+        work, first_step: what `locate` returns, and the steps before this tile's.
+        start_row: the first row.
+        lse2, delta: their numbers.
+    """
+
+    w: int
+    work: Any
+    first_step: Any
+    start_row: Any
+    lse2: Any
+    delta: Any
+
+
+def compute_tile(kernel, w, tile, step):
+    """Compute a warpgroup's rows of dq of a tile of queries; return the steps so far."""
+    memory, problem = kernel.memory, kernel.problem
+    num_stages = memory.k_full.shape[0]
+    q = memory.q_tiles.tile(w)
+    work = locate(kernel, tile)
+    start_row = work.start_q + w * WGMMA_ROWS
+    rows = Rows(w, work, step, start_row, *prepare_rows(kernel, w, work))
+    masked_steps, steps = work.masked_steps, work.steps
+
+    # Visit the tiles of keys that these queries see; only edges are masked.
+    if kernel.large:
+        # The first tile of keys has no ds k to run under its exponentials.
+        ranges = step_ranges(masked_steps, steps, first=1)
+        carry = visit(kernel, rows, ranges[0][0], kernel.program * 0, None)
+    else:
+        ranges = step_ranges(masked_steps, steps)
+        no_ds = zeros(WGMMA_ROWS, problem.block_kv).astype(kernel.inputs.k.dtype)
+        carry = no_ds, zeros(WGMMA_ROWS, q.columns[-1].stop)
+    for masked, lower, upper in ranges:
+        body = functools.partial(visit, kernel, rows, masked)
+        carry = lax.fori_loop(lower, upper, body, carry)
+    ds, dq = carry
+
+    # dq += ds k of the last tile
+    previous = (step + steps - 1) % num_stages
+
+    def last(dq_ref):
+        dq_ref[...] = dq
+        add_values(dq_ref, ds, memory.k_tiles.tile(previous))
+        return wait_for(dq_ref, 0, ds)
+
+    dq = pl.run_scoped(last, accumulator(*dq.shape))
+    if kernel.large:
+        plgpu.barrier_arrive(memory.k_empty.at[previous])
+
+    # Scale and store.
+    warpgroup_barrier()
+    dq = dq * kernel.rule.scale
+    place = kernel.outputs.dq, work.batch, work.head, start_row
+    if kernel.inputs.packed:
+        store_rows_of_pieces(dq, q, *place, work.end_q)
+    else:
+        store_tile(dq, q, *place)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    plgpu.barrier_arrive(memory.q_empty.at[w])
+    return step + steps
+
+
+def prepare_rows(kernel, w, work):
+    """Store lse2 and delta of a warpgroup's rows, and return both, when its tiles are there."""
+    inputs, memory, problem = kernel.inputs, kernel.memory, kernel.problem
+    packed, of_row = inputs.packed, WGMMA.reduce(1)
+    place = work.batch, work.head, work.start_q + w * WGMMA_ROWS
+    num_rows = work.end_q if packed or problem.seq_q % problem.block_q else None
+    lse = load_row_values(inputs.lse, *place, num_rows, float("inf"))
+    dlse = 0.0
+    if inputs.dlse is not None:
+        dlse = load_row_values(inputs.dlse, *place, num_rows, 0.0)
+        dlse = jnp.where(lse == float("-inf"), 0.0, dlse)
+    # delta = rowsum(dout ∘ out) - dlse; lse2 is +inf for rows without a key or not there
+    if kernel.large:
+        delta = dot_loaded_rows(inputs.dout, inputs.out, *place, num_rows) - dlse
+        plgpu.barrier_wait(memory.q_full.at[w])
+    else:
+        plgpu.barrier_wait(memory.q_full.at[w])
+        delta = dot_rows(memory.dout_tiles.tile(w), memory.out_tiles.tile(w))
+        if packed:
+            # The next sequence's rows, or padding.
+            delta = jnp.where(lse == float("inf"), 0.0, delta)
+        delta = delta - dlse
+    lse2 = jnp.where(lse == float("-inf"), float("inf"), lse) * LOG2E
+    place = work.batch, work.head, work.first_row + w * WGMMA_ROWS
+    store_row_values(lse2, kernel.outputs.lse2, *place, None, of_row)
+    store_row_values(delta, kernel.outputs.delta, *place, None, of_row)
+    if packed:
+        # The gradient of padding's lse may be NaN.
+        delta = jnp.where(work.end_kv > 0, delta, 0.0)
+    return lse2, delta
+
+
+class Step(NamedTuple):
+    """A tile of keys.
+
+    Attributes:
+        x: its number among those that the queries see, which are masked first.
+        masked: it may have hidden scores.
+        now: its number among all tiles of keys of the program.
+        slot, previous, slot_v: the places of its k, of the k before, and of its v.
+        own: the warpgroup's number, which the compiler does not know where it has no registers for
+            descriptors of q and dout.
+    """
+
+    x: Any
+    masked: bool
+    now: Any
+    slot: Any
+    previous: Any
+    slot_v: Any
+    own: Any
+
+
+def visit(kernel, rows, masked, x, carry):
+    """Add what a tile of keys gives to dq, without its own ds.
+
+    carry: ds of the tile before, and dq; None at the first tile of large heads.
+    """
+    memory, packed = kernel.memory, kernel.inputs.packed
+    num_stages, v_stages = memory.k_full.shape[0], memory.v_full.shape[0]
+    now = rows.first_step + x
+    slot, slot_v, previous = now % num_stages, now % v_stages, (now - 1) % num_stages
+    if packed and masked:
+        # What is another sequence's, or padding, may be NaN. No product is in flight here: among
+        # products ptxas would wait for each.
+        plgpu.barrier_wait(memory.k_full.at[slot])
+        plgpu.barrier_wait(memory.v_full.at[slot_v])
+        left = rows.work.end_kv - rows.work.start_kv(x)
+        clear_values(memory.k_tiles.tile(slot), left)
+        clear_values(memory.v_tiles.tile(slot_v), left)
+    own = rows.w
+    if kernel.large or packed:
+        # w, which the compiler does not know: it would compute the descriptors of q and dout before
+        # the loop, for which there are no registers.
+        own = rows.w + (now >> 30)
+    step = Step(x, masked, now, slot, previous, slot_v, own)
+    run = functools.partial(overlap, kernel, rows, step, carry)
+    if carry is None:
+        return run()
+    sums = accumulator(*carry[1].shape)
+    if kernel.large:
+        return pl.run_scoped(lambda dq_ref: run(dq_ref=dq_ref), sums)
+    scores = accumulator(WGMMA_ROWS, kernel.problem.block_kv)
+    return pl.run_scoped(run, *[scores] * 2, sums)
+
+
+def overlap(kernel, rows, step, carry, s_ref=None, dp_ref=None, dq_ref=None):
+    """Multiply ds k of the tile before and dp under the exponentials; return ds and dq.
+
+    s_ref, dp_ref: sums of the scores, where they are there from the start.
+    """
+    inputs, memory, problem = kernel.inputs, kernel.memory, kernel.problem
+    may_end = inputs.packed and step.masked
+    slot, slot_v = step.slot, step.slot_v
+    q, dout = memory.q_tiles.tile(step.own), memory.dout_tiles.tile(step.own)
+
+    # Start dq += ds k of the tile before, s = scale · q kᵀ, dp = dout vᵀ.
+    if not kernel.large and not may_end:
+        plgpu.barrier_wait(memory.k_full.at[slot])
+    if dq_ref is not None:
+        ds, dq = carry
+        dq_ref[...] = dq
+        multiplied = step.previous
+        if not kernel.large:
+            multiplied = jnp.where(step.x == 0, slot, step.previous)  # ds is 0 at first
+        add_values(dq_ref, ds, memory.k_tiles.tile(multiplied))
+    if kernel.large:
+        plgpu.barrier_wait(memory.k_full.at[slot])
+
+    def with_sums(ref, function):
+        """Call a function with sums of scores: those there, or else new ones."""
+        if ref is not None:
+            return function(ref)
+        return pl.run_scoped(function, accumulator(WGMMA_ROWS, problem.block_kv))
+
+    def scores(s_ref):
+        add_scores(s_ref, q, kernel.scored_tiles.tile(slot))
+        dq = zeros(WGMMA_ROWS, q.columns[-1].stop)
+        if dq_ref is not None:
+            dq = wait_for(dq_ref, len(q.multiplied), carry[0])
+            plgpu.barrier_arrive(memory.k_empty.at[step.previous])
+        if may_end:
+            # This is never so. Without a branch here ptxas finds too few registers, and waits for
+            # each product.
+            pl.when(step.now < 0)(lambda: plgpu.barrier_wait(memory.v_full.at[slot_v]))
         else:
-            start_q = first_row = tile % num_tiles * block_q
-            batch, head = tile // num_tiles // heads_q, tile // num_tiles % heads_q
-            end_q, first_kv, end_kv, offset = seq_q, 0, seq_kv, diagonal
-        begin, before, full, after = visible_tiles(
-            start_q, end_q, end_kv, offset, window_left, window_right, block_q, block_kv
-        )
-        last_start = maximum(cdiv(end_kv, block_kv) * block_kv - block_kv, 0)
+            plgpu.barrier_wait(memory.v_full.at[slot_v])
+        return with_sums(dp_ref, functools.partial(differences, s_ref)), dq
 
-        def start_kv(step):
-            return tile_start(step, begin, before, full, after, block_kv, last_start)
+    def differences(s_ref, dp_ref):
+        add_scores(dp_ref, dout, memory.v_tiles.tile(slot_v))
+        # p = exp(s - lse)
+        s = wait_for(s_ref, len(dout.multiplied))
+        p = probabilities(kernel, rows, step, s)
+        if kernel.large:
+            p = lax.optimization_barrier(p)
+            finish_before_wait(add_columns(p))
+        # ds = p ∘ (dp - delta) ∘ dcap
+        dp = wait_for(dp_ref, 0, p)
+        plgpu.barrier_arrive(memory.v_empty.at[slot_v])
+        return (p * (dp - as_rows(rows.delta, dp))).astype(inputs.k.dtype)
 
-        return Work(
-            batch, head, start_q, end_q, first_row, first_kv, end_kv, offset, start_kv,
-            *count_steps(before, full, after),
-        )  # fmt: skip
+    return with_sums(s_ref, scores)
 
-    def for_each(body, next_place):
-        if is_packed:
-            for_each_place(next_place, body)
-        else:
-            for_each_tile(schedule_ref, program, body)
 
-    def produce():
-        """Load what the consumers work on, as soon as there is room."""
-
-        def load_all(tile, step):
-            work = locate(tile)
-            batch, head, steps = work.batch, work.head, work.steps
-            head_kv = head // group_size
-            start_q = work.start_q
-            if is_packed:
-                # Queries without a key may be padding, which may be NaN; past the last row are 0.
-                start_q = jnp.where(work.end_kv > 0, start_q, seq_q)
-            for w in range(warpgroups):
-                start = start_q + w * WGMMA_ROWS
-                plgpu.barrier_wait(q_empty.at[w])
-                load_tile(q_ref, q_tiles.tile(w), batch, head, start, q_full.at[w])
-                load_tile(dout_ref, dout_tiles.tile(w), batch, head, start, q_full.at[w])
-                if not is_large:
-                    load_tile(out_ref, out_tiles.tile(w), batch, head, start, q_full.at[w])
-
-            @pl.loop(0, steps)
-            def _(x):
-                slot, start = (step + x) % num_stages, work.start_kv(x)
-                if is_packed:
-                    start = work.first_kv + start
-                plgpu.barrier_wait(k_empty.at[slot])
-                load_tile(k_ref, k_tiles.tile(slot), batch, head_kv, start, k_full.at[slot])
-                slot = (step + x) % v_stages
-                plgpu.barrier_wait(v_empty.at[slot])
-                load_tile(v_ref, v_tiles.tile(slot), batch, head_kv, start, v_full.at[slot])
-
-            return step + steps
-
-        items = Items(
-            cu_seqlens_q_ref, cu_seqlens_kv_ref, seq_q, seq_kv, heads_q, block_q, last_first=True
-        )
-        for_each(load_all, lambda: next_item(counter_ref, items, hand_over))
-
-    def consume(w):
-        """Compute the rows of consumer warpgroup w, a number: each has its own code."""
-        q, dout = q_tiles.tile(w), dout_tiles.tile(w)
-
-        # All tiles are free; for small heads the first step gives the last tile of keys back.
-        plgpu.barrier_arrive(q_empty.at[w])
-        for slot in range(num_stages if is_large else num_stages - 1):
-            plgpu.barrier_arrive(k_empty.at[slot])
-        for slot in range(v_stages):
-            plgpu.barrier_arrive(v_empty.at[slot])
-        if is_packed:
-            plgpu.barrier_arrive(hand_over.read)
-
-        def compute(tile, step):
-            work = locate(tile)
-            batch, head, start_kv, end_kv = work.batch, work.head, work.start_kv, work.end_kv
-            masked_steps, steps = work.masked_steps, work.steps
-            start_row = work.start_q + w * WGMMA_ROWS
-            place = batch, head, start_row
-            num_rows = work.end_q if is_packed or seq_q % block_q else None
-            lse = load_row_values(lse_ref, *place, num_rows, float("inf"))
-            dlse = 0.0
-            if dlse_ref is not None:
-                dlse = load_row_values(dlse_ref, *place, num_rows, 0.0)
-                dlse = jnp.where(lse == float("-inf"), 0.0, dlse)
-            # delta = rowsum(dout ∘ out) - dlse; lse2 is +inf for rows without a key or not there
-            if is_large:
-                delta = dot_loaded_rows(dout_ref, out_ref, *place, num_rows) - dlse
-                plgpu.barrier_wait(q_full.at[w])
-            else:
-                plgpu.barrier_wait(q_full.at[w])
-                delta = dot_rows(dout, out_tiles.tile(w))
-                if is_packed:
-                    # The next sequence's rows, or padding.
-                    delta = jnp.where(lse == float("inf"), 0.0, delta)
-                delta = delta - dlse
-            lse2 = jnp.where(lse == float("-inf"), float("inf"), lse) * LOG2E
-            place = batch, head, work.first_row + w * WGMMA_ROWS
-            store_row_values(lse2, lse2_ref, *place, None, of_row)
-            store_row_values(delta, delta_ref, *place, None, of_row)
-            if is_packed:
-                # The gradient of padding's lse may be NaN.
-                delta = jnp.where(end_kv > 0, delta, 0.0)
-
-            # Visit the tiles of keys that these queries see; only edges are masked.
-            def visit(x, carry, masked):
-                now = step + x
-                slot, slot_v, previous = now % num_stages, now % v_stages, (now - 1) % num_stages
-                may_end = is_packed and masked
-                if may_end:
-                    # What is another sequence's, or padding, may be NaN. No product is in flight
-                    # here: among products ptxas would wait for each.
-                    plgpu.barrier_wait(k_full.at[slot])
-                    plgpu.barrier_wait(v_full.at[slot_v])
-                    left = end_kv - start_kv(x)
-                    clear_values(k_tiles.tile(slot), left)
-                    clear_values(v_tiles.tile(slot_v), left)
-                own = w
-                if is_large or is_packed:
-                    # w, which the compiler does not know: it would compute the descriptors of q and
-                    # dout before the loop, for which there are no registers.
-                    own = w + (now >> 30)
-                q, dout = q_tiles.tile(own), dout_tiles.tile(own)
-
-                def overlap(s_ref=None, dp_ref=None, dq_ref=None):
-                    # Start dq += ds k of the tile before, s = scale · q kᵀ, dp = dout vᵀ.
-                    if not is_large and not may_end:
-                        plgpu.barrier_wait(k_full.at[slot])
-                    if dq_ref is not None:
-                        ds, dq = carry
-                        dq_ref[...] = dq
-                        multiplied = previous if is_large else jnp.where(x == 0, slot, previous)
-                        add_values(dq_ref, ds, k_tiles.tile(multiplied))
-                    if is_large:
-                        plgpu.barrier_wait(k_full.at[slot])
-                    return with_sums(s_ref, functools.partial(scores, dq_ref, dp_ref))
-
-                def with_sums(ref, function):
-                    """Call a function with sums of scores: those there, or else new ones."""
-                    if ref is not None:
-                        return function(ref)
-                    return pl.run_scoped(function, accumulator(WGMMA_ROWS, block_kv))
-
-                def scores(dq_ref, dp_ref, s_ref):
-                    add_scores(s_ref, q, scored_tiles.tile(slot))
-                    dq = zeros(WGMMA_ROWS, q.columns[-1].stop)
-                    if dq_ref is not None:
-                        dq = wait_for(dq_ref, len(q.multiplied), carry[0])
-                        plgpu.barrier_arrive(k_empty.at[previous])
-                    if may_end:
-                        # This is never so. Without a branch here ptxas finds too few registers, and
-                        # waits for each product.
-                        pl.when(now < 0)(lambda: plgpu.barrier_wait(v_full.at[slot_v]))
-                    else:
-                        plgpu.barrier_wait(v_full.at[slot_v])
-                    return with_sums(dp_ref, functools.partial(differences, s_ref)), dq
-
-                def differences(s_ref, dp_ref):
-                    add_scores(dp_ref, dout, v_tiles.tile(slot_v))
-                    # p = exp(s - lse)
-                    s = wait_for(s_ref, len(dout.multiplied))
-                    position = key = None
-                    if masked and not is_packed:
-                        position = iota(s.shape, 0, WGMMA) + (start_row + work.diagonal)
-                        key = iota(s.shape, 1, WGMMA) + start_kv(x)
-                    end = seq_kv if seq_kv % block_kv else None
-                    s, exp2_scale, dcap = visible_scores(
-                        s, position, key, end, rule, window_left, window_right,
-                        masked and not is_packed,
-                    )  # fmt: skip
-                    if may_end:
-                        # Bounds that are data take fewer registers so.
-                        place = start_row + work.diagonal, start_kv(x), end_kv
-                        s = hide_keys(s, *place, window_left, window_right)
-                    p = jnp.exp2(s * exp2_scale - as_rows(lse2, s)) * dcap
-                    if is_large:
-                        p = lax.optimization_barrier(p)
-                        finish_before_wait(add_columns(p))
-                    # ds = p ∘ (dp - delta) ∘ dcap
-                    dp = wait_for(dp_ref, 0, p)
-                    plgpu.barrier_arrive(v_empty.at[slot_v])
-                    return (p * (dp - as_rows(delta, dp))).astype(k_ref.dtype)
-
-                if carry is None:
-                    return overlap()
-                sums = accumulator(*carry[1].shape)
-                if is_large:
-                    return pl.run_scoped(lambda dq_ref: overlap(dq_ref=dq_ref), sums)
-                return pl.run_scoped(overlap, *[accumulator(WGMMA_ROWS, block_kv)] * 2, sums)
-
-            if is_large:
-                # The first tile of keys has no ds k to run under its exponentials.
-                ranges = step_ranges(masked_steps, steps, first=1)
-                carry = visit(program * 0, None, masked=ranges[0][0])
-            else:
-                ranges = step_ranges(masked_steps, steps)
-                no_ds = zeros(WGMMA_ROWS, block_kv).astype(k_ref.dtype)
-                carry = no_ds, zeros(WGMMA_ROWS, q.columns[-1].stop)
-            for masked, lower, upper in ranges:
-                carry = lax.fori_loop(lower, upper, functools.partial(visit, masked=masked), carry)
-            ds, dq = carry
-
-            # dq += ds k of the last tile
-            previous = (step + steps - 1) % num_stages
-
-            def last(dq_ref):
-                dq_ref[...] = dq
-                add_values(dq_ref, ds, k_tiles.tile(previous))
-                return wait_for(dq_ref, 0, ds)
-
-            dq = pl.run_scoped(last, accumulator(*dq.shape))
-            if is_large:
-                plgpu.barrier_arrive(k_empty.at[previous])
-
-            # Scale and store.
-            warpgroup_barrier()
-            dq = dq * rule.scale
-            if is_packed:
-                store_rows_of_pieces(dq, q, dq_ref, batch, head, start_row, work.end_q)
-            else:
-                store_tile(dq, q, dq_ref, batch, head, start_row)
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            plgpu.barrier_arrive(q_empty.at[w])
-            return step + steps
-
-        for_each(compute, lambda: own_item(hand_over))
-        if not is_packed:
-            plgpu.wait_smem_to_gmem(0)
-
-    run_warpgroups(warpgroups, consume, produce)
+def probabilities(kernel, rows, step, s):
+    """Return p ∘ dcap of a tile of scores."""
+    problem, work = kernel.problem, rows.work
+    start_kv, window = work.start_kv, (problem.window_left, problem.window_right)
+    hides = step.masked and not kernel.inputs.packed
+    position = key = None
+    if hides:
+        position = iota(s.shape, 0, WGMMA) + (rows.start_row + work.diagonal)
+        key = iota(s.shape, 1, WGMMA) + start_kv(step.x)
+    end = problem.seq_kv if problem.seq_kv % problem.block_kv else None
+    s, exp2_scale, dcap = visible_scores(s, position, key, end, kernel.rule, *window, hides)
+    if kernel.inputs.packed and step.masked:
+        # Bounds that are data take fewer registers so.
+        place = rows.start_row + work.diagonal, start_kv(step.x), work.end_kv
+        s = hide_keys(s, *place, *window)
+    return jnp.exp2(s * exp2_scale - as_rows(rows.lse2, s)) * dcap
 
 
 def dot_rows(a, b):
@@ -422,14 +598,16 @@ def launch_dq(sources, spec, backend, *offsets):
             spec, False, q_tiles=rows, dout_tiles=rows, out_tiles=rows, k_tiles=keys, v_tiles=keys
         )
     of_queries = sum(pieces.get(name, 0) for name in ("q_tiles", "dout_tiles", "out_tiles"))
-    scratch = tiles | {
-        "q_full": plgpu.Barrier(num_arrivals=of_queries, num_barriers=warpgroups),
-        "q_empty": plgpu.Barrier(num_barriers=warpgroups),
-        "k_full": plgpu.Barrier(num_arrivals=pieces["k_tiles"], num_barriers=stages),
-        "k_empty": plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages),
-        "v_full": plgpu.Barrier(num_arrivals=pieces["v_tiles"], num_barriers=v_stages),
-        "v_empty": plgpu.Barrier(num_arrivals=warpgroups, num_barriers=v_stages),
-    }
+    memory = Memory(
+        **{"out_tiles": None} | tiles,
+        hand_over=allocate_hand_over(warpgroups) if offsets else None,
+        q_full=plgpu.Barrier(num_arrivals=of_queries, num_barriers=warpgroups),
+        q_empty=plgpu.Barrier(num_barriers=warpgroups),
+        k_full=plgpu.Barrier(num_arrivals=pieces["k_tiles"], num_barriers=stages),
+        k_empty=plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages),
+        v_full=plgpu.Barrier(num_arrivals=pieces["v_tiles"], num_barriers=v_stages),
+        v_empty=plgpu.Barrier(num_arrivals=warpgroups, num_barriers=v_stages),
+    )
     num_tiles = count_sequence_tiles(spec.seq_q, num_sequences_of(spec), ROW_PADDING)
     programs = num_sms(backend.target)
     if offsets:
@@ -447,7 +625,7 @@ def launch_dq(sources, spec, backend, *offsets):
         (*sources, *(offsets or (None, None))),
         schedule,
         (rows, rows, dq, item_counter() if offsets else None),
-        scratch | {"hand_over": allocate_hand_over(warpgroups) if offsets else None},
+        {"memory": memory},
         spec,
         config,
         num_sums=int(bool(offsets)),

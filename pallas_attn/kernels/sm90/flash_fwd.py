@@ -75,12 +75,108 @@ from pallas_attn.kernels.library.softmax import LN2, LOG2E
 from pallas_attn.kernels.library.tiles import cdiv, maximum, visible_tiles
 from pallas_attn.targets import num_sms
 from twin_attention.contract.operands import AttentionOperands
-from twin_attention.contract.spec import AttentionSpec
+from twin_attention.contract.spec import AttentionSpec, ScoreRule
 from twin_attention.targets.family import Backend
 from twin_attention.targets.target import SHARED_MEMORY_LIMIT
 
 # Larger heads visit the last tiles first, and few of them are worked on at a time. Level at 192.
 LARGE_HEAD = 224
+
+
+class Inputs(NamedTuple):
+    """References to the operands; None for those that a problem does not have."""
+
+    q: Any
+    k: Any
+    v: Any
+    sink: Any
+    cu_seqlens_q: Any
+    cu_seqlens_kv: Any
+    counts: Any
+    tiles: Any
+    schedule: Any
+    counter: Any
+
+    @property
+    def packed(self) -> bool:
+        """The operands are packed sequences."""
+        return self.cu_seqlens_q is not None
+
+
+class Memory(NamedTuple):
+    """What a program has in shared memory, in the order of addresses.
+
+    Attributes:
+        hand_over: where a program's warps find their next tile of packed sequences, else None.
+        k_empty, k_full, v_empty, v_full: barriers of each tile of k and of v: free, and loaded.
+        k_tiles, v_tiles: num_stages tiles of keys and of values.
+        q_and_out: the tiles of q, and those of out, of each consumer.
+        q_empty, q_full: barriers of each consumer's q.
+    """
+
+    hand_over: Any
+    k_empty: Any
+    k_full: Any
+    k_tiles: Any
+    q_and_out: Any
+    q_empty: Any
+    q_full: Any
+    v_empty: Any
+    v_full: Any
+    v_tiles: Any
+
+
+class Problem(NamedTuple):
+    """What all tiles have in common.
+
+    Attributes:
+        seq_q, seq_kv, diagonal, window_left, window_right, tile_q, tile_kv, block_q, block_kv: as
+            the kernel has them.
+        last_first: visit the last tiles first, which only the later warpgroups see.
+    """
+
+    seq_q: int
+    seq_kv: int
+    diagonal: int
+    window_left: int | None
+    window_right: int | None
+    tile_q: int | None
+    tile_kv: int | None
+    block_q: int
+    block_kv: int
+    last_first: bool
+
+
+class Kernel(NamedTuple):
+    """What the producer and the consumer warpgroups work on.
+
+    Attributes:
+        inputs, memory, problem, rule: operands, shared memory, what all tiles have in common.
+        q_tiles, out_tiles: each consumer's.
+        out, lse: outputs.
+        program: this program's number.
+        warpgroups: consumers.
+        num_stages: tiles of keys in shared memory.
+        ping_pong: 0 where warpgroups take no turns; 1 where they take turns from the second tile
+            of keys on, and 2 from the first, and the first of them alone waits for tiles.
+        bounded: capped, scores need no maximum in a dtype with the range of float32: m_i stays 0.
+        out_sizes: columns of out that are stored at a time.
+    """
+
+    inputs: Inputs
+    memory: Memory
+    problem: Problem
+    rule: ScoreRule
+    q_tiles: list
+    out_tiles: list
+    out: Any
+    lse: Any
+    program: Any
+    warpgroups: int
+    num_stages: int
+    ping_pong: int
+    bounded: bool
+    out_sizes: tuple[int, ...]
 
 
 class Work(NamedTuple):
@@ -120,26 +216,13 @@ def flash_fwd_kernel(
     lse_ref,
     counter_ref,
     *,
-    q_and_out,
-    k_tiles,
-    v_tiles,
-    q_full,
-    q_empty,
-    k_full,
-    k_empty,
-    v_full,
-    v_empty,
-    hand_over,
-    group_size,
+    memory,
     seq_q,
     seq_kv,
     diagonal,
-    num_sequences,
     rule,
     window_left,
     window_right,
-    head_dim,
-    head_dim_v,
     tile_q,
     tile_kv,
     block_q,
@@ -170,315 +253,398 @@ def flash_fwd_kernel(
     Block mask: counts and tiles, the `lists_of_keys`, and the sizes of its tiles, tile_q and
     tile_kv; otherwise all None.
     """
-    warpgroups = num_warps // 4 - 1
-    program = lax.axis_index("program")
-    heads_q = q_ref.shape[2]
-    # Capped, scores need no maximum in a dtype with the range of float32: m_i stays 0.
-    bounded = rule.small_cap and v_ref.dtype == jnp.bfloat16
-    is_packed = num_sequences is not None
-    num_tiles = count_sequence_tiles(seq_q, num_sequences, block_q)
-    q_tiles, out_tiles = ([[*views] for views in tiles] for tiles in q_and_out)
-    q_tiles = [Tiles(*views) for views in q_tiles]
-    k_tiles, v_tiles = Tiles(*k_tiles), Tiles(*v_tiles)
-    # Visit the last tiles first, which only the later warpgroups see.
-    last_first = block_q >= 2 * block_kv and window_right is not None
-    last_first = last_first and max(head_dim, head_dim_v) > LARGE_HEAD
-    last_first = last_first and not is_packed and tiles_ref is None
+    large = max(q_ref.shape[3], v_ref.shape[3]) > LARGE_HEAD
+    last_first = large and block_q >= 2 * block_kv and window_right is not None
+    last_first = last_first and cu_seqlens_q_ref is None and tiles_ref is None
+    q_tiles, out_tiles = ([[*views] for views in tiles] for tiles in memory.q_and_out)
+    kernel = Kernel(
+        Inputs(
+            q_ref, k_ref, v_ref, sink_ref, cu_seqlens_q_ref, cu_seqlens_kv_ref, counts_ref,
+            tiles_ref, schedule_ref, counter_ref,
+        ),
+        memory._replace(k_tiles=Tiles(*memory.k_tiles), v_tiles=Tiles(*memory.v_tiles)),
+        Problem(
+            seq_q, seq_kv, diagonal, window_left, window_right, tile_q, tile_kv, block_q, block_kv,
+            last_first,
+        ),
+        rule, [Tiles(*views) for views in q_tiles], out_tiles, out_ref, lse_ref,
+        lax.axis_index("program"), num_warps // 4 - 1, num_stages, ping_pong,
+        rule.small_cap and v_ref.dtype == jnp.bfloat16, out_sizes,
+    )  # fmt: skip
+    run_warpgroups(
+        kernel.warpgroups,
+        functools.partial(consume, kernel),
+        functools.partial(produce, kernel),
+    )
 
-    def locate(item):
-        """Return the work of an item, which is a `Place` if sequences are packed."""
-        if is_packed:
-            # Queries are counted from the first of all, keys from the sequence's first.
-            batch, head, start_q, end_q = program * 0, item.head, item.start, item.end
-            first_kv, end_kv = item.first_other, item.size_other
-            offset = end_kv - end_q
+
+def locate(kernel, item):
+    """Return the work of an item, which is a `Place` if sequences are packed."""
+    inputs, problem = kernel.inputs, kernel.problem
+    block_q, block_kv = problem.block_q, problem.block_kv
+    if inputs.packed:
+        # Queries are counted from the first of all, keys from the sequence's first.
+        batch, head, start_q, end_q = kernel.program * 0, item.head, item.start, item.end
+        first_kv, end_kv = item.first_other, item.size_other
+        diagonal = end_kv - end_q
+    else:
+        num_tiles, heads_q = cdiv(problem.seq_q, block_q), inputs.q.shape[2]
+        start_q = item % num_tiles * block_q
+        batch, head = item // num_tiles // heads_q, item // num_tiles % heads_q
+        end_q, first_kv, end_kv = problem.seq_q, None, problem.seq_kv
+        diagonal = problem.diagonal
+    begin, before, full, after = visible_tiles(
+        start_q, end_q, end_kv, diagonal, problem.window_left, problem.window_right, block_q,
+        block_kv,
+    )  # fmt: skip
+    last_start = maximum(cdiv(end_kv, block_kv) * block_kv - block_kv, 0)
+    if inputs.tiles is not None:
+        tile = start_q // problem.tile_q
+        listed, count = find_list(inputs.counts, inputs.tiles, batch, head, tile)
+        begin, before, full, after = kept_tiles(
+            listed, count, inputs.tiles.shape[3], (begin, before, full, after),
+            problem.window_left, problem.window_right, block_kv, problem.tile_kv,
+        )  # fmt: skip
+
+    def keys(step):
+        """Return the first key of a step's tile, and where keys end, None if after it."""
+        if problem.last_first:
+            step = jnp.where(step < before + after, before + after - 1 - step, step)
+        start = tile_start(step, begin, before, full, after, block_kv, last_start)
+        if inputs.tiles is not None:
+            return kept_row(listed, count, start, problem.seq_kv, problem.tile_kv)
+        return start, end_kv if inputs.packed or problem.seq_kv % block_kv else None
+
+    # One tile is visited where none is seen, and hides all.
+    steps = jnp.maximum(before + full + after, 1)
+    return Work(batch, head, start_q, end_q, first_kv, diagonal, keys, before + after, steps)
+
+
+def for_each(kernel, body, next_place):
+    """Call body(`Work`, steps before) for each tile of this program."""
+
+    def visit(item, step):
+        return body(locate(kernel, item), step)
+
+    if kernel.inputs.packed:
+        for_each_place(next_place, visit)
+    else:
+        for_each_tile(kernel.inputs.schedule, kernel.program, visit)
+
+
+def produce(kernel):
+    """Load what the consumers work on, as soon as there is room: in the producer's warp."""
+    inputs, memory, problem = kernel.inputs, kernel.memory, kernel.problem
+    group_size = inputs.q.shape[2] // inputs.k.shape[2]
+
+    def load_all(work, step):
+        batch, head, start_q, steps = work.batch, work.head, work.start_q, work.steps
+
+        def load(matrix, tiles, full, empty, x):
+            start, _ = work.keys(x)
+            if inputs.packed:
+                start = work.first_kv + start
+            slot = (step + x) % kernel.num_stages
+            plgpu.barrier_wait(empty.at[slot])
+            load_tile(matrix, tiles.tile(slot), batch, head // group_size, start, full.at[slot])
+
+        def load_k(x):
+            load(inputs.k, memory.k_tiles, memory.k_full, memory.k_empty, x)
+
+        def load_v(x):
+            load(inputs.v, memory.v_tiles, memory.v_full, memory.v_empty, x)
+
+        load_k(kernel.program * 0)
+        for w in range(kernel.warpgroups):
+            plgpu.barrier_wait(memory.q_empty.at[w])
+            start = start_q + w * WGMMA_ROWS
+            load_tile(inputs.q, kernel.q_tiles[w], batch, head, start, memory.q_full.at[w])
+
+        @pl.loop(1, steps)
+        def _(x):
+            load_k(x)
+            load_v(x - 1)
+
+        load_v(steps - 1)
+        return step + steps
+
+    items = Items(
+        inputs.cu_seqlens_q, inputs.cu_seqlens_kv, problem.seq_q, problem.seq_kv,
+        inputs.q.shape[2], problem.block_q, last_first=True,
+    )  # fmt: skip
+    for_each(kernel, load_all, lambda: next_item(inputs.counter, items, memory.hand_over))
+
+
+class Turns(NamedTuple):
+    """When a consumer warpgroup issues its products.
+
+    Attributes:
+        w, warpgroups: its number, and how many there are.
+        taken: warpgroups take turns.
+        waits: it waits for tiles. With turns from the first tile on, the first warpgroup does, and
+            the others wait for their turn.
+    """
+
+    w: int
+    warpgroups: int
+    taken: bool
+    waits: bool
+
+    def begin(self, full, in_turn=True):
+        """Wait until products may be issued, and for their tile's barrier, unless it is None."""
+        if self.waits and full is not None:
+            plgpu.barrier_wait(full)
+        if self.taken and in_turn:
+            take_turn(self.w, self.warpgroups)
+
+    def end(self, in_turn=True):
+        """Give the turn to the next warpgroup."""
+        if self.taken and in_turn:
+            pass_turn(self.w, self.warpgroups)
+
+
+def consume(kernel, w):
+    """Compute the rows of consumer warpgroup w, a number: each has its own code."""
+    memory = kernel.memory
+    taken = kernel.ping_pong and kernel.warpgroups > 1
+    turns = Turns(w, kernel.warpgroups, taken, kernel.ping_pong < 2 or not taken or w == 0)
+
+    # All tiles are free, and the first warpgroup has the first turn.
+    plgpu.barrier_arrive(memory.q_empty.at[w])
+    for slot in range(kernel.num_stages):
+        plgpu.barrier_arrive(memory.k_empty.at[slot])
+        plgpu.barrier_arrive(memory.v_empty.at[slot])
+    if kernel.inputs.packed:
+        plgpu.barrier_arrive(memory.hand_over.read)
+    if w == kernel.warpgroups - 1:
+        turns.end()
+
+    compute = functools.partial(compute_tile, kernel, turns)
+    for_each(kernel, compute, lambda: own_item(memory.hand_over))
+    plgpu.wait_smem_to_gmem(0)
+
+
+class Queries(NamedTuple):
+    """A warpgroup's rows of a tile of queries.
+
+    Attributes:
+        work, first_step: what `locate` returns, and the steps before this tile's.
+        start_row: the first row.
+        sink: their head's, in base 2, or None.
+        end_masked: the first step that is not at an edge.
+    """
+
+    work: Any
+    first_step: Any
+    start_row: Any
+    sink: Any
+    end_masked: Any
+
+
+def compute_tile(kernel, turns, work, step):
+    """Compute a warpgroup's rows of out and lse of a tile of queries; return the steps so far."""
+    memory, problem, w = kernel.memory, kernel.problem, turns.w
+    num_stages, from_first = kernel.num_stages, kernel.ping_pong == 2
+    masked_steps, steps = work.masked_steps, work.steps
+    start_row = work.start_q + w * WGMMA_ROWS
+    has_masked = not (isinstance(masked_steps, int) and masked_steps == 0)
+    sink_ref = kernel.inputs.sink
+    sink = None if sink_ref is None else sink_ref[work.head] * LOG2E
+
+    # Pass over the tiles behind what these rows see.
+    skipped = 0
+    passes_over = problem.last_first and w < kernel.warpgroups - 1
+    if passes_over:
+        last_key = start_row + WGMMA_ROWS - 1 + work.diagonal + problem.window_right
+        skipped = cdiv(work.keys(kernel.program * 0)[0] - last_key, problem.block_kv)
+        skipped = jnp.clip(skipped, 0, steps - 1)
+
+    def pass_over(full, empty, in_turn=True):
+        @pl.loop(0, skipped)
+        def _(x):
+            slot = (step + x) % num_stages
+            turns.begin(full.at[slot], in_turn)
+            turns.end(in_turn)
+            plgpu.barrier_arrive(empty.at[slot])
+
+    if passes_over:
+        pass_over(memory.k_full, memory.k_empty, from_first)
+
+    # s = scale · q kᵀ and p of the first tile of keys
+    slot = (step + skipped) % num_stages
+    plgpu.barrier_wait(memory.q_full.at[w])
+    turns.begin(memory.k_full.at[slot], from_first)
+
+    def first(s_ref):
+        add_scores(s_ref, kernel.q_tiles[w], memory.k_tiles.tile(slot))
+        turns.end(from_first)
+        return s_ref[...]
+
+    s = pl.run_scoped(first, accumulator(WGMMA_ROWS, problem.block_kv))
+    plgpu.barrier_arrive(memory.k_empty.at[slot])
+    start = float("-inf") if sink is None else sink
+    m_i = jnp.full((WGMMA_ROWS,), 0.0 if kernel.bounded else start, jnp.float32)
+    m_i = plgpu.layout_cast(m_i, WGMMA.reduce(1))
+    queries = Queries(work, step, start_row, sink, None)
+    p, m_i, _ = softmax(kernel, queries, s, kernel.program * 0 + skipped, m_i, has_masked)
+    l_i = add_columns(p)
+    p = p.astype(kernel.inputs.v.dtype)
+    acc = zeros(WGMMA_ROWS, padded_columns(kernel.inputs.v.shape[3]))
+    if kernel.inputs.packed:
+        wait_for_edge(kernel, turns, queries, kernel.program * 0)
+    if passes_over:
+        pass_over(memory.v_full, memory.v_empty)
+
+    # Visit the other tiles of keys that these queries see; only edges are masked.
+    carry = p, m_i, l_i, acc
+    second = end_masked = skipped + 1
+    if has_masked:
+        end_masked = jnp.clip(masked_steps, second, steps)
+        masked = functools.partial(visit, kernel, turns, queries, True)
+        carry = lax.fori_loop(second, end_masked, masked, carry)
+    queries = queries._replace(end_masked=end_masked)
+    full = functools.partial(visit, kernel, turns, queries, False)
+    p, m_i, l_i, acc = lax.fori_loop(end_masked, steps, full, carry)
+
+    # acc += p v of the last tile
+    plgpu.barrier_arrive(memory.q_empty.at[w])
+    slot = (step + steps - 1) % num_stages
+    wait_for_values(kernel, turns, queries, steps - 1, slot)
+    turns.begin(None, from_first)
+
+    def last(acc_ref):
+        acc_ref[...] = acc
+        add_values(acc_ref, p, memory.v_tiles.tile(slot))
+        turns.end(from_first)
+        factor = finish_rows(kernel, queries, m_i, l_i)
+        return wait_for(acc_ref, 0, p), factor
+
+    acc, factor = pl.run_scoped(last, accumulator(*acc.shape))
+    plgpu.barrier_arrive(memory.v_empty.at[slot])
+    store_out(kernel, queries, w, acc * as_rows(factor, acc))
+    return step + steps
+
+
+def softmax(kernel, queries, s, x, m_i, masked):
+    """Return p, the new maximum, and the factor of what refers to the old one."""
+    problem = kernel.problem
+    if masked:
+        position = queries.start_row + queries.work.diagonal
+        s = scaled_scores(s, kernel.rule)
+        s = hide_keys(s, position, *queries.work.keys(x), problem.window_left, problem.window_right)
+    return softmax_update(s, m_i, kernel.rule, masked, kernel.bounded)
+
+
+def wait_for_edge(kernel, turns, queries, x):
+    """Wait for the values of a tile at an edge, which may pass those of a sequence."""
+    if turns.waits:
+        slot = (queries.first_step + x) % kernel.num_stages
+        plgpu.barrier_wait(kernel.memory.v_full.at[slot])
+        start, end = queries.work.keys(x)
+        clear_values(kernel.memory.v_tiles.tile(slot), end - start)
+
+
+def wait_for_values(kernel, turns, queries, x, slot):
+    """Wait for the values of a tile, unless `wait_for_edge` has."""
+    full = kernel.memory.v_full.at[slot]
+    if turns.waits and kernel.inputs.packed:
+        pl.when(x >= queries.end_masked)(lambda: plgpu.barrier_wait(full))
+    elif turns.waits:
+        plgpu.barrier_wait(full)
+
+
+def visit(kernel, turns, queries, masked, x, carry):
+    """Start the products of step x: its scores, and the values of the tile before."""
+    memory, packed = kernel.memory, kernel.inputs.packed
+    now = queries.first_step + x
+    slot, previous = now % kernel.num_stages, (now - 1) % kernel.num_stages
+    *_, acc = carry
+
+    if packed and not masked:
+        wait_for_values(kernel, turns, queries, x - 1, previous)
+    # Before the accumulator, which the assembler then need not set to 0.
+    turns.begin(memory.k_full.at[slot])
+    carry = pl.run_scoped(
+        functools.partial(overlap, kernel, turns, queries, masked, x, slot, previous, carry),
+        accumulator(WGMMA_ROWS, kernel.problem.block_kv),
+        accumulator(*acc.shape),
+    )
+    if packed and masked:
+        wait_for_edge(kernel, turns, queries, x)
+    return carry
+
+
+def overlap(kernel, turns, queries, masked, x, slot, previous, carry, s_ref, acc_ref):
+    """Multiply p v of the tile before under the softmax of this one."""
+    memory = kernel.memory
+    p, m_i, l_i, acc = carry
+    # Start s = scale · q kᵀ, and acc += p v of the tile before.
+    add_scores(s_ref, kernel.q_tiles[turns.w], memory.k_tiles.tile(slot))
+    if not kernel.inputs.packed:
+        wait_for_values(kernel, turns, queries, x - 1, previous)
+    acc_ref[...] = acc
+    v = memory.v_tiles.tile(previous)
+    add_values(acc_ref, p, v)
+    turns.end()
+    s = plgpu.wgmma_accumulator_load(s_ref, wait_n=len(v.multiplied))
+    s = lax.optimization_barrier(s)
+    plgpu.barrier_arrive(memory.k_empty.at[slot])
+    # p = exp(s - max)
+    p_new, m_new, alpha = softmax(kernel, queries, s, x, m_i, masked)
+    p_new, m_new, sums, alpha = lax.optimization_barrier((p_new, m_new, add_columns(p_new), alpha))
+    finish_before_wait(sums)
+    # Rescale what was accumulated.
+    new = plgpu.wgmma_accumulator_load(acc_ref, wait_n=0)
+    new, _ = lax.optimization_barrier((new, p))
+    plgpu.barrier_arrive(memory.v_empty.at[previous])
+    l_new = l_i
+    if not kernel.bounded:
+        new, l_new = rescale(new, l_i, as_rows(alpha, l_i), WGMMA)
+    return p_new.astype(p.dtype), m_new, l_new + sums, new
+
+
+def finish_rows(kernel, queries, m_i, l_i):
+    """Add the row sums of each quad and store lse; return the factor that normalises a row."""
+    problem, work, sink = kernel.problem, queries.work, queries.sink
+    packed, start_row = kernel.inputs.packed, queries.start_row
+    total, m_end, alpha = l_i.sum(axis=1), m_i, 1.0
+    if kernel.bounded:
+        m_end = jnp.where(total == 0.0, float("-inf"), 0.0)
+        num_keys = work.keys(kernel.program * 0)[1] if packed else problem.seq_kv
+        factor = rounding_of_one_key(
+            total, start_row + work.diagonal, num_keys, problem.window_left,
+            problem.window_right, kernel.inputs.v.dtype,
+        )  # fmt: skip
+        if sink is not None:
+            m_end = jnp.maximum(m_end, sink)
+            alpha = jnp.exp2(-jnp.maximum(m_end, 0.0))
+            total = total * alpha
+        alpha = alpha * factor
+    if sink is not None:
+        m_safe = jnp.where(m_end == float("-inf"), 0.0, m_end)
+        total = total + jnp.exp2(sink - m_safe)
+    l_safe = jnp.where(total == 0.0, 1.0, total)
+    lse = m_end * LN2 + jnp.log(l_safe)
+    num_rows = work.end_q if packed or problem.seq_q % problem.block_q else None
+    place = work.batch, work.head, start_row, num_rows
+    store_row_values(lse, kernel.lse, *place, WGMMA.reduce(1))
+    return alpha / l_safe
+
+
+def store_out(kernel, queries, w, out):
+    """Store a warpgroup's rows of out, as many columns at a time as there is room for."""
+    work, start_row = queries.work, queries.start_row
+    for i, size in enumerate(kernel.out_sizes):
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        matrix, first = kernel.out, sum(kernel.out_sizes[:i])
+        part = out[:, first : first + padded_columns(size)]
+        if len(kernel.out_sizes) > 1:
+            matrix = kernel.out.at[:, :, :, pl.ds(first, size)]
+        place = matrix, work.batch, work.head, start_row
+        if kernel.inputs.packed:
+            store_rows_of_tile(part, kernel.out_tiles[w][i].at[0], *place, work.end_q)
         else:
-            start_q = item % num_tiles * block_q
-            batch, head = item // num_tiles // heads_q, item // num_tiles % heads_q
-            end_q, first_kv, end_kv, offset = seq_q, None, seq_kv, diagonal
-        begin, before, full, after = visible_tiles(
-            start_q, end_q, end_kv, offset, window_left, window_right, block_q, block_kv
-        )
-        last_start = maximum(cdiv(end_kv, block_kv) * block_kv - block_kv, 0)
-        if tiles_ref is not None:
-            listed, count = find_list(counts_ref, tiles_ref, batch, head, start_q // tile_q)
-            begin, before, full, after = kept_tiles(
-                listed, count, tiles_ref.shape[3], (begin, before, full, after), window_left,
-                window_right, block_kv, tile_kv,
-            )  # fmt: skip
-
-        def keys(step):
-            """Return the first key of a step's tile, and where keys end, None if after it."""
-            if last_first:
-                step = jnp.where(step < before + after, before + after - 1 - step, step)
-            start = tile_start(step, begin, before, full, after, block_kv, last_start)
-            if tiles_ref is not None:
-                return kept_row(listed, count, start, seq_kv, tile_kv)
-            return start, end_kv if is_packed or seq_kv % block_kv else None
-
-        # One tile is visited where none is seen, and hides all.
-        steps = jnp.maximum(before + full + after, 1)
-        return Work(batch, head, start_q, end_q, first_kv, offset, keys, before + after, steps)
-
-    def for_each(body, next_place):
-        """Call body(`Work`, steps before) for each tile of this program."""
-
-        def visit(item, step):
-            return body(locate(item), step)
-
-        if is_packed:
-            for_each_place(next_place, visit)
-        else:
-            for_each_tile(schedule_ref, program, visit)
-
-    def produce():
-        """Load what the consumers work on, as soon as there is room."""
-
-        def load_all(work, step):
-            batch, head, start_q, steps = work.batch, work.head, work.start_q, work.steps
-
-            def load(matrix, tiles, full, empty, x):
-                start, _ = work.keys(x)
-                if is_packed:
-                    start = work.first_kv + start
-                slot = (step + x) % num_stages
-                plgpu.barrier_wait(empty.at[slot])
-                load_tile(matrix, tiles.tile(slot), batch, head // group_size, start, full.at[slot])
-
-            def load_k(x):
-                load(k_ref, k_tiles, k_full, k_empty, x)
-
-            def load_v(x):
-                load(v_ref, v_tiles, v_full, v_empty, x)
-
-            load_k(program * 0)
-            for w in range(warpgroups):
-                plgpu.barrier_wait(q_empty.at[w])
-                start = start_q + w * WGMMA_ROWS
-                load_tile(q_ref, q_tiles[w], batch, head, start, q_full.at[w])
-
-            @pl.loop(1, steps)
-            def _(x):
-                load_k(x)
-                load_v(x - 1)
-
-            load_v(steps - 1)
-            return step + steps
-
-        items = Items(
-            cu_seqlens_q_ref, cu_seqlens_kv_ref, seq_q, seq_kv, heads_q, block_q, last_first=True
-        )
-        for_each(load_all, lambda: next_item(counter_ref, items, hand_over))
-
-    def consume(w):
-        """Compute the rows of consumer warpgroup w, a number: each has its own code."""
-        turn = ping_pong and warpgroups > 1
-        # With turns the first warpgroup waits for tiles, and the others for their turn.
-        waits = ping_pong < 2 or not turn or w == 0
-        q = q_tiles[w]
-
-        # All tiles are free, and the first warpgroup has the first turn.
-        plgpu.barrier_arrive(q_empty.at[w])
-        for slot in range(num_stages):
-            plgpu.barrier_arrive(k_empty.at[slot])
-            plgpu.barrier_arrive(v_empty.at[slot])
-        if is_packed:
-            plgpu.barrier_arrive(hand_over.read)
-        if turn and w == warpgroups - 1:
-            pass_turn(w, warpgroups)
-
-        def begin_products(full, in_turn=True):
-            if waits and full is not None:
-                plgpu.barrier_wait(full)
-            if turn and in_turn:
-                take_turn(w, warpgroups)
-
-        def end_products(in_turn=True):
-            if turn and in_turn:
-                pass_turn(w, warpgroups)
-
-        def compute(work, step):
-            batch, head, keys = work.batch, work.head, work.keys
-            masked_steps, steps = work.masked_steps, work.steps
-            start_row = work.start_q + w * WGMMA_ROWS
-            has_masked = not (isinstance(masked_steps, int) and masked_steps == 0)
-            sink = None if sink_ref is None else sink_ref[head] * LOG2E
-
-            def softmax(s, x, m_i, masked):
-                """Return p, the new maximum, and the factor of what refers to the old one."""
-                if masked:
-                    position = start_row + work.diagonal
-                    s = scaled_scores(s, rule)
-                    s = hide_keys(s, position, *keys(x), window_left, window_right)
-                return softmax_update(s, m_i, rule, masked, bounded)
-
-            def wait_for_edge(x):
-                """Wait for the values of a tile at an edge, which may pass those of a sequence."""
-                if waits:
-                    slot = (step + x) % num_stages
-                    plgpu.barrier_wait(v_full.at[slot])
-                    start, end = keys(x)
-                    clear_values(v_tiles.tile(slot), end - start)
-
-            def wait_for_values(x, slot):
-                """Wait for the values of a tile, unless `wait_for_edge` has."""
-                if waits and is_packed:
-                    pl.when(x >= end_masked)(lambda: plgpu.barrier_wait(v_full.at[slot]))
-                elif waits:
-                    plgpu.barrier_wait(v_full.at[slot])
-
-            # Pass over the tiles behind what these rows see.
-            skipped = 0
-            passes_over = last_first and w < warpgroups - 1
-            if passes_over:
-                last_key = start_row + WGMMA_ROWS - 1 + work.diagonal + window_right
-                skipped = cdiv(keys(program * 0)[0] - last_key, block_kv)
-                skipped = jnp.clip(skipped, 0, steps - 1)
-
-            def pass_over(full, empty, in_turn=True):
-                @pl.loop(0, skipped)
-                def _(x):
-                    slot = (step + x) % num_stages
-                    begin_products(full.at[slot], in_turn)
-                    end_products(in_turn)
-                    plgpu.barrier_arrive(empty.at[slot])
-
-            if passes_over:
-                pass_over(k_full, k_empty, ping_pong == 2)
-
-            # s = scale · q kᵀ and p of the first tile of keys
-            slot = (step + skipped) % num_stages
-            plgpu.barrier_wait(q_full.at[w])
-            begin_products(k_full.at[slot], ping_pong == 2)
-
-            def first(s_ref):
-                add_scores(s_ref, q, k_tiles.tile(slot))
-                end_products(ping_pong == 2)
-                return s_ref[...]
-
-            s = pl.run_scoped(first, accumulator(WGMMA_ROWS, block_kv))
-            plgpu.barrier_arrive(k_empty.at[slot])
-            start = float("-inf") if sink is None else sink
-            m_i = jnp.full((WGMMA_ROWS,), 0.0 if bounded else start, jnp.float32)
-            m_i = plgpu.layout_cast(m_i, WGMMA.reduce(1))
-            p, m_i, _ = softmax(s, program * 0 + skipped, m_i, has_masked)
-            l_i = add_columns(p)
-            p = p.astype(v_ref.dtype)
-            acc = zeros(WGMMA_ROWS, padded_columns(head_dim_v))
-            if is_packed:
-                wait_for_edge(program * 0)
-            if passes_over:
-                pass_over(v_full, v_empty)
-
-            # Visit the other tiles of keys that these queries see; only edges are masked.
-            def visit(x, carry, masked):
-                p, m_i, l_i, acc = carry
-                slot, previous = (step + x) % num_stages, (step + x - 1) % num_stages
-
-                if is_packed and not masked:
-                    wait_for_values(x - 1, previous)
-                # Before the accumulator, which the assembler then need not set to 0.
-                begin_products(k_full.at[slot])
-
-                def overlap(s_ref, acc_ref):
-                    # Start s = scale · q kᵀ, and acc += p v of the tile before.
-                    add_scores(s_ref, q, k_tiles.tile(slot))
-                    if not is_packed:
-                        wait_for_values(x - 1, previous)
-                    acc_ref[...] = acc
-                    v = v_tiles.tile(previous)
-                    add_values(acc_ref, p, v)
-                    end_products()
-                    s = plgpu.wgmma_accumulator_load(s_ref, wait_n=len(v.multiplied))
-                    s = lax.optimization_barrier(s)
-                    plgpu.barrier_arrive(k_empty.at[slot])
-                    # p = exp(s - max)
-                    p_new, m_new, alpha = softmax(s, x, m_i, masked)
-                    p_new, m_new, sums, alpha = lax.optimization_barrier(
-                        (p_new, m_new, add_columns(p_new), alpha)
-                    )
-                    finish_before_wait(sums)
-                    # Rescale what was accumulated.
-                    new = plgpu.wgmma_accumulator_load(acc_ref, wait_n=0)
-                    new, _ = lax.optimization_barrier((new, p))
-                    plgpu.barrier_arrive(v_empty.at[previous])
-                    l_new = l_i
-                    if not bounded:
-                        new, l_new = rescale(new, l_i, as_rows(alpha, l_i), WGMMA)
-                    return p_new.astype(p.dtype), m_new, l_new + sums, new
-
-                carry = pl.run_scoped(
-                    overlap, accumulator(WGMMA_ROWS, block_kv), accumulator(*acc.shape)
-                )
-                if is_packed and masked:
-                    wait_for_edge(x)
-                return carry
-
-            carry = p, m_i, l_i, acc
-            second = end_masked = skipped + 1
-            if has_masked:
-                end_masked = jnp.clip(masked_steps, second, steps)
-                masked = functools.partial(visit, masked=True)
-                carry = lax.fori_loop(second, end_masked, masked, carry)
-            carry = lax.fori_loop(end_masked, steps, functools.partial(visit, masked=False), carry)
-            p, m_i, l_i, acc = carry
-
-            # acc += p v of the last tile
-            plgpu.barrier_arrive(q_empty.at[w])
-            slot = (step + steps - 1) % num_stages
-            wait_for_values(steps - 1, slot)
-            begin_products(None, ping_pong == 2)
-
-            def last(acc_ref):
-                acc_ref[...] = acc
-                add_values(acc_ref, p, v_tiles.tile(slot))
-                end_products(ping_pong == 2)
-                # Add the row sums of each quad, and store lse.
-                total, m_end, alpha = l_i.sum(axis=1), m_i, 1.0
-                if bounded:
-                    m_end = jnp.where(total == 0.0, float("-inf"), 0.0)
-                    num_keys = work.keys(program * 0)[1] if is_packed else seq_kv
-                    factor = rounding_of_one_key(
-                        total, start_row + work.diagonal, num_keys, window_left, window_right,
-                        v_ref.dtype,
-                    )  # fmt: skip
-                    if sink is not None:
-                        m_end = jnp.maximum(m_end, sink)
-                        alpha = jnp.exp2(-jnp.maximum(m_end, 0.0))
-                        total = total * alpha
-                    alpha = alpha * factor
-                if sink is not None:
-                    m_safe = jnp.where(m_end == float("-inf"), 0.0, m_end)
-                    total = total + jnp.exp2(sink - m_safe)
-                l_safe = jnp.where(total == 0.0, 1.0, total)
-                lse = m_end * LN2 + jnp.log(l_safe)
-                num_rows = work.end_q if is_packed or seq_q % block_q else None
-                store_row_values(lse, lse_ref, batch, head, start_row, num_rows, WGMMA.reduce(1))
-                return wait_for(acc_ref, 0, p), alpha / l_safe
-
-            acc, factor = pl.run_scoped(last, accumulator(*acc.shape))
-            plgpu.barrier_arrive(v_empty.at[slot])
-
-            # Normalise and store.
-            out = acc * as_rows(factor, acc)
-            for i, size in enumerate(out_sizes):
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                matrix, first = out_ref, sum(out_sizes[:i])
-                part = out[:, first : first + padded_columns(size)]
-                if len(out_sizes) > 1:
-                    matrix = out_ref.at[:, :, :, pl.ds(first, size)]
-                if is_packed:
-                    tile = out_tiles[w][i].at[0]
-                    store_rows_of_tile(part, tile, matrix, batch, head, start_row, work.end_q)
-                else:
-                    tile = Tiles(*out_tiles[w][2 * i : 2 * i + 2])
-                    store_tile(part, tile, matrix, batch, head, start_row)
-            return step + steps
-
-        for_each(compute, lambda: own_item(hand_over))
-        plgpu.wait_smem_to_gmem(0)
-
-    run_warpgroups(warpgroups, consume, produce)
+            store_tile(part, Tiles(*kernel.out_tiles[w][2 * i : 2 * i + 2]), *place)
 
 
 def flash_fwd(
@@ -516,18 +682,18 @@ def flash_fwd(
             plgpu.Barrier(num_arrivals=count_boxes(views), num_barriers=count)
             for views, count in ((q, warpgroups), (k, stages), (v, stages))
         )
-        return {
-            "q_and_out": [[plgpu.RefUnion(*x) for _ in range(warpgroups)] for x in (q, out)],
-            "k_tiles": plgpu.RefUnion(*k),
-            "v_tiles": plgpu.RefUnion(*v),
-            "q_full": q_full,
-            "q_empty": plgpu.Barrier(num_barriers=warpgroups),
-            "k_full": k_full,
-            "k_empty": plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages),
-            "v_full": v_full,
-            "v_empty": plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages),
-            "hand_over": allocate_hand_over(warpgroups) if is_packed else None,
-        }
+        return Memory(
+            hand_over=allocate_hand_over(warpgroups) if is_packed else None,
+            k_empty=plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages),
+            k_full=k_full,
+            k_tiles=plgpu.RefUnion(*k),
+            q_and_out=[[plgpu.RefUnion(*x) for _ in range(warpgroups)] for x in (q, out)],
+            q_empty=plgpu.Barrier(num_barriers=warpgroups),
+            q_full=q_full,
+            v_empty=plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages),
+            v_full=v_full,
+            v_tiles=plgpu.RefUnion(*v),
+        )
 
     # Of large heads there is no room for all columns of out at a time.
     size_v = spec.head_dim_v
@@ -564,11 +730,10 @@ def flash_fwd(
             jax.ShapeDtypeStruct((spec.batch, spec.heads_q, spec.seq_q), jnp.float32),
             item_counter() if is_packed else None,
         ),
-        memory(out_sizes),
+        {"memory": memory(out_sizes)},
         spec,
         config,
         num_sums=int(is_packed),
-        num_sequences=num_sequences,
         out_sizes=out_sizes,
         **list_arguments(spec),
     )

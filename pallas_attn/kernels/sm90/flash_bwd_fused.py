@@ -1,0 +1,601 @@
+"""The backward's kernel of dk and dv that adds up dq as well, of heads up to 128.
+
+`pallas_attn.kernels.sm90.flash_bwd` has the formulas.
+"""
+
+import functools
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_attn.kernels.explicit.barriers import exchange_barrier, fence_async, named_barrier
+from pallas_attn.kernels.explicit.programs import run_warpgroups
+from pallas_attn.kernels.explicit.registers import as_columns
+from pallas_attn.kernels.explicit.schedule import make_schedule
+from pallas_attn.kernels.explicit.steps import step_ranges
+from pallas_attn.kernels.explicit.tma import await_copies, await_reads, store_tile
+from pallas_attn.kernels.explicit.wgmma import (
+    WGMMA,
+    WGMMA_ROWS,
+    accumulator,
+    add_values,
+    columns_of,
+    wait_for,
+    zeros,
+)
+from pallas_attn.kernels.explicit.wgmma_launch import launch
+from pallas_attn.kernels.explicit.wgmma_scores import hide_queries, visible_scores
+from pallas_attn.kernels.explicit.wgmma_sums import add_dq, add_to_sums, write_dq
+from pallas_attn.kernels.gradients import gradient_of_sums, gradient_sums
+from pallas_attn.kernels.library.tiles import ROW_PADDING
+from pallas_attn.kernels.sm90.gradient_tiles import value_columns
+from pallas_attn.kernels.sm90.keys import (
+    Inputs,
+    Memory,
+    Problem,
+    allocate_memory,
+    for_each,
+    for_each_own,
+    locate,
+    produce,
+    release_all,
+)
+from pallas_attn.targets import num_sms
+from twin_attention.contract.spec import ScoreRule
+from twin_attention.contract.validate import fail
+from twin_attention.targets.steps import exchange_sides, splits_group
+
+# Named barriers beside those of `barriers`: for each consumer's part of dq, when it is written
+# and when free. Threads that meet there: a consumer's and those of the warp that adds.
+DQ_WRITTEN, DQ_FREE, ADDERS = 7, 9, 128 + 32
+
+
+def flash_bwd_fused_kernel(
+    q_ref,
+    k_ref,
+    v_ref,
+    dout_ref,
+    lse2_ref,
+    delta_ref,
+    schedule_ref,
+    dk_ref,
+    dv_ref,
+    dq_sum_ref,
+    dk_sum_ref,
+    dv_sum_ref,
+    *,
+    memory,
+    members,
+    group_size,
+    seq_q,
+    seq_kv,
+    diagonal,
+    rule,
+    window_left,
+    window_right,
+    head_dim,
+    head_dim_v,
+    block_q,
+    block_kv,
+    num_warps,
+    num_stages,
+):
+    """One program computes tiles of block_kv rows of dk and dv of a kv head, and adds ds k to dq.
+
+    Operands, tiles, loop invariant, accumulation: as in `flash_bwd_dkdv_kernel`. dq_sum is dq's
+    float32 sums in the order of `add_to_sums`, 0 at first; the order of the additions is not fixed.
+    members: how many query heads of a kv head's group a work item visits: all of them, or 1. Then
+    programs share a tile of keys, and add to such sums of dk and dv, dk_sum and dv_sum [B, Hkv, Skv
+    rounded up to ROW_PADDING, columns], in place of dk and dv, which are None; else the sums are.
+    In shared memory there are one more tile of q, two tiles of dsᵀ for each warpgroup, and its part
+    of a tile's dq, which a warp of the producer adds.
+
+    Products are issued so that some run under all arithmetic: dq and dk of the tile before, and dp,
+    under the exponentials; dv under ds; s of the next tile while ds is written. Heads that are
+    small have k and v in registers. With a softcap these have no room for them: dq is taken from
+    its registers before the exponentials, and s of the next tile is issued with dv.
+    """
+    program, warpgroups = lax.axis_index("program"), num_warps // 4 - 1
+    inputs = Inputs(
+        q_ref, k_ref, v_ref, dout_ref, lse2_ref, delta_ref, None, None, schedule_ref, None
+    )
+    problem = Problem(
+        seq_q, seq_kv, diagonal, window_left, window_right, group_size, members,
+        q_ref.shape[2] // members, block_q, block_kv, hides_missing=seq_kv % block_kv > 0,
+    )  # fmt: skip
+    kernel = Consumers(
+        inputs, memory.as_tiles(), problem, rule,
+        Plan.of(problem, rule, head_dim, head_dim_v, num_stages + 1, warpgroups, dk_sum_ref),
+        Outputs(dk_ref, dv_ref, dq_sum_ref, dk_sum_ref, dv_sum_ref), program,
+    )  # fmt: skip
+    run_warpgroups(
+        warpgroups,
+        functools.partial(consume, kernel),
+        functools.partial(produce, inputs, kernel.memory, problem, program),
+        functools.partial(add, kernel),
+    )
+
+
+class Plan(NamedTuple):
+    """How the registers are used.
+
+    Attributes:
+        size, size_v: columns of dk and of dv, padded.
+        small: they have room for a consumer's rows of k and v beside all else.
+        capped: they would, but the cap's derivative takes it, of which products have copies.
+        s_before_ds: the next scores are issued with dv, as there is a third tile of q. Of two, the
+            next one takes the place of the one that dk frees after that.
+        is_tight: with sums of all three and a window ptxas serializes products unless one head is
+            a loop too, and there is no room for what `locate` returns.
+        loops_over_heads: the heads are a loop.
+        has_columns: a warpgroup's part of dq is some columns over all keys, and not all columns
+            over its own keys.
+        dq_columns: the columns of each warpgroup's part.
+    """
+
+    size: int
+    size_v: int
+    small: bool
+    capped: bool
+    s_before_ds: bool
+    is_tight: bool
+    loops_over_heads: bool
+    has_columns: bool
+    dq_columns: tuple[slice, ...]
+
+    @classmethod
+    def of(cls, problem, rule, head_dim, head_dim_v, q_stages, warpgroups, dk_sum_ref) -> "Plan":
+        """Return the plan of a problem."""
+        size, size_v = value_columns(head_dim), value_columns(head_dim_v)
+        small = is_small(head_dim, head_dim_v)
+        capped = small and rule.softcap is not None
+        is_tight = (
+            dk_sum_ref is not None and problem.window_left is not None and max(size, size_v) > 96
+        )
+        has_columns = small or size > 64
+        dq_columns = tuple(
+            slice(min(64 * w, size), min(64 * w + 64, size)) if has_columns else slice(0, size)
+            for w in range(warpgroups)
+        )
+        return cls(
+            size, size_v, small, capped, capped and q_stages > 2, is_tight,
+            problem.members > 1 or is_tight, has_columns, dq_columns,
+        )  # fmt: skip
+
+    @property
+    def holds_keys(self) -> bool:
+        """A consumer has its rows of k and v in registers."""
+        return self.small and not self.capped
+
+    @property
+    def writers(self) -> tuple[int, ...]:
+        """The warpgroups that have a part of dq."""
+        return tuple(w for w, x in enumerate(self.dq_columns) if x.start < x.stop)
+
+
+class Outputs(NamedTuple):
+    """References to the outputs: dk and dv, or their sums in place of them; and dq's sums."""
+
+    dk: Any
+    dv: Any
+    dq_sum: Any
+    dk_sum: Any
+    dv_sum: Any
+
+
+class Consumers(NamedTuple):
+    """What the consumer warpgroups, and the warp that adds dq, work on.
+
+    Attributes:
+        inputs, memory, problem, rule, plan: operands, shared memory, what all tiles have in
+            common, and how the registers are used.
+        outputs: see `Outputs`.
+        program: this program's number.
+    """
+
+    inputs: Inputs
+    memory: Memory
+    problem: Problem
+    rule: ScoreRule
+    plan: Plan
+    outputs: Outputs
+    program: Any
+
+
+def add(kernel):
+    """Add what the consumers write of each tile of dq to its sums."""
+    plan, members = kernel.plan, kernel.problem.members
+
+    def add_all(tile, step):
+        work = locate(kernel.problem, tile)
+        batch, steps = work.batch, work.steps
+
+        def add_tile(index):
+            head = work.part * members + index // steps
+            start = work.start_q(index % steps)
+            await_reads()
+            for w in plan.writers:
+                named_barrier("arrive", DQ_FREE + w, ADDERS)
+            for w in plan.writers:
+                named_barrier("sync", DQ_WRITTEN + w, ADDERS)
+                dq = kernel.memory.dq_tiles.at[w]
+                add_dq(dq, plan.dq_columns[w], kernel.outputs.dq_sum, batch, head, start)
+
+        pl.loop(0, steps * members)(add_tile)
+        return step
+
+    for_each(kernel.inputs, kernel.program, add_all, None)
+    await_copies()
+
+
+def consume(kernel, w):
+    """Compute the rows of consumer warpgroup w, a number: each has its own code."""
+    release_all(kernel.memory, w)
+    compute = functools.partial(compute_tile, kernel, w)
+    for_each_own(kernel.inputs, kernel.memory, kernel.program, compute)
+    plgpu.wait_smem_to_gmem(0)
+
+
+class Keys(NamedTuple):
+    """A tile of keys, of one warpgroup.
+
+    Attributes:
+        w: the warpgroup's number.
+        tile, work, first_step: the tile's number, what `locate` returns, and the steps before it.
+        steps: how many tiles of queries see it, not known to the compiler.
+        keys, values: its rows of k and v in registers, or None.
+    """
+
+    w: int
+    tile: Any
+    work: Any
+    first_step: Any
+    steps: Any
+    keys: Any
+    values: Any
+
+
+def compute_tile(kernel, w, tile, step):
+    """Compute a warpgroup's rows of dk and dv of a tile of keys; return the steps so far."""
+    memory, plan, members = kernel.memory, kernel.plan, kernel.problem.members
+    q_stages = memory.lse2_rows.shape[0]
+    work = locate(kernel.problem, tile)
+    no_ds = zeros(WGMMA_ROWS, kernel.problem.block_q).astype(kernel.inputs.k.dtype)
+    for x in range(len(plan.dq_columns)):
+        plgpu.barrier_wait(memory.kv_full.at[x])
+    share_ds(kernel, w, no_ds, step - 1)
+    keys = values = None
+    if plan.holds_keys:
+        keys, values = (
+            tuple(plgpu.load(x, layout=WGMMA) for x in tiles.tile(w).multiplied)
+            for tiles in (memory.k_tiles, memory.v_tiles)
+        )
+    # Not a constant, or the compiler would see that `fresh` is one in all steps. With a loop of
+    # heads not surely positive: with no way around ptxas serializes products.
+    steps = work.steps + (step & -(2**30) if plan.loops_over_heads else step >> 30)
+    own = Keys(w, tile, work, step, steps, keys, values)
+
+    # sᵀ = scale · k qᵀ of the first tile, for which the tile of keys before waited.
+    def first(s_ref):
+        q = memory.q_tiles.factors.tile(lax.rem(step, q_stages))
+        start_scores(s_ref, keys, memory.k_tiles.tile(w), q)
+        return wait_for(s_ref, 0, keys)
+
+    @pl.when(step == 0)
+    def _():
+        plgpu.barrier_wait(memory.q_full.at[0])
+
+    s = pl.run_scoped(first, accumulator(WGMMA_ROWS, kernel.problem.block_q))
+    end = step + steps * members
+
+    # Visit the tiles of queries that see these keys; only tiles at the edges are masked.
+    carry = (
+        s, no_ds if plan.small else None, zeros(WGMMA_ROWS, plan.size),
+        zeros(WGMMA_ROWS, plan.size_v),
+    )  # fmt: skip
+    # In one loop: ptxas finds no registers for s of two.
+    masked = len(step_ranges(work.masked_steps, steps)) > 1
+
+    def visit_head(member, carry):
+        body = functools.partial(visit, kernel, own, member, masked)
+        return lax.fori_loop(0, steps, body, carry)
+
+    if not plan.loops_over_heads:
+        _, ds, dk, dv = visit_head(kernel.program * 0, carry)
+    else:
+        heads = members + (step & -(2**30)) if plan.is_tight else members
+        _, ds, dk, dv = lax.fori_loop(0, heads, visit_head, carry)
+    dk = finish(kernel, w, ds, dk, end)
+    exchange_barrier(len(plan.dq_columns))  # the others read these keys too
+    store(kernel, own, dk, dv)
+    return end
+
+
+class Step(NamedTuple):
+    """A tile of queries of one head.
+
+    Attributes:
+        x: its number among those that see the keys, which are masked first.
+        masked: it may have hidden scores.
+        now: its number among all tiles of queries of the program.
+        fresh: 0, which the compiler does not know: it would compute the descriptors of k and v
+            before the loop, for which there are no registers.
+        is_first: it is the first that sees the keys.
+        q_slot, previous, following: the places of its q, and of those before and after.
+        slot: the place of its dout.
+    """
+
+    x: Any
+    masked: bool
+    now: Any
+    fresh: Any
+    is_first: Any
+    q_slot: Any
+    previous: Any
+    following: Any
+    slot: Any
+
+
+def visit(kernel, own, member, masked, x, carry):
+    """Add what a tile of queries gives to dv, and what the one before gives to dk and dq.
+
+    carry: s of this tile, ds of the tile before where it is in registers, dk and dv.
+    """
+    memory, plan = kernel.memory, kernel.plan
+    q_stages, num_stages = memory.lse2_rows.shape[0], memory.delta_rows.shape[0]
+    index = member * own.steps + x
+    now = own.first_step + index
+    slot, q_slot = now % num_stages, lax.rem(now, q_stages)
+    previous, following = (lax.rem(now + x, q_stages) for x in (q_stages - 1, 1))
+    fresh = now >> 30
+    step = Step(x, masked, now, fresh, index == fresh, q_slot, previous, following, slot)
+    *_, dk, dv = carry
+    refs = [accumulator(WGMMA_ROWS, kernel.problem.block_q)] * 2
+    refs += [accumulator(*dk.shape), accumulator(*dv.shape)]
+    if own.w in plan.writers:
+        refs.append(accumulator_of_dq(plan, own.w))
+    return pl.run_scoped(functools.partial(overlap, kernel, own, step, carry), *refs)
+
+
+def overlap(kernel, own, step, carry, s_ref, dp_ref, dk_ref, dv_ref, dq_ref=None):
+    """Multiply dq, dk, dp under the exponentials, dv under ds, s one tile ahead."""
+    inputs, memory, problem, rule, plan, *_ = kernel
+    w, slot, dtype = own.w, step.slot, inputs.k.dtype
+    s, ds, dk, dv = carry
+    # ds is 0 at first.
+    before = jnp.where(step.is_first, step.q_slot, step.previous)
+    multiplied = memory.q_tiles.values.tile(before)
+    dout = memory.dout_tiles.values.tile(slot)
+    of_k = len(memory.k_tiles.multiplied)
+
+    def start_dp():
+        dp_ref[...] = zeros(WGMMA_ROWS, problem.block_q)
+        v = memory.v_tiles.tile(w + step.fresh)
+        start_scores(dp_ref, own.values, v, memory.dout_tiles.factors.tile(slot))
+
+    def finish_dq(pending, *read):
+        if dq_ref is not None:
+            dq = wait_for(dq_ref, pending, *read)
+            pl.when(jnp.logical_not(step.is_first))(lambda: write_part(kernel, w, dq))
+
+    def start_next_scores():
+        # sᵀ = scale · k qᵀ of the next tile; behind the last one it is not used.
+        plgpu.barrier_wait(memory.q_full.at[step.following])
+        s_ref[...] = zeros(WGMMA_ROWS, problem.block_q)
+        k = memory.k_tiles.tile(w + step.fresh)
+        start_scores(s_ref, own.keys, k, memory.q_tiles.factors.tile(step.following))
+
+    # Start dq = ds k and dk += dsᵀ q of the tile before.
+    stored = (step.now - 1) % 2
+    if dq_ref is not None:
+        start_dq(kernel, w, dq_ref, stored)
+    dk_ref[...] = dk
+    add_values(dk_ref, ds if plan.small else memory.ds_tiles.at[stored, w], multiplied)
+    # Before dq is stored: a look at a barrier would wait until the stores are done.
+    plgpu.barrier_wait(memory.dout_full.at[slot])
+    # Start dpᵀ = v doutᵀ.
+    if plan.small:
+        start_dp()
+    # pᵀ = exp(sᵀ - lse)
+    hides = functools.partial(hide_at_edges, kernel, own, step)
+    visible, exp2_scale, dcap = visible_scores(s, None, None, None, rule, None, None, False)
+    if step.masked and not plan.capped:
+        visible = hides(visible)
+    if plan.capped:
+        # p and p ∘ dcap take the registers of dq.
+        visible = lax.optimization_barrier(visible)
+        finish_dq(len(multiplied.multiplied) + len(dout.multiplied))
+    lse2 = plgpu.load(memory.lse2_rows.at[step.q_slot], layout=WGMMA.reduce(0))
+    power = visible * exp2_scale - as_columns(lse2, visible, WGMMA)
+    if plan.capped and step.masked:
+        power = hides(power)
+    if not plan.small:
+        # dp takes the registers of dq.
+        power = lax.optimization_barrier(power)
+        finish_dq(len(multiplied.multiplied))
+        start_dp()
+    p = jnp.exp2(power)
+    p_cast, p = p.astype(dtype), p * dcap
+    if plan.holds_keys:
+        p_cast, p = lax.optimization_barrier((p_cast, p))
+        finish_dq(len(multiplied.multiplied) + len(dout.multiplied), p_cast)
+    # Start dv += pᵀ dout.
+    dv_ref[...] = dv
+    add_values(dv_ref, p_cast, dout)
+    pending = len(dout.multiplied)
+    if plan.s_before_ds:
+        start_next_scores()
+        pending += of_k
+    # dsᵀ = pᵀ ∘ (dpᵀ - delta) ∘ dcapᵀ
+    dp = plgpu.wgmma_accumulator_load(dp_ref, wait_n=pending)
+    dk_new = plgpu.wgmma_accumulator_load(dk_ref, wait_n=None)
+    dp, dk_new, p, _ = lax.optimization_barrier((dp, dk_new, p, ds))
+    plgpu.barrier_arrive(memory.q_empty.at[step.previous])
+    delta = plgpu.load(memory.delta_rows.at[slot], layout=WGMMA.reduce(0))
+    ds_new = (p * (dp - as_columns(delta, dp, WGMMA))).astype(dtype)
+    ds_new = lax.optimization_barrier(ds_new)
+    if not plan.s_before_ds:
+        start_next_scores()
+    share_ds(kernel, w, ds_new, step.now)
+    dv_new = wait_for(dv_ref, of_k, p_cast)
+    plgpu.barrier_arrive(memory.dout_empty.at[slot])
+    return wait_for(s_ref, 0), ds_new if plan.small else None, dk_new, dv_new
+
+
+def hide_at_edges(kernel, own, step, s):
+    """Hide what the queries do not see, where the step is one at the edges."""
+    problem = kernel.problem
+
+    def hide(s):
+        # Located again where keeping the place takes registers.
+        work = own.work
+        if kernel.plan.is_tight:
+            work = locate(problem, own.tile + step.fresh)
+        return hide_queries(
+            s,
+            # Keys are counted as queries are.
+            first_key=work.start_kv + own.w * WGMMA_ROWS - problem.diagonal,
+            start_q=work.start_q(step.x),
+            end=problem.seq_kv - problem.diagonal if problem.hides_missing else None,
+            window_left=problem.window_left,
+            window_right=problem.window_right,
+        )
+
+    return lax.cond(step.x < own.work.masked_steps, hide, lambda s: s, s)
+
+
+def finish(kernel, w, ds, dk, end):
+    """Return dk with dsᵀ q of the last tile, and give its dq to the warp that adds."""
+    memory, plan = kernel.memory, kernel.plan
+    stored = (end - 1) % 2
+
+    def last(dk_ref, dq_ref=None):
+        if dq_ref is not None:
+            start_dq(kernel, w, dq_ref, stored)
+        dk_ref[...] = dk
+        left = memory.ds_tiles.at[stored, w] if ds is None else ds
+        slot = (end - 1) % memory.lse2_rows.shape[0]
+        add_values(dk_ref, left, memory.q_tiles.values.tile(slot))
+        if dq_ref is not None:
+            write_part(kernel, w, wait_for(dq_ref, len(memory.k_tiles.multiplied)))
+        return wait_for(dk_ref, 0, ds)
+
+    refs = [accumulator(*dk.shape)]
+    if w in plan.writers:
+        refs.append(accumulator_of_dq(plan, w))
+    return pl.run_scoped(last, *refs)
+
+
+def store(kernel, own, dk, dv):
+    """Scale and store a warpgroup's rows of dk and dv, or add them to the sums; free k and v."""
+    memory, outputs, work, w = kernel.memory, kernel.outputs, own.work, own.w
+    place = work.batch, work.head_kv, work.start_kv + w * WGMMA_ROWS
+    if outputs.dk_sum is None:
+        store_tile(dk * kernel.rule.scale, memory.k_tiles.tile(w), outputs.dk, *place)
+        store_tile(dv, memory.v_tiles.tile(w), outputs.dv, *place)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    plgpu.barrier_arrive(memory.kv_empty.at[w])
+    if outputs.dk_sum is not None:
+        for x, sums in ((dk, outputs.dk_sum), (dv, outputs.dv_sum)):
+            add_to_sums(x, sums, *place)
+
+
+def start_dq(kernel, w, dq_ref, stored):
+    """Start dq = ds k of a warpgroup's part."""
+    memory, plan = kernel.memory, kernel.plan
+    columns = plan.dq_columns[w]
+    for x in range(len(plan.dq_columns)) if plan.has_columns else (w,):
+        ds = memory.ds_tiles.at[stored, x].T
+        keys = memory.k_tiles.tile(x)
+        for piece, held in zip(keys.multiplied, keys.columns, strict=True):
+            lower, upper = max(held.start, columns.start), min(held.stop, columns.stop)
+            if lower < upper:
+                plgpu.wgmma(
+                    columns_of(dq_ref, lower - columns.start, upper - columns.start),
+                    ds,
+                    columns_of(piece, lower - held.start, upper - held.start),
+                )
+
+
+def accumulator_of_dq(plan, w):
+    """Return the type of a warpgroup's part of dq in registers."""
+    return accumulator(WGMMA_ROWS, plan.dq_columns[w].stop - plan.dq_columns[w].start)
+
+
+def write_part(kernel, w, dq):
+    """Write a warpgroup's part of dq for the warp that adds it."""
+    named_barrier("sync", DQ_FREE + w, ADDERS)
+    write_dq(dq, kernel.memory.dq_tiles.at[w])
+    named_barrier("arrive", DQ_WRITTEN + w, ADDERS)
+
+
+def share_ds(kernel, w, ds, step):
+    """Write ds where all warpgroups read it."""
+    kernel.memory.ds_tiles.at[step % 2, w][...] = ds
+    fence_async()
+    exchange_barrier(len(kernel.plan.dq_columns))
+
+
+def start_scores(s, rows, q, k):
+    """Start s += q kᵀ as `add_scores` does; rows: q in registers, or None."""
+    for q_piece, k_piece in zip(rows or q.multiplied, k.multiplied, strict=True):
+        plgpu.wgmma(s, q_piece, k_piece.T)
+
+
+def is_small(head_dim, head_dim_v):
+    """Return True if a consumer's registers have room for its rows of k and v beside all else."""
+    return max(head_dim, head_dim_v) <= 64
+
+
+def launch_fused(inputs, spec, backend):
+    """Call `flash_bwd_fused_kernel`; returns dq, dk and dv."""
+    name = "flash_bwd_fused"
+    columns, columns_v = value_columns(spec.head_dim), value_columns(spec.head_dim_v)
+    config, programs = backend.configs(spec)[name], num_sms(backend.target)
+    if config.block_q != WGMMA_ROWS:
+        fail(NotImplementedError, name, f"block_q={WGMMA_ROWS}", config)
+    sums = [gradient_sums(*inputs.lse2.shape, columns)]
+    is_split = splits_group(spec, config.block_q, config.block_kv, programs)
+    if is_split:
+        rows = pl.cdiv(spec.seq_kv, ROW_PADDING) * ROW_PADDING
+        sums += (
+            gradient_sums(spec.batch, spec.heads_kv, rows, columns),
+            gradient_sums(spec.batch, spec.heads_kv, rows, columns_v),
+        )
+    members = 1 if is_split else spec.group_size
+    parts = spec.heads_q // members
+    turned = replace(exchange_sides(spec), heads_q=parts, heads_kv=parts)
+    outputs = (None if is_split else jax.ShapeDtypeStruct(x.shape, x.dtype) for x in inputs[1:3])
+    results = launch(
+        name,
+        flash_bwd_fused_kernel,
+        inputs,
+        make_schedule(turned, config.block_kv, config.block_q, programs),
+        (*outputs, *sums, *[None] * (3 - len(sums))),
+        {"memory": allocate_memory(spec, config, sums_dq=True)},
+        spec,
+        config,
+        num_sums=len(sums),
+        members=members,
+    )
+    if is_split:
+        dq, dk, dv = results
+        dk = gradient_of_sums(order_sums(dk), inputs.k, spec.scale)
+        dv = gradient_of_sums(order_sums(dv), inputs.v)
+    else:
+        dk, dv, dq = results
+    return gradient_of_sums(order_sums(dq), inputs.q, spec.scale), dk, dv
+
+
+def order_sums(sums):
+    """Return what `add_to_sums` added up, [B, H, rows, columns], as [B, rows, H, columns]."""
+    batch, heads, rows, columns = sums.shape
+    # tile, 8 columns, warp, row, column pair, half of 16 rows, column of the pair
+    blocks = sums.reshape(batch, heads, rows // 64, columns // 8, 4, 8, 4, 2, 2)
+    ordered = blocks.transpose(0, 2, 4, 7, 5, 1, 3, 6, 8)
+    return ordered.reshape(batch, rows, heads, columns)
