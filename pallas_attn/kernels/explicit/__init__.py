@@ -1,7 +1,6 @@
-"""Building blocks of the explicit kernels, in Mosaic GPU.
+"""What the kernels in Mosaic GPU are built of: copies, products, barriers, registers, work items.
 
-What registers and shared memory hold, copies, products, barriers, work items and launches have a
-file each. So has what JAX 0.11.2 lacks, which is built in MLIR and says when it can go. No kernel
-is here. It imports `library` and no family; the explicit families, `sm80`, `sm90` and `paged`,
-import it.
+There is no kernel in it. What JAX 0.11.2's Mosaic GPU does not offer is written by hand in these
+files, and says when it can go. The families `sm80`, `sm90` and `paged` import it; it imports
+`pallas_attn.kernels.library`, and no family.
 """

@@ -1,6 +1,5 @@
-"""Building blocks of every family's kernels, in Pallas.
+"""What kernels of every family compute with: tiles, scores, softmax, sequences, masks, pages.
 
-Tiles, scores, the softmax, packed sequences, segments, block masks, the order of programs and pages
-have a file each, with the host functions that prepare their arguments. No kernel is here. It
-imports no family and nothing of `explicit`; every file of `kernels` may import it.
+There is no kernel in it. Every family imports it; it imports none of them, and nothing of
+`pallas_attn.kernels.explicit`.
 """
