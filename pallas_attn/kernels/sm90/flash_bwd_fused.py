@@ -328,6 +328,7 @@ class Step(NamedTuple):
         is_first: it is the first that sees the keys.
         q_slot, previous, following: the places of its q, and of those before and after.
         slot: the place of its dout.
+        multiplied: the q before, which ds multiplies; at first its own, as ds is 0 then.
     """
 
     x: Any
@@ -339,6 +340,7 @@ class Step(NamedTuple):
     previous: Any
     following: Any
     slot: Any
+    multiplied: Any
 
 
 def visit(kernel, own, member, masked, x, carry):
@@ -353,7 +355,11 @@ def visit(kernel, own, member, masked, x, carry):
     slot, q_slot = now % num_stages, lax.rem(now, q_stages)
     previous, following = (lax.rem(now + x, q_stages) for x in (q_stages - 1, 1))
     fresh = now >> 30
-    step = Step(x, masked, now, fresh, index == fresh, q_slot, previous, following, slot)
+    is_first = index == fresh
+    multiplied = memory.q_tiles.values.tile(jnp.where(is_first, q_slot, previous))
+    step = Step(
+        x, masked, now, fresh, is_first, q_slot, previous, following, slot, multiplied
+    )  # fmt: skip
     *_, dk, dv = carry
     refs = [accumulator(WGMMA_ROWS, kernel.problem.block_q)] * 2
     refs += [accumulator(*dk.shape), accumulator(*dv.shape)]
@@ -367,9 +373,7 @@ def overlap(kernel, own, step, carry, s_ref, dp_ref, dk_ref, dv_ref, dq_ref=None
     inputs, memory, problem, rule, plan, *_ = kernel
     w, slot, dtype = own.w, step.slot, inputs.k.dtype
     s, ds, dk, dv = carry
-    # ds is 0 at first.
-    before = jnp.where(step.is_first, step.q_slot, step.previous)
-    multiplied = memory.q_tiles.values.tile(before)
+    multiplied = step.multiplied
     dout = memory.dout_tiles.values.tile(slot)
     of_k = len(memory.k_tiles.multiplied)
 
