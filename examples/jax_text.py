@@ -14,7 +14,8 @@ from flax import nnx
 
 from examples.continuous_batching import Step
 from models.config import ModelConfig
-from models.jax_decode import PagedCache, make_cache
+from models.jax_attention import PagedCache
+from models.jax_decode import make_cache
 from models.jax_model import Transformer, next_token_loss
 
 

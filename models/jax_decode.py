@@ -2,61 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from models.config import ModelConfig
-from models.jax_attention import Attend
-from pallas_attn import append_kv, paged_decode
-
-if TYPE_CHECKING:
-    from models.jax_model import Transformer
+from models.jax_attention import PagedCache
+from models.jax_model import Transformer
 
 MOST_NEW_TOKENS = 16  # of one `append_kv`
-
-
-@jax.tree_util.register_dataclass
-@dataclass
-class PagedCache:
-    """Keys and values of every layer, in pages.
-
-    Attributes:
-        k_pages, v_pages: a pool [P, page_size, Hkv, D] for each layer.
-        block_tables: [B, max_pages] int32, the pages of each sequence, in every layer the same.
-        seq_lens: [B] int32, tokens of each sequence in the cache.
-    """
-
-    k_pages: list[jax.Array]
-    v_pages: list[jax.Array]
-    block_tables: jax.Array
-    seq_lens: jax.Array
-
-    def extended(self, num_new_tokens: int) -> PagedCache:
-        """Return the cache with the new tokens counted in; each layer's `attend` writes them."""
-        return replace(self, seq_lens=self.seq_lens + num_new_tokens)
-
-    def positions(self, num_new_tokens: int) -> jax.Array:
-        """Return the positions [B, T] of the last tokens."""
-        last = jnp.arange(-num_new_tokens, 0)
-        return self.seq_lens[:, None] + last
-
-    def attend(self, layer: int) -> Attend:
-        """Return the attention of new tokens over the cache of a layer, which it writes first."""
-
-        def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-            pages = self.k_pages[layer], self.v_pages[layer]
-            k, v = k.astype(pages[0].dtype), v.astype(pages[1].dtype)
-            pages = append_kv(k, v, *pages, self.block_tables, self.seq_lens)
-            self.k_pages[layer], self.v_pages[layer] = pages
-            out = paged_decode(q.astype(k.dtype), *pages, self.block_tables, self.seq_lens)
-            return out.astype(q.dtype)
-
-        return attend
 
 
 def make_cache(

@@ -7,8 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from models.config import INIT_STD, NORM_EPS, ModelConfig, check_dtypes
-from models.jax_attention import Attend, choose_attention
-from models.jax_decode import PagedCache
+from models.jax_attention import Attend, PagedCache, choose_attention
 
 Rotary = tuple[jax.Array, jax.Array]
 

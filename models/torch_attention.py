@@ -1,4 +1,4 @@
-"""Causal attention of the PyTorch model, by name.
+"""Causal attention of the PyTorch model: by name, and over a paged cache.
 
 Each function takes q [B, S, Hq, D] and k, v [B, S, Hkv, D], and returns [B, S, Hq, D].
 """
@@ -6,6 +6,7 @@ Each function takes q [B, S, Hq, D] and k, v [B, S, Hkv, D], and returns [B, S, 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
@@ -13,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from models.config import ModelConfig
-from torch_attn import explain, flash_attention
+from torch_attn import append_kv, explain, flash_attention, paged_decode
 from twin_attention.contract.validate import fail
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -109,3 +110,41 @@ def choose_attention(
             expected = "compute capability 8.0 or newer for 'cudnn'"
             fail(NotImplementedError, "attention", expected, "{}.{}".format(*capability))
     return ATTENTIONS[name]
+
+
+@dataclass
+class PagedCache:
+    """Keys and values of every layer, in pages.
+
+    Attributes:
+        k_pages, v_pages: a pool [P, page_size, Hkv, D] for each layer.
+        block_tables: [B, max_pages] int32, the pages of each sequence, in every layer the same.
+        seq_lens: [B] int32, tokens of each sequence in the cache.
+    """
+
+    k_pages: list[Tensor]
+    v_pages: list[Tensor]
+    block_tables: Tensor
+    seq_lens: Tensor
+
+    def extended(self, num_new_tokens: int) -> PagedCache:
+        """Return the cache with the new tokens counted in; each layer's `attend` writes them."""
+        return replace(self, seq_lens=self.seq_lens + num_new_tokens)
+
+    def positions(self, num_new_tokens: int) -> Tensor:
+        """Return the positions [B, T] of the last tokens."""
+        last = torch.arange(-num_new_tokens, 0, device=self.seq_lens.device)
+        return self.seq_lens[:, None] + last
+
+    def attend(self, layer: int) -> Attend:
+        """Return the attention of new tokens over the cache of a layer, which it writes first."""
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            pages = self.k_pages[layer], self.v_pages[layer]
+            k, v = k.to(pages[0].dtype), v.to(pages[1].dtype)
+            pages = append_kv(k, v, *pages, self.block_tables, self.seq_lens)
+            self.k_pages[layer], self.v_pages[layer] = pages
+            out = paged_decode(q.to(k.dtype), *pages, self.block_tables, self.seq_lens)
+            return out.to(q.dtype)
+
+        return attend

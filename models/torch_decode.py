@@ -2,58 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
 from models.config import ModelConfig
-from models.torch_attention import Attend
-from torch_attn import append_kv, paged_decode
-
-if TYPE_CHECKING:
-    from models.torch_model import Transformer
+from models.torch_attention import PagedCache
+from models.torch_model import Transformer
 
 MOST_NEW_TOKENS = 16  # of one `append_kv`
-
-
-@dataclass
-class PagedCache:
-    """Keys and values of every layer, in pages.
-
-    Attributes:
-        k_pages, v_pages: a pool [P, page_size, Hkv, D] for each layer.
-        block_tables: [B, max_pages] int32, the pages of each sequence, in every layer the same.
-        seq_lens: [B] int32, tokens of each sequence in the cache.
-    """
-
-    k_pages: list[Tensor]
-    v_pages: list[Tensor]
-    block_tables: Tensor
-    seq_lens: Tensor
-
-    def extended(self, num_new_tokens: int) -> PagedCache:
-        """Return the cache with the new tokens counted in; each layer's `attend` writes them."""
-        return replace(self, seq_lens=self.seq_lens + num_new_tokens)
-
-    def positions(self, num_new_tokens: int) -> Tensor:
-        """Return the positions [B, T] of the last tokens."""
-        last = torch.arange(-num_new_tokens, 0, device=self.seq_lens.device)
-        return self.seq_lens[:, None] + last
-
-    def attend(self, layer: int) -> Attend:
-        """Return the attention of new tokens over the cache of a layer, which it writes first."""
-
-        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            pages = self.k_pages[layer], self.v_pages[layer]
-            k, v = k.to(pages[0].dtype), v.to(pages[1].dtype)
-            pages = append_kv(k, v, *pages, self.block_tables, self.seq_lens)
-            self.k_pages[layer], self.v_pages[layer] = pages
-            out = paged_decode(q.to(k.dtype), *pages, self.block_tables, self.seq_lens)
-            return out.to(q.dtype)
-
-        return attend
 
 
 def make_cache(

@@ -10,8 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from models.config import INIT_STD, NORM_EPS, ModelConfig, check_dtypes
-from models.torch_attention import Attend, choose_attention
-from models.torch_decode import PagedCache
+from models.torch_attention import Attend, PagedCache, choose_attention
 
 Rotary = tuple[Tensor, Tensor]
 

@@ -2,38 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from bench.training.case import PHASES
 from bench.training.timeline import Blocks, Event, Owned, Timeline, timeline_of
 
-if TYPE_CHECKING:
-    from bench.training.torch_training import TorchTraining
 
-
-def record_timeline(training: TorchTraining) -> Timeline:
-    """Run a step, not the training's first, and return its memory by category.
+def record_timeline(
+    phases: Mapping[str, Callable[[], None]],
+    parameters: Sequence[Tensor],
+    optimizer: torch.optim.Optimizer,
+) -> Timeline:
+    """Run the phases of a step, not the training's first, and return its memory by category.
 
     On a GPU the events are those of the allocator's history, on a CPU the profiler's, which does
     not know what else is there than parameters and the optimizer's state.
     """
-    parameters = blocks_of(training.parameters)
-    states = training.adamw.state.values()
-    optimizer = blocks_of(x for state in states for x in state.values())
-    on_gpu = training.tokens.is_cuda
-    start = _active_blocks() if on_gpu else {**parameters, **optimizer}
+    weights = blocks_of(parameters)
+    states = blocks_of(x for state in optimizer.state.values() for x in state.values())
+    on_gpu = parameters[0].is_cuda
+    record = cuda_events if on_gpu else cpu_events
+    start = _active_blocks() if on_gpu else {**weights, **states}
     gradients: Blocks = {}
     events: dict[str, list[Event]] = {}
-    for phase in PHASES:
-        record = cuda_events if on_gpu else cpu_events
-        events[phase] = record(getattr(training, phase))
+    for phase, run in phases.items():
+        events[phase] = record(run)
         if phase == "backward":
-            gradients = blocks_of(p.grad for p in training.parameters if p.grad is not None)
-    return timeline_of(start, events, Owned(parameters, optimizer, gradients))
+            gradients = blocks_of(p.grad for p in parameters if p.grad is not None)
+    return timeline_of(start, events, Owned(weights, states, gradients))
 
 
 def blocks_of(tensors: Iterable[Tensor]) -> Blocks:

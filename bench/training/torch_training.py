@@ -11,6 +11,7 @@ import torch
 
 from bench.training.case import PHASES, TrainingCase
 from bench.training.timeline import Timeline
+from bench.training.torch_memory import record_timeline
 from models.torch_model import Transformer, next_token_loss
 
 if TYPE_CHECKING:
@@ -88,9 +89,8 @@ class TorchTraining:
 
     def timeline(self) -> Timeline:
         """Run a step and return its memory by category; to be called after `time_step`."""
-        from bench.training.torch_memory import record_timeline
-
-        return record_timeline(self)
+        phases = {phase: getattr(self, phase) for phase in PHASES}
+        return record_timeline(phases, self.parameters, self.adamw)
 
 
 def make_model(case: TrainingCase, attention: str, device: str) -> Transformer | Llama:
