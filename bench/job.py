@@ -43,7 +43,7 @@ class Call(NamedTuple):
         run: the timed function; launches and does not wait.
         result: from what `run` returned, the arrays to check, torch's or JAX's [B, S, H, D]: (out,)
             of a forward or a decode, (dq, dk, dv) of a backward, (out, dq, dk, dv) of both,
-            (k_pages, v_pages) of an append. None for an ablation, whose result is wrong on purpose.
+            (k_pages, v_pages) of an append. None where it is not the problem's result.
         saved: bytes of a forward's output and saved activations before a backward, None if unknown.
         planned: returns the bytes that a call adds, where its compiler plans them; to be called
             after `run`. None where the timer sees them.

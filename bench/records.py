@@ -27,10 +27,8 @@ FORMER_NAMES = {
 }
 # Of cases: earlier records lack these fields, which then have these defaults.
 LATER_FIELDS = {"sinks": False, "deterministic": False, "segments": "", "precision": "ieee"}
-# Of our forward with another softmax (see `bench.ablation`), by the ends of their names.
-WITHOUT_SOFTMAX = "without softmax"  # its result is wrong on purpose
-WITH_BARRIERS = "with barriers"
-ABLATIONS = (WITHOUT_SOFTMAX, WITH_BARRIERS)
+# Of earlier records: our forward with another softmax, by the ends of their names.
+ABLATIONS = ("without softmax", "with barriers")
 # Of packed sequences: the dense kernel on another problem of as many FLOPs (`bench.suites.packed`).
 YARDSTICKS = {"torch triton": "torch triton dense", "jax triton": "jax triton dense"}
 # Of patterns: flash attention of all pairs, beside attention to some (`bench.suites.patterns`).
@@ -146,7 +144,7 @@ class Record:
         return self.target is None
 
     @property
-    def is_ablation(self) -> bool:
+    def is_yardstick(self) -> bool:
         """Return True if it waits or computes something else: its time compares with no peer's."""
         name = self.implementation
         return name.endswith(ABLATIONS) or name in (*YARDSTICKS.values(), *DENSE)

@@ -48,7 +48,7 @@ def gains(records: Sequence[Record]) -> dict[str, Grid]:
 def doublings(records: Sequence[Record]) -> dict[str, Grid]:
     """Return how the time of one sequence grows with its length."""
     grid = [["pattern", "pass", "implementation", "tokens", "twice / this"]]
-    single = (r for r in records if r.times and r.case["batch"] == 1 and not r.is_ablation)
+    single = (r for r in records if r.times and r.case["batch"] == 1 and not r.is_yardstick)
     series = groups(single, lambda r: (r.case["name"].partition("-")[0], r.operation, r.label))
     for (pattern, operation, label), group in series.items():
         times = {(r.case["dtype"], r.case["seq_q"]): r.times.median for r in group if r.times}

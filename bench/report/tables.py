@@ -133,7 +133,7 @@ def memory(records: Sequence[Record]) -> Grid:
 
 def speeds(records: Sequence[Record]) -> Grid:
     """Return a peer's time over ours, minimum to maximum over the cases; a column for each peer."""
-    timed = [record for record in records if record.times and not record.is_ablation]
+    timed = [record for record in records if record.times and not record.is_yardstick]
     peers = labels(timed, peers=True)
     rows = [["operation", "implementation", "best peer", *peers]]
     for operation, group in by_operation(timed).items():

@@ -1,36 +1,27 @@
-"""The forward at shapes that FlashAttention-2 is often timed at, and what its softmax costs."""
+"""The forward at shapes that FlashAttention-2 is often timed at."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from importlib import import_module
 from itertools import product
-from typing import TYPE_CHECKING
 
 from bench import ours
-from bench.calls import jax_call, torch_call
-from bench.job import Call, Job, Subject
+from bench.job import Job, Subject
 from bench.peers import FLASH
-from bench.records import ABLATIONS, WITH_BARRIERS, WITHOUT_SOFTMAX, Record
+from bench.records import Record
 from bench.suites import Cells
 from bench.suites.flash_jobs import FlashFactories, flash_jobs
 from interop.parity.cases import FlashCase
-from twin_attention.contract.operands import FlashOperands
-from twin_attention.targets.family import portable_backend
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 TITLE = "FlashAttention-2's shapes"
 NOTE = (
     "float16, 32 query heads, head size 128, forward. FLOPs of a causal rectangle are those of "
     "the pairs that its mask keeps, not half of all; the mask is aligned to the last query and "
-    f"key. '{WITHOUT_SOFTMAX}' is the shipped kernel compiled with p = s: the loads and the two "
-    f"matrix products alone, whose result is wrong on purpose. '{WITH_BARRIERS}' is the shipped "
-    "kernel whose warps wait for each other before the softmax of each tile and after it, so that "
-    "none computes its softmax while another one of the block multiplies. Clocks and power are in "
-    "the log beside the records."
+    "key. Earlier records have two more builds of the portable kernel: 'without softmax', with p = "
+    "s, whose result is wrong on purpose, and 'with barriers', whose warps wait for each other "
+    "before the softmax of each tile and after it. Clocks and power are in the log beside the "
+    "records."
 )
 
 HEADS_Q, HEAD_DIM = 32, 128
@@ -77,32 +68,4 @@ def _factories(targets: Sequence[str], case: FlashCase) -> FlashFactories:
     if case.heads_kv != case.heads_q:  # JAX compiles for every shape
         for target in targets[1:]:
             del factories[Subject("jax triton", target)]
-    factories |= {Subject(name): FLASH[name] for name in PEERS}
-    if case.causal:  # hidden scores are -inf, which needs the softmax
-        return factories
-    shipped = [s for s in factories if s.implementation in ("torch triton", "jax triton")]
-    return factories | {
-        Subject(f"{name} {ablation}", target): partial(_ablation, name, ablation, target)
-        for ablation, (name, target) in product(ABLATIONS, shipped)
-    }
-
-
-def _ablation(
-    name: str,
-    ablation: str,
-    target: str | None,
-    case: FlashCase,
-    operation: str,
-    tensors: list[Tensor],
-) -> Call:
-    side, _ = ours.NAMES[name]
-    flash_fwd = import_module(f"bench.ablation.{side}").flash_fwd(ablation)
-    backend = portable_backend(side, target if tensors[0].is_cuda else None)
-
-    def attend(q, k, v):
-        out, _ = flash_fwd(FlashOperands(q, k, v), case.spec, backend)
-        return out
-
-    prepare = jax_call if side == "pallas_attn" else torch_call
-    call = prepare(attend, operation, tensors)
-    return call._replace(result=None) if ablation == WITHOUT_SOFTMAX else call
+    return factories | {Subject(name): FLASH[name] for name in PEERS}

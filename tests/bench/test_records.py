@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from bench.records import WITHOUT_SOFTMAX, Times, append, drop_unfinished_line, load, origin, stem
+from bench.records import Times, append, drop_unfinished_line, load, origin, stem
 
 
 def test_a_file_gives_back_what_was_appended(tmp_path, record):
@@ -41,7 +41,7 @@ def test_names_of_earlier_versions_are_translated(tmp_path, record):
     append(path, [record(implementation=name) for name in former])
     assert [r.implementation for r in load(path)] == [
         "torch triton", "torch triton compiled", "torch triton graph",
-        f"torch triton {WITHOUT_SOFTMAX}", "jax triton",
+        "torch triton without softmax", "jax triton",
     ]  # fmt: skip
     peer = record(implementation="tokamax Triton", target=None)
     others = [record(suite="flash-vs-eager"), record(suite="eager-attention", operation="ceiling")]

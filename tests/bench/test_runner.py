@@ -176,8 +176,8 @@ def test_only_what_is_right_is_timed(run, error, status):
         assert f"torch triton sm90: refused by parity: its error is {error:.3g} times" in printed
 
 
-def test_an_ablation_is_not_checked(run):
-    factories = {OURS: factory("no softmax", result=None)}
+def test_a_call_without_a_result_is_not_checked(run):
+    factories = {OURS: factory("no result", result=None)}
     check = lambda tensors: raises(AssertionError("checked"))  # noqa: E731
     _, records, _ = run(job("a", factories=factories, check=check))
     assert [(r.status, r.error) for r in records] == [("ok", None)]

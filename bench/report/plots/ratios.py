@@ -22,7 +22,7 @@ _DARK, _LIGHT = "#111111", "#fefefe"
 
 def ratios(records: Sequence[Record]) -> Figure:
     """Draw a peer's time over ours, blue where ours is faster, red where it is slower."""
-    records = [record for record in records if not record.is_ablation]
+    records = [record for record in records if not record.is_yardstick]
     peers = labels(records, peers=True)
     cases = {
         name: row
