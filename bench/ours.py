@@ -11,18 +11,15 @@ from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from bench.calls import compiled, jax_call, torch_call
 from bench.job import Absent, Call, Subject
-from bench.peers.packed_peers import offsets_of
+from bench.problems import DecodeTensors, offsets_of
 from interop.parity.cases import DecodeCase, FlashCase, VarlenCase
 from twin_attention.contract.spec import PagedSpec
 from twin_attention.targets.family import FAMILIES
 from twin_attention.targets.target import use_target
-
-if TYPE_CHECKING:
-    from bench.suites.decode_inputs import DecodeTensors
 
 Factory = Callable[..., Call]
 # Side and family.

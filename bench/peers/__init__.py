@@ -2,7 +2,7 @@
 
 A flash factory takes (case, operation, tensors), tensors q, k, v and dout [B, S, H, D] of torch, or
 [T, H, D] one of packed sequences; a decode or prefill factory takes (case, tensors), a
-`bench.suites.decode_inputs.DecodeTensors`. They return a `bench.job.Call` and raise
+`bench.problems.DecodeTensors`. They return a `bench.job.Call` and raise
 `bench.job.Absent` if the peer is not installed or does not do the case. Peers are imported when
 they are asked for a call.
 """
@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 
 from bench.job import Call
-from bench.peers import flashinfer, jax_peers, packed_peers, pattern_peers, torch_peers
+from bench.peers import flashinfer, jax_peers, packed_peers, sparse_peers, torch_peers
 
 FLASH: Mapping[str, Callable[..., Call]] = {
     "eager": torch_peers.eager,
@@ -38,8 +38,8 @@ PACKED: Mapping[str, Callable[..., Call]] = {
     "jax.nn XLA": packed_peers.jax_masked,
 }
 SPARSE: Mapping[str, Callable[..., Call]] = {
-    "FlexAttention": pattern_peers.flex,
-    "jax.nn XLA": pattern_peers.jax_masked,
+    "FlexAttention": sparse_peers.flex,
+    "jax.nn XLA": sparse_peers.jax_masked,
 }
 DECODE: Mapping[str, Callable[..., Call]] = {
     "FlashInfer": flashinfer.decode,

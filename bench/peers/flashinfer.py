@@ -9,14 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from bench.job import Absent, Call
 from bench.peers.limits import load
+from bench.problems import DecodeTensors, decode_tensors
 from interop.parity.cases import DecodeCase, PagedCase
-
-if TYPE_CHECKING:
-    from bench.suites.decode_inputs import DecodeTensors
 
 WORKSPACE_BYTES = 512 * 2**20
 # A case of each module that kvcache needs: tokens of a sequence (all of several share a module),
@@ -59,7 +57,6 @@ def _check_case(case: DecodeCase) -> None:
 @cache
 def _compile_ahead(device: str) -> None:
     """Compile the modules of kvcache; a failure shows again at the case that needs it."""
-    from bench.suites.decode_inputs import decode_tensors
 
     def compile_for(tokens: int, head_dim: int, kv_dtype: str | None) -> None:
         case = DecodeCase("small", (tokens,), tokens, 1, 1, head_dim, dtype="float16",

@@ -7,15 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from bench.calls import compiled, jax_call, torch_call
 from bench.job import Absent, Call
-from bench.peers.flex_masks import flex_mask
 from bench.peers.limits import HALF, check_fa4, load
+from bench.peers.sparse_peers import flex_mask
+from bench.problems import document_lengths, offsets_of
 from interop.parity.cases import FlashCase, VarlenCase
 
 if TYPE_CHECKING:
@@ -176,19 +176,6 @@ def _aten() -> Any:
     import torch
 
     return torch.ops.aten
-
-
-def document_lengths(case: VarlenCase) -> list[int]:
-    """Return the tokens of each document."""
-    return [queries for queries, _ in case.lengths]
-
-
-def offsets_of(case: VarlenCase, device: Any) -> Tensor:
-    """Return where documents begin, and the last one ends, [N + 1] int32."""
-    import torch
-
-    offsets = [0, *accumulate(document_lengths(case))]
-    return torch.tensor(offsets, dtype=torch.int32, device=device)
 
 
 def _documents(case: VarlenCase, device: Any) -> Tensor:

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from bench.calls import compiled, torch_call
 from bench.job import Absent, Call
 from bench.peers.limits import HALF, check_dense, check_fa4, check_flash, load
+from bench.problems import DecodeTensors
 from interop.parity.cases import DecodeCase, FlashCase
-
-if TYPE_CHECKING:
-    from bench.suites.decode_inputs import DecodeTensors
 
 FLASH_ATTENTION = "FLASH_ATTENTION"  # FlashAttention-2; CUDNN_ATTENTION is cuDNN's
 # Memory-efficient attention. A float32 product is three of TF32, at torch's default and always.

@@ -9,11 +9,9 @@ from matplotlib.font_manager import FontProperties
 
 from bench.peaks import peaks
 from bench.records import Record
-from bench.report.patterns import GAINS as PATTERN_GAINS
 from bench.report.plots import Picture, headline
 from bench.report.sections import SPEEDS, facts, notes, peaks_table, sections
 from bench.report.tables import SHOWN, by_operation, is_batch, rates, runs, speeds
-from bench.report.training import GAINS, PEAKS
 from interop.rendering.plots import to_svg
 from interop.rendering.tables import Grid, to_markdown
 
@@ -36,8 +34,7 @@ def summary(name: str, records: Sequence[Record]) -> dict[str, str]:
             parts += ["### Measured peaks", to_markdown(grid)]
         for section in sections(run):
             tables = dict(section.tables)
-            shown = (SPEEDS, PATTERN_GAINS, GAINS, PEAKS)
-            first = next((heading for heading in shown if heading in tables), None)
+            first = SPEEDS if SPEEDS in tables else next(iter(tables), None)
             parts += [f"### {section.title}", section.note]
             parts += [f"{first}:", to_markdown(tables.pop(first))] if first else []
             parts += [_folded(*named) for named in tables.items() if "milliseconds" not in named[0]]

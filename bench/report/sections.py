@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from bench import suites
+from bench import registry
 from bench.peaks import Peak, Peaks, peaks
 from bench.records import Record
 from bench.report.tables import (
@@ -54,7 +54,7 @@ def sections(run: Sequence[Record]) -> list[Section]:
     for name, group in groups(run, lambda record: record.suite).items():
         parts = by_operation(record for record in group if record.operation != "peak")
         if records := [record for part in parts.values() for record in part]:
-            suite, own = suites.load(name), peaks(group)
+            suite, own = registry.load(name), peaks(group)
             make = getattr(suite, "tables", None)
             tables = make(records) if make else _tables(records, suite.columns, own)
             tables = {heading: grid for heading, grid in tables.items() if len(grid) > 1}
@@ -64,7 +64,7 @@ def sections(run: Sequence[Record]) -> list[Section]:
 
 
 def _tables(
-    records: Sequence[Record], columns: Callable[[Record], suites.Cells], bounds: Peaks
+    records: Sequence[Record], columns: Callable[[Record], registry.Cells], bounds: Peaks
 ) -> dict[str, Grid]:
     tables: dict[str, Grid] = {}
     for operation, group in by_operation(records).items():

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from bench.peaks import Peak, Peaks, peaks
 from bench.records import Record
-from bench.suites import Cells
+from bench.registry import Cells
 from interop.parity.records import problem_text
 from interop.rendering.tables import Grid
 
@@ -154,6 +154,11 @@ def every(records: Sequence[Record], columns: Callable[[Record], Cells], bounds:
         shared = _shared(record, cases[record.operation][record.case["name"]], bounds.of(record))
         several = {"pass": record.operation} if len(cases) > 1 else {}
         rows.append(several | {"implementation": record.label} | own | (shared | own))
+    return to_grid(rows)
+
+
+def to_grid(rows: Sequence[Cells]) -> Grid:
+    """Return rows of cells by title as a table, without columns that are empty."""
     titles = dict.fromkeys(title for row in rows for title in row)
     used = [title for title in titles if any(row.get(title) not in (None, "") for row in rows)]
     return [used, *([_text(row.get(title)) for title in used] for row in rows)]

@@ -7,8 +7,8 @@ from statistics import fmean
 
 from bench.peaks import datasheet
 from bench.records import Record
-from bench.report.tables import groups, number, percent
-from bench.suites import Cells
+from bench.registry import Cells
+from bench.report.tables import groups, number, percent, to_grid
 from bench.training.case import INFERENCE, PHASES
 from bench.training.steps import OPERATIONS, WARMUPS, mean_after
 from interop.rendering.tables import Grid
@@ -64,7 +64,7 @@ def phases(records: Sequence[Record]) -> Grid:
         for name in PHASES:
             row[f"{name} peak, MB"] = _megabytes(group[name].memory)
         rows.append(row | {"status": status(whole)})
-    return _grid(rows)
+    return to_grid(rows)
 
 
 def inference(records: Sequence[Record]) -> Grid:
@@ -78,7 +78,7 @@ def inference(records: Sequence[Record]) -> Grid:
         for name, record in group.items():
             row[f"{name} peak, MB"] = _megabytes(record.memory)
         rows.append(row | {"status": status(prefill)})
-    return _grid(rows)
+    return to_grid(rows)
 
 
 def warmups(records: Sequence[Record]) -> Grid:
@@ -94,7 +94,7 @@ def warmups(records: Sequence[Record]) -> Grid:
                 for warmup in WARMUPS
             }
             rows.append(row)
-    return _grid(rows)
+    return to_grid(rows)
 
 
 def attention(record: Record) -> str:
@@ -133,10 +133,3 @@ def trainings(
 
 def _megabytes(count: int | None) -> str:
     return "" if count is None else number(count / 1e6)
-
-
-def _grid(rows: Sequence[Cells]) -> Grid:
-    """Return rows as a table, without columns that are empty."""
-    titles = dict.fromkeys(title for row in rows for title in row)
-    used = [title for title in titles if any(row.get(title) for row in rows)]
-    return [used, *([str(row.get(title) or "") for title in used] for row in rows)]

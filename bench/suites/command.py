@@ -19,10 +19,10 @@ from bench.job import Job
 from bench.journal import VARIABLE, Journal
 from bench.records import append, drop_unfinished_line, origin
 from bench.records import load as read
+from bench.registry import ON_CPU, SUITES, load
 from bench.report import command as report
 from bench.runner import INTERRUPTED, NO_JOURNAL, Instruments, run_suite
 from bench.sampling import Sampler, log_path, nvml_reader
-from bench.suites import ON_CPU, SUITES, load
 from bench.training.job import TrainingJob
 from interop.parity.arguments import make_folder
 from twin_attention.targets.target import TARGETS

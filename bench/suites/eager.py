@@ -9,9 +9,9 @@ from itertools import product
 from bench import ours
 from bench.job import Job, Subject
 from bench.peers import FLASH, torch_peers
+from bench.problems import Factories, attention_jobs
 from bench.records import Record
-from bench.suites import Cells
-from bench.suites.flash_jobs import FlashFactories, flash_jobs
+from bench.registry import Cells
 from interop.parity.cases import FlashCase
 
 TITLE = "Flash attention against eager attention"
@@ -48,8 +48,8 @@ def jobs(targets: Sequence[str], pattern: str = "") -> list[Job]:
     factories = partial(_factories, targets[:1])
     single, batches = ([case for case in cases if pattern in case.name] for cases in _cases())
     return [
-        *flash_jobs(single, ("forward", "backward", "both"), factories),
-        *flash_jobs(batches, ("forward", "backward"), factories),
+        *attention_jobs(single, ("forward", "backward", "both"), factories),
+        *attention_jobs(batches, ("forward", "backward"), factories),
     ]
 
 
@@ -80,7 +80,7 @@ def _cases() -> tuple[list[FlashCase], list[FlashCase]]:
     return single, batches
 
 
-def _factories(targets: Sequence[str], case: FlashCase) -> FlashFactories:
+def _factories(targets: Sequence[str], case: FlashCase) -> Factories:
     twins = ours.flash_factories(targets, variants=False)
     # Those of every dtype.
     jax_twin, torch_twin = (

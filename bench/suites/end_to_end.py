@@ -7,8 +7,8 @@ from functools import partial
 
 from bench.job import Subject
 from bench.records import Record
+from bench.registry import Cells
 from bench.report.training import GAINS, gains, inference, mfu, phases, status, warmups
-from bench.suites import Cells
 from bench.training.case import ATTENTIONS, FORM_ATTENTIONS, INFERENCE, TrainingCase
 from bench.training.job import TrainingJob, start, start_inference
 from bench.training.steps import OPERATIONS, WARMUPS, observe

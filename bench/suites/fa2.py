@@ -9,9 +9,9 @@ from itertools import product
 from bench import ours
 from bench.job import Job, Subject
 from bench.peers import FLASH
+from bench.problems import Factories, attention_jobs
 from bench.records import Record
-from bench.suites import Cells
-from bench.suites.flash_jobs import FlashFactories, flash_jobs
+from bench.registry import Cells
 from interop.parity.cases import FlashCase
 
 TITLE = "FlashAttention-2's shapes"
@@ -33,7 +33,7 @@ PEERS = ("FA2", "cuDNN")
 def jobs(targets: Sequence[str], pattern: str = "") -> list[Job]:
     """Return a forward of every case whose name contains `pattern`."""
     chosen = [case for case in cases() if pattern in case.name]
-    return flash_jobs(chosen, ("forward",), partial(_factories, targets))
+    return attention_jobs(chosen, ("forward",), partial(_factories, targets))
 
 
 def cases() -> list[FlashCase]:
@@ -63,7 +63,7 @@ def columns(record: Record) -> Cells:
     }
 
 
-def _factories(targets: Sequence[str], case: FlashCase) -> FlashFactories:
+def _factories(targets: Sequence[str], case: FlashCase) -> Factories:
     factories = ours.flash_factories(targets, variants=False)
     if case.heads_kv != case.heads_q:  # JAX compiles for every shape
         for target in targets[1:]:

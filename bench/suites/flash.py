@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from itertools import product
-from typing import Any, NoReturn
 
 from bench import ours
-from bench.job import Absent, Job, Subject
+from bench.job import Job, Subject
 from bench.peers import FLASH
+from bench.problems import Factories, absent, attention_jobs
 from bench.records import Record
-from bench.suites import Cells
-from bench.suites.flash_jobs import FlashFactories, flash_jobs
+from bench.registry import Cells
 from interop.parity.cases import FlashCase
 
 TITLE = "Flash attention"
@@ -44,7 +43,7 @@ def jobs(targets: Sequence[str], pattern: str = "") -> list[Job]:
         pattern: part of a case's name.
     """
     chosen = [case for case in cases() if pattern in case.name]
-    return flash_jobs(chosen, ("forward", "backward"), partial(_factories, targets))
+    return attention_jobs(chosen, ("forward", "backward"), partial(_factories, targets))
 
 
 def cases() -> list[FlashCase]:
@@ -72,12 +71,12 @@ def columns(record: Record) -> Cells:
     }
 
 
-def _factories(targets: Sequence[str], case: FlashCase) -> FlashFactories:
+def _factories(targets: Sequence[str], case: FlashCase) -> Factories:
     peers = {Subject(name): factory for name, factory in FLASH.items()}
     factories = ours.flash_factories(targets) | peers
     for name, target in factories:
         if reason := _left_out(name, target not in (None, targets[0]), case):
-            factories[Subject(name, target)] = partial(_absent, reason)
+            factories[Subject(name, target)] = partial(absent, reason)
     return factories
 
 
@@ -89,7 +88,3 @@ def _left_out(name: str, is_second_target: bool, case: FlashCase) -> str | None:
     if one_length and case.seq_kv != AT_LENGTH:
         return f"timed at {AT_LENGTH} keys only"
     return None
-
-
-def _absent(reason: str, *_: Any) -> NoReturn:
-    raise Absent(reason)

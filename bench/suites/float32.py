@@ -9,9 +9,9 @@ from itertools import product
 from bench import ours
 from bench.job import Job, Subject
 from bench.peers import torch_peers
+from bench.problems import Factories, attention_jobs
 from bench.records import Record
-from bench.suites import Cells
-from bench.suites.flash_jobs import FlashFactories, flash_jobs
+from bench.registry import Cells
 from interop.parity.cases import FlashCase
 from twin_attention.contract.spec import PRECISIONS
 
@@ -36,7 +36,7 @@ def jobs(targets: Sequence[str], pattern: str = "") -> list[Job]:
         pattern: part of a case's name.
     """
     chosen = [case for case in cases() if pattern in case.name]
-    return flash_jobs(chosen, ("forward", "backward"), partial(_factories, targets))
+    return attention_jobs(chosen, ("forward", "backward"), partial(_factories, targets))
 
 
 def cases() -> list[FlashCase]:
@@ -62,7 +62,7 @@ def columns(record: Record) -> Cells:
     }
 
 
-def _factories(targets: Sequence[str], case: FlashCase) -> FlashFactories:
+def _factories(targets: Sequence[str], case: FlashCase) -> Factories:
     twins = ours.flash_factories(targets, variants=False)
     portable = {s: make for s, make in twins.items() if s.implementation.endswith(" triton")}
     efficient = partial(torch_peers.sdpa, torch_peers.EFFICIENT_ATTENTION)

@@ -11,16 +11,21 @@ from typing import TYPE_CHECKING, Any
 from bench.calls import compiled, jax_call, torch_call
 from bench.job import Call, Check, Job, Subject
 from bench.peers import DECODE, FLASH, torch_peers
+from bench.problems import (
+    DecodeFactories,
+    DecodeTensors,
+    Factories,
+    attention_jobs,
+    decode_job,
+    decode_tensors,
+)
 from bench.records import Record
-from bench.suites import Cells
-from bench.suites.decode_jobs import DecodeFactories, decode_inputs, decode_job
-from bench.suites.flash_jobs import FlashFactories, flash_jobs
+from bench.registry import Cells
 from interop.parity.cases import DecodeCase, FlashCase
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from bench.suites.decode_inputs import DecodeTensors
     from bench.timing import Timing
 
 TITLE = "The host's share of a call"
@@ -62,7 +67,7 @@ def jobs(targets: Sequence[str], pattern: str = "") -> list[Job]:
     """
     native = targets[0]
     found = [
-        *flash_jobs([FLASH_CASE], ("forward", "both"), lambda case: _flash(native)),
+        *attention_jobs([FLASH_CASE], ("forward", "both"), lambda case: _flash(native)),
         *(decode_job(case, _decode(native)) for case in _decode_cases()),
         _append_job(native),
     ]
@@ -93,7 +98,7 @@ def _time(repeats: int, calls: Mapping[Subject, Callable[[], Any]]) -> Mapping[S
     return time_host(calls, repeats=repeats)
 
 
-def _flash(target: str) -> FlashFactories:
+def _flash(target: str) -> Factories:
     return {
         Subject("torch triton", target): _torch_flash,
         Subject("torch triton compiled", target): partial(_torch_flash, wrap=_compiled),
@@ -170,7 +175,7 @@ def _append_job(target: str) -> Job:
         operation="append",
         flops=0,
         bytes=0,
-        inputs=partial(decode_inputs, CACHE),
+        inputs=partial(decode_tensors, CACHE),
         factories={Subject("torch triton", target): _append},
         check=_check_append,
     )

@@ -9,18 +9,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from bench import ours
 from bench.job import Call, Job, Subject
 from bench.peers import DECODE
+from bench.problems import DecodeFactories, DecodeTensors, decode_job
 from bench.records import Record, Times
-from bench.suites import Cells
-from bench.suites.decode_jobs import DecodeFactories, decode_job
+from bench.registry import Cells
 from interop.parity.cases import DecodeCase
-
-if TYPE_CHECKING:
-    from bench.suites.decode_inputs import DecodeTensors
 
 TITLE = "Paged decode"
 NOTE = (

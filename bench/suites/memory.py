@@ -8,9 +8,9 @@ from typing import Any
 
 from bench.job import Subject
 from bench.records import Record
+from bench.registry import Cells
 from bench.report.tables import number
 from bench.report.training import PEAKS, status
-from bench.suites import Cells
 from bench.training.case import TrainingCase
 from bench.training.job import Show, Training, TrainingJob, start
 from bench.training.steps import fields

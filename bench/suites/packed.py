@@ -3,27 +3,26 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Sequence
 from functools import partial
 from itertools import product
 from random import Random
 from typing import TYPE_CHECKING
 
 from bench import ours
-from bench.job import Call, Check, Job, Operation, Subject
+from bench.job import Call, Job, Operation, Subject
 from bench.peers import PACKED
-from bench.peers.packed_peers import document_lengths, offsets_of
-from bench.records import YARDSTICKS, Record
-from bench.suites import Cells
-from bench.suites.flash_jobs import flash_jobs, flash_tensors
-from interop.parity.cases import FlashCase, VarlenCase
-from twin_attention.contract.cost import (
-    backward_bytes,
-    forward_bytes,
-    varlen_backward_flops,
-    varlen_forward_flops,
+from bench.problems import (
+    Factories,
+    attention_check,
+    attention_jobs,
+    attention_tensors,
+    checked,
+    document_lengths,
 )
+from bench.records import YARDSTICKS, Record
+from bench.registry import Cells
+from interop.parity.cases import FlashCase, VarlenCase
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -52,9 +51,8 @@ def jobs(targets: Sequence[str], pattern: str = "") -> list[Job]:
         targets: of our kernels, the device's own first.
         pattern: part of a case's name.
     """
-    operations: tuple[Operation, ...] = ("forward", "backward")
     chosen = [case for case in cases() if pattern in case.name]
-    return [_job(case, name, targets) for case in chosen for name in operations]
+    return attention_jobs(chosen, ("forward", "backward"), lambda _: _factories(targets))
 
 
 def cases() -> list[VarlenCase]:
@@ -110,31 +108,7 @@ def dense_case(case: VarlenCase) -> FlashCase:
     )  # fmt: skip
 
 
-def packed_tensors(case: VarlenCase, device: str = "cuda") -> list[Tensor]:
-    """Return q, k, v and dout [T, H, D], random normal."""
-    from interop.parity.inputs import make_inputs
-
-    inputs = make_inputs(case, device)
-    return [inputs[name] for name in ("q", "k", "v", "dout")]
-
-
-def _job(case: VarlenCase, operation: Operation, targets: Sequence[str]) -> Job:
-    forward = varlen_forward_flops(case.spec, case.lengths), forward_bytes(case.spec)
-    backward = varlen_backward_flops(case.spec, case.lengths), backward_bytes(case.spec)
-    flops, traffic = {"forward": forward, "backward": backward}[operation]
-    factories = _factories(targets)
-    return Job(
-        case=asdict(case),
-        operation=operation,
-        flops=flops,
-        bytes=traffic,
-        inputs=partial(packed_tensors, case),
-        factories={s: partial(factory, case, operation) for s, factory in factories.items()},
-        check=partial(_check, case, operation),
-    )
-
-
-def _factories(targets: Sequence[str]) -> Mapping[Subject, Callable[..., Call]]:
+def _factories(targets: Sequence[str]) -> Factories:
     dense = {
         Subject(yardstick, target): partial(_dense, Subject(name, target))
         for (name, yardstick), target in product(YARDSTICKS.items(), targets)
@@ -146,23 +120,6 @@ def _factories(targets: Sequence[str]) -> Mapping[Subject, Callable[..., Call]]:
 def _dense(subject: Subject, case: VarlenCase, operation: Operation, tensors: list[Tensor]) -> Call:
     """Return the call of a dense yardstick, checked here on tensors of its own."""
     dense = dense_case(case)
-    (job,) = flash_jobs([dense], (operation,), lambda _: ours.flash_factories([subject[1] or ""]))
-    own = flash_tensors(dense, str(tensors[0].device))
-    call = job.factories[subject](own)
-    assert job.check is not None
-    assert call.result is not None
-    error = job.check(own)(call.result(call.run()))
-    if error > 1:
-        raise ValueError(f"its error is {error:.3g} times the budget")
-    return call._replace(result=None)
-
-
-def _check(case: VarlenCase, operation: str, tensors: list[Tensor]) -> Check:
-    from interop.parity.check import sample_check
-
-    q, k, v, dout = tensors
-    offsets = offsets_of(case, q.device)
-    inputs = {"q": q, "k": k, "v": v, "cu_seqlens_q": offsets, "cu_seqlens_kv": offsets}
-    if operation == "forward":
-        return sample_check(inputs, case.spec, ("out",))
-    return sample_check(inputs | {"dout": dout}, case.spec, ("dq", "dk", "dv"))
+    make = ours.flash_factories([subject.target or ""])[subject]
+    own = attention_tensors(dense, str(tensors[0].device))
+    return checked(make(dense, operation, own), attention_check(dense, operation, own))

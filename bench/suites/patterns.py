@@ -2,33 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NoReturn
+from importlib import import_module
+from itertools import product
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from bench.dilation import dilated_check, dilated_flops
-from bench.job import Absent, Call, Check, Job, Operation, Subject
+from bench.calls import jax_call, torch_call
+from bench.dilation import jax_standard, torch_standard
+from bench.job import Absent, Call, Job, Operation, Subject
+from bench.ours import for_target
 from bench.peers import SPARSE
-from bench.records import DENSE, Record
-from bench.report.patterns import doublings, gains, rows
+from bench.problems import (
+    Factory,
+    SparseCase,
+    absent,
+    attention_check,
+    attention_job,
+    checked,
+    dense_case,
+)
+from bench.records import Record
+from bench.registry import Cells
+from bench.report.tables import by_case, by_operation, groups, ratio, to_grid
 from bench.report.training import status
-from bench.suites import Cells
-from bench.suites.flash_jobs import flash_tensors
-from bench.suites.pattern_calls import pattern_factories
-from bench.suites.pattern_cases import SparseCase, dense_case, pattern_cases
-from bench.suites.pattern_modules import module_factories
 from interop.parity.cases import DilatedCase, FlashCase
 from interop.rendering.tables import Grid
-from twin_attention.contract.cost import (
-    backward_bytes,
-    block_sparse_backward_flops,
-    block_sparse_forward_flops,
-    forward_bytes,
-)
+from twin_attention.targets.target import use_target
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+C = TypeVar("C", bound=FlashCase)
+PatternCase = SparseCase | DilatedCase
+Attend = Callable[..., Any]
 
 TITLE = "Block-sparse and dilated attention"
 NOTE = (
@@ -47,6 +54,11 @@ NOTE = (
     "takes over a second, is timed at the lengths that the message beside it says."
 )
 
+TILE, KEPT = 128, 0.1  # share of the tiles of a random mask
+DILATIONS = {2048: 1, 4096: 2, 8192: 4, 16384: 8, 32768: 16}  # LongNet's rates of segments
+SHORT_DILATIONS = {128: 1, 256: 2, 512: 4}
+LENGTHS, SHORTER = (32768, 65536, 131072), (4096, 16384)  # of bfloat16
+FLOAT_SHAPES = ((1, 512, 8), (2, 1024, 16))  # batch, length and heads
 HEADS = 2  # whose rows are checked
 # Where an implementation is timed, if not everywhere: it compiles for every shape, or takes over a
 # second. All of it is to take minutes.
@@ -63,6 +75,16 @@ AT_LENGTHS: Mapping[str, tuple[int, ...]] = {
 }
 OPERATIONS: tuple[Operation, ...] = ("forward", "both")
 
+SIDES = {"torch": "torch_attn", "jax": "pallas_attn"}
+PREPARE = {"torch": torch_call, "jax": jax_call}
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "out_proj")
+
+GAINS = "Speed-ups by patterns: the others' time over this"
+DOUBLINGS = "The time of twice the tokens over this one"
+NAMES = {"forward": "Forward", "both": "Forward and backward"}
+_OWN = ("dense", "standard")  # of the same framework
+_APART = (*_OWN, "module")  # whose speed-ups are not shown
+
 
 def jobs(targets: Sequence[str], pattern: str = "") -> list[Job]:
     """Return forward, and forward with backward, of every case whose name contains `pattern`.
@@ -71,12 +93,41 @@ def jobs(targets: Sequence[str], pattern: str = "") -> list[Job]:
         targets: of our kernels; only the first, the device's own, is timed.
         pattern: part of a case's name.
     """
-    found = []
-    for case in pattern_cases():
-        if pattern in case.name:
-            make = partial(_sparse_job if isinstance(case, SparseCase) else _dilated_job, case)
-            found += [make(operation, targets[0]) for operation in OPERATIONS]
-    return found
+    chosen = [case for case in cases() if pattern in case.name]
+    return [job(case, operation, targets[0]) for case in chosen for operation in OPERATIONS]
+
+
+def cases() -> Iterator[PatternCase]:
+    """Yield every pattern at every shape, those of float32 with rates of 1 as well."""
+    for shape in _shapes():
+        rates = DILATIONS if shape.dtype == "bfloat16" else SHORT_DILATIONS
+        lengths = tuple(length for length in rates if length <= shape.seq_q)
+        dilated = partial(_of_shape, DilatedCase, shape, segment_lengths=lengths)
+        yield dilated("dilated", dilation_rates=tuple(rates[length] for length in lengths))
+        if rates is SHORT_DILATIONS:
+            yield dilated("undilated", dilation_rates=(1,) * len(lengths))
+        for pattern in ("random", "local"):
+            yield _of_shape(
+                SparseCase, shape, pattern, tile_q=TILE, tile_kv=TILE, kept=KEPT, pattern=pattern,
+                causal=pattern == "local",
+            )  # fmt: skip
+
+
+def _shapes() -> Iterator[FlashCase]:
+    """Yield the shapes in order of worth, as a run may be cut off."""
+    yield from map(_of_length, LENGTHS)
+    for b, n, h in FLOAT_SHAPES:
+        yield FlashCase(f"fp32-{b}x{n}x{h}", b, n, n, h, h, 64, dtype="float32")
+    yield from map(_of_length, SHORTER)
+
+
+def _of_length(n: int) -> FlashCase:
+    return FlashCase(f"bf16-1x{n}x16", 1, n, n, 16, 16, 128)
+
+
+def _of_shape(kind: type[C], shape: FlashCase, prefix: str, **of_pattern: Any) -> C:
+    fields_of: dict[str, Any] = vars(shape) | {"name": f"{prefix}-{shape.name}"} | of_pattern
+    return kind(**fields_of)
 
 
 def columns(record: Record) -> Cells:
@@ -99,82 +150,193 @@ def columns(record: Record) -> Cells:
 
 def tables(records: Sequence[Record]) -> dict[str, Grid]:
     """Return speed-ups, what twice the tokens cost, and a row for each implementation."""
-    return gains(records) | doublings(records) | rows(records, columns)
-
-
-def _sparse_job(case: SparseCase, operation: Operation, target: str) -> Job:
-    forward = block_sparse_forward_flops(case.spec, case.mask)
-    backward = block_sparse_backward_flops(case.spec, case.mask)
-    ours = pattern_factories(("block-sparse", "dense"), target)
-    if case.pattern == "random":
-        ours |= module_factories(target, _sparse_check)
-    factories = {
-        s: partial(_checked, factory) if s.implementation in DENSE else factory
-        for s, factory in ours.items()
+    tried = by_operation(record for record in records if record.status != "absent")
+    rows = {
+        NAMES[operation]: to_grid([{"implementation": r.label} | columns(r) for r in group])
+        for operation, group in tried.items()
     }
-    peers = {Subject(name): factory for name, factory in SPARSE.items()}
-    return _job(case, operation, (forward, backward), factories | peers, _sparse_check)
+    return {GAINS: _gains(records), DOUBLINGS: _doublings(records)} | rows
 
 
-def _dilated_job(case: DilatedCase, operation: Operation, target: str) -> Job:
-    factories = pattern_factories(("dilated", "standard"), target)
-    if set(case.dilation_rates) != {1}:
-        factories |= module_factories(target, dilated_check)
-    return _job(case, operation, dilated_flops(case), factories, dilated_check)
+def _gains(records: Sequence[Record]) -> Grid:
+    """Return how much faster our attention by a pattern is than each other implementation."""
+    ours = [r for r in records if r.times and not r.is_peer and _kind(r) not in _APART]
+    peers = list(dict.fromkeys(r.label for r in records if r.is_peer))
+    grid = [["case", "pass", "implementation", *(f"{x} / this" for x in (*_OWN, *peers))]]
+    rows_of = {operation: by_case(group) for operation, group in by_operation(records).items()}
+    for record in ours:
+        row = rows_of[record.operation][record.case["name"]]
+        own = {_kind(r): r.label for r in row.values() if _framework(r) == _framework(record)}
+        others = [own.get(kind) for kind in _OWN] + peers
+        name = NAMES[record.operation].lower()
+        cells = [_gain(row, record.label, other) for other in others]
+        grid.append([record.case["name"], name, record.label, *cells])
+    return grid
 
 
-def _job(
-    case: FlashCase,
-    operation: Operation,
-    flops: tuple[int, int],
-    factories: Mapping[Subject, Callable[..., Call]],
-    check: Callable[..., Check],
-) -> Job:
-    """Return a job, given the operations of a forward and of a backward."""
-    both = operation == "both"
-    chosen = {s: partial(f, case, operation) for s, f in factories.items()}
-    for subject in chosen:
+def _gain(row: dict[str, Record], label: str, other: str | None) -> str:
+    if other is None or other not in row or row[other].status == "absent":
+        return ""
+    found = ratio(row, label, other)
+    return status(row[other]) if found is None else f"{found:.2f}"
+
+
+def _doublings(records: Sequence[Record]) -> Grid:
+    """Return how the time of one sequence grows with its length."""
+    grid = [["pattern", "pass", "implementation", "tokens", "twice / this"]]
+    single = (r for r in records if r.times and r.case["batch"] == 1 and not r.is_yardstick)
+    series = groups(single, lambda r: (r.case["name"].partition("-")[0], r.operation, r.label))
+    for (pattern, operation, label), group in series.items():
+        times = {(r.case["dtype"], r.case["seq_q"]): r.times.median for r in group if r.times}
+        for (dtype, length), own in sorted(times.items()):
+            if twice := times.get((dtype, 2 * length)):
+                name = NAMES[operation].lower()
+                grid.append([pattern, name, label, str(length), f"{twice / own:.2f}"])
+    return grid
+
+
+def _framework(record: Record) -> str:
+    return record.implementation.split()[0]
+
+
+def _kind(record: Record) -> str:
+    return record.implementation.split(" ", 1)[1]
+
+
+def job(case: PatternCase, operation: Operation, target: str) -> Job:
+    """Return one operation on a case, of every implementation that is timed at its length."""
+    peers = {}
+    if isinstance(case, SparseCase):
+        kinds = ("block-sparse", "dense", *(["module"] if case.pattern == "random" else []))
+        peers = {Subject(name): factory for name, factory in SPARSE.items()}
+    else:
+        kinds = ("dilated", "standard", *(["module"] if set(case.dilation_rates) != {1} else []))
+    keys = product(kinds, SIDES)
+    ours = {Subject(f"{x} {kind}", target): partial(_call, kind, x, target) for kind, x in keys}
+    factories: dict[Subject, Factory] = ours | peers
+    for subject in factories:
         lengths = AT_LENGTHS.get(subject.implementation)
         if lengths is not None and case.seq_q not in lengths:
-            reason = f"timed at {', '.join(map(str, lengths))} tokens only"
-            chosen[subject] = partial(_absent, reason)
-    return Job(
-        case=asdict(case),
-        operation=operation,
-        flops=flops[0] + both * flops[1],
-        bytes=forward_bytes(case.spec) + both * backward_bytes(case.spec),
-        inputs=partial(flash_tensors, dense_case(case)),
-        factories=chosen,
-        check=partial(check, case, operation),
-    )
+            at = ", ".join(map(str, lengths))
+            factories[subject] = partial(absent, f"timed at {at} tokens only")
+    return attention_job(case, operation, factories, HEADS)
 
 
-def _absent(reason: str, *_: Any) -> NoReturn:
-    raise Absent(reason)
-
-
-def _sparse_check(case: FlashCase, operation: str, tensors: list[Tensor]) -> Check:
+def _call(
+    kind: str, side: str, target: str, case: Any, operation: str, tensors: list[Tensor]
+) -> Call:
+    """Return a call of one side, with the implementation that it chooses."""
     import torch
 
-    from interop.parity.check import sample_check
+    *qkv, dout = tensors
+    if kind == "module":
+        return _module_call(side, target, case, operation, tensors)
+    # Arguments: JAX would compile constants in, for each mask anew.
+    lists = case.mask if kind == "block-sparse" else ()
+    operands = [*qkv, *(torch.tensor(x, device=dout.device) for x in lists), dout]
+    with use_target(target):
+        call = for_target(PREPARE[side](_attend(kind, side, case), operation, operands), target)
+    if kind != "dense":
+        return call
+    return checked(call, attention_check(dense_case(case), operation, tensors, HEADS))
 
-    q, k, v, dout = tensors
-    inputs = {"q": q, "k": k, "v": v}
-    if isinstance(case, SparseCase):
-        inputs["block_mask"] = torch.tensor(case.tiles[None, None], device=q.device)
-    if operation == "forward":
-        return sample_check(inputs, case.spec, ("out",), HEADS)
-    return sample_check(inputs | {"dout": dout}, case.spec, ("out", "dq", "dk", "dv"), HEADS)
+
+def _attend(kind: str, side: str, case: Any) -> Attend:
+    """Return our function of q, k, v and what follows them."""
+    api = import_module(SIDES[side])
+    if kind == "dense":
+        return partial(api.flash_attention, **dense_case(case).options)
+    if kind == "dilated":
+        return partial(api.dilated_attention, **case.options)
+    if kind == "standard":
+        standard = torch_standard if side == "torch" else jax_standard
+        return standard(api.flash_attention, case)
+    attention = partial(api.block_sparse_attention, **case.options)
+    return lambda q, k, v, *lists: attention(q, k, v, api.BlockMask(*lists))
 
 
-def _checked(
-    factory: Callable[..., Call], case: SparseCase, operation: str, tensors: list[Tensor]
+def _module_call(
+    side: str, target: str, case: PatternCase, operation: str, tensors: list[Tensor]
 ) -> Call:
-    """Return the call of dense attention, checked here: its result is another one."""
-    dense = dense_case(case)
-    call = factory(dense, operation, tensors)
-    assert call.result is not None
-    error = _sparse_check(dense, operation, tensors)(call.result(call.run()))
-    if error > 1:
-        raise ValueError(f"its error is {error:.3g} times the budget")
-    return call._replace(result=None)
+    """Return a call of a multi-head module, with q's channels as its tokens and random weights.
+
+    With others, by which tokens are q, k and v themselves, its output is checked here; gradients
+    are not.
+    """
+    import torch
+
+    q, *_, dout = tensors
+    x, dx = q.flatten(2), dout.flatten(2)
+    channels = x.shape[-1]
+    attend = (_torch_module if side == "torch" else _jax_module)(case)
+    lists = case.mask if isinstance(case, SparseCase) else ()
+    of_mask = [torch.tensor(each, device=x.device) for each in lists]
+    same = torch.eye(channels, dtype=x.dtype, device=x.device)
+    reverse = same.flip(0).contiguous()  # of the channels, so that q and k differ
+    weights = [torch.randn_like(same) * channels**-0.5 for _ in PROJECTIONS]
+    prepare = PREPARE[side]
+    with use_target(target):
+        known = prepare(attend, "forward", [x, reverse, same, same, same, *of_mask, dx])
+        call = prepare(attend, operation, [x, *weights, *of_mask, dx])
+        result = known.result
+        assert result is not None
+        known = known._replace(result=lambda found: [result(found)[0].reshape(*q.shape)])
+        checked(known, attention_check(case, "forward", [x.flip(-1).view_as(q), q, q, dout], HEADS))
+    return for_target(call._replace(result=None), target)
+
+
+def _torch_module(case: PatternCase) -> Attend:
+    """Return the module as a function of its tokens, its weights and a mask's lists."""
+    import torch
+    from torch.func import functional_call
+
+    from torch_attn import BlockMask, modules
+
+    mask = BlockMask(*map(torch.tensor, case.mask)) if isinstance(case, SparseCase) else None
+    module = _module(modules, case, mask, device="meta")
+
+    def attend(x, *operands):
+        weights, lists = operands[: len(PROJECTIONS)], operands[len(PROJECTIONS) :]
+        named = {f"{name}.weight": w for name, w in zip(PROJECTIONS, weights, strict=True)}
+        named |= dict(zip(BlockMask._fields, lists, strict=False))
+        return functional_call(module, named, (x,))
+
+    return attend
+
+
+def _jax_module(case: PatternCase) -> Attend:
+    """Return the module as a function of its tokens, its weights and a mask's lists.
+
+    Raises:
+        Absent: there is no Flax.
+    """
+    try:
+        from flax import nnx
+    except ImportError as error:
+        raise Absent(f"flax cannot be imported: {error}") from error
+    import jax
+
+    from pallas_attn import BlockMask, modules
+
+    precision = "highest" if case.dtype == "float32" else "default"
+
+    def attend(x, *operands):
+        weights, lists = operands[: len(PROJECTIONS)], operands[len(PROJECTIONS) :]
+        mask = BlockMask(*lists) if lists else None
+        # Made in each trace; XLA drops the weights that it draws.
+        module = _module(modules, case, mask, rngs=nnx.Rngs(0), param_dtype=x.dtype)
+        for name, weight in zip(PROJECTIONS, weights, strict=True):
+            getattr(module, name).kernel[...] = weight
+        with jax.default_matmul_precision(precision):
+            return module(x)
+
+    return attend
+
+
+def _module(modules: Any, case: PatternCase, mask: Any, **options: Any) -> Any:
+    """Return a side's multi-head module of a case's pattern."""
+    sizes, options = (case.heads_q * case.head_dim, case.heads_q), options | {"causal": case.causal}
+    if isinstance(case, SparseCase):
+        return modules.MultiHeadBlockSparseAttention(*sizes, mask, **options)
+    pairs = case.segment_lengths, case.dilation_rates
+    return modules.MultiHeadDilatedAttention(*sizes, *pairs, **options)

@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
 
 from bench import ours
-from bench.job import Call, Check, Job, Subject
+from bench.job import Call, Job, Subject
 from bench.peers import PREFILL
+from bench.problems import DecodeFactories, DecodeFactory, DecodeTensors, decode_job
 from bench.records import Record
-from bench.suites import Cells
-from bench.suites.decode_jobs import DecodeFactories, DecodeFactory, decode_inputs
+from bench.registry import Cells
 from interop.parity.cases import DecodeCase, PagedCase
-from twin_attention.contract.cost import paged_bytes, paged_flops
-
-if TYPE_CHECKING:
-    from bench.suites.decode_inputs import DecodeTensors
 
 TITLE = "Prefill over pages"
 NOTE = (
@@ -43,7 +38,8 @@ def jobs(targets: Sequence[str], pattern: str = "") -> list[Job]:
         targets: of our kernels, the device's own first.
         pattern: part of a case's name.
     """
-    return [_job(case, targets) for case in cases() if pattern in case.name]
+    chosen = [case for case in cases() if pattern in case.name]
+    return [decode_job(case, _factories(case, targets)) for case in chosen]
 
 
 def cases() -> list[PagedCase]:
@@ -82,31 +78,13 @@ def _case(name: str, new_tokens: tuple[int, ...], length: int, page_size: int) -
     )  # fmt: skip
 
 
-def _job(case: PagedCase, targets: Sequence[str]) -> Job:
-    sequences = list(zip(case.new_tokens, case.lengths, strict=True))
-    factories = _factories(case, targets)
-    if is_single := set(case.new_tokens) == {1}:
-        factories |= _decode_factories(targets)
-    return Job(
-        case=asdict(case),
-        operation="decode" if is_single else "forward",  # whose rate is a bandwidth, or FLOPs
-        flops=paged_flops(case.spec, sequences),
-        bytes=paged_bytes(case.spec, sequences),
-        inputs=partial(decode_inputs, case),
-        factories={s: partial(factory, case) for s, factory in factories.items()},
-        check=partial(_check, case),
-    )
-
-
 def _factories(case: PagedCase, targets: Sequence[str]) -> DecodeFactories:
-    return ours.prefill_factories(case.spec, targets) | {
+    factories = ours.prefill_factories(case.spec, targets) | {
         Subject(name): f for name, f in PREFILL.items()
     }
-
-
-def _decode_factories(targets: Sequence[str]) -> DecodeFactories:
-    """Return `paged_decode` of both sides, for a batch of single tokens."""
-    return {
+    if set(case.new_tokens) != {1}:
+        return factories
+    return factories | {
         Subject(f"{name} paged_decode", target): partial(_decode, factory)
         for (name, target), factory in ours.decode_factories(targets).items()
     }
@@ -114,9 +92,3 @@ def _decode_factories(targets: Sequence[str]) -> DecodeFactories:
 
 def _decode(factory: DecodeFactory, case: DecodeCase, tensors: DecodeTensors) -> Call:
     return factory(case, replace(tensors, cu_seqlens_q=None))
-
-
-def _check(case: PagedCase, tensors: DecodeTensors) -> Check:
-    from interop.parity.check import sample_check
-
-    return sample_check(tensors.arguments, case.spec, ("out",))

@@ -9,12 +9,12 @@ import torch
 from bench import ours
 from bench.job import Subject
 from bench.peaks import peaks
+from bench.problems import attention_jobs, attention_tensors
 from bench.records import Times
 from bench.report.tables import every
 from bench.runner import Instruments, measure
 from bench.suites import eager
 from bench.suites.eager import columns, jobs
-from bench.suites.flash_jobs import flash_jobs, flash_tensors
 from bench.timing import Timing
 from interop.parity.cases import FlashCase
 
@@ -80,7 +80,7 @@ def test_every_implementation_passes_its_gate(monkeypatch):
     job, *_ = jobs(["sm90"], "fp32-d16-128")
     assert job.operation == "forward"
     assert set(job.factories) == TORCH | JAX
-    tensors = flash_tensors(FlashCase(**job.case), "cpu")
+    tensors = attention_tensors(FlashCase(**job.case), "cpu")
     check = job.check(tensors)
     for subject, factory in job.factories.items():
         call = factory(tensors)
@@ -91,13 +91,13 @@ def test_a_record_has_the_memory_that_a_forward_saved(monkeypatch, origin):
     allocated = iter((1000, 3500))
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: next(allocated))
     case = FlashCase("small", 1, 16, 16, 1, 1, 16, dtype="float32")
-    tensors = flash_tensors(case, "cpu")
+    tensors = attention_tensors(case, "cpu")
     factories = {TRITON: ours.flash_factories(["sm90"])[TRITON]}
     timing = Timing(TIMES, TIMES, TIMES, kernels=("k",))
     instruments = Instruments(
         lambda calls: dict.fromkeys(calls, timing), lambda x: x, lambda: None, lambda: None
     )
-    found = flash_jobs([case], ("forward", "backward"), lambda case: factories)
+    found = attention_jobs([case], ("forward", "backward"), lambda case: factories)
     for job, saved in zip(found, (None, 2500), strict=True):
         job = replace(job, inputs=lambda: tensors)
         (record,) = measure(job, job.plan(origin), instruments, NoSampler(), print)

@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 
+from bench import problems
 from bench.job import Absent, Subject
 from bench.ours import NAMES
 from bench.peers import FLASH
 from bench.records import Times
-from bench.suites import flash
 from bench.suites.flash import cases, columns, jobs
 
 TARGETS = ["sm90", "sm80"]
@@ -58,7 +58,7 @@ SLOW = {
 )
 def test_who_is_left_out_and_where(name, absent):
     for job in jobs(TARGETS, name):
-        left_out = {subject: m for subject, m in job.factories.items() if m.func is flash._absent}
+        left_out = {subject: m for subject, m in job.factories.items() if m.func is problems.absent}
         assert {" ".join(filter(None, subject)) for subject in left_out} == absent
         for make in left_out.values():
             with pytest.raises(Absent, match="timed at 4096 keys"):

@@ -8,7 +8,7 @@ import pytest
 from bench.job import Absent, Subject
 from bench.peers import torch_peers
 from bench.peers.torch_peers import EFFICIENT_ATTENTION, FLASH_ATTENTION
-from bench.suites.flash_jobs import flash_tensors
+from bench.problems import attention_tensors
 from bench.suites.float32 import columns, jobs
 from interop.parity.cases import FlashCase
 
@@ -35,7 +35,7 @@ def test_the_table_names_the_precision(record):
 
 def test_of_torchs_backends_the_efficient_one_takes_float32():
     """The adapter passes it on; a CPU has no such backend to run it."""
-    tensors = flash_tensors(SMALL, "cpu")
+    tensors = attention_tensors(SMALL, "cpu")
     assert torch_peers.sdpa(EFFICIENT_ATTENTION, SMALL, "forward", tensors)
     with pytest.raises(Absent, match="takes float16 and bfloat16, not float32"):
         torch_peers.sdpa(FLASH_ATTENTION, SMALL, "forward", tensors)

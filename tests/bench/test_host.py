@@ -8,12 +8,11 @@ import torch
 from bench import calls, timing
 from bench.compare import changes
 from bench.job import Subject
+from bench.problems import attention_tensors, decode_tensors
 from bench.records import Times
 from bench.report.page import to_page
 from bench.report.sections import SPEEDS, sections
 from bench.suites import host
-from bench.suites.decode_inputs import decode_tensors
-from bench.suites.flash_jobs import flash_tensors
 from bench.suites.host import columns, jobs
 from interop.parity.cases import DecodeCase, FlashCase
 
@@ -83,7 +82,7 @@ def test_every_implementation_passes_its_gate(found, monkeypatch, key):
     if key[1] == "decode":
         tensors = decode_tensors(DecodeCase(**job.case), "cpu")
     else:
-        tensors = flash_tensors(FlashCase(**job.case), "cpu")
+        tensors = attention_tensors(FlashCase(**job.case), "cpu")
     check = job.check(tensors)
     for subject, factory in job.factories.items():
         if subject.implementation in ON_A_GPU:

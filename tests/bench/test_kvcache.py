@@ -9,10 +9,9 @@ import torch
 from bench import ours
 from bench.job import Call, Subject
 from bench.peers import DECODE
+from bench.problems import decode_job, decode_tensors
 from bench.records import Times
 from bench.suites import kvcache
-from bench.suites.decode_inputs import decode_tensors
-from bench.suites.decode_jobs import decode_job
 from interop.parity.cases import DecodeCase
 
 PEERS = {Subject(name) for name in DECODE}

@@ -8,8 +8,7 @@ import pytest
 import torch_attn
 from bench import calls, ours
 from bench.job import Absent, Subject
-from bench.suites.decode_inputs import decode_tensors
-from bench.suites.flash_jobs import flash_jobs
+from bench.problems import attention_jobs, decode_tensors
 from interop.parity.cases import DecodeCase, FlashCase
 from interop.parity.check import sample_check
 from interop.parity.inputs import make_inputs
@@ -54,7 +53,7 @@ def test_every_implementation_for_every_target():
 def test_a_call_of_flash_attention_is_right_every_time(monkeypatch, implementation, operation):
     monkeypatch.setattr(ours, "compiled", lambda f, **kw: calls.compiled(f, backend="eager", **kw))
     tensors = tensors_of(CASE)
-    check = flash_jobs([CASE], [operation], lambda case: {})[0].check(tensors)
+    check = attention_jobs([CASE], [operation], lambda case: {})[0].check(tensors)
     call = ours.flash_factories(["sm80"])[implementation, "sm80"](CASE, operation, tensors)
     for _ in range(2):
         assert check(call.result(call.run())) <= 1

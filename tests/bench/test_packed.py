@@ -3,7 +3,6 @@
 import sys
 import warnings
 from dataclasses import replace
-from functools import partial
 from types import SimpleNamespace
 
 import jax
@@ -14,11 +13,12 @@ from torch.nn.attention.flex_attention import create_block_mask
 from bench import ours
 from bench.job import Absent, Subject
 from bench.peers import PACKED, packed_peers
+from bench.problems import attention_check, attention_tensors
 from bench.records import YARDSTICKS, Times
 from bench.report.plots import of_suite
 from bench.report.sections import sections
 from bench.suites import packed
-from bench.suites.packed import cases, columns, dense_case, jobs, packed_tensors
+from bench.suites.packed import cases, columns, dense_case, jobs
 from interop.parity.cases import VarlenCase
 from torch_attn import flash_attention_varlen
 from twin_attention.contract.cost import forward_flops
@@ -76,15 +76,11 @@ def len_of(case):
     return sum(n for n, _ in case.lengths)
 
 
-def gate(case, operation, tensors):
-    return packed._job(case, operation, ["sm80"]).check(tensors)
-
-
 @pytest.mark.parametrize("operation", ["forward", "backward"])
 @pytest.mark.parametrize("name", ["torch triton", "jax triton"])
 def test_our_calls_are_right_and_the_gate_sees_what_is_wrong(name, operation):
-    tensors = packed_tensors(CASE, "cpu")
-    check = gate(CASE, operation, tensors)
+    tensors = attention_tensors(CASE, "cpu")
+    check = attention_check(CASE, operation, tensors)
     call = ours.packed_factories(["sm80"])[Subject(name, "sm80")](CASE, operation, tensors)
     arrays = call.result(call.run())
     assert check(arrays) <= 1
@@ -92,18 +88,14 @@ def test_our_calls_are_right_and_the_gate_sees_what_is_wrong(name, operation):
 
 
 def test_a_dense_yardstick_is_checked_on_its_own(monkeypatch):
-    tensors = packed_tensors(CASE, "cpu")
+    tensors = attention_tensors(CASE, "cpu")
     factory = packed._factories(["sm80"])[Subject("torch triton dense", "sm80")]
     call = factory(CASE, "forward", tensors)
     assert call.result is None
     assert call.run().shape == dense_case(CASE).shapes[0]
-    monkeypatch.setattr(packed, "flash_jobs", partial(_wrong, packed.flash_jobs))
+    monkeypatch.setattr(packed, "attention_check", lambda *_: lambda arrays: 2.0)
     with pytest.raises(ValueError, match="times the budget"):
         factory(CASE, "forward", tensors)
-
-
-def _wrong(flash_jobs, *args):
-    return [replace(job, check=lambda tensors: lambda arrays: 2.0) for job in flash_jobs(*args)]
 
 
 @pytest.fixture
@@ -136,11 +128,11 @@ def stand_ins(monkeypatch):
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning")
 @pytest.mark.parametrize("peer", [name for name in PACKED if "cuDNN" not in name])
 def test_a_peer_is_right(stand_ins, peer):
-    tensors = packed_tensors(CASE, "cpu")
+    tensors = attention_tensors(CASE, "cpu")
     # FlexAttention has no backward on a CPU, and FA3's package none at all.
     operation = "forward" if peer in ("FlexAttention", "FA3 varlen") else "backward"
     call = PACKED[peer](CASE, operation, tensors)
-    assert gate(CASE, operation, tensors)(call.result(call.run())) <= 1
+    assert attention_check(CASE, operation, tensors)(call.result(call.run())) <= 1
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -162,11 +154,11 @@ def test_the_mask_of_documents_is_that_of_its_pairs(lengths, causal):
 def test_a_peer_is_absent_where_its_adapter_would_drop_something(stand_ins, peer, options):
     case = replace(CASE, **options)
     with pytest.raises(Absent):
-        PACKED[peer](case, "forward", packed_tensors(case, "cpu"))
+        PACKED[peer](case, "forward", attention_tensors(case, "cpu"))
 
 
 def test_a_peer_that_would_see_padding_or_needs_too_much_is_absent(stand_ins, monkeypatch):
-    tensors = packed_tensors(CASE, "cpu")
+    tensors = attention_tensors(CASE, "cpu")
     with pytest.raises(Absent, match="it would see padding"):
         PACKED["FA2 padded"](replace(CASE, causal=False), "forward", tensors)
     scores = 4 * 2 * 27**2
@@ -182,7 +174,7 @@ def test_a_peer_that_would_see_padding_or_needs_too_much_is_absent(stand_ins, mo
 def test_fa4_is_absent_at_a_head_size_that_it_does_not_take(stand_ins):
     case = replace(CASE, head_dim=20)
     with pytest.raises(Absent, match="takes head sizes up to 256 that 8 divides, not 20"):
-        PACKED["FA4 varlen"](case, "forward", packed_tensors(case, "cpu"))
+        PACKED["FA4 varlen"](case, "forward", attention_tensors(case, "cpu"))
 
 
 def test_columns_tables_and_plots_of_its_records(record):

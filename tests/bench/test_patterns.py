@@ -11,17 +11,16 @@ import torch
 
 from bench.job import Absent, Subject
 from bench.peers import SPARSE
-from bench.peers.pattern_peers import sparse_mask
+from bench.peers.sparse_peers import sparse_mask
+from bench.problems import SparseCase, attention_tensors
 from bench.records import Times
-from bench.report import patterns as report
 from bench.report.markdown import summary
 from bench.report.plots import of_suite
 from bench.report.sections import sections
 from bench.report.tables import names
 from bench.runner import Instruments, measure
 from bench.suites import patterns
-from bench.suites.flash_jobs import flash_tensors
-from bench.suites.pattern_cases import SparseCase, dense_case, pattern_cases
+from bench.suites.patterns import cases as pattern_cases
 from bench.suites.patterns import columns, jobs, tables
 from bench.timing import Timing
 from interop.parity.cases import DilatedCase
@@ -40,8 +39,7 @@ TIMES = Times(2.0, 1.9, 2.1)
 
 
 def job_of(case, operation):
-    make = patterns._sparse_job if isinstance(case, SparseCase) else patterns._dilated_job
-    return make(case, operation, "sm90")
+    return patterns.job(case, operation, "sm90")
 
 
 @pytest.fixture
@@ -105,7 +103,7 @@ def test_flops_are_those_of_the_pattern():
 @pytest.mark.parametrize("operation", ["forward", "both"])
 @pytest.mark.parametrize("case", [SPARSE_CASE, LOCAL_CASE, DILATED_CASE], ids=lambda x: x.name)
 def test_our_calls_are_right_and_the_gate_sees_what_is_wrong(case, operation):
-    job, tensors = job_of(case, operation), flash_tensors(dense_case(case), "cpu")
+    job, tensors = job_of(case, operation), attention_tensors(case, "cpu")
     check = job.check(tensors)
     for subject, factory in job.factories.items():
         if subject.implementation == "FlexAttention":
@@ -129,9 +127,9 @@ def test_our_calls_are_right_and_the_gate_sees_what_is_wrong(case, operation):
 @pytest.mark.usefixtures("at_all_lengths")
 @pytest.mark.parametrize("name", ["torch dense", "torch module", "jax module"])
 def test_what_computes_something_else_is_checked_by_itself(monkeypatch, name):
-    monkeypatch.setattr(patterns, "_sparse_check", lambda *_: lambda arrays: 2.0)
+    monkeypatch.setattr(patterns, "attention_check", lambda *_: lambda arrays: 2.0)
     factory = job_of(SPARSE_CASE, "forward").factories[Subject(name, "sm90")]
-    tensors = flash_tensors(dense_case(SPARSE_CASE), "cpu")
+    tensors = attention_tensors(SPARSE_CASE, "cpu")
     with pytest.raises(ValueError, match="its error is 2 times the budget"):
         factory(tensors)
 
@@ -200,7 +198,7 @@ def test_a_page_tells_patterns_apart(record):
     (section,) = sections(records)
     assert section.title == patterns.TITLE
     assert [picture.title for picture in of_suite(records, section.peaks)]
-    assert f"{report.GAINS}:" in summary("run", records)["run.md"]
+    assert f"{patterns.GAINS}:" in summary("run", records)["run.md"]
 
 
 def test_the_tables(record):
@@ -218,8 +216,8 @@ def test_the_tables(record):
         record_of(record, twice, "torch dilated", 2.1, "both"),
     ]
     found = tables(records)
-    assert list(found) == [report.GAINS, report.DOUBLINGS, "Forward", "Forward and backward"]
-    assert found[report.GAINS] == [
+    assert list(found) == [patterns.GAINS, patterns.DOUBLINGS, "Forward", "Forward and backward"]
+    assert found[patterns.GAINS] == [
         ["case", "pass", "implementation", "dense / this", "standard / this",
          "FlexAttention / this", "jax.nn XLA / this"],
         ["random-small", "forward", "torch block-sparse sm90", "7.50", "", "1.50", "OOM"],
@@ -227,7 +225,7 @@ def test_the_tables(record):
         ["dilated-64", "forward and backward", "torch dilated sm90", "", "1.50", "", ""],
         ["dilated-128", "forward and backward", "torch dilated sm90", "", "", "", ""],
     ]  # fmt: skip
-    assert found[report.DOUBLINGS][1:] == [
+    assert found[patterns.DOUBLINGS][1:] == [
         ["dilated", "forward and backward", "torch dilated sm90", "64", "2.10"]
     ]
     titles, first, *_, last = found["Forward"]

@@ -13,9 +13,8 @@ import torch
 
 from bench.job import Absent
 from bench.peers import DECODE, FLASH, PREFILL, flashinfer, torch_peers
+from bench.problems import attention_jobs, decode_tensors
 from bench.suites import kvcache
-from bench.suites.decode_inputs import decode_tensors
-from bench.suites.flash_jobs import flash_jobs
 from interop.parity.cases import DecodeCase, FlashCase, PagedCase
 from interop.parity.check import sample_check
 from interop.parity.inputs import make_inputs
@@ -94,7 +93,7 @@ def test_a_peer_is_right_where_it_is_not_absent(peer, case):
             FLASH[peer](case, "both", tensors)
     elif operation is not None:
         call = FLASH[peer](case, operation, tensors)
-        check = flash_jobs([case], [operation], lambda case: {})[0].check(tensors)
+        check = attention_jobs([case], [operation], lambda case: {})[0].check(tensors)
         assert check(call.result(call.run())) <= 1
 
 

@@ -7,11 +7,11 @@ import pytest
 
 from bench import ours
 from bench.job import Subject
+from bench.problems import decode_job, decode_tensors
 from bench.records import Times, append, load
 from bench.report.plots import of_suite
 from bench.report.sections import sections
 from bench.suites import prefill
-from bench.suites.decode_inputs import decode_tensors
 from bench.suites.prefill import cases, columns, jobs
 from interop.parity.cases import PagedCase
 
@@ -70,7 +70,7 @@ def test_the_cost():
 
 @pytest.mark.parametrize("case", [SMALL, SINGLE], ids=lambda case: case.name)
 def test_our_calls_are_right_every_time_and_the_gate_sees_what_is_wrong(case):
-    job = prefill._job(case, ["sm80"])
+    job = decode_job(case, prefill._factories(case, ["sm80"]))
     tensors = decode_tensors(case, "cpu")
     check = job.check(tensors)
     names = [name for name, target in job.factories if target and "mosaic" not in name]

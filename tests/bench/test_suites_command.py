@@ -11,7 +11,7 @@ from bench import __main__ as command
 from bench.job import Job, Subject
 from bench.peaks import peak_jobs
 from bench.records import append, load
-from bench.suites import SUITES
+from bench.registry import SUITES
 from bench.suites import command as suites
 from interop.parity import arguments as checks
 from interop.parity import environment

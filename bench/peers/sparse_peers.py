@@ -1,22 +1,21 @@
 """Attention over the tiles that a block mask keeps, by other libraries.
 
-A factory takes (case, operation, tensors): a `bench.suites.pattern_cases.SparseCase`, and q, k, v
-and dout [B, S, H, D] of torch.
+A factory takes (case, operation, tensors): a `bench.problems.SparseCase`, and q, k, v and dout
+[B, S, H, D] of torch.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from bench.calls import compiled, jax_call, torch_call
 from bench.job import Call
-from bench.peers.flex_masks import flex_mask
-
-if TYPE_CHECKING:
-    from bench.suites.pattern_cases import SparseCase
+from bench.problems import SparseCase
+from twin_attention.contract.block_mask import BlockMask
 
 
 def flex(case: SparseCase, operation: str, tensors) -> Call:
@@ -42,6 +41,35 @@ def sparse_mask(case: SparseCase, device: Any) -> Any:
     size, lengths = (case.tile_q, case.tile_kv), (case.seq_q, case.seq_kv)
     visible = _causal if case.causal else None
     return flex_mask(tiles, tiles & ~edge, size, lengths, visible, device)
+
+
+def flex_mask(
+    kept: np.ndarray,
+    whole: np.ndarray,
+    tile: tuple[int, int],
+    lengths: tuple[int, int],
+    visible: Callable[..., Any] | None,
+    device: Any,
+) -> Any:
+    """Return a mask of the kept tiles. `create_block_mask` would evaluate every pair for it.
+
+    Args:
+        kept, whole: [tiles_q, tiles_kv] bool, tiles of which something or all is seen.
+        tile: queries and keys of a tile.
+        lengths: queries and keys.
+        visible: which pairs of the other kept tiles are seen, or None if all kept ones are whole.
+        device: where the mask lies.
+    """
+    import torch
+    from torch.nn.attention.flex_attention import BlockMask as FlexMask
+
+    lists = [*BlockMask.of(kept & ~whole)[:2], *BlockMask.of(whole)[:2]]
+    return FlexMask.from_kv_blocks(
+        *(torch.from_numpy(x).to(device) for x in lists),
+        BLOCK_SIZE=tile,
+        mask_mod=visible,
+        seq_lengths=lengths,
+    )
 
 
 def jax_masked(case: SparseCase, operation: str, tensors) -> Call:

@@ -1,0 +1,289 @@
+"""Jobs of the problems that suites time: their tensors, costs and checks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from functools import cached_property, partial
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import numpy as np
+
+from bench.dilation import dilated_check, dilated_flops
+from bench.job import Absent, Call, Check, Job, Operation, Subject
+from interop.parity.cases import (
+    BlockSparseCase,
+    DecodeCase,
+    DilatedCase,
+    FlashCase,
+    PagedCase,
+    VarlenCase,
+)
+from twin_attention.contract.block_mask import (
+    BlockMask,
+    global_tiles,
+    local_tiles,
+    random_tiles,
+)
+from twin_attention.contract.cost import (
+    ITEMSIZE,
+    backward_bytes,
+    backward_flops,
+    block_sparse_backward_flops,
+    block_sparse_forward_flops,
+    decode_bytes,
+    decode_flops,
+    forward_bytes,
+    forward_flops,
+    paged_bytes,
+    paged_flops,
+    varlen_backward_flops,
+    varlen_forward_flops,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+NO_PAGE = -1
+SEED = 0  # of random masks
+BAND, GLOBAL = 8, 1  # tiles that a tile of queries sees up to its own, and tiles that all see
+
+AttentionCase = FlashCase | VarlenCase
+# Returns a call of an implementation from the case, the operation and q, k, v and dout.
+Factory = Callable[[Any, str, "list[Tensor]"], Call]
+Factories = Mapping[Subject, Factory]
+# Returns a call of an implementation from the case and its tensors.
+DecodeFactory = Callable[[Any, "DecodeTensors"], Call]
+DecodeFactories = dict[Subject, DecodeFactory]
+
+
+@dataclass(frozen=True)
+class SparseCase(BlockSparseCase):
+    """One call of `block_sparse_attention` with a mask of a pattern.
+
+    Attributes:
+        pattern: "random" for about `kept` of the tiles, the diagonal's among them, without a causal
+            mask; "local" for a causal band and global tiles.
+    """
+
+    pattern: str = "random"
+
+    @cached_property
+    def mask(self) -> BlockMask[np.ndarray]:
+        """Return the lists of the tiles that are kept."""
+        return BlockMask.of(self.tiles)
+
+    @property
+    def tiles(self) -> np.ndarray:
+        """Return the tiles that are kept, [tiles_q, tiles_kv] bool."""
+        *_, q, kv = self.mask_shape
+        if self.pattern == "local":
+            return local_tiles(q, kv, left=BAND - 1, right=0) | global_tiles(q, kv, GLOBAL)
+        others = max(0, round(self.kept * kv) - 1)
+        return local_tiles(q, kv, left=0, right=0) | random_tiles(q, kv, others, SEED)
+
+
+def document_lengths(case: VarlenCase) -> list[int]:
+    """Return the tokens of each document."""
+    return [queries for queries, _ in case.lengths]
+
+
+def offsets_of(case: VarlenCase, device: Any) -> Tensor:
+    """Return where documents begin, and the last one ends, [N + 1] int32."""
+    import torch
+
+    offsets = [0, *accumulate(document_lengths(case))]
+    return torch.tensor(offsets, dtype=torch.int32, device=device)
+
+
+def attention_jobs(
+    cases: Iterable[AttentionCase],
+    operations: Sequence[Operation],
+    factories: Callable[[Any], Factories],
+    heads: int | None = None,
+) -> list[Job]:
+    """Return a job for each operation of each case.
+
+    Args:
+        cases: the problems.
+        operations: of "forward", "backward" and "both".
+        factories: returns the implementations of a case.
+        heads: whose rows are checked; None is as many as `sample_check` chooses.
+    """
+    return [attention_job(c, name, factories(c), heads) for c in cases for name in operations]
+
+
+def attention_job(
+    case: AttentionCase, operation: Operation, factories: Factories, heads: int | None = None
+) -> Job:
+    """Return the job of one operation on a case."""
+    flops = _flops(case)
+    traffic = forward_bytes(case.spec), backward_bytes(case.spec)
+    passes = {"forward": (1, 0), "backward": (0, 1), "both": (1, 1)}[operation]
+    return Job(
+        case=asdict(case),
+        operation=operation,
+        flops=sum(n * x for n, x in zip(passes, flops, strict=True)),
+        bytes=sum(n * x for n, x in zip(passes, traffic, strict=True)),
+        inputs=partial(attention_tensors, case),
+        factories={s: partial(factory, case, operation) for s, factory in factories.items()},
+        check=partial(attention_check, case, operation, heads=heads),
+    )
+
+
+def _flops(case: AttentionCase) -> tuple[int, int]:
+    """Return the operations of a forward and of a backward."""
+    if isinstance(case, DilatedCase):
+        return dilated_flops(case)
+    if isinstance(case, VarlenCase):
+        problem = case.spec, case.lengths
+        return varlen_forward_flops(*problem), varlen_backward_flops(*problem)
+    if isinstance(case, SparseCase):
+        problem = case.spec, case.mask
+        return block_sparse_forward_flops(*problem), block_sparse_backward_flops(*problem)
+    return forward_flops(case.spec), backward_flops(case.spec)
+
+
+def attention_tensors(case: AttentionCase, device: str = "cuda") -> list[Tensor]:
+    """Return q, k, v and dout, [B, S, H, D] or [T, H, D] of packed sequences, random normal."""
+    from interop.parity.inputs import make_inputs
+
+    inputs = make_inputs(case if isinstance(case, VarlenCase) else dense_case(case), device)
+    return [inputs[name] for name in ("q", "k", "v", "dout")]
+
+
+def dense_case(case: FlashCase) -> FlashCase:
+    """Return the problem of the same shape without a pattern."""
+    return FlashCase(**{x.name: getattr(case, x.name) for x in fields(FlashCase)})
+
+
+def attention_check(
+    case: AttentionCase, operation: str, tensors: list[Tensor], heads: int | None = None
+) -> Check:
+    """Return the check of an operation's result: by `sample_check`, of a few heads."""
+    if isinstance(case, DilatedCase):
+        return dilated_check(case, operation, tensors)
+    import torch
+
+    from interop.parity.check import sample_check
+
+    q, k, v, dout = tensors
+    inputs = {"q": q, "k": k, "v": v}
+    if isinstance(case, VarlenCase):
+        inputs |= dict.fromkeys(("cu_seqlens_q", "cu_seqlens_kv"), offsets_of(case, q.device))
+    if isinstance(case, SparseCase):
+        inputs["block_mask"] = torch.tensor(case.tiles[None, None], device=q.device)
+    names = {"forward": ("out",), "backward": ("dq", "dk", "dv")}
+    names["both"] = names["forward"] + names["backward"]
+    if operation != "forward":
+        inputs["dout"] = dout
+    samples = {} if heads is None else {"samples": heads}
+    return sample_check(inputs, case.spec, names[operation], **samples)
+
+
+def checked(call: Call, check: Check) -> Call:
+    """Return a call after a check of its own: its result is not that of the job.
+
+    Raises:
+        ValueError: the result is wrong.
+    """
+    assert call.result is not None
+    error = check(call.result(call.run()))
+    if error > 1:
+        raise ValueError(f"its error is {error:.3g} times the budget")
+    return call._replace(result=None)
+
+
+def absent(reason: str, *_: Any) -> NoReturn:
+    """Make no call: the implementation is not timed, for this reason."""
+    raise Absent(reason)
+
+
+@dataclass(frozen=True)
+class DecodeTensors:
+    """Arguments of a `paged_decode` or `paged_attention`, as `interop.parity.inputs` makes them.
+
+    Attributes:
+        q: [B, T, Hq, D], of a `paged_attention` [Tq, Hq, D].
+        k_pages, v_pages: [P, page_size, Hkv, D]. The sequences' pages lie in random order; pages
+            and slots that no sequence uses hold NaN.
+        block_tables: [B, max_pages] int32; past a sequence's last page it holds no page's id.
+        seq_lens: [B] int32.
+        k_scale, v_scale: of a quantised cache, [] or [Hkv] float32; else None.
+        cu_seqlens_q: of a `paged_attention`, [B + 1] int32; else None.
+    """
+
+    q: Tensor
+    k_pages: Tensor
+    v_pages: Tensor
+    block_tables: Tensor
+    seq_lens: Tensor
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None
+    cu_seqlens_q: Tensor | None = None
+
+    @property
+    def arguments(self) -> dict[str, Tensor]:
+        """Return the tensors by argument name, without those that are None."""
+        named = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: x for name, x in named.items() if x is not None}
+
+    @cached_property
+    def dense(self) -> tuple[Tensor, Tensor]:
+        """Return k and v [B, Skv, Hkv, D], copied out of their pages; all lengths are the same."""
+        length = int(self.seq_lens[0])
+        pages = self.block_tables[:, : -(-length // self.k_pages.shape[1])].long()
+        k, v = (
+            pool[pages].flatten(1, 2)[:, :length].contiguous()
+            for pool in (self.k_pages, self.v_pages)
+        )
+        return k, v
+
+
+def fitted(case: DecodeCase) -> DecodeCase:
+    """Return the case with tables no wider than its longest sequence needs."""
+    return replace(case, max_pages=-(-max(case.lengths) // case.page_size))
+
+
+def decode_tensors(case: DecodeCase, device: str = "cuda") -> DecodeTensors:
+    """Return the tensors of `case`; the pool does not grow with the tables' capacity."""
+    from torch.nn.functional import pad
+
+    from interop.parity.inputs import make_inputs
+
+    needed = fitted(case)
+    inputs = make_inputs(needed, device)
+    wider = (0, case.max_pages - needed.max_pages)
+    inputs["block_tables"] = pad(inputs["block_tables"], wider, value=NO_PAGE)
+    return DecodeTensors(**inputs)
+
+
+def decode_job(case: DecodeCase, factories: DecodeFactories) -> Job:
+    """Return the job of a decode, with its reads and writes, or of a `paged_attention`."""
+    if isinstance(case, PagedCase):
+        problem = case.spec, list(zip(case.new_tokens, case.lengths, strict=True))
+        flops, total, writes = paged_flops(*problem), paged_bytes(*problem), None
+        is_decode = set(case.new_tokens) == {1}
+    else:
+        spec = case.spec
+        flops, total = decode_flops(spec, case.lengths), decode_bytes(spec, case.lengths)
+        row = spec.head_dim_v * ITEMSIZE[spec.dtype] + 4  # and its log-sum-exp
+        writes, is_decode = spec.batch * spec.tokens * spec.heads_q * row, True
+    return Job(
+        case=asdict(case),
+        operation="decode" if is_decode else "forward",  # whose rate is a bandwidth, or FLOPs
+        flops=flops,
+        bytes=total,
+        inputs=partial(decode_tensors, case),
+        factories={s: partial(factory, case) for s, factory in factories.items()},
+        check=partial(_decode_check, case),
+        reads=None if writes is None else total - writes,
+        writes=writes,
+    )
+
+
+def _decode_check(case: DecodeCase, tensors: DecodeTensors) -> Check:
+    from interop.parity.check import sample_check
+
+    return sample_check(tensors.arguments, case.spec, ("out",))

@@ -1,0 +1,56 @@
+"""The suites by their command's name.
+
+Suite "a-b" is the module `bench.suites.a_b`, imported when its command runs. It offers:
+
+- ``TITLE``, ``NOTE``: of its tables; the note says what one call is and what the columns count;
+- ``jobs(targets, pattern)``: a list of `Job`s, or `TrainingJob`s, of cases whose name contains
+  `pattern`, with our own kernels compiled for each of `targets`; (None,) is a CPU;
+- ``columns(record)``: the record's own cells of the suite's table, by title. A record without a
+  time is asked as well. The report adds what every table has, as far as its title is not taken:
+  implementation, milliseconds, spread, limits, ratio to the best peer, status;
+- ``tables(records)``, if it has tables by heading in place of those that every suite has.
+
+Jobs are timed by `bench.timing.time_calls` unless they bring a timer of their own (`Job.time`), as
+those of "host" do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Any, Protocol, cast
+
+from bench.records import Record
+
+Cells = dict[str, str | float | None]
+
+SUITES = {
+    "flash": "flash attention over lengths and head sizes, beside every peer",
+    "kvcache": "paged decode of one sequence and of batches, over KV lengths",
+    "fa2": "FlashAttention-2's shapes in fp16, with clocks and power",
+    "eager": "flash attention against eager attention, with the memory they take",
+    "float32": "flash attention in float32, with IEEE products and with TF32",
+    "packed": "documents of different lengths in one batch without padding, beside every peer",
+    "patterns": "block-sparse and dilated attention, beside dense attention and every peer",
+    "prefill": "chunks of prompts and single tokens over a paged cache, beside FlashInfer",
+    "host": "the host's share of calls on small problems",
+    "end-to-end": "training steps, prefill and decode of transformers with each attention",
+    "memory": "a training step's memory by category, with our attention and without",
+}
+ON_CPU = ("end-to-end", "memory")  # run a tiny model there
+
+
+class Suite(Protocol):
+    """The interface of a suite's module."""
+
+    TITLE: str
+    NOTE: str
+
+    def jobs(self, targets: Sequence[Any], pattern: str = "") -> list[Any]: ...
+
+    def columns(self, record: Record) -> Cells: ...
+
+
+def load(name: str) -> Suite:
+    """Import a suite's module."""
+    return cast(Suite, import_module(f"bench.suites.{name.replace('-', '_')}"))
