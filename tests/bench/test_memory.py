@@ -8,7 +8,7 @@ import torch
 from bench.job import Subject
 from bench.records import load
 from bench.report.plots import headline
-from bench.report.plots.memory import over_a_step, peaks_by_case
+from bench.report.plots.training import over_a_step, peaks_by_case
 from bench.report.tables import to_csv
 from bench.suites import memory
 from bench.training.case import PHASES, TrainingCase

@@ -10,12 +10,11 @@ from matplotlib.figure import Figure
 from bench.peaks import Peak, Peaks, peaks
 from bench.records import Record
 from bench.report.plots.clocks import over_jobs, over_time
-from bench.report.plots.memory import over_a_step, peaks_by_case
 from bench.report.plots.rates import by_case, over_length, split_series
 from bench.report.plots.ratios import ratios
 from bench.report.plots.roofline import roofline
 from bench.report.plots.style import styles
-from bench.report.plots.training import steps
+from bench.report.plots.training import over_a_step, peaks_by_case, steps
 from bench.report.tables import SHOWN, groups, is_batch, labels, names
 from bench.sampling import Sample
 

@@ -11,7 +11,7 @@ from matplotlib.ticker import NullLocator
 
 from bench.peaks import Peak
 from bench.records import Record
-from bench.report.plots.style import Style, name_width
+from bench.report.plots.style import Style, name_width, panels
 from bench.report.tables import groups, labels, names
 from interop.rendering.plots import MUTED_COLOUR, RULE_COLOUR, legend, quiet
 
@@ -45,7 +45,7 @@ def over_length(
     rows = -(-len(series) // columns)
     layout = ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.1)  # inches
     figure = Figure(figsize=(panel_width * columns, 3.3 * rows + 0.6), layout=layout)
-    panels = figure.subplots(rows, columns, squeeze=False, sharey=True).ravel()
+    grid = panels(figure, len(series), columns, sharey=True)
     rates = [peak.known_rate(record) for records in series for record in records]
     # Rates of single heads span orders; a bandwidth is read against its peak.
     logarithmic = peak.unit == "TFLOP/s" and max(rates) > 100 * min(rates)
@@ -53,10 +53,10 @@ def over_length(
     near = {name: rate for name, rate in rules.items() if rate and rate < 2 * max(rates)}
     if logarithmic:
         near.pop("datasheet", None)  # too near the measured one on this scale
-        panels[0].set_yscale("log")
+        grid[0].set_yscale("log")
     else:
-        panels[0].set_ylim(0, 1.08 * max([*rates, *near.values()]))
-    for axes, records in zip(panels, series, strict=False):
+        grid[0].set_ylim(0, 1.08 * max([*rates, *near.values()]))
+    for axes, records in zip(grid, series, strict=True):
         _panel(axes, records, peak, looks)
         for name, rate in near.items():
             axes.axhline(rate, color=MUTED_COLOUR, linewidth=0.9, zorder=1,
@@ -66,9 +66,7 @@ def over_length(
                           textcoords="offset points",
                           va="top" if logarithmic else "bottom")  # fmt: skip
         quiet(axes, "y")
-    for axes in panels[len(series) :]:
-        axes.set_visible(False)
-    for axes in panels[: len(series) : columns]:
+    for axes in grid[::columns]:
         axes.set_ylabel(peak.unit, fontsize=8)
     legend(figure)
     return figure

@@ -11,7 +11,7 @@ from matplotlib.colors import LinearSegmentedColormap, LogNorm
 from matplotlib.figure import Figure
 
 from bench.records import Record
-from bench.report.plots.style import name_width
+from bench.report.plots.style import name_width, panels
 from bench.report.tables import by_case, labels, names, ratio
 
 _CELL = 0.44, 0.24  # inches
@@ -42,8 +42,7 @@ def ratios(records: Sequence[Record]) -> Figure:
     rows = -(-len(ours) // columns)
     size = (name_width(rows_of) + panel * columns, (_CELL[1] * len(rows_of) + 1.2) * rows)
     figure = Figure(figsize=size, layout="constrained")
-    panels = figure.subplots(rows, columns, squeeze=False, sharey=True)
-    for axes, label in zip(panels.ravel(), ours, strict=False):
+    for axes, label in zip(panels(figure, len(ours), columns, sharey=True), ours, strict=True):
         found = [[ratio(row, label, peer) for peer in peers] for row in cases.values()]
         _panel(axes, np.array(found, float))
         axes.set_title(label, fontsize=9.5, loc="left")
@@ -51,8 +50,6 @@ def ratios(records: Sequence[Record]) -> Figure:
         axes.set_xticks(np.arange(len(peers)) + 0.5, peers, rotation=40, ha="right",
                         rotation_mode="anchor")  # fmt: skip
         axes.tick_params(length=0, labelsize=8)
-    for axes in panels.ravel()[len(ours) :]:
-        axes.set_visible(False)
     return figure
 
 

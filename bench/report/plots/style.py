@@ -1,13 +1,16 @@
-"""Choose a colour, a dash and a marker for each implementation."""
+"""What the plots share: styles of implementations, grids of panels, and bars."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 from bench.records import Record
 from bench.report.tables import labels
-from interop.rendering.plots import COLOURS
+from interop.rendering.plots import COLOURS, MUTED_COLOUR, quiet
 
 Style = dict[str, Any]
 
@@ -52,3 +55,33 @@ def styles(records: Sequence[Record]) -> dict[str, Style]:
 def name_width(names: Iterable[str]) -> float:
     """Return the inches that names of cases take."""
     return 0.3 + 0.065 * max(map(len, names))
+
+
+def panels(figure: Figure, count: int, columns: int, **options: Any) -> list[Axes]:
+    """Return panels row by row; the rest of the last row stays empty."""
+    grid = figure.subplots(-(-count // columns), columns, squeeze=False, **options).ravel()
+    for axes in grid[count:]:
+        axes.set_visible(False)
+    return list(grid[:count])
+
+
+def bars(
+    axes: Axes,
+    rows: Sequence[tuple[str, Mapping[str, float], str]],
+    colours: Mapping[str, Any],
+    unit: str,
+) -> None:
+    """Draw a row from top to bottom for each name: its parts end to end, and a text behind them."""
+    for place, (_, parts, text) in enumerate(rows):
+        left = 0.0
+        for part, width in parts.items():
+            axes.barh(place, width, left=left, height=0.7, color=colours[part], label=part)
+            left += width
+        axes.annotate(text, (left, place), (3, 0), textcoords="offset points", va="center",
+                      fontsize=7, color=MUTED_COLOUR)  # fmt: skip
+    axes.set_yticks(range(len(rows)), [name for name, *_ in rows])
+    axes.set_ylim(len(rows) - 0.5, -0.5)
+    axes.margins(x=0.12)
+    axes.set_xlim(left=0)
+    axes.set_xlabel(unit, fontsize=8)
+    quiet(axes, "x")

@@ -1,21 +1,26 @@
-"""Draw training steps: the phases of each implementation, one behind the other."""
+"""Draw training: the phases of its steps, and memory by category at their peak and over them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from bench.records import Record
-from bench.report.plots.style import name_width
+from bench.report.plots.style import bars, name_width, panels
 from bench.report.tables import groups, number
-from bench.report.training import trainings
+from bench.report.training import status, trainings
 from bench.training.case import PHASES
+from bench.training.timeline import CATEGORIES, peak
 from interop.rendering.plots import COLOURS, MUTED_COLOUR, legend, quiet
 
-_COLOURS = dict(zip(PHASES, (COLOURS[0], COLOURS[5], COLOURS[7]), strict=True))
+_PHASES: dict[str, str] = dict(zip(PHASES, (COLOURS[0], COLOURS[5], COLOURS[7]), strict=True))
+_CATEGORIES = dict(zip(CATEGORIES, (COLOURS[0], COLOURS[4], COLOURS[2], COLOURS[5], COLOURS[7]),
+                       strict=True))  # fmt: skip
 _COLUMNS = 2
+_UNITS = ((1e9, "GB"), (1e6, "MB"))
 
 
 def steps(records: Sequence[Record]) -> Figure:
@@ -28,34 +33,82 @@ def steps(records: Sequence[Record]) -> Figure:
     labels = [t["step"].label for found in shown for t in found]
     width = _COLUMNS * (name_width(labels) + 4.2)
     figure = Figure(figsize=(width, sum(heights) + 0.4), layout="constrained")
-    panels = figure.subplots(
-        len(grid), _COLUMNS, squeeze=False, gridspec_kw={"height_ratios": heights}
-    ).ravel()
-    for axes, found in zip(panels, shown, strict=False):
-        _panel(axes, found)
-    for axes in panels[len(shown) :]:
-        axes.set_visible(False)
+    ratios = {"height_ratios": heights}
+    of_cases = panels(figure, len(shown), _COLUMNS, gridspec_kw=ratios)
+    for axes, found in zip(of_cases, shown, strict=True):
+        bars(axes, [_phases(training) for training in found], _PHASES, "ms")
+        axes.set_title(found[0]["step"].case["name"], fontsize=9.5, loc="left")
     legend(figure)
     return figure
 
 
-def _panel(axes: Axes, found: Sequence[dict[str, Record]]) -> None:
-    """Draw one case; what has no time says why."""
-    for place, training in enumerate(found):
-        left = 0.0
-        for phase in PHASES:
-            if times := training[phase].times:
-                axes.barh(place, times.median, left=left, height=0.7, color=_COLOURS[phase],
-                          label=phase)  # fmt: skip
-                left += times.median
-        whole = training["step"]
-        text = f"{number(whole.times.median)}" if whole.times else whole.status
-        axes.annotate(text, (left, place), (3, 0), textcoords="offset points", va="center",
-                      fontsize=7, color=MUTED_COLOUR)  # fmt: skip
-    axes.set_yticks(range(len(found)), [training["step"].label for training in found])
-    axes.set_ylim(len(found) - 0.5, -0.5)
-    axes.margins(x=0.12)
-    axes.set_xlim(left=0)
-    axes.set_title(found[0]["step"].case["name"], fontsize=9.5, loc="left")
-    axes.set_xlabel("ms", fontsize=8)
-    quiet(axes, "x")
+def _phases(training: dict[str, Record]) -> tuple[str, dict[str, float], str]:
+    """Return a bar of the phases; what has no time says why."""
+    whole = training["step"]
+    parts = {x: times.median for x in PHASES if (times := training[x].times)}
+    return whole.label, parts, number(whole.times.median) if whole.times else whole.status
+
+
+def peaks_by_case(records: Sequence[Record]) -> Figure:
+    """Draw a bar for each implementation of each case: its categories at the peak."""
+    cases = groups(records, lambda record: record.case["name"]).values()
+    shown = [record for group in cases for record in group if record.status != "absent"]
+    divisor, unit = _unit(shown)
+    rows = [_categories(record, divisor) for record in shown]
+    size = (name_width(name for name, *_ in rows) + 7, 0.24 * len(shown) + 1.2)
+    figure = Figure(figsize=size, layout="constrained")
+    bars(figure.subplots(), rows, _CATEGORIES, unit)
+    legend(figure)
+    return figure
+
+
+def _categories(record: Record, divisor: float) -> tuple[str, dict[str, float], str]:
+    """Return a bar of the categories; what has no timeline says why."""
+    at_peak = peak(record.timeline) if record.timeline else {}
+    parts = {category: num_bytes / divisor for category, num_bytes in at_peak.items()}
+    text = number(sum(parts.values())) if parts else status(record)
+    return f"{record.case['name']}, {record.label}", parts, text
+
+
+def over_a_step(records: Sequence[Record]) -> Figure | None:
+    """Draw the steps of the longest context at which most implementations have one."""
+    drawn = [record for record in records if record.timeline]
+    if not drawn:
+        return None
+    cases = list(groups(drawn, lambda record: record.case["name"]).values())
+    found = max(cases, key=lambda group: (len(group), group[0].case["context"]))
+    figure = Figure(figsize=(3.0 * len(found) + 1, 3.4), layout="constrained")
+    grid = panels(figure, len(found), len(found), sharey=True)
+    divisor, unit = _unit(found)
+    for axes, record in zip(grid, found, strict=True):
+        _step(axes, record, divisor)
+    grid[0].set_ylabel(unit, fontsize=8)
+    legend(figure)
+    return figure
+
+
+def _step(axes: Axes, record: Record, divisor: float) -> None:
+    """Draw the categories one on top of the other, and where the phases begin."""
+    timeline = record.timeline
+    assert timeline is not None
+    points = range(len(timeline["phase"]))
+    layers = [[x / divisor for x in timeline[category]] for category in CATEGORIES]
+    colours = [_CATEGORIES[category] for category in CATEGORIES]
+    areas = axes.stackplot(
+        points, layers, labels=CATEGORIES, colors=colours, linewidth=0, step="post"
+    )
+    for area in areas:
+        area.set_rasterized(True)  # as paths, thousands of points take ten times the bytes
+    starts = [next(group)[0] for _, group in groupby(enumerate(timeline["phase"]), lambda x: x[1])]
+    for start in starts[1:]:
+        axes.axvline(start, color=MUTED_COLOUR, linewidth=0.8)
+    axes.set_xticks(starts, [timeline["phase"][start] for start in starts], ha="left", rotation=-20)
+    axes.set_xlim(0, len(points) - 1)
+    axes.set_title(f"{record.label}, {record.case['name']}", fontsize=8.5, loc="left")
+    quiet(axes, "y")
+
+
+def _unit(records: Sequence[Record]) -> tuple[float, str]:
+    """Return a divisor of bytes that leaves the largest peak above 1, and its unit."""
+    most = max((record.memory or 0 for record in records), default=0)
+    return next((unit for unit in _UNITS if most >= unit[0]), _UNITS[-1])
