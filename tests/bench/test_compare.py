@@ -102,8 +102,3 @@ def test_a_slower_peer_is_no_regression(tmp_path):
     for path, median in zip(paths, (1.0, 2.0), strict=True):
         append(path, [times(median, implementation="FA2", target=None)])
     assert command.main(["compare", *map(str, paths)]) == 0
-
-
-def test_a_file_that_is_not_there(tmp_path, capsys):
-    assert command.main(["compare", str(tmp_path / "no"), str(tmp_path / "no")]) == 2
-    assert "No such file" in capsys.readouterr().err

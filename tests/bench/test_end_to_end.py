@@ -18,7 +18,7 @@ from bench.report.training import GAINS, gains, inference, phases, status, warmu
 from bench.runner import Instruments, run_suite
 from bench.sampling import Sampler
 from bench.suites import end_to_end
-from bench.training.case import ATTENTIONS, FORM_ATTENTIONS, INFERENCE, PHASES, TrainingCase
+from bench.training.case import ATTENTIONS, INFERENCE, PHASES, TrainingCase
 from bench.training.job import TrainingJob, start, start_inference
 from bench.training.steps import OPERATIONS, REPEATS, WARMUPS, mean_after, observe
 from models import jax_attention, torch_attention
@@ -226,22 +226,6 @@ def test_the_picture_holds_the_medians(records):
     bars = [(bar.get_x(), bar.get_width()) for bar in panel.patches]
     assert bars == [(0, 1), (1, 2), (3, 3), (0, 2), (2, 4), (6, 6)]
     assert [text.get_text() for text in panel.texts] == ["6.00", "12.0", "out of memory"]
-
-
-def test_the_default_cases():
-    jobs = end_to_end.jobs(("sm90", "sm80"))
-    assert {job.subject.target for job in jobs} == {"sm90", None}
-    assert len({(job.title, job.subject, job.operations) for job in jobs}) == len(jobs)
-    assert {f"{case}" for case in end_to_end.COMPILED} & {job.training.name for job in jobs}
-    frameworks = [job.subject.implementation.split()[0] for job in jobs]
-    assert frameworks == sorted(frameworks, reverse=True)  # torch first
-    assert end_to_end.jobs(("sm90",), "no such case") == []
-    llamas = end_to_end.jobs(("sm90", "sm80"), "llama")
-    assert [(job.title, job.operations) for job in llamas] == [
-        (f"llama-M-1x4096-bfloat16 torch {attention}", operations)
-        for attention in FORM_ATTENTIONS["llama"]
-        for operations in (INFERENCE, OPERATIONS)
-    ]
 
 
 def test_a_llama_runs_on_a_cpu(tmp_path):

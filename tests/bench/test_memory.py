@@ -1,13 +1,10 @@
 """Memory of a training step by category: what is counted where, kept, and shown."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
 from bench.job import Subject
 from bench.records import load
-from bench.report.plots import headline
 from bench.report.plots.training import over_a_step, peaks_by_case
 from bench.report.tables import to_csv
 from bench.suites import memory
@@ -138,23 +135,6 @@ def test_the_pictures_hold_the_bytes(records):
     assert [label.get_text() for label in panel.get_xticklabels()] == list(PHASES)
     assert list(panel.get_xticks()) == [0, 6, 10]
     assert over_a_step(records[1:]) is None
-
-
-def test_a_summary_draws_no_peaks(records):
-    records = [replace(record, suite="memory") for record in records]
-    peak = replace(records[0], operation="peak", case={"name": "matmul"}, timeline=None)
-    drawn = dict(headline([peak, *records]))
-    rows = drawn["memory"].figure.axes[0].get_yticklabels()
-    assert [row.get_text() for row in rows] == [
-        "tiny-2x64-mixed, torch twin", "tiny-2x64-mixed, torch eager",
-    ]  # fmt: skip
-
-
-def test_the_cases():
-    jobs = memory.jobs(("sm90",))
-    assert {job.subject for job in jobs} >= {Subject("torch twin", "sm90"), Subject("jax xla")}
-    assert {job.training.context for job in jobs} == set(memory.CONTEXTS)
-    assert [job.training.name for job in memory.jobs((None,), "tiny")] == ["tiny-2x64-mixed"] * 5
 
 
 def test_a_step_of_jax_is_what_its_programs_take(monkeypatch):

@@ -1,6 +1,5 @@
 """Adapters of peers without a GPU: those that run here, stand-ins for those that do not."""
 
-import logging
 import sys
 import warnings
 from dataclasses import replace
@@ -14,7 +13,6 @@ import torch
 from bench.job import Absent
 from bench.peers import DECODE, FLASH, PREFILL, flashinfer, torch_peers
 from bench.problems import attention_jobs, decode_tensors
-from bench.suites import kvcache
 from interop.parity.cases import DecodeCase, FlashCase, PagedCase
 from interop.parity.check import sample_check
 from interop.parity.inputs import make_inputs
@@ -136,19 +134,6 @@ def test_tokamax_is_absent_where_it_says_that_it_is_not_implemented(monkeypatch)
         FLASH["tokamax Mosaic"](SQUARE, "forward", tensors_of(SQUARE))
 
 
-def test_tokamax_does_not_warn_that_it_is_not_autotuned(monkeypatch, caplog):
-    def attend(q, *arguments, **options):
-        logging.getLogger("absl").warning("Autotuning cache miss for %s", "an operation")
-        logging.getLogger("absl").warning("something else")
-        return q
-
-    monkeypatch.setitem(sys.modules, "tokamax", SimpleNamespace(dot_product_attention=attend))
-    FLASH["tokamax Mosaic"](SQUARE, "forward", tensors_of(SQUARE))
-    assert caplog.messages == ["something else"]
-    logging.getLogger("absl").warning("Autotuning cache miss for %s", "another's")
-    assert len(caplog.messages) == 2
-
-
 def test_tokamax_is_imported_without_xprof(monkeypatch, tmp_path):
     source = (
         "from jax.nn import dot_product_attention as attend\n"
@@ -220,7 +205,6 @@ def test_sdpa_without_a_choice_is_absent_where_it_would_drop_an_option(options):
 
 DECODE_WRAPPER = "BatchDecodeWithPagedKVCacheWrapper"
 PREFILL_WRAPPER = "BatchPrefillWithPagedKVCacheWrapper"
-DTYPES = "dtype", "kv_dtype"  # fields of a case
 
 
 class Wrapper:
@@ -310,29 +294,3 @@ def test_flashinfers_prefill_takes_any_number_of_new_tokens(monkeypatch, options
 def test_flashinfers_prefill_is_absent_where_it_would_drop_something(options):
     with pytest.raises(Absent):
         PREFILL["FlashInfer"](replace(CHUNKS, **options), None)
-
-
-def test_flashinfer_compiles_once_ahead_what_the_decode_suite_needs(monkeypatch):
-    planned = []
-
-    class Recorder(Wrapper):
-        def plan(self, *args, **options):
-            super().plan(*args, **options)
-            planned.append((self.spec.seq_q > 1, self.spec.head_dim, *self.dtypes.values()))
-            if len(planned) == 1:
-                raise RuntimeError("cannot be compiled")  # which stops nothing else
-
-    wrappers = {DECODE_WRAPPER: Recorder, PREFILL_WRAPPER: Recorder}
-    monkeypatch.setitem(sys.modules, "flashinfer", SimpleNamespace(**wrappers))
-    monkeypatch.setattr(flashinfer, "WORKSPACE_BYTES", 64)
-    flashinfer._compile_ahead.cache_clear()
-    for _ in range(2):
-        flashinfer._compile_ahead("cpu")
-    flashinfer._compile_ahead.cache_clear()
-    cases = [job.case for job in kvcache.jobs(["sm90"]) if job.case["kv_dtype"] != "int8"]
-    needed = {
-        (c["tokens"] > 1, c["head_dim"], *(getattr(torch, c[x] or c["dtype"]) for x in DTYPES))
-        for c in cases
-    }
-    assert set(planned) == needed
-    assert len(planned) == len(needed)

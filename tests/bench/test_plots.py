@@ -9,9 +9,9 @@ from bench.peaks import Peak, Peaks
 from bench.records import ABLATIONS, Record, Times
 from bench.report.plots import Picture, of_run, of_suite
 from bench.report.plots.clocks import over_time
-from bench.report.plots.rates import short, split_series
+from bench.report.plots.rates import split_series
 from bench.report.plots.style import styles
-from bench.report.tables import names, speeds
+from bench.report.tables import speeds
 from bench.sampling import Sample
 from interop.parity.cases import DecodeCase
 from tests.bench.synthetic import campaign
@@ -55,12 +55,6 @@ def test_cases_of_several_lengths_are_lines_and_others_dots(records, record):
     assert panel.lines[1].get_ydata()[0] == 150  # what was measured; the datasheet's is far above
     assert len(panel.lines) == 2
     assert list(figure(pictures, dots).axes[0].lines[0].get_xdata()) == [100]
-
-
-def test_cases_of_the_same_length_are_no_series(record):
-    wider = replace(record(), case=record().case | {"name": "wider", "batch": 16})
-    assert split_series([record(), record(keys=2048)]) == ([[record(), record(keys=2048)]], [])
-    assert split_series([record(), wider]) == ([], [record(), wider])
 
 
 def test_wide_tables_are_a_series_of_their_own(record):
@@ -118,44 +112,3 @@ def test_looks_tell_all_labels_apart():
     assert len(told) == 14
     assert looks["torch triton sm90"]["color"] == looks["torch triton sm80"]["color"]
     assert looks["torch triton sm90"]["color"] != looks["jax triton sm90"]["color"]
-
-
-def test_a_peer_of_one_length_is_a_point_and_panels_share_a_scale(record):
-    peer = record(implementation="cuDNN", target=None, tflops=120.0)
-    capped = [replace(r, case=r.case | {"softcap": 30.0, "name": f"{r.case['name']}-softcap"})
-              for r in (record(tflops=50.0), record(keys=2048, tflops=60.0))]  # fmt: skip
-    pictures = of_suite([record(), record(keys=2048), peer, *capped], BOUNDS)
-    drawn = figure(pictures, "Forward: TFLOP/s over length")
-    one, other = drawn.axes
-    assert one.get_ylim() == other.get_ylim()
-    points = {line.get_label(): len(line.get_xdata()) for axes in drawn.axes for line in axes.lines}
-    assert points["cuDNN"] == 1
-    # Nothing else leads from the point to its name, which stands in the legend.
-    assert all(note.arrow_patch is None for axes in drawn.axes for note in axes.texts)
-    (legend,) = drawn.legends
-    assert [text.get_text() for text in legend.get_texts()] == ["torch triton sm90", "cuDNN"]
-
-
-def test_a_variant_that_is_timed_at_few_cases_has_no_heat_map(record):
-    peers = [record(keys=n, implementation="FA2", target=None) for n in (64, 128, 256, 512)]
-    ours = [record(keys=n) for n in (64, 128, 256, 512)]
-    variant = record(keys=64, implementation="torch triton compiled")
-    heat_map = figure(of_suite([*peers, *ours, variant], BOUNDS), "Forward: peer's time / ours")
-    assert [axes.get_title(loc="left") for axes in heat_map.axes] == ["torch triton sm90"]
-
-
-def test_rows_are_named_by_what_changes(record):
-    shared, apart = names([record(), record(keys=2048)])
-    assert shared == "B2 H2 D64 bfloat16 window_size=(48, 16)"
-    assert apart == {"keys-1024": "S1024", "keys-2048": "S2048"}
-    assert names([record()]) == ("", {"keys-1024": f"B2 S1024 {shared[3:]}"})
-
-
-def test_no_dot_of_the_roofline_is_cut():
-    (axes,) = figure(of_run(campaign()), "Roofline").axes
-    lowest = min(min(line.get_ydata()) for line in axes.lines)
-    assert axes.get_ylim()[0] < lowest
-
-
-def test_lengths_are_short():
-    assert [short(n) for n in (512, 1024, 1500, 32768)] == ["512", "1k", "1500", "32k"]

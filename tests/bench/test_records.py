@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from bench.records import Times, append, drop_unfinished_line, load, origin, stem
+from bench.records import Times, append, drop_unfinished_line, load, stem
 
 
 def test_a_file_gives_back_what_was_appended(tmp_path, record):
@@ -128,22 +128,3 @@ def test_a_line_that_is_no_record_is_named(tmp_path, record, line, error):
 def test_a_time_and_the_status_ok_go_together(record, fields):
     with pytest.raises(ValueError, match="times: expected with status 'ok' alone"):
         record(**fields)
-
-
-def test_a_status_is_one_of_the_known(record):
-    with pytest.raises(ValueError, match=r"status: expected one of .*, got 'fine'"):
-        record(status="fine")
-
-
-def test_labels_name_the_target_of_our_own_code_only(record):
-    peer = record(implementation="FA2", target=None)
-    assert (record().label, record().is_peer) == ("torch triton sm90", False)
-    assert (peer.label, peer.is_peer) == ("FA2", True)
-
-
-def test_origin_keeps_versions_together():
-    facts = {"device": "GPU", "python": "3.12", "torch": "2.0", "commit": "abc", "date": "today"}
-    versions = {"python": "3.12", "torch": "2.0"}
-    assert origin("fa2", facts) == {
-        "suite": "fa2", "device": "GPU", "versions": versions, "commit": "abc", "date": "today",
-    }  # fmt: skip

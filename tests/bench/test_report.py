@@ -14,7 +14,7 @@ from bench.records import Times, append, load, stem
 from bench.report.markdown import BEGIN, END, put_excerpt, summary
 from bench.report.page import to_page
 from bench.report.sections import SPEEDS, facts, peaks_table, sections, statuses
-from bench.report.tables import best_peer, number, ratio, runs, to_csv
+from bench.report.tables import best_peer, ratio, runs, to_csv
 from bench.sampling import Sample, Sampler, log_path
 from tests.bench.synthetic import campaign
 
@@ -94,13 +94,6 @@ def test_a_ratio_above_one_is_ours_being_faster(record):
     assert ratio(row, "ours", "cuDNN") is None
 
 
-@pytest.mark.parametrize(
-    ("value", "text"), [(1234.5, "1234"), (99.94, "99.9"), (1.1, "1.10"), (0.0123, "0.0123")]
-)
-def test_number(value, text):
-    assert number(value) == text
-
-
 @pytest.fixture(scope="module")
 def run():
     """Return what a run on a GPU could leave."""
@@ -136,12 +129,6 @@ def test_a_decode_is_held_to_the_read_bandwidth(run):
     section = next(s for s in sections(run) if s.title == "Paged decode")
     share = column(section, "of measured read")[0]
     assert share == f"{decode.bytes_per_second / 4.18e12:.1%}"
-
-
-def test_rows_are_in_the_order_of_the_records(run):
-    for section in sections(run):
-        assert column(section, "implementation") == [r.label for r in section.records]
-        assert column(section, "status") == [r.status for r in section.records]
 
 
 def test_a_row_has_what_was_measured_beside_its_time(record):
@@ -196,22 +183,6 @@ def test_facts_sum_up_the_clocks_the_spread_and_the_cross_check(record):
     assert not {"clocks", "power", "cross-check"} & set(facts([record()]))
 
 
-def test_memory_has_a_table_where_the_suite_is_about_it(record):
-    eager = {"suite": "eager", "memory": 5_000_000}
-    rows = [
-        record(**eager),
-        record(**eager, operation="backward", held=2_500_000),
-        record(suite="eager", operation="backward", status="out of memory",
-               implementation="eager", target=None),
-    ]  # fmt: skip
-    (section,) = sections(rows)
-    title = "MB added at the peak (saved by the forward)"
-    assert section.tables[f"Forward, {title}"][1][1:] == ["5.00"]
-    assert section.tables[f"Backward, {title}"][1][1:] == ["5.00 (2.50)", "out of memory"]
-    (flash,) = sections([record(memory=5_000_000)])
-    assert not any(title in heading for heading in flash.tables)
-
-
 def test_measured_peaks_stand_beside_the_datasheet(run):
     grid = peaks_table(run)
     assert grid[0][:3] == ["peak", "datasheet", "beside flash"]
@@ -256,11 +227,6 @@ def test_the_page_needs_nothing_else_and_escapes(records):
     assert not re.search(r'(src|href)="(?!#|data:)', page)
 
 
-def test_the_page_shortens_long_names_of_kernels(record):
-    page = to_page("Run", [record(kernels=("k" * 500,))])
-    assert f"<li>{'k' * 80}…</ol>" in page
-
-
 def test_the_summary_begins_with_plots_that_need_no_page(run):
     text, *plots = (files := summary("run", run))
     assert text == "run.md"
@@ -271,12 +237,6 @@ def test_the_summary_begins_with_plots_that_need_no_page(run):
     for plot in plots:
         assert "fill: #ffffff" in files[plot]  # readable on a dark page too
         assert "var(--" not in files[plot]
-
-
-def test_a_broken_row_of_ours_makes_the_badge_red(record):
-    page = to_page("Run", [record(status="refused by parity", message="its error is 2")])
-    assert '<span class="badge failed">ours: 1 refused by parity</span>' in page
-    assert 'class="badge peers"' not in page
 
 
 def test_command_writes_all_forms(tmp_path, records, capsys):
@@ -394,11 +354,6 @@ def test_an_excerpt_takes_the_place_of_what_is_between_the_marks(run):
         assert {"torch triton sm90", "jax triton sm90"} <= set(head)
     assert "FlashInfer" in head
     assert not {"torch triton compiled sm90", "eager"} & set(table(put, "Forward, TFLOP/s")[0])
-
-
-def test_an_excerpt_leaves_out_a_run_that_has_none_of_its_cases(run):
-    others = [replace(record, commit="another", suite="fa2") for record in run]
-    assert put_excerpt(f"{BEGIN}{END}", [*run, *others]) == put_excerpt(f"{BEGIN}{END}", run)
 
 
 @pytest.mark.parametrize("text", ["", BEGIN, f"{END} {BEGIN}", f"{BEGIN} {END} {END}"])

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from bench.job import Absent, Call, Job, Subject
 from bench.records import Times, load
-from bench.runner import Instruments, measure, run_suite
+from bench.runner import Instruments, run_suite
 from bench.sampling import Sample, Sampler
 from bench.timing import Timing
 
@@ -71,18 +71,6 @@ def run(tmp_path, origin):
     return run
 
 
-def test_each_step_is_shown(origin):
-    steps = []
-    instruments = Instruments(fake_timer, lambda x: x, lambda: Sampler(read), lambda: None)
-    planned = job("a").plan(origin)
-    measure(job("a"), planned, instruments, Sampler(read), steps.append)
-    assert steps == [
-        "making tensors", "torch triton sm90 compiles and is checked",
-        "FA2 compiles and is checked",
-        "timing",
-    ]  # fmt: skip
-
-
 def test_a_record_holds_what_was_measured(run, origin):
     code, records, printed = run(job("a", reads=4, writes=2))
     assert code == 0
@@ -137,10 +125,6 @@ def test_memory_is_limited_for_the_implementation_alone(run, operation, limited)
     _, records, _ = run(made, timer=lambda calls: seeing("timer", fake_timer(calls)), limit=limit)
     assert [record.status for record in records] == ["ok"]
     assert seen == limited
-
-
-def test_an_operation_without_flops_has_no_tflops(run):
-    assert [r.tflops for r in run(job("a", flops=0))[1]] == [None, None]
 
 
 def test_samples_go_into_the_log_that_is_asked_for(run, tmp_path):
@@ -222,11 +206,6 @@ def test_another_commit_is_measured_again(run, origin):
     run(job("a"))
     _, records, _ = run(job("a"), resume=True, origin=origin | {"commit": "ba9876543210"})
     assert len(records) == 4
-
-
-def test_without_resume_everything_is_measured(run):
-    run(job("a"))
-    assert len(run(job("a"))[1]) == 4
 
 
 @pytest.mark.parametrize(
@@ -374,9 +353,3 @@ def test_ctrl_c_keeps_what_is_measured(run, stage):
     assert [r.case["name"] for r in records] == ["a", "a"]
     assert "2.00" in printed
     assert "Interrupted; what was measured is kept." in printed
-
-
-def test_records_need_no_file(run):
-    code, _, printed = run(job("a"), path=None)
-    assert code == 0
-    assert "2.00" in printed

@@ -48,18 +48,6 @@ def test_it_samples_until_it_is_left_and_goes_on_when_it_is_entered_again():
     assert [sample.time for sample in sampler.samples] == list(range(lengths[1]))
 
 
-def test_a_short_stay_is_sampled_once():
-    with Sampler(lambda: SAMPLES[0], interval=60.0) as sampler:
-        pass
-    assert sampler.samples == SAMPLES[:1]
-
-
-def test_without_a_reader_there_is_no_summary():
-    with Sampler(None) as sampler:
-        pass
-    assert sampler.summary() is None
-
-
 def test_the_log_grows_under_one_head(tmp_path):
     path = tmp_path / "new" / "gpu.csv"
     sampled(SAMPLES[:1]).write(path, "a forward")

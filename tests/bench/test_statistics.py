@@ -19,10 +19,6 @@ def test_percentiles_are_of_all_calls():
     assert (times.p20, times.p80) == (2.0, 8.0)
 
 
-def test_one_call_is_its_own_summary():
-    assert summarize([[3.0]]) == Times(3.0, 3.0, 3.0, 3.0, 3.0)
-
-
 def test_spread_is_relative_to_the_median():
     assert Times(2.0, 1.9, 2.2).spread == pytest.approx(0.15)
 

@@ -92,11 +92,6 @@ def test_padding_is_multiplied_but_not_loaded():
     assert (tile.flops, tile.bytes) == (2 * 128 * 64 * (128 + 64), 64 * (120 + 56) * 2)
 
 
-def test_a_kernel_without_a_tile():
-    with pytest.raises(ValueError, match="no tile is known of None"):
-        count("flash_fwd", FLASH, None)
-
-
 @pytest.mark.parametrize(
     ("target", "multiply", "special", "load", "limit"),
     [
@@ -150,20 +145,3 @@ def test_a_decode_is_bound_by_device_memory(target, load):
     assert found.limit == "device memory"
     assert found.cycles["device memory"] == pytest.approx(load)
     assert found.cycles["tensor cores"] == 32 * 64 * 256 / {"sm80": 1024, "sm90": 2048}[target]
-
-
-@pytest.mark.parametrize(
-    ("target", "num_sms", "gigahertz", "teraflops"),
-    [("sm80", 108, 1.41, 312), ("sm90", 132, 1.83, 989)],
-)
-def test_rates_are_those_of_the_datasheets(target, num_sms, gigahertz, teraflops):
-    found = bound("flash_fwd", FLASH, TILES, target)
-    rate = found.tile.flops / found.cycles["tensor cores"] * num_sms * gigahertz / 1000
-    assert rate == pytest.approx(teraflops, rel=1e-3)
-
-
-def test_kernels_with_products_use_tensor_cores():
-    for name, kernel in KERNELS.items():
-        spec = FLASH if kernel.spec is AttentionSpec else DECODE
-        unit = "tensor cores" if kernel.products else "FMA units"
-        assert unit in bound(name, spec, config(name), "sm80").cycles

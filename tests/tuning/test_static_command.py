@@ -148,16 +148,3 @@ def test_what_is_said_of_failures(failures, monkeypatch, capsys):
     for failure in failures:
         assert f"flash_fwd torch sm80 bfloat16 64 causal triton: {failure}" in out
     assert f"2 kernels compiled for sm80 in 0 s, {len(failures)} failed" in out
-
-
-def test_without_a_command_the_help_lists_them(capsys):
-    assert main([]) == 2
-    listed = capsys.readouterr().err
-    assert all(f"\n    {name}" in listed for name in ("static", "search"))
-
-
-@pytest.mark.parametrize("arguments", [[], ["static"], ["search"]], ids=str)
-def test_the_help_has_no_markup(capsys, arguments):
-    with pytest.raises(SystemExit):
-        main([*arguments, "--help"])
-    assert "``" not in capsys.readouterr().out

@@ -267,13 +267,6 @@ def test_the_space_is_pruned_and_the_nearest_come_first():
     assert found.index(FlashConfig(128, 32, 8, 3)) < found.index(FlashConfig(32, 16, 4, 1))
 
 
-def test_a_field_without_an_effect_is_left_alone():
-    spec = DecodeCase("", tokens=1, heads_q=32, heads_kv=8).spec
-    found = candidates("paged_decode", spec, DecodeConfig(64, 64, 4, 3), "sm80")
-    assert {config.max_rows for config in found} == {64}
-    assert {config.block_kv for config in found} > {64}
-
-
 def test_one_of_the_configurations_that_make_the_same_code_is_run():
     entries = [
         Survey(PRESENT, RESOURCES, code="a"),
@@ -359,11 +352,6 @@ def test_what_does_not_compile_is_dropped(compiled):
     assert compile_one(plan(), BETTER) == Survey(BETTER, None, "RuntimeError: out of")
 
 
-def test_each_configuration_has_its_own_code(compiled):
-    a, b = (compile_one(plan(), config).code for config in (BETTER, NOISY))
-    assert None is not a != b is not None
-
-
 # Rows and cases
 
 
@@ -380,12 +368,6 @@ def test_every_shipped_row_has_a_case_and_a_problem_of_the_gate(package, target)
         assert case.spec.dtype_bits == dict(row.key).get("dtype_bits", case.spec.dtype_bits)
         assert case.spec.head_dim == dict(row.key).get("head_dim", case.spec.head_dim)
         assert next(survey.gate_problems(table, package, target, row), None) is not None
-
-
-def test_a_row_that_no_case_reads_is_named():
-    table = ConfigTable(TEXT.replace("[16, 128", "[8, 128"))
-    with pytest.raises(LookupError, match=r"flash_fwd dtype_bits=8 head_dim=128 when=softcap: exp"):
-        rows.case_of(table, list(table.rows("flash_fwd"))[1])
 
 
 # A trial, on the CPU with the frameworks' interpreters
@@ -428,13 +410,6 @@ def test_a_trial_refuses_wrong_results(torch_device, monkeypatch):
     monkeypatch.setattr(trials, "error", lambda results: 1.5)
     with pytest.raises(Refused, match=r"error is 1\.5 times its budget"):
         trials.call(PRESENT)
-
-
-def test_a_trial_that_does_not_run_the_kernel_is_an_error(torch_device):
-    case = replace(TRIALS["combine"], num_splits=1)
-    trials = Trials("torch_attn", "sm80", "combine", case, torch_device)
-    with pytest.raises(RuntimeError, match="its configuration was not looked up"):
-        trials.call(CombineConfig(16, 4, 1))
 
 
 # The command
