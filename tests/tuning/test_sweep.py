@@ -6,18 +6,19 @@ limits.
 
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from itertools import product
 from multiprocessing import get_context
 
 import pytest
 
 from interop.parity.cases import FlashCase
-from tuning.static.gate import FRAMEWORKS, Problem, compiler
+from tuning.static.gate import FRAMEWORKS, Problem, compiler, problems
 from tuning.static.shared_memory import only_shared_memory
-from tuning.static.sweep import Row, misfits_of, problems, rows
-from twin_attention.contract.spec import AttentionSpec, Window
+from tuning.static.sweep import FEATURES, lengths_of, misfits_of
+from twin_attention.contract.spec import QUANTIZED_DTYPES, AttentionSpec, Window
 from twin_attention.targets.target import TARGETS
 
-ROW = Row("jax", "sm90", "bfloat16", 256, decodes=False, capped=False)
+ROW = Problem("jax", "sm90", "bfloat16", 256, "causal")
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +67,7 @@ def test_a_pipeline_has_the_stages_that_fit(in_a_process, limit, stages):
 
 
 def misfits_of_two(row):
-    specs = problems(row, (Window(right=0),))[:2]
+    specs = lengths_of(row, (Window(right=0),))[:2]
     with only_shared_memory():
         return len(specs), [misfit for spec in specs for misfit in misfits_of(row, spec)]
 
@@ -79,13 +80,20 @@ def test_no_short_problem_is_refused(in_a_process, target):
 
 
 def test_the_sweep_has_every_row_and_lengths_of_every_kind():
-    swept = list(rows())
-    assert {(row.framework, row.target) for row in swept} == {
-        (framework, target) for framework in FRAMEWORKS for target in TARGETS
+    kinds = product(FRAMEWORKS, TARGETS)
+    found = [row for kind in kinds for row in problems(*kind) if row.feature in FEATURES]
+    flash, paged = (
+        product(("bfloat16", "float32"), FEATURES[:2]),
+        product(("bfloat16", *QUANTIZED_DTYPES), FEATURES[2:]),
+    )
+    assert {(x.framework, x.target, x.head_dim, x.dtype, x.feature) for x in found} == {
+        (*kind, head_dim, *row)
+        for kind, head_dim, row in product(
+            product(FRAMEWORKS, TARGETS), (16, 32, 64, 128, 256), (*flash, *paged)
+        )
     }
-    assert {row.head_dim for row in swept} == {16, 32, 64, 128, 256}
-    assert {row.dtype for row in swept if not row.decodes} == {"bfloat16", "float32"}
-    specs = [spec for spec in problems(ROW) if isinstance(spec, AttentionSpec)]
+    assert [row.spec.softcap for row in found if "all" in row.feature] == [30.0] * (len(found) // 2)
+    specs = [spec for spec in lengths_of(ROW) if isinstance(spec, AttentionSpec)]
     assert {spec.window for spec in specs} >= {Window(), Window(right=0)}
     assert any(spec.seq_q < spec.seq_kv for spec in specs)
     assert any(spec.seq_q > spec.seq_kv for spec in specs)

@@ -33,7 +33,8 @@ from tuning.static.gate import (
     not_compiled,
     problems,
 )
-from tuning.static.sweep import rows, sweep
+from tuning.static.sweep import FEATURES as SWEPT
+from tuning.static.sweep import sweep
 from twin_attention.targets.target import TARGETS
 
 _WIDTH = 160  # of the tables, where a log has none
@@ -165,12 +166,9 @@ def _check_all(
 def _sweep(arguments: argparse.Namespace, console: Console, begin: float) -> int:
     """Compile problems of short lengths and list misfits; return 1 if one is refused."""
     selected = [
-        row
-        for row in rows()
-        if row.target in (arguments.target or TARGETS)
-        and row.framework in (arguments.framework or FRAMEWORKS)
-        and arguments.dtype in (None, row.dtype)
-        and arguments.head_dim in (None, row.head_dim)
+        problem
+        for problem in _select(arguments)
+        if problem.family == "triton" and problem.feature in SWEPT
     ]
     results = _in_processes(sweep, selected, arguments.jobs, console)
     seconds = time.perf_counter() - begin

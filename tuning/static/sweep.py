@@ -20,8 +20,8 @@ from typing import Any
 
 from interop.parity.cases import FlashCase
 from tuning.static.gate import (
-    DTYPES,
     FRAMEWORKS,
+    Problem,
     compiler,
     decode_spec,
     paged_spec,
@@ -29,32 +29,13 @@ from tuning.static.gate import (
 )
 from tuning.static.shared_memory import only_shared_memory
 from twin_attention.contract.spec import AttentionSpec, DecodeSpec, Window
-from twin_attention.targets.config import HEAD_DIMS, find_configs, table_path
+from twin_attention.targets.config import find_configs, table_path
 
 WINDOWS = (Window(), Window(right=0), Window(left=70), Window(100, 30), Window(300, 200))
+# The features of the gate's problems that stand for rows: without capped scores, and with them.
+FEATURES = ("causal", "all-options", "decode", "decode-all-options")
 _STEPS_MAX = 3  # more steps make no other code
 _WITH_TILES = ("flash_fwd", "flash_bwd_dq", "flash_bwd_dkdv")
-
-
-@dataclass(frozen=True)
-class Row:
-    """Rows of the configuration tables, with capped scores or without.
-
-    Attributes:
-        framework: one of `FRAMEWORKS`.
-        target: "sm80" or "sm90".
-        dtype: of k and v.
-        head_dim: the padded head size.
-        decodes: paged decoding, or else flash attention.
-        capped: with a softcap.
-    """
-
-    framework: str
-    target: str
-    dtype: str
-    head_dim: int
-    decodes: bool
-    capped: bool
 
 
 @dataclass(frozen=True)
@@ -62,31 +43,23 @@ class Misfit:
     """A problem whose configuration takes more shared memory than there is.
 
     Attributes:
-        row: of its configurations.
+        row: the problem of the gate that its configurations are of.
         spec: the problem.
         outcome: the kernel, and the configuration that fits; or why it is refused.
         refused: nothing fits.
     """
 
-    row: Row
+    row: Problem
     spec: AttentionSpec | DecodeSpec
     outcome: str
     refused: bool
 
 
-def rows() -> Iterator[Row]:
-    """Return every row that is swept."""
-    for framework, target in product(FRAMEWORKS, ("sm80", "sm90")):
-        for decodes, widths in ((False, (16, 32)), (True, (8, 16))):
-            dtypes = [dtype for bits in widths for dtype in DTYPES[bits]]
-            for head_dim, dtype in product(HEAD_DIMS, dtypes):
-                yield Row(framework, target, dtype, head_dim, decodes, capped=False)
-                yield Row(framework, target, dtype, head_dim, decodes, capped=True)
-
-
-def problems(row: Row, windows: Sequence[Window] = WINDOWS) -> Sequence[AttentionSpec | DecodeSpec]:
-    """Return the problems that are compiled for a row."""
-    if row.decodes:
+def lengths_of(
+    row: Problem, windows: Sequence[Window] = WINDOWS
+) -> Sequence[AttentionSpec | DecodeSpec]:
+    """Return the problems of all kinds of lengths that are compiled for a row."""
+    if isinstance(row.spec, DecodeSpec):
         return list(_decodes(row))
     if row.framework == "torch":
         spec = _flash(row, 203, 331)
@@ -97,18 +70,18 @@ def problems(row: Row, windows: Sequence[Window] = WINDOWS) -> Sequence[Attentio
     return [segmented, *_flash_of_all_structures(row, windows)]
 
 
-def sweep(row: Row, windows: Sequence[Window] = WINDOWS) -> tuple[int, list[Misfit]]:
+def sweep(row: Problem, windows: Sequence[Window] = WINDOWS) -> tuple[int, list[Misfit]]:
     """Compile a row's problems, in a process of its own (`only_shared_memory`).
 
     Returns:
         The number of problems, and those that do not fit as configured.
     """
-    specs = problems(row, windows)
+    specs = lengths_of(row, windows)
     with only_shared_memory():
         return len(specs), [misfit for spec in specs for misfit in misfits_of(row, spec)]
 
 
-def misfits_of(row: Row, spec: AttentionSpec | DecodeSpec) -> Iterator[Misfit]:
+def misfits_of(row: Problem, spec: AttentionSpec | DecodeSpec) -> Iterator[Misfit]:
     """Return the kernels of a problem that do not fit as configured; see `only_shared_memory`."""
 
     def limit(kernel: str) -> int:
@@ -124,17 +97,17 @@ def misfits_of(row: Row, spec: AttentionSpec | DecodeSpec) -> Iterator[Misfit]:
             yield Misfit(row, spec, f"{kernel}: {config}", refused=False)
 
 
-def _configs(row: Row, spec: AttentionSpec | DecodeSpec) -> Mapping[str, Any]:
+def _configs(row: Problem, spec: AttentionSpec | DecodeSpec) -> Mapping[str, Any]:
     return find_configs(table_path(FRAMEWORKS[row.framework], row.target), spec)
 
 
-def _flash(row: Row, seq_q: int, seq_kv: int, window: Window = WINDOWS[0]) -> AttentionSpec:
-    softcap = 30.0 if row.capped else None
+def _flash(row: Problem, seq_q: int, seq_kv: int, window: Window = WINDOWS[0]) -> AttentionSpec:
+    softcap = row.spec.softcap
     case = FlashCase("", 2, seq_q, seq_kv, 4, 2, row.head_dim, dtype=row.dtype, softcap=softcap)
     return replace(case.spec, window=window)
 
 
-def _flash_of_all_structures(row: Row, windows: Sequence[Window]) -> Iterator[AttentionSpec]:
+def _flash_of_all_structures(row: Problem, windows: Sequence[Window]) -> Iterator[AttentionSpec]:
     """Return problems that give each kernel every structure, in a shuffled order."""
     configs = _configs(row, _flash(row, 1, 1))
     tiled = [configs[kernel] for kernel in _WITH_TILES]
@@ -172,7 +145,7 @@ def _structures(spec: AttentionSpec, configs: Mapping[str, Any]) -> Iterator[tup
         yield kernel, has_one_tile, steps, spec.window if steps is None else None
 
 
-def _decodes(row: Row) -> Iterator[DecodeSpec]:
+def _decodes(row: Problem) -> Iterator[DecodeSpec]:
     """Return few to many query rows, small and large pages, few and many keys, split or not, and
     chunks of prompts.
     """
@@ -183,10 +156,10 @@ def _decodes(row: Row) -> Iterator[DecodeSpec]:
         yield decode_spec(
             row.dtype, row.head_dim, 4, 2, tokens=tokens, page_size=page_size, max_pages=pages,
             window_size=None if tokens % 2 else (600, None), num_splits=splits,
-            softcap=30.0 if row.capped else None,
+            softcap=row.spec.softcap,
         )  # fmt: skip
     for page_size, pages, window in ((16, 64, None), (256, 8, (600, None)), (1, 300, None)):
         yield paged_spec(
             row.dtype, row.head_dim, page_size=page_size, max_pages=pages, window_size=window,
-            num_splits=1 if window else 2, softcap=30.0 if row.capped else None,
+            num_splits=1 if window else 2, softcap=row.spec.softcap,
         )  # fmt: skip
