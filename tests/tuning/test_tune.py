@@ -12,6 +12,7 @@ from bench.records import Times
 from interop.parity import environment
 from interop.parity.cases import BlockSparseCase, DecodeCase, FlashCase, PagedCase
 from tuning import __main__ as main
+from tuning import workers
 from tuning.search import command, survey
 from tuning.search import search as rows
 from tuning.search.search import faster, search
@@ -444,7 +445,7 @@ def test_a_dry_run_prints_the_space_and_writes_nothing(monkeypatch, tmp_path, ca
     monkeypatch.setattr(
         survey, "survey", lambda pool, table, side, target, device, *rest: surveys(*rest)
     )
-    monkeypatch.setattr(survey, "ProcessPoolExecutor", StubPool)
+    monkeypatch.setattr(workers, "ProcessPoolExecutor", StubPool)
     arguments = ["--side", "torch_attn", "--target", "sm80", "--kernel", "flash_fwd",
                  "--head-dim", "64", "--output", str(output)]  # fmt: skip
     assert main.main(["search", *arguments, "--dry-run"]) == 0
@@ -491,7 +492,7 @@ def test_interrupted_it_returns_130(monkeypatch, tmp_path, capsys):
     def interrupt(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(survey, "ProcessPoolExecutor", StubPool)
+    monkeypatch.setattr(workers, "ProcessPoolExecutor", StubPool)
     monkeypatch.setattr(survey, "survey", interrupt)
     arguments = ["--side", "torch_attn", "--target", "sm80", "--dry-run"]
     assert main.main(["search", *arguments]) == 130

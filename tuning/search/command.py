@@ -23,6 +23,7 @@ from tuning.search.cases import TimedCase
 from tuning.search.search import Found, Run, Tools, show, tune
 from tuning.search.space import TUNED
 from tuning.search.table import ConfigTable, Row
+from tuning.workers import workers
 from twin_attention.targets.config import table_path
 from twin_attention.targets.kernels import KernelConfig
 from twin_attention.targets.target import TARGETS
@@ -81,7 +82,7 @@ def run(arguments: argparse.Namespace) -> int:
     if not console.is_terminal:
         console.width = _WIDTH
     try:
-        with survey.workers(arguments.jobs) as pool:
+        with workers(arguments.jobs) as pool:
             if arguments.dry_run:
                 compiles = partial(survey.survey, pool, table, side, target, None)
                 show(table, target, rows, compiles, console)

@@ -5,15 +5,11 @@ Compiled code stays in Triton's cache on disk, so that launching a survivor comp
 
 from __future__ import annotations
 
-import os
-import signal
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Executor, ProcessPoolExecutor
-from contextlib import contextmanager
+from concurrent.futures import Executor
 from dataclasses import dataclass
 from functools import partial
 from hashlib import sha256
-from multiprocessing import get_context
 from typing import NamedTuple
 
 from tuning.search.cases import TimedCase, reader
@@ -61,17 +57,6 @@ class Plan(NamedTuple):
     problems: tuple[Problem, ...]
     spec: AttentionSpec | DecodeSpec
     device: str | None
-
-
-@contextmanager
-def workers(count: int | None) -> Iterator[Executor]:
-    """Start processes to survey in, one per core unless `count` is given."""
-    context = get_context("spawn")  # JAX runs threads, which a fork does not survive
-    with ProcessPoolExecutor(count, context, initializer=_start_worker) as pool:
-        try:
-            yield pool
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
 
 
 def survey(
@@ -148,8 +133,3 @@ def _reasons(
     if resources.occupancy == 0:
         found += ("no block fits an SM",)
     return found
-
-
-def _start_worker() -> None:
-    os.environ["JAX_PLATFORMS"] = "cpu"
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
 from functools import partial
 from itertools import groupby
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +32,7 @@ from tuning.static.gate import (
 )
 from tuning.static.sweep import FEATURES as SWEPT
 from tuning.static.sweep import sweep
+from tuning.workers import workers
 from twin_attention.targets.target import TARGETS
 
 _WIDTH = 160  # of the tables, where a log has none
@@ -187,21 +185,15 @@ def _sweep(arguments: argparse.Namespace, console: Console, begin: float) -> int
 def _in_processes(
     function: Callable[[Any], Any], selected: Sequence[Any], jobs: int | None, console: Console
 ) -> list[Any]:
-    context = get_context("spawn")  # JAX runs threads, which a fork does not survive
     found = []
     # JAX's CUDA plugin assembles for one target a process.
     for target in dict.fromkeys(each.target for each in selected):
         of_target = [each for each in selected if each.target == target]
-        with ProcessPoolExecutor(jobs, context, initializer=_use_no_gpu) as pool:
+        with workers(jobs) as pool:
             results = pool.map(function, of_target)
             title, total = f"Compiling for {target}", len(of_target)
             found += track(results, title, total=total, console=console, transient=True)
     return found
-
-
-def _use_no_gpu() -> None:
-    os.environ["JAX_PLATFORMS"] = "cpu"
-    os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"  # JAX's CUDA plugin, see `mosaic_aot`
 
 
 def _change(text: str) -> tuple[str, dict[str, int]]:
