@@ -1,4 +1,4 @@
-"""What the plots share: styles of implementations, grids of panels, and bars."""
+"""Shared parts of the plots: styles of implementations, grids of panels, and bars."""
 
 from __future__ import annotations
 

@@ -115,7 +115,7 @@ def flash_bwd_dkdv_kernel(
 
 
 class Consumers(NamedTuple):
-    """What the consumer warpgroups work on.
+    """Operands and state of the consumer warpgroups.
 
     Attributes:
         inputs, memory, problem, rule: operands, shared memory, what all tiles have in common.

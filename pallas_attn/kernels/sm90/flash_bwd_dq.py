@@ -75,7 +75,7 @@ class Inputs(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """What a program has in shared memory, in the order of addresses.
+    """Shared memory of a program, in the order of addresses.
 
     Attributes:
         q_tiles, dout_tiles, out_tiles: a tile of 64 rows for each consumer. out_tiles is None where
@@ -101,7 +101,7 @@ class Memory(NamedTuple):
 
 
 class Problem(NamedTuple):
-    """What all tiles have in common; see the kernel."""
+    """Numbers that all tiles have in common; see the kernel."""
 
     seq_q: int
     seq_kv: int
@@ -121,7 +121,7 @@ class Outputs(NamedTuple):
 
 
 class Kernel(NamedTuple):
-    """What the producer and the consumer warpgroups work on.
+    """Operands and state of the producer and of the consumer warpgroups.
 
     Attributes:
         inputs, memory, problem, rule, outputs: operands, shared memory as `Tiles`, what all tiles

@@ -122,7 +122,7 @@ def flash_bwd_fused_kernel(
 
 
 class Plan(NamedTuple):
-    """How the registers are used.
+    """Use of a consumer's registers.
 
     Attributes:
         size, size_v: columns of dk and of dv, padded.
@@ -189,7 +189,7 @@ class Outputs(NamedTuple):
 
 
 class Consumers(NamedTuple):
-    """What the consumer warpgroups, and the warp that adds dq, work on.
+    """Operands and state of the consumer warpgroups and of the warp that adds dq.
 
     Attributes:
         inputs, memory, problem, rule, plan: operands, shared memory, what all tiles have in

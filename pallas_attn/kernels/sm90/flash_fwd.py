@@ -104,7 +104,7 @@ class Inputs(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """What a program has in shared memory, in the order of addresses.
+    """Shared memory of a program, in the order of addresses.
 
     Attributes:
         hand_over: where a program's warps find their next tile of packed sequences, else None.
@@ -127,7 +127,7 @@ class Memory(NamedTuple):
 
 
 class Problem(NamedTuple):
-    """What all tiles have in common.
+    """Numbers that all tiles have in common.
 
     Attributes:
         seq_q, seq_kv, diagonal, window_left, window_right, tile_q, tile_kv, block_q, block_kv: as
@@ -148,7 +148,7 @@ class Problem(NamedTuple):
 
 
 class Kernel(NamedTuple):
-    """What the producer and the consumer warpgroups work on.
+    """Operands and state of the producer and of the consumer warpgroups.
 
     Attributes:
         inputs, memory, problem, rule: operands, shared memory, what all tiles have in common.

@@ -57,7 +57,7 @@ class Inputs(NamedTuple):
 
 
 class Problem(NamedTuple):
-    """What all tiles have in common.
+    """Numbers that all tiles have in common.
 
     Attributes:
         seq_q, seq_kv, diagonal, window_left, window_right: as the kernels have them.
@@ -82,7 +82,7 @@ class Problem(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """What a program has in shared memory, in the order of addresses.
+    """Shared memory of a program, in the order of addresses.
 
     Attributes:
         delta_rows, lse2_rows: numbers of the rows of each tile of dout and of q.
