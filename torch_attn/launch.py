@@ -94,7 +94,7 @@ def stride_arguments(**layouts: Layout) -> dict[str, Any]:
 
 
 class Layout(NamedTuple):
-    """What a launch depends on in an operand: neither its values nor its address."""
+    """Describe an operand as far as a launch depends on it: not its values, nor its address."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
