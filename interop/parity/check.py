@@ -20,6 +20,7 @@ from twin_attention.contract.tolerances import (
     compare_to_reference,
     compare_twins,
     lse_tolerance,
+    lse_unit,
 )
 from twin_attention.contract.validate import fail
 
@@ -36,7 +37,8 @@ def agreements(results: Tensors, expected: Expectation) -> dict[str, Agreement]:
     def agreement(name: str, got: torch.Tensor) -> Agreement:
         ref, lp = expected.ref[name], expected.lp[name]
         if name == "lse":
-            return compare_lse(got, ref, lse_tolerance(ref, lp, dtype))
+            unit = 1.0 if isinstance(spec, MergeSpec) else lse_unit(ref)
+            return compare_lse(got, ref, lse_tolerance(ref, lp, dtype), unit)
         kind = "gradient" if name.startswith("d") else "output"
         return compare_to_reference(got, ref, lp, dtype, kind, expected.ref.get("lse"))
 
@@ -107,7 +109,7 @@ def compare(
 def compare_sides(name: str, a: torch.Tensor, b: torch.Tensor, *budgets: Agreement) -> Agreement:
     """Compare both sides' results; `budgets` are those of a and b against the oracle."""
     if name == "lse":
-        return compare_lse(a, b, max(budget.max_budget for budget in budgets))
+        return compare_lse(a, b, max(budget.max_budget for budget in budgets), lse_unit(b))
     return compare_twins(a, b, *budgets)
 
 

@@ -12,6 +12,7 @@ from twin_attention.contract.tolerances import (
     compare_to_reference,
     compare_twins,
     lse_tolerance,
+    lse_unit,
     ulp,
 )
 
@@ -65,9 +66,11 @@ def test_an_lse_in_tf32_has_the_error_of_its_scores():
 
 def test_a_plain_run_without_error_leaves_ulps():
     ref = np.array([3.0] + [0.0] * 15)
-    agreement = compare_to_reference(ref, ref, ref, "bfloat16", "output")
+    agreement = compare_to_reference(ref, ref, ref, "bfloat16", "gradient")
     assert agreement.max_budget == 2 * 2.0**-6
     assert agreement.rmse_budget == 4e-6 * 3.0
+    output = compare_to_reference(ref, ref, ref, "bfloat16", "output")
+    assert output.rmse_budget == pytest.approx(1.09 * 2**-8 * 0.75)
 
 
 def test_float32_class_is_the_floor():
@@ -188,6 +191,27 @@ def test_lse_is_absolute_below_one_and_relative_above():
     assert not compare_lse(ref + np.array([1.1e-5, 0, 0]), ref).ok
     assert compare_lse(ref + np.array([0, 1.9e-3, 0]), ref).ok
     assert not compare_lse(ref - np.array([0, 2.1e-3, 0]), ref).ok
+
+
+def test_an_output_may_have_rounded_one_probability_where_lp_is_lucky():
+    v = np.random.default_rng(0).standard_normal((64, 64)).astype(np.float16)
+    probability = 0.1308  # of every row's only key, beside a sink
+    rounded = np.float16(probability)
+    assert abs(float(rounded) / probability - 1) > 0.9 * 2**-11
+    ref = probability * v.astype(np.float64)
+    got = (np.float64(rounded) * v).astype(np.float16)
+    assert compare_to_reference(got, ref, ref, "float16", "output").ok
+    worse = (np.float64(rounded) * (1 + 2**-11) * v).astype(np.float16)
+    assert not compare_to_reference(worse, ref, ref, "float16", "output").ok
+
+
+def test_lse_unit_is_the_rounding_of_the_largest_scores():
+    assert lse_unit(np.array([0.5, -41.0, -INF])) == 1.0
+    ref = np.array([0.5, -400.0, -INF])
+    unit = lse_unit(ref)
+    assert unit == pytest.approx(400 * 2**-22 / 1e-5)
+    assert compare_lse(ref + np.array([0.9e-5 * unit, 0, 0]), ref, unit=unit).ok
+    assert not compare_lse(ref + np.array([1.1e-5 * unit, 0, 0]), ref, unit=unit).ok
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,10 @@ RMSE_FACTOR = {"output": 1.25, "gradient": 1.5}
 FEWEST_FOR_RMSE = 16
 MAX_ERROR_ULPS = 2
 LSE_TOLERANCE = 1e-5
+# An output is rounded, at random: its errors have a root mean square of 0.42 half ulps. So is p
+# before it multiplies v, by up to half an ulp, and alike in all rows that see alike keys. lp rounds
+# another p, and may be lucky with it.
+ROUNDINGS = 1.09  # half ulps: sqrt(1 + 0.42^2)
 # Accumulation is float32 whatever the inputs are, so an error of this class (relative to the
 # largest value, absolute under 1) is never a defect. It is the whole budget where lp happens to
 # be exact, as in a row with one key, whose p is 1 and whose ds cancels to 0: there the kernels
@@ -99,21 +103,33 @@ def compare_to_reference(
     if lp_finite:
         budget += MAX_ERROR_FACTOR[kind] * lp_max
         rmse_budget = RMSE_FACTOR[kind] * lp_rmse
+    if kind == "output":
+        roundings = ROUNDINGS * 2.0 ** -(MANTISSA_BITS[dtype] + 1) * _rms(ref)
+        rmse_budget = max(rmse_budget, roundings)
     if math.prod(ref.shape) < FEWEST_FOR_RMSE:
         rmse_budget = budget
     error, rmse, finite = _errors(got, ref)
     return Agreement(error, max(budget, floor), rmse, max(rmse_budget, floor), finite)
 
 
-def compare_lse(got: Array, ref: Array, tolerance: float = LSE_TOLERANCE) -> Agreement:
-    """Compare a log-sum-exp by a tolerance, relative where |lse| > 1; -inf must be met exactly."""
+def compare_lse(
+    got: Array, ref: Array, tolerance: float = LSE_TOLERANCE, unit: float = 1.0
+) -> Agreement:
+    """Compare a log-sum-exp by a tolerance of max(unit, |lse|); -inf must be met exactly.
+
+    Args:
+        got: the result.
+        ref: float64 oracle, same shape.
+        tolerance: by `lse_tolerance`.
+        unit: by `lse_unit`, where scores are products.
+    """
     xp = array_namespace(ref)
     got, ref = xp.astype(got, xp.float64), xp.astype(ref, xp.float64)
     empty = xp.isinf(ref)
     same = _same_infinities(xp, got, ref)
     zero = xp.zeros_like(ref)
     got, ref = xp.where(empty, zero, got), xp.where(empty, zero, ref)
-    error = _max_abs((got - ref) / xp.where(xp.abs(ref) > 1, xp.abs(ref), xp.ones_like(ref)))
+    error = _max_abs((got - ref) / xp.where(xp.abs(ref) > unit, xp.abs(ref), zero + unit))
     return Agreement(error, tolerance, error, tolerance, same)
 
 
@@ -130,6 +146,18 @@ def lse_tolerance(ref: Array, lp: Array, dtype: str) -> float:
     if dtype != "tf32":
         return LSE_TOLERANCE
     return LSE_TOLERANCE + MAX_ERROR_FACTOR["output"] * compare_lse(lp, ref).max_error
+
+
+def lse_unit(ref: Array) -> float:
+    """Return the smallest |lse| to which errors are relative; above 1 if some exceeds 42.
+
+    A score is a sum in float32. It may cancel to a small number, but the error stays that of its
+    terms, which are as large as those of the largest score.
+
+    Args:
+        ref: float64 oracle's log-sum-exp.
+    """
+    return max(1.0, EXPONENT_ERROR / LSE_TOLERANCE * _max_abs(ref))
 
 
 def compare_twins(a: Array, b: Array, budget_a: Agreement, budget_b: Agreement) -> Agreement:
@@ -173,6 +201,13 @@ def _max_abs(x: Array) -> float:
     xp = array_namespace(x)
     finite = xp.where(xp.isfinite(x), xp.abs(x), xp.zeros_like(x))
     return float(xp.max(finite)) if math.prod(x.shape) else 0.0
+
+
+def _rms(x: Array) -> float:
+    """Return the root mean square, of numbers that are not finite as if they were 0."""
+    xp = array_namespace(x)
+    finite = xp.where(xp.isfinite(x), x, xp.zeros_like(x))
+    return math.sqrt(float(xp.mean(finite * finite))) if math.prod(x.shape) else 0.0
 
 
 def _over(error: float, budget: float) -> float:
