@@ -867,6 +867,9 @@ def _full_paged_changes() -> Iterator[Change]:
     for d in (32, 128, 256):
         yield f"softcap-d{d}", {"head_dim": d, "softcap": 5.0}
     yield "d192-dv128", {"head_dim": 192, "head_dim_v": 128}
+    for kv_dtype, (d, dv) in product(("int8", "float8_e4m3fn"), ((128, 64), (64, 16), (32, 256))):
+        sizes = {"head_dim": d, "head_dim_v": dv, "kv_dtype": kv_dtype}
+        yield f"d{d}-dv{dv}-{kv_dtype}", sizes
     for size in (1, 48, 256):
         yield f"page{size}", {"page_size": size, "max_pages": -(-701 // size)}
     for heads_q, heads_kv in ((4, 4), (6, 2), (32, 1)):

@@ -214,6 +214,7 @@ FIT = Resources(
     warps=4,
     occupancy=4,
     serialized=False,
+    unwritten=0,
     mma=64,
     wgmma=64,
     cp_async=16,
@@ -310,6 +311,7 @@ def test_what_fails_of_explicit_kernels(change, failure):
         ({"wgmma": 0}, "no wgmma"),
         ({"tma": 0}, "no TMA"),
         ({"serialized": True}, "waits for each wgmma"),
+        ({"unwritten": 2}, "reads registers that nothing wrote in 2 instructions"),
     ],
 )
 def test_what_fails_of_explicit_kernels_for_sm90(change, failure):

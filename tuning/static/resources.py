@@ -9,6 +9,8 @@ from bisect import bisect
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from tuning.static.uniform import unwritten
+
 if TYPE_CHECKING:
     from triton.compiler import CompiledKernel
 
@@ -49,6 +51,7 @@ class Resources:
         warps: warps per block.
         occupancy: blocks resident on an SM.
         serialized: the compiler waits for each wgmma, where the PTX does not (ptxas says C7512).
+        unwritten: instructions that read a uniform register which nothing wrote, with wgmma.
         mma, wgmma, cp_async, tma, ldmatrix, ex2: instructions in the PTX.
     """
 
@@ -61,6 +64,7 @@ class Resources:
     warps: int
     occupancy: int
     serialized: bool
+    unwritten: int
     mma: int
     wgmma: int
     cp_async: int
@@ -76,8 +80,8 @@ def measure(compiled: CompiledKernel | Compiled, target: str) -> Resources:
     assert usage is not None
     registers, stack = map(int, usage.groups())
     ptx = compiled.asm["ptx"]
-    # It takes seconds. Without a stack nothing spills; warps of different work set their registers.
-    sass = _cuobjdump(cubin, "-sass") if stack or "setmaxnreg" in ptx else ""
+    # It takes seconds. Without a stack nothing spills, and only wgmma needs uniform registers.
+    sass = _cuobjdump(cubin, "-sass") if stack or "wgmma" in ptx else ""
     shared, warps = compiled.metadata.shared, compiled.metadata.num_warps
     return Resources(
         registers=registers,
@@ -89,6 +93,7 @@ def measure(compiled: CompiledKernel | Compiled, target: str) -> Resources:
         warps=warps,
         occupancy=occupancy(target, registers, shared, warps),
         serialized=sass.count("WARPGROUP.DEPBAR") > ptx.count("wgmma.wait_group"),
+        unwritten=len(unwritten(sass)) if "wgmma" in ptx else 0,
         **{name: len(re.findall(p, ptx)) for name, p in _INSTRUCTIONS.items()},
     )
 

@@ -34,6 +34,16 @@ def as_bits(pages: Tensor) -> Tensor:
     return pages.view(torch.uint8) if pages.dtype == torch.float8_e4m3fn else pages
 
 
+def swizzled_alike(block_dv: int, block_d: int) -> int:
+    """Return the padded columns of a packed tile of v, so that wgmma reads it as it reads k's.
+
+    Tiles of k and v lie in the same shared memory, one after the other. If their rows fill unlike
+    swizzles (up to 64 columns of float16, 128 bytes), then ptxas 12.8, Triton 3.6's, takes v's
+    address from a register that nothing wrote. Can go with Triton 3.6.
+    """
+    return max(block_dv, min(block_d, 64))
+
+
 @triton.jit
 def load_q(
     base,

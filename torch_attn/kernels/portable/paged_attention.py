@@ -26,6 +26,7 @@ from torch_attn.kernels.library.quantized import (
     load_q,
     scores,
     store_out,
+    swizzled_alike,
     unpack,
 )
 from torch_attn.kernels.library.scores import attention_mask
@@ -236,6 +237,8 @@ def _prepare(call: KernelCall) -> Prepared:
     operands = PagedOperands._make(call.layouts[: len(PagedOperands._fields)])
     rows = block_rows(spec, call.config)
     arguments = decode_arguments(spec, call.target, operands)
+    if spec.cache.is_quantized and call.target == "sm90":
+        arguments["BLOCK_DV"] = swizzled_alike(arguments["BLOCK_DV"], arguments["BLOCK_D"])
     return (num_row_tiles(spec, rows) * spec.heads_kv, splits), arguments | {
         "num_tokens": spec.tokens,
         "num_sequences": spec.batch,

@@ -1,0 +1,32 @@
+"""Finding uniform registers that nothing wrote."""
+
+from tuning.static.uniform import unwritten
+
+# The address of a tile of v is computed in one of two ways; or in one alone.
+SASS = """
+        /*0010*/                   R2UR UR4, R5 ;
+        /*0020*/                   ULDC.64 UR12, c[0x0][0x208] ;
+        /*0030*/              @!P0 BRA 0x60 ;
+        /*0040*/                   UIADD3 UR6, UP0, UR4, 0x40, URZ ;
+        /*0050*/                   BRA 0x80 ;
+        /*0060*/                   {} ;
+        /*0080*/                   UMOV UR7, 0x80000020 ;
+        /*0090*/                   LDG.E R24, desc[UR12][R2.64] ;
+        /*00a0*/                   HGMMA.64x32x16.F32 R56, R24, gdesc[UR4].tnspB, R56 ;
+        /*00b0*/              @P1  BRA 0x80 ;
+        /*00c0*/                   EXIT ;
+"""
+
+
+def test_a_register_written_on_every_path_is_written():
+    assert unwritten(SASS.format("UMOV UR6, URZ")) == []
+
+
+def test_a_register_that_one_path_leaves_is_found():
+    (found,) = unwritten(SASS.format("UMOV UR8, URZ"))
+    assert "HGMMA" in found
+
+
+def test_a_register_that_is_read_to_make_itself_is_found():
+    (found,) = unwritten(SASS.format("UIADD3 UR6, UP0, UR6, 0x40, URZ"))
+    assert "UIADD3 UR6, UP0, UR6" in found
