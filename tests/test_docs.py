@@ -1,4 +1,4 @@
-"""The Python examples of the documentation run, in the order in which a page shows them."""
+"""The Python examples of the documentation run, each by itself, as a reader pastes it."""
 
 import re
 from pathlib import Path
@@ -10,8 +10,7 @@ PAGES = {
     page.relative_to(ROOT).as_posix(): page
     for page in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/**/*.md")))
 }
-# Blocks of ">>>" are sessions: a doctest of the page's own runs them.
-EXAMPLE = re.compile(r"^```python\n(?!>>> )(.*?)^```$", re.DOTALL | re.MULTILINE)
+EXAMPLE = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 
 def examples(page: Path) -> list[str]:
@@ -22,27 +21,25 @@ def examples(page: Path) -> list[str]:
     ]
 
 
-WITH_EXAMPLES = [name for name, page in PAGES.items() if examples(page)]
+EXAMPLES = {
+    f"{name}-{number}": (name, example)
+    for name, page in PAGES.items()
+    for number, example in enumerate(examples(page))
+}
 
 
-@pytest.mark.parametrize("name", WITH_EXAMPLES)
-def test_examples_run(name: str):
-    if name == "docs/coming-from.md":
-        pytest.importorskip("transformers")
-    if name in ("docs/models.md", "docs/patterns.md"):
-        pytest.importorskip("flax")
-    names: dict[str, object] = {}
-    for example in examples(PAGES[name]):
-        exec(compile(example, PAGES[name], "exec"), names)
-
-
-@pytest.mark.parametrize("number", range(len(examples(ROOT / "README.md"))))
-def test_an_example_of_the_readme_runs_alone(number: int):
-    exec(compile(examples(ROOT / "README.md")[number], "README.md", "exec"), {})
+@pytest.mark.parametrize("key", EXAMPLES)
+def test_an_example_runs_alone(key: str):
+    name, example = EXAMPLES[key]
+    for library in ("transformers", "flax"):
+        if library in example:
+            pytest.importorskip(library)
+    exec(compile(example, PAGES[name], "exec"), {})
 
 
 def test_the_main_pages_have_examples():
-    assert {"README.md", "docs/semantics.md", "docs/numerics.md"} <= set(WITH_EXAMPLES)
+    with_examples = {name for name, _ in EXAMPLES.values()}
+    assert {"README.md", "docs/semantics.md", "docs/numerics.md"} <= with_examples
 
 
 @pytest.mark.parametrize("name", PAGES)
