@@ -19,7 +19,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # Asked by the shell, once the environment is there.
 WORKERS = $$($(PY) -c 'import xdist' 2>/dev/null && printf -- '-n auto --maxprocesses 8 --dist worksteal')
 
-.PHONY: help parity fuzz test bench sm80 sm90 lint types imports check clean
+.PHONY: help parity fuzz test bench sm80 sm90 docs lint types imports check clean
 
 help: ## this list
 	@grep -E '^[a-z0-9]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9]+):[^#]*## /\1|/' | awk -F'|' '{ printf "  make %-9s %s\n", $$1, $$2 }'
@@ -47,6 +47,10 @@ sm80: ## compile every kernel for SM80, no GPU needed, and check its resources; 
 sm90: ## the same for SM90
 	$(SETUP) bench
 	$(PY) -m tuning static --target sm90 $(STATIC_ARGS)
+
+docs: ## the documentation site, in build/site
+	$(SETUP) docs
+	$(PY) -m sphinx --fail-on-warning --keep-going --quiet -b html -c docs . build/site
 
 lint: ## ruff: style and format
 	$(SETUP) dev
