@@ -7,6 +7,7 @@ from pallas_attn.explain import explain
 from pallas_attn.flash import flash_attention
 from pallas_attn.paged import paged_attention
 from pallas_attn.varlen import check_offsets, flash_attention_varlen
+from twin_attention import __version__ as __version__
 from twin_attention.contract.block_mask import BlockMask
 
 __all__ = [

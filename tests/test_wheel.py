@@ -1,6 +1,7 @@
 """The wheel, as another project gets it: what it holds, and that each side works from it alone."""
 
 import os
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -28,7 +29,6 @@ assert interop.MINE
 TORCH = """
 import torch
 import torch_attn as attn
-import twin_attention
 
 q, k, v = (torch.randn(1, 20, 2, 16, requires_grad=True) for _ in "qkv")
 attn.flash_attention(q, k, v, causal=True, implementation="triton").sum().backward()
@@ -38,13 +38,12 @@ tables, lens = torch.tensor([[2, 1]], dtype=torch.int32), torch.tensor([9], dtyp
 attn.append_kv(new, new, *pages, tables, lens)
 out = attn.paged_decode(new, *pages, tables, lens, implementation="triton")
 assert out.isfinite().all() and out.any()
-print(twin_attention.__version__, attn.__file__)
+print(attn.__version__, attn.__file__)
 """
 JAX = """
 import jax
 import jax.numpy as jnp
 import pallas_attn as attn
-import twin_attention
 
 q = k = v = jax.random.normal(jax.random.key(0), (1, 20, 2, 16))
 loss = lambda q: attn.flash_attention(q, k, v, causal=True, implementation="triton").sum()
@@ -54,7 +53,7 @@ tables, lens = jnp.array([[2, 1]], jnp.int32), jnp.array([9], jnp.int32)
 k_pages, v_pages = attn.append_kv(new, new, pages, pages, tables, lens)
 out = attn.paged_decode(new, k_pages, v_pages, tables, lens, implementation="triton")
 assert jnp.isfinite(out).all() and out.any()
-print(twin_attention.__version__, attn.__file__)
+print(attn.__version__, attn.__file__)
 """
 
 
@@ -79,6 +78,23 @@ def test_it_holds_the_packages_and_nothing_else(wheel):
     assert "torch_attn/configs/sm80/sm80.toml" in tables
     kinds = {Path(name).suffix for name in names if ".dist-info/" not in name}
     assert kinds == {".py", ".toml", ".typed", ".css", ".js"}  # no records, no plots
+
+
+def test_the_citation_has_the_version(wheel):
+    version = wheel.name.split("-")[1]
+    assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text()
+
+
+def test_the_source_distribution_makes_the_same_wheel(wheel, tmp_path):
+    build = [sys.executable, "-m", "hatchling", "build", "-d", str(tmp_path / "dist")]
+    subprocess.run([*build, "-t", "sdist"], cwd=ROOT, check=True, capture_output=True)
+    (path,) = (tmp_path / "dist").glob("*.tar.gz")
+    shutil.unpack_archive(path, tmp_path, filter="data")
+    source = tmp_path / path.name.removesuffix(".tar.gz")
+    subprocess.run([*build, "-t", "wheel"], cwd=source, check=True, capture_output=True)
+    (again,) = (tmp_path / "dist").glob("*.whl")
+    with zipfile.ZipFile(wheel) as ours, zipfile.ZipFile(again) as theirs:
+        assert sorted(ours.namelist()) == sorted(theirs.namelist())
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from torch_attn.explain import explain
 from torch_attn.flash import flash_attention
 from torch_attn.paged import paged_attention
 from torch_attn.varlen import check_offsets, flash_attention_varlen
+from twin_attention import __version__ as __version__
 from twin_attention.contract.block_mask import BlockMask
 
 __all__ = [
