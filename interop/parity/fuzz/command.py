@@ -149,6 +149,7 @@ def _run_all(
     def problems() -> Iterator[Problem]:
         for index in itertools.count():
             if time.monotonic() > until:
+                _print(console, f"\ntime is up; problems that still run: {len(drawn)}")
                 return
             problem = draw(seed, index, LONGEST[device])
             drawn[problem.name] = problem
