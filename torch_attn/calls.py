@@ -22,7 +22,7 @@ from torch.autograd import forward_ad
 from torch.nn import Parameter
 
 from torch_attn import private
-from torch_attn.dispatch import Implementation, choose
+from torch_attn.dispatch import choose
 from torch_attn.replay import Replay, capture
 from twin_attention.targets.config import requested_configs
 from twin_attention.targets.kernels import Spec
@@ -69,7 +69,8 @@ class Call:
 
     Attributes:
         spec: the problem.
-        implementation: what the caller asked for.
+        others: what follows the tensors in the operator's arguments, what implementation the caller
+            asked for last.
         backend: what runs it.
         is_kept: `recall` finds it.
         is_recorded: autograd records it, if it is kept.
@@ -81,12 +82,12 @@ class Call:
         operation: str,
         run: Run,
         spec: Spec,
-        implementation: Implementation | None,
         device: torch.device,
+        others: tuple[Any, ...],
     ) -> None:
         # An empty problem runs no kernel.
-        name = "reference" if spec.is_empty else implementation
-        self.spec, self.implementation = spec, implementation
+        name = "reference" if spec.is_empty else others[-1]
+        self.spec, self.others = spec, others
         self.backend, _ = choose(name, operation, device, spec)
         self.is_kept = self.is_recorded = False
         self.guard: Guard | None = None
