@@ -6,6 +6,11 @@ the first one allocated and launched (`torch_attn.replay`). The key holds no ten
 only an address's alignment, which Triton compiles for. The last call with the same options is
 tried before a key is made: a guard of `torch.compile` compares the operands with it, in C++.
 
+What it buys (docs/history/host.md): recognising a forward takes 2.4 microseconds of Python, and a
+backward 1.7; by a key alone it took 5.4 and 3.2. With this guard and the replay's generated source,
+which came in one change, a forward on an H200 takes 15 microseconds instead of 35, a `paged_decode`
+16 instead of 35. A cached call without a replay was not timed, nor was one that is not cached.
+
 Private names of torch come from `torch_attn.private`; without them no call is cached.
 """
 
