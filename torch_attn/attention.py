@@ -114,10 +114,10 @@ class Attention(ABC):
             spec = replace(spec, rows_aligned=rows_aligned(*operands[:3], *read))
         return spec
 
-    def problem(self, **arguments: Any) -> tuple[torch.device, Any]:
-        """Check the arguments of the public function and return the device and the problem."""
+    def problem(self, **arguments: Any) -> tuple[Any, Any]:
+        """Check the arguments of the public function and return operands and problem."""
         operands = self.cast([arguments.pop(name) for name in self.operands._fields])
-        return operands.q.device, self.check(operands, self._check_options(**arguments))
+        return operands, self.check(operands, self._check_options(**arguments))
 
     def options_of(self, args: Any) -> Any:
         """Return the options among an operator's arguments: they stand before the last."""

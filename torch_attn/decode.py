@@ -409,15 +409,13 @@ def check_pages(
 
 
 def problem_of_append(
-    *, rotary_interleaved: Any, **operands: Any
-) -> tuple[torch.device, AppendSpec]:
-    """Check the arguments of `append_kv` and return the device and the problem."""
-    given = _cast_new(AppendOperands(**operands))
-    interleaved = check_append_options(rotary_interleaved)
-    return given.k_new.device, check_append(given, interleaved)
+    *, rotary_interleaved: Any, **arguments: Any
+) -> tuple[AppendOperands[Tensor], AppendSpec]:
+    """Check the arguments of `append_kv` and return operands and problem."""
+    operands = _cast_new(AppendOperands(**arguments))
+    return operands, check_append(operands, check_append_options(rotary_interleaved))
 
 
-def problem_of_merge(*, outs: Any, lses: Any) -> tuple[torch.device, MergeSpec]:
-    """Check the arguments of `merge_states` and return the device and the problem."""
-    spec = check_merge(outs, lses)
-    return outs.device, spec
+def problem_of_merge(*, outs: Any, lses: Any) -> tuple[tuple[Tensor, Tensor], MergeSpec]:
+    """Check the arguments of `merge_states` and return operands and problem."""
+    return (outs, lses), check_merge(outs, lses)

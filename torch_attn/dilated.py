@@ -157,9 +157,8 @@ def _check(
 
 
 def problem_of_dilated(
-    *, q: Any, k: Any, v: Any, deterministic: Any, **options: Any
-) -> tuple[torch.device, AttentionSpec]:
-    """Check the arguments of `dilated_attention` and return the device and its longest call."""
+    *, q: Any, k: Any, v: Any, **others: Any
+) -> tuple[FlashOperands[Tensor], AttentionSpec]:
+    """Check the arguments of `dilated_attention` and return operands and its longest call."""
     q, k, v = cast_inputs(q, k, v)
-    spec = _check(q, k, v, deterministic=or_as_torch_says(deterministic), **options)
-    return q.device, spec.longest_call
+    return FlashOperands(q, k, v), _check(q, k, v, **others).longest_call

@@ -12,7 +12,7 @@ import torch
 from torch_attn import block_sparse, decode, dilated, flash, paged, private, varlen
 from torch_attn.decode_ops import PAGED_ATTENTION, PAGED_DECODE
 from torch_attn.dispatch import check_implementation, choose
-from torch_attn.flash_ops import DENSE, PACKED
+from torch_attn.flash_ops import DENSE, PACKED, or_as_torch_says
 from torch_attn.targets import num_sms
 from twin_attention.contract.explain import Explanation
 from twin_attention.contract.validate import fail
@@ -63,7 +63,10 @@ def explain(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Expla
     implementation = call.arguments.pop("implementation")
     check_implementation(implementation)
     requested_target()  # refuses a wrong one, even where no code is compiled for it
-    device, spec = _PROBLEMS[function](**call.arguments)
+    if "deterministic" in call.arguments:
+        call.arguments["deterministic"] = or_as_torch_says(call.arguments["deterministic"])
+    operands, spec = _PROBLEMS[function](**call.arguments)
+    device = operands[0].device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
     def describe_operation(operation: str) -> Explanation:

@@ -84,9 +84,6 @@ class FlashAttention(Attention):
     def attend(self, call: Call, operands: tuple[Any, ...], return_lse: bool) -> Any:
         return run_kept(self.operator, call, operands, return_lse)
 
-    def problem(self, *, deterministic: Any, **arguments: Any) -> tuple[torch.device, Any]:
-        return super().problem(deterministic=or_as_torch_says(deterministic), **arguments)
-
     def run_backward(self, function, spec, backend, dout, dlse, *tensors: Any):
         """Run a family's flash_bwd, on copies of the tensors that its kernels cannot read.
 
