@@ -7,17 +7,13 @@ from typing import Any, Literal, overload
 import jax
 import numpy as np
 
-from pallas_attn.dispatch import Implementation, choose_backends
-from pallas_attn.flash import or_as_xla_says
-from pallas_attn.flash_ops import attention
-from pallas_attn.operands import device_of, operand
-from pallas_attn.targets import Device
+from pallas_attn.dispatch import Implementation
+from pallas_attn.flash_ops import SPARSE, or_as_xla_says
+from pallas_attn.operands import operand
 from twin_attention.contract.block_mask import BlockMask
 from twin_attention.contract.operands import BlockSparseOperands, describe_operands
 from twin_attention.contract.spec import BlockSparseSpec, Precision
 from twin_attention.contract.validate import (
-    check_block_sparse_attention,
-    check_flash_options,
     check_kept_tiles,
     check_list_values,
     check_lists,
@@ -132,19 +128,10 @@ def block_sparse_attention(
         attention = jax.jit(lambda *operands: block_sparse_attention(*operands, causal=True))
         out = attention(q, k, v, mask)
     """
-    options = check_flash_options(
-        causal=causal,
-        scale=scale,
-        window_size=window_size,
-        softcap=softcap,
-        deterministic=or_as_xla_says(deterministic),
-        precision=precision,
-        return_lse=return_lse,
-    )
     operands = _operands(q, k, v, block_mask, sinks)
-    spec = check_block_sparse_attention(describe_operands(operands, operand), options)
-    backends = choose_backends(implementation, "flash_fwd", device_of(q), spec)
-    return attention(operands, spec, backends, implementation, return_lse)
+    deterministic = or_as_xla_says(deterministic)
+    options = causal, scale, window_size, softcap, deterministic, precision, return_lse
+    return SPARSE(operands, options, implementation)
 
 
 def _operands(
@@ -188,9 +175,7 @@ def check_block_mask(block_mask: BlockMask[jax.Array]) -> None:
 
 
 def problem_of_block_sparse(
-    q: Any, k: Any, v: Any, block_mask: Any, *, sinks: Any, deterministic: Any, **options: Any
-) -> tuple[Device | None, BlockSparseSpec]:
-    """Check the arguments of `block_sparse_attention` and return the device and the problem."""
-    described = describe_operands(_operands(q, k, v, block_mask, sinks), operand)
-    checked = check_flash_options(deterministic=or_as_xla_says(deterministic), **options)
-    return device_of(q), check_block_sparse_attention(described, checked)
+    *, q: Any, k: Any, v: Any, block_mask: Any, sinks: Any, **options: Any
+) -> tuple[BlockSparseOperands[jax.Array], BlockSparseSpec]:
+    """Check the arguments of `block_sparse_attention` and return operands and problem."""
+    return SPARSE.problem(**_operands(q, k, v, block_mask, sinks)._asdict(), **options)

@@ -7,19 +7,16 @@ from typing import Any, Literal, overload
 import jax
 import numpy as np
 
-from pallas_attn.decode_ops import append, decode, merge
+from pallas_attn.decode_ops import PAGED_DECODE, append, merge
 from pallas_attn.dispatch import Implementation, choose_backends
 from pallas_attn.operands import device_of, operand
-from pallas_attn.targets import Device
-from twin_attention.contract.operands import AppendOperands, DecodeOperands, describe_operands
-from twin_attention.contract.spec import AppendSpec, DecodeSpec, MergeSpec
+from twin_attention.contract.operands import AppendOperands, describe_operands
+from twin_attention.contract.spec import AppendSpec, MergeSpec
 from twin_attention.contract.validate import (
     check_append_kv,
     check_append_options,
-    check_decode_options,
     check_merge_states,
     check_page_ids,
-    check_paged_decode,
     check_pages_arguments,
 )
 
@@ -137,15 +134,9 @@ def paged_decode(
         attention = jax.jit(lambda *operands: paged_decode(*operands, return_lse=True))
         out, lse = attention(q, k_pages, v_pages, block_tables, seq_lens)
     """
-    operands = DecodeOperands(q, k_pages, v_pages, block_tables, seq_lens, sinks, k_scale, v_scale)
-    options = check_decode_options(
-        scale=scale, window_size=window_size, softcap=softcap, num_splits=num_splits,
-        return_lse=return_lse,
-    )  # fmt: skip
-    spec = check_paged_decode(describe_operands(operands, operand), options)
-    backends = choose_backends(implementation, "paged_decode", device_of(q), spec)
-    out, lse = decode(operands, spec, backends)
-    return (out, lse) if return_lse else out
+    operands = q, k_pages, v_pages, block_tables, seq_lens, sinks, k_scale, v_scale
+    options = scale, window_size, softcap, num_splits, return_lse
+    return PAGED_DECODE(operands, options, implementation)
 
 
 @overload
@@ -396,25 +387,15 @@ def check_pages(
     )
 
 
-def problem_of_decode(
-    q: Any, *cache: Any, sinks: Any, k_scale: Any, v_scale: Any, **options: Any
-) -> tuple[Device | None, DecodeSpec]:
-    """Check the arguments of `paged_decode` and return the device and the problem."""
-    operands = DecodeOperands(q, *cache, sinks=sinks, k_scale=k_scale, v_scale=v_scale)
-    described = describe_operands(operands, operand)
-    return device_of(q), check_paged_decode(described, check_decode_options(**options))
-
-
 def problem_of_append(
-    k_new: Any, *others: Any, rotary_interleaved: Any, **optional: Any
-) -> tuple[Device | None, AppendSpec]:
-    """Check the arguments of `append_kv` and return the device and the problem."""
-    described = describe_operands(AppendOperands(k_new, *others, **optional), operand)
+    *, rotary_interleaved: Any, **arguments: Any
+) -> tuple[AppendOperands[jax.Array], AppendSpec]:
+    """Check the arguments of `append_kv` and return operands and problem."""
+    operands = AppendOperands(**arguments)
     interleaved = check_append_options(rotary_interleaved)
-    return device_of(k_new), check_append_kv(described, interleaved)
+    return operands, check_append_kv(describe_operands(operands, operand), interleaved)
 
 
-def problem_of_merge(outs: Any, lses: Any) -> tuple[Device | None, MergeSpec]:
-    """Check the arguments of `merge_states` and return the device and the problem."""
-    spec = check_merge_states(operand("outs", outs), operand("lses", lses))
-    return device_of(outs), spec
+def problem_of_merge(*, outs: Any, lses: Any) -> tuple[tuple[jax.Array, jax.Array], MergeSpec]:
+    """Check the arguments of `merge_states` and return operands and problem."""
+    return (outs, lses), check_merge_states(operand("outs", outs), operand("lses", lses))

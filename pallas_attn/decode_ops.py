@@ -13,42 +13,63 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
+from pallas_attn.attention import Attention
 from pallas_attn.derivatives import once
-from pallas_attn.dispatch import Backends, run_on_platform
+from pallas_attn.dispatch import Backends, Implementation, choose_backends, run_on_platform
 from pallas_attn.kernels import reference
-from twin_attention.contract.operands import AppendOperands, DecodeOperands
-from twin_attention.contract.spec import AppendSpec, DecodeSpec, MergeSpec
-from twin_attention.contract.validate import no_gradient
+from pallas_attn.operands import device_of
+from twin_attention.contract.operands import AppendOperands, DecodeOperands, PagedOperands
+from twin_attention.contract.spec import AppendSpec, DecodeSpec, MergeSpec, PagedSpec
+from twin_attention.contract.validate import (
+    check_decode_options,
+    check_paged_attention,
+    check_paged_decode,
+    no_gradient,
+)
+
+
+def attend(
+    operands: DecodeOperands[jax.Array] | PagedOperands[jax.Array],
+    spec: DecodeSpec,
+    implementation: Implementation | None,
+    return_lse: bool,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """Compute attention of new tokens over a paged cache.
+
+    Args:
+        operands: as `pallas_attn.paged_decode`, or `paged_attention`, takes them.
+        spec: the problem; its shapes and dtypes are those of the operands.
+        implementation: what the caller asked for.
+        return_lse: return the log-sum-exp as well.
+
+    Returns:
+        out, q's shape with Dv last, in q's dtype, and with `return_lse` also lse [B, Hq],
+        [B, Hq, T] or [Hq, Tq], float32.
+    """
+    backends = choose_backends(implementation, _name(spec), device_of(operands.q), spec)
+    out, lse = _attend(operands, spec, backends)
+    return (out, lse) if return_lse else out
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(1, 2))
 @partial(jax.jit, static_argnums=(1, 2))
-def decode(
-    operands: DecodeOperands[jax.Array], spec: DecodeSpec, backends: Backends
-) -> tuple[jax.Array, jax.Array]:
-    """Compute attention of new tokens over a paged cache.
-
-    Args:
-        operands: as `pallas_attn.paged_decode` takes them.
-        spec: the problem; its shapes and dtypes are those of the operands.
-        backends: what to run where.
-
-    Returns:
-        out [B, Hq, Dv] or [B, T, Hq, Dv] in q's dtype, and lse [B, Hq] or [B, Hq, T], float32.
-    """
-    q, sinks = operands.q, operands.sinks
-    rows = (spec.batch, spec.tokens, spec.heads_q)
+def _attend(operands, spec, backends):
+    q, sinks, heads = operands.q, operands.sinks, spec.heads_q
+    rows, of_lse = (spec.batch, spec.tokens), (spec.batch, heads, *q.shape[1:-2])
+    if isinstance(spec, PagedSpec):
+        rows, of_lse = (spec.tokens,), (heads, spec.tokens)
     if spec.is_empty:
-        out = jnp.zeros((*rows, spec.head_dim_v), q.dtype)
+        out = jnp.zeros((*rows, heads, spec.head_dim_v), q.dtype)
         lse = jnp.float32(-jnp.inf) if sinks is None else sinks[:, None]
-        lse = jnp.broadcast_to(lse, (spec.batch, spec.heads_q, spec.tokens))
+        lse = jnp.broadcast_to(lse, (*rows[:-1], heads, spec.tokens))
     else:
-        operands = operands._replace(q=q.reshape(*rows, spec.head_dim))
-        out, lse = run_on_platform(backends, "paged_decode", spec, operands)
-    return (
-        out.reshape(*q.shape[:-1], spec.head_dim_v),
-        lse.reshape(spec.batch, spec.heads_q, *q.shape[1:-2]),
-    )
+        operands = operands._replace(q=q.reshape(*rows, heads, spec.head_dim))
+        out, lse = run_on_platform(backends, _name(spec), spec, operands)
+    return out.reshape(*q.shape[:-1], spec.head_dim_v), lse.reshape(of_lse)
+
+
+def _name(spec: DecodeSpec) -> str:
+    return "paged_attention" if isinstance(spec, PagedSpec) else "paged_decode"
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(1, 2))
@@ -137,6 +158,9 @@ def _merge_bwd(spec, backends, states, gradients):
     return _merge_backward(*gradients, *states, spec)
 
 
-decode.defjvp(lambda *_: no_gradient("paged_decode"))
+_attend.defjvp(lambda spec, *_: no_gradient(_name(spec)))
 append.defjvp(lambda *_: no_gradient("append_kv"))
 _merge.defvjp(_merge_fwd, _merge_bwd)
+
+PAGED_DECODE = Attention(DecodeOperands, check_decode_options, check_paged_decode, attend)
+PAGED_ATTENTION = Attention(PagedOperands, check_decode_options, check_paged_attention, attend)

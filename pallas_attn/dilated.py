@@ -11,9 +11,9 @@ from pallas_attn.decode import merge_states
 from pallas_attn.derivatives import once
 from pallas_attn.dilated_ops import place, take
 from pallas_attn.dispatch import Implementation
-from pallas_attn.flash import flash_attention, or_as_xla_says
-from pallas_attn.operands import device_of, operand
-from pallas_attn.targets import Device
+from pallas_attn.flash import flash_attention
+from pallas_attn.flash_ops import or_as_xla_says
+from pallas_attn.operands import operand
 from twin_attention.contract.operands import FlashOperands, describe_operands
 from twin_attention.contract.spec import AttentionSpec, DilatedSpec, Precision, dilated_calls
 from twin_attention.contract.validate import (
@@ -149,8 +149,7 @@ def _check(
 
 
 def problem_of_dilated(
-    q: Any, k: Any, v: Any, *pairs: Any, deterministic: Any, **options: Any
-) -> tuple[Device | None, AttentionSpec]:
-    """Check the arguments of `dilated_attention` and return the device and its longest call."""
-    spec = _check(q, k, v, *pairs, deterministic=or_as_xla_says(deterministic), **options)
-    return device_of(q), spec.longest_call
+    *, q: Any, k: Any, v: Any, **others: Any
+) -> tuple[FlashOperands[jax.Array], AttentionSpec]:
+    """Check the arguments of `dilated_attention` and return operands and its longest call."""
+    return FlashOperands(q, k, v), _check(q, k, v, **others).longest_call

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import os
-from typing import Any, Literal, overload
+from typing import Literal, overload
 
 import jax
 
-from pallas_attn.dispatch import Implementation, choose_backends
-from pallas_attn.flash_ops import attention
-from pallas_attn.operands import device_of, operand
-from pallas_attn.targets import Device
-from twin_attention.contract.operands import FlashOperands, describe_operands
-from twin_attention.contract.spec import AttentionSpec, Precision
-from twin_attention.contract.validate import check_flash_attention, check_flash_options
+from pallas_attn.dispatch import Implementation
+from pallas_attn.flash_ops import DENSE, or_as_xla_says
+from twin_attention.contract.spec import Precision
 
 
 @overload
@@ -124,43 +119,7 @@ def flash_attention(
         out, lse = attention(q, k, v)
         fast = flash_attention(q, k, v, precision="tf32")  # less exact
     """
-    options = check_flash_options(
-        causal=causal,
-        scale=scale,
-        window_size=window_size,
-        softcap=softcap,
-        deterministic=or_as_xla_says(deterministic),
-        precision=precision,
-        return_lse=return_lse,
-    )
-    operands = FlashOperands(q, k, v, sinks, q_segment_ids, kv_segment_ids)
-    spec = check_flash_attention(describe_operands(operands, operand), options)
-    backends = choose_backends(implementation, "flash_fwd", device_of(q), spec)
-    return attention(operands, spec, backends, implementation, return_lse)
-
-
-def problem_of_flash(
-    q: Any,
-    k: Any,
-    v: Any,
-    *,
-    sinks: Any,
-    q_segment_ids: Any,
-    kv_segment_ids: Any,
-    deterministic: Any,
-    **options: Any,
-) -> tuple[Device | None, AttentionSpec]:
-    """Check the arguments of `flash_attention` and return the device and the problem."""
-    operands = FlashOperands(q, k, v, sinks, q_segment_ids, kv_segment_ids)
-    described = describe_operands(operands, operand)
-    checked = check_flash_options(deterministic=or_as_xla_says(deterministic), **options)
-    return device_of(q), check_flash_attention(described, checked)
-
-
-def or_as_xla_says(deterministic: Any) -> Any:
-    """Return the option, with XLA's own setting in place of None."""
-    if deterministic is None:
-        flags = (flag.partition("=") for flag in os.environ.get("XLA_FLAGS", "").split())
-        values = {name: value for name, _, value in flags}
-        return values.get("--xla_gpu_deterministic_ops") in ("", "true", "1")
-    return deterministic
+    operands = q, k, v, sinks, q_segment_ids, kv_segment_ids
+    deterministic = or_as_xla_says(deterministic)
+    options = causal, scale, window_size, softcap, deterministic, precision, return_lse
+    return DENSE(operands, options, implementation)

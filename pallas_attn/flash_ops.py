@@ -8,21 +8,35 @@ takes the family of the platform.
 
 from __future__ import annotations
 
+import os
 from functools import partial
+from typing import Any
 
 import jax
 
+from pallas_attn.attention import Attention
 from pallas_attn.derivatives import once
-from pallas_attn.dispatch import Backends, Implementation, run_on_platform
+from pallas_attn.dispatch import Implementation, choose_backends, run_on_platform
 from pallas_attn.kernels import reference
-from twin_attention.contract.operands import AttentionOperands
+from pallas_attn.operands import device_of
+from twin_attention.contract.operands import (
+    AttentionOperands,
+    BlockSparseOperands,
+    FlashOperands,
+    VarlenOperands,
+)
 from twin_attention.contract.spec import AttentionSpec
+from twin_attention.contract.validate import (
+    check_block_sparse_attention,
+    check_flash_attention,
+    check_flash_attention_varlen,
+    check_flash_options,
+)
 
 
 def attention(
     operands: AttentionOperands[jax.Array],
     spec: AttentionSpec,
-    backends: Backends,
     implementation: Implementation | None,
     return_lse: bool,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
@@ -33,14 +47,14 @@ def attention(
     Args:
         operands: as `pallas_attn.flash_attention`, or `flash_attention_varlen`, takes them.
         spec: the problem; its shapes and dtype are those of the operands.
-        backends: what to run where.
-        implementation: what the caller asked for, which the backward goes by.
+        implementation: what the caller asked for.
         return_lse: return the log-sum-exp as well.
 
     Returns:
         out [B, Sq, Hq, Dv] in q's dtype, and with `return_lse` also lse [B, Hq, Sq], float32;
         without B for packed sequences.
     """
+    backends = choose_backends(implementation, "flash_fwd", device_of(operands.q), spec)
     operands = once(operands, spec.function)
     results = _attention(operands, spec, backends, implementation, return_lse)
     return once(results, spec.function)
@@ -78,3 +92,19 @@ def _backward(dout, dlse, operands, out, lse, spec, backends):
     if spec.is_empty:
         return reference.flash_bwd(dout, dlse, operands, out, lse, spec, backends.elsewhere)
     return run_on_platform(backends, "flash_bwd", spec, dout, dlse, operands, out, lse)
+
+
+def or_as_xla_says(deterministic: Any) -> Any:
+    """Return the option, with XLA's own setting in place of None."""
+    if deterministic is None:
+        flags = (flag.partition("=") for flag in os.environ.get("XLA_FLAGS", "").split())
+        values = {name: value for name, _, value in flags}
+        return values.get("--xla_gpu_deterministic_ops") in ("", "true", "1")
+    return deterministic
+
+
+DENSE = Attention(FlashOperands, check_flash_options, check_flash_attention, attention)
+PACKED = Attention(VarlenOperands, check_flash_options, check_flash_attention_varlen, attention)
+SPARSE = Attention(
+    BlockSparseOperands, check_flash_options, check_block_sparse_attention, attention
+)

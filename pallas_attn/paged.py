@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, overload
+from typing import Literal, overload
 
 import jax
 
-from pallas_attn.dispatch import Implementation, choose_backends
-from pallas_attn.operands import device_of, operand
-from pallas_attn.paged_ops import attend
-from pallas_attn.targets import Device
-from twin_attention.contract.operands import PagedOperands, describe_operands
-from twin_attention.contract.spec import PagedSpec
-from twin_attention.contract.validate import check_decode_options, check_paged_attention
+from pallas_attn.decode_ops import PAGED_ATTENTION
+from pallas_attn.dispatch import Implementation
 
 
 @overload
@@ -136,23 +131,8 @@ def paged_attention(
         attention = jax.jit(paged_attention)
         out = attention(q, k_pages, v_pages, block_tables, seq_lens, cu_seqlens_q)
     """
-    operands = PagedOperands(
+    operands = (
         q, k_pages, v_pages, block_tables, seq_lens, cu_seqlens_q, sinks, k_scale, v_scale
-    )
-    options = check_decode_options(
-        scale=scale, window_size=window_size, softcap=softcap, num_splits=num_splits,
-        return_lse=return_lse,
     )  # fmt: skip
-    spec = check_paged_attention(describe_operands(operands, operand), options)
-    backends = choose_backends(implementation, "paged_attention", device_of(q), spec)
-    out, lse = attend(operands, spec, backends)
-    return (out, lse) if return_lse else out
-
-
-def problem_of_paged(
-    q: Any, *others: Any, sinks: Any, k_scale: Any, v_scale: Any, **options: Any
-) -> tuple[Device | None, PagedSpec]:
-    """Check the arguments of `paged_attention` and return the device and the problem."""
-    operands = PagedOperands(q, *others, sinks=sinks, k_scale=k_scale, v_scale=v_scale)
-    described = describe_operands(operands, operand)
-    return device_of(q), check_paged_attention(described, check_decode_options(**options))
+    options = scale, window_size, softcap, num_splits, return_lse
+    return PAGED_ATTENTION(operands, options, implementation)

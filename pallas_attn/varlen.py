@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, overload
+from typing import Literal, overload
 
 import jax
 import numpy as np
 
-from pallas_attn.dispatch import Implementation, choose_backends
-from pallas_attn.flash import or_as_xla_says
-from pallas_attn.flash_ops import attention
-from pallas_attn.operands import device_of, operand
-from pallas_attn.targets import Device
-from twin_attention.contract.operands import VarlenOperands, describe_operands
-from twin_attention.contract.spec import Precision, VarlenSpec
-from twin_attention.contract.validate import (
-    check_flash_attention_varlen,
-    check_flash_options,
-    check_offset_values,
-    check_offsets_arguments,
-)
+from pallas_attn.dispatch import Implementation
+from pallas_attn.flash_ops import PACKED, or_as_xla_says
+from pallas_attn.operands import operand
+from twin_attention.contract.spec import Precision
+from twin_attention.contract.validate import check_offset_values, check_offsets_arguments
 
 
 @overload
@@ -127,19 +119,10 @@ def flash_attention_varlen(
         attention = jax.jit(lambda *operands: flash_attention_varlen(*operands, causal=True))
         out = attention(q, k, v, offsets, offsets)
     """
-    options = check_flash_options(
-        causal=causal,
-        scale=scale,
-        window_size=window_size,
-        softcap=softcap,
-        deterministic=or_as_xla_says(deterministic),
-        precision=precision,
-        return_lse=return_lse,
-    )
-    operands = VarlenOperands(q, k, v, cu_seqlens_q, cu_seqlens_kv, sinks)
-    spec = check_flash_attention_varlen(describe_operands(operands, operand), options)
-    backends = choose_backends(implementation, "flash_fwd", device_of(q), spec)
-    return attention(operands, spec, backends, implementation, return_lse)
+    operands = q, k, v, cu_seqlens_q, cu_seqlens_kv, sinks
+    deterministic = or_as_xla_says(deterministic)
+    options = causal, scale, window_size, softcap, deterministic, precision, return_lse
+    return PACKED(operands, options, implementation)
 
 
 def check_offsets(
@@ -172,12 +155,3 @@ def check_offsets(
     check_offsets_arguments(of_q, of_kv, tokens_q, tokens_kv)
     check_offset_values(of_q.name, np.asarray(cu_seqlens_q), tokens_q)
     check_offset_values(of_kv.name, np.asarray(cu_seqlens_kv), tokens_kv)
-
-
-def problem_of_varlen(
-    q: Any, *others: Any, sinks: Any, deterministic: Any, **options: Any
-) -> tuple[Device | None, VarlenSpec]:
-    """Check the arguments of `flash_attention_varlen` and return the device and the problem."""
-    described = describe_operands(VarlenOperands(q, *others, sinks=sinks), operand)
-    checked = check_flash_options(deterministic=or_as_xla_says(deterministic), **options)
-    return device_of(q), check_flash_attention_varlen(described, checked)

@@ -8,14 +8,12 @@ import torch
 from torch import Tensor
 
 from torch_attn.dispatch import Implementation
-from torch_attn.flash import or_as_torch_says
-from torch_attn.flash_ops import SPARSE
+from torch_attn.flash_ops import SPARSE, or_as_torch_says
 from torch_attn.operands import cast_inputs, operand
 from twin_attention.contract.block_mask import BlockMask
 from twin_attention.contract.operands import BlockSparseOperands, describe_operands
 from twin_attention.contract.spec import BlockSparseSpec, Precision
 from twin_attention.contract.validate import (
-    check_flash_options,
     check_kept_tiles,
     check_list_values,
     check_lists,
@@ -130,9 +128,8 @@ def block_sparse_attention(
     """
     operands = _operands(q, k, v, block_mask, sinks)
     deterministic = or_as_torch_says(deterministic)
-    numbers = causal, scale, window_size, softcap, deterministic, precision
-    options = (*numbers, return_lse, implementation)
-    return SPARSE(operands, options)
+    options = causal, scale, window_size, softcap, deterministic, precision, return_lse
+    return SPARSE(operands, options, implementation)
 
 
 def _operands(q: Any, k: Any, v: Any, block_mask: Any, sinks: Any) -> BlockSparseOperands[Tensor]:
@@ -175,9 +172,7 @@ def check_block_mask(block_mask: BlockMask[Tensor]) -> None:
 
 
 def problem_of_block_sparse(
-    q: Any, k: Any, v: Any, block_mask: Any, *, sinks: Any, deterministic: Any, **options: Any
-) -> tuple[torch.device, BlockSparseSpec]:
-    """Check the arguments of `block_sparse_attention` and return the device and the problem."""
-    operands = _operands(q, k, v, block_mask, sinks)
-    checked = check_flash_options(deterministic=or_as_torch_says(deterministic), **options)
-    return operands.q.device, SPARSE.check(operands, checked)
+    *, q: Any, k: Any, v: Any, block_mask: Any, sinks: Any, **options: Any
+) -> tuple[BlockSparseOperands[Tensor], BlockSparseSpec]:
+    """Check the arguments of `block_sparse_attention` and return operands and problem."""
+    return SPARSE.problem(**_operands(q, k, v, block_mask, sinks)._asdict(), **options)

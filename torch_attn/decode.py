@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
 
-from torch_attn import decode_ops
-from torch_attn.calls import Call, is_recorded, keep, recall
+from torch_attn.decode_ops import (
+    APPEND,
+    MERGE,
+    PAGED_DECODE,
+    check_append,
+    check_merge,
+    check_pools,
+    count_write,
+)
 from torch_attn.dispatch import Implementation, check_implementation
 from torch_attn.operands import cast_float32, check_tensor, operand
-from twin_attention.contract.operands import AppendOperands, DecodeOperands, describe_operands
-from twin_attention.contract.spec import AppendSpec, DecodeSpec, MergeSpec
+from twin_attention.contract.operands import AppendOperands
+from twin_attention.contract.spec import AppendSpec, MergeSpec
 from twin_attention.contract.validate import (
-    check_append_kv,
     check_append_options,
-    check_decode_options,
     check_page_ids,
-    check_paged_decode,
     check_pages_arguments,
 )
 
@@ -130,52 +133,9 @@ def paged_decode(
         q = torch.randn(2, 4, 64, dtype=torch.bfloat16)
         out, lse = paged_decode(q, k_pages, v_pages, block_tables, seq_lens, return_lse=True)
     """
-    if torch.is_autocast_enabled("cuda"):
-        q = cast_float32("q", q)
-    operands = DecodeOperands(q, k_pages, v_pages, block_tables, seq_lens, sinks, k_scale, v_scale)
-    options = (scale, window_size, softcap, num_splits, return_lse, implementation)
-    call = recall("paged_decode", operands, options)
-    out, lse = _check_and_decode(operands, options) if call is None else call(*operands)
-    return (out, lse) if return_lse else out
-
-
-def _check_and_decode(
-    operands: DecodeOperands[Tensor], options: tuple[Any, ...]
-) -> tuple[Tensor, Tensor]:
-    """Check the arguments of `paged_decode` and run the operator."""
-    scale, window_size, softcap, num_splits, return_lse, implementation = options
-    operands = DecodeOperands(cast_float32("q", operands.q), *operands[1:])
-    checked = check_decode_options(
-        scale=scale, window_size=window_size, softcap=softcap, num_splits=num_splits,
-        return_lse=return_lse,
-    )  # fmt: skip
-    check_implementation(implementation)
-    if not torch.compiler.is_compiling():  # there the operator's fake kernel checks the operands
-        spec = check_paged_decode(describe_operands(operands, operand), checked)
-        if not (spec.is_empty or is_recorded(operands)):
-            call = Call("paged_decode", _decode, spec, implementation, operands.q.device)
-            if keep("paged_decode", operands, options, call):
-                return call(*operands)
-    return _with_tokens(
-        lambda operands: decode_ops.paged_decode(*operands, *checked, implementation), operands
-    )
-
-
-def _decode(function, spec, backend, *operands: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Run a family's paged_decode."""
-    given = DecodeOperands._make(operands)
-    return _with_tokens(lambda operands: function(operands, spec, backend), given)
-
-
-def _with_tokens(
-    attend: Callable[[DecodeOperands[Tensor]], tuple[Tensor, Tensor]],
-    operands: DecodeOperands[Tensor],
-) -> tuple[Tensor, Tensor]:
-    """Call a function that takes q as [B, T, Hq, D]."""
-    if operands.q.ndim == 4:
-        return attend(operands)
-    out, lse = attend(operands._replace(q=operands.q.unsqueeze(1)))
-    return out.squeeze(1), lse.squeeze(2)
+    operands = q, k_pages, v_pages, block_tables, seq_lens, sinks, k_scale, v_scale
+    options = scale, window_size, softcap, num_splits, return_lse
+    return PAGED_DECODE(operands, options, implementation)
 
 
 @overload
@@ -298,69 +258,41 @@ def append_kv(
             cu_seqlens_q=offsets, q=q, **rotation,
         )
     """
-    if torch.is_autocast_enabled("cuda"):
-        k_new, v_new = cast_float32("k_new", k_new), cast_float32("v_new", v_new)
-        q = None if q is None else cast_float32("q", q)
     operands = AppendOperands(
         k_new, v_new, k_pages, v_pages, block_tables, seq_lens, k_scale, v_scale, cu_seqlens_q, q,
         rotary_cos, rotary_sin,
     )  # fmt: skip
-    options = rotary_interleaved, implementation
-    call = recall("append_kv", operands, options)
+    if torch.is_autocast_enabled("cuda"):
+        operands = _cast_new(operands)
+    others = rotary_interleaved, implementation
+    call = APPEND.recall(operands, others)
     if call is None:
-        q_out = _check_and_append(operands, *options)
+        q_out = _check_and_append(operands, *others)
     else:
-        decode_ops.check_pools(k_pages, v_pages)  # no address is in what `recall` goes by
+        check_pools(k_pages, v_pages)  # no address is in what `recall` goes by
         (q_out,) = call(*operands)
-        decode_ops.count_write(operands)
+        count_write(operands)
     return (k_pages, v_pages) if q_out is None else (q_out, k_pages, v_pages)
 
 
 def _check_and_append(
-    operands: AppendOperands[Tensor],
-    rotary_interleaved: bool,
-    implementation: Implementation | None,
+    operands: AppendOperands[Tensor], interleaved: Any, implementation: Implementation | None
 ) -> Tensor | None:
     """Check the arguments of `append_kv` and run the operator; return the rotated queries."""
-    q = operands.q
-    operands = operands._replace(
-        k_new=cast_float32("k_new", operands.k_new),
-        v_new=cast_float32("v_new", operands.v_new),
-        q=None if q is None else cast_float32("q", q),
-    )
-    options = check_append_options(rotary_interleaved), implementation
+    operands = _cast_new(operands)
+    check_append_options(interleaved)
     check_implementation(implementation)
-    if not torch.compiler.is_compiling():
-        spec = check_append_kv(describe_operands(operands, operand), rotary_interleaved)
-        decode_ops.check_pools(operands.k_pages, operands.v_pages)
-        if not (spec.is_empty or is_recorded(operands)):
-            call = Call("append_kv", _append, spec, implementation, operands.k_new.device)
-            if keep("append_kv", operands, options, call):
-                (q_out,) = call(*operands)
-                decode_ops.count_write(operands)
-                return q_out
-    given = _with_new_tokens(operands)
-    q_out = decode_ops.append_kv(*given, *options)
-    if q is None:
-        return None
-    return q_out if given is operands else q_out.squeeze(1)
+    if not torch.compiler.is_compiling():  # there the operator's fake kernel checks the operands
+        check_append(operands, interleaved)
+    q_out = APPEND.op(*operands, interleaved, implementation)
+    return None if operands.q is None else q_out
 
 
-def _append(function, spec, backend, *operands: Tensor | None) -> tuple[Tensor | None]:
-    """Run a family's append_kv."""
-    operands = AppendOperands._make(operands)
-    given = _with_new_tokens(operands)
-    q_out = function(given, spec, backend)
-    return (q_out if q_out is None or given is operands else q_out.squeeze(1),)
-
-
-def _with_new_tokens(operands: AppendOperands[Tensor]) -> AppendOperands[Tensor]:
-    """Return the operands with k_new, v_new and q as [B, T, heads, D], but for packed ones."""
-    k_new, v_new, q = operands.k_new, operands.v_new, operands.q
-    if k_new.ndim == 4 or operands.cu_seqlens_q is not None:
-        return operands
-    q = None if q is None else q.unsqueeze(1)
-    return operands._replace(k_new=k_new.unsqueeze(1), v_new=v_new.unsqueeze(1), q=q)
+def _cast_new(operands: AppendOperands[Tensor]) -> AppendOperands[Tensor]:
+    """Return operands as autocast has them."""
+    k_new, v_new = cast_float32("k_new", operands.k_new), cast_float32("v_new", operands.v_new)
+    q = None if operands.q is None else cast_float32("q", operands.q)
+    return operands._replace(k_new=k_new, v_new=v_new, q=q)
 
 
 def merge_states(
@@ -416,11 +348,11 @@ def merge_states(
     check_tensor("outs", outs)
     check_implementation(implementation)
     if not torch.compiler.is_compiling():
-        decode_ops.check_merge(outs, lses)
+        check_merge(outs, lses)
     single = outs.ndim == 4
     if single:
         outs, lses = outs.unsqueeze(2), lses.unsqueeze(3)
-    out, lse = decode_ops.merge_states(outs, lses, implementation)
+    out, lse = MERGE.op(outs, lses, implementation)
     return (out.squeeze(1), lse.squeeze(2)) if single else (out, lse)
 
 
@@ -476,29 +408,14 @@ def check_pages(
     )
 
 
-def problem_of_decode(
-    q: Any, *cache: Any, sinks: Any, k_scale: Any, v_scale: Any, **options: Any
-) -> tuple[torch.device, DecodeSpec]:
-    """Check the arguments of `paged_decode` and return the device and the problem."""
-    if torch.is_autocast_enabled("cuda"):
-        q = cast_float32("q", q)
-    operands = DecodeOperands(q, *cache, sinks=sinks, k_scale=k_scale, v_scale=v_scale)
-    described = describe_operands(operands, operand)
-    return q.device, check_paged_decode(described, check_decode_options(**options))
-
-
 def problem_of_append(
-    k_new: Any, v_new: Any, *cache: Any, q: Any, rotary_interleaved: Any, **others: Any
-) -> tuple[torch.device, AppendSpec]:
-    """Check the arguments of `append_kv` and return the device and the problem."""
-    k_new, v_new = cast_float32("k_new", k_new), cast_float32("v_new", v_new)
-    q = None if q is None else cast_float32("q", q)
-    operands = AppendOperands(k_new, v_new, *cache, q=q, **others)
-    described = describe_operands(operands, operand)
-    return k_new.device, check_append_kv(described, check_append_options(rotary_interleaved))
+    *, rotary_interleaved: Any, **arguments: Any
+) -> tuple[AppendOperands[Tensor], AppendSpec]:
+    """Check the arguments of `append_kv` and return operands and problem."""
+    operands = _cast_new(AppendOperands(**arguments))
+    return operands, check_append(operands, check_append_options(rotary_interleaved))
 
 
-def problem_of_merge(outs: Any, lses: Any) -> tuple[torch.device, MergeSpec]:
-    """Check the arguments of `merge_states` and return the device and the problem."""
-    spec = decode_ops.check_merge(outs, lses)
-    return outs.device, spec
+def problem_of_merge(*, outs: Any, lses: Any) -> tuple[tuple[Tensor, Tensor], MergeSpec]:
+    """Check the arguments of `merge_states` and return operands and problem."""
+    return (outs, lses), check_merge(outs, lses)

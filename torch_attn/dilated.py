@@ -11,7 +11,8 @@ from torch import Tensor
 from torch_attn.decode import merge_states
 from torch_attn.dilated_ops import once, place, take
 from torch_attn.dispatch import Implementation
-from torch_attn.flash import flash_attention, or_as_torch_says
+from torch_attn.flash import flash_attention
+from torch_attn.flash_ops import or_as_torch_says
 from torch_attn.operands import cast_inputs, operand
 from twin_attention.contract.operands import FlashOperands, describe_operands
 from twin_attention.contract.spec import AttentionSpec, DilatedSpec, Precision, dilated_calls
@@ -156,9 +157,8 @@ def _check(
 
 
 def problem_of_dilated(
-    q: Any, k: Any, v: Any, *pairs: Any, deterministic: Any, **options: Any
-) -> tuple[torch.device, AttentionSpec]:
-    """Check the arguments of `dilated_attention` and return the device and its longest call."""
+    *, q: Any, k: Any, v: Any, **others: Any
+) -> tuple[FlashOperands[Tensor], AttentionSpec]:
+    """Check the arguments of `dilated_attention` and return operands and its longest call."""
     q, k, v = cast_inputs(q, k, v)
-    spec = _check(q, k, v, *pairs, deterministic=or_as_torch_says(deterministic), **options)
-    return q.device, spec.longest_call
+    return FlashOperands(q, k, v), _check(q, k, v, **others).longest_call

@@ -15,8 +15,8 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from torch_attn.autograd import refuse_forward_mode, refuse_second_derivative
 from twin_attention.contract.spec import Dilation
-from twin_attention.contract.validate import not_differentiable
 
 Pairs = tuple[Dilation, ...]
 
@@ -83,8 +83,7 @@ class _Once(torch.autograd.Function):
 
     @staticmethod
     def jvp(*_: Any) -> NoReturn:
-        instead = "Use torch.func.vjp or Tensor.backward."
-        not_differentiable("forward mode", instead, "dilated_attention")
+        refuse_forward_mode("dilated_attention")
 
 
 class _Gradient(_Once):
@@ -92,8 +91,7 @@ class _Gradient(_Once):
 
     @staticmethod
     def backward(*_: Any) -> NoReturn:
-        instead = "Compute it with torch operations."
-        not_differentiable("a second derivative", instead, "dilated_attention")
+        refuse_second_derivative("dilated_attention")
 
 
 class _Take(torch.autograd.Function):

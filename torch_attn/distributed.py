@@ -21,8 +21,6 @@ from torch.distributed.tensor.experimental import register_sharding
 
 from torch_attn.flash_ops import DENSE
 
-_NUM_OPTIONS = 7
-
 
 class _Placement(NamedTuple):
     """Placements of a call's tensors on a mesh dimension.
@@ -62,7 +60,7 @@ def _placements(k: Any) -> list[_Placement]:
 
 @register_sharding(DENSE.fwd)
 def _shard_forward(q, k, v, sinks, q_ids, kv_ids, *options):
-    no_options = [None] * _NUM_OPTIONS
+    no_options = [None] * len(options)
     found = []
     for p in _placements(k):
         x, of_sinks = p.whole, None if sinks is None else p.sinks
@@ -73,7 +71,7 @@ def _shard_forward(q, k, v, sinks, q_ids, kv_ids, *options):
 
 @register_sharding(DENSE.bwd)
 def _shard_backward(dout, dlse, q, k, v, sinks, q_ids, kv_ids, out, lse, *options):
-    no_options = [None] * _NUM_OPTIONS
+    no_options = [None] * len(options)
     found = []
     for p in _placements(k):
         x, of_dlse = p.whole, None if dlse is None else p.rows

@@ -10,7 +10,9 @@ from typing import Any
 import torch
 
 from torch_attn import block_sparse, decode, dilated, flash, paged, private, varlen
+from torch_attn.decode_ops import PAGED_ATTENTION, PAGED_DECODE
 from torch_attn.dispatch import check_implementation, choose
+from torch_attn.flash_ops import DENSE, PACKED, or_as_torch_says
 from torch_attn.targets import num_sms
 from twin_attention.contract.explain import Explanation
 from twin_attention.contract.validate import fail
@@ -18,12 +20,12 @@ from twin_attention.targets.describe import describe, describe_call
 from twin_attention.targets.target import requested_target
 
 _PROBLEMS = {
-    flash.flash_attention: flash.problem_of_flash,
-    varlen.flash_attention_varlen: varlen.problem_of_varlen,
+    flash.flash_attention: DENSE.problem,
+    varlen.flash_attention_varlen: PACKED.problem,
     block_sparse.block_sparse_attention: block_sparse.problem_of_block_sparse,
     dilated.dilated_attention: dilated.problem_of_dilated,
-    decode.paged_decode: decode.problem_of_decode,
-    paged.paged_attention: paged.problem_of_paged,
+    decode.paged_decode: PAGED_DECODE.problem,
+    paged.paged_attention: PAGED_ATTENTION.problem,
     decode.append_kv: decode.problem_of_append,
     decode.merge_states: decode.problem_of_merge,
 }
@@ -61,7 +63,10 @@ def explain(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Expla
     implementation = call.arguments.pop("implementation")
     check_implementation(implementation)
     requested_target()  # refuses a wrong one, even where no code is compiled for it
-    device, spec = _PROBLEMS[function](*call.args, **call.kwargs)
+    if "deterministic" in call.arguments:
+        call.arguments["deterministic"] = or_as_torch_says(call.arguments["deterministic"])
+    operands, spec = _PROBLEMS[function](**call.arguments)
+    device = operands[0].device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
     def describe_operation(operation: str) -> Explanation:

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, overload
+from typing import Literal, overload
 
-import torch
 from torch import Tensor
 
 from torch_attn.dispatch import Implementation
-from torch_attn.flash_ops import DENSE
-from torch_attn.operands import cast_inputs
-from twin_attention.contract.operands import FlashOperands
-from twin_attention.contract.spec import AttentionSpec, Precision
-from twin_attention.contract.validate import check_flash_options
+from torch_attn.flash_ops import DENSE, or_as_torch_says
+from twin_attention.contract.spec import Precision
 
 
 @overload
@@ -123,32 +119,7 @@ def flash_attention(
         out.sum().backward()
         fast = flash_attention(q, k, v, precision="tf32")  # less exact
     """
-    operands = (q, k, v, sinks, q_segment_ids, kv_segment_ids)
+    operands = q, k, v, sinks, q_segment_ids, kv_segment_ids
     deterministic = or_as_torch_says(deterministic)
-    numbers = causal, scale, window_size, softcap, deterministic, precision
-    options = (*numbers, return_lse, implementation)
-    return DENSE(operands, options)
-
-
-def problem_of_flash(
-    q: Any,
-    k: Any,
-    v: Any,
-    *,
-    sinks: Any,
-    q_segment_ids: Any,
-    kv_segment_ids: Any,
-    deterministic: Any,
-    **options: Any,
-) -> tuple[torch.device, AttentionSpec]:
-    """Check the arguments of `flash_attention` and return the device and the problem."""
-    operands = FlashOperands(*cast_inputs(q, k, v), sinks, q_segment_ids, kv_segment_ids)
-    checked = check_flash_options(deterministic=or_as_torch_says(deterministic), **options)
-    return operands.q.device, DENSE.check(operands, checked)
-
-
-def or_as_torch_says(deterministic: Any) -> Any:
-    """Return the option, with torch's own setting in place of None."""
-    if deterministic is None:
-        return torch.are_deterministic_algorithms_enabled()
-    return deterministic
+    options = causal, scale, window_size, softcap, deterministic, precision, return_lse
+    return DENSE(operands, options, implementation)

@@ -29,7 +29,7 @@ import torch
 from torch.utils.flop_counter import register_flop_formula
 
 from torch_attn import private
-from torch_attn.flash_ops import DENSE, SPARSE
+from torch_attn.flash_ops import DENSE, SPARSE, FlashAttention
 from twin_attention.contract import cost
 from twin_attention.contract.block_mask import BlockMask
 from twin_attention.contract.spec import BlockSparseSpec
@@ -37,14 +37,12 @@ from twin_attention.contract.spec import BlockSparseSpec
 
 @register_flop_formula(torch.ops.torch_attn.flash_fwd, get_raw=True)
 def _forward(*args, **_) -> int:
-    operands, _, options, _ = DENSE.unpack(args)
-    return cost.forward_flops(DENSE.spec_of(operands, options))
+    return cost.forward_flops(_problem(DENSE, args)[1])
 
 
 @register_flop_formula(torch.ops.torch_attn.flash_bwd, get_raw=True)
 def _backward(dout, dlse, *args, **_) -> int:
-    operands, _, options, _ = DENSE.unpack(args)
-    return cost.backward_flops(DENSE.spec_of(operands, options))
+    return cost.backward_flops(_problem(DENSE, args)[1])
 
 
 @register_flop_formula(torch.ops.torch_attn.block_sparse_fwd, get_raw=True)
@@ -57,14 +55,19 @@ def _sparse_backward(dout, dlse, *args, **_) -> int:
     return _of_mask(args, cost.backward_flops, cost.block_sparse_backward_flops)
 
 
+def _problem(function: FlashAttention, args: tuple[Any, ...]) -> tuple[Any, Any]:
+    """Return operands and problem of an operator's arguments, from the operands on."""
+    operands = function.operands._make(args[: function.num_operands])
+    return operands, function.check(operands, function.options_of(args))
+
+
 def _of_mask(
     args: tuple[Any, ...],
     of_all: Callable[[BlockSparseSpec], int],
     of_kept: Callable[[BlockSparseSpec, BlockMask[np.ndarray]], int],
 ) -> int:
     """Count an operator's call by the mask among its arguments, of all tiles if that is fake."""
-    operands, _, options, _ = SPARSE.unpack(args)
-    spec = SPARSE.spec_of(operands, options)
+    operands, spec = _problem(SPARSE, args)
     lists = [getattr(operands, name) for name in BlockMask._fields]
     if private.is_fake is not None and any(map(private.is_fake, lists)):
         return of_all(spec)

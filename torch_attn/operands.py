@@ -59,17 +59,6 @@ def aligned(x: Tensor) -> Tensor:
     return x if rows_aligned(x) else x.clone(memory_format=torch.contiguous_format)
 
 
-def schema(operands: Any, written: tuple[str, ...] = ()) -> str:
-    """Return a torch operator's arguments for a class of operands; it writes into those named."""
-
-    def kind(name: str) -> str:
-        if name in written:
-            return f"Tensor({'ab'[written.index(name)]}!)"
-        return "Tensor?" if name in operands._field_defaults else "Tensor"
-
-    return ", ".join(f"{kind(name)} {name}" for name in operands._fields)
-
-
 @cache
 def dtype_name(dtype: torch.dtype) -> str:
     """Return a dtype's name, such as "bfloat16"."""

@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any, Literal, overload
+from typing import Literal, overload
 
-import torch
 from torch import Tensor
 
-from torch_attn import paged_ops
-from torch_attn.calls import Call, is_recorded, keep, recall
-from torch_attn.dispatch import Implementation, check_implementation
-from torch_attn.operands import cast_float32, operand, rows_aligned
-from twin_attention.contract.operands import PagedOperands, describe_operands
-from twin_attention.contract.spec import PagedSpec
-from twin_attention.contract.validate import check_decode_options, check_paged_attention
+from torch_attn.decode_ops import PAGED_ATTENTION
+from torch_attn.dispatch import Implementation
 
 
 @overload
@@ -136,46 +129,8 @@ def paged_attention(
         q = torch.randn(21, 4, 64, dtype=torch.bfloat16)
         out = paged_attention(q, k_pages, v_pages, block_tables, seq_lens, cu_seqlens_q)
     """
-    if torch.is_autocast_enabled("cuda"):
-        q = cast_float32("q", q)
-    operands = PagedOperands(
+    operands = (
         q, k_pages, v_pages, block_tables, seq_lens, cu_seqlens_q, sinks, k_scale, v_scale
-    )
-    options = (scale, window_size, softcap, num_splits, return_lse, implementation)
-    call = recall("paged_attention", operands, options)
-    out, lse = _check_and_attend(operands, options) if call is None else call(*operands)
-    return (out, lse) if return_lse else out
-
-
-def _check_and_attend(
-    operands: PagedOperands[Tensor], options: tuple[Any, ...]
-) -> tuple[Tensor, Tensor]:
-    """Check the arguments of `paged_attention` and run the operator."""
-    scale, window_size, softcap, num_splits, return_lse, implementation = options
-    operands = PagedOperands(cast_float32("q", operands.q), *operands[1:])
-    checked = check_decode_options(
-        scale=scale, window_size=window_size, softcap=softcap, num_splits=num_splits,
-        return_lse=return_lse,
     )  # fmt: skip
-    check_implementation(implementation)
-    if not torch.compiler.is_compiling():  # there the operator's fake kernel checks the operands
-        spec = check_paged_attention(describe_operands(operands, operand), checked)
-        spec = replace(spec, rows_aligned=rows_aligned(*operands[:3]))
-        if not (spec.is_empty or is_recorded(operands)):
-            call = Call(
-                "paged_attention", paged_ops.attend, spec, implementation, operands.q.device
-            )
-            if keep("paged_attention", operands, options, call):
-                return call(*operands)
-    return paged_ops.paged_attention(*operands, *checked, implementation)
-
-
-def problem_of_paged(
-    q: Any, *others: Any, sinks: Any, k_scale: Any, v_scale: Any, **options: Any
-) -> tuple[torch.device, PagedSpec]:
-    """Check the arguments of `paged_attention` and return the device and the problem."""
-    q = cast_float32("q", q)
-    operands = PagedOperands(q, *others, sinks=sinks, k_scale=k_scale, v_scale=v_scale)
-    described = describe_operands(operands, operand)
-    spec = check_paged_attention(described, check_decode_options(**options))
-    return q.device, replace(spec, rows_aligned=rows_aligned(*operands[:3]))
+    options = scale, window_size, softcap, num_splits, return_lse
+    return PAGED_ATTENTION(operands, options, implementation)

@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, overload
+from typing import Literal, overload
 
-import torch
 from torch import Tensor
 
 from torch_attn.dispatch import Implementation
-from torch_attn.flash import or_as_torch_says
-from torch_attn.flash_ops import PACKED
-from torch_attn.operands import cast_inputs, operand
-from twin_attention.contract.operands import VarlenOperands
-from twin_attention.contract.spec import Precision, VarlenSpec
-from twin_attention.contract.validate import (
-    check_flash_options,
-    check_offset_values,
-    check_offsets_arguments,
-)
+from torch_attn.flash_ops import PACKED, or_as_torch_says
+from torch_attn.operands import operand
+from twin_attention.contract.spec import Precision
+from twin_attention.contract.validate import check_offset_values, check_offsets_arguments
 
 
 @overload
@@ -125,11 +118,10 @@ def flash_attention_varlen(
         out = flash_attention_varlen(q, k, v, offsets, offsets, causal=True)
         out.sum().backward()
     """
-    operands = VarlenOperands(q, k, v, cu_seqlens_q, cu_seqlens_kv, sinks)
+    operands = q, k, v, cu_seqlens_q, cu_seqlens_kv, sinks
     deterministic = or_as_torch_says(deterministic)
-    numbers = causal, scale, window_size, softcap, deterministic, precision
-    options = (*numbers, return_lse, implementation)
-    return PACKED(operands, options)
+    options = causal, scale, window_size, softcap, deterministic, precision, return_lse
+    return PACKED(operands, options, implementation)
 
 
 def check_offsets(
@@ -161,12 +153,3 @@ def check_offsets(
     check_offsets_arguments(of_q, of_kv, tokens_q, tokens_kv)
     check_offset_values(of_q.name, cu_seqlens_q.numpy(force=True), tokens_q)
     check_offset_values(of_kv.name, cu_seqlens_kv.numpy(force=True), tokens_kv)
-
-
-def problem_of_varlen(
-    q: Any, k: Any, v: Any, *offsets: Any, sinks: Any, deterministic: Any, **options: Any
-) -> tuple[torch.device, VarlenSpec]:
-    """Check the arguments of `flash_attention_varlen` and return the device and the problem."""
-    operands = VarlenOperands(*cast_inputs(q, k, v), *offsets, sinks=sinks)
-    checked = check_flash_options(deterministic=or_as_torch_says(deterministic), **options)
-    return operands.q.device, PACKED.check(operands, checked)

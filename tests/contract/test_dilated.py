@@ -5,7 +5,7 @@ import torch
 
 from twin_attention.contract.operands import FlashOperands
 from twin_attention.contract.reference import dilated_backward, dilated_forward
-from twin_attention.contract.spec import DilatedSpec, Dilation, Window, dilated_calls
+from twin_attention.contract.spec import DilatedSpec, Dilation, FlashOptions, dilated_calls
 
 
 def dilated_by_keys(q, k, v, spec):
@@ -36,8 +36,8 @@ def test_forward_and_gradients(causal):
     shapes = (2, 12, 6, 16), (2, 12, 3, 16), (2, 12, 3, 24)
     q, k, v = (torch.randn(x, dtype=torch.float64, requires_grad=True) for x in shapes)
     pairs = tuple(map(Dilation, (6, 4, 12), (1, 2, 4)))
-    options = (0.3, Window.of(causal, None), None, None)
-    spec = DilatedSpec.of(FlashOperands(q, k, v), "float32", *options, dilations=pairs)
+    options = FlashOptions(0.3, None, 0 if causal else None)
+    spec = DilatedSpec.of(FlashOperands(q, k, v), "float32", options, dilations=pairs)
     want = dilated_by_keys(q, k, v, spec)
     gradients = tuple(map(torch.randn_like, want))
     detached = FlashOperands(*(x.detach() for x in (q, k, v)))

@@ -21,7 +21,7 @@ from twin_attention.contract.reference import (
     varlen_backward,
     varlen_forward,
 )
-from twin_attention.contract.spec import AttentionSpec, VarlenSpec, Window
+from twin_attention.contract.spec import AttentionSpec, FlashOptions, VarlenSpec, Window
 from twin_attention.contract.validate import (
     Operand,
     check_flash_attention_varlen,
@@ -172,7 +172,7 @@ def packed(sinks: bool):
 @pytest.mark.parametrize("window", [(None, None), (None, 0), (2, 0), (1, 2)])
 def test_the_reference_is_that_of_the_sequences_one_by_one(sinks, softcap, window):
     operands, dout, dlse = packed(sinks)
-    spec = VarlenSpec.of(operands, "float32", None, Window(*window), softcap, None)
+    spec = VarlenSpec.of(operands, "float32", FlashOptions(None, *window, softcap))
     out, lse = varlen_forward(operands, spec, np.float64)
     gradients = varlen_backward(dout, dlse, operands, spec, np.float64)
     nothing = operands.sinks if sinks else np.full(4, -np.inf)
@@ -205,7 +205,7 @@ def test_the_reference_is_that_of_the_sequences_one_by_one(sinks, softcap, windo
 
 def test_the_reference_is_the_same_in_torch_and_traced_by_jax():
     operands, dout, dlse = packed(sinks=True)
-    spec = VarlenSpec.of(operands, "float32", None, Window(3, 0), None, None)
+    spec = VarlenSpec.of(operands, "float32", FlashOptions(None, 3, 0))
 
     def run(convert, dtype, wrap):
         def both(dout, dlse, *operands):

@@ -18,7 +18,7 @@ from pallas_attn.kernels.portable.flash_bwd import launch_preprocess
 from pallas_attn.operands import operand
 from twin_attention.contract import reference
 from twin_attention.contract.operands import VarlenOperands, describe_operands
-from twin_attention.contract.spec import VarlenSpec, Window
+from twin_attention.contract.spec import FlashOptions, VarlenSpec
 from twin_attention.contract.tolerances import compare_lse, compare_to_reference
 from twin_attention.targets.family import portable_backend
 
@@ -74,7 +74,7 @@ def results_and_gradients(implementation, operands, dout, dlse):
 
 def assert_right(got, operands, dout, dlse):
     described = describe_operands(operands, operand)
-    spec = VarlenSpec.of(described, "float32", None, Window(None, 0), None, True)
+    spec = VarlenSpec.of(described, "float32", FlashOptions(None, None, 0, None, True))
     operands = operands._make(map(np.asarray, operands))
     dout, dlse = np.asarray(dout), np.asarray(dlse)
 
@@ -226,7 +226,7 @@ def test_wrong_offsets_stay_inside_the_tensors(bad, locate_tile):
 def test_rows_by_xla_are_those_of_the_kernel(problems):
     """The explicit kernels have no kernel of their own for lse2, delta and dq."""
     operands, dout, dlse = problems[0]
-    spec = VarlenSpec.of(operands, "float32", 1.0, Window(), None, False)
+    spec = VarlenSpec.of(operands, "float32", FlashOptions(1.0))
     out, lse = jnp.nan_to_num(dout), jnp.where(dlse > 1, -jnp.inf, dlse)
     arguments = dout[None], dlse[None], out[None], lse[None]
     cu_q = operands.cu_seqlens_q

@@ -8,7 +8,7 @@ from torch.library import opcheck
 
 from interop.parity.cases import AppendCase
 from interop.parity.inputs import make_inputs
-from torch_attn import append_kv, decode_ops, explain
+from torch_attn import append_kv, explain
 from twin_attention.contract.operands import AppendOperands
 
 DENSE = AppendCase(
@@ -34,7 +34,7 @@ def assert_equal(got, want):
 
 def test_opcheck(torch_device):
     operands = AppendOperands(**inputs_of(PACKED, torch_device))
-    opcheck(decode_ops.append_kv, (*operands, True, "triton"))
+    opcheck(torch.ops.torch_attn.append_kv.default, (*operands, True, "triton"))
 
 
 def test_compile(torch_device):

@@ -15,7 +15,7 @@ from torch_attn import append_kv, calls, flash_attention, paged_decode
 from torch_attn.calls import Call, Guard, is_recorded, keep, recall
 from torch_attn.dispatch import choose
 from torch_attn.flash_ops import DENSE
-from twin_attention.contract.spec import AttentionSpec
+from twin_attention.contract.spec import AttentionSpec, FlashOptions
 from twin_attention.targets.config import use_configs
 from twin_attention.targets.target import use_target
 
@@ -50,7 +50,7 @@ def gpu(monkeypatch):
 
 
 def remember(*operands, options=OPTIONS, spec=SPEC, implementation=None):
-    call = Call("flash_fwd", DENSE.forward, spec, implementation, operands[0].device)
+    call = Call("flash_fwd", DENSE.run, spec, operands[0].device, (implementation,))
     return keep("f", operands, options, call)
 
 
@@ -221,7 +221,7 @@ def cpu(monkeypatch):
 
 
 def remember_tensors(*operands):
-    call = Call("flash_fwd", DENSE.forward, SPEC, None, torch.device("cuda", 0))
+    call = Call("flash_fwd", DENSE.run, SPEC, torch.device("cuda", 0), (None,))
     assert keep("f", operands, OPTIONS, call)
     return call
 
@@ -287,7 +287,8 @@ def backwards(cpu, monkeypatch):
     """
     monkeypatch.setattr(Tensor, "get_device", lambda x: 0)
     spec = replace(SPEC, seq_q=16, seq_kv=16)
-    forward, made = Call("flash_fwd", DENSE.forward, spec, None, torch.device("cuda", 0)), []
+    others = (*FlashOptions(spec.scale, deterministic=False), None)
+    forward, made = Call("flash_fwd", DENSE.run, spec, torch.device("cuda", 0), others), []
 
     def run(call, *tensors):
         if call is forward:
@@ -298,7 +299,7 @@ def backwards(cpu, monkeypatch):
     def backward(unpack=lambda x: x, dout=None):
         qkv = [rows().requires_grad_() for _ in range(3)]
         with torch.autograd.graph.saved_tensors_hooks(lambda x: x, unpack):
-            out = DENSE._record(forward, False, *qkv, None, None, None)
+            out, _ = DENSE.attend(forward, (*qkv, None, None, None), False)
             dout = torch.ones_like(out) if dout is None else dout
             torch.autograd.grad(out, qkv, dout)
         return made
@@ -306,7 +307,8 @@ def backwards(cpu, monkeypatch):
     monkeypatch.setattr(Call, "__call__", run)
     cuda = torch.device("cuda", 0)
     init = Call.__init__
-    monkeypatch.setattr(Call, "__init__", lambda call, *args: init(call, *args[:-1], cuda))
+    monkeypatch.setattr(Call, "__init__", lambda call, *args: init(call, *args[:3], cuda, args[4]))
+    forward.is_recorded = True
     return backward, forward
 
 
@@ -354,7 +356,7 @@ def test_the_reference_refuses_what_comes_back_in_another_dtype():
 
 def test_a_family_asked_for_by_name_reads_a_copy_of_what_is_not_aligned(backwards):
     backward, forward = backwards
-    forward.implementation = "gluon"
+    forward.others = (*forward.others[:-1], "gluon")
     (call,) = backward(dout=unaligned(rows()))
     assert call.backend.family.folder == "sm90"
     read = []
@@ -363,7 +365,9 @@ def test_a_family_asked_for_by_name_reads_a_copy_of_what_is_not_aligned(backward
         read.extend((dout, *operands[:3], out))
 
     x, odd = rows(), unaligned(rows() + 2)
-    DENSE.backward(function, call.spec, call.backend, odd, None, x, odd, x, *[None] * 3, odd, None)
+    DENSE.run_backward(
+        function, call.spec, call.backend, odd, None, x, odd, x, *[None] * 3, odd, None
+    )
     assert all(y.data_ptr() % 16 == 0 for y in read)
     assert all(torch.equal(y, odd) for y in (read[0], read[2], read[4]))
     assert read[1] is x

@@ -18,10 +18,10 @@ from torch.library import opcheck
 
 import torch_attn
 from torch_attn import append_kv, check_pages, explain, merge_states, paged_decode
-from torch_attn import decode_ops as ops
 from twin_attention.contract import reference
 from twin_attention.contract.spec import PagedCache
 
+ops = torch.ops.torch_attn
 PAGE_SIZE, MAX_PAGES, HEADS_Q, HEADS_KV, DIM, DIM_V = 4, 3, 4, 2, 32, 16
 LENGTHS = (0, 1, 5, 12, 7)
 NO_GRADIENT = "{}: a gradient is not supported; give it operands that need none"
@@ -112,15 +112,15 @@ def assert_equal(got, want):
 @pytest.mark.parametrize("kv_dtype", ["bfloat16", "int8"])  # opcheck cannot compare float8
 def test_opcheck(torch_device, implementation, kv_dtype):
     p = problem(torch_device, kv_dtype=kv_dtype)
-    opcheck(ops.paged_decode, p.decode_arguments(implementation))
-    opcheck(ops.append_kv, p.append_arguments(implementation))
+    opcheck(ops.paged_decode.default, p.decode_arguments(implementation))
+    opcheck(ops.append_kv.default, p.append_arguments(implementation))
 
 
 def test_opcheck_merge(torch_device, implementation):
     outs, lses, _ = problem(torch_device, (3, 4), 2).merge_arguments(implementation)
-    opcheck(ops.merge_states_bwd, (torch.ones_like(outs[0]), None, outs, lses))
+    opcheck(ops.merge_states_bwd.default, (torch.ones_like(outs[0]), None, outs, lses, None))
     states = outs.requires_grad_(), lses.requires_grad_()
-    opcheck(ops.merge_states, (*states, implementation))
+    opcheck(ops.merge_states.default, (*states, implementation))
 
 
 def step(p: Problem, tokens: bool) -> tuple[Tensor, ...]:
@@ -376,7 +376,7 @@ def test_a_merge_whose_out_or_lse_is_not_used(torch_device):
     for used, (dout, dlse) in enumerate([(torch.ones_like(outs[0]), None), (0 * outs[0], ones)]):
         leaves = outs.clone().requires_grad_(), lses.clone().requires_grad_()
         got = torch.autograd.grad(merge_states(*leaves)[used].sum(), leaves)
-        assert_equal(got, ops.merge_states_bwd(dout, dlse, outs, lses))
+        assert_equal(got, ops.merge_states_bwd(dout, dlse, outs, lses, None))
 
 
 def test_a_merge_is_recorded_after_calls_that_were_not(torch_device):
@@ -390,7 +390,7 @@ def test_a_merge_is_recorded_after_calls_that_were_not(torch_device):
     assert all(x.requires_grad for x in got)
     ones = tuple(map(torch.ones_like, got))
     gradients = torch.autograd.grad(got, leaves, ones)
-    assert_equal(gradients, ops.merge_states_bwd(*ones, *others))
+    assert_equal(gradients, ops.merge_states_bwd(*ones, *others, None))
     assert_equal(tuple(x.detach() for x in got), merge_states(*others))
     assert_equal(merge_states(*states), want)
 

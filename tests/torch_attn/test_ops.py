@@ -1,7 +1,7 @@
 """`torch_attn.flash_attention` as a torch operator: every way in which PyTorch may call it.
 
-These tests guard the private torch API that `torch_attn/flash_ops.py` uses. When those of
-`torch.func` or of forward mode fail after an update of torch, compare `Differentiable.call` with
+These tests guard the private torch API that `torch_attn/autograd.py` uses. When those of
+`torch.func` or of forward mode fail after an update of torch, compare its `_record` with
 ``torch.autograd.Function.apply`` and ``torch/_functorch/autograd_function.py``.
 """
 

@@ -57,6 +57,30 @@ class Window:
         )
 
 
+class FlashOptions(NamedTuple):
+    """Checked options of `flash_attention`; the default scale follows from the head dimension."""
+
+    scale: float | None = None
+    window_left: int | None = None
+    window_right: int | None = None
+    softcap: float | None = None
+    deterministic: bool | None = None
+    precision: Precision = "ieee"
+
+    @property
+    def window(self) -> Window:
+        return Window(self.window_left, self.window_right)
+
+
+class DecodeOptions(NamedTuple):
+    """Checked options of a paged decode; the default scale follows from the head dimension."""
+
+    scale: float | None
+    window_left: int | None
+    softcap: float | None
+    num_splits: int | None
+
+
 # Exponentials of scores up to here, and sums of them, are far from what float32 holds: 2 to the
 # power of 79.
 SMALL_CAP = 55.0
@@ -152,11 +176,7 @@ class AttentionSpec:
         cls,
         operands: FlashOperands,
         dtype: str,
-        scale: float | None,
-        window: Window,
-        softcap: float | None,
-        deterministic: bool | None,
-        precision: Precision = "ieee",
+        options: FlashOptions,
     ) -> AttentionSpec:
         """Describe the problem of matching operands."""
         batch, seq_q, heads_q, head_dim = operands.q.shape
@@ -170,11 +190,11 @@ class AttentionSpec:
             head_dim=head_dim,
             head_dim_v=head_dim_v,
             dtype=dtype,
-            scale=scale_or_default(scale, head_dim),
-            window=window,
-            softcap=softcap,
-            deterministic=bool(deterministic),
-            precision=precision if dtype == "float32" else "ieee",
+            scale=scale_or_default(options.scale, head_dim),
+            window=options.window,
+            softcap=options.softcap,
+            deterministic=bool(options.deterministic),
+            precision=options.precision if dtype == "float32" else "ieee",
             segmented=operands.q_segment_ids is not None,
         )
 
@@ -238,11 +258,7 @@ class VarlenSpec(AttentionSpec):
         cls,
         operands: VarlenOperands,
         dtype: str,
-        scale: float | None,
-        window: Window,
-        softcap: float | None,
-        deterministic: bool | None,
-        precision: Precision = "ieee",
+        options: FlashOptions,
     ) -> VarlenSpec:
         """Describe the problem of matching operands."""
         tokens_q, heads_q, head_dim = operands.q.shape
@@ -256,11 +272,11 @@ class VarlenSpec(AttentionSpec):
             head_dim=head_dim,
             head_dim_v=head_dim_v,
             dtype=dtype,
-            scale=scale_or_default(scale, head_dim),
-            window=window,
-            softcap=softcap,
-            deterministic=bool(deterministic),
-            precision=precision if dtype == "float32" else "ieee",
+            scale=scale_or_default(options.scale, head_dim),
+            window=options.window,
+            softcap=options.softcap,
+            deterministic=bool(options.deterministic),
+            precision=options.precision if dtype == "float32" else "ieee",
             num_sequences=operands.cu_seqlens_q.shape[0] - 1,
         )
 
@@ -300,15 +316,11 @@ class BlockSparseSpec(AttentionSpec):
         cls,
         operands: BlockSparseOperands,
         dtype: str,
-        scale: float | None,
-        window: Window,
-        softcap: float | None,
-        deterministic: bool | None,
-        precision: Precision = "ieee",
+        options: FlashOptions,
     ) -> BlockSparseSpec:
         """Describe the problem of matching operands."""
         dense = FlashOperands(operands.q, operands.k, operands.v)
-        same = AttentionSpec.of(dense, dtype, scale, window, softcap, deterministic, precision)
+        same = AttentionSpec.of(dense, dtype, options)
         mask_batch, mask_heads, tiles_q = operands.kv_counts.shape
         return cls(
             **vars(same),
@@ -363,16 +375,12 @@ class DilatedSpec(AttentionSpec):
         cls,
         operands: FlashOperands,
         dtype: str,
-        scale: float | None,
-        window: Window,
-        softcap: float | None,
-        deterministic: bool | None,
-        precision: Precision = "ieee",
+        options: FlashOptions,
         *,
         dilations: tuple[Dilation, ...],
     ) -> DilatedSpec:
         """Describe the problem of matching operands."""
-        same = AttentionSpec.of(operands, dtype, scale, window, softcap, deterministic, precision)
+        same = AttentionSpec.of(operands, dtype, options)
         return cls(**vars(same), dilations=dilations)
 
     @property
@@ -544,10 +552,7 @@ class DecodeSpec:
         operands: DecodeOperands,
         dtype: str,
         kv_dtype: str,
-        scale: float | None,
-        window_left: int | None,
-        softcap: float | None,
-        num_splits: int | None,
+        options: DecodeOptions,
     ) -> DecodeSpec:
         """Describe the problem of matching operands; `kv_dtype` is the pool's."""
         batch, *tokens, heads_q, head_dim = operands.q.shape
@@ -557,10 +562,10 @@ class DecodeSpec:
             heads_q=heads_q,
             cache=PagedCache.of(operands, kv_dtype),
             dtype=dtype,
-            scale=scale_or_default(scale, head_dim),
-            window_left=window_left,
-            softcap=softcap,
-            num_splits=num_splits,
+            scale=scale_or_default(options.scale, head_dim),
+            window_left=options.window_left,
+            softcap=options.softcap,
+            num_splits=options.num_splits,
         )
 
     @property
@@ -644,10 +649,7 @@ class PagedSpec(DecodeSpec):
         operands: PagedOperands,
         dtype: str,
         kv_dtype: str,
-        scale: float | None,
-        window_left: int | None,
-        softcap: float | None,
-        num_splits: int | None,
+        options: DecodeOptions,
     ) -> PagedSpec:
         """Describe the problem of matching operands; `kv_dtype` is the pool's."""
         tokens, heads_q, head_dim = operands.q.shape
@@ -657,10 +659,10 @@ class PagedSpec(DecodeSpec):
             heads_q=heads_q,
             cache=PagedCache.of(operands, kv_dtype),
             dtype=dtype,
-            scale=scale_or_default(scale, head_dim),
-            window_left=window_left,
-            softcap=softcap,
-            num_splits=num_splits,
+            scale=scale_or_default(options.scale, head_dim),
+            window_left=options.window_left,
+            softcap=options.softcap,
+            num_splits=options.num_splits,
         )
 
     @property

@@ -38,15 +38,16 @@ from twin_attention.contract.spec import (
     AppendSpec,
     AttentionSpec,
     BlockSparseSpec,
+    DecodeOptions,
     DecodeSpec,
     DilatedSpec,
     Dilation,
+    FlashOptions,
     MergeSpec,
     PagedCache,
     PagedSpec,
     Precision,
     VarlenSpec,
-    Window,
     tile_size,
 )
 
@@ -139,27 +140,7 @@ def not_mapped_with_sinks_and_mask() -> NoReturn:
     )
 
 
-class FlashOptions(NamedTuple):
-    """Checked options of `flash_attention`; the default scale follows from the head dimension."""
-
-    scale: float | None
-    window: Window
-    softcap: float | None
-    deterministic: bool | None
-    precision: Precision
-
-
-class DecodeOptions(NamedTuple):
-    """Checked options of a paged decode; the default scale follows from the head dimension."""
-
-    scale: float | None
-    window_left: int | None
-    softcap: float | None
-    num_splits: int | None
-
-
 def check_flash_options(
-    *,
     causal: Any,
     scale: Any,
     window_size: Any,
@@ -179,19 +160,16 @@ def check_flash_options(
     """
     _check_flag("return_lse", return_lse)
     number, cap = _resolve_scale(scale), _resolve_softcap(softcap)
-    return FlashOptions(
-        _scale_within(number, cap),
-        Window.of(_check_flag("causal", causal), _resolve_window(window_size)),
-        cap,
-        None
-        if deterministic is None
-        else _check_flag("deterministic", deterministic, or_else="None or "),
-        _check_precision(precision),
-    )
+    number, causal = _scale_within(number, cap), _check_flag("causal", causal)
+    left, right = _resolve_window(window_size)
+    if deterministic is not None:
+        _check_flag("deterministic", deterministic, or_else="None or ")
+    right = 0 if causal else right
+    return FlashOptions(number, left, right, cap, deterministic, _check_precision(precision))
 
 
 def check_decode_options(
-    *, scale: Any, window_size: Any, softcap: Any, num_splits: Any, return_lse: Any
+    scale: Any, window_size: Any, softcap: Any, num_splits: Any, return_lse: Any
 ) -> DecodeOptions:
     """Check the options of `paged_decode`.
 
@@ -231,7 +209,7 @@ def check_flash_attention(operands: FlashOperands[Operand], options: FlashOption
     _check_qkv(operands, ("[B, Sq, Hq, D]", "[B, Skv, Hkv, D]", "[B, Skv, Hkv, Dv]"))
     _check_sinks(operands)
     _check_segment_ids(operands)
-    return AttentionSpec.of(operands, operands.q.dtype, *options)
+    return AttentionSpec.of(operands, operands.q.dtype, options)
 
 
 def check_flash_attention_varlen(
@@ -247,7 +225,7 @@ def check_flash_attention_varlen(
     for x in (operands.cu_seqlens_q, operands.cu_seqlens_kv):
         _check_device(x, operands.q)
     _check_sinks(operands)
-    return VarlenSpec.of(operands, operands.q.dtype, *options)
+    return VarlenSpec.of(operands, operands.q.dtype, options)
 
 
 def check_block_sparse_attention(
@@ -269,7 +247,7 @@ def check_block_sparse_attention(
     _check_number_of_tiles(of_queries, of_queries.shape[2], q.shape[1], "queries")
     _check_number_of_tiles(of_keys, of_keys.shape[2], k.shape[1], "keys")
     _check_sinks(operands)
-    return BlockSparseSpec.of(operands, q.dtype, *options)
+    return BlockSparseSpec.of(operands, q.dtype, options)
 
 
 def check_lists(kv_counts: Operand, kv_tiles: Operand, q_counts: Operand, q_tiles: Operand) -> None:
@@ -420,7 +398,7 @@ def check_dilated_attention(
     if k.shape[1] != q.shape[1]:
         fail(ValueError, "k", f"q's length {q.shape[1]}", k.shape[1])
     check_segments(dilations, q.shape[1])
-    return DilatedSpec.of(operands, q.dtype, *options, dilations=dilations)
+    return DilatedSpec.of(operands, q.dtype, options, dilations=dilations)
 
 
 def check_segments(dilations: tuple[Dilation, ...], length: int) -> None:
@@ -450,7 +428,7 @@ def check_paged_decode(operands: DecodeOperands[Operand], options: DecodeOptions
         fail(ValueError, q.name, expected, f"shape {q.shape}")
     cache = _check_cache(q, operands, *q.shape[:-2])
     _check_queries(operands, cache)
-    return DecodeSpec.of(operands, q.dtype, cache.dtype, *options)
+    return DecodeSpec.of(operands, q.dtype, cache.dtype, options)
 
 
 def check_paged_attention(operands: PagedOperands[Operand], options: DecodeOptions) -> PagedSpec:
@@ -466,7 +444,7 @@ def check_paged_attention(operands: PagedOperands[Operand], options: DecodeOptio
     cache = _check_cache(q, operands, offsets.shape[0] - 1)
     _check_device(offsets, q)
     _check_queries(operands, cache)
-    return PagedSpec.of(operands, q.dtype, cache.dtype, *options)
+    return PagedSpec.of(operands, q.dtype, cache.dtype, options)
 
 
 def check_append_kv(operands: AppendOperands[Operand], interleaved: bool) -> AppendSpec:

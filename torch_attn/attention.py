@@ -1,0 +1,147 @@
+"""What the public functions of attention share: the way from a caller's arguments to a kernel.
+
+A call that was made before is replayed (`torch_attn.calls`). Another one is checked, and kept for
+the next time or run by the operator, which `torch.compile`, `torch.func` and the like see.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_attn.calls import Call, is_recorded, keep, recall
+from torch_attn.dispatch import check_implementation
+from torch_attn.operands import operand, rows_aligned
+from torch_attn.operators import Operator, schema
+from twin_attention.contract.operands import describe_operands
+from twin_attention.contract.spec import DecodeOptions, FlashOptions
+
+
+class Attention(ABC):
+    """A public function of attention, whose results are out and lse.
+
+    Attributes:
+        operands: the class of its operands.
+        num_operands: how many there are.
+        operation: the function of a kernel family that computes it.
+        operator: its torch operator.
+        tensors_schema, others_schema: of the operator's arguments, tensors and what follows them.
+        is_differentiable: autograd may record it.
+    """
+
+    operator: Operator
+    is_differentiable = False
+
+    def __init__(
+        self,
+        operation: str,
+        operands: type[Any],
+        options: type[FlashOptions] | type[DecodeOptions],
+        check_options: Callable[..., Any],
+        check: Callable[[Any, Any], Any],
+    ) -> None:
+        """Take the contract of the function.
+
+        Args:
+            operation, operands: as the attributes.
+            options: the class of its checked options.
+            check_options: check options as the caller gave them.
+            check: check described operands, with checked options, and return the problem.
+        """
+        self.operation, self.operands, self._options = operation, operands, options
+        self.num_operands, self.tensors_schema = len(operands._fields), schema(operands)
+        self.others_schema = f"{schema(options)}, str? implementation"
+        self._check_options, self._check = check_options, check
+
+    @abstractmethod
+    def cast(self, operands: Any) -> Any:
+        """Return operands as autocast has them."""
+
+    def run(self, function: Any, spec: Any, backend: Any, *operands: Tensor | None) -> Any:
+        """Run a family's function."""
+        return function(self.operands._make(operands), spec, backend)
+
+    def __call__(
+        self, operands: tuple[Any, ...], options: tuple[Any, ...], implementation: Any
+    ) -> Any:
+        """Run the public function on arguments as the caller gave them.
+
+        Args:
+            operands: in the order of their class.
+            options: the other arguments, in the order of `check_options`: return_lse is the last.
+            implementation: what the caller asked for.
+
+        Returns:
+            out; with return_lse the pair (out, lse).
+        """
+        if torch.is_autocast_enabled("cuda"):
+            operands = self.cast(operands)
+        call = recall(self, operands, (*options, implementation))
+        if call is None:
+            out, lse = self._check_and_attend(operands, options, implementation)
+        else:
+            out, lse = self.attend(call, operands, options[-1])
+        return (out, lse) if options[-1] else out
+
+    def _check_and_attend(
+        self, given: tuple[Any, ...], options: tuple[Any, ...], implementation: Any
+    ) -> Any:
+        operands, checked = self.cast(given), self._check_options(*options)
+        check_implementation(implementation)
+        others = (*checked, implementation)
+        # The operator's fake kernel checks the operands while torch.compile traces.
+        if not torch.compiler.is_compiling():
+            spec = self.check(operands, checked)
+            if self.is_differentiable or not is_recorded(operands):
+                call = self._call(spec, others, operands.q.device)
+                if keep(self, operands, (*options, implementation), call):
+                    return self.attend(call, operands, options[-1])
+        return self.operator.op(*operands, *others)
+
+    def attend(self, call: Call, operands: tuple[Any, ...], return_lse: bool) -> Any:
+        """Run a cached call."""
+        return call(*operands)
+
+    def check(self, operands: Any, options: Any, *read: Tensor) -> Any:
+        """Check operands with checked options and return the problem; `read` is read as well."""
+        spec = self._check(describe_operands(operands, operand), options)
+        if hasattr(spec, "rows_aligned"):
+            spec = replace(spec, rows_aligned=rows_aligned(*operands[:3], *read))
+        return spec
+
+    def problem(self, **arguments: Any) -> tuple[Any, Any]:
+        """Check the arguments of the public function and return operands and problem."""
+        operands = self.cast([arguments.pop(name) for name in self.operands._fields])
+        return operands, self.check(operands, self._check_options(**arguments))
+
+    def options_of(self, args: Any) -> Any:
+        """Return the options among an operator's arguments: they stand before the last."""
+        return self._options._make(args[-1 - len(self._options._fields) : -1])
+
+    def call_of(self, tensors: tuple[Any, ...], others: tuple[Any, ...]) -> Call:
+        """Return the call of the operator with these tensors and what follows them."""
+        operands = self.operands._make(tensors)
+        spec = self.check(operands, self.options_of(others))
+        return self._call(spec, others, operands.q.device)
+
+    def _call(self, spec: Any, others: tuple[Any, ...], device: torch.device) -> Call:
+        return Call(self.operation, self.run, spec, device, others)
+
+    def fake(self, *args: Any) -> tuple[Tensor, Tensor]:
+        """Check operands while they are traced, and allocate the results."""
+        operands = self.operands._make(args[: self.num_operands])
+        self._check(describe_operands(operands, operand), self.options_of(args))
+        return self.new_outputs(operands)
+
+    def new_outputs(self, operands: Any) -> tuple[Tensor, Tensor]:
+        """Allocate out and lse: [B, H, S], or [H, T] of packed sequences."""
+        first, *rows, heads, _ = operands.q.shape
+        out = operands.q.new_empty((first, *rows, heads, operands[2].shape[-1]))
+        is_packed = hasattr(operands, "cu_seqlens_q")
+        shape = (heads, first) if is_packed else (first, heads, *rows)
+        return out, out.new_empty(shape, dtype=torch.float32)

@@ -1,0 +1,169 @@
+"""Operators with a derivative in reverse mode.
+
+A forward's derivative calls its backward; a backward's refuses, as does forward mode. They are
+autograd Functions on the operators' Autograd key rather than `torch.library.register_autograd`,
+which gives zero tangents in forward mode without an error and fails under `torch.func.grad`.
+
+The dispatch guards of ``torch._C`` come from `torch_attn.private`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from torch_attn import private
+from torch_attn.calls import Call, is_recorded
+from torch_attn.operators import Operator, readable
+from twin_attention.contract.validate import not_differentiable
+
+
+class _Differentiable(Operator):
+    def autograd(self, *args: Any) -> Any:
+        if private.transforms_active():
+            # torch.func calls this below its own dispatch key, but a Function has to start above.
+            with private.above_torch_func():
+                return _Operation.apply(self, *args)
+        tensors = args[: self.num_tensors]
+        call = self.recall(tensors, args[self.num_tensors :])
+        if call is not None:  # past the rest of the dispatcher
+            return self.finish(call, tensors, call(*tensors))
+        return _record(self, *args) if is_recorded(args) else self.below_autograd(*args)
+
+    def save(self, ctx: Any, tensors: Any, options: Any, results: Any) -> None:
+        """Keep what `gradients` needs."""
+
+    def gradients(self, ctx: Any, *gradients: Any) -> Iterable[Tensor | None]:
+        """Return a gradient, or None, for each tensor."""
+        raise NotImplementedError
+
+
+class Backward(_Differentiable):
+    """The operator of a backward. Its tensors begin with dout and dlse."""
+
+    def prepare(self, tensors: tuple[Any, ...]) -> tuple[Any, ...]:
+        return *readable(*tensors[:2]), *tensors[2:]
+
+    def finish(self, call: Call, tensors: tuple[Any, ...], results: Any) -> tuple[Tensor, ...]:
+        return with_left_out(results, tensors[0])
+
+    def gradients(self, ctx: Any, *gradients: Any) -> NoReturn:
+        refuse_second_derivative(self.function)
+
+
+class Forward(_Differentiable):
+    """The operator of a forward, whose results are out and lse.
+
+    Attributes:
+        backward: the operator of its backward, which takes dout, dlse, the tensors, out and lse if
+            `saves_results`, and the options.
+        saves_results: the backward takes out and lse.
+    """
+
+    def __init__(self, *args: Any, backward: Backward, saves_results: bool = True) -> None:
+        self.backward, self.saves_results = backward, saves_results
+        super().__init__(*args)
+
+    def save(self, ctx: Any, tensors: Any, options: Any, results: Any) -> None:
+        ctx.options, ctx.shape = options, results[0].shape
+        ctx.save_for_backward(*tensors, *(results if self.saves_results else ()))
+        ctx.set_materialize_grads(False)
+
+    def gradients(self, ctx: Any, dout: Tensor | None, dlse: Tensor | None = None) -> Any:
+        saved = ctx.saved_tensors  # once: a checkpoint computes them here
+        dout = saved[0].new_zeros(ctx.shape) if dout is None else dout
+        # The operator refuses a second derivative; a tensor of a transformation needs it as well.
+        if not torch.is_grad_enabled() and type(dout) is Tensor:
+            tensors = self.backward.prepare((dout, dlse, *saved))
+            call = self.backward.recall(tensors, ctx.options)
+            if call is not None:
+                return call(*tensors)
+        gradients = self.backward.op(dout, dlse, *saved, *ctx.options)
+        return (dx if has_gradient(x) else None for dx, x in zip(gradients, saved, strict=False))
+
+
+class _Once(torch.autograd.Function):
+    """The derivative of an operator in reverse mode, and no other."""
+
+    @staticmethod
+    def jvp(ctx: Any, *_: Any) -> NoReturn:
+        refuse_forward_mode(ctx.operator.function)
+
+
+class _Operation(_Once):
+    """An operator, run through the dispatcher."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(operator, *args):
+        return operator.below_autograd(*args)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output) -> None:
+        ctx.operator, *args = inputs
+        ctx.num_options = len(args) - ctx.operator.num_tensors
+        tensors = args[: ctx.operator.num_tensors]
+        ctx.operator.save(ctx, tensors, args[ctx.operator.num_tensors :], output)
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        found = ctx.operator.gradients(ctx, *gradients)
+        return None, *found, *[None] * ctx.num_options
+
+
+class _Kept(_Once):
+    """A cached call of a forward: its kernels, past the dispatcher.
+
+    An lse that the caller has not asked for is no output, so that autograd saves less.
+    """
+
+    @staticmethod
+    def forward(ctx, operator, call, return_lse, *tensors):
+        results = call(*tensors)
+        ctx.operator = operator
+        operator.save(ctx, tensors, call.others, results)
+        return results if return_lse else results[0]
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        return None, None, None, *ctx.operator.gradients(ctx, *gradients)
+
+
+# Function.apply binds the signature on every call, which takes longer than a launch.
+_record = super(torch.autograd.Function, _Operation).apply  # pyright: ignore[reportAttributeAccessIssue]
+_record_kept = super(torch.autograd.Function, _Kept).apply  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def run_kept(
+    operator: Forward, call: Call, tensors: tuple[Tensor | None, ...], return_lse: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Run a forward's cached call; lse may be None if it is not returned."""
+    if not call.is_recorded:
+        return call(*tensors)
+    results = _record_kept(operator, call, return_lse, *tensors)
+    return results if return_lse else (results, None)
+
+
+def with_left_out(gradients: Iterable[Tensor | None], like: Tensor) -> tuple[Tensor, ...]:
+    """Return gradients with an empty one for each operand that has none."""
+    empty = (like.new_empty(0, dtype=torch.float32) if x is None else x for x in gradients)
+    return tuple(empty)
+
+
+def has_gradient(x: Tensor | None) -> bool:
+    """Return True for an operand that has a gradient."""
+    return x is not None and x.is_floating_point()
+
+
+def refuse_forward_mode(function: str) -> NoReturn:
+    """Refuse a derivative in forward mode."""
+    not_differentiable("forward mode", "Use torch.func.vjp or Tensor.backward.", function)
+
+
+def refuse_second_derivative(function: str) -> NoReturn:
+    """Refuse the derivative of a gradient."""
+    not_differentiable("a second derivative", "Compute it with torch operations.", function)

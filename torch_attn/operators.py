@@ -1,0 +1,131 @@
+"""Registration of torch operators: a schema, and what runs for each dispatch key.
+
+They are registered with `torch.library.Library`, which costs a quarter of the host time of
+`torch.library.custom_op` on every call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, get_type_hints
+
+import torch
+from torch import Tensor
+
+from torch_attn import private
+from torch_attn.calls import Call, is_recorded, keep, recall
+from twin_attention.contract.operands import X
+from twin_attention.contract.spec import Precision
+from twin_attention.contract.validate import no_gradient
+
+_library = torch.library.Library("torch_attn", "DEF")
+# The kernels read strides: the compiler must pass tensors as the program laid them out.
+_TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
+_KINDS = {
+    X: "Tensor", X | None: "Tensor?", float | None: "float?", int | None: "SymInt?",
+    bool | None: "bool?", Precision: "str",
+}  # fmt: skip
+
+
+def schema(fields: type[Any], written: tuple[str, ...] = ()) -> str:
+    """Return an operator's arguments for a class of operands or options.
+
+    Args:
+        fields: the NamedTuple.
+        written: names of the tensors that the operator writes into.
+    """
+    kinds = {name: _KINDS[hint] for name, hint in get_type_hints(fields).items()}
+    kinds |= {name: f"Tensor({alias}!)" for name, alias in zip(written, "ab", strict=False)}
+    return ", ".join(f"{kind} {name}" for name, kind in kinds.items())
+
+
+class Operator:
+    """A torch operator without a derivative: a kernel for every backend, and a fake one.
+
+    The kernel runs a `Call`, and looks for a cached one first.
+
+    Attributes:
+        op: the operator.
+        num_tensors: how many of its arguments are tensors, which come first.
+        function: the public function, as messages name it.
+    """
+
+    def __init__(
+        self,
+        definition: str,
+        num_tensors: int,
+        call_of: Callable[[tuple[Any, ...], tuple[Any, ...]], Call],
+        fake: Callable[..., Any],
+        function: str,
+    ) -> None:
+        """Define and register the operator.
+
+        Args:
+            definition: its name and schema.
+            num_tensors: as the attribute.
+            call_of: describe a call with these tensors and the arguments after them.
+            fake: the kernel for tracing.
+            function: as the attribute.
+        """
+        _library.define(definition, tags=_TAGS)
+        name = definition.partition("(")[0]
+        self.op: torch._ops.OpOverload = getattr(torch.ops.torch_attn, name).default
+        self.num_tensors, self.function = num_tensors, function
+        self._name, self._call_of = self.op.name(), call_of
+        torch.library.register_fake(self._name, fake, lib=_library)
+        _library.impl(self._name, self.run, "CompositeExplicitAutograd")  # every backend
+        _library.impl(self._name, self.autograd, "Autograd")
+
+    def register_vmap(self, rule: Callable[..., Any]) -> None:
+        """Register a rule of `torch_attn.vmap`."""
+        rule = partial(rule, self.op, self.num_tensors)
+        torch.library.register_vmap(self._name, rule, lib=_library)
+
+    def run(self, *args: Any) -> Any:
+        """Run the kernel of every backend."""
+        tensors, options = args[: self.num_tensors], args[self.num_tensors :]
+        tensors = self.prepare(tensors)
+        call = recall(self._name, tensors, options)
+        if call is None:
+            call = self._call_of(tensors, options)
+            keep(self._name, tensors, options, call)
+        return self.finish(call, tensors, call(*tensors))
+
+    def prepare(self, tensors: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Return the tensors as a call takes them."""
+        return tensors
+
+    def finish(self, call: Call, tensors: tuple[Any, ...], results: Any) -> Any:
+        """Return a call's results as the schema has them."""
+        return results
+
+    def recall(self, tensors: tuple[Any, ...], options: tuple[Any, ...]) -> Call | None:
+        """Return the call that the kernel has cached for these arguments, or None."""
+        return recall(self._name, tensors, options)
+
+    def autograd(self, *args: Any) -> Any:
+        """Run the kernel of the Autograd key.
+
+        Raises:
+            NotImplementedError: autograd would record the call, or it has tangents.
+        """
+        if is_recorded(args):
+            no_gradient(self.function)
+        return self.below_autograd(*args)
+
+    def below_autograd(self, *args: Any) -> Any:
+        """Call the operator below the Autograd key, or without a guard for that its kernel."""
+        if private.below_autograd is None:
+            return self.run(*args)
+        with private.below_autograd():
+            return self.op(*args)
+
+
+def readable(out: Tensor, lse: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Return results, or their gradients, that the kernels can read; a copy where they cannot.
+
+    Gradients may come expanded, and saved results in another layout.
+    """
+    out = out if out.stride(-1) == 1 else out.contiguous()
+    return out, None if lse is None else lse.contiguous()

@@ -1,0 +1,104 @@
+"""The rules of `vmap`: the dimension that it maps joins another axis of each tensor.
+
+A rule takes the operator, the number of tensors among its arguments, and what
+`torch.library.register_vmap` gives.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from twin_attention.contract.validate import (
+    not_mapped,
+    not_mapped_with_sinks,
+    not_mapped_with_sinks_and_mask,
+)
+
+# The axis that a mapped dimension joins, by the number of axes: in [B, S, H, D], [B, H, S], [B, S]
+# and [H]. That of the batch, or that of the heads.
+_BATCH = {4: 0, 3: 0, 2: 0, 1: 0}
+_HEADS = {4: 2, 3: 1, 1: 0}
+
+
+def _join(x: Tensor, dim: int | None, axis: int, size: int) -> Tensor:
+    """Return a tensor whose dimension that `vmap` maps, of this size, has joined another axis.
+
+    Args:
+        x: a tensor, with the mapped dimension.
+        dim: the mapped dimension; None expands the tensor.
+        axis: the other one, without the mapped dimension.
+        size: of the mapped dimension.
+    """
+    if dim is None:
+        x = x.unsqueeze(axis).expand(*x.shape[:axis], size, *x.shape[axis:])
+    else:
+        x = x.movedim(dim, axis)
+    return x.flatten(axis, axis + 1)
+
+
+def join_batch_or_heads(op, num_tensors, info, in_dims, *args):
+    """Join the batch, or with sinks, which have none, the heads, which share segment ids.
+
+    Raises:
+        NotImplementedError: segment ids that are mapped, with sinks.
+    """
+    tensors = list(zip(args[:num_tensors], in_dims[:num_tensors], strict=True))
+    axis = _BATCH
+    if any(x is not None and x.ndim - (dim is not None) == 1 for x, dim in tensors):
+        axis = _HEADS
+
+    def fold(x, dim):
+        if x is None:
+            return None
+        if x.dtype == torch.int32 and axis is _HEADS:
+            if dim is not None:
+                not_mapped_with_sinks()
+            return x
+        return _join(x, dim, axis[x.ndim - (dim is not None)], info.batch_size)
+
+    outputs = op(*(fold(x, dim) for x, dim in tensors), *args[num_tensors:])
+    dims = [axis[x.ndim] for x in outputs]
+    sizes = (info.batch_size, -1)
+    return tuple(x.unflatten(dim, sizes) for x, dim in zip(outputs, dims, strict=True)), tuple(dims)
+
+
+def join_batch_of_mask(op, num_tensors, info, in_dims, *args):
+    """Join the batch, which sinks do not have. An unmapped mask of all sequences stays one.
+
+    Raises:
+        NotImplementedError: there are sinks.
+    """
+    batch = args[0].shape[1 if in_dims[0] == 0 else 0]
+
+    def fold(x, dim):
+        if x is None:
+            return None
+        if x.ndim - (dim is not None) == 1:
+            not_mapped_with_sinks_and_mask()
+        if x.dtype == torch.int32 and dim is None and len(x) == 1:
+            return x
+        if x.dtype == torch.int32 and dim is not None:
+            x, dim = x.movedim(dim, 0), 0
+            x = x.expand(-1, batch, *x.shape[2:])
+        return _join(x, dim, 0, info.batch_size)
+
+    tensors = zip(args[:num_tensors], in_dims[:num_tensors], strict=True)
+    outputs = op(*(fold(x, dim) for x, dim in tensors), *args[num_tensors:])
+    return tuple(x.unflatten(0, (info.batch_size, -1)) for x in outputs), (0,) * len(outputs)
+
+
+def join_axes(of_tensors, of_results, op, num_tensors, info, in_dims, *args):
+    """Join the batch, which is this axis of each tensor and of the results."""
+    size = info.batch_size
+    tensors = zip(args[:num_tensors], in_dims[:num_tensors], of_tensors, strict=True)
+    joined = (None if x is None else _join(x, dim, axis, size) for x, dim, axis in tensors)
+    results = op(*joined, *args[num_tensors:])
+    return tuple(x.unflatten(of_results, (size, -1)) for x in results), (of_results, of_results)
+
+
+def refuse(function: str, *_: Any) -> NoReturn:
+    """Refuse `vmap`: sequences of another batch are further sequences of a packed one."""
+    not_mapped(function)
