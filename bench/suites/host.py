@@ -19,8 +19,7 @@ from bench.problems import (
     decode_job,
     decode_tensors,
 )
-from bench.records import Record
-from bench.registry import Cells
+from bench.suites.columns import of_median
 from interop.parity.cases import DecodeCase, FlashCase
 
 if TYPE_CHECKING:
@@ -46,43 +45,29 @@ FLASH_CASE = FlashCase("1x128x8x64-causal", 1, 128, 128, 8, 8, 64, causal=True)
 CACHE = DecodeCase("2-sequences", (100, 120), heads_q=8, heads_kv=8, page_size=16)
 SPLITS = {1: "1-split", 4: "4-splits"}
 CALLS, CALLS_OF_BOTH = 300, 100  # of a turn
+COLUMNS = {
+    "case": "name",
+    "host, us": of_median("times", 1e3),
+    "ms": lambda record: None,  # the same
+    "kernels": lambda record: None,  # none is looked at
+}
 
 Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
-
-
-def _as_it_is(function: Callable[..., Any]) -> Callable[..., Any]:
-    return function
 
 
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return compiled(function, fullgraph=True)
 
 
-def jobs(targets: Sequence[str], pattern: str = "") -> list[Job]:
-    """Return a job for each operation on every case whose name contains `pattern`.
-
-    Args:
-        targets: of our kernels; only the first, the device's own, is timed.
-        pattern: part of a case's name.
-    """
+def jobs(targets: Sequence[str]) -> list[Job]:
+    """Return a job for each operation on every case, for the device's own target."""
     native = targets[0]
     found = [
         *attention_jobs([FLASH_CASE], ("forward", "both"), lambda case: _flash(native)),
         *(decode_job(case, _decode(native)) for case in _decode_cases()),
         _append_job(native),
     ]
-    return [_timed_on_the_host(job) for job in found if pattern in job.case["name"]]
-
-
-def columns(record: Record) -> Cells:
-    """Return the case and the microseconds."""
-    times = record.times
-    return {
-        "case": record.case["name"],
-        "host, us": None if times is None else times.median * 1e3,
-        "ms": None,  # the same
-        "kernels": None,  # none is looked at
-    }
+    return [_timed_on_the_host(job) for job in found]
 
 
 def _timed_on_the_host(job: Job) -> Job:
@@ -122,7 +107,7 @@ def _sdpa_compiled(case: FlashCase, operation: str, tensors: list[Tensor]) -> Ca
 
 
 def _torch_flash(
-    case: FlashCase, operation: str, tensors: list[Tensor], wrap: Wrap = _as_it_is
+    case: FlashCase, operation: str, tensors: list[Tensor], wrap: Wrap = lambda function: function
 ) -> Call:
     from torch_attn import flash_attention
 
@@ -144,7 +129,9 @@ def _decode(target: str) -> DecodeFactories:
     }
 
 
-def _torch_decode(case: DecodeCase, tensors: DecodeTensors, wrap: Wrap = _as_it_is) -> Call:
+def _torch_decode(
+    case: DecodeCase, tensors: DecodeTensors, wrap: Wrap = lambda function: function
+) -> Call:
     from torch_attn import paged_decode
 
     attend = wrap(partial(paged_decode, num_splits=case.num_splits))
