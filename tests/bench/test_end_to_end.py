@@ -12,6 +12,7 @@ from rich.console import Console
 from bench import __main__ as command
 from bench.job import Absent, Subject
 from bench.records import Record, load
+from bench.registry import cells
 from bench.report.plots.training import steps as draw_steps
 from bench.report.sections import sections
 from bench.report.training import GAINS, gains, inference, phases, status, warmups
@@ -203,7 +204,7 @@ def test_an_inference_and_a_training_of_a_llama_are_rows_of_their_own(tmp_path):
     ]
     assert titles[4:] == ["prefill MFU", "prefill peak, MB", "decode peak, MB", "status"]
     assert [row[-1] for row in phases(records)] == ["status", "ok", "OOM"]
-    rates = {r.operation: end_to_end.columns(r)["tokens/s"] for r in records if r.times}
+    rates = {r.operation: cells(end_to_end.COLUMNS, r)["tokens/s"] for r in records if r.times}
     assert rates["prefill"] == 1e3 * 2 * 64 / 4
     assert rates["decode"] == 1e3 * 2 / 2
     assert rates["optimizer"] is None
