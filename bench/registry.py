@@ -26,7 +26,7 @@ Cells = dict[str, str | float | None]  # by title
 Column = str | Callable[[Record], Any]  # a field of the case, or a function of the record
 
 SUITES = {
-    "flash": "flash attention over lengths and head sizes, beside every peer",
+    "flash": "flash attention over lengths and head dimensions, beside every peer",
     "kvcache": "paged decode of one sequence and of batches, over KV lengths",
     "fa2": "FlashAttention-2's shapes in fp16, with clocks and power",
     "eager": "flash attention against eager attention, with the memory they take",

@@ -1,4 +1,4 @@
-"""Flash attention over lengths and head sizes, 16384 tokens of 2048 channels each."""
+"""Flash attention over lengths and head dimensions, 16384 tokens of 2048 channels each."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def jobs(targets: Sequence[str]) -> list[Job]:
 
 
 def cases() -> list[FlashCase]:
-    """Return every length and head size, without and with a causal mask."""
+    """Return every length and head dimension, without and with a causal mask."""
     found = []
     for head_dim, length, causal in product(HEAD_DIMS, LENGTHS, (False, True)):
         batch, heads = TOKENS // length, CHANNELS // head_dim

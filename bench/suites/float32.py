@@ -37,7 +37,7 @@ def jobs(targets: Sequence[str]) -> list[Job]:
 
 
 def cases() -> list[FlashCase]:
-    """Return every head size and precision, without and with a causal mask."""
+    """Return every head dimension and precision, without and with a causal mask."""
     return [
         FlashCase(
             f"{precision}-d{head_dim}" + ("-causal" if causal else ""), 4, 4096, 4096, 16, 16,

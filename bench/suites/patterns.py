@@ -8,7 +8,7 @@ from importlib import import_module
 from itertools import product
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from bench.calls import jax_call, torch_call
+from bench.calls import PREPARE
 from bench.dilation import jax_standard, torch_standard
 from bench.job import Absent, Call, Job, Operation, Subject
 from bench.ours import for_target
@@ -77,7 +77,6 @@ AT_LENGTHS: Mapping[str, tuple[int, ...]] = {
 OPERATIONS: tuple[Operation, ...] = ("forward", "both")
 
 SIDES = {"torch": "torch_attn", "jax": "pallas_attn"}
-PREPARE = {"torch": torch_call, "jax": jax_call}
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "out_proj")
 
 GAINS = "Speed-ups by patterns: the others' time over this"
@@ -225,7 +224,9 @@ def _call(
     lists = case.mask if kind == "block-sparse" else ()
     operands = [*qkv, *(torch.tensor(x, device=dout.device) for x in lists), dout]
     with use_target(target):
-        call = for_target(PREPARE[side](_attend(kind, side, case), operation, operands), target)
+        call = for_target(
+            PREPARE[SIDES[side]](_attend(kind, side, case), operation, operands), target
+        )
     if kind != "dense":
         return call
     return checked(call, attention_check(dense_case(case), operation, tensors, HEADS))
@@ -264,7 +265,7 @@ def _module_call(
     same = torch.eye(channels, dtype=x.dtype, device=x.device)
     reverse = same.flip(0).contiguous()  # of the channels, so that q and k differ
     weights = [torch.randn_like(same) * channels**-0.5 for _ in PROJECTIONS]
-    prepare = PREPARE[side]
+    prepare = PREPARE[SIDES[side]]
     with use_target(target):
         known = prepare(attend, "forward", [x, reverse, same, same, same, *of_mask, dx])
         call = prepare(attend, operation, [x, *weights, *of_mask, dx])

@@ -102,7 +102,7 @@ def test_int8_is_stored_as_the_integer_that_was_rounded(framework, target):
 
 
 def test_explicit_kernels_are_fit_for_sm80():
-    """A head size of two column pieces stands for all, which take minutes to compile."""
+    """A head dimension of two column pieces stands for all, which take minutes to compile."""
     verdicts = check(Problem("torch", "sm80", "bfloat16", 80, "causal", "gluon"))
     assert {verdict.kernel for verdict in verdicts} == {*FAMILY_KERNELS["sm80"]}
     assert not {v.kernel: v.failures for v in verdicts if v.failures}
@@ -146,7 +146,7 @@ def test_mosaic_kernels_are_compiled_for_both_sizes_of_card():
 
 
 def shared_memory_on_smaller_cards() -> dict[tuple[str, int], int]:
-    """Return the bytes of each kernel, by head size."""
+    """Return the bytes of each kernel, by head dimension."""
     limit, found = SHARED_MEMORY_OF_SMALLER_CARDS, {}
     for head_dim in (64, 256):
         spec = Problem("torch", "sm80", "bfloat16", head_dim, "causal", "gluon").spec
@@ -157,7 +157,7 @@ def shared_memory_on_smaller_cards() -> dict[tuple[str, int], int]:
 
 
 def test_explicit_kernels_fit_smaller_cards():
-    """With another row where the first takes too much: dk and dv at both of these head sizes."""
+    """With another row where the first takes too much: dk and dv at both head dimensions."""
     with ProcessPoolExecutor(1, get_context("spawn")) as pool:  # see `only_shared_memory`
         found = pool.submit(shared_memory_on_smaller_cards).result()
     assert found.keys() == {*product(FAMILY_KERNELS["sm80"], (64, 256))}
@@ -175,7 +175,7 @@ def test_gate_judges_a_changed_configuration(framework):
     assert shared == f"{forward.resources.shared} B of shared memory, of {99 * 1024}"
 
 
-def test_four_programs_of_head_size_64_share_an_sm_of_sm90():
+def test_four_programs_of_head_dimension_64_share_an_sm_of_sm90():
     forward, *_ = check(Problem("torch", "sm90", "bfloat16", 64, "causal"))
     assert (forward.kernel, forward.resources.occupancy) == ("flash_fwd", 4)
     assert forward.resources.spill_loads <= 16  # scalars, no part of a tile
