@@ -40,14 +40,15 @@ def test_a_deterministic_call_asks_for_it_in_the_backward_alone(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("operation", "launched"),
+    ("name", "operation", "launched"),
     [
-        ("forward", ["flash_fwd"]),
-        ("backward", ["flash_bwd"]),
-        ("both", ["flash_fwd", "flash_bwd"]),
+        ("torch triton", "forward", ["flash_fwd"]),
+        ("torch triton", "backward", ["flash_bwd"]),
+        ("torch triton", "both", ["flash_fwd", "flash_bwd"]),
+        ("jax triton", "forward", ["flash_attention"]),
     ],
 )
-def test_kernels_are_launched_for_the_target(monkeypatch, operation, launched):
+def test_kernels_are_launched_or_traced_for_the_target(monkeypatch, name, operation, launched):
     from torch_attn.kernels.portable import flash_bwd, flash_fwd
 
     monkeypatch.setattr(family, "_function", family._function.__wrapped__)  # without its cache
@@ -57,29 +58,17 @@ def test_kernels_are_launched_for_the_target(monkeypatch, operation, launched):
     def spy(module, name):
         original = getattr(module, name)
 
-        def function(*args):
+        def function(*args, **options):
             seen.append((name, requested_target()))
-            return original(*args)
+            return original(*args, **options)
 
         monkeypatch.setattr(module, name, function)
 
     spy(flash_fwd, "flash_fwd")
     spy(flash_bwd, "flash_bwd")
-    call = make("torch triton", "sm80", operation)
+    spy(pallas_attn, "flash_attention")
+    call = make(name, "sm80", operation)
     seen.clear()
     call.run()
     assert seen == [(name, "sm80") for name in launched]
     assert requested_target() is None
-
-
-def test_pallas_is_traced_for_the_target(monkeypatch):
-    seen = []
-    original = pallas_attn.flash_attention
-
-    def spy(*args, **options):
-        seen.append(requested_target())
-        return original(*args, **options)
-
-    monkeypatch.setattr(pallas_attn, "flash_attention", spy)
-    make("jax triton", "sm90", "forward").run()
-    assert seen == ["sm90"]

@@ -139,12 +139,6 @@ def test_mosaic_kernels_are_fit_for_sm80(shared_memory):
     assert not {v.kernel: v.failures for v in verdicts if v.failures}
 
 
-def test_mosaic_kernels_are_compiled_for_both_sizes_of_card():
-    found = {target: {p.shared_memory for p in problems("jax", target, "mosaic")}
-             for target in TARGETS}  # fmt: skip
-    assert found == {"sm80": {None, SHARED_MEMORY_OF_SMALLER_CARDS}, "sm90": {None}}
-
-
 def shared_memory_on_smaller_cards() -> dict[tuple[str, int], int]:
     """Return the bytes of each kernel, by head dimension."""
     limit, found = SHARED_MEMORY_OF_SMALLER_CARDS, {}
