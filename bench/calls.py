@@ -53,6 +53,9 @@ def jax_call(attend: Attend, operation: str, tensors: Sequence[Tensor]) -> Call:
     return Call(run, leaves, planned=partial(_planned, run))
 
 
+PREPARE: dict[str, Callable[..., Call]] = {"torch_attn": torch_call, "pallas_attn": jax_call}
+
+
 def _planned(run: partial) -> int:
     """Return the bytes of temporaries and results that XLA plans for a call that was made."""
     plan = run.func.lower(*run.args).compile().memory_analysis()  # compiled before: JAX keeps it

@@ -6,19 +6,19 @@ whose name ends in "deterministic" make the same bits in every backward.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from itertools import product
 from typing import Any
 
-from bench.calls import compiled, jax_call, torch_call
+from bench.calls import PREPARE, compiled, jax_call, torch_call
 from bench.job import Absent, Call, Subject
 from bench.problems import DecodeTensors, offsets_of
 from interop.parity.cases import DecodeCase, FlashCase, VarlenCase
 from twin_attention.contract.spec import PagedSpec
-from twin_attention.targets.family import FAMILIES
+from twin_attention.targets.family import FAMILIES, Family
 from twin_attention.targets.target import use_target
 
 Factory = Callable[..., Call]
@@ -46,45 +46,44 @@ def flash_factories(targets: Sequence[str], variants: bool = True) -> dict[Subje
         variants: compiled and deterministic calls as well.
     """
     names = NAMES if variants else FAMILY_NAMES
-    keys = [key for key in product(names, targets) if _has_kernels(*key)]
-    return {Subject(*key): partial(_flash, *key) for key in keys}
+    return _factories(_flash, filter(_has_kernels, product(names, targets)))
 
 
 def packed_factories(targets: Sequence[str]) -> dict[Subject, Factory]:
     """Return factories of calls, which take (case, operation, tensors) as peers' do."""
-    keys = [key for key in product(FAMILY_NAMES, targets) if _has_kernels(*key)]
-    return {Subject(*key): partial(_packed_or_absent, *key) for key in keys}
+    return _factories(_packed_or_absent, filter(_has_kernels, product(FAMILY_NAMES, targets)))
 
 
 def decode_factories(targets: Sequence[str]) -> dict[Subject, Factory]:
     """Return factories of calls, which take (case, tensors) as peers' do."""
-    keys = product(("jax mosaic", "torch triton", "jax triton"), targets)
-    return {Subject(*key): partial(_paged, "paged_decode", *key) for key in keys}
+    names = ("jax mosaic", "torch triton", "jax triton")
+    return _factories(partial(_paged, "paged_decode"), product(names, targets))
 
 
 def prefill_factories(spec: PagedSpec, targets: Sequence[str]) -> dict[Subject, Factory]:
-    """Return factories of calls, which take (case, tensors) as peers' do.
-
-    Args:
-        spec: the problem, which some families have no kernels for.
-        targets: to compile for.
-    """
+    """Return factories of calls of the families that have kernels for a problem."""
     keys = [key for key in product(FAMILY_NAMES, targets) if has_chunks(key[0], spec, key[1])]
-    return {Subject(*key): partial(_paged, "paged_attention", *key) for key in keys}
+    return _factories(partial(_paged, "paged_attention"), keys)
+
+
+def _factories(make: Factory, keys: Iterable[tuple[str, str]]) -> dict[Subject, Factory]:
+    return {Subject(*key): partial(make, *key) for key in keys}
 
 
 def has_chunks(name: str, spec: PagedSpec, target: str) -> bool:
     """Return True if a family has kernels for a `paged_attention` here."""
-    side, wanted = NAMES[name]
-    families = [family for family in FAMILIES[side] if family.name == wanted]
-    return any(x.supports("paged_attention", spec, target) is None for x in families)
+    return any(x.supports("paged_attention", spec, target) is None for x in _families(name))
 
 
-def _has_kernels(name: str, target: str) -> bool:
+def _has_kernels(key: tuple[str, str]) -> bool:
     """Return True if the family has kernels for the target, which its folder tells."""
+    name, target = key
+    return any(family.folder in ("portable", target) for family in _families(name))
+
+
+def _families(name: str) -> list[Family]:
     side, wanted = NAMES[name]
-    folders = {family.folder for family in FAMILIES[side] if family.name == wanted}
-    return not folders.isdisjoint({"portable", target})
+    return [family for family in FAMILIES[side] if family.name == wanted]
 
 
 def _flash(name: str, target: str, case: FlashCase, operation: str, tensors: Any) -> Call:
@@ -97,9 +96,8 @@ def _flash(name: str, target: str, case: FlashCase, operation: str, tensors: Any
     attend = partial(attention, **case.options, implementation=family)
     if name.endswith(" compiled"):
         attend = compiled(attend, fullgraph=True)
-    prepare = jax_call if side == "pallas_attn" else torch_call
     with use_target(target):
-        call = prepare(attend, operation, tensors)
+        call = PREPARE[side](attend, operation, tensors)
     return for_target(call, target)
 
 

@@ -20,27 +20,8 @@ from interop.parity.cases import (
     PagedCase,
     VarlenCase,
 )
-from twin_attention.contract.block_mask import (
-    BlockMask,
-    global_tiles,
-    local_tiles,
-    random_tiles,
-)
-from twin_attention.contract.cost import (
-    ITEMSIZE,
-    backward_bytes,
-    backward_flops,
-    block_sparse_backward_flops,
-    block_sparse_forward_flops,
-    decode_bytes,
-    decode_flops,
-    forward_bytes,
-    forward_flops,
-    paged_bytes,
-    paged_flops,
-    varlen_backward_flops,
-    varlen_forward_flops,
-)
+from twin_attention.contract import cost
+from twin_attention.contract.block_mask import BlockMask, global_tiles, local_tiles, random_tiles
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -103,23 +84,20 @@ def attention_jobs(
     factories: Callable[[Any], Factories],
     heads: int | None = None,
 ) -> list[Job]:
-    """Return a job for each operation of each case.
-
-    Args:
-        cases: the problems.
-        operations: of "forward", "backward" and "both".
-        factories: returns the implementations of a case.
-        heads: whose rows are checked; None is as many as `sample_check` chooses.
-    """
+    """Return a job for each operation of each case; see `attention_job`."""
     return [attention_job(c, name, factories(c), heads) for c in cases for name in operations]
 
 
 def attention_job(
     case: AttentionCase, operation: Operation, factories: Factories, heads: int | None = None
 ) -> Job:
-    """Return the job of one operation on a case."""
+    """Return the job of one operation on a case.
+
+    Args:
+        heads: whose rows are checked; None is as many as `sample_check` chooses.
+    """
     flops = _flops(case)
-    traffic = forward_bytes(case.spec), backward_bytes(case.spec)
+    traffic = cost.forward_bytes(case.spec), cost.backward_bytes(case.spec)
     passes = {"forward": (1, 0), "backward": (0, 1), "both": (1, 1)}[operation]
     return Job(
         case=asdict(case),
@@ -138,11 +116,11 @@ def _flops(case: AttentionCase) -> tuple[int, int]:
         return dilated_flops(case)
     if isinstance(case, VarlenCase):
         problem = case.spec, case.lengths
-        return varlen_forward_flops(*problem), varlen_backward_flops(*problem)
+        return cost.varlen_forward_flops(*problem), cost.varlen_backward_flops(*problem)
     if isinstance(case, SparseCase):
-        problem = case.spec, case.mask
-        return block_sparse_forward_flops(*problem), block_sparse_backward_flops(*problem)
-    return forward_flops(case.spec), backward_flops(case.spec)
+        forward = cost.block_sparse_forward_flops(case.spec, case.mask)
+        return forward, cost.block_sparse_backward_flops(case.spec, case.mask)
+    return cost.forward_flops(case.spec), cost.backward_flops(case.spec)
 
 
 def attention_tensors(case: AttentionCase, device: str = "cuda") -> list[Tensor]:
@@ -263,12 +241,13 @@ def decode_job(case: DecodeCase, factories: DecodeFactories) -> Job:
     """Return the job of a decode, with its reads and writes, or of a `paged_attention`."""
     if isinstance(case, PagedCase):
         problem = case.spec, list(zip(case.new_tokens, case.lengths, strict=True))
-        flops, total, writes = paged_flops(*problem), paged_bytes(*problem), None
+        flops, total, writes = cost.paged_flops(*problem), cost.paged_bytes(*problem), None
         is_decode = set(case.new_tokens) == {1}
     else:
         spec = case.spec
-        flops, total = decode_flops(spec, case.lengths), decode_bytes(spec, case.lengths)
-        row = spec.head_dim_v * ITEMSIZE[spec.dtype] + 4  # and its log-sum-exp
+        flops = cost.decode_flops(spec, case.lengths)
+        total = cost.decode_bytes(spec, case.lengths)
+        row = spec.head_dim_v * cost.ITEMSIZE[spec.dtype] + 4  # and its log-sum-exp
         writes, is_decode = spec.batch * spec.tokens * spec.heads_q * row, True
     return Job(
         case=asdict(case),

@@ -3,11 +3,11 @@
 Suite "a-b" is the module `bench.suites.a_b`, imported when its command runs. It offers:
 
 - ``TITLE``, ``NOTE``: of its tables; the note says what one call is and what the columns count;
-- ``jobs(targets, pattern)``: a list of `Job`s, or `TrainingJob`s, of cases whose name contains
-  `pattern`, with our own kernels compiled for each of `targets`; (None,) is a CPU;
-- ``columns(record)``: the record's own cells of the suite's table, by title. A record without a
-  time is asked as well. The report adds what every table has, as far as its title is not taken:
-  implementation, milliseconds, spread, limits, ratio to the best peer, status;
+- ``jobs(targets)``: a list of `Job`s, or `TrainingJob`s, with our own kernels compiled for each of
+  `targets`, the device's own first; (None,) is a CPU;
+- ``COLUMNS``: the suite's own columns of the table of all rows. A record without a time is asked as
+  well. The report adds what every table has, as far as its title is not taken: implementation,
+  milliseconds, spread, limits, ratio to the best peer, status;
 - ``tables(records)``, if it has tables by heading in place of those that every suite has.
 
 Jobs are timed by `bench.timing.time_calls` unless they bring a timer of their own (`Job.time`), as
@@ -16,16 +16,17 @@ those of "host" do.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from typing import Any, Protocol, cast
 
 from bench.records import Record
 
-Cells = dict[str, str | float | None]
+Cells = dict[str, str | float | None]  # by title
+Column = str | Callable[[Record], Any]  # a field of the case, or a function of the record
 
 SUITES = {
-    "flash": "flash attention over lengths and head sizes, beside every peer",
+    "flash": "flash attention over lengths and head dimensions, beside every peer",
     "kvcache": "paged decode of one sequence and of batches, over KV lengths",
     "fa2": "FlashAttention-2's shapes in fp16, with clocks and power",
     "eager": "flash attention against eager attention, with the memory they take",
@@ -46,11 +47,19 @@ class Suite(Protocol):
     TITLE: str
     NOTE: str
 
-    def jobs(self, targets: Sequence[Any], pattern: str = "") -> list[Any]: ...
+    COLUMNS: Mapping[str, Column]
 
-    def columns(self, record: Record) -> Cells: ...
+    def jobs(self, targets: Sequence[Any]) -> list[Any]: ...
 
 
 def load(name: str) -> Suite:
     """Import a suite's module."""
     return cast(Suite, import_module(f"bench.suites.{name.replace('-', '_')}"))
+
+
+def cells(columns: Mapping[str, Column], record: Record) -> Cells:
+    """Return a record's cells by their titles."""
+    return {
+        title: record.case[column] if isinstance(column, str) else column(record)
+        for title, column in columns.items()
+    }

@@ -41,7 +41,7 @@ def choose_attention(name: str, config: ModelConfig, dtype: jnp.dtype) -> Attend
 
     Raises:
         ValueError: an unknown name.
-        NotImplementedError: a head size, dtype or device that it does not take.
+        NotImplementedError: a head dimension, dtype or device that it does not take.
     """
     if name not in ATTENTIONS:
         fail(ValueError, "attention", f"one of {', '.join(ATTENTIONS)}", repr(name))

@@ -25,7 +25,7 @@ class Transformer(nnx.Module):
 
     Raises:
         ValueError: an unknown attention or dtype.
-        NotImplementedError: an attention that the device does not run for this dtype and head size.
+        NotImplementedError: an attention that the device lacks for this dtype and head dimension.
     """
 
     def __init__(

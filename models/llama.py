@@ -28,7 +28,7 @@ class Llama(nn.Module):
 
     Raises:
         ValueError: an unknown attention, or a shape that Llama cannot have.
-        NotImplementedError: an attention that the device does not run for this dtype and head size.
+        NotImplementedError: an attention that the device lacks for this dtype and head dimension.
     """
 
     def __init__(

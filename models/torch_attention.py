@@ -91,7 +91,7 @@ def choose_attention(
 
     Raises:
         ValueError: an unknown name.
-        NotImplementedError: a head size, dtype or device that it does not take.
+        NotImplementedError: a head dimension, dtype or device that it does not take.
     """
     if name not in ATTENTIONS:
         fail(ValueError, "attention", f"one of {', '.join(ATTENTIONS)}", repr(name))

@@ -1,7 +1,7 @@
 """FlashInfer's attention over a paged cache, planned outside of the timed call.
 
-It compiles a module for each wrapper, head size and pair of dtypes, for up to a minute. The modules
-of the suite kvcache are compiled in parallel at the first call, so that a run waits once.
+It compiles a module for each wrapper, head dimension and pair of dtypes, for up to a minute. The
+modules of the suite kvcache are compiled in parallel at the first call, so that a run waits once.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from interop.parity.cases import DecodeCase, PagedCase
 
 WORKSPACE_BYTES = 512 * 2**20
 # A case of each module that kvcache needs: tokens of a sequence (all of several share a module),
-# head size, the cache's dtype where it is not the queries'.
+# head dimension, the cache's dtype where it is not the queries'.
 COMPILED_AHEAD = (
     (1, 128, None), (4, 128, None), (1, 128, "float8_e4m3fn"), (1, 64, None), (1, 256, None),
 )  # fmt: skip

@@ -52,14 +52,14 @@ def check_flash(
 
 
 def check_fa4(case: FlashCase | VarlenCase) -> None:
-    """Refuse head sizes that FlashAttention-4 does not take on Hopper.
+    """Refuse head dimensions that FlashAttention-4 does not take on Hopper.
 
     Raises:
-        Absent: a head size over 256, or no multiple of 8.
+        Absent: a head dimension over 256, or no multiple of 8.
     """
     for head_dim in (case.spec.head_dim, case.spec.head_dim_v):
         if head_dim > 256 or head_dim % 8:
-            raise Absent(f"takes head sizes up to 256 that 8 divides, not {head_dim}")
+            raise Absent(f"takes head dimensions up to 256 that 8 divides, not {head_dim}")
 
 
 def check_dense(case: DecodeCase) -> None:

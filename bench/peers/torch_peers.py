@@ -92,7 +92,7 @@ def fa3(case: FlashCase, operation: str, tensors) -> Call:
 def fa4(case: FlashCase, operation: str, tensors) -> Call:
     """Return a call of FlashAttention-4's kernels in CuTe, from the package flash-attn-4.
 
-    Compiling takes some 5 s for every head size, with and without a causal mask.
+    Compiling takes some 5 s for every head dimension, with and without a causal mask.
     """
     check_flash(case, rectangles=True)
     check_fa4(case)

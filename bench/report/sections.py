@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -56,15 +56,15 @@ def sections(run: Sequence[Record]) -> list[Section]:
         if records := [record for part in parts.values() for record in part]:
             suite, own = registry.load(name), peaks(group)
             make = getattr(suite, "tables", None)
-            tables = make(records) if make else _tables(records, suite.columns, own)
+            tables = make(records) if make else _tables(records, suite.COLUMNS, own)
             tables = {heading: grid for heading, grid in tables.items() if len(grid) > 1}
-            rows = every(records, suite.columns, own)
+            rows = every(records, suite.COLUMNS, own)
             found.append(Section(suite.TITLE, suite.NOTE, records, own, tables, rows))
     return found
 
 
 def _tables(
-    records: Sequence[Record], columns: Callable[[Record], registry.Cells], bounds: Peaks
+    records: Sequence[Record], columns: Mapping[str, registry.Column], bounds: Peaks
 ) -> dict[str, Grid]:
     tables: dict[str, Grid] = {}
     for operation, group in by_operation(records).items():
@@ -72,7 +72,7 @@ def _tables(
         if any(peak.rate(record) for record in group):
             tables[f"{name}, {peak.unit}"] = rates(group, peak)
         tables[f"{name}, milliseconds (spread between rounds)"] = milliseconds(group)
-        if "memory, MB" in columns(group[0]):  # the suite is about it
+        if "memory, MB" in columns:  # the suite is about it
             tables[f"{name}, MB added at the peak (saved by the forward)"] = memory(group)
     tables[SPEEDS] = speeds(records)
     tables["Without a time"] = unmeasured(records)

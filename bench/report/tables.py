@@ -5,13 +5,13 @@ from __future__ import annotations
 import csv
 import io
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any, TypeVar
 
 from bench.peaks import Peak, Peaks, peaks
 from bench.records import Record
-from bench.registry import Cells
+from bench.registry import Cells, Column, cells
 from interop.parity.records import problem_text
 from interop.rendering.tables import Grid
 
@@ -145,12 +145,12 @@ def speeds(records: Sequence[Record]) -> Grid:
     return rows
 
 
-def every(records: Sequence[Record], columns: Callable[[Record], Cells], bounds: Peaks) -> Grid:
+def every(records: Sequence[Record], columns: Mapping[str, Column], bounds: Peaks) -> Grid:
     """Return a row for each record: the suite's own columns, then those that every suite has."""
     cases = {name: by_case(group) for name, group in by_operation(records).items()}
     rows = []
     for record in records:
-        own = columns(record)
+        own = cells(columns, record)
         shared = _shared(record, cases[record.operation][record.case["name"]], bounds.of(record))
         several = {"pass": record.operation} if len(cases) > 1 else {}
         rows.append(several | {"implementation": record.label} | own | (shared | own))
@@ -172,7 +172,7 @@ def brief(records: Sequence[Record]) -> Grid:
         for record in group:
             times, host, rate = record.times, record.host, record.bytes_per_second
             peak = bounds.of(record)
-            cells = [
+            numbers = [
                 record.status if times is None else f"{times.median:.4f}",
                 "" if times is None else percent(times.spread),
                 "" if host is None else f"{host.median:.3f}",
@@ -181,7 +181,7 @@ def brief(records: Sequence[Record]) -> Grid:
                 _percent(peak.share(record, peak.measured)) or "",
                 f"{fastest / times.median:.2f}" if fastest and times else "",
             ]
-            rows.append([record.case["name"], record.operation, record.label, *cells])
+            rows.append([record.case["name"], record.operation, record.label, *numbers])
     titles = ["case", "operation", "implementation", "ms", "spread", "host ms", "TFLOP/s", "TB/s",
               "of peak", "best peer / this"]  # fmt: skip
     return [titles, *rows]

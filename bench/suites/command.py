@@ -12,6 +12,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -122,7 +123,7 @@ def _choose(names: Sequence[str], arguments: argparse.Namespace) -> list[str]:
     if arguments.memory_cap is not None and not arguments.memory_cap > 0:
         arguments.refuse(f"--memory-cap: expected more than 0 GiB, got {arguments.memory_cap:g}")
     targets = TARGETS if arguments.device == "cuda" else (None,)
-    found = {name: load(name).jobs(targets, arguments.filter) for name in names}
+    found = {name: _jobs(name, targets, arguments.filter) for name in names}
     if not any(found.values()):
         arguments.refuse(f"--filter: expected part of a case's name, got {arguments.filter!r}")
     chosen = [name for name, jobs in found.items() if _only(jobs, arguments.only)]
@@ -132,6 +133,11 @@ def _choose(names: Sequence[str], arguments: argparse.Namespace) -> list[str]:
     if arguments.json is not None:
         _prepare_file(arguments.json, arguments)
     return chosen
+
+
+def _jobs(name: str, targets: Sequence[Any], pattern: str) -> list[Job | TrainingJob]:
+    """Return a suite's jobs of the cases whose names contain a pattern."""
+    return [job for job in load(name).jobs(targets) if pattern in job.case["name"]]
 
 
 def _only(jobs: Sequence[Job | TrainingJob], texts: Sequence[str]) -> list[Job | TrainingJob]:
@@ -217,7 +223,7 @@ def _measure(
     from interop.parity.environment import choose_targets
 
     suite = load(name)
-    jobs = suite.jobs(choose_targets(arguments.device, None), arguments.filter)
+    jobs = _jobs(name, choose_targets(arguments.device, None), arguments.filter)
     jobs = _only(jobs, arguments.only)
     peaks = peak_jobs() if arguments.device == "cuda" else []
     console = Console(width=None if sys.stdout.isatty() else 160)

@@ -10,8 +10,7 @@ from bench import ours
 from bench.job import Job, Subject
 from bench.peers import FLASH, torch_peers
 from bench.problems import Factories, attention_jobs
-from bench.records import Record
-from bench.registry import Cells
+from bench.suites.columns import MEMORY, SAVED
 from interop.parity.cases import FlashCase
 
 TITLE = "Flash attention against eager attention"
@@ -29,41 +28,27 @@ NOTE = (
 )
 
 DTYPES = {"bfloat16": "bf16", "float32": "fp32"}
-LENGTHS = {  # by head size; fewer for two of them, as the suite is to take minutes
+LENGTHS = {  # by head dimension; fewer for two of them, as the suite is to take minutes
     64: (128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768),
     32: (128, 2048, 32768),
     16: (128, 2048, 32768),
 }
 JAX_LENGTHS = {64: (2048, 32768), 32: (2048,), 16: (2048,)}
 BATCH, BATCH_HEAD_DIMS, BATCH_LENGTHS = 8, (16, 32, 64, 128), (256, 1024, 4096, 8192, 16384)
+COLUMNS = {
+    "batch": "batch", "length": "seq_q", "d": "head_dim", "dtype": "dtype", "saved, MB": SAVED,
+    "memory, MB": MEMORY,
+}  # fmt: skip
 
 
-def jobs(targets: Sequence[str], pattern: str = "") -> list[Job]:
-    """Return the jobs of every case whose name contains `pattern`.
-
-    Args:
-        targets: of our kernels; only the first, the device's own, is timed.
-        pattern: part of a case's name.
-    """
+def jobs(targets: Sequence[str]) -> list[Job]:
+    """Return every case's jobs for the device's own target."""
     factories = partial(_factories, targets[:1])
-    single, batches = ([case for case in cases if pattern in case.name] for cases in _cases())
+    single, batches = _cases()
     return [
         *attention_jobs(single, ("forward", "backward", "both"), factories),
         *attention_jobs(batches, ("forward", "backward"), factories),
     ]
-
-
-def columns(record: Record) -> Cells:
-    """Return the shape, the dtype and the memory."""
-    case = record.case
-    return {
-        "batch": case["batch"],
-        "length": case["seq_q"],
-        "d": case["head_dim"],
-        "dtype": case["dtype"],
-        "saved, MB": None if record.held is None else record.held / 1e6,
-        "memory, MB": None if record.memory is None else record.memory / 1e6,
-    }
 
 
 def _cases() -> tuple[list[FlashCase], list[FlashCase]]:

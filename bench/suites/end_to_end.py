@@ -7,8 +7,8 @@ from functools import partial
 
 from bench.job import Subject
 from bench.records import Record
-from bench.registry import Cells
 from bench.report.training import GAINS, gains, inference, mfu, phases, status, warmups
+from bench.suites.columns import MEMORY, MODEL, SAVED
 from bench.training.case import ATTENTIONS, FORM_ATTENTIONS, INFERENCE, TrainingCase
 from bench.training.job import TrainingJob, start, start_inference
 from bench.training.steps import OPERATIONS, WARMUPS, observe
@@ -55,19 +55,14 @@ IN_JAX = (
 )
 
 
-def jobs(targets: Sequence[str | None], pattern: str = "") -> list[TrainingJob]:
-    """Return the jobs of every case whose name contains `pattern`, those of torch first.
+def jobs(targets: Sequence[str | None]) -> list[TrainingJob]:
+    """Return the jobs of every case for the first target, those of torch first; tiny on a CPU.
 
     JAX keeps the memory that it once took, so that torch would have less after it.
-
-    Args:
-        targets: of our kernels, the first one counts; None is the CPU, with tiny models.
-        pattern: part of a case's name.
     """
     target = targets[0]
-    cases = CASES if target is not None else TINY
-    chosen = [case for case in cases if pattern in case.name]
-    return [job for side in ATTENTIONS for case in chosen for job in _jobs(case, side, target)]
+    cases = TINY if target is None else CASES
+    return [job for side in ATTENTIONS for case in cases for job in _jobs(case, side, target)]
 
 
 def _jobs(case: TrainingCase, framework: str, target: str | None) -> Iterator[TrainingJob]:
@@ -88,23 +83,16 @@ def _jobs(case: TrainingCase, framework: str, target: str | None) -> Iterator[Tr
             yield TrainingJob(case, subject, begin, observe, OPERATIONS)
 
 
-def columns(record: Record) -> Cells:
-    """Return the model, its tokens, the rate and the memory."""
-    case = record.case
-    length = {"optimizer": 0, "decode": 1}.get(record.operation, case["context"])
-    tokens = case["batch"] * length
-    return {
-        "model": f"{case['form']} {case['size']}",
-        "batch": case["batch"],
-        "context": case["context"],
-        "dtype": case["dtype"],
-        "tokens/s": 1e3 * tokens / record.times.median if tokens and record.times else None,
-        "MFU": mfu(record),
-        "of datasheet": None,
-        "saved, MB": None if record.held is None else record.held / 1e6,
-        "memory, MB": None if record.memory is None else record.memory / 1e6,
-        "status": status(record),
-    }
+def _tokens_per_second(record: Record) -> float | None:
+    length = {"optimizer": 0, "decode": 1}.get(record.operation, record.case["context"])
+    tokens = record.case["batch"] * length
+    return 1e3 * tokens / record.times.median if tokens and record.times else None
+
+
+COLUMNS = MODEL | {
+    "tokens/s": _tokens_per_second, "MFU": mfu, "of datasheet": lambda record: None,
+    "saved, MB": SAVED, "memory, MB": MEMORY, "status": status,
+}  # fmt: skip
 
 
 def tables(records: Sequence[Record]) -> dict[str, Grid]:

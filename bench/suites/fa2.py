@@ -10,8 +10,7 @@ from bench import ours
 from bench.job import Job, Subject
 from bench.peers import FLASH
 from bench.problems import Factories, attention_jobs
-from bench.records import Record
-from bench.registry import Cells
+from bench.suites.columns import TFLOPS, of_gpu, yes_no
 from interop.parity.cases import FlashCase
 
 TITLE = "FlashAttention-2's shapes"
@@ -28,12 +27,16 @@ HEADS_Q, HEAD_DIM = 32, 128
 SHAPES = ((16, 1024, 1024), (4, 1024, 4096), (1, 4096, 4096))  # batch, queries, keys
 HEADS_KV = (32, 8)
 PEERS = ("FA2", "cuDNN")
+COLUMNS = {
+    "bs": "batch", "Sq": "seq_q", "Skv": "seq_kv", "heads kv": "heads_kv",
+    "causal": yes_no("causal"), "TFLOP/s": TFLOPS, "SM clock, MHz": of_gpu("sm_mhz"),
+    "power, W": of_gpu("watts"),
+}  # fmt: skip
 
 
-def jobs(targets: Sequence[str], pattern: str = "") -> list[Job]:
-    """Return a forward of every case whose name contains `pattern`."""
-    chosen = [case for case in cases() if pattern in case.name]
-    return attention_jobs(chosen, ("forward",), partial(_factories, targets))
+def jobs(targets: Sequence[str]) -> list[Job]:
+    """Return a forward of every case."""
+    return attention_jobs(cases(), ("forward",), partial(_factories, targets))
 
 
 def cases() -> list[FlashCase]:
@@ -46,21 +49,6 @@ def cases() -> list[FlashCase]:
         )
         found.append(case)
     return found
-
-
-def columns(record: Record) -> Cells:
-    """Return the shape, the rate, and the clock and power of its run."""
-    case, gpu = record.case, record.gpu or {}
-    return {
-        "bs": case["batch"],
-        "Sq": case["seq_q"],
-        "Skv": case["seq_kv"],
-        "heads kv": case["heads_kv"],
-        "causal": "yes" if case["causal"] else "no",
-        "TFLOP/s": record.tflops,
-        "SM clock, MHz": gpu.get("sm_mhz"),
-        "power, W": gpu.get("watts"),
-    }
 
 
 def _factories(targets: Sequence[str], case: FlashCase) -> Factories:

@@ -1,4 +1,4 @@
-"""Flash attention over lengths and head sizes, 16384 tokens of 2048 channels each."""
+"""Flash attention over lengths and head dimensions, 16384 tokens of 2048 channels each."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from bench import ours
 from bench.job import Job, Subject
 from bench.peers import FLASH
 from bench.problems import Factories, absent, attention_jobs
-from bench.records import Record
-from bench.registry import Cells
+from bench.suites.columns import HOST, OPERATION, TFLOPS, yes_no
 from interop.parity.cases import FlashCase
 
 TITLE = "Flash attention"
@@ -27,6 +26,10 @@ NOTE = (
 
 TOKENS, CHANNELS = 16384, 2048
 LENGTHS, HEAD_DIMS = (512, 4096, 16384), (64, 128, 256)
+COLUMNS = {
+    "B": "batch", "S": "seq_q", "H": "heads_q", "D": "head_dim", "causal": yes_no("causal"),
+    "pass": OPERATION, "TFLOP/s": TFLOPS, "host, us": HOST,
+}  # fmt: skip
 # Every shape is compiled anew, in seconds: the whole suite is to take minutes.
 AT_LENGTH, AT_HEAD_DIM = 4096, 128
 ONE_LENGTH = ("eager", "jax.nn cuDNN")
@@ -35,40 +38,19 @@ ONE_SHAPE = (
 )  # fmt: skip
 
 
-def jobs(targets: Sequence[str], pattern: str = "") -> list[Job]:
-    """Return forward and backward of every case whose name contains `pattern`.
-
-    Args:
-        targets: of our kernels, the device's own first.
-        pattern: part of a case's name.
-    """
-    chosen = [case for case in cases() if pattern in case.name]
-    return attention_jobs(chosen, ("forward", "backward"), partial(_factories, targets))
+def jobs(targets: Sequence[str]) -> list[Job]:
+    """Return forward and backward of every case."""
+    return attention_jobs(cases(), ("forward", "backward"), partial(_factories, targets))
 
 
 def cases() -> list[FlashCase]:
-    """Return every length and head size, without and with a causal mask."""
+    """Return every length and head dimension, without and with a causal mask."""
     found = []
     for head_dim, length, causal in product(HEAD_DIMS, LENGTHS, (False, True)):
         batch, heads = TOKENS // length, CHANNELS // head_dim
         name = f"{batch}x{length}x{heads}x{head_dim}" + ("-causal" if causal else "")
         found.append(FlashCase(name, batch, length, length, heads, heads, head_dim, causal=causal))
     return found
-
-
-def columns(record: Record) -> Cells:
-    """Return shape, pass, rate and the host's latency."""
-    case, host = record.case, record.host
-    return {
-        "B": case["batch"],
-        "S": case["seq_q"],
-        "H": case["heads_q"],
-        "D": case["head_dim"],
-        "causal": "yes" if case["causal"] else "no",
-        "pass": record.operation,
-        "TFLOP/s": record.tflops,
-        "host, us": None if host is None else host.median * 1e3,
-    }
 
 
 def _factories(targets: Sequence[str], case: FlashCase) -> Factories:
@@ -83,7 +65,7 @@ def _factories(targets: Sequence[str], case: FlashCase) -> Factories:
 def _left_out(name: str, is_second_target: bool, case: FlashCase) -> str | None:
     """Return why an implementation is not timed on a case, None if it is."""
     if name in ONE_SHAPE and (case.seq_kv, case.head_dim) != (AT_LENGTH, AT_HEAD_DIM):
-        return f"timed at {AT_LENGTH} keys and head size {AT_HEAD_DIM} only"
+        return f"timed at {AT_LENGTH} keys and head dimension {AT_HEAD_DIM} only"
     one_length = name in ONE_LENGTH or (name == "jax triton" and is_second_target)
     if one_length and case.seq_kv != AT_LENGTH:
         return f"timed at {AT_LENGTH} keys only"

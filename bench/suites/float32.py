@@ -10,8 +10,7 @@ from bench import ours
 from bench.job import Job, Subject
 from bench.peers import torch_peers
 from bench.problems import Factories, attention_jobs
-from bench.records import Record
-from bench.registry import Cells
+from bench.suites.columns import OPERATION, TFLOPS, yes_no
 from interop.parity.cases import FlashCase
 from twin_attention.contract.spec import PRECISIONS
 
@@ -26,21 +25,19 @@ NOTE = (
 )
 
 HEAD_DIMS = (64, 128)
+COLUMNS = {
+    "d": "head_dim", "causal": yes_no("causal"), "precision": "precision", "pass": OPERATION,
+    "TFLOP/s": TFLOPS,
+}  # fmt: skip
 
 
-def jobs(targets: Sequence[str], pattern: str = "") -> list[Job]:
-    """Return forward and backward of every case whose name contains `pattern`.
-
-    Args:
-        targets: of our kernels, the device's own first.
-        pattern: part of a case's name.
-    """
-    chosen = [case for case in cases() if pattern in case.name]
-    return attention_jobs(chosen, ("forward", "backward"), partial(_factories, targets))
+def jobs(targets: Sequence[str]) -> list[Job]:
+    """Return forward and backward of every case."""
+    return attention_jobs(cases(), ("forward", "backward"), partial(_factories, targets))
 
 
 def cases() -> list[FlashCase]:
-    """Return every head size and precision, without and with a causal mask."""
+    """Return every head dimension and precision, without and with a causal mask."""
     return [
         FlashCase(
             f"{precision}-d{head_dim}" + ("-causal" if causal else ""), 4, 4096, 4096, 16, 16,
@@ -48,18 +45,6 @@ def cases() -> list[FlashCase]:
         )
         for head_dim, causal, precision in product(HEAD_DIMS, (False, True), PRECISIONS)
     ]  # fmt: skip
-
-
-def columns(record: Record) -> Cells:
-    """Return shape, precision, pass and rate."""
-    case = record.case
-    return {
-        "d": case["head_dim"],
-        "causal": "yes" if case["causal"] else "no",
-        "precision": case["precision"],
-        "pass": record.operation,
-        "TFLOP/s": record.tflops,
-    }
 
 
 def _factories(targets: Sequence[str], case: FlashCase) -> Factories:

@@ -6,9 +6,10 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from bench.calls import compiled, jax_call, torch_call
+from bench.calls import PREPARE, compiled
 from bench.job import Call, Check, Job, Subject
 from bench.peers import DECODE, FLASH, torch_peers
 from bench.problems import (
@@ -19,8 +20,7 @@ from bench.problems import (
     decode_job,
     decode_tensors,
 )
-from bench.records import Record
-from bench.registry import Cells
+from bench.suites.columns import of_median
 from interop.parity.cases import DecodeCase, FlashCase
 
 if TYPE_CHECKING:
@@ -46,6 +46,12 @@ FLASH_CASE = FlashCase("1x128x8x64-causal", 1, 128, 128, 8, 8, 64, causal=True)
 CACHE = DecodeCase("2-sequences", (100, 120), heads_q=8, heads_kv=8, page_size=16)
 SPLITS = {1: "1-split", 4: "4-splits"}
 CALLS, CALLS_OF_BOTH = 300, 100  # of a turn
+COLUMNS = {
+    "case": "name",
+    "host, us": of_median("times", 1e3),
+    "ms": lambda record: None,  # the same
+    "kernels": lambda record: None,  # none is looked at
+}
 
 Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
 
@@ -54,35 +60,25 @@ def _as_it_is(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
+def _jitted(function: Callable[..., Any]) -> Callable[..., Any]:
+    import jax
+
+    return jax.jit(function)
+
+
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return compiled(function, fullgraph=True)
 
 
-def jobs(targets: Sequence[str], pattern: str = "") -> list[Job]:
-    """Return a job for each operation on every case whose name contains `pattern`.
-
-    Args:
-        targets: of our kernels; only the first, the device's own, is timed.
-        pattern: part of a case's name.
-    """
+def jobs(targets: Sequence[str]) -> list[Job]:
+    """Return a job for each operation on every case, for the device's own target."""
     native = targets[0]
     found = [
         *attention_jobs([FLASH_CASE], ("forward", "both"), lambda case: _flash(native)),
         *(decode_job(case, _decode(native)) for case in _decode_cases()),
         _append_job(native),
     ]
-    return [_timed_on_the_host(job) for job in found if pattern in job.case["name"]]
-
-
-def columns(record: Record) -> Cells:
-    """Return the case and the microseconds."""
-    times = record.times
-    return {
-        "case": record.case["name"],
-        "host, us": None if times is None else times.median * 1e3,
-        "ms": None,  # the same
-        "kernels": None,  # none is looked at
-    }
+    return [_timed_on_the_host(job) for job in found]
 
 
 def _timed_on_the_host(job: Job) -> Job:
@@ -100,9 +96,9 @@ def _time(repeats: int, calls: Mapping[Subject, Callable[[], Any]]) -> Mapping[S
 
 def _flash(target: str) -> Factories:
     return {
-        Subject("torch triton", target): _torch_flash,
-        Subject("torch triton compiled", target): partial(_torch_flash, wrap=_compiled),
-        Subject("jax triton", target): _jax_flash,
+        Subject("torch triton", target): partial(_our_flash, "torch_attn"),
+        Subject("torch triton compiled", target): partial(_our_flash, "torch_attn", wrap=_compiled),
+        Subject("jax triton", target): partial(_our_flash, "pallas_attn"),
         Subject("SDPA"): torch_peers.sdpa_by_default,
         Subject("SDPA compiled"): _sdpa_compiled,
         Subject("FA2"): partial(torch_peers.sdpa_operator, "flash"),
@@ -121,44 +117,31 @@ def _sdpa_compiled(case: FlashCase, operation: str, tensors: list[Tensor]) -> Ca
     return torch_peers.sdpa_by_default(case, operation, [*operands, dout], wrap=_compiled)
 
 
-def _torch_flash(
-    case: FlashCase, operation: str, tensors: list[Tensor], wrap: Wrap = _as_it_is
+def _our_flash(
+    side: str, case: FlashCase, operation: str, tensors: list[Tensor], wrap: Wrap = _as_it_is
 ) -> Call:
-    from torch_attn import flash_attention
-
-    return torch_call(wrap(partial(flash_attention, causal=case.causal)), operation, tensors)
-
-
-def _jax_flash(case: FlashCase, operation: str, tensors: list[Tensor]) -> Call:
-    from pallas_attn import flash_attention
-
-    return jax_call(partial(flash_attention, causal=case.causal), operation, tensors)
+    attention = partial(import_module(side).flash_attention, causal=case.causal)
+    return PREPARE[side](wrap(attention), operation, tensors)
 
 
 def _decode(target: str) -> DecodeFactories:
+    in_torch = partial(_our_decode, "torch_attn")
     return {
-        Subject("torch triton", target): _torch_decode,
-        Subject("torch triton compiled", target): partial(_torch_decode, wrap=_compiled),
-        Subject("jax triton", target): _jax_decode,
+        Subject("torch triton", target): partial(in_torch, wrap=_as_it_is),
+        Subject("torch triton compiled", target): partial(in_torch, wrap=_compiled),
+        Subject("jax triton", target): partial(_our_decode, "pallas_attn", wrap=_jitted),
         Subject("FlashInfer"): DECODE["FlashInfer"],
     }
 
 
-def _torch_decode(case: DecodeCase, tensors: DecodeTensors, wrap: Wrap = _as_it_is) -> Call:
-    from torch_attn import paged_decode
+def _our_decode(side: str, case: DecodeCase, tensors: DecodeTensors, wrap: Wrap) -> Call:
+    attend = wrap(partial(import_module(side).paged_decode, num_splits=case.num_splits))
+    operands = tensors.arguments.values()
+    if side == "pallas_attn":
+        from interop.exchange import to_jax
 
-    attend = wrap(partial(paged_decode, num_splits=case.num_splits))
-    return Call(partial(attend, *tensors.arguments.values()), lambda out: (out,))
-
-
-def _jax_decode(case: DecodeCase, tensors: DecodeTensors) -> Call:
-    import jax
-
-    from interop.exchange import to_jax
-    from pallas_attn import paged_decode
-
-    attend = jax.jit(partial(paged_decode, num_splits=case.num_splits))
-    return Call(partial(attend, *map(to_jax, tensors.arguments.values())), lambda out: (out,))
+        operands = map(to_jax, operands)
+    return Call(partial(attend, *operands), lambda out: (out,))
 
 
 def _decode_cases() -> list[DecodeCase]:

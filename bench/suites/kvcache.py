@@ -15,8 +15,9 @@ from bench import ours
 from bench.job import Call, Job, Subject
 from bench.peers import DECODE
 from bench.problems import DecodeFactories, DecodeTensors, decode_job
-from bench.records import Record, Times
-from bench.registry import Cells
+from bench.records import Record
+from bench.registry import Column
+from bench.suites.columns import HOST, of_median, scaled
 from interop.parity.cases import DecodeCase
 
 TITLE = "Paged decode"
@@ -44,16 +45,47 @@ BATCHES = (  # sequences, keys of each, query heads, kv heads
     (128, 4096, 32, 32),
 )
 QUANTIZED = BATCHES[2:]  # in float16 these have more than 1 GiB of keys and values
-VARIED = (BATCHES[0], BATCHES[2])  # with more new tokens, and at other head sizes
+VARIED = (BATCHES[0], BATCHES[2])  # with more new tokens, and at other head dimensions
 
 
-def jobs(targets: Sequence[str], pattern: str = "") -> list[Job]:
-    """Return a decode of every case whose name contains `pattern`.
+def _noise(field: str) -> Column:
+    """Return a column of half the distance of the percentiles, over the median."""
 
-    Args:
-        targets: of our kernels, the device's own first.
-        pattern: part of a case's name.
-    """
+    def cell(record: Record) -> str | None:
+        times = getattr(record, field)
+        if times is None or times.p20 is None or times.p80 is None:
+            return None
+        return f"{(times.p80 - times.p20) / 2 / times.median:.1%}"
+
+    return cell
+
+
+def _billions_of_elements(record: Record) -> float | None:
+    """Return the rate of the keys' and values' elements, as nvbench has it."""
+    case = record.case
+    elements = 2 * sum(case["lengths"]) * case["heads_kv"] * case["head_dim"]
+    return elements / record.times.median / 1e6 if record.times else None
+
+
+COLUMNS = {
+    "sequences": lambda record: len(record.case["lengths"]),
+    "KV length": lambda record: record.case["lengths"][0],
+    "T": "tokens",
+    "heads": lambda record: f"{record.case['heads_q']}/{record.case['heads_kv']}",
+    "cache": lambda record: record.case["kv_dtype"] or record.case["dtype"],
+    "page": "page_size",
+    "table, keys": lambda record: record.case["max_pages"] * record.case["page_size"],
+    "reads, MB": scaled("reads", 1e6), "writes, MB": scaled("writes", 1e6),
+    "CPU time, us": HOST, "CPU noise": _noise("host"),
+    "GPU time, us": of_median("times", 1e3), "GPU noise": _noise("times"),
+    "Gelem/s": _billions_of_elements,
+    "ms": lambda record: None,  # the GPU and CPU time above
+    "host, us": lambda record: None,
+}  # fmt: skip
+
+
+def jobs(targets: Sequence[str]) -> list[Job]:
+    """Return a decode of every case."""
     native = _ours(targets[:1])
     torch_twin = {s: f for s, f in native.items() if s.implementation.startswith("torch ")}
     peers: DecodeFactories = {Subject(peer): factory for peer, factory in DECODE.items()}
@@ -74,39 +106,7 @@ def jobs(targets: Sequence[str], pattern: str = "") -> list[Job]:
     ]
     planned += [(_batch(*shape, tokens=16), everything) for shape in VARIED]
     planned += [(_batch(*shape, head_dim=d), everything) for d in (64, 256) for shape in VARIED]
-    return [decode_job(case, factories) for case, factories in planned if pattern in case.name]
-
-
-def columns(record: Record) -> Cells:
-    """Return what tells the cases apart and nvbench's columns; the report adds the bandwidth."""
-    case, gpu = record.case, record.times
-    elements = 2 * sum(case["lengths"]) * case["heads_kv"] * case["head_dim"]
-    return {
-        "sequences": len(case["lengths"]),
-        "KV length": case["lengths"][0],
-        "T": case["tokens"],
-        "heads": f"{case['heads_q']}/{case['heads_kv']}",
-        "cache": case["kv_dtype"] or case["dtype"],
-        "page": case["page_size"],
-        "table, keys": case["max_pages"] * case["page_size"],
-        "reads, MB": None if record.reads is None else record.reads / 1e6,
-        "writes, MB": None if record.writes is None else record.writes / 1e6,
-        **_time("CPU", record.host),
-        **_time("GPU", gpu),
-        "Gelem/s": elements / gpu.median / 1e6 if gpu else None,
-        "ms": None,  # the GPU and CPU time above
-        "host, us": None,
-    }
-
-
-def _time(processor: str, times: Times | None) -> Cells:
-    """Return a time in microseconds and its noise."""
-    median = noise = None
-    if times is not None:
-        median = times.median * 1e3
-        if times.p20 is not None and times.p80 is not None:
-            noise = f"{(times.p80 - times.p20) / 2 / times.median:.1%}"
-    return {f"{processor} time, us": median, f"{processor} noise": noise}
+    return [decode_job(case, factories) for case, factories in planned]
 
 
 def _sweep(length: int) -> DecodeCase:

@@ -8,9 +8,10 @@ from typing import Any
 
 from bench.job import Subject
 from bench.records import Record
-from bench.registry import Cells
+from bench.registry import Column
 from bench.report.tables import number
 from bench.report.training import PEAKS, status
+from bench.suites.columns import MEMORY, MODEL
 from bench.training.case import TrainingCase
 from bench.training.job import Show, Training, TrainingJob, start
 from bench.training.steps import fields
@@ -34,19 +35,14 @@ ATTENTIONS = {"torch": ("twin", "eager", "sdpa"), "jax": ("twin", "xla")}
 _STEPS = 3  # before memory is looked at; the first compiles
 
 
-def jobs(targets: Sequence[str | None], pattern: str = "") -> list[TrainingJob]:
-    """Return the jobs of every case whose name contains `pattern`, those of torch first.
-
-    Args:
-        targets: of our kernels, the first one counts; None is the CPU, with the tiny model.
-        pattern: part of a case's name.
-    """
+def jobs(targets: Sequence[str | None]) -> list[TrainingJob]:
+    """Return the jobs of every case for the first target, those of torch first; tiny on a CPU."""
     target = targets[0]
     device = "cpu" if target is None else "cuda"
     cases = [TINY] if target is None else [TrainingCase("S", 1, context) for context in CONTEXTS]
     found = []
     for side, attentions in ATTENTIONS.items():
-        for case in (case for case in cases if pattern in case.name):
+        for case in cases:
             if side == "jax" and case is not TINY and case.context not in JAX_CONTEXTS:
                 continue
             for name in attentions:
@@ -68,19 +64,16 @@ def observe(training: Training, case: TrainingCase, show: Show) -> dict[str, dic
     return {"step": fields(steps, 1, case.flops("step")) | found}
 
 
-def columns(record: Record) -> Cells:
-    """Return the model, its tokens and what is there at the peak, by category."""
-    case = record.case
-    at_peak = peak(record.timeline) if record.timeline else {}
-    return {
-        "model": f"{case['form']} {case['size']}",
-        "batch": case["batch"],
-        "context": case["context"],
-        "dtype": case["dtype"],
-        **{f"{name}, MB": at_peak[name] / 1e6 for name in at_peak},
-        "memory, MB": None if record.memory is None else record.memory / 1e6,
-        "status": status(record),
-    }
+def _at_peak(category: str) -> Column:
+    """Return a column of the megabytes of a category at the step's peak."""
+    return lambda record: peak(record.timeline)[category] / 1e6 if record.timeline else None
+
+
+COLUMNS = (
+    MODEL
+    | {f"{name}, MB": _at_peak(name) for name in CATEGORIES}
+    | {"memory, MB": MEMORY, "status": status}
+)
 
 
 def tables(records: Sequence[Record]) -> dict[str, Grid]:

@@ -20,8 +20,8 @@ from bench.problems import (
     checked,
     document_lengths,
 )
-from bench.records import YARDSTICKS, Record
-from bench.registry import Cells
+from bench.records import YARDSTICKS
+from bench.suites.columns import HOST, OPERATION, TFLOPS
 from interop.parity.cases import FlashCase, VarlenCase
 
 if TYPE_CHECKING:
@@ -42,21 +42,21 @@ NOTE = (
 CHANNELS, MEAN_LENGTH, SIGMA = 2048, 1024, 1.0
 SEED = 43  # with which the documents drawn have 1092 and 1040 tokens on average
 HEAD_DIMS, TOKENS, EQUAL_TOKENS = (64, 128), (16384, 65536), 16384
+COLUMNS = {
+    "documents": lambda record: len(record.case["lengths"]),
+    "tokens": lambda record: sum(queries for queries, _ in record.case["lengths"]),
+    "longest": lambda record: max(queries for queries, _ in record.case["lengths"]),
+    "H": "heads_q", "D": "head_dim", "pass": OPERATION, "TFLOP/s": TFLOPS, "host, us": HOST,
+}  # fmt: skip
 
 
-def jobs(targets: Sequence[str], pattern: str = "") -> list[Job]:
-    """Return forward and backward of every case whose name contains `pattern`.
-
-    Args:
-        targets: of our kernels, the device's own first.
-        pattern: part of a case's name.
-    """
-    chosen = [case for case in cases() if pattern in case.name]
-    return attention_jobs(chosen, ("forward", "backward"), lambda _: _factories(targets))
+def jobs(targets: Sequence[str]) -> list[Job]:
+    """Return forward and backward of every case."""
+    return attention_jobs(cases(), ("forward", "backward"), lambda _: _factories(targets))
 
 
 def cases() -> list[VarlenCase]:
-    """Return both distributions of lengths at every head size."""
+    """Return both distributions of lengths at every head dimension."""
     distributions = {f"lognormal-{tokens}": lognormal(tokens) for tokens in TOKENS}
     equal = [MEAN_LENGTH] * (EQUAL_TOKENS // MEAN_LENGTH)
     distributions[f"equal-{EQUAL_TOKENS}"] = equal
@@ -77,22 +77,6 @@ def lognormal(tokens: int) -> list[int]:
     while (left := tokens - sum(lengths)) > 0:
         lengths.append(min(left, max(1, round(rng.lognormvariate(mu, SIGMA)))))
     return lengths
-
-
-def columns(record: Record) -> Cells:
-    """Return documents, shape, pass, rate and the host's latency."""
-    case, host = record.case, record.host
-    lengths = [queries for queries, _ in case["lengths"]]
-    return {
-        "documents": len(lengths),
-        "tokens": sum(lengths),
-        "longest": max(lengths),
-        "H": case["heads_q"],
-        "D": case["head_dim"],
-        "pass": record.operation,
-        "TFLOP/s": record.tflops,
-        "host, us": None if host is None else host.median * 1e3,
-    }
 
 
 def dense_case(case: VarlenCase) -> FlashCase:

@@ -8,7 +8,7 @@ from importlib import import_module
 from itertools import product
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from bench.calls import jax_call, torch_call
+from bench.calls import PREPARE
 from bench.dilation import jax_standard, torch_standard
 from bench.job import Absent, Call, Job, Operation, Subject
 from bench.ours import for_target
@@ -23,9 +23,10 @@ from bench.problems import (
     dense_case,
 )
 from bench.records import Record
-from bench.registry import Cells
+from bench.registry import cells
 from bench.report.tables import by_case, by_operation, groups, ratio, to_grid
 from bench.report.training import status
+from bench.suites.columns import MEMORY, TFLOPS, of_median
 from interop.parity.cases import DilatedCase, FlashCase
 from interop.rendering.tables import Grid
 from twin_attention.targets.target import use_target
@@ -76,7 +77,6 @@ AT_LENGTHS: Mapping[str, tuple[int, ...]] = {
 OPERATIONS: tuple[Operation, ...] = ("forward", "both")
 
 SIDES = {"torch": "torch_attn", "jax": "pallas_attn"}
-PREPARE = {"torch": torch_call, "jax": jax_call}
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "out_proj")
 
 GAINS = "Speed-ups by patterns: the others' time over this"
@@ -86,15 +86,9 @@ _OWN = ("dense", "standard")  # of the same framework
 _APART = (*_OWN, "module")  # whose speed-ups are not shown
 
 
-def jobs(targets: Sequence[str], pattern: str = "") -> list[Job]:
-    """Return forward, and forward with backward, of every case whose name contains `pattern`.
-
-    Args:
-        targets: of our kernels; only the first, the device's own, is timed.
-        pattern: part of a case's name.
-    """
-    chosen = [case for case in cases() if pattern in case.name]
-    return [job(case, operation, targets[0]) for case in chosen for operation in OPERATIONS]
+def jobs(targets: Sequence[str]) -> list[Job]:
+    """Return forward, and forward with backward, of every case, for the device's own target."""
+    return [job(case, operation, targets[0]) for case in cases() for operation in OPERATIONS]
 
 
 def cases() -> Iterator[PatternCase]:
@@ -130,29 +124,24 @@ def _of_shape(kind: type[C], shape: FlashCase, prefix: str, **of_pattern: Any) -
     return kind(**fields_of)
 
 
-def columns(record: Record) -> Cells:
-    """Return the shape, the time, the memory and the rate of tokens."""
-    case, times = record.case, record.times
-    tokens = case["batch"] * case["seq_q"]
-    return {
-        "pattern": case["name"].partition("-")[0],
-        "dtype": case["dtype"],
-        "batch": case["batch"],
-        "length": case["seq_q"],
-        "heads": case["heads_q"],
-        "ms": None if times is None else times.median,
-        "memory, MB": None if record.memory is None else record.memory / 1e6,
-        "tokens/s": None if times is None else 1e3 * tokens / times.median,
-        "TFLOP/s": record.tflops,
-        "status": status(record),
-    }
+def _tokens_per_second(record: Record) -> float | None:
+    tokens = record.case["batch"] * record.case["seq_q"]
+    return 1e3 * tokens / record.times.median if record.times else None
+
+
+COLUMNS = {
+    "pattern": lambda record: record.case["name"].partition("-")[0],
+    "dtype": "dtype", "batch": "batch", "length": "seq_q", "heads": "heads_q",
+    "ms": of_median("times"), "memory, MB": MEMORY, "tokens/s": _tokens_per_second,
+    "TFLOP/s": TFLOPS, "status": status,
+}  # fmt: skip
 
 
 def tables(records: Sequence[Record]) -> dict[str, Grid]:
     """Return speed-ups, what twice the tokens cost, and a row for each implementation."""
     tried = by_operation(record for record in records if record.status != "absent")
     rows = {
-        NAMES[operation]: to_grid([{"implementation": r.label} | columns(r) for r in group])
+        NAMES[operation]: to_grid([{"implementation": r.label} | cells(COLUMNS, r) for r in group])
         for operation, group in tried.items()
     }
     return {GAINS: _gains(records), DOUBLINGS: _doublings(records)} | rows
@@ -169,8 +158,8 @@ def _gains(records: Sequence[Record]) -> Grid:
         own = {_kind(r): r.label for r in row.values() if _framework(r) == _framework(record)}
         others = [own.get(kind) for kind in _OWN] + peers
         name = NAMES[record.operation].lower()
-        cells = [_gain(row, record.label, other) for other in others]
-        grid.append([record.case["name"], name, record.label, *cells])
+        found = [_gain(row, record.label, other) for other in others]
+        grid.append([record.case["name"], name, record.label, *found])
     return grid
 
 
@@ -235,7 +224,9 @@ def _call(
     lists = case.mask if kind == "block-sparse" else ()
     operands = [*qkv, *(torch.tensor(x, device=dout.device) for x in lists), dout]
     with use_target(target):
-        call = for_target(PREPARE[side](_attend(kind, side, case), operation, operands), target)
+        call = for_target(
+            PREPARE[SIDES[side]](_attend(kind, side, case), operation, operands), target
+        )
     if kind != "dense":
         return call
     return checked(call, attention_check(dense_case(case), operation, tensors, HEADS))
@@ -274,7 +265,7 @@ def _module_call(
     same = torch.eye(channels, dtype=x.dtype, device=x.device)
     reverse = same.flip(0).contiguous()  # of the channels, so that q and k differ
     weights = [torch.randn_like(same) * channels**-0.5 for _ in PROJECTIONS]
-    prepare = PREPARE[side]
+    prepare = PREPARE[SIDES[side]]
     with use_target(target):
         known = prepare(attend, "forward", [x, reverse, same, same, same, *of_mask, dx])
         call = prepare(attend, operation, [x, *weights, *of_mask, dx])

@@ -10,8 +10,7 @@ from bench import ours
 from bench.job import Call, Job, Subject
 from bench.peers import PREFILL
 from bench.problems import DecodeFactories, DecodeFactory, DecodeTensors, decode_job
-from bench.records import Record
-from bench.registry import Cells
+from bench.suites.columns import TFLOPS, scaled
 from interop.parity.cases import DecodeCase, PagedCase
 
 TITLE = "Prefill over pages"
@@ -29,17 +28,18 @@ CHUNK, CHUNKS = 512, 8
 LENGTHS = (4096, 8192, 16384, 32768)  # keys, those of the chunk counted in
 PAGE_SIZES = (16, 64)
 BATCH, BATCH_LENGTH = 64, 8192  # sequences with single tokens among them
+COLUMNS = {
+    "sequences": lambda record: len(record.case["lengths"]),
+    "chunks": lambda record: sum(n > 1 for n in record.case["new_tokens"]),
+    "new tokens": lambda record: sum(record.case["new_tokens"]),
+    "KV length": lambda record: max(record.case["lengths"]),
+    "page": "page_size", "TFLOP/s": TFLOPS, "GB/s": scaled("bytes_per_second", 1e9),
+}  # fmt: skip
 
 
-def jobs(targets: Sequence[str], pattern: str = "") -> list[Job]:
-    """Return the job of every case whose name contains `pattern`.
-
-    Args:
-        targets: of our kernels, the device's own first.
-        pattern: part of a case's name.
-    """
-    chosen = [case for case in cases() if pattern in case.name]
-    return [decode_job(case, _factories(case, targets)) for case in chosen]
+def jobs(targets: Sequence[str]) -> list[Job]:
+    """Return the job of every case."""
+    return [decode_job(case, _factories(case, targets)) for case in cases()]
 
 
 def cases() -> list[PagedCase]:
@@ -55,20 +55,6 @@ def cases() -> list[PagedCase]:
         case = f"{name}-{BATCH}x{BATCH_LENGTH}-page{PAGE_SIZES[0]}"
         found.append(_case(case, new_tokens, BATCH_LENGTH, PAGE_SIZES[0]))
     return found
-
-
-def columns(record: Record) -> Cells:
-    """Return the shape of the batch and both rates."""
-    case, rate = record.case, record.bytes_per_second
-    return {
-        "sequences": len(case["lengths"]),
-        "chunks": sum(n > 1 for n in case["new_tokens"]),
-        "new tokens": sum(case["new_tokens"]),
-        "KV length": max(case["lengths"]),
-        "page": case["page_size"],
-        "TFLOP/s": record.tflops,
-        "GB/s": None if rate is None else rate / 1e9,
-    }
 
 
 def _case(name: str, new_tokens: tuple[int, ...], length: int, page_size: int) -> PagedCase:

@@ -8,7 +8,6 @@ from typing import Any, Literal
 from interop.parity.cases import FlashCase
 from models.config import ModelConfig, make_config
 from twin_attention.contract.cost import forward_flops
-from twin_attention.contract.validate import fail
 
 # Of parameters and of arithmetic.
 DTYPES = {
@@ -27,7 +26,6 @@ FORM_ATTENTIONS = {
     "gpt": ("twin", "eager"),  # the form with LayerNorm and GELU is that of older reports
     "llama": ("twin", "eager", "sdpa", "flex"),  # what `models.llama` knows
 }
-FORMS = ("modern", *FORM_ATTENTIONS)
 PHASES = ("forward", "backward", "optimizer")
 INFERENCE = ("prefill", "decode")  # of the prompt, and of one token after it
 
@@ -42,9 +40,6 @@ class TrainingCase:
         batch: sequences of a step.
         context: tokens of a sequence that the model predicts from.
         dtype: a name of `DTYPES`; "mixed" is bfloat16 arithmetic on float32 parameters.
-
-    Raises:
-        ValueError: an unknown size, form or dtype, or less than one sequence or token.
     """
 
     size: str
@@ -52,16 +47,6 @@ class TrainingCase:
     context: int
     dtype: str = "mixed"
     form: Literal["modern", "gpt", "llama"] = "modern"
-
-    def __post_init__(self) -> None:
-        if self.form not in FORMS:
-            fail(ValueError, "form", f"one of {', '.join(FORMS)}", repr(self.form))
-        make_config(self.size)
-        if self.dtype not in DTYPES:
-            fail(ValueError, "dtype", f"one of {', '.join(DTYPES)}", repr(self.dtype))
-        for name in ("batch", "context"):
-            if getattr(self, name) < 1:
-                fail(ValueError, name, "1 or more", getattr(self, name))
 
     @property
     def name(self) -> str:

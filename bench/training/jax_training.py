@@ -32,7 +32,7 @@ class JaxTraining:
 
     Raises:
         ValueError: an unknown attention.
-        NotImplementedError: an attention that the device does not run for this dtype and head size.
+        NotImplementedError: an attention that the device lacks for this dtype and head dimension.
     """
 
     def __init__(self, case: TrainingCase, attention: str) -> None:

@@ -22,23 +22,20 @@ def times(median, fastest=None, slowest=None, p20=None, p80=None, **fields):
     return replace(RECORD, times=other, **fields)
 
 
-def test_the_same_measurement_is_paired_whatever_the_commit():
-    before = [times(3.0), times(2.0), times(9.0, case={"name": "gone"})]
+def test_the_same_measurement_is_paired_whatever_the_commit_if_both_have_a_time():
+    failed = replace(RECORD, case={"name": "b"}, status="failed", message="an error", times=None)
+    peak = replace(RECORD, operation="peak", implementation="torch", target=None)
+    before = [times(3.0), times(2.0), times(9.0, case={"name": "gone"}), failed, peak]
     after = [
         times(1.0, commit="2", versions={"triton": "3.7.0"}),
         times(5.0, case={"name": "new"}),
         times(6.0, target="sm80"),
+        times(6.0, case={"name": "b"}),
+        peak,
     ]
     (change,) = changes(before, after)
     assert (change.before.median, change.after.median) == (2.0, 1.0)
     assert change.relative == -0.5
-
-
-def test_what_has_no_time_is_not_compared():
-    failed = replace(RECORD, status="failed", message="an error", times=None)
-    assert changes([RECORD], [failed]) == changes([failed], [RECORD]) == []
-    peak = replace(RECORD, operation="peak", implementation="torch", target=None)
-    assert changes([peak], [peak]) == []
 
 
 @pytest.mark.parametrize(
@@ -78,12 +75,14 @@ def test_the_summary_counts():
         (times(0.8), [], 0),
         (times(1.0, case={"name": "b"}), [], 2),
         (times(1.0), ["--filter", "b"], 2),
+        (times(2.0, implementation="FA2", target=None), [], 0),  # a slower peer is no regression
     ],
 )
 def test_the_command(tmp_path, capsys, monkeypatch, after, options, code):
     monkeypatch.setenv("COLUMNS", "120")
     paths = [tmp_path / "before.jsonl", tmp_path / "after.jsonl"]
-    for path, record in zip(paths, (RECORD, after), strict=True):
+    before = RECORD if after.target else times(1.0, implementation="FA2", target=None)
+    for path, record in zip(paths, (before, after), strict=True):
         append(path, [record])
     assert command.main(["compare", *map(str, paths), *options]) == code
     printed = capsys.readouterr()
@@ -95,10 +94,3 @@ def test_the_command(tmp_path, capsys, monkeypatch, after, options, code):
             in printed.out
         )
     assert ("1 measured in both runs" in printed.out) == (code != 2)
-
-
-def test_a_slower_peer_is_no_regression(tmp_path):
-    paths = [tmp_path / "before.jsonl", tmp_path / "after.jsonl"]
-    for path, median in zip(paths, (1.0, 2.0), strict=True):
-        append(path, [times(median, implementation="FA2", target=None)])
-    assert command.main(["compare", *map(str, paths)]) == 0

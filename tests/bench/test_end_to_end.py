@@ -12,16 +12,16 @@ from rich.console import Console
 from bench import __main__ as command
 from bench.job import Absent, Subject
 from bench.records import Record, load
+from bench.registry import cells
 from bench.report.plots.training import steps as draw_steps
 from bench.report.sections import sections
 from bench.report.training import GAINS, gains, inference, phases, status, warmups
 from bench.runner import Instruments, run_suite
 from bench.sampling import Sampler
 from bench.suites import end_to_end
-from bench.training.case import ATTENTIONS, INFERENCE, PHASES, TrainingCase
+from bench.training.case import INFERENCE, PHASES, TrainingCase
 from bench.training.job import TrainingJob, start, start_inference
 from bench.training.steps import OPERATIONS, REPEATS, WARMUPS, mean_after, observe
-from models import jax_attention, torch_attention
 from models.config import make_config
 from tests.bench.conftest import ORIGIN
 
@@ -88,28 +88,6 @@ def records(tmp_path) -> list[Record]:
     return load(path)
 
 
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        ({"size": "XXL"}, "size: expected one of tiny, S, M, L, XL, 2.7B, got 'XXL'"),
-        ({"form": "old"}, "form: expected one of modern, gpt, llama, got 'old'"),
-        ({"dtype": "int8"}, "dtype: expected one of float32, mixed, bfloat16, got 'int8'"),
-        ({"batch": 0}, "batch: expected 1 or more, got 0"),
-        ({"context": 0}, "context: expected 1 or more, got 0"),
-    ],
-)
-def test_wrong_cases_are_refused(wrong, message):
-    with pytest.raises(ValueError, match=message):
-        replace(CASE, **wrong)
-
-
-def test_attentions_are_those_of_the_models():
-    assert ATTENTIONS["torch"] == tuple(torch_attention.ATTENTIONS)
-    assert ATTENTIONS["jax"] == tuple(jax_attention.ATTENTIONS)
-    with pytest.raises(ValueError, match=r"attention: expected one of .* got 'flash'"):
-        start(CASE, "torch", "flash", "cpu")
-
-
 def test_flops_are_those_of_the_model():
     # 256 x 32 of the head; in each of two layers q, k, v, o, and three of the MLP; norms.
     weights = 256 * 32 + 2 * (32 * (32 + 16 + 16 + 32) + 3 * 32 * 128 + 2 * 32) + 32
@@ -154,16 +132,6 @@ def test_what_has_no_time_says_why(records):
     assert status(error) == "error (ValueError: no)"
 
 
-def test_a_run_is_resumed(tmp_path):
-    path = tmp_path / "records.jsonl"
-    run(job(), path=path)
-    run(job(begin=raises(AssertionError)), job(SDPA), path=path, resume=True)
-    assert [(r.label, r.status) for r in load(path)] == [
-        *[("torch twin sm90", "ok")] * 4,
-        *[("torch sdpa", "ok")] * 4,
-    ]
-
-
 def test_tables(records):
     titles, row = gains(records)
     ours = dict(zip(titles, row, strict=True))
@@ -203,7 +171,7 @@ def test_an_inference_and_a_training_of_a_llama_are_rows_of_their_own(tmp_path):
     ]
     assert titles[4:] == ["prefill MFU", "prefill peak, MB", "decode peak, MB", "status"]
     assert [row[-1] for row in phases(records)] == ["status", "ok", "OOM"]
-    rates = {r.operation: end_to_end.columns(r)["tokens/s"] for r in records if r.times}
+    rates = {r.operation: cells(end_to_end.COLUMNS, r)["tokens/s"] for r in records if r.times}
     assert rates["prefill"] == 1e3 * 2 * 64 / 4
     assert rates["decode"] == 1e3 * 2 / 2
     assert rates["optimizer"] is None

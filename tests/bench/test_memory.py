@@ -5,6 +5,7 @@ import torch
 
 from bench.job import Subject
 from bench.records import load
+from bench.registry import cells
 from bench.report.plots.training import over_a_step, peaks_by_case
 from bench.report.tables import to_csv
 from bench.suites import memory
@@ -122,7 +123,7 @@ def test_a_record_keeps_the_timeline_and_its_peak(records):
     (rows,) = memory.tables(records).values()
     assert rows[0] == ["case", "implementation", *CATEGORIES, "all", "status"]
     assert [row[-1] for row in rows] == ["status", "ok", "OOM"]
-    assert memory.columns(ours)["memory, MB"] == 131e-6
+    assert cells(memory.COLUMNS, ours)["memory, MB"] == 131e-6
     assert "saved activations" not in to_csv(records)
 
 

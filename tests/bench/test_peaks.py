@@ -1,11 +1,8 @@
 """The vendor's figures: found by the device's name, and consistent with each other."""
 
-import doctest
-
 import pytest
 
-from bench import peaks
-from bench.peaks import A100, H200, datasheet
+from bench.peaks import A100, H200, datasheet, peak_jobs
 from twin_attention.targets.target import NUM_SMS
 
 
@@ -22,9 +19,6 @@ from twin_attention.targets.target import NUM_SMS
 def test_a_device_is_found_by_its_name(device, tflops, gigabytes_per_second):
     found = datasheet(device)
     assert (found.tflops, found.gigabytes_per_second) == (tflops, gigabytes_per_second)
-
-
-def test_a_device_that_is_not_known():
     assert datasheet("Fake GPU (compute capability 9.0)") is None
 
 
@@ -36,5 +30,9 @@ def test_the_clock_follows_from_the_rate(sheet, target, multiply_adds):
     assert sheet.gigahertz == pytest.approx(sheet.tflops * 1e3 / operations, rel=2e-3)
 
 
-def test_the_example_runs():
-    assert doctest.testmod(peaks) == doctest.TestResults(failed=0, attempted=1)
+def test_peaks_count_what_they_move():
+    matmul, read, copy = peak_jobs()
+    assert {job.operation for job in (matmul, read, copy)} == {"peak"}
+    assert matmul.flops == 2 * 8192**3
+    assert (read.reads, read.writes, read.bytes) == (2**30, 0, 2**30)
+    assert (copy.reads, copy.writes, copy.bytes) == (2**30, 2**30, 2**31)

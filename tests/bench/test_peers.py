@@ -9,14 +9,14 @@ from types import SimpleNamespace
 import jax
 import pytest
 import torch
+from torch.nn.attention.flex_attention import create_block_mask
 
 from bench.job import Absent
-from bench.peers import DECODE, FLASH, PREFILL, flashinfer, torch_peers
-from bench.problems import attention_jobs, decode_tensors
-from interop.parity.cases import DecodeCase, FlashCase, PagedCase
+from bench.peers import DECODE, FLASH, PACKED, PREFILL, flashinfer, packed_peers, torch_peers
+from bench.problems import attention_check, attention_tensors, decode_tensors
+from interop.parity.cases import DecodeCase, FlashCase, PagedCase, VarlenCase
 from interop.parity.check import sample_check
-from interop.parity.inputs import make_inputs
-from torch_attn import flash_attention
+from torch_attn import flash_attention, flash_attention_varlen
 from twin_attention.contract.operands import FlashOperands
 from twin_attention.contract.reference import attention_forward
 from twin_attention.contract.spec import AttentionSpec, Window
@@ -29,93 +29,144 @@ CASES = [
     replace(SQUARE, name="rectangle", causal=True, seq_q=16),
     replace(SQUARE, name="float32", dtype="float32"),
 ]
-
+LENGTHS = (5, 12, 1, 9)
+DOCUMENTS = VarlenCase(
+    "packed", tuple((n, n) for n in LENGTHS), (0, 0), heads_q=2, heads_kv=1, head_dim=16
+)
+PAGED = DecodeCase(
+    "paged", lengths=(5, 33, 16), tokens=1, heads_q=4, heads_kv=2, head_dim=16, page_size=8,
+    max_pages=6,
+)  # fmt: skip
+DENSE = replace(PAGED, name="dense", lengths=(19, 19))
+CHUNKS = PagedCase(
+    "chunks", lengths=(5, 33, 16), heads_q=4, heads_kv=2, head_dim=16, page_size=8, max_pages=6,
+    new_tokens=(5, 1, 9),
+)  # fmt: skip
 # What each adapter takes of the cases above.
 HALF = {"square", "causal", "groups"}
-TAKES = {
-    "eager": HALF | {"rectangle", "float32"},
-    "FA2": HALF | {"rectangle"},
-    "FA3": HALF | {"rectangle"},
-    "FA4": HALF | {"rectangle"},
-    "cuDNN": HALF,
-    "FlexAttention": HALF | {"rectangle", "float32"},
-    "jax.nn XLA": HALF | {"float32"},
-    "jax.nn cuDNN": HALF,
-    "jax Pallas mha": {"square", "causal"},
-    "tokamax Mosaic": HALF,
-    "tokamax Triton": HALF,
-}
+TAKES = dict.fromkeys(FLASH, HALF) | dict.fromkeys(("FA2", "FA3", "FA4"), HALF | {"rectangle"})
+TAKES |= dict.fromkeys(("eager", "FlexAttention"), HALF | {"rectangle", "float32"})
+TAKES |= {"jax.nn XLA": HALF | {"float32"}, "jax Pallas mha": {"square", "causal"}}
 # What of them a CPU can run; the operations themselves are tested in test_calls.py.
-OPERATION = dict.fromkeys(FLASH, "both") | {"FlexAttention": "forward"}
-OPERATION |= dict.fromkeys(("cuDNN", "jax.nn cuDNN"), None)
-OPERATION["FA3"] = "forward"
-OPERATION["tokamax Triton"] = None  # as its Mosaic kernels
+OPERATION = dict.fromkeys(FLASH, "both") | dict.fromkeys(("FlexAttention", "FA3"), "forward")
+OPERATION |= dict.fromkeys(("cuDNN", "jax.nn cuDNN", "tokamax Triton"), None)
 
 
 @pytest.fixture(autouse=True)
 def stand_ins(monkeypatch):
-    """Peers that a CPU can run: not compiled, interpreted, or JAX's own attention for tokamax's."""
+    """Peers that a CPU can run: not compiled, interpreted, or our own and JAX's attention."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # at its first import
         import jax.experimental.pallas.ops.gpu.attention as jax_pallas
 
-    def attend(*qkv, implementation, **options):
+    def tokamax(*qkv, implementation, **options):
         assert implementation in ("mosaic", "triton")
         return jax.nn.dot_product_attention(*qkv, **options)
 
     def fa3(*qkv, softmax_scale, causal):
         return flash_attention(*qkv, scale=softmax_scale, causal=causal)
 
-    def fa4(*qkv, softmax_scale, causal):
-        return flash_attention(*qkv, scale=softmax_scale, causal=causal), None
+    def varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale,
+               causal):  # fmt: skip
+        assert max_seqlen_q == max_seqlen_k == max(LENGTHS)
+        offsets = cu_seqlens_q, cu_seqlens_k
+        return flash_attention_varlen(q, k, v, *offsets, causal=causal, scale=softmax_scale)
 
-    monkeypatch.setattr(torch_peers, "compiled", lambda function: function)
-    for module, function in (("fa3_fwd_interface", fa3), ("flash_attn.cute", fa4)):
-        monkeypatch.setitem(sys.modules, module, SimpleNamespace(flash_attn_func=function))
+    def aten(q, k, v, cu_q, cu_k, max_q, max_k, dropout, causal, debug, *, scale):
+        assert (dropout, debug) == (0.0, False)
+        return (varlen(q, k, v, cu_q, cu_k, max_q, max_k, scale, causal),)
+
+    # FA4 returns the log-sum-exp as well, and has qv before the offsets.
+    fa4 = SimpleNamespace(
+        flash_attn_func=lambda *qkv, **options: (fa3(*qkv, **options), None),
+        flash_attn_varlen_func=lambda q, k, v, qv=None, **ends: (varlen(q, k, v, **ends), None),
+    )
+    fa3_module = SimpleNamespace(flash_attn_func=fa3, flash_attn_varlen_func=varlen)
+    operators = SimpleNamespace(_flash_attention_forward=aten)
+    monkeypatch.setattr(packed_peers, "_aten", lambda: operators)
+    for module in (torch_peers, packed_peers):
+        monkeypatch.setattr(module, "compiled", lambda function: function)
+    monkeypatch.setitem(sys.modules, "fa3_fwd_interface", fa3_module)
+    monkeypatch.setitem(sys.modules, "flash_attn.cute", fa4)
     monkeypatch.setattr(jax_pallas, "mha", partial(jax_pallas.mha, interpret=True))
-    monkeypatch.setitem(sys.modules, "tokamax", SimpleNamespace(dot_product_attention=attend))
+    monkeypatch.setitem(sys.modules, "tokamax", SimpleNamespace(dot_product_attention=tokamax))
 
 
-def tensors_of(case):
-    inputs = make_inputs(case, "cpu")
-    return [inputs[name] for name in ("q", "k", "v", "dout")]
+def flash(peer, operation="forward", **options):
+    case = replace(SQUARE, **options)
+    return FLASH[peer](case, operation, attention_tensors(case, "cpu"))
+
+
+def packed(peer, operation="forward", **options):
+    case = replace(DOCUMENTS, **options)
+    return PACKED[peer](case, operation, attention_tensors(case, "cpu"))
+
+
+def decode(peer, **options):
+    case = replace(DENSE, **options)
+    return DECODE[peer](case, decode_tensors(case, "cpu"))
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning")
 @pytest.mark.parametrize("peer", FLASH)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_a_peer_is_right_where_it_is_not_absent(peer, case):
-    tensors, operation = tensors_of(case), OPERATION[peer]
+    tensors, operation = attention_tensors(case, "cpu"), OPERATION[peer]
     if case.name not in TAKES[peer]:
         with pytest.raises(Absent):
             FLASH[peer](case, "both", tensors)
     elif operation is not None:
         call = FLASH[peer](case, operation, tensors)
-        check = attention_jobs([case], [operation], lambda case: {})[0].check(tensors)
-        assert check(call.result(call.run())) <= 1
+        assert attention_check(case, operation, tensors)(call.result(call.run())) <= 1
 
 
-@pytest.mark.parametrize("peer", FLASH)
-@pytest.mark.parametrize("options", [{"window_size": (8, 0)}, {"softcap": 20.0}])
-def test_a_peer_is_absent_where_its_adapter_would_drop_an_option(peer, options):
-    case = replace(SQUARE, **options)
-    with pytest.raises(Absent, match="neither windows nor capped scores"):
-        FLASH[peer](case, "forward", tensors_of(case))
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning")
+@pytest.mark.parametrize("peer", [name for name in PACKED if "cuDNN" not in name])
+def test_a_peer_of_packed_sequences_is_right(peer):
+    tensors = attention_tensors(DOCUMENTS, "cpu")
+    # FlexAttention has no backward on a CPU, and FA3's package none at all.
+    operation = "forward" if peer in ("FlexAttention", "FA3 varlen") else "backward"
+    call = PACKED[peer](DOCUMENTS, operation, tensors)
+    assert attention_check(DOCUMENTS, operation, tensors)(call.result(call.run())) <= 1
 
 
-@pytest.mark.parametrize("options", [{"head_dim": 20}, {"head_dim_v": 264}])
-def test_fa4_is_absent_at_a_head_size_that_it_does_not_take(options):
-    case = replace(SQUARE, **options)
-    with pytest.raises(Absent, match=r"takes head sizes up to 256 that 8 divides, not (20|264)"):
-        FLASH["FA4"](case, "forward", tensors_of(case))
+REFUSED = [(flash, peer, x) for peer in FLASH for x in ({"window_size": (8, 0)}, {"softcap": 2.0})]
+REFUSED += [(packed, peer, x) for peer in PACKED for x in (
+    {"softcap": 5.0}, {"padding": (0, 3)}, {"lengths": ((3, 4),)}, {"sinks": True},
+)]  # fmt: skip
+REFUSED += [
+    (flash, "FA4", {"head_dim": 20}),
+    (flash, "FA4", {"head_dim_v": 264}),
+    (packed, "FA4 varlen", {"head_dim": 20}),
+    (packed, "FA2 padded", {"causal": False}),
+    (decode, "FA2 dense", {"lengths": (5, 33)}),
+    (decode, "FA2 dense", {"window_size": (8, 0)}),
+    (decode, "FA2 dense", {"kv_dtype": "int8"}),
+    (decode, "cuDNN dense", {"tokens": 3}),
+    (decode, "FlashInfer", {"kv_dtype": "int8"}),
+    (decode, "FlashInfer", {"kv_dtype": "float8_e4m3fn", "scale_shape": (2,)}),
+    (decode, "FlashInfer", {"head_dim_v": 32}),
+]
+
+
+@pytest.mark.parametrize(("make", "peer", "options"), REFUSED)
+def test_a_peer_is_absent_where_its_adapter_would_drop_something(make, peer, options):
+    with pytest.raises(Absent):
+        make(peer, **options)
+
+
+@pytest.mark.parametrize("options", [{"padding": 3}, {"sinks": True}, {"kv_dtype": "int8"}])
+def test_flashinfers_prefill_is_absent_where_it_would_drop_something(options):
+    with pytest.raises(Absent):
+        PREFILL["FlashInfer"](replace(CHUNKS, **options), None)
 
 
 @pytest.mark.parametrize(
     ("module", "make"),
     [
-        ("flash_attn.cute", lambda: FLASH["FA4"](SQUARE, "forward", tensors_of(SQUARE))),
-        ("tokamax", lambda: FLASH["tokamax Mosaic"](SQUARE, "forward", tensors_of(SQUARE))),
-        ("flashinfer", lambda: DECODE["FlashInfer"](PAGED, decode_tensors(PAGED, "cpu"))),
+        ("flash_attn.cute", partial(flash, "FA4")),
+        ("tokamax", partial(flash, "tokamax Mosaic")),
+        ("flashinfer", partial(decode, "FlashInfer")),
     ],
 )
 def test_a_peer_that_is_not_installed_is_absent(monkeypatch, module, make):
@@ -124,14 +175,22 @@ def test_a_peer_that_is_not_installed_is_absent(monkeypatch, module, make):
         make()
 
 
-def test_tokamax_is_absent_where_it_says_that_it_is_not_implemented(monkeypatch):
+def test_a_peer_that_needs_too_much_or_has_no_such_function_is_absent(monkeypatch):
+    scores = 4 * 2 * 27**2
+    for operation, limit in (("forward", scores - 1), ("backward", 4 * scores - 1)):
+        monkeypatch.setattr(packed_peers, "SCORES_MAX", limit)
+        with pytest.raises(Absent, match="its scores would take"):
+            packed("jax.nn XLA", operation)
+    monkeypatch.setitem(sys.modules, "fa3_fwd_interface", SimpleNamespace())
+    with pytest.raises(Absent, match="has no flash_attn_varlen_func"):
+        packed("FA3 varlen")
+
     def refuse(*_, **__):
         raise NotImplementedError("only on TPUs")
 
-    module = SimpleNamespace(dot_product_attention=refuse)
-    monkeypatch.setitem(sys.modules, "tokamax", module)
+    monkeypatch.setitem(sys.modules, "tokamax", SimpleNamespace(dot_product_attention=refuse))
     with pytest.raises(Absent, match="only on TPUs"):
-        FLASH["tokamax Mosaic"](SQUARE, "forward", tensors_of(SQUARE))
+        flash("tokamax Mosaic")
 
 
 def test_tokamax_is_imported_without_xprof(monkeypatch, tmp_path):
@@ -144,45 +203,26 @@ def test_tokamax_is_imported_without_xprof(monkeypatch, tmp_path):
     (tmp_path / "tokamax.py").write_text(source)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "tokamax")
-    assert FLASH["tokamax Mosaic"](SQUARE, "forward", tensors_of(SQUARE))
+    assert flash("tokamax Mosaic")
     assert not any(name.startswith("xprof") for name in sys.modules)
 
 
-def check_decode(case, tensors):
-    return sample_check(tensors.arguments, case.spec, ("out",))
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("lengths", [(300, 5, 1, 414), (640,), (128, 256, 128), (100, 0, 29)])
+def test_the_mask_of_documents_is_that_of_its_pairs(lengths, causal):
+    case = replace(DOCUMENTS, lengths=tuple((n, n) for n in lengths), causal=causal)
+    mask = packed_peers.document_mask(case, "cpu")
+    size = (sum(lengths), sum(lengths))
+    want = create_block_mask(mask.mask_mod, None, None, *size, device="cpu")
+    assert torch.equal(mask.to_dense()[0, 0], want.to_dense()[0, 0])
+    assert torch.equal(mask.full_kv_num_blocks, want.full_kv_num_blocks)
+    assert mask.seq_lengths == want.seq_lengths
 
 
-PAGED = DecodeCase(
-    "paged", lengths=(5, 33, 16), tokens=1, heads_q=4, heads_kv=2, head_dim=16, page_size=8,
-    max_pages=6,
-)  # fmt: skip
-DENSE = replace(PAGED, name="dense", lengths=(19, 19))
-
-
-@pytest.mark.parametrize("tokens", [1, 3])
-def test_fa2_decodes_from_a_dense_copy(tokens):
-    case = replace(DENSE, tokens=tokens)
-    tensors = decode_tensors(case, "cpu")
-    call = DECODE["FA2 dense"](case, tensors)
-    assert check_decode(case, tensors)(call.result(call.run())) <= 1
-
-
-@pytest.mark.parametrize(
-    ("peer", "options"),
-    [
-        ("FA2 dense", {"lengths": (5, 33)}),
-        ("FA2 dense", {"window_size": (8, 0)}),
-        ("FA2 dense", {"kv_dtype": "int8"}),
-        ("cuDNN dense", {"tokens": 3}),
-        ("FlashInfer", {"kv_dtype": "int8"}),
-        ("FlashInfer", {"kv_dtype": "float8_e4m3fn", "scale_shape": (2,)}),
-        ("FlashInfer", {"head_dim_v": 32}),
-    ],
-)
-def test_a_decode_that_a_peer_does_not_do_is_absent(peer, options):
-    case = replace(DENSE, **options)
-    with pytest.raises(Absent):
-        DECODE[peer](case, decode_tensors(case, "cpu"))
+def test_of_torchs_backends_the_efficient_one_takes_float32():
+    """The adapter passes it on; a CPU has no such backend to run it."""
+    case = replace(SQUARE, dtype="float32")
+    assert torch_peers.sdpa("EFFICIENT_ATTENTION", case, "forward", attention_tensors(case, "cpu"))
 
 
 @pytest.mark.parametrize("backend", ["flash", "cudnn"])
@@ -200,11 +240,18 @@ def test_sdpa_without_a_choice_is_absent_where_it_would_drop_an_option(options):
     case = replace(SQUARE, causal=True, **options)
     for peer in (torch_peers.sdpa_by_default, partial(torch_peers.sdpa_operator, "flash")):
         with pytest.raises(Absent):
-            peer(case, "forward", tensors_of(case))
+            peer(case, "forward", attention_tensors(case, "cpu"))
 
 
-DECODE_WRAPPER = "BatchDecodeWithPagedKVCacheWrapper"
-PREFILL_WRAPPER = "BatchPrefillWithPagedKVCacheWrapper"
+def check_decode(case, tensors, call):
+    return sample_check(tensors.arguments, case.spec, ("out",))(call.result(call.run()))
+
+
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_fa2_decodes_from_a_dense_copy(tokens):
+    case = replace(DENSE, tokens=tokens)
+    tensors = decode_tensors(case, "cpu")
+    assert check_decode(case, tensors, DECODE["FA2 dense"](case, tensors)) <= 1
 
 
 class Wrapper:
@@ -249,48 +296,28 @@ class Wrapper:
 
 
 @pytest.mark.parametrize(
-    ("options", "wrapper"),
+    ("case", "options", "wrapper"),
     [
-        ({}, DECODE_WRAPPER),
-        ({"tokens": None}, DECODE_WRAPPER),
-        ({"tokens": 4}, PREFILL_WRAPPER),
-        ({"kv_dtype": "float8_e4m3fn"}, DECODE_WRAPPER),
-        ({"window_size": (9, 0), "softcap": 5.0, "scale": 0.3}, DECODE_WRAPPER),
+        (PAGED, {}, "Decode"),
+        (PAGED, {"tokens": None}, "Decode"),
+        (PAGED, {"tokens": 4}, "Prefill"),
+        (PAGED, {"kv_dtype": "float8_e4m3fn"}, "Decode"),
+        (PAGED, {"window_size": (9, 0), "softcap": 5.0, "scale": 0.3}, "Decode"),
+        (CHUNKS, {}, "Prefill"),
+        (CHUNKS, {"new_tokens": (1, 1, 1)}, "Prefill"),
+        (CHUNKS, {"window_size": (9, 0)}, "Prefill"),
     ],
 )
-def test_flashinfer_gets_the_pages_and_plans_once(monkeypatch, options, wrapper):
-    monkeypatch.setitem(sys.modules, "flashinfer", SimpleNamespace(**{wrapper: Wrapper}))
+def test_flashinfer_gets_the_pages_and_plans_once(monkeypatch, case, options, wrapper):
+    module = SimpleNamespace(**{f"Batch{wrapper}WithPagedKVCacheWrapper": Wrapper})
+    monkeypatch.setitem(sys.modules, "flashinfer", module)
     monkeypatch.setattr(flashinfer, "WORKSPACE_BYTES", 64)
     monkeypatch.setattr(flashinfer, "_compile_ahead", lambda device: None)
     monkeypatch.setattr(Wrapper, "planned", 0)
-    case = replace(PAGED, **options)
+    case = replace(case, **options)
     tensors = decode_tensors(case, "cpu")
-    call = DECODE["FlashInfer"](case, tensors)
+    peers = PREFILL if isinstance(case, PagedCase) else DECODE
+    call = peers["FlashInfer"](case, tensors)
     for _ in range(2):
-        assert check_decode(case, tensors)(call.result(call.run())) <= 1
+        assert check_decode(case, tensors, call) <= 1
     assert Wrapper.planned == 1
-
-
-CHUNKS = PagedCase(
-    "chunks", lengths=(5, 33, 16), heads_q=4, heads_kv=2, head_dim=16, page_size=8, max_pages=6,
-    new_tokens=(5, 1, 9),
-)  # fmt: skip
-
-
-@pytest.mark.parametrize("options", [{}, {"new_tokens": (1, 1, 1)}, {"window_size": (9, 0)}])
-def test_flashinfers_prefill_takes_any_number_of_new_tokens(monkeypatch, options):
-    monkeypatch.setitem(sys.modules, "flashinfer", SimpleNamespace(**{PREFILL_WRAPPER: Wrapper}))
-    monkeypatch.setattr(flashinfer, "WORKSPACE_BYTES", 64)
-    monkeypatch.setattr(Wrapper, "planned", 0)
-    case = replace(CHUNKS, **options)
-    tensors = decode_tensors(case, "cpu")
-    call = PREFILL["FlashInfer"](case, tensors)
-    for _ in range(2):
-        assert check_decode(case, tensors)(call.result(call.run())) <= 1
-    assert Wrapper.planned == 1
-
-
-@pytest.mark.parametrize("options", [{"padding": 3}, {"sinks": True}, {"kv_dtype": "int8"}])
-def test_flashinfers_prefill_is_absent_where_it_would_drop_something(options):
-    with pytest.raises(Absent):
-        PREFILL["FlashInfer"](replace(CHUNKS, **options), None)

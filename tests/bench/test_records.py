@@ -8,7 +8,7 @@ import pytest
 from bench.records import Times, append, drop_unfinished_line, load, stem
 
 
-def test_a_file_gives_back_what_was_appended(tmp_path, record):
+def test_a_file_gives_back_what_was_appended_compressed_or_not(tmp_path, record):
     path = tmp_path / "new" / "records.jsonl"
     measured = record(
         times=Times(2.0, 1.9, 2.1, 1.8, 2.2),
@@ -24,33 +24,28 @@ def test_a_file_gives_back_what_was_appended(tmp_path, record):
     case = measured.case | {"window_size": [48, 16]}  # JSON has no tuples
     assert back == [replace(measured, case=case), replace(failed, case=case)]
     assert [r.key for r in back] == [measured.key, failed.key]
-
-
-def test_a_compressed_file_gives_back_the_same(tmp_path, record):
-    path = tmp_path / "records.jsonl"
-    append(path, [record(), record(keys=2048)])
     compressed = tmp_path / "records.jsonl.gz"
     compressed.write_bytes(gzip.compress(path.read_bytes()))
-    assert load(compressed) == load(path)
+    assert load(compressed) == back
     assert stem(compressed) == stem(path) == "records"
 
 
 def test_names_of_earlier_versions_are_translated(tmp_path, record):
     path = tmp_path / "records.jsonl"
-    former = ("Triton", "Triton compiled", "Triton graph", "Triton without softmax", "Pallas")
+    former = {
+        "Triton": "torch triton",
+        "Triton compiled": "torch triton compiled",
+        "Triton graph": "torch triton graph",
+        "Triton without softmax": "torch triton without softmax",
+        "Pallas": "jax triton",
+        "tokamax Triton": "tokamax Triton",
+    }
     append(path, [record(implementation=name) for name in former])
-    assert [r.implementation for r in load(path)] == [
-        "torch triton", "torch triton compiled", "torch triton graph",
-        "torch triton without softmax", "jax triton",
-    ]  # fmt: skip
-    peer = record(implementation="tokamax Triton", target=None)
-    others = [record(suite="flash-vs-eager"), record(suite="eager-attention", operation="ceiling")]
-    append(path, [peer, *others])
-    assert [(r.suite, r.operation, r.implementation) for r in load(path)[-3:]] == [
-        ("flash", "forward", "tokamax Triton"),
-        ("eager", "forward", "torch triton"),
-        ("eager", "peak", "torch triton"),
-    ]
+    append(path, [record(suite="flash-vs-eager"), record(suite="eager-attention")])
+    append(path, [record(operation="ceiling")])
+    *back, first, second, peak = load(path)
+    assert [r.implementation for r in back] == list(former.values())
+    assert (first.suite, second.suite, peak.operation) == ("eager", "eager", "peak")
 
 
 @pytest.mark.parametrize("content", [b"no gzip", gzip.compress(b"{}" * 99, mtime=0)[:-9]])
@@ -70,40 +65,34 @@ def test_a_line_that_was_cut_short_is_dropped(tmp_path, record, cut, dropped, le
     content = path.read_bytes()
     path.write_bytes(content[: len(content) - cut])
     assert drop_unfinished_line(path) == dropped
-    assert len(load(path)) == left
     append(path, [record(keys=4096)])
     assert len(load(path)) == left + 1
 
 
 def test_the_key_is_of_the_measurement_and_not_of_what_it_found(record):
-    other = record(status="failed", message="no", date="2027-01-01T00:00:00+00:00")
-    assert record().key == other.key
+    now = record()
+    assert record(status="failed", message="no", date="2027-01-01T00:00:00+00:00").key == now.key
+    earlier, other = ({**now.case} for _ in range(2))
+    assert earlier.pop("sinks") is False  # a field that earlier records lack
+    assert replace(now, case=earlier).key == now.key
+    assert replace(now, case=other | {"sinks": True}).key != now.key
 
 
 @pytest.mark.parametrize(
-    "change",
+    ("field", "value"),
     [
-        {"suite": "fa2"},
-        {"keys": 2048},
-        {"operation": "backward"},
-        {"implementation": "jax triton"},
-        {"target": "sm80"},
-        {"device": "another"},
-        {"versions": {"torch": "3.0"}},
-        {"commit": "ba9876543210"},
+        ("suite", "fa2"),
+        ("keys", 2048),
+        ("operation", "backward"),
+        ("implementation", "jax triton"),
+        ("target", "sm80"),
+        ("device", "another"),
+        ("versions", {"torch": "3.0"}),
+        ("commit", "ba9876543210"),
     ],
-    ids=lambda change: next(iter(change)),
 )
-def test_the_key_differs_with(change, record):
-    assert record(**change).key != record().key
-
-
-def test_a_case_without_a_later_field_has_its_default(record):
-    now = record()
-    earlier, other = ({**now.case} for _ in range(2))
-    assert earlier.pop("sinks") is False
-    assert replace(now, case=earlier).key == now.key
-    assert replace(now, case=other | {"sinks": True}).key != now.key
+def test_the_key_differs_with(field, value, record):
+    assert record(**{field: value}).key != record().key
 
 
 @pytest.mark.parametrize(

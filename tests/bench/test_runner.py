@@ -39,6 +39,9 @@ def factory(name, result=lambda result: (result,)):
     return lambda tensors: Call(lambda: f"{name} of {tensors}", result)
 
 
+FACTORIES = {subject: factory(subject.implementation) for subject in (OURS, PEER)}
+
+
 def job(name, **changes):
     made = Job(
         case={"name": name, "batch": 1},
@@ -46,7 +49,7 @@ def job(name, **changes):
         flops=4 * 10**9,
         bytes=6 * 10**6,
         inputs=lambda: "tensors",
-        factories={subject: factory(subject[0]) for subject in (OURS, PEER)},
+        factories=FACTORIES,
     )
     return replace(made, **changes)
 
@@ -71,13 +74,15 @@ def run(tmp_path, origin):
     return run
 
 
-def test_a_record_holds_what_was_measured(run, origin):
-    code, records, printed = run(job("a", reads=4, writes=2))
+def statuses(records):
+    return [(r.case["name"], r.implementation, r.status) for r in records]
+
+
+def test_a_record_holds_what_was_measured(run, origin, tmp_path):
+    log = tmp_path / "gpu.csv"
+    code, records, printed = run(job("a", reads=4, writes=2), log=log)
     assert code == 0
-    assert [(r.case["name"], r.label, r.status) for r in records] == [
-        ("a", "torch triton sm90", "ok"),
-        ("a", "FA2", "ok"),
-    ]
+    assert statuses(records) == [("a", "torch triton", "ok"), ("a", "FA2", "ok")]
     ours = records[0]
     assert (ours.times, ours.span, ours.host) == (TIMING.busy, TIMING.span, TIMING.host)
     assert (ours.events, ours.memory) == (2.6, 1024)
@@ -87,15 +92,21 @@ def test_a_record_holds_what_was_measured(run, origin):
     assert ours.gpu["sm_mhz"] == 1980.0
     assert {name: getattr(ours, name) for name in origin} == origin
     assert "2.00" in printed
+    head, *lines = log.read_text().splitlines()
+    assert head == "job,time,sm_mhz,memory_mhz,watts,celsius,throttle"
+    assert {line.split(",")[0] for line in lines} == {"a forward"}
 
 
-def test_a_job_may_bring_a_timer_and_no_rates(run):
+def test_a_job_may_bring_a_timer_no_rates_and_what_its_compiler_plans(run):
     def timer(calls):
-        return {s: replace(t, busy=Times(0.5, 0.5, 0.5)) for s, t in fake_timer(calls).items()}
+        changes = {"busy": Times(0.5, 0.5, 0.5), "memory": None}
+        return {s: replace(t, **changes) for s, t in fake_timer(calls).items()}
 
-    _, records, _ = run(job("a", time=timer, flops=0, bytes=0), job("b"))
-    assert [r.times.median for r in records] == [0.5, 0.5, 2.0, 2.0]
-    assert {(r.tflops, r.bytes_per_second) for r in records[:2]} == {(None, None)}
+    planned = {OURS: lambda tensors: Call(lambda: "out", None, saved=7, planned=lambda: 9)}
+    _, records, _ = run(job("a", time=timer, flops=0, bytes=0, factories=planned), job("b"))
+    assert [r.times.median for r in records] == [0.5, 2.0, 2.0]
+    first = records[0]
+    assert (first.tflops, first.bytes_per_second, first.held, first.memory) == (None, None, 7, 9)
 
 
 @pytest.mark.parametrize(("operation", "limited"), [("forward", ["first call"]), ("peak", [])])
@@ -127,48 +138,34 @@ def test_memory_is_limited_for_the_implementation_alone(run, operation, limited)
     assert seen == limited
 
 
-def test_samples_go_into_the_log_that_is_asked_for(run, tmp_path):
-    log = tmp_path / "gpu.csv"
-    run(job("a"), job("b"), log=log)
-    head, *lines = log.read_text().splitlines()
-    assert head == "job,time,sm_mhz,memory_mhz,watts,celsius,throttle"
-    assert {line.split(",")[0] for line in lines} == {"a forward", "b forward"}
-
-
-@pytest.mark.parametrize(("error", "status"), [(0.5, "ok"), (1.0, "ok"), (1.1, "refused by parity"),
+@pytest.mark.parametrize(("error", "status"), [(1.0, "ok"), (1.1, "refused by parity"),
                                                (float("nan"), "refused by parity")])  # fmt: skip
 def test_only_what_is_right_is_timed(run, error, status):
-    made = []
+    made, timed = [], []
 
     def check(tensors):
         made.append(tensors)
         return lambda arrays: error if arrays == ("torch triton of tensors",) else 0.1
 
-    timed = []
-
     def timer(calls):
         timed.extend(calls)
         return fake_timer(calls)
 
-    _, records, printed = run(job("a", check=check), timer=timer)
-    ours, peer = sorted(records, key=lambda r: r.is_peer)
-    assert (ours.status, peer.status, peer.error) == (status, "ok", 0.1)
-    assert ours.error == pytest.approx(error, nan_ok=True)
-    assert timed == ([OURS, PEER] if status == "ok" else [PEER])
+    unchecked = Subject("no result")
+    factories = FACTORIES | {unchecked: factory("no result", result=None)}
+    _, records, printed = run(job("a", check=check, factories=factories), timer=timer)
+    found = {r.implementation: (r.status, r.error) for r in records}
+    assert found["torch triton"] == (status, pytest.approx(error, nan_ok=True))
+    assert found["FA2"] == ("ok", 0.1)
+    assert found["no result"] == ("ok", None)
+    assert timed == [*([OURS] if status == "ok" else []), PEER, unchecked]
     assert made == ["tensors"]  # the oracle runs once a job
     if status != "ok":
         assert f"torch triton sm90: refused by parity: its error is {error:.3g} times" in printed
 
 
-def test_a_call_without_a_result_is_not_checked(run):
-    factories = {OURS: factory("no result", result=None)}
-    check = lambda tensors: raises(AssertionError("checked"))  # noqa: E731
-    _, records, _ = run(job("a", factories=factories, check=check))
-    assert [(r.status, r.error) for r in records] == [("ok", None)]
-
-
-def test_what_is_measured_is_not_measured_again(run):
-    run(job("a"))
+def test_resume_measures_what_is_missing_and_shows_all(run, origin):
+    run(job("a", factories={OURS: FACTORIES[OURS]}))
     timed = []
 
     def timer(calls):
@@ -177,17 +174,12 @@ def test_what_is_measured_is_not_measured_again(run):
 
     code, records, printed = run(job("a"), job("b"), timer=timer, resume=True)
     assert code == 0
-    assert timed == [[OURS, PEER]]
+    assert timed == [[PEER], [OURS, PEER]]
     assert [r.case["name"] for r in records] == ["a", "a", "b", "b"]
-    assert printed.count("torch triton sm90") == 2  # the table shows both
-
-
-def test_resume_adds_the_implementation_that_is_missing(run):
-    factories = job("a").factories
-    run(job("a", factories={OURS: factories[OURS]}))
-    _, records, printed = run(job("a"), resume=True)
-    assert [r.label for r in records] == ["torch triton sm90", "FA2"]
-    assert printed.count("1.00") == 2  # and compares it with what was there
+    assert printed.count("torch triton sm90") == 2
+    assert printed.count("1.00") == 4  # ratios to the peer, also of what was there
+    _, again, _ = run(job("a"), resume=True, origin=origin | {"commit": "ba9876543210"})
+    assert len(again) == 6
 
 
 @pytest.mark.parametrize(
@@ -195,17 +187,9 @@ def test_resume_adds_the_implementation_that_is_missing(run):
     [(RuntimeError("the card fell off"), 1), (MemoryError("out of memory"), 0), (Absent("no"), 0)],
 )
 def test_resume_tries_again_what_failed_and_nothing_else(run, error, again):
-    factories = job("a").factories | {OURS: raises(error)}
-    run(job("a", factories=factories))
+    run(job("a", factories=FACTORIES | {OURS: raises(error)}))
     _, records, _ = run(job("a"), resume=True)
-    assert len(records) == 2 + again
     assert [r.status for r in records[2:]] == ["ok"] * again
-
-
-def test_another_commit_is_measured_again(run, origin):
-    run(job("a"))
-    _, records, _ = run(job("a"), resume=True, origin=origin | {"commit": "ba9876543210"})
-    assert len(records) == 4
 
 
 @pytest.mark.parametrize(
@@ -217,27 +201,20 @@ def test_another_commit_is_measured_again(run, origin):
         (RuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying"), "out of memory"),
         (RuntimeError("RESOURCE_EXHAUSTED: Failed to allocate request"), "out of memory"),
         (RuntimeError("out of resource: shared memory"), "failed"),
+        (Absent("no such package"), "absent"),
     ],
 )
 def test_an_implementation_that_fails_is_a_row_and_the_run_goes_on(run, error, status):
-    factories = job("a").factories | {OURS: raises(error)}
-    code, records, printed = run(job("a", factories=factories), job("b"))
+    code, records, printed = run(job("a", factories=FACTORIES | {OURS: raises(error)}), job("b"))
     assert code == 0
-    found = {(r.case["name"], r.label): r for r in records}
-    failed = found.pop(("a", "torch triton sm90"))
+    failed, *others = sorted(records, key=lambda r: r.status == "ok")
+    assert (failed.case["name"], failed.label) == ("a", "torch triton sm90")
     assert (failed.status, failed.times, failed.tflops) == (status, None, None)
     first_line = str(error).splitlines()[0]
-    assert failed.message == f"{type(error).__name__}: {first_line}"
-    assert [r.status for r in found.values()] == ["ok"] * 3
+    named = first_line if status == "absent" else f"{type(error).__name__}: {first_line}"
+    assert failed.message == named
+    assert [r.status for r in others] == ["ok"] * 3
     assert f"torch triton sm90: {status}: {failed.message}" in printed
-
-
-def test_a_peer_that_is_absent_says_why(run):
-    factories = job("a").factories | {PEER: raises(Absent("no such package"))}
-    code, records, _ = run(job("a", factories=factories))
-    assert code == 0
-    found = {r.label: (r.status, r.message) for r in records}
-    assert found == {"torch triton sm90": ("ok", None), "FA2": ("absent", "no such package")}
 
 
 @pytest.mark.parametrize("stage", ["run", "result", "check"])
@@ -247,9 +224,7 @@ def test_a_call_that_fails_is_a_row(run, stage):
     check = error if stage == "check" else lambda arrays: 0.5
     broken = job("a", check=lambda tensors: check, factories={PEER: lambda tensors: call})
     _, records, _ = run(broken, job("b"))
-    assert [(r.label, r.status) for r in records] == [
-        ("FA2", "failed"), ("torch triton sm90", "ok"), ("FA2", "ok"),
-    ]  # fmt: skip
+    assert [r.status for r in records] == ["failed", "ok", "ok"]
 
 
 @pytest.mark.parametrize("stage", ["inputs", "check", "timer"])
@@ -258,10 +233,7 @@ def test_a_case_that_fails_is_a_row_of_each_implementation(run, stage):
     broken = job("a") if stage == "timer" else job("a", **{stage: error})
     code, records, _ = run(broken, timer=error)
     assert code == 0
-    assert [(r.label, r.status) for r in records] == [
-        ("torch triton sm90", "out of memory"),
-        ("FA2", "out of memory"),
-    ]
+    assert [r.status for r in records] == ["out of memory"] * 2
 
 
 def test_what_cannot_be_timed_does_not_take_the_others_with_it(run):
@@ -285,6 +257,11 @@ class Memory:
         self.held.append(weakref.ref(taken))
         return taken
 
+    def call(self, tensors):
+        """Return a call that holds memory, as a graph of a forward does."""
+        graph = self.take()
+        return Call(lambda: graph and "done", lambda result: (result,))
+
     @property
     def in_use(self):
         return sum(reference() is not None for reference in self.held)
@@ -298,19 +275,12 @@ def test_what_does_not_fit_beside_the_others_is_timed_after_them(run):
             raise MemoryError("out of memory")
         return factory("heavy")(tensors)
 
-    def light(tensors):
-        graph = memory.take()
-        return Call(lambda: graph and "done", lambda result: (result,))
-
     def timer(calls):
         timed.append([subject.implementation for subject in calls])
         return fake_timer(calls)
 
-    factories = {
-        Subject("light"): light,
-        Subject("heavy"): heavy,
-        Subject("other"): factory("other"),
-    }
+    makers = {"light": memory.call, "heavy": heavy, "other": factory("other")}
+    factories = {Subject(name): make for name, make in makers.items()}
     _, records, _ = run(job("a", factories=factories), timer=timer)
     assert timed == [["light"], ["heavy", "other"]]
     assert [r.status for r in records] == ["ok"] * 3
@@ -319,15 +289,11 @@ def test_what_does_not_fit_beside_the_others_is_timed_after_them(run):
 def test_memory_is_released_once_nothing_refers_to_it(run):
     memory, in_use = Memory(), []
 
-    def works(tensors):
-        graph = memory.take()
-        return Call(lambda: graph and "done", lambda result: (result,))
-
     def too_large(tensors):
         taken = memory.take()
         raise MemoryError(f"out of memory {taken}")
 
-    broken = job("a", inputs=memory.take, factories={OURS: works, PEER: too_large})
+    broken = job("a", inputs=memory.take, factories={OURS: memory.call, PEER: too_large})
     run(broken, release=lambda: in_use.append(memory.in_use))
     inputs, graph = 1, 1
     # PEER fails, OURS is timed, PEER fails again, the job is done.
@@ -340,15 +306,9 @@ def test_ctrl_c_keeps_what_is_measured(run, stage):
     second = {
         "inputs": job("b", inputs=interrupt),
         "factory": job("b", factories={OURS: interrupt}),
-        "timer": job("b"),
+        "timer": job("b", time=interrupt),
     }[stage]
-
-    def timer(calls):
-        times = fake_timer(calls)
-        return interrupt() if stage == "timer" and timer.calls.pop() == "b" else times
-
-    timer.calls = ["b", "a"]
-    code, records, printed = run(job("a"), second, job("c"), timer=timer)
+    code, records, printed = run(job("a"), second, job("c"))
     assert code == 130
     assert [r.case["name"] for r in records] == ["a", "a"]
     assert "2.00" in printed

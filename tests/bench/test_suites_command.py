@@ -9,7 +9,6 @@ import torch
 
 from bench import __main__ as command
 from bench.job import Job, Subject
-from bench.peaks import peak_jobs
 from bench.records import append, load
 from bench.registry import SUITES
 from bench.suites import command as suites
@@ -29,7 +28,7 @@ def gpu(monkeypatch):
 
 
 def suite(name, jobs):
-    return SimpleNamespace(TITLE=name, NOTE="", jobs=lambda targets, pattern: jobs)
+    return SimpleNamespace(TITLE=name, NOTE="", jobs=lambda targets: jobs)
 
 
 def job(*names):
@@ -175,18 +174,6 @@ def measured(monkeypatch, record):
 def test_all_runs_every_suite_and_reports(gpu, measured, tmp_path):
     path = tmp_path / "bench.jsonl"
     assert command.main(["all", "--json", str(path)]) == 0
-    kernels = [
-        "flash",
-        "kvcache",
-        "fa2",
-        "eager",
-        "float32",
-        "packed",
-        "patterns",
-        "prefill",
-        "host",
-    ]
-    assert measured.names == [*kernels, "end-to-end", "memory"]
     assert measured.names == list(SUITES)
     logs = {name: log for name, log in measured.logs.items() if log is not None}
     assert logs == {"fa2": tmp_path / "bench-fa2-gpu.csv"}
@@ -198,11 +185,3 @@ def test_ctrl_c_ends_all_and_what_is_measured_is_reported(gpu, measured, tmp_pat
     assert command.main(["all", "--json", str(tmp_path / "bench.jsonl")]) == 130
     assert measured.names == ["flash", "kvcache"]
     assert (tmp_path / "bench.md").exists()
-
-
-def test_peaks_count_what_they_move():
-    matmul, read, copy = peak_jobs()
-    assert {job.operation for job in (matmul, read, copy)} == {"peak"}
-    assert matmul.flops == 2 * 8192**3
-    assert (read.reads, read.writes, read.bytes) == (2**30, 0, 2**30)
-    assert (copy.reads, copy.writes, copy.bytes) == (2**30, 2**30, 2**31)

@@ -1,13 +1,15 @@
 """From a trace to times, and in which order calls are made; a fake device makes the traces."""
 
+import doctest
 from types import SimpleNamespace
 
 import jax.numpy as jnp
 import pytest
 import torch
 
-from bench import timing
-from bench.timing import Kernel, Plan, device_times, split, time_calls, time_host
+from bench import peaks, sampling, timing
+from bench.records import Times
+from bench.timing import Kernel, Plan, device_times, split, summarize, time_calls, time_host
 
 FLUSH = "vectorized_elementwise_kernel<4, FillFunctor<signed char>, array>"
 
@@ -25,15 +27,31 @@ def trace(*calls):
 COPY_AND_KERNEL = [("copy", 200, 240), ("flash", 250, 310)]
 
 
+def test_times_are_medians_of_rounds_and_percentiles_of_all_calls():
+    times = summarize([[1.0, 2.0, 3.0], [50.0, 60.0, 70.0], [1.0, 2.0, 4.0]])
+    assert (times.median, times.fastest, times.slowest) == (2.0, 2.0, 60.0)
+    times = summarize([[float(i) for i in range(6)], [float(i) for i in range(6, 11)]])
+    assert (times.p20, times.p80) == (2.0, 8.0)
+    assert Times(2.0, 1.9, 2.2).spread == pytest.approx(0.15)
+
+
+@pytest.mark.parametrize("rounds", [[], [[]], [[1.0], []]])
+def test_a_round_without_calls_is_refused(rounds):
+    with pytest.raises(ValueError, match="rounds: expected a call or more in each"):
+        summarize(rounds)
+
+
+@pytest.mark.parametrize(("module", "examples"), [(timing, 1), (peaks, 1), (sampling, 2)])
+def test_the_examples_run(module, examples):
+    assert doctest.testmod(module) == doctest.TestResults(failed=0, attempted=examples)
+
+
 def test_a_trace_is_split_at_the_fills():
     first, second = [("a", 200, 210)], [("b", 200, 210), ("c", 220, 230)]
     turns = split(reversed(trace(first, second, second)), [1, 2])
     names = [[[kernel.name for kernel in call] for call in calls] for calls in turns]
     assert names == [[["a"]], [["b", "c"], ["b", "c"]]]
-
-
-def test_what_runs_before_the_first_fill_is_no_call():
-    stray = Kernel("stray", -10, -5)
+    stray = Kernel("stray", -10, -5)  # before the first fill
     assert split([stray, *trace([("a", 200, 210)])], [1])[0][0][0].name == "a"
 
 
@@ -43,17 +61,17 @@ def test_a_trace_that_lacks_something_is_refused(calls):
         split(trace(*calls), [2])
 
 
-def test_busy_leaves_gaps_out_and_span_counts_them():
-    (calls,) = split(trace(COPY_AND_KERNEL, COPY_AND_KERNEL), [2])
-    busy, span = device_times([calls, calls])
-    assert busy.median == pytest.approx(0.100)
-    assert span.median == pytest.approx(0.110)
-
-
-def test_kernels_side_by_side_are_busy_once():
-    (calls,) = split(trace([("a", 200, 300), ("b", 250, 280), ("c", 290, 310)]), [1])
-    busy, span = device_times([calls])
-    assert (busy.median, span.median) == (pytest.approx(0.110), pytest.approx(0.110))
+@pytest.mark.parametrize(
+    ("kernels", "busy", "span"),
+    [
+        (COPY_AND_KERNEL, 0.100, 0.110),  # a gap
+        ([("a", 200, 300), ("b", 250, 280), ("c", 290, 310)], 0.110, 0.110),  # side by side
+    ],
+)
+def test_busy_leaves_gaps_out_and_span_counts_them(kernels, busy, span):
+    (calls,) = split(trace(kernels, kernels), [2])
+    found = [times.median for times in device_times([calls, calls])]
+    assert found == pytest.approx([busy, span])
 
 
 @pytest.fixture
@@ -102,19 +120,12 @@ def test_calls_are_interleaved_and_the_order_turns_around(device):
     assert all(0 < t.host.median < 100 for t in found.values())
 
 
-def test_torch_is_queued_and_jax_waits_for_the_fill(device):
-    time_calls(device.calls, lambda result: None)
+def test_torch_is_queued_and_events_are_of_calls_that_are_neither_short_nor_long(device):
+    found = time_calls(device.calls, lambda result: None)
     queued = {name: plan.queued for name, plan in device.plans.items()}
     assert queued == {"short": True, "long": True, "longest": True, "jax": False}
-
-
-def test_events_and_memory_are_of_torch_and_events_of_calls_that_are_neither_short_nor_long(device):
-    found = time_calls(device.calls, lambda result: None)
-    assert {name: t.events for name, t in found.items()} == {
-        "short": None, "long": 0.61, "longest": None, "jax": None,
-    }  # fmt: skip
-    assert {name: t.memory for name, t in found.items()} == {
-        "short": 4096, "long": 4096, "longest": 4096, "jax": None,
+    assert {name: (t.events, t.memory) for name, t in found.items()} == {
+        "short": (None, 4096), "long": (0.61, 4096), "longest": (None, 4096), "jax": (None, None),
     }  # fmt: skip
 
 

@@ -11,7 +11,7 @@ TINY = make_config("tiny")
 
 @pytest.mark.parametrize("form", ["modern", "gpt"])
 @pytest.mark.parametrize("size", SIZES)
-def test_every_size_has_a_head_size_of_the_kernels(size, form):
+def test_every_size_has_a_head_dimension_of_the_kernels(size, form):
     config = make_config(size, form)
     assert config.head_dim % 8 == 0
     assert 16 <= config.head_dim <= 256

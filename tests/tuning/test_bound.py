@@ -41,41 +41,31 @@ def config(kernel):
 
 
 @pytest.mark.parametrize(
-    ("kernel", "tile"),
+    ("kernel", "spec", "tile"),
     [
         # s = q·kᵀ and p·v, 2 operations a multiply-add; 64 rows of k (128) and v (64), 2 bytes each
-        ("flash_fwd", Tile(2 * 128 * 64 * (128 + 64), 128 * 64, 64 * 192 * 2, "L2")),
+        ("flash_fwd", FLASH, Tile(2 * 128 * 64 * (128 + 64), 128 * 64, 64 * 192 * 2, "L2")),
         # s over D, dp over Dv, dq over D
-        ("flash_bwd_dq", Tile(2 * 128 * 64 * (128 + 64 + 128), 128 * 64, 64 * 192 * 2, "L2")),
+        ("flash_bwd_dq", FLASH, Tile(2 * 128 * 64 * 320, 128 * 64, 64 * 192 * 2, "L2")),
         # s, dp, dv, dk; 128 rows of q, dout and two float32
-        (
-            "flash_bwd_dkdv",
-            Tile(2 * 128 * 64 * (128 + 64 + 64 + 128), 128 * 64, 128 * (192 * 2 + 8), "L2"),
-        ),
+        ("flash_bwd_dkdv", FLASH,
+         Tile(2 * 128 * 64 * 2 * (128 + 64), 128 * 64, 128 * (192 * 2 + 8), "L2")),
         # dout and out of 128 rows, three float32
-        (
-            "flash_bwd_preprocess",
-            Tile(2 * 128 * 64, 0, 128 * (2 * 64 * 2 + 12), "device memory"),
-        ),
-    ],
-)
-def test_tile_of_flash_attention(kernel, tile):
-    assert count(kernel, FLASH, config(kernel)) == tile
-
-
-@pytest.mark.parametrize(
-    ("kernel", "tile"),
-    [
+        ("flash_bwd_preprocess", FLASH,
+         Tile(2 * 128 * 64, 0, 128 * (2 * 64 * 2 + 12), "device memory")),
+        # padding is multiplied but not loaded
+        ("flash_fwd", replace(FLASH, head_dim=120, head_dim_v=56),
+         Tile(2 * 128 * 64 * (128 + 64), 128 * 64, 64 * (120 + 56) * 2, "L2")),
         # 3 tokens of 8 heads a group are 32 rows; 64 keys and values of 128 bytes
-        ("paged_decode", Tile(2 * 32 * 64 * 256, 32 * 64, 64 * 256, "device memory")),
+        ("paged_decode", DECODE, Tile(2 * 32 * 64 * 256, 32 * 64, 64 * 256, "device memory")),
         # 64 parts of 128 float32 and their lse
-        ("combine", Tile(2 * 64 * 128, 64, 64 * 129 * 4, "L2")),
+        ("combine", DECODE, Tile(2 * 64 * 128, 64, 64 * 129 * 4, "L2")),
         # 128 heads of a key and a value, read in 2 bytes and written in 1
-        ("append_kv", Tile(0, 0, 128 * 256 * 3, "device memory")),
+        ("append_kv", DECODE, Tile(0, 0, 128 * 256 * 3, "device memory")),
     ],
-)
-def test_tile_of_decode(kernel, tile):
-    assert count(kernel, DECODE, config(kernel)) == tile
+)  # fmt: skip
+def test_tile(kernel, spec, tile):
+    assert count(kernel, spec, config(kernel)) == tile
 
 
 @pytest.mark.parametrize("cap_functions", [1, 2])
@@ -87,61 +77,34 @@ def test_a_softcap_takes_further_special_functions_a_score(cap_functions):
     assert capped == replace(plain, special=(1 + cap_functions) * plain.special)
 
 
-def test_padding_is_multiplied_but_not_loaded():
-    tile = count("flash_fwd", replace(FLASH, head_dim=120, head_dim_v=56), TILES)
-    assert (tile.flops, tile.bytes) == (2 * 128 * 64 * (128 + 64), 64 * (120 + 56) * 2)
+TF32 = replace(FLASH, dtype="float32", precision="tf32")
 
 
 @pytest.mark.parametrize(
-    ("target", "multiply", "special", "load", "limit"),
+    ("kernel", "spec", "config", "target", "cycles", "limit"),
     [
         # 128·64·192 multiply-adds at 1024; 128·64 exponentials at 16; 24 KiB at 5120 / 108
-        ("sm80", 1536, 512, 518.4, "tensor cores"),
+        ("flash_fwd", FLASH, TILES, "sm80",
+         {"tensor cores": 1536, "special functions": 512, "L2": 518.4}, "tensor cores"),
         # at 2048; at 16; at 5120 / 132
-        ("sm90", 768, 512, 633.6, "tensor cores"),
+        ("flash_fwd", FLASH, TILES, "sm90",
+         {"tensor cores": 768, "special functions": 512, "L2": 633.6}, "tensor cores"),
+        ("flash_fwd", FLASH, replace(TILES, block_q=64), "sm90", {"tensor cores": 384}, "L2"),
+        ("flash_fwd", replace(FLASH, softcap=30.0), TILES, "sm90", {"special functions": 1536},
+         "special functions"),
+        ("flash_fwd", TF32, TILES, "sm80", {"tensor cores, TF32": 3072}, "tensor cores, TF32"),
+        ("flash_fwd", replace(FLASH, dtype="float32"), TILES, "sm80",
+         {"FMA units": 128 * 64 * 192 / 64}, "FMA units"),
+        ("paged_decode", DECODE, CONFIGS[DecodeConfig], "sm80",
+         {"device memory": 16384 * 108 / (2039 / 1.41), "tensor cores": 32 * 64 * 256 / 1024},
+         "device memory"),
+        ("paged_decode", DECODE, CONFIGS[DecodeConfig], "sm90",
+         {"device memory": 16384 * 132 / (4800 / 1.83), "tensor cores": 32 * 64 * 256 / 2048},
+         "device memory"),
     ],
-)
-def test_cycles_and_bound(target, multiply, special, load, limit):
-    found = bound("flash_fwd", FLASH, TILES, target)
-    assert found.cycles == pytest.approx(
-        {"tensor cores": multiply, "special functions": special, "L2": load}
-    )
+)  # fmt: skip
+def test_cycles_and_bound(kernel, spec, config, target, cycles, limit):
+    found = bound(kernel, spec, config, target)
+    assert {name: found.cycles[name] for name in cycles} == pytest.approx(cycles)
     assert found.limit == limit
-    assert found.intensity == 128  # 2·128·64·192 operations, 64·192·2 bytes
-
-
-def test_a_softcap_is_bound_by_special_functions():
-    found = bound("flash_fwd", replace(FLASH, softcap=30.0), TILES, "sm90")
-    assert (found.limit, found.cycles[found.limit]) == ("special functions", 1536)
-
-
-def test_few_rows_are_bound_by_l2():
-    found = bound("flash_fwd", FLASH, replace(TILES, block_q=64), "sm90")
-    assert found.limit == "L2"
-    assert found.cycles["tensor cores"] == 384
-
-
-def test_tf32_is_multiplied_by_tensor_cores_at_half_the_rate():
-    spec = replace(FLASH, dtype="float32", precision="tf32")
-    cycles = bound("flash_fwd", spec, TILES, "sm80").cycles
-    of_16_bits = bound("flash_fwd", FLASH, TILES, "sm80").cycles["tensor cores"]
-    assert cycles["tensor cores, TF32"] == 2 * of_16_bits
-
-
-def test_float32_is_multiplied_by_fma_units():
-    found = bound("flash_fwd", replace(FLASH, dtype="float32"), TILES, "sm80")
-    assert (found.limit, found.cycles[found.limit]) == ("FMA units", 128 * 64 * 192 / 64)
-
-
-@pytest.mark.parametrize(
-    ("target", "load"),
-    [
-        ("sm80", 16384 * 108 / (2039 / 1.41)),
-        ("sm90", 16384 * 132 / (4800 / 1.83)),
-    ],
-)
-def test_a_decode_is_bound_by_device_memory(target, load):
-    found = bound("paged_decode", DECODE, config("paged_decode"), target)
-    assert found.limit == "device memory"
-    assert found.cycles["device memory"] == pytest.approx(load)
-    assert found.cycles["tensor cores"] == 32 * 64 * 256 / {"sm80": 1024, "sm90": 2048}[target]
+    assert found.intensity == found.tile.flops / found.tile.bytes

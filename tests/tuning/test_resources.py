@@ -34,12 +34,6 @@ LOOPS = """
 """
 
 
-def test_the_main_loop_is_the_last_with_products():
-    (loop,) = _main_loops(LOOPS)
-    assert (loop.count("HMMA"), _bytes_moved("LDL", loop), _bytes_moved("STL", loop)) == (1, 4, 0)
-    assert _main_loops(SASS) == []
-
-
 NESTED = """
         /*0010*/                   STL [R1+0x10], R5 ;
         /*0020*/                   HGMMA.64x128x16.F32.BF16 R24, gdesc[UR4], RZ, !UPT ;
@@ -53,9 +47,11 @@ NESTED = """
 """
 
 
-def test_the_main_loop_has_no_loop_in_it():
-    (loop,) = _main_loops(NESTED)
-    assert (loop.count("HGMMA"), _bytes_moved("LDL", loop), _bytes_moved("STL", loop)) == (1, 4, 0)
+@pytest.mark.parametrize(("sass", "products"), [(LOOPS, "HMMA"), (NESTED, "HGMMA")])
+def test_the_main_loop_is_the_last_with_products_and_has_no_loop_in_it(sass, products):
+    (loop,) = _main_loops(sass)
+    assert (loop.count(products), _bytes_moved("LDL", loop), _bytes_moved("STL", loop)) == (1, 4, 0)
+    assert _main_loops(SASS) == []
 
 
 SPECIALIZED = """

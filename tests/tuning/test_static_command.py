@@ -63,51 +63,36 @@ def test_a_feature_that_changes_nothing_has_no_row_of_the_bound():
     assert "decode-crowded" not in text
 
 
-@pytest.mark.parametrize(
-    ("arguments", "targets"),
-    [
-        ([], {"sm80", "sm90"}),
-        (["--target", "sm90"], {"sm90"}),
-        (["--target", "sm80", "--target", "sm90"], {"sm80", "sm90"}),
-    ],
-)
-def test_targets(arguments, targets, monkeypatch):
-    selected = []
+@pytest.fixture
+def select(monkeypatch):
+    """Run the command without compiling; returns the problems that it would compile."""
 
-    def check_all(problems, *_):
-        selected.extend(problems)
-        return []
+    def run(*arguments, missing=lambda problem: None):
+        selected = []
+        monkeypatch.setattr(command, "_check_all", lambda chosen, *_: selected.extend(chosen) or [])
+        monkeypatch.setattr(command, "not_compiled", missing)
+        assert main(["static", *arguments]) == 1  # nothing was compiled
+        return selected
 
-    monkeypatch.setattr(command, "_check_all", check_all)
-    monkeypatch.setattr(command, "not_compiled", lambda problem: None)
-    assert main(["static", *arguments]) == 1  # nothing was compiled
-    assert {problem.target for problem in selected} == targets
+    return run
 
 
-def test_one_problem_of_12_has_something_of_everything(monkeypatch):
-    selected = []
-    monkeypatch.setattr(command, "_check_all", lambda problems, *_: selected.extend(problems) or [])
-    monkeypatch.setattr(command, "not_compiled", lambda problem: None)
-
-    def found(*arguments):
-        selected.clear()
-        main(["static", "--target", "sm80", *arguments])
-        tables = {(problem.framework, problem.family) for problem in selected}
-        fields = ({getattr(problem, name) for problem in selected} for name in ("dtype", "feature"))
-        return len(selected), tables, *fields
-
-    all_of_them, *everything = found()
-    some, *something = found("--every", "12")
-    assert all_of_them / 12 <= some < all_of_them / 8
-    assert something == everything
+@pytest.mark.parametrize("targets", [(), ("sm90",), ("sm80", "sm90")])
+def test_targets(select, targets):
+    selected = select(*(word for target in targets for word in ("--target", target)))
+    assert {problem.target for problem in selected} == set(targets or ("sm80", "sm90"))
 
 
-def test_what_is_not_compiled_has_a_reason(monkeypatch, capsys):
-    selected = []
+def test_one_problem_of_12_has_something_of_everything(select):
+    all_of_them, some = select("--target", "sm80"), select("--target", "sm80", "--every", "12")
+    assert len(all_of_them) / 12 <= len(some) < len(all_of_them) / 8
+    for name in ("framework", "family", "dtype", "feature"):
+        assert {getattr(x, name) for x in some} == {getattr(x, name) for x in all_of_them}
+
+
+def test_what_is_not_compiled_has_a_reason(select, capsys):
     reason = {"mosaic": "its kernels need jax 0.11"}
-    monkeypatch.setattr(command, "_check_all", lambda problems, *_: selected.extend(problems) or [])
-    monkeypatch.setattr(command, "not_compiled", lambda problem: reason.get(problem.family))
-    main(["static", "--target", "sm90"])
+    selected = select("--target", "sm90", missing=lambda problem: reason.get(problem.family))
     assert "jax mosaic on sm90, not compiled: its kernels need jax 0.11" in capsys.readouterr().out
     assert {problem.family for problem in selected} == {"triton", "gluon"}
 

@@ -102,7 +102,7 @@ def test_int8_is_stored_as_the_integer_that_was_rounded(framework, target):
 
 
 def test_explicit_kernels_are_fit_for_sm80():
-    """A head size of two column pieces stands for all, which take minutes to compile."""
+    """A head dimension of two column pieces stands for all, which take minutes to compile."""
     verdicts = check(Problem("torch", "sm80", "bfloat16", 80, "causal", "gluon"))
     assert {verdict.kernel for verdict in verdicts} == {*FAMILY_KERNELS["sm80"]}
     assert not {v.kernel: v.failures for v in verdicts if v.failures}
@@ -139,14 +139,8 @@ def test_mosaic_kernels_are_fit_for_sm80(shared_memory):
     assert not {v.kernel: v.failures for v in verdicts if v.failures}
 
 
-def test_mosaic_kernels_are_compiled_for_both_sizes_of_card():
-    found = {target: {p.shared_memory for p in problems("jax", target, "mosaic")}
-             for target in TARGETS}  # fmt: skip
-    assert found == {"sm80": {None, SHARED_MEMORY_OF_SMALLER_CARDS}, "sm90": {None}}
-
-
 def shared_memory_on_smaller_cards() -> dict[tuple[str, int], int]:
-    """Return the bytes of each kernel, by head size."""
+    """Return the bytes of each kernel, by head dimension."""
     limit, found = SHARED_MEMORY_OF_SMALLER_CARDS, {}
     for head_dim in (64, 256):
         spec = Problem("torch", "sm80", "bfloat16", head_dim, "causal", "gluon").spec
@@ -157,7 +151,7 @@ def shared_memory_on_smaller_cards() -> dict[tuple[str, int], int]:
 
 
 def test_explicit_kernels_fit_smaller_cards():
-    """With another row where the first takes too much: dk and dv at both of these head sizes."""
+    """With another row where the first takes too much: dk and dv at both head dimensions."""
     with ProcessPoolExecutor(1, get_context("spawn")) as pool:  # see `only_shared_memory`
         found = pool.submit(shared_memory_on_smaller_cards).result()
     assert found.keys() == {*product(FAMILY_KERNELS["sm80"], (64, 256))}
@@ -175,7 +169,7 @@ def test_gate_judges_a_changed_configuration(framework):
     assert shared == f"{forward.resources.shared} B of shared memory, of {99 * 1024}"
 
 
-def test_four_programs_of_head_size_64_share_an_sm_of_sm90():
+def test_four_programs_of_head_dimension_64_share_an_sm_of_sm90():
     forward, *_ = check(Problem("torch", "sm90", "bfloat16", 64, "causal"))
     assert (forward.kernel, forward.resources.occupancy) == ("flash_fwd", 4)
     assert forward.resources.spill_loads <= 16  # scalars, no part of a tile
@@ -205,146 +199,89 @@ def test_compiled_kernels_take_the_exponentials_that_the_bound_counts():
 
 
 FIT = Resources(
-    registers=128,
-    spill_stores=0,
-    spill_loads=0,
-    loop_spills=0,
-    stack=0,
-    shared=48 * 1024,
-    warps=4,
-    occupancy=4,
-    serialized=False,
-    unwritten=0,
-    mma=64,
-    wgmma=64,
-    cp_async=16,
-    tma=16,
-    ldmatrix=16,
+    registers=128, spill_stores=0, spill_loads=0, loop_spills=0, stack=0, shared=48 * 1024, warps=4,
+    occupancy=4, serialized=False, unwritten=0, mma=64, wgmma=64, cp_async=16, tma=16, ldmatrix=16,
     ex2=64,
-)
+)  # fmt: skip
+SMALL = FlashConfig(block_q=64, block_kv=64, num_warps=4, num_stages=2)
+FEW_KEYS = replace(SMALL, block_kv=32)
+FWD = FwdConfig(block_q=64, block_kv=64, num_warps=4, num_stages=1, q_in_registers=0)
+SPECIALIZED = SpecializedConfig(128, 128, num_warps=12, num_stages=2, ping_pong=1)
+WARPS = WarpDecodeConfig(16, 64, num_warps=4, num_stages=1, num_programs=2)
+DECODE = DecodeConfig(max_rows=64, block_kv=64, num_warps=4, num_stages=3)
+SM80 = Problem("torch", "sm80", "bfloat16", 64, "causal")
+SM90 = replace(SM80, target="sm90")
+TF32 = replace(SM90, dtype="float32", feature="tf32")
+FLOAT32 = replace(SM80, dtype="float32", framework="jax")
+GLUON_80, GLUON_90 = replace(SM80, family="gluon"), replace(SM90, family="gluon")
+MOSAIC = Problem("jax", "sm80", "bfloat16", 64, "decode", "mosaic", 99 * 1024)
+INT8 = Problem("torch", "sm80", "int8", 64, "decode")
+NO_PRODUCTS = {"mma": 0, "wgmma": 0, "cp_async": 0}
+OVER_99_KIB = "101377 B of shared memory, of 101376"
 
 
 @pytest.mark.parametrize(
-    ("target", "change", "failure"),
+    ("problem", "kernel", "config", "change", "failure"),
     [
-        ("sm80", {}, None),
-        ("sm80", {"spill_loads": 124, "loop_spills": 32}, None),
-        ("sm80", {"spill_loads": 128}, "spills 0 B of stores, 128 B of loads"),
-        ("sm80", {"spill_loads": 36, "loop_spills": 36}, "spills 0 B of stores, 36 B of loads"),
-        ("sm80", {"shared": 99 * 1024 + 1}, "101377 B of shared memory, of 101376"),
-        ("sm80", {"mma": 0}, "no mma.sync"),
-        ("sm80", {"cp_async": 0}, "no cp.async"),
-        ("sm80", {"wgmma": 0}, None),
-        ("sm90", {"spill_loads": 4}, None),
-        ("sm90", {"shared": 200 * 1024}, None),
-        ("sm90", {"shared": 227 * 1024 + 1}, "232449 B of shared memory, of 232448"),
-        ("sm90", {"mma": 0, "cp_async": 0}, None),
-        ("sm90", {"wgmma": 0}, "no wgmma"),
+        (SM80, "flash_fwd", SMALL, {}, None),
+        (SM80, "flash_fwd", SMALL, {"spill_loads": 124, "loop_spills": 32}, None),
+        (SM80, "flash_fwd", SMALL, {"spill_loads": 128}, "spills 0 B of stores, 128 B of loads"),
+        (SM80, "flash_fwd", SMALL, {"spill_loads": 36, "loop_spills": 36},
+         "spills 0 B of stores, 36 B of loads"),
+        (SM80, "flash_fwd", SMALL, {"shared": 99 * 1024 + 1}, OVER_99_KIB),
+        (SM80, "flash_fwd", SMALL, {"mma": 0}, "no mma.sync"),
+        (SM80, "flash_fwd", SMALL, {"cp_async": 0}, "no cp.async"),
+        (SM80, "flash_fwd", SMALL, {"wgmma": 0}, None),
+        (SM90, "flash_fwd", SMALL, {"spill_loads": 4}, None),
+        (SM90, "flash_fwd", SMALL, {"shared": 200 * 1024}, None),
+        (SM90, "flash_fwd", SMALL, {"shared": 227 * 1024 + 1},
+         "232449 B of shared memory, of 232448"),
+        (SM90, "flash_fwd", SMALL, {"mma": 0, "cp_async": 0}, None),
+        (SM90, "flash_fwd", SMALL, {"wgmma": 0}, "no wgmma"),
+        # A backward of SM80 may take an A100's shared memory.
+        (SM80, "flash_bwd_dq", SMALL, {"shared": 163 * 1024}, None),
+        (SM80, "flash_bwd_dq", SMALL, {"shared": 163 * 1024 + 1},
+         "166913 B of shared memory, of 166912"),
+        # What needs no tensor cores
+        (FLOAT32, "flash_fwd", SMALL, NO_PRODUCTS, None),
+        (replace(FLOAT32, target="sm90"), "flash_fwd", SMALL, NO_PRODUCTS, None),
+        (SM80, "flash_bwd_preprocess", PreprocessConfig(64, 4), NO_PRODUCTS, None),
+        (INT8, "combine", CombineConfig(16, 4, 1), NO_PRODUCTS, None),
+        # Tiles that leave a choice of products, or have no pipeline
+        (SM90, "flash_bwd_dkdv", FEW_KEYS, {"wgmma": 0}, None),
+        (SM90, "flash_bwd_dq", FEW_KEYS, {"wgmma": 0}, "no wgmma"),
+        (SM90, "flash_bwd_dq", replace(FEW_KEYS, num_warps=2), {"wgmma": 0}, "no wgmma"),
+        (TF32, "flash_bwd_dq", FEW_KEYS, {"wgmma": 0}, "no wgmma"),
+        (TF32, "flash_fwd", FEW_KEYS, {"wgmma": 0}, None),
+        (TF32, "flash_fwd", FEW_KEYS, {"mma": 0}, "no mma.sync"),
+        (SM80, "flash_bwd_dq", replace(FEW_KEYS, num_stages=1), {"cp_async": 0}, None),
+        # A decode needs tensor cores of either kind.
+        (INT8, "paged_decode", DECODE, {"wgmma": 0}, None),
+        (replace(INT8, target="sm90"), "paged_decode", DECODE, {"wgmma": 0}, None),
+        (INT8, "paged_decode", DECODE, {"mma": 0, "wgmma": 0}, "no mma.sync or wgmma"),
+        # Explicit kernels
+        (GLUON_80, "flash_fwd", FWD,
+         {"spill_stores": 400, "spill_loads": 400, "loop_spills": 255}, None),
+        (GLUON_80, "flash_fwd", FWD, {"loop_spills": 256},
+         "spills 256 B in a step of its main loop"),
+        (GLUON_80, "flash_fwd", FWD, {"shared": 99 * 1024 + 1}, OVER_99_KIB),
+        (GLUON_80, "flash_fwd", FWD, {"mma": 0}, "no mma.sync"),
+        (GLUON_80, "flash_fwd", FWD, {"cp_async": 0}, "no cp.async"),
+        (GLUON_80, "flash_fwd", FWD, {"ldmatrix": 0}, "no ldmatrix"),
+        (GLUON_90, "flash_fwd", SPECIALIZED, {"mma": 0, "cp_async": 0, "ldmatrix": 0}, None),
+        (GLUON_90, "flash_fwd", SPECIALIZED, {"loop_spills": 256},
+         "spills 256 B in a step of its main loop"),
+        (GLUON_90, "flash_fwd", SPECIALIZED, {"wgmma": 0}, "no wgmma"),
+        (GLUON_90, "flash_fwd", SPECIALIZED, {"tma": 0}, "no TMA"),
+        (GLUON_90, "flash_fwd", SPECIALIZED, {"serialized": True}, "waits for each wgmma"),
+        (GLUON_90, "flash_fwd", SPECIALIZED, {"unwritten": 2},
+         "reads registers that nothing wrote in 2 instructions"),
+        (MOSAIC, "paged_decode", WARPS, {"wgmma": 0, "tma": 0}, None),
+        (MOSAIC, "paged_decode", WARPS, {"cp_async": 0}, "no cp.async"),
+        (replace(MOSAIC, target="sm90"), "paged_decode", WARPS, {"ldmatrix": 0}, "no ldmatrix"),
+        (MOSAIC, "paged_decode", WARPS, {"shared": 99 * 1024 + 1}, OVER_99_KIB),
     ],
-)
-def test_what_fails(target, change, failure):
-    config = FlashConfig(block_q=64, block_kv=64, num_warps=4, num_stages=2)
-    problem = Problem("torch", target, "bfloat16", 64, "causal")
-    found = failures(problem, "flash_fwd", config, replace(FIT, **change))
+)  # fmt: skip
+def test_what_fails(problem, kernel, config, change, failure):
+    found = failures(problem, kernel, config, replace(FIT, **change))
     assert found == (() if failure is None else (failure,))
-
-
-def test_a_backward_of_sm80_may_take_an_a100s_shared_memory():
-    config = FlashConfig(block_q=64, block_kv=64, num_warps=4, num_stages=2)
-    problem = Problem("torch", "sm80", "bfloat16", 256, "causal")
-    assert failures(problem, "flash_bwd_dq", config, replace(FIT, shared=163 * 1024)) == ()
-    (failure,) = failures(problem, "flash_bwd_dq", config, replace(FIT, shared=163 * 1024 + 1))
-    assert failure == "166913 B of shared memory, of 166912"
-
-
-def test_what_needs_no_tensor_cores():
-    config = FlashConfig(block_q=64, block_kv=64, num_warps=4, num_stages=2)
-    without = replace(FIT, mma=0, wgmma=0, cp_async=0)
-    for target in TARGETS:
-        float32 = Problem("jax", target, "float32", 64, "causal")
-        assert failures(float32, "flash_fwd", config, without) == ()
-        bfloat16 = replace(float32, dtype="bfloat16")
-        rows = PreprocessConfig(block_q=64, num_warps=4)
-        assert failures(bfloat16, "flash_bwd_preprocess", rows, without) == ()
-        assert failures(bfloat16, "flash_bwd_dq", config, without) != ()
-
-
-def test_what_the_tiles_do_not_allow():
-    problem = Problem("torch", "sm90", "bfloat16", 64, "causal")
-    small = FlashConfig(block_q=64, block_kv=32, num_warps=4, num_stages=2)
-    assert failures(problem, "flash_bwd_dkdv", small, replace(FIT, wgmma=0)) == ()
-    assert failures(problem, "flash_bwd_dq", small, replace(FIT, wgmma=0)) == ("no wgmma",)
-    few_warps = replace(small, num_warps=2)
-    assert failures(problem, "flash_bwd_dq", few_warps, replace(FIT, wgmma=0)) == ("no wgmma",)
-    tf32 = replace(problem, dtype="float32", feature="tf32")
-    assert failures(tf32, "flash_bwd_dq", small, replace(FIT, wgmma=0)) == ("no wgmma",)
-    assert failures(tf32, "flash_fwd", small, replace(FIT, wgmma=0)) == ()
-    assert failures(tf32, "flash_fwd", small, replace(FIT, mma=0)) == ("no mma.sync",)
-    unpipelined = replace(small, num_stages=1)
-    on_sm80 = replace(problem, target="sm80")
-    assert failures(on_sm80, "flash_bwd_dq", unpipelined, replace(FIT, cp_async=0)) == ()
-
-
-@pytest.mark.parametrize(
-    ("change", "failure"),
-    [
-        ({"spill_stores": 400, "spill_loads": 400, "loop_spills": 255}, None),
-        ({"loop_spills": 256}, "spills 256 B in a step of its main loop"),
-        ({"shared": 99 * 1024 + 1}, "101377 B of shared memory, of 101376"),
-        ({"mma": 0}, "no mma.sync"),
-        ({"cp_async": 0}, "no cp.async"),
-        ({"ldmatrix": 0}, "no ldmatrix"),
-    ],
-)
-def test_what_fails_of_explicit_kernels(change, failure):
-    config = FwdConfig(block_q=64, block_kv=64, num_warps=4, num_stages=1, q_in_registers=0)
-    problem = Problem("torch", "sm80", "bfloat16", 64, "causal", "gluon")
-    found = failures(problem, "flash_fwd", config, replace(FIT, **change))
-    assert found == (() if failure is None else (failure,))
-
-
-@pytest.mark.parametrize(
-    ("change", "failure"),
-    [
-        ({"mma": 0, "cp_async": 0, "ldmatrix": 0}, None),
-        ({"loop_spills": 256}, "spills 256 B in a step of its main loop"),
-        ({"wgmma": 0}, "no wgmma"),
-        ({"tma": 0}, "no TMA"),
-        ({"serialized": True}, "waits for each wgmma"),
-        ({"unwritten": 2}, "reads registers that nothing wrote in 2 instructions"),
-    ],
-)
-def test_what_fails_of_explicit_kernels_for_sm90(change, failure):
-    config = SpecializedConfig(128, 128, num_warps=12, num_stages=2, ping_pong=1)
-    problem = Problem("torch", "sm90", "bfloat16", 128, "causal", "gluon")
-    found = failures(problem, "flash_fwd", config, replace(FIT, **change))
-    assert found == (() if failure is None else (failure,))
-
-
-@pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize(
-    ("change", "failure"),
-    [
-        ({"wgmma": 0, "tma": 0}, None),
-        ({"cp_async": 0}, "no cp.async"),
-        ({"ldmatrix": 0}, "no ldmatrix"),
-        ({"shared": 99 * 1024 + 1}, "101377 B of shared memory, of 101376"),
-    ],
-)
-def test_what_fails_of_mosaic_kernels_of_paged_caches(target, change, failure):
-    config = WarpDecodeConfig(16, 64, num_warps=4, num_stages=1, num_programs=2)
-    problem = Problem("jax", target, "bfloat16", 64, "decode", "mosaic", 99 * 1024)
-    found = failures(problem, "paged_decode", config, replace(FIT, **change))
-    assert found == (() if failure is None else (failure,))
-
-
-@pytest.mark.parametrize("target", TARGETS)
-def test_a_decode_needs_tensor_cores_of_either_kind(target):
-    config = DecodeConfig(max_rows=64, block_kv=64, num_warps=4, num_stages=3)
-    problem = Problem("torch", target, "int8", 64, "decode")
-    assert failures(problem, "paged_decode", config, replace(FIT, wgmma=0)) == ()
-    assert failures(problem, "paged_decode", config, replace(FIT, mma=0, wgmma=0)) == (
-        "no mma.sync or wgmma",
-    )
-    combine, without = CombineConfig(16, 4, 1), replace(FIT, mma=0, wgmma=0, cp_async=0)
-    assert failures(problem, "combine", combine, without) == ()

@@ -20,7 +20,7 @@ TimedCase = FlashCase | DecodeCase  # or a PagedCase, which is one of these
 
 
 def cases(kernel: str) -> Iterator[TimedCase]:
-    """Return the cases of a kernel that is tuned, the largest head size of a row first."""
+    """Return the cases of a kernel that is tuned, the largest head dimension of a row first."""
     if kernel == "paged_attention":
         return _paged_cases()
     if KERNELS[kernel].function == "paged_decode":

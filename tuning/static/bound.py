@@ -130,7 +130,7 @@ def count(
     """Count the work of one tile of a kernel of `spec`, all of it visible.
 
     Args:
-        padded: the columns that a tile has for a head size.
+        padded: the columns that a tile has for a head dimension.
         cap_functions: special functions of a score's softcap. A hyperbolic tangent by exponentials
             takes one, and the reciprocal of a division; a quotient of polynomials the latter alone;
             a polynomial, where scores are small, none.

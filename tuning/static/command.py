@@ -49,7 +49,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     parser.add_argument("--framework", choices=FRAMEWORKS, action="append", help="default: both")
     parser.add_argument("--feature", choices=FEATURES, action="append", help="default: all")
     parser.add_argument("--dtype", choices=sum(DTYPES.values(), ()), help="default: all")
-    parser.add_argument("--head-dim", type=int, help="padded head size; default: all")
+    parser.add_argument("--head-dim", type=int, help="padded head dimension; default: all")
     parser.add_argument(
         "--every",
         type=count,
@@ -221,8 +221,8 @@ def resource_table(verdicts: Iterable[Verdict], title: str) -> Table:
         ])  # fmt: skip
         styles.append("red" if verdict.failures else "")
     caption = (
-        "D: padded head size. Spilled: by stores and loads; fails triton on sm80, and the others "
-        "where the main loop spills a tile. "
+        "D: padded head dimension. Spilled: by stores and loads; fails triton on sm80, and the "
+        "others where the main loop spills a tile. "
         "Blocks: resident on an SM. mma to ex2: instructions in the PTX, TMA's with cp.async."
     )
     return to_terminal(grid, styles, title=title, caption=caption, **_OF_TABLE)

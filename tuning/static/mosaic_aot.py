@@ -14,8 +14,8 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from functools import cache
+from dataclasses import dataclass
+from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,13 +26,7 @@ import jax.numpy as jnp
 from jax.experimental import topologies
 
 from pallas_attn import targets
-from tuning.static.operands import (
-    append_operands,
-    append_spec,
-    decode_operands,
-    flash_operands,
-    paged_operands,
-)
+from tuning.static.operands import operands_of, run_kernels
 from twin_attention.contract.spec import AttentionSpec, DecodeSpec, PagedSpec
 from twin_attention.targets.family import FAMILIES, Backend, Family
 from twin_attention.targets.kernels import KernelConfig
@@ -127,8 +121,9 @@ def compile_kernels(
     os.environ.update(_ENVIRONMENT)
     card = _card(target, shared_memory or SHARED_MEMORY_LIMIT[target])
     with _compiling_for(card) as empty, targets.described(card) as configs, _printed() as printed:
-        function, operands = _call(spec, target, sinks, empty)
-        lowered = jax.jit(function).trace(*operands).lower(lowering_platforms=("cuda",))
+        function = partial(run_kernels, spec, Backend(_family(spec, target), target))
+        traced = jax.jit(function).trace(*operands_of(spec, empty, sinks))
+        lowered = traced.lower(lowering_platforms=("cuda",))
         lowered.compile()
     shared = _shared_memory(lowered)
     found = []
@@ -163,33 +158,6 @@ def _is_installed(module: str) -> bool:
         return find_spec(module) is not None
     except ModuleNotFoundError:  # of the package around it
         return False
-
-
-def _call(spec, target, sinks, empty):
-    """Return a function that runs a problem's kernels, and its operands."""
-    family = _family(spec, target)
-    backend, run = Backend(family, target), family.function
-
-    def flash(operands):
-        out, lse = run("flash_fwd")(operands, spec, backend)
-        gradients = [
-            run("flash_bwd")(out, lse, operands, out, lse, one, backend)
-            for one in (replace(spec, deterministic=x) for x in (False, True))
-            if family.supports("flash_bwd", one, target) is None
-        ]
-        return out, lse, gradients
-
-    def decode_and_append(decoded, appended):
-        pools = run("append_kv")(appended, append, backend)
-        return pools, run("paged_decode")(decoded, spec, backend)
-
-    if isinstance(spec, AttentionSpec):
-        return flash, (flash_operands(spec, empty, sinks),)
-    if isinstance(spec, PagedSpec):
-        operands = paged_operands(spec, empty)
-        return lambda x: run("paged_attention")(x, spec, backend), (operands,)
-    append = append_spec(spec)
-    return decode_and_append, (decode_operands(spec, empty), append_operands(append, empty))
 
 
 @cache

@@ -1,10 +1,10 @@
-"""Operands without values, in the shapes of a problem, to compile its kernels for."""
+"""Operands without values, in the shapes of a problem, and the calls that compile its kernels."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from twin_attention.contract.operands import (
     AppendOperands,
@@ -23,9 +23,55 @@ from twin_attention.contract.spec import (
     PagedSpec,
     VarlenSpec,
 )
+from twin_attention.targets.family import Backend
 
 X = TypeVar("X")
 Empty = Callable[..., X]  # a dtype's name and a shape: an array without values
+
+
+def operands_of(
+    spec: AttentionSpec | DecodeSpec | AppendSpec, empty: Empty[X], sinks: bool
+) -> tuple[Any, ...]:
+    """Return the operands of a problem's functions, those of a decode's `append_kv` among them."""
+    if isinstance(spec, AttentionSpec):
+        return (flash_operands(spec, empty, sinks),)
+    if isinstance(spec, AppendSpec):
+        return (append_operands(spec, empty),)
+    is_packed = isinstance(spec, PagedSpec)
+    decoded = paged_operands(spec, empty) if is_packed else decode_operands(spec, empty)
+    return decoded, append_operands(append_spec(spec), empty)
+
+
+def run_kernels(
+    spec: AttentionSpec | DecodeSpec | AppendSpec,
+    backend: Backend,
+    *operands: Any,
+    deterministic: Sequence[bool] = (False, True),
+) -> list[Any]:
+    """Call every function of a family for a problem; return the results.
+
+    Args:
+        backend: the family and its target.
+        operands: those of `operands_of`.
+        deterministic: which backwards.
+    """
+    family, run = backend.family, backend.family.function
+    if isinstance(spec, AttentionSpec):
+        out, lse = run("flash_fwd")(*operands, spec, backend)
+        kinds = [replace(spec, deterministic=x) for x in deterministic]
+        return [out, lse] + [
+            run("flash_bwd")(out, lse, *operands, out, lse, kind, backend)
+            for kind in kinds
+            if family.supports("flash_bwd", kind, backend.target) is None
+        ]
+    *decoded, appended = operands
+    found, append = [], spec if isinstance(spec, AppendSpec) else append_spec(spec)
+    if not isinstance(spec, AppendSpec):
+        name = "paged_attention" if isinstance(spec, PagedSpec) else "paged_decode"
+        found.append(run(name)(*decoded, spec, backend))
+    if family.supports("append_kv", append, backend.target) is None:
+        found.append(run("append_kv")(appended, append, backend))
+    return found
 
 
 def flash_operands(spec: AttentionSpec, empty: Empty[X], sinks: bool) -> AttentionOperands[X]:

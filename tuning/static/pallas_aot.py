@@ -11,20 +11,9 @@ import jax
 import jax.numpy as jnp
 
 from pallas_attn import lowering
-from pallas_attn.kernels.portable.append_kv import append_kv
-from pallas_attn.kernels.portable.flash_bwd import flash_bwd
-from pallas_attn.kernels.portable.flash_fwd import flash_fwd
-from pallas_attn.kernels.portable.paged_attention import paged_attention
-from pallas_attn.kernels.portable.paged_decode import paged_decode
-from tuning.static.operands import (
-    append_operands,
-    append_spec,
-    decode_operands,
-    flash_operands,
-    paged_operands,
-)
-from twin_attention.contract.spec import AppendSpec, AttentionSpec, DecodeSpec, PagedSpec
-from twin_attention.targets.family import Backend, portable_backend
+from tuning.static.operands import operands_of, run_kernels
+from twin_attention.contract.spec import AppendSpec, AttentionSpec, DecodeSpec
+from twin_attention.targets.family import portable_backend
 from twin_attention.targets.kernels import KernelConfig
 
 
@@ -46,40 +35,12 @@ def compile_kernels(
         Each kernel's name, its configuration and what Triton compiled.
     """
     backend = portable_backend("pallas_attn", target)
-    if isinstance(spec, AttentionSpec):
-        function, operands = _flash(spec, backend, sinks)
-    elif isinstance(spec, AppendSpec):
-        function, operands = _append(spec, backend)
-    else:
-        function, operands = _decode(spec, backend)
+    # Its backward is the same whether it is to be deterministic or not.
+    function = partial(run_kernels, spec, backend, deterministic=(False,))
+    operands = operands_of(spec, _empty, sinks)
     with lowering.recording(limit) as compiled:
         jax.jit(function).trace(*operands).lower(lowering_platforms=("cuda",))
     return compiled
-
-
-def _flash(spec: AttentionSpec, backend: Backend, sinks: bool):
-    def forward_and_backward(operands):
-        out, lse = flash_fwd(operands, spec, backend)
-        return flash_bwd(out, lse, operands, out, lse, spec, backend)
-
-    return forward_and_backward, (flash_operands(spec, _empty, sinks),)
-
-
-def _decode(spec: DecodeSpec, backend: Backend):
-    append, (appended,) = _append(append_spec(spec), backend)
-
-    def append_and_decode(appended, decoded):
-        if isinstance(spec, PagedSpec):
-            return append(appended), paged_attention(decoded, spec, backend)
-        return append(appended), paged_decode(decoded, spec, backend)
-
-    is_packed = isinstance(spec, PagedSpec)
-    decoded = paged_operands(spec, _empty) if is_packed else decode_operands(spec, _empty)
-    return append_and_decode, (appended, decoded)
-
-
-def _append(spec: AppendSpec, backend: Backend):
-    return partial(append_kv, spec=spec, backend=backend), (append_operands(spec, _empty),)
 
 
 def _empty(dtype: str, *shape: int) -> jax.ShapeDtypeStruct:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -13,14 +12,8 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
 from torch_attn import launch
-from tuning.static.operands import (
-    append_operands,
-    append_spec,
-    decode_operands,
-    flash_operands,
-    paged_operands,
-)
-from twin_attention.contract.spec import AppendSpec, AttentionSpec, DecodeSpec, PagedSpec
+from tuning.static.operands import operands_of, run_kernels
+from twin_attention.contract.spec import AppendSpec, AttentionSpec, DecodeSpec
 from twin_attention.targets.family import FAMILIES, Backend
 from twin_attention.targets.kernels import KernelConfig
 
@@ -49,23 +42,8 @@ def compile_kernels(
     """
     folders = "portable", target
     (chosen,) = (x for x in FAMILIES["torch_attn"] if x.name == family and x.folder in folders)
-    backend, run = Backend(chosen, target), chosen.function
     with _driver(device or target), launch.recording(limit) as compiled:
-        if isinstance(spec, AttentionSpec):
-            operands = flash_operands(spec, _empty, sinks)
-            out, lse = run("flash_fwd")(operands, spec, backend)
-            has_backward = chosen.supports("flash_bwd", spec, target) is None
-            for deterministic in (False, True) if has_backward else ():
-                one = replace(spec, deterministic=deterministic)
-                run("flash_bwd")(out, lse, operands, out, lse, one, backend)
-        else:
-            if isinstance(spec, PagedSpec):
-                run("paged_attention")(paged_operands(spec, _empty), spec, backend)
-            elif isinstance(spec, DecodeSpec):
-                run("paged_decode")(decode_operands(spec, _empty), spec, backend)
-            append = spec if isinstance(spec, AppendSpec) else append_spec(spec)
-            if chosen.supports("append_kv", append, target) is None:
-                run("append_kv")(append_operands(append, _empty), append, backend)
+        run_kernels(spec, Backend(chosen, target), *operands_of(spec, _empty, sinks))
     return list({(name, x.name): (name, config, x) for name, config, x in compiled}.values())
 
 

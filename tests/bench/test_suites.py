@@ -1,0 +1,485 @@
+"""Every suite: who is timed where, FLOPs and bytes, our calls through the gate, cells and pages."""
+
+import warnings
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+
+from bench import calls, ours, problems, timing
+from bench.job import Absent, Call, Subject
+from bench.peers import DECODE, FLASH, PACKED, SPARSE
+from bench.peers.sparse_peers import sparse_mask
+from bench.problems import SparseCase, attention_job, attention_tensors, decode_job, decode_tensors
+from bench.records import YARDSTICKS, Times, append
+from bench.records import load as read
+from bench.registry import ON_CPU, SUITES, cells, load
+from bench.report.plots import of_suite
+from bench.report.sections import SPEEDS, sections
+from bench.report.tables import names
+from bench.suites import eager, host, kvcache, packed, patterns, prefill
+from interop.parity.cases import DecodeCase, DilatedCase, FlashCase, PagedCase, VarlenCase
+from twin_attention.contract.cost import forward_flops
+
+TARGETS = ("sm90", "sm80")
+KERNELS = [name for name in SUITES if name not in ON_CPU]
+
+
+def jobs_of(suite, name=""):
+    """The jobs of a suite, or those of one case."""
+    return [job for job in load(suite).jobs(TARGETS) if name in ("", job.case["name"])]
+
+
+# Who is timed where
+
+
+def both(*implementations):
+    return {f"{name} {target}" for name in implementations for target in TARGETS}
+
+
+def on_hopper(*implementations):
+    return {f"{name} sm90" for name in implementations}
+
+
+PORTABLE = ("torch triton", "jax triton")
+EXPLICIT = ("torch gluon", "jax mosaic")
+CHUNKS = [n for n in EXPLICIT if ours.has_chunks(n, prefill.cases()[0].spec, "sm90")]
+NATIVE = on_hopper("jax mosaic", *PORTABLE, "torch triton graph") | set(DECODE)
+DECODES = NATIVE | both("jax mosaic", *PORTABLE)
+TORCH_DECODES = on_hopper("torch triton", "torch triton graph")
+HOST = on_hopper(*PORTABLE, "torch triton compiled")
+
+
+@pytest.mark.parametrize(
+    ("suite", "name", "subjects"),
+    [
+        ("flash", "32x512x32x64", both(*ours.NAMES) | set(FLASH)),
+        ("fa2", "1x4096x4096-kv32", both(*PORTABLE, *EXPLICIT) | {"FA2", "cuDNN"}),
+        ("fa2", "1x4096x4096-kv8",
+         both(*PORTABLE, *EXPLICIT) - {"jax triton sm80"} | {"FA2", "cuDNN"}),
+        ("float32", "tf32-d128-causal", both(*PORTABLE) | {"SDPA efficient"}),
+        ("eager", "fp32-d64-2048", on_hopper(*PORTABLE) | {"eager", "SDPA", "jax.nn XLA"}),
+        ("eager", "fp32-d64-4096", on_hopper("torch triton") | {"eager", "SDPA"}),
+        ("eager", "d16-256", on_hopper("torch triton") | {"eager"}),
+        ("packed", "equal-16384-d128",
+         both(*PORTABLE, *EXPLICIT, *YARDSTICKS.values()) | set(PACKED)),
+        ("kvcache", "sweep-8192", DECODES),
+        ("kvcache", "sweep-4096", TORCH_DECODES | set(DECODE)),
+        ("kvcache", "sweep-8192-wide", NATIVE - set(DECODE)),
+        ("kvcache", "sweep-4096-wide", TORCH_DECODES),
+        ("kvcache", "128x4096-heads-32-32", DECODES),
+        ("kvcache", "128x4096-heads-32-32-int8", NATIVE),
+        ("kvcache", "64x8192-heads-32-8-d256", DECODES),
+        ("prefill", "chunks-8x4096-page16", both(*PORTABLE) | on_hopper(*CHUNKS) | {"FlashInfer"}),
+        ("prefill", "single-64x8192-page16", both(*PORTABLE) | {"FlashInfer"}
+         | both(*(f"{name} paged_decode" for name in (*PORTABLE, "jax mosaic")))),
+        ("patterns", "random-bf16-1x32768x16", set(SPARSE) | on_hopper(
+            *(f"{x} {y}" for x in ("torch", "jax") for y in ("block-sparse", "dense", "module")))),
+        ("patterns", "undilated-fp32-1x512x8", on_hopper(
+            *(f"{x} {y}" for x in ("torch", "jax") for y in ("dilated", "standard")))),
+        ("host", "1x128x8x64-causal",
+         HOST | {"SDPA", "SDPA compiled", "FA2", "cuDNN", "jax.nn cuDNN"}),
+        ("host", "2-sequences-1-split", HOST | {"FlashInfer"}),
+        ("host", "2-sequences", on_hopper("torch triton")),
+    ],
+)  # fmt: skip
+def test_who_is_timed(suite, name, subjects):
+    found = jobs_of(suite, name)
+    assert found
+    for job in found:
+        assert {" ".join(filter(None, subject)) for subject in job.factories} == subjects
+
+
+SLOW = {"FlexAttention", "jax.nn XLA", "jax Pallas mha", "tokamax Triton"}
+SLOW |= both("torch triton compiled")
+
+
+@pytest.mark.parametrize(
+    ("suite", "name", "absent"),
+    [
+        ("flash", "4x4096x16x128", set()),
+        ("flash", "4x4096x32x64", SLOW),
+        ("flash", "1x16384x16x128", SLOW | {"eager", "jax.nn cuDNN", "jax triton sm80"}),
+        ("patterns", "random-bf16-1x131072x16",
+         on_hopper("torch dense", "torch module", "jax block-sparse", "jax dense", "jax module")
+         | set(SPARSE)),
+    ],
+)  # fmt: skip
+def test_what_takes_too_long_is_absent_and_says_where_it_is_timed(suite, name, absent):
+    for job in jobs_of(suite, name):
+        makers = {" ".join(filter(None, s)): make for s, make in job.factories.items()}
+        left_out = {name: make for name, make in makers.items() if make.func is problems.absent}
+        assert left_out.keys() == absent
+        for make in left_out.values():
+            with pytest.raises(Absent, match=r"^timed at \d+"):
+                make([])
+
+
+@pytest.mark.parametrize("suite", SUITES)
+def test_no_job_is_there_twice_and_what_has_no_time_has_cells_as_well(suite, record):
+    origin = {name: getattr(record(), name) for name in ("device", "versions", "commit", "date")}
+    plans = (job.plan(origin | {"suite": suite}).values() for job in jobs_of(suite))
+    planned = [x for plan in plans for x in plan]
+    assert len({x.key for x in planned}) == len(planned) > 0
+    for x in planned:
+        assert "TFLOP/s" not in (found := cells(load(suite).COLUMNS, x)) or not found["TFLOP/s"]
+
+
+def test_documents_are_the_same_every_time_and_fill_their_tokens():
+    found = {case.name: [n for n, _ in case.lengths] for case in packed.cases()}
+    assert {name: sum(lengths) for name, lengths in found.items()} == {
+        name: int(name.split("-")[1]) for name in found
+    }
+    assert set(found["equal-16384-d64"]) == {1024}
+    assert found["lognormal-65536-d64"][:3] == [199, 2575, 529]  # whatever the version of Python
+    for case in packed.cases():  # the yardstick has as many pairs, or nearly
+        dense = forward_flops(packed.dense_case(case).spec)
+        (job, _) = jobs_of("packed", case.name)
+        assert dense == pytest.approx(job.flops, rel=1e-3)
+
+
+def test_masks_and_dilations():
+    for case in patterns.cases():
+        if isinstance(case, DilatedCase):
+            assert all(case.seq_q % length == 0 for length in case.segment_lengths)
+            continue
+        assert (np.tril(case.tiles) if case.causal else case.tiles).diagonal().all()
+        if case.seq_q >= 4096 and not case.causal:
+            assert 0.09 < case.tiles.mean() < 0.105
+    long = next(case for case in patterns.cases() if case.name == "local-bf16-1x131072x16")
+    assert np.flatnonzero(np.tril(long.tiles)[100]).tolist() == [0, *range(93, 101)]
+
+
+# FLOPs and bytes
+
+PAIRS = 4 * 16 * 4096 * 4097 // 2
+CHUNK_PAIRS = 8 * 32 * sum(range(4096 - 511, 4097))
+CHUNK_BYTES = (
+    2 * 2 * 8 * 512 * 32 * 128  # q and out
+    + 2 * 2 * 8 * 4096 * 8 * 128  # keys and values
+    + 4 * 8 * 512 * 32  # log-sum-exps
+    + 4 * (8 * 4096 // 16 + 8 + 9)  # tables, lengths, offsets
+)
+DECODE_BYTES = 2 * (64 * 4 * 32 * 128 * 2) + 2 * 64 * 1024 * 8 * 128 * 2
+DECODE_BYTES += 4 * (64 * 64 + 64) + 64 * 4 * 32 * 4
+
+
+@pytest.mark.parametrize(
+    ("suite", "name", "operation", "flops", "num_bytes"),
+    [
+        ("flash", "4x4096x16x128-causal", "forward", 4 * 128 * PAIRS, None),
+        ("flash", "4x4096x16x128-causal", "backward", 10 * 128 * PAIRS, None),
+        ("fa2", "4x1024x4096-kv8-causal", "forward",
+         4 * 128 * 4 * 32 * (1024 * 4096 - sum(range(1024))), None),
+        ("packed", "equal-16384-d128", "forward", 4 * 2048 * 16 * 1024 * 1025 // 2,
+         4 * 2 * 2048 * 16384 + 4 * 16 * 16384),
+        ("prefill", "chunks-8x4096-page16", "forward", 4 * 128 * CHUNK_PAIRS, CHUNK_BYTES),
+        ("kvcache", "64x1024-heads-32-8-4-tokens", "decode", None, DECODE_BYTES),
+        ("host", "1x128x8x64-causal", "forward", 0, 0),
+    ],
+)  # fmt: skip
+def test_the_cost_is_of_the_pairs_that_are_seen(suite, name, operation, flops, num_bytes):
+    (job,) = [job for job in jobs_of(suite, name) if job.operation == operation]
+    assert flops in (None, job.flops)
+    assert num_bytes in (None, job.bytes)
+    assert job.reads is None or job.reads + job.writes == job.bytes
+
+
+SMALL = FlashCase("small", 1, 32, 48, 2, 1, 16, causal=True)
+PACKED_CASE = VarlenCase(
+    "packed", tuple((n, n) for n in (5, 12, 1, 9)), (0, 0), heads_q=2, heads_kv=1, head_dim=16
+)
+SPARSE_CASE = SparseCase(
+    "random-small", 2, 300, 300, 2, 2, 16, dtype="float32", tile_q=128, tile_kv=128, kept=0.6
+)
+LOCAL_CASE = replace(SPARSE_CASE, name="local-small", pattern="local", causal=True)
+DILATED_CASE = DilatedCase(
+    "dilated-small", 2, 64, 64, 3, 3, 16, dtype="float32", segment_lengths=(16, 64),
+    dilation_rates=(1, 4),
+)  # fmt: skip
+
+
+def test_the_cost_of_a_small_problem():
+    job = partial(attention_job, SMALL, factories={})
+    forward, backward, both = map(job, ("forward", "backward", "both"))
+    pairs = 2 * (32 * 16 + 32 * 33 // 2)  # query i sees i + 17 keys
+    assert (forward.flops, backward.flops) == (4 * 16 * pairs, 10 * 16 * pairs)
+    q, k, lse = 32 * 2 * 16 * 2, 48 * 16 * 2, 4 * 2 * 32
+    assert (forward.bytes, backward.bytes) == (2 * q + 2 * k + lse, 4 * q + 4 * k + lse)
+    assert both.flops == forward.flops + backward.flops
+    assert both.bytes == forward.bytes + backward.bytes
+    of_pattern = partial(patterns.job, target="sm90")
+    kept = np.kron(SPARSE_CASE.tiles, np.ones((128, 128), bool))[:300, :300].sum()
+    assert of_pattern(SPARSE_CASE, "forward").flops == 2 * 2 * 4 * 16 * kept
+    assert of_pattern(SPARSE_CASE, "both").flops == 3.5 * 2 * 2 * 4 * 16 * kept
+    # 4 segments of 16, and one of 64 of which 16 are kept.
+    assert of_pattern(DILATED_CASE, "forward").flops == 2 * 3 * 4 * 16 * (4 * 16**2 + 16**2)
+
+
+# Our calls, in the interpreters
+
+CHUNK_CASE = PagedCase(
+    "chunks", lengths=(9, 40, 33), heads_q=4, heads_kv=2, head_dim=16, page_size=8, max_pages=5,
+    new_tokens=(9, 20, 1),
+)  # fmt: skip
+DECODE_CASE = DecodeCase("decode", (5, 33), tokens=2, heads_kv=2, head_dim=16, page_size=8)
+SMALL_JOBS = {
+    "flash forward": lambda: attention_job(SMALL, "forward", ours.flash_factories(["sm80"])),
+    "flash backward": lambda: attention_job(SMALL, "backward", ours.flash_factories(["sm80"])),
+    "flash both": lambda: attention_job(SMALL, "both", ours.flash_factories(["sm80"])),
+    "packed forward": lambda: attention_job(PACKED_CASE, "forward", packed._factories(["sm80"])),
+    "packed backward": lambda: attention_job(PACKED_CASE, "backward", packed._factories(["sm80"])),
+    "random forward": lambda: patterns.job(SPARSE_CASE, "forward", "sm90"),
+    "random both": lambda: patterns.job(SPARSE_CASE, "both", "sm90"),
+    "local both": lambda: patterns.job(LOCAL_CASE, "both", "sm90"),
+    "dilated both": lambda: patterns.job(DILATED_CASE, "both", "sm90"),
+    "chunks": lambda: decode_job(CHUNK_CASE, prefill._factories(CHUNK_CASE, ["sm80"])),
+    "single": lambda: decode_job(SINGLE, prefill._factories(SINGLE, ["sm80"])),
+    "decode": lambda: decode_job(DECODE_CASE, ours.decode_factories(["sm80"])),
+    "int8 cache": lambda: decode_job(INT8, ours.decode_factories(["sm80"])),
+    "host forward": lambda: jobs_of("host", "1x128x8x64-causal")[0],
+    "host both": lambda: jobs_of("host", "1x128x8x64-causal")[1],
+    "host decode": lambda: jobs_of("host", "2-sequences-4-splits")[0],
+    "eager": lambda: jobs_of("eager", "fp32-d16-128")[0],
+}
+SINGLE = replace(CHUNK_CASE, name="single", new_tokens=(1, 1, 1))
+INT8 = replace(DECODE_CASE, tokens=None, kv_dtype="int8")
+ON_A_GPU = {"FA2", "cuDNN", "jax.nn cuDNN", "FlashInfer", "FlexAttention"}
+
+
+@pytest.mark.parametrize("name", SMALL_JOBS)
+def test_our_calls_are_right_every_time_and_the_gate_sees_what_is_wrong(name, monkeypatch):
+    for module in (host, ours):
+        monkeypatch.setattr(
+            module, "compiled", lambda f, **kw: calls.compiled(f, backend="eager", **kw)
+        )
+    monkeypatch.setattr(patterns, "AT_LENGTHS", {})
+    monkeypatch.setattr(eager, "JAX_LENGTHS", {16: (128,), 32: (), 64: ()})
+    job = SMALL_JOBS[name]()
+    tensors = job.inputs("cpu")
+    check, ran = job.check(tensors), set()
+    for subject, factory in job.factories.items():
+        words = set(subject.implementation.split())
+        is_peer = subject.target is None and not name.startswith(("host", "eager"))
+        if is_peer or subject.implementation in ON_A_GPU or words & {"gluon", "mosaic"}:
+            continue
+        call = factory(tensors)
+        ran.add(subject)
+        for _ in range(2):
+            result = call.run()
+        if call.result is None:
+            assert words & {"dense", "module"}
+            continue
+        arrays = call.result(result)
+        assert check(arrays) <= 1, subject
+        for wrong in range(len(arrays)):
+            assert check([x + (i == wrong) for i, x in enumerate(arrays)]) > 1, subject
+    assert len(ran) >= 2
+
+
+@pytest.mark.parametrize(
+    ("module", "case", "name"),
+    [
+        (patterns, SPARSE_CASE, "torch dense"),
+        (patterns, SPARSE_CASE, "jax module"),
+        (packed, PACKED_CASE, "torch triton dense"),
+    ],
+)
+def test_what_computes_something_else_is_checked_by_itself(monkeypatch, module, case, name):
+    monkeypatch.setattr(patterns, "AT_LENGTHS", {})
+    monkeypatch.setattr(module, "attention_check", lambda *_: lambda arrays: 2.0)
+    if module is packed:
+        factory = partial(packed._factories(["sm90"])[Subject(name, "sm90")], case, "forward")
+    else:
+        factory = patterns.job(case, "forward", "sm90").factories[Subject(name, "sm90")]
+    with pytest.raises(ValueError, match="its error is 2 times the budget"):
+        factory(attention_tensors(case, "cpu"))
+
+
+def test_an_append_is_checked_where_it_writes():
+    (job,) = jobs_of("host", "2-sequences")
+    tensors = job.inputs("cpu")
+    check = job.check(tensors)
+    assert check([tensors.k_pages, tensors.v_pages]) > 1
+    (factory,) = job.factories.values()
+    call = factory(tensors)
+    pools = call.result(call.run())
+    page, slot = tensors.block_tables[1, 119 // 16], 119 % 16
+    assert torch.equal(pools[0][page, slot], tensors.q[1])
+    for x in pools:
+        assert check(pools) == 0
+        x[page, slot, 7, 63] += 1
+        assert check(pools) > 1
+        x[page, slot] = tensors.q[1]
+
+
+def test_the_hosts_timer_makes_fewer_calls_of_both(monkeypatch):
+    asked = []
+    monkeypatch.setattr(timing, "time_host", lambda calls, repeats: asked.append(repeats))
+    for job in jobs_of("host"):
+        job.time({})
+    assert asked == [300, 100, 300, 300, 300]
+
+
+def test_a_graph_is_captured_once_and_replayed(monkeypatch):
+    done = []
+
+    @contextmanager
+    def capture(graph, **options):
+        done.append("capture")
+        yield
+        done.append("captured")
+
+    class Graph:
+        replay = staticmethod(lambda: done.append("replay"))
+
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph", capture)
+    call = Call(lambda: done.append("run") or len(done), lambda n: (n,))
+    graph = kvcache._graph(lambda case, tensors: call, "case", "tensors")
+    assert done == ["run", "capture", "run", "captured"]
+    assert graph.result(graph.run()) == graph.result(graph.run()) == (3,)
+    assert done[4:] == ["replay", "replay"]
+
+
+@pytest.mark.parametrize("case", [SPARSE_CASE, LOCAL_CASE], ids=lambda x: x.name)
+def test_the_mask_of_flex_attention(case):
+    mask = sparse_mask(case, "cpu")
+    kept = np.tril(case.tiles) if case.causal else case.tiles
+    assert (mask.to_dense()[0, 0].bool().numpy() == kept).all()
+    edges = len(kept) if case.causal else 0
+    assert mask.kv_num_blocks.sum() == edges
+    assert mask.full_kv_num_blocks.sum() == kept.sum() - edges
+    if case.causal:
+        position = torch.tensor([0, 5, 5]), torch.tensor([1, 5, 4])
+        assert mask.mask_mod(0, 0, *position).tolist() == [False, True, True]
+
+
+# Tensors
+
+
+def test_the_pool_does_not_grow_with_the_capacity_and_unused_slots_are_poisoned():
+    case = DecodeCase("case", lengths=(100, 100), tokens=1, page_size=16, max_pages=64)
+    tensors = decode_tensors(case, "cpu")
+    used = tensors.block_tables[:, :7]
+    assert tensors.block_tables.shape == (2, 64)
+    assert (tensors.block_tables[:, 7:] == -1).all()
+    assert tensors.k_pages.shape == (17, 16, 2, 64)
+    assert used.unique().numel() == 14
+    assert (used.diff() != 1).any()
+    assert tensors.k_pages.isnan().flatten(1).any(1).sum() == 5  # 3 spare ones, 2 that end early
+    for x, pool in zip(tensors.dense, (tensors.k_pages, tensors.v_pages), strict=True):
+        assert torch.equal(x[1, 16], pool[tensors.block_tables[1, 1], 0])
+
+
+# Tables
+
+
+@pytest.mark.parametrize(
+    ("suite", "name", "wanted"),
+    [
+        ("flash", "4x4096x16x128-causal",
+         {"B": 4, "causal": "yes", "TFLOP/s": 100.0, "host, us": 50.0}),
+        ("fa2", "4x1024x4096-kv8", {"causal": "no", "SM clock, MHz": 1755.0, "power, W": 620.5}),
+        ("float32", "tf32-d128-causal", {"precision": "tf32", "d": 128}),
+        ("eager", "d16-256", {"batch": 8, "saved, MB": 3.0, "memory, MB": 5.0}),
+        ("packed", "lognormal-16384-d64", {"documents": 15, "tokens": 16384, "longest": 3209}),
+        ("prefill", "mixed-64x8192-page16",
+         {"sequences": 64, "chunks": 8, "new tokens": 8 * 512 + 56, "GB/s": 2000.0}),
+        ("kvcache", "64x8192-heads-32-8-int8",
+         {"heads": "32/8", "cache": "int8", "table, keys": 8192, "CPU time, us": 50.0,
+          "CPU noise": "10.0%", "GPU time, us": 250.0, "GPU noise": "4.0%",
+          "Gelem/s": pytest.approx(2 * 64 * 8192 * 8 * 128 / 0.25e-3 / 1e9)}),
+        ("patterns", "local-fp32-2x1024x16",
+         {"pattern": "local", "ms": 0.25, "tokens/s": 2 * 1024 / 0.25e-3, "status": "ok"}),
+        ("host", "2-sequences", {"case": "2-sequences", "host, us": 250.0, "ms": None}),
+    ],
+)  # fmt: skip
+def test_cells(record, suite, name, wanted):
+    measured = record(
+        times=Times(0.25, 0.2, 0.3, 0.24, 0.26), host=Times(0.05, 0.05, 0.05, 0.04, 0.05),
+        held=3_000_000, memory=5_000_000, bytes_per_second=2e12,
+        gpu={"sm_mhz": 1755.0, "watts": 620.5},
+    )  # fmt: skip
+    found = cells(load(suite).COLUMNS, replace(measured, case=jobs_of(suite, name)[0].case))
+    assert found | wanted == found
+
+
+def records_of(suite, record, path):
+    """Records of ours and of peers, and one that failed, as a file gives them back."""
+    made = [
+        record(
+            suite=suite, operation=job.operation, implementation=subject.implementation,
+            target=subject.target, times=Times(3.0, 3.0, 3.0), tflops=job.flops / 3e9 or None,
+            bytes_per_second=job.bytes / 3e-3 or None,
+        )
+        for job in jobs_of(suite)
+        for subject in job.factories
+    ]  # fmt: skip
+    cases = [job.case for job in jobs_of(suite) for _ in job.factories]
+    found = [replace(r, case=case) for r, case in zip(made, cases, strict=True)]
+    found[0] = replace(found[0], status="failed", message="RuntimeError: no", times=None)
+    append(path, found)
+    return read(path)
+
+
+@pytest.mark.parametrize("suite", KERNELS)
+def test_a_page_tells_cases_apart_and_shows_what_failed(suite, record, tmp_path):
+    records = records_of(suite, record, tmp_path / "records.jsonl")
+    apart = names(records)[1]
+    assert len(set(apart.values())) == len(apart) or suite == "kvcache"
+    (section,) = sections(records)
+    assert section.title == load(suite).TITLE
+    titles, failed, *_ = section.every
+    assert failed[titles.index("status")] in ("failed", "error (RuntimeError: no)")
+    if suite == "patterns":
+        assert next(iter(section.tables)) == patterns.GAINS
+    else:
+        assert not any("dense sm90" in row[1] for row in section.tables[SPEEDS][1:])
+        assert section.tables["Without a time"][1][2:4] == ["failed", "RuntimeError: no"]
+    if suite == "host":  # nothing of the device
+        assert not any("TFLOP/s" in heading for heading in section.tables)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # such as a layout that does not fit its figure
+        few = [r for r in records if r.target != "sm80"]
+        assert list(of_suite(few, section.peaks))
+
+
+def record_of(record, case, name, ms=None, operation="forward", **fields):
+    target = None if name in SPARSE else "sm90"
+    times = {"times": Times(ms, ms, ms)} if ms else {}
+    made = record(operation=operation, implementation=name, target=target, **fields | times)
+    return replace(made, suite="patterns", case=vars(case))
+
+
+def test_the_tables_of_patterns(record):
+    case, twice = (replace(DILATED_CASE, name=f"dilated-{n}", batch=1, seq_q=n) for n in (64, 128))
+    sparse = partial(record_of, record, SPARSE_CASE)
+    records = [
+        sparse("torch block-sparse", 2.0, memory=3_000_000),
+        sparse("torch dense", 15.0),
+        sparse("jax block-sparse", 2.5),
+        sparse("FlexAttention", 3.0),
+        sparse("jax.nn XLA", status="out of memory", message="MemoryError: no"),
+        sparse("jax dense", status="absent", message="timed at 1024 tokens only"),
+        record_of(record, case, "torch dilated", 1.0, "both"),
+        record_of(record, case, "torch standard", 1.5, "both"),
+        record_of(record, twice, "torch dilated", 2.1, "both"),
+    ]
+    found = patterns.tables(records)
+    assert list(found) == [patterns.GAINS, patterns.DOUBLINGS, "Forward", "Forward and backward"]
+    assert found[patterns.GAINS] == [
+        ["case", "pass", "implementation", "dense / this", "standard / this",
+         "FlexAttention / this", "jax.nn XLA / this"],
+        ["random-small", "forward", "torch block-sparse sm90", "7.50", "", "1.50", "OOM"],
+        ["random-small", "forward", "jax block-sparse sm90", "", "", "1.20", "OOM"],
+        ["dilated-64", "forward and backward", "torch dilated sm90", "", "1.50", "", ""],
+        ["dilated-128", "forward and backward", "torch dilated sm90", "", "", "", ""],
+    ]  # fmt: skip
+    assert found[patterns.DOUBLINGS][1:] == [
+        ["dilated", "forward and backward", "torch dilated sm90", "64", "2.10"]
+    ]
