@@ -66,7 +66,7 @@ def compile_kernels(
             append = spec if isinstance(spec, AppendSpec) else append_spec(spec)
             if chosen.supports("append_kv", append, target) is None:
                 run("append_kv")(append_operands(append, _empty), append, backend)
-    return list({(name, x.name): (name, config, x) for name, config, x in compiled}.values())
+    return list({(name, x.hash): (name, config, x) for name, config, x in compiled}.values())
 
 
 def _empty(dtype: str, *shape: int) -> torch.Tensor:

@@ -1,7 +1,49 @@
 """Pages: which keys a program of a decode reads, and where in the pool they are."""
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
+
+
+class PoolStrides(NamedTuple):
+    """The strides of a pool [P, page_size, Hkv, D] with a contiguous last dimension."""
+
+    page: Any
+    slot: Any
+    head: Any
+
+
+class Cache(NamedTuple):
+    """A paged cache.
+
+    What a model fixes, the pools' strides and the page size, are constants of the code: they
+    shorten the way from a length to the first key by 0.2 to 0.6 microseconds of the shortest
+    decodes. The page size is the last for Triton 3.6, see `torch_attn.kernels.library.mask.Mask`.
+
+    Attributes:
+        k, v: pools of keys and of values.
+        tables: page tables [B, max_pages], int32.
+        lens: lengths [B], int32.
+        k_scale, v_scale: scales [] or [Hkv], float32, or None.
+        k_scale_stride, v_scale_stride: strides of the scales, 0 for one of all heads.
+        table_stride: stride of the page tables.
+        k_strides, v_strides: `PoolStrides`.
+        page_size: tokens of a page.
+    """
+
+    k: Any
+    v: Any
+    tables: Any
+    lens: Any
+    k_scale: Any
+    v_scale: Any
+    k_scale_stride: Any = None
+    v_scale_stride: Any = None
+    table_stride: Any = None
+    k_strides: Any = None
+    v_strides: Any = None
+    page_size: Any = None
 
 
 @triton.jit
