@@ -51,8 +51,8 @@ def find_list(lists, batch, head, tile):
     """Return a tile's list and how many tiles it has, at most the lists' width."""
     of_batch = tl.cast(batch, tl.int64) * lists.batch_stride
     index = of_batch + tl.cast(head, tl.int64) * lists.head_stride + tile
-    count = tl.minimum(tl.load(lists.counts + index), lists.width)
-    return lists.tiles + index * lists.width, count
+    list_ptr = lists.tiles + index * lists.width
+    return list_ptr, tl.minimum(tl.load(lists.counts + index), lists.width)
 
 
 @triton.jit

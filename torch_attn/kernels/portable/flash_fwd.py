@@ -29,7 +29,12 @@ from torch_attn.kernels.library.sequences import (
     locate_tile,
     num_sequence_tiles,
 )
-from torch_attn.kernels.library.softmax import LN2, LOG2E, add_sink, online_softmax_update
+from torch_attn.kernels.library.softmax import (
+    LOG2E,
+    add_sink,
+    online_softmax_update,
+    row_statistics,
+)
 from torch_attn.kernels.library.tiles import (
     count_tiles,
     head_base,
@@ -174,8 +179,7 @@ def flash_fwd_kernel(
     # Normalise and store.
     if sinks_ptr is not None:
         _alpha, m_i, l_i = add_sink(tl.load(sinks_ptr + head), m_i, l_i)
-    l_safe = tl.where(l_i == 0.0, 1.0, l_i)
-    lse = m_i * LN2 + tl.log(l_safe)
+    l_safe, lse = row_statistics(m_i, l_i)
     out_row = heads_q * HEAD_DIM_V
     out_base = out_ptr + batch * seq_q * out_row + head * HEAD_DIM_V
     out = acc / l_safe[:, None]

@@ -30,7 +30,7 @@ from torch_attn.kernels.library.quantized import (
 )
 from torch_attn.kernels.library.scores import attention_mask
 from torch_attn.kernels.library.sequences import locate_tokens
-from torch_attn.kernels.library.softmax import LN2, add_sink, online_softmax_update
+from torch_attn.kernels.library.softmax import add_sink, online_softmax_update, row_statistics
 from torch_attn.kernels.library.tiles import count_tiles, tile_start
 from torch_attn.kernels.portable.combine import merge_splits
 from torch_attn.launch import KernelCall, Prepared, launch
@@ -165,8 +165,7 @@ def paged_attention_kernel(
         sink = tl.load(sinks_ptr + head, mask=is_row, other=float("-inf"))
         alpha, m_i, l_i = add_sink(sink, m_i, l_i)
         acc = [x * alpha[:, None] for x in acc]
-    l_safe = tl.where(l_i == 0.0, 1.0, l_i)
-    lse = m_i * LN2 + tl.log(l_safe)
+    l_safe, lse = row_statistics(m_i, l_i)
     out = [x / l_safe[:, None] for x in acc]
     if cache.v_scale is not None:
         v_scale = tl.load(cache.v_scale + head_kv * cache.v_scale_stride)

@@ -36,7 +36,7 @@ from torch_attn.kernels.library.sequences import (
     count_sequence_tiles,
     num_sequence_tiles,
 )
-from torch_attn.kernels.library.softmax import LN2, LOG2E, add_sink
+from torch_attn.kernels.library.softmax import LOG2E, add_sink, row_statistics
 from torch_attn.kernels.library.tiles import count_tiles, head_base, visible_tiles
 from torch_attn.launch import UNSPECIALIZED, KernelCall, Prepared, flash_arguments, launch
 from twin_attention.contract.operands import AttentionOperands
@@ -199,8 +199,7 @@ def flash_fwd_kernel(
         _alpha, m_i, l_i = add_sink(gl.load(sinks_ptr + head), m_i, l_i)
 
     # Normalise and store.
-    l_safe = gl.where(l_i == 0.0, 1.0, l_i)
-    lse = m_i * LN2 + gl.log(l_safe)
+    l_safe, lse = row_statistics(m_i, l_i)
     out_row = heads_q * HEAD_DIM_V
     out_base = out_ptr + batch * seq_q * out_row + head * HEAD_DIM_V
     out = scale_rows(acc, 1.0 / l_safe)

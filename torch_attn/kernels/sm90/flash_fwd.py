@@ -66,7 +66,7 @@ from torch_attn.kernels.explicit.wgmma_scores import (
     softmax_update,
 )
 from torch_attn.kernels.library.mask import mask_argument, mask_of_keys
-from torch_attn.kernels.library.softmax import LN2, LOG2E, add_sink
+from torch_attn.kernels.library.softmax import LOG2E, add_sink, row_statistics
 from torch_attn.kernels.library.tiles import visible_tiles
 from torch_attn.launch import UNSPECIALIZED, KernelCall, Prepared, launch
 from twin_attention.contract.operands import AttentionOperands
@@ -463,8 +463,7 @@ def _consume(
             alpha, m_i, l_i = add_sink(gl.load(sinks_ptr + head), m_i, l_i)
             if BOUNDED:
                 rescale = rescale * alpha
-        l_safe = gl.where(l_i == 0.0, 1.0, l_i)
-        lse = m_i * LN2 + gl.log(l_safe)
+        l_safe, lse = row_statistics(m_i, l_i)
         lse_row = (batch * problem.heads_q + head).to(gl.int64) * problem.size
         gl.store(lse_ptr + lse_row + rows, lse, mask=rows < seq_q)
         acc, p = wait_product(acc, p)

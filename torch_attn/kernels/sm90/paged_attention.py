@@ -51,7 +51,7 @@ from torch_attn.kernels.explicit.wgmma import (
 )
 from torch_attn.kernels.explicit.wgmma_scores import hide, scaled_scores, softmax_update
 from torch_attn.kernels.library.pages import keys_of_tokens, share_of_tiles, tiles_at_edges
-from torch_attn.kernels.library.softmax import LN2, LOG2E, add_sink
+from torch_attn.kernels.library.softmax import LOG2E, add_sink, row_statistics
 from torch_attn.launch import KernelCall, Prepared, launch, rule_argument
 from torch_attn.layouts import Layout
 from torch_attn.tensor_maps import TensorMap
@@ -347,8 +347,7 @@ def _consume(
         l_i = gl.convert_layout(gl.sum(l_i, 1), of_row)
         if sinks_ptr is not None:
             _alpha, m_i, l_i = add_sink(gl.load(sinks_ptr + head), m_i, l_i)
-        l_safe = gl.where(l_i == 0.0, 1.0, l_i)
-        lse = m_i * LN2 + gl.log(l_safe)
+        l_safe, lse = row_statistics(m_i, l_i)
         gl.store(lse_ptr + head.to(gl.int64) * num_tokens + first_token + token, lse, mask=is_row)
         acc, p = wait_product(acc, p)
 
