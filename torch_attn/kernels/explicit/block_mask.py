@@ -30,7 +30,7 @@ def kept_tiles(
         BLOCK: keys of a kernel's tile, a divisor of the mask's.
     """
     begin, before, full, after = visible
-    TILE: gl.constexpr = lists.tile_kv
+    TILE: gl.constexpr = lists.tile_other
     tiles_ptr, count = _list(lists, batch, head, start_q)
     whole_tile = gl.cdiv(begin + before * BLOCK, TILE)
     first, whole, end = 0, 0, count
@@ -58,7 +58,7 @@ def kept_start(lists, batch, head, start_q, step, visible, BLOCK: gl.constexpr):
     begin, before, full, after = visible
     row = step_start(step, begin, before, full, after, BLOCK)
     if lists is not None:
-        TILE: gl.constexpr = lists.tile_kv
+        TILE: gl.constexpr = lists.tile_other
         tiles_ptr, count = _list(lists, batch, head, start_q)
         index = row // TILE
         tile = gl.load(tiles_ptr + index, mask=index < count, other=2**30 // TILE)
@@ -69,7 +69,7 @@ def kept_start(lists, batch, head, start_q, step, visible, BLOCK: gl.constexpr):
 @gluon.jit
 def _list(lists, batch, head, start_q):
     """Return a tile's list and how many tiles it has."""
-    tiles_ptr, count = find_list(lists, batch, head, start_q // lists.tile_q)
+    tiles_ptr, count = find_list(lists, batch, head, start_q // lists.tile)
     return tiles_ptr, gl.maximum(count, 0)
 
 

@@ -32,7 +32,7 @@ class Lists(NamedTuple):
         tiles: the lists, `width` tiles each, int32, contiguous.
         batch_stride, head_stride: lists of a sequence and of a head, 0 where all share theirs.
         width: the most tiles of a list.
-        tile_q, tile_kv: queries and keys of a tile.
+        tile, tile_other: rows of a tile that has a list, and of a tile in one.
         of_group: how many lists the query heads of a kv head have: one each, or one of all.
     """
 
@@ -41,8 +41,8 @@ class Lists(NamedTuple):
     batch_stride: Any = None
     head_stride: Any = None
     width: Any = None
-    tile_q: Any = None
-    tile_kv: Any = None
+    tile: Any = None
+    tile_other: Any = None
     of_group: Any = None
 
 
@@ -125,8 +125,8 @@ def lists_of_queries(operands: AttentionOperands[Tensor]) -> Lists | None:
     return Lists(operands.q_counts.contiguous(), operands.q_tiles.contiguous())
 
 
-def with_numbers(lists: Lists | None, spec: AttentionSpec) -> Lists | None:
-    """Return lists with the numbers that describe them; `lists` has the operands' layouts."""
+def with_numbers(lists: Lists | None, spec: AttentionSpec, of_keys: bool) -> Lists | None:
+    """Return lists of keys or of queries with their numbers; `lists` has the operands' layouts."""
     if lists is None:
         return None
     assert isinstance(spec, BlockSparseSpec)
@@ -135,7 +135,7 @@ def with_numbers(lists: Lists | None, spec: AttentionSpec) -> Lists | None:
         batch_stride=0 if batch == 1 else heads * rows,
         head_stride=0 if heads == 1 else rows,
         width=width,
-        tile_q=tl.constexpr(spec.tile_q),
-        tile_kv=tl.constexpr(spec.tile_kv),
+        tile=tl.constexpr(spec.tile_q if of_keys else spec.tile_kv),
+        tile_other=tl.constexpr(spec.tile_kv if of_keys else spec.tile_q),
         of_group=tl.constexpr(spec.group_size if spec.mask_heads > 1 else 1),
     )

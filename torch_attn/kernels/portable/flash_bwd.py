@@ -13,19 +13,18 @@ import triton
 import triton.language as tl
 
 from torch_attn.kernels.gradients import make_flash_bwd
-from torch_attn.kernels.library.block_mask import (
-    find_list,
-    kept_row,
-    kept_tiles,
+from torch_attn.kernels.library.mask import (
+    listed_tiles,
+    mask_argument,
+    seen_tiles,
+    visited_row,
 )
-from torch_attn.kernels.library.mask import mask_argument
 from torch_attn.kernels.library.schedule import longest_first, order_argument
 from torch_attn.kernels.library.scores import add_product, round_operand, visible_scores
 from torch_attn.kernels.library.segments import (
     STAYS,
     VISITED,
     load_segments,
-    meeting_tiles,
     segments_of_batch,
 )
 from torch_attn.kernels.library.sequences import (
@@ -43,8 +42,6 @@ from torch_attn.kernels.library.tiles import (
     split_step,
     store_tile,
     strides_of,
-    tile_start,
-    visible_tiles,
 )
 from torch_attn.launch import UNSPECIALIZED, KernelCall, Prepared, flash_arguments
 from twin_attention.targets.schedule import programs_of_sm
@@ -124,23 +121,18 @@ def flash_bwd_dq_kernel(
     dq = tl.zeros([BLOCK_Q, padded_head_dim(HEAD_DIM)], tl.float32)
 
     # Visit the tiles of keys that these queries see; only tiles at the edges are masked.
-    begin, before, full, after = visible_tiles(
-        start_q, seq_q, seq_kv, diagonal, window_left, window_right, BLOCK_Q, BLOCK_KV
+    begin, before, full, after = seen_tiles(
+        segments, segment_q, start_q, seq_q, seq_kv, diagonal, window_left, window_right,
+        BLOCK_Q, BLOCK_KV,
+    )  # fmt: skip
+    list_ptr, begin, before, full, after = listed_tiles(
+        mask.lists, batch, head, start_q, begin, before, full, after, BLOCK_KV
     )
-    if segments is not None:
-        begin, before, full, after = meeting_tiles(
-            segment_q, segments.ranges, seq_kv, begin, before, full, after, BLOCK_KV
-        )
-    if mask.lists is not None:
-        list_ptr, count = find_list(mask.lists, batch, head, start_q // mask.lists.tile_q)
-        begin, before, full, after = kept_tiles(
-            list_ptr, count, begin, before, full, after, BLOCK_KV, mask.lists.tile_kv
-        )
     for masked in tl.static_range(2):
         for index in tl.range(0, count_tiles(before, full, after, masked)):
-            start_kv = tile_start(index, begin, before, full, BLOCK_KV, masked)
-            if mask.lists is not None:
-                start_kv = kept_row(list_ptr, start_kv, seq_kv, mask.lists.tile_kv, masked)
+            start_kv = visited_row(
+                mask.lists, list_ptr, index, begin, before, full, seq_kv, BLOCK_KV, masked
+            )
             # s = scale · q kᵀ
             segment_kv, is_key = None, None
             if segments is not None:
@@ -245,34 +237,25 @@ def flash_bwd_dkdv_kernel(
     dv = tl.zeros([BLOCK_KV, padded_head_dim(HEAD_DIM_V)], tl.float32)
 
     # Visit the tiles of queries that see these keys; only tiles at the edges are masked.
-    begin, before, full, after = visible_tiles(
-        start_kv, seq_kv, seq_q, -diagonal, window_right, window_left, BLOCK_KV, BLOCK_Q
-    )
-    if segments is not None:
-        begin, before, full, after = meeting_tiles(
-            segment_kv, segments.ranges, seq_q, begin, before, full, after, BLOCK_Q
-        )
+    begin, before, full, after = seen_tiles(
+        segments, segment_kv, start_kv, seq_kv, seq_q, -diagonal, window_right, window_left,
+        BLOCK_KV, BLOCK_Q,
+    )  # fmt: skip
     # With lists of each head one head after the other, otherwise all of the group together.
     GROUP_LISTS: tl.constexpr = 1 if mask.lists is None else mask.lists.of_group
     for first_member in tl.range(0, GROUP_LISTS):
-        first, num_before, num_full, num_after = begin, before, full, after
-        if mask.lists is not None:
-            list_ptr, kept = find_list(
-                mask.lists,
-                batch,
-                head_kv * GROUP_SIZE + first_member,
-                start_kv // mask.lists.tile_kv,
-            )
-            first, num_before, num_full, num_after = kept_tiles(
-                list_ptr, kept, begin, before, full, after, BLOCK_Q, mask.lists.tile_q
-            )
+        list_ptr, first, num_before, num_full, num_after = listed_tiles(
+            mask.lists, batch, head_kv * GROUP_SIZE + first_member, start_kv, begin, before, full,
+            after, BLOCK_Q,
+        )  # fmt: skip
         for masked in tl.static_range(2):
             count = count_tiles(num_before, num_full, num_after, masked)
             for step in tl.range(0, count * (GROUP_SIZE // GROUP_LISTS)):
                 member, index = split_step(step, count, GROUP_SIZE // GROUP_LISTS)
-                start_q = tile_start(index, first, num_before, num_full, BLOCK_Q, masked)
+                start_q = visited_row(
+                    mask.lists, list_ptr, index, first, num_before, num_full, seq_q, BLOCK_Q, masked
+                )
                 if mask.lists is not None:
-                    start_q = kept_row(list_ptr, start_q, seq_q, mask.lists.tile_q, masked)
                     member += first_member
                 head = head_kv * GROUP_SIZE + member
                 row_q, end_q = start_q, seq_q
@@ -331,7 +314,8 @@ def _prepare_dq(call: KernelCall) -> Prepared:
     spec = call.spec
     tiles = num_sequence_tiles(spec, spec.seq_q, call.config.block_q)
     programs = programs_of_sm(call.config.block_q, spec.head_dim)
-    return (tiles * spec.heads_q * spec.batch,), _arguments(call, tiles, programs)
+    arguments = _arguments(call, tiles, programs) | mask_argument(call, of_keys=True)
+    return (tiles * spec.heads_q * spec.batch,), arguments
 
 
 def _prepare_dkdv(call: KernelCall) -> Prepared:
@@ -339,13 +323,14 @@ def _prepare_dkdv(call: KernelCall) -> Prepared:
     spec = call.spec
     tiles = num_sequence_tiles(spec, spec.seq_kv, call.config.block_kv)
     programs = programs_of_sm(call.config.block_kv, spec.head_dim, spec.head_dim_v)
-    return (tiles * spec.heads_kv * spec.batch,), _arguments(call, tiles, programs)
+    arguments = _arguments(call, tiles, programs) | mask_argument(call, of_keys=False)
+    return (tiles * spec.heads_kv * spec.batch,), arguments
 
 
 def _arguments(call: KernelCall, tiles: int, programs: int) -> dict[str, Any]:
     q, k, v, dout, *_ = call.layouts
     arguments = flash_arguments(call.spec) | {"strides": strides_of(q=q, k=k, v=v, dout=dout)}
-    return arguments | mask_argument(call) | order_argument(call, tiles, programs)
+    return arguments | order_argument(call, tiles, programs)
 
 
 flash_bwd = make_flash_bwd(

@@ -9,19 +9,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torch_attn.kernels.library.block_mask import (
-    find_list,
-    kept_row,
-    kept_tiles,
+from torch_attn.kernels.library.mask import (
+    listed_tiles,
+    mask_argument,
+    mask_of_keys,
+    seen_tiles,
+    visited_row,
 )
-from torch_attn.kernels.library.mask import mask_argument, mask_of_keys
 from torch_attn.kernels.library.schedule import longest_first, order_argument
 from torch_attn.kernels.library.scores import round_operand, visible_scores
 from torch_attn.kernels.library.segments import (
     STAYS,
     VISITED,
     load_segments,
-    meeting_tiles,
     segments_of_batch,
 )
 from torch_attn.kernels.library.sequences import (
@@ -42,8 +42,6 @@ from torch_attn.kernels.library.tiles import (
     padded_head_dim,
     store_tile,
     strides_of,
-    tile_start,
-    visible_tiles,
 )
 from torch_attn.launch import (
     UNSPECIALIZED,
@@ -135,23 +133,18 @@ def flash_fwd_kernel(
     acc = tl.zeros([BLOCK_Q, padded_head_dim(HEAD_DIM_V)], tl.float32)
 
     # Visit the tiles of keys that these queries see; only tiles at the edges are masked.
-    begin, before, full, after = visible_tiles(
-        start_q, seq_q, seq_kv, diagonal, window_left, window_right, BLOCK_Q, BLOCK_KV
+    begin, before, full, after = seen_tiles(
+        segments, segment_q, start_q, seq_q, seq_kv, diagonal, window_left, window_right,
+        BLOCK_Q, BLOCK_KV,
+    )  # fmt: skip
+    list_ptr, begin, before, full, after = listed_tiles(
+        mask.lists, batch, head, start_q, begin, before, full, after, BLOCK_KV
     )
-    if segments is not None:
-        begin, before, full, after = meeting_tiles(
-            segment_q, segments.ranges, seq_kv, begin, before, full, after, BLOCK_KV
-        )
-    if mask.lists is not None:
-        list_ptr, count = find_list(mask.lists, batch, head, start_q // mask.lists.tile_q)
-        begin, before, full, after = kept_tiles(
-            list_ptr, count, begin, before, full, after, BLOCK_KV, mask.lists.tile_kv
-        )
     for masked in tl.static_range(2):
         for index in tl.range(0, count_tiles(before, full, after, masked)):
-            start_kv = tile_start(index, begin, before, full, BLOCK_KV, masked)
-            if mask.lists is not None:
-                start_kv = kept_row(list_ptr, start_kv, seq_kv, mask.lists.tile_kv, masked)
+            start_kv = visited_row(
+                mask.lists, list_ptr, index, begin, before, full, seq_kv, BLOCK_KV, masked
+            )
             # s = scale · q kᵀ
             segment_kv, is_key = None, None
             if segments is not None:
@@ -233,5 +226,5 @@ def _prepare(call: KernelCall) -> Prepared:
     tiles = num_sequence_tiles(spec, spec.seq_q, call.config.block_q)
     programs = programs_of_sm(call.config.block_q, spec.head_dim_v)
     arguments = flash_arguments(spec) | {"strides": strides_of(q=q, k=k, v=v)}
-    arguments |= mask_argument(call) | order_argument(call, tiles, programs)
+    arguments |= mask_argument(call, of_keys=True) | order_argument(call, tiles, programs)
     return (tiles * spec.heads_q * spec.batch,), arguments

@@ -525,7 +525,9 @@ def _prepare(call: KernelCall) -> Prepared:
         and _room_for(spec, config, 2),
         "OUT_IN_Q": _out_in_q(spec, config),
     }
-    return persistent(call, steps, spec.heads_q * spec.batch, arguments | mask_argument(call))
+    return persistent(
+        call, steps, spec.heads_q * spec.batch, arguments | mask_argument(call, of_keys=True)
+    )
 
 
 def _room_for(spec: AttentionSpec, config: SpecializedConfig, tiles_q: int) -> bool:
