@@ -5,6 +5,20 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from torch_attn.layouts import Layout
+
+
+class StateStrides(NamedTuple):
+    """The strides of outputs [N, B, S, H, Dv] of N states, or of their log-sum-exps [N, B, H, S].
+
+    Without N, `state` is None.
+    """
+
+    state: Any
+    batch: Any
+    token: Any
+    head: Any
+
 
 class PoolStrides(NamedTuple):
     """The strides of a pool [P, page_size, Hkv, D] with a contiguous last dimension."""
@@ -193,3 +207,15 @@ def rows_at(
     for axis in tl.static_range(1, len(index)):
         offset += index[axis] * strides[axis]
     return base + offset[:, None] + FIRST + STEP * cols, is_row[:, None] & (cols < SIZE)
+
+
+def strides_of_outputs(layout: Layout) -> StateStrides:
+    """Return the strides of outputs, [N, B, S, H, Dv] or without N."""
+    *state, batch, token, head, _ = layout.strides
+    return StateStrides(*state or (None,), batch, token, head)
+
+
+def strides_of_lses(layout: Layout) -> StateStrides:
+    """Return the strides of log-sum-exps, [N, B, H, S] or without N."""
+    *state, batch, head, token = layout.strides
+    return StateStrides(*state or (None,), batch, token, head)
