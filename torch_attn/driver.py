@@ -5,10 +5,10 @@ same call with arguments that were looked up beforehand and operands as addresse
 neither the tensor nor the driver for them. Triton encodes the TMA descriptors of each launch anew;
 here they are cached by address. The C function is made for arguments without tuples: Triton 3.6
 finds no descriptor in a tuple, and a tuple of addresses would be made anew at each launch. No other
-module of `torch_attn` uses this private API of Triton.
-Where Triton lacks a part of it, Triton launches each kernel, more slowly. Checked with Triton 3.6
-and 3.9; ``tests/torch_attn/test_launch.py`` and ``test_driver.py`` guard it. The first says what to
-do when the API changes.
+module of `torch_attn` uses this private API of Triton. Where Triton lacks a part of it, Triton
+launches each kernel, more slowly. Checked with Triton 3.6 and 3.9;
+``tests/torch_attn/test_launch.py`` and ``test_driver.py`` guard it. The first says what to do when
+the API changes.
 """
 
 from __future__ import annotations

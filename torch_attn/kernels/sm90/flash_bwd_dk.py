@@ -89,7 +89,7 @@ def consume_dk(
         mbarrier.wait(do_full.index(slot), step // DO_STAGES & 1)
         dp = product_scores(v_tile, CONSUMER, do_tile, slot, HEAD_DIM_V, layout)
         s = warpgroup_mma_wait(num_pieces(HEAD_DIM_V), deps=(s,))
-        start = group_step(0, begin, before, full, after, BLOCK_Q, GROUP_SIZE)[1]
+        _member, start = group_step(0, begin, before, full, after, BLOCK_Q, GROUP_SIZE)
         lse2 = read_row(lse2_row, step % Q_STAGES, layout)
         power, dcap = exponents(s, lse2, start, key, None, rule, window_left, window_right, EDGES)
         p = gl.exp2(power)
@@ -131,7 +131,7 @@ def consume_dk(
                 dp = product_scores(v_tile, CONSUMER + fresh, do_tile, slot, HEAD_DIM_V, layout)
                 # pᵀ = exp(sᵀ - lse)
                 s = warpgroup_mma_wait(num_pieces(HEAD_DIM_V), deps=(s,))
-                start = group_step(index, begin, before, full, after, BLOCK_Q, GROUP_SIZE)[1]
+                _member, start = group_step(index, begin, before, full, after, BLOCK_Q, GROUP_SIZE)
                 lse2 = read_row(lse2_row, step % Q_STAGES, layout)
                 power, dcap = exponents(
                     s, lse2, start, key, None, rule, window_left, window_right, masked

@@ -294,7 +294,7 @@ def _consume_queries(
         if SMALL:
             values = load_left(v_tile, CONSUMER, HEAD_DIM_V, layout)
         s = wait_sums(s, 0)
-        start = group_step(0, begin, before, full, after, BLOCK_Q, MEMBERS)[1]
+        _member, start = group_step(0, begin, before, full, after, BLOCK_Q, MEMBERS)
         s, dk, dv, ds = _visit_queries(
             s, dk, dv, None, keys, values, tiles, of_dq, barriers, start, key, seq_kv - diagonal,
             step, last, rule, window_left, window_right, CONSUMER, FUSED, EDGES, True, HEAD_DIM,
@@ -309,7 +309,7 @@ def _consume_queries(
             if masked:
                 end = (before + after) * MEMBERS
             while index < end:
-                start = group_step(index, begin, before, full, after, BLOCK_Q, MEMBERS)[1]
+                _member, start = group_step(index, begin, before, full, after, BLOCK_Q, MEMBERS)
                 if IS_PACKED and masked:
                     begun = step - index
                     clear_queries(do_tile, do_full, begun, index, queries, visible, MEMBERS)

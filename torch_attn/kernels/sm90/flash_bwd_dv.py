@@ -84,7 +84,7 @@ def consume_dv(
             clear_keys(k_tile, CONSUMER, k_full.index(0), turn & 1, keys, queries)
         s = product_scores(k_tile, CONSUMER, q_tile, slot, HEAD_DIM, layout)
         s = warpgroup_mma_wait(0, deps=(s,))
-        start = group_step(0, begin, before, full, after, BLOCK_Q, GROUP_SIZE)[1]
+        _member, start = group_step(0, begin, before, full, after, BLOCK_Q, GROUP_SIZE)
         lse2 = read_row(lse2_row, slot, layout)
         arrive(Q_READ + slot, READERS)
         power, _dcap = exponents(s, lse2, start, key, None, rule, window_left, window_right, EDGES)
@@ -115,7 +115,7 @@ def consume_dv(
                 dv = add_product(dv, left, do_tile, previous)
                 s = warpgroup_mma_wait(num_pieces(HEAD_DIM_V), deps=(s,))
                 # pᵀ = exp(sᵀ - lse)
-                start = group_step(index, begin, before, full, after, BLOCK_Q, GROUP_SIZE)[1]
+                _member, start = group_step(index, begin, before, full, after, BLOCK_Q, GROUP_SIZE)
                 lse2 = read_row(lse2_row, slot, layout)
                 arrive(Q_READ + slot, READERS)
                 power, _dcap = exponents(

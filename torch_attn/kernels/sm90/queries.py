@@ -200,7 +200,7 @@ def clear_queries(tile, full, first, index, queries, visible, MEMBERS: gl.conste
     BLOCK_Q: gl.constexpr = tile[0].shape[3]
     begin, before, full_tiles, after = visible
     index = gl.minimum(index, (before + full_tiles + after) * MEMBERS - 1)
-    start = group_step(index, begin, before, full_tiles, after, BLOCK_Q, MEMBERS)[1]
+    _member, start = group_step(index, begin, before, full_tiles, after, BLOCK_Q, MEMBERS)
     slot = (first + index) % STAGES
     clear_rows(tile, slot, queries.size - start, full.index(slot), (first + index) // STAGES & 1)
 
