@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from inspect import getclosurevars, signature
-from operator import itemgetter
 from typing import Any, ClassVar
 from weakref import WeakValueDictionary
 
@@ -132,43 +131,38 @@ def _entry(compiled: Any, has_maps: bool) -> tuple[Callable[..., None], list[Any
     return function, before[4:], is_nested
 
 
-def _placing(
-    compiled: Any, arguments: Sequence[Any]
-) -> Callable[[tuple[int, ...]], tuple[Any, ...]]:
+def _placing(compiled: Any, arguments: Sequence[Any]) -> Callable[[tuple[int, ...]], list[Any]]:
     """Return a function that makes a kernel's arguments of the operands' addresses.
 
     The arguments of two calls differ in addresses and descriptors. The others are shared, because
     every launch increments their reference counts: equal integers are one object.
     """
-    integers: dict[Any, Any] = {}
+    integers: dict[int, int] = {}
 
     def shared(value: Any) -> Any:
         return integers.setdefault(value, value) if type(value) is int else value
 
-    # The constants come first, then descriptors, then addresses: `order` picks from all of them.
-    constants: list[Any] = []
-    maps: list[tuple[int, _Descriptors]] = []
-    order: list[tuple[int, int]] = []
+    prepared: list[Any] = []
+    pointers: list[tuple[int, int]] = []
+    maps: list[tuple[int, int, _Descriptors]] = []
     metadata = iter(compiled.metadata.tensordesc_meta or ())
     for x in arguments:
-        numbers = [x]
-        if isinstance(x, Layout):
-            order.append((2, x.operand))
-            continue
         if isinstance(x, TensorMap):
-            order.append((1, len(maps)))
-            maps.append((x.operand, _Descriptors(x, next(metadata))))
-            numbers = [*x.fields["shape"], *x.fields["strides"]]
-        order += [(0, len(constants) + i) for i in range(len(numbers))]
-        constants += map(shared, numbers)
-    starts = 0, len(constants), len(constants) + len(maps)
-    pick = itemgetter(*(starts[group] + i for group, i in order))
+            maps.append((len(prepared), x.operand, _Descriptors(x, next(metadata))))
+            prepared += [None, *map(shared, x.fields["shape"]), *map(shared, x.fields["strides"])]
+        elif isinstance(x, Layout):
+            pointers.append((len(prepared), x.operand))
+            prepared.append(None)
+        else:
+            prepared.append(shared(x))
 
-    def place(addresses: tuple[int, ...]) -> tuple[Any, ...]:
-        if not maps:
-            return pick((*constants, *addresses))
-        found = [descriptors[addresses[operand]] for operand, descriptors in maps]
-        return pick((*constants, *found, *addresses))
+    def place(addresses: tuple[int, ...]) -> list[Any]:
+        values = prepared.copy()
+        for i, operand in pointers:
+            values[i] = addresses[operand]
+        for i, operand, descriptors in maps:
+            values[i] = descriptors[addresses[operand]]
+        return values
 
     return place
 
