@@ -115,10 +115,13 @@ def mask_of_keys(operands: AttentionOperands[Tensor]) -> Mask:
     return Mask(lists_of_keys(operands), offsets_of(operands), segments)
 
 
-def mask_of_queries(operands: AttentionOperands[Tensor]) -> Mask:
-    """Return the mask of a kernel that visits queries."""
-    segments = visiting_queries(segments_of(operands))
-    return Mask(lists_of_queries(operands), offsets_of(operands), segments)
+def masks_of(operands: AttentionOperands[Tensor]) -> tuple[Mask, Mask]:
+    """Return the masks of a backward: of kernels that visit keys, and that visit queries."""
+    offsets, segments = offsets_of(operands), segments_of(operands)
+    return (
+        Mask(lists_of_keys(operands), offsets, visiting_keys(segments)),
+        Mask(lists_of_queries(operands), offsets, visiting_queries(segments)),
+    )
 
 
 def mask_argument(call: KernelCall, of_keys: bool) -> dict[str, Any]:
