@@ -3,23 +3,25 @@
 Triton's `JITFunction.run` ends with a call of a C function that launches. This module makes the
 same call with arguments that were looked up beforehand and operands as addresses, so that it asks
 neither the tensor nor the driver for them. Triton encodes the TMA descriptors of each launch anew;
-here they are cached by address. No other module of `torch_attn` uses this private API of Triton.
-Where Triton lacks a part of it, Triton launches each kernel, more slowly. Checked with Triton 3.6
-and 3.9; ``tests/torch_attn/test_launch.py`` and ``test_driver.py`` guard it. The first says what to
-do when the API changes.
+here they are cached by address. The C function is made for arguments without tuples: Triton 3.6
+finds no descriptor in a tuple, and a tuple of addresses would be made anew at each launch. No other
+module of `torch_attn` uses this private API of Triton. Where Triton lacks a part of it, Triton
+launches each kernel, more slowly. Checked with Triton 3.6 and 3.9;
+``tests/torch_attn/test_launch.py`` and ``test_driver.py`` guard it. The first says what to do when
+the API changes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from inspect import getclosurevars, signature
-from types import SimpleNamespace
 from typing import Any, ClassVar
 from weakref import WeakValueDictionary
 
 import torch
 
+from torch_attn.layouts import Layout, bind, leaves
 from torch_attn.private import find, note_missing
 from torch_attn.replay import Launcher
 from torch_attn.tensor_maps import TensorMap
@@ -34,39 +36,35 @@ _make_tensordesc_arg = find("triton.backends.nvidia.driver", "make_tensordesc_ar
 _hooks = [find("triton", f"knobs.runtime.launch_{x}_hook.calls") for x in ("enter", "exit")]
 
 
-def launcher_of(
-    compiled: Any, grid: tuple[int, ...], arguments: list[Any], num_operands: int
-) -> Launcher:
+def launcher_of(compiled: Any, grid: tuple[int, ...], arguments: Sequence[Any]) -> Launcher:
     """Return a function that launches a kernel on the current device.
 
     Args:
         compiled: Triton's compiled kernel.
         grid: three numbers.
-        arguments: all arguments, the operands first; addresses replace these.
-        num_operands: how many operands there are.
+        arguments: all arguments, with layouts for the operands, whose addresses replace them.
     """
+    kinds = _flatten_signature(compiled.src)
+    if kinds is not None:
+        arguments = [x for x, kind in _pairs(arguments, kinds) if kind != "constexpr"]
     through_triton = compiled[grid]  # loads the kernel on the current device
-    rest = arguments[num_operands:]
-    maps = [(i, x) for i, x in enumerate(arguments) if isinstance(x, TensorMap)]
 
-    def launch_through_triton(stream: int, addresses: tuple[int | None, ...]) -> None:
-        values = [*addresses, *rest]
-        for i, tensor_map in maps:
-            values[i] = _at(tensor_map, addresses[tensor_map.operand])
-        through_triton(*values, stream=stream)
+    def launch_through_triton(stream: int, addresses: tuple[int, ...]) -> None:
+        through_triton(*bind(tuple(arguments), tuple(map(_Address, addresses))), stream=stream)
 
-    if None in (_runtime, _make_tensordesc_arg, *_hooks):
+    if kinds is None or None in (_runtime, _make_tensordesc_arg, *_hooks):
         return launch_through_triton
     try:
-        launch_kernel, options, is_nested = _entry(compiled, bool(maps))
-        place = _placing(compiled, arguments, num_operands)
+        has_maps = any(isinstance(x, TensorMap) for x in arguments)
+        launch_kernel, options, is_nested = _entry(compiled, has_maps)
+        place = _placing(compiled, arguments)
     except (AttributeError, KeyError, StopIteration, TypeError, ValueError) as error:
         note_missing(f"what launches a kernel in Triton ({error})")
         return launch_through_triton
     x, y, z = grid
     runtime = _runtime
 
-    def launch(stream: int, addresses: tuple[int | None, ...]) -> None:
+    def launch(stream: int, addresses: tuple[int, ...]) -> None:
         if runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls:  # a profiler listens
             launch_through_triton(stream, addresses)
         elif is_nested:
@@ -75,6 +73,32 @@ def launcher_of(
             launch_kernel(x, y, z, stream, *options, *place(addresses))
 
     return launch
+
+
+def _flatten_signature(source: Any) -> tuple[Any, ...] | None:
+    """Take tuples and constants out of the signature that a kernel's launcher will be made for.
+
+    Returns:
+        The kinds of all arguments, tuples for tuples; None if the signature is not as expected.
+    """
+    try:
+        names = vars(source)
+        kinds = names.setdefault("all_kinds", tuple(source.signature.values()))
+        flat = [kind for kind in leaves(kinds) if kind != "constexpr"]
+        source.signature = dict(enumerate(flat))
+    except (AttributeError, TypeError) as error:
+        note_missing(f"what a kernel's launcher is made for in Triton ({error})")
+        return None
+    return kinds
+
+
+def _pairs(arguments: Any, kinds: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield arguments in tuples of tuples and their kinds."""
+    for x, kind in zip(arguments, kinds, strict=True):
+        if isinstance(kind, tuple):
+            yield from _pairs(x, kind)
+        else:
+            yield x, kind
 
 
 def _entry(compiled: Any, has_maps: bool) -> tuple[Callable[..., None], list[Any], bool]:
@@ -107,44 +131,32 @@ def _entry(compiled: Any, has_maps: bool) -> tuple[Callable[..., None], list[Any
     return function, before[4:], is_nested
 
 
-def _placing(
-    compiled: Any, arguments: list[Any], num_operands: int
-) -> Callable[[tuple[int | None, ...]], Sequence[Any]]:
+def _placing(compiled: Any, arguments: Sequence[Any]) -> Callable[[tuple[int, ...]], list[Any]]:
     """Return a function that makes a kernel's arguments of the operands' addresses.
 
     The arguments of two calls differ in addresses and descriptors. The others are shared, because
-    every launch increments their reference counts: constants of the code are None, which the
-    launcher skips, and equal integers are one object.
+    every launch increments their reference counts: equal integers are one object.
     """
     integers: dict[int, int] = {}
 
-    def constant(value: Any, kind: Any) -> Any:
-        if isinstance(kind, tuple):
-            return tuple(map(constant, value, kind))
-        if kind == "constexpr":
-            return None
+    def shared(value: Any) -> Any:
         return integers.setdefault(value, value) if type(value) is int else value
 
     prepared: list[Any] = []
     pointers: list[tuple[int, int]] = []
     maps: list[tuple[int, int, _Descriptors]] = []
     metadata = iter(compiled.metadata.tensordesc_meta or ())
-    kinds = compiled.src.signature.values()
-    for i, (x, kind) in enumerate(zip(arguments, kinds, strict=True)):
+    for x in arguments:
         if isinstance(x, TensorMap):
             maps.append((len(prepared), x.operand, _Descriptors(x, next(metadata))))
-            numbers = (*x.fields["shape"], *x.fields["strides"])
-            prepared += [None, *(constant(n, "i64") for n in numbers)]
-        elif i < num_operands:
-            pointers.append((len(prepared), i))
+            prepared += [None, *map(shared, x.fields["shape"]), *map(shared, x.fields["strides"])]
+        elif isinstance(x, Layout):
+            pointers.append((len(prepared), x.operand))
             prepared.append(None)
         else:
-            prepared.append(constant(x, kind))
-    rest = prepared[num_operands:]
+            prepared.append(shared(x))
 
-    def place(addresses: tuple[int | None, ...]) -> Sequence[Any]:
-        if not maps:
-            return (*addresses, *rest)
+    def place(addresses: tuple[int, ...]) -> list[Any]:
         values = prepared.copy()
         for i, operand in pointers:
             values[i] = addresses[operand]
@@ -168,7 +180,7 @@ class _Descriptors(dict[Any, Any]):
         self._tensor_map, self._metadata = tensor_map, metadata
         _Descriptors._all[id(self)] = self
 
-    def __missing__(self, address: int | None) -> Any:
+    def __missing__(self, address: int) -> Any:
         if len(self) >= _ADDRESSES_MAX:
             self.clear()
         if _Descriptors._made >= _DESCRIPTORS_MAX:
@@ -180,9 +192,9 @@ class _Descriptors(dict[Any, Any]):
         return found
 
 
-def _encode(tensor_map: TensorMap, metadata: Any, address: int | None) -> Any:
+def _encode(tensor_map: TensorMap, metadata: Any, address: int) -> Any:
     """Return the encoded descriptor of an operand at an address."""
-    descriptor = _at(tensor_map, address)
+    descriptor = tensor_map.bind(_Address(address))
     further = [None] * (len(signature(_make_tensordesc_arg).parameters) - 2)  # since Triton 3.9
     try:
         return _make_tensordesc_arg(descriptor, metadata, *further)[0]
@@ -191,6 +203,8 @@ def _encode(tensor_map: TensorMap, metadata: Any, address: int | None) -> Any:
         return _make_tensordesc_arg(descriptor, metadata, *further)[0]
 
 
-def _at(tensor_map: TensorMap, address: int | None) -> Any:
-    """Return Triton's descriptor of an operand at an address."""
-    return tensor_map.bind(SimpleNamespace(data_ptr=lambda: address))
+class _Address(int):
+    """An address, which Triton takes for a tensor."""
+
+    def data_ptr(self) -> int:
+        return int(self)

@@ -12,12 +12,11 @@ import torch
 import triton.language as tl
 
 from torch_attn.driver import launcher_of
+from torch_attn.layouts import bind, layouts_of, leaves
 from torch_attn.replay import Launcher, current_capture
 from torch_attn.targets import shared_memory
-from torch_attn.tensor_maps import TensorMap
 from twin_attention.contract.spec import (
     AttentionSpec,
-    BlockSparseSpec,
     ScoreRule,
     VarlenSpec,
 )
@@ -26,13 +25,11 @@ from twin_attention.targets.family import Backend
 from twin_attention.targets.kernels import KernelConfig, Spec
 from twin_attention.targets.sm90 import portable_uses_wgmma
 
-# Arguments that change from call to call: one compiled kernel serves all of their values.
+# Arguments that change from call to call: one compiled kernel serves all of their values. Triton
+# specialises every number in a tuple, so these are in none.
 UNSPECIALIZED = [
     "seq_q", "seq_kv", "diagonal", "num_sequences", "together", "window_left", "window_right",
 ]  # fmt: skip
-_OFFSETS = "cu_seqlens_q_ptr", "cu_seqlens_kv_ptr"
-_SEGMENTS = "q_segment_ids_ptr", "kv_segment_ids_ptr", "ranges_ptr"
-_LISTS = "counts_ptr", "tiles_ptr"
 
 _recorded: tuple[Callable[[str], float], list[tuple[str, KernelConfig, Any]]] | None = None
 
@@ -44,6 +41,7 @@ def flash_arguments(spec: AttentionSpec) -> dict[str, Any]:
         "seq_q": spec.seq_q,
         "seq_kv": spec.seq_kv,
         "diagonal": spec.diagonal,
+        "num_sequences": num_sequences(spec),
         "heads_q": spec.heads_q,
         "rule": rule_argument(spec.scores),
         "window_left": window.left,
@@ -51,7 +49,12 @@ def flash_arguments(spec: AttentionSpec) -> dict[str, Any]:
         "GROUP_SIZE": spec.group_size,
         "HEAD_DIM": spec.head_dim,
         "HEAD_DIM_V": spec.head_dim_v,
-    } | sequence_arguments(spec)
+    }
+
+
+def num_sequences(spec: AttentionSpec) -> int | None:
+    """Return how many packed sequences there are, None for a dense batch."""
+    return spec.num_sequences if isinstance(spec, VarlenSpec) else None
 
 
 def rule_argument(rule: ScoreRule) -> ScoreRule:
@@ -63,47 +66,8 @@ def rule_argument(rule: ScoreRule) -> ScoreRule:
     )
 
 
-def sequence_arguments(spec: AttentionSpec) -> dict[str, Any]:
-    """Return the arguments that tell packed sequences, segments and block masks from a dense batch.
-
-    These are the operands that are left out. Those of block masks come last.
-    """
-    packed = isinstance(spec, VarlenSpec)
-    if isinstance(spec, BlockSparseSpec):
-        left_out = ()
-    elif spec.segmented:
-        left_out = _LISTS
-    else:
-        left_out = (() if packed else _OFFSETS) + _SEGMENTS + _LISTS
-    return {"num_sequences": spec.num_sequences if packed else None} | dict.fromkeys(left_out)
-
-
-def stride_arguments(**layouts: Layout) -> dict[str, Any]:
-    """Return the strides of [B, S, H, D] tensors, or packed ones, ``q_strides`` for one named q.
-
-    The distance of rows is a compile-time constant, so that a tile's addresses are one register
-    and constant offsets: at D 128 the dk, dv kernel spills half as much for it. ALIGN, a divisor
-    of every stride, tells the compiler how wide a load may be.
-    """
-    arguments: dict[str, Any] = {}
-    for name, layout in layouts.items():
-        *batch, row, head, _ = layout.strides
-        arguments[f"{name}_strides"] = (batch[0] if batch else 0, tl.constexpr(row), head)
-    strides = (stride for layout in layouts.values() for stride in layout.strides[:-1])
-    return arguments | {"ALIGN": math.gcd(16, *strides)}
-
-
-class Layout(NamedTuple):
-    """Describe an operand as far as a launch depends on it: not its values, nor its address."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    is_aligned: bool  # to 16 bytes, which Triton compiles for
-
-
-# Grid, and arguments by name other than operands and tile sizes. A `TensorMap` replaces the operand
-# of its name.
+# Grid, and arguments by name other than operands and tile sizes. A `Layout` or a `TensorMap` in one
+# stands for its operand; an argument with an operand's name takes its place.
 Prepared = tuple[tuple[int, ...], dict[str, Any]]
 
 
@@ -120,7 +84,7 @@ class KernelCall(NamedTuple):
         config: the kernel's configuration.
         target: whose code runs, "sm80" or "sm90"; None in the interpreter.
         device: where it runs.
-        layouts: of the operands, in order; None for an operand that is None.
+        layouts: of the operands, in the same tuples; None for an operand that is None.
     """
 
     spec: Spec
@@ -152,7 +116,7 @@ def launch(
         kernel: the `triton.jit` function.
         prepare: a function of a module, not one made for this launch. From the `KernelCall` alone
             it returns the grid and, by name, the arguments other than operands and tile sizes.
-        operands: leading arguments, tensors or None.
+        operands: leading arguments: tensors, None, or named tuples of these.
         spec: the problem, which chooses the configuration.
         backend: the target to compile for, or the interpreter.
         constants: what else grid and arguments follow from, compared by value.
@@ -162,7 +126,12 @@ def launch(
     with nullcontext() if capture is None else capture.paused():
         launcher = _launch(name, kernel, prepare, operands, spec, backend, constants, options)
     if capture is not None and launcher is not None:
-        capture.add(launcher, operands)
+        capture.add(launcher, tensors_of(operands))
+
+
+def tensors_of(operands: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
+    """Return the tensors among a launch's operands, in the order in which layouts count them."""
+    return tuple(x for x in leaves(operands) if x is not None)
 
 
 def _launch(
@@ -178,36 +147,26 @@ def _launch(
     """Launch a kernel; return what relaunches it, if it was compiled."""
     device, target = operands[0].device, backend.target
     config = backend.configs(spec)[name]
-    layouts = tuple(None if x is None else _layout(x) for x in operands)
+    layouts, tensors = layouts_of(operands), tensors_of(operands)
 
-    def prepared(config: KernelConfig) -> Prepared:
-        """Return the grid and all arguments by name, the configuration's numbers among them."""
+    def positional(config: KernelConfig) -> tuple[tuple[int, ...], list[Any]]:
+        """Return the grid and all arguments in order, the configuration's numbers among them."""
         call = KernelCall(spec, constants, config, target, device, layouts)
-        grid, arguments = prepare(call)
-        numbers = {name.upper(): value for name, value in vars(config).items()}
-        return grid, arguments | {x: numbers[x] for x in numbers if x in kernel.arg_names}
+        return arguments_of(kernel, prepare, call)
 
     if target is None:
         from torch_attn.interpreter import interpreted
 
-        grid, arguments = prepared(config)
-        interpreted(kernel)[grid](*operands, **arguments)
+        grid, arguments = positional(config)
+        interpreted(kernel)[grid](*(bind(x, tensors) for x in arguments))
         return None
     options = {"enable_fp_fusion": True} | options  # Triton 3.10 turns it off unless asked
     if target == "sm80" or not portable_uses_wgmma(name, spec):
         options["arch"] = "sm80"
 
-    def positional(config: KernelConfig) -> tuple[tuple[int, ...], list[Any]]:
-        """Return the grid and all arguments in order."""
-        grid, arguments = prepared(config)
-        arguments = dict(zip(kernel.arg_names, operands, strict=False)) | arguments
-        return grid, [arguments[name] for name in kernel.arg_names]
-
     def compile(config: KernelConfig) -> Any:
         grid, arguments = positional(config)
-        arguments = [
-            x.bind(operands[x.operand]) if isinstance(x, TensorMap) else x for x in arguments
-        ]
+        arguments = [bind(x, tensors) for x in arguments]
         numbers = {"num_warps": config.num_warps, "num_stages": config.num_stages}
         return kernel.warmup(*arguments, grid=grid, **numbers | options)
 
@@ -221,14 +180,21 @@ def _launch(
         limit = shared_memory(target, device)
         config, compiled = compile_to_fit(name, compile, config, target, limit, smaller)
         grid, arguments = positional(config)
-        launcher = launcher_of(compiled, (*grid, 1, 1)[:3], arguments, len(operands))
+        launcher = launcher_of(compiled, (*grid, 1, 1)[:3], arguments)
         stream = torch.cuda.current_stream().cuda_stream
-        launcher(stream, tuple(None if x is None else x.data_ptr() for x in operands))
+        launcher(stream, tuple(x.data_ptr() for x in tensors))
     return launcher
 
 
-def _layout(x: torch.Tensor) -> Layout:
-    return Layout(x.dtype, x.shape, x.stride(), x.data_ptr() % 16 == 0)
+def arguments_of(
+    kernel: Any, prepare: Callable[[KernelCall], Prepared], call: KernelCall
+) -> tuple[tuple[int, ...], list[Any]]:
+    """Return the grid of a launch and all arguments in order, with layouts for operands."""
+    grid, arguments = prepare(call)
+    numbers = {name.upper(): value for name, value in vars(call.config).items()}
+    places = dict(zip(kernel.arg_names, call.layouts, strict=False))
+    arguments = places | arguments | numbers
+    return grid, [arguments[name] for name in kernel.arg_names]
 
 
 @contextmanager

@@ -26,8 +26,8 @@ from torch import Tensor
 
 from torch_attn import private
 
-# Launches a kernel on a stream, with the operands' addresses; None for one that is left out.
-Launcher = Callable[[int, "tuple[int | None, ...]"], None]
+# Launches a kernel on a stream, with the operands' addresses.
+Launcher = Callable[[int, "tuple[int, ...]"], None]
 
 Replay = Callable[..., Any]  # takes the operands, returns the results
 
@@ -40,7 +40,7 @@ _ALLOCATIONS = {
 
 class _Launch(NamedTuple):
     launcher: Launcher
-    operands: tuple[Tensor | None, ...]
+    operands: tuple[Tensor, ...]
 
 
 class _Operation(NamedTuple):
@@ -78,7 +78,7 @@ class Capture(private.TorchDispatchMode):
             self.steps.append(_Operation(func, args, kwargs, result))
         return result
 
-    def add(self, launcher: Launcher, operands: tuple[Tensor | None, ...]) -> None:
+    def add(self, launcher: Launcher, operands: tuple[Tensor, ...]) -> None:
         """Add a launch."""
         self.steps.append(_Launch(launcher, operands))
 
@@ -200,9 +200,7 @@ class _Writer:
         assert found is not None, "a tensor that is neither an operand nor made by the function"
         return found
 
-    def _address(self, x: Tensor | None) -> str:
-        if x is None:
-            return "None"
+    def _address(self, x: Tensor) -> str:
         offset = self._offsets.get(self._bases.get(id(x), id(x)))
         return f"{self._tensor(x)}_at" if offset is None else f"scratch_at + {offset}"
 

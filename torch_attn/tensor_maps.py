@@ -13,7 +13,7 @@ class TensorMap(NamedTuple):
     """The argument of a kernel that is a TMA descriptor of an operand.
 
     Attributes:
-        operand: the operand's index.
+        operand: which of the launch's tensors it is.
         fields: those of Triton's `TensorDescriptor` but for `base`.
     """
 

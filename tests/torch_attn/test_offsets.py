@@ -11,7 +11,8 @@ import triton.language as tl
 
 from interop.parity.cases import FlashCase
 from torch_attn.interpreter import interpreted
-from torch_attn.kernels.library.block_mask import find_list
+from torch_attn.kernels.library.block_mask import Lists, find_list
+from torch_attn.kernels.library.pages import StateStrides
 from torch_attn.kernels.portable.combine_bwd import combine_bwd_kernel
 from tuning.static.triton_aot import compile_kernels
 
@@ -29,9 +30,9 @@ def test_gradients_of_parts_that_lie_far_apart():
     dlses = torch.empty(rows + 1)
     interpreted(combine_bwd_kernel)[(1,)](
         dout, None, outs, lses, douts, dlses,
-        dout_strides=(SIZE, SIZE, SIZE), dlse_strides=None, outs_strides=(SIZE,) * 4,
-        lses_strides=(1,) * 4, tokens=1, rows=rows, num_states=2, HEADS=1, HEAD_DIM_V=SIZE,
-        BLOCK_DV=SIZE, BLOCK_STATES=2,
+        dout_strides=StateStrides(None, *(SIZE,) * 3), dlse_strides=None,
+        outs_strides=StateStrides(*(SIZE,) * 4), lses_strides=StateStrides(*(1,) * 4),
+        tokens=1, rows=rows, num_states=2, HEADS=1, HEAD_DIM_V=SIZE, BLOCK_DV=SIZE, BLOCK_STATES=2,
     )  # fmt: skip
     weights = lses.softmax(0)
     for part, start in enumerate((0, rows * SIZE)):
@@ -41,7 +42,8 @@ def test_gradients_of_parts_that_lie_far_apart():
 
 @triton.jit
 def first_tile_kernel(counts_ptr, tiles_ptr, out_ptr, stride, batch, head):
-    list_ptr, count = find_list(counts_ptr, tiles_ptr, (0, stride), 1, batch, head, 0)
+    lists = Lists(counts_ptr, tiles_ptr, 0, stride, 1, None, None, None)
+    list_ptr, count = find_list(lists, batch, head, 0)
     tl.store(out_ptr, tl.load(list_ptr))
     tl.store(out_ptr + 1, count)
 

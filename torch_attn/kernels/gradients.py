@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 
-from torch_attn.kernels.library.block_mask import lists_of_keys, lists_of_queries
-from torch_attn.kernels.library.segments import segment_ranges, segments_of
-from torch_attn.kernels.library.sequences import num_padded_rows, offsets_of
+from torch_attn.kernels.library.mask import masks_of
+from torch_attn.kernels.library.sequences import num_padded_rows
 from torch_attn.kernels.library.softmax import LOG2E
 from torch_attn.kernels.library.tiles import ROW_PADDING
 from torch_attn.kernels.preprocess import preprocess
-from torch_attn.launch import KernelCall, Prepared, launch, sequence_arguments
+from torch_attn.launch import KernelCall, Prepared, launch, num_sequences
 from torch_attn.targets import num_sms
 from twin_attention.contract.operands import AttentionOperands
 from twin_attention.contract.spec import AttentionSpec, VarlenSpec
@@ -25,6 +24,28 @@ from twin_attention.targets.steps import splits_group
 
 # A kernel and the function that prepares its launch.
 Kernel = tuple[Any, Callable[[KernelCall], Prepared]]
+
+
+class Sums(NamedTuple):
+    """The float32 sums of gradients, to which a kernel adds; None for those that it does not."""
+
+    dq: Any = None
+    dk: Any = None
+    dv: Any = None
+
+
+class Statistics(NamedTuple):
+    """What belongs to the rows of a forward, as `kernels.preprocess` describes it.
+
+    Attributes:
+        lse, dlse: of the forward, and its gradient or None.
+        lse2, delta: what the kernel makes of them.
+    """
+
+    lse: Any
+    dlse: Any
+    lse2: Any
+    delta: Any
 
 
 def make_flash_bwd(
@@ -42,14 +63,14 @@ def make_flash_bwd(
     Args:
         dq: the kernel of dq.
         dkdv: the kernel of dk and dv, or one of each, which take the same operands. In a family
-            with sums these are the last operands, or None.
+            with sums these are one of them.
         postprocess: the kernel that makes dq of its float32 sums. None for a family without sums.
         sum_columns: the columns of the sums, from the head size.
         num_sums: 1 for dq, 3 for dk and dv as well, in which programs may share a tile of keys.
         dq_prepares_rows: the kernel of dq writes lse2 and delta, from dout, out, lse and dlse; the
             preprocess is for the sums alone.
-        item_counter: make the counter of a launch, which stands before the offsets of packed
-            sequences in the kernels that multiply.
+        item_counter: make the counter of a launch, which stands before the mask in the kernels
+            that multiply.
         options: launch options of the kernels that multiply.
     """
 
@@ -75,16 +96,16 @@ def make_flash_bwd(
             The gradient of each operand, in its dtype, contiguous.
         """
         q, k, v = operands.q, operands.k, operands.v
-        offsets, segments = offsets_of(operands), segments_of(operands)
-        ranges = [segment_ranges(x) for x in segments]
-        queries = *offsets[:1], *segments[:1]
+        of_keys, of_queries = masks_of(operands)
+        offsets, segments = of_keys.offsets, of_keys.segments
         of_rows = (spec.batch, spec.heads_q, num_padded_rows(spec))
         lse2, delta = (lse.new_empty(of_rows) for _ in range(2))
         has_sums = postprocess is not None and "flash_bwd_fused" in backend.configs(spec)
-        sources = (out, lse, dlse)
+        rows_of_dq = (out, Statistics(lse, dlse, lse2, delta))
         if has_sums or not dq_prepares_rows:
-            preprocess(dout, *sources, lse2, delta, spec, backend, *queries)
-            sources = ()
+            queries = offsets.q, segments and segments.q
+            preprocess(dout, out, lse, dlse, lse2, delta, spec, backend, *queries)
+            rows_of_dq = (lse2, delta)
         grads = tuple(x.new_empty(x.shape) for x in (q, k, v))
         inputs = (q, k, v, dout, lse2, delta)
 
@@ -103,22 +124,17 @@ def make_flash_bwd(
                 lse2.new_empty((*lse2.shape[:-2], x.heads_q, rows, sum_columns(x.head_dim))).zero_()
                 for x, _grad, rows in summed
             ]
-            no_sums = (None,) * (num_sums - len(sums))
-            tensors = (*inputs, *grads[1:], *sums, *no_sums, *counter(), *offsets)
+            tensors = (*inputs, *grads[1:], Sums(*sums), *counter(), of_queries)
             launch("flash_bwd_fused", *dkdv[0], tensors, spec, backend, **options)
             for (x, grad, _rows), values in zip(summed, sums, strict=True):
-                tensors = (values, grad, *offsets[:1])
+                tensors = (values, grad, offsets.q)
                 launch("flash_bwd_postprocess", *postprocess, tensors, x, backend)
         else:
-            no_sums = (None,) * num_sums
-            keys, queries = lists_of_keys(operands), lists_of_queries(operands)
-            inputs_of_dq = (q, k, v, dout, *sources, lse2, delta)
-            tensors = (*inputs_of_dq, grads[0], *counter(), *offsets)
-            tensors = (*tensors, *segments, *ranges[1:], *keys)
+            tensors = (q, k, v, dout, *rows_of_dq, grads[0], *counter(), of_keys)
             launch("flash_bwd_dq", *dq, tensors, spec, backend, **options)
-            masks = (*segments, *ranges[:1], *queries)
             for kernel in dkdv:
-                tensors = (*inputs, *grads[1:], *no_sums, *counter(), *offsets, *masks)
+                no_sums = (Sums(),) if num_sums else ()
+                tensors = (*inputs, *grads[1:], *no_sums, *counter(), of_queries)
                 launch("flash_bwd_dkdv", *kernel, tensors, spec, backend, **options)
         dsinks = sinks_gradient(operands.sinks, lse2, delta)
         gradients = dict(zip(("q", "k", "v", "sinks"), (*grads, dsinks), strict=True))
@@ -156,5 +172,6 @@ def prepare_postprocess(call: KernelCall) -> Prepared:
         "heads_q": spec.heads_q,
         "scale": spec.scale,
         "HEAD_DIM": spec.head_dim,
-    } | sequence_arguments(spec)
+        "num_sequences": num_sequences(spec),
+    }
     return (tiles * spec.heads_q * spec.batch,), arguments

@@ -8,8 +8,8 @@ from torch_attn.kernels.library.scores import as_multiplied
 from torch_attn.kernels.library.segments import STAYS, load_segments
 from torch_attn.kernels.library.sequences import count_sequence_tiles, locate_tile, num_padded_rows
 from torch_attn.kernels.library.softmax import LOG2E
-from torch_attn.kernels.library.tiles import ROW_PADDING, head_base, load_tile
-from torch_attn.launch import KernelCall, Prepared, launch, sequence_arguments, stride_arguments
+from torch_attn.kernels.library.tiles import ROW_PADDING, head_base, load_tile, strides_of
+from torch_attn.launch import KernelCall, Prepared, launch, num_sequences
 from twin_attention.contract.spec import AttentionSpec
 from twin_attention.targets.family import Backend
 
@@ -24,12 +24,10 @@ def flash_bwd_preprocess_kernel(
     delta_ptr,
     cu_seqlens_q_ptr,
     q_segment_ids_ptr,
-    dout_strides,
-    out_strides,
+    strides,
     seq_q,
     num_sequences,
     heads_q,
-    ALIGN: tl.constexpr,
     HEAD_DIM_V: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_Q: tl.constexpr,
@@ -64,16 +62,16 @@ def flash_bwd_preprocess_kernel(
         seq_dout = first_dout + size_dout
         lse2_ptr += padded - start_q
         delta_ptr += padded - start_q
-    dout_base = head_base(dout_ptr, dout_strides, batch, head, ALIGN)
-    out_base = head_base(out_ptr, out_strides, batch, head, ALIGN)
+    dout_base = head_base(dout_ptr, strides.dout, batch, head)
+    out_base = head_base(out_ptr, strides.out, batch, head)
     _segment_q, is_query = None, None
     if q_segment_ids_ptr is not None:
         q_segment_ids_ptr += batch * seq_q
         _segment_q, is_query = load_segments(q_segment_ids_ptr, start_q, seq_q, BLOCK_Q, STAYS)
     do = load_tile(
-        dout_base, start_q, seq_dout, dout_strides[1], BLOCK_Q, HEAD_DIM_V, True, is_query
+        dout_base, start_q, seq_dout, strides.dout.row, BLOCK_Q, HEAD_DIM_V, True, is_query
     )
-    out = load_tile(out_base, start_q, seq_q, out_strides[1], BLOCK_Q, HEAD_DIM_V, True)
+    out = load_tile(out_base, start_q, seq_q, strides.out.row, BLOCK_Q, HEAD_DIM_V, True)
     do = as_multiplied(do, PRECISION)
     delta = tl.sum(do.to(tl.float32) * out.to(tl.float32), 1)
     rows = start_q + tl.arange(0, BLOCK_Q)
@@ -97,20 +95,21 @@ def preprocess(
     delta: Tensor,
     spec: AttentionSpec,
     backend: Backend,
-    *queries: Tensor | None,
+    offsets: Tensor | None,
+    segment_ids: Tensor | None,
 ) -> None:
     """Launch `flash_bwd_preprocess_kernel`.
 
     Args:
         dout, out, lse, dlse, spec, backend: as `flash_bwd` has them.
         lse2, delta: outputs, [B, Hq, Sq rounded up to ROW_PADDING] float32.
-        queries: for packed sequences cu_seqlens_q; with segment ids None and q_segment_ids.
+        offsets, segment_ids: the queries', None without packed sequences and without ids.
     """
     launch(
         "flash_bwd_preprocess",
         flash_bwd_preprocess_kernel,
         _prepare_preprocess,
-        (dout, out, lse, dlse, lse2, delta, *queries),
+        (dout, out, lse, dlse, lse2, delta, offsets, segment_ids),
         spec,
         backend,
     )
@@ -119,12 +118,13 @@ def preprocess(
 def _prepare_preprocess(call: KernelCall) -> Prepared:
     """Return grid and arguments of `flash_bwd_preprocess_kernel`."""
     spec, (dout, out, *_) = call.spec, call.layouts
-    arguments = stride_arguments(dout=dout, out=out) | {
+    arguments = {
+        "strides": strides_of(dout=dout, out=out),
         "seq_q": spec.seq_q,
+        "num_sequences": num_sequences(spec),
         "heads_q": spec.heads_q,
         "HEAD_DIM_V": spec.head_dim_v,
         "PRECISION": spec.precision,
     }
-    arguments |= sequence_arguments(spec)
     tiles = num_padded_rows(spec) // call.config.block_q
     return (tiles * spec.heads_q * spec.batch,), arguments

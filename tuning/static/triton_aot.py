@@ -44,7 +44,7 @@ def compile_kernels(
     (chosen,) = (x for x in FAMILIES["torch_attn"] if x.name == family and x.folder in folders)
     with _driver(device or target), launch.recording(limit) as compiled:
         run_kernels(spec, Backend(chosen, target), *operands_of(spec, _empty, sinks))
-    return list({(name, x.name): (name, config, x) for name, config, x in compiled}.values())
+    return list({(name, x.hash): (name, config, x) for name, config, x in compiled}.values())
 
 
 def _empty(dtype: str, *shape: int) -> torch.Tensor:

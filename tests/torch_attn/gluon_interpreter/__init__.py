@@ -49,7 +49,7 @@ from tests.torch_attn.gluon_interpreter.program import (
 from tests.torch_attn.gluon_interpreter.source import Source
 from tests.torch_attn.gluon_interpreter.values import Descriptor, Pointer, plain, scalar
 from torch_attn import interpreter, launch
-from torch_attn.tensor_maps import TensorMap
+from torch_attn.layouts import bind, layouts_of
 from twin_attention.targets.target import NUM_SMS
 
 __all__ = [
@@ -128,19 +128,14 @@ def interpreted(
 
     def run(name, kernel, prepare, operands, spec, backend, constants, options):
         config, device = backend.configs(spec)[name], operands[0].device
-        layouts = tuple(None if x is None else launch._layout(x) for x in operands)
+        layouts, tensors = layouts_of(operands), launch.tensors_of(operands)
         call = launch.KernelCall(spec, constants, config, backend.target, device, layouts)
-        grid, arguments = prepare(call)
-        numbers = {field.upper(): x for field, x in vars(config).items()}
-        arguments = dict(zip(kernel.arg_names, operands, strict=False)) | arguments | numbers
-        arguments = {field: arguments[field] for field in kernel.arg_names}
+        grid, values = launch.arguments_of(kernel, prepare, call)
+        arguments = dict(zip(kernel.arg_names, bind(tuple(values), tensors), strict=True))
         launched.append(name)
         if not isinstance(kernel, GluonJITFunction):
             interpreter.interpreted(kernel)[grid](**arguments)
             return
-        for field, x in arguments.items():
-            if isinstance(x, TensorMap):
-                arguments[field] = x.bind(operands[x.operand])
         warps = options.get("num_warps", config.num_warps)
         interpret(kernel, grid, mode, warps, replace, **arguments)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import FunctionType, ModuleType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 from triton.runtime.jit import ConstexprFunction, JITFunction
@@ -22,9 +22,8 @@ class Source:
     def function(self, fn: Any) -> FunctionType:
         """Return a function whose globals are translated."""
         if fn not in self._functions:
-            # Names of attributes are among these as well; they do no harm.
             own = fn.__globals__
-            names = {x: self.translate(own[x]) for x in fn.__code__.co_names if x in own}
+            names = {x: self.translate(own[x]) for x in _names(fn.__code__) if x in own}
             defaults = tuple(map(plain, fn.__defaults__ or ()))
             names["__builtins__"] = __builtins__
             new = FunctionType(fn.__code__, names, fn.__name__, defaults, fn.__closure__)
@@ -48,6 +47,12 @@ class Source:
             # The project has an add_box of its own where Triton has none.
             return add_box if x.__name__ == "add_box" else _unknown(x)
         return plain(x)
+
+
+def _names(code: CodeType) -> set[str]:
+    """Return the names that code uses, those of attributes among them, which do no harm."""
+    nested = (x for x in code.co_consts if isinstance(x, CodeType))  # a list's, in Python 3.11
+    return set(code.co_names).union(*map(_names, nested))
 
 
 class _Module:

@@ -25,13 +25,12 @@ def kept_tiles(
     """Narrow what `visible_tiles` returned to the tiles of a list: as the library's `kept_tiles`.
 
     Args:
-        lists: counts, tiles, strides and width of the lists, as `find_list` takes them, and the
-            queries and keys of a tile of the mask.
+        lists: the library's `Lists` of keys.
         visible: begin, before, full and after.
         BLOCK: keys of a kernel's tile, a divisor of the mask's.
     """
     begin, before, full, after = visible
-    TILE: gl.constexpr = lists[5]
+    TILE: gl.constexpr = lists.tile_other
     tiles_ptr, count = _list(lists, batch, head, start_q)
     whole_tile = gl.cdiv(begin + before * BLOCK, TILE)
     first, whole, end = 0, 0, count
@@ -58,8 +57,8 @@ def kept_start(lists, batch, head, start_q, step, visible, BLOCK: gl.constexpr):
     """Return the first key of a step's tile; behind all keys for the one step of an empty list."""
     begin, before, full, after = visible
     row = step_start(step, begin, before, full, after, BLOCK)
-    if lists[0] is not None:
-        TILE: gl.constexpr = lists[5]
+    if lists is not None:
+        TILE: gl.constexpr = lists.tile_other
         tiles_ptr, count = _list(lists, batch, head, start_q)
         index = row // TILE
         tile = gl.load(tiles_ptr + index, mask=index < count, other=2**30 // TILE)
@@ -70,8 +69,7 @@ def kept_start(lists, batch, head, start_q, step, visible, BLOCK: gl.constexpr):
 @gluon.jit
 def _list(lists, batch, head, start_q):
     """Return a tile's list and how many tiles it has."""
-    tile = start_q // lists[4]
-    tiles_ptr, count = find_list(lists[0], lists[1], lists[2], lists[3], batch, head, tile)
+    tiles_ptr, count = find_list(lists, batch, head, start_q // lists.tile)
     return tiles_ptr, gl.maximum(count, 0)
 
 

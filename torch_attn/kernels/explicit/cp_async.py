@@ -13,7 +13,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from torch_attn.kernels.explicit.registers import copy_layout
-from torch_attn.launch import Layout, stride_arguments
+from torch_attn.kernels.library.tiles import strides_of
+from torch_attn.layouts import Layout
 from twin_attention.targets import sm80
 
 # Triton 3.9 has other names than 3.6, and keeps the old name of the copy only to raise.
@@ -175,6 +176,6 @@ def _row_pointers(
 
 def copy_arguments(**layouts: Layout) -> dict[str, Any]:
     """Return the arguments that describe the operands which `fetch_tile` copies."""
-    arguments = stride_arguments(**layouts)
+    strides = strides_of(**layouts)
     aligned = all(layout.is_aligned for layout in layouts.values())
-    return arguments | {"ASYNC": aligned and arguments["ALIGN"] % 8 == 0}
+    return {"strides": strides, "ASYNC": aligned and strides.q.align.value % 8 == 0}

@@ -1,7 +1,7 @@
 """The order in which persistent programs take their work items."""
 
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -22,6 +22,73 @@ ITEMS_COUNTED = 64
 HEADS_COUNTED = 24
 # Heads of packed sequences that share the L2 cache at a time, at most.
 PACKED_HEADS = 8
+
+
+class Problem(NamedTuple):
+    """What a kernel's work items follow from.
+
+    Attributes:
+        size, size_other: rows of the axis whose tiles are work items, and of the other one.
+        diagonal: key position of the first query.
+        heads_q: query heads.
+        num_items: tiles of all heads, one work item each.
+        together: heads whose tiles follow each other by length, see `head_and_tile`.
+        offsets, offsets_other: where packed sequences begin on both axes; or None.
+        num_sequences: how many packed sequences there are; or None.
+    """
+
+    size: Any
+    size_other: Any
+    diagonal: Any
+    heads_q: Any
+    num_items: Any
+    together: Any
+    offsets: Any
+    offsets_other: Any
+    num_sequences: Any
+
+
+class Rows(NamedTuple):
+    """A work item's rows: of packed sequences they are counted from the first of all.
+
+    Attributes:
+        start: the tile's first.
+        end: behind all that its head or sequence has.
+        diagonal: key position of the first query.
+    """
+
+    start: Any
+    end: Any
+    diagonal: Any
+
+
+class Others(NamedTuple):
+    """Rows of the other axis that a work item may visit.
+
+    Attributes:
+        first: the first of the sequence, from which they are counted.
+        size: how many it has.
+    """
+
+    first: Any
+    size: Any
+
+
+class Place(NamedTuple):
+    """Where a work item of packed sequences is.
+
+    Attributes:
+        head, tile: which head, and which of its tiles.
+        start, end, first_other, size_other, sequence: as `locate_tile` has them.
+    """
+
+    head: Any
+    tile: Any
+    start: Any
+    end: Any
+    first_other: Any
+    size_other: Any
+    sequence: Any
 
 
 @gluon.jit
@@ -49,7 +116,6 @@ def head_and_tile(item, num_items, together, num_tiles):
 def next_item(
     turn,
     problem,
-    offsets,
     shared,
     counter_ptr,
     BLOCK: gl.constexpr,
@@ -63,61 +129,60 @@ def next_item(
 
     Args:
         turn: how many items the program has had.
-        problem: rows of the tiles' axis and of the other one; num_items and together are the last.
-        offsets: those of both axes and num_sequences, or None, all of them.
         shared: what `allocate_hand_over` returns, or () of a dense batch.
         counter_ptr: how many items all programs have taken, or None.
         LAST_FIRST: the last tile is the longest.
         row_ptrs: lse2 and delta, which are prepared for tiles that are passed over; or ().
 
     Returns:
-        (item, place): place is head and tile, start, end, first_other and size_other of
-        `locate_tile`, and the sequence.
+        (item, place): the second is a `Place`.
     """
-    item, place = work_item(turn), (0, 0, 0, 0, 0, 0, 0)
-    if offsets[2] is not None:
-        item, place = _take_item(counter_ptr, problem, offsets, BLOCK, LAST_FIRST)
-        while (item < problem[4]) & (place[2] == place[3]):
+    item, place = work_item(turn), Place(0, 0, 0, 0, 0, 0, 0)
+    if problem.num_sequences is not None:
+        item, place = _take_item(counter_ptr, problem, BLOCK, LAST_FIRST)
+        while (item < problem.num_items) & (place.start == place.end):
             if len(row_ptrs) > 0:
-                _prepare_rows(row_ptrs, place, problem, offsets, BLOCK)
-            item, place = _take_item(counter_ptr, problem, offsets, BLOCK, LAST_FIRST)
+                _prepare_rows(row_ptrs, place, problem, BLOCK)
+            item, place = _take_item(counter_ptr, problem, BLOCK, LAST_FIRST)
         _hand_over(shared, turn, item, place)
     return item, place
 
 
 @gluon.jit
-def own_item(turn, offsets, shared, READER: gl.constexpr):
+def own_item(turn, problem, shared, READER: gl.constexpr):
     """Return what `next_item` gave the producer in this turn; READER counts those who ask."""
-    item, place = work_item(turn), (0, 0, 0, 0, 0, 0, 0)
-    if offsets[2] is not None:
+    item, place = work_item(turn), Place(0, 0, 0, 0, 0, 0, 0)
+    if problem.num_sequences is not None:
         item, place = _receive(shared, turn, READER)
     return item, place
 
 
 @gluon.jit
-def _take_item(counter_ptr, problem, offsets, BLOCK: gl.constexpr, LAST_FIRST: gl.constexpr):
+def _take_item(counter_ptr, problem, BLOCK: gl.constexpr, LAST_FIRST: gl.constexpr):
     item = gl.atomic_add(counter_ptr, 1, sem="relaxed")
     # There may be none left: then the place is that of the last one.
-    num_tiles = count_sequence_tiles(problem[0], offsets[2], BLOCK)
-    existing = gl.minimum(item, problem[4] - 1)
-    head, tile = head_and_tile(existing, problem[4], problem[5], num_tiles)
+    num_tiles = count_sequence_tiles(problem.size, problem.num_sequences, BLOCK)
+    existing = gl.minimum(item, problem.num_items - 1)
+    head, tile = head_and_tile(existing, problem.num_items, problem.together, num_tiles)
     if LAST_FIRST:
         tile = num_tiles - 1 - tile
     sequence, _first, start, end, first_other, size_other = locate_tile(
-        offsets[0], offsets[1], tile, problem[0], problem[1], offsets[2], BLOCK
-    )
-    return item, (head, tile, start, end, first_other, size_other, sequence)
+        problem.offsets, problem.offsets_other, tile, problem.size, problem.size_other,
+        problem.num_sequences, BLOCK,
+    )  # fmt: skip
+    return item, Place(head, tile, start, end, first_other, size_other, sequence)
 
 
 @gluon.jit
-def _prepare_rows(row_ptrs, place, problem, offsets, BLOCK: gl.constexpr):
+def _prepare_rows(row_ptrs, place, problem, BLOCK: gl.constexpr):
     """Store lse2 and delta of a tile of ROW_PADDING rows that do not exist: p and ds are 0."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    tiles = count_sequence_tiles(problem[0], offsets[2], BLOCK)
-    first = (place[0].to(gl.int64) * tiles + place[1]) * BLOCK
+    lse2_ptr, delta_ptr = row_ptrs
+    tiles = count_sequence_tiles(problem.size, problem.num_sequences, BLOCK)
+    first = (place.head.to(gl.int64) * tiles + place.tile) * BLOCK
     rows = first + gl.arange(0, BLOCK, layout)
-    gl.store(row_ptrs[0] + rows, gl.full([BLOCK], float("inf"), gl.float32, layout))
-    gl.store(row_ptrs[1] + rows, gl.zeros([BLOCK], gl.float32, layout))
+    gl.store(lse2_ptr + rows, gl.full([BLOCK], float("inf"), gl.float32, layout))
+    gl.store(delta_ptr + rows, gl.zeros([BLOCK], gl.float32, layout))
 
 
 @gluon.jit
@@ -158,10 +223,10 @@ def _receive(shared, turn, READER: gl.constexpr):
     field = _fields()
     x = values.load(field.type.layout)
     mbarrier.arrive(read.index(READER), count=1)
-    place = ()
+    found = ()
     for i in gl.static_range(7):
-        place = place + (gl.sum(gl.where(field == i + 1, x, 0), 0),)
-    return gl.sum(gl.where(field == 0, x, 0), 0), place
+        found = found + (gl.sum(gl.where(field == i + 1, x, 0), 0),)
+    return gl.sum(gl.where(field == 0, x, 0), 0), Place(*found)
 
 
 def persistent(

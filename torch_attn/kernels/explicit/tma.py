@@ -14,7 +14,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from torch_attn.kernels.explicit.barriers import barrier
 from torch_attn.kernels.explicit.registers import copy_layout
-from torch_attn.launch import Layout
+from torch_attn.layouts import Layout
 from torch_attn.tensor_maps import TensorMap
 from twin_attention.contract.spec import AttentionSpec, VarlenSpec
 from twin_attention.targets import sm90
@@ -172,32 +172,20 @@ def _store_rows(out_ptr, rows, head, first, end, heads, INDEX: gl.constexpr, SIZ
     gl.store(out_ptr + offset[:, None] + column[None, :], rows.load(layout), exists)
 
 
-def map_arguments(name: str, operand: int, layout: Layout, rows: int) -> dict[str, Any]:
-    """Return the descriptors of an operand, one for each column piece of its tiles.
-
-    Args:
-        name: of the kernel's argument; that of a further piece has its number.
-        operand: its index among the launch's.
-        layout: the operand's.
-        rows: of a tile.
-    """
-    names = (name, f"{name}_1", f"{name}_2")
-    maps: dict[str, Any] = dict.fromkeys(names)
+def maps_of(layout: Layout, rows: int) -> tuple[TensorMap, ...]:
+    """Return the descriptors of an operand, one for each column piece of its tiles of `rows`."""
     shape, strides = layout.shape, layout.strides
     if len(shape) == 3:  # packed sequences are a batch of one
         shape, strides = (1, *shape), (0, *strides)
-    for name, width in zip(names, sm90.column_pieces(shape[3]), strict=False):
-        maps[name] = TensorMap.of(operand, shape, strides, (rows, width), box_layout(width))
-    return maps
+    return tuple(
+        TensorMap.of(layout.operand, shape, strides, (rows, width), box_layout(width))
+        for width in sm90.column_pieces(shape[3])
+    )
 
 
-def stored_arguments(
-    spec: AttentionSpec, name: str, operand: int, layout: Layout, rows: int
-) -> dict[str, Any]:
-    """Return the descriptors of a result; of packed sequences none: see `store_result`."""
-    if isinstance(spec, VarlenSpec):
-        return dict.fromkeys((f"{name}_1", f"{name}_2"))
-    return map_arguments(name, operand, layout, rows)
+def stored_maps_of(spec: AttentionSpec, layout: Layout, rows: int) -> tuple[Any, ...]:
+    """Return the descriptors of a result; of packed sequences its pointer: see `store_result`."""
+    return (layout,) if isinstance(spec, VarlenSpec) else maps_of(layout, rows)
 
 
 @gluon.jit
@@ -227,7 +215,7 @@ def read_row(row, slot, LAYOUT: gl.constexpr):
     return x.load(gl.SliceLayout(0, LAYOUT))
 
 
-def row_map(operand: int, layout: Layout, size: int) -> TensorMap:
+def row_map(layout: Layout, size: int) -> TensorMap:
     """Return the descriptor of rows of `size` values, which a float32 operand is cut into."""
     shape = [math.prod(layout.shape) // size, size]
     fields = {
@@ -236,4 +224,4 @@ def row_map(operand: int, layout: Layout, size: int) -> TensorMap:
         "block_shape": [1, size],
         "layout": row_layout(),
     }
-    return TensorMap(operand, fields)
+    return TensorMap(layout.operand, fields)

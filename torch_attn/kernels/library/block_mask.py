@@ -9,13 +9,12 @@ after the other, take the place of the other axis.
 Lists are data that nobody checked. Counts are clamped to the lists, and tiles to the tensors.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from torch_attn.launch import KernelCall
 from twin_attention.contract.operands import AttentionOperands, BlockSparseOperands
 from twin_attention.contract.spec import AttentionSpec, BlockSparseSpec
 
@@ -25,14 +24,35 @@ LIST_SCAN_WIDTH = tl.constexpr(256)
 NO_TILE = tl.constexpr(2**31 - 1)
 
 
-@triton.jit
-def find_list(counts_ptr, tiles_ptr, strides, width, batch, head, tile):
-    """Return a tile's list and how many tiles it has, at most `width`.
+class Lists(NamedTuple):
+    """The lists of a block mask, of the keys for each tile of queries or the other way round.
 
-    `strides` are the lists of a sequence and of a head, 0 where all share theirs.
+    Attributes:
+        counts: how many tiles each list has, int32, contiguous.
+        tiles: the lists, `width` tiles each, int32, contiguous.
+        batch_stride, head_stride: lists of a sequence and of a head, 0 where all share theirs.
+        width: the most tiles of a list.
+        tile, tile_other: rows of a tile that has a list, and of a tile in one.
+        of_group: how many lists the query heads of a kv head have: one each, or one of all.
     """
-    index = tl.cast(batch, tl.int64) * strides[0] + tl.cast(head, tl.int64) * strides[1] + tile
-    return tiles_ptr + index * width, tl.minimum(tl.load(counts_ptr + index), width)
+
+    counts: Any
+    tiles: Any
+    batch_stride: Any = None
+    head_stride: Any = None
+    width: Any = None
+    tile: Any = None
+    tile_other: Any = None
+    of_group: Any = None
+
+
+@triton.jit
+def find_list(lists, batch, head, tile):
+    """Return a tile's list and how many tiles it has, at most the lists' width."""
+    of_batch = tl.cast(batch, tl.int64) * lists.batch_stride
+    index = of_batch + tl.cast(head, tl.int64) * lists.head_stride + tile
+    list_ptr = lists.tiles + index * lists.width
+    return list_ptr, tl.minimum(tl.load(lists.counts + index), lists.width)
 
 
 @triton.jit
@@ -91,35 +111,31 @@ def kept_row(list_ptr, row, size_other, TILE: tl.constexpr, MASKED: tl.constexpr
     return tl.minimum(tl.maximum(tile, 0), num_tiles - 1) * TILE + row % TILE
 
 
-def lists_of_keys(operands: AttentionOperands[Tensor]) -> tuple[Tensor, ...]:
-    """Return counts and tiles of the keys that queries keep, contiguous; nothing without a mask."""
+def lists_of_keys(operands: AttentionOperands[Tensor]) -> Lists | None:
+    """Return the lists of the keys that queries keep; the numbers are to be added."""
     if not isinstance(operands, BlockSparseOperands):
-        return ()
-    return operands.kv_counts.contiguous(), operands.kv_tiles.contiguous()
+        return None
+    return Lists(operands.kv_counts.contiguous(), operands.kv_tiles.contiguous())
 
 
-def lists_of_queries(operands: AttentionOperands[Tensor]) -> tuple[Tensor, ...]:
-    """Return counts and tiles of the queries that keep keys, contiguous; nothing without a mask."""
+def lists_of_queries(operands: AttentionOperands[Tensor]) -> Lists | None:
+    """Return the lists of the queries that keep keys; the numbers are to be added."""
     if not isinstance(operands, BlockSparseOperands):
-        return ()
-    return operands.q_counts.contiguous(), operands.q_tiles.contiguous()
+        return None
+    return Lists(operands.q_counts.contiguous(), operands.q_tiles.contiguous())
 
 
-def list_arguments(call: KernelCall) -> dict[str, Any]:
-    """Return the arguments that describe the lists, the last operand of a kernel with a mask."""
-    spec = call.spec
-    if not isinstance(spec, BlockSparseSpec):
-        return dict.fromkeys(("list_strides", "list_width", "TILE_Q", "TILE_KV"))
-    batch, heads, lists, width = call.layouts[-1].shape
-    return {
-        "list_strides": (0 if batch == 1 else heads * lists, 0 if heads == 1 else lists),
-        "list_width": width,
-        "TILE_Q": spec.tile_q,
-        "TILE_KV": spec.tile_kv,
-    }
-
-
-def num_lists_of_group(spec: AttentionSpec) -> int:
-    """Return how many masks the query heads of one kv head have: one each, or one of all."""
-    has_own = isinstance(spec, BlockSparseSpec) and spec.mask_heads > 1
-    return spec.group_size if has_own else 1
+def with_numbers(lists: Lists | None, spec: AttentionSpec, of_keys: bool) -> Lists | None:
+    """Return lists of keys or of queries with their numbers; `lists` has the operands' layouts."""
+    if lists is None:
+        return None
+    assert isinstance(spec, BlockSparseSpec)
+    batch, heads, rows, width = lists.tiles.shape
+    return lists._replace(
+        batch_stride=0 if batch == 1 else heads * rows,
+        head_stride=0 if heads == 1 else rows,
+        width=width,
+        tile=tl.constexpr(spec.tile_q if of_keys else spec.tile_kv),
+        tile_other=tl.constexpr(spec.tile_kv if of_keys else spec.tile_q),
+        of_group=tl.constexpr(spec.group_size if spec.mask_heads > 1 else 1),
+    )

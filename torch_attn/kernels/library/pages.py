@@ -1,7 +1,63 @@
 """Pages: which keys a program of a decode reads, and where in the pool they are."""
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
+
+from torch_attn.layouts import Layout
+
+
+class StateStrides(NamedTuple):
+    """The strides of outputs [N, B, S, H, Dv] of N states, or of their log-sum-exps [N, B, H, S].
+
+    Without N, `state` is None.
+    """
+
+    state: Any
+    batch: Any
+    token: Any
+    head: Any
+
+
+class PoolStrides(NamedTuple):
+    """The strides of a pool [P, page_size, Hkv, D] with a contiguous last dimension."""
+
+    page: Any
+    slot: Any
+    head: Any
+
+
+class Cache(NamedTuple):
+    """A paged cache.
+
+    What a model fixes, the pools' strides and the page size, are constants of the code: they
+    shorten the way from a length to the first key by 0.2 to 0.6 microseconds of the shortest
+    decodes. The page size is the last for Triton 3.6, see `torch_attn.kernels.library.mask.Mask`.
+
+    Attributes:
+        k, v: pools of keys and of values.
+        tables: page tables [B, max_pages], int32.
+        lens: lengths [B], int32.
+        k_scale, v_scale: scales [] or [Hkv], float32, or None.
+        k_scale_stride, v_scale_stride: strides of the scales, 0 for one of all heads.
+        table_stride: stride of the page tables.
+        k_strides, v_strides: `PoolStrides`.
+        page_size: tokens of a page.
+    """
+
+    k: Any
+    v: Any
+    tables: Any
+    lens: Any
+    k_scale: Any
+    v_scale: Any
+    k_scale_stride: Any = None
+    v_scale_stride: Any = None
+    table_stride: Any = None
+    k_strides: Any = None
+    v_strides: Any = None
+    page_size: Any = None
 
 
 @triton.jit
@@ -151,3 +207,15 @@ def rows_at(
     for axis in tl.static_range(1, len(index)):
         offset += index[axis] * strides[axis]
     return base + offset[:, None] + FIRST + STEP * cols, is_row[:, None] & (cols < SIZE)
+
+
+def strides_of_outputs(layout: Layout) -> StateStrides:
+    """Return the strides of outputs, [N, B, S, H, Dv] or without N."""
+    *state, batch, token, head, _ = layout.strides
+    return StateStrides(*state or (None,), batch, token, head)
+
+
+def strides_of_lses(layout: Layout) -> StateStrides:
+    """Return the strides of log-sum-exps, [N, B, H, S] or without N."""
+    *state, batch, head, token = layout.strides
+    return StateStrides(*state or (None,), batch, token, head)

@@ -16,11 +16,12 @@ def load_rotation(
 
     They are NaN where the tables [num_positions, PAIRS] have no such position.
     """
+    cos_stride, sin_stride = strides
     pair = tl.arange(0, BLOCK)[None, :]
     exists = (pair < PAIRS) & (position >= 0) & (position < num_positions)
     row = position.to(tl.int64)
-    cos = tl.load(cos_ptr + row * strides[0] + pair, mask=exists, other=float("nan"))
-    sin = tl.load(sin_ptr + row * strides[1] + pair, mask=exists, other=float("nan"))
+    cos = tl.load(cos_ptr + row * cos_stride + pair, mask=exists, other=float("nan"))
+    sin = tl.load(sin_ptr + row * sin_stride + pair, mask=exists, other=float("nan"))
     return cos.to(tl.float32), sin.to(tl.float32)
 
 

@@ -8,16 +8,14 @@ are loaded without a mask, so that no load of theirs waits for ids.
 Padding has negative ids and may hold NaN: it is loaded as 0.
 """
 
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from twin_attention.contract.operands import (
-    AttentionOperands,
-    BlockSparseOperands,
-    FlashOperands,
-)
+from twin_attention.contract.operands import AttentionOperands, FlashOperands
 
 # Tokens of a block, which has one range of ids.
 BLOCK_IDS = tl.constexpr(64)
@@ -27,6 +25,29 @@ SCAN_WIDTH = tl.constexpr(512)
 LARGEST_ID = tl.constexpr(2**31 - 1)
 # Ids of padding in the tokens that stay, and in those that are visited: they are not equal.
 STAYS, VISITED = tl.constexpr(-2), tl.constexpr(-1)
+
+
+class Segments(NamedTuple):
+    """Segment ids, contiguous int32.
+
+    Attributes:
+        q, kv: ids of the queries [B, Sq] and of the keys [B, Skv].
+        ranges: `segment_ranges` of the tokens that are visited.
+    """
+
+    q: Any
+    kv: Any
+    ranges: Any = None
+
+
+@triton.jit
+def segments_of_batch(segments, batch, seq_q, seq_kv, size_visited):
+    """Return the segments of a batch element, of which `size_visited` tokens are visited."""
+    return Segments(
+        segments.q + batch * seq_q,
+        segments.kv + batch * seq_kv,
+        segments.ranges + batch * 3 * tl.cdiv(size_visited, BLOCK_IDS),
+    )
 
 
 @triton.jit
@@ -85,20 +106,17 @@ def meeting_tiles(ids, ranges_ptr, size_other, begin, before, full, after, BLOCK
     return begin, 0, full, visible - full
 
 
-def segment_ranges(ids: Tensor | None) -> Tensor | None:
+def segment_ranges(ids: Tensor) -> Tensor:
     """Compute the range of ids of every BLOCK_IDS tokens.
 
     Args:
-        ids: [B, S] int32, or None.
+        ids: [B, S] int32.
 
     Returns:
-        None without ids, otherwise
         [B, 3, blocks] int32: the least id that is not negative, LARGEST_ID if there is none; the
         greatest; and the least of all, which is negative in a block with padding. What the last
         block lacks counts as padding.
     """
-    if ids is None:
-        return None
     batch, size = ids.shape
     blocks = triton.cdiv(size, BLOCK_IDS.value)
     ids = torch.constant_pad_nd(ids, [0, blocks * BLOCK_IDS.value - size], VISITED.value)
@@ -110,14 +128,19 @@ def segment_ranges(ids: Tensor | None) -> Tensor | None:
     return ranges
 
 
-def segments_of(operands: AttentionOperands[Tensor]) -> tuple[Tensor | None, ...]:
-    """Return the ids of queries and of keys, contiguous; nothing without them.
-
-    Lists of tiles follow them: there they are None.
-    """
-    if isinstance(operands, BlockSparseOperands):
-        return None, None
+def segments_of(operands: AttentionOperands[Tensor]) -> Segments | None:
+    """Return the ids of queries and of keys, None without them; the ranges are to be added."""
     if not isinstance(operands, FlashOperands) or operands.q_segment_ids is None:
-        return ()
+        return None
     assert operands.kv_segment_ids is not None
-    return operands.q_segment_ids.contiguous(), operands.kv_segment_ids.contiguous()
+    return Segments(operands.q_segment_ids.contiguous(), operands.kv_segment_ids.contiguous())
+
+
+def visiting_keys(segments: Segments | None) -> Segments | None:
+    """Return the segments of a kernel that visits keys."""
+    return segments and segments._replace(ranges=segment_ranges(segments.kv))
+
+
+def visiting_queries(segments: Segments | None) -> Segments | None:
+    """Return the segments of a kernel that visits queries."""
+    return segments and segments._replace(ranges=segment_ranges(segments.q))

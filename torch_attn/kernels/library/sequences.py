@@ -9,17 +9,28 @@ Offsets are data that nobody checked. Any numbers are clamped to the tensors, an
 The first offset counts as 0, so that no row comes before all sequences.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 
 from torch_attn.kernels.library.tiles import ROW_PADDING
-from twin_attention.contract.operands import AttentionOperands, FlashOperands, VarlenOperands
+from twin_attention.contract.operands import AttentionOperands, VarlenOperands
 from twin_attention.contract.spec import AttentionSpec, VarlenSpec
 
 # Offsets that a step of the search reads at a time: one step finds one of 127 sequences.
 SEARCH_WIDTH = tl.constexpr(128)
+
+
+class Offsets(NamedTuple):
+    """Where packed sequences begin, [num_sequences + 1] int32; None of a dense batch.
+
+    Attributes:
+        q, kv: offsets of the queries and of the keys.
+    """
+
+    q: Any = None
+    kv: Any = None
 
 
 @triton.jit
@@ -187,12 +198,8 @@ def num_padded_rows(spec: AttentionSpec) -> int:
     return num_sequence_tiles(spec, spec.seq_q, ROW_PADDING.value) * ROW_PADDING.value
 
 
-def offsets_of(operands: AttentionOperands[Any]) -> tuple[Any, ...]:
-    """Return the operands that a kernel has for packed sequences alone.
-
-    Segment ids or lists of tiles follow them: there they are None.
-    """
-    if isinstance(operands, VarlenOperands):
-        return operands.cu_seqlens_q, operands.cu_seqlens_kv
-    is_dense = isinstance(operands, FlashOperands) and operands.q_segment_ids is None
-    return () if is_dense else (None, None)
+def offsets_of(operands: AttentionOperands[Any]) -> Offsets:
+    """Return the offsets of packed sequences."""
+    if not isinstance(operands, VarlenOperands):
+        return Offsets()
+    return Offsets(operands.cu_seqlens_q, operands.cu_seqlens_kv)

@@ -32,6 +32,16 @@ def online_softmax_update(s, m_i, l_i, exp2_scale):
 
 
 @triton.jit
+def row_statistics(m_i, l_i):
+    """Return what a row's acc is divided by, and its log-sum-exp (natural log), from a softmax.
+
+    A row without a key has -inf, and its acc of 0 is divided by 1.
+    """
+    l_safe = tl.where(l_i == 0.0, 1.0, l_i)
+    return l_safe, m_i * LN2 + tl.log(l_safe)
+
+
+@triton.jit
 def add_sink(sink, m_i, l_i):
     """Count one more logit, without a value, into a running softmax (Xiao et al. 2023).
 

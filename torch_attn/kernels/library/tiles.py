@@ -6,9 +6,13 @@ by a stride. Rows counted from a tile's first keep 32, unless the tile spans 2^3
 (`load_tile`), and so do pages and slots of a pool whose heads span less.
 """
 
+import math
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
+from torch_attn.layouts import Layout
 from twin_attention.targets import config
 
 # Row vectors that the backward's kernels share are padded to a multiple of this many rows, so that
@@ -18,6 +22,30 @@ ROW_PADDING = tl.constexpr(128)
 
 # The columns of a tile follow from the head size, inside the kernels.
 padded_head_dim = triton.constexpr_function(config.padded_head_dim)
+
+
+class Strides(NamedTuple):
+    """The strides of a [B, S, H, D] tensor with a contiguous last dimension.
+
+    Attributes:
+        batch, row, head: strides in elements; `row` is a constant of the code.
+        align: a divisor of all operands' strides, which tells the compiler how wide a load may be.
+    """
+
+    batch: Any
+    row: Any
+    head: Any
+    align: Any
+
+
+class FlashStrides(NamedTuple):
+    """The `Strides` of a kernel's operands; None for one that it does not have."""
+
+    q: Strides | None = None
+    k: Strides | None = None
+    v: Strides | None = None
+    dout: Strides | None = None
+    out: Strides | None = None
 
 
 @triton.jit
@@ -94,15 +122,12 @@ def split_step(step, count, GROUP_SIZE: tl.constexpr):
 
 
 @triton.jit
-def head_base(pointer, strides, batch, head, ALIGN: tl.constexpr, first=None):
-    """Return where one head of a [B, S, H, D] tensor begins, or row `first` of it.
-
-    `strides` are those of batch, row and head; ALIGN divides all of them.
-    """
-    offset = tl.cast(batch, tl.int64) * strides[0] + head.to(tl.int64) * strides[2]
+def head_base(pointer, strides, batch, head, first=None):
+    """Return where one head of a tensor with these `Strides` begins, or row `first` of it."""
+    offset = tl.cast(batch, tl.int64) * strides.batch + head.to(tl.int64) * strides.head
     if first is not None:
-        offset += first.to(tl.int64) * strides[1]
-    return pointer + tl.multiple_of(offset, ALIGN)
+        offset += first.to(tl.int64) * strides.row
+    return pointer + tl.multiple_of(offset, strides.align)
 
 
 @triton.jit
@@ -152,3 +177,18 @@ def store_tile(
     cols = tl.arange(0, padded_head_dim(SIZE))[None, :]
     pointers = base + (start + rows).to(tl.int64) * stride + cols
     tl.store(pointers, x.to(base.dtype.element_ty), mask=(rows < num_rows - start) & (cols < SIZE))
+
+
+def strides_of(**layouts: Layout) -> FlashStrides:
+    """Return the strides of [B, S, H, D] tensors, or packed ones, by the names of `FlashStrides`.
+
+    The distance of rows is a compile-time constant, so that a tile's addresses are one register
+    and constant offsets: at D 128 the dk, dv kernel spills half as much for it.
+    """
+    every = (stride for layout in layouts.values() for stride in layout.strides[:-1])
+    align = tl.constexpr(math.gcd(16, *every))
+    strides = {}
+    for name, layout in layouts.items():
+        *batch, row, head, _ = layout.strides
+        strides[name] = Strides(batch[0] if batch else 0, tl.constexpr(row), head, align)
+    return FlashStrides(**strides)

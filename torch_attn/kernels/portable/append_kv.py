@@ -6,12 +6,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torch_attn.kernels.library.arguments import cache_arguments
+from torch_attn.kernels.library.arguments import cache_arguments, cache_of
 from torch_attn.kernels.library.pages import load_rows_at, store_rows_at
 from torch_attn.kernels.library.quantized import as_bits, quantize
 from torch_attn.kernels.library.rotary import load_rotation, rotate
 from torch_attn.kernels.library.sequences import locate_tokens
-from torch_attn.launch import KernelCall, Layout, Prepared, launch
+from torch_attn.launch import KernelCall, Prepared, launch
+from torch_attn.layouts import Layout
 from twin_attention.contract.operands import AppendOperands
 from twin_attention.contract.spec import AppendSpec
 from twin_attention.targets.config import padded_head_dim
@@ -24,12 +25,7 @@ from twin_attention.targets.family import Backend
 def append_kv_kernel(
     k_new_ptr,
     v_new_ptr,
-    k_ptr,
-    v_ptr,
-    tables_ptr,
-    lens_ptr,
-    k_scale_ptr,
-    v_scale_ptr,
+    cache,
     cu_seqlens_ptr,
     q_ptr,
     cos_ptr,
@@ -39,20 +35,14 @@ def append_kv_kernel(
     v_new_strides,
     q_strides,
     rotation_strides,
-    k_scale_stride,
-    v_scale_stride,
-    table_stride,
     num_tokens,
     num_sequences,
     num_positions,
     num_pages,
     max_pages,
-    K_STRIDES: tl.constexpr,
-    V_STRIDES: tl.constexpr,
     HEADS_Q: tl.constexpr,
     HEADS_KV: tl.constexpr,
     TOKENS: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_V: tl.constexpr,
     PAIRS: tl.constexpr,
@@ -64,9 +54,9 @@ def append_kv_kernel(
 ):
     """One program writes one token of one sequence, BLOCK_HEADS heads of it.
 
-    Operands: k_new [B, T, Hkv, D] and v_new [B, T, Hkv, Dv], pools, tables, lens and scales as in
-    `paged_decode_kernel`. Grid: (head tiles, tokens, batch) in one axis. Token t goes to position
-    ``len - TOKENS + t``; a position outside the table, or a page outside the pool, is not written.
+    Operands: k_new [B, T, Hkv, D] and v_new [B, T, Hkv, Dv], and the cache, a `Cache`. Grid:
+    (head tiles, tokens, batch) in one axis. Token t goes to position ``len - TOKENS + t``; a
+    position outside the table, or a page outside the pool, is not written.
 
     Packed tokens: k_new [Tq, Hkv, D], v_new [Tq, Hkv, Dv] and cu_seqlens [B + 1], otherwise None.
     Grid: (head tiles, tiles of one row of `locate_tokens`). Padding is not written.
@@ -83,8 +73,8 @@ def append_kv_kernel(
     if cu_seqlens_ptr is None:
         token = tl.program_id(0) // num_tiles % TOKENS
         batch = (tl.program_id(0) // num_tiles // TOKENS).to(tl.int64)
-        position = tl.load(lens_ptr + batch) - TOKENS + token
-        exists = (position >= 0) & (position < max_pages * PAGE_SIZE)
+        position = tl.load(cache.lens + batch) - TOKENS + token
+        exists = (position >= 0) & (position < max_pages * cache.page_size)
         place = (batch, token.to(tl.int64), head)
         row = batch * TOKENS + token
         q_reads = head < HEADS_Q
@@ -95,17 +85,17 @@ def append_kv_kernel(
         )
         batch = sequence.to(tl.int64)
         is_token = (sequence < num_sequences) & (token < tokens)
-        position = tl.load(lens_ptr + batch, mask=is_token, other=0) - tokens + token
+        position = tl.load(cache.lens + batch, mask=is_token, other=0) - tokens + token
         position = tl.where(is_token, position, 0)
-        exists = is_token & (position >= 0) & (position < max_pages * PAGE_SIZE)
+        exists = is_token & (position >= 0) & (position < max_pages * cache.page_size)
         row = (first + token).to(tl.int64)
         place = (row, head)
         q_reads = is_token & (head < HEADS_Q)
         q_writes = (token < tokens) & (head < HEADS_Q)
-    entry = tables_ptr + batch * table_stride + position // PAGE_SIZE
+    entry = cache.tables + batch * cache.table_stride + position // cache.page_size
     page = tl.load(entry, mask=exists, other=0).to(tl.int64)
     exists = exists & (page >= 0) & (page < num_pages)
-    slot = (position % PAGE_SIZE).to(tl.int64)
+    slot = (position % cache.page_size).to(tl.int64)
     writes = exists & (head < HEADS_KV)
 
     # Copy the key and the value, rotated if asked for, and quantised where the cache is.
@@ -116,18 +106,18 @@ def append_kv_kernel(
             cos_ptr, sin_ptr, rotation_strides, position, num_positions, PAIRS, BLOCK_PAIRS
         )
     k_scale = None
-    if k_scale_ptr is not None:
-        k_scale = tl.load(k_scale_ptr + head * k_scale_stride, mask=writes, other=1.0)
+    if cache.k_scale is not None:
+        k_scale = tl.load(cache.k_scale + head * cache.k_scale_stride, mask=writes, other=1.0)
     copy_rows(
-        k_new_ptr, place, k_new_strides, writes, k_ptr, (page, slot, head), K_STRIDES, writes,
-        k_scale, cos, sin, HEAD_DIM, BLOCK_D, PAIRS, BLOCK_PAIRS, INTERLEAVED,
+        k_new_ptr, place, k_new_strides, writes, cache.k, (page, slot, head), cache.k_strides,
+        writes, k_scale, cos, sin, HEAD_DIM, BLOCK_D, PAIRS, BLOCK_PAIRS, INTERLEAVED,
     )  # fmt: skip
     v_scale = None
-    if v_scale_ptr is not None:
-        v_scale = tl.load(v_scale_ptr + head * v_scale_stride, mask=writes, other=1.0)
+    if cache.v_scale is not None:
+        v_scale = tl.load(cache.v_scale + head * cache.v_scale_stride, mask=writes, other=1.0)
     copy_rows(
-        v_new_ptr, place, v_new_strides, writes, v_ptr, (page, slot, head), V_STRIDES, writes,
-        v_scale, None, None, HEAD_DIM_V, BLOCK_DV, PAIRS, BLOCK_PAIRS, INTERLEAVED,
+        v_new_ptr, place, v_new_strides, writes, cache.v, (page, slot, head), cache.v_strides,
+        writes, v_scale, None, None, HEAD_DIM_V, BLOCK_DV, PAIRS, BLOCK_PAIRS, INTERLEAVED,
     )  # fmt: skip
 
     # Rotate the queries.
@@ -220,21 +210,23 @@ def append_kv(
     bits = operands._replace(k_pages=as_bits(operands.k_pages), v_pages=as_bits(operands.v_pages))
     q = operands.q
     q_out = None if q is None else q.new_empty(q.shape)
-    launch("append_kv", append_kv_kernel, _prepare, (*bits, q_out), spec, backend)
+    rotation = bits.rotary_cos, bits.rotary_sin
+    tensors = (bits.k_new, bits.v_new, cache_of(bits), bits.cu_seqlens_q, q, *rotation, q_out)
+    launch("append_kv", append_kv_kernel, _prepare, tensors, spec, backend)
     return q_out
 
 
 def _prepare(call: KernelCall) -> Prepared:
     """Return grid and arguments of `append_kv_kernel`."""
     spec = call.spec
-    operands = AppendOperands._make(call.layouts[:-1])
-    cos, sin, pairs = operands.rotary_cos, operands.rotary_sin, spec.rotary_dim // 2
+    k_new, v_new, cache, _cu_seqlens, q, cos, sin, _q_out = call.layouts
+    pairs = spec.rotary_dim // 2
     tiles = triton.cdiv(max(spec.cache.heads, spec.heads_q), call.config.block_heads)
     rows = spec.tokens + spec.batch + 1 if spec.packed else spec.tokens * spec.batch
-    return (tiles * rows,), cache_arguments(spec.cache, operands) | {
-        "k_new_strides": _row_strides(operands.k_new),
-        "v_new_strides": _row_strides(operands.v_new),
-        "q_strides": _row_strides(operands.q),
+    return (tiles * rows,), cache_arguments(spec.cache, cache) | {
+        "k_new_strides": _row_strides(k_new),
+        "v_new_strides": _row_strides(v_new),
+        "q_strides": _row_strides(q),
         "rotation_strides": None if cos is None else (cos.strides[0], sin.strides[0]),
         "num_tokens": spec.tokens if spec.packed else None,
         "num_sequences": spec.batch if spec.packed else None,

@@ -9,7 +9,13 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_wait
 
-from torch_attn.kernels.library.pages import keys_of_sequence, load_rows_at, splits_with_keys
+from torch_attn.kernels.library.pages import (
+    keys_of_sequence,
+    load_rows_at,
+    splits_with_keys,
+    strides_of_lses,
+    strides_of_outputs,
+)
 from torch_attn.kernels.library.softmax import LOG2E, add_sink_to_states
 from torch_attn.launch import KernelCall, Prepared, launch
 from twin_attention.contract.operands import DecodeOperands, PagedOperands
@@ -70,8 +76,8 @@ def combine_kernel(
         return
     if PDL:
         gdc_wait()
-    outs_ptr += batch * outs_strides[1] + token * outs_strides[2] + head * outs_strides[3]
-    lses_ptr += batch * lses_strides[1] + head * lses_strides[2] + token * lses_strides[3]
+    outs_ptr += batch * outs_strides.batch + token * outs_strides.token + head * outs_strides.head
+    lses_ptr += batch * lses_strides.batch + head * lses_strides.head + token * lses_strides.token
 
     # Softmax over the parts: their lse are the scores, their outputs the values.
     m_i = float("-inf")
@@ -80,7 +86,7 @@ def combine_kernel(
     for start in tl.range(0, num_states, BLOCK_STATES):
         part = start + tl.arange(0, BLOCK_STATES).to(tl.int64)
         is_part = part < num_states
-        s = tl.load(lses_ptr + part * lses_strides[0], mask=is_part, other=float("-inf"))
+        s = tl.load(lses_ptr + part * lses_strides.state, mask=is_part, other=float("-inf"))
         # Loaded without waiting for the lse, which says whether it counts.
         x = load_rows_at(outs_ptr, (part,), outs_strides, is_part, HEAD_DIM_V, BLOCK_DV)
         x = tl.where((s > float("-inf"))[:, None], x.to(tl.float32), 0.0)
@@ -175,8 +181,8 @@ def _prepare(call: KernelCall) -> Prepared:
     spec, (decode, block_keys, overlap) = call.spec, call.constants
     outs, lses, *_ = call.layouts
     return (spec.batch * spec.tokens * spec.heads,), {
-        "outs_strides": outs.strides[:4],
-        "lses_strides": lses.strides,
+        "outs_strides": strides_of_outputs(outs),
+        "lses_strides": strides_of_lses(lses),
         "tokens": spec.tokens,
         "num_states": spec.num_states,
         "capacity": 0 if decode is None else decode.cache.capacity,

@@ -8,7 +8,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torch_attn.kernels.library.pages import load_rows_at, store_rows_at
+from torch_attn.kernels.library.pages import (
+    load_rows_at,
+    store_rows_at,
+    strides_of_lses,
+    strides_of_outputs,
+)
 from torch_attn.kernels.library.softmax import LOG2E
 from torch_attn.launch import KernelCall, Prepared, launch
 from twin_attention.contract.spec import MergeSpec
@@ -54,9 +59,9 @@ def combine_bwd_kernel(
     head = (tl.program_id(0) % HEADS).to(tl.int64)
     token = (tl.program_id(0) // HEADS % tokens).to(tl.int64)
     batch = (tl.program_id(0) // HEADS // tokens).to(tl.int64)
-    outs_ptr += batch * outs_strides[1] + token * outs_strides[2] + head * outs_strides[3]
-    lses_ptr += batch * lses_strides[1] + head * lses_strides[2] + token * lses_strides[3]
-    dout_ptr += batch * dout_strides[0] + token * dout_strides[1] + head * dout_strides[2]
+    outs_ptr += batch * outs_strides.batch + token * outs_strides.token + head * outs_strides.head
+    lses_ptr += batch * lses_strides.batch + head * lses_strides.head + token * lses_strides.token
+    dout_ptr += batch * dout_strides.batch + token * dout_strides.token + head * dout_strides.head
     douts_ptr += ((batch * tokens + token) * HEADS + head) * HEAD_DIM_V
     dlses_ptr += (batch * HEADS + head) * tokens + token
 
@@ -65,7 +70,7 @@ def combine_bwd_kernel(
     l_i = 0.0
     for start in tl.range(0, num_states, BLOCK_STATES):
         part = start + tl.arange(0, BLOCK_STATES).to(tl.int64)
-        s = _load_lse(lses_ptr, part, num_states, lses_strides[0])
+        s = _load_lse(lses_ptr, part, num_states, lses_strides.state)
         m_new = tl.maximum(m_i, tl.max(s, 0))
         m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
         l_i = l_i * tl.exp2((m_i - m_safe) * LOG2E) + tl.sum(tl.exp2((s - m_safe) * LOG2E), 0)
@@ -80,7 +85,7 @@ def combine_bwd_kernel(
     for start in tl.range(0, num_states, BLOCK_STATES):
         part = start + tl.arange(0, BLOCK_STATES).to(tl.int64)
         is_part = part < num_states
-        s = _load_lse(lses_ptr, part, num_states, lses_strides[0])
+        s = _load_lse(lses_ptr, part, num_states, lses_strides.state)
         w = tl.exp2((s - m_safe) * LOG2E) / l_safe
         x = load_rows_at(outs_ptr, (part,), outs_strides, is_part, HEAD_DIM_V, BLOCK_DV)
         x = tl.where((s > float("-inf"))[:, None], x.to(tl.float32), 0.0)
@@ -92,7 +97,9 @@ def combine_bwd_kernel(
         )  # fmt: skip
         tl.store(dlses_ptr + part * rows, dp, mask=is_part)
     if dlse_ptr is not None:
-        dlse_ptr += batch * dlse_strides[0] + head * dlse_strides[1] + token * dlse_strides[2]
+        dlse_ptr += (
+            batch * dlse_strides.batch + head * dlse_strides.head + token * dlse_strides.token
+        )
         delta -= tl.load(dlse_ptr)
     tl.debug_barrier()  # the threads read what others have written
 
@@ -100,7 +107,7 @@ def combine_bwd_kernel(
     for start in tl.range(0, num_states, BLOCK_STATES):
         part = start + tl.arange(0, BLOCK_STATES).to(tl.int64)
         is_part = part < num_states
-        s = _load_lse(lses_ptr, part, num_states, lses_strides[0])
+        s = _load_lse(lses_ptr, part, num_states, lses_strides.state)
         w = tl.exp2((s - m_safe) * LOG2E) / l_safe
         dp = tl.load(dlses_ptr + part * rows, mask=is_part, other=0.0)
         tl.store(dlses_ptr + part * rows, w * (dp - delta), mask=is_part)
@@ -126,10 +133,10 @@ def _prepare(call: KernelCall) -> Prepared:
     spec = call.spec
     dout, dlse, outs, lses, *_ = call.layouts
     return (spec.batch * spec.tokens * spec.heads,), {
-        "dout_strides": dout.strides[:3],
-        "dlse_strides": None if dlse is None else dlse.strides,
-        "outs_strides": outs.strides[:4],
-        "lses_strides": lses.strides,
+        "dout_strides": strides_of_outputs(dout),
+        "dlse_strides": None if dlse is None else strides_of_lses(dlse),
+        "outs_strides": strides_of_outputs(outs),
+        "lses_strides": strides_of_lses(lses),
         "tokens": spec.tokens,
         "rows": spec.batch * spec.tokens * spec.heads,
         "num_states": spec.num_states,

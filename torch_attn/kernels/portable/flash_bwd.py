@@ -13,21 +13,19 @@ import triton
 import triton.language as tl
 
 from torch_attn.kernels.gradients import make_flash_bwd
-from torch_attn.kernels.library.block_mask import (
-    find_list,
-    kept_row,
-    kept_tiles,
-    list_arguments,
-    num_lists_of_group,
+from torch_attn.kernels.library.mask import (
+    listed_tiles,
+    mask_argument,
+    seen_tiles,
+    visited_row,
 )
 from torch_attn.kernels.library.schedule import longest_first, order_argument
 from torch_attn.kernels.library.scores import add_product, round_operand, visible_scores
 from torch_attn.kernels.library.segments import (
-    BLOCK_IDS,
     STAYS,
     VISITED,
     load_segments,
-    meeting_tiles,
+    segments_of_batch,
 )
 from torch_attn.kernels.library.sequences import (
     count_sequence_tiles,
@@ -43,10 +41,9 @@ from torch_attn.kernels.library.tiles import (
     padded_head_dim,
     split_step,
     store_tile,
-    tile_start,
-    visible_tiles,
+    strides_of,
 )
-from torch_attn.launch import UNSPECIALIZED, KernelCall, Prepared, flash_arguments, stride_arguments
+from torch_attn.launch import UNSPECIALIZED, KernelCall, Prepared, flash_arguments
 from twin_attention.targets.schedule import programs_of_sm
 
 
@@ -59,42 +56,28 @@ def flash_bwd_dq_kernel(
     lse2_ptr,
     delta_ptr,
     dq_ptr,
-    cu_seqlens_q_ptr,
-    cu_seqlens_kv_ptr,
-    q_segment_ids_ptr,
-    kv_segment_ids_ptr,
-    ranges_ptr,
-    counts_ptr,
-    tiles_ptr,
-    q_strides,
-    k_strides,
-    v_strides,
-    dout_strides,
+    mask,
+    strides,
     seq_q,
     seq_kv,
     diagonal,
     num_sequences,
     heads_q,
     together,
-    list_strides,
-    list_width,
     rule,
     window_left,
     window_right,
-    ALIGN: tl.constexpr,
     GROUP_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_V: tl.constexpr,
-    TILE_Q: tl.constexpr,
-    TILE_KV: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_KV: tl.constexpr,
 ):
     """One program computes BLOCK_Q rows of dq of one query head.
 
     Operands: q, k, v, dout with strides as in `flash_fwd_kernel`; lse2 and delta of
-    `flash_bwd_preprocess_kernel` and dq [B, Sq, Hq, D] contiguous. Grid, diagonal, rule,
-    packed sequences, segment ids, block mask: as in `flash_fwd_kernel`. Loop invariant: dq is
+    `flash_bwd_preprocess_kernel` and dq [B, Sq, Hq, D] contiguous. Grid, diagonal, rule
+    and mask: as in `flash_fwd_kernel`. Loop invariant: dq is
     Σ ds k over the keys so far. Accumulation: float32, exponents in base 2, ds cast to k's dtype
     for ds·k. A row that sees no key gives 0.
     """
@@ -107,25 +90,24 @@ def flash_bwd_dq_kernel(
     total_q, first_kv = seq_q, None
     if num_sequences is not None:
         sequence, first_q, start_q, seq_q, first_kv, seq_kv = locate_tile(
-            cu_seqlens_q_ptr, cu_seqlens_kv_ptr, tile, seq_q, seq_kv, num_sequences, BLOCK_Q
+            mask.offsets.q, mask.offsets.kv, tile, seq_q, seq_kv, num_sequences, BLOCK_Q
         )
         batch, diagonal = tl.cast(0, tl.int64), seq_kv - seq_q
-    if ranges_ptr is not None:
-        q_segment_ids_ptr += batch * seq_q
-        kv_segment_ids_ptr += batch * seq_kv
-        ranges_ptr += batch * 3 * tl.cdiv(seq_kv, BLOCK_IDS)
+    segments = mask.segments
+    if segments is not None:
+        segments = segments_of_batch(segments, batch, seq_q, seq_kv, seq_kv)
     head_kv = head // GROUP_SIZE
-    k_base = head_base(k_ptr, k_strides, batch, head_kv, ALIGN, first_kv)
-    v_base = head_base(v_ptr, v_strides, batch, head_kv, ALIGN, first_kv)
+    k_base = head_base(k_ptr, strides.k, batch, head_kv, first_kv)
+    v_base = head_base(v_ptr, strides.v, batch, head_kv, first_kv)
 
     # Load the queries and what belongs to their rows; they stay.
-    q_base = head_base(q_ptr, q_strides, batch, head, ALIGN)
-    dout_base = head_base(dout_ptr, dout_strides, batch, head, ALIGN)
+    q_base = head_base(q_ptr, strides.q, batch, head)
+    dout_base = head_base(dout_ptr, strides.dout, batch, head)
     segment_q, is_query = None, None
-    if q_segment_ids_ptr is not None:
-        segment_q, is_query = load_segments(q_segment_ids_ptr, start_q, seq_q, BLOCK_Q, STAYS)
-    q = load_tile(q_base, start_q, seq_q, q_strides[1], BLOCK_Q, HEAD_DIM, True, is_query)
-    do = load_tile(dout_base, start_q, seq_q, dout_strides[1], BLOCK_Q, HEAD_DIM_V, True, is_query)
+    if segments is not None:
+        segment_q, is_query = load_segments(segments.q, start_q, seq_q, BLOCK_Q, STAYS)
+    q = load_tile(q_base, start_q, seq_q, strides.q.row, BLOCK_Q, HEAD_DIM, True, is_query)
+    do = load_tile(dout_base, start_q, seq_q, strides.dout.row, BLOCK_Q, HEAD_DIM_V, True, is_query)
     q, do = round_operand(q, rule.precision), round_operand(do, rule.precision)
     rows = start_q + tl.arange(0, BLOCK_Q)
     position = rows + diagonal
@@ -139,33 +121,24 @@ def flash_bwd_dq_kernel(
     dq = tl.zeros([BLOCK_Q, padded_head_dim(HEAD_DIM)], tl.float32)
 
     # Visit the tiles of keys that these queries see; only tiles at the edges are masked.
-    begin, before, full, after = visible_tiles(
-        start_q, seq_q, seq_kv, diagonal, window_left, window_right, BLOCK_Q, BLOCK_KV
+    begin, before, full, after = seen_tiles(
+        segments, segment_q, start_q, seq_q, seq_kv, diagonal, window_left, window_right,
+        BLOCK_Q, BLOCK_KV,
+    )  # fmt: skip
+    list_ptr, begin, before, full, after = listed_tiles(
+        mask.lists, batch, head, start_q, begin, before, full, after, BLOCK_KV
     )
-    if ranges_ptr is not None:
-        begin, before, full, after = meeting_tiles(
-            segment_q, ranges_ptr, seq_kv, begin, before, full, after, BLOCK_KV
-        )
-    if tiles_ptr is not None:
-        tiles_ptr, count = find_list(
-            counts_ptr, tiles_ptr, list_strides, list_width, batch, head, start_q // TILE_Q
-        )
-        begin, before, full, after = kept_tiles(
-            tiles_ptr, count, begin, before, full, after, BLOCK_KV, TILE_KV
-        )
     for masked in tl.static_range(2):
         for index in tl.range(0, count_tiles(before, full, after, masked)):
-            start_kv = tile_start(index, begin, before, full, BLOCK_KV, masked)
-            if tiles_ptr is not None:
-                start_kv = kept_row(tiles_ptr, start_kv, seq_kv, TILE_KV, masked)
+            start_kv = visited_row(
+                mask.lists, list_ptr, index, begin, before, full, seq_kv, BLOCK_KV, masked
+            )
             # s = scale · q kᵀ
             segment_kv, is_key = None, None
-            if kv_segment_ids_ptr is not None:
-                segment_kv, is_key = load_segments(
-                    kv_segment_ids_ptr, start_kv, seq_kv, BLOCK_KV, VISITED
-                )
+            if segments is not None:
+                segment_kv, is_key = load_segments(segments.kv, start_kv, seq_kv, BLOCK_KV, VISITED)
             k = load_tile(
-                k_base, start_kv, seq_kv, k_strides[1], BLOCK_KV, HEAD_DIM, masked, is_key
+                k_base, start_kv, seq_kv, strides.k.row, BLOCK_KV, HEAD_DIM, masked, is_key
             )
             k = round_operand(k, rule.precision)
             key = start_kv + tl.arange(0, BLOCK_KV)
@@ -177,7 +150,7 @@ def flash_bwd_dq_kernel(
             p = tl.exp2(s * rule.exp2_scale - lse2[:, None])
             # dp = dout vᵀ
             v = load_tile(
-                v_base, start_kv, seq_kv, v_strides[1], BLOCK_KV, HEAD_DIM_V, masked, is_key
+                v_base, start_kv, seq_kv, strides.v.row, BLOCK_KV, HEAD_DIM_V, masked, is_key
             )
             v = round_operand(v, rule.precision)
             dp = tl.dot(do, tl.trans(v), input_precision=rule.precision)
@@ -203,35 +176,20 @@ def flash_bwd_dkdv_kernel(
     delta_ptr,
     dk_ptr,
     dv_ptr,
-    cu_seqlens_q_ptr,
-    cu_seqlens_kv_ptr,
-    q_segment_ids_ptr,
-    kv_segment_ids_ptr,
-    ranges_ptr,
-    counts_ptr,
-    tiles_ptr,
-    q_strides,
-    k_strides,
-    v_strides,
-    dout_strides,
+    mask,
+    strides,
     seq_q,
     seq_kv,
     diagonal,
     num_sequences,
     heads_q,
     together,
-    list_strides,
-    list_width,
     rule,
     window_left,
     window_right,
-    ALIGN: tl.constexpr,
     GROUP_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_V: tl.constexpr,
-    TILE_Q: tl.constexpr,
-    TILE_KV: tl.constexpr,
-    GROUP_LISTS: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_KV: tl.constexpr,
 ):
@@ -244,9 +202,8 @@ def flash_bwd_dkdv_kernel(
     Accumulation: float32, exponents in base 2, p and ds cast to the inputs' dtype for their
     products. A key that no query sees gives 0.
 
-    Packed sequences: as in `flash_fwd_kernel`, with `count_sequence_tiles` of keys. Segment ids: as
-    there, with the ranges of the queries'. Block mask: as there, with the `lists_of_queries`;
-    GROUP_LISTS is how many lists the query heads of a kv head have, GROUP_SIZE or 1.
+    The mask: as in `flash_fwd_kernel`, with `count_sequence_tiles` of keys, and of a kernel that
+    visits queries.
     """
     # Locate the tile of keys.
     num_tiles = count_sequence_tiles(seq_kv, num_sequences, BLOCK_KV)
@@ -259,61 +216,53 @@ def flash_bwd_dkdv_kernel(
     total_q = seq_q
     if num_sequences is not None:
         sequence, _first_kv, start_kv, seq_kv, first_q, seq_q = locate_tile(
-            cu_seqlens_kv_ptr, cu_seqlens_q_ptr, tile, seq_kv, seq_q, num_sequences, BLOCK_KV
+            mask.offsets.kv, mask.offsets.q, tile, seq_kv, seq_q, num_sequences, BLOCK_KV
         )
         batch, diagonal = tl.cast(0, tl.int64), seq_kv - seq_q
-    if ranges_ptr is not None:
-        q_segment_ids_ptr += batch * seq_q
-        kv_segment_ids_ptr += batch * seq_kv
-        ranges_ptr += batch * 3 * tl.cdiv(seq_q, BLOCK_IDS)
+    segments = mask.segments
+    if segments is not None:
+        segments = segments_of_batch(segments, batch, seq_q, seq_kv, seq_q)
 
     # Load the keys and values; they stay.
-    k_base = head_base(k_ptr, k_strides, batch, head_kv, ALIGN)
-    v_base = head_base(v_ptr, v_strides, batch, head_kv, ALIGN)
+    k_base = head_base(k_ptr, strides.k, batch, head_kv)
+    v_base = head_base(v_ptr, strides.v, batch, head_kv)
     segment_kv, is_key = None, None
-    if kv_segment_ids_ptr is not None:
-        segment_kv, is_key = load_segments(kv_segment_ids_ptr, start_kv, seq_kv, BLOCK_KV, STAYS)
-    k = load_tile(k_base, start_kv, seq_kv, k_strides[1], BLOCK_KV, HEAD_DIM, True, is_key)
-    v = load_tile(v_base, start_kv, seq_kv, v_strides[1], BLOCK_KV, HEAD_DIM_V, True, is_key)
+    if segments is not None:
+        segment_kv, is_key = load_segments(segments.kv, start_kv, seq_kv, BLOCK_KV, STAYS)
+    k = load_tile(k_base, start_kv, seq_kv, strides.k.row, BLOCK_KV, HEAD_DIM, True, is_key)
+    v = load_tile(v_base, start_kv, seq_kv, strides.v.row, BLOCK_KV, HEAD_DIM_V, True, is_key)
     k, v = round_operand(k, rule.precision), round_operand(v, rule.precision)
     key = start_kv + tl.arange(0, BLOCK_KV) - diagonal  # counted as queries are
     dk = tl.zeros([BLOCK_KV, padded_head_dim(HEAD_DIM)], tl.float32)
     dv = tl.zeros([BLOCK_KV, padded_head_dim(HEAD_DIM_V)], tl.float32)
 
     # Visit the tiles of queries that see these keys; only tiles at the edges are masked.
-    begin, before, full, after = visible_tiles(
-        start_kv, seq_kv, seq_q, -diagonal, window_right, window_left, BLOCK_KV, BLOCK_Q
-    )
-    if ranges_ptr is not None:
-        begin, before, full, after = meeting_tiles(
-            segment_kv, ranges_ptr, seq_q, begin, before, full, after, BLOCK_Q
-        )
+    begin, before, full, after = seen_tiles(
+        segments, segment_kv, start_kv, seq_kv, seq_q, -diagonal, window_right, window_left,
+        BLOCK_KV, BLOCK_Q,
+    )  # fmt: skip
     # With lists of each head one head after the other, otherwise all of the group together.
+    GROUP_LISTS: tl.constexpr = 1 if mask.lists is None else mask.lists.of_group
     for first_member in tl.range(0, GROUP_LISTS):
-        first, num_before, num_full, num_after = begin, before, full, after
-        list_ptr = tiles_ptr
-        if tiles_ptr is not None:
-            list_ptr, kept = find_list(
-                counts_ptr, tiles_ptr, list_strides, list_width, batch,
-                head_kv * GROUP_SIZE + first_member, start_kv // TILE_KV,
-            )  # fmt: skip
-            first, num_before, num_full, num_after = kept_tiles(
-                list_ptr, kept, begin, before, full, after, BLOCK_Q, TILE_Q
-            )
+        list_ptr, first, num_before, num_full, num_after = listed_tiles(
+            mask.lists, batch, head_kv * GROUP_SIZE + first_member, start_kv, begin, before, full,
+            after, BLOCK_Q,
+        )  # fmt: skip
         for masked in tl.static_range(2):
             count = count_tiles(num_before, num_full, num_after, masked)
             for step in tl.range(0, count * (GROUP_SIZE // GROUP_LISTS)):
                 member, index = split_step(step, count, GROUP_SIZE // GROUP_LISTS)
-                start_q = tile_start(index, first, num_before, num_full, BLOCK_Q, masked)
-                if tiles_ptr is not None:
-                    start_q = kept_row(list_ptr, start_q, seq_q, TILE_Q, masked)
+                start_q = visited_row(
+                    mask.lists, list_ptr, index, first, num_before, num_full, seq_q, BLOCK_Q, masked
+                )
+                if mask.lists is not None:
                     member += first_member
                 head = head_kv * GROUP_SIZE + member
                 row_q, end_q = start_q, seq_q
                 if num_sequences is not None:
                     row_q, end_q = first_q + start_q, first_q + seq_q
-                q_base = head_base(q_ptr, q_strides, batch, head, ALIGN)
-                dout_base = head_base(dout_ptr, dout_strides, batch, head, ALIGN)
+                q_base = head_base(q_ptr, strides.q, batch, head)
+                dout_base = head_base(dout_ptr, strides.dout, batch, head)
                 offset = (batch * heads_q + head) * count_sequence_tiles(
                     total_q, num_sequences, ROW_PADDING
                 ) * ROW_PADDING  # fmt: skip
@@ -321,12 +270,10 @@ def flash_bwd_dkdv_kernel(
                     offset += first_tile(first_q, sequence, ROW_PADDING).to(tl.int64) * ROW_PADDING
                 # sᵀ = scale · k qᵀ
                 segment_q, is_query = None, None
-                if q_segment_ids_ptr is not None:
-                    segment_q, is_query = load_segments(
-                        q_segment_ids_ptr, row_q, end_q, BLOCK_Q, VISITED
-                    )
+                if segments is not None:
+                    segment_q, is_query = load_segments(segments.q, row_q, end_q, BLOCK_Q, VISITED)
                 q = load_tile(
-                    q_base, row_q, end_q, q_strides[1], BLOCK_Q, HEAD_DIM, masked, is_query
+                    q_base, row_q, end_q, strides.q.row, BLOCK_Q, HEAD_DIM, masked, is_query
                 )
                 q = round_operand(q, rule.precision)
                 rows = start_q + tl.arange(0, BLOCK_Q)
@@ -339,7 +286,7 @@ def flash_bwd_dkdv_kernel(
                 p = tl.exp2(s * rule.exp2_scale - lse2[None, :])
                 # dpᵀ = v doutᵀ
                 do = load_tile(
-                    dout_base, row_q, end_q, dout_strides[1], BLOCK_Q, HEAD_DIM_V, masked, is_query
+                    dout_base, row_q, end_q, strides.dout.row, BLOCK_Q, HEAD_DIM_V, masked, is_query
                 )
                 do = round_operand(do, rule.precision)
                 dp = tl.dot(v, tl.trans(do), input_precision=rule.precision)
@@ -367,7 +314,8 @@ def _prepare_dq(call: KernelCall) -> Prepared:
     spec = call.spec
     tiles = num_sequence_tiles(spec, spec.seq_q, call.config.block_q)
     programs = programs_of_sm(call.config.block_q, spec.head_dim)
-    return (tiles * spec.heads_q * spec.batch,), _arguments(call, tiles, programs)
+    arguments = _arguments(call, tiles, programs) | mask_argument(call, of_keys=True)
+    return (tiles * spec.heads_q * spec.batch,), arguments
 
 
 def _prepare_dkdv(call: KernelCall) -> Prepared:
@@ -375,14 +323,14 @@ def _prepare_dkdv(call: KernelCall) -> Prepared:
     spec = call.spec
     tiles = num_sequence_tiles(spec, spec.seq_kv, call.config.block_kv)
     programs = programs_of_sm(call.config.block_kv, spec.head_dim, spec.head_dim_v)
-    arguments = _arguments(call, tiles, programs) | {"GROUP_LISTS": num_lists_of_group(spec)}
+    arguments = _arguments(call, tiles, programs) | mask_argument(call, of_keys=False)
     return (tiles * spec.heads_kv * spec.batch,), arguments
 
 
 def _arguments(call: KernelCall, tiles: int, programs: int) -> dict[str, Any]:
     q, k, v, dout, *_ = call.layouts
-    arguments = flash_arguments(call.spec) | stride_arguments(q=q, k=k, v=v, dout=dout)
-    return arguments | list_arguments(call) | order_argument(call, tiles, programs)
+    arguments = flash_arguments(call.spec) | {"strides": strides_of(q=q, k=k, v=v, dout=dout)}
+    return arguments | order_argument(call, tiles, programs)
 
 
 flash_bwd = make_flash_bwd(

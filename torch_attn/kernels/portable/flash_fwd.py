@@ -9,39 +9,39 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torch_attn.kernels.library.block_mask import (
-    find_list,
-    kept_row,
-    kept_tiles,
-    list_arguments,
-    lists_of_keys,
+from torch_attn.kernels.library.mask import (
+    listed_tiles,
+    mask_argument,
+    mask_of_keys,
+    seen_tiles,
+    visited_row,
 )
 from torch_attn.kernels.library.schedule import longest_first, order_argument
 from torch_attn.kernels.library.scores import round_operand, visible_scores
 from torch_attn.kernels.library.segments import (
-    BLOCK_IDS,
     STAYS,
     VISITED,
     load_segments,
-    meeting_tiles,
-    segment_ranges,
-    segments_of,
+    segments_of_batch,
 )
 from torch_attn.kernels.library.sequences import (
     count_sequence_tiles,
     locate_tile,
     num_sequence_tiles,
-    offsets_of,
 )
-from torch_attn.kernels.library.softmax import LN2, LOG2E, add_sink, online_softmax_update
+from torch_attn.kernels.library.softmax import (
+    LOG2E,
+    add_sink,
+    online_softmax_update,
+    row_statistics,
+)
 from torch_attn.kernels.library.tiles import (
     count_tiles,
     head_base,
     load_tile,
     padded_head_dim,
     store_tile,
-    tile_start,
-    visible_tiles,
+    strides_of,
 )
 from torch_attn.launch import (
     UNSPECIALIZED,
@@ -49,7 +49,6 @@ from torch_attn.launch import (
     Prepared,
     flash_arguments,
     launch,
-    stride_arguments,
 )
 from twin_attention.contract.operands import AttentionOperands
 from twin_attention.contract.spec import AttentionSpec, BlockSparseSpec
@@ -65,57 +64,37 @@ def flash_fwd_kernel(
     sinks_ptr,
     out_ptr,
     lse_ptr,
-    cu_seqlens_q_ptr,
-    cu_seqlens_kv_ptr,
-    q_segment_ids_ptr,
-    kv_segment_ids_ptr,
-    ranges_ptr,
-    counts_ptr,
-    tiles_ptr,
-    q_strides,
-    k_strides,
-    v_strides,
+    mask,
+    strides,
     seq_q,
     seq_kv,
     diagonal,
     num_sequences,
     heads_q,
     together,
-    list_strides,
-    list_width,
     rule,
     window_left,
     window_right,
-    ALIGN: tl.constexpr,
     GROUP_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_V: tl.constexpr,
-    TILE_Q: tl.constexpr,
-    TILE_KV: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_KV: tl.constexpr,
 ):
     """One program computes BLOCK_Q rows of one query head.
 
-    Operands: q [B, Sq, Hq, D], k [B, Skv, Hkv, D], v [B, Skv, Hkv, Dv] with a contiguous last
-    dimension and strides (batch, row, head), the row's a compile-time constant; sinks [Hq] float32
-    or None; out [B, Sq, Hq, Dv] and lse [B, Hq, Sq] (float32, natural log) contiguous. Query i
-    stands at key position i + diagonal; rule: `twin_attention.contract.spec.ScoreRule`. Grid:
-    (query tiles · heads · batch), in the order of `longest_first`. Loop invariant:
+    Operands: q [B, Sq, Hq, D], k [B, Skv, Hkv, D], v [B, Skv, Hkv, Dv], with `FlashStrides`; sinks
+    [Hq] float32 or None; out [B, Sq, Hq, Dv] and lse [B, Hq, Sq] (float32, natural log) contiguous.
+    Query i stands at key position i + diagonal; rule: `twin_attention.contract.spec.ScoreRule`.
+    Grid: (query tiles · heads · batch), in the order of `longest_first`. Loop invariant:
     `online_softmax_update`. Accumulation: float32, exponents in base 2, p cast to v's dtype for
     p·v. A row that sees no key gives 0, and -inf or its sink. BLOCK_Q and BLOCK_KV are powers of
     two, at least 16.
 
-    Packed sequences: cu_seqlens_q and cu_seqlens_kv [num_sequences + 1] int32, otherwise all three
-    None. Tensors have no batch axis, Sq and Skv are the numbers of all tokens, and the grid has
-    `count_sequence_tiles` of queries.
-
-    Segment ids: q_segment_ids [B, Sq] and kv_segment_ids [B, Skv] int32 contiguous, and ranges, the
-    `segment_ranges` of the keys', otherwise all three None.
-
-    Block mask: counts and tiles, the `lists_of_keys`, with list_strides as `find_list` takes them,
-    list_width tiles each, and a tile of TILE_Q by TILE_KV, multiples of BLOCK_Q and BLOCK_KV;
-    otherwise all None.
+    The mask: `torch_attn.kernels.library.mask.Mask`. With packed sequences tensors have no batch
+    axis, Sq and Skv are the numbers of all tokens, and the grid has `count_sequence_tiles` of
+    queries; num_sequences is None otherwise. A tile of a block mask has multiples of BLOCK_Q
+    queries and BLOCK_KV keys.
     """
     # Locate the tile of queries.
     num_tiles = count_sequence_tiles(seq_q, num_sequences, BLOCK_Q)
@@ -127,23 +106,22 @@ def flash_fwd_kernel(
     if num_sequences is not None:
         # Queries are counted from the first of all, keys from the sequence's first.
         _sequence, _first_q, start_q, seq_q, first_kv, seq_kv = locate_tile(
-            cu_seqlens_q_ptr, cu_seqlens_kv_ptr, tile, seq_q, seq_kv, num_sequences, BLOCK_Q
+            mask.offsets.q, mask.offsets.kv, tile, seq_q, seq_kv, num_sequences, BLOCK_Q
         )
         batch, diagonal = tl.cast(0, tl.int64), seq_kv - seq_q
-    if ranges_ptr is not None:
-        q_segment_ids_ptr += batch * seq_q
-        kv_segment_ids_ptr += batch * seq_kv
-        ranges_ptr += batch * 3 * tl.cdiv(seq_kv, BLOCK_IDS)
+    segments = mask.segments
+    if segments is not None:
+        segments = segments_of_batch(segments, batch, seq_q, seq_kv, seq_kv)
     head_kv = head // GROUP_SIZE
-    k_base = head_base(k_ptr, k_strides, batch, head_kv, ALIGN, first_kv)
-    v_base = head_base(v_ptr, v_strides, batch, head_kv, ALIGN, first_kv)
+    k_base = head_base(k_ptr, strides.k, batch, head_kv, first_kv)
+    v_base = head_base(v_ptr, strides.v, batch, head_kv, first_kv)
 
     # Load the queries; they stay.
-    q_base = head_base(q_ptr, q_strides, batch, head, ALIGN)
+    q_base = head_base(q_ptr, strides.q, batch, head)
     segment_q, is_query = None, None
-    if q_segment_ids_ptr is not None:
-        segment_q, is_query = load_segments(q_segment_ids_ptr, start_q, seq_q, BLOCK_Q, STAYS)
-    q = load_tile(q_base, start_q, seq_q, q_strides[1], BLOCK_Q, HEAD_DIM, True, is_query)
+    if segments is not None:
+        segment_q, is_query = load_segments(segments.q, start_q, seq_q, BLOCK_Q, STAYS)
+    q = load_tile(q_base, start_q, seq_q, strides.q.row, BLOCK_Q, HEAD_DIM, True, is_query)
     q = round_operand(q, rule.precision)
     rows = start_q + tl.arange(0, BLOCK_Q)
     position = rows + diagonal
@@ -155,33 +133,24 @@ def flash_fwd_kernel(
     acc = tl.zeros([BLOCK_Q, padded_head_dim(HEAD_DIM_V)], tl.float32)
 
     # Visit the tiles of keys that these queries see; only tiles at the edges are masked.
-    begin, before, full, after = visible_tiles(
-        start_q, seq_q, seq_kv, diagonal, window_left, window_right, BLOCK_Q, BLOCK_KV
+    begin, before, full, after = seen_tiles(
+        segments, segment_q, start_q, seq_q, seq_kv, diagonal, window_left, window_right,
+        BLOCK_Q, BLOCK_KV,
+    )  # fmt: skip
+    list_ptr, begin, before, full, after = listed_tiles(
+        mask.lists, batch, head, start_q, begin, before, full, after, BLOCK_KV
     )
-    if ranges_ptr is not None:
-        begin, before, full, after = meeting_tiles(
-            segment_q, ranges_ptr, seq_kv, begin, before, full, after, BLOCK_KV
-        )
-    if tiles_ptr is not None:
-        tiles_ptr, count = find_list(
-            counts_ptr, tiles_ptr, list_strides, list_width, batch, head, start_q // TILE_Q
-        )
-        begin, before, full, after = kept_tiles(
-            tiles_ptr, count, begin, before, full, after, BLOCK_KV, TILE_KV
-        )
     for masked in tl.static_range(2):
         for index in tl.range(0, count_tiles(before, full, after, masked)):
-            start_kv = tile_start(index, begin, before, full, BLOCK_KV, masked)
-            if tiles_ptr is not None:
-                start_kv = kept_row(tiles_ptr, start_kv, seq_kv, TILE_KV, masked)
+            start_kv = visited_row(
+                mask.lists, list_ptr, index, begin, before, full, seq_kv, BLOCK_KV, masked
+            )
             # s = scale · q kᵀ
             segment_kv, is_key = None, None
-            if kv_segment_ids_ptr is not None:
-                segment_kv, is_key = load_segments(
-                    kv_segment_ids_ptr, start_kv, seq_kv, BLOCK_KV, VISITED
-                )
+            if segments is not None:
+                segment_kv, is_key = load_segments(segments.kv, start_kv, seq_kv, BLOCK_KV, VISITED)
             k = load_tile(
-                k_base, start_kv, seq_kv, k_strides[1], BLOCK_KV, HEAD_DIM, masked, is_key
+                k_base, start_kv, seq_kv, strides.k.row, BLOCK_KV, HEAD_DIM, masked, is_key
             )
             k = round_operand(k, rule.precision)
             key = start_kv + tl.arange(0, BLOCK_KV)
@@ -194,7 +163,7 @@ def flash_fwd_kernel(
             acc = acc * alpha[:, None]
             # acc += p v
             v = load_tile(
-                v_base, start_kv, seq_kv, v_strides[1], BLOCK_KV, HEAD_DIM_V, masked, is_key
+                v_base, start_kv, seq_kv, strides.v.row, BLOCK_KV, HEAD_DIM_V, masked, is_key
             )
             v = round_operand(v, rule.precision)
             p = round_operand(p.to(v.dtype), rule.precision)
@@ -203,8 +172,7 @@ def flash_fwd_kernel(
     # Normalise and store.
     if sinks_ptr is not None:
         _alpha, m_i, l_i = add_sink(tl.load(sinks_ptr + head), m_i, l_i)
-    l_safe = tl.where(l_i == 0.0, 1.0, l_i)
-    lse = m_i * LN2 + tl.log(l_safe)
+    l_safe, lse = row_statistics(m_i, l_i)
     out_row = heads_q * HEAD_DIM_V
     out_base = out_ptr + batch * seq_q * out_row + head * HEAD_DIM_V
     out = acc / l_safe[:, None]
@@ -226,14 +194,12 @@ def flash_fwd(
     q = operands.q
     out = q.new_empty((*q.shape[:-1], spec.head_dim_v))
     lse = q.new_empty((*q.shape[:-3], spec.heads_q, spec.seq_q), dtype=torch.float32)
-    segments = segments_of(operands)
-    ranges = map(segment_ranges, segments[1:])
-    tensors = (q, operands.k, operands.v, operands.sinks, out, lse)
+    tensors = (q, operands.k, operands.v, operands.sinks, out, lse, mask_of_keys(operands))
     launch(
         "flash_fwd",
         flash_fwd_kernel,
         _prepare,
-        (*tensors, *offsets_of(operands), *segments, *ranges, *lists_of_keys(operands)),
+        tensors,
         spec,
         backend,
         maxnreg=_register_limit(spec, backend.target),
@@ -258,7 +224,7 @@ def _prepare(call: KernelCall) -> Prepared:
     spec = call.spec
     q, k, v, *_ = call.layouts
     tiles = num_sequence_tiles(spec, spec.seq_q, call.config.block_q)
-    arguments = flash_arguments(spec) | stride_arguments(q=q, k=k, v=v) | list_arguments(call)
     programs = programs_of_sm(call.config.block_q, spec.head_dim_v)
-    arguments |= order_argument(call, tiles, programs)
+    arguments = flash_arguments(spec) | {"strides": strides_of(q=q, k=k, v=v)}
+    arguments |= mask_argument(call, of_keys=True) | order_argument(call, tiles, programs)
     return (tiles * spec.heads_q * spec.batch,), arguments

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents
 
-from torch_attn.kernels.library.arguments import decode_arguments
+from torch_attn.kernels.library.arguments import cache_of, decode_arguments
 from torch_attn.kernels.library.pages import (
     keys_of_tokens,
     load_rows_at,
@@ -31,7 +31,7 @@ from torch_attn.kernels.library.quantized import (
 )
 from torch_attn.kernels.library.scores import attention_mask
 from torch_attn.kernels.library.sequences import locate_tokens
-from torch_attn.kernels.library.softmax import LN2, add_sink, online_softmax_update
+from torch_attn.kernels.library.softmax import add_sink, online_softmax_update, row_statistics
 from torch_attn.kernels.library.tiles import count_tiles, tile_start
 from torch_attn.kernels.portable.combine import merge_splits
 from torch_attn.launch import KernelCall, Prepared, launch
@@ -53,39 +53,25 @@ from twin_attention.targets.splits import (
 )
 def paged_attention_kernel(
     q_ptr,
-    k_ptr,
-    v_ptr,
-    tables_ptr,
-    lens_ptr,
+    cache,
     cu_seqlens_q_ptr,
     sinks_ptr,
-    k_scale_ptr,
-    v_scale_ptr,
     out_ptr,
     lse_ptr,
     q_strides,
-    k_scale_stride,
-    v_scale_stride,
-    table_stride,
     num_tokens,
     num_sequences,
     num_pages,
     max_pages,
     num_splits,
-    scale,
-    exp2_scale,
-    softcap,
+    rule,
     window_left,
-    K_STRIDES: tl.constexpr,
-    V_STRIDES: tl.constexpr,
     HEADS_KV: tl.constexpr,
     GROUP_SIZE: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_V: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
-    SCALE_FIRST: tl.constexpr,
     UPCAST: tl.constexpr,
     PAST_2G: tl.constexpr,
     PDL: tl.constexpr,
@@ -96,10 +82,9 @@ def paged_attention_kernel(
     """One program computes BLOCK_ROWS rows of one kv head of a sequence over one split of the keys.
 
     Row r of a sequence is its token ``r // GROUP_SIZE`` of query head ``r % GROUP_SIZE`` of the
-    group, so that the keys and values are read once for all of them. Operands: q [Tq, Hq, D], pools
-    k [P, page_size, Hkv, D] and v [P, page_size, Hkv, Dv] with the given strides and a contiguous
-    last dimension; tables [B, max_pages], lens [B] and cu_seqlens_q [B + 1], int32; sinks [Hq] and
-    scales [] or [Hkv], float32, or None; out [splits, Tq, Hq, Dv] and lse [splits, Hq, Tq]
+    group, so that the keys and values are read once for all of them. Operands: q [Tq, Hq, D] with
+    the given strides; the cache, a `Cache`; cu_seqlens_q [B + 1], int32; sinks [Hq], float32, or
+    None; out [splits, Tq, Hq, Dv] and lse [splits, Hq, Tq]
     (float32, natural log), contiguous: the result of one split, the parts of several, to which
     sinks are not given. Grid: (kv heads, row tiles of `locate_tokens`) in one axis, kv heads
     fastest, and splits. Loop invariant: `online_softmax_update`. Accumulation: float32, exponents
@@ -123,17 +108,18 @@ def paged_attention_kernel(
         cu_seqlens_q_ptr, tl.program_id(0) // HEADS_KV, num_tokens, num_sequences, GROUP_SIZE,
         BLOCK_ROWS,
     )  # fmt: skip
-    length = tl.load(lens_ptr + sequence, mask=sequence < num_sequences, other=0)
-    length = tl.minimum(tl.maximum(length, 0), max_pages * PAGE_SIZE)
+    length = tl.load(cache.lens + sequence, mask=sequence < num_sequences, other=0)
+    length = tl.minimum(tl.maximum(length, 0), max_pages * cache.page_size)
     first = start_row // GROUP_SIZE
     last = tl.minimum((start_row + BLOCK_ROWS - 1) // GROUP_SIZE, tokens - 1)
     begin, end = keys_of_tokens(length, tokens, first, last, window_left)
     first_tile, count, _ = share_of_tiles(begin, end, split, num_splits, BLOCK_KV)
-    table_ptr = tables_ptr + sequence.to(tl.int64) * table_stride
-    k_base = k_ptr + head_kv * K_STRIDES[2]
-    v_base = v_ptr + head_kv * V_STRIDES[2]
-    if k_scale_ptr is not None:
-        scale *= tl.load(k_scale_ptr + head_kv * k_scale_stride)
+    table_ptr = cache.tables + sequence.to(tl.int64) * cache.table_stride
+    k_base = cache.k + head_kv * cache.k_strides.head
+    v_base = cache.v + head_kv * cache.v_strides.head
+    scale = rule.scale
+    if cache.k_scale is not None:
+        scale *= tl.load(cache.k_scale + head_kv * cache.k_scale_stride)
 
     # Load the queries; they stay.
     row = start_row + tl.arange(0, BLOCK_ROWS)
@@ -159,18 +145,20 @@ def paged_attention_kernel(
             start = tile_start(index, first_tile * BLOCK_KV, before, full, BLOCK_KV, masked)
             key = start + tl.arange(0, BLOCK_KV)
             exists = key < end
-            page, slot = locate_keys(table_ptr, start, end, num_pages, PAGE_SIZE, BLOCK_KV, PAST_2G)
+            page, slot = locate_keys(
+                table_ptr, start, end, num_pages, cache.page_size, BLOCK_KV, PAST_2G
+            )
             # s = scale · q kᵀ
-            k = load_rows_at(k_base, (page, slot), K_STRIDES, exists, HEAD_DIM, BLOCK_D)
-            s = scores(q, unpack(k, UPCAST), scale, softcap, SCALE_FIRST)
+            k = load_rows_at(k_base, (page, slot), cache.k_strides, exists, HEAD_DIM, BLOCK_D)
+            s = scores(q, unpack(k, UPCAST), scale, rule.softcap, rule.scale_first)
             if masked:
                 s = attention_mask(s, position[:, None], key[None, :], end, window_left, 0)
             # p = exp(s - max), and rescale what was accumulated
-            p, alpha, m_i, l_i = online_softmax_update(s, m_i, l_i, exp2_scale)
+            p, alpha, m_i, l_i = online_softmax_update(s, m_i, l_i, rule.exp2_scale)
             acc = [x * alpha[:, None] for x in acc]
             p = p.to(q[0].dtype)
             # acc += p v
-            v = load_rows_at(v_base, (page, slot), V_STRIDES, exists, HEAD_DIM_V, BLOCK_DV)
+            v = load_rows_at(v_base, (page, slot), cache.v_strides, exists, HEAD_DIM_V, BLOCK_DV)
             acc = add_pv(acc, p, unpack(v, UPCAST))
 
     # Normalise and store.
@@ -178,11 +166,10 @@ def paged_attention_kernel(
         sink = tl.load(sinks_ptr + head, mask=is_row, other=float("-inf"))
         alpha, m_i, l_i = add_sink(sink, m_i, l_i)
         acc = [x * alpha[:, None] for x in acc]
-    l_safe = tl.where(l_i == 0.0, 1.0, l_i)
-    lse = m_i * LN2 + tl.log(l_safe)
+    l_safe, lse = row_statistics(m_i, l_i)
     out = [x / l_safe[:, None] for x in acc]
-    if v_scale_ptr is not None:
-        v_scale = tl.load(v_scale_ptr + head_kv * v_scale_stride)
+    if cache.v_scale is not None:
+        v_scale = tl.load(cache.v_scale + head_kv * cache.v_scale_stride)
         out = [x * v_scale for x in out]
     heads_q: tl.constexpr = HEADS_KV * GROUP_SIZE
     row_size: tl.constexpr = HEAD_DIM_V * len(out)
@@ -211,17 +198,17 @@ def paged_attention(
     splits = choose_splits(spec, config, num_sms(q.device, backend.target))
     out = q.new_empty((spec.tokens, spec.heads_q, spec.head_dim_v))
     lse = q.new_empty((spec.heads_q, spec.tokens), dtype=torch.float32)
-    outs, lses, given = out, lse, operands
+    outs, lses, sinks = out, lse, operands.sinks
     if splits > 1:
         outs = lse.new_empty((splits, *out.shape))
         lses = lse.new_empty((splits, *lse.shape))
-        given = operands._replace(sinks=None)  # they count once, in the merge
+        sinks = None  # they count once, in the merge
 
     launch(
         kernel,
         paged_attention_kernel,
         _prepare,
-        (*given, outs, lses),
+        (q, cache_of(operands), operands.cu_seqlens_q, sinks, outs, lses),
         spec,
         backend,
         splits,
@@ -234,9 +221,9 @@ def paged_attention(
 def _prepare(call: KernelCall) -> Prepared:
     """Return grid and arguments of `paged_attention_kernel`."""
     spec, (splits,) = call.spec, call.constants
-    operands = PagedOperands._make(call.layouts[: len(PagedOperands._fields)])
+    q, cache, *_ = call.layouts
     rows = block_rows(spec, call.config)
-    arguments = decode_arguments(spec, call.target, operands)
+    arguments = decode_arguments(spec, call.target, q, cache)
     if spec.cache.is_quantized and call.target == "sm90":
         arguments["BLOCK_DV"] = swizzled_alike(arguments["BLOCK_DV"], arguments["BLOCK_D"])
     return (num_row_tiles(spec, rows) * spec.heads_kv, splits), arguments | {

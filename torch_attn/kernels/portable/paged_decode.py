@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents
 
-from torch_attn.kernels.library.arguments import decode_arguments
+from torch_attn.kernels.library.arguments import cache_of, decode_arguments
 from torch_attn.kernels.library.pages import (
     keys_of_sequence,
     load_rows_at,
@@ -26,7 +26,7 @@ from torch_attn.kernels.library.quantized import (
     unpack,
 )
 from torch_attn.kernels.library.scores import attention_mask
-from torch_attn.kernels.library.softmax import LN2, add_sink, online_softmax_update
+from torch_attn.kernels.library.softmax import add_sink, online_softmax_update, row_statistics
 from torch_attn.kernels.portable.combine import merge_splits
 from torch_attn.launch import KernelCall, Prepared, launch
 from torch_attn.targets import num_sms
@@ -39,40 +39,26 @@ from twin_attention.targets.splits import block_rows, choose_splits
 @triton.jit(do_not_specialize=["num_pages", "max_pages", "window_left"])
 def paged_decode_kernel(
     q_ptr,
-    k_ptr,
-    v_ptr,
-    tables_ptr,
-    lens_ptr,
+    cache,
     sinks_ptr,
-    k_scale_ptr,
-    v_scale_ptr,
     out_ptr,
     lse_ptr,
     outs_ptr,
     lses_ptr,
     q_strides,
-    k_scale_stride,
-    v_scale_stride,
-    table_stride,
     batch_size,
     num_pages,
     max_pages,
     num_splits,
-    scale,
-    exp2_scale,
-    softcap,
+    rule,
     window_left,
-    K_STRIDES: tl.constexpr,
-    V_STRIDES: tl.constexpr,
     HEADS_KV: tl.constexpr,
     TOKENS: tl.constexpr,
     GROUP_SIZE: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_V: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
-    SCALE_FIRST: tl.constexpr,
     UPCAST: tl.constexpr,
     PAST_2G: tl.constexpr,
     PDL: tl.constexpr,
@@ -82,13 +68,12 @@ def paged_decode_kernel(
     """One program computes BLOCK_ROWS rows of one kv head over one split of the keys.
 
     Row r is token ``r // GROUP_SIZE`` of query head ``r % GROUP_SIZE`` of the group, so that the
-    keys and values are read once for all of them. Operands: q [B, T, Hq, D], pools k [P, page_size,
-    Hkv, D] and v [P, page_size, Hkv, Dv] with the given strides and a contiguous last dimension;
-    tables [B, max_pages] and lens [B], int32; sinks [Hq] and scales [] or [Hkv], float32, or None;
-    out [B, T, Hq, Dv] and lse [B, Hq, T] (float32, natural log), contiguous. Where more than one
-    split has keys, each of them writes its part of outs [splits, B, T, Hq, Dv] and lses [splits, B,
-    Hq, T] instead, float32 and contiguous; with a single split both are None. Grid: (row tiles, kv
-    heads, batch) in one axis, row tiles fastest, and splits. Loop invariant:
+    keys and values are read once for all of them. Operands: q [B, T, Hq, D] with the given strides;
+    the cache, a `Cache`; sinks [Hq], float32, or None; out [B, T, Hq, Dv] and lse [B, Hq, T]
+    (float32, natural log), contiguous. Where more than one split has keys, each of them writes its
+    part of outs [splits, B, T, Hq, Dv] and lses [splits, B, Hq, T] instead, float32 and contiguous;
+    with a single split both are None. Grid: (row tiles, kv heads, batch) in one axis, row tiles
+    fastest, and splits. Loop invariant:
     `online_softmax_update`. Accumulation: float32, exponents in base 2, p cast to the products'
     dtype. A row that sees no key has lse -inf, or its sink. PAST_2G: a head of a pool spans 2^31
     elements or more. BLOCK_ROWS and BLOCK_KV are powers of two, at least 16.
@@ -108,16 +93,17 @@ def paged_decode_kernel(
     head_kv = (tl.program_id(0) // num_tiles % HEADS_KV).to(tl.int64)
     batch = (tl.program_id(0) // num_tiles // HEADS_KV).to(tl.int64)
     split = tl.program_id(1) if outs_ptr is not None else 0
-    capacity = max_pages * PAGE_SIZE
-    begin, length = keys_of_sequence(lens_ptr, batch, capacity, TOKENS, window_left)
+    capacity = max_pages * cache.page_size
+    begin, length = keys_of_sequence(cache.lens, batch, capacity, TOKENS, window_left)
     first, count, total = share_of_tiles(begin, length, split, num_splits, BLOCK_KV)
     # A split with all tiles gives the result, else each gives a part that `combine` merges.
     is_result = (split == 0) & (count == total)
-    table_ptr = tables_ptr + batch * table_stride
-    k_base = k_ptr + head_kv * K_STRIDES[2]
-    v_base = v_ptr + head_kv * V_STRIDES[2]
-    if k_scale_ptr is not None:
-        scale *= tl.load(k_scale_ptr + head_kv * k_scale_stride)
+    table_ptr = cache.tables + batch * cache.table_stride
+    k_base = cache.k + head_kv * cache.k_strides.head
+    v_base = cache.v + head_kv * cache.v_strides.head
+    scale = rule.scale
+    if cache.k_scale is not None:
+        scale *= tl.load(cache.k_scale + head_kv * cache.k_scale_stride)
 
     # Load the queries; they stay.
     row = tile * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
@@ -136,20 +122,22 @@ def paged_decode_kernel(
         start = (first + index) * BLOCK_KV
         key = start + tl.arange(0, BLOCK_KV)
         exists = key < length
-        page, slot = locate_keys(table_ptr, start, length, num_pages, PAGE_SIZE, BLOCK_KV, PAST_2G)
+        page, slot = locate_keys(
+            table_ptr, start, length, num_pages, cache.page_size, BLOCK_KV, PAST_2G
+        )
         # s = scale · q kᵀ
-        k = load_rows_at(k_base, (page, slot), K_STRIDES, exists, HEAD_DIM, BLOCK_D)
-        s = scores(q, unpack(k, UPCAST), scale, softcap, SCALE_FIRST)
+        k = load_rows_at(k_base, (page, slot), cache.k_strides, exists, HEAD_DIM, BLOCK_D)
+        s = scores(q, unpack(k, UPCAST), scale, rule.softcap, rule.scale_first)
         s = attention_mask(
             s, position[:, None], key[None, :], length, window_left,
             0 if TOKENS > 1 else None,
         )  # fmt: skip
         # p = exp(s - max), and rescale what was accumulated
-        p, alpha, m_i, l_i = online_softmax_update(s, m_i, l_i, exp2_scale)
+        p, alpha, m_i, l_i = online_softmax_update(s, m_i, l_i, rule.exp2_scale)
         acc = [x * alpha[:, None] for x in acc]
         p = p.to(q[0].dtype)
         # acc += p v
-        v = load_rows_at(v_base, (page, slot), V_STRIDES, exists, HEAD_DIM_V, BLOCK_DV)
+        v = load_rows_at(v_base, (page, slot), cache.v_strides, exists, HEAD_DIM_V, BLOCK_DV)
         acc = add_pv(acc, p, unpack(v, UPCAST))
 
     # Normalise and store.
@@ -157,11 +145,10 @@ def paged_decode_kernel(
         sink = tl.load(sinks_ptr + head, mask=is_row & is_result, other=float("-inf"))
         alpha, m_i, l_i = add_sink(sink, m_i, l_i)
         acc = [x * alpha[:, None] for x in acc]
-    l_safe = tl.where(l_i == 0.0, 1.0, l_i)
-    lse = m_i * LN2 + tl.log(l_safe)
+    l_safe, lse = row_statistics(m_i, l_i)
     out = [x / l_safe[:, None] for x in acc]
-    if v_scale_ptr is not None:
-        v_scale = tl.load(v_scale_ptr + head_kv * v_scale_stride)
+    if cache.v_scale is not None:
+        v_scale = tl.load(cache.v_scale + head_kv * cache.v_scale_stride)
         out = [x * v_scale for x in out]
     heads_q: tl.constexpr = HEADS_KV * GROUP_SIZE
     row_size: tl.constexpr = HEAD_DIM_V * len(out)
@@ -207,7 +194,7 @@ def paged_decode(
         "paged_decode",
         paged_decode_kernel,
         _prepare,
-        (*operands, out, lse, outs, lses),
+        (q, cache_of(operands), operands.sinks, out, lse, outs, lses),
         spec,
         backend,
         splits,
@@ -220,10 +207,10 @@ def paged_decode(
 def _prepare(call: KernelCall) -> Prepared:
     """Return grid and arguments of `paged_decode_kernel`."""
     spec, (splits,) = call.spec, call.constants
-    operands = DecodeOperands._make(call.layouts[: len(DecodeOperands._fields)])
+    q, cache, *_ = call.layouts
     rows = block_rows(spec, call.config)
     tiles = triton.cdiv(spec.rows, rows)
-    arguments = decode_arguments(spec, call.target, operands)
+    arguments = decode_arguments(spec, call.target, q, cache)
     return (tiles * spec.heads_kv * spec.batch, splits), arguments | {
         "batch_size": spec.batch,
         "num_splits": splits,

@@ -56,12 +56,8 @@ def flash_bwd_dq_kernel(
     lse2_ptr,
     delta_ptr,
     dq_ptr,
-    cu_seqlens_q_ptr,
-    cu_seqlens_kv_ptr,
-    q_strides,
-    k_strides,
-    v_strides,
-    dout_strides,
+    mask,
+    strides,
     seq_q,
     seq_kv,
     diagonal,
@@ -71,7 +67,6 @@ def flash_bwd_dq_kernel(
     window_left,
     window_right,
     together,
-    ALIGN: gl.constexpr,
     ASYNC: gl.constexpr,
     GROUP_SIZE: gl.constexpr,
     HEAD_DIM: gl.constexpr,
@@ -82,7 +77,7 @@ def flash_bwd_dq_kernel(
 ):
     """One program computes BLOCK_Q rows of dq of one query head; a warp has 16 rows or more.
 
-    Operands, packed sequences, loop invariant and accumulation: as in the portable
+    Operands, mask, loop invariant and accumulation: as in the portable
     `flash_bwd_dq_kernel`. Grid: (query tiles · heads · batch), in the order of `longest_first`.
     A warp has all keys of its rows, so that ds is the left operand of ds·k in the registers where
     it was computed. NUM_STAGES 1: the next k and v are fetched at the end of a step, and the other
@@ -97,12 +92,12 @@ def flash_bwd_dq_kernel(
     total_q, first_kv = seq_q, None
     if num_sequences is not None:
         sequence, first_q, start_q, seq_q, first_kv, seq_kv = locate_tile(
-            cu_seqlens_q_ptr, cu_seqlens_kv_ptr, tile, seq_q, seq_kv, num_sequences, BLOCK_Q
+            mask.offsets.q, mask.offsets.kv, tile, seq_q, seq_kv, num_sequences, BLOCK_Q
         )
         diagonal = seq_kv - seq_q
     head_kv = head // GROUP_SIZE
-    k_base = head_base(k_ptr, k_strides, batch, head_kv, ALIGN, first_kv)
-    v_base = head_base(v_ptr, v_strides, batch, head_kv, ALIGN, first_kv)
+    k_base = head_base(k_ptr, strides.k, batch, head_kv, first_kv)
+    v_base = head_base(v_ptr, strides.v, batch, head_kv, first_kv)
     begin, before, full, after = visible_tiles(
         start_q, seq_q, seq_kv, diagonal, window_left, window_right, BLOCK_Q, BLOCK_KV
     )
@@ -115,13 +110,13 @@ def flash_bwd_dq_kernel(
     gl.static_assert(NUM_STAGES <= 2)
     k_tile = allocate_tile(dtype, NUM_STAGES, BLOCK_KV, HEAD_DIM)
     v_tile = allocate_tile(dtype, NUM_STAGES, BLOCK_KV, HEAD_DIM_V)
-    q_base = head_base(q_ptr, q_strides, batch, head, ALIGN)
-    do_base = head_base(dout_ptr, dout_strides, batch, head, ALIGN)
+    q_base = head_base(q_ptr, strides.q, batch, head)
+    do_base = head_base(dout_ptr, strides.dout, batch, head)
     first = step_start(0, begin, before, full, after, BLOCK_KV)
-    fetch_tile(q_tile, 0, q_base, start_q, seq_q, q_strides[1], HEAD_DIM, True, ASYNC)
-    fetch_tile(do_tile, 0, do_base, start_q, seq_q, dout_strides[1], HEAD_DIM_V, True, ASYNC)
-    fetch_tile(k_tile, 0, k_base, first, seq_kv, k_strides[1], HEAD_DIM, True, ASYNC)
-    fetch_tile(v_tile, 0, v_base, first, seq_kv, v_strides[1], HEAD_DIM_V, True, ASYNC)
+    fetch_tile(q_tile, 0, q_base, start_q, seq_q, strides.q.row, HEAD_DIM, True, ASYNC)
+    fetch_tile(do_tile, 0, do_base, start_q, seq_q, strides.dout.row, HEAD_DIM_V, True, ASYNC)
+    fetch_tile(k_tile, 0, k_base, first, seq_kv, strides.k.row, HEAD_DIM, True, ASYNC)
+    fetch_tile(v_tile, 0, v_base, first, seq_kv, strides.v.row, HEAD_DIM_V, True, ASYNC)
     commit()
     rows = start_q + gl.arange(0, BLOCK_Q, gl.SliceLayout(1, layout))
     position = rows + diagonal
@@ -149,11 +144,11 @@ def flash_bwd_dq_kernel(
             wait(0)
             if NUM_STAGES == 2:
                 fetch_tile(
-                    k_tile, slot ^ 1, k_base, next_kv, seq_kv, k_strides[1], HEAD_DIM, masked,
+                    k_tile, slot ^ 1, k_base, next_kv, seq_kv, strides.k.row, HEAD_DIM, masked,
                     ASYNC,
                 )  # fmt: skip
                 fetch_tile(
-                    v_tile, slot ^ 1, v_base, next_kv, seq_kv, v_strides[1], HEAD_DIM_V, masked,
+                    v_tile, slot ^ 1, v_base, next_kv, seq_kv, strides.v.row, HEAD_DIM_V, masked,
                     ASYNC,
                 )  # fmt: skip
                 commit()
@@ -178,10 +173,10 @@ def flash_bwd_dq_kernel(
                 # Fetch the next keys and values.
                 barrier()
                 fetch_tile(
-                    k_tile, 0, k_base, next_kv, seq_kv, k_strides[1], HEAD_DIM, masked, ASYNC
+                    k_tile, 0, k_base, next_kv, seq_kv, strides.k.row, HEAD_DIM, masked, ASYNC
                 )
                 fetch_tile(
-                    v_tile, 0, v_base, next_kv, seq_kv, v_strides[1], HEAD_DIM_V, masked, ASYNC
+                    v_tile, 0, v_base, next_kv, seq_kv, strides.v.row, HEAD_DIM_V, masked, ASYNC
                 )
                 commit()
     wait(0)
@@ -202,13 +197,9 @@ def flash_bwd_dkdv_kernel(
     delta_ptr,
     dk_ptr,
     dv_ptr,
-    dq_sum_ptr,
-    cu_seqlens_q_ptr,
-    cu_seqlens_kv_ptr,
-    q_strides,
-    k_strides,
-    v_strides,
-    dout_strides,
+    sums,
+    mask,
+    strides,
     seq_q,
     seq_kv,
     diagonal,
@@ -218,7 +209,6 @@ def flash_bwd_dkdv_kernel(
     window_left,
     window_right,
     together,
-    ALIGN: gl.constexpr,
     ASYNC: gl.constexpr,
     GROUP_SIZE: gl.constexpr,
     HEAD_DIM: gl.constexpr,
@@ -229,9 +219,9 @@ def flash_bwd_dkdv_kernel(
 ):
     """One program computes BLOCK_KV rows of dk and dv of one kv head, summed over its query heads.
 
-    Operands, packed sequences, loop invariant and accumulation: as in the portable
+    Operands, mask, loop invariant and accumulation: as in the portable
     `flash_bwd_dkdv_kernel`. Grid: (key tiles · kv heads · batch), in the order of `longest_first`.
-    dq_sum_ptr: None, or dq's float32 sums in the order of `add_to_sum`, zero at first, to which
+    sums.dq: None, or dq's float32 sums in the order of `add_to_sum`, zero at first, to which
     the program adds ds k; the order of these additions is not fixed. They have the rows of lse2.
 
     With 32 keys a warp, p and ds are left operands in the registers where they were computed.
@@ -252,7 +242,7 @@ def flash_bwd_dkdv_kernel(
     total_q, first_q = seq_q, None
     if num_sequences is not None:
         sequence, _first_kv, start_kv, seq_kv, first_q, seq_q = locate_tile(
-            cu_seqlens_kv_ptr, cu_seqlens_q_ptr, tile, seq_kv, seq_q, num_sequences, BLOCK_KV
+            mask.offsets.kv, mask.offsets.q, tile, seq_kv, seq_q, num_sequences, BLOCK_KV
         )
         diagonal = seq_kv - seq_q
     begin, before, full, after = visible_tiles(
@@ -273,18 +263,18 @@ def flash_bwd_dkdv_kernel(
     do_tile = allocate_tile(dtype, NUM_STAGES, BLOCK_Q, HEAD_DIM_V)
     if not P_IN_REGISTERS:
         p_buffer = gl.allocate_shared_memory(dtype, [BLOCK_KV, BLOCK_Q], shared_layout(BLOCK_Q))
-    if not P_IN_REGISTERS or dq_sum_ptr is not None:
+    if not P_IN_REGISTERS or sums.dq is not None:
         ds_buffer = gl.allocate_shared_memory(dtype, [BLOCK_KV, BLOCK_Q], shared_layout(BLOCK_Q))
-    k_base = head_base(k_ptr, k_strides, batch, head_kv, ALIGN)
-    v_base = head_base(v_ptr, v_strides, batch, head_kv, ALIGN)
+    k_base = head_base(k_ptr, strides.k, batch, head_kv)
+    v_base = head_base(v_ptr, strides.v, batch, head_kv)
     member, start = group_step(0, begin, before, full, after, BLOCK_Q, GROUP_SIZE)
     head = head_kv * GROUP_SIZE + member
-    q_base = head_base(q_ptr, q_strides, batch, head, ALIGN, first_q)
-    do_base = head_base(dout_ptr, dout_strides, batch, head, ALIGN, first_q)
-    fetch_tile(k_tile, 0, k_base, start_kv, seq_kv, k_strides[1], HEAD_DIM, True, ASYNC)
-    fetch_tile(v_tile, 0, v_base, start_kv, seq_kv, v_strides[1], HEAD_DIM_V, True, ASYNC)
-    fetch_tile(q_tile, 0, q_base, start, seq_q, q_strides[1], HEAD_DIM, True, ASYNC)
-    fetch_tile(do_tile, 0, do_base, start, seq_q, dout_strides[1], HEAD_DIM_V, True, ASYNC)
+    q_base = head_base(q_ptr, strides.q, batch, head, first_q)
+    do_base = head_base(dout_ptr, strides.dout, batch, head, first_q)
+    fetch_tile(k_tile, 0, k_base, start_kv, seq_kv, strides.k.row, HEAD_DIM, True, ASYNC)
+    fetch_tile(v_tile, 0, v_base, start_kv, seq_kv, strides.v.row, HEAD_DIM_V, True, ASYNC)
+    fetch_tile(q_tile, 0, q_base, start, seq_q, strides.q.row, HEAD_DIM, True, ASYNC)
+    fetch_tile(do_tile, 0, do_base, start, seq_q, strides.dout.row, HEAD_DIM_V, True, ASYNC)
     commit()
     # Keys are counted as queries are.
     key = start_kv + gl.arange(0, BLOCK_KV, gl.SliceLayout(1, layout)) - diagonal
@@ -316,17 +306,17 @@ def flash_bwd_dkdv_kernel(
             follow = gl.minimum(step, total - 1)
             member, start = group_step(follow, begin, before, full, after, BLOCK_Q, GROUP_SIZE)
             head = head_kv * GROUP_SIZE + member
-            q_base = head_base(q_ptr, q_strides, batch, head, ALIGN, first_q)
-            do_base = head_base(dout_ptr, dout_strides, batch, head, ALIGN, first_q)
+            q_base = head_base(q_ptr, strides.q, batch, head, first_q)
+            do_base = head_base(dout_ptr, strides.dout, batch, head, first_q)
             # Wait for the queries; fetch the next ones.
             wait(0)
             if NUM_STAGES == 2:
                 fetch_tile(
-                    q_tile, slot ^ 1, q_base, start, seq_q, q_strides[1], HEAD_DIM, masked,
+                    q_tile, slot ^ 1, q_base, start, seq_q, strides.q.row, HEAD_DIM, masked,
                     ASYNC,
                 )  # fmt: skip
                 fetch_tile(
-                    do_tile, slot ^ 1, do_base, start, seq_q, dout_strides[1], HEAD_DIM_V,
+                    do_tile, slot ^ 1, do_base, start, seq_q, strides.dout.row, HEAD_DIM_V,
                     masked, ASYNC,
                 )  # fmt: skip
                 commit()
@@ -346,7 +336,7 @@ def flash_bwd_dkdv_kernel(
             dp = product_scores(v_tile, do_tile, slot, dp, HEAD_DIM_V)
             # dsᵀ = pᵀ ∘ (dpᵀ - delta) ∘ dcapᵀ
             ds = p * (dp - delta[None, :]) * dcap
-            if not P_IN_REGISTERS or dq_sum_ptr is not None:
+            if not P_IN_REGISTERS or sums.dq is not None:
                 ds_buffer.store(ds.to(dtype))
             # dv += pᵀ dout
             if P_IN_REGISTERS:
@@ -361,17 +351,17 @@ def flash_bwd_dkdv_kernel(
             if NUM_STAGES == 1:
                 # Fetch the next queries.
                 barrier()
-                fetch_tile(q_tile, 0, q_base, start, seq_q, q_strides[1], HEAD_DIM, masked, ASYNC)
+                fetch_tile(q_tile, 0, q_base, start, seq_q, strides.q.row, HEAD_DIM, masked, ASYNC)
                 fetch_tile(
-                    do_tile, 0, do_base, start, seq_q, dout_strides[1], HEAD_DIM_V, masked,
+                    do_tile, 0, do_base, start, seq_q, strides.dout.row, HEAD_DIM_V, masked,
                     ASYNC,
                 )  # fmt: skip
                 commit()
-            if dq_sum_ptr is not None:
+            if sums.dq is not None:
                 # dq += ds k
                 dq = zeros(BLOCK_Q, HEAD_DIM, product_layout(gl.num_warps(), 2))
                 dq = add_product_shared(dq, ds_buffer.permute((1, 0)), k_tile, 0)
-                add_to_sum(dq_sum_ptr + row_base * padded_size(HEAD_DIM), dq, start_q, padded_rows)
+                add_to_sum(sums.dq + row_base * padded_size(HEAD_DIM), dq, start_q, padded_rows)
     wait(0)
 
     # Scale and store.

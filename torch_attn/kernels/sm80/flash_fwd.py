@@ -30,13 +30,13 @@ from torch_attn.kernels.explicit.mma_scores import visible_scores
 from torch_attn.kernels.explicit.sequences import locate_tile
 from torch_attn.kernels.explicit.softmax import add_columns, online_softmax_update
 from torch_attn.kernels.explicit.steps import step_start
+from torch_attn.kernels.library.mask import mask_of_keys
 from torch_attn.kernels.library.schedule import longest_first, order_argument
 from torch_attn.kernels.library.sequences import (
     count_sequence_tiles,
     num_sequence_tiles,
-    offsets_of,
 )
-from torch_attn.kernels.library.softmax import LN2, LOG2E, add_sink
+from torch_attn.kernels.library.softmax import LOG2E, add_sink, row_statistics
 from torch_attn.kernels.library.tiles import count_tiles, head_base, visible_tiles
 from torch_attn.launch import UNSPECIALIZED, KernelCall, Prepared, flash_arguments, launch
 from twin_attention.contract.operands import AttentionOperands
@@ -53,11 +53,8 @@ def flash_fwd_kernel(
     sinks_ptr,
     out_ptr,
     lse_ptr,
-    cu_seqlens_q_ptr,
-    cu_seqlens_kv_ptr,
-    q_strides,
-    k_strides,
-    v_strides,
+    mask,
+    strides,
     seq_q,
     seq_kv,
     diagonal,
@@ -67,7 +64,6 @@ def flash_fwd_kernel(
     window_left,
     window_right,
     together,
-    ALIGN: gl.constexpr,
     ASYNC: gl.constexpr,
     GROUP_SIZE: gl.constexpr,
     HEAD_DIM: gl.constexpr,
@@ -79,7 +75,7 @@ def flash_fwd_kernel(
 ):
     """One program computes BLOCK_Q rows of one query head; each warp has BLOCK_Q / num_warps rows.
 
-    Operands, packed sequences, loop invariant, accumulation and the row that sees no key: as in the
+    Operands, mask, loop invariant, accumulation and the row that sees no key: as in the
     portable `flash_fwd_kernel`. Grid: (query tiles · heads · batch), in the order of
     `longest_first`.
 
@@ -104,12 +100,12 @@ def flash_fwd_kernel(
     if num_sequences is not None:
         # Queries are counted from the first of all, keys from the sequence's first.
         _sequence, _first_q, start_q, seq_q, first_kv, seq_kv = locate_tile(
-            cu_seqlens_q_ptr, cu_seqlens_kv_ptr, tile, seq_q, seq_kv, num_sequences, BLOCK_Q
+            mask.offsets.q, mask.offsets.kv, tile, seq_q, seq_kv, num_sequences, BLOCK_Q
         )
         diagonal = seq_kv - seq_q
     head_kv = head // GROUP_SIZE
-    k_base = head_base(k_ptr, k_strides, batch, head_kv, ALIGN, first_kv)
-    v_base = head_base(v_ptr, v_strides, batch, head_kv, ALIGN, first_kv)
+    k_base = head_base(k_ptr, strides.k, batch, head_kv, first_kv)
+    v_base = head_base(v_ptr, strides.v, batch, head_kv, first_kv)
     begin, before, full, after = visible_tiles(
         start_q, seq_q, seq_kv, diagonal, window_left, window_right, BLOCK_Q, BLOCK_KV
     )
@@ -123,12 +119,12 @@ def flash_fwd_kernel(
     gl.static_assert(NUM_STAGES <= 2)
     k_tile = allocate_tile(dtype, NUM_STAGES, BLOCK_KV, HEAD_DIM)
     v_tile = allocate_tile(dtype, NUM_STAGES, BLOCK_KV, HEAD_DIM_V)
-    q_base = head_base(q_ptr, q_strides, batch, head, ALIGN)
-    fetch_tile(q_tile, 0, q_base, start_q, seq_q, q_strides[1], HEAD_DIM, True, ASYNC)
+    q_base = head_base(q_ptr, strides.q, batch, head)
+    fetch_tile(q_tile, 0, q_base, start_q, seq_q, strides.q.row, HEAD_DIM, True, ASYNC)
     first = step_start(0, begin, before, full, after, BLOCK_KV, EDGES_LAST)
-    fetch_tile(k_tile, 0, k_base, first, seq_kv, k_strides[1], HEAD_DIM, True, ASYNC)
+    fetch_tile(k_tile, 0, k_base, first, seq_kv, strides.k.row, HEAD_DIM, True, ASYNC)
     if NUM_STAGES == 2:
-        fetch_tile(v_tile, 0, v_base, first, seq_kv, v_strides[1], HEAD_DIM_V, True, ASYNC)
+        fetch_tile(v_tile, 0, v_base, first, seq_kv, strides.v.row, HEAD_DIM_V, True, ASYNC)
     commit()
     q = q_tile
     if Q_IN_REGISTERS:
@@ -159,18 +155,18 @@ def flash_fwd_kernel(
                 slot = 0
                 wait(0)
                 fetch_tile(
-                    v_tile, 0, v_base, start_kv, seq_kv, v_strides[1], HEAD_DIM_V, masked, ASYNC
+                    v_tile, 0, v_base, start_kv, seq_kv, strides.v.row, HEAD_DIM_V, masked, ASYNC
                 )
             else:
                 # Wait for the keys and values; fetch the next ones.
                 slot = (step & 1) ^ 1
                 wait(0)
                 fetch_tile(
-                    k_tile, slot ^ 1, k_base, next_kv, seq_kv, k_strides[1], HEAD_DIM,
+                    k_tile, slot ^ 1, k_base, next_kv, seq_kv, strides.k.row, HEAD_DIM,
                     masked or EDGES_LAST, ASYNC,
                 )  # fmt: skip
                 fetch_tile(
-                    v_tile, slot ^ 1, v_base, next_kv, seq_kv, v_strides[1], HEAD_DIM_V,
+                    v_tile, slot ^ 1, v_base, next_kv, seq_kv, strides.v.row, HEAD_DIM_V,
                     masked or EDGES_LAST, ASYNC,
                 )  # fmt: skip
             commit()
@@ -181,7 +177,7 @@ def flash_fwd_kernel(
                 # Wait for the values; fetch the next keys.
                 wait(0)
                 fetch_tile(
-                    k_tile, 0, k_base, next_kv, seq_kv, k_strides[1], HEAD_DIM,
+                    k_tile, 0, k_base, next_kv, seq_kv, strides.k.row, HEAD_DIM,
                     masked or EDGES_LAST, ASYNC,
                 )  # fmt: skip
                 commit()
@@ -203,8 +199,7 @@ def flash_fwd_kernel(
         _alpha, m_i, l_i = add_sink(gl.load(sinks_ptr + head), m_i, l_i)
 
     # Normalise and store.
-    l_safe = gl.where(l_i == 0.0, 1.0, l_i)
-    lse = m_i * LN2 + gl.log(l_safe)
+    l_safe, lse = row_statistics(m_i, l_i)
     out_row = heads_q * HEAD_DIM_V
     out_base = out_ptr + batch * seq_q * out_row + head * HEAD_DIM_V
     out = scale_rows(acc, 1.0 / l_safe)
@@ -224,7 +219,7 @@ def flash_fwd(
     q = operands.q
     out = q.new_empty((*q.shape[:-1], spec.head_dim_v))
     lse = q.new_empty((*q.shape[:-3], spec.heads_q, spec.seq_q), dtype=torch.float32)
-    tensors = (q, operands.k, operands.v, operands.sinks, out, lse, *offsets_of(operands))
+    tensors = (q, operands.k, operands.v, operands.sinks, out, lse, mask_of_keys(operands))
     launch("flash_fwd", flash_fwd_kernel, _prepare, tensors, spec, backend)
     return out, lse
 

@@ -13,10 +13,9 @@ from torch import Tensor
 
 from torch_attn.kernels.explicit.items import item_counter
 from torch_attn.kernels.gradients import make_flash_bwd, prepare_postprocess
-from torch_attn.kernels.sm90.flash_bwd_dk import flash_bwd_dk_kernel, prepare_dk
 from torch_attn.kernels.sm90.flash_bwd_dkdv import flash_bwd_dkdv_kernel, prepare_dkdv
 from torch_attn.kernels.sm90.flash_bwd_dq import flash_bwd_dq_kernel, prepare_dq
-from torch_attn.kernels.sm90.flash_bwd_dv import flash_bwd_dv_kernel, prepare_dv
+from torch_attn.kernels.sm90.flash_bwd_large import flash_bwd_large_kernel, prepare_dk, prepare_dv
 from torch_attn.kernels.sm90.sums import flash_bwd_postprocess_kernel, sum_columns
 from twin_attention.contract.operands import AttentionOperands
 from twin_attention.contract.spec import AttentionSpec
@@ -38,7 +37,7 @@ _flash_bwd_small = make_flash_bwd(
 )
 _flash_bwd_large = make_flash_bwd(
     dq=(flash_bwd_dq_kernel, prepare_dq),
-    dkdv=((flash_bwd_dk_kernel, prepare_dk), (flash_bwd_dv_kernel, prepare_dv)),
+    dkdv=((flash_bwd_large_kernel, prepare_dk), (flash_bwd_large_kernel, prepare_dv)),
     dq_prepares_rows=True,
     item_counter=item_counter,
     num_warps=_NUM_WARPS,

@@ -3,25 +3,19 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
     mbarrier,
     tma,
     warpgroup_mma_wait,
 )
 
-from torch_attn.kernels.explicit.barriers import READERS, allocate_barriers, arrive
-from torch_attn.kernels.explicit.items import allocate_hand_over, own_item
+from torch_attn.kernels.explicit.barriers import READERS, arrive
+from torch_attn.kernels.explicit.items import own_item
 from torch_attn.kernels.explicit.registers import pack, scale_all, unpack
 from torch_attn.kernels.explicit.steps import group_step
 from torch_attn.kernels.explicit.tma import (
-    allocate_row,
-    allocate_tile,
-    map_arguments,
     num_pieces,
     read_row,
-    row_map,
     store_result,
-    stored_arguments,
 )
 from torch_attn.kernels.explicit.wgmma import (
     add_product,
@@ -37,116 +31,17 @@ from torch_attn.kernels.sm90.queries import (
     clear_queries,
     exponents,
     locate_keys,
-    persistent_keys,
-    produce_queries,
 )
-from torch_attn.launch import UNSPECIALIZED, KernelCall, Prepared
-
-
-@gluon.jit(do_not_specialize=[*UNSPECIALIZED, "num_items"])
-def flash_bwd_dk_kernel(
-    q,
-    k,
-    v,
-    dout,
-    lse2,
-    delta,
-    dk,
-    dv_ptr,
-    counter_ptr,
-    cu_seqlens_q_ptr,
-    cu_seqlens_kv_ptr,
-    q_1,
-    q_2,
-    k_1,
-    k_2,
-    v_1,
-    v_2,
-    dout_1,
-    dout_2,
-    dk_1,
-    dk_2,
-    seq_q,
-    seq_kv,
-    diagonal,
-    num_sequences,
-    heads_q,
-    rule,
-    window_left,
-    window_right,
-    num_items,
-    together,
-    GROUP_SIZE: gl.constexpr,
-    HEAD_DIM: gl.constexpr,
-    HEAD_DIM_V: gl.constexpr,
-    BLOCK_Q: gl.constexpr,
-    BLOCK_KV: gl.constexpr,
-    NUM_STAGES: gl.constexpr,
-    EDGES: gl.constexpr,
-):
-    """One program computes tiles of BLOCK_KV = 128 rows of dk, one after the other.
-
-    A producer warp loads with TMA; two consumer warpgroups have 64 keys each and visit the tiles of
-    BLOCK_Q = 64 queries. Operands, loop invariant and accumulation: as in the portable
-    `flash_bwd_dkdv_kernel`. dv is that of `flash_bwd_dv_kernel`: the registers have room for one of
-    the two.
-    """
-    dtype: gl.constexpr = q.dtype
-    gl.static_assert(BLOCK_Q == 64)
-    gl.static_assert(BLOCK_KV == 128)
-    gl.static_assert(NUM_STAGES <= 2)
-    k_tile = allocate_tile(dtype, 2, 64, HEAD_DIM)
-    v_tile = allocate_tile(dtype, 2, 64, HEAD_DIM_V)
-    q_tile = allocate_tile(dtype, NUM_STAGES + 1, BLOCK_Q, HEAD_DIM)
-    do_tile = allocate_tile(dtype, NUM_STAGES, BLOCK_Q, HEAD_DIM_V)
-    lse2_row = allocate_row(NUM_STAGES + 1, BLOCK_Q)
-    delta_row = allocate_row(NUM_STAGES, BLOCK_Q)
-    k_full = allocate_barriers(1)
-    v_full = allocate_barriers(1)
-    kv_read = allocate_barriers(2)
-    q_full = allocate_barriers(NUM_STAGES + 1)
-    do_full = allocate_barriers(NUM_STAGES)
-    fence_async_shared()
-
-    tiles = (k_tile, v_tile, q_tile, do_tile, lse2_row, delta_row)
-    barriers = (k_full, v_full, kv_read, q_full, do_full)
-    shared = ()
-    if num_sequences is not None:
-        shared = allocate_hand_over(2)
-    loads = ((k, k_1, k_2), (v, v_1, v_2), (q, q_1, q_2), (dout, dout_1, dout_2), lse2, delta)
-    problem = (seq_kv, seq_q, diagonal, heads_q, num_items, together)
-    # Constants, and what may be None, stand in the calls: variables would make tensors of them.
-    gl.warp_specialize(
-        [
-            (_consume_queries, (
-                tiles, barriers, shared, (dk, dk_1, dk_2), problem,
-                (cu_seqlens_kv_ptr, cu_seqlens_q_ptr, num_sequences),
-                rule, window_left, window_right, 0, GROUP_SIZE, HEAD_DIM, HEAD_DIM_V, EDGES,
-            )),
-            (_consume_queries, (
-                tiles, barriers, shared, (dk, dk_1, dk_2), problem,
-                (cu_seqlens_kv_ptr, cu_seqlens_q_ptr, num_sequences),
-                rule, window_left, window_right, 1, GROUP_SIZE, HEAD_DIM, HEAD_DIM_V, EDGES,
-            )),
-            (produce_queries, (
-                tiles, barriers, shared, counter_ptr, loads, problem,
-                (cu_seqlens_kv_ptr, cu_seqlens_q_ptr, num_sequences), (window_left, window_right),
-                False, GROUP_SIZE, GROUP_SIZE, HEAD_DIM, HEAD_DIM_V,
-            )),
-        ],
-        [4, 1],
-        [240, 24],
-    )  # fmt: skip
 
 
 @gluon.jit
-def _consume_queries(
+def consume_dk(
     tiles,
     barriers,
     shared,
     dk_maps,
+    dk_tile,
     problem,
-    offsets,
     rule,
     window_left,
     window_right,
@@ -156,11 +51,13 @@ def _consume_queries(
     HEAD_DIM_V: gl.constexpr,
     EDGES: gl.constexpr,
 ):
-    """Compute 64 rows of dk of each of a program's work items. Keys are rows."""
+    """Compute 64 rows of dk of each of a program's work items. Keys are rows.
+
+    dk_tile: where dk is stored from, the tile of keys.
+    """
     k_tile, v_tile, q_tile, do_tile, lse2_row, delta_row = tiles
     k_full, v_full, kv_read, q_full, do_full = barriers
-    _total_kv, _total_q, _diagonal, heads_q, num_items, _together = problem
-    IS_PACKED: gl.constexpr = offsets[2] is not None
+    IS_PACKED: gl.constexpr = problem.num_sequences is not None
     Q_STAGES: gl.constexpr = q_tile[0].shape[0]
     DO_STAGES: gl.constexpr = do_tile[0].shape[0]
     BLOCK_Q: gl.constexpr = q_tile[0].shape[3]
@@ -168,10 +65,10 @@ def _consume_queries(
     layout: gl.constexpr = product_layout(BLOCK_Q)
     step = 0  # over all items
     turn = 0
-    item, place = own_item(turn, offsets, shared, CONSUMER)
-    while item < num_items:
+    item, place = own_item(turn, problem, shared, CONSUMER)
+    while item < problem.num_items:
         batch, first_head, keys, queries, visible = locate_keys(
-            item, place, problem, offsets, window_left, window_right, False, GROUP_SIZE, BLOCK_Q
+            item, place, problem, window_left, window_right, False, GROUP_SIZE, BLOCK_Q
         )
         start_kv, seq_kv, diagonal = keys
         begin, before, full, after = visible
@@ -192,7 +89,7 @@ def _consume_queries(
         mbarrier.wait(do_full.index(slot), step // DO_STAGES & 1)
         dp = product_scores(v_tile, CONSUMER, do_tile, slot, HEAD_DIM_V, layout)
         s = warpgroup_mma_wait(num_pieces(HEAD_DIM_V), deps=(s,))
-        start = group_step(0, begin, before, full, after, BLOCK_Q, GROUP_SIZE)[1]
+        _member, start = group_step(0, begin, before, full, after, BLOCK_Q, GROUP_SIZE)
         lse2 = read_row(lse2_row, step % Q_STAGES, layout)
         power, dcap = exponents(s, lse2, start, key, None, rule, window_left, window_right, EDGES)
         p = gl.exp2(power)
@@ -234,7 +131,7 @@ def _consume_queries(
                 dp = product_scores(v_tile, CONSUMER + fresh, do_tile, slot, HEAD_DIM_V, layout)
                 # pᵀ = exp(sᵀ - lse)
                 s = warpgroup_mma_wait(num_pieces(HEAD_DIM_V), deps=(s,))
-                start = group_step(index, begin, before, full, after, BLOCK_Q, GROUP_SIZE)[1]
+                _member, start = group_step(index, begin, before, full, after, BLOCK_Q, GROUP_SIZE)
                 lse2 = read_row(lse2_row, step % Q_STAGES, layout)
                 power, dcap = exponents(
                     s, lse2, start, key, None, rule, window_left, window_right, masked
@@ -258,29 +155,14 @@ def _consume_queries(
         dk, left = wait_product(dk, left)
         arrive(Q_READ + previous, READERS)
 
-        # Scale dk and store it where k was, whose rows nobody else reads.
+        # Scale dk and store it. Nobody else reads these rows of k.
         dk = scale_all(dk, rule.scale)
         head_kv = first_head // GROUP_SIZE
         store_result(
-            dk_maps, k_tile, CONSUMER, dk, batch, head_kv, start_kv, seq_kv,
-            heads_q // GROUP_SIZE, IS_PACKED, HEAD_DIM,
+            dk_maps, dk_tile, CONSUMER, dk, batch, head_kv, start_kv, seq_kv,
+            problem.heads_q // GROUP_SIZE, IS_PACKED, HEAD_DIM,
         )  # fmt: skip
         tma.store_wait(0)
         mbarrier.arrive(kv_read.index(CONSUMER), count=1)
         turn += 1
-        item, place = own_item(turn, offsets, shared, CONSUMER)
-
-
-def prepare_dk(call: KernelCall) -> Prepared:
-    """Return grid and arguments of `flash_bwd_dk_kernel`."""
-    q, k, v, dout, lse2, delta, dk, *_ = call.layouts
-    block_q = call.config.block_q
-    maps = (
-        map_arguments("q", 0, q, block_q)
-        | map_arguments("k", 1, k, 64)
-        | map_arguments("v", 2, v, 64)
-        | map_arguments("dout", 3, dout, block_q)
-        | stored_arguments(call.spec, "dk", 6, dk, 64)
-        | {"lse2": row_map(4, lse2, block_q), "delta": row_map(5, delta, block_q)}
-    )
-    return persistent_keys(call, call.spec.group_size, maps)
+        item, place = own_item(turn, problem, shared, CONSUMER)

@@ -11,19 +11,19 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from torch_attn.kernels.explicit.barriers import READERS, allocate_barriers, arrive, wait_for_all
-from torch_attn.kernels.explicit.items import allocate_hand_over, own_item
+from torch_attn.kernels.explicit.items import Problem, allocate_hand_over, own_item
 from torch_attn.kernels.explicit.registers import pack, scale_all, unpack
 from torch_attn.kernels.explicit.steps import group_step
 from torch_attn.kernels.explicit.tma import (
     allocate_row,
     allocate_tile,
     column_pieces,
-    map_arguments,
+    maps_of,
     num_pieces,
     read_row,
     row_map,
     store_result,
-    stored_arguments,
+    stored_maps_of,
 )
 from torch_attn.kernels.explicit.wgmma import (
     add_product,
@@ -42,6 +42,8 @@ from torch_attn.kernels.library.tiles import ROW_PADDING
 from torch_attn.kernels.sm90.queries import (
     DO_READ,
     Q_READ,
+    Barriers,
+    Tiles,
     clear_keys,
     clear_queries,
     exponents,
@@ -75,24 +77,9 @@ def flash_bwd_dkdv_kernel(
     delta,
     dk,
     dv,
-    dq_sum,
-    dk_sum_ptr,
-    dv_sum_ptr,
+    sums,
     counter_ptr,
-    cu_seqlens_q_ptr,
-    cu_seqlens_kv_ptr,
-    q_1,
-    q_2,
-    k_1,
-    k_2,
-    v_1,
-    v_2,
-    dout_1,
-    dout_2,
-    dk_1,
-    dk_2,
-    dv_1,
-    dv_2,
+    mask,
     seq_q,
     seq_kv,
     diagonal,
@@ -108,31 +95,29 @@ def flash_bwd_dkdv_kernel(
     HEAD_DIM: gl.constexpr,
     HEAD_DIM_V: gl.constexpr,
     BLOCK_Q: gl.constexpr,
-    BLOCK_KV: gl.constexpr,
     NUM_STAGES: gl.constexpr,
     EDGES: gl.constexpr,
 ):
-    """One program computes tiles of BLOCK_KV = 128 rows of dk and dv, one after the other.
+    """One program computes tiles of 128 rows of dk and dv, one after the other.
 
     A producer warp loads with TMA; two consumer warpgroups have 64 keys each and visit the tiles of
     BLOCK_Q = 64 queries (`_visit_queries`). Operands, loop invariant and accumulation: as in the
     portable `flash_bwd_dkdv_kernel`.
 
-    dq_sum: None, or dq's float32 sums in the order of `write_dq`, zero at first, to which the
+    sums.dq: None, or dq's float32 sums in the order of `write_dq`, zero at first, to which the
     program adds ds·k. Both consumers write dsᵀ to shared memory then, and each multiplies some
     columns of ds·k over all of the tile's keys and writes them to shared memory, from where a
     fourth part of one warp adds them.
 
     MEMBERS: how many query heads of a kv head's group a work item visits: all of them, or 1. Then
-    programs share a tile of keys, and add dk and dv to dk_sum_ptr and dv_sum_ptr [B, Hkv, rows] in
+    programs share a tile of keys, and add dk and dv to sums.dk and sums.dv [B, Hkv, rows] in
     the same order, where they are None otherwise.
 
-    Packed sequences, as in `flash_fwd_kernel`: rows of lse2, delta and dq_sum as in the portable
+    Packed sequences, as in `flash_fwd_kernel`: rows of lse2, delta and sums.dq as in the portable
     kernel; the programs do not share tiles of keys then. counter_ptr: as there.
     """
-    dtype: gl.constexpr = q.dtype
+    dtype: gl.constexpr = q[0].dtype
     gl.static_assert(BLOCK_Q == 64)
-    gl.static_assert(BLOCK_KV == 128)
     gl.static_assert(NUM_STAGES <= 2)
     if num_sequences is not None:
         # The next tile of queries is awaited, to be cleared, before the last one is released.
@@ -145,7 +130,7 @@ def flash_bwd_dkdv_kernel(
     delta_row = allocate_row(NUM_STAGES, BLOCK_Q)
     ds_buffer = lse2_row
     dq_tiles = ((), ())
-    if dq_sum is not None:
+    if sums.dq is not None:
         ds_buffer = gl.allocate_shared_memory(dtype, [4, 64, BLOCK_Q], _ds_layout())
         dq_tiles = (allocate_dq(0, HEAD_DIM), allocate_dq(1, HEAD_DIM))
     k_full = allocate_barriers(1)
@@ -155,76 +140,41 @@ def flash_bwd_dkdv_kernel(
     do_full = allocate_barriers(NUM_STAGES)
     fence_async_shared()
 
-    loaded = (k_tile, v_tile, q_tile, do_tile, lse2_row, delta_row)
-    tiles = (k_tile, v_tile, q_tile, do_tile, lse2_row, delta_row, ds_buffer, dq_tiles)
-    barriers = (k_full, v_full, kv_read, q_full, do_full)
-    loads = ((k, k_1, k_2), (v, v_1, v_2), (q, q_1, q_2), (dout, dout_1, dout_2), lse2, delta)
-    stores = ((dk, dk_1, dk_2), (dv, dv_1, dv_2))
+    tiles = Tiles(k_tile, v_tile, q_tile, do_tile, lse2_row, delta_row)
+    of_dq = (ds_buffer, dq_tiles)
+    barriers = Barriers(k_full, v_full, kv_read, q_full, do_full)
     shared = ()
     if num_sequences is not None:
-        shared = allocate_hand_over(2 if dq_sum is None else 3)
-    problem = (seq_kv, seq_q, diagonal, heads_q, num_items, together)
-    # Constants, and what may be None, stand in the calls: variables, or a sum of two lists, would
-    # make tensors of them.
-    if dq_sum is None:
-        gl.warp_specialize(
-            [
-                (_consume_queries, (
-                    tiles, barriers, shared, stores, problem,
-                    (cu_seqlens_kv_ptr, cu_seqlens_q_ptr, num_sequences),
-                    rule, window_left, window_right,
-                    dk_sum_ptr, dv_sum_ptr,
-                    0, False, GROUP_SIZE, MEMBERS, HEAD_DIM, HEAD_DIM_V, EDGES,
-                )),
-                (_consume_queries, (
-                    tiles, barriers, shared, stores, problem,
-                    (cu_seqlens_kv_ptr, cu_seqlens_q_ptr, num_sequences),
-                    rule, window_left, window_right,
-                    dk_sum_ptr, dv_sum_ptr,
-                    1, False, GROUP_SIZE, MEMBERS, HEAD_DIM, HEAD_DIM_V, EDGES,
-                )),
-                (produce_queries, (
-                    loaded, barriers, shared, counter_ptr, loads, problem,
-                    (cu_seqlens_kv_ptr, cu_seqlens_q_ptr, num_sequences),
-                    (window_left, window_right),
-                    False, GROUP_SIZE, MEMBERS, HEAD_DIM, HEAD_DIM_V,
-                )),
-            ],
-            [4, 1],
-            [240, 24],
-        )  # fmt: skip
-    else:
-        gl.warp_specialize(
-            [
-                (_consume_queries, (
-                    tiles, barriers, shared, stores, problem,
-                    (cu_seqlens_kv_ptr, cu_seqlens_q_ptr, num_sequences),
-                    rule, window_left, window_right,
-                    dk_sum_ptr, dv_sum_ptr,
-                    0, True, GROUP_SIZE, MEMBERS, HEAD_DIM, HEAD_DIM_V, EDGES,
-                )),
-                (_consume_queries, (
-                    tiles, barriers, shared, stores, problem,
-                    (cu_seqlens_kv_ptr, cu_seqlens_q_ptr, num_sequences),
-                    rule, window_left, window_right,
-                    dk_sum_ptr, dv_sum_ptr,
-                    1, True, GROUP_SIZE, MEMBERS, HEAD_DIM, HEAD_DIM_V, EDGES,
-                )),
-                (produce_queries, (
-                    loaded, barriers, shared, counter_ptr, loads, problem,
-                    (cu_seqlens_kv_ptr, cu_seqlens_q_ptr, num_sequences),
-                    (window_left, window_right),
-                    True, GROUP_SIZE, MEMBERS, HEAD_DIM, HEAD_DIM_V,
-                )),
-                (_add_queries, (
-                    tiles, shared, problem,
-                    (cu_seqlens_kv_ptr, cu_seqlens_q_ptr, num_sequences),
-                    (window_left, window_right), dq_sum, MEMBERS, HEAD_DIM,
-                )),
-            ],
-            [4, 1, 1],
-            [240, 24, 24],
-        )  # fmt: skip
+        shared = allocate_hand_over(2 if sums.dq is None else 3)
+    problem = Problem(
+        seq_kv, seq_q, diagonal, heads_q, num_items, together, mask.offsets.kv, mask.offsets.q,
+        num_sequences,
+    )  # fmt: skip
+    # Constants stand in the calls: variables would make tensors of them. The last parts load, and
+    # add dq.
+    gl.warp_specialize(
+        [
+            (_consume_queries, (
+                tiles, of_dq, barriers, shared, dk, dv, problem, rule, window_left, window_right,
+                sums.dk, sums.dv, part, sums.dq is not None, GROUP_SIZE, MEMBERS, HEAD_DIM,
+                HEAD_DIM_V, EDGES,
+            ))
+            if part < 2
+            else (produce_queries, (
+                tiles, barriers, shared, counter_ptr, Tiles(k, v, q, dout, lse2, delta), problem,
+                window_left, window_right, sums.dq is not None, GROUP_SIZE, MEMBERS, HEAD_DIM,
+                HEAD_DIM_V,
+            ))
+            if part == 2
+            else (_add_queries, (
+                dq_tiles, shared, problem, window_left, window_right, sums.dq, BLOCK_Q, MEMBERS,
+                HEAD_DIM,
+            ))
+            for part in ((0, 1, 2) if sums.dq is None else (0, 1, 2, 3))
+        ],
+        [4, 1] if sums.dq is None else [4, 1, 1],
+        [240, 24] if sums.dq is None else [240, 24, 24],
+    )  # fmt: skip
 
 
 @triton.constexpr_function
@@ -234,33 +184,31 @@ def _ds_layout():
 
 @gluon.jit
 def _add_queries(
-    tiles,
+    dq_tiles,
     shared,
     problem,
-    offsets,
-    window,
+    window_left,
+    window_right,
     dq_sum,
+    BLOCK_Q: gl.constexpr,
     MEMBERS: gl.constexpr,
     HEAD_DIM: gl.constexpr,
 ):
     """Add what the consumers write of each tile of dq to its sums."""
-    _k_tile, _v_tile, q_tile, _do_tile, _lse2_row, _delta_row, _ds_buffer, dq_tiles = tiles
-    window_left, window_right = window
-    BLOCK_Q: gl.constexpr = q_tile[0].shape[3]
-    tiles_per_head = count_sequence_tiles(problem[1], offsets[2], ROW_PADDING) * (
-        ROW_PADDING // BLOCK_Q
-    )
+    tiles_per_head = count_sequence_tiles(
+        problem.size_other, problem.num_sequences, ROW_PADDING
+    ) * (ROW_PADDING // BLOCK_Q)  # fmt: skip
     turn = 0
-    item, place = own_item(turn, offsets, shared, 2)
-    while item < problem[4]:
+    item, place = own_item(turn, problem, shared, 2)
+    while item < problem.num_items:
         batch, first_head, _keys, queries, visible = locate_keys(
-            item, place, problem, offsets, window_left, window_right, True, MEMBERS, BLOCK_Q
+            item, place, problem, window_left, window_right, True, MEMBERS, BLOCK_Q
         )
         begin, before, full, after = visible
         for i in range((before + full + after) * MEMBERS):
             member, start = group_step(i, begin, before, full, after, BLOCK_Q, MEMBERS)
-            tile = (batch * problem[3] + first_head + member) * tiles_per_head
-            tile += (queries[2] + start) // BLOCK_Q
+            tile = (batch * problem.heads_q + first_head + member) * tiles_per_head
+            tile += (queries.first_row + start) // BLOCK_Q
             tma.store_wait(0)
             for consumer in gl.static_range(2):
                 if len(dq_tiles[consumer]) > 0:
@@ -271,18 +219,19 @@ def _add_queries(
                     fence_async_shared()
                     add_dq(dq_sum, dq_tiles[consumer], tile, consumer, HEAD_DIM)
         turn += 1
-        item, place = own_item(turn, offsets, shared, 2)
+        item, place = own_item(turn, problem, shared, 2)
     tma.store_wait(0)
 
 
 @gluon.jit
 def _consume_queries(
     tiles,
+    of_dq,
     barriers,
     shared,
-    stores,
+    dk_maps,
+    dv_maps,
     problem,
-    offsets,
     rule,
     window_left,
     window_right,
@@ -297,10 +246,10 @@ def _consume_queries(
     EDGES: gl.constexpr,
 ):
     """Compute 64 rows of dk and dv of each of a program's work items."""
-    k_tile, v_tile, q_tile, do_tile, _lse2_row, _delta_row, ds_buffer, dq_tiles = tiles
+    k_tile, v_tile, q_tile, do_tile, _lse2_row, _delta_row = tiles
+    ds_buffer, dq_tiles = of_dq
     k_full, v_full, kv_read, q_full, do_full = barriers
-    _total_kv, _total_q, _diagonal, heads_q, num_items, _together = problem
-    IS_PACKED: gl.constexpr = offsets[2] is not None
+    IS_PACKED: gl.constexpr = problem.num_sequences is not None
     Q_STAGES: gl.constexpr = q_tile[0].shape[0]
     BLOCK_Q: gl.constexpr = q_tile[0].shape[3]
     SMALL: gl.constexpr = is_small(HEAD_DIM, HEAD_DIM_V, FUSED and rule.softcap is not None)
@@ -308,10 +257,10 @@ def _consume_queries(
     layout: gl.constexpr = product_layout(BLOCK_Q)
     step = 0  # over all items
     turn = 0
-    item, place = own_item(turn, offsets, shared, CONSUMER)
-    while item < num_items:
+    item, place = own_item(turn, problem, shared, CONSUMER)
+    while item < problem.num_items:
         batch, first_head, positions, queries, visible = locate_keys(
-            item, place, problem, offsets, window_left, window_right, FUSED, MEMBERS, BLOCK_Q
+            item, place, problem, window_left, window_right, FUSED, MEMBERS, BLOCK_Q
         )
         start_kv, seq_kv, diagonal = positions
         begin, before, full, after = visible
@@ -345,10 +294,10 @@ def _consume_queries(
         if SMALL:
             values = load_left(v_tile, CONSUMER, HEAD_DIM_V, layout)
         s = wait_sums(s, 0)
-        start = group_step(0, begin, before, full, after, BLOCK_Q, MEMBERS)[1]
+        _member, start = group_step(0, begin, before, full, after, BLOCK_Q, MEMBERS)
         s, dk, dv, ds = _visit_queries(
-            s, dk, dv, None, keys, values, tiles, barriers, start, key, seq_kv - diagonal, step,
-            last, rule, window_left, window_right, CONSUMER, FUSED, EDGES, True, HEAD_DIM,
+            s, dk, dv, None, keys, values, tiles, of_dq, barriers, start, key, seq_kv - diagonal,
+            step, last, rule, window_left, window_right, CONSUMER, FUSED, EDGES, True, HEAD_DIM,
             HEAD_DIM_V,
         )  # fmt: skip
 
@@ -360,15 +309,15 @@ def _consume_queries(
             if masked:
                 end = (before + after) * MEMBERS
             while index < end:
-                start = group_step(index, begin, before, full, after, BLOCK_Q, MEMBERS)[1]
+                _member, start = group_step(index, begin, before, full, after, BLOCK_Q, MEMBERS)
                 if IS_PACKED and masked:
                     begun = step - index
                     clear_queries(do_tile, do_full, begun, index, queries, visible, MEMBERS)
                     clear_queries(q_tile, q_full, begun, index + 1, queries, visible, MEMBERS)
                 s, dk, dv, ds = _visit_queries(
-                    s, dk, dv, ds, keys, values, tiles, barriers, start, key, seq_kv - diagonal,
-                    step, last, rule, window_left, window_right, CONSUMER, FUSED, masked, False,
-                    HEAD_DIM, HEAD_DIM_V,
+                    s, dk, dv, ds, keys, values, tiles, of_dq, barriers, start, key,
+                    seq_kv - diagonal, step, last, rule, window_left, window_right, CONSUMER,
+                    FUSED, masked, False, HEAD_DIM, HEAD_DIM_V,
                 )  # fmt: skip
                 index += 1
                 step += 1
@@ -386,8 +335,8 @@ def _consume_queries(
         if dv_sum_ptr is None:
             # Store dv where v was, whose rows nobody else reads.
             store_result(
-                stores[1], v_tile, CONSUMER, dv, batch, head_kv, start_kv, seq_kv,
-                heads_q // GROUP_SIZE, IS_PACKED, HEAD_DIM_V,
+                dv_maps, v_tile, CONSUMER, dv, batch, head_kv, start_kv, seq_kv,
+                problem.heads_q // GROUP_SIZE, IS_PACKED, HEAD_DIM_V,
             )  # fmt: skip
         if FUSED:
             dq = wait_sums(dq, num_pieces(HEAD_DIM))
@@ -398,7 +347,9 @@ def _consume_queries(
         arrive(Q_READ + previous, READERS)
         if dk_sum_ptr is not None:
             padded_keys = gl.cdiv(seq_kv, ROW_PADDING) * ROW_PADDING
-            row = (batch * (heads_q // GROUP_SIZE) + head_kv).to(gl.int64) * padded_keys + first
+            row = (batch * (problem.heads_q // GROUP_SIZE) + head_kv).to(
+                gl.int64
+            ) * padded_keys + first
             add_rows(dv_sum_ptr, dv, row, HEAD_DIM_V)
             add_rows(dk_sum_ptr, dk, row, HEAD_DIM)
         else:
@@ -406,13 +357,13 @@ def _consume_queries(
             if FUSED:
                 wait_for_all(DS_WRITTEN, 256)
             store_result(
-                stores[0], k_tile, CONSUMER, scale_all(dk, rule.scale), batch, head_kv, start_kv,
-                seq_kv, heads_q // GROUP_SIZE, IS_PACKED, HEAD_DIM,
+                dk_maps, k_tile, CONSUMER, scale_all(dk, rule.scale), batch, head_kv, start_kv,
+                seq_kv, problem.heads_q // GROUP_SIZE, IS_PACKED, HEAD_DIM,
             )  # fmt: skip
             tma.store_wait(0)
         mbarrier.arrive(kv_read.index(CONSUMER), count=1)
         turn += 1
-        item, place = own_item(turn, offsets, shared, CONSUMER)
+        item, place = own_item(turn, problem, shared, CONSUMER)
 
 
 @triton.constexpr_function
@@ -434,6 +385,7 @@ def _visit_queries(
     keys,
     values,
     tiles,
+    of_dq,
     barriers,
     start,
     key,
@@ -460,7 +412,8 @@ def _visit_queries(
     ds: that of the tile before. keys, values: None, or rows of k and v as left operands, so that
         shared memory is read for q and dout alone.
     """
-    k_tile, v_tile, q_tile, do_tile, lse2_row, delta_row, ds_buffer, dq_tiles = tiles
+    k_tile, v_tile, q_tile, do_tile, lse2_row, delta_row = tiles
+    ds_buffer, dq_tiles = of_dq
     _k_full, _v_full, _kv_read, q_full, do_full = barriers
     Q_STAGES: gl.constexpr = q_tile[0].shape[0]
     DO_STAGES: gl.constexpr = do_tile[0].shape[0]
@@ -582,18 +535,20 @@ def _hand_over(dq, dq_tiles, CONSUMER: gl.constexpr):
 def prepare_dkdv(call: KernelCall) -> Prepared:
     """Return grid and arguments of `flash_bwd_dkdv_kernel`."""
     spec, config = call.spec, call.config
-    q, k, v, dout, lse2, delta, dk, dv, dq_sum, dk_sum, *_ = call.layouts
-    maps = (
-        map_arguments("q", 0, q, config.block_q)
-        | map_arguments("k", 1, k, 64)
-        | map_arguments("v", 2, v, 64)
-        | map_arguments("dout", 3, dout, config.block_q)
-        | stored_arguments(spec, "dk", 6, dk, 64)
-        | stored_arguments(spec, "dv", 7, dv, 64)
-        | {"lse2": row_map(4, lse2, config.block_q), "delta": row_map(5, delta, config.block_q)}
-    )
-    if dq_sum is not None:
-        maps["dq_sum"] = map_sums(8, dq_sum)
-    ragged = dq_sum is not None and spec.seq_kv % config.block_kv != 0
-    members = spec.group_size if dk_sum is None else 1
-    return persistent_keys(call, members, maps | {"MEMBERS": members}, ragged)
+    assert config.block_kv == 128
+    q, k, v, dout, lse2, delta, dk, dv, sums, *_ = call.layouts
+    ragged = sums.dq is not None and spec.seq_kv % config.block_kv != 0
+    members = spec.group_size if sums.dk is None else 1
+    arguments = {
+        "q": maps_of(q, config.block_q),
+        "k": maps_of(k, 64),
+        "v": maps_of(v, 64),
+        "dout": maps_of(dout, config.block_q),
+        "lse2": row_map(lse2, config.block_q),
+        "delta": row_map(delta, config.block_q),
+        "dk": stored_maps_of(spec, dk, 64),
+        "dv": stored_maps_of(spec, dv, 64),
+        "sums": sums if sums.dq is None else sums._replace(dq=map_sums(sums.dq)),
+        "MEMBERS": members,
+    }
+    return persistent_keys(call, members, arguments, ragged)

@@ -19,6 +19,9 @@ from torch_attn.kernels.explicit.barriers import (
     wait_for_all,
 )
 from torch_attn.kernels.explicit.items import (
+    Others,
+    Problem,
+    Rows,
     allocate_hand_over,
     head_and_tile,
     next_item,
@@ -31,12 +34,12 @@ from torch_attn.kernels.explicit.tma import (
     allocate_tile,
     clear_rows,
     load_tile,
-    map_arguments,
+    maps_of,
     num_pieces,
     piece,
     piece_start,
     store_result,
-    stored_arguments,
+    stored_maps_of,
 )
 from torch_attn.kernels.explicit.wgmma import (
     add_product,
@@ -48,8 +51,8 @@ from torch_attn.kernels.explicit.wgmma import (
 from torch_attn.kernels.explicit.wgmma_scores import visible_scores
 from torch_attn.kernels.library.sequences import count_sequence_tiles
 from torch_attn.kernels.library.softmax import LOG2E
-from torch_attn.kernels.library.tiles import ROW_PADDING, head_base, visible_tiles
-from torch_attn.launch import UNSPECIALIZED, KernelCall, Prepared, stride_arguments
+from torch_attn.kernels.library.tiles import ROW_PADDING, head_base, strides_of, visible_tiles
+from torch_attn.launch import UNSPECIALIZED, KernelCall, Prepared
 from twin_attention.contract.spec import VarlenSpec, Window
 from twin_attention.targets import sm90
 from twin_attention.targets.steps import steps_of_queries
@@ -62,26 +65,10 @@ def flash_bwd_dq_kernel(
     v,
     dout,
     out,
-    lse_ptr,
-    dlse_ptr,
-    lse2_ptr,
-    delta_ptr,
+    statistics,
     dq,
     counter_ptr,
-    cu_seqlens_q_ptr,
-    cu_seqlens_kv_ptr,
-    q_1,
-    q_2,
-    k_1,
-    k_2,
-    v_1,
-    v_2,
-    dout_1,
-    dout_2,
-    out_1,
-    out_2,
-    dq_1,
-    dq_2,
+    mask,
     out_strides,
     seq_q,
     seq_kv,
@@ -100,21 +87,21 @@ def flash_bwd_dq_kernel(
     BLOCK_KV: gl.constexpr,
     NUM_STAGES: gl.constexpr,
     EDGES: gl.constexpr,
-    ALIGN: gl.constexpr,
 ):
     """One program computes tiles of BLOCK_Q = 128 rows of dq, one after the other.
 
     Roles of the warps and descriptors: as in `flash_fwd_kernel`. A consumer issues ds·k of a tile
     of keys with q·kᵀ of the next. Under a tile's first q·kᵀ it computes lse2 and delta of its
     rows, and stores them for the kernel of dk and dv. Operands: those of the portable
-    `flash_bwd_preprocess_kernel` and `flash_bwd_dq_kernel`; lse2 and delta are outputs. Loop
+    `flash_bwd_preprocess_kernel` and `flash_bwd_dq_kernel`; of the statistics lse2 and delta are
+    outputs. Loop
     invariant and accumulation: as in the latter. Packed sequences and counter_ptr, as in
     `flash_fwd_kernel`: of a tile without rows the producer prepares those of lse2 and delta.
 
-    out, out_strides, ALIGN: its descriptor and None; or, where shared memory has no room for its
-        rows, nor for more than NUM_STAGES - 1 tiles of v, its pointer and `stride_arguments`.
+    out, out_strides: its descriptors and None; or, where shared memory has no room for its rows,
+        nor for more than NUM_STAGES - 1 tiles of v, its pointer and `Strides`.
     """
-    dtype: gl.constexpr = q.dtype
+    dtype: gl.constexpr = q[0].dtype
     gl.static_assert(BLOCK_Q == 128)
     # The next tile of keys is awaited before the last one is released.
     gl.static_assert(NUM_STAGES >= 2)
@@ -140,30 +127,24 @@ def flash_bwd_dq_kernel(
     shared = ()
     if num_sequences is not None:
         shared = allocate_hand_over(2)
-    of_queries = ((q, q_1, q_2), (dout, dout_1, dout_2), (out, out_1, out_2))
-    of_keys = ((k, k_1, k_2), (v, v_1, v_2))
-    stores = ((dq, dq_1, dq_2), lse2_ptr, delta_ptr)
-    problem = (seq_q, seq_kv, diagonal, heads_q, num_items, together)
-    # Constants, and what may be None, stand in the calls: variables would make tensors of them.
+    problem = Problem(
+        seq_q, seq_kv, diagonal, heads_q, num_items, together, mask.offsets.q, mask.offsets.kv,
+        num_sequences,
+    )  # fmt: skip
+    # Constants stand in the calls: variables would make tensors of them. The last part loads.
     gl.warp_specialize(
         [
             (_consume_keys, (
-                tiles, barriers, shared, (out, out_strides), lse_ptr, dlse_ptr, stores,
-                problem,
-                (cu_seqlens_q_ptr, cu_seqlens_kv_ptr, num_sequences), rule,
-                window_left, window_right, 0, HEAD_DIM, HEAD_DIM_V, EDGES, ALIGN,
-            )),
-            (_consume_keys, (
-                tiles, barriers, shared, (out, out_strides), lse_ptr, dlse_ptr, stores,
-                problem,
-                (cu_seqlens_q_ptr, cu_seqlens_kv_ptr, num_sequences), rule,
-                window_left, window_right, 1, HEAD_DIM, HEAD_DIM_V, EDGES, ALIGN,
-            )),
-            (_produce_keys, (
-                tiles, barriers, shared, counter_ptr, (lse2_ptr, delta_ptr), of_queries, of_keys,
-                problem, (cu_seqlens_q_ptr, cu_seqlens_kv_ptr, num_sequences),
-                (window_left, window_right), GROUP_SIZE, HEAD_DIM, HEAD_DIM_V,
-            )),
+                tiles, barriers, shared, out, out_strides, statistics, dq, problem, rule,
+                window_left, window_right, part, HEAD_DIM, HEAD_DIM_V, EDGES,
+            ))
+            if part < 2
+            else (_produce_keys, (
+                tiles, barriers, shared, counter_ptr, (statistics.lse2, statistics.delta),
+                (q, dout, out), (k, v), problem, window_left, window_right, GROUP_SIZE, HEAD_DIM,
+                HEAD_DIM_V,
+            ))
+            for part in (0, 1, 2)
         ],
         [4, 1],
         [240, 24],
@@ -171,34 +152,31 @@ def flash_bwd_dq_kernel(
 
 
 @gluon.jit
-def _locate_queries(
-    item, place, problem, offsets, window_left, window_right, BLOCK_KV: gl.constexpr
-):
-    """Return batch, head, rows, keys, rows to read and tiles of keys of a work item.
+def _locate_queries(item, place, problem, window_left, window_right, BLOCK_KV: gl.constexpr):
+    """Return batch, head, rows, keys, shift, rows to read and tiles of keys of a work item.
 
-    `place`: of `next_item`.
-    rows and keys: as `flash_fwd` has them, and how far lse2's and delta's rows are from the
-    queries. Of q and dout no rows are read in padding. The tiles of keys are what `visible_tiles`
-    returns; where nothing is visible, one masked tile, so that no consumer has to do without.
+    `place`: of `next_item`. shift: how far lse2's and delta's rows are from the queries. Of q and
+    dout no rows are read in padding. The tiles of keys are what `visible_tiles` returns; where
+    nothing is visible, one masked tile, so that no consumer has to do without.
     """
-    seq_q, seq_kv, diagonal, heads_q, num_items, together = problem
+    seq_q, seq_kv, diagonal = problem.size, problem.size_other, problem.diagonal
     first_kv, shift, read_rows = 0, 0, 64
-    if offsets[2] is None:
+    if problem.num_sequences is None:
         num_tiles = gl.cdiv(seq_q, 128)
-        index, tile = head_and_tile(item, num_items, together, num_tiles)
+        index, tile = head_and_tile(item, problem.num_items, problem.together, num_tiles)
         start_q = (num_tiles - 1 - tile) * 128
     else:
         index, tile, start_q, seq_q, first_kv, seq_kv, sequence = place
         diagonal = seq_kv - seq_q
         shift = tile * 128 - start_q
-        read_rows = gl.where(sequence < offsets[2], 64, 0)
+        read_rows = gl.where(sequence < problem.num_sequences, 64, 0)
     begin, before, full, after = visible_tiles(
         start_q, seq_q, seq_kv, diagonal, window_left, window_right, 128, BLOCK_KV
     )
     before = gl.maximum(before, 1 - full - after)
-    batch, head = index // heads_q, index % heads_q
-    rows, keys = (start_q, seq_q, diagonal, shift), (first_kv, seq_kv)
-    return batch, head, rows, keys, read_rows, (begin, before, full, after)
+    batch, head = index // problem.heads_q, index % problem.heads_q
+    rows, keys = Rows(start_q, seq_q, diagonal), Others(first_kv, seq_kv)
+    return batch, head, rows, keys, shift, read_rows, (begin, before, full, after)
 
 
 @gluon.jit
@@ -211,8 +189,8 @@ def _produce_keys(
     of_queries,
     of_keys,
     problem,
-    offsets,
-    window,
+    window_left,
+    window_right,
     GROUP_SIZE: gl.constexpr,
     HEAD_DIM: gl.constexpr,
     HEAD_DIM_V: gl.constexpr,
@@ -227,23 +205,22 @@ def _produce_keys(
     BLOCK_KV: gl.constexpr = k_tile[0].shape[3]
     step = 0  # over all items
     turn = 0
-    item, place = next_item(turn, problem, offsets, shared, counter_ptr, 128, True, row_ptrs)
-    while item < problem[4]:
-        batch, head, rows, keys, _read_rows, visible = _locate_queries(
-            item, place, problem, offsets, window[0], window[1], BLOCK_KV
+    item, place = next_item(turn, problem, shared, counter_ptr, 128, True, row_ptrs)
+    while item < problem.num_items:
+        batch, head, rows, keys, _shift, _read_rows, visible = _locate_queries(
+            item, place, problem, window_left, window_right, BLOCK_KV
         )
-        start_q = rows[0]
         begin, before, full, after = visible
         head_kv = head // GROUP_SIZE
         for i in range(before + full + after):
             slot = step % NUM_STAGES
-            row = keys[0] + step_start(i, begin, before, full, after, BLOCK_KV)
+            row = keys.first + step_start(i, begin, before, full, after, BLOCK_KV)
             if step >= NUM_STAGES:
                 wait_for_all(K_READ + slot, READERS)
             load_tile(k, k_tile, slot, batch, head_kv, row, k_full.index(slot), HEAD_DIM)
             if i == 0:
                 for consumer in gl.static_range(2):
-                    first = start_q + consumer * 64
+                    first = rows.start + consumer * 64
                     mbarrier.wait(q_read.index(consumer), (turn & 1) ^ 1)
                     load_tile(
                         q, q_tile, consumer, batch, head, first, q_full.index(consumer), HEAD_DIM
@@ -263,7 +240,7 @@ def _produce_keys(
             load_tile(v, v_tile, slot, batch, head_kv, row, v_full.index(slot), HEAD_DIM_V)
             step += 1
         turn += 1
-        item, place = next_item(turn, problem, offsets, shared, counter_ptr, 128, True, row_ptrs)
+        item, place = next_item(turn, problem, shared, counter_ptr, 128, True, row_ptrs)
 
 
 @gluon.jit
@@ -271,12 +248,11 @@ def _consume_keys(
     tiles,
     barriers,
     shared,
-    out_rows,
-    lse_ptr,
-    dlse_ptr,
-    stores,
+    out,
+    out_strides,
+    statistics,
+    dq_maps,
     problem,
-    offsets,
     rule,
     window_left,
     window_right,
@@ -284,14 +260,12 @@ def _consume_keys(
     HEAD_DIM: gl.constexpr,
     HEAD_DIM_V: gl.constexpr,
     EDGES: gl.constexpr,
-    ALIGN: gl.constexpr,
 ):
     """Compute 64 rows of dq of each of a program's work items."""
     q_tile, do_tile, out_tile, k_tile, v_tile = tiles
     q_full, do_full, out_full, q_read, k_full, v_full = barriers
-    total_q, _total_kv, _diagonal, heads_q, num_items, _together = problem
-    dq_maps, lse2_ptr, delta_ptr = stores
-    IS_PACKED: gl.constexpr = offsets[2] is not None
+    total_q, heads_q = problem.size, problem.heads_q
+    IS_PACKED: gl.constexpr = problem.num_sequences is not None
     NUM_STAGES: gl.constexpr = k_tile[0].shape[0]
     V_STAGES: gl.constexpr = v_tile[0].shape[0]
     BLOCK_KV: gl.constexpr = k_tile[0].shape[3]
@@ -300,18 +274,18 @@ def _consume_keys(
     of_row: gl.constexpr = gl.SliceLayout(1, layout)
     step = 0  # over all items
     turn = 0
-    item, place = own_item(turn, offsets, shared, CONSUMER)
-    while item < num_items:
-        batch, head, positions, keys, read_rows, visible = _locate_queries(
-            item, place, problem, offsets, window_left, window_right, BLOCK_KV
+    item, place = own_item(turn, problem, shared, CONSUMER)
+    while item < problem.num_items:
+        batch, head, positions, keys, shift, read_rows, visible = _locate_queries(
+            item, place, problem, window_left, window_right, BLOCK_KV
         )
-        start_q, seq_q, diagonal, shift = positions
+        start_q, seq_q, diagonal = positions
         _first_kv, seq_kv = keys
         begin, before, full, after = visible
         rows = start_q + CONSUMER * 64 + gl.arange(0, 64, of_row)
         position = rows + diagonal
         first_row = (batch * heads_q + head).to(gl.int64) * total_q
-        lse = gl.load(lse_ptr + first_row + rows, mask=rows < seq_q, other=float("inf"))
+        lse = gl.load(statistics.lse + first_row + rows, mask=rows < seq_q, other=float("inf"))
 
         # The first tile of keys has no ds·k to run under its exponentials.
         slot = step % NUM_STAGES
@@ -332,21 +306,23 @@ def _consume_keys(
             mbarrier.wait(out_full.index(CONSUMER), turn & 1)
             delta = _dot_rows(do_tile, out_tile, CONSUMER, of_row)
         else:
-            base = head_base(out_rows[0], out_rows[1], batch, head, ALIGN)
+            base = head_base(out, out_strides, batch, head)
             first = start_q + CONSUMER * 64
             delta = _dot_loaded(
-                do_tile, CONSUMER, base, first, seq_q, out_rows[1][1], HEAD_DIM_V, of_row
+                do_tile, CONSUMER, base, first, seq_q, out_strides.row, HEAD_DIM_V, of_row
             )
         if IS_PACKED:
             delta = gl.where(rows < seq_q, delta, 0.0)
-        if dlse_ptr is not None:
+        if statistics.dlse is not None:
             has_key = (rows < seq_q) & (lse != float("-inf"))
-            delta -= gl.load(dlse_ptr + first_row + rows, mask=has_key, other=0.0)
+            delta -= gl.load(statistics.dlse + first_row + rows, mask=has_key, other=0.0)
         lse2 = gl.where(lse == float("-inf"), float("inf"), lse) * LOG2E
-        padded_rows = count_sequence_tiles(total_q, offsets[2], ROW_PADDING) * ROW_PADDING
+        padded_rows = (
+            count_sequence_tiles(total_q, problem.num_sequences, ROW_PADDING) * ROW_PADDING
+        )
         first_row = (batch * heads_q + head).to(gl.int64) * padded_rows + shift
-        gl.store(lse2_ptr + first_row + rows, lse2)
-        gl.store(delta_ptr + first_row + rows, delta)
+        gl.store(statistics.lse2 + first_row + rows, lse2)
+        gl.store(statistics.delta + first_row + rows, delta)
         mbarrier.wait(v_full.index(slot_v), step // V_STAGES & 1)
         dp = product_scores(do_tile, CONSUMER, v_tile, slot_v, HEAD_DIM_V, layout)
         s = warpgroup_mma_wait(num_pieces(HEAD_DIM_V), deps=(s,))
@@ -422,7 +398,7 @@ def _consume_keys(
         tma.store_wait(0)
         mbarrier.arrive(q_read.index(CONSUMER), count=1)
         turn += 1
-        item, place = own_item(turn, offsets, shared, CONSUMER)
+        item, place = own_item(turn, problem, shared, CONSUMER)
 
 
 @gluon.jit
@@ -505,19 +481,18 @@ def _probabilities(
 def prepare_dq(call: KernelCall) -> Prepared:
     """Return grid and arguments of `flash_bwd_dq_kernel`."""
     spec, config = call.spec, call.config
-    q, k, v, dout, out, _lse, _dlse, _lse2, _delta, dq, *_ = call.layouts
-    maps = (
-        map_arguments("q", 0, q, 64)
-        | map_arguments("k", 1, k, config.block_kv)
-        | map_arguments("v", 2, v, config.block_kv)
-        | map_arguments("dout", 3, dout, 64)
-        | stored_arguments(spec, "dq", 9, dq, 64)
-    )
-    if sm90.has_large_heads(spec):
-        maps |= {"out_1": None, "out_2": None} | stride_arguments(out=out)
-    else:
-        maps |= map_arguments("out", 4, out, 64) | {"out_strides": None, "ALIGN": None}
+    q, k, v, dout, out, _statistics, dq, *_ = call.layouts
+    large = sm90.has_large_heads(spec)
     is_packed = isinstance(spec, VarlenSpec)
-    edges = is_packed or spec.window != Window() or spec.seq_kv % config.block_kv != 0
+    arguments = {
+        "q": maps_of(q, 64),
+        "k": maps_of(k, config.block_kv),
+        "v": maps_of(v, config.block_kv),
+        "dout": maps_of(dout, 64),
+        "out": out if large else maps_of(out, 64),
+        "out_strides": strides_of(out=out).out if large else None,
+        "dq": stored_maps_of(spec, dq, 64),
+        "EDGES": is_packed or spec.window != Window() or spec.seq_kv % config.block_kv != 0,
+    }
     steps = steps_of_queries(spec, config.block_q, config.block_kv)
-    return persistent(call, steps, spec.heads_q * spec.batch, maps | {"EDGES": edges})
+    return persistent(call, steps, spec.heads_q * spec.batch, arguments)

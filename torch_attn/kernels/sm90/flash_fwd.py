@@ -29,6 +29,9 @@ from torch_attn.kernels.explicit.barriers import (
 )
 from torch_attn.kernels.explicit.block_mask import kept_start, kept_tiles
 from torch_attn.kernels.explicit.items import (
+    Others,
+    Problem,
+    Rows,
     allocate_hand_over,
     head_and_tile,
     item_counter,
@@ -42,10 +45,10 @@ from torch_attn.kernels.explicit.tma import (
     allocate_tile,
     clear_rows,
     load_tile,
-    map_arguments,
+    maps_of,
     num_pieces,
     store_result,
-    stored_arguments,
+    stored_maps_of,
 )
 from torch_attn.kernels.explicit.wgmma import (
     add_product,
@@ -62,9 +65,8 @@ from torch_attn.kernels.explicit.wgmma_scores import (
     scaled_scores,
     softmax_update,
 )
-from torch_attn.kernels.library.block_mask import list_arguments, lists_of_keys
-from torch_attn.kernels.library.sequences import offsets_of
-from torch_attn.kernels.library.softmax import LN2, LOG2E, add_sink
+from torch_attn.kernels.library.mask import mask_argument, mask_of_keys
+from torch_attn.kernels.library.softmax import LOG2E, add_sink, row_statistics
 from torch_attn.kernels.library.tiles import visible_tiles
 from torch_attn.launch import UNSPECIALIZED, KernelCall, Prepared, launch
 from twin_attention.contract.operands import AttentionOperands
@@ -88,18 +90,7 @@ def flash_fwd_kernel(
     out,
     lse_ptr,
     counter_ptr,
-    cu_seqlens_q_ptr,
-    cu_seqlens_kv_ptr,
-    counts_ptr,
-    tiles_ptr,
-    q_1,
-    q_2,
-    k_1,
-    k_2,
-    v_1,
-    v_2,
-    out_1,
-    out_2,
+    mask,
     seq_q,
     seq_kv,
     diagonal,
@@ -108,15 +99,11 @@ def flash_fwd_kernel(
     rule,
     window_left,
     window_right,
-    list_strides,
-    list_width,
     num_items,
     together,
     GROUP_SIZE: gl.constexpr,
     HEAD_DIM: gl.constexpr,
     HEAD_DIM_V: gl.constexpr,
-    TILE_Q: gl.constexpr,
-    TILE_KV: gl.constexpr,
     BLOCK_Q: gl.constexpr,
     BLOCK_KV: gl.constexpr,
     NUM_STAGES: gl.constexpr,
@@ -134,24 +121,21 @@ def flash_fwd_kernel(
     the softmax of one runs under the products of another; at 2, only the first waits for tiles of
     keys and values in the main loop.
 
-    Operands are TMA descriptors of [B, H, S, D], further ones for further column pieces. Loop
-    invariant, accumulation and the row that sees no key: as in the portable `flash_fwd_kernel`.
+    q, k, v and out are TMA descriptors of [B, H, S, D], one for each column piece. Loop invariant,
+    accumulation and the row that sees no key: as in the portable `flash_fwd_kernel`.
 
     Args:
         num_items: tiles of queries of all heads, one work item each.
         together: heads whose tiles follow each other by length, see `head_and_tile`.
         EDGES: some tile of keys needs a mask.
-        cu_seqlens_q_ptr, cu_seqlens_kv_ptr, num_sequences: packed sequences, as in the portable
-            kernel, or None, all of them. The tensors are a batch of one, and out is a pointer.
+        mask: as in the portable kernel. Packed tensors are a batch of one, and out is a pointer.
         counter_ptr: [1], zero at first: of packed sequences the producer takes the items as they
             come, see `next_item`, and tells the consumers; else None.
-        counts_ptr, tiles_ptr, list_strides, list_width, TILE_Q, TILE_KV: a block mask, as in the
-            portable kernel, or None, all of them.
         AHEAD: the first q·kᵀ of an item is issued with the last p·v of the item before, for which
             there are two tiles of queries in shared memory.
         OUT_IN_Q: the output is staged in the queries' shared memory, where there is no more.
     """
-    dtype: gl.constexpr = q.dtype
+    dtype: gl.constexpr = q[0].dtype
     NUM_CONSUMERS: gl.constexpr = BLOCK_Q // 64
     gl.static_assert(NUM_STAGES <= MAX_STAGES)
     NUM_TILES_Q: gl.constexpr = (2 if AHEAD else 1) * NUM_CONSUMERS
@@ -172,73 +156,28 @@ def flash_fwd_kernel(
     shared = ()
     if num_sequences is not None:
         shared = allocate_hand_over(NUM_CONSUMERS)
-    loads = ((q, q_1, q_2), (k, k_1, k_2), (v, v_1, v_2))
-    results = ((out, out_1, out_2), lse_ptr)
-    problem = (seq_q, seq_kv, diagonal, heads_q, num_items, together)
-    # Constants, and what may be None, stand in the calls: variables would make tensors of them.
-    if NUM_CONSUMERS == 2:
-        gl.warp_specialize(
-            [
-                (_consume, (
-                    tiles, barriers, shared, results, problem, rule,
-                    window_left, window_right, sinks_ptr,
-                    (cu_seqlens_q_ptr, cu_seqlens_kv_ptr, num_sequences),
-                    (counts_ptr, tiles_ptr, list_strides, list_width, TILE_Q, TILE_KV),
-                    0, BLOCK_Q, HEAD_DIM, HEAD_DIM_V, PING_PONG, EDGES, AHEAD, OUT_IN_Q,
-                )),
-                (_consume, (
-                    tiles, barriers, shared, results, problem, rule,
-                    window_left, window_right, sinks_ptr,
-                    (cu_seqlens_q_ptr, cu_seqlens_kv_ptr, num_sequences),
-                    (counts_ptr, tiles_ptr, list_strides, list_width, TILE_Q, TILE_KV),
-                    1, BLOCK_Q, HEAD_DIM, HEAD_DIM_V, PING_PONG, EDGES, AHEAD, OUT_IN_Q,
-                )),
-                (_produce, (
-                    tiles, barriers, shared, counter_ptr, loads, problem,
-                    (window_left, window_right),
-                    (cu_seqlens_q_ptr, cu_seqlens_kv_ptr, num_sequences),
-                    (counts_ptr, tiles_ptr, list_strides, list_width, TILE_Q, TILE_KV),
-                    BLOCK_Q, GROUP_SIZE, HEAD_DIM, HEAD_DIM_V,
-                )),
-            ],
-            [4, 1],
-            [240, 24],
-        )  # fmt: skip
-    else:
-        gl.warp_specialize(
-            [
-                (_consume, (
-                    tiles, barriers, shared, results, problem, rule,
-                    window_left, window_right, sinks_ptr,
-                    (cu_seqlens_q_ptr, cu_seqlens_kv_ptr, num_sequences),
-                    (counts_ptr, tiles_ptr, list_strides, list_width, TILE_Q, TILE_KV),
-                    0, BLOCK_Q, HEAD_DIM, HEAD_DIM_V, PING_PONG, EDGES, AHEAD, OUT_IN_Q,
-                )),
-                (_consume, (
-                    tiles, barriers, shared, results, problem, rule,
-                    window_left, window_right, sinks_ptr,
-                    (cu_seqlens_q_ptr, cu_seqlens_kv_ptr, num_sequences),
-                    (counts_ptr, tiles_ptr, list_strides, list_width, TILE_Q, TILE_KV),
-                    1, BLOCK_Q, HEAD_DIM, HEAD_DIM_V, PING_PONG, EDGES, AHEAD, OUT_IN_Q,
-                )),
-                (_consume, (
-                    tiles, barriers, shared, results, problem, rule,
-                    window_left, window_right, sinks_ptr,
-                    (cu_seqlens_q_ptr, cu_seqlens_kv_ptr, num_sequences),
-                    (counts_ptr, tiles_ptr, list_strides, list_width, TILE_Q, TILE_KV),
-                    2, BLOCK_Q, HEAD_DIM, HEAD_DIM_V, PING_PONG, EDGES, AHEAD, OUT_IN_Q,
-                )),
-                (_produce, (
-                    tiles, barriers, shared, counter_ptr, loads, problem,
-                    (window_left, window_right),
-                    (cu_seqlens_q_ptr, cu_seqlens_kv_ptr, num_sequences),
-                    (counts_ptr, tiles_ptr, list_strides, list_width, TILE_Q, TILE_KV),
-                    BLOCK_Q, GROUP_SIZE, HEAD_DIM, HEAD_DIM_V,
-                )),
-            ],
-            [4, 4, 1],
-            [160, 160, 24],
-        )  # fmt: skip
+    problem = Problem(
+        seq_q, seq_kv, diagonal, heads_q, num_items, together, mask.offsets.q, mask.offsets.kv,
+        num_sequences,
+    )  # fmt: skip
+    # Constants stand in the calls: variables would make tensors of them. The last part loads.
+    gl.warp_specialize(
+        [
+            (_consume, (
+                tiles, barriers, shared, out, lse_ptr, problem, rule, window_left, window_right,
+                sinks_ptr, mask.lists, part, BLOCK_Q, HEAD_DIM, HEAD_DIM_V, PING_PONG, EDGES,
+                AHEAD, OUT_IN_Q,
+            ))
+            if part < NUM_CONSUMERS
+            else (_produce, (
+                tiles, barriers, shared, counter_ptr, (q, k, v), problem, window_left,
+                window_right, mask.lists, BLOCK_Q, GROUP_SIZE, HEAD_DIM, HEAD_DIM_V,
+            ))
+            for part in ((0, 1, 2) if NUM_CONSUMERS == 2 else (0, 1, 2, 3))
+        ],
+        [4, 1] if NUM_CONSUMERS == 2 else [4, 4, 1],
+        [240, 24] if NUM_CONSUMERS == 2 else [160, 160, 24],
+    )  # fmt: skip
 
 
 @gluon.jit
@@ -248,39 +187,35 @@ def _locate(
     problem,
     window_left,
     window_right,
-    offsets,
     lists,
     BLOCK_Q: gl.constexpr,
     BLOCK_KV: gl.constexpr,
 ):
     """Return batch, head, rows, keys and tiles of keys of a work item; `place` is packed rows'.
 
-    rows are the first, the end of all that its head or sequence has, and their diagonal: of packed
-    sequences they are counted from the first of all. keys are the first of the sequence, from which
-    they are counted, and how many it has. The tiles of keys are what `visible_tiles` or
-    `kept_tiles` returns; where nothing is visible, one masked tile, so that no consumer has to do
-    without.
+    The tiles of keys are what `visible_tiles` or `kept_tiles` returns; where nothing is visible,
+    one masked tile, so that no consumer has to do without.
     """
-    seq_q, seq_kv, diagonal, heads_q, num_items, together = problem
+    seq_q, seq_kv, diagonal = problem.size, problem.size_other, problem.diagonal
     first_kv = 0
-    if offsets[2] is None:
+    if problem.num_sequences is None:
         num_tiles = gl.cdiv(seq_q, BLOCK_Q)
-        index, tile = head_and_tile(item, num_items, together, num_tiles)
+        index, tile = head_and_tile(item, problem.num_items, problem.together, num_tiles)
         start_q = (num_tiles - 1 - tile) * BLOCK_Q
     else:
         index, _tile, start_q, seq_q, first_kv, seq_kv, _sequence = place
         diagonal = seq_kv - seq_q
-    batch, head = index // heads_q, index % heads_q
+    batch, head = index // problem.heads_q, index % problem.heads_q
     begin, before, full, after = visible_tiles(
         start_q, seq_q, seq_kv, diagonal, window_left, window_right, BLOCK_Q, BLOCK_KV
     )
-    if lists[0] is not None:
+    if lists is not None:
         begin, before, full, after = kept_tiles(
             lists, batch, head, start_q, (begin, before, full, after), window_left, window_right,
             BLOCK_KV,
         )  # fmt: skip
     before = gl.maximum(before, 1 - full - after)
-    rows, keys = (start_q, seq_q, diagonal), (first_kv, seq_kv)
+    rows, keys = Rows(start_q, seq_q, diagonal), Others(first_kv, seq_kv)
     return batch, head, rows, keys, (begin, before, full, after)
 
 
@@ -292,8 +227,8 @@ def _produce(
     counter_ptr,
     loads,
     problem,
-    window,
-    offsets,
+    window_left,
+    window_right,
     lists,
     BLOCK_Q: gl.constexpr,
     GROUP_SIZE: gl.constexpr,
@@ -311,12 +246,11 @@ def _produce(
     READERS: gl.constexpr = 128 * NUM_CONSUMERS + 32
     step = 0  # over all items
     turn = 0
-    item, place = next_item(turn, problem, offsets, shared, counter_ptr, BLOCK_Q, True, ())
-    while item < problem[4]:
+    item, place = next_item(turn, problem, shared, counter_ptr, BLOCK_Q, True, ())
+    while item < problem.num_items:
         batch, head, rows, keys, visible = _locate(
-            item, place, problem, window[0], window[1], offsets, lists, BLOCK_Q, BLOCK_KV
+            item, place, problem, window_left, window_right, lists, BLOCK_Q, BLOCK_KV
         )
-        start_q, first_kv = rows[0], keys[0]
         _begin, before, full, after = visible
         head_kv = head // GROUP_SIZE
         total = before + full + after
@@ -326,7 +260,8 @@ def _produce(
                 slot = step % NUM_STAGES
                 if step >= NUM_STAGES:
                     wait_for_all(K_READ + slot, READERS)
-                row = first_kv + kept_start(lists, batch, head, start_q, i, visible, BLOCK_KV)
+                row = keys.first
+                row += kept_start(lists, batch, head, rows.start, i, visible, BLOCK_KV)
                 load_tile(k, k_tile, slot, batch, head_kv, row, k_full.index(slot), HEAD_DIM)
             if i == 0:
                 phase = turn * NUM_CONSUMERS // NUM_TILES_Q & 1
@@ -334,19 +269,20 @@ def _produce(
                     slot = (turn * NUM_CONSUMERS + consumer) % NUM_TILES_Q
                     mbarrier.wait(q_read.index(slot), phase ^ 1)
                     load_tile(
-                        q, q_tile, slot, batch, head, start_q + consumer * 64, q_full.index(slot),
-                        HEAD_DIM,
+                        q, q_tile, slot, batch, head, rows.start + consumer * 64,
+                        q_full.index(slot), HEAD_DIM,
                     )  # fmt: skip
             else:
                 slot = (step - 1) % NUM_STAGES
                 if step > NUM_STAGES:
                     wait_for_all(V_READ + slot, READERS)
-                row = first_kv + kept_start(lists, batch, head, start_q, i - 1, visible, BLOCK_KV)
+                row = keys.first
+                row += kept_start(lists, batch, head, rows.start, i - 1, visible, BLOCK_KV)
                 load_tile(v, v_tile, slot, batch, head_kv, row, v_full.index(slot), HEAD_DIM_V)
             step += 1
         step -= 1
         turn += 1
-        item, place = next_item(turn, problem, offsets, shared, counter_ptr, BLOCK_Q, True, ())
+        item, place = next_item(turn, problem, shared, counter_ptr, BLOCK_Q, True, ())
 
 
 @gluon.jit
@@ -354,13 +290,13 @@ def _consume(
     tiles,
     barriers,
     shared,
-    results,
+    out,
+    lse_ptr,
     problem,
     rule,
     window_left,
     window_right,
     sinks_ptr,
-    offsets,
     lists,
     CONSUMER: gl.constexpr,
     BLOCK_Q: gl.constexpr,
@@ -374,9 +310,7 @@ def _consume(
     """Compute 64 rows of each of a program's work items."""
     q_tile, k_tile, v_tile, out_tile = tiles
     q_full, q_read, k_full, v_full = barriers
-    total_q, _total_kv, _diagonal, heads_q, num_items, _together = problem
-    stores, lse_ptr = results
-    IS_PACKED: gl.constexpr = offsets[2] is not None
+    IS_PACKED: gl.constexpr = problem.num_sequences is not None
     NUM_CONSUMERS: gl.constexpr = BLOCK_Q // 64
     NUM_TILES_Q: gl.constexpr = q_tile[0].shape[0]
     NUM_STAGES: gl.constexpr = k_tile[0].shape[0]
@@ -394,11 +328,11 @@ def _consume(
     turn = 0
     if PING_PONG and CONSUMER == NUM_CONSUMERS - 1:
         arrive(TURN, 256)
-    item, place = own_item(turn, offsets, shared, CONSUMER)
+    item, place = own_item(turn, problem, shared, CONSUMER)
     q_slot = CONSUMER
     if AHEAD:
         # Only a program of packed sequences may have no item.
-        exists = not IS_PACKED or item < num_items
+        exists = not IS_PACKED or item < problem.num_items
         if exists:
             mbarrier.wait(q_full.index(CONSUMER), 0)
             mbarrier.wait(k_full.index(0), 0)
@@ -406,9 +340,9 @@ def _consume(
         s = warpgroup_mma_wait(0, deps=(s,))
         if exists:
             arrive(K_READ, READERS)
-    while item < num_items:
+    while item < problem.num_items:
         batch, head, positions, keys, visible = _locate(
-            item, place, problem, window_left, window_right, offsets, lists, BLOCK_Q, BLOCK_KV
+            item, place, problem, window_left, window_right, lists, BLOCK_Q, BLOCK_KV
         )
         start_q, seq_q, diagonal = positions
         _first_kv, seq_kv = keys
@@ -499,12 +433,12 @@ def _consume(
 
         # The last p·v, and q·kᵀ of the next item: of nothing and not looked at if there is none.
         turn += 1
-        item, place = own_item(turn, offsets, shared, CONSUMER)
+        item, place = own_item(turn, problem, shared, CONSUMER)
         previous = (step - 1) % NUM_STAGES
         if AHEAD:
             slot = step % NUM_STAGES
             q_slot = (turn * NUM_CONSUMERS + CONSUMER) % NUM_TILES_Q
-            if item < num_items:
+            if item < problem.num_items:
                 mbarrier.wait(q_full.index(q_slot), turn * NUM_CONSUMERS // NUM_TILES_Q & 1)
                 mbarrier.wait(k_full.index(slot), step // NUM_STAGES & 1)
             if PING_PONG:
@@ -517,7 +451,7 @@ def _consume(
             if PING_PONG:
                 arrive(TURN + NEXT, 256)
             s = warpgroup_mma_wait(num_pieces(HEAD_DIM_V), deps=(s,))
-            if item < num_items:
+            if item < problem.num_items:
                 arrive(K_READ + slot, READERS)
         # Add the row sums of each quad.
         l_i = gl.convert_layout(gl.sum(l_i, 1), of_row)
@@ -529,9 +463,8 @@ def _consume(
             alpha, m_i, l_i = add_sink(gl.load(sinks_ptr + head), m_i, l_i)
             if BOUNDED:
                 rescale = rescale * alpha
-        l_safe = gl.where(l_i == 0.0, 1.0, l_i)
-        lse = m_i * LN2 + gl.log(l_safe)
-        lse_row = (batch * heads_q + head).to(gl.int64) * total_q
+        l_safe, lse = row_statistics(m_i, l_i)
+        lse_row = (batch * problem.heads_q + head).to(gl.int64) * problem.size
         gl.store(lse_ptr + lse_row + rows, lse, mask=rows < seq_q)
         acc, p = wait_product(acc, p)
         arrive(V_READ + previous, READERS)
@@ -542,7 +475,7 @@ def _consume(
             tma.store_wait(0)
             barrier()
         store_result(
-            stores, out_tile, CONSUMER, acc, batch, head, start_q, seq_q, heads_q,
+            out, out_tile, CONSUMER, acc, batch, head, start_q, seq_q, problem.heads_q,
             IS_PACKED, HEAD_DIM_V,
         )  # fmt: skip
         if OUT_IN_Q:
@@ -564,7 +497,7 @@ def flash_fwd(
     out = q.new_empty((*q.shape[:-1], spec.head_dim_v))
     lse = q.new_empty((*q.shape[:-3], spec.heads_q, spec.seq_q), dtype=torch.float32)
     tensors = (q, operands.k, operands.v, operands.sinks, out, lse, item_counter(q, spec))
-    tensors = (*tensors, *offsets_of(operands), *lists_of_keys(operands))
+    tensors = (*tensors, mask_of_keys(operands))
     # Four warps are one consumer; Triton adds those of the other parts.
     launch("flash_fwd", flash_fwd_kernel, _prepare, tensors, spec, backend, num_warps=4)
     return out, lse
@@ -578,13 +511,11 @@ def _prepare(call: KernelCall) -> Prepared:
     q, k, v, _sinks, out, *_ = call.layouts
     is_packed = isinstance(spec, VarlenSpec)
     steps = steps_of_queries(spec, config.block_q, config.block_kv)
-    maps = (
-        map_arguments("q", 0, q, 64)
-        | map_arguments("k", 1, k, config.block_kv)
-        | map_arguments("v", 2, v, config.block_kv)
-        | stored_arguments(spec, "out", 4, out, 64)
-    )
     arguments = {
+        "q": maps_of(q, 64),
+        "k": maps_of(k, config.block_kv),
+        "v": maps_of(v, config.block_kv),
+        "out": stored_maps_of(spec, out, 64),
         # A list may be empty, and the one tile that is visited for it hides all.
         "EDGES": is_packed
         or isinstance(spec, BlockSparseSpec)
@@ -594,8 +525,9 @@ def _prepare(call: KernelCall) -> Prepared:
         and _room_for(spec, config, 2),
         "OUT_IN_Q": _out_in_q(spec, config),
     }
-    arguments |= maps | list_arguments(call)
-    return persistent(call, steps, spec.heads_q * spec.batch, arguments)
+    return persistent(
+        call, steps, spec.heads_q * spec.batch, arguments | mask_argument(call, of_keys=True)
+    )
 
 
 def _room_for(spec: AttentionSpec, config: SpecializedConfig, tiles_q: int) -> bool:

@@ -6,8 +6,6 @@ of keys has, and warpgroups compute. Shah et al. 2024, FlashAttention-3, over th
 PagedAttention (Kwon et al. 2023).
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from triton.experimental import gluon
@@ -37,7 +35,7 @@ from torch_attn.kernels.explicit.tma import (
     box_layout,
     clear_rows,
     load_box,
-    map_arguments,
+    maps_of,
     num_pieces,
     piece_start,
     piece_width,
@@ -53,8 +51,9 @@ from torch_attn.kernels.explicit.wgmma import (
 )
 from torch_attn.kernels.explicit.wgmma_scores import hide, scaled_scores, softmax_update
 from torch_attn.kernels.library.pages import keys_of_tokens, share_of_tiles, tiles_at_edges
-from torch_attn.kernels.library.softmax import LN2, LOG2E, add_sink
-from torch_attn.launch import KernelCall, Layout, Prepared, launch, rule_argument
+from torch_attn.kernels.library.softmax import LOG2E, add_sink, row_statistics
+from torch_attn.launch import KernelCall, Prepared, launch, rule_argument
+from torch_attn.layouts import Layout
 from torch_attn.tensor_maps import TensorMap
 from twin_attention.contract.operands import PagedOperands
 from twin_attention.contract.spec import PagedSpec
@@ -77,12 +76,6 @@ def paged_attention_kernel(
     sinks_ptr,
     out_ptr,
     lse_ptr,
-    q_1,
-    q_2,
-    k_1,
-    k_2,
-    v_1,
-    v_2,
     table_stride,
     num_tokens,
     num_sequences,
@@ -107,16 +100,16 @@ def paged_attention_kernel(
     of 64 rows each, which PING_PONG makes take turns. GROUP_SIZE is a power of two up to 64, and
     PAGE_SIZE one from 16 on.
 
-    q, k and v are TMA descriptors: of [Tq, Hq, D], and of [P, Hkv, page_size, D], further ones for
-    further column pieces. out [Tq, Hq, Dv] and lse [Hq, Tq] are contiguous. Grid: (kv heads, row
+    q, k and v are TMA descriptors, one for each column piece: of [Tq, Hq, D], and of
+    [P, Hkv, page_size, D]. out [Tq, Hq, Dv] and lse [Hq, Tq] are contiguous. Grid: (kv heads, row
     tiles of `locate_tokens`) in one axis, kv heads fastest and the last tiles first, which see most
     keys. Loop invariant and accumulation: as in `flash_fwd_kernel`.
     """
     gl.static_assert(BLOCK_Q == 128)
     gl.static_assert(NUM_STAGES <= MAX_STAGES)
-    q_tile = allocate_tile(q.dtype, 2, 64, HEAD_DIM)
-    k_tile = allocate_tile(q.dtype, NUM_STAGES, BLOCK_KV, HEAD_DIM)
-    v_tile = allocate_tile(q.dtype, NUM_STAGES, BLOCK_KV, HEAD_DIM_V)
+    q_tile = allocate_tile(q[0].dtype, 2, 64, HEAD_DIM)
+    k_tile = allocate_tile(q[0].dtype, NUM_STAGES, BLOCK_KV, HEAD_DIM)
+    v_tile = allocate_tile(q[0].dtype, NUM_STAGES, BLOCK_KV, HEAD_DIM_V)
     q_full = allocate_barriers(1)
     k_full = allocate_barriers(NUM_STAGES)
     v_full = allocate_barriers(NUM_STAGES)
@@ -134,7 +127,6 @@ def paged_attention_kernel(
 
     tiles = (q_tile, k_tile, v_tile)
     barriers = (q_full, k_full, v_full)
-    loads = ((q, q_1, q_2), (k, k_1, k_2), (v, v_1, v_2))
     place = (head_kv, first_token, tokens, start_row, length)
     # Constants, and what may be None, stand in the calls: variables would make tensors of them.
     gl.warp_specialize(
@@ -148,7 +140,7 @@ def paged_attention_kernel(
                 1, HEADS_KV, GROUP_SIZE, HEAD_DIM, HEAD_DIM_V, BLOCK_Q, PING_PONG,
             )),
             (_produce, (
-                tiles, barriers, loads, place, table_ptr, num_pages, window_left,
+                tiles, barriers, (q, k, v), place, table_ptr, num_pages, window_left,
                 GROUP_SIZE, PAGE_SIZE, HEAD_DIM, HEAD_DIM_V, BLOCK_Q,
             )),
         ],
@@ -355,8 +347,7 @@ def _consume(
         l_i = gl.convert_layout(gl.sum(l_i, 1), of_row)
         if sinks_ptr is not None:
             _alpha, m_i, l_i = add_sink(gl.load(sinks_ptr + head), m_i, l_i)
-        l_safe = gl.where(l_i == 0.0, 1.0, l_i)
-        lse = m_i * LN2 + gl.log(l_safe)
+        l_safe, lse = row_statistics(m_i, l_i)
         gl.store(lse_ptr + head.to(gl.int64) * num_tokens + first_token + token, lse, mask=is_row)
         acc, p = wait_product(acc, p)
 
@@ -410,12 +401,10 @@ def _prepare(call: KernelCall) -> Prepared:
     q, k_pages, v_pages, block_tables, *_ = call.layouts
     cache = spec.cache
     page_rows = min(cache.page_size, config.block_kv)
-    maps = (
-        _query_maps(q, spec.group_size)
-        | map_arguments("k", 1, k_pages, page_rows)
-        | map_arguments("v", 2, v_pages, page_rows)
-    )
     arguments = {
+        "q": _query_maps(q, spec.group_size),
+        "k": maps_of(k_pages, page_rows),
+        "v": maps_of(v_pages, page_rows),
         "table_stride": block_tables.strides[0],
         "num_tokens": spec.tokens,
         "num_sequences": spec.batch,
@@ -429,14 +418,15 @@ def _prepare(call: KernelCall) -> Prepared:
         "HEAD_DIM": spec.head_dim,
         "HEAD_DIM_V": spec.head_dim_v,
     }
-    return (num_row_tiles(spec, config.block_q) * spec.heads_kv,), arguments | maps
+    return (num_row_tiles(spec, config.block_q) * spec.heads_kv,), arguments
 
 
-def _query_maps(layout: Layout, group_size: int) -> dict[str, Any]:
+def _query_maps(layout: Layout, group_size: int) -> tuple[TensorMap, ...]:
     """Return the descriptors of q: boxes of 64 rows, so many tokens of a group of heads."""
-    names = ("q", "q_1", "q_2")
-    maps: dict[str, Any] = dict.fromkeys(names)
-    for name, width in zip(names, sm90.column_pieces(layout.shape[2]), strict=False):
-        box, in_shared = (64 // group_size, group_size, width), box_layout(width, rank=3)
-        maps[name] = TensorMap.of_boxes(0, layout.shape, layout.strides, box, in_shared)
-    return maps
+    return tuple(
+        TensorMap.of_boxes(
+            layout.operand, layout.shape, layout.strides, (64 // group_size, group_size, width),
+            box_layout(width, rank=3),
+        )
+        for width in sm90.column_pieces(layout.shape[2])
+    )  # fmt: skip

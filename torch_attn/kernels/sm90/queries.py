@@ -1,13 +1,13 @@
 """Tiles of queries, as the kernels of dk and dv load and visit them for a tile of keys."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from torch_attn.kernels.explicit.barriers import READERS, wait_for_all
-from torch_attn.kernels.explicit.items import head_and_tile, next_item, persistent
+from torch_attn.kernels.explicit.items import Rows, head_and_tile, next_item, persistent
 from torch_attn.kernels.explicit.steps import group_step
 from torch_attn.kernels.explicit.tma import clear_rows, load_box, load_pieces, tile_bytes
 from torch_attn.kernels.explicit.wgmma_scores import visible_scores
@@ -23,12 +23,46 @@ Q_READ = gl.constexpr(5)
 DO_READ = gl.constexpr(8)
 
 
+class Queries(NamedTuple):
+    """The queries that a work item may visit.
+
+    Attributes:
+        first: the first of the sequence, from which they are counted.
+        size: how many it has.
+        first_row: their first row of lse2, delta and the sums.
+    """
+
+    first: Any
+    size: Any
+    first_row: Any
+
+
+class Tiles(NamedTuple):
+    """Tiles in shared memory, and rows, as `produce_queries` loads them."""
+
+    k: Any
+    v: Any
+    q: Any
+    dout: Any
+    lse2: Any
+    delta: Any
+
+
+class Barriers(NamedTuple):
+    """Barriers: a tile is full, or the keys and values have been read."""
+
+    k_full: Any
+    v_full: Any
+    kv_read: Any
+    q_full: Any
+    do_full: Any
+
+
 @gluon.jit
 def locate_keys(
     item,
     place,
     problem,
-    offsets,
     window_left,
     window_right,
     FUSED: gl.constexpr,
@@ -39,19 +73,15 @@ def locate_keys(
 
     `place`: of `next_item`.
 
-    keys are the first, the end of all that its head or sequence has, and their diagonal: of packed
-    sequences they are counted from the first of all. queries are the first of the sequence, from
-    which they are counted, how many it has, and their first row of lse2, delta and the sums.
-
     Queries up to ROW_PADDING exist for this purpose: their p is 0 without a mask. Not those of
     packed sequences, where they are another sequence's.
     """
-    seq_kv, seq_q, diagonal, heads_q, num_items, together = problem
+    seq_kv, seq_q, diagonal = problem.size, problem.size_other, problem.diagonal
     num_tiles = gl.cdiv(seq_kv, 128)
-    items_of_batch = heads_q // MEMBERS
+    items_of_batch = problem.heads_q // MEMBERS
     first_q, first_row = 0, 0
-    if offsets[2] is None:
-        index, tile = head_and_tile(item, num_items, together, num_tiles)
+    if problem.num_sequences is None:
+        index, tile = head_and_tile(item, problem.num_items, problem.together, num_tiles)
         start_kv = tile * 128
         rows_q = gl.cdiv(seq_q, BLOCK_Q) * BLOCK_Q
     else:
@@ -73,7 +103,7 @@ def locate_keys(
         full = gl.where(ragged, 0, full)
         after = gl.where(ragged, 0, after)
     batch, head = index // items_of_batch, index % items_of_batch * MEMBERS
-    keys, queries = (start_kv, seq_kv, diagonal), (first_q, seq_q, first_row)
+    keys, queries = Rows(start_kv, seq_kv, diagonal), Queries(first_q, seq_q, first_row)
     return batch, head, keys, queries, (begin, before, full, after)
 
 
@@ -85,8 +115,8 @@ def produce_queries(
     counter_ptr,
     loads,
     problem,
-    offsets,
-    window,
+    window_left,
+    window_right,
     FUSED: gl.constexpr,
     GROUP_SIZE: gl.constexpr,
     MEMBERS: gl.constexpr,
@@ -102,34 +132,33 @@ def produce_queries(
     WITH_V: gl.constexpr = len(v_tile) > 0
     DELTA_BYTES: gl.constexpr = 4 * q_tile[0].shape[3] if WITH_V else 0
     k, v, q, dout, lse2, delta = loads
-    window_left, window_right = window
     Q_STAGES: gl.constexpr = q_tile[0].shape[0]
     DO_STAGES: gl.constexpr = do_tile[0].shape[0]
     BLOCK_Q: gl.constexpr = q_tile[0].shape[3]
-    rows_per_head = count_sequence_tiles(problem[1], offsets[2], ROW_PADDING) * (
-        ROW_PADDING // BLOCK_Q
-    )
+    rows_per_head = count_sequence_tiles(
+        problem.size_other, problem.num_sequences, ROW_PADDING
+    ) * (ROW_PADDING // BLOCK_Q)  # fmt: skip
     step = 0  # over all items
     turn = 0
-    item, place = next_item(turn, problem, offsets, shared, counter_ptr, 128, False, ())
-    while item < problem[4]:
+    item, place = next_item(turn, problem, shared, counter_ptr, 128, False, ())
+    while item < problem.num_items:
         batch, first_head, keys, queries, visible = locate_keys(
-            item, place, problem, offsets, window_left, window_right, FUSED, MEMBERS, BLOCK_Q
+            item, place, problem, window_left, window_right, FUSED, MEMBERS, BLOCK_Q
         )
-        start_kv = keys[0]
-        first_q, _seq_q, first_row = queries
+        start_kv = keys.start
         head_kv = first_head // GROUP_SIZE
         begin, before, full, after = visible
         for i in range((before + full + after) * MEMBERS):
             member, start = group_step(i, begin, before, full, after, BLOCK_Q, MEMBERS)
             head = first_head + member
-            row = (batch * problem[3] + head) * rows_per_head + (first_row + start) // BLOCK_Q
+            row = (batch * problem.heads_q + head) * rows_per_head
+            row += (queries.first_row + start) // BLOCK_Q
             slot = step % Q_STAGES
             if step >= Q_STAGES:
                 wait_for_all(Q_READ + slot, READERS)
             ready = q_full.index(slot)
             mbarrier.expect(ready, tile_bytes(BLOCK_Q, HEAD_DIM) + 4 * BLOCK_Q)
-            load_pieces(q, q_tile, slot, batch, head, first_q + start, ready, HEAD_DIM)
+            load_pieces(q, q_tile, slot, batch, head, queries.first + start, ready, HEAD_DIM)
             load_box(lse2, [row, 0], ready, lse2_row.index(slot))
             if i == 0:
                 # After q, which does not wait for the end of the item before.
@@ -149,12 +178,12 @@ def produce_queries(
                 wait_for_all(DO_READ + slot, READERS)
             ready = do_full.index(slot)
             mbarrier.expect(ready, tile_bytes(BLOCK_Q, HEAD_DIM_V) + DELTA_BYTES)
-            load_pieces(dout, do_tile, slot, batch, head, first_q + start, ready, HEAD_DIM_V)
+            load_pieces(dout, do_tile, slot, batch, head, queries.first + start, ready, HEAD_DIM_V)
             if WITH_V:
                 load_box(delta, [row, 0], ready, delta_row.index(slot))
             step += 1
         turn += 1
-        item, place = next_item(turn, problem, offsets, shared, counter_ptr, 128, False, ())
+        item, place = next_item(turn, problem, shared, counter_ptr, 128, False, ())
 
 
 @gluon.jit
@@ -171,9 +200,9 @@ def clear_queries(tile, full, first, index, queries, visible, MEMBERS: gl.conste
     BLOCK_Q: gl.constexpr = tile[0].shape[3]
     begin, before, full_tiles, after = visible
     index = gl.minimum(index, (before + full_tiles + after) * MEMBERS - 1)
-    start = group_step(index, begin, before, full_tiles, after, BLOCK_Q, MEMBERS)[1]
+    _member, start = group_step(index, begin, before, full_tiles, after, BLOCK_Q, MEMBERS)
     slot = (first + index) % STAGES
-    clear_rows(tile, slot, queries[1] - start, full.index(slot), (first + index) // STAGES & 1)
+    clear_rows(tile, slot, queries.size - start, full.index(slot), (first + index) // STAGES & 1)
 
 
 @gluon.jit
@@ -182,7 +211,7 @@ def clear_keys(tile, half, full, phase, keys, queries):
 
     Keys that no query sees may be NaN as well, and have a gradient of 0.
     """
-    count = gl.where(queries[1] > 0, keys[1] - keys[0] - 64 * half, 0)
+    count = gl.where(queries.size > 0, keys.end - keys.start - 64 * half, 0)
     clear_rows(tile, half, count, full, phase)
 
 

@@ -14,7 +14,7 @@ from torch_attn.kernels.explicit.tma import column_pieces, piece, piece_start, r
 from torch_attn.kernels.explicit.wgmma import product_layout
 from torch_attn.kernels.library.sequences import count_sequence_tiles
 from torch_attn.kernels.library.tiles import ROW_PADDING
-from torch_attn.launch import Layout
+from torch_attn.layouts import Layout
 from torch_attn.tensor_maps import TensorMap
 
 # A box of sums, as one TMA instruction adds it, is 64 rows of 16 columns.
@@ -153,7 +153,7 @@ def _add_boxes(dq_sum, boxes, first):
         add_box(dq_sum, [first + i * BOX[0], 0], boxes.index(i))
 
 
-def map_sums(operand: int, layout: Layout) -> TensorMap:
+def map_sums(layout: Layout) -> TensorMap:
     """Return the descriptor of float32 sums as rows of boxes, in the order that memory has."""
     columns = BOX.value[1]
     fields = {
@@ -162,7 +162,7 @@ def map_sums(operand: int, layout: Layout) -> TensorMap:
         "block_shape": list(BOX.value),
         "layout": box_of_sums_layout(),
     }
-    return TensorMap(operand, fields)
+    return TensorMap(layout.operand, fields)
 
 
 @gluon.jit

@@ -1,0 +1,130 @@
+"""Who sees whom, beside the window: packed sequences, segment ids and block masks.
+
+Each is a named tuple of operands and numbers, or None; a kernel takes all of them as one.
+"""
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from torch_attn.kernels.library.block_mask import (
+    Lists,
+    find_list,
+    kept_row,
+    kept_tiles,
+    lists_of_keys,
+    lists_of_queries,
+    with_numbers,
+)
+from torch_attn.kernels.library.segments import (
+    Segments,
+    meeting_tiles,
+    segments_of,
+    visiting_keys,
+    visiting_queries,
+)
+from torch_attn.kernels.library.sequences import Offsets, offsets_of
+from torch_attn.kernels.library.tiles import tile_start, visible_tiles
+from torch_attn.launch import KernelCall
+from twin_attention.contract.operands import AttentionOperands
+
+
+class Mask(NamedTuple):
+    """Tell a kernel who sees whom; None for what the problem does not have.
+
+    The lists come first: in loops Triton 3.6 loses the constants of a tuple in a tuple, unless a
+    constant of the outer one follows, such as None.
+
+    Attributes:
+        lists: the tiles that a block mask keeps.
+        offsets: of packed sequences, both None of a dense batch.
+        segments: ids, and ranges of the visited tokens' ids.
+    """
+
+    lists: Lists | None
+    offsets: Offsets
+    segments: Segments | None
+
+
+@triton.jit
+def seen_tiles(
+    segments,
+    ids,
+    start,
+    size,
+    size_other,
+    diagonal,
+    left,
+    right,
+    BLOCK: tl.constexpr,
+    BLOCK_OTHER: tl.constexpr,
+):
+    """Return which tiles of the other axis some rows see, as `visible_tiles`.
+
+    `ids` [BLOCK] are the rows' segments; `segments` and they are None without.
+    """
+    begin, before, full, after = visible_tiles(
+        start, size, size_other, diagonal, left, right, BLOCK, BLOCK_OTHER
+    )
+    if segments is not None:
+        begin, before, full, after = meeting_tiles(
+            ids, segments.ranges, size_other, begin, before, full, after, BLOCK_OTHER
+        )
+    return begin, before, full, after
+
+
+@triton.jit
+def listed_tiles(lists, batch, head, start, begin, before, full, after, BLOCK_OTHER: tl.constexpr):
+    """Narrow what `seen_tiles` returned to the tiles of a list; returns the list as well.
+
+    It is 0 without lists.
+    """
+    list_ptr = 0
+    if lists is not None:
+        list_ptr, count = find_list(lists, batch, head, start // lists.tile)
+        begin, before, full, after = kept_tiles(
+            list_ptr, count, begin, before, full, after, BLOCK_OTHER, lists.tile_other
+        )
+    return list_ptr, begin, before, full, after
+
+
+@triton.jit
+def visited_row(
+    lists,
+    list_ptr,
+    index,
+    begin,
+    before,
+    full,
+    size_other,
+    BLOCK_OTHER: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Return the first row of tile `index` of one kind, of those that `listed_tiles` returned."""
+    row = tile_start(index, begin, before, full, BLOCK_OTHER, MASKED)
+    if lists is not None:
+        row = kept_row(list_ptr, row, size_other, lists.tile_other, MASKED)
+    return row
+
+
+def mask_of_keys(operands: AttentionOperands[Tensor]) -> Mask:
+    """Return the mask of a kernel that visits keys."""
+    segments = visiting_keys(segments_of(operands))
+    return Mask(lists_of_keys(operands), offsets_of(operands), segments)
+
+
+def masks_of(operands: AttentionOperands[Tensor]) -> tuple[Mask, Mask]:
+    """Return the masks of a backward: of kernels that visit keys, and that visit queries."""
+    offsets, segments = offsets_of(operands), segments_of(operands)
+    return (
+        Mask(lists_of_keys(operands), offsets, visiting_keys(segments)),
+        Mask(lists_of_queries(operands), offsets, visiting_queries(segments)),
+    )
+
+
+def mask_argument(call: KernelCall, of_keys: bool) -> dict[str, Any]:
+    """Return the mask of keys or of queries, the kernel's last operand, with its lists' numbers."""
+    mask = call.layouts[-1]
+    return {"mask": mask._replace(lists=with_numbers(mask.lists, call.spec, of_keys))}

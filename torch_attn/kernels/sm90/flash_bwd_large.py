@@ -1,0 +1,145 @@
+"""dk or dv of the backward for SM90, of heads above 128: a kernel for each."""
+
+from typing import Any
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
+
+from torch_attn.kernels.explicit.barriers import allocate_barriers
+from torch_attn.kernels.explicit.items import Problem, allocate_hand_over
+from torch_attn.kernels.explicit.tma import (
+    allocate_row,
+    allocate_tile,
+    column_pieces,
+    maps_of,
+    row_map,
+    stored_maps_of,
+)
+from torch_attn.kernels.sm90.flash_bwd_dk import consume_dk
+from torch_attn.kernels.sm90.flash_bwd_dv import consume_dv
+from torch_attn.kernels.sm90.queries import Barriers, Tiles, persistent_keys, produce_queries
+from torch_attn.launch import UNSPECIALIZED, KernelCall, Prepared
+
+
+@gluon.jit(do_not_specialize=[*UNSPECIALIZED, "num_items"])
+def flash_bwd_large_kernel(
+    q,
+    k,
+    v,
+    dout,
+    lse2,
+    delta,
+    dk,
+    dv,
+    counter_ptr,
+    mask,
+    seq_q,
+    seq_kv,
+    diagonal,
+    num_sequences,
+    heads_q,
+    rule,
+    window_left,
+    window_right,
+    num_items,
+    together,
+    GROUP_SIZE: gl.constexpr,
+    HEAD_DIM: gl.constexpr,
+    HEAD_DIM_V: gl.constexpr,
+    BLOCK_Q: gl.constexpr,
+    BLOCK_KV: gl.constexpr,
+    NUM_STAGES: gl.constexpr,
+    EDGES: gl.constexpr,
+):
+    """One program computes tiles of BLOCK_KV = 128 rows of dk or of dv, one after the other.
+
+    A producer warp loads with TMA; two consumer warpgroups have 64 keys each and visit the tiles of
+    BLOCK_Q = 64 queries. Operands, loop invariant and accumulation: as in the portable
+    `flash_bwd_dkdv_kernel`. The gradient that is not computed is None: the registers have room for
+    one of the two. For dv, so are v and delta.
+    """
+    dtype: gl.constexpr = q[0].dtype
+    gl.static_assert(BLOCK_Q == 64)
+    gl.static_assert(BLOCK_KV == 128)
+    gl.static_assert(NUM_STAGES <= 2)
+    # dv is stored where k was, or has a tile in place of a stage of dout; dk is, always.
+    IN_K: gl.constexpr = dv is None or column_pieces(HEAD_DIM) == column_pieces(HEAD_DIM_V)
+    DO_STAGES: gl.constexpr = NUM_STAGES if dv is None or not IN_K else NUM_STAGES + 1
+    k_tile = allocate_tile(dtype, 2, 64, HEAD_DIM)
+    v_tile = ()
+    if dv is None:
+        v_tile = allocate_tile(dtype, 2, 64, HEAD_DIM_V)
+    q_tile = allocate_tile(dtype, NUM_STAGES + 1, BLOCK_Q, HEAD_DIM)
+    do_tile = allocate_tile(dtype, DO_STAGES, BLOCK_Q, HEAD_DIM_V)
+    result_tile = k_tile
+    if not IN_K:
+        result_tile = allocate_tile(dtype, 2, 64, HEAD_DIM_V)
+    lse2_row = allocate_row(NUM_STAGES + 1, BLOCK_Q)
+    delta_row = lse2_row
+    if dv is None:
+        delta_row = allocate_row(NUM_STAGES, BLOCK_Q)
+    k_full = allocate_barriers(1)
+    v_full = k_full
+    if dv is None:
+        v_full = allocate_barriers(1)
+    kv_read = allocate_barriers(2)
+    q_full = allocate_barriers(NUM_STAGES + 1)
+    do_full = allocate_barriers(DO_STAGES)
+    fence_async_shared()
+
+    tiles = Tiles(k_tile, v_tile, q_tile, do_tile, lse2_row, delta_row)
+    barriers = Barriers(k_full, v_full, kv_read, q_full, do_full)
+    shared = ()
+    if num_sequences is not None:
+        shared = allocate_hand_over(2)
+    problem = Problem(
+        seq_kv, seq_q, diagonal, heads_q, num_items, together, mask.offsets.kv, mask.offsets.q,
+        num_sequences,
+    )  # fmt: skip
+    # Constants stand in the calls: variables would make tensors of them. The last part loads.
+    gl.warp_specialize(
+        [
+            (consume_dk if dv is None else consume_dv, (
+                tiles, barriers, shared, dk if dv is None else dv, result_tile, problem, rule,
+                window_left, window_right, part, GROUP_SIZE, HEAD_DIM, HEAD_DIM_V, EDGES,
+            ))
+            if part < 2
+            else (produce_queries, (
+                tiles, barriers, shared, counter_ptr, Tiles(k, v, q, dout, lse2, delta), problem,
+                window_left, window_right, False, GROUP_SIZE, GROUP_SIZE, HEAD_DIM, HEAD_DIM_V,
+            ))
+            for part in (0, 1, 2)
+        ],
+        [4, 1],
+        [240, 24],
+    )  # fmt: skip
+
+
+def prepare_dk(call: KernelCall) -> Prepared:
+    """Return grid and arguments of the kernel that computes dk."""
+    _q, _k, v, _dout, _lse2, delta, dk, *_ = call.layouts
+    return _prepare(call, {
+        "v": maps_of(v, 64),
+        "delta": row_map(delta, call.config.block_q),
+        "dk": stored_maps_of(call.spec, dk, 64),
+        "dv": None,
+    })  # fmt: skip
+
+
+def prepare_dv(call: KernelCall) -> Prepared:
+    """Return grid and arguments of the kernel that computes dv."""
+    *_, dv, _counter, _mask = call.layouts
+    without = dict.fromkeys(("v", "delta", "dk"))
+    return _prepare(call, without | {"dv": stored_maps_of(call.spec, dv, 64)})
+
+
+def _prepare(call: KernelCall, arguments: dict[str, Any]) -> Prepared:
+    q, k, _v, dout, lse2, *_ = call.layouts
+    block_q = call.config.block_q
+    return persistent_keys(call, call.spec.group_size, arguments | {
+        "q": maps_of(q, block_q),
+        "k": maps_of(k, 64),
+        "dout": maps_of(dout, block_q),
+        "lse2": row_map(lse2, block_q),
+    })  # fmt: skip

@@ -1,0 +1,75 @@
+"""Operands of a launch, in tuples of tuples, and the layouts that stand for them in its arguments.
+
+A kernel takes an optional feature's operands and numbers as one named tuple. The host prepares the
+tuple with layouts, and a launch puts tensors or addresses in their place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import count
+from typing import Any, NamedTuple
+
+import torch
+
+from torch_attn.tensor_maps import TensorMap
+
+
+class Layout(NamedTuple):
+    """Describe an operand as far as a launch depends on it: not its values, nor its address.
+
+    Attributes:
+        operand: which of the launch's tensors it is.
+        dtype, shape, strides: the tensor's.
+        is_aligned: to 16 bytes, which Triton compiles for.
+    """
+
+    operand: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    is_aligned: bool
+
+
+def layouts_of(operands: Any) -> Any:
+    """Return the layouts of operands, in the same tuples; None for one that is None."""
+    operand = count()
+
+    def layout(x: torch.Tensor | None) -> Layout | None:
+        if x is None:
+            return None
+        return Layout(next(operand), x.dtype, x.shape, x.stride(), x.data_ptr() % 16 == 0)
+
+    return replace_leaves(operands, layout)
+
+
+def bind(arguments: Any, tensors: tuple[Any, ...]) -> Any:
+    """Return arguments with tensors, or anything with a `data_ptr`, in place of their layouts."""
+
+    def bound(x: Any) -> Any:
+        if isinstance(x, TensorMap):
+            return x.bind(tensors[x.operand])
+        return tensors[x.operand] if isinstance(x, Layout) else x
+
+    return replace_leaves(arguments, bound)
+
+
+def leaves(x: Any) -> Iterator[Any]:
+    """Yield what is in tuples of tuples, in order."""
+    if _is_leaf(x):
+        yield x
+    else:
+        for item in x:
+            yield from leaves(item)
+
+
+def replace_leaves(x: Any, function: Callable[[Any], Any]) -> Any:
+    """Return tuples of tuples with a function's results in place of what is in them."""
+    if _is_leaf(x):
+        return function(x)
+    items = [replace_leaves(item, function) for item in x]
+    return type(x)(*items) if hasattr(x, "_fields") else tuple(items)
+
+
+def _is_leaf(x: Any) -> bool:
+    return not isinstance(x, tuple) or isinstance(x, (Layout, TensorMap))
