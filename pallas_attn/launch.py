@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from jax import Array
 from jax.experimental import pallas as pl
 
 from pallas_attn.lowering import TritonCompilerParams
@@ -27,14 +26,12 @@ def flash_arguments(spec: AttentionSpec, interpreted: bool = False) -> dict[str,
 
     Products in Pallas's interpreter are IEEE's, whatever the problem's precision.
     """
-    window, rule = spec.bounded_window, spec.scores
+    rule = spec.scores
     return {
         "seq_q": spec.seq_q,
         "seq_kv": spec.seq_kv,
-        "diagonal": spec.diagonal,
         "rule": rule._replace(precision="ieee") if interpreted else rule,
-        "window_left": window.left,
-        "window_right": window.right,
+        "window": spec.bounded_window,
         "head_dim": spec.head_dim,
         "head_dim_v": spec.head_dim_v,
     }
@@ -90,22 +87,16 @@ def of_lists(x: Any, num_lists: int) -> pl.BlockSpec | None:
     )
 
 
-def optional_operands(
-    found: Sequence[Any], num_lists: int = 1
-) -> tuple[tuple[Any, ...], tuple[pl.BlockSpec | None, ...]]:
-    """Return a kernel's operands for packed sequences, segments and block masks: all of them.
-
-    Args:
-        found: the first of them. The others are None.
-        num_lists: as `of_lists` takes it.
-
-    Returns:
-        Two offsets, three operands of segments and two of lists, and what a program reads of each.
-    """
-    found = (*found, *(None,) * (7 - len(found)))
-    offsets, segments, lists = found[:2], found[2:5], found[5:]
-    of_each = *map(of_all, offsets), *map(of_batch, segments)
-    return found, (*of_each, *(of_lists(x, num_lists) for x in lists))
+def of_masks(masks: Any, num_lists: int = 1) -> Any:
+    """Return what a program reads of `Masks`; num_lists: as `of_lists` takes it."""
+    offsets, segments, lists = masks
+    return masks._make(
+        (
+            offsets._make(map(of_all, offsets)),
+            segments._make(map(of_batch, segments)),
+            lists._make(of_lists(x, num_lists) for x in lists),
+        )
+    )
 
 
 def of_group(x: Any, group_size: int) -> pl.BlockSpec:
@@ -122,10 +113,8 @@ def of_group(x: Any, group_size: int) -> pl.BlockSpec:
     return pl.BlockSpec(block, lambda tile, head, batch: (batch, 0, head, 0))
 
 
-def _of_program(spec: pl.BlockSpec | None, place: Place) -> pl.BlockSpec | None:
+def _of_program(spec: pl.BlockSpec, place: Place) -> pl.BlockSpec:
     """Return the `BlockSpec` by a program's number, where `spec` is by its position in the grid."""
-    if spec is None:
-        return None
     index_map = spec.index_map
     assert index_map is not None
     return pl.BlockSpec(spec.block_shape, lambda program: index_map(*place(program)))
@@ -135,8 +124,8 @@ def launch(
     name: str,
     kernel: Callable[..., None],
     grid: Callable[[KernelConfig], tuple[int, ...]],
-    operands: Sequence[Array],
-    in_specs: Sequence[pl.BlockSpec | None],
+    operands: Sequence[Any],
+    in_specs: Sequence[Any],
     out_shape: Sequence[jax.ShapeDtypeStruct],
     out_specs: Sequence[pl.BlockSpec | None],
     problem: dict[str, Any],
@@ -151,7 +140,8 @@ def launch(
         name: the kernel's name in the configuration tables.
         kernel: the function over references.
         grid: programs to launch, from the configuration.
-        operands, in_specs: inputs and what a program sees of each.
+        operands, in_specs: inputs, which may be tuples of them or None, and what a program sees of
+            each.
         out_shape, out_specs: the same for the outputs.
         problem: the kernel's keyword arguments but the tile sizes.
         spec: the problem, which chooses the configuration.
@@ -171,9 +161,8 @@ def launch(
     sizes = grid(config)
     if order is not None:
         place = order(sizes, config)
-        in_specs, out_specs = (
-            tuple(_of_program(x, place) for x in specs) for specs in (in_specs, out_specs)
-        )
+        of_program = functools.partial(_of_program, place=place)
+        in_specs, out_specs = jax.tree.map(of_program, (in_specs, out_specs))
         arguments["place"], sizes = place, (math.prod(sizes),)
     return pl.pallas_call(
         functools.partial(kernel, **arguments),

@@ -6,7 +6,7 @@ from typing import Any
 
 from jax.experimental import pallas as pl
 
-from twin_attention.contract.spec import DecodeSpec, PagedCache
+from twin_attention.contract.spec import DecodeSpec
 from twin_attention.targets import ptx
 from twin_attention.targets.config import padded_head_dim
 
@@ -15,24 +15,17 @@ def decode_arguments(
     spec: DecodeSpec, k_pages: Any, v_pages: Any, target: str | None
 ) -> dict[str, Any]:
     """Return the arguments that describe a paged decode, but for its tokens and its splits."""
-    rule = spec.scores
-    return cache_arguments(spec.cache, k_pages, v_pages) | {
-        "scale": rule.scale,
-        "exp2_scale": rule.exp2_scale,
-        "softcap": rule.softcap,
+    return cache_arguments(k_pages, v_pages) | {
+        "rule": spec.scores,
         "window_left": spec.bounded_window.left,
         "group_size": spec.group_size,
-        "scale_first": rule.scale_first,
         "upcast": ptx.choose_upcast(spec.cache.dtype, target),
     }
 
 
-def cache_arguments(cache: PagedCache, k_pages: Any, v_pages: Any) -> dict[str, Any]:
+def cache_arguments(k_pages: Any, v_pages: Any) -> dict[str, Any]:
     """Return the arguments that describe a paged cache."""
     return {
-        "num_pages": cache.num_pages,
-        "max_pages": cache.max_pages,
-        "page_size": cache.page_size,
         "head_dim": k_pages.shape[3],
         "head_dim_v": v_pages.shape[3],
         "block_d": padded_head_dim(k_pages.shape[3]),

@@ -44,7 +44,7 @@ from pallas_attn.kernels.paged.merge import (
 )
 from pallas_attn.targets import num_sms
 from twin_attention.contract.operands import DecodeOperands
-from twin_attention.contract.spec import DecodeSpec
+from twin_attention.contract.spec import DecodeSpec, Window
 from twin_attention.targets.family import Backend
 from twin_attention.targets.ptx import choose_upcast
 from twin_attention.targets.splits import block_rows, choose_splits
@@ -166,8 +166,8 @@ def paged_decode_kernel(
         to_scores = rule if upcast is None else rule._replace(scale=as_rows(scale, s))
         key = iota(s.shape, 1, layout) + (start_warp + step * block_kv)
         s, _ = visible_scores(
-            s, as_rows(position, s), key, end, to_scores, window_left,
-            0 if tokens > 1 else None, True, layout,
+            s, as_rows(position, s), key, end, to_scores,
+            Window(window_left, 0 if tokens > 1 else None), True, layout,
         )  # fmt: skip
         # p = exp(s - max), and rescale what was accumulated
         m_new = s.max(axis=1) * rule.exp2_scale

@@ -37,13 +37,6 @@ def append_kv_kernel(
     q_out_ref=None,
     *,
     num_tokens,
-    num_sequences,
-    num_positions,
-    num_pages,
-    max_pages,
-    heads_q,
-    heads_kv,
-    page_size,
     head_dim,
     head_dim_v,
     pairs,
@@ -71,6 +64,8 @@ def append_kv_kernel(
     padding. Tiles of heads are those of q, of which keys and values have no more.
     """
     # Locate the token and its slot.
+    num_pages, page_size, heads_kv, _ = k_ref.shape
+    max_pages, heads_q = table_ref.shape[-1], 0 if q_ref is None else q_ref.shape[-2]
     tile = pl.program_id(0 if cu_seqlens_ref is None else 1)
     head = tile * block_heads + arange(block_heads)
     if cu_seqlens_ref is None:
@@ -80,6 +75,7 @@ def append_kv_kernel(
         q_reads = head < heads_q
         q_writes = q_reads
     else:
+        num_sequences = len_ref.shape[0]
         sequence, first, tokens, token = locate_tokens(
             cu_seqlens_ref, pl.program_id(0), num_tokens, 1, 1
         )
@@ -99,7 +95,7 @@ def append_kv_kernel(
     # Copy the key and the value, rotated if asked for, and quantised where the cache is.
     cos = sin = None
     if cos_ref is not None:
-        cos, sin = load_rotation(cos_ref, sin_ref, position, num_positions, pairs, block_pairs)
+        cos, sin = load_rotation(cos_ref, sin_ref, position, pairs, block_pairs)
     k_scale = None
     if k_scale_ref is not None:
         k_scale = load_scale(k_scale_ref, head, writes)
@@ -240,13 +236,9 @@ def append_kv(
         ),
         outputs,
         out_specs,
-        cache_arguments(cache, operands.k_pages, operands.v_pages)
+        cache_arguments(operands.k_pages, operands.v_pages)
         | {
             "num_tokens": spec.tokens,
-            "num_sequences": spec.batch,
-            "num_positions": None if cos is None else cos.shape[0],
-            "heads_q": spec.heads_q,
-            "heads_kv": cache.heads,
             "pairs": pairs,
             "interleaved": spec.interleaved,
             "block_pairs": padded_head_dim(pairs),

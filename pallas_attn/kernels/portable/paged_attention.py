@@ -31,7 +31,7 @@ from pallas_attn.kernels.library.quantized import (
 from pallas_attn.kernels.library.scores import attention_mask
 from pallas_attn.kernels.library.sequences import locate_tokens
 from pallas_attn.kernels.library.softmax import LN2, add_sink, online_softmax_update
-from pallas_attn.kernels.library.tiles import arange, count_tiles, tile_start
+from pallas_attn.kernels.library.tiles import Visible, arange, count_tiles, tile_start
 from pallas_attn.kernels.portable.combine import merge_splits
 from pallas_attn.launch import launch
 from pallas_attn.targets import num_sms
@@ -61,23 +61,15 @@ def paged_attention_kernel(
     out_ref,
     lse_ref,
     *,
-    num_tokens,
-    num_sequences,
-    num_pages,
-    max_pages,
     num_splits,
-    scale,
-    exp2_scale,
-    softcap,
+    rule,
     window_left,
     heads_kv,
     group_size,
-    page_size,
     head_dim,
     head_dim_v,
     block_d,
     block_dv,
-    scale_first,
     upcast,
     skips_masks,
     block_rows,
@@ -101,9 +93,10 @@ def paged_attention_kernel(
     skips_masks: tiles of keys that all rows see have a loop of their own, without a mask.
     """
     # Locate the rows and the split's share of the keys that they see.
-    split = pl.program_id(1)
+    (num_pages, page_size, _), scale, split = k_ref.shape, rule.scale, pl.program_id(1)
+    num_sequences, max_pages = tables_ref.shape
     sequence, first_token, tokens, start_row = locate_tokens(
-        cu_seqlens_q_ref, pl.program_id(0) // heads_kv, num_tokens, group_size, block_rows
+        cu_seqlens_q_ref, pl.program_id(0) // heads_kv, q_ref.shape[0], group_size, block_rows
     )
     length = plt.load(
         lens_ref.at[jnp.minimum(sequence, num_sequences - 1)],
@@ -131,16 +124,16 @@ def paged_attention_kernel(
     acc = [jnp.zeros((block_rows, block_dv), jnp.float32) for _ in q]
 
     # Visit the split's tiles of keys; only tiles at the edges are masked.
-    before, full, after = count, 0, 0
+    visible = Visible(0, count, 0, 0)
     if skips_masks:
-        before, full, after = tiles_at_edges(
+        visible = tiles_at_edges(
             diagonal + first, diagonal + last, first_tile, count, window_left, block_kv
         )
     for masked in (False, True)[0 if skips_masks else 1 :]:
 
         def visit(index, carry, masked=masked):
             m_i, l_i, acc = carry
-            start = tile_start(index, first_tile * block_kv, before, full, block_kv, masked)
+            start = first_tile * block_kv + tile_start(index, visible, block_kv, masked)
             key = start + arange(block_kv)
             exists = key < end
             page, slot = locate_keys(
@@ -148,11 +141,11 @@ def paged_attention_kernel(
             )
             # s = scale · q kᵀ
             k = load_rows_at(k_ref, (page, slot), exists, head_dim, block_d)
-            s = scores(q, unpack(k, upcast), scale, softcap, scale_first)
+            s = scores(q, unpack(k, upcast), rule._replace(scale=scale))
             if masked:
                 s = attention_mask(s, position[:, None], key[None, :], end, window_left, 0)
             # p = exp(s - max), and rescale what was accumulated
-            p, alpha, m_i, l_i = online_softmax_update(s, m_i, l_i, exp2_scale)
+            p, alpha, m_i, l_i = online_softmax_update(s, m_i, l_i, rule.exp2_scale)
             acc = [x * alpha[:, None] for x in acc]
             p = p.astype(q[0].dtype)
             # acc += p v
@@ -160,7 +153,7 @@ def paged_attention_kernel(
             acc = add_pv(acc, p, unpack(v, upcast))
             return m_i, l_i, acc
 
-        tiles = count_tiles(before, full, after, masked)
+        tiles = count_tiles(visible, masked)
         m_i, l_i, acc = lax.fori_loop(0, tiles, visit, (m_i, l_i, acc))
 
     # Normalise and store.
@@ -240,8 +233,6 @@ def paged_attention(
         ),
         decode_arguments(spec, k_pages, v_pages, backend.target)
         | {
-            "num_tokens": spec.tokens,
-            "num_sequences": spec.batch,
             "num_splits": splits,
             "heads_kv": heads_kv,
             "skips_masks": skips_masks(spec),

@@ -59,21 +59,15 @@ def paged_decode_kernel(
     outs_ref,
     lses_ref,
     *,
-    num_pages,
-    max_pages,
     num_splits,
-    scale,
-    exp2_scale,
-    softcap,
+    rule,
     window_left,
     tokens,
     group_size,
-    page_size,
     head_dim,
     head_dim_v,
     block_d,
     block_dv,
-    scale_first,
     upcast,
     block_rows,
     block_kv,
@@ -96,7 +90,8 @@ def paged_decode_kernel(
     """
     # Locate the rows and the split's share of the keys.
     tile, split = pl.program_id(0), pl.program_id(3)
-    capacity = max_pages * page_size
+    (num_pages, page_size, _), scale = k_ref.shape, rule.scale
+    capacity = table_ref.shape[0] * page_size
     begin, length = keys_of_sequence(len_ref, capacity, tokens, window_left)
     first, count, total = share_of_tiles(begin, length, split, num_splits, block_kv)
     # A split with all tiles gives the result, else each gives a part that `combine` merges.
@@ -123,12 +118,12 @@ def paged_decode_kernel(
         page, slot = locate_keys(table_ref, start, length, num_pages, page_size, block_kv)
         # s = scale · q kᵀ
         k = load_rows_at(k_ref, (page, slot), exists, head_dim, block_d)
-        s = scores(q, unpack(k, upcast), scale, softcap, scale_first)
+        s = scores(q, unpack(k, upcast), rule._replace(scale=scale))
         s = attention_mask(
             s, position[:, None], key[None, :], length, window_left, 0 if tokens > 1 else None
         )
         # p = exp(s - max), and rescale what was accumulated
-        p, alpha, m_i, l_i = online_softmax_update(s, m_i, l_i, exp2_scale)
+        p, alpha, m_i, l_i = online_softmax_update(s, m_i, l_i, rule.exp2_scale)
         acc = [x * alpha[:, None] for x in acc]
         p = p.astype(q[0].dtype)
         # acc += p v
