@@ -17,7 +17,7 @@ from pallas_attn.kernels.library.sequences import (
     with_batch,
     without_batch,
 )
-from pallas_attn.kernels.library.softmax import LOG2E
+from pallas_attn.kernels.library.softmax import LOG2E, lse_in_base_2
 from pallas_attn.kernels.library.tiles import ROW_PADDING
 from twin_attention.contract.operands import AttentionOperands
 from twin_attention.contract.spec import AttentionSpec
@@ -80,7 +80,7 @@ def prepare_rows(
     """
     products = dout.astype(jnp.float32) * out.astype(jnp.float32)
     delta = jnp.swapaxes(jnp.sum(products, 3), 1, 2)
-    lse2 = jnp.where(lse == float("-inf"), float("inf"), lse) * LOG2E
+    lse2 = lse_in_base_2(lse)
     if dlse is not None:
         dlse = jnp.where(lse == float("-inf"), 0.0, dlse)
     cu_seqlens_q = masks.offsets.cu_seqlens_q

@@ -25,7 +25,7 @@ from pallas_attn.kernels.library.scores import (
 )
 from pallas_attn.kernels.library.segments import STAYS, VISITED, load_segments
 from pallas_attn.kernels.library.sequences import count_sequence_tiles, first_tile, locate_tile
-from pallas_attn.kernels.library.softmax import LOG2E
+from pallas_attn.kernels.library.softmax import lse_in_base_2
 from pallas_attn.kernels.library.tiles import (
     ROW_PADDING,
     arange,
@@ -94,7 +94,7 @@ def flash_bwd_preprocess_kernel(
     do = as_multiplied(do, precision)
     delta = jnp.sum(do.astype(jnp.float32) * out.astype(jnp.float32), 1)
     lse = load_rows(lse_ref, start_q, seq_q, block_q, float("inf"))
-    lse2 = jnp.where(lse == float("-inf"), float("inf"), lse) * LOG2E
+    lse2 = lse_in_base_2(lse)
     if dlse_ref is not None:
         dlse = load_rows(dlse_ref, start_q, seq_q, block_q, 0.0)
         delta = delta - jnp.where(lse == float("-inf"), 0.0, dlse)

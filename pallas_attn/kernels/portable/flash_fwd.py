@@ -20,7 +20,12 @@ from pallas_attn.kernels.library.sequences import (
     with_batch,
     without_batch,
 )
-from pallas_attn.kernels.library.softmax import LN2, LOG2E, add_sink, online_softmax_update
+from pallas_attn.kernels.library.softmax import (
+    LOG2E,
+    add_sink,
+    finish_softmax,
+    online_softmax_update,
+)
 from pallas_attn.kernels.library.tiles import (
     arange,
     load_tile,
@@ -132,8 +137,7 @@ def flash_fwd_kernel(
     # Normalise and store.
     if sink_ref is not None:
         _alpha, m_i, l_i = add_sink(sink_ref[...], m_i, l_i)
-    l_safe = jnp.where(l_i == 0.0, 1.0, l_i)
-    lse = m_i * LN2 + jnp.log(l_safe)
+    l_safe, lse = finish_softmax(m_i, l_i)
     out = acc / l_safe[:, None]
     store_tile(out_ref, out, start_q, seq_q, block_q, head_dim_v)
     store_rows(lse_ref, lse, start_q, seq_q, block_q)

@@ -39,7 +39,6 @@ from pallas_attn.kernels.sm90.keys import (
     Group,
     Memory,
     allocate_memory,
-    head_of,
     locate,
     produce,
     release_all,
@@ -293,7 +292,7 @@ def store(kernel, keys, dk, dv):
     work, w = keys.work, keys.w
     k, v = kernel.memory.k_tiles.tile(w), kernel.memory.v_tiles.tile(w)
     dk = dk * kernel.problem.rule.scale
-    place = work.batch, head_of(kernel.group, work.place), keys.start_row
+    place = work.batch, work.head_kv, keys.start_row
     if kernel.problem.packed:
         store_rows_of_pieces(dk, k, kernel.outputs.dk, *place, work.place.end)
         store_rows_of_pieces(dv, v, kernel.outputs.dv, *place, work.place.end)

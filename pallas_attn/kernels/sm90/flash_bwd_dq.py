@@ -37,10 +37,10 @@ from pallas_attn.kernels.explicit.wgmma_launch import Problem, launch
 from pallas_attn.kernels.explicit.wgmma_scores import hide_keys, visible_scores
 from pallas_attn.kernels.gradients import Sources
 from pallas_attn.kernels.library.sequences import count_sequence_tiles
-from pallas_attn.kernels.library.softmax import LOG2E
+from pallas_attn.kernels.library.softmax import lse_in_base_2
 from pallas_attn.kernels.library.tiles import ROW_PADDING
 from pallas_attn.kernels.sm90.gradient_tiles import block_tiles, make_tiles, values_and_factors
-from pallas_attn.kernels.sm90.work import Work, locate_queries
+from pallas_attn.kernels.sm90.work import locate_queries
 from pallas_attn.targets import num_sms
 from twin_attention.contract.validate import fail
 from twin_attention.targets.sm90 import has_large_heads
@@ -143,13 +143,13 @@ def flash_bwd_dq_kernel(sources, offsets, schedule, outputs, counter, *, memory,
 def locate(kernel, item):
     """Return the work of a tile of queries: queries are counted from the first of all."""
     problem = kernel.problem
-    located = locate_queries(problem, kernel.sources.q.shape[2], item)
-    batch, place, diagonal, visible, last_start = located
+    work, visible, last_start = locate_queries(problem, kernel.sources.q.shape[2], item)
+    masked_steps, steps = count_steps(visible)
 
     def visited(step):
         return tile_start(step, visible, problem.block_kv, last_start)
 
-    return Work(batch, place, diagonal, visited, *count_steps(visible))
+    return work._replace(visited=visited, masked_steps=masked_steps, steps=steps)
 
 
 def produce(kernel):
@@ -300,9 +300,8 @@ def prepare_rows(kernel, w, work):
             # The next sequence's rows, or padding.
             delta = jnp.where(lse == float("inf"), 0.0, delta)
         delta = delta - dlse
-    lse2 = jnp.where(lse == float("-inf"), float("inf"), lse) * LOG2E
-    first_row = work.place.tile * problem.block_q
-    place = work.batch, work.place.head, first_row + w * WGMMA_ROWS
+    lse2 = lse_in_base_2(lse)
+    place = work.batch, work.place.head, work.first_row + w * WGMMA_ROWS
     store_row_values(lse2, kernel.outputs.lse2, *place, None, of_row)
     store_row_values(delta, kernel.outputs.delta, *place, None, of_row)
     if packed:

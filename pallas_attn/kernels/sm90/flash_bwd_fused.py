@@ -39,7 +39,6 @@ from pallas_attn.kernels.sm90.keys import (
     Group,
     Memory,
     allocate_memory,
-    head_of,
     locate,
     produce,
     release_all,
@@ -465,7 +464,7 @@ def finish(kernel, w, ds, dk, end):
 def store(kernel, own, dk, dv):
     """Scale and store a warpgroup's rows of dk and dv, or add them to the sums; free k and v."""
     memory, outputs, work, w = kernel.memory, kernel.outputs, own.work, own.w
-    place = work.batch, head_of(kernel.group, work.place), work.place.start + w * WGMMA_ROWS
+    place = work.batch, work.head_kv, work.place.start + w * WGMMA_ROWS
     if outputs.dk_sum is None:
         store_tile(dk * kernel.problem.rule.scale, memory.k_tiles.tile(w), outputs.dk, *place)
         store_tile(dv, memory.v_tiles.tile(w), outputs.dv, *place)

@@ -69,9 +69,9 @@ from pallas_attn.kernels.library.sequences import (
     with_batch,
     without_batch,
 )
-from pallas_attn.kernels.library.softmax import LN2, LOG2E
+from pallas_attn.kernels.library.softmax import LOG2E, finish_softmax
 from pallas_attn.kernels.library.tiles import cdiv
-from pallas_attn.kernels.sm90.work import Work, locate_queries
+from pallas_attn.kernels.sm90.work import locate_queries
 from pallas_attn.targets import num_sms
 from twin_attention.contract.operands import AttentionOperands
 from twin_attention.contract.spec import AttentionSpec
@@ -215,10 +215,10 @@ def locate(kernel, item):
     """Return the work of an item; `visited` returns where keys end as well, None if after it."""
     inputs, problem = kernel.inputs, kernel.problem
     lists, block_kv = inputs.lists, problem.block_kv
-    batch, place, diagonal, visible, last_start = locate_queries(problem, inputs.q.shape[2], item)
+    work, visible, last_start = locate_queries(problem, inputs.q.shape[2], item)
     if lists.tiles is not None:
         tile_q, tile_kv = kernel.list_tile
-        kept = find_list(lists, batch, place.head, place.start // tile_q, tile_kv)
+        kept = find_list(lists, work.batch, work.place.head, work.place.start // tile_q, tile_kv)
         visible = kept_tiles(kept, visible, problem.window, block_kv)
     _begin, before, full, after = visible
 
@@ -229,11 +229,11 @@ def locate(kernel, item):
         if lists.tiles is not None:
             return kept_row(kept, start, problem.seq_kv)
         may_end = problem.packed or problem.seq_kv % block_kv
-        return start, place.size_other if may_end else None
+        return start, work.place.size_other if may_end else None
 
     # One tile is visited where none is seen, and hides all.
     steps = jnp.maximum(before + full + after, 1)
-    return Work(batch, place, diagonal, visited, before + after, steps)
+    return work._replace(visited=visited, masked_steps=before + after, steps=steps)
 
 
 def produce(kernel):
@@ -525,8 +525,7 @@ def finish_rows(kernel, queries, m_i, l_i):
     if sink is not None:
         m_safe = jnp.where(m_end == float("-inf"), 0.0, m_end)
         total = total + jnp.exp2(sink - m_safe)
-    l_safe = jnp.where(total == 0.0, 1.0, total)
-    lse = m_end * LN2 + jnp.log(l_safe)
+    l_safe, lse = finish_softmax(m_end, total)
     num_rows = work.place.end if packed or problem.seq_q % problem.block_q else None
     place = work.batch, work.place.head, start_row, num_rows
     store_row_values(lse, kernel.outputs.lse, *place, WGMMA.reduce(1))

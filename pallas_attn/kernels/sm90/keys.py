@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_attn.kernels.explicit.items import Place, Queue, allocate_hand_over
+from pallas_attn.kernels.explicit.items import Queue, allocate_hand_over
 from pallas_attn.kernels.explicit.steps import count_steps, tile_start
 from pallas_attn.kernels.explicit.tma import Tiles, load_tile
 from pallas_attn.kernels.explicit.wgmma import WGMMA_ROWS
@@ -98,6 +98,8 @@ def locate(problem: Problem, group: Group, item: Any) -> Work:
     parts = group.heads // group.members
     batch, place = place_of(item, problem.seq_kv, problem.seq_q, parts, block_kv)
     diagonal, num_queries = place.end - place.size_other, place.size_other
+    first_row = first_tile(place.first_other, place.sequence, ROW_PADDING) * ROW_PADDING
+    head_kv = place.head // (group.size // group.members)
     visible = visible_tiles(
         place.start, place.end, num_queries, -diagonal, window.right, window.left, block_kv, block_q
     )
@@ -108,17 +110,7 @@ def locate(problem: Problem, group: Group, item: Any) -> Work:
     def visited(step):
         return tile_start(step, visible, block_q, last_start)
 
-    return Work(batch, place, diagonal, visited, *count_steps(visible))
-
-
-def head_of(group: Group, place: Place) -> Any:
-    """Return the kv head of a place."""
-    return place.head // (group.size // group.members)
-
-
-def first_row(place: Place) -> Any:
-    """Return the first row of lse2 and delta of a place's sequence."""
-    return first_tile(place.first_other, place.sequence, ROW_PADDING) * ROW_PADDING
+    return Work(batch, place, head_kv, first_row, diagonal, visited, *count_steps(visible))
 
 
 def release_all(memory: Memory, w: int) -> None:
@@ -159,14 +151,14 @@ def produce(inputs: Inputs, memory: Memory, problem: Problem, group: Group, queu
     def load_all(item, step):
         work = locate(problem, group, item)
         batch, place, steps = work.batch, work.place, work.steps
-        head_kv, start_kv = head_of(group, place), place.start
-        first_q, row = place.first_other, first_row(place)
+        head_kv, start_kv = work.head_kv, place.start
+        first_q, first_row = place.first_other, work.first_row
         if problem.packed:
             # Without queries all factors are 0: what is past the last row. Keys may be padding,
             # which may be NaN.
             has_queries = place.size_other > 0
             first_q = jnp.where(has_queries, first_q, problem.seq_q)
-            row = jnp.where(has_queries, row, inputs.lse2.shape[2])
+            first_row = jnp.where(has_queries, first_row, inputs.lse2.shape[2])
             start_kv = jnp.where(has_queries, start_kv, problem.seq_kv)
 
         def load_keys():
@@ -180,7 +172,7 @@ def produce(inputs: Inputs, memory: Memory, problem: Problem, group: Group, queu
             now = step + index
             start = work.visited(index % steps)
             head = place.head * group.members + index // steps
-            rows = (first_q + start, row + start) if problem.packed else (start, start)
+            rows = (first_q + start, first_row + start) if problem.packed else (start, start)
             load_q(now, batch, head, *rows)
             # After q, which does not wait for the end of the tile before.
             pl.when(index == 0)(load_keys)

@@ -15,6 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_attn.kernels.explicit.barriers import warpgroup_barrier
+from pallas_attn.kernels.explicit.items import Place
 from pallas_attn.kernels.explicit.programs import for_each_tile, run_warpgroups
 from pallas_attn.kernels.explicit.registers import as_columns, iota
 from pallas_attn.kernels.explicit.schedule import make_schedule
@@ -32,7 +33,7 @@ from pallas_attn.kernels.explicit.wgmma_scores import visible_scores
 from pallas_attn.kernels.gradients import Inputs
 from pallas_attn.kernels.library.tiles import split_step, visible_tiles
 from pallas_attn.kernels.sm90.gradient_tiles import block_tiles, values_and_factors
-from pallas_attn.kernels.sm90.work import Work, place_of
+from pallas_attn.kernels.sm90.work import Work
 from pallas_attn.targets import num_sms
 from twin_attention.targets.steps import exchange_sides
 
@@ -171,13 +172,13 @@ def locate(kernel, item):
     problem, heads_kv = kernel.problem, kernel.inputs.k.shape[2]
     group_size, window = kernel.inputs.q.shape[2] // heads_kv, problem.window
     block_q, block_kv = problem.block_q, problem.block_kv
-    batch, place = place_of(item, problem.seq_kv, problem.seq_q, heads_kv, block_kv)
-    padded_rows, diagonal = (
-        pl.cdiv(problem.seq_q, block_q) * block_q,
-        problem.seq_kv - problem.seq_q,
-    )
+    num_tiles = pl.cdiv(problem.seq_kv, block_kv)
+    batch, head_kv = item // num_tiles // heads_kv, item // num_tiles % heads_kv
+    start_kv = item % num_tiles * block_kv
+    padded_rows = pl.cdiv(problem.seq_q, block_q) * block_q
+    diagonal = problem.seq_kv - problem.seq_q
     visible = visible_tiles(
-        place.start, problem.seq_kv, padded_rows, -diagonal, window.right, window.left, block_kv,
+        start_kv, problem.seq_kv, padded_rows, -diagonal, window.right, window.left, block_kv,
         block_q,
     )  # fmt: skip
     masked_steps, steps = count_steps(visible)
@@ -192,9 +193,11 @@ def locate(kernel, item):
         )
         index = jnp.where(is_edge, index, index + masked_steps)
         start = tile_start(index, visible, block_q, padded_rows - block_q)
-        return place.head * group_size + member, start
+        return head_kv * group_size + member, start
 
-    return Work(batch, place, diagonal, visited, masked_steps * group_size, steps * group_size)
+    place = Place(head_kv, None, start_kv, problem.seq_kv, 0, problem.seq_q, 0)
+    counts = masked_steps * group_size, steps * group_size
+    return Work(batch, place, head_kv, 0, diagonal, visited, *counts)
 
 
 def produce(kernel):
@@ -291,7 +294,7 @@ def compute_tile(kernel, w, item, step):
     warpgroup_barrier()
     if kernel.v is not None:
         gradient = gradient * kernel.problem.rule.scale
-    place = work.batch, work.place.head, keys.start_row
+    place = work.batch, work.head_kv, keys.start_row
     store_tile(gradient, kernel.stored(w), kernel.gradient, *place)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     plgpu.barrier_arrive(kernel.memory.kv_empty.at[w])

@@ -13,6 +13,8 @@ class Work(NamedTuple):
 
     Attributes:
         batch, place: where it is. A dense batch is one sequence.
+        head_kv: the kv head of a tile of keys.
+        first_row: its first row of lse2 and delta, or its sequence's first one if it has keys.
         diagonal: the key position of query 0 of its sequence.
         visited: the first row of a step's tile; `flash_fwd` has the end of keys as well.
         masked_steps, steps: how many tiles are at edges, which come first, and in all.
@@ -20,10 +22,12 @@ class Work(NamedTuple):
 
     batch: Any
     place: Place
+    head_kv: Any
+    first_row: Any
     diagonal: Any
-    visited: Callable[..., Any]
-    masked_steps: Any
-    steps: Any
+    visited: Callable[..., Any] | None = None
+    masked_steps: Any = None
+    steps: Any = None
 
 
 def place_of(item: Any, rows: int, rows_other: int, heads: int, block: int) -> tuple[Any, Place]:
@@ -43,20 +47,22 @@ def place_of(item: Any, rows: int, rows_other: int, heads: int, block: int) -> t
     return batch, Place(head, tile, start, rows, 0, rows_other, 0)
 
 
-def locate_queries(problem: Problem, heads: int, item: Any) -> tuple[Any, Place, Any, Visible, Any]:
+def locate_queries(problem: Problem, heads: int, item: Any) -> tuple[Work, Visible, Any]:
     """Locate a tile of queries.
 
     Returns:
-        The batch element, the place, the key position of row 0, the tiles of keys that its rows
-        see, and the first key of the last tile of all.
+        Its work, but for what it visits; the tiles of keys that its rows see; and the first key of
+        the last tile of all.
     """
     batch, place = place_of(item, problem.seq_q, problem.seq_kv, heads, problem.block_q)
+    first_row = place.tile * problem.block_q
     diagonal, window = place.size_other - place.end, problem.window
     visible = visible_tiles(
         place.start, place.end, place.size_other, diagonal, window.left, window.right,
         problem.block_q, problem.block_kv,
     )  # fmt: skip
-    return batch, place, diagonal, visible, last_tile(place.size_other, problem.block_kv)
+    work = Work(batch, place, None, first_row, diagonal)
+    return work, visible, last_tile(place.size_other, problem.block_kv)
 
 
 def last_tile(size: Any, block: int) -> Any:
