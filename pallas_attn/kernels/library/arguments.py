@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from jax.experimental import pallas as pl
@@ -33,60 +34,30 @@ def cache_arguments(k_pages: Any, v_pages: Any) -> dict[str, Any]:
     }
 
 
-# BlockSpecs of a paged decode, whose grid is (row tiles, kv heads, batch, splits).
+# What a program reads of an axis: all of it, or all columns, padded to a power of two.
+ALL, COLUMNS = "all", "columns"
 
 
-def tokens_spec(x: Any, group_size: int) -> pl.BlockSpec:
-    """Return the BlockSpec of a kv head's query heads.
-
-    Args:
-        x: [B, T, Hq, D] gives [T, group_size, D]; [B, Hq, T] gives [group_size, T].
-        group_size: query heads of a kv head.
-    """
-    if len(x.shape) == 3:
-        block = (None, group_size, x.shape[2])
-        return pl.BlockSpec(block, lambda tile, head, batch, split: (batch, head, 0))
-    block = (None, x.shape[1], group_size, padded_head_dim(x.shape[3]))
-    return pl.BlockSpec(block, lambda tile, head, batch, split: (batch, 0, head, 0))
-
-
-def split_spec(x: Any, group_size: int) -> pl.BlockSpec:
-    """Return the BlockSpec of a kv head's query heads in the results of one split.
+def block_spec(
+    x: Any, place: Callable[..., Mapping[str, Any]], *axes: str | tuple[str, int]
+) -> pl.BlockSpec | None:
+    """Return what a program reads of `x`, None for None.
 
     Args:
-        x: [N, B, T, Hq, Dv] gives [T, group_size, Dv]; [N, B, Hq, T] gives [group_size, T].
-        group_size: query heads of a kv head.
+        place: returns a program's numbers, such as that of its head, from its place in the grid.
+        axes: what it reads of each axis: ALL, COLUMNS, the one with the number of this name, or
+            that many of them, from that multiple on. `x` may have fewer.
     """
-    if len(x.shape) == 4:
-        block = (None, None, group_size, x.shape[3])
-        return pl.BlockSpec(block, lambda tile, head, batch, split: (split, batch, head, 0))
-    block = (None, None, x.shape[2], group_size, padded_head_dim(x.shape[4]))
-    return pl.BlockSpec(block, lambda tile, head, batch, split: (split, batch, 0, head, 0))
-
-
-def pool_spec(x: Any) -> pl.BlockSpec:
-    """Return the BlockSpec of one head of every page: [P, page_size, Hkv, D] gives
-    [P, page_size, D].
-    """
-    block = (*x.shape[:2], None, padded_head_dim(x.shape[3]))
-    return pl.BlockSpec(block, lambda tile, head, batch, split: (0, 0, head, 0))
-
-
-def sequence_spec(x: Any) -> pl.BlockSpec:
-    """Return the BlockSpec of one sequence: [B, ...] gives [...]."""
-    rest = (0,) * (x.ndim - 1)
-    return pl.BlockSpec((None, *x.shape[1:]), lambda tile, head, batch, split: (batch, *rest))
-
-
-def sinks_spec(x: Any, group_size: int) -> pl.BlockSpec | None:
-    """Return the BlockSpec of a kv head's query heads: [Hq] gives [group_size], None gives None."""
     if x is None:
         return None
-    return pl.BlockSpec((group_size,), lambda tile, head, batch, split: (head,))
+    axes = axes[: len(x.shape)]
 
+    def size_of(axis, size):
+        whole = {ALL: size, COLUMNS: padded_head_dim(size)}
+        return axis[1] if isinstance(axis, tuple) else whole.get(axis)
 
-def scale_spec(x: Any) -> pl.BlockSpec | None:
-    """Return the BlockSpec of a kv head's scale: [] or [Hkv] gives [], None gives None."""
-    if x is None:
-        return None
-    return pl.BlockSpec((None,) * x.ndim, lambda tile, head, batch, split: (head,) * x.ndim)
+    def index(*program):
+        numbers = place(*program)
+        return tuple(numbers.get(x[0] if isinstance(x, tuple) else x, 0) for x in axes)
+
+    return pl.BlockSpec(tuple(map(size_of, axes, x.shape)), index)

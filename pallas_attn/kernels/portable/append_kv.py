@@ -6,7 +6,7 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from pallas_attn.kernels.library.arguments import cache_arguments
+from pallas_attn.kernels.library.arguments import ALL, COLUMNS, block_spec, cache_arguments
 from pallas_attn.kernels.library.pages import load_rows_at, store_rows_at
 from pallas_attn.kernels.library.quantized import quantize
 from pallas_attn.kernels.library.rotary import load_rotation, rotate
@@ -183,30 +183,19 @@ def append_kv(
     cache, q, cos = spec.cache, operands.q, operands.rotary_cos
     pairs = spec.rotary_dim // 2
 
-    def of_token(x):
-        if x is None or spec.packed:
-            return of_rows(x)
-        block = (None, None, x.shape[2], padded_head_dim(x.shape[3]))
-        return pl.BlockSpec(block, lambda tile, token, batch: (batch, token, 0, 0))
+    rows, of_batch = (ALL, COLUMNS), ALL if spec.packed else "batch"
+    of_tokens = (ALL, *rows) if spec.packed else ("batch", "token", *rows)
+    of_pool = ALL, ALL, *rows
 
-    def of_sequence(x):
-        if spec.packed:
-            return of_all(x)
-        rest = (0,) * (x.ndim - 1)
-        return pl.BlockSpec((None, *x.shape[1:]), lambda tile, token, batch: (batch, *rest))
+    def place(*program):
+        return {} if spec.packed else dict(zip(("tile", "token", "batch"), program, strict=True))
 
-    def of_all(x):
-        return None if x is None else pl.BlockSpec(x.shape, lambda *_: (0,) * x.ndim)
-
-    def of_rows(x):
-        if x is None:
-            return None
-        shape = (*x.shape[:-1], padded_head_dim(x.shape[-1]))
-        return pl.BlockSpec(shape, lambda *_: (0,) * x.ndim)
+    def of(x, *axes):
+        return block_spec(x, place, *axes)
 
     outputs = operands.k_pages, operands.v_pages, *(() if q is None else (q,))
     outputs = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in outputs)
-    out_specs = *map(of_rows, outputs[:2]), *map(of_token, outputs[2:])
+    out_specs = *(of(x, *of_pool) for x in outputs[:2]), *(of(x, *of_tokens) for x in outputs[2:])
     heads = max(cache.heads, spec.heads_q)
 
     def grid(config):
@@ -221,18 +210,18 @@ def append_kv(
         grid,
         operands,
         (
-            of_token(operands.k_new),
-            of_token(operands.v_new),
-            of_rows(operands.k_pages),
-            of_rows(operands.v_pages),
-            of_sequence(operands.block_tables),
-            of_sequence(operands.seq_lens),
-            of_all(operands.k_scale),
-            of_all(operands.v_scale),
-            of_all(operands.cu_seqlens_q),
-            of_token(q),
-            of_rows(cos),
-            of_rows(operands.rotary_sin),
+            of(operands.k_new, *of_tokens),
+            of(operands.v_new, *of_tokens),
+            of(operands.k_pages, *of_pool),
+            of(operands.v_pages, *of_pool),
+            of(operands.block_tables, of_batch, ALL),
+            of(operands.seq_lens, of_batch),
+            of(operands.k_scale, ALL),
+            of(operands.v_scale, ALL),
+            of(operands.cu_seqlens_q, ALL),
+            of(q, *of_tokens),
+            of(cos, *rows),
+            of(operands.rotary_sin, *rows),
         ),
         outputs,
         out_specs,

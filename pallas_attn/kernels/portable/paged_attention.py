@@ -12,7 +12,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from pallas_attn.kernels.library.arguments import decode_arguments
+from pallas_attn.kernels.library.arguments import ALL, COLUMNS, block_spec, decode_arguments
 from pallas_attn.kernels.library.pages import (
     keys_of_tokens,
     load_rows_at,
@@ -30,14 +30,13 @@ from pallas_attn.kernels.library.quantized import (
 )
 from pallas_attn.kernels.library.scores import attention_mask
 from pallas_attn.kernels.library.sequences import locate_tokens
-from pallas_attn.kernels.library.softmax import LN2, add_sink, online_softmax_update
+from pallas_attn.kernels.library.softmax import add_sink, finish_softmax, online_softmax_update
 from pallas_attn.kernels.library.tiles import Visible, arange, count_tiles, tile_start
 from pallas_attn.kernels.portable.combine import merge_splits
 from pallas_attn.launch import launch
 from pallas_attn.targets import num_sms
 from twin_attention.contract.operands import PagedOperands
 from twin_attention.contract.spec import PagedSpec
-from twin_attention.targets.config import padded_head_dim
 from twin_attention.targets.family import Backend
 from twin_attention.targets.splits import (
     block_rows,
@@ -160,8 +159,7 @@ def paged_attention_kernel(
     if sinks_ref is not None:
         alpha, m_i, l_i = add_sink(sinks_ref[head], m_i, l_i)
         acc = [x * alpha[:, None] for x in acc]
-    l_safe = jnp.where(l_i == 0.0, 1.0, l_i)
-    lse = m_i * LN2 + jnp.log(l_safe)
+    l_safe, lse = finish_softmax(m_i, l_i)
     out = [x / l_safe[:, None] for x in acc]
     if v_scale_ref is not None:
         v_scale = v_scale_ref[...]
@@ -193,22 +191,13 @@ def paged_attention(
     outs = jax.ShapeDtypeStruct(shape, q.dtype if splits == 1 else jnp.float32)
     lses = jax.ShapeDtypeStruct((splits, spec.heads_q, spec.tokens), jnp.float32)
 
-    def of_head(block, *place):
-        """Return the BlockSpec of a block at a place: "head" and "split" are the program's."""
+    heads = "head", group
 
-        def index(program, split):
-            return tuple({"head": program % heads_kv, "split": split}.get(x, x) for x in place)
+    def place(program, split):
+        return {"head": program % heads_kv, "split": split}
 
-        return pl.BlockSpec(block, index)
-
-    def of_pool(x):
-        return of_head((*x.shape[:2], None, padded_head_dim(x.shape[3])), 0, 0, "head", 0)
-
-    def of_scale(x):
-        return None if x is None else of_head((None,) * x.ndim, *("head",) * x.ndim)
-
-    def of_all(x):
-        return of_head(x.shape, *(0,) * x.ndim)
+    def of(x, *axes):
+        return block_spec(x, place, *axes)
 
     outs, lses = launch(
         kernel,
@@ -216,21 +205,18 @@ def paged_attention(
         lambda config: (num_row_tiles(spec, rows) * heads_kv, splits),
         (q, k_pages, v_pages, block_tables, seq_lens, offsets, sinks, k_scale, v_scale),
         (
-            of_head((spec.tokens, group, padded_head_dim(spec.head_dim)), 0, "head", 0),
-            of_pool(k_pages),
-            of_pool(v_pages),
-            of_all(block_tables),
-            of_all(seq_lens),
-            of_all(offsets),
-            None if sinks is None else of_head((group,), "head"),
-            of_scale(k_scale),
-            of_scale(v_scale),
+            of(q, ALL, heads, COLUMNS),
+            of(k_pages, ALL, ALL, "head", COLUMNS),
+            of(v_pages, ALL, ALL, "head", COLUMNS),
+            of(block_tables, ALL, ALL),
+            of(seq_lens, ALL),
+            of(offsets, ALL),
+            of(sinks, heads),
+            of(k_scale, "head"),
+            of(v_scale, "head"),
         ),
         (outs, lses),
-        (
-            of_head((None, spec.tokens, group, padded_head_dim(shape[3])), "split", 0, "head", 0),
-            of_head((None, group, spec.tokens), "split", "head", 0),
-        ),
+        (of(outs, "split", ALL, heads, COLUMNS), of(lses, "split", heads, ALL)),
         decode_arguments(spec, k_pages, v_pages, backend.target)
         | {
             "num_splits": splits,
