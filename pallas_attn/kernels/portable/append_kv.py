@@ -6,13 +6,13 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from pallas_attn.kernels.library.arguments import ALL, COLUMNS, block_spec, cache_arguments
+from pallas_attn.kernels.library.arguments import cache_arguments
 from pallas_attn.kernels.library.pages import load_rows_at, store_rows_at
 from pallas_attn.kernels.library.quantized import quantize
 from pallas_attn.kernels.library.rotary import load_rotation, rotate
 from pallas_attn.kernels.library.sequences import locate_tokens
 from pallas_attn.kernels.library.tiles import arange
-from pallas_attn.launch import launch
+from pallas_attn.launch import ALL, COLUMNS, block_spec, launch
 from twin_attention.contract.operands import AppendOperands
 from twin_attention.contract.spec import AppendSpec
 from twin_attention.targets.config import padded_head_dim

@@ -9,11 +9,10 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from pallas_attn.kernels.library.arguments import ALL, COLUMNS, block_spec
 from pallas_attn.kernels.library.pages import keys_of_sequence, load_rows_at, splits_with_keys
 from pallas_attn.kernels.library.softmax import LOG2E, add_sink_to_states, finish_softmax
 from pallas_attn.kernels.library.tiles import arange, cdiv, load_rows
-from pallas_attn.launch import launch
+from pallas_attn.launch import ALL, COLUMNS, block_spec, launch
 from twin_attention.contract.operands import DecodeOperands, PagedOperands
 from twin_attention.contract.spec import DecodeSpec, MergeSpec
 from twin_attention.targets.config import padded_head_dim

@@ -12,7 +12,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from pallas_attn.kernels.library.arguments import ALL, COLUMNS, block_spec, decode_arguments
+from pallas_attn.kernels.library.arguments import decode_arguments
 from pallas_attn.kernels.library.pages import (
     keys_of_tokens,
     load_rows_at,
@@ -33,7 +33,7 @@ from pallas_attn.kernels.library.sequences import locate_tokens
 from pallas_attn.kernels.library.softmax import add_sink, finish_softmax, online_softmax_update
 from pallas_attn.kernels.library.tiles import Visible, arange, count_tiles, tile_start
 from pallas_attn.kernels.portable.combine import merge_splits
-from pallas_attn.launch import launch
+from pallas_attn.launch import ALL, COLUMNS, block_spec, launch
 from pallas_attn.targets import num_sms
 from twin_attention.contract.operands import PagedOperands
 from twin_attention.contract.spec import PagedSpec
