@@ -5,11 +5,10 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-from jax import Array
 from jax.experimental import pallas as pl
 
 from pallas_attn.lowering import TritonCompilerParams
@@ -27,17 +26,50 @@ def flash_arguments(spec: AttentionSpec, interpreted: bool = False) -> dict[str,
 
     Products in Pallas's interpreter are IEEE's, whatever the problem's precision.
     """
-    window, rule = spec.bounded_window, spec.scores
+    rule = spec.scores
     return {
         "seq_q": spec.seq_q,
         "seq_kv": spec.seq_kv,
-        "diagonal": spec.diagonal,
         "rule": rule._replace(precision="ieee") if interpreted else rule,
-        "window_left": window.left,
-        "window_right": window.right,
+        "window": spec.bounded_window,
         "head_dim": spec.head_dim,
         "head_dim_v": spec.head_dim_v,
     }
+
+
+# What a program reads of an axis: all of it, or all columns, padded to a power of two.
+ALL, COLUMNS = "all", "columns"
+
+
+def block_spec(
+    x: Any, place: Callable[..., Mapping[str, Any]], *axes: str | tuple[str, int]
+) -> pl.BlockSpec | None:
+    """Return what a program reads of `x`, None for None.
+
+    Args:
+        place: returns a program's numbers, such as that of its head, from its place in the grid.
+        axes: what it reads of each axis: ALL, COLUMNS, the one with the number of this name, or
+            that many of them, from that multiple on. `x` may have fewer.
+    """
+    if x is None:
+        return None
+    axes = axes[: len(x.shape)]
+
+    def size_of(axis, size):
+        if axis in (ALL, COLUMNS):
+            return size if axis == ALL else padded_head_dim(size)
+        return axis[1] if isinstance(axis, tuple) else None
+
+    def index(*program):
+        numbers = place(*program)
+        return tuple(numbers.get(x[0] if isinstance(x, tuple) else x, 0) for x in axes)
+
+    return pl.BlockSpec(tuple(map(size_of, axes, x.shape)), index)
+
+
+def _in_grid(tile: Any, head: Any, batch: Any) -> dict[str, Any]:
+    """Return the numbers of a program of a flash attention kernel."""
+    return {"head": head, "batch": batch}
 
 
 def of_head(x: Any, group_size: int = 1) -> pl.BlockSpec | None:
@@ -48,29 +80,22 @@ def of_head(x: Any, group_size: int = 1) -> pl.BlockSpec | None:
             []; None gives None.
         group_size: programs of that many heads of the grid share one head of `x`.
     """
-    if x is None:
-        return None
-    if len(x.shape) == 1:
-        return pl.BlockSpec((None,), lambda tile, head, batch: (head,))
-    if len(x.shape) == 3:
-        return pl.BlockSpec((None, None, x.shape[2]), lambda tile, head, batch: (batch, head, 0))
-    block = (None, x.shape[1], None, padded_head_dim(x.shape[3]))
-    return pl.BlockSpec(block, lambda tile, head, batch: (batch, 0, head // group_size, 0))
+
+    def place(tile, head, batch):
+        return {"head": head // group_size if len(x.shape) == 4 else head, "batch": batch}
+
+    axes = {1: ("head",), 3: ("batch", "head", ALL), 4: ("batch", ALL, "head", COLUMNS)}
+    return None if x is None else block_spec(x, place, *axes[len(x.shape)])
 
 
 def of_all(x: Any) -> pl.BlockSpec | None:
     """Return what a program reads of `x`, which every program reads whole; None gives None."""
-    if x is None:
-        return None
-    return pl.BlockSpec(x.shape, lambda tile, head, batch: (0,) * len(x.shape))
+    return block_spec(x, _in_grid, *(ALL,) * 4)
 
 
 def of_batch(x: Any) -> pl.BlockSpec | None:
     """Return what a program reads of `x`: [B, ...] gives [...]; None gives None."""
-    if x is None:
-        return None
-    rest = (0,) * (len(x.shape) - 1)
-    return pl.BlockSpec((None, *x.shape[1:]), lambda tile, head, batch: (batch, *rest))
+    return block_spec(x, _in_grid, "batch", *(ALL,) * 3)
 
 
 def of_lists(x: Any, num_lists: int) -> pl.BlockSpec | None:
@@ -82,50 +107,36 @@ def of_lists(x: Any, num_lists: int) -> pl.BlockSpec | None:
     """
     if x is None:
         return None
-    has_batch, has_heads = x.shape[0] > 1, x.shape[1] > 1
-    rest = (0,) * (len(x.shape) - 2)
-    return pl.BlockSpec(
-        (None, num_lists, *x.shape[2:]),
-        lambda tile, head, batch: (batch if has_batch else 0, head if has_heads else 0, *rest),
+    batch, head = ("batch" if x.shape[0] > 1 else "first"), ("head" if x.shape[1] > 1 else "first")
+    return block_spec(x, _in_grid, batch, (head, num_lists), ALL, ALL)
+
+
+def of_masks(masks: Any, num_lists: int = 1) -> Any:
+    """Return what a program reads of `Masks`; num_lists: as `of_lists` takes it."""
+    offsets, segments, lists = masks
+    return masks._make(
+        (
+            offsets._make(map(of_all, offsets)),
+            segments._make(map(of_batch, segments)),
+            lists._make(of_lists(x, num_lists) for x in lists),
+        )
     )
 
 
-def optional_operands(
-    found: Sequence[Any], num_lists: int = 1
-) -> tuple[tuple[Any, ...], tuple[pl.BlockSpec | None, ...]]:
-    """Return a kernel's operands for packed sequences, segments and block masks: all of them.
-
-    Args:
-        found: the first of them. The others are None.
-        num_lists: as `of_lists` takes it.
-
-    Returns:
-        Two offsets, three operands of segments and two of lists, and what a program reads of each.
-    """
-    found = (*found, *(None,) * (7 - len(found)))
-    offsets, segments, lists = found[:2], found[2:5], found[5:]
-    of_each = *map(of_all, offsets), *map(of_batch, segments)
-    return found, (*of_each, *(of_lists(x, num_lists) for x in lists))
-
-
-def of_group(x: Any, group_size: int) -> pl.BlockSpec:
+def of_group(x: Any, group_size: int) -> pl.BlockSpec | None:
     """Return what a program reads of `x`: the rows of all heads that share the grid's kv head.
 
     Args:
         x: [B, S, H, D] gives [S, group_size, D]; [B, H, S] gives [group_size, S].
         group_size: query heads of a kv head.
     """
-    if len(x.shape) == 3:
-        block = (None, group_size, x.shape[2])
-        return pl.BlockSpec(block, lambda tile, head, batch: (batch, head, 0))
-    block = (None, x.shape[1], group_size, padded_head_dim(x.shape[3]))
-    return pl.BlockSpec(block, lambda tile, head, batch: (batch, 0, head, 0))
+    heads = "head", group_size
+    axes = {3: ("batch", heads, ALL), 4: ("batch", ALL, heads, COLUMNS)}
+    return block_spec(x, _in_grid, *axes[len(x.shape)])
 
 
-def _of_program(spec: pl.BlockSpec | None, place: Place) -> pl.BlockSpec | None:
+def _of_program(spec: pl.BlockSpec, place: Place) -> pl.BlockSpec:
     """Return the `BlockSpec` by a program's number, where `spec` is by its position in the grid."""
-    if spec is None:
-        return None
     index_map = spec.index_map
     assert index_map is not None
     return pl.BlockSpec(spec.block_shape, lambda program: index_map(*place(program)))
@@ -135,8 +146,8 @@ def launch(
     name: str,
     kernel: Callable[..., None],
     grid: Callable[[KernelConfig], tuple[int, ...]],
-    operands: Sequence[Array],
-    in_specs: Sequence[pl.BlockSpec | None],
+    operands: Sequence[Any],
+    in_specs: Sequence[Any],
     out_shape: Sequence[jax.ShapeDtypeStruct],
     out_specs: Sequence[pl.BlockSpec | None],
     problem: dict[str, Any],
@@ -151,7 +162,8 @@ def launch(
         name: the kernel's name in the configuration tables.
         kernel: the function over references.
         grid: programs to launch, from the configuration.
-        operands, in_specs: inputs and what a program sees of each.
+        operands, in_specs: inputs, which may be tuples of them or None, and what a program sees of
+            each.
         out_shape, out_specs: the same for the outputs.
         problem: the kernel's keyword arguments but the tile sizes.
         spec: the problem, which chooses the configuration.
@@ -171,9 +183,8 @@ def launch(
     sizes = grid(config)
     if order is not None:
         place = order(sizes, config)
-        in_specs, out_specs = (
-            tuple(_of_program(x, place) for x in specs) for specs in (in_specs, out_specs)
-        )
+        of_program = functools.partial(_of_program, place=place)
+        in_specs, out_specs = jax.tree.map(of_program, (in_specs, out_specs))
         arguments["place"], sizes = place, (math.prod(sizes),)
     return pl.pallas_call(
         functools.partial(kernel, **arguments),

@@ -9,19 +9,17 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from pallas_attn.kernels.library.block_mask import lists_of_keys, lists_of_queries
-from pallas_attn.kernels.library.segments import segment_ranges, segments_of
+from pallas_attn.kernels.library.masks import Masks, masks_of_keys, masks_of_queries
 from pallas_attn.kernels.library.sequences import (
     count_sequence_tiles,
     first_tile,
-    offsets_of,
-    rows_of_tile,
+    locate_tile,
     with_batch,
     without_batch,
 )
-from pallas_attn.kernels.library.softmax import LOG2E
+from pallas_attn.kernels.library.softmax import LOG2E, lse_in_base_2
 from pallas_attn.kernels.library.tiles import ROW_PADDING
-from twin_attention.contract.operands import AttentionOperands, VarlenOperands
+from twin_attention.contract.operands import AttentionOperands
 from twin_attention.contract.spec import AttentionSpec
 from twin_attention.targets.family import Backend
 
@@ -61,7 +59,7 @@ class Sources(NamedTuple):
     dlse: Array | None
 
 
-Launch = Callable[..., Any]  # from inputs, problem and backend; then what `optional_operands` takes
+Launch = Callable[..., Any]  # from inputs, problem, backend and `Masks`
 
 
 def prepare_rows(
@@ -71,7 +69,7 @@ def prepare_rows(
     lse: Array,
     spec: AttentionSpec,
     backend: Backend,
-    cu_seqlens_q: Array | None = None,
+    masks: Masks,
 ) -> tuple[Array, Array]:
     """Compute lse2 and delta of every row, [B, Hq, Sq rounded up to ROW_PADDING] float32.
 
@@ -82,9 +80,10 @@ def prepare_rows(
     """
     products = dout.astype(jnp.float32) * out.astype(jnp.float32)
     delta = jnp.swapaxes(jnp.sum(products, 3), 1, 2)
-    lse2 = jnp.where(lse == float("-inf"), float("inf"), lse) * LOG2E
+    lse2 = lse_in_base_2(lse)
     if dlse is not None:
         dlse = jnp.where(lse == float("-inf"), 0.0, dlse)
+    cu_seqlens_q = masks.offsets.cu_seqlens_q
     if cu_seqlens_q is not None:
         row, is_row, is_token = _rows_of_tiles(cu_seqlens_q, spec.seq_q)
         delta = jnp.where(is_token, delta[..., row], 0.0)
@@ -111,8 +110,8 @@ def _rows_of_tiles(cu_seqlens: Array, num_rows: int) -> tuple[Array, Array, Arra
     tile = jnp.arange(tiles, dtype=jnp.int32)[:, None]
     begins = first_tile(cu_seqlens, numbers, ROW_PADDING)
     sequence = _last_begun(begins, tile)
-    _sequence, _first, start, end, first_dout, size_dout = rows_of_tile(
-        cu_seqlens, cu_seqlens, sequence, tile, num_rows, num_rows, ROW_PADDING
+    _sequence, _first, start, end, first_dout, size_dout = locate_tile(
+        cu_seqlens, cu_seqlens, tile, num_rows, num_rows, ROW_PADDING, lambda *_: sequence
     )
     row = start + jnp.arange(ROW_PADDING, dtype=jnp.int32)
     is_row, is_token = row < end, row < first_dout + size_dout
@@ -175,31 +174,28 @@ def make_flash_bwd(
         q, k, v, dout, dlse, out, lse = with_batch(
             spec, operands.q, operands.k, operands.v, dout, dlse, out, lse
         )
-        offsets, segments = offsets_of(operands), segments_of(operands)
-        is_packed = isinstance(operands, VarlenOperands)
-        ranges = [segment_ranges(x) for x in segments]
-        queries = *offsets[:1], *segments[:1]
+        masks = masks_of_queries(operands)
         has_sums = launch_fused is not None and "flash_bwd_fused" in backend.configs(spec)
         dq = None
         if has_sums or not dq_prepares_rows:
-            lse2, delta = preprocess(dout, dlse, out, lse, spec, backend, *queries)
+            lse2, delta = preprocess(dout, dlse, out, lse, spec, backend, masks)
         else:
             sources = Sources(q, k, v, dout, out, lse, dlse)
-            dq, lse2, delta = launch_dq(sources, spec, backend, *offsets)
+            dq, lse2, delta = launch_dq(sources, spec, backend, masks)
         inputs = Inputs(q, k, v, dout, lse2, delta)
         if has_sums:
             assert launch_fused is not None
-            dq, dk, dv = launch_fused(inputs, spec, backend, *offsets)
+            dq, dk, dv = launch_fused(inputs, spec, backend, masks)
         else:
-            keys, queries = lists_of_keys(operands), lists_of_queries(operands)
             if dq is None:
-                dq = launch_dq(inputs, spec, backend, *offsets, *segments, *ranges[1:], *keys)
-            dk, dv = launch_dkdv(inputs, spec, backend, *offsets, *segments, *ranges[:1], *queries)
+                dq = launch_dq(inputs, spec, backend, masks)
+            dk, dv = launch_dkdv(inputs, spec, backend, masks_of_keys(operands))
         dq, dk, dv = without_batch(spec, dq, dk, dv)
         dsinks = None
         if operands.sinks is not None:
-            # Rows that do not exist need not be there.
-            exists = _rows_of_tiles(offsets[0], spec.seq_q)[1] if is_packed else True
+            # Packed sequences have rows of lse2 and delta between them that are no query's.
+            cu_seqlens_q = masks.offsets.cu_seqlens_q
+            exists = cu_seqlens_q is None or _rows_of_tiles(cu_seqlens_q, spec.seq_q)[1]
             dsinks = sinks_gradient(operands.sinks, lse2, delta, exists)
         gradients = {"q": dq, "k": dk, "v": dv, "sinks": dsinks}
         return operands._make(map(gradients.get, operands._fields))

@@ -494,8 +494,9 @@ def test_scores_are_hidden_by_two_bounds(window, end, monkeypatch):
     want = attention_mask(s, queries, keys, end, *window)
     assert np.isinf(want).any()
     assert np.isfinite(want).any()
-    np.testing.assert_array_equal(wgmma_scores.hide_keys(s, position, start_kv, end, *window), want)
-    transposed = wgmma_scores.hide_queries(s.T, start_kv, position, end, *window)
+    window = Window(*window)
+    np.testing.assert_array_equal(wgmma_scores.hide_keys(s, position, start_kv, end, window), want)
+    transposed = wgmma_scores.hide_queries(s.T, start_kv, position, end, window)
     np.testing.assert_array_equal(transposed, want.T)
 
 

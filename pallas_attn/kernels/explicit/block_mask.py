@@ -4,35 +4,52 @@ The producer and the consumers walk the same list, each for itself. A binary sea
 that the window leaves: it takes no layout, and no warp waits for another.
 """
 
+from typing import Any, NamedTuple
+
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_attn.kernels.library.tiles import cdiv
+from pallas_attn.kernels.library.tiles import Visible, cdiv
 
 
-def find_list(counts_ref, tiles_ref, batch, head, tile):
-    """Return a tile's list, as a function of the index, and how many tiles it has."""
-    batches, heads, _, width = tiles_ref.shape
+class List(NamedTuple):
+    """A list of tiles.
+
+    Attributes:
+        tiles_ref, place: where it is.
+        count: how many it has.
+        rows: of each.
+    """
+
+    tiles_ref: Any
+    place: tuple
+    count: Any
+    rows: int
+
+    def tile(self, index):
+        """Return the tile at an index, at most the list's last."""
+        return self.tiles_ref[(*self.place, jnp.minimum(index, self.tiles_ref.shape[3] - 1))]
+
+
+def find_list(lists, batch, head, tile, rows):
+    """Return a tile's list, whose tiles have `rows` rows."""
+    batches, heads, _, width = lists.tiles.shape
     place = batch if batches > 1 else 0, head if heads > 1 else 0, tile
-
-    def listed(index):
-        return tiles_ref[(*place, jnp.minimum(index, width - 1))]
-
-    return listed, jnp.clip(counts_ref[place], 0, width)
+    return List(lists.tiles, place, jnp.clip(lists.counts[place], 0, width), rows)
 
 
-def kept_tiles(listed, count, width, visible, window_left, window_right, block, tile):
+def kept_tiles(kept, visible, window, block):
     """Narrow what `visible_tiles` returned to the tiles of a list: as the library's `kept_tiles`.
 
     Args:
-        listed, count: as `find_list` returns them.
-        width: the most tiles that a list has.
-        visible: begin, before, full and after.
-        window_left, window_right: None for no bound.
-        block, tile: keys of a kernel's tile, and of a tile of the mask, a multiple.
+        kept: the list.
+        visible: the tiles that the window leaves.
+        window: see `twin_attention.contract.spec.Window`.
+        block: keys of a kernel's tile, which divide those of the list.
     """
     begin, before, full, after = visible
+    tile, count, width = kept.rows, kept.count, kept.tiles_ref.shape[3]
 
     def count_before(bound):
         """Return how many tiles of the list are before `bound`."""
@@ -40,7 +57,7 @@ def kept_tiles(listed, count, width, visible, window_left, window_right, block, 
         def halve(_, range_):
             first, last = range_
             middle = (first + last) // 2
-            is_before = listed(middle) < bound
+            is_before = kept.tile(middle) < bound
             is_open = first < last
             first = jnp.where(is_open & is_before, middle + 1, first)
             return first, jnp.where(is_open & ~is_before, middle, last)
@@ -50,14 +67,14 @@ def kept_tiles(listed, count, width, visible, window_left, window_right, block, 
 
     whole_tile = cdiv(begin + before * block, tile)
     first, whole, end = 0, 0, count
-    if window_left is not None:
+    if window.left is not None:
         first, whole = count_before(begin // tile), count_before(whole_tile)
     whole_end = jnp.maximum((begin + (before + full) * block) // tile, whole_tile)
     whole_end = count_before(whole_end)
-    if window_right is not None:
+    if window.right is not None:
         end = count_before(cdiv(begin + (before + full + after) * block, tile))
     per_tile = tile // block
-    return (
+    return Visible(
         first * tile,
         (whole - first) * per_tile,
         (whole_end - whole) * per_tile,
@@ -65,11 +82,11 @@ def kept_tiles(listed, count, width, visible, window_left, window_right, block, 
     )
 
 
-def kept_row(listed, count, row, size_other, tile):
+def kept_row(kept, row, size_other):
     """Return the row of the other axis that is `row` of the listed tiles, and the axis' end.
 
     The row is within the axis. For the one step of an empty list the end is 0, which hides all.
     """
-    index = row // tile
-    start = jnp.clip(listed(index), 0, cdiv(size_other, tile) - 1) * tile
-    return start + row % tile, jnp.where(index < count, size_other, 0)
+    tile, index = kept.rows, row // kept.rows
+    start = jnp.clip(kept.tile(index), 0, cdiv(size_other, tile) - 1) * tile
+    return start + row % tile, jnp.where(index < kept.count, size_other, 0)

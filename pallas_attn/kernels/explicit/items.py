@@ -12,6 +12,7 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_attn.kernels.explicit.addresses import pointer_at
+from pallas_attn.kernels.explicit.programs import for_each_tile
 from pallas_attn.kernels.explicit.registers import NUMBER
 from pallas_attn.kernels.explicit.sequences import locate_tile
 from pallas_attn.kernels.library.sequences import count_sequence_tiles
@@ -58,6 +59,38 @@ class Place(NamedTuple):
     first_other: Any
     size_other: Any
     sequence: Any
+
+
+class Queue(NamedTuple):
+    """The tiles that a program works on.
+
+    Attributes:
+        program: its number.
+        schedule: those of each program, see `make_schedule`; None for packed sequences.
+        counter, items, hand_over: where the next tile of packed sequences comes from, and goes.
+    """
+
+    program: Any
+    schedule: Any
+    counter: Any
+    items: Items
+    hand_over: Any
+
+    def give(self, body):
+        """Call body(item, steps before) for each tile: in the producer, which takes them.
+
+        body returns its steps and those before. Returns all steps, but of packed sequences.
+        """
+        return self._for_each(body, lambda: next_item(self.counter, self.items, self.hand_over))
+
+    def take(self, body):
+        """Call body as `give` does, in the other warps."""
+        return self._for_each(body, lambda: own_item(self.hand_over))
+
+    def _for_each(self, body, next_place):
+        if self.schedule is None:
+            return for_each_place(next_place, body)
+        return for_each_tile(self.schedule, self.program, body)
 
 
 class HandOver(NamedTuple):

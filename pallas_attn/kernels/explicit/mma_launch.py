@@ -14,7 +14,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_attn.kernels.explicit.aliases import of_batch, zeros_of_batch
 from pallas_attn.kernels.explicit.lowering import SM80Params
-from pallas_attn.kernels.library.sequences import num_sequences_of
 from pallas_attn.launch import flash_arguments
 from pallas_attn.targets import cuda_devices, note_config
 from twin_attention.contract.validate import fail
@@ -26,7 +25,7 @@ def launch(
     name: str,
     kernel: Callable[..., None],
     programs: Callable[[Any], int],
-    operands: Sequence[Array | None],
+    operands: Sequence[Any],
     out_shape: Sequence[jax.ShapeDtypeStruct | None],
     tiles: Callable[[Any], Sequence[Any]],
     spec: Any,
@@ -42,7 +41,8 @@ def launch(
         kernel: the function over references to the operands, the outputs and the tiles.
         programs: how many to launch, from the configuration. Its warps, 4 or a multiple, make
             warpgroups of four.
-        operands: inputs; for None, here and below, the kernel gets None.
+        operands: inputs, which may be tuples of them; for None, here and below, the kernel gets
+            None.
         out_shape: the outputs.
         tiles: what a program has in shared memory, from the configuration.
         spec: the problem, which chooses the configuration.
@@ -60,24 +60,20 @@ def launch(
     config = fitting_config(name, tiles, spec, backend)
     scratch = tiles(config)
     if problem is None:
-        problem = flash_arguments(spec) | {
-            "group_size": spec.group_size,
-            "num_sequences": num_sequences_of(spec),
-        }
+        problem = flash_arguments(spec) | {"group_size": spec.group_size}
     takes = inspect.signature(kernel).parameters
     arguments = vars(config) | problem
     arguments = {key: value for key, value in arguments.items() if key in takes}
-    inputs = [x for x in operands if x is not None]
+    inputs = jax.tree.leaves(operands)
+    places = jax.tree.structure((operands, out_shape, scratch))
     outputs = tuple(x for x in out_shape if x is not None)
     sums = [zeros_of_batch(x.shape)(*inputs) for x in outputs[len(outputs) - num_sums :]]
     in_place = [*of_batch(tuple(aliased), *inputs), *sums]
 
     def body(*refs):
-        rest = iter(refs[: len(inputs)] + refs[len(inputs) + len(in_place) :])
-        kernel(
-            *(None if x is None else next(rest) for x in (*operands, *out_shape, *scratch)),
-            **arguments,
-        )
+        refs = refs[: len(inputs)] + refs[len(inputs) + len(in_place) :]
+        operands, out, scratch = jax.tree.unflatten(places, refs)
+        kernel(*operands, *out, *scratch, **arguments)
 
     warpgroups = config.num_warps // 4
     threads: dict[str, Any] = {}
@@ -86,7 +82,7 @@ def launch(
     call = plgpu.kernel(
         body,
         out_type=outputs,
-        scratch_types=tuple(x for x in scratch if x is not None),
+        scratch_types=tuple(jax.tree.leaves(scratch)),
         grid=(programs(config),),
         grid_names=("program",),
         kernel_name=name,
@@ -112,7 +108,7 @@ def fitting_config(
     cards = [device.shared_memory_per_block_optin for device in cuda_devices()]
     limit = min([SHARED_MEMORY_LIMIT["sm80"], *cards])
     candidates = (config, *backend.smaller_configs(spec, name, config))
-    sizes = [sum(_size(tile) for tile in tiles(x) if tile is not None) for x in candidates]
+    sizes = [sum(map(_size, jax.tree.leaves(tiles(x)))) for x in candidates]
     for candidate, size in zip(candidates, sizes, strict=True):
         if size <= limit:
             note_config(name, candidate)

@@ -12,14 +12,14 @@ from pallas_attn.private import ir, llvm, mgpu
 from twin_attention.targets.tanh import LIMIT, P, Q
 
 
-def visible_scores(s, position, key, end, rule, window_left, window_right, masked, layout):
+def visible_scores(s, position, key, end, rule, window, masked, layout):
     """Compute scores from q · kᵀ: scaled where the exponent cannot do it, capped and masked.
 
     Args:
         s: products, in `layout`.
         position, key: as `s`; the key position of each query, and each key.
-        end, rule, window_left, window_right, masked:
-            see `pallas_attn.kernels.library.scores.visible_scores`.
+        end, rule, window, masked: see
+            `pallas_attn.kernels.library.scores.visible_scores`.
 
     Returns:
         (s, dcap): the scores; and the derivative of the cap, 1 without one.
@@ -32,7 +32,7 @@ def visible_scores(s, position, key, end, rule, window_left, window_right, maske
         s = rule.softcap * t
         dcap = 1.0 - t * t
     if masked:
-        s = attention_mask(s, position, key, end, window_left, window_right)
+        s = attention_mask(s, position, key, end, window.left, window.right)
     return s, dcap
 
 

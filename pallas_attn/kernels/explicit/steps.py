@@ -6,8 +6,9 @@ from jax import lax
 from pallas_attn.kernels.library.tiles import maximum
 
 
-def count_steps(before, full, after):
+def count_steps(visible):
     """Return the number of masked steps, and of all: one, which hides all, where none is seen."""
+    _begin, before, full, after = visible
     masked, steps = before + after, jnp.maximum(before + full + after, 1)
     is_static = isinstance(masked, int)
     return masked if is_static else jnp.where(full == 0, steps, masked), steps
@@ -21,16 +22,17 @@ def step_ranges(masked_steps, steps, first=0):
     return ((True, first, end_masked), (False, end_masked, steps))
 
 
-def step_start(step, begin, before, full, after, block):
+def step_start(step, visible, block):
     """Return the first row of the tile of a step: masked ones, before and after, then full ones."""
+    begin, before, full, after = visible
     masked = before + after
     tile = jnp.where(step < before, step, jnp.where(step < masked, step + full, step - after))
     return begin + lax.convert_element_type(tile, jnp.int32) * block
 
 
-def tile_start(step, begin, before, full, after, block, last_start):
+def tile_start(step, visible, block, last_start):
     """Return what `step_start` does, of a program that visits one tile if it sees none.
 
     last_start: the first row of the last tile.
     """
-    return jnp.clip(step_start(step, begin, before, full, after, block), 0, last_start)
+    return jnp.clip(step_start(step, visible, block), 0, last_start)

@@ -2,32 +2,49 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_attn.kernels.explicit.aliases import zeros_of_batch
 from pallas_attn.kernels.explicit.lowering import AliasingParams
-from pallas_attn.launch import flash_arguments
 from pallas_attn.targets import note_config
-from twin_attention.contract.spec import AttentionSpec
+from twin_attention.contract.spec import AttentionSpec, ScoreRule, VarlenSpec, Window
 from twin_attention.contract.validate import fail
 from twin_attention.targets.kernels import KernelConfig
 from twin_attention.targets.target import SHARED_MEMORY_LIMIT
 
 
+class Problem(NamedTuple):
+    """Numbers of a flash attention problem that all tiles have in common.
+
+    Attributes:
+        seq_q, seq_kv: lengths of the axes. Query i of a sequence stands at key position i + its
+            keys - its queries.
+        window, rule: see `twin_attention.contract.spec`.
+        packed: the operands are packed sequences.
+        block_q, block_kv: rows of a tile of queries, and of one of keys.
+    """
+
+    seq_q: int
+    seq_kv: int
+    window: Window
+    rule: ScoreRule
+    packed: bool
+    block_q: int
+    block_kv: int
+
+
 def launch(
     name: str,
     kernel: Callable[..., None],
-    operands: Sequence[Array | None],
+    operands: Sequence[Any],
     schedule: np.ndarray | int,
-    out_shape: Sequence[jax.ShapeDtypeStruct | None],
+    out_shape: Sequence[Any],
     memory: dict[str, Any],
     spec: AttentionSpec,
     config: KernelConfig,
@@ -41,7 +58,8 @@ def launch(
         name: the kernel's name in the configuration tables.
         kernel: the function over references to the operands, the schedule and the outputs, and
             keyword arguments.
-        operands: inputs; for None, here and below, the kernel gets None.
+        operands: inputs, which may be tuples of them, as outputs may; for None, here and below, the
+            kernel gets None.
         schedule: the tiles of each program, see `make_schedule`; or how many programs to launch,
             for a kernel that finds their tiles itself and gets None.
         out_shape: the outputs.
@@ -50,8 +68,7 @@ def launch(
         config: the kernel's configuration.
         num_sums: the last outputs, sums and counters, that are 0 when the kernel starts.
         kernel_name: the kernel's name in the code, where it is another one.
-        arguments: keyword arguments of the kernel beside memory. It gets of these, the problem and
-            the configuration what it takes.
+        arguments: keyword arguments of the kernel beside memory and the `Problem`.
 
     Returns:
         The outputs.
@@ -59,15 +76,16 @@ def launch(
     Raises:
         NotImplementedError: the configuration does not fit the device's shared memory.
     """
-    arguments |= flash_arguments(spec) | vars(config) | {"group_size": spec.group_size}
-    takes = inspect.signature(kernel).parameters
-    arguments = {name: value for name, value in arguments.items() if name in takes}
+    problem = Problem(
+        spec.seq_q, spec.seq_kv, spec.bounded_window, spec.scores, isinstance(spec, VarlenSpec),
+        config.block_q, config.block_kv,
+    )  # fmt: skip
     programs, tiles = schedule, None
     if not isinstance(schedule, int):
         programs, tiles = schedule.shape[0], jnp.asarray(schedule)
     return launch_programs(
         name, kernel, programs, (*operands, tiles), out_shape, memory, config, num_sums,
-        kernel_name, **arguments,
+        kernel_name, problem=problem, **arguments,
     )  # fmt: skip
 
 
@@ -75,8 +93,8 @@ def launch_programs(
     name: str,
     kernel: Callable[..., None],
     programs: int,
-    operands: Sequence[Array | None],
-    out_shape: Sequence[jax.ShapeDtypeStruct | None],
+    operands: Sequence[Any],
+    out_shape: Sequence[Any],
     memory: dict[str, Any],
     config: KernelConfig,
     num_sums: int = 0,
@@ -91,17 +109,14 @@ def launch_programs(
     """
     check_memory(name, memory, config)
     note_config(name, config, kernel_name)
-    inputs = [x for x in operands if x is not None]
-    outputs = tuple(x for x in out_shape if x is not None)
+    inputs, outputs = jax.tree.leaves(operands), tuple(jax.tree.leaves(out_shape))
+    places = jax.tree.structure((operands, out_shape))
     sums = [zeros_of_batch(x.shape, x.dtype)(*inputs) for x in outputs[len(outputs) - num_sums :]]
 
     def body(*refs, **memory):
-        rest = iter(refs[: len(inputs)] + refs[len(inputs) + num_sums :])
-        kernel(
-            *(None if x is None else next(rest) for x in (*operands, *out_shape)),
-            **memory,
-            **arguments,
-        )
+        refs = refs[: len(inputs)] + refs[len(inputs) + num_sums :]
+        operands, out = jax.tree.unflatten(places, refs)
+        kernel(*operands, *out, **memory, **arguments)
 
     call = plgpu.kernel(
         body,

@@ -22,7 +22,7 @@ def scaled_scores(s, rule):
     return s
 
 
-def visible_scores(s, position, key, end, rule, window_left, window_right, masked):
+def visible_scores(s, position, key, end, rule, window, masked):
     """Turn products q·k into what the softmax takes: `library.scores.visible_scores`.
 
     Returns (s, exp2_scale, dcap): the scores, as parts of the cap where there is one; what takes
@@ -37,7 +37,7 @@ def visible_scores(s, position, key, end, rule, window_left, window_right, maske
         exp2_scale = exp2_scale * rule.softcap
         dcap = 1.0 - s * s
     if masked:
-        s = attention_mask(s, position, key, end, window_left, window_right)
+        s = attention_mask(s, position, key, end, window.left, window.right)
     return s, exp2_scale, dcap
 
 
@@ -46,7 +46,7 @@ def cap_products(s, rule, b, exponential=False):
     return cap(s, rule.cap_scale, b, exact=not rule.small_cap, exponential=exponential)
 
 
-def hide_keys(s, position, start_kv, end, window_left, window_right, rows_of_query=1):
+def hide_keys(s, position, start_kv, end, window, rows_of_query=1):
     """Set the scores of keys that a query does not see to -inf: `library.scores.attention_mask`.
 
     The window's end and the last key are one bound.
@@ -55,7 +55,7 @@ def hide_keys(s, position, start_kv, end, window_left, window_right, rows_of_que
         s: [64, keys], of the keys from `start_kv` on.
         position: the key position of the first query.
         end: keys from this one on do not exist; None where all do.
-        window_left, window_right: None for no bound.
+        window: see `twin_attention.contract.spec.Window`.
         rows_of_query: how many rows a query has, one after the other.
     """
     row = iota((s.shape[0], 8), 0, WGMMA)
@@ -64,30 +64,30 @@ def hide_keys(s, position, start_kv, end, window_left, window_right, rows_of_que
     row = row + (position - start_kv)
     column = iota((s.shape[0], 8), 1, WGMMA)
     upper = lower = None
-    if window_right is not None:
-        upper = row + window_right - column
+    if window.right is not None:
+        upper = row + window.right - column
     if end is not None:
         last = (end - 1 - start_kv) - column
         upper = last if upper is None else jnp.minimum(upper, last)
-    if window_left is not None:
-        lower = row - window_left - column
+    if window.left is not None:
+        lower = row - window.left - column
     return hide(s, upper, lower)
 
 
-def hide_queries(s, first_key, start_q, end, window_left, window_right):
+def hide_queries(s, first_key, start_q, end, window):
     """Set the scores of queries that do not see a key to -inf: `hide_keys`, of transposed scores.
 
     Args:
         s: [64, queries], of the queries from `start_q` on.
         first_key: the first key, counted as queries are.
         end: keys from this one on do not exist; None where all do.
-        window_left, window_right: None for no bound.
+        window: see `twin_attention.contract.spec.Window`.
     """
     row = iota((s.shape[0], 8), 0, WGMMA)
     column = iota((s.shape[0], 8), 1, WGMMA)
     key = row + (first_key - start_q) - column
-    upper = None if window_left is None else key + window_left
-    lower = None if window_right is None else key - window_right
+    upper = None if window.left is None else key + window.left
+    lower = None if window.right is None else key - window.right
     if end is not None:
         exists = row < end - first_key
         lower = jnp.where(exists, -(2**30) if lower is None else lower, 2**30)
@@ -188,7 +188,7 @@ def softmax_update(s, m_i, rule, masked, bounded):
     return p, m_new, jnp.exp2(m_i - m_safe)
 
 
-def rounding_of_one_key(l_i, position, seq_kv, window_left, window_right, dtype):
+def rounding_of_one_key(l_i, position, seq_kv, window, dtype):
     """Return what out of a row that sees one key is multiplied with, 1 in other rows.
 
     Without a maximum p of that key is not 1, and p·v has it rounded. So out becomes v exactly, and
@@ -200,10 +200,10 @@ def rounding_of_one_key(l_i, position, seq_kv, window_left, window_right, dtype)
     """
     row = iota(l_i.shape, 0, WGMMA.reduce(1)) + position
     first, last = row * 0, row * 0 + (seq_kv - 1)
-    if window_left is not None:
-        first = jnp.maximum(row - window_left, 0)
-    if window_right is not None:
-        last = jnp.minimum(row + window_right, seq_kv - 1)
+    if window.left is not None:
+        first = jnp.maximum(row - window.left, 0)
+    if window.right is not None:
+        last = jnp.minimum(row + window.right, seq_kv - 1)
     rounded = l_i.astype(dtype).astype(jnp.float32)
     has_one = (first == last) & (l_i > 0.0)
     return jnp.where(has_one, l_i / jnp.where(has_one, rounded, 1.0), 1.0)

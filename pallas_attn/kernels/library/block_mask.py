@@ -16,7 +16,7 @@ import numpy as np
 from jax import Array, lax
 from jax.experimental.pallas import triton as plt
 
-from pallas_attn.kernels.library.tiles import arange, cdiv
+from pallas_attn.kernels.library.tiles import Visible, arange, cdiv
 from twin_attention.contract.operands import AttentionOperands, BlockSparseOperands
 from twin_attention.contract.spec import AttentionSpec, BlockSparseSpec
 
@@ -26,32 +26,48 @@ LIST_SCAN_WIDTH = 256
 NO_TILE = 2**31 - 1
 
 
+class Lists(NamedTuple):
+    """Lists of the tiles that each tile of an axis keeps; None without a mask.
+
+    Attributes:
+        counts: [..., tiles] int32, how many each list has.
+        tiles: [..., tiles, width] int32.
+    """
+
+    counts: Any = None
+    tiles: Any = None
+
+
 class List(NamedTuple):
-    """A list of tiles: ``tiles_ref[head, tile]``."""
+    """A list of tiles: ``tiles_ref[head, tile]``.
+
+    Attributes:
+        count: how many it has, at most its width.
+        rows: of each.
+    """
 
     tiles_ref: Any
     head: Any
     tile: Any
+    count: Any
+    rows: int
 
 
-def find_list(counts_ref, tiles_ref, head, tile):
-    """Return a tile's list and how many tiles it has, at most the list's width."""
-    count = jnp.minimum(counts_ref[head, tile], tiles_ref.shape[2])
-    return List(tiles_ref, head, tile), count
+def find_list(lists, head, tile, rows):
+    """Return a tile's list, whose tiles have `rows` rows."""
+    count = jnp.minimum(lists.counts[head, tile], lists.tiles.shape[2])
+    return List(lists.tiles, head, tile, count, rows)
 
 
-def kept_tiles(tiles, count, begin, before, full, after, block, tile):
+def kept_tiles(tiles, visible, block):
     """Narrow what `visible_tiles` returned to the tiles of a list.
 
-    Args:
-        tiles, count: the list and how many tiles it has.
-        begin, before, full, after: as `visible_tiles` returns them.
-        block: rows of a kernel's tile of the other axis.
-        tile: rows of a tile of the mask, a multiple.
+    block: rows of a kernel's tile of the other axis, which divide those of the list.
 
-    Returns (begin, before, full, after) again, of the rows of the listed tiles, one after the
-    other; `kept_row` finds them.
+    Returns the `Visible` rows of the listed tiles, one after the other; `kept_row` finds them.
     """
+    begin, before, full, after = visible
+    tile, count = tiles.rows, tiles.count
     # The tiles of the mask that are seen, of which those from `whole` on are seen whole.
     first = begin // tile
     whole = cdiv(begin + before * block, tile)
@@ -76,7 +92,7 @@ def kept_tiles(tiles, count, begin, before, full, after, block, tile):
     counts = lax.fori_loop(np.int32(0), steps, scan, zeros)
     first, whole, whole_end, end = (jnp.sum(x, dtype=jnp.int32) for x in counts)
     per_tile = tile // block
-    return (
+    return Visible(
         first * tile,
         (whole - first) * per_tile,
         (whole_end - whole) * per_tile,
@@ -84,28 +100,29 @@ def kept_tiles(tiles, count, begin, before, full, after, block, tile):
     )
 
 
-def kept_row(tiles, row, size_other, tile, masked):
+def kept_row(tiles, row, size_other, masked):
     """Return the row of the other axis that is `row` of the listed tiles, one after the other.
 
     It is within the axis, and without `masked` in a tile that exists whole.
     """
+    tile = tiles.rows
     num_tiles = cdiv(size_other, tile) if masked else size_other // tile
     listed = tiles.tiles_ref[tiles.head, tiles.tile, row // tile]
     return jnp.minimum(jnp.maximum(listed, 0), num_tiles - 1) * tile + row % tile
 
 
-def lists_of_keys(operands: AttentionOperands[Array]) -> tuple[Array, ...]:
-    """Return counts and tiles of the keys that queries keep; nothing without a mask."""
+def lists_of_keys(operands: AttentionOperands[Array]) -> Lists:
+    """Return the lists of the keys that queries keep."""
     if not isinstance(operands, BlockSparseOperands):
-        return ()
-    return operands.kv_counts, operands.kv_tiles
+        return Lists()
+    return Lists(operands.kv_counts, operands.kv_tiles)
 
 
-def lists_of_queries(operands: AttentionOperands[Array]) -> tuple[Array, ...]:
-    """Return counts and tiles of the queries that keep keys; nothing without a mask."""
+def lists_of_queries(operands: AttentionOperands[Array]) -> Lists:
+    """Return the lists of the queries that keep keys."""
     if not isinstance(operands, BlockSparseOperands):
-        return ()
-    return operands.q_counts, operands.q_tiles
+        return Lists()
+    return Lists(operands.q_counts, operands.q_tiles)
 
 
 def list_arguments(spec: AttentionSpec) -> dict[str, Any]:

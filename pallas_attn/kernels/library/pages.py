@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 from jax.experimental.pallas import triton as plt
 
-from pallas_attn.kernels.library.tiles import arange, cdiv
+from pallas_attn.kernels.library.tiles import Visible, arange, cdiv
 
 
 def keys_of_sequence(len_ref, capacity, tokens, window_left):
@@ -29,7 +29,7 @@ def keys_of_tokens(length, tokens, first, last, window_left):
 
 
 def tiles_at_edges(position, last_position, first, count, window_left, block):
-    """Return how many of tiles first .. first + count need a mask, as (before, full, after).
+    """Return which of tiles first .. first + count need a mask, as `Visible` from the first on.
 
     They are those of queries that stand at position .. last_position: `before` of them at the
     window's edge, then `full` that all of these see whole, then `after` at the diagonal.
@@ -40,7 +40,7 @@ def tiles_at_edges(position, last_position, first, count, window_left, block):
         before = jnp.minimum(jnp.maximum(begin - first, 0), count)
     end = jnp.maximum(position + 1, 0) // block
     full = jnp.minimum(jnp.maximum(end - first - before, 0), count - before)
-    return before, full, count - before - full
+    return Visible(0, before, full, count - before - full)
 
 
 def share_of_tiles(begin, end, split, num_splits, block):

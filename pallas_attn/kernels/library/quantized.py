@@ -59,12 +59,12 @@ def unpack(x, upcast):
     return tiles
 
 
-def scores(q, k, scale, softcap, scale_first):
+def scores(q, k, rule):
     """Return `attention_scores` of all columns."""
     more = None
     if len(q) == 2:
         more = dot(q[1], k[1].T)
-    return attention_scores(q[0], k[0], scale, softcap, scale_first, more)
+    return attention_scores(q[0], k[0], rule.scale, rule.softcap, rule.scale_first, more)
 
 
 def add_pv(acc, p, v):

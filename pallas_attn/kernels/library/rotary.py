@@ -10,11 +10,12 @@ from jax.experimental.pallas import triton as plt
 from pallas_attn.kernels.library.tiles import arange
 
 
-def load_rotation(cos_ref, sin_ref, position, num_positions, pairs, block):
+def load_rotation(cos_ref, sin_ref, position, pairs, block):
     """Load cosine and sine of each pair's angle at a position, [1, block] each, float32.
 
-    They are NaN where the tables [num_positions, pairs] have no such position.
+    They are NaN where the tables [positions, pairs] have no such position.
     """
+    num_positions = cos_ref.shape[0]
     pair = arange(block)
     exists = (pair < pairs) & (position >= 0) & (position < num_positions)
     row = jnp.broadcast_to(jnp.clip(position, 0, num_positions - 1), (block,))

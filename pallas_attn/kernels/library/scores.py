@@ -13,8 +13,7 @@ def visible_scores(
     key,
     end,
     rule,
-    window_left,
-    window_right,
+    window,
     masked,
     segment_a=None,
     segment_b=None,
@@ -29,7 +28,7 @@ def visible_scores(
             counted from any one origin.
         end: first key that does not exist; None where rows past the end are not stored.
         rule: `twin_attention.contract.spec.ScoreRule`.
-        window_left, window_right: keys seen on each side of a position; None is unlimited.
+        window: keys seen on each side of a position, `twin_attention.contract.spec.Window`.
         masked: the tile has hidden keys.
         segment_a, segment_b: segments of the rows of a and of b, which no row that does not exist
             shares; None hides nothing.
@@ -43,10 +42,10 @@ def visible_scores(
     if rule.softcap is not None:
         dcap = softcap_derivative(s, rule.softcap)
     if segment_a is not None:
-        s = attention_mask(s, position, key, None, window_left, window_right)
+        s = attention_mask(s, position, key, None, window.left, window.right)
         s = jnp.where(segment_a[:, None] == segment_b[None, :], s, float("-inf"))
     elif masked:
-        s = attention_mask(s, position, key, end, window_left, window_right)
+        s = attention_mask(s, position, key, end, window.left, window.right)
     return s, dcap
 
 

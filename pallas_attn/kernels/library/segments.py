@@ -8,16 +8,20 @@ are loaded without a mask, so that no load of theirs waits for ids.
 Padding has negative ids and may hold NaN: it is loaded as 0.
 """
 
+from typing import Any, NamedTuple
+
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 from jax.experimental.pallas import triton as plt
 
-from pallas_attn.kernels.library.tiles import arange, cdiv, load_rows, maximum, minimum
-from twin_attention.contract.operands import (
-    AttentionOperands,
-    BlockSparseOperands,
-    FlashOperands,
+from pallas_attn.kernels.library.tiles import (
+    Visible,
+    arange,
+    cdiv,
+    load_rows,
+    maximum,
+    minimum,
 )
 
 # Tokens of a block, which has one range of ids.
@@ -28,6 +32,19 @@ SCAN_WIDTH = 512
 LARGEST_ID = 2**31 - 1
 # Ids of padding in the tokens that stay, and in those that are visited: they are not equal.
 STAYS, VISITED = -2, -1
+
+
+class Segments(NamedTuple):
+    """Segment ids of a batch element; None without them.
+
+    Attributes:
+        q_ids, kv_ids: [Sq] and [Skv] int32.
+        ranges: [3, blocks] int32, the `segment_ranges` of the axis that programs visit.
+    """
+
+    q_ids: Any = None
+    kv_ids: Any = None
+    ranges: Any = None
 
 
 def load_segments(ids_ref, start, num_rows, block, padding):
@@ -43,19 +60,20 @@ def load_segments(ids_ref, start, num_rows, block, padding):
     return ids, ids >= 0
 
 
-def meeting_tiles(ids, ranges_ref, size_other, begin, before, full, after, block):
+def meeting_tiles(ids, ranges_ref, size_other, visible, block):
     """Narrow what `visible_tiles` returned to the tiles that may hold tokens of some segments.
 
     Args:
         ids: segments of the rows that stay, negative for padding.
         ranges_ref: [3, blocks] int32, those that `segment_ranges` computed for the other axis.
         size_other: its length.
-        begin, before, full, after: as `visible_tiles` returns them.
+        visible: what `visible_tiles` returned.
         block: rows of a tile of the other axis.
 
-    Returns (begin, before, full, after) again, but that every tile needs its scores masked. The
-    full ones need no mask for their loads: their rows exist and none is padding.
+    Returns the `Visible` tiles, but that every tile needs its scores masked. The full ones need no
+    mask for their loads: their rows exist and none is padding.
     """
+    begin, before, full, after = visible
     least = jnp.min(jnp.where(ids < 0, LARGEST_ID, ids))
     greatest = jnp.max(ids)
     num_blocks = cdiv(size_other, BLOCK_IDS)
@@ -80,7 +98,7 @@ def meeting_tiles(ids, ranges_ref, size_other, begin, before, full, after, block
     first, stop = scan(begin // BLOCK_IDS, end, find, (first, stop))
     begin = jnp.maximum(begin, jnp.min(first) * BLOCK_IDS // block * block)
     end = jnp.max(stop)
-    visible = cdiv(jnp.maximum(end * BLOCK_IDS - begin, 0), block)
+    count = cdiv(jnp.maximum(end * BLOCK_IDS - begin, 0), block)
 
     # The first block from there on that has padding.
     def find_padding(i, padded):
@@ -90,7 +108,7 @@ def meeting_tiles(ids, ranges_ref, size_other, begin, before, full, after, block
     padded = jnp.full((SCAN_WIDTH,), 0, jnp.int32) + end
     padded = scan(begin // BLOCK_IDS, end, find_padding, padded)
     full = jnp.maximum(jnp.min(padded) * BLOCK_IDS - begin, 0) // block
-    return begin, 0, full, visible - full
+    return Visible(begin, 0, full, count - full)
 
 
 def segment_ranges(ids: Array | None) -> Array | None:
@@ -114,16 +132,3 @@ def segment_ranges(ids: Array | None) -> Array | None:
     ids = ids.reshape(batch, blocks, BLOCK_IDS)
     least = jnp.where(ids < 0, LARGEST_ID, ids).min(2)
     return jnp.stack((least, ids.max(2), ids.min(2)), 1)
-
-
-def segments_of(operands: AttentionOperands[Array]) -> tuple[Array | None, ...]:
-    """Return the ids of queries and of keys; nothing without them.
-
-    Lists of tiles follow them: there they are None.
-    """
-    if isinstance(operands, BlockSparseOperands):
-        return None, None
-    if not isinstance(operands, FlashOperands) or operands.q_segment_ids is None:
-        return ()
-    assert operands.kv_segment_ids is not None
-    return operands.q_segment_ids, operands.kv_segment_ids

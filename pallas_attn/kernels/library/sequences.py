@@ -9,18 +9,47 @@ Offsets are data that nobody checked. Any numbers are clamped to the tensors, an
 The first offset counts as 0, so that no row comes before all sequences.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas import triton as plt
 
 from pallas_attn.kernels.library.tiles import arange, cdiv
-from twin_attention.contract.operands import AttentionOperands, FlashOperands, VarlenOperands
+from twin_attention.contract.operands import AttentionOperands, VarlenOperands
 from twin_attention.contract.spec import AttentionSpec, VarlenSpec
 
 # Offsets that a step of the search reads at a time: one step finds one of 127 sequences.
 SEARCH_WIDTH = 128
+
+
+class Offsets(NamedTuple):
+    """Offsets of packed sequences, [N + 1] int32 each; None for a dense batch."""
+
+    cu_seqlens_q: Any = None
+    cu_seqlens_kv: Any = None
+
+    @property
+    def num_sequences(self):
+        """How many sequences there are; None for a dense batch."""
+        return None if self.cu_seqlens_q is None else self.cu_seqlens_q.shape[0] - 1
+
+
+class TileRows(NamedTuple):
+    """Where the rows of a tile are; counted from the first of all sequences.
+
+    Attributes:
+        sequence, first: the sequence that owns the tile, and its first row.
+        start, end: the tile's first row, and the end of its sequence's.
+        first_other, size_other: the sequence's first row on the other axis, and how many it has.
+    """
+
+    sequence: Any
+    first: Any
+    start: Any
+    end: Any
+    first_other: Any
+    size_other: Any
 
 
 def count_sequence_tiles(num_rows, num_sequences, block):
@@ -30,31 +59,25 @@ def count_sequence_tiles(num_rows, num_sequences, block):
     return num_rows // block + num_sequences + 1
 
 
-def locate_tile(cu_seqlens_ref, cu_seqlens_other_ref, tile, num_rows, num_rows_other, block):
-    """Find the sequence that owns a tile.
+def locate_tile(
+    cu_seqlens_ref, cu_seqlens_other_ref, tile, num_rows, num_rows_other, block, find=None
+):
+    """Return the `TileRows` of a tile, all within the axes.
+
+    A tile behind the last one of its sequence is that of an empty sequence: start and end are
+    first, and size_other is 0.
 
     Args:
-        cu_seqlens_ref, cu_seqlens_other_ref: [N + 1] offsets of the tile's axis and of the other.
+        cu_seqlens_ref, cu_seqlens_other_ref: [N + 1] offsets of the tile's axis and of the other;
+            None for a dense batch, which is one sequence.
         tile: of all sequences' tiles.
         num_rows, num_rows_other: lengths of the axes.
         block: rows of a tile.
-
-    Returns:
-        (sequence, first, start, end, first_other, size_other): the sequence's first row, the tile's
-        first row and the end of the sequence's, all within the axis; the sequence's first row on
-        the other axis, and how many it has there. A tile behind the last one of its sequence is
-        that of an empty sequence: start and end are first, and size_other is 0.
+        find: the search to use, `find_sequence` if None.
     """
-    sequence = find_sequence(cu_seqlens_ref, tile, block)
-    return rows_of_tile(
-        cu_seqlens_ref, cu_seqlens_other_ref, sequence, tile, num_rows, num_rows_other, block
-    )
-
-
-def rows_of_tile(
-    cu_seqlens_ref, cu_seqlens_other_ref, sequence, tile, num_rows, num_rows_other, block
-):
-    """Return what `locate_tile` does, of a tile that `sequence` owns."""
+    if cu_seqlens_ref is None:
+        return TileRows(0, 0, tile * block, num_rows, 0, num_rows_other)
+    sequence = (find or find_sequence)(cu_seqlens_ref, tile, block)
     first, size = rows_of_sequence(cu_seqlens_ref, sequence, num_rows, num_rows)
     first_other, size_other = rows_of_sequence(cu_seqlens_other_ref, sequence, num_rows_other, 0)
     index = jnp.maximum(tile - first_tile(first, sequence, block), 0)
@@ -62,10 +85,10 @@ def rows_of_tile(
     start = first + jnp.where(exists, index * block, 0)
     end = first + jnp.where(exists, size, 0)
     size_other = jnp.where(exists, size_other, 0)
-    return sequence, first, start, end, first_other, size_other
+    return TileRows(sequence, first, start, end, first_other, size_other)
 
 
-def locate_tokens(cu_seqlens_ref, tile, num_tokens, rows, block):
+def locate_tokens(cu_seqlens_ref, tile, num_tokens, rows, block, find=None):
     """Find the sequence that owns a tile, where each token has `rows` rows, one after the other.
 
     The first tiles of all sequences come before the others, so that in a batch of single tokens the
@@ -78,19 +101,14 @@ def locate_tokens(cu_seqlens_ref, tile, num_tokens, rows, block):
         num_tokens: of the axis.
         rows: of a token.
         block: rows of a tile.
+        find: the search to use, `find_sequence` if None.
 
     Returns:
         (sequence, first, tokens, start): the sequence's first token and how many it has, within the
         axis; the tile's first row, counted from the sequence's. A tile behind the last one of its
         sequence starts behind its last row.
     """
-    other = tile - cu_seqlens_ref.shape[0]
-    owner = find_sequence(cu_seqlens_ref, other, block, rows)
-    return tokens_of_tile(cu_seqlens_ref, tile, owner, num_tokens, rows, block)
-
-
-def tokens_of_tile(cu_seqlens_ref, tile, owner, num_tokens, rows, block):
-    """Return what `locate_tokens` does; `owner` has the tile if it is none of the first ones."""
+    owner = (find or find_sequence)(cu_seqlens_ref, tile - cu_seqlens_ref.shape[0], block, rows)
     num_sequences = cu_seqlens_ref.shape[0] - 1
     is_first = tile <= num_sequences
     sequence = jnp.where(is_first, tile, owner)
@@ -144,15 +162,11 @@ def num_sequences_of(spec: AttentionSpec) -> int | None:
     return spec.num_sequences if isinstance(spec, VarlenSpec) else None
 
 
-def offsets_of(operands: AttentionOperands[Any]) -> tuple[Any, ...]:
-    """Return the operands that a kernel has for packed sequences alone.
-
-    Segment ids or lists of tiles follow them: there they are None.
-    """
+def offsets_of(operands: AttentionOperands[Any]) -> Offsets:
+    """Return the offsets of packed sequences."""
     if isinstance(operands, VarlenOperands):
-        return operands.cu_seqlens_q, operands.cu_seqlens_kv
-    is_dense = isinstance(operands, FlashOperands) and operands.q_segment_ids is None
-    return () if is_dense else (None, None)
+        return Offsets(operands.cu_seqlens_q, operands.cu_seqlens_kv)
+    return Offsets()
 
 
 def with_batch(spec: AttentionSpec, *tensors: Any) -> tuple[Any, ...]:

@@ -43,6 +43,22 @@ def add_sink(sink, m_i, l_i):
     return alpha, m_new, l_i
 
 
+def finish_softmax(m_i, l_i, in_base_2=True):
+    """Return what a row's sums are divided by, and its log-sum-exp.
+
+    A row without a key or a sink is divided by 1, and has lse -inf.
+    in_base_2: m_i is in base 2, otherwise a natural logarithm.
+    """
+    l_safe = jnp.where(l_i == 0.0, 1.0, l_i)
+    maximum = m_i * LN2 if in_base_2 else m_i
+    return l_safe, maximum + jnp.log(l_safe)
+
+
+def lse_in_base_2(lse):
+    """Return lse2, which the backward subtracts: ``exp2(s - lse2)`` is 0 where a row saw no key."""
+    return jnp.where(lse == float("-inf"), float("inf"), lse) * LOG2E
+
+
 def add_sink_to_states(sink, m_i, l_i):
     """Do what `add_sink` does where the maximum is a natural logarithm."""
     m_new = jnp.maximum(m_i, sink)

@@ -18,16 +18,32 @@ from twin_attention.targets.config import padded_head_dim
 ROW_PADDING = 128
 
 
+class Visible(NamedTuple):
+    """Tiles of the other axis that some rows see. Every other tile is skipped.
+
+    Attributes:
+        begin: the first row of the first of them.
+        before, full, after: how many need a mask, then need none, then need one again.
+    """
+
+    begin: Any
+    before: Any
+    full: Any
+    after: Any
+
+    def mask_all(self, condition):
+        """Return them, all masked where the condition holds."""
+        begin, before, full, after = self
+        before = jnp.where(condition, before + full + after, before)
+        return Visible(begin, before, *(jnp.where(condition, 0, x) for x in (full, after)))
+
+
 def visible_tiles(start, size, size_other, diagonal, left, right, block, block_other):
-    """Return which tiles of the other axis the rows start .. start + block see.
+    """Return the `Visible` tiles of the other axis of the rows start .. start + block.
 
     Row i stands at position ``p = i + diagonal`` of the other axis and sees ``p - left ..
     p + right`` (None is unlimited). Queries see keys with the window's (left, right) and
     ``diagonal = seq_kv - seq_q``, keys see queries with (right, left) and its negative.
-
-    Returns (begin, before, full, after): the first tile that has something to see starts at
-    `begin`; from there `before` tiles need a mask, then `full` tiles need none, then `after`
-    tiles need one. Every other tile is skipped.
     """
     first = start + diagonal
     last = minimum(start + block, size) - 1 + diagonal
@@ -45,21 +61,21 @@ def visible_tiles(start, size, size_other, diagonal, left, right, block, block_o
     before = minimum(cdiv(full_begin - begin, block_other), visible)
     full = maximum(full_end - begin, 0) // block_other - before
     full = minimum(maximum(full, 0), visible - before)
-    return begin, before, full, visible - before - full
+    return Visible(begin, before, full, visible - before - full)
 
 
-def count_tiles(before, full, after, masked):
+def count_tiles(visible, masked):
     """Return the number of tiles of one kind: those at the edges, or the full ones between."""
-    return before + after if masked else full
+    return visible.before + visible.after if masked else visible.full
 
 
-def tile_start(index, begin, before, full, block, masked):
+def tile_start(index, visible, block, masked):
     """Return the first row of tile `index` of one kind."""
     if masked:
-        tile = jnp.where(index < before, index, index + full)
+        tile = jnp.where(index < visible.before, index, index + visible.full)
     else:
-        tile = index + before
-    return begin + lax.convert_element_type(tile, jnp.int32) * block
+        tile = index + visible.before
+    return visible.begin + lax.convert_element_type(tile, jnp.int32) * block
 
 
 def cdiv(a, b):
@@ -94,6 +110,11 @@ class Rows(NamedTuple):
 
     ref: Any
     first: Any
+
+
+def rows_from(ref, first):
+    """Return the rows of a reference from `first` on: itself where that is always 0."""
+    return ref if isinstance(first, int) and first == 0 else Rows(ref, first)
 
 
 def locate_rows(ref, start):

@@ -27,7 +27,7 @@ from pallas_attn.kernels.explicit.registers import (
 from pallas_attn.kernels.explicit.softmax import RESCALE_ABOVE, add_columns, rescale
 from pallas_attn.kernels.library.pages import share_of_tiles
 from pallas_attn.kernels.library.quantized import as_packed
-from pallas_attn.kernels.library.softmax import LN2, LOG2E
+from pallas_attn.kernels.library.softmax import LOG2E, finish_softmax
 from pallas_attn.kernels.paged.combine import merge_splits
 from pallas_attn.kernels.paged.memory import (
     copy_keys,
@@ -44,7 +44,7 @@ from pallas_attn.kernels.paged.merge import (
 )
 from pallas_attn.targets import num_sms
 from twin_attention.contract.operands import DecodeOperands
-from twin_attention.contract.spec import DecodeSpec
+from twin_attention.contract.spec import DecodeSpec, Window
 from twin_attention.targets.family import Backend
 from twin_attention.targets.ptx import choose_upcast
 from twin_attention.targets.splits import block_rows, choose_splits
@@ -166,8 +166,8 @@ def paged_decode_kernel(
         to_scores = rule if upcast is None else rule._replace(scale=as_rows(scale, s))
         key = iota(s.shape, 1, layout) + (start_warp + step * block_kv)
         s, _ = visible_scores(
-            s, as_rows(position, s), key, end, to_scores, window_left,
-            0 if tokens > 1 else None, True, layout,
+            s, as_rows(position, s), key, end, to_scores,
+            Window(window_left, 0 if tokens > 1 else None), True, layout,
         )  # fmt: skip
         # p = exp(s - max), and rescale what was accumulated
         m_new = s.max(axis=1) * rule.exp2_scale
@@ -214,8 +214,7 @@ def paged_decode_kernel(
     # Normalise and store.
     if sinks_ref is not None:
         l_all = l_all + jnp.exp2(sink - m_safe)
-    l_safe = jnp.where(l_all == 0.0, 1.0, l_all)
-    lse = m_all * LN2 + jnp.log(l_safe)
+    l_safe, lse = finish_softmax(m_all, l_all)
     factor = 1.0 / l_safe
     if v_scale_ref is not None:
         factor = factor * of_head(v_scale_ref, head_kv)

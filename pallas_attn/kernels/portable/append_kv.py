@@ -12,7 +12,7 @@ from pallas_attn.kernels.library.quantized import quantize
 from pallas_attn.kernels.library.rotary import load_rotation, rotate
 from pallas_attn.kernels.library.sequences import locate_tokens
 from pallas_attn.kernels.library.tiles import arange
-from pallas_attn.launch import launch
+from pallas_attn.launch import ALL, COLUMNS, block_spec, launch
 from twin_attention.contract.operands import AppendOperands
 from twin_attention.contract.spec import AppendSpec
 from twin_attention.targets.config import padded_head_dim
@@ -37,13 +37,6 @@ def append_kv_kernel(
     q_out_ref=None,
     *,
     num_tokens,
-    num_sequences,
-    num_positions,
-    num_pages,
-    max_pages,
-    heads_q,
-    heads_kv,
-    page_size,
     head_dim,
     head_dim_v,
     pairs,
@@ -71,6 +64,8 @@ def append_kv_kernel(
     padding. Tiles of heads are those of q, of which keys and values have no more.
     """
     # Locate the token and its slot.
+    num_pages, page_size, heads_kv, _ = k_ref.shape
+    max_pages, heads_q = table_ref.shape[-1], 0 if q_ref is None else q_ref.shape[-2]
     tile = pl.program_id(0 if cu_seqlens_ref is None else 1)
     head = tile * block_heads + arange(block_heads)
     if cu_seqlens_ref is None:
@@ -80,6 +75,7 @@ def append_kv_kernel(
         q_reads = head < heads_q
         q_writes = q_reads
     else:
+        num_sequences = len_ref.shape[0]
         sequence, first, tokens, token = locate_tokens(
             cu_seqlens_ref, pl.program_id(0), num_tokens, 1, 1
         )
@@ -99,7 +95,7 @@ def append_kv_kernel(
     # Copy the key and the value, rotated if asked for, and quantised where the cache is.
     cos = sin = None
     if cos_ref is not None:
-        cos, sin = load_rotation(cos_ref, sin_ref, position, num_positions, pairs, block_pairs)
+        cos, sin = load_rotation(cos_ref, sin_ref, position, pairs, block_pairs)
     k_scale = None
     if k_scale_ref is not None:
         k_scale = load_scale(k_scale_ref, head, writes)
@@ -187,30 +183,19 @@ def append_kv(
     cache, q, cos = spec.cache, operands.q, operands.rotary_cos
     pairs = spec.rotary_dim // 2
 
-    def of_token(x):
-        if x is None or spec.packed:
-            return of_rows(x)
-        block = (None, None, x.shape[2], padded_head_dim(x.shape[3]))
-        return pl.BlockSpec(block, lambda tile, token, batch: (batch, token, 0, 0))
+    rows, of_batch = (ALL, COLUMNS), ALL if spec.packed else "batch"
+    of_tokens = (ALL, *rows) if spec.packed else ("batch", "token", *rows)
+    of_pool = ALL, ALL, *rows
 
-    def of_sequence(x):
-        if spec.packed:
-            return of_all(x)
-        rest = (0,) * (x.ndim - 1)
-        return pl.BlockSpec((None, *x.shape[1:]), lambda tile, token, batch: (batch, *rest))
+    def place(*program):
+        return {} if spec.packed else dict(zip(("tile", "token", "batch"), program, strict=True))
 
-    def of_all(x):
-        return None if x is None else pl.BlockSpec(x.shape, lambda *_: (0,) * x.ndim)
-
-    def of_rows(x):
-        if x is None:
-            return None
-        shape = (*x.shape[:-1], padded_head_dim(x.shape[-1]))
-        return pl.BlockSpec(shape, lambda *_: (0,) * x.ndim)
+    def of(x, *axes):
+        return block_spec(x, place, *axes)
 
     outputs = operands.k_pages, operands.v_pages, *(() if q is None else (q,))
     outputs = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in outputs)
-    out_specs = *map(of_rows, outputs[:2]), *map(of_token, outputs[2:])
+    out_specs = *(of(x, *of_pool) for x in outputs[:2]), *(of(x, *of_tokens) for x in outputs[2:])
     heads = max(cache.heads, spec.heads_q)
 
     def grid(config):
@@ -225,28 +210,24 @@ def append_kv(
         grid,
         operands,
         (
-            of_token(operands.k_new),
-            of_token(operands.v_new),
-            of_rows(operands.k_pages),
-            of_rows(operands.v_pages),
-            of_sequence(operands.block_tables),
-            of_sequence(operands.seq_lens),
-            of_all(operands.k_scale),
-            of_all(operands.v_scale),
-            of_all(operands.cu_seqlens_q),
-            of_token(q),
-            of_rows(cos),
-            of_rows(operands.rotary_sin),
+            of(operands.k_new, *of_tokens),
+            of(operands.v_new, *of_tokens),
+            of(operands.k_pages, *of_pool),
+            of(operands.v_pages, *of_pool),
+            of(operands.block_tables, of_batch, ALL),
+            of(operands.seq_lens, of_batch),
+            of(operands.k_scale, ALL),
+            of(operands.v_scale, ALL),
+            of(operands.cu_seqlens_q, ALL),
+            of(q, *of_tokens),
+            of(cos, *rows),
+            of(operands.rotary_sin, *rows),
         ),
         outputs,
         out_specs,
-        cache_arguments(cache, operands.k_pages, operands.v_pages)
+        cache_arguments(operands.k_pages, operands.v_pages)
         | {
             "num_tokens": spec.tokens,
-            "num_sequences": spec.batch,
-            "num_positions": None if cos is None else cos.shape[0],
-            "heads_q": spec.heads_q,
-            "heads_kv": cache.heads,
             "pairs": pairs,
             "interleaved": spec.interleaved,
             "block_pairs": padded_head_dim(pairs),

@@ -10,9 +10,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from pallas_attn.kernels.library.pages import keys_of_sequence, load_rows_at, splits_with_keys
-from pallas_attn.kernels.library.softmax import LOG2E, add_sink_to_states
+from pallas_attn.kernels.library.softmax import LOG2E, add_sink_to_states, finish_softmax
 from pallas_attn.kernels.library.tiles import arange, cdiv, load_rows
-from pallas_attn.launch import launch
+from pallas_attn.launch import ALL, COLUMNS, block_spec, launch
 from twin_attention.contract.operands import DecodeOperands, PagedOperands
 from twin_attention.contract.spec import DecodeSpec, MergeSpec
 from twin_attention.targets.config import padded_head_dim
@@ -85,8 +85,7 @@ def combine_kernel(
         if sink_ref is not None:
             alpha, m_i, l_i = add_sink_to_states(sink_ref[...], m_i, l_i)
             acc = acc * alpha
-        l_safe = jnp.where(l_i == 0.0, 1.0, l_i)
-        lse = m_i + jnp.log(l_safe)
+        l_safe, lse = finish_softmax(m_i, l_i, in_base_2=False)
         cols = arange(block_dv)
         out = (acc / l_safe).astype(out_ref.dtype)
         plt.store(out_ref.at[cols], out, mask=cols < head_dim_v)
@@ -147,21 +146,14 @@ def _launch(
     )
     block_dv = padded_head_dim(spec.head_dim_v)
 
-    def out_index(row, batch):
-        return batch, row // spec.heads, row % spec.heads, 0
+    def place(row, batch):
+        return {"batch": batch, "token": row // spec.heads, "head": row % spec.heads}
 
-    def lse_index(row, batch):
-        return batch, row % spec.heads, row // spec.heads
+    def of(x, *axes):
+        return block_spec(x, place, *axes)
 
-    states = (spec.num_states, None, None, None)
-    outs_spec = pl.BlockSpec((*states, block_dv), lambda *i: (0, *out_index(*i)))
-    lses_spec = pl.BlockSpec(states, lambda *i: (0, *lse_index(*i)))
-    out_spec = pl.BlockSpec((None, None, None, block_dv), out_index)
-    lse_spec = pl.BlockSpec((None,) * 3, lse_index)
-    sink_spec = pl.BlockSpec((None,), lambda row, batch: (row % spec.heads,))
-    length_spec = pl.BlockSpec((None,), lambda row, batch: (batch,))
+    of_out, of_lse = ("batch", "token", "head", COLUMNS), ("batch", "head", "token")
     operands = (outs, lses, out, lse, sinks, seq_lens)
-    in_specs = (outs_spec, lses_spec, out_spec, lse_spec, sink_spec, length_spec)
     capacity = 0 if decode is None else decode.cache.capacity
     left = None if decode is None else decode.window_left
     return launch(
@@ -169,9 +161,16 @@ def _launch(
         combine_kernel,
         lambda config: (spec.heads * spec.tokens, spec.batch),
         operands,
-        tuple(None if x is None else y for x, y in zip(operands, in_specs, strict=True)),
+        (
+            of(outs, ALL, *of_out),
+            of(lses, ALL, *of_lse),
+            of(out, *of_out),
+            of(lse, *of_lse),
+            of(sinks, "head"),
+            of(seq_lens, "batch"),
+        ),
         results,
-        (out_spec, lse_spec),
+        (of(results[0], *of_out), of(results[1], *of_lse)),
         {
             "tokens": spec.tokens,
             "num_states": spec.num_states,

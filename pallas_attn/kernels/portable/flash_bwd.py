@@ -13,13 +13,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_attn.kernels.gradients import make_flash_bwd
-from pallas_attn.kernels.library.block_mask import (
-    find_list,
-    kept_row,
-    kept_tiles,
-    list_arguments,
-    num_lists_of_group,
-)
+from pallas_attn.kernels.library.block_mask import list_arguments, num_lists_of_group
+from pallas_attn.kernels.library.masks import find_visits
 from pallas_attn.kernels.library.schedule import order_programs
 from pallas_attn.kernels.library.scores import (
     add_product,
@@ -28,31 +23,18 @@ from pallas_attn.kernels.library.scores import (
     round_operand,
     visible_scores,
 )
-from pallas_attn.kernels.library.segments import (
-    STAYS,
-    VISITED,
-    load_segments,
-    meeting_tiles,
-)
-from pallas_attn.kernels.library.sequences import (
-    count_sequence_tiles,
-    first_tile,
-    locate_tile,
-    num_sequences_of,
-)
-from pallas_attn.kernels.library.softmax import LOG2E
+from pallas_attn.kernels.library.segments import STAYS, VISITED, load_segments
+from pallas_attn.kernels.library.sequences import count_sequence_tiles, first_tile, locate_tile
+from pallas_attn.kernels.library.softmax import lse_in_base_2
 from pallas_attn.kernels.library.tiles import (
     ROW_PADDING,
-    Rows,
     arange,
-    count_tiles,
     load_padded_rows,
     load_rows,
     load_tile,
+    rows_from,
     split_step,
     store_tile,
-    tile_start,
-    visible_tiles,
 )
 from pallas_attn.launch import (
     flash_arguments,
@@ -61,7 +43,7 @@ from pallas_attn.launch import (
     of_batch,
     of_group,
     of_head,
-    optional_operands,
+    of_masks,
 )
 from twin_attention.targets.config import padded_head_dim
 
@@ -77,7 +59,6 @@ def flash_bwd_preprocess_kernel(
     delta_ref,
     *,
     seq_q,
-    num_sequences,
     head_dim_v,
     precision,
     block_q,
@@ -98,7 +79,7 @@ def flash_bwd_preprocess_kernel(
     # Locate the rows.
     padded = pl.program_id(0) * block_q
     start_q, seq_dout = padded, seq_q
-    if num_sequences is not None:
+    if cu_seqlens_q_ref is not None:
         # With the queries for the other axis as well, that of padding is empty.
         _sequence, _first_q, start_q, seq_q, first_dout, size_dout = locate_tile(
             cu_seqlens_q_ref, cu_seqlens_q_ref, padded // ROW_PADDING, seq_q, seq_q, ROW_PADDING
@@ -113,7 +94,7 @@ def flash_bwd_preprocess_kernel(
     do = as_multiplied(do, precision)
     delta = jnp.sum(do.astype(jnp.float32) * out.astype(jnp.float32), 1)
     lse = load_rows(lse_ref, start_q, seq_q, block_q, float("inf"))
-    lse2 = jnp.where(lse == float("-inf"), float("inf"), lse) * LOG2E
+    lse2 = lse_in_base_2(lse)
     if dlse_ref is not None:
         dlse = load_rows(dlse_ref, start_q, seq_q, block_q, 0.0)
         delta = delta - jnp.where(lse == float("-inf"), 0.0, dlse)
@@ -130,23 +111,16 @@ def flash_bwd_dq_kernel(
     dout_ref,
     lse2_ref,
     delta_ref,
-    cu_seqlens_q_ref,
-    cu_seqlens_kv_ref,
-    q_segment_ids_ref,
-    kv_segment_ids_ref,
-    ranges_ref,
-    counts_ref,
-    tiles_ref,
+    offsets,
+    segments,
+    lists,
     dq_ref,
     *,
     place,
     seq_q,
     seq_kv,
-    diagonal,
-    num_sequences,
     rule,
-    window_left,
-    window_right,
+    window,
     head_dim,
     head_dim_v,
     tile_q,
@@ -157,26 +131,24 @@ def flash_bwd_dq_kernel(
     """One program computes block_q rows of dq of one query head.
 
     Operands, of this program's batch and head: q and dq [Sq, D], k [Skv, D], v [Skv, Dv],
-    dout [Sq, Dv], lse2 and delta of `flash_bwd_preprocess_kernel`. Grid, place, diagonal, rule:
-    as in `flash_fwd_kernel`. Loop invariant: dq is Σ ds k over the keys so far. Accumulation:
-    float32, exponents in base 2, ds cast to k's dtype for ds·k. A row that sees no key gives 0.
-    Packed sequences, segment ids, block mask: as in `flash_fwd_kernel`; lse2 and delta as
+    dout [Sq, Dv], lse2 and delta of `flash_bwd_preprocess_kernel`. Grid, place, rule: as in
+    `flash_fwd_kernel`. Loop invariant: dq is Σ ds k over the keys so far. Accumulation: float32,
+    exponents in base 2, ds cast to k's dtype for ds·k. A row that sees no key gives 0. Packed
+    sequences, segment ids, block mask: as in `flash_fwd_kernel`; lse2 and delta as
     `flash_bwd_preprocess_kernel` has them.
     """
     # Locate the tile of queries.
     tile, _head, _batch = place(pl.program_id(0))
-    start_q = tile * block_q
-    if num_sequences is not None:
-        sequence, first_q, start_q, seq_q, first_kv, seq_kv = locate_tile(
-            cu_seqlens_q_ref, cu_seqlens_kv_ref, tile, seq_q, seq_kv, block_q
-        )
-        diagonal = seq_kv - seq_q
-        k_ref, v_ref = Rows(k_ref, first_kv), Rows(v_ref, first_kv)
-        moved = first_tile(first_q, sequence, ROW_PADDING) * ROW_PADDING - first_q
-        lse2_ref, delta_ref = Rows(lse2_ref, moved), Rows(delta_ref, moved)
+    sequence, first_q, start_q, seq_q, first_kv, seq_kv = locate_tile(
+        *offsets, tile, seq_q, seq_kv, block_q
+    )
+    diagonal = seq_kv - seq_q
+    k_ref, v_ref = rows_from(k_ref, first_kv), rows_from(v_ref, first_kv)
+    moved = first_tile(first_q, sequence, ROW_PADDING) * ROW_PADDING - first_q
+    lse2_ref, delta_ref = rows_from(lse2_ref, moved), rows_from(delta_ref, moved)
 
     # Load the queries and what belongs to their rows; they stay.
-    segment_q, is_query = load_segments(q_segment_ids_ref, start_q, seq_q, block_q, STAYS)
+    segment_q, is_query = load_segments(segments.q_ids, start_q, seq_q, block_q, STAYS)
     q = load_tile(q_ref, start_q, seq_q, block_q, head_dim, True, is_query)
     do = load_tile(dout_ref, start_q, seq_q, block_q, head_dim_v, True, is_query)
     q, do = round_operand(q, rule.precision), round_operand(do, rule.precision)
@@ -187,35 +159,24 @@ def flash_bwd_dq_kernel(
     dq = jnp.zeros((block_q, padded_head_dim(head_dim)), jnp.float32)
 
     # Visit the tiles of keys that these queries see; only tiles at the edges are masked.
-    begin, before, full, after = visible_tiles(
-        start_q, seq_q, seq_kv, diagonal, window_left, window_right, block_q, block_kv
-    )
-    if ranges_ref is not None:
-        begin, before, full, after = meeting_tiles(
-            segment_q, ranges_ref, seq_kv, begin, before, full, after, block_kv
-        )
-    tiles = None
-    if tiles_ref is not None:
-        tiles, count = find_list(counts_ref, tiles_ref, 0, start_q // tile_q)
-        begin, before, full, after = kept_tiles(
-            tiles, count, begin, before, full, after, block_kv, tile_kv
-        )
+    visits = find_visits(
+        start_q, seq_q, seq_kv, diagonal, window.left, window.right, block_q, block_kv, segment_q,
+        segments,
+    )  # fmt: skip
+    if lists.tiles is not None:
+        visits = visits.keep(lists, 0, start_q // tile_q, tile_kv)
     for masked in (False, True):
 
         def visit(index, dq, masked=masked):
-            start_kv = tile_start(index, begin, before, full, block_kv, masked)
-            if tiles is not None:
-                start_kv = kept_row(tiles, start_kv, seq_kv, tile_kv, masked)
+            start_kv = visits.start(index, masked)
             # s = scale · q kᵀ
-            segment_kv, is_key = load_segments(
-                kv_segment_ids_ref, start_kv, seq_kv, block_kv, VISITED
-            )
+            segment_kv, is_key = load_segments(segments.kv_ids, start_kv, seq_kv, block_kv, VISITED)
             k = load_tile(k_ref, start_kv, seq_kv, block_kv, head_dim, masked, is_key)
             k = round_operand(k, rule.precision)
             key = start_kv + arange(block_kv)
             s, dcap = visible_scores(
-                q, k, position[:, None], key[None, :], seq_kv, rule, window_left, window_right,
-                masked, segment_q, segment_kv,
+                q, k, position[:, None], key[None, :], seq_kv, rule, window, masked,
+                segment_q, segment_kv,
             )  # fmt: skip
             # p = exp(s - lse)
             p = jnp.exp2(s * rule.exp2_scale - lse2[:, None])
@@ -229,7 +190,7 @@ def flash_bwd_dq_kernel(
             ds = round_operand(ds.astype(k.dtype), rule.precision)
             return dq + dot(ds, k, rule.precision)
 
-        dq = lax.fori_loop(0, count_tiles(before, full, after, masked), visit, dq)
+        dq = lax.fori_loop(0, visits.count(masked), visit, dq)
 
     # Scale and store.
     store_tile(dq_ref, dq * rule.scale, start_q, seq_q, block_q, head_dim)
@@ -242,13 +203,9 @@ def flash_bwd_dkdv_kernel(
     dout_ref,
     lse2_ref,
     delta_ref,
-    cu_seqlens_q_ref,
-    cu_seqlens_kv_ref,
-    q_segment_ids_ref,
-    kv_segment_ids_ref,
-    ranges_ref,
-    counts_ref,
-    tiles_ref,
+    offsets,
+    segments,
+    lists,
     dk_ref,
     dv_ref,
     *,
@@ -257,11 +214,8 @@ def flash_bwd_dkdv_kernel(
     group_lists,
     seq_q,
     seq_kv,
-    diagonal,
-    num_sequences,
     rule,
-    window_left,
-    window_right,
+    window,
     head_dim,
     head_dim_v,
     tile_q,
@@ -285,19 +239,17 @@ def flash_bwd_dkdv_kernel(
     # Locate the tile of keys.
     tile, _head, _batch = place(pl.program_id(0))
     # The first keys are seen by most queries.
-    tile = count_sequence_tiles(seq_kv, num_sequences, block_kv) - 1 - tile
-    start_kv = tile * block_kv
-    if num_sequences is not None:
-        sequence, _first_kv, start_kv, seq_kv, first_q, seq_q = locate_tile(
-            cu_seqlens_kv_ref, cu_seqlens_q_ref, tile, seq_kv, seq_q, block_kv
-        )
-        diagonal = seq_kv - seq_q
-        q_ref, dout_ref = Rows(q_ref, first_q), Rows(dout_ref, first_q)
-        first_row = first_tile(first_q, sequence, ROW_PADDING) * ROW_PADDING
-        lse2_ref, delta_ref = Rows(lse2_ref, first_row), Rows(delta_ref, first_row)
+    tile = count_sequence_tiles(seq_kv, offsets.num_sequences, block_kv) - 1 - tile
+    sequence, _first_kv, start_kv, seq_kv, first_q, seq_q = locate_tile(
+        *reversed(offsets), tile, seq_kv, seq_q, block_kv
+    )
+    diagonal = seq_kv - seq_q
+    q_ref, dout_ref = rows_from(q_ref, first_q), rows_from(dout_ref, first_q)
+    first_row = first_tile(first_q, sequence, ROW_PADDING) * ROW_PADDING
+    lse2_ref, delta_ref = rows_from(lse2_ref, first_row), rows_from(delta_ref, first_row)
 
     # Load the keys and values; they stay.
-    segment_kv, is_key = load_segments(kv_segment_ids_ref, start_kv, seq_kv, block_kv, STAYS)
+    segment_kv, is_key = load_segments(segments.kv_ids, start_kv, seq_kv, block_kv, STAYS)
     k = load_tile(k_ref, start_kv, seq_kv, block_kv, head_dim, True, is_key)
     v = load_tile(v_ref, start_kv, seq_kv, block_kv, head_dim_v, True, is_key)
     k, v = round_operand(k, rule.precision), round_operand(v, rule.precision)
@@ -306,42 +258,35 @@ def flash_bwd_dkdv_kernel(
     dv = jnp.zeros((block_kv, padded_head_dim(head_dim_v)), jnp.float32)
 
     # Visit the tiles of queries that see these keys; only tiles at the edges are masked.
-    begin, before, full, after = visible_tiles(
-        start_kv, seq_kv, seq_q, -diagonal, window_right, window_left, block_kv, block_q
-    )
-    if ranges_ref is not None:
-        begin, before, full, after = meeting_tiles(
-            segment_kv, ranges_ref, seq_q, begin, before, full, after, block_q
-        )
+    of_all_lists = find_visits(
+        start_kv, seq_kv, seq_q, -diagonal, window.right, window.left, block_kv, block_q,
+        segment_kv, segments,
+    )  # fmt: skip
 
     def walk(first_member, carry):
         first_member = jnp.int32(first_member)
-        first, num_before, num_full, num_after, tiles = begin, before, full, after, None
-        if tiles_ref is not None:
-            tiles, kept = find_list(counts_ref, tiles_ref, first_member, start_kv // tile_kv)
-            first, num_before, num_full, num_after = kept_tiles(
-                tiles, kept, begin, before, full, after, block_q, tile_q
-            )
+        visits = of_all_lists
+        if lists.tiles is not None:
+            visits = visits.keep(lists, first_member, start_kv // tile_kv, tile_q)
         for masked in (False, True):
-            count = count_tiles(num_before, num_full, num_after, masked)
+            count = visits.count(masked)
 
             def visit(step, carry, masked=masked, count=count):
                 dk, dv = carry
                 member, index = split_step(step, count, group_size // group_lists)
-                start_q = tile_start(index, first, num_before, num_full, block_q, masked)
-                if tiles is not None:
-                    start_q = kept_row(tiles, start_q, seq_q, tile_q, masked)
+                start_q = visits.start(index, masked)
+                if lists.tiles is not None:
                     member = member + first_member
                 # sᵀ = scale · k qᵀ
                 segment_q, is_query = load_segments(
-                    q_segment_ids_ref, start_q, seq_q, block_q, VISITED
+                    segments.q_ids, start_q, seq_q, block_q, VISITED
                 )
                 q = load_tile(q_ref, start_q, seq_q, block_q, head_dim, masked, is_query, member)
                 q = round_operand(q, rule.precision)
                 rows = start_q + arange(block_q)
                 s, dcap = visible_scores(
-                    k, q, rows[None, :], key[:, None], None, rule, window_left, window_right,
-                    masked, segment_kv, segment_q,
+                    k, q, rows[None, :], key[:, None], None, rule, window, masked,
+                    segment_kv, segment_q,
                 )  # fmt: skip
                 # pᵀ = exp(sᵀ - lse)
                 lse2 = load_padded_rows(lse2_ref, start_q, block_q, member)
@@ -377,23 +322,22 @@ def flash_bwd_dkdv_kernel(
     store_tile(dv_ref, dv, start_kv, seq_kv, block_kv, head_dim_v)
 
 
-def launch_preprocess(dout, dlse, out, lse, spec, backend, cu_seqlens_q=None, q_segment_ids=None):
+def launch_preprocess(dout, dlse, out, lse, spec, backend, masks):
     """Call `flash_bwd_preprocess_kernel`; returns lse2 and delta."""
-    num_sequences = num_sequences_of(spec)
-    num_rows = count_sequence_tiles(spec.seq_q, num_sequences, ROW_PADDING) * ROW_PADDING
+    offsets, segments = masks.offsets, masks.segments
+    num_rows = count_sequence_tiles(spec.seq_q, offsets.num_sequences, ROW_PADDING) * ROW_PADDING
     rows = jax.ShapeDtypeStruct((*lse.shape[:2], num_rows), jnp.float32)
     operands = (dout, out, lse, dlse)
     return launch(
         "flash_bwd_preprocess",
         flash_bwd_preprocess_kernel,
         lambda config: (num_rows // config.block_q, spec.heads_q, spec.batch),
-        (*operands, cu_seqlens_q, q_segment_ids),
-        (*map(of_head, operands), of_all(cu_seqlens_q), of_batch(q_segment_ids)),
+        (*operands, offsets.cu_seqlens_q, segments.q_ids),
+        (*map(of_head, operands), of_all(offsets.cu_seqlens_q), of_batch(segments.q_ids)),
         (rows, rows),
         (of_head(rows), of_head(rows)),
         {
             "seq_q": spec.seq_q,
-            "num_sequences": num_sequences,
             "head_dim_v": spec.head_dim_v,
             # Products in the interpreter are IEEE's.
             "precision": "ieee" if backend.interpreted else spec.precision,
@@ -403,32 +347,28 @@ def launch_preprocess(dout, dlse, out, lse, spec, backend, cu_seqlens_q=None, q_
     )
 
 
-def launch_dq(inputs, spec, backend, *others):
+def launch_dq(inputs, spec, backend, masks):
     """Call `flash_bwd_dq_kernel`; returns dq."""
     q, k, v, *of_rows = inputs
-    others, of_others = optional_operands(others)
-    num_sequences = num_sequences_of(spec)
 
     def grid(config):
-        tiles = count_sequence_tiles(spec.seq_q, num_sequences, config.block_q)
+        tiles = count_sequence_tiles(spec.seq_q, masks.offsets.num_sequences, config.block_q)
         return tiles, spec.heads_q, spec.batch
 
     (dq,) = launch(
         "flash_bwd_dq",
         flash_bwd_dq_kernel,
         grid,
-        (*inputs, *others),
+        (*inputs, *masks),
         (
             of_head(q),
             *(of_head(x, spec.group_size) for x in (k, v)),
             *map(of_head, of_rows),
-            *of_others,
+            *of_masks(masks),
         ),
         (jax.ShapeDtypeStruct(q.shape, q.dtype),),
         (of_head(q),),
-        flash_arguments(spec, backend.interpreted)
-        | list_arguments(spec)
-        | {"num_sequences": num_sequences},
+        flash_arguments(spec, backend.interpreted) | list_arguments(spec),
         spec,
         backend,
         order=order_programs(spec, backend, "block_q", spec.head_dim),
@@ -436,33 +376,32 @@ def launch_dq(inputs, spec, backend, *others):
     return dq
 
 
-def launch_dkdv(inputs, spec, backend, *others):
+def launch_dkdv(inputs, spec, backend, masks):
     """Call `flash_bwd_dkdv_kernel`; returns dk and dv."""
     (q, k, v, *of_rows), group = inputs, spec.group_size
-    num_sequences, num_lists = num_sequences_of(spec), num_lists_of_group(spec)
-    others, of_others = optional_operands(others, num_lists)
+    num_lists = num_lists_of_group(spec)
 
     def grid(config):
-        tiles = count_sequence_tiles(spec.seq_kv, num_sequences, config.block_kv)
+        tiles = count_sequence_tiles(spec.seq_kv, masks.offsets.num_sequences, config.block_kv)
         return tiles, spec.heads_kv, spec.batch
 
     return launch(
         "flash_bwd_dkdv",
         flash_bwd_dkdv_kernel,
         grid,
-        (*inputs, *others),
+        (*inputs, *masks),
         (
             of_group(q, group),
             of_head(k),
             of_head(v),
             *(of_group(x, group) for x in of_rows),
-            *of_others,
+            *of_masks(masks, num_lists),
         ),
         tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (k, v)),
         (of_head(k), of_head(v)),
         flash_arguments(spec, backend.interpreted)
         | list_arguments(spec)
-        | {"group_size": group, "group_lists": num_lists, "num_sequences": num_sequences},
+        | {"group_size": group, "group_lists": num_lists},
         spec,
         backend,
         order=order_programs(spec, backend, "block_kv", spec.head_dim, spec.head_dim_v),

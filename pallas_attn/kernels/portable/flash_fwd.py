@@ -9,43 +9,31 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
-from pallas_attn.kernels.library.block_mask import (
-    find_list,
-    kept_row,
-    kept_tiles,
-    list_arguments,
-    lists_of_keys,
-)
+from pallas_attn.kernels.library.block_mask import list_arguments
+from pallas_attn.kernels.library.masks import find_visits, masks_of_queries
 from pallas_attn.kernels.library.schedule import order_programs
 from pallas_attn.kernels.library.scores import dot, round_operand, visible_scores
-from pallas_attn.kernels.library.segments import (
-    STAYS,
-    VISITED,
-    load_segments,
-    meeting_tiles,
-    segment_ranges,
-    segments_of,
-)
+from pallas_attn.kernels.library.segments import STAYS, VISITED, load_segments
 from pallas_attn.kernels.library.sequences import (
     count_sequence_tiles,
     locate_tile,
-    num_sequences_of,
-    offsets_of,
     with_batch,
     without_batch,
 )
-from pallas_attn.kernels.library.softmax import LN2, LOG2E, add_sink, online_softmax_update
+from pallas_attn.kernels.library.softmax import (
+    LOG2E,
+    add_sink,
+    finish_softmax,
+    online_softmax_update,
+)
 from pallas_attn.kernels.library.tiles import (
-    Rows,
     arange,
-    count_tiles,
     load_tile,
+    rows_from,
     store_rows,
     store_tile,
-    tile_start,
-    visible_tiles,
 )
-from pallas_attn.launch import flash_arguments, launch, of_head, optional_operands
+from pallas_attn.launch import flash_arguments, launch, of_head, of_masks
 from twin_attention.contract.operands import AttentionOperands
 from twin_attention.contract.spec import AttentionSpec
 from twin_attention.targets.config import padded_head_dim
@@ -57,24 +45,17 @@ def flash_fwd_kernel(
     k_ref,
     v_ref,
     sink_ref,
-    cu_seqlens_q_ref,
-    cu_seqlens_kv_ref,
-    q_segment_ids_ref,
-    kv_segment_ids_ref,
-    ranges_ref,
-    counts_ref,
-    tiles_ref,
+    offsets,
+    segments,
+    lists,
     out_ref,
     lse_ref,
     *,
     place,
     seq_q,
     seq_kv,
-    diagonal,
-    num_sequences,
     rule,
-    window_left,
-    window_right,
+    window,
     head_dim,
     head_dim_v,
     tile_q,
@@ -86,36 +67,29 @@ def flash_fwd_kernel(
 
     Operands, of this program's batch and head: q [Sq, D], k [Skv, D], v [Skv, Dv], the head's sink
     [] float32 or None, out [Sq, Dv], lse [Sq] (float32, natural log). Query i stands at key
-    position i + diagonal; rule: `twin_attention.contract.spec.ScoreRule`. Grid: (query tiles ·
+    position i + Skv - Sq; rule: `twin_attention.contract.spec.ScoreRule`. Grid: (query tiles ·
     heads · batch), in the order of `longest_first`; place: a program's tile, head and batch
     element, from its number. Loop invariant: `online_softmax_update`. Accumulation: float32,
     exponents in base 2, p cast to v's dtype for p·v. A row that sees no key gives 0, and -inf or
     its sink. block_q and block_kv are powers of two, at least 16.
 
-    Packed sequences: cu_seqlens_q and cu_seqlens_kv [num_sequences + 1] int32, otherwise all three
-    None. Sq and Skv are the numbers of all tokens, and the grid has `count_sequence_tiles` of
-    queries.
-
-    Segment ids, of this program's batch: q_segment_ids [Sq] and kv_segment_ids [Skv] int32, and
-    ranges, the `segment_ranges` of the keys', otherwise all three None.
-
-    Block mask, of this program's batch and head: counts [1, tiles] and tiles [1, tiles, width], the
-    `lists_of_keys`, and a tile of tile_q by tile_kv, multiples of block_q and block_kv; otherwise
-    all None.
+    Packed sequences: `Offsets`. Sq and Skv are the numbers of all tokens, and the grid has
+    `count_sequence_tiles` of queries. Segment ids, of this program's batch: `Segments`, with the
+    ranges of the keys'. Block mask, of this program's batch and head: the `lists_of_keys`, counts
+    [1, tiles] and tiles [1, tiles, width], and a tile of tile_q by tile_kv, multiples of block_q
+    and block_kv. What a problem does not have is None.
     """
     # Locate the tile of queries.
     tile, _head, _batch = place(pl.program_id(0))
-    start_q = tile * block_q
-    if num_sequences is not None:
-        # Queries are counted from the first of all, keys from the sequence's first.
-        _sequence, _first_q, start_q, seq_q, first_kv, seq_kv = locate_tile(
-            cu_seqlens_q_ref, cu_seqlens_kv_ref, tile, seq_q, seq_kv, block_q
-        )
-        diagonal = seq_kv - seq_q
-        k_ref, v_ref = Rows(k_ref, first_kv), Rows(v_ref, first_kv)
+    # Queries are counted from the first of all, keys from the sequence's first.
+    _sequence, _first_q, start_q, seq_q, first_kv, seq_kv = locate_tile(
+        *offsets, tile, seq_q, seq_kv, block_q
+    )
+    diagonal = seq_kv - seq_q
+    k_ref, v_ref = rows_from(k_ref, first_kv), rows_from(v_ref, first_kv)
 
     # Load the queries; they stay.
-    segment_q, is_query = load_segments(q_segment_ids_ref, start_q, seq_q, block_q, STAYS)
+    segment_q, is_query = load_segments(segments.q_ids, start_q, seq_q, block_q, STAYS)
     q = load_tile(q_ref, start_q, seq_q, block_q, head_dim, True, is_query)
     q = round_operand(q, rule.precision)
     rows = start_q + arange(block_q)
@@ -128,36 +102,25 @@ def flash_fwd_kernel(
     acc = jnp.zeros((block_q, padded_head_dim(head_dim_v)), jnp.float32)
 
     # Visit the tiles of keys that these queries see; only tiles at the edges are masked.
-    begin, before, full, after = visible_tiles(
-        start_q, seq_q, seq_kv, diagonal, window_left, window_right, block_q, block_kv
-    )
-    if ranges_ref is not None:
-        begin, before, full, after = meeting_tiles(
-            segment_q, ranges_ref, seq_kv, begin, before, full, after, block_kv
-        )
-    tiles = None
-    if tiles_ref is not None:
-        tiles, count = find_list(counts_ref, tiles_ref, 0, start_q // tile_q)
-        begin, before, full, after = kept_tiles(
-            tiles, count, begin, before, full, after, block_kv, tile_kv
-        )
+    visits = find_visits(
+        start_q, seq_q, seq_kv, diagonal, window.left, window.right, block_q, block_kv, segment_q,
+        segments,
+    )  # fmt: skip
+    if lists.tiles is not None:
+        visits = visits.keep(lists, 0, start_q // tile_q, tile_kv)
     for masked in (False, True):
 
         def visit(index, carry, masked=masked):
-            start_kv = tile_start(index, begin, before, full, block_kv, masked)
-            if tiles is not None:
-                start_kv = kept_row(tiles, start_kv, seq_kv, tile_kv, masked)
+            start_kv = visits.start(index, masked)
             m_i, l_i, acc = carry
             # s = scale · q kᵀ
-            segment_kv, is_key = load_segments(
-                kv_segment_ids_ref, start_kv, seq_kv, block_kv, VISITED
-            )
+            segment_kv, is_key = load_segments(segments.kv_ids, start_kv, seq_kv, block_kv, VISITED)
             k = load_tile(k_ref, start_kv, seq_kv, block_kv, head_dim, masked, is_key)
             k = round_operand(k, rule.precision)
             key = start_kv + arange(block_kv)
             s, _ = visible_scores(
-                q, k, position[:, None], key[None, :], seq_kv, rule, window_left, window_right,
-                masked, segment_q, segment_kv,
+                q, k, position[:, None], key[None, :], seq_kv, rule, window, masked,
+                segment_q, segment_kv,
             )  # fmt: skip
             # p = exp(s - max), and rescale what was accumulated
             p, alpha, m_i, l_i = online_softmax_update(s, m_i, l_i, rule.exp2_scale)
@@ -169,14 +132,12 @@ def flash_fwd_kernel(
             acc = acc + dot(p, v, rule.precision)
             return m_i, l_i, acc
 
-        count = count_tiles(before, full, after, masked)
-        m_i, l_i, acc = lax.fori_loop(0, count, visit, (m_i, l_i, acc))
+        m_i, l_i, acc = lax.fori_loop(0, visits.count(masked), visit, (m_i, l_i, acc))
 
     # Normalise and store.
     if sink_ref is not None:
         _alpha, m_i, l_i = add_sink(sink_ref[...], m_i, l_i)
-    l_safe = jnp.where(l_i == 0.0, 1.0, l_i)
-    lse = m_i * LN2 + jnp.log(l_safe)
+    l_safe, lse = finish_softmax(m_i, l_i)
     out = acc / l_safe[:, None]
     store_tile(out_ref, out, start_q, seq_q, block_q, head_dim_v)
     store_rows(lse_ref, lse, start_q, seq_q, block_q)
@@ -193,35 +154,29 @@ def flash_fwd(
     """
     q, k, v = with_batch(spec, operands.q, operands.k, operands.v)
     sinks, group = operands.sinks, spec.group_size
-    num_sequences, segments = num_sequences_of(spec), segments_of(operands)
-    ranges = map(segment_ranges, segments[1:])
-    others, of_others = optional_operands(
-        (*offsets_of(operands), *segments, *ranges, *lists_of_keys(operands))
-    )
+    masks = masks_of_queries(operands)
     out = jax.ShapeDtypeStruct((*q.shape[:3], spec.head_dim_v), q.dtype)
     lse = jax.ShapeDtypeStruct((spec.batch, spec.heads_q, spec.seq_q), jnp.float32)
 
     def grid(config):
-        tiles = count_sequence_tiles(spec.seq_q, num_sequences, config.block_q)
+        tiles = count_sequence_tiles(spec.seq_q, masks.offsets.num_sequences, config.block_q)
         return tiles, spec.heads_q, spec.batch
 
     out, lse = launch(
         "flash_fwd",
         flash_fwd_kernel,
         grid,
-        (q, k, v, sinks, *others),
+        (q, k, v, sinks, *masks),
         (
             of_head(q),
             of_head(k, group),
             of_head(v, group),
             of_head(sinks),
-            *of_others,
+            *of_masks(masks),
         ),
         (out, lse),
         (of_head(out), of_head(lse)),
-        flash_arguments(spec, backend.interpreted)
-        | list_arguments(spec)
-        | {"num_sequences": num_sequences},
+        flash_arguments(spec, backend.interpreted) | list_arguments(spec),
         spec,
         backend,
         order=order_programs(spec, backend, "block_q", spec.head_dim_v),

@@ -30,14 +30,13 @@ from pallas_attn.kernels.library.quantized import (
 )
 from pallas_attn.kernels.library.scores import attention_mask
 from pallas_attn.kernels.library.sequences import locate_tokens
-from pallas_attn.kernels.library.softmax import LN2, add_sink, online_softmax_update
-from pallas_attn.kernels.library.tiles import arange, count_tiles, tile_start
+from pallas_attn.kernels.library.softmax import add_sink, finish_softmax, online_softmax_update
+from pallas_attn.kernels.library.tiles import Visible, arange, count_tiles, tile_start
 from pallas_attn.kernels.portable.combine import merge_splits
-from pallas_attn.launch import launch
+from pallas_attn.launch import ALL, COLUMNS, block_spec, launch
 from pallas_attn.targets import num_sms
 from twin_attention.contract.operands import PagedOperands
 from twin_attention.contract.spec import PagedSpec
-from twin_attention.targets.config import padded_head_dim
 from twin_attention.targets.family import Backend
 from twin_attention.targets.splits import (
     block_rows,
@@ -61,23 +60,15 @@ def paged_attention_kernel(
     out_ref,
     lse_ref,
     *,
-    num_tokens,
-    num_sequences,
-    num_pages,
-    max_pages,
     num_splits,
-    scale,
-    exp2_scale,
-    softcap,
+    rule,
     window_left,
     heads_kv,
     group_size,
-    page_size,
     head_dim,
     head_dim_v,
     block_d,
     block_dv,
-    scale_first,
     upcast,
     skips_masks,
     block_rows,
@@ -101,9 +92,10 @@ def paged_attention_kernel(
     skips_masks: tiles of keys that all rows see have a loop of their own, without a mask.
     """
     # Locate the rows and the split's share of the keys that they see.
-    split = pl.program_id(1)
+    (num_pages, page_size, _), scale, split = k_ref.shape, rule.scale, pl.program_id(1)
+    num_sequences, max_pages = tables_ref.shape
     sequence, first_token, tokens, start_row = locate_tokens(
-        cu_seqlens_q_ref, pl.program_id(0) // heads_kv, num_tokens, group_size, block_rows
+        cu_seqlens_q_ref, pl.program_id(0) // heads_kv, q_ref.shape[0], group_size, block_rows
     )
     length = plt.load(
         lens_ref.at[jnp.minimum(sequence, num_sequences - 1)],
@@ -131,16 +123,16 @@ def paged_attention_kernel(
     acc = [jnp.zeros((block_rows, block_dv), jnp.float32) for _ in q]
 
     # Visit the split's tiles of keys; only tiles at the edges are masked.
-    before, full, after = count, 0, 0
+    visible = Visible(0, count, 0, 0)
     if skips_masks:
-        before, full, after = tiles_at_edges(
+        visible = tiles_at_edges(
             diagonal + first, diagonal + last, first_tile, count, window_left, block_kv
         )
     for masked in (False, True)[0 if skips_masks else 1 :]:
 
         def visit(index, carry, masked=masked):
             m_i, l_i, acc = carry
-            start = tile_start(index, first_tile * block_kv, before, full, block_kv, masked)
+            start = first_tile * block_kv + tile_start(index, visible, block_kv, masked)
             key = start + arange(block_kv)
             exists = key < end
             page, slot = locate_keys(
@@ -148,11 +140,11 @@ def paged_attention_kernel(
             )
             # s = scale · q kᵀ
             k = load_rows_at(k_ref, (page, slot), exists, head_dim, block_d)
-            s = scores(q, unpack(k, upcast), scale, softcap, scale_first)
+            s = scores(q, unpack(k, upcast), rule._replace(scale=scale))
             if masked:
                 s = attention_mask(s, position[:, None], key[None, :], end, window_left, 0)
             # p = exp(s - max), and rescale what was accumulated
-            p, alpha, m_i, l_i = online_softmax_update(s, m_i, l_i, exp2_scale)
+            p, alpha, m_i, l_i = online_softmax_update(s, m_i, l_i, rule.exp2_scale)
             acc = [x * alpha[:, None] for x in acc]
             p = p.astype(q[0].dtype)
             # acc += p v
@@ -160,15 +152,14 @@ def paged_attention_kernel(
             acc = add_pv(acc, p, unpack(v, upcast))
             return m_i, l_i, acc
 
-        tiles = count_tiles(before, full, after, masked)
+        tiles = count_tiles(visible, masked)
         m_i, l_i, acc = lax.fori_loop(0, tiles, visit, (m_i, l_i, acc))
 
     # Normalise and store.
     if sinks_ref is not None:
         alpha, m_i, l_i = add_sink(sinks_ref[head], m_i, l_i)
         acc = [x * alpha[:, None] for x in acc]
-    l_safe = jnp.where(l_i == 0.0, 1.0, l_i)
-    lse = m_i * LN2 + jnp.log(l_safe)
+    l_safe, lse = finish_softmax(m_i, l_i)
     out = [x / l_safe[:, None] for x in acc]
     if v_scale_ref is not None:
         v_scale = v_scale_ref[...]
@@ -200,22 +191,13 @@ def paged_attention(
     outs = jax.ShapeDtypeStruct(shape, q.dtype if splits == 1 else jnp.float32)
     lses = jax.ShapeDtypeStruct((splits, spec.heads_q, spec.tokens), jnp.float32)
 
-    def of_head(block, *place):
-        """Return the BlockSpec of a block at a place: "head" and "split" are the program's."""
+    heads = "head", group
 
-        def index(program, split):
-            return tuple({"head": program % heads_kv, "split": split}.get(x, x) for x in place)
+    def place(program, split):
+        return {"head": program % heads_kv, "split": split}
 
-        return pl.BlockSpec(block, index)
-
-    def of_pool(x):
-        return of_head((*x.shape[:2], None, padded_head_dim(x.shape[3])), 0, 0, "head", 0)
-
-    def of_scale(x):
-        return None if x is None else of_head((None,) * x.ndim, *("head",) * x.ndim)
-
-    def of_all(x):
-        return of_head(x.shape, *(0,) * x.ndim)
+    def of(x, *axes):
+        return block_spec(x, place, *axes)
 
     outs, lses = launch(
         kernel,
@@ -223,25 +205,20 @@ def paged_attention(
         lambda config: (num_row_tiles(spec, rows) * heads_kv, splits),
         (q, k_pages, v_pages, block_tables, seq_lens, offsets, sinks, k_scale, v_scale),
         (
-            of_head((spec.tokens, group, padded_head_dim(spec.head_dim)), 0, "head", 0),
-            of_pool(k_pages),
-            of_pool(v_pages),
-            of_all(block_tables),
-            of_all(seq_lens),
-            of_all(offsets),
-            None if sinks is None else of_head((group,), "head"),
-            of_scale(k_scale),
-            of_scale(v_scale),
+            of(q, ALL, heads, COLUMNS),
+            of(k_pages, ALL, ALL, "head", COLUMNS),
+            of(v_pages, ALL, ALL, "head", COLUMNS),
+            of(block_tables, ALL, ALL),
+            of(seq_lens, ALL),
+            of(offsets, ALL),
+            of(sinks, heads),
+            of(k_scale, "head"),
+            of(v_scale, "head"),
         ),
         (outs, lses),
-        (
-            of_head((None, spec.tokens, group, padded_head_dim(shape[3])), "split", 0, "head", 0),
-            of_head((None, group, spec.tokens), "split", "head", 0),
-        ),
+        (of(outs, "split", ALL, heads, COLUMNS), of(lses, "split", heads, ALL)),
         decode_arguments(spec, k_pages, v_pages, backend.target)
         | {
-            "num_tokens": spec.tokens,
-            "num_sequences": spec.batch,
             "num_splits": splits,
             "heads_kv": heads_kv,
             "skips_masks": skips_masks(spec),

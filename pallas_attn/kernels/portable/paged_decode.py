@@ -10,15 +10,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from pallas_attn.kernels.library.arguments import (
-    decode_arguments,
-    pool_spec,
-    scale_spec,
-    sequence_spec,
-    sinks_spec,
-    split_spec,
-    tokens_spec,
-)
+from pallas_attn.kernels.library.arguments import decode_arguments
 from pallas_attn.kernels.library.pages import (
     keys_of_sequence,
     load_rows_at,
@@ -34,10 +26,10 @@ from pallas_attn.kernels.library.quantized import (
     unpack,
 )
 from pallas_attn.kernels.library.scores import attention_mask
-from pallas_attn.kernels.library.softmax import LN2, add_sink, online_softmax_update
+from pallas_attn.kernels.library.softmax import add_sink, finish_softmax, online_softmax_update
 from pallas_attn.kernels.library.tiles import arange
 from pallas_attn.kernels.portable.combine import merge_splits
-from pallas_attn.launch import launch
+from pallas_attn.launch import ALL, COLUMNS, block_spec, launch
 from pallas_attn.targets import num_sms
 from twin_attention.contract.operands import DecodeOperands
 from twin_attention.contract.spec import DecodeSpec
@@ -59,21 +51,15 @@ def paged_decode_kernel(
     outs_ref,
     lses_ref,
     *,
-    num_pages,
-    max_pages,
     num_splits,
-    scale,
-    exp2_scale,
-    softcap,
+    rule,
     window_left,
     tokens,
     group_size,
-    page_size,
     head_dim,
     head_dim_v,
     block_d,
     block_dv,
-    scale_first,
     upcast,
     block_rows,
     block_kv,
@@ -96,7 +82,8 @@ def paged_decode_kernel(
     """
     # Locate the rows and the split's share of the keys.
     tile, split = pl.program_id(0), pl.program_id(3)
-    capacity = max_pages * page_size
+    (num_pages, page_size, _), scale = k_ref.shape, rule.scale
+    capacity = table_ref.shape[0] * page_size
     begin, length = keys_of_sequence(len_ref, capacity, tokens, window_left)
     first, count, total = share_of_tiles(begin, length, split, num_splits, block_kv)
     # A split with all tiles gives the result, else each gives a part that `combine` merges.
@@ -123,12 +110,12 @@ def paged_decode_kernel(
         page, slot = locate_keys(table_ref, start, length, num_pages, page_size, block_kv)
         # s = scale · q kᵀ
         k = load_rows_at(k_ref, (page, slot), exists, head_dim, block_d)
-        s = scores(q, unpack(k, upcast), scale, softcap, scale_first)
+        s = scores(q, unpack(k, upcast), rule._replace(scale=scale))
         s = attention_mask(
             s, position[:, None], key[None, :], length, window_left, 0 if tokens > 1 else None
         )
         # p = exp(s - max), and rescale what was accumulated
-        p, alpha, m_i, l_i = online_softmax_update(s, m_i, l_i, exp2_scale)
+        p, alpha, m_i, l_i = online_softmax_update(s, m_i, l_i, rule.exp2_scale)
         acc = [x * alpha[:, None] for x in acc]
         p = p.astype(q[0].dtype)
         # acc += p v
@@ -143,8 +130,7 @@ def paged_decode_kernel(
         sink = jnp.where(is_result, sinks_ref[head], float("-inf"))
         alpha, m_i, l_i = add_sink(sink, m_i, l_i)
         acc = [x * alpha[:, None] for x in acc]
-    l_safe = jnp.where(l_i == 0.0, 1.0, l_i)
-    lse = m_i * LN2 + jnp.log(l_safe)
+    l_safe, lse = finish_softmax(m_i, l_i)
     out = [x / l_safe[:, None] for x in acc]
     if v_scale_ref is not None:
         v_scale = v_scale_ref[...]
@@ -179,32 +165,40 @@ def paged_decode(
     lse_shape = (spec.batch, spec.heads_q, spec.tokens)
     out = jax.ShapeDtypeStruct(shape, q.dtype)
     lse = jax.ShapeDtypeStruct(lse_shape, jnp.float32)
-    outs = lses = outs_spec = lses_spec = None
+    outs = lses = None
     if splits > 1:
         outs = jax.ShapeDtypeStruct((splits, *shape), jnp.float32)
         lses = jax.ShapeDtypeStruct((splits, *lse_shape), jnp.float32)
-        outs_spec, lses_spec = split_spec(outs, spec.group_size), split_spec(lses, spec.group_size)
+    heads = "head", spec.group_size
+    of_tokens, of_rows = ("batch", ALL, heads, COLUMNS), ("batch", heads, ALL)
+
+    def place(tile, head, batch, split):
+        return {"head": head, "batch": batch, "split": split}
+
+    def of(x, *axes):
+        return block_spec(x, place, *axes)
+
     out, lse, outs, lses = launch(
         "paged_decode",
         paged_decode_kernel,
         lambda config: (tiles, spec.heads_kv, spec.batch, splits),
         operands,
         (
-            tokens_spec(q, spec.group_size),
-            pool_spec(k_pages),
-            pool_spec(v_pages),
-            sequence_spec(block_tables),
-            sequence_spec(seq_lens),
-            sinks_spec(sinks, spec.group_size),
-            scale_spec(k_scale),
-            scale_spec(v_scale),
+            of(q, *of_tokens),
+            of(k_pages, ALL, ALL, "head", COLUMNS),
+            of(v_pages, ALL, ALL, "head", COLUMNS),
+            of(block_tables, "batch", ALL),
+            of(seq_lens, "batch"),
+            of(sinks, heads),
+            of(k_scale, "head"),
+            of(v_scale, "head"),
         ),
         (out, lse, outs, lses),
         (
-            tokens_spec(out, spec.group_size),
-            tokens_spec(lse, spec.group_size),
-            outs_spec,
-            lses_spec,
+            of(out, *of_tokens),
+            of(lse, *of_rows),
+            of(outs, "split", *of_tokens),
+            of(lses, "split", *of_rows),
         ),
         decode_arguments(spec, k_pages, v_pages, backend.target)
         | {"tokens": spec.tokens, "num_splits": splits, "block_rows": rows},

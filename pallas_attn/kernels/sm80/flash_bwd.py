@@ -9,6 +9,7 @@ dv, in any order, with five.
 """
 
 import functools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -52,9 +53,9 @@ from pallas_attn.kernels.library.schedule import last_heads, longest_first
 from pallas_attn.kernels.library.sequences import (
     count_sequence_tiles,
     first_tile,
-    num_sequences_of,
 )
 from pallas_attn.kernels.library.tiles import ROW_PADDING, visible_tiles
+from twin_attention.contract.spec import Window
 from twin_attention.targets.sm80 import PROGRAMS_OF_SM
 
 
@@ -65,8 +66,7 @@ def flash_bwd_dq_kernel(
     dout_ref,
     lse2_ref,
     delta_ref,
-    cu_seqlens_q_ref,
-    cu_seqlens_kv_ref,
+    offsets,
     dq_ref,
     q_tile,
     dout_tile,
@@ -76,11 +76,8 @@ def flash_bwd_dq_kernel(
     group_size,
     seq_q,
     seq_kv,
-    diagonal,
-    num_sequences,
     rule,
-    window_left,
-    window_right,
+    window,
     head_dim,
     head_dim_v,
     block_q,
@@ -94,8 +91,8 @@ def flash_bwd_dq_kernel(
     Operands: q and dq [B, Sq, Hq, D], k [B, Skv, Hkv, D], v [B, Skv, Hkv, Dv], dout [B, Sq, Hq,
     Dv]; lse2 and delta [B, Hq, Sq rounded up to ROW_PADDING] float32, lse2 in base 2 and +inf where
     a row saw no key or does not exist; in shared memory a tile of q and of dout, and num_stages of
-    k and of v (1: the next arrive at the end of a step; 2: under the whole step). Grid, diagonal,
-    rule, together: as in `flash_fwd_kernel`. Packed sequences: as there, and lse2 and delta are
+    k and of v (1: the next arrive at the end of a step; 2: under the whole step). Grid, rule,
+    together: as in `flash_fwd_kernel`. Packed sequences: as there, and lse2 and delta are
     those of `prepare_rows`. Loop invariant: dq is Σ ds k over the keys so far.
     Accumulation: float32, exponents in base 2, ds cast to k's dtype for ds·k. A row that sees no
     key gives 0.
@@ -105,16 +102,14 @@ def flash_bwd_dq_kernel(
     warpgroup = lax.axis_index("warpgroup") if warpgroups > 1 else 0
     program = lax.axis_index("program")
     heads_q = q_ref.shape[2]
-    num_tiles = count_sequence_tiles(seq_q, num_sequences, block_q)
+    num_tiles = count_sequence_tiles(seq_q, offsets.num_sequences, block_q)
     num_heads = q_ref.shape[0] * heads_q
     index, tile = longest_first(program, num_tiles, num_heads, together(num_tiles))
-    start_q, first_row, first_kv = tile * block_q, 0, 0
-    if num_sequences is not None:
-        sequence, first_q, start_q, seq_q, first_kv, seq_kv = locate_tile(
-            cu_seqlens_q_ref, cu_seqlens_kv_ref, tile, seq_q, seq_kv, block_q
-        )
-        diagonal = seq_kv - seq_q
-        first_row = first_tile(first_q, sequence, ROW_PADDING) * ROW_PADDING - first_q
+    sequence, first_q, start_q, seq_q, first_kv, seq_kv = locate_tile(
+        *offsets, tile, seq_q, seq_kv, block_q
+    )
+    diagonal = seq_kv - seq_q
+    first_row = first_tile(first_q, sequence, ROW_PADDING) * ROW_PADDING - first_q
     head = index % heads_q
     batch = index // heads_q
     rows = block_q // warpgroups
@@ -124,16 +119,17 @@ def flash_bwd_dq_kernel(
     q, dout = (Head(ref, batch, head, seq_q) for ref in (q_ref, dout_ref))
     k, v = (Head(ref, batch, head_kv, first_kv + seq_kv) for ref in (k_ref, v_ref))
     fills_q, fills_kv = fills_tiles(seq_q, block_q), fills_tiles(seq_kv, block_kv)
-    begin, before, full, after = visible_tiles(
-        start_q, seq_q, seq_kv, diagonal, window_left, window_right, block_q, block_kv
+    visible = visible_tiles(
+        start_q, seq_q, seq_kv, diagonal, window.left, window.right, block_q, block_kv
     )
+    _begin, before, full, after = visible
     steps = before + full + after
     last_start = pl.cdiv(seq_kv, block_kv) * block_kv - block_kv
 
     def fetch(step, slot):
         """Fetch the keys and values of a step; a program without steps fetches some tile."""
-        start = step_start(step, begin, before, full, after, block_kv)
-        if num_sequences is None and (window_left is not None or window_right is not None):
+        start = step_start(step, visible, block_kv)
+        if offsets.num_sequences is None and window != Window():
             start = jnp.clip(start, 0, last_start)
         start = first_kv + start
         for source, tiles in ((k, k_tiles), (v, v_tiles)):
@@ -157,7 +153,7 @@ def flash_bwd_dq_kernel(
 
     # Visit the tiles of keys that these queries see; only tiles at the edges are masked.
     def visit(step, dq, masked):
-        start_kv = step_start(step, begin, before, full, after, block_kv)
+        start_kv = step_start(step, visible, block_kv)
         # Wait for the keys and values; fetch the next ones.
         wait(0, warpgroups)
         slot = 0
@@ -171,9 +167,7 @@ def flash_bwd_dq_kernel(
             position = iota(s.shape, 0, layout) + (start_row + diagonal)
             key = iota(s.shape, 1, layout) + start_kv
         end = None if fills_kv else seq_kv
-        s, dcap = visible_scores(
-            s, position, key, end, rule, window_left, window_right, masked, layout
-        )
+        s, dcap = visible_scores(s, position, key, end, rule, window, masked, layout)
         # p = exp(s - lse)
         p = jnp.exp2(s * rule.exp2_scale - as_rows(lse2, s))
         # dp = dout vᵀ
@@ -201,6 +195,23 @@ def flash_bwd_dq_kernel(
     store_rows(q_tile, tile_transforms(head_dim), dq_ref, batch, head, start_row, num_rows)
 
 
+class Tiles(NamedTuple):
+    """Tiles of `flash_bwd_dkdv_kernel` in shared memory.
+
+    Attributes:
+        k, v: a warpgroup's.
+        q, dout: of each stage.
+        p, ds: each warpgroup's parts of pᵀ and of dsᵀ; None where they stay in registers.
+    """
+
+    k: Any
+    v: Any
+    q: Any
+    dout: Any
+    p: Any
+    ds: Any
+
+
 def flash_bwd_dkdv_kernel(
     q_ref,
     k_ref,
@@ -208,26 +219,17 @@ def flash_bwd_dkdv_kernel(
     dout_ref,
     lse2_ref,
     delta_ref,
-    cu_seqlens_q_ref,
-    cu_seqlens_kv_ref,
+    offsets,
     dk_ref,
     dv_ref,
     dq_sum_ref,
-    k_tiles,
-    v_tiles,
-    q_tiles,
-    dout_tiles,
-    p_tiles,
-    ds_tiles,
+    tiles,
     *,
     group_size,
     seq_q,
     seq_kv,
-    diagonal,
-    num_sequences,
     rule,
-    window_left,
-    window_right,
+    window,
     head_dim,
     head_dim_v,
     block_q,
@@ -252,22 +254,21 @@ def flash_bwd_dkdv_kernel(
     they were computed. Otherwise two warps share 32 rows, each with half of the columns, which
     reads less shared memory than 16 whole rows a warp; p and ds go through shared memory.
     """
+    k_tiles, v_tiles, q_tiles, dout_tiles, p_tiles, ds_tiles = tiles
     # Locate the tile of keys.
     warpgroups = num_warps // 4
     warpgroup = lax.axis_index("warpgroup") if warpgroups > 1 else 0
     program = lax.axis_index("program")
     heads_kv = k_ref.shape[2]
-    num_tiles = count_sequence_tiles(seq_kv, num_sequences, block_kv)
+    num_tiles = count_sequence_tiles(seq_kv, offsets.num_sequences, block_kv)
     num_heads = q_ref.shape[0] * heads_kv
     index, tile = longest_first(program, num_tiles, num_heads, together(num_tiles))
     tile = num_tiles - 1 - tile  # the first keys are seen by most queries
-    start_kv, first_row, first_q = tile * block_kv, 0, 0
-    if num_sequences is not None:
-        sequence, _first_kv, start_kv, seq_kv, first_q, seq_q = locate_tile(
-            cu_seqlens_kv_ref, cu_seqlens_q_ref, tile, seq_kv, seq_q, block_kv
-        )
-        diagonal = seq_kv - seq_q
-        first_row = first_tile(first_q, sequence, ROW_PADDING) * ROW_PADDING
+    sequence, _first_kv, start_kv, seq_kv, first_q, seq_q = locate_tile(
+        *reversed(offsets), tile, seq_kv, seq_q, block_kv
+    )
+    diagonal = seq_kv - seq_q
+    first_row = first_tile(first_q, sequence, ROW_PADDING) * ROW_PADDING
     fills_q, fills_kv = fills_tiles(seq_q, block_q), fills_tiles(seq_kv, block_kv)
     head_kv = index % heads_kv
     batch = index // heads_kv
@@ -277,24 +278,23 @@ def flash_bwd_dkdv_kernel(
     m_warps = 4 if p_in_registers else 2
     layout = plgpu.Layout.MMA_ACC(k_ref.dtype, m_warps=m_warps)
     start_row = start_kv + warpgroup * rows
-    begin, before, full, after = visible_tiles(
-        start_kv, seq_kv, seq_q, -diagonal, window_right, window_left, block_kv, block_q
+    visible = visible_tiles(
+        start_kv, seq_kv, seq_q, -diagonal, window.right, window.left, block_kv, block_q
     )
     end = None
     if dq_sum_ref is not None and not fills_kv:
         # Keys that do not exist are hidden in every tile: their ds, times 0, must be finite.
         end = seq_kv - diagonal
-        ends = start_kv + block_kv > seq_kv
-        before = jnp.where(ends, before + full + after, before)
-        full, after = (jnp.where(ends, 0, tiles) for tiles in (full, after))
+        visible = visible.mask_all(start_kv + block_kv > seq_kv)
+    _begin, before, full, after = visible
     steps = before + full + after
     last_start = pl.cdiv(seq_q, block_q) * block_q - block_q
 
     def fetch(member, step, slot):
         """Fetch the queries and dout of a step; a program without steps fetches some tile."""
         head = head_kv * group_size + member
-        start = step_start(step, begin, before, full, after, block_q)
-        if num_sequences is None and (window_left is not None or window_right is not None):
+        start = step_start(step, visible, block_q)
+        if offsets.num_sequences is None and window != Window():
             start = jnp.clip(start, 0, last_start)
         start = first_q + start
         for ref, tiles in ((q_ref, q_tiles), (dout_ref, dout_tiles)):
@@ -335,7 +335,7 @@ def flash_bwd_dkdv_kernel(
     def visit(step, carry, member, masked):
         dk, dv = carry
         head = head_kv * group_size + member
-        start_q = step_start(step, begin, before, full, after, block_q)
+        start_q = step_start(step, visible, block_q)
         # Wait for the queries and dout; fetch the next ones.
         wait(0, warpgroups)
         slot = 0
@@ -352,9 +352,7 @@ def flash_bwd_dkdv_kernel(
         if masked:
             position = iota(s.shape, 1, layout) + start_q
             key = iota(s.shape, 0, layout) + (start_row - diagonal)  # counted as queries are
-        s, dcap = visible_scores(
-            s, position, key, end, rule, window_left, window_right, masked, layout
-        )
+        s, dcap = visible_scores(s, position, key, end, rule, window, masked, layout)
         # pᵀ = exp(sᵀ - lse)
         p = jnp.exp2(s * rule.exp2_scale - as_columns(lse2, s, layout))
         # dpᵀ = v doutᵀ
@@ -416,7 +414,7 @@ def flash_bwd_dkdv_kernel(
         store_rows(tile, tile_transforms(size), ref, batch, head_kv, start_row, num_rows)
 
 
-def launch_dq(inputs, spec, backend, *offsets):
+def launch_dq(inputs, spec, backend, masks):
     """Call `flash_bwd_dq_kernel`; returns dq."""
     q, sizes = inputs.q, (spec.head_dim, spec.head_dim_v)
 
@@ -429,14 +427,14 @@ def launch_dq(inputs, spec, backend, *offsets):
         )
 
     def programs(config):
-        tiles = count_sequence_tiles(spec.seq_q, num_sequences_of(spec), config.block_q)
+        tiles = count_sequence_tiles(spec.seq_q, masks.offsets.num_sequences, config.block_q)
         return tiles * spec.heads_q * spec.batch
 
     (dq,) = launch(
         "flash_bwd_dq",
         functools.partial(flash_bwd_dq_kernel, together=last_heads(spec, backend, PROGRAMS_OF_SM)),
         programs,
-        (*inputs, *(offsets or (None, None))),
+        (*inputs, masks.offsets),
         (jax.ShapeDtypeStruct(q.shape, q.dtype),),
         tiles,
         spec,
@@ -445,13 +443,14 @@ def launch_dq(inputs, spec, backend, *offsets):
     return dq
 
 
-def launch_fused(inputs, spec, backend, *offsets):
+def launch_fused(inputs, spec, backend, masks):
     """Call `flash_bwd_dkdv_kernel` with sums for dq; returns dq, dk and dv."""
-    dk, dv, sums = launch_dkdv(inputs, spec, backend, *offsets, name="flash_bwd_fused")
-    return gradient_of_sums(order_sums(sums), inputs.q, spec.scale, *offsets[:1]), dk, dv
+    dk, dv, sums = launch_dkdv(inputs, spec, backend, masks, name="flash_bwd_fused")
+    dq = gradient_of_sums(order_sums(sums), inputs.q, spec.scale, masks.offsets.cu_seqlens_q)
+    return dq, dk, dv
 
 
-def launch_dkdv(inputs, spec, backend, *offsets, name="flash_bwd_dkdv"):
+def launch_dkdv(inputs, spec, backend, masks, name="flash_bwd_dkdv"):
     """Call `flash_bwd_dkdv_kernel`; returns dk and dv, and with "flash_bwd_fused" dq's sums."""
     dq_sum = None
     if name == "flash_bwd_fused":
@@ -465,14 +464,16 @@ def launch_dkdv(inputs, spec, backend, *offsets, name="flash_bwd_dkdv"):
         if config.block_kv >= 32 * config.num_warps:
             p_tiles, ds_tiles = None, ds_tiles if dq_sum else None
         return (
-            *(allocate_tile(dtype, warpgroups, rows, x) for x in sizes),
-            *(allocate_tile(dtype, config.num_stages, config.block_q, x) for x in sizes),
-            p_tiles,
-            ds_tiles,
+            Tiles(
+                *(allocate_tile(dtype, warpgroups, rows, x) for x in sizes),
+                *(allocate_tile(dtype, config.num_stages, config.block_q, x) for x in sizes),
+                p_tiles,
+                ds_tiles,
+            ),
         )
 
     def programs(config):
-        tiles = count_sequence_tiles(spec.seq_kv, num_sequences_of(spec), config.block_kv)
+        tiles = count_sequence_tiles(spec.seq_kv, masks.offsets.num_sequences, config.block_kv)
         return tiles * spec.heads_kv * spec.batch
 
     return launch(
@@ -481,7 +482,7 @@ def launch_dkdv(inputs, spec, backend, *offsets, name="flash_bwd_dkdv"):
             flash_bwd_dkdv_kernel, together=last_heads(spec, backend, PROGRAMS_OF_SM)
         ),
         programs,
-        (*inputs, *(offsets or (None, None))),
+        (*inputs, masks.offsets),
         (*(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in inputs[1:3]), dq_sum),
         tiles,
         spec,

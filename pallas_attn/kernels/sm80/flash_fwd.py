@@ -43,15 +43,14 @@ from pallas_attn.kernels.explicit.steps import step_start
 from pallas_attn.kernels.library.schedule import last_heads, longest_first
 from pallas_attn.kernels.library.sequences import (
     count_sequence_tiles,
-    num_sequences_of,
     offsets_of,
     with_batch,
     without_batch,
 )
-from pallas_attn.kernels.library.softmax import LN2, LOG2E
+from pallas_attn.kernels.library.softmax import LOG2E, finish_softmax
 from pallas_attn.kernels.library.tiles import visible_tiles
 from twin_attention.contract.operands import AttentionOperands
-from twin_attention.contract.spec import AttentionSpec
+from twin_attention.contract.spec import AttentionSpec, Window
 from twin_attention.targets.family import Backend
 from twin_attention.targets.sm80 import PROGRAMS_OF_SM
 
@@ -61,8 +60,7 @@ def flash_fwd_kernel(
     k_ref,
     v_ref,
     sink_ref,
-    cu_seqlens_q_ref,
-    cu_seqlens_kv_ref,
+    offsets,
     out_ref,
     lse_ref,
     q_and_out_tiles,
@@ -72,11 +70,8 @@ def flash_fwd_kernel(
     group_size,
     seq_q,
     seq_kv,
-    diagonal,
-    num_sequences,
     rule,
-    window_left,
-    window_right,
+    window,
     head_dim,
     head_dim_v,
     block_q,
@@ -90,7 +85,7 @@ def flash_fwd_kernel(
 
     Operands: q [B, Sq, Hq, D], k [B, Skv, Hkv, D], v [B, Skv, Hkv, Dv], sinks [Hq] float32 or None,
     out [B, Sq, Hq, Dv], lse [B, Hq, Sq] (float32, natural log); in shared memory a tile of q, and
-    num_stages tiles of k and of v. Query i stands at key position i + diagonal; rule:
+    num_stages tiles of k and of v. Query i stands at key position i + Skv - Sq; rule:
     `twin_attention.contract.spec.ScoreRule`. Grid: (query tiles · heads · batch), in the order of
     `longest_first`; together: what that takes, as a function of a head's tiles. Packed sequences:
     as in the portable `flash_fwd_kernel`, a batch of one. Loop invariant: m_i is at most
@@ -105,17 +100,15 @@ def flash_fwd_kernel(
     warpgroup = lax.axis_index("warpgroup") if warpgroups > 1 else 0
     program = lax.axis_index("program")
     heads_q = q_ref.shape[2]
-    num_tiles = count_sequence_tiles(seq_q, num_sequences, block_q)
+    num_tiles = count_sequence_tiles(seq_q, offsets.num_sequences, block_q)
     num_heads = q_ref.shape[0] * heads_q
     index, tile = longest_first(program, num_tiles, num_heads, together(num_tiles))
     batch, head = index // heads_q, index % heads_q
-    start_q, first_kv = tile * block_q, 0
-    if num_sequences is not None:
-        # Queries are counted from the first of all, keys from the sequence's first.
-        _sequence, _first_q, start_q, seq_q, first_kv, seq_kv = locate_tile(
-            cu_seqlens_q_ref, cu_seqlens_kv_ref, tile, seq_q, seq_kv, block_q
-        )
-        diagonal = seq_kv - seq_q
+    # Queries are counted from the first of all, keys from the sequence's first.
+    _sequence, _first_q, start_q, seq_q, first_kv, seq_kv = locate_tile(
+        *offsets, tile, seq_q, seq_kv, block_q
+    )
+    diagonal = seq_kv - seq_q
     rows = block_q // warpgroups
     layout = plgpu.Layout.MMA_ACC(q_ref.dtype)
     start_row = start_q + warpgroup * rows
@@ -123,16 +116,17 @@ def flash_fwd_kernel(
     q = Head(q_ref, batch, head, seq_q)
     k, v = (Head(ref, batch, head_kv, first_kv + seq_kv) for ref in (k_ref, v_ref))
     fills_q, fills_kv = fills_tiles(seq_q, block_q), fills_tiles(seq_kv, block_kv)
-    begin, before, full, after = visible_tiles(
-        start_q, seq_q, seq_kv, diagonal, window_left, window_right, block_q, block_kv
+    visible = visible_tiles(
+        start_q, seq_q, seq_kv, diagonal, window.left, window.right, block_q, block_kv
     )
+    _begin, before, full, after = visible
     steps = before + full + after
     last_start = pl.cdiv(seq_kv, block_kv) * block_kv - block_kv
 
     def fetch(source, tiles, step, slot):
         """Fetch the tile of a step; a program without steps fetches some tile."""
-        start = step_start(step, begin, before, full, after, block_kv)
-        if num_sequences is None and (window_left is not None or window_right is not None):
+        start = step_start(step, visible, block_kv)
+        if offsets.num_sequences is None and window != Window():
             start = jnp.clip(start, 0, last_start)
         start = first_kv + start
         fetch_tile(source, tiles.at[slot], start, block_kv, warpgroup, warpgroups, fills_kv)
@@ -164,7 +158,7 @@ def flash_fwd_kernel(
     # Visit the tiles of keys that these queries see; only tiles at the edges are masked.
     def visit(step, carry, masked):
         m_i, l_i, acc = carry
-        start_kv = step_start(step, begin, before, full, after, block_kv)
+        start_kv = step_start(step, visible, block_kv)
         # Wait for the keys; fetch the values (num_stages 1), or the next keys and values.
         wait(0, warpgroups)
         slot = 0
@@ -181,9 +175,7 @@ def flash_fwd_kernel(
             position = iota(s.shape, 0, layout) + (start_row + diagonal)
             key = iota(s.shape, 1, layout) + start_kv
         end = None if fills_kv else seq_kv
-        s, _ = visible_scores(
-            s, position, key, end, rule, window_left, window_right, masked, layout
-        )
+        s, _ = visible_scores(s, position, key, end, rule, window, masked, layout)
         # Wait for the values; fetch the next keys.
         if num_stages == 1:
             wait(0, warpgroups)
@@ -222,8 +214,7 @@ def flash_fwd_kernel(
     if sink_ref is not None:
         m_safe = jnp.where(m_i == float("-inf"), 0.0, m_i)
         l_i = l_i + jnp.exp2(sink - m_safe)
-    l_safe = jnp.where(l_i == 0.0, 1.0, l_i)
-    lse = m_i * LN2 + jnp.log(l_safe)
+    l_safe, lse = finish_softmax(m_i, l_i)
     num_rows = None if fills_q else seq_q
     store_row_values(lse, lse_ref, batch, head, start_row, num_rows, layout.reduce(1))
     out = acc * as_rows(1.0 / l_safe, acc)
@@ -242,7 +233,7 @@ def flash_fwd(
         sequences.
     """
     q, k, v = with_batch(spec, operands.q, operands.k, operands.v)
-    offsets = offsets_of(operands) or (None, None)
+    offsets = offsets_of(operands)
     sizes = (spec.head_dim, spec.head_dim_v)
 
     def tiles(config):
@@ -254,14 +245,14 @@ def flash_fwd(
         )
 
     def programs(config):
-        tiles = count_sequence_tiles(spec.seq_q, num_sequences_of(spec), config.block_q)
+        tiles = count_sequence_tiles(spec.seq_q, offsets.num_sequences, config.block_q)
         return tiles * spec.heads_q * spec.batch
 
     out, lse = launch(
         "flash_fwd",
         functools.partial(flash_fwd_kernel, together=last_heads(spec, backend, PROGRAMS_OF_SM)),
         programs,
-        (q, k, v, operands.sinks, *offsets),
+        (q, k, v, operands.sinks, offsets),
         (
             jax.ShapeDtypeStruct((*q.shape[:3], spec.head_dim_v), q.dtype),
             jax.ShapeDtypeStruct((spec.batch, spec.heads_q, spec.seq_q), jnp.float32),

@@ -14,7 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_attn.kernels.explicit.barriers import warpgroup_barrier
-from pallas_attn.kernels.explicit.items import item_counter
+from pallas_attn.kernels.explicit.items import Items, Queue, item_counter
 from pallas_attn.kernels.explicit.programs import run_warpgroups
 from pallas_attn.kernels.explicit.registers import as_columns, iota
 from pallas_attn.kernels.explicit.rows import store_rows_of_pieces
@@ -30,59 +30,37 @@ from pallas_attn.kernels.explicit.wgmma import (
     wait_for,
     zeros,
 )
-from pallas_attn.kernels.explicit.wgmma_launch import launch
+from pallas_attn.kernels.explicit.wgmma_launch import Problem, launch
 from pallas_attn.kernels.explicit.wgmma_scores import hide_queries, visible_scores
-from pallas_attn.kernels.library.sequences import count_sequence_tiles, num_sequences_of
+from pallas_attn.kernels.gradients import Inputs
+from pallas_attn.kernels.library.sequences import count_sequence_tiles
 from pallas_attn.kernels.sm90.gradient_tiles import value_columns
 from pallas_attn.kernels.sm90.keys import (
-    Inputs,
+    Group,
     Memory,
-    Problem,
-    Work,
     allocate_memory,
-    for_each_own,
     locate,
     produce,
     release_all,
 )
+from pallas_attn.kernels.sm90.work import Work
 from pallas_attn.targets import num_sms
-from twin_attention.contract.spec import ScoreRule
+from twin_attention.contract.spec import Window
 from twin_attention.contract.validate import fail
 from twin_attention.targets.steps import exchange_sides
 
 
-def flash_bwd_dkdv_kernel(
-    q_ref,
-    k_ref,
-    v_ref,
-    dout_ref,
-    lse2_ref,
-    delta_ref,
-    cu_seqlens_q_ref,
-    cu_seqlens_kv_ref,
-    schedule_ref,
-    dk_ref,
-    dv_ref,
-    counter_ref,
-    *,
-    memory,
-    group_size,
-    seq_q,
-    seq_kv,
-    diagonal,
-    rule,
-    window_left,
-    window_right,
-    head_dim,
-    head_dim_v,
-    block_q,
-    block_kv,
-    num_warps,
-    num_stages,
-):
+class Outputs(NamedTuple):
+    """References to the outputs."""
+
+    dk: Any
+    dv: Any
+
+
+def flash_bwd_dkdv_kernel(inputs, offsets, schedule, outputs, counter, *, memory, problem):
     """One program computes tiles of block_kv rows of dk and dv of a kv head, one after the other.
 
-    Operands as in `flash_bwd_dq_kernel`, dk and dv like k and v; schedule [programs, 1 + most
+    Operands: `Inputs`, dk and dv like k and v; schedule [programs, 1 + most
     tiles] of tiles of keys. In shared memory a tile of 64 rows of k and of v for each consumer
     warpgroup, num_stages tiles of q and of dout with lse2 and delta of their rows, and their
     barriers (`Memory`). Tiles of s, p, dp, ds are transposed (keys down, queries across). Loop
@@ -94,23 +72,21 @@ def flash_bwd_dkdv_kernel(
     those without queries in their sequence all factors are loaded as 0; of q and dout rows are
     cleared.
     """
-    program = lax.axis_index("program")
-    inputs = Inputs(
-        q_ref, k_ref, v_ref, dout_ref, lse2_ref, delta_ref, cu_seqlens_q_ref, cu_seqlens_kv_ref,
-        schedule_ref, counter_ref,
+    heads_q, heads_kv = inputs.q.shape[2], inputs.k.shape[2]
+    size = heads_q // heads_kv
+    items = Items(
+        *reversed(offsets), problem.seq_kv, problem.seq_q, heads_kv, problem.block_kv,
+        last_first=False,
     )  # fmt: skip
-    problem = Problem(
-        seq_q, seq_kv, diagonal, window_left, window_right, group_size, group_size,
-        q_ref.shape[2] // group_size, block_q, block_kv, hides_missing=False,
-    )  # fmt: skip
+    queue = Queue(lax.axis_index("program"), schedule, counter, items, memory.hand_over)
     kernel = Consumers(
-        inputs, memory.as_tiles(), problem, rule, value_columns(head_dim),
-        value_columns(head_dim_v), dk_ref, dv_ref, program,
+        inputs, outputs, memory.as_tiles(), problem, Group(size, size, heads_q, False), queue,
+        value_columns(inputs.k.shape[3]), value_columns(inputs.v.shape[3]),
     )  # fmt: skip
     run_warpgroups(
-        num_warps // 4 - 1,
+        memory.kv_full.shape[0],
         functools.partial(consume, kernel),
-        functools.partial(produce, inputs, kernel.memory, problem, program),
+        functools.partial(produce, inputs, kernel.memory, problem, kernel.group, queue),
     )
 
 
@@ -118,28 +94,26 @@ class Consumers(NamedTuple):
     """Operands and state of the consumer warpgroups.
 
     Attributes:
-        inputs, memory, problem, rule: operands, shared memory, what all tiles have in common.
+        inputs, outputs, memory, problem: operands, outputs, shared memory, what all tiles have in
+            common.
+        group, queue: the query heads of a tile of keys, and the program's tiles.
         size, size_v: columns of dk and of dv, padded.
-        dk, dv: outputs.
-        program: this program's number.
     """
 
     inputs: Inputs
+    outputs: Outputs
     memory: Memory
     problem: Problem
-    rule: ScoreRule
+    group: Group
+    queue: Queue
     size: int
     size_v: int
-    dk: Any
-    dv: Any
-    program: Any
 
 
 def consume(kernel, w):
     """Compute the rows of consumer warpgroup w, a number: each has its own code."""
     release_all(kernel.memory, w)
-    compute = functools.partial(compute_tile, kernel, w)
-    for_each_own(kernel.inputs, kernel.memory, kernel.program, compute)
+    kernel.queue.take(functools.partial(compute_tile, kernel, w))
     plgpu.wait_smem_to_gmem(0)
 
 
@@ -158,11 +132,11 @@ class Keys(NamedTuple):
     start_row: Any
 
 
-def compute_tile(kernel, w, tile, step):
+def compute_tile(kernel, w, item, step):
     """Compute a warpgroup's rows of dk and dv of a tile of keys; return the steps so far."""
-    memory, members = kernel.memory, kernel.problem.members
-    work = locate(kernel.problem, tile)
-    keys = Keys(w, work, step, work.start_kv + w * WGMMA_ROWS)
+    memory, members = kernel.memory, kernel.group.members
+    work = locate(kernel.problem, kernel.group, item)
+    keys = Keys(w, work, step, work.place.start + w * WGMMA_ROWS)
     no_ds = zeros(WGMMA_ROWS, kernel.problem.block_q).astype(kernel.inputs.k.dtype)
     plgpu.barrier_wait(memory.kv_full.at[w])
     end = step + work.steps * members
@@ -180,7 +154,7 @@ def compute_tile(kernel, w, tile, step):
     if members > 1:
         ds, dk, dv = lax.fori_loop(0, members, visit_head, carry)
     else:
-        ds, dk, dv = visit_head(kernel.program * 0, carry)
+        ds, dk, dv = visit_head(kernel.queue.program * 0, carry)
 
     # dk += dsᵀ q of the last tile
     def last(dk_ref):
@@ -229,14 +203,14 @@ def visit(kernel, keys, member, masked, x, carry):
     now = keys.first_step + index
     slot, q_slot = now % num_stages, lax.rem(now, q_stages)
     previous = lax.rem(now + (q_stages - 1), q_stages)
-    fresh = now >> 30 if kernel.inputs.packed else 0
+    fresh = now >> 30 if kernel.problem.packed else 0
     multiplied = memory.q_tiles.values.tile(jnp.where(index == fresh, q_slot, previous))
-    if kernel.inputs.packed and masked:
+    if kernel.problem.packed and masked:
         # What is another sequence's, or padding, may be NaN. No product is in flight here: among
         # products ptxas would wait for each.
         plgpu.barrier_wait(memory.q_full.at[q_slot])
         plgpu.barrier_wait(memory.dout_full.at[slot])
-        left = work.end_q - work.start_q(x)
+        left = work.place.size_other - work.visited(x)
         clear_values(memory.q_tiles.values.tile(q_slot), left)
         clear_values(memory.dout_tiles.values.tile(slot), left)
     _, dk, dv = carry
@@ -251,12 +225,12 @@ def visit(kernel, keys, member, masked, x, carry):
 
 def overlap(kernel, keys, step, now, carry, s_ref, dp_ref, dk_ref, dv_ref):
     """Multiply dp under the exponentials, and dv under ds."""
-    inputs, memory, problem, rule, *_ = kernel
+    inputs, _outputs, memory, problem, *_ = kernel
     ds, dk, dv = carry
     dout = memory.dout_tiles.values.tile(step.slot)
     work, start_row = keys.work, keys.start_row
-    has_window = problem.window_left is not None or problem.window_right is not None
-    may_end = inputs.packed and step.masked
+    has_window = problem.window != Window()
+    may_end = problem.packed and step.masked
 
     # Start dk += dsᵀ q of the tile before, sᵀ = scale · k qᵀ, dpᵀ = v doutᵀ.
     if not may_end:
@@ -284,17 +258,18 @@ def overlap(kernel, keys, step, now, carry, s_ref, dp_ref, dk_ref, dv_ref):
         s, dk_new, _ = lax.optimization_barrier((s, dk_new, ds))
         plgpu.barrier_arrive(memory.q_empty.at[step.previous])
     position = key = None
-    if step.masked and not inputs.packed:
-        position = iota(s.shape, 1, WGMMA) + work.start_q(step.x)
-        key = iota(s.shape, 0, WGMMA) + (start_row - problem.diagonal)  # as queries are
+    if step.masked and not problem.packed:
+        position = iota(s.shape, 1, WGMMA) + work.visited(step.x)
+        diagonal = problem.seq_kv - problem.seq_q
+        key = iota(s.shape, 0, WGMMA) + (start_row - diagonal)  # counted as queries are
     s, exp2_scale, dcap = visible_scores(
-        s, position, key, None, rule, problem.window_left, problem.window_right,
-        step.masked and not inputs.packed,
+        s, position, key, None, problem.rule, problem.window,
+        step.masked and not problem.packed,
     )  # fmt: skip
     if may_end and has_window:
         # Bounds that are data take fewer registers so.
-        place = start_row - work.diagonal, work.start_q(step.x), None
-        s = hide_queries(s, *place, problem.window_left, problem.window_right)
+        place = start_row - work.diagonal, work.visited(step.x), None
+        s = hide_queries(s, *place, problem.window)
     lse2 = plgpu.load(memory.lse2_rows.at[step.q_slot], layout=WGMMA.reduce(0))
     p = jnp.exp2(s * exp2_scale - as_columns(lse2, s, WGMMA))
     # dv += pᵀ dout
@@ -304,7 +279,7 @@ def overlap(kernel, keys, step, now, carry, s_ref, dp_ref, dk_ref, dv_ref):
     # dsᵀ = pᵀ ∘ (dpᵀ - delta) ∘ dcapᵀ
     dp = plgpu.wgmma_accumulator_load(dp_ref, wait_n=len(dout.multiplied))
     dp, weight = lax.optimization_barrier((dp, p_cast))
-    weight = weight.astype(jnp.float32) if rule.softcap is None else p * dcap
+    weight = weight.astype(jnp.float32) if problem.rule.softcap is None else p * dcap
     delta = plgpu.load(memory.delta_rows.at[step.slot], layout=WGMMA.reduce(0))
     ds_new = (weight * (dp - as_columns(delta, dp, WGMMA))).astype(inputs.k.dtype)
     dv_new = wait_for(dv_ref, 0, p_cast)
@@ -316,47 +291,44 @@ def store(kernel, keys, dk, dv):
     """Scale dk, and store a warpgroup's rows of dk and dv by way of those of k and v."""
     work, w = keys.work, keys.w
     k, v = kernel.memory.k_tiles.tile(w), kernel.memory.v_tiles.tile(w)
+    dk = dk * kernel.problem.rule.scale
     place = work.batch, work.head_kv, keys.start_row
-    if kernel.inputs.packed:
-        store_rows_of_pieces(dk * kernel.rule.scale, k, kernel.dk, *place, work.end_kv)
-        store_rows_of_pieces(dv, v, kernel.dv, *place, work.end_kv)
+    if kernel.problem.packed:
+        store_rows_of_pieces(dk, k, kernel.outputs.dk, *place, work.place.end)
+        store_rows_of_pieces(dv, v, kernel.outputs.dv, *place, work.place.end)
     else:
-        store_tile(dk * kernel.rule.scale, k, kernel.dk, *place)
-        store_tile(dv, v, kernel.dv, *place)
+        store_tile(dk, k, kernel.outputs.dk, *place)
+        store_tile(dv, v, kernel.outputs.dv, *place)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
-def launch_dkdv(inputs, spec, backend, *offsets):
-    """Call `flash_bwd_dkdv_kernel`; returns dk and dv.
-
-    Args:
-        inputs, spec, backend: operands, problem and target.
-        offsets: those of packed sequences.
-    """
+def launch_dkdv(inputs, spec, backend, masks):
+    """Call `flash_bwd_dkdv_kernel`; returns dk and dv."""
+    offsets, is_packed = masks.offsets, masks.offsets.num_sequences is not None
     name = "flash_bwd_dkdv"
     config = backend.configs(spec)[name]
-    if offsets and config.num_stages < 2:
+    if is_packed and config.num_stages < 2:
         # The next tile of queries is awaited, to be cleared, before the last one is released.
         fail(NotImplementedError, name, "num_stages=2 for packed sequences", config)
     programs = num_sms(backend.target)
-    if offsets:
-        num_tiles = count_sequence_tiles(spec.seq_kv, num_sequences_of(spec), config.block_kv)
+    if is_packed:
+        num_tiles = count_sequence_tiles(spec.seq_kv, offsets.num_sequences, config.block_kv)
         schedule = min(num_tiles * spec.heads_kv, programs)
     else:
         turned = replace(exchange_sides(spec), heads_q=spec.heads_kv, heads_kv=spec.heads_kv)
         schedule = make_schedule(turned, config.block_kv, config.block_q, programs)
-    results = launch(
+    dk, dv, *_counter = launch(
         name,
         flash_bwd_dkdv_kernel,
-        (*inputs, *(offsets or (None, None))),
+        (inputs, offsets),
         schedule,
         (
-            *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in inputs[1:3]),
-            item_counter() if offsets else None,
+            Outputs(*(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (inputs.k, inputs.v))),
+            item_counter() if is_packed else None,
         ),
-        {"memory": allocate_memory(spec, config, packed=bool(offsets))},
+        {"memory": allocate_memory(spec, config, packed=is_packed)},
         spec,
         config,
-        num_sums=bool(offsets),
+        num_sums=int(is_packed),
     )
-    return results[:2]
+    return dk, dv

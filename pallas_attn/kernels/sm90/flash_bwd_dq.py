@@ -1,7 +1,6 @@
 """The backward's kernel of dq; `pallas_attn.kernels.sm90.flash_bwd` has the formulas."""
 
 import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -11,15 +10,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_attn.kernels.explicit.barriers import warpgroup_barrier
-from pallas_attn.kernels.explicit.items import (
-    Items,
-    allocate_hand_over,
-    for_each_place,
-    item_counter,
-    next_item,
-    own_item,
-)
-from pallas_attn.kernels.explicit.programs import for_each_tile, run_warpgroups
+from pallas_attn.kernels.explicit.items import Items, Queue, allocate_hand_over, item_counter
+from pallas_attn.kernels.explicit.programs import run_warpgroups
 from pallas_attn.kernels.explicit.registers import as_rows, iota
 from pallas_attn.kernels.explicit.rows import (
     dot_loaded_rows,
@@ -41,37 +33,17 @@ from pallas_attn.kernels.explicit.wgmma import (
     wait_for,
     zeros,
 )
-from pallas_attn.kernels.explicit.wgmma_launch import launch
+from pallas_attn.kernels.explicit.wgmma_launch import Problem, launch
 from pallas_attn.kernels.explicit.wgmma_scores import hide_keys, visible_scores
-from pallas_attn.kernels.library.sequences import count_sequence_tiles, num_sequences_of
-from pallas_attn.kernels.library.softmax import LOG2E
-from pallas_attn.kernels.library.tiles import ROW_PADDING, cdiv, maximum, visible_tiles
+from pallas_attn.kernels.gradients import Sources
+from pallas_attn.kernels.library.sequences import count_sequence_tiles
+from pallas_attn.kernels.library.softmax import lse_in_base_2
+from pallas_attn.kernels.library.tiles import ROW_PADDING
 from pallas_attn.kernels.sm90.gradient_tiles import block_tiles, make_tiles, values_and_factors
+from pallas_attn.kernels.sm90.work import locate_queries
 from pallas_attn.targets import num_sms
-from twin_attention.contract.spec import ScoreRule
 from twin_attention.contract.validate import fail
 from twin_attention.targets.sm90 import has_large_heads
-
-
-class Inputs(NamedTuple):
-    """References to the operands, and to lse2 and delta; None for those that a problem has not."""
-
-    q: Any
-    k: Any
-    v: Any
-    dout: Any
-    out: Any
-    lse: Any
-    dlse: Any
-    cu_seqlens_q: Any
-    cu_seqlens_kv: Any
-    schedule: Any
-    counter: Any
-
-    @property
-    def packed(self) -> bool:
-        """The operands are packed sequences."""
-        return self.cu_seqlens_q is not None
 
 
 class Memory(NamedTuple):
@@ -100,18 +72,6 @@ class Memory(NamedTuple):
     v_tiles: Any
 
 
-class Problem(NamedTuple):
-    """Numbers that all tiles have in common; see the kernel."""
-
-    seq_q: int
-    seq_kv: int
-    diagonal: int
-    window_left: int | None
-    window_right: int | None
-    block_q: int
-    block_kv: int
-
-
 class Outputs(NamedTuple):
     """References to the outputs."""
 
@@ -124,19 +84,17 @@ class Kernel(NamedTuple):
     """Operands and state of the producer and of the consumer warpgroups.
 
     Attributes:
-        inputs, memory, problem, rule, outputs: operands, shared memory as `Tiles`, what all tiles
-            have in common, outputs.
+        sources, outputs, memory, problem, queue: operands, outputs, shared memory as `Tiles`, what
+            all tiles have in common, and the program's tiles.
         scored_tiles: the tiles of k as the scores multiply them.
-        program: this program's number.
     """
 
-    inputs: Inputs
+    sources: Sources
+    outputs: Outputs
     memory: Memory
     problem: Problem
-    rule: ScoreRule
-    outputs: Outputs
+    queue: Queue
     scored_tiles: Tiles
-    program: Any
 
     @property
     def large(self) -> bool:
@@ -144,63 +102,11 @@ class Kernel(NamedTuple):
         return self.memory.out_tiles is None
 
 
-class Work(NamedTuple):
-    """A tile of queries, and the tiles of keys that it sees.
-
-    Attributes:
-        batch, head: which ones.
-        start_q, end_q: its first row, and the end of its sequence's.
-        first_row: its first row of lse2 and delta.
-        first_kv, end_kv: the first row of its sequence's keys, and how many these are.
-        diagonal: the key position of row 0.
-        start_kv: the first key of a step's tile.
-        masked_steps, steps: how many tiles of keys are at edges, which come first, and in all.
-    """
-
-    batch: Any
-    head: Any
-    start_q: Any
-    end_q: Any
-    first_row: Any
-    first_kv: Any
-    end_kv: Any
-    diagonal: Any
-    start_kv: Callable[..., Any]
-    masked_steps: Any
-    steps: Any
-
-
-def flash_bwd_dq_kernel(
-    q_ref,
-    k_ref,
-    v_ref,
-    dout_ref,
-    out_ref,
-    lse_ref,
-    dlse_ref,
-    cu_seqlens_q_ref,
-    cu_seqlens_kv_ref,
-    schedule_ref,
-    lse2_ref,
-    delta_ref,
-    dq_ref,
-    counter_ref,
-    *,
-    memory,
-    seq_q,
-    seq_kv,
-    diagonal,
-    rule,
-    window_left,
-    window_right,
-    block_q,
-    block_kv,
-):
+def flash_bwd_dq_kernel(sources, offsets, schedule, outputs, counter, *, memory, problem):
     """One program computes tiles of block_q rows of dq of a query head, one after the other.
 
     Before the products of a tile it computes lse2 and delta of its rows, and stores them for the
-    kernel of dk and dv. Operands: q and dq [B, Sq, Hq, D], k [B, Skv, Hkv, D], v [B, Skv, Hkv, Dv],
-    dout and out [B, Sq, Hq, Dv], lse and dlse [B, Hq, Sq] float32 (dlse is None for zero); lse2 and
+    kernel of dk and dv. Operands: `Sources`; dq like q; lse2 and
     delta [B, Hq, Sq rounded up to ROW_PADDING, which is block_q] float32, lse2 in base 2 and +inf
     where a row saw no key or does not exist; schedule as in `flash_fwd_kernel`; in shared memory a
     tile of 64 rows of q, of dout and of out for each consumer warpgroup, num_stages tiles of k and
@@ -220,15 +126,13 @@ def flash_bwd_dq_kernel(
         for name, views in memory._asdict().items()
         if name in ("q_tiles", "dout_tiles", "out_tiles", "v_tiles") and views is not None
     }
-    kernel = Kernel(
-        Inputs(
-            q_ref, k_ref, v_ref, dout_ref, out_ref, lse_ref, dlse_ref, cu_seqlens_q_ref,
-            cu_seqlens_kv_ref, schedule_ref, counter_ref,
-        ),
-        memory._replace(k_tiles=k_tiles, **tiles),
-        Problem(seq_q, seq_kv, diagonal, window_left, window_right, block_q, block_kv),
-        rule, Outputs(lse2_ref, delta_ref, dq_ref), scored_tiles, lax.axis_index("program"),
+    items = Items(
+        *offsets, problem.seq_q, problem.seq_kv, sources.q.shape[2], problem.block_q,
+        last_first=True,
     )  # fmt: skip
+    queue = Queue(lax.axis_index("program"), schedule, counter, items, memory.hand_over)
+    memory = memory._replace(k_tiles=k_tiles, **tiles)
+    kernel = Kernel(sources, outputs, memory, problem, queue, scored_tiles)
     run_warpgroups(
         memory.q_full.shape[0],
         functools.partial(consume, kernel),
@@ -236,60 +140,34 @@ def flash_bwd_dq_kernel(
     )
 
 
-def locate(kernel, tile):
-    """Return the work of a tile of queries, which is a `Place` if sequences are packed."""
+def locate(kernel, item):
+    """Return the work of a tile of queries: queries are counted from the first of all."""
     problem = kernel.problem
-    block_q, block_kv = problem.block_q, problem.block_kv
-    if kernel.inputs.packed:
-        # Queries are counted from the first of all, keys from the sequence's first.
-        head, number, start_q, end_q, first_kv, end_kv, _sequence = tile
-        batch, first_row, diagonal = head * 0, number * block_q, end_kv - end_q
-    else:
-        num_tiles, heads_q = pl.cdiv(problem.seq_q, block_q), kernel.inputs.q.shape[2]
-        start_q = first_row = tile % num_tiles * block_q
-        batch, head = tile // num_tiles // heads_q, tile // num_tiles % heads_q
-        end_q, first_kv, end_kv = problem.seq_q, 0, problem.seq_kv
-        diagonal = problem.diagonal
-    begin, before, full, after = visible_tiles(
-        start_q, end_q, end_kv, diagonal, problem.window_left, problem.window_right, block_q,
-        block_kv,
-    )  # fmt: skip
-    last_start = maximum(cdiv(end_kv, block_kv) * block_kv - block_kv, 0)
+    work, visible, last_start = locate_queries(problem, kernel.sources.q.shape[2], item)
+    masked_steps, steps = count_steps(visible)
 
-    def start_kv(step):
-        return tile_start(step, begin, before, full, after, block_kv, last_start)
+    def visited(step):
+        return tile_start(step, visible, problem.block_kv, last_start)
 
-    return Work(
-        batch, head, start_q, end_q, first_row, first_kv, end_kv, diagonal, start_kv,
-        *count_steps(before, full, after),
-    )  # fmt: skip
-
-
-def for_each(kernel, body, next_place):
-    """Call body(tile, steps before) for each tile of this program."""
-    if kernel.inputs.packed:
-        for_each_place(next_place, body)
-    else:
-        for_each_tile(kernel.inputs.schedule, kernel.program, body)
+    return work._replace(visited=visited, masked_steps=masked_steps, steps=steps)
 
 
 def produce(kernel):
     """Load what the consumers work on, as soon as there is room: in the producer's warp."""
-    inputs, memory, problem = kernel.inputs, kernel.memory, kernel.problem
+    sources, memory, problem = kernel.sources, kernel.memory, kernel.problem
     num_stages, v_stages = memory.k_full.shape[0], memory.v_full.shape[0]
-    heads_q = inputs.q.shape[2]
-    of_queries = (inputs.q, memory.q_tiles), (inputs.dout, memory.dout_tiles)
+    of_queries = (sources.q, memory.q_tiles), (sources.dout, memory.dout_tiles)
     if not kernel.large:
-        of_queries = *of_queries, (inputs.out, memory.out_tiles)
+        of_queries = *of_queries, (sources.out, memory.out_tiles)
 
-    def load_all(tile, step):
-        work = locate(kernel, tile)
-        batch, head, steps = work.batch, work.head, work.steps
-        head_kv = head // (heads_q // inputs.k.shape[2])
-        start_q = work.start_q
-        if inputs.packed:
+    def load_all(item, step):
+        work = locate(kernel, item)
+        batch, place, steps = work.batch, work.place, work.steps
+        head, start_q = place.head, place.start
+        head_kv = head // (sources.q.shape[2] // sources.k.shape[2])
+        if problem.packed:
             # Queries without a key may be padding, which may be NaN; past the last row are 0.
-            start_q = jnp.where(work.end_kv > 0, start_q, problem.seq_q)
+            start_q = jnp.where(place.size_other > 0, start_q, problem.seq_q)
         for w in range(memory.q_full.shape[0]):
             start, full = start_q + w * WGMMA_ROWS, memory.q_full.at[w]
             plgpu.barrier_wait(memory.q_empty.at[w])
@@ -298,29 +176,25 @@ def produce(kernel):
 
         @pl.loop(0, steps)
         def _(x):
-            slot, start = (step + x) % num_stages, work.start_kv(x)
-            if inputs.packed:
-                start = work.first_kv + start
+            slot, start = (step + x) % num_stages, work.visited(x)
+            if problem.packed:
+                start = place.first_other + start
             full, k = memory.k_full.at[slot], memory.k_tiles.tile(slot)
             plgpu.barrier_wait(memory.k_empty.at[slot])
-            load_tile(inputs.k, k, batch, head_kv, start, full)
+            load_tile(sources.k, k, batch, head_kv, start, full)
             slot = (step + x) % v_stages
             full, v = memory.v_full.at[slot], memory.v_tiles.tile(slot)
             plgpu.barrier_wait(memory.v_empty.at[slot])
-            load_tile(inputs.v, v, batch, head_kv, start, full)
+            load_tile(sources.v, v, batch, head_kv, start, full)
 
         return step + steps
 
-    items = Items(
-        inputs.cu_seqlens_q, inputs.cu_seqlens_kv, problem.seq_q, problem.seq_kv, heads_q,
-        problem.block_q, last_first=True,
-    )  # fmt: skip
-    for_each(kernel, load_all, lambda: next_item(inputs.counter, items, memory.hand_over))
+    kernel.queue.give(load_all)
 
 
 def consume(kernel, w):
     """Compute the rows of consumer warpgroup w, a number: each has its own code."""
-    memory, packed = kernel.memory, kernel.inputs.packed
+    memory, packed = kernel.memory, kernel.problem.packed
     num_stages, v_stages = memory.k_full.shape[0], memory.v_full.shape[0]
 
     # All tiles are free; for small heads the first step gives the last tile of keys back.
@@ -332,8 +206,7 @@ def consume(kernel, w):
     if packed:
         plgpu.barrier_arrive(memory.hand_over.read)
 
-    compute = functools.partial(compute_tile, kernel, w)
-    for_each(kernel, compute, lambda: own_item(memory.hand_over))
+    kernel.queue.take(functools.partial(compute_tile, kernel, w))
     if not packed:
         plgpu.wait_smem_to_gmem(0)
 
@@ -356,13 +229,13 @@ class Rows(NamedTuple):
     delta: Any
 
 
-def compute_tile(kernel, w, tile, step):
+def compute_tile(kernel, w, item, step):
     """Compute a warpgroup's rows of dq of a tile of queries; return the steps so far."""
     memory, problem = kernel.memory, kernel.problem
     num_stages = memory.k_full.shape[0]
     q = memory.q_tiles.tile(w)
-    work = locate(kernel, tile)
-    start_row = work.start_q + w * WGMMA_ROWS
+    work = locate(kernel, item)
+    start_row = work.place.start + w * WGMMA_ROWS
     rows = Rows(w, work, step, start_row, *prepare_rows(kernel, w, work))
     masked_steps, steps = work.masked_steps, work.steps
 
@@ -370,10 +243,10 @@ def compute_tile(kernel, w, tile, step):
     if kernel.large:
         # The first tile of keys has no ds k to run under its exponentials.
         ranges = step_ranges(masked_steps, steps, first=1)
-        carry = visit(kernel, rows, ranges[0][0], kernel.program * 0, None)
+        carry = visit(kernel, rows, ranges[0][0], kernel.queue.program * 0, None)
     else:
         ranges = step_ranges(masked_steps, steps)
-        no_ds = zeros(WGMMA_ROWS, problem.block_kv).astype(kernel.inputs.k.dtype)
+        no_ds = zeros(WGMMA_ROWS, problem.block_kv).astype(kernel.sources.k.dtype)
         carry = no_ds, zeros(WGMMA_ROWS, q.columns[-1].stop)
     for masked, lower, upper in ranges:
         body = functools.partial(visit, kernel, rows, masked)
@@ -394,10 +267,10 @@ def compute_tile(kernel, w, tile, step):
 
     # Scale and store.
     warpgroup_barrier()
-    dq = dq * kernel.rule.scale
-    place = kernel.outputs.dq, work.batch, work.head, start_row
-    if kernel.inputs.packed:
-        store_rows_of_pieces(dq, q, *place, work.end_q)
+    dq = dq * kernel.problem.rule.scale
+    place = kernel.outputs.dq, work.batch, work.place.head, start_row
+    if kernel.problem.packed:
+        store_rows_of_pieces(dq, q, *place, work.place.end)
     else:
         store_tile(dq, q, *place)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -407,18 +280,18 @@ def compute_tile(kernel, w, tile, step):
 
 def prepare_rows(kernel, w, work):
     """Store lse2 and delta of a warpgroup's rows, and return both, when its tiles are there."""
-    inputs, memory, problem = kernel.inputs, kernel.memory, kernel.problem
-    packed, of_row = inputs.packed, WGMMA.reduce(1)
-    place = work.batch, work.head, work.start_q + w * WGMMA_ROWS
-    num_rows = work.end_q if packed or problem.seq_q % problem.block_q else None
-    lse = load_row_values(inputs.lse, *place, num_rows, float("inf"))
+    sources, memory, problem = kernel.sources, kernel.memory, kernel.problem
+    packed, of_row = problem.packed, WGMMA.reduce(1)
+    place = work.batch, work.place.head, work.place.start + w * WGMMA_ROWS
+    num_rows = work.place.end if packed or problem.seq_q % problem.block_q else None
+    lse = load_row_values(sources.lse, *place, num_rows, float("inf"))
     dlse = 0.0
-    if inputs.dlse is not None:
-        dlse = load_row_values(inputs.dlse, *place, num_rows, 0.0)
+    if sources.dlse is not None:
+        dlse = load_row_values(sources.dlse, *place, num_rows, 0.0)
         dlse = jnp.where(lse == float("-inf"), 0.0, dlse)
     # delta = rowsum(dout ∘ out) - dlse; lse2 is +inf for rows without a key or not there
     if kernel.large:
-        delta = dot_loaded_rows(inputs.dout, inputs.out, *place, num_rows) - dlse
+        delta = dot_loaded_rows(sources.dout, sources.out, *place, num_rows) - dlse
         plgpu.barrier_wait(memory.q_full.at[w])
     else:
         plgpu.barrier_wait(memory.q_full.at[w])
@@ -427,13 +300,13 @@ def prepare_rows(kernel, w, work):
             # The next sequence's rows, or padding.
             delta = jnp.where(lse == float("inf"), 0.0, delta)
         delta = delta - dlse
-    lse2 = jnp.where(lse == float("-inf"), float("inf"), lse) * LOG2E
-    place = work.batch, work.head, work.first_row + w * WGMMA_ROWS
+    lse2 = lse_in_base_2(lse)
+    place = work.batch, work.place.head, work.first_row + w * WGMMA_ROWS
     store_row_values(lse2, kernel.outputs.lse2, *place, None, of_row)
     store_row_values(delta, kernel.outputs.delta, *place, None, of_row)
     if packed:
         # The gradient of padding's lse may be NaN.
-        delta = jnp.where(work.end_kv > 0, delta, 0.0)
+        delta = jnp.where(work.place.size_other > 0, delta, 0.0)
     return lse2, delta
 
 
@@ -463,7 +336,7 @@ def visit(kernel, rows, masked, x, carry):
 
     carry: ds of the tile before, and dq; None at the first tile of large heads.
     """
-    memory, packed = kernel.memory, kernel.inputs.packed
+    memory, packed = kernel.memory, kernel.problem.packed
     num_stages, v_stages = memory.k_full.shape[0], memory.v_full.shape[0]
     now = rows.first_step + x
     slot, slot_v, previous = now % num_stages, now % v_stages, (now - 1) % num_stages
@@ -472,7 +345,7 @@ def visit(kernel, rows, masked, x, carry):
         # products ptxas would wait for each.
         plgpu.barrier_wait(memory.k_full.at[slot])
         plgpu.barrier_wait(memory.v_full.at[slot_v])
-        left = rows.work.end_kv - rows.work.start_kv(x)
+        left = rows.work.place.size_other - rows.work.visited(x)
         clear_values(memory.k_tiles.tile(slot), left)
         clear_values(memory.v_tiles.tile(slot_v), left)
     own = rows.w
@@ -496,8 +369,8 @@ def overlap(kernel, rows, step, carry, s_ref=None, dp_ref=None, dq_ref=None):
 
     s_ref, dp_ref: sums of the scores, where they are there from the start.
     """
-    inputs, memory, problem = kernel.inputs, kernel.memory, kernel.problem
-    may_end = inputs.packed and step.masked
+    memory, problem = kernel.memory, kernel.problem
+    may_end = problem.packed and step.masked
     slot, slot_v = step.slot, step.slot_v
     q, dout = memory.q_tiles.tile(step.own), memory.dout_tiles.tile(step.own)
 
@@ -545,7 +418,7 @@ def overlap(kernel, rows, step, carry, s_ref=None, dp_ref=None, dq_ref=None):
         # ds = p ∘ (dp - delta) ∘ dcap
         dp = wait_for(dp_ref, 0, p)
         plgpu.barrier_arrive(memory.v_empty.at[slot_v])
-        return (p * (dp - as_rows(rows.delta, dp))).astype(inputs.k.dtype)
+        return (p * (dp - as_rows(rows.delta, dp))).astype(kernel.sources.k.dtype)
 
     return with_sums(s_ref, scores)
 
@@ -553,18 +426,18 @@ def overlap(kernel, rows, step, carry, s_ref=None, dp_ref=None, dq_ref=None):
 def probabilities(kernel, rows, step, s):
     """Return p ∘ dcap of a tile of scores."""
     problem, work = kernel.problem, rows.work
-    start_kv, window = work.start_kv, (problem.window_left, problem.window_right)
-    hides = step.masked and not kernel.inputs.packed
+    start_kv = work.visited
+    hides = step.masked and not kernel.problem.packed
     position = key = None
     if hides:
         position = iota(s.shape, 0, WGMMA) + (rows.start_row + work.diagonal)
         key = iota(s.shape, 1, WGMMA) + start_kv(step.x)
     end = problem.seq_kv if problem.seq_kv % problem.block_kv else None
-    s, exp2_scale, dcap = visible_scores(s, position, key, end, kernel.rule, *window, hides)
-    if kernel.inputs.packed and step.masked:
+    s, exp2_scale, dcap = visible_scores(s, position, key, end, problem.rule, problem.window, hides)
+    if kernel.problem.packed and step.masked:
         # Bounds that are data take fewer registers so.
-        place = rows.start_row + work.diagonal, start_kv(step.x), work.end_kv
-        s = hide_keys(s, *place, *window)
+        place = rows.start_row + work.diagonal, start_kv(step.x), work.place.size_other
+        s = hide_keys(s, *place, problem.window)
     return jnp.exp2(s * exp2_scale - as_rows(rows.lse2, s)) * dcap
 
 
@@ -577,8 +450,9 @@ def dot_rows(a, b):
     return total
 
 
-def launch_dq(sources, spec, backend, *offsets):
+def launch_dq(sources, spec, backend, masks):
     """Call `flash_bwd_dq_kernel`; returns dq, lse2 and delta."""
+    offsets, is_packed = masks.offsets, masks.offsets.num_sequences is not None
     config = backend.configs(spec)["flash_bwd_dq"]
     warpgroups, stages = config.num_warps // 4 - 1, config.num_stages
     rows, keys = (warpgroups, WGMMA_ROWS), (stages, config.block_kv)
@@ -600,7 +474,7 @@ def launch_dq(sources, spec, backend, *offsets):
     of_queries = sum(pieces.get(name, 0) for name in ("q_tiles", "dout_tiles", "out_tiles"))
     memory = Memory(
         **{"out_tiles": None} | tiles,
-        hand_over=allocate_hand_over(warpgroups) if offsets else None,
+        hand_over=allocate_hand_over(warpgroups) if is_packed else None,
         q_full=plgpu.Barrier(num_arrivals=of_queries, num_barriers=warpgroups),
         q_empty=plgpu.Barrier(num_barriers=warpgroups),
         k_full=plgpu.Barrier(num_arrivals=pieces["k_tiles"], num_barriers=stages),
@@ -608,9 +482,9 @@ def launch_dq(sources, spec, backend, *offsets):
         v_full=plgpu.Barrier(num_arrivals=pieces["v_tiles"], num_barriers=v_stages),
         v_empty=plgpu.Barrier(num_arrivals=warpgroups, num_barriers=v_stages),
     )
-    num_tiles = count_sequence_tiles(spec.seq_q, num_sequences_of(spec), ROW_PADDING)
+    num_tiles = count_sequence_tiles(spec.seq_q, offsets.num_sequences, ROW_PADDING)
     programs = num_sms(backend.target)
-    if offsets:
+    if is_packed:
         if config.block_q != ROW_PADDING:
             fail(NotImplementedError, "flash_bwd_dq", f"block_q={ROW_PADDING}", config)
         schedule = min(num_tiles * spec.heads_q, programs)
@@ -622,12 +496,12 @@ def launch_dq(sources, spec, backend, *offsets):
     lse2, delta, dq, *_counter = launch(
         "flash_bwd_dq",
         flash_bwd_dq_kernel,
-        (*sources, *(offsets or (None, None))),
+        (sources, offsets),
         schedule,
-        (rows, rows, dq, item_counter() if offsets else None),
+        (Outputs(rows, rows, dq), item_counter() if is_packed else None),
         {"memory": memory},
         spec,
         config,
-        num_sums=int(bool(offsets)),
+        num_sums=int(is_packed),
     )
     return dq, lse2, delta

@@ -14,6 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_attn.kernels.explicit.barriers import exchange_barrier, fence_async, named_barrier
+from pallas_attn.kernels.explicit.items import Queue
 from pallas_attn.kernels.explicit.programs import run_warpgroups
 from pallas_attn.kernels.explicit.registers import as_columns
 from pallas_attn.kernels.explicit.schedule import make_schedule
@@ -28,25 +29,22 @@ from pallas_attn.kernels.explicit.wgmma import (
     wait_for,
     zeros,
 )
-from pallas_attn.kernels.explicit.wgmma_launch import launch
+from pallas_attn.kernels.explicit.wgmma_launch import Problem, launch
 from pallas_attn.kernels.explicit.wgmma_scores import hide_queries, visible_scores
 from pallas_attn.kernels.explicit.wgmma_sums import add_dq, add_to_sums, write_dq
-from pallas_attn.kernels.gradients import gradient_of_sums, gradient_sums
+from pallas_attn.kernels.gradients import Inputs, gradient_of_sums, gradient_sums
 from pallas_attn.kernels.library.tiles import ROW_PADDING
 from pallas_attn.kernels.sm90.gradient_tiles import value_columns
 from pallas_attn.kernels.sm90.keys import (
-    Inputs,
+    Group,
     Memory,
-    Problem,
     allocate_memory,
-    for_each,
-    for_each_own,
     locate,
     produce,
     release_all,
 )
 from pallas_attn.targets import num_sms
-from twin_attention.contract.spec import ScoreRule
+from twin_attention.contract.spec import Window
 from twin_attention.contract.validate import fail
 from twin_attention.targets.steps import exchange_sides, splits_group
 
@@ -55,36 +53,20 @@ from twin_attention.targets.steps import exchange_sides, splits_group
 DQ_WRITTEN, DQ_FREE, ADDERS = 7, 9, 128 + 32
 
 
-def flash_bwd_fused_kernel(
-    q_ref,
-    k_ref,
-    v_ref,
-    dout_ref,
-    lse2_ref,
-    delta_ref,
-    schedule_ref,
-    dk_ref,
-    dv_ref,
-    dq_sum_ref,
-    dk_sum_ref,
-    dv_sum_ref,
-    *,
-    memory,
-    members,
-    group_size,
-    seq_q,
-    seq_kv,
-    diagonal,
-    rule,
-    window_left,
-    window_right,
-    head_dim,
-    head_dim_v,
-    block_q,
-    block_kv,
-    num_warps,
-    num_stages,
-):
+class Outputs(NamedTuple):
+    """References to the outputs: dk and dv, or their sums in place of them; and dq's sums.
+
+    dq_sum, dk_sum, dv_sum: float32, in the order of `add_to_sums`, 0 at first.
+    """
+
+    dk: Any
+    dv: Any
+    dq_sum: Any
+    dk_sum: Any
+    dv_sum: Any
+
+
+def flash_bwd_fused_kernel(inputs, schedule, outputs, *, memory, problem, members):
     """One program computes tiles of block_kv rows of dk and dv of a kv head, and adds ds k to dq.
 
     Operands, tiles, loop invariant, accumulation: as in `flash_bwd_dkdv_kernel`. dq_sum is dq's
@@ -100,23 +82,19 @@ def flash_bwd_fused_kernel(
     small have k and v in registers. With a softcap these have no room for them: dq is taken from
     its registers before the exponentials, and s of the next tile is issued with dv.
     """
-    program, warpgroups = lax.axis_index("program"), num_warps // 4 - 1
-    inputs = Inputs(
-        q_ref, k_ref, v_ref, dout_ref, lse2_ref, delta_ref, None, None, schedule_ref, None
-    )
-    problem = Problem(
-        seq_q, seq_kv, diagonal, window_left, window_right, group_size, members,
-        q_ref.shape[2] // members, block_q, block_kv, hides_missing=seq_kv % block_kv > 0,
-    )  # fmt: skip
+    heads_q, warpgroups = inputs.q.shape[2], memory.kv_full.shape[0]
+    hides_missing = problem.seq_kv % problem.block_kv > 0
+    group = Group(members, heads_q // inputs.k.shape[2], heads_q, hides_missing)
+    queue = Queue(lax.axis_index("program"), schedule, None, None, None)
+    sizes = inputs.k.shape[3], inputs.v.shape[3]
     kernel = Consumers(
-        inputs, memory.as_tiles(), problem, rule,
-        Plan.of(problem, rule, head_dim, head_dim_v, num_stages + 1, warpgroups, dk_sum_ref),
-        Outputs(dk_ref, dv_ref, dq_sum_ref, dk_sum_ref, dv_sum_ref), program,
+        inputs, outputs, memory.as_tiles(), problem, group, queue,
+        Plan.of(problem, members, *sizes, memory.q_full.shape[0], warpgroups, outputs.dk_sum),
     )  # fmt: skip
     run_warpgroups(
         warpgroups,
         functools.partial(consume, kernel),
-        functools.partial(produce, inputs, kernel.memory, problem, program),
+        functools.partial(produce, inputs, kernel.memory, problem, group, queue),
         functools.partial(add, kernel),
     )
 
@@ -149,13 +127,13 @@ class Plan(NamedTuple):
     dq_columns: tuple[slice, ...]
 
     @classmethod
-    def of(cls, problem, rule, head_dim, head_dim_v, q_stages, warpgroups, dk_sum_ref) -> "Plan":
+    def of(cls, problem, members, head_dim, head_dim_v, q_stages, warpgroups, dk_sum_ref) -> "Plan":
         """Return the plan of a problem."""
         size, size_v = value_columns(head_dim), value_columns(head_dim_v)
         small = is_small(head_dim, head_dim_v)
-        capped = small and rule.softcap is not None
+        capped = small and problem.rule.softcap is not None
         is_tight = (
-            dk_sum_ref is not None and problem.window_left is not None and max(size, size_v) > 96
+            dk_sum_ref is not None and problem.window.left is not None and max(size, size_v) > 96
         )
         has_columns = small or size > 64
         dq_columns = tuple(
@@ -164,7 +142,7 @@ class Plan(NamedTuple):
         )
         return cls(
             size, size_v, small, capped, capped and q_stages > 2, is_tight,
-            problem.members > 1 or is_tight, has_columns, dq_columns,
+            members > 1 or is_tight, has_columns, dq_columns,
         )  # fmt: skip
 
     @property
@@ -178,46 +156,35 @@ class Plan(NamedTuple):
         return tuple(w for w, x in enumerate(self.dq_columns) if x.start < x.stop)
 
 
-class Outputs(NamedTuple):
-    """References to the outputs: dk and dv, or their sums in place of them; and dq's sums."""
-
-    dk: Any
-    dv: Any
-    dq_sum: Any
-    dk_sum: Any
-    dv_sum: Any
-
-
 class Consumers(NamedTuple):
     """Operands and state of the consumer warpgroups and of the warp that adds dq.
 
     Attributes:
-        inputs, memory, problem, rule, plan: operands, shared memory, what all tiles have in
-            common, and how the registers are used.
-        outputs: see `Outputs`.
-        program: this program's number.
+        inputs, outputs, memory, problem, plan: operands, outputs, shared memory, what all tiles
+            have in common, and how the registers are used.
+        group, queue: the query heads of a tile of keys, and the program's tiles.
     """
 
     inputs: Inputs
+    outputs: Outputs
     memory: Memory
     problem: Problem
-    rule: ScoreRule
+    group: Group
+    queue: Queue
     plan: Plan
-    outputs: Outputs
-    program: Any
 
 
 def add(kernel):
     """Add what the consumers write of each tile of dq to its sums."""
-    plan, members = kernel.plan, kernel.problem.members
+    plan, members = kernel.plan, kernel.group.members
 
-    def add_all(tile, step):
-        work = locate(kernel.problem, tile)
+    def add_all(item, step):
+        work = locate(kernel.problem, kernel.group, item)
         batch, steps = work.batch, work.steps
 
         def add_tile(index):
-            head = work.part * members + index // steps
-            start = work.start_q(index % steps)
+            head = work.place.head * members + index // steps
+            start = work.visited(index % steps)
             await_reads()
             for w in plan.writers:
                 named_barrier("arrive", DQ_FREE + w, ADDERS)
@@ -229,15 +196,14 @@ def add(kernel):
         pl.loop(0, steps * members)(add_tile)
         return step
 
-    for_each(kernel.inputs, kernel.program, add_all, None)
+    kernel.queue.take(add_all)
     await_copies()
 
 
 def consume(kernel, w):
     """Compute the rows of consumer warpgroup w, a number: each has its own code."""
     release_all(kernel.memory, w)
-    compute = functools.partial(compute_tile, kernel, w)
-    for_each_own(kernel.inputs, kernel.memory, kernel.program, compute)
+    kernel.queue.take(functools.partial(compute_tile, kernel, w))
     plgpu.wait_smem_to_gmem(0)
 
 
@@ -246,13 +212,13 @@ class Keys(NamedTuple):
 
     Attributes:
         w: the warpgroup's number.
-        tile, work, first_step: the tile's number, what `locate` returns, and the steps before it.
+        item, work, first_step: the tile's number, what `locate` returns, and the steps before it.
         steps: how many tiles of queries see it, not known to the compiler.
         keys, values: its rows of k and v in registers, or None.
     """
 
     w: int
-    tile: Any
+    item: Any
     work: Any
     first_step: Any
     steps: Any
@@ -260,11 +226,11 @@ class Keys(NamedTuple):
     values: Any
 
 
-def compute_tile(kernel, w, tile, step):
+def compute_tile(kernel, w, item, step):
     """Compute a warpgroup's rows of dk and dv of a tile of keys; return the steps so far."""
-    memory, plan, members = kernel.memory, kernel.plan, kernel.problem.members
+    memory, plan, members = kernel.memory, kernel.plan, kernel.group.members
     q_stages = memory.lse2_rows.shape[0]
-    work = locate(kernel.problem, tile)
+    work = locate(kernel.problem, kernel.group, item)
     no_ds = zeros(WGMMA_ROWS, kernel.problem.block_q).astype(kernel.inputs.k.dtype)
     for x in range(len(plan.dq_columns)):
         plgpu.barrier_wait(memory.kv_full.at[x])
@@ -278,7 +244,7 @@ def compute_tile(kernel, w, tile, step):
     # Not a constant, or the compiler would see that `fresh` is one in all steps. With a loop of
     # heads not surely positive: with no way around ptxas serializes products.
     steps = work.steps + (step & -(2**30) if plan.loops_over_heads else step >> 30)
-    own = Keys(w, tile, work, step, steps, keys, values)
+    own = Keys(w, item, work, step, steps, keys, values)
 
     # sᵀ = scale · k qᵀ of the first tile, for which the tile of keys before waited.
     def first(s_ref):
@@ -306,7 +272,7 @@ def compute_tile(kernel, w, tile, step):
         return lax.fori_loop(0, steps, body, carry)
 
     if not plan.loops_over_heads:
-        _, ds, dk, dv = visit_head(kernel.program * 0, carry)
+        _, ds, dk, dv = visit_head(kernel.queue.program * 0, carry)
     else:
         heads = members + (step & -(2**30)) if plan.is_tight else members
         _, ds, dk, dv = lax.fori_loop(0, heads, visit_head, carry)
@@ -370,7 +336,7 @@ def visit(kernel, own, member, masked, x, carry):
 
 def overlap(kernel, own, step, carry, s_ref, dp_ref, dk_ref, dv_ref, dq_ref=None):
     """Multiply dq, dk, dp under the exponentials, dv under ds, s one tile ahead."""
-    inputs, memory, problem, rule, plan, *_ = kernel
+    inputs, _outputs, memory, problem, _group, _queue, plan = kernel
     w, slot, dtype = own.w, step.slot, inputs.k.dtype
     s, ds, dk, dv = carry
     multiplied = step.multiplied
@@ -407,7 +373,7 @@ def overlap(kernel, own, step, carry, s_ref, dp_ref, dk_ref, dv_ref, dq_ref=None
         start_dp()
     # pᵀ = exp(sᵀ - lse)
     hides = functools.partial(hide_at_edges, kernel, own, step)
-    visible, exp2_scale, dcap = visible_scores(s, None, None, None, rule, None, None, False)
+    visible, exp2_scale, dcap = visible_scores(s, None, None, None, problem.rule, Window(), False)
     if step.masked and not plan.capped:
         visible = hides(visible)
     if plan.capped:
@@ -453,21 +419,21 @@ def overlap(kernel, own, step, carry, s_ref, dp_ref, dk_ref, dv_ref, dq_ref=None
 
 def hide_at_edges(kernel, own, step, s):
     """Hide what the queries do not see, where the step is one at the edges."""
-    problem = kernel.problem
+    problem, group = kernel.problem, kernel.group
+    diagonal = problem.seq_kv - problem.seq_q
 
     def hide(s):
         # Located again where keeping the place takes registers.
         work = own.work
         if kernel.plan.is_tight:
-            work = locate(problem, own.tile + step.fresh)
+            work = locate(problem, group, own.item + step.fresh)
         return hide_queries(
             s,
             # Keys are counted as queries are.
-            first_key=work.start_kv + own.w * WGMMA_ROWS - problem.diagonal,
-            start_q=work.start_q(step.x),
-            end=problem.seq_kv - problem.diagonal if problem.hides_missing else None,
-            window_left=problem.window_left,
-            window_right=problem.window_right,
+            first_key=work.place.start + own.w * WGMMA_ROWS - diagonal,
+            start_q=work.visited(step.x),
+            end=problem.seq_kv - diagonal if group.hides_missing else None,
+            window=problem.window,
         )
 
     return lax.cond(step.x < own.work.masked_steps, hide, lambda s: s, s)
@@ -498,9 +464,9 @@ def finish(kernel, w, ds, dk, end):
 def store(kernel, own, dk, dv):
     """Scale and store a warpgroup's rows of dk and dv, or add them to the sums; free k and v."""
     memory, outputs, work, w = kernel.memory, kernel.outputs, own.work, own.w
-    place = work.batch, work.head_kv, work.start_kv + w * WGMMA_ROWS
+    place = work.batch, work.head_kv, work.place.start + w * WGMMA_ROWS
     if outputs.dk_sum is None:
-        store_tile(dk * kernel.rule.scale, memory.k_tiles.tile(w), outputs.dk, *place)
+        store_tile(dk * kernel.problem.rule.scale, memory.k_tiles.tile(w), outputs.dk, *place)
         store_tile(dv, memory.v_tiles.tile(w), outputs.dv, *place)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     plgpu.barrier_arrive(memory.kv_empty.at[w])
@@ -556,7 +522,7 @@ def is_small(head_dim, head_dim_v):
     return max(head_dim, head_dim_v) <= 64
 
 
-def launch_fused(inputs, spec, backend):
+def launch_fused(inputs, spec, backend, _masks):
     """Call `flash_bwd_fused_kernel`; returns dq, dk and dv."""
     name = "flash_bwd_fused"
     columns, columns_v = value_columns(spec.head_dim), value_columns(spec.head_dim_v)
@@ -578,9 +544,9 @@ def launch_fused(inputs, spec, backend):
     results = launch(
         name,
         flash_bwd_fused_kernel,
-        inputs,
+        (inputs,),
         make_schedule(turned, config.block_kv, config.block_q, programs),
-        (*outputs, *sums, *[None] * (3 - len(sums))),
+        (Outputs(*outputs, *sums, *[None] * (3 - len(sums))),),
         {"memory": allocate_memory(spec, config, sums_dq=True)},
         spec,
         config,

@@ -9,7 +9,6 @@ of queries after the other. m_i grows only where a score passes it by RESCALE_AB
 """
 
 import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -23,13 +22,11 @@ from pallas_attn.kernels.explicit.block_mask import find_list, kept_row, kept_ti
 from pallas_attn.kernels.explicit.cp_async import allocate_tile
 from pallas_attn.kernels.explicit.items import (
     Items,
+    Queue,
     allocate_hand_over,
-    for_each_place,
     item_counter,
-    next_item,
-    own_item,
 )
-from pallas_attn.kernels.explicit.programs import for_each_tile, run_warpgroups
+from pallas_attn.kernels.explicit.programs import run_warpgroups
 from pallas_attn.kernels.explicit.registers import as_rows
 from pallas_attn.kernels.explicit.rows import store_row_values, store_rows_of_tile
 from pallas_attn.kernels.explicit.schedule import make_schedule
@@ -56,26 +53,28 @@ from pallas_attn.kernels.explicit.wgmma import (
     wait_for,
     zeros,
 )
-from pallas_attn.kernels.explicit.wgmma_launch import launch, size_of
+from pallas_attn.kernels.explicit.wgmma_launch import Problem, launch, size_of
 from pallas_attn.kernels.explicit.wgmma_scores import (
     hide_keys,
     rounding_of_one_key,
     scaled_scores,
     softmax_update,
 )
-from pallas_attn.kernels.library.block_mask import list_arguments, lists_of_keys
+from pallas_attn.kernels.library.block_mask import Lists, list_arguments, lists_of_keys
 from pallas_attn.kernels.library.sequences import (
+    Offsets,
     count_sequence_tiles,
     num_sequences_of,
     offsets_of,
     with_batch,
     without_batch,
 )
-from pallas_attn.kernels.library.softmax import LN2, LOG2E
-from pallas_attn.kernels.library.tiles import cdiv, maximum, visible_tiles
+from pallas_attn.kernels.library.softmax import LOG2E, finish_softmax
+from pallas_attn.kernels.library.tiles import cdiv
+from pallas_attn.kernels.sm90.work import locate_queries
 from pallas_attn.targets import num_sms
 from twin_attention.contract.operands import AttentionOperands
-from twin_attention.contract.spec import AttentionSpec, ScoreRule
+from twin_attention.contract.spec import AttentionSpec
 from twin_attention.targets.family import Backend
 from twin_attention.targets.target import SHARED_MEMORY_LIMIT
 
@@ -84,23 +83,27 @@ LARGE_HEAD = 224
 
 
 class Inputs(NamedTuple):
-    """References to the operands; None for those that a problem does not have."""
+    """Operands; None for those that a problem does not have.
+
+    Attributes:
+        q, k, v: [B, Sq, Hq, D], [B, Skv, Hkv, D] and [B, Skv, Hkv, Dv].
+        sinks: [Hq] float32.
+        offsets, lists: of packed sequences, a batch of one, and of a block mask, `lists_of_keys`.
+    """
 
     q: Any
     k: Any
     v: Any
-    sink: Any
-    cu_seqlens_q: Any
-    cu_seqlens_kv: Any
-    counts: Any
-    tiles: Any
-    schedule: Any
-    counter: Any
+    sinks: Any
+    offsets: Offsets
+    lists: Lists
 
-    @property
-    def packed(self) -> bool:
-        """The operands are packed sequences."""
-        return self.cu_seqlens_q is not None
+
+class Outputs(NamedTuple):
+    """Outputs: out [B, Sq, Hq, Dv], and lse [B, Hq, Sq], float32, natural log."""
+
+    out: Any
+    lse: Any
 
 
 class Memory(NamedTuple):
@@ -126,37 +129,15 @@ class Memory(NamedTuple):
     v_tiles: Any
 
 
-class Problem(NamedTuple):
-    """Numbers that all tiles have in common.
-
-    Attributes:
-        seq_q, seq_kv, diagonal, window_left, window_right, tile_q, tile_kv, block_q, block_kv: as
-            the kernel has them.
-        last_first: visit the last tiles first, which only the later warpgroups see.
-    """
-
-    seq_q: int
-    seq_kv: int
-    diagonal: int
-    window_left: int | None
-    window_right: int | None
-    tile_q: int | None
-    tile_kv: int | None
-    block_q: int
-    block_kv: int
-    last_first: bool
-
-
 class Kernel(NamedTuple):
     """Operands and state of the producer and of the consumer warpgroups.
 
     Attributes:
-        inputs, memory, problem, rule: operands, shared memory, what all tiles have in common.
+        inputs, outputs, memory, problem, queue: operands, outputs, shared memory, what all tiles
+            have in common, and the program's tiles.
         q_tiles, out_tiles: each consumer's.
-        out, lse: outputs.
-        program: this program's number.
-        warpgroups: consumers.
-        num_stages: tiles of keys in shared memory.
+        list_tile: queries and keys of a tile of the block mask, or None.
+        last_first: visit the last tiles first, which only the later warpgroups see.
         ping_pong: 0 where warpgroups take no turns; 1 where they take turns from the second tile
             of keys on, and 2 from the first, and the first of them alone waits for tiles.
         bounded: capped, scores need no maximum in a dtype with the range of float32: m_i stays 0.
@@ -164,112 +145,64 @@ class Kernel(NamedTuple):
     """
 
     inputs: Inputs
+    outputs: Outputs
     memory: Memory
     problem: Problem
-    rule: ScoreRule
+    queue: Queue
     q_tiles: list
     out_tiles: list
-    out: Any
-    lse: Any
-    program: Any
-    warpgroups: int
-    num_stages: int
+    list_tile: tuple
+    last_first: bool
     ping_pong: int
     bounded: bool
     out_sizes: tuple[int, ...]
 
+    @property
+    def warpgroups(self) -> int:
+        """Consumer warpgroups."""
+        return len(self.q_tiles)
 
-class Work(NamedTuple):
-    """A tile of queries, and the tiles of keys that it sees.
-
-    Attributes:
-        batch, head: which ones.
-        start_q, end_q: its first row, and the end of its sequence's.
-        first_kv: the first row of its sequence's keys; None without packed sequences.
-        diagonal: the key position of row 0.
-        keys: the first key of a step's tile, and where keys end, None if after it.
-        masked_steps, steps: how many tiles of keys are at edges, which come first, and in all.
-    """
-
-    batch: Any
-    head: Any
-    start_q: Any
-    end_q: Any
-    first_kv: Any
-    diagonal: Any
-    keys: Callable[..., tuple]
-    masked_steps: Any
-    steps: Any
+    @property
+    def num_stages(self) -> int:
+        """Tiles of keys in shared memory."""
+        return self.memory.k_full.shape[0]
 
 
 def flash_fwd_kernel(
-    q_ref,
-    k_ref,
-    v_ref,
-    sink_ref,
-    cu_seqlens_q_ref,
-    cu_seqlens_kv_ref,
-    counts_ref,
-    tiles_ref,
-    schedule_ref,
-    out_ref,
-    lse_ref,
-    counter_ref,
-    *,
-    memory,
-    seq_q,
-    seq_kv,
-    diagonal,
-    rule,
-    window_left,
-    window_right,
-    tile_q,
-    tile_kv,
-    block_q,
-    block_kv,
-    num_warps,
-    num_stages,
-    ping_pong,
-    out_sizes,
+    inputs, schedule, outputs, counter, *, memory, problem, tile_q, tile_kv, ping_pong, out_sizes
 ):
     """One program computes tiles of block_q rows of a query head, one after the other.
 
-    Operands: q [B, Sq, Hq, D], k [B, Skv, Hkv, D], v [B, Skv, Hkv, Dv], sinks [Hq] float32 or None,
-    schedule [programs, 1 + most tiles] int32 (see `make_schedule`), out [B, Sq, Hq, Dv], lse [B,
-    Hq, Sq] (float32, natural log); in shared memory a tile of 64 rows of q and of out for each
+    Operands: `Inputs` and `Outputs`; schedule [programs, 1 + most tiles] int32 (see
+    `make_schedule`); in shared memory a tile of 64 rows of q and of out for each
     consumer warpgroup, and num_stages tiles of k and of v, each with a barrier that completes when
     it is full and one when it is empty. out_sizes: how many columns of out are stored at a time, in
-    the same memory; one number where there is room for all of them. Query i stands at key
-    position i + diagonal; rule: `twin_attention.contract.spec.ScoreRule`. Loop invariant: m_i is
+    the same memory; one number where there is room for all of them. Loop invariant: m_i is
     at most RESCALE_ABOVE below the row maximum so far (base 2), and with
     p = exp2(s · exp2_scale - m_i), l_i holds Σ p as 8 partial sums a row and acc is Σ p v.
     Accumulation: float32, exponents in base 2, p cast to v's dtype for p·v. A row that sees no key
     gives 0, and -inf or its sink.
 
-    Packed sequences: as in the portable `flash_fwd_kernel`, a batch of one; schedule is None. Items
-    are tiles of a head, the last ones first, which see most keys. Programs take them from counter
-    [1], which is 0 at first; for a dense batch it is None, and so is hand_over.
-
-    Block mask: counts and tiles, the `lists_of_keys`, and the sizes of its tiles, tile_q and
-    tile_kv; otherwise all None.
+    Packed sequences: as in the portable `flash_fwd_kernel`; schedule is None. Items are tiles of a
+    head, the last ones first, which see most keys. Programs take them from counter [1], which is 0
+    at first; for a dense batch it is None, and so is hand_over. Block mask: tile_q and tile_kv are
+    the sizes of its tiles, otherwise None.
     """
-    large = max(q_ref.shape[3], v_ref.shape[3]) > LARGE_HEAD
-    last_first = large and block_q >= 2 * block_kv and window_right is not None
-    last_first = last_first and cu_seqlens_q_ref is None and tiles_ref is None
+    q, _k, v, _sinks, offsets, lists = inputs
+    large = max(q.shape[3], v.shape[3]) > LARGE_HEAD
+    last_first = large and problem.block_q >= 2 * problem.block_kv
+    last_first = last_first and problem.window.right is not None
+    last_first = last_first and not problem.packed and lists.tiles is None
     q_tiles, out_tiles = ([[*views] for views in tiles] for tiles in memory.q_and_out)
+    items = Items(
+        *offsets, problem.seq_q, problem.seq_kv, q.shape[2], problem.block_q, last_first=True
+    )
     kernel = Kernel(
-        Inputs(
-            q_ref, k_ref, v_ref, sink_ref, cu_seqlens_q_ref, cu_seqlens_kv_ref, counts_ref,
-            tiles_ref, schedule_ref, counter_ref,
-        ),
-        memory._replace(k_tiles=Tiles(*memory.k_tiles), v_tiles=Tiles(*memory.v_tiles)),
-        Problem(
-            seq_q, seq_kv, diagonal, window_left, window_right, tile_q, tile_kv, block_q, block_kv,
-            last_first,
-        ),
-        rule, [Tiles(*views) for views in q_tiles], out_tiles, out_ref, lse_ref,
-        lax.axis_index("program"), num_warps // 4 - 1, num_stages, ping_pong,
-        rule.small_cap and v_ref.dtype == jnp.bfloat16, out_sizes,
+        inputs, outputs,
+        memory._replace(k_tiles=Tiles(*memory.k_tiles), v_tiles=Tiles(*memory.v_tiles)), problem,
+        Queue(lax.axis_index("program"), schedule, counter, items, memory.hand_over),
+        [Tiles(*views) for views in q_tiles], out_tiles, (tile_q, tile_kv), last_first, ping_pong,
+        problem.rule.small_cap and v.dtype == jnp.bfloat16, out_sizes,
     )  # fmt: skip
     run_warpgroups(
         kernel.warpgroups,
@@ -279,74 +212,47 @@ def flash_fwd_kernel(
 
 
 def locate(kernel, item):
-    """Return the work of an item, which is a `Place` if sequences are packed."""
+    """Return the work of an item; `visited` returns where keys end as well, None if after it."""
     inputs, problem = kernel.inputs, kernel.problem
-    block_q, block_kv = problem.block_q, problem.block_kv
-    if inputs.packed:
-        # Queries are counted from the first of all, keys from the sequence's first.
-        batch, head, start_q, end_q = kernel.program * 0, item.head, item.start, item.end
-        first_kv, end_kv = item.first_other, item.size_other
-        diagonal = end_kv - end_q
-    else:
-        num_tiles, heads_q = cdiv(problem.seq_q, block_q), inputs.q.shape[2]
-        start_q = item % num_tiles * block_q
-        batch, head = item // num_tiles // heads_q, item // num_tiles % heads_q
-        end_q, first_kv, end_kv = problem.seq_q, None, problem.seq_kv
-        diagonal = problem.diagonal
-    begin, before, full, after = visible_tiles(
-        start_q, end_q, end_kv, diagonal, problem.window_left, problem.window_right, block_q,
-        block_kv,
-    )  # fmt: skip
-    last_start = maximum(cdiv(end_kv, block_kv) * block_kv - block_kv, 0)
-    if inputs.tiles is not None:
-        tile = start_q // problem.tile_q
-        listed, count = find_list(inputs.counts, inputs.tiles, batch, head, tile)
-        begin, before, full, after = kept_tiles(
-            listed, count, inputs.tiles.shape[3], (begin, before, full, after),
-            problem.window_left, problem.window_right, block_kv, problem.tile_kv,
-        )  # fmt: skip
+    lists, block_kv = inputs.lists, problem.block_kv
+    work, visible, last_start = locate_queries(problem, inputs.q.shape[2], item)
+    if lists.tiles is not None:
+        tile_q, tile_kv = kernel.list_tile
+        kept = find_list(lists, work.batch, work.place.head, work.place.start // tile_q, tile_kv)
+        visible = kept_tiles(kept, visible, problem.window, block_kv)
+    _begin, before, full, after = visible
 
-    def keys(step):
-        """Return the first key of a step's tile, and where keys end, None if after it."""
-        if problem.last_first:
+    def visited(step):
+        if kernel.last_first:
             step = jnp.where(step < before + after, before + after - 1 - step, step)
-        start = tile_start(step, begin, before, full, after, block_kv, last_start)
-        if inputs.tiles is not None:
-            return kept_row(listed, count, start, problem.seq_kv, problem.tile_kv)
-        return start, end_kv if inputs.packed or problem.seq_kv % block_kv else None
+        start = tile_start(step, visible, block_kv, last_start)
+        if lists.tiles is not None:
+            return kept_row(kept, start, problem.seq_kv)
+        may_end = problem.packed or problem.seq_kv % block_kv
+        return start, work.place.size_other if may_end else None
 
     # One tile is visited where none is seen, and hides all.
     steps = jnp.maximum(before + full + after, 1)
-    return Work(batch, head, start_q, end_q, first_kv, diagonal, keys, before + after, steps)
-
-
-def for_each(kernel, body, next_place):
-    """Call body(`Work`, steps before) for each tile of this program."""
-
-    def visit(item, step):
-        return body(locate(kernel, item), step)
-
-    if kernel.inputs.packed:
-        for_each_place(next_place, visit)
-    else:
-        for_each_tile(kernel.inputs.schedule, kernel.program, visit)
+    return work._replace(visited=visited, masked_steps=before + after, steps=steps)
 
 
 def produce(kernel):
     """Load what the consumers work on, as soon as there is room: in the producer's warp."""
-    inputs, memory, problem = kernel.inputs, kernel.memory, kernel.problem
+    inputs, memory = kernel.inputs, kernel.memory
     group_size = inputs.q.shape[2] // inputs.k.shape[2]
 
-    def load_all(work, step):
-        batch, head, start_q, steps = work.batch, work.head, work.start_q, work.steps
+    def load_all(item, step):
+        work = locate(kernel, item)
+        batch, place, steps = work.batch, work.place, work.steps
 
         def load(matrix, tiles, full, empty, x):
-            start, _ = work.keys(x)
-            if inputs.packed:
-                start = work.first_kv + start
+            start, _ = work.visited(x)
+            if kernel.problem.packed:
+                start = place.first_other + start
             slot = (step + x) % kernel.num_stages
             plgpu.barrier_wait(empty.at[slot])
-            load_tile(matrix, tiles.tile(slot), batch, head // group_size, start, full.at[slot])
+            head_kv = place.head // group_size
+            load_tile(matrix, tiles.tile(slot), batch, head_kv, start, full.at[slot])
 
         def load_k(x):
             load(inputs.k, memory.k_tiles, memory.k_full, memory.k_empty, x)
@@ -354,11 +260,11 @@ def produce(kernel):
         def load_v(x):
             load(inputs.v, memory.v_tiles, memory.v_full, memory.v_empty, x)
 
-        load_k(kernel.program * 0)
+        load_k(kernel.queue.program * 0)
         for w in range(kernel.warpgroups):
             plgpu.barrier_wait(memory.q_empty.at[w])
-            start = start_q + w * WGMMA_ROWS
-            load_tile(inputs.q, kernel.q_tiles[w], batch, head, start, memory.q_full.at[w])
+            start, full = place.start + w * WGMMA_ROWS, memory.q_full.at[w]
+            load_tile(inputs.q, kernel.q_tiles[w], batch, place.head, start, full)
 
         @pl.loop(1, steps)
         def _(x):
@@ -368,11 +274,7 @@ def produce(kernel):
         load_v(steps - 1)
         return step + steps
 
-    items = Items(
-        inputs.cu_seqlens_q, inputs.cu_seqlens_kv, problem.seq_q, problem.seq_kv,
-        inputs.q.shape[2], problem.block_q, last_first=True,
-    )  # fmt: skip
-    for_each(kernel, load_all, lambda: next_item(inputs.counter, items, memory.hand_over))
+    kernel.queue.give(load_all)
 
 
 class Turns(NamedTuple):
@@ -414,13 +316,12 @@ def consume(kernel, w):
     for slot in range(kernel.num_stages):
         plgpu.barrier_arrive(memory.k_empty.at[slot])
         plgpu.barrier_arrive(memory.v_empty.at[slot])
-    if kernel.inputs.packed:
+    if kernel.problem.packed:
         plgpu.barrier_arrive(memory.hand_over.read)
     if w == kernel.warpgroups - 1:
         turns.end()
 
-    compute = functools.partial(compute_tile, kernel, turns)
-    for_each(kernel, compute, lambda: own_item(memory.hand_over))
+    kernel.queue.take(functools.partial(compute_tile, kernel, turns))
     plgpu.wait_smem_to_gmem(0)
 
 
@@ -441,22 +342,23 @@ class Queries(NamedTuple):
     end_masked: Any
 
 
-def compute_tile(kernel, turns, work, step):
+def compute_tile(kernel, turns, item, step):
     """Compute a warpgroup's rows of out and lse of a tile of queries; return the steps so far."""
+    work = locate(kernel, item)
     memory, problem, w = kernel.memory, kernel.problem, turns.w
     num_stages, from_first = kernel.num_stages, kernel.ping_pong == 2
     masked_steps, steps = work.masked_steps, work.steps
-    start_row = work.start_q + w * WGMMA_ROWS
+    start_row = work.place.start + w * WGMMA_ROWS
     has_masked = not (isinstance(masked_steps, int) and masked_steps == 0)
-    sink_ref = kernel.inputs.sink
-    sink = None if sink_ref is None else sink_ref[work.head] * LOG2E
+    sinks = kernel.inputs.sinks
+    sink = None if sinks is None else sinks[work.place.head] * LOG2E
 
     # Pass over the tiles behind what these rows see.
     skipped = 0
-    passes_over = problem.last_first and w < kernel.warpgroups - 1
+    passes_over = kernel.last_first and w < kernel.warpgroups - 1
     if passes_over:
-        last_key = start_row + WGMMA_ROWS - 1 + work.diagonal + problem.window_right
-        skipped = cdiv(work.keys(kernel.program * 0)[0] - last_key, problem.block_kv)
+        last_key = start_row + WGMMA_ROWS - 1 + work.diagonal + problem.window.right
+        skipped = cdiv(work.visited(kernel.queue.program * 0)[0] - last_key, problem.block_kv)
         skipped = jnp.clip(skipped, 0, steps - 1)
 
     def pass_over(full, empty, in_turn=True):
@@ -486,12 +388,12 @@ def compute_tile(kernel, turns, work, step):
     m_i = jnp.full((WGMMA_ROWS,), 0.0 if kernel.bounded else start, jnp.float32)
     m_i = plgpu.layout_cast(m_i, WGMMA.reduce(1))
     queries = Queries(work, step, start_row, sink, None)
-    p, m_i, _ = softmax(kernel, queries, s, kernel.program * 0 + skipped, m_i, has_masked)
+    p, m_i, _ = softmax(kernel, queries, s, kernel.queue.program * 0 + skipped, m_i, has_masked)
     l_i = add_columns(p)
     p = p.astype(kernel.inputs.v.dtype)
     acc = zeros(WGMMA_ROWS, padded_columns(kernel.inputs.v.shape[3]))
-    if kernel.inputs.packed:
-        wait_for_edge(kernel, turns, queries, kernel.program * 0)
+    if kernel.problem.packed:
+        wait_for_edge(kernel, turns, queries, kernel.queue.program * 0)
     if passes_over:
         pass_over(memory.v_full, memory.v_empty)
 
@@ -530,9 +432,9 @@ def softmax(kernel, queries, s, x, m_i, masked):
     problem = kernel.problem
     if masked:
         position = queries.start_row + queries.work.diagonal
-        s = scaled_scores(s, kernel.rule)
-        s = hide_keys(s, position, *queries.work.keys(x), problem.window_left, problem.window_right)
-    return softmax_update(s, m_i, kernel.rule, masked, kernel.bounded)
+        s = scaled_scores(s, kernel.problem.rule)
+        s = hide_keys(s, position, *queries.work.visited(x), problem.window)
+    return softmax_update(s, m_i, kernel.problem.rule, masked, kernel.bounded)
 
 
 def wait_for_edge(kernel, turns, queries, x):
@@ -540,14 +442,14 @@ def wait_for_edge(kernel, turns, queries, x):
     if turns.waits:
         slot = (queries.first_step + x) % kernel.num_stages
         plgpu.barrier_wait(kernel.memory.v_full.at[slot])
-        start, end = queries.work.keys(x)
+        start, end = queries.work.visited(x)
         clear_values(kernel.memory.v_tiles.tile(slot), end - start)
 
 
 def wait_for_values(kernel, turns, queries, x, slot):
     """Wait for the values of a tile, unless `wait_for_edge` has."""
     full = kernel.memory.v_full.at[slot]
-    if turns.waits and kernel.inputs.packed:
+    if turns.waits and kernel.problem.packed:
         pl.when(x >= queries.end_masked)(lambda: plgpu.barrier_wait(full))
     elif turns.waits:
         plgpu.barrier_wait(full)
@@ -555,7 +457,7 @@ def wait_for_values(kernel, turns, queries, x, slot):
 
 def visit(kernel, turns, queries, masked, x, carry):
     """Start the products of step x: its scores, and the values of the tile before."""
-    memory, packed = kernel.memory, kernel.inputs.packed
+    memory, packed = kernel.memory, kernel.problem.packed
     now = queries.first_step + x
     slot, previous = now % kernel.num_stages, (now - 1) % kernel.num_stages
     *_, acc = carry
@@ -580,7 +482,7 @@ def overlap(kernel, turns, queries, masked, x, slot, previous, carry, s_ref, acc
     p, m_i, l_i, acc = carry
     # Start s = scale · q kᵀ, and acc += p v of the tile before.
     add_scores(s_ref, kernel.q_tiles[turns.w], memory.k_tiles.tile(slot))
-    if not kernel.inputs.packed:
+    if not kernel.problem.packed:
         wait_for_values(kernel, turns, queries, x - 1, previous)
     acc_ref[...] = acc
     v = memory.v_tiles.tile(previous)
@@ -606,14 +508,14 @@ def overlap(kernel, turns, queries, masked, x, slot, previous, carry, s_ref, acc
 def finish_rows(kernel, queries, m_i, l_i):
     """Add the row sums of each quad and store lse; return the factor that normalises a row."""
     problem, work, sink = kernel.problem, queries.work, queries.sink
-    packed, start_row = kernel.inputs.packed, queries.start_row
+    packed, start_row = problem.packed, queries.start_row
     total, m_end, alpha = l_i.sum(axis=1), m_i, 1.0
     if kernel.bounded:
         m_end = jnp.where(total == 0.0, float("-inf"), 0.0)
-        num_keys = work.keys(kernel.program * 0)[1] if packed else problem.seq_kv
+        num_keys = work.visited(kernel.queue.program * 0)[1] if packed else problem.seq_kv
         factor = rounding_of_one_key(
-            total, start_row + work.diagonal, num_keys, problem.window_left,
-            problem.window_right, kernel.inputs.v.dtype,
+            total, start_row + work.diagonal, num_keys, problem.window,
+            kernel.inputs.v.dtype,
         )  # fmt: skip
         if sink is not None:
             m_end = jnp.maximum(m_end, sink)
@@ -623,11 +525,10 @@ def finish_rows(kernel, queries, m_i, l_i):
     if sink is not None:
         m_safe = jnp.where(m_end == float("-inf"), 0.0, m_end)
         total = total + jnp.exp2(sink - m_safe)
-    l_safe = jnp.where(total == 0.0, 1.0, total)
-    lse = m_end * LN2 + jnp.log(l_safe)
-    num_rows = work.end_q if packed or problem.seq_q % problem.block_q else None
-    place = work.batch, work.head, start_row, num_rows
-    store_row_values(lse, kernel.lse, *place, WGMMA.reduce(1))
+    l_safe, lse = finish_softmax(m_end, total)
+    num_rows = work.place.end if packed or problem.seq_q % problem.block_q else None
+    place = work.batch, work.place.head, start_row, num_rows
+    store_row_values(lse, kernel.outputs.lse, *place, WGMMA.reduce(1))
     return alpha / l_safe
 
 
@@ -636,13 +537,13 @@ def store_out(kernel, queries, w, out):
     work, start_row = queries.work, queries.start_row
     for i, size in enumerate(kernel.out_sizes):
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        matrix, first = kernel.out, sum(kernel.out_sizes[:i])
+        matrix, first = kernel.outputs.out, sum(kernel.out_sizes[:i])
         part = out[:, first : first + padded_columns(size)]
         if len(kernel.out_sizes) > 1:
-            matrix = kernel.out.at[:, :, :, pl.ds(first, size)]
-        place = matrix, work.batch, work.head, start_row
-        if kernel.inputs.packed:
-            store_rows_of_tile(part, kernel.out_tiles[w][i].at[0], *place, work.end_q)
+            matrix = kernel.outputs.out.at[:, :, :, pl.ds(first, size)]
+        place = matrix, work.batch, work.place.head, start_row
+        if kernel.problem.packed:
+            store_rows_of_tile(part, kernel.out_tiles[w][i].at[0], *place, work.place.end)
         else:
             store_tile(part, Tiles(*kernel.out_tiles[w][2 * i : 2 * i + 2]), *place)
 
@@ -716,24 +617,20 @@ def flash_fwd(
     out, lse, *_counter = launch(
         "flash_fwd",
         flash_fwd_kernel,
-        (
-            q,
-            k,
-            v,
-            operands.sinks,
-            *(offsets_of(operands) or (None, None)),
-            *(lists_of_keys(operands) or (None, None)),
-        ),
+        (Inputs(q, k, v, operands.sinks, offsets_of(operands), lists_of_keys(operands)),),
         schedule,
         (
-            jax.ShapeDtypeStruct((*q.shape[:3], spec.head_dim_v), dtype),
-            jax.ShapeDtypeStruct((spec.batch, spec.heads_q, spec.seq_q), jnp.float32),
+            Outputs(
+                jax.ShapeDtypeStruct((*q.shape[:3], spec.head_dim_v), dtype),
+                jax.ShapeDtypeStruct((spec.batch, spec.heads_q, spec.seq_q), jnp.float32),
+            ),
             item_counter() if is_packed else None,
         ),
         {"memory": memory(out_sizes)},
         spec,
         config,
         num_sums=int(is_packed),
+        ping_pong=config.ping_pong,
         out_sizes=out_sizes,
         **list_arguments(spec),
     )

@@ -3,81 +3,42 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_attn.kernels.explicit.items import (
-    Items,
-    Place,
-    allocate_hand_over,
-    for_each_place,
-    next_item,
-    own_item,
-)
-from pallas_attn.kernels.explicit.programs import for_each_tile
+from pallas_attn.kernels.explicit.items import Queue, allocate_hand_over
 from pallas_attn.kernels.explicit.steps import count_steps, tile_start
 from pallas_attn.kernels.explicit.tma import Tiles, load_tile
 from pallas_attn.kernels.explicit.wgmma import WGMMA_ROWS
+from pallas_attn.kernels.explicit.wgmma_launch import Problem
+from pallas_attn.kernels.gradients import Inputs
 from pallas_attn.kernels.library.sequences import first_tile
-from pallas_attn.kernels.library.tiles import ROW_PADDING, cdiv, maximum, visible_tiles
+from pallas_attn.kernels.library.tiles import ROW_PADDING, visible_tiles
 from pallas_attn.kernels.sm90.gradient_tiles import (
     ds_width,
     make_tiles,
     value_columns,
     values_and_factors,
 )
+from pallas_attn.kernels.sm90.work import Work, last_tile, place_of
 
 
-class Inputs(NamedTuple):
-    """References to the operands, as `flash_bwd_dq_kernel` takes them.
-
-    schedule: the tiles of keys of each program. It is None for packed sequences, whose programs
-        take tiles from the counter; counter and offsets are None otherwise.
-    """
-
-    q: Any
-    k: Any
-    v: Any
-    dout: Any
-    lse2: Any
-    delta: Any
-    cu_seqlens_q: Any
-    cu_seqlens_kv: Any
-    schedule: Any
-    counter: Any
-
-    @property
-    def packed(self) -> bool:
-        """The operands are packed sequences."""
-        return self.cu_seqlens_q is not None
-
-
-class Problem(NamedTuple):
-    """Numbers that all tiles have in common.
+class Group(NamedTuple):
+    """The query heads that share a kv head.
 
     Attributes:
-        seq_q, seq_kv, diagonal, window_left, window_right: as the kernels have them.
-        group_size: query heads of a kv head.
-        members: how many of these a work item visits.
-        parts: work items of a tile of keys of all heads.
-        block_q, block_kv: rows of a tile of queries, and of one of keys.
+        members: how many of them a work item visits.
+        size: how many there are.
+        heads: query heads in all.
         hides_missing: keys that do not exist are hidden in every tile of queries.
     """
 
-    seq_q: int
-    seq_kv: int
-    diagonal: int
-    window_left: int | None
-    window_right: int | None
-    group_size: int
     members: int
-    parts: int
-    block_q: int
-    block_kv: int
+    size: int
+    heads: int
     hides_missing: bool
 
 
@@ -128,83 +89,28 @@ class Queries(NamedTuple):
     factors: Tiles
 
 
-class Work(NamedTuple):
-    """A tile of keys and its query heads, and the tiles of queries that see it.
+def locate(problem: Problem, group: Group, item: Any) -> Work:
+    """Return the work of an item: a tile of keys and its query heads, whose part is the place's.
 
-    Attributes:
-        batch, head_kv, part: which ones; part is that of the query heads.
-        start_kv, end_kv: its first key, and the end of its sequence's.
-        first_q, end_q: the first row of its sequence's queries, and how many these are.
-        first_row: the first row of the sequence's lse2 and delta.
-        diagonal: the key position of query 0 of the sequence.
-        start_q: the first query of a step's tile, counted from the sequence's.
-        masked_steps, steps: how many tiles of queries are at edges, which come first, and in all.
+    Keys are counted from the first of all, queries from the sequence's first.
     """
+    block_q, block_kv, window = problem.block_q, problem.block_kv, problem.window
+    parts = group.heads // group.members
+    batch, place = place_of(item, problem.seq_kv, problem.seq_q, parts, block_kv)
+    diagonal, num_queries = place.end - place.size_other, place.size_other
+    first_row = first_tile(place.first_other, place.sequence, ROW_PADDING) * ROW_PADDING
+    head_kv = place.head // (group.size // group.members)
+    visible = visible_tiles(
+        place.start, place.end, num_queries, -diagonal, window.right, window.left, block_kv, block_q
+    )
+    last_start = last_tile(num_queries, block_q)
+    if group.hides_missing:
+        visible = visible.mask_all(place.start + block_kv > problem.seq_kv)
 
-    batch: Any
-    head_kv: Any
-    part: Any
-    start_kv: Any
-    end_kv: Any
-    first_q: Any
-    end_q: Any
-    first_row: Any
-    diagonal: Any
-    start_q: Callable[..., Any]
-    masked_steps: Any
-    steps: Any
+    def visited(step):
+        return tile_start(step, visible, block_q, last_start)
 
-
-def locate(problem: Problem, tile: Any) -> Work:
-    """Locate a tile of keys and its query heads, and the tiles of queries that see it.
-
-    tile: its number, or its `Place` among packed sequences.
-    """
-    block_q, block_kv = problem.block_q, problem.block_kv
-    if isinstance(tile, Place):
-        # Keys are counted from the first of all, queries from the sequence's first.
-        part, _number, start_kv, end_kv, first_q, end_q, sequence = tile
-        batch, diagonal = part * 0, end_kv - end_q
-        first_row = first_tile(first_q, sequence, ROW_PADDING) * ROW_PADDING
-    else:
-        num_tiles = pl.cdiv(problem.seq_kv, block_kv)
-        start_kv = tile % num_tiles * block_kv
-        batch, part = tile // num_tiles // problem.parts, tile // num_tiles % problem.parts
-        first_q, end_q, first_row = 0, problem.seq_q, 0
-        end_kv, diagonal = problem.seq_kv, problem.diagonal
-    head_kv = part // (problem.group_size // problem.members)
-    begin, before, full, after = visible_tiles(
-        start_kv, end_kv, end_q, -diagonal, problem.window_right, problem.window_left, block_kv,
-        block_q,
-    )  # fmt: skip
-    last_start = maximum(cdiv(end_q, block_q) * block_q - block_q, 0)
-    if problem.hides_missing:
-        ends = start_kv + block_kv > problem.seq_kv
-        before = jnp.where(ends, before + full + after, before)
-        full, after = (jnp.where(ends, 0, tiles) for tiles in (full, after))
-
-    def start_q(step):
-        return tile_start(step, begin, before, full, after, block_q, last_start)
-
-    return Work(
-        batch, head_kv, part, start_kv, end_kv, first_q, end_q, first_row, diagonal, start_q,
-        *count_steps(before, full, after),
-    )  # fmt: skip
-
-
-def for_each(inputs: Inputs, program: Any, body: Callable, next_place: Callable | None) -> Any:
-    """Call body(tile, steps before) for each tile of keys of a program; return all its steps.
-
-    next_place: returns the next `Place` of packed sequences.
-    """
-    if inputs.packed:
-        return for_each_place(next_place, body)
-    return for_each_tile(inputs.schedule, program, body)
-
-
-def for_each_own(inputs: Inputs, memory: Memory, program: Any, body: Callable) -> Any:
-    """Call body as `for_each` does, for the tiles that the producer was given: in a consumer."""
-    return for_each(inputs, program, body, lambda: own_item(memory.hand_over))
+    return Work(batch, place, head_kv, first_row, diagonal, visited, *count_steps(visible))
 
 
 def release_all(memory: Memory, w: int) -> None:
@@ -218,7 +124,7 @@ def release_all(memory: Memory, w: int) -> None:
         plgpu.barrier_arrive(memory.hand_over.read)
 
 
-def produce(inputs: Inputs, memory: Memory, problem: Problem, program: Any) -> None:
+def produce(inputs: Inputs, memory: Memory, problem: Problem, group: Group, queue: Queue) -> None:
     """Load what the consumers work on, as soon as there is room: in the producer's warp.
 
     Where dq is summed, consumers start scores a tile ahead: one more tile of q is loaded at the
@@ -242,14 +148,15 @@ def produce(inputs: Inputs, memory: Memory, problem: Problem, program: Any) -> N
         memory.dout_empty,
     )  # fmt: skip
 
-    def load_all(tile, step):
-        work = locate(problem, tile)
-        batch, head_kv, steps = work.batch, work.head_kv, work.steps
-        first_q, first_row, start_kv = work.first_q, work.first_row, work.start_kv
-        if inputs.packed:
+    def load_all(item, step):
+        work = locate(problem, group, item)
+        batch, place, steps = work.batch, work.place, work.steps
+        head_kv, start_kv = work.head_kv, place.start
+        first_q, first_row = place.first_other, work.first_row
+        if problem.packed:
             # Without queries all factors are 0: what is past the last row. Keys may be padding,
             # which may be NaN.
-            has_queries = work.end_q > 0
+            has_queries = place.size_other > 0
             first_q = jnp.where(has_queries, first_q, problem.seq_q)
             first_row = jnp.where(has_queries, first_row, inputs.lse2.shape[2])
             start_kv = jnp.where(has_queries, start_kv, problem.seq_kv)
@@ -263,27 +170,20 @@ def produce(inputs: Inputs, memory: Memory, problem: Problem, program: Any) -> N
 
         def load_queries(index):
             now = step + index
-            start = work.start_q(index % steps)
-            place = batch, work.part * problem.members + index // steps, start, start
-            if inputs.packed:
-                place = *place[:2], first_q + start, first_row + start
-            load_q(now, *place)
+            start = work.visited(index % steps)
+            head = place.head * group.members + index // steps
+            rows = (first_q + start, first_row + start) if problem.packed else (start, start)
+            load_q(now, batch, head, *rows)
             # After q, which does not wait for the end of the tile before.
             pl.when(index == 0)(load_keys)
-            load_dout(now, *place)
+            load_dout(now, batch, head, *rows)
 
-        pl.loop(0, steps * problem.members)(load_queries)
-        return step + steps * problem.members
+        pl.loop(0, steps * group.members)(load_queries)
+        return step + steps * group.members
 
-    items = Items(
-        inputs.cu_seqlens_kv, inputs.cu_seqlens_q, problem.seq_kv, problem.seq_q, problem.parts,
-        problem.block_kv, last_first=False,
-    )  # fmt: skip
-    end = for_each(
-        inputs, program, load_all, lambda: next_item(inputs.counter, items, memory.hand_over)
-    )
+    end = queue.give(load_all)
     if memory.dq_tiles is not None:
-        load_q(end, *[program * 0] * 4)
+        load_q(end, *[queue.program * 0] * 4)
 
 
 def allocate_memory(spec, config, packed: bool = False, sums_dq: bool = False) -> Memory:

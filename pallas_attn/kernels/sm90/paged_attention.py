@@ -44,7 +44,7 @@ from pallas_attn.kernels.explicit.wgmma_scores import hide_keys, scaled_scores, 
 from pallas_attn.kernels.library.pages import keys_of_tokens, share_of_tiles, tiles_at_edges
 from pallas_attn.kernels.library.softmax import LN2, LOG2E
 from twin_attention.contract.operands import PagedOperands
-from twin_attention.contract.spec import PagedSpec
+from twin_attention.contract.spec import PagedSpec, Window
 from twin_attention.targets.family import Backend
 from twin_attention.targets.splits import num_row_tiles
 
@@ -69,7 +69,7 @@ def paged_attention_kernel(
     v_full,
     v_empty,
     rule,
-    window_left,
+    window,
     block_q,
     block_kv,
     num_warps,
@@ -108,20 +108,20 @@ def paged_attention_kernel(
     diagonal = length - tokens
     first = lax.div(start_row, group_size)
     last = jnp.minimum(lax.div(start_row + block_q - 1, group_size), tokens - 1)
-    begin, end = keys_of_tokens(length, tokens, first, last, window_left)
+    begin, end = keys_of_tokens(length, tokens, first, last, window.left)
     first_tile, count, _ = share_of_tiles(begin, end, 0, 1, block_kv)
-    before, full, after = tiles_at_edges(
-        diagonal + first, diagonal + last, first_tile, count, window_left, block_kv
+    visible = tiles_at_edges(
+        diagonal + first, diagonal + last, first_tile, count, window.left, block_kv
     )
     # One tile is visited where none is seen, and hides all.
     steps = jnp.maximum(count, 1)
-    end_masked = jnp.clip(before + after, 1, steps)
+    end_masked = jnp.clip(visible.before + visible.after, 1, steps)
     last_start = max_pages * page_size
 
     def key_of(step):
         """Return the first key of a step's tile."""
-        begin = first_tile * block_kv
-        return tile_start(step, begin, before, full, after, block_kv, last_start)
+        of_sequence = visible._replace(begin=first_tile * block_kv)
+        return tile_start(step, of_sequence, block_kv, last_start)
 
     def produce():
         """Load what the consumers work on, as soon as there is room."""
@@ -175,7 +175,7 @@ def paged_attention_kernel(
             """Return p, the new maximum, and the factor of what refers to the old one."""
             if masked:
                 s = scaled_scores(s, rule)
-                s = hide_keys(s, position, key_of(step), end, window_left, 0, group_size)
+                s = hide_keys(s, position, key_of(step), end, window, group_size)
             return softmax_update(s, m_i, rule, masked, bounded=False)
 
         def wait_for_values(step):
@@ -335,7 +335,7 @@ def paged_attention(
         memory,
         config,
         rule=spec.scores,
-        window_left=spec.bounded_window.left,
+        window=Window(spec.bounded_window.left, 0),
         **vars(config),
     )
 

@@ -1,25 +1,70 @@
-"""Tiles of queries, as the kernels of dk and dv load and visit them for a tile of keys."""
+"""The kernels of dk alone and of dv alone, of heads above 128: what both have in common.
 
+`pallas_attn.kernels.sm90.flash_bwd` has the formulas.
+"""
+
+import functools
+from collections.abc import Callable
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_attn.kernels.explicit.programs import for_each_tile
+from pallas_attn.kernels.explicit.barriers import warpgroup_barrier
+from pallas_attn.kernels.explicit.items import Place
+from pallas_attn.kernels.explicit.programs import for_each_tile, run_warpgroups
 from pallas_attn.kernels.explicit.registers import as_columns, iota
 from pallas_attn.kernels.explicit.schedule import make_schedule
-from pallas_attn.kernels.explicit.steps import count_steps, tile_start
-from pallas_attn.kernels.explicit.tma import Tiles, load_tile
-from pallas_attn.kernels.explicit.wgmma import WGMMA, WGMMA_ROWS
-from pallas_attn.kernels.explicit.wgmma_launch import launch
+from pallas_attn.kernels.explicit.steps import count_steps, step_ranges, tile_start
+from pallas_attn.kernels.explicit.tma import Tiles, load_tile, store_tile
+from pallas_attn.kernels.explicit.wgmma import (
+    WGMMA,
+    WGMMA_ROWS,
+    accumulator,
+    add_values,
+    wait_for,
+)
+from pallas_attn.kernels.explicit.wgmma_launch import Problem, launch
 from pallas_attn.kernels.explicit.wgmma_scores import visible_scores
+from pallas_attn.kernels.gradients import Inputs
 from pallas_attn.kernels.library.tiles import split_step, visible_tiles
-from pallas_attn.kernels.sm90.gradient_tiles import block_tiles
+from pallas_attn.kernels.sm90.gradient_tiles import block_tiles, values_and_factors
+from pallas_attn.kernels.sm90.work import Work
 from pallas_attn.targets import num_sms
 from twin_attention.targets.steps import exchange_sides
+
+
+class Memory(NamedTuple):
+    """Shared memory of a program, in the order of addresses.
+
+    Attributes:
+        delta_rows, lse2_rows: numbers of the rows of each tile of dout and of q.
+        dout_tiles, q_tiles: tiles of queries.
+        k_and_dv_tiles: of each consumer a tile of k, whose memory its tile of dv takes; None for
+            dk.
+        k_tiles, v_tiles: a tile of 64 rows for each consumer; None for dv.
+        k_full, v_full, kv_empty: barriers of each consumer's k and v: loaded, and free.
+        dout_full, dout_empty, q_full, q_empty: likewise of each tile of dout and of q.
+    """
+
+    delta_rows: Any
+    dout_empty: Any
+    dout_full: Any
+    dout_tiles: Any
+    k_and_dv_tiles: Any
+    k_full: Any
+    k_tiles: Any
+    kv_empty: Any
+    lse2_rows: Any
+    q_empty: Any
+    q_full: Any
+    q_tiles: Any
+    v_full: Any
+    v_tiles: Any
 
 
 class Rows(NamedTuple):
@@ -27,13 +72,14 @@ class Rows(NamedTuple):
 
     Attributes:
         matrix: q or dout, in global memory.
-        tiles: its tiles.
+        tiles, factors: its tiles, as ds or p multiplies them, and as scores do.
         vector, rows: lse2 or delta, in global and in shared memory; or None.
         full, empty: barriers of each tile.
     """
 
     matrix: object
     tiles: Tiles
+    factors: Tiles
     vector: object
     rows: object
     full: object
@@ -54,36 +100,90 @@ class Rows(NamedTuple):
             plgpu.copy_gmem_to_smem(values, self.rows.at[slot], self.full.at[slot])
 
 
-def locate_keys(
-    tile,
-    heads_kv,
-    group_size,
-    seq_q,
-    seq_kv,
-    diagonal,
-    window_left,
-    window_right,
-    block_q,
-    block_kv,
-):
-    """Locate a tile of keys, and the tiles of its group's queries that see it.
+class Kernel(NamedTuple):
+    """Operands and state of the producer and of the consumer warpgroups.
 
-    Queries up to ROW_PADDING exist for this purpose: their p is 0 without a mask.
-
-    Returns:
-        The batch element, the kv head and the first key; a function that returns the query head and
-        the first row of a step; how many steps are masked, the first ones, and how many there are.
+    Attributes:
+        inputs, gradient, memory, problem: operands, dk or dv, shared memory, what all tiles have in
+            common.
+        schedule, program: the tiles of each program, and this one's number.
+        k, v: functions that return a consumer's tiles; v is None for dv.
+        stored: likewise the tiles that the gradient is stored by, whose memory is that of k.
+        queries, douts: tiles of q and of dout.
+        visit: adds a tile of queries to the gradient; see `compute_tile`.
     """
-    num_tiles = pl.cdiv(seq_kv, block_kv)
-    batch, head_kv = tile // num_tiles // heads_kv, tile // num_tiles % heads_kv
-    start_kv = tile % num_tiles * block_kv
-    padded_rows = pl.cdiv(seq_q, block_q) * block_q
-    visible = visible_tiles(
-        start_kv, seq_kv, padded_rows, -diagonal, window_right, window_left, block_kv, block_q
-    )
-    masked_steps, steps = count_steps(*visible[1:])
 
-    def locate_queries(step):
+    inputs: Inputs
+    gradient: Any
+    memory: Memory
+    problem: Problem
+    schedule: Any
+    program: Any
+    k: Callable
+    v: Callable | None
+    stored: Callable
+    queries: Rows
+    douts: Rows
+    visit: Callable
+
+    @property
+    def multiplied(self) -> Rows:
+        """What ds or p multiplies."""
+        return self.douts if self.v is None else self.queries
+
+
+def flash_bwd_keys_kernel(inputs, schedule, gradient, *, memory, problem, visit):
+    """One program computes tiles of block_kv rows of dk or dv of a kv head, one after the other.
+
+    Operands, loop invariant and accumulation: as in `flash_bwd_dkdv_kernel`; dv has no v and delta.
+    In shared memory a tile of 64 rows of k and of v for each consumer warpgroup, tiles of q with
+    lse2 of their rows, of dout with delta, one more of those that ds or p multiplies, and their
+    barriers. The registers have room for one of the two gradients.
+    """
+    q_tiles, dout_tiles = map(values_and_factors, (memory.q_tiles, memory.dout_tiles))
+    if memory.v_tiles is None:
+        pairs = [(Tiles(*x[:2]).tile(0), Tiles(*x[2:]).tile(0)) for x in memory.k_and_dv_tiles]
+        k, v, stored = (lambda w: pairs[w][0]), None, (lambda w: pairs[w][1])
+    else:
+        k, v = Tiles(*memory.k_tiles).tile, Tiles(*memory.v_tiles).tile
+        stored = k
+    kernel = Kernel(
+        inputs, gradient, memory, problem, schedule, lax.axis_index("program"), k, v, stored,
+        Rows(inputs.q, *q_tiles, inputs.lse2, memory.lse2_rows, memory.q_full, memory.q_empty),
+        Rows(
+            inputs.dout, *dout_tiles, inputs.delta, memory.delta_rows, memory.dout_full,
+            memory.dout_empty,
+        ),
+        visit,
+    )  # fmt: skip
+    run_warpgroups(
+        memory.k_full.shape[0],
+        functools.partial(consume, kernel),
+        functools.partial(produce, kernel),
+    )
+
+
+def locate(kernel, item):
+    """Return the work of a tile of keys: its steps are tiles of its group's queries.
+
+    `visited` returns the query head and the first row of a step. Queries up to ROW_PADDING exist
+    for this purpose: their p is 0 without a mask.
+    """
+    problem, heads_kv = kernel.problem, kernel.inputs.k.shape[2]
+    group_size, window = kernel.inputs.q.shape[2] // heads_kv, problem.window
+    block_q, block_kv = problem.block_q, problem.block_kv
+    num_tiles = pl.cdiv(problem.seq_kv, block_kv)
+    batch, head_kv = item // num_tiles // heads_kv, item // num_tiles % heads_kv
+    start_kv = item % num_tiles * block_kv
+    padded_rows = pl.cdiv(problem.seq_q, block_q) * block_q
+    diagonal = problem.seq_kv - problem.seq_q
+    visible = visible_tiles(
+        start_kv, problem.seq_kv, padded_rows, -diagonal, window.right, window.left, block_kv,
+        block_q,
+    )  # fmt: skip
+    masked_steps, steps = count_steps(visible)
+
+    def visited(step):
         # The tiles at the edges of all heads go first, then the full ones.
         is_edge = step < masked_steps * group_size
         member, index = split_step(
@@ -92,68 +192,134 @@ def locate_keys(
             group_size,
         )
         index = jnp.where(is_edge, index, index + masked_steps)
-        start = tile_start(index, *visible, block_q, padded_rows - block_q)
+        start = tile_start(index, visible, block_q, padded_rows - block_q)
         return head_kv * group_size + member, start
 
-    return batch, head_kv, start_kv, locate_queries, masked_steps * group_size, steps * group_size
+    place = Place(head_kv, None, start_kv, problem.seq_kv, 0, problem.seq_q, 0)
+    counts = masked_steps * group_size, steps * group_size
+    return Work(batch, place, head_kv, 0, diagonal, visited, *counts)
 
 
-def produce_queries(schedule_ref, program, locate, keys, kv_empty, queries):
-    """Load all that the consumers of dk or dv multiply, and what belongs to the queries' rows.
+def produce(kernel):
+    """Load what the consumers work on, as soon as there is room: in the producer's warp."""
+    memory, inputs = kernel.memory, kernel.inputs
+    keys = [(inputs.k, kernel.k, memory.k_full)]
+    if kernel.v is not None:
+        keys.append((inputs.v, kernel.v, memory.v_full))
 
-    Args:
-        schedule_ref, program: the program's tiles of keys.
-        locate: `locate_keys` of a tile.
-        keys: k, or k and v: the matrix, and a tile and a barrier for each consumer.
-        kv_empty: barriers of these tiles.
-        queries: `Rows` of q and of dout.
-    """
-
-    def load_all(tile, step):
-        batch, head_kv, start_kv, locate_queries, _, steps = locate(tile)
+    def load_all(item, step):
+        work = locate(kernel, item)
+        batch, place = work.batch, work.place
 
         def load_queries(index):
-            head, start = locate_queries(index)
-            q, dout = queries
-            q.load(step + index, batch, head, start)
+            head, start = work.visited(index)
+            kernel.queries.load(step + index, batch, head, start)
 
             @pl.when(index == 0)  # after q, which does not wait for the end of the tile before
             def _():
-                for w in range(kv_empty.shape[0]):
-                    plgpu.barrier_wait(kv_empty.at[w])
+                for w in range(memory.kv_empty.shape[0]):
+                    plgpu.barrier_wait(memory.kv_empty.at[w])
                 for matrix, tiles, full in keys:
-                    for w in range(kv_empty.shape[0]):
-                        start_row = start_kv + w * WGMMA_ROWS
-                        load_tile(matrix, tiles(w), batch, head_kv, start_row, full.at[w])
+                    for w in range(memory.kv_empty.shape[0]):
+                        start_row = place.start + w * WGMMA_ROWS
+                        load_tile(matrix, tiles(w), batch, place.head, start_row, full.at[w])
 
-            dout.load(step + index, batch, head, start)
+            kernel.douts.load(step + index, batch, head, start)
 
-        pl.loop(0, steps)(load_queries)
-        return step + steps
+        pl.loop(0, work.steps)(load_queries)
+        return step + work.steps
 
-    for_each_tile(schedule_ref, program, load_all)
+    for_each_tile(kernel.schedule, kernel.program, load_all)
 
 
-def exponents(s, lse2, start_q, start_key, rule, window_left, window_right, masked):
-    """Return the exponents of pᵀ = 2^(sᵀ - lse2), and the derivative of the cap. Keys are rows.
+def consume(kernel, w):
+    """Compute the rows of consumer warpgroup w, a number: each has its own code."""
+    plgpu.barrier_arrive(kernel.memory.kv_empty.at[w])
+    for rows in (kernel.queries, kernel.douts):
+        for slot in range(rows.empty.shape[0]):
+            plgpu.barrier_arrive(rows.empty.at[slot])
+    for_each_tile(kernel.schedule, kernel.program, functools.partial(compute_tile, kernel, w))
+    plgpu.wait_smem_to_gmem(0)
 
-    start_key: the first key, counted as queries are.
+
+class Keys(NamedTuple):
+    """A warpgroup's rows of a tile of keys.
+
+    Attributes:
+        w: the warpgroup's number.
+        work, first_step: what `locate` returns, and the steps before this tile's.
+        start_row: the first row.
     """
+
+    w: int
+    work: Work
+    first_step: Any
+    start_row: Any
+
+
+def compute_tile(kernel, w, item, step):
+    """Compute a warpgroup's rows of the gradient of a tile of keys; return the steps so far.
+
+    kernel.visit(kernel, keys, masked, x, carry) returns ds or p of step x, and the gradient without
+    it; carry is what it returned of the step before, None at first.
+    """
+    work, rows = locate(kernel, item), kernel.multiplied
+    keys = Keys(w, work, step, work.place.start + w * WGMMA_ROWS)
+    plgpu.barrier_wait(kernel.memory.k_full.at[w])
+
+    # Visit the tiles of queries that see these keys; only tiles at the edges are masked. The first
+    # one has no product to run under its exponentials.
+    ranges = step_ranges(work.masked_steps, work.steps, first=1)
+    carry = kernel.visit(kernel, keys, ranges[0][0], kernel.program * 0, None)
+    for masked, lower, upper in ranges:
+        body = functools.partial(kernel.visit, kernel, keys, masked)
+        carry = lax.fori_loop(lower, upper, body, carry)
+    factor, gradient = carry
+
+    # Add the product of the last tile: dsᵀ q or pᵀ dout.
+    end = step + work.steps
+    previous = rows.slot(end - 1)
+    if kernel.v is None:
+        plgpu.barrier_wait(rows.full.at[previous])
+
+    def last(ref):
+        ref[...] = gradient
+        add_values(ref, factor, rows.tiles.tile(previous))
+        return wait_for(ref, 0, factor)
+
+    gradient = pl.run_scoped(last, accumulator(*gradient.shape))
+    plgpu.barrier_arrive(rows.empty.at[previous])
+
+    # Scale dk; store the gradient where k was, whose rows nobody else reads.
+    warpgroup_barrier()
+    if kernel.v is not None:
+        gradient = gradient * kernel.problem.rule.scale
+    place = work.batch, work.head_kv, keys.start_row
+    store_tile(gradient, kernel.stored(w), kernel.gradient, *place)
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    plgpu.barrier_arrive(kernel.memory.kv_empty.at[w])
+    return end
+
+
+def exponents(kernel, keys, s, lse2, x, masked):
+    """Return the exponents of pᵀ = 2^(sᵀ - lse2) at step x, and the derivative of the cap."""
+    problem = kernel.problem
     position = key = None
     if masked:
-        position = iota(s.shape, 1, WGMMA) + start_q
-        key = iota(s.shape, 0, WGMMA) + start_key
+        position = iota(s.shape, 1, WGMMA) + keys.work.visited(x)[1]
+        key = iota(s.shape, 0, WGMMA) + (keys.start_row - keys.work.diagonal)  # as queries are
     s, exp2_scale, dcap = visible_scores(
-        s, position, key, None, rule, window_left, window_right, masked
+        s, position, key, None, problem.rule, problem.window, masked
     )
     return s * exp2_scale - as_columns(lse2, s, WGMMA), dcap
 
 
-def launch_keys(kernel_name, kernel, inputs, gradient, memory, values, stages, spec, backend):
-    """Call a kernel of dk or of dv.
+def launch_keys(kernel_name, visit, inputs, gradient, memory, values, stages, spec, backend):
+    """Call `flash_bwd_keys_kernel`.
 
     Args:
-        kernel_name, kernel: its name in the code, and the function over references.
+        kernel_name: its name in the code.
+        visit: see `compute_tile`.
         inputs: operands; None for those that the kernel does not read.
         gradient: the operand whose gradient it computes.
         memory: types of what it has for its keys in shared memory.
@@ -182,13 +348,14 @@ def launch_keys(kernel_name, kernel, inputs, gradient, memory, values, stages, s
     turned = replace(exchange_sides(spec), heads_q=spec.heads_kv)
     (result,) = launch(
         "flash_bwd_dkdv",
-        kernel,
-        inputs,
+        flash_bwd_keys_kernel,
+        (inputs,),
         make_schedule(turned, config.block_kv, config.block_q, num_sms(backend.target)),
         (jax.ShapeDtypeStruct(gradient.shape, gradient.dtype),),
-        memory,
+        {"memory": Memory(*map(memory.get, Memory._fields))},
         spec,
         config,
         kernel_name=kernel_name,
+        visit=visit,
     )
     return result

@@ -1,0 +1,90 @@
+"""Masks: which keys a query sees, as the operands that say so and the tiles that a program visits.
+
+Each kind of mask is a tuple of operands, whose fields are None where a problem has none: `Offsets`
+of packed sequences, `Segments`, `Lists` of a block mask. The window is a number of the problem.
+What is hidden within a tile is `pallas_attn.kernels.library.scores.visible_scores`.
+"""
+
+from typing import Any, NamedTuple
+
+from pallas_attn.kernels.library.block_mask import (
+    List,
+    Lists,
+    find_list,
+    kept_row,
+    kept_tiles,
+    lists_of_keys,
+    lists_of_queries,
+)
+from pallas_attn.kernels.library.segments import Segments, meeting_tiles, segment_ranges
+from pallas_attn.kernels.library.sequences import Offsets, offsets_of
+from pallas_attn.kernels.library.tiles import Visible, count_tiles, tile_start, visible_tiles
+from twin_attention.contract.operands import AttentionOperands, FlashOperands
+
+
+class Masks(NamedTuple):
+    """Operands of a kernel that say which keys a query sees."""
+
+    offsets: Offsets
+    segments: Segments
+    lists: Lists
+
+
+def masks_of_queries(operands: AttentionOperands[Any]) -> Masks:
+    """Return the masks of a kernel whose programs have tiles of queries, and visit keys."""
+    return Masks(offsets_of(operands), _segments(operands, 1), lists_of_keys(operands))
+
+
+def masks_of_keys(operands: AttentionOperands[Any]) -> Masks:
+    """Return the masks of a kernel whose programs have tiles of keys, and visit queries."""
+    return Masks(offsets_of(operands), _segments(operands, 0), lists_of_queries(operands))
+
+
+def _segments(operands: AttentionOperands[Any], visited: int) -> Segments:
+    if not isinstance(operands, FlashOperands):
+        return Segments()
+    ids = operands.q_segment_ids, operands.kv_segment_ids
+    return Segments(*ids, segment_ranges(ids[visited]))
+
+
+class Visits(NamedTuple):
+    """The tiles of the other axis that a program visits.
+
+    Attributes:
+        visible: how many, and which need a mask.
+        block: rows of each.
+        size: of the other axis.
+        kept: the list that they are taken from, or None.
+    """
+
+    visible: Visible
+    block: int
+    size: Any
+    kept: List | None = None
+
+    def keep(self, lists, head, tile, rows):
+        """Return those that a list of tiles has; see `find_list`."""
+        kept = find_list(lists, head, tile, rows)
+        return self._replace(visible=kept_tiles(kept, self.visible, self.block), kept=kept)
+
+    def count(self, masked):
+        """Return the number of tiles of one kind: those at the edges, or the full ones."""
+        return count_tiles(self.visible, masked)
+
+    def start(self, index, masked):
+        """Return the first row of tile `index` of one kind."""
+        row = tile_start(index, self.visible, self.block, masked)
+        return row if self.kept is None else kept_row(self.kept, row, self.size, masked)
+
+
+def find_visits(start, size, size_other, diagonal, left, right, block, block_other, ids, segments):
+    """Return the `Visits` of the rows start .. start + block, of all lists.
+
+    Args:
+        start, size, size_other, diagonal, left, right, block, block_other: see `visible_tiles`.
+        ids, segments: segments of the rows, or None, and the kernel's operands.
+    """
+    visible = visible_tiles(start, size, size_other, diagonal, left, right, block, block_other)
+    if segments.ranges is not None:
+        visible = meeting_tiles(ids, segments.ranges, size_other, visible, block_other)
+    return Visits(visible, block_other, size_other)

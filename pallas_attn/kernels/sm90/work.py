@@ -1,0 +1,70 @@
+"""A program's work: tiles of one axis, and the tiles of the other axis that each of them visits."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from pallas_attn.kernels.explicit.items import Place
+from pallas_attn.kernels.explicit.wgmma_launch import Problem
+from pallas_attn.kernels.library.tiles import Visible, cdiv, maximum, visible_tiles
+
+
+class Work(NamedTuple):
+    """A tile of queries or of keys, and the tiles of the other axis that it visits.
+
+    Attributes:
+        batch, place: where it is. A dense batch is one sequence.
+        head_kv: the kv head of a tile of keys.
+        first_row: its first row of lse2 and delta, or its sequence's first one if it has keys.
+        diagonal: the key position of query 0 of its sequence.
+        visited: the first row of a step's tile; `flash_fwd` has the end of keys as well.
+        masked_steps, steps: how many tiles are at edges, which come first, and in all.
+    """
+
+    batch: Any
+    place: Place
+    head_kv: Any
+    first_row: Any
+    diagonal: Any
+    visited: Callable[..., Any] | None = None
+    masked_steps: Any = None
+    steps: Any = None
+
+
+def place_of(item: Any, rows: int, rows_other: int, heads: int, block: int) -> tuple[Any, Place]:
+    """Return the batch element and the place of an item.
+
+    Args:
+        item: a number of `make_schedule`, or the place among packed sequences.
+        rows, rows_other: lengths of the tile's axis and of the other.
+        heads, block: how many heads there are, and rows of a tile.
+    """
+    if isinstance(item, Place):
+        return item.head * 0, item
+    num_tiles = cdiv(rows, block)
+    tile = item % num_tiles
+    start = tile * block
+    batch, head = item // num_tiles // heads, item // num_tiles % heads
+    return batch, Place(head, tile, start, rows, 0, rows_other, 0)
+
+
+def locate_queries(problem: Problem, heads: int, item: Any) -> tuple[Work, Visible, Any]:
+    """Locate a tile of queries.
+
+    Returns:
+        Its work, but for what it visits; the tiles of keys that its rows see; and the first key of
+        the last tile of all.
+    """
+    batch, place = place_of(item, problem.seq_q, problem.seq_kv, heads, problem.block_q)
+    first_row = place.tile * problem.block_q
+    diagonal, window = place.size_other - place.end, problem.window
+    visible = visible_tiles(
+        place.start, place.end, place.size_other, diagonal, window.left, window.right,
+        problem.block_q, problem.block_kv,
+    )  # fmt: skip
+    work = Work(batch, place, None, first_row, diagonal)
+    return work, visible, last_tile(place.size_other, problem.block_kv)
+
+
+def last_tile(size: Any, block: int) -> Any:
+    """Return the first row of the last tile of an axis."""
+    return maximum(cdiv(size, block) * block - block, 0)
