@@ -6,9 +6,9 @@ host function: it allocates and launches, with arguments of which only the addre
 a Python function, generated as source: interpreting the steps takes 50 % longer.
 
 What it buys (docs/history/host.md), in microseconds of Python where launches do nothing: a forward
-takes 1.9, and a backward of three launches 3.6; with a loop over the steps they took 2.9 and 5.3.
-The host function itself was not timed beside it, and neither was a list of buffers and launches
-that a family returns.
+takes 1.9, and a backward of three launches 3.6; with a loop over the steps, as over any list of
+buffers and launches, they took 2.9 and 5.3. On an H200 a forward takes 23 microseconds by a replay
+and 690 by its host function, which describes each launch to Triton.
 
 A capture is a dispatch mode: it sees what torch does for the function, and `torch_attn.launch`
 reports the launches. A view that only kernels read becomes the address of its base. Buffers that

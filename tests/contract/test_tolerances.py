@@ -143,6 +143,19 @@ def test_the_error_is_the_largest_and_the_mean_counts_too():
     assert by_rmse.ratio == by_rmse.rmse / by_rmse.rmse_budget
 
 
+def test_a_row_counts_once_among_few_errors():
+    """What is wrong with the gradient of one score is wrong in all columns of its row."""
+    ref, error = np.zeros((32, 16)), np.zeros((32, 16))
+    ref[:, 0], error[::4] = 1.0, 0.01
+    lp = ref + 0.1 * error
+    few, many = (
+        compare_to_reference((ref + error)[:n], ref[:n], lp[:n], "float16", "gradient")
+        for n in (8, 32)
+    )
+    assert few.rmse_budget == few.max_budget
+    assert many.rmse_budget < many.max_budget
+
+
 def test_the_mean_of_few_errors_does_not_count():
     ref = np.zeros(16)
     lp = ref + np.array([1.0] + [0.0] * 15)
