@@ -1,4 +1,4 @@
-"""The backward's kernel of dk alone, of heads above 128: `pallas_attn.kernels.sm90.queries`."""
+"""dk alone, of heads above 128: `pallas_attn.kernels.sm90.flash_bwd_large` runs it."""
 
 import functools
 
@@ -19,8 +19,8 @@ from pallas_attn.kernels.explicit.wgmma import (
     wait_for,
     zeros,
 )
+from pallas_attn.kernels.sm90.flash_bwd_large import exponents, launch_large
 from pallas_attn.kernels.sm90.gradient_tiles import block_tiles
-from pallas_attn.kernels.sm90.queries import exponents, launch_keys
 
 
 def visit(kernel, keys, masked, x, carry):
@@ -75,7 +75,7 @@ def visit(kernel, keys, masked, x, carry):
 
 
 def launch_dk(inputs, spec, backend):
-    """Call `flash_bwd_keys_kernel`; returns dk."""
+    """Call `flash_bwd_large_kernel`; returns dk."""
     config = backend.configs(spec)["flash_bwd_dkdv"]
     warpgroups = config.num_warps // 4 - 1
     rows = warpgroups, WGMMA_ROWS
@@ -85,6 +85,6 @@ def launch_dk(inputs, spec, backend):
         "v_full": plgpu.Barrier(num_arrivals=pieces["v_tiles"], num_barriers=warpgroups),
     }
     stages = config.num_stages + 1, config.num_stages
-    return launch_keys(
+    return launch_large(
         "flash_bwd_dk", visit, inputs, inputs.k, memory, "q_tiles", stages, spec, backend
     )

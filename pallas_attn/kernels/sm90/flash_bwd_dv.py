@@ -1,4 +1,4 @@
-"""The backward's kernel of dv alone, of heads above 128: `pallas_attn.kernels.sm90.queries`."""
+"""dv alone, of heads above 128: `pallas_attn.kernels.sm90.flash_bwd_large` runs it."""
 
 import jax.numpy as jnp
 from jax import lax
@@ -16,8 +16,8 @@ from pallas_attn.kernels.explicit.wgmma import (
     wait_for,
     zeros,
 )
+from pallas_attn.kernels.sm90.flash_bwd_large import exponents, launch_large
 from pallas_attn.kernels.sm90.gradient_tiles import block_tiles
-from pallas_attn.kernels.sm90.queries import exponents, launch_keys
 
 
 def visit(kernel, keys, masked, x, carry):
@@ -59,7 +59,7 @@ def visit(kernel, keys, masked, x, carry):
 
 
 def launch_dv(inputs, spec, backend):
-    """Call `flash_bwd_keys_kernel`; returns dv."""
+    """Call `flash_bwd_large_kernel`; returns dv."""
     config = backend.configs(spec)["flash_bwd_dkdv"]
     warpgroups = config.num_warps // 4 - 1
     tiles, pieces = block_tiles(spec, k_tiles=(1, WGMMA_ROWS), dv_tiles=(1, WGMMA_ROWS))
@@ -71,6 +71,6 @@ def launch_dv(inputs, spec, backend):
     }
     stages = (config.num_stages + 1,) * 2
     read = inputs._replace(v=None, delta=None)
-    return launch_keys(
+    return launch_large(
         "flash_bwd_dv", visit, read, inputs.v, memory, "dout_tiles", stages, spec, backend
     )

@@ -132,7 +132,7 @@ class Kernel(NamedTuple):
         return self.douts if self.v is None else self.queries
 
 
-def flash_bwd_keys_kernel(inputs, schedule, gradient, *, memory, problem, visit):
+def flash_bwd_large_kernel(inputs, schedule, gradient, *, memory, problem, visit):
     """One program computes tiles of block_kv rows of dk or dv of a kv head, one after the other.
 
     Operands, loop invariant and accumulation: as in `flash_bwd_dkdv_kernel`; dv has no v and delta.
@@ -314,8 +314,8 @@ def exponents(kernel, keys, s, lse2, x, masked):
     return s * exp2_scale - as_columns(lse2, s, WGMMA), dcap
 
 
-def launch_keys(kernel_name, visit, inputs, gradient, memory, values, stages, spec, backend):
-    """Call `flash_bwd_keys_kernel`.
+def launch_large(kernel_name, visit, inputs, gradient, memory, values, stages, spec, backend):
+    """Call `flash_bwd_large_kernel`.
 
     Args:
         kernel_name: its name in the code.
@@ -348,7 +348,7 @@ def launch_keys(kernel_name, visit, inputs, gradient, memory, values, stages, sp
     turned = replace(exchange_sides(spec), heads_q=spec.heads_kv)
     (result,) = launch(
         "flash_bwd_dkdv",
-        flash_bwd_keys_kernel,
+        flash_bwd_large_kernel,
         (inputs,),
         make_schedule(turned, config.block_kv, config.block_q, num_sms(backend.target)),
         (jax.ShapeDtypeStruct(gradient.shape, gradient.dtype),),
