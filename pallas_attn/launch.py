@@ -111,10 +111,10 @@ def of_lists(x: Any, num_lists: int) -> pl.BlockSpec | None:
     return block_spec(x, _in_grid, batch, (head, num_lists), ALL, ALL)
 
 
-def of_masks(masks: Any, num_lists: int = 1) -> Any:
-    """Return what a program reads of `Masks`; num_lists: as `of_lists` takes it."""
-    offsets, segments, lists = masks
-    return masks._make(
+def of_mask(mask: Any, num_lists: int = 1) -> Any:
+    """Return what a program reads of `Mask`; num_lists: as `of_lists` takes it."""
+    offsets, segments, lists = mask
+    return mask._make(
         (
             offsets._make(map(of_all, offsets)),
             segments._make(map(of_batch, segments)),

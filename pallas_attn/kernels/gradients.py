@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from pallas_attn.kernels.library.masks import Masks, masks_of_keys, masks_of_queries
+from pallas_attn.kernels.library.mask import Mask, mask_of_keys, mask_of_queries
 from pallas_attn.kernels.library.sequences import (
     count_sequence_tiles,
     first_tile,
@@ -59,7 +59,7 @@ class Sources(NamedTuple):
     dlse: Array | None
 
 
-Launch = Callable[..., Any]  # from inputs, problem, backend and `Masks`
+Launch = Callable[..., Any]  # from inputs, problem, backend and `Mask`
 
 
 def prepare_rows(
@@ -69,7 +69,7 @@ def prepare_rows(
     lse: Array,
     spec: AttentionSpec,
     backend: Backend,
-    masks: Masks,
+    mask: Mask,
 ) -> tuple[Array, Array]:
     """Compute lse2 and delta of every row, [B, Hq, Sq rounded up to ROW_PADDING] float32.
 
@@ -83,7 +83,7 @@ def prepare_rows(
     lse2 = lse_in_base_2(lse)
     if dlse is not None:
         dlse = jnp.where(lse == float("-inf"), 0.0, dlse)
-    cu_seqlens_q = masks.offsets.cu_seqlens_q
+    cu_seqlens_q = mask.offsets.cu_seqlens_q
     if cu_seqlens_q is not None:
         row, is_row, is_token = _rows_of_tiles(cu_seqlens_q, spec.seq_q)
         delta = jnp.where(is_token, delta[..., row], 0.0)
@@ -174,27 +174,27 @@ def make_flash_bwd(
         q, k, v, dout, dlse, out, lse = with_batch(
             spec, operands.q, operands.k, operands.v, dout, dlse, out, lse
         )
-        masks = masks_of_queries(operands)
+        mask = mask_of_keys(operands)
         has_sums = launch_fused is not None and "flash_bwd_fused" in backend.configs(spec)
         dq = None
         if has_sums or not dq_prepares_rows:
-            lse2, delta = preprocess(dout, dlse, out, lse, spec, backend, masks)
+            lse2, delta = preprocess(dout, dlse, out, lse, spec, backend, mask)
         else:
             sources = Sources(q, k, v, dout, out, lse, dlse)
-            dq, lse2, delta = launch_dq(sources, spec, backend, masks)
+            dq, lse2, delta = launch_dq(sources, spec, backend, mask)
         inputs = Inputs(q, k, v, dout, lse2, delta)
         if has_sums:
             assert launch_fused is not None
-            dq, dk, dv = launch_fused(inputs, spec, backend, masks)
+            dq, dk, dv = launch_fused(inputs, spec, backend, mask)
         else:
             if dq is None:
-                dq = launch_dq(inputs, spec, backend, masks)
-            dk, dv = launch_dkdv(inputs, spec, backend, masks_of_keys(operands))
+                dq = launch_dq(inputs, spec, backend, mask)
+            dk, dv = launch_dkdv(inputs, spec, backend, mask_of_queries(operands))
         dq, dk, dv = without_batch(spec, dq, dk, dv)
         dsinks = None
         if operands.sinks is not None:
             # Packed sequences have rows of lse2 and delta between them that are no query's.
-            cu_seqlens_q = masks.offsets.cu_seqlens_q
+            cu_seqlens_q = mask.offsets.cu_seqlens_q
             exists = cu_seqlens_q is None or _rows_of_tiles(cu_seqlens_q, spec.seq_q)[1]
             dsinks = sinks_gradient(operands.sinks, lse2, delta, exists)
         gradients = {"q": dq, "k": dk, "v": dv, "sinks": dsinks}

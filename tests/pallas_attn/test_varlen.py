@@ -12,7 +12,7 @@ from pallas_attn import check_offsets, explain, flash_attention, flash_attention
 from pallas_attn.kernels.explicit import sequences as scalars
 from pallas_attn.kernels.gradients import gradient_of_sums, prepare_rows, sinks_gradient
 from pallas_attn.kernels.library import sequences as library
-from pallas_attn.kernels.library.masks import masks_of_queries
+from pallas_attn.kernels.library.mask import mask_of_keys
 from pallas_attn.kernels.library.sequences import count_sequence_tiles
 from pallas_attn.kernels.library.softmax import LOG2E
 from pallas_attn.kernels.portable.flash_bwd import launch_preprocess
@@ -230,9 +230,9 @@ def test_rows_by_xla_are_those_of_the_kernel(problems):
     spec = VarlenSpec.of(operands, "float32", FlashOptions(1.0))
     out, lse = jnp.nan_to_num(dout), jnp.where(dlse > 1, -jnp.inf, dlse)
     arguments = dout[None], dlse[None], out[None], lse[None]
-    cu_q, masks = operands.cu_seqlens_q, masks_of_queries(operands)
-    lse2, delta = prepare_rows(*arguments, spec, None, masks)
-    want = launch_preprocess(*arguments, spec, portable_backend("pallas_attn", None), masks)
+    cu_q, mask = operands.cu_seqlens_q, mask_of_keys(operands)
+    lse2, delta = prepare_rows(*arguments, spec, None, mask)
+    want = launch_preprocess(*arguments, spec, portable_backend("pallas_attn", None), mask)
     np.testing.assert_array_equal(lse2, want[0])
     np.testing.assert_allclose(delta, want[1], atol=1e-5)
     numbers = jnp.arange(lse2.shape[2])[None, :, None, None]

@@ -14,7 +14,7 @@ from jax.experimental import pallas as pl
 
 from pallas_attn.kernels.gradients import make_flash_bwd
 from pallas_attn.kernels.library.block_mask import list_arguments, num_lists_of_group
-from pallas_attn.kernels.library.masks import find_visits
+from pallas_attn.kernels.library.mask import find_visits
 from pallas_attn.kernels.library.schedule import order_programs
 from pallas_attn.kernels.library.scores import (
     add_product,
@@ -43,7 +43,7 @@ from pallas_attn.launch import (
     of_batch,
     of_group,
     of_head,
-    of_masks,
+    of_mask,
 )
 from twin_attention.targets.config import padded_head_dim
 
@@ -322,9 +322,9 @@ def flash_bwd_dkdv_kernel(
     store_tile(dv_ref, dv, start_kv, seq_kv, block_kv, head_dim_v)
 
 
-def launch_preprocess(dout, dlse, out, lse, spec, backend, masks):
+def launch_preprocess(dout, dlse, out, lse, spec, backend, mask):
     """Call `flash_bwd_preprocess_kernel`; returns lse2 and delta."""
-    offsets, segments = masks.offsets, masks.segments
+    offsets, segments = mask.offsets, mask.segments
     num_rows = count_sequence_tiles(spec.seq_q, offsets.num_sequences, ROW_PADDING) * ROW_PADDING
     rows = jax.ShapeDtypeStruct((*lse.shape[:2], num_rows), jnp.float32)
     operands = (dout, out, lse, dlse)
@@ -347,24 +347,24 @@ def launch_preprocess(dout, dlse, out, lse, spec, backend, masks):
     )
 
 
-def launch_dq(inputs, spec, backend, masks):
+def launch_dq(inputs, spec, backend, mask):
     """Call `flash_bwd_dq_kernel`; returns dq."""
     q, k, v, *of_rows = inputs
 
     def grid(config):
-        tiles = count_sequence_tiles(spec.seq_q, masks.offsets.num_sequences, config.block_q)
+        tiles = count_sequence_tiles(spec.seq_q, mask.offsets.num_sequences, config.block_q)
         return tiles, spec.heads_q, spec.batch
 
     (dq,) = launch(
         "flash_bwd_dq",
         flash_bwd_dq_kernel,
         grid,
-        (*inputs, *masks),
+        (*inputs, *mask),
         (
             of_head(q),
             *(of_head(x, spec.group_size) for x in (k, v)),
             *map(of_head, of_rows),
-            *of_masks(masks),
+            *of_mask(mask),
         ),
         (jax.ShapeDtypeStruct(q.shape, q.dtype),),
         (of_head(q),),
@@ -376,26 +376,26 @@ def launch_dq(inputs, spec, backend, masks):
     return dq
 
 
-def launch_dkdv(inputs, spec, backend, masks):
+def launch_dkdv(inputs, spec, backend, mask):
     """Call `flash_bwd_dkdv_kernel`; returns dk and dv."""
     (q, k, v, *of_rows), group = inputs, spec.group_size
     num_lists = num_lists_of_group(spec)
 
     def grid(config):
-        tiles = count_sequence_tiles(spec.seq_kv, masks.offsets.num_sequences, config.block_kv)
+        tiles = count_sequence_tiles(spec.seq_kv, mask.offsets.num_sequences, config.block_kv)
         return tiles, spec.heads_kv, spec.batch
 
     return launch(
         "flash_bwd_dkdv",
         flash_bwd_dkdv_kernel,
         grid,
-        (*inputs, *masks),
+        (*inputs, *mask),
         (
             of_group(q, group),
             of_head(k),
             of_head(v),
             *(of_group(x, group) for x in of_rows),
-            *of_masks(masks, num_lists),
+            *of_mask(mask, num_lists),
         ),
         tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (k, v)),
         (of_head(k), of_head(v)),

@@ -10,7 +10,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from pallas_attn.kernels.library.block_mask import list_arguments
-from pallas_attn.kernels.library.masks import find_visits, masks_of_queries
+from pallas_attn.kernels.library.mask import find_visits, mask_of_keys
 from pallas_attn.kernels.library.schedule import order_programs
 from pallas_attn.kernels.library.scores import dot, round_operand, visible_scores
 from pallas_attn.kernels.library.segments import STAYS, VISITED, load_segments
@@ -33,7 +33,7 @@ from pallas_attn.kernels.library.tiles import (
     store_rows,
     store_tile,
 )
-from pallas_attn.launch import flash_arguments, launch, of_head, of_masks
+from pallas_attn.launch import flash_arguments, launch, of_head, of_mask
 from twin_attention.contract.operands import AttentionOperands
 from twin_attention.contract.spec import AttentionSpec
 from twin_attention.targets.config import padded_head_dim
@@ -154,25 +154,25 @@ def flash_fwd(
     """
     q, k, v = with_batch(spec, operands.q, operands.k, operands.v)
     sinks, group = operands.sinks, spec.group_size
-    masks = masks_of_queries(operands)
+    mask = mask_of_keys(operands)
     out = jax.ShapeDtypeStruct((*q.shape[:3], spec.head_dim_v), q.dtype)
     lse = jax.ShapeDtypeStruct((spec.batch, spec.heads_q, spec.seq_q), jnp.float32)
 
     def grid(config):
-        tiles = count_sequence_tiles(spec.seq_q, masks.offsets.num_sequences, config.block_q)
+        tiles = count_sequence_tiles(spec.seq_q, mask.offsets.num_sequences, config.block_q)
         return tiles, spec.heads_q, spec.batch
 
     out, lse = launch(
         "flash_fwd",
         flash_fwd_kernel,
         grid,
-        (q, k, v, sinks, *masks),
+        (q, k, v, sinks, *mask),
         (
             of_head(q),
             of_head(k, group),
             of_head(v, group),
             of_head(sinks),
-            *of_masks(masks),
+            *of_mask(mask),
         ),
         (out, lse),
         (of_head(out), of_head(lse)),

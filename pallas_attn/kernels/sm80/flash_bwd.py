@@ -414,7 +414,7 @@ def flash_bwd_dkdv_kernel(
         store_rows(tile, tile_transforms(size), ref, batch, head_kv, start_row, num_rows)
 
 
-def launch_dq(inputs, spec, backend, masks):
+def launch_dq(inputs, spec, backend, mask):
     """Call `flash_bwd_dq_kernel`; returns dq."""
     q, sizes = inputs.q, (spec.head_dim, spec.head_dim_v)
 
@@ -427,14 +427,14 @@ def launch_dq(inputs, spec, backend, masks):
         )
 
     def programs(config):
-        tiles = count_sequence_tiles(spec.seq_q, masks.offsets.num_sequences, config.block_q)
+        tiles = count_sequence_tiles(spec.seq_q, mask.offsets.num_sequences, config.block_q)
         return tiles * spec.heads_q * spec.batch
 
     (dq,) = launch(
         "flash_bwd_dq",
         functools.partial(flash_bwd_dq_kernel, together=last_heads(spec, backend, PROGRAMS_OF_SM)),
         programs,
-        (*inputs, masks.offsets),
+        (*inputs, mask.offsets),
         (jax.ShapeDtypeStruct(q.shape, q.dtype),),
         tiles,
         spec,
@@ -443,14 +443,14 @@ def launch_dq(inputs, spec, backend, masks):
     return dq
 
 
-def launch_fused(inputs, spec, backend, masks):
+def launch_fused(inputs, spec, backend, mask):
     """Call `flash_bwd_dkdv_kernel` with sums for dq; returns dq, dk and dv."""
-    dk, dv, sums = launch_dkdv(inputs, spec, backend, masks, name="flash_bwd_fused")
-    dq = gradient_of_sums(order_sums(sums), inputs.q, spec.scale, masks.offsets.cu_seqlens_q)
+    dk, dv, sums = launch_dkdv(inputs, spec, backend, mask, name="flash_bwd_fused")
+    dq = gradient_of_sums(order_sums(sums), inputs.q, spec.scale, mask.offsets.cu_seqlens_q)
     return dq, dk, dv
 
 
-def launch_dkdv(inputs, spec, backend, masks, name="flash_bwd_dkdv"):
+def launch_dkdv(inputs, spec, backend, mask, name="flash_bwd_dkdv"):
     """Call `flash_bwd_dkdv_kernel`; returns dk and dv, and with "flash_bwd_fused" dq's sums."""
     dq_sum = None
     if name == "flash_bwd_fused":
@@ -473,7 +473,7 @@ def launch_dkdv(inputs, spec, backend, masks, name="flash_bwd_dkdv"):
         )
 
     def programs(config):
-        tiles = count_sequence_tiles(spec.seq_kv, masks.offsets.num_sequences, config.block_kv)
+        tiles = count_sequence_tiles(spec.seq_kv, mask.offsets.num_sequences, config.block_kv)
         return tiles * spec.heads_kv * spec.batch
 
     return launch(
@@ -482,7 +482,7 @@ def launch_dkdv(inputs, spec, backend, masks, name="flash_bwd_dkdv"):
             flash_bwd_dkdv_kernel, together=last_heads(spec, backend, PROGRAMS_OF_SM)
         ),
         programs,
-        (*inputs, masks.offsets),
+        (*inputs, mask.offsets),
         (*(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in inputs[1:3]), dq_sum),
         tiles,
         spec,

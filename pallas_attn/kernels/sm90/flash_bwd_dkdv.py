@@ -302,9 +302,9 @@ def store(kernel, keys, dk, dv):
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
-def launch_dkdv(inputs, spec, backend, masks):
+def launch_dkdv(inputs, spec, backend, mask):
     """Call `flash_bwd_dkdv_kernel`; returns dk and dv."""
-    offsets, is_packed = masks.offsets, masks.offsets.num_sequences is not None
+    offsets, is_packed = mask.offsets, mask.offsets.num_sequences is not None
     name = "flash_bwd_dkdv"
     config = backend.configs(spec)[name]
     if is_packed and config.num_stages < 2:

@@ -450,9 +450,9 @@ def dot_rows(a, b):
     return total
 
 
-def launch_dq(sources, spec, backend, masks):
+def launch_dq(sources, spec, backend, mask):
     """Call `flash_bwd_dq_kernel`; returns dq, lse2 and delta."""
-    offsets, is_packed = masks.offsets, masks.offsets.num_sequences is not None
+    offsets, is_packed = mask.offsets, mask.offsets.num_sequences is not None
     config = backend.configs(spec)["flash_bwd_dq"]
     warpgroups, stages = config.num_warps // 4 - 1, config.num_stages
     rows, keys = (warpgroups, WGMMA_ROWS), (stages, config.block_kv)

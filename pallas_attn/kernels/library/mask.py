@@ -1,4 +1,4 @@
-"""Masks: which keys a query sees, as the operands that say so and the tiles that a program visits.
+"""Mask: which keys a query sees, as the operands that say so and the tiles that a program visits.
 
 Each kind of mask is a tuple of operands, whose fields are None where a problem has none: `Offsets`
 of packed sequences, `Segments`, `Lists` of a block mask. The window is a number of the problem.
@@ -22,7 +22,7 @@ from pallas_attn.kernels.library.tiles import Visible, count_tiles, tile_start, 
 from twin_attention.contract.operands import AttentionOperands, FlashOperands
 
 
-class Masks(NamedTuple):
+class Mask(NamedTuple):
     """Operands of a kernel that say which keys a query sees."""
 
     offsets: Offsets
@@ -30,14 +30,14 @@ class Masks(NamedTuple):
     lists: Lists
 
 
-def masks_of_queries(operands: AttentionOperands[Any]) -> Masks:
-    """Return the masks of a kernel whose programs have tiles of queries, and visit keys."""
-    return Masks(offsets_of(operands), _segments(operands, 1), lists_of_keys(operands))
+def mask_of_keys(operands: AttentionOperands[Any]) -> Mask:
+    """Return the mask of a kernel whose programs have tiles of queries, and visit keys."""
+    return Mask(offsets_of(operands), _segments(operands, 1), lists_of_keys(operands))
 
 
-def masks_of_keys(operands: AttentionOperands[Any]) -> Masks:
-    """Return the masks of a kernel whose programs have tiles of keys, and visit queries."""
-    return Masks(offsets_of(operands), _segments(operands, 0), lists_of_queries(operands))
+def mask_of_queries(operands: AttentionOperands[Any]) -> Mask:
+    """Return the mask of a kernel whose programs have tiles of keys, and visit queries."""
+    return Mask(offsets_of(operands), _segments(operands, 0), lists_of_queries(operands))
 
 
 def _segments(operands: AttentionOperands[Any], visited: int) -> Segments:
