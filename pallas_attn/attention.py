@@ -1,4 +1,4 @@
-"""What the public functions of attention share: the way from a caller's arguments to a problem."""
+"""Lead the public functions of attention from a caller's arguments to a problem."""
 
 from __future__ import annotations
 

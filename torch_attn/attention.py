@@ -1,4 +1,4 @@
-"""What the public functions of attention share: the way from a caller's arguments to a kernel.
+"""Lead the public functions of attention from a caller's arguments to a kernel.
 
 A call that was made before is replayed (`torch_attn.calls`). Another one is checked, and kept for
 the next time or run by the operator, which `torch.compile`, `torch.func` and the like see.

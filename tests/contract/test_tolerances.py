@@ -69,8 +69,9 @@ def test_a_plain_run_without_error_leaves_ulps():
     agreement = compare_to_reference(ref, ref, ref, "bfloat16", "gradient")
     assert agreement.max_budget == 2 * 2.0**-6
     assert agreement.rmse_budget == 4e-6 * 3.0
-    output = compare_to_reference(ref, ref, ref, "bfloat16", "output")
-    assert output.rmse_budget == pytest.approx(1.09 * 2**-8 * 0.75)
+    assert compare_to_reference(ref, ref, ref, "bfloat16", "output").rmse_budget == 4e-6 * 3.0
+    attention = compare_to_reference(ref, ref, ref, "bfloat16", "output", np.zeros(16))
+    assert attention.rmse_budget == pytest.approx(1.09 * 2**-8 * 0.75)
 
 
 def test_float32_class_is_the_floor():
@@ -144,7 +145,7 @@ def test_the_error_is_the_largest_and_the_mean_counts_too():
 
 
 def test_a_row_counts_once_among_few_errors():
-    """What is wrong with the gradient of one score is wrong in all columns of its row."""
+    """An error in the gradient of one score appears in all columns of its row."""
     ref, error = np.zeros((32, 16)), np.zeros((32, 16))
     ref[:, 0], error[::4] = 1.0, 0.01
     lp = ref + 0.1 * error
@@ -213,9 +214,11 @@ def test_an_output_may_have_rounded_one_probability_where_lp_is_lucky():
     assert abs(float(rounded) / probability - 1) > 0.9 * 2**-11
     ref = probability * v.astype(np.float64)
     got = (np.float64(rounded) * v).astype(np.float16)
-    assert compare_to_reference(got, ref, ref, "float16", "output").ok
+    lse = np.zeros(64)
+    assert compare_to_reference(got, ref, ref, "float16", "output", lse).ok
+    assert not compare_to_reference(got, ref, ref, "float16", "output").ok  # no attention
     worse = (np.float64(rounded) * (1 + 2**-11) * v).astype(np.float16)
-    assert not compare_to_reference(worse, ref, ref, "float16", "output").ok
+    assert not compare_to_reference(worse, ref, ref, "float16", "output", lse).ok
 
 
 def test_lse_unit_is_the_rounding_of_the_largest_scores():

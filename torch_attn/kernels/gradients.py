@@ -35,7 +35,7 @@ class Sums(NamedTuple):
 
 
 class Statistics(NamedTuple):
-    """What belongs to the rows of a forward, as `kernels.preprocess` describes it.
+    """Hold what belongs to the rows of a forward, as `kernels.preprocess` describes it.
 
     Attributes:
         lse, dlse: of the forward, and its gradient or None.

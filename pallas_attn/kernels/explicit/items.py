@@ -43,7 +43,7 @@ class Items(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where the tile of an item is.
+    """Locate the tile of a work item.
 
     Attributes:
         head, tile: which one, of all sequences' tiles; head is -1 when no item is left.

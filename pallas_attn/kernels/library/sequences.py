@@ -31,12 +31,12 @@ class Offsets(NamedTuple):
 
     @property
     def num_sequences(self):
-        """How many sequences there are; None for a dense batch."""
+        """Return the number of sequences, None for a dense batch."""
         return None if self.cu_seqlens_q is None else self.cu_seqlens_q.shape[0] - 1
 
 
 class TileRows(NamedTuple):
-    """Where the rows of a tile are; counted from the first of all sequences.
+    """Locate the rows of a tile, counted from the first of all sequences.
 
     Attributes:
         sequence, first: the sequence that owns the tile, and its first row.

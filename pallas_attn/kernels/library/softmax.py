@@ -43,7 +43,7 @@ def add_sink(sink, m_i, l_i):
     return alpha, m_new, l_i
 
 
-def finish_softmax(m_i, l_i, in_base_2=True):
+def row_statistics(m_i, l_i, in_base_2=True):
     """Return what a row's sums are divided by, and its log-sum-exp.
 
     A row without a key or a sink is divided by 1, and has lse -inf.

@@ -14,7 +14,7 @@ from pallas_attn.kernels.explicit.barriers import warpgroup_barrier
 from pallas_attn.kernels.explicit.mma_launch import launch
 from pallas_attn.kernels.explicit.registers import WARPS, thread_index
 from pallas_attn.kernels.library.pages import splits_with_keys
-from pallas_attn.kernels.library.softmax import LOG2E, add_sink_to_states, finish_softmax
+from pallas_attn.kernels.library.softmax import LOG2E, add_sink_to_states, row_statistics
 from pallas_attn.kernels.paged.memory import store_number
 from twin_attention.contract.operands import DecodeOperands
 from twin_attention.contract.spec import DecodeSpec, MergeSpec
@@ -121,7 +121,7 @@ def combine_kernel(
             if sinks_ref is not None:
                 alpha, m_i, l_i = add_sink_to_states(sinks_ref[head], m_i, l_i)
                 acc = [x * alpha for x in acc]
-            l_safe, lse = finish_softmax(m_i, l_i, in_base_2=False)
+            l_safe, lse = row_statistics(m_i, l_i, in_base_2=False)
             store_number(lse, lse_ref, batch, head, token)
             for x, column in zip(acc, columns, strict=True):
                 out = (x / l_safe).astype(out_ref.dtype)

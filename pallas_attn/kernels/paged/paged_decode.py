@@ -27,7 +27,7 @@ from pallas_attn.kernels.explicit.registers import (
 from pallas_attn.kernels.explicit.softmax import RESCALE_ABOVE, add_columns, rescale
 from pallas_attn.kernels.library.pages import share_of_tiles
 from pallas_attn.kernels.library.quantized import as_packed
-from pallas_attn.kernels.library.softmax import LOG2E, finish_softmax
+from pallas_attn.kernels.library.softmax import LOG2E, row_statistics
 from pallas_attn.kernels.paged.combine import merge_splits
 from pallas_attn.kernels.paged.memory import (
     copy_keys,
@@ -214,7 +214,7 @@ def paged_decode_kernel(
     # Normalise and store.
     if sinks_ref is not None:
         l_all = l_all + jnp.exp2(sink - m_safe)
-    l_safe, lse = finish_softmax(m_all, l_all)
+    l_safe, lse = row_statistics(m_all, l_all)
     factor = 1.0 / l_safe
     if v_scale_ref is not None:
         factor = factor * of_head(v_scale_ref, head_kv)

@@ -23,8 +23,8 @@ from pallas_attn.kernels.library.sequences import (
 from pallas_attn.kernels.library.softmax import (
     LOG2E,
     add_sink,
-    finish_softmax,
     online_softmax_update,
+    row_statistics,
 )
 from pallas_attn.kernels.library.tiles import (
     arange,
@@ -137,7 +137,7 @@ def flash_fwd_kernel(
     # Normalise and store.
     if sink_ref is not None:
         _alpha, m_i, l_i = add_sink(sink_ref[...], m_i, l_i)
-    l_safe, lse = finish_softmax(m_i, l_i)
+    l_safe, lse = row_statistics(m_i, l_i)
     out = acc / l_safe[:, None]
     store_tile(out_ref, out, start_q, seq_q, block_q, head_dim_v)
     store_rows(lse_ref, lse, start_q, seq_q, block_q)

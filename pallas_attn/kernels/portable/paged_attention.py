@@ -30,7 +30,7 @@ from pallas_attn.kernels.library.quantized import (
 )
 from pallas_attn.kernels.library.scores import attention_mask
 from pallas_attn.kernels.library.sequences import locate_tokens
-from pallas_attn.kernels.library.softmax import add_sink, finish_softmax, online_softmax_update
+from pallas_attn.kernels.library.softmax import add_sink, online_softmax_update, row_statistics
 from pallas_attn.kernels.library.tiles import Visible, arange, count_tiles, tile_start
 from pallas_attn.kernels.portable.combine import merge_splits
 from pallas_attn.launch import ALL, COLUMNS, block_spec, launch
@@ -159,7 +159,7 @@ def paged_attention_kernel(
     if sinks_ref is not None:
         alpha, m_i, l_i = add_sink(sinks_ref[head], m_i, l_i)
         acc = [x * alpha[:, None] for x in acc]
-    l_safe, lse = finish_softmax(m_i, l_i)
+    l_safe, lse = row_statistics(m_i, l_i)
     out = [x / l_safe[:, None] for x in acc]
     if v_scale_ref is not None:
         v_scale = v_scale_ref[...]

@@ -26,7 +26,7 @@ from pallas_attn.kernels.library.quantized import (
     unpack,
 )
 from pallas_attn.kernels.library.scores import attention_mask
-from pallas_attn.kernels.library.softmax import add_sink, finish_softmax, online_softmax_update
+from pallas_attn.kernels.library.softmax import add_sink, online_softmax_update, row_statistics
 from pallas_attn.kernels.library.tiles import arange
 from pallas_attn.kernels.portable.combine import merge_splits
 from pallas_attn.launch import ALL, COLUMNS, block_spec, launch
@@ -130,7 +130,7 @@ def paged_decode_kernel(
         sink = jnp.where(is_result, sinks_ref[head], float("-inf"))
         alpha, m_i, l_i = add_sink(sink, m_i, l_i)
         acc = [x * alpha[:, None] for x in acc]
-    l_safe, lse = finish_softmax(m_i, l_i)
+    l_safe, lse = row_statistics(m_i, l_i)
     out = [x / l_safe[:, None] for x in acc]
     if v_scale_ref is not None:
         v_scale = v_scale_ref[...]

@@ -47,7 +47,7 @@ from pallas_attn.kernels.library.sequences import (
     with_batch,
     without_batch,
 )
-from pallas_attn.kernels.library.softmax import LOG2E, finish_softmax
+from pallas_attn.kernels.library.softmax import LOG2E, row_statistics
 from pallas_attn.kernels.library.tiles import visible_tiles
 from twin_attention.contract.operands import AttentionOperands
 from twin_attention.contract.spec import AttentionSpec, Window
@@ -214,7 +214,7 @@ def flash_fwd_kernel(
     if sink_ref is not None:
         m_safe = jnp.where(m_i == float("-inf"), 0.0, m_i)
         l_i = l_i + jnp.exp2(sink - m_safe)
-    l_safe, lse = finish_softmax(m_i, l_i)
+    l_safe, lse = row_statistics(m_i, l_i)
     num_rows = None if fills_q else seq_q
     store_row_values(lse, lse_ref, batch, head, start_row, num_rows, layout.reduce(1))
     out = acc * as_rows(1.0 / l_safe, acc)

@@ -128,7 +128,7 @@ class Kernel(NamedTuple):
 
     @property
     def multiplied(self) -> Rows:
-        """What ds or p multiplies."""
+        """Return the tiles that ds or p multiplies."""
         return self.douts if self.v is None else self.queries
 
 

@@ -69,7 +69,7 @@ from pallas_attn.kernels.library.sequences import (
     with_batch,
     without_batch,
 )
-from pallas_attn.kernels.library.softmax import LOG2E, finish_softmax
+from pallas_attn.kernels.library.softmax import LOG2E, row_statistics
 from pallas_attn.kernels.library.tiles import cdiv
 from pallas_attn.kernels.sm90.work import locate_queries
 from pallas_attn.targets import num_sms
@@ -525,7 +525,7 @@ def finish_rows(kernel, queries, m_i, l_i):
     if sink is not None:
         m_safe = jnp.where(m_end == float("-inf"), 0.0, m_end)
         total = total + jnp.exp2(sink - m_safe)
-    l_safe, lse = finish_softmax(m_end, total)
+    l_safe, lse = row_statistics(m_end, total)
     num_rows = work.place.end if packed or problem.seq_q % problem.block_q else None
     place = work.batch, work.place.head, start_row, num_rows
     store_row_values(lse, kernel.outputs.lse, *place, WGMMA.reduce(1))

@@ -25,7 +25,7 @@ PACKED_HEADS = 8
 
 
 class Problem(NamedTuple):
-    """What a kernel's work items follow from.
+    """Describe the problem that a kernel's work items follow from.
 
     Attributes:
         size, size_other: rows of the axis whose tiles are work items, and of the other one.
@@ -75,7 +75,7 @@ class Others(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where a work item of packed sequences is.
+    """Locate a work item of packed sequences.
 
     Attributes:
         head, tile: which head, and which of its tiles.

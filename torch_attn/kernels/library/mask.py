@@ -1,4 +1,4 @@
-"""Who sees whom, beside the window: packed sequences, segment ids and block masks.
+"""Tell who sees whom, beside the window: packed sequences, segment ids and block masks.
 
 Each is a named tuple of operands and numbers, or None; a kernel takes all of them as one.
 """

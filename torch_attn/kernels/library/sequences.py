@@ -23,7 +23,7 @@ SEARCH_WIDTH = tl.constexpr(128)
 
 
 class Offsets(NamedTuple):
-    """Where packed sequences begin, [num_sequences + 1] int32; None of a dense batch.
+    """Hold the offsets of packed sequences, [num_sequences + 1] int32; None of a dense batch.
 
     Attributes:
         q, kv: offsets of the queries and of the keys.
