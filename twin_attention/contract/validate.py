@@ -413,6 +413,58 @@ def check_segments(dilations: tuple[Dilation, ...], length: int) -> None:
             fail(ValueError, f"segment_lengths[{i}]", expected, segment_length)
 
 
+def check_context_plan(
+    seq_len: Any, size: Any, layout: Any, cu_seqlens: Any, layouts: Sequence[str]
+) -> tuple[int, int, str, tuple[int, ...] | None]:
+    """Check the arguments of `context_plan` and return them.
+
+    Raises:
+        TypeError: a number that is no integer.
+        ValueError: one out of range, a length that does not divide, or no such layout.
+    """
+    seq_len = _check_integer("seq_len", seq_len, 0, WINDOW_UNLIMITED)
+    size = _check_integer("size", size, 1, WINDOW_UNLIMITED)
+    if layout not in layouts:
+        fail(ValueError, "layout", "one of " + ", ".join(map(repr, layouts)), repr(layout))
+    parts = 2 * size if layout == "zigzag" else size
+    if seq_len % parts:
+        expected = f"a multiple of {parts}, for {size} ranks in layout {layout!r}"
+        fail(ValueError, "seq_len", expected, seq_len)
+    if cu_seqlens is None:
+        return seq_len, size, layout, None
+    offsets = np.asarray(cu_seqlens)
+    if offsets.ndim != 1 or len(offsets) < 2:
+        fail(ValueError, "cu_seqlens", "shape (N + 1,) for N documents", offsets.shape)
+    if offsets.dtype.kind not in "iu":
+        fail(TypeError, "cu_seqlens", "integers", offsets.dtype)
+    check_offset_values("cu_seqlens", offsets, seq_len)
+    return seq_len, size, layout, tuple(offsets.tolist())
+
+
+def check_rank(rank: Any, size: int) -> int:
+    """Check that a plan for `size` ranks has this one, and return it.
+
+    Raises:
+        TypeError: it is no integer.
+        ValueError: it is out of range.
+    """
+    return _check_integer("rank", rank, 0, size - 1)
+
+
+def check_whole(name: str, shape: tuple[int, ...], axis: int, length: int) -> None:
+    """Refuse an array whose axis of tokens has another length than a plan's sequence."""
+    if not -len(shape) <= axis < len(shape) or shape[axis] != length:
+        fail(ValueError, name, f"{length} tokens along axis {axis}", f"shape {tuple(shape)}")
+
+
+def check_shards(shapes: list[tuple[int, ...]], axis: int, size: int, length: int) -> None:
+    """Refuse the tokens of another number of ranks, or of other lengths, than a plan has."""
+    if len(shapes) != size:
+        fail(ValueError, "xs", f"the tokens of {size} ranks", len(shapes))
+    for rank, shape in enumerate(shapes):
+        check_whole(f"xs[{rank}]", shape, axis, length)
+
+
 def check_paged_decode(operands: DecodeOperands[Operand], options: DecodeOptions) -> DecodeSpec:
     """Check the operands of `paged_decode` and describe the problem.
 

@@ -1,0 +1,283 @@
+"""Context parallel attention: which rank holds which tokens of a sequence, and who sees whom.
+
+A plan is made on the host from numbers alone. The tokens of a rank stand in the order of the
+sequence, and a query sees an interval of positions: from its document's first token, or the
+window's left end, to itself or the window's right end. So of the keys of any rank it sees an
+interval too, and the bounds of these intervals never decrease from one query to the next. They are
+all that a kernel needs to know (`Intervals`), whatever the layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+from array_api_compat import array_namespace, device
+
+from twin_attention.contract.spec import Window
+from twin_attention.contract.validate import (
+    check_context_plan,
+    check_rank,
+    check_shards,
+    check_whole,
+)
+
+LAYOUTS = ("contiguous", "zigzag", "stripe", "balanced")
+_BLOCK_MAX = 128  # tokens that "balanced" moves together: a tile of the kernels
+_BLOCKS_LEAST = 16  # of a rank, so that it has work to choose from
+
+
+class Intervals(NamedTuple):
+    """Which rows of the other axis each row sees, int32.
+
+    Bounds never decrease from one row to the next.
+
+    Attributes:
+        key_begins, key_ends: [Sq], the first key that each query sees, and after its last.
+        query_begins, query_ends: [Skv], the same of the queries that see each key.
+    """
+
+    key_begins: Any
+    key_ends: Any
+    query_begins: Any
+    query_ends: Any
+
+
+@dataclass(frozen=True)
+class ContextPlan:
+    """A sequence's tokens over the ranks of a group. `context_plan` makes it.
+
+    Attributes:
+        seq_len: tokens of the sequence, or of all packed documents with their padding.
+        size: ranks.
+        layout: one of `LAYOUTS`.
+        cu_seqlens: offsets of packed documents, ending with where padding begins; None without.
+    """
+
+    seq_len: int
+    size: int
+    layout: str
+    cu_seqlens: tuple[int, ...] | None = None
+
+    @property
+    def local_len(self) -> int:
+        """Tokens of each rank."""
+        return self.seq_len // self.size
+
+    @cached_property
+    def owners(self) -> np.ndarray:
+        """The rank that holds each token, [seq_len] int32."""
+        token = np.arange(self.seq_len, dtype=np.int32)
+        if self.layout == "stripe":
+            return token % self.size
+        if self.layout == "contiguous":
+            return token // max(self.local_len, 1)
+        if self.layout == "zigzag":
+            chunk = token // max(self.local_len // 2, 1)
+            return np.minimum(chunk, 2 * self.size - 1 - chunk)
+        return self._balanced_owners()
+
+    def _balanced_owners(self) -> np.ndarray:
+        """Deal blocks of tokens out: of the costliest left, the first to the rank with least work.
+
+        Each round gives every rank one block, so that all hold equally many tokens. A token's work
+        is the number of keys that it sees under a causal mask.
+        """
+        block = _BLOCK_MAX
+        while self.local_len % block or (block > 1 and self.local_len // block < _BLOCKS_LEAST):
+            block //= 2
+        begins, _ = self.bounds(Window(None, 0))
+        seen = np.arange(self.seq_len) + 1 - begins
+        seen[self._num_tokens :] = 0
+        cost = seen.reshape(-1, block).sum(1)
+        order = np.argsort(-cost, kind="stable")
+        work, owners = np.zeros(self.size, np.int64), np.empty(len(cost), np.int32)
+        for first in range(0, len(order), self.size):
+            dealt = order[first : first + self.size]
+            ranks = np.argsort(work, kind="stable")
+            owners[dealt] = ranks
+            work[ranks] += cost[dealt]
+        return owners.repeat(block)
+
+    @property
+    def _num_tokens(self) -> int:
+        """Tokens before the padding."""
+        return self.seq_len if self.cu_seqlens is None else self.cu_seqlens[-1]
+
+    def positions(self, rank: int) -> np.ndarray:
+        """Return the positions of a rank's tokens in the sequence, [local_len] int32, increasing.
+
+        Raises:
+            TypeError: the rank is no integer.
+            ValueError: the plan has no such rank.
+        """
+        return self._positions[check_rank(rank, self.size)]
+
+    @cached_property
+    def _positions(self) -> np.ndarray:
+        order = np.argsort(self.owners, kind="stable").astype(np.int32)
+        return order.reshape(self.size, self.local_len)
+
+    @cached_property
+    def order(self) -> np.ndarray:
+        """The row of each token where the tokens of all ranks stand one rank after the other."""
+        return np.argsort(self._positions.reshape(-1), kind="stable").astype(np.int32)
+
+    def documents(self, rank: int) -> np.ndarray:
+        """Return the first position of each of a rank's tokens' documents, [local_len] int32.
+
+        Position less this is the position within the document, as rotary embeddings want it.
+        """
+        begins, _ = self.bounds(Window())
+        return begins[self.positions(rank)]
+
+    def bounds(self, window: Window) -> tuple[np.ndarray, np.ndarray]:
+        """Return the first position that each token sees, and after the last, [seq_len] int32.
+
+        Padding sees nothing.
+        """
+        token, left, right = np.arange(self.seq_len), window.left, window.right
+        begins, ends = np.zeros_like(token), np.full_like(token, self._num_tokens)
+        if self.cu_seqlens is not None:
+            offsets = np.asarray(self.cu_seqlens)
+            document = np.searchsorted(offsets, token, side="right") - 1
+            within = np.minimum(document, len(offsets) - 2)
+            begins, ends = offsets[within], offsets[within + 1]
+        if left is not None:
+            begins = np.maximum(begins, token - min(left, self.seq_len))
+        if right is not None:
+            ends = np.minimum(ends, token + min(right, self.seq_len) + 1)
+        is_padding = token >= self._num_tokens
+        bounds = (np.where(is_padding, self.seq_len, x).astype(np.int32) for x in (begins, ends))
+        begins, ends = bounds
+        return begins, ends
+
+    def intervals(self, rank: int, window: Window, rank_kv: int | None = None) -> Intervals:
+        """Return which keys of a rank the queries of another see.
+
+        Args:
+            rank: of the queries.
+            window: `causal` included.
+            rank_kv: of the keys; None is the whole sequence in its order.
+        """
+        begins, ends = (bound[self.positions(rank)] for bound in self.bounds(window))
+        keys = np.arange(self.seq_len, dtype=np.int32)
+        return intervals_of(begins, ends, keys if rank_kv is None else self.positions(rank_kv))
+
+    def pairs(self, window: Window) -> np.ndarray:
+        """Return how many pairs the queries of each rank see of each rank's keys, [size, size]."""
+        found = np.zeros((self.size, self.size), np.int64)
+        begins, ends = self.bounds(window)
+        for rank_kv in range(self.size):
+            before = np.cumsum(np.append(0, self.owners == rank_kv))
+            seen = before[ends] - before[begins]
+            found[:, rank_kv] = np.bincount(self.owners, seen, self.size)
+        return found
+
+    def distances(self, window: Window) -> tuple[int, ...]:
+        """Return how far away keys are that some rank needs, own keys at distance 0 first.
+
+        At distance d rank r takes the keys of rank ``(r - d) % size``.
+        """
+        needed, rank = self.pairs(window) > 0, np.arange(self.size)
+        return tuple(
+            d for d in range(self.size) if d == 0 or needed[rank, (rank - d) % self.size].any()
+        )
+
+
+def intervals_of(begins: Any, ends: Any, positions: Any) -> Intervals:
+    """Return which keys each query sees, from positions that it sees and the keys' positions.
+
+    Args:
+        begins, ends: [Sq] int32, the first position that each query sees, and after its last.
+        positions: [Skv] int32, increasing.
+    """
+    xp = array_namespace(begins, positions)
+
+    def search(bounds: Any, x: Any, side: str) -> Any:
+        return xp.astype(xp.searchsorted(bounds, x, side=side), xp.int32)
+
+    query_begins = search(ends, positions, "right")
+    query_ends = xp.maximum(search(begins, positions, "right"), query_begins)
+    return Intervals(
+        search(positions, begins, "left"), search(positions, ends, "left"), query_begins, query_ends
+    )
+
+
+def context_plan(
+    seq_len: int,
+    size: int,
+    layout: str = "zigzag",
+    cu_seqlens: Sequence[int] | np.ndarray | None = None,
+) -> ContextPlan:
+    """Plan which rank holds which tokens of a sequence. It communicates nothing.
+
+    Every rank makes the same plan from the same numbers.
+
+    Args:
+        seq_len: tokens of the whole sequence, a multiple of `size`.
+        size: ranks that share it.
+        layout: "contiguous": rank r has the r-th part, so that under a causal mask the last rank
+            has most work. "zigzag": of 2 · size parts rank r has the r-th from the front and from
+            the back, so that causal work is equal; `seq_len` is a multiple of 2 · size. "stripe":
+            rank r has every size-th token from the r-th on. "balanced": blocks of up to 128 tokens,
+            dealt out so that causal work is about equal for packed documents of any lengths.
+        cu_seqlens: [N + 1], offsets of packed documents as in `flash_attention_varlen`, numbers of
+            the host. Tokens past the last one are padding. None is one document.
+
+    Returns:
+        The plan: it can be compared and hashed.
+
+    Raises:
+        TypeError: a number that is no integer.
+        ValueError: lengths that do not divide, another layout, offsets that decrease.
+
+    Source: Liu et al. 2023 (Ring Attention, arXiv 2310.01889); Brandon et al. 2023 (Striped
+    Attention, arXiv 2311.09431); for "zigzag" Dubey et al. 2024 (Llama 3), section 3.3.2.
+
+    Example::
+
+        from twin_attention.contract.context import context_plan
+
+        plan = context_plan(16, 2)
+        assert plan.positions(0).tolist() == [0, 1, 2, 3, 12, 13, 14, 15]
+        assert plan.positions(1).tolist() == [4, 5, 6, 7, 8, 9, 10, 11]
+    """
+    return ContextPlan(*check_context_plan(seq_len, size, layout, cu_seqlens, LAYOUTS))
+
+
+def shard_sequence(x: Any, plan: ContextPlan, rank: int, axis: int = 1) -> Any:
+    """Return a rank's tokens of a whole sequence.
+
+    Args:
+        x: an array of any library, `plan.seq_len` long along `axis`. It may be traced.
+        plan: where the tokens go.
+        rank: whose are wanted.
+        axis: of the tokens.
+
+    Raises:
+        ValueError: another length, or no such rank.
+    """
+    check_whole("x", x.shape, axis, plan.seq_len)
+    xp, rows = array_namespace(x), plan.positions(rank)
+    return xp.take(x, xp.asarray(rows, device=device(x)), axis=axis)
+
+
+def unshard_sequence(xs: Sequence[Any], plan: ContextPlan, axis: int = 1) -> Any:
+    """Return the whole sequence of all ranks' tokens, in its order: undo `shard_sequence`.
+
+    Args:
+        xs: the tokens of each rank, `plan.local_len` long along `axis`.
+        plan: where they came from.
+        axis: of the tokens.
+
+    Raises:
+        ValueError: another number of ranks, or another length.
+    """
+    check_shards([x.shape for x in xs], axis, plan.size, plan.local_len)
+    xp = array_namespace(*xs)
+    joined = xp.concat(list(xs), axis=axis)
+    return xp.take(joined, xp.asarray(plan.order, device=device(joined)), axis=axis)
