@@ -17,6 +17,7 @@ from torch_attn.replay import Launcher, current_capture
 from torch_attn.targets import shared_memory
 from twin_attention.contract.spec import (
     AttentionSpec,
+    PartialSpec,
     ScoreRule,
     VarlenSpec,
 )
@@ -55,6 +56,11 @@ def flash_arguments(spec: AttentionSpec) -> dict[str, Any]:
 def num_sequences(spec: AttentionSpec) -> int | None:
     """Return how many packed sequences there are, None for a dense batch."""
     return spec.num_sequences if isinstance(spec, VarlenSpec) else None
+
+
+def has_carry(spec: AttentionSpec) -> bool:
+    """Return True where a kernel's output holds a result over other keys, which these join."""
+    return isinstance(spec, PartialSpec)
 
 
 def rule_argument(rule: ScoreRule) -> ScoreRule:

@@ -14,7 +14,9 @@ from twin_attention.contract.operands import (
     AppendOperands,
     AttentionOperands,
     DecodeOperands,
+    GradientCarry,
     PagedOperands,
+    PartialOperands,
 )
 from twin_attention.contract.spec import (
     AppendSpec,
@@ -22,6 +24,7 @@ from twin_attention.contract.spec import (
     DecodeSpec,
     MergeSpec,
     PagedSpec,
+    PartialSpec,
 )
 from twin_attention.targets.family import Backend
 
@@ -51,6 +54,42 @@ def flash_bwd(
         gradients = backward(dout, dlse, operands, spec, jnp.float32)
     both = zip(gradients, operands, strict=True)
     return gradients._make(None if dx is None else dx.astype(x.dtype) for dx, x in both)
+
+
+def partial_fwd(
+    operands: PartialOperands[Array],
+    out: Array,
+    lse: Array,
+    spec: PartialSpec,
+    backend: Backend,
+) -> tuple[Array, Array]:
+    """Return a result with the keys of the operands added, in float32."""
+    with jax.default_matmul_precision("highest"):
+        return reference.partial_forward(operands, out, lse, spec, jnp.float32)
+
+
+def partial_bwd(
+    dout: Array,
+    dlse: Array | None,
+    operands: PartialOperands[Array],
+    out: Array,
+    lse: Array,
+    carry: GradientCarry[Array] | None,
+    spec: PartialSpec,
+    backend: Backend,
+) -> tuple[GradientCarry[Array], Array, Array]:
+    """Compute gradients through the keys of the operands in float32; lse2 of the carry is lse."""
+    with jax.default_matmul_precision("highest"):
+        if carry is None:
+            products = dout.astype(jnp.float32) * out.astype(jnp.float32)
+            delta = jnp.swapaxes(products.sum(-1), 1, 2)
+            if dlse is not None:
+                delta = delta - jnp.where(lse == -jnp.inf, 0, dlse)
+            carry = GradientCarry(jnp.zeros(operands.q.shape, jnp.float32), lse, delta)
+        dq, dk, dv = reference.partial_backward(
+            dout, carry.lse2, carry.delta, operands, spec, jnp.float32
+        )
+    return carry._replace(dq=carry.dq + dq), dk, dv
 
 
 def paged_decode(

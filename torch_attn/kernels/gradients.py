@@ -10,7 +10,7 @@ import torch
 import triton
 from torch import Tensor
 
-from torch_attn.kernels.library.mask import masks_of
+from torch_attn.kernels.library.mask import mask_of_keys, mask_of_queries
 from torch_attn.kernels.library.sequences import num_padded_rows
 from torch_attn.kernels.library.softmax import LOG2E
 from torch_attn.kernels.library.tiles import ROW_PADDING
@@ -96,7 +96,7 @@ def make_flash_bwd(
             The gradient of each operand, in its dtype, contiguous.
         """
         q, k, v = operands.q, operands.k, operands.v
-        of_keys, of_queries = masks_of(operands)
+        of_keys, of_queries = mask_of_keys(operands), mask_of_queries(operands)
         offsets, segments = of_keys.offsets, of_keys.segments
         of_rows = (spec.batch, spec.heads_q, num_padded_rows(spec))
         lse2, delta = (lse.new_empty(of_rows) for _ in range(2))

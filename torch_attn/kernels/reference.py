@@ -15,7 +15,9 @@ from twin_attention.contract.operands import (
     AppendOperands,
     AttentionOperands,
     DecodeOperands,
+    GradientCarry,
     PagedOperands,
+    PartialOperands,
 )
 from twin_attention.contract.spec import (
     AppendSpec,
@@ -24,6 +26,7 @@ from twin_attention.contract.spec import (
     MergeSpec,
     PagedCache,
     PagedSpec,
+    PartialSpec,
 )
 from twin_attention.targets.family import Backend
 
@@ -55,6 +58,41 @@ def flash_bwd(
         None if dx is None or x is None else dx.to(x.dtype).contiguous()
         for dx, x in zip(gradients, operands, strict=True)
     )
+
+
+def partial_fwd(
+    operands: PartialOperands[Tensor],
+    out: Tensor,
+    lse: Tensor,
+    spec: PartialSpec,
+    backend: Backend,
+) -> tuple[Tensor, Tensor]:
+    """Return a result with the keys of the operands added, in float32."""
+    with without_autocast(out.device):
+        return reference.partial_forward(operands, out, lse, spec, torch.float32)
+
+
+def partial_bwd(
+    dout: Tensor,
+    dlse: Tensor | None,
+    operands: PartialOperands[Tensor],
+    out: Tensor,
+    lse: Tensor,
+    carry: GradientCarry[Tensor] | None,
+    spec: PartialSpec,
+    backend: Backend,
+) -> tuple[GradientCarry[Tensor], Tensor, Tensor]:
+    """Compute gradients through the keys of the operands in float32; lse2 of the carry is lse."""
+    with without_autocast(out.device):
+        if carry is None:
+            delta = (dout.float() * out.float()).sum(-1).mT
+            if dlse is not None:
+                delta = delta - dlse.masked_fill(lse == -torch.inf, 0)
+            carry = GradientCarry(torch.zeros_like(operands.q, dtype=torch.float32), lse, delta)
+        dq, dk, dv = reference.partial_backward(
+            dout, carry.lse2, carry.delta, operands, spec, torch.float32
+        )
+    return carry._replace(dq=carry.dq + dq), dk, dv
 
 
 def paged_decode(

@@ -26,6 +26,8 @@ from twin_attention.contract.validate import (
 )
 
 LAYOUTS = ("contiguous", "zigzag", "stripe", "balanced")
+EXCHANGES = ("ring", "gather", "heads")
+_SHORT = 2048  # tokens of a rank whose kernels are too short to hide a transfer
 _BLOCK_MAX = 128  # tokens that "balanced" moves together: a tile of the kernels
 _BLOCKS_LEAST = 16  # of a rank, so that it has work to choose from
 
@@ -114,17 +116,18 @@ class ContextPlan:
             TypeError: the rank is no integer.
             ValueError: the plan has no such rank.
         """
-        return self._positions[check_rank(rank, self.size)]
+        return self.positions_by_rank[check_rank(rank, self.size)]
 
     @cached_property
-    def _positions(self) -> np.ndarray:
+    def positions_by_rank(self) -> np.ndarray:
+        """The positions of each rank's tokens, [size, local_len] int32."""
         order = np.argsort(self.owners, kind="stable").astype(np.int32)
         return order.reshape(self.size, self.local_len)
 
     @cached_property
     def order(self) -> np.ndarray:
         """The row of each token where the tokens of all ranks stand one rank after the other."""
-        return np.argsort(self._positions.reshape(-1), kind="stable").astype(np.int32)
+        return np.argsort(self.positions_by_rank.reshape(-1), kind="stable").astype(np.int32)
 
     def documents(self, rank: int) -> np.ndarray:
         """Return the first position of each of a rank's tokens' documents, [local_len] int32.
@@ -134,18 +137,22 @@ class ContextPlan:
         begins, _ = self.bounds(Window())
         return begins[self.positions(rank)]
 
+    @cached_property
+    def document_ids(self) -> np.ndarray:
+        """The document of each token, -1 for padding, [seq_len] int32."""
+        token = np.arange(self.seq_len)
+        offsets = np.asarray(self.cu_seqlens or (0, self.seq_len))
+        ids = np.searchsorted(offsets, token, side="right") - 1
+        return np.where(token < self._num_tokens, ids, -1).astype(np.int32)
+
     def bounds(self, window: Window) -> tuple[np.ndarray, np.ndarray]:
         """Return the first position that each token sees, and after the last, [seq_len] int32.
 
         Padding sees nothing.
         """
         token, left, right = np.arange(self.seq_len), window.left, window.right
-        begins, ends = np.zeros_like(token), np.full_like(token, self._num_tokens)
-        if self.cu_seqlens is not None:
-            offsets = np.asarray(self.cu_seqlens)
-            document = np.searchsorted(offsets, token, side="right") - 1
-            within = np.minimum(document, len(offsets) - 2)
-            begins, ends = offsets[within], offsets[within + 1]
+        offsets = np.asarray(self.cu_seqlens or (0, self.seq_len))
+        begins, ends = offsets[self.document_ids], offsets[self.document_ids + 1]
         if left is not None:
             begins = np.maximum(begins, token - min(left, self.seq_len))
         if right is not None:
@@ -177,15 +184,17 @@ class ContextPlan:
             found[:, rank_kv] = np.bincount(self.owners, seen, self.size)
         return found
 
+    def needed(self, window: Window) -> np.ndarray:
+        """Return whose keys the queries of each rank see, [size, size] bool; its own always."""
+        return (self.pairs(window) > 0) | np.eye(self.size, dtype=bool)
+
     def distances(self, window: Window) -> tuple[int, ...]:
         """Return how far away keys are that some rank needs, own keys at distance 0 first.
 
         At distance d rank r takes the keys of rank ``(r - d) % size``.
         """
-        needed, rank = self.pairs(window) > 0, np.arange(self.size)
-        return tuple(
-            d for d in range(self.size) if d == 0 or needed[rank, (rank - d) % self.size].any()
-        )
+        needed, rank = self.needed(window), np.arange(self.size)
+        return tuple(d for d in range(self.size) if needed[rank, (rank - d) % self.size].any())
 
 
 def intervals_of(begins: Any, ends: Any, positions: Any) -> Intervals:
@@ -205,6 +214,20 @@ def intervals_of(begins: Any, ends: Any, positions: Any) -> Intervals:
     return Intervals(
         search(positions, begins, "left"), search(positions, ends, "left"), query_begins, query_ends
     )
+
+
+def choose_exchange(exchange: str | None, plan: ContextPlan) -> tuple[str, str]:
+    """Return how ranks exchange keys, and why.
+
+    Args:
+        exchange: what the caller asked for; None leaves it to the plan.
+        plan: of the sequence.
+    """
+    if exchange is not None:
+        return exchange, "it was asked for"
+    if plan.local_len < _SHORT:
+        return "gather", f"{plan.local_len} tokens of a rank are too few to hide a transfer"
+    return "ring", "the keys of the next rank travel while those of this one are read"
 
 
 def context_plan(
@@ -249,35 +272,42 @@ def context_plan(
     return ContextPlan(*check_context_plan(seq_len, size, layout, cu_seqlens, LAYOUTS))
 
 
-def shard_sequence(x: Any, plan: ContextPlan, rank: int, axis: int = 1) -> Any:
+def shard_sequence(x: Any, plan: ContextPlan, rank: int | None = None, axis: int = 1) -> Any:
     """Return a rank's tokens of a whole sequence.
 
     Args:
         x: an array of any library, `plan.seq_len` long along `axis`. It may be traced.
         plan: where the tokens go.
-        rank: whose are wanted.
+        rank: whose are wanted; None is those of all ranks, one rank after the other, as JAX shards
+            an axis.
         axis: of the tokens.
 
     Raises:
         ValueError: another length, or no such rank.
     """
     check_whole("x", x.shape, axis, plan.seq_len)
-    xp, rows = array_namespace(x), plan.positions(rank)
+    xp = array_namespace(x)
+    rows = plan.positions_by_rank.reshape(-1) if rank is None else plan.positions(rank)
     return xp.take(x, xp.asarray(rows, device=device(x)), axis=axis)
 
 
-def unshard_sequence(xs: Sequence[Any], plan: ContextPlan, axis: int = 1) -> Any:
+def unshard_sequence(xs: Any, plan: ContextPlan, axis: int = 1) -> Any:
     """Return the whole sequence of all ranks' tokens, in its order: undo `shard_sequence`.
 
     Args:
-        xs: the tokens of each rank, `plan.local_len` long along `axis`.
+        xs: a list with the tokens of each rank, `plan.local_len` long along `axis`; or one array of
+            them, one rank after the other.
         plan: where they came from.
         axis: of the tokens.
 
     Raises:
         ValueError: another number of ranks, or another length.
     """
-    check_shards([x.shape for x in xs], axis, plan.size, plan.local_len)
-    xp = array_namespace(*xs)
-    joined = xp.concat(list(xs), axis=axis)
+    if isinstance(xs, list | tuple):
+        check_shards([x.shape for x in xs], axis, plan.size, plan.local_len)
+        xp = array_namespace(*xs)
+        joined = xp.concat(list(xs), axis=axis)
+    else:
+        check_whole("xs", xs.shape, axis, plan.seq_len)
+        xp, joined = array_namespace(xs), xs
     return xp.take(joined, xp.asarray(plan.order, device=device(joined)), axis=axis)

@@ -72,8 +72,44 @@ class BlockSparseOperands(NamedTuple, Generic[X]):
     sinks: X | None = None
 
 
+class PartialOperands(NamedTuple, Generic[X]):
+    """Operands of an attention over some of the keys, whose result joins that over others.
+
+    Attributes:
+        q, k, v: as in `FlashOperands`.
+        key_begins, key_ends, query_begins, query_ends: who sees whom, the
+            `twin_attention.contract.context.Intervals`.
+        sinks: [Hq] float32, one logit a head in the denominator, or None. The first call gets them,
+            whose result over other keys is empty.
+    """
+
+    q: X
+    k: X
+    v: X
+    key_begins: X
+    key_ends: X
+    query_begins: X
+    query_ends: X
+    sinks: X | None = None
+
+
+class GradientCarry(NamedTuple, Generic[X]):
+    """What the gradients through some of the keys leave for those through others.
+
+    Attributes:
+        dq: [B, Sq, Hq, D] float32, the gradient of q so far.
+        lse2, delta: what a family's backward makes of the rows of the forward.
+    """
+
+    dq: X
+    lse2: X
+    delta: X
+
+
 # Of the operations that the flash attention kernels run.
-AttentionOperands = FlashOperands[X] | VarlenOperands[X] | BlockSparseOperands[X]
+AttentionOperands = (
+    FlashOperands[X] | VarlenOperands[X] | BlockSparseOperands[X] | PartialOperands[X]
+)
 
 
 class DecodeOperands(NamedTuple, Generic[X]):

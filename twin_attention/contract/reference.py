@@ -23,6 +23,7 @@ from twin_attention.contract.operands import (
     DecodeOperands,
     FlashOperands,
     PagedOperands,
+    PartialOperands,
     VarlenOperands,
 )
 from twin_attention.contract.spec import (
@@ -34,6 +35,7 @@ from twin_attention.contract.spec import (
     Dilation,
     PagedCache,
     PagedSpec,
+    PartialSpec,
     VarlenSpec,
     Window,
 )
@@ -288,6 +290,63 @@ def kept_tokens(xp: Any, spec: DilatedSpec, dilation: Dilation, on: Any) -> Arra
     return (seen if window is None else seen & window)[None, ...]
 
 
+def partial_forward(
+    operands: PartialOperands, out: Array, lse: Array, spec: PartialSpec, dtype: Any
+) -> tuple[Array, Array]:
+    """Attention output and log-sum-exp over the keys of a result and over those of the operands.
+
+    Args:
+        operands: those of the call.
+        out, lse: the result over other keys, [B, Sq, Hq, Dv] and [B, Hq, Sq].
+        spec: semantics; its shapes are those of the operands.
+        dtype: dtype of every operation.
+
+    Returns:
+        out and lse, both in `dtype`.
+    """
+    xp = array_namespace(operands.q)
+    part = _forward(xp, operands, spec, _seen_in_intervals(xp, operands, spec), dtype)
+    outs, lses = (xp.stack([xp.astype(x, dtype), y]) for x, y in zip((out, lse), part, strict=True))
+    return merge(outs, lses, dtype)
+
+
+def partial_backward(
+    dout: Array, lse: Array, delta: Array, operands: PartialOperands, spec: PartialSpec, dtype: Any
+) -> tuple[Array, Array, Array]:
+    """Compute the gradients of q, k and v through the keys of the operands.
+
+    Args:
+        dout: gradient of out, [B, Sq, Hq, Dv].
+        lse: over all keys, [B, Hq, Sq].
+        delta: ``rowsum(dout ∘ out) - dlse``, of the result over all keys, [B, Hq, Sq].
+        operands, spec, dtype: as in the forward.
+
+    Returns:
+        dq, dk and dv, in `dtype`.
+    """
+    xp = array_namespace(operands.q)
+    q, k, v = _by_kv_head(xp, operands, spec, dtype)
+    dout = _rows(xp, dout, spec, dtype)
+    s, dcap = _scores(xp, q, k, spec, _seen_in_intervals(xp, operands, spec))
+    rows = (spec.batch, spec.heads_kv, spec.group_size * spec.seq_q, 1)
+    lse, delta = (xp.reshape(xp.astype(x, dtype), rows) for x in (lse, delta))
+    p = xp.exp(s - xp.where(lse == -xp.inf, xp.full_like(lse, float("inf")), lse))
+    dp = _product(xp, dout, xp.matrix_transpose(v), spec)
+    ds = p * (dp - delta)
+    if dcap is not None:
+        ds = ds * dcap
+    dq = _product(xp, ds, k, spec) * spec.scale
+    dk = _product(xp, xp.matrix_transpose(ds), q, spec) * spec.scale
+    dv = _product(xp, xp.matrix_transpose(p), dout, spec)
+    return _to_heads(xp, dq, spec), *(xp.permute_dims(x, (0, 2, 1, 3)) for x in (dk, dv))
+
+
+def _seen_in_intervals(xp: Any, operands: PartialOperands, spec: PartialSpec) -> Array:
+    """Return the mask [Sq, Skv] of the keys in each query's interval."""
+    key = xp.arange(spec.seq_kv, device=device(operands.q))
+    return (key >= operands.key_begins[:, None]) & (key < operands.key_ends[:, None])
+
+
 # Every other attention is dense.
 _FORWARD = {
     VarlenSpec: varlen_forward,
@@ -318,7 +377,7 @@ def _clear_padding(xp: Any, x: Array, kept: Array) -> Array:
 
 def _forward(
     xp: Any,
-    operands: FlashOperands | BlockSparseOperands,
+    operands: FlashOperands | BlockSparseOperands | PartialOperands,
     spec: AttentionSpec,
     seen: Array | None,
     dtype: Any,
@@ -401,7 +460,10 @@ def _in_window(xp: Any, position: Array, spec: AttentionSpec) -> Array:
 
 
 def _by_kv_head(
-    xp: Any, operands: FlashOperands | BlockSparseOperands, spec: AttentionSpec, dtype: Any
+    xp: Any,
+    operands: FlashOperands | BlockSparseOperands | PartialOperands,
+    spec: AttentionSpec,
+    dtype: Any,
 ):
     """Return q as [B, Hkv, group · Sq, D], so that no key is copied; k, v as [B, Hkv, Skv, D]."""
     k, v = (xp.permute_dims(xp.astype(x, dtype), (0, 2, 1, 3)) for x in (operands.k, operands.v))

@@ -17,6 +17,7 @@ from twin_attention.contract.operands import (
     DecodeOperands,
     FlashOperands,
     PagedOperands,
+    PartialOperands,
     VarlenOperands,
 )
 
@@ -329,6 +330,28 @@ class BlockSparseSpec(AttentionSpec):
             mask_batch=mask_batch,
             mask_heads=mask_heads,
         )
+
+
+@dataclass(frozen=True)
+class PartialSpec(AttentionSpec):
+    """An attention over some of the keys, which joins a result over others.
+
+    Which keys a query sees is data on the device, so that the spec has no window.
+    """
+
+    function: ClassVar[str] = "context_attention"
+
+    @classmethod
+    def of(
+        cls,
+        operands: PartialOperands,
+        dtype: str,
+        options: FlashOptions,
+    ) -> PartialSpec:
+        """Describe the problem of matching operands; the window of the options is not in it."""
+        dense = FlashOperands(operands.q, operands.k, operands.v)
+        options = options._replace(window_left=None, window_right=None)
+        return cls(**vars(AttentionSpec.of(dense, dtype, options)))
 
 
 class Dilation(NamedTuple):

@@ -441,6 +441,52 @@ def check_context_plan(
     return seq_len, size, layout, tuple(offsets.tolist())
 
 
+def check_context_attention(
+    operands: FlashOperands[Operand], options: FlashOptions, local_len: int
+) -> AttentionSpec:
+    """Check a rank's operands of `context_attention`, and describe them as a sequence of their own.
+
+    Args:
+        operands: the rank's tokens.
+        options: checked.
+        local_len: how many the plan gives each rank.
+
+    Raises:
+        As `check_flash_attention`.
+    """
+    spec = check_flash_attention(operands, options)
+    for x in (operands.q, operands.k):
+        if x.shape[1] != local_len:
+            fail(ValueError, x.name, f"the plan's {local_len} tokens of a rank", x.shape[1])
+    return spec
+
+
+def check_exchange(
+    exchange: Any, choices: Sequence[str], heads: tuple[int, int], size: int
+) -> None:
+    """Check how ranks exchange keys.
+
+    Args:
+        exchange: what the caller asked for, or None.
+        choices: the names that there are.
+        heads: of queries and of keys.
+        size: ranks.
+
+    Raises:
+        ValueError: no such name, or heads that cannot be dealt out.
+    """
+    check_choice("exchange", exchange, choices)
+    for name, count in zip("qk", heads, strict=True):
+        if exchange == "heads" and count % size:
+            fail(ValueError, name, f"heads that {size} ranks share for exchange 'heads'", count)
+
+
+def check_group(plan_size: int, group_size: int) -> None:
+    """Refuse a plan for another number of ranks than the group has."""
+    if plan_size != group_size:
+        fail(ValueError, "plan", f"a plan for the group's {group_size} ranks", plan_size)
+
+
 def check_rank(rank: Any, size: int) -> int:
     """Check that a plan for `size` ranks has this one, and return it.
 

@@ -5,7 +5,7 @@ They copy 16 bytes at a time with cp.async, read operands with ldmatrix, and mul
 
 from __future__ import annotations
 
-from twin_attention.contract.spec import AttentionSpec, BlockSparseSpec
+from twin_attention.contract.spec import AttentionSpec, BlockSparseSpec, PartialSpec
 from twin_attention.targets.kernels import Spec
 
 PROGRAMS_OF_SM = 2  # at a time, of most kernels
@@ -23,6 +23,8 @@ def supports(operation: str, spec: Spec, target: str | None) -> str | None:
         return "it has flash attention alone"
     if isinstance(spec, BlockSparseSpec):
         return "its kernels take no block masks"
+    if isinstance(spec, PartialSpec):
+        return "its kernels take no result over other keys"
     if spec.segmented:
         return "its kernels take no segment ids"
     if target != "sm80":

@@ -5,7 +5,13 @@ A producer warp loads tiles with TMA; consumer warpgroups multiply them with wgm
 
 from __future__ import annotations
 
-from twin_attention.contract.spec import AttentionSpec, BlockSparseSpec, PagedSpec, VarlenSpec
+from twin_attention.contract.spec import (
+    AttentionSpec,
+    BlockSparseSpec,
+    PagedSpec,
+    PartialSpec,
+    VarlenSpec,
+)
 from twin_attention.targets.config import padded_head_dim
 from twin_attention.targets.kernels import Spec
 from twin_attention.targets.target import NUM_SMS
@@ -31,6 +37,8 @@ def supports(operation: str, spec: Spec, target: str | None) -> str | None:
             return "its backward takes no block masks"
         if (spec.tile_q, spec.tile_kv) != (128, 128):
             return "its block masks have tiles of 128 queries by 128 keys"
+    if isinstance(spec, PartialSpec):
+        return "its kernels take no result over other keys"
     if spec.segmented:
         return "its kernels take no segment ids"
     if target != "sm90":

@@ -1,7 +1,8 @@
 """Mask: which keys a query sees, as the operands that say so and the tiles that a program visits.
 
 Each kind of mask is a tuple of operands, whose fields are None where a problem has none: `Offsets`
-of packed sequences, `Segments`, `Lists` of a block mask. The window is a number of the problem.
+of packed sequences, `Segments`, `Lists` of a block mask, `RowIntervals`. The window is a number of
+the problem.
 What is hidden within a tile is `pallas_attn.kernels.library.scores.visible_scores`.
 """
 
@@ -16,6 +17,12 @@ from pallas_attn.kernels.library.block_mask import (
     lists_of_keys,
     lists_of_queries,
 )
+from pallas_attn.kernels.library.intervals import (
+    RowIntervals,
+    intervals_of_keys,
+    intervals_of_queries,
+    tiles_of_intervals,
+)
 from pallas_attn.kernels.library.segments import Segments, meeting_tiles, segment_ranges
 from pallas_attn.kernels.library.sequences import Offsets, offsets_of
 from pallas_attn.kernels.library.tiles import Visible, count_tiles, tile_start, visible_tiles
@@ -28,16 +35,19 @@ class Mask(NamedTuple):
     offsets: Offsets
     segments: Segments
     lists: Lists
+    intervals: RowIntervals
 
 
 def mask_of_keys(operands: AttentionOperands[Any]) -> Mask:
     """Return the mask of a kernel whose programs have tiles of queries, and visit keys."""
-    return Mask(offsets_of(operands), _segments(operands, 1), lists_of_keys(operands))
+    intervals = intervals_of_keys(operands)
+    return Mask(offsets_of(operands), _segments(operands, 1), lists_of_keys(operands), intervals)
 
 
 def mask_of_queries(operands: AttentionOperands[Any]) -> Mask:
     """Return the mask of a kernel whose programs have tiles of keys, and visit queries."""
-    return Mask(offsets_of(operands), _segments(operands, 0), lists_of_queries(operands))
+    intervals, lists = intervals_of_queries(operands), lists_of_queries(operands)
+    return Mask(offsets_of(operands), _segments(operands, 0), lists, intervals)
 
 
 def _segments(operands: AttentionOperands[Any], visited: int) -> Segments:
@@ -77,14 +87,31 @@ class Visits(NamedTuple):
         return row if self.kept is None else kept_row(self.kept, row, self.size, masked)
 
 
-def find_visits(start, size, size_other, diagonal, left, right, block, block_other, ids, segments):
+def find_visits(
+    start,
+    size,
+    size_other,
+    diagonal,
+    left,
+    right,
+    block,
+    block_other,
+    ids,
+    segments,
+    begins,
+    ends,
+):
     """Return the `Visits` of the rows start .. start + block, of all lists.
 
     Args:
         start, size, size_other, diagonal, left, right, block, block_other: see `visible_tiles`.
         ids, segments: segments of the rows, or None, and the kernel's operands.
+        begins, ends: bounds of the rows' intervals, or None.
     """
-    visible = visible_tiles(start, size, size_other, diagonal, left, right, block, block_other)
+    if begins is not None:
+        visible = tiles_of_intervals(begins, ends, block_other)
+    else:
+        visible = visible_tiles(start, size, size_other, diagonal, left, right, block, block_other)
     if segments.ranges is not None:
         visible = meeting_tiles(ids, segments.ranges, size_other, visible, block_other)
     return Visits(visible, block_other, size_other)

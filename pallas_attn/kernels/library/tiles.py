@@ -57,9 +57,21 @@ def visible_tiles(start, size, size_other, diagonal, left, right, block, block_o
     if right is not None:
         end = minimum(maximum(last + right + 1, 0), size_other)
         full_end = minimum(maximum(first + right + 1, 0), size_other)
-    visible = cdiv(maximum(end - begin, 0), block_other)
-    before = minimum(cdiv(full_begin - begin, block_other), visible)
-    full = maximum(full_end - begin, 0) // block_other - before
+    return tiles_between(begin, full_begin, full_end, end, block_other)
+
+
+def tiles_between(begin, full_begin, full_end, end, block):
+    """Return the `Visible` tiles from bounds of the rows that are seen.
+
+    Args:
+        begin, end: the first row of the first tile that one of some rows sees, and after the last
+            row.
+        full_begin, full_end: the first that all of them see, and after the last.
+        block: rows of a tile.
+    """
+    visible = cdiv(maximum(end - begin, 0), block)
+    before = minimum(cdiv(full_begin - begin, block), visible)
+    full = maximum(full_end - begin, 0) // block - before
     full = minimum(maximum(full, 0), visible - before)
     return Visible(begin, before, full, visible - before - full)
 

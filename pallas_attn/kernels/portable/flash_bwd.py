@@ -14,6 +14,7 @@ from jax.experimental import pallas as pl
 
 from pallas_attn.kernels.gradients import make_flash_bwd
 from pallas_attn.kernels.library.block_mask import list_arguments, num_lists_of_group
+from pallas_attn.kernels.library.intervals import load_intervals
 from pallas_attn.kernels.library.mask import find_visits
 from pallas_attn.kernels.library.schedule import order_programs
 from pallas_attn.kernels.library.scores import (
@@ -114,6 +115,8 @@ def flash_bwd_dq_kernel(
     offsets,
     segments,
     lists,
+    intervals,
+    carry_ref,
     dq_ref,
     *,
     place,
@@ -135,7 +138,8 @@ def flash_bwd_dq_kernel(
     `flash_fwd_kernel`. Loop invariant: dq is Σ ds k over the keys so far. Accumulation: float32,
     exponents in base 2, ds cast to k's dtype for ds·k. A row that sees no key gives 0. Packed
     sequences, segment ids, block mask: as in `flash_fwd_kernel`; lse2 and delta as
-    `flash_bwd_preprocess_kernel` has them.
+    `flash_bwd_preprocess_kernel` has them. carry [Sq, D] float32: the gradient through other keys,
+    to which that through these is added; or None.
     """
     # Locate the tile of queries.
     tile, _head, _batch = place(pl.program_id(0))
@@ -156,12 +160,13 @@ def flash_bwd_dq_kernel(
     position = rows + diagonal
     lse2 = load_padded_rows(lse2_ref, start_q, block_q)
     delta = load_padded_rows(delta_ref, start_q, block_q)
+    begins, ends = load_intervals(intervals, start_q, seq_q, block_q)
     dq = jnp.zeros((block_q, padded_head_dim(head_dim)), jnp.float32)
 
     # Visit the tiles of keys that these queries see; only tiles at the edges are masked.
     visits = find_visits(
         start_q, seq_q, seq_kv, diagonal, window.left, window.right, block_q, block_kv, segment_q,
-        segments,
+        segments, begins, ends,
     )  # fmt: skip
     if lists.tiles is not None:
         visits = visits.keep(lists, 0, start_q // tile_q, tile_kv)
@@ -176,7 +181,7 @@ def flash_bwd_dq_kernel(
             key = start_kv + arange(block_kv)
             s, dcap = visible_scores(
                 q, k, position[:, None], key[None, :], seq_kv, rule, window, masked,
-                segment_q, segment_kv,
+                segment_q, segment_kv, key[None, :], begins, ends,
             )  # fmt: skip
             # p = exp(s - lse)
             p = jnp.exp2(s * rule.exp2_scale - lse2[:, None])
@@ -193,7 +198,10 @@ def flash_bwd_dq_kernel(
         dq = lax.fori_loop(0, visits.count(masked), visit, dq)
 
     # Scale and store.
-    store_tile(dq_ref, dq * rule.scale, start_q, seq_q, block_q, head_dim)
+    dq = dq * rule.scale
+    if carry_ref is not None:
+        dq = dq + load_tile(carry_ref, start_q, seq_q, block_q, head_dim, True)
+    store_tile(dq_ref, dq, start_q, seq_q, block_q, head_dim)
 
 
 def flash_bwd_dkdv_kernel(
@@ -206,6 +214,7 @@ def flash_bwd_dkdv_kernel(
     offsets,
     segments,
     lists,
+    intervals,
     dk_ref,
     dv_ref,
     *,
@@ -254,13 +263,14 @@ def flash_bwd_dkdv_kernel(
     v = load_tile(v_ref, start_kv, seq_kv, block_kv, head_dim_v, True, is_key)
     k, v = round_operand(k, rule.precision), round_operand(v, rule.precision)
     key = start_kv + arange(block_kv) - diagonal  # counted as queries are
+    begins, ends = load_intervals(intervals, start_kv, seq_kv, block_kv)
     dk = jnp.zeros((block_kv, padded_head_dim(head_dim)), jnp.float32)
     dv = jnp.zeros((block_kv, padded_head_dim(head_dim_v)), jnp.float32)
 
     # Visit the tiles of queries that see these keys; only tiles at the edges are masked.
     of_all_lists = find_visits(
         start_kv, seq_kv, seq_q, -diagonal, window.right, window.left, block_kv, block_q,
-        segment_kv, segments,
+        segment_kv, segments, begins, ends,
     )  # fmt: skip
 
     def walk(first_member, carry):
@@ -286,7 +296,7 @@ def flash_bwd_dkdv_kernel(
                 rows = start_q + arange(block_q)
                 s, dcap = visible_scores(
                     k, q, rows[None, :], key[:, None], None, rule, window, masked,
-                    segment_kv, segment_q,
+                    segment_kv, segment_q, rows[None, :], begins, ends,
                 )  # fmt: skip
                 # pᵀ = exp(sᵀ - lse)
                 lse2 = load_padded_rows(lse2_ref, start_q, block_q, member)
@@ -347,9 +357,10 @@ def launch_preprocess(dout, dlse, out, lse, spec, backend, mask):
     )
 
 
-def launch_dq(inputs, spec, backend, mask):
-    """Call `flash_bwd_dq_kernel`; returns dq."""
+def launch_dq(inputs, spec, backend, mask, carry=None):
+    """Call `flash_bwd_dq_kernel`; returns dq, in the memory and dtype of a `carry`."""
     q, k, v, *of_rows = inputs
+    before = (*inputs, *mask)
 
     def grid(config):
         tiles = count_sequence_tiles(spec.seq_q, mask.offsets.num_sequences, config.block_q)
@@ -359,25 +370,27 @@ def launch_dq(inputs, spec, backend, mask):
         "flash_bwd_dq",
         flash_bwd_dq_kernel,
         grid,
-        (*inputs, *mask),
+        (*before, carry),
         (
             of_head(q),
             *(of_head(x, spec.group_size) for x in (k, v)),
             *map(of_head, of_rows),
             *of_mask(mask),
+            of_head(carry),
         ),
-        (jax.ShapeDtypeStruct(q.shape, q.dtype),),
+        (jax.ShapeDtypeStruct(q.shape, q.dtype if carry is None else carry.dtype),),
         (of_head(q),),
         flash_arguments(spec, backend.interpreted) | list_arguments(spec),
         spec,
         backend,
+        aliases=None if carry is None else {len(jax.tree.leaves(before)): 0},
         order=order_programs(spec, backend, "block_q", spec.head_dim),
     )
     return dq
 
 
-def launch_dkdv(inputs, spec, backend, mask):
-    """Call `flash_bwd_dkdv_kernel`; returns dk and dv."""
+def launch_dkdv(inputs, spec, backend, mask, dtype=None):
+    """Call `flash_bwd_dkdv_kernel`; returns dk and dv, in `dtype` if one is given."""
     (q, k, v, *of_rows), group = inputs, spec.group_size
     num_lists = num_lists_of_group(spec)
 
@@ -397,7 +410,7 @@ def launch_dkdv(inputs, spec, backend, mask):
             *(of_group(x, group) for x in of_rows),
             *of_mask(mask, num_lists),
         ),
-        tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (k, v)),
+        tuple(jax.ShapeDtypeStruct(x.shape, dtype or x.dtype) for x in (k, v)),
         (of_head(k), of_head(v)),
         flash_arguments(spec, backend.interpreted)
         | list_arguments(spec)

@@ -4,12 +4,15 @@
 Dao 2023, FlashAttention-2, algorithm 1.
 """
 
+from typing import Any, NamedTuple
+
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from pallas_attn.kernels.library.block_mask import list_arguments
+from pallas_attn.kernels.library.intervals import load_intervals
 from pallas_attn.kernels.library.mask import find_visits, mask_of_keys
 from pallas_attn.kernels.library.schedule import order_programs
 from pallas_attn.kernels.library.scores import dot, round_operand, visible_scores
@@ -28,6 +31,7 @@ from pallas_attn.kernels.library.softmax import (
 )
 from pallas_attn.kernels.library.tiles import (
     arange,
+    load_rows,
     load_tile,
     rows_from,
     store_rows,
@@ -40,6 +44,13 @@ from twin_attention.targets.config import padded_head_dim
 from twin_attention.targets.family import Backend
 
 
+class Result(NamedTuple):
+    """A result over some of the keys: out [B, Sq, Hq, Dv] and lse [B, Hq, Sq], float32."""
+
+    out: Any
+    lse: Any
+
+
 def flash_fwd_kernel(
     q_ref,
     k_ref,
@@ -48,6 +59,8 @@ def flash_fwd_kernel(
     offsets,
     segments,
     lists,
+    intervals,
+    carry,
     out_ref,
     lse_ref,
     *,
@@ -73,6 +86,8 @@ def flash_fwd_kernel(
     exponents in base 2, p cast to v's dtype for p·v. A row that sees no key gives 0, and -inf or
     its sink. block_q and block_kv are powers of two, at least 16.
 
+    carry: out in float32 and lse of a result over other keys, which the keys join; or None.
+
     Packed sequences: `Offsets`. Sq and Skv are the numbers of all tokens, and the grid has
     `count_sequence_tiles` of queries. Segment ids, of this program's batch: `Segments`, with the
     ranges of the keys'. Block mask, of this program's batch and head: the `lists_of_keys`, counts
@@ -94,17 +109,23 @@ def flash_fwd_kernel(
     q = round_operand(q, rule.precision)
     rows = start_q + arange(block_q)
     position = rows + diagonal
+    begins, ends = load_intervals(intervals, start_q, seq_q, block_q)
     m_i = jnp.full((block_q,), float("-inf"), jnp.float32)
     l_i = jnp.zeros((block_q,), jnp.float32)
     if sink_ref is not None:
         # The maximum has the sink from the start, so that acc is not rescaled for it at the end.
         m_i = jnp.maximum(m_i, sink_ref[...] * LOG2E)
     acc = jnp.zeros((block_q, padded_head_dim(head_dim_v)), jnp.float32)
+    if carry is not None:
+        m_carry = load_rows(carry.lse, start_q, seq_q, block_q, float("-inf")) * LOG2E
+        m_i = jnp.maximum(m_i, m_carry)
+        l_i = jnp.where(m_carry == float("-inf"), 0.0, 1.0)
+        acc = load_tile(carry.out, start_q, seq_q, block_q, head_dim_v, True)
 
     # Visit the tiles of keys that these queries see; only tiles at the edges are masked.
     visits = find_visits(
         start_q, seq_q, seq_kv, diagonal, window.left, window.right, block_q, block_kv, segment_q,
-        segments,
+        segments, begins, ends,
     )  # fmt: skip
     if lists.tiles is not None:
         visits = visits.keep(lists, 0, start_q // tile_q, tile_kv)
@@ -120,7 +141,7 @@ def flash_fwd_kernel(
             key = start_kv + arange(block_kv)
             s, _ = visible_scores(
                 q, k, position[:, None], key[None, :], seq_kv, rule, window, masked,
-                segment_q, segment_kv,
+                segment_q, segment_kv, key[None, :], begins, ends,
             )  # fmt: skip
             # p = exp(s - max), and rescale what was accumulated
             p, alpha, m_i, l_i = online_softmax_update(s, m_i, l_i, rule.exp2_scale)
@@ -152,33 +173,51 @@ def flash_fwd(
         out [B, Sq, Hq, Dv] in q's dtype and lse [B, Hq, Sq] float32; without B for packed
         sequences.
     """
+    out, lse = launch_forward(operands, None, spec, backend)
+    return without_batch(spec, out, lse)
+
+
+def launch_forward(
+    operands: AttentionOperands[Array],
+    carry: Result | None,
+    spec: AttentionSpec,
+    backend: Backend,
+) -> tuple[Array, Array]:
+    """Call `flash_fwd_kernel`; out and lse have a batch axis.
+
+    With a carry they take its memory, and out is float32.
+    """
     q, k, v = with_batch(spec, operands.q, operands.k, operands.v)
     sinks, group = operands.sinks, spec.group_size
     mask = mask_of_keys(operands)
-    out = jax.ShapeDtypeStruct((*q.shape[:3], spec.head_dim_v), q.dtype)
+    dtype = q.dtype if carry is None else jnp.float32
+    out = jax.ShapeDtypeStruct((*q.shape[:3], spec.head_dim_v), dtype)
     lse = jax.ShapeDtypeStruct((spec.batch, spec.heads_q, spec.seq_q), jnp.float32)
+    before = (q, k, v, sinks, *mask)
+    first = len(jax.tree.leaves(before))
 
     def grid(config):
         tiles = count_sequence_tiles(spec.seq_q, mask.offsets.num_sequences, config.block_q)
         return tiles, spec.heads_q, spec.batch
 
-    out, lse = launch(
+    return launch(
         "flash_fwd",
         flash_fwd_kernel,
         grid,
-        (q, k, v, sinks, *mask),
+        (*before, carry),
         (
             of_head(q),
             of_head(k, group),
             of_head(v, group),
             of_head(sinks),
             *of_mask(mask),
+            None if carry is None else Result(*map(of_head, carry)),
         ),
         (out, lse),
         (of_head(out), of_head(lse)),
         flash_arguments(spec, backend.interpreted) | list_arguments(spec),
         spec,
         backend,
+        aliases=None if carry is None else {first: 0, first + 1: 1},
         order=order_programs(spec, backend, "block_q", spec.head_dim_v),
     )
-    return without_batch(spec, out, lse)

@@ -1,4 +1,4 @@
-"""Tell who sees whom, beside the window: packed sequences, segment ids and block masks.
+"""Tell who sees whom, beside the window: packed sequences, segments, block masks, intervals.
 
 Each is a named tuple of operands and numbers, or None; a kernel takes all of them as one.
 """
@@ -17,6 +17,12 @@ from torch_attn.kernels.library.block_mask import (
     lists_of_keys,
     lists_of_queries,
     with_numbers,
+)
+from torch_attn.kernels.library.intervals import (
+    RowIntervals,
+    intervals_of_keys,
+    intervals_of_queries,
+    tiles_of_intervals,
 )
 from torch_attn.kernels.library.segments import (
     Segments,
@@ -41,17 +47,21 @@ class Mask(NamedTuple):
         lists: the tiles that a block mask keeps.
         offsets: of packed sequences, both None of a dense batch.
         segments: ids, and ranges of the visited tokens' ids.
+        intervals: what the rows that stay see, in place of a window.
     """
 
     lists: Lists | None
     offsets: Offsets
     segments: Segments | None
+    intervals: RowIntervals | None
 
 
 @triton.jit
 def seen_tiles(
     segments,
     ids,
+    begins,
+    ends,
     start,
     size,
     size_other,
@@ -63,11 +73,15 @@ def seen_tiles(
 ):
     """Return which tiles of the other axis some rows see, as `visible_tiles`.
 
-    `ids` [BLOCK] are the rows' segments; `segments` and they are None without.
+    `ids` [BLOCK] are the rows' segments; `segments` and they are None without. `begins` and `ends`
+    [BLOCK] are their intervals' bounds, None without.
     """
-    begin, before, full, after = visible_tiles(
-        start, size, size_other, diagonal, left, right, BLOCK, BLOCK_OTHER
-    )
+    if begins is not None:
+        begin, before, full, after = tiles_of_intervals(begins, ends, BLOCK_OTHER)
+    else:
+        begin, before, full, after = visible_tiles(
+            start, size, size_other, diagonal, left, right, BLOCK, BLOCK_OTHER
+        )
     if segments is not None:
         begin, before, full, after = meeting_tiles(
             ids, segments.ranges, size_other, begin, before, full, after, BLOCK_OTHER
@@ -111,17 +125,14 @@ def visited_row(
 
 def mask_of_keys(operands: AttentionOperands[Tensor]) -> Mask:
     """Return the mask of a kernel that visits keys."""
-    segments = visiting_keys(segments_of(operands))
-    return Mask(lists_of_keys(operands), offsets_of(operands), segments)
+    segments, intervals = visiting_keys(segments_of(operands)), intervals_of_keys(operands)
+    return Mask(lists_of_keys(operands), offsets_of(operands), segments, intervals)
 
 
-def masks_of(operands: AttentionOperands[Tensor]) -> tuple[Mask, Mask]:
-    """Return the masks of a backward: of kernels that visit keys, and that visit queries."""
-    offsets, segments = offsets_of(operands), segments_of(operands)
-    return (
-        Mask(lists_of_keys(operands), offsets, visiting_keys(segments)),
-        Mask(lists_of_queries(operands), offsets, visiting_queries(segments)),
-    )
+def mask_of_queries(operands: AttentionOperands[Tensor]) -> Mask:
+    """Return the mask of a kernel that visits queries."""
+    segments, intervals = visiting_queries(segments_of(operands)), intervals_of_queries(operands)
+    return Mask(lists_of_queries(operands), offsets_of(operands), segments, intervals)
 
 
 def mask_argument(call: KernelCall, of_keys: bool) -> dict[str, Any]:

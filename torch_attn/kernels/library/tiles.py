@@ -81,9 +81,22 @@ def visible_tiles(
     if right is not None:
         end = tl.minimum(tl.maximum(last + right + 1, 0), size_other)
         full_end = tl.minimum(tl.maximum(first + right + 1, 0), size_other)
-    visible = tl.cdiv(tl.maximum(end - begin, 0), BLOCK_OTHER)
-    before = tl.minimum(tl.cdiv(full_begin - begin, BLOCK_OTHER), visible)
-    full = tl.maximum(full_end - begin, 0) // BLOCK_OTHER - before
+    return tiles_between(begin, full_begin, full_end, end, BLOCK_OTHER)
+
+
+@triton.jit
+def tiles_between(begin, full_begin, full_end, end, BLOCK: tl.constexpr):
+    """Return what `visible_tiles` does, from bounds of the rows that are seen.
+
+    Args:
+        begin, end: the first row of the first tile that one of some rows sees, and after the last
+            row.
+        full_begin, full_end: the first that all of them see, and after the last.
+        BLOCK: rows of a tile.
+    """
+    visible = tl.cdiv(tl.maximum(end - begin, 0), BLOCK)
+    before = tl.minimum(tl.cdiv(full_begin - begin, BLOCK), visible)
+    full = tl.maximum(full_end - begin, 0) // BLOCK - before
     full = tl.minimum(tl.maximum(full, 0), visible - before)
     return begin, before, full, visible - before - full
 
@@ -177,6 +190,15 @@ def store_tile(
     cols = tl.arange(0, padded_head_dim(SIZE))[None, :]
     pointers = base + (start + rows).to(tl.int64) * stride + cols
     tl.store(pointers, x.to(base.dtype.element_ty), mask=(rows < num_rows - start) & (cols < SIZE))
+
+
+@triton.jit
+def load_stored(base, start, num_rows, stride, BLOCK_ROWS: tl.constexpr, SIZE: tl.constexpr):
+    """Load what `store_tile` stored, with zeros around it."""
+    rows = tl.arange(0, BLOCK_ROWS)[:, None]
+    cols = tl.arange(0, padded_head_dim(SIZE))[None, :]
+    pointers = base + (start + rows).to(tl.int64) * stride + cols
+    return tl.load(pointers, mask=(rows < num_rows - start) & (cols < SIZE), other=0.0)
 
 
 def strides_of(**layouts: Layout) -> FlashStrides:

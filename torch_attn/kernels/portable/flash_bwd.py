@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from torch_attn.kernels.gradients import make_flash_bwd
+from torch_attn.kernels.library.intervals import load_intervals
 from torch_attn.kernels.library.mask import (
     listed_tiles,
     mask_argument,
@@ -37,13 +38,14 @@ from torch_attn.kernels.library.tiles import (
     ROW_PADDING,
     count_tiles,
     head_base,
+    load_stored,
     load_tile,
     padded_head_dim,
     split_step,
     store_tile,
     strides_of,
 )
-from torch_attn.launch import UNSPECIALIZED, KernelCall, Prepared, flash_arguments
+from torch_attn.launch import UNSPECIALIZED, KernelCall, Prepared, flash_arguments, has_carry
 from twin_attention.targets.schedule import programs_of_sm
 
 
@@ -72,6 +74,7 @@ def flash_bwd_dq_kernel(
     HEAD_DIM_V: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_KV: tl.constexpr,
+    CARRY: tl.constexpr,
 ):
     """One program computes BLOCK_Q rows of dq of one query head.
 
@@ -79,7 +82,8 @@ def flash_bwd_dq_kernel(
     `flash_bwd_preprocess_kernel` and dq [B, Sq, Hq, D] contiguous. Grid, diagonal, rule
     and mask: as in `flash_fwd_kernel`. Loop invariant: dq is
     Σ ds k over the keys so far. Accumulation: float32, exponents in base 2, ds cast to k's dtype
-    for ds·k. A row that sees no key gives 0.
+    for ds·k. A row that sees no key gives 0. CARRY: dq, in float32, holds the gradient through
+    other keys, to which that through these is added.
     """
     # Locate the tile of queries.
     num_tiles = count_sequence_tiles(seq_q, num_sequences, BLOCK_Q)
@@ -118,12 +122,15 @@ def flash_bwd_dq_kernel(
         offset += first_tile(first_q, sequence, ROW_PADDING).to(tl.int64) * ROW_PADDING - first_q
     lse2 = tl.load(lse2_ptr + offset + rows)
     delta = tl.load(delta_ptr + offset + rows)
+    begins, ends = None, None
+    if mask.intervals is not None:
+        begins, ends = load_intervals(mask.intervals, start_q, seq_q, BLOCK_Q)
     dq = tl.zeros([BLOCK_Q, padded_head_dim(HEAD_DIM)], tl.float32)
 
     # Visit the tiles of keys that these queries see; only tiles at the edges are masked.
     begin, before, full, after = seen_tiles(
-        segments, segment_q, start_q, seq_q, seq_kv, diagonal, window_left, window_right,
-        BLOCK_Q, BLOCK_KV,
+        segments, segment_q, begins, ends, start_q, seq_q, seq_kv, diagonal, window_left,
+        window_right, BLOCK_Q, BLOCK_KV,
     )  # fmt: skip
     list_ptr, begin, before, full, after = listed_tiles(
         mask.lists, batch, head, start_q, begin, before, full, after, BLOCK_KV
@@ -144,7 +151,7 @@ def flash_bwd_dq_kernel(
             key = start_kv + tl.arange(0, BLOCK_KV)
             s, dcap = visible_scores(
                 q, k, position[:, None], key[None, :], seq_kv, rule, window_left, window_right,
-                masked, segment_q, segment_kv,
+                masked, segment_q, segment_kv, key[None, :], begins, ends,
             )  # fmt: skip
             # p = exp(s - lse)
             p = tl.exp2(s * rule.exp2_scale - lse2[:, None])
@@ -163,7 +170,10 @@ def flash_bwd_dq_kernel(
     # Scale and store.
     dq_row = heads_q * HEAD_DIM
     dq_base = dq_ptr + batch * seq_q * dq_row + head * HEAD_DIM
-    store_tile(dq_base, dq * rule.scale, start_q, seq_q, dq_row, BLOCK_Q, HEAD_DIM)
+    dq = dq * rule.scale
+    if CARRY:
+        dq += load_stored(dq_base, start_q, seq_q, dq_row, BLOCK_Q, HEAD_DIM)
+    store_tile(dq_base, dq, start_q, seq_q, dq_row, BLOCK_Q, HEAD_DIM)
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
@@ -233,13 +243,16 @@ def flash_bwd_dkdv_kernel(
     v = load_tile(v_base, start_kv, seq_kv, strides.v.row, BLOCK_KV, HEAD_DIM_V, True, is_key)
     k, v = round_operand(k, rule.precision), round_operand(v, rule.precision)
     key = start_kv + tl.arange(0, BLOCK_KV) - diagonal  # counted as queries are
+    begins, ends = None, None
+    if mask.intervals is not None:
+        begins, ends = load_intervals(mask.intervals, start_kv, seq_kv, BLOCK_KV)
     dk = tl.zeros([BLOCK_KV, padded_head_dim(HEAD_DIM)], tl.float32)
     dv = tl.zeros([BLOCK_KV, padded_head_dim(HEAD_DIM_V)], tl.float32)
 
     # Visit the tiles of queries that see these keys; only tiles at the edges are masked.
     begin, before, full, after = seen_tiles(
-        segments, segment_kv, start_kv, seq_kv, seq_q, -diagonal, window_right, window_left,
-        BLOCK_KV, BLOCK_Q,
+        segments, segment_kv, begins, ends, start_kv, seq_kv, seq_q, -diagonal, window_right,
+        window_left, BLOCK_KV, BLOCK_Q,
     )  # fmt: skip
     # With lists of each head one head after the other, otherwise all of the group together.
     GROUP_LISTS: tl.constexpr = 1 if mask.lists is None else mask.lists.of_group
@@ -279,7 +292,7 @@ def flash_bwd_dkdv_kernel(
                 rows = start_q + tl.arange(0, BLOCK_Q)
                 s, dcap = visible_scores(
                     k, q, rows[None, :], key[:, None], None, rule, window_left, window_right,
-                    masked, segment_kv, segment_q,
+                    masked, segment_kv, segment_q, rows[None, :], begins, ends,
                 )  # fmt: skip
                 # pᵀ = exp(sᵀ - lse)
                 lse2 = tl.load(lse2_ptr + offset + rows)
@@ -309,16 +322,17 @@ def flash_bwd_dkdv_kernel(
     store_tile(dv_base, dv, start_kv, seq_kv, dv_row, BLOCK_KV, HEAD_DIM_V)
 
 
-def _prepare_dq(call: KernelCall) -> Prepared:
+def prepare_dq(call: KernelCall) -> Prepared:
     """Return grid and arguments of `flash_bwd_dq_kernel`."""
     spec = call.spec
     tiles = num_sequence_tiles(spec, spec.seq_q, call.config.block_q)
     programs = programs_of_sm(call.config.block_q, spec.head_dim)
     arguments = _arguments(call, tiles, programs) | mask_argument(call, of_keys=True)
+    arguments["CARRY"] = has_carry(spec)
     return (tiles * spec.heads_q * spec.batch,), arguments
 
 
-def _prepare_dkdv(call: KernelCall) -> Prepared:
+def prepare_dkdv(call: KernelCall) -> Prepared:
     """Return grid and arguments of `flash_bwd_dkdv_kernel`."""
     spec = call.spec
     tiles = num_sequence_tiles(spec, spec.seq_kv, call.config.block_kv)
@@ -334,6 +348,6 @@ def _arguments(call: KernelCall, tiles: int, programs: int) -> dict[str, Any]:
 
 
 flash_bwd = make_flash_bwd(
-    dq=(flash_bwd_dq_kernel, _prepare_dq),
-    dkdv=((flash_bwd_dkdv_kernel, _prepare_dkdv),),
+    dq=(flash_bwd_dq_kernel, prepare_dq),
+    dkdv=((flash_bwd_dkdv_kernel, prepare_dkdv),),
 )

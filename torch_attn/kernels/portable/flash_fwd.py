@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from torch_attn.kernels.library.intervals import load_intervals
 from torch_attn.kernels.library.mask import (
     listed_tiles,
     mask_argument,
@@ -38,6 +39,7 @@ from torch_attn.kernels.library.softmax import (
 from torch_attn.kernels.library.tiles import (
     count_tiles,
     head_base,
+    load_stored,
     load_tile,
     padded_head_dim,
     store_tile,
@@ -48,6 +50,7 @@ from torch_attn.launch import (
     KernelCall,
     Prepared,
     flash_arguments,
+    has_carry,
     launch,
 )
 from twin_attention.contract.operands import AttentionOperands
@@ -80,6 +83,7 @@ def flash_fwd_kernel(
     HEAD_DIM_V: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_KV: tl.constexpr,
+    CARRY: tl.constexpr,
 ):
     """One program computes BLOCK_Q rows of one query head.
 
@@ -90,6 +94,8 @@ def flash_fwd_kernel(
     `online_softmax_update`. Accumulation: float32, exponents in base 2, p cast to v's dtype for
     p·v. A row that sees no key gives 0, and -inf or its sink. BLOCK_Q and BLOCK_KV are powers of
     two, at least 16.
+
+    CARRY: out, in float32, and lse hold a result over other keys, which the keys join.
 
     The mask: `torch_attn.kernels.library.mask.Mask`. With packed sequences tensors have no batch
     axis, Sq and Skv are the numbers of all tokens, and the grid has `count_sequence_tiles` of
@@ -125,17 +131,28 @@ def flash_fwd_kernel(
     q = round_operand(q, rule.precision)
     rows = start_q + tl.arange(0, BLOCK_Q)
     position = rows + diagonal
+    begins, ends = None, None
+    if mask.intervals is not None:
+        begins, ends = load_intervals(mask.intervals, start_q, seq_q, BLOCK_Q)
     m_i = tl.full([BLOCK_Q], float("-inf"), tl.float32)
     l_i = tl.zeros([BLOCK_Q], tl.float32)
     if sinks_ptr is not None:
         # The maximum has the sink from the start, so that acc is not rescaled for it at the end.
         m_i = tl.maximum(m_i, tl.load(sinks_ptr + head) * LOG2E)
     acc = tl.zeros([BLOCK_Q, padded_head_dim(HEAD_DIM_V)], tl.float32)
+    if CARRY:
+        lse_rows = lse_ptr + (batch * heads_q + head) * total_q + rows
+        m_carry = tl.load(lse_rows, mask=rows < seq_q, other=float("-inf")) * LOG2E
+        m_i = tl.maximum(m_i, m_carry)
+        l_i = tl.where(m_carry == float("-inf"), 0.0, 1.0)
+        row = heads_q * HEAD_DIM_V
+        carry = out_ptr + batch * seq_q * row + head * HEAD_DIM_V
+        acc = load_stored(carry, start_q, seq_q, row, BLOCK_Q, HEAD_DIM_V)
 
     # Visit the tiles of keys that these queries see; only tiles at the edges are masked.
     begin, before, full, after = seen_tiles(
-        segments, segment_q, start_q, seq_q, seq_kv, diagonal, window_left, window_right,
-        BLOCK_Q, BLOCK_KV,
+        segments, segment_q, begins, ends, start_q, seq_q, seq_kv, diagonal, window_left,
+        window_right, BLOCK_Q, BLOCK_KV,
     )  # fmt: skip
     list_ptr, begin, before, full, after = listed_tiles(
         mask.lists, batch, head, start_q, begin, before, full, after, BLOCK_KV
@@ -156,7 +173,7 @@ def flash_fwd_kernel(
             key = start_kv + tl.arange(0, BLOCK_KV)
             s, _ = visible_scores(
                 q, k, position[:, None], key[None, :], seq_kv, rule, window_left, window_right,
-                masked, segment_q, segment_kv,
+                masked, segment_q, segment_kv, key[None, :], begins, ends,
             )  # fmt: skip
             # p = exp(s - max), and rescale what was accumulated
             p, alpha, m_i, l_i = online_softmax_update(s, m_i, l_i, rule.exp2_scale)
@@ -194,7 +211,19 @@ def flash_fwd(
     q = operands.q
     out = q.new_empty((*q.shape[:-1], spec.head_dim_v))
     lse = q.new_empty((*q.shape[:-3], spec.heads_q, spec.seq_q), dtype=torch.float32)
-    tensors = (q, operands.k, operands.v, operands.sinks, out, lse, mask_of_keys(operands))
+    launch_forward(operands, out, lse, spec, backend)
+    return out, lse
+
+
+def launch_forward(
+    operands: AttentionOperands[Tensor],
+    out: Tensor,
+    lse: Tensor,
+    spec: AttentionSpec,
+    backend: Backend,
+) -> None:
+    """Launch `flash_fwd_kernel` on given outputs."""
+    tensors = (*operands[:3], operands.sinks, out, lse, mask_of_keys(operands))
     launch(
         "flash_fwd",
         flash_fwd_kernel,
@@ -204,7 +233,6 @@ def flash_fwd(
         backend,
         maxnreg=_register_limit(spec, backend.target),
     )
-    return out, lse
 
 
 def _register_limit(spec: AttentionSpec, target: str | None) -> int | None:
@@ -227,4 +255,5 @@ def _prepare(call: KernelCall) -> Prepared:
     programs = programs_of_sm(call.config.block_q, spec.head_dim_v)
     arguments = flash_arguments(spec) | {"strides": strides_of(q=q, k=k, v=v)}
     arguments |= mask_argument(call, of_keys=True) | order_argument(call, tiles, programs)
+    arguments["CARRY"] = has_carry(spec)
     return (tiles * spec.heads_q * spec.batch,), arguments

@@ -1,0 +1,349 @@
+"""Context parallel attention: the devices of a mesh axis share a sequence's tokens.
+
+"ring": keys travel to every rank that needs them, one distance after the other, while the kernels
+read those that arrived before. A partial result goes from hop to hop in float32 and is rounded once
+(Liu et al. 2023, Ring Attention). Keys always leave the rank that holds them, and gradients go back
+there, so that no rank passes on what another one sent.
+"gather": each rank gathers all keys and attends once; gradients are summed where the keys are held.
+"heads": each rank gets all tokens of some heads, and attends as without a group (Jacobs et al.
+2023, DeepSpeed Ulysses, arXiv 2309.14509).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from pallas_attn.derivatives import once
+from pallas_attn.dispatch import (
+    Implementation,
+    check_implementation,
+    choose_backends,
+    run_on_platform,
+)
+from pallas_attn.flash import flash_attention
+from pallas_attn.flash_ops import or_as_xla_says
+from pallas_attn.kernels import reference
+from pallas_attn.operands import operand
+from twin_attention.contract.context import (
+    EXCHANGES,
+    ContextPlan,
+    choose_exchange,
+    context_plan,
+    intervals_of,
+    shard_sequence,
+    unshard_sequence,
+)
+from twin_attention.contract.operands import FlashOperands, PartialOperands, describe_operands
+from twin_attention.contract.spec import FlashOptions, PartialSpec, Precision
+from twin_attention.contract.validate import (
+    check_context_attention,
+    check_exchange,
+    check_flash_options,
+    check_group,
+    check_whole,
+    fail,
+    type_name,
+)
+
+__all__ = [
+    "ContextPlan",
+    "context_attention",
+    "context_plan",
+    "shard_sequence",
+    "unshard_sequence",
+]
+
+Exchange = Literal["ring", "gather", "heads"]
+
+
+def context_attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    plan: ContextPlan,
+    axis_name: str,
+    mesh: Mesh | None = None,
+    exchange: Exchange | None = None,
+    causal: bool = False,
+    scale: float | None = None,
+    window_size: tuple[int | None, int | None] | None = None,
+    softcap: float | None = None,
+    sinks: Array | None = None,
+    deterministic: bool | None = None,
+    precision: Precision = "ieee",
+    return_lse: bool = False,
+    implementation: Implementation | None = None,
+) -> Array | tuple[Array, Array]:
+    """Exact attention over a sequence whose tokens are spread over the devices of a mesh axis.
+
+    The result for a token is that of `flash_attention` over the whole sequence, or of
+    `flash_attention_varlen` if the plan has documents, whichever rank holds the token. Partial
+    results stay in float32 until the last, and the same number of ranks gives the same bits every
+    time.
+
+    Call it inside `shard_map` with ``check_vma=False``, each rank with its own tokens; or give a
+    mesh and arrays of all ranks' tokens. Differentiable once, in reverse mode; the backward
+    exchanges the keys again.
+
+    Args:
+        q: [B, S, Hq, D], the rank's queries in the plan's order, S = ``plan.local_len``; float16,
+            bfloat16 or float32. D is 16 to 256 in steps of 8. With a mesh S = ``plan.seq_len``, one
+            rank after the other, as ``shard_sequence(x, plan)`` has them.
+        k: [B, S, Hkv, D], the rank's keys. Hq is a multiple of Hkv.
+        v: [B, S, Hkv, Dv].
+        plan: `context_plan`. Padding after its last document sees nothing, gives 0, and holds
+            finite numbers.
+        axis_name: the mesh axis, of ``plan.size`` devices.
+        mesh: None inside `shard_map`; otherwise `shard_map` is applied over this mesh, and all axes
+            but that of the tokens are replicated.
+        exchange: "ring", "gather" or "heads", whose heads of queries and of keys the ranks share
+            evenly; None: "ring", or "gather" where a rank has few tokens.
+        causal, scale, window_size, softcap, precision: as in `flash_attention`, with positions in
+            the whole sequence.
+        sinks: [Hq] float32, the same on every rank. Its gradient inside `shard_map` is this rank's
+            share: their sum is the whole.
+        deterministic: as in `flash_attention`. "ring" and "gather" always are, but for a sum over
+            ranks in "gather", whose order is XLA's.
+        return_lse: return the log-sum-exp as well. It is differentiable.
+        implementation: as in `flash_attention`; "ring" and "gather" have "triton" and "reference".
+
+    Returns:
+        out [B, S, Hq, Dv] in q's dtype; with `return_lse` the pair (out, lse), lse [B, Hq, S] in
+        float32, natural logarithm.
+
+    Raises:
+        TypeError: an argument of the wrong type or dtype.
+        ValueError: shapes that contradict each other or the plan, a plan that does not fit the
+            axis.
+        NotImplementedError: a dtype, head dimension or device without kernels; forward mode; a
+            second derivative.
+
+    Source: Liu et al. 2023 (Ring Attention, arXiv 2310.01889).
+
+    Example::
+
+        import jax
+        from pallas_attn.distributed import (
+            context_attention, context_plan, shard_sequence, unshard_sequence,
+        )
+
+        auto = jax.sharding.AxisType.Auto
+        mesh = jax.make_mesh((jax.device_count(),), ("context",), axis_types=(auto,))
+        plan = context_plan(seq_len=64, size=jax.device_count())
+        q, k, v = jax.random.normal(jax.random.key(0), (3, 1, 64, 4, 32))
+        q, k, v = (shard_sequence(x, plan) for x in (q, k, v))
+        out = context_attention(
+            q, k, v, plan=plan, axis_name="context", mesh=mesh, causal=True
+        )
+        out = unshard_sequence(out, plan)
+    """
+    deterministic = or_as_xla_says(deterministic)
+    given = causal, scale, window_size, softcap, deterministic, precision, return_lse
+    options = check_flash_options(*given)
+    if not isinstance(plan, ContextPlan):
+        fail(TypeError, "plan", "a ContextPlan of `context_plan`", type_name(plan))
+    check_implementation(implementation)
+    if mesh is not None:
+        check_group(plan.size, mesh.shape[axis_name])
+        return _over_mesh(
+            (q, k, v, sinks), mesh, axis_name, plan, exchange, options, return_lse, implementation
+        )
+    check_group(plan.size, lax.axis_size(axis_name))
+    operands = FlashOperands(q, k, v, sinks)
+    described = describe_operands(operands, operand)
+    check_context_attention(described, options, plan.local_len)
+    check_exchange(exchange, EXCHANGES, (q.shape[2], k.shape[2]), plan.size)
+    chosen, _ = choose_exchange(exchange, plan)
+    problem = _Problem(plan, axis_name, chosen, options, implementation)
+    attend = _attend_heads if chosen == "heads" else _attend_in_hops
+    out, lse = attend(problem, operands)
+    return (out, lse) if return_lse else out
+
+
+def _over_mesh(tensors, mesh, axis_name, plan, exchange, options, return_lse, implementation):
+    """Run the function inside `shard_map`, on arrays of all ranks' tokens."""
+    tokens, rows = PartitionSpec(None, axis_name), PartitionSpec(None, None, axis_name)
+    named = options._asdict()
+    window = named.pop("window_left"), named.pop("window_right")
+
+    def on_rank(q, k, v, sinks):
+        return context_attention(
+            q, k, v, plan=plan, axis_name=axis_name, exchange=exchange, sinks=sinks,
+            window_size=window, return_lse=return_lse, implementation=implementation, **named,
+        )  # fmt: skip
+
+    for name, x in zip("qkv", tensors, strict=False):
+        check_whole(name, operand(name, x).shape, 1, plan.seq_len)
+    of_operands = (tokens, tokens, tokens, PartitionSpec())
+    placed = (
+        x if x is None else jax.device_put(x, NamedSharding(mesh, placement))
+        for x, placement in zip(tensors, of_operands, strict=True)
+    )
+    return jax.shard_map(
+        on_rank,
+        mesh=mesh,
+        in_specs=of_operands,
+        out_specs=(tokens, rows) if return_lse else tokens,
+        check_vma=False,
+    )(*placed)
+
+
+class _Problem(NamedTuple):
+    """What the hops of a call have in common.
+
+    Attributes:
+        plan, axis_name, implementation: of the call.
+        exchange: the one that was chosen.
+        options: checked.
+    """
+
+    plan: ContextPlan
+    axis_name: str
+    exchange: str
+    options: FlashOptions
+    implementation: Implementation | None
+
+    def run(self, operation: str, *operands: Any) -> Any:
+        """Run a family's function; the first of the operands that is a tuple names the problem."""
+        of = next(x for x in operands if isinstance(x, PartialOperands))
+        spec = PartialSpec.of(of, of.q.dtype.name, self.options)
+        backends = choose_backends(self.implementation, operation, None, spec)
+        if spec.is_empty:  # runs no kernel
+            return getattr(reference, operation)(*operands, spec, backends.elsewhere)
+        return run_on_platform(backends, operation, spec, *operands)
+
+    def hops(self, q: Array, k: Array, v: Array) -> Iterator[tuple[int, PartialOperands]]:
+        """Return the distance and the operands of each hop, own keys first.
+
+        A rank that needs no keys at a distance gets zeros, of which its queries see none.
+        """
+        plan, window = self.plan, self.options.window
+        begins, ends = (jnp.asarray(x)[self.positions(0)] for x in plan.bounds(window))
+        if self.exchange == "gather":
+            keys = (_in_sequence(lax.all_gather(x, self.axis_name), plan) for x in (k, v))
+            whole = jnp.arange(plan.seq_len, dtype=jnp.int32)
+            yield 0, PartialOperands(q, *keys, *intervals_of(begins, ends, whole))
+            return
+        needed = plan.needed(window)
+        for distance in plan.distances(window):
+            keys = k, v
+            if distance:
+                routes = [
+                    (rank, to)
+                    for rank in range(plan.size)
+                    if needed[to := (rank + distance) % plan.size, rank]
+                ]
+                keys = lax.ppermute((k, v), self.axis_name, routes)
+            bounds = intervals_of(begins, ends, self.positions(distance))
+            yield distance, PartialOperands(q, *keys, *bounds)
+
+    def positions(self, distance: int) -> Array:
+        """Return the positions of the tokens of the rank at a distance before this one."""
+        rank = (lax.axis_index(self.axis_name) - distance) % self.plan.size
+        return jnp.asarray(self.plan.positions_by_rank)[rank]
+
+    def send_back(self, distance: int, gradients: tuple[Array, ...]) -> tuple[Array, ...]:
+        """Send gradients of keys to the rank that holds them; returns what others send here."""
+        size, needed = self.plan.size, self.plan.needed(self.options.window)
+        routes = [
+            (rank, to) for rank in range(size) if needed[rank, to := (rank - distance) % size]
+        ]
+        return lax.ppermute(gradients, self.axis_name, routes)
+
+
+def _attend_in_hops(problem: _Problem, operands: FlashOperands[Array]) -> tuple[Array, Array]:
+    """Attend by "ring" or "gather", differentiable once, in reverse mode."""
+    q, k, v, sinks = operands[:4]
+    operands = once((q, k, v, sinks), PartialSpec.function)
+    return once(_attention(problem, *operands), PartialSpec.function)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attention(problem, q, k, v, sinks):
+    batch, rows, heads, _ = q.shape
+    out = jnp.zeros((batch, rows, heads, v.shape[3]), jnp.float32)
+    lse = jnp.full((batch, heads, rows), -jnp.inf, jnp.float32)
+    for distance, operands in problem.hops(q, k, v):
+        operands = operands._replace(sinks=None if distance else sinks)
+        out, lse = problem.run("partial_fwd", operands, out, lse)
+    return out.astype(q.dtype), lse
+
+
+def _attention_fwd(problem, q, k, v, sinks):
+    out, lse = _attention(problem, q, k, v, sinks)
+    return (out, lse), (q, k, v, sinks, out, lse)
+
+
+def _attention_bwd(problem, residuals, gradients):
+    (q, k, v, sinks, out, lse), (dout, dlse) = residuals, gradients
+    carry, of_keys = None, None
+    for distance, operands in problem.hops(q, k, v):
+        carry, *found = problem.run("partial_bwd", dout, dlse, operands, out, lse, carry)
+        if distance:
+            found = problem.send_back(distance, tuple(found))
+            found = [x + y for x, y in zip(of_keys, found, strict=True)]
+        of_keys = found
+    if problem.exchange == "gather":
+        parts = (_by_rank(x, problem.plan) for x in of_keys)
+        of_keys = [lax.psum_scatter(x, problem.axis_name) for x in parts]
+    dk, dv = (dx.astype(k.dtype) for dx in of_keys)
+    dsinks = None
+    if sinks is not None:
+        p = jnp.exp(sinks[:, None] - lse)
+        dsinks = -jnp.sum(p * carry.delta[..., : lse.shape[-1]], (0, 2))
+    return carry.dq.astype(q.dtype), dk, dv, dsinks
+
+
+_attention.defvjp(_attention_fwd, _attention_bwd)
+
+
+def _in_sequence(x: Array, plan: ContextPlan) -> Array:
+    """Return tokens [size, B, S, ...] of all ranks as [B, size · S, ...], in sequence order."""
+    x = jnp.moveaxis(x, 0, 1)
+    return unshard_sequence(x.reshape(x.shape[0], plan.seq_len, *x.shape[3:]), plan)
+
+
+def _by_rank(x: Array, plan: ContextPlan) -> Array:
+    """Undo `_in_sequence`."""
+    x = shard_sequence(x, plan)
+    return jnp.moveaxis(x.reshape(x.shape[0], plan.size, -1, *x.shape[2:]), 1, 0)
+
+
+def _to_heads(problem: _Problem, x: Array) -> Array:
+    """Return [B, size · S, H / size, ...], in sequence order, of [B, S, H, ...]."""
+    x = jnp.moveaxis(x.reshape(*x.shape[:2], problem.plan.size, -1, *x.shape[3:]), 2, 0)
+    return _in_sequence(lax.all_to_all(x, problem.axis_name, 0, 0, tiled=True), problem.plan)
+
+
+def _to_tokens(problem: _Problem, x: Array) -> Array:
+    """Undo `_to_heads`."""
+    x = lax.all_to_all(_by_rank(x, problem.plan), problem.axis_name, 0, 0, tiled=True)
+    x = jnp.moveaxis(x, 0, 2)
+    return x.reshape(*x.shape[:2], -1, *x.shape[4:])
+
+
+def _attend_heads(problem: _Problem, operands: FlashOperands[Array]) -> tuple[Array, Array]:
+    """Attend to all tokens with this rank's share of the heads."""
+    plan, sinks = problem.plan, operands.sinks
+    q, k, v = (_to_heads(problem, x) for x in operands[:3])
+    if sinks is not None:
+        sinks = sinks.reshape(plan.size, -1)[lax.axis_index(problem.axis_name)]
+    named = problem.options._asdict()
+    window = named.pop("window_left"), named.pop("window_right")
+    ids = None
+    if plan.cu_seqlens is not None:
+        ids = jnp.broadcast_to(jnp.asarray(plan.document_ids), q.shape[:2])
+    out, lse = flash_attention(
+        q, k, v, sinks=sinks, window_size=window, q_segment_ids=ids, kv_segment_ids=ids,
+        return_lse=True, implementation=problem.implementation, **named,
+    )  # fmt: skip
+    lse = _to_tokens(problem, jnp.swapaxes(lse, 1, 2)[..., None])
+    return _to_tokens(problem, out), jnp.swapaxes(lse[..., 0], 1, 2)

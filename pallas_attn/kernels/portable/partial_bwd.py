@@ -1,0 +1,46 @@
+"""Gradients through some of the keys: the backward kernels, with dq added to that through others.
+
+Liu et al. 2023 (Ring Attention), appendix A.
+"""
+
+import jax.numpy as jnp
+from jax import Array
+
+from pallas_attn.kernels.gradients import Inputs
+from pallas_attn.kernels.library.mask import mask_of_keys, mask_of_queries
+from pallas_attn.kernels.portable.flash_bwd import launch_dkdv, launch_dq, launch_preprocess
+from twin_attention.contract.operands import GradientCarry, PartialOperands
+from twin_attention.contract.spec import PartialSpec
+from twin_attention.targets.family import Backend
+
+
+def partial_bwd(
+    dout: Array,
+    dlse: Array | None,
+    operands: PartialOperands[Array],
+    out: Array,
+    lse: Array,
+    carry: GradientCarry[Array] | None,
+    spec: PartialSpec,
+    backend: Backend,
+) -> tuple[GradientCarry[Array], Array, Array]:
+    """Compute the gradients of q, k and v through the keys of the operands.
+
+    Args:
+        dout, dlse, out, lse: as `flash_bwd` takes them, of the result over all keys.
+        operands, spec: the problem.
+        carry: what the call for other keys returned, whose dq's memory the new one takes where it
+            can; None for the first.
+        backend: what runs.
+
+    Returns:
+        The carry, and dk and dv, float32.
+    """
+    q, k, v, mask = *operands[:3], mask_of_keys(operands)
+    if carry is None:
+        rows = launch_preprocess(dout, dlse, out, lse, spec, backend, mask)
+        carry = GradientCarry(jnp.zeros(q.shape, jnp.float32), *rows)
+    inputs = Inputs(q, k, v, dout, carry.lse2, carry.delta)
+    dq = launch_dq(inputs, spec, backend, mask, carry.dq)
+    dk, dv = launch_dkdv(inputs, spec, backend, mask_of_queries(operands), jnp.float32)
+    return carry._replace(dq=dq), dk, dv

@@ -1,0 +1,33 @@
+"""Attention over some of the keys, added to a result over others: the forward kernel with a carry.
+
+Liu et al. 2023 (Ring Attention), algorithm 1: the running softmax goes from one set of keys to the
+next, in float32.
+"""
+
+from jax import Array
+
+from pallas_attn.kernels.portable.flash_fwd import Result, launch_forward
+from twin_attention.contract.operands import PartialOperands
+from twin_attention.contract.spec import PartialSpec
+from twin_attention.targets.family import Backend
+
+
+def partial_fwd(
+    operands: PartialOperands[Array],
+    out: Array,
+    lse: Array,
+    spec: PartialSpec,
+    backend: Backend,
+) -> tuple[Array, Array]:
+    """Add the keys of the operands to a result.
+
+    Args:
+        operands, spec: the problem.
+        out, lse: the result over other keys, [B, Sq, Hq, Dv] and [B, Hq, Sq] float32, whose memory
+            the new one takes where it can; 0 and -inf for none.
+        backend: what runs.
+
+    Returns:
+        out and lse.
+    """
+    return launch_forward(operands, Result(out, lse), spec, backend)

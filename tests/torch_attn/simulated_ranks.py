@@ -1,0 +1,113 @@
+"""The ranks of a group as threads of one process, which send each other tensors by mailboxes."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections import defaultdict
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_attn.distributed import context
+from torch_attn.distributed.peers import Peers, Transfer
+
+TIME_LIMIT = 60.0  # of a wait for another rank, in seconds
+
+
+class Arrival:
+    """Fill tensors with what arrives in mailboxes."""
+
+    def __init__(self, boxes: list[queue.Queue[Tensor]], tensors: tuple[Tensor, ...]) -> None:
+        self._boxes, self._tensors = boxes, tensors
+
+    def wait(self) -> None:
+        for box, x in zip(self._boxes, self._tensors, strict=True):
+            x.copy_(box.get(timeout=TIME_LIMIT))
+
+
+class Room:
+    """What simulated ranks share.
+
+    Attributes:
+        size: ranks.
+        boxes: mailboxes by receiver, sender, distance and number of the tensor.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.boxes: dict[Any, queue.Queue[Tensor]] = defaultdict(queue.Queue)
+        self._meeting = threading.Barrier(size)
+        self._shown: list[Any] = [None] * size
+
+    def show(self, rank: int, x: Any) -> list[Any]:
+        """Return what every rank shows."""
+        self._shown[rank] = x
+        self._meeting.wait(TIME_LIMIT)
+        shown = list(self._shown)
+        self._meeting.wait(TIME_LIMIT)
+        return shown
+
+
+class SimulatedPeers(Peers):
+    """The peers of a thread. It is its own mesh."""
+
+    def __init__(self, room: Room, rank: int) -> None:
+        self.room, self.rank, self.size = room, rank, room.size
+        self.group: Any = self
+
+    def shift(self, tensors, distance, sends=True, receives=True) -> Transfer:
+        boxes = self.room.boxes
+        if sends:
+            to = (self.rank + distance) % self.size
+            for n, x in enumerate(tensors):
+                boxes[to, self.rank, n].put(x.detach().clone())
+        if not receives:
+            return Transfer(None)
+        source = (self.rank - distance) % self.size
+        received = tuple(torch.full_like(x, torch.nan) for x in tensors)
+        arrival = Arrival([boxes[self.rank, source, n] for n in range(len(tensors))], received)
+        return Transfer(received, (arrival,))
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        return torch.stack(self.room.show(self.rank, x.detach()))
+
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        return torch.stack([y[self.rank] for y in self.room.show(self.rank, x)]).sum(0)
+
+    def all_to_all(self, x: Tensor) -> Tensor:
+        return torch.stack([y[self.rank] for y in self.room.show(self.rank, x.detach())])
+
+    def gather_objects(self, x: Any) -> list[Any]:
+        return self.room.show(self.rank, x)
+
+
+_one_at_a_time = threading.Lock()  # Triton's interpreter runs in one thread at a time
+
+
+def run_ranks(size: int, function: Callable[[SimulatedPeers], Any]) -> list[Any]:
+    """Return what a function of the peers returns on each rank; raise the first error of any."""
+    room = Room(size)
+    with ThreadPoolExecutor(size) as pool:
+        futures = [pool.submit(function, SimulatedPeers(room, rank)) for rank in range(size)]
+    return [future.result() for future in futures]
+
+
+def simulate(monkeypatch) -> None:
+    """Let `context_attention` take simulated peers as its mesh."""
+    monkeypatch.setattr(context, "Peers", lambda mesh: mesh)
+    find = context.Problem.function
+
+    def function(self, operation, *tensors):
+        found = find(self, operation, *tensors)
+
+        def run(*args):
+            with _one_at_a_time:
+                return found(*args)
+
+        return run
+
+    monkeypatch.setattr(context.Problem, "function", function)

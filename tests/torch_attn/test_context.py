@@ -1,0 +1,233 @@
+"""Context parallel attention: what each rank gets is what the whole sequence has."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from interop.parity.cases import FlashCase
+from interop.parity.inputs import make_inputs
+from tests.oracle import assert_within_budget
+from tests.torch_attn.simulated_ranks import SimulatedPeers, run_ranks, simulate
+from torch_attn.distributed import (
+    context,
+    context_attention,
+    context_plan,
+    shard_sequence,
+    unshard_sequence,
+)
+from torch_attn.distributed.context import Problem
+from twin_attention.contract.spec import Window
+
+CASE = FlashCase("", batch=2, seq_q=96, seq_kv=96, heads_q=4, heads_kv=2, head_dim=16, causal=True)
+CASES = {
+    "causal": CASE,
+    "full": replace(CASE, causal=False),
+    "window": replace(CASE, window_size=(11, None)),
+    "both-sides": replace(CASE, causal=False, window_size=(9, 5), head_dim_v=24),
+    "all-options": replace(
+        CASE, dtype="float16", softcap=4.0, sinks=True, scale=0.3, window_size=(30, None)
+    ),
+    "float32": replace(CASE, dtype="float32", sinks=True),
+}
+DOCUMENTS = (0, 13, 13, 60, 61, 90)
+
+
+@pytest.fixture
+def ranks(monkeypatch):
+    simulate(monkeypatch)
+    return run_ranks
+
+
+def problem(case, plan, device):
+    """Return inputs and spec of the whole sequence, with the plan's documents as segment ids."""
+    inputs, spec = make_inputs(case, device), case.spec
+    if plan.cu_seqlens is not None:
+        ids = torch.from_numpy(plan.document_ids).to(device).expand(case.batch, -1).contiguous()
+        inputs |= {"q_segment_ids": ids, "kv_segment_ids": ids}
+        spec = replace(spec, segmented=True)
+    return inputs, spec
+
+
+def attend(run, case, plan, inputs, **options):
+    """Return out, lse and gradients over the whole sequence, from what simulated ranks got."""
+
+    def on_rank(peers):
+        def share(name, axis=1):
+            x = shard_sequence(inputs[name], plan, peers.rank, axis).contiguous()
+            return x.requires_grad_() if name in "qkv" else x
+
+        operands = [share(name) for name in "qkv"]
+        sinks = inputs.get("sinks")
+        if sinks is not None:
+            sinks = sinks.detach().clone().requires_grad_()
+        out, lse = context_attention(
+            *operands, plan=plan, mesh=peers, sinks=sinks, return_lse=True,
+            **case.options | options,
+        )  # fmt: skip
+        gradients = torch.autograd.grad(
+            (out, lse),
+            [x for x in (*operands, sinks) if x is not None],
+            (share("dout"), share("dlse", 2)),
+        )
+        return out, lse, *gradients
+
+    results = list(zip(*run(plan.size, on_rank), strict=True))
+    names = ("out", "lse", "dq", "dk", "dv", "dsinks")
+    whole = {
+        name: unshard_sequence(xs, plan, 2 if name == "lse" else 1)
+        for name, xs in zip(names, results, strict=False)
+        if name != "dsinks"
+    }
+    if len(results) == 6:
+        whole["dsinks"] = torch.stack(results[5]).sum(0)
+    return {name: x.detach() for name, x in whole.items()}
+
+
+@pytest.mark.parametrize("implementation", ["reference", "triton"])
+@pytest.mark.parametrize("exchange", ["ring", "gather"])
+@pytest.mark.parametrize("name", CASES)
+def test_cases(ranks, name, exchange, implementation, torch_device):
+    plan = context_plan(96, 4)
+    inputs, spec = problem(CASES[name], plan, torch_device)
+    got = attend(ranks, CASES[name], plan, inputs, exchange=exchange, implementation=implementation)
+    assert_within_budget(got, inputs, spec)
+
+
+@pytest.mark.parametrize("documents", [None, DOCUMENTS], ids=["one", "documents"])
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "stripe", "balanced"])
+@pytest.mark.parametrize("exchange", ["ring", "gather", "heads"])
+def test_layouts(ranks, exchange, layout, documents, torch_device):
+    plan = context_plan(96, 2, layout, documents)
+    case = replace(CASE, sinks=True)
+    inputs, spec = problem(case, plan, torch_device)
+    got = attend(ranks, case, plan, inputs, exchange=exchange)
+    assert_within_budget(got, inputs, spec)
+
+
+@pytest.mark.parametrize("size", [1, 3, 6, 8])
+def test_numbers_of_ranks(ranks, size, torch_device):
+    plan = context_plan(96, size, "zigzag" if 96 % (2 * size) == 0 else "stripe", DOCUMENTS)
+    case = replace(CASE, window_size=(20, None))
+    inputs, spec = problem(case, plan, torch_device)
+    assert_within_budget(attend(ranks, case, plan, inputs, exchange="ring"), inputs, spec)
+
+
+def test_the_same_bits_every_time(ranks, torch_device):
+    plan = context_plan(96, 4)
+    inputs, _ = problem(CASE, plan, torch_device)
+    first, second = (attend(ranks, CASE, plan, inputs, exchange="ring") for _ in range(2))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_a_rank_sends_what_is_needed_alone(ranks, monkeypatch, torch_device):
+    plan, sent = context_plan(96, 8, "contiguous"), []
+    shift = SimulatedPeers.shift
+
+    def counted(self, tensors, distance, sends=True, receives=True):
+        sent.append((self.rank, distance, sends, receives))
+        return shift(self, tensors, distance, sends, receives)
+
+    monkeypatch.setattr(SimulatedPeers, "shift", counted)
+    case = replace(CASE, window_size=(11, None))  # a rank has 12 tokens
+    inputs, spec = problem(case, plan, torch_device)
+    assert_within_budget(attend(ranks, case, plan, inputs, exchange="ring"), inputs, spec)
+    assert {abs(distance) for _, distance, _, _ in sent} == {1}
+    assert (7, 1, False, True) in sent  # the last rank's keys are seen by no other
+    assert (0, 1, True, False) in sent
+    assert len(sent) == 3 * 8  # keys forward, keys and gradients backward
+
+
+@pytest.mark.parametrize("fault", ["stale keys", "no window", "16 bits", "own gradients"])
+def test_faults_are_found(ranks, monkeypatch, fault, torch_device):
+    """Faults seen in ring attentions elsewhere are above the budget."""
+    hops, send_back, find = Problem.hops, Problem.send_back, Problem.function
+    intervals = context._intervals
+
+    def stale(self, q, k, v):
+        for distance, operands in hops(self, q, k, v):
+            yield distance, operands and operands._replace(k=k, v=v)
+
+    def rounded(self, operation, *tensors):
+        run = find(self, operation, *tensors)
+        if operation == "partial_bwd":
+            return run
+
+        def in_16_bits(operands, out, lse):
+            out, lse = run(operands, out, lse)
+            return out.bfloat16().float(), lse
+
+        return in_16_bits
+
+    if fault == "stale keys":
+        monkeypatch.setattr(Problem, "hops", stale)
+    if fault == "no window":
+        monkeypatch.setattr(
+            context, "_intervals", lambda *a: intervals(*a[:2], Window(None, 0), *a[3:])
+        )
+    if fault == "16 bits":
+        monkeypatch.setattr(Problem, "function", rounded)
+    if fault == "own gradients":
+        monkeypatch.setattr(Problem, "send_back", lambda self, d, dx: send_back(self, d, dx[::-1]))
+    plan = context_plan(96, 4)
+    case = replace(CASE, window_size=(40, None), dtype="float32")
+    inputs, spec = problem(case, plan, torch_device)
+    got = attend(ranks, case, plan, inputs, exchange="ring")
+    with pytest.raises(AssertionError):
+        assert_within_budget(got, inputs, spec)
+
+
+def tensors(rows=24, heads=4, heads_kv=2, dtype=torch.float32):
+    shapes = ((1, rows, heads, 16), (1, rows, heads_kv, 16), (1, rows, heads_kv, 16))
+    return tuple(torch.zeros(shape, dtype=dtype) for shape in shapes)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (lambda c: c.update(plan=context_plan(96, 2)), ValueError, "plan: expected a plan for"),
+        (lambda c: c.update(plan=3), TypeError, "plan: expected a ContextPlan"),
+        (lambda c: c.update(operands=tensors(rows=20)), ValueError, "q: expected the plan's 24"),
+        (lambda c: c.update(exchange="all"), ValueError, "exchange: expected None or one of"),
+        (lambda c: c.update(exchange="heads"), ValueError, "k: expected heads that 4 ranks share"),
+        (lambda c: c.update(softcap=-1.0), ValueError, "softcap: expected"),
+        (lambda c: c.update(implementation="gluon"), NotImplementedError, "implementation: expec"),
+    ],
+)
+@pytest.mark.parametrize("whose", [None, 2], ids=["all", "one-rank"])
+def test_bad_calls(ranks, change, error, message, whose):
+    """Every rank raises, whichever rank's call is wrong, before anything is exchanged."""
+
+    def on_rank(peers):
+        call = {"plan": context_plan(96, 4), "operands": tensors(), "causal": True}
+        if whose in (None, peers.rank):
+            change(call)
+        with pytest.raises(error, match=message):
+            context_attention(*call.pop("operands"), mesh=peers, **call)
+
+    ranks(4, on_rank)
+
+
+@pytest.mark.parametrize("option", ["causal", "softcap", "dtype", "plan"])
+def test_ranks_that_disagree(ranks, option):
+    def on_rank(peers):
+        call = {"plan": context_plan(96, 4), "causal": False}
+        dtype = torch.float32
+        if peers.rank == 1:
+            dtype = torch.bfloat16 if option == "dtype" else dtype
+            other = {"causal": True, "softcap": 2.0, "plan": context_plan(96, 4, "stripe")}
+            call |= {option: other[option]} if option in other else {}
+        with pytest.raises(ValueError, match="context_attention: expected rank 0's call on all"):
+            context_attention(*tensors(dtype=dtype), mesh=peers, **call)
+
+    ranks(4, on_rank)
+
+
+def test_derivatives_that_are_refused(ranks):
+    def on_rank(peers):
+        q, k, v = (x.requires_grad_() for x in tensors())
+        out = context_attention(q, k, v, plan=context_plan(24, 1), mesh=peers)
+        with pytest.raises(NotImplementedError, match="context_attention: a second derivative"):
+            torch.autograd.grad(out.sum(), q, create_graph=True)
+
+    ranks(1, on_rank)

@@ -1,0 +1,23 @@
+"""Attention over several devices.
+
+`context_attention` shares one sequence between the ranks of a group. Importing this also teaches
+`flash_attention` to DTensor (`torch_attn.distributed.sharding`). `torch_attn` itself does not
+import it, because `torch.distributed.tensor` takes long to import.
+"""
+
+import torch_attn.distributed.sharding  # noqa: F401 (registers)
+from torch_attn.distributed.context import context_attention
+from twin_attention.contract.context import (
+    ContextPlan,
+    context_plan,
+    shard_sequence,
+    unshard_sequence,
+)
+
+__all__ = [
+    "ContextPlan",
+    "context_attention",
+    "context_plan",
+    "shard_sequence",
+    "unshard_sequence",
+]

@@ -1,0 +1,419 @@
+"""Context parallel attention: the ranks of a group share a sequence's tokens.
+
+"ring": keys travel to every rank that needs them, one distance after the other, while the kernels
+read those that arrived before. A partial result goes from hop to hop in float32 and is rounded once
+(Liu et al. 2023, Ring Attention). Keys always leave the rank that holds them, and gradients go back
+there, so that no rank passes on what another one sent.
+"gather": each rank gathers all keys and attends once; gradients are summed where the keys are held.
+"heads": each rank gets all tokens of some heads, and attends as without a group (Jacobs et al.
+2023, DeepSpeed Ulysses, arXiv 2309.14509).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import lru_cache, partial
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from torch_attn.autograd import refuse_forward_mode, refuse_second_derivative
+from torch_attn.dispatch import Implementation, check_implementation, choose
+from torch_attn.distributed.peers import Peers, Transfer
+from torch_attn.flash import flash_attention
+from torch_attn.flash_ops import or_as_torch_says
+from torch_attn.operands import cast_inputs, operand, rows_aligned
+from torch_attn.operators import readable
+from twin_attention.contract.context import EXCHANGES, ContextPlan, Intervals, choose_exchange
+from twin_attention.contract.operands import FlashOperands, PartialOperands, describe_operands
+from twin_attention.contract.spec import FlashOptions, PartialSpec, Precision, Window
+from twin_attention.contract.validate import (
+    check_context_attention,
+    check_exchange,
+    check_flash_options,
+    check_group,
+    fail,
+    type_name,
+)
+
+Exchange = Literal["ring", "gather", "heads"]
+
+
+def context_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    plan: ContextPlan,
+    mesh: Any,
+    exchange: Exchange | None = None,
+    causal: bool = False,
+    scale: float | None = None,
+    window_size: tuple[int | None, int | None] | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    deterministic: bool | None = None,
+    precision: Precision = "ieee",
+    return_lse: bool = False,
+    implementation: Implementation | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Exact attention over a sequence whose tokens are spread over the ranks of a group.
+
+    The result for a token is that of `flash_attention` over the whole sequence, or of
+    `flash_attention_varlen` if the plan has documents, whichever rank holds the token. Each rank
+    calls it with its own tokens. Partial results stay in float32 until the last, and the same
+    number of ranks gives the same bits every time.
+
+    The first call with new shapes or options compares them over the group, and every rank raises
+    the same error if they differ. A rank that fails later ends the others by the group's timeout.
+    Differentiable once, in reverse mode; the backward exchanges the keys again.
+
+    Args:
+        q: [B, S, Hq, D], the rank's queries in the plan's order, S = ``plan.local_len``; float16,
+            bfloat16 or float32. D is 16 to 256 in steps of 8.
+        k: [B, S, Hkv, D], the rank's keys. Hq is a multiple of Hkv.
+        v: [B, S, Hkv, Dv].
+        plan: `context_plan`, the same on every rank. Padding after its last document sees nothing,
+            gives 0, and holds finite numbers.
+        mesh: a `DeviceMesh` of one dimension, or a process group, of ``plan.size`` ranks.
+        exchange: "ring", "gather" or "heads", whose heads of queries and of keys the ranks share
+            evenly; None: "ring", or "gather" where a rank has few tokens.
+        causal, scale, window_size, softcap, precision: as in `flash_attention`, with positions in
+            the whole sequence.
+        sinks: [Hq] float32, the same on every rank. Its gradient is this rank's share: their sum is
+            the whole.
+        deterministic: as in `flash_attention`. "ring" and "gather" always are, but for a sum over
+            ranks in "gather", whose order is the group's.
+        return_lse: return the log-sum-exp as well. It is differentiable.
+        implementation: as in `flash_attention`; "ring" and "gather" have "triton" and "reference".
+
+    Returns:
+        out [B, S, Hq, Dv] in q's dtype; with `return_lse` the pair (out, lse), lse [B, Hq, S] in
+        float32, natural logarithm.
+
+    Raises:
+        TypeError: an argument of the wrong type or dtype, on any rank.
+        ValueError: shapes that contradict each other or the plan, a plan that does not fit the
+            group, ranks that do not agree.
+        NotImplementedError: a dtype, head dimension or device without kernels; forward mode; a
+            second derivative.
+
+    Source: Liu et al. 2023 (Ring Attention, arXiv 2310.01889).
+
+    Example::
+
+        import tempfile
+        import torch
+        import torch.distributed as dist
+        from torch_attn.distributed import context_attention, context_plan
+
+        if not dist.is_initialized():  # one rank: torchrun makes several
+            file = tempfile.mktemp()
+            dist.init_process_group("gloo", init_method=f"file://{file}", rank=0, world_size=1)
+        plan = context_plan(seq_len=64, size=dist.get_world_size())
+        q, k, v = torch.randn(3, 1, plan.local_len, 4, 32)
+        out = context_attention(q, k, v, plan=plan, mesh=dist.group.WORLD, causal=True)
+        dist.destroy_process_group()
+    """
+    peers = Peers(mesh)
+    deterministic = or_as_torch_says(deterministic)
+    options = causal, scale, window_size, softcap, deterministic, precision, return_lse
+    call = _agree(peers, plan, (q, k, v, sinks), options, exchange, implementation)
+    problem = Problem(peers, call, plan)
+    if call.exchange == "heads":
+        out, lse = _attend_heads(problem, *call.tensors)
+    else:
+        out, lse = _Attention.apply(problem, *call.tensors)
+    return (out, lse) if return_lse else out
+
+
+class _Call(NamedTuple):
+    """A checked call: its tensors as they are used, its problem, and the names it chose."""
+
+    tensors: tuple[Any, ...]
+    options: FlashOptions
+    spec: PartialSpec
+    exchange: str
+    implementation: Implementation | None
+
+
+# Descriptions of calls that all ranks of a group have agreed on.
+_agreed: set[tuple[Any, ...]] = set()
+
+
+def _agree(
+    peers: Peers,
+    plan: Any,
+    tensors: tuple[Any, ...],
+    options: tuple[Any, ...],
+    exchange: str | None,
+    implementation: Implementation | None,
+) -> _Call:
+    """Check a call on this rank, and once that all ranks of the group make the same.
+
+    Raises:
+        The error of the first rank that has one, on each.
+    """
+    call, error = None, None
+    try:
+        call = _check(peers, plan, tensors, options, exchange, implementation)
+    except (TypeError, ValueError, NotImplementedError) as found:
+        error = found
+    said = None
+    if call is not None:
+        said = (plan, call.options, call.exchange, implementation, *map(_described, call.tensors))
+        if (peers.group, said) in _agreed:
+            return call
+    everyone = peers.gather_objects((repr(said), error))
+    for rank, (_, found) in enumerate(everyone):
+        if found is not None:
+            raise error or type(found)(f"rank {rank}: {found}")
+    for other, _ in everyone:
+        if other != everyone[0][0]:
+            fail(ValueError, "context_attention", f"rank 0's call on all: {everyone[0][0]}", other)
+    assert call is not None
+    _agreed.add((peers.group, said))
+    return call
+
+
+def _described(x: Tensor | None) -> Any:
+    return x if x is None else (tuple(x.shape), str(x.dtype))
+
+
+def _check(
+    peers: Peers,
+    plan: Any,
+    tensors: tuple[Any, ...],
+    given: tuple[Any, ...],
+    exchange: str | None,
+    implementation: Implementation | None,
+) -> _Call:
+    """Check a call on this rank."""
+    options = check_flash_options(*given)
+    if not isinstance(plan, ContextPlan):
+        fail(TypeError, "plan", "a ContextPlan of `context_plan`", type_name(plan))
+    check_group(plan.size, peers.size)
+    check_implementation(implementation)
+    q, k, v = cast_inputs(*tensors[:3])
+    operands = FlashOperands(q, k, v, tensors[3])
+    described = describe_operands(operands, operand)
+    check_context_attention(described, options, plan.local_len)
+    check_exchange(exchange, EXCHANGES, (q.shape[2], k.shape[2]), plan.size)
+    chosen, _ = choose_exchange(exchange, plan)
+    spec = PartialSpec.of(PartialOperands(*described[:3], *[None] * 4), described.q.dtype, options)
+    if chosen == "gather":
+        spec = replace(spec, seq_kv=plan.seq_len)
+    if chosen != "heads":
+        choose(implementation, "partial_fwd", q.device, spec)
+    return _Call(tuple(operands[:4]), options, spec, chosen, implementation)
+
+
+@lru_cache(maxsize=256)
+def _intervals(
+    plan: ContextPlan, rank: int, window: Window, rank_kv: int | None, device: torch.device
+) -> Intervals:
+    found = plan.intervals(rank, window, rank_kv)
+    return Intervals(*(torch.from_numpy(x).to(device) for x in found))
+
+
+@lru_cache(maxsize=256)
+def _hops(plan: ContextPlan, window: Window) -> tuple[np.ndarray, tuple[int, ...]]:
+    """Return whose keys the queries of each rank see, [size, size] bool, and at which distances."""
+    return plan.needed(window), plan.distances(window)
+
+
+@lru_cache(maxsize=256)
+def _order(plan: ContextPlan, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return the row of each token where ranks stand one after the other, and the inverse."""
+    order = torch.from_numpy(plan.order).to(device)
+    return order, order.argsort()
+
+
+class Problem(NamedTuple):
+    """What the hops of a call have in common."""
+
+    peers: Peers
+    call: _Call
+    plan: ContextPlan
+
+    @property
+    def window(self) -> Window:
+        """The window, `causal` included."""
+        return self.call.options.window
+
+    def function(self, operation: str, *tensors: Tensor) -> Callable[..., Any]:
+        """Return a family's function of the problem, for tensors that it reads."""
+        spec = replace(self.call.spec, rows_aligned=rows_aligned(*tensors))
+        device = tensors[0].device
+        # An empty problem runs no kernel.
+        implementation = "reference" if spec.is_empty else self.call.implementation
+        backend, _ = choose(implementation, operation, device, spec)
+        return partial(backend.family.function(operation), spec=spec, backend=backend)
+
+    def hops(
+        self, q: Tensor, k: Tensor, v: Tensor
+    ) -> Iterator[tuple[int, PartialOperands[Tensor] | None]]:
+        """Return the distance and the operands of each hop, own keys first; None for no keys.
+
+        The next keys are on their way while the caller works with those it was given.
+        """
+        peers, plan, device = self.peers, self.plan, q.device
+        if self.call.exchange == "gather":
+            keys = (_in_sequence(peers.all_gather(x), plan) for x in (k, v))
+            yield (
+                0,
+                PartialOperands(q, *keys, *_intervals(plan, peers.rank, self.window, None, device)),
+            )
+            return
+        needed, distances = _hops(plan, self.window)
+        arrived = k, v
+        for distance, following in zip(distances, (*distances[1:], None), strict=True):
+            transfer = Transfer(None)
+            if following is not None:
+                after, before = ((peers.rank + d) % plan.size for d in (following, -following))
+                transfer = peers.shift(
+                    (k, v), following, needed[after, peers.rank], needed[peers.rank, before]
+                )
+            if arrived is None:
+                yield distance, None
+            else:
+                rank_kv = (peers.rank - distance) % plan.size
+                bounds = _intervals(plan, peers.rank, self.window, rank_kv, device)
+                yield distance, PartialOperands(q, *arrived, *bounds)
+            arrived = transfer.wait()
+
+    def send_back(self, distance: int, gradients: tuple[Tensor, ...]) -> Transfer:
+        """Begin to send gradients of keys to the rank that holds them, and to receive its own."""
+        peers, (needed, _) = self.peers, _hops(self.plan, self.window)
+        after, before = ((peers.rank + d) % self.plan.size for d in (distance, -distance))
+        return peers.shift(
+            gradients, -distance, needed[peers.rank, before], needed[after, peers.rank]
+        )
+
+
+class _Attention(torch.autograd.Function):
+    """Attention by "ring" or "gather", with its derivative in reverse mode."""
+
+    @staticmethod
+    def forward(ctx, problem, q, k, v, sinks):
+        k, v = k.contiguous(), v.contiguous()
+        batch, rows, heads, _ = q.shape
+        out = q.new_zeros((batch, rows, heads, v.shape[3]), dtype=torch.float32)
+        lse = out.new_full((batch, heads, rows), -torch.inf)
+        run = problem.function("partial_fwd", q, k, v)
+        for distance, operands in problem.hops(q, k, v):
+            if operands is not None:
+                operands = operands._replace(sinks=None if distance else sinks)
+                out, lse = run(operands, out, lse)
+        out = out.to(q.dtype)
+        ctx.problem = problem
+        ctx.save_for_backward(q, k, v, sinks, out, lse)
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx, dout, dlse):
+        if torch.is_grad_enabled():
+            refuse_second_derivative("context_attention")
+        problem: Problem = ctx.problem
+        q, k, v, sinks, out, lse = ctx.saved_tensors
+        dout, dlse = readable(torch.zeros_like(out) if dout is None else dout, dlse)
+        out, lse = readable(out, lse)
+        run = problem.function("partial_bwd", q, k, v, dout)
+        carry, of_keys, transfer = None, (), Transfer(None)
+        for distance, operands in problem.hops(q, k, v):
+            found = of_keys  # their shapes, where this rank has nothing to send
+            if operands is not None:
+                carry, *found = run(dout, dlse, operands, out, lse, carry)
+            if distance == 0:
+                of_keys = found
+            else:
+                arriving = problem.send_back(distance, tuple(found))
+                _add(of_keys, transfer.wait())
+                transfer = arriving
+        _add(of_keys, transfer.wait())
+        if problem.call.exchange == "gather":
+            peers, plan = problem.peers, problem.plan
+            of_keys = [peers.reduce_scatter(_by_rank(x, plan)) for x in of_keys]
+        dk, dv = (dx.to(k.dtype) for dx in of_keys)
+        dsinks = None
+        if sinks is not None:
+            p = torch.exp(sinks[:, None] - lse)
+            dsinks = -(p * carry.delta[..., : lse.shape[-1]]).sum((0, 2))
+        return None, carry.dq.to(q.dtype), dk, dv, dsinks
+
+    @staticmethod
+    def jvp(ctx, *_):
+        refuse_forward_mode("context_attention")
+
+
+def _add(sums: Sequence[Tensor], more: Sequence[Tensor] | None) -> None:
+    for x, y in zip(sums, more or (), strict=False):
+        x.add_(y)
+
+
+def _in_sequence(x: Tensor, plan: ContextPlan) -> Tensor:
+    """Return tokens [size, B, S, ...] of all ranks as [B, size · S, ...], in sequence order."""
+    order, _ = _order(plan, x.device)
+    return x.movedim(0, 1).flatten(1, 2).index_select(1, order)
+
+
+def _by_rank(x: Tensor, plan: ContextPlan) -> Tensor:
+    """Undo `_in_sequence`."""
+    _, inverse = _order(plan, x.device)
+    x = x.index_select(1, inverse).unflatten(1, (plan.size, plan.local_len))
+    return x.movedim(1, 0).contiguous()
+
+
+class _Exchange(torch.autograd.Function):
+    """Tokens of all heads for all tokens of some heads, or back; each is the other's derivative."""
+
+    @staticmethod
+    def forward(ctx, problem, x, to_heads):
+        ctx.problem, ctx.to_heads = problem, to_heads
+        return (_to_heads if to_heads else _to_tokens)(problem, x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return None, (_to_tokens if ctx.to_heads else _to_heads)(ctx.problem, gradient), None
+
+
+def _to_heads(problem: Problem, x: Tensor) -> Tensor:
+    """Return [B, size · S, H / size, ...], in sequence order, of [B, S, H, ...]."""
+    x = x.unflatten(2, (problem.plan.size, -1)).movedim(2, 0).contiguous()
+    return _in_sequence(problem.peers.all_to_all(x), problem.plan)
+
+
+def _to_tokens(problem: Problem, x: Tensor) -> Tensor:
+    """Undo `_to_heads`."""
+    x = problem.peers.all_to_all(_by_rank(x, problem.plan))
+    return x.movedim(0, 2).flatten(2, 3).contiguous()
+
+
+def _attend_heads(problem: Problem, q, k, v, sinks) -> tuple[Tensor, ...]:
+    """Attend to all tokens with this rank's share of the heads."""
+    plan, peers = problem.plan, problem.peers
+    q, k, v = (_Exchange.apply(problem, x, True) for x in (q, k, v))
+    if sinks is not None:
+        sinks = sinks.unflatten(0, (plan.size, -1))[peers.rank]
+    named = problem.call.options._asdict()
+    window = named.pop("window_left"), named.pop("window_right")
+    named |= {"window_size": window, "sinks": sinks, "return_lse": True}
+    named["implementation"] = problem.call.implementation
+    if plan.cu_seqlens is None:
+        out, lse = flash_attention(q, k, v, **named)
+    else:
+        ids = _document_ids(plan, q.device).expand(q.shape[0], -1)
+        out, lse = flash_attention(q, k, v, q_segment_ids=ids, kv_segment_ids=ids, **named)
+    out = _Exchange.apply(problem, out, False)
+    lse = _Exchange.apply(problem, lse.mT[..., None], False)
+    return out, lse[..., 0].mT
+
+
+@lru_cache(maxsize=256)
+def _document_ids(plan: ContextPlan, device: torch.device) -> Tensor:
+    """Return the document of each token, -1 for padding, [seq_len] int32."""
+    return torch.from_numpy(plan.document_ids).to(device)

@@ -1,0 +1,110 @@
+"""The ranks of a process group, and what they send to each other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from twin_attention.contract.validate import fail, type_name
+
+
+class Transfer(NamedTuple):
+    """Tensors on their way.
+
+    Attributes:
+        received: where they arrive, None if none do.
+        works: what to wait for.
+        sent: what is sent, kept until then.
+    """
+
+    received: tuple[Tensor, ...] | None
+    works: Sequence[Any] = ()
+    sent: tuple[Tensor, ...] = ()
+
+    def wait(self) -> tuple[Tensor, ...] | None:
+        """Return what arrived; on a GPU the current stream waits, and not the host."""
+        for work in self.works:
+            work.wait()
+        return self.received
+
+
+class Peers:
+    """The ranks that share a sequence.
+
+    Attributes:
+        group: the process group.
+        rank, size: this one, and how many there are.
+    """
+
+    def __init__(self, mesh: Any) -> None:
+        """Take a device mesh of one dimension, or a process group.
+
+        Raises:
+            TypeError: it is neither.
+            ValueError: a mesh of several dimensions.
+        """
+        if isinstance(mesh, DeviceMesh):
+            if mesh.ndim != 1:
+                fail(ValueError, "mesh", "one dimension, such as mesh['context']", mesh.ndim)
+            mesh = mesh.get_group()
+        if not isinstance(mesh, dist.ProcessGroup):
+            fail(TypeError, "mesh", "a DeviceMesh or a process group", type_name(mesh))
+        self.group = mesh
+        self.rank, self.size = dist.get_rank(mesh), dist.get_world_size(mesh)
+
+    def shift(
+        self,
+        tensors: tuple[Tensor, ...],
+        distance: int,
+        sends: bool = True,
+        receives: bool = True,
+    ) -> Transfer:
+        """Begin to send tensors to the rank `distance` after this one, and to receive others.
+
+        Args:
+            tensors: contiguous; the rank as far before this one sends such shapes and dtypes.
+            distance: from 1 to size - 1, or negative.
+            sends, receives: the other rank receives them, and it sends some.
+        """
+        after, before = (
+            dist.get_global_rank(self.group, (self.rank + d) % self.size)
+            for d in (distance, -distance)
+        )
+        received = tuple(map(torch.empty_like, tensors)) if receives else None
+        ops = []
+        for tag, x in enumerate(tensors):
+            if sends:
+                ops.append(dist.P2POp(dist.isend, x, after, self.group, tag))
+        for tag, x in enumerate(received or ()):
+            ops.append(dist.P2POp(dist.irecv, x, before, self.group, tag))
+        works = dist.batch_isend_irecv(ops) if ops else ()
+        return Transfer(received, works, tensors)
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """Return the tensors of all ranks, [size, ...] in their order."""
+        gathered = x.new_empty((self.size, *x.shape))
+        dist.all_gather_into_tensor(gathered.flatten(0, 1), x, self.group)
+        return gathered
+
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        """Return the sum over ranks of this rank's part of tensors [size, ...]."""
+        part = x.new_empty(x.shape[1:])
+        dist.reduce_scatter_tensor(part, x.flatten(0, 1), group=self.group)
+        return part
+
+    def all_to_all(self, x: Tensor) -> Tensor:
+        """Return part `rank` of every rank's tensor [size, ...], in the order of ranks."""
+        received = torch.empty_like(x)
+        dist.all_to_all_single(received, x, group=self.group)
+        return received
+
+    def gather_objects(self, x: Any) -> list[Any]:
+        """Return an object of each rank; the host waits."""
+        found: list[Any] = [None] * self.size
+        dist.all_gather_object(found, x, self.group)
+        return found

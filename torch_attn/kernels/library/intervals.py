@@ -1,0 +1,59 @@
+"""Intervals: a part of a sequence whose rows see an interval of another part's rows each.
+
+The bounds are data on the device and never decrease from one row to the next, so that the tiles
+which a program visits follow from those of its first and last row.
+"""
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from torch_attn.kernels.library.tiles import tiles_between
+from twin_attention.contract.operands import AttentionOperands, PartialOperands
+
+# Where the interval of a row that does not exist begins.
+LARGEST_ROW = tl.constexpr(2**31 - 1)
+
+
+class RowIntervals(NamedTuple):
+    """Bounds of what each row that stays sees of the other axis, [S] int32, contiguous."""
+
+    begins: Any
+    ends: Any
+
+
+@triton.jit
+def load_intervals(intervals, start, num_rows, BLOCK: tl.constexpr):
+    """Load the bounds of rows start .. start + BLOCK: nothing for those past `num_rows`."""
+    rows = start + tl.arange(0, BLOCK)
+    begins = tl.load(intervals.begins + rows, mask=rows < num_rows, other=LARGEST_ROW)
+    ends = tl.load(intervals.ends + rows, mask=rows < num_rows, other=0)
+    return begins, ends
+
+
+@triton.jit
+def tiles_of_intervals(begins, ends, BLOCK_OTHER: tl.constexpr):
+    """Return which tiles of the other axis rows with these bounds see, as `visible_tiles`."""
+    exists = begins < LARGEST_ROW
+    begin, end = tl.min(begins, 0), tl.max(ends, 0)
+    full_begin = tl.max(tl.where(exists, begins, 0), 0)
+    full_end = tl.min(tl.where(exists, ends, LARGEST_ROW), 0)
+    end = tl.where(end > begin, end, 0)
+    begin = begin // BLOCK_OTHER * BLOCK_OTHER
+    return tiles_between(begin, full_begin, full_end, end, BLOCK_OTHER)
+
+
+def intervals_of_keys(operands: AttentionOperands[Tensor]) -> RowIntervals | None:
+    """Return what each query sees of the keys; None where a window says so."""
+    if not isinstance(operands, PartialOperands):
+        return None
+    return RowIntervals(operands.key_begins, operands.key_ends)
+
+
+def intervals_of_queries(operands: AttentionOperands[Tensor]) -> RowIntervals | None:
+    """Return which queries see each key; None where a window says so."""
+    if not isinstance(operands, PartialOperands):
+        return None
+    return RowIntervals(operands.query_begins, operands.query_ends)

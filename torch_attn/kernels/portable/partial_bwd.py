@@ -1,0 +1,59 @@
+"""Gradients through some of the keys: the backward kernels, with dq added to that through others.
+
+Liu et al. 2023 (Ring Attention), appendix A.
+"""
+
+from torch import Tensor
+
+from torch_attn.kernels.library.mask import mask_of_keys, mask_of_queries
+from torch_attn.kernels.library.sequences import num_padded_rows
+from torch_attn.kernels.portable.flash_bwd import (
+    flash_bwd_dkdv_kernel,
+    flash_bwd_dq_kernel,
+    prepare_dkdv,
+    prepare_dq,
+)
+from torch_attn.kernels.preprocess import preprocess
+from torch_attn.launch import launch
+from twin_attention.contract.operands import GradientCarry, PartialOperands
+from twin_attention.contract.spec import PartialSpec
+from twin_attention.targets.family import Backend
+
+
+def partial_bwd(
+    dout: Tensor,
+    dlse: Tensor | None,
+    operands: PartialOperands[Tensor],
+    out: Tensor,
+    lse: Tensor,
+    carry: GradientCarry[Tensor] | None,
+    spec: PartialSpec,
+    backend: Backend,
+) -> tuple[GradientCarry[Tensor], Tensor, Tensor]:
+    """Compute the gradients of q, k and v through the keys of the operands.
+
+    Args:
+        dout, dlse, out, lse: as `flash_bwd` takes them, of the result over all keys.
+        operands, spec: the problem.
+        carry: what the call for other keys returned, to which dq is added in place; None for the
+            first.
+        backend: what runs.
+
+    Returns:
+        The carry, and dk and dv, float32 and contiguous.
+    """
+    q, k, v = operands[:3]
+    if carry is None:
+        rows = (spec.batch, spec.heads_q, num_padded_rows(spec))
+        carry = GradientCarry(
+            q.new_zeros(q.shape, dtype=lse.dtype), *(lse.new_empty(rows) for _ in range(2))
+        )
+        of_rows = (dout, out, lse, dlse, carry.lse2, carry.delta)
+        preprocess(*of_rows, spec, backend, offsets=None, segment_ids=None)
+    dk, dv = (x.new_empty(x.shape, dtype=lse.dtype) for x in (k, v))
+    inputs = (q, k, v, dout, carry.lse2, carry.delta)
+    of_dq = (*inputs, carry.dq, mask_of_keys(operands))
+    launch("flash_bwd_dq", flash_bwd_dq_kernel, prepare_dq, of_dq, spec, backend)
+    of_dkdv = (*inputs, dk, dv, mask_of_queries(operands))
+    launch("flash_bwd_dkdv", flash_bwd_dkdv_kernel, prepare_dkdv, of_dkdv, spec, backend)
+    return carry, dk, dv
