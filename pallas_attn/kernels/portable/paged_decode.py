@@ -11,6 +11,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from pallas_attn.kernels.library.arguments import decode_arguments
+from pallas_attn.kernels.library.new_tokens import tree_mask
 from pallas_attn.kernels.library.pages import (
     keys_of_sequence,
     load_rows_at,
@@ -28,7 +29,6 @@ from pallas_attn.kernels.library.quantized import (
 from pallas_attn.kernels.library.scores import attention_mask
 from pallas_attn.kernels.library.softmax import add_sink, online_softmax_update, row_statistics
 from pallas_attn.kernels.library.tiles import arange
-from pallas_attn.kernels.library.tree import tree_mask
 from pallas_attn.kernels.portable.combine import merge_splits
 from pallas_attn.launch import ALL, COLUMNS, block_spec, launch
 from pallas_attn.targets import num_sms

@@ -13,6 +13,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from torch_attn.kernels.library.arguments import cache_of, decode_arguments
+from torch_attn.kernels.library.new_tokens import ends_of, tree_argument, tree_mask
 from torch_attn.kernels.library.pages import (
     keys_of_tokens,
     load_rows_at,
@@ -33,7 +34,6 @@ from torch_attn.kernels.library.scores import attention_mask
 from torch_attn.kernels.library.sequences import locate_tokens
 from torch_attn.kernels.library.softmax import add_sink, online_softmax_update, row_statistics
 from torch_attn.kernels.library.tiles import count_tiles, tile_start
-from torch_attn.kernels.library.tree import ends_of, tree_argument, tree_mask
 from torch_attn.kernels.portable.combine import merge_splits
 from torch_attn.launch import KernelCall, Prepared, launch
 from torch_attn.targets import num_sms
