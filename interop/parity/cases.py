@@ -949,8 +949,9 @@ def _full_append() -> Iterator[AppendCase]:
             yield replace(base, name=f"{base.name}-{short}-{name}", dtype=dtype, **changes)
     for d, rotary in ((16, 2), (80, 48), (128, 126)):
         yield replace(base, name=f"{base.name}-d{d}-r{rotary}", head_dim=d, rotary_dim=rotary)
-    for tokens in (1, 3, 16):
-        dense = {"new_tokens": None, "tokens": tokens, "lengths": (300, 20, 512), "padding": 0}
+    for tokens in (1, 3, 16, 64):
+        lengths = 300, max(20, tokens), 512
+        dense = {"new_tokens": None, "tokens": tokens, "lengths": lengths, "padding": 0}
         yield replace(base, name=f"{base.name}-tokens{tokens}", rotary_dim=64, **dense)
     # More sequences than a step of the search reads offsets of.
     many = {"lengths": tuple(i % 60 for i in range(300)), "max_pages": 1}
