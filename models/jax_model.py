@@ -60,7 +60,7 @@ class Transformer(nnx.Module):
     def decode(self, tokens: jax.Array, cache: PagedCache) -> tuple[jax.Array, PagedCache]:
         """Return the logits [B, T, vocab_size] of T new tokens, and the cache with them in it.
 
-        T is at most 16. The cache given is not to be used any more.
+        T is at most 64. The cache given is not to be used any more.
         """
         cache = cache.extended(tokens.shape[1])
         x, rotary = self.embed(tokens), self.rotary(cache.positions(tokens.shape[1]))

@@ -9,7 +9,7 @@ from models.config import ModelConfig
 from models.torch_attention import PagedCache
 from models.torch_model import Transformer
 
-MOST_NEW_TOKENS = 16  # of one `append_kv`
+MOST_NEW_TOKENS = 16  # of a chunk of the prompts
 
 
 def make_cache(

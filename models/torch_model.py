@@ -71,7 +71,7 @@ class Transformer(nn.Module):
     def decode(self, tokens: Tensor, cache: PagedCache) -> tuple[Tensor, PagedCache]:
         """Return the logits [B, T, vocab_size] of T new tokens, and the cache with them in it.
 
-        T is at most 16. The cache given is not to be used any more.
+        T is at most 64. The cache given is not to be used any more.
         """
         cache = cache.extended(tokens.shape[1])
         with self.autocast():

@@ -9,14 +9,17 @@ from pallas_attn.paged import paged_attention
 from pallas_attn.varlen import check_offsets, flash_attention_varlen
 from twin_attention import __version__ as __version__
 from twin_attention.contract.block_mask import BlockMask
+from twin_attention.contract.tree import Tree, check_tree, tree_of
 
 __all__ = [
     "BlockMask",
+    "Tree",
     "append_kv",
     "block_sparse_attention",
     "check_block_mask",
     "check_offsets",
     "check_pages",
+    "check_tree",
     "dilated_attention",
     "explain",
     "flash_attention",
@@ -24,4 +27,5 @@ __all__ = [
     "merge_states",
     "paged_attention",
     "paged_decode",
+    "tree_of",
 ]

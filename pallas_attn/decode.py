@@ -27,7 +27,8 @@ def paged_decode(
     block_tables: jax.Array, seq_lens: jax.Array, *,
     scale: float | None = ..., window_size: tuple[int | None, int | None] | None = ...,
     softcap: float | None = ..., sinks: jax.Array | None = ..., k_scale: jax.Array | None = ...,
-    v_scale: jax.Array | None = ..., num_splits: int | None = ..., return_lse: Literal[False] = ...,
+    v_scale: jax.Array | None = ..., tree_ends: jax.Array | None = ...,
+    num_splits: int | None = ..., return_lse: Literal[False] = ...,
     implementation: Implementation | None = ...,
 ) -> jax.Array: ...  # fmt: skip
 @overload
@@ -36,7 +37,8 @@ def paged_decode(
     block_tables: jax.Array, seq_lens: jax.Array, *,
     scale: float | None = ..., window_size: tuple[int | None, int | None] | None = ...,
     softcap: float | None = ..., sinks: jax.Array | None = ..., k_scale: jax.Array | None = ...,
-    v_scale: jax.Array | None = ..., num_splits: int | None = ..., return_lse: Literal[True],
+    v_scale: jax.Array | None = ..., tree_ends: jax.Array | None = ...,
+    num_splits: int | None = ..., return_lse: Literal[True],
     implementation: Implementation | None = ...,
 ) -> tuple[jax.Array, jax.Array]: ...  # fmt: skip
 @overload
@@ -45,7 +47,8 @@ def paged_decode(
     block_tables: jax.Array, seq_lens: jax.Array, *,
     scale: float | None = ..., window_size: tuple[int | None, int | None] | None = ...,
     softcap: float | None = ..., sinks: jax.Array | None = ..., k_scale: jax.Array | None = ...,
-    v_scale: jax.Array | None = ..., num_splits: int | None = ..., return_lse: bool,
+    v_scale: jax.Array | None = ..., tree_ends: jax.Array | None = ...,
+    num_splits: int | None = ..., return_lse: bool,
     implementation: Implementation | None = ...,
 ) -> jax.Array | tuple[jax.Array, jax.Array]: ...  # fmt: skip
 def paged_decode(
@@ -61,6 +64,7 @@ def paged_decode(
     sinks: jax.Array | None = None,
     k_scale: jax.Array | None = None,
     v_scale: jax.Array | None = None,
+    tree_ends: jax.Array | None = None,
     num_splits: int | None = None,
     return_lse: bool = False,
     implementation: Implementation | None = None,
@@ -83,7 +87,7 @@ def paged_decode(
     `twin_attention.targets.target`) is fixed while tracing.
 
     Args:
-        q: [B, Hq, D], or [B, T, Hq, D] with T from 1 to 16, float16 or bfloat16. D is 16 to 256 in
+        q: [B, Hq, D], or [B, T, Hq, D] with T from 1 to 64, float16 or bfloat16. D is 16 to 256 in
             steps of 8.
         k_pages: [P, page_size, Hkv, D], q's dtype, int8 or float8_e4m3fn: one pool for all
             sequences. page_size is 1 to 256; Hq is a multiple of Hkv.
@@ -98,6 +102,9 @@ def paged_decode(
             the log-sum-exp, and has no value. None is no such logit.
         k_scale, v_scale: [] or [Hkv] float32, for an 8-bit cache only: keys and values are what
             the pool holds times this.
+        tree_ends: [B, T] int32: the new tokens are a tree, and of them token t sees token u if
+            ``u <= t < tree_ends[b, u]``, beside all keys before the new tokens. `tree_of` makes
+            it; `check_tree` checks it. Not with a window to the left. None is causal.
         num_splits: parts, 1 to 256, that each sequence's keys are divided into; with it given, a
             sequence's result is bitwise the same whatever else is in the batch. None chooses by
             the shapes.
@@ -114,8 +121,8 @@ def paged_decode(
     Raises:
         TypeError: an argument is not a `jax.Array` or has the wrong type or dtype.
         ValueError: shapes, devices or values that contradict each other.
-        NotImplementedError: a dtype, head dimension, page size, number of tokens or device without
-            kernels; a derivative.
+        NotImplementedError: a window to the left with a tree; a dtype, head dimension, page size,
+            number of tokens or device without kernels; a derivative.
 
     Source: Kwon et al. 2023 (PagedAttention); Dao et al. 2023 (Flash-Decoding); for the sinks
     Agarwal et al. 2025 (gpt-oss).
@@ -134,7 +141,9 @@ def paged_decode(
         attention = jax.jit(lambda *operands: paged_decode(*operands, return_lse=True))
         out, lse = attention(q, k_pages, v_pages, block_tables, seq_lens)
     """
-    operands = q, k_pages, v_pages, block_tables, seq_lens, sinks, k_scale, v_scale
+    operands = (
+        q, k_pages, v_pages, block_tables, seq_lens, sinks, k_scale, v_scale, tree_ends
+    )  # fmt: skip
     options = scale, window_size, softcap, num_splits, return_lse
     return PAGED_DECODE(operands, options, implementation)
 
@@ -209,7 +218,7 @@ def append_kv(
     has no derivative.
 
     Args:
-        k_new: [B, Hkv, D], or [B, T, Hkv, D] with T up to 16, or with `cu_seqlens_q`
+        k_new: [B, Hkv, D], or [B, T, Hkv, D] with T up to 64, or with `cu_seqlens_q`
             [Tq, Hkv, D]; float16 or bfloat16.
         v_new: k_new's shape with Dv last, k_new's dtype.
         k_pages: [P, page_size, Hkv, D], k_new's dtype, int8 or float8_e4m3fn. page_size is 1 to
@@ -353,7 +362,7 @@ def check_pages(
         cu_seqlens_q: [B + 1] int32, the offsets of packed new tokens, which tell how many tokens
             at the end of each sequence `append_kv` writes. No two sequences may have theirs in one
             page.
-        num_new_tokens: the same number for each, 0 to 16, where there are no offsets. 0 takes
+        num_new_tokens: the same number for each, 0 to 64, where there are no offsets. 0 takes
             sequences that are only read, None is 1.
 
     Raises:

@@ -14,14 +14,17 @@ from torch_attn.paged import paged_attention
 from torch_attn.varlen import check_offsets, flash_attention_varlen
 from twin_attention import __version__ as __version__
 from twin_attention.contract.block_mask import BlockMask
+from twin_attention.contract.tree import Tree, check_tree, tree_of
 
 __all__ = [
     "BlockMask",
+    "Tree",
     "append_kv",
     "block_sparse_attention",
     "check_block_mask",
     "check_offsets",
     "check_pages",
+    "check_tree",
     "dilated_attention",
     "explain",
     "flash_attention",
@@ -29,4 +32,5 @@ __all__ = [
     "merge_states",
     "paged_attention",
     "paged_decode",
+    "tree_of",
 ]

@@ -32,7 +32,8 @@ def paged_decode(
     q: Tensor, k_pages: Tensor, v_pages: Tensor, block_tables: Tensor, seq_lens: Tensor, *,
     scale: float | None = ..., window_size: tuple[int | None, int | None] | None = ...,
     softcap: float | None = ..., sinks: Tensor | None = ..., k_scale: Tensor | None = ...,
-    v_scale: Tensor | None = ..., num_splits: int | None = ..., return_lse: Literal[False] = ...,
+    v_scale: Tensor | None = ..., tree_ends: Tensor | None = ...,
+    num_splits: int | None = ..., return_lse: Literal[False] = ...,
     implementation: Implementation | None = ...,
 ) -> Tensor: ...  # fmt: skip
 @overload
@@ -40,7 +41,8 @@ def paged_decode(
     q: Tensor, k_pages: Tensor, v_pages: Tensor, block_tables: Tensor, seq_lens: Tensor, *,
     scale: float | None = ..., window_size: tuple[int | None, int | None] | None = ...,
     softcap: float | None = ..., sinks: Tensor | None = ..., k_scale: Tensor | None = ...,
-    v_scale: Tensor | None = ..., num_splits: int | None = ..., return_lse: Literal[True],
+    v_scale: Tensor | None = ..., tree_ends: Tensor | None = ...,
+    num_splits: int | None = ..., return_lse: Literal[True],
     implementation: Implementation | None = ...,
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 @overload
@@ -48,7 +50,8 @@ def paged_decode(
     q: Tensor, k_pages: Tensor, v_pages: Tensor, block_tables: Tensor, seq_lens: Tensor, *,
     scale: float | None = ..., window_size: tuple[int | None, int | None] | None = ...,
     softcap: float | None = ..., sinks: Tensor | None = ..., k_scale: Tensor | None = ...,
-    v_scale: Tensor | None = ..., num_splits: int | None = ..., return_lse: bool,
+    v_scale: Tensor | None = ..., tree_ends: Tensor | None = ...,
+    num_splits: int | None = ..., return_lse: bool,
     implementation: Implementation | None = ...,
 ) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 def paged_decode(
@@ -64,6 +67,7 @@ def paged_decode(
     sinks: Tensor | None = None,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
+    tree_ends: Tensor | None = None,
     num_splits: int | None = None,
     return_lse: bool = False,
     implementation: Implementation | None = None,
@@ -85,7 +89,7 @@ def paged_decode(
     float32 q; it never casts the cache. It has no derivative.
 
     Args:
-        q: [B, Hq, D], or [B, T, Hq, D] with T from 1 to 16, float16 or bfloat16. D is 16 to 256 in
+        q: [B, Hq, D], or [B, T, Hq, D] with T from 1 to 64, float16 or bfloat16. D is 16 to 256 in
             steps of 8. Any strides with a contiguous last dimension, as for all operands.
         k_pages: [P, page_size, Hkv, D], q's dtype, int8 or float8_e4m3fn: one pool for all
             sequences. page_size is 1 to 256; Hq is a multiple of Hkv. The rows of an 8-bit pool
@@ -101,6 +105,9 @@ def paged_decode(
             the log-sum-exp, and has no value. None is no such logit.
         k_scale, v_scale: [] or [Hkv] float32, for an 8-bit cache only: keys and values are what
             the pool holds times this.
+        tree_ends: [B, T] int32: the new tokens are a tree, and of them token t sees token u if
+            ``u <= t < tree_ends[b, u]``, beside all keys before the new tokens. `tree_of` makes
+            it; `check_tree` checks it. Not with a window to the left. None is causal.
         num_splits: parts, 1 to 256, that each sequence's keys are divided into; with it given, a
             sequence's result is bitwise the same whatever else is in the batch. None chooses by
             the shapes.
@@ -116,8 +123,9 @@ def paged_decode(
     Raises:
         TypeError: an argument is not a `torch.Tensor` or has the wrong type or dtype.
         ValueError: shapes, devices, strides or values that contradict each other.
-        NotImplementedError: a dtype, head dimension, page size, number of tokens or device without
-            kernels; an operand that requires grad while gradients are recorded.
+        NotImplementedError: a window to the left with a tree; a dtype, head dimension, page size,
+            number of tokens or device without kernels; an operand that requires grad while
+            gradients are recorded.
 
     Source: Kwon et al. 2023 (PagedAttention); Dao et al. 2023 (Flash-Decoding); for the sinks
     Agarwal et al. 2025 (gpt-oss).
@@ -133,7 +141,9 @@ def paged_decode(
         q = torch.randn(2, 4, 64, dtype=torch.bfloat16)
         out, lse = paged_decode(q, k_pages, v_pages, block_tables, seq_lens, return_lse=True)
     """
-    operands = q, k_pages, v_pages, block_tables, seq_lens, sinks, k_scale, v_scale
+    operands = (
+        q, k_pages, v_pages, block_tables, seq_lens, sinks, k_scale, v_scale, tree_ends
+    )  # fmt: skip
     options = scale, window_size, softcap, num_splits, return_lse
     return PAGED_DECODE(operands, options, implementation)
 
@@ -201,7 +211,7 @@ def append_kv(
     v_new and q. It has no derivative.
 
     Args:
-        k_new: [B, Hkv, D], or [B, T, Hkv, D] with T up to 16, or with `cu_seqlens_q`
+        k_new: [B, Hkv, D], or [B, T, Hkv, D] with T up to 64, or with `cu_seqlens_q`
             [Tq, Hkv, D]; float16 or bfloat16. Any strides with a contiguous last dimension, as for
             all operands.
         v_new: k_new's shape with Dv last, k_new's dtype.
@@ -375,7 +385,7 @@ def check_pages(
         cu_seqlens_q: [B + 1] int32, the offsets of packed new tokens, which tell how many tokens
             at the end of each sequence `append_kv` writes. No two sequences may have theirs in one
             page.
-        num_new_tokens: the same number for each, 0 to 16, where there are no offsets. 0 takes
+        num_new_tokens: the same number for each, 0 to 64, where there are no offsets. 0 takes
             sequences that are only read, None is 1.
 
     Raises:

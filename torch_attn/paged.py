@@ -17,7 +17,8 @@ def paged_attention(
     *,
     scale: float | None = ..., window_size: tuple[int | None, int | None] | None = ...,
     softcap: float | None = ..., sinks: Tensor | None = ..., k_scale: Tensor | None = ...,
-    v_scale: Tensor | None = ..., num_splits: int | None = ..., return_lse: Literal[False] = ...,
+    v_scale: Tensor | None = ..., tree_ends: Tensor | None = ...,
+    num_splits: int | None = ..., return_lse: Literal[False] = ...,
     implementation: Implementation | None = ...,
 ) -> Tensor: ...  # fmt: skip
 @overload
@@ -27,7 +28,8 @@ def paged_attention(
     *,
     scale: float | None = ..., window_size: tuple[int | None, int | None] | None = ...,
     softcap: float | None = ..., sinks: Tensor | None = ..., k_scale: Tensor | None = ...,
-    v_scale: Tensor | None = ..., num_splits: int | None = ..., return_lse: Literal[True],
+    v_scale: Tensor | None = ..., tree_ends: Tensor | None = ...,
+    num_splits: int | None = ..., return_lse: Literal[True],
     implementation: Implementation | None = ...,
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 @overload
@@ -37,7 +39,8 @@ def paged_attention(
     *,
     scale: float | None = ..., window_size: tuple[int | None, int | None] | None = ...,
     softcap: float | None = ..., sinks: Tensor | None = ..., k_scale: Tensor | None = ...,
-    v_scale: Tensor | None = ..., num_splits: int | None = ..., return_lse: bool,
+    v_scale: Tensor | None = ..., tree_ends: Tensor | None = ...,
+    num_splits: int | None = ..., return_lse: bool,
     implementation: Implementation | None = ...,
 ) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 def paged_attention(
@@ -54,6 +57,7 @@ def paged_attention(
     sinks: Tensor | None = None,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
+    tree_ends: Tensor | None = None,
     num_splits: int | None = None,
     return_lse: bool = False,
     implementation: Implementation | None = None,
@@ -95,6 +99,10 @@ def paged_attention(
             the log-sum-exp, and has no value. None is no such logit.
         k_scale, v_scale: [] or [Hkv] float32, for an 8-bit cache only: keys and values are what
             the pool holds times this.
+        tree_ends: [Tq] int32: the new tokens of a sequence are a tree, and of them token t sees
+            token u if ``u <= t < tree_ends[u]``, beside all keys before the new tokens. Tokens
+            and ends count from the sequence's first new token. `tree_of` makes it; `check_tree`
+            checks it. Not with a window to the left. None is causal.
         num_splits: parts, 1 to 256, that the keys of some tokens are divided into; with it given, a
             sequence's result is bitwise the same for the same Tq and B, whatever else is in the
             batch. None chooses by the shapes.
@@ -111,8 +119,8 @@ def paged_attention(
     Raises:
         TypeError: an argument is not a `torch.Tensor` or has the wrong type or dtype.
         ValueError: shapes, devices, strides or values that contradict each other.
-        NotImplementedError: a dtype, head dimension, page size or device without kernels; an
-            operand that requires grad while gradients are recorded.
+        NotImplementedError: a window to the left with a tree; a dtype, head dimension, page size or
+            device without kernels; an operand that requires grad while gradients are recorded.
 
     Source: Kwon et al. 2023 (PagedAttention); Agrawal et al. 2023 (SARATHI, chunked prefills with
     decodes); Dao et al. 2023 (Flash-Decoding).
@@ -130,7 +138,8 @@ def paged_attention(
         out = paged_attention(q, k_pages, v_pages, block_tables, seq_lens, cu_seqlens_q)
     """
     operands = (
-        q, k_pages, v_pages, block_tables, seq_lens, cu_seqlens_q, sinks, k_scale, v_scale
+        q, k_pages, v_pages, block_tables, seq_lens, cu_seqlens_q, sinks, k_scale, v_scale,
+        tree_ends,
     )  # fmt: skip
     options = scale, window_size, softcap, num_splits, return_lse
     return PAGED_ATTENTION(operands, options, implementation)

@@ -231,6 +231,7 @@ class DecodeCase:
         kv_dtype: of the pools; None is q's.
         scale_shape: of the scales of a quantised cache, () or (heads_kv,).
         sinks: give one logit a head.
+        tree: "" for none; "drafts" for ends of random trees of the new tokens; "any" for any ends.
         scale, window_size, softcap, num_splits: the call's options.
     """
 
@@ -247,6 +248,7 @@ class DecodeCase:
     kv_dtype: str | None = None
     scale_shape: tuple[int, ...] = ()
     sinks: bool = False
+    tree: str = ""
     scale: float | None = None
     window_size: tuple[int | None, int | None] | None = None
     softcap: float | None = None
@@ -276,6 +278,7 @@ class DecodeCase:
             window_left=None if self.window_size is None else self.window_size[0],
             softcap=self.softcap,
             num_splits=self.num_splits,
+            has_tree=bool(self.tree),
         )  # fmt: skip
 
 
@@ -764,6 +767,7 @@ def _quick_decode() -> Iterator[DecodeCase]:
         several, name="decode-all-options", tokens=5, sinks=True, window_size=(150, 0),
         softcap=25.0, scale=0.2, num_splits=4,
     )  # fmt: skip
+    yield replace(several, name="decode-tree", tokens=9, tree="drafts", sinks=True, num_splits=2)
     yield replace(base, name="decode-no-sequence", lengths=())
 
 
@@ -797,8 +801,10 @@ def _full_decode_changes() -> Iterator[Change]:
         yield f"d{d}", {"head_dim": d}
     for size in (1, 3, 16, 48, 128, 256):
         yield f"page{size}", {"page_size": size, "max_pages": -(-701 // size)}
-    for tokens in (1, 2, 3, 8, 16):
+    for tokens in (1, 2, 3, 8, 16, 64):
         yield f"tokens{tokens}", {"tokens": tokens}
+    for tree, tokens in product(("drafts", "any"), (1, 9, 64)):
+        yield f"tree-{tree}-{tokens}", {"tree": tree, "tokens": tokens}
     for heads_q, heads_kv in ((1, 1), (8, 8), (8, 1), (6, 2), (32, 2)):
         heads = {"heads_q": heads_q, "heads_kv": heads_kv}
         yield f"heads{heads_q}-{heads_kv}", {**heads, "tokens": 3}
@@ -814,6 +820,8 @@ def _full_decode_changes() -> Iterator[Change]:
         cache = {"kv_dtype": kv_dtype, "scale_shape": shape}
         yield f"{kv_dtype}-{kind}", cache
         yield f"{kv_dtype}-{kind}-all-options", {**cache, **options}
+        tree = {"tree": "drafts", "tokens": 40, "sinks": True, "softcap": 20.0}
+        yield f"{kv_dtype}-{kind}-tree", {**cache, **tree}
     yield "sinks", {"sinks": True}
     yield "softcap", {"softcap": 5.0}
     yield "no-pages", {"max_pages": 0}
@@ -841,6 +849,10 @@ def _quick_paged() -> Iterator[PagedCase]:
         max_pages=19, heads_q=6, head_dim=72, head_dim_v=48,
     )  # fmt: skip
 
+    yield PagedCase(
+        "paged-tree", (150, 41, 33, 5, 0), new_tokens=(64, 1, 33, 7, 2), padding=3, tree="drafts",
+        heads_q=6, max_pages=11,
+    )  # fmt: skip
     # Keys that are not split, so that explicit kernels have them.
     yield PagedCase(
         "paged-chunks", (200, 70), new_tokens=(70, 5), padding=3, heads_q=8, page_size=32,
@@ -889,6 +901,13 @@ def _full_paged_changes() -> Iterator[Change]:
     for left in (0, 63, 5000):
         yield f"window{left}", {"window_size": (left, 0)}
     yield "sinks", {"sinks": True, "num_splits": 3}
+    for tree, d in product(("drafts", "any"), (64, 128, 256)):
+        yield f"tree-{tree}-d{d}", {"tree": tree, "head_dim": d}
+    options = {"sinks": True, "softcap": 5.0, "num_splits": 1}
+    for kv_dtype in ("int8", "float8_e4m3fn"):
+        yield f"tree-{kv_dtype}", {"tree": "drafts", "kv_dtype": kv_dtype, **options}
+    one_each = {"new_tokens": (1,) * 6, "padding": 0, "tree": "any"}
+    yield "tree-one-each", one_each
     # One token each, and more sequences than a step of the search reads offsets of.
     yield "one-each", {"new_tokens": (1,) * 6, "padding": 0, "num_splits": 2}
     many = tuple(i % 5 for i in range(300))
@@ -930,8 +949,9 @@ def _full_append() -> Iterator[AppendCase]:
             yield replace(base, name=f"{base.name}-{short}-{name}", dtype=dtype, **changes)
     for d, rotary in ((16, 2), (80, 48), (128, 126)):
         yield replace(base, name=f"{base.name}-d{d}-r{rotary}", head_dim=d, rotary_dim=rotary)
-    for tokens in (1, 3, 16):
-        dense = {"new_tokens": None, "tokens": tokens, "lengths": (300, 20, 512), "padding": 0}
+    for tokens in (1, 3, 16, 64):
+        lengths = 300, max(20, tokens), 512
+        dense = {"new_tokens": None, "tokens": tokens, "lengths": lengths, "padding": 0}
         yield replace(base, name=f"{base.name}-tokens{tokens}", rotary_dim=64, **dense)
     # More sequences than a step of the search reads offsets of.
     many = {"lengths": tuple(i % 60 for i in range(300)), "max_pages": 1}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import accumulate
+from random import Random
 from zlib import crc32
 
 import torch
@@ -19,6 +20,7 @@ from interop.parity.cases import (
     VarlenCase,
 )
 from twin_attention.contract.reference import quantize
+from twin_attention.contract.tree import tree_of
 from twin_attention.contract.validate import fail
 
 Tensors = dict[str, torch.Tensor]
@@ -172,7 +174,36 @@ def _decode_inputs(case: DecodeCase, normal: Normal, order: torch.Tensor) -> Ten
         inputs["q"][int(offsets[-1]) :] = torch.nan
     if case.sinks:
         inputs["sinks"] = normal((spec.heads_q,), torch.float32)
+    if case.tree:
+        inputs["tree_ends"] = _tree_ends(case).to(device)
     return inputs
+
+
+def _tree_ends(case: DecodeCase) -> torch.Tensor:
+    """Make the ends of a tree of each sequence's new tokens; of padding they may be anything."""
+    random, spec = Random(case.name), case.spec
+    is_packed = isinstance(case, PagedCase)
+    ends: list[int] = []
+    for count in (*case.new_tokens, case.padding) if is_packed else (spec.tokens,) * spec.batch:
+        if case.tree == "drafts":
+            ends += tree_of(_random_parents(random, count)).ends.tolist()
+        else:
+            wrong = -(2**31), -1, count + 2, 2**31 - 1
+            ends += random.choices((*wrong, *range(count + 1)), k=count)
+    found = torch.tensor(ends, dtype=torch.int32)
+    return found if is_packed else found.view(spec.batch, spec.tokens)
+
+
+def _random_parents(random: Random, count: int) -> list[int]:
+    """Return parents of tokens in depth-first order: each is on the path to the token before."""
+    path: list[int] = []
+    parents = []
+    for token in range(count):
+        if random.random() < 0.4:
+            del path[random.randint(0, len(path)) :]
+        parents.append(path[-1] if path else -1)
+        path.append(token)
+    return parents
 
 
 def _append_inputs(case: AppendCase, normal: Normal, order: torch.Tensor) -> Tensors:

@@ -262,7 +262,7 @@ def _evaluate_paged(inputs: Tensors, spec: PagedSpec, dtype: torch.dtype) -> Ten
         one, tokens = slice(b, b + 1), slice(begin, end)
         own = {name: x for name, x in inputs.items() if name != "cu_seqlens_q"}
         own |= {name: inputs[name][one] for name in ("block_tables", "seq_lens")}
-        own["q"] = inputs["q"][None, tokens]
+        own |= {name: inputs[name][None, tokens] for name in ("q", "tree_ends") if name in inputs}
         found = _evaluate_decode(own, spec.sequence(end - begin), dtype)
         results["out"][tokens], results["lse"][:, tokens] = found["out"][0], found["lse"][0]
     return results
@@ -317,7 +317,8 @@ def _empty_results(
 
 
 def _sequences(spec: DecodeSpec) -> list[Part]:
-    one, names = replace(spec, batch=1), ("q", "block_tables", "seq_lens", "out", "lse")
+    one = replace(spec, batch=1)
+    names = ("q", "block_tables", "seq_lens", "tree_ends", "out", "lse")
     return [Part(one, dict.fromkeys(names, slice(b, b + 1))) for b in range(spec.batch)]
 
 

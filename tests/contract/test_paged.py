@@ -1,5 +1,6 @@
 """The contract of paged attention, held to that of its sequences one by one."""
 
+from dataclasses import replace
 from itertools import pairwise
 
 import jax
@@ -25,15 +26,18 @@ def operands(case):
     return PagedOperands(**inputs)
 
 
-@pytest.mark.parametrize("changes", [{}, {"window_left": 6, "softcap": 3.0}], ids=str)
+@pytest.mark.parametrize(
+    "changes", [{}, {"window_size": (6, None), "softcap": 3.0}, {"tree": "any"}], ids=str
+)
 def test_sequences_are_those_one_by_one(changes):
-    given, spec = operands(CASE), CASE.spec
-    spec = type(spec)(**vars(spec) | changes)
+    case = replace(CASE, **changes)
+    given, spec = operands(case), case.spec
     out, lse = ragged_forward(given, spec, np.float64)
     for b, (begin, end) in enumerate(pairwise(given.cu_seqlens_q)):
         own = DecodeOperands(
             given.q[None, begin:end], given.k_pages, given.v_pages,
             given.block_tables[b : b + 1], given.seq_lens[b : b + 1], given.sinks,
+            tree_ends=None if given.tree_ends is None else given.tree_ends[None, begin:end],
         )  # fmt: skip
         want, want_lse = paged_forward(own, spec.sequence(end - begin), np.float64)
         np.testing.assert_allclose(out[begin:end], want[0], atol=1e-12)
@@ -42,11 +46,13 @@ def test_sequences_are_those_one_by_one(changes):
     np.testing.assert_allclose(lse[:, end:], np.broadcast_to(given.sinks[:, None], (4, 4)))
 
 
-def test_it_can_be_traced():
-    given = operands(CASE)
-    want = ragged_forward(given, CASE.spec, np.float32)
+@pytest.mark.parametrize("tree", ["", "drafts"])
+def test_it_can_be_traced(tree):
+    case = replace(CASE, tree=tree)
+    given = operands(case)
+    want = ragged_forward(given, case.spec, np.float32)
     arrays = PagedOperands(*(None if x is None else jnp.asarray(x) for x in given))
-    got = jax.jit(lambda operands: ragged_forward(operands, CASE.spec, jnp.float32))(arrays)
+    got = jax.jit(lambda operands: ragged_forward(operands, case.spec, jnp.float32))(arrays)
     for x, y in zip(got, want, strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
 

@@ -31,7 +31,9 @@ CASE = DecodeCase(
 INT8, FLOAT8 = (PagedCache(1, 4, 1, 2, 16, 16, dtype) for dtype in ("int8", "float8_e4m3fn"))
 
 
-def decode_by_loops(q, k_pages, v_pages, block_tables, seq_lens, sinks, k_scale, v_scale, spec):
+def decode_by_loops(
+    q, k_pages, v_pages, block_tables, seq_lens, sinks, k_scale, v_scale, tree_ends, spec
+):
     """The definition: each token of each head by itself, one key after the other, in float64."""
     out = np.zeros((spec.batch, spec.tokens, spec.heads_q, spec.head_dim_v))
     lse = np.full((spec.batch, spec.heads_q, spec.tokens), -np.inf)
@@ -42,6 +44,9 @@ def decode_by_loops(q, k_pages, v_pages, block_tables, seq_lens, sinks, k_scale,
         scores, values = [], []
         for j in range(position + 1):
             if spec.window_left is not None and j < position - spec.window_left:
+                continue
+            new = j - (seq_lens[b] - spec.tokens)
+            if tree_ends is not None and new >= 0 and t >= tree_ends[b, new]:
                 continue
             page, slot = block_tables[b, j // page_size], j % page_size
             key, value = (x[page, slot, head].astype(float) for x in (k_pages, v_pages))
@@ -88,7 +93,11 @@ def inputs_of(case, seed=0):
         pools.append(pool.astype(cache.dtype))
     sinks = rng.standard_normal(spec.heads_q).astype(np.float32) if case.sinks else None
     lengths = np.array(case.lengths, np.int32)
-    return q.astype(case.dtype), *pools, tables, lengths, sinks, *(scales or (None, None))
+    ends = rng.integers(-1, spec.tokens + 2, (spec.batch, spec.tokens), np.int32)
+    return (
+        q.astype(case.dtype), *pools, tables, lengths, sinks, *(scales or (None, None)),
+        ends if case.tree else None,
+    )  # fmt: skip
 
 
 def to_torch(x):
@@ -132,6 +141,7 @@ cases = st.builds(
     window_size=st.none() | st.tuples(st.none() | st.integers(0, 9), st.sampled_from([None, 0, 3])),
     softcap=st.none() | st.sampled_from([0.5, 5.0]),
     sinks=st.booleans(),
+    tree=st.sampled_from(["", "any"]),
     dtype=st.sampled_from(["float16", "bfloat16"]),
     kv_dtype=st.sampled_from([None, "int8", "float8_e4m3fn"]),
 )
@@ -150,7 +160,7 @@ def test_any_decode_equals_the_definition(case, seed):
 def test_namespaces_agree(namespace, kv_dtype, scale_shape):
     case = replace(
         CASE, dtype="bfloat16", kv_dtype=kv_dtype, scale_shape=scale_shape, sinks=True,
-        window_size=(5, 0), softcap=2.0,
+        window_size=(5, 0), softcap=2.0, tree="any",
     )  # fmt: skip
     inputs = inputs_of(case)
     close(run(namespace, inputs, case.spec), decode_by_loops(*inputs, case.spec))

@@ -100,6 +100,16 @@ def test_vmap_over_sequences_of_one_pool(decode):
     assert_right((out, lse), inputs, CASE.spec)
 
 
+def test_vmap_over_trees(decode):
+    case = replace(CASE, window_size=None, tree="drafts")
+    inputs = operands(case)
+    ends = jnp.stack([inputs["tree_ends"], jnp.full_like(inputs["tree_ends"], 3)])
+    mapped = jax.vmap(lambda ends: decode(**inputs | {"tree_ends": ends}, window_size=None))
+    outs, lses = mapped(ends)
+    for tree_ends, out, lse in zip(ends, outs, lses, strict=True):
+        assert_right((out, lse), inputs | {"tree_ends": tree_ends}, case.spec)
+
+
 def test_vmap_over_pools(decode):
     both = operands(CASE), operands(LATER)
     stacked = jax.tree.map(lambda *xs: jnp.stack(xs, axis=1), *both)

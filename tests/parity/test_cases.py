@@ -223,6 +223,7 @@ def test_a_decode_case_describes_the_call_that_validation_accepts(case: DecodeCa
         Operand("sinks", (spec.heads_q,), "float32") if case.sinks else None,
         Operand("k_scale", case.scale_shape, "float32") if cache.is_quantized else None,
         Operand("v_scale", case.scale_shape, "float32") if cache.is_quantized else None,
+        Operand("tree_ends", (spec.batch, spec.tokens), "int32") if case.tree else None,
     )
     assert check_paged_decode(operands, options) == spec
 
@@ -242,6 +243,7 @@ def test_a_paged_case_describes_the_call_that_validation_accepts(case: PagedCase
         Operand("sinks", (spec.heads_q,), "float32") if case.sinks else None,
         Operand("k_scale", case.scale_shape, "float32") if cache.is_quantized else None,
         Operand("v_scale", case.scale_shape, "float32") if cache.is_quantized else None,
+        Operand("tree_ends", (spec.tokens,), "int32") if case.tree else None,
     )
     assert check_paged_attention(operands, options) == spec
 
@@ -293,6 +295,7 @@ def test_suites_cover_every_option_of_a_decode(suite):
     assert any(case.spec.group_size == 1 for case in cases)
     assert any(case.head_dim != case.spec.head_dim_v for case in cases)
     assert any(case.sinks and case.softcap and case.window_size and case.scale for case in cases)
+    assert any(case.tree for case in cases)
     assert any(case.spec.is_empty for case in cases)
 
 

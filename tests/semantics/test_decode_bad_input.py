@@ -98,8 +98,24 @@ DECODE_MISTAKES = [
         NotImplementedError, f"v_pages: {SIZE}20", {"v_pages": ((9, 8, 2, 20), "bfloat16")}, {},
     ),
     (
-        NotImplementedError, "q: expected at most 16 new tokens, got 17",
-        {"q": ((2, 17, 4, 32), "bfloat16")}, {},
+        NotImplementedError, "q: expected at most 64 new tokens, got 65",
+        {"q": ((2, 65, 4, 32), "bfloat16")}, {},
+    ),
+    (
+        TypeError, "tree_ends: expected dtype int32, got int64",
+        {"tree_ends": ((2, 3), "int64")}, {},
+    ),
+    (
+        ValueError, "tree_ends: expected shape (2, 3), one of each new token, got (3,)",
+        {"tree_ends": ((3,), "int32")}, {},
+    ),
+    (
+        ValueError, "tree_ends: expected shape (2, 1), one of each new token, got (2,)",
+        {"q": ((2, 4, 32), "bfloat16"), "tree_ends": ((2,), "int32")}, {},
+    ),
+    (
+        NotImplementedError, "window_size: expected no window to the left with tree_ends, got 5",
+        {"tree_ends": ((2, 3), "int32")}, {"window_size": (5, 0)},
     ),
     (
         TypeError, "block_tables: expected dtype int32, got int64",
@@ -198,8 +214,8 @@ APPEND_MISTAKES = [
         {"k_pages": ((9, 8, 2, 32), "float16")}, {},
     ),
     (
-        NotImplementedError, "k_new: expected at most 16 new tokens, got 17",
-        {"k_new": ((2, 17, 2, 32), "bfloat16"), "v_new": ((2, 17, 2, 48), "bfloat16")}, {},
+        NotImplementedError, "k_new: expected at most 64 new tokens, got 65",
+        {"k_new": ((2, 65, 2, 32), "bfloat16"), "v_new": ((2, 65, 2, 48), "bfloat16")}, {},
     ),
     (
         TypeError, "seq_lens: expected dtype int32, got int64", {"seq_lens": ((2,), "int64")}, {},
@@ -315,6 +331,14 @@ PACKED_MISTAKES = [
     (TypeError, "rotary_interleaved: expected a bool, got int", {}, {"rotary_interleaved": 1}),
 ]  # fmt: skip
 PAGED_MISTAKES = [
+    (
+        ValueError, "tree_ends: expected shape (7,), one of each new token, got (2, 3)",
+        {"tree_ends": ((2, 3), "int32")}, {},
+    ),
+    (
+        NotImplementedError, "window_size: expected no window to the left with tree_ends, got 0",
+        {"tree_ends": ((7,), "int32")}, {"window_size": (0, None)},
+    ),
     (
         ValueError, "q: expected 3 dimensions [Tq, Hq, D], got shape (1, 7, 4, 32)",
         {"q": ((1, 7, 4, 32), "bfloat16")}, {},
@@ -586,10 +610,10 @@ def test_check_pages_refuses_what_paged_decode_does(side, error, message, change
 
 
 @pytest.mark.parametrize(
-    ("number", "error"), [(17, ValueError), (-1, ValueError), (True, TypeError), (1.0, TypeError)]
+    ("number", "error"), [(65, ValueError), (-1, ValueError), (True, TypeError), (1.0, TypeError)]
 )
 def test_check_pages_refuses_a_number_of_new_tokens(side, number, error):
-    message = f"num_new_tokens: expected an integer from 0 to 16, got {number}"
+    message = f"num_new_tokens: expected an integer from 0 to 64, got {number}"
     with pytest.raises(error) as raised:
         check_pages(side, [[0]], [1], num_new_tokens=number)
     assert str(raised.value) == message

@@ -182,6 +182,7 @@ CHUNKS = PagedCase("", (9,) * 4, heads_q=16, heads_kv=4, head_dim=128, new_token
         ({"tokens": 4 * 31}, "its paged attention is for chunks, of 128 query rows on average"),
         ({"heads_q": 20}, "its kv heads have a power of two of query heads, at most 64"),
         ({"rows_aligned": False}, "TMA loads rows that begin at multiples of 16 bytes"),
+        ({"has_tree": True}, "its paged attention takes no trees"),
         ({"num_splits": 2}, "it does not split keys"),
         ({"tokens": 510}, "it does not split keys"),  # 64 programs leave half of the SMs idle
         ({"tokens": 510, "num_splits": 1}, None),

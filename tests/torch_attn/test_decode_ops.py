@@ -41,14 +41,16 @@ class Problem(NamedTuple):
     seq_lens: Tensor
     sinks: Tensor
     scale: Tensor | None
+    tree_ends: Tensor | None = None
 
     @property
     def cache(self) -> tuple[Tensor, ...]:
         return self.k_pages, self.v_pages, self.block_tables, self.seq_lens
 
     def decode_arguments(self, implementation: str, num_splits: int | None = 2) -> tuple:
-        options = (0.25, 6, 9.0, num_splits, implementation)
-        return self.q, *self.cache, self.sinks, self.scale, self.scale, *options
+        window_left = 6 if self.tree_ends is None else None
+        options = (0.25, window_left, 9.0, num_splits, implementation)
+        return self.q, *self.cache, self.sinks, self.scale, self.scale, self.tree_ends, *options
 
     def append_arguments(self, implementation: str) -> tuple:
         left_out = (None,) * 4
@@ -116,6 +118,12 @@ def test_opcheck(torch_device, implementation, kv_dtype):
     opcheck(ops.append_kv.default, p.append_arguments(implementation))
 
 
+def test_opcheck_with_a_tree(torch_device, implementation):
+    p = problem(torch_device)
+    ends = torch.tensor([[3, 2, 3]], dtype=torch.int32, device=torch_device).expand(5, 3)
+    opcheck(ops.paged_decode.default, p._replace(tree_ends=ends).decode_arguments(implementation))
+
+
 def test_opcheck_merge(torch_device, implementation):
     outs, lses, _ = problem(torch_device, (3, 4), 2).merge_arguments(implementation)
     opcheck(ops.merge_states_bwd.default, (torch.ones_like(outs[0]), None, outs, lses, None))
@@ -128,7 +136,9 @@ def step(p: Problem, tokens: bool) -> tuple[Tensor, ...]:
     q, k_new, v_new = (x if tokens else x[:, 0] for x in (p.q, p.k_new, p.v_new))
     append_kv(k_new, v_new, *p.cache)
     near = paged_decode(q, *p.cache, window_size=(5, 0), return_lse=True)
-    far = paged_decode(q, *p.cache, softcap=8.0, scale=0.3, sinks=p.sinks, return_lse=True)
+    ends = torch.full(p.k_new.shape[:2] if tokens else (len(q), 1), 2, dtype=torch.int32)
+    options = {"sinks": p.sinks, "tree_ends": ends.to(q.device), "return_lse": True}
+    far = paged_decode(q, *p.cache, softcap=8.0, scale=0.3, **options)
     outs, lses = (torch.stack(parts) for parts in zip(near, far, strict=True))
     return merge_states(outs, lses)
 

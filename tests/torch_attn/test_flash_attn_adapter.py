@@ -213,7 +213,7 @@ NEW = draw(2, 1, 2, 16)
             {"q": draw(2, 3, 4, 16)},
             NotImplementedError, "causal: expected True for 3 new tokens, got False",
         ),
-        ({"q": draw(2, 17, 4, 16), "causal": True}, NotImplementedError, "q: expected at most 16"),
+        ({"q": draw(2, 65, 4, 16), "causal": True}, NotImplementedError, "q: expected at most 64"),
         ({"q": draw(3, 1, 4, 16)}, ValueError, "k_cache: expected [3, S, Hkv, D] without block_t"),
         ({"k_cache": draw(2, 24, 2, 16)[:, :12]}, ValueError, "k_cache: expected sequences wit"),
         ({"num_splits": 257}, ValueError, "num_splits: expected None or an integer"),

@@ -95,8 +95,11 @@ def test_no_offsets_lead_outside_the_tensors(cu, rows, of_scalars):
 
 
 def test_opcheck():
-    options = (None, 5, None, 2, "triton")
-    torch.library.opcheck(op, (*operands(), torch.randn(4), None, None, *options))
+    q, *others = operands()
+    ends = torch.full((len(q),), 2, dtype=torch.int32)
+    for tree_ends, left in ((None, 5), (ends, None)):
+        options = tree_ends, None, left, None, 2, "triton"
+        torch.library.opcheck(op, (q, *others, torch.randn(4), None, None, *options))
 
 
 def test_compile_with_other_offsets_is_one_graph():

@@ -174,11 +174,11 @@ def flash_attn_with_kvcache(
     and q.
 
     Args:
-        q: [B, T, Hq, D], T from 1 to 16, float16 or bfloat16.
+        q: [B, T, Hq, D], T from 1 to 64, float16 or bfloat16.
         k_cache: [B, S, Hkv, D], or with `block_table` [P, page_size, Hkv, D], page_size 1 to 256;
             q's dtype. The sequences of a dense cache follow each other without gaps.
         v_cache: [B, S, Hkv, Dv] or [P, page_size, Hkv, Dv], q's dtype.
-        k: [B, T_new, Hkv, D], T_new up to 16, new keys to append; None appends nothing.
+        k: [B, T_new, Hkv, D], T_new up to 64, new keys to append; None appends nothing.
         v: [B, T_new, Hkv, Dv], given where k is.
         rotary_cos, rotary_sin: [positions, R / 2], q's dtype or float32: rotate k and q, which have
             the same tokens then, at their positions. Only with k.

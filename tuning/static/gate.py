@@ -70,6 +70,7 @@ DECODE_FEATURES: dict[str, dict[str, Any]] = {
     "decode-short": {"tokens": 1, "max_pages": 16},
     "decode-crowded": {"tokens": 1},
     "decode-16-tokens": {"tokens": 16, "num_splits": 4},
+    "decode-tree": {"tokens": 64, "num_splits": 4, "tree": "drafts"},
     "decode-all-options": {
         "tokens": 4, "page_size": 256, "max_pages": 4, "window_size": (600, None),
         "softcap": 30.0, "num_splits": 1,
@@ -78,6 +79,7 @@ DECODE_FEATURES: dict[str, dict[str, Any]] = {
 # Of paged attention with chunks of prompts.
 CHUNK_FEATURES: dict[str, dict[str, Any]] = {
     "chunks": {"num_splits": 2},
+    "chunks-tree": {"num_splits": 2, "tree": "drafts"},
     "chunks-narrow-values": {"num_splits": 1, "head_dim_v": 32},
     "chunks-all-options": {
         "page_size": 256, "max_pages": 4, "window_size": (600, None), "softcap": 30.0,

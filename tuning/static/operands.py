@@ -113,7 +113,10 @@ def flash_operands(spec: AttentionSpec, empty: Empty[X], sinks: bool) -> Attenti
 
 
 def decode_operands(spec: DecodeSpec, empty: Empty[X]) -> DecodeOperands[X]:
-    """Return the operands of `paged_decode`, with sinks, and with a scale of each kv head."""
+    """Return the operands of `paged_decode`, with sinks, and with a scale of each kv head.
+
+    There are ends of a tree where the problem has one.
+    """
     cache = spec.cache
     pages = (cache.num_pages, cache.page_size, cache.heads)
     scale = empty("float32", cache.heads) if cache.is_quantized else None
@@ -126,6 +129,7 @@ def decode_operands(spec: DecodeSpec, empty: Empty[X]) -> DecodeOperands[X]:
         sinks=empty("float32", spec.heads_q),
         k_scale=scale,
         v_scale=scale,
+        tree_ends=empty("int32", spec.batch, spec.tokens) if spec.has_tree else None,
     )
 
 
@@ -136,6 +140,7 @@ def paged_operands(spec: PagedSpec, empty: Empty[X]) -> PagedOperands[X]:
         | {
             "q": empty(spec.dtype, spec.tokens, spec.heads_q, spec.head_dim),
             "cu_seqlens_q": empty("int32", spec.batch + 1),
+            "tree_ends": empty("int32", spec.tokens) if spec.has_tree else None,
         }
     )
 

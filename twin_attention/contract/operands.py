@@ -122,6 +122,7 @@ class DecodeOperands(NamedTuple, Generic[X]):
         seq_lens: [B] int32, the new tokens counted in.
         sinks: [Hq] float32, one logit a head in the denominator, or None.
         k_scale, v_scale: [] or [Hkv] float32, factors of what the pool holds, or None.
+        tree_ends: [B, T] int32, the end of the range of new tokens that see each one, or None.
     """
 
     q: X
@@ -132,6 +133,7 @@ class DecodeOperands(NamedTuple, Generic[X]):
     sinks: X | None = None
     k_scale: X | None = None
     v_scale: X | None = None
+    tree_ends: X | None = None
 
 
 class PagedOperands(NamedTuple, Generic[X]):
@@ -143,6 +145,7 @@ class PagedOperands(NamedTuple, Generic[X]):
         cu_seqlens_q: [B + 1] int32, the offset of each sequence's first new token, and after them
             where the last one's end; tokens from there on are padding.
         sinks, k_scale, v_scale: as in `DecodeOperands`.
+        tree_ends: [Tq] int32, as in `DecodeOperands`, counted from the sequence's first new token.
     """
 
     q: X
@@ -154,6 +157,7 @@ class PagedOperands(NamedTuple, Generic[X]):
     sinks: X | None = None
     k_scale: X | None = None
     v_scale: X | None = None
+    tree_ends: X | None = None
 
 
 class AppendOperands(NamedTuple, Generic[X]):

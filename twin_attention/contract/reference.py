@@ -13,6 +13,7 @@ Memory is O(Sq · Skv). Source: Vaswani et al. 2017, eq. 1; gradients as in Dao 
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from array_api_compat import array_namespace, device
@@ -27,6 +28,7 @@ from twin_attention.contract.operands import (
     VarlenOperands,
 )
 from twin_attention.contract.spec import (
+    WINDOW_UNLIMITED,
     AppendSpec,
     AttentionSpec,
     BlockSparseSpec,
@@ -548,7 +550,7 @@ def paged_forward(operands: DecodeOperands, spec: DecodeSpec, dtype: Any) -> tup
         out [B, T, Hq, Dv] and lse [B, Hq, T] (natural log), both in `dtype`. A token that sees no
         key gives 0, and -inf or its head's sink.
     """
-    q, k_pages, v_pages, block_tables, seq_lens, sinks, k_scale, v_scale = operands
+    q, k_pages, v_pages, block_tables, seq_lens, sinks, k_scale, v_scale, tree_ends = operands
     xp = array_namespace(q, k_pages, v_pages)
     cache, group = spec.cache, spec.group_size
     length = xp.clip(seq_lens, 0, cache.capacity if cache.num_pages else 0)[:, None]
@@ -567,6 +569,11 @@ def paged_forward(operands: DecodeOperands, spec: DecodeSpec, dtype: Any) -> tup
     seen = exists[:, None, :] & (key[:, None, :] <= position)  # [B, T, keys]
     if spec.window_left is not None:
         seen = seen & (key[:, None, :] >= position - min(spec.window_left, cache.capacity))
+    if tree_ends is not None:
+        new = key - (length - spec.tokens)  # [B, keys], negative before the new tokens
+        first = xp.arange(spec.batch, dtype=length.dtype, device=device(q))[:, None] * spec.tokens
+        end = _ends_of_keys(xp, tree_ends, first + new, exists & (new >= 0))
+        seen = seen & (token[:, :, None] < end[:, None, :])
     shape = (spec.batch, spec.heads_kv, group, spec.tokens, cache.capacity)
     seen = xp.reshape(xp.broadcast_to(seen[:, None, None], shape), s.shape)
     s = xp.where(seen, s, xp.full_like(s, float("-inf")))
@@ -592,7 +599,8 @@ def ragged_forward(operands: PagedOperands, spec: PagedSpec, dtype: Any) -> tupl
         out [Tq, Hq, Dv] and lse [Hq, Tq] (natural log), both in `dtype`. A token that sees no key,
         such as padding, gives 0, and -inf or its head's sink.
     """
-    q, k_pages, v_pages, block_tables, seq_lens, offsets, sinks, k_scale, v_scale = operands
+    q, k_pages, v_pages, block_tables, seq_lens, offsets, *optional = operands
+    sinks, k_scale, v_scale, tree_ends = optional
     xp = array_namespace(q, k_pages, v_pages)
     cache, on = spec.cache, device(q)
     length = xp.clip(seq_lens, 0, cache.capacity if cache.num_pages else 0)
@@ -607,6 +615,12 @@ def ragged_forward(operands: PagedOperands, spec: PagedSpec, dtype: Any) -> tupl
     seen = is_token[:, None] & (key <= position[:, None])  # [Tq, capacity]
     if spec.window_left is not None:
         seen = seen & (key >= position[:, None] - min(spec.window_left, cache.capacity))
+    if tree_ends is not None:
+        begins_later = xp.arange(spec.batch, device=on) > 0  # the first offset counts as 0
+        first = xp.where(begins_later, offsets[:-1], xp.zeros_like(offsets[:-1]))
+        new = key - (length - (offsets[1:] - first))[:, None]  # [B, capacity]
+        end = _ends_of_keys(xp, tree_ends, first[:, None] + new, exists & (new >= 0))
+        seen = seen & ((token - xp.take(first, own, axis=0))[:, None] < xp.take(end, own, axis=0))
     of_sequence = sequence[:, None] == xp.arange(spec.batch, dtype=sequence.dtype, device=on)
     seen = of_sequence[:, :, None] & seen[:, None, :]  # [Tq, B, capacity]
 
@@ -632,6 +646,21 @@ def ragged_forward(operands: PagedOperands, spec: PagedSpec, dtype: Any) -> tupl
     batch = FlashOperands(q, keys(k_pages, k_scale), keys(v_pages, v_scale), sinks)
     out, lse = _forward(xp, batch, one, xp.reshape(seen, (one.seq_q, one.seq_kv)), dtype)
     return out[0, ...], lse[0, ...]
+
+
+def _ends_of_keys(xp: Any, tree_ends: Array, token: Array, is_new: Array) -> Array:
+    """Return the end of the tokens that see each key; no token is past that of an older key.
+
+    Args:
+        tree_ends: of the new tokens, in any shape.
+        token: which of them a key is, counted over all sequences.
+        is_new: the key is one.
+    """
+    size = math.prod(tree_ends.shape)
+    token = xp.where(is_new & (token >= 0) & (token < size), token, xp.full_like(token, size))
+    none = xp.full((1,), WINDOW_UNLIMITED, dtype=tree_ends.dtype, device=device(tree_ends))
+    ends = xp.concat([xp.reshape(tree_ends, (-1,)), none])
+    return xp.reshape(xp.take(ends, xp.reshape(token, (-1,)), axis=0), token.shape)
 
 
 def positions_of_new(operands: AppendOperands, spec: AppendSpec) -> tuple[Array, Array, Array]:

@@ -28,7 +28,7 @@ HEAD_DIM_MIN, HEAD_DIM_MAX, HEAD_DIM_STEP = 16, 256, 8
 DECODE_DTYPES = ("float16", "bfloat16")
 QUANTIZED_DTYPES = ("int8", "float8_e4m3fn")
 TILE_SIZES = (64, 128)  # of a block mask, queries and keys
-PAGE_SIZE_MAX, TOKENS_MAX, SPLITS_MAX = 256, 16, 256
+PAGE_SIZE_MAX, TOKENS_MAX, SPLITS_MAX = 256, 64, 256
 WINDOW_UNLIMITED = 2**31 - 1  # no length is greater: positions have 32 bits
 _BITS = {"float32": 32, "float16": 16, "bfloat16": 16, "int8": 8, "float8_e4m3fn": 8}
 
@@ -557,6 +557,7 @@ class DecodeSpec:
         window_left: keys seen to the left of the position; None is unlimited.
         softcap: scores become ``softcap * tanh(score / softcap)``; None leaves them.
         num_splits: parts that each sequence's keys are divided into; None leaves it to the side.
+        has_tree: the new tokens are a tree. Which of them see which is data on the device.
     """
 
     batch: int
@@ -568,6 +569,7 @@ class DecodeSpec:
     window_left: int | None = None
     softcap: float | None = None
     num_splits: int | None = None
+    has_tree: bool = False
 
     @classmethod
     def of(
@@ -589,6 +591,7 @@ class DecodeSpec:
             window_left=options.window_left,
             softcap=options.softcap,
             num_splits=options.num_splits,
+            has_tree=operands.tree_ends is not None,
         )
 
     @property
@@ -647,7 +650,7 @@ class DecodeSpec:
         )
 
     def visible_keys(self, token: int, length: int) -> range:
-        """Return the keys that one new token of a sequence of `length` keys sees."""
+        """Return the keys that one new token of a sequence of `length` keys sees without a tree."""
         position = min(max(length, 0), self.cache.capacity) - self.tokens + token
         begin = 0 if self.window_left is None else max(0, position - self.window_left)
         return range(begin, max(begin, position + 1))
@@ -686,6 +689,7 @@ class PagedSpec(DecodeSpec):
             window_left=options.window_left,
             softcap=options.softcap,
             num_splits=options.num_splits,
+            has_tree=operands.tree_ends is not None,
         )
 
     @property

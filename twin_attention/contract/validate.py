@@ -526,6 +526,8 @@ def check_paged_decode(operands: DecodeOperands[Operand], options: DecodeOptions
         fail(ValueError, q.name, expected, f"shape {q.shape}")
     cache = _check_cache(q, operands, *q.shape[:-2])
     _check_queries(operands, cache)
+    batch, *tokens = q.shape[:-2]
+    _check_tree_ends(operands, (batch, *(tokens or (1,))), options)
     return DecodeSpec.of(operands, q.dtype, cache.dtype, options)
 
 
@@ -542,6 +544,7 @@ def check_paged_attention(operands: PagedOperands[Operand], options: DecodeOptio
     cache = _check_cache(q, operands, offsets.shape[0] - 1)
     _check_device(offsets, q)
     _check_queries(operands, cache)
+    _check_tree_ends(operands, q.shape[:1], options)
     return PagedSpec.of(operands, q.dtype, cache.dtype, options)
 
 
@@ -779,6 +782,24 @@ def _check_queries(
     _check_heads(operands.q, cache)
     _check_scales(cache, operands.q, operands)
     _check_sinks(operands)
+
+
+def _check_tree_ends(
+    operands: DecodeOperands[Operand] | PagedOperands[Operand],
+    shape: tuple[int, ...],
+    options: DecodeOptions,
+) -> None:
+    x = operands.tree_ends
+    if x is None:
+        return
+    _check_dtype(x, "int32")
+    if x.shape != shape:
+        fail(ValueError, "tree_ends", f"shape {shape}, one of each new token", x.shape)
+    _check_device(x, operands.q)
+    _check_rows(x)
+    if options.window_left is not None:  # what it counts in a tree, positions or depths, is open
+        expected = "no window to the left with tree_ends"
+        fail(NotImplementedError, "window_size", expected, options.window_left)
 
 
 def _check_heads(q: Operand, cache: PagedCache) -> None:

@@ -269,10 +269,12 @@ def _cache(shared: _Draw, lengths: tuple[int, ...]) -> dict[str, Any]:
 
 
 def _decode_options(shared: _Draw, own: _Draw, reach: int) -> dict[str, Any]:
+    tree = shared.pick("drafts", "any") if shared.chance(0.25) else ""
     return {
         "sinks": shared.chance(0.3),
+        "tree": tree,
         "scale": own.scale() if shared.chance(0.4) else None,
-        "window_size": own.window(reach) if shared.chance(0.3) else None,
+        "window_size": own.window(reach) if shared.chance(0.3) and not tree else None,
         "softcap": shared.softcap() if shared.chance(0.25) else None,
         "num_splits": shared.pick(1, 2, 3, 7, 256) if shared.chance(0.3) else None,
     }

@@ -13,6 +13,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from pallas_attn.kernels.library.arguments import decode_arguments
+from pallas_attn.kernels.library.new_tokens import tree_mask
 from pallas_attn.kernels.library.pages import (
     keys_of_tokens,
     load_rows_at,
@@ -57,6 +58,7 @@ def paged_attention_kernel(
     sinks_ref,
     k_scale_ref,
     v_scale_ref,
+    tree_ref,
     out_ref,
     lse_ref,
     *,
@@ -78,14 +80,14 @@ def paged_attention_kernel(
 
     Row r of a sequence is its token ``r // group_size`` of query head ``r % group_size`` of the
     group, so that the keys and values are read once for all of them. Operands, of this program's kv
-    head: q [Tq, group, D], pools k [P, page_size, D] and v [P, page_size, Dv]; tables
-    [B, max_pages], lens [B] and cu_seqlens_q [B + 1], int32; sinks [group] and scales [], float32,
-    or None; of its split out [Tq, group, Dv] and lse [group, Tq] (float32, natural log): the result
-    of one split, a part of several, to which sinks are not given. Grid: (kv heads, row tiles of
-    `locate_tokens`) in one axis, kv heads fastest, and splits. Loop invariant:
-    `online_softmax_update`. Accumulation: float32, exponents in base 2, p cast to the products'
-    dtype. A row that sees no key, such as padding, gives 0, and -inf or its sink. block_rows and
-    block_kv are powers of two, at least 16.
+    head: q [Tq, group, D], pools k [P, page_size, D] and v [P, page_size, Dv]; tables [B,
+    max_pages], lens [B] and cu_seqlens_q [B + 1], int32; sinks [group] and scales [], float32, or
+    None; tree [Tq], int32, or None, the ends of `tree_mask`; of its split out [Tq, group, Dv] and
+    lse [group, Tq] (float32, natural log): the result of one split, a part of several, to which
+    sinks are not given. Grid: (kv heads, row tiles of `locate_tokens`) in one axis, kv heads
+    fastest, and splits. Loop invariant: `online_softmax_update`. Accumulation: float32, exponents
+    in base 2, p cast to the products' dtype. A row that sees no key, such as padding, gives 0, and
+    -inf or its sink. block_rows and block_kv are powers of two, at least 16.
 
     upcast: as in `paged_decode_kernel`. q, k, v, acc and out are lists of tiles.
 
@@ -125,9 +127,9 @@ def paged_attention_kernel(
     # Visit the split's tiles of keys; only tiles at the edges are masked.
     visible = Visible(0, count, 0, 0)
     if skips_masks:
-        visible = tiles_at_edges(
-            diagonal + first, diagonal + last, first_tile, count, window_left, block_kv
-        )
+        # Of the new tokens' keys a tree hides some from tokens behind them.
+        least = diagonal + first if tree_ref is None else diagonal - 1
+        visible = tiles_at_edges(least, diagonal + last, first_tile, count, window_left, block_kv)
     for masked in (False, True)[0 if skips_masks else 1 :]:
 
         def visit(index, carry, masked=masked):
@@ -141,8 +143,10 @@ def paged_attention_kernel(
             # s = scale · q kᵀ
             k = load_rows_at(k_ref, (page, slot), exists, head_dim, block_d)
             s = scores(q, unpack(k, upcast), rule._replace(scale=scale))
-            if masked:
+            if masked and tree_ref is None:
                 s = attention_mask(s, position[:, None], key[None, :], end, window_left, 0)
+            elif masked:
+                s = tree_mask(s, tree_ref, first_token, token, key - diagonal, exists)
             # p = exp(s - max), and rescale what was accumulated
             p, alpha, m_i, l_i = online_softmax_update(s, m_i, l_i, rule.exp2_scale)
             acc = [x * alpha[:, None] for x in acc]
@@ -184,7 +188,8 @@ def paged_attention(
         operands = operands._replace(
             k_pages=as_packed(operands.k_pages), v_pages=as_packed(operands.v_pages)
         )
-    q, k_pages, v_pages, block_tables, seq_lens, offsets, sinks, k_scale, v_scale = operands
+    q, k_pages, v_pages, block_tables, seq_lens, offsets, *optional = operands
+    sinks, k_scale, v_scale, tree_ends = optional
     if splits > 1:
         sinks = None  # they count once, in the merge
     shape = (splits, spec.tokens, spec.heads_q, spec.head_dim_v)
@@ -203,7 +208,18 @@ def paged_attention(
         kernel,
         paged_attention_kernel,
         lambda config: (num_row_tiles(spec, rows) * heads_kv, splits),
-        (q, k_pages, v_pages, block_tables, seq_lens, offsets, sinks, k_scale, v_scale),
+        (
+            q,
+            k_pages,
+            v_pages,
+            block_tables,
+            seq_lens,
+            offsets,
+            sinks,
+            k_scale,
+            v_scale,
+            tree_ends,
+        ),
         (
             of(q, ALL, heads, COLUMNS),
             of(k_pages, ALL, ALL, "head", COLUMNS),
@@ -214,6 +230,7 @@ def paged_attention(
             of(sinks, heads),
             of(k_scale, "head"),
             of(v_scale, "head"),
+            of(tree_ends, ALL),
         ),
         (outs, lses),
         (of(outs, "split", ALL, heads, COLUMNS), of(lses, "split", heads, ALL)),

@@ -11,6 +11,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from pallas_attn.kernels.library.arguments import decode_arguments
+from pallas_attn.kernels.library.new_tokens import tree_mask
 from pallas_attn.kernels.library.pages import (
     keys_of_sequence,
     load_rows_at,
@@ -46,6 +47,7 @@ def paged_decode_kernel(
     sinks_ref,
     k_scale_ref,
     v_scale_ref,
+    tree_ref,
     out_ref,
     lse_ref,
     outs_ref,
@@ -69,12 +71,13 @@ def paged_decode_kernel(
     Row r is token ``r // group_size`` of query head ``r % group_size`` of the group, so that the
     keys and values are read once for all of them. Operands, of this program's batch and kv head: q
     [T, group, D], pools k [P, page_size, D] and v [P, page_size, Dv], table [max_pages] and len [],
-    int32; sinks [group] and scales [], float32, or None; out [T, group, Dv] and lse [group, T]
-    (float32, natural log). Where more than one split has keys, each of them writes its outs [T,
-    group, Dv] and lses [group, T] instead, float32; with a single split both are None. Grid: (row
-    tiles, kv heads, batch, splits). Loop invariant: `online_softmax_update`. Accumulation: float32,
-    exponents in base 2, p cast to the products' dtype. A row that sees no key has lse -inf, or its
-    sink. block_rows and block_kv are powers of two, at least 16.
+    int32; sinks [group] and scales [], float32, or None; tree [T], int32, or None, the ends of
+    `tree_mask`; out [T, group, Dv] and lse [group, T] (float32, natural log). Where more than one
+    split has keys, each of them writes its outs [T, group, Dv] and lses [group, T] instead,
+    float32; with a single split both are None. Grid: (row tiles, kv heads, batch, splits). Loop
+    invariant: `online_softmax_update`. Accumulation: float32, exponents in base 2, p cast to the
+    products' dtype. A row that sees no key has lse -inf, or its sink. block_rows and block_kv are
+    powers of two, at least 16.
 
     upcast: the pools are in 8 bits, given as packed pairs of columns, and the products in float16;
     head_dim and head_dim_v count pairs. q, k, v, acc and out are lists of tiles, of one tile where
@@ -96,7 +99,8 @@ def paged_decode_kernel(
     token, head = row // group_size, row % group_size
     is_row = token < tokens
     q, scale = load_q(q_ref, (token, head), is_row, scale, head_dim, block_d, upcast)
-    position = length - tokens + token
+    diagonal = length - tokens
+    position = diagonal + token
     m_i = jnp.full((block_rows,), float("-inf"), jnp.float32)
     l_i = jnp.zeros((block_rows,), jnp.float32)
     acc = [jnp.zeros((block_rows, block_dv), jnp.float32) for _ in q]
@@ -111,9 +115,12 @@ def paged_decode_kernel(
         # s = scale · q kᵀ
         k = load_rows_at(k_ref, (page, slot), exists, head_dim, block_d)
         s = scores(q, unpack(k, upcast), rule._replace(scale=scale))
-        s = attention_mask(
-            s, position[:, None], key[None, :], length, window_left, 0 if tokens > 1 else None
-        )
+        if tree_ref is None:
+            s = attention_mask(
+                s, position[:, None], key[None, :], length, window_left, 0 if tokens > 1 else None
+            )
+        else:
+            s = tree_mask(s, tree_ref, 0, token, key - diagonal, exists)
         # p = exp(s - max), and rescale what was accumulated
         p, alpha, m_i, l_i = online_softmax_update(s, m_i, l_i, rule.exp2_scale)
         acc = [x * alpha[:, None] for x in acc]
@@ -160,7 +167,7 @@ def paged_decode(
         operands = operands._replace(
             k_pages=as_packed(operands.k_pages), v_pages=as_packed(operands.v_pages)
         )
-    q, k_pages, v_pages, block_tables, seq_lens, sinks, k_scale, v_scale = operands
+    q, k_pages, v_pages, block_tables, seq_lens, sinks, k_scale, v_scale, tree_ends = operands
     shape = (spec.batch, spec.tokens, spec.heads_q, spec.head_dim_v)
     lse_shape = (spec.batch, spec.heads_q, spec.tokens)
     out = jax.ShapeDtypeStruct(shape, q.dtype)
@@ -192,6 +199,7 @@ def paged_decode(
             of(sinks, heads),
             of(k_scale, "head"),
             of(v_scale, "head"),
+            of(tree_ends, "batch", ALL),
         ),
         (out, lse, outs, lses),
         (

@@ -13,6 +13,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from torch_attn.kernels.library.arguments import cache_of, decode_arguments
+from torch_attn.kernels.library.new_tokens import ends_of, tree_argument, tree_mask
 from torch_attn.kernels.library.pages import (
     keys_of_tokens,
     load_rows_at,
@@ -56,6 +57,7 @@ def paged_attention_kernel(
     cache,
     cu_seqlens_q_ptr,
     sinks_ptr,
+    tree,
     out_ptr,
     lse_ptr,
     q_strides,
@@ -84,13 +86,13 @@ def paged_attention_kernel(
     Row r of a sequence is its token ``r // GROUP_SIZE`` of query head ``r % GROUP_SIZE`` of the
     group, so that the keys and values are read once for all of them. Operands: q [Tq, Hq, D] with
     the given strides; the cache, a `Cache`; cu_seqlens_q [B + 1], int32; sinks [Hq], float32, or
-    None; out [splits, Tq, Hq, Dv] and lse [splits, Hq, Tq]
-    (float32, natural log), contiguous: the result of one split, the parts of several, to which
-    sinks are not given. Grid: (kv heads, row tiles of `locate_tokens`) in one axis, kv heads
-    fastest, and splits. Loop invariant: `online_softmax_update`. Accumulation: float32, exponents
-    in base 2, p cast to the products' dtype. A row that sees no key, such as padding, gives 0, and
-    -inf or its sink. PAST_2G: a head of a pool spans 2^31 elements or more. BLOCK_ROWS and BLOCK_KV
-    are powers of two, at least 16.
+    None; tree, a `TreeEnds`, or None; out [splits, Tq, Hq, Dv] and lse [splits, Hq, Tq] (float32,
+    natural log), contiguous: the result of one split, the parts of several, to which sinks are not
+    given. Grid: (kv heads, row tiles of `locate_tokens`) in one axis, kv heads fastest, and splits.
+    Loop invariant: `online_softmax_update`. Accumulation: float32, exponents in base 2, p cast to
+    the products' dtype. A row that sees no key, such as padding, gives 0, and -inf or its sink.
+    PAST_2G: a head of a pool spans 2^31 elements or more. BLOCK_ROWS and BLOCK_KV are powers of
+    two, at least 16.
 
     UPCAST: as in `paged_decode_kernel`. q, k, v, acc and out are tuples of tiles.
 
@@ -130,6 +132,8 @@ def paged_attention_kernel(
     q, scale = load_q(q_ptr, (q_row, head), q_strides, is_row, scale, HEAD_DIM, BLOCK_D, UPCAST)
     diagonal = length - tokens
     position = diagonal + token
+    if tree is not None:
+        ends_ptr = tree.ends + first_token * tree.stride
     m_i = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
     l_i = tl.zeros([BLOCK_ROWS], tl.float32)
     acc = [tl.zeros([BLOCK_ROWS, BLOCK_DV], tl.float32) for _ in q]
@@ -137,8 +141,10 @@ def paged_attention_kernel(
     # Visit the split's tiles of keys; only tiles at the edges are masked.
     before, full, after = count, 0, 0
     if SKIPS_MASKS:
+        # Of the new tokens' keys a tree hides some from tokens behind them.
+        least = diagonal + first if tree is None else diagonal - 1
         before, full, after = tiles_at_edges(
-            diagonal + first, diagonal + last, first_tile, count, window_left, BLOCK_KV
+            least, diagonal + last, first_tile, count, window_left, BLOCK_KV
         )
     for masked in tl.static_range(0 if SKIPS_MASKS else 1, 2):
         for index in tl.range(0, count_tiles(before, full, after, masked)):
@@ -151,8 +157,10 @@ def paged_attention_kernel(
             # s = scale · q kᵀ
             k = load_rows_at(k_base, (page, slot), cache.k_strides, exists, HEAD_DIM, BLOCK_D)
             s = scores(q, unpack(k, UPCAST), scale, rule.softcap, rule.scale_first)
-            if masked:
+            if masked and tree is None:
                 s = attention_mask(s, position[:, None], key[None, :], end, window_left, 0)
+            elif masked:
+                s = tree_mask(s, ends_ptr, token, key - diagonal, exists)
             # p = exp(s - max), and rescale what was accumulated
             p, alpha, m_i, l_i = online_softmax_update(s, m_i, l_i, rule.exp2_scale)
             acc = [x * alpha[:, None] for x in acc]
@@ -208,7 +216,7 @@ def paged_attention(
         kernel,
         paged_attention_kernel,
         _prepare,
-        (q, cache_of(operands), operands.cu_seqlens_q, sinks, outs, lses),
+        (q, cache_of(operands), operands.cu_seqlens_q, sinks, ends_of(operands), outs, lses),
         spec,
         backend,
         splits,
@@ -221,12 +229,13 @@ def paged_attention(
 def _prepare(call: KernelCall) -> Prepared:
     """Return grid and arguments of `paged_attention_kernel`."""
     spec, (splits,) = call.spec, call.constants
-    q, cache, *_ = call.layouts
+    q, cache, _, _, tree, *_ = call.layouts
     rows = block_rows(spec, call.config)
     arguments = decode_arguments(spec, call.target, q, cache)
     if spec.cache.is_quantized and call.target == "sm90":
         arguments["BLOCK_DV"] = swizzled_alike(arguments["BLOCK_DV"], arguments["BLOCK_D"])
     return (num_row_tiles(spec, rows) * spec.heads_kv, splits), arguments | {
+        "tree": tree_argument(tree),
         "num_tokens": spec.tokens,
         "num_sequences": spec.batch,
         "num_splits": splits,

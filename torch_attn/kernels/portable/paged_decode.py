@@ -11,6 +11,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from torch_attn.kernels.library.arguments import cache_of, decode_arguments
+from torch_attn.kernels.library.new_tokens import ends_of, tree_argument, tree_mask
 from torch_attn.kernels.library.pages import (
     keys_of_sequence,
     load_rows_at,
@@ -41,6 +42,7 @@ def paged_decode_kernel(
     q_ptr,
     cache,
     sinks_ptr,
+    tree,
     out_ptr,
     lse_ptr,
     outs_ptr,
@@ -69,14 +71,14 @@ def paged_decode_kernel(
 
     Row r is token ``r // GROUP_SIZE`` of query head ``r % GROUP_SIZE`` of the group, so that the
     keys and values are read once for all of them. Operands: q [B, T, Hq, D] with the given strides;
-    the cache, a `Cache`; sinks [Hq], float32, or None; out [B, T, Hq, Dv] and lse [B, Hq, T]
-    (float32, natural log), contiguous. Where more than one split has keys, each of them writes its
-    part of outs [splits, B, T, Hq, Dv] and lses [splits, B, Hq, T] instead, float32 and contiguous;
-    with a single split both are None. Grid: (row tiles, kv heads, batch) in one axis, row tiles
-    fastest, and splits. Loop invariant:
-    `online_softmax_update`. Accumulation: float32, exponents in base 2, p cast to the products'
-    dtype. A row that sees no key has lse -inf, or its sink. PAST_2G: a head of a pool spans 2^31
-    elements or more. BLOCK_ROWS and BLOCK_KV are powers of two, at least 16.
+    the cache, a `Cache`; sinks [Hq], float32, or None; tree, a `TreeEnds`, or None; out [B, T, Hq,
+    Dv] and lse [B, Hq, T] (float32, natural log), contiguous. Where more than one split has keys,
+    each of them writes its part of outs [splits, B, T, Hq, Dv] and lses [splits, B, Hq, T] instead,
+    float32 and contiguous; with a single split both are None. Grid: (row tiles, kv heads, batch) in
+    one axis, row tiles fastest, and splits. Loop invariant: `online_softmax_update`. Accumulation:
+    float32, exponents in base 2, p cast to the products' dtype. A row that sees no key has lse
+    -inf, or its sink. PAST_2G: a head of a pool spans 2^31 elements or more. BLOCK_ROWS and
+    BLOCK_KV are powers of two, at least 16.
 
     UPCAST: the pools are in 8 bits, given as packed pairs of columns, and the products in float16;
     HEAD_DIM and HEAD_DIM_V count pairs. q, k, v, acc and out are tuples of tiles, of one tile
@@ -112,7 +114,10 @@ def paged_decode_kernel(
     is_row = token < TOKENS
     place = batch, token.to(tl.int64), head
     q, scale = load_q(q_ptr, place, q_strides, is_row, scale, HEAD_DIM, BLOCK_D, UPCAST)
-    position = length - TOKENS + token
+    diagonal = length - TOKENS
+    position = diagonal + token
+    if tree is not None:
+        ends_ptr = tree.ends + batch * tree.stride
     m_i = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
     l_i = tl.zeros([BLOCK_ROWS], tl.float32)
     acc = [tl.zeros([BLOCK_ROWS, BLOCK_DV], tl.float32) for _ in q]
@@ -128,10 +133,13 @@ def paged_decode_kernel(
         # s = scale · q kᵀ
         k = load_rows_at(k_base, (page, slot), cache.k_strides, exists, HEAD_DIM, BLOCK_D)
         s = scores(q, unpack(k, UPCAST), scale, rule.softcap, rule.scale_first)
-        s = attention_mask(
-            s, position[:, None], key[None, :], length, window_left,
-            0 if TOKENS > 1 else None,
-        )  # fmt: skip
+        if tree is None:
+            s = attention_mask(
+                s, position[:, None], key[None, :], length, window_left,
+                0 if TOKENS > 1 else None,
+            )  # fmt: skip
+        else:
+            s = tree_mask(s, ends_ptr, token, key - diagonal, exists)
         # p = exp(s - max), and rescale what was accumulated
         p, alpha, m_i, l_i = online_softmax_update(s, m_i, l_i, rule.exp2_scale)
         acc = [x * alpha[:, None] for x in acc]
@@ -194,7 +202,7 @@ def paged_decode(
         "paged_decode",
         paged_decode_kernel,
         _prepare,
-        (q, cache_of(operands), operands.sinks, out, lse, outs, lses),
+        (q, cache_of(operands), operands.sinks, ends_of(operands), out, lse, outs, lses),
         spec,
         backend,
         splits,
@@ -207,11 +215,12 @@ def paged_decode(
 def _prepare(call: KernelCall) -> Prepared:
     """Return grid and arguments of `paged_decode_kernel`."""
     spec, (splits,) = call.spec, call.constants
-    q, cache, *_ = call.layouts
+    q, cache, _, tree, *_ = call.layouts
     rows = block_rows(spec, call.config)
     tiles = triton.cdiv(spec.rows, rows)
     arguments = decode_arguments(spec, call.target, q, cache)
     return (tiles * spec.heads_kv * spec.batch, splits), arguments | {
+        "tree": tree_argument(tree),
         "batch_size": spec.batch,
         "num_splits": splits,
         "TOKENS": spec.tokens,
