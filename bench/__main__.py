@@ -20,12 +20,13 @@ def main(argv: list[str] | None = None) -> int:
     """Run one command; return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
     require(parser.error, REPORTING, "bench")
-    from bench import compare
+    from bench import compare, mine
     from bench.report import command as report
     from bench.suites import command as suites
 
     parser.set_defaults(run=None)
     commands = parser.add_subparsers(metavar="COMMAND")
+    mine.add_parser(commands)
     suites.add_parsers(commands)
     report.add_parser(commands)
     compare.add_parser(commands)
