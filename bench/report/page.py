@@ -6,6 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 
 from bench.records import Record
+from bench.report.cards import CAPTION, are_several, cards
+from bench.report.cards import title as card_title
 from bench.report.plots import Picture, of_run, of_suite
 from bench.report.sections import Section, facts, notes, peaks_table, sections, statuses
 from bench.report.tables import runs
@@ -19,6 +21,7 @@ _LOOKS = {
     "refused by parity": "failed",
     "out of memory": "lost",
     "absent": "absent",
+    "skipped": "absent",
 }
 _NAME = 80  # characters of a kernel's name on the page; templates are very long, the CSV has all
 _INTRODUCTION = (
@@ -42,7 +45,11 @@ def to_page(
     """
     compared = runs(records)
     measured = [record for run in compared for record in run if record.operation != "peak"]
-    chapters = [chapter for run in compared for chapter in _chapters(run, logs or {})]
+    several = are_several(records)
+    chapters = [*_cards(records)] if several else []
+    for run in compared:
+        prefix = f"{card_title(run)}: " if several else ""
+        chapters += [(prefix + name, html) for name, html in _chapters(run, logs or {})]
     links = (f'<a href="#part-{i}">{escape(name)}</a>' for i, (name, _) in enumerate(chapters))
     parts = (
         f'<section id="part-{i}">\n<h2>{escape(name)}</h2>\n{html}\n</section>'
@@ -58,6 +65,15 @@ def _badges(records: Sequence[Record]) -> list[tuple[str, str]]:
     look = "failed" if any(_LOOKS.get(r.status) == "failed" for r in ours) else "passed"
     texts = [(look, "ours", statuses(ours)), ("peers", "peers", statuses(peers))]
     return [(look, f"{whose}: {text}") for look, whose, text in texts if text]
+
+
+def _cards(records: Sequence[Record]) -> Iterator[tuple[str, str]]:
+    """Return the name of each card, and its facts and table, which have the same columns."""
+    for card in cards(records):
+        titles, *rows = card.grid
+        cells = ([Cell(text, _LOOKS.get(text, "")) for text in row] for row in rows)
+        note = f'<p class="note">{escape(CAPTION)}</p>'
+        yield card.title, "\n".join([page.facts(card.facts), note, to_html(titles, cells)])
 
 
 def _chapters(
