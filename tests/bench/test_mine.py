@@ -188,3 +188,11 @@ def test_its_problems_are_those_of_the_suites_beside_the_peers(part, target):
         assert {subject.target for subject in job.factories} == {target, None}
     operations = {job.operation for job in jobs}
     assert operations == ({"decode"} if part.suite == "kvcache" else {"forward", "backward"})
+
+
+def test_the_form_that_takes_the_file_is_there():
+    root = Path(__file__).parents[2]
+    name = '"Measured card"'
+    assert "name: Measured card\n" in (root / ".github/ISSUE_TEMPLATE/card.yml").read_text()
+    assert name in (root / "CONTRIBUTING.md").read_text()
+    assert name.replace('"', "'") in mine.SEND
