@@ -6,7 +6,7 @@ import argparse
 import json
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -56,6 +56,13 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         default=1,
         metavar="N",
         help="compile one problem of N, of each feature; default: all",
+    )
+    parser.add_argument(
+        "--shared-memory",
+        type=count,
+        metavar="KIB",
+        help="compile SM80 code for a card with so much of it a block, such as 99 of compute "
+        "capability 8.6, 8.9 and 12.0; default: the target's own cards",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there as well")
     parser.add_argument("--jobs", type=count, metavar="N", help="processes; default: one per core")
@@ -126,6 +133,12 @@ def _select(arguments: argparse.Namespace) -> list[Problem]:
         if target in targets
         for problem in problems(framework, target, family)
     ]
+    if arguments.shared_memory is not None:
+        found = [problem for problem in found if problem.target == "sm80"]
+        if not found:
+            arguments.refuse("--shared-memory: expected --target sm80 beside it, got sm90")
+        size = 1024 * arguments.shared_memory
+        found = list(dict.fromkeys(replace(problem, shared_memory=size) for problem in found))
     sizes = sorted({problem.head_dim for problem in found})
     if arguments.head_dim not in (None, *sizes):
         names = ", ".join(map(str, sizes))
