@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import math
 import os
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -14,8 +13,6 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rich.console import Console
-
 from bench.journal import VARIABLE, Journal
 from bench.parity import ParityJob
 from bench.records import origin
@@ -23,6 +20,7 @@ from bench.registry import load
 from bench.runner import NO_JOURNAL, AnyJob, Instruments, run_suite
 from bench.sampling import Sampler, card, nvml_reader
 from interop.parity.arguments import Refuse
+from interop.rendering.tables import console_of
 
 GIB = 2**30
 PEER_PACKAGES = ("fa3-fwd", "flash-attn-4", "flashinfer-python", "tokamax", "transformers")
@@ -146,7 +144,7 @@ def measure(
 
     times_something = not all(isinstance(job, ParityJob) for job in jobs)
     peaks = peak_jobs() if setting.device == "cuda" and times_something else []
-    console = Console(width=None if sys.stdout.isatty() else _LOG_WIDTH)
+    console = console_of(_LOG_WIDTH)
     console.rule(load(name).TITLE)
     if not quiet:
         console.print(*(f"{name} {value}" for name, value in setting.facts.items()), sep=", ")

@@ -29,7 +29,7 @@ from bench.registry import load
 from bench.report.cards import CAPTION, cards
 from bench.runner import INTERRUPTED, AnyJob
 from interop.parity.arguments import count, make_folder
-from interop.rendering.tables import to_terminal
+from interop.rendering.tables import NARROW, to_terminal
 
 PEERS = (
     "FA2", "FA3", "FA4", "cuDNN", "FA2 dense", "cuDNN dense", "FlashInfer", "FA2 varlen",
@@ -116,7 +116,7 @@ def run(arguments: argparse.Namespace) -> int:
         console.print()
         for name, text in card.facts.items():
             console.print(f"{name}: {text}", highlight=False, markup=False)
-        console.print(to_terminal(card.grid, caption=CAPTION))
+        console.print(to_terminal(card.grid, caption=CAPTION, **NARROW))
     skipped = dict.fromkeys(r.case["name"] for r in records if r.status == "skipped")
     if skipped:
         console.print(f"Skipped, as the time was up: {', '.join(skipped)}", highlight=False)

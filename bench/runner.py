@@ -21,7 +21,7 @@ from bench.records import Record, append, failed, load
 from bench.report.tables import brief
 from bench.sampling import Sampler
 from bench.training.job import TrainingJob
-from interop.rendering.tables import PROGRESS, progress_columns, to_terminal
+from interop.rendering.tables import NARROW, PROGRESS, progress_columns, to_terminal
 
 if TYPE_CHECKING:
     from bench.timing import Timing
@@ -148,8 +148,7 @@ def _print(records: Sequence[Record], console: Console) -> None:
     shown = [record for record in records if record.status not in ("absent", "skipped")]
     absent = sum(record.status == "absent" for record in records)
     caption = f"{absent} absent: a peer is not installed, or does not do the case"
-    styles = ["" if record.status == "ok" else "red" for record in shown]
-    console.print(to_terminal(brief(shown), styles, caption=caption if absent else None))
+    console.print(to_terminal(*brief(shown), caption=caption if absent else None, **NARROW))
 
 
 def measure(

@@ -51,7 +51,7 @@ def add_parsers(commands: argparse._SubParsersAction) -> None:
 def _add_arguments(
     parser: argparse.ArgumentParser, run: Callable[[argparse.Namespace], int]
 ) -> None:
-    parser.add_argument("--filter", default="", help="part of a case's name")
+    parser.add_argument("--filter", default="", metavar="TEXT", help="part of a case's name")
     parser.add_argument(
         "--only",
         nargs="+",
