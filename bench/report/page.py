@@ -141,4 +141,5 @@ def _cell(record: Record, title: str, text: str) -> Cell:
 
 
 def _picture(picture: Picture) -> str:
-    return f"<h3>{escape(picture.title)}</h3>\n{page.figure(picture.figure, picture.caption)}"
+    drawn = page.figure(picture.figure, picture.caption, picture.title)
+    return f"<h3>{escape(picture.title)}</h3>\n{drawn}"

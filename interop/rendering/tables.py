@@ -86,7 +86,8 @@ def to_html(
     ]
     return (
         '<input type="search" placeholder="Filter rows" aria-label="Filter">\n' * filtered
-        + f'<div class="scroll{" long" * filtered}"><table>\n<thead><tr>{head}</tr></thead>\n'
+        + f'<div class="scroll{" long" * filtered}" tabindex="0"><table>\n'
+        + f"<thead><tr>{head}</tr></thead>\n"
         + "\n".join(["<tbody>", *lines, "</tbody></table></div>"])
     )
 
