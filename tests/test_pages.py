@@ -8,10 +8,11 @@ import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
+from matplotlib.text import Text
 
 from bench.records import load
 from bench.report.page import to_page as bench_page
-from bench.report.plots import of_run, of_suite
+from bench.report.plots import headline, of_run, of_suite
 from bench.report.plots.ratios import heat_map
 from bench.report.sections import sections
 from bench.report.tables import runs
@@ -124,7 +125,7 @@ def crossings(figure: Figure) -> list[tuple[str, str]]:
         lines = [line for line in axes.lines if line.get_linestyle() not in ("None", "")]
         paths = [(x, x.get_path().transformed(x.get_transform())) for x in lines]
         for text in axes.texts:
-            box = text.get_window_extent()
+            box = Text.get_window_extent(text)  # without the arrow of an annotation
             for line, path in paths:
                 # The faint line of a lane runs behind a name, which stands on the page's colour.
                 is_behind = line.get_zorder() < text.get_zorder() and text.get_bbox_patch()
@@ -145,7 +146,7 @@ def test_no_name_of_a_case_crosses_a_line_of_paritys_plot():
 
 def test_no_label_crosses_a_line_of_benchs_plots():
     for run in runs(load(RECORDS.with_name("h200-sm90-fa4.jsonl.gz"))):
-        pictures = [*of_run(run)]
+        pictures = [*of_run(run), *(picture for _, picture in headline(run))]
         for section in sections(run):
             pictures += of_suite(section.records, section.peaks, ())
         assert len(pictures) > 3
