@@ -54,8 +54,11 @@ class Part(NamedTuple):
 
 
 PARTS = (
-    Part("parity", 0.25),
-    Part("flash", 0.6, (
+    Part("parity", 0.25, (
+        "all-options", "full-bf16-d256-causal", "varlen-all-options", "decode-all-options",
+        "paged-mixed",
+    )),
+    Part("flash", 0.65, (
         "4x4096x16x128-causal", "4x4096x32x64-causal", "4x4096x16x128", "1x16384x16x128-causal",
         "32x512x16x128-causal", "4x4096x8x256-causal",
     )),
