@@ -252,8 +252,8 @@ def config_of_smaller_cards(
 ) -> KernelConfig:
     """Return what a kernel is configured with on a card with less shared memory.
 
-    It is the last of the rows with the key of the problem's own row. Only where it is known before
-    anything is compiled can it decide tiles that are traced. `smaller_configs` has the arguments.
+    It is the last of the rows with the key of the problem's own row. It is known before anything
+    is compiled, so that it may decide tiles that are traced. `smaller_configs` has the arguments.
     """
     rows = load_table(table_path(package, target, folder), folder)[kernel]
     own = next(row for row in rows if row.serves(spec))
