@@ -19,7 +19,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # Asked by the shell, once the environment is there.
 WORKERS = $$($(PY) -c 'import xdist' 2>/dev/null && printf -- '-n auto --maxprocesses 8 --dist worksteal')
 
-.PHONY: help parity fuzz test bench sm80 sm90 docs lint types imports check clean
+.PHONY: help parity fuzz test bench mine sm80 sm90 docs lint types imports check clean
 
 help: ## this list
 	@grep -E '^[a-z0-9]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9]+):[^#]*## /\1|/' | awk -F'|' '{ printf "  make %-9s %s\n", $$1, $$2 }'
@@ -39,6 +39,10 @@ test: ## run the test suite; PYTEST_ARGS="-k softcap"
 bench: ## time both sides beside their peers, on a GPU; BENCH_ARGS="--resume"
 	$(SETUP) bench
 	$(PY) -m bench all $(BENCH_ARGS)
+
+mine: ## five minutes on your card, into one file to send; EXTRAS=cuda13 installs JAX for CUDA
+	$(SETUP) bench
+	$(PY) -m bench mine $(BENCH_ARGS)
 
 sm80: ## compile every kernel for SM80, no GPU needed, and check its resources; STATIC_ARGS="--every 4"
 	$(SETUP) bench

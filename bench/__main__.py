@@ -5,12 +5,11 @@ Exit codes: 0 done, 1 a check failed, 2 bad arguments, a missing package or no G
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 
 from bench.journal import VARIABLE, supervise
-from interop.parity.arguments import require
+from interop.parity.arguments import HelpfulParser, require
 
 REPORTING = ("matplotlib", "numpy", "rich")
 RUNNING = ("jax", "torch", "triton")
@@ -18,14 +17,15 @@ RUNNING = ("jax", "torch", "triton")
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command; return the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
+    parser = HelpfulParser(prog="python -m bench", description=__doc__)
     require(parser.error, REPORTING, "bench")
-    from bench import compare
+    from bench import compare, mine
     from bench.report import command as report
     from bench.suites import command as suites
 
     parser.set_defaults(run=None)
     commands = parser.add_subparsers(metavar="COMMAND")
+    mine.add_parser(commands)
     suites.add_parsers(commands)
     report.add_parser(commands)
     compare.add_parser(commands)

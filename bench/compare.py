@@ -9,10 +9,10 @@ from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
-from rich.console import Console
-
 from bench.records import Record, Times, load
-from interop.rendering.tables import Grid, to_terminal
+from interop.rendering.tables import Grid, console_of, to_terminal
+
+_LOG_WIDTH = 120  # of the table where nothing says how wide the output is
 
 
 class Change(NamedTuple):
@@ -59,11 +59,12 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     )
     parser.add_argument("before", type=Path, metavar="BEFORE", help="records, JSON lines")
     parser.add_argument("after", type=Path, metavar="AFTER", help="records, JSON lines")
-    parser.add_argument("--filter", default="", help="part of a case's name")
+    parser.add_argument("--filter", default="", metavar="TEXT", help="part of a case's name")
     parser.add_argument(
         "--percent",
         type=float,
         default=1.0,
+        metavar="N",
         help="show what lies apart by more than this (default: 1)",
     )
     parser.set_defaults(run=run)
@@ -80,7 +81,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"python -m bench compare: {error}", file=sys.stderr)
         return 2
     apart = [change for change in found if change.gap > arguments.percent / 100]
-    console = Console()
+    console = console_of(_LOG_WIDTH)
     if apart:
         console.print(to_terminal(_grid(sorted(apart, key=lambda change: change.relative))))
     for line in summary(found, arguments.percent):
@@ -108,8 +109,8 @@ def summary(found: Sequence[Change], percent: float) -> list[str]:
 
 
 def _grid(apart: Sequence[Change]) -> Grid:
-    titles = ["case", "operation", "implementation", "before, ms", "after, ms", "change",
-              "apart by"]  # fmt: skip
+    titles = ["case", "operation", "implementation", "before,\nms", "after,\nms", "change",
+              "apart\nby"]  # fmt: skip
     rows = [
         [
             change.record.case["name"], change.record.operation, change.record.label,

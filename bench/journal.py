@@ -12,6 +12,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +22,7 @@ from bench.records import Record, append, load
 
 CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
 VARIABLE = "TWIN_ATTENTION_JOURNAL"  # the folder of the run's journal
+STARTED = "TWIN_ATTENTION_STARTED"  # when the run began, by `time.monotonic`
 _COMMAND = [sys.executable, "-m", "bench"]
 _MEASURED, _RUNNING = "measured.jsonl", "running.jsonl"
 
@@ -29,13 +31,14 @@ class Journal:
     """Records of a run that outlive its process, in a folder; without one, none do.
 
     Attributes:
+        folder: where they are kept, or None.
         measured: by key, what processes before this one have measured.
         crashed: of these, what ended one of them, as rows that say so.
         suspects: keys of what ran together when one ended.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
-        self._folder = folder
+        self.folder = folder
         running = self._load(_RUNNING)
         message = "its process crashed"
         self.crashed = [replace(record, status="failed", message=message) for record in running]
@@ -47,20 +50,25 @@ class Journal:
 
     def begin(self, records: Iterable[Record]) -> None:
         """Note what runs next: if the process ends, one of them is why."""
-        if self._folder is not None:
-            (self._folder / _RUNNING).unlink(missing_ok=True)
-            append(self._folder / _RUNNING, records)
+        if self.folder is not None:
+            (self.folder / _RUNNING).unlink(missing_ok=True)
+            append(self.folder / _RUNNING, records)
 
     def end(self, records: Iterable[Record]) -> None:
         """Note what was measured; nothing runs."""
-        if self._folder is not None:
-            append(self._folder / _MEASURED, records)
-            (self._folder / _RUNNING).unlink(missing_ok=True)
+        if self.folder is not None:
+            append(self.folder / _MEASURED, records)
+            (self.folder / _RUNNING).unlink(missing_ok=True)
 
     def _load(self, name: str) -> list[Record]:
-        if self._folder is None or not (self._folder / name).exists():
+        if self.folder is None or not (self.folder / name).exists():
             return []
-        return load(self._folder / name)
+        return load(self.folder / name)
+
+
+def start_of_run() -> float:
+    """Return when the run that this process belongs to began, by `time.monotonic`."""
+    return float(os.environ.get(STARTED, time.monotonic()))
 
 
 def supervise(arguments: Sequence[str]) -> int:
@@ -69,12 +77,14 @@ def supervise(arguments: Sequence[str]) -> int:
     Returns:
         The exit code.
     """
+    started = str(time.monotonic())
     handlers = {x: signal.getsignal(x) for x in (signal.SIGINT, signal.SIGTERM)}
     with TemporaryDirectory() as folder:
         try:
             while True:
                 process = subprocess.Popen(
-                    [*_COMMAND, *arguments], env=os.environ | {VARIABLE: folder}
+                    [*_COMMAND, *arguments],
+                    env=os.environ | {VARIABLE: folder, STARTED: started},
                 )
                 # A terminal sends Ctrl-C to that process as well, which ends in its own time.
                 signal.signal(signal.SIGINT, lambda *_: None)

@@ -46,12 +46,12 @@ def flash_factories(targets: Sequence[str], variants: bool = True) -> dict[Subje
         variants: compiled and deterministic calls as well.
     """
     names = NAMES if variants else FAMILY_NAMES
-    return _factories(_flash, filter(_has_kernels, product(names, targets)))
+    return _factories(_flash, filter(has_kernels, product(names, targets)))
 
 
 def packed_factories(targets: Sequence[str]) -> dict[Subject, Factory]:
     """Return factories of calls, which take (case, operation, tensors) as peers' do."""
-    return _factories(_packed_or_absent, filter(_has_kernels, product(FAMILY_NAMES, targets)))
+    return _factories(_packed_or_absent, filter(has_kernels, product(FAMILY_NAMES, targets)))
 
 
 def decode_factories(targets: Sequence[str]) -> dict[Subject, Factory]:
@@ -75,7 +75,7 @@ def has_chunks(name: str, spec: PagedSpec, target: str) -> bool:
     return any(x.supports("paged_attention", spec, target) is None for x in _families(name))
 
 
-def _has_kernels(key: tuple[str, str]) -> bool:
+def has_kernels(key: tuple[str, str]) -> bool:
     """Return True if the family has kernels for the target, which its folder tells."""
     name, target = key
     return any(family.folder in ("portable", target) for family in _families(name))

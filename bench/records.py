@@ -11,7 +11,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-Status = Literal["planned", "ok", "failed", "absent", "out of memory", "refused by parity"]
+Status = Literal[
+    "planned", "ok", "failed", "absent", "out of memory", "refused by parity", "skipped"
+]
+PARITY = "parity"  # the operation of a check that times nothing
 
 # What earlier versions wrote, by field, and its name today.
 FORMER_NAMES = {
@@ -76,13 +79,14 @@ class Record:
         case: the case's fields, its "name" among them.
         operation: of one call: "forward", "backward", "both", "decode" or "append"; of training
             also "optimizer" and "step", all three together; of inference "prefill" and "decode";
-            "peak" is a rate of the device in the same run (see `bench.peaks`).
+            "peak" is a rate of the device in the same run (see `bench.peaks`); "parity" compares a
+            case's results with the reference, and has no times.
         implementation: framework and kernel family, such as "torch triton"; or a peer's name.
         target: what our own kernels were compiled for; None for a peer.
         device, versions, commit, date: where, with what and when it ran.
         status: "planned" until it is measured, which no file holds; "absent" when the peer is not
             installed or does not do the case; "refused by parity" when the result is wrong, so that
-            its time says nothing.
+            its time says nothing; "skipped" when the run's time was up.
         message: the error behind a status that is not "ok".
         times: device time of a call; of the suite "host" the same as `host`. None unless the status
             is "ok", as the rest.
@@ -101,6 +105,7 @@ class Record:
         timeline: bytes by category over a training step (see `bench.training.timeline`).
         gpu: clocks, power, temperature and throttle reasons while it was timed (see
             `bench.sampling`).
+        card: the card's size, limits and driver (see `bench.sampling.card`).
     """
 
     suite: str
@@ -129,11 +134,13 @@ class Record:
     gpu: dict[str, Any] | None = None
     steps: tuple[float, ...] = ()
     timeline: dict[str, list] | None = None
+    card: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
         if self.status not in get_args(Status):
             raise ValueError(f"status: expected one of {get_args(Status)}, got {self.status!r}")
-        if (self.times is not None) != (self.status == "ok"):
+        is_timed = self.status == "ok" and self.operation != PARITY
+        if (self.times is not None) != is_timed:
             raise ValueError(f"times: expected with status 'ok' alone, got {self.status!r}")
 
     @property
@@ -153,8 +160,9 @@ class Record:
 
     @property
     def run(self) -> str:
-        """Return what records must share to be compared: device, versions and commit."""
-        return json.dumps([self.device, self.versions, self.commit], sort_keys=True)
+        """Return what records must share to be compared: the card, versions and commit."""
+        shared = [self.device, self.card, self.versions, self.commit]
+        return json.dumps(shared, sort_keys=True)
 
     @property
     def measurement(self) -> str:
@@ -169,11 +177,12 @@ class Record:
         return json.dumps([self.measurement, self.run])
 
 
-def origin(suite: str, facts: dict[str, str]) -> dict[str, Any]:
+def origin(suite: str, facts: dict[str, str], card: dict[str, Any] | None = None) -> dict[str, Any]:
     """Return the fields that all records of a suite's run share, from a report's facts."""
     apart = ("device", "commit", "date")
     versions = {name: value for name, value in facts.items() if name not in apart}
-    return {"suite": suite, "versions": versions} | {name: facts[name] for name in apart}
+    shared = {"suite": suite, "versions": versions, "card": card}
+    return shared | {name: facts[name] for name in apart}
 
 
 def failed(record: Record, error: Exception) -> Record:

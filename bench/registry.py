@@ -3,8 +3,8 @@
 Suite "a-b" is the module `bench.suites.a_b`, imported when its command runs. It offers:
 
 - ``TITLE``, ``NOTE``: of its tables; the note says what one call is and what the columns count;
-- ``jobs(targets)``: a list of `Job`s, or `TrainingJob`s, with our own kernels compiled for each of
-  `targets`, the device's own first; (None,) is a CPU;
+- ``jobs(targets)``: a list of `Job`s, `TrainingJob`s or `ParityJob`s, with our own kernels compiled
+  for each of `targets`, the device's own first; (None,) is a CPU;
 - ``COLUMNS``: the suite's own columns of the table of all rows. A record without a time is asked as
   well. The report adds what every table has, as far as its title is not taken: implementation,
   milliseconds, spread, limits, ratio to the best peer, status;
@@ -26,6 +26,7 @@ Cells = dict[str, str | float | None]  # by title
 Column = str | Callable[[Record], Any]  # a field of the case, or a function of the record
 
 SUITES = {
+    "parity": "errors of a few small problems, beside float64; nothing is timed",
     "flash": "flash attention over lengths and head dimensions, beside every peer",
     "kvcache": "paged decode of one sequence and of batches, over KV lengths",
     "fa2": "FlashAttention-2's shapes in fp16, with clocks and power",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -15,19 +16,22 @@ from rich.progress import Progress, TaskID
 
 from bench.job import Absent, Call, Check, Job, Subject, Timer
 from bench.journal import Journal
+from bench.parity import ParityJob
 from bench.records import Record, append, failed, load
 from bench.report.tables import brief
 from bench.sampling import Sampler
 from bench.training.job import TrainingJob
-from interop.rendering.tables import PROGRESS, progress_columns, to_terminal
+from interop.rendering.tables import NARROW, PROGRESS, progress_columns, to_terminal
 
 if TYPE_CHECKING:
     from bench.timing import Timing
 
 INTERRUPTED = 130  # the exit code
 NO_JOURNAL = Journal()
+TIME_UP = "the time is up"
 
 Run = Callable[[], Any]
+AnyJob = Job | TrainingJob | ParityJob
 
 
 class Instruments(NamedTuple):
@@ -50,7 +54,7 @@ class Instruments(NamedTuple):
 
 
 def run_suite(
-    jobs: Sequence[Job | TrainingJob],
+    jobs: Sequence[AnyJob],
     origin: dict[str, Any],
     instruments: Instruments,
     console: Console,
@@ -58,6 +62,8 @@ def run_suite(
     resume: bool = False,
     log: Path | None = None,
     journal: Journal = NO_JOURNAL,
+    deadline: float = math.inf,
+    quiet: bool = False,
 ) -> int:
     """Measure every job and print the table; returns the exit code.
 
@@ -69,13 +75,16 @@ def run_suite(
         resume: take from `path` what is measured already; what failed there is tried again.
         log: file that samples of clocks and power are appended to, as CSV.
         journal: of this run; what processes before this one have measured is not measured again.
+        deadline: by `time.monotonic`. A job that would end after it, if it took as long as the
+            longest one so far, is skipped.
+        quiet: print no table.
     """
     records = {}
     if resume and path is not None and path.exists():
-        records = {r.key: r for r in load(path) if r.status != "failed"}
+        records = {r.key: r for r in load(path) if r.status not in ("failed", "skipped")}
     records |= journal.measured
     planned = [record.key for job in jobs for record in job.plan(origin).values()]
-    code = INTERRUPTED
+    code, longest = INTERRUPTED, 0.0
     progress = Progress(*progress_columns(), console=console, **PROGRESS)
     with suppress(KeyboardInterrupt), progress:
         task = progress.add_task("", total=len(jobs))
@@ -85,15 +94,19 @@ def run_suite(
             todo = {part: record for part, record in plan.items() if record.key not in records}
             sampler, start = instruments.sample(), time.monotonic()
             show = partial(_show, progress, task, title)
-            if isinstance(job, TrainingJob):
-                journal.begin(todo.values())
-                with instruments.limit():
-                    measured = job.measure(todo, sampler, show)
-            else:
-                measured = []
-                for together in _apart(todo, journal.suspects):
+            measured = []
+            if start + longest > deadline:
+                measured = [replace(r, status="skipped", message=TIME_UP) for r in todo.values()]
+                todo = {}
+            for together in _apart(todo, journal.suspects):
+                if isinstance(job, Job):
                     measured += measure(job, together, instruments, sampler, show, journal)
+                else:
+                    journal.begin(together.values())
+                    with instruments.limit():
+                        measured += job.measure(together, sampler, show)
             instruments.release()
+            longest = max(longest, time.monotonic() - start)
             if path is not None:
                 append(path, measured)
             journal.end(measured)
@@ -101,16 +114,19 @@ def run_suite(
                 sampler.write(log, title)
             records |= {record.key: record for record in measured}
             for record in {(r.label, r.message): r for r in measured}.values():
-                if record.message is not None:
+                if record.message not in (None, TIME_UP):
                     progress.console.print(
                         f"{title}, {record.label}: {record.status}: {record.message}",
                         style="dim" if record.status == "absent" else "red", markup=False,
                     )  # fmt: skip
+            if any(record.status == "skipped" for record in measured):
+                progress.console.print(f"{title}: skipped, {TIME_UP}", style="dim", markup=False)
             progress.advance(task)
             if not console.is_terminal:  # which shows no bar
                 console.print(f"{title}: {time.monotonic() - start:.1f} s", markup=False)
         code = 0
-    _print([records[key] for key in planned if key in records], console)
+    if not quiet:
+        _print([records[key] for key in planned if key in records], console)
     if code == INTERRUPTED:
         console.print("Interrupted; what was measured is kept.")
     return code
@@ -119,7 +135,8 @@ def run_suite(
 def _apart(todo: dict[Any, Record], suspects: set[str]) -> list[dict[Any, Record]]:
     """Return the records to measure together: all but the suspects, each of which is alone."""
     alone = [{part: record} for part, record in todo.items() if record.key in suspects]
-    return [{part: r for part, r in todo.items() if r.key not in suspects}, *alone]
+    together = {part: r for part, r in todo.items() if r.key not in suspects}
+    return [together, *alone] if together else alone
 
 
 def _show(progress: Progress, task: TaskID, title: str, step: str) -> None:
@@ -127,12 +144,11 @@ def _show(progress: Progress, task: TaskID, title: str, step: str) -> None:
 
 
 def _print(records: Sequence[Record], console: Console) -> None:
-    """Print a table of all records but the absent ones, which are counted."""
-    shown = [record for record in records if record.status != "absent"]
-    absent = len(records) - len(shown)
+    """Print a table of all records but those without a result, which are counted."""
+    shown = [record for record in records if record.status not in ("absent", "skipped")]
+    absent = sum(record.status == "absent" for record in records)
     caption = f"{absent} absent: a peer is not installed, or does not do the case"
-    styles = ["" if record.status == "ok" else "red" for record in shown]
-    console.print(to_terminal(brief(shown), styles, caption=caption if absent else None))
+    console.print(to_terminal(*brief(shown), caption=caption if absent else None, **NARROW))
 
 
 def measure(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from statistics import median
 from threading import Event, Thread
@@ -122,8 +123,8 @@ def read_log(path: Path) -> list[Sample]:
     return [Sample._make([*map(float, row[1:-1]), int(row[-1])]) for row in rows]
 
 
-def nvml_reader() -> Callable[[], Sample] | None:
-    """Return a function that samples torch's current GPU; None without nvidia-ml-py or NVML."""
+def open_nvml() -> tuple[Any, Any] | None:
+    """Return NVML and torch's current GPU in it; None without nvidia-ml-py or NVML."""
     try:
         import pynvml as nvml
     except ImportError:
@@ -133,7 +134,18 @@ def nvml_reader() -> Callable[[], Sample] | None:
     try:
         nvml.nvmlInit()
         uuid = torch.cuda.get_device_properties(torch.cuda.current_device()).uuid
-        gpu = nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
+        return nvml, nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
+    except nvml.NVMLError:
+        return None
+
+
+def nvml_reader() -> Callable[[], Sample] | None:
+    """Return a function that samples torch's current GPU; None without nvidia-ml-py or NVML."""
+    opened = open_nvml()
+    if opened is None:
+        return None
+    nvml, gpu = opened
+    try:
 
         def read() -> Sample:
             return Sample(
@@ -149,3 +161,38 @@ def nvml_reader() -> Callable[[], Sample] | None:
     except nvml.NVMLError:
         return None
     return read
+
+
+def card() -> dict[str, Any]:
+    """Return size, limits and driver of torch's current GPU; None for what nothing tells.
+
+    That is: multiprocessors, memory_gib, shared_memory (bytes that a block may have), watts (the
+    power limit), sm_mhz and memory_mhz (the highest clocks) and driver (its version).
+    """
+    import torch
+
+    has: Any = torch.cuda.get_device_properties(torch.cuda.current_device())
+    found: dict[str, Any] = {
+        "multiprocessors": has.multi_processor_count,
+        "memory_gib": round(has.total_memory / 2**30, 1),
+        "shared_memory": has.shared_memory_per_block_optin,
+    } | dict.fromkeys(("watts", "sm_mhz", "memory_mhz", "driver"))
+    opened = open_nvml()
+    if opened is None:
+        return found
+    nvml, gpu = opened
+    reads: dict[str, Callable[[], Any]] = {
+        "watts": lambda: nvml.nvmlDeviceGetEnforcedPowerLimit(gpu) / 1e3,
+        "sm_mhz": lambda: nvml.nvmlDeviceGetMaxClockInfo(gpu, nvml.NVML_CLOCK_SM),
+        "memory_mhz": lambda: nvml.nvmlDeviceGetMaxClockInfo(gpu, nvml.NVML_CLOCK_MEM),
+        "driver": lambda: _text(nvml.nvmlSystemGetDriverVersion()),
+    }
+    for name, read in reads.items():
+        with suppress(nvml.NVMLError):  # some cards do not tell
+            found[name] = read()
+    return found
+
+
+def _text(value: str | bytes) -> str:
+    """Return what older versions of nvidia-ml-py give as bytes."""
+    return value.decode() if isinstance(value, bytes) else value

@@ -12,11 +12,13 @@ import jax
 from jax.experimental import pallas as pl
 
 from pallas_attn.lowering import TritonCompilerParams
+from pallas_attn.targets import shared_memory
 from twin_attention.contract.spec import AttentionSpec
 from twin_attention.targets.config import padded_head_dim
 from twin_attention.targets.family import Backend
 from twin_attention.targets.kernels import KernelConfig, Spec
 from twin_attention.targets.sm90 import portable_uses_wgmma
+from twin_attention.targets.target import SHARED_MEMORY_LIMIT
 
 Place = Callable[[Any], tuple[Any, ...]]  # of a program in a grid, from its number
 
@@ -177,6 +179,8 @@ def launch(
         The outputs.
     """
     config, target = backend.configs(spec)[name], backend.target
+    if target is not None and shared_memory(target) < SHARED_MEMORY_LIMIT[target]:
+        config = backend.config_of_smaller_cards(spec, name, config)
     if target == "sm90" and not portable_uses_wgmma(name, spec):
         target = "sm80"
     takes = inspect.signature(kernel).parameters

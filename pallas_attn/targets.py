@@ -1,4 +1,4 @@
-"""The target of a JAX device, and its number of SMs."""
+"""The target of a JAX device, its number of SMs and its shared memory."""
 
 from __future__ import annotations
 
@@ -10,7 +10,12 @@ from typing import Any
 import jax
 
 from twin_attention.targets.kernels import KernelConfig
-from twin_attention.targets.target import NUM_SMS, requested_target, resolve_target
+from twin_attention.targets.target import (
+    NUM_SMS,
+    SHARED_MEMORY_LIMIT,
+    requested_target,
+    resolve_target,
+)
 
 Device = Any  # a jax.Device, which type checkers take for a variable
 Noted = dict[str, tuple[str, KernelConfig]]
@@ -67,6 +72,12 @@ def target_of(device: Device | None) -> str:
     gpu: Device = device if device in cuda else cuda[0]
     major, minor = gpu.compute_capability.split(".")
     return resolve_target((int(major), int(minor)))
+
+
+def shared_memory(target: str) -> int:
+    """Return the bytes that a block may have: the target's limit, or a smaller card's own."""
+    cards = [device.shared_memory_per_block_optin for device in cuda_devices()]
+    return min([SHARED_MEMORY_LIMIT[target], *cards])
 
 
 def num_sms(target: str | None) -> int:

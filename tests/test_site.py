@@ -1,29 +1,21 @@
 """The documentation site is built without a warning, and fits a phone and a desktop."""
 
-import functools
 import os
 import re
-import shutil
 import subprocess
 import sys
-import threading
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 
+from tests.browser import ask, serving
+
 ROOT = Path(__file__).parents[1]
 PAGES = ("index.html", "docs/guide/serve.html", "docs/semantics.html", "docs/api/torch_attn.html",
          "bench/results/h200-sm90-fa4.html")  # fmt: skip
-# Shows a page in a frame of some width and writes into its own title how wide the page became.
-FRAME = """<title>waits</title><iframe src="/{page}" width="{width}" height="900"></iframe>
-<script>
-document.querySelector("iframe").onload = (event) => {{
-  const root = event.target.contentDocument.documentElement;
-  document.title = root.scrollWidth + " " + getComputedStyle(root.querySelector("body"))
-    .backgroundColor.match(/\\d+/g)[0];
-}};
-</script>"""
+# How wide a page became, and how much red its background has.
+LOOK = """(page, root, window) => [root.scrollWidth, Number(
+  window.getComputedStyle(page.body).backgroundColor.match(/\\d+/g)[0])]"""
 
 
 @pytest.fixture(scope="module")
@@ -63,39 +55,18 @@ def test_the_search_finds_a_function(site: Path):
 @pytest.fixture(scope="module")
 def address(site: Path):
     """Serve the site on this machine."""
-    quiet = type("Quiet", (SimpleHTTPRequestHandler,), {"log_message": lambda *_: None})
-    server = ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(quiet, directory=str(site)))
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
+    with serving(site) as found:
+        yield found
 
 
 @pytest.mark.parametrize("width", [390, 1280], ids=["phone", "desktop"])
 @pytest.mark.parametrize("page", PAGES)
 def test_a_page_is_no_wider_than_the_screen(site: Path, address: str, page: str, width: int):
-    shown, _ = _show(site, address, page, width, dark=False)
+    shown, _ = ask(site, address, page, LOOK, width, dark=False)
     assert shown <= width
 
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 def test_a_page_follows_the_colour_scheme(site: Path, address: str, dark: bool):
-    _, red = _show(site, address, "index.html", 1280, dark)
+    _, red = ask(site, address, "index.html", LOOK, 1280, dark)
     assert (red < 128) == dark
-
-
-def _show(site: Path, address: str, page: str, width: int, dark: bool) -> tuple[int, int]:
-    """Return a page's width in Chromium, and how much red its background has."""
-    chromium = shutil.which("chromium") or shutil.which("google-chrome")
-    if chromium is None:
-        pytest.skip("Chromium is not installed")
-    frame = site / f"frame-{width}-{dark}-{page.replace('/', '-')}"
-    frame.write_text(FRAME.format(page=page, width=width))
-    options = ["--headless=new", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=10000"]
-    scheme = f"--blink-settings=preferredColorScheme={0 if dark else 1}"
-    command = [chromium, *options, scheme, "--window-size=1400,1000", "--dump-dom"]
-    dom = subprocess.run(
-        [*command, f"{address}/{frame.name}"], capture_output=True, text=True, timeout=120
-    ).stdout
-    found = re.search(r"<title>(\d+) (\d+)</title>", dom)
-    assert found is not None, dom[:500]
-    return int(found[1]), int(found[2])

@@ -1,6 +1,7 @@
 """The wheel, as another project gets it: what it holds, and that each side works from it alone."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -80,8 +81,13 @@ def test_it_holds_the_packages_and_nothing_else(wheel):
     assert kinds == {".py", ".toml", ".typed", ".css", ".js"}  # no records, no plots
 
 
-def test_the_citation_has_the_version(wheel):
+def test_citation_and_changelog_have_the_version(wheel):
     version = wheel.name.split("-")[1]
+    released = re.search(
+        rf"^## \[{re.escape(version)}\] - (\S+)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE
+    )
+    assert released is not None
+    assert f"\ndate-released: {released[1]}\n" in (ROOT / "CITATION.cff").read_text()
     assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text()
 
 

@@ -25,6 +25,7 @@ from twin_attention.targets.config import compile_to_fit
 from twin_attention.targets.family import Backend
 from twin_attention.targets.kernels import KernelConfig, Spec
 from twin_attention.targets.sm90 import portable_uses_wgmma
+from twin_attention.targets.target import SHARED_MEMORY_LIMIT
 
 # Arguments that change from call to call: one compiled kernel serves all of their values. Triton
 # specialises every number in a tuple, so these are in none.
@@ -176,14 +177,15 @@ def _launch(
         numbers = {"num_warps": config.num_warps, "num_stages": config.num_stages}
         return kernel.warmup(*arguments, grid=grid, **numbers | options)
 
+    limit = shared_memory(target, device) if _recorded is None else _recorded[0](name)
+    if limit < SHARED_MEMORY_LIMIT[target]:
+        config = backend.config_of_smaller_cards(spec, name, config)
     smaller = partial(backend.smaller_configs, spec, name, config)
     if _recorded is not None:
-        limit, compiled = _recorded
-        fitted = compile_to_fit(name, compile, config, target, limit(name), smaller)
-        compiled.append((name, *fitted))
+        fitted = compile_to_fit(name, compile, config, target, limit, smaller)
+        _recorded[1].append((name, *fitted))
         return None
     with torch.cuda.device(device):
-        limit = shared_memory(target, device)
         config, compiled = compile_to_fit(name, compile, config, target, limit, smaller)
         grid, arguments = positional(config)
         launcher = launcher_of(compiled, (*grid, 1, 1)[:3], arguments)

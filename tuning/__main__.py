@@ -5,17 +5,16 @@ Exit codes: 0 done, 1 a check failed, 2 bad arguments, a missing package or no G
 
 from __future__ import annotations
 
-import argparse
 import sys
 
-from interop.parity.arguments import require
+from interop.parity.arguments import HelpfulParser, require
 
 NEEDED = ("jax", "rich", "torch", "triton")
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command; return the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m tuning", description=__doc__)
+    parser = HelpfulParser(prog="python -m tuning", description=__doc__)
     require(parser.error, NEEDED, "bench")
     from tuning.search import command as search
     from tuning.static import command as static

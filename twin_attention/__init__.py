@@ -3,4 +3,4 @@
 `twin_attention.contract` fixes what both sides mean, `twin_attention.targets` what a GPU runs.
 """
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

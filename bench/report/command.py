@@ -5,7 +5,10 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
+
+from rich.progress import track
 
 from bench.records import Record, load, stem
 from bench.sampling import Sample, log_path, read_log
@@ -44,7 +47,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Write the report; returns 2 when a file cannot be read or holds no record."""
     from bench.report.markdown import put_excerpt, summary
-    from bench.report.page import to_page
+    from bench.report.page import number_of_chapters, to_page
     from bench.report.tables import to_csv
 
     text: Path | None = arguments.documentation
@@ -61,7 +64,10 @@ def run(arguments: argparse.Namespace) -> int:
     name = stem(arguments.records[0])
     make_folder(arguments.refuse, "--output", arguments.output)
     files = {arguments.output / file: text for file, text in summary(name, records).items()}
-    files[arguments.output / f"{name}.html"] = to_page(f"Benchmark {name}", records, logs)
+    follow = partial(
+        track, description="drawing", total=number_of_chapters(records), transient=True
+    )
+    files[arguments.output / f"{name}.html"] = to_page(f"Benchmark {name}", records, logs, follow)
     files[arguments.output / f"{name}.csv"] = to_csv(records)
     if text and documentation:
         files[text] = documentation

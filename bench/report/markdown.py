@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from textwrap import wrap
 
 from matplotlib.font_manager import FontProperties
 
 from bench.peaks import peaks
 from bench.records import Record
+from bench.report.cards import CAPTION, are_several, cards
 from bench.report.plots import Picture, headline
 from bench.report.sections import SPEEDS, facts, notes, peaks_table, sections
 from bench.report.tables import SHOWN, by_operation, is_batch, rates, runs, speeds
@@ -28,6 +29,9 @@ def summary(name: str, records: Sequence[Record]) -> dict[str, str]:
         parts += [f"![{picture.title}]({file})", *filter(None, [picture.caption])]
     if pictures:
         parts.append("Bold lines are ours, dashed and hollow where they are SM80 code.")
+    if are_several(records):
+        for card in cards(records):
+            parts += [f"## {card.title}", listed(card.facts), CAPTION, to_markdown(card.grid)]
     for run in compared:
         parts += [f"## {run[0].device}, commit {run[0].commit[:12]}", *_setting(run)]
         if len(grid := peaks_table(run)) > 1:
@@ -75,8 +79,12 @@ def _excerpt(run: Sequence[Record]) -> list[str]:
 
 def _setting(run: Sequence[Record]) -> list[str]:
     """Return where, when and with what a run was measured."""
-    listed = "\n".join(f"- {name}: {text}" for name, text in facts(run).items())
-    return [listed, *(f"**{note}**" for note in notes(run))]
+    return [listed(facts(run)), *(f"**{note}**" for note in notes(run))]
+
+
+def listed(texts: Mapping[str, str]) -> str:
+    """Return facts as a list in markdown."""
+    return "\n".join(f"- {name}: {text}" for name, text in texts.items())
 
 
 def _folded(title: str, grid: Grid) -> str:

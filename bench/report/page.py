@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from html import escape
 
 from bench.records import Record
+from bench.report.cards import CAPTION, are_several, cards
+from bench.report.cards import title as card_title
 from bench.report.plots import Picture, of_run, of_suite
 from bench.report.sections import Section, facts, notes, peaks_table, sections, statuses
 from bench.report.tables import runs
@@ -13,12 +15,15 @@ from bench.sampling import Sample
 from interop.rendering import page
 from interop.rendering.tables import Cell, to_html
 
+Follow = Callable[[Iterable[tuple[str, str]]], Iterable[tuple[str, str]]]
+
 # Classes of page.css: a failure is loud, an expected absence is not.
 _LOOKS = {
     "failed": "failed",
     "refused by parity": "failed",
     "out of memory": "lost",
     "absent": "absent",
+    "skipped": "absent",
 }
 _NAME = 80  # characters of a kernel's name on the page; templates are very long, the CSV has all
 _INTRODUCTION = (
@@ -31,7 +36,10 @@ _INTRODUCTION = (
 
 
 def to_page(
-    title: str, records: Sequence[Record], logs: Mapping[str, Sequence[Sample]] | None = None
+    title: str,
+    records: Sequence[Record],
+    logs: Mapping[str, Sequence[Sample]] | None = None,
+    follow: Follow = iter,
 ) -> str:
     """Return a page with every run: its facts and peaks, and a section for each suite.
 
@@ -39,10 +47,11 @@ def to_page(
         title: of the page.
         records: of one run or more.
         logs: by suite, clocks and power over its run.
+        follow: returns the iterator of the chapters that it gets, as a progress bar does.
     """
     compared = runs(records)
     measured = [record for run in compared for record in run if record.operation != "peak"]
-    chapters = [chapter for run in compared for chapter in _chapters(run, logs or {})]
+    chapters = [*follow(_all_chapters(records, logs or {}))]
     links = (f'<a href="#part-{i}">{escape(name)}</a>' for i, (name, _) in enumerate(chapters))
     parts = (
         f'<section id="part-{i}">\n<h2>{escape(name)}</h2>\n{html}\n</section>'
@@ -58,6 +67,35 @@ def _badges(records: Sequence[Record]) -> list[tuple[str, str]]:
     look = "failed" if any(_LOOKS.get(r.status) == "failed" for r in ours) else "passed"
     texts = [(look, "ours", statuses(ours)), ("peers", "peers", statuses(peers))]
     return [(look, f"{whose}: {text}") for look, whose, text in texts if text]
+
+
+def _all_chapters(
+    records: Sequence[Record], logs: Mapping[str, Sequence[Sample]]
+) -> Iterator[tuple[str, str]]:
+    """Return the title and the HTML of each part: of each card, then of each run."""
+    several = are_several(records)
+    if several:
+        yield from _cards(records)
+    for run in runs(records):
+        prefix = f"{card_title(run)}: " if several else ""
+        for name, html in _chapters(run, logs):
+            yield prefix + name, html
+
+
+def number_of_chapters(records: Sequence[Record]) -> int:
+    """Return how many chapters `to_page` makes at most: a suite of peaks alone has none."""
+    compared = runs(records)
+    suites = sum(len({record.suite for record in run}) for run in compared)
+    return suites + len(compared) * (1 + are_several(records))
+
+
+def _cards(records: Sequence[Record]) -> Iterator[tuple[str, str]]:
+    """Return the name of each card, and its facts and table, which have the same columns."""
+    for card in cards(records):
+        titles, *rows = card.grid
+        cells = ([Cell(text, _LOOKS.get(text, "")) for text in row] for row in rows)
+        note = f'<p class="note">{escape(CAPTION)}</p>'
+        yield card.title, "\n".join([page.facts(card.facts), note, to_html(titles, cells)])
 
 
 def _chapters(
@@ -103,4 +141,5 @@ def _cell(record: Record, title: str, text: str) -> Cell:
 
 
 def _picture(picture: Picture) -> str:
-    return f"<h3>{escape(picture.title)}</h3>\n{page.figure(picture.figure, picture.caption)}"
+    drawn = page.figure(picture.figure, picture.caption, picture.title)
+    return f"<h3>{escape(picture.title)}</h3>\n{drawn}"

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
+from typing import Any
 
 from bench import registry
 from bench.peaks import Peak, Peaks, peaks
@@ -79,10 +80,21 @@ def _tables(
     return tables
 
 
+def limits(card: Mapping[str, Any]) -> str:
+    """Return a card's size, limits and driver in one line, as far as they are known."""
+    texts = {
+        "multiprocessors": "{} SMs", "memory_gib": "{:.0f} GiB",
+        "shared_memory": "{} bytes of shared memory a block", "sm_mhz": "up to {:.0f} MHz",
+        "memory_mhz": "memory {:.0f} MHz", "watts": "power limit {:.0f} W", "driver": "driver {}",
+    }  # fmt: skip
+    known = {name: card[name] for name in texts if card.get(name) is not None}
+    return ", ".join(texts[name].format(value) for name, value in known.items())
+
+
 def statuses(records: Sequence[Record]) -> str:
     """Count records by status."""
     counts = Counter("measured" if r.status == "ok" else r.status for r in records)
-    order = ("measured", "refused by parity", "failed", "out of memory", "absent")
+    order = ("measured", "refused by parity", "failed", "out of memory", "skipped", "absent")
     return ", ".join(f"{counts[status]} {status}" for status in order if counts[status])
 
 
@@ -99,6 +111,8 @@ def facts(run: Sequence[Record]) -> dict[str, str]:
     for whose, peers in (("our rows", False), ("peers' rows", True)):
         if text := statuses([record for record in measured if record.is_peer == peers]):
             found[whose] = text
+    if run[0].card:
+        found["card"] = limits(run[0].card)
     gpus = [record.gpu for record in run if record.gpu]
     if gpus:
         reasons = sorted({reason for gpu in gpus for reason in gpu["throttle"]})

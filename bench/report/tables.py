@@ -164,10 +164,15 @@ def to_grid(rows: Sequence[Cells]) -> Grid:
     return [used, *([_text(row.get(title)) for title in used] for row in rows)]
 
 
-def brief(records: Sequence[Record]) -> Grid:
-    """Return a row for each record: its time and rates, and the fastest peer's time over it."""
-    bounds, rows = peaks(records), []
-    for group in groups(records, lambda r: (r.case["name"], r.operation)).values():
+def brief(records: Sequence[Record]) -> tuple[Grid, list[str]]:
+    """Return a row for each record: its time and rates, and the fastest peer's time over it.
+
+    A row without numbers names each problem. Beside the table there is the style of each row.
+    """
+    bounds, rows, styles = peaks(records), [], []
+    for problem, group in groups(records, lambda r: (r.case["name"], r.operation)).items():
+        rows.append([" ".join(problem), *[""] * 7])
+        styles.append("bold")
         fastest = min((r.times.median for r in group if r.is_peer and r.times), default=None)
         for record in group:
             times, host, rate = record.times, record.host, record.bytes_per_second
@@ -181,10 +186,11 @@ def brief(records: Sequence[Record]) -> Grid:
                 _percent(peak.share(record, peak.measured)) or "",
                 f"{fastest / times.median:.2f}" if fastest and times else "",
             ]
-            rows.append([record.case["name"], record.operation, record.label, *numbers])
-    titles = ["case", "operation", "implementation", "ms", "spread", "host ms", "TFLOP/s", "TB/s",
-              "of peak", "best peer / this"]  # fmt: skip
-    return [titles, *rows]
+            rows.append([f"  {record.label}", *numbers])
+            styles.append("" if record.status == "ok" else "red")
+    titles = ["implementation", "ms", "spread", "host\nms", "TFLOP/s", "TB/s", "of\npeak",
+              "best\npeer\n/ this"]  # fmt: skip
+    return [titles, *rows], styles
 
 
 def unmeasured(records: Sequence[Record]) -> Grid:

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from interop.parity.sides import Subject
 
 IMPLEMENTATIONS = ("gluon", "mosaic", "triton", "reference")
+LOG_WIDTH = 240  # of the table where nothing says how wide the output is
 NEEDED = ("jax", "matplotlib", "rich", "torch", "triton")
 
 
@@ -84,15 +85,14 @@ def _run(
     device: str,
     options: argparse.Namespace,
 ) -> int:
-    from rich.console import Console
-
     from interop.parity.environment import choose_jobs, facts
     from interop.parity.harness import run_case, what_runs
     from interop.parity.report import write
     from interop.parity.sides import twins
     from interop.parity.table import CaseTable, print_header, print_summary
+    from interop.rendering.tables import console_of
 
-    console = Console()
+    console = console_of(LOG_WIDTH)
     cases = list(chain(*suites.values()))
     subjects = [subject for group in groups for subject in group]
     texts = " or ".join(repr(text) for text in options.filter)
@@ -167,7 +167,9 @@ def _parser() -> argparse.ArgumentParser:
         nargs="+",
         choices=IMPLEMENTATIONS,
         default=["gluon", "mosaic", "triton"],
-        help="what runs, where a package and the target have it (default: gluon mosaic triton)",
+        metavar="NAME",
+        help=f"what runs, where a package and the target have it, of {', '.join(IMPLEMENTATIONS)} "
+        "(default: gluon mosaic triton)",
     )
     parser.add_argument(
         "--target",

@@ -4,11 +4,27 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from collections.abc import Callable, Iterable
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 Refuse = Callable[[str], object]  # a parser's `error`: prints the message, exits with code 2
+
+
+class HelpfulParser(argparse.ArgumentParser):
+    """Print the help where a command that needs arguments gets none; its commands do likewise."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        given = sys.argv[1:] if args is None else args
+        is_in_need = any(
+            action.required and action.nargs != argparse.PARSER for action in self._actions
+        )
+        if not given and is_in_need:
+            self.print_help(sys.stderr)
+            self.exit(2)
+        return super().parse_known_args(args, namespace)
 
 
 def count(text: str) -> int:

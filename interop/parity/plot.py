@@ -9,7 +9,15 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from interop.parity.records import Report
-from interop.rendering.plots import BUDGET_COLOUR, COLOURS, MUTED_COLOUR, RULE_COLOUR, legend, quiet
+from interop.rendering.plots import (
+    BUDGET_COLOUR,
+    COLOURS,
+    MUTED_COLOUR,
+    PAPER_COLOUR,
+    RULE_COLOUR,
+    legend,
+    quiet,
+)
 from twin_attention.contract.operands import FlashOperands
 
 OUTPUTS = (
@@ -18,6 +26,8 @@ OUTPUTS = (
 )  # fmt: skip
 LEFT_EDGE = 1e-3
 LANE_HEIGHT = 0.8
+LETTER = 0.055  # inches of a letter of a name
+WIDTH, PLOT_WIDTH = 10, 8.5  # inches, with and without the names of outputs
 
 
 def ratio_plot(report: Report) -> Figure:
@@ -30,11 +40,11 @@ def ratio_plot(report: Report) -> Figure:
     lanes = _lanes(report)
     outputs = [name for name in OUTPUTS if any(output == name for output, _ in lanes)]
     ratios = [ratio for lane in lanes.values() for _, _, ratio in lane]
-    right_edge = 3 * max([2.0, *filter(math.isfinite, ratios)])
+    right_edge = max([6.0, *(10 * ratio for ratio in ratios if 1 < ratio < math.inf)])
     step = len(titles) + 1  # the lanes of one output, and a gap
 
     height = 1.3 + 0.24 * step * len(outputs)
-    figure = Figure(figsize=(10, height), layout="constrained")
+    figure = Figure(figsize=(WIDTH, height), layout="constrained")
     axes = figure.subplots()
     axes.set_xscale("log")
     axes.set_xlim(LEFT_EDGE, right_edge)
@@ -89,10 +99,16 @@ def _draw_lane(
     axes.scatter([s[0] for s in dots], [s[1] for s in dots], s=14, linewidths=0, **style)
     axes.scatter([s[0] for s in crosses], [s[1] for s in crosses], s=40, marker="x", **style)
     x, height, _, name = max(spots, key=lambda spot: spot[2])
-    side, offset = ("left", 5) if x <= 1 else ("right", -5)
+    # Behind the dot, unless the name would cross the budget's line or the edge.
+    right_edge = axes.get_xlim()[1]
+    end = 1 if x <= 1 else right_edge
+    inches = PLOT_WIDTH * math.log(end / x)
+    fits = inches / math.log(right_edge / LEFT_EDGE) > LETTER * len(name) + 0.1
+    side, offset = ("left", 5) if fits else ("right", -5)
     axes.annotate(
         name, (x, height), (offset, 0), textcoords="offset points",
-        fontsize=7, color=MUTED_COLOUR, ha=side, va="center",
+        fontsize=7, color=MUTED_COLOUR, ha=side, va="center", zorder=1.5,
+        bbox={"facecolor": PAPER_COLOUR, "edgecolor": "none", "pad": 0.4},
     )  # fmt: skip
 
 

@@ -50,7 +50,7 @@ def _body(report: Report) -> Iterator[str]:
     yield "<h2>Worst error / budget</h2>"
     yield _worst(report)
     yield "<h2>Error against budget</h2>"
-    yield figure(ratio_plot(report), _CAPTION)
+    yield figure(ratio_plot(report), _CAPTION, "Every error over its budget, by output")
     yield "<h2>Cases</h2>"
     yield _cases(report)
     yield "<h2>Every comparison</h2>"

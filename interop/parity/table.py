@@ -12,13 +12,16 @@ from rich.text import Text
 from interop.parity.records import CaseResult, Comparison, Report, worst, worst_of_all
 from interop.rendering.tables import PROGRESS, progress_columns
 
-# The widest cells: "pallas_attn", and a ratio with its output, such as "9.9e+10 lse".
+# The widest cells, and a space: "pallas_attn", and a ratio with its output, as "0.00 k_pages".
 COLUMN = 13
+SECONDS = 8
 STYLES = {"passed": "green", "failed": "bold red"}
 
 
 class CaseTable(Progress):
     """Print a row per case as it ends, above a progress bar where there is a terminal.
+
+    Where the console is too narrow for a column of each title, one has the worst of all.
 
     Args:
         console: where to print.
@@ -28,18 +31,22 @@ class CaseTable(Progress):
 
     def __init__(self, console: Console, titles: Sequence[str], names: Sequence[str]):
         super().__init__(*progress_columns(), console=console, **PROGRESS)
-        self._titles = titles
         self._width = max(map(len, ["case", *names]))
+        needed = self._width + COLUMN * len(titles) + SECONDS + max(map(len, STYLES)) + 2
+        self._titles = list(titles)
+        self._has_room = needed <= console.width
         self._task = self.add_task("", total=len(names))
 
     def print_titles(self) -> None:
         """Print the column titles, a word a line."""
         words = [title.split() for title in self._titles]
+        if not self._has_room:
+            words = [["worst"]]
         height = max(map(len, words))
         for line in range(height):
             last = line == height - 1
             cells = [dict(enumerate(column)).get(line, "") for column in words]
-            cells = [f"{cell:>{COLUMN}}" for cell in cells] + [f"{'seconds' * last:>{COLUMN}}"]
+            cells = [f"{cell:>{COLUMN}}" for cell in cells] + [f"{'seconds' * last:>{SECONDS}}"]
             name = "case" if last else ""
             self._print(Text(f"{name:{self._width}}" + "".join(cells), style="bold"))
 
@@ -50,9 +57,13 @@ class CaseTable(Progress):
     def finish(self, result: CaseResult) -> None:
         """Print the row of a case and, under it, what failed."""
         row = Text(f"{result.name:{self._width}}")
-        for title in self._titles:
-            row.append(_cell(worst(result, title)))
-        row.append(f"{result.seconds:{COLUMN}.1f}  ")
+        found = {title: worst(result, title) for title in self._titles}
+        if not self._has_room:
+            known = (each for each in found.values() if each is not None)
+            found = {"worst": max(known, key=lambda c: c.agreement.ratio, default=None)}
+        for comparison in found.values():
+            row.append(_cell(comparison))
+        row.append(f"{result.seconds:{SECONDS}.1f}  ")
         row.append(result.status, STYLES[result.status])
         self._print(row)
         for line in failures(result):

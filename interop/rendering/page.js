@@ -1,5 +1,11 @@
 for (const heading of document.querySelectorAll("th")) {
   heading.title = "Sort";
+  heading.tabIndex = 0;
+  heading.addEventListener("keydown", event => {
+    if (event.key !== "Enter" && event.key !== " ") return;
+    event.preventDefault();
+    heading.click();
+  });
   heading.addEventListener("click", () => {
     const body = heading.closest("table").tBodies[0], column = heading.cellIndex;
     const number = heading.classList.contains("number");
@@ -15,6 +21,8 @@ for (const heading of document.querySelectorAll("th")) {
       return x < y ? -sign : x > y ? sign : 0;
     });
     body.append(...rows);
+    for (const other of heading.parentElement.cells) other.removeAttribute("aria-sort");
+    heading.setAttribute("aria-sort", sign > 0 ? "ascending" : "descending");
   });
 }
 for (const input of document.querySelectorAll("input[type=search]")) {

@@ -38,7 +38,14 @@ def facts(named: Mapping[str, str]) -> str:
     return "\n".join(["<dl>", *terms, "</dl>"])
 
 
-def figure(picture: Figure, caption: str) -> str:
-    """Return a picture with a caption below it."""
+def figure(picture: Figure, caption: str, name: str) -> str:
+    """Return a picture with a caption below it.
+
+    Args:
+        picture: what is drawn; it scrolls in a box of its own where it is too wide.
+        caption: the text below it, or "".
+        name: what a screen reader says in place of the picture.
+    """
     text = f"<figcaption>{escape(caption)}</figcaption>" if caption else ""
-    return f"<figure>\n{to_svg(picture)}{text}</figure>"
+    box = f'<div class="plot" tabindex="0" role="img" aria-label="{escape(name)}">'
+    return f"<figure>\n{box}{to_svg(picture)}</div>{text}</figure>"

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable, Sequence
 from html import escape
 from typing import Any, NamedTuple
 
+from rich import box
+from rich.console import Console
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -22,6 +25,11 @@ Grid = list[list[str]]  # a table's cells, titles first
 _NUMBER = re.compile(r"[-+]?(inf|[\d.]+)(%|\s|$)")
 # Options of a progress bar. One large case outlasts the default of 30 seconds.
 PROGRESS: dict[str, Any] = {"transient": True, "speed_estimate_period": 600}
+# Options of a table that leaves the columns to its cells.
+COMPACT: dict[str, Any] = {
+    "box": box.SIMPLE_HEAD, "padding": (0, 1, 0, 0), "pad_edge": False, "show_edge": False,
+}  # fmt: skip
+NARROW: dict[str, Any] = {"padding": 0}  # one space between columns
 
 
 class Cell(NamedTuple):
@@ -78,7 +86,8 @@ def to_html(
     ]
     return (
         '<input type="search" placeholder="Filter rows" aria-label="Filter">\n' * filtered
-        + f'<div class="scroll{" long" * filtered}"><table>\n<thead><tr>{head}</tr></thead>\n'
+        + f'<div class="scroll{" long" * filtered}" tabindex="0"><table>\n'
+        + f"<thead><tr>{head}</tr></thead>\n"
         + "\n".join(["<tbody>", *lines, "</tbody></table></div>"])
     )
 
@@ -92,6 +101,14 @@ def _td(cell: Cell, number: bool) -> str:
     return f'<td class="{look}">{text}' if look else f"<td>{text}"
 
 
+def console_of(log_width: int) -> Console:
+    """Return a console as wide as the terminal or as COLUMNS says, or else of this width."""
+    console = Console()
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = log_width
+    return console
+
+
 def to_terminal(grid: Grid, styles: Sequence[str] = (), **options: Any) -> Table:
     """Return the table for a `rich` console, numbers to the right.
 
@@ -100,9 +117,9 @@ def to_terminal(grid: Grid, styles: Sequence[str] = (), **options: Any) -> Table
         styles: of each row, such as "red", or none at all.
         options: of `rich.table.Table`, such as a title.
     """
-    table = Table(**options)
+    table = Table(**COMPACT | options)
     for title, number in zip(grid[0], numeric(grid), strict=True):
-        table.add_column(title, justify="right" if number else "left")
+        table.add_column(title, justify="right" if number else "left", overflow="fold")
     for row, style in zip(grid[1:], styles or [""] * len(grid[1:]), strict=True):
         table.add_row(*map(Text, row), style=style)
     return table

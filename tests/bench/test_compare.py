@@ -89,8 +89,6 @@ def test_the_command(tmp_path, capsys, monkeypatch, after, options, code):
     if code == 2:
         assert "expected a measurement with times in both files, got none" in printed.err
     elif code == 1:
-        assert (
-            "│ a    │ forward   │ torch triton sm90 │     1.0000 │    1.2000 │ +20.0% │"
-            in printed.out
-        )
+        row = "a forward torch triton sm90 1.0000 1.2000 +20.0%"
+        assert row in " ".join(printed.out.split())
     assert ("1 measured in both runs" in printed.out) == (code != 2)

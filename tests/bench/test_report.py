@@ -219,13 +219,13 @@ def test_the_terminals_table_stands_beside_the_peak_and_the_best_peer(record):
         _print([peak, record(), *peers, absent, failed], console)
     lines = capture.get().splitlines()
     cells = {
-        name: [cell.strip() for cell in line.split("│")[1:-1]]
-        for name in ("torch triton sm90", "[b]other", "peer ")
+        name: line.removeprefix(f"  {name}").split()
+        for name in ("torch triton sm90", "[b]other sm90", "peer ")
         for line in lines
-        if f"│ {name}" in line
+        if line.startswith(f"  {name}")
     }
-    assert cells["torch triton sm90"][3:] == ["2.0000", "10.0%", "", "100.0", "", "12.5%", "0.50"]
-    assert cells["[b]other"][3] == "failed"
+    assert cells["torch triton sm90"] == ["2.0000", "10.0%", "100.0", "12.5%", "0.50"]
+    assert cells["[b]other sm90"] == ["failed"]
     assert "peer " not in cells
     assert any("1 absent" in line for line in lines)
 
@@ -404,3 +404,63 @@ def test_an_excerpt_takes_the_place_of_what_is_between_the_marks(tmp_path, recor
 def test_a_text_without_the_marks_is_refused(text, records):
     with pytest.raises(ValueError, match="text: expected one <!-- tables"):
         put_excerpt(text, records)
+
+
+# Several cards
+
+
+@pytest.fixture
+def two_cards(record, tmp_path):
+    """Files of an A100 and of an H100, each with a problem that the other lacks."""
+
+    def of(device, watts, ours, peer, keys):
+        shared = {"device": f"{device} (compute capability 8.0)", "card": {"watts": watts}}
+        gpu = {"sm_mhz": 1410.0, "sm_mhz_lowest": 1300.0, "memory_mhz": 1593.0, "celsius": 60.0,
+               "watts_highest": watts - 1, "throttle": []}  # fmt: skip
+        made = [
+            record(implementation="torch gluon", tflops=ours, gpu=gpu, **shared),
+            record(implementation="torch triton", tflops=1.0, **shared),
+            record(implementation="jax mosaic", status="absent", **shared),
+            record(implementation="jax triton", tflops=ours / 2, **shared),
+            record(implementation="FA2", target=None, tflops=peer, times=Times(3.0, 3.0, 3.0),
+                   **shared),
+            record(keys, implementation="torch gluon", status="skipped", message="", **shared),
+            record(suite="parity", operation="parity", times=None, tflops=None, error=0.25,
+                   implementation="torch gluon", **shared),
+        ]  # fmt: skip
+        path = tmp_path / f"{device}.jsonl"
+        append(path, made)
+        return str(path)
+
+    return [of("NVIDIA A100", 400.0, 200.0, 150.0, 7), of("NVIDIA H100", 700.0, 500.0, 450.0, 9)]
+
+
+def test_files_of_several_cards_make_one_page_with_a_table_for_each(two_cards, tmp_path):
+    assert command.main(["report", *two_cards, "--output", str(tmp_path)]) == 0
+    page = (tmp_path / "NVIDIA A100.html").read_text()
+    headings = re.findall("<h2>(.*?)</h2>", page)
+    assert headings[:2] == ["NVIDIA A100", "NVIDIA H100"]
+    assert "NVIDIA H100: Flash attention" in headings
+    a100, h100 = re.findall(r"<section.*?</section>", page, re.DOTALL)[:2]
+    titles = [re.findall("<th(?: [^>]*)?>([^<]*)", part) for part in (a100, h100)]
+    assert titles[0] == titles[1] == [
+        "case", "pass", "torch", "jax", "FA2", "cuDNN", "fastest peer", "/ torch", "/ jax",
+    ]  # fmt: skip
+    rows = re.findall(r"<tr><td.*", h100)
+    found = [[re.sub("<.*?>", "", cell) for cell in row.split("<td")[1:]] for row in rows]
+    found = [[cell.partition(">")[2] for cell in row] for row in found]
+    assert found == [
+        ["keys-1024", "forward", "500", "250", "450", "", "FA2", "1.50", "1.50"],
+        ["keys-9", "forward", "skipped", "", "", "", "", "", ""],
+    ]
+    assert "SM 1410 MHz" in a100
+    assert "power limit 400 W" in a100
+    assert "1 of 1 results right, the largest error 0.25 of its budget" in a100
+    text = (tmp_path / "NVIDIA A100.md").read_text()
+    assert text.index("## NVIDIA A100") < text.index("## NVIDIA H100") < text.index("### Flash")
+
+
+def test_cards_of_one_name_with_other_limits_are_not_one(record):
+    first, second = record(card={"watts": 300.0}), record(card={"watts": 400.0})
+    assert len(runs([first, second])) == 2
+    assert first.key != second.key

@@ -1,16 +1,20 @@
 """Running a suite with instruments that need no GPU: gate, resume, failures, memory, Ctrl-C."""
 
 import io
+import math
+import time
 import weakref
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 from rich.console import Console
 
 from bench.job import Absent, Call, Job, Subject
+from bench.journal import Journal
+from bench.parity import ParityJob
 from bench.records import Times, load
-from bench.runner import Instruments, run_suite
+from bench.runner import NO_JOURNAL, Instruments, run_suite
 from bench.sampling import Sample, Sampler
 from bench.timing import Timing
 
@@ -63,11 +67,14 @@ def run(tmp_path, origin):
     """Run jobs; gives the exit code, the records in the file and what was printed."""
     path = tmp_path / "records.jsonl"
 
-    def run(*jobs, timer=fake_timer, origin=origin, path=path, resume=False, log=None, **changes):
+    def run(
+        *jobs, timer=fake_timer, origin=origin, path=path, resume=False, log=None,
+        journal=NO_JOURNAL, deadline=math.inf, **changes,
+    ):  # fmt: skip
         console = Console(file=io.StringIO(), width=200)
         instruments = Instruments(timer, lambda x: x, lambda: Sampler(read), lambda: None)
         instruments = instruments._replace(**changes)
-        code = run_suite(jobs, origin, instruments, console, path, resume, log)
+        code = run_suite(jobs, origin, instruments, console, path, resume, log, journal, deadline)
         records = load(path) if path is not None and path.exists() else []
         return code, records, console.file.getvalue()
 
@@ -313,3 +320,40 @@ def test_ctrl_c_keeps_what_is_measured(run, stage):
     assert [r.case["name"] for r in records] == ["a", "a"]
     assert "2.00" in printed
     assert "Interrupted; what was measured is kept." in printed
+
+
+def test_what_would_end_after_the_deadline_is_skipped(run):
+    def slow(calls):
+        time.sleep(0.2)
+        return fake_timer(calls)
+
+    def deadline():
+        return time.monotonic() + 0.3
+
+    jobs = [job(name, time=slow) for name in "abc"]
+    _, records, printed = run(*jobs, deadline=deadline())
+    found = {record.case["name"]: (record.status, record.times is None) for record in records}
+    assert found == {"a": ("ok", False), "b": ("skipped", True), "c": ("skipped", True)}
+    assert printed.count("b forward: skipped, the time is up") == 1
+    _, again, _ = run(*jobs, resume=True)
+    assert [record.status for record in again[6:]] == ["ok"] * 4
+    assert "skipped" not in printed.split("implementation")[1]
+
+
+def test_suspects_of_parity_run_alone(run, tmp_path, origin):
+    together = []
+
+    class Jobs(ParityJob):
+        def measure(self, planned, sampler, show):
+            together.append(list(planned))
+            return [replace(record, status="ok", error=0.5) for record in planned.values()]
+
+    @dataclass
+    class Case:
+        name: str
+
+    made = Jobs(Case("a"), (OURS, PEER))
+    journal = Journal()
+    journal.suspects = {made.plan(origin)[OURS].key}
+    run(made, journal=journal)
+    assert together == [[PEER], [OURS]]

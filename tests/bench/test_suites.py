@@ -25,7 +25,7 @@ from interop.parity.cases import DecodeCase, DilatedCase, FlashCase, PagedCase, 
 from twin_attention.contract.cost import forward_flops
 
 TARGETS = ("sm90", "sm80")
-KERNELS = [name for name in SUITES if name not in ON_CPU]
+KERNELS = [name for name in SUITES if name not in (*ON_CPU, "parity")]
 
 
 def jobs_of(suite, name=""):

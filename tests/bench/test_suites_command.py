@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from bench import __main__ as command
+from bench import measure as measuring
 from bench.job import Job, Subject
 from bench.records import append, load
 from bench.registry import SUITES
@@ -23,8 +24,9 @@ def gpu(monkeypatch):
     """As if there were a GPU."""
     monkeypatch.setattr(environment, "choose_device", lambda: "cuda")
     monkeypatch.setattr(environment, "choose_targets", lambda device, target: ("sm90", "sm80"))
-    monkeypatch.setattr(suites, "_facts", lambda device: FACTS)
-    monkeypatch.setattr(suites, "nvml_reader", lambda: None)
+    monkeypatch.setattr(measuring, "facts", lambda device: FACTS)
+    monkeypatch.setattr(measuring, "card", lambda: None)
+    monkeypatch.setattr(measuring, "nvml_reader", lambda: None)
 
 
 def suite(name, jobs):
@@ -128,7 +130,8 @@ def test_a_memory_cap_holds_both_frameworks(gpu, monkeypatch):
         return 0
 
     monkeypatch.setattr(suites, "load", lambda name: suite(name, [job("torch triton")]))
-    monkeypatch.setattr(suites, "run_suite", run_suite)
+    monkeypatch.setattr(measuring, "load", suites.load)
+    monkeypatch.setattr(measuring, "run_suite", run_suite)
     assert command.main(["flash", "--memory-cap", "20"]) == 0
     assert taken == [0.25, 1.0]
     assert os.environ["XLA_CLIENT_MEM_FRACTION"] == "0.25"
@@ -138,13 +141,14 @@ def test_a_memory_cap_holds_both_frameworks(gpu, monkeypatch):
 def test_a_suite_runs_after_the_peaks_of_the_device(gpu, monkeypatch, tmp_path, capsys):
     called = []
 
-    def run_suite(jobs, origin, instruments, console, path, resume, log, journal):
+    def run_suite(jobs, origin, instruments, console, path, resume, log, *rest):
         called.append((jobs, origin, path, resume, log))
         return 130
 
     found = [job("torch triton", "jax triton", "FA2"), job("torch triton")]
     monkeypatch.setattr(suites, "load", lambda name: suite("The title", found))
-    monkeypatch.setattr(suites, "run_suite", run_suite)
+    monkeypatch.setattr(measuring, "load", suites.load)
+    monkeypatch.setattr(measuring, "run_suite", run_suite)
     path, log = tmp_path / "records.jsonl", tmp_path / "gpu.csv"
     options = ["--json", str(path), "--resume", "--gpu-log", str(log), "--only", "jax", "FA2"]
     assert command.main(["eager", *options]) == 130
@@ -161,13 +165,13 @@ def measured(monkeypatch, record):
     """Suites that write a record at once; gives their names, and the codes that they return."""
     done = SimpleNamespace(names=[], logs={}, codes={})
 
-    def measure(name, arguments, facts, log, journal):
-        append(arguments.json, [record()])
+    def measure(name, jobs, setting, log):
+        append(setting.path, [record()])
         done.names.append(name)
         done.logs[name] = log
         return done.codes.get(name, 0)
 
-    monkeypatch.setattr(suites, "_measure", measure)
+    monkeypatch.setattr(suites, "measure", measure)
     return done
 
 
@@ -183,5 +187,5 @@ def test_all_runs_every_suite_and_reports(gpu, measured, tmp_path):
 def test_ctrl_c_ends_all_and_what_is_measured_is_reported(gpu, measured, tmp_path):
     measured.codes["kvcache"] = 130
     assert command.main(["all", "--json", str(tmp_path / "bench.jsonl")]) == 130
-    assert measured.names == ["flash", "kvcache"]
+    assert measured.names == ["parity", "flash", "kvcache"]
     assert (tmp_path / "bench.md").exists()

@@ -160,10 +160,6 @@ def test_under_shard_map_and_scan():
     assert kernels(lower(scanned, *layers)) == ["mosaic_gpu_v2"]
 
 
-class Card:
-    shared_memory_per_block_optin = 99 * 1024
-
-
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
 def test_a_smaller_card_takes_a_row_that_fits(head_dim, monkeypatch):
     sizes, call = [], mma_launch.plgpu.kernel
@@ -172,7 +168,7 @@ def test_a_smaller_card_takes_a_row_that_fits(head_dim, monkeypatch):
         sizes.append(sum(map(mma_launch._size, scratch_types)))
         return call(*args, scratch_types=scratch_types, **options)
 
-    monkeypatch.setattr(mma_launch, "cuda_devices", lambda: (Card(),))
+    monkeypatch.setattr(mma_launch, "shared_memory", lambda target: 99 * 1024)
     monkeypatch.setattr(mma_launch.plgpu, "kernel", kernel)
     for deterministic in (False, True):
         trace(gradients(deterministic=deterministic), *arrays(head_dim))
@@ -181,15 +177,14 @@ def test_a_smaller_card_takes_a_row_that_fits(head_dim, monkeypatch):
 
 
 def test_what_fits_no_row_is_refused(monkeypatch):
-    monkeypatch.setattr(mma_launch, "cuda_devices", lambda: (Card(),))
-    monkeypatch.setattr(Card, "shared_memory_per_block_optin", 1024)
+    monkeypatch.setattr(mma_launch, "shared_memory", lambda target: 1024)
     with pytest.raises(NotImplementedError, match=r"flash_fwd: expected at most 1024 bytes .*sm80"):
         trace(partial(flash_attention, implementation="mosaic"), *arrays(64))
 
 
 def test_the_least_rows_are_lowered(monkeypatch):
     """The only ones that no card here takes."""
-    monkeypatch.setattr(mma_launch, "cuda_devices", lambda: (Card(),))
+    monkeypatch.setattr(mma_launch, "shared_memory", lambda target: 99 * 1024)
     assert len(kernels(lower(gradients(deterministic=False), *arrays(256)))) == 2
 
 

@@ -243,10 +243,6 @@ def test_pools_of_2_31_keys_are_refused():
             choose("mosaic", "paged_decode", "sm90", replace(CASE.spec, cache=cache))
 
 
-class Card:
-    shared_memory_per_block_optin = 99 * 1024
-
-
 @pytest.mark.parametrize("kv_dtype", [None, "int8"])
 @pytest.mark.parametrize("head_dim", [16, 64, 128, 192, 256])
 def test_a_smaller_card_takes_a_row_that_fits(head_dim, kv_dtype, monkeypatch):
@@ -257,7 +253,7 @@ def test_a_smaller_card_takes_a_row_that_fits(head_dim, kv_dtype, monkeypatch):
         return call(*args, scratch_types=scratch_types, **options)
 
     case = replace(CASE, head_dim=head_dim, kv_dtype=kv_dtype, num_splits=1)
-    monkeypatch.setattr(mma_launch, "cuda_devices", lambda: (Card(),))
+    monkeypatch.setattr(mma_launch, "shared_memory", lambda target: 99 * 1024)
     monkeypatch.setattr(mma_launch.plgpu, "kernel", kernel)
     with use_target("sm80"):
         lower(mosaic(paged_decode, num_splits=1), **operands(case))

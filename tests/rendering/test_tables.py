@@ -35,4 +35,4 @@ def test_a_terminal_shows_text_as_it_is():
     console = Console(width=80)
     with console.capture() as capture:
         console.print(to_terminal([["a", "ms"], ["[b]x", "1"], ["y", "20"]], ["red", ""]))
-    assert "│ [b]x │  1 │" in capture.get()
+    assert ["[b]x", "1"] in [line.split() for line in capture.get().splitlines()]

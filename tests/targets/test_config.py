@@ -9,6 +9,7 @@ from interop.parity.cases import DecodeCase, FlashCase
 from twin_attention.contract.spec import (
     AppendSpec,
     AttentionSpec,
+    BlockSparseSpec,
     DecodeSpec,
     PagedCache,
     VarlenSpec,
@@ -27,7 +28,7 @@ from twin_attention.targets.config import (
     table_path,
     use_configs,
 )
-from twin_attention.targets.family import FAMILIES, Backend
+from twin_attention.targets.family import FAMILIES, Backend, portable_backend
 from twin_attention.targets.kernels import (
     FAMILY_KERNELS,
     KERNELS,
@@ -435,6 +436,25 @@ def test_smaller_configurations_are_those_of_the_rows_after():
     assert [config.block_q for config in others] == [64, 64, 64, 32]
     assert backend.smaller_configs(spec, "flash_bwd_fused", replace(own, num_warps=16)) == ()
     assert backend.smaller_configs(replace(spec, head_dim=256), "flash_fwd", own) == ()
+
+
+@pytest.mark.parametrize(("head_dim", "precision"), [(64, "ieee"), (256, "ieee"), (256, "tf32")])
+def test_a_smaller_card_takes_the_last_row_of_the_same_key(head_dim, precision):
+    backend = portable_backend("pallas_attn", "sm80")
+    dtype = "float32" if precision == "tf32" else "bfloat16"
+    spec = replace(
+        SPEC, dtype=dtype, head_dim=head_dim, head_dim_v=head_dim, precision=precision, softcap=None
+    )
+    own = backend.configs(spec)["flash_bwd_dq"]
+    smaller = backend.config_of_smaller_cards(spec, "flash_bwd_dq", own)
+    tiles = {(64, "ieee"): "64×64", (256, "ieee"): "32×32", (256, "tf32"): "16×16"}
+    assert smaller.tile == tiles[head_dim, precision]
+    assert (smaller == own) == (head_dim == 64)
+    masked = BlockSparseSpec(**vars(spec), tile_q=16, tile_kv=16, mask_batch=1, mask_heads=1)
+    own = backend.configs(masked)["flash_bwd_dq"]
+    assert backend.config_of_smaller_cards(masked, "flash_bwd_dq", own).tile == "16×16"
+    changed = replace(own, num_warps=16)
+    assert backend.config_of_smaller_cards(masked, "flash_bwd_dq", changed) == changed
 
 
 def test_a_kernel_that_fits_with_no_number_of_stages_is_refused():

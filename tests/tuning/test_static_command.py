@@ -90,6 +90,14 @@ def test_one_problem_of_12_has_something_of_everything(select):
         assert {getattr(x, name) for x in some} == {getattr(x, name) for x in all_of_them}
 
 
+def test_a_card_with_less_shared_memory(select):
+    found = select("--shared-memory", "99")
+    assert {(problem.target, problem.shared_memory) for problem in found} == {("sm80", 99 * 1024)}
+    assert len(set(found)) == len(found)
+    plain = {replace(problem, shared_memory=None) for problem in select("--target", "sm80")}
+    assert {replace(problem, shared_memory=None) for problem in found} == plain
+
+
 def test_what_is_not_compiled_has_a_reason(select, capsys):
     reason = {"mosaic": "its kernels need jax 0.11"}
     selected = select("--target", "sm90", missing=lambda problem: reason.get(problem.family))
@@ -103,6 +111,10 @@ def test_what_is_not_compiled_has_a_reason(select, capsys):
         (
             ["--head-dim", "13"],
             "--head-dim: expected one of 16, 32, 64, 80, 96, 128, 192, 256, got 13",
+        ),
+        (
+            ["--target", "sm90", "--shared-memory", "99"],
+            "--shared-memory: expected --target sm80 beside it, got sm90",
         ),
         (["--jobs", "x"], "--jobs: expected a number of 1 or more, got 'x'"),
         (["--try", "flash_fwd:x"], "--try: expected KERNEL:FIELD=N,..., got 'flash_fwd:x'"),

@@ -16,7 +16,7 @@ from tuning.static.gate import FRAMEWORKS, Problem, compiler, problems
 from tuning.static.shared_memory import only_shared_memory
 from tuning.static.sweep import FEATURES, lengths_of, misfits_of
 from twin_attention.contract.spec import QUANTIZED_DTYPES, AttentionSpec, Window
-from twin_attention.targets.target import TARGETS
+from twin_attention.targets.target import SHARED_MEMORY_OF_SMALLER_CARDS, TARGETS
 
 ROW = Problem("jax", "sm90", "bfloat16", 256, "causal")
 
@@ -77,6 +77,38 @@ def test_no_short_problem_is_refused(in_a_process, target):
     count, misfits = in_a_process(misfits_of_two, replace(ROW, target=target))
     assert count == 2
     assert not [misfit for misfit in misfits if misfit.refused]
+
+
+# The portable kernels' problems that take the most: rows for smaller cards, and one without.
+LARGE = (("bfloat16", 128, "all-options"), ("bfloat16", 256, "all-options"),
+         ("bfloat16", 256, "tiles-of-128"), ("float32", 128, "tf32-all-options"),
+         ("float32", 256, "tf32-all-options"))  # fmt: skip
+
+
+def tiles_of(problem):
+    """What refuses a problem, if anything does, and the tiles of its backward."""
+    spec = problem.spec
+    with only_shared_memory():
+        refused = [misfit.outcome for misfit in misfits_of(problem, spec) if misfit.refused]
+        card = {"shared_memory": problem.shared_memory} if problem.framework == "jax" else {}
+        limit = problem.shared_memory or 163 * 1024
+        found = compiler(problem.framework)(spec, "sm80", lambda kernel: limit, **card)
+    sizes = {kernel: binary.metadata.shared for kernel, _, binary in found}
+    assert max(sizes.values()) <= limit
+    return refused, {kernel: config.tile for kernel, config, _ in found if "bwd_d" in kernel}
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize("row", LARGE, ids=lambda row: "-".join(map(str, row)))
+def test_a_card_with_99_kib_refuses_no_backward(in_a_process, framework, row):
+    own = Problem(framework, "sm80", *row)
+    smaller = replace(own, shared_memory=SHARED_MEMORY_OF_SMALLER_CARDS)
+    found = [in_a_process(tiles_of, problem) for problem in (own, smaller, own)]
+    assert [refused for refused, _ in found] == [[]] * 3
+    assert found[0] == found[2]  # what one card takes is no other's
+    if row[:2] == ("bfloat16", 256):
+        assert found[0][1]["flash_bwd_dkdv"] == "64×32"
+        assert found[1][1]["flash_bwd_dkdv"] == "32×32"
 
 
 def test_the_sweep_has_every_row_and_lengths_of_every_kind():

@@ -15,9 +15,8 @@ from concurrent.futures import Executor
 from functools import partial
 from pathlib import Path
 
-from rich.console import Console
-
 from interop.parity.arguments import count
+from interop.rendering.tables import console_of
 from tuning.search import survey
 from tuning.search.cases import TimedCase
 from tuning.search.search import Found, Run, Tools, show, tune
@@ -40,10 +39,18 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     )
     parser.add_argument("--side", choices=VERSIONS, required=True, help="whose table")
     parser.add_argument("--target", choices=TARGETS, required=True, help="which of its tables")
-    parser.add_argument("--kernel", choices=TUNED, action="append", help="default: all")
-    parser.add_argument("--head-dim", type=int, help="of the rows; default: all")
-    parser.add_argument("--dtype-bits", type=int, help="of the rows; default: all")
-    parser.add_argument("--when", help="condition of the rows, such as softcap; default: all")
+    parser.add_argument(
+        "--kernel",
+        choices=TUNED,
+        action="append",
+        metavar="NAME",
+        help=f"of {', '.join(TUNED)}; default: all",
+    )
+    parser.add_argument("--head-dim", type=int, metavar="N", help="of the rows; default: all")
+    parser.add_argument("--dtype-bits", type=int, metavar="N", help="of the rows; default: all")
+    parser.add_argument(
+        "--when", metavar="TEXT", help="condition of the rows, such as softcap; default: all"
+    )
     parser.add_argument(
         "--limit-seconds",
         type=float,
@@ -78,9 +85,7 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.refuse("expected options that leave a row of the table, got none")
     if not arguments.dry_run:
         _find_gpu(arguments)
-    side, target, console = arguments.side, arguments.target, Console()
-    if not console.is_terminal:
-        console.width = _WIDTH
+    side, target, console = arguments.side, arguments.target, console_of(_WIDTH)
     try:
         with workers(arguments.jobs) as pool:
             if arguments.dry_run:

@@ -44,9 +44,15 @@ class ConfigTable:
         self._rows = parse_table(text)
 
     def rows(self, kernel: str) -> Iterator[Row]:
-        """Return a kernel's rows, in order."""
+        """Return a kernel's rows, in order, without those for cards of less shared memory.
+
+        These follow a row with the same key.
+        """
+        seen = set()
         for index, row in enumerate(self._rows.get(kernel, ())):
-            yield Row(kernel, index, row.key, row.config)
+            if row.key not in seen:
+                yield Row(kernel, index, row.key, row.config)
+            seen.add(row.key)
 
     def index_of(self, kernel: str, spec: Spec) -> int | None:
         """Return the place of the row that serves a problem, None if there is none."""

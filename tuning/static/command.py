@@ -6,19 +6,18 @@ import argparse
 import json
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from rich import box
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
 from interop.parity.arguments import count, make_folder
-from interop.rendering.tables import to_terminal
+from interop.rendering.tables import NARROW, Grid, console_of, to_terminal
 from tuning.static.gate import (
     DTYPES,
     FAMILIES,
@@ -36,7 +35,7 @@ from tuning.workers import workers
 from twin_attention.targets.target import TARGETS
 
 _WIDTH = 160  # of the tables, where a log has none
-_OF_TABLE: dict[str, Any] = {"box": box.SIMPLE_HEAD, "padding": (0, 1, 0, 0), "pad_edge": False}
+_WIDTH_OF_ALL = 140  # of all columns
 _LABELS = ["kernel", "dtype", "D", "feature", "tile"]
 
 
@@ -47,15 +46,30 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     )
     parser.add_argument("--target", choices=TARGETS, action="append", help="default: both")
     parser.add_argument("--framework", choices=FRAMEWORKS, action="append", help="default: both")
-    parser.add_argument("--feature", choices=FEATURES, action="append", help="default: all")
+    parser.add_argument(
+        "--feature",
+        choices=FEATURES,
+        action="append",
+        metavar="NAME",
+        help=f"of {', '.join(FEATURES)}; default: all",
+    )
     parser.add_argument("--dtype", choices=sum(DTYPES.values(), ()), help="default: all")
-    parser.add_argument("--head-dim", type=int, help="padded head dimension; default: all")
+    parser.add_argument(
+        "--head-dim", type=int, metavar="N", help="padded head dimension; default: all"
+    )
     parser.add_argument(
         "--every",
         type=count,
         default=1,
         metavar="N",
         help="compile one problem of N, of each feature; default: all",
+    )
+    parser.add_argument(
+        "--shared-memory",
+        type=count,
+        metavar="KIB",
+        help="compile SM80 code for a card with so much of it a block, such as 99 of compute "
+        "capability 8.6, 8.9 and 12.0; default: the target's own cards",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there as well")
     parser.add_argument("--jobs", type=count, metavar="N", help="processes; default: one per core")
@@ -78,9 +92,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Compile and print the tables, or sweep; return 1 if a kernel fails."""
-    console = Console()
-    if not console.is_terminal:
-        console.width = _WIDTH
+    console = console_of(_WIDTH)
     begin = time.perf_counter()
     if arguments.sweep:
         return _sweep(arguments, console, begin)
@@ -97,8 +109,12 @@ def run(arguments: argparse.Namespace) -> int:
     seconds = time.perf_counter() - begin
     for (target, *names), of_table in groupby(verdicts, lambda v: _table_of(v.problem)):
         group, name = list(of_table), " ".join(names)
-        console.print(resource_table(group, f"{name} on {target}: resources of a kernel"))
-        console.print(bound_table(group, f"{name} on {target}: bound of a tile"))
+        is_narrow = console.width < _WIDTH_OF_ALL
+        for table in (
+            resource_table(group, f"{name} on {target}: resources of a kernel", is_narrow),
+            bound_table(group, f"{name} on {target}: bound of a tile", is_narrow),
+        ):
+            console.print(table)
     failed = [verdict for verdict in verdicts if verdict.failures]
     for verdict in failed:
         fields = (verdict.kernel, *asdict(verdict.problem).values())
@@ -126,6 +142,12 @@ def _select(arguments: argparse.Namespace) -> list[Problem]:
         if target in targets
         for problem in problems(framework, target, family)
     ]
+    if arguments.shared_memory is not None:
+        found = [problem for problem in found if problem.target == "sm80"]
+        if not found:
+            arguments.refuse("--shared-memory: expected --target sm80 beside it, got sm90")
+        size = 1024 * arguments.shared_memory
+        found = list(dict.fromkeys(replace(problem, shared_memory=size) for problem in found))
     sizes = sorted({problem.head_dim for problem in found})
     if arguments.head_dim not in (None, *sizes):
         names = ", ".join(map(str, sizes))
@@ -205,8 +227,8 @@ def _change(text: str) -> tuple[str, dict[str, int]]:
         raise argparse.ArgumentTypeError(f"expected KERNEL:FIELD=N,..., got {text!r}") from None
 
 
-def resource_table(verdicts: Iterable[Verdict], title: str) -> Table:
-    """Return the resources of each kernel, a row each."""
+def resource_table(verdicts: Iterable[Verdict], title: str, is_narrow: bool = False) -> Table:
+    """Return the resources of each kernel, a row each; fewer columns where it is to be narrow."""
     titles = [*_LABELS, "warps×\nstages", "regis-\nters", "spilled\nbytes", "shared\nbytes",
               "blocks", "mma", "wgmma", "cp.\nasync", "ld-\nmatrix", "ex2", "verdict"]  # fmt: skip
     grid, styles = [titles], []
@@ -225,10 +247,20 @@ def resource_table(verdicts: Iterable[Verdict], title: str) -> Table:
         "others where the main loop spills a tile. "
         "Blocks: resident on an SM. mma to ex2: instructions in the PTX, TMA's with cp.async."
     )
-    return to_terminal(grid, styles, title=title, caption=caption, **_OF_TABLE)
+    if is_narrow:
+        grid = _without(grid, "tile", "warps×\nstages", "blocks", "mma", "wgmma", "cp.\nasync",
+                        "ld-\nmatrix", "ex2", "verdict")  # fmt: skip
+    options = NARROW if is_narrow else {}
+    return to_terminal(grid, styles, title=title, caption=caption, **options)
 
 
-def bound_table(verdicts: Iterable[Verdict], title: str) -> Table:
+def _without(grid: Grid, *titles: str) -> Grid:
+    """Return a table without some columns."""
+    kept = [place for place, title in enumerate(grid[0]) if title not in titles]
+    return [[row[place] for place in kept] for row in grid]
+
+
+def bound_table(verdicts: Iterable[Verdict], title: str, is_narrow: bool = False) -> Table:
     """Return the bound of each kernel's tile; features that leave both as they are share a row."""
     titles = [*_LABELS, "bytes", "kFLOP", "FLOP/B", "multiply\ncycles", "special\ncycles",
               "load\ncycles", "bound", "peak"]  # fmt: skip
@@ -248,7 +280,12 @@ def bound_table(verdicts: Iterable[Verdict], title: str) -> Table:
         "SM, for each resource alone (tuning/static/bound.py). Peak: the most that the bound "
         "leaves of the multiplying units' rate. A feature that changes nothing has no row."
     )
-    return to_terminal([titles, *rows.values()], title=title, caption=caption, **_OF_TABLE)
+    grid = [titles, *rows.values()]
+    if is_narrow:
+        grid = _without(grid, "tile", "bytes", "kFLOP", "FLOP/B", "multiply\ncycles",
+                        "special\ncycles", "load\ncycles")  # fmt: skip
+    options = NARROW if is_narrow else {}
+    return to_terminal(grid, title=title, caption=caption, **options)
 
 
 def _table_of(problem: Problem) -> tuple[str, ...]:

@@ -18,6 +18,7 @@ are compiled for both sizes of SM80 card, where JAX is new enough and has its CU
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
@@ -313,14 +314,7 @@ def check(problem: Problem, changes: Mapping[str, Mapping[str, int]] = {}) -> li
         changes: fields of the shipped configurations to change first, by kernel.
     """
     with use_configs(changes, FRAMEWORKS[problem.framework]):
-        options: dict[str, Any] = {"sinks": problem.sinks}
-        if problem.family == "gluon":
-            options["family"] = problem.family
-        if problem.family == "mosaic":
-            options["shared_memory"] = problem.shared_memory
-        compiled = compiler(problem.framework, problem.family)(
-            problem.spec, problem.target, **options
-        )
+        compiled = _compile(problem)
     padded = {
         "triton": padded_head_dim,
         "gluon": partial(_columns, problem.target),
@@ -334,6 +328,21 @@ def check(problem: Problem, changes: Mapping[str, Mapping[str, int]] = {}) -> li
         found = failures(problem, kernel, config, resources)
         verdicts.append(Verdict(problem, kernel, config, resources, limits, found))
     return verdicts
+
+
+def _compile(problem: Problem) -> list[tuple[str, KernelConfig, Any]]:
+    """Compile a problem's kernels for its card: as configured where nothing fits."""
+    compile_kernels = compiler(problem.framework, problem.family)
+    options: dict[str, Any] = {"sinks": problem.sinks}
+    if problem.family == "gluon":
+        options["family"] = problem.family
+    if problem.framework == "jax":
+        options["shared_memory"] = problem.shared_memory
+    if problem.family != "mosaic" and problem.shared_memory is not None:
+        limit = problem.shared_memory
+        with suppress(NotImplementedError):
+            return compile_kernels(problem.spec, problem.target, lambda kernel: limit, **options)
+    return compile_kernels(problem.spec, problem.target, **options)
 
 
 def _columns(target: str, head_dim: int) -> int:
@@ -368,9 +377,11 @@ def failures(
             found.append(f"spills {stores} B of stores, {loads} B of loads")
     if resources.unwritten:
         found.append(f"reads registers that nothing wrote in {resources.unwritten} instructions")
-    limit = shared_memory_limit(kernel, target)
-    if problem.family == "mosaic":  # compiled for each size of card
-        limit = problem.shared_memory or SHARED_MEMORY_LIMIT[target]
+    limit = problem.shared_memory or (
+        SHARED_MEMORY_LIMIT[target]  # compiled for each size of card
+        if problem.family == "mosaic"
+        else shared_memory_limit(kernel, target)
+    )
     if resources.shared > limit:
         found.append(f"{resources.shared} B of shared memory, of {limit}")
     described = find_kernel(kernel, type(config))

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from pallas_attn import lowering
+from pallas_attn import lowering, targets
 from tuning.static.operands import operands_of, run_kernels
 from twin_attention.contract.spec import AppendSpec, AttentionSpec, DecodeSpec
 from twin_attention.targets.family import portable_backend
 from twin_attention.targets.kernels import KernelConfig
+from twin_attention.targets.target import NUM_SMS
 
 
 def compile_kernels(
@@ -22,6 +25,7 @@ def compile_kernels(
     target: str,
     limit: Callable[[str], float] = lambda kernel: math.inf,
     sinks: bool = False,
+    shared_memory: int | None = None,
 ) -> list[tuple[str, KernelConfig, Any]]:
     """Compile a problem's kernels as `pallas_attn` calls them.
 
@@ -30,6 +34,7 @@ def compile_kernels(
         limit: bytes of shared memory that a block of a kernel may have, with fewer stages of the
             pipeline than configured if need be.
         sinks: give sinks to `flash_attention`; a decode has them always.
+        shared_memory: bytes that a block has on the card, or None for the target's own cards.
 
     Returns:
         Each kernel's name, its configuration and what Triton compiled.
@@ -38,9 +43,17 @@ def compile_kernels(
     # Its backward is the same whether it is to be deterministic or not.
     function = partial(run_kernels, spec, backend, deterministic=(False,))
     operands = operands_of(spec, _empty, sinks)
-    with lowering.recording(limit) as compiled:
+    with _card(target, shared_memory), lowering.recording(limit) as compiled:
         jax.jit(function).trace(*operands).lower(lowering_platforms=("cuda",))
     return compiled
+
+
+def _card(target: str, shared_memory: int | None) -> AbstractContextManager[Any]:
+    """Choose tiles for a card with that much shared memory, which nothing else is asked of."""
+    if shared_memory is None:
+        return nullcontext()
+    sizes = {"core_count": NUM_SMS[target], "shared_memory_per_block_optin": shared_memory}
+    return targets.described(SimpleNamespace(**sizes))
 
 
 def _empty(dtype: str, *shape: int) -> jax.ShapeDtypeStruct:

@@ -85,10 +85,11 @@ def misfits_of(row: Problem, spec: AttentionSpec | DecodeSpec) -> Iterator[Misfi
     """Return the kernels of a problem that do not fit as configured; see `only_shared_memory`."""
 
     def limit(kernel: str) -> int:
-        return shared_memory_limit(kernel, row.target)
+        return row.shared_memory or shared_memory_limit(kernel, row.target)
 
+    card = {"shared_memory": row.shared_memory} if row.framework == "jax" else {}
     try:
-        compiled = compiler(row.framework)(spec, row.target, limit)
+        compiled = compiler(row.framework)(spec, row.target, limit, **card)
     except NotImplementedError as error:
         yield Misfit(row, spec, str(error), refused=True)
         return

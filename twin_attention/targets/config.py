@@ -247,6 +247,21 @@ def smaller_configs(
     return tuple(others) if config == own else ()
 
 
+def config_of_smaller_cards(
+    package: str, target: str, spec: Spec, folder: str, kernel: str, config: KernelConfig
+) -> KernelConfig:
+    """Return what a kernel is configured with on a card with less shared memory.
+
+    It is the last of the rows with the key of the problem's own row. It is known before anything
+    is compiled, so that it may decide tiles that are traced. `smaller_configs` has the arguments.
+    """
+    rows = load_table(table_path(package, target, folder), folder)[kernel]
+    own = next(row for row in rows if row.serves(spec))
+    if config != _within_tiles(own.config, spec):  # `use_configs` changed it
+        return config
+    return [_within_tiles(row.config, spec) for row in rows if row.key == own.key][-1]
+
+
 @contextmanager
 def use_configs(
     configs: Mapping[str, Mapping[str, int]], package: str | None = None

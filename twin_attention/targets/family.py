@@ -17,7 +17,11 @@ from typing import Any, NamedTuple
 
 from twin_attention.contract.validate import fail
 from twin_attention.targets import paged, sm80, sm90
-from twin_attention.targets.config import current_configs, smaller_configs
+from twin_attention.targets.config import (
+    config_of_smaller_cards,
+    current_configs,
+    smaller_configs,
+)
 from twin_attention.targets.kernels import KernelConfig, Spec
 
 
@@ -218,6 +222,16 @@ class Backend(NamedTuple):
         assert self.family.folder is not None
         assert self.target is not None
         return smaller_configs(
+            self.family.package, self.target, spec, self.family.folder, kernel, config
+        )
+
+    def config_of_smaller_cards(
+        self, spec: Spec, kernel: str, config: KernelConfig
+    ) -> KernelConfig:
+        """Return what to trace a kernel with for a card with less than the target's memory."""
+        assert self.family.folder is not None
+        assert self.target is not None
+        return config_of_smaller_cards(
             self.family.package, self.target, spec, self.family.folder, kernel, config
         )
 

@@ -113,7 +113,7 @@ def headline(run: Sequence[Record]) -> Iterator[tuple[str, Picture]]:
         series, _ = split_series([r for r in group if r.case["causal"] and peak.rate(r)])
         if series:
             title = f"Flash attention {operation}, causal ({_setting(group)})"
-            yield operation, Picture(title, "", over_length(series, peak, styles(group), 3))
+            yield operation, Picture(title, "", over_length(series, peak, styles(group), 3, True))
     peak = peaks([r for r in run if r.suite == "kvcache"]).read
     plain = {"tokens": 1, "kv_dtype": None, "head_dim": 128}
     group = [

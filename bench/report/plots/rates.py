@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
@@ -15,6 +16,8 @@ from bench.report.plots.style import Style, name_width, panels
 from bench.report.tables import groups, labels, names
 from interop.rendering.plots import MUTED_COLOUR, RULE_COLOUR, legend, quiet
 
+PANEL_SHARE = 0.75  # of a panel's height, beside titles and ticks
+NAME_HEIGHT = 0.13  # inches of a line's name
 _OF_LENGTH = ("name", "batch", "seq_q", "seq_kv", "lengths", "max_pages")
 
 
@@ -37,9 +40,21 @@ def split_series(records: Sequence[Record]) -> tuple[list[list[Record]], list[Re
 
 
 def over_length(
-    series: Sequence[Sequence[Record]], peak: Peak, looks: dict[str, Style], columns: int = 2
+    series: Sequence[Sequence[Record]],
+    peak: Peak,
+    looks: dict[str, Style],
+    columns: int = 2,
+    named: bool = False,
 ) -> Figure:
-    """Draw a panel for each series of one operation, all on one scale."""
+    """Draw a panel for each series of one operation, all on one scale.
+
+    Args:
+        series: records by panel.
+        peak: what rates are compared with.
+        looks: styles by label.
+        columns: panels beside each other.
+        named: name each line beside its end instead of above the figure.
+    """
     panel_width = 13 / columns  # inches
     columns = min(columns, len(series))
     rows = -(-len(series) // columns)
@@ -66,10 +81,64 @@ def over_length(
                           textcoords="offset points",
                           va="top" if logarithmic else "bottom")  # fmt: skip
         quiet(axes, "y")
+        if named:
+            _name_lines(axes, 3.3 * PANEL_SHARE)
     for axes in grid[::columns]:
         axes.set_ylabel(peak.unit, fontsize=8)
-    legend(figure)
+    if named:
+        figure.legend([], [], loc="outside upper left", alignment="left", frameon=False)
+    else:
+        legend(figure)
     return figure
+
+
+def _name_lines(axes: Axes, height: float) -> None:
+    """Write the name of each line to the right of its end, one below the other.
+
+    Args:
+        axes: a panel whose limits are set.
+        height: of the panel, in inches.
+    """
+    own = [(str(line.get_label()), line) for line in axes.lines]
+    own = [(name, line) for name, line in own if not name.startswith("_")]
+    ends = [np.asarray(line.get_xydata())[-1] for _, line in own]
+    to_axes = axes.transData - axes.transAxes
+    places = spread([float(to_axes.transform(end)[1]) for end in ends], NAME_HEIGHT / height)
+    for (name, line), end, place in zip(own, ends, places, strict=True):
+        axes.annotate(
+            name, (float(end[0]), float(end[1])), (1.06, place), textcoords="axes fraction",
+            fontsize=7.5, va="center", fontweight="bold" if line.get_linewidth() > 2 else "normal",
+            arrowprops={"arrowstyle": "-", "color": line.get_color(), "linewidth": 0.7,
+                        "shrinkA": 1, "shrinkB": 4},
+        )  # fmt: skip
+
+
+def spread(places: Sequence[float], gap: float) -> list[float]:
+    """Return places in the same order that lie apart by a gap or more, near those that are given.
+
+    >>> spread([0.5, 0.0, 0.5], 0.25)
+    [0.375, 0.0, 0.625]
+    """
+    groups: list[list[float]] = []  # of places that touch: number, middle
+    for place in sorted(places):
+        groups.append([1, place])
+        while len(groups) > 1 and _bottom(groups[-1], gap) < _top(groups[-2], gap) + gap:
+            number, middle = groups.pop()
+            before, below = groups[-1]
+            total = before + number
+            groups[-1] = [total, (before * below + number * middle) / total]
+    found = [_bottom(group, gap) + i * gap for group in groups for i in range(int(group[0]))]
+    order = sorted(range(len(places)), key=lambda i: places[i])
+    result = dict(zip(order, found, strict=True))
+    return [result[i] for i in range(len(places))]
+
+
+def _bottom(group: Sequence[float], gap: float) -> float:
+    return group[1] - gap * (group[0] - 1) / 2
+
+
+def _top(group: Sequence[float], gap: float) -> float:
+    return group[1] + gap * (group[0] - 1) / 2
 
 
 def by_case(records: Sequence[Record], peak: Peak, looks: dict[str, Style]) -> Figure:

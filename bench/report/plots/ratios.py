@@ -17,7 +17,8 @@ from bench.report.tables import by_case, labels, names, ratio
 _CELL = 0.44, 0.24  # inches
 _WIDTH = 13
 _COLOURS = LinearSegmentedColormap.from_list("", colormaps["RdBu"](np.linspace(0.12, 0.88, 255)))
-_DARK, _LIGHT = "#111111", "#fefefe"
+_DARK, _LIGHT = "#010101", "#fefefe"
+_MIDDLE = 0.179  # the luminance on which both have the same contrast
 
 
 def ratios(records: Sequence[Record]) -> Figure:
@@ -44,7 +45,7 @@ def ratios(records: Sequence[Record]) -> Figure:
     figure = Figure(figsize=size, layout="constrained")
     for axes, label in zip(panels(figure, len(ours), columns, sharey=True), ours, strict=True):
         found = [[ratio(row, label, peer) for peer in peers] for row in cases.values()]
-        _panel(axes, np.array(found, float))
+        heat_map(axes, np.array(found, float))
         axes.set_title(label, fontsize=9.5, loc="left")
         axes.set_yticks(np.arange(len(rows_of)) + 0.5, rows_of)
         axes.set_xticks(np.arange(len(peers)) + 0.5, peers, rotation=40, ha="right",
@@ -53,19 +54,27 @@ def ratios(records: Sequence[Record]) -> Figure:
     return figure
 
 
-def _panel(axes: Axes, values: np.ndarray) -> None:
+def heat_map(axes: Axes, values: np.ndarray) -> None:
+    """Draw ratios as cells with their numbers."""
     norm = LogNorm(0.4, 2.5)
     axes.pcolormesh(
         np.ma.masked_invalid(values), norm=norm, cmap=_COLOURS, edgecolors="face", linewidth=0.3
     )
     for (y, x), value in np.ndenumerate(values):
         if np.isfinite(value):
-            colour = _DARK if 0.1 < norm(value) < 0.9 else _LIGHT
+            colour = _DARK if _luminance(_COLOURS(norm(value))) > _MIDDLE else _LIGHT
             text = axes.text(x + 0.5, y + 0.5, _digits(value), ha="center", va="center",
                              fontsize=7.5, color=colour)  # fmt: skip
             text.set_in_layout(False)  # it is inside its cell; measuring so many takes long
     axes.set_ylim(len(values), 0)
     axes.spines[:].set_visible(False)
+
+
+def _luminance(colour: Sequence[float]) -> float:
+    """Return the relative luminance of a colour, as contrasts are defined by (WCAG 2.2)."""
+    channels = np.array(colour[:3])
+    linear = np.where(channels <= 0.04045, channels / 12.92, ((channels + 0.055) / 1.055) ** 2.4)
+    return float(linear @ [0.2126, 0.7152, 0.0722])
 
 
 def _digits(value: float) -> str:

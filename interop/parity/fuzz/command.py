@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 
 from rich.console import Console
+from rich.progress import Progress, track
 from rich.text import Text
 
 from interop.parity.environment import choose_jobs, facts
@@ -24,6 +25,7 @@ from interop.parity.records import CaseResult
 from interop.parity.sides import Subject
 from interop.parity.table import failures, print_header
 from interop.parity.workers import run_cases
+from interop.rendering.tables import PROGRESS, progress_columns
 
 # Tokens of a long sequence: an interpreter takes a second for as many.
 LONGEST = {"cpu": 40, "cuda": 700}
@@ -143,7 +145,8 @@ def _run_all(
     console: Console,
 ) -> Iterator[tuple[Problem, CaseResult]]:
     """Yield random problems and their results; print failures."""
-    until = time.monotonic() + seconds
+    begin = time.monotonic()
+    until = begin + seconds
     drawn: dict[str, Problem] = {}
 
     def problems() -> Iterator[Problem]:
@@ -155,10 +158,12 @@ def _run_all(
             drawn[problem.name] = problem
             yield problem
 
-    with closing(
-        run_cases(problems(), run, max(2, jobs), lambda name: None, LIMIT[device])
-    ) as results:
+    bar = Progress(*progress_columns(), console=console, **PROGRESS)
+    task = bar.add_task("seconds", total=seconds)
+    results = run_cases(problems(), run, max(2, jobs), lambda name: None, LIMIT[device])
+    with closing(results), bar:
         for result in results:
+            bar.update(task, completed=min(seconds, time.monotonic() - begin))
             problem = drawn.pop(result.name)
             if not result.ok:
                 _print(console, f"{problem.name} failed", "bold red")
@@ -194,7 +199,8 @@ def _shrink_all(
         return Found(failures_found, tuple(failures(result)), smallest)
 
     with ThreadPoolExecutor(max(1, jobs // 2)) as pool:
-        shrunk = [*pool.map(search, chosen)]
+        smaller = pool.map(search, chosen)
+        shrunk = [*track(smaller, "shrinking", len(chosen), console=console, transient=True)]
     for one in shrunk:
         subjects = ", ".join(f"{subject}: {kind}" for subject, kind in sorted(one.failures))
         _print(console, f"\nsmallest with {subjects}", "bold")

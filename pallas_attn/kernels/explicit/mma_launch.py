@@ -15,10 +15,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_attn.kernels.explicit.aliases import of_batch, zeros_of_batch
 from pallas_attn.kernels.explicit.lowering import SM80Params
 from pallas_attn.launch import flash_arguments
-from pallas_attn.targets import cuda_devices, note_config
+from pallas_attn.targets import note_config, shared_memory
 from twin_attention.contract.validate import fail
 from twin_attention.targets.family import Backend
-from twin_attention.targets.target import SHARED_MEMORY_LIMIT
 
 
 def launch(
@@ -105,8 +104,7 @@ def fitting_config(
 ) -> Any:
     """Return the table's configuration, or the next one whose tiles fit this process's devices."""
     config = backend.configs(spec)[name]
-    cards = [device.shared_memory_per_block_optin for device in cuda_devices()]
-    limit = min([SHARED_MEMORY_LIMIT["sm80"], *cards])
+    limit = shared_memory("sm80")
     candidates = (config, *backend.smaller_configs(spec, name, config))
     sizes = [sum(map(_size, jax.tree.leaves(tiles(x)))) for x in candidates]
     for candidate, size in zip(candidates, sizes, strict=True):

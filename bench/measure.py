@@ -1,0 +1,182 @@
+"""Measure the jobs of a suite on this machine's device, for every command that does."""
+
+from __future__ import annotations
+
+import gc
+import math
+import os
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from bench.journal import VARIABLE, Journal
+from bench.parity import ParityJob
+from bench.records import origin
+from bench.registry import load
+from bench.runner import NO_JOURNAL, AnyJob, Instruments, run_suite
+from bench.sampling import Sampler, card, nvml_reader
+from interop.parity.arguments import Refuse
+from interop.rendering.tables import console_of
+
+GIB = 2**30
+PEER_PACKAGES = ("fa3-fwd", "flash-attn-4", "flashinfer-python", "tokamax", "transformers")
+_LOG_WIDTH = 160  # of tables where nothing says how wide the output is
+
+
+class Setting(NamedTuple):
+    """Where a run measures, and where its records go.
+
+    Attributes:
+        device: "cuda" or "cpu".
+        facts: of the run, peers' versions among them.
+        card: the card's size and limits, None for a CPU.
+        path: file that records are appended to, or None.
+        resume: take from `path` what is measured already.
+        memory: fraction of the GPU's memory that an implementation may take, or None.
+        journal: of this run.
+    """
+
+    device: str
+    facts: dict[str, str]
+    card: dict[str, Any] | None = None
+    path: Path | None = None
+    resume: bool = False
+    memory: float | None = None
+    journal: Journal = NO_JOURNAL
+
+
+def open_journal() -> Journal:
+    """Return the journal of the run that this process belongs to."""
+    return Journal(Path(os.environ[VARIABLE])) if VARIABLE in os.environ else NO_JOURNAL
+
+
+def prepare(refuse: Refuse, device: str = "cuda", memory_cap: float | None = None) -> Setting:
+    """Let the frameworks share the card; refuse where nothing can be timed.
+
+    Args:
+        refuse: a parser's `error`.
+        device: "cuda" or "cpu".
+        memory_cap: GiB that an implementation may take, or None.
+    """
+    # torch and JAX share the card: JAX must not reserve most of it. Read when JAX starts.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    memory = _memory_fraction(refuse, memory_cap)
+    if memory is not None:  # JAX runs implementations alone, so that its limit may stay
+        os.environ.pop("XLA_PYTHON_CLIENT_MEM_FRACTION", None)  # JAX refuses both
+        os.environ["XLA_CLIENT_MEM_FRACTION"] = str(memory)
+    from interop.parity.environment import choose_device, choose_targets
+
+    if device == "cpu":
+        import jax
+
+        jax.config.update("jax_platforms", "cpu")
+    elif choose_device() == "cpu":
+        refuse(f"expected a CUDA GPU that torch and JAX both see, found {_who_sees_one()}")
+    try:
+        choose_targets(device, None)
+    except NotImplementedError as error:  # an older card
+        refuse(str(error))
+    found = card() if device == "cuda" else None
+    # Once: a file of records under version control changes while it is written.
+    return Setting(device, facts(device), found, memory=memory, journal=open_journal())
+
+
+def _who_sees_one() -> str:
+    import torch
+
+    if not torch.cuda.is_available():
+        return "none"
+    return f"{torch.cuda.get_device_name()}, which JAX does not see (pip install 'jax[cuda13]')"
+
+
+def _memory_fraction(refuse: Refuse, cap: float | None) -> float | None:
+    """Return a number of GiB as a fraction of the GPU's memory."""
+    import torch
+
+    if cap is None or not torch.cuda.is_available():
+        return None
+    total = torch.cuda.get_device_properties(0).total_memory / GIB
+    if cap > total:
+        refuse(f"--memory-cap: expected up to the GPU's {total:.0f} GiB, got {cap:g}")
+    return cap / total
+
+
+@contextmanager
+def _torch_limit(fraction: float | None) -> Iterator[None]:
+    """Limit torch to a fraction of the GPU's memory; None is no limit."""
+    import torch
+
+    if fraction is None:
+        yield
+        return
+    torch.cuda.set_per_process_memory_fraction(fraction)
+    try:
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+def measure(
+    name: str,
+    jobs: Sequence[AnyJob],
+    setting: Setting,
+    log: Path | None = None,
+    deadline: float = math.inf,
+    quiet: bool = False,
+) -> int:
+    """Run jobs of a suite behind the peaks of the device; return the exit code.
+
+    Args:
+        name: the suite.
+        jobs: in the order to run them.
+        setting: of the run.
+        log: file that samples of clocks and power are appended to, as CSV.
+        deadline, quiet: as `run_suite` takes them.
+    """
+    import torch
+
+    from bench.peaks import peak_jobs
+    from bench.timing import time_calls, wait_for
+
+    times_something = not all(isinstance(job, ParityJob) for job in jobs)
+    peaks = peak_jobs() if setting.device == "cuda" and times_something else []
+    console = console_of(_LOG_WIDTH)
+    console.rule(load(name).TITLE)
+    if not quiet:
+        console.print(*(f"{name} {value}" for name, value in setting.facts.items()), sep=", ")
+    reader = nvml_reader()
+
+    def release() -> None:
+        gc.collect()
+        torch.cuda.empty_cache()
+
+    limit = partial(_torch_limit, setting.memory)
+    instruments = Instruments(time_calls, wait_for, lambda: Sampler(reader), release, limit)
+    start = time.monotonic()
+    gc.freeze()  # objects of the frameworks' import need no search after each job
+    try:
+        code = run_suite(
+            [*peaks, *jobs], origin(name, setting.facts, setting.card), instruments, console,
+            setting.path, setting.resume, log, setting.journal, deadline, quiet,
+        )  # fmt: skip
+    finally:
+        gc.unfreeze()
+    console.print(f"{name}: {(time.monotonic() - start) / 60:.1f} minutes")
+    return code
+
+
+def facts(device: str) -> dict[str, str]:
+    """Return the facts of this run, the peers' versions among them."""
+    import torch
+
+    from interop.parity import environment
+
+    found = {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()}
+    for package in PEER_PACKAGES:
+        with suppress(PackageNotFoundError):
+            found[package] = version(package)
+    return {name: str(value) for name, value in found.items()} | environment.facts(device)

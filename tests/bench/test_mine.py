@@ -1,0 +1,198 @@
+"""``python -m bench mine``: what it measures, what its file holds, and what it refuses."""
+
+import getpass
+import gzip
+import json
+import socket
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from bench import __main__ as command
+from bench import journal, measure, mine, peaks, timing
+from bench.anonymous import clean
+from bench.job import Absent, Call, Job, Subject
+from bench.records import Times, load
+from bench.timing import Timing
+from interop.parity import environment
+
+UUID = "GPU-01234567-89ab-cdef-0123-456789abcdef"
+CARD = {"multiprocessors": 108, "memory_gib": 79.2, "shared_memory": 166912, "watts": 400.0,
+        "sm_mhz": 1410, "memory_mhz": 1593, "driver": "580.65.06"}  # fmt: skip
+FACTS = {"device": "NVIDIA A100-SXM4-80GB (compute capability 8.0)", "commit": "0123456789ab",
+         "date": "2026-11-25T06:59:31+00:00", "torch": "2.11.0", "jax": "0.11.2"}  # fmt: skip
+
+
+def timer(calls, *_):
+    """1 ms for ours, 2 ms for a peer."""
+    times = {s: Times(*[1.0 if s.target else 2.0] * 3) for s in calls}
+    return {s: Timing(t, t, t, ("kernel",)) for s, t in times.items()}
+
+
+def raising(error):
+    def factory(tensors):
+        raise error
+
+    return factory
+
+
+def job(name, operation="forward", **factories):
+    def made(tensors):
+        return Call(lambda: "out", None)
+
+    subjects = [Subject("torch gluon", "sm80"), Subject("jax mosaic", "sm80"), Subject("FA2")]
+    factories = {s: factories.get(s.implementation.replace(" ", "_"), made) for s in subjects}
+    return Job({"name": name}, operation, 10**12, 10**9, lambda: None, factories)
+
+
+@pytest.fixture
+def card(monkeypatch):
+    """As if there were an A100: each part has one problem, all of which measure at once."""
+    suites = {part.suite: [job(f"{part.suite} problem")] for part in mine.PARTS}
+    monkeypatch.setattr(environment, "choose_device", lambda: "cuda")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (8, 0))
+    monkeypatch.setattr(measure, "facts", lambda device: FACTS)
+    monkeypatch.setattr(measure, "card", lambda: CARD)
+    monkeypatch.setattr(measure, "nvml_reader", lambda: None)
+    monkeypatch.setattr(timing, "time_calls", timer)
+    monkeypatch.setattr(timing, "wait_for", lambda result: None)
+    monkeypatch.setattr(peaks, "peak_jobs", list)
+    monkeypatch.setattr(mine, "load", lambda name: SimpleNamespace(jobs=lambda _: suites[name]))
+    parts = [part._replace(cases=None) for part in mine.PARTS]
+    monkeypatch.setattr(mine, "PARTS", parts)
+    return suites
+
+
+def run(tmp_path, *options):
+    """Run the command; returns its code and the file's records."""
+    code = command.main(["mine", "--output", str(tmp_path), *options])
+    return code, load(tmp_path / "mine-nvidia-a100-sxm4-80gb-0123456789ab.jsonl.gz")
+
+
+def test_the_file_holds_card_clocks_versions_and_commit(card, tmp_path, capsys):
+    code, records = run(tmp_path)
+    assert code == 0
+    assert [record.case["name"] for record in records[::3]] == [
+        "parity problem", "flash problem", "kvcache problem", "packed problem",
+    ]  # fmt: skip
+    for record in records:
+        assert (record.status, record.card, record.device) == ("ok", CARD, FACTS["device"])
+        assert (record.commit, record.versions["jax"]) == ("0123456789ab", "0.11.2")
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "108 SMs, 79 GiB, 166912 bytes of shared memory a block, up to 1410 MHz" in printed
+    assert "power limit 400 W, driver 580.65.06" in printed
+    assert printed.count("2.00") == 8  # of both frameworks
+    assert "attach the file" in printed
+
+
+def test_the_file_holds_nothing_personal(card, tmp_path, monkeypatch):
+    monkeypatch.setattr(socket, "gethostname", lambda: "gpu17.example.org")
+    monkeypatch.setattr(getpass, "getuser", lambda: "jo")
+    monkeypatch.setattr(Path, "home", lambda: Path("/home/jo"))
+    personal = f"at 10.1.2.3 gpu17, of jo: /home/jo/x/lib.so, ~/x/y, 0000:65:00.0, {UUID}"
+    error = OSError(f"{personal} {tmp_path}")
+    card["flash"] = [
+        job("flash problem", torch_gluon=raising(error), FA2=raising(Absent(personal)))
+    ]
+    monkeypatch.setattr(measure, "facts", lambda device: FACTS | {"peer": "1.0+/home/jo/peer"})
+    _, records = run(tmp_path)
+    messages = [record.message for record in records if record.message]
+    expected = "at [number] [name], of [name]: [path], [path], [number], [number]"
+    assert messages == [f"OSError: {expected} [path]", expected]
+    (file,) = tmp_path.iterdir()
+    content = file.read_bytes()
+    assert (content[3], content[4:8]) == (0, bytes(4))  # no name of a file, no time
+    text = gzip.decompress(content).decode()
+    for word in ("gpu17", "jo", "home", "10.1", "65:00", UUID[4:], tmp_path.name):
+        assert f'"{word}' not in text
+        assert word not in text.replace("jobs", "")
+    fields = set(json.loads(text.splitlines()[0]))
+    assert not [name for name in fields if "host" in name and name != "host"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["8.0", "2.11.0+cu130", "a/b of 3/4", "0123456789ab with local changes", "12:30:45",
+     "gave 1.5 times, 32x512", "FlashConfig(block_q=64)"],
+)  # fmt: skip
+def test_what_is_not_personal_stays(text):
+    assert clean(text) == text
+
+
+def test_what_does_not_fit_into_the_time_is_skipped_and_said(card, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv(journal.STARTED, str(time.monotonic() - 70))
+    code, records = run(tmp_path, "--seconds", "100")
+    assert code == 0
+    found = {record.case["name"].split()[0]: record.status for record in records}
+    assert found == {"parity": "skipped", "flash": "skipped", "kvcache": "ok", "packed": "ok"}
+    printed = capsys.readouterr().out
+    assert "flash problem forward: skipped, the time is up" in printed
+    assert "Skipped, as the time was up: parity problem, flash problem" in printed
+
+
+def test_after_a_crash_it_goes_on_with_what_was_measured(card, tmp_path, monkeypatch):
+    monkeypatch.setenv(journal.VARIABLE, str(tmp_path / "journal"))
+    _, first = run(tmp_path)
+    card["packed"].append(job("another"))
+    _, second = run(tmp_path)  # another process of this run
+    assert len(second) == len(first) + 3
+
+
+def test_a_wrong_result_fails(card, tmp_path):
+    wrong = job("flash problem", FA2=raising(Absent("no")))
+    card["flash"] = [Job(**vars(wrong) | {"check": lambda _: lambda arrays: 1.5})]
+    factories = {s: lambda _: Call(lambda: "out", lambda out: (out,)) for s in wrong.factories}
+    card["flash"] = [Job(**vars(card["flash"][0]) | {"factories": factories})]
+    code, _ = run(tmp_path)
+    assert code == 1
+
+
+def refused(capsys):
+    with pytest.raises(SystemExit) as exit:
+        command.main(["mine"])
+    assert exit.value.code == 2
+    return capsys.readouterr().err.splitlines()[-1].removeprefix("python -m bench mine: error: ")
+
+
+def test_without_a_card_it_says_so(monkeypatch, capsys):
+    monkeypatch.setattr(environment, "choose_device", lambda: "cpu")
+    message = "expected a CUDA GPU that torch and JAX both see, found "
+    assert refused(capsys) == f"{message}none"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA A30")
+    jax = "NVIDIA A30, which JAX does not see (pip install 'jax[cuda13]')"
+    assert refused(capsys) == message + jax
+
+
+def test_an_older_card_is_refused(card, monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (7, 5))
+    assert refused(capsys) == "device: expected compute capability 8.0 or newer, got 7.5"
+
+
+@pytest.mark.parametrize("target", ["sm80", "sm90"])
+@pytest.mark.parametrize("part", mine.PARTS, ids=lambda part: part.suite)
+def test_its_problems_are_those_of_the_suites_beside_the_peers(part, target):
+    jobs = mine.chosen(part, target)
+    names = list(dict.fromkeys(job.case["name"] for job in jobs))
+    assert names == list(part.cases or names)
+    if part.suite == "parity":
+        return
+    for job in jobs:
+        found = {subject.implementation for subject in job.factories}
+        assert {"torch triton", "jax triton"} <= found <= mine.NAMES
+        assert [name for name in found if name.startswith("FA2")]
+        assert [name for name in found if name.startswith("cuDNN")]
+        assert {subject.target for subject in job.factories} == {target, None}
+    operations = {job.operation for job in jobs}
+    assert operations == ({"decode"} if part.suite == "kvcache" else {"forward", "backward"})
+
+
+def test_the_form_that_takes_the_file_is_there():
+    root = Path(__file__).parents[2]
+    name = '"Measured card"'
+    assert "name: Measured card\n" in (root / ".github/ISSUE_TEMPLATE/card.yml").read_text()
+    assert name in (root / "CONTRIBUTING.md").read_text()
+    assert name.replace('"', "'") in mine.SEND

@@ -1,0 +1,75 @@
+"""A case of parity as a job: an error for each implementation, and no times."""
+
+from dataclasses import replace
+
+import pytest
+
+from bench.job import Subject
+from bench.parity import ParityJob
+from bench.registry import load
+from bench.report.sections import sections
+from interop.parity import harness
+from interop.parity.cases import flash_cases, merge_cases
+
+(MERGE,) = merge_cases("quick", "merge-bf16")
+(FLASH,) = flash_cases("quick", "one-token")
+TRITON = Subject("torch triton"), Subject("jax triton")
+
+
+def records_of(job, origin):
+    return job.measure(job.plan(origin | {"suite": "parity"}), None, lambda step: None)
+
+
+@pytest.mark.parametrize("case", [MERGE, FLASH], ids=lambda case: case.name)
+def test_right_results_have_an_error_and_no_times(origin, case):
+    found = records_of(ParityJob(case, TRITON, "cpu"), origin)
+    assert [(record.label, record.status, record.times) for record in found] == [
+        ("torch triton", "ok", None), ("jax triton", "ok", None),
+    ]  # fmt: skip
+    assert all(0 <= record.error <= 1 for record in found)
+    assert found[0].operation == "parity"
+
+
+def test_a_wrong_result_is_refused_and_named(origin, monkeypatch):
+    run = harness.run
+
+    def wrong(subject, *problem):
+        found = run(subject, *problem)
+        return found | {"out": found["out"] + 1} if subject.side == "torch_attn" else found
+
+    monkeypatch.setattr(harness, "run", wrong)
+    torch, jax = records_of(ParityJob(MERGE, TRITON, "cpu"), origin)
+    assert (torch.status, jax.status) == ("refused by parity",) * 2  # and jax's twin disagrees
+    assert torch.error > 1
+    assert torch.message == f"the error of out is {torch.error:.3g} times the budget"
+
+
+def test_what_has_no_kernels_is_absent_and_what_raises_failed(origin, monkeypatch):
+    def no(*arguments, **options):
+        raise RuntimeError("no such card")
+
+    monkeypatch.setattr(harness, "run", no)
+    job = ParityJob(MERGE, (Subject("torch gluon", "sm80"), Subject("torch triton")), "cpu")
+    assert [record.status for record in records_of(job, origin)] == ["absent", "failed"]
+
+
+def test_implementations_are_chosen_by_name():
+    job = ParityJob(MERGE, TRITON, "cpu")
+    assert job.only(["torch"]).subjects == [Subject("torch triton")]
+    assert job.only(["FA2"]) is None
+
+
+def test_the_report_has_a_row_for_each_implementation(record):
+    job = load("parity").jobs(("sm80",))[0]
+    made = record(suite="parity", operation="parity", status="absent")
+    made = replace(made, case=job.case)
+    right, wrong = (replace(made, implementation=name, status=status, error=error) for
+                    name, status, error in (("torch triton", "ok", 0.5),
+                                            ("jax triton", "refused by parity", 1.5)))  # fmt: skip
+    (section,) = sections([made, right, wrong])
+    ((titles, *rows),) = section.tables.values()
+    assert titles[:3] == ["case", "implementation", "error / budget"]
+    assert [row[:3] for row in rows] == [
+        [job.case["name"], "torch triton sm90", "0.500"],
+        [job.case["name"], "jax triton sm90", "1.50"],
+    ]
