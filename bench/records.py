@@ -26,7 +26,10 @@ FORMER_NAMES = {
     },
 }
 # Of cases: earlier records lack these fields, which then have these defaults.
-LATER_FIELDS = {"sinks": False, "deterministic": False, "segments": "", "precision": "ieee"}
+LATER_FIELDS = {
+    "sinks": False, "deterministic": False, "segments": "", "precision": "ieee", "tree": "",
+    "depths": False,
+}  # fmt: skip
 # Of earlier records: our forward with another softmax, by the ends of their names.
 ABLATIONS = ("without softmax", "with barriers")
 # Of packed sequences: the dense kernel on another problem of as many FLOPs (`bench.suites.packed`).

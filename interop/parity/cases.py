@@ -15,6 +15,7 @@ from itertools import product
 from typing import Any, TypeVar
 
 from twin_attention.contract.spec import (
+    WINDOW_UNLIMITED,
     AppendSpec,
     AttentionSpec,
     BlockSparseSpec,
@@ -45,6 +46,9 @@ class FlashCase:
         sinks: give one logit a head.
         segments: "" for none; "documents" for segment ids in order with padding behind them;
             "shuffled" for ids and padding in any order.
+        tree: "" for none; "nested" for ends of keys of a tree in depth-first order; "any" for ends
+            that are none of a tree.
+        depths: give depths as well.
         deterministic: the call's option, for the backward.
         precision: the call's option.
         gradients: run the backward as well.
@@ -67,6 +71,8 @@ class FlashCase:
     softcap: float | None = None
     sinks: bool = False
     segments: str = ""
+    tree: str = ""
+    depths: bool = False
     deterministic: bool = False
     precision: Precision = "ieee"
     gradients: bool = True
@@ -95,7 +101,7 @@ class FlashCase:
             self.batch, self.seq_q, self.seq_kv, self.heads_q, self.heads_kv, self.head_dim,
             self.shapes[2][3], self.dtype, scale_or_default(self.scale, self.head_dim),
             Window.of(self.causal, self.window_size), self.softcap, self.deterministic,
-            self.precision, segmented=bool(self.segments),
+            self.precision, segmented=bool(self.segments), **_tree_fields(self),
         )  # fmt: skip
 
 
@@ -111,6 +117,7 @@ class VarlenCase:
             v [Tkv, Hkv, Dv].
         causal, scale, window_size, softcap: the call's options.
         sinks: give one logit a head.
+        tree, depths: as in `FlashCase`, of each sequence.
         deterministic: the call's option, for the backward.
         precision: the call's option.
     """
@@ -128,6 +135,8 @@ class VarlenCase:
     window_size: tuple[int | None, int | None] | None = None
     softcap: float | None = None
     sinks: bool = False
+    tree: str = ""
+    depths: bool = False
     deterministic: bool = False
     precision: Precision = "ieee"
 
@@ -148,8 +157,15 @@ class VarlenCase:
             1, tokens_q, tokens_kv, self.heads_q, self.heads_kv, self.head_dim, head_dim_v,
             self.dtype, scale_or_default(self.scale, self.head_dim),
             Window.of(self.causal, self.window_size), self.softcap, self.deterministic,
-            self.precision, num_sequences=len(self.lengths),
+            self.precision, **_tree_fields(self), num_sequences=len(self.lengths),
         )  # fmt: skip
+
+
+def _tree_fields(case: FlashCase | VarlenCase) -> dict[str, bool]:
+    """Return the fields of a problem that say what its tree is."""
+    left = None if case.window_size is None else case.window_size[0]
+    unlimited = left is None or left >= WINDOW_UNLIMITED
+    return {"tree": bool(case.tree), "depths": case.depths and not unlimited}
 
 
 @dataclass(frozen=True)
@@ -161,7 +177,7 @@ class BlockSparseCase(FlashCase):
         own_masks: "" for one mask of all; "heads" for one of each head; "all" for one of each
             head of each sequence.
         kept: share of the tiles that are kept, at random.
-        segments, layout: as in `FlashCase`, but always their defaults.
+        segments, tree, depths, layout: as in `FlashCase`, but always their defaults.
     """
 
     tile_q: int = 64
@@ -194,7 +210,8 @@ class DilatedCase(FlashCase):
     Attributes:
         segment_lengths, dilation_rates: of each pair.
         seq_kv: as long as `seq_q`.
-        window_size, sinks, segments, layout: as in `FlashCase`, but always their defaults.
+        window_size, sinks, segments, tree, depths, layout: as in `FlashCase`, but always their
+            defaults.
     """
 
     segment_lengths: tuple[int, ...] = (32, 64, 128)

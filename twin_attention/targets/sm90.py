@@ -33,6 +33,8 @@ def supports(operation: str, spec: Spec, target: str | None) -> str | None:
             return "its block masks have tiles of 128 queries by 128 keys"
     if spec.segmented:
         return "its kernels take no segment ids"
+    if spec.tree:
+        return "its kernels take no kv_ends"
     if target != "sm90":
         return "its kernels are for SM90"
     if spec.dtype_bits != 16:
