@@ -95,9 +95,9 @@ def flash_attention(
             kv_ends[j]`` alone. Where tokens stand in depth-first order, this is attention over a
             tree: a token's end is where its subtree ends. Tiles that no query sees are skipped.
             None: keys have no end.
-        q_depths: [B, Sq] int32, how deep in the tree each query is, at most 2^30 in magnitude.
-            With depths, window_size's left side counts them in place of positions: a key is seen
-            if the query is at most so much deeper. None, as for the keys: it counts positions.
+        q_depths: [B, Sq] int32, how deep in the tree each query is, from 0 to 2^30 - 1. With
+            depths, window_size's left side counts them in place of positions: a key is seen if the
+            query is at most so much deeper. None, as for the keys: it counts positions.
         kv_depths: [B, Skv] int32, how deep each key is.
         deterministic: True: the backward gives the same bits every time. False: it may add in any
             order, which is faster where the kernels can. None: as

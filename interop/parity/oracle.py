@@ -399,8 +399,8 @@ def _around(spec: AttentionSpec, element: int) -> Part:
     row, head = divmod(element // spec.head_dim, spec.heads_q)
     (batch, token), head = divmod(row, spec.seq_q), head // spec.group_size
     left, right = spec.window.left, spec.window.right
-    is_stretch = left is not None and right is not None and not spec.tree
-    if spec.seq_q <= STRETCH or spec.seq_q != spec.seq_kv or not is_stretch:
+    is_whole = spec.seq_q <= STRETCH or spec.seq_q != spec.seq_kv or spec.tree
+    if is_whole or left is None or right is None:
         return _block(spec, batch, head, slice(0, spec.seq_q), slice(0, spec.seq_kv))
     start = min(max(token - STRETCH // 2, 0), spec.seq_q - STRETCH)
     end, halo = start + STRETCH, left + right

@@ -29,6 +29,7 @@ QUANTIZED_DTYPES = ("int8", "float8_e4m3fn")
 TILE_SIZES = (64, 128)  # of a block mask, queries and keys
 PAGE_SIZE_MAX, TOKENS_MAX, SPLITS_MAX = 256, 16, 256
 WINDOW_UNLIMITED = 2**31 - 1  # no length is greater: positions have 32 bits
+DEPTH_MAX = 2**30 - 1  # of a query and of a key; a window of depths is no wider
 _BITS = {"float32": 32, "float16": 16, "bfloat16": 16, "int8": 8, "float8_e4m3fn": 8}
 
 

@@ -86,8 +86,6 @@ def _gluon_sm90_supports(operation: str, spec: Spec, target: str | None) -> str 
 
 def _triton_supports(operation: str, spec: Spec, target: str | None) -> str | None:
     """Support every problem, with a Triton that has the names that the kernels use."""
-    if isinstance(spec, AttentionSpec) and spec.tree:
-        return "its kernels take no kv_ends"
     reason = _import_error(f"torch_attn.kernels.portable.{operation}")
     if reason is None and target is None:
         reason = _import_error("torch_attn.interpreter")

@@ -1,4 +1,4 @@
-"""Tell who sees whom, beside the window: packed sequences, segment ids and block masks.
+"""Tell who sees whom, beside the window: packed sequences, segment ids, trees and block masks.
 
 Each is a named tuple of operands and numbers, or None; a kernel takes all of them as one.
 """
@@ -27,8 +27,10 @@ from torch_attn.kernels.library.segments import (
 )
 from torch_attn.kernels.library.sequences import Offsets, offsets_of
 from torch_attn.kernels.library.tiles import tile_start, visible_tiles
+from torch_attn.kernels.library.tree import Depths, Tree, tree_of
 from torch_attn.launch import KernelCall
 from twin_attention.contract.operands import AttentionOperands
+from twin_attention.contract.spec import AttentionSpec
 
 
 class Mask(NamedTuple):
@@ -41,11 +43,15 @@ class Mask(NamedTuple):
         lists: the tiles that a block mask keeps.
         offsets: of packed sequences, both None of a dense batch.
         segments: ids, and ranges of the visited tokens' ids.
+        tree: ends of keys.
+        depths: what a window counts in place of positions.
     """
 
     lists: Lists | None
     offsets: Offsets
     segments: Segments | None
+    tree: Tree | None
+    depths: Depths | None
 
 
 @triton.jit
@@ -109,18 +115,19 @@ def visited_row(
     return row
 
 
-def mask_of_keys(operands: AttentionOperands[Tensor]) -> Mask:
+def mask_of_keys(operands: AttentionOperands[Tensor], spec: AttentionSpec) -> Mask:
     """Return the mask of a kernel that visits keys."""
     segments = visiting_keys(segments_of(operands))
-    return Mask(lists_of_keys(operands), offsets_of(operands), segments)
+    tree = tree_of(operands, spec)
+    return Mask(lists_of_keys(operands), offsets_of(operands), segments, *tree)
 
 
-def masks_of(operands: AttentionOperands[Tensor]) -> tuple[Mask, Mask]:
+def masks_of(operands: AttentionOperands[Tensor], spec: AttentionSpec) -> tuple[Mask, Mask]:
     """Return the masks of a backward: of kernels that visit keys, and that visit queries."""
-    offsets, segments = offsets_of(operands), segments_of(operands)
+    offsets, segments, tree = offsets_of(operands), segments_of(operands), tree_of(operands, spec)
     return (
-        Mask(lists_of_keys(operands), offsets, visiting_keys(segments)),
-        Mask(lists_of_queries(operands), offsets, visiting_queries(segments)),
+        Mask(lists_of_keys(operands), offsets, visiting_keys(segments), *tree),
+        Mask(lists_of_queries(operands), offsets, visiting_queries(segments), *tree),
     )
 
 

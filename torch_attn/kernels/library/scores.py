@@ -19,6 +19,7 @@ def visible_scores(
     MASKED: tl.constexpr,
     segment_a=None,
     segment_b=None,
+    branch=None,
 ):
     """Compute the scores of a tile: from the operands of q·k to what the softmax takes.
 
@@ -34,6 +35,7 @@ def visible_scores(
         MASKED: the tile has hidden keys.
         segment_a, segment_b: segments of the rows of a and of b, which no row that does not exist
             shares; None hides nothing.
+        branch: the keys that a tree shows each query, broadcast as a · bᵀ; None hides nothing.
 
     Returns:
         (s, dcap): a · bᵀ scaled, capped and masked, float32; and the derivative of the cap, 1
@@ -48,6 +50,8 @@ def visible_scores(
         s = tl.where(segment_a[:, None] == segment_b[None, :], s, float("-inf"))
     elif MASKED:
         s = attention_mask(s, position, key, end, window_left, window_right)
+    if MASKED and branch is not None:
+        s = tl.where(branch, s, float("-inf"))
     return s, dcap
 
 
