@@ -6,6 +6,8 @@ from torch.func import grad, vmap
 from torch.library import opcheck
 from torch.utils.flop_counter import FlopCounterMode
 
+import torch_attn
+import torch_attn.flops
 from torch_attn import explain, flash_attention
 from torch_attn.flash_ops import DENSE, PACKED
 from twin_attention.contract.operands import FlashOperands, VarlenOperands
@@ -108,5 +110,5 @@ def test_floating_point_operations_are_those_of_the_tree(operands):
     key = torch.arange(11)
     seen = (key <= position) & (position < ends[0].cpu())
     with FlopCounterMode(display=False) as counter:
-        flash_attention(q, k, v, causal=True, kv_ends=ends)
+        torch_attn.flash_attention(q, k, v, causal=True, kv_ends=ends)
     assert counter.get_total_flops() == 2 * (16 + 24) * 2 * int(seen.sum())

@@ -15,7 +15,6 @@ from importlib import import_module
 from importlib.metadata import version
 from typing import Any, NamedTuple
 
-from twin_attention.contract.spec import AttentionSpec
 from twin_attention.contract.validate import fail
 from twin_attention.targets import paged, sm80, sm90
 from twin_attention.targets.config import current_configs, smaller_configs
@@ -102,8 +101,6 @@ def _pallas_triton_supports(operation: str, spec: Spec, target: str | None) -> s
 
     The interpreter needs no names of the compiler.
     """
-    if isinstance(spec, AttentionSpec) and spec.tree:
-        return "its kernels take no kv_ends"
     reason = _import_error(f"pallas_attn.kernels.portable.{operation}")
     if reason is None and target is not None:
         reason = _missing_names("triton")

@@ -17,6 +17,7 @@ def visible_scores(
     masked,
     segment_a=None,
     segment_b=None,
+    branch=None,
 ):
     """Compute the scores of a tile: from the operands of q·k to what the softmax takes.
 
@@ -32,6 +33,7 @@ def visible_scores(
         masked: the tile has hidden keys.
         segment_a, segment_b: segments of the rows of a and of b, which no row that does not exist
             shares; None hides nothing.
+        branch: the keys that a tree shows each query, broadcast as a · bᵀ; None hides nothing.
 
     Returns:
         (s, dcap): a · bᵀ scaled, capped and masked, float32; and the derivative of the cap, 1
@@ -46,6 +48,8 @@ def visible_scores(
         s = jnp.where(segment_a[:, None] == segment_b[None, :], s, float("-inf"))
     elif masked:
         s = attention_mask(s, position, key, end, window.left, window.right)
+    if masked and branch is not None:
+        s = jnp.where(branch, s, float("-inf"))
     return s, dcap
 
 
