@@ -501,6 +501,17 @@ def _quick() -> Iterator[FlashCase]:
         head_dim_v=48, causal=True, window_size=(40, None), softcap=30.0, sinks=True, scale=0.2,
         deterministic=True,
     )  # fmt: skip
+    yield replace(base, name="tree", tree="nested", causal=True)
+    # Ends before their key, behind all keys, and of no tree.
+    yield replace(
+        base, name="tree-any", tree="any", batch=2, seq_q=70, seq_kv=90, heads_kv=1, causal=True,
+        dtype="float16",
+    )  # fmt: skip
+    yield replace(
+        base, name="tree-all-options", tree="nested", depths=True, segments="documents", seq_q=97,
+        heads_q=4, head_dim=72, head_dim_v=48, causal=True, window_size=(40, None), softcap=30.0,
+        sinks=True, scale=0.2, deterministic=True,
+    )  # fmt: skip
     yield replace(base, name="deterministic", causal=True, deterministic=True)
     yield replace(base, name="strided", layout="strided", causal=True)
     yield replace(base, name="one-token", seq_q=1, seq_kv=1)
@@ -529,6 +540,7 @@ def _full_tf32_changes() -> Iterator[Change]:
     yield "window", {"window_size": (70, 5)}
     yield "sinks", {"sinks": True, "causal": True}
     yield "segments", {"segments": "documents", "causal": True}
+    yield "tree", {"tree": "nested", "causal": True}
     yield "heads8-1", {"heads_q": 8, "heads_kv": 1}
     yield "scale-0.3", {"scale": -0.3}
     yield "strided", {"layout": "strided"}
@@ -573,6 +585,19 @@ def _full_changes() -> Iterator[Change]:
     yield "segments-shuffled", {"segments": "shuffled", "seq_kv": 401, "sinks": True}
     yield "segments-softcap", {"segments": "documents", "softcap": 5.0, "head_dim": 128}
     yield "segments-window", {"segments": "shuffled", "window_size": (70, 5)}
+    for d in (16, 32, 64, 128, 256):
+        yield f"tree-d{d}", {"tree": "nested", "head_dim": d, "causal": True}
+    tree = {"tree": "nested", "seq_q": 641, "seq_kv": 641, "causal": True}
+    yield "tree-641", {**tree, "sinks": True}
+    yield "tree-window", {**tree, "window_size": (70, None)}
+    for d in (64, 128):
+        yield (
+            f"tree-depths-d{d}",
+            {**tree, "window_size": (70, None), "depths": True, "head_dim": d},
+        )
+        yield f"tree-any-d{d}", {**tree, "tree": "any", "seq_q": 333, "head_dim": d, "softcap": 5.0}
+    yield "tree-any-depths", {**tree, "tree": "any", "window_size": (70, None), "depths": True}
+    yield "tree-segments", {**tree, "segments": "documents"}
     for heads_q, heads_kv in ((8, 8), (8, 1), (6, 2)):
         yield f"heads{heads_q}-{heads_kv}", {"heads_q": heads_q, "heads_kv": heads_kv}
     for mask, causal in masks:  # several tiles for each SM
@@ -623,6 +648,11 @@ def _quick_varlen() -> Iterator[VarlenCase]:
         base, name="varlen-all-options", lengths=lengths, heads_q=4, head_dim=72, head_dim_v=48,
         window_size=(24, None), softcap=20.0, sinks=True, scale=0.2, dtype="float16",
     )  # fmt: skip
+    yield replace(base, name="varlen-tree", tree="nested")
+    yield replace(
+        base, name="varlen-tree-any", lengths=lengths, tree="any", depths=True, head_dim=32,
+        window_size=(12, None), dtype="float16",
+    )  # fmt: skip
     yield replace(base, name="varlen-deterministic", padding=(0, 0), heads_q=4, deterministic=True)
     yield replace(base, name="varlen-all-padding", lengths=())
 
@@ -645,6 +675,10 @@ def _full_varlen_changes() -> Iterator[Change]:
     yield "window", {"window_size": (70, 5), "causal": False}
     yield "softcap", {"softcap": 5.0, "head_dim": 128}
     yield "sinks", {"sinks": True}
+    for d in (64, 128):
+        yield f"tree-d{d}", {"tree": "nested", "head_dim": d}
+    yield "tree-depths", {"tree": "nested", "depths": True, "window_size": (70, None)}
+    yield "tree-any", {"tree": "any", "sinks": True}
     yield "heads8-1", {"heads_q": 8, "heads_kv": 1}
     # More sequences than a step of the search reads offsets of.
     yield "300-sequences", {"lengths": tuple((i % 7, i % 5) for i in range(300))}
