@@ -31,6 +31,7 @@ FORMER_NAMES = {
 # Of cases: earlier records lack these fields, which then have these defaults.
 LATER_FIELDS = {
     "sinks": False, "deterministic": False, "segments": "", "precision": "ieee", "tree": "",
+    "depths": False,
 }  # fmt: skip
 # Of earlier records: our forward with another softmax, by the ends of their names.
 ABLATIONS = ("without softmax", "with barriers")

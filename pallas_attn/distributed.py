@@ -34,13 +34,19 @@ from pallas_attn.operands import operand
 from twin_attention.contract.context import (
     EXCHANGES,
     ContextPlan,
+    Intervals,
     choose_exchange,
     context_plan,
     intervals_of,
     shard_sequence,
     unshard_sequence,
 )
-from twin_attention.contract.operands import FlashOperands, PartialOperands, describe_operands
+from twin_attention.contract.operands import (
+    FlashOperands,
+    GradientCarry,
+    PartialOperands,
+    describe_operands,
+)
 from twin_attention.contract.spec import FlashOptions, PartialSpec, Precision
 from twin_attention.contract.validate import (
     check_context_attention,
@@ -230,7 +236,7 @@ class _Problem(NamedTuple):
         if self.exchange == "gather":
             keys = (_in_sequence(lax.all_gather(x, self.axis_name), plan) for x in (k, v))
             whole = jnp.arange(plan.seq_len, dtype=jnp.int32)
-            yield 0, PartialOperands(q, *keys, *intervals_of(begins, ends, whole))
+            yield 0, _operands(q, tuple(keys), intervals_of(begins, ends, whole))
             return
         needed = plan.needed(window)
         for distance in plan.distances(window):
@@ -243,7 +249,7 @@ class _Problem(NamedTuple):
                 ]
                 keys = lax.ppermute((k, v), self.axis_name, routes)
             bounds = intervals_of(begins, ends, self.positions(distance))
-            yield distance, PartialOperands(q, *keys, *bounds)
+            yield distance, _operands(q, keys, bounds)
 
     def positions(self, distance: int) -> Array:
         """Return the positions of the tokens of the rank at a distance before this one."""
@@ -259,15 +265,24 @@ class _Problem(NamedTuple):
         return lax.ppermute(gradients, self.axis_name, routes)
 
 
+def _operands(q: Array, keys: tuple[Array, ...], bounds: Intervals) -> PartialOperands[Array]:
+    k, v = keys
+    return PartialOperands(q, k, v, *bounds)
+
+
 def _attend_in_hops(problem: _Problem, operands: FlashOperands[Array]) -> tuple[Array, Array]:
     """Attend by "ring" or "gather", differentiable once, in reverse mode."""
     q, k, v, sinks = operands[:4]
-    operands = once((q, k, v, sinks), PartialSpec.function)
-    return once(_attention(problem, *operands), PartialSpec.function)
+    q, k, v, sinks = once((q, k, v, sinks), PartialSpec.function)
+    return once(_attention(problem, q, k, v, sinks), PartialSpec.function)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attention(problem, q, k, v, sinks):
+    return _forward(problem, q, k, v, sinks)
+
+
+def _forward(problem, q, k, v, sinks):
     batch, rows, heads, _ = q.shape
     out = jnp.zeros((batch, rows, heads, v.shape[3]), jnp.float32)
     lse = jnp.full((batch, heads, rows), -jnp.inf, jnp.float32)
@@ -278,19 +293,21 @@ def _attention(problem, q, k, v, sinks):
 
 
 def _attention_fwd(problem, q, k, v, sinks):
-    out, lse = _attention(problem, q, k, v, sinks)
+    out, lse = _forward(problem, q, k, v, sinks)
     return (out, lse), (q, k, v, sinks, out, lse)
 
 
 def _attention_bwd(problem, residuals, gradients):
     (q, k, v, sinks, out, lse), (dout, dlse) = residuals, gradients
-    carry, of_keys = None, None
+    carry: GradientCarry[Array] | None = None
+    of_keys: list[Array] = []
     for distance, operands in problem.hops(q, k, v):
         carry, *found = problem.run("partial_bwd", dout, dlse, operands, out, lse, carry)
         if distance:
             found = problem.send_back(distance, tuple(found))
             found = [x + y for x, y in zip(of_keys, found, strict=True)]
         of_keys = found
+    assert carry is not None  # own keys are the first hop
     if problem.exchange == "gather":
         parts = (_by_rank(x, problem.plan) for x in of_keys)
         of_keys = [lax.psum_scatter(x, problem.axis_name) for x in parts]

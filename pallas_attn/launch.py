@@ -115,12 +115,13 @@ def of_lists(x: Any, num_lists: int) -> pl.BlockSpec | None:
 
 def of_mask(mask: Any, num_lists: int = 1) -> Any:
     """Return what a program reads of `Mask`; num_lists: as `of_lists` takes it."""
-    offsets, segments, lists, intervals = mask
+    offsets, segments, lists, *tree, intervals = mask
     return mask._make(
         (
             offsets._make(map(of_all, offsets)),
             segments._make(map(of_batch, segments)),
             lists._make(of_lists(x, num_lists) for x in lists),
+            *(x._make(map(of_batch, x)) for x in tree),
             intervals._make(map(of_all, intervals)),
         )
     )

@@ -20,7 +20,9 @@ def flash_attention_varlen(
     *,
     causal: bool = ..., scale: float | None = ...,
     window_size: tuple[int | None, int | None] | None = ..., softcap: float | None = ...,
-    sinks: jax.Array | None = ..., deterministic: bool | None = ..., precision: Precision = ...,
+    sinks: jax.Array | None = ..., kv_ends: jax.Array | None = ...,
+    q_depths: jax.Array | None = ..., kv_depths: jax.Array | None = ...,
+    deterministic: bool | None = ..., precision: Precision = ...,
     return_lse: Literal[False] = ..., implementation: Implementation | None = ...,
 ) -> jax.Array: ...  # fmt: skip
 @overload
@@ -29,7 +31,9 @@ def flash_attention_varlen(
     *,
     causal: bool = ..., scale: float | None = ...,
     window_size: tuple[int | None, int | None] | None = ..., softcap: float | None = ...,
-    sinks: jax.Array | None = ..., deterministic: bool | None = ..., precision: Precision = ...,
+    sinks: jax.Array | None = ..., kv_ends: jax.Array | None = ...,
+    q_depths: jax.Array | None = ..., kv_depths: jax.Array | None = ...,
+    deterministic: bool | None = ..., precision: Precision = ...,
     return_lse: Literal[True], implementation: Implementation | None = ...,
 ) -> tuple[jax.Array, jax.Array]: ...  # fmt: skip
 @overload
@@ -38,7 +42,9 @@ def flash_attention_varlen(
     *,
     causal: bool = ..., scale: float | None = ...,
     window_size: tuple[int | None, int | None] | None = ..., softcap: float | None = ...,
-    sinks: jax.Array | None = ..., deterministic: bool | None = ..., precision: Precision = ...,
+    sinks: jax.Array | None = ..., kv_ends: jax.Array | None = ...,
+    q_depths: jax.Array | None = ..., kv_depths: jax.Array | None = ...,
+    deterministic: bool | None = ..., precision: Precision = ...,
     return_lse: bool, implementation: Implementation | None = ...,
 ) -> jax.Array | tuple[jax.Array, jax.Array]: ...  # fmt: skip
 def flash_attention_varlen(
@@ -53,6 +59,9 @@ def flash_attention_varlen(
     window_size: tuple[int | None, int | None] | None = None,
     softcap: float | None = None,
     sinks: jax.Array | None = None,
+    kv_ends: jax.Array | None = None,
+    q_depths: jax.Array | None = None,
+    kv_depths: jax.Array | None = None,
     deterministic: bool | None = None,
     precision: Precision = "ieee",
     return_lse: bool = False,
@@ -85,6 +94,9 @@ def flash_attention_varlen(
         softcap: scores become ``softcap * tanh(score / softcap)``, before the masks.
         sinks: [Hq] float32, a logit of each head that counts in the softmax's denominator and in
             the log-sum-exp, and has no value. None is no such logit.
+        kv_ends: [Tkv] int32, as `flash_attention` takes it, counted from the sequence's first key.
+        q_depths: [Tq] int32, as `flash_attention` takes it.
+        kv_depths: [Tkv] int32, as `flash_attention` takes it.
         deterministic: True: the backward gives the same bits every time. False: it may add in any
             order, which is faster where the kernels can. None: as
             ``--xla_gpu_deterministic_ops`` in ``XLA_FLAGS`` says.
@@ -119,7 +131,9 @@ def flash_attention_varlen(
         attention = jax.jit(lambda *operands: flash_attention_varlen(*operands, causal=True))
         out = attention(q, k, v, offsets, offsets)
     """
-    operands = q, k, v, cu_seqlens_q, cu_seqlens_kv, sinks
+    operands = (
+        q, k, v, cu_seqlens_q, cu_seqlens_kv, sinks, kv_ends, q_depths, kv_depths,
+    )  # fmt: skip
     deterministic = or_as_xla_says(deterministic)
     options = causal, scale, window_size, softcap, deterministic, precision, return_lse
     return PACKED(operands, options, implementation)

@@ -17,8 +17,9 @@ def flash_attention(
     causal: bool = ..., scale: float | None = ...,
     window_size: tuple[int | None, int | None] | None = ..., softcap: float | None = ...,
     sinks: Tensor | None = ..., q_segment_ids: Tensor | None = ...,
-    kv_segment_ids: Tensor | None = ..., deterministic: bool | None = ...,
-    precision: Precision = ...,
+    kv_segment_ids: Tensor | None = ..., kv_ends: Tensor | None = ...,
+    q_depths: Tensor | None = ..., kv_depths: Tensor | None = ...,
+    deterministic: bool | None = ..., precision: Precision = ...,
     return_lse: Literal[False] = ..., implementation: Implementation | None = ...,
 ) -> Tensor: ...  # fmt: skip
 @overload
@@ -27,8 +28,9 @@ def flash_attention(
     causal: bool = ..., scale: float | None = ...,
     window_size: tuple[int | None, int | None] | None = ..., softcap: float | None = ...,
     sinks: Tensor | None = ..., q_segment_ids: Tensor | None = ...,
-    kv_segment_ids: Tensor | None = ..., deterministic: bool | None = ...,
-    precision: Precision = ...,
+    kv_segment_ids: Tensor | None = ..., kv_ends: Tensor | None = ...,
+    q_depths: Tensor | None = ..., kv_depths: Tensor | None = ...,
+    deterministic: bool | None = ..., precision: Precision = ...,
     return_lse: Literal[True], implementation: Implementation | None = ...,
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 @overload
@@ -37,8 +39,9 @@ def flash_attention(
     causal: bool = ..., scale: float | None = ...,
     window_size: tuple[int | None, int | None] | None = ..., softcap: float | None = ...,
     sinks: Tensor | None = ..., q_segment_ids: Tensor | None = ...,
-    kv_segment_ids: Tensor | None = ..., deterministic: bool | None = ...,
-    precision: Precision = ...,
+    kv_segment_ids: Tensor | None = ..., kv_ends: Tensor | None = ...,
+    q_depths: Tensor | None = ..., kv_depths: Tensor | None = ...,
+    deterministic: bool | None = ..., precision: Precision = ...,
     return_lse: bool, implementation: Implementation | None = ...,
 ) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 def flash_attention(
@@ -53,6 +56,9 @@ def flash_attention(
     sinks: Tensor | None = None,
     q_segment_ids: Tensor | None = None,
     kv_segment_ids: Tensor | None = None,
+    kv_ends: Tensor | None = None,
+    q_depths: Tensor | None = None,
+    kv_depths: Tensor | None = None,
     deterministic: bool | None = None,
     precision: Precision = "ieee",
     return_lse: bool = False,
@@ -85,6 +91,14 @@ def flash_attention(
             and whose q, k and v may hold NaN. Tiles whose ranges of ids do not meet are skipped.
             None, as for the keys: every query sees all keys.
         kv_segment_ids: [B, Skv] int32, the segment of each key.
+        kv_ends: [B, Skv] int32: with causal=True, key j is seen by queries at positions ``j <= p <
+            kv_ends[j]`` alone. Where tokens stand in depth-first order, this is attention over a
+            tree: a token's end is where its subtree ends. Tiles that no query sees are skipped.
+            None: keys have no end.
+        q_depths: [B, Sq] int32, how deep in the tree each query is, from 0 to 2^30 - 1. With
+            depths, window_size's left side counts them in place of positions: a key is seen if the
+            query is at most so much deeper. None, as for the keys: it counts positions.
+        kv_depths: [B, Skv] int32, how deep each key is.
         deterministic: True: the backward gives the same bits every time. False: it may add in any
             order, which is faster where the kernels can. None: as
             ``torch.are_deterministic_algorithms_enabled()`` says.
@@ -107,7 +121,7 @@ def flash_attention(
             second derivative.
 
     Source: Dao et al. 2022 (FlashAttention), Dao 2023 (FlashAttention-2); for the sinks Agarwal et
-    al. 2025 (gpt-oss).
+    al. 2025 (gpt-oss); for the ends Wang et al. 2024 (FlashMask).
 
     Example::
 
@@ -119,7 +133,7 @@ def flash_attention(
         out.sum().backward()
         fast = flash_attention(q, k, v, precision="tf32")  # less exact
     """
-    operands = q, k, v, sinks, q_segment_ids, kv_segment_ids
+    operands = q, k, v, sinks, q_segment_ids, kv_segment_ids, kv_ends, q_depths, kv_depths
     deterministic = or_as_torch_says(deterministic)
     options = causal, scale, window_size, softcap, deterministic, precision, return_lse
     return DENSE(operands, options, implementation)

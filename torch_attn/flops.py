@@ -14,9 +14,10 @@ before the mode is made::
 
 Only pairs of query and key that the window keeps are counted, unlike for
 `scaled_dot_product_attention`, of which torch counts all. The backward counts its five products.
-Most of what follows from data is left out: with segment ids the count is that without, and
-`flash_attention_varlen` counts nothing. Of `block_sparse_attention` the tiles that its mask keeps
-are counted, which waits for the device; of a fake tensor's mask, which holds no data, all tiles.
+Most of what follows from data is left out: with segment ids the count is that without, a window of
+depths hides nothing, and `flash_attention_varlen` counts nothing. With `kv_ends` the pairs before
+the keys' ends are counted, and of `block_sparse_attention` the tiles that its mask keeps: this
+waits for the device. Fake tensors hold no data: with them no key has an end, and all tiles count.
 """
 
 from __future__ import annotations
@@ -32,17 +33,17 @@ from torch_attn import private
 from torch_attn.flash_ops import DENSE, SPARSE, FlashAttention
 from twin_attention.contract import cost
 from twin_attention.contract.block_mask import BlockMask
-from twin_attention.contract.spec import BlockSparseSpec
+from twin_attention.contract.spec import AttentionSpec, BlockSparseSpec
 
 
 @register_flop_formula(torch.ops.torch_attn.flash_fwd, get_raw=True)
 def _forward(*args, **_) -> int:
-    return cost.forward_flops(_problem(DENSE, args)[1])
+    return _of_ends(args, cost.forward_flops, cost.tree_forward_flops)
 
 
 @register_flop_formula(torch.ops.torch_attn.flash_bwd, get_raw=True)
 def _backward(dout, dlse, *args, **_) -> int:
-    return cost.backward_flops(_problem(DENSE, args)[1])
+    return _of_ends(args, cost.backward_flops, cost.tree_backward_flops)
 
 
 @register_flop_formula(torch.ops.torch_attn.block_sparse_fwd, get_raw=True)
@@ -61,6 +62,21 @@ def _problem(function: FlashAttention, args: tuple[Any, ...]) -> tuple[Any, Any]
     return operands, function.check(operands, function.options_of(args))
 
 
+def _of_ends(
+    args: tuple[Any, ...],
+    of_all: Callable[[AttentionSpec], int],
+    of_kept: Callable[[AttentionSpec, np.ndarray], int],
+) -> int:
+    """Count an operator's call by the keys' ends among its arguments, without ends if they hold no
+    data.
+    """
+    operands, spec = _problem(DENSE, args)
+    ends = operands.kv_ends
+    if ends is None or _holds_no_data(ends):
+        return of_all(spec)
+    return of_kept(spec, ends.numpy(force=True))
+
+
 def _of_mask(
     args: tuple[Any, ...],
     of_all: Callable[[BlockSparseSpec], int],
@@ -69,6 +85,10 @@ def _of_mask(
     """Count an operator's call by the mask among its arguments, of all tiles if that is fake."""
     operands, spec = _problem(SPARSE, args)
     lists = [getattr(operands, name) for name in BlockMask._fields]
-    if private.is_fake is not None and any(map(private.is_fake, lists)):
+    if any(map(_holds_no_data, lists)):
         return of_all(spec)
     return of_kept(spec, BlockMask(*(x.numpy(force=True) for x in lists)))
+
+
+def _holds_no_data(x: torch.Tensor) -> bool:
+    return private.is_fake is not None and private.is_fake(x)

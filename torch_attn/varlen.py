@@ -19,7 +19,9 @@ def flash_attention_varlen(
     *,
     causal: bool = ..., scale: float | None = ...,
     window_size: tuple[int | None, int | None] | None = ..., softcap: float | None = ...,
-    sinks: Tensor | None = ..., deterministic: bool | None = ..., precision: Precision = ...,
+    sinks: Tensor | None = ..., kv_ends: Tensor | None = ...,
+    q_depths: Tensor | None = ..., kv_depths: Tensor | None = ...,
+    deterministic: bool | None = ..., precision: Precision = ...,
     return_lse: Literal[False] = ..., implementation: Implementation | None = ...,
 ) -> Tensor: ...  # fmt: skip
 @overload
@@ -28,7 +30,9 @@ def flash_attention_varlen(
     *,
     causal: bool = ..., scale: float | None = ...,
     window_size: tuple[int | None, int | None] | None = ..., softcap: float | None = ...,
-    sinks: Tensor | None = ..., deterministic: bool | None = ..., precision: Precision = ...,
+    sinks: Tensor | None = ..., kv_ends: Tensor | None = ...,
+    q_depths: Tensor | None = ..., kv_depths: Tensor | None = ...,
+    deterministic: bool | None = ..., precision: Precision = ...,
     return_lse: Literal[True], implementation: Implementation | None = ...,
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 @overload
@@ -37,7 +41,9 @@ def flash_attention_varlen(
     *,
     causal: bool = ..., scale: float | None = ...,
     window_size: tuple[int | None, int | None] | None = ..., softcap: float | None = ...,
-    sinks: Tensor | None = ..., deterministic: bool | None = ..., precision: Precision = ...,
+    sinks: Tensor | None = ..., kv_ends: Tensor | None = ...,
+    q_depths: Tensor | None = ..., kv_depths: Tensor | None = ...,
+    deterministic: bool | None = ..., precision: Precision = ...,
     return_lse: bool, implementation: Implementation | None = ...,
 ) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 def flash_attention_varlen(
@@ -52,6 +58,9 @@ def flash_attention_varlen(
     window_size: tuple[int | None, int | None] | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    kv_ends: Tensor | None = None,
+    q_depths: Tensor | None = None,
+    kv_depths: Tensor | None = None,
     deterministic: bool | None = None,
     precision: Precision = "ieee",
     return_lse: bool = False,
@@ -85,6 +94,9 @@ def flash_attention_varlen(
         softcap: scores become ``softcap * tanh(score / softcap)``, before the masks.
         sinks: [Hq] float32, a logit of each head that counts in the softmax's denominator and in
             the log-sum-exp, and has no value. None is no such logit.
+        kv_ends: [Tkv] int32, as `flash_attention` takes it, counted from the sequence's first key.
+        q_depths: [Tq] int32, as `flash_attention` takes it.
+        kv_depths: [Tkv] int32, as `flash_attention` takes it.
         deterministic: True: the backward gives the same bits every time. False: it may add in any
             order, which is faster where the kernels can. None: as
             ``torch.are_deterministic_algorithms_enabled()`` says.
@@ -118,7 +130,9 @@ def flash_attention_varlen(
         out = flash_attention_varlen(q, k, v, offsets, offsets, causal=True)
         out.sum().backward()
     """
-    operands = q, k, v, cu_seqlens_q, cu_seqlens_kv, sinks
+    operands = (
+        q, k, v, cu_seqlens_q, cu_seqlens_kv, sinks, kv_ends, q_depths, kv_depths,
+    )  # fmt: skip
     deterministic = or_as_torch_says(deterministic)
     options = causal, scale, window_size, softcap, deterministic, precision, return_lse
     return PACKED(operands, options, implementation)

@@ -15,6 +15,7 @@ from itertools import product
 from typing import Any, TypeVar
 
 from twin_attention.contract.spec import (
+    WINDOW_UNLIMITED,
     AppendSpec,
     AttentionSpec,
     BlockSparseSpec,
@@ -45,6 +46,9 @@ class FlashCase:
         sinks: give one logit a head.
         segments: "" for none; "documents" for segment ids in order with padding behind them;
             "shuffled" for ids and padding in any order.
+        tree: "" for none; "nested" for ends of keys of a tree in depth-first order; "any" for ends
+            that are none of a tree.
+        depths: give depths as well.
         deterministic: the call's option, for the backward.
         precision: the call's option.
         gradients: run the backward as well.
@@ -67,6 +71,8 @@ class FlashCase:
     softcap: float | None = None
     sinks: bool = False
     segments: str = ""
+    tree: str = ""
+    depths: bool = False
     deterministic: bool = False
     precision: Precision = "ieee"
     gradients: bool = True
@@ -95,7 +101,7 @@ class FlashCase:
             self.batch, self.seq_q, self.seq_kv, self.heads_q, self.heads_kv, self.head_dim,
             self.shapes[2][3], self.dtype, scale_or_default(self.scale, self.head_dim),
             Window.of(self.causal, self.window_size), self.softcap, self.deterministic,
-            self.precision, segmented=bool(self.segments),
+            self.precision, segmented=bool(self.segments), **_tree_fields(self),
         )  # fmt: skip
 
 
@@ -111,6 +117,7 @@ class VarlenCase:
             v [Tkv, Hkv, Dv].
         causal, scale, window_size, softcap: the call's options.
         sinks: give one logit a head.
+        tree, depths: as in `FlashCase`, of each sequence.
         deterministic: the call's option, for the backward.
         precision: the call's option.
     """
@@ -128,6 +135,8 @@ class VarlenCase:
     window_size: tuple[int | None, int | None] | None = None
     softcap: float | None = None
     sinks: bool = False
+    tree: str = ""
+    depths: bool = False
     deterministic: bool = False
     precision: Precision = "ieee"
 
@@ -148,8 +157,15 @@ class VarlenCase:
             1, tokens_q, tokens_kv, self.heads_q, self.heads_kv, self.head_dim, head_dim_v,
             self.dtype, scale_or_default(self.scale, self.head_dim),
             Window.of(self.causal, self.window_size), self.softcap, self.deterministic,
-            self.precision, num_sequences=len(self.lengths),
+            self.precision, **_tree_fields(self), num_sequences=len(self.lengths),
         )  # fmt: skip
+
+
+def _tree_fields(case: FlashCase | VarlenCase) -> dict[str, bool]:
+    """Return the fields of a problem that say what its tree is."""
+    left = None if case.window_size is None else case.window_size[0]
+    unlimited = left is None or left >= WINDOW_UNLIMITED
+    return {"tree": bool(case.tree), "depths": case.depths and not unlimited}
 
 
 @dataclass(frozen=True)
@@ -161,7 +177,7 @@ class BlockSparseCase(FlashCase):
         own_masks: "" for one mask of all; "heads" for one of each head; "all" for one of each
             head of each sequence.
         kept: share of the tiles that are kept, at random.
-        segments, layout: as in `FlashCase`, but always their defaults.
+        segments, tree, depths, layout: as in `FlashCase`, but always their defaults.
     """
 
     tile_q: int = 64
@@ -194,7 +210,8 @@ class DilatedCase(FlashCase):
     Attributes:
         segment_lengths, dilation_rates: of each pair.
         seq_kv: as long as `seq_q`.
-        window_size, sinks, segments, layout: as in `FlashCase`, but always their defaults.
+        window_size, sinks, segments, tree, depths, layout: as in `FlashCase`, but always their
+            defaults.
     """
 
     segment_lengths: tuple[int, ...] = (32, 64, 128)
@@ -487,6 +504,17 @@ def _quick() -> Iterator[FlashCase]:
         head_dim_v=48, causal=True, window_size=(40, None), softcap=30.0, sinks=True, scale=0.2,
         deterministic=True,
     )  # fmt: skip
+    yield replace(base, name="tree", tree="nested", causal=True)
+    # Ends before their key, behind all keys, and of no tree.
+    yield replace(
+        base, name="tree-any", tree="any", batch=2, seq_q=70, seq_kv=90, heads_kv=1, causal=True,
+        dtype="float16",
+    )  # fmt: skip
+    yield replace(
+        base, name="tree-all-options", tree="nested", depths=True, segments="documents", seq_q=97,
+        heads_q=4, head_dim=72, head_dim_v=48, causal=True, window_size=(40, None), softcap=30.0,
+        sinks=True, scale=0.2, deterministic=True,
+    )  # fmt: skip
     yield replace(base, name="deterministic", causal=True, deterministic=True)
     yield replace(base, name="strided", layout="strided", causal=True)
     yield replace(base, name="one-token", seq_q=1, seq_kv=1)
@@ -515,6 +543,7 @@ def _full_tf32_changes() -> Iterator[Change]:
     yield "window", {"window_size": (70, 5)}
     yield "sinks", {"sinks": True, "causal": True}
     yield "segments", {"segments": "documents", "causal": True}
+    yield "tree", {"tree": "nested", "causal": True}
     yield "heads8-1", {"heads_q": 8, "heads_kv": 1}
     yield "scale-0.3", {"scale": -0.3}
     yield "strided", {"layout": "strided"}
@@ -559,6 +588,19 @@ def _full_changes() -> Iterator[Change]:
     yield "segments-shuffled", {"segments": "shuffled", "seq_kv": 401, "sinks": True}
     yield "segments-softcap", {"segments": "documents", "softcap": 5.0, "head_dim": 128}
     yield "segments-window", {"segments": "shuffled", "window_size": (70, 5)}
+    for d in (16, 32, 64, 128, 256):
+        yield f"tree-d{d}", {"tree": "nested", "head_dim": d, "causal": True}
+    tree = {"tree": "nested", "seq_q": 641, "seq_kv": 641, "causal": True}
+    yield "tree-641", {**tree, "sinks": True}
+    yield "tree-window", {**tree, "window_size": (70, None)}
+    for d in (64, 128):
+        yield (
+            f"tree-depths-d{d}",
+            {**tree, "window_size": (70, None), "depths": True, "head_dim": d},
+        )
+        yield f"tree-any-d{d}", {**tree, "tree": "any", "seq_q": 333, "head_dim": d, "softcap": 5.0}
+    yield "tree-any-depths", {**tree, "tree": "any", "window_size": (70, None), "depths": True}
+    yield "tree-segments", {**tree, "segments": "documents"}
     for heads_q, heads_kv in ((8, 8), (8, 1), (6, 2)):
         yield f"heads{heads_q}-{heads_kv}", {"heads_q": heads_q, "heads_kv": heads_kv}
     for mask, causal in masks:  # several tiles for each SM
@@ -609,6 +651,11 @@ def _quick_varlen() -> Iterator[VarlenCase]:
         base, name="varlen-all-options", lengths=lengths, heads_q=4, head_dim=72, head_dim_v=48,
         window_size=(24, None), softcap=20.0, sinks=True, scale=0.2, dtype="float16",
     )  # fmt: skip
+    yield replace(base, name="varlen-tree", tree="nested")
+    yield replace(
+        base, name="varlen-tree-any", lengths=lengths, tree="any", depths=True, head_dim=32,
+        window_size=(12, None), dtype="float16",
+    )  # fmt: skip
     yield replace(base, name="varlen-deterministic", padding=(0, 0), heads_q=4, deterministic=True)
     yield replace(base, name="varlen-all-padding", lengths=())
 
@@ -631,6 +678,10 @@ def _full_varlen_changes() -> Iterator[Change]:
     yield "window", {"window_size": (70, 5), "causal": False}
     yield "softcap", {"softcap": 5.0, "head_dim": 128}
     yield "sinks", {"sinks": True}
+    for d in (64, 128):
+        yield f"tree-d{d}", {"tree": "nested", "head_dim": d}
+    yield "tree-depths", {"tree": "nested", "depths": True, "window_size": (70, None)}
+    yield "tree-any", {"tree": "any", "sinks": True}
     yield "heads8-1", {"heads_q": 8, "heads_kv": 1}
     # More sequences than a step of the search reads offsets of.
     yield "300-sequences", {"lengths": tuple((i % 7, i % 5) for i in range(300))}

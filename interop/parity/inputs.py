@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from random import Random
 from zlib import crc32
@@ -19,6 +19,7 @@ from interop.parity.cases import (
     PagedCase,
     VarlenCase,
 )
+from interop.parity.trees import make_tree
 from twin_attention.contract.reference import quantize
 from twin_attention.contract.tree import tree_of
 from twin_attention.contract.validate import fail
@@ -93,6 +94,12 @@ def _flash_inputs(case: FlashCase, normal: Normal) -> Tensors:
     if case.segments:
         inputs["q_segment_ids"] = _segment_ids(case, normal, spec.seq_q)
         inputs["kv_segment_ids"] = _segment_ids(case, normal, spec.seq_kv)
+    if case.tree:
+        packed = _trees(case, [(spec.seq_q, spec.seq_kv)] * spec.batch, q.device)
+        sizes = {"q_depths": spec.seq_q}
+        inputs |= {
+            name: x.view(spec.batch, sizes.get(name, spec.seq_kv)) for name, x in packed.items()
+        }
     if case.gradients:
         inputs["dout"] = normal((spec.batch, spec.seq_q, spec.heads_q, spec.head_dim_v), dtype)
         inputs["dlse"] = normal((spec.batch, spec.heads_q, spec.seq_q), torch.float32)
@@ -108,6 +115,17 @@ def _segment_ids(case: FlashCase, normal: Normal, size: int) -> torch.Tensor:
         return (2 * normal((case.batch, size), torch.float32).abs()).int() - 1
     number = torch.linspace(0, 4.5, size, device=normal((1,), torch.float32).device).int()
     return torch.where(number < 4, number, -1).int().expand(case.batch, size).contiguous()
+
+
+def _trees(
+    case: FlashCase | VarlenCase, lengths: Sequence[tuple[int, int]], device: torch.device | str
+) -> Tensors:
+    """Make the ends and depths of sequences of these lengths, one after the other."""
+    random = Random(case.name)
+    trees = [make_tree(case.tree, *pair, random) for pair in lengths]
+    names = ("kv_ends", "q_depths", "kv_depths") if case.depths else ("kv_ends",)
+    nothing = torch.empty(0, dtype=torch.int32)
+    return {name: torch.cat([nothing, *(x[name] for x in trees)]).to(device) for name in names}
 
 
 def _block_mask(case: BlockSparseCase, device: torch.device) -> torch.Tensor:
@@ -131,6 +149,8 @@ def _varlen_inputs(case: VarlenCase, normal: Normal, device: str) -> Tensors:
     }
     if case.sinks:
         inputs["sinks"] = normal((spec.heads_q,), torch.float32)
+    if case.tree:
+        inputs |= _trees(case, (*case.lengths, case.padding), device)
     inputs["dout"] = normal((spec.seq_q, spec.heads_q, spec.head_dim_v), dtype)
     inputs["dlse"] = normal((spec.heads_q, spec.seq_q), torch.float32)
     for name, offsets in (("q", queries), ("k", keys), ("v", keys), ("dout", queries)):

@@ -223,8 +223,8 @@ def _evaluate_varlen(inputs: Tensors, spec: VarlenSpec, dtype: torch.dtype) -> T
         bounds[0], bounds[0][1:], bounds[1], bounds[1][1:], strict=False
     ):
         queries, keys = slice(begin_q, end_q), slice(begin_kv, end_kv)
-        where: dict[str, Any] = dict.fromkeys(("q", "out", "dout", "dq"), queries)
-        where |= dict.fromkeys(("k", "v", "dk", "dv"), keys)
+        where: dict[str, Any] = dict.fromkeys(("q", "out", "dout", "dq", "q_depths"), queries)
+        where |= dict.fromkeys(("k", "v", "dk", "dv", "kv_ends", "kv_depths"), keys)
         where |= dict.fromkeys(("lse", "dlse"), (slice(None), queries))
         one = Part(spec.sequence(end_q - begin_q, end_kv - begin_kv), where)
         batch = {name: x if name == "sinks" else x[None] for name, x in one.crop(inputs).items()}
@@ -363,6 +363,7 @@ def _block(spec: AttentionSpec, batch: int, head: int, queries: slice, keys: sli
     """Return these queries and keys of one kv head; both slices have explicit ends.
 
     A problem's last query stands at its last key. Where the block's does not, the window moves.
+    Ends of keys are counted from the first key of the whole: with them the block has all keys.
     """
     group, one, heads_kv = spec.group_size, slice(batch, batch + 1), slice(head, head + 1)
     heads_q = slice(head * group, head * group + group)
@@ -370,11 +371,13 @@ def _block(spec: AttentionSpec, batch: int, head: int, queries: slice, keys: sli
     where |= dict.fromkeys(("k", "v", "dk", "dv"), (one, keys, heads_kv))
     where |= dict.fromkeys(("lse", "dlse"), (one, heads_q, queries))
     where |= dict.fromkeys(("sinks", "dsinks"), heads_q)
-    where |= {"q_segment_ids": (one, queries), "kv_segment_ids": (one, keys)}
+    where |= dict.fromkeys(("q_segment_ids", "q_depths"), (one, queries))
+    where |= dict.fromkeys(("kv_segment_ids", "kv_depths", "kv_ends"), (one, keys))
     ahead = (spec.seq_q - queries.stop) - (spec.seq_kv - keys.stop)
     left, right = spec.window.left, spec.window.right
     window = Window(
-        None if left is None else left + ahead, None if right is None else right - ahead
+        left if left is None or spec.depths else left + ahead,
+        None if right is None else right - ahead,
     )
     lengths = {"seq_q": queries.stop - queries.start, "seq_kv": keys.stop - keys.start}
     own = replace(spec, batch=1, heads_q=group, heads_kv=1, window=window, **lengths)
@@ -397,7 +400,8 @@ def _around(spec: AttentionSpec, element: int) -> Part:
     row, head = divmod(element // spec.head_dim, spec.heads_q)
     (batch, token), head = divmod(row, spec.seq_q), head // spec.group_size
     left, right = spec.window.left, spec.window.right
-    if spec.seq_q <= STRETCH or spec.seq_q != spec.seq_kv or left is None or right is None:
+    is_whole = spec.seq_q <= STRETCH or spec.seq_q != spec.seq_kv or spec.tree
+    if is_whole or left is None or right is None:
         return _block(spec, batch, head, slice(0, spec.seq_q), slice(0, spec.seq_kv))
     start = min(max(token - STRETCH // 2, 0), spec.seq_q - STRETCH)
     end, halo = start + STRETCH, left + right

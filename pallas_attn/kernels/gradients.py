@@ -174,7 +174,7 @@ def make_flash_bwd(
         q, k, v, dout, dlse, out, lse = with_batch(
             spec, operands.q, operands.k, operands.v, dout, dlse, out, lse
         )
-        mask = mask_of_keys(operands)
+        mask = mask_of_keys(operands, spec)
         has_sums = launch_fused is not None and "flash_bwd_fused" in backend.configs(spec)
         dq = None
         if has_sums or not dq_prepares_rows:
@@ -189,7 +189,7 @@ def make_flash_bwd(
         else:
             if dq is None:
                 dq = launch_dq(inputs, spec, backend, mask)
-            dk, dv = launch_dkdv(inputs, spec, backend, mask_of_queries(operands))
+            dk, dv = launch_dkdv(inputs, spec, backend, mask_of_queries(operands, spec))
         dq, dk, dv = without_batch(spec, dq, dk, dv)
         dsinks = None
         if operands.sinks is not None:

@@ -116,6 +116,27 @@ def test_wrong_tensors(error, message, changes):
         check(changes)
 
 
+def test_a_tree_has_an_integer_for_each_token():
+    tree = {
+        name: Operand(name, (size,), "int32", "cpu")
+        for name, size in (("kv_ends", 13), ("q_depths", 12), ("kv_depths", 13))
+    }
+    operands, options = VarlenOperands(**GOOD, **tree), NO_OPTIONS | {"causal": True}
+    for window, depths in ((None, False), ((None, 3), False), ((4, None), True)):
+        checked = check_flash_options(**options | {"window_size": window})
+        spec = check_flash_attention_varlen(operands, checked)
+        assert (spec.tree, spec.depths) == (True, depths)
+    assert spec.sequence(5, 7).depth_window == 4
+    assert spec.bounded_window == Window(None, 0)
+    message = r"^kv_ends: expected shape \(13,\), one of each token, got \(12,\)$"
+    wrong = operands._replace(kv_ends=tree["kv_ends"]._replace(shape=(12,)))
+    with pytest.raises(ValueError, match=message):
+        check_flash_attention_varlen(wrong, checked)
+    checked = check_flash_options(**NO_OPTIONS)
+    with pytest.raises(ValueError, match=r"^causal: expected True with kv_ends, got False$"):
+        check_flash_attention_varlen(operands, checked)
+
+
 def test_a_right_call_is_described_as_one_sequence():
     spec = check(causal=True)
     assert (spec.batch, spec.seq_q, spec.seq_kv, spec.num_sequences) == (1, 12, 13, 4)
@@ -213,7 +234,8 @@ def test_the_reference_is_the_same_in_torch_and_traced_by_jax():
             gradients = varlen_backward(dout, dlse, x, spec, dtype)
             return *varlen_forward(x, spec, dtype), *gradients[:3], gradients.sinks
 
-        return wrap(both)(*(convert(x) for x in (dout, dlse, *operands)))
+        given = (None if x is None else convert(x) for x in (dout, dlse, *operands))
+        return wrap(both)(*given)
 
     want = run(lambda x: x, np.float64, lambda both: both)
     for got in (

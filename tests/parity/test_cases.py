@@ -124,6 +124,14 @@ def test_a_dilated_case_describes_the_call_that_validation_accepts(case: Dilated
     assert found == case.spec
 
 
+def tree_of(case, of_queries: tuple[int, ...], of_keys: tuple[int, ...]) -> dict[str, Operand]:
+    """Return the ends and depths that a case gives."""
+    shapes = {"kv_ends": of_keys} if case.tree else {}
+    if case.depths:
+        shapes |= {"q_depths": of_queries, "kv_depths": of_keys}
+    return {name: Operand(name, shape, "int32") for name, shape in shapes.items()}
+
+
 @pytest.mark.parametrize("case", EVERY_VARLEN.values(), ids=EVERY_VARLEN)
 def test_a_varlen_case_describes_the_call_that_validation_accepts(case: VarlenCase):
     options, spec = check_flash_options(**case.options, return_lse=True), case.spec
@@ -134,6 +142,7 @@ def test_a_varlen_case_describes_the_call_that_validation_accepts(case: VarlenCa
         Operand("v", (spec.seq_kv, spec.heads_kv, spec.head_dim_v), case.dtype),
         Operand("cu_seqlens_q", offsets, "int32"),
         Operand("cu_seqlens_kv", offsets, "int32"),
+        **tree_of(case, (spec.seq_q,), (spec.seq_kv,)),
     )
     assert check_flash_attention_varlen(operands, options) == spec
 
@@ -148,6 +157,7 @@ def test_a_case_describes_the_call_that_validation_accepts(case: FlashCase):
             Operand(f"{name}_segment_ids", shape[:2], "int32") if case.segments else None
             for name, shape in zip(("q", "kv"), case.shapes, strict=False)
         ),
+        **tree_of(case, *(shape[:2] for shape in case.shapes[:2])),
     )
     assert check_flash_attention(operands, options) == case.spec
 

@@ -9,6 +9,7 @@ import torch
 Q, K, V = (2, 5, 4, 32), (2, 7, 2, 32), (2, 7, 2, 48)
 SIZE = "expected a head dimension from 16 to 256 in steps of 8, got "
 WINDOW = "window_size: expected None or a pair (left, right) of non-negative integers or None, got "
+INT_DEPTHS = {"kv_ends": "int32", "q_depths": "int32", "kv_depths": "int32"}
 INT_IDS = {"q_segment_ids": "int32", "kv_segment_ids": "int32"}
 
 # name: (exception, message, changed shapes, changed dtypes, options)
@@ -155,6 +156,30 @@ MISTAKES = {
         TypeError, "kv_segment_ids: expected dtype int32, got int64",
         {"q_segment_ids": (2, 5), "kv_segment_ids": (2, 7)}, INT_IDS | {"kv_segment_ids": "int64"},
         {},
+    ),
+    "depths without ends": (
+        ValueError, "q_depths: expected None without kv_ends, got shape (2, 5)",
+        {"q_depths": (2, 5), "kv_depths": (2, 7)}, INT_DEPTHS, {"causal": True},
+    ),
+    "ends of queries": (
+        ValueError, "kv_ends: expected shape (2, 7), one of each token, got (2, 5)",
+        {"kv_ends": (2, 5)}, {"kv_ends": "int32"}, {"causal": True},
+    ),
+    "dtype of ends": (
+        TypeError, "kv_ends: expected dtype int32, got int64",
+        {"kv_ends": (2, 7)}, {"kv_ends": "int64"}, {"causal": True},
+    ),
+    "ends without causal": (
+        ValueError, "causal: expected True with kv_ends, got False",
+        {"kv_ends": (2, 7)}, {"kv_ends": "int32"}, {},
+    ),
+    "depths of queries alone": (
+        ValueError, "kv_depths: expected depths of queries and of keys, or of neither, got None",
+        {"kv_ends": (2, 7), "q_depths": (2, 5)}, INT_DEPTHS, {"causal": True},
+    ),
+    "depths of another length": (
+        ValueError, "q_depths: expected shape (2, 5), one of each token, got (2, 7)",
+        {"kv_ends": (2, 7), "q_depths": (2, 7), "kv_depths": (2, 7)}, INT_DEPTHS, {"causal": True},
     ),
     "causal of a number": (TypeError, "causal: expected a bool, got int", {}, {}, {"causal": 1}),
 }  # fmt: skip

@@ -92,14 +92,17 @@ def local(x: torch.Tensor, placements, mesh: DeviceMesh) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("placement", [Shard(0), Shard(2)], ids=str)
-def test_segment_ids_go_with_the_batch(mesh, placement):
-    def attend(q, k, v, q_ids, kv_ids):
+def test_segment_ids_and_trees_go_with_the_batch(mesh, placement):
+    def attend(q, k, v, q_ids, kv_ids, ends, q_depths, kv_depths):
         ids = {"q_segment_ids": q_ids, "kv_segment_ids": kv_ids}
-        out = torch_attn.flash_attention(q, k, v, **ids)
+        tree = {"kv_ends": ends, "q_depths": q_depths, "kv_depths": kv_depths}
+        options = {"causal": True, "window_size": (3, None)}
+        out = torch_attn.flash_attention(q, k, v, **ids, **tree, **options)
         return out, *torch.autograd.grad(out, (q, k, v), 2 * out)
 
     segments = [torch.arange(4 * size).view(4, size).int() % 3 - 1 for size in (5, 7)]
-    whole = [*tensors(), *segments]
+    tree = [torch.arange(4 * size).view(4, size).int() % 11 for size in (7, 5, 7)]
+    whole = [*tensors(), *segments, *tree]
     shards = []
     for x in whole:
         of_ids = placement if placement == Shard(0) else Replicate()

@@ -263,10 +263,8 @@ class Problem(NamedTuple):
         peers, plan, device = self.peers, self.plan, q.device
         if self.call.exchange == "gather":
             keys = (_in_sequence(peers.all_gather(x), plan) for x in (k, v))
-            yield (
-                0,
-                PartialOperands(q, *keys, *_intervals(plan, peers.rank, self.window, None, device)),
-            )
+            bounds = _intervals(plan, peers.rank, self.window, None, device)
+            yield 0, _operands(q, tuple(keys), bounds)
             return
         needed, distances = _hops(plan, self.window)
         arrived = k, v
@@ -282,7 +280,7 @@ class Problem(NamedTuple):
             else:
                 rank_kv = (peers.rank - distance) % plan.size
                 bounds = _intervals(plan, peers.rank, self.window, rank_kv, device)
-                yield distance, PartialOperands(q, *arrived, *bounds)
+                yield distance, _operands(q, arrived, bounds)
             arrived = transfer.wait()
 
     def send_back(self, distance: int, gradients: tuple[Tensor, ...]) -> Transfer:
@@ -292,6 +290,11 @@ class Problem(NamedTuple):
         return peers.shift(
             gradients, -distance, needed[peers.rank, before], needed[after, peers.rank]
         )
+
+
+def _operands(q: Tensor, keys: tuple[Tensor, ...], bounds: Intervals) -> PartialOperands[Tensor]:
+    k, v = keys
+    return PartialOperands(q, k, v, *bounds)
 
 
 class _Attention(torch.autograd.Function):
@@ -335,6 +338,8 @@ class _Attention(torch.autograd.Function):
                 _add(of_keys, transfer.wait())
                 transfer = arriving
         _add(of_keys, transfer.wait())
+        assert carry is not None  # own keys are the first hop
+        assert lse is not None
         if problem.call.exchange == "gather":
             peers, plan = problem.peers, problem.plan
             of_keys = [peers.reduce_scatter(_by_rank(x, plan)) for x in of_keys]

@@ -29,7 +29,7 @@ class _Placement(NamedTuple):
         whole: [B, S, H, D] tensors.
         rows: [B, H, S] tensors.
         sinks, dsinks: [H], the operand and its gradient.
-        ids: [B, S] segment ids.
+        ids: [B, S] segment ids, ends and depths.
     """
 
     whole: Any = Replicate()
@@ -39,6 +39,8 @@ class _Placement(NamedTuple):
     ids: Any = Replicate()
 
 
+# Operands behind the sinks: integers of tokens.
+_NUM_IDS = len(DENSE.operands._fields) - 4
 _BATCH = _Placement(Shard(0), Shard(0), Replicate(), Partial(), Shard(0))
 _HEADS = _Placement(Shard(2), Shard(1), Shard(0), Shard(0))
 
@@ -59,24 +61,26 @@ def _placements(k: Any) -> list[_Placement]:
 
 
 @register_sharding(DENSE.fwd)
-def _shard_forward(q, k, v, sinks, q_ids, kv_ids, *options):
+def _shard_forward(q, k, v, sinks, *others):
+    of_tokens, options = others[:_NUM_IDS], others[_NUM_IDS:]
     no_options = [None] * len(options)
     found = []
     for p in _placements(k):
         x, of_sinks = p.whole, None if sinks is None else p.sinks
-        ids = (None if of is None else p.ids for of in (q_ids, kv_ids))
+        ids = (None if of is None else p.ids for of in of_tokens)
         found.append(([x, p.rows], [x, x, x, of_sinks, *ids, *no_options]))
     return found
 
 
 @register_sharding(DENSE.bwd)
-def _shard_backward(dout, dlse, q, k, v, sinks, q_ids, kv_ids, out, lse, *options):
+def _shard_backward(dout, dlse, q, k, v, sinks, *others):
+    of_tokens, (_out, _lse, *options) = others[:_NUM_IDS], others[_NUM_IDS:]
     no_options = [None] * len(options)
     found = []
     for p in _placements(k):
         x, of_dlse = p.whole, None if dlse is None else p.rows
         of_sinks, of_dsinks = (None, Replicate()) if sinks is None else (p.sinks, p.dsinks)
-        ids = (None if of is None else p.ids for of in (q_ids, kv_ids))
-        gradients = [x, x, x, of_dsinks, Replicate(), Replicate()]
+        ids = (None if of is None else p.ids for of in of_tokens)
+        gradients = [x, x, x, of_dsinks, *[Replicate()] * _NUM_IDS]
         found.append((gradients, [x, of_dlse, x, x, x, of_sinks, *ids, x, p.rows, *no_options]))
     return found

@@ -96,7 +96,7 @@ def make_flash_bwd(
             The gradient of each operand, in its dtype, contiguous.
         """
         q, k, v = operands.q, operands.k, operands.v
-        of_keys, of_queries = mask_of_keys(operands), mask_of_queries(operands)
+        of_keys, of_queries = mask_of_keys(operands, spec), mask_of_queries(operands, spec)
         offsets, segments = of_keys.offsets, of_keys.segments
         of_rows = (spec.batch, spec.heads_q, num_padded_rows(spec))
         lse2, delta = (lse.new_empty(of_rows) for _ in range(2))

@@ -63,6 +63,12 @@ FLASH_FEATURES: dict[str, dict[str, Any]] = {
     "few-kv-heads-window": {"window_size": (256, 128), "batch": 1},
     "packed": {"causal": True, "seq_q": 16384, "seq_kv": 16384},  # of 8 sequences
     "segments": {"causal": True},
+    "tree": {"causal": True, "tree": "nested"},
+    "tree-packed": {"causal": True, "seq_q": 16384, "seq_kv": 16384, "tree": "nested"},
+    "tree-all-options": {
+        "causal": True, "window_size": (256, None), "softcap": 30.0, "sinks": True,
+        "tree": "nested", "depths": True,
+    },
     "tiles-of-128": {"causal": True},
     "tiles-of-64": {"causal": True},
 }  # fmt: skip
@@ -110,7 +116,8 @@ _AOT = {
 # Features that not all kernels have, for which the portable ones are compiled in bfloat16, or in
 # float32 for TF32, and these head sizes.
 _PORTABLE_FEATURES = {
-    "packed": (64, 128), "segments": (64, 128), "tiles-of-128": HEAD_DIMS, "tiles-of-64": (64, 128),
+    "packed": (64, 128), "segments": (64, 128), "tree": HEAD_DIMS, "tree-packed": (64, 128),
+    "tree-all-options": (64, 128), "tiles-of-128": HEAD_DIMS, "tiles-of-64": (64, 128),
     "softcap": (), "few-kv-heads": (), "few-kv-heads-window": (), "short": (), "full": (128,),
     "tf32": HEAD_DIMS, "tf32-all-options": HEAD_DIMS,
 }  # fmt: skip
@@ -171,7 +178,7 @@ class Problem:
                 "batch": 8, "seq_q": 2048, "seq_kv": 2048, "heads_q": 4, "heads_kv": 2,
             }  # fmt: skip
             case = FlashCase("", head_dim=head_dim, dtype=self.dtype, **shape | options)
-            if self.feature == "packed":
+            if self.feature in ("packed", "tree-packed"):
                 return VarlenSpec(**vars(replace(case.spec, batch=1)), num_sequences=8)
             if self.feature == "segments":
                 return replace(case.spec, segmented=True)

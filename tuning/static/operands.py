@@ -77,7 +77,7 @@ def run_kernels(
 def flash_operands(spec: AttentionSpec, empty: Empty[X], sinks: bool) -> AttentionOperands[X]:
     """Return the operands of a problem's function, with sinks or without.
 
-    There are segment ids where the problem has them.
+    There are segment ids, ends and depths where the problem has them.
     """
     if isinstance(spec, VarlenSpec):
         return VarlenOperands(
@@ -87,6 +87,9 @@ def flash_operands(spec: AttentionSpec, empty: Empty[X], sinks: bool) -> Attenti
             cu_seqlens_q=empty("int32", spec.num_sequences + 1),
             cu_seqlens_kv=empty("int32", spec.num_sequences + 1),
             sinks=empty("float32", spec.heads_q) if sinks else None,
+            kv_ends=empty("int32", spec.seq_kv) if spec.tree else None,
+            q_depths=empty("int32", spec.seq_q) if spec.depths else None,
+            kv_depths=empty("int32", spec.seq_kv) if spec.depths else None,
         )
     keys = (spec.batch, spec.seq_kv, spec.heads_kv)
     if isinstance(spec, BlockSparseSpec):
@@ -109,6 +112,9 @@ def flash_operands(spec: AttentionSpec, empty: Empty[X], sinks: bool) -> Attenti
         sinks=empty("float32", spec.heads_q) if sinks else None,
         q_segment_ids=empty("int32", spec.batch, spec.seq_q) if spec.segmented else None,
         kv_segment_ids=empty("int32", spec.batch, spec.seq_kv) if spec.segmented else None,
+        kv_ends=empty("int32", spec.batch, spec.seq_kv) if spec.tree else None,
+        q_depths=empty("int32", spec.batch, spec.seq_q) if spec.depths else None,
+        kv_depths=empty("int32", spec.batch, spec.seq_kv) if spec.depths else None,
     )
 
 

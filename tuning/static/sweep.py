@@ -6,8 +6,9 @@ long loops that the configurations were chosen for. So each kernel of flash atte
 once for every combination of steps that lengths of a few tiles give, over full, causal and windowed
 masks. Paged decoding reads its lengths on the device; its code depends on the query rows, the pages
 and the options. In `torch_attn` all lengths are run-time values, and a few problems do; with
-segment ids, which tell the steps on the device, one does. A kernel that does not fit as configured
-gets fewer stages (`compile_to_fit`), and is refused only where that does not help.
+segment ids, or ends of keys, which tell the steps on the device, one does. A kernel that does not
+fit as configured gets fewer stages (`compile_to_fit`), and is refused only where that does not
+help.
 """
 
 from __future__ import annotations
@@ -64,10 +65,11 @@ def lengths_of(
     if row.framework == "torch":
         spec = _flash(row, 203, 331)
         segmented = replace(spec, window=windows[-1], segmented=True)
-        return [segmented, *(replace(spec, window=window) for window in windows)]
-    # With segment ids the steps are known on the device alone.
+        return [segmented, _tree(spec), *(replace(spec, window=window) for window in windows)]
+    # With segment ids, or ends of keys, the steps are known on the device alone.
     segmented = replace(_flash(row, 203, 331, windows[-1]), segmented=True)
-    return [segmented, *_flash_of_all_structures(row, windows)]
+    tree = _tree(_flash(row, 203, 331))
+    return [segmented, tree, *_flash_of_all_structures(row, windows)]
 
 
 def sweep(row: Problem, windows: Sequence[Window] = WINDOWS) -> tuple[int, list[Misfit]]:
@@ -106,6 +108,10 @@ def _flash(row: Problem, seq_q: int, seq_kv: int, window: Window = WINDOWS[0]) -
     softcap = row.spec.softcap
     case = FlashCase("", 2, seq_q, seq_kv, 4, 2, row.head_dim, dtype=row.dtype, softcap=softcap)
     return replace(case.spec, window=window)
+
+
+def _tree(spec: AttentionSpec) -> AttentionSpec:
+    return replace(spec, window=Window(300, 0), tree=True, depths=True)
 
 
 def _flash_of_all_structures(row: Problem, windows: Sequence[Window]) -> Iterator[AttentionSpec]:

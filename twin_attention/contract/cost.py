@@ -1,7 +1,7 @@
 """Cost of a problem: pairs attended, floating-point operations, bytes of device memory.
 
-The cost of a decode, or of packed sequences, depends on their lengths, and that of block-sparse
-attention on its mask, which are no part of the description.
+The cost of a decode, or of packed sequences, depends on their lengths, that of block-sparse
+attention on its mask, and that of a tree on its ends, which are no part of the description.
 """
 
 from __future__ import annotations
@@ -42,6 +42,19 @@ def block_sparse_pairs(spec: BlockSparseSpec, mask: BlockMask[np.ndarray]) -> in
     return spec.batch * spec.heads_q // max(1, spec.mask_batch * spec.mask_heads) * pairs
 
 
+def tree_pairs(spec: AttentionSpec, kv_ends: np.ndarray) -> int:
+    """Count the pairs that the keys' ends [B, Skv] keep, in all heads of all sequences.
+
+    A window of positions counts; one of depths hides nothing here.
+    """
+    key = np.arange(spec.seq_kv, dtype=np.int64)
+    end = np.minimum(kv_ends.astype(np.int64), spec.seq_kv)
+    left = spec.position_window.left
+    if left is not None:
+        end = np.minimum(end, key + left + 1)
+    return spec.heads_q * int(np.maximum(end - np.maximum(key, spec.diagonal), 0).sum())
+
+
 def forward_flops(spec: AttentionSpec) -> int:
     """Count the operations of the two matrix products, q·kᵀ and p·v."""
     return _forward_flops(spec, spec.batch * spec.heads_q * visible_pairs(spec))
@@ -60,6 +73,16 @@ def block_sparse_forward_flops(spec: BlockSparseSpec, mask: BlockMask[np.ndarray
 def block_sparse_backward_flops(spec: BlockSparseSpec, mask: BlockMask[np.ndarray]) -> int:
     """Count as `backward_flops` does, of the pairs that this mask keeps."""
     return _backward_flops(spec, block_sparse_pairs(spec, mask))
+
+
+def tree_forward_flops(spec: AttentionSpec, kv_ends: np.ndarray) -> int:
+    """Count as `forward_flops` does, of the pairs that these ends keep."""
+    return _forward_flops(spec, tree_pairs(spec, kv_ends))
+
+
+def tree_backward_flops(spec: AttentionSpec, kv_ends: np.ndarray) -> int:
+    """Count as `backward_flops` does, of the pairs that these ends keep."""
+    return _backward_flops(spec, tree_pairs(spec, kv_ends))
 
 
 def varlen_forward_flops(spec: VarlenSpec, lengths: Sequence[tuple[int, int]]) -> int:
@@ -155,7 +178,7 @@ def _pairs_before(spec: AttentionSpec, start: Any, rows: Any, edge: Any) -> Any:
 
     Takes integers, or arrays of them that broadcast.
     """
-    left, right = spec.window.left, spec.window.right
+    left, right = spec.position_window.left, spec.position_window.right
     position = spec.diagonal + start
     end = rows * edge if right is None else _sum_of_clamped(position + right + 1, rows, edge)
     begin = 0 if left is None else _sum_of_clamped(position - left, rows, edge)

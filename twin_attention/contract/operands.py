@@ -22,6 +22,9 @@ class FlashOperands(NamedTuple, Generic[X]):
         sinks: [Hq] float32, one logit a head in the denominator, or None.
         q_segment_ids, kv_segment_ids: [B, Sq] and [B, Skv] int32, the segment of each token,
             negative for padding; or None, both of them.
+        kv_ends: [B, Skv] int32, the first key position whose query no longer sees the key; or None.
+        q_depths, kv_depths: [B, Sq] and [B, Skv] int32, what a window counts in place of positions;
+            or None, both of them.
     """
 
     q: X
@@ -30,6 +33,9 @@ class FlashOperands(NamedTuple, Generic[X]):
     sinks: X | None = None
     q_segment_ids: X | None = None
     kv_segment_ids: X | None = None
+    kv_ends: X | None = None
+    q_depths: X | None = None
+    kv_depths: X | None = None
 
 
 class VarlenOperands(NamedTuple, Generic[X]):
@@ -42,6 +48,8 @@ class VarlenOperands(NamedTuple, Generic[X]):
         cu_seqlens_q, cu_seqlens_kv: [N + 1] int32, the offset of each sequence's first token, and
             after them where the last one ends; tokens from there on are padding.
         sinks: [Hq] float32, one logit a head in the denominator, or None.
+        kv_ends: [Tkv] int32, as in `FlashOperands`, counted from the sequence's first key.
+        q_depths, kv_depths: [Tq] and [Tkv] int32, as in `FlashOperands`.
     """
 
     q: X
@@ -50,6 +58,9 @@ class VarlenOperands(NamedTuple, Generic[X]):
     cu_seqlens_q: X
     cu_seqlens_kv: X
     sinks: X | None = None
+    kv_ends: X | None = None
+    q_depths: X | None = None
+    kv_depths: X | None = None
 
 
 class BlockSparseOperands(NamedTuple, Generic[X]):

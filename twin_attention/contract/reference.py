@@ -63,6 +63,7 @@ def attention_forward(
     """
     xp = array_namespace(operands.q)
     seen = visibility(xp, spec, device(operands.q))
+    seen = _apply_tree(xp, operands, spec, seen)
     operands, seen, _ = _apply_segments(xp, operands, seen)
     return _forward(xp, operands, spec, seen, dtype)
 
@@ -86,25 +87,62 @@ def attention_backward(
     """
     xp = array_namespace(operands.q)
     seen = visibility(xp, spec, device(operands.q))
+    seen = _apply_tree(xp, operands, spec, seen)
     operands, seen, is_query = _apply_segments(xp, operands, seen)
     if is_query is not None:
         dout = _clear_padding(xp, dout, is_query)
     return _backward(xp, dout, dlse, operands, spec, seen, dtype)
 
 
+def _apply_tree(
+    xp: Any, operands: FlashOperands, spec: AttentionSpec, seen: Array | None
+) -> Array | None:
+    """Return the mask [B, Sq, Skv] of the keys whose end is behind a query, of those in `seen` [Sq,
+    Skv]. Without ends nothing changes.
+    """
+    if operands.kv_ends is None:
+        return seen
+    position = xp.arange(spec.seq_q, device=device(operands.q)) + spec.diagonal
+    return seen & _in_branch(xp, operands, spec, position[:, None])
+
+
+def _in_branch(
+    xp: Any, operands: FlashOperands | VarlenOperands, spec: AttentionSpec, position: Array
+) -> Array:
+    """Return the mask [..., Sq, Skv] of the keys whose branch queries at these positions are on.
+
+    A query's own key is the last in the window, so that `causal` is a right side of 0. Depths count
+    where the window does.
+
+    Args:
+        xp, operands, spec: array namespace, operands with ends, and problem.
+        position: key positions of the queries, [Sq, 1].
+    """
+    ends, q_depths, kv_depths = operands.kv_ends, operands.q_depths, operands.kv_depths
+    assert ends is not None
+    own = position + (spec.window.right or 0)
+    seen = own < ends[..., None, :]
+    if spec.depth_window is not None:
+        assert q_depths is not None
+        assert kv_depths is not None
+        distance = q_depths[..., :, None] - kv_depths[..., None, :]
+        seen = seen & (distance <= spec.depth_window)
+    return seen
+
+
 def _apply_segments(
     xp: Any, operands: FlashOperands, seen: Array | None
 ) -> tuple[FlashOperands, Array | None, Array | None]:
     """Return operands without their padding, the mask [B, Sq, Skv] of the keys that each query sees
-    of those in `seen` [Sq, Skv], and which queries are no padding, [B, Sq]. Without segment ids
-    nothing changes, and the last is None.
+    of those in `seen` [Sq, Skv] or [B, Sq, Skv], and which queries are no padding, [B, Sq]. Without
+    segment ids nothing changes, and the last is None.
     """
-    q, k, v, sinks, q_ids, kv_ids = operands
+    q, k, v, sinks, q_ids, kv_ids, *_ = operands
     if q_ids is None or kv_ids is None:
         return operands, seen, None
     is_query, is_key = q_ids >= 0, kv_ids >= 0
     same = (q_ids[:, :, None] == kv_ids[:, None, :]) & is_query[:, :, None]
-    seen = same if seen is None else same & seen[None, :, :]
+    seen = same if seen is None else same & seen
     q, k, v = (_clear_padding(xp, x, kept) for x, kept in ((q, is_query), (k, is_key), (v, is_key)))
     return FlashOperands(q, k, v, sinks), seen, is_query
 
@@ -156,7 +194,7 @@ def _as_one_sequence(
     """Return packed sequences as a batch of one, the mask [Tq, Tkv] of the keys that each query
     sees, and which of the queries are no padding, [Tq].
     """
-    q, k, v, cu_q, cu_kv, sinks = operands
+    q, k, v, cu_q, cu_kv, sinks, *_ = operands
     sequence_q, sequence_kv = (
         _sequence_of_tokens(xp, offsets, x.shape[0]) for offsets, x in ((cu_q, q), (cu_kv, k))
     )
@@ -167,6 +205,10 @@ def _as_one_sequence(
     diagonal = xp.take(cu_kv - cu_q, following, axis=0)
     position = xp.arange(spec.seq_q, device=device(q)) + diagonal
     seen = seen & _in_window(xp, position, spec)
+    if operands.kv_ends is not None:
+        # Ends are counted from the sequence's first key.
+        first = xp.take(cu_kv, xp.where(is_query, sequence_q, 0 * sequence_q), axis=0)
+        seen = seen & _in_branch(xp, operands, spec, (position - first)[:, None])
     cleared = (
         _clear_padding(xp, x, x_kept) for x, x_kept in ((q, is_query), (k, is_key), (v, is_key))
     )
@@ -443,7 +485,7 @@ def _as_tf32(xp: Any, x: Array) -> Array:
 
 def visibility(xp: Any, spec: AttentionSpec, on: Any) -> Array | None:
     """Return the mask [Sq, Skv] of the keys each query sees, on device `on`; None for all."""
-    if spec.window == Window():
+    if spec.position_window == Window():
         return None
     position = xp.arange(spec.seq_q, device=on) + spec.diagonal
     return _in_window(xp, position, spec)

@@ -30,6 +30,7 @@ QUANTIZED_DTYPES = ("int8", "float8_e4m3fn")
 TILE_SIZES = (64, 128)  # of a block mask, queries and keys
 PAGE_SIZE_MAX, TOKENS_MAX, SPLITS_MAX = 256, 64, 256
 WINDOW_UNLIMITED = 2**31 - 1  # no length is greater: positions have 32 bits
+DEPTH_MAX = 2**30 - 1  # of a query and of a key; a window of depths is no wider
 _BITS = {"float32": 32, "float16": 16, "bfloat16": 16, "int8": 8, "float8_e4m3fn": 8}
 
 
@@ -152,6 +153,9 @@ class AttentionSpec:
         precision: how float32 operands multiply, a `Precision`; "ieee" in 16 bits.
         rows_aligned: every row of the operands begins at a multiple of 16 bytes, as TMA wants it.
         segmented: there are segment ids. Which keys they hide is data on the device.
+        tree: keys have ends. Where these are is data on the device.
+        depths: the window's left side counts depths, which are data on the device, in place of
+            positions.
         function: the public function, as messages name it.
     """
 
@@ -171,6 +175,8 @@ class AttentionSpec:
     precision: Precision = "ieee"
     rows_aligned: bool = True
     segmented: bool = False
+    tree: bool = False
+    depths: bool = False
 
     @classmethod
     def of(
@@ -197,6 +203,8 @@ class AttentionSpec:
             deterministic=bool(options.deterministic),
             precision=options.precision if dtype == "float32" else "ieee",
             segmented=operands.q_segment_ids is not None,
+            tree=operands.kv_ends is not None,
+            depths=_counts_depths(operands, options),
         )
 
     @property
@@ -225,19 +233,37 @@ class AttentionSpec:
         return ScoreRule.of(self.scale, self.softcap, precision=self.precision)
 
     @property
+    def position_window(self) -> Window:
+        """What the window says of positions: without a left side that counts depths."""
+        return Window(None, self.window.right) if self.depths else self.window
+
+    @property
     def bounded_window(self) -> Window:
-        """The window, no wider than the problem: a position plus it fits 32 bits."""
-        return self.window.bounded(self.seq_q + self.seq_kv)
+        """What the window says of positions, no wider than the problem.
+
+        A position plus it fits 32 bits.
+        """
+        return self.position_window.bounded(self.seq_q + self.seq_kv)
+
+    @property
+    def depth_window(self) -> int | None:
+        """How much less deep than a query a key may be that it sees; None is unlimited."""
+        return self.window.left if self.depths else None
 
     def visible_keys(self, query: int) -> range:
-        """Return the keys that one query sees, of all segments."""
-        position = query + self.diagonal
+        """Return the keys that one query sees by their positions, of all segments and branches."""
+        position, window = query + self.diagonal, self.position_window
         begin, end = 0, self.seq_kv
-        if self.window.left is not None:
-            begin = max(begin, position - self.window.left)
-        if self.window.right is not None:
-            end = min(end, position + self.window.right + 1)
+        if window.left is not None:
+            begin = max(begin, position - window.left)
+        if window.right is not None:
+            end = min(end, position + window.right + 1)
         return range(begin, max(begin, end))
+
+
+def _counts_depths(operands: FlashOperands | VarlenOperands, options: FlashOptions) -> bool:
+    """Return True if a window counts depths; without a window they change nothing."""
+    return operands.q_depths is not None and options.window_left is not None
 
 
 @dataclass(frozen=True)
@@ -278,6 +304,8 @@ class VarlenSpec(AttentionSpec):
             softcap=options.softcap,
             deterministic=bool(options.deterministic),
             precision=options.precision if dtype == "float32" else "ieee",
+            tree=operands.kv_ends is not None,
+            depths=_counts_depths(operands, options),
             num_sequences=operands.cu_seqlens_q.shape[0] - 1,
         )
 

@@ -126,10 +126,10 @@ def not_mapped(function: str) -> NoReturn:
 
 
 def not_mapped_with_sinks() -> NoReturn:
-    """Refuse `vmap` over segment ids with sinks, which have no batch that it could join."""
+    """Refuse `vmap` over integers of tokens with sinks, which have no batch that it could join."""
     raise NotImplementedError(
-        "flash_attention: vmap over segment ids with sinks is not supported; "
-        "call it for each, or share the ids"
+        "flash_attention: vmap over segment ids, ends or depths with sinks is not supported; "
+        "call it for each, or share them"
     )
 
 
@@ -209,6 +209,7 @@ def check_flash_attention(operands: FlashOperands[Operand], options: FlashOption
     _check_qkv(operands, ("[B, Sq, Hq, D]", "[B, Skv, Hkv, D]", "[B, Skv, Hkv, Dv]"))
     _check_sinks(operands)
     _check_segment_ids(operands)
+    _check_tree(operands, options)
     return AttentionSpec.of(operands, operands.q.dtype, options)
 
 
@@ -225,6 +226,7 @@ def check_flash_attention_varlen(
     for x in (operands.cu_seqlens_q, operands.cu_seqlens_kv):
         _check_device(x, operands.q)
     _check_sinks(operands)
+    _check_tree(operands, options)
     return VarlenSpec.of(operands, operands.q.dtype, options)
 
 
@@ -1019,11 +1021,37 @@ def _check_segment_ids(operands: FlashOperands[Operand]) -> None:
     assert q_ids is not None
     assert kv_ids is not None
     for x, of in ((q_ids, operands.q), (kv_ids, operands.k)):
-        _check_dtype(x, "int32")
-        if x.shape != of.shape[:2]:
-            fail(ValueError, x.name, f"shape {of.shape[:2]}, one of each token", x.shape)
-        _check_device(x, operands.q)
-        _check_rows(x)
+        _check_of_tokens(x, of, operands.q)
+
+
+def _check_tree(
+    operands: FlashOperands[Operand] | VarlenOperands[Operand], options: FlashOptions
+) -> None:
+    q, k, ends = operands.q, operands.k, operands.kv_ends
+    depths = (("q_depths", operands.q_depths, q), ("kv_depths", operands.kv_depths, k))
+    if ends is None:
+        for name, x, _ in depths:
+            if x is not None:
+                fail(ValueError, name, "None without kv_ends", f"shape {x.shape}")
+        return
+    _check_of_tokens(ends, k, q)
+    if options.window_right != 0:
+        fail(ValueError, "causal", "True with kv_ends", False)
+    if operands.q_depths is None and operands.kv_depths is None:
+        return
+    for name, x, of in depths:
+        if x is None:
+            fail(ValueError, name, "depths of queries and of keys, or of neither", None)
+        _check_of_tokens(x, of, q)
+
+
+def _check_of_tokens(x: Operand, of: Operand, q: Operand) -> None:
+    """Check an array that has an integer for each token of `of`."""
+    _check_dtype(x, "int32")
+    if x.shape != of.shape[:-2]:
+        fail(ValueError, x.name, f"shape {of.shape[:-2]}, one of each token", x.shape)
+    _check_device(x, q)
+    _check_rows(x)
 
 
 def _check_float(x: Operand, dtypes: tuple[str, ...]) -> None:

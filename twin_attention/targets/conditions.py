@@ -39,6 +39,11 @@ def _has_segments(spec: Spec) -> bool:
     return isinstance(spec, AttentionSpec) and spec.segmented
 
 
+def _has_tree(spec: Spec) -> bool:
+    """Return True for a flash attention whose keys have ends, which need more registers."""
+    return isinstance(spec, AttentionSpec) and spec.tree
+
+
 def _has_block_mask(spec: Spec) -> bool:
     """Return True for a flash attention with a block mask, whose tiles bound a kernel's."""
     return isinstance(spec, BlockSparseSpec)
@@ -117,6 +122,7 @@ CONDITIONS: dict[str, Callable[[Spec], bool]] = {
     "tf32": _multiplies_in_tf32,
     "window": _has_window,
     "segments": _has_segments,
+    "tree": _has_tree,
     "block mask": _has_block_mask,
     "packed": _is_packed,
     ">= 1024 keys": _has_keys(1024),

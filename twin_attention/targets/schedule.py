@@ -43,7 +43,7 @@ def heads_together(spec: AttentionSpec, num_tiles: int, programs: int) -> int:
     heads = spec.batch * spec.heads_q
     if isinstance(spec, VarlenSpec):
         return heads
-    window = spec.window
+    window = spec.position_window
     if window.right is None or window.left is not None:
         return 1  # tiles are about as long as each other
     return max(1, min(2 * programs // max(num_tiles, 1), heads))

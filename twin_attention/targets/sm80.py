@@ -27,6 +27,8 @@ def supports(operation: str, spec: Spec, target: str | None) -> str | None:
         return "its kernels take no result over other keys"
     if spec.segmented:
         return "its kernels take no segment ids"
+    if spec.tree:
+        return "its kernels take no kv_ends"
     if target != "sm80":
         return "its kernels are for SM80"
     if spec.dtype_bits != 16:

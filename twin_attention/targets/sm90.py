@@ -41,6 +41,8 @@ def supports(operation: str, spec: Spec, target: str | None) -> str | None:
         return "its kernels take no result over other keys"
     if spec.segmented:
         return "its kernels take no segment ids"
+    if spec.tree:
+        return "its kernels take no kv_ends"
     if target != "sm90":
         return "its kernels are for SM90"
     if spec.dtype_bits != 16:

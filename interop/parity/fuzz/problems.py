@@ -224,11 +224,18 @@ def _flash(name: str, shared: _Draw, own: _Draw) -> FlashCase:
     seq_q = own.length()
     seq_kv = seq_q if own.chance(0.4) else own.length()
     segments = shared.pick("documents", "shuffled") if shared.chance(0.25) else ""
-    options = _options(shared, own, seq_kv)
+    options = _options(shared, own, seq_kv) | _tree(shared)
     return FlashCase(
         name, own.integer(1, 3), seq_q, seq_kv, **options, segments=segments,
         gradients=shared.chance(0.85),
     )  # fmt: skip
+
+
+def _tree(shared: _Draw) -> dict[str, Any]:
+    """Draw the options of a tree, which is causal: none, nested, or one of any ends."""
+    if not shared.chance(0.25):
+        return {}
+    return {"causal": True, "tree": shared.pick("nested", "any"), "depths": shared.chance(0.5)}
 
 
 def _varlen(name: str, shared: _Draw, own: _Draw) -> VarlenCase:
@@ -238,7 +245,7 @@ def _varlen(name: str, shared: _Draw, own: _Draw) -> VarlenCase:
     else:
         lengths = tuple((n, own.length() // max(1, len(queries) // 3)) for n in queries)
     padding = own.integer(0, 70) * own.pick(0, 1), own.integer(0, 70) * own.pick(0, 1)
-    options = _options(shared, own, max((n for _, n in lengths), default=0))
+    options = _options(shared, own, max((n for _, n in lengths), default=0)) | _tree(shared)
     return VarlenCase(name, lengths, padding, **options)
 
 

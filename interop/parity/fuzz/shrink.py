@@ -114,6 +114,8 @@ def _plain_values(problem: Problem) -> Iterator[Problem]:
 
 
 def _default(name: str, problem: Problem) -> Iterator[Problem]:
+    if name == "causal" and getattr(problem.case, "tree", ""):  # which needs it
+        return
     (default,) = [x.default for x in fields(problem.case) if x.name == name] or [None]
     if getattr(problem.case, name, default) != default:
         yield _with(problem, **{name: default})
@@ -189,10 +191,10 @@ def _with(problem: Problem, **changes: Any) -> Problem:
 
 
 _PLAIN = (
-    "sinks", "segments", "tree", "softcap", "window_size", "scale", "deterministic", "precision",
-    "dtype", "causal", "gradients", "head_dim_v", "padding", "rotary_dim", "rotary_interleaved",
-    "kv_dtype", "scale_shape", "num_splits", "own_masks", "tile_q", "tile_kv", "page_size",
-    "positions",
+    "sinks", "segments", "depths", "tree", "softcap", "window_size", "scale", "deterministic",
+    "precision", "dtype", "causal", "gradients", "head_dim_v", "padding", "rotary_dim",
+    "rotary_interleaved", "kv_dtype", "scale_shape", "num_splits", "own_masks", "tile_q", "tile_kv",
+    "page_size", "positions",
 )  # fmt: skip
 _COUNTS = ("batch", "seq_q", "seq_kv", "tokens", "num_states", "heads", "max_pages")
 _CHANGES: tuple[Change, ...] = (

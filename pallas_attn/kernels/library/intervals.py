@@ -45,6 +45,11 @@ def tiles_of_intervals(begins, ends, block_other):
     return tiles_between(begin, full_begin, full_end, end, block_other)
 
 
+def in_interval(begins, ends, rows):
+    """Return which rows of the other axis each row that stays sees, [block, block_other]."""
+    return (rows[None, :] >= begins[:, None]) & (rows[None, :] < ends[:, None])
+
+
 def intervals_of_keys(operands: AttentionOperands[Any]) -> RowIntervals:
     """Return what each query sees of the keys; nothing where a window says so."""
     if not isinstance(operands, PartialOperands):

@@ -1,12 +1,14 @@
 """Mask: which keys a query sees, as the operands that say so and the tiles that a program visits.
 
 Each kind of mask is a tuple of operands, whose fields are None where a problem has none: `Offsets`
-of packed sequences, `Segments`, `Lists` of a block mask, `RowIntervals`. The window is a number of
-the problem.
-What is hidden within a tile is `pallas_attn.kernels.library.scores.visible_scores`.
+of packed sequences, `Segments`, `Lists` of a block mask, `Tree`, `Depths`, `RowIntervals`. The
+window is a number of the problem. What is hidden within a tile is
+`pallas_attn.kernels.library.scores.visible_scores`.
 """
 
 from typing import Any, NamedTuple
+
+from jax import lax
 
 from pallas_attn.kernels.library.block_mask import (
     List,
@@ -26,7 +28,9 @@ from pallas_attn.kernels.library.intervals import (
 from pallas_attn.kernels.library.segments import Segments, meeting_tiles, segment_ranges
 from pallas_attn.kernels.library.sequences import Offsets, offsets_of
 from pallas_attn.kernels.library.tiles import Visible, count_tiles, tile_start, visible_tiles
+from pallas_attn.kernels.library.tree import Depths, Runs, Tree, tree_of, walk_runs
 from twin_attention.contract.operands import AttentionOperands, FlashOperands
+from twin_attention.contract.spec import AttentionSpec
 
 
 class Mask(NamedTuple):
@@ -35,19 +39,23 @@ class Mask(NamedTuple):
     offsets: Offsets
     segments: Segments
     lists: Lists
+    tree: Tree
+    depths: Depths
     intervals: RowIntervals
 
 
-def mask_of_keys(operands: AttentionOperands[Any]) -> Mask:
+def mask_of_keys(operands: AttentionOperands[Any], spec: AttentionSpec) -> Mask:
     """Return the mask of a kernel whose programs have tiles of queries, and visit keys."""
+    lists, tree = lists_of_keys(operands), tree_of(operands, spec)
     intervals = intervals_of_keys(operands)
-    return Mask(offsets_of(operands), _segments(operands, 1), lists_of_keys(operands), intervals)
+    return Mask(offsets_of(operands), _segments(operands, 1), lists, *tree, intervals)
 
 
-def mask_of_queries(operands: AttentionOperands[Any]) -> Mask:
+def mask_of_queries(operands: AttentionOperands[Any], spec: AttentionSpec) -> Mask:
     """Return the mask of a kernel whose programs have tiles of keys, and visit queries."""
-    intervals, lists = intervals_of_queries(operands), lists_of_queries(operands)
-    return Mask(offsets_of(operands), _segments(operands, 0), lists, intervals)
+    lists, tree = lists_of_queries(operands), tree_of(operands, spec)
+    intervals = intervals_of_queries(operands)
+    return Mask(offsets_of(operands), _segments(operands, 0), lists, *tree, intervals)
 
 
 def _segments(operands: AttentionOperands[Any], visited: int) -> Segments:
@@ -65,12 +73,14 @@ class Visits(NamedTuple):
         block: rows of each.
         size: of the other axis.
         kept: the list that they are taken from, or None.
+        runs: those of a tree that take the place of `visible`, or None.
     """
 
     visible: Visible
     block: int
     size: Any
     kept: List | None = None
+    runs: Runs | None = None
 
     def keep(self, lists, head, tile, rows):
         """Return those that a list of tiles has; see `find_list`."""
@@ -83,8 +93,16 @@ class Visits(NamedTuple):
 
     def start(self, index, masked):
         """Return the first row of tile `index` of one kind."""
+        if self.runs is not None:
+            return self.visible.begin + index * self.block
         row = tile_start(index, self.visible, self.block, masked)
         return row if self.kept is None else kept_row(self.kept, row, self.size, masked)
+
+    def walk(self, masked, visit, carry):
+        """Call `visit` for each tile of one kind, as `lax.fori_loop` does."""
+        if self.runs is not None:
+            return walk_runs(self.runs, masked, visit, carry)
+        return lax.fori_loop(0, self.count(masked), visit, carry)
 
 
 def find_visits(

@@ -17,9 +17,7 @@ def visible_scores(
     masked,
     segment_a=None,
     segment_b=None,
-    row_b=None,
-    begins=None,
-    ends=None,
+    seen=None,
 ):
     """Compute the scores of a tile: from the operands of q·k to what the softmax takes.
 
@@ -35,8 +33,8 @@ def visible_scores(
         masked: the tile has hidden keys.
         segment_a, segment_b: segments of the rows of a and of b, which no row that does not exist
             shares; None hides nothing.
-        row_b, begins, ends: numbers of b's rows, broadcast as `position` is, and the bounds of
-            those that each row of a sees; None hides nothing.
+        seen: the keys that a tree or an interval shows each query, broadcast as a · bᵀ; None hides
+            nothing.
 
     Returns:
         (s, dcap): a · bᵀ scaled, capped and masked, float32; and the derivative of the cap, 1
@@ -49,10 +47,10 @@ def visible_scores(
     if segment_a is not None:
         s = attention_mask(s, position, key, None, window.left, window.right)
         s = jnp.where(segment_a[:, None] == segment_b[None, :], s, float("-inf"))
-    elif masked and begins is not None:
-        s = jnp.where((row_b >= begins[:, None]) & (row_b < ends[:, None]), s, float("-inf"))
     elif masked:
         s = attention_mask(s, position, key, end, window.left, window.right)
+    if masked and seen is not None:
+        s = jnp.where(seen, s, float("-inf"))
     return s, dcap
 
 

@@ -1,6 +1,6 @@
 """Segment ids: which tiles may hold keys of a query's segment, and who belongs to it.
 
-Ids come in any order. For every BLOCK_IDS tokens the host computes a range of their ids, and a
+Ids come in any order. For every BLOCK_TOKENS tokens the host computes a range of their ids, and a
 program visits the tiles of the other axis from the first block whose range meets its own tokens' to
 the last one. All of these tiles are masked by their ids. Those before the first block with padding
 are loaded without a mask, so that no load of theirs waits for ids.
@@ -11,25 +11,12 @@ Padding has negative ids and may hold NaN: it is loaded as 0.
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-import numpy as np
-from jax import Array, lax
+from jax import Array
 from jax.experimental.pallas import triton as plt
 
-from pallas_attn.kernels.library.tiles import (
-    Visible,
-    arange,
-    cdiv,
-    load_rows,
-    maximum,
-    minimum,
-)
+from pallas_attn.kernels.library.ranges import BLOCK_TOKENS, LARGEST, SCAN_WIDTH, in_blocks, scan
+from pallas_attn.kernels.library.tiles import Visible, cdiv, load_rows, minimum
 
-# Tokens of a block, which has one range of ids.
-BLOCK_IDS = 64
-# Ranges that a step of the search reads at a time: one step covers 32768 tokens.
-SCAN_WIDTH = 512
-# Where the range of a block without an id begins.
-LARGEST_ID = 2**31 - 1
 # Ids of padding in the tokens that stay, and in those that are visited: they are not equal.
 STAYS, VISITED = -2, -1
 
@@ -74,20 +61,15 @@ def meeting_tiles(ids, ranges_ref, size_other, visible, block):
     mask for their loads: their rows exist and none is padding.
     """
     begin, before, full, after = visible
-    least = jnp.min(jnp.where(ids < 0, LARGEST_ID, ids))
+    least = jnp.min(jnp.where(ids < 0, LARGEST, ids))
     greatest = jnp.max(ids)
-    num_blocks = cdiv(size_other, BLOCK_IDS)
-    end = minimum(cdiv(begin + (before + full + after) * block, BLOCK_IDS), num_blocks)
-
-    def scan(start, end, visit, carry):
-        steps = cdiv(maximum(end - start, 0), SCAN_WIDTH)
-        blocks = lambda step: start + step * SCAN_WIDTH + arange(SCAN_WIDTH)  # noqa: E731
-        return lax.fori_loop(np.int32(0), steps, lambda step, x: visit(blocks(step), x), carry)
+    num_blocks = cdiv(size_other, BLOCK_TOKENS)
+    end = minimum(cdiv(begin + (before + full + after) * block, BLOCK_TOKENS), num_blocks)
 
     # The first and the last block that may hold their tokens.
     def find(i, carry):
         first, stop = carry
-        low = plt.load(ranges_ref.at[0, i], mask=i < end, other=LARGEST_ID)
+        low = plt.load(ranges_ref.at[0, i], mask=i < end, other=LARGEST)
         high = plt.load(ranges_ref.at[1, i], mask=i < end, other=VISITED)
         meets = (low <= greatest) & (high >= least)
         first = jnp.minimum(first, jnp.where(meets, i, num_blocks))
@@ -95,10 +77,10 @@ def meeting_tiles(ids, ranges_ref, size_other, visible, block):
 
     first = jnp.full((SCAN_WIDTH,), num_blocks, jnp.int32)
     stop = jnp.zeros((SCAN_WIDTH,), jnp.int32)
-    first, stop = scan(begin // BLOCK_IDS, end, find, (first, stop))
-    begin = jnp.maximum(begin, jnp.min(first) * BLOCK_IDS // block * block)
+    first, stop = scan(begin // BLOCK_TOKENS, end, find, (first, stop))
+    begin = jnp.maximum(begin, jnp.min(first) * BLOCK_TOKENS // block * block)
     end = jnp.max(stop)
-    count = cdiv(jnp.maximum(end * BLOCK_IDS - begin, 0), block)
+    count = cdiv(jnp.maximum(end * BLOCK_TOKENS - begin, 0), block)
 
     # The first block from there on that has padding.
     def find_padding(i, padded):
@@ -106,29 +88,25 @@ def meeting_tiles(ids, ranges_ref, size_other, visible, block):
         return jnp.minimum(padded, jnp.where(any_id < 0, i, end))
 
     padded = jnp.full((SCAN_WIDTH,), 0, jnp.int32) + end
-    padded = scan(begin // BLOCK_IDS, end, find_padding, padded)
-    full = jnp.maximum(jnp.min(padded) * BLOCK_IDS - begin, 0) // block
+    padded = scan(begin // BLOCK_TOKENS, end, find_padding, padded)
+    full = jnp.maximum(jnp.min(padded) * BLOCK_TOKENS - begin, 0) // block
     return Visible(begin, 0, full, count - full)
 
 
 def segment_ranges(ids: Array | None) -> Array | None:
-    """Compute the range of ids of every BLOCK_IDS tokens.
+    """Compute the range of ids of every BLOCK_TOKENS tokens.
 
     Args:
         ids: [B, S] int32, or None.
 
     Returns:
         None without ids, otherwise
-        [B, 3, blocks] int32: the least id that is not negative, LARGEST_ID if there is none; the
+        [B, 3, blocks] int32: the least id that is not negative, LARGEST if there is none; the
         greatest; and the least of all, which is negative in a block with padding. What the last
         block lacks counts as padding.
     """
     if ids is None:
         return None
-    batch, size = ids.shape
-    blocks = cdiv(size, BLOCK_IDS)
-    padding = ((0, 0), (0, blocks * BLOCK_IDS - size))
-    ids = jnp.pad(ids, padding, constant_values=VISITED)
-    ids = ids.reshape(batch, blocks, BLOCK_IDS)
-    least = jnp.where(ids < 0, LARGEST_ID, ids).min(2)
+    ids = in_blocks(ids, VISITED)
+    least = jnp.where(ids < 0, LARGEST, ids).min(2)
     return jnp.stack((least, ids.max(2), ids.min(2)), 1)

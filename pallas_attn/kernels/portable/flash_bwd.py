@@ -14,7 +14,7 @@ from jax.experimental import pallas as pl
 
 from pallas_attn.kernels.gradients import make_flash_bwd
 from pallas_attn.kernels.library.block_mask import list_arguments, num_lists_of_group
-from pallas_attn.kernels.library.intervals import load_intervals
+from pallas_attn.kernels.library.intervals import in_interval, load_intervals
 from pallas_attn.kernels.library.mask import find_visits
 from pallas_attn.kernels.library.schedule import order_programs
 from pallas_attn.kernels.library.scores import (
@@ -37,6 +37,7 @@ from pallas_attn.kernels.library.tiles import (
     split_step,
     store_tile,
 )
+from pallas_attn.kernels.library.tree import ending_tiles, find_runs, in_branch
 from pallas_attn.launch import (
     flash_arguments,
     launch,
@@ -115,6 +116,8 @@ def flash_bwd_dq_kernel(
     offsets,
     segments,
     lists,
+    tree,
+    depths,
     intervals,
     carry_ref,
     dq_ref,
@@ -137,7 +140,7 @@ def flash_bwd_dq_kernel(
     dout [Sq, Dv], lse2 and delta of `flash_bwd_preprocess_kernel`. Grid, place, rule: as in
     `flash_fwd_kernel`. Loop invariant: dq is Σ ds k over the keys so far. Accumulation: float32,
     exponents in base 2, ds cast to k's dtype for ds·k. A row that sees no key gives 0. Packed
-    sequences, segment ids, block mask: as in `flash_fwd_kernel`; lse2 and delta as
+    sequences, segment ids, block mask, tree: as in `flash_fwd_kernel`; lse2 and delta as
     `flash_bwd_preprocess_kernel` has them. carry [Sq, D] float32: the gradient through other keys,
     to which that through these is added; or None.
     """
@@ -170,6 +173,11 @@ def flash_bwd_dq_kernel(
     )  # fmt: skip
     if lists.tiles is not None:
         visits = visits.keep(lists, 0, start_q // tile_q, tile_kv)
+    runs = find_runs(
+        tree, depths, 0, start_q, seq_q, first_kv, seq_kv, diagonal, visits.visible, block_q,
+        block_kv,
+    )  # fmt: skip
+    visits = visits._replace(runs=runs)
     for masked in (False, True):
 
         def visit(index, dq, masked=masked):
@@ -179,9 +187,15 @@ def flash_bwd_dq_kernel(
             k = load_tile(k_ref, start_kv, seq_kv, block_kv, head_dim, masked, is_key)
             k = round_operand(k, rule.precision)
             key = start_kv + arange(block_kv)
+            seen = in_branch(
+                tree, depths, 0, rows[:, None], seq_q, first_kv, key[None, :], seq_kv,
+                position[:, None],
+            )  # fmt: skip
+            if begins is not None:
+                seen = in_interval(begins, ends, key)
             s, dcap = visible_scores(
                 q, k, position[:, None], key[None, :], seq_kv, rule, window, masked,
-                segment_q, segment_kv, key[None, :], begins, ends,
+                segment_q, segment_kv, seen,
             )  # fmt: skip
             # p = exp(s - lse)
             p = jnp.exp2(s * rule.exp2_scale - lse2[:, None])
@@ -195,7 +209,7 @@ def flash_bwd_dq_kernel(
             ds = round_operand(ds.astype(k.dtype), rule.precision)
             return dq + dot(ds, k, rule.precision)
 
-        dq = lax.fori_loop(0, visits.count(masked), visit, dq)
+        dq = visits.walk(masked, visit, dq)
 
     # Scale and store.
     dq = dq * rule.scale
@@ -214,6 +228,8 @@ def flash_bwd_dkdv_kernel(
     offsets,
     segments,
     lists,
+    tree,
+    depths,
     intervals,
     dk_ref,
     dv_ref,
@@ -240,19 +256,20 @@ def flash_bwd_dkdv_kernel(
     queries across), so that they are left operands as they are. Loop invariant: dk is Σ dsᵀ q and
     dv is Σ pᵀ dout over the query heads and queries so far. Accumulation: float32, exponents in
     base 2, p and ds cast to the inputs' dtype for their products. A key that no query sees gives 0.
-    Packed sequences, segment ids: as in `flash_bwd_dq_kernel`, with tiles of keys, and the ranges
-    of the queries' ids. Block mask: as there, with the `lists_of_queries`, counts [group_lists,
-    tiles] and tiles [group_lists, tiles, width]; group_lists is how many the query heads of a kv
-    head have, group_size or 1.
+    Packed sequences, segment ids, tree: as in `flash_bwd_dq_kernel`, with tiles of keys, and the
+    ranges of the queries' ids. Block mask: as there, with the `lists_of_queries`, counts
+    [group_lists, tiles] and tiles [group_lists, tiles, width]; group_lists is how many the query
+    heads of a kv head have, group_size or 1.
     """
     # Locate the tile of keys.
     tile, _head, _batch = place(pl.program_id(0))
     # The first keys are seen by most queries.
     tile = count_sequence_tiles(seq_kv, offsets.num_sequences, block_kv) - 1 - tile
-    sequence, _first_kv, start_kv, seq_kv, first_q, seq_q = locate_tile(
+    sequence, first_kv, start_kv, seq_kv, first_q, seq_q = locate_tile(
         *reversed(offsets), tile, seq_kv, seq_q, block_kv
     )
     diagonal = seq_kv - seq_q
+    first_position = diagonal - first_kv  # of query 0
     q_ref, dout_ref = rows_from(q_ref, first_q), rows_from(dout_ref, first_q)
     first_row = first_tile(first_q, sequence, ROW_PADDING) * ROW_PADDING
     lse2_ref, delta_ref = rows_from(lse2_ref, first_row), rows_from(delta_ref, first_row)
@@ -272,6 +289,11 @@ def flash_bwd_dkdv_kernel(
         start_kv, seq_kv, seq_q, -diagonal, window.right, window.left, block_kv, block_q,
         segment_kv, segments, begins, ends,
     )  # fmt: skip
+    ending = ending_tiles(
+        tree, depths, first_kv, key + first_position, seq_kv - first_kv, first_position,
+        of_all_lists.visible, block_q,
+    )  # fmt: skip
+    of_all_lists = of_all_lists._replace(visible=ending)
 
     def walk(first_member, carry):
         first_member = jnp.int32(first_member)
@@ -294,9 +316,16 @@ def flash_bwd_dkdv_kernel(
                 q = load_tile(q_ref, start_q, seq_q, block_q, head_dim, masked, is_query, member)
                 q = round_operand(q, rule.precision)
                 rows = start_q + arange(block_q)
+                seen = in_branch(
+                    tree, depths, first_q, rows[None, :], seq_q, first_kv,
+                    key[:, None] + first_position, seq_kv - first_kv,
+                    rows[None, :] + first_position,
+                )  # fmt: skip
+                if begins is not None:
+                    seen = in_interval(begins, ends, rows)
                 s, dcap = visible_scores(
                     k, q, rows[None, :], key[:, None], None, rule, window, masked,
-                    segment_kv, segment_q, rows[None, :], begins, ends,
+                    segment_kv, segment_q, seen,
                 )  # fmt: skip
                 # pᵀ = exp(sᵀ - lse)
                 lse2 = load_padded_rows(lse2_ref, start_q, block_q, member)

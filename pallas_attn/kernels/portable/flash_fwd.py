@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 from jax.experimental import pallas as pl
 
 from pallas_attn.kernels.library.block_mask import list_arguments
-from pallas_attn.kernels.library.intervals import load_intervals
+from pallas_attn.kernels.library.intervals import in_interval, load_intervals
 from pallas_attn.kernels.library.mask import find_visits, mask_of_keys
 from pallas_attn.kernels.library.schedule import order_programs
 from pallas_attn.kernels.library.scores import dot, round_operand, visible_scores
@@ -37,6 +37,7 @@ from pallas_attn.kernels.library.tiles import (
     store_rows,
     store_tile,
 )
+from pallas_attn.kernels.library.tree import find_runs, in_branch
 from pallas_attn.launch import flash_arguments, launch, of_head, of_mask
 from twin_attention.contract.operands import AttentionOperands
 from twin_attention.contract.spec import AttentionSpec
@@ -59,6 +60,8 @@ def flash_fwd_kernel(
     offsets,
     segments,
     lists,
+    tree,
+    depths,
     intervals,
     carry,
     out_ref,
@@ -92,7 +95,8 @@ def flash_fwd_kernel(
     `count_sequence_tiles` of queries. Segment ids, of this program's batch: `Segments`, with the
     ranges of the keys'. Block mask, of this program's batch and head: the `lists_of_keys`, counts
     [1, tiles] and tiles [1, tiles, width], and a tile of tile_q by tile_kv, multiples of block_q
-    and block_kv. What a problem does not have is None.
+    and block_kv. Ends of keys, of this batch element: `Tree` and `Depths`. What a problem does not
+    have is None.
     """
     # Locate the tile of queries.
     tile, _head, _batch = place(pl.program_id(0))
@@ -129,6 +133,11 @@ def flash_fwd_kernel(
     )  # fmt: skip
     if lists.tiles is not None:
         visits = visits.keep(lists, 0, start_q // tile_q, tile_kv)
+    runs = find_runs(
+        tree, depths, 0, start_q, seq_q, first_kv, seq_kv, diagonal, visits.visible, block_q,
+        block_kv,
+    )  # fmt: skip
+    visits = visits._replace(runs=runs)
     for masked in (False, True):
 
         def visit(index, carry, masked=masked):
@@ -139,9 +148,15 @@ def flash_fwd_kernel(
             k = load_tile(k_ref, start_kv, seq_kv, block_kv, head_dim, masked, is_key)
             k = round_operand(k, rule.precision)
             key = start_kv + arange(block_kv)
+            seen = in_branch(
+                tree, depths, 0, rows[:, None], seq_q, first_kv, key[None, :], seq_kv,
+                position[:, None],
+            )  # fmt: skip
+            if begins is not None:
+                seen = in_interval(begins, ends, key)
             s, _ = visible_scores(
                 q, k, position[:, None], key[None, :], seq_kv, rule, window, masked,
-                segment_q, segment_kv, key[None, :], begins, ends,
+                segment_q, segment_kv, seen,
             )  # fmt: skip
             # p = exp(s - max), and rescale what was accumulated
             p, alpha, m_i, l_i = online_softmax_update(s, m_i, l_i, rule.exp2_scale)
@@ -153,7 +168,7 @@ def flash_fwd_kernel(
             acc = acc + dot(p, v, rule.precision)
             return m_i, l_i, acc
 
-        m_i, l_i, acc = lax.fori_loop(0, visits.count(masked), visit, (m_i, l_i, acc))
+        m_i, l_i, acc = visits.walk(masked, visit, (m_i, l_i, acc))
 
     # Normalise and store.
     if sink_ref is not None:
@@ -189,7 +204,7 @@ def launch_forward(
     """
     q, k, v = with_batch(spec, operands.q, operands.k, operands.v)
     sinks, group = operands.sinks, spec.group_size
-    mask = mask_of_keys(operands)
+    mask = mask_of_keys(operands, spec)
     dtype = q.dtype if carry is None else jnp.float32
     out = jax.ShapeDtypeStruct((*q.shape[:3], spec.head_dim_v), dtype)
     lse = jax.ShapeDtypeStruct((spec.batch, spec.heads_q, spec.seq_q), jnp.float32)

@@ -36,11 +36,11 @@ def partial_bwd(
     Returns:
         The carry, and dk and dv, float32.
     """
-    q, k, v, mask = *operands[:3], mask_of_keys(operands)
+    q, k, v, mask = *operands[:3], mask_of_keys(operands, spec)
     if carry is None:
         rows = launch_preprocess(dout, dlse, out, lse, spec, backend, mask)
         carry = GradientCarry(jnp.zeros(q.shape, jnp.float32), *rows)
     inputs = Inputs(q, k, v, dout, carry.lse2, carry.delta)
     dq = launch_dq(inputs, spec, backend, mask, carry.dq)
-    dk, dv = launch_dkdv(inputs, spec, backend, mask_of_queries(operands), jnp.float32)
+    dk, dv = launch_dkdv(inputs, spec, backend, mask_of_queries(operands, spec), jnp.float32)
     return carry._replace(dq=dq), dk, dv

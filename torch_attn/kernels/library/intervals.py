@@ -45,6 +45,12 @@ def tiles_of_intervals(begins, ends, BLOCK_OTHER: tl.constexpr):
     return tiles_between(begin, full_begin, full_end, end, BLOCK_OTHER)
 
 
+@triton.jit
+def in_interval(begins, ends, rows):
+    """Return which rows of the other axis each row that stays sees, [BLOCK, BLOCK_OTHER]."""
+    return (rows[None, :] >= begins[:, None]) & (rows[None, :] < ends[:, None])
+
+
 def intervals_of_keys(operands: AttentionOperands[Tensor]) -> RowIntervals | None:
     """Return what each query sees of the keys; None where a window says so."""
     if not isinstance(operands, PartialOperands):

@@ -1,4 +1,4 @@
-"""Tell who sees whom, beside the window: packed sequences, segments, block masks, intervals.
+"""Tell who sees whom, beside the window: packed sequences, segments, trees, intervals, block masks.
 
 Each is a named tuple of operands and numbers, or None; a kernel takes all of them as one.
 """
@@ -33,8 +33,10 @@ from torch_attn.kernels.library.segments import (
 )
 from torch_attn.kernels.library.sequences import Offsets, offsets_of
 from torch_attn.kernels.library.tiles import tile_start, visible_tiles
+from torch_attn.kernels.library.tree import Depths, Tree, tree_of
 from torch_attn.launch import KernelCall
 from twin_attention.contract.operands import AttentionOperands
+from twin_attention.contract.spec import AttentionSpec
 
 
 class Mask(NamedTuple):
@@ -47,12 +49,16 @@ class Mask(NamedTuple):
         lists: the tiles that a block mask keeps.
         offsets: of packed sequences, both None of a dense batch.
         segments: ids, and ranges of the visited tokens' ids.
+        tree: ends of keys.
+        depths: what a window counts in place of positions.
         intervals: what the rows that stay see, in place of a window.
     """
 
     lists: Lists | None
     offsets: Offsets
     segments: Segments | None
+    tree: Tree | None
+    depths: Depths | None
     intervals: RowIntervals | None
 
 
@@ -123,16 +129,18 @@ def visited_row(
     return row
 
 
-def mask_of_keys(operands: AttentionOperands[Tensor]) -> Mask:
+def mask_of_keys(operands: AttentionOperands[Tensor], spec: AttentionSpec) -> Mask:
     """Return the mask of a kernel that visits keys."""
     segments, intervals = visiting_keys(segments_of(operands)), intervals_of_keys(operands)
-    return Mask(lists_of_keys(operands), offsets_of(operands), segments, intervals)
+    lists, tree = lists_of_keys(operands), tree_of(operands, spec)
+    return Mask(lists, offsets_of(operands), segments, *tree, intervals)
 
 
-def mask_of_queries(operands: AttentionOperands[Tensor]) -> Mask:
+def mask_of_queries(operands: AttentionOperands[Tensor], spec: AttentionSpec) -> Mask:
     """Return the mask of a kernel that visits queries."""
     segments, intervals = visiting_queries(segments_of(operands)), intervals_of_queries(operands)
-    return Mask(lists_of_queries(operands), offsets_of(operands), segments, intervals)
+    lists, tree = lists_of_queries(operands), tree_of(operands, spec)
+    return Mask(lists, offsets_of(operands), segments, *tree, intervals)
 
 
 def mask_argument(call: KernelCall, of_keys: bool) -> dict[str, Any]:

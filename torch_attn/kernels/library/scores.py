@@ -19,9 +19,7 @@ def visible_scores(
     MASKED: tl.constexpr,
     segment_a=None,
     segment_b=None,
-    row_b=None,
-    begins=None,
-    ends=None,
+    seen=None,
 ):
     """Compute the scores of a tile: from the operands of q·k to what the softmax takes.
 
@@ -37,8 +35,8 @@ def visible_scores(
         MASKED: the tile has hidden keys.
         segment_a, segment_b: segments of the rows of a and of b, which no row that does not exist
             shares; None hides nothing.
-        row_b, begins, ends: numbers of b's rows, broadcast as `position` is, and the bounds of
-            those that each row of a sees; None hides nothing.
+        seen: the keys that a tree or an interval shows each query, broadcast as a · bᵀ; None hides
+            nothing.
 
     Returns:
         (s, dcap): a · bᵀ scaled, capped and masked, float32; and the derivative of the cap, 1
@@ -51,10 +49,10 @@ def visible_scores(
     if segment_a is not None:
         s = attention_mask(s, position, key, None, window_left, window_right)
         s = tl.where(segment_a[:, None] == segment_b[None, :], s, float("-inf"))
-    elif MASKED and begins is not None:
-        s = tl.where((row_b >= begins[:, None]) & (row_b < ends[:, None]), s, float("-inf"))
     elif MASKED:
         s = attention_mask(s, position, key, end, window_left, window_right)
+    if MASKED and seen is not None:
+        s = tl.where(seen, s, float("-inf"))
     return s, dcap
 
 

@@ -1,6 +1,6 @@
 """Segment ids: which tiles may hold keys of a query's segment, and who belongs to it.
 
-Ids come in any order. For every BLOCK_IDS tokens the host computes a range of their ids, and a
+Ids come in any order. For every BLOCK_TOKENS tokens the host computes a range of their ids, and a
 program visits the tiles of the other axis from the first block whose range meets its own tokens' to
 the last one. All of these tiles are masked by their ids. Those before the first block with padding
 are loaded without a mask, so that no load of theirs waits for ids.
@@ -10,19 +10,13 @@ Padding has negative ids and may hold NaN: it is loaded as 0.
 
 from typing import Any, NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from torch_attn.kernels.library.ranges import BLOCK_TOKENS, LARGEST, SCAN_WIDTH, in_blocks
 from twin_attention.contract.operands import AttentionOperands, FlashOperands
 
-# Tokens of a block, which has one range of ids.
-BLOCK_IDS = tl.constexpr(64)
-# Ranges that a step of the search reads at a time: one step covers 32768 tokens.
-SCAN_WIDTH = tl.constexpr(512)
-# Where the range of a block without an id begins.
-LARGEST_ID = tl.constexpr(2**31 - 1)
 # Ids of padding in the tokens that stay, and in those that are visited: they are not equal.
 STAYS, VISITED = tl.constexpr(-2), tl.constexpr(-1)
 
@@ -46,7 +40,7 @@ def segments_of_batch(segments, batch, seq_q, seq_kv, size_visited):
     return Segments(
         segments.q + batch * seq_q,
         segments.kv + batch * seq_kv,
-        segments.ranges + batch * 3 * tl.cdiv(size_visited, BLOCK_IDS),
+        segments.ranges + batch * 3 * tl.cdiv(size_visited, BLOCK_TOKENS),
     )
 
 
@@ -78,51 +72,49 @@ def meeting_tiles(ids, ranges_ptr, size_other, begin, before, full, after, BLOCK
     Returns (begin, before, full, after) again, but that every tile needs its scores masked. The
     full ones need no mask for their loads: their rows exist and none is padding.
     """
-    least = tl.min(tl.where(ids < 0, LARGEST_ID, ids), 0)
+    least = tl.min(tl.where(ids < 0, LARGEST, ids), 0)
     greatest = tl.max(ids, 0)
-    num_blocks = tl.cdiv(size_other, BLOCK_IDS)
-    end = tl.minimum(tl.cdiv(begin + (before + full + after) * BLOCK, BLOCK_IDS), num_blocks)
+    num_blocks = tl.cdiv(size_other, BLOCK_TOKENS)
+    end = tl.minimum(tl.cdiv(begin + (before + full + after) * BLOCK, BLOCK_TOKENS), num_blocks)
     # The first and the last block that may hold their tokens.
     block = tl.arange(0, SCAN_WIDTH)
     first = tl.full([SCAN_WIDTH], 0, tl.int32) + num_blocks
     stop = tl.zeros([SCAN_WIDTH], tl.int32)
-    for start in tl.range(begin // BLOCK_IDS, end, SCAN_WIDTH, num_stages=1):
+    for start in tl.range(begin // BLOCK_TOKENS, end, SCAN_WIDTH, num_stages=1):
         i = start + block
-        low = tl.load(ranges_ptr + i, mask=i < end, other=LARGEST_ID)
+        low = tl.load(ranges_ptr + i, mask=i < end, other=LARGEST)
         high = tl.load(ranges_ptr + num_blocks + i, mask=i < end, other=VISITED)
         meets = (low <= greatest) & (high >= least)
         first = tl.minimum(first, tl.where(meets, i, num_blocks))
         stop = tl.maximum(stop, tl.where(meets, i + 1, 0))
-    begin = tl.maximum(begin, tl.min(first, 0) * BLOCK_IDS // BLOCK * BLOCK)
+    begin = tl.maximum(begin, tl.min(first, 0) * BLOCK_TOKENS // BLOCK * BLOCK)
     end = tl.max(stop, 0)
-    visible = tl.cdiv(tl.maximum(end * BLOCK_IDS - begin, 0), BLOCK)
+    visible = tl.cdiv(tl.maximum(end * BLOCK_TOKENS - begin, 0), BLOCK)
     # The first block from there on that has padding.
     padded = tl.full([SCAN_WIDTH], 0, tl.int32) + end
-    for start in tl.range(begin // BLOCK_IDS, end, SCAN_WIDTH, num_stages=1):
+    for start in tl.range(begin // BLOCK_TOKENS, end, SCAN_WIDTH, num_stages=1):
         i = start + block
         any_id = tl.load(ranges_ptr + 2 * num_blocks + i, mask=i < end, other=0)
         padded = tl.minimum(padded, tl.where(any_id < 0, i, end))
-    full = tl.maximum(tl.min(padded, 0) * BLOCK_IDS - begin, 0) // BLOCK
+    full = tl.maximum(tl.min(padded, 0) * BLOCK_TOKENS - begin, 0) // BLOCK
     return begin, 0, full, visible - full
 
 
 def segment_ranges(ids: Tensor) -> Tensor:
-    """Compute the range of ids of every BLOCK_IDS tokens.
+    """Compute the range of ids of every BLOCK_TOKENS tokens.
 
     Args:
         ids: [B, S] int32.
 
     Returns:
-        [B, 3, blocks] int32: the least id that is not negative, LARGEST_ID if there is none; the
+        [B, 3, blocks] int32: the least id that is not negative, LARGEST if there is none; the
         greatest; and the least of all, which is negative in a block with padding. What the last
         block lacks counts as padding.
     """
-    batch, size = ids.shape
-    blocks = triton.cdiv(size, BLOCK_IDS.value)
-    ids = torch.constant_pad_nd(ids, [0, blocks * BLOCK_IDS.value - size], VISITED.value)
-    ids = ids.view(batch, blocks, BLOCK_IDS.value)
+    ids = in_blocks(ids, VISITED.value)
+    batch, blocks, _ = ids.shape
     ranges = ids.new_empty((batch, 3, blocks))
-    ranges[:, 0] = ids.masked_fill(ids < 0, LARGEST_ID.value).amin(2)
+    ranges[:, 0] = ids.masked_fill(ids < 0, LARGEST.value).amin(2)
     ranges[:, 1] = ids.amax(2)
     ranges[:, 2] = ids.amin(2)
     return ranges

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from torch_attn.kernels.gradients import make_flash_bwd
-from torch_attn.kernels.library.intervals import load_intervals
+from torch_attn.kernels.library.intervals import in_interval, load_intervals
 from torch_attn.kernels.library.mask import (
     listed_tiles,
     mask_argument,
@@ -44,6 +44,13 @@ from torch_attn.kernels.library.tiles import (
     split_step,
     store_tile,
     strides_of,
+)
+from torch_attn.kernels.library.tree import (
+    count_runs,
+    ending_tiles,
+    find_runs,
+    in_branch,
+    next_run,
 )
 from torch_attn.launch import UNSPECIALIZED, KernelCall, Prepared, flash_arguments, has_carry
 from twin_attention.targets.schedule import programs_of_sm
@@ -100,6 +107,8 @@ def flash_bwd_dq_kernel(
     segments = mask.segments
     if segments is not None:
         segments = segments_of_batch(segments, batch, seq_q, seq_kv, seq_kv)
+    tree, depths, runs = mask.tree, mask.depths, None
+    row_kv = batch * seq_kv if first_kv is None else first_kv
     head_kv = head // GROUP_SIZE
     k_base = head_base(k_ptr, strides.k, batch, head_kv, first_kv)
     v_base = head_base(v_ptr, strides.v, batch, head_kv, first_kv)
@@ -135,37 +144,58 @@ def flash_bwd_dq_kernel(
     list_ptr, begin, before, full, after = listed_tiles(
         mask.lists, batch, head, start_q, begin, before, full, after, BLOCK_KV
     )
+    if tree is not None:
+        runs = find_runs(
+            tree, depths, batch, batch * seq_q, start_q, seq_q, row_kv, seq_kv, diagonal, begin,
+            before, full, after, BLOCK_Q,
+        )  # fmt: skip
+        before, full, after = 0, 0, 0
     for masked in tl.static_range(2):
-        for index in tl.range(0, count_tiles(before, full, after, masked)):
-            start_kv = visited_row(
-                mask.lists, list_ptr, index, begin, before, full, seq_kv, BLOCK_KV, masked
-            )
-            # s = scale · q kᵀ
-            segment_kv, is_key = None, None
-            if segments is not None:
-                segment_kv, is_key = load_segments(segments.kv, start_kv, seq_kv, BLOCK_KV, VISITED)
-            k = load_tile(
-                k_base, start_kv, seq_kv, strides.k.row, BLOCK_KV, HEAD_DIM, masked, is_key
-            )
-            k = round_operand(k, rule.precision)
-            key = start_kv + tl.arange(0, BLOCK_KV)
-            s, dcap = visible_scores(
-                q, k, position[:, None], key[None, :], seq_kv, rule, window_left, window_right,
-                masked, segment_q, segment_kv, key[None, :], begins, ends,
-            )  # fmt: skip
-            # p = exp(s - lse)
-            p = tl.exp2(s * rule.exp2_scale - lse2[:, None])
-            # dp = dout vᵀ
-            v = load_tile(
-                v_base, start_kv, seq_kv, strides.v.row, BLOCK_KV, HEAD_DIM_V, masked, is_key
-            )
-            v = round_operand(v, rule.precision)
-            dp = tl.dot(do, tl.trans(v), input_precision=rule.precision)
-            # ds = p ∘ (dp - delta) ∘ dcap
-            ds = p * (dp - delta[:, None]) * dcap
-            # dq += ds k
-            ds = round_operand(ds.to(k.dtype), rule.precision)
-            dq = tl.dot(ds, k, dq, input_precision=rule.precision)
+        first, end = 0, count_tiles(before, full, after, masked)
+        for _run in tl.range(0, count_runs(depths, runs, BLOCK_KV, masked)):
+            if tree is not None:
+                first, end = next_run(depths, runs, end, BLOCK_KV, masked)
+            # From 0 on: from another number Triton 3.9 does not always pipeline the loads.
+            for step in tl.range(0, end - first):
+                start_kv = visited_row(
+                    mask.lists, list_ptr, first + step, begin, before, full, seq_kv, BLOCK_KV,
+                    masked,
+                )  # fmt: skip
+                # s = scale · q kᵀ
+                segment_kv, is_key, seen = None, None, None
+                if segments is not None:
+                    segment_kv, is_key = load_segments(
+                        segments.kv, start_kv, seq_kv, BLOCK_KV, VISITED
+                    )
+                k = load_tile(
+                    k_base, start_kv, seq_kv, strides.k.row, BLOCK_KV, HEAD_DIM, masked, is_key
+                )
+                k = round_operand(k, rule.precision)
+                key = start_kv + tl.arange(0, BLOCK_KV)
+                if begins is not None:
+                    seen = in_interval(begins, ends, key)
+                if tree is not None:
+                    seen = in_branch(
+                        tree, depths, batch * seq_q, rows[:, None], seq_q, row_kv, key[None, :],
+                        seq_kv, position[:, None],
+                    )  # fmt: skip
+                s, dcap = visible_scores(
+                    q, k, position[:, None], key[None, :], seq_kv, rule, window_left, window_right,
+                    masked, segment_q, segment_kv, seen,
+                )  # fmt: skip
+                # p = exp(s - lse)
+                p = tl.exp2(s * rule.exp2_scale - lse2[:, None])
+                # dp = dout vᵀ
+                v = load_tile(
+                    v_base, start_kv, seq_kv, strides.v.row, BLOCK_KV, HEAD_DIM_V, masked, is_key
+                )
+                v = round_operand(v, rule.precision)
+                dp = tl.dot(do, tl.trans(v), input_precision=rule.precision)
+                # ds = p ∘ (dp - delta) ∘ dcap
+                ds = p * (dp - delta[:, None]) * dcap
+                # dq += ds k
+                ds = round_operand(ds.to(k.dtype), rule.precision)
+                dq = tl.dot(ds, k, dq, input_precision=rule.precision)
 
     # Scale and store.
     dq_row = heads_q * HEAD_DIM
@@ -223,15 +253,17 @@ def flash_bwd_dkdv_kernel(
     start_kv = tile * BLOCK_KV
     head_kv = index % heads_kv
     batch = (index // heads_kv).to(tl.int64)
-    total_q = seq_q
+    total_q, first_q, first_kv = seq_q, 0, 0
     if num_sequences is not None:
-        sequence, _first_kv, start_kv, seq_kv, first_q, seq_q = locate_tile(
+        sequence, first_kv, start_kv, seq_kv, first_q, seq_q = locate_tile(
             mask.offsets.kv, mask.offsets.q, tile, seq_kv, seq_q, num_sequences, BLOCK_KV
         )
         batch, diagonal = tl.cast(0, tl.int64), seq_kv - seq_q
     segments = mask.segments
     if segments is not None:
         segments = segments_of_batch(segments, batch, seq_q, seq_kv, seq_q)
+    tree, depths = mask.tree, mask.depths
+    row_kv, first_position = batch * seq_kv + first_kv, diagonal - first_kv  # of query 0
 
     # Load the keys and values; they stay.
     k_base = head_base(k_ptr, strides.k, batch, head_kv)
@@ -254,6 +286,11 @@ def flash_bwd_dkdv_kernel(
         segments, segment_kv, begins, ends, start_kv, seq_kv, seq_q, -diagonal, window_right,
         window_left, BLOCK_KV, BLOCK_Q,
     )  # fmt: skip
+    if tree is not None:
+        begin, before, full, after = ending_tiles(
+            tree, depths, row_kv, key + first_position, seq_kv - first_kv, first_position, begin,
+            before, full, after, BLOCK_Q,
+        )  # fmt: skip
     # With lists of each head one head after the other, otherwise all of the group together.
     GROUP_LISTS: tl.constexpr = 1 if mask.lists is None else mask.lists.of_group
     for first_member in tl.range(0, GROUP_LISTS):
@@ -282,7 +319,7 @@ def flash_bwd_dkdv_kernel(
                 if num_sequences is not None:
                     offset += first_tile(first_q, sequence, ROW_PADDING).to(tl.int64) * ROW_PADDING
                 # sᵀ = scale · k qᵀ
-                segment_q, is_query = None, None
+                segment_q, is_query, seen = None, None, None
                 if segments is not None:
                     segment_q, is_query = load_segments(segments.q, row_q, end_q, BLOCK_Q, VISITED)
                 q = load_tile(
@@ -290,9 +327,17 @@ def flash_bwd_dkdv_kernel(
                 )
                 q = round_operand(q, rule.precision)
                 rows = start_q + tl.arange(0, BLOCK_Q)
+                if begins is not None:
+                    seen = in_interval(begins, ends, rows)
+                if tree is not None:
+                    seen = in_branch(
+                        tree, depths, batch * seq_q + first_q, rows[None, :], seq_q, row_kv,
+                        key[:, None] + first_position, seq_kv - first_kv,
+                        rows[None, :] + first_position,
+                    )  # fmt: skip
                 s, dcap = visible_scores(
                     k, q, rows[None, :], key[:, None], None, rule, window_left, window_right,
-                    masked, segment_kv, segment_q, rows[None, :], begins, ends,
+                    masked, segment_kv, segment_q, seen,
                 )  # fmt: skip
                 # pᵀ = exp(sᵀ - lse)
                 lse2 = tl.load(lse2_ptr + offset + rows)

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torch_attn.kernels.library.intervals import load_intervals
+from torch_attn.kernels.library.intervals import in_interval, load_intervals
 from torch_attn.kernels.library.mask import (
     listed_tiles,
     mask_argument,
@@ -45,6 +45,7 @@ from torch_attn.kernels.library.tiles import (
     store_tile,
     strides_of,
 )
+from torch_attn.kernels.library.tree import count_runs, find_runs, in_branch, next_run
 from torch_attn.launch import (
     UNSPECIALIZED,
     KernelCall,
@@ -118,6 +119,8 @@ def flash_fwd_kernel(
     segments = mask.segments
     if segments is not None:
         segments = segments_of_batch(segments, batch, seq_q, seq_kv, seq_kv)
+    tree, depths, runs = mask.tree, mask.depths, None
+    row_kv = batch * seq_kv if first_kv is None else first_kv
     head_kv = head // GROUP_SIZE
     k_base = head_base(k_ptr, strides.k, batch, head_kv, first_kv)
     v_base = head_base(v_ptr, strides.v, batch, head_kv, first_kv)
@@ -157,34 +160,55 @@ def flash_fwd_kernel(
     list_ptr, begin, before, full, after = listed_tiles(
         mask.lists, batch, head, start_q, begin, before, full, after, BLOCK_KV
     )
+    if tree is not None:
+        runs = find_runs(
+            tree, depths, batch, batch * seq_q, start_q, seq_q, row_kv, seq_kv, diagonal, begin,
+            before, full, after, BLOCK_Q,
+        )  # fmt: skip
+        before, full, after = 0, 0, 0
     for masked in tl.static_range(2):
-        for index in tl.range(0, count_tiles(before, full, after, masked)):
-            start_kv = visited_row(
-                mask.lists, list_ptr, index, begin, before, full, seq_kv, BLOCK_KV, masked
-            )
-            # s = scale · q kᵀ
-            segment_kv, is_key = None, None
-            if segments is not None:
-                segment_kv, is_key = load_segments(segments.kv, start_kv, seq_kv, BLOCK_KV, VISITED)
-            k = load_tile(
-                k_base, start_kv, seq_kv, strides.k.row, BLOCK_KV, HEAD_DIM, masked, is_key
-            )
-            k = round_operand(k, rule.precision)
-            key = start_kv + tl.arange(0, BLOCK_KV)
-            s, _ = visible_scores(
-                q, k, position[:, None], key[None, :], seq_kv, rule, window_left, window_right,
-                masked, segment_q, segment_kv, key[None, :], begins, ends,
-            )  # fmt: skip
-            # p = exp(s - max), and rescale what was accumulated
-            p, alpha, m_i, l_i = online_softmax_update(s, m_i, l_i, rule.exp2_scale)
-            acc = acc * alpha[:, None]
-            # acc += p v
-            v = load_tile(
-                v_base, start_kv, seq_kv, strides.v.row, BLOCK_KV, HEAD_DIM_V, masked, is_key
-            )
-            v = round_operand(v, rule.precision)
-            p = round_operand(p.to(v.dtype), rule.precision)
-            acc = tl.dot(p, v, acc, input_precision=rule.precision)
+        first, end = 0, count_tiles(before, full, after, masked)
+        for _run in tl.range(0, count_runs(depths, runs, BLOCK_KV, masked)):
+            if tree is not None:
+                first, end = next_run(depths, runs, end, BLOCK_KV, masked)
+            # From 0 on: from another number Triton 3.9 does not always pipeline the loads.
+            for step in tl.range(0, end - first):
+                start_kv = visited_row(
+                    mask.lists, list_ptr, first + step, begin, before, full, seq_kv, BLOCK_KV,
+                    masked,
+                )  # fmt: skip
+                # s = scale · q kᵀ
+                segment_kv, is_key, seen = None, None, None
+                if segments is not None:
+                    segment_kv, is_key = load_segments(
+                        segments.kv, start_kv, seq_kv, BLOCK_KV, VISITED
+                    )
+                k = load_tile(
+                    k_base, start_kv, seq_kv, strides.k.row, BLOCK_KV, HEAD_DIM, masked, is_key
+                )
+                k = round_operand(k, rule.precision)
+                key = start_kv + tl.arange(0, BLOCK_KV)
+                if begins is not None:
+                    seen = in_interval(begins, ends, key)
+                if tree is not None:
+                    seen = in_branch(
+                        tree, depths, batch * seq_q, rows[:, None], seq_q, row_kv, key[None, :],
+                        seq_kv, position[:, None],
+                    )  # fmt: skip
+                s, _ = visible_scores(
+                    q, k, position[:, None], key[None, :], seq_kv, rule, window_left, window_right,
+                    masked, segment_q, segment_kv, seen,
+                )  # fmt: skip
+                # p = exp(s - max), and rescale what was accumulated
+                p, alpha, m_i, l_i = online_softmax_update(s, m_i, l_i, rule.exp2_scale)
+                acc = acc * alpha[:, None]
+                # acc += p v
+                v = load_tile(
+                    v_base, start_kv, seq_kv, strides.v.row, BLOCK_KV, HEAD_DIM_V, masked, is_key
+                )
+                v = round_operand(v, rule.precision)
+                p = round_operand(p.to(v.dtype), rule.precision)
+                acc = tl.dot(p, v, acc, input_precision=rule.precision)
 
     # Normalise and store.
     if sinks_ptr is not None:
@@ -223,7 +247,7 @@ def launch_forward(
     backend: Backend,
 ) -> None:
     """Launch `flash_fwd_kernel` on given outputs."""
-    tensors = (*operands[:3], operands.sinks, out, lse, mask_of_keys(operands))
+    tensors = (*operands[:3], operands.sinks, out, lse, mask_of_keys(operands, spec))
     launch(
         "flash_fwd",
         flash_fwd_kernel,
@@ -243,7 +267,8 @@ def _register_limit(spec: AttentionSpec, target: str | None) -> int | None:
     """
     size = max(spec.head_dim, spec.head_dim_v)
     is_near = target == "sm90" and spec.dtype_bits == 16 and spec.softcap is None
-    is_near = is_near and not spec.segmented and not isinstance(spec, BlockSparseSpec)
+    hides = spec.segmented or spec.tree or isinstance(spec, BlockSparseSpec)
+    is_near = is_near and not hides
     return 128 if is_near and 32 < size <= 64 else None
 
 

@@ -219,7 +219,7 @@ def flash_fwd(
     q = operands.q
     out = q.new_empty((*q.shape[:-1], spec.head_dim_v))
     lse = q.new_empty((*q.shape[:-3], spec.heads_q, spec.seq_q), dtype=torch.float32)
-    tensors = (q, operands.k, operands.v, operands.sinks, out, lse, mask_of_keys(operands))
+    tensors = (q, operands.k, operands.v, operands.sinks, out, lse, mask_of_keys(operands, spec))
     launch("flash_fwd", flash_fwd_kernel, _prepare, tensors, spec, backend)
     return out, lse
 

@@ -497,7 +497,7 @@ def flash_fwd(
     out = q.new_empty((*q.shape[:-1], spec.head_dim_v))
     lse = q.new_empty((*q.shape[:-3], spec.heads_q, spec.seq_q), dtype=torch.float32)
     tensors = (q, operands.k, operands.v, operands.sinks, out, lse, item_counter(q, spec))
-    tensors = (*tensors, mask_of_keys(operands))
+    tensors = (*tensors, mask_of_keys(operands, spec))
     # Four warps are one consumer; Triton adds those of the other parts.
     launch("flash_fwd", flash_fwd_kernel, _prepare, tensors, spec, backend, num_warps=4)
     return out, lse

@@ -1,0 +1,258 @@
+"""Trees: keys that have an end, and windows of depths.
+
+Key j is seen by queries at positions before ``ends[j]``, of those that `causal` leaves. For every
+BLOCK_TOKENS keys the host computes the greatest and the least end. A tile of keys is skipped where
+no end is behind the first query, and needs no mask where all are behind the last one. What is left
+of the tiles that the window shows is runs: in depth-first order one for each stretch of the path
+from the root. A program walks one run after the other, each as dense rows are walked. The queries
+of a tile of keys are one run.
+
+A window of depths is one more end: ``reach[j]`` is the greatest depth of a query that sees key j.
+
+Ends and depths are data that nobody checked. Whatever they are, a program visits only tiles that
+the window shows.
+"""
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental.pallas import triton as plt
+
+from pallas_attn.kernels.library.ranges import BLOCK_TOKENS, LARGEST, SCAN_WIDTH, in_blocks, scan
+from pallas_attn.kernels.library.tiles import Visible, arange, cdiv, minimum
+from twin_attention.contract.operands import AttentionOperands, FlashOperands, VarlenOperands
+from twin_attention.contract.spec import DEPTH_MAX, AttentionSpec
+
+
+class Tree(NamedTuple):
+    """Ends of the keys of a batch element; None without them.
+
+    Attributes:
+        ends: [Skv] int32, or [Tkv] of packed sequences.
+        ranges: `tree_ranges`, which kernels that visit keys read.
+    """
+
+    ends: Any = None
+    ranges: Any = None
+
+
+class Depths(NamedTuple):
+    """Depths that a window counts, of a batch element; None without them.
+
+    Attributes:
+        q: of the queries, [Sq] int32, or [Tq] of packed sequences.
+        reach: of the keys, as `Tree.ends`: the greatest depth that sees each.
+    """
+
+    q: Any = None
+    reach: Any = None
+
+
+class Runs(NamedTuple):
+    """Hold what tells which tiles of keys some queries see.
+
+    Attributes:
+        ranges: of the batch element's keys.
+        row, last_row: row of the first tile, and the last row of the sequence, as `ranges` count.
+        visible: tiles that the window shows, of which the full ones need no mask for it.
+        first, last: positions of the first and of the last query.
+        least, greatest: depths of the queries, None without.
+        block: rows of a tile of keys.
+    """
+
+    ranges: Any
+    row: Any
+    last_row: Any
+    visible: Visible
+    first: Any
+    last: Any
+    least: Any
+    greatest: Any
+    block: int
+
+    @property
+    def count(self):
+        """Return how many tiles the window shows."""
+        return self.visible.before + self.visible.full + self.visible.after
+
+
+def in_branch(tree, depths, row_q, query, size_q, row_kv, key, size_kv, position):
+    """Return which keys have their end, and their reach, behind which queries; None without a tree.
+
+    Args:
+        tree, depths: `Tree` and `Depths`.
+        row_q, row_kv: rows of the sequence's first query and key.
+        query, key: rows counted from these, broadcast against each other.
+        size_q, size_kv: how many there are.
+        position: of the queries, counted as keys.
+    """
+    if tree.ends is None:
+        return None
+    ends = plt.load(tree.ends.at[row_kv + key], mask=key < size_kv, other=0)
+    seen = position < ends
+    if depths.reach is not None:
+        reach = plt.load(depths.reach.at[row_kv + key], mask=key < size_kv, other=0)
+        depth = plt.load(depths.q.at[row_q + query], mask=query < size_q, other=0)
+        seen = seen & (depth <= reach)
+    return seen
+
+
+def find_runs(
+    tree, depths, row_q, start, size, row_kv, size_kv, diagonal, visible, block, block_kv
+):
+    """Return the `Runs` of the queries start .. start + block; None without a tree.
+
+    Args:
+        tree, depths: as `in_branch` takes them.
+        row_q, row_kv: as `in_branch` takes them.
+        start, size: the queries' first row, and the end of the sequence's.
+        size_kv: how many keys the sequence has.
+        diagonal: position of query 0.
+        visible: what `visible_tiles` returned.
+        block, block_kv: rows of the tile, and of a tile of keys.
+    """
+    if tree.ends is None:
+        return None
+    least = greatest = None
+    if depths.reach is not None:
+        rows = start + arange(block)
+        depth = depths.q.at[row_q + rows]
+        least = jnp.min(plt.load(depth, mask=rows < size, other=LARGEST))
+        greatest = jnp.max(plt.load(depth, mask=rows < size, other=-LARGEST))
+    last = minimum(start + block, size) - 1
+    return Runs(
+        tree.ranges, row_kv + visible.begin, row_kv + size_kv - 1, visible, start + diagonal,
+        last + diagonal, least, greatest, block_kv,
+    )  # fmt: skip
+
+
+def count_runs(runs, masked):
+    """Return how many runs of tiles of one kind there are."""
+
+    def visit(tile, begun):
+        is_first = _is_kind(runs, tile, masked) & ~_is_kind(runs, tile - 1, masked)
+        return begun + is_first.astype(jnp.int32)
+
+    begun = scan(0, runs.count, visit, jnp.zeros((SCAN_WIDTH,), jnp.int32))
+    return jnp.sum(begun, dtype=jnp.int32)
+
+
+def next_run(runs, tile, masked):
+    """Return the first tile, and the end, of the next run of one kind from `tile` on.
+
+    `tile` is 0 or the end of a run.
+    """
+    count = runs.count
+
+    def visit(i, carry):
+        first, end = carry
+        is_kind = _is_kind(runs, i, masked)
+        is_end = _is_kind(runs, i - 1, masked) & ~is_kind & (i > tile)
+        first = jnp.minimum(first, jnp.where(is_kind, i, count))
+        return first, jnp.minimum(end, jnp.where(is_end, i, count))
+
+    nothing = jnp.full((SCAN_WIDTH,), 0, jnp.int32) + count
+    first, end = scan(tile, count + 1, visit, (nothing, nothing))
+    return jnp.min(first), jnp.min(end)
+
+
+def walk_runs(runs, masked, visit, carry):
+    """Call `visit` for the tiles of one kind, run after run; returns what the last call did.
+
+    visit: as `lax.fori_loop` takes it, of a tile's number.
+    """
+
+    def walk(_run, state):
+        end, carry = state
+        first, end = next_run(runs, end, masked)
+        # From 0 on: from another number Triton 3.9 does not always pipeline the loads.
+        steps = end - first
+        carry = lax.fori_loop(
+            jnp.int32(0), steps, lambda step, carry: visit(first + step, carry), carry
+        )
+        return end, carry
+
+    _end, carry = lax.fori_loop(jnp.int32(0), count_runs(runs, masked), walk, (jnp.int32(0), carry))
+    return carry
+
+
+def _is_kind(runs, tile, masked):
+    """Return which tiles are visited, of those that need a mask or of those that need none."""
+    before, full, block = runs.visible.before, runs.visible.full, runs.block
+    exists = (tile >= 0) & (tile < runs.count)
+    row = runs.row + tile * block
+    first_block = row // BLOCK_TOKENS
+    last_block = jnp.minimum(row + block - 1, runs.last_row) // BLOCK_TOKENS
+    visited = tile != tile
+    whole = exists & (tile >= before) & (tile < before + full)
+    for n in range((block + BLOCK_TOKENS - 2) // BLOCK_TOKENS + 1):
+        i = jnp.minimum(first_block + n, last_block)
+        greatest_end, least_end, *of_reach = (
+            plt.load(runs.ranges.at[i, x], mask=exists, other=0)
+            for x in range(runs.ranges.shape[1])
+        )
+        seen = greatest_end > runs.first
+        whole = whole & (least_end > runs.last)
+        if of_reach:
+            seen = seen & (of_reach[0] >= runs.least)
+            whole = whole & (of_reach[1] >= runs.greatest)
+        visited = visited | (exists & seen)
+    return visited & ~whole if masked else whole
+
+
+def ending_tiles(tree, depths, row_kv, key, size_kv, diagonal, visible, block):
+    """Narrow what `visible_tiles` returned to the tiles of queries before the end of some keys.
+
+    Args:
+        tree, depths, row_kv, key, size_kv: as `in_branch` takes them.
+        diagonal: position of query 0.
+        visible: what `visible_tiles` returned.
+        block: rows of a tile of queries.
+
+    Returns the `Visible` tiles.
+    """
+    if tree.ends is None:
+        return visible
+    begin, before, full, after = visible
+    ends = plt.load(tree.ends.at[row_kv + key], mask=key < size_kv, other=0)
+    ends = jnp.minimum(jnp.maximum(ends, 0), size_kv)
+    end = jnp.max(ends) - diagonal
+    full_end = jnp.min(jnp.where(key < size_kv, ends, size_kv)) - diagonal
+    count = cdiv(jnp.maximum(end - begin, 0), block)
+    count = jnp.minimum(count, before + full + after)
+    before = jnp.minimum(before, count)
+    whole = jnp.maximum(full_end - begin, 0) // block - before
+    full = jnp.minimum(jnp.minimum(jnp.maximum(whole, 0), full), count - before)
+    if depths.reach is not None:
+        full = jnp.int32(0)
+    return Visible(begin, before, full, count - before - full)
+
+
+def tree_ranges(ends: Array, reach: Array | None) -> Array:
+    """Compute the ranges of ends, and of reaches, of every BLOCK_TOKENS keys.
+
+    Args:
+        ends: [B, Skv] int32.
+        reach: as `ends`, or None.
+
+    Returns:
+        [B, blocks, 2] int32: the greatest and the least end, and with `reach` the same of it, 4 in
+        all. What the last block lacks counts as 0.
+    """
+    values = (in_blocks(x, 0) for x in (ends, reach) if x is not None)
+    return jnp.stack([extreme for x in values for extreme in (x.max(2), x.min(2))], 2)
+
+
+def tree_of(operands: AttentionOperands[Array], spec: AttentionSpec) -> tuple[Tree, Depths]:
+    """Return the ends of keys, and the depths that the window counts, with a batch axis."""
+    if not isinstance(operands, FlashOperands | VarlenOperands) or operands.kv_ends is None:
+        return Tree(), Depths()
+    ends, depths = operands.kv_ends, Depths()
+    if spec.depth_window is not None:
+        assert operands.q_depths is not None
+        assert operands.kv_depths is not None
+        reach = operands.kv_depths + min(spec.depth_window, DEPTH_MAX)
+        depths = Depths(*(x.reshape(-1, x.shape[-1]) for x in (operands.q_depths, reach)))
+    ends = ends.reshape(-1, ends.shape[-1])
+    return Tree(ends, tree_ranges(ends, depths.reach)), depths
