@@ -315,7 +315,7 @@ def _attention_bwd(problem, residuals, gradients):
     dsinks = None
     if sinks is not None:
         p = jnp.exp(sinks[:, None] - lse)
-        dsinks = -jnp.sum(p * carry.delta[..., : lse.shape[-1]], (0, 2))
+        dsinks = -jnp.sum(p * carry.delta, (0, 2))
     return carry.dq.astype(q.dtype), dk, dv, dsinks
 
 

@@ -1,5 +1,7 @@
 """Context parallel attention: what each rank gets is what the whole sequence has."""
 
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -221,6 +223,23 @@ def test_ranks_that_disagree(ranks, option):
             context_attention(*tensors(dtype=dtype), mesh=peers, **call)
 
     ranks(4, on_rank)
+
+
+def test_processes(tmp_path):
+    """Two processes with gloo, a mesh and a group, and a process that goes away."""
+    command = [sys.executable, "-m", "tests.torch_attn.context_processes"]
+    ranks = [
+        subprocess.Popen(
+            [*command, str(rank), "2", str(tmp_path / "store")],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    for rank in ranks:
+        out, error = rank.communicate(timeout=300)
+        assert out.strip().endswith("ok"), error[-3000:]
 
 
 def test_derivatives_that_are_refused(ranks):

@@ -105,14 +105,12 @@ def context_attention(
 
     Example::
 
-        import tempfile
         import torch
         import torch.distributed as dist
         from torch_attn.distributed import context_attention, context_plan
 
-        if not dist.is_initialized():  # one rank: torchrun makes several
-            file = tempfile.mktemp()
-            dist.init_process_group("gloo", init_method=f"file://{file}", rank=0, world_size=1)
+        # One rank. With torchrun: dist.init_process_group("nccl").
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         plan = context_plan(seq_len=64, size=dist.get_world_size())
         q, k, v = torch.randn(3, 1, plan.local_len, 4, 32)
         out = context_attention(q, k, v, plan=plan, mesh=dist.group.WORLD, causal=True)

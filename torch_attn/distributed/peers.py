@@ -12,6 +12,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from twin_attention.contract.validate import fail, type_name
 
+# Torch 2.13 renamed them.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 
 class Transfer(NamedTuple):
     """Tensors on their way.
@@ -67,7 +71,7 @@ class Peers:
         """Begin to send tensors to the rank `distance` after this one, and to receive others.
 
         Args:
-            tensors: contiguous; the rank as far before this one sends such shapes and dtypes.
+            tensors: the rank as far before this one sends such shapes and dtypes.
             distance: from 1 to size - 1, or negative.
             sends, receives: the other rank receives them, and it sends some.
         """
@@ -75,6 +79,7 @@ class Peers:
             dist.get_global_rank(self.group, (self.rank + d) % self.size)
             for d in (distance, -distance)
         )
+        tensors = tuple(x.contiguous() for x in tensors)
         received = tuple(map(torch.empty_like, tensors)) if receives else None
         ops = []
         for tag, x in enumerate(tensors):
@@ -88,13 +93,13 @@ class Peers:
     def all_gather(self, x: Tensor) -> Tensor:
         """Return the tensors of all ranks, [size, ...] in their order."""
         gathered = x.new_empty((self.size, *x.shape))
-        dist.all_gather_into_tensor(gathered.flatten(0, 1), x, self.group)
+        _all_gather(gathered.flatten(0, 1), x.contiguous(), self.group)
         return gathered
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
         """Return the sum over ranks of this rank's part of tensors [size, ...]."""
         part = x.new_empty(x.shape[1:])
-        dist.reduce_scatter_tensor(part, x.flatten(0, 1), group=self.group)
+        _reduce_scatter(part, x.flatten(0, 1), group=self.group)
         return part
 
     def all_to_all(self, x: Tensor) -> Tensor:

@@ -34,6 +34,7 @@ from twin_attention.contract.spec import (
     AttentionSpec,
     DecodeSpec,
     PagedSpec,
+    PartialSpec,
     VarlenSpec,
 )
 from twin_attention.targets import sm80, sm90
@@ -63,6 +64,7 @@ FLASH_FEATURES: dict[str, dict[str, Any]] = {
     "few-kv-heads-window": {"window_size": (256, 128), "batch": 1},
     "packed": {"causal": True, "seq_q": 16384, "seq_kv": 16384},  # of 8 sequences
     "segments": {"causal": True},
+    "part": {},
     "tree": {"causal": True, "tree": "nested"},
     "tree-packed": {"causal": True, "seq_q": 16384, "seq_kv": 16384, "tree": "nested"},
     "tree-all-options": {
@@ -116,7 +118,8 @@ _AOT = {
 # Features that not all kernels have, for which the portable ones are compiled in bfloat16, or in
 # float32 for TF32, and these head sizes.
 _PORTABLE_FEATURES = {
-    "packed": (64, 128), "segments": (64, 128), "tree": HEAD_DIMS, "tree-packed": (64, 128),
+    "packed": (64, 128), "segments": (64, 128), "part": HEAD_DIMS,
+    "tree": HEAD_DIMS, "tree-packed": (64, 128),
     "tree-all-options": (64, 128), "tiles-of-128": HEAD_DIMS, "tiles-of-64": (64, 128),
     "softcap": (), "few-kv-heads": (), "few-kv-heads-window": (), "short": (), "full": (128,),
     "tf32": HEAD_DIMS, "tf32-all-options": HEAD_DIMS,
@@ -182,6 +185,8 @@ class Problem:
                 return VarlenSpec(**vars(replace(case.spec, batch=1)), num_sequences=8)
             if self.feature == "segments":
                 return replace(case.spec, segmented=True)
+            if self.feature == "part":
+                return PartialSpec(**vars(case.spec))
             if self.feature.startswith("tiles-of-"):
                 tile = int(self.feature.removeprefix("tiles-of-"))
                 sizes = {"tile_q": tile, "tile_kv": tile, "own_masks": "heads"}

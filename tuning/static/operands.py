@@ -13,6 +13,7 @@ from twin_attention.contract.operands import (
     DecodeOperands,
     FlashOperands,
     PagedOperands,
+    PartialOperands,
     VarlenOperands,
 )
 from twin_attention.contract.spec import (
@@ -21,6 +22,7 @@ from twin_attention.contract.spec import (
     BlockSparseSpec,
     DecodeSpec,
     PagedSpec,
+    PartialSpec,
     VarlenSpec,
 )
 from twin_attention.targets.family import Backend
@@ -33,6 +35,8 @@ def operands_of(
     spec: AttentionSpec | DecodeSpec | AppendSpec, empty: Empty[X], sinks: bool
 ) -> tuple[Any, ...]:
     """Return the operands of a problem's functions, those of a decode's `append_kv` among them."""
+    if isinstance(spec, PartialSpec):
+        return partial_operands(spec, empty)
     if isinstance(spec, AttentionSpec):
         return (flash_operands(spec, empty, sinks),)
     if isinstance(spec, AppendSpec):
@@ -56,6 +60,10 @@ def run_kernels(
         deterministic: which backwards.
     """
     family, run = backend.family, backend.family.function
+    if isinstance(spec, PartialSpec):
+        part, rounded, out, lse = operands
+        added = run("partial_fwd")(part, out, lse, spec, backend)
+        return [added, run("partial_bwd")(rounded, lse, part, rounded, lse, None, spec, backend)]
     if isinstance(spec, AttentionSpec):
         out, lse = run("flash_fwd")(*operands, spec, backend)
         kinds = [replace(spec, deterministic=x) for x in deterministic]
@@ -116,6 +124,26 @@ def flash_operands(spec: AttentionSpec, empty: Empty[X], sinks: bool) -> Attenti
         q_depths=empty("int32", spec.batch, spec.seq_q) if spec.depths else None,
         kv_depths=empty("int32", spec.batch, spec.seq_kv) if spec.depths else None,
     )
+
+
+def partial_operands(spec: PartialSpec, empty: Empty[X]) -> tuple[Any, ...]:
+    """Return the operands of a part, a result in its dtype, and one over other keys with its lse.
+
+    There are no sinks.
+    """
+    keys = (spec.batch, spec.seq_kv, spec.heads_kv)
+    rows = (spec.batch, spec.seq_q, spec.heads_q)
+    part = PartialOperands(
+        q=empty(spec.dtype, *rows, spec.head_dim),
+        k=empty(spec.dtype, *keys, spec.head_dim),
+        v=empty(spec.dtype, *keys, spec.head_dim_v),
+        key_begins=empty("int32", spec.seq_q),
+        key_ends=empty("int32", spec.seq_q),
+        query_begins=empty("int32", spec.seq_kv),
+        query_ends=empty("int32", spec.seq_kv),
+    )
+    rounded, out = (empty(dtype, *rows, spec.head_dim_v) for dtype in (spec.dtype, "float32"))
+    return part, rounded, out, empty("float32", spec.batch, spec.heads_q, spec.seq_q)
 
 
 def decode_operands(spec: DecodeSpec, empty: Empty[X]) -> DecodeOperands[X]:

@@ -8,6 +8,7 @@ from jax import Array
 
 from pallas_attn.kernels.gradients import Inputs
 from pallas_attn.kernels.library.mask import mask_of_keys, mask_of_queries
+from pallas_attn.kernels.library.tiles import ROW_PADDING
 from pallas_attn.kernels.portable.flash_bwd import launch_dkdv, launch_dq, launch_preprocess
 from twin_attention.contract.operands import GradientCarry, PartialOperands
 from twin_attention.contract.spec import PartialSpec
@@ -39,8 +40,12 @@ def partial_bwd(
     q, k, v, mask = *operands[:3], mask_of_keys(operands, spec)
     if carry is None:
         rows = launch_preprocess(dout, dlse, out, lse, spec, backend, mask)
+        # In the shape that every family's has, so that a program may hold several families.
+        rows = (x[..., : spec.seq_q] for x in rows)
         carry = GradientCarry(jnp.zeros(q.shape, jnp.float32), *rows)
-    inputs = Inputs(q, k, v, dout, carry.lse2, carry.delta)
+    padding = ((0, 0), (0, 0), (0, -spec.seq_q % ROW_PADDING))
+    lse2 = jnp.pad(carry.lse2, padding, constant_values=float("inf"))
+    inputs = Inputs(q, k, v, dout, lse2, jnp.pad(carry.delta, padding))
     dq = launch_dq(inputs, spec, backend, mask, carry.dq)
     dk, dv = launch_dkdv(inputs, spec, backend, mask_of_queries(operands, spec), jnp.float32)
     return carry._replace(dq=dq), dk, dv

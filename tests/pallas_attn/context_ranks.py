@@ -1,0 +1,77 @@
+"""Run context parallel attention on four virtual devices, and hold it to the whole sequence's.
+
+`test_context.py` runs this in a process of its own, since JAX makes its devices once.
+"""
+
+import os
+from dataclasses import replace
+
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
+
+import jax
+import torch
+
+from interop.exchange import to_jax
+from interop.parity.cases import FlashCase
+from interop.parity.inputs import make_inputs
+from pallas_attn.distributed import (
+    context_attention,
+    context_plan,
+    shard_sequence,
+    unshard_sequence,
+)
+from tests.oracle import assert_within_budget
+
+CASE = FlashCase("", batch=2, seq_q=64, seq_kv=64, heads_q=4, heads_kv=4, head_dim=16, causal=True)
+OPTIONS = replace(CASE, heads_kv=2, softcap=4.0, sinks=True, window_size=(20, None), head_dim_v=24)
+DOCUMENTS = (0, 13, 13, 40, 60)
+AUTO = jax.sharding.AxisType.Auto
+
+
+def attend(case, plan, inputs, **options):
+    """Return out, lse and gradients over the whole sequence."""
+    mesh = jax.make_mesh((4,), ("context",), axis_types=(AUTO,))
+    names = [name for name in ("q", "k", "v", "sinks") if name in inputs]
+    everywhere = jax.NamedSharding(mesh, jax.P())
+
+    def place(name):
+        return jax.device_put(to_jax(inputs[name]), everywhere)
+
+    operands, gradients = list(map(place, names)), tuple(map(place, ("dout", "dlse")))
+
+    def run(q, k, v, sinks=None):
+        q, k, v = (shard_sequence(x, plan) for x in (q, k, v))
+        out, lse = context_attention(
+            q, k, v, plan=plan, axis_name="context", mesh=mesh, sinks=sinks, return_lse=True,
+            **case.options | options,
+        )  # fmt: skip
+        return unshard_sequence(out, plan), unshard_sequence(lse, plan, 2)
+
+    def results(*operands):
+        found, pull = jax.vjp(run, *operands)
+        return *found, *pull(gradients)
+
+    found = jax.jit(results)(*operands)
+    names = ("out", "lse", "dq", "dk", "dv", "dsinks")
+    found = (jax.device_put(x, jax.devices()[0]) for x in found)
+    return {name: torch.from_dlpack(x) for name, x in zip(names, found, strict=False)}
+
+
+def check(case, plan, **options):
+    inputs, spec = make_inputs(case, "cpu"), case.spec
+    got = attend(case, plan, inputs, **options)
+    if plan.cu_seqlens is not None:
+        ids = torch.from_numpy(plan.document_ids).expand(case.batch, -1).contiguous()
+        inputs |= {"q_segment_ids": ids, "kv_segment_ids": ids}
+        spec = replace(spec, segmented=True)
+    assert_within_budget(got, inputs, spec)
+
+
+if __name__ == "__main__":
+    check(OPTIONS, context_plan(64, 4), exchange="ring", implementation="triton")
+    check(replace(OPTIONS, dtype="float32"), context_plan(64, 4), exchange="gather")
+    check(CASE, context_plan(64, 4, "balanced", DOCUMENTS), exchange="ring")
+    check(CASE, context_plan(64, 4, "stripe", DOCUMENTS), exchange="heads")
+    window = replace(CASE, window_size=(15, None))
+    check(window, context_plan(64, 4, "contiguous"), exchange="ring")
+    print("ok")

@@ -1,0 +1,58 @@
+"""Context parallel attention over a mesh axis."""
+
+import re
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from pallas_attn import flash_attention
+from pallas_attn.distributed import context_attention, context_plan
+
+MESH = jax.make_mesh((1,), ("context",), axis_types=(jax.sharding.AxisType.Auto,))
+Q, K, V = jax.random.normal(jax.random.key(0), (3, 1, 24, 2, 16))
+
+
+def attend(**options):
+    call = {"plan": context_plan(24, 1), "axis_name": "context", "mesh": MESH, "causal": True}
+    return context_attention(Q, K, V, **call | options)
+
+
+def test_four_devices():
+    """Cases of every exchange and layout, on virtual devices of a CPU."""
+    script = [sys.executable, "-m", "tests.pallas_attn.context_ranks"]
+    result = subprocess.run(script, capture_output=True, text=True, timeout=500)
+    assert result.stdout.strip().endswith("ok"), result.stderr[-3000:]
+
+
+@pytest.mark.parametrize("exchange", [None, "ring", "gather", "heads"])
+def test_one_device(exchange):
+    out = attend(exchange=exchange)
+    assert jnp.allclose(out, flash_attention(Q, K, V, causal=True), atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"plan": context_plan(24, 2)}, ValueError, "plan: expected a plan for the group's 1"),
+        ({"plan": 3}, TypeError, "plan: expected a ContextPlan"),
+        ({"plan": context_plan(26, 1)}, ValueError, "q: expected 26 tokens along axis 1"),
+        ({"exchange": "all"}, ValueError, "exchange: expected None or one of 'ring', 'gather'"),
+        ({"softcap": -1.0}, ValueError, "softcap: expected"),
+        ({"implementation": "gluon"}, ValueError, "implementation: expected None or one of"),
+    ],
+)
+def test_bad_calls(change, error, message):
+    with pytest.raises(error, match=re.escape(message)):
+        attend(**change)
+
+
+def test_derivatives_that_are_refused():
+    def loss(q):
+        call = {"plan": context_plan(24, 1), "axis_name": "context", "mesh": MESH}
+        return context_attention(q, K, V, **call).sum()
+
+    with pytest.raises(NotImplementedError, match="context_attention: forward mode"):
+        jax.jvp(loss, (Q,), (Q,))

@@ -1,0 +1,58 @@
+"""One rank of a group of processes: RANK SIZE FILE. `test_context.py` runs several of these."""
+
+import sys
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+import torch_attn
+from torch_attn.distributed import context_attention, context_plan, shard_sequence
+
+LIMIT = timedelta(seconds=20)
+
+
+def check(mesh, plan, exchange):
+    """Hold out, lse and gradients of this rank to those of the whole sequence."""
+    torch.manual_seed(0)
+    whole = [torch.randn(2, plan.seq_len, heads, 16, requires_grad=True) for heads in (4, 2, 2)]
+    dout = torch.randn(2, plan.seq_len, 4, 16)
+    options = {"causal": True, "window_size": (20, None), "return_lse": True}
+    expected = torch_attn.flash_attention(*whole, **options)
+    expected += torch.autograd.grad(expected[0], whole, dout)
+    rank = dist.get_rank()
+    own = [shard_sequence(x.detach(), plan, rank).requires_grad_() for x in whole]
+    got = context_attention(*own, plan=plan, mesh=mesh, exchange=exchange, **options)
+    got += torch.autograd.grad(got[0], own, shard_sequence(dout, plan, rank))
+    for n, (x, y) in enumerate(zip(got, expected, strict=True)):
+        torch.testing.assert_close(x, shard_sequence(y, plan, rank, 2 if n == 1 else 1))
+
+
+def check_that_all_raise(plan):
+    """A rank that fails after the ranks agreed ends the others by the group's time limit."""
+    q, k, v = torch.zeros(3, 1, plan.local_len, 2, 16)
+    call = {"plan": plan, "mesh": dist.group.WORLD, "exchange": "ring", "causal": True}
+    context_attention(q, k, v, **call)
+    if dist.get_rank() == 1:
+        dist.destroy_process_group()  # as a process that dies does
+        return
+    try:
+        for _ in range(3):
+            context_attention(q, k, v, **call)
+    except RuntimeError:
+        return
+    raise AssertionError("a rank did not notice that another one is gone")
+
+
+if __name__ == "__main__":
+    rank, size, file = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+    dist.init_process_group(
+        "gloo", init_method=f"file://{file}", rank=rank, world_size=size, timeout=LIMIT
+    )
+    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("context",))
+    for exchange, layout in (("ring", "zigzag"), ("gather", "stripe"), ("heads", "balanced")):
+        check(mesh["context"], context_plan(96, size, layout), exchange)
+    check(dist.group.WORLD, context_plan(96, size, "contiguous"), "ring")
+    check_that_all_raise(context_plan(96, size))
+    print("ok")
