@@ -63,7 +63,7 @@ def problem(lengths, seed=0):
 
 def results_and_gradients(implementation, operands, dout, dlse):
     """Return out and lse, and the gradients of q, k, v and sinks."""
-    q, k, v, cu_q, cu_kv, sinks = operands
+    q, k, v, cu_q, cu_kv, sinks, *_ = operands
 
     def attention(q, k, v, sinks):
         options = {**OPTIONS, "sinks": sinks, "implementation": implementation}
@@ -76,12 +76,12 @@ def results_and_gradients(implementation, operands, dout, dlse):
 def assert_right(got, operands, dout, dlse):
     described = describe_operands(operands, operand)
     spec = VarlenSpec.of(described, "float32", FlashOptions(None, None, 0, None, True))
-    operands = operands._make(map(np.asarray, operands))
+    operands = operands._make(x if x is None else np.asarray(x) for x in operands)
     dout, dlse = np.asarray(dout), np.asarray(dlse)
 
     def evaluate(dtype):
         gradients = reference.varlen_backward(dout, dlse, operands, spec, dtype)
-        dq, dk, dv, _, _, dsinks = gradients
+        dq, dk, dv, _, _, dsinks, *_ = gradients
         return *reference.varlen_forward(operands, spec, dtype), dq, dk, dv, dsinks
 
     names = ("out", "lse", "dq", "dk", "dv", "dsinks")
@@ -130,7 +130,7 @@ def test_vmap_over_batches_of_sequences(implementation, problems):
 @portable_or_reference
 def test_recomputed_in_a_scan(implementation, problems):
     def run(operands, dout, dlse):
-        q, k, v, cu_q, cu_kv, sinks = operands
+        q, k, v, cu_q, cu_kv, sinks, *_ = operands
 
         @jax.checkpoint
         def step(_, each):
@@ -151,7 +151,7 @@ def test_recomputed_in_a_scan(implementation, problems):
 
 def test_one_sequence_is_flash_attention_bit_for_bit(problems):
     """Here with padding on both axes, and sequences without tokens around it."""
-    (q, k, v, *_, sinks), *_ = problems[1]
+    (q, k, v, _, _, sinks, *_), *_ = problems[1]
     options = {**OPTIONS, "implementation": "triton"}
     cu_q, cu_kv = offsets([(0, 0), (37, 50), (0, 0)])
     got = flash_attention_varlen(q, k, v, cu_q, cu_kv, sinks=sinks, **options)
@@ -230,7 +230,7 @@ def test_rows_by_xla_are_those_of_the_kernel(problems):
     spec = VarlenSpec.of(operands, "float32", FlashOptions(1.0))
     out, lse = jnp.nan_to_num(dout), jnp.where(dlse > 1, -jnp.inf, dlse)
     arguments = dout[None], dlse[None], out[None], lse[None]
-    cu_q, mask = operands.cu_seqlens_q, mask_of_keys(operands)
+    cu_q, mask = operands.cu_seqlens_q, mask_of_keys(operands, spec)
     lse2, delta = prepare_rows(*arguments, spec, None, mask)
     want = launch_preprocess(*arguments, spec, portable_backend("pallas_attn", None), mask)
     np.testing.assert_array_equal(lse2, want[0])
@@ -252,7 +252,7 @@ def test_check_offsets_names_the_first_bad_one():
 
 
 def test_explain(problems):
-    q, k, v, cu_q, cu_kv, _ = problems[0][0]
+    q, k, v, cu_q, cu_kv, *_ = problems[0][0]
     said = explain(flash_attention_varlen, q, k, v, cu_q, cu_kv, implementation="triton")
     assert said.implementation == "triton"
     assert {"flash_fwd", "flash_bwd_dq", "flash_bwd_dkdv"} <= said.configs.keys()

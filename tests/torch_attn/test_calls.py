@@ -15,12 +15,14 @@ from torch_attn import append_kv, calls, flash_attention, paged_decode
 from torch_attn.calls import Call, Guard, is_recorded, keep, recall
 from torch_attn.dispatch import choose
 from torch_attn.flash_ops import DENSE
+from twin_attention.contract.operands import FlashOperands
 from twin_attention.contract.spec import AttentionSpec, FlashOptions
 from twin_attention.targets.config import use_configs
 from twin_attention.targets.target import use_target
 
 needs_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="calls are kept on a GPU")
 SPEC = AttentionSpec(1, 4, 4, 2, 2, 64, 64, "float16", 0.125)
+LEFT_OUT = FlashOperands("q", "k", "v")[3:]  # what a call has no operand for
 OPTIONS = (True, 0.5, (1, 0), None)
 
 
@@ -294,12 +296,12 @@ def backwards(cpu, monkeypatch):
         if call is forward:
             return rows(), torch.zeros(1, 2, 16)
         made.append(call)
-        return [rows() for _ in range(3)] + [None] * 3
+        return [rows() for _ in range(3)] + [None] * len(LEFT_OUT)
 
     def backward(unpack=lambda x: x, dout=None):
         qkv = [rows().requires_grad_() for _ in range(3)]
         with torch.autograd.graph.saved_tensors_hooks(lambda x: x, unpack):
-            out, _ = DENSE.attend(forward, (*qkv, None, None, None), False)
+            out, _ = DENSE.attend(forward, (*qkv, *LEFT_OUT), False)
             dout = torch.ones_like(out) if dout is None else dout
             torch.autograd.grad(out, qkv, dout)
         return made
@@ -366,7 +368,7 @@ def test_a_family_asked_for_by_name_reads_a_copy_of_what_is_not_aligned(backward
 
     x, odd = rows(), unaligned(rows() + 2)
     DENSE.run_backward(
-        function, call.spec, call.backend, odd, None, x, odd, x, *[None] * 3, odd, None
+        function, call.spec, call.backend, odd, None, x, odd, x, *LEFT_OUT, odd, None
     )
     assert all(y.data_ptr() % 16 == 0 for y in read)
     assert all(torch.equal(y, odd) for y in (read[0], read[2], read[4]))

@@ -135,6 +135,7 @@ def test_wrong_arguments_are_named(arguments, message, monkeypatch, capsys):
 
 @pytest.mark.parametrize("failures", [(), ("spills 4 B of stores, 4 B of loads",)])
 def test_what_is_said_of_failures(failures, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "160")  # no line of the table is broken
     fit = verdict("flash_fwd", "causal", head_dim=64)
     judged = replace(fit, failures=failures)
     monkeypatch.setattr(command, "_check_all", lambda *_: [fit, judged])
