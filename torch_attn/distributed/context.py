@@ -119,19 +119,16 @@ def context_attention(
     peers = Peers(mesh)
     deterministic = or_as_torch_says(deterministic)
     options = causal, scale, window_size, softcap, deterministic, precision, return_lse
-    call = _agree(peers, plan, (q, k, v, sinks), options, exchange, implementation)
+    call, tensors = _agree(peers, plan, (q, k, v, sinks), options, exchange, implementation)
     problem = Problem(peers, call, plan)
-    if call.exchange == "heads":
-        out, lse = _attend_heads(problem, *call.tensors)
-    else:
-        out, lse = _Attention.apply(problem, *call.tensors)
+    attend = _attend_heads if call.exchange == "heads" else _Attention.apply
+    out, lse = attend(problem, *tensors)
     return (out, lse) if return_lse else out
 
 
 class _Call(NamedTuple):
-    """A checked call: its tensors as they are used, its problem, and the names it chose."""
+    """A checked call: its options, its problem, and the names it chose."""
 
-    tensors: tuple[Any, ...]
     options: FlashOptions
     spec: PartialSpec
     exchange: str
@@ -149,22 +146,25 @@ def _agree(
     options: tuple[Any, ...],
     exchange: str | None,
     implementation: Implementation | None,
-) -> _Call:
+) -> tuple[_Call, tuple[Any, ...]]:
     """Check a call on this rank, and once that all ranks of the group make the same.
+
+    Returns:
+        The call, and its tensors as they are used.
 
     Raises:
         The error of the first rank that has one, on each.
     """
-    call, error = None, None
+    checked, said, error = None, None, None
     try:
-        call = _check(peers, plan, tensors, options, exchange, implementation)
+        checked = _check(peers, plan, tensors, options, exchange, implementation)
     except (TypeError, ValueError, NotImplementedError) as found:
         error = found
-    said = None
-    if call is not None:
-        said = (plan, call.options, call.exchange, implementation, *map(_described, call.tensors))
+    if checked is not None:
+        call, used = checked
+        said = (plan, call.options, call.exchange, implementation, *map(_described, used))
         if (peers.group, said) in _agreed:
-            return call
+            return checked
     everyone = peers.gather_objects((repr(said), error))
     for rank, (_, found) in enumerate(everyone):
         if found is not None:
@@ -172,9 +172,9 @@ def _agree(
     for other, _ in everyone:
         if other != everyone[0][0]:
             fail(ValueError, "context_attention", f"rank 0's call on all: {everyone[0][0]}", other)
-    assert call is not None
+    assert checked is not None
     _agreed.add((peers.group, said))
-    return call
+    return checked
 
 
 def _described(x: Tensor | None) -> Any:
@@ -188,8 +188,8 @@ def _check(
     given: tuple[Any, ...],
     exchange: str | None,
     implementation: Implementation | None,
-) -> _Call:
-    """Check a call on this rank."""
+) -> tuple[_Call, tuple[Any, ...]]:
+    """Check a call on this rank; returns what `_agree` does."""
     options = check_flash_options(*given)
     if not isinstance(plan, ContextPlan):
         fail(TypeError, "plan", "a ContextPlan of `context_plan`", type_name(plan))
@@ -206,7 +206,7 @@ def _check(
         spec = replace(spec, seq_kv=plan.seq_len)
     if chosen != "heads":
         choose(implementation, "partial_fwd", q.device, spec)
-    return _Call(tuple(operands[:4]), options, spec, chosen, implementation)
+    return _Call(options, spec, chosen, implementation), tuple(operands[:4])
 
 
 @lru_cache(maxsize=256)
