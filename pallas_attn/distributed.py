@@ -203,7 +203,7 @@ def _over_mesh(tensors, mesh, axis_name, plan, exchange, options, return_lse, im
 
 
 class _Problem(NamedTuple):
-    """What the hops of a call have in common.
+    """Hold what the hops of a call have in common.
 
     Attributes:
         plan, axis_name, implementation: of the call.

@@ -30,7 +30,7 @@ class Arrival:
 
 
 class Room:
-    """What simulated ranks share.
+    """Hold what simulated ranks share.
 
     Attributes:
         size: ranks.

@@ -86,7 +86,7 @@ LARGE = (("bfloat16", 128, "all-options"), ("bfloat16", 256, "all-options"),
 
 
 def tiles_of(problem):
-    """What refuses a problem, if anything does, and the tiles of its backward."""
+    """Return what refuses a problem, if anything does, and the tiles of its backward."""
     spec = problem.spec
     with only_shared_memory():
         refused = [misfit.outcome for misfit in misfits_of(problem, spec) if misfit.refused]

@@ -231,7 +231,7 @@ def _order(plan: ContextPlan, device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 class Problem(NamedTuple):
-    """What the hops of a call have in common."""
+    """Hold what the hops of a call have in common."""
 
     peers: Peers
     call: _Call

@@ -105,7 +105,7 @@ class PartialOperands(NamedTuple, Generic[X]):
 
 
 class GradientCarry(NamedTuple, Generic[X]):
-    """What the gradients through some of the keys leave for those through others.
+    """Hold what gradients through some of the keys leave for gradients through others.
 
     Attributes:
         dq: [B, Sq, Hq, D] float32, the gradient of q so far.

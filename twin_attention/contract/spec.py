@@ -234,12 +234,12 @@ class AttentionSpec:
 
     @property
     def position_window(self) -> Window:
-        """What the window says of positions: without a left side that counts depths."""
+        """Return the window of positions: without a left side that counts depths."""
         return Window(None, self.window.right) if self.depths else self.window
 
     @property
     def bounded_window(self) -> Window:
-        """What the window says of positions, no wider than the problem.
+        """Return the window of positions, no wider than the problem.
 
         A position plus it fits 32 bits.
         """

@@ -20,7 +20,7 @@ from twin_attention.contract.validate import check_offset_values, check_tiles, f
 
 
 class Tree(NamedTuple):
-    """What attention and training take of a tree: NumPy arrays [T], or [B, T] of a batch.
+    """Hold what attention and training take of a tree: NumPy arrays [T], or [B, T] of a batch.
 
     Padding, behind the tokens of a shorter tree, is seen by no token and predicted by none.
 
