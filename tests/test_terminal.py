@@ -1,4 +1,4 @@
-"""Check what commands print: help without markup, tables within 80 columns, progress with time left."""
+"""Check what commands print: help without markup, tables in 80 columns, progress with time left."""
 
 import io
 import re
