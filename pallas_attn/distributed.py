@@ -218,9 +218,9 @@ class _Problem(NamedTuple):
     implementation: Implementation | None
 
     def run(self, operation: str, *operands: Any) -> Any:
-        """Run a family's function; the first of the operands that is a tuple names the problem."""
-        of = next(x for x in operands if isinstance(x, PartialOperands))
-        spec = PartialSpec.of(of, of.q.dtype.name, self.options)
+        """Run a family's function on operands, with `PartialOperands` among them."""
+        part = next(x for x in operands if isinstance(x, PartialOperands))
+        spec = PartialSpec.of(part, part.q.dtype.name, self.options)
         backends = choose_backends(self.implementation, operation, None, spec)
         if spec.is_empty:  # runs no kernel
             return getattr(reference, operation)(*operands, spec, backends.elsewhere)

@@ -247,7 +247,7 @@ class AttentionSpec:
 
     @property
     def depth_window(self) -> int | None:
-        """How much less deep than a query a key may be that it sees; None is unlimited."""
+        """Return by how much a query may be deeper than a key that it sees; None is unlimited."""
         return self.window.left if self.depths else None
 
     def visible_keys(self, query: int) -> range:
