@@ -147,13 +147,14 @@ def next_run(runs, tile, masked):
 
     def visit(i, carry):
         first, end = carry
-        is_kind = _is_kind(runs, i, masked)
-        is_end = _is_kind(runs, i - 1, masked) & ~is_kind & (i > tile)
+        # All are behind `tile`. Triton 3.6 drops a number that only the bounds of loops depend on.
+        is_kind = _is_kind(runs, i, masked) & (i >= tile)
+        is_last = is_kind & ~_is_kind(runs, i + 1, masked)
         first = jnp.minimum(first, jnp.where(is_kind, i, count))
-        return first, jnp.minimum(end, jnp.where(is_end, i, count))
+        return first, jnp.minimum(end, jnp.where(is_last, i + 1, count))
 
     nothing = jnp.full((SCAN_WIDTH,), 0, jnp.int32) + count
-    first, end = scan(tile, count + 1, visit, (nothing, nothing))
+    first, end = scan(tile, count, visit, (nothing, nothing))
     return jnp.min(first), jnp.min(end)
 
 

@@ -152,12 +152,13 @@ def next_run(depths, runs, tile, BLOCK: tl.constexpr, MASKED: tl.constexpr):
     """
     first = tl.full([SCAN_WIDTH], 0, tl.int32) + runs.count
     end = first
-    for start in tl.range(tile, runs.count + 1, SCAN_WIDTH, num_stages=1):
+    for start in tl.range(tile, runs.count, SCAN_WIDTH, num_stages=1):
         i = start + tl.arange(0, SCAN_WIDTH)
-        is_kind = _is_kind(depths, runs, i, BLOCK, MASKED)
-        is_end = _is_kind(depths, runs, i - 1, BLOCK, MASKED) & ~is_kind & (i > tile)
+        # All are behind `tile`. Triton 3.6 drops a number that only the bounds of loops depend on.
+        is_kind = _is_kind(depths, runs, i, BLOCK, MASKED) & (i >= tile)
+        is_last = is_kind & ~_is_kind(depths, runs, i + 1, BLOCK, MASKED)
         first = tl.minimum(first, tl.where(is_kind, i, runs.count))
-        end = tl.minimum(end, tl.where(is_end, i, runs.count))
+        end = tl.minimum(end, tl.where(is_last, i + 1, runs.count))
     return tl.min(first, 0), tl.min(end, 0)
 
 
