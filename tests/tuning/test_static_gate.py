@@ -200,7 +200,8 @@ def test_compiled_kernels_take_the_exponentials_that_the_bound_counts():
 
 FIT = Resources(
     registers=128, spill_stores=0, spill_loads=0, loop_spills=0, stack=0, shared=48 * 1024, warps=4,
-    occupancy=4, serialized=False, unwritten=0, mma=64, wgmma=64, cp_async=16, tma=16, ldmatrix=16,
+    occupancy=4, serialized=False, unwritten=0, fixed_bounds=0,
+    mma=64, wgmma=64, cp_async=16, tma=16, ldmatrix=16,
     ex2=64,
 )  # fmt: skip
 SMALL = FlashConfig(block_q=64, block_kv=64, num_warps=4, num_stages=2)
@@ -276,6 +277,8 @@ OVER_99_KIB = "101377 B of shared memory, of 101376"
         (GLUON_90, "flash_fwd", SPECIALIZED, {"serialized": True}, "waits for each wgmma"),
         (GLUON_90, "flash_fwd", SPECIALIZED, {"unwritten": 2},
          "reads registers that nothing wrote in 2 instructions"),
+        (GLUON_90, "flash_fwd", SPECIALIZED, {"fixed_bounds": 2},
+         "begins or ends 2 loops always at the same place"),
         (MOSAIC, "paged_decode", WARPS, {"wgmma": 0, "tma": 0}, None),
         (MOSAIC, "paged_decode", WARPS, {"cp_async": 0}, "no cp.async"),
         (replace(MOSAIC, target="sm90"), "paged_decode", WARPS, {"ldmatrix": 0}, "no ldmatrix"),

@@ -4,9 +4,9 @@ A kernel fails when it takes more shared memory than the target has or, on 16-bi
 TF32, has lost its tensor-core instructions. On SM80 it also fails when it spills registers, or has
 lost the asynchronous copies of a load pipeline (more than one stage), and forward and decode have
 to fit the smaller cards that run SM80 code; SM90's configurations are chosen by times, which
-include the cost of spills. With wgmma it fails when it reads a uniform register that nothing
-wrote, which is the compiler's mistake. float32 multiplies in IEEE precision, without tensor cores,
-unless TF32 is asked for.
+include the cost of spills. It fails when it reads a uniform register that nothing wrote, with
+wgmma, or when a loop has lost its bounds: both are a compiler's mistakes. float32 multiplies in
+IEEE precision, without tensor cores, unless TF32 is asked for.
 
 The explicit kernels are chosen by times as well, and take nearly all registers on purpose. They
 fail where a step of the main loop spills as much as a tile has. Those of SM80 and of paged caches
@@ -389,6 +389,8 @@ def failures(
             found.append(f"spills {stores} B of stores, {loads} B of loads")
     if resources.unwritten:
         found.append(f"reads registers that nothing wrote in {resources.unwritten} instructions")
+    if resources.fixed_bounds:
+        found.append(f"begins or ends {resources.fixed_bounds} loops always at the same place")
     limit = problem.shared_memory or (
         SHARED_MEMORY_LIMIT[target]  # compiled for each size of card
         if problem.family == "mosaic"

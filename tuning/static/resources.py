@@ -9,6 +9,7 @@ from bisect import bisect
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from tuning.static.bounds import fixed_bounds
 from tuning.static.uniform import unwritten
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ class Resources:
         occupancy: blocks resident on an SM.
         serialized: the compiler waits for each wgmma, where the PTX does not (ptxas says C7512).
         unwritten: instructions that read a uniform register which nothing wrote, with wgmma.
+        fixed_bounds: bounds of loops that Triton made constant.
         mma, wgmma, cp_async, tma, ldmatrix, ex2: instructions in the PTX.
     """
 
@@ -65,6 +67,7 @@ class Resources:
     occupancy: int
     serialized: bool
     unwritten: int
+    fixed_bounds: int
     mma: int
     wgmma: int
     cp_async: int
@@ -94,6 +97,9 @@ def measure(compiled: CompiledKernel | Compiled, target: str) -> Resources:
         occupancy=occupancy(target, registers, shared, warps),
         serialized=sass.count("WARPGROUP.DEPBAR") > ptx.count("wgmma.wait_group"),
         unwritten=len(unwritten(sass)) if "wgmma" in ptx else 0,
+        fixed_bounds=fixed_bounds(compiled.asm["ttir"], compiled.asm["ttgir"])
+        if "ttir" in compiled.asm
+        else 0,
         **{name: len(re.findall(p, ptx)) for name, p in _INSTRUCTIONS.items()},
     )
 

@@ -1,0 +1,25 @@
+"""Find bounds of loops that a compiler made constant.
+
+Triton 3.6 drops a number that a loop carries where nothing but the bounds of an inner loop depends
+on it: the inner loop then begins, or ends, where it did the first time.
+"""
+
+from __future__ import annotations
+
+import re
+
+_LOOP = re.compile(r"scf\.for %\S+ = %(\S+) to %(\S+) step ")
+
+
+def fixed_bounds(before: str, after: str) -> int:
+    """Return how many bounds of loops are constants after a compiler's passes that were not before.
+
+    Args:
+        before, after: a kernel in MLIR, in which constants are called "%c", as Triton prints them.
+    """
+    return max(0, _variable_bounds(before) - _variable_bounds(after))
+
+
+def _variable_bounds(mlir: str) -> int:
+    bounds = (bound for loop in _LOOP.findall(mlir) for bound in loop)
+    return sum(not re.match(r"c-?\d", bound) for bound in bounds)
