@@ -40,7 +40,8 @@ def agreements(results: Tensors, expected: Expectation) -> dict[str, Agreement]:
             unit = 1.0 if isinstance(spec, MergeSpec) else lse_unit(ref)
             return compare_lse(got, ref, lse_tolerance(ref, lp, dtype), unit)
         kind = "gradient" if name.startswith("d") else "output"
-        return compare_to_reference(got, ref, lp, dtype, kind, expected.ref.get("lse"))
+        cancelled = expected.cancelled.get(name, 0.0)
+        return compare_to_reference(got, ref, lp, dtype, kind, expected.ref.get("lse"), cancelled)
 
     return {name: agreement(name, x) for name, x in expected.crop(results).items()}
 

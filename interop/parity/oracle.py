@@ -38,6 +38,7 @@ from twin_attention.contract.spec import (
     VarlenSpec,
     Window,
 )
+from twin_attention.contract.tolerances import cancelled_gradient
 
 SAMPLE_ABOVE = 1 << 30  # elements of q, 8 GiB in float64: a larger problem is only sampled
 STRETCH = 4096  # a sample of a longer sequence is a stretch of it
@@ -81,11 +82,15 @@ class Part:
 
 @dataclass(frozen=True)
 class Expectation:
-    """The right results of a part: `ref` by the oracle, `lp` by the low-precision run."""
+    """The right results of a part: `ref` by the oracle, `lp` by the low-precision run.
+
+    `cancelled` is by `cancelled_gradient`, for dq and dk.
+    """
 
     part: Part
     ref: Tensors
     lp: Tensors
+    cancelled: Mapping[str, float]
 
     def crop(self, results: Tensors) -> Tensors:
         """Return what stands in results of the whole problem where `ref` and `lp` do."""
@@ -100,8 +105,19 @@ def expectations(inputs: Tensors, parts: Iterable[Part]) -> list[Expectation]:
         ref, lp = (part.crop_inner(evaluate(own, part.spec, dtype)) for dtype in dtypes)
         if "dsinks" in ref:
             lp["dsinks"] = _as_wrong_as_its_terms(own, ref, lp)
-        found.append(Expectation(part, ref, lp))
+        found.append(Expectation(part, ref, lp, _cancelled(own, part.spec)))
     return found
+
+
+def _cancelled(inputs: Tensors, spec: Spec) -> dict[str, float]:
+    if "dout" not in inputs or not isinstance(spec, AttentionSpec):
+        return {}
+    q, k, v, dout = (inputs[name].double().nan_to_num() for name in ("q", "k", "v", "dout"))
+    rows = max(1.0, spec.seq_q * spec.group_size / max(1, spec.seq_kv))
+    return {
+        "dq": cancelled_gradient(spec.scale, dout, v, k, 1.0),
+        "dk": cancelled_gradient(spec.scale, dout, v, q, rows),
+    }
 
 
 def _as_wrong_as_its_terms(inputs: Tensors, ref: Tensors, lp: Tensors) -> torch.Tensor:

@@ -8,6 +8,7 @@ import torch
 
 from twin_attention.contract.tolerances import (
     Agreement,
+    cancelled_gradient,
     compare_lse,
     compare_to_reference,
     compare_twins,
@@ -118,6 +119,36 @@ def test_small_scores_leave_the_floor_as_it_is():
     assert budgets[0] == budgets[1]
     wrong = got + 2e-5 * np.abs(ref).max()
     assert not compare_to_reference(wrong, ref, lp, "float32", "gradient", lse).ok
+
+
+def test_a_row_with_one_key_has_the_error_of_its_sums():
+    ratios = []
+    for seed in range(100):
+        random = np.random.default_rng(seed)
+        dout, v = random.normal(0, 1, (2, 2, 256)).astype(np.float32)
+        k = random.normal(0, 3, 256).astype(np.float32)
+        # p is 1, so that out is v. A kernel sums dp key by key, and delta in a tree.
+        dp = np.add.accumulate(dout * v, axis=-1, dtype=np.float32)[:, -1]
+        ds = dp - np.sum(dout * v, axis=-1)
+        got, zero = (ds[:, None] * k / 16).astype(np.float64), np.zeros((2, 256))
+        terms = [x.astype(np.float64) for x in (dout, v, k)]
+        budgets = (cancelled_gradient(1 / 16, *terms, rows=1.0), 0.0)
+        found = [
+            compare_to_reference(got, zero, zero, "float32", "gradient", None, x) for x in budgets
+        ]
+        assert found[0].ok
+        ratios.append(found[1].ratio)
+        wrong = compare_to_reference(
+            got + 3e-5, zero, zero, "float32", "gradient", None, budgets[0]
+        )
+        assert not wrong.ok
+    assert max(ratios) > 1  # without what cancels
+
+
+def test_small_values_leave_the_floor_as_it_is_without_keys_too():
+    ones, none = np.ones((4, 64)), np.ones((0, 64))
+    assert cancelled_gradient(0.125, ones, ones, ones, 1.0) == pytest.approx(0.125 * 64)
+    assert cancelled_gradient(0.125, ones, none, none, 1.0) == 0.0
 
 
 def test_a_plain_run_that_overflows_leaves_ulps():

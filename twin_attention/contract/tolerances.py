@@ -39,6 +39,9 @@ FLOAT32_CLASS = 4e-6
 # one. These are half an ulp each, and half an ulp each again in base 2: four times 2^-24 of |lse|,
 # since no key counts whose s is far below lse. It is more than 4e-6 where |lse| is above 17.
 EXPONENT_ERROR = 2.0**-22
+# A ds that cancels keeps the errors of dp and delta, which are sums in float32, in other orders, of
+# products. Their error is up to an ulp of |dout| |v|: more than 4e-6 where q or k are large.
+SUM_ERROR = 2.0**-23
 
 # "tf32" is the format of products with `precision` "tf32", whatever the results' dtype.
 MANTISSA_BITS = {"float16": 10, "bfloat16": 7, "tf32": 10, "float32": 23}
@@ -83,7 +86,13 @@ def ulp(value: float, dtype: str) -> float:
 
 
 def compare_to_reference(
-    got: Array, ref: Array, lp: Array, dtype: str, kind: str, lse: Array | None = None
+    got: Array,
+    ref: Array,
+    lp: Array,
+    dtype: str,
+    kind: str,
+    lse: Array | None = None,
+    cancelled: float = 0.0,
 ) -> Agreement:
     """Compare an output or gradient with its budget.
 
@@ -94,10 +103,12 @@ def compare_to_reference(
         dtype: the inputs' dtype name, or "tf32".
         kind: "output" or "gradient".
         lse: the oracle's log-sum-exps, of any shape, if it has some.
+        cancelled: by `cancelled_gradient`, of dq and dk.
     """
     largest = _max_abs(ref)
     exponent = 0.0 if lse is None else _max_abs(lse)
     floor = max(FLOAT32_CLASS, EXPONENT_ERROR * exponent) * max(1.0, largest)
+    floor = max(floor, SUM_ERROR * cancelled)
     lp_max, lp_rmse, lp_finite = _errors(lp, ref)
     budget = MAX_ERROR_ULPS * ulp(largest, dtype)
     rmse_budget = ulp(largest, dtype)
@@ -159,6 +170,23 @@ def lse_unit(ref: Array) -> float:
         ref: float64 oracle's log-sum-exp.
     """
     return max(1.0, EXPONENT_ERROR / LSE_TOLERANCE * _max_abs(ref))
+
+
+def cancelled_gradient(scale: float, dout: Array, v: Array, other: Array, rows: float) -> float:
+    """Return how large dq or dk is if no ds cancels: ``scale · |dout| |v| · |k|``, or |q|.
+
+    Args:
+        scale: factor of q·k.
+        dout, v: float64, [..., Dv].
+        other: k for dq, q for dk, float64.
+        rows: how many rows of ds a row of the gradient sums whose p is near 1, at least 1. Their
+            errors are independent.
+    """
+    if not min(math.prod(x.shape) for x in (dout, v, other)):
+        return 0.0
+    xp = array_namespace(dout)
+    lengths = (float(xp.max(xp.sum(x * x, axis=-1))) ** 0.5 for x in (dout, v))
+    return abs(scale) * math.prod(lengths) * _max_abs(other) * rows**0.5
 
 
 def compare_twins(a: Array, b: Array, budget_a: Agreement, budget_b: Agreement) -> Agreement:
