@@ -216,9 +216,8 @@ def _shared_memory(lowered: Any) -> dict[str, int]:
             continue
         with module.context:
             kernel = ir.Module.parse(call.attributes["mhlo.backend_config"]["module"].value_bytes)
-            (launch,) = (
-                x for x in _operations(kernel.operation) if x.operation.name.endswith("gpu.launch")
-            )
+            operations = _operations(kernel.operation)  # those of the launch come behind it
+            launch = next(x for x in operations if x.operation.name.endswith("gpu.launch"))
             name = ir.StringAttr(kernel.operation.attributes["sym_name"]).value
             size = launch.operands[-1].owner.attributes["value"]
             found[name] = ir.IntegerAttr(size).value
