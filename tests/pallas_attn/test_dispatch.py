@@ -18,7 +18,7 @@ from twin_attention.targets.target import use_target
 
 SPEC = AttentionSpec(1, 40, 40, 2, 2, 32, 32, "float32", 0.2)
 IN_16_BITS = replace(SPEC, dtype="bfloat16")
-MOSAIC, MOSAIC_SM90, KERNELS, _, REFERENCE = FAMILIES["pallas_attn"]
+MOSAIC, MOSAIC_SM90, _, KERNELS, REFERENCE = FAMILIES["pallas_attn"]
 NO_MOSAIC = MOSAIC.supports("flash_fwd", IN_16_BITS, "sm80")  # why not, with an older JAX
 ON_GPU = jax.default_backend() == "gpu"
 CPU = jax.devices("cpu")[0]

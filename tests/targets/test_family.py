@@ -6,7 +6,13 @@ from dataclasses import replace
 import pytest
 
 from interop.parity.cases import FlashCase, PagedCase
-from twin_attention.contract.spec import AppendSpec, AttentionSpec, PagedCache, VarlenSpec
+from twin_attention.contract.spec import (
+    AppendSpec,
+    AttentionSpec,
+    DecodeSpec,
+    PagedCache,
+    VarlenSpec,
+)
 from twin_attention.targets import family, sm90
 from twin_attention.targets.describe import describe, describe_call
 from twin_attention.targets.family import FAMILIES, Backend, Family, choose
@@ -251,7 +257,7 @@ def test_a_triton_without_gluon_is_a_reason(monkeypatch):
 
 def test_a_jax_without_mosaic_gpu_is_a_reason(monkeypatch):
     """One that is too old by its version, without an import; another one by a name it lacks."""
-    mosaic, sm90, triton, *_ = FAMILIES["pallas_attn"]
+    mosaic, sm90, _, triton, *_ = FAMILIES["pallas_attn"]
     monkeypatch.setattr(family, "_older_jax", family._older_jax.__wrapped__)  # no cache
     imported = []
     monkeypatch.setattr(family, "_import_error", imported.append)
@@ -271,7 +277,8 @@ def test_a_jax_without_mosaic_gpu_is_a_reason(monkeypatch):
         assert chosen == (Backend(sm90, "sm90"), (other,))
     refused = "mosaic: its backward takes at least 16 keys"
     chosen = choose("pallas_attn", None, "flash_bwd", replace(SPEC, seq_kv=15), "sm90", True)
-    assert chosen == (Backend(triton, "sm90"), (other, refused))
+    of_pages = "mosaic: its kernels of paged caches take no other attention"
+    assert chosen == (Backend(triton, "sm90"), (other, refused, of_pages))
     imported.clear()
     monkeypatch.setattr(family, "version", lambda name: "0.9.2")
     old = "its kernels need jax 0.11 or newer, not 0.9.2"
@@ -279,12 +286,41 @@ def test_a_jax_without_mosaic_gpu_is_a_reason(monkeypatch):
         ("sm80", (old, "its kernels are for SM90")),
         ("sm90", ("its kernels are for SM80", old)),
     ):
+        reasons = (*passed_over, "its kernels of paged caches take no other attention")
         found = choose("pallas_attn", None, "flash_fwd", SPEC, target, True)
-        assert found == (Backend(triton, target), tuple(f"mosaic: {x}" for x in passed_over))
-        refused = "; ".join((*passed_over, "its kernels of paged caches take no other attention"))
+        assert found == (Backend(triton, target), tuple(f"mosaic: {x}" for x in reasons))
+        refused = "; ".join(reasons)
         with pytest.raises(NotImplementedError, match=f"'mosaic': {refused}$"):
             choose("pallas_attn", "mosaic", "flash_fwd", SPEC, target, True)
     assert {*imported} == {"pallas_attn.kernels.portable.flash_fwd"}
+
+
+@pytest.mark.parametrize(
+    ("tokens", "head_dim", "dtype", "reason"),
+    [
+        (1, 128, "bfloat16", None),
+        (4, 128, "bfloat16", None),
+        (1, 64, "int8", None),
+        (5, 128, "bfloat16", "the portable kernels are faster: each of its programs computes 16 "
+         "query rows of a kv head, of which this problem has 20"),
+        (1, 64, "bfloat16",
+         "the portable kernels are as fast with head dimensions up to 64 in 16 bits"),
+    ],
+)  # fmt: skip
+def test_decodes_of_a_cache_run_in_mosaic_where_that_is_faster(
+    monkeypatch, tokens, head_dim, dtype, reason
+):
+    monkeypatch.setattr(family, "_older_jax", lambda: None)
+    monkeypatch.setattr(family, "_missing_names", lambda group: None)
+    monkeypatch.setattr(family, "_import_error", lambda module: None)
+    cache = PagedCache(3, 16, 4, 2, head_dim, head_dim, dtype)
+    spec = DecodeSpec(2, tokens, 8, cache, "bfloat16", 0.125)
+    for target in ("sm80", "sm90"):
+        backend, passed_over = choose("pallas_attn", None, "paged_decode", spec, target, True)
+        assert backend.family.folder == ("portable" if reason else "paged")
+        assert not reason or f"mosaic: {reason}" in passed_over
+        asked_for, _ = choose("pallas_attn", "mosaic", "paged_decode", spec, target, True)
+        assert asked_for.family.folder == "paged"
 
 
 def test_only_the_kernels_of_the_backward_that_is_asked_for():

@@ -1,9 +1,9 @@
 """Kernel families: the languages that each side has kernels in, and which of them runs a problem.
 
 A side lists its families in order of speed, the reference last. ``implementation=None`` takes the
-first one that supports the problem on the device. A name is a request: no family of another name
-replaces it. One language may have kernels for several targets, or operations, each a family of its
-own. A family listed after one of equal coverage runs only on request.
+first one that supports the problem on the device, unless one behind it is known to be faster. A
+name is a request: no family of another name replaces it. One language may have kernels for several
+targets, or operations, each a family of its own.
 """
 
 from __future__ import annotations
@@ -30,6 +30,11 @@ def _every_problem(operation: str, spec: Spec, target: str | None) -> str | None
     return None
 
 
+def _never_slower(operation: str, spec: Spec) -> str | None:
+    """Leave no supported problem to the families behind."""
+    return None
+
+
 @dataclass(frozen=True, eq=False)
 class Family:
     """One language for kernels on one framework, or the framework's own operations.
@@ -44,6 +49,7 @@ class Family:
         supports: None for an operation, a problem and a target that it has kernels for, else the
             reason why it has none. The operation is the name of a function, such as "flash_fwd";
             the target is "sm80", "sm90", or None in the interpreter.
+        slower: why a family behind it is faster for a problem that it supports, else None.
     """
 
     name: str
@@ -51,6 +57,7 @@ class Family:
     folder: str | None = None
     has_interpreter: bool = False
     supports: Callable[[str, Spec, str | None], str | None] = _every_problem
+    slower: Callable[[str, Spec], str | None] = _never_slower
 
     def function(self, operation: str) -> Callable[..., Any]:
         """Return the function of an operation, such as "flash_fwd"; imports its module."""
@@ -177,14 +184,19 @@ FAMILIES = {
         Family("mosaic", "pallas_attn", "sm80", supports=_mosaic_sm80_supports),
         Family("mosaic", "pallas_attn", "sm90", supports=_mosaic_sm90_supports),
         Family(
+            "mosaic",
+            "pallas_attn",
+            "paged",
+            supports=_mosaic_paged_supports,
+            slower=paged.slower,
+        ),
+        Family(
             "triton",
             "pallas_attn",
             "portable",
             has_interpreter=True,
             supports=_pallas_triton_supports,
         ),
-        # Behind the portable kernels, so that it runs where it is asked for.
-        Family("mosaic", "pallas_attn", "paged", supports=_mosaic_paged_supports),
         Family("reference", "pallas_attn"),
     ),
 }
@@ -279,6 +291,8 @@ def choose(
             reason = "its kernels compile for CUDA devices only"
         else:
             reason = family.supports(operation, spec, target)
+            if reason is None and implementation is None:
+                reason = family.slower(operation, spec)
         if reason is None:
             return Backend(family, target, interpreted), tuple(passed_over)
         line = f"{family.name}: {reason}"

@@ -5,6 +5,8 @@ from __future__ import annotations
 from twin_attention.contract.spec import AppendSpec, AttentionSpec, DecodeSpec, PagedSpec
 from twin_attention.targets.kernels import Spec
 
+BLOCK_ROWS = 16  # query rows that a program of `paged_decode` computes
+
 
 def supports(spec: Spec) -> str | None:
     """Return None for a problem that the kernels cover, else the reason why they do not."""
@@ -20,6 +22,18 @@ def supports(spec: Spec) -> str | None:
         return "its copies of 16 bytes take head dimensions that are multiples of 16 in 8 bits"
     if isinstance(spec, DecodeSpec) and spec.cache.num_pages * spec.cache.page_size >= 2**31:
         return "its kernels number the keys of a pool in 32 bits"
+    return None
+
+
+def slower(operation: str, spec: Spec) -> str | None:
+    """Return why the portable kernels are faster for a problem that these cover, or None."""
+    if operation != "paged_decode" or not isinstance(spec, DecodeSpec):
+        return "the portable kernels are as fast"
+    if spec.rows > BLOCK_ROWS:
+        rows = f"{BLOCK_ROWS} query rows of a kv head, of which this problem has {spec.rows}"
+        return f"the portable kernels are faster: each of its programs computes {rows}"
+    if not spec.cache.is_quantized and max(spec.head_dim, spec.head_dim_v) <= 64:
+        return "the portable kernels are as fast with head dimensions up to 64 in 16 bits"
     return None
 
 
