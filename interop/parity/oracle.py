@@ -38,7 +38,7 @@ from twin_attention.contract.spec import (
     VarlenSpec,
     Window,
 )
-from twin_attention.contract.tolerances import cancelled_gradient
+from twin_attention.contract.tolerances import cancelled_gradient, cancelled_sum
 
 SAMPLE_ABOVE = 1 << 30  # elements of q, 8 GiB in float64: a larger problem is only sampled
 STRETCH = 4096  # a sample of a longer sequence is a stretch of it
@@ -84,7 +84,7 @@ class Part:
 class Expectation:
     """The right results of a part: `ref` by the oracle, `lp` by the low-precision run.
 
-    `cancelled` is by `cancelled_gradient`, for dq and dk.
+    `cancelled` is by `cancelled_gradient` for dq and dk, by `cancelled_sum` for dsinks.
     """
 
     part: Part
@@ -103,9 +103,11 @@ def expectations(inputs: Tensors, parts: Iterable[Part]) -> list[Expectation]:
     for part in parts:
         dtypes, own = (torch.float64, getattr(torch, part.spec.dtype)), part.crop(inputs)
         ref, lp = (part.crop_inner(evaluate(own, part.spec, dtype)) for dtype in dtypes)
+        cancelled = _cancelled(own, part.spec)
         if "dsinks" in ref:
             lp["dsinks"] = _as_wrong_as_its_terms(own, ref, lp)
-        found.append(Expectation(part, ref, lp, _cancelled(own, part.spec)))
+            cancelled["dsinks"] = cancelled_sum(_terms_of_sinks(own, ref).flatten(1))
+        found.append(Expectation(part, ref, lp, cancelled))
     return found
 
 
@@ -120,20 +122,22 @@ def _cancelled(inputs: Tensors, spec: Spec) -> dict[str, float]:
     }
 
 
+def _terms_of_sinks(inputs: Tensors, results: Tensors) -> torch.Tensor:
+    """Return what the gradient of the sinks sums over all rows, but for the sign: heads first."""
+    out, lse = results["out"].double(), results["lse"].double()
+    delta = (inputs["dout"] * out).sum(-1).transpose(-1, -2)
+    terms = ((inputs["sinks"][:, None] - lse).exp() * delta).nan_to_num(0.0, 0.0, 0.0)
+    return terms.movedim(-2, 0)
+
+
 def _as_wrong_as_its_terms(inputs: Tensors, ref: Tensors, lp: Tensors) -> torch.Tensor:
     """Return lp's gradient of the sinks, no nearer to ref than a sum of its terms is on average.
 
     A head's gradient is one number, a sum over all rows, which lp may have right by chance. Its
     error is expected to be the root of the sum of the squares of its terms' errors.
     """
-
-    def terms(results: Tensors) -> torch.Tensor:
-        out, lse = results["out"].double(), results["lse"].double()
-        delta = (inputs["dout"] * out).sum(-1).transpose(-1, -2)
-        return (inputs["sinks"][:, None] - lse).exp() * delta
-
-    errors = (terms(lp) - terms(ref)).nan_to_num(0.0, 0.0, 0.0)
-    expected = errors.square().sum([d for d in range(errors.ndim) if d != errors.ndim - 2]).sqrt()
+    errors = _terms_of_sinks(inputs, lp) - _terms_of_sinks(inputs, ref)
+    expected = errors.flatten(1).square().sum(1).sqrt()
     error = lp["dsinks"].double() - ref["dsinks"]
     return ref["dsinks"] + torch.copysign(torch.maximum(error.abs(), expected), error)
 

@@ -9,6 +9,7 @@ import torch
 from twin_attention.contract.tolerances import (
     Agreement,
     cancelled_gradient,
+    cancelled_sum,
     compare_lse,
     compare_to_reference,
     compare_twins,
@@ -143,6 +144,15 @@ def test_a_row_with_one_key_has_the_error_of_its_sums():
         )
         assert not wrong.ok
     assert max(ratios) > 1  # without what cancels
+
+
+def test_a_sum_that_cancels_has_the_error_of_its_terms():
+    terms = np.array([[30.0, -40.0], [3.0, 4.0]])
+    ref = terms.sum(-1)
+    for error, is_ok in ((1.9e-4, True), (2.1e-4, False)):  # 4e-6 of 50
+        results = (ref + error, ref, ref, "float32", "gradient", None)
+        assert compare_to_reference(*results, cancelled_sum(terms)).ok == is_ok
+        assert not compare_to_reference(*results).ok
 
 
 def test_small_values_leave_the_floor_as_it_is_without_keys_too():

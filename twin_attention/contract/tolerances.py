@@ -103,7 +103,7 @@ def compare_to_reference(
         dtype: the inputs' dtype name, or "tf32".
         kind: "output" or "gradient".
         lse: the oracle's log-sum-exps, of any shape, if it has some.
-        cancelled: by `cancelled_gradient`, of dq and dk.
+        cancelled: by `cancelled_gradient`, of dq and dk, or `cancelled_sum`.
     """
     largest = _max_abs(ref)
     exponent = 0.0 if lse is None else _max_abs(lse)
@@ -187,6 +187,16 @@ def cancelled_gradient(scale: float, dout: Array, v: Array, other: Array, rows: 
     xp = array_namespace(dout)
     lengths = (float(xp.max(xp.sum(x * x, axis=-1))) ** 0.5 for x in (dout, v))
     return abs(scale) * math.prod(lengths) * _max_abs(other) * rows**0.5
+
+
+def cancelled_sum(terms: Array) -> float:
+    """Return how large sums over the last axis are if nothing cancels, which their errors follow.
+
+    Args:
+        terms: float64, [..., n]: independent, each with an error of the float32 class.
+    """
+    xp = array_namespace(terms)
+    return FLOAT32_CLASS / SUM_ERROR * _max_abs(xp.sum(terms * terms, axis=-1)) ** 0.5
 
 
 def compare_twins(a: Array, b: Array, budget_a: Agreement, budget_b: Agreement) -> Agreement:
