@@ -296,31 +296,32 @@ def test_a_jax_without_mosaic_gpu_is_a_reason(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("tokens", "head_dim", "dtype", "reason"),
+    ("target", "tokens", "head_dim", "dtype", "reason"),
     [
-        (1, 128, "bfloat16", None),
-        (4, 128, "bfloat16", None),
-        (1, 64, "int8", None),
-        (5, 128, "bfloat16", "the portable kernels are faster: each of its programs computes 16 "
-         "query rows of a kv head, of which this problem has 20"),
-        (1, 64, "bfloat16",
+        ("sm90", 2, 128, "bfloat16", None),
+        ("sm90", 4, 64, "int8", None),
+        ("sm80", 16, 64, "bfloat16", None),
+        ("sm90", 3, 128, "bfloat16",
+         "the portable kernels are faster above 8 query rows of a kv head in 16 bits"),
+        ("sm80", 5, 128, "int8",
+         "the portable kernels are faster above 16 query rows of a kv head in 8 bits"),
+        ("sm90", 1, 64, "bfloat16",
          "the portable kernels are as fast with head dimensions up to 64 in 16 bits"),
     ],
 )  # fmt: skip
 def test_decodes_of_a_cache_run_in_mosaic_where_that_is_faster(
-    monkeypatch, tokens, head_dim, dtype, reason
+    monkeypatch, target, tokens, head_dim, dtype, reason
 ):
     monkeypatch.setattr(family, "_older_jax", lambda: None)
     monkeypatch.setattr(family, "_missing_names", lambda group: None)
     monkeypatch.setattr(family, "_import_error", lambda module: None)
     cache = PagedCache(3, 16, 4, 2, head_dim, head_dim, dtype)
     spec = DecodeSpec(2, tokens, 8, cache, "bfloat16", 0.125)
-    for target in ("sm80", "sm90"):
-        backend, passed_over = choose("pallas_attn", None, "paged_decode", spec, target, True)
-        assert backend.family.folder == ("portable" if reason else "paged")
-        assert not reason or f"mosaic: {reason}" in passed_over
-        asked_for, _ = choose("pallas_attn", "mosaic", "paged_decode", spec, target, True)
-        assert asked_for.family.folder == "paged"
+    backend, passed_over = choose("pallas_attn", None, "paged_decode", spec, target, True)
+    assert backend.family.folder == ("portable" if reason else "paged")
+    assert not reason or f"mosaic: {reason}" in passed_over
+    asked_for, _ = choose("pallas_attn", "mosaic", "paged_decode", spec, target, True)
+    assert asked_for.family.folder == "paged"
 
 
 def test_only_the_kernels_of_the_backward_that_is_asked_for():

@@ -30,7 +30,7 @@ def _every_problem(operation: str, spec: Spec, target: str | None) -> str | None
     return None
 
 
-def _never_slower(operation: str, spec: Spec) -> str | None:
+def _never_slower(operation: str, spec: Spec, target: str | None) -> str | None:
     """Leave no supported problem to the families behind."""
     return None
 
@@ -57,7 +57,7 @@ class Family:
     folder: str | None = None
     has_interpreter: bool = False
     supports: Callable[[str, Spec, str | None], str | None] = _every_problem
-    slower: Callable[[str, Spec], str | None] = _never_slower
+    slower: Callable[[str, Spec, str | None], str | None] = _never_slower
 
     def function(self, operation: str) -> Callable[..., Any]:
         """Return the function of an operation, such as "flash_fwd"; imports its module."""
@@ -292,7 +292,7 @@ def choose(
         else:
             reason = family.supports(operation, spec, target)
             if reason is None and implementation is None:
-                reason = family.slower(operation, spec)
+                reason = family.slower(operation, spec, target)
         if reason is None:
             return Backend(family, target, interpreted), tuple(passed_over)
         line = f"{family.name}: {reason}"

@@ -5,7 +5,11 @@ from __future__ import annotations
 from twin_attention.contract.spec import AppendSpec, AttentionSpec, DecodeSpec, PagedSpec
 from twin_attention.targets.kernels import Spec
 
-BLOCK_ROWS = 16  # query rows that a program of `paged_decode` computes
+# Up to how many query rows of a kv head these kernels are faster, of those that were timed.
+_ROWS_MAX = {
+    ("sm90", "8 bits"): 16, ("sm90", "16 bits"): 8,
+    ("sm80", "8 bits"): 16, ("sm80", "16 bits"): 64,
+}  # fmt: skip
 
 
 def supports(spec: Spec) -> str | None:
@@ -25,15 +29,20 @@ def supports(spec: Spec) -> str | None:
     return None
 
 
-def slower(operation: str, spec: Spec) -> str | None:
-    """Return why the portable kernels are faster for a problem that these cover, or None."""
+def slower(operation: str, spec: Spec, target: str | None) -> str | None:
+    """Return why the portable kernels are faster for a problem that these cover, or None.
+
+    A program computes 16 query rows of a kv head, so that several read each key of a problem with
+    more. The portable kernels have up to 64, on SM90 with wgmma.
+    """
     if operation != "paged_decode" or not isinstance(spec, DecodeSpec):
         return "the portable kernels are as fast"
-    if spec.rows > BLOCK_ROWS:
-        rows = f"{BLOCK_ROWS} query rows of a kv head, of which this problem has {spec.rows}"
-        return f"the portable kernels are faster: each of its programs computes {rows}"
-    if not spec.cache.is_quantized and max(spec.head_dim, spec.head_dim_v) <= 64:
+    bits = "8 bits" if spec.cache.is_quantized else "16 bits"
+    if target == "sm90" and bits == "16 bits" and max(spec.head_dim, spec.head_dim_v) <= 64:
         return "the portable kernels are as fast with head dimensions up to 64 in 16 bits"
+    limit = _ROWS_MAX[target or "sm80", bits]
+    if spec.rows > limit:
+        return f"the portable kernels are faster above {limit} query rows of a kv head in {bits}"
     return None
 
 
