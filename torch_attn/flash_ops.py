@@ -42,11 +42,10 @@ class FlashAttention(Attention):
 
     Attributes:
         fwd, bwd: the operators.
-        row_max_fwd: the operator that returns row maxima as well; None for a function without.
+        row_max_fwd: the operator that returns row maxima as well; fwd for a function without.
     """
 
     operator: Forward
-    row_max_fwd: torch._ops.OpOverload | None = None
     is_differentiable = True
 
     def __init__(
@@ -90,8 +89,8 @@ class FlashAttention(Attention):
         if check_options is check_attention_options:
             results = "Tensor out, Tensor lse, Tensor row_max"
             self._with_row_max = forward(f"{name}_row_max", results)
-            self.row_max_fwd = self._with_row_max.op
             operators.append(self._with_row_max)
+        self.row_max_fwd = self._with_row_max.op
         for operator in operators:
             operator.register_vmap(rule)
 
@@ -102,7 +101,8 @@ class FlashAttention(Attention):
         return self._with_row_max if options.row_max else self.operator
 
     def attend(self, call: Call, operands: tuple[Any, ...], return_lse: bool) -> Any:
-        operator = self._with_row_max if call.spec.row_max else self.operator
+        spec: Any = call.spec
+        operator = self._with_row_max if spec.row_max else self.operator
         return run_kept(operator, call, operands, return_lse)
 
     def fake(self, *args: Any) -> tuple[Tensor, ...]:
