@@ -177,13 +177,11 @@ def context_attention(
 def _over_mesh(tensors, mesh, axis_name, plan, exchange, options, return_lse, implementation):
     """Run the function inside `shard_map`, on arrays of all ranks' tokens."""
     tokens, rows = PartitionSpec(None, axis_name), PartitionSpec(None, None, axis_name)
-    named = options._asdict()
-    window = named.pop("window_left"), named.pop("window_right")
 
     def on_rank(q, k, v, sinks):
         return context_attention(
             q, k, v, plan=plan, axis_name=axis_name, exchange=exchange, sinks=sinks,
-            window_size=window, return_lse=return_lse, implementation=implementation, **named,
+            return_lse=return_lse, implementation=implementation, **options.arguments,
         )  # fmt: skip
 
     for name, x in zip("qkv", tensors, strict=False):
@@ -353,14 +351,12 @@ def _attend_heads(problem: _Problem, operands: FlashOperands[Array]) -> tuple[Ar
     q, k, v = (_to_heads(problem, x) for x in operands[:3])
     if sinks is not None:
         sinks = sinks.reshape(plan.size, -1)[lax.axis_index(problem.axis_name)]
-    named = problem.options._asdict()
-    window = named.pop("window_left"), named.pop("window_right")
     ids = None
     if plan.cu_seqlens is not None:
         ids = jnp.broadcast_to(jnp.asarray(plan.document_ids), q.shape[:2])
     out, lse = flash_attention(
-        q, k, v, sinks=sinks, window_size=window, q_segment_ids=ids, kv_segment_ids=ids,
-        return_lse=True, implementation=problem.implementation, **named,
+        q, k, v, sinks=sinks, q_segment_ids=ids, kv_segment_ids=ids, return_lse=True,
+        implementation=problem.implementation, **problem.options.arguments,
     )  # fmt: skip
     lse = _to_tokens(problem, jnp.swapaxes(lse, 1, 2)[..., None])
     return _to_tokens(problem, out), jnp.swapaxes(lse[..., 0], 1, 2)

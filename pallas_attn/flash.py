@@ -20,7 +20,8 @@ def flash_attention(
     kv_segment_ids: jax.Array | None = ..., kv_ends: jax.Array | None = ...,
     q_depths: jax.Array | None = ..., kv_depths: jax.Array | None = ...,
     deterministic: bool | None = ..., precision: Precision = ...,
-    return_lse: Literal[False] = ..., implementation: Implementation | None = ...,
+    return_lse: Literal[False] = ..., return_row_max: Literal[False] = ...,
+    implementation: Implementation | None = ...,
 ) -> jax.Array: ...  # fmt: skip
 @overload
 def flash_attention(
@@ -31,7 +32,8 @@ def flash_attention(
     kv_segment_ids: jax.Array | None = ..., kv_ends: jax.Array | None = ...,
     q_depths: jax.Array | None = ..., kv_depths: jax.Array | None = ...,
     deterministic: bool | None = ..., precision: Precision = ...,
-    return_lse: Literal[True], implementation: Implementation | None = ...,
+    return_lse: Literal[True], return_row_max: Literal[False] = ...,
+    implementation: Implementation | None = ...,
 ) -> tuple[jax.Array, jax.Array]: ...  # fmt: skip
 @overload
 def flash_attention(
@@ -42,8 +44,45 @@ def flash_attention(
     kv_segment_ids: jax.Array | None = ..., kv_ends: jax.Array | None = ...,
     q_depths: jax.Array | None = ..., kv_depths: jax.Array | None = ...,
     deterministic: bool | None = ..., precision: Precision = ...,
-    return_lse: bool, implementation: Implementation | None = ...,
+    return_lse: bool, return_row_max: Literal[False] = ...,
+    implementation: Implementation | None = ...,
 ) -> jax.Array | tuple[jax.Array, jax.Array]: ...  # fmt: skip
+@overload
+def flash_attention(
+    q: jax.Array, k: jax.Array, v: jax.Array, *,
+    causal: bool = ..., scale: float | None = ...,
+    window_size: tuple[int | None, int | None] | None = ..., softcap: float | None = ...,
+    sinks: jax.Array | None = ..., q_segment_ids: jax.Array | None = ...,
+    kv_segment_ids: jax.Array | None = ..., kv_ends: jax.Array | None = ...,
+    q_depths: jax.Array | None = ..., kv_depths: jax.Array | None = ...,
+    deterministic: bool | None = ..., precision: Precision = ...,
+    return_lse: Literal[False] = ..., return_row_max: Literal[True],
+    implementation: Implementation | None = ...,
+) -> tuple[jax.Array, jax.Array]: ...  # fmt: skip
+@overload
+def flash_attention(
+    q: jax.Array, k: jax.Array, v: jax.Array, *,
+    causal: bool = ..., scale: float | None = ...,
+    window_size: tuple[int | None, int | None] | None = ..., softcap: float | None = ...,
+    sinks: jax.Array | None = ..., q_segment_ids: jax.Array | None = ...,
+    kv_segment_ids: jax.Array | None = ..., kv_ends: jax.Array | None = ...,
+    q_depths: jax.Array | None = ..., kv_depths: jax.Array | None = ...,
+    deterministic: bool | None = ..., precision: Precision = ...,
+    return_lse: Literal[True], return_row_max: Literal[True],
+    implementation: Implementation | None = ...,
+) -> tuple[jax.Array, jax.Array, jax.Array]: ...  # fmt: skip
+@overload
+def flash_attention(
+    q: jax.Array, k: jax.Array, v: jax.Array, *,
+    causal: bool = ..., scale: float | None = ...,
+    window_size: tuple[int | None, int | None] | None = ..., softcap: float | None = ...,
+    sinks: jax.Array | None = ..., q_segment_ids: jax.Array | None = ...,
+    kv_segment_ids: jax.Array | None = ..., kv_ends: jax.Array | None = ...,
+    q_depths: jax.Array | None = ..., kv_depths: jax.Array | None = ...,
+    deterministic: bool | None = ..., precision: Precision = ...,
+    return_lse: bool = ..., return_row_max: bool,
+    implementation: Implementation | None = ...,
+) -> jax.Array | tuple[jax.Array, ...]: ...  # fmt: skip
 def flash_attention(
     q: jax.Array,
     k: jax.Array,
@@ -62,8 +101,9 @@ def flash_attention(
     deterministic: bool | None = None,
     precision: Precision = "ieee",
     return_lse: bool = False,
+    return_row_max: bool = False,
     implementation: Implementation | None = None,
-) -> jax.Array | tuple[jax.Array, jax.Array]:
+) -> jax.Array | tuple[jax.Array, ...]:
     """Exact attention without the score matrix in memory.
 
     ``softmax(scale · q·kᵀ) · v`` for each head, with float32 accumulation. Query head h reads kv
@@ -105,14 +145,17 @@ def flash_attention(
         precision: of float32 products. "ieee", or "tf32": their operands are rounded to 10 bits
             of mantissa, for tensor cores, which take them so. No effect on 16-bit operands.
         return_lse: return the log-sum-exp of the scores as well. It is differentiable.
+        return_row_max: return the largest score of each row as well, of the keys that it sees,
+            after scale and softcap. Sinks do not count. It has no gradient.
         implementation: "mosaic" (explicit kernels for SM80 and SM90; from jax 0.11 on), "triton"
             (Pallas kernels in the Triton lowering; on a CPU in the Pallas interpreter), "reference"
             (plain JAX in float32, O(Sq · Skv) memory), or None: the fastest kernels for the problem
             on a CUDA device, the reference elsewhere.
 
     Returns:
-        out [B, Sq, Hq, Dv] in q's dtype; with `return_lse` the pair (out, lse), lse [B, Hq, Sq]
-        in float32, natural logarithm.
+        out [B, Sq, Hq, Dv] in q's dtype. With `return_lse` a tuple of out and lse [B, Hq, Sq],
+        float32, natural logarithm; with `return_row_max` row_max [B, Hq, Sq], float32, comes last,
+        -inf for a row that sees no key.
 
     Raises:
         TypeError: an argument is not a `jax.Array` or has the wrong type or dtype.
@@ -135,5 +178,7 @@ def flash_attention(
     """
     operands = q, k, v, sinks, q_segment_ids, kv_segment_ids, kv_ends, q_depths, kv_depths
     deterministic = or_as_xla_says(deterministic)
-    options = causal, scale, window_size, softcap, deterministic, precision, return_lse
+    options = (
+        causal, scale, window_size, softcap, deterministic, precision, return_row_max, return_lse,
+    )  # fmt: skip
     return DENSE(operands, options, implementation)

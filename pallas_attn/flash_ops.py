@@ -9,6 +9,7 @@ takes the family of the platform.
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -27,6 +28,7 @@ from twin_attention.contract.operands import (
 )
 from twin_attention.contract.spec import AttentionSpec
 from twin_attention.contract.validate import (
+    check_attention_options,
     check_block_sparse_attention,
     check_flash_attention,
     check_flash_attention_varlen,
@@ -39,7 +41,7 @@ def attention(
     spec: AttentionSpec,
     implementation: Implementation | None,
     return_lse: bool,
-) -> jax.Array | tuple[jax.Array, jax.Array]:
+) -> jax.Array | tuple[jax.Array, ...]:
     """Attention on checked operands, differentiable once, in reverse mode.
 
     Whether the lse is an output is static, so that a backward without its gradient reads none.
@@ -52,7 +54,8 @@ def attention(
 
     Returns:
         out [B, Sq, Hq, Dv] in q's dtype, and with `return_lse` also lse [B, Hq, Sq], float32;
-        without B for packed sequences.
+        then each row's largest score, as lse, if the problem asks for it. It has no gradient.
+        Without B for packed sequences.
     """
     backends = choose_backends(implementation, "flash_fwd", device_of(operands.q), spec)
     operands = once(operands, spec.function)
@@ -62,16 +65,26 @@ def attention(
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4))
 def _attention(operands, spec, backends, implementation, return_lse):
-    out, lse = _forward(operands, spec, backends)
-    return (out, lse) if return_lse else out
+    return _returned(_forward(operands, spec, backends), return_lse)
+
+
+def _returned(results, return_lse):
+    """Return the results that the caller gets."""
+    out, lse, *row_max = results
+    returned = (out, lse, *row_max) if return_lse else (out, *row_max)
+    return returned if len(returned) > 1 else out
 
 
 def _attention_fwd(operands, spec, backends, implementation, return_lse):
-    out, lse = _forward(operands, spec, backends)
-    return (out, lse) if return_lse else out, (operands, out, lse)
+    results = _forward(operands, spec, backends)
+    return _returned(results, return_lse), (operands, *results[:2])
 
 
 def _attention_bwd(spec, backends, implementation, return_lse, residuals, gradients):
+    if spec.row_max:  # it has no gradient
+        *gradients, _ = gradients
+        gradients = gradients if return_lse else gradients[0]
+        spec = replace(spec, row_max=False)
     dout, dlse = gradients if return_lse else (gradients, None)
     backends = backends.of_backward(implementation, spec)
     return (_backward(dout, dlse, *residuals, spec, backends),)
@@ -103,8 +116,8 @@ def or_as_xla_says(deterministic: Any) -> Any:
     return deterministic
 
 
-DENSE = Attention(FlashOperands, check_flash_options, check_flash_attention, attention)
-PACKED = Attention(VarlenOperands, check_flash_options, check_flash_attention_varlen, attention)
+DENSE = Attention(FlashOperands, check_attention_options, check_flash_attention, attention)
+PACKED = Attention(VarlenOperands, check_attention_options, check_flash_attention_varlen, attention)
 SPARSE = Attention(
     BlockSparseOperands, check_flash_options, check_block_sparse_attention, attention
 )

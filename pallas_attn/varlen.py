@@ -23,7 +23,8 @@ def flash_attention_varlen(
     sinks: jax.Array | None = ..., kv_ends: jax.Array | None = ...,
     q_depths: jax.Array | None = ..., kv_depths: jax.Array | None = ...,
     deterministic: bool | None = ..., precision: Precision = ...,
-    return_lse: Literal[False] = ..., implementation: Implementation | None = ...,
+    return_lse: Literal[False] = ..., return_row_max: Literal[False] = ...,
+    implementation: Implementation | None = ...,
 ) -> jax.Array: ...  # fmt: skip
 @overload
 def flash_attention_varlen(
@@ -34,7 +35,8 @@ def flash_attention_varlen(
     sinks: jax.Array | None = ..., kv_ends: jax.Array | None = ...,
     q_depths: jax.Array | None = ..., kv_depths: jax.Array | None = ...,
     deterministic: bool | None = ..., precision: Precision = ...,
-    return_lse: Literal[True], implementation: Implementation | None = ...,
+    return_lse: Literal[True], return_row_max: Literal[False] = ...,
+    implementation: Implementation | None = ...,
 ) -> tuple[jax.Array, jax.Array]: ...  # fmt: skip
 @overload
 def flash_attention_varlen(
@@ -45,8 +47,45 @@ def flash_attention_varlen(
     sinks: jax.Array | None = ..., kv_ends: jax.Array | None = ...,
     q_depths: jax.Array | None = ..., kv_depths: jax.Array | None = ...,
     deterministic: bool | None = ..., precision: Precision = ...,
-    return_lse: bool, implementation: Implementation | None = ...,
+    return_lse: bool, return_row_max: Literal[False] = ...,
+    implementation: Implementation | None = ...,
 ) -> jax.Array | tuple[jax.Array, jax.Array]: ...  # fmt: skip
+@overload
+def flash_attention_varlen(
+    q: jax.Array, k: jax.Array, v: jax.Array, cu_seqlens_q: jax.Array, cu_seqlens_kv: jax.Array,
+    *,
+    causal: bool = ..., scale: float | None = ...,
+    window_size: tuple[int | None, int | None] | None = ..., softcap: float | None = ...,
+    sinks: jax.Array | None = ..., kv_ends: jax.Array | None = ...,
+    q_depths: jax.Array | None = ..., kv_depths: jax.Array | None = ...,
+    deterministic: bool | None = ..., precision: Precision = ...,
+    return_lse: Literal[False] = ..., return_row_max: Literal[True],
+    implementation: Implementation | None = ...,
+) -> tuple[jax.Array, jax.Array]: ...  # fmt: skip
+@overload
+def flash_attention_varlen(
+    q: jax.Array, k: jax.Array, v: jax.Array, cu_seqlens_q: jax.Array, cu_seqlens_kv: jax.Array,
+    *,
+    causal: bool = ..., scale: float | None = ...,
+    window_size: tuple[int | None, int | None] | None = ..., softcap: float | None = ...,
+    sinks: jax.Array | None = ..., kv_ends: jax.Array | None = ...,
+    q_depths: jax.Array | None = ..., kv_depths: jax.Array | None = ...,
+    deterministic: bool | None = ..., precision: Precision = ...,
+    return_lse: Literal[True], return_row_max: Literal[True],
+    implementation: Implementation | None = ...,
+) -> tuple[jax.Array, jax.Array, jax.Array]: ...  # fmt: skip
+@overload
+def flash_attention_varlen(
+    q: jax.Array, k: jax.Array, v: jax.Array, cu_seqlens_q: jax.Array, cu_seqlens_kv: jax.Array,
+    *,
+    causal: bool = ..., scale: float | None = ...,
+    window_size: tuple[int | None, int | None] | None = ..., softcap: float | None = ...,
+    sinks: jax.Array | None = ..., kv_ends: jax.Array | None = ...,
+    q_depths: jax.Array | None = ..., kv_depths: jax.Array | None = ...,
+    deterministic: bool | None = ..., precision: Precision = ...,
+    return_lse: bool = ..., return_row_max: bool,
+    implementation: Implementation | None = ...,
+) -> jax.Array | tuple[jax.Array, ...]: ...  # fmt: skip
 def flash_attention_varlen(
     q: jax.Array,
     k: jax.Array,
@@ -65,8 +104,9 @@ def flash_attention_varlen(
     deterministic: bool | None = None,
     precision: Precision = "ieee",
     return_lse: bool = False,
+    return_row_max: bool = False,
     implementation: Implementation | None = None,
-) -> jax.Array | tuple[jax.Array, jax.Array]:
+) -> jax.Array | tuple[jax.Array, ...]:
     """Exact attention within each of N sequences that are packed one after the other.
 
     Sequence n has queries ``cu_seqlens_q[n] .. cu_seqlens_q[n + 1]`` and keys ``cu_seqlens_kv[n] ..
@@ -103,14 +143,17 @@ def flash_attention_varlen(
         precision: of float32 products. "ieee", or "tf32": their operands are rounded to 10 bits
             of mantissa, for tensor cores, which take them so. No effect on 16-bit operands.
         return_lse: return the log-sum-exp of the scores as well. It is differentiable.
+        return_row_max: return the largest score of each row as well, of the keys that it sees,
+            after scale and softcap. Sinks do not count. It has no gradient.
         implementation: "mosaic" (explicit kernels for SM80, and the forward for SM90; from jax 0.11
             on), "triton" (Pallas kernels in the Triton lowering; on a CPU in the Pallas
             interpreter), "reference" (plain JAX in float32, O(Tq · Tkv) memory), or None: the
             fastest kernels for the problem on a CUDA device, the reference elsewhere.
 
     Returns:
-        out [Tq, Hq, Dv] in q's dtype; with `return_lse` the pair (out, lse), lse [Hq, Tq] in
-        float32, natural logarithm.
+        out [Tq, Hq, Dv] in q's dtype. With `return_lse` a tuple of out and lse [Hq, Tq], float32,
+        natural logarithm; with `return_row_max` row_max [Hq, Tq], float32, comes last, -inf for a
+        row that sees no key.
 
     Raises:
         TypeError: an argument is not a `jax.Array` or has the wrong type or dtype.
@@ -135,7 +178,9 @@ def flash_attention_varlen(
         q, k, v, cu_seqlens_q, cu_seqlens_kv, sinks, kv_ends, q_depths, kv_depths,
     )  # fmt: skip
     deterministic = or_as_xla_says(deterministic)
-    options = causal, scale, window_size, softcap, deterministic, precision, return_lse
+    options = (
+        causal, scale, window_size, softcap, deterministic, precision, return_row_max, return_lse,
+    )  # fmt: skip
     return PACKED(operands, options, implementation)
 
 

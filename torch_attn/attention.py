@@ -77,15 +77,17 @@ class Attention(ABC):
             implementation: what the caller asked for.
 
         Returns:
-            out; with return_lse the pair (out, lse).
+            out, or a tuple of out, with return_lse lse, and what else the options ask for.
         """
         if torch.is_autocast_enabled("cuda"):
             operands = self.cast(operands)
         call = recall(self, operands, (*options, implementation))
         if call is None:
-            out, lse = self._check_and_attend(operands, options, implementation)
+            out, lse, *more = self._check_and_attend(operands, options, implementation)
         else:
-            out, lse = self.attend(call, operands, options[-1])
+            out, lse, *more = self.attend(call, operands, options[-1])
+        if more:
+            return (out, lse, *more) if options[-1] else (out, *more)
         return (out, lse) if options[-1] else out
 
     def _check_and_attend(
@@ -101,7 +103,11 @@ class Attention(ABC):
                 call = self._call(spec, others, operands.q.device)
                 if keep(self, operands, (*options, implementation), call):
                     return self.attend(call, operands, options[-1])
-        return self.operator.op(*operands, *others)
+        return self.operator_of(checked).op(*operands, *others)
+
+    def operator_of(self, options: Any) -> Operator:
+        """Return the operator that has the results which checked options ask for."""
+        return self.operator
 
     def attend(self, call: Call, operands: tuple[Any, ...], return_lse: bool) -> Any:
         """Run a cached call."""
@@ -132,7 +138,7 @@ class Attention(ABC):
     def _call(self, spec: Any, others: tuple[Any, ...], device: torch.device) -> Call:
         return Call(self.operation, self.run, spec, device, others)
 
-    def fake(self, *args: Any) -> tuple[Tensor, Tensor]:
+    def fake(self, *args: Any) -> tuple[Tensor, ...]:
         """Check operands while they are traced, and allocate the results."""
         operands = self.operands._make(args[: self.num_operands])
         self._check(describe_operands(operands, operand), self.options_of(args))

@@ -55,7 +55,7 @@ class Backward(_Differentiable):
 
 
 class Forward(_Differentiable):
-    """The operator of a forward, whose results are out and lse.
+    """The operator of a forward: its results are out and lse, and others without a derivative.
 
     Attributes:
         backward: the operator of its backward, which takes dout, dlse, the tensors, out and lse if
@@ -69,10 +69,12 @@ class Forward(_Differentiable):
 
     def save(self, ctx: Any, tensors: Any, options: Any, results: Any) -> None:
         ctx.options, ctx.shape = options, results[0].shape
-        ctx.save_for_backward(*tensors, *(results if self.saves_results else ()))
+        ctx.save_for_backward(*tensors, *(results[:2] if self.saves_results else ()))
         ctx.set_materialize_grads(False)
+        if len(results) > 2:
+            ctx.mark_non_differentiable(*results[2:])
 
-    def gradients(self, ctx: Any, dout: Tensor | None, dlse: Tensor | None = None) -> Any:
+    def gradients(self, ctx: Any, dout: Tensor | None, dlse: Tensor | None = None, *_: Any) -> Any:
         saved = ctx.saved_tensors  # once: a checkpoint computes them here
         dout = saved[0].new_zeros(ctx.shape) if dout is None else dout
         # The operator refuses a second derivative; a tensor of a transformation needs it as well.
@@ -124,12 +126,16 @@ class _Kept(_Once):
     @staticmethod
     def forward(ctx, operator, call, return_lse, *tensors):
         results = call(*tensors)
-        ctx.operator = operator
+        ctx.operator, ctx.returns_lse = operator, return_lse
         operator.save(ctx, tensors, call.others, results)
-        return results if return_lse else results[0]
+        if return_lse:
+            return results
+        return results[0] if len(results) == 2 else (results[0], *results[2:])
 
     @staticmethod
-    def backward(ctx, *gradients):
+    def backward(ctx, dout, *gradients):
+        # Without lse the gradient of what follows out is none of lse's.
+        gradients = (dout, *gradients) if ctx.returns_lse else (dout,)
         return None, None, None, *ctx.operator.gradients(ctx, *gradients)
 
 
@@ -140,12 +146,14 @@ _record_kept = super(torch.autograd.Function, _Kept).apply  # pyright: ignore[re
 
 def run_kept(
     operator: Forward, call: Call, tensors: tuple[Tensor | None, ...], return_lse: bool
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Any, ...]:
     """Run a forward's cached call; lse may be None if it is not returned."""
     if not call.is_recorded:
         return call(*tensors)
     results = _record_kept(operator, call, return_lse, *tensors)
-    return results if return_lse else (results, None)
+    if return_lse:
+        return results
+    return (results, None) if isinstance(results, Tensor) else (results[0], None, *results[1:])
 
 
 def with_left_out(gradients: Iterable[Tensor | None], like: Tensor) -> tuple[Tensor, ...]:

@@ -1,7 +1,8 @@
 """Flash attention, dense, packed and sparse: its torch operators, and what they run.
 
 They are `torch_attn::flash_fwd`, `::flash_bwd`, `::flash_varlen_fwd`, `::flash_varlen_bwd`,
-`::block_sparse_fwd` and `::block_sparse_bwd`.
+`::block_sparse_fwd` and `::block_sparse_bwd`. `::flash_row_max_fwd` and
+`::flash_varlen_row_max_fwd` return row maxima as well.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from torch_attn import vmap
 from torch_attn.attention import Attention
@@ -26,6 +28,7 @@ from twin_attention.contract.operands import (
 )
 from twin_attention.contract.spec import FlashOptions
 from twin_attention.contract.validate import (
+    check_attention_options,
     check_block_sparse_attention,
     check_flash_attention,
     check_flash_attention_varlen,
@@ -39,6 +42,7 @@ class FlashAttention(Attention):
 
     Attributes:
         fwd, bwd: the operators.
+        row_max_fwd: the operator that returns row maxima as well; fwd for a function without.
     """
 
     operator: Forward
@@ -51,6 +55,7 @@ class FlashAttention(Attention):
         operands: type[Any],
         check: Callable[[Any, FlashOptions], Any],
         rule: Callable[..., Any],
+        check_options: Callable[..., FlashOptions] = check_flash_options,
     ) -> None:
         """Define and register the operators.
 
@@ -60,8 +65,9 @@ class FlashAttention(Attention):
             operands: the class of their operands.
             check: check described operands, with options.
             rule: the rule of `vmap`.
+            check_options: check options as the caller gave them.
         """
-        super().__init__("flash_fwd", operands, FlashOptions, check_flash_options, check)
+        super().__init__("flash_fwd", operands, FlashOptions, check_options, check)
         count, tensors, others = self.num_operands, self.tensors_schema, self.others_schema
         # An operator cannot return None: a gradient that does not exist has no element.
         gradients = ", ".join(f"Tensor d{field}" for field in operands._fields)
@@ -70,19 +76,38 @@ class FlashAttention(Attention):
             f"-> ({gradients})",
             count + 4, self._backward_call, self._fake_backward, function,
         )  # fmt: skip
-        self.operator = Forward(
-            f"{name}_fwd({tensors}, {others}) -> (Tensor out, Tensor lse)",
-            count, self.call_of, self.fake, function, backward=backward,
-        )  # fmt: skip
+
+        def forward(name: str, results: str) -> Forward:
+            return Forward(
+                f"{name}_fwd({tensors}, {others}) -> ({results})",
+                count, self.call_of, self.fake, function, backward=backward,
+            )  # fmt: skip
+
+        self.operator = self._with_row_max = forward(name, "Tensor out, Tensor lse")
         self.fwd, self.bwd = self.operator.op, backward.op
-        for operator in (self.operator, backward):
+        operators = [self.operator, backward]
+        if check_options is check_attention_options:
+            results = "Tensor out, Tensor lse, Tensor row_max"
+            self._with_row_max = forward(f"{name}_row_max", results)
+            operators.append(self._with_row_max)
+        self.row_max_fwd = self._with_row_max.op
+        for operator in operators:
             operator.register_vmap(rule)
 
     def cast(self, operands: Any) -> Any:
         return self.operands(*cast_inputs(*operands[:3]), *operands[3:])
 
+    def operator_of(self, options: FlashOptions) -> Forward:
+        return self._with_row_max if options.row_max else self.operator
+
     def attend(self, call: Call, operands: tuple[Any, ...], return_lse: bool) -> Any:
-        return run_kept(self.operator, call, operands, return_lse)
+        spec: Any = call.spec
+        operator = self._with_row_max if spec.row_max else self.operator
+        return run_kept(operator, call, operands, return_lse)
+
+    def fake(self, *args: Any) -> tuple[Tensor, ...]:
+        out, lse = super().fake(*args)
+        return (out, lse, torch.empty_like(lse)) if self.options_of(args).row_max else (out, lse)
 
     def run_backward(self, function, spec, backend, dout, dlse, *tensors: Any):
         """Run a family's flash_bwd, on copies of the tensors that its kernels cannot read.
@@ -110,6 +135,7 @@ class FlashAttention(Attention):
         spec = self.check(operands, self.options_of(others), dout, out)
         q = operand("q", operands.q)
         check_saved(operand("dout", dout), q, operand("out", out), operand("lse", lse))
+        spec = replace(spec, row_max=False)  # the forward's alone
         if others[-1] is not None:
             spec = replace(spec, rows_aligned=True)
         return Call("flash_bwd", self.run_backward, spec, dout.device, others)
@@ -128,7 +154,12 @@ def or_as_torch_says(deterministic: Any) -> Any:
 
 
 DENSE = FlashAttention(
-    "flash_attention", "flash", FlashOperands, check_flash_attention, vmap.join_batch_or_heads
+    "flash_attention",
+    "flash",
+    FlashOperands,
+    check_flash_attention,
+    vmap.join_batch_or_heads,
+    check_attention_options,
 )
 PACKED = FlashAttention(
     "flash_attention_varlen",
@@ -136,6 +167,7 @@ PACKED = FlashAttention(
     VarlenOperands,
     check_flash_attention_varlen,
     partial(vmap.refuse, "flash_attention_varlen"),
+    check_attention_options,
 )
 SPARSE = FlashAttention(
     "block_sparse_attention",

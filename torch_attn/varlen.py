@@ -22,7 +22,8 @@ def flash_attention_varlen(
     sinks: Tensor | None = ..., kv_ends: Tensor | None = ...,
     q_depths: Tensor | None = ..., kv_depths: Tensor | None = ...,
     deterministic: bool | None = ..., precision: Precision = ...,
-    return_lse: Literal[False] = ..., implementation: Implementation | None = ...,
+    return_lse: Literal[False] = ..., return_row_max: Literal[False] = ...,
+    implementation: Implementation | None = ...,
 ) -> Tensor: ...  # fmt: skip
 @overload
 def flash_attention_varlen(
@@ -33,7 +34,8 @@ def flash_attention_varlen(
     sinks: Tensor | None = ..., kv_ends: Tensor | None = ...,
     q_depths: Tensor | None = ..., kv_depths: Tensor | None = ...,
     deterministic: bool | None = ..., precision: Precision = ...,
-    return_lse: Literal[True], implementation: Implementation | None = ...,
+    return_lse: Literal[True], return_row_max: Literal[False] = ...,
+    implementation: Implementation | None = ...,
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 @overload
 def flash_attention_varlen(
@@ -44,8 +46,45 @@ def flash_attention_varlen(
     sinks: Tensor | None = ..., kv_ends: Tensor | None = ...,
     q_depths: Tensor | None = ..., kv_depths: Tensor | None = ...,
     deterministic: bool | None = ..., precision: Precision = ...,
-    return_lse: bool, implementation: Implementation | None = ...,
+    return_lse: bool, return_row_max: Literal[False] = ...,
+    implementation: Implementation | None = ...,
 ) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
+@overload
+def flash_attention_varlen(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_kv: Tensor,
+    *,
+    causal: bool = ..., scale: float | None = ...,
+    window_size: tuple[int | None, int | None] | None = ..., softcap: float | None = ...,
+    sinks: Tensor | None = ..., kv_ends: Tensor | None = ...,
+    q_depths: Tensor | None = ..., kv_depths: Tensor | None = ...,
+    deterministic: bool | None = ..., precision: Precision = ...,
+    return_lse: Literal[False] = ..., return_row_max: Literal[True],
+    implementation: Implementation | None = ...,
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+@overload
+def flash_attention_varlen(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_kv: Tensor,
+    *,
+    causal: bool = ..., scale: float | None = ...,
+    window_size: tuple[int | None, int | None] | None = ..., softcap: float | None = ...,
+    sinks: Tensor | None = ..., kv_ends: Tensor | None = ...,
+    q_depths: Tensor | None = ..., kv_depths: Tensor | None = ...,
+    deterministic: bool | None = ..., precision: Precision = ...,
+    return_lse: Literal[True], return_row_max: Literal[True],
+    implementation: Implementation | None = ...,
+) -> tuple[Tensor, Tensor, Tensor]: ...  # fmt: skip
+@overload
+def flash_attention_varlen(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_kv: Tensor,
+    *,
+    causal: bool = ..., scale: float | None = ...,
+    window_size: tuple[int | None, int | None] | None = ..., softcap: float | None = ...,
+    sinks: Tensor | None = ..., kv_ends: Tensor | None = ...,
+    q_depths: Tensor | None = ..., kv_depths: Tensor | None = ...,
+    deterministic: bool | None = ..., precision: Precision = ...,
+    return_lse: bool = ..., return_row_max: bool,
+    implementation: Implementation | None = ...,
+) -> Tensor | tuple[Tensor, ...]: ...  # fmt: skip
 def flash_attention_varlen(
     q: Tensor,
     k: Tensor,
@@ -64,8 +103,9 @@ def flash_attention_varlen(
     deterministic: bool | None = None,
     precision: Precision = "ieee",
     return_lse: bool = False,
+    return_row_max: bool = False,
     implementation: Implementation | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Tensor | tuple[Tensor, ...]:
     """Exact attention within each of N sequences that are packed one after the other.
 
     Sequence n has queries ``cu_seqlens_q[n] .. cu_seqlens_q[n + 1]`` and keys ``cu_seqlens_kv[n] ..
@@ -103,14 +143,17 @@ def flash_attention_varlen(
         precision: of float32 products. "ieee", or "tf32": their operands are rounded to 10 bits
             of mantissa, for tensor cores, which take them so. No effect on 16-bit operands.
         return_lse: return the log-sum-exp of the scores as well. It is differentiable.
+        return_row_max: return the largest score of each row as well, of the keys that it sees,
+            after scale and softcap. Sinks do not count. It has no gradient.
         implementation: "gluon" (explicit kernels for SM80 and SM90), "triton"
             (Triton kernels; on a CPU in Triton's interpreter), "reference" (plain torch in float32,
             O(Tq · Tkv) memory), or None: the fastest kernels for the problem on a CUDA device, the
             reference elsewhere.
 
     Returns:
-        out [Tq, Hq, Dv] in q's dtype; with `return_lse` the pair (out, lse), lse [Hq, Tq] in
-        float32, natural logarithm.
+        out [Tq, Hq, Dv] in q's dtype. With `return_lse` a tuple of out and lse [Hq, Tq], float32,
+        natural logarithm; with `return_row_max` row_max [Hq, Tq], float32, comes last, -inf for a
+        row that sees no key.
 
     Raises:
         TypeError: an argument is not a `torch.Tensor` or has the wrong type or dtype.
@@ -134,7 +177,9 @@ def flash_attention_varlen(
         q, k, v, cu_seqlens_q, cu_seqlens_kv, sinks, kv_ends, q_depths, kv_depths,
     )  # fmt: skip
     deterministic = or_as_torch_says(deterministic)
-    options = causal, scale, window_size, softcap, deterministic, precision, return_lse
+    options = (
+        causal, scale, window_size, softcap, deterministic, precision, return_row_max, return_lse,
+    )  # fmt: skip
     return PACKED(operands, options, implementation)
 
 

@@ -51,6 +51,7 @@ class FlashCase:
         depths: give depths as well.
         deterministic: the call's option, for the backward.
         precision: the call's option.
+        row_max: ask for row maxima.
         gradients: run the backward as well.
         layout: "contiguous", or "strided" for q, k, v that are views of one packed torch tensor
             (JAX arrays have no strides: there the case runs contiguous).
@@ -75,14 +76,14 @@ class FlashCase:
     depths: bool = False
     deterministic: bool = False
     precision: Precision = "ieee"
+    row_max: bool = False
     gradients: bool = True
     layout: str = "contiguous"
 
     @property
     def options(self) -> dict[str, Any]:
         """Return the call's arguments other than tensors."""
-        names = ("causal", "scale", "window_size", "softcap", "deterministic", "precision")
-        return {name: getattr(self, name) for name in names}
+        return _flash_options(self)
 
     @property
     def shapes(self) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
@@ -102,6 +103,7 @@ class FlashCase:
             self.shapes[2][3], self.dtype, scale_or_default(self.scale, self.head_dim),
             Window.of(self.causal, self.window_size), self.softcap, self.deterministic,
             self.precision, segmented=bool(self.segments), **_tree_fields(self),
+            row_max=self.row_max,
         )  # fmt: skip
 
 
@@ -120,6 +122,7 @@ class VarlenCase:
         tree, depths: as in `FlashCase`, of each sequence.
         deterministic: the call's option, for the backward.
         precision: the call's option.
+        row_max: ask for row maxima.
     """
 
     name: str
@@ -139,12 +142,12 @@ class VarlenCase:
     depths: bool = False
     deterministic: bool = False
     precision: Precision = "ieee"
+    row_max: bool = False
 
     @property
     def options(self) -> dict[str, Any]:
         """Return the call's arguments other than tensors."""
-        names = ("causal", "scale", "window_size", "softcap", "deterministic", "precision")
-        return {name: getattr(self, name) for name in names}
+        return _flash_options(self)
 
     @property
     def spec(self) -> VarlenSpec:
@@ -157,8 +160,16 @@ class VarlenCase:
             1, tokens_q, tokens_kv, self.heads_q, self.heads_kv, self.head_dim, head_dim_v,
             self.dtype, scale_or_default(self.scale, self.head_dim),
             Window.of(self.causal, self.window_size), self.softcap, self.deterministic,
-            self.precision, **_tree_fields(self), num_sequences=len(self.lengths),
+            self.precision, **_tree_fields(self), row_max=self.row_max,
+            num_sequences=len(self.lengths),
         )  # fmt: skip
+
+
+def _flash_options(case: FlashCase | VarlenCase) -> dict[str, Any]:
+    """Return the options of a call; those that not all functions have are left out at defaults."""
+    names = ("causal", "scale", "window_size", "softcap", "deterministic", "precision")
+    asked = {"return_row_max": True} if case.row_max else {}
+    return {name: getattr(case, name) for name in names} | asked
 
 
 def _tree_fields(case: FlashCase | VarlenCase) -> dict[str, bool]:
@@ -177,7 +188,7 @@ class BlockSparseCase(FlashCase):
         own_masks: "" for one mask of all; "heads" for one of each head; "all" for one of each
             head of each sequence.
         kept: share of the tiles that are kept, at random.
-        segments, tree, depths, layout: as in `FlashCase`, but always their defaults.
+        segments, tree, depths, row_max, layout: as in `FlashCase`, but always their defaults.
     """
 
     tile_q: int = 64
@@ -210,8 +221,8 @@ class DilatedCase(FlashCase):
     Attributes:
         segment_lengths, dilation_rates: of each pair.
         seq_kv: as long as `seq_q`.
-        window_size, sinks, segments, tree, depths, layout: as in `FlashCase`, but always their
-            defaults.
+        window_size, sinks, segments, tree, depths, row_max, layout: as in `FlashCase`, but always
+            their defaults.
     """
 
     segment_lengths: tuple[int, ...] = (32, 64, 128)
@@ -494,6 +505,12 @@ def _quick() -> Iterator[FlashCase]:
     yield replace(
         base, name="sinks", seq_q=131, seq_kv=37, heads_q=4, heads_kv=2, causal=True, sinks=True
     )
+    # Queries without a key, and sinks that are no scores.
+    yield replace(
+        base, name="row-max", seq_q=131, seq_kv=37, heads_q=4, heads_kv=2, causal=True, sinks=True,
+        scale=-0.3, row_max=True,
+    )  # fmt: skip
+    yield replace(base, name="row-max-softcap", softcap=3.0, row_max=True, dtype="float16")
     yield replace(base, name="segments", segments="documents", causal=True)
     yield replace(
         base, name="segments-shuffled", segments="shuffled", batch=2, seq_q=70, seq_kv=90,
@@ -582,6 +599,11 @@ def _full_changes() -> Iterator[Change]:
     yield "sinks-64x0", {**sinks, "seq_q": 64, "seq_kv": 0}
     yield "sinks-softcap", {**sinks, "softcap": 5.0, "head_dim": 128}
     yield "sinks-window", {"sinks": True, "window_size": (70, 5)}
+    for d in (64, 128, 256):
+        yield f"row-max-d{d}", {"row_max": True, "head_dim": d, "causal": True}
+    yield "row-max-sinks", {**sinks, "row_max": True, "seq_q": 641, "seq_kv": 127}
+    yield "row-max-softcap", {"row_max": True, "softcap": 5.0, "window_size": (70, 5)}
+    yield "row-max-64x0", {"row_max": True, "seq_q": 64, "seq_kv": 0}
     for d in (16, 32, 64, 128, 256):
         documents = {"segments": "documents", "head_dim": d}
         yield f"segments-d{d}", {**documents, "causal": True}
@@ -651,6 +673,7 @@ def _quick_varlen() -> Iterator[VarlenCase]:
         base, name="varlen-all-options", lengths=lengths, heads_q=4, head_dim=72, head_dim_v=48,
         window_size=(24, None), softcap=20.0, sinks=True, scale=0.2, dtype="float16",
     )  # fmt: skip
+    yield replace(base, name="varlen-row-max", lengths=lengths, row_max=True, sinks=True)
     yield replace(base, name="varlen-tree", tree="nested")
     yield replace(
         base, name="varlen-tree-any", lengths=lengths, tree="any", depths=True, head_dim=32,
@@ -678,6 +701,7 @@ def _full_varlen_changes() -> Iterator[Change]:
     yield "window", {"window_size": (70, 5), "causal": False}
     yield "softcap", {"softcap": 5.0, "head_dim": 128}
     yield "sinks", {"sinks": True}
+    yield "row-max", {"row_max": True, "sinks": True}
     for d in (64, 128):
         yield f"tree-d{d}", {"tree": "nested", "head_dim": d}
     yield "tree-depths", {"tree": "nested", "depths": True, "window_size": (70, None)}

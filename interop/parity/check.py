@@ -10,7 +10,7 @@ import torch
 
 from interop.exchange import to_torch
 from interop.parity.inputs import Tensors
-from interop.parity.oracle import SAMPLES, Expectation, Spec, expectations, sample_of
+from interop.parity.oracle import OF_ROWS, SAMPLES, Expectation, Spec, expectations, sample_of
 from interop.parity.records import ORACLE, Comparison
 from interop.parity.sides import Subject, twins
 from twin_attention.contract.spec import AppendSpec, AttentionSpec, MergeSpec, PagedSpec, VarlenSpec
@@ -36,7 +36,7 @@ def agreements(results: Tensors, expected: Expectation) -> dict[str, Agreement]:
 
     def agreement(name: str, got: torch.Tensor) -> Agreement:
         ref, lp = expected.ref[name], expected.lp[name]
-        if name == "lse":
+        if name in OF_ROWS:
             unit = 1.0 if isinstance(spec, MergeSpec) else lse_unit(ref)
             return compare_lse(got, ref, lse_tolerance(ref, lp, dtype), unit)
         kind = "gradient" if name.startswith("d") else "output"
@@ -109,7 +109,7 @@ def compare(
 
 def compare_sides(name: str, a: torch.Tensor, b: torch.Tensor, *budgets: Agreement) -> Agreement:
     """Compare both sides' results; `budgets` are those of a and b against the oracle."""
-    if name == "lse":
+    if name in OF_ROWS:
         return compare_lse(a, b, max(budget.max_budget for budget in budgets), lse_unit(b))
     return compare_twins(a, b, *budgets)
 
@@ -126,8 +126,8 @@ def check_layout(results: Tensors, inputs: Tensors, spec: Spec, case: str) -> No
     alike = {name: (tuple(x.shape), x.dtype) for name, x in inputs.items()}
     layouts = {f"d{name}": layout for name, layout in alike.items()} | {
         "out": ((*rows, spec.head_dim_v), first.dtype),
-        "lse": ((*rows[:heads], rows[-1], *rows[heads:-1]), torch.float32),
     }
+    layouts |= dict.fromkeys(OF_ROWS, ((*rows[:heads], rows[-1], *rows[heads:-1]), torch.float32))
     if isinstance(spec, AppendSpec):  # of the pools, and of rotated queries
         layouts = alike
     for name, got in results.items():

@@ -44,6 +44,7 @@ SAMPLE_ABOVE = 1 << 30  # elements of q, 8 GiB in float64: a larger problem is o
 STRETCH = 4096  # a sample of a longer sequence is a stretch of it
 SCORES = 1 << 25  # at a time: 256 MiB for each copy in float64
 SAMPLES = 4  # heads or sequences
+OF_ROWS = ("lse", "row_max")  # results of the forward, beside out
 
 # Or a VarlenSpec or PagedSpec, which is one of these.
 Spec = AttentionSpec | DecodeSpec | AppendSpec | MergeSpec
@@ -75,7 +76,7 @@ class Part:
         if self.inner is None:
             return results
         return {
-            name: x[..., self.inner] if name == "lse" else x[:, self.inner]
+            name: x[..., self.inner] if name in OF_ROWS else x[:, self.inner]
             for name, x in results.items()
         }
 
@@ -217,7 +218,8 @@ def _evaluate_flash(inputs: Tensors, spec: AttentionSpec, dtype: torch.dtype) ->
         if isinstance(spec, BlockSparseSpec):
             lists = BlockMask.of(x["block_mask"])._asdict()
             operands = BlockSparseOperands(**{name: x[name] for name in names}, **lists)
-        found["out"][:], found["lse"][:] = forward(operands, chunk.spec, dtype)
+        for name, values in zip(found, forward(operands, chunk.spec, dtype), strict=False):
+            found[name][:] = values
         if "dout" in x:
             dout, dlse = x["dout"], x.get("dlse")
             gradients = backward(dout, dlse, operands, chunk.spec, dtype)
@@ -234,6 +236,8 @@ def _evaluate_varlen(inputs: Tensors, spec: VarlenSpec, dtype: torch.dtype) -> T
     results = {name: x[0] for name, x in results.items()}
     nothing = inputs["sinks"][:, None] if "sinks" in inputs else -torch.inf
     results["out"][:], results["lse"][:] = 0, nothing
+    if spec.row_max:
+        results["row_max"][:] = -torch.inf
     exact = torch.promote_types(dtype, torch.float32)
     for name in ("q", "k", "v", *(["sinks"] if "sinks" in inputs else [])):
         results[f"d{name}"] = torch.zeros_like(inputs[name], dtype=exact)
@@ -245,7 +249,7 @@ def _evaluate_varlen(inputs: Tensors, spec: VarlenSpec, dtype: torch.dtype) -> T
         queries, keys = slice(begin_q, end_q), slice(begin_kv, end_kv)
         where: dict[str, Any] = dict.fromkeys(("q", "out", "dout", "dq", "q_depths"), queries)
         where |= dict.fromkeys(("k", "v", "dk", "dv", "kv_ends", "kv_depths"), keys)
-        where |= dict.fromkeys(("lse", "dlse"), (slice(None), queries))
+        where |= dict.fromkeys((*OF_ROWS, "dlse"), (slice(None), queries))
         one = Part(spec.sequence(end_q - begin_q, end_kv - begin_kv), where)
         batch = {name: x if name == "sinks" else x[None] for name, x in one.crop(inputs).items()}
         found, into = _evaluate_flash(batch, one.spec, dtype), one.crop(results)
@@ -333,7 +337,8 @@ def _empty_results(
 ) -> Tensors:
     batch, rows, heads, _ = q.shape
     out = q.new_empty((batch, rows, heads, spec.head_dim_v), dtype=dtype)
-    return {"out": out, "lse": q.new_empty((batch, heads, rows), dtype=dtype)}
+    names = OF_ROWS if isinstance(spec, AttentionSpec) and spec.row_max else OF_ROWS[:1]
+    return {"out": out} | {x: q.new_empty((batch, heads, rows), dtype=dtype) for x in names}
 
 
 def _sequences(spec: DecodeSpec) -> list[Part]:
@@ -389,7 +394,7 @@ def _block(spec: AttentionSpec, batch: int, head: int, queries: slice, keys: sli
     heads_q = slice(head * group, head * group + group)
     where: dict[str, Any] = dict.fromkeys(("q", "out", "dout", "dq"), (one, queries, heads_q))
     where |= dict.fromkeys(("k", "v", "dk", "dv"), (one, keys, heads_kv))
-    where |= dict.fromkeys(("lse", "dlse"), (one, heads_q, queries))
+    where |= dict.fromkeys((*OF_ROWS, "dlse"), (one, heads_q, queries))
     where |= dict.fromkeys(("sinks", "dsinks"), heads_q)
     where |= dict.fromkeys(("q_segment_ids", "q_depths"), (one, queries))
     where |= dict.fromkeys(("kv_segment_ids", "kv_depths", "kv_ends"), (one, keys))

@@ -132,7 +132,8 @@ def results(side: Side, function: str, inputs: Tensors, **options: Any) -> Tenso
     if function == "append_kv":
         names = (*(["q"] if "q" in operands else []), *POOLS)
         return dict(zip(names, found, strict=True))
-    names = (*OUTPUTS, *(f"d{name}" for name, x in operands.items() if x.is_floating_point()))
+    outputs = (*OUTPUTS, "row_max") if options.get("return_row_max") else OUTPUTS
+    names = (*outputs, *(f"d{name}" for name, x in operands.items() if x.is_floating_point()))
     return dict(zip(names, found, strict=False))
 
 
@@ -208,7 +209,8 @@ def prepare_torch(
         attend: takes the operands.
         operation: "forward", "backward" or "both".
         operands: differentiated in, but for integers, unless it is a forward.
-        dout: gradients of what `attend` returns, structured as that; a forward reads none.
+        dout: gradients of what `attend` returns, structured as that, or of the first of a tuple; a
+            forward reads none.
 
     Returns:
         A function that returns out, the operands' gradients, or (out, *gradients).
@@ -223,7 +225,8 @@ def prepare_torch(
 
     def both() -> tuple[Any, ...]:
         out = attend(*operands)
-        return out, *torch.autograd.grad(out, inputs, dout)
+        of = out[: len(dout)] if isinstance(out, tuple) else out
+        return out, *torch.autograd.grad(of, inputs, dout)
 
     return both
 
@@ -257,6 +260,8 @@ def _function(case: Case) -> str:
 def _with_gradients(attend: Attend) -> Attend:
     def both(dout: Any, *operands: Any) -> tuple[Any, ...]:
         out, pull = jax.vjp(attend, *operands)
+        if isinstance(out, tuple):  # what has no gradient comes last
+            dout = (*dout, *map(jax.numpy.zeros_like, out[len(dout) :]))
         return out, *(dx for dx in pull(dout) if dx.dtype != jax.dtypes.float0)
 
     return both

@@ -31,12 +31,12 @@ from twin_attention.targets.family import Backend
 
 def flash_fwd(
     operands: AttentionOperands[Array], spec: AttentionSpec, backend: Backend
-) -> tuple[Array, Array]:
-    """Compute out and lse in float32, with O(Sq · Skv) memory."""
+) -> tuple[Array, ...]:
+    """Compute out, lse and what else is asked for in float32, with O(Sq · Skv) memory."""
     forward = reference.forward_of(spec)
     with jax.default_matmul_precision("highest"):
-        out, lse = forward(operands, spec, jnp.float32)
-    return out.astype(operands.q.dtype), lse
+        out, *of_rows = forward(operands, spec, jnp.float32)
+    return out.astype(operands.q.dtype), *of_rows
 
 
 def flash_bwd(

@@ -42,6 +42,7 @@ from twin_attention.contract.spec import (
 from twin_attention.contract.validate import (
     Operand,
     check_append_kv,
+    check_attention_options,
     check_block_sparse_attention,
     check_decode_options,
     check_dilated_attention,
@@ -124,6 +125,11 @@ def test_a_dilated_case_describes_the_call_that_validation_accepts(case: Dilated
     assert found == case.spec
 
 
+def checked(case):
+    """Return the options of a case, checked."""
+    return check_attention_options(**{"return_row_max": False} | case.options, return_lse=True)
+
+
 def tree_of(case, of_queries: tuple[int, ...], of_keys: tuple[int, ...]) -> dict[str, Operand]:
     """Return the ends and depths that a case gives."""
     shapes = {"kv_ends": of_keys} if case.tree else {}
@@ -134,7 +140,7 @@ def tree_of(case, of_queries: tuple[int, ...], of_keys: tuple[int, ...]) -> dict
 
 @pytest.mark.parametrize("case", EVERY_VARLEN.values(), ids=EVERY_VARLEN)
 def test_a_varlen_case_describes_the_call_that_validation_accepts(case: VarlenCase):
-    options, spec = check_flash_options(**case.options, return_lse=True), case.spec
+    options, spec = checked(case), case.spec
     offsets = (len(case.lengths) + 1,)
     operands = VarlenOperands(
         Operand("q", (spec.seq_q, spec.heads_q, spec.head_dim), case.dtype),
@@ -149,7 +155,7 @@ def test_a_varlen_case_describes_the_call_that_validation_accepts(case: VarlenCa
 
 @pytest.mark.parametrize("case", EVERY.values(), ids=EVERY)
 def test_a_case_describes_the_call_that_validation_accepts(case: FlashCase):
-    options = check_flash_options(**case.options, return_lse=True)
+    options = checked(case)
     operands = FlashOperands(
         *(Operand(name, shape, case.dtype) for name, shape in zip("qkv", case.shapes, strict=True)),
         Operand("sinks", (case.heads_q,), "float32") if case.sinks else None,

@@ -68,6 +68,9 @@ MISTAKES = {
         NotImplementedError, "k: expected dtype float16, bfloat16, float32, got float8_e4m3fn",
         {}, {"k": "float8_e4m3fn"}, {},
     ),
+    "row maxima by a number": (
+        TypeError, "return_row_max: expected a bool, got int", {}, {}, {"return_row_max": 1},
+    ),
     "softcap of zero": (
         ValueError, "softcap: expected a positive number up to 2**100 or None, got 0.0",
         {}, {}, {"softcap": 0.0},

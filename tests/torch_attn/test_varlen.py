@@ -189,7 +189,7 @@ def test_opcheck(implementation):
     q, k, v, cu, _ = operands()
     sinks = draw(HEADS).requires_grad_()
     qkv = [x.requires_grad_() for x in (q, k, v)]
-    options = (None, None, 0, None, True, "ieee", implementation)
+    options = (None, None, 0, None, True, "ieee", False, implementation)
     no_tree = (None, None, None)
     for sink in (None, sinks):
         arguments = (*qkv, cu, cu, sink, *no_tree, *options)

@@ -402,10 +402,9 @@ def _attend_heads(problem: Problem, q, k, v, sinks) -> tuple[Tensor, ...]:
     q, k, v = (_Exchange.apply(problem, x, True) for x in (q, k, v))
     if sinks is not None:
         sinks = sinks.unflatten(0, (plan.size, -1))[peers.rank]
-    named = problem.call.options._asdict()
-    window = named.pop("window_left"), named.pop("window_right")
-    named |= {"window_size": window, "sinks": sinks, "return_lse": True}
-    named["implementation"] = problem.call.implementation
+    named = problem.call.options.arguments | {
+        "sinks": sinks, "return_lse": True, "implementation": problem.call.implementation,
+    }  # fmt: skip
     if plan.cu_seqlens is None:
         out, lse = flash_attention(q, k, v, **named)
     else:

@@ -12,6 +12,7 @@ sharded otherwise, such as by length, are first redistributed by DTensor, which 
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import combinations
 from math import prod
 from typing import Any, NamedTuple
@@ -60,16 +61,21 @@ def _placements(k: Any) -> list[_Placement]:
     return found
 
 
-@register_sharding(DENSE.fwd)
-def _shard_forward(q, k, v, sinks, *others):
+def _shard_forward(num_of_rows, q, k, v, sinks, *others):
+    """Return how the tensors of a forward may be placed, which returns so many [B, H, S] ones."""
     of_tokens, options = others[:_NUM_IDS], others[_NUM_IDS:]
     no_options = [None] * len(options)
     found = []
     for p in _placements(k):
         x, of_sinks = p.whole, None if sinks is None else p.sinks
         ids = (None if of is None else p.ids for of in of_tokens)
-        found.append(([x, p.rows], [x, x, x, of_sinks, *ids, *no_options]))
+        results = [x, *[p.rows] * num_of_rows]
+        found.append((results, [x, x, x, of_sinks, *ids, *no_options]))
     return found
+
+
+register_sharding(DENSE.fwd)(partial(_shard_forward, 1))
+register_sharding(DENSE.row_max_fwd)(partial(_shard_forward, 2))
 
 
 @register_sharding(DENSE.bwd)

@@ -33,12 +33,12 @@ from twin_attention.targets.family import Backend
 
 def flash_fwd(
     operands: AttentionOperands[Tensor], spec: AttentionSpec, backend: Backend
-) -> tuple[Tensor, Tensor]:
-    """Compute out and lse in float32, with O(Sq · Skv) memory."""
+) -> tuple[Tensor, ...]:
+    """Compute out, lse and what else is asked for in float32, with O(Sq · Skv) memory."""
     forward = reference.forward_of(spec)
     with without_autocast(operands.q.device):
-        out, lse = forward(operands, spec, torch.float32)
-    return out.to(operands.q.dtype).contiguous(), lse
+        out, *of_rows = forward(operands, spec, torch.float32)
+    return out.to(operands.q.dtype).contiguous(), *of_rows
 
 
 def flash_bwd(

@@ -65,6 +65,7 @@ FLASH_FEATURES: dict[str, dict[str, Any]] = {
     "packed": {"causal": True, "seq_q": 16384, "seq_kv": 16384},  # of 8 sequences
     "segments": {"causal": True},
     "part": {},
+    "row-max": {"causal": True, "sinks": True, "row_max": True},
     "tree": {"causal": True, "tree": "nested"},
     "tree-packed": {"causal": True, "seq_q": 16384, "seq_kv": 16384, "tree": "nested"},
     "tree-all-options": {
@@ -119,7 +120,7 @@ _AOT = {
 # float32 for TF32, and these head sizes.
 _PORTABLE_FEATURES = {
     "packed": (64, 128), "segments": (64, 128), "part": HEAD_DIMS,
-    "tree": HEAD_DIMS, "tree-packed": (64, 128),
+    "row-max": (64, 128), "tree": HEAD_DIMS, "tree-packed": (64, 128),
     "tree-all-options": (64, 128), "tiles-of-128": HEAD_DIMS, "tiles-of-64": (64, 128),
     "softcap": (), "few-kv-heads": (), "few-kv-heads-window": (), "short": (), "full": (128,),
     "tf32": HEAD_DIMS, "tf32-all-options": HEAD_DIMS,

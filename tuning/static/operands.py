@@ -65,9 +65,9 @@ def run_kernels(
         added = run("partial_fwd")(part, out, lse, spec, backend)
         return [added, run("partial_bwd")(rounded, lse, part, rounded, lse, None, spec, backend)]
     if isinstance(spec, AttentionSpec):
-        out, lse = run("flash_fwd")(*operands, spec, backend)
-        kinds = [replace(spec, deterministic=x) for x in deterministic]
-        return [out, lse] + [
+        out, lse, *others = run("flash_fwd")(*operands, spec, backend)
+        kinds = [replace(spec, deterministic=x, row_max=False) for x in deterministic]
+        return [out, lse, *others] + [
             run("flash_bwd")(out, lse, *operands, out, lse, kind, backend)
             for kind in kinds
             if family.supports("flash_bwd", kind, backend.target) is None

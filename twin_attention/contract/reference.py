@@ -49,7 +49,7 @@ FLOAT8_MAX = 448.0  # the largest float8_e4m3fn
 
 def attention_forward(
     operands: FlashOperands, spec: AttentionSpec, dtype: Any
-) -> tuple[Array, Array]:
+) -> tuple[Array, ...]:
     """Attention output and log-sum-exp.
 
     Args:
@@ -59,7 +59,8 @@ def attention_forward(
 
     Returns:
         out [B, Sq, Hq, Dv] and lse [B, Hq, Sq] (natural log), both in `dtype`. A row that
-        sees no key gives 0, and -inf or its head's sink.
+        sees no key gives 0, and -inf or its head's sink. Where the problem asks for it also each
+        row's largest score [B, Hq, Sq], -inf without a key.
     """
     xp = array_namespace(operands.q)
     seen = visibility(xp, spec, device(operands.q))
@@ -147,7 +148,7 @@ def _apply_segments(
     return FlashOperands(q, k, v, sinks), seen, is_query
 
 
-def varlen_forward(operands: VarlenOperands, spec: VarlenSpec, dtype: Any) -> tuple[Array, Array]:
+def varlen_forward(operands: VarlenOperands, spec: VarlenSpec, dtype: Any) -> tuple[Array, ...]:
     """Attention output and log-sum-exp of packed sequences.
 
     Nothing but values depends on the offsets, so that it can be traced. Memory is O(Tq · Tkv).
@@ -159,12 +160,13 @@ def varlen_forward(operands: VarlenOperands, spec: VarlenSpec, dtype: Any) -> tu
 
     Returns:
         out [Tq, Hq, Dv] and lse [Hq, Tq] (natural log), both in `dtype`. A row that sees no key,
-        such as padding, gives 0, and -inf or its head's sink.
+        such as padding, gives 0, and -inf or its head's sink. Where the problem asks for it also
+        each row's largest score [Hq, Tq].
     """
     xp = array_namespace(operands.q)
     batch, seen, _ = _as_one_sequence(xp, operands, spec)
-    out, lse = _forward(xp, batch, spec, seen, dtype)
-    return out[0, ...], lse[0, ...]
+    results = _forward(xp, batch, spec, seen, dtype)
+    return tuple(x[0, ...] for x in results)
 
 
 def varlen_backward(
@@ -225,7 +227,7 @@ def _sequence_of_tokens(xp: Any, offsets: Array, tokens: int) -> Array:
 
 def block_sparse_forward(
     operands: BlockSparseOperands, spec: BlockSparseSpec, dtype: Any
-) -> tuple[Array, Array]:
+) -> tuple[Array, ...]:
     """Attention output and log-sum-exp over the tiles that a block mask keeps.
 
     The mask is that of the tiles of keys which each tile of queries keeps.
@@ -425,12 +427,14 @@ def _forward(
     spec: AttentionSpec,
     seen: Array | None,
     dtype: Any,
-) -> tuple[Array, Array]:
+) -> tuple[Array, ...]:
     q, k, v = _by_kv_head(xp, operands, spec, dtype)
     s, _ = _scores(xp, q, k, spec, seen)
     p, _, lse = _normalize(xp, s, _of_rows(xp, operands.sinks, spec, spec.seq_q, dtype))
-    out = _product(xp, p, v, spec)
-    return _to_heads(xp, out, spec), xp.reshape(lse, (spec.batch, spec.heads_q, spec.seq_q))
+    out = _to_heads(xp, _product(xp, p, v, spec), spec)
+    of_rows = [lse, _largest(xp, s)] if spec.row_max else [lse]
+    shape = (spec.batch, spec.heads_q, spec.seq_q)
+    return out, *(xp.reshape(x, shape) for x in of_rows)
 
 
 def _backward(
@@ -571,13 +575,17 @@ def _normalize(xp: Any, s: Array, sink: Array | None = None) -> tuple[Array, Arr
 
 def _row_max(xp: Any, s: Array, sink: Array | None) -> Array:
     """Return the row maximum, 0 where a row has no finite score."""
-    if s.shape[-1] == 0:
-        m = xp.full_like(xp.sum(s, axis=-1, keepdims=True), float("-inf"))
-    else:
-        m = xp.max(s, axis=-1, keepdims=True)
+    m = _largest(xp, s)
     if sink is not None:
         m = xp.maximum(m, sink)
     return xp.where(xp.isinf(m), xp.zeros_like(m), m)
+
+
+def _largest(xp: Any, s: Array) -> Array:
+    """Return the largest score of each row, [..., 1]; -inf where there is none."""
+    if s.shape[-1] == 0:
+        return xp.full_like(xp.sum(s, axis=-1, keepdims=True), float("-inf"))
+    return xp.max(s, axis=-1, keepdims=True)
 
 
 def paged_forward(operands: DecodeOperands, spec: DecodeSpec, dtype: Any) -> tuple[Array, Array]:

@@ -68,10 +68,19 @@ class FlashOptions(NamedTuple):
     softcap: float | None = None
     deterministic: bool | None = None
     precision: Precision = "ieee"
+    row_max: bool = False
 
     @property
     def window(self) -> Window:
         return Window(self.window_left, self.window_right)
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Return them as the arguments that all functions of flash attention take."""
+        names = ("scale", "softcap", "deterministic", "precision")
+        return {"window_size": (self.window_left, self.window_right)} | {
+            name: getattr(self, name) for name in names
+        }
 
 
 class DecodeOptions(NamedTuple):
@@ -156,6 +165,7 @@ class AttentionSpec:
         tree: keys have ends. Where these are is data on the device.
         depths: the window's left side counts depths, which are data on the device, in place of
             positions.
+        row_max: the forward returns each row's largest score as well.
         function: the public function, as messages name it.
     """
 
@@ -177,6 +187,7 @@ class AttentionSpec:
     segmented: bool = False
     tree: bool = False
     depths: bool = False
+    row_max: bool = False
 
     @classmethod
     def of(
@@ -205,6 +216,7 @@ class AttentionSpec:
             segmented=operands.q_segment_ids is not None,
             tree=operands.kv_ends is not None,
             depths=_counts_depths(operands, options),
+            row_max=options.row_max,
         )
 
     @property
@@ -306,6 +318,7 @@ class VarlenSpec(AttentionSpec):
             precision=options.precision if dtype == "float32" else "ieee",
             tree=operands.kv_ends is not None,
             depths=_counts_depths(operands, options),
+            row_max=options.row_max,
             num_sequences=operands.cu_seqlens_q.shape[0] - 1,
         )
 

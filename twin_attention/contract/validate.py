@@ -149,7 +149,7 @@ def check_flash_options(
     precision: Any,
     return_lse: Any,
 ) -> FlashOptions:
-    """Check the options of `flash_attention`.
+    """Check the options that all functions of flash attention share.
 
     The checks of options look at types and compare numbers, and do nothing else, so that
     `torch.compile` traces them.
@@ -166,6 +166,27 @@ def check_flash_options(
         _check_flag("deterministic", deterministic, or_else="None or ")
     right = 0 if causal else right
     return FlashOptions(number, left, right, cap, deterministic, _check_precision(precision))
+
+
+def check_attention_options(
+    causal: Any,
+    scale: Any,
+    window_size: Any,
+    softcap: Any,
+    deterministic: Any,
+    precision: Any,
+    return_row_max: Any,
+    return_lse: Any,
+) -> FlashOptions:
+    """Check the options that `flash_attention` and `flash_attention_varlen` have, these alone too.
+
+    Raises:
+        As `check_flash_options`.
+    """
+    options = check_flash_options(
+        causal, scale, window_size, softcap, deterministic, precision, return_lse
+    )
+    return options._replace(row_max=_check_flag("return_row_max", return_row_max))
 
 
 def check_decode_options(

@@ -43,6 +43,8 @@ def supports(operation: str, spec: Spec, target: str | None) -> str | None:
         return "its kernels take no segment ids"
     if spec.tree:
         return "its kernels take no kv_ends"
+    if spec.row_max and operation == "flash_fwd":
+        return "its kernels return no row maxima"
     if target != "sm90":
         return "its kernels are for SM90"
     if spec.dtype_bits != 16:

@@ -227,7 +227,7 @@ def _flash(name: str, shared: _Draw, own: _Draw) -> FlashCase:
     options = _options(shared, own, seq_kv) | _tree(shared)
     return FlashCase(
         name, own.integer(1, 3), seq_q, seq_kv, **options, segments=segments,
-        gradients=shared.chance(0.85),
+        gradients=shared.chance(0.85), row_max=shared.chance(0.15),
     )  # fmt: skip
 
 
@@ -246,7 +246,7 @@ def _varlen(name: str, shared: _Draw, own: _Draw) -> VarlenCase:
         lengths = tuple((n, own.length() // max(1, len(queries) // 3)) for n in queries)
     padding = own.integer(0, 70) * own.pick(0, 1), own.integer(0, 70) * own.pick(0, 1)
     options = _options(shared, own, max((n for _, n in lengths), default=0)) | _tree(shared)
-    return VarlenCase(name, lengths, padding, **options)
+    return VarlenCase(name, lengths, padding, **options, row_max=shared.chance(0.15))
 
 
 def _block_sparse(name: str, shared: _Draw, own: _Draw) -> BlockSparseCase:

@@ -24,6 +24,7 @@ from pallas_attn.kernels.library.sequences import (
     without_batch,
 )
 from pallas_attn.kernels.library.softmax import (
+    LN2,
     LOG2E,
     add_sink,
     online_softmax_update,
@@ -66,6 +67,7 @@ def flash_fwd_kernel(
     carry,
     out_ref,
     lse_ref,
+    row_max_ref=None,
     *,
     place,
     seq_q,
@@ -82,7 +84,8 @@ def flash_fwd_kernel(
     """One program computes block_q rows of one query head.
 
     Operands, of this program's batch and head: q [Sq, D], k [Skv, D], v [Skv, Dv], the head's sink
-    [] float32 or None, out [Sq, Dv], lse [Sq] (float32, natural log). Query i stands at key
+    [] float32 or None, out [Sq, Dv], lse [Sq] (float32, natural log), row_max [Sq] float32, each
+    row's largest score, or None. Query i stands at key
     position i + Skv - Sq; rule: `twin_attention.contract.spec.ScoreRule`. Grid: (query tiles ·
     heads · batch), in the order of `longest_first`; place: a program's tile, head and batch
     element, from its number. Loop invariant: `online_softmax_update`. Accumulation: float32,
@@ -116,7 +119,7 @@ def flash_fwd_kernel(
     begins, ends = load_intervals(intervals, start_q, seq_q, block_q)
     m_i = jnp.full((block_q,), float("-inf"), jnp.float32)
     l_i = jnp.zeros((block_q,), jnp.float32)
-    if sink_ref is not None:
+    if sink_ref is not None and row_max_ref is None:
         # The maximum has the sink from the start, so that acc is not rescaled for it at the end.
         m_i = jnp.maximum(m_i, sink_ref[...] * LOG2E)
     acc = jnp.zeros((block_q, padded_head_dim(head_dim_v)), jnp.float32)
@@ -171,8 +174,12 @@ def flash_fwd_kernel(
         m_i, l_i, acc = visits.walk(masked, visit, (m_i, l_i, acc))
 
     # Normalise and store.
+    if row_max_ref is not None:
+        store_rows(row_max_ref, m_i * LN2, start_q, seq_q, block_q)
     if sink_ref is not None:
-        _alpha, m_i, l_i = add_sink(sink_ref[...], m_i, l_i)
+        alpha, m_i, l_i = add_sink(sink_ref[...], m_i, l_i)
+        if row_max_ref is not None:
+            acc = acc * alpha[:, None]
     l_safe, lse = row_statistics(m_i, l_i)
     out = acc / l_safe[:, None]
     store_tile(out_ref, out, start_q, seq_q, block_q, head_dim_v)
@@ -181,15 +188,14 @@ def flash_fwd_kernel(
 
 def flash_fwd(
     operands: AttentionOperands[Array], spec: AttentionSpec, backend: Backend
-) -> tuple[Array, Array]:
+) -> tuple[Array, ...]:
     """Call `flash_fwd_kernel`.
 
     Returns:
-        out [B, Sq, Hq, Dv] in q's dtype and lse [B, Hq, Sq] float32; without B for packed
-        sequences.
+        out [B, Sq, Hq, Dv] in q's dtype, lse [B, Hq, Sq] float32 and, where the problem asks for
+        it, each row's largest score, as lse; without B for packed sequences.
     """
-    out, lse = launch_forward(operands, None, spec, backend)
-    return without_batch(spec, out, lse)
+    return without_batch(spec, *launch_forward(operands, None, spec, backend))
 
 
 def launch_forward(
@@ -197,10 +203,10 @@ def launch_forward(
     carry: Result | None,
     spec: AttentionSpec,
     backend: Backend,
-) -> tuple[Array, Array]:
-    """Call `flash_fwd_kernel`; out and lse have a batch axis.
+) -> tuple[Array, ...]:
+    """Call `flash_fwd_kernel`; its results have a batch axis.
 
-    With a carry they take its memory, and out is float32.
+    With a carry out and lse take its memory, and out is float32.
     """
     q, k, v = with_batch(spec, operands.q, operands.k, operands.v)
     sinks, group = operands.sinks, spec.group_size
@@ -208,6 +214,7 @@ def launch_forward(
     dtype = q.dtype if carry is None else jnp.float32
     out = jax.ShapeDtypeStruct((*q.shape[:3], spec.head_dim_v), dtype)
     lse = jax.ShapeDtypeStruct((spec.batch, spec.heads_q, spec.seq_q), jnp.float32)
+    results = (out, lse, lse) if spec.row_max else (out, lse)
     before = (q, k, v, sinks, *mask)
     first = len(jax.tree.leaves(before))
 
@@ -228,8 +235,8 @@ def launch_forward(
             *of_mask(mask),
             None if carry is None else Result(*map(of_head, carry)),
         ),
-        (out, lse),
-        (of_head(out), of_head(lse)),
+        results,
+        tuple(map(of_head, results)),
         flash_arguments(spec, backend.interpreted) | list_arguments(spec),
         spec,
         backend,

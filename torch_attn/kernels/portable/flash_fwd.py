@@ -31,6 +31,7 @@ from torch_attn.kernels.library.sequences import (
     num_sequence_tiles,
 )
 from torch_attn.kernels.library.softmax import (
+    LN2,
     LOG2E,
     add_sink,
     online_softmax_update,
@@ -68,6 +69,7 @@ def flash_fwd_kernel(
     sinks_ptr,
     out_ptr,
     lse_ptr,
+    row_max_ptr,
     mask,
     strides,
     seq_q,
@@ -89,7 +91,8 @@ def flash_fwd_kernel(
     """One program computes BLOCK_Q rows of one query head.
 
     Operands: q [B, Sq, Hq, D], k [B, Skv, Hkv, D], v [B, Skv, Hkv, Dv], with `FlashStrides`; sinks
-    [Hq] float32 or None; out [B, Sq, Hq, Dv] and lse [B, Hq, Sq] (float32, natural log) contiguous.
+    [Hq] float32 or None; out [B, Sq, Hq, Dv] and lse [B, Hq, Sq] (float32, natural log) contiguous;
+    row_max [B, Hq, Sq] float32, each row's largest score, or None.
     Query i stands at key position i + diagonal; rule: `twin_attention.contract.spec.ScoreRule`.
     Grid: (query tiles · heads · batch), in the order of `longest_first`. Loop invariant:
     `online_softmax_update`. Accumulation: float32, exponents in base 2, p cast to v's dtype for
@@ -139,7 +142,7 @@ def flash_fwd_kernel(
         begins, ends = load_intervals(mask.intervals, start_q, seq_q, BLOCK_Q)
     m_i = tl.full([BLOCK_Q], float("-inf"), tl.float32)
     l_i = tl.zeros([BLOCK_Q], tl.float32)
-    if sinks_ptr is not None:
+    if sinks_ptr is not None and row_max_ptr is None:
         # The maximum has the sink from the start, so that acc is not rescaled for it at the end.
         m_i = tl.maximum(m_i, tl.load(sinks_ptr + head) * LOG2E)
     acc = tl.zeros([BLOCK_Q, padded_head_dim(HEAD_DIM_V)], tl.float32)
@@ -211,8 +214,13 @@ def flash_fwd_kernel(
                 acc = tl.dot(p, v, acc, input_precision=rule.precision)
 
     # Normalise and store.
+    if row_max_ptr is not None:
+        row_max = row_max_ptr + (batch * heads_q + head) * total_q + rows
+        tl.store(row_max, m_i * LN2, mask=rows < seq_q)
     if sinks_ptr is not None:
-        _alpha, m_i, l_i = add_sink(tl.load(sinks_ptr + head), m_i, l_i)
+        alpha, m_i, l_i = add_sink(tl.load(sinks_ptr + head), m_i, l_i)
+        if row_max_ptr is not None:
+            acc = acc * alpha[:, None]
     l_safe, lse = row_statistics(m_i, l_i)
     out_row = heads_q * HEAD_DIM_V
     out_base = out_ptr + batch * seq_q * out_row + head * HEAD_DIM_V
@@ -225,18 +233,22 @@ def flash_fwd(
     operands: AttentionOperands[Tensor],
     spec: AttentionSpec,
     backend: Backend,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     """Launch `flash_fwd_kernel`.
 
     Returns:
-        out [B, Sq, Hq, Dv] in q's dtype and lse [B, Hq, Sq] float32, both contiguous; without B for
-        packed sequences.
+        out [B, Sq, Hq, Dv] in q's dtype, lse [B, Hq, Sq] float32 and, where the problem asks for
+        it, each row's largest score, as lse; all contiguous, without B for packed sequences.
     """
     q = operands.q
     out = q.new_empty((*q.shape[:-1], spec.head_dim_v))
     lse = q.new_empty((*q.shape[:-3], spec.heads_q, spec.seq_q), dtype=torch.float32)
-    launch_forward(operands, out, lse, spec, backend)
-    return out, lse
+    if not spec.row_max:
+        launch_forward(operands, out, lse, spec, backend)
+        return out, lse
+    row_max = lse.new_empty(lse.shape)
+    launch_forward(operands, out, lse, spec, backend, row_max)
+    return out, lse, row_max
 
 
 def launch_forward(
@@ -245,9 +257,11 @@ def launch_forward(
     lse: Tensor,
     spec: AttentionSpec,
     backend: Backend,
+    row_max: Tensor | None = None,
 ) -> None:
     """Launch `flash_fwd_kernel` on given outputs."""
-    tensors = (*operands[:3], operands.sinks, out, lse, mask_of_keys(operands, spec))
+    mask = mask_of_keys(operands, spec)
+    tensors = (*operands[:3], operands.sinks, out, lse, row_max, mask)
     launch(
         "flash_fwd",
         flash_fwd_kernel,

@@ -1,0 +1,66 @@
+"""Row maxima: the largest score of each row, as it enters the softmax."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from interop.parity.cases import FlashCase
+from interop.parity.inputs import make_inputs
+from tests.oracle import assert_within_budget
+from tests.sides import attention
+
+CASE = FlashCase(
+    "row maxima", seq_q=70, seq_kv=50, heads_q=2, heads_kv=1, head_dim=32, dtype="float32",
+    causal=True, sinks=True, row_max=True,
+)  # fmt: skip
+EMPTY = slice(0, CASE.seq_q - CASE.seq_kv)  # queries that see no key
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"dtype": "bfloat16", "causal": False, "window_size": (9, 4), "softcap": 3.0},
+        {"dtype": "float16", "scale": -0.3, "sinks": False},
+        {"segments": "shuffled", "tree": "any"},
+        {"seq_kv": 0},
+    ],
+    ids=str,
+)
+def test_with_other_options(side, implementation, torch_device, changes):
+    case = replace(CASE, **changes)
+    inputs = make_inputs(case, torch_device)
+    got = attention(side, inputs, implementation=implementation, **case.options)
+    assert_within_budget(got, inputs, case.spec)
+
+
+def test_a_sink_is_no_score(side, implementation, torch_device):
+    """Sinks that are far above all scores change the output alone."""
+    inputs = make_inputs(CASE, torch_device)
+    options = CASE.options | {"implementation": implementation}
+    want = attention(side, inputs, **options)["row_max"]
+    inputs["sinks"] += 50
+    got = attention(side, inputs, **options)
+    assert torch.equal(got["row_max"], want)
+    assert (got["row_max"][..., EMPTY] == -torch.inf).all()
+    assert_within_budget(got, inputs, CASE.spec)
+
+
+def test_asking_changes_no_other_result(bitwise_side, torch_device):
+    inputs = make_inputs(replace(CASE, sinks=False), torch_device)
+    options = CASE.options | {"implementation": "triton", "deterministic": True}
+    got = attention(bitwise_side, inputs, **options)
+    del options["return_row_max"]
+    want = attention(bitwise_side, inputs, **options)
+    assert all(torch.equal(got[name], x) for name, x in want.items())
+
+
+def test_it_is_returned_without_the_log_sum_exp(side, implementation, torch_device):
+    inputs = make_inputs(CASE, torch_device)
+    operands = {name: inputs[name] for name in ("q", "k", "v")}
+    options = {"implementation": implementation, "return_row_max": True}
+    out, row_max = side.call("flash_attention", operands, **options)
+    both = side.call("flash_attention", operands, return_lse=True, **options)
+    assert len(both) == 3
+    assert torch.equal(out, both[0])
+    assert torch.equal(row_max, both[2])
