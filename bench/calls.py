@@ -62,6 +62,15 @@ def _planned(run: partial) -> int:
     return plan.temp_size_in_bytes + plan.output_size_in_bytes
 
 
+def as_torch(x: Any) -> Tensor:
+    """Return an array of either framework as a tensor on the same memory."""
+    import torch
+
+    from interop.exchange import to_torch
+
+    return x if isinstance(x, torch.Tensor) else to_torch(x)
+
+
 def compiled(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
     """Apply `torch.compile` for fixed shapes, of as many problems as a suite has.
 

@@ -13,9 +13,10 @@ from importlib import import_module
 from itertools import product
 from typing import Any
 
-from bench.calls import PREPARE, compiled, jax_call, torch_call
+from bench.calls import PREPARE, as_torch, compiled, jax_call, torch_call
 from bench.job import Absent, Call, Subject
 from bench.problems import DecodeTensors, offsets_of
+from bench.trees import TreeCase, joined, separate
 from interop.parity.cases import DecodeCase, FlashCase, VarlenCase
 from twin_attention.contract.spec import PagedSpec
 from twin_attention.targets.family import FAMILIES, Family
@@ -51,13 +52,29 @@ def flash_factories(targets: Sequence[str], variants: bool = True) -> dict[Subje
 
 def packed_factories(targets: Sequence[str]) -> dict[Subject, Factory]:
     """Return factories of calls, which take (case, operation, tensors) as peers' do."""
-    return _factories(_packed_or_absent, filter(has_kernels, product(FAMILY_NAMES, targets)))
+    return _factories(
+        partial(_or_absent, _packed), filter(has_kernels, product(FAMILY_NAMES, targets))
+    )
+
+
+def tree_factories(case: TreeCase, targets: Sequence[str]) -> dict[Subject, Factory]:
+    """Return factories of calls, which take (case, operation, tensors) as peers' do.
+
+    Their names say how the tree is given: as a "tree" of ends, as its paths in "separate" packed
+    sequences, and where it has roots alone also by "segments" ids.
+    """
+    kinds = ("tree", "separate", *(["segments"] if case.has_roots_alone else []))
+    keys = [*filter(has_kernels, product(FAMILY_NAMES, targets))]
+    return {
+        Subject(f"{name} {kind}", target): partial(_or_absent, _tree, kind, name, target)
+        for kind, (name, target) in product(kinds, keys)
+    }
 
 
 def decode_factories(targets: Sequence[str]) -> dict[Subject, Factory]:
     """Return factories of calls, which take (case, tensors) as peers' do."""
     names = ("jax mosaic", "torch triton", "jax triton")
-    return _factories(partial(_paged, "paged_decode"), product(names, targets))
+    return _factories(partial(_or_absent, _paged, "paged_decode"), product(names, targets))
 
 
 def prefill_factories(spec: PagedSpec, targets: Sequence[str]) -> dict[Subject, Factory]:
@@ -101,10 +118,10 @@ def _flash(name: str, target: str, case: FlashCase, operation: str, tensors: Any
     return for_target(call, target)
 
 
-def _packed_or_absent(*problem: Any) -> Call:
-    """Return the call of a family that has packed sequences in this pass."""
+def _or_absent(make: Factory, *problem: Any) -> Call:
+    """Return the call of a family, if it has kernels for the problem in this pass."""
     try:
-        call = _packed(*problem)
+        call = make(*problem)
         call.run()
     except NotImplementedError as error:
         raise Absent(str(error)) from error
@@ -137,6 +154,46 @@ def _packed(name: str, target: str, case: VarlenCase, operation: str, tensors: A
             call = Call(partial(jax.jit(attention), *arrays), lambda out: (out,))
         else:
             call = jax_call(attend, operation, tensors)
+    return for_target(call, target)
+
+
+def _tree(kind: str, name: str, target: str, case: TreeCase, operation: str, tensors: Any) -> Call:
+    import torch
+
+    side, family = NAMES[name]
+    api, options = import_module(side), case.options | {"implementation": family}
+    if kind == "separate":
+        own, offsets = separate(case, tensors)
+        attention = partial(api.flash_attention_varlen, **options)
+        call = _with_integers(
+            side, target, lambda q, k, v, x: attention(q, k, v, x, x), operation, own, offsets
+        )
+        result = call.result
+        assert result is not None
+        return call._replace(result=lambda found: joined(case, [*map(as_torch, result(found))]))
+    attention = partial(api.flash_attention, **options)
+    if kind == "tree":
+        numbers, names = case.ends, ("kv_ends",)
+    else:
+        numbers, names = case.segment_ids, ("q_segment_ids", "kv_segment_ids")
+    integers = torch.tensor(numbers, device=tensors[0].device)
+
+    def attend(q, k, v, x):
+        return attention(q, k, v, **dict.fromkeys(names, x))
+
+    return _with_integers(side, target, attend, operation, tensors, integers)
+
+
+def _with_integers(
+    side: str, target: str, attend: Factory, operation: str, tensors: Any, integers: Any
+) -> Call:
+    """Return a call of `attend`, which takes q, k, v and integers.
+
+    They are an argument: as constants they would be folded into what JAX compiles.
+    """
+    *qkv, dout = tensors
+    with use_target(target):
+        call = PREPARE[side](attend, operation, [*qkv, integers, dout])
     return for_target(call, target)
 
 

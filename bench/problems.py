@@ -12,6 +12,7 @@ import numpy as np
 
 from bench.dilation import dilated_check, dilated_flops
 from bench.job import Absent, Call, Check, Job, Operation, Subject
+from bench.trees import TreeCase
 from interop.parity.cases import (
     BlockSparseCase,
     DecodeCase,
@@ -120,6 +121,9 @@ def _flops(case: AttentionCase) -> tuple[int, int]:
     if isinstance(case, SparseCase):
         forward = cost.block_sparse_forward_flops(case.spec, case.mask)
         return forward, cost.block_sparse_backward_flops(case.spec, case.mask)
+    if isinstance(case, TreeCase):
+        forward = cost.tree_forward_flops(case.spec, case.ends)
+        return forward, cost.tree_backward_flops(case.spec, case.ends)
     return cost.forward_flops(case.spec), cost.backward_flops(case.spec)
 
 
@@ -132,7 +136,7 @@ def attention_tensors(case: AttentionCase, device: str = "cuda") -> list[Tensor]
 
 
 def dense_case(case: FlashCase) -> FlashCase:
-    """Return the problem of the same shape without a pattern."""
+    """Return the problem of the same shape without a pattern or a tree."""
     return FlashCase(**{x.name: getattr(case, x.name) for x in fields(FlashCase)})
 
 
@@ -152,6 +156,8 @@ def attention_check(
         inputs |= dict.fromkeys(("cu_seqlens_q", "cu_seqlens_kv"), offsets_of(case, q.device))
     if isinstance(case, SparseCase):
         inputs["block_mask"] = torch.tensor(case.tiles[None, None], device=q.device)
+    if isinstance(case, TreeCase):
+        inputs["kv_ends"] = torch.from_numpy(case.ends).to(q.device)
     names = {"forward": ("out",), "backward": ("dq", "dk", "dv")}
     names["both"] = names["forward"] + names["backward"]
     if operation != "forward":
@@ -189,6 +195,7 @@ class DecodeTensors:
         block_tables: [B, max_pages] int32; past a sequence's last page it holds no page's id.
         seq_lens: [B] int32.
         k_scale, v_scale: of a quantised cache, [] or [Hkv] float32; else None.
+        tree_ends: of draft trees, [B, T] int32; else None.
         cu_seqlens_q: of a `paged_attention`, [B + 1] int32; else None.
     """
 
@@ -199,6 +206,7 @@ class DecodeTensors:
     seq_lens: Tensor
     k_scale: Tensor | None = None
     v_scale: Tensor | None = None
+    tree_ends: Tensor | None = None
     cu_seqlens_q: Tensor | None = None
 
     @property

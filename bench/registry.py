@@ -34,6 +34,7 @@ SUITES = {
     "float32": "flash attention in float32, with IEEE products and with TF32",
     "packed": "documents of different lengths in one batch without padding, beside every peer",
     "patterns": "block-sparse and dilated attention, beside dense attention and every peer",
+    "tree": "trees of tokens: a prompt with continuations, beside separate sequences and masks",
     "prefill": "chunks of prompts and single tokens over a paged cache, beside FlashInfer",
     "host": "the host's share of calls on small problems",
     "end-to-end": "training steps, prefill and decode of transformers with each attention",

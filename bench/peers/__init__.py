@@ -11,7 +11,14 @@ from collections.abc import Callable, Mapping
 from functools import partial
 
 from bench.job import Call
-from bench.peers import flashinfer, jax_peers, packed_peers, sparse_peers, torch_peers
+from bench.peers import (
+    flashinfer,
+    jax_peers,
+    packed_peers,
+    sparse_peers,
+    torch_peers,
+    tree_peers,
+)
 
 FLASH: Mapping[str, Callable[..., Call]] = {
     "eager": torch_peers.eager,
@@ -40,6 +47,10 @@ PACKED: Mapping[str, Callable[..., Call]] = {
 SPARSE: Mapping[str, Callable[..., Call]] = {
     "FlexAttention": sparse_peers.flex,
     "jax.nn XLA": sparse_peers.jax_masked,
+}
+TREE: Mapping[str, Callable[..., Call]] = {
+    "FlexAttention": tree_peers.flex,
+    "FlexAttention, mask made": partial(tree_peers.flex, makes_mask=True),
 }
 DECODE: Mapping[str, Callable[..., Call]] = {
     "FlashInfer": flashinfer.decode,

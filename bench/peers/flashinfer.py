@@ -50,8 +50,8 @@ def _check_case(case: DecodeCase) -> None:
     spec = case.spec
     if spec.cache.dtype == "int8" or case.scale_shape:
         raise Absent("neither int8 nor a scale for each head")
-    if case.sinks or spec.head_dim != spec.head_dim_v:
-        raise Absent("this adapter has neither sinks nor values of another size")
+    if case.sinks or case.tree or spec.head_dim != spec.head_dim_v:
+        raise Absent("this adapter has neither sinks, trees nor values of another size")
 
 
 @cache

@@ -66,11 +66,13 @@ def check_dense(case: DecodeCase) -> None:
     """Refuse what a plain attention over a dense copy of the cache does not do.
 
     Raises:
-        Absent: a window, capped scores, sinks, a quantised cache or lengths that differ.
+        Absent: a window, capped scores, sinks, a quantised cache, a tree or lengths that differ.
     """
     if case.window_size is not None or case.softcap is not None or case.sinks:
         raise Absent("this adapter has neither windows, capped scores nor sinks")
     if case.spec.cache.is_quantized:
         raise Absent("no 8-bit cache")
+    if case.tree:
+        raise Absent("no trees of new tokens")
     if len(set(case.lengths)) > 1:
         raise Absent("a dense cache has one length for all sequences")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from bench.calls import compiled, jax_call, torch_call
+from bench.calls import as_torch, compiled, jax_call, torch_call
 from bench.job import Absent, Call
 from bench.peers.limits import HALF, check_fa4, load
 from bench.peers.sparse_peers import flex_mask
@@ -151,7 +151,7 @@ def padded(
         case.head_dim_v, case.dtype, case.causal, case.scale,
     )  # fmt: skip
     call = factory(dense, operation, [pad(x) for x in tensors])
-    return _converted(call, lambda x: _to_torch(x)[is_token])
+    return _converted(call, lambda x: as_torch(x)[is_token])
 
 
 def _flash_attn_varlen(
@@ -206,11 +206,3 @@ def _converted(call: Call, convert: Callable[[Any], Any]) -> Call:
     result = call.result
     assert result is not None
     return call._replace(result=lambda found: [convert(x) for x in result(found)])
-
-
-def _to_torch(x: Any) -> Tensor:
-    import torch
-
-    from interop.exchange import to_torch
-
-    return x if isinstance(x, torch.Tensor) else to_torch(x)

@@ -22,6 +22,7 @@ SHOWN = {
     "torch gluon", "jax mosaic", "torch triton", "jax triton", "FA2", "FA3", "FA4",
     "cuDNN", "tokamax Mosaic", "FlashInfer", "FA2 dense", "cuDNN dense",
 }  # fmt: skip
+_STATUSES = {"out of memory": "OOM", "failed": "error"}
 _RATIOS = ("eager", "SDPA", "FA2")  # peers whose time over each implementation's is a column
 
 
@@ -68,6 +69,20 @@ def ratio(row: dict[str, Record], label: str, peer: str) -> float | None:
     if len(pair) < 2 or pair[0] is None or pair[1] is None:
         return None
     return pair[1].median / pair[0].median
+
+
+def status(record: Record) -> str:
+    """Return "ok", "OOM", or "error" or "absent" with the reason."""
+    text = _STATUSES.get(record.status, record.status)
+    return f"{text} ({record.message})" if text in ("error", "absent") else text
+
+
+def ratio_text(row: dict[str, Record], label: str, other: str | None) -> str:
+    """Return another's time over that of `label`, or why it has none; "" where it is absent."""
+    if other is None or other not in row or row[other].status == "absent":
+        return ""
+    found = ratio(row, label, other)
+    return status(row[other]) if found is None else f"{found:.2f}"
 
 
 def best_peer(row: dict[str, Record]) -> str | None:

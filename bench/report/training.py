@@ -8,22 +8,15 @@ from statistics import fmean
 from bench.peaks import datasheet
 from bench.records import Record
 from bench.registry import Cells
-from bench.report.tables import groups, number, percent, to_grid
+from bench.report.tables import groups, number, percent, status, to_grid
 from bench.training.case import INFERENCE, PHASES
 from bench.training.steps import OPERATIONS, WARMUPS, mean_after
 from interop.rendering.tables import Grid
 
 GAINS = "A step with our attention: the others' time, of its framework and mode, over its own"
 PEAKS = "MB by category at the peak of a step"
-_STATUSES = {"out of memory": "OOM", "failed": "error"}
 _BEFORE = "what keeps all scores"
 _EAGER = {"torch": "eager", "jax": "xla"}
-
-
-def status(record: Record) -> str:
-    """Return "ok", "OOM", or "error" or "absent" with the reason."""
-    text = _STATUSES.get(record.status, record.status)
-    return f"{text} ({record.message})" if text in ("error", "absent") else text
 
 
 def mfu(record: Record) -> str | None:

@@ -7,7 +7,8 @@ from functools import partial
 
 from bench.job import Subject
 from bench.records import Record
-from bench.report.training import GAINS, gains, inference, mfu, phases, status, warmups
+from bench.report.tables import status
+from bench.report.training import GAINS, gains, inference, mfu, phases, warmups
 from bench.suites.columns import MEMORY, MODEL, SAVED
 from bench.training.case import ATTENTIONS, FORM_ATTENTIONS, INFERENCE, TrainingCase
 from bench.training.job import TrainingJob, start, start_inference

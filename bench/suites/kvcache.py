@@ -29,8 +29,9 @@ NOTE = (
     "CPU time what the call takes on the host; noise is half the distance between the 20th and "
     "the 80th percentile, over the median. Reads are q, the keys and values seen, their table "
     "entries and the lengths; writes are the output and its log-sum-exp; elements are those of "
-    "the keys and values. 'torch triton graph' is the torch operator replayed as a CUDA graph, as "
-    "servers call it. Dense peers read a copy of the cache without pages."
+    "the keys and values. New tokens are causal among themselves, or 'drafts' of a random "
+    "tree. 'torch triton graph' is the torch operator replayed as a CUDA graph, as servers call "
+    "it. Dense peers read a copy of the cache without pages."
 )
 
 SWEEP = tuple(1 << n for n in range(5, 16))
@@ -46,6 +47,7 @@ BATCHES = (  # sequences, keys of each, query heads, kv heads
 )
 QUANTIZED = BATCHES[2:]  # in float16 these have more than 1 GiB of keys and values
 VARIED = (BATCHES[0], BATCHES[2])  # with more new tokens, and at other head dimensions
+DRAFTS = 64  # new tokens, in a tree and without one
 
 
 def _noise(field: str) -> Column:
@@ -71,6 +73,7 @@ COLUMNS = {
     "sequences": lambda record: len(record.case["lengths"]),
     "KV length": lambda record: record.case["lengths"][0],
     "T": "tokens",
+    "tree": lambda record: record.case.get("tree"),
     "heads": lambda record: f"{record.case['heads_q']}/{record.case['heads_kv']}",
     "cache": lambda record: record.case["kv_dtype"] or record.case["dtype"],
     "page": "page_size",
@@ -105,6 +108,11 @@ def jobs(targets: Sequence[str]) -> list[Job]:
         for kv_dtype in ("int8", "float8_e4m3fn")
     ]
     planned += [(_batch(*shape, tokens=16), everything) for shape in VARIED]
+    planned += [
+        (_batch(*shape, tokens=DRAFTS, tree=tree), native | peers)
+        for shape in VARIED
+        for tree in ("", "drafts")
+    ]
     planned += [(_batch(*shape, head_dim=d), everything) for d in (64, 256) for shape in VARIED]
     return [decode_job(case, factories) for case, factories in planned]
 
@@ -124,14 +132,16 @@ def _batch(
     tokens: int = 1,
     kv_dtype: str | None = None,
     head_dim: int = 128,
+    tree: str = "",
 ) -> DecodeCase:
     variant = "" if tokens == 1 else f"-{tokens}-tokens"
+    variant += f"-{tree}" if tree else ""
     variant += "" if head_dim == 128 else f"-d{head_dim}"
     variant += f"-{kv_dtype}" if kv_dtype else ""
     return DecodeCase(
         f"{batch}x{length}-heads-{heads_q}-{heads_kv}{variant}", (length,) * batch, tokens,
         heads_q, heads_kv, head_dim, dtype="float16", page_size=16, max_pages=length // 16,
-        kv_dtype=kv_dtype,
+        kv_dtype=kv_dtype, tree=tree,
     )  # fmt: skip
 
 

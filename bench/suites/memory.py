@@ -9,8 +9,8 @@ from typing import Any
 from bench.job import Subject
 from bench.records import Record
 from bench.registry import Column
-from bench.report.tables import number
-from bench.report.training import PEAKS, status
+from bench.report.tables import number, status
+from bench.report.training import PEAKS
 from bench.suites.columns import MEMORY, MODEL
 from bench.training.case import TrainingCase
 from bench.training.job import Show, Training, TrainingJob, start

@@ -24,8 +24,7 @@ from bench.problems import (
 )
 from bench.records import Record
 from bench.registry import cells
-from bench.report.tables import by_case, by_operation, groups, ratio, to_grid
-from bench.report.training import status
+from bench.report.tables import by_case, by_operation, groups, ratio_text, status, to_grid
 from bench.suites.columns import MEMORY, TFLOPS, of_median
 from interop.parity.cases import DilatedCase, FlashCase
 from interop.rendering.tables import Grid
@@ -158,16 +157,9 @@ def _gains(records: Sequence[Record]) -> Grid:
         own = {_kind(r): r.label for r in row.values() if _framework(r) == _framework(record)}
         others = [own.get(kind) for kind in _OWN] + peers
         name = NAMES[record.operation].lower()
-        found = [_gain(row, record.label, other) for other in others]
+        found = [ratio_text(row, record.label, other) for other in others]
         grid.append([record.case["name"], name, record.label, *found])
     return grid
-
-
-def _gain(row: dict[str, Record], label: str, other: str | None) -> str:
-    if other is None or other not in row or row[other].status == "absent":
-        return ""
-    found = ratio(row, label, other)
-    return status(row[other]) if found is None else f"{found:.2f}"
 
 
 def _doublings(records: Sequence[Record]) -> Grid:

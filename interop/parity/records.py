@@ -190,6 +190,10 @@ def problem_text(problem: dict[str, Any]) -> str:
     for name in ("kv_dtype", "scale", "window_size", "softcap", "num_splits"):
         if problem.get(name) is not None:
             words.append(f"{name}={problem[name]}")
+    if problem.get("tree"):
+        words.append(f"tree={problem['tree']}")
+    if problem.get("parents"):
+        words.append(f"tree of {len(problem['parents'])} segments")
     if problem.get("pattern"):
         words.append(problem["pattern"])
     if problem.get("dilation_rates"):

@@ -15,7 +15,8 @@ from bench.records import Record, load
 from bench.registry import cells
 from bench.report.plots.training import steps as draw_steps
 from bench.report.sections import sections
-from bench.report.training import GAINS, gains, inference, phases, status, warmups
+from bench.report.tables import status
+from bench.report.training import GAINS, gains, inference, phases, warmups
 from bench.runner import Instruments, run_suite
 from bench.sampling import Sampler
 from bench.suites import end_to_end

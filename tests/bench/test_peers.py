@@ -12,8 +12,19 @@ import torch
 from torch.nn.attention.flex_attention import create_block_mask
 
 from bench.job import Absent
-from bench.peers import DECODE, FLASH, PACKED, PREFILL, flashinfer, packed_peers, torch_peers
+from bench.peers import (
+    DECODE,
+    FLASH,
+    PACKED,
+    PREFILL,
+    TREE,
+    flashinfer,
+    packed_peers,
+    torch_peers,
+    tree_peers,
+)
 from bench.problems import attention_check, attention_tensors, decode_tensors
+from bench.suites.tree import tree_case
 from interop.parity.cases import DecodeCase, FlashCase, PagedCase, VarlenCase
 from interop.parity.check import sample_check
 from torch_attn import flash_attention, flash_attention_varlen
@@ -84,7 +95,7 @@ def stand_ins(monkeypatch):
     fa3_module = SimpleNamespace(flash_attn_func=fa3, flash_attn_varlen_func=varlen)
     operators = SimpleNamespace(_flash_attention_forward=aten)
     monkeypatch.setattr(packed_peers, "_aten", lambda: operators)
-    for module in (torch_peers, packed_peers):
+    for module in (torch_peers, packed_peers, tree_peers):
         monkeypatch.setattr(module, "compiled", lambda function: function)
     monkeypatch.setitem(sys.modules, "fa3_fwd_interface", fa3_module)
     monkeypatch.setitem(sys.modules, "flash_attn.cute", fa4)
@@ -130,6 +141,15 @@ def test_a_peer_of_packed_sequences_is_right(peer):
     assert attention_check(DOCUMENTS, operation, tensors)(call.result(call.run())) <= 1
 
 
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning")
+@pytest.mark.parametrize("peer", TREE)
+def test_a_peer_of_trees_is_right(peer):
+    case = tree_case("tree", (-1, 0, 0, 2, -1), (200, 33, 50, 7, 9), 16, heads_q=2, heads_kv=2)
+    tensors = attention_tensors(case, "cpu")
+    call = TREE[peer](case, "forward", tensors)  # FlexAttention has no backward on a CPU
+    assert attention_check(case, "forward", tensors)(call.result(call.run())) <= 1
+
+
 REFUSED = [(flash, peer, x) for peer in FLASH for x in ({"window_size": (8, 0)}, {"softcap": 2.0})]
 REFUSED += [(packed, peer, x) for peer in PACKED for x in (
     {"softcap": 5.0}, {"padding": (0, 3)}, {"lengths": ((3, 4),)}, {"sinks": True},
@@ -143,6 +163,8 @@ REFUSED += [
     (decode, "FA2 dense", {"window_size": (8, 0)}),
     (decode, "FA2 dense", {"kv_dtype": "int8"}),
     (decode, "cuDNN dense", {"tokens": 3}),
+    (decode, "FA2 dense", {"tree": "drafts"}),
+    (decode, "FlashInfer", {"tree": "drafts"}),
     (decode, "FlashInfer", {"kv_dtype": "int8"}),
     (decode, "FlashInfer", {"kv_dtype": "float8_e4m3fn", "scale_shape": (2,)}),
     (decode, "FlashInfer", {"head_dim_v": 32}),

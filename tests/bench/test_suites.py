@@ -2,7 +2,7 @@
 
 import warnings
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 
 import numpy as np
@@ -11,7 +11,7 @@ import torch
 
 from bench import calls, ours, problems, timing
 from bench.job import Absent, Call, Subject
-from bench.peers import DECODE, FLASH, PACKED, SPARSE
+from bench.peers import DECODE, FLASH, PACKED, SPARSE, TREE
 from bench.peers.sparse_peers import sparse_mask
 from bench.problems import SparseCase, attention_job, attention_tensors, decode_job, decode_tensors
 from bench.records import YARDSTICKS, Times, append
@@ -20,7 +20,8 @@ from bench.registry import ON_CPU, SUITES, cells, load
 from bench.report.plots import of_suite
 from bench.report.sections import SPEEDS, sections
 from bench.report.tables import names
-from bench.suites import eager, host, kvcache, packed, patterns, prefill
+from bench.suites import eager, host, kvcache, packed, patterns, prefill, tree
+from bench.trees import separate, separate_pairs
 from interop.parity.cases import DecodeCase, DilatedCase, FlashCase, PagedCase, VarlenCase
 from twin_attention.contract.cost import forward_flops
 
@@ -73,6 +74,12 @@ HOST = on_hopper(*PORTABLE, "torch triton compiled")
         ("kvcache", "128x4096-heads-32-32", DECODES),
         ("kvcache", "128x4096-heads-32-32-int8", NATIVE),
         ("kvcache", "64x8192-heads-32-8-d256", DECODES),
+        ("kvcache", "64x8192-heads-32-8-64-tokens", NATIVE),
+        ("kvcache", "64x8192-heads-32-8-64-tokens-drafts", NATIVE),
+        ("tree", "tree-8192-16x1024-d128", set(TREE) | on_hopper(
+            *(f"{x} {y}" for x in (*PORTABLE, *EXPLICIT) for y in ("tree", "separate")))),
+        ("tree", "documents-16x1024-d128", set(TREE) | on_hopper(*(
+            f"{x} {y}" for x in (*PORTABLE, *EXPLICIT) for y in ("tree", "separate", "segments")))),
         ("prefill", "chunks-8x4096-page16", both(*PORTABLE) | on_hopper(*CHUNKS) | {"FlashInfer"}),
         ("prefill", "single-64x8192-page16", both(*PORTABLE) | {"FlashInfer"}
          | both(*(f"{name} paged_decode" for name in (*PORTABLE, "jax mosaic")))),
@@ -141,6 +148,21 @@ def test_documents_are_the_same_every_time_and_fill_their_tokens():
         assert dense == pytest.approx(job.flops, rel=1e-3)
 
 
+def test_the_paths_of_a_tree_are_its_sequences():
+    case = TREE_CASE
+    assert [path.tolist() for path in case.paths] == [
+        [*range(20), *range(20, 33)],
+        [*range(20), *range(33, 38), *range(38, 40)],
+        [*range(20), *range(33, 38), 40],
+        [*range(41, 50)],
+    ]
+    assert separate_pairs(case) == 2 * sum(n * (n + 1) // 2 for n in (33, 27, 26, 9))
+    (q, _, _, dout), offsets = separate(case, attention_tensors(case, "cpu"))
+    assert offsets.tolist() == [0, 33, 60, 86, 95]
+    assert q.shape == (95, 2, 16)
+    assert (dout != 0).any(-1).any(-1).sum() == case.seq_q  # of one copy of each token
+
+
 def test_masks_and_dilations():
     for case in patterns.cases():
         if isinstance(case, DilatedCase):
@@ -176,6 +198,9 @@ DECODE_BYTES += 4 * (64 * 64 + 64) + 64 * 4 * 32 * 4
          4 * 128 * 4 * 32 * (1024 * 4096 - sum(range(1024))), None),
         ("packed", "equal-16384-d128", "forward", 4 * 2048 * 16 * 1024 * 1025 // 2,
          4 * 2 * 2048 * 16384 + 4 * 16 * 16384),
+        ("tree", "tree-8192-16x1024-d128", "forward", 4 * 128 * 16 * (
+            8192 * 8193 // 2 + 16 * (8192 * 1024 + 1024 * 1025 // 2)), None),
+        ("tree", "documents-16x1024-d128", "both", 14 * 2048 * 16 * 1024 * 1025 // 2, None),
         ("prefill", "chunks-8x4096-page16", "forward", 4 * 128 * CHUNK_PAIRS, CHUNK_BYTES),
         ("kvcache", "64x1024-heads-32-8-4-tokens", "decode", None, DECODE_BYTES),
         ("host", "1x128x8x64-causal", "forward", 0, 0),
@@ -200,6 +225,10 @@ DILATED_CASE = DilatedCase(
     "dilated-small", 2, 64, 64, 3, 3, 16, dtype="float32", segment_lengths=(16, 64),
     dilation_rates=(1, 4),
 )  # fmt: skip
+TREE_CASE = tree.tree_case(
+    "tree-small", (-1, 0, 0, 2, 2, -1), (20, 13, 5, 2, 1, 9), 16, heads_q=2, heads_kv=1
+)
+ROOTS_CASE = tree.tree_case("roots", (-1,) * 3, (20, 1, 30), 16, heads_q=2, heads_kv=2)
 
 
 def test_the_cost_of_a_small_problem():
@@ -236,6 +265,10 @@ SMALL_JOBS = {
     "random both": lambda: patterns.job(SPARSE_CASE, "both", "sm90"),
     "local both": lambda: patterns.job(LOCAL_CASE, "both", "sm90"),
     "dilated both": lambda: patterns.job(DILATED_CASE, "both", "sm90"),
+    "tree forward": lambda: tree.job(TREE_CASE, "forward", ["sm90"]),
+    "tree both": lambda: tree.job(TREE_CASE, "both", ["sm90"]),
+    "roots both": lambda: tree.job(ROOTS_CASE, "both", ["sm90"]),
+    "drafts": lambda: decode_job(DRAFTS, ours.decode_factories(["sm80"])),
     "chunks": lambda: decode_job(CHUNK_CASE, prefill._factories(CHUNK_CASE, ["sm80"])),
     "single": lambda: decode_job(SINGLE, prefill._factories(SINGLE, ["sm80"])),
     "decode": lambda: decode_job(DECODE_CASE, ours.decode_factories(["sm80"])),
@@ -246,6 +279,7 @@ SMALL_JOBS = {
     "eager": lambda: jobs_of("eager", "fp32-d16-128")[0],
 }
 SINGLE = replace(CHUNK_CASE, name="single", new_tokens=(1, 1, 1))
+DRAFTS = replace(DECODE_CASE, name="drafts", lengths=(9, 33), tokens=7, tree="drafts")
 INT8 = replace(DECODE_CASE, tokens=None, kv_dtype="int8")
 ON_A_GPU = {"FA2", "cuDNN", "jax.nn cuDNN", "FlashInfer", "FlexAttention"}
 
@@ -394,6 +428,10 @@ def test_the_pool_does_not_grow_with_the_capacity_and_unused_slots_are_poisoned(
          {"heads": "32/8", "cache": "int8", "table, keys": 8192, "CPU time, us": 50.0,
           "CPU noise": "10.0%", "GPU time, us": 250.0, "GPU noise": "4.0%",
           "Gelem/s": pytest.approx(2 * 64 * 8192 * 8 * 128 / 0.25e-3 / 1e9)}),
+        ("kvcache", "64x8192-heads-32-8-64-tokens-drafts", {"T": 64, "tree": "drafts"}),
+        ("tree", "tree-8192-16x1024-d128",
+         {"tokens": 24576, "heads": 16, "memory, MB": 5.0, "10^12 pairs/s": pytest.approx(
+             16 * (8192 * 8193 // 2 + 16 * (8192 * 1024 + 1024 * 1025 // 2)) / 0.25e-3 / 1e12)}),
         ("patterns", "local-fp32-2x1024x16",
          {"pattern": "local", "ms": 0.25, "tokens/s": 2 * 1024 / 0.25e-3, "status": "ok"}),
         ("host", "2-sequences", {"case": "2-sequences", "host, us": 250.0, "ms": None}),
@@ -436,8 +474,8 @@ def test_a_page_tells_cases_apart_and_shows_what_failed(suite, record, tmp_path)
     assert section.title == load(suite).TITLE
     titles, failed, *_ = section.every
     assert failed[titles.index("status")] in ("failed", "error (RuntimeError: no)")
-    if suite == "patterns":
-        assert next(iter(section.tables)) == patterns.GAINS
+    if suite in ("patterns", "tree"):
+        assert next(iter(section.tables)) == load(suite).GAINS
     else:
         assert not any("dense sm90" in row[1] for row in section.tables[SPEEDS][1:])
         assert section.tables["Without a time"][1][2:4] == ["failed", "RuntimeError: no"]
@@ -483,3 +521,33 @@ def test_the_tables_of_patterns(record):
     assert found[patterns.DOUBLINGS][1:] == [
         ["dilated", "forward and backward", "torch dilated sm90", "64", "2.10"]
     ]
+
+
+def test_the_table_of_trees(record):
+    of_case = partial(replace, suite="tree", case=asdict(TREE_CASE))
+
+    def of(name, ms=None, **fields):
+        target = None if name in TREE else "sm90"
+        times = {"times": Times(ms, ms, ms)} if ms else {}
+        return of_case(record(implementation=name, target=target, **fields | times))
+
+    records = [
+        of("torch triton tree", 2.0),
+        of("torch triton separate", 6.0),
+        of("torch gluon separate", 4.0),
+        of("torch gluon tree", status="absent", message="no trees"),
+        of("jax triton tree", 2.5),
+        of("FlexAttention", 3.0),
+        of("FlexAttention, mask made", status="out of memory", message="no"),
+    ]
+    found = tree.tables(records)
+    pairs = TREE_CASE.ends[0].astype(int) - range(TREE_CASE.seq_q)
+    rate = 2 * pairs.sum() / 2.0 / (separate_pairs(TREE_CASE) / 4.0)
+    assert found[tree.GAINS] == [
+        ["case", "pass", "implementation", "pairs/s over separate", "separate / this",
+         "FlexAttention / this", "FlexAttention, mask made / this"],
+        ["tree-small", "forward", "torch triton tree sm90", f"{rate:.2f}", "2.00", "1.50", "OOM"],
+        ["tree-small", "forward", "jax triton tree sm90", "", "", "1.20", "OOM"],
+    ]  # fmt: skip
+    titles, *rows = found["Every implementation"]
+    assert [row[titles.index("status")] for row in rows] == ["ok"] * 5 + ["OOM"]

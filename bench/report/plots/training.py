@@ -10,8 +10,8 @@ from matplotlib.figure import Figure
 
 from bench.records import Record
 from bench.report.plots.style import bars, name_width, panels
-from bench.report.tables import groups, number
-from bench.report.training import status, trainings
+from bench.report.tables import groups, number, status
+from bench.report.training import trainings
 from bench.training.case import PHASES
 from bench.training.timeline import CATEGORIES, peak
 from interop.rendering.plots import COLOURS, MUTED_COLOUR, legend, quiet

@@ -1,0 +1,45 @@
+"""Attention over a tree of tokens by other libraries.
+
+A factory takes (case, operation, tensors): a `bench.trees.TreeCase`, and q, k, v and dout
+[1, S, H, D] of torch.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from bench.calls import compiled, torch_call
+from bench.job import Call
+from bench.trees import TreeCase
+
+FLEX_TILE = 128  # queries, and keys, of FlexAttention's tiles
+
+
+def flex(case: TreeCase, operation: str, tensors, *, makes_mask: bool = False) -> Call:
+    """Return a call of compiled FlexAttention with a block mask of the tree.
+
+    Compiling takes some 10 s for every shape.
+
+    Args:
+        case, operation, tensors: as every factory takes them.
+        makes_mask: make the mask in each call, as each new tree needs it; else it is made once.
+    """
+    import torch
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    ends = torch.from_numpy(case.ends[0]).to(tensors[0].device)
+    make, attention = compiled(create_block_mask), compiled(flex_attention)
+
+    def visible(batch, head, query, key):
+        return (query >= key) & (query < ends[key])
+
+    def mask() -> Any:
+        sizes = case.seq_q, case.seq_kv
+        return make(visible, None, None, *sizes, device=str(ends.device), BLOCK_SIZE=FLEX_TILE)
+
+    kept = None if makes_mask else mask()
+
+    def attend(q, k, v):
+        return attention(q, k, v, block_mask=kept or mask(), scale=case.scale)
+
+    return torch_call(attend, operation, tensors, heads_first=True)

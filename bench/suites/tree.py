@@ -1,0 +1,138 @@
+"""Trees of tokens: a prompt that continuations share, and documents, beside separate sequences."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from bench import ours
+from bench.job import Job, Operation, Subject
+from bench.peers import TREE
+from bench.problems import attention_job
+from bench.records import Record
+from bench.registry import cells
+from bench.report.tables import by_case, by_operation, ratio_text, status, to_grid
+from bench.suites.columns import MEMORY, OPERATION, TFLOPS, of_median
+from bench.trees import TreeCase, separate_pairs
+from interop.rendering.tables import Grid
+from twin_attention.contract.cost import tree_pairs
+
+TITLE = "Trees of tokens"
+NOTE = (
+    "bfloat16, 2048 channels, causal. 'tree-8192-16x1024' is a prompt of 8192 tokens and 16 "
+    "continuations of 1024, 'documents' are 16 of 1024 that share nothing. 'tree' gives "
+    "flash_attention the ends of keys, 'segments' gives it segment ids; 'separate' is "
+    "flash_attention_varlen on a copy of each path from a root to a leaf, which is made "
+    "beforehand, as FlexAttention's block mask is unless it is 'made' in each call. FLOPs are "
+    "those of the tree's pairs, also of 'separate', so that rates compare as times do; pairs are "
+    "those that the implementation works on, which are more where it is 'separate'. FlexAttention "
+    "and the function that makes its mask are compiled."
+)
+
+CHANNELS = 2048
+HEADS = 2  # whose rows are checked
+# Tokens of a prompt, continuations, tokens of each, head dimension.
+TREES = ((8192, 16, 1024, 128), (8192, 16, 1024, 64), (1024, 8, 2048, 128))
+DOCUMENTS = (16, 1024, 128)  # how many, tokens of each, head dimension
+OPERATIONS: tuple[Operation, ...] = ("forward", "both")
+
+GAINS = "The others' time over this"
+SEPARATE = "separate"
+
+
+def jobs(targets: Sequence[str]) -> list[Job]:
+    """Return forward, and forward with backward, of every case, for the device's own target."""
+    return [job(case, operation, targets[:1]) for case in cases() for operation in OPERATIONS]
+
+
+def cases() -> list[TreeCase]:
+    """Return every tree in order of worth, as a run may be cut off."""
+    documents, length, head_dim = DOCUMENTS
+    first, *others = [_prompt(*shape) for shape in TREES]
+    name = f"documents-{documents}x{length}-d{head_dim}"
+    return [first, tree_case(name, [-1] * documents, [length] * documents, head_dim), *others]
+
+
+def _prompt(prompt: int, count: int, length: int, head_dim: int) -> TreeCase:
+    name = f"tree-{prompt}-{count}x{length}-d{head_dim}"
+    return tree_case(name, [-1, *[0] * count], [prompt, *[length] * count], head_dim)
+
+
+def tree_case(
+    name: str, parents: Sequence[int], lengths: Sequence[int], head_dim: int, **fields: Any
+) -> TreeCase:
+    """Return the case of segments of these parents and lengths."""
+    heads, tokens = CHANNELS // head_dim, sum(lengths)
+    shape = {"heads_q": heads, "heads_kv": heads, "head_dim": head_dim, "causal": True} | fields
+    return TreeCase(
+        name, 1, tokens, tokens, parents=tuple(parents), segment_lengths=tuple(lengths), **shape
+    )
+
+
+def job(case: TreeCase, operation: Operation, targets: Sequence[str]) -> Job:
+    """Return one operation on a case, of our own implementations and of peers."""
+    peers = {Subject(name): factory for name, factory in TREE.items()}
+    return attention_job(case, operation, ours.tree_factories(case, targets) | peers, HEADS)
+
+
+def _pairs_per_second(record: Record) -> float | None:
+    """Return 10^12 pairs a second, of those that the implementation works on."""
+    if record.times is None:
+        return None
+    case = TreeCase(**record.case)
+    pairs = separate_pairs(case) if _kind(record) == SEPARATE else tree_pairs(case.spec, case.ends)
+    return pairs / record.times.median / 1e9
+
+
+COLUMNS = {
+    "tokens": "seq_q", "heads": "heads_q", "D": "head_dim", "pass": OPERATION,
+    "ms": of_median("times"), "TFLOP/s": TFLOPS, "10^12 pairs/s": _pairs_per_second,
+    "memory, MB": MEMORY,
+}  # fmt: skip
+
+
+def tables(records: Sequence[Record]) -> dict[str, Grid]:
+    """Return the others' time over ours, then a row for each implementation."""
+    rows = [
+        {"case": r.case["name"], "implementation": r.label}
+        | cells(COLUMNS, r)
+        | {"status": status(r)}
+        for r in records
+        if r.status != "absent"
+    ]
+    return {GAINS: _gains(records), "Every implementation": to_grid(rows)}
+
+
+def _gains(records: Sequence[Record]) -> Grid:
+    """Return how much faster attention over a tree is than each other way to the same result.
+
+    Its rate of pairs stands beside that of the fastest separate sequences of the same framework.
+    """
+    peers = list(dict.fromkeys(r.label for r in records if r.is_peer))
+    others = [SEPARATE, *peers]
+    grid = [["case", "pass", "implementation", f"pairs/s over {SEPARATE}",
+             *(f"{x} / this" for x in others)]]  # fmt: skip
+    for operation, group in by_operation(records).items():
+        for name, row in by_case(group).items():
+            timed = [r for r in row.values() if r.times and not r.is_peer]
+            for record in (r for r in timed if _kind(r) != SEPARATE):
+                own = _fastest_separate(timed, record)
+                rates = [_pairs_per_second(r) for r in (record, own) if r is not None]
+                rate = f"{rates[0] / rates[1]:.2f}" if len(rates) == 2 else ""
+                labels = [None if own is None else own.label, *peers]
+                found = [ratio_text(row, record.label, label) for label in labels]
+                grid.append([name, operation, record.label, rate, *found])
+    return grid
+
+
+def _fastest_separate(timed: Sequence[Record], record: Record) -> Record | None:
+    own = (r for r in timed if _kind(r) == SEPARATE and _framework(r) == _framework(record))
+    return min(own, key=lambda r: r.times.median if r.times else 0.0, default=None)
+
+
+def _framework(record: Record) -> str:
+    return record.implementation.split()[0]
+
+
+def _kind(record: Record) -> str:
+    return record.implementation.rsplit(" ", 1)[-1]
