@@ -22,7 +22,7 @@ from torch import Tensor
 
 from torch_attn.autograd import refuse_forward_mode, refuse_second_derivative
 from torch_attn.dispatch import Implementation, check_implementation, choose
-from torch_attn.distributed.peers import Peers, Transfer
+from torch_attn.distributed.peers import GroupPeers, Peers, Transfer
 from torch_attn.flash import flash_attention
 from torch_attn.flash_ops import or_as_torch_says
 from torch_attn.operands import cast_inputs, operand, rows_aligned
@@ -78,7 +78,8 @@ def context_attention(
         v: [B, S, Hkv, Dv].
         plan: `context_plan`, the same on every rank. Padding after its last document sees nothing,
             gives 0, and holds finite numbers.
-        mesh: a `DeviceMesh` of one dimension, or a process group, of ``plan.size`` ranks.
+        mesh: a `DeviceMesh` of one dimension, a process group, or `Peers` that exchange in their
+            own way, of ``plan.size`` ranks.
         exchange: "ring", "gather" or "heads", whose heads of queries and of keys the ranks share
             evenly; None: "ring", or "gather" where a rank has few tokens.
         causal, scale, window_size, softcap, precision: as in `flash_attention`, with positions in
@@ -116,7 +117,7 @@ def context_attention(
         out = context_attention(q, k, v, plan=plan, mesh=dist.group.WORLD, causal=True)
         dist.destroy_process_group()
     """
-    peers = Peers(mesh)
+    peers = mesh if isinstance(mesh, Peers) else GroupPeers(mesh)
     deterministic = or_as_torch_says(deterministic)
     options = causal, scale, window_size, softcap, deterministic, precision, return_lse
     call, tensors = _agree(peers, plan, (q, k, v, sinks), options, exchange, implementation)
