@@ -35,6 +35,7 @@ SUITES = {
     "packed": "documents of different lengths in one batch without padding, beside every peer",
     "patterns": "block-sparse and dilated attention, beside dense attention and every peer",
     "prefill": "chunks of prompts and single tokens over a paged cache, beside FlashInfer",
+    "context": "context parallel attention, a rank's time beside its share of the whole sequence's",
     "host": "the host's share of calls on small problems",
     "end-to-end": "training steps, prefill and decode of transformers with each attention",
     "memory": "a training step's memory by category, with our attention and without",
