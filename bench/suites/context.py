@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 TITLE = "Context parallel attention"
 NOTE = (
-    "bfloat16, causal, 1024 channels, exchange 'ring'. 'dense' is flash_attention, or of packed "
+    "bfloat16, causal, 2048 channels, exchange 'ring'. 'dense' is flash_attention, or of packed "
     "documents flash_attention_varlen, over the whole sequence on one GPU: its time divided by the "
     "number of ranks. 'triton dense' runs the portable kernels, as the ranks do. 'rank' is the "
     "slowest of the ranks that run in turn on one GPU, each alone, with the keys of the others at "
@@ -41,7 +41,7 @@ NOTE = (
     "a rank's share of the pairs that are seen."
 )
 
-CHANNELS, HEADS = 1024, 2  # HEADS are checked
+CHANNELS, HEADS = 2048, 2  # HEADS are checked
 OPERATIONS: tuple[Operation, ...] = ("forward", "both")
 SIDES = {"torch": "torch_attn", "jax": "pallas_attn"}
 SHARES = "A rank's share of the whole sequence's time over this"

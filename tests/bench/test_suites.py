@@ -181,7 +181,7 @@ DECODE_BYTES += 4 * (64 * 64 + 64) + 64 * 4 * 32 * 4
         ("prefill", "chunks-8x4096-page16", "forward", 4 * 128 * CHUNK_PAIRS, CHUNK_BYTES),
         ("kvcache", "64x1024-heads-32-8-4-tokens", "decode", None, DECODE_BYTES),
         ("context", "causal-d128-4x8192-zigzag", "forward",
-         4 * 128 * 8 * 32768 * 32769 // 2 // 4, 0),
+         4 * 128 * 16 * 32768 * 32769 // 2 // 4, 0),
         ("host", "1x128x8x64-causal", "forward", 0, 0),
     ],
 )  # fmt: skip

@@ -143,7 +143,7 @@ def test_a_rank_sends_what_is_needed_alone(ranks, monkeypatch, torch_device):
 @pytest.mark.parametrize("fault", ["stale keys", "no window", "16 bits", "own gradients"])
 def test_faults_are_found(ranks, monkeypatch, fault, torch_device):
     """Faults seen in ring attentions elsewhere are above the budget."""
-    hops, send_back, find = Problem.hops, Problem.send_back, Problem.function
+    hops, send_back, run = Problem.hops, Problem.send_back, Problem.run
     intervals = context._intervals
 
     def stale(self, q, k, v):
@@ -151,15 +151,11 @@ def test_faults_are_found(ranks, monkeypatch, fault, torch_device):
             yield distance, operands and operands._replace(k=k, v=v)
 
     def rounded(self, operation, *tensors):
-        run = find(self, operation, *tensors)
+        found = run(self, operation, *tensors)
         if operation == "partial_bwd":
-            return run
-
-        def in_16_bits(operands, out, lse):
-            out, lse = run(operands, out, lse)
-            return out.bfloat16().float(), lse
-
-        return in_16_bits
+            return found
+        out, lse = found
+        return out.bfloat16().float(), lse
 
     if fault == "stale keys":
         monkeypatch.setattr(Problem, "hops", stale)
@@ -168,7 +164,7 @@ def test_faults_are_found(ranks, monkeypatch, fault, torch_device):
             context, "_intervals", lambda *a: intervals(*a[:2], Window(None, 0), *a[3:])
         )
     if fault == "16 bits":
-        monkeypatch.setattr(Problem, "function", rounded)
+        monkeypatch.setattr(Problem, "run", rounded)
     if fault == "own gradients":
         monkeypatch.setattr(Problem, "send_back", lambda self, d, dx: send_back(self, d, dx[::-1]))
     plan = context_plan(96, 4)
