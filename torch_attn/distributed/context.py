@@ -24,18 +24,26 @@ from torch_attn.autograd import refuse_forward_mode, refuse_second_derivative
 from torch_attn.calls import Call, keep, recall
 from torch_attn.dispatch import Implementation, check_implementation, choose
 from torch_attn.distributed.peers import GroupPeers, Peers, Transfer
+from torch_attn.explain import PROBLEMS
 from torch_attn.flash import flash_attention
 from torch_attn.flash_ops import or_as_torch_says
 from torch_attn.operands import cast_inputs, operand, rows_aligned
 from torch_attn.operators import readable
-from twin_attention.contract.context import EXCHANGES, ContextPlan, Intervals, choose_exchange
+from twin_attention.contract.context import (
+    EXCHANGES,
+    ContextPlan,
+    Intervals,
+    choose_exchange,
+    describe_exchange,
+    problem_of_rank,
+)
 from twin_attention.contract.operands import (
     FlashOperands,
     GradientCarry,
     PartialOperands,
     describe_operands,
 )
-from twin_attention.contract.spec import FlashOptions, PartialSpec, Precision, Window
+from twin_attention.contract.spec import AttentionSpec, FlashOptions, PartialSpec, Precision, Window
 from twin_attention.contract.validate import (
     check_context_attention,
     check_exchange,
@@ -210,11 +218,35 @@ def _check(
     check_exchange(exchange, EXCHANGES, (q.shape[2], k.shape[2]), plan.size)
     chosen, _ = choose_exchange(exchange, plan)
     spec = PartialSpec.of(PartialOperands(*described[:3], *[None] * 4), described.q.dtype, options)
-    if chosen == "gather":
-        spec = replace(spec, seq_kv=plan.seq_len)
     if chosen != "heads":
+        spec = problem_of_rank(chosen, spec, plan, options)
         choose(implementation, "partial_fwd", q.device, spec)
     return _Call(options, spec, chosen, implementation), tuple(operands[:4])
+
+
+def problem_of_context(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    plan: Any,
+    mesh: Any,
+    exchange: str | None,
+    sinks: Tensor | None,
+    **options: Any,
+) -> tuple[tuple[Any, ...], AttentionSpec, str]:
+    """Check a call on this rank; return its tensors, its problem, and how ranks exchange keys."""
+    peers = mesh if isinstance(mesh, Peers) else GroupPeers(mesh)
+    names = ("causal", "scale", "window_size", "softcap", "deterministic", "precision")
+    given = *(options[name] for name in names), options["return_lse"]
+    call, tensors = _check(peers, plan, (q, k, v, sinks), given, exchange, None)
+    spec = call.spec
+    if call.exchange == "heads":
+        spec = problem_of_rank(call.exchange, call.spec, plan, call.options)
+    return tensors, spec, describe_exchange(exchange, plan, call.options.window)
+
+
+PROBLEMS[context_attention] = problem_of_context  # of `explain`
 
 
 @lru_cache(maxsize=256)
