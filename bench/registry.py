@@ -36,6 +36,7 @@ SUITES = {
     "patterns": "block-sparse and dilated attention, beside dense attention and every peer",
     "tree": "trees of tokens: a prompt with continuations, beside separate sequences and masks",
     "prefill": "chunks of prompts and single tokens over a paged cache, beside FlashInfer",
+    "context": "context parallel attention, a rank's time beside its share of the whole sequence's",
     "host": "the host's share of calls on small problems",
     "end-to-end": "training steps, prefill and decode of transformers with each attention",
     "memory": "a training step's memory by category, with our attention and without",

@@ -12,6 +12,7 @@ there, so that no rank passes on what another one sent.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -27,6 +28,7 @@ from pallas_attn.dispatch import (
     choose_backends,
     run_on_platform,
 )
+from pallas_attn.explain import PROBLEMS
 from pallas_attn.flash import flash_attention
 from pallas_attn.flash_ops import or_as_xla_says
 from pallas_attn.kernels import reference
@@ -37,7 +39,9 @@ from twin_attention.contract.context import (
     Intervals,
     choose_exchange,
     context_plan,
+    describe_exchange,
     intervals_of,
+    problem_of_rank,
     shard_sequence,
     unshard_sequence,
 )
@@ -47,7 +51,7 @@ from twin_attention.contract.operands import (
     PartialOperands,
     describe_operands,
 )
-from twin_attention.contract.spec import FlashOptions, PartialSpec, Precision
+from twin_attention.contract.spec import AttentionSpec, FlashOptions, PartialSpec, Precision
 from twin_attention.contract.validate import (
     check_context_attention,
     check_exchange,
@@ -172,6 +176,40 @@ def context_attention(
     attend = _attend_heads if chosen == "heads" else _attend_in_hops
     out, lse = attend(problem, operands)
     return (out, lse) if return_lse else out
+
+
+def problem_of_context(
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    plan: Any,
+    axis_name: str,
+    mesh: Mesh | None,
+    exchange: str | None,
+    sinks: Array | None,
+    **options: Any,
+) -> tuple[tuple[Any, ...], AttentionSpec, str]:
+    """Check a call; return its tensors, a rank's problem, and how ranks exchange keys."""
+    names = ("causal", "scale", "window_size", "softcap", "deterministic", "precision")
+    checked = check_flash_options(*(options[name] for name in names), options["return_lse"])
+    if not isinstance(plan, ContextPlan):
+        fail(TypeError, "plan", "a ContextPlan of `context_plan`", type_name(plan))
+    size = lax.axis_size(axis_name) if mesh is None else mesh.shape[axis_name]
+    check_group(plan.size, size)
+    operands = FlashOperands(q, k, v, sinks)
+    described = describe_operands(operands, operand)
+    check_context_attention(described, checked, plan.local_len if mesh is None else plan.seq_len)
+    check_exchange(exchange, EXCHANGES, (q.shape[2], k.shape[2]), plan.size)
+    chosen, _ = choose_exchange(exchange, plan)
+    part = PartialOperands(*described[:3], *[None] * 4)
+    spec = PartialSpec.of(part, described.q.dtype, checked)
+    spec = replace(spec, seq_q=plan.local_len, seq_kv=plan.local_len)
+    spec = problem_of_rank(chosen, spec, plan, checked)
+    return tuple(operands[:4]), spec, describe_exchange(exchange, plan, checked.window)
+
+
+PROBLEMS[context_attention] = problem_of_context  # of `explain`
 
 
 def _over_mesh(tensors, mesh, axis_name, plan, exchange, options, return_lse, implementation):

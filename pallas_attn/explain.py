@@ -17,10 +17,12 @@ from pallas_attn.operands import device_of
 from pallas_attn.targets import cuda_devices, num_sms, target_of
 from twin_attention.contract.explain import Explanation
 from twin_attention.contract.validate import fail
-from twin_attention.targets.describe import describe, describe_call
+from twin_attention.targets.describe import describe, describe_call, function_of
 from twin_attention.targets.target import requested_target
 
-_PROBLEMS = {
+# Of each function: returns a call's operands and its problem, and how ranks exchange keys if they
+# do. What a submodule adds, such as `distributed`, is known once that is imported.
+PROBLEMS: dict[Callable[..., Any], Callable[..., Any]] = {
     flash.flash_attention: DENSE.problem,
     varlen.flash_attention_varlen: PACKED.problem,
     block_sparse.block_sparse_attention: block_sparse.problem_of_block_sparse,
@@ -41,7 +43,8 @@ def explain(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Expla
     Args:
         function: `flash_attention`, `flash_attention_varlen`, `block_sparse_attention`,
             `dilated_attention` (of which it describes the `flash_attention` of the longest
-            segments), `paged_decode`, `paged_attention`, `append_kv` or `merge_states`.
+            segments), `paged_decode`, `paged_attention`, `append_kv`, `merge_states` or
+            `distributed.context_attention`, of which it describes one rank.
         args, kwargs: its arguments.
 
     Returns:
@@ -59,8 +62,8 @@ def explain(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Expla
         q, k, v = jax.random.normal(jax.random.key(0), (3, 1, 128, 4, 64))
         print(explain(flash_attention, q, k, v, causal=True))
     """
-    if function not in _PROBLEMS:
-        names = ", ".join(known.__name__ for known in _PROBLEMS)
+    if function not in PROBLEMS:
+        names = ", ".join(known.__name__ for known in PROBLEMS)
         fail(ValueError, "function", f"one of pallas_attn's {names}", function)
     call = inspect.signature(function).bind(*args, **kwargs)
     call.apply_defaults()
@@ -69,7 +72,7 @@ def explain(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Expla
     requested_target()  # refuses a wrong one, even where no code is compiled for it
     if "deterministic" in call.arguments:
         call.arguments["deterministic"] = or_as_xla_says(call.arguments["deterministic"])
-    operands, spec = _PROBLEMS[function](**call.arguments)
+    operands, spec, *exchange = PROBLEMS[function](**call.arguments)
     device = device_of(operands[0])
     on = jax.devices()[0] if device is None else device
     runs_kernels = on in cuda_devices() and implementation != "reference"
@@ -79,10 +82,11 @@ def explain(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Expla
         name += ", the default device: the operands' own is not known while tracing"
 
     def describe_operation(operation: str) -> Explanation:
-        choice = choose(implementation, operation, target, spec)
+        choice = choose(implementation, function_of(operation, spec), target, spec)
         count = num_sms(choice[0].target)
         return describe(implementation, operation, *choice, spec, name, count)
 
     said = describe_call(function.__name__, describe_operation)
+    said = replace(said, exchange=exchange[0] if exchange else None)
     note = private.untested()
     return said if note is None else replace(said, reason=f"{said.reason}; {note}")

@@ -16,10 +16,12 @@ from torch_attn.flash_ops import DENSE, PACKED, or_as_torch_says
 from torch_attn.targets import num_sms
 from twin_attention.contract.explain import Explanation
 from twin_attention.contract.validate import fail
-from twin_attention.targets.describe import describe, describe_call
+from twin_attention.targets.describe import describe, describe_call, function_of
 from twin_attention.targets.target import requested_target
 
-_PROBLEMS = {
+# Of each function: returns a call's operands and its problem, and how ranks exchange keys if they
+# do. What a submodule adds, such as `distributed`, is known once that is imported.
+PROBLEMS: dict[Callable[..., Any], Callable[..., Any]] = {
     flash.flash_attention: DENSE.problem,
     varlen.flash_attention_varlen: PACKED.problem,
     block_sparse.block_sparse_attention: block_sparse.problem_of_block_sparse,
@@ -37,7 +39,8 @@ def explain(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Expla
     Args:
         function: `flash_attention`, `flash_attention_varlen`, `block_sparse_attention`,
             `dilated_attention` (of which it describes the `flash_attention` of the longest
-            segments), `paged_decode`, `paged_attention`, `append_kv` or `merge_states`.
+            segments), `paged_decode`, `paged_attention`, `append_kv`, `merge_states` or
+            `distributed.context_attention`, of which it describes one rank.
         args, kwargs: its arguments.
 
     Returns:
@@ -55,8 +58,8 @@ def explain(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Expla
         q, k, v = torch.randn(3, 1, 128, 4, 64)
         print(explain(flash_attention, q, k, v, causal=True))
     """
-    if function not in _PROBLEMS:
-        names = ", ".join(known.__name__ for known in _PROBLEMS)
+    if function not in PROBLEMS:
+        names = ", ".join(known.__name__ for known in PROBLEMS)
         fail(ValueError, "function", f"one of torch_attn's {names}", function)
     call = inspect.signature(function).bind(*args, **kwargs)
     call.apply_defaults()
@@ -65,15 +68,16 @@ def explain(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Expla
     requested_target()  # refuses a wrong one, even where no code is compiled for it
     if "deterministic" in call.arguments:
         call.arguments["deterministic"] = or_as_torch_says(call.arguments["deterministic"])
-    operands, spec = _PROBLEMS[function](**call.arguments)
+    operands, spec, *exchange = PROBLEMS[function](**call.arguments)
     device = operands[0].device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
     def describe_operation(operation: str) -> Explanation:
-        choice = choose(implementation, operation, device, spec)
+        choice = choose(implementation, function_of(operation, spec), device, spec)
         count = num_sms(device, choice[0].target)
         return describe(implementation, operation, *choice, spec, name, count)
 
     said = describe_call(function.__name__, describe_operation)
+    said = replace(said, exchange=exchange[0] if exchange else None)
     notes = [note for note in (private.missing(), private.untested()) if note is not None]
     return replace(said, reason="; ".join((said.reason, *notes)))

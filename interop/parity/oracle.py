@@ -91,7 +91,7 @@ class Expectation:
     part: Part
     ref: Tensors
     lp: Tensors
-    cancelled: Mapping[str, float]
+    cancelled: Mapping[str, float] = field(default_factory=dict)
 
     def crop(self, results: Tensors) -> Tensors:
         """Return what stands in results of the whole problem where `ref` and `lp` do."""

@@ -196,6 +196,10 @@ def problem_text(problem: dict[str, Any]) -> str:
         words.append(f"tree of {len(problem['parents'])} segments")
     if problem.get("pattern"):
         words.append(problem["pattern"])
+    if problem.get("ranks"):
+        words.append(f"{problem['ranks']} ranks {problem['sharding']}")
+    if problem.get("documents"):
+        words.append(f"{len(problem['documents'])} documents")
     if problem.get("dilation_rates"):
         words.append(f"rates={tuple(problem['dilation_rates'])}")
     if problem.get("scale_shape"):

@@ -20,7 +20,7 @@ from bench.registry import ON_CPU, SUITES, cells, load
 from bench.report.plots import of_suite
 from bench.report.sections import SPEEDS, sections
 from bench.report.tables import names
-from bench.suites import eager, host, kvcache, packed, patterns, prefill, tree
+from bench.suites import context, eager, host, kvcache, packed, patterns, prefill, tree
 from bench.trees import separate, separate_pairs
 from interop.parity.cases import DecodeCase, DilatedCase, FlashCase, PagedCase, VarlenCase
 from twin_attention.contract.cost import forward_flops
@@ -87,6 +87,8 @@ HOST = on_hopper(*PORTABLE, "torch triton compiled")
             *(f"{x} {y}" for x in ("torch", "jax") for y in ("block-sparse", "dense", "module")))),
         ("patterns", "undilated-fp32-1x512x8", on_hopper(
             *(f"{x} {y}" for x in ("torch", "jax") for y in ("dilated", "standard")))),
+        ("context", "lognormal-d128-4x8192-balanced", on_hopper(*context.RANKS, *(
+            f"{x} {y}" for x in ("torch", "jax") for y in ("dense", "triton dense")))),
         ("host", "1x128x8x64-causal",
          HOST | {"SDPA", "SDPA compiled", "FA2", "cuDNN", "jax.nn cuDNN"}),
         ("host", "2-sequences-1-split", HOST | {"FlashInfer"}),
@@ -203,6 +205,8 @@ DECODE_BYTES += 4 * (64 * 64 + 64) + 64 * 4 * 32 * 4
         ("tree", "documents-16x1024-d128", "both", 14 * 2048 * 16 * 1024 * 1025 // 2, None),
         ("prefill", "chunks-8x4096-page16", "forward", 4 * 128 * CHUNK_PAIRS, CHUNK_BYTES),
         ("kvcache", "64x1024-heads-32-8-4-tokens", "decode", None, DECODE_BYTES),
+        ("context", "causal-d128-4x8192-zigzag", "forward",
+         4 * 128 * 16 * 32768 * 32769 // 2 // 4, 0),
         ("host", "1x128x8x64-causal", "forward", 0, 0),
     ],
 )  # fmt: skip
@@ -269,6 +273,8 @@ SMALL_JOBS = {
     "tree both": lambda: tree.job(TREE_CASE, "both", ["sm90"]),
     "roots both": lambda: tree.job(ROOTS_CASE, "both", ["sm90"]),
     "drafts": lambda: decode_job(DRAFTS, ours.decode_factories(["sm80"])),
+    "context forward": lambda: context.job(CONTEXT_CASE, "forward", "sm90"),
+    "context both": lambda: context.job(CONTEXT_CASE, "both", "sm90"),
     "chunks": lambda: decode_job(CHUNK_CASE, prefill._factories(CHUNK_CASE, ["sm80"])),
     "single": lambda: decode_job(SINGLE, prefill._factories(SINGLE, ["sm80"])),
     "decode": lambda: decode_job(DECODE_CASE, ours.decode_factories(["sm80"])),
@@ -278,10 +284,15 @@ SMALL_JOBS = {
     "host decode": lambda: jobs_of("host", "2-sequences-4-splits")[0],
     "eager": lambda: jobs_of("eager", "fp32-d16-128")[0],
 }
+CONTEXT_CASE = context.ContextCase(
+    "lognormal-small", 1, 48, 48, 2, 1, 16, causal=True, ranks=3, sharding="balanced",
+    documents=(20, 17, 11),
+)  # fmt: skip
 SINGLE = replace(CHUNK_CASE, name="single", new_tokens=(1, 1, 1))
 DRAFTS = replace(DECODE_CASE, name="drafts", lengths=(9, 33), tokens=7, tree="drafts")
 INT8 = replace(DECODE_CASE, tokens=None, kv_dtype="int8")
-ON_A_GPU = {"FA2", "cuDNN", "jax.nn cuDNN", "FlashInfer", "FlexAttention"}
+ON_A_GPU = {"torch ring", "jax ring", "jax dense", "jax triton dense"}  # on several
+ON_A_GPU |= {"FA2", "cuDNN", "jax.nn cuDNN", "FlashInfer", "FlexAttention"}
 
 
 @pytest.mark.parametrize("name", SMALL_JOBS)
@@ -434,6 +445,8 @@ def test_the_pool_does_not_grow_with_the_capacity_and_unused_slots_are_poisoned(
              16 * (8192 * 8193 // 2 + 16 * (8192 * 1024 + 1024 * 1025 // 2)) / 0.25e-3 / 1e12)}),
         ("patterns", "local-fp32-2x1024x16",
          {"pattern": "local", "ms": 0.25, "tokens/s": 2 * 1024 / 0.25e-3, "status": "ok"}),
+        ("context", "lognormal-d128-4x8192-balanced",
+         {"ranks": 4, "tokens of a rank": 8192, "layout": "balanced", "documents": 28, "D": 128}),
         ("host", "2-sequences", {"case": "2-sequences", "host, us": 250.0, "ms": None}),
     ],
 )  # fmt: skip
@@ -474,8 +487,9 @@ def test_a_page_tells_cases_apart_and_shows_what_failed(suite, record, tmp_path)
     assert section.title == load(suite).TITLE
     titles, failed, *_ = section.every
     assert failed[titles.index("status")] in ("failed", "error (RuntimeError: no)")
-    if suite in ("patterns", "tree"):
-        assert next(iter(section.tables)) == load(suite).GAINS
+    if suite in ("patterns", "tree", "context"):
+        first = context.SHARES if suite == "context" else load(suite).GAINS
+        assert next(iter(section.tables)) == first
     else:
         assert not any("dense sm90" in row[1] for row in section.tables[SPEEDS][1:])
         assert section.tables["Without a time"][1][2:4] == ["failed", "RuntimeError: no"]

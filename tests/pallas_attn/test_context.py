@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_attn import flash_attention
+from pallas_attn import explain, flash_attention
 from pallas_attn.distributed import context_attention, context_plan
 
 MESH = jax.make_mesh((1,), ("context",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -56,3 +56,18 @@ def test_derivatives_that_are_refused():
 
     with pytest.raises(NotImplementedError, match="context_attention: forward mode"):
         jax.jvp(loss, (Q,), (Q,))
+
+
+@pytest.mark.parametrize(
+    ("options", "exchange"),
+    [
+        ({"exchange": "ring"}, "ring: it was asked for; keys of other ranks come in 0 of up to 0"),
+        ({}, "gather: 24 tokens of a rank are too few to hide a transfer"),
+        ({"exchange": "heads"}, "heads: it was asked for"),
+    ],
+)
+def test_explain(options, exchange):
+    call = {"plan": context_plan(24, 1), "axis_name": "context", "mesh": MESH, "causal": True}
+    said = explain(context_attention, Q, K, V, implementation="triton", **call | options)
+    assert exchange in str(said)
+    assert {"flash_fwd", "flash_bwd_preprocess", "flash_bwd_dq"} <= said.configs.keys()

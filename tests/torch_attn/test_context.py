@@ -7,10 +7,12 @@ from dataclasses import replace
 import pytest
 import torch
 
+import torch_attn
 from interop.parity.cases import FlashCase
 from interop.parity.inputs import make_inputs
 from tests.oracle import assert_within_budget
-from tests.torch_attn.simulated_ranks import SimulatedPeers, run_ranks, simulate
+from tests.torch_attn.simulated_ranks import Room, SimulatedPeers, run_ranks, simulate
+from torch_attn.dispatch import choose
 from torch_attn.distributed import (
     context,
     context_attention,
@@ -143,7 +145,7 @@ def test_a_rank_sends_what_is_needed_alone(ranks, monkeypatch, torch_device):
 @pytest.mark.parametrize("fault", ["stale keys", "no window", "16 bits", "own gradients"])
 def test_faults_are_found(ranks, monkeypatch, fault, torch_device):
     """Faults seen in ring attentions elsewhere are above the budget."""
-    hops, send_back, find = Problem.hops, Problem.send_back, Problem.function
+    hops, send_back, run = Problem.hops, Problem.send_back, Problem.run
     intervals = context._intervals
 
     def stale(self, q, k, v):
@@ -151,15 +153,11 @@ def test_faults_are_found(ranks, monkeypatch, fault, torch_device):
             yield distance, operands and operands._replace(k=k, v=v)
 
     def rounded(self, operation, *tensors):
-        run = find(self, operation, *tensors)
+        found = run(self, operation, *tensors)
         if operation == "partial_bwd":
-            return run
-
-        def in_16_bits(operands, out, lse):
-            out, lse = run(operands, out, lse)
-            return out.bfloat16().float(), lse
-
-        return in_16_bits
+            return found
+        out, lse = found
+        return out.bfloat16().float(), lse
 
     if fault == "stale keys":
         monkeypatch.setattr(Problem, "hops", stale)
@@ -168,7 +166,7 @@ def test_faults_are_found(ranks, monkeypatch, fault, torch_device):
             context, "_intervals", lambda *a: intervals(*a[:2], Window(None, 0), *a[3:])
         )
     if fault == "16 bits":
-        monkeypatch.setattr(Problem, "function", rounded)
+        monkeypatch.setattr(Problem, "run", rounded)
     if fault == "own gradients":
         monkeypatch.setattr(Problem, "send_back", lambda self, d, dx: send_back(self, d, dx[::-1]))
     plan = context_plan(96, 4)
@@ -250,3 +248,31 @@ def test_derivatives_that_are_refused(ranks):
             torch.autograd.grad(out.sum(), q, create_graph=True)
 
     ranks(1, on_rank)
+
+
+@pytest.mark.parametrize(
+    ("options", "kernel_heads", "exchange"),
+    [
+        ({"exchange": "ring"}, 4, "ring: it was asked for; keys of other ranks come in 3 of up to"),
+        ({"exchange": "ring", "window_size": (3, None)}, 4, "keys of other ranks come in 2 of up"),
+        ({}, 4, "gather: 24 tokens of a rank are too few to hide a transfer"),
+        ({"exchange": "heads"}, 1, "heads: it was asked for"),
+    ],
+)
+def test_explain(monkeypatch, options, kernel_heads, exchange):
+    """Explain says how ranks exchange keys, and the kernels of the rank's problem."""
+    seen = []
+    monkeypatch.setattr(
+        sys.modules["torch_attn.explain"], "choose", lambda *a: seen.append(a[1::2]) or choose(*a)
+    )
+    plan, (q, k, v) = context_plan(96, 4), tensors(heads_kv=4)
+    peers = SimulatedPeers(Room(4), 1)  # which would wait for the others
+    call = {"plan": plan, "mesh": peers, "causal": True, "implementation": "triton"}
+    said = torch_attn.explain(context_attention, q, k, v, **call | options)
+    assert exchange in str(said)
+    assert {"flash_fwd", "flash_bwd_preprocess", "flash_bwd_dq"} <= said.configs.keys()
+    (operation, spec), _ = seen
+    whole = exchange.startswith("heads")
+    assert operation == ("flash_fwd" if whole else "partial_fwd")
+    assert (spec.heads_q, spec.seq_q) == (kernel_heads, 96 if whole else 24)
+    assert spec.seq_kv == (24 if "ring" in options.values() else 96)

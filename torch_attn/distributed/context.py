@@ -11,9 +11,9 @@ there, so that no rank passes on what another one sent.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -21,15 +21,29 @@ import torch
 from torch import Tensor
 
 from torch_attn.autograd import refuse_forward_mode, refuse_second_derivative
+from torch_attn.calls import Call, keep, recall
 from torch_attn.dispatch import Implementation, check_implementation, choose
-from torch_attn.distributed.peers import Peers, Transfer
+from torch_attn.distributed.peers import GroupPeers, Peers, Transfer
+from torch_attn.explain import PROBLEMS
 from torch_attn.flash import flash_attention
 from torch_attn.flash_ops import or_as_torch_says
 from torch_attn.operands import cast_inputs, operand, rows_aligned
 from torch_attn.operators import readable
-from twin_attention.contract.context import EXCHANGES, ContextPlan, Intervals, choose_exchange
-from twin_attention.contract.operands import FlashOperands, PartialOperands, describe_operands
-from twin_attention.contract.spec import FlashOptions, PartialSpec, Precision, Window
+from twin_attention.contract.context import (
+    EXCHANGES,
+    ContextPlan,
+    Intervals,
+    choose_exchange,
+    describe_exchange,
+    problem_of_rank,
+)
+from twin_attention.contract.operands import (
+    FlashOperands,
+    GradientCarry,
+    PartialOperands,
+    describe_operands,
+)
+from twin_attention.contract.spec import AttentionSpec, FlashOptions, PartialSpec, Precision, Window
 from twin_attention.contract.validate import (
     check_context_attention,
     check_exchange,
@@ -38,6 +52,7 @@ from twin_attention.contract.validate import (
     fail,
     type_name,
 )
+from twin_attention.targets.family import Backend
 
 Exchange = Literal["ring", "gather", "heads"]
 
@@ -78,7 +93,8 @@ def context_attention(
         v: [B, S, Hkv, Dv].
         plan: `context_plan`, the same on every rank. Padding after its last document sees nothing,
             gives 0, and holds finite numbers.
-        mesh: a `DeviceMesh` of one dimension, or a process group, of ``plan.size`` ranks.
+        mesh: a `DeviceMesh` of one dimension, a process group, or `Peers` that exchange in their
+            own way, of ``plan.size`` ranks.
         exchange: "ring", "gather" or "heads", whose heads of queries and of keys the ranks share
             evenly; None: "ring", or "gather" where a rank has few tokens.
         causal, scale, window_size, softcap, precision: as in `flash_attention`, with positions in
@@ -116,7 +132,7 @@ def context_attention(
         out = context_attention(q, k, v, plan=plan, mesh=dist.group.WORLD, causal=True)
         dist.destroy_process_group()
     """
-    peers = Peers(mesh)
+    peers = mesh if isinstance(mesh, Peers) else GroupPeers(mesh)
     deterministic = or_as_torch_says(deterministic)
     options = causal, scale, window_size, softcap, deterministic, precision, return_lse
     call, tensors = _agree(peers, plan, (q, k, v, sinks), options, exchange, implementation)
@@ -202,11 +218,35 @@ def _check(
     check_exchange(exchange, EXCHANGES, (q.shape[2], k.shape[2]), plan.size)
     chosen, _ = choose_exchange(exchange, plan)
     spec = PartialSpec.of(PartialOperands(*described[:3], *[None] * 4), described.q.dtype, options)
-    if chosen == "gather":
-        spec = replace(spec, seq_kv=plan.seq_len)
     if chosen != "heads":
+        spec = problem_of_rank(chosen, spec, plan, options)
         choose(implementation, "partial_fwd", q.device, spec)
     return _Call(options, spec, chosen, implementation), tuple(operands[:4])
+
+
+def problem_of_context(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    plan: Any,
+    mesh: Any,
+    exchange: str | None,
+    sinks: Tensor | None,
+    **options: Any,
+) -> tuple[tuple[Any, ...], AttentionSpec, str]:
+    """Check a call on this rank; return its tensors, its problem, and how ranks exchange keys."""
+    peers = mesh if isinstance(mesh, Peers) else GroupPeers(mesh)
+    names = ("causal", "scale", "window_size", "softcap", "deterministic", "precision")
+    given = *(options[name] for name in names), options["return_lse"]
+    call, tensors = _check(peers, plan, (q, k, v, sinks), given, exchange, None)
+    spec = call.spec
+    if call.exchange == "heads":
+        spec = problem_of_rank(call.exchange, call.spec, plan, call.options)
+    return tensors, spec, describe_exchange(exchange, plan, call.options.window)
+
+
+PROBLEMS[context_attention] = problem_of_context  # of `explain`
 
 
 @lru_cache(maxsize=256)
@@ -242,14 +282,21 @@ class Problem(NamedTuple):
         """The window, `causal` included."""
         return self.call.options.window
 
-    def function(self, operation: str, *tensors: Tensor) -> Callable[..., Any]:
-        """Return a family's function of the problem, for tensors that it reads."""
-        spec = replace(self.call.spec, rows_aligned=rows_aligned(*tensors))
-        device = tensors[0].device
-        # An empty problem runs no kernel.
-        implementation = "reference" if spec.is_empty else self.call.implementation
-        backend, _ = choose(implementation, operation, device, spec)
-        return partial(backend.family.function(operation), spec=spec, backend=backend)
+    def run(self, operation: str, *tensors: Tensor | None) -> tuple[Tensor, ...]:
+        """Run a family's function, replayed where its operands had such layouts before.
+
+        Args:
+            operation: "partial_fwd" or "partial_bwd".
+            tensors: as `_RUN` takes them, a tensor first.
+        """
+        options = self.call.spec, self.call.implementation
+        call = recall(operation, tensors, options)
+        if call is None:
+            rows = [x for x in tensors if x is not None and x.ndim == 4]
+            spec = replace(self.call.spec, rows_aligned=rows_aligned(*rows))
+            call = Call(operation, _RUN[operation], spec, rows[0].device, options)
+            keep(operation, tensors, options, call)
+        return call(*tensors)
 
     def hops(
         self, q: Tensor, k: Tensor, v: Tensor
@@ -295,6 +342,33 @@ def _operands(q: Tensor, keys: tuple[Tensor, ...], bounds: Intervals) -> Partial
     return PartialOperands(q, k, v, *bounds)
 
 
+def _run_forward(
+    function: Any, spec: PartialSpec, backend: Backend, out: Tensor, lse: Tensor, *operands: Any
+) -> tuple[Tensor, ...]:
+    return function(PartialOperands(*operands), out, lse, spec, backend)
+
+
+def _run_backward(
+    function: Any,
+    spec: PartialSpec,
+    backend: Backend,
+    dout: Tensor,
+    dlse: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    *others: Any,
+) -> tuple[Tensor, ...]:
+    """Return the carry's tensors, dk and dv; the operands follow the last call's carry."""
+    operands = PartialOperands(*others[len(_NO_CARRY) :])
+    carry = None if others[0] is None else GradientCarry(*others[: len(_NO_CARRY)])
+    carry, dk, dv = function(dout, dlse, operands, out, lse, carry, spec, backend)
+    return *carry, dk, dv
+
+
+_NO_CARRY = (None,) * len(GradientCarry._fields)
+_RUN = {"partial_fwd": _run_forward, "partial_bwd": _run_backward}
+
+
 class _Attention(torch.autograd.Function):
     """Attention by "ring" or "gather", with its derivative in reverse mode."""
 
@@ -304,11 +378,10 @@ class _Attention(torch.autograd.Function):
         batch, rows, heads, _ = q.shape
         out = q.new_zeros((batch, rows, heads, v.shape[3]), dtype=torch.float32)
         lse = out.new_full((batch, heads, rows), -torch.inf)
-        run = problem.function("partial_fwd", q, k, v)
         for distance, operands in problem.hops(q, k, v):
             if operands is not None:
                 operands = operands._replace(sinks=None if distance else sinks)
-                out, lse = run(operands, out, lse)
+                out, lse = problem.run("partial_fwd", out, lse, *operands)
         out = out.to(q.dtype)
         ctx.problem = problem
         ctx.save_for_backward(q, k, v, sinks, out, lse)
@@ -323,12 +396,12 @@ class _Attention(torch.autograd.Function):
         q, k, v, sinks, out, lse = ctx.saved_tensors
         dout, dlse = readable(torch.zeros_like(out) if dout is None else dout, dlse)
         out, lse = readable(out, lse)
-        run = problem.function("partial_bwd", q, k, v, dout)
-        carry, of_keys, transfer = None, (), Transfer(None)
+        carry, of_keys, transfer = _NO_CARRY, (), Transfer(None)
         for distance, operands in problem.hops(q, k, v):
             found = of_keys  # their shapes, where this rank has nothing to send
             if operands is not None:
-                carry, *found = run(dout, dlse, operands, out, lse, carry)
+                *carry, dk, dv = problem.run("partial_bwd", dout, dlse, out, lse, *carry, *operands)
+                found = dk, dv
             if distance == 0:
                 of_keys = found
             else:
@@ -336,7 +409,9 @@ class _Attention(torch.autograd.Function):
                 _add(of_keys, transfer.wait())
                 transfer = arriving
         _add(of_keys, transfer.wait())
-        assert carry is not None  # own keys are the first hop
+        dq, _, delta = carry
+        assert dq is not None  # own keys are the first hop
+        assert delta is not None
         assert lse is not None
         if problem.call.exchange == "gather":
             peers, plan = problem.peers, problem.plan
@@ -345,8 +420,8 @@ class _Attention(torch.autograd.Function):
         dsinks = None
         if sinks is not None:
             p = torch.exp(sinks[:, None] - lse)
-            dsinks = -(p * carry.delta[..., : lse.shape[-1]]).sum((0, 2))
-        return None, carry.dq.to(q.dtype), dk, dv, dsinks
+            dsinks = -(p * delta[..., : lse.shape[-1]]).sum((0, 2))
+        return None, dq.to(q.dtype), dk, dv, dsinks
 
     @staticmethod
     def jvp(ctx, *_):

@@ -1,8 +1,9 @@
-"""The ranks of a process group, and what they send to each other."""
+"""The ranks that share a sequence, and what they send to each other."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -37,30 +38,21 @@ class Transfer(NamedTuple):
         return self.received
 
 
-class Peers:
-    """The ranks that share a sequence.
+class Peers(ABC):
+    """The ranks that share a sequence, and how tensors go from one to another.
+
+    A subclass for ranks without a process group can be the `mesh` of `context_attention`.
 
     Attributes:
-        group: the process group.
         rank, size: this one, and how many there are.
+        group: stands for all of them; a call that they agreed on is not compared again.
     """
 
-    def __init__(self, mesh: Any) -> None:
-        """Take a device mesh of one dimension, or a process group.
+    rank: int
+    size: int
+    group: Hashable
 
-        Raises:
-            TypeError: it is neither.
-            ValueError: a mesh of several dimensions.
-        """
-        if isinstance(mesh, DeviceMesh):
-            if mesh.ndim != 1:
-                fail(ValueError, "mesh", "one dimension, such as mesh['context']", mesh.ndim)
-            mesh = mesh.get_group()
-        if not isinstance(mesh, dist.ProcessGroup):
-            fail(TypeError, "mesh", "a DeviceMesh or a process group", type_name(mesh))
-        self.group = mesh
-        self.rank, self.size = dist.get_rank(mesh), dist.get_world_size(mesh)
-
+    @abstractmethod
     def shift(
         self,
         tensors: tuple[Tensor, ...],
@@ -75,8 +67,52 @@ class Peers:
             distance: from 1 to size - 1, or negative.
             sends, receives: the other rank receives them, and it sends some.
         """
+
+    @abstractmethod
+    def all_gather(self, x: Tensor) -> Tensor:
+        """Return the tensors of all ranks, [size, ...] in their order."""
+
+    @abstractmethod
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        """Return the sum over ranks of this rank's part of tensors [size, ...]."""
+
+    @abstractmethod
+    def all_to_all(self, x: Tensor) -> Tensor:
+        """Return part `rank` of every rank's tensor [size, ...], in the order of ranks."""
+
+    @abstractmethod
+    def gather_objects(self, x: Any) -> list[Any]:
+        """Return an object of each rank; the host waits."""
+
+
+class GroupPeers(Peers):
+    """The ranks of a process group."""
+
+    def __init__(self, mesh: Any) -> None:
+        """Take a device mesh of one dimension, or a process group.
+
+        Raises:
+            TypeError: it is neither.
+            ValueError: a mesh of several dimensions.
+        """
+        if isinstance(mesh, DeviceMesh):
+            if mesh.ndim != 1:
+                fail(ValueError, "mesh", "one dimension, such as mesh['context']", mesh.ndim)
+            mesh = mesh.get_group()
+        if not isinstance(mesh, dist.ProcessGroup):
+            fail(TypeError, "mesh", "a DeviceMesh, a process group or Peers", type_name(mesh))
+        self.group = self._group = mesh
+        self.rank, self.size = dist.get_rank(mesh), dist.get_world_size(mesh)
+
+    def shift(
+        self,
+        tensors: tuple[Tensor, ...],
+        distance: int,
+        sends: bool = True,
+        receives: bool = True,
+    ) -> Transfer:
         after, before = (
-            dist.get_global_rank(self.group, (self.rank + d) % self.size)
+            dist.get_global_rank(self._group, (self.rank + d) % self.size)
             for d in (distance, -distance)
         )
         tensors = tuple(x.contiguous() for x in tensors)
@@ -84,32 +120,28 @@ class Peers:
         ops = []
         for tag, x in enumerate(tensors):
             if sends:
-                ops.append(dist.P2POp(dist.isend, x, after, self.group, tag))
+                ops.append(dist.P2POp(dist.isend, x, after, self._group, tag))
         for tag, x in enumerate(received or ()):
-            ops.append(dist.P2POp(dist.irecv, x, before, self.group, tag))
+            ops.append(dist.P2POp(dist.irecv, x, before, self._group, tag))
         works = dist.batch_isend_irecv(ops) if ops else ()
         return Transfer(received, works, tensors)
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """Return the tensors of all ranks, [size, ...] in their order."""
         gathered = x.new_empty((self.size, *x.shape))
-        _all_gather(gathered.flatten(0, 1), x.contiguous(), self.group)
+        _all_gather(gathered.flatten(0, 1), x.contiguous(), self._group)
         return gathered
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
-        """Return the sum over ranks of this rank's part of tensors [size, ...]."""
         part = x.new_empty(x.shape[1:])
-        _reduce_scatter(part, x.flatten(0, 1), group=self.group)
+        _reduce_scatter(part, x.flatten(0, 1), group=self._group)
         return part
 
     def all_to_all(self, x: Tensor) -> Tensor:
-        """Return part `rank` of every rank's tensor [size, ...], in the order of ranks."""
         received = torch.empty_like(x)
-        dist.all_to_all_single(received, x, group=self.group)
+        dist.all_to_all_single(received, x, group=self._group)
         return received
 
     def gather_objects(self, x: Any) -> list[Any]:
-        """Return an object of each rank; the host waits."""
         found: list[Any] = [None] * self.size
-        dist.all_gather_object(found, x, self.group)
+        dist.all_gather_object(found, x, self._group)
         return found

@@ -10,14 +10,14 @@ all that a kernel needs to know (`Intervals`), whatever the layout.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
 from array_api_compat import array_namespace, device
 
-from twin_attention.contract.spec import Window
+from twin_attention.contract.spec import AttentionSpec, FlashOptions, PartialSpec, Window
 from twin_attention.contract.validate import (
     check_context_plan,
     check_rank,
@@ -228,6 +228,36 @@ def choose_exchange(exchange: str | None, plan: ContextPlan) -> tuple[str, str]:
     if plan.local_len < _SHORT:
         return "gather", f"{plan.local_len} tokens of a rank are too few to hide a transfer"
     return "ring", "the keys of the next rank travel while those of this one are read"
+
+
+def describe_exchange(exchange: str | None, plan: ContextPlan, window: Window) -> str:
+    """Return how ranks exchange keys and why, in how many steps, in a line for `explain`."""
+    chosen, reason = choose_exchange(exchange, plan)
+    if chosen != "ring":
+        return f"{chosen}: {reason}"
+    steps = len(plan.distances(window)) - 1
+    return f"{chosen}: {reason}; keys of other ranks come in {steps} of up to {plan.size - 1} steps"
+
+
+def problem_of_rank(
+    exchange: str, spec: PartialSpec, plan: ContextPlan, options: FlashOptions
+) -> AttentionSpec:
+    """Return the problem that a rank's kernels have.
+
+    Args:
+        exchange: the one that was chosen.
+        spec: of a rank's queries and keys.
+        plan, options: of the call.
+    """
+    if exchange == "ring":
+        return spec
+    if exchange == "gather":
+        return replace(spec, seq_kv=plan.seq_len)
+    heads_q, heads_kv = spec.heads_q // plan.size, spec.heads_kv // plan.size
+    fields = {"seq_q": plan.seq_len, "seq_kv": plan.seq_len, "window": options.window}
+    fields |= {"heads_q": heads_q, "heads_kv": heads_kv}
+    fields |= {"segmented": plan.cu_seqlens is not None}
+    return AttentionSpec(**vars(spec) | fields)
 
 
 def context_plan(

@@ -23,6 +23,7 @@ class Explanation:
         passed_over: a line for each faster family that does not run the call, with the reason.
         backward: what a backward would run, or why it would be refused, where the forward's family
             does not run it; else None.
+        exchange: how ranks exchange keys, why and in how many steps; None where there are none.
     """
 
     implementation: str
@@ -34,6 +35,7 @@ class Explanation:
     num_splits: int | None = None
     passed_over: tuple[str, ...] = ()
     backward: str | None = None
+    exchange: str | None = None
 
     def __str__(self) -> str:
         where = self.device if self.target is None else f"{self.target} code on {self.device}"
@@ -42,6 +44,8 @@ class Explanation:
         lines += [f"  {kernel}: {config}" for kernel, config in self.configs.items()]
         if self.num_splits is not None:
             lines.append(f"  splits of each sequence: {self.num_splits}")
+        if self.exchange is not None:
+            lines.append(f"  exchange: {self.exchange}")
         if self.backward is not None:
             lines += [f"  {line}" for line in f"backward: {self.backward}".splitlines()]
         return "\n".join(lines)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from twin_attention.contract.explain import Explanation
-from twin_attention.contract.spec import AttentionSpec, DecodeSpec
+from twin_attention.contract.spec import AttentionSpec, DecodeSpec, PartialSpec
 from twin_attention.targets.family import Backend
 from twin_attention.targets.kernels import FAMILY_KERNELS, DecodeConfig, Spec
 from twin_attention.targets.splits import choose_splits, decode_kernel
@@ -16,6 +16,7 @@ _OPERATIONS = {
     "flash_attention_varlen": "flash_fwd",
     "block_sparse_attention": "flash_fwd",
     "dilated_attention": "flash_fwd",
+    "context_attention": "flash_fwd",
     "paged_decode": "paged_decode",
     "paged_attention": "paged_attention",
     "append_kv": "append_kv",
@@ -43,6 +44,11 @@ def describe_call(function: str, describe_operation: Callable[[str], Explanation
     if backward.implementation != said.implementation:
         return replace(said, backward=str(backward))
     return replace(said, configs={**said.configs, **backward.configs})
+
+
+def function_of(operation: str, spec: Spec) -> str:
+    """Return the function of a family that runs an operation, such as "flash_fwd", on a problem."""
+    return operation.replace("flash", "partial") if isinstance(spec, PartialSpec) else operation
 
 
 def describe(

@@ -1,0 +1,341 @@
+"""Ranks of context parallel attention: in turn on one GPU, and together on several."""
+
+from __future__ import annotations
+
+import multiprocessing
+import tempfile
+import time
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from bench.job import Absent, Call, Subject
+from bench.ours import for_target
+from bench.problems import attention_tensors
+from bench.records import Times
+from bench.timing import Run, Timing, Wait, summarize, time_calls, wait_for
+from interop.parity.sides import leaves, prepare_torch
+from torch_attn.distributed import (
+    Peers,
+    Transfer,
+    context_attention,
+    shard_sequence,
+    unshard_sequence,
+)
+from twin_attention.targets.target import use_target
+
+_ROUNDS, _CALLS, _WARMUP = 3, 5, 3  # of ranks that are timed together
+_LIMIT = 300.0  # seconds for an answer of a rank, which compiles first
+_TRIES = 3  # calls of each rank, to find the slowest
+
+
+class Alone(Peers):
+    """A rank that runs by itself: what the others would send it is there."""
+
+    def __init__(
+        self,
+        rank: int,
+        shards: Sequence[tuple[Tensor, Tensor]],
+        sent: dict[tuple[int, int], tuple[Tensor, ...]],
+    ) -> None:
+        """Take what all ranks of a problem share.
+
+        Args:
+            rank: this one.
+            shards: keys and values of every rank.
+            sent: the gradients that the ranks sent last, by receiver and distance.
+        """
+        self.rank, self.size, self.group = rank, len(shards), self
+        self._shards, self._sent = shards, sent
+
+    def shift(
+        self,
+        tensors: tuple[Tensor, ...],
+        distance: int,
+        sends: bool = True,
+        receives: bool = True,
+    ) -> Transfer:
+        if distance > 0:
+            keys = self._shards[(self.rank - distance) % self.size]
+            return Transfer(keys if receives else None)
+        if sends:  # gradients of keys, which go back
+            self._sent[(self.rank + distance) % self.size, distance] = tensors
+        if not receives:
+            return Transfer(None)
+        nothing = tuple(map(torch.zeros_like, tensors))
+        return Transfer(self._sent.get((self.rank, distance), nothing))
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    reduce_scatter = all_to_all = all_gather
+
+    def gather_objects(self, x: Any) -> list[Any]:
+        return [x] * self.size
+
+
+class Ranks:
+    """The calls of ranks that run in turn; `time_ranks` times the slowest one."""
+
+    def __init__(self, calls: Sequence[Run]) -> None:
+        self._calls = calls
+
+    def __call__(self) -> list[Any]:
+        return [call() for call in self._calls]
+
+    def slowest(self, wait: Wait) -> Run:
+        """Return the call of the slowest rank, by the host's clock."""
+
+        def seconds(call: Run) -> float:
+            start = time.perf_counter()
+            wait(call())
+            return time.perf_counter() - start
+
+        return max(self._calls, key=lambda call: min(seconds(call) for _ in range(_TRIES)))
+
+
+def shares(case: Any, tensors: Sequence[Tensor], rank: int) -> list[Tensor]:
+    """Return a rank's tokens of tensors [B, S, H, D], or [T, H, D] of packed documents."""
+    batches = [x if x.ndim == 4 else x[None] for x in tensors]
+    return [shard_sequence(x, case.plan, rank).contiguous() for x in batches]
+
+
+def assembled(case: Any, results: Sequence[Sequence[Tensor]], is_packed: bool) -> list[Tensor]:
+    """Return results of the whole sequence, from those of each rank."""
+    whole = [unshard_sequence(list(xs), case.plan) for xs in zip(*results, strict=True)]
+    return [x[0] if is_packed else x for x in whole]
+
+
+def in_turn(target: str, case: Any, operation: str, tensors: list[Tensor]) -> Call:
+    """Return the call of all ranks in turn, which exchange nothing."""
+    shards = [tuple(shares(case, tensors[1:3], rank)) for rank in range(case.ranks)]
+    sent: dict[tuple[int, int], tuple[Tensor, ...]] = {}
+
+    def of_rank(rank: int) -> Run:
+        *inputs, dout = shares(case, tensors, rank)
+        attend = partial(_attend, case, Alone(rank, shards, sent))
+        call = Call(prepare_torch(attend, operation, inputs, dout), None)
+        return for_target(call, target).run
+
+    with use_target(target):
+        run = Ranks([of_rank(rank) for rank in range(case.ranks)])
+
+    def result(_: Any) -> list[Tensor]:
+        # Only now have all ranks sent their gradients.
+        return assembled(case, [leaves(x) for x in run()], tensors[0].ndim == 3)
+
+    return Call(run, result)
+
+
+def _attend(case: Any, mesh: Any, q: Tensor, k: Tensor, v: Tensor) -> Any:
+    options = case.options | {"plan": case.plan, "mesh": mesh, "exchange": "ring"}
+    return context_attention(q, k, v, **options)
+
+
+class Group:
+    """Ranks that run together, each in a process and on a device of its own."""
+
+    def __init__(self, target: str, case: Any, operation: str, device: str) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._folder = tempfile.TemporaryDirectory()
+        store = Path(self._folder.name) / "store"
+        self._pipes, self.processes = [], []
+        for rank in range(case.ranks):
+            here, there = context.Pipe()
+            arguments = there, rank, str(store), target, case, operation, device
+            process = context.Process(target=_serve, args=arguments, daemon=True)
+            process.start()
+            self._pipes.append(here)
+            self.processes.append(process)
+        weakref.finalize(self, _end, self._pipes, self.processes)
+
+    def __call__(self) -> None:
+        self.ask("run")
+
+    def ask(self, question: str) -> list[Any]:
+        """Return the answer of each rank to "run", "results" or "time".
+
+        Raises:
+            RuntimeError: a rank failed, or did not answer in time.
+        """
+        for pipe in self._pipes:
+            pipe.send(question)
+        found = []
+        for rank, pipe in enumerate(self._pipes):
+            if not pipe.poll(_LIMIT):
+                raise RuntimeError(f"rank {rank}: expected an answer in {_LIMIT:.0f} s, got none")
+            answer = pipe.recv()
+            if isinstance(answer, Exception):
+                raise RuntimeError(f"rank {rank}: {answer}")
+            found.append(answer)
+        return found
+
+
+def _end(pipes: Sequence[Any], processes: Sequence[Any]) -> None:
+    for pipe in pipes:
+        pipe.close()
+    for process in processes:
+        process.join(10)
+        process.kill()
+
+
+def _serve(
+    pipe: Any, rank: int, store: str, target: str, case: Any, operation: str, device: str
+) -> None:
+    """Answer what `Group.ask` asks, until it hangs up."""
+    backend = "gloo"
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+        backend = "nccl"
+    where = {"init_method": f"file://{store}", "rank": rank, "world_size": case.ranks}
+    dist.init_process_group(backend, **where)
+    tensors = attention_tensors(case.whole, device)
+    *inputs, dout = shares(case, tensors, rank)
+    with use_target(target):
+        run = prepare_torch(partial(_attend, case, dist.group.WORLD), operation, inputs, dout)
+        answers: dict[str, Callable[[], Any]] = {
+            "run": lambda: len(leaves(run())),
+            "results": lambda: [x.detach().cpu() for x in leaves(run())],
+            "time": lambda: list(_rounds(run, device)),
+        }
+        while True:
+            try:
+                question = pipe.recv()
+            except EOFError:
+                return
+            try:
+                pipe.send(answers[question]())
+            except Exception as error:
+                pipe.send(RuntimeError(str(error)))
+
+
+def _rounds(run: Run, device: str) -> Iterator[list[float]]:
+    """Yield the milliseconds of the calls of each round, of each call those of the slowest rank."""
+    for _ in range(_ROUNDS):
+        found = [_together(run, device) for _ in range(_WARMUP + _CALLS)]
+        yield found[_WARMUP:]
+
+
+def _together(run: Run, device: str) -> float:
+    """Return the milliseconds of a call that all ranks begin together, on the slowest rank."""
+    dist.barrier()
+    if device == "cuda":
+        torch.cuda.synchronize()
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        run()
+        end.record()
+        end.synchronize()
+        milliseconds = start.elapsed_time(end)
+    else:
+        begin = time.perf_counter()
+        run()
+        milliseconds = 1e3 * (time.perf_counter() - begin)
+    longest = torch.tensor(milliseconds, device=device)
+    dist.all_reduce(longest, dist.ReduceOp.MAX)
+    return longest.item()
+
+
+def together(target: str, case: Any, operation: str, tensors: list[Tensor]) -> Call:
+    """Return the call of ranks on as many GPUs, in a process each.
+
+    Raises:
+        Absent: there are fewer GPUs.
+    """
+    device = tensors[0].device.type
+    if device == "cuda" and torch.cuda.device_count() < case.ranks:
+        raise Absent(f"needs {case.ranks} GPUs")
+    group = Group(target, case, operation, device)
+
+    def result(_: Any) -> list[Tensor]:
+        found = assembled(case, group.ask("results"), tensors[0].ndim == 3)
+        return [x.to(tensors[0].device) for x in found]
+
+    return Call(group, result)
+
+
+def need_devices(size: int) -> None:
+    """Raise `Absent` if JAX has fewer devices than ranks."""
+    import jax
+
+    if jax.device_count() < size:
+        raise Absent(f"needs {size} GPUs")
+
+
+def over_devices(target: str, case: Any, operation: str, tensors: list[Tensor]) -> Call:
+    """Return the call of ranks on as many devices of JAX, in this process.
+
+    Raises:
+        Absent: there are fewer devices.
+    """
+    import jax
+
+    from interop.exchange import to_jax
+    from interop.parity.sides import prepare_jax
+    from pallas_attn.distributed import context_attention
+
+    need_devices(case.ranks)
+    devices = jax.devices()
+    auto = (jax.sharding.AxisType.Auto,)
+    mesh = jax.make_mesh((case.ranks,), ("context",), auto, devices=devices[: case.ranks])
+    placement = jax.NamedSharding(mesh, jax.P(None, "context"))
+    options = case.options | {"plan": case.plan, "mesh": mesh, "axis_name": "context"}
+    attend = partial(context_attention, exchange="ring", **options)
+
+    def place(x: Tensor) -> Any:
+        x = to_jax(x if x.ndim == 4 else x[None])
+        return jax.device_put(shard_sequence(x, case.plan), placement)
+
+    def result(found: Any) -> list[Any]:
+        whole = [jax.device_put(unshard_sequence(x, case.plan), devices[0]) for x in leaves(found)]
+        return [x[0] if tensors[0].ndim == 3 else x for x in whole]
+
+    *inputs, dout = map(place, tensors)
+    with use_target(target):
+        call = Call(prepare_jax(attend, operation, inputs, dout), result)
+    return for_target(call, target)
+
+
+def time_ranks(
+    size: int, calls: Mapping[Subject, Run], wait: Wait = wait_for
+) -> dict[Subject, Timing]:
+    """Time the slowest rank, groups by their own clocks, and the whole sequence, by ranks.
+
+    Args:
+        size: ranks that share the whole sequence.
+        calls: of "dense" the whole sequence, whose times are divided by `size`.
+        wait: blocks until a call's result is there.
+    """
+    groups = {s: run for s, run in calls.items() if isinstance(run, Group)}
+    others = {
+        s: run.slowest(wait) if isinstance(run, Ranks) else run
+        for s, run in calls.items()
+        if s not in groups
+    }
+    found = time_calls(others, wait) if others else {}
+    for subject in found:
+        if subject.implementation.endswith("dense"):
+            found[subject] = _divided(found[subject], size)
+    for subject, group in groups.items():
+        times = summarize(group.ask("time")[0])
+        found[subject] = Timing(busy=times, span=None, host=times, kernels=())
+    return found
+
+
+def _divided(timing: Timing, size: int) -> Timing:
+    def part(x: float | None) -> float | None:
+        return None if x is None else x / size
+
+    def times(x: Times | None) -> Any:
+        return x and Times(*(part(value) for value in vars(x).values()))
+
+    return replace(
+        timing, busy=times(timing.busy), span=times(timing.span), events=part(timing.events)
+    )

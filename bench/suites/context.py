@@ -1,0 +1,212 @@
+"""Context parallel attention: the time of a rank beside its share of the whole sequence's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property, partial
+from importlib import import_module
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
+
+from bench.calls import PREPARE
+from bench.job import Call, Job, Operation, Subject
+from bench.ours import for_target
+from bench.problems import attention_job, dense_case, offsets_of
+from bench.records import Record
+from bench.registry import cells
+from bench.report.tables import by_case, by_operation, number, ratio, to_grid
+from bench.report.training import status
+from bench.suites.columns import MEMORY, TFLOPS, of_median
+from bench.suites.packed import lognormal
+from interop.parity.cases import FlashCase, VarlenCase
+from interop.rendering.tables import Grid
+from twin_attention.contract.context import ContextPlan, context_plan
+from twin_attention.targets.target import use_target
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from bench.timing import Run
+
+TITLE = "Context parallel attention"
+NOTE = (
+    "bfloat16, causal, 2048 channels, exchange 'ring'. 'dense' is flash_attention, or of packed "
+    "documents flash_attention_varlen, over the whole sequence on one GPU: its time divided by the "
+    "number of ranks. 'triton dense' runs the portable kernels, as the ranks do. 'rank' is the "
+    "slowest of the ranks that run in turn on one GPU, each alone, with the keys of the others at "
+    "hand: the kernels without the exchange. 'ring' are ranks on as many GPUs, with the exchange: "
+    "in torch a process each, by CUDA events of the slowest rank, in jax one process. The lengths "
+    "of 'lognormal' documents are those of the suite 'packed', around a mean of 1024. FLOPs are "
+    "a rank's share of the pairs that are seen."
+)
+
+CHANNELS, HEADS = 2048, 2  # HEADS are checked
+OPERATIONS: tuple[Operation, ...] = ("forward", "both")
+SIDES = {"torch": "torch_attn", "jax": "pallas_attn"}
+SHARES = "A rank's share of the whole sequence's time over this"
+NAMES = {"forward": "Forward", "both": "Forward and backward"}
+
+
+@dataclass(frozen=True)
+class ContextCase(FlashCase):
+    """One call of `context_attention`.
+
+    Attributes:
+        ranks: that share the sequence.
+        sharding: the plan's layout.
+        documents: lengths of packed documents; () for one.
+    """
+
+    ranks: int = 2
+    sharding: str = "zigzag"
+    documents: tuple[int, ...] = ()
+
+    @cached_property
+    def plan(self) -> ContextPlan:
+        """Return which rank holds which tokens."""
+        offsets = [0, *accumulate(self.documents)] if self.documents else None
+        return context_plan(self.seq_q, self.ranks, self.sharding, offsets)
+
+    @property
+    def whole(self) -> FlashCase | VarlenCase:
+        """Return the problem of the whole sequence."""
+        if not self.documents:
+            return dense_case(self)
+        return VarlenCase(
+            self.name, tuple((n, n) for n in self.documents), (0, 0), self.heads_q, self.heads_kv,
+            self.head_dim, dtype=self.dtype, causal=self.causal, window_size=self.window_size,
+        )  # fmt: skip
+
+
+def _case(
+    ranks: int,
+    local: int,
+    head_dim: int = 128,
+    sharding: str = "zigzag",
+    window: int | None = None,
+    packed: bool = False,
+) -> ContextCase:
+    """Return a case of so many tokens a rank."""
+    kind = "lognormal" if packed else "causal" if window is None else f"window-{window}"
+    tokens, heads = ranks * local, CHANNELS // head_dim
+    return ContextCase(
+        f"{kind}-d{head_dim}-{ranks}x{local}-{sharding}", 1, tokens, tokens, heads, heads, head_dim,
+        causal=True, window_size=None if window is None else (window, None), ranks=ranks,
+        sharding=sharding, documents=tuple(lognormal(tokens)) if packed else (),
+    )  # fmt: skip
+
+
+def cases() -> Iterator[ContextCase]:
+    """Yield the cases in order of worth, as a run may be cut off."""
+    for ranks in (2, 4, 8):
+        yield _case(ranks, 8192)
+        yield _case(ranks, 8192, sharding="balanced", packed=True)
+        yield _case(ranks, 65536 // ranks, window=4096)
+        yield _case(ranks, 8192, head_dim=64)
+    yield _case(2, 32768)
+    yield _case(2, 32768, head_dim=64)
+
+
+def jobs(targets: Sequence[str]) -> list[Job]:
+    """Return forward, and forward with backward, of every case, for the device's own target."""
+    return [job(case, operation, targets[0]) for case in cases() for operation in OPERATIONS]
+
+
+def job(case: ContextCase, operation: Operation, target: str) -> Job:
+    """Return the job of one operation on a case."""
+    made = attention_job(case.whole, operation, {}, HEADS)
+    factories: dict[Subject, Callable[..., Call]] = {}
+    for side in SIDES:
+        for name, implementation in (("dense", None), ("triton dense", "triton")):
+            factory = partial(_dense, side, implementation, target, case, operation)
+            factories[Subject(f"{side} {name}", target)] = factory
+    for name, function in RANKS.items():
+        factories[Subject(name, target)] = partial(_ranks, function, target, case, operation)
+    return replace(
+        made, case=asdict(case), flops=made.flops // case.ranks, bytes=0, factories=factories,
+        time=partial(_time, case.ranks),
+    )  # fmt: skip
+
+
+# Functions of `bench.ranks`, which imports torch.
+RANKS = {"torch rank": "in_turn", "torch ring": "together", "jax ring": "over_devices"}
+
+
+def _ranks(
+    function: str, target: str, case: ContextCase, operation: str, tensors: list[Tensor]
+) -> Call:
+    from bench import ranks
+
+    return getattr(ranks, function)(target, case, operation, tensors)
+
+
+def _time(size: int, calls: dict[Subject, Run]) -> Any:
+    from bench.ranks import time_ranks
+
+    return time_ranks(size, calls)
+
+
+def _dense(
+    side: str,
+    implementation: str | None,
+    target: str,
+    case: ContextCase,
+    operation: str,
+    tensors: list[Tensor],
+) -> Call:
+    """Return the call of the whole sequence.
+
+    Raises:
+        Absent: it is JAX's, with fewer devices than ranks to compare it with.
+    """
+    if side == "jax":
+        from bench.ranks import need_devices
+
+        need_devices(case.ranks)
+    whole, api = case.whole, import_module(SIDES[side])
+    *qkv, dout = tensors
+    options = whole.options | {"implementation": implementation}
+    attend, offsets = partial(api.flash_attention, **options), []
+    if isinstance(whole, VarlenCase):
+        attend = partial(api.flash_attention_varlen, **options)
+        offsets = [offsets_of(whole, dout.device)] * 2
+    with use_target(target):
+        call = PREPARE[SIDES[side]](attend, operation, [*qkv, *offsets, dout])
+    return for_target(call, target)
+
+
+COLUMNS = {
+    "ranks": "ranks",
+    "tokens of a rank": lambda record: record.case["seq_q"] // record.case["ranks"],
+    "layout": "sharding", "documents": lambda record: len(record.case["documents"]) or None,
+    "window": lambda record: (record.case["window_size"] or [None])[0], "D": "head_dim",
+    "ms": of_median("times"), "TFLOP/s": TFLOPS, "memory, MB": MEMORY, "status": status,
+}  # fmt: skip
+
+
+def tables(records: Sequence[Record]) -> dict[str, Grid]:
+    """Return shares of the whole sequence's time, and a row for each implementation."""
+    tried = by_operation(record for record in records if record.status != "absent")
+    rows = {
+        NAMES[operation]: to_grid([{"implementation": r.label} | cells(COLUMNS, r) for r in group])
+        for operation, group in tried.items()
+    }
+    return {SHARES: _shares(records)} | rows
+
+
+def _shares(records: Sequence[Record]) -> Grid:
+    """Return a W-th of the whole sequence's time over that of ranks."""
+    rows = [["case", "pass", "implementation", "ms", "dense / this", "triton dense / this"]]
+    for operation, group in by_operation(records).items():
+        for case, row in by_case(group).items():
+            for label, record in row.items():
+                if record.implementation not in RANKS or record.times is None:
+                    continue
+                side = record.implementation.split()[0]
+                wholes = (f"{side} {name} {record.target}" for name in ("dense", "triton dense"))
+                found = (ratio(row, label, whole) for whole in wholes)
+                texts = ("" if x is None else f"{x:.2f}" for x in found)
+                milliseconds = number(record.times.median)
+                rows.append([case, NAMES[operation].lower(), label, milliseconds, *texts])
+    return rows
