@@ -24,7 +24,7 @@ _library = torch.library.Library("torch_attn", "DEF")
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
 _KINDS = {
     X: "Tensor", X | None: "Tensor?", float | None: "float?", int | None: "SymInt?",
-    bool | None: "bool?", Precision: "str",
+    bool | None: "bool?", bool: "bool", Precision: "str",
 }  # fmt: skip
 
 

@@ -49,7 +49,7 @@ class Problem(NamedTuple):
 
     def decode_arguments(self, implementation: str, num_splits: int | None = 2) -> tuple:
         window_left = 6 if self.tree_ends is None else None
-        options = (0.25, window_left, 9.0, num_splits, implementation)
+        options = (0.25, window_left, 9.0, num_splits, False, implementation)
         return self.q, *self.cache, self.sinks, self.scale, self.scale, self.tree_ends, *options
 
     def append_arguments(self, implementation: str) -> tuple:
