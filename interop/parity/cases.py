@@ -830,8 +830,8 @@ def _quick_decode() -> Iterator[DecodeCase]:
     )  # fmt: skip
     yield replace(several, name="decode-tree", tokens=9, tree="drafts", sinks=True, num_splits=2)
     yield replace(
-        several, name="decode-cascade", lengths=(0, 304, 15, 290, 17, 304, 303, 200), sinks=True,
-        cascade=True, common_pages=16,
+        base, name="decode-cascade", lengths=(140, 0, 128, 17, 144), max_pages=9, sinks=True,
+        cascade=True, common_pages=8,
     )  # fmt: skip
     yield replace(base, name="decode-no-sequence", lengths=())
 
@@ -887,7 +887,7 @@ def _full_decode_changes() -> Iterator[Change]:
         yield f"{kv_dtype}-{kind}-all-options", {**cache, **options}
         tree = {"tree": "drafts", "tokens": 40, "sinks": True, "softcap": 20.0}
         yield f"{kv_dtype}-{kind}-tree", {**cache, **tree}
-    cascade = {"cascade": True, "lengths": (700, 0, 64, 699, 512, 1, 700, 640, 300) * 2}
+    cascade = {"cascade": True, "lengths": (700, 0, 64, 699, 512, 1, 700, 640, 300)}
     for common in (0, 1, 8):
         yield f"cascade-{common}", {**cascade, "common_pages": common}
     for size, tokens in ((7, 1), (48, 3), (128, 8)):

@@ -567,6 +567,8 @@ def test_explain_a_cpu():
     split = explain(paged_decode, p.q, *p.cache, implementation="triton", num_splits=3)
     assert (set(split.configs), split.num_splits) == ({"paged_decode", "combine"}, 3)
     assert str(split).endswith("splits of each sequence: 3")
+    cascade = explain(paged_decode, p.q, *p.cache, implementation="triton", cascade=True)
+    assert set(cascade.configs) == {"find_prefixes", "paged_decode", "combine"}
     tables = p.block_tables[:, :0]
     empty = explain(
         paged_decode, p.q, p.k_pages, p.v_pages, tables, p.seq_lens, implementation="triton"
