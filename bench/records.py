@@ -31,7 +31,7 @@ FORMER_NAMES = {
 # Of cases: earlier records lack these fields, which then have these defaults.
 LATER_FIELDS = {
     "sinks": False, "deterministic": False, "segments": "", "precision": "ieee", "tree": "",
-    "depths": False,
+    "depths": False, "cascade": False, "common_pages": 0,
 }  # fmt: skip
 # Of earlier records: our forward with another softmax, by the ends of their names.
 ABLATIONS = ("without softmax", "with barriers")

@@ -24,6 +24,7 @@ from twin_attention.contract.validate import (
     check_decode_options,
     check_paged_attention,
     check_paged_decode,
+    check_paged_options,
     no_gradient,
 )
 
@@ -163,4 +164,4 @@ append.defjvp(lambda *_: no_gradient("append_kv"))
 _merge.defvjp(_merge_fwd, _merge_bwd)
 
 PAGED_DECODE = Attention(DecodeOperands, check_decode_options, check_paged_decode, attend)
-PAGED_ATTENTION = Attention(PagedOperands, check_decode_options, check_paged_attention, attend)
+PAGED_ATTENTION = Attention(PagedOperands, check_paged_options, check_paged_attention, attend)

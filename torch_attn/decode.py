@@ -33,7 +33,7 @@ def paged_decode(
     scale: float | None = ..., window_size: tuple[int | None, int | None] | None = ...,
     softcap: float | None = ..., sinks: Tensor | None = ..., k_scale: Tensor | None = ...,
     v_scale: Tensor | None = ..., tree_ends: Tensor | None = ...,
-    num_splits: int | None = ..., return_lse: Literal[False] = ...,
+    num_splits: int | None = ..., cascade: bool = ..., return_lse: Literal[False] = ...,
     implementation: Implementation | None = ...,
 ) -> Tensor: ...  # fmt: skip
 @overload
@@ -42,7 +42,7 @@ def paged_decode(
     scale: float | None = ..., window_size: tuple[int | None, int | None] | None = ...,
     softcap: float | None = ..., sinks: Tensor | None = ..., k_scale: Tensor | None = ...,
     v_scale: Tensor | None = ..., tree_ends: Tensor | None = ...,
-    num_splits: int | None = ..., return_lse: Literal[True],
+    num_splits: int | None = ..., cascade: bool = ..., return_lse: Literal[True],
     implementation: Implementation | None = ...,
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 @overload
@@ -51,7 +51,7 @@ def paged_decode(
     scale: float | None = ..., window_size: tuple[int | None, int | None] | None = ...,
     softcap: float | None = ..., sinks: Tensor | None = ..., k_scale: Tensor | None = ...,
     v_scale: Tensor | None = ..., tree_ends: Tensor | None = ...,
-    num_splits: int | None = ..., return_lse: bool,
+    num_splits: int | None = ..., cascade: bool = ..., return_lse: bool,
     implementation: Implementation | None = ...,
 ) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 def paged_decode(
@@ -69,6 +69,7 @@ def paged_decode(
     v_scale: Tensor | None = None,
     tree_ends: Tensor | None = None,
     num_splits: int | None = None,
+    cascade: bool = False,
     return_lse: bool = False,
     implementation: Implementation | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -111,6 +112,11 @@ def paged_decode(
         num_splits: parts, 1 to 256, that each sequence's keys are divided into; with it given, a
             sequence's result is bitwise the same whatever else is in the batch. None chooses by
             the shapes.
+        cascade: read pages that several sequences of the batch begin with once for up to 16 of
+            them, as those of one prompt that they continue. Which ones do is found on the device,
+            from the page tables. True costs two more launches, about as much as a short decode.
+            It changes nothing with a window to the left, with more than 32 query rows a kv head
+            (tokens times query heads), and for more than 1024 sequences. Not with num_splits.
         return_lse: return the log-sum-exp of the scores as well.
         implementation: "triton" (Triton kernels; on a CPU in Triton's interpreter), "reference"
             (plain torch in float32, which copies the keys out of their pages), or None: the
@@ -144,7 +150,7 @@ def paged_decode(
     operands = (
         q, k_pages, v_pages, block_tables, seq_lens, sinks, k_scale, v_scale, tree_ends
     )  # fmt: skip
-    options = scale, window_size, softcap, num_splits, return_lse
+    options = scale, window_size, softcap, num_splits, cascade, return_lse
     return PAGED_DECODE(operands, options, implementation)
 
 

@@ -33,6 +33,7 @@ from twin_attention.contract.validate import (
     check_merge_states,
     check_paged_attention,
     check_paged_decode,
+    check_paged_options,
     one_pool,
 )
 
@@ -41,9 +42,13 @@ class CacheAttention(Attention):
     """A function of attention over a paged cache. It has no derivative."""
 
     def __init__(
-        self, name: str, operands: type[Any], check: Callable[[Any, DecodeOptions], Any]
+        self,
+        name: str,
+        operands: type[Any],
+        check_options: Callable[..., DecodeOptions],
+        check: Callable[[Any, DecodeOptions], Any],
     ) -> None:
-        super().__init__(name, operands, DecodeOptions, check_decode_options, check)
+        super().__init__(name, operands, DecodeOptions, check_options, check)
         definition = (
             f"{name}({self.tensors_schema}, {self.others_schema}) -> (Tensor out, Tensor lse)"
         )
@@ -65,8 +70,12 @@ class CacheAttention(Attention):
         return function(given, spec, backend)
 
 
-PAGED_DECODE = CacheAttention("paged_decode", DecodeOperands, check_paged_decode)
-PAGED_ATTENTION = CacheAttention("paged_attention", PagedOperands, check_paged_attention)
+PAGED_DECODE = CacheAttention(
+    "paged_decode", DecodeOperands, check_decode_options, check_paged_decode
+)
+PAGED_ATTENTION = CacheAttention(
+    "paged_attention", PagedOperands, check_paged_options, check_paged_attention
+)
 PAGED_ATTENTION.operator.register_vmap(partial(vmap.refuse, "paged_attention"))
 
 

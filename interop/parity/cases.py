@@ -260,7 +260,8 @@ class DecodeCase:
         scale_shape: of the scales of a quantised cache, () or (heads_kv,).
         sinks: give one logit a head.
         tree: "" for none; "drafts" for ends of random trees of the new tokens; "any" for any ends.
-        scale, window_size, softcap, num_splits: the call's options.
+        scale, window_size, softcap, num_splits, cascade: the call's options.
+        common_pages: up to how many pages sequences begin with that others begin with as well.
     """
 
     name: str
@@ -281,11 +282,13 @@ class DecodeCase:
     window_size: tuple[int | None, int | None] | None = None
     softcap: float | None = None
     num_splits: int | None = None
+    cascade: bool = False
+    common_pages: int = 0
 
     @property
     def options(self) -> dict[str, Any]:
         """Return the call's arguments other than tensors."""
-        names = ("scale", "window_size", "softcap", "num_splits")
+        names = ("scale", "window_size", "softcap", "num_splits", "cascade")
         return {name: getattr(self, name) for name in names}
 
     @property
@@ -307,6 +310,7 @@ class DecodeCase:
             softcap=self.softcap,
             num_splits=self.num_splits,
             has_tree=bool(self.tree),
+            cascade=self.cascade,
         )  # fmt: skip
 
 
@@ -319,10 +323,16 @@ class PagedCase(DecodeCase):
         new_tokens: how many of them each has, one after the other in q [Tq, Hq, D].
         padding: tokens after the last sequence's.
         tokens: None.
+        cascade: False.
     """
 
     new_tokens: tuple[int, ...] = ()
     padding: int = 0
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Return the call's arguments other than tensors."""
+        return {name: x for name, x in super().options.items() if name != "cascade"}
 
     @property
     def spec(self) -> PagedSpec:
@@ -843,6 +853,10 @@ def _quick_decode() -> Iterator[DecodeCase]:
         softcap=25.0, scale=0.2, num_splits=4,
     )  # fmt: skip
     yield replace(several, name="decode-tree", tokens=9, tree="drafts", sinks=True, num_splits=2)
+    yield replace(
+        base, name="decode-cascade", lengths=(140, 0, 128, 17, 144), max_pages=9, sinks=True,
+        cascade=True, common_pages=8,
+    )  # fmt: skip
     yield replace(base, name="decode-no-sequence", lengths=())
 
 
@@ -897,6 +911,17 @@ def _full_decode_changes() -> Iterator[Change]:
         yield f"{kv_dtype}-{kind}-all-options", {**cache, **options}
         tree = {"tree": "drafts", "tokens": 40, "sinks": True, "softcap": 20.0}
         yield f"{kv_dtype}-{kind}-tree", {**cache, **tree}
+    cascade = {"cascade": True, "lengths": (700, 0, 64, 699, 512, 1, 700, 640, 300)}
+    for common in (0, 1, 8):
+        yield f"cascade-{common}", {**cascade, "common_pages": common}
+    for size, tokens in ((7, 1), (48, 3), (128, 8)):
+        pages = {"page_size": size, "max_pages": -(-700 // size), "common_pages": 600 // size}
+        yield f"cascade-page{size}", {**cascade, **pages, "tokens": tokens, "softcap": 20.0}
+    for kv_dtype, d in (("int8", 64), ("float8_e4m3fn", 128), (None, 256)):
+        cache = {"kv_dtype": kv_dtype, "head_dim": d, "common_pages": 9, "sinks": True}
+        yield f"cascade-{kv_dtype or 'wide'}", {**cascade, **cache}
+    tree = {"tree": "drafts", "tokens": 9, "common_pages": 9, "heads_q": 6}
+    yield "cascade-tree", {**cascade, **tree}
     yield "sinks", {"sinks": True}
     yield "softcap", {"softcap": 5.0}
     yield "no-pages", {"max_pages": 0}

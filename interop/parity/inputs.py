@@ -182,9 +182,11 @@ def _decode_inputs(case: DecodeCase, normal: Normal, order: torch.Tensor) -> Ten
     inputs = {"q": normal((*_rows(case), spec.heads_q, spec.head_dim), dtype)}
 
     inputs |= _pools(case, normal)
-    tables, exists = _tables(case, order)
-    used = torch.zeros(cache.num_pages, cache.page_size, dtype=torch.bool, device=device)
-    used[order[: spec.batch * cache.max_pages].view(spec.batch, cache.max_pages)] = exists
+    pages = order[: spec.batch * cache.max_pages].view(spec.batch, cache.max_pages)
+    _share_pages(case, pages)
+    tables, exists = _tables(case, pages)
+    times = torch.zeros(cache.num_pages, cache.page_size, dtype=torch.int32, device=device)
+    used = times.index_add_(0, pages.flatten(), exists.flatten(0, 1).int()) > 0
     for name in ("k_pages", "v_pages"):
         _poison(inputs[name], ~used)
     inputs |= tables
@@ -244,7 +246,8 @@ def _append_inputs(case: AppendCase, normal: Normal, order: torch.Tensor) -> Ten
     if case.rotary_dim:
         angles = 3 * normal((case.positions, case.rotary_dim // 2), torch.float32)
         inputs |= {"rotary_cos": angles.cos(), "rotary_sin": angles.sin()}
-    return inputs | _pools(case, normal) | _tables(case, order)[0]
+    pages = order[: spec.batch * spec.cache.max_pages].view(spec.batch, spec.cache.max_pages)
+    return inputs | _pools(case, normal) | _tables(case, pages)[0]
 
 
 def _pools(case: DecodeCase | AppendCase, normal: Normal) -> Tensors:
@@ -261,12 +264,24 @@ def _pools(case: DecodeCase | AppendCase, normal: Normal) -> Tensors:
     return pools
 
 
-def _tables(case: DecodeCase | AppendCase, order: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
-    """Make the tables and lengths of a case; return them, and which slots of them have a key."""
-    cache, device = case.spec.cache, order.device
-    batch = len(case.lengths)
+def _share_pages(case: DecodeCase, pages: torch.Tensor) -> None:
+    """Let sequences begin with pages of the first one of three groups, in `pages`."""
+    random, firsts = Random(case.name), {}
+    for sequence in range(len(pages) if case.common_pages else 0):
+        first = firsts.setdefault(random.randrange(3), sequence)
+        count = random.choice((case.common_pages, random.randint(0, case.common_pages)))
+        pages[sequence, :count] = pages[first, :count]
+
+
+def _tables(case: DecodeCase | AppendCase, pages: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+    """Make the tables and lengths of a case; return them, and which slots of them have a key.
+
+    Args:
+        case: the case.
+        pages: of the sequences, [B, max_pages].
+    """
+    cache, device = case.spec.cache, pages.device
     lengths = torch.tensor(case.lengths, dtype=torch.int32, device=device)
-    pages = order[: batch * cache.max_pages].view(batch, cache.max_pages)
     key = torch.arange(cache.capacity, device=device).view(cache.max_pages, cache.page_size)
     exists = key < lengths[:, None, None]  # [B, max_pages, page_size]
     no_pages = torch.tensor(NO_PAGES, device=device)[torch.arange(cache.max_pages) % 2]

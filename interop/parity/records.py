@@ -185,11 +185,13 @@ def problem_text(problem: dict[str, Any]) -> str:
         words.append(problem["precision"])
     if problem.get("rotary_dim"):
         words.append(f"rotary={problem['rotary_dim']}")
-    flags = ("causal", "sinks", "rotary_interleaved")
+    flags = ("causal", "sinks", "cascade", "rotary_interleaved")
     words += [name.removeprefix("rotary_") for name in flags if problem.get(name)]
     for name in ("kv_dtype", "scale", "window_size", "softcap", "num_splits"):
         if problem.get(name) is not None:
             words.append(f"{name}={problem[name]}")
+    if problem.get("common_pages"):
+        words.append(f"up to {problem['common_pages']} pages in common")
     if problem.get("tree"):
         words.append(f"tree={problem['tree']}")
     if problem.get("parents"):

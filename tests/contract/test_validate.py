@@ -313,7 +313,8 @@ MERGE = {
     "lses": Operand("lses", (5, 2, 4, 3), "float32", "cpu"),
 }
 NO_DECODE_OPTIONS = {
-    "scale": None, "window_size": None, "softcap": None, "num_splits": None, "return_lse": False,
+    "scale": None, "window_size": None, "softcap": None, "num_splits": None, "cascade": False,
+    "return_lse": False,
 }  # fmt: skip
 CACHE = PagedCache(9, 8, 5, 2, 32, 48, "int8")
 

@@ -54,6 +54,7 @@ from twin_attention.contract.validate import (
     check_merge_states,
     check_paged_attention,
     check_paged_decode,
+    check_paged_options,
 )
 from twin_attention.targets.config import PACKAGES, find_configs, load_table, table_path
 from twin_attention.targets.target import TARGETS
@@ -253,7 +254,7 @@ def test_a_decode_case_describes_the_call_that_validation_accepts(case: DecodeCa
 @pytest.mark.parametrize("case", EVERY_PAGED.values(), ids=EVERY_PAGED)
 def test_a_paged_case_describes_the_call_that_validation_accepts(case: PagedCase):
     spec, cache = case.spec, case.spec.cache
-    options = check_decode_options(**case.options, return_lse=True)
+    options = check_paged_options(**case.options, return_lse=True)
     pool = (cache.num_pages, cache.page_size, cache.heads)
     operands = PagedOperands(
         Operand("q", (spec.tokens, spec.heads_q, spec.head_dim), case.dtype),

@@ -36,6 +36,7 @@ MERGE = {"outs": ((5, 2, 3, 4, 48), "bfloat16"), "lses": ((5, 2, 4, 3), "float32
 
 SIZE = "expected a head dimension from 16 to 256 in steps of 8, got "
 WINDOW = "window_size: expected None or a pair (left, right) of non-negative integers or None, got "
+CASCADE = "cascade: expected False with num_splits, whose results do not depend on the batch"
 SPLITS = "num_splits: expected None or an integer from 1 to 256, got "
 PAGES = "expected one of the pool's 9 pages, got "
 SCALE = "expected shape () or (2,), one of all heads or of each kv head, got "
@@ -180,6 +181,8 @@ DECODE_MISTAKES = [
     (ValueError, f"{SPLITS}257", {}, {"num_splits": 257}),
     (TypeError, f"{SPLITS}2.0", {}, {"num_splits": 2.0}),
     (TypeError, f"{SPLITS}True", {}, {"num_splits": True}),
+    (TypeError, "cascade: expected a bool, got int", {}, {"cascade": 1}),
+    (ValueError, f"{CASCADE}, got True", {}, {"cascade": True, "num_splits": 2}),
     (ValueError, f"{WINDOW}(-1, 0)", {}, {"window_size": (-1, 0)}),
     (TypeError, f"{WINDOW}4", {}, {"window_size": 4}),
     (

@@ -2,9 +2,11 @@
 
 from dataclasses import replace
 
+import pytest
+
 from interop.parity.cases import DecodeCase, PagedCase
 from twin_attention.targets.kernels import DecodeConfig
-from twin_attention.targets.splits import choose_splits
+from twin_attention.targets.splits import cascade_tile, choose_splits
 
 CONFIG = DecodeConfig(max_rows=32, block_kv=64, num_warps=2, num_stages=3)
 
@@ -48,3 +50,25 @@ def test_chunks_are_split_until_each_sm_has_a_program():
     assert choose_splits(single.spec, CONFIG, 132) == choose_splits(
         single.spec.sequence(1), CONFIG, 132
     )
+
+
+@pytest.mark.parametrize(
+    ("options", "tokens"),
+    [
+        ({}, 8),  # 64 rows
+        ({"heads_q": 4}, 16),
+        ({"heads_q": 32}, 4),
+        ({"tokens": 4}, 8),
+        ({"heads_q": 6, "lengths": (9,) * 2}, 2),
+        ({"heads_q": 4, "lengths": (9,) * 6}, 8),
+        ({"heads_q": 66}, None),
+        ({"lengths": (9,)}, None),
+        ({"lengths": (9,) * 1025}, None),
+        ({"window_size": (5, None)}, None),
+        ({"cascade": False}, None),
+    ],
+)
+def test_the_shapes_say_how_many_sequences_share_a_tile(options, tokens):
+    case = DecodeCase("", (9,) * 40, heads_q=16, heads_kv=2, cascade=True)
+    tile = cascade_tile(replace(case, **options).spec)
+    assert (None if tile is None else tile.tokens) == tokens

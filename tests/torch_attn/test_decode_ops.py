@@ -49,7 +49,7 @@ class Problem(NamedTuple):
 
     def decode_arguments(self, implementation: str, num_splits: int | None = 2) -> tuple:
         window_left = 6 if self.tree_ends is None else None
-        options = (0.25, window_left, 9.0, num_splits, implementation)
+        options = (0.25, window_left, 9.0, num_splits, False, implementation)
         return self.q, *self.cache, self.sinks, self.scale, self.scale, self.tree_ends, *options
 
     def append_arguments(self, implementation: str) -> tuple:
@@ -567,6 +567,8 @@ def test_explain_a_cpu():
     split = explain(paged_decode, p.q, *p.cache, implementation="triton", num_splits=3)
     assert (set(split.configs), split.num_splits) == ({"paged_decode", "combine"}, 3)
     assert str(split).endswith("splits of each sequence: 3")
+    cascade = explain(paged_decode, p.q, *p.cache, implementation="triton", cascade=True)
+    assert set(cascade.configs) == {"find_prefixes", "paged_decode", "combine"}
     tables = p.block_tables[:, :0]
     empty = explain(
         paged_decode, p.q, p.k_pages, p.v_pages, tables, p.seq_lens, implementation="triton"

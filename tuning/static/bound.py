@@ -37,10 +37,11 @@ from twin_attention.targets.kernels import (
     DecodeConfig,
     FlashConfig,
     KernelConfig,
+    PrefixConfig,
     PreprocessConfig,
     find_kernel,
 )
-from twin_attention.targets.splits import block_rows
+from twin_attention.targets.splits import CASCADE_MEMBERS, block_rows
 from twin_attention.targets.target import NUM_SMS
 
 _MULTIPLY_ADDS = {
@@ -160,6 +161,8 @@ def count(
         case AppendConfig():  # reads k and v of some heads, writes them in the cache's dtype
             row = (spec.head_dim + spec.head_dim_v) * (ITEMSIZE[spec.dtype] + itemsize)
             return Tile(0, 0, config.block_heads * row, "device memory")
+        case PrefixConfig():  # reads the page tables of a tile of sequences
+            return Tile(0, 0, 4 * config.block_pages * CASCADE_MEMBERS, "L2")
     raise ValueError(f"config: no tile is known of {config!r}")
 
 

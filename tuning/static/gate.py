@@ -81,6 +81,7 @@ DECODE_FEATURES: dict[str, dict[str, Any]] = {
     "decode-crowded": {"tokens": 1},
     "decode-16-tokens": {"tokens": 16, "num_splits": 4},
     "decode-tree": {"tokens": 64, "num_splits": 4, "tree": "drafts"},
+    "decode-cascade": {"tokens": 1, "cascade": True},
     "decode-all-options": {
         "tokens": 4, "page_size": 256, "max_pages": 4, "window_size": (600, None),
         "softcap": 30.0, "num_splits": 1,
@@ -194,6 +195,8 @@ class Problem:
                 return BlockSparseCase(**vars(case), **sizes).spec
             return case.spec
         batch = 4
+        if self.feature == "decode-cascade":
+            batch = 64  # whose tiles have as many rows as there are
         if self.feature == "decode-crowded":
             batch = 256 if self.dtype in QUANTIZED_DTYPES else 128
         chunks = CHUNK_FEATURES | EXPLICIT_CHUNK_FEATURES

@@ -90,6 +90,7 @@ class DecodeOptions(NamedTuple):
     window_left: int | None
     softcap: float | None
     num_splits: int | None
+    cascade: bool = False
 
 
 # Exponentials of scores up to here, and sums of them, are far from what float32 holds: 2 to the
@@ -599,6 +600,8 @@ class DecodeSpec:
         softcap: scores become ``softcap * tanh(score / softcap)``; None leaves them.
         num_splits: parts that each sequence's keys are divided into; None leaves it to the side.
         has_tree: the new tokens are a tree. Which of them see which is data on the device.
+        cascade: pages that sequences have in common at their beginning are read once. Which ones
+            have is data on the device.
     """
 
     batch: int
@@ -611,6 +614,7 @@ class DecodeSpec:
     softcap: float | None = None
     num_splits: int | None = None
     has_tree: bool = False
+    cascade: bool = False
 
     @classmethod
     def of(
@@ -633,6 +637,7 @@ class DecodeSpec:
             softcap=options.softcap,
             num_splits=options.num_splits,
             has_tree=operands.tree_ends is not None,
+            cascade=options.cascade,
         )
 
     @property

@@ -190,7 +190,12 @@ def check_attention_options(
 
 
 def check_decode_options(
-    scale: Any, window_size: Any, softcap: Any, num_splits: Any, return_lse: Any
+    scale: Any,
+    window_size: Any,
+    softcap: Any,
+    num_splits: Any,
+    cascade: Any,
+    return_lse: Any,
 ) -> DecodeOptions:
     """Check the options of `paged_decode`.
 
@@ -207,7 +212,27 @@ def check_decode_options(
         None
         if num_splits is None
         else _check_integer("num_splits", num_splits, 1, SPLITS_MAX, or_else="None or "),
+        _check_cascade(cascade, num_splits),
     )
+
+
+def check_paged_options(
+    scale: Any, window_size: Any, softcap: Any, num_splits: Any, return_lse: Any
+) -> DecodeOptions:
+    """Check the options of `paged_attention`.
+
+    Raises:
+        As `check_flash_options`.
+    """
+    return check_decode_options(scale, window_size, softcap, num_splits, False, return_lse)
+
+
+def _check_cascade(cascade: Any, num_splits: Any) -> bool:
+    """Check an option whose sums depend on the batch, which num_splits excludes."""
+    if _check_flag("cascade", cascade) and num_splits is not None:
+        expected = "False with num_splits, whose results do not depend on the batch"
+        fail(ValueError, "cascade", expected, cascade)
+    return cascade
 
 
 def check_append_options(rotary_interleaved: Any) -> bool:

@@ -22,6 +22,8 @@ def supports(spec: Spec) -> str | None:
         return "its kernels rotate nothing"
     if isinstance(spec, DecodeSpec) and spec.has_tree:
         return "its kernels take no trees"
+    if isinstance(spec, DecodeSpec) and spec.cascade:
+        return "its kernels read each sequence's pages"
     if isinstance(spec, DecodeSpec) and spec.cache.is_quantized and _odd_units(spec):
         return "its copies of 16 bytes take head dimensions that are multiples of 16 in 8 bits"
     if isinstance(spec, DecodeSpec) and spec.cache.num_pages * spec.cache.page_size >= 2**31:

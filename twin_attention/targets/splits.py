@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from twin_attention.contract.spec import SPLITS_MAX, DecodeSpec, PagedSpec
 from twin_attention.targets.conditions import KEYS_OF_ONE_SPLIT
 from twin_attention.targets.config import padded_head_dim
 from twin_attention.targets.kernels import DecodeConfig, WarpDecodeConfig
 
+# Of a cascade: the most sequences of a batch, the most of them in a tile, and its most query rows.
+CASCADE_BATCH, CASCADE_MEMBERS, CASCADE_ROWS = 1024, 16, 64
 ROWS_OF_CHUNKS = 64  # the least that a program has where a sequence may have many new tokens
 
 
@@ -24,6 +28,23 @@ def block_rows(spec: DecodeSpec, config: DecodeConfig) -> int:
     """Return the query rows per program: a power of two up to the configured `max_rows`."""
     least = ROWS_OF_CHUNKS if decode_kernel(spec) == "paged_attention" else 16
     return min(config.max_rows, max(least, 1 << (spec.rows - 1).bit_length()))
+
+
+def cascade_tile(spec: DecodeSpec) -> DecodeSpec | None:
+    """Return the decode that a cascade makes over shared pages; None where it has nothing to gain.
+
+    Each of its sequences has the tokens of a tile of sequences, a power of two of them. There are
+    as many as full tiles would be; which tiles there are is data on the device.
+    """
+    bounded = spec.window_left is not None
+    if not spec.cascade or bounded or not 2 <= spec.batch <= CASCADE_BATCH:
+        return None
+    most = min(CASCADE_MEMBERS, CASCADE_ROWS // spec.rows, 1 << (spec.batch - 1).bit_length())
+    if most < 2:
+        return None
+    members = 1 << (most.bit_length() - 1)
+    batch = -(-spec.batch // members)
+    return replace(spec, batch=batch, tokens=members * spec.tokens, has_tree=False)
 
 
 def num_row_tiles(spec: PagedSpec, rows: int) -> int:

@@ -297,6 +297,8 @@ def _decode(name: str, shared: _Draw, own: _Draw) -> DecodeCase:
     cache = _cache(shared, lengths)
     tokens = shared.weighted((None, 3), (1, 1), (shared.integer(1, TOKENS_MAX), 3))
     options = _decode_options(shared, own, max(lengths, default=0))
+    if options["num_splits"] is None and shared.chance(0.3):
+        options |= {"cascade": True, "common_pages": own.integer(0, cache["max_pages"])}
     return DecodeCase(name, _fitting(lengths, cache), tokens, **cache, **options)
 
 

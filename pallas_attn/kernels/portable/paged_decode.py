@@ -29,6 +29,7 @@ from pallas_attn.kernels.library.quantized import (
 from pallas_attn.kernels.library.scores import attention_mask
 from pallas_attn.kernels.library.softmax import add_sink, online_softmax_update, row_statistics
 from pallas_attn.kernels.library.tiles import arange
+from pallas_attn.kernels.portable.cascade import attend_to_prefixes, find_prefixes
 from pallas_attn.kernels.portable.combine import merge_splits
 from pallas_attn.launch import ALL, COLUMNS, block_spec, launch
 from pallas_attn.targets import num_sms
@@ -48,6 +49,7 @@ def paged_decode_kernel(
     k_scale_ref,
     v_scale_ref,
     tree_ref,
+    prefix_ref,
     out_ref,
     lse_ref,
     outs_ref,
@@ -72,12 +74,13 @@ def paged_decode_kernel(
     keys and values are read once for all of them. Operands, of this program's batch and kv head: q
     [T, group, D], pools k [P, page_size, D] and v [P, page_size, Dv], table [max_pages] and len [],
     int32; sinks [group] and scales [], float32, or None; tree [T], int32, or None, the ends of
-    `tree_mask`; out [T, group, Dv] and lse [group, T] (float32, natural log). Where more than one
-    split has keys, each of them writes its outs [T, group, Dv] and lses [group, T] instead,
-    float32; with a single split both are None. Grid: (row tiles, kv heads, batch, splits). Loop
-    invariant: `online_softmax_update`. Accumulation: float32, exponents in base 2, p cast to the
-    products' dtype. A row that sees no key has lse -inf, or its sink. block_rows and block_kv are
-    powers of two, at least 16.
+    `tree_mask`; prefix [], int32, or None: how many keys of a cascade are seen elsewhere; out [T,
+    group, Dv] and lse [group, T] (float32, natural log). Where more than one split has keys, or the
+    prefix has, each of them writes its outs [T, group, Dv] and lses [group, T] instead, float32;
+    with a single split and without a prefix both are None. Grid: (row tiles, kv heads, batch,
+    splits). Loop invariant: `online_softmax_update`. Accumulation: float32, exponents in base 2, p
+    cast to the products' dtype. A row that sees no key has lse -inf, or its sink. block_rows and
+    block_kv are powers of two, at least 16.
 
     upcast: the pools are in 8 bits, given as packed pairs of columns, and the products in float16;
     head_dim and head_dim_v count pairs. q, k, v, acc and out are lists of tiles, of one tile where
@@ -88,9 +91,13 @@ def paged_decode_kernel(
     (num_pages, page_size, _), scale = k_ref.shape, rule.scale
     capacity = table_ref.shape[0] * page_size
     begin, length = keys_of_sequence(len_ref, capacity, tokens, window_left)
+    if prefix_ref is not None:
+        begin = prefix_ref[...]
     first, count, total = share_of_tiles(begin, length, split, num_splits, block_kv)
     # A split with all tiles gives the result, else each gives a part that `combine` merges.
     is_result = (split == 0) & (count == total)
+    if prefix_ref is not None:
+        is_result = is_result & (begin == 0)
     if k_scale_ref is not None:
         scale = scale * k_scale_ref[...]
 
@@ -147,6 +154,8 @@ def paged_decode_kernel(
     store_out(out_ref, out, (token, head), writes, head_dim_v, block_dv)
     if outs_ref is not None:
         writes = is_row & (count > 0) & (count < total)
+        if prefix_ref is not None:
+            writes = is_row & (count > 0) & jnp.logical_not(is_result)
         plt.store(lses_ref.at[head, token], lse, mask=writes)
         store_out(outs_ref, out, (token, head), writes, head_dim_v, block_dv)
 
@@ -155,6 +164,8 @@ def paged_decode(
     operands: DecodeOperands[Array], spec: DecodeSpec, backend: Backend
 ) -> tuple[Array, Array]:
     """Call `paged_decode_kernel`, and `combine` where there is more than one split.
+
+    In a cascade `find_prefixes_kernel` comes first, and `shared_pages_kernel` before the merge.
 
     Returns:
         out [B, T, Hq, Dv] in q's dtype and lse [B, Hq, T] float32.
@@ -167,15 +178,18 @@ def paged_decode(
         operands = operands._replace(
             k_pages=as_packed(operands.k_pages), v_pages=as_packed(operands.v_pages)
         )
+    prefixes = find_prefixes(operands, spec, config.block_kv, backend)
+    states = splits if prefixes is None else splits + prefixes.num_states
+    lens = None if prefixes is None else prefixes.lens
     q, k_pages, v_pages, block_tables, seq_lens, sinks, k_scale, v_scale, tree_ends = operands
     shape = (spec.batch, spec.tokens, spec.heads_q, spec.head_dim_v)
     lse_shape = (spec.batch, spec.heads_q, spec.tokens)
     out = jax.ShapeDtypeStruct(shape, q.dtype)
     lse = jax.ShapeDtypeStruct(lse_shape, jnp.float32)
     outs = lses = None
-    if splits > 1:
-        outs = jax.ShapeDtypeStruct((splits, *shape), jnp.float32)
-        lses = jax.ShapeDtypeStruct((splits, *lse_shape), jnp.float32)
+    if states > 1:
+        outs = jax.ShapeDtypeStruct((states, *shape), jnp.float32)
+        lses = jax.ShapeDtypeStruct((states, *lse_shape), jnp.float32)
     heads = "head", spec.group_size
     of_tokens, of_rows = ("batch", ALL, heads, COLUMNS), ("batch", heads, ALL)
 
@@ -189,7 +203,7 @@ def paged_decode(
         "paged_decode",
         paged_decode_kernel,
         lambda config: (tiles, spec.heads_kv, spec.batch, splits),
-        operands,
+        (*operands, lens),
         (
             of(q, *of_tokens),
             of(k_pages, ALL, ALL, "head", COLUMNS),
@@ -200,6 +214,7 @@ def paged_decode(
             of(k_scale, "head"),
             of(v_scale, "head"),
             of(tree_ends, "batch", ALL),
+            of(lens, "batch"),
         ),
         (out, lse, outs, lses),
         (
@@ -214,5 +229,8 @@ def paged_decode(
         backend,
     )
     if outs is not None and lses is not None:
-        return merge_splits(outs, lses, out, lse, operands, spec, config.block_kv, backend)
+        if prefixes is not None:
+            outs, lses = attend_to_prefixes(operands, prefixes, outs, lses, backend)
+        block_kv = config.block_kv
+        return merge_splits(outs, lses, out, lse, operands, spec, block_kv, backend, prefixes)
     return out, lse

@@ -28,6 +28,7 @@ from torch_attn.kernels.library.quantized import (
 )
 from torch_attn.kernels.library.scores import attention_mask
 from torch_attn.kernels.library.softmax import add_sink, online_softmax_update, row_statistics
+from torch_attn.kernels.portable.cascade import attend_to_prefixes, find_prefixes
 from torch_attn.kernels.portable.combine import merge_splits
 from torch_attn.launch import KernelCall, Prepared, launch
 from torch_attn.targets import num_sms
@@ -43,6 +44,7 @@ def paged_decode_kernel(
     cache,
     sinks_ptr,
     tree,
+    prefixes_ptr,
     out_ptr,
     lse_ptr,
     outs_ptr,
@@ -71,14 +73,15 @@ def paged_decode_kernel(
 
     Row r is token ``r // GROUP_SIZE`` of query head ``r % GROUP_SIZE`` of the group, so that the
     keys and values are read once for all of them. Operands: q [B, T, Hq, D] with the given strides;
-    the cache, a `Cache`; sinks [Hq], float32, or None; tree, a `TreeEnds`, or None; out [B, T, Hq,
-    Dv] and lse [B, Hq, T] (float32, natural log), contiguous. Where more than one split has keys,
+    the cache, a `Cache`; sinks [Hq], float32, or None; tree, a `TreeEnds`, or None; prefixes [B],
+    int32, or None: how many keys of a cascade are seen elsewhere; out [B, T, Hq, Dv] and lse [B,
+    Hq, T] (float32, natural log), contiguous. Where more than one split has keys, or a prefix has,
     each of them writes its part of outs [splits, B, T, Hq, Dv] and lses [splits, B, Hq, T] instead,
-    float32 and contiguous; with a single split both are None. Grid: (row tiles, kv heads, batch) in
-    one axis, row tiles fastest, and splits. Loop invariant: `online_softmax_update`. Accumulation:
-    float32, exponents in base 2, p cast to the products' dtype. A row that sees no key has lse
-    -inf, or its sink. PAST_2G: a head of a pool spans 2^31 elements or more. BLOCK_ROWS and
-    BLOCK_KV are powers of two, at least 16.
+    float32 and contiguous; with a single split and without prefixes both are None. Grid: (row
+    tiles, kv heads, batch) in one axis, row tiles fastest, and splits. Loop invariant:
+    `online_softmax_update`. Accumulation: float32, exponents in base 2, p cast to the products'
+    dtype. A row that sees no key has lse -inf, or its sink. PAST_2G: a head of a pool spans 2^31
+    elements or more. BLOCK_ROWS and BLOCK_KV are powers of two, at least 16.
 
     UPCAST: the pools are in 8 bits, given as packed pairs of columns, and the products in float16;
     HEAD_DIM and HEAD_DIM_V count pairs. q, k, v, acc and out are tuples of tiles, of one tile
@@ -97,9 +100,13 @@ def paged_decode_kernel(
     split = tl.program_id(1) if outs_ptr is not None else 0
     capacity = max_pages * cache.page_size
     begin, length = keys_of_sequence(cache.lens, batch, capacity, TOKENS, window_left)
+    if prefixes_ptr is not None:
+        begin = tl.load(prefixes_ptr + batch)
     first, count, total = share_of_tiles(begin, length, split, num_splits, BLOCK_KV)
     # A split with all tiles gives the result, else each gives a part that `combine` merges.
     is_result = (split == 0) & (count == total)
+    if prefixes_ptr is not None:
+        is_result &= begin == 0
     table_ptr = cache.tables + batch * cache.table_stride
     k_base = cache.k + head_kv * cache.k_strides.head
     v_base = cache.v + head_kv * cache.v_strides.head
@@ -167,6 +174,8 @@ def paged_decode_kernel(
     store_out(out_ptr, out, (out_row,), (row_size,), writes, HEAD_DIM_V, BLOCK_DV)
     if outs_ptr is not None:
         writes = is_row & (count > 0) & (count < total)
+        if prefixes_ptr is not None:
+            writes = is_row & (count > 0) & (is_result == 0)
         rows = split.to(tl.int64) * batch_size * TOKENS * heads_q
         tl.store(lses_ptr + rows + lse_row, lse, mask=writes)
         store_out(
@@ -179,6 +188,8 @@ def paged_decode(
 ) -> tuple[Tensor, Tensor]:
     """Launch `paged_decode_kernel`, and `combine` where there is more than one split.
 
+    In a cascade `find_prefixes_kernel` comes first, and `shared_pages_kernel` before the merge.
+
     Returns:
         out [B, T, Hq, Dv] in q's dtype and lse [B, Hq, T] float32, both contiguous.
     """
@@ -189,33 +200,38 @@ def paged_decode(
         )
     q = operands.q
     splits = choose_splits(spec, config, num_sms(q.device, backend.target))
+    prefixes = find_prefixes(operands, spec, config.block_kv, backend)
+    states = splits if prefixes is None else splits + prefixes.num_states
     shape = (spec.batch, spec.tokens, spec.heads_q, spec.head_dim_v)
     lse_shape = (spec.batch, spec.heads_q, spec.tokens)
     out = q.new_empty(shape)
     lse = q.new_empty(lse_shape, dtype=torch.float32)
     outs = lses = None
-    if splits > 1:
-        outs = lse.new_empty((splits, *shape))
-        lses = lse.new_empty((splits, *lse_shape))
+    if states > 1:
+        outs = lse.new_empty((states, *shape))
+        lses = lse.new_empty((states, *lse_shape))
+    lens = None if prefixes is None else prefixes.lens
 
     launch(
         "paged_decode",
         paged_decode_kernel,
         _prepare,
-        (q, cache_of(operands), operands.sinks, ends_of(operands), out, lse, outs, lses),
+        (q, cache_of(operands), operands.sinks, ends_of(operands), lens, out, lse, outs, lses),
         spec,
         backend,
         splits,
     )
     if outs is not None and lses is not None:
-        merge_splits(outs, lses, out, lse, operands, spec, config.block_kv, backend)
+        if prefixes is not None:
+            attend_to_prefixes(operands, prefixes, outs[splits:], lses[splits:], backend)
+        merge_splits(outs, lses, out, lse, operands, spec, config.block_kv, backend, prefixes)
     return out, lse
 
 
 def _prepare(call: KernelCall) -> Prepared:
     """Return grid and arguments of `paged_decode_kernel`."""
     spec, (splits,) = call.spec, call.constants
-    q, cache, _, tree, *_ = call.layouts
+    q, cache, _, tree, prefixes, *_ = call.layouts
     rows = block_rows(spec, call.config)
     tiles = triton.cdiv(spec.rows, rows)
     arguments = decode_arguments(spec, call.target, q, cache)
@@ -224,6 +240,6 @@ def _prepare(call: KernelCall) -> Prepared:
         "batch_size": spec.batch,
         "num_splits": splits,
         "TOKENS": spec.tokens,
-        "PDL": splits > 1 and call.target == "sm90",
+        "PDL": splits > 1 and prefixes is None and call.target == "sm90",
         "BLOCK_ROWS": rows,
     }

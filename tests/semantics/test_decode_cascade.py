@@ -1,0 +1,91 @@
+"""Laws of cascades, which read pages that sequences of a batch begin with once for several."""
+
+from dataclasses import replace
+from random import Random
+
+import pytest
+import torch
+
+from interop.parity.cases import DecodeCase
+from interop.parity.inputs import make_inputs
+from tests.oracle import assert_twins, assert_within_budget
+from tests.sides import takes
+
+# Pages that fill no tile and straddle two. Tiles of 8 sequences, and tiles that are not full.
+CASE = DecodeCase(
+    "cascade", lengths=(150, 300, 0, 299, 150, 7, 300, 200, 299, 290),
+    heads_q=8, heads_kv=1, head_dim=32, head_dim_v=16, dtype="float16", page_size=12,
+    max_pages=25, cascade=True, common_pages=20,
+)  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _families(implementation, side):
+    if not takes(side, implementation, CASE):
+        pytest.skip("the family has no cascades")
+
+
+def decode(side, implementation, inputs, **options):
+    options = CASE.options | {"implementation": implementation, "return_lse": True} | options
+    return side.call("paged_decode", inputs, **options)
+
+
+def named(results):
+    return dict(zip(("out", "lse"), results, strict=True))
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("options", [{}, {"tokens": 3, "sinks": True}, {"kv_dtype": "int8"}])
+def test_whatever_is_shared_gives_the_same(side, implementation, torch_device, seed, options):
+    case = replace(CASE, name=f"cascade-{seed}", **options)
+    random = Random(seed)
+    lengths = tuple(random.choice((0, 1, 300, random.randint(0, 300))) for _ in CASE.lengths)
+    inputs = make_inputs(replace(case, lengths=lengths), torch_device)
+    assert_within_budget(decode(side, implementation, inputs), inputs, case.spec)
+
+
+def test_a_cascade_is_the_decode(side, implementation, torch_device):
+    inputs = make_inputs(CASE, torch_device)
+    got, want = (decode(side, implementation, inputs, cascade=x) for x in (True, False))
+    assert_twins(named(got), named(want), inputs, CASE.spec)
+
+
+@pytest.mark.parametrize("page", [0, 10, 11])
+def test_pages_are_shared_up_to_the_first_that_differs(side, implementation, torch_device, page):
+    """One sequence has a page of its own between pages that all have."""
+    case = replace(CASE, lengths=(300,) * 8)
+    inputs = make_inputs(case, torch_device)
+    tables = inputs["block_tables"]
+    other = tables[7, page].clone()
+    tables[:] = tables[:1].clone()
+    for name in ("k_pages", "v_pages"):  # of large values, whose absence shows
+        inputs[name].nan_to_num_(0.5)
+        inputs[name][other.long()] = 2.0
+    tables[3, page] = other
+    assert_within_budget(decode(side, implementation, inputs), inputs, case.spec)
+
+
+def test_tables_that_agree_past_a_length_do_not_matter(side, implementation, torch_device):
+    """Nor does what is in slots past it: the new token's own page may be shared, and half full."""
+    case = replace(CASE, lengths=(300, 149, 13, 12, 11, 1, 0, 145))
+    inputs = make_inputs(case, torch_device)
+    inputs["block_tables"][:] = inputs["block_tables"][:1].clone()
+    for name in ("k_pages", "v_pages"):
+        inputs[name].nan_to_num_(0.5)
+    assert_within_budget(decode(side, implementation, inputs), inputs, case.spec)
+
+
+def test_wrong_lengths_and_ids_stay_within_the_pool(side, implementation, torch_device):
+    """They are clamped, as without a cascade."""
+    inputs = make_inputs(replace(CASE, lengths=(300,) * 10), torch_device)
+    for name in ("k_pages", "v_pages"):
+        inputs[name].nan_to_num_(0.5)
+    wrong = -(2**31), -1, 2**31 - 1, 400, 0
+    inputs["seq_lens"][:5] = torch.tensor(wrong, dtype=torch.int32, device=torch_device)
+    inputs["block_tables"][:, 2] = 2**31 - 1
+    inputs["block_tables"][5:9, 0] = -7
+    clamped = inputs | {
+        "seq_lens": inputs["seq_lens"].clamp(0, 300),
+        "block_tables": inputs["block_tables"].clamp(0, len(inputs["k_pages"]) - 1),
+    }
+    assert_within_budget(decode(side, implementation, inputs), clamped, CASE.spec)
