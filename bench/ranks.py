@@ -52,7 +52,7 @@ class Alone(Peers):
             shards: keys and values of every rank.
             sent: the gradients that the ranks sent last, by receiver and distance.
         """
-        self.rank, self.size, self.group = rank, len(shards), self
+        self.rank, self.size, self.group = rank, len(shards), "one process"
         self._shards, self._sent = shards, sent
 
     def shift(
@@ -299,8 +299,16 @@ def over_devices(target: str, case: Any, operation: str, tensors: list[Tensor]) 
 
     *inputs, dout = map(place, tensors)
     with use_target(target):
-        call = Call(prepare_jax(attend, operation, inputs, dout), result)
-    return for_target(call, target)
+        prepared = prepare_jax(attend, operation, inputs, dout)
+    here = tensors[0].device
+
+    def run() -> Any:
+        found = prepared()
+        if here.type == "cuda":  # JAX leaves another one current
+            torch.cuda.set_device(here)
+        return found
+
+    return for_target(Call(run, result), target)
 
 
 def time_ranks(

@@ -67,7 +67,19 @@ def check(case, plan, **options):
     assert_within_budget(got, inputs, spec)
 
 
+def check_placed(plan):
+    """Arrays that are spread over the devices are put together again outside of `jit` too."""
+    mesh = jax.make_mesh((4,), ("context",), axis_types=(AUTO,))
+    x = jax.numpy.arange(64.0).reshape(1, 64)
+    placed = jax.device_put(
+        shard_sequence(x, plan), jax.NamedSharding(mesh, jax.P(None, "context"))
+    )
+    assert (unshard_sequence(placed, plan) == x).all()
+    assert (shard_sequence(placed, plan) == shard_sequence(shard_sequence(x, plan), plan)).all()
+
+
 if __name__ == "__main__":
+    check_placed(context_plan(64, 4))
     check(OPTIONS, context_plan(64, 4), exchange="ring", implementation="triton")
     check(replace(OPTIONS, dtype="float32"), context_plan(64, 4), exchange="gather")
     check(CASE, context_plan(64, 4, "balanced", DOCUMENTS), exchange="ring")

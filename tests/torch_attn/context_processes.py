@@ -6,11 +6,13 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor.experimental import context_parallel
 
 import torch_attn
 from torch_attn.distributed import context_attention, context_plan, shard_sequence
 
-LIMIT = timedelta(seconds=20)
+LIMIT = timedelta(seconds=60)
 
 
 def check(mesh, plan, exchange):
@@ -27,6 +29,23 @@ def check(mesh, plan, exchange):
     got += torch.autograd.grad(got[0], own, shard_sequence(dout, plan, rank))
     for n, (x, y) in enumerate(zip(got, expected, strict=True)):
         torch.testing.assert_close(x, shard_sequence(y, plan, rank, 2 if n == 1 else 1))
+
+
+def check_torch_conventions(mesh, rank):
+    """The tokens that PyTorch's `context_parallel` and DTensor give a rank are those of plans."""
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 1, 64, 4, 16)
+    expected = torch_attn.flash_attention(q, k, v, causal=True)
+    own = [q.clone(), k.clone(), v.clone()]
+    plan = context_plan(64, mesh.size())
+    with context_parallel(mesh, buffers=own, buffer_seq_dims=[1, 1, 1]):
+        out = context_attention(*own, plan=plan, mesh=mesh, causal=True)
+        torch.testing.assert_close(out, shard_sequence(expected, plan, rank))
+    own = [distribute_tensor(x, mesh, [Shard(1)]).to_local() for x in (q, k, v)]
+    plan = context_plan(64, mesh.size(), "contiguous")
+    out = context_attention(*own, plan=plan, mesh=mesh, causal=True)
+    whole = DTensor.from_local(out, mesh, [Shard(1)]).full_tensor()
+    torch.testing.assert_close(whole, expected)
 
 
 def check_that_all_raise(plan):
@@ -54,5 +73,6 @@ if __name__ == "__main__":
     for exchange, layout in (("ring", "zigzag"), ("gather", "stripe"), ("heads", "balanced")):
         check(mesh["context"], context_plan(96, size, layout), exchange)
     check(dist.group.WORLD, context_plan(96, size, "contiguous"), "ring")
+    check_torch_conventions(mesh["context"], rank)
     check_that_all_raise(context_plan(96, size))
     print("ok")

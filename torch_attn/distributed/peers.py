@@ -45,7 +45,7 @@ class Peers(ABC):
 
     Attributes:
         rank, size: this one, and how many there are.
-        group: stands for all of them; a call that they agreed on is not compared again.
+        group: stands for all of them, and is kept with the calls that they agreed on.
     """
 
     rank: int

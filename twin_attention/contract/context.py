@@ -15,7 +15,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
-from array_api_compat import array_namespace, device
+from array_api_compat import array_namespace, device, is_jax_array
 
 from twin_attention.contract.spec import AttentionSpec, FlashOptions, PartialSpec, Window
 from twin_attention.contract.validate import (
@@ -316,9 +316,8 @@ def shard_sequence(x: Any, plan: ContextPlan, rank: int | None = None, axis: int
         ValueError: another length, or no such rank.
     """
     check_whole("x", x.shape, axis, plan.seq_len)
-    xp = array_namespace(x)
     rows = plan.positions_by_rank.reshape(-1) if rank is None else plan.positions(rank)
-    return xp.take(x, xp.asarray(rows, device=device(x)), axis=axis)
+    return _take(x, rows, axis)
 
 
 def unshard_sequence(xs: Any, plan: ContextPlan, axis: int = 1) -> Any:
@@ -335,9 +334,16 @@ def unshard_sequence(xs: Any, plan: ContextPlan, axis: int = 1) -> Any:
     """
     if isinstance(xs, list | tuple):
         check_shards([x.shape for x in xs], axis, plan.size, plan.local_len)
-        xp = array_namespace(*xs)
-        joined = xp.concat(list(xs), axis=axis)
+        joined = array_namespace(*xs).concat(list(xs), axis=axis)
     else:
         check_whole("xs", xs.shape, axis, plan.seq_len)
-        xp, joined = array_namespace(xs), xs
-    return xp.take(joined, xp.asarray(plan.order, device=device(joined)), axis=axis)
+        joined = xs
+    return _take(joined, plan.order, axis)
+
+
+def _take(x: Any, rows: np.ndarray, axis: int) -> Any:
+    """Return rows of an array along an axis, where the array is."""
+    xp = array_namespace(x)
+    # The placement of a JAX array may be over an axis that rows do not have; JAX moves them itself.
+    where = {} if is_jax_array(x) else {"device": device(x)}
+    return xp.take(x, xp.asarray(rows, **where), axis=axis)

@@ -1,0 +1,165 @@
+"""Attention over keys that stay in host memory, on one GPU: the card has a part of them at a time.
+
+``python -m examples.torch_host_keys`` compares out and gradients with those of one call over all
+keys. The parts of the sequence are the ranks of a plan, which the GPU works for in turn; the next
+keys are copied while its kernels read those before. A partial result stays in float32 until the
+last keys, so that the result is as exact as that of one call.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from torch_attn import flash_attention
+from torch_attn.distributed import (
+    ContextPlan,
+    Peers,
+    Transfer,
+    context_attention,
+    context_plan,
+    shard_sequence,
+    unshard_sequence,
+)
+
+TOLERANCE = 1e-4  # of float32 results of size 1
+
+
+class Copy:
+    """Wait for copies to the card, on the card."""
+
+    def __init__(self, event: torch.cuda.Event, tensors: Sequence[Tensor]) -> None:
+        self._event, self._tensors = event, tensors
+
+    def wait(self) -> None:
+        stream = torch.cuda.current_stream()
+        stream.wait_event(self._event)
+        for x in self._tensors:
+            x.record_stream(stream)
+
+
+class HostKeys(Peers):
+    """The rank whose turn it is: keys come from host memory, and their gradients go there."""
+
+    def __init__(
+        self,
+        rank: int,
+        keys: Sequence[tuple[Tensor, ...]],
+        gradients: Sequence[tuple[Tensor, ...]],
+        device: str,
+    ) -> None:
+        """Take what all ranks share.
+
+        Args:
+            rank: whose turn it is.
+            keys: k and v of every rank, in host memory; pinned, so that copies do not wait.
+            gradients: sums of the gradients of k and v of every rank, float32 in host memory.
+            device: that computes.
+        """
+        self.rank, self.size, self.group = rank, len(keys), "one process"
+        self._keys, self._gradients, self._device = keys, gradients, device
+        self._copies = torch.cuda.Stream() if device == "cuda" else None
+
+    def shift(
+        self,
+        tensors: tuple[Tensor, ...],
+        distance: int,
+        sends: bool = True,
+        receives: bool = True,
+    ) -> Transfer:
+        if distance < 0:  # gradients of keys go back to where they are held
+            if sends:
+                for total, x in zip(self._gradients[self.rank + distance], tensors, strict=True):
+                    total += x.cpu()  # on a GPU the host waits
+            return Transfer(None)
+        if not receives:
+            return Transfer(None)
+        source = self._keys[(self.rank - distance) % self.size]
+        if self._copies is None:
+            return Transfer(source)
+        with torch.cuda.stream(self._copies):
+            received = tuple(x.to(self._device, non_blocking=True) for x in source)
+            event = torch.cuda.Event()
+            event.record()
+        return Transfer(received, (Copy(event, received),))
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        raise NotImplementedError("one rank at a time exchanges by 'ring' alone")
+
+    reduce_scatter = all_to_all = all_gather
+
+    def gather_objects(self, x: Any) -> list[Any]:
+        return [x] * self.size
+
+
+class Results(NamedTuple):
+    """The results of the whole sequence, in host memory."""
+
+    out: Tensor
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, plan: ContextPlan, device: str, **options: Any
+) -> Results:
+    """Return out and gradients of tensors in host memory.
+
+    Args:
+        q, k, v, dout: [B, S, H, D].
+        plan: the parts of the sequence; "contiguous", so that causal queries need few keys.
+        device: that computes.
+        options: of `context_attention`.
+    """
+    pin = device == "cuda"
+
+    def parts(x: Tensor) -> list[Tensor]:
+        found = [shard_sequence(x, plan, rank).contiguous() for rank in range(plan.size)]
+        return [x.pin_memory() for x in found] if pin else found
+
+    of_q, of_k, of_v, of_dout = map(parts, (q, k, v, dout))
+    keys = list(zip(of_k, of_v, strict=True))
+    gradients = [tuple(torch.zeros_like(x, dtype=torch.float32) for x in pair) for pair in keys]
+    outs, dqs = [], []
+    for rank, (q, do) in enumerate(zip(of_q, of_dout, strict=True)):
+        mesh = HostKeys(rank, keys, gradients, device)
+        own = [x.to(device).requires_grad_() for x in (q, *keys[rank])]
+        out = context_attention(*own, plan=plan, mesh=mesh, exchange="ring", **options)
+        dq, *of_own = torch.autograd.grad(out, own, do.to(device))
+        for total, x in zip(gradients[rank], of_own, strict=True):
+            total += x.cpu()
+        outs.append(out.detach().cpu())
+        dqs.append(dq.cpu())
+    lists = outs, dqs, *zip(*gradients, strict=True)
+    out, dq, dk, dv = (unshard_sequence(list(xs), plan) for xs in lists)
+    return Results(out, dq, dk.to(k.dtype), dv.to(v.dtype))
+
+
+def largest_error(device: str, seq_len: int, parts: int) -> float:
+    """Return the largest difference from one call of `flash_attention` over all keys."""
+    torch.manual_seed(0)
+    q, k, v, dout = torch.randn(4, 1, seq_len, 2, 32)
+    plan = context_plan(seq_len, parts, "contiguous")
+    found = attend(q, k, v, dout, plan, device, causal=True)
+    whole = [x.to(device).requires_grad_() for x in (q, k, v)]
+    out = flash_attention(*whole, causal=True)
+    expected = out.detach(), *torch.autograd.grad(out, whole, dout.to(device))
+    differences = (x - y.cpu() for x, y in zip(found, expected, strict=True))
+    return max(x.abs().max().item() for x in differences)
+
+
+def main() -> int:
+    """Compare and print; return 0 if the results are the same."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    error = largest_error(device, seq_len=1024, parts=8)
+    print(f"largest difference from one call over all keys: {error:.2g}")
+    return 0 if error < TOLERANCE else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,64 @@
+"""Training with ranks that share documents, in torch."""
+
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+from examples import context_training
+from examples.context_training import (
+    TOLERANCE,
+    run_rank,
+    train_on_a_rank,
+    train_on_one_device,
+)
+from tests.torch_attn.simulated_ranks import run_ranks, simulate
+from twin_attention.contract.context import ContextPlan
+
+
+@pytest.fixture
+def ranks(monkeypatch):
+    """Run ranks as threads, of which one makes its model at a time."""
+    simulate(monkeypatch)
+    monkeypatch.setattr(context_training, "STEPS", 2)
+    lock, make = threading.Lock(), context_training.make_model
+
+    def make_alone():
+        with lock:
+            return make()
+
+    monkeypatch.setattr(context_training, "make_model", make_alone)
+
+    def on_rank(peers):
+        def sum_over_ranks(x):
+            x.copy_(torch.stack(peers.room.show(peers.rank, x.clone())).sum(0))
+
+        return train_on_a_rank(peers.rank, 4, peers, sum_over_ranks)
+
+    return lambda: run_ranks(4, on_rank)
+
+
+def test_ranks_have_the_losses_of_one_device(ranks, tmp_path):
+    alone = train_on_one_device()
+    assert alone[0] > alone[1]
+    for losses in (*ranks(), run_rank(0, 1, str(tmp_path / "store"))):
+        np.testing.assert_allclose(losses, alone, rtol=0, atol=TOLERANCE)
+
+
+def test_wrong_positions_would_have_other_losses(ranks, monkeypatch):
+    alone = train_on_one_device()
+    monkeypatch.setattr(ContextPlan, "documents", lambda plan, rank: plan.positions(rank) // 2)
+    losses = ranks()[0]  # each token at half its distance from the others
+    assert abs(losses[0] - alone[0]) > 10 * TOLERANCE
+
+
+@pytest.mark.parametrize(("other", "code"), [(0, 0), (1, 1)])
+def test_the_command_prints_the_losses_and_says_whether_they_agree(
+    other, code, monkeypatch, capsys
+):
+    monkeypatch.setattr(context_training, "train_on_one_device", lambda: [2.0, 1.0])
+    monkeypatch.setattr(context_training, "train_on_ranks", lambda: [[2.0, 1.0 + other]])
+    assert context_training.main() == code
+    printed = capsys.readouterr().out.splitlines()
+    assert [line.split()[:2] for line in printed] == [["one", "device"], ["rank", "0"]]
