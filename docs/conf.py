@@ -40,8 +40,9 @@ default_role = "literal"
 # Chapters of the site, in order: pages of the repository.
 CHAPTERS = {
     "Guide": (
-        "docs/guide/train", "docs/guide/pack", "docs/guide/serve", "docs/exchange",
-        "docs/context-parallel", "docs/patterns", "docs/coming-from", "docs/models",
+        "docs/guide/train", "docs/guide/pack", "docs/guide/tree", "docs/guide/serve",
+        "docs/exchange", "docs/context-parallel", "docs/patterns", "docs/coming-from",
+        "docs/models",
     ),
     "Reference": (
         "docs/semantics", "docs/api/torch_attn", "docs/api/pallas_attn", "docs/api/exchange",

@@ -1,0 +1,62 @@
+"""A policy's update by continuations of one prompt, in both frameworks."""
+
+import jax
+import numpy as np
+import pytest
+import torch
+
+from examples import group_policy, torch_group_policy
+from examples.continuations import CONTINUATIONS, PROMPT, make_batches
+from examples.group_policy import CLIP, TOLERANCE, Update, are_equal, update_in_both
+from examples.toy_model import make_toy
+
+
+def test_the_batches_are_the_same_continuations():
+    tree, separate = make_batches()
+    assert len(separate.offsets) == CONTINUATIONS + 1
+    assert len(separate.tokens) == len(tree.tokens) + (CONTINUATIONS - 1) * PROMPT
+    assert tree.shares.sum() == pytest.approx(1, abs=1e-5)
+    assert (tree.shares * tree.advantages).sum() == pytest.approx(0, abs=1e-5)
+    is_prompt = separate.shares == 0
+    for name in ("tokens", "positions", "advantages", "shares"):
+        own = getattr(separate, name)
+        assert np.array_equal(own[~is_prompt], getattr(tree, name)[PROMPT:])
+    is_first = np.flatnonzero(~is_prompt & np.roll(is_prompt, 1))
+    assert len(is_first) == CONTINUATIONS
+    assert (separate.parents[is_first] == is_first - 1).all()
+    assert (tree.parents[PROMPT:] == PROMPT - 1).sum() == CONTINUATIONS
+
+
+def test_a_tree_trains_as_separate_sequences(torch_device):
+    """By the reference on a CPU: an interpreter would take half a minute."""
+    updates = update_in_both(torch_device)
+    assert set(updates) == {f"{x} {y}" for x in ("torch", "jax") for y in ("tree", "separate")}
+    for update in updates.values():
+        assert update.losses[-1] < update.losses[1] < update.losses[0] + TOLERANCE
+        assert all(np.abs(x).max() > 100 * TOLERANCE for x in update.gradients[0].values())
+    assert are_equal(updates)
+
+
+def test_continuations_that_saw_each_other_would_have_another_loss(torch_device):
+    given = make_toy().weights, make_batches()[0]
+    weights, tree = jax.tree.map(lambda x: torch.tensor(x, device=torch_device), given)
+    together = tree._replace(ends=torch.full_like(tree.ends, len(tree.ends)))
+    old = torch.full_like(tree.shares, -4.0)
+    apart, merged = (
+        torch_group_policy.policy_loss(weights, x, old, CLIP, None) for x in (tree, together)
+    )
+    assert abs(apart - merged) > 100 * TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("loss", "gradient", "code"), [(2.0, 1.0, 0), (2.0, 1.1, 1), (2.1, 1.0, 1)]
+)
+def test_the_command_prints_the_losses_and_says_whether_all_agree(
+    loss, gradient, code, monkeypatch, capsys
+):
+    updates = {"torch tree": Update([2.0], [{"q": np.ones(2)}])}
+    updates["jax tree"] = Update([loss], [{"q": np.full(2, gradient)}])
+    monkeypatch.setattr(group_policy, "update_in_both", lambda device: updates)
+    assert group_policy.main() == code
+    printed = capsys.readouterr().out.splitlines()
+    assert [line.split()[:2] for line in printed] == [["torch", "tree"], ["jax", "tree"]]
