@@ -6,6 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 import torch_attn
 from interop.parity.cases import FlashCase
@@ -21,6 +23,7 @@ from torch_attn.distributed import (
     unshard_sequence,
 )
 from torch_attn.distributed.context import Problem
+from twin_attention.contract.context import EXCHANGES, LAYOUTS
 from twin_attention.contract.spec import Window
 
 CASE = FlashCase("", batch=2, seq_q=96, seq_kv=96, heads_q=4, heads_kv=2, head_dim=16, causal=True)
@@ -115,6 +118,38 @@ def test_numbers_of_ranks(ranks, size, torch_device):
     case = replace(CASE, window_size=(20, None))
     inputs, spec = problem(case, plan, torch_device)
     assert_within_budget(attend(ranks, case, plan, inputs, exchange="ring"), inputs, spec)
+
+
+@st.composite
+def problems(draw):
+    """A random problem over a random plan, and how its ranks exchange keys."""
+    size, exchange = draw(st.integers(1, 5)), draw(st.sampled_from(EXCHANGES))
+    layout = draw(st.sampled_from(LAYOUTS))
+    seq_len = 2 * size * draw(st.integers(1, 20))
+    ends = draw(st.none() | st.lists(st.integers(0, seq_len), min_size=1, max_size=5))
+    heads_kv = draw(st.integers(1, 2)) * (size if exchange == "heads" else 1)
+    causal = draw(st.booleans())
+    left, right = draw(st.none() | st.integers(0, seq_len)), None
+    if not causal:
+        right = draw(st.none() | st.integers(0, 30))
+    case = FlashCase(
+        draw(st.text("abc", min_size=8, max_size=8)), 1, seq_len, seq_len,
+        heads_kv * draw(st.integers(1, 2)), heads_kv, draw(st.sampled_from([16, 24])),
+        draw(st.sampled_from([None, 32])), draw(st.sampled_from(["bfloat16", "float32"])), causal,
+        window_size=(left, right), softcap=draw(st.none() | st.just(3.0)),
+        sinks=draw(st.booleans()),
+    )  # fmt: skip
+    plan = context_plan(seq_len, size, layout, None if ends is None else (0, *sorted(ends)))
+    return case, plan, exchange
+
+
+@given(problem_of=problems())
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_random_problems(ranks, problem_of, torch_device):
+    case, plan, exchange = problem_of
+    inputs, spec = problem(case, plan, torch_device)
+    got = attend(ranks, case, plan, inputs, exchange=exchange)
+    assert_within_budget(got, inputs, spec)
 
 
 def test_the_same_bits_every_time(ranks, torch_device):
