@@ -32,6 +32,13 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
         "triton_backend": ("triton.backends.compiler", "GPUTarget Language.TRITON"),
         "triton_compiler": ("triton.compiler", "ASTSource"),
     },
+    "foreign": {
+        "gpu_triton": (
+            "jaxlib.gpu_triton",
+            "TritonKernel TritonKernelCall create_array_parameter create_scalar_parameter "
+            "create_tma_descriptor_parameter",
+        ),
+    },
     "mosaic": {
         "mlir": ("jax._src.interpreters.mlir", "register_lowering"),
         "mpmd": (

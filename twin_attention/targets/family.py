@@ -15,6 +15,7 @@ from importlib import import_module
 from importlib.metadata import version
 from typing import Any, NamedTuple
 
+from twin_attention.contract.spec import PartialSpec
 from twin_attention.contract.validate import fail
 from twin_attention.targets import paged, sm80, sm90
 from twin_attention.targets.config import (
@@ -93,6 +94,25 @@ def _triton_supports(operation: str, spec: Spec, target: str | None) -> str | No
     if reason is None and target is None:
         reason = _import_error("torch_attn.interpreter")
     return reason
+
+
+def _jax_runs(
+    supports: Callable[[str, Spec, str | None], str | None],
+) -> Callable[[str, Spec, str | None], str | None]:
+    """Return what a family of `torch_attn` supports where JAX launches its kernels."""
+
+    def supported(operation: str, spec: Spec, target: str | None) -> str | None:
+        if operation not in ("flash_fwd", "flash_bwd") or isinstance(spec, PartialSpec):
+            return "JAX launches its kernels of flash attention alone"
+        return (
+            supports(operation, spec, target)
+            or _missing_names("foreign")
+            or _import_error("torch_attn.outline")
+            or _import_error("torch_attn.ahead")
+            or sm90.jax_leaves(operation, spec, target)
+        )
+
+    return supported
 
 
 def _missing_names(group: str) -> str | None:
@@ -189,6 +209,16 @@ FAMILIES = {
     ),
 }
 
+# Families of the other side that a side launches too, by name alone.
+FOREIGN = {
+    "torch_attn": (),
+    "pallas_attn": (
+        Family("gluon", "torch_attn", "sm80", supports=_jax_runs(_gluon_sm80_supports)),
+        Family("gluon", "torch_attn", "sm90", supports=_jax_runs(_gluon_sm90_supports)),
+        Family("torch_triton", "torch_attn", "portable", supports=_jax_runs(_triton_supports)),
+    ),
+}
+
 
 class Backend(NamedTuple):
     """The family that runs a call, and how.
@@ -267,7 +297,7 @@ def choose(
         NotImplementedError: the family that was asked for does not support the problem.
     """
     passed_over = []
-    for family in FAMILIES[package]:
+    for family in (*FAMILIES[package], *FOREIGN[package]):
         if implementation not in (None, family.name):
             continue
         if family.folder is None:

@@ -83,6 +83,15 @@ def mosaic_leaves(operation: str, spec: Spec) -> str | None:
     return None
 
 
+def jax_leaves(operation: str, spec: Spec, target: str | None) -> str | None:
+    """Return why JAX cannot launch a problem that the kernels of `torch_attn` cover, or None."""
+    if target != "sm90" or isinstance(spec, VarlenSpec) or not isinstance(spec, AttentionSpec):
+        return None
+    if spec.dtype_bits == 16 and len(column_pieces(spec.head_dim_v)) > 2:
+        return "JAX passes two TMA descriptors of a result at most"
+    return None
+
+
 def _supports_backward(spec: AttentionSpec) -> str | None:
     """Return None for a backward that the kernels cover, else the reason why they do not."""
     sequences = spec.num_sequences if isinstance(spec, VarlenSpec) else 1

@@ -1,0 +1,75 @@
+"""Run a family of `torch_attn` inside JAX: its kernels in Triton or Gluon, launched by jaxlib.
+
+The family's host function is called once while JAX traces, on tensors that have shapes and no
+values (`torch_attn.outline`). The launches that it describes become operations of the program
+(`pallas_attn.triton_call`), its little arithmetic becomes XLA's. PyTorch and Triton are imported
+when a family is asked for; a PyTorch without CUDA will do.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_attn.targets import capability, num_sms, shared_memory
+from pallas_attn.triton_call import kernel_call
+from twin_attention.contract.validate import fail
+from twin_attention.targets.family import Backend
+from twin_attention.targets.kernels import Spec
+
+# What host functions compute beside their launches, by torch's names.
+_OPERATIONS = {
+    "exp2": jnp.exp2,
+    "mul": jnp.multiply,
+    "neg": jnp.negative,
+    "sub": jnp.subtract,
+    "sum": jnp.sum,
+    "unsqueeze": jnp.expand_dims,
+    "view": jnp.reshape,
+}
+
+
+def run(backend: Backend, operation: str, spec: Spec, *operands: Any) -> Any:
+    """Run an operation's function of a family of `torch_attn`.
+
+    Args:
+        backend: the family, and the target to compile for.
+        operation: the function, such as "flash_fwd".
+        spec: the problem.
+        operands: those of the function, arrays in tuples.
+    """
+    outlines = import_module("torch_attn.outline")
+    assert backend.target is not None
+    card = import_module("torch_attn.targets").Card(
+        capability(backend.target), num_sms(backend.target), shared_memory(backend.target)
+    )
+    tensors = jax.tree.map(lambda x: outlines.operand_of(x.shape, x.dtype.name), operands)
+    function = backend.family.function(operation)
+    outline = outlines.outline(
+        lambda: function(*tensors, spec, backend), tuple(jax.tree.leaves(tensors)), card
+    )
+    values = dict(enumerate(jax.tree.leaves(operands)))
+
+    def value_of(x: Any) -> Any:
+        return values[x.number] if hasattr(x, "number") else x
+
+    for step in outline.steps:
+        if hasattr(step, "launch"):
+            read = [i for i, x in enumerate(step.operands) if x and i not in step.written]
+            results = kernel_call(
+                [value_of(step.operands[i]) for i in read],
+                launch=step.launch, card=card, read=tuple(read), written=step.written,
+                zeroed=step.zeroed,
+            )  # fmt: skip
+            for i, x in zip(step.written, results, strict=True):
+                values[step.operands[i].number] = x
+            continue
+        if step.name not in _OPERATIONS:
+            fail(NotImplementedError, operation, f"one of {[*_OPERATIONS]}", step.name)
+        args = map(value_of, step.args)
+        values[step.result.number] = _OPERATIONS[step.name](*args, **step.kwargs)
+    is_value = lambda x: hasattr(x, "number")
+    return jax.tree.map(value_of, outline.results, is_leaf=is_value)
