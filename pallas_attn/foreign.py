@@ -8,6 +8,7 @@ when a family is asked for; a PyTorch without CUDA will do.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from importlib import import_module
 from typing import Any
 
@@ -16,9 +17,9 @@ import jax.numpy as jnp
 
 from pallas_attn.targets import capability, num_sms, shared_memory
 from pallas_attn.triton_call import kernel_call
+from twin_attention.contract.spec import AttentionSpec
 from twin_attention.contract.validate import fail
 from twin_attention.targets.family import Backend
-from twin_attention.targets.kernels import Spec
 
 # What host functions compute beside their launches, by torch's names.
 _OPERATIONS = {
@@ -32,8 +33,11 @@ _OPERATIONS = {
 }
 
 
-def run(backend: Backend, operation: str, spec: Spec, *operands: Any) -> Any:
+def run(backend: Backend, operation: str, spec: AttentionSpec, *operands: Any) -> Any:
     """Run an operation's function of a family of `torch_attn`.
+
+    `vmap` makes one problem with a larger batch of many dense ones, and calls the kernels once for
+    each of others.
 
     Args:
         backend: the family, and the target to compile for.
@@ -41,6 +45,36 @@ def run(backend: Backend, operation: str, spec: Spec, *operands: Any) -> Any:
         spec: the problem.
         operands: those of the function, arrays in tuples.
     """
+
+    @jax.custom_batching.custom_vmap
+    def call(*operands: Any) -> Any:
+        return _run(backend, operation, spec, operands)
+
+    @call.def_vmap
+    def call_many(size: int, is_batched: Any, *operands: Any) -> Any:
+        every = jax.tree.map(
+            lambda x, batched: x if batched else jnp.broadcast_to(x, (size, *x.shape)),
+            operands, tuple(is_batched),
+        )  # fmt: skip
+        if type(spec) is AttentionSpec and not _has_sinks(operands):
+            joined = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), every)
+            larger = replace(spec, batch=size * spec.batch)
+            results = run(backend, operation, larger, *joined)
+            results = jax.tree.map(lambda x: x.reshape(size, -1, *x.shape[1:]), results)
+        else:
+            results = jax.lax.map(lambda x: call(*x), every)
+        return results, jax.tree.map(lambda x: True, results)
+
+    return call(*operands)
+
+
+def _has_sinks(operands: tuple[Any, ...]) -> bool:
+    return any(getattr(x, "sinks", None) is not None for x in operands)
+
+
+def _run(
+    backend: Backend, operation: str, spec: AttentionSpec, operands: tuple[Any, ...]
+) -> Any:
     outlines = import_module("torch_attn.outline")
     assert backend.target is not None
     card = import_module("torch_attn.targets").Card(

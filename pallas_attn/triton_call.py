@@ -17,14 +17,11 @@ from __future__ import annotations
 import re
 import zlib
 from collections.abc import Sequence
-from functools import partial
 from importlib import import_module
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 from jax.extend import core
-from jax.interpreters import batching
 
 from pallas_attn.private import gpu_triton, mlir
 from twin_attention.contract.validate import fail
