@@ -35,13 +35,8 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
     "foreign": {
         "gpu_triton": (
             "jaxlib.gpu_triton",
-            "TritonKernel TritonKernelCall create_array_parameter create_scalar_parameter",
-        ),
-    },
-    "foreign_tma": {
-        "gpu_triton": (
-            "jaxlib.gpu_triton",
-            "create_array_parameter create_tma_descriptor_parameter",
+            "TritonKernel TritonKernelCall create_array_parameter create_scalar_parameter "
+            "create_tma_descriptor_parameter",
         ),
     },
     "mosaic": {

@@ -22,8 +22,9 @@ from typing import Any, NamedTuple
 
 import jax
 from jax.extend import core
+from jax.interpreters import mlir
 
-from pallas_attn.private import gpu_triton, mlir
+from pallas_attn.private import gpu_triton
 from twin_attention.contract.validate import fail
 
 _TARGET = "triton_kernel_call_ffi"

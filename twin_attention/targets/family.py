@@ -107,7 +107,6 @@ def _jax_runs(
         return (
             supports(operation, spec, target)
             or _missing_names("foreign")
-            or (_missing_names("foreign_tma") if target == "sm90" else None)
             or _import_error("torch_attn.outline")
             or _import_error("torch_attn.ahead")
             or sm90.jax_leaves(operation, spec, target)
