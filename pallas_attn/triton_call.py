@@ -86,7 +86,7 @@ def kernel_call(
     )
 
 
-def _types(launch: Any, written: tuple[int, ...]) -> list[jax.ShapeDtypeStruct]:
+def result_types(launch: Any, written: tuple[int, ...]) -> list[jax.ShapeDtypeStruct]:
     layouts = [x for x in _leaves(launch.layouts) if x is not None]
     dtype_name = import_module("torch_attn.operands").dtype_name
     return [jax.ShapeDtypeStruct(tuple(layouts[i].shape), dtype_name(layouts[i].dtype)) for i in written]
@@ -98,13 +98,13 @@ def _leaves(layouts: Any) -> Any:
 
 @kernel_call_p.def_abstract_eval
 def _abstract(*inputs, launch, card, read, written, zeroed):
-    return [jax.core.ShapedArray(x.shape, x.dtype) for x in _types(launch, written)]
+    return [jax.core.ShapedArray(x.shape, x.dtype) for x in result_types(launch, written)]
 
 
 def _call(*inputs, launch, card, read, written, zeroed):
     compiled = import_module("torch_attn.ahead").compile_ahead(launch, card)
     buffers = arrange_buffers(compiled.parameters, written, zeroed)
-    types = dict(zip(written, _types(launch, written), strict=True))
+    types = dict(zip(written, result_types(launch, written), strict=True))
     given = dict(zip(read, inputs, strict=True))
     operands = [given[x.operand] for x in buffers.inputs]
     aliases = {}
