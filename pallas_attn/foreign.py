@@ -21,11 +21,30 @@ from twin_attention.contract.spec import AttentionSpec
 from twin_attention.contract.validate import fail
 from twin_attention.targets.family import Backend
 
+
+
+def _pad(x: jax.Array, widths: tuple[int, ...], value: float = 0) -> jax.Array:
+    """Pad axes: torch lists before and after, the last axis first."""
+    pairs = [*zip(widths[::2], widths[1::2], strict=True)][::-1]
+    return jnp.pad(x, [(0, 0)] * (x.ndim - len(pairs)) + pairs, constant_values=value)
+
+
+def _set(x: jax.Array, axis: int, index: int, values: jax.Array) -> jax.Array:
+    return x.at[(slice(None),) * axis + (index,)].set(values)
+
+
 # What host functions compute beside their launches, by torch's names.
 _OPERATIONS = {
+    "add": jnp.add,
+    "amax": jnp.max,
+    "amin": jnp.min,
+    "constant_pad_nd": _pad,
     "exp2": jnp.exp2,
+    "lt": jnp.less,
+    "masked_fill": lambda x, mask, value: jnp.where(mask, value, x),
     "mul": jnp.multiply,
     "neg": jnp.negative,
+    "set": _set,
     "sub": jnp.subtract,
     "sum": jnp.sum,
     "unsqueeze": jnp.expand_dims,
@@ -88,7 +107,11 @@ def _run(
     values = dict(enumerate(jax.tree.leaves(operands)))
 
     def value_of(x: Any) -> Any:
-        return values[x.number] if hasattr(x, "number") else x
+        if not hasattr(x, "number"):
+            return x
+        if x.number not in values:  # allocated, and not written
+            values[x.number] = jnp.zeros(x.shape, x.dtype)
+        return values[x.number]
 
     for step in outline.steps:
         if hasattr(step, "launch"):

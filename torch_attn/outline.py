@@ -41,7 +41,8 @@ class Operation(NamedTuple):
     """Describe an operation of torch.
 
     Attributes:
-        name: of the operator, such as "exp2".
+        name: of the operator, such as "exp2"; or "set" of what a tensor is to hold at an index of
+            an axis: its arguments are the tensor, the axis, the index, and what it holds.
         args: its arguments, with a `Value` for a tensor.
         kwargs: those that have names.
         result: what it returns.
@@ -111,6 +112,7 @@ class _Writer:
         self._kept: list[Tensor] = []  # an id is another tensor's once this one is gone
         self._numbers: dict[int, int] = {}
         self._unwritten: dict[int, bool] = {}  # allocated, and whether it is 0
+        self._selected: dict[int, tuple[Tensor, int, int]] = {}  # base, axis and index of a view
         for x in operands:
             self._name(x)
 
@@ -124,10 +126,14 @@ class _Writer:
             self._unwritten[self._name(step.result)] = name == "new_zeros"
         elif name == "zero_":
             self._unwritten[self._numbers[id(step.result)]] = True
-        else:
-            args = self.values_in(step.args)
+        elif name == "select":
             self._name(step.result)
-            self.steps.append(Operation(name, args, step.kwargs, self._value(step.result)))
+            self._selected[id(step.result)] = step.args
+        elif name == "copy_":
+            base, axis, index = self._selected[id(step.args[0])]
+            self._operate("set", (base, axis, index, step.args[1]), {}, base)
+        else:
+            self._operate(name, step.args, step.kwargs, step.result)
 
     def values_in(self, x: Any) -> Any:
         """Return tuples and lists with values in place of tensors."""
@@ -137,6 +143,14 @@ class _Writer:
             return x
         items = [self.values_in(item) for item in x]
         return type(x)(*items) if hasattr(x, "_fields") else tuple(items)
+
+    def _operate(
+        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor
+    ) -> None:
+        self._name(result)
+        self._unwritten.pop(self._numbers[id(result)], None)
+        values = self.values_in(args)
+        self.steps.append(Operation(name, values, kwargs, self._value(result)))
 
     def _launch(self, launch: Launch, tensors: tuple[Tensor, ...]) -> None:
         _grid, arguments = launch.prepared(launch.config)
@@ -155,4 +169,5 @@ class _Writer:
 
     def _value(self, x: Tensor) -> Value:
         assert x.is_contiguous(), "another framework's arrays have no strides"
+        assert id(x) not in self._selected, "only copied to"
         return Value(self._numbers[id(x)], tuple(x.shape), dtype_name(x.dtype))
