@@ -128,7 +128,7 @@ def run_on_platform(backends: Backends, operation: str, spec: Spec, *operands: A
     """
 
     def run(*operands: Any, backend: Backend) -> Any:
-        if backend.family.package != "pallas_attn":
+        if backend.family.is_foreign:
             return foreign.run(backend, operation, spec, *operands)
         return backend.family.function(operation)(*operands, spec, backend)
 

@@ -21,6 +21,8 @@ class Explanation:
             shared memory runs with fewer stages (docs/targets.md).
         num_splits: parts that a paged decode divides each sequence's keys into; None elsewhere.
         passed_over: a line for each faster family that does not run the call, with the reason.
+        foreign: the package that the kernels are of, such as "torch_attn", where the other side
+            launches them; None for a side's own.
         backward: what a backward would run, or why it would be refused, where the forward's family
             does not run it; else None.
     """
@@ -34,9 +36,12 @@ class Explanation:
     num_splits: int | None = None
     passed_over: tuple[str, ...] = ()
     backward: str | None = None
+    foreign: str | None = None
 
     def __str__(self) -> str:
         where = self.device if self.target is None else f"{self.target} code on {self.device}"
+        if self.foreign is not None:
+            where = f"kernels of {self.foreign}, {where}"
         lines = [f"{self.implementation} ({self.execution}, {where}): {self.reason}"]
         lines += [f"  not {line}" for line in self.passed_over]
         lines += [f"  {kernel}: {config}" for kernel, config in self.configs.items()]

@@ -98,4 +98,5 @@ def describe(
         passed_over=passed_over,
         configs=configs,
         num_splits=splits,
+        foreign=backend.family.package if backend.family.is_foreign else None,
     )

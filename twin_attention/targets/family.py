@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from importlib.metadata import version
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 from twin_attention.contract.spec import PartialSpec
@@ -45,6 +46,7 @@ class Family:
         supports: None for an operation, a problem and a target that it has kernels for, else the
             reason why it has none. The operation is the name of a function, such as "flash_fwd";
             the target is "sm80", "sm90", or None in the interpreter.
+        is_foreign: the other side launches its kernels too, and this is how that side knows it.
     """
 
     name: str
@@ -52,6 +54,7 @@ class Family:
     folder: str | None = None
     has_interpreter: bool = False
     supports: Callable[[str, Spec, str | None], str | None] = _every_problem
+    is_foreign: bool = False
 
     def function(self, operation: str) -> Callable[..., Any]:
         """Return the function of an operation, such as "flash_fwd"; imports its module."""
@@ -104,6 +107,12 @@ def _jax_runs(
     def supported(operation: str, spec: Spec, target: str | None) -> str | None:
         if operation not in ("flash_fwd", "flash_bwd") or isinstance(spec, PartialSpec):
             return "JAX launches its kernels of flash attention alone"
+        for package in ("triton", "torch"):
+            if find_spec(package) is None:
+                return (
+                    f"{package} is not installed: its kernels are written in Triton, and PyTorch, "
+                    "of which a build for CPUs will do, prepares their launches"
+                )
         return (
             supports(operation, spec, target)
             or _missing_names("foreign")
@@ -212,10 +221,13 @@ FAMILIES = {
 # Families of the other side that a side launches too, by name alone.
 FOREIGN = {
     "torch_attn": (),
-    "pallas_attn": (
-        Family("gluon", "torch_attn", "sm80", supports=_jax_runs(_gluon_sm80_supports)),
-        Family("gluon", "torch_attn", "sm90", supports=_jax_runs(_gluon_sm90_supports)),
-        Family("torch_triton", "torch_attn", "portable", supports=_jax_runs(_triton_supports)),
+    "pallas_attn": tuple(
+        Family(name, "torch_attn", folder, supports=_jax_runs(supports), is_foreign=True)
+        for name, folder, supports in (
+            ("gluon", "sm80", _gluon_sm80_supports),
+            ("gluon", "sm90", _gluon_sm90_supports),
+            ("torch_triton", "portable", _triton_supports),
+        )
     ),
 }
 
