@@ -115,10 +115,9 @@ def _run(
 
     for step in outline.steps:
         if hasattr(step, "launch"):
-            read = [i for i, x in enumerate(step.operands) if x and i not in step.written]
             results = kernel_call(
-                [value_of(step.operands[i]) for i in read],
-                launch=step.launch, card=card, read=tuple(read), written=step.written,
+                [value_of(step.operands[i]) for i in step.read],
+                launch=step.launch, card=card, read=step.read, written=step.written,
                 zeroed=step.zeroed,
             )  # fmt: skip
             for i, x in zip(step.written, results, strict=True):

@@ -51,7 +51,7 @@ class Buffers(NamedTuple):
 
     Attributes:
         inputs: operands that are read.
-        shared: operands without values, whose memory is that of the result of the same number.
+        shared: operands whose memory is that of the result of the same number.
         results: all results.
     """
 
@@ -75,7 +75,8 @@ def kernel_call(
         inputs: those of its operands that it reads, in the order of `read`.
         launch: a `torch_attn.launch.Launch`.
         card: the `torch_attn.targets.Card` to compile for.
-        read, written: which of the launch's tensors are operands, and which are results.
+        read, written: which of the launch's tensors have values before, and which have others behind
+            it. Those of both are results in the memory of operands.
         zeroed: which of the results are 0 before.
 
     Returns:
@@ -103,7 +104,7 @@ def _abstract(*inputs, launch, card, read, written, zeroed):
 
 def _call(*inputs, launch, card, read, written, zeroed):
     compiled = import_module("torch_attn.ahead").compile_ahead(launch, card)
-    buffers = arrange_buffers(compiled.parameters, written, zeroed)
+    buffers = arrange_buffers(compiled.parameters, read, written, zeroed)
     types = dict(zip(written, result_types(launch, written), strict=True))
     given = dict(zip(read, inputs, strict=True))
     operands = [given[x.operand] for x in buffers.inputs]
@@ -111,7 +112,9 @@ def _call(*inputs, launch, card, read, written, zeroed):
     results = [x.operand for x in buffers.results]
     for x in buffers.shared:
         aliases[len(operands)] = results.index(x.operand)
-        operands.append(jax.lax.empty(types[x.operand].shape, types[x.operand].dtype))
+        operand = types[x.operand]
+        before = given.get(x.operand)
+        operands.append(jax.lax.empty(operand.shape, operand.dtype) if before is None else before)
     opaque = _opaque(launch.name, compiled, card.capability, buffers, types, zeroed)
     call = jax.ffi.ffi_call(
         _TARGET, [types[i] for i in results], input_output_aliases=aliases, custom_call_api_version=4
@@ -121,9 +124,12 @@ def _call(*inputs, launch, card, read, written, zeroed):
 
 
 def arrange_buffers(
-    parameters: Sequence[Any], written: tuple[int, ...], zeroed: tuple[int, ...]
+    parameters: Sequence[Any],
+    read: tuple[int, ...],
+    written: tuple[int, ...],
+    zeroed: tuple[int, ...],
 ) -> Buffers:
-    """Return the buffers of a call.
+    """Return the buffers of a call; arguments as `kernel_call` has them.
 
     Raises:
         NotImplementedError: a result has more parameters than jaxlib can give it.
@@ -132,9 +138,12 @@ def arrange_buffers(
     for i, x in enumerate(parameters):
         if hasattr(x, "operand"):
             takers.setdefault(x.operand, []).append(i)
-    for operand in zeroed:
-        if _is_descriptor(parameters[takers[operand][0]]):
-            takers[operand].append(None)  # jaxlib sets to 0 what is no descriptor's
+    for operand in written:
+        has_values = operand in read and len(takers[operand]) == 1
+        # jaxlib sets to 0 what is no descriptor's.
+        is_zeroed = operand in zeroed and _is_descriptor(parameters[takers[operand][0]])
+        if has_values or is_zeroed:
+            takers[operand].append(None)
     most = max(len(takers[x]) for x in written)
     if most > 2:
         expected = "kernels whose results have at most two descriptors, as jaxlib passes them"

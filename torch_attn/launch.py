@@ -180,8 +180,8 @@ def launch(
     around the call gets a function that relaunches the kernel; of operands on the "meta" device
     the `Launch`, and nothing is compiled.
 
-    A kernel writes none of its host function's operands. What the host function allocates is
-    written by the first launch that has it among its arguments, and only read by later ones.
+    A kernel writes none of its host function's operands. What the host function allocates may be
+    written by each launch that has it among its arguments, and is by the first or not read.
 
     Args:
         name: the kernel's name in the configuration tables.

@@ -60,12 +60,14 @@ class Kernel(NamedTuple):
     Attributes:
         launch: all but the operands' addresses.
         operands: those of the launch, in order; None for one that no argument has.
-        written: which of them the kernel is the first to write, by position.
-        zeroed: which of these are 0 before.
+        read: which of them have values before, by position.
+        written: which may have others behind it: what the host function allocated.
+        zeroed: which of the others are 0 before.
     """
 
     launch: Launch
     operands: tuple[Value | None, ...]
+    read: tuple[int, ...]
     written: tuple[int, ...]
     zeroed: tuple[int, ...]
 
@@ -111,6 +113,7 @@ class _Writer:
         self.steps: list[Operation | Kernel] = []
         self._kept: list[Tensor] = []  # an id is another tensor's once this one is gone
         self._numbers: dict[int, int] = {}
+        self._allocated: set[int] = set()
         self._unwritten: dict[int, bool] = {}  # allocated, and whether it is 0
         self._selected: dict[int, tuple[Tensor, int, int]] = {}  # base, axis and index of a view
         for x in operands:
@@ -123,7 +126,9 @@ class _Writer:
             return
         name = step.function.overloadpacket.__name__
         if step.is_allocation or name == "new_zeros":
-            self._unwritten[self._name(step.result)] = name == "new_zeros"
+            number = self._name(step.result)
+            self._allocated.add(number)
+            self._unwritten[number] = name == "new_zeros"
         elif name == "zero_":
             self._unwritten[self._numbers[id(step.result)]] = True
         elif name == "select":
@@ -156,12 +161,19 @@ class _Writer:
         _grid, arguments = launch.prepared(launch.config)
         used = {x.operand for x in leaves(tuple(arguments)) if isinstance(x, (Layout, TensorMap))}
         operands = [self._value(x) if i in used else None for i, x in enumerate(tensors)]
-        written, zeroed = [], []
+        read, written, zeroed = [], [], []
         for i, x in enumerate(operands):
-            if x is not None and x.number in self._unwritten:
+            if x is None:
+                continue
+            if x.number in self._allocated:
                 written.append(i)
-                zeroed += [i] * self._unwritten.pop(x.number)
-        self.steps.append(Kernel(launch, tuple(operands), tuple(written), tuple(zeroed)))
+            if x.number not in self._unwritten:
+                read.append(i)
+            elif self._unwritten.pop(x.number):
+                zeroed.append(i)
+        self.steps.append(
+            Kernel(launch, tuple(operands), tuple(read), tuple(written), tuple(zeroed))
+        )
 
     def _name(self, x: Tensor) -> int:
         self._kept.append(x)

@@ -43,7 +43,7 @@ def launches(monkeypatch):
 
         def run(*arrays):
             tensors = dict(zip(read, map(to_torch, arrays), strict=True))
-            for i in written:
+            for i in {*written} - {*read}:
                 fill = 0 if i in zeroed else float("nan")
                 tensors[i] = torch.full(layouts[i].shape, fill, dtype=layouts[i].dtype)
             # An operand that no argument has is not passed at all.
@@ -202,7 +202,7 @@ def test_no_interpreter_runs_them_outside_jit():
         explain(pallas_attn.flash_attention, q, q, q, implementation="gluon")
 
 
-def simulated(parameters, written, zeroed, monkeypatch):
+def simulated(parameters, read, written, zeroed, monkeypatch):
     """Return what each parameter of a kernel gets, by its number: an operand, or a value."""
     jaxlib = SimpleNamespace(
         TritonKernel=lambda *args: args,
@@ -215,7 +215,7 @@ def simulated(parameters, written, zeroed, monkeypatch):
     )
     calls = []
     monkeypatch.setattr(triton_call, "gpu_triton", jaxlib)
-    buffers = triton_call.arrange_buffers(parameters, written, zeroed)
+    buffers = triton_call.arrange_buffers(parameters, read, written, zeroed)
     names = [f".param .u64 f_param_{i}" for i in range(len(parameters) + 2)]
     compiled = Compiled("f", f".entry f(\n{','.join(names)}\n)\n{{}}", 4, 0, (1, 1, 1), parameters)
     types = {i: jax.ShapeDtypeStruct((3,), jnp.float32) for i in written}
@@ -243,19 +243,21 @@ def test_each_parameter_gets_its_operand(monkeypatch):
         Pointer(3), Descriptor(0, *box), Number(5, "i32"), Descriptor(0, *box), Descriptor(2, *box),
         Number(0.5, "fp32"), Pointer(1), Descriptor(4, *box), Descriptor(4, *box), Pointer(0),
     )  # fmt: skip
-    got, buffers = simulated(parameters, (3, 2, 4), (3, 2), monkeypatch)
+    parameters += Pointer(5), Pointer(6)
+    got, buffers = simulated(parameters, (0, 1, 5), (3, 2, 4, 5, 6), (3, 2), monkeypatch)
     assert [got[i] for i in range(len(parameters))] == [
         ("array", 3), ("map", 0), 5, ("map", 0), ("map", 2),
         0.5, ("array", 1), ("map", 4), ("map", 4), ("array", 0),
+        ("array", 5), ("array", 6),
     ]  # fmt: skip
-    assert [x.operand for x in buffers.shared] == [2, 4]
-    assert {x.operand for x in buffers.results} == {2, 3, 4}
+    assert [x.operand for x in buffers.shared] == [2, 4, 5]
+    assert {x.operand for x in buffers.results} == {2, 3, 4, 5, 6}
 
 
 def test_a_result_with_three_descriptors_is_refused(monkeypatch):
     box = 0, 0, (8,), (1,), (8,)
     with pytest.raises(NotImplementedError, match="at most two descriptors"):
-        simulated((Descriptor(0, *box),) * 3, (0,), (), monkeypatch)
+        simulated((Descriptor(0, *box),) * 3, (), (0,), (), monkeypatch)
     spec = AttentionSpec(1, 64, 64, 1, 1, 112, 112, "float16", 1)
     assert "two TMA descriptors" in GLUON_SM90.supports("flash_fwd", spec, "sm90")
     assert GLUON_SM90.supports("flash_fwd", replace(spec, head_dim_v=96), "sm90") is None
