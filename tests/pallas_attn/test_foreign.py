@@ -25,7 +25,7 @@ from torch_attn.targets import described
 from twin_attention.contract.operands import FlashOperands, VarlenOperands
 from twin_attention.contract.spec import AttentionSpec
 from twin_attention.targets.family import FOREIGN, Backend
-from twin_attention.targets.target import use_target
+from twin_attention.targets.target import NUM_SMS, use_target
 
 GLUON, GLUON_SM90, TORCH_TRITON = FOREIGN["pallas_attn"]
 if reason := GLUON.supports("flash_fwd", AttentionSpec(1, 9, 9, 1, 1, 64, 64, "float16", 1), "sm80"):
@@ -261,3 +261,14 @@ def test_a_result_with_three_descriptors_is_refused(monkeypatch):
     spec = AttentionSpec(1, 64, 64, 1, 1, 112, 112, "float16", 1)
     assert "two TMA descriptors" in GLUON_SM90.supports("flash_fwd", spec, "sm90")
     assert GLUON_SM90.supports("flash_fwd", replace(spec, head_dim_v=96), "sm90") is None
+
+
+def test_a_result_that_a_later_launch_writes(launches, monkeypatch):
+    """Programs that share a tile of keys add to sums, of which dk and dv are made."""
+    monkeypatch.setitem(NUM_SMS, "sm90", 132)
+    shapes = [(1, size, heads, 64) for size, heads in ((64, 2), (2048, 1), (2048, 1), (64, 2))]
+    q, k, v, dout = problem(0, shapes, "bfloat16")
+    launched = check(
+        GLUON_SM90, "sm90", FlashOperands(q, k, v), dout, launches, deterministic=False
+    )
+    assert launched[-4:] == ["flash_bwd_fused"] + ["flash_bwd_postprocess"] * 3
