@@ -20,7 +20,7 @@ from pallas_attn.triton_call import kernel_call
 from twin_attention.contract.spec import AttentionSpec
 from twin_attention.contract.validate import fail
 from twin_attention.targets.family import Backend
-
+from twin_attention.targets.kernels import Spec
 
 
 def _pad(x: jax.Array, widths: tuple[int, ...], value: float = 0) -> jax.Array:
@@ -52,7 +52,7 @@ _OPERATIONS = {
 }
 
 
-def run(backend: Backend, operation: str, spec: AttentionSpec, *operands: Any) -> Any:
+def run(backend: Backend, operation: str, spec: Spec, *operands: Any) -> Any:
     """Run an operation's function of a family of `torch_attn`.
 
     `vmap` makes one problem with a larger batch of many dense ones, and calls the kernels once for
@@ -91,9 +91,7 @@ def _has_sinks(operands: tuple[Any, ...]) -> bool:
     return any(getattr(x, "sinks", None) is not None for x in operands)
 
 
-def _run(
-    backend: Backend, operation: str, spec: AttentionSpec, operands: tuple[Any, ...]
-) -> Any:
+def _run(backend: Backend, operation: str, spec: Spec, operands: tuple[Any, ...]) -> Any:
     outlines = import_module("torch_attn.outline")
     assert backend.target is not None
     card = import_module("torch_attn.targets").Card(
@@ -127,5 +125,4 @@ def _run(
             fail(NotImplementedError, operation, f"one of {[*_OPERATIONS]}", step.name)
         args = map(value_of, step.args)
         values[step.result.number] = _OPERATIONS[step.name](*args, **step.kwargs)
-    is_value = lambda x: hasattr(x, "number")
-    return jax.tree.map(value_of, outline.results, is_leaf=is_value)
+    return jax.tree.map(value_of, outline.results, is_leaf=lambda x: hasattr(x, "number"))

@@ -1,9 +1,9 @@
 """A kernel of `torch_attn`, written in Triton or Gluon, as an operation of JAX.
 
-`kernel_call` is a primitive. It is lowered to jaxlib's ``triton_kernel_call_ffi``, which takes PTX and
-launches it on the stream of the program, in a CUDA graph too, without the host waiting. jaxlib gives
-a kernel its operands and then its results, each to one parameter, and encodes TMA descriptors of
-them. So two things are arranged here:
+`kernel_call` is a primitive. It is lowered to jaxlib's ``triton_kernel_call_ffi``, which takes PTX
+and launches it on the stream of the program, without the host waiting. jaxlib gives a kernel its
+operands and then its results, each to one parameter, and encodes TMA descriptors of them. So two
+things are arranged here:
 
 - The parameters are declared in that order. PTX refers to them by name, so that no code changes.
 - An operand that has several parameters is passed several times. A result is passed twice at most:
@@ -21,6 +21,7 @@ from importlib import import_module
 from typing import Any, NamedTuple
 
 import jax
+from jax.core import ShapedArray
 from jax.extend import core
 from jax.interpreters import mlir
 
@@ -75,8 +76,8 @@ def kernel_call(
         inputs: those of its operands that it reads, in the order of `read`.
         launch: a `torch_attn.launch.Launch`.
         card: the `torch_attn.targets.Card` to compile for.
-        read, written: which of the launch's tensors have values before, and which have others behind
-            it. Those of both are results in the memory of operands.
+        read, written: which of the launch's tensors have values before, and which may have others
+            after it. Those of both are results in the memory of operands.
         zeroed: which of the results are 0 before.
 
     Returns:
@@ -90,7 +91,9 @@ def kernel_call(
 def result_types(launch: Any, written: tuple[int, ...]) -> list[jax.ShapeDtypeStruct]:
     layouts = [x for x in _leaves(launch.layouts) if x is not None]
     dtype_name = import_module("torch_attn.operands").dtype_name
-    return [jax.ShapeDtypeStruct(tuple(layouts[i].shape), dtype_name(layouts[i].dtype)) for i in written]
+    return [
+        jax.ShapeDtypeStruct(tuple(layouts[i].shape), dtype_name(layouts[i].dtype)) for i in written
+    ]
 
 
 def _leaves(layouts: Any) -> Any:
@@ -99,7 +102,7 @@ def _leaves(layouts: Any) -> Any:
 
 @kernel_call_p.def_abstract_eval
 def _abstract(*inputs, launch, card, read, written, zeroed):
-    return [jax.core.ShapedArray(x.shape, x.dtype) for x in result_types(launch, written)]
+    return [ShapedArray(x.shape, x.dtype) for x in result_types(launch, written)]
 
 
 def _call(*inputs, launch, card, read, written, zeroed):
@@ -117,7 +120,10 @@ def _call(*inputs, launch, card, read, written, zeroed):
         operands.append(jax.lax.empty(operand.shape, operand.dtype) if before is None else before)
     opaque = _opaque(launch.name, compiled, card.capability, buffers, types, zeroed)
     call = jax.ffi.ffi_call(
-        _TARGET, [types[i] for i in results], input_output_aliases=aliases, custom_call_api_version=4
+        _TARGET,
+        [types[i] for i in results],
+        input_output_aliases=aliases,
+        custom_call_api_version=4,
     )
     found = dict(zip(results, call(*operands, opaque=opaque), strict=True))
     return [found[i] for i in written]
@@ -135,14 +141,16 @@ def arrange_buffers(
         NotImplementedError: a result has more parameters than jaxlib can give it.
     """
     takers: dict[int, list[int | None]] = {}
+    mapped = set()
     for i, x in enumerate(parameters):
         if hasattr(x, "operand"):
             takers.setdefault(x.operand, []).append(i)
+            if _is_descriptor(x):
+                mapped.add(x.operand)
     for operand in written:
         has_values = operand in read and len(takers[operand]) == 1
         # jaxlib sets to 0 what is no descriptor's.
-        is_zeroed = operand in zeroed and _is_descriptor(parameters[takers[operand][0]])
-        if has_values or is_zeroed:
+        if has_values or operand in mapped.intersection(zeroed):
             takers[operand].append(None)
     most = max(len(takers[x]) for x in written)
     if most > 2:
@@ -217,6 +225,4 @@ def reorder_parameters(ptx: str, name: str, order: Sequence[int]) -> str:
     return f"{ptx[: found.start(1)]}\n\t{text}\n{ptx[found.end(1) :]}"
 
 
-mlir.register_lowering(
-    kernel_call_p, mlir.lower_fun(_call, multiple_results=True), platform="cuda"
-)
+mlir.register_lowering(kernel_call_p, mlir.lower_fun(_call, multiple_results=True), platform="cuda")

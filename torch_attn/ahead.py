@@ -109,7 +109,7 @@ def compile_ahead(launch: Launch, card: Card) -> Compiled:
         config, compiled = launch.compile(compile, card.shared_memory)
         grid, arguments = launch.prepared(config)
     metadata = compiled.metadata
-    assert not (metadata.global_scratch_size or metadata.profile_scratch_size)
+    assert metadata.global_scratch_size == metadata.profile_scratch_size == 0
     x, y, z = (*grid, 1, 1)[:3]
     return Compiled(
         metadata.name, compiled.asm["ptx"], metadata.num_warps, metadata.shared, (x, y, z),

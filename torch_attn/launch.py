@@ -130,9 +130,7 @@ class Launch(NamedTuple):
         call = KernelCall(self.spec, self.constants, config, target, self.device, self.layouts)
         return arguments_of(self.kernel, self.prepare, call)
 
-    def compile(
-        self, compile: Callable[..., Any], limit: float
-    ) -> tuple[KernelConfig, Any]:
+    def compile(self, compile: Callable[..., Any], limit: float) -> tuple[KernelConfig, Any]:
         """Compile with the configuration, or with one that takes less shared memory.
 
         Args:

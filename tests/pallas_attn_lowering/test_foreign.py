@@ -1,4 +1,4 @@
-"""Kernels of `torch_attn` lowered for CUDA in programs of JAX, on any machine with jaxlib's CUDA plugin.
+"""Kernels of `torch_attn` lowered for CUDA in programs of JAX, where jaxlib has its CUDA plugin.
 
 They guard jaxlib's ``triton_kernel_call_ffi`` as far as a machine without a GPU can. When one fails
 after an update of JAX, compare how ``jaxlib/gpu/triton_kernels.cc`` gives parameters to a kernel:
@@ -85,8 +85,8 @@ def test_sums_of_a_descriptor_are_zeroed_in_the_call():
 
 def test_packed_sequences_are_lowered():
     def function(q, k, v, offsets):
-        def attention(*qkv):
-            return flash_attention_varlen(*qkv, offsets, offsets, implementation="gluon")
+        def attention(q, k, v):
+            return flash_attention_varlen(q, k, v, offsets, offsets, implementation="gluon")
 
         out, pullback = jax.vjp(attention, q, k, v)
         return pullback(out)
@@ -151,7 +151,10 @@ def test_a_package_that_is_not_installed_is_a_reason(package, monkeypatch):
     monkeypatch.setattr(
         "twin_attention.targets.family.find_spec", lambda name: None if name == package else name
     )
-    with use_target("sm80"), pytest.raises(NotImplementedError, match=f"{package} is not installed"):
+    with (
+        use_target("sm80"),
+        pytest.raises(NotImplementedError, match=f"{package} is not installed"),
+    ):
         jax.jit(gradients("gluon")).trace(*arrays(64))
 
 

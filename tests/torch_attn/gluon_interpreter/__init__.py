@@ -139,18 +139,21 @@ def interpreted(
 
 def interpret_launch(
     found: launch.Launch,
-    tensors: tuple[torch.Tensor, ...],
+    tensors: tuple[torch.Tensor | None, ...],
     mode: Mode,
     replace: dict[Any, Any] | None = None,
 ) -> None:
-    """Interpret a launch on tensors of the CPU; other arguments as `interpret` takes them."""
-    kernel = found.kernel
+    """Interpret a launch on tensors of the CPU; other arguments as `interpret` takes them.
+
+    A tensor may be None that no argument of the kernel has.
+    """
+    kernel, options = found.kernel, dict[str, Any](found.options)
     grid, values = found.prepared(found.config)
     arguments = dict(zip(kernel.arg_names, bind(tuple(values), tensors), strict=True))
     if not isinstance(kernel, GluonJITFunction):
         interpreter.interpreted(kernel)[grid](**arguments)
         return
-    warps = dict(found.options).get("num_warps", found.config.num_warps)
+    warps = options.get("num_warps", found.config.num_warps)
     interpret(kernel, grid, mode, warps, replace, **arguments)
 
 
