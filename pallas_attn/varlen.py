@@ -105,8 +105,10 @@ def flash_attention_varlen(
         return_lse: return the log-sum-exp of the scores as well. It is differentiable.
         implementation: "mosaic" (explicit kernels for SM80, and the forward for SM90; from jax 0.11
             on), "triton" (Pallas kernels in the Triton lowering; on a CPU in the Pallas
-            interpreter), "reference" (plain JAX in float32, O(Tq · Tkv) memory), or None: the
-            fastest kernels for the problem on a CUDA device, the reference elsewhere.
+            interpreter), "gluon" (the kernels of torch_attn in Gluon, inside this program),
+            "torch_triton" (those in Triton), "reference" (plain JAX in float32, O(Tq · Tkv)
+            memory), or None: the fastest kernels for the problem on a CUDA device, the reference
+            elsewhere.
 
     Returns:
         out [Tq, Hq, Dv] in q's dtype; with `return_lse` the pair (out, lse), lse [Hq, Tq] in

@@ -232,6 +232,11 @@ FOREIGN = {
 }
 
 
+def families_of(package: str) -> tuple[Family, ...]:
+    """Return the families of a side, its own and then those of the other side."""
+    return (*FAMILIES[package], *FOREIGN[package])
+
+
 class Backend(NamedTuple):
     """The family that runs a call, and how.
 
@@ -309,7 +314,7 @@ def choose(
         NotImplementedError: the family that was asked for does not support the problem.
     """
     passed_over = []
-    for family in (*FAMILIES[package], *FOREIGN[package]):
+    for family in families_of(package):
         if implementation not in (None, family.name):
             continue
         if family.folder is None:
