@@ -101,8 +101,9 @@ def block_sparse_attention(
         implementation: "triton" (Pallas kernels in the Triton lowering; on a CPU in the Pallas
             interpreter), "mosaic" (explicit kernels of the forward for SM90, tiles of 128 by 128),
             "gluon" (the kernels of torch_attn in Gluon, inside this program; likewise),
-            "torch_triton" (those in Triton), "reference" (plain JAX in float32, O(Sq · Skv) memory), or None: the fastest kernels
-            for the problem on a CUDA device, the reference elsewhere.
+            "torch_triton" (those in Triton), "reference" (plain JAX in float32, O(Sq · Skv)
+            memory), or None: the fastest kernels for the problem on a CUDA device, the reference
+            elsewhere.
 
     Returns:
         out [B, Sq, Hq, Dv] in q's dtype; with `return_lse` the pair (out, lse), lse [B, Hq, Sq]
