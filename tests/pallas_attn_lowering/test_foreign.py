@@ -5,6 +5,7 @@ after an update of JAX, compare how ``jaxlib/gpu/triton_kernels.cc`` gives param
 `pallas_attn/triton_call.py` arranges the buffers for it.
 """
 
+import os
 import re
 import subprocess
 import sys
@@ -133,6 +134,31 @@ def test_ptxas_takes_reordered_parameters(monkeypatch, tmp_path):
 def test_another_platform_is_refused():
     with pytest.raises(NotImplementedError, match="cpu"):
         jax.jit(gradients("gluon")).trace(*arrays(64)).lower(lowering_platforms=("cpu",))
+
+
+def test_they_need_no_triton_lowering_of_pallas():
+    """JAX has announced its end."""
+    program = """
+import sys
+for name in ("jax._src.pallas.triton", "jax._src.pallas.triton.lowering"):
+    sys.modules[name] = None
+import jax, pallas_attn
+from twin_attention.targets.target import use_target
+q = jax.ShapeDtypeStruct((1, 100, 2, 32), "float32")
+def text(implementation):
+    attention = lambda q: pallas_attn.flash_attention(q, q, q, implementation=implementation).sum()
+    with use_target("sm80"):
+        return jax.jit(jax.grad(attention)).trace(q).lower(lowering_platforms=("cuda",)).as_text()
+assert text("torch_triton").count("@triton_kernel_call_ffi") == 4
+try:
+    text("triton")
+except NotImplementedError as error:
+    assert "jax._src.pallas.triton" in str(error), error
+else:
+    raise AssertionError("the lowering is there")
+"""
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=200, env=environment)
 
 
 def test_nothing_of_torch_is_imported_unless_a_name_asks_for_it():
