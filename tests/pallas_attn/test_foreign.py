@@ -8,6 +8,7 @@ import re
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +25,7 @@ from torch_attn.layouts import leaves
 from torch_attn.targets import described
 from twin_attention.contract.operands import FlashOperands, VarlenOperands
 from twin_attention.contract.spec import AttentionSpec
+from twin_attention.targets.describe import describe
 from twin_attention.targets.family import FOREIGN, Backend
 from twin_attention.targets.target import NUM_SMS, use_target
 
@@ -203,6 +205,17 @@ def test_no_interpreter_runs_them_outside_jit():
         explain(pallas_attn.flash_attention, q, q, q, implementation="gluon")
 
 
+def test_explain_names_them_and_says_whose_they_are():
+    q = jnp.zeros((1, 70, 2, 64), "float16")
+    said = explain(pallas_attn.flash_attention, q, q, q)
+    assert (said.by_name, said.foreign) == (("gluon", "torch_triton"), None)
+    assert "kernels of the other side: gluon, torch_triton" in str(said)
+    backend = Backend(GLUON, "sm80")
+    said = describe("gluon", "flash_fwd", backend, (), SPEC, "a card", 108)
+    assert (said.by_name, said.foreign) == ((), "torch_attn")
+    assert "gluon (compiled, kernels of torch_attn, sm80 code on a card)" in str(said)
+
+
 def simulated(parameters, read, written, zeroed, monkeypatch):
     """Return what each parameter of a kernel gets, by its number: an operand, or a value."""
     jaxlib = SimpleNamespace(
@@ -266,12 +279,11 @@ def test_a_result_with_three_descriptors_is_refused(monkeypatch):
     assert "two TMA descriptors" in GLUON_SM90.supports("flash_bwd", spec, "sm90")
 
 
-def test_a_result_that_a_later_launch_writes(launches, monkeypatch):
+def test_a_result_that_a_later_launch_writes(launches):
     """Programs that share a tile of keys add to sums, of which dk and dv are made."""
-    monkeypatch.setitem(NUM_SMS, "sm90", 132)
     shapes = [(1, size, heads, 64) for size, heads in ((64, 2), (2048, 1), (2048, 1), (64, 2))]
     q, k, v, dout = problem(0, shapes, "bfloat16")
-    launched = check(
-        GLUON_SM90, "sm90", FlashOperands(q, k, v), dout, launches, deterministic=False
-    )
+    operands = FlashOperands(q, k, v)
+    with mock.patch.dict(NUM_SMS, sm90=132):
+        launched = check(GLUON_SM90, "sm90", operands, dout, launches, deterministic=False)
     assert launched[-4:] == ["flash_bwd_fused"] + ["flash_bwd_postprocess"] * 3

@@ -21,6 +21,8 @@ class Explanation:
             shared memory runs with fewer stages (docs/targets.md).
         num_splits: parts that a paged decode divides each sequence's keys into; None elsewhere.
         passed_over: a line for each faster family that does not run the call, with the reason.
+        by_name: families of the other side that a caller may ask for by name; whether they support
+            the problem is said when one is.
         foreign: the package that the kernels are of, such as "torch_attn", where the other side
             launches them; None for a side's own.
         backward: what a backward would run, or why it would be refused, where the forward's family
@@ -36,6 +38,7 @@ class Explanation:
     num_splits: int | None = None
     passed_over: tuple[str, ...] = ()
     backward: str | None = None
+    by_name: tuple[str, ...] = ()
     foreign: str | None = None
 
     def __str__(self) -> str:
@@ -47,6 +50,8 @@ class Explanation:
         lines += [f"  {kernel}: {config}" for kernel, config in self.configs.items()]
         if self.num_splits is not None:
             lines.append(f"  splits of each sequence: {self.num_splits}")
+        if self.by_name:
+            lines.append(f"  by name, kernels of the other side: {', '.join(self.by_name)}")
         if self.backward is not None:
             lines += [f"  {line}" for line in f"backward: {self.backward}".splitlines()]
         return "\n".join(lines)
