@@ -100,8 +100,10 @@ def block_sparse_attention(
         return_lse: return the log-sum-exp of the scores as well. It is differentiable.
         implementation: "triton" (Pallas kernels in the Triton lowering; on a CPU in the Pallas
             interpreter), "mosaic" (explicit kernels of the forward for SM90, tiles of 128 by 128),
-            "reference" (plain JAX in float32, O(Sq · Skv) memory), or None: the fastest kernels
-            for the problem on a CUDA device, the reference elsewhere.
+            "gluon" (the kernels of torch_attn in Gluon, inside this program; likewise),
+            "torch_triton" (those in Triton), "reference" (plain JAX in float32, O(Sq · Skv)
+            memory), or None: the fastest kernels for the problem on a CUDA device, the reference
+            elsewhere.
 
     Returns:
         out [B, Sq, Hq, Dv] in q's dtype; with `return_lse` the pair (out, lse), lse [B, Hq, Sq]

@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 
-from pallas_attn import private
+from pallas_attn import foreign, private
 from pallas_attn.targets import Device, cuda_devices, target_of
 from twin_attention.contract.spec import AttentionSpec
 from twin_attention.contract.validate import check_choice
@@ -21,7 +21,7 @@ from twin_attention.targets.config import Change, repeat_configs, requested_conf
 from twin_attention.targets.family import Backend
 from twin_attention.targets.kernels import Spec
 
-Implementation = Literal["mosaic", "triton", "reference"]
+Implementation = Literal["mosaic", "triton", "reference", "gluon", "torch_triton"]
 IMPLEMENTATIONS = get_args(Implementation)
 
 
@@ -128,6 +128,8 @@ def run_on_platform(backends: Backends, operation: str, spec: Spec, *operands: A
     """
 
     def run(*operands: Any, backend: Backend) -> Any:
+        if backend.family.is_foreign:
+            return foreign.run(backend, operation, spec, *operands)
         return backend.family.function(operation)(*operands, spec, backend)
 
     with repeat_configs(backends.changes):  # a backward may be traced after the block

@@ -148,9 +148,10 @@ def flash_attention(
         return_row_max: return the largest score of each row as well, of the keys that it sees,
             after scale and softcap. Sinks do not count. It has no gradient.
         implementation: "mosaic" (explicit kernels for SM80 and SM90; from jax 0.11 on), "triton"
-            (Pallas kernels in the Triton lowering; on a CPU in the Pallas interpreter), "reference"
-            (plain JAX in float32, O(Sq · Skv) memory), or None: the fastest kernels for the problem
-            on a CUDA device, the reference elsewhere.
+            (Pallas kernels in the Triton lowering; on a CPU in the Pallas interpreter), "gluon"
+            (the kernels of torch_attn in Gluon, inside this program), "torch_triton" (those in
+            Triton), "reference" (plain JAX in float32, O(Sq · Skv) memory), or None: the fastest
+            kernels for the problem on a CUDA device, the reference elsewhere.
 
     Returns:
         out [B, Sq, Hq, Dv] in q's dtype. With `return_lse` a tuple of out and lse [B, Hq, Sq],

@@ -1,8 +1,9 @@
 """Every private name of JAX and of Triton that this side uses: a renamed one costs speed alone.
 
 The table has them by the group that needs them: "triton", which the portable kernels are compiled
-with, and "mosaic", the kernels in Mosaic GPU. A family whose group lacks a name is refused before
-anything is traced, and `explain` names it. Pallas's interpreter needs none of them.
+with, "mosaic", the kernels in Mosaic GPU, and "foreign", which launches those of `torch_attn`. A
+family whose group lacks a name is refused before anything is traced, and `explain` names it.
+Pallas's interpreter needs none of them.
 
 Files import the modules from here, by the names in the table. They are looked up when they are
 asked for first, so that importing `pallas_attn` imports no compiler. One that is not there is None.
@@ -31,6 +32,13 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
         "libtriton": ("triton._C.libtriton", "ir.parse_mlir_module"),
         "triton_backend": ("triton.backends.compiler", "GPUTarget Language.TRITON"),
         "triton_compiler": ("triton.compiler", "ASTSource"),
+    },
+    "foreign": {
+        "gpu_triton": (
+            "jaxlib.gpu_triton",
+            "TritonKernel TritonKernelCall create_array_parameter create_scalar_parameter "
+            "create_tma_descriptor_parameter",
+        ),
     },
     "mosaic": {
         "mlir": ("jax._src.interpreters.mlir", "register_lowering"),

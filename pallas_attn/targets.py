@@ -74,6 +74,13 @@ def target_of(device: Device | None) -> str:
     return resolve_target((int(major), int(minor)))
 
 
+def capability(target: str) -> int:
+    """Return the compute capability to compile for, such as 90: the device's, or the target's."""
+    devices = cuda_devices()
+    name = devices[0].compute_capability if devices else target.removeprefix("sm")
+    return int(name.replace(".", ""))
+
+
 def shared_memory(target: str) -> int:
     """Return the bytes that a block may have: the target's limit, or a smaller card's own."""
     cards = [device.shared_memory_per_block_optin for device in cuda_devices()]

@@ -147,8 +147,10 @@ def flash_attention_varlen(
             after scale and softcap. Sinks do not count. It has no gradient.
         implementation: "mosaic" (explicit kernels for SM80, and the forward for SM90; from jax 0.11
             on), "triton" (Pallas kernels in the Triton lowering; on a CPU in the Pallas
-            interpreter), "reference" (plain JAX in float32, O(Tq · Tkv) memory), or None: the
-            fastest kernels for the problem on a CUDA device, the reference elsewhere.
+            interpreter), "gluon" (the kernels of torch_attn in Gluon, inside this program),
+            "torch_triton" (those in Triton), "reference" (plain JAX in float32, O(Tq · Tkv)
+            memory), or None: the fastest kernels for the problem on a CUDA device, the reference
+            elsewhere.
 
     Returns:
         out [Tq, Hq, Dv] in q's dtype. With `return_lse` a tuple of out and lse [Hq, Tq], float32,

@@ -17,7 +17,7 @@ ONE_SIDED = [
     r", the tensors that were given",
     r" with the new tokens, shaped and typed as those given",
     r", or it has no values because it is traced \(`jax\.errors\.TracerArrayConversionError`\)",
-    r' "(gluon|mosaic)" \([^)]*\),',
+    r' "(gluon|mosaic|torch_triton)" \([^)]*\),',
 ]
 SAME = [
     (r"`torch\.Tensor`|`jax\.Array`", "tensor"),

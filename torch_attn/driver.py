@@ -46,7 +46,7 @@ def launcher_of(compiled: Any, grid: tuple[int, ...], arguments: Sequence[Any]) 
     """
     kinds = _flatten_signature(compiled.src)
     if kinds is not None:
-        arguments = [x for x, kind in _pairs(arguments, kinds) if kind != "constexpr"]
+        arguments = [x for x, kind in pairs(arguments, kinds) if kind != "constexpr"]
     through_triton = compiled[grid]  # loads the kernel on the current device
 
     def launch_through_triton(stream: int, addresses: tuple[int, ...]) -> None:
@@ -92,11 +92,11 @@ def _flatten_signature(source: Any) -> tuple[Any, ...] | None:
     return kinds
 
 
-def _pairs(arguments: Any, kinds: Any) -> Iterator[tuple[Any, Any]]:
+def pairs(arguments: Any, kinds: Any) -> Iterator[tuple[Any, Any]]:
     """Yield arguments in tuples of tuples and their kinds."""
     for x, kind in zip(arguments, kinds, strict=True):
         if isinstance(kind, tuple):
-            yield from _pairs(x, kind)
+            yield from pairs(x, kind)
         else:
             yield x, kind
 

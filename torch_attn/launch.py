@@ -102,6 +102,65 @@ class KernelCall(NamedTuple):
     layouts: tuple[Any, ...]
 
 
+class Launch(NamedTuple):
+    """A kernel and all that its launch depends on, except for the operands' addresses.
+
+    Attributes:
+        name, kernel, prepare, spec, backend, constants: as `launch` takes them.
+        config: what the tables have for the kernel.
+        options: launch options of Triton's, by name.
+        device: of the operands.
+        layouts: of the operands, in the same tuples; None for an operand that is None.
+    """
+
+    name: str
+    kernel: Any
+    prepare: Callable[[KernelCall], Prepared]
+    spec: Spec
+    backend: Backend
+    constants: tuple[Hashable, ...]
+    config: KernelConfig
+    options: tuple[tuple[str, Hashable], ...]
+    device: torch.device
+    layouts: tuple[Any, ...]
+
+    def prepared(self, config: KernelConfig) -> tuple[tuple[int, ...], list[Any]]:
+        """Return the grid and all arguments in order, the configuration's numbers among them."""
+        target = self.backend.target
+        call = KernelCall(self.spec, self.constants, config, target, self.device, self.layouts)
+        return arguments_of(self.kernel, self.prepare, call)
+
+    def compile(self, compile: Callable[..., Any], limit: float) -> tuple[KernelConfig, Any]:
+        """Compile with the configuration, or with one that takes less shared memory.
+
+        Args:
+            compile: compiles a kernel from its grid, its arguments and Triton's options by name.
+            limit: bytes of shared memory that a block may have (see `compile_to_fit`).
+
+        Returns:
+            The configuration that fits, and what was compiled.
+
+        Raises:
+            NotImplementedError: none fits.
+        """
+        name, spec, backend, config, target = (
+            self.name, self.spec, self.backend, self.config, self.backend.target,
+        )  # fmt: skip
+        assert target is not None
+        options = {"enable_fp_fusion": True} | dict(self.options)  # Triton 3.10 turns it off
+        if target == "sm80" or not portable_uses_wgmma(name, spec):
+            options["arch"] = "sm80"
+
+        def compiled(config: KernelConfig) -> Any:
+            numbers = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+            return compile(*self.prepared(config), numbers | options)
+
+        if limit < SHARED_MEMORY_LIMIT[target]:
+            config = backend.config_of_smaller_cards(spec, name, config)
+        smaller = partial(backend.smaller_configs, spec, name, config)
+        return compile_to_fit(name, compiled, config, target, limit, smaller)
+
+
 def launch(
     name: str,
     kernel: Any,
@@ -116,7 +175,11 @@ def launch(
 
     On a CUDA device a launch goes through Triton, which compiles, with fewer stages or a smaller
     configuration where the table's does not fit (`compile_to_fit`). A `torch_attn.replay.Capture`
-    around the call gets a function that relaunches the kernel.
+    around the call gets a function that relaunches the kernel; of operands on the "meta" device
+    the `Launch`, and nothing is compiled.
+
+    A kernel writes none of its host function's operands. What the host function allocates may be
+    written by each launch that has it among its arguments, and is by the first or not read.
 
     Args:
         name: the kernel's name in the configuration tables.
@@ -130,10 +193,17 @@ def launch(
         options: further launch options of Triton's, for a CUDA device.
     """
     capture = current_capture()
+    tensors = tensors_of(operands)
     with nullcontext() if capture is None else capture.paused():
-        launcher = _launch(name, kernel, prepare, operands, spec, backend, constants, options)
+        config = backend.configs(spec)[name]
+        found = Launch(
+            name, kernel, prepare, spec, backend, constants, config, tuple(options.items()),
+            operands[0].device, layouts_of(operands),
+        )  # fmt: skip
+        is_described = capture is not None and found.device.type == "meta"
+        launcher = found if is_described else _launch(found, tensors)
     if capture is not None and launcher is not None:
-        capture.add(launcher, tensors_of(operands))
+        capture.add(launcher, tensors)
 
 
 def tensors_of(operands: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
@@ -141,53 +211,26 @@ def tensors_of(operands: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
     return tuple(x for x in leaves(operands) if x is not None)
 
 
-def _launch(
-    name: str,
-    kernel: Any,
-    prepare: Callable[[KernelCall], Prepared],
-    operands: tuple[Any, ...],
-    spec: Spec,
-    backend: Backend,
-    constants: tuple[Hashable, ...],
-    options: dict[str, Hashable],
-) -> Launcher | None:
+def _launch(found: Launch, tensors: tuple[torch.Tensor, ...]) -> Launcher | None:
     """Launch a kernel; return what relaunches it, if it was compiled."""
-    device, target = operands[0].device, backend.target
-    config = backend.configs(spec)[name]
-    layouts, tensors = layouts_of(operands), tensors_of(operands)
-
-    def positional(config: KernelConfig) -> tuple[tuple[int, ...], list[Any]]:
-        """Return the grid and all arguments in order, the configuration's numbers among them."""
-        call = KernelCall(spec, constants, config, target, device, layouts)
-        return arguments_of(kernel, prepare, call)
-
+    name, kernel, target, device = found.name, found.kernel, found.backend.target, found.device
     if target is None:
         from torch_attn.interpreter import interpreted
 
-        grid, arguments = positional(config)
+        grid, arguments = found.prepared(found.config)
         interpreted(kernel)[grid](*(bind(x, tensors) for x in arguments))
         return None
-    options = {"enable_fp_fusion": True} | options  # Triton 3.10 turns it off unless asked
-    if target == "sm80" or not portable_uses_wgmma(name, spec):
-        options["arch"] = "sm80"
 
-    def compile(config: KernelConfig) -> Any:
-        grid, arguments = positional(config)
-        arguments = [bind(x, tensors) for x in arguments]
-        numbers = {"num_warps": config.num_warps, "num_stages": config.num_stages}
-        return kernel.warmup(*arguments, grid=grid, **numbers | options)
+    def compile(grid: tuple[int, ...], arguments: list[Any], options: dict[str, Any]) -> Any:
+        return kernel.warmup(*(bind(x, tensors) for x in arguments), grid=grid, **options)
 
-    limit = shared_memory(target, device) if _recorded is None else _recorded[0](name)
-    if limit < SHARED_MEMORY_LIMIT[target]:
-        config = backend.config_of_smaller_cards(spec, name, config)
-    smaller = partial(backend.smaller_configs, spec, name, config)
     if _recorded is not None:
-        fitted = compile_to_fit(name, compile, config, target, limit, smaller)
+        fitted = found.compile(compile, _recorded[0](name))
         _recorded[1].append((name, *fitted))
         return None
     with torch.cuda.device(device):
-        config, compiled = compile_to_fit(name, compile, config, target, limit, smaller)
-        grid, arguments = positional(config)
+        config, compiled = found.compile(compile, shared_memory(target, device))
+        grid, arguments = found.prepared(config)
         launcher = launcher_of(compiled, (*grid, 1, 1)[:3], arguments)
         stream = torch.cuda.current_stream().cuda_stream
         launcher(stream, tuple(x.data_ptr() for x in tensors))

@@ -39,7 +39,7 @@ _ALLOCATIONS = {
 
 
 class _Launch(NamedTuple):
-    launcher: Launcher
+    launcher: Any
     operands: tuple[Tensor, ...]
 
 
@@ -78,8 +78,8 @@ class Capture(private.TorchDispatchMode):
             self.steps.append(_Operation(func, args, kwargs, result))
         return result
 
-    def add(self, launcher: Launcher, operands: tuple[Tensor, ...]) -> None:
-        """Add a launch."""
+    def add(self, launcher: Any, operands: tuple[Tensor, ...]) -> None:
+        """Add a launch: a `Launcher`, or of "meta" tensors what `torch_attn.outline` takes."""
         self.steps.append(_Launch(launcher, operands))
 
     @contextmanager

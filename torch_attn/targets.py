@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -12,6 +15,33 @@ from twin_attention.targets.target import (
     SHARED_MEMORY_LIMIT,
     resolve_target,
 )
+
+
+class Card(NamedTuple):
+    """A GPU that kernels are prepared and compiled for, which torch need not have.
+
+    Attributes:
+        capability: compute capability, such as 90.
+        num_sms: how many SMs it has.
+        shared_memory: bytes that a block may have.
+    """
+
+    capability: int
+    num_sms: int
+    shared_memory: int
+
+
+_described: ContextVar[Card | None] = ContextVar("described", default=None)
+
+
+@contextmanager
+def described(card: Card) -> Iterator[None]:
+    """Let operands on the "meta" device stand for some on this card in the block."""
+    token = _described.set(card)
+    try:
+        yield
+    finally:
+        _described.reset(token)
 
 
 def target_of(device: torch.device) -> str | None:
@@ -33,6 +63,9 @@ def num_sms(device: torch.device, target: str | None) -> int:
         device: where the operands are.
         target: "sm80", "sm90", or None for the interpreter, which follows SM80.
     """
+    card = _described.get()
+    if device.type == "meta" and card is not None:
+        return card.num_sms
     if device.type != "cuda":
         return NUM_SMS[target or "sm80"]
     return _properties(device)[1]

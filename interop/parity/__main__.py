@@ -28,7 +28,7 @@ from twin_attention.targets.target import TARGETS
 if TYPE_CHECKING:
     from interop.parity.sides import Subject
 
-IMPLEMENTATIONS = ("gluon", "mosaic", "triton", "reference")
+IMPLEMENTATIONS = ("gluon", "mosaic", "triton", "torch_triton", "reference")
 LOG_WIDTH = 240  # of the table where nothing says how wide the output is
 NEEDED = ("jax", "matplotlib", "rich", "torch", "triton")
 

@@ -26,7 +26,7 @@ from interop.parity.cases import (
 )
 from interop.parity.inputs import Tensors
 from twin_attention.contract.explain import Explanation
-from twin_attention.targets.family import FAMILIES
+from twin_attention.targets.family import Family, families_of
 from twin_attention.targets.target import TARGETS, use_target
 
 Attend = Callable[..., Any]  # an array, or a tuple of arrays, from arrays
@@ -39,7 +39,7 @@ class Subject:
 
     Attributes:
         side: "torch_attn" or "pallas_attn".
-        implementation: such as "gluon", "mosaic", "triton" or "reference".
+        implementation: such as "gluon", "mosaic", "triton", "torch_triton" or "reference".
         target: "sm80" or "sm90"; None where nothing is compiled.
     """
 
@@ -58,9 +58,12 @@ def plan(implementations: Sequence[str], targets: Sequence[str | None]) -> list[
     A family whose folder is named for a target has kernels for that one alone.
     """
 
-    def runs(folder: str | None, target: str | None) -> bool:
+    def runs(family: Family, target: str | None) -> bool:
+        folder = family.folder
         if folder is None:
             return target == targets[0]
+        if family.is_foreign and target is None:
+            return False  # it has no interpreter here
         return folder == target or (folder not in TARGETS and (folder, target) != ("paged", None))
 
     return [
@@ -68,8 +71,8 @@ def plan(implementations: Sequence[str], targets: Sequence[str | None]) -> list[
             *dict.fromkeys(
                 Subject(side, family.name, target if family.folder is not None else None)
                 for implementation, side in product(implementations, SIDES)
-                for family in FAMILIES[side]
-                if family.name == implementation and runs(family.folder, target)
+                for family in families_of(side)
+                if family.name == implementation and runs(family, target)
             )
         ]
         for target in targets
@@ -83,7 +86,7 @@ def supports(subject: Subject, case: Case) -> bool:
         AppendCase: ("append_kv",), MergeCase: ("combine",),
     }  # fmt: skip
     operations = kinds.get(type(case), ("flash_fwd", "flash_bwd"))
-    families = [x for x in FAMILIES[subject.side] if x.name == subject.implementation]
+    families = [x for x in families_of(subject.side) if x.name == subject.implementation]
     return all(
         any(family.supports(operation, case.spec, subject.target) is None for family in families)
         for operation in operations

@@ -20,7 +20,7 @@ from pallas_attn import dispatch, explain, flash_attention, private
 from pallas_attn.dispatch import Backends, choose_backends
 from twin_attention.contract.spec import AttentionSpec, DecodeSpec, PagedCache
 from twin_attention.targets import family
-from twin_attention.targets.family import FAMILIES, Backend
+from twin_attention.targets.family import FAMILIES, FOREIGN, Backend
 
 NAMES = [
     (group, place, name)
@@ -31,8 +31,14 @@ NAMES = [
 SPEC = AttentionSpec(1, 64, 64, 2, 2, 64, 64, "bfloat16", 0.125)
 DECODE = DecodeSpec(1, 1, 2, PagedCache(3, 16, 4, 2, 64, 64, "bfloat16"), "bfloat16", 0.125)
 MOSAIC, MOSAIC_SM90, TRITON, PAGED, REFERENCE = FAMILIES["pallas_attn"]
+GLUON, GLUON_SM90, TORCH_TRITON = FOREIGN["pallas_attn"]
 PROBLEMS = {
     "triton": [(TRITON, "flash_fwd", SPEC, "sm80"), (TRITON, "paged_decode", DECODE, "sm90")],
+    "foreign": [
+        (GLUON, "flash_fwd", SPEC, "sm80"),
+        (GLUON_SM90, "flash_bwd", SPEC, "sm90"),
+        (TORCH_TRITON, "flash_fwd", SPEC, "sm90"),
+    ],
     "mosaic": [
         (MOSAIC, "flash_fwd", SPEC, "sm80"),
         (MOSAIC_SM90, "flash_bwd", SPEC, "sm90"),
@@ -195,7 +201,8 @@ def _used():
 def test_every_attribute_that_the_files_use_is_in_the_table():
     used = defaultdict(set)
     for file, modules in _used().items():
-        group = "mosaic" if "kernels" in file.parts else "triton"
+        others = "foreign" if file.name == "triton_call.py" else "triton"
+        group = "mosaic" if "kernels" in file.parts else others
         for module, names in modules.items():
             used[group, module] |= names
     attributes = {

@@ -32,12 +32,14 @@ def test_each_target_is_a_group_and_the_reference_runs_once():
 def test_explicit_kernels_run_for_their_target_alone():
     of_sm80 = [
         "torch_attn gluon sm80",
+        "pallas_attn gluon sm80",
         "pallas_attn mosaic sm80",
         "torch_attn triton sm80",
         "pallas_attn triton sm80",
     ]
     of_sm90 = [
         "torch_attn gluon sm90",
+        "pallas_attn gluon sm90",
         "pallas_attn mosaic sm90",
         "torch_attn triton sm90",
         "pallas_attn triton sm90",
@@ -49,7 +51,7 @@ def test_explicit_kernels_run_for_their_target_alone():
     ):
         groups = plan(("gluon", "mosaic", "triton"), targets)
         assert [[subject.label for subject in group] for group in groups] == expected
-    assert plan(("gluon", "mosaic"), (None,)) == [[]]
+    assert plan(("gluon", "mosaic", "torch_triton"), (None,)) == [[]]
 
 
 def test_a_subject_supports_what_its_family_does():

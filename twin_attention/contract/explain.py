@@ -21,6 +21,10 @@ class Explanation:
             shared memory runs with fewer stages (docs/targets.md).
         num_splits: parts that a paged decode divides each sequence's keys into; None elsewhere.
         passed_over: a line for each faster family that does not run the call, with the reason.
+        by_name: families of the other side that a caller may ask for by name; whether they support
+            the problem is said when one is.
+        foreign: the package that the kernels are of, such as "torch_attn", where the other side
+            launches them; None for a side's own.
         backward: what a backward would run, or why it would be refused, where the forward's family
             does not run it; else None.
         exchange: how ranks exchange keys, why and in how many steps; None where there are none.
@@ -36,9 +40,13 @@ class Explanation:
     passed_over: tuple[str, ...] = ()
     backward: str | None = None
     exchange: str | None = None
+    by_name: tuple[str, ...] = ()
+    foreign: str | None = None
 
     def __str__(self) -> str:
         where = self.device if self.target is None else f"{self.target} code on {self.device}"
+        if self.foreign is not None:
+            where = f"kernels of {self.foreign}, {where}"
         lines = [f"{self.implementation} ({self.execution}, {where}): {self.reason}"]
         lines += [f"  not {line}" for line in self.passed_over]
         lines += [f"  {kernel}: {config}" for kernel, config in self.configs.items()]
@@ -46,6 +54,8 @@ class Explanation:
             lines.append(f"  splits of each sequence: {self.num_splits}")
         if self.exchange is not None:
             lines.append(f"  exchange: {self.exchange}")
+        if self.by_name:
+            lines.append(f"  by name, kernels of the other side: {', '.join(self.by_name)}")
         if self.backward is not None:
             lines += [f"  {line}" for line in f"backward: {self.backward}".splitlines()]
         return "\n".join(lines)

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from twin_attention.contract.explain import Explanation
 from twin_attention.contract.spec import AttentionSpec, DecodeSpec, PartialSpec
-from twin_attention.targets.family import Backend
+from twin_attention.targets.family import FOREIGN, Backend
 from twin_attention.targets.kernels import FAMILY_KERNELS, DecodeConfig, Spec
 from twin_attention.targets.splits import cascade_tile, choose_splits, decode_kernel
 
@@ -78,6 +78,10 @@ def describe(
         reason = "the first that supports the problem on this device"
     else:
         reason = "the best choice on a CUDA device"
+    others: tuple[str, ...] = ()
+    if implementation is None and operation == "flash_fwd":
+        package = backend.family.package
+        others = tuple(dict.fromkeys(family.name for family in FOREIGN[package]))
     runs_kernels = backend.runs_kernels and not spec.is_empty
     configs = dict(backend.configs(spec)) if runs_kernels else {}
     if isinstance(spec, AttentionSpec):
@@ -107,4 +111,6 @@ def describe(
         passed_over=passed_over,
         configs=configs,
         num_splits=splits,
+        by_name=others,
+        foreign=backend.family.package if backend.family.is_foreign else None,
     )

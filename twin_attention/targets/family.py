@@ -13,8 +13,10 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from importlib.metadata import version
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
+from twin_attention.contract.spec import PartialSpec
 from twin_attention.contract.validate import fail
 from twin_attention.targets import paged, sm80, sm90
 from twin_attention.targets.config import (
@@ -50,6 +52,7 @@ class Family:
             reason why it has none. The operation is the name of a function, such as "flash_fwd";
             the target is "sm80", "sm90", or None in the interpreter.
         slower: why a family behind it is faster for a problem that it supports, else None.
+        is_foreign: the other side launches its kernels too, and this is how that side knows it.
     """
 
     name: str
@@ -58,6 +61,7 @@ class Family:
     has_interpreter: bool = False
     supports: Callable[[str, Spec, str | None], str | None] = _every_problem
     slower: Callable[[str, Spec, str | None], str | None] = _never_slower
+    is_foreign: bool = False
 
     def function(self, operation: str) -> Callable[..., Any]:
         """Return the function of an operation, such as "flash_fwd"; imports its module."""
@@ -100,6 +104,31 @@ def _triton_supports(operation: str, spec: Spec, target: str | None) -> str | No
     if reason is None and target is None:
         reason = _import_error("torch_attn.interpreter")
     return reason
+
+
+def _jax_runs(
+    supports: Callable[[str, Spec, str | None], str | None],
+) -> Callable[[str, Spec, str | None], str | None]:
+    """Return what a family of `torch_attn` supports where JAX launches its kernels."""
+
+    def supported(operation: str, spec: Spec, target: str | None) -> str | None:
+        if operation not in ("flash_fwd", "flash_bwd") or isinstance(spec, PartialSpec):
+            return "JAX launches its kernels of flash attention alone"
+        for package in ("triton", "torch"):
+            if find_spec(package) is None:
+                return (
+                    f"{package} is not installed: its kernels are written in Triton, and PyTorch, "
+                    "of which a build for CPUs will do, prepares their launches"
+                )
+        return (
+            supports(operation, spec, target)
+            or _missing_names("foreign")
+            or _import_error("torch_attn.outline")
+            or _import_error("torch_attn.ahead")
+            or sm90.jax_leaves(operation, spec, target)
+        )
+
+    return supported
 
 
 def _missing_names(group: str) -> str | None:
@@ -201,6 +230,24 @@ FAMILIES = {
     ),
 }
 
+# Families of the other side that a side launches too, by name alone.
+FOREIGN = {
+    "torch_attn": (),
+    "pallas_attn": tuple(
+        Family(name, "torch_attn", folder, supports=_jax_runs(supports), is_foreign=True)
+        for name, folder, supports in (
+            ("gluon", "sm80", _gluon_sm80_supports),
+            ("gluon", "sm90", _gluon_sm90_supports),
+            ("torch_triton", "portable", _triton_supports),
+        )
+    ),
+}
+
+
+def families_of(package: str) -> tuple[Family, ...]:
+    """Return the families of a side, its own and then those of the other side."""
+    return (*FAMILIES[package], *FOREIGN[package])
+
 
 class Backend(NamedTuple):
     """The family that runs a call, and how.
@@ -279,7 +326,7 @@ def choose(
         NotImplementedError: the family that was asked for does not support the problem.
     """
     passed_over = []
-    for family in FAMILIES[package]:
+    for family in families_of(package):
         if implementation not in (None, family.name):
             continue
         if family.folder is None:

@@ -85,6 +85,16 @@ def mosaic_leaves(operation: str, spec: Spec) -> str | None:
     return None
 
 
+def jax_leaves(operation: str, spec: Spec, target: str | None) -> str | None:
+    """Return why JAX cannot launch a problem that the kernels of `torch_attn` cover, or None."""
+    if target != "sm90" or isinstance(spec, VarlenSpec) or not isinstance(spec, AttentionSpec):
+        return None
+    results = {spec.head_dim_v} if operation == "flash_fwd" else {spec.head_dim, spec.head_dim_v}
+    if any(len(column_pieces(size)) > 2 for size in results):
+        return "JAX passes two TMA descriptors of a result at most"
+    return None
+
+
 def _supports_backward(spec: AttentionSpec) -> str | None:
     """Return None for a backward that the kernels cover, else the reason why they do not."""
     sequences = spec.num_sequences if isinstance(spec, VarlenSpec) else 1

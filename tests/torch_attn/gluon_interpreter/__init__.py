@@ -49,7 +49,7 @@ from tests.torch_attn.gluon_interpreter.program import (
 from tests.torch_attn.gluon_interpreter.source import Source
 from tests.torch_attn.gluon_interpreter.values import Descriptor, Pointer, plain, scalar
 from torch_attn import interpreter, launch
-from torch_attn.layouts import bind, layouts_of
+from torch_attn.layouts import bind
 from twin_attention.targets.target import NUM_SMS
 
 __all__ = [
@@ -126,24 +126,35 @@ def interpreted(
     """
     launched: list[str] = []
 
-    def run(name, kernel, prepare, operands, spec, backend, constants, options):
-        config, device = backend.configs(spec)[name], operands[0].device
-        layouts, tensors = layouts_of(operands), launch.tensors_of(operands)
-        call = launch.KernelCall(spec, constants, config, backend.target, device, layouts)
-        grid, values = launch.arguments_of(kernel, prepare, call)
-        arguments = dict(zip(kernel.arg_names, bind(tuple(values), tensors), strict=True))
-        launched.append(name)
-        if not isinstance(kernel, GluonJITFunction):
-            interpreter.interpreted(kernel)[grid](**arguments)
-            return
-        warps = options.get("num_warps", config.num_warps)
-        interpret(kernel, grid, mode, warps, replace, **arguments)
+    def run(found, tensors):
+        launched.append(found.name)
+        interpret_launch(found, tensors, mode, replace)
 
     with (
         mock.patch.object(launch, "_launch", run),
         mock.patch.dict(NUM_SMS, sm80=programs, sm90=programs),
     ):
         yield launched
+
+
+def interpret_launch(
+    found: launch.Launch,
+    tensors: tuple[torch.Tensor | None, ...],
+    mode: Mode,
+    replace: dict[Any, Any] | None = None,
+) -> None:
+    """Interpret a launch on tensors of the CPU; other arguments as `interpret` takes them.
+
+    A tensor may be None that no argument of the kernel has.
+    """
+    kernel, options = found.kernel, dict[str, Any](found.options)
+    grid, values = found.prepared(found.config)
+    arguments = dict(zip(kernel.arg_names, bind(tuple(values), tensors), strict=True))
+    if not isinstance(kernel, GluonJITFunction):
+        interpreter.interpreted(kernel)[grid](**arguments)
+        return
+    warps = options.get("num_warps", found.config.num_warps)
+    interpret(kernel, grid, mode, warps, replace, **arguments)
 
 
 def argument(x: Any) -> Any:

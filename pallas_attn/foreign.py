@@ -1,0 +1,128 @@
+"""Run a family of `torch_attn` inside JAX: its kernels in Triton or Gluon, launched by jaxlib.
+
+The family's host function is called once while JAX traces, on tensors that have shapes and no
+values (`torch_attn.outline`). The launches that it describes become operations of the program
+(`pallas_attn.triton_call`), its little arithmetic becomes XLA's. PyTorch and Triton are imported
+when a family is asked for; a PyTorch without CUDA will do.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from importlib import import_module
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_attn.targets import capability, num_sms, shared_memory
+from pallas_attn.triton_call import kernel_call
+from twin_attention.contract.spec import AttentionSpec
+from twin_attention.contract.validate import fail
+from twin_attention.targets.family import Backend
+from twin_attention.targets.kernels import Spec
+
+
+def _pad(x: jax.Array, widths: tuple[int, ...], value: float = 0) -> jax.Array:
+    """Pad axes: torch lists before and after, the last axis first."""
+    pairs = [*zip(widths[::2], widths[1::2], strict=True)][::-1]
+    return jnp.pad(x, [(0, 0)] * (x.ndim - len(pairs)) + pairs, constant_values=value)
+
+
+def _set(x: jax.Array, axis: int, index: int, values: jax.Array) -> jax.Array:
+    return x.at[(slice(None),) * axis + (index,)].set(values)
+
+
+# What host functions compute beside their launches, by torch's names.
+_OPERATIONS = {
+    "add": jnp.add,
+    "amax": jnp.max,
+    "amin": jnp.min,
+    "constant_pad_nd": _pad,
+    "exp2": jnp.exp2,
+    "lt": jnp.less,
+    "masked_fill": lambda x, mask, value: jnp.where(mask, value, x),
+    "mul": jnp.multiply,
+    "neg": jnp.negative,
+    "set": _set,
+    "sub": jnp.subtract,
+    "sum": jnp.sum,
+    "unsqueeze": jnp.expand_dims,
+    "view": jnp.reshape,
+}
+
+
+def run(backend: Backend, operation: str, spec: Spec, *operands: Any) -> Any:
+    """Run an operation's function of a family of `torch_attn`.
+
+    `vmap` makes one problem with a larger batch of many dense ones, and calls the kernels once for
+    each of others.
+
+    Args:
+        backend: the family, and the target to compile for.
+        operation: the function, such as "flash_fwd".
+        spec: the problem.
+        operands: those of the function, arrays in tuples.
+    """
+
+    @jax.custom_batching.custom_vmap
+    def call(*operands: Any) -> Any:
+        return _run(backend, operation, spec, operands)
+
+    @call.def_vmap
+    def call_many(size: int, is_batched: Any, *operands: Any) -> Any:
+        every = jax.tree.map(
+            lambda x, batched: x if batched else jnp.broadcast_to(x, (size, *x.shape)),
+            operands, tuple(is_batched),
+        )  # fmt: skip
+        if type(spec) is AttentionSpec and not _has_sinks(operands):
+            joined = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), every)
+            larger = replace(spec, batch=size * spec.batch)
+            results = run(backend, operation, larger, *joined)
+            results = jax.tree.map(lambda x: x.reshape(size, -1, *x.shape[1:]), results)
+        else:
+            results = jax.lax.map(lambda x: call(*x), every)
+        return results, jax.tree.map(lambda x: True, results)
+
+    return call(*operands)
+
+
+def _has_sinks(operands: tuple[Any, ...]) -> bool:
+    return any(getattr(x, "sinks", None) is not None for x in operands)
+
+
+def _run(backend: Backend, operation: str, spec: Spec, operands: tuple[Any, ...]) -> Any:
+    outlines = import_module("torch_attn.outline")
+    assert backend.target is not None
+    card = import_module("torch_attn.targets").Card(
+        capability(backend.target), num_sms(backend.target), shared_memory(backend.target)
+    )
+    tensors = jax.tree.map(lambda x: outlines.operand_of(x.shape, x.dtype.name), operands)
+    function = backend.family.function(operation)
+    outline = outlines.outline(
+        lambda: function(*tensors, spec, backend), tuple(jax.tree.leaves(tensors)), card
+    )
+    values = dict(enumerate(jax.tree.leaves(operands)))
+
+    def value_of(x: Any) -> Any:
+        if not hasattr(x, "number"):
+            return x
+        if x.number not in values:  # allocated, and not written
+            values[x.number] = jnp.zeros(x.shape, x.dtype)
+        return values[x.number]
+
+    for step in outline.steps:
+        if hasattr(step, "launch"):
+            results = kernel_call(
+                [value_of(step.operands[i]) for i in step.read],
+                launch=step.launch, card=card, read=step.read, written=step.written,
+                zeroed=step.zeroed,
+            )  # fmt: skip
+            for i, x in zip(step.written, results, strict=True):
+                values[step.operands[i].number] = x
+            continue
+        if step.name not in _OPERATIONS:
+            fail(NotImplementedError, operation, f"one of {[*_OPERATIONS]}", step.name)
+        args = map(value_of, step.args)
+        values[step.result.number] = _OPERATIONS[step.name](*args, **step.kwargs)
+    return jax.tree.map(value_of, outline.results, is_leaf=lambda x: hasattr(x, "number"))

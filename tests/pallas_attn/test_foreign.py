@@ -1,0 +1,289 @@
+"""Kernels of `torch_attn` inside `jax.jit`: interpreted here, bit for bit what `torch_attn` gives.
+
+In place of jaxlib a callback runs each launch that JAX's program holds, in the interpreters of
+Triton and Gluon, on the buffers that the program gives it: results are NaN before, or 0.
+"""
+
+import re
+from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+
+import pallas_attn
+from pallas_attn import explain, foreign, triton_call
+from pallas_attn.flash_ops import DENSE, PACKED
+from tests.torch_attn.gluon_interpreter import WRITES_FIRST, interpret_launch, interpreted
+from torch_attn.ahead import Compiled, Descriptor, Number, Pointer
+from torch_attn.layouts import leaves
+from torch_attn.targets import described
+from twin_attention.contract.operands import FlashOperands, VarlenOperands
+from twin_attention.contract.spec import AttentionSpec
+from twin_attention.targets.describe import describe
+from twin_attention.targets.family import FOREIGN, Backend
+from twin_attention.targets.target import NUM_SMS, use_target
+
+GLUON, GLUON_SM90, TORCH_TRITON = FOREIGN["pallas_attn"]
+SPEC = AttentionSpec(1, 9, 9, 1, 1, 64, 64, "float16", 1)
+REASON = GLUON.supports("flash_fwd", SPEC, "sm80")
+if REASON is not None and "private names" not in REASON:  # jaxlib launches nothing here
+    pytest.skip(REASON, allow_module_level=True)
+
+
+@pytest.fixture(autouse=True)
+def launches(monkeypatch):
+    """Interpret what jaxlib would launch; yield the names of the kernels."""
+    launched = []
+
+    def call(inputs, *, launch, card, read, written, zeroed):
+        layouts = [x for x in leaves(launch.layouts) if x is not None]
+
+        def run(*arrays):
+            tensors = dict(zip(read, map(to_torch, arrays), strict=True))
+            for i in {*written} - {*read}:
+                fill = 0 if i in zeroed else float("nan")
+                tensors[i] = torch.full(layouts[i].shape, fill, dtype=layouts[i].dtype)
+            # An operand that no argument has is not passed at all.
+            every = tuple(tensors.get(i) for i in range(len(layouts)))
+            launched.append(launch.name)
+            with described(card):
+                interpret_launch(launch, every, WRITES_FIRST)
+            return [to_numpy(tensors[i]) for i in written]
+
+        return jax.pure_callback(run, triton_call.result_types(launch, written), *inputs)
+
+    monkeypatch.setattr(foreign, "kernel_call", call)
+    monkeypatch.setattr("pallas_attn.private.missing", lambda group: None)
+    jax.clear_caches()
+    with interpreted(WRITES_FIRST):  # for its three SMs, and for torch's own launches
+        yield launched
+    jax.clear_caches()
+
+
+def to_torch(x):
+    x = np.array(x)
+    if x.dtype == jnp.bfloat16:
+        return torch.from_numpy(x.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(x)
+
+
+def to_numpy(x):
+    if x.dtype == torch.bfloat16:
+        return x.view(torch.int16).numpy().view(jnp.bfloat16)
+    return x.numpy()
+
+
+def problem(key, shapes, dtype):
+    keys = jax.random.split(jax.random.key(key), len(shapes))
+    return [jax.random.normal(k, shape, dtype) for k, shape in zip(keys, shapes, strict=True)]
+
+
+def check(family, target, operands, dout, launches, **options):
+    """Compare JAX's results and gradients with those of the family's host functions."""
+    packed = isinstance(operands, VarlenOperands)
+    function = pallas_attn.flash_attention_varlen if packed else pallas_attn.flash_attention
+    problem = (PACKED if packed else DENSE).problem
+    defaults = {
+        "causal": False, "scale": None, "window_size": None, "softcap": None, "precision": "ieee",
+    }  # fmt: skip
+    options = {**defaults, **options, "return_lse": True}
+    of_numbers = {x: y for x, y in operands._asdict().items() if y is None or y.dtype.kind == "i"}
+
+    @jax.jit
+    def run(operands, dout):
+        given = operands._asdict()
+
+        def attention(differentiable):
+            arguments = {**given, **differentiable}
+            return function(**arguments, **options, implementation=family.name)
+
+        differentiable = {x: y for x, y in given.items() if x not in of_numbers}
+        (out, lse), pullback = jax.vjp(attention, differentiable)
+        return out, lse, *pullback((dout, jnp.ones_like(lse)))
+
+    launches.clear()
+    with use_target(target):
+        *ours, gradients = run(operands, dout)
+        launched = [*launches]
+    spec = problem(**operands._asdict(), **options)[1]
+    tensors, backend = jax.tree.map(to_torch, operands), Backend(family, target)
+    theirs = family.function("flash_fwd")(tensors, spec, backend)
+    dlse = torch.ones_like(theirs[1])
+    flash_bwd = family.function("flash_bwd")
+    expected = flash_bwd(to_torch(dout), dlse, tensors, *theirs, spec, backend)
+    for x, y in zip((*ours, *(gradients[x] for x in "qkv")), (*theirs, *expected[:3]), strict=True):
+        np.testing.assert_array_equal(np.asarray(x), to_numpy(y))
+    if operands.sinks is not None:  # a sum, which each framework takes itself
+        np.testing.assert_allclose(gradients["sinks"], expected.sinks, rtol=1e-5, atol=1e-6)
+    return launched
+
+
+def dense(head_dim, dtype, **others):
+    q, k, v, dout = problem(0, [(1, 70, h, head_dim) for h in (4, 2, 2, 4)], dtype)
+    return FlashOperands(q, k, v)._replace(**others), dout
+
+
+def packed(head_dim, dtype, lengths, **others):
+    size = sum(lengths)
+    q, k, v, dout = problem(0, [(size, h, head_dim) for h in (2, 1, 1, 2)], dtype)
+    offsets = jnp.cumsum(jnp.array([0, *lengths], jnp.int32), dtype=jnp.int32)
+    return VarlenOperands(q, k, v, offsets, offsets)._replace(**others), dout
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize(
+    ("family", "target", "head_dim", "dtype"),
+    [
+        (GLUON, "sm80", 64, "bfloat16"),
+        (GLUON_SM90, "sm90", 64, "float16"),
+        (GLUON_SM90, "sm90", 96, "bfloat16"),
+        (TORCH_TRITON, "sm80", 32, "float32"),
+    ],
+)
+def test_dense_attention(family, target, head_dim, dtype, deterministic, launches):
+    (sinks,) = problem(1, [(4,)], "float32")
+    operands, dout = dense(head_dim, dtype, sinks=sinks)
+    options = {"causal": True, "softcap": 15.0, "deterministic": deterministic}
+    launched = check(family, target, operands, dout, launches, **options)
+    assert launched[0] == "flash_fwd"
+    assert ("flash_bwd_fused" in launched) == (not deterministic and family is GLUON)
+
+
+@pytest.mark.parametrize(
+    ("family", "target", "head_dim"),
+    [(GLUON, "sm80", 64), (GLUON_SM90, "sm90", 64), (GLUON_SM90, "sm90", 256),
+     (TORCH_TRITON, "sm90", 32)],
+)  # fmt: skip
+def test_packed_sequences(family, target, head_dim, launches):
+    operands, dout = packed(head_dim, "bfloat16", (40, 3, 70))
+    check(family, target, operands, dout, launches, causal=True, deterministic=True)
+
+
+def test_segment_ids(launches):
+    ids = jnp.arange(70, dtype=jnp.int32)[None] // 30
+    operands, dout = dense(32, "float16", q_segment_ids=ids, kv_segment_ids=ids)
+    check(TORCH_TRITON, "sm80", operands, dout, launches, deterministic=True)
+
+
+@pytest.mark.parametrize("has_sinks", [False, True])
+def test_vmap_makes_one_problem_where_it_can(has_sinks, launches):
+    q, k, v = problem(0, [(3, 2, 33, h, 32) for h in (2, 1, 1)], "float32")
+    (sinks,) = problem(1, [(3, 2)], "float32")
+
+    def loss(q, k, v, sinks):
+        attention = partial(pallas_attn.flash_attention, implementation="torch_triton")
+        return (attention(q, k, v, sinks=sinks if has_sinks else None) ** 2).sum()
+
+    gradients = jax.grad(loss, (0, 1, 2, 3))
+    ours = jax.jit(jax.vmap(gradients))(q, k, v, sinks)
+    assert launches.count("flash_fwd") == (3 if has_sinks else 1)
+    for i in range(3):
+        expected = jax.jit(gradients)(q[i], k[i], v[i], sinks[i])
+        for x, y in zip(ours, expected, strict=True):
+            np.testing.assert_array_equal(x[i], y)
+
+
+def test_scan_and_an_operand_that_vmap_leaves(launches):
+    q, k, v = problem(0, [(1, 33, 2, 32)] * 3, "float32")
+    attention = partial(pallas_attn.flash_attention, implementation="torch_triton")
+    layers = jax.jit(lambda q: jax.lax.scan(lambda x, _: (attention(x, k, v), None), q, None, 2)[0])
+    jitted = jax.jit(attention)
+    np.testing.assert_array_equal(layers(q), jitted(jitted(q, k, v), k, v))
+    many = jax.jit(jax.vmap(lambda q: attention(q, k, v)))(jnp.stack([q, -q]))
+    np.testing.assert_array_equal(many[1], jitted(-q, k, v))
+
+
+def test_no_interpreter_runs_them_outside_jit():
+    q = jnp.zeros((1, 70, 2, 64), "float16")
+    with pytest.raises(NotImplementedError, match="no interpreter"):
+        explain(pallas_attn.flash_attention, q, q, q, implementation="gluon")
+
+
+def test_explain_names_them_and_says_whose_they_are():
+    q = jnp.zeros((1, 70, 2, 64), "float16")
+    said = explain(pallas_attn.flash_attention, q, q, q)
+    assert (said.by_name, said.foreign) == (("gluon", "torch_triton"), None)
+    assert "kernels of the other side: gluon, torch_triton" in str(said)
+    backend = Backend(GLUON, "sm80")
+    said = describe("gluon", "flash_fwd", backend, (), SPEC, "a card", 108)
+    assert (said.by_name, said.foreign) == ((), "torch_attn")
+    assert "gluon (compiled, kernels of torch_attn, sm80 code on a card)" in str(said)
+
+
+def simulated(parameters, read, written, zeroed, monkeypatch):
+    """Return what each parameter of a kernel gets, by its number: an operand, or a value."""
+    jaxlib = SimpleNamespace(
+        TritonKernel=lambda *args: args,
+        TritonKernelCall=lambda kernel, x, y, z, given: SimpleNamespace(
+            to_proto=lambda name, _: calls.append((kernel, given)) or b""
+        ),
+        create_array_parameter=lambda size, align: ("array", size),
+        create_scalar_parameter=lambda value, kind: ("scalar", value),
+        create_tma_descriptor_parameter=lambda **fields: ("map", fields["shape"]),
+    )
+    calls = []
+    monkeypatch.setattr(triton_call, "gpu_triton", jaxlib)
+    buffers = triton_call.arrange_buffers(parameters, read, written, zeroed)
+    names = [f".param .u64 f_param_{i}" for i in range(len(parameters) + 2)]
+    compiled = Compiled("f", f".entry f(\n{','.join(names)}\n)\n{{}}", 4, 0, (1, 1, 1), parameters)
+    types = {i: jax.ShapeDtypeStruct((3,), jnp.float32) for i in written}
+    triton_call._opaque("f", compiled, 90, buffers, types, zeroed)
+    ((kernel, given),) = calls
+    declared = [int(x) for x in re.findall(r"f_param_(\d+)", kernel[4])]
+    # As jaxlib does: each array and each map takes the next buffer, and CUDA the first parameters.
+    passed = iter([*buffers.inputs, *buffers.shared, *buffers.results])
+    got, set_to_0 = {}, set()
+    for i, (kind, value) in enumerate(given):
+        if kind != "scalar":
+            operand = next(passed).operand
+            set_to_0 |= {operand} if kind == "array" and value else set()
+            value = ("map" if kind == "map" else "array", operand)
+        if i < len(declared):
+            got[declared[i]] = value
+    assert next(passed, None) is None
+    assert set_to_0 == {*zeroed}
+    return got, buffers
+
+
+def test_each_parameter_gets_its_operand(monkeypatch):
+    box = 0, 0, (8,), (1,), (8,)
+    parameters = (
+        Pointer(3), Descriptor(0, *box), Number(5, "i32"), Descriptor(0, *box), Descriptor(2, *box),
+        Number(0.5, "fp32"), Pointer(1), Descriptor(4, *box), Descriptor(4, *box), Pointer(0),
+    )  # fmt: skip
+    parameters += Pointer(5), Pointer(6)
+    got, buffers = simulated(parameters, (0, 1, 5), (3, 2, 4, 5, 6), (3, 2), monkeypatch)
+    assert [got[i] for i in range(len(parameters))] == [
+        ("array", 3), ("map", 0), 5, ("map", 0), ("map", 2),
+        0.5, ("array", 1), ("map", 4), ("map", 4), ("array", 0),
+        ("array", 5), ("array", 6),
+    ]  # fmt: skip
+    assert [x.operand for x in buffers.shared] == [2, 4, 5]
+    assert {x.operand for x in buffers.results} == {2, 3, 4, 5, 6}
+
+
+def test_a_result_with_three_descriptors_is_refused(monkeypatch):
+    box = 0, 0, (8,), (1,), (8,)
+    with pytest.raises(NotImplementedError, match="at most two descriptors"):
+        simulated((Descriptor(0, *box),) * 3, (), (0,), (), monkeypatch)
+    spec = AttentionSpec(1, 64, 64, 1, 1, 112, 112, "float16", 1)
+    assert "two TMA descriptors" in GLUON_SM90.supports("flash_fwd", spec, "sm90")
+    spec = replace(spec, head_dim_v=96)
+    assert GLUON_SM90.supports("flash_fwd", spec, "sm90") is None
+    assert "two TMA descriptors" in GLUON_SM90.supports("flash_bwd", spec, "sm90")
+
+
+def test_a_result_that_a_later_launch_writes(launches):
+    """Programs that share a tile of keys add to sums, of which dk and dv are made."""
+    shapes = [(1, size, heads, 64) for size, heads in ((64, 2), (2048, 1), (2048, 1), (64, 2))]
+    q, k, v, dout = problem(0, shapes, "bfloat16")
+    operands = FlashOperands(q, k, v)
+    with mock.patch.dict(NUM_SMS, sm90=132):
+        launched = check(GLUON_SM90, "sm90", operands, dout, launches, deterministic=False)
+    assert launched[-4:] == ["flash_bwd_fused"] + ["flash_bwd_postprocess"] * 3

@@ -1,0 +1,190 @@
+"""Kernels of `torch_attn` lowered for CUDA in programs of JAX, where jaxlib has its CUDA plugin.
+
+They guard jaxlib's ``triton_kernel_call_ffi`` as far as a machine without a GPU can. When one fails
+after an update of JAX, compare how ``jaxlib/gpu/triton_kernels.cc`` gives parameters to a kernel:
+`pallas_attn/triton_call.py` arranges the buffers for it.
+"""
+
+import os
+import re
+import subprocess
+import sys
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from pallas_attn import flash_attention, flash_attention_varlen, private, triton_call
+from twin_attention.contract.spec import AttentionSpec
+from twin_attention.targets.family import FOREIGN
+from twin_attention.targets.target import use_target
+
+GLUON, GLUON_SM90, TORCH_TRITON = FOREIGN["pallas_attn"]
+SPEC = AttentionSpec(1, 300, 300, 4, 2, 128, 128, "bfloat16", 0.1)
+if (reason := GLUON.supports("flash_fwd", SPEC, "sm80")) is not None:
+    pytest.skip(reason, allow_module_level=True)
+if not hasattr(private.gpu_triton, "TritonKernel"):
+    pytest.skip("jaxlib's CUDA plugin is not installed", allow_module_level=True)
+
+
+@pytest.fixture(autouse=True)
+def fresh_caches():
+    jax.clear_caches()
+    yield
+    jax.clear_caches()
+
+
+def arrays(head_dim, seq=300, dtype="bfloat16"):
+    return [jax.ShapeDtypeStruct((1, seq, heads, head_dim), dtype) for heads in (4, 2, 2)]
+
+
+def gradients(implementation, **options):
+    attention = partial(flash_attention, implementation=implementation, **options)
+
+    def function(*qkv):
+        out, pullback = jax.vjp(attention, *qkv)
+        return pullback(out)
+
+    return function
+
+
+def lower(target, function, *operands):
+    with use_target(target):
+        traced = jax.jit(function).trace(*operands)
+        return traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+def calls(text):
+    return re.findall(r"custom_call @(\w+)", text)
+
+
+KERNEL = "triton_kernel_call_ffi"
+
+
+@pytest.mark.parametrize(
+    ("target", "implementation", "head_dim", "expected"),
+    [
+        ("sm80", "gluon", 96, [KERNEL] * 4),
+        ("sm90", "torch_triton", 64, [KERNEL] * 4),
+        # dq, dk and dv of two descriptors each, and out.
+        ("sm90", "gluon", 96, ["AllocateBuffer", KERNEL, "AllocateBuffer", KERNEL]
+         + ["AllocateBuffer"] * 2 + [KERNEL]),
+    ],
+)  # fmt: skip
+def test_forward_and_backward_are_lowered(target, implementation, head_dim, expected):
+    text = lower(target, gradients(implementation, causal=True), *arrays(head_dim))
+    assert calls(text) == expected
+
+
+def test_sums_of_a_descriptor_are_zeroed_in_the_call():
+    text = lower("sm90", gradients("gluon", deterministic=False), *arrays(64, seq=2048))
+    # The sums' own: dk and dv, which the kernel is given and does not write, have one each.
+    assert calls(text).count(KERNEL) == 6
+    assert "dense<0" not in text
+
+
+def test_packed_sequences_are_lowered():
+    def function(q, k, v, offsets):
+        def attention(q, k, v):
+            return flash_attention_varlen(q, k, v, offsets, offsets, implementation="gluon")
+
+        out, pullback = jax.vjp(attention, q, k, v)
+        return pullback(out)
+
+    tokens = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in arrays(64)]
+    text = lower("sm90", function, *tokens, jax.ShapeDtypeStruct((6,), "int32"))
+    assert {*calls(text)} == {KERNEL}
+
+
+def test_shards_are_lowered():
+    devices = jax.sharding.Mesh(jax.devices()[:1], "x")
+    heads = jax.P(None, None, "x")
+    function = jax.shard_map(
+        gradients("gluon"), mesh=devices, in_specs=heads, out_specs=heads, check_vma=False
+    )
+    assert calls(lower("sm80", function, *arrays(64))) == [KERNEL] * 4
+
+
+def test_ptxas_takes_reordered_parameters(monkeypatch, tmp_path):
+    """And makes the same code of them, but for where it finds each."""
+    pytest.importorskip("triton.backends.nvidia.compiler")
+    from triton.backends.nvidia.compiler import get_ptxas
+
+    found = []
+    reorder = triton_call.reorder_parameters
+
+    def both(ptx, name, order):
+        found.append((ptx, reorder(ptx, name, order)))
+        return found[-1][1]
+
+    monkeypatch.setattr(triton_call, "reorder_parameters", both)
+    lower("sm90", partial(flash_attention, implementation="gluon"), *arrays(96))
+    for texts in found:
+        used = []
+        for i, text in enumerate(texts):
+            (file := tmp_path / f"{i}.ptx").write_text(text)
+            command = [get_ptxas(90).path, "-v", "--gpu-name=sm_90a", file, "-o", tmp_path / "out"]
+            log = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+            used.append(re.findall(r"Used \d+ registers|\d+ bytes spill", log))
+        assert texts[0] != texts[1]
+        assert used[0] == used[1]
+
+
+def test_another_platform_is_refused():
+    with pytest.raises(NotImplementedError, match="cpu"):
+        jax.jit(gradients("gluon")).trace(*arrays(64)).lower(lowering_platforms=("cpu",))
+
+
+def test_they_need_no_triton_lowering_of_pallas():
+    """JAX has announced its end."""
+    program = """
+import sys
+for name in ("jax._src.pallas.triton", "jax._src.pallas.triton.lowering"):
+    sys.modules[name] = None
+import jax, pallas_attn
+from twin_attention.targets.target import use_target
+q = jax.ShapeDtypeStruct((1, 100, 2, 32), "float32")
+def text(implementation):
+    attention = lambda q: pallas_attn.flash_attention(q, q, q, implementation=implementation).sum()
+    with use_target("sm80"):
+        return jax.jit(jax.grad(attention)).trace(q).lower(lowering_platforms=("cuda",)).as_text()
+assert text("torch_triton").count("@triton_kernel_call_ffi") == 4
+try:
+    text("triton")
+except NotImplementedError as error:
+    assert "jax._src.pallas.triton" in str(error), error
+else:
+    raise AssertionError("the lowering is there")
+"""
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=200, env=environment)
+
+
+def test_nothing_of_torch_is_imported_unless_a_name_asks_for_it():
+    program = (
+        "import sys, jax.numpy as jnp, pallas_attn\n"
+        "q = jnp.zeros((1, 16, 2, 64), 'bfloat16')\n"
+        "pallas_attn.flash_attention(q, q, q)\n"
+        "print(pallas_attn.explain(pallas_attn.flash_attention, q, q, q))\n"
+        "assert 'torch' not in sys.modules and 'torch_attn' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+
+
+@pytest.mark.parametrize("package", ["torch", "triton"])
+def test_a_package_that_is_not_installed_is_a_reason(package, monkeypatch):
+    monkeypatch.setattr(
+        "twin_attention.targets.family.find_spec", lambda name: None if name == package else name
+    )
+    with (
+        use_target("sm80"),
+        pytest.raises(NotImplementedError, match=f"{package} is not installed"),
+    ):
+        jax.jit(gradients("gluon")).trace(*arrays(64))
+
+
+def test_other_functions_are_refused():
+    spec = AttentionSpec(1, 300, 300, 4, 2, 128, 128, "bfloat16", 0.1)
+    assert "flash attention alone" in TORCH_TRITON.supports("paged_decode", spec, "sm90")
+    assert jnp.dtype(spec.dtype) == jnp.bfloat16

@@ -1,0 +1,113 @@
+"""Kernels compiled for another framework are those that torch launches.
+
+`torch_attn.ahead` uses what `JITFunction.run` of Triton does before it compiles:
+``create_function_from_signature`` and ``_pack_args``. When a test fails after an update of Triton,
+compare that function in ``triton/runtime/jit.py``.
+"""
+
+import re
+from dataclasses import replace
+
+import pytest
+
+from torch_attn.ahead import Descriptor, Number, Pointer, compile_ahead
+from torch_attn.outline import Kernel, Operation, operand_of, outline
+from torch_attn.targets import Card
+from tuning.static.operands import flash_operands
+from tuning.static.triton_aot import compile_kernels
+from twin_attention.contract.spec import AttentionSpec, VarlenSpec
+from twin_attention.targets.family import FAMILIES, Backend
+from twin_attention.targets.target import SHARED_MEMORY_LIMIT
+
+DENSE = AttentionSpec(1, 300, 2048, 4, 2, 64, 64, "bfloat16", 0.1)
+PACKED = VarlenSpec(**vars(replace(DENSE, seq_kv=300)), num_sequences=3)
+
+
+def outlined(family, target, spec, operation, sinks=False):
+    """Return the card, and the outline of an operation."""
+    operands = flash_operands(spec, lambda dtype, *shape: operand_of(shape, dtype), sinks)
+    leading = spec.batch if type(spec) is AttentionSpec else None
+    rows = (spec.seq_q, spec.heads_q)
+    sizes = [x for x in (leading,) if x is not None]
+    arguments = (operands,)
+    if operation == "flash_bwd":
+        out, dout = (operand_of((*sizes, *rows, spec.head_dim_v), spec.dtype) for _ in range(2))
+        lse = operand_of((*sizes, *rows[::-1]), "float32")
+        arguments = (dout, lse, operands, out, lse)
+    (found,) = (x for x in FAMILIES["torch_attn"] if (x.name, x.folder) == family)
+    card = Card(int(target.removeprefix("sm")), 132, SHARED_MEMORY_LIMIT[target])
+    tensors = tuple(x for x in (*operands, *arguments) if hasattr(x, "dtype"))
+    distinct = tuple({id(x): x for x in tensors}.values())
+    function = found.function(operation)
+    return card, outline(lambda: function(*arguments, spec, Backend(found, target)), distinct, card)
+
+
+def code(ptx):
+    """Return a kernel's code without what says where its source is."""
+    ptx = re.sub(r"^\s*(\.loc|\.file|//).*$", "", ptx.partition(".section")[0], flags=re.MULTILINE)
+    return re.sub(r"\s*//.*", "", ptx)
+
+
+@pytest.mark.parametrize(
+    ("family", "target", "spec"),
+    [
+        (("gluon", "sm80"), "sm80", DENSE),
+        (("gluon", "sm90"), "sm90", PACKED),
+        (("triton", "portable"), "sm90", DENSE),
+    ],
+)
+def test_the_code_is_what_torch_launches(family, target, spec):
+    card, found = outlined(family, target, spec, "flash_fwd")
+    (step,) = found.steps
+    expected = {
+        name: compiled.asm["ptx"]
+        for name, _, compiled in compile_kernels(spec, target, family=family[0])
+    }
+    compiled = compile_ahead(step.launch, card)
+    assert code(compiled.ptx) == code(expected["flash_fwd"])
+    declared = re.findall(r"\.param [^\n]*_param_\d+", compiled.ptx)
+    assert len(compiled.parameters) + 2 == len(declared)
+    for x, text in zip(compiled.parameters, declared, strict=False):
+        kinds = {"i32": ".u32", "i64": ".u64", "fp32": ".f32"}
+        if isinstance(x, Number):
+            assert kinds[x.kind] in text
+        else:
+            assert (".b8" if isinstance(x, Descriptor) else ".ptr .global") in text
+            assert isinstance(x, Descriptor | Pointer)
+
+
+def test_an_outline_says_what_is_read_written_and_zero():
+    spec = replace(DENSE, heads_kv=4)
+    _, found = outlined(("gluon", "sm90"), "sm90", spec, "flash_bwd", sinks=True)
+    kernels = [step for step in found.steps if isinstance(step, Kernel)]
+    names = [step.launch.name for step in kernels]
+    assert names == ["flash_bwd_preprocess", "flash_bwd_fused", "flash_bwd_postprocess"]
+    preprocess, fused, postprocess = kernels
+    assert [*map(len, (preprocess.read, preprocess.written, preprocess.zeroed))] == [4, 2, 0]
+    (sums,) = (fused.operands[i] for i in fused.zeroed)
+    assert sums.dtype == "float32"
+    assert sums in [postprocess.operands[i] for i in postprocess.read]
+    operations = [step.name for step in found.steps if isinstance(step, Operation)]
+    assert operations == ["unsqueeze", "mul", "sub", "exp2", "mul", "sum", "neg"]
+    q, k, v, sinks, *others = found.results
+    assert [x.shape for x in (q, k, v, sinks)] == [
+        (1, 300, 4, 64), (1, 2048, 4, 64), (1, 2048, 4, 64), (4,)
+    ]  # fmt: skip
+    assert {*others} == {None}
+
+
+def test_the_grid_follows_the_card():
+    spec = replace(DENSE, batch=16, seq_q=2048)
+    grids = []
+    for num_sms in (132, 78):
+        card, found = outlined(("gluon", "sm90"), "sm90", spec, "flash_fwd")
+        grids.append(compile_ahead(found.steps[0].launch, card._replace(num_sms=num_sms)).grid)
+    assert grids == [(132, 1, 1), (78, 1, 1)]
+
+
+def test_a_smaller_card_gets_fewer_stages():
+    card, found = outlined(("gluon", "sm80"), "sm80", replace(DENSE, head_dim=256), "flash_bwd")
+    smaller = card._replace(shared_memory=99 * 1024)
+    for step in found.steps:
+        if isinstance(step, Kernel):
+            assert compile_ahead(step.launch, smaller).shared <= 99 * 1024

@@ -1,0 +1,186 @@
+"""Compile a launch's kernel for a card that torch need not have, and say what it takes.
+
+Triton's own way to compile asks its driver for the current device. This module asks Triton for the
+parts of that way which need none: the function that specialises a kernel for its arguments, and
+`triton.compile`. Checked with Triton 3.6 and 3.9; ``tests/torch_attn/test_ahead.py`` guards it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.compiler.compiler import make_backend
+from triton.runtime.jit import create_function_from_signature
+
+from torch_attn.driver import pairs
+from torch_attn.launch import Launch
+from torch_attn.layouts import Layout, leaves, replace_leaves
+from torch_attn.targets import Card, described
+from torch_attn.tensor_maps import TensorMap
+
+_ELEMENTS = {torch.float16: 6, torch.float32: 7, torch.bfloat16: 9}  # of CUtensorMapDataType
+
+
+class Pointer(NamedTuple):
+    """Describe a parameter that is an operand's address.
+
+    Attributes:
+        operand: which of the launch's tensors it is.
+    """
+
+    operand: int
+
+
+class Descriptor(NamedTuple):
+    """Describe a parameter that is a TMA descriptor of an operand.
+
+    Attributes:
+        operand: which of the launch's tensors it is.
+        element: number of the element type, as CUDA's driver counts them.
+        swizzle: number of the swizzle, as CUDA's driver counts them.
+        shape, strides, box: of the tensor, and of what an instruction loads, in elements.
+    """
+
+    operand: int
+    element: int
+    swizzle: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    box: tuple[int, ...]
+
+
+class Number(NamedTuple):
+    """Describe a parameter that is a number.
+
+    Attributes:
+        value: the number.
+        kind: Triton's name of its type, such as "i32".
+    """
+
+    value: int | float
+    kind: str
+
+
+Parameter = Pointer | Descriptor | Number
+
+
+class Compiled(NamedTuple):
+    """A kernel for another framework to launch.
+
+    Attributes:
+        name: of the function.
+        ptx: its code.
+        num_warps, shared: warps of a program, and bytes of its shared memory.
+        grid: how many programs there are on each axis.
+        parameters: those of the function, in order. Behind them are two addresses of scratch
+            memory that it does not use.
+    """
+
+    name: str
+    ptx: str
+    num_warps: int
+    shared: int
+    grid: tuple[int, int, int]
+    parameters: tuple[Parameter, ...]
+
+
+@lru_cache(maxsize=1024)
+def compile_ahead(launch: Launch, card: Card) -> Compiled:
+    """Compile a launch's kernel for a card.
+
+    Raises:
+        NotImplementedError: no configuration fits the card's shared memory.
+    """
+
+    dtypes = {x.operand: x.dtype for x in leaves(launch.layouts) if x is not None}
+
+    def compile(grid: tuple[int, ...], arguments: list[Any], options: dict[str, Any]) -> Any:
+        arguments = [_bound(x, dtypes) for x in arguments]
+        return _compile(launch.kernel, arguments, options, card.capability)
+
+    with described(card):
+        config, compiled = launch.compile(compile, card.shared_memory)
+        grid, arguments = launch.prepared(config)
+    metadata = compiled.metadata
+    assert metadata.global_scratch_size == metadata.profile_scratch_size == 0
+    x, y, z = (*grid, 1, 1)[:3]
+    return Compiled(
+        metadata.name, compiled.asm["ptx"], metadata.num_warps, metadata.shared, (x, y, z),
+        tuple(_parameters(compiled, arguments, dtypes)),
+    )  # fmt: skip
+
+
+class _Operand:
+    """An operand as Triton specialises for it."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+
+    def data_ptr(self) -> int:
+        return 0
+
+
+def _bound(argument: Any, dtypes: dict[int, torch.dtype]) -> Any:
+    def bound(x: Any) -> Any:
+        if isinstance(x, TensorMap):
+            return x.bind(_Operand(dtypes[x.operand]))
+        return _Operand(x.dtype) if isinstance(x, Layout) else x
+
+    return replace_leaves(argument, bound)
+
+
+def _compile(kernel: Any, arguments: list[Any], options: dict[str, Any], capability: int) -> Any:
+    """Compile as `JITFunction.run` does."""
+    target = GPUTarget("cuda", capability, 32)
+    backend = make_backend(target)
+    options = options | {
+        "debug": kernel.debug or knobs.runtime.debug,
+        "instrumentation_mode": knobs.compilation.instrumentation_mode,
+    }
+    if hasattr(knobs.compilation, "fpsan_homomorphic_casts"):  # since Triton 3.9
+        options["fpsan_homomorphic_casts"] = knobs.compilation.fpsan_homomorphic_casts
+    specialize = create_function_from_signature(kernel.signature, kernel.params, backend)
+    bound, specialization, _ = specialize(*arguments, **options)
+    checked, signature, constants, attributes = kernel._pack_args(
+        backend, options, bound, specialization, None
+    )
+    source = _source_class(kernel)(kernel, signature, constants, attributes)
+    return triton.compile(source, target=target, options=checked.__dict__)
+
+
+def _source_class(kernel: Any) -> Any:
+    if not kernel.is_gluon():
+        return ASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    return GluonASTSource
+
+
+def _parameters(
+    compiled: Any, arguments: list[Any], dtypes: dict[int, torch.dtype]
+) -> Iterator[Parameter]:
+    """Yield the parameters of a kernel's function from the launch's arguments."""
+    maps = iter(compiled.metadata.tensordesc_meta or ())
+    for x, kind in pairs(arguments, tuple(compiled.src.signature.values())):
+        if kind == "constexpr":
+            continue
+        if isinstance(x, TensorMap):
+            shape, strides = (tuple(x.fields[name]) for name in ("shape", "strides"))
+            found = next(maps)
+            element = _ELEMENTS[dtypes[x.operand]]
+            yield Descriptor(
+                x.operand, element, found["swizzle"], shape, strides, tuple(found["block_size"])
+            )
+            yield from (Number(size, "i32") for size in shape)
+            yield from (Number(stride, "i64") for stride in strides)
+        elif isinstance(x, Layout):
+            yield Pointer(x.operand)
+        else:
+            yield Number(x, kind)

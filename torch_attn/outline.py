@@ -1,0 +1,185 @@
+"""What a host function does, for another framework to do in its place.
+
+A host function, such as ``kernels.sm90.flash_bwd.flash_bwd``, allocates tensors, computes a little
+and launches kernels, and all of it follows from its operands' layouts. Called on tensors of the
+"meta" device, which hold no values, it does nothing else than to say which. So a program of another
+framework can hold the same launches, in its own memory.
+
+Torch is asked for shapes alone: its build for the CPU will do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from torch_attn.launch import Launch
+from torch_attn.layouts import Layout, leaves
+from torch_attn.operands import dtype_name
+from torch_attn.replay import Capture
+from torch_attn.targets import Card, described
+from torch_attn.tensor_maps import TensorMap
+
+
+class Value(NamedTuple):
+    """A tensor of an outline.
+
+    Attributes:
+        number: the operands have the first ones, in order.
+        shape, dtype: the tensor's, which is contiguous.
+    """
+
+    number: int
+    shape: tuple[int, ...]
+    dtype: str
+
+
+class Operation(NamedTuple):
+    """Describe an operation of torch.
+
+    Attributes:
+        name: of the operator, such as "exp2"; or "set" of what a tensor is to hold at an index of
+            an axis: its arguments are the tensor, the axis, the index, and what it holds.
+        args: its arguments, with a `Value` for a tensor.
+        kwargs: those that have names.
+        result: what it returns.
+    """
+
+    name: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    result: Value
+
+
+class Kernel(NamedTuple):
+    """Describe the launch of a kernel.
+
+    Attributes:
+        launch: all but the operands' addresses.
+        operands: those of the launch, in order; None for one that no argument has.
+        read: which of them have values before, by position.
+        written: which may have others behind it: what the host function allocated.
+        zeroed: which of the others are 0 before.
+    """
+
+    launch: Launch
+    operands: tuple[Value | None, ...]
+    read: tuple[int, ...]
+    written: tuple[int, ...]
+    zeroed: tuple[int, ...]
+
+
+class Outline(NamedTuple):
+    """Describe what a host function does.
+
+    Attributes:
+        steps: in order.
+        results: what it returns, with a `Value` for a tensor.
+    """
+
+    steps: tuple[Operation | Kernel, ...]
+    results: Any
+
+
+def operand_of(shape: tuple[int, ...], dtype: str) -> Tensor:
+    """Return an operand for `outline`."""
+    return torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
+
+
+def outline(function: Callable[..., Any], operands: tuple[Tensor, ...], card: Card) -> Outline:
+    """Call a host function, and describe what it would do.
+
+    Args:
+        function: a function without arguments, which calls a host function on the operands.
+        operands: those of `operand_of`.
+        card: what it would run on.
+    """
+    with described(card), torch.no_grad(), Capture() as found:
+        results = function()
+        writer = _Writer(operands)
+        with found.paused():
+            for step in found.steps:
+                writer.add(step)
+            return Outline(tuple(writer.steps), writer.values_in(results))
+
+
+class _Writer:
+    """Writes an outline from what was captured. Tensors are known by their id."""
+
+    def __init__(self, operands: tuple[Tensor, ...]) -> None:
+        self.steps: list[Operation | Kernel] = []
+        self._kept: list[Tensor] = []  # an id is another tensor's once this one is gone
+        self._numbers: dict[int, int] = {}
+        self._allocated: set[int] = set()
+        self._unwritten: dict[int, bool] = {}  # allocated, and whether it is 0
+        self._selected: dict[int, tuple[Tensor, int, int]] = {}  # base, axis and index of a view
+        for x in operands:
+            self._name(x)
+
+    def add(self, step: Any) -> None:
+        """Add a step of a `Capture`."""
+        if not hasattr(step, "function"):
+            self._launch(step.launcher, step.operands)
+            return
+        name = step.function.overloadpacket.__name__
+        if step.is_allocation or name == "new_zeros":
+            number = self._name(step.result)
+            self._allocated.add(number)
+            self._unwritten[number] = name == "new_zeros"
+        elif name == "zero_":
+            self._unwritten[self._numbers[id(step.result)]] = True
+        elif name == "select":
+            self._name(step.result)
+            self._selected[id(step.result)] = step.args
+        elif name == "copy_":
+            base, axis, index = self._selected[id(step.args[0])]
+            self._operate("set", (base, axis, index, step.args[1]), {}, base)
+        else:
+            self._operate(name, step.args, step.kwargs, step.result)
+
+    def values_in(self, x: Any) -> Any:
+        """Return tuples and lists with values in place of tensors."""
+        if isinstance(x, Tensor):
+            return self._value(x)
+        if not isinstance(x, (tuple, list)):
+            return x
+        items = [self.values_in(item) for item in x]
+        return type(x)(*items) if hasattr(x, "_fields") else tuple(items)
+
+    def _operate(
+        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor
+    ) -> None:
+        self._name(result)
+        self._unwritten.pop(self._numbers[id(result)], None)
+        values = self.values_in(args)
+        self.steps.append(Operation(name, values, kwargs, self._value(result)))
+
+    def _launch(self, launch: Launch, tensors: tuple[Tensor, ...]) -> None:
+        _grid, arguments = launch.prepared(launch.config)
+        used = {x.operand for x in leaves(tuple(arguments)) if isinstance(x, (Layout, TensorMap))}
+        operands = [self._value(x) if i in used else None for i, x in enumerate(tensors)]
+        read, written, zeroed = [], [], []
+        for i, x in enumerate(operands):
+            if x is None:
+                continue
+            if x.number in self._allocated:
+                written.append(i)
+            if x.number not in self._unwritten:
+                read.append(i)
+            elif self._unwritten.pop(x.number):
+                zeroed.append(i)
+        self.steps.append(
+            Kernel(launch, tuple(operands), tuple(read), tuple(written), tuple(zeroed))
+        )
+
+    def _name(self, x: Tensor) -> int:
+        self._kept.append(x)
+        return self._numbers.setdefault(id(x), len(self._numbers))
+
+    def _value(self, x: Tensor) -> Value:
+        assert x.is_contiguous(), "another framework's arrays have no strides"
+        assert id(x) not in self._selected, "only copied to"
+        return Value(self._numbers[id(x)], tuple(x.shape), dtype_name(x.dtype))
