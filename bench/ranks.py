@@ -42,7 +42,7 @@ class Alone(Peers):
     def __init__(
         self,
         rank: int,
-        shards: Sequence[tuple[Tensor, Tensor]],
+        shards: Sequence[tuple[Tensor, ...]],
         sent: dict[tuple[int, int], tuple[Tensor, ...]],
     ) -> None:
         """Take what all ranks of a problem share.
@@ -290,8 +290,8 @@ def over_devices(target: str, case: Any, operation: str, tensors: list[Tensor]) 
     attend = partial(context_attention, exchange="ring", **options)
 
     def place(x: Tensor) -> Any:
-        x = to_jax(x if x.ndim == 4 else x[None])
-        return jax.device_put(shard_sequence(x, case.plan), placement)
+        batch = to_jax(x if x.ndim == 4 else x[None])
+        return jax.device_put(shard_sequence(batch, case.plan), placement)
 
     def result(found: Any) -> list[Any]:
         whole = [jax.device_put(unshard_sequence(x, case.plan), devices[0]) for x in leaves(found)]
@@ -338,7 +338,7 @@ def time_ranks(
 
 
 def _divided(timing: Timing, size: int) -> Timing:
-    def part(x: float | None) -> float | None:
+    def part(x: float | None) -> Any:
         return None if x is None else x / size
 
     def times(x: Times | None) -> Any:

@@ -46,7 +46,7 @@ def make_model() -> Transformer:
 def train(
     packed: Packed,
     positions: np.ndarray,
-    attend: Callable[..., Tensor],
+    attend: Callable[..., Any],
     sum_over_ranks: Callable[[Tensor], object] = lambda x: None,
 ) -> list[float]:
     """Take steps of gradient descent, from the same weights every time.

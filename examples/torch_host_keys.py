@@ -129,7 +129,7 @@ def attend(
     for rank, (q, do) in enumerate(zip(of_q, of_dout, strict=True)):
         mesh = HostKeys(rank, keys, gradients, device)
         own = [x.to(device).requires_grad_() for x in (q, *keys[rank])]
-        out = context_attention(*own, plan=plan, mesh=mesh, exchange="ring", **options)
+        out: Any = context_attention(*own, plan=plan, mesh=mesh, exchange="ring", **options)
         dq, *of_own = torch.autograd.grad(out, own, do.to(device))
         for total, x in zip(gradients[rank], of_own, strict=True):
             total += x.cpu()

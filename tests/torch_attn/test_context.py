@@ -258,6 +258,22 @@ def test_ranks_that_disagree(ranks, option):
     ranks(4, on_rank)
 
 
+def test_a_call_that_was_agreed_on_is_not_checked_again(ranks, monkeypatch):
+    peers = SimulatedPeers(Room(1), 0)
+    call = {"plan": context_plan(24, 1), "mesh": peers, "causal": True}
+    first = context_attention(*tensors(), **call)
+    check, checked = context._check, []
+    monkeypatch.setattr(context, "_check", lambda *a: checked.append(1) or check(*a))
+    assert torch.equal(context_attention(*tensors(), **call), first)
+    assert not checked
+    with pytest.raises(TypeError, match="causal: expected"):
+        context_attention(*tensors(), **call | {"causal": 1})
+    with torch.autocast("cpu", torch.bfloat16):
+        assert context_attention(*tensors(), **call).dtype == torch.bfloat16
+    context_attention(*tensors(dtype=torch.float16), **call)
+    assert len(checked) == 3
+
+
 def test_processes(tmp_path):
     """Two processes with gloo, a mesh and a group, and a process that goes away."""
     command = [sys.executable, "-m", "tests.torch_attn.context_processes"]

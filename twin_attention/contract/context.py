@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from array_api_compat import array_namespace, device, is_jax_array
 
-from twin_attention.contract.spec import AttentionSpec, FlashOptions, PartialSpec, Window
+from twin_attention.contract.spec import AttentionSpec, FlashOptions, Window
 from twin_attention.contract.validate import (
     check_context_plan,
     check_rank,
@@ -240,13 +240,13 @@ def describe_exchange(exchange: str | None, plan: ContextPlan, window: Window) -
 
 
 def problem_of_rank(
-    exchange: str, spec: PartialSpec, plan: ContextPlan, options: FlashOptions
+    exchange: str, spec: AttentionSpec, plan: ContextPlan, options: FlashOptions
 ) -> AttentionSpec:
     """Return the problem that a rank's kernels have.
 
     Args:
         exchange: the one that was chosen.
-        spec: of a rank's queries and keys.
+        spec: of a rank's queries and keys, a `PartialSpec`.
         plan, options: of the call.
     """
     if exchange == "ring":
