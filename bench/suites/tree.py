@@ -118,7 +118,8 @@ def _gains(records: Sequence[Record]) -> Grid:
             for record in (r for r in timed if _kind(r) != SEPARATE):
                 own = _fastest_separate(timed, record)
                 rates = [_pairs_per_second(r) for r in (record, own) if r is not None]
-                rate = f"{rates[0] / rates[1]:.2f}" if len(rates) == 2 else ""
+                known = [rate for rate in rates if rate is not None]
+                rate = f"{known[0] / known[1]:.2f}" if len(known) == 2 else ""
                 labels = [None if own is None else own.label, *peers]
                 found = [ratio_text(row, record.label, label) for label in labels]
                 grid.append([name, operation, record.label, rate, *found])

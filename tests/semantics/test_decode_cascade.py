@@ -66,8 +66,8 @@ def test_pages_are_shared_up_to_the_first_that_differs(side, implementation, tor
 
 
 def test_tables_that_agree_past_a_length_do_not_matter(side, implementation, torch_device):
-    """Nor does what is in slots past it: the new token's own page may be shared, and half full."""
-    case = replace(CASE, lengths=(300, 149, 13, 12, 11, 1, 0, 145))
+    """New tokens' keys are not shared: 192 keys are full pages and full tiles of keys."""
+    case = replace(CASE, lengths=(300, 192, 250, 300, 192, 260, 299, 200), tokens=3)
     inputs = make_inputs(case, torch_device)
     inputs["block_tables"][:] = inputs["block_tables"][:1].clone()
     for name in ("k_pages", "v_pages"):
@@ -81,9 +81,14 @@ def test_wrong_lengths_and_ids_stay_within_the_pool(side, implementation, torch_
     for name in ("k_pages", "v_pages"):
         inputs[name].nan_to_num_(0.5)
     wrong = -(2**31), -1, 2**31 - 1, 400, 0
+    inputs["seq_lens"][:] = 400
     inputs["seq_lens"][:5] = torch.tensor(wrong, dtype=torch.int32, device=torch_device)
+    inputs["block_tables"][:] = inputs["block_tables"][:1].clone()
     inputs["block_tables"][:, 2] = 2**31 - 1
     inputs["block_tables"][5:9, 0] = -7
+    # In torch a view of a table whose other entries are alike, and are not read.
+    wide = torch.nn.functional.pad(inputs["block_tables"], (0, 15), value=3)
+    inputs["block_tables"] = wide[:, :25]
     clamped = inputs | {
         "seq_lens": inputs["seq_lens"].clamp(0, 300),
         "block_tables": inputs["block_tables"].clamp(0, len(inputs["k_pages"]) - 1),
