@@ -18,7 +18,7 @@ from bench.job import Absent, Call, Subject
 from bench.problems import DecodeTensors, offsets_of
 from interop.parity.cases import DecodeCase, FlashCase, VarlenCase
 from twin_attention.contract.spec import PagedSpec
-from twin_attention.targets.family import FAMILIES, Family
+from twin_attention.targets.family import Family, families_of
 from twin_attention.targets.target import use_target
 
 Factory = Callable[..., Call]
@@ -36,6 +36,9 @@ VARIANTS = {
     "torch triton compiled": ("torch_attn", "triton"),
 }
 NAMES = FAMILY_NAMES | VARIANTS
+# Kernels of the other side.
+FOREIGN_NAMES = {"jax gluon": ("pallas_attn", "gluon")}
+_CALLS = NAMES | FOREIGN_NAMES
 
 
 def flash_factories(targets: Sequence[str], variants: bool = True) -> dict[Subject, Factory]:
@@ -51,7 +54,8 @@ def flash_factories(targets: Sequence[str], variants: bool = True) -> dict[Subje
 
 def packed_factories(targets: Sequence[str]) -> dict[Subject, Factory]:
     """Return factories of calls, which take (case, operation, tensors) as peers' do."""
-    return _factories(_packed_or_absent, filter(has_kernels, product(FAMILY_NAMES, targets)))
+    names = (*FAMILY_NAMES, *FOREIGN_NAMES)
+    return _factories(_packed_or_absent, filter(has_kernels, product(names, targets)))
 
 
 def decode_factories(targets: Sequence[str]) -> dict[Subject, Factory]:
@@ -82,12 +86,12 @@ def has_kernels(key: tuple[str, str]) -> bool:
 
 
 def _families(name: str) -> list[Family]:
-    side, wanted = NAMES[name]
-    return [family for family in FAMILIES[side] if family.name == wanted]
+    side, wanted = _CALLS[name]
+    return [family for family in families_of(side) if family.name == wanted]
 
 
 def _flash(name: str, target: str, case: FlashCase, operation: str, tensors: Any) -> Call:
-    side, family = NAMES[name]
+    side, family = _CALLS[name]
     attention = import_module(side).flash_attention
     if name.endswith(" deterministic"):
         if operation == "forward":
@@ -112,7 +116,7 @@ def _packed_or_absent(*problem: Any) -> Call:
 
 
 def _packed(name: str, target: str, case: VarlenCase, operation: str, tensors: Any) -> Call:
-    side, family = NAMES[name]
+    side, family = _CALLS[name]
     attention = import_module(side).flash_attention_varlen
     attention = partial(attention, **case.options, implementation=family)
     offsets: Any = offsets_of(case, tensors[0].device)
@@ -141,7 +145,7 @@ def _packed(name: str, target: str, case: VarlenCase, operation: str, tensors: A
 
 
 def _paged(function: str, name: str, target: str, case: DecodeCase, tensors: DecodeTensors) -> Call:
-    side, family = NAMES[name]
+    side, family = _CALLS[name]
     attend = getattr(import_module(side), function)
     attend = partial(attend, **case.options, implementation=family)
     arguments: dict[str, Any] = tensors.arguments
