@@ -19,7 +19,7 @@ from bench.problems import DecodeTensors, offsets_of
 from bench.trees import TreeCase, joined, separate
 from interop.parity.cases import DecodeCase, FlashCase, VarlenCase
 from twin_attention.contract.spec import PagedSpec
-from twin_attention.targets.family import FAMILIES, Family
+from twin_attention.targets.family import Family, families_of
 from twin_attention.targets.target import use_target
 
 Factory = Callable[..., Call]
@@ -37,6 +37,9 @@ VARIANTS = {
     "torch triton compiled": ("torch_attn", "triton"),
 }
 NAMES = FAMILY_NAMES | VARIANTS
+# Kernels of the other side.
+FOREIGN_NAMES = {"jax gluon": ("pallas_attn", "gluon")}
+_CALLS = NAMES | FOREIGN_NAMES
 
 
 def flash_factories(targets: Sequence[str], variants: bool = True) -> dict[Subject, Factory]:
@@ -52,9 +55,9 @@ def flash_factories(targets: Sequence[str], variants: bool = True) -> dict[Subje
 
 def packed_factories(targets: Sequence[str]) -> dict[Subject, Factory]:
     """Return factories of calls, which take (case, operation, tensors) as peers' do."""
-    return _factories(
-        partial(_or_absent, _packed), filter(has_kernels, product(FAMILY_NAMES, targets))
-    )
+    names = (*FAMILY_NAMES, *FOREIGN_NAMES)
+    keys = filter(has_kernels, product(names, targets))
+    return _factories(partial(_or_absent, _packed), keys)
 
 
 def tree_factories(case: TreeCase, targets: Sequence[str]) -> dict[Subject, Factory]:
@@ -99,12 +102,12 @@ def has_kernels(key: tuple[str, str]) -> bool:
 
 
 def _families(name: str) -> list[Family]:
-    side, wanted = NAMES[name]
-    return [family for family in FAMILIES[side] if family.name == wanted]
+    side, wanted = _CALLS[name]
+    return [family for family in families_of(side) if family.name == wanted]
 
 
 def _flash(name: str, target: str, case: FlashCase, operation: str, tensors: Any) -> Call:
-    side, family = NAMES[name]
+    side, family = _CALLS[name]
     attention = import_module(side).flash_attention
     if name.endswith(" deterministic"):
         if operation == "forward":
@@ -129,7 +132,7 @@ def _or_absent(make: Factory, *problem: Any) -> Call:
 
 
 def _packed(name: str, target: str, case: VarlenCase, operation: str, tensors: Any) -> Call:
-    side, family = NAMES[name]
+    side, family = _CALLS[name]
     attention = import_module(side).flash_attention_varlen
     attention = partial(attention, **case.options, implementation=family)
     offsets: Any = offsets_of(case, tensors[0].device)
@@ -198,7 +201,7 @@ def _with_integers(
 
 
 def _paged(function: str, name: str, target: str, case: DecodeCase, tensors: DecodeTensors) -> Call:
-    side, family = NAMES[name]
+    side, family = _CALLS[name]
     attend = getattr(import_module(side), function)
     attend = partial(attend, **case.options, implementation=family)
     arguments: dict[str, Any] = tensors.arguments

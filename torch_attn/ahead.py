@@ -2,7 +2,8 @@
 
 Triton's own way to compile asks its driver for the current device. This module asks Triton for the
 parts of that way which need none: the function that specialises a kernel for its arguments, and
-`triton.compile`. Checked with Triton 3.6 and 3.9; ``tests/torch_attn/test_ahead.py`` guards it.
+`triton.compile`. Where Triton lacks one, that is the reason why another framework launches no
+kernels. Checked with Triton 3.6 and 3.9; ``tests/torch_attn/test_ahead.py`` guards it.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.compiler.compiler import make_backend
-from triton.runtime.jit import create_function_from_signature
+from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from torch_attn.driver import pairs
 from torch_attn.launch import Launch
@@ -25,6 +26,7 @@ from torch_attn.layouts import Layout, leaves, replace_leaves
 from torch_attn.targets import Card, described
 from torch_attn.tensor_maps import TensorMap
 
+_pack_args = JITFunction._pack_args  # without it, or a name above, this import fails
 _ELEMENTS = {torch.float16: 6, torch.float32: 7, torch.bfloat16: 9}  # of CUtensorMapDataType
 
 
@@ -148,8 +150,8 @@ def _compile(kernel: Any, arguments: list[Any], options: dict[str, Any], capabil
         options["fpsan_homomorphic_casts"] = knobs.compilation.fpsan_homomorphic_casts
     specialize = create_function_from_signature(kernel.signature, kernel.params, backend)
     bound, specialization, _ = specialize(*arguments, **options)
-    checked, signature, constants, attributes = kernel._pack_args(
-        backend, options, bound, specialization, None
+    checked, signature, constants, attributes = _pack_args(
+        kernel, backend, options, bound, specialization, None
     )
     source = _source_class(kernel)(kernel, signature, constants, attributes)
     return triton.compile(source, target=target, options=checked.__dict__)

@@ -16,12 +16,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from torch_attn import private
 from torch_attn.launch import Launch
 from torch_attn.layouts import Layout, leaves
 from torch_attn.operands import dtype_name
 from torch_attn.replay import Capture
 from torch_attn.targets import Card, described
 from torch_attn.tensor_maps import TensorMap
+
+if private.TorchDispatchMode is object:
+    raise ImportError(
+        "torch.utils._python_dispatch.TorchDispatchMode, which is private, is missing"
+    )
 
 
 class Value(NamedTuple):

@@ -66,7 +66,7 @@ HOST = on_hopper(*PORTABLE, "torch triton compiled")
         ("eager", "fp32-d64-4096", on_hopper("torch triton") | {"eager", "SDPA"}),
         ("eager", "d16-256", on_hopper("torch triton") | {"eager"}),
         ("packed", "equal-16384-d128",
-         both(*PORTABLE, *EXPLICIT, *YARDSTICKS.values()) | set(PACKED)),
+         both(*PORTABLE, *EXPLICIT, "jax gluon", *YARDSTICKS.values()) | set(PACKED)),
         ("kvcache", "sweep-8192", DECODES),
         ("kvcache", "sweep-4096", TORCH_DECODES | set(DECODE)),
         ("kvcache", "sweep-8192-wide", NATIVE - set(DECODE)),

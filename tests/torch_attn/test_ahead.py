@@ -6,7 +6,9 @@ compare that function in ``triton/runtime/jit.py``.
 """
 
 import re
+import sys
 from dataclasses import replace
+from importlib import import_module
 
 import pytest
 
@@ -16,6 +18,7 @@ from torch_attn.targets import Card
 from tuning.static.operands import flash_operands
 from tuning.static.triton_aot import compile_kernels
 from twin_attention.contract.spec import AttentionSpec, VarlenSpec
+from twin_attention.targets import family as families
 from twin_attention.targets.family import FAMILIES, Backend
 from twin_attention.targets.target import SHARED_MEMORY_LIMIT
 
@@ -74,6 +77,24 @@ def test_the_code_is_what_torch_launches(family, target, spec):
         else:
             assert (".b8" if isinstance(x, Descriptor) else ".ptr .global") in text
             assert isinstance(x, Descriptor | Pointer)
+
+
+@pytest.mark.parametrize(
+    ("module", "place", "name"),
+    [
+        ("torch_attn.ahead", "triton.runtime.jit", "create_function_from_signature"),
+        ("torch_attn.ahead", "triton.runtime.jit", "JITFunction"),
+        ("torch_attn.outline", "torch_attn.private", "TorchDispatchMode"),
+    ],
+)
+def test_a_private_name_that_is_gone_is_a_reason(module, place, name, monkeypatch):
+    monkeypatch.setattr(import_module(place), name, object)
+    if name == "create_function_from_signature":
+        monkeypatch.delattr(import_module(place), name)
+    monkeypatch.delitem(sys.modules, module)
+    reason = families._import_error.__wrapped__(module)
+    assert reason is not None
+    assert reason.startswith("its kernels cannot be imported: ")
 
 
 def test_an_outline_says_what_is_read_written_and_zero():
