@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import triton.language as tl
@@ -127,7 +128,8 @@ def launch(
         spec: the problem, which chooses the configuration.
         backend: the target to compile for, or the interpreter.
         constants: what else grid and arguments follow from, compared by value.
-        options: further launch options of Triton's, for a CUDA device.
+        options: further launch options of Triton's, for a CUDA device; `num_warps` and `num_stages`
+            take the place of the configuration's.
     """
     capture = current_capture()
     with nullcontext() if capture is None else capture.paused():
@@ -149,11 +151,13 @@ def _launch(
     spec: Spec,
     backend: Backend,
     constants: tuple[Hashable, ...],
-    options: dict[str, Hashable],
+    options: dict[str, Any],
 ) -> Launcher | None:
     """Launch a kernel; return what relaunches it, if it was compiled."""
     device, target = operands[0].device, backend.target
-    config = backend.configs(spec)[name]
+    config = config_of(name, spec, backend, device)
+    numbers = {x: options.pop(x) for x in ("num_warps", "num_stages") if x in options}
+    config = replace(cast(Any, config), **numbers) if numbers else config
     layouts, tensors = layouts_of(operands), tensors_of(operands)
 
     def positional(config: KernelConfig) -> tuple[tuple[int, ...], list[Any]]:
@@ -177,9 +181,7 @@ def _launch(
         numbers = {"num_warps": config.num_warps, "num_stages": config.num_stages}
         return kernel.warmup(*arguments, grid=grid, **numbers | options)
 
-    limit = shared_memory(target, device) if _recorded is None else _recorded[0](name)
-    if limit < SHARED_MEMORY_LIMIT[target]:
-        config = backend.config_of_smaller_cards(spec, name, config)
+    limit = _shared_memory(name, target, device)
     smaller = partial(backend.smaller_configs, spec, name, config)
     if _recorded is not None:
         fitted = compile_to_fit(name, compile, config, target, limit, smaller)
@@ -192,6 +194,19 @@ def _launch(
         stream = torch.cuda.current_stream().cuda_stream
         launcher(stream, tuple(x.data_ptr() for x in tensors))
     return launcher
+
+
+def config_of(name: str, spec: Spec, backend: Backend, device: torch.device) -> KernelConfig:
+    """Return the configuration that a launch begins with, which may take fewer stages then."""
+    config, target = backend.configs(spec)[name], backend.target
+    if target is None or _shared_memory(name, target, device) >= SHARED_MEMORY_LIMIT[target]:
+        return config
+    return backend.config_of_smaller_cards(spec, name, config)
+
+
+def _shared_memory(name: str, target: str, device: torch.device) -> float:
+    """Return the bytes of shared memory that a block of a kernel may have."""
+    return shared_memory(target, device) if _recorded is None else _recorded[0](name)
 
 
 def arguments_of(
