@@ -19,6 +19,7 @@ def flash_attention(
     sinks: jax.Array | None = ..., q_segment_ids: jax.Array | None = ...,
     kv_segment_ids: jax.Array | None = ..., kv_ends: jax.Array | None = ...,
     q_depths: jax.Array | None = ..., kv_depths: jax.Array | None = ...,
+    relative_bias: jax.Array | None = ..., alibi_slopes: jax.Array | None = ...,
     deterministic: bool | None = ..., precision: Precision = ...,
     return_lse: Literal[False] = ..., return_row_max: Literal[False] = ...,
     implementation: Implementation | None = ...,
@@ -31,6 +32,7 @@ def flash_attention(
     sinks: jax.Array | None = ..., q_segment_ids: jax.Array | None = ...,
     kv_segment_ids: jax.Array | None = ..., kv_ends: jax.Array | None = ...,
     q_depths: jax.Array | None = ..., kv_depths: jax.Array | None = ...,
+    relative_bias: jax.Array | None = ..., alibi_slopes: jax.Array | None = ...,
     deterministic: bool | None = ..., precision: Precision = ...,
     return_lse: Literal[True], return_row_max: Literal[False] = ...,
     implementation: Implementation | None = ...,
@@ -43,6 +45,7 @@ def flash_attention(
     sinks: jax.Array | None = ..., q_segment_ids: jax.Array | None = ...,
     kv_segment_ids: jax.Array | None = ..., kv_ends: jax.Array | None = ...,
     q_depths: jax.Array | None = ..., kv_depths: jax.Array | None = ...,
+    relative_bias: jax.Array | None = ..., alibi_slopes: jax.Array | None = ...,
     deterministic: bool | None = ..., precision: Precision = ...,
     return_lse: bool, return_row_max: Literal[False] = ...,
     implementation: Implementation | None = ...,
@@ -55,6 +58,7 @@ def flash_attention(
     sinks: jax.Array | None = ..., q_segment_ids: jax.Array | None = ...,
     kv_segment_ids: jax.Array | None = ..., kv_ends: jax.Array | None = ...,
     q_depths: jax.Array | None = ..., kv_depths: jax.Array | None = ...,
+    relative_bias: jax.Array | None = ..., alibi_slopes: jax.Array | None = ...,
     deterministic: bool | None = ..., precision: Precision = ...,
     return_lse: Literal[False] = ..., return_row_max: Literal[True],
     implementation: Implementation | None = ...,
@@ -67,6 +71,7 @@ def flash_attention(
     sinks: jax.Array | None = ..., q_segment_ids: jax.Array | None = ...,
     kv_segment_ids: jax.Array | None = ..., kv_ends: jax.Array | None = ...,
     q_depths: jax.Array | None = ..., kv_depths: jax.Array | None = ...,
+    relative_bias: jax.Array | None = ..., alibi_slopes: jax.Array | None = ...,
     deterministic: bool | None = ..., precision: Precision = ...,
     return_lse: Literal[True], return_row_max: Literal[True],
     implementation: Implementation | None = ...,
@@ -79,6 +84,7 @@ def flash_attention(
     sinks: jax.Array | None = ..., q_segment_ids: jax.Array | None = ...,
     kv_segment_ids: jax.Array | None = ..., kv_ends: jax.Array | None = ...,
     q_depths: jax.Array | None = ..., kv_depths: jax.Array | None = ...,
+    relative_bias: jax.Array | None = ..., alibi_slopes: jax.Array | None = ...,
     deterministic: bool | None = ..., precision: Precision = ...,
     return_lse: bool = ..., return_row_max: bool,
     implementation: Implementation | None = ...,
@@ -98,6 +104,8 @@ def flash_attention(
     kv_ends: jax.Array | None = None,
     q_depths: jax.Array | None = None,
     kv_depths: jax.Array | None = None,
+    relative_bias: jax.Array | None = None,
+    alibi_slopes: jax.Array | None = None,
     deterministic: bool | None = None,
     precision: Precision = "ieee",
     return_lse: bool = False,
@@ -139,6 +147,11 @@ def flash_attention(
             depths, window_size's left side counts them in place of positions: a key is seen if the
             query is at most so much deeper. None, as for the keys: it counts positions.
         kv_depths: [B, Skv] int32, how deep each key is.
+        relative_bias: [Hq, 2R + 1], float32 or q's dtype: a score gets ``relative_bias[h, clip(j -
+            p, -R, R) + R]``, after the scale and before the softcap. Its gradient is a sum over all
+            pairs. Buckets of distances, as T5 has them, expand to it.
+        alibi_slopes: [Hq] or [B, Hq], float32: a score loses ``alibi_slopes * |p - j|``, after
+            relative_bias. They are constants: their gradient is none, or 0.
         deterministic: True: the backward gives the same bits every time. False: it may add in any
             order, which is faster where the kernels can. None: as
             ``--xla_gpu_deterministic_ops`` in ``XLA_FLAGS`` says.
@@ -165,7 +178,8 @@ def flash_attention(
             second derivative.
 
     Source: Dao et al. 2022 (FlashAttention), Dao 2023 (FlashAttention-2); for the sinks Agarwal et
-    al. 2025 (gpt-oss); for the ends Wang et al. 2024 (FlashMask).
+    al. 2025 (gpt-oss); for the ends Wang et al. 2024 (FlashMask); for the terms Raffel et al. 2020
+    (T5) and Press et al. 2022 (ALiBi).
 
     Example::
 
@@ -177,7 +191,10 @@ def flash_attention(
         out, lse = attention(q, k, v)
         fast = flash_attention(q, k, v, precision="tf32")  # less exact
     """
-    operands = q, k, v, sinks, q_segment_ids, kv_segment_ids, kv_ends, q_depths, kv_depths
+    operands = (
+        q, k, v, sinks, q_segment_ids, kv_segment_ids, kv_ends, q_depths, kv_depths, relative_bias,
+        alibi_slopes,
+    )  # fmt: skip
     deterministic = or_as_xla_says(deterministic)
     options = (
         causal, scale, window_size, softcap, deterministic, precision, return_row_max, return_lse,

@@ -6,6 +6,7 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -127,6 +128,21 @@ def of_mask(mask: Any, num_lists: int = 1) -> Any:
     )
 
 
+def of_terms(terms: Any, group_size: int | None = None) -> Any:
+    """Return what a program reads of `Terms`: those of its head.
+
+    Args:
+        terms: relative [Hq, 2R + 1], slopes [Hq], [B, Hq], or [1, Hq, N].
+        group_size: query heads of the grid's kv head, whose terms it reads; None for a query head.
+    """
+    head = "head" if group_size is None else ("head", group_size)
+    slopes, axes = terms.slopes, {1: (head,), 2: ("batch", head), 3: ("batch", head, ALL)}
+    return terms._replace(
+        relative=block_spec(terms.relative, _in_grid, head, ALL),
+        slopes=None if slopes is None else block_spec(slopes, _in_grid, *axes[slopes.ndim]),
+    )
+
+
 def of_group(x: Any, group_size: int) -> pl.BlockSpec | None:
     """Return what a program reads of `x`: the rows of all heads that share the grid's kv head.
 
@@ -159,6 +175,7 @@ def launch(
     backend: Backend,
     aliases: dict[int, int] | None = None,
     order: Callable[[tuple[int, ...], KernelConfig], Place] | None = None,
+    numbers: Mapping[str, int] | None = None,
 ) -> Any:
     """Call a kernel.
 
@@ -175,13 +192,14 @@ def launch(
         aliases: inputs, by position, whose memory the outputs at the given positions take.
         order: from grid and configuration, the function that returns a program's position in the
             grid from its number. The kernel gets that function as `place`.
+        numbers: those of the compiler that take the place of the configuration's.
 
     Returns:
         The outputs.
     """
-    config, target = backend.configs(spec)[name], backend.target
-    if target is not None and shared_memory(target) < SHARED_MEMORY_LIMIT[target]:
-        config = backend.config_of_smaller_cards(spec, name, config)
+    config, target = config_of(name, spec, backend), backend.target
+    if numbers is not None:
+        config = replace(config, **numbers)
     if target == "sm90" and not portable_uses_wgmma(name, spec):
         target = "sm80"
     takes = inspect.signature(kernel).parameters
@@ -203,3 +221,11 @@ def launch(
         interpret=backend.interpreted,
         name=name,
     )(*operands)
+
+
+def config_of(name: str, spec: Spec, backend: Backend) -> Any:
+    """Return the configuration that a launch has."""
+    config, target = backend.configs(spec)[name], backend.target
+    if target is None or shared_memory(target) >= SHARED_MEMORY_LIMIT[target]:
+        return config
+    return backend.config_of_smaller_cards(spec, name, config)

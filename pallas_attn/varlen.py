@@ -22,6 +22,7 @@ def flash_attention_varlen(
     window_size: tuple[int | None, int | None] | None = ..., softcap: float | None = ...,
     sinks: jax.Array | None = ..., kv_ends: jax.Array | None = ...,
     q_depths: jax.Array | None = ..., kv_depths: jax.Array | None = ...,
+    relative_bias: jax.Array | None = ..., alibi_slopes: jax.Array | None = ...,
     deterministic: bool | None = ..., precision: Precision = ...,
     return_lse: Literal[False] = ..., return_row_max: Literal[False] = ...,
     implementation: Implementation | None = ...,
@@ -34,6 +35,7 @@ def flash_attention_varlen(
     window_size: tuple[int | None, int | None] | None = ..., softcap: float | None = ...,
     sinks: jax.Array | None = ..., kv_ends: jax.Array | None = ...,
     q_depths: jax.Array | None = ..., kv_depths: jax.Array | None = ...,
+    relative_bias: jax.Array | None = ..., alibi_slopes: jax.Array | None = ...,
     deterministic: bool | None = ..., precision: Precision = ...,
     return_lse: Literal[True], return_row_max: Literal[False] = ...,
     implementation: Implementation | None = ...,
@@ -46,6 +48,7 @@ def flash_attention_varlen(
     window_size: tuple[int | None, int | None] | None = ..., softcap: float | None = ...,
     sinks: jax.Array | None = ..., kv_ends: jax.Array | None = ...,
     q_depths: jax.Array | None = ..., kv_depths: jax.Array | None = ...,
+    relative_bias: jax.Array | None = ..., alibi_slopes: jax.Array | None = ...,
     deterministic: bool | None = ..., precision: Precision = ...,
     return_lse: bool, return_row_max: Literal[False] = ...,
     implementation: Implementation | None = ...,
@@ -58,6 +61,7 @@ def flash_attention_varlen(
     window_size: tuple[int | None, int | None] | None = ..., softcap: float | None = ...,
     sinks: jax.Array | None = ..., kv_ends: jax.Array | None = ...,
     q_depths: jax.Array | None = ..., kv_depths: jax.Array | None = ...,
+    relative_bias: jax.Array | None = ..., alibi_slopes: jax.Array | None = ...,
     deterministic: bool | None = ..., precision: Precision = ...,
     return_lse: Literal[False] = ..., return_row_max: Literal[True],
     implementation: Implementation | None = ...,
@@ -70,6 +74,7 @@ def flash_attention_varlen(
     window_size: tuple[int | None, int | None] | None = ..., softcap: float | None = ...,
     sinks: jax.Array | None = ..., kv_ends: jax.Array | None = ...,
     q_depths: jax.Array | None = ..., kv_depths: jax.Array | None = ...,
+    relative_bias: jax.Array | None = ..., alibi_slopes: jax.Array | None = ...,
     deterministic: bool | None = ..., precision: Precision = ...,
     return_lse: Literal[True], return_row_max: Literal[True],
     implementation: Implementation | None = ...,
@@ -82,6 +87,7 @@ def flash_attention_varlen(
     window_size: tuple[int | None, int | None] | None = ..., softcap: float | None = ...,
     sinks: jax.Array | None = ..., kv_ends: jax.Array | None = ...,
     q_depths: jax.Array | None = ..., kv_depths: jax.Array | None = ...,
+    relative_bias: jax.Array | None = ..., alibi_slopes: jax.Array | None = ...,
     deterministic: bool | None = ..., precision: Precision = ...,
     return_lse: bool = ..., return_row_max: bool,
     implementation: Implementation | None = ...,
@@ -101,6 +107,8 @@ def flash_attention_varlen(
     kv_ends: jax.Array | None = None,
     q_depths: jax.Array | None = None,
     kv_depths: jax.Array | None = None,
+    relative_bias: jax.Array | None = None,
+    alibi_slopes: jax.Array | None = None,
     deterministic: bool | None = None,
     precision: Precision = "ieee",
     return_lse: bool = False,
@@ -137,6 +145,11 @@ def flash_attention_varlen(
         kv_ends: [Tkv] int32, as `flash_attention` takes it, counted from the sequence's first key.
         q_depths: [Tq] int32, as `flash_attention` takes it.
         kv_depths: [Tkv] int32, as `flash_attention` takes it.
+        relative_bias: [Hq, 2R + 1], float32 or q's dtype: a score gets ``relative_bias[h, clip(j -
+            p, -R, R) + R]``, after the scale and before the softcap. Its gradient is a sum over all
+            pairs. Buckets of distances, as T5 has them, expand to it.
+        alibi_slopes: [Hq] or [N, Hq], float32: a score loses ``alibi_slopes * |p - j|``, after
+            relative_bias. They are constants: their gradient is none, or 0.
         deterministic: True: the backward gives the same bits every time. False: it may add in any
             order, which is faster where the kernels can. None: as
             ``--xla_gpu_deterministic_ops`` in ``XLA_FLAGS`` says.
@@ -177,7 +190,8 @@ def flash_attention_varlen(
         out = attention(q, k, v, offsets, offsets)
     """
     operands = (
-        q, k, v, cu_seqlens_q, cu_seqlens_kv, sinks, kv_ends, q_depths, kv_depths,
+        q, k, v, cu_seqlens_q, cu_seqlens_kv, sinks, kv_ends, q_depths, kv_depths, relative_bias,
+        alibi_slopes,
     )  # fmt: skip
     deterministic = or_as_xla_says(deterministic)
     options = (

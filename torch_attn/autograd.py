@@ -84,7 +84,8 @@ class Forward(_Differentiable):
             if call is not None:
                 return call(*tensors)
         gradients = self.backward.op(dout, dlse, *saved, *ctx.options)
-        return (dx if has_gradient(x) else None for dx, x in zip(gradients, saved, strict=False))
+        both = zip(gradients, saved, strict=False)
+        return (dx if has_gradient(x) and dx.shape == x.shape else None for dx, x in both)
 
 
 class _Once(torch.autograd.Function):

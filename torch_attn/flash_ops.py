@@ -22,6 +22,7 @@ from torch_attn.calls import Call
 from torch_attn.operands import aligned, cast_inputs, operand
 from torch_attn.operators import readable
 from twin_attention.contract.operands import (
+    CONSTANTS,
     BlockSparseOperands,
     FlashOperands,
     VarlenOperands,
@@ -142,7 +143,11 @@ class FlashAttention(Attention):
 
     def _fake_backward(self, dout, dlse, *args):
         operands = args[: self.num_operands]
-        gradients = (x.new_empty(x.shape) if has_gradient(x) else None for x in operands)
+        named = zip(self.operands._fields, operands, strict=True)
+        gradients = (
+            x.new_empty(x.shape) if has_gradient(x) and name not in CONSTANTS else None
+            for name, x in named
+        )
         return with_left_out(gradients, dout)
 
 
@@ -158,7 +163,7 @@ DENSE = FlashAttention(
     "flash",
     FlashOperands,
     check_flash_attention,
-    vmap.join_batch_or_heads,
+    partial(vmap.join_batch_or_heads, FlashOperands._fields),
     check_attention_options,
 )
 PACKED = FlashAttention(

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import triton.language as tl
@@ -107,7 +108,7 @@ class Launch(NamedTuple):
 
     Attributes:
         name, kernel, prepare, spec, backend, constants: as `launch` takes them.
-        config: what the tables have for the kernel.
+        config: that the kernel is compiled with, or with fewer stages.
         options: launch options of Triton's, by name.
         device: of the operands.
         layouts: of the operands, in the same tuples; None for an operand that is None.
@@ -155,8 +156,6 @@ class Launch(NamedTuple):
             numbers = {"num_warps": config.num_warps, "num_stages": config.num_stages}
             return compile(*self.prepared(config), numbers | options)
 
-        if limit < SHARED_MEMORY_LIMIT[target]:
-            config = backend.config_of_smaller_cards(spec, name, config)
         smaller = partial(backend.smaller_configs, spec, name, config)
         return compile_to_fit(name, compiled, config, target, limit, smaller)
 
@@ -190,14 +189,17 @@ def launch(
         spec: the problem, which chooses the configuration.
         backend: the target to compile for, or the interpreter.
         constants: what else grid and arguments follow from, compared by value.
-        options: further launch options of Triton's, for a CUDA device.
+        options: further launch options of Triton's, for a CUDA device; `num_warps` and `num_stages`
+            take the place of the configuration's.
     """
     capture = current_capture()
     tensors = tensors_of(operands)
     with nullcontext() if capture is None else capture.paused():
-        config = backend.configs(spec)[name]
+        config = config_of(name, spec, backend, operands[0].device)
+        numbers = {x: options.pop(x) for x in ("num_warps", "num_stages") if x in options}
         found = Launch(
-            name, kernel, prepare, spec, backend, constants, config, tuple(options.items()),
+            name, kernel, prepare, spec, backend, constants,
+            replace(cast(Any, config), **numbers) if numbers else config, tuple(options.items()),
             operands[0].device, layouts_of(operands),
         )  # fmt: skip
         is_described = capture is not None and found.device.type == "meta"
@@ -235,6 +237,19 @@ def _launch(found: Launch, tensors: tuple[torch.Tensor, ...]) -> Launcher | None
         stream = torch.cuda.current_stream().cuda_stream
         launcher(stream, tuple(x.data_ptr() for x in tensors))
     return launcher
+
+
+def config_of(name: str, spec: Spec, backend: Backend, device: torch.device) -> KernelConfig:
+    """Return the configuration that a launch begins with, which may take fewer stages then."""
+    config, target = backend.configs(spec)[name], backend.target
+    if target is None or _shared_memory(name, target, device) >= SHARED_MEMORY_LIMIT[target]:
+        return config
+    return backend.config_of_smaller_cards(spec, name, config)
+
+
+def _shared_memory(name: str, target: str, device: torch.device) -> float:
+    """Return the bytes of shared memory that a block of a kernel may have."""
+    return shared_memory(target, device) if _recorded is None else _recorded[0](name)
 
 
 def arguments_of(

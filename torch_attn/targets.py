@@ -73,7 +73,12 @@ def num_sms(device: torch.device, target: str | None) -> int:
 
 def shared_memory(target: str, device: torch.device) -> int:
     """Return the bytes that a block may have: the target's limit, or a smaller card's own."""
-    return min(SHARED_MEMORY_LIMIT[target], _properties(device)[2])
+    card = _described.get()
+    if device.type == "meta":
+        own = SHARED_MEMORY_LIMIT[target] if card is None else card.shared_memory
+    else:
+        own = _properties(device)[2]
+    return min(SHARED_MEMORY_LIMIT[target], own)
 
 
 @lru_cache

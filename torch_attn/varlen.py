@@ -21,6 +21,7 @@ def flash_attention_varlen(
     window_size: tuple[int | None, int | None] | None = ..., softcap: float | None = ...,
     sinks: Tensor | None = ..., kv_ends: Tensor | None = ...,
     q_depths: Tensor | None = ..., kv_depths: Tensor | None = ...,
+    relative_bias: Tensor | None = ..., alibi_slopes: Tensor | None = ...,
     deterministic: bool | None = ..., precision: Precision = ...,
     return_lse: Literal[False] = ..., return_row_max: Literal[False] = ...,
     implementation: Implementation | None = ...,
@@ -33,6 +34,7 @@ def flash_attention_varlen(
     window_size: tuple[int | None, int | None] | None = ..., softcap: float | None = ...,
     sinks: Tensor | None = ..., kv_ends: Tensor | None = ...,
     q_depths: Tensor | None = ..., kv_depths: Tensor | None = ...,
+    relative_bias: Tensor | None = ..., alibi_slopes: Tensor | None = ...,
     deterministic: bool | None = ..., precision: Precision = ...,
     return_lse: Literal[True], return_row_max: Literal[False] = ...,
     implementation: Implementation | None = ...,
@@ -45,6 +47,7 @@ def flash_attention_varlen(
     window_size: tuple[int | None, int | None] | None = ..., softcap: float | None = ...,
     sinks: Tensor | None = ..., kv_ends: Tensor | None = ...,
     q_depths: Tensor | None = ..., kv_depths: Tensor | None = ...,
+    relative_bias: Tensor | None = ..., alibi_slopes: Tensor | None = ...,
     deterministic: bool | None = ..., precision: Precision = ...,
     return_lse: bool, return_row_max: Literal[False] = ...,
     implementation: Implementation | None = ...,
@@ -57,6 +60,7 @@ def flash_attention_varlen(
     window_size: tuple[int | None, int | None] | None = ..., softcap: float | None = ...,
     sinks: Tensor | None = ..., kv_ends: Tensor | None = ...,
     q_depths: Tensor | None = ..., kv_depths: Tensor | None = ...,
+    relative_bias: Tensor | None = ..., alibi_slopes: Tensor | None = ...,
     deterministic: bool | None = ..., precision: Precision = ...,
     return_lse: Literal[False] = ..., return_row_max: Literal[True],
     implementation: Implementation | None = ...,
@@ -69,6 +73,7 @@ def flash_attention_varlen(
     window_size: tuple[int | None, int | None] | None = ..., softcap: float | None = ...,
     sinks: Tensor | None = ..., kv_ends: Tensor | None = ...,
     q_depths: Tensor | None = ..., kv_depths: Tensor | None = ...,
+    relative_bias: Tensor | None = ..., alibi_slopes: Tensor | None = ...,
     deterministic: bool | None = ..., precision: Precision = ...,
     return_lse: Literal[True], return_row_max: Literal[True],
     implementation: Implementation | None = ...,
@@ -81,6 +86,7 @@ def flash_attention_varlen(
     window_size: tuple[int | None, int | None] | None = ..., softcap: float | None = ...,
     sinks: Tensor | None = ..., kv_ends: Tensor | None = ...,
     q_depths: Tensor | None = ..., kv_depths: Tensor | None = ...,
+    relative_bias: Tensor | None = ..., alibi_slopes: Tensor | None = ...,
     deterministic: bool | None = ..., precision: Precision = ...,
     return_lse: bool = ..., return_row_max: bool,
     implementation: Implementation | None = ...,
@@ -100,6 +106,8 @@ def flash_attention_varlen(
     kv_ends: Tensor | None = None,
     q_depths: Tensor | None = None,
     kv_depths: Tensor | None = None,
+    relative_bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
     deterministic: bool | None = None,
     precision: Precision = "ieee",
     return_lse: bool = False,
@@ -137,6 +145,11 @@ def flash_attention_varlen(
         kv_ends: [Tkv] int32, as `flash_attention` takes it, counted from the sequence's first key.
         q_depths: [Tq] int32, as `flash_attention` takes it.
         kv_depths: [Tkv] int32, as `flash_attention` takes it.
+        relative_bias: [Hq, 2R + 1], float32 or q's dtype: a score gets ``relative_bias[h, clip(j -
+            p, -R, R) + R]``, after the scale and before the softcap. Its gradient is a sum over all
+            pairs. Buckets of distances, as T5 has them, expand to it.
+        alibi_slopes: [Hq] or [N, Hq], float32: a score loses ``alibi_slopes * |p - j|``, after
+            relative_bias. They are constants: their gradient is none, or 0.
         deterministic: True: the backward gives the same bits every time. False: it may add in any
             order, which is faster where the kernels can. None: as
             ``torch.are_deterministic_algorithms_enabled()`` says.
@@ -174,7 +187,8 @@ def flash_attention_varlen(
         out.sum().backward()
     """
     operands = (
-        q, k, v, cu_seqlens_q, cu_seqlens_kv, sinks, kv_ends, q_depths, kv_depths,
+        q, k, v, cu_seqlens_q, cu_seqlens_kv, sinks, kv_ends, q_depths, kv_depths, relative_bias,
+        alibi_slopes,
     )  # fmt: skip
     deterministic = or_as_torch_says(deterministic)
     options = (

@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from twin_attention.contract.operands import TERMS
 from twin_attention.contract.validate import (
     not_mapped,
     not_mapped_with_sinks,
@@ -21,6 +22,8 @@ from twin_attention.contract.validate import (
 # and [H]. That of the batch, or that of the heads.
 _BATCH = {4: 0, 3: 0, 2: 0, 1: 0}
 _HEADS = {4: 2, 3: 1, 1: 0}
+# That of the heads in floating-point operands of two axes, by their place: [Hq, 2R + 1], [B, Hq].
+_HEADS_OF_TERMS = {"relative_bias": 0, "alibi_slopes": 1}
 
 
 def _join(x: Tensor, dim: int | None, axis: int, size: int) -> Tensor:
@@ -39,28 +42,42 @@ def _join(x: Tensor, dim: int | None, axis: int, size: int) -> Tensor:
     return x.flatten(axis, axis + 1)
 
 
-def join_batch_or_heads(op, num_tensors, info, in_dims, *args):
-    """Join the batch, or with sinks, which have none, the heads, which share segment ids.
+def join_batch_or_heads(fields, op, num_tensors, info, in_dims, *args):
+    """Join the batch, or with sinks or a table, which have none, the heads.
+
+    These share segment ids.
+
+    Args:
+        fields: names of the operands. Those of a backward stand behind dout and dlse.
+        op, num_tensors, info, in_dims, args: as this module says.
 
     Raises:
-        NotImplementedError: segment ids that are mapped, with sinks.
+        NotImplementedError: segment ids that are mapped, with sinks or a table.
     """
+    first = 0 if num_tensors == len(fields) else 2
+    places = {first + i: name for i, name in enumerate(fields) if name in TERMS}
     tensors = list(zip(args[:num_tensors], in_dims[:num_tensors], strict=True))
     axis = _BATCH
-    if any(x is not None and x.ndim - (dim is not None) == 1 for x, dim in tensors):
+    if any(
+        x is not None and (x.ndim - (dim is not None) == 1 or places.get(i) == "relative_bias")
+        for i, (x, dim) in enumerate(tensors)
+    ):
         axis = _HEADS
 
-    def fold(x, dim):
+    def fold(i, x, dim):
         if x is None:
             return None
+        if axis is _HEADS and i in places and x.ndim - (dim is not None) == 2:
+            return _join(x, dim, _HEADS_OF_TERMS[places[i]], info.batch_size)
         if x.dtype == torch.int32 and axis is _HEADS:
             if dim is not None:
                 not_mapped_with_sinks()
             return x
         return _join(x, dim, axis[x.ndim - (dim is not None)], info.batch_size)
 
-    outputs = op(*(fold(x, dim) for x, dim in tensors), *args[num_tensors:])
-    dims = [axis[x.ndim] for x in outputs]
+    folded = (fold(i, *tensor) for i, tensor in enumerate(tensors))
+    outputs = op(*folded, *args[num_tensors:])
+    dims = [axis.get(x.ndim, 0) for x in outputs]
     sizes = (info.batch_size, -1)
     return tuple(x.unflatten(dim, sizes) for x, dim in zip(outputs, dims, strict=True)), tuple(dims)
 

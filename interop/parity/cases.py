@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any, TypeVar
 
+from twin_attention.contract.operands import TERMS
 from twin_attention.contract.spec import (
     WINDOW_UNLIMITED,
     AppendSpec,
@@ -49,6 +50,10 @@ class FlashCase:
         tree: "" for none; "nested" for ends of keys of a tree in depth-first order; "any" for ends
             that are none of a tree.
         depths: give depths as well.
+        relative: R of a table of 2R + 1 distances, None for none; in float32, or with
+            `terms_in_q_dtype` in the call's dtype.
+        alibi: "" for no slopes; "heads" for one of each head; "all" for one of each head of each
+            sequence.
         deterministic: the call's option, for the backward.
         precision: the call's option.
         row_max: ask for row maxima.
@@ -74,6 +79,9 @@ class FlashCase:
     segments: str = ""
     tree: str = ""
     depths: bool = False
+    relative: int | None = None
+    terms_in_q_dtype: bool = False
+    alibi: str = ""
     deterministic: bool = False
     precision: Precision = "ieee"
     row_max: bool = False
@@ -103,7 +111,7 @@ class FlashCase:
             self.shapes[2][3], self.dtype, scale_or_default(self.scale, self.head_dim),
             Window.of(self.causal, self.window_size), self.softcap, self.deterministic,
             self.precision, segmented=bool(self.segments), **_tree_fields(self),
-            row_max=self.row_max,
+            terms=_terms(self), row_max=self.row_max,
         )  # fmt: skip
 
 
@@ -119,7 +127,7 @@ class VarlenCase:
             v [Tkv, Hkv, Dv].
         causal, scale, window_size, softcap: the call's options.
         sinks: give one logit a head.
-        tree, depths: as in `FlashCase`, of each sequence.
+        tree, depths, relative, terms_in_q_dtype, alibi: as in `FlashCase`, of each sequence.
         deterministic: the call's option, for the backward.
         precision: the call's option.
         row_max: ask for row maxima.
@@ -140,6 +148,9 @@ class VarlenCase:
     sinks: bool = False
     tree: str = ""
     depths: bool = False
+    relative: int | None = None
+    terms_in_q_dtype: bool = False
+    alibi: str = ""
     deterministic: bool = False
     precision: Precision = "ieee"
     row_max: bool = False
@@ -160,7 +171,7 @@ class VarlenCase:
             1, tokens_q, tokens_kv, self.heads_q, self.heads_kv, self.head_dim, head_dim_v,
             self.dtype, scale_or_default(self.scale, self.head_dim),
             Window.of(self.causal, self.window_size), self.softcap, self.deterministic,
-            self.precision, **_tree_fields(self), row_max=self.row_max,
+            self.precision, **_tree_fields(self), terms=_terms(self), row_max=self.row_max,
             num_sequences=len(self.lengths),
         )  # fmt: skip
 
@@ -170,6 +181,12 @@ def _flash_options(case: FlashCase | VarlenCase) -> dict[str, Any]:
     names = ("causal", "scale", "window_size", "softcap", "deterministic", "precision")
     asked = {"return_row_max": True} if case.row_max else {}
     return {name: getattr(case, name) for name in names} | asked
+
+
+def _terms(case: FlashCase | VarlenCase) -> tuple[str, ...]:
+    """Return the names of the operands that are added to the scores."""
+    given = {"relative_bias": case.relative is not None, "alibi_slopes": bool(case.alibi)}
+    return tuple(name for name in TERMS if given[name])
 
 
 def _tree_fields(case: FlashCase | VarlenCase) -> dict[str, bool]:
@@ -188,7 +205,8 @@ class BlockSparseCase(FlashCase):
         own_masks: "" for one mask of all; "heads" for one of each head; "all" for one of each
             head of each sequence.
         kept: share of the tiles that are kept, at random.
-        segments, tree, depths, row_max, layout: as in `FlashCase`, but always their defaults.
+        segments, tree, depths, relative, terms_in_q_dtype, alibi, row_max, layout: as in
+            `FlashCase`, but always their defaults.
     """
 
     tile_q: int = 64
@@ -221,8 +239,8 @@ class DilatedCase(FlashCase):
     Attributes:
         segment_lengths, dilation_rates: of each pair.
         seq_kv: as long as `seq_q`.
-        window_size, sinks, segments, tree, depths, row_max, layout: as in `FlashCase`, but always
-            their defaults.
+        window_size, sinks, segments, tree, depths, relative, terms_in_q_dtype, alibi, row_max,
+            layout: as in `FlashCase`, but always their defaults.
     """
 
     segment_lengths: tuple[int, ...] = (32, 64, 128)
@@ -542,6 +560,19 @@ def _quick() -> Iterator[FlashCase]:
         heads_q=4, head_dim=72, head_dim_v=48, causal=True, window_size=(40, None), softcap=30.0,
         sinks=True, scale=0.2, deterministic=True,
     )  # fmt: skip
+    yield replace(base, name="relative", relative=20, causal=True)
+    # Distances on both sides, none of them clipped, with rows that have no key.
+    yield replace(
+        base, name="relative-wide", relative=300, seq_q=131, seq_kv=37, heads_q=4, heads_kv=2,
+        dtype="float16", window_size=(60, 9), terms_in_q_dtype=True,
+    )  # fmt: skip
+    yield replace(base, name="relative-one", relative=0, dtype="float32", head_dim=32)
+    yield replace(base, name="alibi", alibi="heads", causal=True)
+    yield replace(
+        base, name="terms-all-options", relative=31, alibi="all", batch=2, segments="documents",
+        tree="nested", seq_q=97, heads_q=4, head_dim=72, head_dim_v=48, causal=True,
+        window_size=(40, None), softcap=30.0, sinks=True, scale=0.2, deterministic=True,
+    )  # fmt: skip
     yield replace(base, name="deterministic", causal=True, deterministic=True)
     yield replace(base, name="strided", layout="strided", causal=True)
     yield replace(base, name="one-token", seq_q=1, seq_kv=1)
@@ -633,6 +664,17 @@ def _full_changes() -> Iterator[Change]:
         yield f"tree-any-d{d}", {**tree, "tree": "any", "seq_q": 333, "head_dim": d, "softcap": 5.0}
     yield "tree-any-depths", {**tree, "tree": "any", "window_size": (70, None), "depths": True}
     yield "tree-segments", {**tree, "segments": "documents"}
+    for d in (16, 32, 64, 128, 256):
+        yield f"relative-d{d}", {"relative": 50, "head_dim": d, "causal": True}
+    for radius in (0, 1, 64, 700):
+        yield f"relative-{radius}", {"relative": radius, "seq_kv": 450, "alibi": "heads"}
+    yield "relative-641x127", {"relative": 30, "seq_q": 641, "seq_kv": 127, "causal": True}
+    yield "relative-64x0", {"relative": 30, "seq_q": 64, "seq_kv": 0}
+    yield "relative-softcap", {"relative": 128, "softcap": 5.0, "terms_in_q_dtype": True}
+    yield "relative-segments", {"relative": 20, "segments": "shuffled", "window_size": (70, 5)}
+    yield "relative-tree", {"relative": 20, "tree": "any", "causal": True, "sinks": True}
+    for d in (64, 128):
+        yield f"alibi-d{d}", {"alibi": "all", "head_dim": d, "causal": True, "row_max": True}
     for heads_q, heads_kv in ((8, 8), (8, 1), (6, 2)):
         yield f"heads{heads_q}-{heads_kv}", {"heads_q": heads_q, "heads_kv": heads_kv}
     for mask, causal in masks:  # several tiles for each SM
@@ -684,6 +726,11 @@ def _quick_varlen() -> Iterator[VarlenCase]:
         window_size=(24, None), softcap=20.0, sinks=True, scale=0.2, dtype="float16",
     )  # fmt: skip
     yield replace(base, name="varlen-row-max", lengths=lengths, row_max=True, sinks=True)
+    yield replace(base, name="varlen-relative", relative=9, causal=False)
+    yield replace(
+        base, name="varlen-terms", lengths=lengths, relative=30, alibi="all", head_dim=32,
+        window_size=(24, None), softcap=20.0, dtype="float16",
+    )  # fmt: skip
     yield replace(base, name="varlen-tree", tree="nested")
     yield replace(
         base, name="varlen-tree-any", lengths=lengths, tree="any", depths=True, head_dim=32,
@@ -712,6 +759,9 @@ def _full_varlen_changes() -> Iterator[Change]:
     yield "softcap", {"softcap": 5.0, "head_dim": 128}
     yield "sinks", {"sinks": True}
     yield "row-max", {"row_max": True, "sinks": True}
+    for d in (64, 128):
+        yield f"relative-d{d}", {"relative": 50, "head_dim": d, "alibi": "all"}
+    yield "relative-any", {"relative": 300, "causal": False, "softcap": 5.0}
     for d in (64, 128):
         yield f"tree-d{d}", {"tree": "nested", "head_dim": d}
     yield "tree-depths", {"tree": "nested", "depths": True, "window_size": (70, None)}

@@ -20,6 +20,7 @@ from interop.parity.cases import (
     VarlenCase,
 )
 from interop.parity.trees import make_tree
+from twin_attention.contract.operands import CONSTANTS
 from twin_attention.contract.reference import quantize
 from twin_attention.contract.tree import tree_of
 from twin_attention.contract.validate import fail
@@ -75,6 +76,11 @@ def make_inputs(case: Case, device: str) -> Tensors:
     return _flash_inputs(case, normal)
 
 
+def has_gradient(name: str, x: torch.Tensor) -> bool:
+    """Return True for an operand, by its argument name, that has a gradient."""
+    return x.is_floating_point() and name not in CONSTANTS
+
+
 def _flash_inputs(case: FlashCase, normal: Normal) -> Tensors:
     dtype = getattr(torch, case.dtype)
     spec = case.spec
@@ -89,6 +95,7 @@ def _flash_inputs(case: FlashCase, normal: Normal) -> Tensors:
     inputs = {"q": q, "k": k, "v": v}
     if case.sinks:
         inputs["sinks"] = normal((spec.heads_q,), torch.float32)
+    inputs |= _terms(case, normal, spec.batch)
     if isinstance(case, BlockSparseCase):
         inputs["block_mask"] = _block_mask(case, inputs["q"].device)
     if case.segments:
@@ -106,6 +113,18 @@ def _flash_inputs(case: FlashCase, normal: Normal) -> Tensors:
     for name, of in (("q", "q"), ("k", "kv"), ("v", "kv"), ("dout", "q")):
         if case.segments and name in inputs:
             inputs[name][inputs[f"{of}_segment_ids"] < 0] = torch.nan
+    return inputs
+
+
+def _terms(case: FlashCase | VarlenCase, normal: Normal, batch: int) -> Tensors:
+    """Make what is added to the scores; slopes are from 0 on, as ALiBi's."""
+    inputs: Tensors = {}
+    if case.relative is not None:
+        dtype = getattr(torch, case.dtype) if case.terms_in_q_dtype else torch.float32
+        inputs["relative_bias"] = normal((case.heads_q, 2 * case.relative + 1), dtype)
+    if case.alibi:
+        shape = (batch, case.heads_q) if case.alibi == "all" else (case.heads_q,)
+        inputs["alibi_slopes"] = 0.2 * normal(shape, torch.float32).abs()
     return inputs
 
 
@@ -149,6 +168,7 @@ def _varlen_inputs(case: VarlenCase, normal: Normal, device: str) -> Tensors:
     }
     if case.sinks:
         inputs["sinks"] = normal((spec.heads_q,), torch.float32)
+    inputs |= _terms(case, normal, spec.num_sequences)
     if case.tree:
         inputs |= _trees(case, (*case.lengths, case.padding), device)
     inputs["dout"] = normal((spec.seq_q, spec.heads_q, spec.head_dim_v), dtype)

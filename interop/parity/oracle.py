@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from interop.parity.inputs import Tensors
+from interop.parity.inputs import Tensors, has_gradient
 from twin_attention.contract.block_mask import BlockMask
 from twin_attention.contract.operands import BlockSparseOperands, DecodeOperands, FlashOperands
 from twin_attention.contract.reference import (
@@ -44,6 +44,7 @@ SAMPLE_ABOVE = 1 << 30  # elements of q, 8 GiB in float64: a larger problem is o
 STRETCH = 4096  # a sample of a longer sequence is a stretch of it
 SCORES = 1 << 25  # at a time: 256 MiB for each copy in float64
 SAMPLES = 4  # heads or sequences
+SUMS = ("dsinks", "drelative_bias")  # over all sequences
 OF_ROWS = ("lse", "row_max")  # results of the forward, beside out
 
 # Or a VarlenSpec or PagedSpec, which is one of these.
@@ -67,12 +68,17 @@ class Part:
 
     def crop(self, tensors: Tensors) -> Tensors:
         """Return views of the part in inputs or results of the whole problem."""
-        return {name: x[self.where.get(name, ...)] if x.ndim else x for name, x in tensors.items()}
+        return {name: x[self._index(name, x)] if x.ndim else x for name, x in tensors.items()}
+
+    def _index(self, name: str, x: torch.Tensor) -> Any:
+        """Return the index in one tensor: of slopes that all sequences share, that of the heads."""
+        index = self.where.get(name, ...)
+        return index[-1] if name == "alibi_slopes" and index is not ... and x.ndim == 1 else index
 
     def crop_inner(self, results: Tensors) -> Tensors:
         """Return what is compared of the part's results: no sum over other parts as well."""
         if self.where:
-            results = {name: x for name, x in results.items() if name != "dsinks"}
+            results = {name: x for name, x in results.items() if name not in SUMS}
         if self.inner is None:
             return results
         return {
@@ -204,7 +210,7 @@ def evaluate(inputs: Tensors, spec: Spec, dtype: torch.dtype) -> Tensors:
 def _evaluate_flash(inputs: Tensors, spec: AttentionSpec, dtype: torch.dtype) -> Tensors:
     results = _empty_results(inputs["q"], spec, dtype)
     names = [name for name in FlashOperands._fields if name in inputs]
-    differentiable = [name for name in names if inputs[name].is_floating_point()]
+    differentiable = [name for name in names if has_gradient(name, inputs[name])]
     forward, backward = forward_of(spec), backward_of(spec)
     if "dout" in inputs:
         # Sums over chunks; the chunks' own rounding is that of a plain run in `dtype`.
@@ -239,22 +245,27 @@ def _evaluate_varlen(inputs: Tensors, spec: VarlenSpec, dtype: torch.dtype) -> T
     if spec.row_max:
         results["row_max"][:] = -torch.inf
     exact = torch.promote_types(dtype, torch.float32)
-    for name in ("q", "k", "v", *(["sinks"] if "sinks" in inputs else [])):
+    shared = [name for name in ("sinks", "relative_bias") if name in inputs]
+    for name in ("q", "k", "v", *shared):
         results[f"d{name}"] = torch.zeros_like(inputs[name], dtype=exact)
     if "sinks" in inputs:
         results["dsinks"] += inputs["dlse"][:, bounds[0][-1] :].sum(1)
-    for begin_q, end_q, begin_kv, end_kv in zip(
-        bounds[0], bounds[0][1:], bounds[1], bounds[1][1:], strict=False
+    for n, (begin_q, end_q, begin_kv, end_kv) in enumerate(
+        zip(bounds[0], bounds[0][1:], bounds[1], bounds[1][1:], strict=False)
     ):
         queries, keys = slice(begin_q, end_q), slice(begin_kv, end_kv)
         where: dict[str, Any] = dict.fromkeys(("q", "out", "dout", "dq", "q_depths"), queries)
         where |= dict.fromkeys(("k", "v", "dk", "dv", "kv_ends", "kv_depths"), keys)
         where |= dict.fromkeys((*OF_ROWS, "dlse"), (slice(None), queries))
         one = Part(spec.sequence(end_q - begin_q, end_kv - begin_kv), where)
-        batch = {name: x if name == "sinks" else x[None] for name, x in one.crop(inputs).items()}
+        own = {name: x for name, x in inputs.items() if name != "alibi_slopes"}
+        batch = {name: x if name in shared else x[None] for name, x in one.crop(own).items()}
+        if "alibi_slopes" in inputs:
+            slopes = inputs["alibi_slopes"]
+            batch["alibi_slopes"] = slopes[n] if slopes.ndim == 2 else slopes
         found, into = _evaluate_flash(batch, one.spec, dtype), one.crop(results)
         for name, x in found.items():
-            if name == "dsinks":
+            if name in SUMS:
                 into[name] += x
             else:
                 into[name][:] = x[0]
@@ -376,6 +387,8 @@ def _chunks(spec: AttentionSpec) -> Iterator[Part]:
         yield Part(spec)
         return
     size = max(1, SCORES // max(1, spec.group_size * spec.seq_kv))
+    if spec.terms:  # positions are those of all queries
+        size = max(1, spec.seq_q)
     if isinstance(spec, BlockSparseSpec):  # whole tiles
         size = -(-size // spec.tile_q) * spec.tile_q
     starts = range(0, spec.seq_q, size)
@@ -395,7 +408,8 @@ def _block(spec: AttentionSpec, batch: int, head: int, queries: slice, keys: sli
     where: dict[str, Any] = dict.fromkeys(("q", "out", "dout", "dq"), (one, queries, heads_q))
     where |= dict.fromkeys(("k", "v", "dk", "dv"), (one, keys, heads_kv))
     where |= dict.fromkeys((*OF_ROWS, "dlse"), (one, heads_q, queries))
-    where |= dict.fromkeys(("sinks", "dsinks"), heads_q)
+    where |= dict.fromkeys(("sinks", "relative_bias", *SUMS), heads_q)
+    where["alibi_slopes"] = one, heads_q
     where |= dict.fromkeys(("q_segment_ids", "q_depths"), (one, queries))
     where |= dict.fromkeys(("kv_segment_ids", "kv_depths", "kv_ends"), (one, keys))
     ahead = (spec.seq_q - queries.stop) - (spec.seq_kv - keys.stop)

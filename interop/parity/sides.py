@@ -24,8 +24,9 @@ from interop.parity.cases import (
     PagedCase,
     VarlenCase,
 )
-from interop.parity.inputs import Tensors
+from interop.parity.inputs import Tensors, has_gradient
 from twin_attention.contract.explain import Explanation
+from twin_attention.contract.operands import CONSTANTS
 from twin_attention.targets.family import Family, families_of
 from twin_attention.targets.target import TARGETS, use_target
 
@@ -136,7 +137,7 @@ def results(side: Side, function: str, inputs: Tensors, **options: Any) -> Tenso
         names = (*(["q"] if "q" in operands else []), *POOLS)
         return dict(zip(names, found, strict=True))
     outputs = (*OUTPUTS, "row_max") if options.get("return_row_max") else OUTPUTS
-    names = (*outputs, *(f"d{name}" for name, x in operands.items() if x.is_floating_point()))
+    names = (*outputs, *(f"d{name}" for name, x in operands.items() if has_gradient(name, x)))
     return dict(zip(names, found, strict=False))
 
 
@@ -157,7 +158,7 @@ class TorchSide:
         Args:
             name: of the function.
             operands: its tensors, by argument name.
-            gradients: of its outputs; with them the gradients of all operands but integers are
+            gradients: of its outputs; with them the gradients of all operands that have one are
                 returned as well.
             options: its other arguments.
 
@@ -165,7 +166,9 @@ class TorchSide:
         """
         if name == "append_kv":
             operands = operands | {x: operands[x].clone() for x in POOLS}
-        attend = _by_position(partial(getattr(self.api, name), **options), operands)
+        bound = {x: operands[x] for x in CONSTANTS if x in operands}
+        operands = {x: operands[x] for x in operands if x not in bound}
+        attend = _by_position(partial(getattr(self.api, name), **bound, **options), operands)
         call = prepare_torch(
             attend, "both" if gradients else "forward", [*operands.values()], gradients
         )
@@ -195,7 +198,7 @@ class PallasSide:
     @cache  # noqa: B019 - for as long as the side lives
     def _compile(self, name: str, operands: tuple[str, ...], both: bool, options: Any) -> Attend:
         attend = _by_position(partial(getattr(self.api, name), **dict(options)), operands)
-        call = _with_gradients(attend) if both else lambda _, *arrays: attend(*arrays)
+        call = _with_gradients(attend, operands) if both else lambda _, *arrays: attend(*arrays)
         return jax.jit(call, compiler_options=self.compiler_options or None)
 
 
@@ -260,12 +263,16 @@ def _function(case: Case) -> str:
     return named.get(type(case), "flash_attention")
 
 
-def _with_gradients(attend: Attend) -> Attend:
+def _with_gradients(attend: Attend, names: tuple[str, ...] = ()) -> Attend:
+    """Return a function of dout and the operands, which may have these argument names."""
+    constants = {i for i, name in enumerate(names) if name in CONSTANTS}
+
     def both(dout: Any, *operands: Any) -> tuple[Any, ...]:
         out, pull = jax.vjp(attend, *operands)
         if isinstance(out, tuple):  # what has no gradient comes last
             dout = (*dout, *map(jax.numpy.zeros_like, out[len(dout) :]))
-        return out, *(dx for dx in pull(dout) if dx.dtype != jax.dtypes.float0)
+        found = [dx for i, dx in enumerate(pull(dout)) if i not in constants]
+        return out, *(dx for dx in found if dx.dtype != jax.dtypes.float0)
 
     return both
 

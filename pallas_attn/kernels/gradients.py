@@ -18,6 +18,7 @@ from pallas_attn.kernels.library.sequences import (
     without_batch,
 )
 from pallas_attn.kernels.library.softmax import LOG2E, lse_in_base_2
+from pallas_attn.kernels.library.terms import terms_of
 from pallas_attn.kernels.library.tiles import ROW_PADDING
 from twin_attention.contract.operands import AttentionOperands
 from twin_attention.contract.spec import AttentionSpec
@@ -139,6 +140,7 @@ def make_flash_bwd(
     launch_dkdv: Launch,
     launch_fused: Launch | None = None,
     dq_prepares_rows: bool = False,
+    terms_gradients: Callable[..., dict[str, Array]] | None = None,
 ) -> Callable[..., AttentionOperands[Array]]:
     """Return the `flash_bwd` of a family.
 
@@ -150,6 +152,8 @@ def make_flash_bwd(
             has a configuration for it. None where the family has no such kernel.
         dq_prepares_rows: launch_dq takes `Sources` and returns dq, lse2 and delta; the preprocess
             is for the sums alone.
+        terms_gradients: compute the gradients of the terms by name; launch_dq and launch_dkdv then
+            take `terms`. None for a family without terms.
     """
 
     def flash_bwd(
@@ -183,13 +187,14 @@ def make_flash_bwd(
             sources = Sources(q, k, v, dout, out, lse, dlse)
             dq, lse2, delta = launch_dq(sources, spec, backend, mask)
         inputs = Inputs(q, k, v, dout, lse2, delta)
+        terms = {"terms": terms_of(operands)} if spec.terms else {}
         if has_sums:
             assert launch_fused is not None
             dq, dk, dv = launch_fused(inputs, spec, backend, mask)
         else:
             if dq is None:
-                dq = launch_dq(inputs, spec, backend, mask)
-            dk, dv = launch_dkdv(inputs, spec, backend, mask_of_queries(operands, spec))
+                dq = launch_dq(inputs, spec, backend, mask, **terms)
+            dk, dv = launch_dkdv(inputs, spec, backend, mask_of_queries(operands, spec), **terms)
         dq, dk, dv = without_batch(spec, dq, dk, dv)
         dsinks = None
         if operands.sinks is not None:
@@ -198,6 +203,8 @@ def make_flash_bwd(
             exists = cu_seqlens_q is None or _rows_of_tiles(cu_seqlens_q, spec.seq_q)[1]
             dsinks = sinks_gradient(operands.sinks, lse2, delta, exists)
         gradients = {"q": dq, "k": dk, "v": dv, "sinks": dsinks}
+        if terms_gradients is not None and spec.terms:
+            gradients |= terms_gradients(operands, inputs, mask, spec, backend)
         return operands._make(map(gradients.get, operands._fields))
 
     return flash_bwd

@@ -139,6 +139,18 @@ def tree_of(case, of_queries: tuple[int, ...], of_keys: tuple[int, ...]) -> dict
     return {name: Operand(name, shape, "int32") for name, shape in shapes.items()}
 
 
+def terms_of(case, batch: int) -> dict[str, Operand]:
+    """Return what a case adds to the scores."""
+    terms, heads = {}, case.heads_q
+    if case.relative is not None:
+        dtype = case.dtype if case.terms_in_q_dtype else "float32"
+        terms["relative_bias"] = Operand("relative_bias", (heads, 2 * case.relative + 1), dtype)
+    if case.alibi:
+        shape = (heads,) if case.alibi == "heads" else (batch, heads)
+        terms["alibi_slopes"] = Operand("alibi_slopes", shape, "float32")
+    return terms
+
+
 @pytest.mark.parametrize("case", EVERY_VARLEN.values(), ids=EVERY_VARLEN)
 def test_a_varlen_case_describes_the_call_that_validation_accepts(case: VarlenCase):
     options, spec = checked(case), case.spec
@@ -150,6 +162,7 @@ def test_a_varlen_case_describes_the_call_that_validation_accepts(case: VarlenCa
         Operand("cu_seqlens_q", offsets, "int32"),
         Operand("cu_seqlens_kv", offsets, "int32"),
         **tree_of(case, (spec.seq_q,), (spec.seq_kv,)),
+        **terms_of(case, spec.num_sequences),
     )
     assert check_flash_attention_varlen(operands, options) == spec
 
@@ -165,6 +178,7 @@ def test_a_case_describes_the_call_that_validation_accepts(case: FlashCase):
             for name, shape in zip(("q", "kv"), case.shapes, strict=False)
         ),
         **tree_of(case, *(shape[:2] for shape in case.shapes[:2])),
+        **terms_of(case, case.batch),
     )
     assert check_flash_attention(operands, options) == case.spec
 

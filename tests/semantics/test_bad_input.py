@@ -68,6 +68,30 @@ MISTAKES = {
         NotImplementedError, "k: expected dtype float16, bfloat16, float32, got float8_e4m3fn",
         {}, {"k": "float8_e4m3fn"}, {},
     ),
+    "a table of an even number of distances": (
+        ValueError,
+        "relative_bias: expected shape (4, 2R + 1), of each head a value for each distance -R to "
+        "R, got (4, 6)",
+        {"relative_bias": (4, 6)}, {"relative_bias": "float32"}, {},
+    ),
+    "a table of other heads": (
+        ValueError,
+        "relative_bias: expected shape (4, 2R + 1), of each head a value for each distance -R to "
+        "R, got (2, 5)",
+        {"relative_bias": (2, 5)}, {"relative_bias": "float32"}, {},
+    ),
+    "dtype of a table": (
+        TypeError, "relative_bias: expected dtype float32 or q's bfloat16, got float16",
+        {"relative_bias": (4, 5)}, {"relative_bias": "float16"}, {},
+    ),
+    "slopes of other sequences": (
+        ValueError, "alibi_slopes: expected shape (4,) or (2, 4), one of each head, got (1, 4)",
+        {"alibi_slopes": (1, 4)}, {"alibi_slopes": "float32"}, {},
+    ),
+    "dtype of slopes": (
+        TypeError, "alibi_slopes: expected dtype float32, got bfloat16",
+        {"alibi_slopes": (4,)}, {"alibi_slopes": "bfloat16"}, {},
+    ),
     "row maxima by a number": (
         TypeError, "return_row_max: expected a bool, got int", {}, {}, {"return_row_max": 1},
     ),

@@ -63,7 +63,11 @@ def test_flash_attn_func_has_gradients():
         ({"dropout_p": 0.1}, NotImplementedError, "dropout_p: expected 0.0, got 0.1"),
         # flash-attn 3 has softmax_scale in this place
         ({"dropout_p": None}, NotImplementedError, "dropout_p: expected 0.0, got None"),
-        ({"alibi_slopes": torch.ones(4)}, NotImplementedError, "alibi_slopes: expected None"),
+        (
+            {"alibi_slopes": torch.ones(4), "softcap": 3.0},
+            NotImplementedError,
+            "softcap: expected 0.0 with alibi_slopes, got 3.0",
+        ),
         ({"return_attn_probs": True}, NotImplementedError, "return_attn_probs: expected False"),
         ({"window_size": (-2, 0)}, ValueError, "window_size: expected None or a pair"),
         ({"softcap": -1.0}, ValueError, "softcap: expected a positive number"),

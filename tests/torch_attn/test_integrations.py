@@ -113,6 +113,37 @@ def test_segment_ids_and_trees_go_with_the_batch(mesh, placement):
         torch.testing.assert_close(x.to_local(), local(want, [placement], mesh))
 
 
+@pytest.mark.parametrize("placement", [Shard(0), Shard(2)], ids=str)
+@pytest.mark.parametrize("own_slopes", [False, True])
+def test_terms_go_with_the_heads(mesh, placement, own_slopes):
+    def attend(q, k, v, table, slopes):
+        terms = {"relative_bias": table, "alibi_slopes": slopes}
+        out = torch_attn.flash_attention(q, k, v, **terms)
+        return out, *torch.autograd.grad(out, (q, k, v, table), 2 * out)
+
+    slopes = torch.rand(4, 16) if own_slopes else torch.rand(16)
+    whole = [*tensors(), torch.randn(16, 9, requires_grad=True), slopes]
+    of_heads = Replicate() if placement == Shard(0) else Shard(0)
+    of_slopes = of_heads
+    if own_slopes:
+        of_slopes = Shard(0) if placement == Shard(0) else Shard(1)
+    placed = [placement] * 3 + [of_heads, of_slopes]
+    shards = [
+        DTensor.from_local(local(x, [p], mesh), mesh, [p])
+        for x, p in zip(whole, placed, strict=True)
+    ]
+    *results, of_table = attend(*shards)
+    *wanted, _ = attend(*whole)
+    for x, want in zip(results, wanted, strict=True):
+        assert x.placements == (placement,)
+        torch.testing.assert_close(x.to_local(), local(want, [placement], mesh))
+    assert of_table.placements == (Partial() if placement == Shard(0) else Shard(0),)
+    own = attend(
+        *(x.to_local().detach().requires_grad_() for x in shards[:4]), shards[4].to_local()
+    )
+    torch.testing.assert_close(of_table.to_local(), own[4])
+
+
 def test_heads_that_do_not_divide_are_not_sharded(mesh):
     """Six kv heads on four devices would leave a device's query heads without their kv heads."""
     q, k = torch.randn(4, 5, 12, 16), torch.randn(4, 7, 6, 16)

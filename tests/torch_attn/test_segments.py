@@ -58,7 +58,7 @@ def test_vmap_with_sinks_shares_the_ids(operands):
     got = vmap(lambda q: attend(q, k, v, *ids, sinks=sinks))(qs)
     want = torch.stack([attend(q, k, v, *ids, sinks=sinks) for q in qs])
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
-    message = "^flash_attention: vmap over segment ids, ends or depths with sinks is not"
+    message = "^flash_attention: vmap over segment ids, ends or depths with sinks, relative"
     with pytest.raises(NotImplementedError, match=message):
         vmap(lambda q_ids: attend(q, k, v, q_ids, ids[1], sinks=sinks))(torch.stack([ids[0]] * 2))
 

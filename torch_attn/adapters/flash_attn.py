@@ -22,7 +22,7 @@ def flash_attn_func(
     causal: bool = False,
     window_size: tuple[int, int] = (-1, -1),
     softcap: float = 0.0,
-    alibi_slopes: None = None,
+    alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Tensor:
@@ -41,7 +41,8 @@ def flash_attn_func(
         causal: query i sees keys up to ``p = i + Skv - Sq``.
         window_size: (left, right), keys from p - left to p + right; -1 is unlimited.
         softcap: scores become ``softcap * tanh(score / softcap)``; 0.0 leaves them.
-        alibi_slopes: None.
+        alibi_slopes: [Hq] or [B, Hq] float32: ``alibi_slopes * |p - j|`` is subtracted from scores.
+            Not with a softcap, before which it counts here and after which it counts there.
         deterministic: the backward gives the same bits every time.
         return_attn_probs: False. `torch_attn.flash_attention` returns the log-sum-exp.
 
@@ -49,7 +50,7 @@ def flash_attn_func(
         out [B, Sq, Hq, Dv] in q's dtype.
 
     Raises:
-        NotImplementedError: dropout, ALiBi or the probabilities are asked for.
+        NotImplementedError: dropout, ALiBi with a softcap, or the probabilities are asked for.
         What `torch_attn.flash_attention` raises.
 
     Example::
@@ -61,7 +62,7 @@ def flash_attn_func(
         out = flash_attn_func(q, k, v, causal=True, window_size=(31, -1))
     """
     _no_probabilities(dropout_p, return_attn_probs)
-    _absent(alibi_slopes=alibi_slopes)
+    _no_softcap(alibi_slopes, softcap)
     return flash_attention(
         q,
         k,
@@ -70,6 +71,7 @@ def flash_attn_func(
         scale=softmax_scale,
         window_size=_window(window_size),
         softcap=_softcap(softcap),
+        alibi_slopes=alibi_slopes,
         deterministic=deterministic,
     )
 
@@ -87,7 +89,7 @@ def flash_attn_varlen_func(
     causal: bool = False,
     window_size: tuple[int, int] = (-1, -1),
     softcap: float = 0.0,
-    alibi_slopes: None = None,
+    alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
     block_table: None = None,
@@ -108,7 +110,7 @@ def flash_attn_varlen_func(
         causal: query i of a sequence sees its keys up to ``p = i + (its keys) - (its queries)``.
         window_size: (left, right), keys from p - left to p + right; -1 is unlimited.
         softcap: scores become ``softcap * tanh(score / softcap)``; 0.0 leaves them.
-        alibi_slopes: None.
+        alibi_slopes: [Hq] or [N, Hq] float32, as `flash_attn_func` takes them.
         deterministic: the backward gives the same bits every time.
         return_attn_probs: False. `torch_attn.flash_attention_varlen` returns the log-sum-exp.
         block_table: None.
@@ -117,7 +119,8 @@ def flash_attn_varlen_func(
         out [Tq, Hq, Dv] in q's dtype.
 
     Raises:
-        NotImplementedError: dropout, ALiBi, pages or the probabilities are asked for.
+        NotImplementedError: dropout, ALiBi with a softcap, pages or the probabilities are asked
+            for.
         What `torch_attn.flash_attention_varlen` raises.
 
     Example::
@@ -131,7 +134,8 @@ def flash_attn_varlen_func(
     """
     del max_seqlen_q, max_seqlen_k
     _no_probabilities(dropout_p, return_attn_probs)
-    _absent(alibi_slopes=alibi_slopes, block_table=block_table)
+    _no_softcap(alibi_slopes, softcap)
+    _absent(block_table=block_table)
     return flash_attention_varlen(
         q,
         k,
@@ -142,6 +146,7 @@ def flash_attn_varlen_func(
         scale=softmax_scale,
         window_size=_window(window_size),
         softcap=_softcap(softcap),
+        alibi_slopes=alibi_slopes,
         deterministic=deterministic,
     )
 
@@ -286,6 +291,12 @@ def _as_pages(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> tuple[Tensor, Tens
         cache.view(pages, page_size, *cache.shape[2:]) for cache in (k_cache, v_cache)
     )
     return k_pages, v_pages, table
+
+
+def _no_softcap(alibi_slopes: Tensor | None, softcap: float) -> None:
+    """Refuse slopes with a softcap: flash-attn subtracts them from scores that are capped."""
+    if alibi_slopes is not None and _softcap(softcap) is not None:
+        fail(NotImplementedError, "softcap", "0.0 with alibi_slopes", softcap)
 
 
 def _no_probabilities(dropout_p: float, return_attn_probs: bool) -> None:

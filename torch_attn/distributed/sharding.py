@@ -21,6 +21,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
 
 from torch_attn.flash_ops import DENSE
+from twin_attention.contract.operands import TERMS
 
 
 class _Placement(NamedTuple):
@@ -31,6 +32,8 @@ class _Placement(NamedTuple):
         rows: [B, H, S] tensors.
         sinks, dsinks: [H], the operand and its gradient.
         ids: [B, S] segment ids, ends and depths.
+        table, dtable: [Hq, 2R + 1], the operand and its gradient.
+        slopes: [Hq].
     """
 
     whole: Any = Replicate()
@@ -38,12 +41,19 @@ class _Placement(NamedTuple):
     sinks: Any = Replicate()
     dsinks: Any = Replicate()
     ids: Any = Replicate()
+    table: Any = Replicate()
+    dtable: Any = Replicate()
+    slopes: Any = Replicate()
 
 
-# Operands behind the sinks: integers of tokens.
-_NUM_IDS = len(DENSE.operands._fields) - 4
-_BATCH = _Placement(Shard(0), Shard(0), Replicate(), Partial(), Shard(0))
-_HEADS = _Placement(Shard(2), Shard(1), Shard(0), Shard(0))
+# Operands behind the sinks: integers of tokens, then terms.
+_NUM_TERMS = len(TERMS)
+_NUM_IDS = len(DENSE.operands._fields) - 4 - _NUM_TERMS
+_NUM_OTHERS = _NUM_IDS + _NUM_TERMS
+_BATCH = _Placement(Shard(0), Shard(0), Replicate(), Partial(), Shard(0), dtable=Partial())
+_HEADS = _Placement(
+    Shard(2), Shard(1), Shard(0), Shard(0), table=Shard(0), dtable=Shard(0), slopes=Shard(0)
+)
 
 
 def _placements(k: Any) -> list[_Placement]:
@@ -61,14 +71,25 @@ def _placements(k: Any) -> list[_Placement]:
     return found
 
 
+def _of_others(p: _Placement, others: Any) -> list[Any]:
+    """Return the placements of the operands behind the sinks."""
+    slopes = others[_NUM_OTHERS - 1]
+    of_slopes = p.slopes
+    if slopes is not None and len(slopes.shape) == 2:  # [B, Hq]
+        of_slopes = p.ids if p.ids == Shard(0) else Shard(1) if p.slopes == Shard(0) else p.slopes
+    of_terms = [p.table, of_slopes]
+    placed = [*[p.ids] * _NUM_IDS, *of_terms]
+    return [None if x is None else y for x, y in zip(others, placed, strict=False)]
+
+
 def _shard_forward(num_of_rows, q, k, v, sinks, *others):
     """Return how the tensors of a forward may be placed, which returns so many [B, H, S] ones."""
-    of_tokens, options = others[:_NUM_IDS], others[_NUM_IDS:]
+    options = others[_NUM_OTHERS:]
     no_options = [None] * len(options)
     found = []
     for p in _placements(k):
         x, of_sinks = p.whole, None if sinks is None else p.sinks
-        ids = (None if of is None else p.ids for of in of_tokens)
+        ids = _of_others(p, others)
         results = [x, *[p.rows] * num_of_rows]
         found.append((results, [x, x, x, of_sinks, *ids, *no_options]))
     return found
@@ -80,13 +101,14 @@ register_sharding(DENSE.row_max_fwd)(partial(_shard_forward, 2))
 
 @register_sharding(DENSE.bwd)
 def _shard_backward(dout, dlse, q, k, v, sinks, *others):
-    of_tokens, (_out, _lse, *options) = others[:_NUM_IDS], others[_NUM_IDS:]
+    _out, _lse, *options = others[_NUM_OTHERS:]
     no_options = [None] * len(options)
     found = []
     for p in _placements(k):
         x, of_dlse = p.whole, None if dlse is None else p.rows
         of_sinks, of_dsinks = (None, Replicate()) if sinks is None else (p.sinks, p.dsinks)
-        ids = (None if of is None else p.ids for of in of_tokens)
-        gradients = [x, x, x, of_dsinks, *[Replicate()] * _NUM_IDS]
+        ids = _of_others(p, others)
+        of_table = Replicate() if others[_NUM_IDS] is None else p.dtable
+        gradients = [x, x, x, of_dsinks, *[Replicate()] * _NUM_IDS, of_table, Replicate()]
         found.append((gradients, [x, of_dlse, x, x, x, of_sinks, *ids, x, p.rows, *no_options]))
     return found

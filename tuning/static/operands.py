@@ -85,7 +85,7 @@ def run_kernels(
 def flash_operands(spec: AttentionSpec, empty: Empty[X], sinks: bool) -> AttentionOperands[X]:
     """Return the operands of a problem's function, with sinks or without.
 
-    There are segment ids, ends and depths where the problem has them.
+    There are segment ids, ends, depths and terms where the problem has them.
     """
     if isinstance(spec, VarlenSpec):
         return VarlenOperands(
@@ -98,6 +98,7 @@ def flash_operands(spec: AttentionSpec, empty: Empty[X], sinks: bool) -> Attenti
             kv_ends=empty("int32", spec.seq_kv) if spec.tree else None,
             q_depths=empty("int32", spec.seq_q) if spec.depths else None,
             kv_depths=empty("int32", spec.seq_kv) if spec.depths else None,
+            **_terms(spec, empty),
         )
     keys = (spec.batch, spec.seq_kv, spec.heads_kv)
     if isinstance(spec, BlockSparseSpec):
@@ -123,7 +124,14 @@ def flash_operands(spec: AttentionSpec, empty: Empty[X], sinks: bool) -> Attenti
         kv_ends=empty("int32", spec.batch, spec.seq_kv) if spec.tree else None,
         q_depths=empty("int32", spec.batch, spec.seq_q) if spec.depths else None,
         kv_depths=empty("int32", spec.batch, spec.seq_kv) if spec.depths else None,
+        **_terms(spec, empty),
     )
+
+
+def _terms(spec: AttentionSpec, empty: Empty[X]) -> dict[str, X]:
+    """Return what is added to the scores of a problem, by name."""
+    shapes = {"relative_bias": (spec.heads_q, 257), "alibi_slopes": (spec.heads_q,)}
+    return {name: empty("float32", *shapes[name]) for name in spec.terms}
 
 
 def partial_operands(spec: PartialSpec, empty: Empty[X]) -> tuple[Any, ...]:

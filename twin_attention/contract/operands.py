@@ -11,6 +11,11 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 X = TypeVar("X")
 
+# Operands that are added to the scores.
+TERMS = ("relative_bias", "alibi_slopes")
+# Floating-point operands without a gradient.
+CONSTANTS = ("alibi_slopes",)
+
 
 class FlashOperands(NamedTuple, Generic[X]):
     """Operands of `flash_attention`, or their gradients.
@@ -25,6 +30,10 @@ class FlashOperands(NamedTuple, Generic[X]):
         kv_ends: [B, Skv] int32, the first key position whose query no longer sees the key; or None.
         q_depths, kv_depths: [B, Sq] and [B, Skv] int32, what a window counts in place of positions;
             or None, both of them.
+        relative_bias: [Hq, 2R + 1] float32 or q's dtype, what is added to a score by the key's
+            distance from the query, -R .. R and clipped to it; or None.
+        alibi_slopes: [Hq] or [B, Hq] float32, what is subtracted for each position between query
+            and key; or None. They are constants, without a gradient.
     """
 
     q: X
@@ -36,6 +45,8 @@ class FlashOperands(NamedTuple, Generic[X]):
     kv_ends: X | None = None
     q_depths: X | None = None
     kv_depths: X | None = None
+    relative_bias: X | None = None
+    alibi_slopes: X | None = None
 
 
 class VarlenOperands(NamedTuple, Generic[X]):
@@ -50,6 +61,8 @@ class VarlenOperands(NamedTuple, Generic[X]):
         sinks: [Hq] float32, one logit a head in the denominator, or None.
         kv_ends: [Tkv] int32, as in `FlashOperands`, counted from the sequence's first key.
         q_depths, kv_depths: [Tq] and [Tkv] int32, as in `FlashOperands`.
+        relative_bias: [Hq, 2R + 1], as in `FlashOperands`.
+        alibi_slopes: [Hq] or [N, Hq] float32, as in `FlashOperands`.
     """
 
     q: X
@@ -61,6 +74,8 @@ class VarlenOperands(NamedTuple, Generic[X]):
     kv_ends: X | None = None
     q_depths: X | None = None
     kv_depths: X | None = None
+    relative_bias: X | None = None
+    alibi_slopes: X | None = None
 
 
 class BlockSparseOperands(NamedTuple, Generic[X]):

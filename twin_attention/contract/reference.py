@@ -41,6 +41,7 @@ from twin_attention.contract.spec import (
     VarlenSpec,
     Window,
 )
+from twin_attention.contract.terms import added_scores, gradients_of_terms
 
 Array = Any
 
@@ -63,10 +64,12 @@ def attention_forward(
         row's largest score [B, Hq, Sq], -inf without a key.
     """
     xp = array_namespace(operands.q)
+    position = _positions(xp, operands, spec)
     seen = visibility(xp, spec, device(operands.q))
     seen = _apply_tree(xp, operands, spec, seen)
     operands, seen, _ = _apply_segments(xp, operands, seen)
-    return _forward(xp, operands, spec, seen, dtype)
+    added = added_scores(xp, operands, position, None, dtype)
+    return _forward(xp, operands, spec, seen, dtype, added)
 
 
 def attention_backward(
@@ -92,7 +95,14 @@ def attention_backward(
     operands, seen, is_query = _apply_segments(xp, operands, seen)
     if is_query is not None:
         dout = _clear_padding(xp, dout, is_query)
-    return _backward(xp, dout, dlse, operands, spec, seen, dtype)
+    position = _positions(xp, operands, spec)
+    added = added_scores(xp, operands, position, None, dtype)
+    return _backward(xp, dout, dlse, operands, spec, seen, dtype, added, position)
+
+
+def _positions(xp: Any, operands: FlashOperands, spec: AttentionSpec) -> Array:
+    """Return the key position of each query, [Sq]."""
+    return xp.arange(spec.seq_q, device=device(operands.q)) + spec.diagonal
 
 
 def _apply_tree(
@@ -103,7 +113,7 @@ def _apply_tree(
     """
     if operands.kv_ends is None:
         return seen
-    position = xp.arange(spec.seq_q, device=device(operands.q)) + spec.diagonal
+    position = _positions(xp, operands, spec)
     return seen & _in_branch(xp, operands, spec, position[:, None])
 
 
@@ -138,14 +148,14 @@ def _apply_segments(
     of those in `seen` [Sq, Skv] or [B, Sq, Skv], and which queries are no padding, [B, Sq]. Without
     segment ids nothing changes, and the last is None.
     """
-    q, k, v, sinks, q_ids, kv_ids, *_ = operands
+    q, k, v, _, q_ids, kv_ids, *_ = operands
     if q_ids is None or kv_ids is None:
         return operands, seen, None
     is_query, is_key = q_ids >= 0, kv_ids >= 0
     same = (q_ids[:, :, None] == kv_ids[:, None, :]) & is_query[:, :, None]
     seen = same if seen is None else same & seen
     q, k, v = (_clear_padding(xp, x, kept) for x, kept in ((q, is_query), (k, is_key), (v, is_key)))
-    return FlashOperands(q, k, v, sinks), seen, is_query
+    return operands._replace(q=q, k=k, v=v), seen, is_query
 
 
 def varlen_forward(operands: VarlenOperands, spec: VarlenSpec, dtype: Any) -> tuple[Array, ...]:
@@ -164,8 +174,9 @@ def varlen_forward(operands: VarlenOperands, spec: VarlenSpec, dtype: Any) -> tu
         each row's largest score [Hq, Tq].
     """
     xp = array_namespace(operands.q)
-    batch, seen, _ = _as_one_sequence(xp, operands, spec)
-    results = _forward(xp, batch, spec, seen, dtype)
+    batch, seen, _, position, sequence = _as_one_sequence(xp, operands, spec)
+    added = added_scores(xp, operands, position, sequence, dtype)
+    results = _forward(xp, batch, spec, seen, dtype, added)
     return tuple(x[0, ...] for x in results)
 
 
@@ -183,18 +194,23 @@ def varlen_backward(
         The gradient of each operand, in `dtype`; 0 for padding.
     """
     xp = array_namespace(operands.q)
-    batch, seen, is_query = _as_one_sequence(xp, operands, spec)
+    batch, seen, is_query, position, sequence = _as_one_sequence(xp, operands, spec)
+    added = added_scores(xp, operands, position, sequence, dtype)
     dout = _clear_padding(xp, dout, is_query)[None, ...]
     dlse = None if dlse is None else dlse[None, ...]
-    dq, dk, dv, dsinks, *_ = _backward(xp, dout, dlse, batch, spec, seen, dtype)
-    return VarlenOperands(dq[0, ...], dk[0, ...], dv[0, ...], None, None, dsinks)
+    found = _backward(xp, dout, dlse, batch, spec, seen, dtype, added, position)
+    return VarlenOperands(
+        found.q[0, ...], found.k[0, ...], found.v[0, ...], None, None, found.sinks,
+        relative_bias=found.relative_bias,
+    )  # fmt: skip
 
 
 def _as_one_sequence(
     xp: Any, operands: VarlenOperands, spec: VarlenSpec
-) -> tuple[FlashOperands, Array, Array]:
+) -> tuple[FlashOperands, Array, Array, Array, Array]:
     """Return packed sequences as a batch of one, the mask [Tq, Tkv] of the keys that each query
-    sees, and which of the queries are no padding, [Tq].
+    sees, which of the queries are no padding, [Tq], their positions, counted from the first of all
+    keys, and their sequences, the first one's for padding.
     """
     q, k, v, cu_q, cu_kv, sinks, *_ = operands
     sequence_q, sequence_kv = (
@@ -207,15 +223,17 @@ def _as_one_sequence(
     diagonal = xp.take(cu_kv - cu_q, following, axis=0)
     position = xp.arange(spec.seq_q, device=device(q)) + diagonal
     seen = seen & _in_window(xp, position, spec)
+    sequence = xp.where(is_query, sequence_q, 0 * sequence_q)
     if operands.kv_ends is not None:
         # Ends are counted from the sequence's first key.
-        first = xp.take(cu_kv, xp.where(is_query, sequence_q, 0 * sequence_q), axis=0)
+        first = xp.take(cu_kv, sequence, axis=0)
         seen = seen & _in_branch(xp, operands, spec, (position - first)[:, None])
     cleared = (
         _clear_padding(xp, x, x_kept) for x, x_kept in ((q, is_query), (k, is_key), (v, is_key))
     )
     q, k, v = (x[None, ...] for x in cleared)
-    return FlashOperands(q, k, v, sinks), seen, is_query
+    batch = FlashOperands(q, k, v, sinks, relative_bias=operands.relative_bias)
+    return batch, seen, is_query, position, sequence
 
 
 def _sequence_of_tokens(xp: Any, offsets: Array, tokens: int) -> Array:
@@ -427,9 +445,10 @@ def _forward(
     spec: AttentionSpec,
     seen: Array | None,
     dtype: Any,
+    added: Array | None = None,
 ) -> tuple[Array, ...]:
     q, k, v = _by_kv_head(xp, operands, spec, dtype)
-    s, _ = _scores(xp, q, k, spec, seen)
+    s, _ = _scores(xp, q, k, spec, seen, added)
     p, _, lse = _normalize(xp, s, _of_rows(xp, operands.sinks, spec, spec.seq_q, dtype))
     out = _to_heads(xp, _product(xp, p, v, spec), spec)
     of_rows = [lse, _largest(xp, s)] if spec.row_max else [lse]
@@ -445,10 +464,12 @@ def _backward(
     spec: AttentionSpec,
     seen: Array | None,
     dtype: Any,
+    added: Array | None = None,
+    position: Array | None = None,
 ) -> FlashOperands[Array]:
     q, k, v = _by_kv_head(xp, operands, spec, dtype)
     dout = _rows(xp, dout, spec, dtype)
-    s, dcap = _scores(xp, q, k, spec, seen)
+    s, dcap = _scores(xp, q, k, spec, seen, added)
     sink = _of_rows(xp, operands.sinks, spec, spec.seq_q, dtype)
     p, p_sink, lse = _normalize(xp, s, sink)
     dp = _product(xp, dout, xp.matrix_transpose(v), spec)
@@ -466,11 +487,16 @@ def _backward(
     if p_sink is not None:
         dsink = xp.reshape(-p_sink * delta, (spec.batch, spec.heads_q, spec.seq_q))
         dsinks = xp.sum(dsink, axis=(0, 2))
+    of_terms = {}
+    if isinstance(operands, FlashOperands) and spec.terms:
+        of_pairs = xp.reshape(ds, (spec.batch, spec.heads_q, spec.seq_q, spec.seq_kv))
+        of_terms = gradients_of_terms(xp, operands, position, of_pairs)
     return FlashOperands(
         _to_heads(xp, dq, spec),
         xp.permute_dims(dk, (0, 2, 1, 3)),
         xp.permute_dims(dv, (0, 2, 1, 3)),
         dsinks,
+        **of_terms,
     )
 
 
@@ -532,11 +558,21 @@ def _to_heads(xp: Any, rows: Array, spec: AttentionSpec) -> Array:
 
 
 def _scores(
-    xp: Any, q: Array, k: Array, spec: AttentionSpec, seen: Array | None
+    xp: Any,
+    q: Array,
+    k: Array,
+    spec: AttentionSpec,
+    seen: Array | None,
+    added: Array | None = None,
 ) -> tuple[Array, Array | None]:
-    """Compute scores after scale, softcap and mask, and the derivative of the softcap."""
+    """Compute scores after scale, terms, softcap and mask, and the derivative of the softcap.
+
+    `added` is what `added_scores` returns.
+    """
     s = _product(xp, q, xp.matrix_transpose(k), spec) * spec.scale
-    dcap = None
+    shape, dcap = (spec.batch, spec.heads_q, spec.seq_q, spec.seq_kv), None
+    if added is not None:
+        s = s + xp.reshape(xp.broadcast_to(added, shape), s.shape)
     if spec.softcap is not None:
         t = xp.tanh(s / spec.softcap)
         s, dcap = t * spec.softcap, 1 - t * t
@@ -544,7 +580,6 @@ def _scores(
         # [Sq, Skv], [B, Sq, Skv] or [B or 1, Hq or 1, Sq, Skv]: the rows of s by query head.
         if seen.ndim == 3:
             seen = seen[:, None, :, :]
-        shape = (spec.batch, spec.heads_q, spec.seq_q, spec.seq_kv)
         seen = xp.reshape(xp.broadcast_to(seen, shape), s.shape)
         s = xp.where(seen, s, xp.full_like(s, float("-inf")))
     return s, dcap

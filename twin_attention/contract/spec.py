@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
 from twin_attention.contract.operands import (
+    TERMS,
     AppendOperands,
     BlockSparseOperands,
     DecodeOperands,
@@ -105,7 +106,8 @@ class ScoreRule(NamedTuple):
     Attributes:
         scale: factor of q·k.
         softcap: scores become ``softcap * tanh(score / softcap)``; None leaves them.
-        scale_first: multiply q·k by the scale before anything else. Otherwise `exp2_scale` contains
+        scale_first: multiply q·k by the scale before anything else, as where something is added to
+            the score. Otherwise `exp2_scale` contains
             the scale, so that it costs no instruction of its own.
         exp2_scale: factor that takes a score to base 2: ``exp(score) = exp2(exp2_scale * score)``.
         precision: how float32 operands multiply, a `Precision`, in every product.
@@ -166,6 +168,7 @@ class AttentionSpec:
         tree: keys have ends. Where these are is data on the device.
         depths: the window's left side counts depths, which are data on the device, in place of
             positions.
+        terms: names of the operands that are added to the scores, of `TERMS`.
         row_max: the forward returns each row's largest score as well.
         function: the public function, as messages name it.
     """
@@ -188,6 +191,7 @@ class AttentionSpec:
     segmented: bool = False
     tree: bool = False
     depths: bool = False
+    terms: tuple[str, ...] = ()
     row_max: bool = False
 
     @classmethod
@@ -217,6 +221,7 @@ class AttentionSpec:
             segmented=operands.q_segment_ids is not None,
             tree=operands.kv_ends is not None,
             depths=_counts_depths(operands, options),
+            terms=_terms_of(operands),
             row_max=options.row_max,
         )
 
@@ -242,8 +247,8 @@ class AttentionSpec:
 
     @property
     def scores(self) -> ScoreRule:
-        """The way from q·k to the exponent."""
-        return ScoreRule.of(self.scale, self.softcap, precision=self.precision)
+        """The way from q·k to the exponent. Terms are added to scaled scores."""
+        return ScoreRule.of(self.scale, self.softcap, bool(self.terms), self.precision)
 
     @property
     def position_window(self) -> Window:
@@ -277,6 +282,11 @@ class AttentionSpec:
 def _counts_depths(operands: FlashOperands | VarlenOperands, options: FlashOptions) -> bool:
     """Return True if a window counts depths; without a window they change nothing."""
     return operands.q_depths is not None and options.window_left is not None
+
+
+def _terms_of(operands: FlashOperands | VarlenOperands) -> tuple[str, ...]:
+    """Return the names of the operands that are added to the scores."""
+    return tuple(name for name in TERMS if getattr(operands, name) is not None)
 
 
 @dataclass(frozen=True)
@@ -319,6 +329,7 @@ class VarlenSpec(AttentionSpec):
             precision=options.precision if dtype == "float32" else "ieee",
             tree=operands.kv_ends is not None,
             depths=_counts_depths(operands, options),
+            terms=_terms_of(operands),
             row_max=options.row_max,
             num_sequences=operands.cu_seqlens_q.shape[0] - 1,
         )

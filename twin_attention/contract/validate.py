@@ -126,10 +126,10 @@ def not_mapped(function: str) -> NoReturn:
 
 
 def not_mapped_with_sinks() -> NoReturn:
-    """Refuse `vmap` over integers of tokens with sinks, which have no batch that it could join."""
+    """Refuse `vmap` over integers of tokens with what has no batch that it could join."""
     raise NotImplementedError(
-        "flash_attention: vmap over segment ids, ends or depths with sinks is not supported; "
-        "call it for each, or share them"
+        "flash_attention: vmap over segment ids, ends or depths with sinks, relative_bias or "
+        "alibi_slopes of heads is not supported; call it for each, or share them"
     )
 
 
@@ -256,6 +256,7 @@ def check_flash_attention(operands: FlashOperands[Operand], options: FlashOption
     _check_sinks(operands)
     _check_segment_ids(operands)
     _check_tree(operands, options)
+    _check_terms(operands, operands.q.shape[0])
     return AttentionSpec.of(operands, operands.q.dtype, options)
 
 
@@ -273,6 +274,7 @@ def check_flash_attention_varlen(
         _check_device(x, operands.q)
     _check_sinks(operands)
     _check_tree(operands, options)
+    _check_terms(operands, operands.cu_seqlens_q.shape[0] - 1)
     return VarlenSpec.of(operands, operands.q.dtype, options)
 
 
@@ -1089,6 +1091,27 @@ def _check_tree(
         if x is None:
             fail(ValueError, name, "depths of queries and of keys, or of neither", None)
         _check_of_tokens(x, of, q)
+
+
+def _check_terms(operands: FlashOperands[Operand] | VarlenOperands[Operand], batch: int) -> None:
+    """Check what is added to the scores of that many sequences."""
+    q, table, slopes = operands.q, operands.relative_bias, operands.alibi_slopes
+    heads = q.shape[-2]
+    if table is not None:
+        if table.dtype not in ("float32", q.dtype):
+            fail(TypeError, table.name, f"dtype float32 or q's {q.dtype}", table.dtype)
+        if len(table.shape) != 2 or table.shape[0] != heads or table.shape[1] % 2 == 0:
+            expected = f"shape ({heads}, 2R + 1), of each head a value for each distance -R to R"
+            fail(ValueError, table.name, expected, table.shape)
+    if slopes is not None:
+        _check_dtype(slopes, "float32")
+        if slopes.shape not in ((heads,), (batch, heads)):
+            expected = f"shape {(heads,)} or {(batch, heads)}, one of each head"
+            fail(ValueError, slopes.name, expected, slopes.shape)
+    for x in (table, slopes):
+        if x is not None:
+            _check_device(x, q)
+            _check_rows(x)
 
 
 def _check_of_tokens(x: Operand, of: Operand, q: Operand) -> None:

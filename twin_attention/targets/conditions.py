@@ -44,6 +44,11 @@ def _has_tree(spec: Spec) -> bool:
     return isinstance(spec, AttentionSpec) and spec.tree
 
 
+def _has_terms(spec: Spec) -> bool:
+    """Return True for a flash attention that adds terms to scores, which need more registers."""
+    return isinstance(spec, AttentionSpec) and bool(spec.terms)
+
+
 def _has_block_mask(spec: Spec) -> bool:
     """Return True for a flash attention with a block mask, whose tiles bound a kernel's."""
     return isinstance(spec, BlockSparseSpec)
@@ -123,6 +128,7 @@ CONDITIONS: dict[str, Callable[[Spec], bool]] = {
     "window": _has_window,
     "segments": _has_segments,
     "tree": _has_tree,
+    "terms": _has_terms,
     "block mask": _has_block_mask,
     "packed": _is_packed,
     ">= 1024 keys": _has_keys(1024),

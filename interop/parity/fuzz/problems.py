@@ -224,7 +224,7 @@ def _flash(name: str, shared: _Draw, own: _Draw) -> FlashCase:
     seq_q = own.length()
     seq_kv = seq_q if own.chance(0.4) else own.length()
     segments = shared.pick("documents", "shuffled") if shared.chance(0.25) else ""
-    options = _options(shared, own, seq_kv) | _tree(shared)
+    options = _options(shared, own, seq_kv) | _tree(shared) | _terms(shared)
     return FlashCase(
         name, own.integer(1, 3), seq_q, seq_kv, **options, segments=segments,
         gradients=shared.chance(0.85), row_max=shared.chance(0.15),
@@ -238,6 +238,18 @@ def _tree(shared: _Draw) -> dict[str, Any]:
     return {"causal": True, "tree": shared.pick("nested", "any"), "depths": shared.chance(0.5)}
 
 
+def _terms(shared: _Draw) -> dict[str, Any]:
+    """Draw what is added to the scores: nothing, a table, slopes, or both."""
+    if not shared.chance(0.3):
+        return {}
+    radius = shared.weighted((0, 1), (shared.integer(1, 70), 6), (shared.integer(70, 3000), 2))
+    return {
+        "relative": shared.weighted((None, 1), (radius, 2)),
+        "terms_in_q_dtype": shared.chance(0.3),
+        "alibi": shared.pick("", "heads", "all"),
+    }
+
+
 def _varlen(name: str, shared: _Draw, own: _Draw) -> VarlenCase:
     queries = own.lengths(12)
     if own.chance(0.5):
@@ -245,7 +257,8 @@ def _varlen(name: str, shared: _Draw, own: _Draw) -> VarlenCase:
     else:
         lengths = tuple((n, own.length() // max(1, len(queries) // 3)) for n in queries)
     padding = own.integer(0, 70) * own.pick(0, 1), own.integer(0, 70) * own.pick(0, 1)
-    options = _options(shared, own, max((n for _, n in lengths), default=0)) | _tree(shared)
+    options = _options(shared, own, max((n for _, n in lengths), default=0))
+    options |= _tree(shared) | _terms(shared)
     return VarlenCase(name, lengths, padding, **options, row_max=shared.chance(0.15))
 
 

@@ -18,6 +18,7 @@ def visible_scores(
     segment_a=None,
     segment_b=None,
     seen=None,
+    added=None,
 ):
     """Compute the scores of a tile: from the operands of q·k to what the softmax takes.
 
@@ -35,12 +36,15 @@ def visible_scores(
             shares; None hides nothing.
         seen: the keys that a tree or an interval shows each query, broadcast as a · bᵀ; None hides
             nothing.
+        added: to the scaled scores, of the tile's shape; None adds nothing.
 
     Returns:
-        (s, dcap): a · bᵀ scaled, capped and masked, float32; and the derivative of the cap, 1
-        without one.
+        (s, dcap): a · bᵀ scaled, with what is added, capped and masked, float32; and the derivative
+        of the cap, 1 without one.
     """
-    s = attention_scores(a, b, rule.scale, rule.softcap, rule.scale_first, None, rule.precision)
+    s = attention_scores(
+        a, b, rule.scale, rule.softcap, rule.scale_first, None, rule.precision, added
+    )
     dcap = 1.0
     if rule.softcap is not None:
         dcap = softcap_derivative(s, rule.softcap)
@@ -54,16 +58,19 @@ def visible_scores(
     return s, dcap
 
 
-def attention_scores(a, b, scale, softcap, scale_first, more=None, precision="ieee"):
+def attention_scores(a, b, scale, softcap, scale_first, more=None, precision="ieee", added=None):
     """Compute a · bᵀ in float32, scaled where the exponent cannot do it, then capped.
 
-    `more` is added to the product: that of further columns.
+    `more` is added to the product: that of further columns. `added` comes after the scale, which
+    the exponent does not have then.
     """
     s = dot(a, b.T, precision)
     if more is not None:
         s = more + s
     if scale_first:
         s = s * scale
+    if added is not None:
+        s = s + added
     if softcap is not None:
         s = softcap * tanh(s / softcap)
     return s

@@ -27,6 +27,7 @@ from pallas_attn.kernels.library.scores import (
 from pallas_attn.kernels.library.segments import STAYS, VISITED, load_segments
 from pallas_attn.kernels.library.sequences import count_sequence_tiles, first_tile, locate_tile
 from pallas_attn.kernels.library.softmax import lse_in_base_2
+from pallas_attn.kernels.library.terms import NO_TERMS, added_scores
 from pallas_attn.kernels.library.tiles import (
     ROW_PADDING,
     arange,
@@ -38,6 +39,7 @@ from pallas_attn.kernels.library.tiles import (
     store_tile,
 )
 from pallas_attn.kernels.library.tree import ending_tiles, find_runs, in_branch
+from pallas_attn.kernels.portable.flash_bwd_terms import terms_gradients
 from pallas_attn.launch import (
     flash_arguments,
     launch,
@@ -46,6 +48,7 @@ from pallas_attn.launch import (
     of_group,
     of_head,
     of_mask,
+    of_terms,
 )
 from twin_attention.targets.config import padded_head_dim
 
@@ -113,6 +116,7 @@ def flash_bwd_dq_kernel(
     dout_ref,
     lse2_ref,
     delta_ref,
+    terms,
     offsets,
     segments,
     lists,
@@ -140,7 +144,7 @@ def flash_bwd_dq_kernel(
     dout [Sq, Dv], lse2 and delta of `flash_bwd_preprocess_kernel`. Grid, place, rule: as in
     `flash_fwd_kernel`. Loop invariant: dq is Σ ds k over the keys so far. Accumulation: float32,
     exponents in base 2, ds cast to k's dtype for ds·k. A row that sees no key gives 0. Packed
-    sequences, segment ids, block mask, tree: as in `flash_fwd_kernel`; lse2 and delta as
+    sequences, segment ids, block mask, tree, terms: as in `flash_fwd_kernel`; lse2 and delta as
     `flash_bwd_preprocess_kernel` has them. carry [Sq, D] float32: the gradient through other keys,
     to which that through these is added; or None.
     """
@@ -193,9 +197,11 @@ def flash_bwd_dq_kernel(
             )  # fmt: skip
             if begins is not None:
                 seen = in_interval(begins, ends, key)
+            offset = start_kv - start_q - diagonal
+            added = added_scores(terms, sequence, offset, block_q, block_kv)
             s, dcap = visible_scores(
                 q, k, position[:, None], key[None, :], seq_kv, rule, window, masked,
-                segment_q, segment_kv, seen,
+                segment_q, segment_kv, seen, added,
             )  # fmt: skip
             # p = exp(s - lse)
             p = jnp.exp2(s * rule.exp2_scale - lse2[:, None])
@@ -225,6 +231,7 @@ def flash_bwd_dkdv_kernel(
     dout_ref,
     lse2_ref,
     delta_ref,
+    terms,
     offsets,
     segments,
     lists,
@@ -257,9 +264,9 @@ def flash_bwd_dkdv_kernel(
     dv is Σ pᵀ dout over the query heads and queries so far. Accumulation: float32, exponents in
     base 2, p and ds cast to the inputs' dtype for their products. A key that no query sees gives 0.
     Packed sequences, segment ids, tree: as in `flash_bwd_dq_kernel`, with tiles of keys, and the
-    ranges of the queries' ids. Block mask: as there, with the `lists_of_queries`, counts
-    [group_lists, tiles] and tiles [group_lists, tiles, width]; group_lists is how many the query
-    heads of a kv head have, group_size or 1.
+    ranges of the queries' ids. Terms: as there, of all heads of the group. Block mask: as there,
+    with the `lists_of_queries`, counts [group_lists, tiles] and tiles [group_lists, tiles, width];
+    group_lists is how many the query heads of a kv head have, group_size or 1.
     """
     # Locate the tile of keys.
     tile, _head, _batch = place(pl.program_id(0))
@@ -323,9 +330,11 @@ def flash_bwd_dkdv_kernel(
                 )  # fmt: skip
                 if begins is not None:
                     seen = in_interval(begins, ends, rows)
+                offset = start_kv - diagonal - start_q
+                added = added_scores(terms, sequence, offset, block_q, block_kv, member, True)
                 s, dcap = visible_scores(
                     k, q, rows[None, :], key[:, None], None, rule, window, masked,
-                    segment_kv, segment_q, seen,
+                    segment_kv, segment_q, seen, added,
                 )  # fmt: skip
                 # pᵀ = exp(sᵀ - lse)
                 lse2 = load_padded_rows(lse2_ref, start_q, block_q, member)
@@ -386,10 +395,10 @@ def launch_preprocess(dout, dlse, out, lse, spec, backend, mask):
     )
 
 
-def launch_dq(inputs, spec, backend, mask, carry=None):
+def launch_dq(inputs, spec, backend, mask, carry=None, terms=NO_TERMS):
     """Call `flash_bwd_dq_kernel`; returns dq, in the memory and dtype of a `carry`."""
     q, k, v, *of_rows = inputs
-    before = (*inputs, *mask)
+    before = (*inputs, terms, *mask)
 
     def grid(config):
         tiles = count_sequence_tiles(spec.seq_q, mask.offsets.num_sequences, config.block_q)
@@ -404,6 +413,7 @@ def launch_dq(inputs, spec, backend, mask, carry=None):
             of_head(q),
             *(of_head(x, spec.group_size) for x in (k, v)),
             *map(of_head, of_rows),
+            of_terms(terms),
             *of_mask(mask),
             of_head(carry),
         ),
@@ -418,7 +428,7 @@ def launch_dq(inputs, spec, backend, mask, carry=None):
     return dq
 
 
-def launch_dkdv(inputs, spec, backend, mask, dtype=None):
+def launch_dkdv(inputs, spec, backend, mask, dtype=None, terms=NO_TERMS):
     """Call `flash_bwd_dkdv_kernel`; returns dk and dv, in `dtype` if one is given."""
     (q, k, v, *of_rows), group = inputs, spec.group_size
     num_lists = num_lists_of_group(spec)
@@ -431,12 +441,13 @@ def launch_dkdv(inputs, spec, backend, mask, dtype=None):
         "flash_bwd_dkdv",
         flash_bwd_dkdv_kernel,
         grid,
-        (*inputs, *mask),
+        (*inputs, terms, *mask),
         (
             of_group(q, group),
             of_head(k),
             of_head(v),
             *(of_group(x, group) for x in of_rows),
+            of_terms(terms, group),
             *of_mask(mask, num_lists),
         ),
         tuple(jax.ShapeDtypeStruct(x.shape, dtype or x.dtype) for x in (k, v)),
@@ -450,4 +461,6 @@ def launch_dkdv(inputs, spec, backend, mask, dtype=None):
     )
 
 
-flash_bwd = make_flash_bwd(launch_preprocess, launch_dq, launch_dkdv)
+flash_bwd = make_flash_bwd(
+    launch_preprocess, launch_dq, launch_dkdv, terms_gradients=terms_gradients
+)

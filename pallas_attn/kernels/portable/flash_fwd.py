@@ -30,6 +30,7 @@ from pallas_attn.kernels.library.softmax import (
     online_softmax_update,
     row_statistics,
 )
+from pallas_attn.kernels.library.terms import added_scores, terms_of
 from pallas_attn.kernels.library.tiles import (
     arange,
     load_rows,
@@ -39,7 +40,7 @@ from pallas_attn.kernels.library.tiles import (
     store_tile,
 )
 from pallas_attn.kernels.library.tree import find_runs, in_branch
-from pallas_attn.launch import flash_arguments, launch, of_head, of_mask
+from pallas_attn.launch import flash_arguments, launch, of_head, of_mask, of_terms
 from twin_attention.contract.operands import AttentionOperands
 from twin_attention.contract.spec import AttentionSpec
 from twin_attention.targets.config import padded_head_dim
@@ -58,6 +59,7 @@ def flash_fwd_kernel(
     k_ref,
     v_ref,
     sink_ref,
+    terms,
     offsets,
     segments,
     lists,
@@ -92,6 +94,8 @@ def flash_fwd_kernel(
     exponents in base 2, p cast to v's dtype for p·v. A row that sees no key gives 0, and -inf or
     its sink. block_q and block_kv are powers of two, at least 16.
 
+    Terms that are added to the scores, of this program's head: `Terms`.
+
     carry: out in float32 and lse of a result over other keys, which the keys join; or None.
 
     Packed sequences: `Offsets`. Sq and Skv are the numbers of all tokens, and the grid has
@@ -104,7 +108,7 @@ def flash_fwd_kernel(
     # Locate the tile of queries.
     tile, _head, _batch = place(pl.program_id(0))
     # Queries are counted from the first of all, keys from the sequence's first.
-    _sequence, _first_q, start_q, seq_q, first_kv, seq_kv = locate_tile(
+    sequence, _first_q, start_q, seq_q, first_kv, seq_kv = locate_tile(
         *offsets, tile, seq_q, seq_kv, block_q
     )
     diagonal = seq_kv - seq_q
@@ -157,9 +161,11 @@ def flash_fwd_kernel(
             )  # fmt: skip
             if begins is not None:
                 seen = in_interval(begins, ends, key)
+            offset = start_kv - start_q - diagonal
+            added = added_scores(terms, sequence, offset, block_q, block_kv)
             s, _ = visible_scores(
                 q, k, position[:, None], key[None, :], seq_kv, rule, window, masked,
-                segment_q, segment_kv, seen,
+                segment_q, segment_kv, seen, added,
             )  # fmt: skip
             # p = exp(s - max), and rescale what was accumulated
             p, alpha, m_i, l_i = online_softmax_update(s, m_i, l_i, rule.exp2_scale)
@@ -215,7 +221,8 @@ def launch_forward(
     out = jax.ShapeDtypeStruct((*q.shape[:3], spec.head_dim_v), dtype)
     lse = jax.ShapeDtypeStruct((spec.batch, spec.heads_q, spec.seq_q), jnp.float32)
     results = (out, lse, lse) if spec.row_max else (out, lse)
-    before = (q, k, v, sinks, *mask)
+    terms = terms_of(operands)
+    before = (q, k, v, sinks, terms, *mask)
     first = len(jax.tree.leaves(before))
 
     def grid(config):
@@ -232,6 +239,7 @@ def launch_forward(
             of_head(k, group),
             of_head(v, group),
             of_head(sinks),
+            of_terms(terms),
             *of_mask(mask),
             None if carry is None else Result(*map(of_head, carry)),
         ),

@@ -34,6 +34,7 @@ from torch_attn.kernels.library.sequences import (
     locate_tile,
     num_sequence_tiles,
 )
+from torch_attn.kernels.library.terms import added_scores, terms_argument
 from torch_attn.kernels.library.tiles import (
     ROW_PADDING,
     count_tiles,
@@ -52,6 +53,7 @@ from torch_attn.kernels.library.tree import (
     in_branch,
     next_run,
 )
+from torch_attn.kernels.portable.flash_bwd_terms import terms_gradients
 from torch_attn.launch import UNSPECIALIZED, KernelCall, Prepared, flash_arguments, has_carry
 from twin_attention.targets.schedule import programs_of_sm
 
@@ -65,6 +67,7 @@ def flash_bwd_dq_kernel(
     lse2_ptr,
     delta_ptr,
     dq_ptr,
+    terms,
     mask,
     strides,
     seq_q,
@@ -86,7 +89,7 @@ def flash_bwd_dq_kernel(
     """One program computes BLOCK_Q rows of dq of one query head.
 
     Operands: q, k, v, dout with strides as in `flash_fwd_kernel`; lse2 and delta of
-    `flash_bwd_preprocess_kernel` and dq [B, Sq, Hq, D] contiguous. Grid, diagonal, rule
+    `flash_bwd_preprocess_kernel` and dq [B, Sq, Hq, D] contiguous. Grid, diagonal, rule, terms
     and mask: as in `flash_fwd_kernel`. Loop invariant: dq is
     Σ ds k over the keys so far. Accumulation: float32, exponents in base 2, ds cast to k's dtype
     for ds·k. A row that sees no key gives 0. CARRY: dq, in float32, holds the gradient through
@@ -98,12 +101,13 @@ def flash_bwd_dq_kernel(
     head = index % heads_q
     batch = (index // heads_q).to(tl.int64)
     start_q = tile * BLOCK_Q
-    total_q, first_kv = seq_q, None
+    total_q, first_kv, element = seq_q, None, batch
     if num_sequences is not None:
         sequence, first_q, start_q, seq_q, first_kv, seq_kv = locate_tile(
             mask.offsets.q, mask.offsets.kv, tile, seq_q, seq_kv, num_sequences, BLOCK_Q
         )
         batch, diagonal = tl.cast(0, tl.int64), seq_kv - seq_q
+        element = sequence
     segments = mask.segments
     if segments is not None:
         segments = segments_of_batch(segments, batch, seq_q, seq_kv, seq_kv)
@@ -162,7 +166,7 @@ def flash_bwd_dq_kernel(
                     masked,
                 )  # fmt: skip
                 # s = scale · q kᵀ
-                segment_kv, is_key, seen = None, None, None
+                segment_kv, is_key, seen, added = None, None, None, None
                 if segments is not None:
                     segment_kv, is_key = load_segments(
                         segments.kv, start_kv, seq_kv, BLOCK_KV, VISITED
@@ -179,9 +183,12 @@ def flash_bwd_dq_kernel(
                         tree, depths, batch * seq_q, rows[:, None], seq_q, row_kv, key[None, :],
                         seq_kv, position[:, None],
                     )  # fmt: skip
+                if terms is not None:
+                    distance = start_kv - start_q - diagonal
+                    added = added_scores(terms, element, head, distance, BLOCK_Q, BLOCK_KV)
                 s, dcap = visible_scores(
                     q, k, position[:, None], key[None, :], seq_kv, rule, window_left, window_right,
-                    masked, segment_q, segment_kv, seen,
+                    masked, segment_q, segment_kv, seen, added,
                 )  # fmt: skip
                 # p = exp(s - lse)
                 p = tl.exp2(s * rule.exp2_scale - lse2[:, None])
@@ -216,6 +223,7 @@ def flash_bwd_dkdv_kernel(
     delta_ptr,
     dk_ptr,
     dv_ptr,
+    terms,
     mask,
     strides,
     seq_q,
@@ -253,12 +261,13 @@ def flash_bwd_dkdv_kernel(
     start_kv = tile * BLOCK_KV
     head_kv = index % heads_kv
     batch = (index // heads_kv).to(tl.int64)
-    total_q, first_q, first_kv = seq_q, 0, 0
+    total_q, first_q, first_kv, element = seq_q, 0, 0, batch
     if num_sequences is not None:
         sequence, first_kv, start_kv, seq_kv, first_q, seq_q = locate_tile(
             mask.offsets.kv, mask.offsets.q, tile, seq_kv, seq_q, num_sequences, BLOCK_KV
         )
         batch, diagonal = tl.cast(0, tl.int64), seq_kv - seq_q
+        element = sequence
     segments = mask.segments
     if segments is not None:
         segments = segments_of_batch(segments, batch, seq_q, seq_kv, seq_q)
@@ -319,7 +328,7 @@ def flash_bwd_dkdv_kernel(
                 if num_sequences is not None:
                     offset += first_tile(first_q, sequence, ROW_PADDING).to(tl.int64) * ROW_PADDING
                 # sᵀ = scale · k qᵀ
-                segment_q, is_query, seen = None, None, None
+                segment_q, is_query, seen, added = None, None, None, None
                 if segments is not None:
                     segment_q, is_query = load_segments(segments.q, row_q, end_q, BLOCK_Q, VISITED)
                 q = load_tile(
@@ -335,9 +344,12 @@ def flash_bwd_dkdv_kernel(
                         key[:, None] + first_position, seq_kv - first_kv,
                         rows[None, :] + first_position,
                     )  # fmt: skip
+                if terms is not None:
+                    distance = start_kv - diagonal - start_q
+                    added = added_scores(terms, element, head, distance, BLOCK_Q, BLOCK_KV, True)
                 s, dcap = visible_scores(
                     k, q, rows[None, :], key[:, None], None, rule, window_left, window_right,
-                    masked, segment_kv, segment_q, seen,
+                    masked, segment_kv, segment_q, seen, added,
                 )  # fmt: skip
                 # pᵀ = exp(sᵀ - lse)
                 lse2 = tl.load(lse2_ptr + offset + rows)
@@ -389,10 +401,11 @@ def prepare_dkdv(call: KernelCall) -> Prepared:
 def _arguments(call: KernelCall, tiles: int, programs: int) -> dict[str, Any]:
     q, k, v, dout, *_ = call.layouts
     arguments = flash_arguments(call.spec) | {"strides": strides_of(q=q, k=k, v=v, dout=dout)}
-    return arguments | order_argument(call, tiles, programs)
+    return arguments | terms_argument(call) | order_argument(call, tiles, programs)
 
 
 flash_bwd = make_flash_bwd(
     dq=(flash_bwd_dq_kernel, prepare_dq),
     dkdv=((flash_bwd_dkdv_kernel, prepare_dkdv),),
+    terms_gradients=terms_gradients,
 )

@@ -37,6 +37,7 @@ from torch_attn.kernels.library.softmax import (
     online_softmax_update,
     row_statistics,
 )
+from torch_attn.kernels.library.terms import added_scores, terms_argument, terms_of
 from torch_attn.kernels.library.tiles import (
     count_tiles,
     head_base,
@@ -70,6 +71,7 @@ def flash_fwd_kernel(
     out_ptr,
     lse_ptr,
     row_max_ptr,
+    terms,
     mask,
     strides,
     seq_q,
@@ -99,6 +101,8 @@ def flash_fwd_kernel(
     p·v. A row that sees no key gives 0, and -inf or its sink. BLOCK_Q and BLOCK_KV are powers of
     two, at least 16.
 
+    Terms that are added to the scores: `torch_attn.kernels.library.terms.Terms`, or None.
+
     CARRY: out, in float32, and lse hold a result over other keys, which the keys join.
 
     The mask: `torch_attn.kernels.library.mask.Mask`. With packed sequences tensors have no batch
@@ -112,10 +116,10 @@ def flash_fwd_kernel(
     head = index % heads_q
     batch = (index // heads_q).to(tl.int64)
     start_q = tile * BLOCK_Q
-    total_q, first_kv = seq_q, None
+    total_q, first_kv, element = seq_q, None, batch
     if num_sequences is not None:
         # Queries are counted from the first of all, keys from the sequence's first.
-        _sequence, _first_q, start_q, seq_q, first_kv, seq_kv = locate_tile(
+        element, _first_q, start_q, seq_q, first_kv, seq_kv = locate_tile(
             mask.offsets.q, mask.offsets.kv, tile, seq_q, seq_kv, num_sequences, BLOCK_Q
         )
         batch, diagonal = tl.cast(0, tl.int64), seq_kv - seq_q
@@ -181,7 +185,7 @@ def flash_fwd_kernel(
                     masked,
                 )  # fmt: skip
                 # s = scale · q kᵀ
-                segment_kv, is_key, seen = None, None, None
+                segment_kv, is_key, seen, added = None, None, None, None
                 if segments is not None:
                     segment_kv, is_key = load_segments(
                         segments.kv, start_kv, seq_kv, BLOCK_KV, VISITED
@@ -198,9 +202,12 @@ def flash_fwd_kernel(
                         tree, depths, batch * seq_q, rows[:, None], seq_q, row_kv, key[None, :],
                         seq_kv, position[:, None],
                     )  # fmt: skip
+                if terms is not None:
+                    offset = start_kv - start_q - diagonal
+                    added = added_scores(terms, element, head, offset, BLOCK_Q, BLOCK_KV)
                 s, _ = visible_scores(
                     q, k, position[:, None], key[None, :], seq_kv, rule, window_left, window_right,
-                    masked, segment_q, segment_kv, seen,
+                    masked, segment_q, segment_kv, seen, added,
                 )  # fmt: skip
                 # p = exp(s - max), and rescale what was accumulated
                 p, alpha, m_i, l_i = online_softmax_update(s, m_i, l_i, rule.exp2_scale)
@@ -261,7 +268,7 @@ def launch_forward(
 ) -> None:
     """Launch `flash_fwd_kernel` on given outputs."""
     mask = mask_of_keys(operands, spec)
-    tensors = (*operands[:3], operands.sinks, out, lse, row_max, mask)
+    tensors = (*operands[:3], operands.sinks, out, lse, row_max, terms_of(operands), mask)
     launch(
         "flash_fwd",
         flash_fwd_kernel,
@@ -282,7 +289,7 @@ def _register_limit(spec: AttentionSpec, target: str | None) -> int | None:
     size = max(spec.head_dim, spec.head_dim_v)
     is_near = target == "sm90" and spec.dtype_bits == 16 and spec.softcap is None
     hides = spec.segmented or spec.tree or isinstance(spec, BlockSparseSpec)
-    is_near = is_near and not hides
+    is_near = is_near and not hides and not spec.terms
     return 128 if is_near and 32 < size <= 64 else None
 
 
@@ -293,6 +300,7 @@ def _prepare(call: KernelCall) -> Prepared:
     tiles = num_sequence_tiles(spec, spec.seq_q, call.config.block_q)
     programs = programs_of_sm(call.config.block_q, spec.head_dim_v)
     arguments = flash_arguments(spec) | {"strides": strides_of(q=q, k=k, v=v)}
-    arguments |= mask_argument(call, of_keys=True) | order_argument(call, tiles, programs)
+    arguments |= terms_argument(call) | mask_argument(call, of_keys=True)
+    arguments |= order_argument(call, tiles, programs)
     arguments["CARRY"] = has_carry(spec)
     return (tiles * spec.heads_q * spec.batch,), arguments

@@ -52,8 +52,8 @@ def partial_bwd(
         preprocess(*of_rows, spec, backend, offsets=None, segment_ids=None)
     dk, dv = (x.new_empty(x.shape, dtype=lse.dtype) for x in (k, v))
     inputs = (q, k, v, dout, carry.lse2, carry.delta)
-    of_dq = (*inputs, carry.dq, mask_of_keys(operands, spec))
+    of_dq = (*inputs, carry.dq, None, mask_of_keys(operands, spec))
     launch("flash_bwd_dq", flash_bwd_dq_kernel, prepare_dq, of_dq, spec, backend)
-    of_dkdv = (*inputs, dk, dv, mask_of_queries(operands, spec))
+    of_dkdv = (*inputs, dk, dv, None, mask_of_queries(operands, spec))
     launch("flash_bwd_dkdv", flash_bwd_dkdv_kernel, prepare_dkdv, of_dkdv, spec, backend)
     return carry, dk, dv
