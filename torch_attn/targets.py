@@ -74,11 +74,11 @@ def num_sms(device: torch.device, target: str | None) -> int:
 def shared_memory(target: str, device: torch.device) -> int:
     """Return the bytes that a block may have: the target's limit, or a smaller card's own."""
     card = _described.get()
-    if device.type == "meta":
-        own = SHARED_MEMORY_LIMIT[target] if card is None else card.shared_memory
-    else:
-        own = _properties(device)[2]
-    return min(SHARED_MEMORY_LIMIT[target], own)
+    if device.type == "meta" and card is not None:
+        return min(SHARED_MEMORY_LIMIT[target], card.shared_memory)
+    if device.type != "cuda":
+        return SHARED_MEMORY_LIMIT[target]
+    return min(SHARED_MEMORY_LIMIT[target], _properties(device)[2])
 
 
 @lru_cache
