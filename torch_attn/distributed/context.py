@@ -304,7 +304,9 @@ class Problem(NamedTuple):
             operation: "partial_fwd" or "partial_bwd".
             tensors: as `_RUN` takes them, a tensor first.
         """
-        options = self.call.spec, self.call.implementation
+        # What is left out differs between the first hop and the others, whose calls are told apart.
+        left_out = tuple(x is None for x in tensors)
+        options = self.call.spec, left_out, self.call.implementation
         call = recall(operation, tensors, options)
         if call is None:
             rows = [x for x in tensors if x is not None and x.ndim == 4]
@@ -389,7 +391,11 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, problem, q, k, v, sinks):
-        k, v = k.contiguous(), v.contiguous()
+        ctx.problem = problem
+        ctx.set_materialize_grads(False)
+        saved = q, k, v, sinks
+        # Keys of this rank and of others are to look alike, so that the last call is found at once.
+        q, k, v = q.detach(), k.detach().contiguous(), v.detach().contiguous()
         batch, rows, heads, _ = q.shape
         out = q.new_zeros((batch, rows, heads, v.shape[3]), dtype=torch.float32)
         lse = out.new_full((batch, heads, rows), -torch.inf)
@@ -398,9 +404,7 @@ class _Attention(torch.autograd.Function):
                 operands = operands._replace(sinks=None if distance else sinks)
                 out, lse = problem.run("partial_fwd", out, lse, *operands)
         out = out.to(q.dtype)
-        ctx.problem = problem
-        ctx.save_for_backward(q, k, v, sinks, out, lse)
-        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*saved, out, lse)
         return out, lse
 
     @staticmethod
@@ -409,6 +413,7 @@ class _Attention(torch.autograd.Function):
             refuse_second_derivative("context_attention")
         problem: Problem = ctx.problem
         q, k, v, sinks, out, lse = ctx.saved_tensors
+        q, k, v = q.detach(), k.detach().contiguous(), v.detach().contiguous()
         dout, dlse = readable(torch.zeros_like(out) if dout is None else dout, dlse)
         out, lse = readable(out, lse)
         carry, of_keys, transfer = _NO_CARRY, (), Transfer(None)
