@@ -32,7 +32,8 @@ NOTE = (
     "the keys and values. New tokens are causal among themselves, or 'drafts' of a random "
     "tree. Of 'shared' pages, with which all sequences begin, a 'cascade' reads each once for 16 "
     "sequences; bytes count them for every sequence. 'torch triton graph' is the torch operator "
-    "replayed as a CUDA graph, as servers call it. Dense peers read a copy of the cache without pages."
+    "replayed as a CUDA graph, as servers call it. Dense peers read a copy of the cache "
+    "without pages."
 )
 
 SWEEP = tuple(1 << n for n in range(5, 16))
