@@ -6,7 +6,7 @@ a decode whose time follows from the table's width is slow in the second.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -30,8 +30,10 @@ NOTE = (
     "the 80th percentile, over the median. Reads are q, the keys and values seen, their table "
     "entries and the lengths; writes are the output and its log-sum-exp; elements are those of "
     "the keys and values. New tokens are causal among themselves, or 'drafts' of a random "
-    "tree. 'torch triton graph' is the torch operator replayed as a CUDA graph, as servers call "
-    "it. Dense peers read a copy of the cache without pages."
+    "tree. Of 'shared' pages, with which all sequences begin, a 'cascade' reads each once for 16 "
+    "sequences; bytes count them for every sequence. 'torch triton graph' is the torch operator "
+    "replayed as a CUDA graph, as servers call it. Dense peers read a copy of the cache "
+    "without pages."
 )
 
 SWEEP = tuple(1 << n for n in range(5, 16))
@@ -48,6 +50,8 @@ BATCHES = (  # sequences, keys of each, query heads, kv heads
 QUANTIZED = BATCHES[2:]  # in float16 these have more than 1 GiB of keys and values
 VARIED = (BATCHES[0], BATCHES[2])  # with more new tokens, and at other head dimensions
 DRAFTS = 64  # new tokens, in a tree and without one
+# With cascades: sequences, keys of each, query heads, kv heads, pages that all begin with.
+SHARED = ((64, 8704, 32, 8, 512), (64, 8704, 32, 8, 0), (64, 1024, 32, 8, 0))
 
 
 def _noise(field: str) -> Column:
@@ -114,7 +118,36 @@ def jobs(targets: Sequence[str]) -> list[Job]:
         for tree in ("", "drafts")
     ]
     planned += [(_batch(*shape, head_dim=d), everything) for d in (64, 256) for shape in VARIED]
-    return [decode_job(case, factories) for case, factories in planned]
+    found = [decode_job(case, factories) for case, factories in planned]
+    return found + [_shared_job(*sizes, factories=native | peers) for sizes in SHARED]
+
+
+def _shared_job(*shape: int, factories: DecodeFactories) -> Job:
+    """Return the job of a batch whose sequences begin with the same pages, with cascades too."""
+    *sizes, pages = shape
+    batch, length, heads_q, heads_kv = sizes
+    case = _batch(batch, length, heads_q, heads_kv)
+    case = replace(case, name=f"{case.name}-{pages}-pages-shared")
+    cascades: DecodeFactories = {
+        Subject(f"{subject.implementation} cascade", subject.target): partial(_cascade, factory)
+        for subject, factory in factories.items()
+        if subject.implementation in ("torch triton", "jax triton", "torch triton graph")
+    }
+    job = decode_job(case, factories | cascades)
+    return replace(job, inputs=partial(_sharing, job.inputs, pages))
+
+
+def _cascade(factory: ours.Factory, case: DecodeCase, tensors: DecodeTensors) -> Call:
+    return factory(replace(case, cascade=True), tensors)
+
+
+def _sharing(
+    inputs: Callable[..., DecodeTensors], pages: int, device: str = "cuda"
+) -> DecodeTensors:
+    """Make tensors of sequences that all begin with the first one's pages."""
+    tensors = inputs(device)
+    tensors.block_tables[:, :pages] = tensors.block_tables[:1, :pages].clone()
+    return tensors
 
 
 def _sweep(length: int) -> DecodeCase:

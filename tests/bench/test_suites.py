@@ -76,6 +76,8 @@ HOST = on_hopper(*PORTABLE, "torch triton compiled")
         ("kvcache", "64x8192-heads-32-8-d256", DECODES),
         ("kvcache", "64x8192-heads-32-8-64-tokens", NATIVE),
         ("kvcache", "64x8192-heads-32-8-64-tokens-drafts", NATIVE),
+        ("kvcache", "64x8704-heads-32-8-512-pages-shared", NATIVE | on_hopper(
+            *(f"{x} cascade" for x in (*PORTABLE, "torch triton graph")))),
         ("tree", "tree-8192-16x1024-d128", set(TREE) | on_hopper(
             *(f"{x} {y}" for x in (*PORTABLE, *EXPLICIT) for y in ("tree", "separate")))),
         ("tree", "documents-16x1024-d128", set(TREE) | on_hopper(*(
@@ -275,6 +277,9 @@ SMALL_JOBS = {
     "drafts": lambda: decode_job(DRAFTS, ours.decode_factories(["sm80"])),
     "context forward": lambda: context.job(CONTEXT_CASE, "forward", "sm90"),
     "context both": lambda: context.job(CONTEXT_CASE, "both", "sm90"),
+    "shared": lambda: kvcache._shared_job(
+        3, 128, 4, 2, 6, factories=ours.decode_factories(["sm90"])
+    ),
     "chunks": lambda: decode_job(CHUNK_CASE, prefill._factories(CHUNK_CASE, ["sm80"])),
     "single": lambda: decode_job(SINGLE, prefill._factories(SINGLE, ["sm80"])),
     "decode": lambda: decode_job(DECODE_CASE, ours.decode_factories(["sm80"])),

@@ -135,6 +135,7 @@ def shared_pages_kernel(
     q_strides,
     batch_size,
     num_pages,
+    first_state,
     num_splits,
     rule,
     HEADS_KV: tl.constexpr,
@@ -153,12 +154,12 @@ def shared_pages_kernel(
     """One program computes BLOCK_ROWS rows of one kv head of a tile over one split of its prefix.
 
     Row r is that of `paged_decode_kernel` of the tile's sequence ``r // (TOKENS * GROUP_SIZE)``.
-    Operands: q, the cache as there; prefixes and members of `find_prefixes_kernel`; outs [splits,
-    B, T, Hq, Dv] and lses [splits, B, Hq, T], float32 and contiguous, of which splits without keys
-    are not written. Grid: (row tiles, kv heads, batch) in one axis, row tiles fastest, and splits;
-    a sequence that is the first of no tile has nothing to do. All rows see all keys. Loop
-    invariant: `online_softmax_update`. Accumulation: float32, exponents in base 2, p cast to the
-    products' dtype.
+    Operands: q, the cache as there; prefixes and members of `find_prefixes_kernel`; outs [N, B, T,
+    Hq, Dv] and lses [N, B, Hq, T], float32 and contiguous, of which the splits are those from
+    first_state on; splits without keys are not written. Grid: (row tiles, kv heads, batch) in one
+    axis, row tiles fastest, and splits; a sequence that is the first of no tile has nothing to do.
+    All rows see all keys. Loop invariant: `online_softmax_update`. Accumulation: float32,
+    exponents in base 2, p cast to the products' dtype.
     """
     # Locate the tile and the split's share of the keys.
     num_tiles: tl.constexpr = (MEMBERS * TOKENS * GROUP_SIZE + BLOCK_ROWS - 1) // BLOCK_ROWS
@@ -219,7 +220,7 @@ def shared_pages_kernel(
         out = [x * v_scale for x in out]
     heads_q: tl.constexpr = HEADS_KV * GROUP_SIZE
     row_size: tl.constexpr = HEAD_DIM_V * len(out)
-    rows = split.to(tl.int64) * batch_size * TOKENS * heads_q
+    rows = (first_state + split).to(tl.int64) * batch_size * TOKENS * heads_q
     tl.store(lses_ptr + rows + (sequence * heads_q + head) * TOKENS + token, lse, mask=is_row)
     out_row = rows + (sequence * TOKENS + token) * heads_q + head
     store_out(outs_ptr, out, (out_row,), (row_size,), is_row, HEAD_DIM_V, BLOCK_DV)
@@ -259,12 +260,12 @@ def attend_to_prefixes(
     lses: Tensor,
     backend: Backend,
 ) -> None:
-    """Launch `shared_pages_kernel`, which writes parts of outs and lses.
+    """Launch `shared_pages_kernel`, which writes the last parts of outs and lses.
 
     Args:
         operands: those of the decode; an 8-bit pool is packed.
         prefixes: of its sequences.
-        outs, lses: [num_states, B, T, Hq, Dv] and [num_states, B, Hq, T], float32, contiguous.
+        outs, lses: [N, B, T, Hq, Dv] and [N, B, Hq, T], float32, contiguous.
     """
     launch(
         "paged_decode",
@@ -273,6 +274,7 @@ def attend_to_prefixes(
         (operands.q, cache_of(operands), prefixes.lens, prefixes.members, outs, lses),
         prefixes.tile,
         backend,
+        prefixes.num_states,
     )
 
 
@@ -294,15 +296,16 @@ def _prepare_find(call: KernelCall) -> Prepared:
 
 def _prepare_shared(call: KernelCall) -> Prepared:
     """Return grid and arguments of `shared_pages_kernel`."""
-    tile = call.spec
+    tile, (splits,) = call.spec, call.constants
     q, cache, _, members, outs, _ = call.layouts
     batch, count = members.shape
     rows = block_rows(tile, call.config)
-    return (triton.cdiv(tile.rows, rows) * tile.heads_kv * batch, outs.shape[0]), (
+    return (triton.cdiv(tile.rows, rows) * tile.heads_kv * batch, splits), (
         decode_arguments(tile, call.target, q, cache)
         | {
             "batch_size": batch,
-            "num_splits": outs.shape[0],
+            "first_state": outs.shape[0] - splits,
+            "num_splits": splits,
             "TOKENS": tile.tokens // count,
             "MEMBERS": count,
             "BLOCK_ROWS": rows,

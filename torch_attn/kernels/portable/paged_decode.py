@@ -223,7 +223,7 @@ def paged_decode(
     )
     if outs is not None and lses is not None:
         if prefixes is not None:
-            attend_to_prefixes(operands, prefixes, outs[splits:], lses[splits:], backend)
+            attend_to_prefixes(operands, prefixes, outs, lses, backend)
         merge_splits(outs, lses, out, lse, operands, spec, config.block_kv, backend, prefixes)
     return out, lse
 
