@@ -195,8 +195,10 @@ def test_scan_and_an_operand_that_vmap_leaves(launches):
     layers = jax.jit(lambda q: jax.lax.scan(lambda x, _: (attention(x, k, v), None), q, None, 2)[0])
     jitted = jax.jit(attention)
     np.testing.assert_array_equal(layers(q), jitted(jitted(q, k, v), k, v))
-    many = jax.jit(jax.vmap(lambda q: attention(q, k, v)))(jnp.stack([q, -q]))
-    np.testing.assert_array_equal(many[1], jitted(-q, k, v))
+    for sinks in (None, jnp.ones(2)):
+        one = partial(attention, k=k, v=v, sinks=sinks)
+        many = jax.jit(jax.vmap(one))(jnp.stack([q, -q]))
+        np.testing.assert_array_equal(many[1], jax.jit(one)(-q))
 
 
 def test_no_interpreter_runs_them_outside_jit():
