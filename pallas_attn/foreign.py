@@ -71,17 +71,26 @@ def run(backend: Backend, operation: str, spec: Spec, *operands: Any) -> Any:
 
     @call.def_vmap
     def call_many(size: int, is_batched: Any, *operands: Any) -> Any:
-        every = jax.tree.map(
-            lambda x, batched: x if batched else jnp.broadcast_to(x, (size, *x.shape)),
-            operands, tuple(is_batched),
-        )  # fmt: skip
+        arrays, tree = jax.tree.flatten(operands)
+        batched = jax.tree.leaves(is_batched)
         if type(spec) is AttentionSpec and not _has_sinks(operands):
-            joined = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), every)
+            joined = [
+                (x if y else jnp.broadcast_to(x, (size, *x.shape))).reshape(
+                    size * spec.batch, *x.shape[1 + y :]
+                )
+                for x, y in zip(arrays, batched, strict=True)
+            ]
             larger = replace(spec, batch=size * spec.batch)
-            results = run(backend, operation, larger, *joined)
+            results = run(backend, operation, larger, *tree.unflatten(joined))
             results = jax.tree.map(lambda x: x.reshape(size, -1, *x.shape[1:]), results)
         else:
-            results = jax.lax.map(lambda x: call(*x), every)
+
+            def one(mapped: list[jax.Array]) -> Any:
+                left = iter(mapped)
+                every = [next(left) if y else x for x, y in zip(arrays, batched, strict=True)]
+                return call(*tree.unflatten(every))
+
+            results = jax.lax.map(one, [x for x, y in zip(arrays, batched, strict=True) if y])
         return results, jax.tree.map(lambda x: True, results)
 
     return call(*operands)

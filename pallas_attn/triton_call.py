@@ -89,6 +89,7 @@ def kernel_call(
 
 
 def result_types(launch: Any, written: tuple[int, ...]) -> list[jax.ShapeDtypeStruct]:
+    """Return the types of a launch's results; arguments as `kernel_call` has them."""
     layouts = [x for x in _leaves(launch.layouts) if x is not None]
     dtype_name = import_module("torch_attn.operands").dtype_name
     return [

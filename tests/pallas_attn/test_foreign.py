@@ -23,6 +23,8 @@ from tests.torch_attn.gluon_interpreter import WRITES_FIRST, interpret_launch, i
 from torch_attn.ahead import Compiled, Descriptor, Number, Pointer
 from torch_attn.layouts import leaves
 from torch_attn.targets import described
+from tuning.static import gate
+from tuning.static.operands import flash_operands
 from twin_attention.contract.operands import FlashOperands, VarlenOperands
 from twin_attention.contract.spec import AttentionSpec
 from twin_attention.targets.describe import describe
@@ -196,8 +198,36 @@ def test_scan_and_an_operand_that_vmap_leaves(launches):
     layers = jax.jit(lambda q: jax.lax.scan(lambda x, _: (attention(x, k, v), None), q, None, 2)[0])
     jitted = jax.jit(attention)
     np.testing.assert_array_equal(layers(q), jitted(jitted(q, k, v), k, v))
-    many = jax.jit(jax.vmap(lambda q: attention(q, k, v)))(jnp.stack([q, -q]))
-    np.testing.assert_array_equal(many[1], jitted(-q, k, v))
+    for sinks in (None, jnp.ones(2)):
+        one = partial(attention, k=k, v=v, sinks=sinks)
+        many = jax.jit(jax.vmap(one))(jnp.stack([q, -q]))
+        np.testing.assert_array_equal(many[1], jax.jit(one)(-q))
+
+
+@pytest.mark.parametrize("family", [GLUON, GLUON_SM90, TORCH_TRITON], ids=lambda x: x.folder)
+def test_every_feature_becomes_a_program(family):
+    """What a host function computes beside its launches is known to JAX."""
+    target = family.folder if family is not TORCH_TRITON else "sm90"
+    name = "triton" if family is TORCH_TRITON else "gluon"
+    specs = {
+        (problem.feature, problem.sinks): problem.spec
+        for problem in gate.problems("torch", target, name)
+        if isinstance(problem.spec, AttentionSpec) and problem.head_dim == 64
+    }
+    backend, traced = Backend(family, target), 0
+    for (_, sinks), spec in specs.items():
+        if family.supports("flash_fwd", spec, target) is not None:
+            continue
+        operands = flash_operands(
+            spec, lambda dtype, *shape: jax.ShapeDtypeStruct(shape, dtype), sinks
+        )
+        out, lse = jax.eval_shape(partial(foreign.run, backend, "flash_fwd", spec), operands)
+        traced += 1
+        if family.supports("flash_bwd", spec, target) is None:
+            run = partial(foreign.run, backend, "flash_bwd", spec)
+            gradients = jax.eval_shape(run, out, lse, operands, out, lse)
+            assert gradients.q.shape == operands.q.shape
+    assert traced > (3 if family is GLUON else 4)
 
 
 def test_no_interpreter_runs_them_outside_jit():

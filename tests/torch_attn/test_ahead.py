@@ -11,6 +11,7 @@ from dataclasses import replace
 from importlib import import_module
 
 import pytest
+import torch
 
 from torch_attn.ahead import Descriptor, Number, Pointer, compile_ahead
 from torch_attn.outline import Kernel, Operation, operand_of, outline
@@ -39,10 +40,14 @@ def outlined(family, target, spec, operation, sinks=False):
         arguments = (dout, lse, operands, out, lse)
     (found,) = (x for x in FAMILIES["torch_attn"] if (x.name, x.folder) == family)
     card = Card(int(target.removeprefix("sm")), 132, SHARED_MEMORY_LIMIT[target])
-    tensors = tuple(x for x in (*operands, *arguments) if hasattr(x, "dtype"))
+    tensors = [x for x in (*operands, *arguments) if isinstance(x, torch.Tensor)]
     distinct = tuple({id(x): x for x in tensors}.values())
     function = found.function(operation)
     return card, outline(lambda: function(*arguments, spec, Backend(found, target)), distinct, card)
+
+
+def kernels_of(found):
+    return [step for step in found.steps if isinstance(step, Kernel)]
 
 
 def code(ptx):
@@ -61,7 +66,7 @@ def code(ptx):
 )
 def test_the_code_is_what_torch_launches(family, target, spec):
     card, found = outlined(family, target, spec, "flash_fwd")
-    (step,) = found.steps
+    (step,) = kernels_of(found)
     expected = {
         name: compiled.asm["ptx"]
         for name, _, compiled in compile_kernels(spec, target, family=family[0])
@@ -100,12 +105,13 @@ def test_a_private_name_that_is_gone_is_a_reason(module, place, name, monkeypatc
 def test_an_outline_says_what_is_read_written_and_zero():
     spec = replace(DENSE, heads_kv=4)
     _, found = outlined(("gluon", "sm90"), "sm90", spec, "flash_bwd", sinks=True)
-    kernels = [step for step in found.steps if isinstance(step, Kernel)]
+    kernels = kernels_of(found)
     names = [step.launch.name for step in kernels]
     assert names == ["flash_bwd_preprocess", "flash_bwd_fused", "flash_bwd_postprocess"]
     preprocess, fused, postprocess = kernels
     assert [*map(len, (preprocess.read, preprocess.written, preprocess.zeroed))] == [4, 2, 0]
     (sums,) = (fused.operands[i] for i in fused.zeroed)
+    assert sums is not None
     assert sums.dtype == "float32"
     assert sums in [postprocess.operands[i] for i in postprocess.read]
     operations = [step.name for step in found.steps if isinstance(step, Operation)]
@@ -122,13 +128,14 @@ def test_the_grid_follows_the_card():
     grids = []
     for num_sms in (132, 78):
         card, found = outlined(("gluon", "sm90"), "sm90", spec, "flash_fwd")
-        grids.append(compile_ahead(found.steps[0].launch, card._replace(num_sms=num_sms)).grid)
+        grids.append(
+            compile_ahead(kernels_of(found)[0].launch, card._replace(num_sms=num_sms)).grid
+        )
     assert grids == [(132, 1, 1), (78, 1, 1)]
 
 
 def test_a_smaller_card_gets_fewer_stages():
     card, found = outlined(("gluon", "sm80"), "sm80", replace(DENSE, head_dim=256), "flash_bwd")
     smaller = card._replace(shared_memory=99 * 1024)
-    for step in found.steps:
-        if isinstance(step, Kernel):
-            assert compile_ahead(step.launch, smaller).shared <= 99 * 1024
+    for step in kernels_of(found):
+        assert compile_ahead(step.launch, smaller).shared <= 99 * 1024
