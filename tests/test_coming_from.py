@@ -47,6 +47,7 @@ def plain(
     right=-1,
     softcap=0.0,
     sinks=None,
+    slopes=None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of [S, H, D] with flash-attn's rules; -1 and 0.0 are off. Returns out and lse."""
     groups = q.shape[1] // k.shape[1]
@@ -54,6 +55,8 @@ def plain(
     s = torch.einsum("ihd,jhd->hij", q, k) * (q.shape[-1] ** -0.5 if scale is None else scale)
     s = softcap * torch.tanh(s / softcap) if softcap > 0 else s
     i, j = torch.arange(q.shape[0])[:, None] + k.shape[0] - q.shape[0], torch.arange(k.shape[0])
+    if slopes is not None:
+        s = s - slopes.to(s.dtype)[:, None, None] * (i - j).abs()
     hidden = (j > i) if causal else torch.zeros_like(j > i)
     hidden |= (j < i - left) if left >= 0 else hidden
     hidden |= (j > i + right) if right >= 0 else hidden
@@ -77,9 +80,10 @@ def gather(pages: Tensor, table: Tensor, length: Tensor) -> Tensor:
 
 def flash_attn(dtype: torch.dtype) -> dict[str, Any]:
     def flash_attn_func(
-        q, k, v, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0
-    ):
-        options = (softmax_scale, causal, *window_size, softcap)
+        q, k, v, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0,
+        alibi_slopes=None,
+    ):  # fmt: skip
+        options = (softmax_scale, causal, *window_size, softcap, None, alibi_slopes)
         return torch.stack([plain(*qkv, *options)[0] for qkv in zip(q, k, v, strict=True)])
 
     def flash_attn_with_kvcache(
@@ -116,6 +120,7 @@ def flash_attn(dtype: torch.dtype) -> dict[str, Any]:
         "flash_attn_varlen_func": flash_attn_varlen_func,
         **qkv(dtype),
         **{f"{name}p": x.flatten(0, 1) for name, x in qkv(dtype).items()},
+        "slopes": torch.tensor([0.5, 0.25, 0.0, 2.0]),
         "cu_q": torch.tensor([0, 3, 2 * SQ], dtype=torch.int32),
         "cu_k": torch.tensor([0, 8, 2 * SKV], dtype=torch.int32),
         "max_q": 5,

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -74,7 +75,9 @@ class Capture(private.TorchDispatchMode):
         result = func(*args, **kwargs)
         if not self._is_paused:
             assert isinstance(result, Tensor), f"{func} has other results than a tensor"
-            assert not any(isinstance(x, Tensor) for x in kwargs.values())
+            lists = [x for x in (*args, *kwargs.values()) if isinstance(x, list | tuple)]
+            others = (*kwargs.values(), *chain.from_iterable(lists))
+            assert not any(isinstance(x, Tensor) for x in others), f"{func} takes lists of tensors"
             self.steps.append(_Operation(func, args, kwargs, result))
         return result
 

@@ -38,6 +38,7 @@ def test_the_signatures_are_those_of_flash_attn():
         ({"window_size": (2, -1)}, {"window_size": (2, None)}),
         ({"window_size": (-1, 0)}, {"causal": True}),
         ({"window_size": (0, 3)}, {"window_size": (0, 3)}),
+        ({"alibi_slopes": torch.ones(4)}, {"alibi_slopes": torch.ones(4)}),
     ],
 )
 def test_options_of_flash_attn_func(theirs, ours):

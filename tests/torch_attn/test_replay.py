@@ -8,8 +8,11 @@ import torch
 from torch._C._dynamo.guards import _empty_strided_cpu
 
 from torch_attn import private
+from torch_attn.kernels.portable.flash_bwd_terms import sums_of_distances
 from torch_attn.launch import tensors_of
 from torch_attn.replay import capture, current_capture
+from twin_attention.contract.spec import AttentionSpec
+from twin_attention.targets.bands import bands_of
 
 
 @pytest.fixture(autouse=True)
@@ -175,3 +178,28 @@ def test_threads_that_capture_at_once_see_their_own_steps():
     with ThreadPoolExecutor(4) as pool:
         for done in [pool.submit(work) for _ in range(4)]:
             done.result(60)
+
+
+def test_lists_of_tensors_are_refused():
+    """A replay would read the tensors of the capture again."""
+    x, y = torch.ones(2, 4)
+    with pytest.raises(AssertionError, match="takes lists of tensors"):
+        capture(lambda x, y: (torch.cat([x, y]),), (x, y))
+
+
+@pytest.mark.parametrize("radius", [0, 1, 20, 300])
+def test_sums_over_distances_follow_the_operands(radius):
+    """What torch does after the kernel that adds up bands, with the sums of another call."""
+    spec = AttentionSpec(1, 70, 90, 2, 2, 16, 16, "float32", 1.0)
+    bands = bands_of(spec, radius, 32, 16)
+
+    def sums():
+        return torch.randn(2, bands.num_near, 32, 16), torch.randn(2, bands.count)
+
+    def host(tiles, of_bands):
+        return (sums_of_distances(tiles, of_bands, bands),)
+
+    first, other = sums(), sums()
+    (found,), again = capture(host, first)
+    torch.testing.assert_close(found, *host(*first))
+    torch.testing.assert_close(again(*other)[0], *host(*other))

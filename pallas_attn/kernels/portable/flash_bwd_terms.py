@@ -283,7 +283,7 @@ def terms_gradients(
         backend,
         numbers=_compiler_numbers(spec),
     )
-    return {"relative_bias": _of_distances(*found, bands).astype(terms.relative.dtype)}
+    return {"relative_bias": sums_of_distances(*found, bands).astype(terms.relative.dtype)}
 
 
 def _compiler_numbers(spec: AttentionSpec) -> dict[str, int]:
@@ -295,7 +295,7 @@ def _compiler_numbers(spec: AttentionSpec) -> dict[str, int]:
     return {"num_warps": 8, "num_stages": 2 if spec.dtype_bits == 16 and 64 < size <= 128 else 1}
 
 
-def _of_distances(tiles: Array, sums: Array, bands: Bands) -> Array:
+def sums_of_distances(tiles: Array, sums: Array, bands: Bands) -> Array:
     """Return the sums over each clipped distance [Hq, 2R + 1] from those of the bands."""
     heads, near, block_q, block_kv = tiles.shape
     # Row i of a tile, of the last query first, moves i columns to the right.

@@ -6,7 +6,6 @@ up the tiles of one band, so that only its sum is left to be split by distances:
 same bits every time, and no memory grows with the square of a length.
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -247,7 +246,7 @@ def terms_gradients(
         "flash_bwd_dq", flash_bwd_relative_kernel, _prepare, tensors, spec, backend, bands,
         **_compiler_numbers(spec),
     )  # fmt: skip
-    return {"relative_bias": _of_distances(tiles, sums, bands).to(table.dtype)}
+    return {"relative_bias": sums_of_distances(tiles, sums, bands).to(table.dtype)}
 
 
 def _prepare(call: KernelCall) -> Prepared:
@@ -272,7 +271,7 @@ def _compiler_numbers(spec: AttentionSpec) -> dict[str, int]:
     return {"num_warps": 8, "num_stages": 2 if spec.dtype_bits == 16 and size <= 128 else 1}
 
 
-def _of_distances(tiles: Tensor, sums: Tensor, bands: Bands) -> Tensor:
+def sums_of_distances(tiles: Tensor, sums: Tensor, bands: Bands) -> Tensor:
     """Return the sums over each clipped distance [Hq, 2R + 1] from those of the bands."""
     heads, near, block_q, block_kv = tiles.shape
     # Row i of a tile, of the last query first, moves i columns to the right.
@@ -292,8 +291,8 @@ def _of_distances(tiles: Tensor, sums: Tensor, bands: Bands) -> Tensor:
     begin, end = 1 - bands.reach - first, bands.reach - first
     before = sums[:, : bands.near].sum(1) + found[:, :begin].sum(1)
     behind = sums[:, bands.near + near :].sum(1) + found[:, end:].sum(1)
-    unused = bands.radius - bands.reach
-    return torch.cat(
-        [pad(before[:, None], (0, unused)), found[:, begin:end], pad(behind[:, None], (unused, 0))],
-        1,
-    )
+    last = 2 * bands.radius
+    between = 1 + bands.radius - bands.reach
+    # Padded and added: a replay takes no lists of tensors, as a concatenation does.
+    ends = pad(before[:, None], (0, last)) + pad(behind[:, None], (last, 0))
+    return ends + pad(found[:, begin:end], (between, between))
