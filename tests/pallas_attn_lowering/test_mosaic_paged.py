@@ -222,6 +222,18 @@ def test_packed_and_rotated_tokens_are_refused(change, reason):
         choose("mosaic", "append_kv", "sm90", append)
 
 
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"tree": "drafts"}, "its kernels take no trees"),
+        ({"cascade": True}, "its kernels read each sequence's pages"),
+    ],
+)
+def test_trees_and_cascades_are_refused(change, reason):
+    with pytest.raises(NotImplementedError, match=f"'mosaic': .*; {reason}$"):
+        choose("mosaic", "paged_decode", "sm90", replace(CASE, **change).spec)
+
+
 def test_what_16_bytes_do_not_divide_is_refused():
     case = replace(CASE, kv_dtype="int8", head_dim=72)
     message = "it has flash attention and paged attention alone; its copies of 16 bytes take"

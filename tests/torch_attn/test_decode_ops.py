@@ -532,6 +532,28 @@ def test_replay_a_cuda_graph_with_other_lengths():
         assert_equal((p.k_pages, p.v_pages), (eager.k_pages, eager.v_pages))
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
+def test_a_graph_of_a_cascade_replays_with_other_pages_in_common():
+    q = torch.randn(5, 8, 64, dtype=torch.bfloat16, device="cuda")
+    k_pages, v_pages = torch.randn(2, 100, 16, 2, 64, dtype=torch.bfloat16, device="cuda")
+    tables = torch.arange(95, dtype=torch.int32, device="cuda").view(5, 19)
+    lengths = torch.tensor([304, 300, 200, 17, 0], dtype=torch.int32, device="cuda")
+
+    def attend():
+        return paged_decode(q, k_pages, v_pages, tables, lengths, cascade=True, return_lse=True)
+
+    attend()  # compiles the kernels
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    gc.collect()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        captured = attend()
+    for common in (0, 8, 19):
+        tables[1:3, :common] = tables[0, :common]
+        graph.replay()
+        assert_equal(captured, attend())
+
+
 # check_pages, explain and the examples
 
 
