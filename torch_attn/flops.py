@@ -13,7 +13,8 @@ before the mode is made::
     print(counter.get_total_flops())
 
 Only pairs of query and key that the window keeps are counted, unlike for
-`scaled_dot_product_attention`, of which torch counts all. The backward counts its five products.
+`scaled_dot_product_attention`, of which torch counts all. The backward counts its five products,
+and not the two that the gradient of `relative_bias` computes again.
 Most of what follows from data is left out: with segment ids the count is that without, a window of
 depths hides nothing, and `flash_attention_varlen` counts nothing. With `kv_ends` the pairs before
 the keys' ends are counted, and of `block_sparse_attention` the tiles that its mask keeps: this

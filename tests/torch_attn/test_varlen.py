@@ -190,12 +190,12 @@ def test_opcheck(implementation):
     sinks = draw(HEADS).requires_grad_()
     qkv = [x.requires_grad_() for x in (q, k, v)]
     options = (None, None, 0, None, True, "ieee", False, implementation)
-    no_tree = (None, None, None)
+    no_tree_nor_terms = (None,) * 5
     for sink in (None, sinks):
-        arguments = (*qkv, cu, cu, sink, *no_tree, *options)
+        arguments = (*qkv, cu, cu, sink, *no_tree_nor_terms, *options)
         torch.library.opcheck(torch.ops.torch_attn.flash_varlen_fwd.default, arguments)
     out, lse = (x.detach() for x in torch.ops.torch_attn.flash_varlen_fwd(*arguments))
-    given = (*(x.detach() for x in qkv), cu, cu, sinks.detach(), *no_tree)
+    given = (*(x.detach() for x in qkv), cu, cu, sinks.detach(), *no_tree_nor_terms)
     arguments = (out, lse, *given, out, lse, *options)
     torch.library.opcheck(torch.ops.torch_attn.flash_varlen_bwd.default, arguments)
 
