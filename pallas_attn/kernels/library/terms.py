@@ -54,7 +54,9 @@ def added_scores(terms, element, offset, block_q, block_kv, member=None, transpo
         radius = terms.relative.shape[-1] // 2
 
         def load_one():
-            value = terms.relative[(*head, jnp.where(offset > 0, 2 * radius, 0))]
+            # No `jnp.where` of two literals: jax 0.11.2 makes them booleans on a GPU.
+            place = jnp.minimum(jnp.maximum(offset, -radius), radius) + radius
+            value = terms.relative[(*head, place)]
             return added + value.astype(jnp.float32)
 
         def load_all():

@@ -18,6 +18,8 @@ from twin_attention.contract.spec import VarlenSpec
 class Terms(NamedTuple):
     """Operands that are added to scores; None for those that a problem does not have.
 
+    Kernels look at the attributes alone: Triton 3.6 does not compare a tuple that holds None.
+
     Attributes:
         relative: [Hq, 2R + 1], contiguous.
         slopes: [Hq] or [B, Hq] float32, contiguous; of packed sequences [Hq] or [N, Hq].
@@ -26,8 +28,8 @@ class Terms(NamedTuple):
         count: batch elements with slopes.
     """
 
-    relative: Any
-    slopes: Any
+    relative: Any = None
+    slopes: Any = None
     radius: Any = None
     of_batch: Any = None
     count: Any = None
@@ -43,7 +45,7 @@ def added_scores(
     BLOCK_KV: tl.constexpr,
     TRANSPOSED: tl.constexpr = False,
 ):
-    """Return what is added to the scores of a tile, [BLOCK_Q, BLOCK_KV] float32.
+    """Return what is added to the scores of a tile, [BLOCK_Q, BLOCK_KV] float32; None for nothing.
 
     Args:
         terms: `Terms`.
@@ -57,39 +59,47 @@ def added_scores(
         distance = offset + key[:, None] - query[None, :]
     else:
         distance = offset + key[None, :] - query[:, None]
-    added = tl.zeros(distance.shape, tl.float32)
+    added = None
     if terms.relative is not None:
-        radius = terms.radius
-        row = terms.relative + head.to(tl.int64) * (2 * radius + 1)
-        # Most tiles are so far off that all of their distances share an entry.
-        if (offset - BLOCK_Q + 1 >= radius) | (offset + BLOCK_KV - 1 <= -radius):
-            added += tl.load(row + tl.where(offset > 0, 2 * radius, 0)).to(tl.float32)
-        else:
-            place = tl.minimum(tl.maximum(distance, -radius), radius) + radius
-            added += tl.load(row + place).to(tl.float32)
+        row = terms.relative + head.to(tl.int64) * (2 * terms.radius + 1)
+        added = _relative_scores(row, terms.radius, offset, distance, BLOCK_Q, BLOCK_KV)
     if terms.slopes is not None:
         place = element * terms.of_batch + head
         slope = tl.load(terms.slopes + place, mask=element < terms.count, other=0.0)
-        added -= slope * tl.abs(distance).to(tl.float32)
+        falling = -slope * tl.abs(distance).to(tl.float32)
+        if terms.relative is not None:
+            added += falling
+        else:
+            added = falling
     return added
 
 
-def terms_of(operands: AttentionOperands[Tensor]) -> Terms | None:
-    """Return the terms of a problem, without their numbers; None where there are none."""
+@triton.jit
+def _relative_scores(row, radius, offset, distance, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr):
+    """Return what a head's row of a table has for some distances."""
+    added = tl.zeros(distance.shape, tl.float32)
+    # Most tiles are so far off that all of their distances share an entry.
+    if (offset - BLOCK_Q + 1 >= radius) | (offset + BLOCK_KV - 1 <= -radius):
+        one = tl.minimum(tl.maximum(offset, -radius), radius) + radius
+        added += tl.load(row + one).to(tl.float32)
+    else:
+        place = tl.minimum(tl.maximum(distance, -radius), radius) + radius
+        added += tl.load(row + place).to(tl.float32)
+    return added
+
+
+def terms_of(operands: AttentionOperands[Tensor]) -> Terms:
+    """Return the terms of a problem, without their numbers."""
     if not isinstance(operands, FlashOperands | VarlenOperands):
-        return None
+        return Terms()
     given = operands.relative_bias, operands.alibi_slopes
-    if given == (None, None):
-        return None
     return Terms(*(None if x is None else x.contiguous() for x in given))
 
 
 def terms_argument(call: KernelCall) -> dict[str, Any]:
     """Return the terms, which stand before the mask, the last operand, with their numbers."""
     terms, spec = call.layouts[-2], call.spec
-    if terms is None:
-        return {}
-    radius = of_batch = count = 0
+    radius = of_batch = count = None
     if terms.relative is not None:
         radius = terms.relative.shape[1] // 2
     if terms.slopes is not None:

@@ -183,9 +183,8 @@ def flash_bwd_dq_kernel(
                         tree, depths, batch * seq_q, rows[:, None], seq_q, row_kv, key[None, :],
                         seq_kv, position[:, None],
                     )  # fmt: skip
-                if terms is not None:
-                    distance = start_kv - start_q - diagonal
-                    added = added_scores(terms, element, head, distance, BLOCK_Q, BLOCK_KV)
+                distance = start_kv - start_q - diagonal
+                added = added_scores(terms, element, head, distance, BLOCK_Q, BLOCK_KV)
                 s, dcap = visible_scores(
                     q, k, position[:, None], key[None, :], seq_kv, rule, window_left, window_right,
                     masked, segment_q, segment_kv, seen, added,
@@ -344,9 +343,8 @@ def flash_bwd_dkdv_kernel(
                         key[:, None] + first_position, seq_kv - first_kv,
                         rows[None, :] + first_position,
                     )  # fmt: skip
-                if terms is not None:
-                    distance = start_kv - diagonal - start_q
-                    added = added_scores(terms, element, head, distance, BLOCK_Q, BLOCK_KV, True)
+                distance = start_kv - diagonal - start_q
+                added = added_scores(terms, element, head, distance, BLOCK_Q, BLOCK_KV, True)
                 s, dcap = visible_scores(
                     k, q, rows[None, :], key[:, None], None, rule, window_left, window_right,
                     masked, segment_kv, segment_q, seen, added,

@@ -101,7 +101,7 @@ def flash_fwd_kernel(
     p·v. A row that sees no key gives 0, and -inf or its sink. BLOCK_Q and BLOCK_KV are powers of
     two, at least 16.
 
-    Terms that are added to the scores: `torch_attn.kernels.library.terms.Terms`, or None.
+    Terms that are added to the scores: `torch_attn.kernels.library.terms.Terms`.
 
     CARRY: out, in float32, and lse hold a result over other keys, which the keys join.
 
@@ -202,9 +202,8 @@ def flash_fwd_kernel(
                         tree, depths, batch * seq_q, rows[:, None], seq_q, row_kv, key[None, :],
                         seq_kv, position[:, None],
                     )  # fmt: skip
-                if terms is not None:
-                    offset = start_kv - start_q - diagonal
-                    added = added_scores(terms, element, head, offset, BLOCK_Q, BLOCK_KV)
+                offset = start_kv - start_q - diagonal
+                added = added_scores(terms, element, head, offset, BLOCK_Q, BLOCK_KV)
                 s, _ = visible_scores(
                     q, k, position[:, None], key[None, :], seq_kv, rule, window_left, window_right,
                     masked, segment_q, segment_kv, seen, added,
