@@ -200,7 +200,7 @@ def _opaque(
         reorder_parameters(compiled.ptx, compiled.name, [*order, *numbers]), "", capability,
     )  # fmt: skip
     call = gpu_triton.TritonKernelCall(kernel, *compiled.grid, [*given, *unread])
-    return zlib.compress(call.to_proto(name, b""))
+    return zlib.compress(call.to_proto(name, b""), 9)
 
 
 def _descriptor(x: Any) -> Any:

@@ -8,6 +8,7 @@ kernels. Checked with Triton 3.6 and 3.9; ``tests/torch_attn/test_ahead.py`` gua
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -114,9 +115,21 @@ def compile_ahead(launch: Launch, card: Card) -> Compiled:
     assert metadata.global_scratch_size == metadata.profile_scratch_size == 0
     x, y, z = (*grid, 1, 1)[:3]
     return Compiled(
-        metadata.name, compiled.asm["ptx"], metadata.num_warps, metadata.shared, (x, y, z),
-        tuple(_parameters(compiled, arguments, dtypes)),
+        metadata.name, without_lines(compiled.asm["ptx"]), metadata.num_warps, metadata.shared,
+        (x, y, z), tuple(_parameters(compiled, arguments, dtypes)),
     )  # fmt: skip
+
+
+def without_lines(ptx: str) -> str:
+    """Return PTX without comments, and without what says which line an instruction is of.
+
+    It has half the size. jaxlib hashes and copies the code each time that a program runs.
+    """
+    code = ptx.partition("\t.section")[0]  # debuggers' sections are the last
+    code = re.sub(r"[ \t]*//.*", "", code)
+    code = re.sub(r"^[ \t]*\.(loc|file)\b.*$", "", code, flags=re.MULTILINE)
+    code = re.sub(r"^\$L__(tmp|func_begin|func_end)\d+:$", "", code, flags=re.MULTILINE)
+    return re.sub(r"\s*\n\s*", "\n", code)
 
 
 class _Operand:
