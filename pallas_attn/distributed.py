@@ -191,9 +191,8 @@ def problem_of_context(
     **options: Any,
 ) -> tuple[tuple[Any, ...], AttentionSpec, str]:
     """Check a call; return its tensors, a rank's problem, and how ranks exchange keys."""
-    names = ("causal", "scale", "window_size", "softcap", "deterministic", "precision")
-    given = *(options[name] for name in names), options["return_lse"]
-    checked = check_flash_options(*given)
+    names = "causal", "scale", "window_size", "softcap", "deterministic", "precision", "return_lse"
+    checked = check_flash_options(**{name: options[name] for name in names})
     if not isinstance(plan, ContextPlan):
         fail(TypeError, "plan", "a ContextPlan of `context_plan`", type_name(plan))
     size = lax.axis_size(axis_name) if mesh is None else mesh.shape[axis_name]
