@@ -41,7 +41,7 @@ def test_one_device(exchange):
         ({"plan": context_plan(26, 1)}, ValueError, "q: expected 26 tokens along axis 1"),
         ({"exchange": "all"}, ValueError, "exchange: expected None or one of 'ring', 'gather'"),
         ({"softcap": -1.0}, ValueError, "softcap: expected"),
-        ({"implementation": "gluon"}, ValueError, "implementation: expected None or one of"),
+        ({"implementation": "flash"}, ValueError, "implementation: expected None or one of"),
     ],
 )
 def test_bad_calls(change, error, message):

@@ -163,8 +163,9 @@ LENGTHS = jnp.array([3, 4], jnp.int32)
         ),
         (
             {"implementation": "xla"}, NotImplementedError,
-            "implementation: expected None or one of 'mosaic', 'triton', 'reference', since "
-            "'xla' and 'cudnn' run in jax.nn.dot_product_attention alone, got 'xla'",
+            "implementation: expected None or one of 'mosaic', 'triton', 'reference', 'gluon', "
+            "'torch_triton', since 'xla' and 'cudnn' run in jax.nn.dot_product_attention alone, "
+            "got 'xla'",
         ),
         ({"implementation": "cudnn"}, NotImplementedError, "implementation: expected None or one"),
         ({"implementation": "flash"}, ValueError, "implementation: expected None or one of"),

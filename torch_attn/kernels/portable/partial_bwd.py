@@ -7,6 +7,7 @@ from torch import Tensor
 
 from torch_attn.kernels.library.mask import mask_of_keys, mask_of_queries
 from torch_attn.kernels.library.sequences import num_padded_rows
+from torch_attn.kernels.library.terms import Terms
 from torch_attn.kernels.portable.flash_bwd import (
     flash_bwd_dkdv_kernel,
     flash_bwd_dq_kernel,
@@ -52,8 +53,8 @@ def partial_bwd(
         preprocess(*of_rows, spec, backend, offsets=None, segment_ids=None)
     dk, dv = (x.new_empty(x.shape, dtype=lse.dtype) for x in (k, v))
     inputs = (q, k, v, dout, carry.lse2, carry.delta)
-    of_dq = (*inputs, carry.dq, None, mask_of_keys(operands, spec))
+    of_dq = (*inputs, carry.dq, Terms(), mask_of_keys(operands, spec))
     launch("flash_bwd_dq", flash_bwd_dq_kernel, prepare_dq, of_dq, spec, backend)
-    of_dkdv = (*inputs, dk, dv, None, mask_of_queries(operands, spec))
+    of_dkdv = (*inputs, dk, dv, Terms(), mask_of_queries(operands, spec))
     launch("flash_bwd_dkdv", flash_bwd_dkdv_kernel, prepare_dkdv, of_dkdv, spec, backend)
     return carry, dk, dv
