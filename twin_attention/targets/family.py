@@ -16,7 +16,7 @@ from importlib.metadata import version
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
-from twin_attention.contract.spec import PartialSpec
+from twin_attention.contract.spec import AttentionSpec, PartialSpec
 from twin_attention.contract.validate import fail
 from twin_attention.targets import paged, sm80, sm90
 from twin_attention.targets.config import (
@@ -114,6 +114,8 @@ def _jax_runs(
     def supported(operation: str, spec: Spec, target: str | None) -> str | None:
         if operation not in ("flash_fwd", "flash_bwd") or isinstance(spec, PartialSpec):
             return "JAX launches its kernels of flash attention alone"
+        if isinstance(spec, AttentionSpec) and "relative_bias" in spec.terms:
+            return "JAX launches no kernel of its gradient of `relative_bias`"
         for package in ("triton", "torch"):
             if find_spec(package) is None:
                 return (
