@@ -1,4 +1,4 @@
-"""What a host function does, for another framework to do in its place.
+"""Outline what a host function does, for another framework to do in its place.
 
 A host function, such as ``kernels.sm90.flash_bwd.flash_bwd``, allocates tensors, computes a little
 and launches kernels, and all of it follows from its operands' layouts. Called on tensors of the

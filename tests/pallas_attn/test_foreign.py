@@ -206,7 +206,7 @@ def test_scan_and_an_operand_that_vmap_leaves(launches):
 
 @pytest.mark.parametrize("family", [GLUON, GLUON_SM90, TORCH_TRITON], ids=lambda x: x.folder)
 def test_every_feature_becomes_a_program(family):
-    """What a host function computes beside its launches is known to JAX."""
+    """JAX knows what a host function computes beside its launches."""
     target = family.folder if family is not TORCH_TRITON else "sm90"
     name = "triton" if family is TORCH_TRITON else "gluon"
     specs = {

@@ -1,4 +1,4 @@
-"""What is added to the scores, and its gradients, written plainly over any array-API library.
+"""Compute what is added to scores, and its gradients, plainly over any array-API library.
 
 A term is an operand: `TERMS` of `twin_attention.contract.spec` has their names. The position of a
 query is the key position that it stands at, [Sq]; a distance is a key's position less a query's.

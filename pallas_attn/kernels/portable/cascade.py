@@ -30,7 +30,7 @@ NO_SEQUENCE = 2**31 - 1
 
 
 class Prefixes(NamedTuple):
-    """What the sequences of a batch have in common at their beginning.
+    """Hold what the sequences of a batch have in common at their beginning.
 
     Attributes:
         lens: keys that each sequence shares with others, [B] int32, a multiple of all tiles of
