@@ -1,7 +1,7 @@
 """Four ranks train a small transformer on documents that they share, as one device does.
 
-``python -m examples.context_training`` starts the ranks as processes on the CPU, and prints the
-losses before each step: those of the ranks and those of one device, which are the same.
+``python -m examples.torch_context_training`` starts the ranks as processes on the CPU, and prints
+the losses before each step: those of the ranks and those of one device, which are the same.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from examples import context_training
-from examples.context_training import (
+from examples import torch_context_training
+from examples.torch_context_training import (
     TOLERANCE,
     run_rank,
     train_on_a_rank,
@@ -21,14 +21,14 @@ from twin_attention.contract.context import ContextPlan
 def ranks(monkeypatch):
     """Run ranks as threads, of which one makes its model at a time."""
     simulate(monkeypatch)
-    monkeypatch.setattr(context_training, "STEPS", 2)
-    lock, make = threading.Lock(), context_training.make_model
+    monkeypatch.setattr(torch_context_training, "STEPS", 2)
+    lock, make = threading.Lock(), torch_context_training.make_model
 
     def make_alone():
         with lock:
             return make()
 
-    monkeypatch.setattr(context_training, "make_model", make_alone)
+    monkeypatch.setattr(torch_context_training, "make_model", make_alone)
 
     def on_rank(peers):
         def sum_over_ranks(x):
@@ -57,8 +57,8 @@ def test_wrong_positions_would_have_other_losses(ranks, monkeypatch):
 def test_the_command_prints_the_losses_and_says_whether_they_agree(
     other, code, monkeypatch, capsys
 ):
-    monkeypatch.setattr(context_training, "train_on_one_device", lambda: [2.0, 1.0])
-    monkeypatch.setattr(context_training, "train_on_ranks", lambda: [[2.0, 1.0 + other]])
-    assert context_training.main() == code
+    monkeypatch.setattr(torch_context_training, "train_on_one_device", lambda: [2.0, 1.0])
+    monkeypatch.setattr(torch_context_training, "train_on_ranks", lambda: [[2.0, 1.0 + other]])
+    assert torch_context_training.main() == code
     printed = capsys.readouterr().out.splitlines()
     assert [line.split()[:2] for line in printed] == [["one", "device"], ["rank", "0"]]
