@@ -185,7 +185,16 @@ def text(implementation):
     attention = lambda q: pallas_attn.flash_attention(q, q, q, implementation=implementation).sum()
     with use_target("sm80"):
         return jax.jit(jax.grad(attention)).trace(q).lower(lowering_platforms=("cuda",)).as_text()
-assert text("torch_triton").count("@triton_kernel_call_ffi") == 4
+for implementation in ("torch_triton", None):
+    assert text(implementation).count("@triton_kernel_call_ffi") == 4
+offsets = jax.ShapeDtypeStruct((3,), "int32")
+for attention, *others in (
+    (lambda q, x: pallas_attn.flash_attention_varlen(q[0], q[0], q[0], x, x), offsets),
+    (lambda q: pallas_attn.flash_attention(q, q, q, softcap=5.0, window_size=(7, 0)),),
+):
+    with use_target("sm90"):
+        traced = jax.jit(attention).trace(q, *others)
+        assert traced.lower(lowering_platforms=("cuda",)).as_text().count("@triton_kernel") == 1
 try:
     text("triton")
 except NotImplementedError as error:
