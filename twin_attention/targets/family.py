@@ -265,10 +265,8 @@ def families_of(package: str) -> tuple[Family, ...]:
 def _in_order_of_speed(
     package: str, operation: str, spec: Spec, target: str | None
 ) -> tuple[Family, ...]:
-    """Return the families that ``implementation=None`` tries for a problem."""
+    """Return the families that ``implementation=None`` tries for a problem on a CUDA device."""
     *own, reference = FAMILIES[package]
-    if target is None:  # no kernels are compiled
-        return (*own, reference)
     first = [x for x in FOREIGN[package] if x.faster(operation, spec, target)]
     return (*first, *own, *(x for x in FOREIGN[package] if x not in first), reference)
 
@@ -332,6 +330,7 @@ def choose(
     spec: Spec,
     target: str | None,
     interpretable: bool,
+    foreign: bool = True,
 ) -> tuple[Backend, tuple[str, ...]]:
     """Choose the family that runs a problem.
 
@@ -342,6 +341,7 @@ def choose(
         spec: the problem.
         target: whose code the device runs, "sm80" or "sm90"; None for a device without kernels.
         interpretable: the device's tensors can go through an interpreter.
+        foreign: None may take a family of the other side, whose framework is imported then.
 
     Returns:
         The backend, and a line for each family that was passed over, with the reason.
@@ -350,10 +350,12 @@ def choose(
         NotImplementedError: the family that was asked for does not support the problem.
     """
     passed_over = []
-    if implementation is None:
-        families = _in_order_of_speed(package, operation, spec, target)
-    else:
+    if implementation is not None:
         families = tuple(x for x in families_of(package) if x.name == implementation)
+    elif target is None or not foreign:
+        families = FAMILIES[package]
+    else:
+        families = _in_order_of_speed(package, operation, spec, target)
     for family in families:
         if family.folder is None:
             return Backend(family), tuple(passed_over)
