@@ -20,6 +20,7 @@ from twin_attention.targets import family
 from twin_attention.targets.config import Change, repeat_configs, requested_configs
 from twin_attention.targets.family import Backend
 from twin_attention.targets.kernels import Spec
+from twin_attention.targets.target import requested_target
 
 Implementation = Literal["mosaic", "triton", "reference", "gluon", "torch_triton"]
 IMPLEMENTATIONS = get_args(Implementation)
@@ -81,8 +82,9 @@ def choose(
     Raises:
         NotImplementedError: the family asked for does not support the problem there.
     """
-    package = "pallas_attn"
-    return family.choose(package, implementation, operation, spec, target, interpretable=True)
+    # A process without a GPU traces for one each time, and seldom lowers what it traced.
+    may_import = bool(cuda_devices()) or requested_target() is not None
+    return family.choose("pallas_attn", implementation, operation, spec, target, True, may_import)
 
 
 def choose_backends(

@@ -1,22 +1,21 @@
 """A kernel of `torch_attn`, written in Triton or Gluon, as an operation of JAX.
 
-`kernel_call` is a primitive. It is lowered to jaxlib's ``triton_kernel_call_ffi``, which takes PTX
-and launches it on the stream of the program, without the host waiting. jaxlib gives a kernel its
-operands and then its results, each to one parameter, and encodes TMA descriptors of them. So two
-things are arranged here:
+`kernel_call` is a primitive. It is lowered to jaxlib's ``triton_kernel_call_ffi``, which takes
+machine code and launches it on the stream of the program, without the host waiting. jaxlib gives
+the operands and then the results to a kernel's parameters, in order, and encodes TMA descriptors of
+them. So each parameter gets an operand, and a result is an operand whose memory it shares. A
+parameter that takes such a result once more gets the result itself, and is the last of the kernel's
+parameters, which is compiled anew for it.
 
-- The parameters are declared in that order. PTX refers to them by name, so that no code changes.
-- An operand that has several parameters is passed several times. A result is passed twice at most:
-  once more as an operand that shares its memory.
-
-This uses jaxlib's private API (`pallas_attn.private`); checked with JAX 0.11.2.
+This uses jaxlib's private API (`pallas_attn.private`); checked with JAX 0.11.2, whose
+``jaxlib/gpu/triton.proto`` has the fields that are written here.
 """
 
 from __future__ import annotations
 
-import re
 import zlib
 from collections.abc import Sequence
+from hashlib import sha256
 from importlib import import_module
 from typing import Any, NamedTuple
 
@@ -39,8 +38,7 @@ class Buffer(NamedTuple):
 
     Attributes:
         operand: which of the launch's tensors it is.
-        parameter: which of the kernel's parameters; None for none: jaxlib's are more then than the
-            kernel's, and the last go unread.
+        parameter: which of the kernel's parameters; None for none.
     """
 
     operand: int
@@ -51,13 +49,11 @@ class Buffers(NamedTuple):
     """The buffers of a call, in the order in which jaxlib passes them.
 
     Attributes:
-        inputs: operands that are read.
-        shared: operands whose memory is that of the result of the same number.
-        results: all results.
+        operands: a result among them has the memory of the result of the same number.
+        results: all results, first those that a parameter takes.
     """
 
-    inputs: tuple[Buffer, ...]
-    shared: tuple[Buffer, ...]
+    operands: tuple[Buffer, ...]
     results: tuple[Buffer, ...]
 
 
@@ -108,99 +104,99 @@ def _abstract(*inputs, launch, card, read, written, zeroed):
 
 def _call(*inputs, launch, card, read, written, zeroed):
     compiled = import_module("torch_attn.ahead").compile_ahead(launch, card)
-    buffers = arrange_buffers(compiled.parameters, read, written, zeroed)
+    buffers = arrange_buffers(compiled.parameters, written, zeroed)
     types = dict(zip(written, result_types(launch, written), strict=True))
-    given = dict(zip(read, inputs, strict=True))
-    operands = [given[x.operand] for x in buffers.inputs]
-    aliases = {}
+    values = dict(zip(read, inputs, strict=True))
+    for i in {*written} - {*read}:
+        values[i] = jax.lax.empty(types[i].shape, types[i].dtype)
     results = [x.operand for x in buffers.results]
-    for x in buffers.shared:
-        aliases[len(operands)] = results.index(x.operand)
-        operand = types[x.operand]
-        before = given.get(x.operand)
-        operands.append(jax.lax.empty(operand.shape, operand.dtype) if before is None else before)
-    opaque = _opaque(launch.name, compiled, card.capability, buffers, types, zeroed)
+    aliases = {
+        i: results.index(x.operand) for i, x in enumerate(buffers.operands) if x.operand in written
+    }
     call = jax.ffi.ffi_call(
         _TARGET,
         [types[i] for i in results],
         input_output_aliases=aliases,
         custom_call_api_version=4,
     )
-    found = dict(zip(results, call(*operands, opaque=opaque), strict=True))
-    return [found[i] for i in written]
+    sizes = {i: types[i].size * types[i].dtype.itemsize for i in zeroed}
+    opaque = _opaque(launch.name, compiled, card.capability, buffers, sizes)
+    found = call(*(values[x.operand] for x in buffers.operands), opaque=opaque)
+    return [found[results.index(i)] for i in written]
 
 
 def arrange_buffers(
-    parameters: Sequence[Any],
-    read: tuple[int, ...],
-    written: tuple[int, ...],
-    zeroed: tuple[int, ...],
+    parameters: Sequence[Any], written: tuple[int, ...], zeroed: tuple[int, ...]
 ) -> Buffers:
     """Return the buffers of a call; arguments as `kernel_call` has them.
 
     Raises:
         NotImplementedError: a result has more parameters than jaxlib can give it.
     """
-    takers: dict[int, list[int | None]] = {}
-    mapped = set()
+    operands: list[Buffer] = []
+    again: dict[int, list[int]] = {x: [] for x in written}
     for i, x in enumerate(parameters):
         if hasattr(x, "operand"):
-            takers.setdefault(x.operand, []).append(i)
-            if _is_descriptor(x):
-                mapped.add(x.operand)
-    for operand in written:
-        has_values = operand in read and len(takers[operand]) == 1
-        # jaxlib sets to 0 what is no descriptor's.
-        if has_values or operand in mapped.intersection(zeroed):
-            takers[operand].append(None)
-    most = max(len(takers[x]) for x in written)
-    if most > 2:
+            if x.operand in written and any(y.operand == x.operand for y in operands):
+                again[x.operand].append(i)
+            else:
+                operands.append(Buffer(x.operand, i))
+    # jaxlib sets what it passes as an address to 0, and no operand of a descriptor.
+    counts = {x: 1 + len(found) + (x in zeroed and bool(found)) for x, found in again.items()}
+    if (most := max(counts.values())) > 2:
         expected = "kernels whose results have at most two descriptors, as jaxlib passes them"
         fail(NotImplementedError, "implementation", expected, most)
-    inputs = [Buffer(x, i) for x, found in takers.items() if x not in written for i in found]
-    shared = [Buffer(x, takers[x][0]) for x in written if len(takers[x]) == 2]
-    results = [Buffer(x, takers[x][-1]) for x in written]
-    results.sort(key=lambda x: x.parameter is None)  # what no parameter takes is last
-    return Buffers(tuple(inputs), tuple(shared), tuple(results))
-
-
-def _is_descriptor(parameter: Any) -> bool:
-    return hasattr(parameter, "box")
+    results = [Buffer(x, found[0] if found else None) for x, found in again.items()]
+    results.sort(key=lambda x: x.parameter is None)
+    return Buffers(tuple(operands), tuple(results))
 
 
 def _opaque(
-    name: str,
-    compiled: Any,
-    capability: int,
-    buffers: Buffers,
-    types: dict[int, jax.ShapeDtypeStruct],
-    zeroed: tuple[int, ...],
+    name: str, compiled: Any, capability: int, buffers: Buffers, sizes: dict[int, int]
 ) -> bytes:
-    """Return what jaxlib launches."""
+    """Return what jaxlib launches; `sizes` has the bytes of results that are 0 before."""
     if not hasattr(gpu_triton, "TritonKernel"):
         plugin = "jaxlib's CUDA plugin (pip install 'jax[cuda13]' or 'jax[cuda12]')"
         fail(NotImplementedError, name, plugin, "none")
-    sizes = {i: types[i].size * types[i].dtype.itemsize for i in zeroed}
-    taken = [*buffers.inputs, *buffers.shared, *buffers.results]
-    numbers = [i for i, x in enumerate(compiled.parameters) if not hasattr(x, "operand")]
-    order, given, unread = [], [], []
-    for x in taken:
-        if x.parameter is not None and _is_descriptor(compiled.parameters[x.parameter]):
-            given.append(_descriptor(compiled.parameters[x.parameter]))
-        else:
-            # A result that is passed twice is set to 0 twice, before the launch.
-            pointer = gpu_triton.create_array_parameter(sizes.get(x.operand, 0), 16)
-            (unread if x.parameter is None else given).append(pointer)
-        order += [x.parameter] * (x.parameter is not None)
-    for i in numbers:
-        value, kind = compiled.parameters[i]
-        given.append(gpu_triton.create_scalar_parameter(value, kind))
+    parameters, code = compiled.parameters, compiled.cubin
+    last = [x.parameter for x in buffers.results if x.parameter is not None]
+    order = [*(i for i in range(len(parameters)) if i not in last), *last]
+    if last:
+        code = import_module("torch_attn.ahead").assemble(compiled, order)
+    given = [_parameter(parameters[i]) for i in order]
+    # More parameters than the kernel has: no code reads them.
+    given += [_address(sizes.get(x.operand, 0)) for x in buffers.results if x.parameter is None]
+    # In place of PTX, which jaxlib would hash and copy each time that a program runs, its name.
     kernel = gpu_triton.TritonKernel(
-        compiled.name, compiled.num_warps, 1, compiled.shared,
-        reorder_parameters(compiled.ptx, compiled.name, [*order, *numbers]), "", capability,
+        compiled.name, compiled.num_warps, 1, compiled.shared, sha256(code).hexdigest(), "",
+        capability,
     )  # fmt: skip
-    call = gpu_triton.TritonKernelCall(kernel, *compiled.grid, [*given, *unread])
-    return zlib.compress(call.to_proto(name, b""), 9)
+    call = gpu_triton.TritonKernelCall(kernel, *compiled.grid, given).to_proto(name, b"")
+    # Protocol buffers merge a message that comes twice: this adds TritonKernel.module_image.
+    image = _field(1, code) + _field(2, compiled.name.encode()) + _field(3, compiled.shared)
+    return zlib.compress(call + _field(1, _field(1, _field(11, image))))
+
+
+def _field(number: int, value: bytes | int) -> bytes:
+    """Return a field of a message of protocol buffers."""
+    if isinstance(value, int):
+        return _varint(number << 3) + _varint(value)
+    return _varint(number << 3 | 2) + _varint(len(value)) + value
+
+
+def _varint(value: int) -> bytes:
+    low, rest = value & 127, value >> 7
+    return bytes([low | 128]) + _varint(rest) if rest else bytes([low])
+
+
+def _parameter(x: Any) -> Any:
+    if hasattr(x, "box"):
+        return _descriptor(x)
+    return _address(0) if hasattr(x, "operand") else gpu_triton.create_scalar_parameter(*x)
+
+
+def _address(bytes_to_zero: int) -> Any:
+    return gpu_triton.create_array_parameter(bytes_to_zero, 16)
 
 
 def _descriptor(x: Any) -> Any:
@@ -208,22 +204,6 @@ def _descriptor(x: Any) -> Any:
         elem_type=x.element, swizzle=x.swizzle, shape=x.shape, strides=x.strides,
         block_shape=x.box, oob_fill=0,
     )  # fmt: skip
-
-
-def reorder_parameters(ptx: str, name: str, order: Sequence[int]) -> str:
-    """Return a kernel whose function declares its parameters in another order.
-
-    Args:
-        ptx: the code, which refers to parameters by their names.
-        name: the function's.
-        order: the old numbers of the first parameters; others follow.
-    """
-    found = re.search(rf"\.entry {re.escape(name)}\(([^)]*)\)", ptx)
-    assert found is not None, "a kernel without its function"
-    declared = [x.strip() for x in found[1].split(",")]
-    others = [i for i in range(len(declared)) if i not in order]
-    text = ",\n\t".join(declared[i] for i in (*order, *others))
-    return f"{ptx[: found.start(1)]}\n\t{text}\n{ptx[found.end(1) :]}"
 
 
 mlir.register_lowering(kernel_call_p, mlir.lower_fun(_call, multiple_results=True), platform="cuda")

@@ -9,7 +9,8 @@ kernels. Checked with Triton 3.6 and 3.9; ``tests/torch_attn/test_ahead.py`` gua
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+import struct
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -17,6 +18,7 @@ import torch
 import triton
 from triton import knobs
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import CUDABackend
 from triton.compiler import ASTSource
 from triton.compiler.compiler import make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
@@ -27,7 +29,9 @@ from torch_attn.layouts import Layout, leaves, replace_leaves
 from torch_attn.targets import Card, described
 from torch_attn.tensor_maps import TensorMap
 
-_pack_args = JITFunction._pack_args  # without it, or a name above, this import fails
+# Without one of these, or a name above, this import fails.
+_pack_args = JITFunction._pack_args
+_make_cubin = CUDABackend.make_cubin
 _ELEMENTS = {torch.float16: 6, torch.float32: 7, torch.bfloat16: 9}  # of CUtensorMapDataType
 
 
@@ -79,19 +83,23 @@ class Compiled(NamedTuple):
 
     Attributes:
         name: of the function.
-        ptx: its code.
+        cubin: its machine code, an ELF file.
         num_warps, shared: warps of a program, and bytes of its shared memory.
         grid: how many programs there are on each axis.
         parameters: those of the function, in order. Behind them are two addresses of scratch
             memory that it does not use.
+        ptx: what the machine code was made of.
+        metadata: Triton's, with the options that it was compiled with.
     """
 
     name: str
-    ptx: str
+    cubin: bytes
     num_warps: int
     shared: int
     grid: tuple[int, int, int]
     parameters: tuple[Parameter, ...]
+    ptx: str
+    metadata: Any
 
 
 @lru_cache(maxsize=1024)
@@ -115,21 +123,54 @@ def compile_ahead(launch: Launch, card: Card) -> Compiled:
     assert metadata.global_scratch_size == metadata.profile_scratch_size == 0
     x, y, z = (*grid, 1, 1)[:3]
     return Compiled(
-        metadata.name, without_lines(compiled.asm["ptx"]), metadata.num_warps, metadata.shared,
-        (x, y, z), tuple(_parameters(compiled, arguments, dtypes)),
+        metadata.name, without_ptx(compiled.asm["cubin"]), metadata.num_warps, metadata.shared,
+        (x, y, z), tuple(_parameters(compiled, arguments, dtypes)), compiled.asm["ptx"], metadata,
     )  # fmt: skip
 
 
-def without_lines(ptx: str) -> str:
-    """Return PTX without comments, and without what says which line an instruction is of.
+def without_ptx(cubin: bytes) -> bytes:
+    """Return machine code with zeros for the copy of its PTX, which ptxas leaves for debuggers.
 
-    It has half the size. jaxlib hashes and copies the code each time that a program runs.
+    The copy is most of the file. jaxlib hashes and copies the file, compressed, each time that a
+    program runs.
     """
-    code = ptx.partition("\t.section")[0]  # debuggers' sections are the last
-    code = re.sub(r"[ \t]*//.*", "", code)
-    code = re.sub(r"^[ \t]*\.(loc|file)\b.*$", "", code, flags=re.MULTILINE)
-    code = re.sub(r"^\$L__(tmp|func_begin|func_end)\d+:$", "", code, flags=re.MULTILINE)
-    return re.sub(r"\s*\n\s*", "\n", code)
+    elf = bytearray(cubin)
+    (table,) = struct.unpack_from("<Q", elf, 0x28)
+    size, count, names = struct.unpack_from("<3H", elf, 0x3A)
+    # Of each section: where its name is, type, flags, address, where it is, and its size.
+    sections = [struct.unpack_from("<2I4Q", elf, table + i * size) for i in range(count)]
+    for name, _, _, _, start, length in sections:
+        if elf.startswith(b".nv_debug_ptx_txt\0", sections[names][4] + name):
+            elf[start : start + length] = bytes(length)
+    return bytes(elf)
+
+
+def assemble(compiled: Compiled, order: Sequence[int]) -> bytes:
+    """Return a kernel's machine code with its parameters in another order.
+
+    Args:
+        compiled: the kernel.
+        order: the numbers of `Compiled.parameters`.
+    """
+    target = compiled.metadata.target
+    ptx = reorder_parameters(compiled.ptx, compiled.name, order)
+    return without_ptx(_make_cubin(make_backend(target), ptx, {}, compiled.metadata, target.arch))
+
+
+def reorder_parameters(ptx: str, name: str, order: Sequence[int]) -> str:
+    """Return a kernel whose function declares its parameters in another order.
+
+    Args:
+        ptx: the code, which refers to parameters by their names.
+        name: the function's.
+        order: the old numbers of the first parameters; others follow.
+    """
+    found = re.search(rf"\.entry {re.escape(name)}\(([^)]*)\)", ptx)
+    assert found is not None, "a kernel without its function"
+    declared = [x.strip() for x in found[1].split(",")]
+    others = [i for i in range(len(declared)) if i not in order]
+    text = ",\n\t".join(declared[i] for i in (*order, *others))
+    return f"{ptx[: found.start(1)]}\n\t{text}\n{ptx[found.end(1) :]}"
 
 
 class _Operand:

@@ -4,7 +4,6 @@ In place of jaxlib a callback runs each launch that JAX's program holds, in the 
 Triton and Gluon, on the buffers that the program gives it: results are NaN before, or 0.
 """
 
-import re
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -247,62 +246,70 @@ def test_explain_names_them_and_says_whose_they_are():
     assert "gluon (compiled, kernels of torch_attn, sm80 code on a card)" in str(said)
 
 
-def simulated(parameters, read, written, zeroed, monkeypatch):
+def simulated(parameters, written, zeroed, monkeypatch):
     """Return what each parameter of a kernel gets, by its number: an operand, or a value."""
     jaxlib = SimpleNamespace(
         TritonKernel=lambda *args: args,
         TritonKernelCall=lambda kernel, x, y, z, given: SimpleNamespace(
-            to_proto=lambda name, _: calls.append((kernel, given)) or b""
+            to_proto=lambda name, _: calls.append(given) or b""
         ),
         create_array_parameter=lambda size, align: ("array", size),
         create_scalar_parameter=lambda value, kind: ("scalar", value),
         create_tma_descriptor_parameter=lambda **fields: ("map", fields["shape"]),
     )
-    calls = []
+    calls, declared = [], [*range(len(parameters))]
+
+    def assemble(compiled, order):
+        declared[:] = order
+        return b"code"
+
     monkeypatch.setattr(triton_call, "gpu_triton", jaxlib)
-    buffers = triton_call.arrange_buffers(parameters, read, written, zeroed)
-    names = [f".param .u64 f_param_{i}" for i in range(len(parameters) + 2)]
-    compiled = Compiled("f", f".entry f(\n{','.join(names)}\n)\n{{}}", 4, 0, (1, 1, 1), parameters)
-    types = {i: jax.ShapeDtypeStruct((3,), jnp.float32) for i in written}
-    triton_call._opaque("f", compiled, 90, buffers, types, zeroed)
-    ((kernel, given),) = calls
-    declared = [int(x) for x in re.findall(r"f_param_(\d+)", kernel[4])]
+    monkeypatch.setattr("torch_attn.ahead.assemble", assemble)
+    buffers = triton_call.arrange_buffers(parameters, written, zeroed)
+    compiled = Compiled("f", b"code", 4, 0, (1, 1, 1), parameters, "", None)
+    triton_call._opaque("f", compiled, 90, buffers, dict.fromkeys(zeroed, 12))
+    (given,) = calls
     # As jaxlib does: each array and each map takes the next buffer, and CUDA the first parameters.
-    passed = iter([*buffers.inputs, *buffers.shared, *buffers.results])
-    got, set_to_0 = {}, set()
+    passed = iter([*buffers.operands, *buffers.results])
+    got, set_to_0 = {}, []
     for i, (kind, value) in enumerate(given):
         if kind != "scalar":
             operand = next(passed).operand
-            set_to_0 |= {operand} if kind == "array" and value else set()
+            set_to_0 += [operand] if kind == "array" and value else []
             value = ("map" if kind == "map" else "array", operand)
         if i < len(declared):
             got[declared[i]] = value
     assert next(passed, None) is None
-    assert set_to_0 == {*zeroed}
-    return got, buffers
+    assert sorted(set_to_0) == sorted(zeroed)
+    return got, buffers, declared
 
 
 def test_each_parameter_gets_its_operand(monkeypatch):
     box = 0, 0, (8,), (1,), (8,)
     parameters = (
         Pointer(3), Descriptor(0, *box), Number(5, "i32"), Descriptor(0, *box), Descriptor(2, *box),
-        Number(0.5, "fp32"), Pointer(1), Descriptor(4, *box), Descriptor(4, *box), Pointer(0),
+        Number(0.5, "fp32"), Pointer(1), Pointer(5), Pointer(6),
     )  # fmt: skip
-    parameters += Pointer(5), Pointer(6)
-    got, buffers = simulated(parameters, (0, 1, 5), (3, 2, 4, 5, 6), (3, 2), monkeypatch)
-    assert [got[i] for i in range(len(parameters))] == [
-        ("array", 3), ("map", 0), 5, ("map", 0), ("map", 2),
-        0.5, ("array", 1), ("map", 4), ("map", 4), ("array", 0),
-        ("array", 5), ("array", 6),
+    expected = [
+        ("array", 3), ("map", 0), 5, ("map", 0), ("map", 2), 0.5, ("array", 1), ("array", 5),
+        ("array", 6),
     ]  # fmt: skip
-    assert [x.operand for x in buffers.shared] == [2, 4, 5]
-    assert {x.operand for x in buffers.results} == {2, 3, 4, 5, 6}
+    got, buffers, order = simulated(parameters, (3, 2, 5, 6), (3, 2), monkeypatch)
+    assert [got[i] for i in range(len(parameters))] == expected
+    assert order == [*range(len(parameters))]  # the code that Triton made
+    assert [x.operand for x in buffers.operands] == [3, 0, 0, 2, 1, 5, 6]
+    assert {x.operand for x in buffers.results} == {2, 3, 5, 6}
+    parameters = (Descriptor(4, *box), *parameters, Descriptor(4, *box), Number(7, "i32"))
+    got, buffers, order = simulated(parameters, (3, 2, 5, 6, 4), (3, 2), monkeypatch)
+    assert [got[i] for i in range(len(parameters))] == [("map", 4), *expected, ("map", 4), 7]
+    assert order[-1] == len(parameters) - 2
+    assert buffers.results[0].operand == 4
 
 
 def test_a_result_with_three_descriptors_is_refused(monkeypatch):
     box = 0, 0, (8,), (1,), (8,)
     with pytest.raises(NotImplementedError, match="at most two descriptors"):
-        simulated((Descriptor(0, *box),) * 3, (), (0,), (), monkeypatch)
+        simulated((Descriptor(0, *box),) * 3, (0,), (), monkeypatch)
     spec = AttentionSpec(1, 64, 64, 1, 1, 112, 112, "float16", 1)
     assert "two TMA descriptors" in GLUON_SM90.supports("flash_fwd", spec, "sm90")
     spec = replace(spec, head_dim_v=96)

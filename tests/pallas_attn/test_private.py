@@ -81,6 +81,8 @@ def test_a_family_that_lacks_a_name_says_so(group, place, name, without, monkeyp
 
 
 def test_without_the_compiler_the_reference_or_the_interpreter_runs(without, monkeypatch):
+    # Nor PyTorch, whose kernels would run.
+    monkeypatch.setattr("twin_attention.targets.family.find_spec", lambda name: None)
     spec = replace(SPEC, dtype="float32")
     reference, interpreted = Backend(REFERENCE), Backend(TRITON, interpreted=True)
     for name in ("triton._C.libtriton", "jax._src.pallas.triton.lowering"):

@@ -431,3 +431,54 @@ def test_tiles_of_tf32_that_are_unlike_are_not_multiplied_by_wgmma(kernel, sizes
     case = FlashCase("", 1, 64, 64, 2, 2, head_dim, head_dim_v, "float32", precision="tf32")
     assert sm90.portable_uses_wgmma(kernel, case.spec) == uses_wgmma
     assert sm90.portable_uses_wgmma(kernel, replace(case.spec, precision="ieee"))
+
+
+@pytest.mark.parametrize(
+    ("operation", "changes", "expected"),
+    [
+        ("flash_fwd", {"num_sequences": 12, "head_dim": 64}, "gluon"),
+        ("flash_fwd", {"num_sequences": 12}, "mosaic"),
+        ("flash_bwd", {"num_sequences": 12}, "gluon"),
+        ("flash_bwd", {"num_sequences": 12, "deterministic": True}, "mosaic"),
+        ("flash_bwd", {"num_sequences": 400}, "mosaic"),  # short: the host would be the slower
+        ("flash_bwd", {}, "mosaic"),
+        ("flash_bwd", {"head_dim": 64}, "gluon"),
+        ("flash_bwd", {"head_dim": 256}, "gluon"),
+        ("flash_bwd", {"seq_q": 512, "seq_kv": 512, "batch": 256}, "gluon"),
+    ],
+)
+def test_none_takes_kernels_of_the_other_side_where_they_are_faster(
+    operation, changes, expected, monkeypatch
+):
+    monkeypatch.setattr(family, "_missing_names", lambda group: None)
+    monkeypatch.setattr(family, "_import_error", lambda module: None)
+    monkeypatch.setattr(family, "_older_jax", lambda: None)
+    fields = {"seq_q": 32768, "seq_kv": 32768, "heads_q": 16, "heads_kv": 16, "head_dim": 128}
+    fields |= {"batch": 1, "dtype": "bfloat16", "scale": 0.1} | changes
+    fields["head_dim_v"] = fields["head_dim"]
+    spec = (VarlenSpec if "num_sequences" in fields else AttentionSpec)(**fields)
+    backend, passed_over = choose("pallas_attn", None, operation, spec, "sm90", True)
+    assert backend.family.name == expected
+    assert backend.family.is_foreign == (expected == "gluon")
+    said = describe(None, operation, backend, passed_over, spec, "a card", 132)
+    assert ("faster than this side's own" in said.reason) == (expected == "gluon")
+    assert ("torch_triton" in said.by_name) == (operation == "flash_fwd")
+    assert said.foreign == ("torch_attn" if expected == "gluon" else None)
+    backend, _ = choose("pallas_attn", None, operation, spec, "sm80", True)
+    assert backend.family.name == "mosaic"
+    monkeypatch.setattr(family, "find_spec", lambda name: None)
+    backend, passed_over = choose("pallas_attn", None, operation, spec, "sm90", True)
+    assert backend.family.name in ("mosaic", "triton")
+    assert any("gluon: triton is not installed" in x for x in passed_over) == (expected == "gluon")
+
+
+def test_none_takes_kernels_of_the_other_side_where_its_own_are_missing(monkeypatch):
+    reasons = {"triton": "JAX has no lowering of them"}
+    monkeypatch.setattr(family, "_missing_names", reasons.get)
+    monkeypatch.setattr(family, "_import_error", lambda module: None)
+    spec = replace(SPEC, dtype="float32")
+    backend, passed_over = choose("pallas_attn", None, "flash_fwd", spec, "sm80", True)
+    assert (backend.family.name, backend.family.is_foreign) == ("torch_triton", True)
+    assert "triton: JAX has no lowering of them" in passed_over
+    backend, _ = choose("pallas_attn", None, "flash_fwd", spec, None, True)
+    assert backend.family.name == "reference"

@@ -13,7 +13,7 @@ from importlib import import_module
 import pytest
 import torch
 
-from torch_attn.ahead import Descriptor, Number, Pointer, compile_ahead, without_lines
+from torch_attn.ahead import Descriptor, Number, Pointer, compile_ahead, without_ptx
 from torch_attn.outline import Kernel, Operation, operand_of, outline
 from torch_attn.targets import Card
 from tuning.static.operands import flash_operands
@@ -62,17 +62,16 @@ def test_the_code_is_what_torch_launches(family, target, spec):
     card, found = outlined(family, target, spec, "flash_fwd")
     (step,) = kernels_of(found)
     expected = {
-        name: compiled.asm["ptx"]
-        for name, _, compiled in compile_kernels(spec, target, family=family[0])
+        name: compiled.asm for name, _, compiled in compile_kernels(spec, target, family=family[0])
     }
     compiled = compile_ahead(step.launch, card)
-    text = expected["flash_fwd"]
-    assert compiled.ptx == without_lines(text)
-    body = text.partition("\t.section")[0]
-    instructions = [x for x in body.splitlines() if re.match(r"\t[@a-z{}]", x)]
-    assert len(instructions) > 1000
-    kept = iter(compiled.ptx.splitlines())
-    assert all(x.partition("//")[0].strip() in kept for x in instructions)
+    assert compiled.ptx == expected["flash_fwd"]["ptx"]
+    whole = expected["flash_fwd"]["cubin"]
+    assert compiled.cubin == without_ptx(whole)
+    differs = [i for i, (x, y) in enumerate(zip(whole, compiled.cubin, strict=True)) if x != y]
+    text = compiled.cubin[differs[0] : differs[-1] + 1]
+    assert b".entry" in whole[differs[0] : differs[-1]]
+    assert not any(text)  # zeros, in one place
     declared = re.findall(r"\.param [^\n]*_param_\d+", compiled.ptx)
     assert len(compiled.parameters) + 2 == len(declared)
     for x, text in zip(compiled.parameters, declared, strict=False):

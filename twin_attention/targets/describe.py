@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from twin_attention.contract.explain import Explanation
 from twin_attention.contract.spec import AttentionSpec, DecodeSpec, PartialSpec
-from twin_attention.targets.family import FOREIGN, Backend
+from twin_attention.targets.family import FOREIGN, Backend, families_of
 from twin_attention.targets.kernels import FAMILY_KERNELS, DecodeConfig, Spec
 from twin_attention.targets.splits import cascade_tile, choose_splits, decode_kernel
 
@@ -74,14 +74,17 @@ def describe(
         reason, backend = "an empty problem runs no kernel", backend._replace(target=None)
     elif implementation is not None:
         reason = f"implementation={implementation!r} was asked for"
+    elif backend.family.faster(operation, spec, backend.target):
+        reason = "measured to be faster than this side's own kernels"
     elif passed_over:
         reason = "the first that supports the problem on this device"
     else:
         reason = "the best choice on a CUDA device"
     others: tuple[str, ...] = ()
     if implementation is None and operation == "flash_fwd":
-        package = backend.family.package
-        others = tuple(dict.fromkeys(family.name for family in FOREIGN[package]))
+        (package,) = (x for x in FOREIGN if backend.family in families_of(x))
+        names = dict.fromkeys(family.name for family in FOREIGN[package])
+        others = tuple(name for name in names if name != backend.family.name)
     runs_kernels = backend.runs_kernels and not spec.is_empty
     configs = dict(backend.configs(spec)) if runs_kernels else {}
     if isinstance(spec, AttentionSpec):

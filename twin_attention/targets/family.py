@@ -1,9 +1,10 @@
 """Kernel families: the languages that each side has kernels in, and which of them runs a problem.
 
 A side lists its families in order of speed, the reference last. ``implementation=None`` takes the
-first one that supports the problem on the device, unless one behind it is known to be faster. A
-name is a request: no family of another name replaces it. One language may have kernels for several
-targets, or operations, each a family of its own.
+first one that supports the problem on the device, unless one behind it is known to be faster. It
+takes a family of the other side where that is known to be faster, or where no kernel of its own
+runs. A name is a request: no family of another name replaces it. One language may have kernels for
+several targets, or operations, each a family of its own.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any, NamedTuple
 
 from twin_attention.contract.spec import AttentionSpec, PartialSpec
 from twin_attention.contract.validate import fail
-from twin_attention.targets import paged, sm80, sm90
+from twin_attention.targets import foreign, paged, sm80, sm90
 from twin_attention.targets.config import (
     config_of_smaller_cards,
     current_configs,
@@ -37,6 +38,11 @@ def _never_slower(operation: str, spec: Spec, target: str | None) -> str | None:
     return None
 
 
+def _never_faster(operation: str, spec: Spec, target: str | None) -> bool:
+    """Leave every problem to the side's own families."""
+    return False
+
+
 @dataclass(frozen=True, eq=False)
 class Family:
     """One language for kernels on one framework, or the framework's own operations.
@@ -53,6 +59,8 @@ class Family:
             the target is "sm80", "sm90", or None in the interpreter.
         slower: why a family behind it is faster for a problem that it supports, else None.
         is_foreign: the other side launches its kernels too, and this is how that side knows it.
+        faster: True for a problem that it is faster for than the families of the side that
+            launches it; a foreign family's alone.
     """
 
     name: str
@@ -62,6 +70,7 @@ class Family:
     supports: Callable[[str, Spec, str | None], str | None] = _every_problem
     slower: Callable[[str, Spec, str | None], str | None] = _never_slower
     is_foreign: bool = False
+    faster: Callable[[str, Spec, str | None], bool] = _never_faster
 
     def function(self, operation: str) -> Callable[..., Any]:
         """Return the function of an operation, such as "flash_fwd"; imports its module."""
@@ -232,23 +241,34 @@ FAMILIES = {
     ),
 }
 
-# Families of the other side that a side launches too, by name alone.
+# Families of the other side that a side launches too.
 FOREIGN = {
     "torch_attn": (),
     "pallas_attn": tuple(
-        Family(name, "torch_attn", folder, supports=_jax_runs(supports), is_foreign=True)
-        for name, folder, supports in (
-            ("gluon", "sm80", _gluon_sm80_supports),
-            ("gluon", "sm90", _gluon_sm90_supports),
-            ("torch_triton", "portable", _triton_supports),
+        Family(
+            name, "torch_attn", folder, supports=_jax_runs(supports), is_foreign=True, faster=faster
+        )
+        for name, folder, supports, faster in (
+            ("gluon", "sm80", _gluon_sm80_supports, _never_faster),
+            ("gluon", "sm90", _gluon_sm90_supports, foreign.gluon_is_faster),
+            ("torch_triton", "portable", _triton_supports, _never_faster),
         )
     ),
-}
+}  # fmt: skip
 
 
 def families_of(package: str) -> tuple[Family, ...]:
     """Return the families of a side, its own and then those of the other side."""
     return (*FAMILIES[package], *FOREIGN[package])
+
+
+def _in_order_of_speed(
+    package: str, operation: str, spec: Spec, target: str | None
+) -> tuple[Family, ...]:
+    """Return the families that ``implementation=None`` tries for a problem on a CUDA device."""
+    *own, reference = FAMILIES[package]
+    first = [x for x in FOREIGN[package] if x.faster(operation, spec, target)]
+    return (*first, *own, *(x for x in FOREIGN[package] if x not in first), reference)
 
 
 class Backend(NamedTuple):
@@ -310,6 +330,7 @@ def choose(
     spec: Spec,
     target: str | None,
     interpretable: bool,
+    foreign: bool = True,
 ) -> tuple[Backend, tuple[str, ...]]:
     """Choose the family that runs a problem.
 
@@ -320,6 +341,7 @@ def choose(
         spec: the problem.
         target: whose code the device runs, "sm80" or "sm90"; None for a device without kernels.
         interpretable: the device's tensors can go through an interpreter.
+        foreign: None may take a family of the other side, whose framework is imported then.
 
     Returns:
         The backend, and a line for each family that was passed over, with the reason.
@@ -328,9 +350,13 @@ def choose(
         NotImplementedError: the family that was asked for does not support the problem.
     """
     passed_over = []
-    for family in families_of(package):
-        if implementation not in (None, family.name):
-            continue
+    if implementation is not None:
+        families = tuple(x for x in families_of(package) if x.name == implementation)
+    elif target is None or not foreign:
+        families = FAMILIES[package]
+    else:
+        families = _in_order_of_speed(package, operation, spec, target)
+    for family in families:
         if family.folder is None:
             return Backend(family), tuple(passed_over)
         interpreted = target is None and implementation is not None and interpretable
