@@ -47,9 +47,9 @@ def flash_factories(targets: Sequence[str], variants: bool = True) -> dict[Subje
 
     Args:
         targets: to compile for.
-        variants: compiled and deterministic calls as well.
+        variants: calls of other families' kernels, compiled and deterministic ones as well.
     """
-    names = NAMES if variants else FAMILY_NAMES
+    names = _CALLS if variants else FAMILY_NAMES
     return _factories(_flash, filter(has_kernels, product(names, targets)))
 
 

@@ -57,7 +57,13 @@ HOST = on_hopper(*PORTABLE, "torch triton compiled")
 @pytest.mark.parametrize(
     ("suite", "name", "subjects"),
     [
-        ("flash", "32x512x32x64", both(*ours.NAMES) | set(FLASH)),
+        ("flash", "32x512x32x64", both(*ours.NAMES, "jax gluon") | set(FLASH)),
+        ("flash", "4x3000x16-kv4x128-causal",
+         on_hopper(*ours.NAMES, "jax gluon") - on_hopper("torch triton compiled")
+         | {"FA2", "FA3", "FA4", "cuDNN", "tokamax Mosaic"}),
+        ("flash", "12-documents-32768x16x128-causal",
+         on_hopper(*PORTABLE, *EXPLICIT, "jax gluon")
+         | {"FA2 varlen", "FA3 varlen", "FA4 varlen", "cuDNN padded"}),
         ("fa2", "1x4096x4096-kv32", both(*PORTABLE, *EXPLICIT) | {"FA2", "cuDNN"}),
         ("fa2", "1x4096x4096-kv8",
          both(*PORTABLE, *EXPLICIT) - {"jax triton sm80"} | {"FA2", "cuDNN"}),
@@ -113,7 +119,7 @@ SLOW |= both("torch triton compiled")
     [
         ("flash", "4x4096x16x128", set()),
         ("flash", "4x4096x32x64", SLOW),
-        ("flash", "1x16384x16x128", SLOW | {"eager", "jax.nn cuDNN", "jax triton sm80"}),
+        ("flash", "1x16384x16x128", SLOW | {"eager", "jax.nn cuDNN", "jax triton sm80", "jax gluon sm80"}),
         ("patterns", "random-bf16-1x131072x16",
          on_hopper("torch dense", "torch module", "jax block-sparse", "jax dense", "jax module")
          | set(SPARSE)),
