@@ -90,6 +90,11 @@ def _factories(make: Factory, keys: Iterable[tuple[str, str]]) -> dict[Subject, 
     return {Subject(*key): partial(make, *key) for key in keys}
 
 
+def kernels_of(name: str) -> tuple[str, str]:
+    """Return the side and the family of an implementation."""
+    return _CALLS[name]
+
+
 def has_chunks(name: str, spec: PagedSpec, target: str) -> bool:
     """Return True if a family has kernels for a `paged_attention` here."""
     return any(x.supports("paged_attention", spec, target) is None for x in _families(name))

@@ -17,8 +17,9 @@ from interop.parity.cases import FlashCase, VarlenCase
 
 TITLE = "Flash attention"
 NOTE = (
-    "bfloat16; batch and heads follow from 16384 tokens and 2048 channels, but for eight more shapes, "
-    "all causal, for which nothing was tuned; one is packed, B documents of S tokens in all. "
+    "bfloat16; batch and heads follow from 16384 tokens and 2048 channels, but for eight more "
+    "shapes, all causal, for which nothing was tuned; one is packed, B documents of S tokens in "
+    "all. "
     "FLOPs are those of the "
     "pairs that the mask keeps, 2.5 times as many backward. A backward is timed by itself, on a "
     "graph that is made beforehand; torch gets tensors in its own layout, without a copy. "

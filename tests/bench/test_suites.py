@@ -26,7 +26,7 @@ from interop.parity.cases import DecodeCase, DilatedCase, FlashCase, PagedCase, 
 from twin_attention.contract.cost import forward_flops
 
 TARGETS = ("sm90", "sm80")
-KERNELS = [name for name in SUITES if name not in (*ON_CPU, "parity")]
+KERNELS = [name for name in SUITES if name not in (*ON_CPU, "parity", "first")]
 
 
 def jobs_of(suite, name=""):
@@ -119,7 +119,8 @@ SLOW |= both("torch triton compiled")
     [
         ("flash", "4x4096x16x128", set()),
         ("flash", "4x4096x32x64", SLOW),
-        ("flash", "1x16384x16x128", SLOW | {"eager", "jax.nn cuDNN", "jax triton sm80", "jax gluon sm80"}),
+        ("flash", "1x16384x16x128",
+         SLOW | {"eager", "jax.nn cuDNN", "jax triton sm80", "jax gluon sm80"}),
         ("patterns", "random-bf16-1x131072x16",
          on_hopper("torch dense", "torch module", "jax block-sparse", "jax dense", "jax module")
          | set(SPARSE)),
