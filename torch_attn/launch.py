@@ -14,7 +14,7 @@ import triton.language as tl
 
 from torch_attn.driver import launcher_of
 from torch_attn.layouts import bind, layouts_of, leaves
-from torch_attn.overlap import launcher_beside
+from torch_attn.overlap import launcher_beside, wait_for
 from torch_attn.replay import Launcher, current_capture
 from torch_attn.targets import shared_memory
 from twin_attention.contract.spec import (
@@ -231,6 +231,7 @@ def _launch(found: Launch, tensors: tuple[torch.Tensor, ...]) -> Launcher | None
         fitted = found.compile(compile, _recorded[0](name))
         _recorded[1].append((name, *fitted))
         return None
+    wait_for(kernel)
     with torch.cuda.device(device):
         with launcher_beside(kernel, torch.cuda.current_device()):
             config, compiled = found.compile(compile, shared_memory(target, device))

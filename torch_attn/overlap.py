@@ -1,25 +1,36 @@
-"""Do at once what a kernel's first launch waits for.
+"""Do at once what first calls wait for.
 
-Triton does it one after the other: it hashes its own files, which every key of its cache begins
-with; a C compiler builds what talks to the driver; the kernel is compiled; and the C compiler
+Triton does one after the other: it hashes its own files, which every key of its cache begins with;
+a C compiler builds what talks to the driver; the kernel is traced and compiled; and the C compiler
 builds the function that launches kernels of this signature. Here the first two go side by side, and
-the last two. All names are private to Triton. Without one it does the same later, and nothing is
-missing: Triton 3.9 has one function that launches all kernels, built once.
+the last two. A backward's kernels are compiled by threads, from the moment on that its forward's
+kernel is traced: tracing is Python, and what follows it is not.
+
+All names are private to Triton 3.6. Without one the same is done later, and nothing is missing:
+Triton 3.9 has one function that launches all kernels.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
+from contextvars import ContextVar, copy_context
 from functools import cache
 from importlib import import_module
-from threading import Thread
+from threading import Lock, Thread
 from typing import Any
 
+import torch
 import triton
 from triton.runtime import cache as triton_cache
 
-from torch_attn.layouts import leaves
+from torch_attn.layouts import bind, leaves
+from torch_attn.targets import Card, card_of, described, shared_memory
+
+_tracing = Lock()  # one kernel is traced at a time
+_compiling: dict[Any, list[Future[None]]] = {}  # by kernel, what threads compile
+_behind: ContextVar[Callable[[], None] | None] = ContextVar("behind", default=None)
 
 
 def flat_signature(kinds: Any) -> dict[int, str]:
@@ -38,14 +49,15 @@ def launcher_beside(kernel: Any, device: int) -> Iterator[None]:
         kernel: a `triton.jit` function.
         device: number of the current CUDA device.
     """
-    _start_driver()
-    kernel.device_caches[device]  # the first look sets what compiles
-    compile = getattr(kernel, "compile", None)
-    if compile is None or not hasattr(_driver(), "make_launcher"):
+    if not (hasattr(kernel, "device_caches") and hasattr(_driver(), "make_launcher")):
         yield
         return
+    _start_driver()
+    kernel.device_caches[device]  # the first look sets what compiles
+    compile = kernel.compile
 
     def compile_beside(source: Any, **options: Any) -> Any:
+        source.make_ir = _in_turn(source.make_ir)
         builder = Thread(target=_build_launcher, args=(tuple(source.signature.values()),))
         builder.start()
         try:
@@ -60,11 +72,85 @@ def launcher_beside(kernel: Any, device: int) -> Iterator[None]:
         kernel.compile = compile
 
 
+@contextmanager
+def compiled_behind(launches: Callable[[], Sequence[Any]], device: torch.device) -> Iterator[None]:
+    """Let threads compile kernels from the moment on that a kernel of the block is traced.
+
+    If the block traces none, nothing is compiled.
+
+    Args:
+        launches: returns what to compile, each a `torch_attn.launch.Launch` of "meta" tensors.
+        device: the CUDA device that they will run on.
+    """
+
+    def start() -> None:
+        _behind.set(None)
+        with suppress(Exception):  # what is wrong shows when it is launched
+            card = card_of(device)
+            with described(card):
+                found = launches()
+            pool = ThreadPoolExecutor(len(found))
+            for launch in found:
+                future = pool.submit(copy_context().run, _compile, launch, card, device)
+                _compiling.setdefault(launch.kernel, []).append(future)
+            pool.shutdown(wait=False)
+
+    token = _behind.set(start)
+    try:
+        yield
+    finally:
+        _behind.reset(token)
+
+
+def wait_for(kernel: Any) -> None:
+    """Wait until no thread compiles a kernel."""
+    wait(_compiling.pop(kernel, ()))
+
+
+def _in_turn(make_ir: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what traces a kernel, when no other is traced; behind it `compiled_behind` begins."""
+
+    def traced(*args: Any, **options: Any) -> Any:
+        with _tracing:
+            module = make_ir(*args, **options)
+        if (start := _behind.get()) is not None:
+            start()
+        return module
+
+    return traced
+
+
+class _Operand:
+    """Stands for an operand as Triton specialises for it."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+
+    def data_ptr(self) -> int:
+        return 0
+
+
+def _compile(found: Any, card: Card, device: torch.device) -> None:
+    """Compile a launch's kernel for a device, which is this card."""
+    kernel, target = found.kernel, found.backend.target
+    tensors = tuple(_Operand(x.dtype) for x in leaves(found.layouts) if x is not None)
+
+    def compile(grid: tuple[int, ...], arguments: list[Any], options: dict[str, Any]) -> Any:
+        return kernel.warmup(*(bind(x, tensors) for x in arguments), grid=grid, **options)
+
+    with (
+        described(card),
+        torch.cuda.device(device),
+        launcher_beside(kernel, torch.cuda.current_device()),
+    ):
+        found.compile(compile, shared_memory(target, device))
+
+
 @cache
 def _start_driver() -> None:
     hashing = Thread(target=getattr(triton_cache, "triton_key", lambda: None))
     hashing.start()
-    triton.runtime.driver.active  # noqa: B018: the first look builds it
+    _ = triton.runtime.driver.active  # the first look builds it
     hashing.join()
 
 
