@@ -233,7 +233,7 @@ def _launch(found: Launch, tensors: tuple[torch.Tensor, ...]) -> Launcher | None
         return None
     wait_for(kernel)
     with torch.cuda.device(device):
-        with launcher_beside(kernel, torch.cuda.current_device()):
+        with launcher_beside(kernel):
             config, compiled = found.compile(compile, shared_memory(target, device))
         grid, arguments = found.prepared(config)
         launcher = launcher_of(compiled, (*grid, 1, 1)[:3], arguments)

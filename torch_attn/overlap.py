@@ -42,18 +42,17 @@ def flat_signature(kinds: Any) -> dict[int, str]:
 
 
 @contextmanager
-def launcher_beside(kernel: Any, device: int) -> Iterator[None]:
-    """Build the function that launches a kernel while the kernel is compiled in the block.
+def launcher_beside(kernel: Any) -> Iterator[None]:
+    """Build the function that launches a kernel while it is compiled for the current device.
 
     Args:
-        kernel: a `triton.jit` function.
-        device: number of the current CUDA device.
+        kernel: a `triton.jit` function, which the block compiles.
     """
     if not (hasattr(kernel, "device_caches") and hasattr(_driver(), "make_launcher")):
         yield
         return
     _start_driver()
-    kernel.device_caches[device]  # the first look sets what compiles
+    kernel.device_caches[torch.cuda.current_device()]  # the first look sets what compiles
     compile = kernel.compile
 
     def compile_beside(source: Any, **options: Any) -> Any:
@@ -138,11 +137,7 @@ def _compile(found: Any, card: Card, device: torch.device) -> None:
     def compile(grid: tuple[int, ...], arguments: list[Any], options: dict[str, Any]) -> Any:
         return kernel.warmup(*(bind(x, tensors) for x in arguments), grid=grid, **options)
 
-    with (
-        described(card),
-        torch.cuda.device(device),
-        launcher_beside(kernel, torch.cuda.current_device()),
-    ):
+    with described(card), torch.cuda.device(device), launcher_beside(kernel):
         found.compile(compile, shared_memory(target, device))
 
 
