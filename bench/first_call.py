@@ -4,7 +4,8 @@ It runs in a process of its own: ``python -m bench.first_call SIDE FAMILY CASE``
 Until the clock starts it imports nothing that a side imports. It prints, as JSON, the seconds of
 importing the framework and the side ("import"), of the first call until its result is there
 ("forward"), and of the first backward behind it ("backward"), which in JAX is a program of its own
-with a forward in it. The inputs are made before, so that the device is ready.
+with a forward in it. The inputs are made before, and torch makes a backward of its own, so that the
+device is ready and autograd has what it imports.
 """
 
 from __future__ import annotations
@@ -49,6 +50,8 @@ def _steps_of_torch(torch: Any, attend: Any, shapes: Any, dtype: str) -> list[Ca
     *operands, dout = (torch.randn(shape, **kind) for shape in shapes)
     for x in operands:
         x.requires_grad_()
+    (2 * operands[0]).backward(operands[0].detach())  # torch imports a second's worth for its first
+    operands[0].grad = None
     results = []
 
     def forward() -> None:
