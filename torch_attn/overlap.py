@@ -28,6 +28,7 @@ from triton.runtime import cache as triton_cache
 from torch_attn.layouts import bind, leaves
 from torch_attn.targets import Card, card_of, described, shared_memory
 
+_changing = Lock()  # what compiles a kernel
 _tracing = Lock()  # one kernel is traced at a time
 _compiling: dict[Any, list[Future[None]]] = {}  # by kernel, what threads compile
 _behind: ContextVar[Callable[[], None] | None] = ContextVar("behind", default=None)
@@ -41,34 +42,35 @@ def flat_signature(kinds: Any) -> dict[int, str]:
     return dict(enumerate(kind for kind in leaves(kinds) if kind != "constexpr"))
 
 
-@contextmanager
-def launcher_beside(kernel: Any) -> Iterator[None]:
-    """Build the function that launches a kernel while it is compiled for the current device.
+def build_launcher_beside(kernel: Any) -> None:
+    """Let Triton build the function that launches a kernel while it compiles the kernel.
 
     Args:
-        kernel: a `triton.jit` function, which the block compiles.
+        kernel: a `triton.jit` function, which is compiled for the current device next.
     """
     if not (hasattr(kernel, "device_caches") and hasattr(_driver(), "make_launcher")):
-        yield
         return
     _start_driver()
-    kernel.device_caches[torch.cuda.current_device()]  # the first look sets what compiles
-    compile = kernel.compile
+    with _changing:
+        kernel.device_caches[torch.cuda.current_device()]  # the first look sets what compiles
+        if not isinstance(kernel.compile, _CompilesBeside):
+            kernel.compile = _CompilesBeside(kernel.compile)
 
-    def compile_beside(source: Any, **options: Any) -> Any:
+
+class _CompilesBeside:
+    """Triton's function that compiles a kernel, and beside it builds what launches the kernel."""
+
+    def __init__(self, compile: Callable[..., Any]) -> None:
+        self._compile = compile
+
+    def __call__(self, source: Any, **options: Any) -> Any:
         source.make_ir = _in_turn(source.make_ir)
         builder = Thread(target=_build_launcher, args=(tuple(source.signature.values()),))
         builder.start()
         try:
-            return compile(source, **options)
+            return self._compile(source, **options)
         finally:
             builder.join()
-
-    kernel.compile = compile_beside
-    try:
-        yield
-    finally:
-        kernel.compile = compile
 
 
 @contextmanager
@@ -137,7 +139,8 @@ def _compile(found: Any, card: Card, device: torch.device) -> None:
     def compile(grid: tuple[int, ...], arguments: list[Any], options: dict[str, Any]) -> Any:
         return kernel.warmup(*(bind(x, tensors) for x in arguments), grid=grid, **options)
 
-    with described(card), torch.cuda.device(device), launcher_beside(kernel):
+    with described(card), torch.cuda.device(device):
+        build_launcher_beside(kernel)
         found.compile(compile, shared_memory(target, device))
 
 

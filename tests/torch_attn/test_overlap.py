@@ -6,6 +6,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from threading import Event, get_ident
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -57,29 +58,27 @@ def built(monkeypatch):
 def test_a_launcher_is_built_while_its_kernel_is_compiled(built):
     driver, kernel, ready = built.pop(), Kernel(), Event()
     driver.compile_module_from_src = lambda src, **options: built.append(src) or ready.set()
-    kernel.compile = kernel.compiled = lambda source, **options: ready.wait(SECONDS)
-    with overlap.launcher_beside(kernel):
-        assert kernel.warmup(grid=(1,))
+    kernel.compile = lambda source, **options: ready.wait(SECONDS)
+    for _ in range(2):
+        overlap.build_launcher_beside(kernel)
+    assert kernel.warmup(grid=(1,))
     assert built == [({0: "*fp16", 1: "i32", 2: "tensordesc<fp16[64]>"}, [{}])]
-    assert kernel.compile is kernel.compiled
 
 
 def test_what_fails_beside_a_kernel_is_left_to_triton(built):
     kernel = Kernel()
     built.pop().make_launcher = None
-    with overlap.launcher_beside(kernel):
-        assert kernel.warmup(7, grid=(1,)) == ("ir", (7,))
-    behind = overlap.compiled_behind(lambda: 1 / 0, torch.device("meta"))
-    with behind, overlap.launcher_beside(kernel):
+    overlap.build_launcher_beside(kernel)
+    with overlap.compiled_behind(lambda: [1 / 0], torch.device("meta")):
         assert kernel.warmup(8, grid=(1,)) == ("ir", (8,))
 
 
 def test_without_the_names_triton_goes_its_own_way(built):
-    kernel, plain = Kernel(), SimpleNamespace()
+    kernel = Kernel()
+    overlap.build_launcher_beside(SimpleNamespace())
     del built.pop().make_launcher
-    for each in (kernel, plain):
-        with overlap.launcher_beside(each):
-            assert each is plain or kernel.compile is kernel.compiled
+    overlap.build_launcher_beside(kernel)
+    assert kernel.compile is kernel.compiled
 
 
 def launch_of(kernel, compiled):
@@ -94,7 +93,7 @@ def launch_of(kernel, compiled):
 
 def test_kernels_are_compiled_behind_another_once_that_is_traced(built):
     built.pop()
-    first, others, compiled = Kernel(), [Kernel(), Kernel()], []
+    first, others, compiled = Kernel(), [Kernel()] * 2, []
     asked = []
 
     def launches():
@@ -104,11 +103,11 @@ def test_kernels_are_compiled_behind_another_once_that_is_traced(built):
     with overlap.compiled_behind(launches, torch.device("meta")):
         assert not asked
         for _ in range(2):
-            with overlap.launcher_beside(first):
-                first.warmup(grid=(1,))
+            overlap.build_launcher_beside(first)
+            first.warmup(grid=(1,))
     for kernel in others:
         overlap.wait_for(kernel)
-        assert kernel.threads != [get_ident()]
+        assert get_ident() not in kernel.threads
     assert asked == [True]
     assert compiled == [(CARD.shared_memory, ("ir", (3,)))] * 2
 
@@ -116,8 +115,8 @@ def test_kernels_are_compiled_behind_another_once_that_is_traced(built):
 def test_nothing_is_compiled_behind_what_needs_no_tracing(built):
     with overlap.compiled_behind(lambda: pytest.fail("nothing was traced"), torch.device("meta")):
         overlap.wait_for(Kernel())
-    with overlap.launcher_beside(kernel := Kernel()):
-        kernel.warmup(grid=(1,))
+    overlap.build_launcher_beside(kernel := Kernel())
+    kernel.warmup(grid=(1,))
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -130,7 +129,7 @@ def test_the_launches_of_a_backward_are_those_that_it_makes(monkeypatch, determi
     monkeypatch.setattr(flash_ops, "choose", lambda *arguments: (backend, ()))
     q, k, v = torch.empty(3, 1, 2048, 2, 64, dtype=torch.bfloat16)
     operands = FlashOperands(q, k, v, *[None] * (len(FlashOperands._fields) - 3))
-    call = SimpleNamespace(spec=spec, others=(None,))
+    call: Any = SimpleNamespace(spec=spec, others=(None,))
     with described(CARD):
         found = DENSE._launches_of_backward(call, operands)
     names = ["flash_bwd_preprocess", "flash_bwd_fused", "flash_bwd_postprocess"]
