@@ -13,6 +13,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from bench.first import FirstCallJob
 from bench.journal import VARIABLE, Journal
 from bench.parity import ParityJob
 from bench.records import origin
@@ -142,8 +143,8 @@ def measure(
     from bench.peaks import peak_jobs
     from bench.timing import time_calls, wait_for
 
-    times_something = not all(isinstance(job, ParityJob) for job in jobs)
-    peaks = peak_jobs() if setting.device == "cuda" and times_something else []
+    uses_card = not all(isinstance(job, ParityJob | FirstCallJob) for job in jobs)
+    peaks = peak_jobs() if setting.device == "cuda" and uses_card else []
     console = console_of(_LOG_WIDTH)
     console.rule(load(name).TITLE)
     if not quiet:

@@ -47,9 +47,9 @@ def flash_factories(targets: Sequence[str], variants: bool = True) -> dict[Subje
 
     Args:
         targets: to compile for.
-        variants: compiled and deterministic calls as well.
+        variants: calls of other families' kernels, compiled and deterministic ones as well.
     """
-    names = NAMES if variants else FAMILY_NAMES
+    names = _CALLS if variants else FAMILY_NAMES
     return _factories(_flash, filter(has_kernels, product(names, targets)))
 
 
@@ -88,6 +88,11 @@ def prefill_factories(spec: PagedSpec, targets: Sequence[str]) -> dict[Subject, 
 
 def _factories(make: Factory, keys: Iterable[tuple[str, str]]) -> dict[Subject, Factory]:
     return {Subject(*key): partial(make, *key) for key in keys}
+
+
+def kernels_of(name: str) -> tuple[str, str]:
+    """Return the side and the family of an implementation."""
+    return _CALLS[name]
 
 
 def has_chunks(name: str, spec: PagedSpec, target: str) -> bool:

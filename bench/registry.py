@@ -3,8 +3,8 @@
 Suite "a-b" is the module `bench.suites.a_b`, imported when its command runs. It offers:
 
 - ``TITLE``, ``NOTE``: of its tables; the note says what one call is and what the columns count;
-- ``jobs(targets)``: a list of `Job`s, `TrainingJob`s or `ParityJob`s, with our own kernels compiled
-  for each of `targets`, the device's own first; (None,) is a CPU;
+- ``jobs(targets)``: a list of `Job`s, `TrainingJob`s, `ParityJob`s or `FirstCallJob`s, with our own
+  kernels compiled for each of `targets`, the device's own first; (None,) is a CPU;
 - ``COLUMNS``: the suite's own columns of the table of all rows. A record without a time is asked as
   well. The report adds what every table has, as far as its title is not taken: implementation,
   milliseconds, spread, limits, ratio to the best peer, status;
@@ -38,6 +38,7 @@ SUITES = {
     "prefill": "chunks of prompts and single tokens over a paged cache, beside FlashInfer",
     "context": "context parallel attention, a rank's time beside its share of the whole sequence's",
     "host": "the host's share of calls on small problems",
+    "first": "first calls in new processes, with empty caches",
     "end-to-end": "training steps, prefill and decode of transformers with each attention",
     "memory": "a training step's memory by category, with our attention and without",
 }

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from rich.console import Console
 from rich.progress import Progress, TaskID
 
+from bench.first import FirstCallJob
 from bench.job import Absent, Call, Check, Job, Subject, Timer
 from bench.journal import Journal
 from bench.parity import ParityJob
@@ -31,7 +32,7 @@ NO_JOURNAL = Journal()
 TIME_UP = "the time is up"
 
 Run = Callable[[], Any]
-AnyJob = Job | TrainingJob | ParityJob
+AnyJob = Job | TrainingJob | ParityJob | FirstCallJob
 
 
 class Instruments(NamedTuple):

@@ -118,6 +118,18 @@ def missing(group: str) -> str | None:
     return f"private names that it needs are missing: {', '.join(absent)}" if absent else None
 
 
+def ask_ptxas_once() -> None:
+    """Let Mosaic GPU ask ptxas for its version once, where it asks at all.
+
+    It asks at each cast from or to 8 bits or fewer, so at each integer division of a kernel, and
+    starts a process each time: these took up to two thirds of a kernel's lowering.
+    """
+    extension: Any = getattr(_module("jax._src.lib.mosaic_gpu"), "_mosaic_gpu_ext", None)
+    ask = getattr(extension, "_get_ptxas_isa_version", None)
+    if ask is not None:
+        extension._get_ptxas_isa_version = cache(ask)
+
+
 def untested() -> str | None:
     """Return which versions are newer than the tested ones, or None."""
     return newer_versions(TESTED)

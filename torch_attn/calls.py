@@ -101,6 +101,11 @@ class Call:
         self._host = partial(run, self.backend.family.function(operation), spec, self.backend)
         self._replay: Replay | None = None
 
+    @property
+    def is_new(self) -> bool:
+        """Return True until it has run, if it is kept."""
+        return self._replay is None
+
     def __call__(self, *operands: Any) -> Any:
         """Run the operation; returns what `run` does, but for the type of a tuple."""
         if self._replay is not None:

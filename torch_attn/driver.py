@@ -21,7 +21,8 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from torch_attn.layouts import Layout, bind, leaves
+from torch_attn.layouts import Layout, bind
+from torch_attn.overlap import flat_signature
 from torch_attn.private import find, note_missing
 from torch_attn.replay import Launcher
 from torch_attn.tensor_maps import TensorMap
@@ -84,8 +85,7 @@ def _flatten_signature(source: Any) -> tuple[Any, ...] | None:
     try:
         names = vars(source)
         kinds = names.setdefault("all_kinds", tuple(source.signature.values()))
-        flat = [kind for kind in leaves(kinds) if kind != "constexpr"]
-        source.signature = dict(enumerate(flat))
+        source.signature = flat_signature(kinds)
     except (AttributeError, TypeError) as error:
         note_missing(f"what a kernel's launcher is made for in Triton ({error})")
         return None

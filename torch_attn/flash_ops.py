@@ -19,8 +19,12 @@ from torch_attn import vmap
 from torch_attn.attention import Attention
 from torch_attn.autograd import Backward, Forward, has_gradient, run_kept, with_left_out
 from torch_attn.calls import Call
+from torch_attn.dispatch import choose
+from torch_attn.launch import Launch
 from torch_attn.operands import aligned, cast_inputs, operand
 from torch_attn.operators import readable
+from torch_attn.overlap import compiled_behind
+from torch_attn.replay import Capture
 from twin_attention.contract.operands import (
     CONSTANTS,
     BlockSparseOperands,
@@ -104,7 +108,27 @@ class FlashAttention(Attention):
     def attend(self, call: Call, operands: tuple[Any, ...], return_lse: bool) -> Any:
         spec: Any = call.spec
         operator = self._with_row_max if spec.row_max else self.operator
+        if call.is_new and call.is_recorded:
+            launches = partial(self._launches_of_backward, call, operands)
+            with compiled_behind(launches, operands[0].device):
+                return run_kept(operator, call, operands, return_lse)
         return run_kept(operator, call, operands, return_lse)
+
+    def _launches_of_backward(self, call: Call, operands: tuple[Any, ...]) -> list[Launch]:
+        """Return what the backward of a call will launch, from tensors that hold no values."""
+        spec = replace(call.spec, row_max=False)  # pyright: ignore[reportArgumentType]
+        backend, _ = choose(call.others[-1], "flash_bwd", operands[0].device, spec)
+        tensors = self.operands._make(
+            None
+            if x is None
+            else torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+            for x in operands
+        )
+        out, lse = self.new_outputs(tensors)
+        function = backend.family.function("flash_bwd")
+        with torch.no_grad(), Capture() as found:
+            self.run_backward(function, spec, backend, out, None, *tensors, out, lse)
+        return [step.launcher for step in found.steps if hasattr(step, "launcher")]
 
     def fake(self, *args: Any) -> tuple[Tensor, ...]:
         out, lse = super().fake(*args)

@@ -14,6 +14,7 @@ import triton.language as tl
 
 from torch_attn.driver import launcher_of
 from torch_attn.layouts import bind, layouts_of, leaves
+from torch_attn.overlap import build_launcher_beside, wait_for
 from torch_attn.replay import Launcher, current_capture
 from torch_attn.targets import shared_memory
 from twin_attention.contract.spec import (
@@ -230,7 +231,9 @@ def _launch(found: Launch, tensors: tuple[torch.Tensor, ...]) -> Launcher | None
         fitted = found.compile(compile, _recorded[0](name))
         _recorded[1].append((name, *fitted))
         return None
+    wait_for(kernel)
     with torch.cuda.device(device):
+        build_launcher_beside(kernel)
         config, compiled = found.compile(compile, shared_memory(target, device))
         grid, arguments = found.prepared(config)
         launcher = launcher_of(compiled, (*grid, 1, 1)[:3], arguments)

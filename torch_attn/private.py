@@ -62,6 +62,18 @@ CAN_KEEP = not _missing
 is_fake = find("torch._subclasses.fake_tensor", "is_fake")  # for flop counts
 
 
+class DispatchMode(TorchDispatchMode):
+    """A dispatch mode without torch's own wrapper around it.
+
+    The wrapper keeps Dynamo out of the mode's calls, and imports Dynamo for that, which takes a
+    second and more. Dynamo compiles nothing inside a mode anyway.
+    """
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+
 def current_mode() -> Any:
     """Return the dispatch mode that is active, or None."""
     return None if _current_mode is None else _current_mode()

@@ -62,7 +62,7 @@ class _Operation(NamedTuple):
         return self.function.is_view and self.result.data_ptr() == self.args[0].data_ptr()
 
 
-class Capture(private.TorchDispatchMode):
+class Capture(private.DispatchMode):
     """A block whose operations and launches are captured, in order."""
 
     def __init__(self) -> None:

@@ -67,7 +67,7 @@ def _excerpt(run: Sequence[Record]) -> list[str]:
         record
         for record in run
         if record.implementation in SHOWN
-        and (is_batch(record) or (record.suite == "flash" and record.case["seq_kv"] == 4096))
+        and (is_batch(record) or (record.suite == "flash" and record.case.get("seq_kv") == 4096))
     ]
     parts = _setting(run) if shown else []
     for operation, group in by_operation(shown).items():

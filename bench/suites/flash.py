@@ -1,21 +1,26 @@
-"""Flash attention over lengths and head dimensions, 16384 tokens of 2048 channels each."""
+"""Flash attention over lengths and head dimensions, and on shapes of models."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import product
 
 from bench import ours
 from bench.job import Job, Subject
-from bench.peers import FLASH
+from bench.peers import FLASH, PACKED
 from bench.problems import Factories, absent, attention_jobs
+from bench.records import Record
+from bench.registry import Column
 from bench.suites.columns import HOST, OPERATION, TFLOPS, yes_no
-from interop.parity.cases import FlashCase
+from interop.parity.cases import FlashCase, VarlenCase
 
 TITLE = "Flash attention"
 NOTE = (
-    "bfloat16; batch and heads follow from 16384 tokens and 2048 channels. FLOPs are those of the "
+    "bfloat16; batch and heads follow from 16384 tokens and 2048 channels, but for eight more "
+    "shapes, all causal, for which nothing was tuned; one is packed, B documents of S tokens in "
+    "all. "
+    "FLOPs are those of the "
     "pairs that the mask keeps, 2.5 times as many backward. A backward is timed by itself, on a "
     "graph that is made beforehand; torch gets tensors in its own layout, without a copy. "
     "FA2 and cuDNN run through torch's scaled_dot_product_attention. FA2 is SM80 code, and the bar "
@@ -26,13 +31,35 @@ NOTE = (
 
 TOKENS, CHANNELS = 16384, 2048
 LENGTHS, HEAD_DIMS = (512, 4096, 16384), (64, 128, 256)
+# Batch, length, query heads, kv heads and head dimension.
+MORE = (
+    (2, 8192, 16, 16, 128), (8, 2048, 32, 8, 128), (4, 3000, 16, 4, 128), (1, 12288, 16, 16, 128),
+    (4, 4096, 32, 32, 128), (2, 6144, 8, 8, 256), (16, 1024, 16, 16, 96),
+)  # fmt: skip
+DOCUMENTS = (1531, 6145, 377, 2567, 8191, 1013, 1797, 647, 4099, 2041, 1291, 3069)
+MORE_PEERS = ("FA2", "FA3", "FA4", "cuDNN", "tokamax Mosaic")
+PACKED_PEERS = ("FA2 varlen", "FA3 varlen", "FA4 varlen", "cuDNN padded")
+
+
+def _of_shape(dense: str, packed: Callable[[Sequence[Sequence[int]]], int]) -> Column:
+    """Return a column of a dense case's field, or of what the documents' lengths say."""
+
+    def cell(record: Record) -> int:
+        lengths = record.case.get("lengths")
+        return record.case[dense] if lengths is None else packed(lengths)
+
+    return cell
+
+
 COLUMNS = {
-    "B": "batch", "S": "seq_q", "H": "heads_q", "D": "head_dim", "causal": yes_no("causal"),
+    "B": _of_shape("batch", len), "S": _of_shape("seq_q", lambda x: sum(n for n, _ in x)),
+    "H": "heads_q", "Hkv": "heads_kv", "D": "head_dim", "causal": yes_no("causal"),
     "pass": OPERATION, "TFLOP/s": TFLOPS, "host, us": HOST,
 }  # fmt: skip
 # Every shape is compiled anew, in seconds: the whole suite is to take minutes.
 AT_LENGTH, AT_HEAD_DIM = 4096, 128
 ONE_LENGTH = ("eager", "jax.nn cuDNN")
+ONE_TARGET = ("jax triton", "jax gluon")  # the other one at `AT_LENGTH` alone
 ONE_SHAPE = (
     "torch triton compiled", "FlexAttention", "jax.nn XLA", "jax Pallas mha", "tokamax Triton",
 )  # fmt: skip
@@ -40,7 +67,8 @@ ONE_SHAPE = (
 
 def jobs(targets: Sequence[str]) -> list[Job]:
     """Return forward and backward of every case."""
-    return attention_jobs(cases(), ("forward", "backward"), partial(_factories, targets))
+    factories = partial(_factories, targets)
+    return attention_jobs([*cases(), *more_cases()], ("forward", "backward"), factories)
 
 
 def cases() -> list[FlashCase]:
@@ -53,7 +81,27 @@ def cases() -> list[FlashCase]:
     return found
 
 
-def _factories(targets: Sequence[str], case: FlashCase) -> Factories:
+def more_cases() -> list[FlashCase | VarlenCase]:
+    """Return the shapes beside those, the packed one last."""
+    found: list[FlashCase | VarlenCase] = []
+    for batch, length, heads, heads_kv, head_dim in MORE:
+        kv = "" if heads_kv == heads else f"-kv{heads_kv}"
+        name = f"{batch}x{length}x{heads}{kv}x{head_dim}-causal"
+        case = FlashCase(name, batch, length, length, heads, heads_kv, head_dim, causal=True)
+        found.append(case)
+    lengths = tuple((n, n) for n in DOCUMENTS)
+    name = f"{len(lengths)}-documents-{sum(DOCUMENTS)}x16x128-causal"
+    return [*found, VarlenCase(name, lengths, (0, 0), 16, 16, 128)]
+
+
+def _factories(targets: Sequence[str], case: FlashCase | VarlenCase) -> Factories:
+    if isinstance(case, VarlenCase):
+        peers = {Subject(name): PACKED[name] for name in PACKED_PEERS}
+        return ours.packed_factories(targets[:1]) | peers
+    if case in more_cases():
+        factories = ours.flash_factories(targets[:1])
+        peers = {Subject(name): FLASH[name] for name in MORE_PEERS}
+        return {x: make for x, make in factories.items() if x[0] not in ONE_SHAPE} | peers
     peers = {Subject(name): factory for name, factory in FLASH.items()}
     factories = ours.flash_factories(targets) | peers
     for name, target in factories:
@@ -66,7 +114,7 @@ def _left_out(name: str, is_second_target: bool, case: FlashCase) -> str | None:
     """Return why an implementation is not timed on a case, None if it is."""
     if name in ONE_SHAPE and (case.seq_kv, case.head_dim) != (AT_LENGTH, AT_HEAD_DIM):
         return f"timed at {AT_LENGTH} keys and head dimension {AT_HEAD_DIM} only"
-    one_length = name in ONE_LENGTH or (name == "jax triton" and is_second_target)
+    one_length = name in ONE_LENGTH or (name in ONE_TARGET and is_second_target)
     if one_length and case.seq_kv != AT_LENGTH:
         return f"timed at {AT_LENGTH} keys only"
     return None

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from bench.calls import PREPARE, compiled
 from bench.job import Call, Check, Job, Subject
-from bench.peers import DECODE, FLASH, torch_peers
+from bench.peers import DECODE, FLASH, PREFILL, torch_peers
 from bench.problems import (
     DecodeFactories,
     DecodeTensors,
@@ -21,7 +21,7 @@ from bench.problems import (
     decode_tensors,
 )
 from bench.suites.columns import of_median
-from interop.parity.cases import DecodeCase, FlashCase
+from interop.parity.cases import DecodeCase, FlashCase, PagedCase
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -38,12 +38,13 @@ NOTE = (
     "option but causal or num_splits at its default; calls of JAX are jitted functions called from "
     "Python, and 'compiled' is under torch.compile. SDPA is torch's scaled_dot_product_attention "
     "with the backend that torch chooses; FA2 and cuDNN are the operators of those backends, "
-    "called without that choice. FlashInfer's plan is made beforehand. 2-sequences is append_kv to "
-    "the cache that the decodes read."
+    "called without that choice. FlashInfer's plan is made beforehand. 2-chunks is a "
+    "paged_attention, 2-sequences an append_kv to the cache that the decodes read."
 )
 
 FLASH_CASE = FlashCase("1x128x8x64-causal", 1, 128, 128, 8, 8, 64, causal=True)
 CACHE = DecodeCase("2-sequences", (100, 120), heads_q=8, heads_kv=8, page_size=16)
+CHUNKS = PagedCase("2-chunks", (100, 120), heads_q=8, heads_kv=8, page_size=16, new_tokens=(32, 40))
 SPLITS = {1: "1-split", 4: "4-splits"}
 CALLS, CALLS_OF_BOTH = 300, 100  # of a turn
 COLUMNS = {
@@ -76,6 +77,7 @@ def jobs(targets: Sequence[str]) -> list[Job]:
     found = [
         *attention_jobs([FLASH_CASE], ("forward", "both"), lambda case: _flash(native)),
         *(decode_job(case, _decode(native)) for case in _decode_cases()),
+        decode_job(CHUNKS, _chunks(native)),
         _append_job(native),
     ]
     return [_timed_on_the_host(job) for job in found]
@@ -134,8 +136,20 @@ def _decode(target: str) -> DecodeFactories:
     }
 
 
+def _chunks(target: str) -> DecodeFactories:
+    return {
+        Subject("torch triton", target): partial(_our_decode, "torch_attn", wrap=_as_it_is),
+        Subject("jax triton", target): partial(_our_decode, "pallas_attn", wrap=_jitted),
+        Subject("FlashInfer"): PREFILL["FlashInfer"],
+    }
+
+
 def _our_decode(side: str, case: DecodeCase, tensors: DecodeTensors, wrap: Wrap) -> Call:
-    attend = wrap(partial(import_module(side).paged_decode, num_splits=case.num_splits))
+    api = import_module(side)
+    if isinstance(case, PagedCase):
+        attend = wrap(api.paged_attention)
+    else:
+        attend = wrap(partial(api.paged_decode, num_splits=case.num_splits))
     operands = tensors.arguments.values()
     if side == "pallas_attn":
         from interop.exchange import to_jax

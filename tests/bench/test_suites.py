@@ -26,7 +26,7 @@ from interop.parity.cases import DecodeCase, DilatedCase, FlashCase, PagedCase, 
 from twin_attention.contract.cost import forward_flops
 
 TARGETS = ("sm90", "sm80")
-KERNELS = [name for name in SUITES if name not in (*ON_CPU, "parity")]
+KERNELS = [name for name in SUITES if name not in (*ON_CPU, "parity", "first")]
 
 
 def jobs_of(suite, name=""):
@@ -57,7 +57,13 @@ HOST = on_hopper(*PORTABLE, "torch triton compiled")
 @pytest.mark.parametrize(
     ("suite", "name", "subjects"),
     [
-        ("flash", "32x512x32x64", both(*ours.NAMES) | set(FLASH)),
+        ("flash", "32x512x32x64", both(*ours.NAMES, "jax gluon") | set(FLASH)),
+        ("flash", "4x3000x16-kv4x128-causal",
+         on_hopper(*ours.NAMES, "jax gluon") - on_hopper("torch triton compiled")
+         | {"FA2", "FA3", "FA4", "cuDNN", "tokamax Mosaic"}),
+        ("flash", "12-documents-32768x16x128-causal",
+         on_hopper(*PORTABLE, *EXPLICIT, "jax gluon")
+         | {"FA2 varlen", "FA3 varlen", "FA4 varlen", "cuDNN padded"}),
         ("fa2", "1x4096x4096-kv32", both(*PORTABLE, *EXPLICIT) | {"FA2", "cuDNN"}),
         ("fa2", "1x4096x4096-kv8",
          both(*PORTABLE, *EXPLICIT) - {"jax triton sm80"} | {"FA2", "cuDNN"}),
@@ -94,6 +100,7 @@ HOST = on_hopper(*PORTABLE, "torch triton compiled")
         ("host", "1x128x8x64-causal",
          HOST | {"SDPA", "SDPA compiled", "FA2", "cuDNN", "jax.nn cuDNN"}),
         ("host", "2-sequences-1-split", HOST | {"FlashInfer"}),
+        ("host", "2-chunks", on_hopper(*PORTABLE) | {"FlashInfer"}),
         ("host", "2-sequences", on_hopper("torch triton")),
     ],
 )  # fmt: skip
@@ -113,7 +120,8 @@ SLOW |= both("torch triton compiled")
     [
         ("flash", "4x4096x16x128", set()),
         ("flash", "4x4096x32x64", SLOW),
-        ("flash", "1x16384x16x128", SLOW | {"eager", "jax.nn cuDNN", "jax triton sm80"}),
+        ("flash", "1x16384x16x128",
+         SLOW | {"eager", "jax.nn cuDNN", "jax triton sm80", "jax gluon sm80"}),
         ("patterns", "random-bf16-1x131072x16",
          on_hopper("torch dense", "torch module", "jax block-sparse", "jax dense", "jax module")
          | set(SPARSE)),
@@ -287,6 +295,7 @@ SMALL_JOBS = {
     "host forward": lambda: jobs_of("host", "1x128x8x64-causal")[0],
     "host both": lambda: jobs_of("host", "1x128x8x64-causal")[1],
     "host decode": lambda: jobs_of("host", "2-sequences-4-splits")[0],
+    "host chunks": lambda: jobs_of("host", "2-chunks")[0],
     "eager": lambda: jobs_of("eager", "fp32-d16-128")[0],
 }
 CONTEXT_CASE = context.ContextCase(
@@ -371,7 +380,7 @@ def test_the_hosts_timer_makes_fewer_calls_of_both(monkeypatch):
     monkeypatch.setattr(timing, "time_host", lambda calls, repeats: asked.append(repeats))
     for job in jobs_of("host"):
         job.time({})
-    assert asked == [300, 100, 300, 300, 300]
+    assert asked == [300, 100, 300, 300, 300, 300]
 
 
 def test_a_graph_is_captured_once_and_replayed(monkeypatch):

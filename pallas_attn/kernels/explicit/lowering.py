@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_attn.private import mgpu_utils, mlir, mpmd
+from pallas_attn.private import ask_ptxas_once, mgpu_utils, mlir, mpmd
 
 _lowers_sm80: ContextVar[bool] = ContextVar("lowers_sm80", default=False)
 _arch_of_device = mgpu_utils._infer_arch
@@ -59,5 +59,6 @@ def _lower(ctx, *operands, **params):
         return mpmd._mpmd_map_mgpu_lowering(ctx, *operands, **params)
 
 
+ask_ptxas_once()
 mgpu_utils._infer_arch = _infer_arch
 mlir.register_lowering(mpmd.mpmd_map_p, _lower, platform="cuda")

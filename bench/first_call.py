@@ -1,0 +1,86 @@
+"""Make the first calls of a process, and print how long each took.
+
+It runs in a process of its own: ``python -m bench.first_call SIDE FAMILY CASE``, the case as JSON.
+Until the clock starts it imports nothing that a side imports. It prints, as JSON, the seconds of
+importing the framework and the side ("import"), of the first call until its result is there
+("forward"), and of the first backward behind it ("backward"), which in JAX is a program of its own
+with a forward in it. The inputs are made before, and torch makes a backward of its own, so that the
+device is ready and autograd has what it imports.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from functools import partial
+from importlib import import_module
+from time import perf_counter
+from typing import Any
+
+FRAMEWORKS = {"torch_attn": "torch", "pallas_attn": "jax"}
+
+
+def main(side: str, family: str, case: dict[str, Any]) -> dict[str, float]:
+    """Return the seconds of each step."""
+    names = FRAMEWORKS[side], side
+    found = {"import": _seconds(lambda: [*map(import_module, names)])}
+    framework, api = map(import_module, names)
+    attend = partial(api.flash_attention, causal=case["causal"], implementation=family)
+    rows = case["batch"], case["seq_q"], case["heads_q"], case["head_dim"]
+    others = case["batch"], case["seq_kv"], case["heads_kv"], case["head_dim"]
+    make = _steps_of_torch if side == "torch_attn" else _steps_of_jax
+    steps = make(framework, attend, [rows, others, others, rows], case["dtype"])
+    return found | {
+        name: _seconds(step) for name, step in zip(("forward", "backward"), steps, strict=True)
+    }
+
+
+def _seconds(step: Callable[[], Any]) -> float:
+    """Return how long a function takes."""
+    start = perf_counter()
+    step()
+    return perf_counter() - start
+
+
+def _steps_of_torch(torch: Any, attend: Any, shapes: Any, dtype: str) -> list[Callable[[], Any]]:
+    on_cuda = torch.cuda.is_available()
+    wait = torch.cuda.synchronize if on_cuda else lambda: None
+    kind = {"dtype": getattr(torch, dtype), "device": "cuda" if on_cuda else "cpu"}
+    *operands, dout = (torch.randn(shape, **kind) for shape in shapes)
+    for x in operands:
+        x.requires_grad_()
+    (2 * operands[0]).backward(operands[0].detach())  # torch imports a second's worth for its first
+    operands[0].grad = None
+    results = []
+
+    def forward() -> None:
+        results.append(attend(*operands))
+        wait()
+
+    def backward() -> None:
+        torch.autograd.backward(results, [dout])
+        wait()
+
+    wait()
+    return [forward, backward]
+
+
+def _steps_of_jax(jax: Any, attend: Any, shapes: Any, dtype: str) -> list[Callable[[], Any]]:
+    keys = jax.random.split(jax.random.key(0), len(shapes))
+    arrays = [jax.random.normal(key, shape, dtype) for key, shape in zip(keys, shapes, strict=True)]
+
+    def gradients(*arrays: Any) -> Any:
+        *operands, dout = arrays
+        return jax.vjp(attend, *operands)[1](dout)
+
+    jax.block_until_ready(arrays)
+    forward, both = jax.jit(attend), jax.jit(gradients)
+    return [
+        lambda: jax.block_until_ready(forward(*arrays[:3])),
+        lambda: jax.block_until_ready(both(*arrays)),
+    ]
+
+
+if __name__ == "__main__":
+    print(json.dumps(main(sys.argv[1], sys.argv[2], json.loads(sys.argv[3]))))

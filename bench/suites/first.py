@@ -1,0 +1,34 @@
+"""First calls in a new process: what a user waits for before anything is computed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import product
+
+from bench.first import FirstCallJob
+from bench.job import Subject
+from bench.ours import FAMILY_NAMES, FOREIGN_NAMES
+from bench.suites.columns import OPERATION, of_median
+from interop.parity.cases import FlashCase
+
+TITLE = "First calls"
+NOTE = (
+    "Each turn is a new process whose caches of compiled code are empty: Triton's, CUDA's and "
+    "JAX's. 'import' is the framework and our side; then the inputs are made, which starts the "
+    "device; 'forward' is the first call until its result is there, and 'backward' the first "
+    "backward behind it, in JAX a program of its own, with a forward in it. A number is the median "
+    "of three turns."
+)
+
+# 16384 tokens of 2048 channels.
+CASES = (
+    FlashCase("4x4096x32x64", 4, 4096, 4096, 32, 32, 64),
+    FlashCase("4x4096x16x128-causal", 4, 4096, 4096, 16, 16, 128, causal=True),
+)
+COLUMNS = {"case": "name", "step": OPERATION, "s": of_median("times", 1e-3)}
+
+
+def jobs(targets: Sequence[str]) -> list[FirstCallJob]:
+    """Return the first calls of every family, compiled for the device's own target."""
+    names = (*FAMILY_NAMES, *FOREIGN_NAMES)
+    return [FirstCallJob(case, Subject(name, targets[0])) for case, name in product(CASES, names)]

@@ -1,0 +1,171 @@
+"""Do at once what first calls wait for.
+
+Triton does one after the other: it hashes its own files, which every key of its cache begins with;
+a C compiler builds what talks to the driver; the kernel is traced and compiled; and the C compiler
+builds the function that launches kernels of this signature. Here the first two go side by side, and
+the last two. A backward's kernels are compiled by threads, from the moment on that its forward's
+kernel is traced: tracing is Python, and what follows it is not.
+
+All names are private to Triton 3.6. Without one the same is done later, and nothing is missing:
+Triton 3.9 has one function that launches all kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar, copy_context
+from functools import cache
+from importlib import import_module
+from threading import Lock, Thread
+from typing import Any
+
+import torch
+import triton
+from triton.runtime import cache as triton_cache
+
+from torch_attn.layouts import bind, leaves
+from torch_attn.targets import Card, card_of, described, shared_memory
+
+_changing = Lock()  # what compiles a kernel
+_tracing = Lock()  # one kernel is traced at a time
+_compiling: dict[Any, list[Future[None]]] = {}  # by kernel, what threads compile
+_behind: ContextVar[Callable[[], None] | None] = ContextVar("behind", default=None)
+
+
+def flat_signature(kinds: Any) -> dict[int, str]:
+    """Return the kinds of a kernel's arguments without tuples and constants, by position.
+
+    It is the signature that the function is made for which launches the kernel.
+    """
+    return dict(enumerate(kind for kind in leaves(kinds) if kind != "constexpr"))
+
+
+def build_launcher_beside(kernel: Any) -> None:
+    """Let Triton build the function that launches a kernel while it compiles the kernel.
+
+    Args:
+        kernel: a `triton.jit` function, which is compiled for the current device next.
+    """
+    if not (hasattr(kernel, "device_caches") and hasattr(_driver(), "make_launcher")):
+        return
+    _start_driver()
+    with _changing:
+        kernel.device_caches[torch.cuda.current_device()]  # the first look sets what compiles
+        if not isinstance(kernel.compile, _CompilesBeside):
+            kernel.compile = _CompilesBeside(kernel.compile)
+
+
+class _CompilesBeside:
+    """Triton's function that compiles a kernel, and beside it builds what launches the kernel."""
+
+    def __init__(self, compile: Callable[..., Any]) -> None:
+        self._compile = compile
+
+    def __call__(self, source: Any, **options: Any) -> Any:
+        source.make_ir = _in_turn(source.make_ir)
+        builder = Thread(target=_build_launcher, args=(tuple(source.signature.values()),))
+        builder.start()
+        try:
+            return self._compile(source, **options)
+        finally:
+            builder.join()
+
+
+@contextmanager
+def compiled_behind(launches: Callable[[], Sequence[Any]], device: torch.device) -> Iterator[None]:
+    """Let threads compile kernels from the moment on that a kernel of the block is traced.
+
+    If the block traces none, nothing is compiled.
+
+    Args:
+        launches: returns what to compile, each a `torch_attn.launch.Launch` of "meta" tensors.
+        device: the CUDA device that they will run on.
+    """
+
+    def start() -> None:
+        _behind.set(None)
+        with suppress(Exception):  # what is wrong shows when it is launched
+            card = card_of(device)
+            with described(card):
+                found = launches()
+            pool = ThreadPoolExecutor(len(found))
+            for launch in found:
+                future = pool.submit(copy_context().run, _compile, launch, card, device)
+                _compiling.setdefault(launch.kernel, []).append(future)
+            pool.shutdown(wait=False)
+
+    token = _behind.set(start)
+    try:
+        yield
+    finally:
+        _behind.reset(token)
+
+
+def wait_for(kernel: Any) -> None:
+    """Wait until no thread compiles a kernel."""
+    wait(_compiling.pop(kernel, ()))
+
+
+def _in_turn(make_ir: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what traces a kernel, when no other is traced; behind it `compiled_behind` begins."""
+
+    def traced(*args: Any, **options: Any) -> Any:
+        with _tracing:
+            module = make_ir(*args, **options)
+        if (start := _behind.get()) is not None:
+            start()
+        return module
+
+    return traced
+
+
+class _Operand:
+    """Stands for an operand as Triton specialises for it."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+
+    def data_ptr(self) -> int:
+        return 0
+
+
+def _compile(found: Any, card: Card, device: torch.device) -> None:
+    """Compile a launch's kernel for a device, which is this card."""
+    kernel, target = found.kernel, found.backend.target
+    tensors = tuple(_Operand(x.dtype) for x in leaves(found.layouts) if x is not None)
+
+    def compile(grid: tuple[int, ...], arguments: list[Any], options: dict[str, Any]) -> Any:
+        return kernel.warmup(*(bind(x, tensors) for x in arguments), grid=grid, **options)
+
+    with described(card), torch.cuda.device(device):
+        build_launcher_beside(kernel)
+        found.compile(compile, shared_memory(target, device))
+
+
+@cache
+def _start_driver() -> None:
+    hashing = Thread(target=getattr(triton_cache, "triton_key", lambda: None))
+    hashing.start()
+    _ = triton.runtime.driver.active  # the first look builds it
+    hashing.join()
+
+
+def _build_launcher(kinds: tuple[Any, ...]) -> None:
+    """Build the function that launches kernels of a signature, which Triton then finds on disk."""
+    driver = _driver()
+    signature = flat_signature(kinds)
+    descriptors = [{} for kind in signature.values() if kind.startswith("tensordesc")]
+    with suppress(Exception):  # Triton builds it as well, and says what is wrong
+        driver.compile_module_from_src(
+            src=driver.make_launcher({}, signature, descriptors),
+            name="__triton_launcher",
+            library_dirs=driver.library_dirs(),
+            include_dirs=driver.include_dirs,
+            libraries=driver.libraries,
+        )
+
+
+def _driver() -> Any:
+    return import_module("triton.backends.nvidia.driver")
