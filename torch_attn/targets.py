@@ -81,6 +81,12 @@ def shared_memory(target: str, device: torch.device) -> int:
     return min(SHARED_MEMORY_LIMIT[target], _properties(device)[2])
 
 
+def card_of(device: torch.device) -> Card:
+    """Return what a CUDA device is."""
+    (major, minor), count, size = _properties(device)
+    return Card(10 * major + minor, count, size)
+
+
 @lru_cache
 def _properties(device: torch.device) -> tuple[tuple[int, int], int, int]:
     """Return compute capability, number of SMs, and bytes of shared memory that a block may have.
