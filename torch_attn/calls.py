@@ -135,7 +135,7 @@ def _options_key(function: Hashable, options: tuple[Hashable, ...]) -> Key:
     return function, options, types, enabled, requested_target(), requested_configs()
 
 
-def _key(options_key: Key, operands: tuple[Any, ...]) -> Key | None:
+def _key(options_key: Key, operands: tuple[Any, ...], alignment: int) -> Key | None:
     """Return all that a call depends on but the operands' values.
 
     Returns:
@@ -149,7 +149,7 @@ def _key(options_key: Key, operands: tuple[Any, ...]) -> Key | None:
         or forward_ad._current_level >= 0
     ):
         return None
-    layouts = _layouts(operands, alignment_of(options_key[1][-1]))
+    layouts = _layouts(operands, alignment)
     if layouts is None:
         return None
     return options_key, layouts, is_recorded(operands)
@@ -201,7 +201,7 @@ def recall(
         and forward_ad._current_level < 0
     ):
         return last
-    key = _key(options_key, operands)
+    key = _key(options_key, operands, alignment_of(options[-1]))
     call = None if key is None else _calls.get(key)
     if call is not None:
         _last[options_key] = call
@@ -220,7 +220,7 @@ def keep(
     if torch.compiler.is_compiling() or call.backend.target is None or not private.CAN_KEEP:
         return False
     options_key = _options_key(function, options)
-    key = _key(options_key, operands)
+    key = _key(options_key, operands, call.alignment)
     if key is None:
         return False
     if len(_calls) >= _CALLS_MAX:

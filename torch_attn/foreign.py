@@ -30,7 +30,7 @@ from torch_attn.layouts import leaves, replace_leaves
 from torch_attn.mosaic_call import compile_module, launcher_of
 from torch_attn.operands import compact, dtype_name
 from torch_attn.replay import Launcher, current_capture
-from torch_attn.targets import Card, card_of
+from torch_attn.targets import card_of
 from twin_attention.contract.spec import AttentionSpec, VarlenSpec
 from twin_attention.contract.validate import fail
 from twin_attention.targets.config import repeat_configs, requested_configs
@@ -121,7 +121,7 @@ def _operate(
         computed = (args[0].view(results[0].shape),)
     else:
         new = tuple(_new(x, like) for x in results)
-        computed = _FUSIONS[step.name](*args, new=new, problem=spec, target=backend.target)
+        computed = FUSIONS[step.name](*args, new=new, problem=spec, target=backend.target)
     for result, x in zip(results, computed, strict=True):
         values[result.number] = x
 
@@ -187,7 +187,7 @@ def _sinks_gradient(
 
 
 # What XLA makes kernels of (`pallas_attn.fusions`), by its name there.
-_FUSIONS: dict[str, Callable[..., tuple[Tensor, ...]]] = {
+FUSIONS: dict[str, Callable[..., tuple[Tensor, ...]]] = {
     "prepare_rows": _prepare_rows,
     "gradient_of_sums": _gradient_of_sums,
     "sinks_gradient": _sinks_gradient,

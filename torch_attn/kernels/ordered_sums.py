@@ -42,7 +42,7 @@ def ordered_sums_kernel(
     """Scale and store BLOCK_Q rows of a gradient of one head; BLOCK_Q is a multiple of TILE.
 
     Operands: sums [B, H, rows, COLUMNS] float32, in tiles of TILE rows, each in blocks of 8
-    columns, in which rows and columns have the given strides; the gradient [B, S, H, D], contiguous;
+    columns, in which rows and columns have the given strides; the gradient [B, S, H, D];
     cu_seqlens [N + 1] of packed sequences, each of which begins a tile of ROW_PADDING rows of the
     sums, or None. Grid: (tiles of the sums' rows, heads, batch) in one axis.
     """
