@@ -29,6 +29,7 @@ from torch.nn import Parameter
 
 from torch_attn import private
 from torch_attn.dispatch import alignment_of, choose
+from torch_attn.operands import ALIGNED
 from torch_attn.replay import Replay, capture
 from twin_attention.targets.config import requested_configs
 from twin_attention.targets.kernels import Spec
@@ -51,7 +52,7 @@ class Guard:
     It rejects a tensor passed as two operands.
     """
 
-    def __init__(self, operands: tuple[Any, ...], alignment: int) -> None:
+    def __init__(self, operands: tuple[Any, ...], alignment: int = ALIGNED) -> None:
         """Take operands that begin at multiples of so many bytes, as those recognised do."""
         self._alignment = alignment
         given = [i for i, x in enumerate(operands) if x is not None]

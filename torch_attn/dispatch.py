@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -41,6 +41,6 @@ def choose(
     return family.choose("torch_attn", implementation, operation, spec, target, interpretable)
 
 
-def alignment_of(implementation: Implementation | None) -> int:
+def alignment_of(implementation: Any) -> int:
     """Return the bytes that operands' addresses are multiples of for compiled code."""
     return COMPACT if implementation in _FOREIGN else ALIGNED

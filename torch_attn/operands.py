@@ -71,7 +71,7 @@ def compact(x: Tensor) -> Tensor:
     return x if is_compact(x) else x.clone(memory_format=torch.contiguous_format)
 
 
-def _start(x: Tensor) -> int:
+def _start(x: Tensor) -> Any:
     try:
         return x.data_ptr()
     except RuntimeError:  # a fake tensor, or one of torch.func, has no address
