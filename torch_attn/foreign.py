@@ -76,12 +76,12 @@ def _run(operation: str, *arguments: Any) -> Any:
     types = replace_leaves(operands, _type_of)
     capture = current_capture()
     with torch.cuda.device(device):
-        plan = partial(_plan, operation, types, spec, backend, device, requested_configs())
+        planned = partial(plan, operation, types, spec, backend, device, requested_configs())
         if capture is None:
-            steps, results = plan()
+            steps, results = planned()
         else:
             with capture.paused():
-                steps, results = plan()
+                steps, results = planned()
     values = dict(enumerate(tensors))
     with torch.cuda.device(device):
         for step in steps:
@@ -98,7 +98,9 @@ def _type_of(x: Tensor | None) -> _Type | None:
 
 def _launch(step: _Launch, values: dict[int, Tensor], like: Tensor) -> None:
     for result, source in step.results:
-        values[result.number] = _new(result, like) if source is None else values[source.number]
+        values[result.number] = (
+            new_tensor(result, like) if source is None else values[source.number]
+        )
     tensors = tuple(values[x.number] for x in step.tensors)
     stream = torch.cuda.current_stream().cuda_stream
     step.launcher(stream, tuple(x.data_ptr() for x in tensors))
@@ -115,12 +117,12 @@ def _operate(
     results = step.results
     if step.name == "full":
         (number,) = args
-        found = _new(results[0], like)
+        found = new_tensor(results[0], like)
         computed: tuple[Tensor, ...] = (found.zero_() if number == 0 else found.fill_(number),)
     elif step.name == "reshape":
         computed = (args[0].view(results[0].shape),)
     else:
-        new = tuple(_new(x, like) for x in results)
+        new = tuple(new_tensor(x, like) for x in results)
         computed = FUSIONS[step.name](*args, new=new, problem=spec, target=backend.target)
     for result, x in zip(results, computed, strict=True):
         values[result.number] = x
@@ -194,7 +196,7 @@ FUSIONS: dict[str, Callable[..., tuple[Tensor, ...]]] = {
 }
 
 
-def _new(value: Any, like: Tensor) -> Tensor:
+def new_tensor(value: Any, like: Tensor) -> Tensor:
     return like.new_empty(value.shape, dtype=getattr(torch, value.dtype))
 
 
@@ -209,7 +211,7 @@ def _replace(x: Any, values: dict[int, Tensor]) -> Any:
 
 
 @lru_cache(maxsize=1024)
-def _plan(
+def plan(
     operation: str,
     types: Any,
     spec: AttentionSpec,

@@ -24,7 +24,7 @@ from torch_attn.operands import COMPACT
 from torch_attn.replay import Launcher
 from twin_attention.contract.validate import fail
 
-_Launch = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
+LaunchFunction = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
 _threads = threading.local()
 
 
@@ -67,7 +67,7 @@ def compile_module(module: bytes, plugin: str, num_buffers: int, device: int) ->
     if not found or not found[0] or not found[1]:
         expected = "a kernel that JAX's CUDA plugin compiles for this device"
         fail(NotImplementedError, "implementation", expected, "none")
-    return Compiled(found[0], _Launch(found[1]), num_buffers, device)
+    return Compiled(found[0], LaunchFunction(found[1]), num_buffers, device)
 
 
 @cache
