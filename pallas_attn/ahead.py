@@ -44,7 +44,8 @@ def lower_ahead(call: Any) -> bytes:
             found.append(operation)
         return ir.WalkResult.ADVANCE
 
-    lowered.compiler_ir("stablehlo").operation.walk(visit)
+    module: Any = lowered.compiler_ir("stablehlo")
+    module.operation.walk(visit)
     buffers = [(len(x.operands), len(x.results)) for x in found]
     if buffers != [(len(operands), len(results))]:
         expected = f"one kernel with {len(operands)} operands and {len(results)} results"
