@@ -16,7 +16,7 @@ from torch import Tensor
 
 from torch_attn.calls import Call, is_recorded, keep, recall
 from torch_attn.dispatch import check_implementation
-from torch_attn.operands import operand, rows_aligned
+from torch_attn.operands import is_compact, operand, rows_aligned
 from torch_attn.operators import Operator, schema
 from twin_attention.contract.operands import describe_operands
 from twin_attention.contract.spec import DecodeOptions, FlashOptions
@@ -118,6 +118,8 @@ class Attention(ABC):
         spec = self._check(describe_operands(operands, operand), options)
         if hasattr(spec, "rows_aligned"):
             spec = replace(spec, rows_aligned=rows_aligned(*operands[:3], *read))
+        if hasattr(spec, "compact"):
+            spec = replace(spec, compact=is_compact(*operands[:3]))
         return spec
 
     def problem(self, **arguments: Any) -> tuple[Any, Any]:

@@ -3,7 +3,7 @@
 The first call with given layouts and options is checked, described and dispatched, and its kernels
 are compiled. All of that follows from the call's key, so a call with the same key only replays what
 the first one allocated and launched (`torch_attn.replay`). The key holds no tensor and no address,
-only an address's alignment, which Triton compiles for. The last call with the same options is
+only an address's alignment, which kernels are compiled for. The last call with the same options is
 tried before a key is made: a guard of `torch.compile` compares the operands with it, in C++.
 
 What it buys (docs/history/host.md): recognising a forward takes 2.4 microseconds of Python, and a
@@ -28,7 +28,8 @@ from torch.autograd import forward_ad
 from torch.nn import Parameter
 
 from torch_attn import private
-from torch_attn.dispatch import choose
+from torch_attn.dispatch import alignment_of, choose
+from torch_attn.operands import ALIGNED
 from torch_attn.replay import Replay, capture
 from twin_attention.targets.config import requested_configs
 from twin_attention.targets.kernels import Spec
@@ -51,8 +52,9 @@ class Guard:
     It rejects a tensor passed as two operands.
     """
 
-    def __init__(self, operands: tuple[Any, ...]) -> None:
-        """Take operands that begin at multiples of 16 bytes, as those recognised do."""
+    def __init__(self, operands: tuple[Any, ...], alignment: int = ALIGNED) -> None:
+        """Take operands that begin at multiples of so many bytes, as those recognised do."""
+        self._alignment = alignment
         given = [i for i, x in enumerate(operands) if x is not None]
         self._count, first = len(given), given[0]
         # itemgetter(i) returns an item, not a tuple.
@@ -67,7 +69,7 @@ class Guard:
         return (
             self._check(*tensors)
             and len([x for x in operands if x is not None]) == self._count
-            and not [x for x in tensors if x.data_ptr() % 16]
+            and not [x for x in tensors if x.data_ptr() % self._alignment]
         )
 
 
@@ -79,6 +81,7 @@ class Call:
         others: what follows the tensors in the operator's arguments, what implementation the caller
             asked for last.
         backend: what runs it.
+        alignment: bytes that the operands' addresses are multiples of where they are aligned.
         is_kept: `recall` finds it.
         is_recorded: autograd records it, if it is kept.
         guard: recognises its operands, if it is kept and they are aligned.
@@ -96,15 +99,25 @@ class Call:
         name = "reference" if spec.is_empty else others[-1]
         self.spec, self.others = spec, others
         self.backend, _ = choose(name, operation, device, spec)
+        self.alignment = alignment_of(others[-1])
         self.is_kept = self.is_recorded = False
         self.guard: Guard | None = None
-        self._host = partial(run, self.backend.family.function(operation), spec, self.backend)
+        self._host = partial(run, self._function(operation), spec, self.backend)
         self._replay: Replay | None = None
 
     @property
     def is_new(self) -> bool:
         """Return True until it has run, if it is kept."""
         return self._replay is None
+
+    def _function(self, operation: str) -> Callable[..., Any]:
+        """Return the function of the family."""
+        family = self.backend.family
+        if family.is_foreign:
+            from torch_attn.foreign import function_of
+
+            return function_of(operation)
+        return family.function(operation)
 
     def __call__(self, *operands: Any) -> Any:
         """Run the operation; returns what `run` does, but for the type of a tuple."""
@@ -128,7 +141,7 @@ def _options_key(function: Hashable, options: tuple[Hashable, ...]) -> Key:
     return function, options, types, enabled, requested_target(), requested_configs()
 
 
-def _key(options_key: Key, operands: tuple[Any, ...]) -> Key | None:
+def _key(options_key: Key, operands: tuple[Any, ...], alignment: int) -> Key | None:
     """Return all that a call depends on but the operands' values.
 
     Returns:
@@ -142,13 +155,13 @@ def _key(options_key: Key, operands: tuple[Any, ...]) -> Key | None:
         or forward_ad._current_level >= 0
     ):
         return None
-    layouts = _layouts(operands)
+    layouts = _layouts(operands, alignment)
     if layouts is None:
         return None
     return options_key, layouts, is_recorded(operands)
 
 
-def _layouts(operands: tuple[Any, ...]) -> Key | None:
+def _layouts(operands: tuple[Any, ...], alignment: int) -> Key | None:
     """Return the operands' layouts, as a launch needs them; None if one is no plain CUDA tensor."""
     if type(operands[0]) not in _PLAIN or not operands[0].is_cuda:
         return None
@@ -158,7 +171,7 @@ def _layouts(operands: tuple[Any, ...]) -> Key | None:
             if x is None:
                 layouts.append(None)
             elif type(x) in _PLAIN and not (x.is_neg() or x._is_zerotensor()):
-                aligned = x.data_ptr() % 16 == 0
+                aligned = x.data_ptr() % alignment == 0
                 layouts.append((x.shape, x.stride(), x.dtype, x.get_device(), aligned))
             else:
                 return None
@@ -194,12 +207,12 @@ def recall(
         and forward_ad._current_level < 0
     ):
         return last
-    key = _key(options_key, operands)
+    key = _key(options_key, operands, alignment_of(options[-1]))
     call = None if key is None else _calls.get(key)
     if call is not None:
         _last[options_key] = call
         if call.guard is not None and not call.guard(operands):  # kept elsewhere in the dispatcher
-            call.guard = Guard(operands)
+            call.guard = Guard(operands, call.alignment)
     return call
 
 
@@ -213,15 +226,15 @@ def keep(
     if torch.compiler.is_compiling() or call.backend.target is None or not private.CAN_KEEP:
         return False
     options_key = _options_key(function, options)
-    key = _key(options_key, operands)
+    key = _key(options_key, operands, call.alignment)
     if key is None:
         return False
     if len(_calls) >= _CALLS_MAX:
         _calls.clear()
         _last.clear()
     call.is_recorded = is_recorded(operands)
-    if all(x is None or x.data_ptr() % 16 == 0 for x in operands):
-        call.guard = Guard(operands)
+    if all(x is None or x.data_ptr() % call.alignment == 0 for x in operands):
+        call.guard = Guard(operands, call.alignment)
     try:
         _calls[key] = _last[options_key] = call
     except TypeError:  # an option that has no hash

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 
+from torch_attn.operands import ALIGNED, COMPACT
 from torch_attn.targets import target_of
 from twin_attention.contract.validate import check_choice
 from twin_attention.targets import family
-from twin_attention.targets.family import Backend
+from twin_attention.targets.family import FOREIGN, Backend
 from twin_attention.targets.kernels import Spec
 
-Implementation = Literal["gluon", "triton", "reference"]
+Implementation = Literal["gluon", "triton", "reference", "mosaic"]
 IMPLEMENTATIONS = get_args(Implementation)
+_FOREIGN = frozenset(family.name for family in FOREIGN["torch_attn"])
 
 
 def check_implementation(implementation: Implementation | None) -> None:
@@ -37,3 +39,8 @@ def choose(
     target = None if implementation == "reference" else target_of(device)
     interpretable = device.type in ("cpu", "meta")
     return family.choose("torch_attn", implementation, operation, spec, target, interpretable)
+
+
+def alignment_of(implementation: Any) -> int:
+    """Return the bytes that operands' addresses are multiples of for compiled code."""
+    return COMPACT if implementation in _FOREIGN else ALIGNED

@@ -150,7 +150,7 @@ class FlashAttention(Attention):
         """Return the call of a backward, which follows from all tensors that it reads.
 
         Tensors that autograd saved may have come back in another layout: hooks may have moved them.
-        A family that is asked for by name reads copies of unaligned tensors.
+        A family that is asked for by name reads copies of tensors that its kernels cannot read.
 
         Raises:
             TypeError, ValueError: one has another dtype, shape or device than the forward had.
@@ -162,7 +162,7 @@ class FlashAttention(Attention):
         check_saved(operand("dout", dout), q, operand("out", out), operand("lse", lse))
         spec = replace(spec, row_max=False)  # the forward's alone
         if others[-1] is not None:
-            spec = replace(spec, rows_aligned=True)
+            spec = replace(spec, rows_aligned=True, compact=True)
         return Call("flash_bwd", self.run_backward, spec, dout.device, others)
 
     def _fake_backward(self, dout, dlse, *args):

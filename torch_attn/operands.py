@@ -11,6 +11,9 @@ from torch import Tensor
 
 from twin_attention.contract.validate import Operand, fail, not_a_tensor
 
+# Bytes, of whose multiples a tensor begins at one: for TMA and for Triton, and for kernels of JAX.
+ALIGNED, COMPACT = 16, 256
+
 
 def check_tensor(name: str, x: Any) -> None:
     """Refuse what is not a `torch.Tensor`."""
@@ -45,11 +48,7 @@ def operand(name: str, x: Tensor) -> Operand:
 def rows_aligned(*tensors: Tensor) -> bool:
     """Return True if each row of the tensors begins at a multiple of 16 bytes."""
     for x in tensors:
-        try:
-            start = x.data_ptr()
-        except RuntimeError:  # a fake tensor, or one of torch.func, has no address
-            start = x.storage_offset() * x.itemsize
-        if start % 16 or any(stride * x.itemsize % 16 for stride in x.stride()[:-1]):
+        if _start(x) % ALIGNED or any(stride * x.itemsize % ALIGNED for stride in x.stride()[:-1]):
             return False
     return True
 
@@ -57,6 +56,26 @@ def rows_aligned(*tensors: Tensor) -> bool:
 def aligned(x: Tensor) -> Tensor:
     """Return a tensor whose rows begin at multiples of 16 bytes: a copy of one whose do not."""
     return x if rows_aligned(x) else x.clone(memory_format=torch.contiguous_format)
+
+
+def is_compact(*tensors: Tensor) -> bool:
+    """Return True if each tensor lies in memory as an array of JAX does.
+
+    Its elements fill one block in the order of its axes, which begins at a multiple of 256 bytes.
+    """
+    return all(x.is_contiguous() and _start(x) % COMPACT == 0 for x in tensors)
+
+
+def compact(x: Tensor) -> Tensor:
+    """Return a tensor that is compact: a copy of one that is not."""
+    return x if is_compact(x) else x.clone(memory_format=torch.contiguous_format)
+
+
+def _start(x: Tensor) -> Any:
+    try:
+        return x.data_ptr()
+    except RuntimeError:  # a fake tensor, or one of torch.func, has no address
+        return x.storage_offset() * x.itemsize
 
 
 @cache

@@ -159,7 +159,8 @@ def flash_attention_varlen(
         return_row_max: return the largest score of each row as well, of the keys that it sees,
             after scale and softcap. Sinks do not count. It has no gradient.
         implementation: "gluon" (explicit kernels for SM80 and SM90), "triton"
-            (Triton kernels; on a CPU in Triton's interpreter), "reference" (plain torch in float32,
+            (Triton kernels; on a CPU in Triton's interpreter), "mosaic" (the kernels of pallas_attn
+            in Mosaic GPU, on torch's stream), "reference" (plain torch in float32,
             O(Tq · Tkv) memory), or None: the fastest kernels for the problem on a CUDA device, the
             reference elsewhere.
 

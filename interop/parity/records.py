@@ -213,6 +213,21 @@ def problem_text(problem: dict[str, Any]) -> str:
     return " ".join(words)
 
 
+def function_of(problem: dict[str, Any]) -> str:
+    """Return the public function that a case calls, from its fields."""
+    if "num_states" in problem:
+        return "merge_states"
+    if "page_size" in problem:
+        if "softcap" not in problem:
+            return "append_kv"
+        return "paged_decode" if problem.get("new_tokens") is None else "paged_attention"
+    if "dilation_rates" in problem:
+        return "dilated_attention"
+    if "tile_q" in problem:
+        return "block_sparse_attention"
+    return "flash_attention_varlen" if "lengths" in problem else "flash_attention"
+
+
 def worst(case: CaseResult, title: str) -> Comparison | None:
     """Return a lane's comparison with the largest ratio, None if there is none."""
     lane = [c for c in case.comparisons if c.title == title]

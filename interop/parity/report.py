@@ -4,19 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from html import escape
+from itertools import product
 from pathlib import Path
 
 from interop.parity.plot import ratio_plot
-from interop.parity.records import Comparison, Report, problem_text, worst, worst_of_all
+from interop.parity.records import (
+    CaseResult,
+    Comparison,
+    Report,
+    function_of,
+    problem_text,
+    worst,
+    worst_of_all,
+)
 from interop.parity.table import failures, ratio_text
 from interop.rendering.page import facts, figure, page
 from interop.rendering.tables import Cell, to_html
+from twin_attention.targets.family import families_of
 
 _INTRODUCTION = (
     "Both implementations ran on the same tensors. Each result is compared with a float64 oracle; "
     "its budget is a small multiple of what the plain formula loses in the inputs' dtype. Twins "
     "are compared with each other, and may differ by the sum of their budgets. A ratio above 1 "
     "fails."
+)
+_MATRIX = (
+    "Cases of a function that passed, of those that ran, and the largest error over its budget; a "
+    "family stands under its framework, and foreign ones have the other's kernels. Where two "
+    "frameworks ran the same kernels, so many results had the same bits."
 )
 _CAPTION = (
     "A dot is a case; within a lane the cases stand from top to bottom in the order they ran. The "
@@ -49,6 +64,9 @@ def _body(report: Report) -> Iterator[str]:
         yield f'<div class="failure"><b>{escape(case.name)}</b> {problem}<pre>{lines}</pre></div>'
     yield "<h2>Worst error / budget</h2>"
     yield _worst(report)
+    yield "<h2>Every kernel in every framework</h2>"
+    yield f"<p>{_MATRIX}</p>"
+    yield _matrix(report)
     yield "<h2>Error against budget</h2>"
     yield figure(ratio_plot(report), _CAPTION, "Every error over its budget, by output")
     yield "<h2>Cases</h2>"
@@ -67,6 +85,62 @@ def _worst(report: Report) -> str:
         rows.append([title, _ratio(c), c.output, case.name, str(count)])
         looks.append(c.status)
     return to_html(["comparison", "ratio", "output", "case", "cases"], rows, looks)
+
+
+def _matrix(report: Report) -> str:
+    """Return a row for each function, and a column for each family in a framework."""
+    subjects = list(dict.fromkeys(run.subject for case in report.cases for run in case.runs))
+    pairs = [(a, b) for a, b in product(subjects, subjects) if a < b and _run_the_same(a, b)]
+    rows = []
+    for function in dict.fromkeys(function_of(case.problem) for case in report.cases):
+        cases = [case for case in report.cases if function_of(case.problem) == function]
+        cells = [_passed(cases, subject) for subject in subjects]
+        rows.append([function, *cells, *(_equal_bits(cases, pair) for pair in pairs)])
+    titles = [*map(_family_title, subjects), *(f"same bits: {a} and {b}" for a, b in pairs)]
+    return to_html(["function", *titles], rows)
+
+
+def _passed(cases: list[CaseResult], subject: str) -> Cell:
+    runs = [(case, run) for case in cases for run in case.runs if run.subject == subject]
+    found = [c for case in cases for c in case.comparisons if c.title == subject]
+    if not runs:
+        return Cell("")
+    ok = [
+        run.error is None and all(c.ok for c in case.comparisons if c.title == subject)
+        for case, run in runs
+    ]
+    most = max((c.agreement.ratio for c in found), default=0.0)
+    text = f"{sum(ok)} of {len(ok)}, {ratio_text(most)}"
+    return Cell(text, "passed" if all(ok) else "failed")
+
+
+def _equal_bits(cases: list[CaseResult], pair: tuple[str, str]) -> Cell:
+    """Return how many results of a pair are equal, of those that were compared."""
+    both = [
+        c.agreement.max_error == 0 and c.agreement.finite
+        for case in cases
+        for c in case.comparisons
+        if {c.subject, c.against} == {*pair}
+    ]
+    return Cell(f"{sum(both)} of {len(both)}" if both else "")
+
+
+def _run_the_same(a: str, b: str) -> bool:
+    """Return True if two frameworks run the same kernels under these labels."""
+    return a.split()[0] != b.split()[0] and bool(_kernels(a) & _kernels(b))
+
+
+def _family_title(subject: str) -> str:
+    """Return a subject's label, with whose kernels a foreign family has."""
+    side = subject.split()[0]
+    packages = {package for package, _ in _kernels(subject)} - {side}
+    return f"{subject} ({', '.join(sorted(packages))})" if packages else subject
+
+
+def _kernels(subject: str) -> set[tuple[str, str]]:
+    """Return the package and the folder of the families of a subject's name."""
+    side, name, *_ = subject.split()
+    return {(x.package, x.folder) for x in families_of(side) if x.name == name and x.folder}
 
 
 def _cases(report: Report) -> str:

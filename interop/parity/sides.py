@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import product
 from typing import Any
@@ -88,8 +88,11 @@ def supports(subject: Subject, case: Case) -> bool:
     }  # fmt: skip
     operations = kinds.get(type(case), ("flash_fwd", "flash_bwd"))
     families = [x for x in families_of(subject.side) if x.name == subject.implementation]
+    spec = case.spec
+    if subject.side == "torch_attn" and getattr(case, "layout", None) == "strided":
+        spec = replace(spec, compact=False)
     return all(
-        any(family.supports(operation, case.spec, subject.target) is None for family in families)
+        any(family.supports(operation, spec, subject.target) is None for family in families)
         for operation in operations
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -9,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from pallas_attn.fusions import fusion
 from pallas_attn.kernels.library.mask import Mask, mask_of_keys, mask_of_queries
 from pallas_attn.kernels.library.sequences import (
     count_sequence_tiles,
@@ -60,9 +62,31 @@ class Sources(NamedTuple):
     dlse: Array | None
 
 
+class SumsOrder(NamedTuple):
+    """Describe in which order memory has the float32 sums [B, H, rows, columns] of a gradient.
+
+    A family adds products to sums in the order in which registers hold them. Its axes behind B and
+    H are tiles of rows, blocks of 8 columns, and those of `block`.
+
+    Attributes:
+        block: sizes of the last axes.
+        rows, columns: the axes that count rows, and those that count columns, the slowest first.
+    """
+
+    block: tuple[int, ...]
+    rows: tuple[int, ...]
+    columns: tuple[int, ...]
+
+    @property
+    def tile(self) -> int:
+        """Return the rows of a tile."""
+        return math.prod(self.block[axis - 2] for axis in self.rows[1:])
+
+
 Launch = Callable[..., Any]  # from inputs, problem, backend and `Mask`
 
 
+@fusion
 def prepare_rows(
     dout: Array,
     dlse: Array | None,
@@ -198,10 +222,8 @@ def make_flash_bwd(
         dq, dk, dv = without_batch(spec, dq, dk, dv)
         dsinks = None
         if operands.sinks is not None:
-            # Packed sequences have rows of lse2 and delta between them that are no query's.
             cu_seqlens_q = mask.offsets.cu_seqlens_q
-            exists = cu_seqlens_q is None or _rows_of_tiles(cu_seqlens_q, spec.seq_q)[1]
-            dsinks = sinks_gradient(operands.sinks, lse2, delta, exists)
+            dsinks = sinks_gradient(operands.sinks, lse2, delta, cu_seqlens_q, spec.seq_q)
         gradients = {"q": dq, "k": dk, "v": dv, "sinks": dsinks}
         if terms_gradients is not None and spec.terms:
             gradients |= terms_gradients(operands, inputs, mask, spec, backend)
@@ -211,31 +233,55 @@ def make_flash_bwd(
 
 
 def gradient_sums(batch: int, heads: int, rows: int, columns: int) -> jax.ShapeDtypeStruct:
-    """Return the type of a gradient's float32 sums; tiles of rows are in the family's order.
+    """Return the type of a gradient's float32 sums, which lie in the family's `SumsOrder`.
 
     A kernel's index of an axis has 32 bits: rows and columns are two.
     """
     return jax.ShapeDtypeStruct((batch, heads, rows, columns), jnp.float32)
 
 
+@fusion
 def gradient_of_sums(
-    ordered: Array, like: Array, scale: float = 1.0, cu_seqlens: Array | None = None
+    sums: Array,
+    order: SumsOrder,
+    like: Array,
+    scale: float = 1.0,
+    cu_seqlens: Array | None = None,
 ) -> Array:
     """Return the gradient of an operand from its sums.
 
     Args:
-        ordered: the sums [B, rows, H, columns] in the usual order; packed sequences begin tiles.
+        sums: [B, H, rows, columns]; packed sequences begin tiles of ROW_PADDING rows.
+        order: in which they lie.
         like: the operand [B, S, H, D].
         scale: a factor of the sums.
         cu_seqlens: offsets of packed sequences.
     """
+    batch, heads, padded_rows, columns = sums.shape
+    tiles = padded_rows // order.tile, columns // 8
+    blocks = sums.reshape(batch, heads, *tiles, *order.block)
+    axes = (0, *(2 + x for x in order.rows), 1, *(2 + x for x in order.columns))
+    ordered = blocks.transpose(axes).reshape(batch, padded_rows, heads, columns)
     _, rows, _, size = like.shape
     if cu_seqlens is not None:
         ordered = ordered[:, _rows_in_tiles(cu_seqlens, rows)]
     return (ordered[:, :rows, :, :size] * scale).astype(like.dtype)
 
 
-def sinks_gradient(sinks: Array, lse2: Array, delta: Array, exists: Array | bool = True) -> Array:
-    """Compute the gradient of the sinks [Hq] from lse2 and delta of all rows that exist."""
+@fusion
+def sinks_gradient(
+    sinks: Array, lse2: Array, delta: Array, cu_seqlens_q: Array | None = None, num_rows: int = 0
+) -> Array:
+    """Compute the gradient of the sinks [Hq] from lse2 and delta of all rows.
+
+    Packed sequences have rows of lse2 and delta between them that are no query's.
+
+    Args:
+        sinks: [Hq] float32.
+        lse2, delta: of `prepare_rows`.
+        cu_seqlens_q: offsets of packed sequences.
+        num_rows: of these.
+    """
+    exists = cu_seqlens_q is None or _rows_of_tiles(cu_seqlens_q, num_rows)[1]
     p = jnp.exp2(sinks[:, None] * LOG2E - lse2)
     return -jnp.sum(jnp.where(exists, p * delta, 0.0), (0, 2))

@@ -32,6 +32,7 @@ SPEC = AttentionSpec(1, 64, 64, 2, 2, 64, 64, "bfloat16", 0.125)
 DECODE = DecodeSpec(1, 1, 2, PagedCache(3, 16, 4, 2, 64, 64, "bfloat16"), "bfloat16", 0.125)
 MOSAIC, MOSAIC_SM90, PAGED, TRITON, REFERENCE = FAMILIES["pallas_attn"]
 GLUON, GLUON_SM90, TORCH_TRITON = FOREIGN["pallas_attn"]
+IN_TORCH, IN_TORCH_SM90 = FOREIGN["torch_attn"]
 PROBLEMS = {
     "triton": [(TRITON, "flash_fwd", SPEC, "sm80"), (TRITON, "paged_decode", DECODE, "sm90")],
     "foreign": [
@@ -39,6 +40,7 @@ PROBLEMS = {
         (GLUON_SM90, "flash_bwd", SPEC, "sm90"),
         (TORCH_TRITON, "flash_fwd", SPEC, "sm90"),
     ],
+    "in_torch": [(IN_TORCH, "flash_fwd", SPEC, "sm80"), (IN_TORCH_SM90, "flash_bwd", SPEC, "sm90")],
     "mosaic": [
         (MOSAIC, "flash_fwd", SPEC, "sm80"),
         (MOSAIC_SM90, "flash_bwd", SPEC, "sm90"),
@@ -71,7 +73,7 @@ def without(monkeypatch):
 
 @pytest.mark.parametrize(("group", "place", "name"), NAMES, ids=lambda x: x)
 def test_a_family_that_lacks_a_name_says_so(group, place, name, without, monkeypatch):
-    monkeypatch.setattr(family, "_older_jax", lambda: None)
+    monkeypatch.setattr(family, "_older_jax", lambda *_: None)
     for gone in (name, None):
         without(place, gone)
         for found, *problem in PROBLEMS[group]:
@@ -203,7 +205,7 @@ def _used():
 def test_every_attribute_that_the_files_use_is_in_the_table():
     used = defaultdict(set)
     for file, modules in _used().items():
-        others = "foreign" if file.name == "triton_call.py" else "triton"
+        others = {"triton_call.py": "foreign", "ahead.py": "in_torch"}.get(file.name, "triton")
         group = "mosaic" if "kernels" in file.parts else others
         for module, names in modules.items():
             used[group, module] |= names

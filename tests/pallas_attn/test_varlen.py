@@ -10,11 +10,17 @@ from jax.experimental import pallas as pl
 
 from pallas_attn import check_offsets, explain, flash_attention, flash_attention_varlen
 from pallas_attn.kernels.explicit import sequences as scalars
-from pallas_attn.kernels.gradients import gradient_of_sums, prepare_rows, sinks_gradient
+from pallas_attn.kernels.gradients import (
+    SumsOrder,
+    gradient_of_sums,
+    prepare_rows,
+    sinks_gradient,
+)
 from pallas_attn.kernels.library import sequences as library
 from pallas_attn.kernels.library.mask import mask_of_keys
 from pallas_attn.kernels.library.sequences import count_sequence_tiles
 from pallas_attn.kernels.library.softmax import LOG2E
+from pallas_attn.kernels.library.tiles import ROW_PADDING
 from pallas_attn.kernels.portable.flash_bwd import launch_preprocess
 from pallas_attn.operands import operand
 from twin_attention.contract import reference
@@ -235,9 +241,10 @@ def test_rows_by_xla_are_those_of_the_kernel(problems):
     want = launch_preprocess(*arguments, spec, portable_backend("pallas_attn", None), mask)
     np.testing.assert_array_equal(lse2, want[0])
     np.testing.assert_allclose(delta, want[1], atol=1e-5)
-    numbers = jnp.arange(lse2.shape[2])[None, :, None, None]
+    numbers = jnp.broadcast_to(jnp.arange(lse2.shape[2])[:, None], (1, 1, lse2.shape[2], 8))
     like = jax.ShapeDtypeStruct((1, TOKENS_Q, 1, 1), "int32")
-    rows = gradient_of_sums(numbers, like, 1.0, cu_q)[0, :, 0, 0]
+    row_after_row = SumsOrder((8,), rows=(0,), columns=(1, 2))
+    rows = gradient_of_sums(numbers, row_after_row, like, 1.0, cu_q)[0, :, 0, 0]
     saw_a_key = lse > -jnp.inf
     np.testing.assert_array_equal(lse2[0][:, rows][saw_a_key], (lse * LOG2E)[saw_a_key])
 
@@ -259,7 +266,10 @@ def test_explain(problems):
 
 
 def test_rows_that_do_not_exist_may_hold_anything_for_the_sinks():
-    lse2, delta = jnp.ones((2, 1, 3, 4)).at[..., 2:].set(jnp.nan)
-    sinks, exists = jnp.ones(3), jnp.arange(4) < 2
-    got = sinks_gradient(sinks, lse2, delta, exists)
-    np.testing.assert_array_equal(got, sinks_gradient(sinks, lse2[..., :2], delta[..., :2]))
+    offsets, num_rows = jnp.array([0, 2], jnp.int32), 2
+    padded = count_sequence_tiles(num_rows, 1, ROW_PADDING) * ROW_PADDING
+    lse2, delta = jnp.full((2, 1, 3, padded), jnp.nan).at[..., :num_rows].set(1.0)
+    sinks = jnp.ones(3)
+    got = sinks_gradient(sinks, lse2, delta, offsets, num_rows)
+    dense = sinks_gradient(sinks, lse2[..., :num_rows], delta[..., :num_rows])
+    np.testing.assert_array_equal(got, dense)

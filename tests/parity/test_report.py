@@ -21,6 +21,7 @@ from interop.parity.records import (
     Comparison,
     Report,
     RunRecord,
+    function_of,
     problem_text,
     title,
 )
@@ -163,3 +164,36 @@ def test_an_append_in_one_line():
 def test_every_case_has_a_line(suite):
     for case in (case for kind in KINDS for case in kind(suite)):
         assert case.dtype in problem_text(asdict(case)), case.name
+
+
+def test_the_matrix_has_every_family_in_every_framework():
+    ours, theirs = "torch_attn mosaic sm90", "pallas_attn mosaic sm90"
+    equal = replace(GOOD, max_error=0.0, rmse=0.0)
+    comparisons = [
+        *(Comparison(subject, ORACLE, "out", GOOD) for subject in (ours, theirs)),
+        Comparison(ours, theirs, "out", equal),
+        Comparison(ours, theirs, "dq", GOOD),
+    ]
+    runs = [RunRecord(ours, 1.5, "mosaic"), RunRecord(theirs, error="ValueError: no")]
+    case = CaseResult("case", asdict(FlashCase("case")), 2.0, runs, comparisons)
+    page = to_page(report(case))
+    matrix = page.partition("Every kernel in every framework</h2>")[2].partition("<h2>")[0]
+    assert f">{ours} (pallas_attn)" in matrix
+    assert f"same bits: {ours} and {theirs}" in matrix or f"{theirs} and {ours}" in matrix
+    cells = re.findall(r"<td[^>]*>([^<]*)", matrix)
+    assert cells[0].strip() == "flash_attention"
+    assert [cell.strip() for cell in cells[1:]] == ["1 of 1, 0.50", "0 of 1, 0.50", "1 of 2"]
+
+
+@pytest.mark.parametrize("suite", SUITES)
+def test_every_case_is_one_of_a_function(suite):
+    names = {
+        "FlashCase": "flash_attention", "VarlenCase": "flash_attention_varlen",
+        "BlockSparseCase": "block_sparse_attention", "DilatedCase": "dilated_attention",
+        "DecodeCase": "paged_decode", "PagedCase": "paged_attention", "AppendCase": "append_kv",
+        "MergeCase": "merge_states",
+    }  # fmt: skip
+    for cases in KINDS:
+        for case in cases(suite):
+            want = names.get(type(case).__name__, "flash_attention")
+            assert function_of(asdict(case)) == want, case

@@ -33,6 +33,7 @@ def test_explicit_kernels_run_for_their_target_alone():
     of_sm80 = [
         "torch_attn gluon sm80",
         "pallas_attn gluon sm80",
+        "torch_attn mosaic sm80",
         "pallas_attn mosaic sm80",
         "torch_attn triton sm80",
         "pallas_attn triton sm80",
@@ -40,6 +41,7 @@ def test_explicit_kernels_run_for_their_target_alone():
     of_sm90 = [
         "torch_attn gluon sm90",
         "pallas_attn gluon sm90",
+        "torch_attn mosaic sm90",
         "pallas_attn mosaic sm90",
         "torch_attn triton sm90",
         "pallas_attn triton sm90",

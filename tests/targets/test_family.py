@@ -385,8 +385,8 @@ def test_a_backward_may_be_another_familys(fast, monkeypatch):
     assert (said.implementation, [*said.configs]) == ("fast", ["flash_fwd"])
     assert said.backward.startswith("triton (compiled, sm80 code on a card): the first")
     lines = str(said).splitlines()
-    assert lines[2].startswith("  backward: triton (")
-    assert lines[4].startswith("    flash_bwd_preprocess: ")
+    assert lines[3].startswith("  backward: triton (")
+    assert lines[5].startswith("    flash_bwd_preprocess: ")
     asked = described("torch_attn", "sm80", SPEC, "fast")
     assert asked.backward.endswith("got 'fast': it has no backward")
     assert described("torch_attn", "sm80", SPEC, "triton").backward is None

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from torch_attn import append_kv, calls, flash_attention, paged_decode
 from torch_attn.calls import Call, Guard, is_recorded, keep, recall
-from torch_attn.dispatch import choose
+from torch_attn.dispatch import alignment_of, choose
 from torch_attn.flash_ops import DENSE
 from twin_attention.contract.operands import FlashOperands
 from twin_attention.contract.spec import AttentionSpec, FlashOptions
@@ -44,7 +44,7 @@ class Fake:
 def gpu(monkeypatch):
     """A machine with a GPU as far as calls are concerned."""
     monkeypatch.setattr(calls, "_PLAIN", (Fake,))
-    monkeypatch.setattr(calls, "Guard", lambda operands: lambda others: False)
+    monkeypatch.setattr(calls, "Guard", lambda *_: lambda others: False)
     monkeypatch.setattr(calls, "_calls", {})
     monkeypatch.setattr(calls, "_last", {})
     monkeypatch.setattr("torch_attn.targets._properties", lambda device: ((9, 0), 132, 227 * 1024))
@@ -63,6 +63,20 @@ def test_the_same_call_is_recognised(gpu):
     assert (call.spec, call.backend.target, call.backend.family.name) == (SPEC, "sm90", "gluon")
     assert recall("g", (Fake(), None), OPTIONS) is None
     assert recall("f", (Fake(), Fake()), OPTIONS) is None
+
+
+def test_calls_of_kernels_of_jax_are_recognised_at_multiples_of_256_bytes(gpu):
+    options = (*OPTIONS[:-1], "mosaic")
+    call = Call("flash_fwd", DENSE.run, SPEC, torch.device("cuda", 0), (None,))
+    call.alignment = alignment_of("mosaic")
+    assert keep("f", (Fake(pointer=512),), options, call)
+    assert recall("f", (Fake(pointer=1024),), options) is call
+    assert recall("f", (Fake(pointer=528),), options) is None
+    memory = torch.zeros(256)
+    start = -memory.data_ptr() % 256 // 4
+    of_start, at_16, at_256 = (memory[start + i :][:64] for i in (0, 4, 64))
+    assert [Guard((of_start,), 256)((x,)) for x in (at_256, at_16)] == [True, False]
+    assert Guard((of_start,))((at_16,))
 
 
 @pytest.mark.parametrize(

@@ -164,6 +164,8 @@ class AttentionSpec:
         deterministic: a backward gives the same bits every time; False allows sums in any order.
         precision: how float32 operands multiply, a `Precision`; "ieee" in 16 bits.
         rows_aligned: every row of the operands begins at a multiple of 16 bytes, as TMA wants it.
+        compact: q, k and v lie in memory as arrays of JAX do: each fills one block, in the order of
+            its axes, from a multiple of 256 bytes on.
         segmented: there are segment ids. Which keys they hide is data on the device.
         tree: keys have ends. Where these are is data on the device.
         depths: the window's left side counts depths, which are data on the device, in place of
@@ -188,6 +190,7 @@ class AttentionSpec:
     deterministic: bool = False
     precision: Precision = "ieee"
     rows_aligned: bool = True
+    compact: bool = True
     segmented: bool = False
     tree: bool = False
     depths: bool = False

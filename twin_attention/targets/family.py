@@ -9,6 +9,7 @@ several targets, or operations, each a family of its own.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -17,7 +18,7 @@ from importlib.metadata import version
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
-from twin_attention.contract.spec import AttentionSpec, PartialSpec
+from twin_attention.contract.spec import AttentionSpec, BlockSparseSpec, PartialSpec
 from twin_attention.contract.validate import fail
 from twin_attention.targets import foreign, paged, sm80, sm90
 from twin_attention.targets.config import (
@@ -142,6 +143,39 @@ def _jax_runs(
     return supported
 
 
+def _torch_runs(
+    supports: Callable[[str, Spec, str | None], str | None],
+) -> Callable[[str, Spec, str | None], str | None]:
+    """Return what a family of `pallas_attn` supports where PyTorch launches its kernels."""
+
+    def supported(operation: str, spec: Spec, target: str | None) -> str | None:
+        if not isinstance(spec, AttentionSpec) or isinstance(spec, BlockSparseSpec | PartialSpec):
+            return "PyTorch launches its kernels of dense and packed flash attention alone"
+        if not spec.compact:
+            return (
+                "its kernels read contiguous tensors that begin at multiples of 256 bytes, as "
+                "arrays of JAX do"
+            )
+        if find_spec("jax") is None:
+            return "jax is not installed, which compiles its kernels (pip install 'jax[cuda13]')"
+        return (
+            _older_jax((0, 11, 2))
+            or _missing_names("in_torch")
+            or supports(operation, spec, target)
+            or _import_error("pallas_attn.outline")
+            or _no_plugin()
+        )
+
+    return supported
+
+
+def _no_plugin() -> str | None:
+    """Return what JAX lacks for kernels to be compiled, None for nothing."""
+    if import_module("pallas_attn.ahead").plugin() is None:
+        return "JAX's CUDA plugin, which compiles its kernels, is not installed"
+    return None
+
+
 def _missing_names(group: str) -> str | None:
     """Return which private names of JAX or Triton the kernels of `pallas_attn` lack."""
     return import_module("pallas_attn.private").missing(group)
@@ -199,11 +233,11 @@ def _mosaic_paged_supports(operation: str, spec: Spec, target: str | None) -> st
 
 
 @cache
-def _older_jax() -> str | None:
+def _older_jax(needed: tuple[int, ...] = (0, 11)) -> str | None:
     """Return what JAX's version lacks for Mosaic GPU kernels, None for nothing."""
     found = version("jax")
-    if tuple(map(int, found.split(".")[:2])) < (0, 11):
-        return f"its kernels need jax 0.11 or newer, not {found}"
+    if tuple(map(int, re.findall(r"\d+", found)[: len(needed)])) < needed:
+        return f"its kernels need jax {'.'.join(map(str, needed))} or newer, not {found}"
     return None
 
 
@@ -243,7 +277,10 @@ FAMILIES = {
 
 # Families of the other side that a side launches too.
 FOREIGN = {
-    "torch_attn": (),
+    "torch_attn": tuple(
+        Family("mosaic", "pallas_attn", folder, supports=_torch_runs(supports), is_foreign=True)
+        for folder, supports in (("sm80", _mosaic_sm80_supports), ("sm90", _mosaic_sm90_supports))
+    ),
     "pallas_attn": tuple(
         Family(
             name, "torch_attn", folder, supports=_jax_runs(supports), is_foreign=True, faster=faster

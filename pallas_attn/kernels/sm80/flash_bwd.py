@@ -44,6 +44,7 @@ from pallas_attn.kernels.explicit.rows import load_vector
 from pallas_attn.kernels.explicit.sequences import locate_tile
 from pallas_attn.kernels.explicit.steps import step_start
 from pallas_attn.kernels.gradients import (
+    SumsOrder,
     gradient_of_sums,
     gradient_sums,
     make_flash_bwd,
@@ -57,6 +58,9 @@ from pallas_attn.kernels.library.sequences import (
 from pallas_attn.kernels.library.tiles import ROW_PADDING, visible_tiles
 from twin_attention.contract.spec import Window
 from twin_attention.targets.sm80 import PROGRAMS_OF_SM
+
+# Of `add_to_sums`, behind tiles and blocks: half of 16 rows, column of a pair, row, pair.
+ORDER = SumsOrder((2, 2, 8, 4), rows=(0, 2, 4), columns=(1, 5, 3))
 
 
 def flash_bwd_dq_kernel(
@@ -446,7 +450,7 @@ def launch_dq(inputs, spec, backend, mask):
 def launch_fused(inputs, spec, backend, mask):
     """Call `flash_bwd_dkdv_kernel` with sums for dq; returns dq, dk and dv."""
     dk, dv, sums = launch_dkdv(inputs, spec, backend, mask, name="flash_bwd_fused")
-    dq = gradient_of_sums(order_sums(sums), inputs.q, spec.scale, mask.offsets.cu_seqlens_q)
+    dq = gradient_of_sums(sums, ORDER, inputs.q, spec.scale, mask.offsets.cu_seqlens_q)
     return dq, dk, dv
 
 
@@ -489,14 +493,6 @@ def launch_dkdv(inputs, spec, backend, mask, name="flash_bwd_dkdv"):
         backend,
         num_sums=1 if dq_sum else 0,
     )
-
-
-def order_sums(sums):
-    """Return what `add_to_sums` added up, [B, H, rows, columns], as [B, rows, H, columns]."""
-    batch, heads, rows, columns = sums.shape
-    blocks = sums.reshape(batch, heads, rows // 16, columns // 8, 2, 2, 8, 4)
-    ordered = blocks.transpose(0, 2, 4, 6, 1, 3, 7, 5)
-    return ordered.reshape(batch, rows, heads, columns)
 
 
 flash_bwd = make_flash_bwd(prepare_rows, launch_dq, launch_dkdv, launch_fused)

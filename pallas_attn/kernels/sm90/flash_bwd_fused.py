@@ -32,7 +32,12 @@ from pallas_attn.kernels.explicit.wgmma import (
 from pallas_attn.kernels.explicit.wgmma_launch import Problem, launch
 from pallas_attn.kernels.explicit.wgmma_scores import hide_queries, visible_scores
 from pallas_attn.kernels.explicit.wgmma_sums import add_dq, add_to_sums, write_dq
-from pallas_attn.kernels.gradients import Inputs, gradient_of_sums, gradient_sums
+from pallas_attn.kernels.gradients import (
+    Inputs,
+    SumsOrder,
+    gradient_of_sums,
+    gradient_sums,
+)
 from pallas_attn.kernels.library.tiles import ROW_PADDING
 from pallas_attn.kernels.sm90.gradient_tiles import value_columns
 from pallas_attn.kernels.sm90.keys import (
@@ -51,6 +56,8 @@ from twin_attention.targets.steps import exchange_sides, splits_group
 # Named barriers beside those of `barriers`: for each consumer's part of dq, when it is written
 # and when free. Threads that meet there: a consumer's and those of the warp that adds.
 DQ_WRITTEN, DQ_FREE, ADDERS = 7, 9, 128 + 32
+# Of `add_to_sums`, behind tiles and blocks: warp, row, column pair, half of 16 rows, column.
+ORDER = SumsOrder((4, 8, 4, 2, 2), rows=(0, 2, 5, 3), columns=(1, 4, 6))
 
 
 class Outputs(NamedTuple):
@@ -555,17 +562,8 @@ def launch_fused(inputs, spec, backend, _masks):
     )
     if is_split:
         dq, dk, dv = results
-        dk = gradient_of_sums(order_sums(dk), inputs.k, spec.scale)
-        dv = gradient_of_sums(order_sums(dv), inputs.v)
+        dk = gradient_of_sums(dk, ORDER, inputs.k, spec.scale)
+        dv = gradient_of_sums(dv, ORDER, inputs.v)
     else:
         dk, dv, dq = results
-    return gradient_of_sums(order_sums(dq), inputs.q, spec.scale), dk, dv
-
-
-def order_sums(sums):
-    """Return what `add_to_sums` added up, [B, H, rows, columns], as [B, rows, H, columns]."""
-    batch, heads, rows, columns = sums.shape
-    # tile, 8 columns, warp, row, column pair, half of 16 rows, column of the pair
-    blocks = sums.reshape(batch, heads, rows // 64, columns // 8, 4, 8, 4, 2, 2)
-    ordered = blocks.transpose(0, 2, 4, 7, 5, 1, 3, 6, 8)
-    return ordered.reshape(batch, rows, heads, columns)
+    return gradient_of_sums(dq, ORDER, inputs.q, spec.scale), dk, dv

@@ -1,0 +1,37 @@
+"""One model trains in both frameworks, each with the other's kernels where it can."""
+
+import numpy as np
+import pytest
+
+pytest.importorskip("flax")
+
+from examples import text_model, two_frameworks_training
+from examples.two_frameworks_training import KERNELS, train_in_both
+
+
+def test_both_frameworks_have_the_same_losses(monkeypatch, capsys, torch_device):
+    """By the reference on a CPU: interpreters would take a quarter of a minute."""
+    monkeypatch.setattr(text_model, "BATCH", 2)
+    if torch_device == "cpu":
+        for framework, (foreign, _, reference) in KERNELS.items():
+            monkeypatch.setitem(KERNELS, framework, (foreign, reference))
+    losses, tolerance = train_in_both(steps=2)
+    (first, second), names = losses.values(), [*losses]
+    assert first[0] > first[1]
+    np.testing.assert_allclose(first, second, rtol=0, atol=tolerance)
+    printed = capsys.readouterr().out
+    if torch_device == "cpu":
+        assert names == ["torch reference", "jax reference"]
+        assert "torch: no mosaic: implementation: expected" in printed
+        assert "jax: no gluon: implementation: expected" in printed
+
+
+@pytest.mark.parametrize(("other", "code"), [(0, 0), (1, 1)])
+def test_the_command_prints_the_losses_and_says_whether_they_agree(
+    other, code, monkeypatch, capsys
+):
+    losses = {"torch mosaic": [2.0, 1.0], "jax gluon": [2.0, 1.0 + other]}
+    monkeypatch.setattr(two_frameworks_training, "train_in_both", lambda: (losses, 1e-3))
+    assert two_frameworks_training.main() == code
+    printed = capsys.readouterr().out.splitlines()
+    assert [line.split()[:2] for line in printed] == [["torch", "mosaic"], ["jax", "gluon"]]

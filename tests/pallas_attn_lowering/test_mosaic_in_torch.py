@@ -1,0 +1,112 @@
+"""Mosaic GPU kernels outlined and lowered for `torch_attn`, on any machine.
+
+They guard what `pallas_attn.ahead` finds in a lowered program. When one fails after an update of
+JAX, compare ``jax/_src/pallas/mosaic_gpu/torch.py``, which finds the same.
+"""
+
+from dataclasses import replace
+from itertools import product
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from tuning.static.operands import flash_operands
+from twin_attention.contract.spec import AttentionSpec, VarlenSpec, Window
+from twin_attention.targets.family import FOREIGN, Backend
+
+SPEC = AttentionSpec(2, 300, 300, 4, 2, 128, 128, "bfloat16", 0.1, Window(None, 0))
+FAMILIES = {family.folder: family for family in FOREIGN["torch_attn"]}
+if (reason := FAMILIES["sm80"].supports("flash_fwd", SPEC, "sm80")) is not None:
+    pytest.skip(reason, allow_module_level=True)
+
+from pallas_attn.ahead import lower_ahead  # noqa: E402
+from pallas_attn.outline import outline  # noqa: E402
+
+FULL, GRADIENTS = ["full"] * 3, ["gradient_of_sums"] * 3
+
+
+class Card(NamedTuple):
+    """A card with the memory of its target."""
+
+    capability: int
+    num_sms: int = 132
+    shared_memory: int = 232448
+
+
+def packed(spec, lengths=3):
+    fields = vars(spec) | {"batch": 1}
+    return VarlenSpec(**fields, num_sequences=lengths)
+
+
+def outline_of(spec, target, operation, sinks=False, dlse=True):
+    """Return the outline of a forward or of a backward."""
+    family = FAMILIES[target]
+    operands = flash_operands(spec, lambda dtype, *shape: of(shape, dtype), sinks)
+    if operation == "flash_bwd":
+        batch = () if isinstance(spec, VarlenSpec) else (spec.batch,)
+        out = of((*batch, spec.seq_q, spec.heads_q, spec.head_dim_v), spec.dtype)
+        lse = of((*batch, spec.heads_q, spec.seq_q), "float32")
+        given = (out, lse if dlse else None, operands, out, lse)
+    else:
+        given = (operands,)
+    function, backend = family.function(operation), Backend(family, target)
+    card = Card(int(target.removeprefix("sm")))
+    return outline(lambda *x: function(*x, spec, backend), given, card)
+
+
+def of(shape, dtype):
+    return jax.ShapeDtypeStruct(tuple(shape), jnp.dtype(dtype))
+
+
+def names(found):
+    return [getattr(step, "name", "kernel") for step in found.steps]
+
+
+@pytest.mark.parametrize(
+    ("target", "deterministic", "expected"),
+    [
+        ("sm90", True, ["kernel", "kernel", "sinks_gradient"]),
+        (
+            "sm90",
+            False,
+            ["prepare_rows", *FULL, "kernel", *GRADIENTS, "sinks_gradient"],
+        ),
+        ("sm80", True, ["prepare_rows", "kernel", "kernel", "sinks_gradient"]),
+        ("sm80", False, ["prepare_rows", "full", "kernel", "gradient_of_sums", "sinks_gradient"]),
+    ],
+)
+def test_the_steps_of_a_backward(target, deterministic, expected):
+    # Of one kv head and a short batch, programs share tiles of keys.
+    spec = replace(SPEC, batch=1, seq_q=2100, seq_kv=2100, heads_kv=1, deterministic=deterministic)
+    found = outline_of(spec, target, "flash_bwd", sinks=True)
+    assert names(found) == expected
+    kernels = [step for step in found.steps if hasattr(step, "call")]
+    aliased = [step.num_aliased for step in kernels]
+    assert aliased == [expected.count("full")] if not deterministic else [0, 0]
+    for kernel, count in zip(kernels, aliased, strict=True):
+        for i in range(-count, 0):
+            before, after = kernel.operands[i], kernel.results[i]
+            assert (before.shape, before.dtype) == (after.shape, after.dtype)
+
+
+@pytest.mark.parametrize("target", FAMILIES)
+def test_nothing_else_is_between_kernels(target):
+    heads = ((64, 64), (96, 40), (256, 256)) if target == "sm90" else ((64, 72),)
+    for head_dims, is_packed, dlse in product(heads, (False, True), (False, True)):
+        spec = replace(SPEC, head_dim=head_dims[0], head_dim_v=head_dims[1])
+        spec = packed(spec) if is_packed else spec
+        for operation in ("flash_fwd", "flash_bwd"):
+            if FAMILIES[target].supports(operation, spec, target) is None:
+                found = outline_of(spec, target, operation, sinks=dlse, dlse=dlse)
+                assert "kernel" in names(found)
+
+
+def test_a_kernel_is_lowered_to_its_module():
+    for target in FAMILIES:
+        found = outline_of(replace(SPEC, head_dim=64, head_dim_v=64), target, "flash_fwd")
+        (kernel,) = (step for step in found.steps if hasattr(step, "call"))
+        module = lower_ahead(kernel.call)
+        assert module.startswith(b"ML\xefR")  # MLIR's bytecode
+        assert b"flash_fwd_mosaic_gpu" in module

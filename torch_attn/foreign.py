@@ -1,0 +1,284 @@
+"""Run a family of `pallas_attn` inside torch: its kernels in Mosaic GPU, on torch's current stream.
+
+The family's host function is traced once for operands of given shapes (`pallas_attn.outline`), and
+each of its kernels is compiled by JAX's CUDA plugin (`torch_attn.mosaic_call`). A call then
+allocates and launches what the outline says, so that torch's allocator, its streams, its CUDA
+graphs and `torch_attn.replay` see what they see of any other family. What XLA fuses between the
+kernels, torch has kernels for. JAX is imported when a family is asked for; it runs nothing.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+from importlib import import_module
+from math import inf
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from torch_attn.kernels.gradients import sinks_gradient
+from torch_attn.kernels.ordered_sums import gradient_of_sums, rows_of_sequences
+from torch_attn.kernels.preprocess import preprocess
+from torch_attn.launch import tensors_of
+from torch_attn.layouts import leaves, replace_leaves
+from torch_attn.mosaic_call import compile_module, launcher_of
+from torch_attn.operands import compact, dtype_name
+from torch_attn.replay import Launcher, current_capture
+from torch_attn.targets import card_of
+from twin_attention.contract.spec import AttentionSpec, VarlenSpec
+from twin_attention.contract.validate import fail
+from twin_attention.targets.config import repeat_configs, requested_configs
+from twin_attention.targets.family import Backend, portable_backend
+
+
+@dataclass(frozen=True)
+class _Type:
+    """An operand as an outline depends on it."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+
+class _Launch(NamedTuple):
+    """A kernel's launch.
+
+    Attributes:
+        launcher: launches it with the addresses of the tensors.
+        tensors: the values that it reads, and then those that it writes.
+        results: the values that it writes, and for each whose memory it takes; None for new memory.
+    """
+
+    launcher: Launcher
+    tensors: tuple[Any, ...]
+    results: tuple[tuple[Any, Any], ...]
+
+
+def function_of(operation: str) -> Callable[..., Any]:
+    """Return what runs an operation of a family of `pallas_attn`, such as "flash_fwd".
+
+    It is called as the family's own function is, on tensors. One that is not compact, as arrays of
+    JAX are, is copied.
+    """
+    return partial(_run, operation)
+
+
+def _run(operation: str, *arguments: Any) -> Any:
+    *given, spec, backend = arguments
+    operands = tuple(replace_leaves(tuple(given), lambda x: None if x is None else compact(x)))
+    tensors = tensors_of(operands)
+    device = tensors[0].device
+    types = replace_leaves(operands, _type_of)
+    capture = current_capture()
+    with torch.cuda.device(device):
+        planned = partial(plan, operation, types, spec, backend, device, requested_configs())
+        if capture is None:
+            steps, results = planned()
+        else:
+            with capture.paused():
+                steps, results = planned()
+    values = dict(enumerate(tensors))
+    with torch.cuda.device(device):
+        for step in steps:
+            if isinstance(step, _Launch):
+                _launch(step, values, tensors[0])
+            else:
+                _operate(step, values, tensors[0], spec, backend)
+    return _replace(results, values)
+
+
+def _type_of(x: Tensor | None) -> _Type | None:
+    return None if x is None else _Type(tuple(x.shape), dtype_name(x.dtype))
+
+
+def _launch(step: _Launch, values: dict[int, Tensor], like: Tensor) -> None:
+    for result, source in step.results:
+        values[result.number] = (
+            new_tensor(result, like) if source is None else values[source.number]
+        )
+    tensors = tuple(values[x.number] for x in step.tensors)
+    stream = torch.cuda.current_stream().cuda_stream
+    step.launcher(stream, tuple(x.data_ptr() for x in tensors))
+    capture = current_capture()
+    if capture is not None:
+        capture.add(step.launcher, tensors)
+
+
+def _operate(
+    step: Any, values: dict[int, Tensor], like: Tensor, spec: AttentionSpec, backend: Backend
+) -> None:
+    """Do what XLA does between kernels."""
+    args = _replace(step.args, values)
+    results = step.results
+    if step.name == "full":
+        (number,) = args
+        found = new_tensor(results[0], like)
+        computed: tuple[Tensor, ...] = (found.zero_() if number == 0 else found.fill_(number),)
+    elif step.name == "reshape":
+        computed = (args[0].view(results[0].shape),)
+    else:
+        new = tuple(new_tensor(x, like) for x in results)
+        computed = FUSIONS[step.name](*args, new=new, problem=spec, target=backend.target)
+    for result, x in zip(results, computed, strict=True):
+        values[result.number] = x
+
+
+def _prepare_rows(
+    dout: Tensor,
+    dlse: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    _spec: AttentionSpec,
+    _backend: Backend,
+    mask: Any,
+    *,
+    new: tuple[Tensor, ...],
+    problem: AttentionSpec,
+    target: str,
+) -> tuple[Tensor, ...]:
+    """Compute lse2 and delta of every row."""
+    lse2, delta = new
+    if isinstance(problem, VarlenSpec):  # the kernel takes no batch axis
+        dout, out = dout.squeeze(0), out.squeeze(0)
+    backend = portable_backend("torch_attn", target)
+    offsets = mask.offsets.cu_seqlens_q
+    preprocess(dout, out, lse, dlse, lse2, delta, problem, backend, offsets, None)
+    return new
+
+
+def _gradient_of_sums(
+    sums: Tensor,
+    order: Any,
+    _like: Tensor,
+    scale: float = 1.0,
+    cu_seqlens: Tensor | None = None,
+    *,
+    new: tuple[Tensor, ...],
+    problem: AttentionSpec,
+    target: str,
+) -> tuple[Tensor, ...]:
+    """Scale and order the sums of a gradient."""
+    (gradient,) = new
+    _, seq, heads, head_dim = gradient.shape
+    own = replace(problem, seq_q=seq, heads_q=heads, head_dim=head_dim, scale=scale)
+    backend = portable_backend("torch_attn", target)
+    gradient_of_sums(sums, gradient, cu_seqlens, order, own, backend)
+    return new
+
+
+def _sinks_gradient(
+    sinks: Tensor,
+    lse2: Tensor,
+    delta: Tensor,
+    cu_seqlens_q: Tensor | None = None,
+    num_rows: int = 0,
+    **_: Any,
+) -> tuple[Tensor, ...]:
+    """Compute the gradient of the sinks."""
+    if cu_seqlens_q is not None:
+        exists = rows_of_sequences(cu_seqlens_q, num_rows, lse2.shape[-1])
+        lse2, delta = (x.masked_fill(~exists, value) for x, value in ((lse2, inf), (delta, 0.0)))
+    found = sinks_gradient(sinks, lse2, delta)
+    assert found is not None
+    return (found,)
+
+
+# What XLA makes kernels of (`pallas_attn.fusions`), by its name there.
+FUSIONS: dict[str, Callable[..., tuple[Tensor, ...]]] = {
+    "prepare_rows": _prepare_rows,
+    "gradient_of_sums": _gradient_of_sums,
+    "sinks_gradient": _sinks_gradient,
+}
+
+
+def new_tensor(value: Any, like: Tensor) -> Tensor:
+    return like.new_empty(value.shape, dtype=getattr(torch, value.dtype))
+
+
+def _replace(x: Any, values: dict[int, Tensor]) -> Any:
+    """Return tuples with tensors in place of the values of an outline."""
+    if hasattr(x, "number"):
+        return values[x.number]
+    if not isinstance(x, (tuple, list)):
+        return x
+    items = [_replace(item, values) for item in x]
+    return type(x)(*items) if hasattr(x, "_fields") else tuple(items)
+
+
+@lru_cache(maxsize=1024)
+def plan(
+    operation: str,
+    types: Any,
+    spec: AttentionSpec,
+    backend: Backend,
+    device: torch.device,
+    changes: Any,
+) -> tuple[tuple[Any, ...], Any]:
+    """Outline a host function, and compile its kernels for the current device.
+
+    Returns:
+        The steps of the outline, with a `_Launch` for each kernel, and its results.
+    """
+    # JAX starts on the card to compile for it: it must not reserve most of the memory.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    function = backend.family.function(operation)
+    with repeat_configs(changes):
+        found = import_module("pallas_attn.outline").outline(
+            lambda *operands: function(*operands, spec, backend), types, card_of(device)
+        )
+    uses = Counter(x.number for step in found.steps for x in _values(step))
+    fresh: set[int] = set()
+    steps: list[Any] = []
+    for step in found.steps:
+        if getattr(step, "name", None) == "full":
+            fresh.update(x.number for x in step.results)
+        if hasattr(step, "call"):
+            last = step.operands[len(step.operands) - step.num_aliased :]
+            if not all(x.number in fresh and uses[x.number] == 1 for x in last):
+                expected = "kernels that write into memory that is filled for them"
+                fail(NotImplementedError, operation, expected, "into another array's")
+            step = _compile(step, device)
+        steps.append(step)
+    return tuple(steps), found.results
+
+
+def _values(step: Any) -> Iterator[Any]:
+    """Yield the values that a step of an outline reads."""
+    operands = step.operands if hasattr(step, "call") else step.args
+    yield from (x for x in leaves(tuple(operands)) if hasattr(x, "number"))
+
+
+def _compile(kernel: Any, device: torch.device) -> _Launch:
+    """Compile a kernel of an outline for the current device."""
+    ahead = import_module("pallas_attn.ahead")
+    plugin = ahead.plugin()
+    assert plugin is not None, "the family supports nothing without it"
+    num_buffers = len(kernel.operands) + len(kernel.results)
+    module = ahead.lower_ahead(kernel.call)
+    with torch.cuda.device(device):  # JAX may have started, and made another one current
+        number = torch.cuda.current_device()
+        compiled = compile_module(module, plugin, num_buffers, number)
+        constants = tuple(
+            compact(torch.from_numpy(np.array(x)).to(device))
+            for x in kernel.operands
+            if not hasattr(x, "number")
+        )
+    num_new = len(kernel.results) - kernel.num_aliased
+    sources = kernel.operands[len(kernel.operands) - kernel.num_aliased :]
+    values = [x for x in kernel.operands if hasattr(x, "number")]
+    tensors = list(dict.fromkeys((*values, *kernel.results[:num_new])))
+    of_constants = iter(range(len(tensors), len(tensors) + len(constants)))
+    buffers = [
+        tensors.index(x) if hasattr(x, "number") else next(of_constants)
+        for x in (*kernel.operands, *kernel.results[:num_new], *sources)
+    ]
+    results = (
+        *((x, None) for x in kernel.results[:num_new]),
+        *zip(kernel.results[num_new:], sources, strict=True),
+    )
+    return _Launch(launcher_of(compiled, buffers, constants), tuple(tensors), results)
