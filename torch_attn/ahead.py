@@ -31,7 +31,7 @@ from torch_attn.tensor_maps import TensorMap
 
 # Without one of these, or a name above, this import fails.
 _pack_args = JITFunction._pack_args
-_make_cubin = CUDABackend.make_cubin
+_make_cubin: Any = CUDABackend.make_cubin
 _ELEMENTS = {torch.float16: 6, torch.float32: 7, torch.bfloat16: 9}  # of CUtensorMapDataType
 
 
