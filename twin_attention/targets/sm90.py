@@ -12,6 +12,7 @@ from twin_attention.contract.spec import (
     PartialSpec,
     VarlenSpec,
 )
+from twin_attention.targets import sm80
 from twin_attention.targets.config import padded_head_dim
 from twin_attention.targets.kernels import Spec
 from twin_attention.targets.target import NUM_SMS
@@ -39,10 +40,8 @@ def supports(operation: str, spec: Spec, target: str | None) -> str | None:
             return "its block masks have tiles of 128 queries by 128 keys"
     if isinstance(spec, PartialSpec):
         return "its kernels take no result over other keys"
-    if spec.segmented:
-        return "its kernels take no segment ids"
-    if spec.tree:
-        return "its kernels take no kv_ends"
+    if reason := sm80.unlisted(spec):
+        return reason
     if spec.terms:
         return f"its kernels take no {spec.terms[0]}"
     if spec.row_max and operation == "flash_fwd":
@@ -78,6 +77,8 @@ def portable_uses_wgmma(kernel: str, spec: Spec) -> bool:
 
 def mosaic_leaves(operation: str, spec: Spec) -> str | None:
     """Return why Mosaic's kernels leave out a problem that `supports` covers, or None."""
+    if reason := sm80.mosaic_leaves(spec):
+        return reason
     if not isinstance(spec, VarlenSpec):
         return None
     if max(spec.head_dim, spec.head_dim_v) <= 64:

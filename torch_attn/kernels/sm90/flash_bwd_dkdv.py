@@ -11,7 +11,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from torch_attn.kernels.explicit.barriers import READERS, allocate_barriers, arrive, wait_for_all
-from torch_attn.kernels.explicit.items import Problem, allocate_hand_over, own_item
+from torch_attn.kernels.explicit.hidden import load_queries
+from torch_attn.kernels.explicit.items import Problem, allocate_hand_over, are_counted, own_item
 from torch_attn.kernels.explicit.registers import pack, scale_all, unpack
 from torch_attn.kernels.explicit.steps import group_step
 from torch_attn.kernels.explicit.tma import (
@@ -48,6 +49,7 @@ from torch_attn.kernels.sm90.queries import (
     clear_queries,
     exponents,
     locate_keys,
+    mark_item,
     persistent_keys,
     produce_queries,
 )
@@ -144,11 +146,11 @@ def flash_bwd_dkdv_kernel(
     of_dq = (ds_buffer, dq_tiles)
     barriers = Barriers(k_full, v_full, kv_read, q_full, do_full)
     shared = ()
-    if num_sequences is not None:
+    if are_counted(num_sequences, mask.segments, mask.tree):
         shared = allocate_hand_over(2 if sums.dq is None else 3)
     problem = Problem(
         seq_kv, seq_q, diagonal, heads_q, num_items, together, mask.offsets.kv, mask.offsets.q,
-        num_sequences,
+        num_sequences, mask.segments, mask.tree,
     )  # fmt: skip
     # Constants stand in the calls: variables would make tensors of them. The last parts load, and
     # add dq.
@@ -250,6 +252,7 @@ def _consume_queries(
     ds_buffer, dq_tiles = of_dq
     k_full, v_full, kv_read, q_full, do_full = barriers
     IS_PACKED: gl.constexpr = problem.num_sequences is not None
+    CLEARS: gl.constexpr = IS_PACKED or problem.segments is not None
     Q_STAGES: gl.constexpr = q_tile[0].shape[0]
     BLOCK_Q: gl.constexpr = q_tile[0].shape[3]
     SMALL: gl.constexpr = is_small(HEAD_DIM, HEAD_DIM_V, FUSED and rule.softcap is not None)
@@ -266,6 +269,7 @@ def _consume_queries(
         begin, before, full, after = visible
         # Keys are counted as queries are.
         key = start_kv + CONSUMER * 64 + gl.arange(0, 64, gl.SliceLayout(1, layout)) - diagonal
+        marks = mark_item(problem, place, batch, positions, key)
         dk = zeros(64, HEAD_DIM)
         dv = zeros(64, HEAD_DIM_V)
         last = step + (before + full + after) * MEMBERS - 1
@@ -275,16 +279,25 @@ def _consume_queries(
         mbarrier.wait(q_full.index(step % Q_STAGES), step // Q_STAGES & 1)
         keys = None
         values = None
-        if IS_PACKED:
-            clear_queries(q_tile, q_full, step, 0, queries, visible, MEMBERS)
-            clear_queries(do_tile, do_full, step, 0, queries, visible, MEMBERS)
-            clear_queries(q_tile, q_full, step, 1, queries, visible, MEMBERS)
+        if CLEARS:
+            clear_queries(q_tile, q_full, step, 0, queries, visible, problem, marks, MEMBERS)
+            clear_queries(do_tile, do_full, step, 0, queries, visible, problem, marks, MEMBERS)
+            clear_queries(q_tile, q_full, step, 1, queries, visible, problem, marks, MEMBERS)
             # Clear the other consumer's rows only where dq needs them: both meet in each step then.
             # Without dq that consumer may already have stored dk and dv where its rows were.
             if FUSED:
-                clear_keys(k_tile, 1 - CONSUMER, k_full.index(0), turn & 1, positions, queries)
-            clear_keys(k_tile, CONSUMER, k_full.index(0), turn & 1, positions, queries)
-            clear_keys(v_tile, CONSUMER, v_full.index(0), turn & 1, positions, queries)
+                clear_keys(
+                    k_tile, 1 - CONSUMER, k_full.index(0), turn & 1, positions, queries, visible,
+                    problem, marks,
+                )  # fmt: skip
+            clear_keys(
+                k_tile, CONSUMER, k_full.index(0), turn & 1, positions, queries, visible, problem,
+                marks,
+            )  # fmt: skip
+            clear_keys(
+                v_tile, CONSUMER, v_full.index(0), turn & 1, positions, queries, visible, problem,
+                marks,
+            )  # fmt: skip
         if SMALL:
             keys = load_left(k_tile, CONSUMER, HEAD_DIM, layout)
         s = ()
@@ -297,8 +310,8 @@ def _consume_queries(
         _member, start = group_step(0, begin, before, full, after, BLOCK_Q, MEMBERS)
         s, dk, dv, ds = _visit_queries(
             s, dk, dv, None, keys, values, tiles, of_dq, barriers, start, key, seq_kv - diagonal,
-            step, last, rule, window_left, window_right, CONSUMER, FUSED, EDGES, True, HEAD_DIM,
-            HEAD_DIM_V,
+            step, last, rule, window_left, window_right, problem, marks, queries.size, CONSUMER,
+            FUSED, EDGES, True, HEAD_DIM, HEAD_DIM_V,
         )  # fmt: skip
 
         # Visit the other tiles that see these keys; only tiles at the edges are masked.
@@ -310,14 +323,18 @@ def _consume_queries(
                 end = (before + after) * MEMBERS
             while index < end:
                 _member, start = group_step(index, begin, before, full, after, BLOCK_Q, MEMBERS)
-                if IS_PACKED and masked:
+                if CLEARS and masked:
                     begun = step - index
-                    clear_queries(do_tile, do_full, begun, index, queries, visible, MEMBERS)
-                    clear_queries(q_tile, q_full, begun, index + 1, queries, visible, MEMBERS)
+                    clear_queries(
+                        do_tile, do_full, begun, index, queries, visible, problem, marks, MEMBERS
+                    )
+                    clear_queries(
+                        q_tile, q_full, begun, index + 1, queries, visible, problem, marks, MEMBERS
+                    )
                 s, dk, dv, ds = _visit_queries(
                     s, dk, dv, ds, keys, values, tiles, of_dq, barriers, start, key,
-                    seq_kv - diagonal, step, last, rule, window_left, window_right, CONSUMER,
-                    FUSED, masked, False, HEAD_DIM, HEAD_DIM_V,
+                    seq_kv - diagonal, step, last, rule, window_left, window_right, problem,
+                    marks, queries.size, CONSUMER, FUSED, masked, False, HEAD_DIM, HEAD_DIM_V,
                 )  # fmt: skip
                 index += 1
                 step += 1
@@ -395,6 +412,9 @@ def _visit_queries(
     rule,
     window_left,
     window_right,
+    problem,
+    marks,
+    size_q,
     CONSUMER: gl.constexpr,
     FUSED: gl.constexpr,
     MASKED: gl.constexpr,
@@ -411,6 +431,7 @@ def _visit_queries(
 
     ds: that of the tile before. keys, values: None, or rows of k and v as left operands, so that
         shared memory is read for q and dout alone.
+    size_q: how many queries the sequence has.
     """
     k_tile, v_tile, q_tile, do_tile, lse2_row, delta_row = tiles
     ds_buffer, dq_tiles = of_dq
@@ -430,6 +451,8 @@ def _visit_queries(
     # loop, for which there are no registers.
     fresh = step >> 30
 
+    of_queries = load_queries(problem, marks, start, size_q, BLOCK_Q, layout)
+
     # dq += ds k and dk += dsᵀ q for the tile before
     if not FIRST:
         if FUSED:
@@ -444,8 +467,9 @@ def _visit_queries(
         mbarrier.wait(do_full.index(slot), step // DO_STAGES & 1)
         lse2 = read_row(lse2_row, step % Q_STAGES, layout)
         power, dcap = exponents(
-            s[0], lse2, start, key, end, rule, window_left, window_right, MASKED
-        )
+            s[0], lse2, start, key, end, rule, window_left, window_right, problem, marks,
+            of_queries, MASKED,
+        )  # fmt: skip
         if not FIRST:
             # dp takes the registers of dq.
             dq = wait_sums(dq, S_PIECES)
@@ -475,7 +499,10 @@ def _visit_queries(
         if not FUSED:
             end = None
         lse2 = read_row(lse2_row, step % Q_STAGES, layout)
-        power, dcap = exponents(now, lse2, start, key, end, rule, window_left, window_right, MASKED)
+        power, dcap = exponents(
+            now, lse2, start, key, end, rule, window_left, window_right, problem, marks, of_queries,
+            MASKED,
+        )  # fmt: skip
     p = gl.exp2(power)
     p_left = gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, layout, 2), assert_trivial=True)
     if FUSED and SMALL and not FIRST:
