@@ -286,11 +286,17 @@ def _order(plan: ContextPlan, device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 class Problem(NamedTuple):
-    """Hold what the hops of a call have in common."""
+    """Hold what the hops of a call have in common.
+
+    Attributes:
+        peers, call, plan: of the call.
+        rows_aligned: of its tensors, so that one family runs all hops.
+    """
 
     peers: Peers
     call: _Call
     plan: ContextPlan
+    rows_aligned: bool = True
 
     @property
     def window(self) -> Window:
@@ -301,17 +307,19 @@ class Problem(NamedTuple):
         """Run a family's function, replayed where its operands had such layouts before.
 
         Args:
-            operation: "partial_fwd" or "partial_bwd".
+            operation: "partial_fwd", "partial_bwd" or "partial_dq".
             tensors: as `_RUN` takes them, a tensor first.
         """
         # What is left out differs between the first hop and the others, whose calls are told apart.
         left_out = tuple(x is None for x in tensors)
-        options = self.call.spec, left_out, self.call.implementation
+        options = self.call.spec, left_out, self.rows_aligned, self.call.implementation
         call = recall(operation, tensors, options)
         if call is None:
-            rows = [x for x in tensors if x is not None and x.ndim == 4]
-            spec = replace(self.call.spec, rows_aligned=rows_aligned(*rows))
-            call = Call(operation, _RUN[operation], spec, rows[0].device, options)
+            spec, device = (
+                replace(self.call.spec, rows_aligned=self.rows_aligned),
+                tensors[0].device,
+            )
+            call = Call(operation, _RUN[operation], spec, device, options)
             keep(operation, tensors, options, call)
         return call(*tensors)
 
@@ -382,8 +390,14 @@ def _run_backward(
     return *carry, dk, dv
 
 
+def _run_dq(
+    function: Any, spec: PartialSpec, backend: Backend, like: Tensor, *carry: Tensor
+) -> tuple[Tensor]:
+    return (function(like, GradientCarry(*carry), spec, backend),)
+
+
 _NO_CARRY = (None,) * len(GradientCarry._fields)
-_RUN = {"partial_fwd": _run_forward, "partial_bwd": _run_backward}
+_RUN = {"partial_fwd": _run_forward, "partial_bwd": _run_backward, "partial_dq": _run_dq}
 
 
 class _Attention(torch.autograd.Function):
@@ -396,8 +410,11 @@ class _Attention(torch.autograd.Function):
         saved = q, k, v, sinks
         # Keys of this rank and of others are to look alike, so that the last call is found at once.
         q, k, v = q.detach(), k.detach().contiguous(), v.detach().contiguous()
+        problem = problem._replace(rows_aligned=rows_aligned(q, k, v))
         batch, rows, heads, _ = q.shape
-        out = q.new_zeros((batch, rows, heads, v.shape[3]), dtype=torch.float32)
+        # Tokens see themselves, so that the first hop writes every row, but for padding.
+        new = q.new_zeros if problem.plan.has_padding else q.new_empty
+        out = new((batch, rows, heads, v.shape[3]), dtype=torch.float32)
         lse = out.new_full((batch, heads, rows), -torch.inf)
         for distance, operands in problem.hops(q, k, v):
             if operands is not None:
@@ -416,6 +433,7 @@ class _Attention(torch.autograd.Function):
         q, k, v = q.detach(), k.detach().contiguous(), v.detach().contiguous()
         dout, dlse = readable(torch.zeros_like(out) if dout is None else dout, dlse)
         out, lse = readable(out, lse)
+        problem = problem._replace(rows_aligned=rows_aligned(q, k, v, dout, out))
         carry, of_keys, transfer = _NO_CARRY, (), Transfer(None)
         for distance, operands in problem.hops(q, k, v):
             found = of_keys  # their shapes, where this rank has nothing to send
@@ -429,10 +447,10 @@ class _Attention(torch.autograd.Function):
                 _add(of_keys, transfer.wait())
                 transfer = arriving
         _add(of_keys, transfer.wait())
-        dq, _, delta = carry
-        assert dq is not None  # own keys are the first hop
-        assert delta is not None
+        *_, delta = carry
+        assert delta is not None  # own keys are the first hop
         assert lse is not None
+        (dq,) = problem.run("partial_dq", q, *carry)
         if problem.call.exchange == "gather":
             peers, plan = problem.peers, problem.plan
             of_keys = [peers.reduce_scatter(_by_rank(x, plan)) for x in of_keys]
@@ -441,7 +459,7 @@ class _Attention(torch.autograd.Function):
         if sinks is not None:
             p = torch.exp(sinks[:, None] - lse)
             dsinks = -(p * delta[..., : lse.shape[-1]]).sum((0, 2))
-        return None, dq.to(q.dtype), dk, dv, dsinks
+        return None, dq, dk, dv, dsinks
 
     @staticmethod
     def jvp(ctx, *_):

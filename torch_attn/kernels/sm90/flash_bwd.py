@@ -23,7 +23,7 @@ from twin_attention.targets.family import Backend
 from twin_attention.targets.sm90 import has_large_heads
 
 # Four warps are one consumer; Triton adds those of the other parts.
-_NUM_WARPS = 4
+NUM_WARPS = 4
 
 _flash_bwd_small = make_flash_bwd(
     dq=(flash_bwd_dq_kernel, prepare_dq),
@@ -33,14 +33,14 @@ _flash_bwd_small = make_flash_bwd(
     num_sums=3,
     dq_prepares_rows=True,
     item_counter=item_counter,
-    num_warps=_NUM_WARPS,
+    num_warps=NUM_WARPS,
 )
 _flash_bwd_large = make_flash_bwd(
     dq=(flash_bwd_dq_kernel, prepare_dq),
     dkdv=((flash_bwd_large_kernel, prepare_dk), (flash_bwd_large_kernel, prepare_dv)),
     dq_prepares_rows=True,
     item_counter=item_counter,
-    num_warps=_NUM_WARPS,
+    num_warps=NUM_WARPS,
 )
 
 

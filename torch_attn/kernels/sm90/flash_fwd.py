@@ -28,6 +28,8 @@ from torch_attn.kernels.explicit.barriers import (
     wait_for_all,
 )
 from torch_attn.kernels.explicit.block_mask import kept_start, kept_tiles
+from torch_attn.kernels.explicit.carry import head_rows, load_carry, store_carry
+from torch_attn.kernels.explicit.intervals import load_windows
 from torch_attn.kernels.explicit.items import (
     Others,
     Problem,
@@ -70,7 +72,13 @@ from torch_attn.kernels.library.softmax import LOG2E, add_sink, row_statistics
 from torch_attn.kernels.library.tiles import visible_tiles
 from torch_attn.launch import UNSPECIALIZED, KernelCall, Prepared, launch
 from twin_attention.contract.operands import AttentionOperands
-from twin_attention.contract.spec import AttentionSpec, BlockSparseSpec, VarlenSpec, Window
+from twin_attention.contract.spec import (
+    AttentionSpec,
+    BlockSparseSpec,
+    PartialSpec,
+    VarlenSpec,
+    Window,
+)
 from twin_attention.targets import sm90
 from twin_attention.targets.family import Backend
 from twin_attention.targets.kernels import SpecializedConfig
@@ -122,15 +130,17 @@ def flash_fwd_kernel(
     keys and values in the main loop.
 
     q, k, v and out are TMA descriptors of [B, H, S, D], one for each column piece. Loop invariant,
-    accumulation and the row that sees no key: as in the portable `flash_fwd_kernel`.
+    accumulation and the row that sees no key: as in the portable `flash_fwd_kernel`. With intervals
+    in the mask, out, in float32 by its pointer, and lse hold a result over other keys, which the
+    keys join; out is read where lse is finite, and a tile that sees no key is passed over.
 
     Args:
         num_items: tiles of queries of all heads, one work item each.
         together: heads whose tiles follow each other by length, see `head_and_tile`.
         EDGES: some tile of keys needs a mask.
         mask: as in the portable kernel. Packed tensors are a batch of one, and out is a pointer.
-        counter_ptr: [1], zero at first: of packed sequences the producer takes the items as they
-            come, see `next_item`, and tells the consumers; else None.
+        counter_ptr: [1], zero at first: of packed sequences, and with intervals, the producer takes
+            the items as they come, see `next_item`, and tells the consumers; else None.
         AHEAD: the first q·kᵀ of an item is issued with the last p·v of the item before, for which
             there are two tiles of queries in shared memory.
         OUT_IN_Q: the output is staged in the queries' shared memory, where there is no more.
@@ -143,7 +153,7 @@ def flash_fwd_kernel(
     k_tile = allocate_tile(dtype, NUM_STAGES, BLOCK_KV, HEAD_DIM)
     v_tile = allocate_tile(dtype, NUM_STAGES, BLOCK_KV, HEAD_DIM_V)
     out_tile = q_tile
-    if not OUT_IN_Q:
+    if not OUT_IN_Q and mask.intervals is None:
         out_tile = allocate_tile(dtype, NUM_CONSUMERS, 64, HEAD_DIM_V)
     q_full = allocate_barriers(NUM_TILES_Q)
     q_read = allocate_barriers(NUM_TILES_Q)
@@ -154,11 +164,11 @@ def flash_fwd_kernel(
     tiles = (q_tile, k_tile, v_tile, out_tile)
     barriers = (q_full, q_read, k_full, v_full)
     shared = ()
-    if num_sequences is not None:
+    if num_sequences is not None or mask.intervals is not None:
         shared = allocate_hand_over(NUM_CONSUMERS)
     problem = Problem(
         seq_q, seq_kv, diagonal, heads_q, num_items, together, mask.offsets.q, mask.offsets.kv,
-        num_sequences,
+        num_sequences, mask.intervals,
     )  # fmt: skip
     # Constants stand in the calls: variables would make tensors of them. The last part loads.
     gl.warp_specialize(
@@ -198,7 +208,9 @@ def _locate(
     """
     seq_q, seq_kv, diagonal = problem.size, problem.size_other, problem.diagonal
     first_kv = 0
-    if problem.num_sequences is None:
+    if problem.intervals is not None:
+        index, _tile, start_q, begin, before, full, after = place
+    elif problem.num_sequences is None:
         num_tiles = gl.cdiv(seq_q, BLOCK_Q)
         index, tile = head_and_tile(item, problem.num_items, problem.together, num_tiles)
         start_q = (num_tiles - 1 - tile) * BLOCK_Q
@@ -206,9 +218,10 @@ def _locate(
         index, _tile, start_q, seq_q, first_kv, seq_kv, _sequence = place
         diagonal = seq_kv - seq_q
     batch, head = index // problem.heads_q, index % problem.heads_q
-    begin, before, full, after = visible_tiles(
-        start_q, seq_q, seq_kv, diagonal, window_left, window_right, BLOCK_Q, BLOCK_KV
-    )
+    if problem.intervals is None:
+        begin, before, full, after = visible_tiles(
+            start_q, seq_q, seq_kv, diagonal, window_left, window_right, BLOCK_Q, BLOCK_KV
+        )
     if lists is not None:
         begin, before, full, after = kept_tiles(
             lists, batch, head, start_q, (begin, before, full, after), window_left, window_right,
@@ -246,7 +259,7 @@ def _produce(
     READERS: gl.constexpr = 128 * NUM_CONSUMERS + 32
     step = 0  # over all items
     turn = 0
-    item, place = next_item(turn, problem, shared, counter_ptr, BLOCK_Q, True, ())
+    item, place = next_item(turn, problem, shared, counter_ptr, BLOCK_Q, True, (), BLOCK_KV, True)
     while item < problem.num_items:
         batch, head, rows, keys, visible = _locate(
             item, place, problem, window_left, window_right, lists, BLOCK_Q, BLOCK_KV
@@ -282,7 +295,9 @@ def _produce(
             step += 1
         step -= 1
         turn += 1
-        item, place = next_item(turn, problem, shared, counter_ptr, BLOCK_Q, True, ())
+        item, place = next_item(
+            turn, problem, shared, counter_ptr, BLOCK_Q, True, (), BLOCK_KV, True
+        )
 
 
 @gluon.jit
@@ -311,6 +326,8 @@ def _consume(
     q_tile, k_tile, v_tile, out_tile = tiles
     q_full, q_read, k_full, v_full = barriers
     IS_PACKED: gl.constexpr = problem.num_sequences is not None
+    # The keys are some of all, and join a result over others.
+    IS_PART: gl.constexpr = problem.intervals is not None
     NUM_CONSUMERS: gl.constexpr = BLOCK_Q // 64
     NUM_TILES_Q: gl.constexpr = q_tile[0].shape[0]
     NUM_STAGES: gl.constexpr = k_tile[0].shape[0]
@@ -323,7 +340,7 @@ def _consume(
     layout: gl.constexpr = product_layout(BLOCK_KV)
     of_row: gl.constexpr = gl.SliceLayout(1, layout)
     # Capped, scores need no maximum in a dtype with the range of float32: m_i stays 0.
-    BOUNDED: gl.constexpr = rule.small_cap and dtype == gl.bfloat16
+    BOUNDED: gl.constexpr = rule.small_cap and dtype == gl.bfloat16 and not IS_PART
     step = 0  # over all items
     turn = 0
     if PING_PONG and CONSUMER == NUM_CONSUMERS - 1:
@@ -331,8 +348,8 @@ def _consume(
     item, place = own_item(turn, problem, shared, CONSUMER)
     q_slot = CONSUMER
     if AHEAD:
-        # Only a program of packed sequences may have no item.
-        exists = not IS_PACKED or item < problem.num_items
+        # Only a program that takes items as they come may have none.
+        exists = not (IS_PACKED or IS_PART) or item < problem.num_items
         if exists:
             mbarrier.wait(q_full.index(CONSUMER), 0)
             mbarrier.wait(k_full.index(0), 0)
@@ -348,13 +365,29 @@ def _consume(
         _first_kv, seq_kv = keys
         _begin, before, full, after = visible
         rows = start_q + CONSUMER * 64 + gl.arange(0, 64, of_row)
-        position = rows + diagonal
+        position, left, right = rows + diagonal, window_left, window_right
+        if IS_PART:
+            position, right = load_windows(problem.intervals, rows, seq_q)
+            left = 0
         m_i = gl.full([64], 0.0 if BOUNDED else float("-inf"), gl.float32, of_row)
         l_i = add_columns(gl.zeros([64, BLOCK_KV], gl.float32, layout))
         if sinks_ptr is not None and not BOUNDED:
             # The maximum has the sink from the start: acc is not rescaled for it at the end.
             m_i = gl.maximum(m_i, gl.load(sinks_ptr + head) * LOG2E)
-        acc = zeros(64, HEAD_DIM_V)
+        if IS_PART:
+            carried = lse_ptr + (batch * problem.heads_q + head).to(gl.int64) * seq_q + rows
+            m_carry = gl.load(carried, mask=rows < seq_q, other=float("-inf"))
+            has_carry = m_carry != float("-inf")
+            carried = head_rows(
+                out[0], batch, seq_q, start_q + CONSUMER * 64, head, problem.heads_q, HEAD_DIM_V
+            )
+            acc = load_carry(carried, has_carry, problem.heads_q, HEAD_DIM_V)
+            m_i = gl.maximum(m_i, m_carry * LOG2E)
+            quarter = gl.where(has_carry, 0.25, 0.0)  # of each of a row's four sums
+            of_sums: gl.constexpr = gl.SliceLayout(1, l_i.type.layout)
+            l_i += gl.convert_layout(quarter, of_sums, assert_trivial=True)[:, None]
+        else:
+            acc = zeros(64, HEAD_DIM_V)
 
         # The first tile of keys
         if not AHEAD:
@@ -367,11 +400,13 @@ def _consume(
         if EDGES:
             s = scaled_scores(s, rule)
             start_kv = kept_start(lists, batch, head, start_q, 0, visible, BLOCK_KV)
-            s = hide(s, position, start_kv, seq_kv, window_left, window_right)
+            s = hide(s, position, start_kv, seq_kv, left, right)
         if BOUNDED:
             packed, l_i = bounded_update(s, l_i, rule, EDGES)
         else:
-            e, _alpha, m_i, l_i = softmax_update(s, m_i, l_i, rule, EDGES)
+            e, alpha, m_i, l_i = softmax_update(s, m_i, l_i, rule, EDGES)
+            if IS_PART:
+                acc = scale_rows(acc, alpha)
             packed = pack(e, dtype)
         if IS_PACKED:
             slot = step % NUM_STAGES
@@ -405,7 +440,7 @@ def _consume(
                 if masked:
                     s = scaled_scores(s, rule)
                     start_kv = kept_start(lists, batch, head, start_q, index, visible, BLOCK_KV)
-                    s = hide(s, position, start_kv, seq_kv, window_left, window_right)
+                    s = hide(s, position, start_kv, seq_kv, left, right)
                 if BOUNDED:
                     # Without a maximum each half goes by itself, and the second takes the registers
                     # of the p that was multiplied.
@@ -458,7 +493,7 @@ def _consume(
         rescale = 1.0
         if BOUNDED:
             m_i = gl.where(l_i == 0.0, float("-inf"), m_i)
-            rescale = rounding_of_one_key(l_i, position, seq_kv, window_left, window_right, dtype)
+            rescale = rounding_of_one_key(l_i, position, seq_kv, left, right, dtype)
         if sinks_ptr is not None:
             alpha, m_i, l_i = add_sink(gl.load(sinks_ptr + head), m_i, l_i)
             if BOUNDED:
@@ -471,13 +506,19 @@ def _consume(
 
         # Normalise and store.
         acc = scale_rows(acc, rescale / l_safe)
-        if not OUT_IN_Q:
-            tma.store_wait(0)
-            barrier()
-        store_result(
-            out, out_tile, CONSUMER, acc, batch, head, start_q, seq_q, problem.heads_q,
-            IS_PACKED, HEAD_DIM_V,
-        )  # fmt: skip
+        if IS_PART:
+            carried = head_rows(
+                out[0], batch, seq_q, start_q + CONSUMER * 64, head, problem.heads_q, HEAD_DIM_V
+            )
+            store_carry(carried, acc, rows < seq_q, problem.heads_q, HEAD_DIM_V)
+        else:
+            if not OUT_IN_Q:
+                tma.store_wait(0)
+                barrier()
+            store_result(
+                out, out_tile, CONSUMER, acc, batch, head, start_q, seq_q, problem.heads_q,
+                IS_PACKED, HEAD_DIM_V,
+            )  # fmt: skip
         if OUT_IN_Q:
             tma.store_wait(0)
             mbarrier.arrive(q_read.index(CONSUMER), count=1)
@@ -496,11 +537,23 @@ def flash_fwd(
     q = operands.q
     out = q.new_empty((*q.shape[:-1], spec.head_dim_v))
     lse = q.new_empty((*q.shape[:-3], spec.heads_q, spec.seq_q), dtype=torch.float32)
+    launch_forward(operands, out, lse, spec, backend)
+    return out, lse
+
+
+def launch_forward(
+    operands: AttentionOperands[Tensor],
+    out: Tensor,
+    lse: Tensor,
+    spec: AttentionSpec,
+    backend: Backend,
+) -> None:
+    """Launch `flash_fwd_kernel` on given outputs."""
+    q = operands.q
     tensors = (q, operands.k, operands.v, operands.sinks, out, lse, item_counter(q, spec))
     tensors = (*tensors, mask_of_keys(operands, spec))
     # Four warps are one consumer; Triton adds those of the other parts.
     launch("flash_fwd", flash_fwd_kernel, _prepare, tensors, spec, backend, num_warps=4)
-    return out, lse
 
 
 def _prepare(call: KernelCall) -> Prepared:
@@ -509,7 +562,6 @@ def _prepare(call: KernelCall) -> Prepared:
     assert isinstance(spec, AttentionSpec)
     assert isinstance(config, SpecializedConfig)
     q, k, v, _sinks, out, *_ = call.layouts
-    is_packed = isinstance(spec, VarlenSpec)
     steps = steps_of_queries(spec, config.block_q, config.block_kv)
     arguments = {
         "q": maps_of(q, 64),
@@ -517,13 +569,12 @@ def _prepare(call: KernelCall) -> Prepared:
         "v": maps_of(v, config.block_kv),
         "out": stored_maps_of(spec, out, 64),
         # A list may be empty, and the one tile that is visited for it hides all.
-        "EDGES": is_packed
-        or isinstance(spec, BlockSparseSpec)
+        "EDGES": isinstance(spec, VarlenSpec | BlockSparseSpec | PartialSpec)
         or spec.window != Window()
         or spec.seq_kv % config.block_kv != 0,
         "AHEAD": max(spec.head_dim, spec.head_dim_v) <= AHEAD_HEAD_DIM
         and _room_for(spec, config, 2),
-        "OUT_IN_Q": _out_in_q(spec, config),
+        "OUT_IN_Q": not isinstance(spec, PartialSpec) and _out_in_q(spec, config),
     }
     return persistent(
         call, steps, spec.heads_q * spec.batch, arguments | mask_argument(call, of_keys=True)

@@ -1,0 +1,65 @@
+"""Results over some of the keys: float32 rows that accumulators are loaded from and stored to."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from torch_attn.kernels.explicit.tma import num_pieces, piece_start, piece_width
+from torch_attn.kernels.explicit.wgmma import product_layout
+
+
+@gluon.jit
+def load_carry(pointer, exists, heads, SIZE: gl.constexpr):
+    """Load 64 rows of a head as a sum of products; 0 where a row is not to be read.
+
+    Args:
+        pointer: the first of the rows, of [S, heads, SIZE] float32, contiguous.
+        exists: [64], the rows to read.
+    """
+    acc = ()
+    for i in gl.static_range(num_pieces(SIZE)):
+        acc = acc + (_load_piece(pointer, exists, heads, i, SIZE),)
+    return acc
+
+
+@gluon.jit
+def store_carry(pointer, acc, exists, heads, SIZE: gl.constexpr):
+    """Store what `load_carry` loads."""
+    for i in gl.static_range(num_pieces(SIZE)):
+        pointers, mask = _place(pointer, exists, heads, i, SIZE)
+        gl.store(pointers, acc[i], mask=mask)
+
+
+@gluon.jit
+def add_carry(pointer, acc, exists, heads, SIZE: gl.constexpr):
+    """Add to what `load_carry` loads."""
+    for i in gl.static_range(num_pieces(SIZE)):
+        pointers, mask = _place(pointer, exists, heads, i, SIZE)
+        gl.store(pointers, gl.load(pointers, mask=mask, other=0.0) + acc[i], mask=mask)
+
+
+@gluon.jit
+def head_rows(pointer, batch, num_rows, start, head, heads, SIZE: gl.constexpr):
+    """Return where the rows of a head from `start` on are, of [B, num_rows, heads, SIZE]."""
+    row = batch.to(gl.int64) * num_rows + start
+    return pointer + (row * heads + head) * SIZE
+
+
+@gluon.jit
+def _load_piece(pointer, exists, heads, INDEX: gl.constexpr, SIZE: gl.constexpr):
+    pointers, mask = _place(pointer, exists, heads, INDEX, SIZE)
+    return gl.load(pointers, mask=mask, other=0.0)
+
+
+@gluon.jit
+def _place(pointer, exists, heads, INDEX: gl.constexpr, SIZE: gl.constexpr):
+    """Return the addresses of a piece of the columns, and which of them exist."""
+    WIDTH: gl.constexpr = piece_width(SIZE, INDEX)
+    layout: gl.constexpr = product_layout(WIDTH)
+    of_row: gl.constexpr = gl.SliceLayout(1, layout)
+    row = gl.arange(0, 64, of_row) * (heads * SIZE)
+    column = piece_start(SIZE, INDEX) + gl.arange(0, WIDTH, gl.SliceLayout(0, layout))
+    exists = gl.convert_layout(exists, of_row, assert_trivial=True)
+    return (
+        pointer + row[:, None] + column[None, :],
+        exists[:, None] & (column < SIZE)[None, :],
+    )
