@@ -272,15 +272,15 @@ def _consume_queries(
         begin, before, full, after = visible
         # Keys are counted as queries are.
         key = start_kv + CONSUMER * 64 + gl.arange(0, 64, gl.SliceLayout(1, layout)) - diagonal
-        end_kv, left, right = seq_kv - diagonal, window_left, window_right
+        end_kv, reach_left, reach_right = seq_kv - diagonal, window_left, window_right
         if IS_PART:
             rows = key + diagonal
             exists = rows < seq_kv
             # The first query that sees a key, and how far back queries see it from there on.
-            key, left = load_windows(problem.intervals, rows, seq_kv)
+            key, reach_left = load_windows(problem.intervals, rows, seq_kv)
             end_kv = None
-            left = left[:, None]
-            right = 0
+            reach_left = reach_left[:, None]
+            reach_right = 0
         dk = zeros(64, HEAD_DIM)
         dv = zeros(64, HEAD_DIM_V)
         last = step + (before + full + after) * MEMBERS - 1
@@ -312,7 +312,7 @@ def _consume_queries(
         _member, start = group_step(0, begin, before, full, after, BLOCK_Q, MEMBERS)
         s, dk, dv, ds = _visit_queries(
             s, dk, dv, None, keys, values, tiles, of_dq, barriers, start, key, end_kv, step, last,
-            rule, left, right, CONSUMER, FUSED, EDGES, True, HEAD_DIM, HEAD_DIM_V,
+            rule, reach_left, reach_right, CONSUMER, FUSED, EDGES, True, HEAD_DIM, HEAD_DIM_V,
         )  # fmt: skip
 
         # Visit the other tiles that see these keys; only tiles at the edges are masked.
@@ -330,7 +330,8 @@ def _consume_queries(
                     clear_queries(q_tile, q_full, begun, index + 1, queries, visible, MEMBERS)
                 s, dk, dv, ds = _visit_queries(
                     s, dk, dv, ds, keys, values, tiles, of_dq, barriers, start, key, end_kv, step,
-                    last, rule, left, right, CONSUMER, FUSED, masked, False, HEAD_DIM, HEAD_DIM_V,
+                    last, rule, reach_left, reach_right, CONSUMER, FUSED, masked, False, HEAD_DIM,
+                    HEAD_DIM_V,
                 )  # fmt: skip
                 index += 1
                 step += 1

@@ -296,12 +296,12 @@ def _consume_keys(
         _first_kv, seq_kv = keys
         begin, before, full, after = visible
         rows = start_q + CONSUMER * 64 + gl.arange(0, 64, of_row)
-        position, left, right = rows + diagonal, window_left, window_right
+        position, reach_left, reach_right = rows + diagonal, window_left, window_right
         first_row = (batch * heads_q + head).to(gl.int64) * total_q
         if IS_PART:
-            position, right = load_windows(problem.intervals, rows, seq_q)
-            left = 0
-            right = right[:, None]
+            position, reach_right = load_windows(problem.intervals, rows, seq_q)
+            reach_left = 0
+            reach_right = reach_right[:, None]
         else:
             lse = gl.load(statistics.lse + first_row + rows, mask=rows < seq_q, other=float("inf"))
 
@@ -351,7 +351,8 @@ def _consume_keys(
         s = warpgroup_mma_wait(num_pieces(HEAD_DIM_V), deps=(s,))
         key = step_start(0, begin, before, full, after, BLOCK_KV)
         p = _probabilities(
-            s, position[:, None], key, lse2[:, None], seq_kv, rule, left, right, EDGES, BLOCK_KV
+            s, position[:, None], key, lse2[:, None], seq_kv, rule, reach_left, reach_right,
+EDGES, BLOCK_KV,
         )  # fmt: skip
         dp = warpgroup_mma_wait(0, deps=(dp,))
         arrive(V_READ + slot_v, READERS)
@@ -392,8 +393,8 @@ def _consume_keys(
                 s = warpgroup_mma_wait(num_pieces(HEAD_DIM_V), deps=(s,))
                 key = step_start(index, begin, before, full, after, BLOCK_KV)
                 p = _probabilities(
-                    s, position[:, None], key, lse2[:, None], seq_kv, rule, left, right, masked,
-                    BLOCK_KV,
+                    s, position[:, None], key, lse2[:, None], seq_kv, rule, reach_left,
+                    reach_right, masked, BLOCK_KV,
                 )  # fmt: skip
                 # This wait passes at once. Its branch keeps ptxas from moving the next one up.
                 mbarrier.wait(v_full.index(slot_v), step // V_STAGES & 1)

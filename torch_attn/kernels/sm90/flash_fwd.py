@@ -365,10 +365,10 @@ def _consume(
         _first_kv, seq_kv = keys
         _begin, before, full, after = visible
         rows = start_q + CONSUMER * 64 + gl.arange(0, 64, of_row)
-        position, left, right = rows + diagonal, window_left, window_right
+        position, reach_left, reach_right = rows + diagonal, window_left, window_right
         if IS_PART:
-            position, right = load_windows(problem.intervals, rows, seq_q)
-            left = 0
+            position, reach_right = load_windows(problem.intervals, rows, seq_q)
+            reach_left = 0
         m_i = gl.full([64], 0.0 if BOUNDED else float("-inf"), gl.float32, of_row)
         l_i = add_columns(gl.zeros([64, BLOCK_KV], gl.float32, layout))
         if sinks_ptr is not None and not BOUNDED:
@@ -400,7 +400,7 @@ def _consume(
         if EDGES:
             s = scaled_scores(s, rule)
             start_kv = kept_start(lists, batch, head, start_q, 0, visible, BLOCK_KV)
-            s = hide(s, position, start_kv, seq_kv, left, right)
+            s = hide(s, position, start_kv, seq_kv, reach_left, reach_right)
         if BOUNDED:
             packed, l_i = bounded_update(s, l_i, rule, EDGES)
         else:
@@ -440,7 +440,7 @@ def _consume(
                 if masked:
                     s = scaled_scores(s, rule)
                     start_kv = kept_start(lists, batch, head, start_q, index, visible, BLOCK_KV)
-                    s = hide(s, position, start_kv, seq_kv, left, right)
+                    s = hide(s, position, start_kv, seq_kv, reach_left, reach_right)
                 if BOUNDED:
                     # Without a maximum each half goes by itself, and the second takes the registers
                     # of the p that was multiplied.
@@ -493,7 +493,7 @@ def _consume(
         rescale = 1.0
         if BOUNDED:
             m_i = gl.where(l_i == 0.0, float("-inf"), m_i)
-            rescale = rounding_of_one_key(l_i, position, seq_kv, left, right, dtype)
+            rescale = rounding_of_one_key(l_i, position, seq_kv, reach_left, reach_right, dtype)
         if sinks_ptr is not None:
             alpha, m_i, l_i = add_sink(gl.load(sinks_ptr + head), m_i, l_i)
             if BOUNDED:
