@@ -58,6 +58,7 @@ from torch_attn.kernels.explicit.wgmma import (
     product_scores,
     scale_rows,
     wait_product,
+    wait_sums,
     zeros,
 )
 from torch_attn.kernels.explicit.wgmma_scores import (
@@ -406,7 +407,8 @@ def _consume(
         else:
             e, alpha, m_i, l_i = softmax_update(s, m_i, l_i, rule, EDGES)
             if IS_PART:
-                acc = scale_rows(acc, alpha)
+                # No product runs. ptxas would move what scales acc behind the start of the next one.
+                acc = wait_sums(scale_rows(acc, alpha), 0)
             packed = pack(e, dtype)
         if IS_PACKED:
             slot = step % NUM_STAGES
