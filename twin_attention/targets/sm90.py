@@ -19,6 +19,9 @@ from twin_attention.targets.target import NUM_SMS
 # Query rows of a kv head's program in paged attention; with fewer on average, most are padding.
 LEAST_ROWS = 128
 
+# Pairs of a query and a key, of all batch elements, whose tiles are listed: at most 32 MiB of them.
+MOST_LISTED = 2**36
+
 
 def supports(operation: str, spec: Spec, target: str | None) -> str | None:
     """Return None for a problem that the kernels cover, else the reason why they do not.
@@ -39,10 +42,10 @@ def supports(operation: str, spec: Spec, target: str | None) -> str | None:
             return "its block masks have tiles of 128 queries by 128 keys"
     if isinstance(spec, PartialSpec):
         return "its kernels take no result over other keys"
-    if spec.segmented:
-        return "its kernels take no segment ids"
-    if spec.tree:
-        return "its kernels take no kv_ends"
+    if spec.depths:
+        return "its windows count no depths"
+    if (spec.segmented or spec.tree) and spec.batch * spec.seq_q * spec.seq_kv > MOST_LISTED:
+        return f"with segment ids or kv_ends it has at most {MOST_LISTED} pairs of tokens"
     if spec.terms:
         return f"its kernels take no {spec.terms[0]}"
     if spec.row_max and operation == "flash_fwd":

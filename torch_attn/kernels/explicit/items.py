@@ -35,6 +35,7 @@ class Problem(NamedTuple):
         together: heads whose tiles follow each other by length, see `head_and_tile`.
         offsets, offsets_other: where packed sequences begin on both axes; or None.
         num_sequences: how many packed sequences there are; or None.
+        segments, tree: of the kernel's `library.mask.Mask`.
     """
 
     size: Any
@@ -46,6 +47,8 @@ class Problem(NamedTuple):
     offsets: Any
     offsets_other: Any
     num_sequences: Any
+    segments: Any
+    tree: Any
 
 
 class Rows(NamedTuple):

@@ -18,6 +18,7 @@ from torch_attn.kernels.explicit.barriers import (
     arrive,
     wait_for_all,
 )
+from torch_attn.kernels.explicit.hidden import hide_keys, mark_queries
 from torch_attn.kernels.explicit.items import (
     Others,
     Problem,
@@ -29,9 +30,15 @@ from torch_attn.kernels.explicit.items import (
     persistent,
 )
 from torch_attn.kernels.explicit.registers import copy_layout, pack, scale_all, unpack
-from torch_attn.kernels.explicit.steps import step_start
+from torch_attn.kernels.explicit.steps import (
+    listed_tiles,
+    rows_have_padding,
+    step_has_padding,
+    step_start,
+)
 from torch_attn.kernels.explicit.tma import (
     allocate_tile,
+    clear_padding,
     clear_rows,
     load_tile,
     maps_of,
@@ -129,7 +136,7 @@ def flash_bwd_dq_kernel(
         shared = allocate_hand_over(2)
     problem = Problem(
         seq_q, seq_kv, diagonal, heads_q, num_items, together, mask.offsets.q, mask.offsets.kv,
-        num_sequences,
+        num_sequences, mask.segments, mask.tree,
     )  # fmt: skip
     # Constants stand in the calls: variables would make tensors of them. The last part loads.
     gl.warp_specialize(
@@ -164,17 +171,24 @@ def _locate_queries(item, place, problem, window_left, window_right, BLOCK_KV: g
     if problem.num_sequences is None:
         num_tiles = gl.cdiv(seq_q, 128)
         index, tile = head_and_tile(item, problem.num_items, problem.together, num_tiles)
-        start_q = (num_tiles - 1 - tile) * 128
+        tile = num_tiles - 1 - tile
+        start_q = tile * 128
     else:
         index, tile, start_q, seq_q, first_kv, seq_kv, sequence = place
         diagonal = seq_kv - seq_q
         shift = tile * 128 - start_q
         read_rows = gl.where(sequence < problem.num_sequences, 64, 0)
-    begin, before, full, after = visible_tiles(
-        start_q, seq_q, seq_kv, diagonal, window_left, window_right, 128, BLOCK_KV
-    )
-    before = gl.maximum(before, 1 - full - after)
     batch, head = index // problem.heads_q, index % problem.heads_q
+    if problem.segments is not None or problem.tree is not None:
+        begin, before, full, after = listed_tiles(
+            problem.segments, problem.tree, batch, tile, problem.size, problem.size_other, problem.num_sequences,
+            128, BLOCK_KV,
+        )  # fmt: skip
+    else:
+        begin, before, full, after = visible_tiles(
+            start_q, seq_q, seq_kv, diagonal, window_left, window_right, 128, BLOCK_KV
+        )
+        before = gl.maximum(before, 1 - full - after)
     rows, keys = Rows(start_q, seq_q, diagonal), Others(first_kv, seq_kv)
     return batch, head, rows, keys, shift, read_rows, (begin, before, full, after)
 
@@ -280,10 +294,11 @@ def _consume_keys(
             item, place, problem, window_left, window_right, BLOCK_KV
         )
         start_q, seq_q, diagonal = positions
-        _first_kv, seq_kv = keys
+        first_kv, seq_kv = keys
         begin, before, full, after = visible
         rows = start_q + CONSUMER * 64 + gl.arange(0, 64, of_row)
         position = rows + diagonal
+        marks = mark_queries(problem, batch, rows, seq_q, first_kv)
         first_row = (batch * heads_q + head).to(gl.int64) * total_q
         lse = gl.load(statistics.lse + first_row + rows, mask=rows < seq_q, other=float("inf"))
 
@@ -299,6 +314,26 @@ def _consume_keys(
             clear_rows(v_tile, slot_v, rest, v_full.index(slot_v), step // V_STAGES & 1)
             clear_rows(q_tile, CONSUMER, read_rows, q_full.index(CONSUMER), turn & 1)
             clear_rows(do_tile, CONSUMER, read_rows, do_full.index(CONSUMER), turn & 1)
+        if problem.segments is not None:
+            start_kv = step_start(0, begin, before, full, after, BLOCK_KV)
+            padded = step_has_padding(0, begin, before)
+            clear_padding(
+                k_tile, slot, marks.other_ids, start_kv, seq_kv, padded, k_full.index(slot),
+                step // NUM_STAGES & 1,
+            )  # fmt: skip
+            clear_padding(
+                v_tile, slot_v, marks.other_ids, start_kv, seq_kv, padded, v_full.index(slot_v),
+                step // V_STAGES & 1,
+            )  # fmt: skip
+            padded, first = rows_have_padding(begin), start_q + CONSUMER * 64
+            clear_padding(
+                q_tile, CONSUMER, marks.own_ids, first, seq_q, padded,
+                q_full.index(CONSUMER), turn & 1,
+            )  # fmt: skip
+            clear_padding(
+                do_tile, CONSUMER, marks.own_ids, first, seq_q, padded,
+                do_full.index(CONSUMER), turn & 1,
+            )  # fmt: skip
         s = product_scores(q_tile, CONSUMER, k_tile, slot, HEAD_DIM, layout)
         # delta = rowsum(dout ∘ out) - dlse; lse2 is +inf where a row saw no key or does not exist
         mbarrier.wait(do_full.index(CONSUMER), turn & 1)
@@ -328,8 +363,8 @@ def _consume_keys(
         s = warpgroup_mma_wait(num_pieces(HEAD_DIM_V), deps=(s,))
         key = step_start(0, begin, before, full, after, BLOCK_KV)
         p = _probabilities(
-            s, position[:, None], key, lse2[:, None], seq_kv, rule, window_left, window_right,
-            EDGES, BLOCK_KV,
+            s, position, key, lse2[:, None], seq_kv, rule, window_left, window_right,
+            problem, marks, EDGES, BLOCK_KV,
         )  # fmt: skip
         dp = warpgroup_mma_wait(0, deps=(dp,))
         arrive(V_READ + slot_v, READERS)
@@ -356,6 +391,17 @@ def _consume_keys(
                     rest = seq_kv - step_start(index, begin, before, full, after, BLOCK_KV)
                     clear_rows(k_tile, slot, rest, k_full.index(slot), step // NUM_STAGES & 1)
                     clear_rows(v_tile, slot_v, rest, v_full.index(slot_v), step // V_STAGES & 1)
+                if problem.segments is not None and masked:
+                    start_kv = step_start(index, begin, before, full, after, BLOCK_KV)
+                    padded = step_has_padding(index, begin, before)
+                    clear_padding(
+                        k_tile, slot, marks.other_ids, start_kv, seq_kv, padded, k_full.index(slot),
+                        step // NUM_STAGES & 1,
+                    )  # fmt: skip
+                    clear_padding(
+                        v_tile, slot_v, marks.other_ids, start_kv, seq_kv, padded, v_full.index(slot_v),
+                        step // V_STAGES & 1,
+                    )  # fmt: skip
                 # dq += ds k for the tile before, and s = scale · q kᵀ
                 left = unpack(ds, dtype, layout, "loop")
                 dq = add_product(dq, left, k_tile, previous)
@@ -370,8 +416,8 @@ def _consume_keys(
                 s = warpgroup_mma_wait(num_pieces(HEAD_DIM_V), deps=(s,))
                 key = step_start(index, begin, before, full, after, BLOCK_KV)
                 p = _probabilities(
-                    s, position[:, None], key, lse2[:, None], seq_kv, rule, window_left,
-                    window_right, masked, BLOCK_KV,
+                    s, position, key, lse2[:, None], seq_kv, rule, window_left, window_right,
+                    problem, marks, masked, BLOCK_KV,
                 )  # fmt: skip
                 # This wait passes at once. Its branch keeps ptxas from moving the next one up.
                 mbarrier.wait(v_full.index(slot_v), step // V_STAGES & 1)
@@ -467,14 +513,18 @@ def _probabilities(
     rule,
     window_left,
     window_right,
+    problem,
+    marks,
     MASKED: gl.constexpr,
     BLOCK_KV: gl.constexpr,
 ):
     """Return p ∘ dcap, the factor of dp - delta in ds. Queries are rows."""
     key = start_kv + gl.arange(0, BLOCK_KV, gl.SliceLayout(0, s.type.layout))
     s, scale, dcap = visible_scores(
-        s, position, key[None, :], end, rule, window_left, window_right, MASKED
+        s, position[:, None], key[None, :], end, rule, window_left, window_right, MASKED
     )
+    if MASKED:
+        s = hide_keys(s, problem, marks, position, start_kv, end)
     return gl.exp2(s * scale - lse2) * dcap
 
 
@@ -492,7 +542,11 @@ def prepare_dq(call: KernelCall) -> Prepared:
         "out": out if large else maps_of(out, 64),
         "out_strides": strides_of(out=out).out if large else None,
         "dq": stored_maps_of(spec, dq, 64),
-        "EDGES": is_packed or spec.window != Window() or spec.seq_kv % config.block_kv != 0,
+        "EDGES": is_packed
+        or spec.segmented
+        or spec.tree
+        or spec.window != Window()
+        or spec.seq_kv % config.block_kv != 0,
     }
     steps = steps_of_queries(spec, config.block_q, config.block_kv)
     return persistent(call, steps, spec.heads_q * spec.batch, arguments)
