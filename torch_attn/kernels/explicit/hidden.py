@@ -68,7 +68,9 @@ def mark_keys(problem, batch, rows, num_rows, diagonal):
         ids = _load_ids(own_ids, rows, num_rows)
     if problem.tree is not None:
         ends_ptr = problem.tree.ends + batch.to(gl.int64) * problem.size
-        ends = gl.load(ends_ptr + rows, mask=rows < num_rows, other=0) - diagonal
+        ends = gl.load(ends_ptr + rows, mask=rows < num_rows, other=0)
+        # Any numbers may stand there.
+        ends = gl.minimum(gl.maximum(ends, 0), problem.size) - diagonal
     return Marks(ids, own_ids, other_ids, ends)
 
 
@@ -81,10 +83,10 @@ def _load_ids(ids_ptr, rows, num_rows):
 @gluon.jit
 def hide_keys(s, problem, marks, position, start, num_keys):
     """Set the scores of keys from `start` on that queries do not see to -inf. Queries are rows."""
-    key = start + gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout))
     if problem.segments is not None:
-        s = _hide_segments(s, marks, key, num_keys)
+        s = _hide_segments(s, marks, start, num_keys)
     if problem.tree is not None:
+        key = start + gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout))
         ends = gl.load(marks.ends + key, mask=key < num_keys, other=0)
         s = _where(position[:, None], ends[None, :], s, "lt")
     return s
@@ -93,16 +95,17 @@ def hide_keys(s, problem, marks, position, start, num_keys):
 @gluon.jit
 def hide_queries(s, problem, marks, start, num_queries):
     """Set the scores of queries from `start` on that do not see keys to -inf. Keys are rows."""
-    row = start + gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout))
     if problem.segments is not None:
-        s = _hide_segments(s, marks, row, num_queries)
+        s = _hide_segments(s, marks, start, num_queries)
     if problem.tree is not None:
+        row = start + gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout))
         s = _where(row[None, :], marks.ends[:, None], s, "lt")
     return s
 
 
 @gluon.jit
-def _hide_segments(s, marks, visited, num_visited):
+def _hide_segments(s, marks, start, num_visited):
+    visited = start + gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout))
     ids = gl.load(marks.other_ids + visited, mask=visited < num_visited, other=VISITED)
     ids = gl.maximum(ids, VISITED)
     return _where(marks.ids[:, None], ids[None, :], s, "eq")

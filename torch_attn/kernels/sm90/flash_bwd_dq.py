@@ -178,10 +178,9 @@ def _locate_queries(item, place, problem, window_left, window_right, BLOCK_KV: g
         diagonal = seq_kv - seq_q
         shift = tile * 128 - start_q
         read_rows = gl.where(sequence < problem.num_sequences, 64, 0)
-    batch, head = index // problem.heads_q, index % problem.heads_q
     if problem.segments is not None or problem.tree is not None:
         begin, before, full, after = listed_tiles(
-            problem.segments, problem.tree, batch, tile, problem.size, problem.size_other, problem.num_sequences,
+            problem.segments, problem.tree, index // problem.heads_q, tile, problem.size, problem.size_other, problem.num_sequences,
             128, BLOCK_KV,
         )  # fmt: skip
     else:
@@ -189,6 +188,7 @@ def _locate_queries(item, place, problem, window_left, window_right, BLOCK_KV: g
             start_q, seq_q, seq_kv, diagonal, window_left, window_right, 128, BLOCK_KV
         )
         before = gl.maximum(before, 1 - full - after)
+    batch, head = index // problem.heads_q, index % problem.heads_q
     rows, keys = Rows(start_q, seq_q, diagonal), Others(first_kv, seq_kv)
     return batch, head, rows, keys, shift, read_rows, (begin, before, full, after)
 

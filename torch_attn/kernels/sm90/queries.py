@@ -95,11 +95,10 @@ def locate_keys(
         diagonal = seq_kv - seq_q
         first_row = first_tile(first_q, sequence, ROW_PADDING) * ROW_PADDING
         rows_q = seq_q
-    batch, head = index // items_of_batch, index % items_of_batch * MEMBERS
     if problem.segments is not None or problem.tree is not None:
         begin, before, full, after = listed_tiles(
-            problem.segments, problem.tree, batch, tile, problem.size, problem.size_other, problem.num_sequences,
-            128, BLOCK_Q,
+            problem.segments, problem.tree, index // items_of_batch, tile, problem.size,
+            problem.size_other, problem.num_sequences, 128, BLOCK_Q,
         )  # fmt: skip
     else:
         begin, before, full, after = visible_tiles(
@@ -115,6 +114,7 @@ def locate_keys(
             before = gl.where(ragged, gl.maximum(total, 1), before)
             full = gl.where(ragged, 0, full)
             after = gl.where(ragged, 0, after)
+    batch, head = index // items_of_batch, index % items_of_batch * MEMBERS
     keys, queries = Rows(start_kv, seq_kv, diagonal), Queries(first_q, seq_q, first_row)
     return batch, head, keys, queries, (begin, before, full, after)
 
@@ -228,14 +228,15 @@ def clear_queries(
     index = gl.minimum(index, (before + full_tiles + after) * MEMBERS - 1)
     _member, start = group_step(index, begin, before, full_tiles, after, BLOCK_Q, MEMBERS)
     slot = (first + index) % STAGES
-    phase = (first + index) // STAGES & 1
     if problem.segments is not None:
         padded = group_step_has_padding(index, begin, before, full_tiles, MEMBERS)
         clear_padding(
-            tile, slot, marks.other_ids, start, queries.size, padded, full.index(slot), phase
-        )
+            tile, slot, marks.other_ids, start, queries.size, padded, full.index(slot),
+            (first + index) // STAGES & 1,
+        )  # fmt: skip
     else:
-        clear_rows(tile, slot, queries.size - start, full.index(slot), phase)
+        count = queries.size - start
+        clear_rows(tile, slot, count, full.index(slot), (first + index) // STAGES & 1)
 
 
 @gluon.jit
