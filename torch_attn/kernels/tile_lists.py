@@ -138,19 +138,20 @@ def tile_lists_kernel(
             whole &= start + BLOCK <= end
         padded = tl.zeros([TILES], tl.int32)
         if ids_ptr is not None:
-            ids = tl.load(other_ids_ptr + row_other + others, mask=other_exists, other=VISITED)
-            other_least = tl.min(ids, 1)
-            other_high = tl.max(ids, 1)
-            seen &= tl.min(tl.where(ids < 0, LARGEST, ids), 1) <= high
+            other_ids = tl.load(other_ids_ptr + row_other + others, mask=other_exists, other=VISITED)
+            other_least = tl.min(other_ids, 1)
+            other_high = tl.max(other_ids, 1)
+            other_low = tl.min(tl.where(other_ids < 0, LARGEST, other_ids), 1)
+            seen &= other_low <= high
             seen &= other_high >= low
             whole &= (other_least == high) & (other_high == high) & (least == high)
             padded = (other_least < 0).to(tl.int32)
         if ends_ptr is not None:
             if OF_KEYS:
                 # Positions are counted as keys are.
-                ends = tl.load(ends_ptr + row_other + others, mask=other_exists, other=0)
-                seen &= tl.max(ends, 1) > start + diagonal
-                whole &= tl.min(ends, 1) > tl.minimum(start + BLOCK, end) - 1 + diagonal
+                other_ends = tl.load(ends_ptr + row_other + others, mask=other_exists, other=0)
+                seen &= tl.max(other_ends, 1) > start + diagonal
+                whole &= tl.min(other_ends, 1) > tl.minimum(start + BLOCK, end) - 1 + diagonal
             else:
                 position = starts - diagonal - first
                 seen &= position < last_end

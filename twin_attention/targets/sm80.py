@@ -8,6 +8,8 @@ from __future__ import annotations
 from twin_attention.contract.spec import AttentionSpec, BlockSparseSpec, PartialSpec
 from twin_attention.targets.kernels import Spec
 
+# Pairs of a query and a key, of all batch elements, whose tiles are listed.
+MOST_LISTED = 2**36
 PROGRAMS_OF_SM = 2  # at a time, of most kernels
 
 
@@ -25,10 +27,10 @@ def supports(operation: str, spec: Spec, target: str | None) -> str | None:
         return "its kernels take no block masks"
     if isinstance(spec, PartialSpec):
         return "its kernels take no result over other keys"
-    if spec.segmented:
-        return "its kernels take no segment ids"
-    if spec.tree:
-        return "its kernels take no kv_ends"
+    if spec.depths:
+        return "its windows count no depths"
+    if (spec.segmented or spec.tree) and spec.batch * spec.seq_q * spec.seq_kv > MOST_LISTED:
+        return f"with segment ids or kv_ends it has at most {MOST_LISTED} pairs of tokens"
     if spec.terms:
         return f"its kernels take no {spec.terms[0]}"
     if spec.row_max and operation == "flash_fwd":

@@ -31,46 +31,41 @@ class Marks(NamedTuple):
 
 
 @gluon.jit
-def mark_queries(problem, batch, rows, num_rows, first_kv):
+def mark_queries(mask, row_q, row_kv, rows, num_rows):
     """Return the `Marks` of queries.
 
     Args:
-        problem: an `items.Problem`, or what has the same fields.
-        batch: element of the batch, 0 of packed sequences.
+        mask: what has segments and a tree: a `library.mask.Mask`, or an `items.Problem`.
+        row_q, row_kv: where the ids of query 0 and of key 0 are, and the end of key 0.
         rows: the queries', up to `num_rows`.
-        first_kv: of packed sequences the first key.
     """
     # Triton 3.6 cannot return None.
     ids, own_ids, other_ids, ends = 0, 0, 0, 0
-    row_kv = batch.to(gl.int64) * problem.size_other + first_kv
-    if problem.segments is not None:
-        own_ids = problem.segments.q + batch.to(gl.int64) * problem.size
-        other_ids = problem.segments.kv + row_kv
+    if mask.segments is not None:
+        own_ids, other_ids = mask.segments.q + row_q, mask.segments.kv + row_kv
         ids = _load_ids(own_ids, rows, num_rows)
-    if problem.tree is not None:
-        ends = problem.tree.ends + row_kv
+    if mask.tree is not None:
+        ends = mask.tree.ends + row_kv
     return Marks(ids, own_ids, other_ids, ends)
 
 
 @gluon.jit
-def mark_keys(problem, batch, rows, num_rows, diagonal):
+def mark_keys(mask, row_q, row_kv, rows, num_rows, diagonal):
     """Return the `Marks` of keys.
 
     Args:
-        problem, batch: as `mark_queries` takes them.
+        mask, row_q, row_kv: as `mark_queries` takes them.
         rows: the keys', up to `num_rows`.
         diagonal: position of query 0 of the sequence, counted as ends are.
     """
     ids, own_ids, other_ids, ends = 0, 0, 0, 0
-    if problem.segments is not None:
-        own_ids = problem.segments.kv + batch.to(gl.int64) * problem.size
-        other_ids = problem.segments.q + batch.to(gl.int64) * problem.size_other
+    if mask.segments is not None:
+        own_ids, other_ids = mask.segments.kv + row_kv, mask.segments.q + row_q
         ids = _load_ids(own_ids, rows, num_rows)
-    if problem.tree is not None:
-        ends_ptr = problem.tree.ends + batch.to(gl.int64) * problem.size
-        ends = gl.load(ends_ptr + rows, mask=rows < num_rows, other=0)
+    if mask.tree is not None:
+        ends = gl.load(mask.tree.ends + row_kv + rows, mask=rows < num_rows, other=0)
         # Any numbers may stand there.
-        ends = gl.minimum(gl.maximum(ends, 0), problem.size) - diagonal
+        ends = gl.minimum(gl.maximum(ends, 0), num_rows) - diagonal
     return Marks(ids, own_ids, other_ids, ends)
 
 
@@ -81,11 +76,11 @@ def _load_ids(ids_ptr, rows, num_rows):
 
 
 @gluon.jit
-def hide_keys(s, problem, marks, position, start, num_keys):
+def hide_keys(s, mask, marks, position, start, num_keys):
     """Set the scores of keys from `start` on that queries do not see to -inf. Queries are rows."""
-    if problem.segments is not None:
+    if mask.segments is not None:
         s = _hide_segments(s, marks, start, num_keys)
-    if problem.tree is not None:
+    if mask.tree is not None:
         key = start + gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout))
         ends = gl.load(marks.ends + key, mask=key < num_keys, other=0)
         s = _where(position[:, None], ends[None, :], s, "lt")
@@ -93,11 +88,11 @@ def hide_keys(s, problem, marks, position, start, num_keys):
 
 
 @gluon.jit
-def hide_queries(s, problem, marks, start, num_queries):
+def hide_queries(s, mask, marks, start, num_queries):
     """Set the scores of queries from `start` on that do not see keys to -inf. Keys are rows."""
-    if problem.segments is not None:
+    if mask.segments is not None:
         s = _hide_segments(s, marks, start, num_queries)
-    if problem.tree is not None:
+    if mask.tree is not None:
         row = start + gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout))
         s = _where(row[None, :], marks.ends[:, None], s, "lt")
     return s

@@ -298,7 +298,9 @@ def _consume_keys(
         begin, before, full, after = visible
         rows = start_q + CONSUMER * 64 + gl.arange(0, 64, of_row)
         position = rows + diagonal
-        marks = mark_queries(problem, batch, rows, seq_q, first_kv)
+        row_q = batch.to(gl.int64) * problem.size
+        row_kv = batch.to(gl.int64) * problem.size_other + first_kv
+        marks = mark_queries(problem, row_q, row_kv, rows, seq_q)
         first_row = (batch * heads_q + head).to(gl.int64) * total_q
         lse = gl.load(statistics.lse + first_row + rows, mask=rows < seq_q, other=float("inf"))
 

@@ -363,7 +363,9 @@ def _consume(
         begin, before, full, after = visible
         rows = start_q + CONSUMER * 64 + gl.arange(0, 64, of_row)
         position = rows + diagonal
-        marks = mark_queries(problem, batch, rows, seq_q, first_kv)
+        row_q = batch.to(gl.int64) * problem.size
+        row_kv = batch.to(gl.int64) * problem.size_other + first_kv
+        marks = mark_queries(problem, row_q, row_kv, rows, seq_q)
         m_i = gl.full([64], 0.0 if BOUNDED else float("-inf"), gl.float32, of_row)
         l_i = add_columns(gl.zeros([64, BLOCK_KV], gl.float32, layout))
         if sinks_ptr is not None and not BOUNDED:

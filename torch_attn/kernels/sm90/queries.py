@@ -127,8 +127,10 @@ def mark_item(problem, place, batch, keys, key):
         first, _size = rows_of_sequence(
             problem.offsets, place.sequence, problem.size, problem.num_sequences, problem.size
         )
+    row_kv = batch.to(gl.int64) * problem.size
+    row_q = batch.to(gl.int64) * problem.size_other
     rows = key + keys.diagonal
-    return mark_keys(problem, batch, rows, keys.end, keys.diagonal - first)
+    return mark_keys(problem, row_q, row_kv, rows, keys.end, keys.diagonal - first)
 
 
 @gluon.jit
