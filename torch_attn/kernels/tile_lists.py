@@ -76,8 +76,8 @@ def tile_lists_kernel(
     lists [B, tiles, 2 T + HEADER] int32, where T is the number of tiles that there may be. Entries
     are the first rows of tiles, the lowest bit of which tells that the tile has padding. From entry
     T on a list has its header; behind that stand the tiles that need no mask, and in front of it,
-    the last one first, those that need one. Where nothing is visible, that is tile 0, so that no
-    reader has to do without.
+    the last one first, those that need one. Where nothing is visible, tile 0 stands there and is not
+    counted: a reader may have to visit one.
     """
     # Locate the tile of rows.
     BLOCK: tl.constexpr = BLOCK_Q if OF_KEYS else BLOCK_KV
@@ -166,7 +166,6 @@ def tile_lists_kernel(
         num_masked += tl.sum(masked, 0)
         num_whole += tl.sum(whole.to(tl.int32), 0)
     if num_masked + num_whole == 0:
-        num_masked = 1
         tl.store(middle_ptr - 1, 1)
     tl.store(middle_ptr, num_masked)
     tl.store(middle_ptr + 1, num_whole)

@@ -16,7 +16,8 @@ def listed_tiles(
 ):  # fmt: skip
     """Return what `library.tiles.visible_tiles` does, of a tile of rows that has a list.
 
-    `begin` is a pointer, to the middle of the list.
+    `begin` is a pointer, to the middle of the list. Where nothing is visible, there is one masked
+    tile that is not counted.
 
     Args:
         segments, tree: of a `library.mask.Mask` of `tile_lists.listed_mask`; one may be None.

@@ -187,7 +187,7 @@ def _locate_queries(item, place, problem, window_left, window_right, BLOCK_KV: g
         begin, before, full, after = visible_tiles(
             start_q, seq_q, seq_kv, diagonal, window_left, window_right, 128, BLOCK_KV
         )
-        before = gl.maximum(before, 1 - full - after)
+    before = gl.maximum(before, 1 - full - after)
     batch, head = index // problem.heads_q, index % problem.heads_q
     rows, keys = Rows(start_q, seq_q, diagonal), Others(first_kv, seq_kv)
     return batch, head, rows, keys, shift, read_rows, (begin, before, full, after)

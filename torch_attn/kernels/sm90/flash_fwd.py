@@ -225,8 +225,7 @@ def _locate(
             lists, batch, head, start_q, (begin, before, full, after), window_left, window_right,
             BLOCK_KV,
         )  # fmt: skip
-    if problem.segments is None and problem.tree is None:
-        before = gl.maximum(before, 1 - full - after)
+    before = gl.maximum(before, 1 - full - after)
     rows, keys = Rows(start_q, seq_q, diagonal), Others(first_kv, seq_kv)
     return batch, head, rows, keys, (begin, before, full, after)
 

@@ -100,6 +100,7 @@ def locate_keys(
             problem.segments, problem.tree, index // items_of_batch, tile, problem.size,
             problem.size_other, problem.num_sequences, 128, BLOCK_Q,
         )  # fmt: skip
+        before = gl.maximum(before, 1 - full)
     else:
         begin, before, full, after = visible_tiles(
             start_kv, seq_kv, rows_q, -diagonal, window_right, window_left, 128, BLOCK_Q
