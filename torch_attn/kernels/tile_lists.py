@@ -73,11 +73,11 @@ def tile_lists_kernel(
     are powers of two. Grid: (tiles · batch), of packed sequences `count_sequence_tiles`.
 
     Operands: ids [B, Sq] and [B, Skv] and ends [B, Skv], or [Tkv], int32 and contiguous, or None.
-    lists [B, tiles, 2 T + HEADER] int32, where T is the number of tiles that there may be. Entries
+    lists [B, tiles, 2 T + HEADER] int32, where T is the number of tiles that there may be, 1 at least. Entries
     are the first rows of tiles, the lowest bit of which tells that the tile has padding. From entry
     T on a list has its header; behind that stand the tiles that need no mask, and in front of it,
-    the last one first, those that need one. Where nothing is visible, tile 0 stands there and is not
-    counted: a reader may have to visit one.
+    the last one first, those that need one. Where nothing is visible, tile 0 stands in both places and
+    is not counted: a reader may have to fetch one.
     """
     # Locate the tile of rows.
     BLOCK: tl.constexpr = BLOCK_Q if OF_KEYS else BLOCK_KV
@@ -93,7 +93,7 @@ def tile_lists_kernel(
         diagonal = -diagonal
     num_tiles = count_sequence_tiles(size, num_sequences, BLOCK)
     tile, batch = tl.program_id(0) % num_tiles, (tl.program_id(0) // num_tiles).to(tl.int64)
-    most = tl.cdiv(size_other, OTHER)
+    most = tl.maximum(tl.cdiv(size_other, OTHER), 1)
     middle_ptr = lists_ptr + tl.program_id(0).to(tl.int64) * (2 * most + HEADER) + most
     first, start, end = 0, tile * BLOCK, size
     row, row_other = batch * size, batch * size_other
@@ -167,6 +167,7 @@ def tile_lists_kernel(
         num_whole += tl.sum(whole.to(tl.int32), 0)
     if num_masked + num_whole == 0:
         tl.store(middle_ptr - 1, 1)
+        tl.store(middle_ptr + HEADER, 1)
     tl.store(middle_ptr, num_masked)
     tl.store(middle_ptr + 1, num_whole)
     tl.store(middle_ptr + 2, (least < 0).to(tl.int32) if ids_ptr is not None else 0)
@@ -204,7 +205,8 @@ def _allocate(
     assert isinstance(config, FlashConfig)
     sides = [(spec.seq_q, config.block_q), (spec.seq_kv, config.block_kv)]
     stays, visited = sides if of_keys else reversed(sides)
-    shape = (spec.batch, num_sequence_tiles(spec, *stays), 2 * triton.cdiv(*visited) + HEADER.value)
+    most = max(triton.cdiv(*visited), 1)
+    shape = (spec.batch, num_sequence_tiles(spec, *stays), 2 * most + HEADER.value)
     return q.new_empty(shape, dtype=torch.int32)
 
 

@@ -26,7 +26,7 @@ def listed_tiles(
         num_sequences: of packed sequences, or None.
         BLOCK, OTHER: rows of a tile, and of a tile of the other axis.
     """
-    most = gl.cdiv(size_other, OTHER)
+    most = gl.maximum(gl.cdiv(size_other, OTHER), 1)
     index = batch * count_sequence_tiles(size, num_sequences, BLOCK) + tile
     offset = index.to(gl.int64) * (2 * most + HEADER) + most
     if segments is not None:
