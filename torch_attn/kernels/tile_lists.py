@@ -9,8 +9,6 @@ Ids and ends are data that nobody checked. Whatever they are, a list has only ti
 shows, and hides nothing that is seen: all but the tiles that need no mask are masked again.
 """
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -184,26 +182,28 @@ def listed_mask(
     offsets, segments, ends = offsets_of(operands), segments_of(operands), ends_of(operands)
     tree = None
     if segments is not None or ends is not None:
-        lists = _allocate(kernel, operands.q, spec, backend, of_keys)
+        config = config_of(kernel, spec, backend, operands.q.device)
+        assert isinstance(config, FlashConfig)
+        blocks = config.block_q, config.block_kv
+        lists = _allocate(operands.q, spec, of_keys, *blocks)
         ids = (None, None) if segments is None else (segments.q, segments.kv)
         tensors = (lists, *ids, ends, *offsets)
-        options = {"num_warps": 4, "num_stages": 1}
         launch(
-            kernel, tile_lists_kernel, _prepare, tensors, spec, backend, of_keys, **options
+            "tile_lists", tile_lists_kernel, _prepare, tensors, spec, backend, of_keys, *blocks
         )
         segments = segments and Segments(segments.q, segments.kv, lists)
         tree = None if ends is None else Tree(ends, lists)
     if of_keys:
-        return Mask(lists_of_keys(operands), offsets, segments, tree, None, intervals_of_keys(operands))
-    return Mask(lists_of_queries(operands), offsets, segments, tree, None, intervals_of_queries(operands))
+        kept, intervals = lists_of_keys(operands), intervals_of_keys(operands)
+    else:
+        kept, intervals = lists_of_queries(operands), intervals_of_queries(operands)
+    return Mask(kept, offsets, segments, tree, None, intervals)
 
 
 def _allocate(
-    kernel: str, q: Tensor, spec: AttentionSpec, backend: Backend, of_keys: bool
+    q: Tensor, spec: AttentionSpec, of_keys: bool, block_q: int, block_kv: int
 ) -> Tensor:
-    config = config_of(kernel, spec, backend, q.device)
-    assert isinstance(config, FlashConfig)
-    sides = [(spec.seq_q, config.block_q), (spec.seq_kv, config.block_kv)]
+    sides = [(spec.seq_q, block_q), (spec.seq_kv, block_kv)]
     stays, visited = sides if of_keys else reversed(sides)
     most = max(triton.cdiv(*visited), 1)
     shape = (spec.batch, num_sequence_tiles(spec, *stays), 2 * most + HEADER.value)
@@ -212,7 +212,6 @@ def _allocate(
 
 def _prepare(call: KernelCall) -> Prepared:
     """Return grid and arguments of `tile_lists_kernel`."""
-    (of_keys,) = call.constants
+    numbers = zip(("OF_KEYS", "BLOCK_Q", "BLOCK_KV"), call.constants, strict=True)
     batch, tiles, _ = call.layouts[0].shape
-    arguments: dict[str, Any] = flash_arguments(call.spec) | {"OF_KEYS": of_keys}
-    return (batch * tiles,), arguments
+    return (batch * tiles,), flash_arguments(call.spec) | dict(numbers)

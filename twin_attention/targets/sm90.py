@@ -12,15 +12,13 @@ from twin_attention.contract.spec import (
     PartialSpec,
     VarlenSpec,
 )
+from twin_attention.targets import sm80
 from twin_attention.targets.config import padded_head_dim
 from twin_attention.targets.kernels import Spec
 from twin_attention.targets.target import NUM_SMS
 
 # Query rows of a kv head's program in paged attention; with fewer on average, most are padding.
 LEAST_ROWS = 128
-
-# Pairs of a query and a key, of all batch elements, whose tiles are listed: at most 32 MiB of them.
-MOST_LISTED = 2**36
 
 
 def supports(operation: str, spec: Spec, target: str | None) -> str | None:
@@ -42,10 +40,8 @@ def supports(operation: str, spec: Spec, target: str | None) -> str | None:
             return "its block masks have tiles of 128 queries by 128 keys"
     if isinstance(spec, PartialSpec):
         return "its kernels take no result over other keys"
-    if spec.depths:
-        return "its windows count no depths"
-    if (spec.segmented or spec.tree) and spec.batch * spec.seq_q * spec.seq_kv > MOST_LISTED:
-        return f"with segment ids or kv_ends it has at most {MOST_LISTED} pairs of tokens"
+    if reason := sm80.unlisted(spec):
+        return reason
     if spec.terms:
         return f"its kernels take no {spec.terms[0]}"
     if spec.row_max and operation == "flash_fwd":
@@ -81,6 +77,8 @@ def portable_uses_wgmma(kernel: str, spec: Spec) -> bool:
 
 def mosaic_leaves(operation: str, spec: Spec) -> str | None:
     """Return why Mosaic's kernels leave out a problem that `supports` covers, or None."""
+    if reason := sm80.mosaic_leaves(spec):
+        return reason
     if not isinstance(spec, VarlenSpec):
         return None
     if max(spec.head_dim, spec.head_dim_v) <= 64:
