@@ -114,6 +114,37 @@ def test_backward_of_large_heads(case, mode):
     assert check_backward(case, mode, BACKEND) == kernels
 
 
+# Of segment ids and trees: every kernel has its tiles listed first.
+LISTED = [
+    FlashCase("documents", 1, 300, 300, 1, 1, 64, segments="documents", causal=True),
+    FlashCase("shuffled", 2, 150, 200, 2, 1, 128, segments="shuffled", softcap=5.0, sinks=True),
+    FlashCase("tree", 1, 400, 400, 1, 1, 96, tree="nested", causal=True),
+    FlashCase(
+        "any ends", 1, 200, 250, 2, 1, 64, tree="any", segments="documents", causal=True,
+        window_size=(90, None),
+    ),
+    VarlenCase("packed trees", LENGTHS, (9, 9), 2, 1, 128, tree="nested"),
+    FlashCase("large heads", 1, 150, 200, 1, 1, 192, segments="shuffled", tree="any", causal=True),
+]
+
+
+@pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
+@pytest.mark.parametrize("case", LISTED, ids=lambda case: case.name)
+def test_listed_tiles(case, mode):
+    assert check_forward(case, mode, BACKEND) == ["tile_lists", "flash_fwd"]
+    kernels = ["flash_bwd_preprocess", "tile_lists", *SUMMED[1:]]
+    if max(case.spec.head_dim, case.spec.head_dim_v) > 128:
+        kernels = ["tile_lists", "flash_bwd_dq", "tile_lists", *2 * ["flash_bwd_dkdv"]]
+    assert check_backward(case, mode, BACKEND) == kernels
+
+
+@pytest.mark.parametrize("case", LISTED[:2], ids=lambda case: case.name)
+def test_deterministic_backward_of_listed_tiles(case):
+    case = replace(case, deterministic=True)
+    kernels = ["tile_lists", "flash_bwd_dq", "tile_lists", "flash_bwd_dkdv"]
+    assert check_backward(case, Mode(), BACKEND) == kernels
+
+
 FORWARD = [
     FlashCase("full", 1, 256, 256, 1, 1),
     FlashCase("causal", 1, 200, 300, 1, 1, 128, causal=True),
