@@ -84,13 +84,23 @@ def test_races_make_wrong_results(mode, check, kernel, old, new):
     with pytest.raises(AssertionError, match="Agreement"):
         check(case, mode, BACKEND, {kernel: edited(kernel, old, new)})
 
+
 # Of segment ids and trees: every kernel has its tiles listed first.
 LISTED = [
     FlashCase("documents", 1, 300, 300, 1, 1, 64, segments="documents", causal=True),
     FlashCase("shuffled", 2, 150, 200, 2, 1, 128, segments="shuffled", softcap=5.0, sinks=True),
     FlashCase("tree", 1, 400, 400, 1, 1, 96, tree="nested", causal=True),
     FlashCase(
-        "any ends", 1, 200, 250, 2, 1, 64, tree="any", segments="documents", causal=True,
+        "any ends",
+        1,
+        200,
+        250,
+        2,
+        1,
+        64,
+        tree="any",
+        segments="documents",
+        causal=True,
         window_size=(90, None),
     ),
     VarlenCase("packed trees", LENGTHS, (9, 9), 2, 1, 128, tree="nested"),

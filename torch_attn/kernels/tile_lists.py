@@ -71,11 +71,11 @@ def tile_lists_kernel(
     are powers of two. Grid: (tiles · batch), of packed sequences `count_sequence_tiles`.
 
     Operands: ids [B, Sq] and [B, Skv] and ends [B, Skv], or [Tkv], int32 and contiguous, or None.
-    lists [B, tiles, 2 T + HEADER] int32, where T is the number of tiles that there may be, 1 at least. Entries
-    are the first rows of tiles, the lowest bit of which tells that the tile has padding. From entry
-    T on a list has its header; behind that stand the tiles that need no mask, and in front of it,
-    the last one first, those that need one. Where nothing is visible, tile 0 stands in both places and
-    is not counted: a reader may have to fetch one.
+    lists [B, tiles, 2 T + HEADER] int32, where T is how many tiles there may be, 1 at least.
+    Entries are the first rows of tiles, with 1 added where the tile has padding. From entry T on a
+    list has its header; behind that stand the tiles that need no mask, and in front of it, the last
+    one first, those that need one. Where nothing is visible, tile 0 stands in both places and is
+    not counted: a reader may have to fetch one.
     """
     # Locate the tile of rows.
     BLOCK: tl.constexpr = BLOCK_Q if OF_KEYS else BLOCK_KV
@@ -136,7 +136,9 @@ def tile_lists_kernel(
             whole &= start + BLOCK <= end
         padded = tl.zeros([TILES], tl.int32)
         if ids_ptr is not None:
-            other_ids = tl.load(other_ids_ptr + row_other + others, mask=other_exists, other=VISITED)
+            other_ids = tl.load(
+                other_ids_ptr + row_other + others, mask=other_exists, other=VISITED
+            )
             other_least = tl.min(other_ids, 1)
             other_high = tl.max(other_ids, 1)
             other_low = tl.min(tl.where(other_ids < 0, LARGEST, other_ids), 1)
@@ -188,9 +190,7 @@ def listed_mask(
         lists = _allocate(operands.q, spec, of_keys, *blocks)
         ids = (None, None) if segments is None else (segments.q, segments.kv)
         tensors = (lists, *ids, ends, *offsets)
-        launch(
-            "tile_lists", tile_lists_kernel, _prepare, tensors, spec, backend, of_keys, *blocks
-        )
+        launch("tile_lists", tile_lists_kernel, _prepare, tensors, spec, backend, of_keys, *blocks)
         segments = segments and Segments(segments.q, segments.kv, lists)
         tree = None if ends is None else Tree(ends, lists)
     if of_keys:
@@ -200,9 +200,7 @@ def listed_mask(
     return Mask(kept, offsets, segments, tree, None, intervals)
 
 
-def _allocate(
-    q: Tensor, spec: AttentionSpec, of_keys: bool, block_q: int, block_kv: int
-) -> Tensor:
+def _allocate(q: Tensor, spec: AttentionSpec, of_keys: bool, block_q: int, block_kv: int) -> Tensor:
     sides = [(spec.seq_q, block_q), (spec.seq_kv, block_kv)]
     stays, visited = sides if of_keys else reversed(sides)
     most = max(triton.cdiv(*visited), 1)

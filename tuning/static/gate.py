@@ -306,7 +306,9 @@ def _mosaic_problems(target: str) -> Iterator[Problem]:
     chunks = (("bfloat16", *x) for x in product(_PAGED_HEAD_DIMS, chunks))
     for dtype, head_dim, feature in (*flash, *paged, *chunks):
         problem = Problem("jax", target, dtype, head_dim, feature, "mosaic")
-        leaves = partial(sm90.mosaic_leaves, "flash_fwd") if target == "sm90" else sm80.mosaic_leaves
+        leaves = (
+            partial(sm90.mosaic_leaves, "flash_fwd") if target == "sm90" else sm80.mosaic_leaves
+        )
         if leaves(problem.spec):
             continue
         yield problem

@@ -8,7 +8,7 @@ from __future__ import annotations
 from twin_attention.contract.spec import AttentionSpec, BlockSparseSpec, PartialSpec
 from twin_attention.targets.kernels import Spec
 
-# Pairs of a query and a key, of all batch elements, whose tiles are listed for segment ids and ends.
+# Pairs of a query and a key, of all batch elements, whose tiles are listed for ids and ends.
 MOST_LISTED = 2**36
 PROGRAMS_OF_SM = 2  # at a time, of most kernels
 

@@ -85,8 +85,12 @@ def consume_dk(
         if CLEARS:
             clear_queries(q_tile, q_full, step, 0, queries, visible, problem, marks, GROUP_SIZE)
             clear_queries(do_tile, do_full, step, 0, queries, visible, problem, marks, GROUP_SIZE)
-            clear_keys(k_tile, CONSUMER, k_full.index(0), turn & 1, keys, queries, visible, problem, marks)
-            clear_keys(v_tile, CONSUMER, v_full.index(0), turn & 1, keys, queries, visible, problem, marks)
+            clear_keys(
+                k_tile, CONSUMER, k_full.index(0), turn & 1, keys, queries, visible, problem, marks
+            )
+            clear_keys(
+                v_tile, CONSUMER, v_full.index(0), turn & 1, keys, queries, visible, problem, marks
+            )
         s = product_scores(k_tile, CONSUMER, q_tile, step % Q_STAGES, HEAD_DIM, layout)
         mbarrier.wait(v_full.index(0), turn & 1)
         mbarrier.wait(do_full.index(slot), step // DO_STAGES & 1)
@@ -94,7 +98,10 @@ def consume_dk(
         s = warpgroup_mma_wait(num_pieces(HEAD_DIM_V), deps=(s,))
         _member, start = group_step(0, begin, before, full, after, BLOCK_Q, GROUP_SIZE)
         lse2 = read_row(lse2_row, step % Q_STAGES, layout)
-        power, dcap = exponents(s, lse2, start, key, None, rule, window_left, window_right, problem, marks, queries.size, EDGES)
+        power, dcap = exponents(
+            s, lse2, start, key, None, rule, window_left, window_right, problem, marks,
+            queries.size, EDGES,
+        )  # fmt: skip
         p = gl.exp2(power)
         p = p * dcap
         dp = warpgroup_mma_wait(0, deps=(dp,))
@@ -113,8 +120,12 @@ def consume_dk(
             while index < end:
                 if CLEARS and masked:
                     begun = step - index
-                    clear_queries(q_tile, q_full, begun, index, queries, visible, problem, marks, GROUP_SIZE)
-                    clear_queries(do_tile, do_full, begun, index, queries, visible, problem, marks, GROUP_SIZE)
+                    clear_queries(
+                        q_tile, q_full, begun, index, queries, visible, problem, marks, GROUP_SIZE
+                    )
+                    clear_queries(
+                        do_tile, do_full, begun, index, queries, visible, problem, marks, GROUP_SIZE
+                    )
                 slot = step % DO_STAGES
                 previous = (step - 1) % Q_STAGES
                 # 0, which the compiler does not know: it would compute the descriptors of k and v
@@ -137,8 +148,9 @@ def consume_dk(
                 _member, start = group_step(index, begin, before, full, after, BLOCK_Q, GROUP_SIZE)
                 lse2 = read_row(lse2_row, step % Q_STAGES, layout)
                 power, dcap = exponents(
-                    s, lse2, start, key, None, rule, window_left, window_right, problem, marks, queries.size, masked
-                )
+                    s, lse2, start, key, None, rule, window_left, window_right, problem, marks,
+                    queries.size, masked,
+                )  # fmt: skip
                 p = gl.exp2(power)
                 p = p * dcap
                 delta = read_row(delta_row, slot, layout)

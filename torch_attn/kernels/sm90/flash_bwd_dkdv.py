@@ -285,9 +285,18 @@ def _consume_queries(
             # Clear the other consumer's rows only where dq needs them: both meet in each step then.
             # Without dq that consumer may already have stored dk and dv where its rows were.
             if FUSED:
-                clear_keys(k_tile, 1 - CONSUMER, k_full.index(0), turn & 1, positions, queries, visible, problem, marks)
-            clear_keys(k_tile, CONSUMER, k_full.index(0), turn & 1, positions, queries, visible, problem, marks)
-            clear_keys(v_tile, CONSUMER, v_full.index(0), turn & 1, positions, queries, visible, problem, marks)
+                clear_keys(
+                    k_tile, 1 - CONSUMER, k_full.index(0), turn & 1, positions, queries, visible,
+                    problem, marks,
+                )  # fmt: skip
+            clear_keys(
+                k_tile, CONSUMER, k_full.index(0), turn & 1, positions, queries, visible, problem,
+                marks,
+            )  # fmt: skip
+            clear_keys(
+                v_tile, CONSUMER, v_full.index(0), turn & 1, positions, queries, visible, problem,
+                marks,
+            )  # fmt: skip
         if SMALL:
             keys = load_left(k_tile, CONSUMER, HEAD_DIM, layout)
         s = ()
@@ -315,8 +324,12 @@ def _consume_queries(
                 _member, start = group_step(index, begin, before, full, after, BLOCK_Q, MEMBERS)
                 if CLEARS and masked:
                     begun = step - index
-                    clear_queries(do_tile, do_full, begun, index, queries, visible, problem, marks, MEMBERS)
-                    clear_queries(q_tile, q_full, begun, index + 1, queries, visible, problem, marks, MEMBERS)
+                    clear_queries(
+                        do_tile, do_full, begun, index, queries, visible, problem, marks, MEMBERS
+                    )
+                    clear_queries(
+                        q_tile, q_full, begun, index + 1, queries, visible, problem, marks, MEMBERS
+                    )
                 s, dk, dv, ds = _visit_queries(
                     s, dk, dv, ds, keys, values, tiles, of_dq, barriers, start, key,
                     seq_kv - diagonal, step, last, rule, window_left, window_right, problem,
@@ -452,7 +465,7 @@ def _visit_queries(
         power, dcap = exponents(
             s[0], lse2, start, key, end, rule, window_left, window_right, problem, marks, size_q,
             MASKED,
-        )
+        )  # fmt: skip
         if not FIRST:
             # dp takes the registers of dq.
             dq = wait_sums(dq, S_PIECES)

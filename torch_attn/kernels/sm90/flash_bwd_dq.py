@@ -180,8 +180,8 @@ def _locate_queries(item, place, problem, window_left, window_right, BLOCK_KV: g
         read_rows = gl.where(sequence < problem.num_sequences, 64, 0)
     if problem.segments is not None or problem.tree is not None:
         begin, before, full, after = listed_tiles(
-            problem.segments, problem.tree, index // problem.heads_q, tile, problem.size, problem.size_other, problem.num_sequences,
-            128, BLOCK_KV,
+            problem.segments, problem.tree, index // problem.heads_q, tile, problem.size,
+            problem.size_other, problem.num_sequences, 128, BLOCK_KV,
         )  # fmt: skip
     else:
         begin, before, full, after = visible_tiles(
@@ -401,8 +401,8 @@ def _consume_keys(
                         step // NUM_STAGES & 1,
                     )  # fmt: skip
                     clear_padding(
-                        v_tile, slot_v, marks.other_ids, start_kv, seq_kv, padded, v_full.index(slot_v),
-                        step // V_STAGES & 1,
+                        v_tile, slot_v, marks.other_ids, start_kv, seq_kv, padded,
+                        v_full.index(slot_v), step // V_STAGES & 1,
                     )  # fmt: skip
                 # dq += ds k for the tile before, and s = scale · q kᵀ
                 left = unpack(ds, dtype, layout, "loop")

@@ -84,13 +84,18 @@ def consume_dv(
         mbarrier.wait(q_full.index(slot), step // Q_STAGES & 1)
         if CLEARS:
             clear_queries(q_tile, q_full, step, 0, queries, visible, problem, marks, GROUP_SIZE)
-            clear_keys(k_tile, CONSUMER, k_full.index(0), turn & 1, keys, queries, visible, problem, marks)
+            clear_keys(
+                k_tile, CONSUMER, k_full.index(0), turn & 1, keys, queries, visible, problem, marks
+            )
         s = product_scores(k_tile, CONSUMER, q_tile, slot, HEAD_DIM, layout)
         s = warpgroup_mma_wait(0, deps=(s,))
         _member, start = group_step(0, begin, before, full, after, BLOCK_Q, GROUP_SIZE)
         lse2 = read_row(lse2_row, slot, layout)
         arrive(Q_READ + slot, READERS)
-        power, _dcap = exponents(s, lse2, start, key, None, rule, window_left, window_right, problem, marks, queries.size, EDGES)
+        power, _dcap = exponents(
+            s, lse2, start, key, None, rule, window_left, window_right, problem, marks,
+            queries.size, EDGES,
+        )  # fmt: skip
         p = gl.exp2(power)
         packed = pack(p, dtype)
         dv = zeros(64, HEAD_DIM_V)
@@ -106,8 +111,13 @@ def consume_dv(
                 if CLEARS and masked:
                     # dout's next tile may need the place of this one: it is not there before.
                     begun = step - index
-                    clear_queries(q_tile, q_full, begun, index, queries, visible, problem, marks, GROUP_SIZE)
-                    clear_queries(do_tile, do_full, begun, index - 1, queries, visible, problem, marks, GROUP_SIZE)
+                    clear_queries(
+                        q_tile, q_full, begun, index, queries, visible, problem, marks, GROUP_SIZE
+                    )
+                    clear_queries(
+                        do_tile, do_full, begun, index - 1, queries, visible, problem, marks,
+                        GROUP_SIZE,
+                    )  # fmt: skip
                 slot = step % Q_STAGES
                 previous = (step - 1) % DO_STAGES
                 # sᵀ = scale · k qᵀ, and dv += pᵀ dout for the tile before
@@ -122,8 +132,9 @@ def consume_dv(
                 lse2 = read_row(lse2_row, slot, layout)
                 arrive(Q_READ + slot, READERS)
                 power, _dcap = exponents(
-                    s, lse2, start, key, None, rule, window_left, window_right, problem, marks, queries.size, masked
-                )
+                    s, lse2, start, key, None, rule, window_left, window_right, problem, marks,
+                    queries.size, masked,
+                )  # fmt: skip
                 p = gl.exp2(power)
                 # This wait passes at once. Its branch keeps ptxas from moving the next one up.
                 mbarrier.wait(do_full.index(previous), (step - 1) // DO_STAGES & 1)
@@ -134,7 +145,9 @@ def consume_dv(
                 step += 1
             if CLEARS and masked:
                 begun = step - index
-                clear_queries(do_tile, do_full, begun, index - 1, queries, visible, problem, marks, GROUP_SIZE)
+                clear_queries(
+                    do_tile, do_full, begun, index - 1, queries, visible, problem, marks, GROUP_SIZE
+                )
 
         # The last pᵀ·dout
         previous = (step - 1) % DO_STAGES

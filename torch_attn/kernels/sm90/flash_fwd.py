@@ -213,8 +213,8 @@ def _locate(
     batch, head = index // problem.heads_q, index % problem.heads_q
     if problem.segments is not None or problem.tree is not None:
         begin, before, full, after = listed_tiles(
-            problem.segments, problem.tree, batch, tile, problem.size, problem.size_other, problem.num_sequences,
-            BLOCK_Q, BLOCK_KV,
+            problem.segments, problem.tree, batch, tile, problem.size, problem.size_other,
+            problem.num_sequences, BLOCK_Q, BLOCK_KV,
         )  # fmt: skip
     else:
         begin, before, full, after = visible_tiles(

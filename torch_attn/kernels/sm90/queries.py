@@ -15,7 +15,13 @@ from torch_attn.kernels.explicit.steps import (
     listed_tiles,
     rows_have_padding,
 )
-from torch_attn.kernels.explicit.tma import clear_padding, clear_rows, load_box, load_pieces, tile_bytes
+from torch_attn.kernels.explicit.tma import (
+    clear_padding,
+    clear_rows,
+    load_box,
+    load_pieces,
+    tile_bytes,
+)
 from torch_attn.kernels.explicit.wgmma_scores import visible_scores
 from torch_attn.kernels.library.sequences import count_sequence_tiles, first_tile, rows_of_sequence
 from torch_attn.kernels.library.tiles import ROW_PADDING, visible_tiles
@@ -250,7 +256,9 @@ def clear_keys(tile, half, full, phase, keys, queries, visible, problem, marks):
     """
     if problem.segments is not None:
         padded = rows_have_padding(visible[0])
-        clear_padding(tile, half, marks.own_ids, keys.start + 64 * half, keys.end, padded, full, phase)
+        clear_padding(
+            tile, half, marks.own_ids, keys.start + 64 * half, keys.end, padded, full, phase
+        )
     else:
         count = gl.where(queries.size > 0, keys.end - keys.start - 64 * half, 0)
         clear_rows(tile, half, count, full, phase)
