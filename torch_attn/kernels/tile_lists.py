@@ -44,7 +44,7 @@ from twin_attention.targets.kernels import FlashConfig
 # whether the list's own rows have padding.
 HEADER = tl.constexpr(3)
 # Rows that a step of the search reads.
-SCAN_ROWS = tl.constexpr(4096)
+SCAN_ROWS = tl.constexpr(8192)
 
 
 @triton.jit(do_not_specialize=[x for x in UNSPECIALIZED if x != "together"])
