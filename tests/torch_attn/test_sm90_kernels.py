@@ -13,6 +13,7 @@ from interop.parity.cases import BlockSparseCase, FlashCase, VarlenCase, paged_c
 from interop.parity.inputs import make_inputs
 from interop.parity.oracle import evaluate, expectations, parts_of
 from tests.torch_attn.explicit_kernels import (
+    LISTED,
     MODES,
     check_backward,
     check_forward,
@@ -114,42 +115,19 @@ def test_backward_of_large_heads(case, mode):
     assert check_backward(case, mode, BACKEND) == kernels
 
 
-# Of segment ids and trees: every kernel has its tiles listed first.
-LISTED = [
-    FlashCase("documents", 1, 300, 300, 1, 1, 64, segments="documents", causal=True),
-    FlashCase("shuffled", 2, 150, 200, 2, 1, 128, segments="shuffled", softcap=5.0, sinks=True),
-    FlashCase("tree", 1, 400, 400, 1, 1, 96, tree="nested", causal=True),
-    FlashCase(
-        "any ends",
-        1,
-        200,
-        250,
-        2,
-        1,
-        64,
-        tree="any",
-        segments="documents",
-        causal=True,
-        window_size=(90, None),
-    ),
-    VarlenCase("packed trees", LENGTHS, (9, 9), 2, 1, 128, tree="nested"),
-    FlashCase("large heads", 1, 150, 200, 1, 1, 192, segments="shuffled", tree="any", causal=True),
-]
-
-
-@pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
 @pytest.mark.parametrize("case", LISTED, ids=lambda case: case.name)
-def test_listed_tiles(case, mode):
-    assert check_forward(case, mode, BACKEND) == ["tile_lists", "flash_fwd"]
-    launched = check_backward(case, mode, BACKEND)
+def test_listed_tiles(case):
+    assert check_forward(case, Mode(), BACKEND) == ["tile_lists", "flash_fwd"]
+    launched = check_backward(case, Mode(), BACKEND)
     assert launched.count("tile_lists") == (1 if launched[0] == SUMMED[0] else 2)
 
 
-@pytest.mark.parametrize("case", LISTED[:2], ids=lambda case: case.name)
-def test_deterministic_backward_of_listed_tiles(case):
-    case = replace(case, deterministic=True)
+@pytest.mark.parametrize("mode", [WRITES_FIRST, MODES["reads first"]])
+def test_deterministic_backward_of_listed_tiles(mode):
+    case = replace(LISTED[1], deterministic=True)
+    assert check_forward(case, mode, BACKEND) == ["tile_lists", "flash_fwd"]
     kernels = ["tile_lists", "flash_bwd_dq", "tile_lists", "flash_bwd_dkdv"]
-    assert check_backward(case, Mode(), BACKEND) == kernels
+    assert check_backward(case, mode, BACKEND) == kernels
 
 
 FORWARD = [
