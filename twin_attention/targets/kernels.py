@@ -203,6 +203,7 @@ class Kernel:
             others.
         deterministic: True for deterministic backwards alone, False for the others alone, None
             for both.
+        optional: it runs for the problems alone that have a row.
     """
 
     spec: type[Spec]
@@ -212,6 +213,7 @@ class Kernel:
     accumulators: tuple[str, ...] = ()
     stationary: str = "block_q"
     deterministic: bool | None = None
+    optional: bool = False
 
     @property
     def fields(self) -> tuple[str, ...]:
@@ -252,7 +254,7 @@ KERNELS = {
 }  # fmt: skip
 
 # Of the explicit families, before each kernel that multiplies.
-_TILE_LISTS = Kernel(AttentionSpec, ListsConfig, "flash_fwd")
+_TILE_LISTS = Kernel(AttentionSpec, ListsConfig, "flash_fwd", optional=True)
 
 # The kernels of each family, by its folder in ``kernels`` and ``configs``.
 FAMILY_KERNELS = {
